@@ -1,0 +1,27 @@
+// The CPU backend: the definition of correct, and what runs where there is no GPU.
+//
+// Every function checks its arguments, throws guild::Error if one is wrong, and is deterministic
+// for any number of OpenMP threads. float64, float32, bfloat16 and float16.
+#pragma once
+#include "guild/error.h"
+#include "guild/steps.h"
+
+namespace guild::cpu {
+
+void route(Route const& args);
+void router_gradient(RouterGradient const& args);
+void sort_by_expert(Sort const& args);
+void up_projection(UpProjection const& args);
+void down_projection(DownProjection const& args);
+void combine(Combine const& args);
+void down_gradient(DownGradient const& args);
+void score_gradient(ScoreGradient const& args);
+void up_gradient(UpGradient const& args);
+void up_weight_gradient(UpWeightGradient const& args);
+void down_weight_gradient(DownWeightGradient const& args);
+void bias_gradient(BiasGradient const& args);
+void grouped_gemm(GroupedGemm const& args);
+void moe_forward(MoeForward const& args);
+void moe_backward(MoeBackward const& args);
+
+}  // namespace guild::cpu

@@ -1,0 +1,42 @@
+// The CUDA backend: sm_90a (H100, H200), bfloat16 and float16.
+//
+// Every function checks its arguments on the host, throws guild::Error if one is wrong, and
+// otherwise only launches kernels on the queue's stream: no allocation, no synchronisation, no read
+// of device memory. All pointers are device pointers, 16-byte aligned, and so is every row: H and I
+// are multiples of 8. Capturable in a CUDA graph; deterministic.
+#pragma once
+#include "guild/error.h"
+#include "guild/steps.h"
+
+struct CUstream_st;  // *CUstream_st is cudaStream_t
+
+namespace guild::cuda {
+
+// Where a step runs: a stream of the current device, and how many multiprocessors it may fill.
+struct Queue {
+  CUstream_st* stream = nullptr;
+  int sms = 0;  // 0: all
+};
+
+// Whether this build holds CUDA kernels, and whether the current device can run them; otherwise
+// `why` (if given) says what is missing.
+bool built();
+bool usable(char const** why = nullptr);
+
+void route(Route const& args, Queue queue = {});
+void router_gradient(RouterGradient const& args, Queue queue = {});
+void sort_by_expert(Sort const& args, Queue queue = {});
+void up_projection(UpProjection const& args, Queue queue = {});
+void down_projection(DownProjection const& args, Queue queue = {});
+void combine(Combine const& args, Queue queue = {});
+void down_gradient(DownGradient const& args, Queue queue = {});
+void score_gradient(ScoreGradient const& args, Queue queue = {});
+void up_gradient(UpGradient const& args, Queue queue = {});
+void up_weight_gradient(UpWeightGradient const& args, Queue queue = {});
+void down_weight_gradient(DownWeightGradient const& args, Queue queue = {});
+void bias_gradient(BiasGradient const& args, Queue queue = {});
+void grouped_gemm(GroupedGemm const& args, Queue queue = {});
+void moe_forward(MoeForward const& args, Queue queue = {});
+void moe_backward(MoeBackward const& args, Queue queue = {});
+
+}  // namespace guild::cuda

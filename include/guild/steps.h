@@ -1,0 +1,256 @@
+// The arguments of every step of a Mixture-of-Experts layer, forward and backward.
+//
+// The same structs go to guild::cpu::f(args) and guild::cuda::f(args, queue). With T tokens, hidden
+// H, intermediate I, E experts, K choices a token, R = T * K rows, W = 2I with a gate and I
+// without: every matrix has the layer's dtype and is R rows (by row) or T rows (by token) tall.
+// Matrix products accumulate in fp32 (float64 in float64). Null means absent where a comment says
+// so. Rows at or past offsets[E] are neither used nor written, experts without rows get zero
+// gradients.
+//
+// Algorithm: SonicMoE, arXiv:2512.14080, section 3 (backward from X, H and the routing alone).
+#pragma once
+#include "guild/types.h"
+
+namespace guild {
+
+// ---- routing ------------------------------------------------------------------------------------
+
+enum class Score : int { softmax, sigmoid };
+
+// What a router does with the logits of one token. Selection: the K largest of p + selection_bias,
+// ties to the smaller id, NaN after every number. Weights: p of the chosen without the bias,
+// divided by their sum if renormalize, times scale. softmax + renormalize equals top-k then
+// softmax.
+struct Router {
+  Score score = Score::softmax;
+  bool renormalize = true;
+  float scale = 1;
+};
+
+struct Route {
+  int64_t tokens = 0, experts = 0, top_k = 0;
+  DType dtype = DType::float32;  // of logits and scores: float32 or float64
+  Router router;
+  ConstRows logits;                      // (T, E)
+  void const* selection_bias = nullptr;  // (E); null: none
+  int32_t* ids = nullptr;                // (T, K) out, best first
+  void* scores = nullptr;                // (T, K) out
+};
+
+// dlogits = d(sum(scores * dscores)) / dlogits, one dense write.
+struct RouterGradient {
+  int64_t tokens = 0, experts = 0, top_k = 0;
+  DType dtype = DType::float32;
+  Router router;
+  ConstRows logits;               // (T, E) as given to Route
+  int32_t const* ids = nullptr;   // (T, K); ids outside [0, E) get no gradient
+  void const* dscores = nullptr;  // (T, K)
+  Rows dlogits;                   // (T, E) out
+};
+
+// Stable counting sort of slots by expert: rows of one expert keep the order of their slots. Ids
+// outside [0, E) get no row (slot_row = -1).
+struct Sort {
+  int64_t tokens = 0, experts = 0, top_k = 0;
+  DType score_dtype = DType::float32;  // float32 or float64
+  bool ids_are_int64 = false;
+  void const* ids = nullptr;     // (T, K) int32 or int64
+  void const* scores = nullptr;  // (T, K); null: no row_score is written
+  int32_t* offsets = nullptr;    // (E + 1) out
+  int32_t* row_token = nullptr;  // (R) out; rows past offsets[E] are set to 0
+  int32_t* slot_row = nullptr;   // (T, K) out
+  void* row_score = nullptr;     // (R) out, with scores; rows past offsets[E] are set to 0
+  void* workspace = nullptr;     // sort_workspace_bytes()
+};
+
+// ---- forward ------------------------------------------------------------------------------------
+
+// H = X[row_token] W1^T + b1;  A = activation(H)
+struct UpProjection {
+  Sizes sizes;
+  DType dtype = DType::bfloat16;
+  Activation activation;
+  GateUp order = GateUp::concatenated;  // of h and bias
+  Routing routing;                      // uses offsets, row_token
+  ConstRows x;                          // (T, H), or (R, H) where row_token is null
+  ConstUpWeight w_up;                   // (E, I, H) twice
+  ConstRows bias;                       // (E, W); null data: none
+  Rows h;                               // (R, W) out; null data: not kept (inference)
+  Rows a;                               // (R, I) out
+};
+
+// Y = A W2^T + b2
+struct DownProjection {
+  Sizes sizes;
+  DType dtype = DType::bfloat16;
+  Routing routing;     // uses offsets
+  ConstRows a;         // (R, I)
+  ConstWeight w_down;  // (E, H, I)
+  ConstRows bias;      // (E, H); null data: none
+  Rows y;              // (R, H) out
+};
+
+// O[t] = sum over k of slot_score[t, k] * Y[slot_row[t, k]], in fp32, k ascending; slots at -1 add
+// nothing. Without slot_score: the plain sum, which is the gradient of the gather.
+struct Combine {
+  Sizes sizes;
+  DType dtype = DType::bfloat16;
+  Routing routing;  // uses slot_row, slot_score
+  ConstRows y;      // (R, H)
+  Rows o;           // (T, H) out
+};
+
+// ---- backward -----------------------------------------------------------------------------------
+
+// With g = dO[row_token] W2 (not scaled), s = row_score and A recomputed from H:
+//   dH = d activation(s * g, H);   A' = s * A;   score_parts = partial sums of <g, A> over I
+struct DownGradient {
+  Sizes sizes;
+  DType dtype = DType::bfloat16;
+  Activation activation;
+  GateUp order = GateUp::concatenated;  // of h and dh
+  Routing routing;                      // uses offsets, row_token, row_score
+  ConstRows dout;                       // (T, H), or (R, H) where row_token is null
+  ConstWeight w_down;                   // (E, H, I)
+  ConstRows h;                          // (R, W)
+  Rows dh;                              // (R, W) out
+  Rows a_scaled;                        // (R, I) out; null data: not wanted
+  void* score_parts = nullptr;          // (R, score_parts(sizes)) out, score dtype; null: no dS
+};
+
+// dscores[t, k] = sum over parts of score_parts[r] + <dO[t], b2[e of r]>, r = slot_row[t, k];
+// zero for slots at -1. Sums in a fixed order.
+struct ScoreGradient {
+  Sizes sizes;
+  DType dtype = DType::bfloat16;      // of dout and bias
+  Routing routing;                    // uses slot_row, and offsets where there is a bias
+  void const* score_parts = nullptr;  // (R, score_parts(sizes))
+  ConstRows dout;                     // (T, H); read only where there is a bias
+  ConstRows bias;                     // (E, H) b2; null data: none
+  void* dscores = nullptr;            // (T, K) out
+};
+
+// dX~ = dH W1, by row. Combine without scores turns it into dX.
+struct UpGradient {
+  Sizes sizes;
+  DType dtype = DType::bfloat16;
+  bool gated = true;
+  GateUp order = GateUp::concatenated;  // of dh
+  Routing routing;                      // uses offsets
+  ConstRows dh;                         // (R, W)
+  ConstUpWeight w_up;                   // (E, I, H) twice
+  Rows dx;                              // (R, H) out
+};
+
+// dW1[e] = dH[rows of e]^T X[row_token of them]: (E, I, H) twice, written with the given strides.
+struct UpWeightGradient {
+  Sizes sizes;
+  DType dtype = DType::bfloat16;     // of x and dh
+  DType dw_dtype = DType::bfloat16;  // dtype or float32
+  bool accumulate = false;           // add to dw instead of writing it
+  bool gated = true;
+  GateUp order = GateUp::concatenated;  // of dh
+  Routing routing;                      // uses offsets, row_token
+  ConstRows x;                          // (T, H), or (R, H) where row_token is null
+  ConstRows dh;                         // (R, W)
+  UpWeight dw;                          // (E, I, H) twice, out
+};
+
+// dW2[e] = dO[row_token of e]^T A'[rows of e]: (E, H, I)
+struct DownWeightGradient {
+  Sizes sizes;
+  DType dtype = DType::bfloat16;     // of dout and a
+  DType dw_dtype = DType::bfloat16;  // dtype or float32
+  bool accumulate = false;
+  Routing routing;  // uses offsets, row_token
+  ConstRows dout;   // (T, H), or (R, H) where row_token is null
+  ConstRows a;      // (R, I): A' = s * A
+  Weight dw;        // (E, H, I) out
+};
+
+// db[e] = sum over rows r of e of row_score[r] * M[row r], or of M[row_token[r]] where gathered.
+// db1: M = dH, width W, no score, not gathered. db2: M = dO, width H, scores, gathered.
+struct BiasGradient {
+  int64_t rows = 0, width = 0, experts = 0;
+  DType dtype = DType::bfloat16;     // of m
+  DType db_dtype = DType::bfloat16;  // dtype or float32
+  bool accumulate = false;
+  Routing routing;  // uses offsets; row_token and row_score unless null
+  ConstRows m;      // (rows or tokens, width)
+  Rows db;          // (E, width) out
+};
+
+// ---- level 1: the bare grouped product ----------------------------------------------------------
+
+// D = A B + bias in the four cases of torch._grouped_mm. offsets are int32 END positions (E), as
+// there: group e spans [e ? offsets[e - 1] : 0, offsets[e]). Any strides in elements.
+struct GroupedGemm {
+  enum class Ragged : int {
+    rows,     // A (M, K)    B (E, K, N)  D (M, N)      groups split M
+    inner,    // A (M, K)    B (K, N)     D (E, M, N)   groups split K
+    columns,  // A (E, M, K) B (K, N)     D (M, N)      groups split N
+    none,     // A (E, M, K) B (E, K, N)  D (E, M, N)
+  };
+  struct Operand {  // element (e, i, j) at data[e * group_stride + i * row_stride + j * col_stride]
+    void* data = nullptr;
+    int64_t group_stride = 0, row_stride = 0, col_stride = 1;
+  };
+  Ragged ragged = Ragged::rows;
+  int64_t m = 0, n = 0, k = 0, groups = 0;  // m, n, k: totals, ragged dimension included
+  DType dtype = DType::bfloat16;            // of a, b and bias
+  DType out_dtype = DType::bfloat16;        // dtype or float32
+  bool accumulate = false;                  // D += instead of D =; rows of no group are untouched
+  int32_t const* offsets = nullptr;         // (E) end of each group; null for Ragged::none
+  Operand a, b, d;                          // a and b are only read
+  ConstRows bias;                           // (E, N), Ragged::columns: (E, M); null data: none
+};
+
+// ---- composites ---------------------------------------------------------------------------------
+
+// up projection, down projection, combine. Where routing.slot_row is null, o has R rows (sorted).
+struct MoeForward {
+  Sizes sizes;
+  DType dtype = DType::bfloat16;
+  Activation activation;
+  GateUp order = GateUp::concatenated;
+  Routing routing;
+  ConstRows x;                // (T, H)
+  ConstUpWeight w_up;         // (E, I, H) twice
+  ConstWeight w_down;         // (E, H, I)
+  ConstRows b_up, b_down;     // (E, W), (E, H); null data: none
+  Rows h;                     // (R, W) out, kept for backward; null data: inference
+  Rows o;                     // (T, H) out
+  void* workspace = nullptr;  // moe_forward_workspace_bytes()
+};
+
+// down gradient, score gradient, dW2, db2, dW1, db1, up gradient, combine gradient. Outputs with
+// null data are not computed.
+struct MoeBackward {
+  Sizes sizes;
+  DType dtype = DType::bfloat16;
+  DType dw_dtype = DType::bfloat16;  // of dw_up, dw_down and the bias gradients
+  bool accumulate = false;           // add to the weight and bias gradients
+  Activation activation;
+  GateUp order = GateUp::concatenated;
+  Routing routing;
+  ConstRows dout, x, h;  // (T, H), (T, H), (R, W)
+  ConstUpWeight w_up;
+  ConstWeight w_down;
+  ConstRows b_down;           // (E, H), for dscores; null data: none
+  Rows dx;                    // (T, H) out
+  UpWeight dw_up;             // out
+  Weight dw_down;             // out
+  Rows db_up, db_down;        // (E, W), (E, H) out
+  void* dscores = nullptr;    // (T, K) out
+  void* workspace = nullptr;  // moe_backward_workspace_bytes()
+};
+
+// Bytes of the work buffers above, aligned to 256; the same for both backends. Zero sizes give 0.
+int64_t sort_workspace_bytes(int64_t tokens, int64_t experts, int64_t top_k);
+int64_t moe_forward_workspace_bytes(Sizes const& sizes, DType dtype);
+int64_t moe_backward_workspace_bytes(Sizes const& sizes, DType dtype, bool gated);
+
+// Partial sums of dS a row: the down gradient's column tiles, summed by the score gradient.
+int64_t score_parts(Sizes const& sizes);
+
+}  // namespace guild

@@ -1,0 +1,121 @@
+// What every step's arguments are made of: sizes, element types, views of memory, activations.
+//
+// Nothing here owns memory. A view is a pointer plus strides in elements; its shape follows from
+// the Sizes it travels with, written in the comment of each field.
+#pragma once
+#include <cstdint>
+#include <limits>
+#include <type_traits>
+
+namespace guild {
+
+enum class DType : int { float32, bfloat16, float16, float64 };
+
+// The sizes of one layer. A slot is one (token, k-th choice) pair; a row is a slot after sorting by
+// expert. Buffers of rows hold rows() rows; the first offsets[experts] of them are in use.
+struct Sizes {
+  int64_t tokens = 0;        // T >= 0
+  int64_t hidden = 0;        // H >= 1
+  int64_t intermediate = 0;  // I >= 1: one expert's width after the gate
+  int64_t experts = 0;       // E >= 1
+  int64_t top_k = 1;         // K >= 1
+  constexpr int64_t rows() const { return tokens * top_k; }  // R
+};
+
+// Rows of a matrix with contiguous columns. stride: elements from one row to the next; 0 = packed.
+struct Rows {
+  void* data = nullptr;
+  int64_t stride = 0;
+};
+struct ConstRows {
+  void const* data = nullptr;
+  int64_t stride = 0;
+  ConstRows() = default;
+  ConstRows(void const* data, int64_t stride = 0) : data(data), stride(stride) {}
+  ConstRows(Rows rows) : data(rows.data), stride(rows.stride) {}
+};
+
+// One matrix per expert, seen as (E, out, in) whatever its order in memory: element (e, o, i) lies
+// at data[e * expert_stride + o * out_stride + i * in_stride].
+struct Weight {
+  void* data = nullptr;
+  int64_t expert_stride = 0, out_stride = 0, in_stride = 1;
+};
+struct ConstWeight {
+  void const* data = nullptr;
+  int64_t expert_stride = 0, out_stride = 0, in_stride = 1;
+  ConstWeight() = default;
+  ConstWeight(void const* data, int64_t expert_stride, int64_t out_stride, int64_t in_stride)
+      : data(data), expert_stride(expert_stride), out_stride(out_stride), in_stride(in_stride) {}
+  ConstWeight(Weight w)
+      : data(w.data),
+        expert_stride(w.expert_stride),
+        out_stride(w.out_stride),
+        in_stride(w.in_stride) {}
+};
+
+// How gate and up lie among the 2I columns of the pre-activations H, their gradient and the bias
+// b1:
+//   concatenated   gate_0 .. gate_{I-1}, up_0 .. up_{I-1}
+//   interleaved    gate_0, up_0, gate_1, up_1, ...
+enum class GateUp : int { concatenated, interleaved };
+
+// The up projection's weight as a gate half and an up half, each (E, I, H) as (E, out, in). One
+// description covers every order in use; up_weight() below writes it. up is unused without a gate.
+template <class W>
+struct GatedWeight {
+  W gate, up;
+};
+using UpWeight = GatedWeight<Weight>;
+using ConstUpWeight = GatedWeight<ConstWeight>;
+
+// The halves of one packed tensor of `width` = 2I (gated) or I rows a matrix:
+//   transposed = false   [E, width, H], as torch.nn.Linear stores it
+//   transposed = true    [E, H, width]
+template <class W>
+constexpr GatedWeight<W> up_weight(decltype(W::data) data, Sizes const& sizes, bool gated,
+                                   GateUp order, bool transposed, int64_t element_bytes) {
+  int64_t const width = sizes.intermediate * (gated ? 2 : 1);
+  int64_t const out_stride = transposed ? 1 : sizes.hidden;
+  int64_t const in_stride = transposed ? width : 1;
+  bool const alternate = gated && order == GateUp::interleaved;
+  int64_t const up_offset = alternate ? out_stride : sizes.intermediate * out_stride;
+  using Byte = std::conditional_t<std::is_const_v<std::remove_pointer_t<decltype(W::data)>>,
+                                  char const, char>;
+  W gate{data, width * sizes.hidden, out_stride * (alternate ? 2 : 1), in_stride};
+  W up = gate;
+  if (data != nullptr && gated) up.data = static_cast<Byte*>(data) + up_offset * element_bytes;
+  return {gate, up};
+}
+
+// a = act(gate) * (up + up_offset), or a = act(gate) without a gate, with
+//   act(g) = g * sigmoid(alpha * g)   silu        (alpha = 1: SiLU; 1.702: gpt-oss)
+//            gelu, tanh form          gelu_tanh
+//            gelu, exact              gelu_erf
+//            max(g, 0), max(g, 0)^2   relu, relu_squared
+// limit clamps gate to <= limit and up to [-limit, limit], before act (the default) or, for the
+// gate, after it. Gradients are zero where a clamp cuts; NaN passes through. fp32 throughout
+// (float64 in float64). Source of the clamped form: gpt-oss; of the gate: Shazeer,
+// arXiv:2002.05202.
+struct Activation {
+  enum class Kind : int { silu, gelu_tanh, gelu_erf, relu, relu_squared };
+  Kind kind = Kind::silu;
+  bool gated = true;
+  float alpha = 1;
+  float limit = std::numeric_limits<float>::infinity();
+  float up_offset = 0;
+  bool clamp_after = false;  // clamp act(gate) instead of gate
+};
+
+// Which rows belong to which expert and token; written by sort_by_expert(). Index arrays are int32.
+// row_token and slot_row null: the caller's rows are already sorted, row r reads row r of X and dO
+// and nothing is combined. Scores are float32, float64 where the layer's dtype is float64.
+struct Routing {
+  int32_t const* offsets = nullptr;    // (E + 1) rows of expert e: offsets[e] .. offsets[e + 1]
+  int32_t const* row_token = nullptr;  // (R) the token of each row
+  int32_t const* slot_row = nullptr;   // (T, K) the row of each slot, -1 if its id is out of range
+  void const* row_score = nullptr;     // (R) the slot's score; null: 1
+  void const* slot_score = nullptr;    // (T, K) the same by slot; null: 1
+};
+
+}  // namespace guild

@@ -1,0 +1,116 @@
+// The composites: which steps make a layer's forward and backward, and how the work buffer is cut.
+//
+// Written once for both backends: Steps has one callable per step (see src/cpu/moe.cpp,
+// src/cuda/moe.cu). Order of backward: whatever dH and A' feed comes while they are in cache.
+#pragma once
+#include <cstddef>
+
+#include "guild/steps.h"
+
+namespace guild {
+
+constexpr int64_t element_bytes(DType dtype) {
+  return dtype == DType::float64 ? 8 : dtype == DType::float32 ? 4 : 2;
+}
+
+constexpr DType score_dtype(DType dtype) {
+  return dtype == DType::float64 ? DType::float64 : DType::float32;
+}
+
+// Cuts a buffer into 256-byte aligned pieces; with a null base it only counts.
+class Carver {
+ public:
+  explicit Carver(void* base) : base_(static_cast<std::byte*>(base)) {}
+  void* take(int64_t bytes) {
+    void* const piece = base_ == nullptr ? nullptr : base_ + used_;
+    used_ += (bytes + 255) / 256 * 256;
+    return piece;
+  }
+  int64_t used() const { return used_; }
+
+ private:
+  std::byte* base_;
+  int64_t used_ = 0;
+};
+
+struct ForwardWorkspace {
+  void *a, *y;  // (R, I), (R, H); y unused where rows are not combined
+};
+inline ForwardWorkspace carve_forward(Carver& carver, Sizes const& s, DType dtype) {
+  int64_t const bytes = element_bytes(dtype);
+  void* const a = carver.take(s.rows() * s.intermediate * bytes);
+  return {a, carver.take(s.rows() * s.hidden * bytes)};
+}
+
+struct BackwardWorkspace {
+  void *dh, *a_scaled, *dx_rows, *score_parts;  // (R, W), (R, I), (R, H), (R, parts)
+};
+inline BackwardWorkspace carve_backward(Carver& carver, Sizes const& s, DType dtype, bool gated) {
+  int64_t const bytes = element_bytes(dtype);
+  void* const dh = carver.take(s.rows() * s.intermediate * (gated ? 2 : 1) * bytes);
+  void* const a_scaled = carver.take(s.rows() * s.intermediate * bytes);
+  void* const dx_rows = carver.take(s.rows() * s.hidden * bytes);
+  return {dh, a_scaled, dx_rows,
+          carver.take(s.rows() * score_parts(s) * element_bytes(score_dtype(dtype)))};
+}
+
+template <class Steps>
+void compose_forward(MoeForward const& f, Steps const& steps) {
+  Carver carver(f.workspace);
+  auto const [a, y] = carve_forward(carver, f.sizes, f.dtype);
+  bool const combined = f.routing.slot_row != nullptr;
+  steps.up_projection(
+      {f.sizes, f.dtype, f.activation, f.order, f.routing, f.x, f.w_up, f.b_up, f.h, Rows{a, 0}});
+  Rows const y_rows = combined ? Rows{y, 0} : f.o;
+  steps.down_projection({f.sizes, f.dtype, f.routing, ConstRows(a), f.w_down, f.b_down, y_rows});
+  if (combined) steps.combine({f.sizes, f.dtype, f.routing, y_rows, f.o});
+}
+
+template <class Steps>
+void compose_weight_gradients(MoeBackward const& b, BackwardWorkspace const& w,
+                              Steps const& steps) {
+  if (b.dw_down.data != nullptr) {
+    steps.down_weight_gradient({b.sizes, b.dtype, b.dw_dtype, b.accumulate, b.routing, b.dout,
+                                ConstRows(w.a_scaled), b.dw_down});
+  }
+  int64_t const rows = b.sizes.rows(), experts = b.sizes.experts;
+  if (b.db_down.data != nullptr) {
+    steps.bias_gradient({rows, b.sizes.hidden, experts, b.dtype, b.dw_dtype, b.accumulate,
+                         b.routing, b.dout, b.db_down});
+  }
+  if (b.dw_up.gate.data != nullptr) {
+    steps.up_weight_gradient({b.sizes, b.dtype, b.dw_dtype, b.accumulate, b.activation.gated,
+                              b.order, b.routing, b.x, ConstRows(w.dh), b.dw_up});
+  }
+  if (b.db_up.data != nullptr) {
+    Routing sorted;
+    sorted.offsets = b.routing.offsets;
+    int64_t const width = b.sizes.intermediate * (b.activation.gated ? 2 : 1);
+    steps.bias_gradient({rows, width, experts, b.dtype, b.dw_dtype, b.accumulate, sorted,
+                         ConstRows(w.dh), b.db_up});
+  }
+}
+
+template <class Steps>
+void compose_backward(MoeBackward const& b, Steps const& steps) {
+  Carver carver(b.workspace);
+  BackwardWorkspace w = carve_backward(carver, b.sizes, b.dtype, b.activation.gated);
+  void* const parts = b.dscores != nullptr ? w.score_parts : nullptr;
+  steps.down_gradient({b.sizes, b.dtype, b.activation, b.order, b.routing, b.dout, b.w_down, b.h,
+                       Rows{w.dh, 0}, Rows{w.a_scaled, 0}, parts});
+  if (b.dscores != nullptr) {
+    steps.score_gradient({b.sizes, b.dtype, b.routing, parts, b.dout, b.b_down, b.dscores});
+  }
+  compose_weight_gradients(b, w, steps);
+  if (b.dx.data == nullptr) return;
+  bool const combined = b.routing.slot_row != nullptr;
+  Rows const dx_rows = combined ? Rows{w.dx_rows, 0} : b.dx;
+  steps.up_gradient(
+      {b.sizes, b.dtype, b.activation.gated, b.order, b.routing, ConstRows(w.dh), b.w_up, dx_rows});
+  if (!combined) return;
+  Routing sum = b.routing;
+  sum.slot_score = nullptr;
+  steps.combine({b.sizes, b.dtype, sum, dx_rows, b.dx});
+}
+
+}  // namespace guild

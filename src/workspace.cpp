@@ -1,0 +1,27 @@
+// Sizes of the work buffers that callers provide.
+#include "compose.h"
+#include "shared/sorting.h"
+
+namespace guild {
+
+int64_t score_parts(Sizes const& sizes) { return (sizes.intermediate + 127) / 128; }
+
+int64_t sort_workspace_bytes(int64_t tokens, int64_t experts, int64_t top_k) {
+  Carver carver(nullptr);
+  carver.take(sort_chunks(tokens * top_k) * experts * int64_t(sizeof(int32_t)));
+  return carver.used();
+}
+
+int64_t moe_forward_workspace_bytes(Sizes const& sizes, DType dtype) {
+  Carver carver(nullptr);
+  carve_forward(carver, sizes, dtype);
+  return carver.used();
+}
+
+int64_t moe_backward_workspace_bytes(Sizes const& sizes, DType dtype, bool gated) {
+  Carver carver(nullptr);
+  carve_backward(carver, sizes, dtype, gated);
+  return carver.used();
+}
+
+}  // namespace guild
