@@ -1,0 +1,70 @@
+// Moving bytes: TMA boxes of rank-3 maps, 16-byte cp.async, and 8x8 matrices between registers and
+// shared memory. PTX ISA, sections "cp.async.bulk.tensor", "cp.async" and "stmatrix".
+#pragma once
+#include <cuda.h>
+
+#include "barrier.cuh"
+
+namespace guild::cuda {
+
+struct Coordinate {
+  int x, y, z;  // x: the contiguous dimension
+};
+
+__device__ inline void tma_load(CUtensorMap const& map, void* to, Coordinate at, Barrier& done) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5}], [%2];" ::"r"(shared_address(to)),
+      "l"(&map), "r"(shared_address(&done.word)), "r"(at.x), "r"(at.y), "r"(at.z)
+      : "memory");
+}
+
+// Elements outside the map are not written.
+__device__ inline void tma_store(CUtensorMap const& map, void const* from, Coordinate at) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map),
+      "r"(shared_address(from)), "r"(at.x), "r"(at.y), "r"(at.z)
+      : "memory");
+}
+__device__ inline void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;"); }
+
+// Waits until at most `pending` of this thread's store groups still read shared memory.
+template <int pending>
+__device__ inline void tma_store_wait() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(pending) : "memory");
+}
+
+__device__ inline void prefetch_map(CUtensorMap const& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+// Copies 16 bytes to shared memory, or zeros where `valid` is false; `from` must be readable then
+// all the same (it is not read).
+__device__ inline void copy_async(uint32_t to, void const* from, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+               "r"(valid ? 16 : 0)
+               : "memory");
+}
+
+// Four 8x8 matrices of 16-bit elements: lane l addresses row l % 8 of matrix l / 8; register j of
+// lane l holds columns 2 (l % 4) and the next of row l / 4 of matrix j (transposed: the reverse).
+__device__ inline void store_matrices(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a),
+               "r"(b), "r"(c), "r"(d)
+               : "memory");
+}
+__device__ inline void store_matrices_transposed(uint32_t to, uint32_t a, uint32_t b, uint32_t c,
+                                                 uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
+               "r"(a), "r"(b), "r"(c), "r"(d)
+               : "memory");
+}
+__device__ inline void load_matrices(uint32_t from, uint32_t& a, uint32_t& b, uint32_t& c,
+                                     uint32_t& d) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(a), "=r"(b), "=r"(c), "=r"(d)
+               : "r"(from)
+               : "memory");
+}
+
+}  // namespace guild::cuda

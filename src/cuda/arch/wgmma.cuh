@@ -1,0 +1,84 @@
+// Warpgroup matrix products on 128-byte-swizzled shared memory: descriptors and instructions.
+//
+// Tiles are 64 deep (along K). K-major: rows of 64 elements, 128 bytes each. MN-major: blocks of 64
+// columns, each 64 K-rows of 128 bytes. Both are what a TMA box with 128-byte swizzle leaves. The
+// instructions themselves are CUTLASS's wrappers (BSD-3-Clause); layouts: PTX ISA, "wgmma".
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cute/arch/mma_sm90_gmma.hpp>
+#include <utility>
+
+#include "barrier.cuh"
+
+namespace guild::cuda {
+
+using Major = cute::SM90::GMMA::Major;
+
+inline constexpr int kBlockBytes = 64 * 128;  // 64 rows (or K-rows) of 64 16-bit elements
+
+// What stands in a descriptor beside the address: strides in 16-byte units and the swizzle.
+//   K-major    stride between groups of 8 rows: 1024 bytes
+//   MN-major   the same between groups of 8 K-rows; kBlockBytes between blocks of 64 columns
+template <Major major>
+__device__ constexpr uint64_t descriptor_layout() {
+  uint64_t const leading = major == Major::K ? 1 : kBlockBytes >> 4;
+  return leading << 16 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
+}
+
+template <Major major>
+__device__ inline uint64_t descriptor(uint32_t address) {
+  return descriptor_layout<major>() | (address >> 4 & 0x3FFF);
+}
+
+// Bytes from one 16-deep slice of a tile to the next.
+template <Major major>
+inline constexpr int kSliceBytes = major == Major::K ? 32 : 2048;
+
+template <class T, int n, Major a, Major b>
+struct MmaInstruction;
+template <int n, Major a, Major b>
+struct MmaInstruction<__nv_bfloat16, n, a, b> {
+  static constexpr auto kOne = cute::SM90::GMMA::ScaleIn::One;
+  using type =
+      std::conditional_t<n == 256, cute::SM90::GMMA::MMA_64x256x16_F32BF16BF16_SS<a, b, kOne, kOne>,
+                         cute::SM90::GMMA::MMA_64x128x16_F32BF16BF16_SS<a, b, kOne, kOne>>;
+};
+template <int n, Major a, Major b>
+struct MmaInstruction<__half, n, a, b> {
+  static constexpr auto kOne = cute::SM90::GMMA::ScaleIn::One;
+  using type =
+      std::conditional_t<n == 256, cute::SM90::GMMA::MMA_64x256x16_F32F16F16_SS<a, b, kOne, kOne>,
+                         cute::SM90::GMMA::MMA_64x128x16_F32F16F16_SS<a, b, kOne, kOne>>;
+};
+
+// acc (64 x n) = A B^T + (accumulate ? acc : 0) over one 16-deep slice; asynchronous.
+template <class T, int n, Major major_a, Major major_b>
+__device__ inline void mma_slice(float (&acc)[n / 2], uint64_t a, uint64_t b, bool accumulate) {
+  static_assert(n == 128 || n == 256, "add the instruction for this width above");
+  using Instruction = typename MmaInstruction<T, n, major_a, major_b>::type;
+  auto const scale =
+      accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero;
+  [&]<size_t... i>(std::index_sequence<i...>) {
+    Instruction::fma(a, b, acc[i]..., scale);
+  }(std::make_index_sequence<n / 2>{});
+}
+
+__device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+template <int pending>
+__device__ inline void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
+}
+
+// Keeps the compiler from moving accesses to the accumulators across the asynchronous products.
+template <int count>
+__device__ inline void fence_registers(float (&acc)[count]) {
+#pragma unroll
+  for (int i = 0; i < count; ++i) asm volatile("" : "+f"(acc[i])::"memory");
+}
+
+}  // namespace guild::cuda

@@ -1,0 +1,87 @@
+// Walks the output tiles of a ragged grouped GEMM. Pure index arithmetic: tested on the CPU.
+//
+// ends[e] is where group e ends along the ragged dimension and group e + 1 begins. Values are
+// clamped to [previous end, total], so that no input makes a kernel leave its buffers.
+#pragma once
+#include <cstdint>
+
+#include "shared/activation.h"
+
+namespace guild {
+
+struct Tile {
+  int expert;
+  int row, col;   // first row and column of the output tile
+  int rows;       // valid rows, <= tile_m
+  int inner;      // length of the sum over K
+  int inner_row;  // ragged inner dimension: the first row of A and B to sum over
+};
+
+struct Groups {
+  int32_t const* ends;  // (groups); null: every group has total / groups
+  int groups, total;
+
+  GUILD_HD int end(int group, int begin) const {
+    if (ends == nullptr) return begin + total / groups;
+    int const e = ends[group];
+    return e < begin ? begin : (e > total ? total : e);
+  }
+};
+
+// Groups split the rows of D. Tiles of one expert are consecutive, columns fastest.
+struct RowTiles {
+  Groups groups;
+  int tile_m, tile_n, columns, inner;
+  int next_tile, stride;  // this block owns tiles next_tile, next_tile + stride, ...
+  int expert = 0, begin = 0, tiles_before = 0;
+
+  GUILD_HD bool next(Tile& tile) {
+    int const across = (columns + tile_n - 1) / tile_n;
+    for (; expert < groups.groups; ++expert) {
+      int const end = groups.end(expert, begin);
+      int const rows = end - begin;
+      int const tiles = (rows + tile_m - 1) / tile_m * across;
+      int const local = next_tile - tiles_before;
+      if (local < tiles) {
+        int const row = local / across * tile_m;
+        int const left = rows - row;
+        tile = {expert, begin + row, local % across * tile_n, left < tile_m ? left : tile_m, inner,
+                0};
+        next_tile += stride;
+        return true;
+      }
+      tiles_before += tiles;
+      begin = end;
+    }
+    return false;
+  }
+};
+
+// Groups split the inner dimension; every expert has the same (rows x columns) output.
+struct InnerTiles {
+  Groups groups;
+  int tile_m, tile_n, rows, columns;
+  int next_tile, stride;
+  int expert = 0, begin = 0;
+
+  GUILD_HD bool next(Tile& tile) {
+    int const across = (columns + tile_n - 1) / tile_n;
+    int const per_expert = (rows + tile_m - 1) / tile_m * across;
+    int const owner = next_tile / per_expert;
+    if (owner >= groups.groups) return false;
+    for (; expert < owner; ++expert) begin = groups.end(expert, begin);
+    int const local = next_tile % per_expert;
+    int const row = local / across * tile_m;
+    int const left = rows - row;
+    tile = {expert,
+            row,
+            local % across * tile_n,
+            left < tile_m ? left : tile_m,
+            groups.end(expert, begin) - begin,
+            begin};
+    next_tile += stride;
+    return true;
+  }
+};
+
+}  // namespace guild
