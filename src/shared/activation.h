@@ -20,23 +20,20 @@
 
 namespace guild {
 
-using ActivationKind = Activation::Kind;
+// The kinds in two families, each one straight line of code:
+//   sigmoid   x * sigmoid(p1 x + p3 x^3): silu (p1 = alpha) and gelu_tanh (p1 = sqrt(8 / pi))
+//   other     gelu_erf, relu, relu_squared
+enum class Family { sigmoid, other };
 
-// Calls f(std::integral_constant<ActivationKind, kind>{}).
+GUILD_HD bool in_sigmoid_family(Activation::Kind kind) {
+  return kind == Activation::Kind::silu || kind == Activation::Kind::gelu_tanh;
+}
+
+// Calls f(std::integral_constant<Family, family>{}).
 template <class F>
-GUILD_HD auto with_kind(ActivationKind kind, F&& f) {
-  switch (kind) {
-    case ActivationKind::silu:
-      return f(std::integral_constant<ActivationKind, ActivationKind::silu>{});
-    case ActivationKind::gelu_tanh:
-      return f(std::integral_constant<ActivationKind, ActivationKind::gelu_tanh>{});
-    case ActivationKind::gelu_erf:
-      return f(std::integral_constant<ActivationKind, ActivationKind::gelu_erf>{});
-    case ActivationKind::relu:
-      return f(std::integral_constant<ActivationKind, ActivationKind::relu>{});
-    default:
-      return f(std::integral_constant<ActivationKind, ActivationKind::relu_squared>{});
-  }
+GUILD_HD auto with_family(Activation const& act, F&& f) {
+  return in_sigmoid_family(act.kind) ? f(std::integral_constant<Family, Family::sigmoid>{})
+                                     : f(std::integral_constant<Family, Family::other>{});
 }
 
 GUILD_HD float exponential(float x) {
@@ -62,33 +59,36 @@ struct ValueSlope {
 };
 
 // f(x) and f'(x).
-template <ActivationKind kind, class F>
-GUILD_HD ValueSlope<F> unary(F alpha, F x) {
-  if constexpr (kind == ActivationKind::silu) {
-    F const s = sigmoid(alpha * x);
-    return {x * s, s * (1 + alpha * x * (1 - s))};
-  } else if constexpr (kind == ActivationKind::gelu_tanh) {
-    F const c = F(0.7978845608028654), d = F(0.044715);  // sqrt(2 / pi)
-    F const s = sigmoid(2 * c * (x + d * x * x * x));    // (1 + tanh(z)) / 2 = sigmoid(2 z)
-    return {x * s, s + x * s * (1 - s) * 2 * c * (1 + 3 * d * x * x)};
-  } else if constexpr (kind == ActivationKind::gelu_erf) {
-    F const phi = F(0.5) * (1 + F(erf(x * F(0.7071067811865476))));
-    F const density = F(0.3989422804014327) * exponential(F(-0.5) * x * x);
-    return {x * phi, phi + x * density};
-  } else if constexpr (kind == ActivationKind::relu) {
-    return {x < 0 ? F(0) : x, x > 0 ? F(1) : (x != x ? x : F(0))};
+template <Family family, class F>
+GUILD_HD ValueSlope<F> unary(Activation const& act, F x) {
+  if constexpr (family == Family::sigmoid) {
+    bool const gelu = act.kind == Activation::Kind::gelu_tanh;
+    F const p1 = gelu ? F(1.5957691216057308) : F(act.alpha);  // sqrt(8 / pi)
+    F const p3 = gelu ? F(1.5957691216057308 * 0.044715) : F(0);
+    F const s = sigmoid(x * (p1 + p3 * x * x));
+    return {x * s, s + x * s * (1 - s) * (p1 + 3 * p3 * x * x)};
   } else {
-    F const r = x < 0 ? F(0) : x;
-    return {r * r, 2 * r};
+    F const positive = x < 0 ? F(0) : x;  // NaN stays
+    switch (act.kind) {
+      case Activation::Kind::gelu_erf: {
+        F const phi = F(0.5) * (1 + F(erf(x * F(0.7071067811865476))));
+        F const density = F(0.3989422804014327) * exponential(F(-0.5) * x * x);
+        return {x * phi, phi + x * density};
+      }
+      case Activation::Kind::relu:
+        return {positive, x > 0 ? F(1) : positive};
+      default:
+        return {positive * positive, 2 * positive};
+    }
   }
 }
 
 // f(clamped gate) and its slope with respect to the unclamped gate.
-template <ActivationKind kind, class F>
+template <Family family, class F>
 GUILD_HD ValueSlope<F> gate_part(Activation const& act, F gate) {
   F const limit = F(act.limit);
   bool const cut = !act.clamp_after && gate > limit;
-  ValueSlope<F> f = unary<kind>(F(act.alpha), cut ? limit : gate);
+  ValueSlope<F> f = unary<family>(act, cut ? limit : gate);
   if (cut) f.slope = 0;
   if (act.clamp_after && f.value > limit) f = {limit, F(0)};
   return f;
@@ -102,9 +102,9 @@ GUILD_HD F up_part(Activation const& act, F up) {
 }
 
 // The activation of a pair; up is ignored without a gate.
-template <ActivationKind kind, class F>
+template <Family family, class F>
 GUILD_HD F activate(Activation const& act, F gate, F up) {
-  F const value = gate_part<kind>(act, gate).value;
+  F const value = gate_part<family>(act, gate).value;
   return act.gated ? value * up_part(act, up) : value;
 }
 
@@ -113,24 +113,23 @@ struct PairGradient {
   F a, dgate, dup;  // the activation again, and da times its gradients
 };
 
-template <ActivationKind kind, class F>
+template <Family family, class F>
 GUILD_HD PairGradient<F> activate_gradient(Activation const& act, F gate, F up, F da) {
-  ValueSlope<F> const g = gate_part<kind>(act, gate);
+  ValueSlope<F> const g = gate_part<family>(act, gate);
   if (!act.gated) return {g.value, da * g.slope, F(0)};
   F const u = up_part(act, up);
   bool const cut = up > F(act.limit) || up < -F(act.limit);
   return {g.value * u, da * u * g.slope, cut ? F(0) : da * g.value};
 }
 
-// The same with the kind chosen at run time, element by element.
+// The same with the family chosen at run time, element by element.
 template <class F>
 GUILD_HD F activate(Activation const& act, F gate, F up) {
-  return with_kind(act.kind, [&](auto kind) { return activate<kind.value>(act, gate, up); });
+  return with_family(act, [&](auto f) { return activate<f.value>(act, gate, up); });
 }
 template <class F>
 GUILD_HD PairGradient<F> activate_gradient(Activation const& act, F gate, F up, F da) {
-  return with_kind(act.kind,
-                   [&](auto kind) { return activate_gradient<kind.value>(act, gate, up, da); });
+  return with_family(act, [&](auto f) { return activate_gradient<f.value>(act, gate, up, da); });
 }
 
 }  // namespace guild
