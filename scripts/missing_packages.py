@@ -1,0 +1,53 @@
+"""Prints which of the project's Python requirements this environment lacks, one a line.
+
+Run by the Python of .venv, with the names of requirement groups: `run` for the package's
+own dependencies, else the name of a dependency group in pyproject.toml. A package of the outer
+Python counts when it lies in the range; one in .venv itself must have the pinned version.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import metadata
+from pathlib import Path
+
+try:
+    import tomllib
+except ImportError:  # Python 3.10
+    from pip._vendor import tomli as tomllib
+from pip._vendor.packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def read_pins(text: str) -> dict[str, Requirement]:
+    """The pins that hold for this Python, by lower-case name."""
+    lines = (line.strip() for line in text.splitlines())
+    pins = (Requirement(line) for line in lines if line and not line.startswith("#"))
+    return {pin.name.lower(): pin for pin in pins if not pin.marker or pin.marker.evaluate()}
+
+
+def is_met(wanted: Requirement, pin: Requirement | None) -> bool:
+    """Whether an installed package fulfils a requirement, and its pin if it is this venv's own."""
+    try:
+        found = metadata.distribution(wanted.name)
+    except metadata.PackageNotFoundError:
+        return False
+    if not wanted.specifier.contains(found.version, prereleases=True):
+        return False
+    is_own = Path(str(found.locate_file(""))).resolve().is_relative_to(Path(sys.prefix).resolve())
+    return not (is_own and pin) or pin.specifier.contains(found.version, prereleases=True)
+
+
+def main() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    pins = read_pins((ROOT / "scripts/pins.txt").read_text())
+    groups = project["dependency-groups"] | {"run": project["project"]["dependencies"]}
+    for group in sys.argv[1:]:
+        for wanted in map(Requirement, groups[group]):
+            if not is_met(wanted, pins.get(wanted.name.lower())):
+                print(wanted)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""Runs the steps of `make test`, all of them or those named, and sums them up.
+
+    steps.py all          every step in order; a failed one does not stop the others
+    steps.py style cpp    these, building first if one needs it
+
+Each step's output goes to the screen and to build/logs/STEP.log. A step that this machine cannot
+run is reported as skipped, with the reason.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import IO
+
+from machine import ROOT, VENV, VENV_PYTHON, find_gtest, find_nvcc, say
+
+PYTHON = str(VENV_PYTHON)
+LOGS = ROOT / "build/logs"
+LIBRARY = ROOT / "build/test/libguild_torch.so"
+# The lines with which test runners close: pytest's and ctest's.
+_CLOSING = re.compile(r"^=+ .*\d+ (?:passed|failed|skipped).* =+$|^\d+% tests passed.*$")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step: what it proves, its commands, and why it may not run here."""
+
+    title: str
+    commands: Callable[[], list[list[str]]]
+    needs_build: bool = False
+    obstacle: Callable[[], str] = lambda: ""
+    independent: bool = False  # run every command even if one before it fails
+
+
+def cpp_files() -> list[str]:
+    """Every C++ and CUDA file that clang-format keeps."""
+    folders = ("include", "src", "tests", "examples")
+    files = (p for folder in folders for p in sorted((ROOT / folder).rglob("*")))
+    return [str(p.relative_to(ROOT)) for p in files if p.suffix in (".h", ".cpp", ".cu", ".cuh")]
+
+
+def style() -> list[list[str]]:
+    python = [f for f in ("python", "scripts", "tests", "examples", "bench") if (ROOT / f).exists()]
+    return [
+        ["clang-format", "--dry-run", "-Werror", *cpp_files()],
+        ["ruff", "check", "--quiet", *python],
+        ["ruff", "format", "--check", "--quiet", *python],
+        [PYTHON, "scripts/check_sizes.py"],
+    ]
+
+
+def headers() -> list[list[str]]:
+    compiler = os.environ.get("CXX", "g++")
+    command = f"echo '#include \"%s\"' | {compiler} -std=c++20 -fsyntax-only -Wall -Wextra -Werror"
+    names = [p.relative_to(ROOT / "include") for p in sorted((ROOT / "include").rglob("*.h"))]
+    return [["sh", "-c", f"{command % name} -I include -x c++ -"] for name in names]
+
+
+def ctest(kind: str) -> list[str]:
+    return ["ctest", "--test-dir", f"build/{kind}", "--output-on-failure", "--no-tests=error"]
+
+
+def sanitize() -> list[list[str]]:
+    return [[PYTHON, "scripts/build.py", "sanitize"], ctest("sanitize")]
+
+
+def example() -> list[list[str]]:
+    prefix = ROOT / "build/install"
+    configure = ["cmake", "-G", "Ninja", "-S", "examples/cpp", "-B", "build/example"]
+    return [
+        ["cmake", "--install", "build/test", "--prefix", str(prefix)],
+        [*configure, f"-DCMAKE_PREFIX_PATH={prefix}", "-DCMAKE_BUILD_TYPE=Release"],
+        ["cmake", "--build", "build/example"],
+        ctest("example"),
+    ]
+
+
+def no_gtest() -> str:
+    return "" if find_gtest() else "GoogleTest is not installed"
+
+
+def no_nvcc() -> str:
+    return "" if find_nvcc() else "no nvcc on this machine"
+
+
+STEPS = {
+    "style": Step("clang-format, ruff, sizes and names", style, independent=True),
+    "headers": Step("every public header compiles alone", headers, independent=True),
+    "build": Step("everything that compiles here", lambda: [[PYTHON, "scripts/build.py", "test"]]),
+    "ptxas": Step(
+        "no CUDA kernel spills or serialises wgmma",
+        lambda: [[PYTHON, "scripts/check_ptxas.py", "show", "build/test"]],
+        needs_build=True,
+        obstacle=no_nvcc,
+    ),
+    "cpp": Step("C++ tests", lambda: [ctest("test")], needs_build=True, obstacle=no_gtest),
+    "python": Step("Python tests", lambda: [[PYTHON, "-m", "pytest", "-q"]], needs_build=True),
+    "sanitize": Step("C++ tests under ASan and UBSan", sanitize, obstacle=no_gtest),
+    "example": Step("C++ example through find_package(guild)", example, needs_build=True),
+    "wheel": Step(
+        "the wheel builds and works on its own",
+        lambda: [[PYTHON, "scripts/check_wheel.py"]],
+        needs_build=True,
+    ),
+}
+
+
+def run(name: str) -> str:
+    """Run one step; returns "passed", "FAILED" or "skipped"."""
+    step = STEPS[name]
+    say(f"\n== {name}: {step.title}")
+    if reason := step.obstacle():
+        say(f"SKIPPED: {reason}")
+        return "skipped"
+    environment = os.environ | {
+        "PATH": f"{VENV / 'bin'}:{os.environ['PATH']}",
+        "GUILD_LIBRARY": str(LIBRARY),
+        "ASAN_OPTIONS": "detect_leaks=0",  # torch-free tests: what is left at exit is OpenMP's
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+    }
+    LOGS.mkdir(parents=True, exist_ok=True)
+    result = "passed"
+    with open(LOGS / f"{name}.log", "w") as log:
+        for command in step.commands():
+            if run_command(command, environment, log):
+                result = "FAILED"
+                if not step.independent:
+                    break
+    return result
+
+
+def run_command(command: list[str], environment: dict[str, str], log: IO[str]) -> int:
+    """Run a command, its output to the screen and to the log; returns its exit status."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **pipes) as process:
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            log.write(line)
+    if process.returncode:
+        say(f"exit status {process.returncode}: {' '.join(command)[:200]}")
+    return process.returncode
+
+
+def closing_lines(name: str) -> list[str]:
+    log = LOGS / f"{name}.log"
+    lines = log.read_text().splitlines() if log.exists() else []
+    return [line for line in lines if _CLOSING.match(line)]
+
+
+def main() -> int:
+    names = list(STEPS) if sys.argv[1:] == ["all"] else sys.argv[1:]
+    if unknown := [n for n in names if n not in STEPS] or not names:
+        say(f"steps.py: unknown step {unknown}; there are {', '.join(STEPS)}, all")
+        return 2
+    if "build" not in names and any(STEPS[n].needs_build for n in names):
+        names.insert(0, "build")
+    start = time.monotonic()
+    results: dict[str, tuple[str, float]] = {}
+    for name in names:
+        began = time.monotonic()
+        results[name] = run(name), time.monotonic() - began
+    say("")
+    for name, (result, seconds) in results.items():
+        say(f"{name:10} {result:8} {seconds:6.0f} s  {STEPS[name].title}")
+    for name in results:
+        for line in closing_lines(name) if results[name][0] != "skipped" else ():
+            say(line)
+    counts = [sum(r == kind for r, _ in results.values()) for kind in ("passed", "FAILED")]
+    minutes = (time.monotonic() - start) / 60
+    skipped = len(results) - sum(counts)
+    say(f"steps: {counts[0]} passed, {counts[1]} failed, {skipped} skipped in {minutes:.1f} min")
+    return 1 if counts[1] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
