@@ -38,6 +38,11 @@ __device__ inline void prefetch_map(CUtensorMap const& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
+// Where 16-byte chunk `chunk` of row `row` of a 128-byte-swizzled box lies.
+__device__ inline uint32_t chunk_address(uint32_t box, int row, int chunk) {
+  return box + row * 128 + ((chunk ^ (row % 8)) * 16);
+}
+
 // Copies 16 bytes to shared memory, or zeros where `valid` is false; `from` must be readable then
 // all the same (it is not read).
 __device__ inline void copy_async(uint32_t to, void const* from, bool valid) {

@@ -1,0 +1,48 @@
+// What the CUDA backend asks of arguments beyond what both backends do: 16-bit types and 16-byte rows.
+#pragma once
+#include <cstdint>
+
+#include "guild/error.h"
+#include "guild/steps.h"
+
+namespace guild::cuda {
+
+inline void require_16_bit(DType dtype) {
+  require(dtype == DType::bfloat16 || dtype == DType::float16,
+          "dtype: expected bfloat16 or float16 on CUDA, got ",
+          dtype == DType::float64 ? "float64" : "float32");
+}
+
+inline void require_multiple_of_8(int64_t size, char const* name) {
+  require(size % 8 == 0, name, ": expected a multiple of 8 on CUDA, got ", size);
+}
+
+// data and its row stride (in 16-bit elements) on 16-byte boundaries.
+inline void require_aligned(void const* data, int64_t stride, char const* name) {
+  auto const address = reinterpret_cast<uintptr_t>(data);
+  require(address % 16 == 0, name, ": expected 16-byte aligned data on CUDA, got address ",
+          address);
+  require(stride % 8 == 0, name, ": expected rows a multiple of 8 elements apart on CUDA, got ",
+          stride);
+}
+inline void require_aligned(ConstRows const& rows, char const* name) {
+  if (rows.data != nullptr) require_aligned(rows.data, rows.stride, name);
+}
+
+// One of the two inner dimensions contiguous, the other on 16-byte boundaries.
+inline void require_aligned(ConstWeight const& w, char const* name) {
+  require(w.in_stride == 1 || w.out_stride == 1, name,
+          ": expected one contiguous dimension on CUDA, got strides (", w.expert_stride, ", ",
+          w.out_stride, ", ", w.in_stride, ")");
+  require_aligned(w.data, w.in_stride == 1 ? w.out_stride : w.in_stride, name);
+  require_aligned(w.data, w.expert_stride, name);
+}
+
+// The sizes every product of a layer needs.
+inline void require_layer(Sizes const& sizes, DType dtype) {
+  require_16_bit(dtype);
+  require_multiple_of_8(sizes.hidden, "hidden");
+  require_multiple_of_8(sizes.intermediate, "intermediate");
+}
+
+}  // namespace guild::cuda

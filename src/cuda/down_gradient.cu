@@ -1,0 +1,63 @@
+// With g = dO[row_token] W2: dH = d activation(s g, H), A' = s A, parts of dS = <g, A>
+#include "gemm/down_gradient.cuh"
+
+#include "alignment.h"
+#include "check.h"
+#include "gemm/launch.cuh"
+
+namespace guild::cuda {
+namespace {
+
+template <class T, Major major, bool gathered>
+void launch_down_gradient(DownGradient const& x, Queue const& queue) {
+  constexpr GemmConfig c = kSquare;
+  using Loader = RowLoader<T, c, major, gathered>;
+  using Kernel = GroupedProduct<T, c, Loader, RowTiles, DownGradientEpilogue<T>>;
+  Sizes const& s = x.sizes;
+  bool const gated = x.activation.gated;
+  bool const alternate = gated && x.order == GateUp::interleaved;
+  int const halves = gated && !alternate ? 2 : 1;
+  int64_t const width = s.intermediate * (alternate ? 2 : 1);
+  typename Kernel::Params params{};
+  params.work = {.groups = {x.routing.offsets + 1, int(s.experts), int(s.rows())},
+                 .tile_m = c.tile_m,
+                 .tile_n = c.tile_n,
+                 .columns = int(s.intermediate),
+                 .inner = int(s.hidden)};
+  fill_rows<T, c>(params.load, x.dout, x.routing, s, "dout");
+  ConstWeight const& w = x.w_down;
+  CUtensorMap const map = weight_map<T, c, major>(
+      w.data, s.experts, s.intermediate, s.hidden, w.expert_stride,
+      major == Major::K ? w.in_stride : w.out_stride, "w_down");
+  params.load.b = {{map, map}, false, INT32_MAX};
+  auto& out = params.epilogue;
+  out.h = row_map<T>(x.h, s.rows(), width, halves, 64, "h");
+  out.dh = row_output<T>(x.dh, s.rows(), width, halves, "dh");
+  out.a = row_output<T>(x.a_scaled, s.rows(), s.intermediate, 1, "a_scaled");
+  out.score = static_cast<float const*>(x.routing.row_score);
+  out.parts = static_cast<float*>(x.score_parts);
+  out.part_count = int(score_parts(s));
+  out.activation = x.activation;
+  out.pairing = halves == 2 ? Pairing::halves : alternate ? Pairing::alternate : Pairing::none;
+  int64_t const across = (s.intermediate + c.tile_n - 1) / c.tile_n;
+  launch<Kernel>(params, (s.rows() / c.tile_m + s.experts) * across, queue);
+}
+
+}  // namespace
+
+void down_gradient(DownGradient const& x, Queue queue) {
+  check(x);
+  require_layer(x.sizes, x.dtype);
+  require_aligned(x.w_down, "w_down");
+  require_aligned(x.dout, "dout");
+  require_aligned(x.h, "h");
+  require_aligned(x.dh, "dh");
+  require_aligned(x.a_scaled, "a_scaled");
+  if (x.sizes.rows() == 0) return;
+  with_product(x.dtype, x.w_down.out_stride == 1 && x.w_down.in_stride != 1,
+               x.routing.row_token != nullptr, [&]<class T, Major major, bool gathered> {
+                 launch_down_gradient<T, major, gathered>(x, queue);
+               });
+}
+
+}  // namespace guild::cuda

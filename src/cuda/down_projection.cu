@@ -1,0 +1,29 @@
+// Y = A W2^T + b2
+#include "alignment.h"
+#include "check.h"
+#include "gemm/row_product.cuh"
+
+namespace guild::cuda {
+
+void down_projection(DownProjection const& x, Queue queue) {
+  check(x);
+  require_layer(x.sizes, x.dtype);
+  require_aligned(x.w_down, "w_down");
+  require_aligned(x.a, "a");
+  require_aligned(x.bias, "b_down");
+  require_aligned(x.y, "y");
+  Sizes const& s = x.sizes;
+  row_product({.dtype = x.dtype,
+               .rows = s.rows(),
+               .n = s.hidden,
+               .k = s.intermediate,
+               .groups = {x.routing.offsets + 1, int(s.experts), int(s.rows())},
+               .a = x.a,
+               .w = {x.w_down, x.w_down},
+               .bias = x.bias,
+               .d = x.y,
+               .direct = {}},
+              queue);
+}
+
+}  // namespace guild::cuda

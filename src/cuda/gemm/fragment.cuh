@@ -1,0 +1,138 @@
+// A tile of fp32 accumulators in registers, and its way through shared memory.
+//
+// A warpgroup holds 64 rows x n columns: thread t has row 16 * (t / 32) + t % 32 / 4 and the row 8
+// below it, and in each block of 8 columns the two from 2 * (t % 4): value[4 * block + 2 * below + i].
+// On its way to global memory it passes through boxes of 64 x 64 elements, 128-byte swizzled, which
+// TMA writes. Source of the layout: PTX ISA, "wgmma", register fragments for m64nNk16.
+#pragma once
+#include "../arch/copy.cuh"
+#include "../arch/wgmma.cuh"
+
+namespace guild::cuda {
+
+template <class T>
+__device__ inline uint32_t pack(float x, float y) {
+  if constexpr (std::is_same_v<T, __half>) {
+    auto const v = __floats2half2_rn(x, y);
+    return reinterpret_cast<uint32_t const&>(v);
+  } else {
+    auto const v = __floats2bfloat162_rn(x, y);
+    return reinterpret_cast<uint32_t const&>(v);
+  }
+}
+
+template <class T>
+__device__ inline float2 unpack(uint32_t word) {
+  if constexpr (std::is_same_v<T, __half>) {
+    return __half22float2(reinterpret_cast<__half2 const&>(word));
+  } else {
+    return __bfloat1622float2(reinterpret_cast<__nv_bfloat162 const&>(word));
+  }
+}
+
+template <class T>
+__device__ inline float to_float(T x) {
+  return float(x);
+}
+
+__device__ inline int fragment_row(int thread) { return thread / 32 * 16 + thread % 32 / 4; }
+__device__ inline int fragment_column(int thread) { return thread % 4 * 2; }
+
+// The barrier of one warpgroup of consumers; id 0 is left to __syncthreads().
+__device__ inline void warpgroup_barrier() { named_barrier(1 + threadIdx.x / 128, 128); }
+
+// Writes 64 columns of a fragment to a box, rows of D as rows of the box.
+template <class T>
+__device__ inline void fragment_to_box(uint32_t box, float const* value, int thread) {
+  int const row = thread / 32 * 16 + thread % 16;
+#pragma unroll
+  for (int block = 0; block < 8; block += 2) {
+    float const* v = value + block * 4;
+    store_matrices(chunk_address(box, row, block + thread % 32 / 16), pack<T>(v[0], v[1]),
+                   pack<T>(v[2], v[3]), pack<T>(v[4], v[5]), pack<T>(v[6], v[7]));
+  }
+}
+
+// The same with columns of D as rows of the box.
+template <class T>
+__device__ inline void fragment_to_box_transposed(uint32_t box, float const* value, int thread) {
+  int const chunk = thread / 32 * 2 + thread % 16 / 8;
+#pragma unroll
+  for (int block = 0; block < 8; block += 2) {
+    float const* v = value + block * 4;
+    int const row = 8 * (block + thread % 32 / 16) + thread % 8;
+    store_matrices_transposed(chunk_address(box, row, chunk), pack<T>(v[0], v[1]),
+                              pack<T>(v[2], v[3]), pack<T>(v[4], v[5]), pack<T>(v[6], v[7]));
+  }
+}
+
+// One warpgroup's staging boxes, used in turn: a box is free again once all store groups but the
+// latest have been read.
+struct StoreBoxes {
+  static constexpr int kBoxes = 2;
+  alignas(1024) char box[kBoxes][kBlockBytes];
+};
+
+struct StoreRing {
+  StoreBoxes& boxes;
+  int turn = 0;
+  __device__ explicit StoreRing(StoreBoxes& boxes) : boxes(boxes) {}
+
+  // Every thread of the warpgroup may write the box that this returns.
+  __device__ char* acquire(int thread) {
+    char* const box = boxes.box[turn];
+    turn ^= 1;
+    if (thread == 0) tma_store_wait<StoreBoxes::kBoxes - 1>();
+    warpgroup_barrier();
+    return box;
+  }
+};
+
+// Rows of a matrix that tiles are stored to. The map sees (halves, columns) a row, so that a box
+// that sticks out of a half is clipped; ragged tails leave through ordinary stores.
+template <class T>
+struct RowOutput {
+  CUtensorMap map;  // (columns, halves, rows), boxes of 64 x 1 x 64
+  T* data;          // null: absent
+  int64_t stride;   // elements from row to row
+  int columns;      // of one half
+};
+
+// Stores the box as rows row .. row + 63 (valid of them), columns col .. col + 63 of `half`.
+template <class T>
+__device__ inline void store_box(RowOutput<T> const& out, char const* box, int row, int col,
+                                 int half, int valid, int thread) {
+  fence_async_proxy();
+  warpgroup_barrier();
+  if (thread == 0) {
+    if (valid == 64) tma_store(out.map, box, {col, half, row});
+    tma_store_commit();  // empty when ragged, so that groups still count boxes
+  }
+  if (valid == 64) return;
+  uint32_t const base = shared_address(box);
+  for (int i = thread; i < valid * 8; i += 128) {
+    int const r = i / 8, chunk = i % 8;
+    if (col + chunk * 8 >= out.columns) continue;
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(chunk_address(base, r, chunk)));
+    T* const to = out.data + (row + r) * out.stride + int64_t(half) * out.columns + col + chunk * 8;
+    *reinterpret_cast<uint4*>(to) = v;
+  }
+}
+
+// Stores 64 x count values of a fragment through the ring.
+template <class T, int count>
+__device__ inline void store_rows(RowOutput<T> const& out, StoreRing& ring, float const* value,
+                                  int row, int col, int half, int valid, int thread) {
+#pragma unroll
+  for (int c = 0; c < count; c += 64) {
+    if (col + c >= out.columns) break;
+    char* const box = ring.acquire(thread);
+    fragment_to_box<T>(shared_address(box), value + c / 2, thread);
+    store_box(out, box, row, col + c, half, valid, thread);
+  }
+}
+
+}  // namespace guild::cuda

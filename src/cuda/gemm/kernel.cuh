@@ -1,0 +1,143 @@
+// D[group] = epilogue(A[group] B[group]^T) for every group, in one persistent launch.
+//
+//   warpgroup 0      producer: fills a ring of stages, 64 deep each (loaders.cuh)
+//   warpgroups 1..   consumers: wgmma into registers, 64 rows of the tile each, then the epilogue
+//
+// Ragged tiles over packed tokens: SonicMoE (arXiv:2512.14080). Warp roles: CUTLASS "cooperative".
+#pragma once
+#include "epilogues.cuh"
+#include "loaders.cuh"
+
+namespace guild::cuda {
+
+template <class Element, GemmConfig C, class Loader, class Work, class Epilogue>
+struct GroupedProduct {
+  static constexpr GemmConfig config = C;
+  using LoaderType = Loader;
+  using WorkType = Work;
+  using EpilogueType = Epilogue;
+
+  struct Params {
+    Work work;  // of block 0; block b starts at tile b
+    typename Loader::Params load;
+    Epilogue epilogue;
+  };
+
+  struct SharedStorage {
+    alignas(1024) char a[C.stages][C.a_bytes()];
+    alignas(1024) char b[C.stages][C.b_bytes()];
+    typename Epilogue::Storage epilogue[C.consumers];
+    Barrier full[C.stages];   // Loader::kArrivals, and the bytes of TMA
+    Barrier empty[C.stages];  // one arrival per consumer warp
+  };
+  static_assert(sizeof(SharedStorage) <= 227 * 1024, "too many stages for shared memory");
+
+  struct Cursor {  // where we are in the ring of stages
+    int stage = 0;
+    uint32_t phase = 0;
+    __device__ void advance() {
+      if (++stage == C.stages) stage = 0, phase ^= 1;
+    }
+  };
+
+  static __device__ Work tiles(Params const& p) {
+    Work work = p.work;
+    work.next_tile = blockIdx.x;
+    work.stride = gridDim.x;
+    return work;
+  }
+  static __device__ int steps(Tile const& tile) { return (tile.inner + C.tile_k - 1) / C.tile_k; }
+
+  static __device__ void produce(Params const& p, SharedStorage& smem, int thread) {
+    Loader loader(p.load, thread);
+    Cursor at;
+    auto work = tiles(p);
+    for (Tile tile; work.next(tile);) {
+      loader.begin(tile);
+      for (int step = 0; step < steps(tile); ++step, at.advance()) {
+        smem.empty[at.stage].wait(at.phase ^ 1);
+        loader.load(tile, step, smem.a[at.stage], smem.b[at.stage], smem.full[at.stage]);
+      }
+    }
+  }
+
+  // One stage's products; they run on while this returns.
+  static __device__ void multiply(float (&acc)[C.tile_n / 2], char* a, char* b, bool accumulate) {
+    uint64_t const desc_a = descriptor<Loader::kMajorA>(shared_address(a));
+    uint64_t const desc_b = descriptor<Loader::kMajorB>(shared_address(b));
+    constexpr int step_a = kSliceBytes<Loader::kMajorA> / 16;
+    constexpr int step_b = kSliceBytes<Loader::kMajorB> / 16;
+    wgmma_fence();
+#pragma unroll
+    for (int slice = 0; slice < C.tile_k / 16; ++slice) {
+      mma_slice<Element, C.tile_n, Loader::kMajorA, Loader::kMajorB>(
+          acc, desc_a + slice * step_a, desc_b + slice * step_b, accumulate || slice > 0);
+    }
+    wgmma_commit();
+  }
+
+  static __device__ void consume(Params const& p, SharedStorage& smem, int thread) {
+    int const group = thread / 128;
+    float acc[C.tile_n / 2];
+    typename Epilogue::State state(smem.epilogue[group]);
+    Cursor at;
+    auto work = tiles(p);
+    for (Tile tile; work.next(tile);) {
+      Tile mine = tile;
+      mine.row += 64 * group;
+      mine.rows = min(tile.rows - 64 * group, 64);
+      if (mine.rows > 0) p.epilogue.begin(state, mine, thread % 128);
+      if (tile.inner == 0) {
+#pragma unroll
+        for (float& x : acc) x = 0;
+      }
+      int last = at.stage;  // the stage whose products may still run
+      for (int step = 0; step < steps(tile); ++step, at.advance()) {
+        smem.full[at.stage].wait(at.phase);
+        if constexpr (Loader::kThreads > 1) fence_async_proxy();  // cp.async is no async proxy
+        fence_registers(acc);
+        multiply(acc, smem.a[at.stage] + group * kBlockBytes, smem.b[at.stage], step > 0);
+        if (step > 0) {
+          wgmma_wait<1>();
+          if (thread % 32 == 0) smem.empty[last].arrive();
+        }
+        last = at.stage;
+      }
+      wgmma_wait<0>();
+      fence_registers(acc);
+      if (tile.inner > 0 && thread % 32 == 0) smem.empty[last].arrive();
+      if (mine.rows > 0) p.epilogue.template store<C.tile_n>(acc, state, mine, thread % 128);
+    }
+    if (thread % 128 == 0) tma_store_wait<0>();  // shared memory must outlive the last store
+  }
+
+  static __device__ void run(Params const& p, SharedStorage& smem) {
+    if (threadIdx.x == 0) {
+      for (int s = 0; s < C.stages; ++s) {
+        smem.full[s].init(Loader::kArrivals);
+        smem.empty[s].init(4 * C.consumers);
+      }
+      for (auto& e : smem.epilogue) Epilogue::init(e);
+      fence_barrier_init();
+    }
+    __syncthreads();
+    if (threadIdx.x < 128) {
+      shrink_registers<Loader::kProducerRegisters>();
+      if (threadIdx.x < Loader::kThreads) produce(p, smem, threadIdx.x);
+    } else {
+      grow_registers<Loader::kConsumerRegisters>();
+      consume(p, smem, threadIdx.x - 128);
+    }
+  }
+};
+
+// The only __global__ function of the products. nvcc 13.0 emits a host stub that does not compile
+// for a kernel templated on a namespaced struct value, so GemmConfig travels inside Kernel.
+template <class Kernel>
+__global__ __launch_bounds__(Kernel::config.threads(), 1) void run(
+    __grid_constant__ typename Kernel::Params const p) {
+  extern __shared__ __align__(1024) char smem[];
+  Kernel::run(p, *reinterpret_cast<typename Kernel::SharedStorage*>(smem));
+}
+
+}  // namespace guild::cuda

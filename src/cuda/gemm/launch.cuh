@@ -1,0 +1,126 @@
+// Host side of the grouped products: tensor maps, shared-memory limits, launches.
+#pragma once
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+
+#include "guild/cuda.h"
+#include "kernel.cuh"
+
+namespace guild::cuda {
+
+inline void cuda_check(cudaError_t e, char const* what) {
+  require(e == cudaSuccess, what, ": ", cudaGetErrorName(e), ": ", cudaGetErrorString(e));
+}
+
+// A 16-bit matrix stack as TMA sees it: x contiguous, strides of y and z in elements.
+struct MapShape {
+  int64_t x, y, z, y_stride, z_stride;
+  int box_x, box_y, box_z;
+};
+CUtensorMap tensor_map(void const* data, DType dtype, MapShape const& shape, char const* name);
+
+// Multiprocessors that a launch on this queue may fill.
+int multiprocessors(Queue const& queue);
+
+template <class T>
+constexpr DType dtype_of() {
+  return std::is_same_v<T, __half> ? DType::float16 : DType::bfloat16;
+}
+
+inline int64_t row_stride(ConstRows const& rows, int64_t columns) {
+  return rows.stride == 0 ? columns : rows.stride;
+}
+
+// Rows as (columns, halves, rows) with boxes of 64 x 1 x box_rows.
+template <class T>
+CUtensorMap row_map(ConstRows rows, int64_t count, int64_t columns, int halves, int box_rows,
+                    char const* name) {
+  int64_t const stride = row_stride(rows, columns * halves);
+  return tensor_map(rows.data, dtype_of<T>(),
+                    {columns, halves, count, columns, stride, 64, 1, box_rows}, name);
+}
+
+template <class T>
+RowOutput<T> row_output(Rows rows, int64_t count, int64_t columns, int halves, char const* name) {
+  RowOutput<T> out{};
+  if (rows.data == nullptr) return out;
+  out.map = row_map<T>(rows, count, columns, halves, 64, name);
+  out.data = static_cast<T*>(rows.data);
+  out.stride = row_stride(rows, columns * halves);
+  out.columns = int(columns);
+  return out;
+}
+
+// Expert weights, seen as (E, n, k), as the B operand of C's tiles.
+template <class T, GemmConfig C, Major major>
+CUtensorMap weight_map(void const* data, int64_t experts, int64_t n, int64_t k,
+                       int64_t expert_stride, int64_t row_stride, char const* name) {
+  MapShape shape =
+      major == Major::K
+          ? MapShape{k, n, experts, row_stride, expert_stride, 64, C.tile_n / 2, 1}
+          : MapShape{n, k, experts, row_stride, expert_stride, 64, 64, 1};
+  return tensor_map(data, dtype_of<T>(), shape, name);
+}
+
+// Calls f with the 16-bit element type of `dtype`.
+template <class F>
+void with_type(DType dtype, F&& f) {
+  if (dtype == DType::float16) {
+    f(__half());
+  } else {
+    f(__nv_bfloat16());
+  }
+}
+
+// The A operand of a product by row: X or dO, picked by token where the loader gathers.
+template <class T, GemmConfig C, class Params>
+void fill_rows(Params& load, ConstRows const& a, Routing const& routing, Sizes const& sizes,
+               char const* name) {
+  if constexpr (requires { load.row; }) {
+    load.a = static_cast<T const*>(a.data);
+    load.stride = row_stride(a, sizes.hidden);
+    load.row = routing.row_token;
+    load.tokens = int(sizes.tokens);
+    load.k = int(sizes.hidden);
+  } else {
+    load.a = row_map<T>(a, sizes.rows(), sizes.hidden, 1, C.tile_m, name);
+  }
+}
+
+// Calls f.template operator()<T, major of the weight, whether A is gathered>().
+template <class F>
+void with_product(DType dtype, bool k_major, bool gathered, F&& f) {
+  with_type(dtype, [&](auto element) {
+    using T = decltype(element);
+    auto const by_loader = [&](auto major) {
+      if (gathered) {
+        f.template operator()<T, major.value, true>();
+      } else {
+        f.template operator()<T, major.value, false>();
+      }
+    };
+    if (k_major) {
+      by_loader(std::integral_constant<Major, Major::K>{});
+    } else {
+      by_loader(std::integral_constant<Major, Major::MN>{});
+    }
+  });
+}
+
+template <class T, GemmConfig C, Major major, bool gathered>
+using RowLoader = std::conditional_t<gathered, GatheredRows<T, C, major>, TmaRows<T, C, major>>;
+
+template <class Kernel>
+void launch(typename Kernel::Params const& params, int64_t tiles, Queue const& queue) {
+  if (tiles == 0) return;
+  constexpr int bytes = sizeof(typename Kernel::SharedStorage);
+  cuda_check(cudaFuncSetAttribute(run<Kernel>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+             "shared memory of a grouped product");
+  int const blocks = int(std::min<int64_t>(tiles, multiprocessors(queue)));
+  run<Kernel><<<blocks, Kernel::config.threads(), bytes, queue.stream>>>(params);
+  cuda_check(cudaGetLastError(), "launch of a grouped product");
+}
+
+}  // namespace guild::cuda

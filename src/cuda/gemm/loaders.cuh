@@ -1,0 +1,192 @@
+// Producers: how the operands of one 64-deep step get to shared memory.
+//
+//   TmaRows        A: contiguous rows, one thread issues TMA boxes
+//   GatheredRows   A: rows picked by an index, 16-byte cp.async by the whole warpgroup
+//   TokenColumns   ragged inner dimension: A and B are (rows of the group) x features, A optionally
+//                  picked by an index; the group's last, ragged step is zero-filled on both sides
+//
+// Each has load(tile, step, a, b, full): fill one stage and arrive kArrivals times in total on full.
+// Gather by cp.async in the producer: SonicMoE, arXiv:2512.14080, section 4.
+#pragma once
+#include "../arch/copy.cuh"
+#include "../arch/wgmma.cuh"
+#include "shared/gemm_config.h"
+#include "shared/tiles.h"
+
+namespace guild::cuda {
+
+// Expert weights as B: (E, n, k) K-major or (E, k, n) MN-major. Two maps serve gate | up: as two
+// column halves of the tile (pair_columns) or as two halves of the sum (half_steps).
+template <GemmConfig C, Major major>
+struct WeightLoader {
+  CUtensorMap map[2];
+  bool pair_columns;  // the tile's second half comes from map[1], same columns
+  int half_steps;     // steps of the sum before it moves on to map[1]
+
+  static constexpr int kHalf = C.tile_n / 2;
+
+  __device__ void load(Tile const& tile, int step, char* to, Barrier& full) const {
+    int const half = step >= half_steps;
+    int const k = (step - half * half_steps) * C.tile_k;
+#pragma unroll
+    for (int side = 0; side < 2; ++side) {
+      CUtensorMap const& m = map[half | (side & int(pair_columns))];
+      int const n = tile.col + (pair_columns ? 0 : side * kHalf);
+      char* const part = to + side * kHalf * 128;
+      if constexpr (major == Major::K) {
+        tma_load(m, part, {k, n, tile.expert}, full);
+      } else {
+#pragma unroll
+        for (int c = 0; c < kHalf; c += 64) {
+          tma_load(m, part + c * 128, {n + c, k, tile.expert}, full);
+        }
+      }
+    }
+  }
+};
+
+template <class T, GemmConfig C, Major major_b>
+struct TmaRows {
+  static constexpr Major kMajorA = Major::K, kMajorB = major_b;
+  static constexpr int kThreads = 1, kArrivals = 1;
+  static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
+
+  struct Params {
+    CUtensorMap a;  // (k, halves, rows), boxes of 64 x 1 x tile_m
+    WeightLoader<C, major_b> b;
+  };
+  Params const& p;
+
+  __device__ TmaRows(Params const& p, int) : p(p) {}
+  __device__ void begin(Tile const&) {}
+  __device__ void load(Tile const& tile, int step, char* a, char* b, Barrier& full) {
+    full.arrive_expect(C.a_bytes() + C.b_bytes());
+    int const half = step >= p.b.half_steps;
+    tma_load(p.a, a, {(step - half * p.b.half_steps) * C.tile_k, half, tile.row}, full);
+    p.b.load(tile, step, b, full);
+  }
+};
+
+template <class T, GemmConfig C, Major major_b>
+struct GatheredRows {
+  static constexpr Major kMajorA = Major::K, kMajorB = major_b;
+  static constexpr int kThreads = 128, kArrivals = 129;  // every thread's copies, and TMA of B
+  static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
+
+  struct Params {
+    T const* a;          // (tokens, k)
+    int64_t stride;      // elements from token to token
+    int32_t const* row;  // (rows of D) which row of a
+    int tokens, k;
+    WeightLoader<C, major_b> b;
+  };
+  static constexpr int kPasses = C.tile_m / 16;
+
+  Params const& p;
+  int const thread;
+  T const* from[kPasses];  // this thread's chunk of the rows it copies; null past the last row
+
+  __device__ GatheredRows(Params const& p, int thread) : p(p), thread(thread) {}
+
+  __device__ void begin(Tile const& tile) {
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) {
+      int const r = thread / 8 + 16 * i;
+      int const token = r < tile.rows ? p.row[tile.row + r] : -1;
+      bool const inside = unsigned(token) < unsigned(p.tokens);
+      from[i] = inside ? p.a + token * p.stride + thread % 8 * 8 : nullptr;
+    }
+  }
+
+  __device__ void load(Tile const& tile, int step, char* a, char* b, Barrier& full) {
+    int const k = step * C.tile_k;
+    bool const inside = k + thread % 8 * 8 < p.k;
+    uint32_t const to = shared_address(a) + thread / 8 * 128 + ((thread % 8 ^ thread / 8 % 8) * 16);
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) {
+      bool const valid = inside && from[i] != nullptr;
+      copy_async(to + i * 16 * 128, valid ? from[i] + k : p.a, valid);
+    }
+    if (thread == 0) {
+      full.arrive_expect(C.b_bytes());
+      p.b.load(tile, step, b, full);
+    }
+    full.arrive_when_copied();
+  }
+};
+
+template <class T, GemmConfig C>
+struct TokenColumns {
+  static constexpr Major kMajorA = Major::MN, kMajorB = Major::MN;
+  static constexpr int kThreads = 128, kArrivals = 129;
+  static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
+
+  struct Params {
+    T const* a;          // (tokens or rows, m)
+    int64_t a_stride;
+    int32_t const* row;  // (rows of b) which row of a; null: the same row
+    int tokens, m, n;
+    T const* b;          // (rows, n)
+    int64_t b_stride;
+    CUtensorMap b_map;   // (n, 1, rows), boxes of 64 x 1 x 64
+  };
+  static constexpr int kChunks = C.tile_m / 8;     // 16-byte chunks a row of A
+  static constexpr int kRowStep = 128 / kChunks;   // rows copied side by side
+  static constexpr int kPasses = C.tile_k / kRowStep;
+
+  Params const& p;
+  int const thread;
+  int token[kPasses];  // of the next step, read ahead so that the index does not delay its rows
+
+  __device__ TokenColumns(Params const& p, int thread) : p(p), thread(thread) {}
+  __device__ void begin(Tile const& tile) { read_tokens(tile, 0); }
+
+  __device__ void read_tokens(Tile const& tile, int step) {
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) {
+      int const r = step * C.tile_k + thread / kChunks + kRowStep * i;
+      int const at = tile.inner_row + r;
+      token[i] = r < tile.inner ? (p.row == nullptr ? at : p.row[at]) : -1;
+    }
+  }
+
+  __device__ void load(Tile const& tile, int step, char* a, char* b, Barrier& full) {
+    int const chunk = thread % kChunks, m = tile.row + chunk * 8;
+    uint32_t const column = shared_address(a) + chunk / 8 * kBlockBytes;
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) {
+      bool const valid = m < p.m && unsigned(token[i]) < unsigned(p.tokens);
+      T const* from = valid ? p.a + token[i] * p.a_stride + m : p.a;
+      copy_async(chunk_address(column, thread / kChunks + kRowStep * i, chunk % 8), from, valid);
+    }
+    int const left = tile.inner - step * C.tile_k;
+    load_b(tile, tile.inner_row + step * C.tile_k, left, b, full);
+    full.arrive_when_copied();
+    read_tokens(tile, step + 1);
+  }
+
+ private:
+  // A whole step of B by TMA; a ragged one by hand, since TMA would bring the next group's rows and
+  // zeros of A do not silence a NaN there.
+  __device__ void load_b(Tile const& tile, int row, int left, char* b, Barrier& full) {
+    if (left >= C.tile_k) {
+      if (thread != 0) return;
+      full.arrive_expect(C.b_bytes());
+#pragma unroll
+      for (int c = 0; c < C.tile_n; c += 64) {
+        tma_load(p.b_map, b + c * 128, {tile.col + c, 0, row}, full);
+      }
+      return;
+    }
+    for (int i = thread; i < C.tile_k * C.tile_n / 8; i += 128) {
+      int const chunk = i % (C.tile_n / 8), r = i / (C.tile_n / 8), n = tile.col + chunk * 8;
+      bool const valid = r < left && n < p.n;
+      T const* from = valid ? p.b + (row + r) * p.b_stride + n : p.b;
+      copy_async(chunk_address(shared_address(b) + chunk / 8 * kBlockBytes, r, chunk % 8), from,
+                 valid);
+    }
+    if (thread == 0) full.arrive();
+  }
+};
+
+}  // namespace guild::cuda

@@ -1,0 +1,64 @@
+// Results that leave registers without passing through boxes, and biases on the way.
+#pragma once
+#include "fragment.cuh"
+
+namespace guild::cuda {
+
+// A result of any strides, float32 or T, written or added to element by element.
+struct DirectOutput {
+  void* data = nullptr;  // element (group, row, col) at the strides below; null: absent
+  int64_t group_stride = 0, row_stride = 0, col_stride = 1;
+  bool is_float = false, accumulate = false;
+  int columns = 0;
+};
+
+// Stores 64 x n values, `valid` rows of them, at (group, row, col).
+template <class T, int n>
+__device__ inline void store_direct(DirectOutput const& out, float const (&acc)[n / 2], int group,
+                                    int row, int col, int valid, int thread) {
+  int64_t const start = group * out.group_stride;
+#pragma unroll
+  for (int i = 0; i < n / 2; ++i) {
+    int const r = fragment_row(thread) + i % 4 / 2 * 8;
+    int const c = col + i / 4 * 8 + fragment_column(thread) + i % 2;
+    if (r >= valid || c >= out.columns) continue;
+    int64_t const at = start + (row + r) * out.row_stride + c * out.col_stride;
+    if (out.is_float) {
+      float* const to = static_cast<float*>(out.data) + at;
+      *to = acc[i] + (out.accumulate ? *to : 0.f);
+    } else {
+      T* const to = static_cast<T*>(out.data) + at;
+      *to = T(acc[i] + (out.accumulate ? float(*to) : 0.f));
+    }
+  }
+}
+
+// Adds bias[col ..] to `count` columns of a fragment; columns at or past `columns` have none.
+template <class T, int count>
+__device__ inline void add_bias(float* value, T const* bias, int col, int columns, int thread) {
+#pragma unroll
+  for (int block = 0; block < count / 8; ++block) {
+    int const c = col + block * 8 + fragment_column(thread);
+    if (c >= columns) break;
+    float2 const b = unpack<T>(*reinterpret_cast<uint32_t const*>(bias + c));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) value[4 * block + i] += i % 2 == 0 ? b.x : b.y;
+  }
+}
+
+// One row of bias per expert; null data: none.
+template <class T>
+struct Bias {
+  T const* data;
+  int64_t stride;
+  __device__ T const* of(int expert) const { return data + expert * stride; }
+};
+
+// How the tile's columns hold gate and up.
+enum class Pairing : int {
+  none,       // no gate
+  halves,     // gate columns, then as many up columns
+  alternate,  // gate, up, gate, up, ...
+};
+
+}  // namespace guild::cuda

@@ -1,0 +1,93 @@
+#include "row_product.cuh"
+
+namespace guild::cuda {
+namespace {
+
+template <class T, Major major>
+void launch_row_product(RowProduct const& x, Queue const& queue) {
+  constexpr GemmConfig c = kWide;
+  using Loader = TmaRows<T, c, major>;
+  using Kernel = GroupedProduct<T, c, Loader, RowTiles, StoreRows<T>>;
+  int const half_steps = int((x.k + c.tile_k - 1) / c.tile_k);
+  typename Kernel::Params params{};
+  params.work = {.groups = x.groups,
+                 .tile_m = c.tile_m,
+                 .tile_n = c.tile_n,
+                 .columns = int(x.n),
+                 .inner = x.halves * half_steps * c.tile_k};
+  params.load.a = row_map<T>(x.a, x.rows, x.k, x.halves, c.tile_m, "a");
+  auto const map = [&](ConstWeight const& w) {
+    int64_t const stride = major == Major::K ? w.out_stride : w.in_stride;
+    return weight_map<T, c, major>(w.data, x.groups.groups, x.n, x.k, w.expert_stride, stride,
+                                   "weight");
+  };
+  params.load.b = {{map(x.w[0]), map(x.w[x.halves - 1])}, false, half_steps};
+  auto& out = params.epilogue;
+  if (x.direct.data == nullptr) out.d = row_output<T>(x.d, x.rows, x.n, 1, "out");
+  out.d.columns = int(x.n);
+  out.bias = {static_cast<T const*>(x.bias.data), row_stride(x.bias, x.n)};
+  out.direct = x.direct;
+  int64_t const tiles = (x.rows / c.tile_m + x.groups.groups) * ((x.n + c.tile_n - 1) / c.tile_n);
+  launch<Kernel>(params, tiles, queue);
+}
+
+template <class T>
+void launch_expert_product(ExpertProduct const& x, Queue const& queue) {
+  constexpr GemmConfig c = kWide;
+  using Kernel = GroupedProduct<T, c, TokenColumns<T, c>, InnerTiles, StoreExpert<T>>;
+  typename Kernel::Params params{};
+  params.work = {.groups = x.groups,
+                 .tile_m = c.tile_m,
+                 .tile_n = c.tile_n,
+                 .rows = int(x.m),
+                 .columns = int(x.n)};
+  auto& load = params.load;
+  load.a = static_cast<T const*>(x.a.data);
+  load.a_stride = row_stride(x.a, x.m);
+  load.row = x.row_token;
+  load.tokens = int(x.row_token == nullptr ? x.rows : x.tokens);
+  load.m = int(x.m);
+  load.n = int(x.n);
+  load.b = static_cast<T const*>(x.b.data);
+  load.b_stride = row_stride(x.b, x.n);
+  load.b_map = row_map<T>(x.b, x.rows, x.n, 1, 64, "b");
+  auto& out = params.epilogue;
+  out.columns = int(x.n);
+  out.transposed = x.d.in_stride != 1;
+  bool const boxed = x.d_dtype == x.dtype && !x.accumulate && x.d.expert_stride % 8 == 0 &&
+                     (out.transposed ? x.d.out_stride == 1 && x.d.in_stride % 8 == 0
+                                     : x.d.out_stride % 8 == 0);
+  if (boxed) {
+    MapShape const shape =
+        out.transposed
+            ? MapShape{x.m, x.n, x.groups.groups, x.d.in_stride, x.d.expert_stride, 64, 64, 1}
+            : MapShape{x.n, x.m, x.groups.groups, x.d.out_stride, x.d.expert_stride, 64, 64, 1};
+    out.map = tensor_map(x.d.data, x.dtype, shape, "dw");
+  } else {
+    out.direct = {x.d.data,      x.d.expert_stride, x.d.out_stride,
+                  x.d.in_stride, x.d_dtype == DType::float32, x.accumulate, int(x.n)};
+  }
+  int64_t const across = (x.n + c.tile_n - 1) / c.tile_n;
+  launch<Kernel>(params, x.groups.groups * ((x.m + c.tile_m - 1) / c.tile_m) * across, queue);
+}
+
+}  // namespace
+
+void row_product(RowProduct const& x, Queue const& queue) {
+  if (x.rows == 0) return;
+  with_type(x.dtype, [&](auto element) {
+    using T = decltype(element);
+    if (x.w[0].in_stride == 1) {
+      launch_row_product<T, Major::K>(x, queue);
+    } else {
+      launch_row_product<T, Major::MN>(x, queue);
+    }
+  });
+}
+
+void expert_product(ExpertProduct const& x, Queue const& queue) {
+  with_type(x.dtype,
+            [&](auto element) { launch_expert_product<decltype(element)>(x, queue); });
+}
+
+}  // namespace guild::cuda

@@ -1,0 +1,61 @@
+// H = X[row_token] W1^T + b1;  A = activation(H)
+#include "check.h"
+#include "gemm/gate_up.h"
+#include "gemm/launch.cuh"
+
+namespace guild::cuda {
+namespace {
+
+template <class T, Major major, bool gathered>
+void launch_up_projection(UpProjection const& x, GateUpView<ConstWeight> const& view,
+                          Queue const& queue) {
+  constexpr GemmConfig c = kWide;
+  using Loader = RowLoader<T, c, major, gathered>;
+  using Kernel = GroupedProduct<T, c, Loader, RowTiles, Activate<T>>;
+  Sizes const& s = x.sizes;
+  bool const halves = view.halves == 2;
+  int64_t const columns = view.width;  // of gate where halves, else of the product
+  int64_t const tile_n = halves ? c.tile_n / 2 : c.tile_n;
+  typename Kernel::Params params{};
+  params.work = {.groups = {x.routing.offsets + 1, int(s.experts), int(s.rows())},
+                 .tile_m = c.tile_m,
+                 .tile_n = int(tile_n),
+                 .columns = int(columns),
+                 .inner = int(s.hidden)};
+  fill_rows<T, c>(params.load, x.x, x.routing, s, "x");
+  auto const map = [&](ConstWeight const& w) {
+    int64_t const stride = major == Major::K ? w.out_stride : w.in_stride;
+    return weight_map<T, c, major>(w.data, s.experts, view.width, s.hidden, w.expert_stride, stride,
+                                   "w_up");
+  };
+  params.load.b = {{map(view.w[0]), map(view.w[1])}, halves, INT32_MAX};
+  auto& out = params.epilogue;
+  out.h = row_output<T>(x.h, s.rows(), columns, view.halves, "h");
+  out.a = row_output<T>(x.a, s.rows(), s.intermediate, 1, "a");
+  out.bias = {static_cast<T const*>(x.bias.data), row_stride(x.bias, columns * view.halves)};
+  out.activation = x.activation;
+  out.pairing = halves ? Pairing::halves : view.alternate ? Pairing::alternate : Pairing::none;
+  int64_t const across = (columns + tile_n - 1) / tile_n;
+  launch<Kernel>(params, (s.rows() / c.tile_m + s.experts) * across, queue);
+}
+
+}  // namespace
+
+void up_projection(UpProjection const& x, Queue queue) {
+  check(x);
+  require_layer(x.sizes, x.dtype);
+  auto const view =
+      gate_up_view(x.w_up, x.sizes, x.activation.gated, x.order, /*element_bytes=*/2, "w_up");
+  for (ConstWeight const& w : view.w) require_aligned(w, "w_up");
+  require_aligned(x.x, "x");
+  require_aligned(x.bias, "b_up");
+  require_aligned(x.h, "h");
+  require_aligned(x.a, "a");
+  if (x.sizes.rows() == 0) return;
+  with_product(x.dtype, view.w[0].in_stride == 1, x.routing.row_token != nullptr,
+               [&]<class T, Major major, bool gathered> {
+                 launch_up_projection<T, major, gathered>(x, view, queue);
+               });
+}
+
+}  // namespace guild::cuda

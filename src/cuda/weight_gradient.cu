@@ -1,0 +1,79 @@
+// dW1[e] = dH[rows of e]^T X[tokens of e] and dW2[e] = dO[tokens of e]^T A'[rows of e]
+#include "check.h"
+#include "gemm/gate_up.h"
+#include "gemm/row_product.cuh"
+
+namespace guild::cuda {
+namespace {
+
+Weight transposed(Weight const& w) {
+  return {w.data, w.expert_stride, w.in_stride, w.out_stride};
+}
+
+void require_gradient(DType dtype, DType dw_dtype, Weight const& dw, char const* name) {
+  require(dw_dtype == dtype || dw_dtype == DType::float32, name,
+          ": expected the layer's dtype or float32");
+  require(dw.data != nullptr, name, ": expected a buffer, got null");
+}
+
+}  // namespace
+
+// The gathered operand is the product's first, so dW1 is computed as its transpose.
+void up_weight_gradient(UpWeightGradient const& x, Queue queue) {
+  check(x);
+  require_layer(x.sizes, x.dtype);
+  require_gradient(x.dtype, x.dw_dtype, x.dw.gate, "dw_up");
+  require_aligned(x.x, "x");
+  require_aligned(x.dh, "dh");
+  Sizes const& s = x.sizes;
+  int const bytes = x.dw_dtype == DType::float32 ? 4 : 2;
+  auto const view = gate_up_view(x.dw, s, x.gated, x.order, bytes, "dw_up");
+  bool const packed =
+      view.halves == 2 && view.w[0].out_stride == view.w[1].out_stride &&
+      view.w[0].in_stride == view.w[1].in_stride &&
+      static_cast<char*>(view.w[1].data) - static_cast<char*>(view.w[0].data) ==
+          view.width * view.w[0].out_stride * bytes;
+  ExpertProduct product{.dtype = x.dtype,
+                        .m = s.hidden,
+                        .n = packed ? 2 * view.width : view.width,
+                        .rows = s.rows(),
+                        .tokens = s.tokens,
+                        .groups = {x.routing.offsets + 1, int(s.experts), int(s.rows())},
+                        .a = x.x,
+                        .row_token = x.routing.row_token,
+                        .b = x.dh,
+                        .d_dtype = x.dw_dtype,
+                        .accumulate = x.accumulate,
+                        .d = transposed(view.w[0])};
+  int64_t const total = view.width * view.halves;
+  product.b.stride = x.dh.stride == 0 ? total : x.dh.stride;
+  expert_product(product, queue);
+  if (view.halves == 1 || packed) return;
+  product.b.data = static_cast<char const*>(x.dh.data) + 2 * view.width;
+  product.d = transposed(view.w[1]);
+  expert_product(product, queue);
+}
+
+void down_weight_gradient(DownWeightGradient const& x, Queue queue) {
+  check(x);
+  require_layer(x.sizes, x.dtype);
+  require_gradient(x.dtype, x.dw_dtype, x.dw, "dw_down");
+  require_aligned(x.dout, "dout");
+  require_aligned(x.a, "a");
+  Sizes const& s = x.sizes;
+  expert_product({.dtype = x.dtype,
+                  .m = s.hidden,
+                  .n = s.intermediate,
+                  .rows = s.rows(),
+                  .tokens = s.tokens,
+                  .groups = {x.routing.offsets + 1, int(s.experts), int(s.rows())},
+                  .a = x.dout,
+                  .row_token = x.routing.row_token,
+                  .b = x.a,
+                  .d_dtype = x.dw_dtype,
+                  .accumulate = x.accumulate,
+                  .d = x.dw},
+                 queue);
+}
+
+}  // namespace guild::cuda
