@@ -54,6 +54,12 @@ def venv_is_ours() -> bool:
     return output(str(VENV_PYTHON), "-c", check).strip() == "True"
 
 
+def has_module(name: str) -> bool:
+    """Whether this Python can import a module; an empty folder of that name does not count."""
+    spec = importlib.util.find_spec(name)
+    return spec is not None and spec.origin is not None
+
+
 def make_venv() -> None:
     """Make .venv, with the outer Python's packages in view if torch is among them."""
     say(f"  making .venv with Python {platform.python_version()}")
@@ -63,7 +69,7 @@ def make_venv() -> None:
     if outer_torch() and not inside_venv:
         make.append("--system-site-packages")
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    if importlib.util.find_spec("ensurepip") or apt_install(f"python{version}-venv"):
+    if has_module("ensurepip") or apt_install(f"python{version}-venv"):
         subprocess.run(make, check=True)
     else:
         make_venv_without_ensurepip(make)
@@ -75,7 +81,7 @@ def make_venv() -> None:
 def make_venv_without_ensurepip(make: list[str]) -> None:
     """Debian leaves pip out of venv: bring it from the outer Python or from apt's package."""
     subprocess.run([*make, "--without-pip"], check=True)
-    if importlib.util.find_spec("pip"):
+    if has_module("pip"):
         pip = [sys.executable, "-m", "pip", "-q", "--python", str(VENV_PYTHON), "install", "pip"]
         if subprocess.run(pip).returncode == 0:
             return
@@ -134,7 +140,10 @@ def missing_packages(*groups: str) -> list[str]:
 
 
 def link_package() -> None:
-    """Let .venv use the package straight from the tree: `import guild` and the command `guild`."""
+    """Let .venv use the package straight from the tree: `import guild` and the command `guild`.
+
+    Tools that came with the outer Python's packages get their place beside it.
+    """
     path = venv_packages() / "guild-tree.pth"
     path.write_text(f"{ROOT / 'python'}\n")
     command = VENV / "bin/guild"
@@ -142,6 +151,10 @@ def link_package() -> None:
     if not command.exists() or command.read_text() != text:
         command.write_text(text)
         command.chmod(0o755)
+    for tool in ("cmake", "ctest", "ninja", "ruff", "clang-format"):
+        outer, own = Path(sys.prefix) / "bin" / tool, VENV / "bin" / tool
+        if outer.exists() and not own.exists() and outer.parent != Path("/usr/bin"):
+            own.symlink_to(outer)
 
 
 def install_gtest() -> None:
