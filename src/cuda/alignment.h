@@ -1,4 +1,5 @@
-// What the CUDA backend asks of arguments beyond what both backends do: 16-bit types and 16-byte rows.
+// What the CUDA backend asks of arguments beyond what both backends do: 16-bit types and 16-byte
+// rows.
 #pragma once
 #include <cstdint>
 

@@ -21,8 +21,9 @@ Device const& current_device() {
     Device fresh;
     cudaDeviceGetAttribute(&fresh.major, cudaDevAttrComputeCapabilityMajor, index);
     cudaDeviceGetAttribute(&fresh.minor, cudaDevAttrComputeCapabilityMinor, index);
-    cuda_check(cudaDeviceGetAttribute(&fresh.multiprocessors, cudaDevAttrMultiProcessorCount, index),
-               "multiprocessor count");
+    cuda_check(
+        cudaDeviceGetAttribute(&fresh.multiprocessors, cudaDevAttrMultiProcessorCount, index),
+        "multiprocessor count");
     d = fresh;
   }
   return d;
@@ -40,7 +41,8 @@ bool usable(char const** why) {
     reason = "no CUDA device or driver";
   } else {
     Device const& d = current_device();
-    if (d.major != 9 || d.minor != 0) reason = "the current device is not of compute capability 9.0";
+    if (d.major != 9 || d.minor != 0)
+      reason = "the current device is not of compute capability 9.0";
   }
   if (why != nullptr) *why = reason == nullptr ? "" : reason;
   return reason == nullptr;
@@ -67,13 +69,12 @@ CUtensorMap tensor_map(void const* data, DType dtype, MapShape const& s, char co
   cuuint64_t const strides[] = {cuuint64_t(2 * s.y_stride), cuuint64_t(2 * s.z_stride)};
   cuuint32_t const box[] = {cuuint32_t(s.box_x), cuuint32_t(s.box_y), cuuint32_t(s.box_z)};
   cuuint32_t const step[] = {1, 1, 1};
-  auto const type = dtype == DType::float16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                            : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  auto const type =
+      dtype == DType::float16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   CUtensorMap map;
   auto const status = encode(&map, type, 3, base, shape, strides, box, step,
                              CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                             CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+                             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   require(status == CUDA_SUCCESS, name, ": expected 16-byte aligned data and strides, got shape (",
           s.z, ", ", s.y, ", ", s.x, ") with strides (", s.z_stride, ", ", s.y_stride,
           ", 1) at address ", base, " (tensor map error ", int(status), ")");

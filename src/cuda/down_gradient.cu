@@ -26,9 +26,9 @@ void launch_down_gradient(DownGradient const& x, Queue const& queue) {
                  .inner = int(s.hidden)};
   fill_rows<T, c>(params.load, x.dout, x.routing, s, "dout");
   ConstWeight const& w = x.w_down;
-  CUtensorMap const map = weight_map<T, c, major>(
-      w.data, s.experts, s.intermediate, s.hidden, w.expert_stride,
-      major == Major::K ? w.in_stride : w.out_stride, "w_down");
+  CUtensorMap const map =
+      weight_map<T, c, major>(w.data, s.experts, s.intermediate, s.hidden, w.expert_stride,
+                              major == Major::K ? w.in_stride : w.out_stride, "w_down");
   params.load.b = {{map, map}, false, INT32_MAX};
   auto& out = params.epilogue;
   out.h = row_map<T>(x.h, s.rows(), width, halves, 64, "h");

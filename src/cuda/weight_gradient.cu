@@ -6,9 +6,7 @@
 namespace guild::cuda {
 namespace {
 
-Weight transposed(Weight const& w) {
-  return {w.data, w.expert_stride, w.in_stride, w.out_stride};
-}
+Weight transposed(Weight const& w) { return {w.data, w.expert_stride, w.in_stride, w.out_stride}; }
 
 void require_gradient(DType dtype, DType dw_dtype, Weight const& dw, char const* name) {
   require(dw_dtype == dtype || dw_dtype == DType::float32, name,
@@ -28,11 +26,10 @@ void up_weight_gradient(UpWeightGradient const& x, Queue queue) {
   Sizes const& s = x.sizes;
   int const bytes = x.dw_dtype == DType::float32 ? 4 : 2;
   auto const view = gate_up_view(x.dw, s, x.gated, x.order, bytes, "dw_up");
-  bool const packed =
-      view.halves == 2 && view.w[0].out_stride == view.w[1].out_stride &&
-      view.w[0].in_stride == view.w[1].in_stride &&
-      static_cast<char*>(view.w[1].data) - static_cast<char*>(view.w[0].data) ==
-          view.width * view.w[0].out_stride * bytes;
+  bool const packed = view.halves == 2 && view.w[0].out_stride == view.w[1].out_stride &&
+                      view.w[0].in_stride == view.w[1].in_stride &&
+                      static_cast<char*>(view.w[1].data) - static_cast<char*>(view.w[0].data) ==
+                          view.width * view.w[0].out_stride * bytes;
   ExpertProduct product{.dtype = x.dtype,
                         .m = s.hidden,
                         .n = packed ? 2 * view.width : view.width,

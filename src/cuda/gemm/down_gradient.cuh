@@ -12,11 +12,11 @@ namespace guild::cuda {
 
 template <class T>
 struct DownGradientEpilogue {
-  CUtensorMap h;        // as dh.map
-  RowOutput<T> dh;      // columns = I in two halves, 2I interleaved, or I
-  RowOutput<T> a;       // A', columns = I; absent where not wanted
-  float const* score;   // (R); null: 1
-  float* parts;         // (R, part_count); null: no dS
+  CUtensorMap h;       // as dh.map
+  RowOutput<T> dh;     // columns = I in two halves, 2I interleaved, or I
+  RowOutput<T> a;      // A', columns = I; absent where not wanted
+  float const* score;  // (R); null: 1
+  float* parts;        // (R, part_count); null: no dS
   int part_count;
   Activation activation;
   Pairing pairing;

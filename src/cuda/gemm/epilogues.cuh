@@ -36,8 +36,8 @@ struct StoreRows {
 // D[e] = A^T B, one matrix per expert, in either order.
 template <class T>
 struct StoreExpert {
-  CUtensorMap map;      // (columns, rows, E), or (rows, columns, E) where transposed
-  bool transposed;      // rows of D are contiguous in memory, not columns
+  CUtensorMap map;  // (columns, rows, E), or (rows, columns, E) where transposed
+  bool transposed;  // rows of D are contiguous in memory, not columns
   int columns;
   DirectOutput direct;  // instead of the map where its data is not null
 

@@ -1,9 +1,9 @@
 // A tile of fp32 accumulators in registers, and its way through shared memory.
 //
 // A warpgroup holds 64 rows x n columns: thread t has row 16 * (t / 32) + t % 32 / 4 and the row 8
-// below it, and in each block of 8 columns the two from 2 * (t % 4): value[4 * block + 2 * below + i].
-// On its way to global memory it passes through boxes of 64 x 64 elements, 128-byte swizzled, which
-// TMA writes. Source of the layout: PTX ISA, "wgmma", register fragments for m64nNk16.
+// below it, and in each block of 8 columns the two from 2 * (t % 4): value[4 * block + 2 * below +
+// i]. On its way to global memory it passes through boxes of 64 x 64 elements, 128-byte swizzled,
+// which TMA writes. Source of the layout: PTX ISA, "wgmma", register fragments for m64nNk16.
 #pragma once
 #include "../arch/copy.cuh"
 #include "../arch/wgmma.cuh"

@@ -7,9 +7,9 @@ namespace guild::cuda {
 
 template <class W>
 struct GateUpView {
-  W w[2];          // the halves; the packed matrix and a copy of it where alternating; gate twice
-  int64_t width;   // of one of them: I, or 2I where alternating
-  int halves;      // 2 where gate and up stand apart, else 1
+  W w[2];         // the halves; the packed matrix and a copy of it where alternating; gate twice
+  int64_t width;  // of one of them: I, or 2I where alternating
+  int halves;     // 2 where gate and up stand apart, else 1
   bool alternate;
 };
 

@@ -57,10 +57,9 @@ RowOutput<T> row_output(Rows rows, int64_t count, int64_t columns, int halves, c
 template <class T, GemmConfig C, Major major>
 CUtensorMap weight_map(void const* data, int64_t experts, int64_t n, int64_t k,
                        int64_t expert_stride, int64_t row_stride, char const* name) {
-  MapShape shape =
-      major == Major::K
-          ? MapShape{k, n, experts, row_stride, expert_stride, 64, C.tile_n / 2, 1}
-          : MapShape{n, k, experts, row_stride, expert_stride, 64, 64, 1};
+  MapShape shape = major == Major::K
+                       ? MapShape{k, n, experts, row_stride, expert_stride, 64, C.tile_n / 2, 1}
+                       : MapShape{n, k, experts, row_stride, expert_stride, 64, 64, 1};
   return tensor_map(data, dtype_of<T>(), shape, name);
 }
 

@@ -5,8 +5,8 @@
 //   TokenColumns   ragged inner dimension: A and B are (rows of the group) x features, A optionally
 //                  picked by an index; the group's last, ragged step is zero-filled on both sides
 //
-// Each has load(tile, step, a, b, full): fill one stage and arrive kArrivals times in total on full.
-// Gather by cp.async in the producer: SonicMoE, arXiv:2512.14080, section 4.
+// Each has load(tile, step, a, b, full): fill one stage and arrive kArrivals times in total on
+// full. Gather by cp.async in the producer: SonicMoE, arXiv:2512.14080, section 4.
 #pragma once
 #include "../arch/copy.cuh"
 #include "../arch/wgmma.cuh"
@@ -122,16 +122,16 @@ struct TokenColumns {
   static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
 
   struct Params {
-    T const* a;          // (tokens or rows, m)
+    T const* a;  // (tokens or rows, m)
     int64_t a_stride;
     int32_t const* row;  // (rows of b) which row of a; null: the same row
     int tokens, m, n;
-    T const* b;          // (rows, n)
+    T const* b;  // (rows, n)
     int64_t b_stride;
-    CUtensorMap b_map;   // (n, 1, rows), boxes of 64 x 1 x 64
+    CUtensorMap b_map;  // (n, 1, rows), boxes of 64 x 1 x 64
   };
-  static constexpr int kChunks = C.tile_m / 8;     // 16-byte chunks a row of A
-  static constexpr int kRowStep = 128 / kChunks;   // rows copied side by side
+  static constexpr int kChunks = C.tile_m / 8;    // 16-byte chunks a row of A
+  static constexpr int kRowStep = 128 / kChunks;  // rows copied side by side
   static constexpr int kPasses = C.tile_k / kRowStep;
 
   Params const& p;

@@ -54,9 +54,9 @@ void launch_expert_product(ExpertProduct const& x, Queue const& queue) {
   auto& out = params.epilogue;
   out.columns = int(x.n);
   out.transposed = x.d.in_stride != 1;
-  bool const boxed = x.d_dtype == x.dtype && !x.accumulate && x.d.expert_stride % 8 == 0 &&
-                     (out.transposed ? x.d.out_stride == 1 && x.d.in_stride % 8 == 0
-                                     : x.d.out_stride % 8 == 0);
+  bool const boxed =
+      x.d_dtype == x.dtype && !x.accumulate && x.d.expert_stride % 8 == 0 &&
+      (out.transposed ? x.d.out_stride == 1 && x.d.in_stride % 8 == 0 : x.d.out_stride % 8 == 0);
   if (boxed) {
     MapShape const shape =
         out.transposed
@@ -64,8 +64,9 @@ void launch_expert_product(ExpertProduct const& x, Queue const& queue) {
             : MapShape{x.n, x.m, x.groups.groups, x.d.out_stride, x.d.expert_stride, 64, 64, 1};
     out.map = tensor_map(x.d.data, x.dtype, shape, "dw");
   } else {
-    out.direct = {x.d.data,      x.d.expert_stride, x.d.out_stride,
-                  x.d.in_stride, x.d_dtype == DType::float32, x.accumulate, int(x.n)};
+    out.direct = {x.d.data,      x.d.expert_stride,           x.d.out_stride,
+                  x.d.in_stride, x.d_dtype == DType::float32, x.accumulate,
+                  int(x.n)};
   }
   int64_t const across = (x.n + c.tile_n - 1) / c.tile_n;
   launch<Kernel>(params, x.groups.groups * ((x.m + c.tile_m - 1) / c.tile_m) * across, queue);
@@ -86,8 +87,7 @@ void row_product(RowProduct const& x, Queue const& queue) {
 }
 
 void expert_product(ExpertProduct const& x, Queue const& queue) {
-  with_type(x.dtype,
-            [&](auto element) { launch_expert_product<decltype(element)>(x, queue); });
+  with_type(x.dtype, [&](auto element) { launch_expert_product<decltype(element)>(x, queue); });
 }
 
 }  // namespace guild::cuda

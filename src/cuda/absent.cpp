@@ -1,0 +1,34 @@
+// What a build without CUDA answers in place of the CUDA backend.
+#include "guild/cuda.h"
+
+namespace guild::cuda {
+
+namespace {
+[[noreturn]] void absent() {
+  throw Error("CUDA: this build of Guild has no CUDA kernels; build with GUILD_CUDA=ON and nvcc");
+}
+}  // namespace
+
+bool built() { return false; }
+bool usable(char const** why) {
+  if (why != nullptr) *why = "this build has no CUDA kernels";
+  return false;
+}
+
+void route(Route const&, Queue) { absent(); }
+void router_gradient(RouterGradient const&, Queue) { absent(); }
+void sort_by_expert(Sort const&, Queue) { absent(); }
+void up_projection(UpProjection const&, Queue) { absent(); }
+void down_projection(DownProjection const&, Queue) { absent(); }
+void combine(Combine const&, Queue) { absent(); }
+void down_gradient(DownGradient const&, Queue) { absent(); }
+void score_gradient(ScoreGradient const&, Queue) { absent(); }
+void up_gradient(UpGradient const&, Queue) { absent(); }
+void up_weight_gradient(UpWeightGradient const&, Queue) { absent(); }
+void down_weight_gradient(DownWeightGradient const&, Queue) { absent(); }
+void bias_gradient(BiasGradient const&, Queue) { absent(); }
+void grouped_gemm(GroupedGemm const&, Queue) { absent(); }
+void moe_forward(MoeForward const&, Queue) { absent(); }
+void moe_backward(MoeBackward const&, Queue) { absent(); }
+
+}  // namespace guild::cuda

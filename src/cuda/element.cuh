@@ -1,0 +1,44 @@
+// Eight 16-bit elements at a time: what the memory-bound kernels move.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <type_traits>
+
+#include "gemm/launch.cuh"
+
+namespace guild::cuda {
+
+struct Eight {
+  float value[8];
+};
+
+template <class T>
+__device__ inline Eight load_eight(T const* from) {
+  uint4 const words = *reinterpret_cast<uint4 const*>(from);
+  uint32_t const w[4] = {words.x, words.y, words.z, words.w};
+  Eight e;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    float2 const v = unpack<T>(w[i]);
+    e.value[2 * i] = v.x;
+    e.value[2 * i + 1] = v.y;
+  }
+  return e;
+}
+
+template <class T>
+__device__ inline void store_eight(T* to, Eight const& e) {
+  float const* v = e.value;
+  *reinterpret_cast<uint4*>(to) = {pack<T>(v[0], v[1]), pack<T>(v[2], v[3]), pack<T>(v[4], v[5]),
+                                   pack<T>(v[6], v[7])};
+}
+
+// Sum over the warp, the same in every lane and in every run.
+__device__ inline float warp_sum(float x) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
+  return x;
+}
+
+}  // namespace guild::cuda

@@ -1,0 +1,142 @@
+// The bare grouped product: tensor-core kernels where the operands' strides allow TMA, the plain
+// kernel otherwise. Groups along columns are the transposed problem, D^T = B^T A^T.
+#include "alignment.h"
+#include "check.h"
+#include "gemm/plain_product.cuh"
+#include "gemm/row_product.cuh"
+
+namespace guild::cuda {
+namespace {
+
+using Ragged = GroupedGemm::Ragged;
+using Operand = GroupedGemm::Operand;
+
+Operand flipped(Operand const& x) { return {x.data, x.group_stride, x.col_stride, x.row_stride}; }
+
+bool aligned(Operand const& x, int64_t row_stride) {
+  return reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && row_stride % 8 == 0 &&
+         x.group_stride % 8 == 0;
+}
+
+// B as expert weights (E, n, k), if one of its dimensions is contiguous and aligned.
+bool weight_of(Operand const& b, ConstWeight& w) {
+  w = {b.data, b.group_stride, b.col_stride, b.row_stride};
+  if (w.in_stride == 1) return aligned(b, w.out_stride);
+  return w.out_stride == 1 && aligned(b, w.in_stride);
+}
+
+bool bias_fits(ConstRows const& bias, int64_t n) {
+  return reinterpret_cast<uintptr_t>(bias.data) % 4 == 0 && row_stride(bias, n) % 2 == 0;
+}
+
+// Groups that split rows, all of A and D one matrix each.
+bool try_row_product(GroupedGemm const& x, Groups const& groups, int64_t rows, Queue queue) {
+  ConstWeight w;
+  bool const joined = x.ragged != Ragged::none || (x.a.group_stride == x.m * x.a.row_stride &&
+                                                   x.d.group_stride == x.m * x.d.row_stride);
+  if (!joined || x.a.col_stride != 1 || !aligned(x.a, x.a.row_stride) || !weight_of(x.b, w) ||
+      !bias_fits(x.bias, x.n) || x.n % 2 != 0) {
+    return false;
+  }
+  RowProduct product{.dtype = x.dtype,
+                     .rows = rows,
+                     .n = x.n,
+                     .k = x.k,
+                     .groups = groups,
+                     .a = {x.a.data, x.a.row_stride},
+                     .w = {w, w},
+                     .bias = x.bias,
+                     .d = {},
+                     .direct = {}};
+  bool const boxed = x.out_dtype == x.dtype && !x.accumulate && x.d.col_stride == 1 &&
+                     aligned(x.d, x.d.row_stride) && x.n % 8 == 0;
+  if (boxed) {
+    product.d = {x.d.data, x.d.row_stride};
+  } else {
+    product.direct = {
+        x.d.data,     0,       x.d.row_stride, x.d.col_stride, x.out_dtype == DType::float32,
+        x.accumulate, int(x.n)};
+  }
+  row_product(product, queue);
+  return true;
+}
+
+bool try_expert_product(GroupedGemm const& x, Groups const& groups, Queue queue) {
+  bool const fits = x.a.row_stride == 1 && aligned(x.a, x.a.col_stride) && x.b.col_stride == 1 &&
+                    aligned(x.b, x.b.row_stride) && x.m % 8 == 0 && x.n % 8 == 0 &&
+                    reinterpret_cast<uintptr_t>(x.d.data) % 16 == 0 && x.bias.data == nullptr;
+  if (!fits) return false;
+  expert_product({.dtype = x.dtype,
+                  .m = x.m,
+                  .n = x.n,
+                  .rows = x.k,
+                  .tokens = x.k,
+                  .groups = groups,
+                  .a = {x.a.data, x.a.col_stride},
+                  .b = {x.b.data, x.b.row_stride},
+                  .d_dtype = x.out_dtype,
+                  .accumulate = x.accumulate,
+                  .d = {x.d.data, x.d.group_stride, x.d.row_stride, x.d.col_stride}},
+                 queue);
+  return true;
+}
+
+// Zeros for rows of no group.
+__global__ void clear_tail(Operand d, int32_t const* last, int rows, int n, bool is_float) {
+  int const first = max(*last, 0);
+  int64_t const count = int64_t(max(rows - first, 0)) * n;
+  for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < count;
+       i += int64_t(gridDim.x) * blockDim.x) {
+    int64_t const at = (first + i / n) * d.row_stride + i % n * d.col_stride;
+    if (is_float) {
+      static_cast<float*>(d.data)[at] = 0;
+    } else {
+      static_cast<uint16_t*>(d.data)[at] = 0;
+    }
+  }
+}
+
+}  // namespace
+
+void grouped_gemm(GroupedGemm const& args, Queue queue) {
+  check(args);
+  require_16_bit(args.dtype);
+  GroupedGemm x = args;
+  if (x.ragged == Ragged::columns) {
+    x.a = flipped(args.b);
+    x.b = flipped(args.a);
+    x.d = flipped(args.d);
+    x.m = args.n;
+    x.n = args.m;
+    x.ragged = Ragged::rows;
+  }
+  bool const sum_groups = x.ragged == Ragged::inner, ragged_rows = x.ragged == Ragged::rows;
+  int64_t const rows = x.ragged == Ragged::none ? x.m * x.groups : x.m;
+  if (rows == 0 || x.n == 0) return;
+  Groups const groups{x.offsets, int(x.groups), int(sum_groups ? x.k : rows)};
+  if (ragged_rows && !x.accumulate) {
+    clear_tail<<<unsigned(multiprocessors(queue)), 256, 0, queue.stream>>>(
+        x.d, x.offsets + x.groups - 1, int(rows), int(x.n), x.out_dtype == DType::float32);
+    cuda_check(cudaGetLastError(), "launch of grouped_gemm's zero fill");
+  }
+  if (sum_groups ? try_expert_product(x, groups, queue)
+                 : x.k > 0 && try_row_product(x, groups, rows, queue)) {
+    return;
+  }
+  plain_product({.dtype = x.dtype,
+                 .out_dtype = x.out_dtype,
+                 .accumulate = x.accumulate,
+                 .sum_groups = sum_groups,
+                 .rows = int(rows),
+                 .n = int(x.n),
+                 .k = int(x.k),
+                 .rows_per_group = x.ragged == Ragged::none ? int(x.m) : 0,
+                 .groups = groups,
+                 .a = x.a,
+                 .b = x.b,
+                 .d = x.d,
+                 .bias = x.bias},
+                queue);
+}
+
+}  // namespace guild::cuda

@@ -1,0 +1,36 @@
+// The composites on the GPU: the steps of src/compose.h on one stream.
+#include "check.h"
+#include "compose.h"
+#include "guild/cuda.h"
+
+namespace guild::cuda {
+namespace {
+
+struct Steps {
+  Queue queue;
+  void up_projection(UpProjection const& x) const { cuda::up_projection(x, queue); }
+  void down_projection(DownProjection const& x) const { cuda::down_projection(x, queue); }
+  void combine(Combine const& x) const { cuda::combine(x, queue); }
+  void down_gradient(DownGradient const& x) const { cuda::down_gradient(x, queue); }
+  void score_gradient(ScoreGradient const& x) const { cuda::score_gradient(x, queue); }
+  void up_gradient(UpGradient const& x) const { cuda::up_gradient(x, queue); }
+  void up_weight_gradient(UpWeightGradient const& x) const { cuda::up_weight_gradient(x, queue); }
+  void down_weight_gradient(DownWeightGradient const& x) const {
+    cuda::down_weight_gradient(x, queue);
+  }
+  void bias_gradient(BiasGradient const& x) const { cuda::bias_gradient(x, queue); }
+};
+
+}  // namespace
+
+void moe_forward(MoeForward const& x, Queue queue) {
+  check(x);
+  compose_forward(x, Steps{queue});
+}
+
+void moe_backward(MoeBackward const& x, Queue queue) {
+  check(x);
+  compose_backward(x, Steps{queue});
+}
+
+}  // namespace guild::cuda
