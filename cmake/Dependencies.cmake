@@ -1,0 +1,92 @@
+# Finds what Guild builds against: Eigen and CUTLASS headers, torch, CUDA, OpenMP.
+#
+# Eigen, CUTLASS and torch usually lie in a Python environment (wheels cmeel-eigen, nvidia-cutlass,
+# torch); the options of CMakeLists.txt override each.
+
+find_package(Python3 COMPONENTS Interpreter)
+find_package(OpenMP REQUIRED COMPONENTS CXX)
+set(THREADS_PREFER_PTHREAD_FLAG ON)
+find_package(Threads REQUIRED)
+
+set(GUILD_FOUND_EIGEN "")
+set(GUILD_FOUND_CUTLASS "")
+set(GUILD_FOUND_TORCH "")
+set(GUILD_FOUND_TORCH_VERSION "")
+if(Python3_Interpreter_FOUND)
+  execute_process(
+    COMMAND ${Python3_EXECUTABLE} ${CMAKE_CURRENT_LIST_DIR}/python_packages.py
+    OUTPUT_VARIABLE lines OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
+  foreach(name eigen cutlass torch torch_version)
+    string(TOUPPER ${name} upper)
+    if(lines MATCHES "(^|\n)${name}=([^\n]*)")
+      set(GUILD_FOUND_${upper} "${CMAKE_MATCH_2}")
+    endif()
+  endforeach()
+endif()
+
+# ---- Eigen: the CPU backend's matrix products ----
+if(NOT GUILD_EIGEN_DIR)
+  find_package(Eigen3 3.4 QUIET NO_MODULE)
+  if(GUILD_FOUND_EIGEN)
+    set(eigen_dir "${GUILD_FOUND_EIGEN}")
+  elseif(Eigen3_FOUND)
+    get_target_property(eigen_dir Eigen3::Eigen INTERFACE_INCLUDE_DIRECTORIES)
+  endif()
+else()
+  set(eigen_dir "${GUILD_EIGEN_DIR}")
+endif()
+if(NOT EXISTS "${eigen_dir}/Eigen/Core")
+  message(FATAL_ERROR "Eigen 3.4 not found: expected Eigen/Core in '${eigen_dir}'. Install the "
+    "Python package cmeel-eigen or libeigen3-dev, or pass -DGUILD_EIGEN_DIR=<folder of Eigen/>.")
+endif()
+add_library(guild_eigen INTERFACE)
+target_include_directories(guild_eigen SYSTEM INTERFACE "${eigen_dir}")
+
+# ---- CUDA and CUTLASS: the CUDA backend ----
+set(GUILD_WITH_CUDA OFF)
+if(NOT GUILD_CUDA STREQUAL "OFF")
+  include(CheckLanguage)
+  check_language(CUDA)
+  if(CMAKE_CUDA_COMPILER)
+    set(GUILD_WITH_CUDA ON)
+  elseif(GUILD_CUDA STREQUAL "ON")
+    message(FATAL_ERROR "GUILD_CUDA=ON, but no nvcc was found. Put CUDA's bin folder on PATH, pass "
+      "-DCMAKE_CUDA_COMPILER=<nvcc>, or build without the CUDA backend: -DGUILD_CUDA=OFF.")
+  endif()
+endif()
+if(GUILD_WITH_CUDA)
+  set(CMAKE_CUDA_ARCHITECTURES OFF)  # -gencode is given by hand: sm_90a has no CMake name
+  set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
+  enable_language(CUDA)
+  find_package(CUDAToolkit REQUIRED)
+  set(cutlass_dir "${GUILD_CUTLASS_DIR}")
+  if(NOT cutlass_dir)
+    set(cutlass_dir "${GUILD_FOUND_CUTLASS}")
+  endif()
+  if(NOT EXISTS "${cutlass_dir}/cute/arch/mma_sm90_gmma.hpp")
+    message(FATAL_ERROR "CUTLASS 4.2 headers not found: expected cute/arch/mma_sm90_gmma.hpp in "
+      "'${cutlass_dir}'. Install the Python package nvidia-cutlass==4.2.0.0 (--no-deps), or pass "
+      "-DGUILD_CUTLASS_DIR=<CUTLASS's include folder>.")
+  endif()
+endif()
+
+# ---- torch: the binding, linked by hand because find_package(Torch) wants torch's CUDA ----
+set(GUILD_WITH_TORCH OFF)
+if(NOT GUILD_TORCH STREQUAL "OFF")
+  if(GUILD_FOUND_TORCH AND GUILD_FOUND_TORCH_VERSION VERSION_GREATER_EQUAL 2.10)
+    set(GUILD_WITH_TORCH ON)
+  elseif(GUILD_TORCH STREQUAL "ON")
+    message(FATAL_ERROR "GUILD_TORCH=ON, but ${Python3_EXECUTABLE} has no torch >= 2.10 "
+      "(found: '${GUILD_FOUND_TORCH_VERSION}'). Install torch there, pass "
+      "-DPython3_EXECUTABLE=<python>, or build without it: -DGUILD_TORCH=OFF.")
+  endif()
+endif()
+if(GUILD_WITH_TORCH)
+  add_library(guild_torch_libraries INTERFACE)
+  target_include_directories(guild_torch_libraries SYSTEM INTERFACE "${GUILD_FOUND_TORCH}/include")
+  target_compile_definitions(guild_torch_libraries INTERFACE
+    TORCH_TARGET_VERSION=0x020a000000000000)  # the stable ABI of 2.10
+  target_link_directories(guild_torch_libraries INTERFACE "${GUILD_FOUND_TORCH}/lib")
+  target_link_options(guild_torch_libraries INTERFACE "LINKER:--no-as-needed")
+  target_link_libraries(guild_torch_libraries INTERFACE torch torch_cpu)
+endif()

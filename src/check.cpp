@@ -1,0 +1,195 @@
+// What is asked of the arguments of a layer's steps. See check.h; routing and the bare product are
+// in check_routing.cpp.
+#include "check.h"
+
+#include <cmath>
+
+#include "check_parts.h"
+
+namespace guild {
+
+namespace {
+
+int64_t width(Sizes const& s, bool gated) { return s.intermediate * (gated ? 2 : 1); }
+
+// Rows of x or dout: by token where row_token is given, else by row.
+int64_t input_rows(Sizes const& s, Routing const& routing) {
+  return routing.row_token == nullptr ? s.rows() : s.tokens;
+}
+
+void check_layer(Sizes const& s, DType dtype, Routing const& routing) {
+  check_sizes(s);
+  check_dtype(dtype, "dtype");
+  check_pointer(routing.offsets, true, "routing.offsets");
+}
+
+void check_activation(Activation const& a) {
+  auto const kind = int(a.kind);
+  require(kind >= 0 && kind <= int(Activation::Kind::relu_squared),
+          "activation.kind: expected 0 to 4, got ", kind);
+  require(std::isfinite(a.alpha), "activation.alpha: expected a finite number, got ", a.alpha);
+  require(a.limit > 0, "activation.limit: expected a positive number, got ", a.limit);
+  require(std::isfinite(a.up_offset), "activation.up_offset: expected a finite number, got ",
+          a.up_offset);
+}
+
+void check_order(GateUp order) {
+  require(order == GateUp::concatenated || order == GateUp::interleaved,
+          "order: expected 0 (concatenated) or 1 (interleaved), got ", int(order));
+}
+
+template <class W>
+void check_up_weight(GatedWeight<W> const& w, Sizes const& s, bool gated, char const* gate_name,
+                     char const* up_name, bool output) {
+  check_weight(w.gate, s.experts, s.intermediate, s.hidden, gate_name, output);
+  if (gated) check_weight(w.up, s.experts, s.intermediate, s.hidden, up_name, output);
+}
+
+void check_workspace(void const* workspace, int64_t bytes) {
+  require(workspace != nullptr || bytes == 0, "workspace: expected ", bytes, " bytes, got null");
+}
+
+}  // namespace
+
+void check(UpProjection const& x) {
+  Sizes const& s = x.sizes;
+  bool const gated = x.activation.gated;
+  check_layer(s, x.dtype, x.routing);
+  check_activation(x.activation);
+  check_order(x.order);
+  check_rows(x.x, input_rows(s, x.routing), s.hidden, "x");
+  check_up_weight(x.w_up, s, gated, "w_up.gate", "w_up.up", false);
+  check_optional_rows(x.bias, width(s, gated), "b_up");
+  check_optional_rows(x.h, width(s, gated), "h");
+  check_rows(x.a, s.rows(), s.intermediate, "a");
+}
+
+void check(DownProjection const& x) {
+  Sizes const& s = x.sizes;
+  check_layer(s, x.dtype, x.routing);
+  check_rows(x.a, s.rows(), s.intermediate, "a");
+  check_weight(x.w_down, s.experts, s.hidden, s.intermediate, "w_down", false);
+  check_optional_rows(x.bias, s.hidden, "b_down");
+  check_rows(x.y, s.rows(), s.hidden, "y");
+}
+
+void check(Combine const& x) {
+  Sizes const& s = x.sizes;
+  check_sizes(s);
+  check_dtype(x.dtype, "dtype");
+  check_pointer(x.routing.slot_row, s.rows() > 0, "routing.slot_row");
+  check_rows(x.y, s.rows(), s.hidden, "y");
+  check_rows(x.o, s.tokens, s.hidden, "o");
+}
+
+void check(DownGradient const& x) {
+  Sizes const& s = x.sizes;
+  bool const gated = x.activation.gated;
+  check_layer(s, x.dtype, x.routing);
+  check_activation(x.activation);
+  check_order(x.order);
+  check_rows(x.dout, input_rows(s, x.routing), s.hidden, "dout");
+  check_weight(x.w_down, s.experts, s.hidden, s.intermediate, "w_down", false);
+  check_rows(x.h, s.rows(), width(s, gated), "h");
+  check_rows(x.dh, s.rows(), width(s, gated), "dh");
+  check_optional_rows(x.a_scaled, s.intermediate, "a_scaled");
+}
+
+void check(ScoreGradient const& x) {
+  Sizes const& s = x.sizes;
+  check_sizes(s);
+  check_dtype(x.dtype, "dtype");
+  bool const any = s.rows() > 0;
+  check_pointer(x.routing.slot_row, any, "routing.slot_row");
+  check_pointer(x.score_parts, any, "score_parts");
+  check_pointer(x.dscores, any, "dscores");
+  if (x.bias.data == nullptr) return;
+  check_pointer(x.routing.offsets, true, "routing.offsets");
+  check_optional_rows(x.bias, s.hidden, "b_down");
+  check_rows(x.dout, s.tokens, s.hidden, "dout");
+}
+
+void check(UpGradient const& x) {
+  Sizes const& s = x.sizes;
+  check_layer(s, x.dtype, x.routing);
+  check_order(x.order);
+  check_rows(x.dh, s.rows(), width(s, x.gated), "dh");
+  check_up_weight(x.w_up, s, x.gated, "w_up.gate", "w_up.up", false);
+  check_rows(x.dx, s.rows(), s.hidden, "dx");
+}
+
+void check(UpWeightGradient const& x) {
+  Sizes const& s = x.sizes;
+  check_layer(s, x.dtype, x.routing);
+  check_gradient_dtype(x.dw_dtype, x.dtype, "dw_dtype");
+  check_order(x.order);
+  check_rows(x.x, input_rows(s, x.routing), s.hidden, "x");
+  check_rows(x.dh, s.rows(), width(s, x.gated), "dh");
+  check_up_weight(x.dw, s, x.gated, "dw.gate", "dw.up", true);
+}
+
+void check(DownWeightGradient const& x) {
+  Sizes const& s = x.sizes;
+  check_layer(s, x.dtype, x.routing);
+  check_gradient_dtype(x.dw_dtype, x.dtype, "dw_dtype");
+  check_rows(x.dout, input_rows(s, x.routing), s.hidden, "dout");
+  check_rows(x.a, s.rows(), s.intermediate, "a");
+  check_weight(x.dw, s.experts, s.hidden, s.intermediate, "dw", true);
+}
+
+void check(BiasGradient const& x) {
+  check_size(x.rows, 0, kMostRows, "rows");
+  check_size(x.width, 1, kMostColumns, "width");
+  check_size(x.experts, 1, kMostExperts, "experts");
+  check_dtype(x.dtype, "dtype");
+  check_gradient_dtype(x.db_dtype, x.dtype, "db_dtype");
+  check_pointer(x.routing.offsets, true, "routing.offsets");
+  check_rows(x.m, x.rows, x.width, "m");
+  check_rows(x.db, x.experts, x.width, "db");
+}
+
+void check(MoeForward const& x) {
+  Sizes const& s = x.sizes;
+  bool const gated = x.activation.gated;
+  check_layer(s, x.dtype, x.routing);
+  check_activation(x.activation);
+  check_order(x.order);
+  check_rows(x.x, input_rows(s, x.routing), s.hidden, "x");
+  check_up_weight(x.w_up, s, gated, "w_up.gate", "w_up.up", false);
+  check_weight(x.w_down, s.experts, s.hidden, s.intermediate, "w_down", false);
+  check_optional_rows(x.b_up, width(s, gated), "b_up");
+  check_optional_rows(x.b_down, s.hidden, "b_down");
+  check_optional_rows(x.h, width(s, gated), "h");
+  check_rows(x.o, x.routing.slot_row == nullptr ? s.rows() : s.tokens, s.hidden, "o");
+  check_workspace(x.workspace, moe_forward_workspace_bytes(s, x.dtype));
+}
+
+void check(MoeBackward const& x) {
+  Sizes const& s = x.sizes;
+  bool const gated = x.activation.gated;
+  check_layer(s, x.dtype, x.routing);
+  check_gradient_dtype(x.dw_dtype, x.dtype, "dw_dtype");
+  check_activation(x.activation);
+  check_order(x.order);
+  check_rows(x.dout, input_rows(s, x.routing), s.hidden, "dout");
+  if (x.dw_up.gate.data != nullptr) check_rows(x.x, input_rows(s, x.routing), s.hidden, "x");
+  check_rows(x.h, s.rows(), width(s, gated), "h");
+  check_up_weight(x.w_up, s, gated, "w_up.gate", "w_up.up", false);
+  check_weight(x.w_down, s.experts, s.hidden, s.intermediate, "w_down", false);
+  check_optional_rows(x.b_down, s.hidden, "b_down");
+  check_optional_rows(x.dx, s.hidden, "dx");
+  if (x.dw_up.gate.data != nullptr) {
+    check_up_weight(x.dw_up, s, gated, "dw_up.gate", "dw_up.up", true);
+  }
+  if (x.dw_down.data != nullptr) {
+    check_weight(x.dw_down, s.experts, s.hidden, s.intermediate, "dw_down", true);
+  }
+  check_optional_rows(x.db_up, width(s, gated), "db_up");
+  check_optional_rows(x.db_down, s.hidden, "db_down");
+  if (x.dscores != nullptr) {
+    check_pointer(x.routing.slot_row, s.rows() > 0, "routing.slot_row");
+  }
+  check_workspace(x.workspace, moe_backward_workspace_bytes(s, x.dtype, gated));
+}
+
+}  // namespace guild

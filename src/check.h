@@ -1,0 +1,30 @@
+// Checks every argument of a step, once, at the public function: throws Error naming the argument,
+// what it is and what was expected.
+//
+// The same for both backends; what only CUDA asks for (16-bit types, alignment) is in
+// src/cuda/alignment.h.
+#pragma once
+#include "guild/error.h"
+#include "guild/steps.h"
+
+namespace guild {
+
+inline constexpr int64_t kMostExperts = 4096;
+
+void check(Route const& x);
+void check(RouterGradient const& x);
+void check(Sort const& x);
+void check(UpProjection const& x);
+void check(DownProjection const& x);
+void check(Combine const& x);
+void check(DownGradient const& x);
+void check(ScoreGradient const& x);
+void check(UpGradient const& x);
+void check(UpWeightGradient const& x);
+void check(DownWeightGradient const& x);
+void check(BiasGradient const& x);
+void check(GroupedGemm const& x);
+void check(MoeForward const& x);
+void check(MoeBackward const& x);
+
+}  // namespace guild

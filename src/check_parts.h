@@ -1,0 +1,86 @@
+// The single conditions that check() is made of: sizes, element types, pointers, rows, weights.
+#pragma once
+#include "check.h"
+
+namespace guild {
+
+// Row and column counts are int32 in the kernels and the index arrays.
+inline constexpr int64_t kMostRows = (int64_t(1) << 31) - 1;
+inline constexpr int64_t kMostColumns = (int64_t(1) << 30) - 1;
+
+inline void check_size(int64_t size, int64_t least, int64_t most, char const* name) {
+  require(size >= least && size <= most, name, ": expected ", least, " to ", most, ", got ", size);
+}
+
+inline void check_sizes(Sizes const& s) {
+  check_size(s.tokens, 0, kMostRows, "tokens");
+  check_size(s.hidden, 1, kMostColumns, "hidden");
+  check_size(s.intermediate, 1, kMostColumns, "intermediate");
+  check_size(s.experts, 1, kMostExperts, "experts");
+  check_size(s.top_k, 1, kMostExperts, "top_k");
+  check_size(s.rows(), 0, kMostRows, "tokens * top_k");
+}
+
+inline char const* name_of(DType dtype) {
+  switch (dtype) {
+    case DType::float32:
+      return "float32";
+    case DType::bfloat16:
+      return "bfloat16";
+    case DType::float16:
+      return "float16";
+    case DType::float64:
+      return "float64";
+  }
+  return "no element type";
+}
+
+inline void check_dtype(DType dtype, char const* name) {
+  require(int(dtype) >= 0 && int(dtype) <= int(DType::float64), name,
+          ": expected 0 (float32), 1 (bfloat16), 2 (float16) or 3 (float64), got ", int(dtype));
+}
+
+inline void check_gradient_dtype(DType dtype, DType input, char const* name) {
+  require(dtype == input || dtype == DType::float32, name, ": expected ", name_of(input),
+          " or float32, got ", name_of(dtype));
+}
+
+inline void check_score_dtype(DType dtype, char const* name) {
+  require(dtype == DType::float32 || dtype == DType::float64, name,
+          ": expected float32 or float64, got ", name_of(dtype));
+}
+
+inline void check_pointer(void const* data, bool needed, char const* name) {
+  require(data != nullptr || !needed, name, ": expected a pointer, got null");
+}
+
+inline void check_optional_rows(ConstRows const& rows, int64_t width, char const* name) {
+  require(rows.stride == 0 || rows.stride >= width, name,
+          ": expected a row stride of at least its width ", width, ", or 0 for packed rows, got ",
+          rows.stride);
+}
+
+inline void check_rows(ConstRows const& rows, int64_t count, int64_t width, char const* name) {
+  require(rows.data != nullptr || count == 0, name, ": expected ", count, " rows of ", width,
+          ", got null");
+  check_optional_rows(rows, width, name);
+}
+
+// An output's elements must not overlap; an input may repeat itself (stride 0).
+inline void check_weight(ConstWeight const& w, int64_t experts, int64_t out, int64_t in,
+                         char const* name, bool output) {
+  require(w.data != nullptr, name, ": expected ", experts, " matrices of ", out, " x ", in,
+          ", got null");
+  require(w.expert_stride >= 0 && w.out_stride >= 0 && w.in_stride >= 0, name,
+          ": expected strides of at least 0, got (", w.expert_stride, ", ", w.out_stride, ", ",
+          w.in_stride, ")");
+  if (!output) return;
+  bool const rows_apart = in == 1 || (w.in_stride >= 1 && (out == 1 || w.out_stride >= in));
+  bool const cols_apart = out == 1 || (w.out_stride >= 1 && (in == 1 || w.in_stride >= out));
+  bool const matrices_apart = experts == 1 || w.expert_stride >= 1;
+  require((rows_apart || cols_apart) && matrices_apart, name,
+          ": expected strides of matrices that do not overlap, ", experts, " of ", out, " x ", in,
+          ", got (", w.expert_stride, ", ", w.out_stride, ", ", w.in_stride, ")");
+}
+
+}  // namespace guild

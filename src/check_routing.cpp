@@ -1,0 +1,86 @@
+// What is asked of the arguments of routing and of the bare grouped product. See check.h.
+#include <cmath>
+
+#include "check_parts.h"
+
+namespace guild {
+
+namespace {
+
+void check_router(Router const& router) {
+  require(router.score == Score::softmax || router.score == Score::sigmoid,
+          "router.score: expected 0 (softmax) or 1 (sigmoid), got ", int(router.score));
+  require(std::isfinite(router.scale), "router.scale: expected a finite number, got ",
+          router.scale);
+}
+
+void check_slots(int64_t tokens, int64_t experts, int64_t top_k, bool distinct) {
+  check_size(tokens, 0, kMostRows, "tokens");
+  check_size(experts, 1, kMostExperts, "experts");
+  check_size(top_k, 1, distinct ? experts : kMostExperts, "top_k");
+  check_size(tokens * top_k, 0, kMostRows, "tokens * top_k");
+}
+
+void check_operand(GroupedGemm::Operand const& o, int64_t elements, bool output, char const* name) {
+  require(o.data != nullptr || elements == 0, name, ": expected ", elements, " elements, got null");
+  require(o.group_stride >= 0 && o.row_stride >= 0 && o.col_stride >= 0, name,
+          ": expected strides of at least 0, got (", o.group_stride, ", ", o.row_stride, ", ",
+          o.col_stride, ")");
+  require(!output || elements <= 1 || o.row_stride > 0 || o.col_stride > 0, name,
+          ": expected strides of an output that does not overlap, got (", o.group_stride, ", ",
+          o.row_stride, ", ", o.col_stride, ")");
+}
+
+}  // namespace
+
+void check(Route const& x) {
+  check_slots(x.tokens, x.experts, x.top_k, true);
+  check_score_dtype(x.dtype, "dtype");
+  check_router(x.router);
+  check_rows(x.logits, x.tokens, x.experts, "logits");
+  check_pointer(x.ids, x.tokens > 0, "ids");
+  check_pointer(x.scores, x.tokens > 0, "scores");
+}
+
+void check(RouterGradient const& x) {
+  check_slots(x.tokens, x.experts, x.top_k, false);
+  check_score_dtype(x.dtype, "dtype");
+  check_router(x.router);
+  check_rows(x.logits, x.tokens, x.experts, "logits");
+  check_pointer(x.ids, x.tokens > 0, "ids");
+  check_pointer(x.dscores, x.tokens > 0, "dscores");
+  check_rows(x.dlogits, x.tokens, x.experts, "dlogits");
+}
+
+void check(Sort const& x) {
+  check_slots(x.tokens, x.experts, x.top_k, false);
+  check_score_dtype(x.score_dtype, "score_dtype");
+  bool const any = x.tokens > 0;
+  check_pointer(x.ids, any, "ids");
+  check_pointer(x.offsets, true, "offsets");
+  check_pointer(x.row_token, any, "row_token");
+  check_pointer(x.slot_row, any, "slot_row");
+  check_pointer(x.row_score, any && x.scores != nullptr, "row_score");
+  check_pointer(x.workspace, sort_workspace_bytes(x.tokens, x.experts, x.top_k) > 0, "workspace");
+}
+
+void check(GroupedGemm const& x) {
+  using Ragged = GroupedGemm::Ragged;
+  require(int(x.ragged) >= 0 && int(x.ragged) <= int(Ragged::none),
+          "ragged: expected 0 (rows), 1 (inner), 2 (columns) or 3 (none), got ", int(x.ragged));
+  check_size(x.m, 0, kMostRows, "m");
+  check_size(x.n, 0, kMostRows, "n");
+  check_size(x.k, 0, kMostRows, "k");
+  check_size(x.groups, 1, kMostExperts, "groups");
+  check_dtype(x.dtype, "dtype");
+  check_gradient_dtype(x.out_dtype, x.dtype, "out_dtype");
+  bool const ragged = x.ragged != Ragged::none;
+  check_pointer(x.offsets, ragged, "offsets");
+  require(ragged || x.offsets == nullptr, "offsets: expected null where no dimension is ragged");
+  check_operand(x.a, x.m * x.k, false, "a");
+  check_operand(x.b, x.k * x.n, false, "b");
+  check_operand(x.d, x.m * x.n, true, "d");
+  check_optional_rows(x.bias, x.ragged == Ragged::columns ? x.m : x.n, "bias");
+}
+
+}  // namespace guild

@@ -1,0 +1,42 @@
+// db[e] = sum over rows r of e of row_score[r] * M[row_token[r]]
+#include "check.h"
+#include "cpu/views.h"
+#include "guild/cpu.h"
+#include "processor.h"
+
+namespace guild::cpu {
+
+namespace {
+
+template <class T, class D>
+void sum_columns(BiasGradient const& x, Block const& expert, Span cols) {
+  using F = Compute<T>;
+  if (expert.rows.count == 0 && x.accumulate) return;
+  Scratch scratch;
+  auto const m = rows_of<T>(x.m, x.width);
+  auto const* const scores = static_cast<F const*>(x.routing.row_score);
+  F *const sum = scratch.take<F>(cols.count), *const row = scratch.take<F>(cols.count);
+  std::fill_n(sum, cols.count, F(0));
+  for (int64_t r = expert.rows.first; r < expert.rows.first + expert.rows.count; ++r) {
+    int64_t const from = x.routing.row_token == nullptr ? r : x.routing.row_token[r];
+    load(m.row(from) + cols.first, 1, row, cols.count);
+    F const score = scores == nullptr ? F(1) : scores[r];
+    for (int64_t j = 0; j < cols.count; ++j) sum[j] += score * row[j];
+  }
+  D* const out = rows_of<D>(x.db, x.width).row(expert.expert) + cols.first;
+  store(sum, out, 1, cols.count, x.accumulate);
+}
+
+}  // namespace
+
+void bias_gradient(BiasGradient const& x) {
+  require_processor();
+  check(x);
+  auto const experts = expert_rows(x.routing.offsets + 1, x.experts, x.rows);
+  with_elements(x.dtype, x.db_dtype, [&]<class T, class D>() {
+    parallel_pairs(experts, spans(x.width, kBlockColumns),
+                   [&](Block const& expert, Span cols) { sum_columns<T, D>(x, expert, cols); });
+  });
+}
+
+}  // namespace guild::cpu

@@ -1,0 +1,74 @@
+// How the CPU backend cuts a step into blocks of work and spreads them over threads.
+//
+// A block is computed by one thread and its size depends on the arguments alone, so results are the
+// same bits for any number of threads.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "guild/types.h"
+#include "shared/tiles.h"
+
+namespace guild::cpu {
+
+// Rows that one block takes from an expert, columns of its output, and how much of a long sum is
+// loaded at a time: large enough for the matrix product, small enough for the second-level cache.
+inline constexpr int64_t kBlockRows = 128, kBlockColumns = 256, kBlockInner = 512;
+
+struct Span {
+  int64_t first, count;
+};
+
+// [0, size) in pieces of `step`.
+inline std::vector<Span> spans(int64_t size, int64_t step) {
+  std::vector<Span> all;
+  for (int64_t i = 0; i < size; i += step) all.push_back({i, std::min(step, size - i)});
+  return all;
+}
+
+struct Block {
+  int64_t expert;
+  Span rows;
+};
+
+// The rows of every expert; ends as in Groups, which keeps any values inside [0, total].
+inline std::vector<Block> expert_rows(int32_t const* ends, int64_t experts, int64_t total) {
+  Groups const groups{ends, int(experts), int(total)};
+  std::vector<Block> all;
+  int begin = 0;
+  for (int64_t e = 0; e < experts; ++e) {
+    int const end = groups.end(int(e), begin);
+    all.push_back({e, {begin, end - begin}});
+    begin = end;
+  }
+  return all;
+}
+
+// The same cut into pieces of kBlockRows.
+inline std::vector<Block> row_blocks(int32_t const* ends, int64_t experts, int64_t total) {
+  std::vector<Block> all;
+  for (Block const& e : expert_rows(ends, experts, total)) {
+    for (Span const& rows : spans(e.rows.count, kBlockRows)) {
+      all.push_back({e.expert, {e.rows.first + rows.first, rows.count}});
+    }
+  }
+  return all;
+}
+
+// Calls body(i) for i in [0, count), on as many threads as OpenMP gives. body must not throw.
+template <class Body>
+void parallel(int64_t count, Body&& body) {
+#pragma omp parallel for schedule(dynamic) if (count > 1)
+  for (int64_t i = 0; i < count; ++i) body(i);
+}
+
+// Calls body(a, b) for every pair, in parallel.
+template <class A, class B, class Body>
+void parallel_pairs(std::vector<A> const& first, std::vector<B> const& second, Body&& body) {
+  int64_t const across = int64_t(second.size());
+  parallel(int64_t(first.size()) * across,
+           [&](int64_t i) { body(first[i / across], second[i % across]); });
+}
+
+}  // namespace guild::cpu

@@ -1,0 +1,50 @@
+// Y = A W2^T + b2
+#include "check.h"
+#include "cpu/views.h"
+#include "guild/cpu.h"
+#include "processor.h"
+
+namespace guild::cpu {
+
+namespace {
+
+template <class T>
+void down_block(DownProjection const& x, Block const& block, Span cols) {
+  using F = Compute<T>;
+  Scratch scratch;
+  int64_t const inner = x.sizes.intermediate, count = block.rows.count;
+  auto const in = rows_of<T>(x.a, inner);
+  auto const rows = gather(scratch, in.data, in.stride, nullptr, block.rows.first, count, inner);
+  auto const weights = matrix_of<T>(x.w_down, block.expert).from(cols.first, 0);
+  F* const y = scratch.take<F>(count * cols.count);
+  multiply(rows, operand(scratch, weights, cols.count, inner).transposed(), y, count, cols.count,
+           inner);
+
+  F* const bias = scratch.take<F>(cols.count);
+  if (x.bias.data != nullptr) {
+    T const* const b = rows_of<T>(x.bias, x.sizes.hidden).row(block.expert);
+    load(b + cols.first, 1, bias, cols.count);
+  }
+  auto const out = rows_of<T>(x.y, x.sizes.hidden);
+  for (int64_t i = 0; i < count; ++i) {
+    F* const row = y + i * cols.count;
+    if (x.bias.data != nullptr) {
+      for (int64_t j = 0; j < cols.count; ++j) row[j] += bias[j];
+    }
+    store(row, out.row(block.rows.first + i) + cols.first, 1, cols.count);
+  }
+}
+
+}  // namespace
+
+void down_projection(DownProjection const& x) {
+  require_processor();
+  check(x);
+  auto const blocks = row_blocks(x.routing.offsets + 1, x.sizes.experts, x.sizes.rows());
+  with_element(x.dtype, [&]<class T>() {
+    parallel_pairs(blocks, spans(x.sizes.hidden, kBlockColumns),
+                   [&](Block const& block, Span cols) { down_block<T>(x, block, cols); });
+  });
+}
+
+}  // namespace guild::cpu

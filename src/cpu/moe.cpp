@@ -1,0 +1,34 @@
+// The composites on the CPU: src/compose.h with this backend's steps.
+#include "check.h"
+#include "compose.h"
+#include "guild/cpu.h"
+
+namespace guild::cpu {
+
+namespace {
+
+struct Steps {
+  void up_projection(UpProjection const& x) const { cpu::up_projection(x); }
+  void down_projection(DownProjection const& x) const { cpu::down_projection(x); }
+  void combine(Combine const& x) const { cpu::combine(x); }
+  void down_gradient(DownGradient const& x) const { cpu::down_gradient(x); }
+  void score_gradient(ScoreGradient const& x) const { cpu::score_gradient(x); }
+  void up_gradient(UpGradient const& x) const { cpu::up_gradient(x); }
+  void up_weight_gradient(UpWeightGradient const& x) const { cpu::up_weight_gradient(x); }
+  void down_weight_gradient(DownWeightGradient const& x) const { cpu::down_weight_gradient(x); }
+  void bias_gradient(BiasGradient const& x) const { cpu::bias_gradient(x); }
+};
+
+}  // namespace
+
+void moe_forward(MoeForward const& x) {
+  check(x);
+  compose_forward(x, Steps{});
+}
+
+void moe_backward(MoeBackward const& x) {
+  check(x);
+  compose_backward(x, Steps{});
+}
+
+}  // namespace guild::cpu

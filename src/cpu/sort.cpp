@@ -1,0 +1,58 @@
+// Stable counting sort of slots by expert, in slot order on one thread.
+#include <algorithm>
+
+#include "check.h"
+#include "cpu/views.h"
+#include "guild/cpu.h"
+#include "processor.h"
+
+namespace guild::cpu {
+
+namespace {
+
+template <class Id>
+void sort_ids(Sort const& x) {
+  Scratch scratch;
+  int64_t const slots = x.tokens * x.top_k;
+  auto const* const ids = static_cast<Id const*>(x.ids);
+  auto const valid = [&](int64_t slot) { return ids[slot] >= 0 && ids[slot] < x.experts; };
+
+  std::fill_n(x.offsets, x.experts + 1, 0);
+  for (int64_t slot = 0; slot < slots; ++slot) {
+    if (valid(slot)) ++x.offsets[ids[slot] + 1];
+  }
+  for (int64_t e = 0; e < x.experts; ++e) x.offsets[e + 1] += x.offsets[e];
+
+  auto* const next_row = scratch.take<int32_t>(x.experts);  // of each expert
+  std::copy_n(x.offsets, x.experts, next_row);
+  for (int64_t slot = 0; slot < slots; ++slot) {
+    int32_t const row = valid(slot) ? next_row[ids[slot]]++ : -1;
+    x.slot_row[slot] = row;
+    if (row >= 0) x.row_token[row] = int32_t(slot / x.top_k);
+  }
+  int32_t const used = x.offsets[x.experts];
+  std::fill(x.row_token + used, x.row_token + slots, 0);
+}
+
+template <class F>
+void sort_scores(Sort const& x) {
+  int64_t const slots = x.tokens * x.top_k;
+  auto const* const scores = static_cast<F const*>(x.scores);
+  auto* const row_score = static_cast<F*>(x.row_score);
+  for (int64_t slot = 0; slot < slots; ++slot) {
+    if (x.slot_row[slot] >= 0) row_score[x.slot_row[slot]] = scores[slot];
+  }
+  std::fill(row_score + x.offsets[x.experts], row_score + slots, F(0));
+}
+
+}  // namespace
+
+void sort_by_expert(Sort const& x) {
+  require_processor();
+  check(x);
+  x.ids_are_int64 ? sort_ids<int64_t>(x) : sort_ids<int32_t>(x);
+  if (x.scores == nullptr) return;
+  x.score_dtype == DType::float64 ? sort_scores<double>(x) : sort_scores<float>(x);
+}
+
+}  // namespace guild::cpu

@@ -1,0 +1,61 @@
+// The public structs' untyped memory as typed rows and matrices.
+#pragma once
+#include "cpu/blocks.h"
+#include "cpu/product.h"
+#include "guild/steps.h"
+
+namespace guild::cpu {
+
+template <class T>
+struct TypedRows {
+  T* data;
+  int64_t stride;
+
+  T* row(int64_t r) const { return data + r * stride; }
+};
+
+template <class T>
+TypedRows<T const> rows_of(ConstRows const& rows, int64_t width) {
+  return {static_cast<T const*>(rows.data), rows.stride == 0 ? width : rows.stride};
+}
+template <class T>
+TypedRows<T> rows_of(Rows const& rows, int64_t width) {
+  return {static_cast<T*>(rows.data), rows.stride == 0 ? width : rows.stride};
+}
+
+// One expert's weight as (out, in).
+template <class T>
+View<T> matrix_of(ConstWeight const& w, int64_t expert) {
+  return {static_cast<T const*>(w.data) + expert * w.expert_stride, w.out_stride, w.in_stride};
+}
+
+// Where one half of the pre-activations lies in a row: column i at [first + i * stride].
+struct Half {
+  int64_t first, stride;
+};
+constexpr Half gate_half(GateUp order, bool gated) {
+  return {0, gated && order == GateUp::interleaved ? 2 : 1};
+}
+constexpr Half up_half(GateUp order, int64_t intermediate) {
+  return order == GateUp::interleaved ? Half{1, 2} : Half{intermediate, 1};
+}
+
+// C (rows x cols), packed, to out(i, j) = out[i * row_stride + j * col_stride], in memory's order.
+template <class T, class F>
+void store_block(F* c, Span rows, Span cols, T* out, int64_t row_stride, int64_t col_stride,
+                 bool add, Scratch& scratch) {
+  out += rows.first * row_stride + cols.first * col_stride;
+  if (row_stride >= col_stride) {
+    for (int64_t i = 0; i < rows.count; ++i) {
+      store(c + i * cols.count, out + i * row_stride, col_stride, cols.count, add);
+    }
+    return;
+  }
+  F* const column = scratch.take<F>(rows.count);
+  for (int64_t j = 0; j < cols.count; ++j) {
+    load(c + j, cols.count, column, rows.count);
+    store(column, out + j * col_stride, row_stride, rows.count, add);
+  }
+}
+
+}  // namespace guild::cpu
