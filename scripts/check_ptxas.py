@@ -109,9 +109,18 @@ def show(folder: Path) -> int:
     return 1 if faults or unseen or not kernels else 0
 
 
-def shorten(name: str, width: int = 130) -> str:
-    """A kernel's name cut to a line, its parameter list and namespaces dropped."""
-    name = re.sub(r"\b(?:guild|cuda|cute|void)(?:::| )", "", name)
+def shorten(name: str, width: int = 140) -> str:
+    """A kernel's name cut to a line: no namespaces, no parameters, types and tiles in short."""
+    for pattern, short in (
+        (r"\(anonymous namespace\)::|\b(?:guild|cuda|cute|void)(?:::| )", ""),
+        (r"__nv_bfloat16", "bf16"),
+        (r"__half", "fp16"),
+        (r"GemmConfig\{(\d+), (\d+), (\d+), \d+\}", r"\1x\2x\3"),
+        (r"\((?:\w+::)*(\w+)\)(\d+)", r"\1 \2"),
+        (r"\b(\w+)<(?:bf16|fp16), \d+x\d+x\d+, (?=\w+ \d|\w+>)", r"\1<"),
+        (r"(?<=[\w>])\(.*$", ""),
+    ):
+        name = re.sub(pattern, short, name)
     return name if len(name) <= width else name[: width - 3] + "..."
 
 
