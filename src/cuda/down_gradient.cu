@@ -23,7 +23,8 @@ void launch_down_gradient(DownGradient const& x, Queue const& queue) {
                  .tile_m = c.tile_m,
                  .tile_n = c.tile_n,
                  .columns = int(s.intermediate),
-                 .inner = int(s.hidden)};
+                 .inner = int(s.hidden),
+                 .band = kBand};
   fill_rows<T, c>(params.load, x.dout, x.routing, s, "dout");
   ConstWeight const& w = x.w_down;
   CUtensorMap const map =

@@ -21,7 +21,8 @@ void launch_up_projection(UpProjection const& x, GateUpView<ConstWeight> const& 
                  .tile_m = c.tile_m,
                  .tile_n = int(tile_n),
                  .columns = int(columns),
-                 .inner = int(s.hidden)};
+                 .inner = int(s.hidden),
+                 .band = kBand};
   fill_rows<T, c>(params.load, x.x, x.routing, s, "x");
   auto const map = [&](ConstWeight const& w) {
     int64_t const stride = major == Major::K ? w.out_stride : w.in_stride;

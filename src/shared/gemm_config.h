@@ -19,4 +19,7 @@ struct GemmConfig {
 inline constexpr GemmConfig kWide{.tile_m = 128, .tile_n = 256, .stages = 4};
 inline constexpr GemmConfig kSquare{.tile_m = 128, .tile_n = 128, .stages = 4};
 
+// Columns of tiles that are walked together: 132 blocks then cover about 16 x 8 tiles.
+inline constexpr int kBand = 8;
+
 }  // namespace guild

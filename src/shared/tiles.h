@@ -28,10 +28,23 @@ struct Groups {
   }
 };
 
-// Groups split the rows of D. Tiles of one expert are consecutive, columns fastest.
+// The order of the tiles of one matrix of down x across tiles: bands of `band` columns, rows by
+// rows within a band. Blocks that run at the same time then share few rows of A and few columns of
+// B, which stay in L2.
+struct TilePlace {
+  int row, col;
+};
+GUILD_HD TilePlace place_in_bands(int index, int down, int across, int band) {
+  int const first = index / (down * band) * band;
+  int const width = across - first < band ? across - first : band;
+  int const local = index - first * down;
+  return {local / width, first + local % width};
+}
+
+// Groups split the rows of D. Tiles of one expert are consecutive.
 struct RowTiles {
   Groups groups;
-  int tile_m, tile_n, columns, inner;
+  int tile_m, tile_n, columns, inner, band;
   int next_tile, stride;  // this block owns tiles next_tile, next_tile + stride, ...
   int expert = 0, begin = 0, tiles_before = 0;
 
@@ -40,13 +53,12 @@ struct RowTiles {
     for (; expert < groups.groups; ++expert) {
       int const end = groups.end(expert, begin);
       int const rows = end - begin;
-      int const tiles = (rows + tile_m - 1) / tile_m * across;
+      int const down = (rows + tile_m - 1) / tile_m, tiles = down * across;
       int const local = next_tile - tiles_before;
       if (local < tiles) {
-        int const row = local / across * tile_m;
-        int const left = rows - row;
-        tile = {expert, begin + row, local % across * tile_n, left < tile_m ? left : tile_m, inner,
-                0};
+        TilePlace const at = place_in_bands(local, down, across, band);
+        int const row = at.row * tile_m, left = rows - row;
+        tile = {expert, begin + row, at.col * tile_n, left < tile_m ? left : tile_m, inner, 0};
         next_tile += stride;
         return true;
       }
@@ -60,13 +72,13 @@ struct RowTiles {
 // Groups split the inner dimension; every expert has the same (rows x columns) output.
 struct InnerTiles {
   Groups groups;
-  int tile_m, tile_n, rows, columns;
+  int tile_m, tile_n, rows, columns, band;
   int next_tile, stride;
   int expert = 0, begin = 0;
 
   GUILD_HD bool next(Tile& tile) {
     int const across = (columns + tile_n - 1) / tile_n;
-    int const per_expert = (rows + tile_m - 1) / tile_m * across;
+    int const down = (rows + tile_m - 1) / tile_m, per_expert = down * across;
     int const owner = next_tile / per_expert;
     if (owner >= groups.groups) return false;
     for (; expert < owner; ++expert) begin = groups.end(expert, begin);

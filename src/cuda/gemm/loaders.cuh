@@ -130,39 +130,49 @@ struct TokenColumns {
     int64_t b_stride;
     CUtensorMap b_map;  // (n, 1, rows), boxes of 64 x 1 x 64
   };
-  static constexpr int kChunks = C.tile_m / 8;    // 16-byte chunks a row of A
-  static constexpr int kRowStep = 128 / kChunks;  // rows copied side by side
-  static constexpr int kPasses = C.tile_k / kRowStep;
+  static_assert(C.tile_m == 128 && C.tile_k == 64, "half a warp copies a row of A, a warp 16 rows");
+  static constexpr int kPairs = 3;  // pairs of steps whose tokens are read ahead
 
   Params const& p;
   int const thread;
-  int token[kPasses];  // of the next step, read ahead so that the index does not delay its rows
+  // Tokens of coming steps, so that no index delays its row: lane l holds that of row l % 16 of the
+  // warp's 16, for the even (l < 16) or odd step of a pair.
+  int ahead[kPairs];
 
   __device__ TokenColumns(Params const& p, int thread) : p(p), thread(thread) {}
-  __device__ void begin(Tile const& tile) { read_tokens(tile, 0); }
 
-  __device__ void read_tokens(Tile const& tile, int step) {
+  __device__ void begin(Tile const& tile) {
 #pragma unroll
-    for (int i = 0; i < kPasses; ++i) {
-      int const r = step * C.tile_k + thread / kChunks + kRowStep * i;
-      int const at = tile.inner_row + r;
-      token[i] = r < tile.inner ? (p.row == nullptr ? at : p.row[at]) : -1;
-    }
+    for (int pair = 0; pair < kPairs; ++pair) ahead[pair] = read_token(tile, 2 * pair);
+  }
+
+  // The lane's token of steps `even` and even + 1; -1 past the group's last row.
+  __device__ int read_token(Tile const& tile, int even) const {
+    int const lane = thread % 32;
+    int const r = (even + lane / 16) * C.tile_k + thread / 32 * 16 + lane % 16;
+    int const at = tile.inner_row + r;
+    if (r >= tile.inner) return -1;
+    return p.row == nullptr ? at : p.row[at];
   }
 
   __device__ void load(Tile const& tile, int step, char* a, char* b, Barrier& full) {
-    int const chunk = thread % kChunks, m = tile.row + chunk * 8;
+    int const lane = thread % 32, chunk = lane % 16, m = tile.row + chunk * 8;
     uint32_t const column = shared_address(a) + chunk / 8 * kBlockBytes;
 #pragma unroll
-    for (int i = 0; i < kPasses; ++i) {
-      bool const valid = m < p.m && unsigned(token[i]) < unsigned(p.tokens);
-      T const* from = valid ? p.a + token[i] * p.a_stride + m : p.a;
-      copy_async(chunk_address(column, thread / kChunks + kRowStep * i, chunk % 8), from, valid);
+    for (int i = 0; i < 8; ++i) {
+      int const r = 2 * i + lane / 16;
+      int const token = __shfl_sync(~0u, ahead[0], step % 2 * 16 + r);
+      bool const valid = m < p.m && unsigned(token) < unsigned(p.tokens);
+      T const* from = valid ? p.a + token * p.a_stride + m : p.a;
+      copy_async(chunk_address(column, thread / 32 * 16 + r, chunk % 8), from, valid);
     }
     int const left = tile.inner - step * C.tile_k;
     load_b(tile, tile.inner_row + step * C.tile_k, left, b, full);
     full.arrive_when_copied();
-    read_tokens(tile, step + 1);
+    if (step % 2 == 0) return;
+#pragma unroll
+    for (int pair = 0; pair + 1 < kPairs; ++pair) ahead[pair] = ahead[pair + 1];
+    ahead[kPairs - 1] = read_token(tile, step + 2 * kPairs - 1);
   }
 
  private:

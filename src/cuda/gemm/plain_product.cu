@@ -76,7 +76,7 @@ __device__ void store_tile(PlainProduct const& p, Sums const& sums, int64_t star
 }
 
 template <class T, class Work>
-__global__ void __launch_bounds__(kThreads) plain_kernel(PlainProduct p, Work work) {
+__global__ void __launch_bounds__(kThreads, 2) plain_kernel(PlainProduct p, Work work) {
   __shared__ Slabs<T> slabs;
   work.next_tile = blockIdx.x;
   work.stride = gridDim.x;
@@ -105,12 +105,20 @@ template <class T>
 void launch_plain(PlainProduct const& p, Queue const& queue) {
   int const blocks = 4 * multiprocessors(queue);
   if (p.sum_groups) {
-    InnerTiles const work{
-        .groups = p.groups, .tile_m = kTile, .tile_n = kTile, .rows = p.rows, .columns = p.n};
+    InnerTiles const work{.groups = p.groups,
+                          .tile_m = kTile,
+                          .tile_n = kTile,
+                          .rows = p.rows,
+                          .columns = p.n,
+                          .band = kBand};
     plain_kernel<T><<<blocks, kThreads, 0, queue.stream>>>(p, work);
   } else {
-    RowTiles const work{
-        .groups = p.groups, .tile_m = kTile, .tile_n = kTile, .columns = p.n, .inner = p.k};
+    RowTiles const work{.groups = p.groups,
+                        .tile_m = kTile,
+                        .tile_n = kTile,
+                        .columns = p.n,
+                        .inner = p.k,
+                        .band = kBand};
     plain_kernel<T><<<blocks, kThreads, 0, queue.stream>>>(p, work);
   }
   cuda_check(cudaGetLastError(), "launch of a plain product");

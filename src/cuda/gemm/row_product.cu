@@ -14,7 +14,8 @@ void launch_row_product(RowProduct const& x, Queue const& queue) {
                  .tile_m = c.tile_m,
                  .tile_n = c.tile_n,
                  .columns = int(x.n),
-                 .inner = x.halves * half_steps * c.tile_k};
+                 .inner = x.halves * half_steps * c.tile_k,
+                 .band = kBand};
   params.load.a = row_map<T>(x.a, x.rows, x.k, x.halves, c.tile_m, "a");
   auto const map = [&](ConstWeight const& w) {
     int64_t const stride = major == Major::K ? w.out_stride : w.in_stride;
@@ -40,7 +41,8 @@ void launch_expert_product(ExpertProduct const& x, Queue const& queue) {
                  .tile_m = c.tile_m,
                  .tile_n = c.tile_n,
                  .rows = int(x.m),
-                 .columns = int(x.n)};
+                 .columns = int(x.n),
+                 .band = kBand};
   auto& load = params.load;
   load.a = static_cast<T const*>(x.a.data);
   load.a_stride = row_stride(x.a, x.m);
