@@ -1,0 +1,140 @@
+// torch.ops.guild: the schema of every op and its one kernel for CPU and CUDA tensors.
+//
+// LibTorch stable ABI with TORCH_TARGET_VERSION 2.10, no Python C API: one library serves every
+// torch from 2.10 on and every Python. Fake kernels and gradients are in python/guild.
+#include <torch/csrc/stable/library.h>
+
+#include <string>
+
+#include "torch/ops.h"
+
+namespace guild::binding {
+namespace {
+
+// The activation's scalars, in the order of activation_of().
+#define GUILD_ACTIVATION \
+  "int kind, bool gated, float alpha, float limit, float up_offset, bool clamp_after"
+
+bool cuda_built() { return cuda::built(); }
+
+// Empty where the current CUDA device can be used, otherwise why not.
+std::string cuda_reason() {
+  char const* why = "";
+  return cuda::usable(&why) ? "" : why;
+}
+
+}  // namespace
+}  // namespace guild::binding
+
+STABLE_TORCH_LIBRARY(guild, m) {
+  m.def("cuda_built() -> bool");
+  m.def("cuda_reason() -> str");
+  m.def(
+      "route(Tensor logits, Tensor? selection_bias, int top_k, int score, bool renormalize, "
+      "float scale) -> (Tensor ids, Tensor scores)");
+  m.def(
+      "route_backward(Tensor dscores, Tensor logits, Tensor ids, int score, bool renormalize, "
+      "float scale) -> Tensor");
+  m.def(
+      "sort_by_expert(Tensor ids, Tensor scores, int experts) -> (Tensor offsets, Tensor "
+      "row_token, Tensor slot_row, Tensor row_score)");
+
+  m.def(
+      "moe_forward(Tensor x, Tensor ids, Tensor scores, Tensor w_up, Tensor? w_gate, Tensor "
+      "w_down, Tensor? b_up, Tensor? b_down, " GUILD_ACTIVATION
+      ", bool interleaved, bool transposed, bool keep) -> (Tensor o, Tensor h, Tensor offsets, "
+      "Tensor row_token, Tensor slot_row, Tensor row_score)");
+  m.def(
+      "moe_backward(Tensor dout, Tensor x, Tensor h, Tensor offsets, Tensor row_token, Tensor "
+      "slot_row, Tensor row_score, Tensor w_up, Tensor? w_gate, Tensor w_down, Tensor? "
+      "b_down, " GUILD_ACTIVATION
+      ", bool interleaved, bool transposed, int wanted) -> (Tensor dx, Tensor dscores, Tensor "
+      "dw_up, Tensor dw_gate, Tensor dw_down, Tensor db_up, Tensor db_down)");
+  m.def(
+      "experts_forward(Tensor x, Tensor offsets, Tensor w_up, Tensor? w_gate, Tensor w_down, "
+      "Tensor? b_up, Tensor? b_down, " GUILD_ACTIVATION
+      ", bool interleaved, bool transposed, bool keep) -> (Tensor o, Tensor h)");
+  m.def(
+      "experts_backward(Tensor dout, Tensor x, Tensor h, Tensor offsets, Tensor w_up, Tensor? "
+      "w_gate, Tensor w_down, " GUILD_ACTIVATION
+      ", bool interleaved, bool transposed, int wanted) -> (Tensor dx, Tensor dw_up, Tensor "
+      "dw_gate, Tensor dw_down, Tensor db_up, Tensor db_down)");
+
+  m.def(
+      "up_projection(Tensor x, Tensor offsets, Tensor? row_token, Tensor w_up, Tensor? w_gate, "
+      "Tensor? b_up, " GUILD_ACTIVATION
+      ", bool interleaved, bool transposed, bool keep) -> (Tensor a, Tensor h)");
+  m.def(
+      "down_projection(Tensor a, Tensor offsets, Tensor w_down, Tensor? b_down, bool transposed) "
+      "-> Tensor");
+  m.def("combine(Tensor y, Tensor slot_row, Tensor? slot_score) -> Tensor");
+  m.def(
+      "down_gradient(Tensor dout, Tensor h, Tensor offsets, Tensor? row_token, Tensor? row_score, "
+      "Tensor w_down, " GUILD_ACTIVATION
+      ", bool interleaved, bool transposed) -> (Tensor dh, Tensor a_scaled, Tensor score_parts)");
+  m.def(
+      "score_gradient(Tensor score_parts, Tensor slot_row, Tensor offsets, Tensor dout, Tensor? "
+      "b_down, int intermediate) -> Tensor");
+  m.def(
+      "up_gradient(Tensor dh, Tensor offsets, Tensor w_up, Tensor? w_gate, bool gated, bool "
+      "interleaved, bool transposed) -> Tensor");
+
+  m.def(
+      "up_weight_gradient_out(Tensor x, Tensor dh, Tensor offsets, Tensor? row_token, Tensor(a!) "
+      "dw_up, Tensor(b!)? dw_gate, bool gated, bool interleaved, bool transposed, bool "
+      "accumulate) -> ()");
+  m.def(
+      "down_weight_gradient_out(Tensor dout, Tensor a, Tensor offsets, Tensor? row_token, "
+      "Tensor(a!) dw_down, bool transposed, bool accumulate) -> ()");
+  m.def(
+      "bias_gradient_out(Tensor m, Tensor offsets, Tensor? row_token, Tensor? row_score, "
+      "Tensor(a!) db, bool accumulate) -> ()");
+
+  m.def(
+      "grouped_mm(Tensor mat_a, Tensor mat_b, Tensor? offs, Tensor? bias, bool float_out) -> "
+      "Tensor");
+  m.def(
+      "grouped_mm_out(Tensor mat_a, Tensor mat_b, Tensor? offs, Tensor? bias, Tensor(a!) out, "
+      "bool accumulate) -> ()");
+  m.def("pair_up(Tensor x, Tensor w_up, Tensor offsets, Tensor? bias, " GUILD_ACTIVATION
+        ", bool interleaved) -> (Tensor a, Tensor h)");
+  m.def("pair_down(Tensor a, Tensor? aux, Tensor w_down, Tensor offsets, Tensor? bias, "  //
+        GUILD_ACTIVATION ", bool interleaved) -> Tensor");
+}
+
+namespace guild::binding {
+namespace {
+
+// One kernel for both keys: the backend follows from the first tensor's device.
+void implement(torch::stable::detail::StableLibrary& m) {
+  m.impl("route", TORCH_BOX(&route));
+  m.impl("route_backward", TORCH_BOX(&route_backward));
+  m.impl("sort_by_expert", TORCH_BOX(&sort_by_expert));
+  m.impl("moe_forward", TORCH_BOX(&moe_forward));
+  m.impl("moe_backward", TORCH_BOX(&moe_backward));
+  m.impl("experts_forward", TORCH_BOX(&experts_forward));
+  m.impl("experts_backward", TORCH_BOX(&experts_backward));
+  m.impl("up_projection", TORCH_BOX(&up_projection));
+  m.impl("down_projection", TORCH_BOX(&down_projection));
+  m.impl("combine", TORCH_BOX(&combine));
+  m.impl("down_gradient", TORCH_BOX(&down_gradient));
+  m.impl("score_gradient", TORCH_BOX(&score_gradient));
+  m.impl("up_gradient", TORCH_BOX(&up_gradient));
+  m.impl("up_weight_gradient_out", TORCH_BOX(&up_weight_gradient_out));
+  m.impl("down_weight_gradient_out", TORCH_BOX(&down_weight_gradient_out));
+  m.impl("bias_gradient_out", TORCH_BOX(&bias_gradient_out));
+  m.impl("grouped_mm", TORCH_BOX(&grouped_mm));
+  m.impl("grouped_mm_out", TORCH_BOX(&grouped_mm_out));
+  m.impl("pair_up", TORCH_BOX(&pair_up));
+  m.impl("pair_down", TORCH_BOX(&pair_down));
+}
+
+}  // namespace
+}  // namespace guild::binding
+
+STABLE_TORCH_LIBRARY_IMPL(guild, CPU, m) { guild::binding::implement(m); }
+STABLE_TORCH_LIBRARY_IMPL(guild, CUDA, m) { guild::binding::implement(m); }
+STABLE_TORCH_LIBRARY_IMPL(guild, CompositeExplicitAutograd, m) {
+  m.impl("cuda_built", TORCH_BOX(&guild::binding::cuda_built));
+  m.impl("cuda_reason", TORCH_BOX(&guild::binding::cuda_reason));
+}

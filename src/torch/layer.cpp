@@ -1,0 +1,202 @@
+// Whole layers, forward and backward: from tokens with ids and scores, or from rows already sorted.
+#include "torch/ops.h"
+
+namespace guild::binding {
+
+namespace {
+
+// Bits of `wanted`.
+enum Wanted : int64_t { kX = 1, kScores = 2, kUp = 4, kDown = 8, kUpBias = 16, kDownBias = 32 };
+
+struct Flags {
+  bool interleaved, transposed;
+};
+
+Layer layer_of(Tensor const& x, int64_t top_k, Tensor const& w_down, Activation activation,
+               Flags flags) {
+  require_dims(x, "x", 2);
+  require_dims(w_down, "w_down", 3);
+  Sizes const sizes{.tokens = x.size(0),
+                    .hidden = x.size(1),
+                    .intermediate = w_down.size(flags.transposed ? 1 : 2),
+                    .experts = w_down.size(0),
+                    .top_k = top_k};
+  return {sizes, dtype_of(x, "x"), activation,
+          flags.interleaved ? GateUp::interleaved : GateUp::concatenated, flags.transposed};
+}
+
+struct Weights {
+  Tensor const& up;
+  MaybeTensor const& gate;
+  Tensor const& down;
+};
+
+// The arguments that all forward calls share; o and h are made by the caller.
+MoeForward forward_args(Place const& place, Layer const& layer, Routing const& routing,
+                        Tensor const& x, Weights const& w, MaybeTensor const& b_up,
+                        MaybeTensor const& b_down, Tensor const& workspace) {
+  Sizes const& s = layer.sizes;
+  MoeForward f;
+  f.sizes = s;
+  f.dtype = layer.dtype;
+  f.activation = layer.activation;
+  f.order = layer.order;
+  f.routing = routing;
+  f.x = place.rows(x, "x", layer.dtype, {s.tokens, s.hidden});
+  UpWeight const up = up_weight_of(place, layer, w.up, w.gate, layer.dtype);
+  f.w_up = {up.gate, up.up};
+  f.w_down = down_weight_of(place, layer, w.down, layer.dtype);
+  f.b_up = place.rows(b_up, "b_up", layer.dtype, {s.experts, layer.width()});
+  f.b_down = place.rows(b_down, "b_down", layer.dtype, {s.experts, s.hidden});
+  f.workspace = workspace.data_ptr();
+  return f;
+}
+
+struct Gradients {
+  Tensor dx, dscores, dw_up, dw_gate, dw_down, db_up, db_down;
+};
+
+// Runs backward into new tensors.
+Gradients run_backward(Place const& place, Layer const& layer, Routing const& routing,
+                       Tensor const& dout, Tensor const& x, Tensor const& h, Weights const& w,
+                       MaybeTensor const& b_down, int64_t wanted) {
+  Sizes const& s = layer.sizes;
+  DType const dtype = layer.dtype;
+  auto const fresh = [&](int64_t bit, Shape shape) {
+    return wanted & bit ? place.empty(shape, dtype) : place.empty({0}, dtype);
+  };
+  auto const like = [&](int64_t bit, Tensor const& weight) {
+    return wanted & bit ? empty_like(weight) : place.empty({0}, dtype);
+  };
+  bool const combined = routing.row_token != nullptr;
+  bool const fill = !combined && (wanted & kX);  // rows past offsets[E] are not written
+  Gradients g{fill ? place.zeros({s.tokens, s.hidden}, dtype) : fresh(kX, {s.tokens, s.hidden}),
+              wanted & kScores ? place.empty({s.tokens, s.top_k}, score_dtype(dtype))
+                               : place.empty({0}, score_dtype(dtype)),
+              like(kUp, w.up),
+              w.gate.has_value() ? like(kUp, *w.gate) : place.empty({0}, dtype),
+              like(kDown, w.down),
+              fresh(kUpBias, {s.experts, layer.width()}),
+              fresh(kDownBias, {s.experts, s.hidden})};
+  MoeBackward b;
+  b.sizes = s;
+  b.dtype = b.dw_dtype = dtype;
+  b.activation = layer.activation;
+  b.order = layer.order;
+  b.routing = routing;
+  b.dout = place.rows(dout, "dout", dtype, {s.tokens, s.hidden});
+  b.x = place.rows(x, "x", dtype, {s.tokens, s.hidden});
+  b.h = place.rows(h, "h", dtype, {s.rows(), layer.width()});
+  UpWeight const up = up_weight_of(place, layer, w.up, w.gate, dtype);
+  b.w_up = {up.gate, up.up};
+  b.w_down = down_weight_of(place, layer, w.down, dtype);
+  b.b_down = place.rows(b_down, "b_down", dtype, {s.experts, s.hidden});
+  b.dx = {g.dx.data_ptr(), 0};
+  b.dscores = g.dscores.data_ptr();
+  if (wanted & kUp) {
+    MaybeTensor const gate = w.gate.has_value() ? MaybeTensor(g.dw_gate) : std::nullopt;
+    b.dw_up = up_weight_of(place, layer, g.dw_up, gate, dtype);
+  }
+  if (wanted & kDown) b.dw_down = down_weight_of(place, layer, g.dw_down, dtype);
+  b.db_up = {g.db_up.data_ptr(), 0};
+  b.db_down = {g.db_down.data_ptr(), 0};
+  Tensor const workspace =
+      place.workspace(moe_backward_workspace_bytes(s, dtype, layer.activation.gated));
+  b.workspace = workspace.data_ptr();
+  place.run(cpu::moe_backward, cuda::moe_backward, b);
+  return g;
+}
+
+}  // namespace
+
+Tensors6 moe_forward(Tensor const& x, Tensor const& ids, Tensor const& scores, Tensor const& w_up,
+                     MaybeTensor const& w_gate, Tensor const& w_down, MaybeTensor const& b_up,
+                     MaybeTensor const& b_down, int64_t kind, bool gated, double alpha,
+                     double limit, double up_offset, bool clamp_after, bool interleaved,
+                     bool transposed, bool keep) {
+  Place const place(x, "x");
+  require_dims(ids, "ids", 2);
+  Layer const layer = layer_of(x, ids.size(1), w_down,
+                               activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
+                               {interleaved, transposed});
+  Sizes const& s = layer.sizes;
+  require(ids.size(0) == s.tokens, "ids: expected ", s.tokens, " tokens as in x, got ",
+          ids.size(0));
+  Sorted const rows = sorted(place, ids, scores, s.experts, score_dtype(layer.dtype));
+  Routing const routing{static_cast<int32_t*>(rows.offsets.data_ptr()),
+                        static_cast<int32_t*>(rows.row_token.data_ptr()),
+                        static_cast<int32_t*>(rows.slot_row.data_ptr()), rows.row_score.data_ptr(),
+                        scores.data_ptr()};
+  Tensor o = place.empty({s.tokens, s.hidden}, layer.dtype);
+  Tensor h = place.empty({keep ? s.rows() : 0, layer.width()}, layer.dtype);
+  Tensor const workspace = place.workspace(moe_forward_workspace_bytes(s, layer.dtype));
+  MoeForward f =
+      forward_args(place, layer, routing, x, {w_up, w_gate, w_down}, b_up, b_down, workspace);
+  f.h = {h.data_ptr(), 0};
+  f.o = {o.data_ptr(), 0};
+  place.run(cpu::moe_forward, cuda::moe_forward, f);
+  return {o, h, rows.offsets, rows.row_token, rows.slot_row, rows.row_score};
+}
+
+Tensors7 moe_backward(Tensor const& dout, Tensor const& x, Tensor const& h, Tensor const& offsets,
+                      Tensor const& row_token, Tensor const& slot_row, Tensor const& row_score,
+                      Tensor const& w_up, MaybeTensor const& w_gate, Tensor const& w_down,
+                      MaybeTensor const& b_down, int64_t kind, bool gated, double alpha,
+                      double limit, double up_offset, bool clamp_after, bool interleaved,
+                      bool transposed, int64_t wanted) {
+  Place const place(x, "x");
+  require_dims(slot_row, "slot_row", 2);
+  Layer const layer = layer_of(x, slot_row.size(1), w_down,
+                               activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
+                               {interleaved, transposed});
+  Sizes const& s = layer.sizes;
+  Routing routing;
+  routing.offsets = place.indices(offsets, "offsets", {s.experts + 1});
+  routing.row_token = place.indices(row_token, "row_token", {s.rows()});
+  routing.slot_row = place.indices(slot_row, "slot_row", {s.tokens, s.top_k});
+  routing.row_score = place.packed(row_score, "row_score", score_dtype(layer.dtype), {s.rows()});
+  Gradients g =
+      run_backward(place, layer, routing, dout, x, h, {w_up, w_gate, w_down}, b_down, wanted);
+  return {g.dx, g.dscores, g.dw_up, g.dw_gate, g.dw_down, g.db_up, g.db_down};
+}
+
+Tensors2 experts_forward(Tensor const& x, Tensor const& offsets, Tensor const& w_up,
+                         MaybeTensor const& w_gate, Tensor const& w_down, MaybeTensor const& b_up,
+                         MaybeTensor const& b_down, int64_t kind, bool gated, double alpha,
+                         double limit, double up_offset, bool clamp_after, bool interleaved,
+                         bool transposed, bool keep) {
+  Place const place(x, "x");
+  Layer const layer =
+      layer_of(x, 1, w_down, activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
+               {interleaved, transposed});
+  Sizes const& s = layer.sizes;
+  Routing routing;
+  routing.offsets = place.indices(offsets, "offsets", {s.experts + 1});
+  Tensor o = place.zeros({s.tokens, s.hidden}, layer.dtype);
+  Tensor h = place.empty({keep ? s.tokens : 0, layer.width()}, layer.dtype);
+  Tensor const workspace = place.workspace(moe_forward_workspace_bytes(s, layer.dtype));
+  MoeForward f =
+      forward_args(place, layer, routing, x, {w_up, w_gate, w_down}, b_up, b_down, workspace);
+  f.h = {h.data_ptr(), 0};
+  f.o = {o.data_ptr(), 0};
+  place.run(cpu::moe_forward, cuda::moe_forward, f);
+  return {o, h};
+}
+
+Tensors6 experts_backward(Tensor const& dout, Tensor const& x, Tensor const& h,
+                          Tensor const& offsets, Tensor const& w_up, MaybeTensor const& w_gate,
+                          Tensor const& w_down, int64_t kind, bool gated, double alpha,
+                          double limit, double up_offset, bool clamp_after, bool interleaved,
+                          bool transposed, int64_t wanted) {
+  Place const place(x, "x");
+  Layer const layer =
+      layer_of(x, 1, w_down, activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
+               {interleaved, transposed});
+  Routing routing;
+  routing.offsets = place.indices(offsets, "offsets", {layer.sizes.experts + 1});
+  Gradients g = run_backward(place, layer, routing, dout, x, h, {w_up, w_gate, w_down},
+                             std::nullopt, wanted & ~int64_t(kScores));
+  return {g.dx, g.dw_up, g.dw_gate, g.dw_down, g.db_up, g.db_down};
+}
+
+}  // namespace guild::binding

@@ -1,0 +1,114 @@
+// The functions behind torch.ops.guild; binding.cpp gives their schemas.
+//
+// Conventions: offsets (E + 1) are int32 row positions; w_gate is given where gate and up are two
+// tensors and w_up is up alone; `interleaved` is the order of gate and up in w_up, h, dh and b_up;
+// `transposed` weights are (E, in, out). Outputs that are not asked for are empty tensors.
+#pragma once
+#include <tuple>
+
+#include "torch/tensors.h"
+
+namespace guild::binding {
+
+using Tensors2 = std::tuple<Tensor, Tensor>;
+using Tensors3 = std::tuple<Tensor, Tensor, Tensor>;
+using Tensors4 = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+using Tensors6 = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+using Tensors7 = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+// ---- routing.cpp --------------------------------------------------------------------------------
+
+// logits (T, E) -> ids (T, K) int32, scores (T, K)
+Tensors2 route(Tensor const& logits, MaybeTensor const& selection_bias, int64_t top_k,
+               int64_t score, bool renormalize, double scale);
+Tensor route_backward(Tensor const& dscores, Tensor const& logits, Tensor const& ids, int64_t score,
+                      bool renormalize, double scale);
+// -> offsets (E + 1), row_token (R), slot_row (T, K), row_score (R)
+Tensors4 sort_by_expert(Tensor const& ids, Tensor const& scores, int64_t experts);
+
+// The same into tensors that the caller keeps; `scores` and the result's row_score share a type.
+struct Sorted {
+  Tensor offsets, row_token, slot_row, row_score;
+};
+Sorted sorted(Place const& place, Tensor const& ids, Tensor const& scores, int64_t experts,
+              DType scores_dtype);
+
+// ---- layer.cpp ----------------------------------------------------------------------------------
+
+// -> o (T, H), h (R, W) or empty, offsets, row_token, slot_row, row_score
+Tensors6 moe_forward(Tensor const& x, Tensor const& ids, Tensor const& scores, Tensor const& w_up,
+                     MaybeTensor const& w_gate, Tensor const& w_down, MaybeTensor const& b_up,
+                     MaybeTensor const& b_down, int64_t kind, bool gated, double alpha,
+                     double limit, double up_offset, bool clamp_after, bool interleaved,
+                     bool transposed, bool keep);
+// -> dx, dscores, dw_up, dw_gate, dw_down, db_up, db_down; wanted: bits of Wanted
+Tensors7 moe_backward(Tensor const& dout, Tensor const& x, Tensor const& h, Tensor const& offsets,
+                      Tensor const& row_token, Tensor const& slot_row, Tensor const& row_score,
+                      Tensor const& w_up, MaybeTensor const& w_gate, Tensor const& w_down,
+                      MaybeTensor const& b_down, int64_t kind, bool gated, double alpha,
+                      double limit, double up_offset, bool clamp_after, bool interleaved,
+                      bool transposed, int64_t wanted);
+// Rows already sorted: x (R, H) -> o (R, H), zero past offsets[E], and h.
+Tensors2 experts_forward(Tensor const& x, Tensor const& offsets, Tensor const& w_up,
+                         MaybeTensor const& w_gate, Tensor const& w_down, MaybeTensor const& b_up,
+                         MaybeTensor const& b_down, int64_t kind, bool gated, double alpha,
+                         double limit, double up_offset, bool clamp_after, bool interleaved,
+                         bool transposed, bool keep);
+// -> dx (zero past offsets[E]), dw_up, dw_gate, dw_down, db_up, db_down
+Tensors6 experts_backward(Tensor const& dout, Tensor const& x, Tensor const& h,
+                          Tensor const& offsets, Tensor const& w_up, MaybeTensor const& w_gate,
+                          Tensor const& w_down, int64_t kind, bool gated, double alpha,
+                          double limit, double up_offset, bool clamp_after, bool interleaved,
+                          bool transposed, int64_t wanted);
+
+// ---- steps.cpp: one step of the layer each ------------------------------------------------------
+
+// -> a (R, I), h (R, W) or empty
+Tensors2 up_projection(Tensor const& x, Tensor const& offsets, MaybeTensor const& row_token,
+                       Tensor const& w_up, MaybeTensor const& w_gate, MaybeTensor const& b_up,
+                       int64_t kind, bool gated, double alpha, double limit, double up_offset,
+                       bool clamp_after, bool interleaved, bool transposed, bool keep);
+Tensor down_projection(Tensor const& a, Tensor const& offsets, Tensor const& w_down,
+                       MaybeTensor const& b_down, bool transposed);
+// y (R, H), slot_row (T, K) -> (T, H)
+Tensor combine(Tensor const& y, Tensor const& slot_row, MaybeTensor const& slot_score);
+// -> dh (R, W), a_scaled (R, I), score_parts (R, parts)
+Tensors3 down_gradient(Tensor const& dout, Tensor const& h, Tensor const& offsets,
+                       MaybeTensor const& row_token, MaybeTensor const& row_score,
+                       Tensor const& w_down, int64_t kind, bool gated, double alpha, double limit,
+                       double up_offset, bool clamp_after, bool interleaved, bool transposed);
+// -> dscores (T, K)
+Tensor score_gradient(Tensor const& score_parts, Tensor const& slot_row, Tensor const& offsets,
+                      Tensor const& dout, MaybeTensor const& b_down, int64_t intermediate);
+Tensor up_gradient(Tensor const& dh, Tensor const& offsets, Tensor const& w_up,
+                   MaybeTensor const& w_gate, bool gated, bool interleaved, bool transposed);
+
+// ---- weight_gradients.cpp: written into, or added to, the caller's tensors ----------------------
+
+void up_weight_gradient_out(Tensor const& x, Tensor const& dh, Tensor const& offsets,
+                            MaybeTensor const& row_token, Tensor& dw_up, MaybeTensor& dw_gate,
+                            bool gated, bool interleaved, bool transposed, bool accumulate);
+void down_weight_gradient_out(Tensor const& dout, Tensor const& a, Tensor const& offsets,
+                              MaybeTensor const& row_token, Tensor& dw_down, bool transposed,
+                              bool accumulate);
+void bias_gradient_out(Tensor const& m, Tensor const& offsets, MaybeTensor const& row_token,
+                       MaybeTensor const& row_score, Tensor& db, bool accumulate);
+
+// ---- products.cpp -------------------------------------------------------------------------------
+
+// The four cases of torch._grouped_mm; offs (E) are END positions.
+Tensor grouped_mm(Tensor const& a, Tensor const& b, MaybeTensor const& offs,
+                  MaybeTensor const& bias, bool float_out);
+void grouped_mm_out(Tensor const& a, Tensor const& b, MaybeTensor const& offs,
+                    MaybeTensor const& bias, Tensor& out, bool accumulate);
+// The fused pair on sorted rows, weights (E, in, out): x -> a (zero past offsets[E]) and h.
+Tensors2 pair_up(Tensor const& x, Tensor const& w_up, Tensor const& offsets,
+                 MaybeTensor const& bias, int64_t kind, bool gated, double alpha, double limit,
+                 double up_offset, bool clamp_after, bool interleaved);
+// a W + bias, zero past offsets[E]. aux and the activation are for its gradient alone: with aux
+// the gradient goes to aux instead of a.
+Tensor pair_down(Tensor const& a, MaybeTensor const& aux, Tensor const& w_down,
+                 Tensor const& offsets, MaybeTensor const& bias, int64_t kind, bool gated,
+                 double alpha, double limit, double up_offset, bool clamp_after, bool interleaved);
+
+}  // namespace guild::binding

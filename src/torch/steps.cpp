@@ -1,0 +1,213 @@
+// The steps of a layer as ops of their own, for callers that put the layer together themselves.
+//
+// As in the core, rows at or past offsets[E] of an output are not written.
+#include "torch/ops.h"
+
+namespace guild::binding {
+
+namespace {
+
+// Routing's arrays for the steps: row_token and row_score where the caller gives them.
+Routing routing_of(Place const& place, Sizes const& s, Tensor const& offsets,
+                   MaybeTensor const& row_token, MaybeTensor const& row_score, DType dtype) {
+  Routing routing;
+  routing.offsets = place.indices(offsets, "offsets", {s.experts + 1});
+  if (row_token.has_value()) {
+    routing.row_token = place.indices(*row_token, "row_token", {s.rows()});
+  }
+  if (row_score.has_value()) {
+    routing.row_score = place.packed(*row_score, "row_score", score_dtype(dtype), {s.rows()});
+  }
+  return routing;
+}
+
+// Sizes of a step that reads `tokens` rows and works on `rows` of them. Only rows() is read where
+// rows are gathered, so tokens and top_k stand for it where rows is no multiple of tokens.
+Sizes sizes_of(Tensor const& w, bool transposed, int64_t rows, bool down) {
+  require_dims(w, down ? "w_down" : "w_up", 3);
+  Sizes s;
+  s.tokens = rows;
+  s.top_k = 1;
+  s.experts = w.size(0);
+  (down == transposed ? s.intermediate : s.hidden) = w.size(1);
+  (down == transposed ? s.hidden : s.intermediate) = w.size(2);
+  return s;
+}
+
+GateUp order_of(bool interleaved) {
+  return interleaved ? GateUp::interleaved : GateUp::concatenated;
+}
+
+int64_t rows_of(MaybeTensor const& row_token, Tensor const& by_row) {
+  return row_token.has_value() ? row_token->size(0) : by_row.size(0);
+}
+
+// The width I of a layer from a weight whose out dimension is W, or I where gate and up are apart.
+int64_t half_of(int64_t out, bool packed_pair, char const* name) {
+  require(!packed_pair || out % 2 == 0, name,
+          ": expected an even number of rows (gate and up), got ", out);
+  return packed_pair ? out / 2 : out;
+}
+
+}  // namespace
+
+Tensors2 up_projection(Tensor const& x, Tensor const& offsets, MaybeTensor const& row_token,
+                       Tensor const& w_up, MaybeTensor const& w_gate, MaybeTensor const& b_up,
+                       int64_t kind, bool gated, double alpha, double limit, double up_offset,
+                       bool clamp_after, bool interleaved, bool transposed, bool keep) {
+  Place const place(x, "x");
+  require_dims(x, "x", 2);
+  int64_t const rows = rows_of(row_token, x);
+  Layer layer{sizes_of(w_up, transposed, rows, false), dtype_of(x, "x"),
+              activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
+              order_of(interleaved), transposed};
+  Sizes& s = layer.sizes;
+  s.intermediate = half_of(s.intermediate, gated && !w_gate.has_value(), "w_up");
+  UpProjection args;
+  args.sizes = s;
+  args.dtype = layer.dtype;
+  args.activation = layer.activation;
+  args.order = layer.order;
+  args.routing = routing_of(place, s, offsets, row_token, std::nullopt, layer.dtype);
+  args.x = place.rows(x, "x", layer.dtype, {x.size(0), s.hidden});
+  UpWeight const up = up_weight_of(place, layer, w_up, w_gate, layer.dtype);
+  args.w_up = {up.gate, up.up};
+  args.bias = place.rows(b_up, "b_up", layer.dtype, {s.experts, layer.width()});
+  Tensor a = place.empty({rows, s.intermediate}, layer.dtype);
+  Tensor h = place.empty({keep ? rows : 0, layer.width()}, layer.dtype);
+  args.a = {a.data_ptr(), 0};
+  args.h = {h.data_ptr(), 0};
+  place.run(cpu::up_projection, cuda::up_projection, args);
+  return {a, h};
+}
+
+Tensor down_projection(Tensor const& a, Tensor const& offsets, Tensor const& w_down,
+                       MaybeTensor const& b_down, bool transposed) {
+  Place const place(a, "a");
+  require_dims(a, "a", 2);
+  Layer const layer{sizes_of(w_down, transposed, a.size(0), true),
+                    dtype_of(a, "a"),
+                    {},
+                    GateUp::concatenated,
+                    transposed};
+  Sizes const& s = layer.sizes;
+  DownProjection args;
+  args.sizes = s;
+  args.dtype = layer.dtype;
+  args.routing = routing_of(place, s, offsets, std::nullopt, std::nullopt, layer.dtype);
+  args.a = place.rows(a, "a", layer.dtype, {s.rows(), s.intermediate});
+  args.w_down = down_weight_of(place, layer, w_down, layer.dtype);
+  args.bias = place.rows(b_down, "b_down", layer.dtype, {s.experts, s.hidden});
+  Tensor y = place.empty({s.rows(), s.hidden}, layer.dtype);
+  args.y = {y.data_ptr(), 0};
+  place.run(cpu::down_projection, cuda::down_projection, args);
+  return y;
+}
+
+Tensor combine(Tensor const& y, Tensor const& slot_row, MaybeTensor const& slot_score) {
+  Place const place(y, "y");
+  require_dims(y, "y", 2);
+  require_dims(slot_row, "slot_row", 2);
+  Combine args;
+  Sizes& s = args.sizes;
+  s = {.tokens = slot_row.size(0),
+       .hidden = y.size(1),
+       .intermediate = 1,
+       .experts = 1,
+       .top_k = slot_row.size(1)};
+  args.dtype = dtype_of(y, "y");
+  args.routing.slot_row = place.indices(slot_row, "slot_row", {s.tokens, s.top_k});
+  if (slot_score.has_value()) {
+    args.routing.slot_score =
+        place.packed(*slot_score, "slot_score", score_dtype(args.dtype), {s.tokens, s.top_k});
+  }
+  args.y = place.rows(y, "y", args.dtype, {s.rows(), s.hidden});
+  Tensor o = place.empty({s.tokens, s.hidden}, args.dtype);
+  args.o = {o.data_ptr(), 0};
+  place.run(cpu::combine, cuda::combine, args);
+  return o;
+}
+
+Tensors3 down_gradient(Tensor const& dout, Tensor const& h, Tensor const& offsets,
+                       MaybeTensor const& row_token, MaybeTensor const& row_score,
+                       Tensor const& w_down, int64_t kind, bool gated, double alpha, double limit,
+                       double up_offset, bool clamp_after, bool interleaved, bool transposed) {
+  Place const place(dout, "dout");
+  require_dims(dout, "dout", 2);
+  require_dims(h, "h", 2);
+  Layer const layer{sizes_of(w_down, transposed, h.size(0), true), dtype_of(dout, "dout"),
+                    activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
+                    order_of(interleaved), transposed};
+  Sizes const& s = layer.sizes;
+  DownGradient args;
+  args.sizes = s;
+  args.dtype = layer.dtype;
+  args.activation = layer.activation;
+  args.order = layer.order;
+  args.routing = routing_of(place, s, offsets, row_token, row_score, layer.dtype);
+  args.dout = place.rows(dout, "dout", layer.dtype,
+                         {row_token.has_value() ? dout.size(0) : s.rows(), s.hidden});
+  args.w_down = down_weight_of(place, layer, w_down, layer.dtype);
+  args.h = place.rows(h, "h", layer.dtype, {s.rows(), layer.width()});
+  Tensor dh = place.empty({s.rows(), layer.width()}, layer.dtype);
+  Tensor a_scaled = place.empty({s.rows(), s.intermediate}, layer.dtype);
+  Tensor parts = place.empty({s.rows(), score_parts(s)}, score_dtype(layer.dtype));
+  args.dh = {dh.data_ptr(), 0};
+  args.a_scaled = {a_scaled.data_ptr(), 0};
+  args.score_parts = parts.data_ptr();
+  place.run(cpu::down_gradient, cuda::down_gradient, args);
+  return {dh, a_scaled, parts};
+}
+
+Tensor score_gradient(Tensor const& parts, Tensor const& slot_row, Tensor const& offsets,
+                      Tensor const& dout, MaybeTensor const& b_down, int64_t intermediate) {
+  Place const place(dout, "dout");
+  require_dims(dout, "dout", 2);
+  require_dims(slot_row, "slot_row", 2);
+  require_dims(offsets, "offsets", 1);
+  ScoreGradient args;
+  Sizes& s = args.sizes;
+  s = {.tokens = dout.size(0),
+       .hidden = dout.size(1),
+       .intermediate = intermediate,
+       .experts = offsets.size(0) - 1,
+       .top_k = slot_row.size(1)};
+  args.dtype = dtype_of(dout, "dout");
+  args.routing = routing_of(place, s, offsets, std::nullopt, std::nullopt, args.dtype);
+  args.routing.slot_row = place.indices(slot_row, "slot_row", {s.tokens, s.top_k});
+  DType const scores = score_dtype(args.dtype);
+  args.score_parts = place.packed(parts, "score_parts", scores, {s.rows(), score_parts(s)});
+  args.dout = place.rows(dout, "dout", args.dtype, {s.tokens, s.hidden});
+  args.bias = place.rows(b_down, "b_down", args.dtype, {s.experts, s.hidden});
+  Tensor dscores = place.empty({s.tokens, s.top_k}, scores);
+  args.dscores = dscores.data_ptr();
+  place.run(cpu::score_gradient, cuda::score_gradient, args);
+  return dscores;
+}
+
+Tensor up_gradient(Tensor const& dh, Tensor const& offsets, Tensor const& w_up,
+                   MaybeTensor const& w_gate, bool gated, bool interleaved, bool transposed) {
+  Place const place(dh, "dh");
+  require_dims(dh, "dh", 2);
+  Activation activation;
+  activation.gated = gated;
+  Layer layer{sizes_of(w_up, transposed, dh.size(0), false), dtype_of(dh, "dh"), activation,
+              order_of(interleaved), transposed};
+  Sizes& s = layer.sizes;
+  s.intermediate = half_of(s.intermediate, gated && !w_gate.has_value(), "w_up");
+  UpGradient args;
+  args.sizes = s;
+  args.dtype = layer.dtype;
+  args.gated = gated;
+  args.order = layer.order;
+  args.routing = routing_of(place, s, offsets, std::nullopt, std::nullopt, layer.dtype);
+  args.dh = place.rows(dh, "dh", layer.dtype, {s.rows(), layer.width()});
+  UpWeight const up = up_weight_of(place, layer, w_up, w_gate, layer.dtype);
+  args.w_up = {up.gate, up.up};
+  Tensor dx = place.empty({s.rows(), s.hidden}, layer.dtype);
+  args.dx = {dx.data_ptr(), 0};
+  place.run(cpu::up_gradient, cuda::up_gradient, args);
+  return dx;
+}
+
+}  // namespace guild::binding

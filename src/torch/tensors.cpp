@@ -1,0 +1,226 @@
+// Checks of tensors and views of them; see tensors.h.
+#include "torch/tensors.h"
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <string>
+
+// A torch without CUDA has no such function; there is no CUDA tensor then to ask for it.
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t, void**);
+
+namespace guild::binding {
+
+namespace {
+
+std::string text(int64_t const* values, int64_t count) {
+  std::string out = "(";
+  for (int64_t i = 0; i < count; ++i) out += (i ? ", " : "") + std::to_string(values[i]);
+  return out + (count == 1 ? ",)" : ")");
+}
+
+std::string shape_text(Tensor const& tensor) { return text(tensor.sizes().data(), tensor.dim()); }
+std::string stride_text(Tensor const& tensor) {
+  return text(tensor.strides().data(), tensor.dim());
+}
+
+int32_t type_code(Tensor const& tensor) {
+  int32_t code = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &code));
+  return code;
+}
+
+int32_t type_code(DType dtype) {
+  switch (dtype) {
+    case DType::float32:
+      return aoti_torch_dtype_float32();
+    case DType::bfloat16:
+      return aoti_torch_dtype_bfloat16();
+    case DType::float16:
+      return aoti_torch_dtype_float16();
+    default:
+      return aoti_torch_dtype_float64();
+  }
+}
+
+char const* type_text(DType dtype) {
+  char const* const names[] = {"float32", "bfloat16", "float16", "float64"};
+  return names[int(dtype)];
+}
+
+std::string device_text(int32_t type, int32_t index) {
+  if (type == aoti_torch_device_type_cpu()) return "cpu";
+  if (type == aoti_torch_device_type_cuda()) return "cuda:" + std::to_string(index);
+  return "device type " + std::to_string(type);
+}
+
+}  // namespace
+
+DType dtype_of(Tensor const& tensor, char const* name) {
+  int32_t const code = type_code(tensor);
+  for (DType dtype : {DType::float32, DType::bfloat16, DType::float16, DType::float64}) {
+    if (code == type_code(dtype)) return dtype;
+  }
+  require(false, name, ": expected dtype bfloat16, float16, float32 or float64, got torch type ",
+          code);
+  return DType::float32;
+}
+
+void require_dims(Tensor const& tensor, char const* name, int64_t dims) {
+  require(tensor.dim() == dims, name, ": expected ", dims, " dimensions, got shape ",
+          shape_text(tensor));
+}
+
+Tensor empty_like(Tensor const& like) { return torch::stable::empty_like(like); }
+
+// ---- place --------------------------------------------------------------------------------------
+
+Place::Place(Tensor const& tensor, char const* name) {
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &device_type_));
+  device_index_ = tensor.get_device_index();
+  on_cuda_ = device_type_ == aoti_torch_device_type_cuda();
+  require(on_cuda_ || device_type_ == aoti_torch_device_type_cpu(), name,
+          ": expected a CPU or CUDA tensor, got ", device_text(device_type_, device_index_));
+  if (!on_cuda_) return;
+  guard_.emplace(device_index_);
+  require(aoti_torch_get_current_cuda_stream != nullptr, name, ": this torch has no CUDA");
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_index_, &stream));
+  queue_.stream = static_cast<CUstream_st*>(stream);
+}
+
+Tensor Place::make(int64_t const* sizes, int64_t dims, int32_t type) const {
+  std::vector<int64_t> strides(dims);
+  int64_t step = 1;
+  for (int64_t i = dims - 1; i >= 0; --i) {
+    strides[i] = step;
+    step *= sizes[i] > 1 ? sizes[i] : 1;
+  }
+  AtenTensorHandle handle = nullptr;
+  bool const made = aoti_torch_empty_strided(dims, sizes, strides.data(), type, device_type_,
+                                             device_index_, &handle) == TORCH_SUCCESS;
+  // torch has printed its own reason; its exception cannot cross the stable ABI.
+  require(made, "torch could not allocate a tensor of shape ", text(sizes, dims), " on ",
+          device_text(device_type_, device_index_), " (out of memory?)");
+  return Tensor(handle);
+}
+
+Tensor Place::empty(Shape shape, DType dtype) const {
+  return make(shape.begin(), int64_t(shape.size()), type_code(dtype));
+}
+
+Tensor Place::empty_int32(Shape shape) const {
+  return make(shape.begin(), int64_t(shape.size()), aoti_torch_dtype_int32());
+}
+
+Tensor Place::zeros(Shape shape, DType dtype) const {
+  Tensor tensor = empty(shape, dtype);
+  TORCH_ERROR_CODE_CHECK(aoti_torch_zero_(tensor.get()));
+  return tensor;
+}
+
+Tensor Place::workspace(int64_t bytes) const { return make(&bytes, 1, aoti_torch_dtype_uint8()); }
+
+void* Place::data(Tensor const& tensor, char const* name, Shape shape) const {
+  int32_t type = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &type));
+  int32_t const index = tensor.get_device_index();
+  require(type == device_type_ && index == device_index_, name, ": expected a tensor on ",
+          device_text(device_type_, device_index_), ", got one on ", device_text(type, index));
+  bool same = tensor.dim() == int64_t(shape.size());
+  for (size_t i = 0; same && i < shape.size(); ++i) {
+    same = tensor.size(int64_t(i)) == shape.begin()[i];
+  }
+  require(same, name, ": expected shape ", text(shape.begin(), int64_t(shape.size())), ", got ",
+          shape_text(tensor));
+  return tensor.data_ptr();
+}
+
+void* Place::typed(Tensor const& tensor, char const* name, DType dtype, Shape shape) const {
+  void* const pointer = data(tensor, name, shape);
+  DType const got = dtype_of(tensor, name);
+  require(got == dtype, name, ": expected dtype ", type_text(dtype), ", got ", type_text(got));
+  return pointer;
+}
+
+void* Place::packed(Tensor const& tensor, char const* name, DType dtype, Shape shape) const {
+  void* const pointer = typed(tensor, name, dtype, shape);
+  require(tensor.is_contiguous(), name, ": expected a contiguous tensor, got strides ",
+          stride_text(tensor));
+  return pointer;
+}
+
+int32_t* Place::indices(Tensor const& tensor, char const* name, Shape shape) const {
+  void* const pointer = data(tensor, name, shape);
+  require(type_code(tensor) == aoti_torch_dtype_int32(), name, ": expected dtype int32, got torch ",
+          "type ", type_code(tensor));
+  require(tensor.is_contiguous(), name, ": expected a contiguous tensor, got strides ",
+          stride_text(tensor));
+  return static_cast<int32_t*>(pointer);
+}
+
+Rows Place::rows(Tensor const& tensor, char const* name, DType dtype, Shape shape) const {
+  void* const pointer = typed(tensor, name, dtype, shape);
+  require(shape.size() == 2, name, ": expected 2 dimensions, got shape ", shape_text(tensor));
+  int64_t const count = shape.begin()[0], width = shape.begin()[1];
+  bool const packed = count <= 1 || width == 0;  // strides that lead nowhere mean nothing
+  require(width <= 1 || count == 0 || tensor.stride(1) == 1, name,
+          ": expected contiguous columns (stride 1), got strides ", stride_text(tensor));
+  require(packed || tensor.stride(0) >= width, name,
+          ": expected rows that do not overlap, got strides ", stride_text(tensor));
+  return {pointer, packed ? 0 : tensor.stride(0)};
+}
+
+Rows Place::rows(MaybeTensor const& tensor, char const* name, DType dtype, Shape shape) const {
+  return tensor.has_value() ? rows(*tensor, name, dtype, shape) : Rows{};
+}
+
+Weight Place::weight(Tensor const& tensor, char const* name, DType dtype, Shape shape,
+                     bool transposed) const {
+  void* const pointer = typed(tensor, name, dtype, shape);
+  return {pointer, tensor.stride(0), tensor.stride(transposed ? 2 : 1),
+          tensor.stride(transposed ? 1 : 2)};
+}
+
+// ---- layer --------------------------------------------------------------------------------------
+
+Activation activation_of(int64_t kind, bool gated, double alpha, double limit, double up_offset,
+                         bool clamp_after) {
+  require(kind >= 0 && kind <= int64_t(Activation::Kind::relu_squared),
+          "activation kind: expected 0 .. 4, got ", kind);
+  return {Activation::Kind(kind), gated, float(alpha), float(limit), float(up_offset), clamp_after};
+}
+
+UpWeight up_weight_of(Place const& place, Layer const& layer, Tensor const& w_up,
+                      MaybeTensor const& w_gate, DType dtype) {
+  Sizes const& s = layer.sizes;
+  int64_t const width = w_gate.has_value() ? s.intermediate : layer.width();
+  auto const view = [&](Tensor const& tensor, char const* name) {
+    return layer.transposed
+               ? place.weight(tensor, name, dtype, {s.experts, s.hidden, width}, true)
+               : place.weight(tensor, name, dtype, {s.experts, width, s.hidden}, false);
+  };
+  if (w_gate.has_value()) {
+    require(layer.activation.gated, "w_gate: expected none with an activation without a gate");
+    return {view(*w_gate, "w_gate"), view(w_up, "w_up")};
+  }
+  Weight gate = view(w_up, "w_up");
+  Weight up = gate;
+  if (!layer.activation.gated) return {gate, up};
+  bool const alternate = layer.order == GateUp::interleaved;
+  int64_t const offset = gate.out_stride * (alternate ? 1 : s.intermediate);
+  if (alternate) gate.out_stride = up.out_stride = 2 * gate.out_stride;
+  if (up.data != nullptr) {
+    up.data = static_cast<char*>(up.data) + offset * int64_t(w_up.element_size());
+  }
+  return {gate, up};
+}
+
+Weight down_weight_of(Place const& place, Layer const& layer, Tensor const& w_down, DType dtype) {
+  Sizes const& s = layer.sizes;
+  return layer.transposed
+             ? place.weight(w_down, "w_down", dtype, {s.experts, s.intermediate, s.hidden}, true)
+             : place.weight(w_down, "w_down", dtype, {s.experts, s.hidden, s.intermediate}, false);
+}
+
+}  // namespace guild::binding

@@ -1,0 +1,95 @@
+// Tensors seen as the core's argument structs, and the backend that a call runs on.
+//
+// Nothing here decides anything about the layer: a tensor's type, device, shape and strides are
+// compared with what the argument has to be, and a view of it is made. LibTorch stable ABI of 2.10.
+#pragma once
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <initializer_list>
+#include <optional>
+#include <vector>
+
+#include "guild/guild.h"
+
+namespace guild::binding {
+
+using torch::stable::Tensor;
+using MaybeTensor = std::optional<Tensor>;
+using Shape = std::initializer_list<int64_t>;
+
+// The dtype of a tensor; an error naming the argument if Guild has no such type.
+DType dtype_of(Tensor const& tensor, char const* name);
+constexpr DType score_dtype(DType dtype) {
+  return dtype == DType::float64 ? DType::float64 : DType::float32;
+}
+
+// Where a call runs: the device of its first tensor. Holds that device and its current stream for
+// the time of the call, checks that the other tensors are there, makes the outputs there.
+class Place {
+ public:
+  Place(Tensor const& tensor, char const* name);
+
+  template <class Args>
+  void run(void (*cpu)(Args const&), void (*cuda)(Args const&, cuda::Queue),
+           Args const& args) const {
+    on_cuda_ ? cuda(args, queue_) : cpu(args);
+  }
+
+  // An uninitialised tensor. Uninitialised memory may hold NaN: whoever asks writes all of it, or
+  // says which rows have no meaning.
+  Tensor empty(Shape shape, DType dtype) const;
+  Tensor empty_int32(Shape shape) const;
+  Tensor zeros(Shape shape, DType dtype) const;
+  Tensor workspace(int64_t bytes) const;
+
+  // The data of a tensor on this device with this shape; nothing is said about its strides.
+  void* data(Tensor const& tensor, char const* name, Shape shape) const;
+  void* typed(Tensor const& tensor, char const* name, DType dtype, Shape shape) const;
+  // ... of one that is contiguous.
+  void* packed(Tensor const& tensor, char const* name, DType dtype, Shape shape) const;
+  int32_t* indices(Tensor const& tensor, char const* name, Shape shape) const;
+  // ... of rows with contiguous columns.
+  Rows rows(Tensor const& tensor, char const* name, DType dtype, Shape shape) const;
+  Rows rows(MaybeTensor const& tensor, char const* name, DType dtype, Shape shape) const;
+  // ... of one matrix per expert, (experts, out, in), or (experts, in, out) if transposed.
+  Weight weight(Tensor const& tensor, char const* name, DType dtype, Shape shape,
+                bool transposed) const;
+
+ private:
+  Tensor make(int64_t const* sizes, int64_t dims, int32_t type) const;
+
+  bool on_cuda_ = false;
+  int32_t device_type_ = 0, device_index_ = 0;
+  std::optional<torch::stable::accelerator::DeviceGuard> guard_;
+  cuda::Queue queue_;
+};
+
+// The sizes, types and layout of a layer, read off its weights; hidden etc. are then checked
+// against the other tensors by Place's views.
+struct Layer {
+  Sizes sizes;
+  DType dtype;
+  Activation activation;
+  GateUp order;
+  bool transposed;  // weights are (E, in, out)
+
+  int64_t width() const { return sizes.intermediate * (activation.gated ? 2 : 1); }
+};
+
+Activation activation_of(int64_t kind, bool gated, double alpha, double limit, double up_offset,
+                         bool clamp_after);
+
+// w_up as gate and up: the halves of one packed tensor, or w_gate and w_up where w_gate is given.
+UpWeight up_weight_of(Place const& place, Layer const& layer, Tensor const& w_up,
+                      MaybeTensor const& w_gate, DType dtype);
+Weight down_weight_of(Place const& place, Layer const& layer, Tensor const& w_down, DType dtype);
+
+// The number of dimensions, checked before any size is read.
+void require_dims(Tensor const& tensor, char const* name, int64_t dims);
+
+// A new tensor laid out in memory as `like` is, where that is dense.
+Tensor empty_like(Tensor const& like);
+
+}  // namespace guild::binding

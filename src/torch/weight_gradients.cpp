@@ -1,0 +1,103 @@
+// Weight and bias gradients into tensors of the caller: written, or added to what is there (fp32
+// accumulation over micro-batches, Megatron's main_grad).
+#include "torch/ops.h"
+
+namespace guild::binding {
+
+namespace {
+
+Routing routing_of(Place const& place, int64_t experts, int64_t rows, Tensor const& offsets,
+                   MaybeTensor const& row_token) {
+  Routing routing;
+  routing.offsets = place.indices(offsets, "offsets", {experts + 1});
+  if (row_token.has_value()) routing.row_token = place.indices(*row_token, "row_token", {rows});
+  return routing;
+}
+
+}  // namespace
+
+void up_weight_gradient_out(Tensor const& x, Tensor const& dh, Tensor const& offsets,
+                            MaybeTensor const& row_token, Tensor& dw_up, MaybeTensor& dw_gate,
+                            bool gated, bool interleaved, bool transposed, bool accumulate) {
+  Place const place(x, "x");
+  require_dims(x, "x", 2);
+  require_dims(dh, "dh", 2);
+  require_dims(offsets, "offsets", 1);
+  int64_t const rows = dh.size(0), width = dh.size(1);
+  require(!gated || width % 2 == 0, "dh: expected an even number of columns (gate and up), got ",
+          width);
+  Layer layer;
+  layer.sizes = {.tokens = rows,
+                 .hidden = x.size(1),
+                 .intermediate = gated ? width / 2 : width,
+                 .experts = offsets.size(0) - 1,
+                 .top_k = 1};
+  layer.dtype = dtype_of(x, "x");
+  layer.activation.gated = gated;
+  layer.order = interleaved ? GateUp::interleaved : GateUp::concatenated;
+  layer.transposed = transposed;
+  UpWeightGradient args;
+  args.sizes = layer.sizes;
+  args.dtype = layer.dtype;
+  args.dw_dtype = dtype_of(dw_up, "dw_up");
+  args.accumulate = accumulate;
+  args.gated = gated;
+  args.order = layer.order;
+  args.routing = routing_of(place, layer.sizes.experts, rows, offsets, row_token);
+  args.x = place.rows(x, "x", layer.dtype, {row_token.has_value() ? x.size(0) : rows, x.size(1)});
+  args.dh = place.rows(dh, "dh", layer.dtype, {rows, width});
+  args.dw = up_weight_of(place, layer, dw_up, dw_gate, args.dw_dtype);
+  place.run(cpu::up_weight_gradient, cuda::up_weight_gradient, args);
+}
+
+void down_weight_gradient_out(Tensor const& dout, Tensor const& a, Tensor const& offsets,
+                              MaybeTensor const& row_token, Tensor& dw_down, bool transposed,
+                              bool accumulate) {
+  Place const place(dout, "dout");
+  require_dims(dout, "dout", 2);
+  require_dims(a, "a", 2);
+  require_dims(offsets, "offsets", 1);
+  Layer layer;
+  layer.sizes = {.tokens = a.size(0),
+                 .hidden = dout.size(1),
+                 .intermediate = a.size(1),
+                 .experts = offsets.size(0) - 1,
+                 .top_k = 1};
+  layer.dtype = dtype_of(dout, "dout");
+  layer.transposed = transposed;
+  DownWeightGradient args;
+  args.sizes = layer.sizes;
+  args.dtype = layer.dtype;
+  args.dw_dtype = dtype_of(dw_down, "dw_down");
+  args.accumulate = accumulate;
+  args.routing = routing_of(place, layer.sizes.experts, a.size(0), offsets, row_token);
+  args.dout = place.rows(dout, "dout", layer.dtype,
+                         {row_token.has_value() ? dout.size(0) : a.size(0), dout.size(1)});
+  args.a = place.rows(a, "a", layer.dtype, {a.size(0), a.size(1)});
+  args.dw = down_weight_of(place, layer, dw_down, args.dw_dtype);
+  place.run(cpu::down_weight_gradient, cuda::down_weight_gradient, args);
+}
+
+void bias_gradient_out(Tensor const& m, Tensor const& offsets, MaybeTensor const& row_token,
+                       MaybeTensor const& row_score, Tensor& db, bool accumulate) {
+  Place const place(m, "m");
+  require_dims(m, "m", 2);
+  require_dims(offsets, "offsets", 1);
+  BiasGradient args;
+  args.rows = row_token.has_value() ? row_token->size(0) : m.size(0);
+  args.width = m.size(1);
+  args.experts = offsets.size(0) - 1;
+  args.dtype = dtype_of(m, "m");
+  args.db_dtype = dtype_of(db, "db");
+  args.accumulate = accumulate;
+  args.routing = routing_of(place, args.experts, args.rows, offsets, row_token);
+  if (row_score.has_value()) {
+    args.routing.row_score =
+        place.packed(*row_score, "row_score", score_dtype(args.dtype), {args.rows});
+  }
+  args.m = place.rows(m, "m", args.dtype, {m.size(0), args.width});
+  args.db = place.rows(db, "db", args.db_dtype, {args.experts, args.width});
+  place.run(cpu::bias_gradient, cuda::bias_gradient, args);
+}
+
+}  // namespace guild::binding
