@@ -128,66 +128,81 @@ struct TokenColumns {
     int tokens, m, n;
     T const* b;  // (rows, n)
     int64_t b_stride;
-    CUtensorMap b_map;  // (n, 1, rows), boxes of 64 x 1 x 64
+    CUtensorMap a_map, b_map;  // (m or n, 1, rows), boxes of 64 x 1 x 64; a_map only without row
   };
   static_assert(C.tile_m == 128 && C.tile_k == 64, "half a warp copies a row of A, a warp 16 rows");
-  static constexpr int kPairs = 3;  // pairs of steps whose tokens are read ahead
+  static constexpr int kPairs = 3;  // pairs of steps whose rows are looked up ahead
+  static constexpr uint32_t kNone = ~0u;
 
   Params const& p;
   int const thread;
-  // Tokens of coming steps, so that no index delays its row: lane l holds that of row l % 16 of the
-  // warp's 16, for the even (l < 16) or odd step of a pair.
-  int ahead[kPairs];
+  // One warp copies what its instructions allow, so a row costs it five: where rows of A begin, in
+  // 16-byte units, is found ahead, one lane a row. Lane l holds that of the warp's row l % 16 for
+  // the even (l < 16) or odd step of a pair.
+  uint32_t ahead[kPairs];
 
   __device__ TokenColumns(Params const& p, int thread) : p(p), thread(thread) {}
 
   __device__ void begin(Tile const& tile) {
 #pragma unroll
-    for (int pair = 0; pair < kPairs; ++pair) ahead[pair] = read_token(tile, 2 * pair);
-  }
-
-  // The lane's token of steps `even` and even + 1; -1 past the group's last row.
-  __device__ int read_token(Tile const& tile, int even) const {
-    int const lane = thread % 32;
-    int const r = (even + lane / 16) * C.tile_k + thread / 32 * 16 + lane % 16;
-    int const at = tile.inner_row + r;
-    if (r >= tile.inner) return -1;
-    return p.row == nullptr ? at : p.row[at];
+    for (int pair = 0; pair < kPairs; ++pair) ahead[pair] = find_row(tile, 2 * pair);
   }
 
   __device__ void load(Tile const& tile, int step, char* a, char* b, Barrier& full) {
-    int const lane = thread % 32, chunk = lane % 16, m = tile.row + chunk * 8;
-    uint32_t const column = shared_address(a) + chunk / 8 * kBlockBytes;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      int const r = 2 * i + lane / 16;
-      int const token = __shfl_sync(~0u, ahead[0], step % 2 * 16 + r);
-      bool const valid = m < p.m && unsigned(token) < unsigned(p.tokens);
-      T const* from = valid ? p.a + token * p.a_stride + m : p.a;
-      copy_async(chunk_address(column, thread / 32 * 16 + r, chunk % 8), from, valid);
+    int const row = tile.inner_row + step * C.tile_k, left = tile.inner - step * C.tile_k;
+    bool const whole = left >= C.tile_k, a_by_tma = whole && p.row == nullptr;
+    if (thread == 0) {
+      full.arrive_expect((whole ? C.b_bytes() : 0) + (a_by_tma ? C.a_bytes() : 0));
+      if (whole) load_boxes<C.tile_n>(p.b_map, b, tile.col, row, full);
+      if (a_by_tma) load_boxes<C.tile_m>(p.a_map, a, tile.row, row, full);
     }
-    int const left = tile.inner - step * C.tile_k;
-    load_b(tile, tile.inner_row + step * C.tile_k, left, b, full);
+    __syncwarp();
+    if (!a_by_tma) copy_a(tile, step, a);
+    if (!whole) copy_b(tile, row, left, b);
     full.arrive_when_copied();
     if (step % 2 == 0) return;
 #pragma unroll
     for (int pair = 0; pair + 1 < kPairs; ++pair) ahead[pair] = ahead[pair + 1];
-    ahead[kPairs - 1] = read_token(tile, step + 2 * kPairs - 1);
+    ahead[kPairs - 1] = find_row(tile, step + 2 * kPairs - 1);
   }
 
  private:
-  // A whole step of B by TMA; a ragged one by hand, since TMA would bring the next group's rows and
-  // zeros of A do not silence a NaN there.
-  __device__ void load_b(Tile const& tile, int row, int left, char* b, Barrier& full) {
-    if (left >= C.tile_k) {
-      if (thread != 0) return;
-      full.arrive_expect(C.b_bytes());
+  // Where the lane's row of steps `even` and even + 1 begins; the warp's rows are 2 w, 2 w + 1 and
+  // those a multiple of 8 below, so that a thread's rows share a swizzle.
+  __device__ uint32_t find_row(Tile const& tile, int even) const {
+    int const lane = thread % 32;
+    int const r = (even + lane / 16) * C.tile_k + thread / 32 * 2 + lane % 2 + lane % 16 / 2 * 8;
+    int const at = tile.inner_row + r;
+    if (r >= tile.inner) return kNone;
+    int const token = p.row == nullptr ? at : p.row[at];
+    bool const inside = unsigned(token) < unsigned(p.tokens);
+    return inside ? uint32_t(token) * uint32_t(p.a_stride / 8) : kNone;
+  }
+
+  __device__ void copy_a(Tile const& tile, int step, char* a) const {
+    int const lane = thread % 32, chunk = lane % 16, m = tile.row + chunk * 8;
+    uint32_t const to =
+        chunk_address(shared_address(a) + chunk / 8 * kBlockBytes, thread / 16, chunk % 8);
+    uint4 const* const from = reinterpret_cast<uint4 const*>(p.a + m);
+    uint32_t const none = m < p.m ? kNone : 0;  // at or above it: nothing to copy
 #pragma unroll
-      for (int c = 0; c < C.tile_n; c += 64) {
-        tma_load(p.b_map, b + c * 128, {tile.col + c, 0, row}, full);
-      }
-      return;
+    for (int i = 0; i < 8; ++i) {
+      uint32_t const row = __shfl_sync(~0u, ahead[0], step % 2 * 16 + 2 * i + lane / 16);
+      bool const valid = row < none;
+      copy_async(to + i * 1024, from + (valid ? row : 0u), valid);
     }
+  }
+
+  template <int columns>
+  static __device__ void load_boxes(CUtensorMap const& map, char* to, int col, int row,
+                                    Barrier& full) {
+#pragma unroll
+    for (int c = 0; c < columns; c += 64) tma_load(map, to + c * 128, {col + c, 0, row}, full);
+  }
+
+  // A ragged step of B by hand: TMA would bring the next group's rows, and zeros of A do not
+  // silence a NaN there.
+  __device__ void copy_b(Tile const& tile, int row, int left, char* b) const {
     for (int i = thread; i < C.tile_k * C.tile_n / 8; i += 128) {
       int const chunk = i % (C.tile_n / 8), r = i / (C.tile_n / 8), n = tile.col + chunk * 8;
       bool const valid = r < left && n < p.n;
@@ -195,7 +210,6 @@ struct TokenColumns {
       copy_async(chunk_address(shared_address(b) + chunk / 8 * kBlockBytes, r, chunk % 8), from,
                  valid);
     }
-    if (thread == 0) full.arrive();
   }
 };
 

@@ -48,11 +48,15 @@ void launch_expert_product(ExpertProduct const& x, Queue const& queue) {
   load.a_stride = row_stride(x.a, x.m);
   load.row = x.row_token;
   load.tokens = int(x.row_token == nullptr ? x.rows : x.tokens);
+  require(int64_t(load.tokens) * (load.a_stride / 8) < UINT32_MAX,
+          "x or dout: expected fewer than 2^35 elements, got ", load.tokens, " rows of ",
+          load.a_stride);
   load.m = int(x.m);
   load.n = int(x.n);
   load.b = static_cast<T const*>(x.b.data);
   load.b_stride = row_stride(x.b, x.n);
   load.b_map = row_map<T>(x.b, x.rows, x.n, 1, 64, "b");
+  if (x.row_token == nullptr) load.a_map = row_map<T>(x.a, x.rows, x.m, 1, 64, "a");
   auto& out = params.epilogue;
   out.columns = int(x.n);
   out.transposed = x.d.in_stride != 1;
