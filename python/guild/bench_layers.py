@@ -1,0 +1,129 @@
+"""What `guild bench` times: Guild's layer, the same layer in plain PyTorch, and the cuBLAS bound.
+
+Each candidate has a forward pass and a backward pass to call over and over. The backward pass
+differentiates one recorded forward with respect to x, the router and the expert weights.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+
+from .bench_problem import Problem
+from .learner import moe_factory
+from .plain_moe import PlainMoE
+
+GPU_CANDIDATES = ("guild", "bound", "compiled", "eager")
+CPU_CANDIDATES = ("guild", "bound", "plain")
+TITLES = {
+    "guild": "Guild",
+    "bound": "bound",
+    "compiled": "torch compiled",
+    "eager": "torch eager",
+    "plain": "plain PyTorch",
+}
+
+
+class Layer:
+    """A whole MoE layer: router, experts, combine.
+
+    Parameters
+    ----------
+    name : str
+        "guild", "compiled", "eager" or "plain".
+    problems : list of Problem
+        Input sets that the calls go round.
+    """
+
+    def __init__(self, name: str, problems: list[Problem]) -> None:
+        self.name, self._problems = name, problems
+        make = _constructor(name, problems[0].x.device)
+        self._modules = [_with_weights(make, problem) for problem in problems]
+        self._turn = itertools.cycle(range(len(problems)))
+        self._recorded: Iterator[tuple[torch.Tensor, Problem]] | None = None
+
+    def forward(self) -> torch.Tensor:
+        """One forward pass that keeps what the backward pass needs."""
+        turn = next(self._turn)
+        return self._modules[turn](self._problems[turn].x)
+
+    def backward(self) -> tuple[torch.Tensor, ...]:
+        """Gradients of x, router, w_up and w_down; the forward was done at the first call."""
+        if self._recorded is None:
+            self._recorded = itertools.cycle(
+                [(m(p.x), p) for m, p in zip(self._modules, self._problems, strict=True)]
+            )
+        out, problem = next(self._recorded)
+        return torch.autograd.grad(out, problem.leaves(), problem.out_gradient, retain_graph=True)
+
+    def results(self) -> tuple[torch.Tensor, ...]:
+        """Output and gradients for the first input set, for the check."""
+        problem = self._problems[0]
+        out = self._modules[0](problem.x)
+        grads = torch.autograd.grad(out, problem.leaves(), problem.out_gradient)
+        return (out.detach(), *grads)
+
+
+class Bound:
+    """The same products for perfectly balanced experts through cuBLAS, and nothing else.
+
+    Forward (up, down) and backward (down gradient, dW2, up gradient, dW1) as in
+    design/baselines.md. Weights are read through other-shaped views of the layer's: the values do
+    not matter here and a second copy would not always fit.
+    """
+
+    name = "bound"
+
+    def __init__(self, problems: list[Problem]) -> None:
+        t, h, i, e, k = problems[0].shape
+        rows = -(-t * k // e)
+        like = problems[0].x
+
+        def normal(*size: int) -> torch.Tensor:
+            return torch.randn(size, dtype=like.dtype, device=like.device)
+
+        self._x, self._out_gradient = normal(e, rows, h), normal(e, rows, h)
+        self._a, self._h_gradient = normal(e, rows, i), normal(e, rows, 2 * i)
+        self._weights = itertools.cycle(
+            [(p.w_up.detach().view(e, h, 2 * i), p.w_down.detach().view(e, i, h)) for p in problems]
+        )
+
+    def forward(self) -> None:
+        """Up and down projection."""
+        w_up, w_down = next(self._weights)
+        torch.bmm(self._x, w_up)
+        torch.bmm(self._a, w_down)
+
+    def backward(self) -> None:
+        """Down gradient, dW2, up gradient, dW1."""
+        w_up, w_down = next(self._weights)
+        torch.bmm(self._out_gradient, w_down.mT)
+        torch.bmm(self._a.mT, self._out_gradient)
+        torch.bmm(self._h_gradient, w_up.mT)
+        torch.bmm(self._x.mT, self._h_gradient)
+
+
+def make_candidate(name: str, problems: list[Problem]) -> Layer | Bound:
+    """The candidate called `name` over these inputs."""
+    return Bound(problems) if name == "bound" else Layer(name, problems)
+
+
+def _constructor(name: str, device: torch.device) -> Callable[..., nn.Module]:
+    if name == "guild":
+        return moe_factory("guild", device)
+    if name == "compiled":
+        # The backward pass is timed repeatedly on one recorded forward, so it may not reuse the
+        # memory of what the forward saved.
+        torch._functorch.config.donated_buffer = False
+    return lambda *sizes: PlainMoE(*sizes, compiled=name == "compiled")
+
+
+def _with_weights(make: Callable[..., nn.Module], problem: Problem) -> nn.Module:
+    _, hidden, intermediate, experts, top_k = problem.shape
+    with torch.device("meta"):
+        module = make(hidden, intermediate, experts, top_k)
+    module.load_state_dict(problem.state(), assign=True)
+    return module

@@ -1,0 +1,166 @@
+"""Inputs of a benchmark: random normals, with the routing that was asked for written into x.
+
+The layer as timed includes its router product, so the routing must come out of x and the router's
+weights. The router's rows are orthonormal; replacing x's part in their span by a wanted set of
+logits L, x <- x - (x R^T) R + L R, gives exactly L as logits and leaves x close to normal.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from .presets import Shape
+
+ROUTINGS = ("balanced", "random", "zipf")
+# Chosen and other logits stay this far apart, so that rounding in bf16 (steps of 0.03 at 8) flips
+# no choice and every layer routes alike.
+_GAP = 0.25
+_ROTATED_SETS = 16
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One set of inputs; the leaves require gradients.
+
+    Attributes
+    ----------
+    shape : Shape
+        Sizes.
+    x, out_gradient : torch.Tensor
+        (tokens, hidden).
+    router, w_up, w_down : torch.nn.Parameter
+        (experts, hidden), (experts, 2 * intermediate, hidden), (experts, hidden, intermediate).
+    """
+
+    shape: Shape
+    x: torch.Tensor
+    out_gradient: torch.Tensor
+    router: nn.Parameter
+    w_up: nn.Parameter
+    w_down: nn.Parameter
+
+    def leaves(self) -> tuple[torch.Tensor, ...]:
+        """x, router, w_up, w_down: what the backward pass differentiates."""
+        return self.x, self.router, self.w_up, self.w_down
+
+    def state(self) -> dict[str, nn.Parameter]:
+        """The weights under the names of `guild.MoE`."""
+        return {"router.weight": self.router, "w_up": self.w_up, "w_down": self.w_down}
+
+
+def wanted_logits(
+    shape: Shape, routing: str, device: torch.device, generator: torch.Generator
+) -> torch.Tensor:
+    """Logits float32 (tokens, experts) whose top-k is balanced, random or Zipf distributed.
+
+    "balanced" gives every expert tokens * top_k / experts rows (exactly, where that is whole);
+    "random" chooses uniformly; "zipf" draws without replacement with chances 1 / rank.
+    """
+    size = (shape.tokens, shape.experts)
+    if routing == "balanced":
+        logits = 0.25 * torch.randn(size, device=device, generator=generator)
+        ids = _balanced_ids(shape, device, generator)
+        return logits.scatter_add_(1, ids, torch.full(ids.shape, 3.0, device=device))
+    if routing == "random":
+        logits = torch.randn(size, device=device, generator=generator)
+    elif routing == "zipf":
+        # Gumbel noise on log-chances: its top-k is a draw without replacement.
+        noise = torch.empty(size, device=device).exponential_(generator=generator).log_().neg_()
+        rank = torch.randperm(shape.experts, device=device, generator=generator) + 1
+        logits = noise - rank.float().log()
+        logits -= logits.mean(1, keepdim=True)
+    else:
+        raise ValueError(f"routing: expected one of {', '.join(ROUTINGS)}, got {routing!r}")
+    chosen = logits.topk(shape.top_k, -1).indices
+    return logits.scatter_add_(1, chosen, torch.full(chosen.shape, _GAP, device=device))
+
+
+def _balanced_ids(shape: Shape, device: torch.device, generator: torch.Generator) -> torch.Tensor:
+    """int64 (tokens, top_k), distinct within a token, every expert equally often."""
+    tokens, experts, top_k = shape.tokens, shape.experts, shape.top_k
+    if experts % top_k:
+        slots = torch.arange(tokens * top_k, device=device).view(tokens, top_k) % experts
+        return slots[torch.randperm(tokens, device=device, generator=generator)]
+    # Blocks of experts / top_k tokens share out one random order of the experts.
+    blocks = -(-tokens * top_k // experts)
+    order = torch.rand(blocks, experts, device=device, generator=generator).argsort(1)
+    return order.view(-1, top_k)[:tokens]
+
+
+def make_problems(
+    shape: Shape, routing: str, dtype: torch.dtype, device: torch.device, seed: int = 0
+) -> list[Problem]:
+    """Inputs for one shape: several sets where a single one would stay in the GPU's L2 cache.
+
+    Raises
+    ------
+    ValueError
+        When hidden is smaller than experts (the routing could not be written into x), or when
+        a CPU run would not fit in memory.
+    """
+    if shape.hidden < shape.experts:
+        raise ValueError(
+            f"thiek: expected hidden of at least experts = {shape.experts}, got {shape.hidden}"
+        )
+    if device.type == "cpu":
+        _check_memory(shape, dtype)
+    generator = torch.Generator(device).manual_seed(seed)
+    return [
+        _make_problem(shape, routing, dtype, device, generator)
+        for _ in range(_set_count(shape, dtype, device))
+    ]
+
+
+def _make_problem(
+    shape: Shape,
+    routing: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    generator: torch.Generator,
+) -> Problem:
+    t, h, i, e, _ = shape
+
+    def normal(*size: int, std: float = 1.0, kind: torch.dtype = dtype) -> torch.Tensor:
+        return torch.randn(size, dtype=kind, device=device, generator=generator).mul_(std)
+
+    rows = torch.linalg.qr(normal(h, e, kind=torch.float32)).Q.mT
+    router = rows.to(dtype)
+    x = normal(t, h, kind=torch.float32)
+    span = router.float()
+    x += (wanted_logits(shape, routing, device, generator) - x @ span.mT) @ span
+    return Problem(
+        shape,
+        x.to(dtype).requires_grad_(),
+        normal(t, h),
+        nn.Parameter(router.contiguous()),
+        nn.Parameter(normal(e, 2 * i, h, std=h**-0.5)),
+        nn.Parameter(normal(e, h, i, std=i**-0.5)),
+    )
+
+
+def _bytes_per_set(shape: Shape, dtype: torch.dtype) -> int:
+    t, h, i, e, _ = shape
+    return (3 * e * i * h + e * h + 2 * t * h) * dtype.itemsize
+
+
+def _set_count(shape: Shape, dtype: torch.dtype, device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    return min(_ROTATED_SETS, 1 + 2 * cache // _bytes_per_set(shape, dtype))
+
+
+def _check_memory(shape: Shape, dtype: torch.dtype) -> None:
+    # Weights, their gradients and the bound's results; rows of the plain layer six times over.
+    t, h, i, _, k = shape
+    needed = 3 * _bytes_per_set(shape, dtype) + 6 * t * k * (h + 2 * i) * dtype.itemsize
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > there:
+        raise ValueError(
+            f"thiek: {shape} needs about {needed / 2**30:.0f} GiB, this machine has "
+            f"{there / 2**30:.0f} GiB; take fewer tokens or experts"
+        )

@@ -1,0 +1,62 @@
+"""What `guild train --compare` concludes from the two interleaved runs: speeds and agreement.
+
+Both models train in one process, a round of Guild's and a round of plain PyTorch's in turn, with
+the order swapped every round. Step times are compared within a round, so a machine that speeds up
+or slows down during the run moves both sides of a ratio.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+AGREEMENT_STEPS = 50
+
+Rows = list[dict[str, Any]]
+
+
+def steps_of(rows: Rows, moe: str) -> Rows:
+    """The training rows of one layer, in order of steps."""
+    return [row for row in rows if row["moe"] == moe and "loss" in row]
+
+
+def mean_loss(rows: Rows, moe: str, last: int) -> float:
+    """Mean training loss of the `last` steps."""
+    losses = [row["loss"] for row in steps_of(rows, moe)]
+    return statistics.fmean(losses[-last:])
+
+
+def tokens_per_second(rows: Rows, moe: str, tokens_per_step: int) -> float:
+    """Median over the steps; the first round, which warms up and compiles, has no weight in it."""
+    return tokens_per_step / statistics.median(row["seconds"] for row in steps_of(rows, moe))
+
+
+def loss_differences(rows: Rows) -> list[float]:
+    """Guild's loss minus plain PyTorch's, step by step, in nats per byte."""
+    pairs = zip(steps_of(rows, "guild"), steps_of(rows, "plain"), strict=True)
+    return [ours["loss"] - theirs["loss"] for ours, theirs in pairs]
+
+
+def comparison(rows: Rows, tokens_per_step: int) -> dict[str, Any]:
+    """Speeds, their ratio and the agreement of the two curves.
+
+    Returns
+    -------
+    dict
+        `step_time_ratio` is the median over the steps of Guild's time over plain PyTorch's, its
+        spread the first and the third quartile; times in milliseconds, losses in nats per byte.
+    """
+    ours, theirs = steps_of(rows, "guild"), steps_of(rows, "plain")
+    ratios = [a["seconds"] / b["seconds"] for a, b in zip(ours, theirs, strict=True)]
+    quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    early = [abs(value) for value in loss_differences(rows)[:AGREEMENT_STEPS]]
+    return {
+        "guild_step_ms": 1e3 * statistics.median(row["seconds"] for row in ours),
+        "plain_step_ms": 1e3 * statistics.median(row["seconds"] for row in theirs),
+        "guild_tokens_per_second": tokens_per_second(rows, "guild", tokens_per_step),
+        "plain_tokens_per_second": tokens_per_second(rows, "plain", tokens_per_step),
+        "step_time_ratio": statistics.median(ratios),
+        "step_time_ratio_quartiles": [quartiles[0], quartiles[2]],
+        "largest_loss_difference": max(early),
+        "largest_loss_difference_steps": len(early),
+    }

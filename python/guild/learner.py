@@ -1,0 +1,155 @@
+"""One model being trained: its MoE layer, optimiser, steps, validation and what they measured.
+
+`guild train` drives one learner, `--compare` two: they start from the same weights and see the
+same bytes, and differ in nothing but the MoE layer.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import torch
+
+from .corpus import Corpus
+from .model import LanguageModel, MoEFactory
+from .settings import Settings
+
+LAYERS = ("guild", "plain")
+_BETAS = (0.9, 0.95)
+
+
+def moe_factory(name: str, device: torch.device) -> MoEFactory:
+    """Constructor `(hidden, intermediate, experts, top_k)` of the MoE layer called `name`."""
+    if name == "guild":
+        import guild
+
+        return guild.MoE
+    if name == "plain":
+        from .plain_moe import PlainMoE
+
+        compiled = device.type == "cuda"
+        return lambda *sizes: PlainMoE(*sizes, compiled=compiled)
+    raise ValueError(f"moe: expected one of {', '.join(LAYERS)}, got {name!r}")
+
+
+class Learner:
+    """A model with its optimiser.
+
+    Parameters
+    ----------
+    name : str
+        Which MoE layer: "guild" or "plain".
+    settings : Settings
+        Sizes and schedule.
+    device : torch.device
+        Where it computes.
+    dtype : torch.dtype
+        float32, or bfloat16 for autocast over float32 weights.
+    """
+
+    def __init__(
+        self, name: str, settings: Settings, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.name, self.settings, self.device, self.dtype = name, settings, device, dtype
+        s = settings
+        make_moe = moe_factory(name, device)
+        model = LanguageModel(
+            s.hidden, s.layers, s.heads, s.intermediate, s.experts, s.top_k, make_moe
+        )
+        model.initialise(s.seed)
+        self.model = model.to(device)
+        weights = list(self.model.parameters())
+        self.optimizer = torch.optim.AdamW(
+            [
+                {"params": [w for w in weights if w.dim() > 1], "weight_decay": s.weight_decay},
+                {"params": [w for w in weights if w.dim() == 1], "weight_decay": 0.0},
+            ],
+            lr=s.lr,
+            betas=_BETAS,
+            fused=True,
+        )
+
+    def round(self, corpus: Corpus, first: int, count: int) -> list[dict[str, Any]]:
+        """Train steps `first` .. `first + count - 1` and return one row of measurements for each.
+
+        Results stay on the device until the round ends, so a GPU is never waited for in between.
+
+        Raises
+        ------
+        FloatingPointError
+            When the loss is not finite.
+        """
+        self._wait()
+        start = time.perf_counter()
+        measured = [self._step(corpus, step) for step in range(first, first + count)]
+        self._wait()
+        seconds = (time.perf_counter() - start) / count
+        rows = []
+        for step, values in enumerate(torch.stack(measured).tolist(), first):
+            loss, imbalance, norm, *load = values
+            if not math.isfinite(loss):
+                raise FloatingPointError(
+                    f"{self.name}: the loss of step {step + 1} is {loss}; try a smaller --lr"
+                )
+            rows.append(
+                {
+                    "step": step + 1,
+                    "tokens": (step + 1) * self.settings.tokens_per_step,
+                    "moe": self.name,
+                    "loss": loss,
+                    "imbalance": imbalance,
+                    "gradient_norm": norm,
+                    "load": [round(value, 4) for value in load],
+                    "lr": self.settings.lr_at(step),
+                    "seconds": seconds,
+                }
+            )
+        return rows
+
+    def _step(self, corpus: Corpus, step: int) -> torch.Tensor:
+        s = self.settings
+        inputs, targets = self._to_device(*corpus.batch(s.seed, step, s.batch, s.context))
+        for group in self.optimizer.param_groups:
+            group["lr"] = s.lr_at(step)
+        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            loss, imbalance = self.model.loss(inputs, targets)
+        self.optimizer.zero_grad()
+        (loss + s.balance * imbalance).backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.clip)
+        self.optimizer.step()
+        counts = self.model.expert_counts().float()
+        load = counts.amax(1) / counts.mean(1)
+        return torch.cat((torch.stack((loss.detach(), imbalance.detach(), norm)), load))
+
+    @torch.no_grad()
+    def validate(self, corpus: Corpus, windows: int) -> float:
+        """Mean loss in nats per byte over `windows` windows of the held-out bytes."""
+        batch = self.settings.batch
+        windows = math.ceil(windows / batch) * batch
+        inputs, targets = self._to_device(*corpus.held_out_windows(windows, self.settings.context))
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            for x, y in zip(inputs.split(batch), targets.split(batch), strict=True):
+                total += self.model.loss(x, y)[0]
+        return (total / (windows // batch)).item()
+
+    def state(self) -> dict[str, Any]:
+        """Everything that the next step depends on."""
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Continue from a `state()`."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _to_device(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        if self.device.type != "cuda":
+            return list(tensors)
+        # Pinned, so that the copy does not stop the host from running ahead.
+        return [tensor.pin_memory().to(self.device, non_blocking=True) for tensor in tensors]

@@ -1,0 +1,105 @@
+"""Where a figure comes from: commit, versions, processor and GPU, for every JSON that is written."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def commit() -> str | None:
+    """Commit of Guild's sources, with "+changes" when they were edited; None outside a checkout.
+
+    The environment variable GUILD_COMMIT goes first, for copies that travel without git.
+    """
+    if stated := os.environ.get("GUILD_COMMIT"):
+        return stated
+    for folder in (Path(__file__).parent, Path.cwd()):
+        top = _output("git", "-C", str(folder), "rev-parse", "--show-toplevel")
+        # An installed copy may lie inside somebody else's repository; that commit says nothing.
+        if top is None or not (Path(top) / "python" / "guild" / Path(__file__).name).exists():
+            continue
+        head = _output("git", "-C", top, "rev-parse", "HEAD")
+        if head is not None:
+            edited = _output("git", "-C", top, "status", "--porcelain", "--untracked-files=no")
+            return head + ("+changes" if edited else "")
+    return None
+
+
+def processor_name() -> str:
+    """The CPU's name as the kernel gives it, or the machine's architecture."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def driver_version() -> str | None:
+    """Version of the NVIDIA driver, or None where there is none."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    answer = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return answer.splitlines()[0].strip() if answer else None
+
+
+def device_name(device: torch.device) -> str:
+    """What computes: the GPU's name or the CPU's."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
+
+
+def provenance(device: torch.device) -> dict[str, Any]:
+    """Facts that identify a measurement: date, commit, device, driver, versions, threads."""
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "device": device_name(device),
+        "device_type": device.type,
+        "driver": driver_version() if device.type == "cuda" else None,
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def pick_device(name: str) -> torch.device:
+    """The device that a command line asks for: "auto", "cpu", "cuda" or "cuda:1".
+
+    Raises
+    ------
+    ValueError
+        For an unknown name, or a GPU that this machine or this build of torch does not have.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device: expected auto, cpu, cuda or cuda:<index>, got {name!r}")
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            why = (
+                "torch is built without CUDA" if torch.version.cuda is None else "as torch sees it"
+            )
+            raise ValueError(f"device: {name!r} asked for, this machine has {count} GPUs ({why})")
+    return device
+
+
+def _output(*command: str) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

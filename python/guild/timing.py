@@ -1,0 +1,90 @@
+"""Timing in interleaved rounds: A, B, ..., A, B, ..., and medians of what happened side by side.
+
+A card's clock moves by 6 to 10 % with its temperature and load, so two figures may only be
+compared when they were taken seconds apart. A round runs one call over and over for a while; the
+order of the calls is reversed every round.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+Call = Callable[[], object]
+_CALIBRATION_SECONDS = 0.05
+
+
+def milliseconds(call: Call, count: int, device: torch.device) -> float:
+    """Mean time of `count` calls in a row: CUDA events on a GPU, the wall clock on the CPU."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        for _ in range(count):
+            call()
+        return 1e3 * (time.perf_counter() - start) / count
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    before.record()
+    for _ in range(count):
+        call()
+    after.record()
+    after.synchronize()
+    return before.elapsed_time(after) / count
+
+
+def calls_per_round(call: Call, seconds: float, device: torch.device) -> int:
+    """How often to call so that a round lasts at least `seconds`; warms the call up as well."""
+    count = 1
+    milliseconds(call, 1, device)  # the first call compiles, allocates, picks algorithms
+    while (each := milliseconds(call, count, device)) * count < 1e3 * _CALIBRATION_SECONDS:
+        count *= 2
+    return max(1, math.ceil(1e3 * seconds / each))
+
+
+def interleaved(
+    calls: dict[str, Call],
+    rounds: int,
+    seconds: float,
+    device: torch.device,
+    steps: int | None = None,
+) -> dict[str, list[float]]:
+    """Time every call in every round.
+
+    Parameters
+    ----------
+    calls : dict
+        What to time, by name.
+    rounds : int
+        Rounds; one figure a round and call comes out.
+    seconds : float
+        Least duration of one call's part of a round.
+    device : torch.device
+        Where the calls run.
+    steps : int, optional
+        Calls in a round, in place of `seconds`.
+
+    Returns
+    -------
+    dict
+        Milliseconds a call, one figure a round, in the order of the rounds.
+    """
+    counts = {name: calls_per_round(call, seconds, device) for name, call in calls.items()}
+    if steps is not None:
+        counts = dict.fromkeys(calls, steps)
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(rounds):
+        for name in reversed(calls) if number % 2 else calls:
+            times[name].append(milliseconds(calls[name], counts[name], device))
+    return times
+
+
+def summary_of(values: list[float]) -> dict[str, float]:
+    """Median, least and greatest value."""
+    return {"median": statistics.median(values), "low": min(values), "high": max(values)}
+
+
+def median_ratio(above: list[float], below: list[float]) -> dict[str, float]:
+    """Median and spread of the ratios taken round by round."""
+    return summary_of([a / b for a, b in zip(above, below, strict=True)])
