@@ -1,0 +1,59 @@
+"""Guild: Mixture-of-Experts layers in the time the matrix products take.
+
+Three levels, all differentiable, on CPU and CUDA tensors:
+
+- `grouped_mm`, `grouped_mm_swiglu` + `grouped_mm_downproj`: grouped products on sorted rows
+- `experts_mlp`: the expert MLP on sorted rows
+- `route`, `routed_experts`, `MoE`: the whole layer
+
+Names are loaded when first used, so that `guild info` can say what is missing where the compiled
+library is.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from guild.activations import Activation
+    from guild.experts import experts_mlp, routed_experts
+    from guild.grouped import grouped_mm, grouped_mm_downproj, grouped_mm_swiglu
+    from guild.moe import MoE
+    from guild.routing import Router, route
+
+__version__ = "0.1.0"
+
+_MODULE_OF = {
+    "Activation": "activations",
+    "MoE": "moe",
+    "Router": "routing",
+    "experts_mlp": "experts",
+    "grouped_mm": "grouped",
+    "grouped_mm_downproj": "grouped",
+    "grouped_mm_swiglu": "grouped",
+    "route": "routing",
+    "routed_experts": "experts",
+}
+
+__all__ = [
+    "Activation",
+    "MoE",
+    "Router",
+    "experts_mlp",
+    "grouped_mm",
+    "grouped_mm_downproj",
+    "grouped_mm_swiglu",
+    "route",
+    "routed_experts",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'guild' has no attribute {name!r}")
+    value = getattr(import_module(f"guild.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

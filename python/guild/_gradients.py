@@ -1,0 +1,259 @@
+"""Gradients of the ops: what is saved, and which backward op gives the gradient.
+
+Backward keeps what design calls for and nothing else: the layer's input, the pre-activations, the
+routing, and the weights by reference.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from guild._operators import ops
+from guild.activations import KINDS, Activation
+
+
+def _rows(gradient: Tensor) -> Tensor:
+    """An incoming gradient as the kernels read it; `sum().backward()` gives an expanded scalar."""
+    return gradient if gradient.is_contiguous() else gradient.contiguous()
+
+
+def _wanted(*flags: bool) -> int:
+    return sum(1 << i for i, flag in enumerate(flags) if flag)
+
+
+# ---- route --------------------------------------------------------------------------------------
+
+
+def _route_setup(ctx, inputs, output):
+    logits, _, _, *ctx.router = inputs
+    ids, _ = output
+    ctx.save_for_backward(logits, ids)
+    ctx.mark_non_differentiable(ids)
+    ctx.set_materialize_grads(False)
+
+
+def _route_gradient(ctx, _, dscores):
+    logits, ids = ctx.saved_tensors
+    if dscores is None:
+        return (None,) * 6
+    return ops.route_backward(_rows(dscores), logits, ids, *ctx.router), *(None,) * 5
+
+
+# ---- layers -------------------------------------------------------------------------------------
+
+
+def _require_kept(h: Tensor, rows: int) -> None:
+    if h.shape[0] != rows:
+        raise RuntimeError("keep: expected True where a gradient is wanted, got False")
+
+
+def _moe_setup(ctx, inputs, output):
+    x, ids, _, w_up, w_gate, w_down, _, b_down, *flags = inputs
+    _, h, offsets, row_token, slot_row, row_score = output
+    ctx.flags = flags[:-1]
+    ctx.save_for_backward(
+        x, h, offsets, row_token, slot_row, row_score, w_up, w_gate, w_down, b_down
+    )
+    ctx.mark_non_differentiable(h, offsets, row_token, slot_row, row_score)
+    ctx.set_materialize_grads(False)
+
+
+def _moe_gradient(ctx, dout, *_):
+    nothing = (None,) * 9  # the flags
+    if dout is None:
+        return (*(None,) * 8, *nothing)
+    saved = ctx.saved_tensors
+    _require_kept(saved[1], saved[3].shape[0])
+    x, _, scores, w_up, w_gate, w_down, b_up, b_down = ctx.needs_input_grad[:8]
+    wanted = _wanted(x, scores, w_up or w_gate, w_down, b_up, b_down)
+    dx, dscores, dw_up, dw_gate, dw_down, db_up, db_down = ops.moe_backward(
+        _rows(dout), *saved, *ctx.flags, wanted
+    )
+    return (
+        dx if x else None,
+        None,
+        dscores if scores else None,
+        dw_up if w_up else None,
+        dw_gate if w_gate else None,
+        dw_down if w_down else None,
+        db_up if b_up else None,
+        db_down if b_down else None,
+        *nothing,
+    )
+
+
+def _experts_setup(ctx, inputs, output):
+    x, offsets, w_up, w_gate, w_down, _, _, *flags = inputs
+    _, h = output
+    ctx.flags = flags[:-1]
+    ctx.save_for_backward(x, h, offsets, w_up, w_gate, w_down)
+    ctx.mark_non_differentiable(h)
+    ctx.set_materialize_grads(False)
+
+
+def _experts_gradient(ctx, dout, _):
+    nothing = (None,) * 9
+    if dout is None:
+        return (*(None,) * 7, *nothing)
+    saved = ctx.saved_tensors
+    _require_kept(saved[1], saved[0].shape[0])
+    x, _, w_up, w_gate, w_down, b_up, b_down = ctx.needs_input_grad[:7]
+    wanted = _wanted(x, False, w_up or w_gate, w_down, b_up, b_down)
+    dx, dw_up, dw_gate, dw_down, db_up, db_down = ops.experts_backward(
+        _rows(dout), *saved, *ctx.flags, wanted
+    )
+    return (
+        dx if x else None,
+        None,
+        dw_up if w_up else None,
+        dw_gate if w_gate else None,
+        dw_down if w_down else None,
+        db_up if b_up else None,
+        db_down if b_down else None,
+        *nothing,
+    )
+
+
+# ---- grouped products ---------------------------------------------------------------------------
+
+
+def bias_gradient(m: Tensor, offsets: Tensor) -> Tensor:
+    """Sums of m's rows (R, width) by expert: (E, width) in m's dtype. offsets: int32 (E + 1)."""
+    db = m.new_empty(offsets.shape[0] - 1, m.shape[1])
+    ops.bias_gradient_out(m, offsets, None, None, db, False)
+    return db
+
+
+def starts(offs: Tensor) -> Tensor:
+    """END positions (E) as offsets (E + 1): a zero in front."""
+    return F.pad(offs, (1, 0))
+
+
+def _grouped_mm_setup(ctx, inputs, output):
+    mat_a, mat_b, offs, _, _ = inputs
+    ctx.save_for_backward(mat_a, mat_b, offs)
+
+
+def _grouped_mm_gradient(ctx, dout):
+    mat_a, mat_b, offs = ctx.saved_tensors
+    want_a, want_b, _, want_bias, _ = ctx.needs_input_grad
+    dout = _rows(dout.to(mat_a.dtype))
+    da = ops.grouped_mm(dout, mat_b.mT, offs, None, False) if want_a else None
+    db = ops.grouped_mm(mat_a.mT, dout, offs, None, False) if want_b else None
+    dbias = _grouped_bias_gradient(mat_a, mat_b, offs, dout) if want_bias else None
+    return da, db, None, dbias, None
+
+
+def _grouped_bias_gradient(
+    mat_a: Tensor, mat_b: Tensor, offs: Tensor | None, dout: Tensor
+) -> Tensor:
+    if offs is None:
+        return dout.sum(1)
+    if mat_a.dim() == mat_b.dim():  # groups of an empty sum get no bias
+        filled = starts(offs).diff() > 0
+        return dout.sum(1) * filled[:, None]
+    by_row = dout if mat_b.dim() == 3 else dout.mT.contiguous()
+    return bias_gradient(by_row, starts(offs))
+
+
+# ---- the fused pair -----------------------------------------------------------------------------
+
+
+def _pair_up_setup(ctx, inputs, output):
+    x, w_up, offsets, _, *ctx.activation, ctx.interleaved = inputs
+    _, h = output
+    ctx.save_for_backward(x, w_up, offsets, h)
+    ctx.set_materialize_grads(False)
+
+
+def _pair_up_gradient(ctx, da, dh):
+    nothing = (None,) * 7
+    x, w_up, offsets, h = ctx.saved_tensors
+    want_x, want_w, _, want_bias = ctx.needs_input_grad[:4]
+    if da is not None:  # swiglu_out was used on its own
+        kind, *rest = ctx.activation
+        activation = Activation(KINDS[kind], *rest)
+        order = "interleaved" if ctx.interleaved else "concatenated"
+        from_a = activation.gradient(h, da, order)
+        dh = from_a if dh is None else dh + from_a
+    if dh is None:
+        return (*(None,) * 4, *nothing)
+    dh = _rows(dh)
+    dx = ops.grouped_mm(dh, w_up.mT, offsets[1:], None, False) if want_x else None
+    dw = None
+    if want_w:
+        dw = torch.empty_like(w_up)
+        gated, order = ctx.activation[1], ctx.interleaved
+        ops.up_weight_gradient_out(x, dh, offsets, None, dw, None, gated, order, True, False)
+    db = bias_gradient(dh, offsets) if want_bias else None
+    return dx, dw, None, db, *nothing
+
+
+def _pair_down_setup(ctx, inputs, output):
+    a, aux, w_down, offsets, _, *ctx.flags = inputs
+    ctx.fused = aux is not None
+    ctx.save_for_backward(aux if ctx.fused else a, w_down, offsets)
+
+
+def _pair_down_gradient(ctx, dout):
+    nothing = (None,) * 7
+    kept, w_down, offsets = ctx.saved_tensors
+    want_a, want_aux, want_w, _, want_bias = ctx.needs_input_grad[:5]
+    dout = _rows(dout)
+    a, da, dh = kept, None, None
+    if ctx.fused and (want_aux or want_w):
+        dh, a, _ = ops.down_gradient(dout, kept, offsets, None, None, w_down, *ctx.flags, True)
+    elif want_a and not ctx.fused:
+        da = ops.grouped_mm(dout, w_down.mT, offsets[1:], None, False)
+    dw = None
+    if want_w:
+        dw = torch.empty_like(w_down)
+        ops.down_weight_gradient_out(dout, a, offsets, None, dw, True, False)
+    db = bias_gradient(dout, offsets) if want_bias else None
+    return da, dh if want_aux else None, dw, None, db, *nothing
+
+
+# ---- the router's product -----------------------------------------------------------------------
+
+
+def router_logits_forward(x: Tensor, weight: Tensor) -> Tensor:
+    """float32 x weight^T of 16-bit operands, without a float32 copy of x on the GPU."""
+    if x.is_cuda:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return x.float() @ weight.float().t()
+
+
+def _router_logits_setup(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _router_logits_gradient(ctx, dlogits):
+    x, weight = ctx.saved_tensors
+    want_x, want_weight = ctx.needs_input_grad
+    dlogits = dlogits.to(x.dtype)
+    return dlogits @ weight if want_x else None, dlogits.t() @ x if want_weight else None
+
+
+_library = torch.library.Library("guild", "FRAGMENT")
+_library.define("router_logits(Tensor x, Tensor weight) -> Tensor")
+for _key in ("CPU", "CUDA"):
+    _library.impl("router_logits", router_logits_forward, _key)
+
+
+@torch.library.register_fake("guild::router_logits", lib=_library)
+def _router_logits_fake(x, weight):
+    return x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32)
+
+
+for _name, _gradient, _setup in (
+    ("route", _route_gradient, _route_setup),
+    ("moe_forward", _moe_gradient, _moe_setup),
+    ("experts_forward", _experts_gradient, _experts_setup),
+    ("grouped_mm", _grouped_mm_gradient, _grouped_mm_setup),
+    ("pair_up", _pair_up_gradient, _pair_up_setup),
+    ("pair_down", _pair_down_gradient, _pair_down_setup),
+    ("router_logits", _router_logits_gradient, _router_logits_setup),
+):
+    torch.library.register_autograd(f"guild::{_name}", _gradient, setup_context=_setup)

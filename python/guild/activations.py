@@ -1,0 +1,223 @@
+"""Activations between the two projections, by name or with their own parameters.
+
+    a = act(gate) * (up + up_offset)          a = act(gate)        without a gate
+
+The kernels compute them; the formulas here in plain torch are what the kernels are tested against,
+and the gradient of a `swiglu_out` that is used on its own.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+KINDS = ("silu", "gelu_tanh", "gelu", "relu", "relu2")  # in the order of guild::Activation::Kind
+ORDERS = ("concatenated", "interleaved")
+
+
+@dataclass(frozen=True)
+class Activation:
+    """What happens between up and down projection.
+
+    Parameters
+    ----------
+    kind : {"silu", "gelu_tanh", "gelu", "relu", "relu2"}
+        act(g): g * sigmoid(alpha * g), GELU in its tanh form, exact GELU, max(g, 0), max(g, 0)^2.
+    gated : bool
+        With a gate the up projection has 2I outputs, gate and up; without one it has I.
+    alpha : float
+        Slope inside SiLU's sigmoid.
+    limit : float
+        Clamps gate to <= limit and up to [-limit, limit]. Gradients are zero where it cuts.
+    up_offset : float
+        Added to up after its clamp.
+    clamp_after : bool
+        Clamp act(gate) instead of gate.
+
+    Notes
+    -----
+    `Activation.named` knows the usual ones by name, and every function that takes an activation
+    takes such a name too: "silu" = "swiglu", "gelu" = "geglu", "gelu_tanh" = "geglu_tanh", "relu" =
+    "reglu", "relu2", "quick_gelu" and "gpt_oss", all gated; and "silu_ungated", "gelu_ungated",
+    "gelu_tanh_ungated", "relu_ungated", "relu2_ungated".
+    """
+
+    kind: str = "silu"
+    gated: bool = True
+    alpha: float = 1.0
+    limit: float = math.inf
+    up_offset: float = 0.0
+    clamp_after: bool = False
+    scalars: tuple[int, bool, float, float, float, bool] = field(
+        init=False, repr=False, compare=False
+    )  # as the ops take them
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {self.kind!r}")
+        if not math.isfinite(self.alpha):
+            raise ValueError(f"alpha: expected a finite number, got {self.alpha}")
+        if not self.limit > 0:
+            raise ValueError(f"limit: expected a positive number, got {self.limit}")
+        if not math.isfinite(self.up_offset):
+            raise ValueError(f"up_offset: expected a finite number, got {self.up_offset}")
+        scalars = (
+            KINDS.index(self.kind),
+            bool(self.gated),
+            float(self.alpha),
+            float(self.limit),
+            float(self.up_offset),
+            bool(self.clamp_after),
+        )
+        object.__setattr__(self, "scalars", scalars)
+
+    @staticmethod
+    def named(name: str) -> Activation:
+        """The activation of that name.
+
+        Raises
+        ------
+        ValueError
+            If there is none.
+        """
+        if name not in PRESETS:
+            raise ValueError(f"activation: expected one of {', '.join(PRESETS)}, got {name!r}")
+        return PRESETS[name]
+
+    def width(self, intermediate: int) -> int:
+        """Outputs of the up projection for `intermediate` inputs of the down projection."""
+        return 2 * intermediate if self.gated else intermediate
+
+    def __call__(self, h: torch.Tensor, order: str = "concatenated") -> torch.Tensor:
+        """Apply to pre-activations in plain torch, in float32 (float64 in float64).
+
+        Parameters
+        ----------
+        h : torch.Tensor
+            (..., 2I), or (..., I) without a gate.
+        order : {"concatenated", "interleaved"}
+            Order of gate and up in h.
+
+        Returns
+        -------
+        torch.Tensor
+            (..., I) in h's dtype.
+        """
+        gate, up = self._halves(h, order)
+        value = _value_and_slope(self, gate)[0]
+        if up is not None:
+            value = value * (up.clamp(-self.limit, self.limit) + self.up_offset)
+        return value.to(h.dtype)
+
+    def gradient(
+        self, h: torch.Tensor, da: torch.Tensor, order: str = "concatenated"
+    ) -> torch.Tensor:
+        """The gradient of h given that of the activation.
+
+        Parameters
+        ----------
+        h : torch.Tensor
+            (..., 2I), or (..., I) without a gate: the pre-activations.
+        da : torch.Tensor
+            (..., I): the gradient of the result.
+        order : {"concatenated", "interleaved"}
+            Order of gate and up in h and in the result.
+
+        Returns
+        -------
+        torch.Tensor
+            Shape and dtype of h.
+        """
+        gate, up = self._halves(h, order)
+        da = da.to(gate.dtype)
+        value, slope = _value_and_slope(self, gate)
+        if up is None:
+            return (da * slope).to(h.dtype)
+        inside = ~((up > self.limit) | (up < -self.limit))  # NaN is inside
+        dgate = da * slope * (up.clamp(-self.limit, self.limit) + self.up_offset)
+        pair = (dgate, da * value * inside)
+        dh = torch.cat(pair, -1) if order == "concatenated" else torch.stack(pair, -1).flatten(-2)
+        return dh.to(h.dtype)
+
+    def _halves(self, h: torch.Tensor, order: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if h.dtype != torch.float64:
+            h = h.float()
+        if not self.gated:
+            return h, None
+        if order == "concatenated":
+            gate, up = h.chunk(2, -1)
+            return gate, up
+        return h[..., 0::2], h[..., 1::2]
+
+
+def _value_and_slope(
+    activation: Activation, gate: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """act(clamped gate) and its slope with respect to the unclamped gate."""
+    cut = gate > activation.limit
+    if activation.clamp_after:
+        value, slope = _unclamped(activation, gate)
+        cut = value > activation.limit
+        return value.clamp(max=activation.limit), slope.masked_fill(cut, 0)
+    value, slope = _unclamped(activation, gate.clamp(max=activation.limit))
+    return value, slope.masked_fill(cut, 0)
+
+
+def _unclamped(activation: Activation, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """act(x) and act'(x)."""
+    if activation.kind == "silu":
+        s = torch.sigmoid(activation.alpha * x)
+        return x * s, s * (1 + activation.alpha * x * (1 - s))
+    if activation.kind == "gelu_tanh":
+        c, d = math.sqrt(2 / math.pi), 0.044715
+        s = torch.sigmoid(2 * c * (x + d * x**3))  # (1 + tanh z) / 2 = sigmoid(2 z)
+        return x * s, s + x * s * (1 - s) * 2 * c * (1 + 3 * d * x * x)
+    if activation.kind == "gelu":
+        phi = 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
+        return x * phi, phi + x * torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+    r = x.clamp(min=0)
+    if activation.kind == "relu":
+        return r, torch.where(x > 0, 1.0, r)  # r is 0 or NaN there
+    return r * r, 2 * r
+
+
+PRESETS = {
+    **{kind: Activation(kind) for kind in KINDS},
+    "swiglu": Activation("silu"),
+    "geglu": Activation("gelu"),
+    "geglu_tanh": Activation("gelu_tanh"),
+    "reglu": Activation("relu"),
+    "quick_gelu": Activation("silu", alpha=1.702),
+    "gpt_oss": Activation("silu", alpha=1.702, limit=7.0, up_offset=1.0),
+    **{f"{kind}_ungated": Activation(kind, gated=False) for kind in KINDS},
+}
+
+
+def as_activation(activation: Activation | str) -> Activation:
+    """An `Activation` from itself or its name.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If it is neither, or an unknown name.
+    """
+    if isinstance(activation, Activation):
+        return activation
+    if isinstance(activation, str):
+        return Activation.named(activation)
+    raise TypeError(f"activation: expected a name or a guild.Activation, got {activation!r}")
+
+
+def is_interleaved(order: str) -> bool:
+    """Whether `order` says "interleaved".
+
+    Raises
+    ------
+    ValueError
+        If it is not one of the two orders.
+    """
+    if order not in ORDERS:
+        raise ValueError(f"order: expected 'concatenated' or 'interleaved', got {order!r}")
+    return order == "interleaved"

@@ -1,0 +1,257 @@
+"""The expert MLP, on tokens with their expert ids or on rows already sorted by expert."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from guild import _gradients  # noqa: F401 - registers the gradients
+from guild._checks import (
+    expect_device,
+    expect_dims,
+    expect_indices,
+    expect_like,
+    expect_operand,
+    expect_rows,
+    expect_shape,
+    expect_tensor,
+)
+from guild._operators import autocast, ops, score_dtype
+from guild.activations import Activation, as_activation, is_interleaved
+
+Halves = tuple[Tensor, Tensor]  # gate, up
+
+_moe_forward = ops.moe_forward.default
+_experts_forward = ops.experts_forward.default
+
+
+def routed_experts(
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    w_up: Tensor | Halves,
+    w_down: Tensor,
+    b_up: Tensor | Halves | None = None,
+    b_down: Tensor | None = None,
+    *,
+    activation: Activation | str = "silu",
+    order: str = "concatenated",
+    transposed: bool = False,
+) -> Tensor:
+    """Every token through its chosen experts, summed with its weights.
+
+        out[t] = sum over k of topk_weights[t, k] * (act(x[t] W1[e]^T + b1[e]) W2[e]^T + b2[e])
+
+    with e = topk_ids[t, k]. Sorting, gather, both products, activation and combine are one op, as
+    is the whole of backward, which keeps x, the pre-activations and the routing. Nothing waits for
+    the GPU; two runs give the same bits.
+
+    Parameters
+    ----------
+    x : torch.Tensor
+        (tokens T, hidden H): bfloat16 or float16, on the CPU float32 and float64 too. Rows may lie
+        further apart than H.
+    topk_ids : torch.Tensor
+        (T, K) int32 or int64: experts of each token. Ids outside [0, E) are skipped, forward and
+        backward.
+    topk_weights : torch.Tensor
+        (T, K), any floating dtype; used in float32 (float64 if x is).
+    w_up : torch.Tensor or (torch.Tensor, torch.Tensor)
+        (E, 2I, H) gate and up in the given order, (E, I, H) without a gate; or a pair (gate, up) of
+        (E, I, H) each. x's dtype, any strides on the CPU; on a GPU one of the last two dimensions
+        contiguous. Read in place.
+    w_down : torch.Tensor
+        (E, H, I).
+    b_up : torch.Tensor or (torch.Tensor, torch.Tensor), optional
+        (E, 2I) in the given order, (E, I) without a gate; or a pair of (E, I).
+    b_down : torch.Tensor, optional
+        (E, H).
+    activation : Activation or str
+        See `Activation` for the names.
+    order : {"concatenated", "interleaved"}
+        Whether the 2I outputs are gate_0 .. gate_{I-1}, up_0 .. or gate_0, up_0, gate_1, ...
+    transposed : bool
+        Weights are (E, H, 2I) and (E, I, H) instead.
+
+    Returns
+    -------
+    torch.Tensor
+        (T, H) in x's dtype; the autocast dtype under autocast.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not as described; the message names it.
+
+    Notes
+    -----
+    Gradients flow to x, topk_weights, weights and biases, each in its own dtype. The method is
+    SonicMoE's (arXiv:2512.14080, section 3).
+    """
+    return routed_experts_and_offsets(
+        x, topk_ids, topk_weights, w_up, w_down, b_up, b_down, activation, order, transposed
+    )[0]
+
+
+def routed_experts_and_offsets(
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    w_up: Tensor | Halves,
+    w_down: Tensor,
+    b_up: Tensor | Halves | None,
+    b_down: Tensor | None,
+    activation: Activation | str,
+    order: str,
+    transposed: bool,
+) -> tuple[Tensor, Tensor]:
+    """`routed_experts`, and the int32 (E + 1) offsets of the sorted rows."""
+    expect_dims("x", x, 2, what="(tokens, hidden)")
+    expect_dims("topk_ids", topk_ids, 2, what="(tokens, top_k)")
+    expect_indices("topk_ids", topk_ids, x, torch.int32, torch.int64)
+    if topk_ids.shape[0] != x.shape[0]:
+        raise ValueError(
+            f"topk_ids: expected {x.shape[0]} tokens as x has, got shape {tuple(topk_ids.shape)}"
+        )
+    expect_shape("topk_weights", topk_weights, tuple(topk_ids.shape))
+    expect_device("topk_weights", topk_weights, x)
+    if not topk_weights.is_floating_point():
+        raise TypeError(f"topk_weights: expected a floating dtype, got {topk_weights.dtype}")
+    x, *layer, gradient = _layer(x, w_up, w_down, b_up, b_down, activation, order, transposed)
+    scores = topk_weights.to(score_dtype(x.dtype)).contiguous()
+    keep = torch.is_grad_enabled() and (gradient or scores.requires_grad)
+    out, _, offsets, _, _, _ = _moe_forward(x, topk_ids, scores, *layer, keep)
+    return out, offsets
+
+
+def experts_mlp(
+    x_sorted: Tensor,
+    offsets: Tensor,
+    w_up: Tensor | Halves,
+    w_down: Tensor,
+    b_up: Tensor | Halves | None = None,
+    b_down: Tensor | None = None,
+    activation: Activation | str = "silu",
+    *,
+    order: str = "concatenated",
+    transposed: bool = False,
+) -> Tensor:
+    """The expert MLP on rows that the caller has sorted by expert.
+
+        out[r] = act(x_sorted[r] W1[e]^T + b1[e]) W2[e]^T + b2[e]    offsets[e] <= r < offsets[e+1]
+
+    Parameters
+    ----------
+    x_sorted : torch.Tensor
+        (rows R, hidden H), dtypes as in `routed_experts`.
+    offsets : torch.Tensor
+        int32 (E + 1): where each expert's rows begin, and where the last one's end. Rows at or past
+        offsets[E] belong to nobody: their result and gradient are zero.
+    w_up, w_down, b_up, b_down, activation, order, transposed
+        As in `routed_experts`.
+
+    Returns
+    -------
+    torch.Tensor
+        (R, H) in x_sorted's dtype; the autocast dtype under autocast.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not as described; the message names it.
+    """
+    expect_dims("x_sorted", x_sorted, 2, what="(rows, hidden)")
+    expect_tensor("w_down", w_down)
+    x, *layer, gradient = _layer(
+        x_sorted, w_up, w_down, b_up, b_down, activation, order, transposed, "x_sorted"
+    )
+    expect_shape("offsets", offsets, (w_down.shape[0] + 1,), "it holds starts and the last end")
+    expect_indices("offsets", offsets, x, torch.int32)
+    return _experts_forward(x, offsets, *layer, torch.is_grad_enabled() and gradient)[0]
+
+
+def _layer(
+    x: Tensor,
+    w_up: Tensor | Halves,
+    w_down: Tensor,
+    b_up: Tensor | Halves | None,
+    b_down: Tensor | None,
+    activation: Activation | str,
+    order: str,
+    transposed: bool,
+    x_name: str = "x",
+) -> tuple:
+    """Checked, cast arguments of an op, and at the end whether any of them wants a gradient."""
+    activation = as_activation(activation)
+    interleaved = is_interleaved(order)
+    w_gate = None
+    if isinstance(w_up, tuple | list):
+        if not activation.gated or len(w_up) != 2:
+            wanted = "a pair (gate, up)" if activation.gated else "one tensor without a gate"
+            raise ValueError(f"w_up: expected {wanted}, got {len(w_up)} tensors")
+        w_gate, w_up = w_up
+    if isinstance(b_up, tuple | list):
+        b_up = _joined_bias(b_up, activation, interleaved)
+    expect_dims("w_down", w_down, 3, what="(experts, hidden, intermediate)")
+    _expect_weights(x, w_up, w_gate, w_down, b_up, b_down, activation, transposed)
+    operands = autocast(x, w_up, w_gate, w_down, b_up, b_down)
+    x, w_up, w_gate, w_down, b_up, b_down = operands
+    expect_operand(x_name, x)
+    gradient = False
+    for name, tensor in zip(_NAMES, operands, strict=True):
+        if tensor is not None:
+            expect_like(name, tensor, x, x_name)
+            gradient = gradient or tensor.requires_grad
+    expect_rows(x_name, x)
+    flags = (*activation.scalars, interleaved, transposed)
+    return x, w_up, w_gate, w_down, b_up, b_down, *flags, gradient
+
+
+_NAMES = ("x", "w_up", "w_up[0] (gate)", "w_down", "b_up", "b_down")
+
+
+def _expect_weights(
+    x: Tensor,
+    w_up: Tensor,
+    w_gate: Tensor | None,
+    w_down: Tensor,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
+    activation: Activation,
+    transposed: bool,
+) -> None:
+    """The shapes of a layer: E and I follow from w_down, H from x."""
+    hidden = x.shape[1]
+    experts, first, second = w_down.shape
+    intermediate = first if transposed else second
+    if (second if transposed else first) != hidden:
+        shape = (experts, intermediate, hidden) if transposed else (experts, hidden, intermediate)
+        hint = "pass transposed=True if the checkpoint stores (E, I, H)"
+        if first != hidden and second != hidden:
+            hint = f"hidden is {hidden} in x"
+        elif transposed:
+            hint = "leave transposed out if the checkpoint stores (E, H, I)"
+        raise ValueError(f"w_down: expected shape {shape}, got {tuple(w_down.shape)}; {hint}")
+    out = intermediate if w_gate is not None else activation.width(intermediate)
+    shape = (experts, hidden, out) if transposed else (experts, out, hidden)
+    kind = "with a gate" if activation.gated else "without a gate"
+    for name, tensor in (("w_up", w_up), ("w_up[0] (gate)", w_gate)):
+        if tensor is not None:
+            expect_shape(name, tensor, shape, f"intermediate is {intermediate} in w_down, {kind}")
+    if b_up is not None:
+        expect_shape("b_up", b_up, (experts, activation.width(intermediate)))
+        expect_rows("b_up", b_up)
+    if b_down is not None:
+        expect_shape("b_down", b_down, (experts, hidden))
+        expect_rows("b_down", b_down)
+
+
+def _joined_bias(halves: Halves, activation: Activation, interleaved: bool) -> Tensor:
+    if not activation.gated or len(halves) != 2:
+        wanted = "a pair (gate, up)" if activation.gated else "one tensor without a gate"
+        raise ValueError(f"b_up: expected {wanted}, got {len(halves)} tensors")
+    for name, half in zip(("b_up[0] (gate)", "b_up[1] (up)"), halves, strict=True):
+        expect_dims(name, half, 2, what="(experts, intermediate)")
+    gate, up = halves
+    expect_shape("b_up[0] (gate)", gate, tuple(up.shape))
+    return torch.stack((gate, up), -1).flatten(1) if interleaved else torch.cat((gate, up), 1)

@@ -1,0 +1,265 @@
+"""The Mixture-of-Experts layer as a module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from guild._checks import FLOATS, dtype_name, expect_count, expect_tensor
+from guild._operators import autocast, ops
+from guild.activations import Activation, as_activation
+from guild.experts import experts_mlp, routed_experts_and_offsets
+from guild.routing import Router, route
+
+_router_logits = ops.router_logits.default
+
+
+class MoE(nn.Module):
+    """Router, experts and, if asked for, shared experts.
+
+    Parameters
+    ----------
+    hidden, intermediate : int
+        Width of the layer and of one expert. On a GPU multiples of 8.
+    experts, top_k : int
+        Experts of the layer and of a token.
+    activation : Activation or str
+        Between the projections; see `Activation` for the names.
+    bias : bool
+        Whether the experts' projections have biases.
+    router : Router, optional
+        How logits become ids and weights; softmax, renormalised, unless said otherwise.
+    shared_experts : int
+        Experts that every token goes through, as one dense MLP of shared_experts * intermediate.
+    device, dtype : optional
+        Of the parameters, as in torch.nn.Linear. With device="meta" nothing is allocated: follow
+        with `to_empty(device=...)` and `reset_parameters()`.
+
+    Attributes
+    ----------
+    router.weight : torch.nn.Parameter
+        (experts, hidden).
+    router.selection_bias : torch.Tensor
+        float32 (experts,), a buffer; with Router(selection_bias=True).
+    w_up, w_down : torch.nn.Parameter
+        (experts, 2 * intermediate, hidden), gate above up, or (experts, intermediate, hidden)
+        without a gate; (experts, hidden, intermediate).
+    b_up, b_down : torch.nn.Parameter or None
+        (experts, 2 * intermediate) or (experts, intermediate); (experts, hidden).
+    shared.w_up, shared.w_down : torch.nn.Parameter
+        (2 * shared_experts * intermediate, hidden), (hidden, shared_experts * intermediate).
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not as described; the message names it.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        intermediate: int,
+        experts: int,
+        top_k: int,
+        activation: Activation | str = "silu",
+        bias: bool = False,
+        router: Router | None = None,
+        shared_experts: int = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        expect_count("hidden", hidden, 1)
+        expect_count("intermediate", intermediate, 1)
+        expect_count("experts", experts, 1)
+        expect_count("top_k", top_k, 1, experts)
+        expect_count("shared_experts", shared_experts, 0)
+        if not isinstance(router, Router | None):
+            raise TypeError(f"router: expected a guild.Router, got {router!r}")
+        if dtype is not None and dtype not in FLOATS:
+            raise TypeError(f"dtype: expected a floating dtype, got {dtype_name(dtype)}")
+        self.hidden, self.intermediate = hidden, intermediate
+        self.experts, self.top_k = experts, top_k
+        self.activation = as_activation(activation)
+        self.routing = router or Router()
+        make: dict[str, Any] = {"device": device, "dtype": dtype}
+        width = self.activation.width(intermediate)
+        self.router = nn.Linear(hidden, experts, bias=False, **make)
+        if self.routing.selection_bias:
+            bias_of_choice = torch.zeros(experts, device=device, dtype=torch.float32)
+            self.router.register_buffer("selection_bias", bias_of_choice)
+        self.w_up = nn.Parameter(torch.empty(experts, width, hidden, **make))
+        self.w_down = nn.Parameter(torch.empty(experts, hidden, intermediate, **make))
+        self.b_up = nn.Parameter(torch.empty(experts, width, **make)) if bias else None
+        self.b_down = nn.Parameter(torch.empty(experts, hidden, **make)) if bias else None
+        self.shared = None
+        if shared_experts:
+            self.shared = DenseMLP(hidden, shared_experts * intermediate, self.activation, **make)
+        self._offsets: Tensor | None = None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Normal weights of variance 1 / inputs; zero biases."""
+        for weight in (self.router.weight, self.w_up, self.w_down):
+            nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
+        biases = (self.b_up, self.b_down, getattr(self.router, "selection_bias", None))
+        for bias in biases:
+            if bias is not None:
+                nn.init.zeros_(bias)
+        if self.shared is not None:
+            self.shared.reset_parameters()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer's output.
+
+        Parameters
+        ----------
+        x : torch.Tensor
+            (..., hidden) in the parameters' dtype, or any under autocast.
+
+        Returns
+        -------
+        torch.Tensor
+            Shape of x, in its dtype; the autocast dtype under autocast.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If x's shape, dtype or device does not fit.
+        """
+        expect_tensor("x", x)
+        if x.dim() == 0 or x.shape[-1] != self.hidden:
+            raise ValueError(
+                f"x: expected shape (..., {self.hidden}) (hidden), got {tuple(x.shape)}"
+            )
+        flat, weight = autocast(x.reshape(-1, self.hidden), self.router.weight)
+        ids, scores = route(
+            router_logits(flat, weight),
+            self.top_k,
+            score=self.routing.score,
+            renormalize=self.routing.renormalize,
+            scale=self.routing.scale,
+            selection_bias=getattr(self.router, "selection_bias", None),
+        )
+        out, self._offsets = routed_experts_and_offsets(
+            flat,
+            ids,
+            scores,
+            self.w_up,
+            self.w_down,
+            self.b_up,
+            self.b_down,
+            self.activation,
+            "concatenated",
+            False,
+        )
+        if self.shared is not None:
+            out = out + self.shared(flat)
+        return out.view(x.shape)
+
+    @property
+    def expert_counts(self) -> Tensor | None:
+        """int32 (experts,): rows of each expert in the last forward, on its device; None before."""
+        return None if self._offsets is None else self._offsets.diff()
+
+    @torch.no_grad()
+    def balance(self, rate: float = 1e-3) -> None:
+        """Move the selection bias against the load of the last forward, without a host wait.
+
+        Experts with more rows than the mean lose `rate`, those with fewer gain it
+        (arXiv:2408.15664). Call it once a step, after backward.
+
+        Parameters
+        ----------
+        rate : float
+            Step of the bias, in units of the router's p.
+
+        Raises
+        ------
+        RuntimeError
+            If the router has no selection bias, or there was no forward yet.
+        """
+        bias, counts = getattr(self.router, "selection_bias", None), self.expert_counts
+        if bias is None:
+            raise RuntimeError("router: expected Router(selection_bias=True), got one without")
+        if counts is None:
+            raise RuntimeError("balance: expected a forward before it, got none")
+        load = counts.float()
+        bias += rate * torch.sign(load.mean() - load)
+
+    def extra_repr(self) -> str:
+        """The sizes, for print(module)."""
+        return (
+            f"hidden={self.hidden}, intermediate={self.intermediate}, experts={self.experts}, "
+            f"top_k={self.top_k}, activation={self.activation}, bias={self.b_up is not None}"
+        )
+
+
+class DenseMLP(nn.Module):
+    """The shared experts: one MLP that every token goes through.
+
+    Parameters
+    ----------
+    hidden, intermediate : int
+        Its widths.
+    activation : Activation
+        Between the projections.
+    device, dtype : optional
+        Of the parameters.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        intermediate: int,
+        activation: Activation,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.activation = activation
+        width = activation.width(intermediate)
+        self.w_up = nn.Parameter(torch.empty(width, hidden, device=device, dtype=dtype))
+        self.w_down = nn.Parameter(torch.empty(hidden, intermediate, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Normal weights of variance 1 / inputs."""
+        for weight in (self.w_up, self.w_down):
+            nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (tokens, hidden) -> the same shape: one expert that gets every row."""
+        ends = torch.arange(2, device=x.device, dtype=torch.int32) * x.shape[0]
+        return experts_mlp(x, ends, self.w_up[None], self.w_down[None], activation=self.activation)
+
+
+def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """Logits x weight^T in float32 (float64 in float64), whatever the operands' dtype.
+
+    Parameters
+    ----------
+    x, weight : torch.Tensor
+        (tokens, hidden) and (experts, hidden).
+
+    Returns
+    -------
+    torch.Tensor
+        (tokens, experts): products of 16-bit operands are summed and returned in float32.
+
+    Raises
+    ------
+    TypeError
+        If the dtypes differ.
+    """
+    if x.dtype != weight.dtype:
+        raise TypeError(
+            f"x: expected dtype {dtype_name(weight.dtype)} as router.weight has, got "
+            f"{dtype_name(x.dtype)}"
+        )
+    if x.dtype in (torch.float32, torch.float64):
+        return F.linear(x, weight)
+    return _router_logits(x, weight)
