@@ -1,4 +1,4 @@
-// The family of the activation is chosen once a row, which leaves loops the compiler vectorises.
+// What does not change along a row is fixed before its loop, which the compiler then vectorises.
 #include "cpu/activate.h"
 
 #include "cpu/element.h"
@@ -6,32 +6,48 @@
 
 namespace guild::cpu {
 
+namespace {
+
+// Calls body(family, act) with the family and act.gated known at compile time.
+template <class Body>
+void with_constants(Activation const& act, Body&& body) {
+  with_family(act, [&](auto family) {
+    Activation local = act;
+    local.gated = false;
+    if (!act.gated) return body(family, local);
+    local.gated = true;
+    body(family, local);
+  });
+}
+
+}  // namespace
+
 template <class F>
 void activate_row(Activation const& act, F const* gate, F const* up, F* a, int64_t count) {
-  Activation const local = act;  // the loop sees that its stores do not change it
-  if (!local.gated) up = gate;   // read, ignored
-  with_family(local, [&](auto family) {
+  F const* const up_in = act.gated ? up : gate;  // read, ignored
+  with_constants(act, [&](auto family, Activation const local) {
 #pragma omp simd
-    for (int64_t i = 0; i < count; ++i) a[i] = activate<family.value>(local, gate[i], up[i]);
+    for (int64_t i = 0; i < count; ++i) a[i] = activate<family.value>(local, gate[i], up_in[i]);
   });
 }
 
 template <class F>
 F activate_row_gradient(Activation const& act, F score, F const* g, F* gate, F* up, F* a,
                         int64_t count) {
-  Activation const local = act;
-  F const* const up_in = local.gated ? up : gate;
+  F* const up_in = act.gated ? up : gate;
   F sum = 0;
-  with_family(local, [&](auto family) {
-#pragma omp simd reduction(+ : sum)
+  with_constants(act, [&](auto family, Activation const local) {
+    F part = 0;
+#pragma omp simd reduction(+ : part)
     for (int64_t i = 0; i < count; ++i) {
       PairGradient<F> const d =
           activate_gradient<family.value>(local, gate[i], up_in[i], score * g[i]);
-      sum += g[i] * d.a;
+      part += g[i] * d.a;
+      if (local.gated) up_in[i] = d.dup;
       gate[i] = d.dgate;
-      if (local.gated) up[i] = d.dup;
       a[i] = score * d.a;
     }
+    sum = part;
   });
   return sum;
 }

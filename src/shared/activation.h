@@ -11,6 +11,7 @@
 #include <type_traits>
 
 #include "guild/types.h"
+#include "shared/exponential.h"
 
 #ifdef __CUDACC__
 #define GUILD_HD __host__ __device__ __forceinline__
@@ -40,7 +41,7 @@ GUILD_HD float exponential(float x) {
 #ifdef __CUDA_ARCH__
   return __expf(x);
 #else
-  return expf(x);
+  return vector_exp(x);
 #endif
 }
 GUILD_HD double exponential(double x) { return exp(x); }
