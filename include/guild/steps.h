@@ -183,7 +183,9 @@ struct BiasGradient {
 // ---- level 1: the bare grouped product ----------------------------------------------------------
 
 // D = A B + bias in the four cases of torch._grouped_mm. offsets are int32 END positions (E), as
-// there: group e spans [e ? offsets[e - 1] : 0, offsets[e]). Any strides in elements.
+// there: group e spans [e ? offsets[e - 1] : 0, offsets[e]). Any strides in elements. Zeros go to
+// rows and columns of no group and, without bias, to groups whose sum over K is empty; with
+// accumulate both stay as they are.
 struct GroupedGemm {
   enum class Ragged : int {
     rows,     // A (M, K)    B (E, K, N)  D (M, N)      groups split M
@@ -199,7 +201,7 @@ struct GroupedGemm {
   int64_t m = 0, n = 0, k = 0, groups = 0;  // m, n, k: totals, ragged dimension included
   DType dtype = DType::bfloat16;            // of a, b and bias
   DType out_dtype = DType::bfloat16;        // dtype or float32
-  bool accumulate = false;                  // D += instead of D =; rows of no group are untouched
+  bool accumulate = false;                  // D += instead of D =
   int32_t const* offsets = nullptr;         // (E) end of each group; null for Ragged::none
   Operand a, b, d;                          // a and b are only read
   ConstRows bias;                           // (E, N), Ragged::columns: (E, M); null data: none

@@ -1,7 +1,4 @@
 // Choose K experts and their weights for each token, and the gradient of the weights.
-//
-// Without a selection bias the order of p is that of the logits, which is what is compared: p may
-// round two different logits to one value.
 #include <algorithm>
 #include <numeric>
 
@@ -40,22 +37,12 @@ void select(F const* key, int32_t* order, int64_t experts, int64_t count) {
   });
 }
 
-// Weights of the chosen. The softmax of the chosen alone is p divided by its sum, without the
-// underflow of a p that is small against experts not chosen.
+// p of the chosen, divided by their sum if renormalize, times scale.
 template <class F>
-void weights(Router const& router, F const* logits, F const* p, int32_t const* ids, F* out,
-             int64_t top_k) {
+void weights(Router const& router, F const* p, int32_t const* ids, F* out, int64_t top_k) {
   for (int64_t k = 0; k < top_k; ++k) out[k] = p[ids[k]];
-  if (router.renormalize) {
-    if (router.score == Score::softmax) {
-      F top = logits[ids[0]];
-      for (int64_t k = 1; k < top_k; ++k) top = std::max(top, logits[ids[k]]);
-      for (int64_t k = 0; k < top_k; ++k) out[k] = exponential(logits[ids[k]] - top);
-    }
-    F const sum = std::accumulate(out, out + top_k, F(0));
-    for (int64_t k = 0; k < top_k; ++k) out[k] /= sum;
-  }
-  for (int64_t k = 0; k < top_k; ++k) out[k] *= F(router.scale);
+  F const sum = router.renormalize ? std::accumulate(out, out + top_k, F(0)) : F(1);
+  for (int64_t k = 0; k < top_k; ++k) out[k] *= F(router.scale) / sum;
 }
 
 template <class F>
@@ -66,10 +53,10 @@ void route_token(Route const& x, int64_t token) {
   auto* const order = scratch.take<int32_t>(x.experts);
   probabilities(x.router.score, logits, p, x.experts);
   auto const* const bias = static_cast<F const*>(x.selection_bias);
-  for (int64_t e = 0; e < x.experts; ++e) key[e] = bias == nullptr ? logits[e] : p[e] + bias[e];
+  for (int64_t e = 0; e < x.experts; ++e) key[e] = bias == nullptr ? p[e] : p[e] + bias[e];
   select(key, order, x.experts, x.top_k);
   std::copy_n(order, x.top_k, x.ids + token * x.top_k);
-  weights(x.router, logits, p, order, static_cast<F*>(x.scores) + token * x.top_k, x.top_k);
+  weights(x.router, p, order, static_cast<F*>(x.scores) + token * x.top_k, x.top_k);
 }
 
 // With w the weights before scaling and d = scale * dscores:
@@ -97,7 +84,7 @@ void gradient_token(RouterGradient const& x, int64_t token) {
   probabilities(router.score, logits, p, x.experts);
   Router unscaled = router;
   unscaled.scale = 1;
-  weights(unscaled, logits, p, ids, w, chosen);
+  weights(unscaled, p, ids, w, chosen);
   F sum_p = 0, sum_wd = 0;
   for (int64_t k = 0; k < chosen; ++k) {
     sum_p += p[ids[k]];

@@ -90,9 +90,10 @@ __global__ void __launch_bounds__(kThreads, 2) plain_kernel(PlainProduct p, Work
                          tile.col * p.b.col_stride;
     int64_t const d_at =
         tile.expert * p.d.group_stride + row * p.d.row_stride + tile.col * p.d.col_stride;
-    T const* const bias = p.bias.data == nullptr ? nullptr
-                                                 : static_cast<T const*>(p.bias.data) +
-                                                       tile.expert * bias_stride + tile.col;
+    bool const biased = p.bias.data != nullptr && tile.inner > 0;  // an empty sum is zero
+    T const* const bias =
+        !biased ? nullptr
+                : static_cast<T const*>(p.bias.data) + tile.expert * bias_stride + tile.col;
     int const columns = min(p.n - tile.col, kTile);
     Sums const sums =
         sum_tile(p, slabs, static_cast<T const*>(p.a.data) + a_at,
