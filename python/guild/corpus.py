@@ -1,4 +1,4 @@
-"""The text that `guild train` learns from: Python sources as one array of bytes, with held-out files.
+"""The text that `guild train` learns from: Python sources as bytes, with held-out files.
 
 Every machine that runs Guild has the standard library's sources, so the default corpus needs no
 download. A file belongs to the held-out part by a hash of its path, so the split does not move

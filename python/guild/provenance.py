@@ -1,4 +1,4 @@
-"""Where a figure comes from: commit, versions, processor and GPU, for every JSON that is written."""
+"""Where a figure comes from: commit, versions, processor and GPU, for every JSON written."""
 
 from __future__ import annotations
 

@@ -1,0 +1,73 @@
+"""The table that `guild bench` prints: one line a shape, routing and pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.table import Table
+
+from .bench_layers import TITLES
+
+
+def bench_table(record: dict[str, Any]) -> Table:
+    """Lay out a benchmark's record.
+
+    Parameters
+    ----------
+    record : dict
+        What `bench.measure` returns.
+    """
+    cases = record["cases"]
+    timed = [name for name in TITLES if any(name in case["figures"] for case in cases)]
+    baselines = [name for name in timed if name not in ("guild", "bound")]
+    table = Table(
+        title=f"{record['device']}, {record['dtype']}, torch {record['torch']}, medians of "
+        f"{record['rounds']} rounds",
+        caption="error: the largest relative error of Guild's output and gradients; TFLOPS of "
+        "useful work (6TKHI forward, 12TKHI backward); 'bound' is cuBLAS on balanced experts",
+    )
+    for heading in ("shape", "routing", "load", "pass"):
+        table.add_column(heading, no_wrap=True)
+    for name in timed:
+        table.add_column(f"{TITLES[name]} ms", justify="right")
+    for heading in ["TFLOPS", "over bound", *(f"{TITLES[b]} / Guild" for b in baselines), "error"]:
+        table.add_column(heading, justify="right")
+    for case in cases:
+        for direction in ("forward", "backward"):
+            _add_line(table, case, direction, timed, baselines)
+        table.add_section()
+    return table
+
+
+def _add_line(
+    table: Table, case: dict[str, Any], direction: str, timed: list[str], baselines: list[str]
+) -> None:
+    found = {name: case["figures"].get(name, {}).get(direction) for name in timed}
+    ours = found.get("guild")
+    first = direction == "forward"
+    errors = case["errors"].get("guild")
+    load = case.get("busiest_expert_over_mean")
+    table.add_row(
+        case["name"] if first else "",
+        case["routing"] if first else "",
+        f"{load:.2f}" if first and load is not None else "",
+        direction,
+        *(_milliseconds(found[name], case["failures"].get(name)) for name in timed),
+        f"{ours['tflops']:.3g}" if ours else "",
+        f"{ours['over_bound']['median']:.2f}" if ours and "over_bound" in ours else "",
+        *(
+            f"{ours['speedup_over'][b]['median']:.2f}x"
+            if ours and b in ours["speedup_over"]
+            else ""
+            for b in baselines
+        ),
+        f"{max(errors.values()):.1e}" if first and errors else "",
+    )
+
+
+def _milliseconds(found: dict[str, Any] | None, failure: str | None) -> str:
+    if found is None:
+        return "failed" if failure else ""
+    ms = found["ms"]
+    half_spread = 50 * (ms["high"] - ms["low"]) / ms["median"]
+    return f"{ms['median']:.3f} ±{half_spread:.0f}%"

@@ -1,0 +1,185 @@
+"""The `guild` command: `train`, `bench` and `info`.
+
+Only what parsing needs is imported here; torch and matplotlib follow when a command runs, so that
+`guild --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from .presets import CPU_SHAPES, PRESETS
+from .settings import Settings
+
+INTERRUPTED = 130
+
+_SETTING_HELP = {
+    "steps": "optimiser steps",
+    "batch": "windows a step",
+    "context": "bytes a window",
+    "hidden": "width of the model",
+    "layers": "blocks of attention and MoE",
+    "heads": "attention heads",
+    "experts": "experts a layer",
+    "intermediate": "width of one expert",
+    "top_k": "experts a token is sent to",
+    "lr": "peak learning rate of AdamW",
+    "final_lr": "share of it that is left at the end",
+    "warmup": "steps of linear rise",
+    "weight_decay": "decay of the matrices",
+    "clip": "norm at which the gradient is clipped",
+    "balance": "weight of the load-balancing loss",
+    "seed": "of initial weights, order of data and sample",
+}
+
+
+class _Formatter(argparse.HelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=34, width=100)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line's grammar."""
+    from . import __version__
+
+    parser = argparse.ArgumentParser(
+        "guild", description="Mixture-of-Experts layers: train, time, inspect."
+    )
+    parser.add_argument("--version", action="version", version=f"guild {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_train(commands)
+    _add_bench(commands)
+    commands.add_parser(
+        "info", help="what was built and what this machine can run", formatter_class=_Formatter
+    )
+    return parser
+
+
+def _add_train(commands: argparse._SubParsersAction) -> None:
+    train = commands.add_parser(
+        "train",
+        help="train a small MoE language model on the standard library's sources",
+        description="Train a byte-level MoE transformer on the Python standard library's own "
+        "sources. Ctrl-C writes a checkpoint; --resume continues from it.",
+        formatter_class=_Formatter,
+        argument_default=argparse.SUPPRESS,  # --resume must know what was typed
+    )
+    add = train.add_argument
+    add("--out", type=Path, metavar="DIR", help="folder of the results (runs/train)")
+    add("--resume", action="store_true", help="continue from the checkpoint in --out")
+    add(
+        "--compare",
+        action="store_true",
+        help="train the same model with a plain PyTorch layer beside it, step by step",
+    )
+    add("--moe", choices=("guild", "plain"), help="layer to train (guild)")
+    add("--device", help="auto, cpu, cuda or cuda:<index> (auto)")
+    add(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16"),
+        help="auto is float32 on the CPU and bfloat16 autocast on a GPU",
+    )
+    add("--corpus", type=Path, metavar="DIR", help="learn from the .py files of this folder")
+    add("--check-every", type=int, metavar="N", help="steps between validations (100)")
+    add("--threads", type=int, metavar="N", help="CPU threads (as many as cores)")
+    sizes = train.add_argument_group("sizes and schedule")
+    for name, value in Settings().as_dict().items():
+        sizes.add_argument(
+            "--" + name.replace("_", "-"),
+            type=type(value),
+            metavar="N" if isinstance(value, int) else "X",
+            help=f"{_SETTING_HELP[name]} ({value})",
+        )
+
+
+def _add_bench(commands: argparse._SubParsersAction) -> None:
+    bench = commands.add_parser(
+        "bench",
+        help="time the layer beside the cuBLAS bound and PyTorch",
+        description="Check, then time forward and backward of Guild's layer, of the bare balanced "
+        "matrix products (the bound) and of PyTorch, in interleaved rounds.",
+        formatter_class=_Formatter,
+    )
+    add = bench.add_argument
+    add(
+        "--preset",
+        action="append",
+        default=[],
+        choices=[*PRESETS, *CPU_SHAPES, "all"],
+        metavar="NAME",
+        help=f"{', '.join(PRESETS)}, all; for the CPU {', '.join(CPU_SHAPES)}; may be repeated "
+        "(all on a GPU, the latter two on the CPU)",
+    )
+    add(
+        "--thiek",
+        action="append",
+        default=[],
+        metavar="T,H,I,E,K",
+        help="a shape of your own: tokens, hidden, intermediate, experts, top_k",
+    )
+    add("--device", default="auto", help="auto, cpu, cuda or cuda:<index> (auto)")
+    add(
+        "--dtype",
+        default="auto",
+        choices=("auto", "bfloat16", "float16", "float32"),
+        help="auto is bfloat16 on a GPU and float32 on the CPU",
+    )
+    add(
+        "--routing",
+        default="random",
+        choices=("balanced", "random", "zipf", "all"),
+        help="how rows spread over experts (random)",
+    )
+    add(
+        "--candidates",
+        metavar="A,B",
+        help="of guild, bound, compiled, eager (GPU), plain (CPU); all that the device has",
+    )
+    add("--rounds", type=int, default=5, help="interleaved rounds (5)")
+    add(
+        "--seconds",
+        type=float,
+        metavar="X",
+        help="least time of a candidate's pass in a round (0.5 on a GPU, 0.2 on the CPU)",
+    )
+    add("--steps", type=int, metavar="N", help="calls in a round, in place of --seconds")
+    add("--seed", type=int, default=0, help="of the random inputs (0)")
+    add("--out", type=Path, metavar="DIR", help="write bench.json and bench.png there")
+    add("--json", action="store_true", help="print JSON in place of the table")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Parameters
+    ----------
+    arguments : sequence of str, optional
+        In place of the process's own.
+
+    Returns
+    -------
+    int
+        Exit status: 0, 1 after an error or a failed check, 130 after Ctrl-C.
+    """
+    args = make_parser().parse_args(arguments)
+    try:
+        if args.command == "train":
+            from .train_command import run_train
+
+            return run_train(args)
+        if args.command == "bench":
+            from .bench import run_bench
+
+            return run_bench(args)
+        from .info import run_info
+
+        return run_info()
+    except (ValueError, ImportError, FloatingPointError) as error:
+        print(f"guild {args.command}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"guild {args.command}: interrupted", file=sys.stderr)
+        return INTERRUPTED
