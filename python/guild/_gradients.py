@@ -6,6 +6,9 @@ routing, and the weights by reference.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -66,7 +69,7 @@ def _moe_gradient(ctx, dout, *_):
         return (*(None,) * 8, *nothing)
     saved = ctx.saved_tensors
     _require_kept(saved[1], saved[3].shape[0])
-    x, _, scores, w_up, w_gate, w_down, b_up, b_down = ctx.needs_input_grad[:8]
+    x, _, scores, w_up, w_gate, w_down, b_up, b_down = ctx.needs_input_grad[1:9]
     wanted = _wanted(x, scores, w_up or w_gate, w_down, b_up, b_down)
     dx, dscores, dw_up, dw_gate, dw_down, db_up, db_down = ops.moe_backward(
         _rows(dout), *saved, *ctx.flags, wanted
@@ -99,7 +102,7 @@ def _experts_gradient(ctx, dout, _):
         return (*(None,) * 7, *nothing)
     saved = ctx.saved_tensors
     _require_kept(saved[1], saved[0].shape[0])
-    x, _, w_up, w_gate, w_down, b_up, b_down = ctx.needs_input_grad[:7]
+    x, _, w_up, w_gate, w_down, b_up, b_down = ctx.needs_input_grad[1:8]
     wanted = _wanted(x, False, w_up or w_gate, w_down, b_up, b_down)
     dx, dw_up, dw_gate, dw_down, db_up, db_down = ops.experts_backward(
         _rows(dout), *saved, *ctx.flags, wanted
@@ -138,7 +141,7 @@ def _grouped_mm_setup(ctx, inputs, output):
 
 def _grouped_mm_gradient(ctx, dout):
     mat_a, mat_b, offs = ctx.saved_tensors
-    want_a, want_b, _, want_bias, _ = ctx.needs_input_grad
+    want_a, want_b, _, want_bias = ctx.needs_input_grad[1:5]
     dout = _rows(dout.to(mat_a.dtype))
     da = ops.grouped_mm(dout, mat_b.mT, offs, None, False) if want_a else None
     db = ops.grouped_mm(mat_a.mT, dout, offs, None, False) if want_b else None
@@ -171,7 +174,7 @@ def _pair_up_setup(ctx, inputs, output):
 def _pair_up_gradient(ctx, da, dh):
     nothing = (None,) * 7
     x, w_up, offsets, h = ctx.saved_tensors
-    want_x, want_w, _, want_bias = ctx.needs_input_grad[:4]
+    want_x, want_w, _, want_bias = ctx.needs_input_grad[1:5]
     if da is not None:  # swiglu_out was used on its own
         kind, *rest = ctx.activation
         activation = Activation(KINDS[kind], *rest)
@@ -200,7 +203,7 @@ def _pair_down_setup(ctx, inputs, output):
 def _pair_down_gradient(ctx, dout):
     nothing = (None,) * 7
     kept, w_down, offsets = ctx.saved_tensors
-    want_a, want_aux, want_w, _, want_bias = ctx.needs_input_grad[:5]
+    want_a, want_aux, want_w, _, want_bias = ctx.needs_input_grad[1:6]
     dout = _rows(dout)
     a, da, dh = kept, None, None
     if ctx.fused and (want_aux or want_w):
@@ -231,7 +234,7 @@ def _router_logits_setup(ctx, inputs, output):
 
 def _router_logits_gradient(ctx, dlogits):
     x, weight = ctx.saved_tensors
-    want_x, want_weight = ctx.needs_input_grad
+    want_x, want_weight = ctx.needs_input_grad[1:]
     dlogits = dlogits.to(x.dtype)
     return dlogits @ weight if want_x else None, dlogits.t() @ x if want_weight else None
 
@@ -247,7 +250,41 @@ def _router_logits_fake(x, weight):
     return x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32)
 
 
-for _name, _gradient, _setup in (
+def _register(name: str, backward: Callable, setup: Callable) -> None:
+    """Give an op its gradient, as torch.library.register_autograd does.
+
+    That one walks the op's schema in Python at every call, 60 us for the 17 arguments of a layer:
+    more than the op itself takes to start.
+    """
+    op = getattr(ops, name).default
+
+    def below(keyset: Any, args: tuple) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+
+    def forward(ctx: Any, keyset: Any, *args: Any) -> Any:
+        output = below(keyset, args)
+        setup(ctx, args, output)
+        return output
+
+    function = type(
+        f"{name}_gradient",
+        (torch.autograd.Function,),
+        {
+            "forward": staticmethod(forward),
+            "backward": staticmethod(lambda ctx, *grads: (None, *backward(ctx, *grads))),
+        },
+    )
+
+    def kernel(keyset: Any, *args: Any) -> Any:
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+            return function.apply(keyset, *args)
+        return below(keyset, args)
+
+    _library.impl(name, kernel, "Autograd", with_keyset=True)
+
+
+for _name, _backward, _setup in (
     ("route", _route_gradient, _route_setup),
     ("moe_forward", _moe_gradient, _moe_setup),
     ("experts_forward", _experts_gradient, _experts_setup),
@@ -256,4 +293,4 @@ for _name, _gradient, _setup in (
     ("pair_down", _pair_down_gradient, _pair_down_setup),
     ("router_logits", _router_logits_gradient, _router_logits_setup),
 ):
-    torch.library.register_autograd(f"guild::{_name}", _gradient, setup_context=_setup)
+    _register(_name, _backward, _setup)

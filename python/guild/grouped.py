@@ -149,7 +149,10 @@ def _grouped_shape(mat_a: Tensor, mat_b: Tensor, offs: Tensor | None) -> tuple[i
 
 
 class _Origin(NamedTuple):
-    """What grouped_mm_swiglu notes on its swiglu_out for grouped_mm_downproj to compare."""
+    """What grouped_mm_swiglu notes on its swiglu_out for grouped_mm_downproj to compare.
+
+    Not under torch.compile, which cannot set attributes of an op's outputs.
+    """
 
     aux: Tensor
     activation: Activation
@@ -215,7 +218,8 @@ def grouped_mm_swiglu(
             f"w_up: expected an even number of columns (gate and up), got shape {tuple(w_up.shape)}"
         )
     out, aux = _pair_up(x, w_up, starts(offs), bias, *act.scalars, interleaved)
-    out._guild_origin = _Origin(aux, act, order, _version(out))
+    if not torch.compiler.is_compiling():
+        out._guild_origin = _Origin(aux, act, order, out._version)
     return out, aux
 
 
@@ -249,7 +253,8 @@ def grouped_mm_downproj(
         is fused into this product's, and goes to aux; swiglu_out gets none from here. Without it
         the gradient goes to swiglu_out.
     swiglu_alpha, swiglu_limit, up_offset, activation, order
-        As given to `grouped_mm_swiglu`; used, and compared, only with `aux_biased_acc`.
+        As given to `grouped_mm_swiglu`; used only with `aux_biased_acc`, and compared with what it
+        was made with, except inside torch.compile.
 
     Returns
     -------
@@ -264,7 +269,7 @@ def grouped_mm_downproj(
     """
     act = _pair_activation(swiglu_alpha, swiglu_limit, up_offset, activation)
     interleaved = is_interleaved(order)
-    if aux_biased_acc is not None:
+    if aux_biased_acc is not None and not torch.compiler.is_compiling():
         _expect_origin(swiglu_out, aux_biased_acc, act, order)
     operands = _pair_operands("swiglu_out", swiglu_out, "w_down", w_down, offs, bias)
     swiglu_out, w_down, bias = operands
@@ -316,15 +321,10 @@ def _pair_operands(
     return x, w, bias
 
 
-def _version(tensor: Tensor) -> int:
-    """Counts in-place writes; torch.compile has no such count, and its graphs need none."""
-    return 0 if torch.compiler.is_compiling() else tensor._version
-
-
 def _expect_origin(out: Tensor, aux: Tensor, activation: Activation, order: str) -> None:
     """Raise unless aux, activation and order are what grouped_mm_swiglu made `out` with."""
     origin = getattr(out, "_guild_origin", None)
-    if origin is None or origin.aux is not aux or origin.version != _version(out):
+    if origin is None or origin.aux is not aux or origin.version != out._version:
         raise ValueError(
             "aux_biased_acc: expected the aux that grouped_mm_swiglu returned with this swiglu_out "
             "(neither of them changed since), got another tensor; without aux_biased_acc the "

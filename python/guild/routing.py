@@ -110,5 +110,5 @@ def _score_index(score: str) -> int:
 
 
 def _expect_scale(scale: float) -> None:
-    if not math.isfinite(scale):
+    if not -math.inf < scale < math.inf:  # isfinite cannot be traced
         raise ValueError(f"scale: expected a finite number, got {scale}")

@@ -4,6 +4,7 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/ops.h>
 
+#include <atomic>
 #include <string>
 
 // A torch without CUDA has no such function; there is no CUDA tensor then to ask for it.
@@ -54,6 +55,17 @@ std::string device_text(int32_t type, int32_t index) {
   return "device type " + std::to_string(type);
 }
 
+// Throws unless the current device, cuda:index, can run the kernels; asks once a device.
+void require_usable_gpu(int32_t index, char const* name) {
+  static std::atomic<uint64_t> known{0};
+  uint64_t const bit = uint64_t(1) << (index & 63);
+  if (known.load(std::memory_order_relaxed) & bit) return;
+  char const* why = nullptr;
+  require(cuda::usable(&why), name, ": expected a CPU tensor, or one on a GPU that this build of ",
+          "Guild runs on, got cuda:", index, " (", why == nullptr ? "" : why, ")");
+  known.fetch_or(bit, std::memory_order_relaxed);
+}
+
 }  // namespace
 
 DType dtype_of(Tensor const& tensor, char const* name) {
@@ -83,6 +95,7 @@ Place::Place(Tensor const& tensor, char const* name) {
           ": expected a CPU or CUDA tensor, got ", device_text(device_type_, device_index_));
   if (!on_cuda_) return;
   guard_.emplace(device_index_);
+  require_usable_gpu(device_index_, name);
   require(aoti_torch_get_current_cuda_stream != nullptr, name, ": this torch has no CUDA");
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_index_, &stream));
