@@ -1,0 +1,164 @@
+// The composites, forward and backward, against the reference run step by step.
+#include "layer_test.h"
+
+namespace guild::test {
+
+namespace {
+
+class Moe : public LayerTest {
+ protected:
+  void SetUp() override {
+    LayerTest::SetUp();
+    Layer& l = layer();
+    double const scale = 1 / std::sqrt(double(l.s.hidden));
+    for (Matrix& half : w_up_) {
+      half = l.random(l.s.experts * l.s.intermediate, l.s.hidden, scale, l.p.dtype);
+    }
+    weights_.emplace(l.device, l.p, l.p.dtype).set(w_up_);
+    w_down_ = l.input(l.s.experts * l.s.hidden, l.s.intermediate, scale, false);
+    if (!l.p.bias) return;
+    b_up_ = l.input(l.s.experts, l.p.width());
+    b_down_ = l.input(l.s.experts, l.s.hidden);
+  }
+
+  ConstUpWeight up_view() const { return {weights_->view().gate, weights_->view().up}; }
+  ConstWeight down_view() const {
+    int64_t const in = layer().s.intermediate;
+    return {w_down_.view().data, layer().s.hidden * in, in, 1};
+  }
+  int64_t output_rows() const {
+    return layer().p.shape.sorted ? layer().s.rows() : layer().s.tokens;
+  }
+  // What an output by token (or, sorted, by row) holds.
+  std::vector<double> result(Tensor const& t, char const* name) const {
+    if (layer().p.shape.sorted) return used_rows(t, name);
+    t.expect_untouched_from(t.rows(), name);
+    return t.get();
+  }
+
+  template <class F>
+  Matrix forward(Reference<F> const& r, Matrix const& x, Matrix& h) const {
+    Matrix a;
+    r.up_projection(x, w_up_, b_up_.host, h, a);
+    Matrix const y = r.down_projection(a, w_down_.host, b_down_.host);
+    return layer().p.shape.sorted ? y : r.combine(y, layer().scores);
+  }
+
+  struct Gradients {
+    Matrix dx, dw_gate, dw_up, dw_down, db_up, db_down, dscores;
+  };
+  template <class F>
+  Gradients backward(Reference<F> const& r, Matrix const& x, Matrix const& h,
+                     Matrix const& dout) const;
+
+  Layer const& layer() const { return const_cast<Moe*>(this)->LayerTest::layer(); }
+  Layer& layer() { return LayerTest::layer(); }
+
+  Matrix w_up_[2];
+  std::optional<UpWeights> weights_;
+  Layer::Input w_down_, b_up_, b_down_;
+};
+
+template <class F>
+Moe::Gradients Moe::backward(Reference<F> const& r, Matrix const& x, Matrix const& h,
+                             Matrix const& dout) const {
+  Layer const& l = layer();
+  Gradients g;
+  Matrix dh, a, score_sum;
+  r.down_gradient(dout, w_down_.host, h, l.row_scores, dh, a, score_sum);
+  if (!l.p.shape.sorted) g.dscores = r.score_gradient(score_sum, dout, b_down_.host);
+  auto const from_dout = [&](int64_t row, int64_t j) { return dout(r.source(row), j); };
+  auto const from_x = [&](int64_t row, int64_t j) { return x(r.source(row), j); };
+  auto const from_a = [&](int64_t row, int64_t i) { return a(row, i); };
+  auto const from_dh = [&](int64_t row, int64_t i) { return dh(row, i); };
+  auto const one = [](int64_t, int64_t) { return 1.0; };
+  auto const score = [&](int64_t row, int64_t) { return l.row_scores(row, 0); };
+  DType const stored = l.p.dtype;
+  int64_t const hidden = l.s.hidden, inner = l.s.intermediate;
+  auto const half = [&](bool up) {
+    auto const column = [&](int64_t row, int64_t i) { return dh(row, r.column(up, i)); };
+    return r.weight_gradient(inner, hidden, column, from_x, {}, stored);
+  };
+  g.dw_gate = half(false);
+  if (l.p.gated()) g.dw_up = half(true);
+  g.dw_down = r.weight_gradient(hidden, inner, from_dout, from_a, {}, stored);
+  g.db_up = r.weight_gradient(1, l.p.width(), one, from_dh, {}, stored);
+  g.db_down = r.weight_gradient(1, hidden, score, from_dout, {}, stored);
+  Matrix const dx = r.up_gradient(dh, w_up_);
+  g.dx = l.p.shape.sorted ? dx : r.combine(dx, {});
+  return g;
+}
+
+TEST_P(Moe, Forward) {
+  Layer& l = layer();
+  LayerParam const& p = l.p;
+  auto const x = l.input(l.input_rows(), l.s.hidden);
+  Bytes workspace(l.device, moe_forward_workspace_bytes(l.s, p.dtype));
+  Tensor h = l.output(l.s.rows(), p.width()), o = l.output(output_rows(), l.s.hidden);
+  MoeForward step{l.s,      p.dtype,   p.act.activation, p.order(),    l.routing(),
+                  x.view(), up_view(), down_view(),      b_up_.view(), b_down_.view(),
+                  h.view(), o.view(),  workspace.data()};
+  run_twice(step, {&h, &o});
+  EXPECT_TRUE(workspace.canaries_alive()) << "workspace: written past its ends";
+  Matrix truth_h, yard_h;
+  Matrix const truth = forward(l.truth(), x.host, truth_h);
+  Matrix const yard = forward(l.yardstick(), x.host, yard_h);
+  expect_close(used_rows(h, "h"), truth_h.values, yard_h.values, p.dtype, "h");
+  expect_close(result(o, "o"), truth.values, yard.values, p.dtype, "o");
+
+  auto const kept = o.raw();
+  step.h = {};
+  run_twice(step, {&o});
+  EXPECT_TRUE(kept == o.raw()) << "o differs in inference";
+}
+
+TEST_P(Moe, Backward) {
+  Layer& l = layer();
+  LayerParam const& p = l.p;
+  auto const x = l.input(l.input_rows(), l.s.hidden), h = l.input(l.s.rows(), p.width());
+  auto const dout = l.input(l.input_rows(), l.s.hidden);
+  Bytes workspace(l.device, moe_backward_workspace_bytes(l.s, p.dtype, p.gated()));
+  Tensor dx = l.output(output_rows(), l.s.hidden);
+  UpWeights dw_up(l.device, p, p.dtype);
+  Tensor dw_down(l.device, p.dtype, l.s.experts * l.s.hidden, l.s.intermediate);
+  Tensor db_up(l.device, p.dtype, l.s.experts, p.width());
+  Tensor db_down(l.device, p.dtype, l.s.experts, l.s.hidden);
+  Tensor dscores(l.device, l.score_dtype(), l.s.tokens, l.s.top_k);
+  MoeBackward step;
+  step.sizes = l.s, step.dtype = step.dw_dtype = p.dtype;
+  step.activation = p.act.activation, step.order = p.order(), step.routing = l.routing();
+  step.dout = dout.view(), step.x = x.view(), step.h = h.view();
+  step.w_up = up_view(), step.w_down = down_view(), step.b_down = b_down_.view();
+  step.dx = dx.view(), step.dw_up = dw_up.view();
+  step.dw_down = {dw_down.data(), l.s.hidden * l.s.intermediate, l.s.intermediate, 1};
+  step.db_up = db_up.view(), step.db_down = db_down.view();
+  if (!p.shape.sorted) step.dscores = dscores.data();
+  step.workspace = workspace.data();
+  run_twice(step, {&dx, &dw_down, &db_up, &db_down, &dscores});
+  EXPECT_TRUE(workspace.canaries_alive()) << "workspace: written past its ends";
+
+  Gradients const t = backward(l.truth(), x.host, h.host, dout.host);
+  Gradients const y = backward(l.yardstick(), x.host, h.host, dout.host);
+  auto const close = [&](std::vector<double> const& out, Matrix Gradients::* field,
+                         char const* name, DType stored) {
+    expect_close(out, (t.*field).values, (y.*field).values, stored, name);
+  };
+  close(result(dx, "dx"), &Gradients::dx, "dx", p.dtype);
+  close(dw_up.half(false).values, &Gradients::dw_gate, "dw gate", p.dtype);
+  if (p.gated()) close(dw_up.half(true).values, &Gradients::dw_up, "dw up", p.dtype);
+  close(dw_down.get(), &Gradients::dw_down, "dw_down", p.dtype);
+  close(db_up.get(), &Gradients::db_up, "db_up", p.dtype);
+  close(db_down.get(), &Gradients::db_down, "db_down", p.dtype);
+  if (!p.shape.sorted) close(dscores.get(), &Gradients::dscores, "dscores", l.score_dtype());
+
+  auto const kept = dx.raw();  // dX alone: nothing else is asked for, nothing else changes
+  step.dw_up = {}, step.dw_down = {}, step.db_up = {}, step.db_down = {}, step.dscores = nullptr;
+  run_twice(step, {&dx});
+  EXPECT_TRUE(kept == dx.raw()) << "dx differs when nothing else is asked for";
+}
+
+GUILD_LAYER_TESTS(Moe, false);
+
+}  // namespace
+
+}  // namespace guild::test
