@@ -1,0 +1,61 @@
+"""The code in README.md and docs/ runs as it stands there, and versions agree."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import guild
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def code_blocks(document: str, language: str) -> str:
+    text = (ROOT / document).read_text()
+    return "\n".join(re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/guide.md"])
+def test_python_code_runs(document: str) -> None:
+    code = code_blocks(document, "python")
+    assert code.count("\n") > 10
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("README.md's example would choose a GPU that Guild has no kernels for")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_cpp_code_compiles(tmp_path: Path) -> None:
+    code = code_blocks("README.md", "cpp")
+    assert "int main()" in code
+    source = tmp_path / "readme.cpp"
+    source.write_text(code)
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no C++ compiler on this machine")
+    flags = ("-std=c++20", "-Wall", "-Werror", "-fsyntax-only", f"-I{ROOT / 'include'}")
+    done = subprocess.run([compiler, *flags, source], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "document",
+    ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))],
+)
+def test_links_lead_somewhere(document: str) -> None:
+    folder = (ROOT / document).parent
+    links = re.findall(r"\]\(([^)#\s]+)\)", (ROOT / document).read_text())
+    lost = [x for x in links if not x.startswith("http") and not (folder / x).exists()]
+    assert not lost
+
+
+def test_version_is_one() -> None:
+    cmake = re.search(r"project\(guild VERSION ([\d.]+)", (ROOT / "CMakeLists.txt").read_text())
+    python = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert cmake[1] == python[1] == guild.__version__
