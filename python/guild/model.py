@@ -172,12 +172,17 @@ def generate(
     seed: int,
     temperature: float = 0.7,
 ) -> bytes:
-    """Continue `prompt` by `count` sampled bytes, looking back at most `context` bytes."""
+    """Continue `prompt` by `count` sampled bytes, looking back at most `context` bytes.
+
+    Every forward sees `context` bytes, zeros behind the text: what comes later does not change what
+    is read, and one shape is compiled once.
+    """
     device = model.embedding.weight.device
     generator = torch.Generator().manual_seed(seed)
     text = list(prompt)
     for _ in range(count):
-        window = torch.tensor([text[-context:]], device=device)
-        logits = model(window)[0, -1].float().cpu() / temperature
+        seen = text[-context:]
+        window = torch.tensor([seen + [0] * (context - len(seen))], device=device)
+        logits = model(window)[0, len(seen) - 1].float().cpu() / temperature
         text.append(int(torch.multinomial(logits.softmax(-1), 1, generator=generator)))
     return bytes(text)

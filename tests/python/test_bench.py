@@ -1,0 +1,236 @@
+"""`guild bench`: shapes, routings, the check before timing, interleaving, record and table."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib.image
+import pytest
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+
+from guild import bench_layers
+from guild.bench import BenchPlan, figures, measure
+from guild.bench_layers import Bound, Layer
+from guild.bench_problem import ROUTINGS, make_problems, wanted_logits
+from guild.bench_reference import RESULTS, TOLERANCE, relative_errors
+from guild.bench_table import bench_table
+from guild.plain_moe import PlainMoE
+from guild.plots import plot_bench
+from guild.presets import PRESETS, Shape, parse_shape
+from guild.timing import interleaved, median_ratio
+
+CPU = torch.device("cpu")
+TINY = Shape(tokens=48, hidden=32, intermediate=16, experts=8, top_k=2)
+
+
+def plan_of(**changes: Any) -> BenchPlan:
+    plain = {
+        "shapes": {"tiny": TINY},
+        "routings": ("random",),
+        "candidates": ("guild", "bound", "plain"),
+        "device": CPU,
+        "dtype": torch.float32,
+        "rounds": 3,
+        "steps": 1,
+    }
+    return BenchPlan(**{**plain, **changes})
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO(), width=150)
+
+
+def test_parse_shape() -> None:
+    assert parse_shape("24576,1536,256,128,8") == PRESETS["fine7b"]
+    assert PRESETS["fine7b"].flops() == (6 * 24576 * 8 * 1536 * 256, 12 * 24576 * 8 * 1536 * 256)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("1,2,3", "expected five numbers T,H,I,E,K, got '1,2,3'"),
+        ("a,8,8,2,1", "expected five whole numbers"),
+        ("0,8,8,2,1", "expected tokens of at least 1, got 0"),
+        ("4,8,-8,2,1", "expected intermediate of at least 1, got -8"),
+        ("4,8,8,2,3", "expected top_k of at most experts = 2, got 3"),
+        ("4,12,8,2,1", "expected hidden to be a multiple of 8, got 12"),
+    ],
+)
+def test_parse_shape_names_what_is_wrong(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"thiek: {message}"):
+        parse_shape(text)
+
+
+def loads(routing: str, shape: Shape) -> torch.Tensor:
+    logits = wanted_logits(shape, routing, CPU, torch.Generator().manual_seed(0))
+    ids = logits.topk(shape.top_k, -1).indices
+    return torch.bincount(ids.flatten(), minlength=shape.experts)
+
+
+@pytest.mark.parametrize("experts", [16, 15])  # top_k divides one of them
+def test_balanced_routing_is_even(experts: int) -> None:
+    counts = loads("balanced", Shape(240, 32, 16, experts, 4))
+    assert counts.unique().tolist() == [240 * 4 // experts]
+
+
+def test_zipf_routing_follows_the_ranks() -> None:
+    counts = loads("zipf", Shape(20_000, 32, 16, 16, 1)).sort(descending=True).values
+    expected = 20_000 / torch.arange(1, 17) / (1 / torch.arange(1, 17)).sum()
+    torch.testing.assert_close(counts.float(), expected, rtol=0.12, atol=30)
+    random = loads("random", Shape(20_000, 32, 16, 16, 1))
+    assert random.max() < 1.1 * random.float().mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_routing_is_written_into_x(routing: str, dtype: torch.dtype) -> None:
+    shape = Shape(500, 64, 16, 16, 3)
+    (problem,) = make_problems(shape, routing, dtype, CPU, seed=5)
+    logits = problem.x.float() @ problem.router.float().mT
+    best = logits.topk(4, -1)
+    assert (best.values[:, 2] - best.values[:, 3]).min() > 0.1  # no rounding flips a choice
+    rounded = F.linear(problem.x, problem.router).topk(3, -1).indices
+    assert torch.equal(rounded.sort().values, best.indices[:, :3].sort().values)
+    assert 0.8 < problem.x.float().std() < 1.5
+
+
+def test_problem_errors() -> None:
+    with pytest.raises(ValueError, match="expected hidden of at least experts = 16, got 8"):
+        make_problems(Shape(4, 8, 8, 16, 2), "random", torch.float32, CPU)
+    with pytest.raises(ValueError, match="routing: expected one of .* got 'even'"):
+        make_problems(TINY, "even", torch.float32, CPU)
+    with pytest.raises(ValueError, match=r"needs about \d+ GiB, this machine has"):
+        make_problems(PRESETS["dsv3"]._replace(tokens=10**8), "random", torch.float32, CPU)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_reference_agrees_with_autograd_in_float64(routing: str) -> None:
+    (problem,) = make_problems(TINY, routing, torch.float64, CPU)
+    errors, counts = relative_errors(problem, Layer("plain", [problem]).results())
+    # The plain layer takes its softmax in float32.
+    assert max(errors.values()) < 1e-6
+    assert errors.keys() == set(RESULTS)
+    assert counts.sum() == TINY.tokens * TINY.top_k
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["guild", "plain"])
+def test_layers_pass_the_check(name: str, dtype: torch.dtype) -> None:
+    (problem,) = make_problems(TINY, "zipf", dtype, CPU)
+    layer = Layer(name, [problem])
+    errors, _ = relative_errors(problem, layer.results())
+    assert max(errors.values()) < TOLERANCE[dtype]
+    for got, want in zip(layer.backward(), layer.backward(), strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("which", range(len(RESULTS)))
+def test_the_check_sees_every_result(which: int) -> None:
+    (problem,) = make_problems(TINY, "random", torch.float32, CPU)
+    results = list(Layer("plain", [problem]).results())
+    results[which] = results[which] * 1.01
+    errors, _ = relative_errors(problem, tuple(results))
+    assert errors.pop(RESULTS[which]) == pytest.approx(0.01, rel=1e-2)
+    assert max(errors.values()) < TOLERANCE[torch.float32]
+    results[which] = results[which].clone()
+    results[which].view(-1)[3] = float("nan")
+    errors, _ = relative_errors(problem, tuple(results))
+    assert not errors[RESULTS[which]] <= TOLERANCE[torch.bfloat16]
+
+
+def test_bound_multiplies_balanced_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    products = []
+    real = torch.bmm
+    monkeypatch.setattr(torch, "bmm", lambda a, b: products.append((a, b)) or real(a, b))
+    bound = Bound(make_problems(TINY, "random", torch.float32, CPU))
+    bound.forward()
+    bound.backward()
+    done = [a.shape[0] * a.shape[1] * a.shape[2] * b.shape[2] for a, b in products]
+    forward, backward = TINY.flops()
+    assert 2 * sum(done[:2]) == forward
+    assert 2 * sum(done[2:]) == backward
+
+
+def test_rounds_are_interleaved_and_swapped() -> None:
+    log: list[str] = []
+    calls = {name: (lambda n=name: log.append(n)) for name in "ab"}
+    times = interleaved(calls, rounds=3, seconds=1e-9, device=CPU, steps=2)
+    assert "".join(log)[-12:] == "aabb" + "bbaa" + "aabb"
+    assert [len(taken) for taken in times.values()] == [3, 3]
+
+
+def test_ratios_are_taken_round_by_round() -> None:
+    found = median_ratio([2.0, 30.0, 4.0], [1.0, 10.0, 4.0])
+    assert found == {"median": 2.0, "low": 1.0, "high": 3.0}
+
+
+def test_figures() -> None:
+    times = {
+        "guild": {"forward": [2.0, 2.0, 2.0], "backward": [4.0, 4.0, 4.0]},
+        "bound": {"forward": [1.0, 1.0, 2.0], "backward": [2.0, 2.0, 2.0]},
+        "plain": {"forward": [6.0, 8.0, 4.0], "backward": [4.0, 4.0, 4.0]},
+    }
+    found = figures(times, Shape(1000, 100, 100, 8, 2))
+    assert found["guild"]["forward"]["tflops"] == pytest.approx(6e-5 * 1e3)
+    assert found["guild"]["backward"]["over_bound"]["median"] == 2
+    assert found["guild"]["forward"]["speedup_over"]["plain"]["median"] == 3
+    assert found["plain"]["forward"]["ms"] == {"median": 6.0, "low": 4.0, "high": 8.0}
+    assert "over_bound" not in found["bound"]["forward"]
+
+
+def test_measure_record_table_and_plot(tmp_path: Path) -> None:
+    record = measure(plan_of(routings=("balanced", "zipf")), quiet())
+    assert json.loads(json.dumps(record)) == record
+    balanced, zipf = record["cases"]
+    assert balanced["failures"] == zipf["failures"] == {}
+    assert balanced["busiest_expert_over_mean"] == 1 < zipf["busiest_expert_over_mean"]
+    assert balanced["shape"] == TINY._asdict()
+    assert record["device"]
+    assert record["torch"] == torch.__version__
+    for name in ("guild", "bound", "plain"):
+        for direction in ("forward", "backward"):
+            row = zipf["figures"][name][direction]
+            assert row["ms"]["low"] <= row["ms"]["median"] <= row["ms"]["high"]
+            assert len(row["rounds_ms"]) == 3
+    console = quiet()
+    console.print(bench_table(record))
+    text = console.file.getvalue()
+    assert "tiny" in text
+    assert f"{zipf['figures']['guild']['forward']['ms']['median']:.3f}" in text
+    plot_bench(record, tmp_path / "bench.png")
+    assert matplotlib.image.imread(tmp_path / "bench.png")[..., :3].std() > 0.05
+
+
+class _WrongMoE(PlainMoE):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 1.001 * super().forward(x)
+
+
+class _BrokenMoE(PlainMoE):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no kernel for this\nand a second line")
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [(_WrongMoE, "wrong out: relative error 1.00e-03"), (_BrokenMoE, "no kernel for this")],
+)
+def test_what_fails_is_reported_and_not_timed(
+    layer: type, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(bench_layers, "moe_factory", lambda name, device: layer)
+    record = measure(plan_of(), quiet())
+    (case,) = record["cases"]
+    assert case["failures"].keys() == {"guild"}
+    assert case["failures"]["guild"].startswith(message)
+    assert "\n" not in case["failures"]["guild"]
+    assert case["figures"].keys() == {"bound", "plain"}
+    console = quiet()
+    console.print(bench_table(record))
+    plot_bench(record, tmp_path / "bench.png")
+    assert (tmp_path / "bench.png").stat().st_size > 5000
