@@ -1,0 +1,117 @@
+// What every op promises beside its numbers: the same bits for any number of threads, and NaN that
+// stays in its own row.
+#include <omp.h>
+
+#include <cmath>
+#include <limits>
+
+#include "layer_test.h"
+
+namespace guild::test {
+
+namespace {
+
+class Contract : public LayerTest {
+ protected:
+  void SetUp() override {
+    LayerTest::SetUp();
+    Layer& l = layer();
+    for (Matrix& half : w_up_) {
+      half = l.random(l.s.experts * l.s.intermediate, l.s.hidden, 0.2, l.p.dtype);
+    }
+    weights_.emplace(l.device, l.p, l.p.dtype).set(w_up_);
+    w_down_ = l.input(l.s.experts * l.s.hidden, l.s.intermediate, 0.2, false);
+    x_ = l.input(l.input_rows(), l.s.hidden);
+    dout_ = l.input(l.input_rows(), l.s.hidden);
+  }
+
+  MoeForward forward(Tensor const& h, Tensor const& o, Bytes const& workspace) {
+    Layer& l = layer();
+    MoeForward f;
+    f.sizes = l.s, f.dtype = l.p.dtype, f.activation = l.p.act.activation, f.order = l.p.order();
+    f.routing = l.routing(), f.x = x_.view(), f.h = h.view(), f.o = o.view();
+    f.w_up = {weights_->view().gate, weights_->view().up};
+    f.w_down = {w_down_.view().data, l.s.hidden * l.s.intermediate, l.s.intermediate, 1};
+    f.workspace = workspace.data();
+    return f;
+  }
+
+  // All bytes that a forward and backward pass writes.
+  std::vector<std::vector<std::byte>> results();
+
+  Matrix w_up_[2];
+  std::optional<UpWeights> weights_;
+  Layer::Input w_down_, x_, dout_;
+};
+
+std::vector<std::vector<std::byte>> Contract::results() {
+  Layer& l = layer();
+  LayerParam const& p = l.p;
+  int64_t const out_rows = p.shape.sorted ? l.s.rows() : l.s.tokens;
+  Bytes const workspace(l.device, std::max(moe_forward_workspace_bytes(l.s, p.dtype),
+                                           moe_backward_workspace_bytes(l.s, p.dtype, p.gated())));
+  Tensor h = l.output(l.s.rows(), p.width()), o = l.output(out_rows, l.s.hidden);
+  Tensor dx = l.output(out_rows, l.s.hidden);
+  Tensor dw_down(l.device, DType::float32, l.s.experts * l.s.hidden, l.s.intermediate);
+  Tensor db_up(l.device, DType::float32, l.s.experts, p.width());
+  Tensor db_down(l.device, DType::float32, l.s.experts, l.s.hidden);
+  UpWeights dw_up(l.device, p, DType::float32);
+  Tensor dscores(l.device, l.score_dtype(), l.s.tokens, l.s.top_k);
+  MoeForward const f = forward(h, o, workspace);
+  l.device.run(f);
+  MoeBackward b;
+  b.sizes = l.s, b.dtype = p.dtype, b.dw_dtype = DType::float32, b.activation = f.activation;
+  b.order = f.order, b.routing = f.routing, b.dout = dout_.view(), b.x = f.x, b.h = h.view();
+  b.w_up = f.w_up, b.w_down = f.w_down, b.dx = dx.view(), b.dw_up = dw_up.view();
+  b.dw_down = {dw_down.data(), l.s.hidden * l.s.intermediate, l.s.intermediate, 1};
+  b.db_up = db_up.view(), b.db_down = db_down.view();
+  b.dscores = p.shape.sorted ? nullptr : dscores.data();
+  b.workspace = workspace.data();
+  l.device.run(b);
+  return {h.raw(),       o.raw(),     dx.raw(),      dw_up.raw(),
+          dw_down.raw(), db_up.raw(), db_down.raw(), dscores.raw()};
+}
+
+TEST_P(Contract, AnyNumberOfThreadsGivesTheSameBits) {
+  if (layer().p.on_cuda) return;  // threads are the CPU backend's
+  int const before = omp_get_max_threads();
+  omp_set_num_threads(1);
+  auto const alone = results();
+  for (int threads : {2, 5}) {
+    omp_set_num_threads(threads);
+    EXPECT_TRUE(alone == results()) << threads << " threads";
+  }
+  omp_set_num_threads(before);
+}
+
+TEST_P(Contract, NanStaysInItsToken) {
+  Layer& l = layer();
+  LayerParam const& p = l.p;
+  int64_t const out_rows = p.shape.sorted ? l.s.rows() : l.s.tokens;
+  if (l.used() == 0) return;  // no row to spoil
+  Bytes const workspace(l.device, moe_forward_workspace_bytes(l.s, p.dtype));
+  Tensor h = l.output(l.s.rows(), p.width()), o = l.output(out_rows, l.s.hidden);
+  MoeForward const f = forward(h, o, workspace);
+  l.device.run(f);
+  auto const clean = o.get();
+  int64_t const spoilt = p.shape.sorted ? l.used() / 2 : l.rowing.row_token[l.used() / 2];
+  Matrix x = x_.host;
+  x(spoilt, l.s.hidden / 2) = std::numeric_limits<double>::quiet_NaN();
+  x_.device->set(x.values);
+  o.poison();
+  l.device.run(f);
+  auto const dirty = o.get();
+  for (size_t i = 0; i < dirty.size(); ++i) {
+    if (int64_t(i) / l.s.hidden == spoilt) {
+      ASSERT_TRUE(std::isnan(dirty[i])) << "column " << i % l.s.hidden << " of the spoilt row";
+    } else if (!p.shape.sorted || int64_t(i) / l.s.hidden < l.used()) {
+      ASSERT_EQ(dirty[i], clean[i]) << "row " << i / l.s.hidden;
+    }
+  }
+}
+
+GUILD_LAYER_TESTS(Contract, false);
+
+}  // namespace
+
+}  // namespace guild::test

@@ -1,0 +1,279 @@
+// The router, its gradient and the sorting of slots.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <random>
+
+#include "device_test.h"
+#include "reference.h"
+
+namespace guild::test {
+
+namespace {
+
+constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+
+struct Logits {
+  int64_t tokens, experts, top_k;
+  Router router;
+  Matrix values;
+  std::vector<double> bias;  // of the selection; empty: none
+};
+
+// p of every expert of one token.
+std::vector<double> probabilities(Logits const& l, int64_t token) {
+  std::vector<double> p(l.experts);
+  double sum = 0, top = -INFINITY;
+  for (int64_t e = 0; e < l.experts; ++e) top = std::max(top, l.values(token, e));
+  for (int64_t e = 0; e < l.experts; ++e) {
+    double const x = l.values(token, e);
+    p[e] = l.router.score == Score::softmax ? std::exp(x - top) : 1 / (1 + std::exp(-x));
+    sum += p[e];
+  }
+  if (l.router.score == Score::softmax) {
+    for (double& x : p) x /= sum;
+  }
+  return p;
+}
+
+// The scores of given ids: p, divided by their sum if asked for, times scale.
+std::vector<double> scores_of(Logits const& l, int64_t token, std::vector<int32_t> const& ids) {
+  auto const p = probabilities(l, token);
+  std::vector<double> w;
+  for (int32_t id : ids) w.push_back(id >= 0 && id < l.experts ? p[id] : 0);
+  double const sum = std::accumulate(w.begin(), w.end(), 0.0);
+  for (double& x : w) x *= l.router.scale / (l.router.renormalize ? sum : 1);
+  return w;
+}
+
+class RouterTest : public DeviceTest {
+ protected:
+  std::vector<DType> score_dtypes() const {
+    if (on_cuda()) return {DType::float32};
+    return {DType::float32, DType::float64};
+  }
+
+  Logits random(int64_t tokens, int64_t experts, int64_t top_k, Router router, bool biased) {
+    Logits l{tokens, experts, top_k, router, Matrix(tokens, experts), {}};
+    std::normal_distribution<double> normal(0, 2);
+    for (double& v : l.values.values) v = float(normal(random_));
+    for (int64_t e = 0; biased && e < experts; ++e) l.bias.push_back(float(normal(random_) / 10));
+    return l;
+  }
+
+  struct Chosen {
+    std::vector<int32_t> ids;
+    std::vector<double> scores;
+    std::vector<int32_t> ids_of(int64_t token, int64_t k) const {
+      return {ids.begin() + token * k, ids.begin() + (token + 1) * k};
+    }
+  };
+
+  Chosen route(Logits const& l, DType dtype) {
+    Tensor logits(device(), dtype, l.tokens, l.experts, l.experts + 3);
+    logits.set(l.values.values);
+    Tensor bias(device(), dtype, 1, l.experts);
+    if (!l.bias.empty()) bias.set(l.bias);
+    Indices<int32_t> ids(device(), l.tokens * l.top_k);
+    Tensor scores(device(), dtype, l.tokens, l.top_k);
+    device().run(Route{l.tokens, l.experts, l.top_k, dtype, l.router, logits.view(),
+                       l.bias.empty() ? nullptr : bias.data(), ids.data(), scores.data()});
+    EXPECT_TRUE(ids.canaries_alive()) << "ids: written past their ends";
+    scores.expect_untouched_from(l.tokens, "scores");
+    return {ids.get(), scores.get()};
+  }
+
+  std::mt19937_64 random_{3};
+};
+
+std::vector<Router> routers() {
+  std::vector<Router> all;
+  for (Score score : {Score::softmax, Score::sigmoid}) {
+    for (bool renormalize : {false, true}) all.push_back({score, renormalize, 2.5f});
+  }
+  return all;
+}
+
+// Ids are the K largest of p + bias, falling, and scores follow from them.
+void expect_right(Logits const& l, std::vector<int32_t> const& all_ids,
+                  std::vector<double> const& scores, DType dtype) {
+  std::vector<double> expected;
+  for (int64_t t = 0; t < l.tokens; ++t) {
+    std::vector<int32_t> const ids(all_ids.begin() + t * l.top_k,
+                                   all_ids.begin() + (t + 1) * l.top_k);
+    auto key = probabilities(l, t);
+    for (size_t e = 0; e < l.bias.size(); ++e) key[e] += l.bias[e];
+    std::vector<double> sorted = key;
+    std::sort(sorted.rbegin(), sorted.rend());
+    for (int64_t k = 0; k < l.top_k; ++k) {
+      ASSERT_TRUE(ids[k] >= 0 && ids[k] < l.experts) << "token " << t << " choice " << k;
+      ASSERT_EQ(std::count(ids.begin(), ids.end(), ids[k]), 1) << "token " << t << " repeats";
+      ASSERT_NEAR(key[ids[k]], sorted[k], 1e-6) << "token " << t << " choice " << k;
+    }
+    auto const w = scores_of(l, t, ids);
+    expected.insert(expected.end(), w.begin(), w.end());
+  }
+  double const allowed = dtype == DType::float64 ? 1e-13 : 1e-6;
+  EXPECT_LE(relative_error(scores, expected), allowed);
+}
+
+TEST_P(RouterTest, ChoosesTheLargest) {
+  struct Size {
+    int64_t tokens, experts, top_k;
+  };
+  Size const sizes[] = {{1, 1, 1},     {70, 8, 2},   {33, 40, 40},
+                        {129, 128, 8}, {20, 384, 6}, {0, 4, 2}};
+  for (Router const& router : routers()) {
+    for (Size const& s : sizes) {
+      for (bool biased : {false, true}) {
+        for (DType dtype : score_dtypes()) {
+          SCOPED_TRACE(testing::Message() << "experts " << s.experts << " biased " << biased);
+          Logits const l = random(s.tokens, s.experts, s.top_k, router, biased);
+          auto const chosen = route(l, dtype);
+          expect_right(l, chosen.ids, chosen.scores, dtype);
+          auto const again = route(l, dtype);
+          EXPECT_TRUE(chosen.ids == again.ids && chosen.scores == again.scores);
+        }
+      }
+    }
+  }
+}
+
+TEST_P(RouterTest, TiesGoToTheSmallerId) {
+  for (Router const& router : routers()) {
+    Logits l = random(3, 70, 5, router, false);
+    for (int64_t e = 0; e < 70; ++e) {
+      l.values(0, e) = 0.5;
+      l.values(1, e) = e % 7 == 3 ? 2 : -1;
+      l.values(2, e) = e == 69 ? 1 : 0.25;
+    }
+    auto const chosen = route(l, DType::float32);
+    EXPECT_EQ(chosen.ids_of(0, 5), (std::vector<int32_t>{0, 1, 2, 3, 4}));
+    EXPECT_EQ(chosen.ids_of(1, 5), (std::vector<int32_t>{3, 10, 17, 24, 31}));
+    EXPECT_EQ(chosen.ids_of(2, 5), (std::vector<int32_t>{69, 0, 1, 2, 3}));
+  }
+}
+
+TEST_P(RouterTest, NanComesLastAndIdsStayInRange) {
+  for (Router const& router : routers()) {
+    Logits l = random(3, 6, 4, router, false);
+    for (int64_t e = 0; e < 6; ++e) l.values(0, e) = kNan, l.values(1, e) = double(e);
+    l.values(1, 5) = l.values(1, 0) = l.values(1, 2) = kNan;
+    l.values(2, 1) = INFINITY, l.values(2, 4) = -INFINITY;
+    auto const chosen = route(l, DType::float32);
+    EXPECT_EQ(chosen.ids_of(0, 4), (std::vector<int32_t>{0, 1, 2, 3}));
+    EXPECT_TRUE(std::isnan(chosen.scores[0]));
+    if (router.score == Score::sigmoid) {
+      EXPECT_EQ(chosen.ids_of(1, 4), (std::vector<int32_t>{4, 3, 1, 0}));
+    }
+    for (int32_t id : chosen.ids) EXPECT_TRUE(id >= 0 && id < 6) << id;
+  }
+}
+
+// d(sum of scores * dscores) / dlogits by central differences in float64.
+Matrix numeric_gradient(Logits l, std::vector<int32_t> const& ids, Matrix const& dscores) {
+  double const step = 1e-5;
+  Matrix gradient(l.tokens, l.experts);
+  for (int64_t t = 0; t < l.tokens; ++t) {
+    std::vector<int32_t> const chosen(ids.begin() + t * l.top_k, ids.begin() + (t + 1) * l.top_k);
+    for (int64_t e = 0; e < l.experts; ++e) {
+      double const x = l.values(t, e);
+      double difference = 0;
+      for (double sign : {1.0, -1.0}) {
+        l.values(t, e) = x + sign * step;
+        auto const w = scores_of(l, t, chosen);
+        for (int64_t k = 0; k < l.top_k; ++k) difference += sign * w[k] * dscores(t, k);
+      }
+      l.values(t, e) = x;
+      gradient(t, e) = difference / (2 * step);
+    }
+  }
+  return gradient;
+}
+
+TEST_P(RouterTest, GradientIsTheDerivative) {
+  for (Router const& router : routers()) {
+    for (DType dtype : score_dtypes()) {
+      Logits const l = random(40, 70, 5, router, false);
+      auto ids = route(l, dtype).ids;
+      ids[3] = 70, ids[11] = -1, ids[12] = 0x7fffffff;  // no gradient for these
+      Matrix dscores(l.tokens, l.top_k);
+      std::normal_distribution<double> normal;
+      for (double& v : dscores.values) v = float(normal(random_));
+      Tensor logits(device(), dtype, l.tokens, l.experts),
+          given(device(), dtype, l.tokens, l.top_k);
+      logits.set(l.values.values);
+      given.set(dscores.values);
+      Indices<int32_t> const chosen(device(), ids);
+      Tensor out(device(), dtype, l.tokens, l.experts, l.experts + 2);
+      device().run(RouterGradient{l.tokens, l.experts, l.top_k, dtype, router, logits.view(),
+                                  chosen.data(), given.data(), out.view()});
+      out.expect_untouched_from(l.tokens, "dlogits");
+      double const allowed = dtype == DType::float64 ? 1e-8 : 2e-6;
+      EXPECT_LE(relative_error(out.get(), numeric_gradient(l, ids, dscores).values), allowed);
+    }
+  }
+}
+
+GUILD_DEVICE_TESTS(RouterTest);
+
+class SortTest : public DeviceTest {
+ protected:
+  template <class Id>
+  void run(Case const& c, DType score_dtype, bool scored) {
+    Rowing const expected = rowing_of(c, 11);
+    int64_t const slots = c.sizes.rows();
+    Indices<Id> const ids(device(), std::vector<Id>(expected.ids.begin(), expected.ids.end()));
+    Indices<int32_t> offsets(device(), c.sizes.experts + 1), row_token(device(), slots);
+    Indices<int32_t> slot_row(device(), slots);
+    Tensor scores(device(), score_dtype, slots, 1), row_score(device(), score_dtype, slots, 1);
+    std::vector<double> values(slots), by_row(slots);
+    for (int64_t i = 0; i < slots; ++i) values[i] = float(i) / 3;
+    for (double& v : values) v = round_to(score_dtype, v);
+    for (int64_t i = 0; i < slots; ++i) {
+      if (expected.slot_row[i] >= 0) by_row[expected.slot_row[i]] = values[i];
+    }
+    scores.set(values);
+    Bytes workspace(device(), sort_workspace_bytes(c.sizes.tokens, c.sizes.experts, c.sizes.top_k));
+    device().run(Sort{c.sizes.tokens, c.sizes.experts, c.sizes.top_k, score_dtype, sizeof(Id) == 8,
+                      ids.data(), scored ? scores.data() : nullptr, offsets.data(),
+                      row_token.data(), slot_row.data(), scored ? row_score.data() : nullptr,
+                      workspace.data()});
+    EXPECT_EQ(offsets.get(), expected.offsets);
+    EXPECT_EQ(slot_row.get(), expected.slot_row);
+    EXPECT_EQ(row_token.get(), expected.row_token);
+    EXPECT_TRUE(offsets.canaries_alive() && slot_row.canaries_alive() &&
+                row_token.canaries_alive() && workspace.canaries_alive());
+    row_score.expect_untouched_from(scored ? slots : 0, "row_score");
+    if (scored) {
+      EXPECT_EQ(row_score.get(), by_row);
+    }
+  }
+};
+
+TEST_P(SortTest, EveryRouting) {
+  for (Case const& c : cases()) {
+    SCOPED_TRACE(c.name);
+    run<int32_t>(c, DType::float32, true);
+    run<int64_t>(c, DType::float64, true);
+    run<int64_t>(c, DType::float32, false);
+  }
+}
+
+TEST_P(SortTest, ManyChunks) {  // of the CUDA backend's sort
+  for (char const* routing : {"random", "one", "sentinel", "none"}) {
+    SCOPED_TRACE(routing);
+    Case c;
+    c.sizes = {5003, 1, 1, 67, 3};
+    c.routing = routing;
+    run<int32_t>(c, DType::float32, true);
+    run<int64_t>(c, DType::float32, true);
+  }
+}
+
+GUILD_DEVICE_TESTS(SortTest);
+
+}  // namespace
+
+}  // namespace guild::test

@@ -1,0 +1,186 @@
+// Host tests of the arithmetic in src/shared: activations, tile walks, the vectorised exponential.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <random>
+
+#include "cases.h"
+#include "reference.h"
+#include "shared/activation.h"
+#include "shared/exponential.h"
+#include "shared/gemm_config.h"
+#include "shared/tiles.h"
+
+namespace guild::test {
+
+namespace {
+
+constexpr float kNanF = std::numeric_limits<float>::quiet_NaN();
+
+TEST(Activation, GradientIsTheDerivative) {
+  double const step = 1e-6;
+  for (NamedActivation const& named : activations()) {
+    SCOPED_TRACE(named.name);
+    Activation const& act = named.activation;
+    for (double gate = -5.03; gate < 8.5; gate += 0.251) {
+      for (double up : {-8.1, -0.6, -0.2, 0.3, 0.71, 7.5}) {
+        auto const slope = [&](double dgate, double dup) {
+          return (activate(act, gate + dgate, up + dup) - activate(act, gate - dgate, up - dup)) /
+                 (2 * step);
+        };
+        auto const d = activate_gradient(act, gate, up, 1.5);
+        EXPECT_NEAR(d.a, activate(act, gate, up), 1e-12);
+        EXPECT_NEAR(d.dgate, 1.5 * slope(step, 0), 1e-6) << "gate " << gate << " up " << up;
+        if (act.gated) {
+          EXPECT_NEAR(d.dup, 1.5 * slope(0, step), 1e-6) << "gate " << gate;
+        }
+      }
+    }
+  }
+}
+
+TEST(Activation, AgreesWithItsDefinition) {
+  for (NamedActivation const& named : activations()) {
+    SCOPED_TRACE(named.name);
+    for (double gate = -9; gate < 9; gate += 0.37) {
+      for (double up : {-7.5, 0.25, 3.0}) {
+        auto const expected = activated(named.activation, gate, up);
+        auto const d = activate_gradient(named.activation, gate, up, 1.0);
+        EXPECT_NEAR(d.a, expected.a, 1e-12);
+        EXPECT_NEAR(d.dgate, expected.da_dgate, 1e-12);
+        if (named.activation.gated) {
+          EXPECT_NEAR(d.dup, expected.da_dup, 1e-12);
+        }
+      }
+    }
+  }
+}
+
+TEST(Activation, NanPassesThroughClamps) {
+  for (NamedActivation const& named : activations()) {
+    SCOPED_TRACE(named.name);
+    Activation const& act = named.activation;
+    EXPECT_TRUE(std::isnan(activate(act, kNanF, 1.f)));
+    auto const d = activate_gradient(act, kNanF, 1.f, 1.f);
+    EXPECT_TRUE(std::isnan(d.a));
+    EXPECT_TRUE(std::isnan(d.dgate));
+    if (!act.gated) continue;
+    EXPECT_TRUE(std::isnan(activate(act, 1.f, kNanF)));
+    EXPECT_TRUE(std::isnan(activate_gradient(act, 1.f, kNanF, 1.f).dgate));
+  }
+}
+
+TEST(Activation, GptOssByHand) {
+  Activation act;
+  act.alpha = 1.702f, act.limit = 7, act.up_offset = 1;
+  double const s = 1 / (1 + std::exp(-1.702 * 7));
+  EXPECT_NEAR(activate(act, 9.0, -20.0), 7 * s * (-7 + 1), 1e-4);
+  EXPECT_EQ(activate_gradient(act, 9.0, 1.0, 1.0).dgate, 0);
+  EXPECT_EQ(activate_gradient(act, 1.0, -20.0, 1.0).dup, 0);
+}
+
+TEST(Exponential, IsWithinTwoUnits) {
+  for (float x = -86.8f; x < 88.72f; x += 1.7e-3f) {
+    double const truth = std::exp(double(x));
+    double const unit = std::ldexp(1.0, std::ilogb(truth) - 23);
+    ASSERT_LE(std::abs(vector_exp(x) - truth), 2 * unit) << "x = " << x;
+  }
+  EXPECT_EQ(vector_exp(0), 1);
+  EXPECT_EQ(vector_exp(-INFINITY), 0);
+  EXPECT_EQ(vector_exp(-90), 0);
+  EXPECT_TRUE(std::isinf(vector_exp(INFINITY)));
+  EXPECT_TRUE(std::isinf(vector_exp(89)));
+  EXPECT_TRUE(std::isnan(vector_exp(kNanF)));
+}
+
+// Ends of random groups, some of them empty, some values outside what they may be.
+std::vector<int32_t> random_ends(std::mt19937& random, int groups, int& total) {
+  std::vector<int32_t> ends;
+  int end = 0;
+  for (int g = 0; g < groups; ++g) ends.push_back(end += random() % 3 ? random() % 300 : 0);
+  total = end + int(random() % 40);
+  return ends;
+}
+
+TEST(RowTiles, CoverEveryElementOnce) {
+  std::mt19937 random(0);
+  for (int trial = 0; trial < 300; ++trial) {
+    int const groups = 1 + random() % 9, columns = 1 + random() % 900;
+    int const blocks = 1 + random() % 13, band = 1 + random() % kBand;
+    int total = 0;
+    auto const ends = random_ends(random, groups, total);
+    for (GemmConfig const& c : {kWide, kSquare}) {
+      std::vector<int> hits(size_t(total) * columns);
+      for (int block = 0; block < blocks; ++block) {
+        RowTiles work{.groups = {ends.data(), groups, total},
+                      .tile_m = c.tile_m,
+                      .tile_n = c.tile_n,
+                      .columns = columns,
+                      .inner = 64,
+                      .band = band,
+                      .next_tile = block,
+                      .stride = blocks};
+        for (Tile t; work.next(t);) {
+          ASSERT_LE(t.row + t.rows, ends[t.expert]) << "a tile leaks out of its expert";
+          for (int row = t.row; row < t.row + t.rows; ++row) {
+            for (int col = t.col; col < std::min(t.col + c.tile_n, columns); ++col) {
+              ++hits[size_t(row) * columns + col];
+            }
+          }
+        }
+      }
+      for (size_t i = 0; i < hits.size(); ++i) {
+        ASSERT_EQ(hits[i], int64_t(i) < int64_t(ends.back()) * columns) << "element " << i;
+      }
+    }
+  }
+}
+
+TEST(InnerTiles, GiveEveryGroupItsWholeOutputAndItsRows) {
+  std::mt19937 random(1);
+  for (int trial = 0; trial < 300; ++trial) {
+    int const groups = 1 + random() % 9, rows = 1 + random() % 400, columns = 1 + random() % 700;
+    int const blocks = 1 + random() % 13;
+    int total = 0;
+    auto const ends = random_ends(random, groups, total);
+    std::vector<int> hits(size_t(groups) * rows * columns);
+    for (int block = 0; block < blocks; ++block) {
+      InnerTiles work{.groups = {ends.data(), groups, total},
+                      .tile_m = kSquare.tile_m,
+                      .tile_n = kSquare.tile_n,
+                      .rows = rows,
+                      .columns = columns,
+                      .band = kBand,
+                      .next_tile = block,
+                      .stride = blocks};
+      for (Tile t; work.next(t);) {
+        int const begin = t.expert == 0 ? 0 : ends[t.expert - 1];
+        ASSERT_EQ(t.inner_row, begin);
+        ASSERT_EQ(t.inner, ends[t.expert] - begin);
+        for (int row = t.row; row < t.row + t.rows; ++row) {
+          for (int col = t.col; col < std::min(t.col + kSquare.tile_n, columns); ++col) {
+            ++hits[(size_t(t.expert) * rows + row) * columns + col];
+          }
+        }
+      }
+    }
+    for (int h : hits) ASSERT_EQ(h, 1);
+  }
+}
+
+TEST(Groups, KeepAnyEndsInsideTheBuffer) {
+  int32_t const ends[] = {-5, 900, 3, 0x7fffffff, 50};
+  Groups const groups{ends, 5, 100};
+  int begin = 0;
+  for (int g = 0; g < 5; ++g) {
+    int const end = groups.end(g, begin);
+    EXPECT_GE(end, begin);
+    EXPECT_LE(end, 100);
+    begin = end;
+  }
+}
+
+}  // namespace
+
+}  // namespace guild::test
