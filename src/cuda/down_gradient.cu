@@ -8,9 +8,8 @@
 namespace guild::cuda {
 namespace {
 
-template <class T, Major major, bool gathered>
+template <class T, GemmConfig c, Major major, bool gathered>
 void launch_down_gradient(DownGradient const& x, Queue const& queue) {
-  constexpr GemmConfig c = kSquare;
   using Loader = RowLoader<T, c, major, gathered>;
   using Kernel = GroupedProduct<T, c, Loader, RowTiles, DownGradientEpilogue<T>>;
   Sizes const& s = x.sizes;
@@ -20,7 +19,7 @@ void launch_down_gradient(DownGradient const& x, Queue const& queue) {
   int64_t const width = s.intermediate * (alternate ? 2 : 1);
   typename Kernel::Params params{};
   params.work = {.groups = {x.routing.offsets + 1, int(s.experts), int(s.rows())},
-                 .tile_m = c.tile_m,
+                 .tile_m = c.cluster_m(),
                  .tile_n = c.tile_n,
                  .columns = int(s.intermediate),
                  .inner = int(s.hidden),
@@ -40,8 +39,7 @@ void launch_down_gradient(DownGradient const& x, Queue const& queue) {
   out.part_count = int(score_parts(s));
   out.activation = x.activation;
   out.pairing = halves == 2 ? Pairing::halves : alternate ? Pairing::alternate : Pairing::none;
-  int64_t const across = (s.intermediate + c.tile_n - 1) / c.tile_n;
-  launch<Kernel>(params, (s.rows() / c.tile_m + s.experts) * across, queue);
+  launch<Kernel>(params, most_tiles<c>(s.rows(), s.experts, s.intermediate, c.tile_n), queue);
 }
 
 }  // namespace
@@ -57,7 +55,10 @@ void down_gradient(DownGradient const& x, Queue queue) {
   if (x.sizes.rows() == 0) return;
   with_product(x.dtype, x.w_down.out_stride == 1 && x.w_down.in_stride != 1,
                x.routing.row_token != nullptr, [&]<class T, Major major, bool gathered> {
-                 launch_down_gradient<T, major, gathered>(x, queue);
+                 with_pairs(choose_pairs(x.sizes.rows(), int(x.sizes.experts)), [&](auto pairs) {
+                   launch_down_gradient<T, pairs.value ? kSquarePair : kSquare, major, gathered>(
+                       x, queue);
+                 });
                });
 }
 

@@ -6,10 +6,9 @@
 namespace guild::cuda {
 namespace {
 
-template <class T, Major major, bool gathered>
+template <class T, GemmConfig c, Major major, bool gathered>
 void launch_up_projection(UpProjection const& x, GateUpView<ConstWeight> const& view,
                           Queue const& queue) {
-  constexpr GemmConfig c = kWide;
   using Loader = RowLoader<T, c, major, gathered>;
   using Kernel = GroupedProduct<T, c, Loader, RowTiles, Activate<T>>;
   Sizes const& s = x.sizes;
@@ -18,7 +17,7 @@ void launch_up_projection(UpProjection const& x, GateUpView<ConstWeight> const& 
   int64_t const tile_n = halves ? c.tile_n / 2 : c.tile_n;
   typename Kernel::Params params{};
   params.work = {.groups = {x.routing.offsets + 1, int(s.experts), int(s.rows())},
-                 .tile_m = c.tile_m,
+                 .tile_m = c.cluster_m(),
                  .tile_n = int(tile_n),
                  .columns = int(columns),
                  .inner = int(s.hidden),
@@ -36,8 +35,7 @@ void launch_up_projection(UpProjection const& x, GateUpView<ConstWeight> const& 
   out.bias = {static_cast<T const*>(x.bias.data), row_stride(x.bias, columns * view.halves)};
   out.activation = x.activation;
   out.pairing = halves ? Pairing::halves : view.alternate ? Pairing::alternate : Pairing::none;
-  int64_t const across = (columns + tile_n - 1) / tile_n;
-  launch<Kernel>(params, (s.rows() / c.tile_m + s.experts) * across, queue);
+  launch<Kernel>(params, most_tiles<c>(s.rows(), s.experts, columns, tile_n), queue);
 }
 
 }  // namespace
@@ -55,7 +53,10 @@ void up_projection(UpProjection const& x, Queue queue) {
   if (x.sizes.rows() == 0) return;
   with_product(x.dtype, view.w[0].in_stride == 1, x.routing.row_token != nullptr,
                [&]<class T, Major major, bool gathered> {
-                 launch_up_projection<T, major, gathered>(x, view, queue);
+                 with_pairs(choose_pairs(x.sizes.rows(), int(x.sizes.experts)), [&](auto pairs) {
+                   launch_up_projection<T, pairs.value ? kWidePair : kWide, major, gathered>(
+                       x, view, queue);
+                 });
                });
 }
 

@@ -23,6 +23,18 @@ struct Barrier {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&word))
                  : "memory");
   }
+  // Arrives on the same barrier of another block of the cluster. Says only that this thread's reads
+  // are done: ordered at cluster scope it would cost a fence of the whole GPU.
+  __device__ void arrive_at(int block) {
+    asm volatile(
+        "{\n"
+        ".reg .b32 there;\n"
+        "mapa.shared::cluster.u32 there, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
+        "}\n" ::"r"(shared_address(&word)),
+        "r"(block)
+        : "memory");
+  }
   // Arrives once and announces bytes that TMA will deliver in this phase.
   __device__ void arrive_expect(uint32_t bytes) {
     asm volatile(
@@ -56,6 +68,16 @@ __device__ inline void fence_barrier_init() {
 // Orders ordinary shared-memory accesses before later TMA or wgmma accesses.
 __device__ inline void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Which block of its cluster this is, and a barrier of all the cluster's threads.
+__device__ inline int cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return int(rank);
+}
+__device__ inline void cluster_barrier() {
+  asm volatile("barrier.cluster.arrive;\nbarrier.cluster.wait;" ::: "memory");
 }
 
 // A barrier among `threads` threads; id 0 is __syncthreads().

@@ -19,6 +19,17 @@ __device__ inline void tma_load(CUtensorMap const& map, void* to, Coordinate at,
       : "memory");
 }
 
+// The same into every block of the cluster whose bit is set in `blocks`: at the same place, and
+// announced on the same barrier, of each.
+__device__ inline void tma_load_multicast(CUtensorMap const& map, void* to, Coordinate at,
+                                          Barrier& done, uint16_t blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(shared_address(to)),
+      "l"(&map), "r"(shared_address(&done.word)), "r"(at.x), "r"(at.y), "r"(at.z), "h"(blocks)
+      : "memory");
+}
+
 // Elements outside the map are not written.
 __device__ inline void tma_store(CUtensorMap const& map, void const* from, Coordinate at) {
   asm volatile(

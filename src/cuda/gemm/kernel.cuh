@@ -3,6 +3,9 @@
 //   warpgroup 0      producer: fills a ring of stages, 64 deep each (loaders.cuh)
 //   warpgroups 1..   consumers: wgmma into registers, 64 rows of the tile each, then the epilogue
 //
+// The blocks of a cluster work on row tiles of one group that are neighbours and bring each other a
+// share of B: a stage is filled for all of them, and free when the consumers of all have read it.
+//
 // Ragged tiles over packed tokens: SonicMoE (arXiv:2512.14080). Warp roles: CUTLASS "cooperative".
 #pragma once
 #include "epilogues.cuh"
@@ -28,7 +31,7 @@ struct GroupedProduct {
     alignas(1024) char b[C.stages][C.b_bytes()];
     typename Epilogue::Storage epilogue[C.consumers];
     Barrier full[C.stages];   // Loader::kArrivals, and the bytes of TMA
-    Barrier empty[C.stages];  // one arrival per consumer warp
+    Barrier empty[C.stages];  // one arrival per consumer warp of the cluster
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024, "too many stages for shared memory");
 
@@ -42,9 +45,29 @@ struct GroupedProduct {
 
   static __device__ Work tiles(Params const& p) {
     Work work = p.work;
-    work.next_tile = blockIdx.x;
-    work.stride = gridDim.x;
+    work.next_tile = blockIdx.x / C.cluster;
+    work.stride = gridDim.x / C.cluster;
     return work;
+  }
+
+  // The next tile of this block: a share of the cluster's, perhaps without rows.
+  static __device__ bool next(Work& work, Tile& tile) {
+    if (!work.next(tile)) return false;
+    if constexpr (C.cluster > 1) {
+      int const first = C.tile_m * cluster_rank();
+      tile.row += first;
+      tile.rows = max(tile.rows - first, 0);
+    }
+    tile.rows = min(tile.rows, C.tile_m);
+    return true;
+  }
+
+  static __device__ void release(Barrier& empty) {
+    if constexpr (C.cluster == 1) {
+      empty.arrive();
+    } else {
+      for (int block = 0; block < C.cluster; ++block) empty.arrive_at(block);
+    }
   }
   static __device__ int steps(Tile const& tile) { return (tile.inner + C.tile_k - 1) / C.tile_k; }
 
@@ -52,7 +75,7 @@ struct GroupedProduct {
     Loader loader(p.load, thread);
     Cursor at;
     auto work = tiles(p);
-    for (Tile tile; work.next(tile);) {
+    for (Tile tile; next(work, tile);) {
       loader.begin(tile);
       for (int step = 0; step < steps(tile); ++step, at.advance()) {
         smem.empty[at.stage].wait(at.phase ^ 1);
@@ -82,7 +105,7 @@ struct GroupedProduct {
     typename Epilogue::State state(smem.epilogue[group]);
     Cursor at;
     auto work = tiles(p);
-    for (Tile tile; work.next(tile);) {
+    for (Tile tile; next(work, tile);) {
       Tile mine = tile;
       mine.row += 64 * group;
       mine.rows = min(tile.rows - 64 * group, 64);
@@ -99,28 +122,36 @@ struct GroupedProduct {
         multiply(acc, smem.a[at.stage] + group * kBlockBytes, smem.b[at.stage], step > 0);
         if (step > 0) {
           wgmma_wait<1>();
-          if (thread % 32 == 0) smem.empty[last].arrive();
+          if (thread % 32 == 0) release(smem.empty[last]);
         }
         last = at.stage;
       }
       wgmma_wait<0>();
       fence_registers(acc);
-      if (tile.inner > 0 && thread % 32 == 0) smem.empty[last].arrive();
+      if (tile.inner > 0 && thread % 32 == 0) release(smem.empty[last]);
       if (mine.rows > 0) p.epilogue.template store<C.tile_n>(acc, state, mine, thread % 128);
     }
     if (thread % 128 == 0) tma_store_wait<0>();  // shared memory must outlive the last store
+  }
+
+  static __device__ void sync() {
+    if constexpr (C.cluster > 1) {
+      cluster_barrier();
+    } else {
+      __syncthreads();
+    }
   }
 
   static __device__ void run(Params const& p, SharedStorage& smem) {
     if (threadIdx.x == 0) {
       for (int s = 0; s < C.stages; ++s) {
         smem.full[s].init(Loader::kArrivals);
-        smem.empty[s].init(4 * C.consumers);
+        smem.empty[s].init(4 * C.consumers * C.cluster);
       }
       for (auto& e : smem.epilogue) Epilogue::init(e);
       fence_barrier_init();
     }
-    __syncthreads();
+    sync();
     if (threadIdx.x < 128) {
       shrink_registers<Loader::kProducerRegisters>();
       if (threadIdx.x < Loader::kThreads) produce(p, smem, threadIdx.x);
@@ -128,6 +159,7 @@ struct GroupedProduct {
       grow_registers<Loader::kConsumerRegisters>();
       consume(p, smem, threadIdx.x - 128);
     }
+    if constexpr (C.cluster > 1) sync();  // no block leaves while another may write to it
   }
 };
 

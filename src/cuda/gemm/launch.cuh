@@ -73,6 +73,16 @@ void with_type(DType dtype, F&& f) {
   }
 }
 
+// Calls f with whether blocks work in pairs as an integral constant.
+template <class F>
+void with_pairs(bool pairs, F&& f) {
+  if (pairs) {
+    f(std::true_type());
+  } else {
+    f(std::false_type());
+  }
+}
+
 // The A operand of a product by row: X or dO, picked by token where the loader gathers.
 template <class T, GemmConfig C, class Params>
 void fill_rows(Params& load, ConstRows const& a, Routing const& routing, Sizes const& sizes,
@@ -111,15 +121,32 @@ void with_product(DType dtype, bool k_major, bool gathered, F&& f) {
 template <class T, GemmConfig C, Major major, bool gathered>
 using RowLoader = std::conditional_t<gathered, GatheredRows<T, C, major>, TmaRows<T, C, major>>;
 
+// How many tiles of clusters there can be at most, over groups of unknown sizes.
+template <GemmConfig C>
+int64_t most_tiles(int64_t rows, int64_t groups, int64_t columns, int64_t tile_n) {
+  return (rows / C.cluster_m() + groups) * ((columns + tile_n - 1) / tile_n);
+}
+
+// `tiles`: of clusters, an upper bound.
 template <class Kernel>
 void launch(typename Kernel::Params const& params, int64_t tiles, Queue const& queue) {
   if (tiles == 0) return;
   constexpr int bytes = sizeof(typename Kernel::SharedStorage);
   cuda_check(cudaFuncSetAttribute(run<Kernel>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
              "shared memory of a grouped product");
-  int const blocks = int(std::min<int64_t>(tiles, multiprocessors(queue)));
-  run<Kernel><<<blocks, Kernel::config.threads(), bytes, queue.stream>>>(params);
-  cuda_check(cudaGetLastError(), "launch of a grouped product");
+  constexpr int cluster = Kernel::config.cluster;
+  int const clusters = std::max(1, multiprocessors(queue) / cluster);
+  cudaLaunchAttribute shape{};
+  shape.id = cudaLaunchAttributeClusterDimension;
+  shape.val.clusterDim = {cluster, 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(unsigned(std::min<int64_t>(tiles, clusters) * cluster));
+  config.blockDim = dim3(Kernel::config.threads());
+  config.dynamicSmemBytes = bytes;
+  config.stream = queue.stream;
+  config.attrs = &shape;
+  config.numAttrs = cluster > 1 ? 1 : 0;
+  cuda_check(cudaLaunchKernelEx(&config, run<Kernel>, params), "launch of a grouped product");
 }
 
 }  // namespace guild::cuda

@@ -15,6 +15,16 @@
 
 namespace guild::cuda {
 
+// A box of B, for every block of the cluster.
+template <GemmConfig C>
+__device__ inline void load_shared(CUtensorMap const& map, char* to, Coordinate at, Barrier& full) {
+  if constexpr (C.cluster == 1) {
+    tma_load(map, to, at, full);
+  } else {
+    tma_load_multicast(map, to, at, full, (1 << C.cluster) - 1);
+  }
+}
+
 // Expert weights as B: (E, n, k) K-major or (E, k, n) MN-major. Two maps serve gate | up: as two
 // column halves of the tile (pair_columns) or as two halves of the sum (half_steps).
 template <GemmConfig C, Major major>
@@ -30,15 +40,16 @@ struct WeightLoader {
     int const k = (step - half * half_steps) * C.tile_k;
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
+      if (C.cluster == 2 && side != cluster_rank()) continue;  // the neighbour brings it
       CUtensorMap const& m = map[half | (side & int(pair_columns))];
       int const n = tile.col + (pair_columns ? 0 : side * kHalf);
       char* const part = to + side * kHalf * 128;
       if constexpr (major == Major::K) {
-        tma_load(m, part, {k, n, tile.expert}, full);
+        load_shared<C>(m, part, {k, n, tile.expert}, full);
       } else {
 #pragma unroll
         for (int c = 0; c < kHalf; c += 64) {
-          tma_load(m, part + c * 128, {n + c, k, tile.expert}, full);
+          load_shared<C>(m, part + c * 128, {n + c, k, tile.expert}, full);
         }
       }
     }
@@ -153,8 +164,13 @@ struct TokenColumns {
     bool const whole = left >= C.tile_k, a_by_tma = whole && p.row == nullptr;
     if (thread == 0) {
       full.arrive_expect((whole ? C.b_bytes() : 0) + (a_by_tma ? C.a_bytes() : 0));
-      if (whole) load_boxes<C.tile_n>(p.b_map, b, tile.col, row, full);
-      if (a_by_tma) load_boxes<C.tile_m>(p.a_map, a, tile.row, row, full);
+      if (whole) load_b(tile, row, b, full);
+      if (a_by_tma) {
+#pragma unroll
+        for (int c = 0; c < C.tile_m; c += 64) {
+          tma_load(p.a_map, a + c * 128, {tile.row + c, 0, row}, full);
+        }
+      }
     }
     __syncwarp();
     if (!a_by_tma) copy_a(tile, step, a);
@@ -193,11 +209,14 @@ struct TokenColumns {
     }
   }
 
-  template <int columns>
-  static __device__ void load_boxes(CUtensorMap const& map, char* to, int col, int row,
-                                    Barrier& full) {
+  // This block's share of the boxes of B.
+  __device__ void load_b(Tile const& tile, int row, char* b, Barrier& full) const {
+    constexpr int share = C.tile_n / C.cluster;
+    int const first = C.cluster == 1 ? 0 : cluster_rank() * share;
 #pragma unroll
-    for (int c = 0; c < columns; c += 64) tma_load(map, to + c * 128, {col + c, 0, row}, full);
+    for (int c = 0; c < share; c += 64) {
+      load_shared<C>(p.b_map, b + (first + c) * 128, {tile.col + first + c, 0, row}, full);
+    }
   }
 
   // A ragged step of B by hand: TMA would bring the next group's rows, and zeros of A do not

@@ -3,15 +3,14 @@
 namespace guild::cuda {
 namespace {
 
-template <class T, Major major>
+template <class T, GemmConfig c, Major major>
 void launch_row_product(RowProduct const& x, Queue const& queue) {
-  constexpr GemmConfig c = kWide;
   using Loader = TmaRows<T, c, major>;
   using Kernel = GroupedProduct<T, c, Loader, RowTiles, StoreRows<T>>;
   int const half_steps = int((x.k + c.tile_k - 1) / c.tile_k);
   typename Kernel::Params params{};
   params.work = {.groups = x.groups,
-                 .tile_m = c.tile_m,
+                 .tile_m = c.cluster_m(),
                  .tile_n = c.tile_n,
                  .columns = int(x.n),
                  .inner = x.halves * half_steps * c.tile_k,
@@ -28,17 +27,15 @@ void launch_row_product(RowProduct const& x, Queue const& queue) {
   out.d.columns = int(x.n);
   out.bias = {static_cast<T const*>(x.bias.data), row_stride(x.bias, x.n)};
   out.direct = x.direct;
-  int64_t const tiles = (x.rows / c.tile_m + x.groups.groups) * ((x.n + c.tile_n - 1) / c.tile_n);
-  launch<Kernel>(params, tiles, queue);
+  launch<Kernel>(params, most_tiles<c>(x.rows, x.groups.groups, x.n, c.tile_n), queue);
 }
 
-template <class T>
+template <class T, GemmConfig c>
 void launch_expert_product(ExpertProduct const& x, Queue const& queue) {
-  constexpr GemmConfig c = kWide;
   using Kernel = GroupedProduct<T, c, TokenColumns<T, c>, InnerTiles, StoreExpert<T>>;
   typename Kernel::Params params{};
   params.work = {.groups = x.groups,
-                 .tile_m = c.tile_m,
+                 .tile_m = c.cluster_m(),
                  .tile_n = c.tile_n,
                  .rows = int(x.m),
                  .columns = int(x.n),
@@ -75,7 +72,8 @@ void launch_expert_product(ExpertProduct const& x, Queue const& queue) {
                   int(x.n)};
   }
   int64_t const across = (x.n + c.tile_n - 1) / c.tile_n;
-  launch<Kernel>(params, x.groups.groups * ((x.m + c.tile_m - 1) / c.tile_m) * across, queue);
+  launch<Kernel>(params, x.groups.groups * ((x.m + c.cluster_m() - 1) / c.cluster_m()) * across,
+                 queue);
 }
 
 }  // namespace
@@ -84,16 +82,24 @@ void row_product(RowProduct const& x, Queue const& queue) {
   if (x.rows == 0) return;
   with_type(x.dtype, [&](auto element) {
     using T = decltype(element);
-    if (x.w[0].in_stride == 1) {
-      launch_row_product<T, Major::K>(x, queue);
-    } else {
-      launch_row_product<T, Major::MN>(x, queue);
-    }
+    with_pairs(choose_pairs(x.rows, x.groups.groups), [&](auto pairs) {
+      constexpr GemmConfig c = pairs.value ? kWidePair : kWide;
+      if (x.w[0].in_stride == 1) {
+        launch_row_product<T, c, Major::K>(x, queue);
+      } else {
+        launch_row_product<T, c, Major::MN>(x, queue);
+      }
+    });
   });
 }
 
 void expert_product(ExpertProduct const& x, Queue const& queue) {
-  with_type(x.dtype, [&](auto element) { launch_expert_product<decltype(element)>(x, queue); });
+  with_type(x.dtype, [&](auto element) {
+    with_pairs(x.m > kWide.tile_m, [&](auto pairs) {
+      constexpr GemmConfig c = pairs.value ? kWidePair : kWide;
+      launch_expert_product<decltype(element), c>(x, queue);
+    });
+  });
 }
 
 }  // namespace guild::cuda
