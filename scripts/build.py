@@ -84,6 +84,7 @@ def main() -> None:
     defines = [f"-D{name}={value}" for name, value in chosen.items()]
     extra = shlex.split(os.environ.get("GUILD_CMAKE_ARGS", ""))
     configure = ["-G", "Ninja", "-S", str(ROOT), "-B", folder, *defines, *extra]
+    configure += ["-U", "SKBUILD*"]  # the wheel's layout, if one was built from this folder
     if not run_cmake(*configure, quiet=True):
         stop(f"build/{kind} could not be configured: see CMake's message above.")
     jobs = os.environ.get("JOBS", str(os.cpu_count() or 1))
