@@ -100,7 +100,9 @@ STEPS = {
         obstacle=no_nvcc,
     ),
     "cpp": Step("C++ tests", lambda: [ctest("test")], needs_build=True, obstacle=no_gtest),
-    "python": Step("Python tests", lambda: [[PYTHON, "-m", "pytest", "-q"]], needs_build=True),
+    "python": Step(
+        "Python tests", lambda: [[PYTHON, "-m", "pytest", "--durations=5"]], needs_build=True
+    ),
     "sanitize": Step("C++ tests under ASan and UBSan", sanitize, obstacle=no_gtest),
     "example": Step("C++ example through find_package(guild)", example, needs_build=True),
     "wheel": Step(
