@@ -90,11 +90,17 @@ def expect_rows(name: str, tensor: Tensor) -> None:
 
 
 def expect_indices(name: str, tensor: Tensor, x: Tensor, *dtypes: torch.dtype) -> None:
-    """Raise unless it is a contiguous tensor of one of these integer dtypes on x's device."""
+    """Raise unless it has one of these integer dtypes, on x's device."""
     if tensor.dtype not in dtypes:
         wanted = " or ".join(map(dtype_name, dtypes))
         raise TypeError(f"{name}: expected dtype {wanted}, got {dtype_name(tensor.dtype)}")
     expect_device(name, tensor, x)
+
+
+def expect_offsets(name: str, tensor: Tensor, x: Tensor) -> None:
+    """Raise unless it is a contiguous int32 vector on x's device."""
+    expect_dims(name, tensor, 1)
+    expect_indices(name, tensor, x, torch.int32)
     if not tensor.is_contiguous():
         raise ValueError(
             f"{name}: expected a contiguous tensor, got strides {tensor.stride()}; call "

@@ -11,6 +11,7 @@ from guild._checks import (
     expect_dims,
     expect_indices,
     expect_like,
+    expect_offsets,
     expect_operand,
     expect_rows,
     expect_shape,
@@ -120,7 +121,7 @@ def routed_experts_and_offsets(
     x, *layer, gradient = _layer(x, w_up, w_down, b_up, b_down, activation, order, transposed)
     scores = topk_weights.to(score_dtype(x.dtype)).contiguous()
     keep = torch.is_grad_enabled() and (gradient or scores.requires_grad)
-    out, _, offsets, _, _, _ = _moe_forward(x, topk_ids, scores, *layer, keep)
+    out, _, offsets, _, _, _ = _moe_forward(x, topk_ids.contiguous(), scores, *layer, keep)
     return out, offsets
 
 
@@ -165,8 +166,8 @@ def experts_mlp(
     x, *layer, gradient = _layer(
         x_sorted, w_up, w_down, b_up, b_down, activation, order, transposed, "x_sorted"
     )
+    expect_offsets("offsets", offsets, x)
     expect_shape("offsets", offsets, (w_down.shape[0] + 1,), "it holds starts and the last end")
-    expect_indices("offsets", offsets, x, torch.int32)
     return _experts_forward(x, offsets, *layer, torch.is_grad_enabled() and gradient)[0]
 
 

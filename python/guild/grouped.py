@@ -11,8 +11,8 @@ from guild._checks import (
     dtype_name,
     expect_device,
     expect_dims,
-    expect_indices,
     expect_like,
+    expect_offsets,
     expect_operand,
     expect_rows,
     expect_shape,
@@ -137,8 +137,7 @@ def _grouped_shape(mat_a: Tensor, mat_b: Tensor, offs: Tensor | None) -> tuple[i
         return stacks[0], rows, columns
     if offs is None:
         raise ValueError("offs: expected the end of each group, int32 (groups,), got None")
-    expect_dims("offs", offs, 1, what="(groups,)")
-    expect_indices("offs", offs, mat_a, torch.int32)
+    expect_offsets("offs", offs, mat_a)
     if stacks:
         expect_shape("offs", offs, (stacks[0],), "one end per group")
         return rows, columns
@@ -311,8 +310,7 @@ def _pair_operands(
             f"{tuple(x.shape)}, got {tuple(w.shape)}; pass {w_name}.mT if outputs come first"
         )
     expect_like(w_name, w, x, x_name)
-    expect_dims("offs", offs, 1, what="(experts,)")
-    expect_indices("offs", offs, x, torch.int32)
+    expect_offsets("offs", offs, x)
     expect_shape("offs", offs, (experts,), "one end per expert")
     if bias is not None:
         expect_shape("bias", bias, (experts, outputs))
