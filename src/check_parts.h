@@ -41,8 +41,9 @@ inline void check_dtype(DType dtype, char const* name) {
 }
 
 inline void check_gradient_dtype(DType dtype, DType input, char const* name) {
-  require(dtype == input || dtype == DType::float32, name, ": expected ", name_of(input),
-          " or float32, got ", name_of(dtype));
+  require(dtype == input || dtype == DType::float32, name, ": expected ",
+          input == DType::float32 ? "" : name_of(input), input == DType::float32 ? "" : " or ",
+          "float32, got ", name_of(dtype));
 }
 
 inline void check_score_dtype(DType dtype, char const* name) {

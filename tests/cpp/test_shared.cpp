@@ -9,7 +9,6 @@
 #include "reference.h"
 #include "shared/activation.h"
 #include "shared/exponential.h"
-#include "shared/gemm_config.h"
 #include "shared/tiles.h"
 
 namespace guild::test {
@@ -94,6 +93,11 @@ TEST(Exponential, IsWithinTwoUnits) {
   EXPECT_TRUE(std::isnan(vector_exp(kNanF)));
 }
 
+struct TileSize {
+  int m, n;
+};
+constexpr TileSize kTileSizes[] = {{128, 256}, {128, 128}, {64, 48}, {256, 192}};
+
 // Ends of random groups, some of them empty, some values outside what they may be.
 std::vector<int32_t> random_ends(std::mt19937& random, int groups, int& total) {
   std::vector<int32_t> ends;
@@ -107,15 +111,15 @@ TEST(RowTiles, CoverEveryElementOnce) {
   std::mt19937 random(0);
   for (int trial = 0; trial < 300; ++trial) {
     int const groups = 1 + random() % 9, columns = 1 + random() % 900;
-    int const blocks = 1 + random() % 13, band = 1 + random() % kBand;
+    int const blocks = 1 + random() % 13, band = 1 + random() % 9;
     int total = 0;
     auto const ends = random_ends(random, groups, total);
-    for (GemmConfig const& c : {kWide, kSquare}) {
+    for (TileSize const c : kTileSizes) {
       std::vector<int> hits(size_t(total) * columns);
       for (int block = 0; block < blocks; ++block) {
         RowTiles work{.groups = {ends.data(), groups, total},
-                      .tile_m = c.tile_m,
-                      .tile_n = c.tile_n,
+                      .tile_m = c.m,
+                      .tile_n = c.n,
                       .columns = columns,
                       .inner = 64,
                       .band = band,
@@ -124,7 +128,7 @@ TEST(RowTiles, CoverEveryElementOnce) {
         for (Tile t; work.next(t);) {
           ASSERT_LE(t.row + t.rows, ends[t.expert]) << "a tile leaks out of its expert";
           for (int row = t.row; row < t.row + t.rows; ++row) {
-            for (int col = t.col; col < std::min(t.col + c.tile_n, columns); ++col) {
+            for (int col = t.col; col < std::min(t.col + c.n, columns); ++col) {
               ++hits[size_t(row) * columns + col];
             }
           }
@@ -142,16 +146,17 @@ TEST(InnerTiles, GiveEveryGroupItsWholeOutputAndItsRows) {
   for (int trial = 0; trial < 300; ++trial) {
     int const groups = 1 + random() % 9, rows = 1 + random() % 400, columns = 1 + random() % 700;
     int const blocks = 1 + random() % 13;
+    TileSize const c = kTileSizes[random() % 4];
     int total = 0;
     auto const ends = random_ends(random, groups, total);
     std::vector<int> hits(size_t(groups) * rows * columns);
     for (int block = 0; block < blocks; ++block) {
       InnerTiles work{.groups = {ends.data(), groups, total},
-                      .tile_m = kSquare.tile_m,
-                      .tile_n = kSquare.tile_n,
+                      .tile_m = c.m,
+                      .tile_n = c.n,
                       .rows = rows,
                       .columns = columns,
-                      .band = kBand,
+                      .band = 8,
                       .next_tile = block,
                       .stride = blocks};
       for (Tile t; work.next(t);) {
@@ -159,7 +164,7 @@ TEST(InnerTiles, GiveEveryGroupItsWholeOutputAndItsRows) {
         ASSERT_EQ(t.inner_row, begin);
         ASSERT_EQ(t.inner, ends[t.expert] - begin);
         for (int row = t.row; row < t.row + t.rows; ++row) {
-          for (int col = t.col; col < std::min(t.col + kSquare.tile_n, columns); ++col) {
+          for (int col = t.col; col < std::min(t.col + c.n, columns); ++col) {
             ++hits[(size_t(t.expert) * rows + row) * columns + col];
           }
         }
