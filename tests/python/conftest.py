@@ -52,6 +52,15 @@ def gpu(gpu_reason: str) -> str:
 
 
 @pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """For thousands of tiny calls one thread is the quickest."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
 def poison() -> Iterator[None]:
     """Fill whatever is allocated uninitialised with NaN (integers: their largest value)."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic mode asks for it
