@@ -7,6 +7,7 @@ Only what parsing needs is imported here; torch and matplotlib follow when a com
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -165,6 +166,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Exit status: 0, 1 after an error or a failed check, 130 after Ctrl-C.
     """
     args = make_parser().parse_args(arguments)
+    # Read when torch loads OpenMP. Threads that spin while they wait lose nothing on idle cores,
+    # but where other programs want the cores a step takes five to ten times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         if args.command == "train":
             from .train_command import run_train

@@ -26,10 +26,11 @@ _SMOOTHING = 25
 
 
 def _smooth(values: list[float]) -> np.ndarray:
-    """Running mean over the last `_SMOOTHING` values, fewer at the start."""
+    """Running mean over the last `_SMOOTHING` values, fewer at the start and in a short run."""
+    window = min(_SMOOTHING, 1 + len(values) // 16)
     sums = np.concatenate(([0.0], np.cumsum(values)))
     ends = np.arange(1, len(values) + 1)
-    starts = np.maximum(0, ends - _SMOOTHING)
+    starts = np.maximum(0, ends - window)
     return (sums[ends] - sums[starts]) / (ends - starts)
 
 

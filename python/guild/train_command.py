@@ -89,9 +89,13 @@ def plan_run(typed: dict[str, Any]) -> tuple[Settings, Plan]:
 def show(summary: dict[str, Any], out: Path, console: Console) -> None:
     """Print the summary, the comparison if there was one, and the generated text."""
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    table.add_row("training loss", f"{summary['train_loss']:.3f}", summary["train_loss_is"])
     table.add_row(
-        "validation loss", f"{summary['validation_loss']:.3f}", summary["validation_loss_is"]
+        "training loss", f"{summary['final_train_loss']:.3f}", summary["final_train_loss_is"]
+    )
+    table.add_row(
+        "validation loss",
+        f"{summary['final_validation_loss']:.3f}",
+        summary["final_validation_loss_is"],
     )
     table.add_row(
         "speed",

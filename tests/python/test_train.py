@@ -62,7 +62,7 @@ def test_learns(moe: str, corpus: Path, tmp_path: Path) -> None:
     _, summary = train(settings, tmp_path, corpus, moe=moe, check_every=100)
     first = RunFolder(tmp_path).rows()[0]["loss"]
     assert 4.5 < first < 6.5  # near log 256 = 5.5, as random weights should
-    assert summary["validation_loss"] < first - 3
+    assert summary["final_validation_loss"] < first - 3
     assert summary["busiest_expert_over_mean"] < 3
 
 
@@ -83,7 +83,7 @@ def test_resumes_bit_for_bit(plan: dict, polls: int, corpus: Path, tmp_path: Pat
         RunFolder(broken).load_checkpoint(), RunFolder(straight).load_checkpoint(), "checkpoint"
     )
     assert without_times(RunFolder(broken).rows()) == without_times(RunFolder(straight).rows())
-    for name in ("train_loss", "validation_loss", "sample"):
+    for name in ("final_train_loss", "final_validation_loss", "sample"):
         assert got[name] == expected[name]
 
 
@@ -132,7 +132,7 @@ def test_leaves_its_results(corpus: Path, tmp_path: Path) -> None:
     assert len(losses) == summary["steps"] == settings.steps
     assert checks == [4, 8, 12]
     assert summary["tokens"] == settings.steps * 4 * 32
-    assert summary["train_loss"] == pytest.approx(sum(losses[-FINAL_STEPS:]) / len(losses))
+    assert summary["final_train_loss"] == pytest.approx(sum(losses[-FINAL_STEPS:]) / len(losses))
     assert summary["tokens_per_second"] > 0
     assert summary["device"]
     assert "commit" in summary
@@ -165,7 +165,7 @@ def test_compare_agrees(dtype: torch.dtype, corpus: Path, tmp_path: Path) -> Non
     found = summary["compare"]
     assert found["largest_loss_difference_steps"] == 12
     assert found["largest_loss_difference"] < (1e-4 if dtype == torch.float32 else 0.02)
-    assert found["plain_train_loss"] == pytest.approx(summary["train_loss"], abs=0.02)
+    assert found["plain_train_loss"] == pytest.approx(summary["final_train_loss"], abs=0.02)
     rows = RunFolder(tmp_path).rows()
     assert {row["moe"] for row in rows} == {"guild", "plain"}
     assert matplotlib.image.imread(tmp_path / "loss.png").shape[1] > 1500  # three panels
