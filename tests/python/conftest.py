@@ -1,12 +1,12 @@
 """Devices of the tests: everything runs on the CPU, and again on a GPU where there is a usable one.
 
-Fresh outputs are NaN throughout: torch fills what it allocates uninitialised, so a test sees every
-element that a kernel forgot to write.
+Fresh memory holds huge numbers or NaN throughout, so a test sees every element that a kernel forgot
+to write.
 """
 
 from __future__ import annotations
 
-import os
+import ctypes
 from collections.abc import Iterator
 
 import pytest
@@ -40,6 +40,8 @@ def device(request: pytest.FixtureRequest, gpu_reason: str) -> str:
         pytest.skip(f"no GPU: {gpu_reason}")
     if request.param == "cpu" and request.config.getoption("--cuda-only"):
         pytest.skip("--cuda-only")
+    if request.param == "cuda":
+        poison_gpu()
     return request.param
 
 
@@ -48,6 +50,7 @@ def gpu(gpu_reason: str) -> str:
     """For tests that only a GPU can run."""
     if gpu_reason:
         pytest.skip(f"no GPU: {gpu_reason}")
+    poison_gpu()
     return "cuda"
 
 
@@ -60,11 +63,17 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(autouse=True)
-def poison() -> Iterator[None]:
-    """Fill whatever is allocated uninitialised with NaN (integers: their largest value)."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic mode asks for it
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
-    torch.use_deterministic_algorithms(False)
+@pytest.fixture(autouse=True, scope="session")
+def poisoned_memory() -> None:
+    """Let glibc fill what it allocates with 0xfe: NaN in float16, -1.7e38 in most others."""
+    m_perturb, complement_of_fill = -6, 0x01
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(m_perturb, complement_of_fill)
+
+
+def poison_gpu() -> None:
+    """Leave NaN in the blocks that torch's CUDA allocator hands out next, small and large."""
+    blocks = [torch.full((1 << 17,), float("nan"), device="cuda") for _ in range(64)]
+    blocks.append(torch.full((1 << 26,), float("nan"), device="cuda"))
+    del blocks

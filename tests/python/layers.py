@@ -41,6 +41,14 @@ class Case:
         """Whether the device's backend takes these sizes."""
         return device == "cpu" or "cpu" not in self.flags
 
+    def has_matrix(self, device: str) -> bool:
+        """Whether the device runs it in every activation, layout and dtype."""
+        return (
+            "matrix" in self.flags
+            and self.fits(device)
+            and (device == "cuda" or "cuda" not in self.flags)
+        )
+
 
 def _rows(name: str) -> list[dict[str, str]]:
     lines = (_TESTS / name).read_text().splitlines()
