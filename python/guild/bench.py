@@ -192,7 +192,7 @@ def _measure_case(
                 if isinstance(made, Layer):
                     _check(made, problems[0], case)
                 candidates[candidate] = made
-            except (RuntimeError, ArithmeticError) as error:
+            except (RuntimeError, ArithmeticError, TypeError, ValueError) as error:
                 # One candidate out of memory or unsupported must not cost the others' figures.
                 case["failures"][candidate] = str(error).strip().splitlines()[0]
                 console.print(f"[red]{name}, {candidate}:[/] {escape(case['failures'][candidate])}")

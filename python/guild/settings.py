@@ -37,7 +37,7 @@ class Settings:
         Decides the initial weights, the order of the data and the sample at the end.
     """
 
-    steps: int = 800
+    steps: int = 700
     batch: int = 16
     context: int = 128
     hidden: int = 128
