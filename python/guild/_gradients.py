@@ -31,13 +31,13 @@ def _wanted(*flags: bool) -> int:
 
 def _route_setup(ctx, inputs, output):
     logits, _, _, *ctx.router = inputs
-    ids, _ = output
+    _, ids = output
     ctx.save_for_backward(logits, ids)
     ctx.mark_non_differentiable(ids)
     ctx.set_materialize_grads(False)
 
 
-def _route_gradient(ctx, _, dscores):
+def _route_gradient(ctx, dscores, _):
     logits, ids = ctx.saved_tensors
     if dscores is None:
         return (None,) * 6

@@ -54,7 +54,7 @@ def _empty_int32(x: Tensor, *shape: int) -> Tensor:
 @_fake("route")
 def _route(logits, selection_bias, top_k, score, renormalize, scale):
     tokens = logits.shape[0]
-    return _empty_int32(logits, tokens, top_k), logits.new_empty(tokens, top_k)
+    return logits.new_empty(tokens, top_k), _empty_int32(logits, tokens, top_k)
 
 
 @_fake("route_backward")

@@ -100,7 +100,8 @@ def route(
         expect_shape("selection_bias", selection_bias, (experts,))
         expect_device("selection_bias", selection_bias, logits, "logits")
         selection_bias = selection_bias.detach().to(logits.dtype).contiguous()
-    return _route(logits, selection_bias, top_k, index, renormalize, scale)
+    scores, ids = _route(logits, selection_bias, top_k, index, renormalize, scale)
+    return ids, scores
 
 
 def _score_index(score: str) -> int:

@@ -31,7 +31,7 @@ STABLE_TORCH_LIBRARY(guild, m) {
   m.def("cuda_reason() -> str");
   m.def(
       "route(Tensor logits, Tensor? selection_bias, int top_k, int score, bool renormalize, "
-      "float scale) -> (Tensor ids, Tensor scores)");
+      "float scale) -> (Tensor scores, Tensor ids)");
   m.def(
       "route_backward(Tensor dscores, Tensor logits, Tensor ids, int score, bool renormalize, "
       "float scale) -> Tensor");

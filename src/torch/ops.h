@@ -18,7 +18,7 @@ using Tensors7 = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tens
 
 // ---- routing.cpp --------------------------------------------------------------------------------
 
-// logits (T, E) -> ids (T, K) int32, scores (T, K)
+// logits (T, E) -> scores (T, K), ids (T, K) int32
 Tensors2 route(Tensor const& logits, MaybeTensor const& selection_bias, int64_t top_k,
                int64_t score, bool renormalize, double scale);
 Tensor route_backward(Tensor const& dscores, Tensor const& logits, Tensor const& ids, int64_t score,

@@ -34,7 +34,7 @@ Tensors2 route(Tensor const& logits, MaybeTensor const& selection_bias, int64_t 
   args.ids = static_cast<int32_t*>(ids.data_ptr());
   args.scores = scores.data_ptr();
   place.run(cpu::route, cuda::route, args);
-  return {ids, scores};
+  return {scores, ids};
 }
 
 Tensor route_backward(Tensor const& dscores, Tensor const& logits, Tensor const& ids, int64_t score,

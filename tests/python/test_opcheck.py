@@ -1,0 +1,189 @@
+"""torch.library.opcheck on every op: schema, autograd registration, fake kernel, AOT dispatch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.library import opcheck
+
+from guild._gradients import ops
+from layers import ACTIVATIONS, Case, Layer, make_layer, pack
+
+# No sentinel ids: opcheck compares every element, and rows that belong to nobody are not written.
+CASE = Case("opcheck", 12, 16, 8, 4, 2, "random", frozenset())
+SCALARS = ACTIVATIONS["gpt_oss"].scalars
+FLAGS = (*SCALARS, False, False)
+
+Arguments = tuple
+
+
+class Inputs:
+    """One layer and what its steps pass on."""
+
+    def __init__(self, device: str) -> None:
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        self.layer: Layer = make_layer(CASE, ACTIVATIONS["gpt_oss"], dtype, device)
+        layer = self.layer
+        self.w_up = pack(layer.gate, layer.up, 1, "concatenated")
+        self.b_up = pack(layer.gate_bias, layer.up_bias, 1, "concatenated")
+        self.logits = torch.randn(12, 4, device=device)
+        self.offsets, self.row_token, self.slot_row, self.row_score = ops.sort_by_expert(
+            layer.ids, layer.scores, CASE.experts
+        )
+        self.rows = torch.randn(24, 16, device=device).to(dtype)
+        self.a = torch.randn(24, 8, device=device).to(dtype)
+        self.h = torch.randn(24, 16, device=device).to(dtype)
+        self.weights = (self.w_up, None, layer.down)
+        self.biases = (self.b_up, layer.down_bias)
+        self.routing = (self.offsets, self.row_token, self.slot_row, self.row_score)
+
+
+def wanting(*tensors: torch.Tensor | None) -> tuple:
+    """Copies that want a gradient."""
+    return tuple(t if t is None else t.detach().clone().requires_grad_() for t in tensors)
+
+
+CALLS: dict[str, Callable[[Inputs], Arguments]] = {
+    "route": lambda i: (*wanting(i.logits), None, 2, 0, True, 1.0),
+    "route_backward": lambda i: (
+        torch.randn_like(i.logits[:, :2]).contiguous(),
+        i.logits,
+        i.layer.ids.int(),
+        1,
+        False,
+        2.0,
+    ),
+    "sort_by_expert": lambda i: (i.layer.ids, i.layer.scores, 4),
+    "moe_forward": lambda i: (
+        *wanting(i.layer.x),
+        i.layer.ids,
+        *wanting(i.layer.scores, *i.weights, *i.biases),
+        *FLAGS,
+        True,
+    ),
+    "moe_backward": lambda i: (
+        i.layer.dout,
+        i.layer.x,
+        i.h,
+        *i.routing,
+        *i.weights,
+        i.layer.down_bias,
+        *FLAGS,
+        63,
+    ),
+    "experts_forward": lambda i: (
+        *wanting(i.rows),
+        i.offsets,
+        *wanting(*i.weights, *i.biases),
+        *FLAGS,
+        True,
+    ),
+    "experts_backward": lambda i: (i.rows, i.rows, i.h, i.offsets, *i.weights, *FLAGS, 61),
+    "up_projection": lambda i: (
+        i.layer.x,
+        i.offsets,
+        i.row_token,
+        *i.weights[:2],
+        i.b_up,
+        *FLAGS,
+        True,
+    ),
+    "down_projection": lambda i: (i.a, i.offsets, i.layer.down, i.layer.down_bias, False),
+    "combine": lambda i: (i.rows, i.slot_row, i.layer.scores),
+    "down_gradient": lambda i: (
+        i.layer.dout,
+        i.h,
+        i.offsets,
+        i.row_token,
+        i.row_score,
+        i.layer.down,
+        *FLAGS,
+    ),
+    "score_gradient": lambda i: (
+        torch.randn(24, 1, device=i.rows.device),
+        i.slot_row,
+        i.offsets,
+        i.layer.dout,
+        i.layer.down_bias,
+        8,
+    ),
+    "up_gradient": lambda i: (i.h, i.offsets, i.w_up, None, True, False, False),
+    "up_weight_gradient_out": lambda i: (
+        i.layer.x,
+        i.h,
+        i.offsets,
+        i.row_token,
+        torch.zeros_like(i.w_up),
+        None,
+        True,
+        False,
+        False,
+        True,
+    ),
+    "down_weight_gradient_out": lambda i: (
+        i.layer.dout,
+        i.a,
+        i.offsets,
+        i.row_token,
+        torch.zeros_like(i.layer.down),
+        False,
+        True,
+    ),
+    "bias_gradient_out": lambda i: (
+        i.h,
+        i.offsets,
+        None,
+        i.row_score,
+        torch.zeros_like(i.b_up),
+        False,
+    ),
+    "grouped_mm": lambda i: (
+        *wanting(i.rows, i.layer.down),
+        i.offsets[1:].clone(),
+        None,
+        False,
+    ),
+    "grouped_mm_out": lambda i: (
+        i.rows,
+        i.layer.down,
+        i.offsets[1:].clone(),
+        None,
+        torch.zeros(24, 8, device=i.rows.device),
+        True,
+    ),
+    "pair_up": lambda i: (
+        *wanting(i.rows, i.w_up.mT),
+        i.offsets,
+        *wanting(i.b_up),
+        *SCALARS,
+        True,
+    ),
+    "pair_down": lambda i: (
+        *wanting(i.a, i.h, i.layer.down.mT),
+        i.offsets,
+        *wanting(i.layer.down_bias),
+        *SCALARS,
+        True,
+    ),
+    "router_logits": lambda i: wanting(
+        i.layer.x.to(torch.bfloat16), i.layer.down[:, :, 0].to(torch.bfloat16)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(CALLS))
+def test_op(name: str, device: str) -> None:
+    """One op."""
+    opcheck(getattr(ops, name).default, CALLS[name](Inputs(device)))
+
+
+def test_every_op_is_here() -> None:
+    """A new op needs a line in CALLS."""
+    registered = {
+        name.removeprefix("guild::").removesuffix(".default")
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("guild::")
+    }
+    assert registered - {"cuda_built", "cuda_reason"} == set(CALLS)
