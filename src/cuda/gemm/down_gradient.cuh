@@ -77,7 +77,8 @@ struct DownGradientEpilogue {
     }
     if (parts != nullptr) store_dot(rows, tile, thread);
     if (a.data != nullptr) {
-      store_rows<T, n>(a, state.ring, acc, tile.row, tile.col, 0, tile.rows, thread);
+      // Since a box of A' was last stored, the other one was and two of dH at least.
+      store_rows<T, n, 3>(a, state.ring, acc, tile.row, tile.col, 0, tile.rows, thread);
     }
     if (tile.rows < 64) warpgroup_barrier();  // boxes are read by all; begin() overwrites them
   }

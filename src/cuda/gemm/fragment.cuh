@@ -66,8 +66,7 @@ __device__ inline void fragment_to_box_transposed(uint32_t box, float const* val
   }
 }
 
-// One warpgroup's staging boxes, used in turn: a box is free again once all store groups but the
-// latest have been read.
+// One warpgroup's staging boxes, used in turn.
 struct StoreBoxes {
   static constexpr int kBoxes = 2;
   alignas(1024) char box[kBoxes][kBlockBytes];
@@ -78,11 +77,13 @@ struct StoreRing {
   int turn = 0;
   __device__ explicit StoreRing(StoreBoxes& boxes) : boxes(boxes) {}
 
-  // Every thread of the warpgroup may write the box that this returns.
+  // Every thread of the warpgroup may write the box that this returns: what it held has left once
+  // all store groups but the latest `since` have been read, those issued since its own.
+  template <int since = StoreBoxes::kBoxes - 1>
   __device__ char* acquire(int thread) {
     char* const box = boxes.box[turn];
     turn ^= 1;
-    if (thread == 0) tma_store_wait<StoreBoxes::kBoxes - 1>();
+    if (thread == 0) tma_store_wait<since>();
     warpgroup_barrier();
     return box;
   }
@@ -123,13 +124,13 @@ __device__ inline void store_box(RowOutput<T> const& out, char const* box, int r
 }
 
 // Stores 64 x count values of a fragment through the ring.
-template <class T, int count>
+template <class T, int count, int since = StoreBoxes::kBoxes - 1>
 __device__ inline void store_rows(RowOutput<T> const& out, StoreRing& ring, float const* value,
                                   int row, int col, int half, int valid, int thread) {
 #pragma unroll
   for (int c = 0; c < count; c += 64) {
     if (col + c >= out.columns) break;
-    char* const box = ring.acquire(thread);
+    char* const box = ring.acquire<since>(thread);
     fragment_to_box<T>(shared_address(box), value + c / 2, thread);
     store_box(out, box, row, col + c, half, valid, thread);
   }

@@ -73,6 +73,12 @@ void with_type(DType dtype, F&& f) {
   }
 }
 
+// Gathering kernels count in 16 bytes with 32 bits.
+inline void require_addressable(int64_t rows, int64_t stride, char const* name) {
+  require(rows * (stride / 8) < int64_t(kNone), name,
+          ": expected fewer than 2^35 elements on CUDA, got ", rows, " rows ", stride, " apart");
+}
+
 // Calls f with whether blocks work in pairs as an integral constant.
 template <class F>
 void with_pairs(bool pairs, F&& f) {
@@ -93,6 +99,7 @@ void fill_rows(Params& load, ConstRows const& a, Routing const& routing, Sizes c
     load.row = routing.row_token;
     load.tokens = int(sizes.tokens);
     load.k = int(sizes.hidden);
+    require_addressable(load.tokens, load.stride, name);
   } else {
     load.a = row_map<T>(a, sizes.rows(), sizes.hidden, 1, C.tile_m, name);
   }

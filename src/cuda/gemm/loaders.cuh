@@ -15,6 +15,15 @@
 
 namespace guild::cuda {
 
+inline constexpr uint32_t kNone = ~0u;  // no row to copy
+
+// What a thread of the producer and of the consumers may use: 168 a thread in all. An epilogue
+// beside half a tile that waits needs more than one beside none.
+template <GemmConfig C>
+struct Registers {
+  static constexpr int kProducer = C.in_turns ? 40 : 56, kConsumer = C.in_turns ? 232 : 224;
+};
+
 // A box of B, for every block of the cluster.
 template <GemmConfig C>
 __device__ inline void load_shared(CUtensorMap const& map, char* to, Coordinate at, Barrier& full) {
@@ -60,7 +69,6 @@ template <class T, GemmConfig C, Major major_b>
 struct TmaRows {
   static constexpr Major kMajorA = Major::K, kMajorB = major_b;
   static constexpr int kThreads = 1, kArrivals = 1;
-  static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
 
   struct Params {
     CUtensorMap a;  // (k, halves, rows), boxes of 64 x 1 x tile_m
@@ -82,7 +90,6 @@ template <class T, GemmConfig C, Major major_b>
 struct GatheredRows {
   static constexpr Major kMajorA = Major::K, kMajorB = major_b;
   static constexpr int kThreads = 128, kArrivals = 129;  // every thread's copies, and TMA of B
-  static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
 
   struct Params {
     T const* a;          // (tokens, k)
@@ -95,7 +102,7 @@ struct GatheredRows {
 
   Params const& p;
   int const thread;
-  T const* from[kPasses];  // this thread's chunk of the rows it copies; null past the last row
+  uint32_t from[kPasses];  // where the rows it copies begin, in 16 bytes; kNone past the last row
 
   __device__ GatheredRows(Params const& p, int thread) : p(p), thread(thread) {}
 
@@ -105,18 +112,19 @@ struct GatheredRows {
       int const r = thread / 8 + 16 * i;
       int const token = r < tile.rows ? p.row[tile.row + r] : -1;
       bool const inside = unsigned(token) < unsigned(p.tokens);
-      from[i] = inside ? p.a + token * p.stride + thread % 8 * 8 : nullptr;
+      from[i] = inside ? uint32_t(token) * uint32_t(p.stride / 8) : kNone;
     }
   }
 
   __device__ void load(Tile const& tile, int step, char* a, char* b, Barrier& full) {
     int const k = step * C.tile_k;
-    bool const inside = k + thread % 8 * 8 < p.k;
+    uint4 const* const base = reinterpret_cast<uint4 const*>(p.a + k) + thread % 8;
+    uint32_t const none = k + thread % 8 * 8 < p.k ? kNone : 0;  // at or above it: nothing to copy
     uint32_t const to = shared_address(a) + thread / 8 * 128 + ((thread % 8 ^ thread / 8 % 8) * 16);
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
-      bool const valid = inside && from[i] != nullptr;
-      copy_async(to + i * 16 * 128, valid ? from[i] + k : p.a, valid);
+      bool const valid = from[i] < none;
+      copy_async(to + i * 16 * 128, base + (valid ? from[i] : 0u), valid);
     }
     if (thread == 0) {
       full.arrive_expect(C.b_bytes());
@@ -130,7 +138,6 @@ template <class T, GemmConfig C>
 struct TokenColumns {
   static constexpr Major kMajorA = Major::MN, kMajorB = Major::MN;
   static constexpr int kThreads = 128, kArrivals = 129;
-  static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
 
   struct Params {
     T const* a;  // (tokens or rows, m)
@@ -143,7 +150,6 @@ struct TokenColumns {
   };
   static_assert(C.tile_m == 128 && C.tile_k == 64, "half a warp copies a row of A, a warp 16 rows");
   static constexpr int kPairs = 3;  // pairs of steps whose rows are looked up ahead
-  static constexpr uint32_t kNone = ~0u;
 
   Params const& p;
   int const thread;

@@ -45,9 +45,7 @@ void launch_expert_product(ExpertProduct const& x, Queue const& queue) {
   load.a_stride = row_stride(x.a, x.m);
   load.row = x.row_token;
   load.tokens = int(x.row_token == nullptr ? x.rows : x.tokens);
-  require(int64_t(load.tokens) * (load.a_stride / 8) < UINT32_MAX,
-          "x or dout: expected fewer than 2^35 elements, got ", load.tokens, " rows of ",
-          load.a_stride);
+  require_addressable(load.tokens, load.a_stride, "x or dout");
   load.m = int(x.m);
   load.n = int(x.n);
   load.b = static_cast<T const*>(x.b.data);
