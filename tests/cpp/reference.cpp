@@ -82,7 +82,7 @@ void expect_close(std::vector<double> const& out, std::vector<double> const& tru
   ASSERT_EQ(out.size(), truth.size()) << name;
   ASSERT_EQ(out.size(), yardstick.size()) << name;
   // Below a few roundings of the arithmetic the yardstick's error is luck.
-  double const least = stored == DType::float64 ? 1e-14 : 3e-7;
+  double const least = stored == DType::float64 ? 1e-14 : 1e-6;
   double const allowed = std::max(2 * relative_error(yardstick, truth), least);
   double const error = relative_error(out, truth);
   EXPECT_TRUE(error <= allowed) << name << ": relative error " << error << ", allowed " << allowed;
