@@ -144,7 +144,7 @@ class MoE(nn.Module):
             scale=self.routing.scale,
             selection_bias=getattr(self.router, "selection_bias", None),
         )
-        out, self._offsets = routed_experts_and_offsets(
+        out, offsets = routed_experts_and_offsets(
             flat,
             ids,
             scores,
@@ -156,6 +156,8 @@ class MoE(nn.Module):
             "concatenated",
             False,
         )
+        if not torch.compiler.is_exporting():  # an exported graph keeps nothing
+            self._offsets = offsets
         if self.shared is not None:
             out = out + self.shared(flat)
         return out.view(x.shape)

@@ -1,0 +1,161 @@
+"""torch.compile(fullgraph=True) through every public function: eager's results, no graph break."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import guild
+from layers import ACTIVATIONS, Case, make_layer
+
+CASE = Case("compile", 10, 16, 8, 4, 2, "random", frozenset())
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> None:
+    """Nothing compiled by a test before."""
+    torch._dynamo.reset()
+
+
+def dtype_of(device: str) -> torch.dtype:
+    """What both backends compute in."""
+    return torch.bfloat16 if device == "cuda" else torch.float32
+
+
+def gradients(call: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> list[Tensor]:
+    """Result and gradients of all inputs, for one fixed incoming gradient."""
+    out = call(*inputs)
+    dout = torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out).to(out.dtype)
+    return [out, *torch.autograd.grad(out, inputs, dout)]
+
+
+def assert_same(call: Callable[..., Tensor], inputs: tuple[Tensor, ...], backend: str) -> None:
+    """Compiled and eager agree; without inductor to the last bit."""
+    compiled = torch.compile(call, fullgraph=True, backend=backend)
+    exact = {"rtol": 0, "atol": 0} if backend == "aot_eager" else {"rtol": 2e-2, "atol": 2e-3}
+    pairs = zip(gradients(compiled, inputs), gradients(call, inputs), strict=True)
+    for got, expected in pairs:
+        torch.testing.assert_close(got, expected, **exact)
+
+
+def layer_inputs(device: str) -> tuple[Tensor, ...]:
+    """x, scores, weights and biases that want gradients; ids come with the layer."""
+    layer = make_layer(CASE, ACTIVATIONS["gpt_oss"], dtype_of(device), device)
+    a = layer.arguments("concatenated")
+    tensors = (layer.x, layer.scores, a["w_up"], a["w_down"], a["b_up"], a["b_down"])
+    return layer.ids, tuple(t.detach().requires_grad_() for t in tensors)
+
+
+def test_routed_experts(device: str) -> None:
+    """The whole layer as one op and its backward as another."""
+    ids, inputs = layer_inputs(device)
+
+    def call(x: Tensor, scores: Tensor, *weights: Tensor) -> Tensor:
+        return guild.routed_experts(x, ids, scores, *weights, activation="gpt_oss") * 2
+
+    assert_same(call, inputs, "aot_eager")
+
+
+def test_experts_mlp(device: str) -> None:
+    """Sorted rows, transposed weights."""
+    _, (x, _, w_up, w_down, *_) = layer_inputs(device)
+    offsets = torch.tensor([0, 3, 3, 7, 10], dtype=torch.int32, device=device)
+
+    def call(x: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
+        return guild.experts_mlp(x, offsets, w_up.mT, w_down.mT, transposed=True)
+
+    assert_same(call, (x, w_up, w_down), "aot_eager")
+
+
+@pytest.mark.parametrize("case", ["rows", "inner"])
+def test_grouped_mm(case: str, device: str) -> None:
+    """A product with a bias and a float32 result."""
+    dtype = dtype_of(device)
+    offs = torch.tensor([8, 8, 16], dtype=torch.int32, device=device)
+    shapes = {"rows": ((24, 16), (3, 16, 8)), "inner": ((16, 24), (24, 8))}[case]
+    a, b, bias = (
+        torch.randn(s, device=device).to(dtype).requires_grad_() for s in (*shapes, (3, 8))
+    )
+
+    def call(a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
+        return guild.grouped_mm(a, b, offs, bias, out_dtype=torch.float32)
+
+    assert_same(call, (a, b, bias), "aot_eager")
+
+
+def test_pair(device: str) -> None:
+    """The fused pair with aux, and swiglu_out used on its own beside it."""
+    dtype = dtype_of(device)
+    offs = torch.tensor([8, 8, 20], dtype=torch.int32, device=device)
+    shapes = ((24, 16), (3, 16, 16), (3, 16), (3, 8, 16))
+    inputs = tuple(torch.randn(s, device=device).to(dtype).requires_grad_() for s in shapes)
+
+    def call(x: Tensor, w_up: Tensor, b_up: Tensor, w_down: Tensor) -> Tensor:
+        a, aux = guild.grouped_mm_swiglu(x, w_up, offs, b_up)
+        return guild.grouped_mm_downproj(a, w_down, offs, aux_biased_acc=aux).sum(1) + a.sum(1)
+
+    assert_same(call, inputs, "aot_eager")
+
+
+def moe_of(device: str) -> guild.MoE:
+    """A module with everything on."""
+    torch.manual_seed(0)
+    return guild.MoE(
+        16,
+        8,
+        4,
+        2,
+        bias=True,
+        shared_experts=1,
+        router=guild.Router(score="sigmoid", selection_bias=True),
+        device=device,
+        dtype=dtype_of(device),
+    )
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_moe(backend: str, device: str) -> None:
+    """The module, with shared experts; its counts stay readable."""
+    moe = moe_of(device)
+    x = torch.randn(2, 6, 16, device=device).to(dtype_of(device)).requires_grad_()
+    inputs = (x, *moe.parameters())
+    names = [name for name, _ in moe.named_parameters()]
+
+    def call(x: Tensor, *weights: Tensor) -> Tensor:
+        return torch.func.functional_call(moe, dict(zip(names, weights, strict=True)), (x,))
+
+    assert_same(call, inputs, backend)
+    compiled = torch.compile(moe, fullgraph=True, backend=backend)
+    compiled(x).float().sum().backward()
+    assert int(moe.expert_counts.sum()) == 24
+
+
+def test_other_numbers_of_tokens(device: str) -> None:
+    """dynamic=True: one graph for every number of tokens."""
+    moe = moe_of(device)
+    compiled = torch.compile(moe, fullgraph=True, backend="aot_eager", dynamic=True)
+    for tokens in (5, 9, 17):
+        x = torch.randn(tokens, 16, device=device).to(dtype_of(device))
+        torch.testing.assert_close(compiled(x), moe(x), rtol=0, atol=0)
+
+
+def test_export(device: str) -> None:
+    """torch.export sees one graph too."""
+    moe = moe_of(device).eval()
+    x = torch.randn(6, 16, device=device).to(dtype_of(device))
+    with torch.no_grad():
+        exported = torch.export.export(moe, (x,)).module()
+        torch.testing.assert_close(exported(x), moe(x), rtol=0, atol=0)
+
+
+def test_meta_tensors() -> None:
+    """Shapes without data."""
+    moe = guild.MoE(16, 8, 4, 2, shared_experts=1, device="meta")
+    x = torch.empty(3, 5, 16, device="meta", requires_grad=True)
+    out = moe(x)
+    assert out.shape == x.shape and out.device.type == "meta"
+    out.sum().backward()
+    assert x.grad.shape == x.shape and moe.w_up.grad.shape == moe.w_up.shape

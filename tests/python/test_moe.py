@@ -1,0 +1,233 @@
+"""guild.MoE: state dict, meta device, autocast, balancing, and the same layer in plain PyTorch."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import guild
+from reference import apply_activation
+
+
+def plain(moe: guild.MoE, x: Tensor) -> Tensor:
+    """The module's function in float64, one expert after another, with autograd."""
+    p = {name: value.double() for name, value in moe.named_parameters()}
+    flat = x.double().reshape(-1, moe.hidden)
+    logits = flat @ p["router.weight"].t()
+    score = logits.softmax(1) if moe.routing.score == "softmax" else logits.sigmoid()
+    choice = score
+    if moe.routing.selection_bias:
+        choice = score + moe.router.selection_bias.double()
+    ids = choice.topk(moe.top_k, 1).indices
+    weights = score.gather(1, ids)
+    if moe.routing.renormalize:
+        weights = weights / weights.sum(1, keepdim=True)
+    weights = weights * moe.routing.scale
+
+    def mlp(rows: Tensor, w_up: Tensor, w_down: Tensor, b_up: Tensor | None, b_down: Tensor | None):
+        h = F.linear(rows, w_up, b_up)
+        halves = h.chunk(2, 1) if moe.activation.gated else (h, None)
+        return F.linear(apply_activation(moe.activation, *halves), w_down, b_down)
+
+    out = torch.zeros_like(flat)
+    for e in range(moe.experts):
+        token, k = torch.nonzero(ids == e, as_tuple=True)
+        biases = [p[name][e] if name in p else None for name in ("b_up", "b_down")]
+        rows = mlp(flat[token], p["w_up"][e], p["w_down"][e], *biases)
+        out = out.index_add(0, token, rows * weights[token, k][:, None])
+    if moe.shared is not None:
+        out = out + mlp(flat, p["shared.w_up"], p["shared.w_down"], None, None)
+    return out.view(x.shape)
+
+
+ROUTERS = {
+    "default": guild.Router(),
+    "plain_softmax": guild.Router(renormalize=False),
+    "deepseek": guild.Router(score="sigmoid", scale=2.5, selection_bias=True),
+}
+
+
+@pytest.mark.parametrize("router", list(ROUTERS))
+@pytest.mark.parametrize("activation", ["silu", "gpt_oss", "relu2_ungated"])
+@pytest.mark.parametrize("shared", [0, 2])
+def test_against_plain_pytorch(router: str, activation: str, shared: int) -> None:
+    """Output and every gradient in float64, for biases and shared experts too."""
+    torch.manual_seed(0)
+    moe = guild.MoE(
+        24,
+        16,
+        6,
+        2,
+        activation,
+        bias=True,
+        router=ROUTERS[router],
+        shared_experts=shared,
+        dtype=torch.float64,
+    )
+    with torch.no_grad():
+        for name, value in moe.named_parameters():
+            if name.startswith("b_"):
+                value.normal_()
+        if moe.routing.selection_bias:
+            moe.router.selection_bias.normal_(std=0.3)
+    x = torch.randn(5, 7, 24, dtype=torch.float64, requires_grad=True)
+    inputs = (x, *moe.parameters())
+    out, expected = moe(x), plain(moe, x)
+    torch.testing.assert_close(out, expected)
+    dout = torch.randn_like(out)
+    got, truth = torch.autograd.grad(out, inputs, dout), torch.autograd.grad(expected, inputs, dout)
+    for value, gradient in zip(got, truth, strict=True):
+        torch.testing.assert_close(value, gradient, atol=1e-6, rtol=1e-6)
+    ids = moe.expert_counts
+    assert ids.dtype == torch.int32 and ids.shape == (6,) and int(ids.sum()) == 70
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_sixteen_bits(dtype: torch.dtype, device: str) -> None:
+    """Output near float64's wherever the choice of experts is not a matter of rounding."""
+    torch.manual_seed(0)
+    moe = guild.MoE(64, 48, 8, 2, shared_experts=1, device=device, dtype=dtype)
+    x = torch.randn(40, 64, device=device, dtype=dtype, requires_grad=True)
+    out = moe(x)
+    assert out.dtype == dtype
+    expected = plain(copy.deepcopy(moe).cpu(), x.detach().cpu())
+    error = (out.cpu().double() - expected).norm(dim=1) / expected.norm(dim=1)
+    assert error.median() < 0.01
+    out.float().square().sum().backward()
+    for name, value in moe.named_parameters():
+        assert value.grad.dtype == dtype and value.grad.isfinite().all(), name
+        assert value.grad.float().norm() > 0, name
+
+
+def test_autocast(device: str) -> None:
+    """float32 parameters under autocast: bfloat16 out, float32 gradients."""
+    torch.manual_seed(0)
+    moe = guild.MoE(64, 48, 8, 2, bias=True, shared_experts=1, device=device)
+    x = torch.randn(40, 64, device=device, requires_grad=True)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        out = moe(x)
+    assert out.dtype == torch.bfloat16
+    expected = plain(copy.deepcopy(moe).cpu(), x.detach().cpu())
+    error = (out.cpu().double() - expected).norm(dim=1) / expected.norm(dim=1)
+    assert error.median() < 0.02
+    out.float().square().sum().backward()
+    for value in (x, *moe.parameters()):
+        assert value.grad.dtype == torch.float32
+
+
+def test_router_logits_are_float32(device: str) -> None:
+    """16-bit operands, float32 sums: not the 8 bits that a bfloat16 product leaves."""
+    from guild.moe import router_logits
+
+    torch.manual_seed(0)
+    x = torch.randn(50, 128, device=device, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(8, 128, device=device, dtype=torch.bfloat16, requires_grad=True)
+    logits = router_logits(x, weight)
+    assert logits.dtype == torch.float32
+    expected = x.double() @ weight.double().t()
+    torch.testing.assert_close(logits.double(), expected, atol=1e-4, rtol=1e-5)
+    dlogits = torch.randn_like(logits)
+    got = torch.autograd.grad(logits, (x, weight), dlogits)
+    truth = torch.autograd.grad(expected, (x, weight), dlogits.double())
+    for value, gradient in zip(got, truth, strict=True):
+        assert value.dtype == torch.bfloat16
+        error = (value.double() - gradient.double()).norm() / gradient.double().norm()
+        assert error < 0.006
+
+
+def test_state_dict_is_stable() -> None:
+    """Names and shapes that checkpoints rely on."""
+    moe = guild.MoE(
+        16, 8, 4, 2, bias=True, shared_experts=2, router=guild.Router(selection_bias=True)
+    )
+    shapes = {name: tuple(value.shape) for name, value in moe.state_dict().items()}
+    assert shapes == {
+        "router.weight": (4, 16),
+        "router.selection_bias": (4,),
+        "w_up": (4, 16, 16),
+        "w_down": (4, 16, 8),
+        "b_up": (4, 16),
+        "b_down": (4, 16),
+        "shared.w_up": (32, 16),
+        "shared.w_down": (16, 16),
+    }
+    assert list(guild.MoE(16, 8, 4, 2).state_dict()) == ["w_up", "w_down", "router.weight"]
+    other = guild.MoE(
+        16, 8, 4, 2, bias=True, shared_experts=2, router=guild.Router(selection_bias=True)
+    )
+    other.load_state_dict(moe.state_dict())
+    x = torch.randn(6, 16)
+    assert torch.equal(moe(x), other(x))
+
+
+def test_meta_device(device: str) -> None:
+    """Made without memory, then given memory and values."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    router = guild.Router(selection_bias=True)
+    moe = guild.MoE(
+        32, 16, 4, 2, bias=True, shared_experts=1, router=router, device="meta", dtype=dtype
+    )
+    assert all(t.is_meta for t in moe.state_dict().values())
+    moe.to_empty(device=device)
+    moe.reset_parameters()
+    values = moe.state_dict()
+    assert all(v.isfinite().all() for v in values.values())
+    assert not values["b_up"].any() and not values["router.selection_bias"].any()
+    for name, inputs in (("w_up", 32), ("w_down", 16), ("shared.w_down", 16)):
+        assert abs(values[name].float().std().item() * inputs**0.5 - 1) < 0.2, name
+    x = torch.randn(6, 32, device=device, dtype=dtype)
+    assert moe(x).isfinite().all()
+
+
+def test_balance_evens_the_load() -> None:
+    """The selection bias takes rows from the crowded experts without touching the weights."""
+    torch.manual_seed(0)
+    router = guild.Router(score="sigmoid", selection_bias=True)
+    moe = guild.MoE(16, 8, 8, 2, router=router)
+    with torch.no_grad():
+        moe.router.weight[0] += 0.5
+        x = torch.randn(256, 16) + 0.5
+        moe(x)
+        crowded = moe.expert_counts.max().item()
+        for _ in range(200):
+            moe(x)
+            moe.balance(rate=5e-3)
+        moe(x)
+    assert crowded > 150
+    assert moe.expert_counts.max().item() < 100  # 64 each would be even
+
+
+def test_counts_before_and_after() -> None:
+    """None before the first forward, then this forward's."""
+    moe = guild.MoE(16, 8, 4, 2)
+    assert moe.expert_counts is None
+    moe(torch.randn(3, 5, 16))
+    assert int(moe.expert_counts.sum()) == 30
+    moe(torch.randn(2, 16))
+    assert int(moe.expert_counts.sum()) == 4
+
+
+def test_copies_and_prints() -> None:
+    """deepcopy after a forward, and a repr with the sizes."""
+    moe = guild.MoE(16, 8, 4, 2, "gpt_oss")
+    x = torch.randn(3, 16)
+    out = moe(x)
+    assert torch.equal(copy.deepcopy(moe)(x), out)
+    assert "experts=4, top_k=2" in repr(moe) and "alpha=1.702" in repr(moe)
+
+
+def test_checkpointed_activations(device: str) -> None:
+    """torch.utils.checkpoint around the module: the same gradients."""
+    from torch.utils.checkpoint import checkpoint
+
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    moe = guild.MoE(32, 16, 4, 2, device=device, dtype=dtype)
+    x = torch.randn(9, 32, device=device, dtype=dtype, requires_grad=True)
+    (plain_dx,) = torch.autograd.grad(moe(x).sum(), x)
+    (dx,) = torch.autograd.grad(checkpoint(moe, x, use_reentrant=False).sum(), x)
+    assert torch.equal(dx, plain_dx)

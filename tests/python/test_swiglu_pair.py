@@ -1,0 +1,213 @@
+"""The fused pair: the example of its API unchanged, its formulas, and what ours adds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from guild import Activation, grouped_mm_downproj, grouped_mm_swiglu
+
+TOKENS_PER_EXPERT = [128, 64, 0, 256, 192, 32, 128, 64]
+
+
+def example(hidden: int, intermediate: int, device: str, dtype: torch.dtype = torch.bfloat16):
+    """The tensors of the example, every one requiring a gradient, and offs."""
+    torch.manual_seed(0)
+    experts, rows = len(TOKENS_PER_EXPERT), sum(TOKENS_PER_EXPERT)
+
+    def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape) * scale).to(device, dtype).requires_grad_()
+
+    tensors = {
+        "x": normal(rows, hidden),
+        "W_up": normal(experts, hidden, 2 * intermediate, scale=hidden**-0.5),
+        "b_up": normal(experts, 2 * intermediate),
+        "W_down": normal(experts, intermediate, hidden, scale=intermediate**-0.5),
+        "b_down": normal(experts, hidden),
+    }
+    ends = torch.tensor(TOKENS_PER_EXPERT).cumsum(0).to(device, torch.int32)
+    return tensors, ends
+
+
+def formulas(tensors: dict[str, Tensor], ends: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """swiglu_out, aux and out by the API's formulas, in float64, differentiable."""
+    x, w_up, b_up, w_down, b_down = (
+        tensors[n].double() for n in ("x", "W_up", "b_up", "W_down", "b_down")
+    )
+    starts = [0, *ends.tolist()[:-1]]
+    spans = [slice(s, e) for s, e in zip(starts, ends.tolist(), strict=True)]
+    aux = torch.cat([x[s] @ w_up[e] + b_up[e] for e, s in enumerate(spans)])
+    gate, up = aux[:, 0::2].clamp(max=7.0), aux[:, 1::2].clamp(-7.0, 7.0)
+    a = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+    return a, aux, torch.cat([a[s] @ w_down[e] + b_down[e] for e, s in enumerate(spans)])
+
+
+def close(name: str, value: Tensor, expected: Tensor, bound: float = 0.01) -> None:
+    """Raise unless they agree to a few bfloat16 roundings, in norm."""
+    assert value.shape == expected.shape, name
+    error = (value.double() - expected.double()).norm() / expected.double().norm()
+    assert error < bound, f"{name}: relative error {error:.3g}"
+
+
+@pytest.mark.parametrize("sizes", [(2048, 1024), (64, 96)], ids=["full", "small"])
+def test_the_example_unchanged(sizes: tuple[int, int], device: str) -> None:
+    """The call as people write it, against the formulas."""
+    torch.set_num_threads(2)
+    tensors, offs = example(*sizes, device)
+    x, W_up, b_up, W_down, b_down = tensors.values()
+
+    swiglu_out, aux = grouped_mm_swiglu(x, W_up, offs=offs, bias=b_up, swiglu_alpha=1.702, swiglu_limit=7.0)  # noqa: E501  # fmt: skip
+    out = grouped_mm_downproj(swiglu_out, W_down, offs=offs, bias=b_down, aux_biased_acc=aux, swiglu_alpha=1.702, swiglu_limit=7.0)  # noqa: E501  # fmt: skip
+    out.sum().backward()
+
+    a, pre, expected = formulas(tensors, offs)
+    close("swiglu_out", swiglu_out, a)
+    close("aux", aux, pre)
+    close("out", out, expected)
+    truth = torch.autograd.grad(expected.sum(), list(tensors.values()))
+    for (name, tensor), gradient in zip(tensors.items(), truth, strict=True):
+        close(f"gradient of {name}", tensor.grad, gradient)
+    for name in ("W_up", "b_up", "W_down", "b_down"):
+        assert not tensors[name].grad[2].any(), f"{name}: expert 2 has no rows"
+
+
+def test_transposed_views_of_parameters(device: str) -> None:
+    """The same bits from (E, 2I, H) and (E, H, I) parameters, and gradients in their layout."""
+    tensors, offs = example(64, 96, device)
+    x, w_up, _, w_down, _ = (t.detach() for t in tensors.values())
+    results = []
+    for flip in (False, True):
+        up, down = (w.mT.contiguous() if flip else w.clone() for w in (w_up, w_down))
+        up.requires_grad_()
+        down.requires_grad_()
+        views = (up.mT, down.mT) if flip else (up, down)
+        a, aux = grouped_mm_swiglu(x, views[0], offs)
+        out = grouped_mm_downproj(a, views[1], offs, aux_biased_acc=aux)
+        out.sum().backward()
+        assert up.grad.is_contiguous() and down.grad.is_contiguous()
+        grads = (up.grad.mT, down.grad.mT) if flip else (up.grad, down.grad)
+        results.append((out, *grads))
+    for packed, flipped in zip(*results, strict=True):
+        close("flipped", flipped, packed, 4e-3)
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["aux", "plain"])
+def test_swiglu_out_used_on_its_own(fused: bool, device: str) -> None:
+    """A second use of swiglu_out adds its gradient, whichever way the first one goes."""
+    tensors, offs = example(64, 96, device)
+    x, w_up, b_up, w_down, b_down = tensors.values()
+    swiglu_out, aux = grouped_mm_swiglu(x, w_up, offs, b_up)
+    out = grouped_mm_downproj(swiglu_out, w_down, offs, b_down, aux if fused else None)
+    (out.float().sum() + swiglu_out.float().square().sum()).backward()
+    a, _, expected = formulas(tensors, offs)
+    truth = torch.autograd.grad(expected.sum() + a.square().sum(), list(tensors.values()))
+    for (name, tensor), gradient in zip(tensors.items(), truth, strict=True):
+        close(f"gradient of {name}", tensor.grad, gradient, 0.02)
+
+
+def test_rows_of_nobody(device: str) -> None:
+    """Rows past offs[-1] may hold anything; results and gradients there are zero."""
+    tensors, offs = example(64, 96, device)
+    offs = offs - 64  # expert 0 ends at 64, the last 64 rows belong to nobody
+    x, w_up, b_up, w_down, b_down = tensors.values()
+    used = int(offs[-1])
+    results = []
+    for filler in (1.0, float("nan")):
+        rows = x.detach().clone()
+        rows[used:] = filler
+        rows.requires_grad_()
+        a, aux = grouped_mm_swiglu(rows, w_up, offs, b_up)
+        out = grouped_mm_downproj(a, w_down, offs, b_down, aux)
+        dout = torch.ones_like(out)
+        dout[used:] = filler
+        grads = torch.autograd.grad(out, (rows, w_up, b_up, w_down, b_down), dout)
+        assert not a[used:].any() and not out[used:].any() and not grads[0][used:].any()
+        results.append((out, *grads))
+    for first, second in zip(*results, strict=True):
+        assert torch.equal(first, second)
+
+
+def test_other_activations_and_orders(device: str) -> None:
+    """Plain SwiGLU by name, concatenated weights, an activation without a gate."""
+    tensors, offs = example(64, 96, device)
+    x, w_up = tensors["x"].detach(), tensors["W_up"].detach()
+    together = torch.cat((w_up[:, :, 0::2], w_up[:, :, 1::2]), 2)
+    a, aux = grouped_mm_swiglu(x, w_up, offs, activation="swiglu")
+    b, aux_together = grouped_mm_swiglu(
+        x, together, offs, activation="swiglu", order="concatenated"
+    )
+    assert torch.equal(a, b)
+    assert torch.equal(aux, torch.stack(aux_together.chunk(2, 1), 2).flatten(1))
+    gate, up = aux_together.double().chunk(2, 1)
+    close("swiglu", a, torch.nn.functional.silu(gate) * up)
+    c, _ = grouped_mm_swiglu(x, w_up, offs, activation="relu2_ungated")
+    assert c.shape == (864, 192)
+    close("offset", grouped_mm_swiglu(x, w_up, offs, None, 1.0, float("inf"), up_offset=0.0)[0], a)
+
+
+def test_frozen_parts(device: str) -> None:
+    """Gradients only where they are wanted."""
+    tensors, offs = example(64, 96, device)
+    x, w_up, _, w_down, _ = tensors.values()
+    a, aux = grouped_mm_swiglu(x.detach(), w_up.detach(), offs)
+    grouped_mm_downproj(a, w_down, offs, aux_biased_acc=aux).sum().backward()
+    assert w_down.grad is not None and w_up.grad is None
+    w_down.grad = None
+    a, aux = grouped_mm_swiglu(x.detach(), w_up, offs)
+    grouped_mm_downproj(a, w_down.detach(), offs, aux_biased_acc=aux).sum().backward()
+    assert w_up.grad is not None and w_down.grad is None
+
+
+def test_autocast(device: str) -> None:
+    """float32 parameters: bfloat16 products, float32 gradients."""
+    tensors, offs = example(64, 96, device, torch.float32)
+    x, w_up, b_up, w_down, b_down = tensors.values()
+    with torch.autocast(device, dtype=torch.bfloat16):
+        a, aux = grouped_mm_swiglu(x, w_up, offs, b_up)
+        out = grouped_mm_downproj(a, w_down, offs, b_down, aux)
+    assert a.dtype == aux.dtype == out.dtype == torch.bfloat16
+    out.sum().backward()
+    for name, tensor in tensors.items():
+        assert tensor.grad.dtype == torch.float32, name
+
+
+def mismatched(device: str) -> dict[str, tuple]:
+    """Ways to call the second half with something else than the first half was called with."""
+    tensors, offs = example(64, 96, device)
+    x, w_up, b_up, w_down, _ = tensors.values()
+    a, aux = grouped_mm_swiglu(x, w_up, offs, b_up)
+    other, other_aux = grouped_mm_swiglu(x, w_up, offs, b_up)
+    changed, changed_aux = grouped_mm_swiglu(x.detach(), w_up.detach(), offs)
+    changed.mul_(2)
+    call = (w_down, offs, None)
+    return {
+        "alpha": ((a, *call, aux, 1.0), {}),
+        "limit": ((a, *call, aux, 1.702, 6.0), {}),
+        "up_offset": ((a, *call, aux), {"up_offset": 0.0}),
+        "activation": ((a, *call, aux), {"activation": Activation("gelu")}),
+        "order": ((a, *call, aux), {"order": "concatenated"}),
+        "other aux": ((a, *call, other_aux), {}),
+        "derived swiglu_out": ((other * 2, *call, other_aux), {}),
+        "changed in place": ((changed, *call, changed_aux), {}),
+    }
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "alpha",
+        "limit",
+        "up_offset",
+        "activation",
+        "order",
+        "other aux",
+        "derived swiglu_out",
+        "changed in place",
+    ],
+)
+def test_mismatch_is_detected(what: str, device: str) -> None:
+    """Each would give a wrong gradient; each is an error that names aux_biased_acc."""
+    args, options = mismatched(device)[what]
+    with pytest.raises(ValueError, match=r"aux_biased_acc: expected the "):
+        grouped_mm_downproj(*args, **options)
