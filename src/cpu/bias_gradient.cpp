@@ -34,7 +34,7 @@ void bias_gradient(BiasGradient const& x) {
   check(x);
   auto const experts = expert_rows(x.routing.offsets + 1, x.experts, x.rows);
   with_elements(x.dtype, x.db_dtype, [&]<class T, class D>() {
-    parallel_pairs(experts, spans(x.width, kBlockColumns),
+    parallel_pairs(experts, spans(x.width, kBlockColumns), double(x.rows * x.width),
                    [&](Block const& expert, Span cols) { sum_columns<T, D>(x, expert, cols); });
   });
 }

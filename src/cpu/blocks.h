@@ -56,19 +56,29 @@ inline std::vector<Block> row_blocks(int32_t const* ends, int64_t experts, int64
   return all;
 }
 
-// Calls body(i) for i in [0, count), on as many threads as OpenMP gives. body must not throw.
+// Additions and multiplications below which waking other threads costs more than they save.
+inline constexpr double kLeastWork = 32768;
+
+// Calls body(i) for i in [0, count), on as many threads as OpenMP gives where there is enough work
+// for them. body must not throw.
 template <class Body>
-void parallel(int64_t count, Body&& body) {
-#pragma omp parallel for schedule(dynamic) if (count > 1)
+void parallel(int64_t count, double work, Body&& body) {
+#pragma omp parallel for schedule(dynamic) if (count > 1 && work >= kLeastWork)
   for (int64_t i = 0; i < count; ++i) body(i);
 }
 
 // Calls body(a, b) for every pair, in parallel.
 template <class A, class B, class Body>
-void parallel_pairs(std::vector<A> const& first, std::vector<B> const& second, Body&& body) {
+void parallel_pairs(std::vector<A> const& first, std::vector<B> const& second, double work,
+                    Body&& body) {
   int64_t const across = int64_t(second.size());
-  parallel(int64_t(first.size()) * across,
+  parallel(int64_t(first.size()) * across, work,
            [&](int64_t i) { body(first[i / across], second[i % across]); });
+}
+
+// The work of one matrix product over all of a layer's rows.
+inline double product_work(Sizes const& s) {
+  return double(s.rows()) * double(s.hidden) * double(s.intermediate);
 }
 
 }  // namespace guild::cpu

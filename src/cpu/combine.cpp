@@ -35,7 +35,7 @@ void combine(Combine const& x) {
   check(x);
   auto const tokens = spans(x.sizes.tokens, kBlockRows);
   with_element(x.dtype, [&]<class T>() {
-    parallel(int64_t(tokens.size()), [&](int64_t i) {
+    parallel(int64_t(tokens.size()), double(x.sizes.rows() * x.sizes.hidden), [&](int64_t i) {
       for (int64_t t = 0; t < tokens[i].count; ++t) combine_token<T>(x, tokens[i].first + t);
     });
   });

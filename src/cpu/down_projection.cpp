@@ -42,7 +42,7 @@ void down_projection(DownProjection const& x) {
   check(x);
   auto const blocks = row_blocks(x.routing.offsets + 1, x.sizes.experts, x.sizes.rows());
   with_element(x.dtype, [&]<class T>() {
-    parallel_pairs(blocks, spans(x.sizes.hidden, kBlockColumns),
+    parallel_pairs(blocks, spans(x.sizes.hidden, kBlockColumns), product_work(x.sizes),
                    [&](Block const& block, Span cols) { down_block<T>(x, block, cols); });
   });
 }

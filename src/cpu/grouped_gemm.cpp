@@ -114,8 +114,9 @@ void grouped_gemm(GroupedGemm const& x) {
       }
     }
   }
+  double const work = double(x.m * x.n) * double(x.k);
   with_elements(x.dtype, x.out_dtype, [&]<class T, class D>() {
-    parallel(int64_t(tiles.size()), [&](int64_t i) {
+    parallel(int64_t(tiles.size()), work, [&](int64_t i) {
       auto const& [group, tile] = tiles[i];
       product_block<T, D>(x, group, tile.rows, tile.cols);
     });

@@ -102,10 +102,12 @@ void gradient_token(RouterGradient const& x, int64_t token) {
   }
 }
 
+constexpr double kWorkPerLogit = 8;  // exponentials, comparisons
+
 template <class Body>
-void for_tokens(int64_t tokens, DType dtype, Body&& body) {
+void for_tokens(int64_t tokens, int64_t experts, DType dtype, Body&& body) {
   auto const blocks = spans(tokens, kBlockRows);
-  parallel(int64_t(blocks.size()), [&](int64_t i) {
+  parallel(int64_t(blocks.size()), kWorkPerLogit * double(tokens * experts), [&](int64_t i) {
     for (int64_t t = blocks[i].first; t < blocks[i].first + blocks[i].count; ++t) {
       dtype == DType::float64 ? body.template operator()<double>(t)
                               : body.template operator()<float>(t);
@@ -118,13 +120,15 @@ void for_tokens(int64_t tokens, DType dtype, Body&& body) {
 void route(Route const& x) {
   require_processor();
   check(x);
-  for_tokens(x.tokens, x.dtype, [&]<class F>(int64_t token) { route_token<F>(x, token); });
+  for_tokens(x.tokens, x.experts, x.dtype,
+             [&]<class F>(int64_t token) { route_token<F>(x, token); });
 }
 
 void router_gradient(RouterGradient const& x) {
   require_processor();
   check(x);
-  for_tokens(x.tokens, x.dtype, [&]<class F>(int64_t token) { gradient_token<F>(x, token); });
+  for_tokens(x.tokens, x.experts, x.dtype,
+             [&]<class F>(int64_t token) { gradient_token<F>(x, token); });
 }
 
 }  // namespace guild::cpu

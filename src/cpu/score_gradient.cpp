@@ -45,7 +45,7 @@ void score_gradient(ScoreGradient const& x) {
   check(x);
   auto const slots = spans(x.sizes.rows(), kBlockRows);
   with_element(x.dtype, [&]<class T>() {
-    parallel(int64_t(slots.size()), [&](int64_t i) {
+    parallel(int64_t(slots.size()), double(x.sizes.rows() * x.sizes.hidden), [&](int64_t i) {
       auto* const out = static_cast<Compute<T>*>(x.dscores);
       for (int64_t s = slots[i].first; s < slots[i].first + slots[i].count; ++s) {
         out[s] = slot_gradient<T>(x, s);

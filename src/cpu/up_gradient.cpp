@@ -34,7 +34,7 @@ void up_gradient(UpGradient const& x) {
   check(x);
   auto const blocks = row_blocks(x.routing.offsets + 1, x.sizes.experts, x.sizes.rows());
   with_element(x.dtype, [&]<class T>() {
-    parallel_pairs(blocks, spans(x.sizes.hidden, kBlockColumns),
+    parallel_pairs(blocks, spans(x.sizes.hidden, kBlockColumns), product_work(x.sizes),
                    [&](Block const& block, Span cols) { gradient_block<T>(x, block, cols); });
   });
 }

@@ -68,7 +68,7 @@ void up_projection(UpProjection const& x) {
   check(x);
   auto const blocks = row_blocks(x.routing.offsets + 1, x.sizes.experts, x.sizes.rows());
   with_element(x.dtype, [&]<class T>() {
-    parallel_pairs(blocks, spans(x.sizes.intermediate, kBlockColumns),
+    parallel_pairs(blocks, spans(x.sizes.intermediate, kBlockColumns), product_work(x.sizes),
                    [&](Block const& block, Span cols) { up_block<T>(x, block, cols); });
   });
 }

@@ -54,9 +54,12 @@ void weight_gradient(RowSource<T> const& left, RowSource<T> const& right,
   for (Span const& o : spans(outs, kBlockRows)) {
     for (Span const& i : spans(ins, kBlockColumns)) tiles.emplace_back(o, i);
   }
-  parallel_pairs(experts, tiles, [&](Block const& expert, auto const& tile) {
-    weight_gradient_block<T, D>(left, right, expert, tile.first, tile.second, dw, add);
-  });
+  int64_t const rows = experts.back().rows.first + experts.back().rows.count;
+  parallel_pairs(experts, tiles, double(rows) * double(outs * ins),
+                 [&](Block const& expert, auto const& tile) {
+                   weight_gradient_block<T, D>(left, right, expert, tile.first, tile.second, dw,
+                                               add);
+                 });
 }
 
 }  // namespace guild::cpu
