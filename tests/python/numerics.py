@@ -1,0 +1,122 @@
+"""Measures every step's error for docs/numerics.md: `python tests/python/numerics.py`.
+
+Prints a Markdown table: the op's relative error against float64, that of the same computation in
+float32 rounded where the algorithm stores 16 bits, and their ratio. Step by step from the rounded
+computation's tensors, then for a whole layer, whose errors add up along the way.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+import guild
+from layers import ACTIVATIONS, Case, Layer, make_layer, unpack
+from reference import compute, compute_rounded, relative_error
+from steps import Steps
+
+STEPS = {
+    "up projection, H": ("h_0", "h_1"),
+    "up projection, A": ("a",),
+    "down projection, Y": ("y",),
+    "combine, O": ("o",),
+    "down gradient, dH": ("dh_0", "dh_1"),
+    "down gradient, A'": ("a_scaled",),
+    "score gradient, dS": ("dscores",),
+    "down weight gradient, dW2": ("dw_down",),
+    "bias gradient, db2": ("db_down",),
+    "up weight gradient, dW1": ("dw_0", "dw_1"),
+    "bias gradient, db1": ("db_0", "db_1"),
+    "up gradient, dX by row": ("dx_rows",),
+    "combine gradient, dX": ("dx",),
+}
+WHOLE = {
+    "O": ("o",),
+    "dX": ("dx",),
+    "dS": ("dscores",),
+    "dW1": ("dw_0", "dw_1"),
+    "dW2": ("dw_down",),
+    "db1": ("db_0", "db_1"),
+    "db2": ("db_down",),
+}
+
+
+def whole_layer(layer: Layer) -> dict[str, Tensor]:
+    """Output and gradients of `routed_experts`, by the reference's names."""
+    arguments = layer.arguments("concatenated")
+    x, scores = layer.x.detach().requires_grad_(), layer.scores.detach().requires_grad_()
+    out = guild.routed_experts(x, layer.ids, scores, **arguments)
+    out.backward(layer.dout)
+    gradients = {name: t.grad for name, t in arguments.items() if isinstance(t, Tensor)}
+    dw = unpack(gradients["w_up"], 1, "concatenated")
+    db = unpack(gradients["b_up"], 1, "concatenated")
+    return {
+        "o": out,
+        "dx": x.grad,
+        "dscores": scores.grad,
+        "dw_0": dw[0],
+        "dw_1": dw[1],
+        "db_0": db[0],
+        "db_1": db[1],
+        "dw_down": gradients["w_down"],
+        "db_down": gradients["b_down"],
+    }
+
+
+def lines(
+    names: dict[str, tuple[str, ...]],
+    results: dict[str, Tensor],
+    rounded: dict[str, Tensor],
+    truth: dict[str, Tensor],
+) -> Iterator[tuple[str, float, float]]:
+    """Label, error of the op and error of rounding, for every line of a table."""
+    for label, parts in names.items():
+
+        def whole(tensors: dict[str, Tensor], parts: tuple[str, ...] = parts) -> Tensor:
+            return torch.cat([tensors[part].detach().cpu().double() for part in parts])
+
+        exact = whole(truth)
+        yield label, relative_error(whole(results), exact), relative_error(whole(rounded), exact)
+
+
+def show(title: str, rows: Iterator[tuple[str, float, float]]) -> float:
+    """Print one table; returns its largest ratio."""
+    print(f"\n| {title} | error | rounding alone | ratio |\n|---|---|---|---|")
+    worst = 0.0
+    for label, error, rounding in rows:
+        ratio = error / rounding
+        worst = max(worst, ratio)
+        print(f"| {label} | {error:.3e} | {rounding:.3e} | {ratio:.2f} |")
+    return worst
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure, print, and fail if a ratio is above two."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    parser.add_argument("--activation", choices=ACTIVATIONS, default="swiglu")
+    parser.add_argument("--sizes", default="1024,512,256,16,4", help="T,H,I,E,K")
+    options = parser.parse_args(arguments)
+    sizes = [int(size) for size in options.sizes.split(",")]
+    case = Case("numerics", *sizes, "random", frozenset())
+    dtype = getattr(torch, options.dtype)
+    layer = make_layer(case, ACTIVATIONS[options.activation], dtype, options.device)
+    where = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
+    print(
+        f"{options.dtype}, {options.activation}, T, H, I, E, K = {', '.join(map(str, sizes))}; "
+        f"{where}, torch {torch.__version__}"
+    )
+    rounded = compute_rounded(layer)
+    steps = Steps(layer, rounded).results
+    worst = show("step", lines(STEPS, steps, rounded, compute(layer, rounded)))
+    whole = show("whole layer", lines(WHOLE, whole_layer(layer), rounded, compute(layer)))
+    if max(worst, whole) > 2:
+        raise SystemExit(f"largest ratio {max(worst, whole):.2f}: expected at most 2")
+
+
+if __name__ == "__main__":
+    main()

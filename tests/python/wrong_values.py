@@ -1,0 +1,191 @@
+"""Calls with wrong dtypes, devices, layouts or values; see wrong_shapes.py."""
+
+from __future__ import annotations
+
+import torch
+
+import guild
+from wrong_shapes import E, H, I, T, Wrong, elsewhere, mlp, pair_down, pair_up, product, routed
+
+VALUES: dict[str, Wrong] = {
+    # dtypes
+    "x of integers": (
+        lambda r: routed(r, x=r.x.int()),
+        TypeError,
+        "x: expected dtype bfloat16, float16, float32 or float64, got int32",
+    ),
+    "w_up of another dtype": (
+        lambda r: routed(r, w_up=r.up.half()),
+        TypeError,
+        "w_up: expected dtype bfloat16 as x has, got float16",
+    ),
+    "b_down of another dtype": (
+        lambda r: routed(r, b_down=r.b_down.float()),
+        TypeError,
+        "b_down: expected dtype bfloat16 as x has, got float32",
+    ),
+    "ids of floats": (
+        lambda r: routed(r, topk_ids=r.ids.float()),
+        TypeError,
+        "topk_ids: expected dtype int32 or int64, got float32",
+    ),
+    "weights of integers": (
+        lambda r: routed(r, topk_weights=r.ids),
+        TypeError,
+        "topk_weights: expected a floating dtype, got torch.int64",
+    ),
+    "long offs": (
+        lambda r: product(r, offs=r.offs.long()),
+        TypeError,
+        "offs: expected dtype int32, got int64",
+    ),
+    "out_dtype float16": (
+        lambda r: product(r, out_dtype=torch.float16),
+        TypeError,
+        "out_dtype: expected bfloat16 or float32, got float16",
+    ),
+    "logits of integers": (
+        lambda r: guild.route(r.logits.int(), 2),
+        TypeError,
+        "logits: expected a floating dtype, got int32",
+    ),
+    "a list for x": (
+        lambda r: routed(r, x=[[1.0]]),
+        TypeError,
+        "x: expected a torch.Tensor, got list",
+    ),
+    # devices
+    "ids elsewhere": (
+        lambda r: routed(r, topk_ids=elsewhere(r.ids)),
+        ValueError,
+        r"topk_ids: expected a tensor on \S+ as x is, got one on meta",
+    ),
+    "weights elsewhere": (
+        lambda r: routed(r, w_down=elsewhere(r.down)),
+        ValueError,
+        r"w_down: expected a tensor on \S+ as x is, got one on meta",
+    ),
+    "offs elsewhere": (
+        lambda r: pair_up(r, offs=elsewhere(r.offs)),
+        ValueError,
+        r"offs: expected a tensor on \S+ as x is, got one on meta",
+    ),
+    "bias elsewhere": (
+        lambda r: product(r, bias=elsewhere(r.b_up)),
+        ValueError,
+        r"bias: expected a tensor on \S+ as mat_a is, got one on meta",
+    ),
+    # layouts
+    "x by columns": (
+        lambda r: routed(r, x=r.x.t().contiguous().t()),
+        ValueError,
+        r"x: expected rows with contiguous columns .* got strides \(1, 6\)",
+    ),
+    "x of one row": (
+        lambda r: mlp(r, x_sorted=r.x[:1].expand(T, H)),
+        ValueError,
+        r"x_sorted: expected rows with contiguous columns .* got strides \(0, 1\)",
+    ),
+    "every other offset": (
+        lambda r: mlp(r, offsets=r.offsets.repeat_interleave(2)[::2]),
+        ValueError,
+        r"offsets: expected a contiguous tensor, got strides \(2,\)",
+    ),
+    "b_up by columns": (
+        lambda r: routed(r, b_up=r.b_up.t().contiguous().t()),
+        ValueError,
+        r"b_up: expected rows with contiguous columns",
+    ),
+    # values
+    "top_k zero": (lambda r: guild.route(r.logits, 0), ValueError, "top_k: expected 1 to 4, got 0"),
+    "top_k negative": (
+        lambda r: guild.MoE(H, I, E, -1),
+        ValueError,
+        "top_k: expected 1 to 4, got -1",
+    ),
+    "top_k too large": (
+        lambda r: guild.MoE(H, I, E, 5),
+        ValueError,
+        "top_k: expected 1 to 4, got 5",
+    ),
+    "no experts": (
+        lambda r: guild.MoE(H, I, 0, 1),
+        ValueError,
+        "experts: expected at least 1, got 0",
+    ),
+    "negative hidden": (
+        lambda r: guild.MoE(-8, I, E, 1),
+        ValueError,
+        "hidden: expected at least 1, got -8",
+    ),
+    "width of a float": (
+        lambda r: guild.MoE(H, 16.0, E, 1),
+        TypeError,
+        "intermediate: expected an int, got float 16.0",
+    ),
+    "unknown activation": (
+        lambda r: routed(r, activation="swish"),
+        ValueError,
+        "activation: expected one of silu, .* got 'swish'",
+    ),
+    "activation of no kind": (
+        lambda r: routed(r, activation=3),
+        TypeError,
+        "activation: expected a name or a guild.Activation, got 3",
+    ),
+    "negative limit": (
+        lambda r: guild.Activation("silu", limit=-1.0),
+        ValueError,
+        "limit: expected a positive number, got -1.0",
+    ),
+    "alpha NaN": (
+        lambda r: pair_up(r, swiglu_alpha=float("nan")),
+        ValueError,
+        "alpha: expected a finite number, got nan",
+    ),
+    "two activations": (
+        lambda r: pair_up(r, swiglu_alpha=1.0, activation="gelu"),
+        ValueError,
+        "activation: expected None together with alpha, got 'gelu'",
+    ),
+    "unknown order": (
+        lambda r: routed(r, order="mixed"),
+        ValueError,
+        "order: expected 'concatenated' or 'interleaved', got 'mixed'",
+    ),
+    "unknown score": (
+        lambda r: guild.route(r.logits, 1, score="tanh"),
+        ValueError,
+        "score: expected 'softmax' or 'sigmoid', got 'tanh'",
+    ),
+    "scale infinite": (
+        lambda r: guild.Router(scale=float("inf")),
+        ValueError,
+        "scale: expected a finite number, got inf",
+    ),
+    "accumulate into nothing": (
+        lambda r: product(r, accumulate=True),
+        ValueError,
+        "accumulate: expected False without out, got True",
+    ),
+    "out with a gradient": (
+        lambda r: product(r, mat_a=r.x.clone().requires_grad_(), out=torch.empty(T, 2 * I).to(r.x)),
+        ValueError,
+        "out: expected None where a gradient is wanted",
+    ),
+    "aux of nothing": (
+        lambda r: pair_down(r, aux_biased_acc=r.x),
+        ValueError,
+        "aux_biased_acc: expected the aux that grouped_mm_swiglu returned",
+    ),
+    "module fed another width": (
+        lambda r: guild.MoE(24, I, E, 2, device=r.x.device, dtype=r.x.dtype)(r.x),
+        ValueError,
+        r"x: expected shape \(..., 24\) \(hidden\), got \(6, 32\)",
+    ),
+    "module fed another dtype": (
+        lambda r: guild.MoE(H, I, E, 2, device=r.x.device, dtype=torch.float16)(r.x),
+        TypeError,
+        "x: expected dtype float16 as router.weight has, got bfloat16",
+    ),
+}
