@@ -24,7 +24,7 @@ def bench_table(record: dict[str, Any]) -> Table:
         title=f"{record['device']}, {record['dtype']}, torch {record['torch']}, medians of "
         f"{record['rounds']} rounds",
         caption="error: the largest relative error of Guild's output and gradients; TFLOPS of "
-        "useful work (6TKHI forward, 12TKHI backward); 'bound' is cuBLAS on balanced experts",
+        "useful work (6TKHI forward, 12TKHI backward); 'bound' is the bare products, balanced",
     )
     for heading in ("shape", "routing", "load", "pass"):
         table.add_column(heading, no_wrap=True)

@@ -170,7 +170,7 @@ def generate(
     count: int,
     context: int,
     seed: int,
-    temperature: float = 0.5,
+    temperature: float = 0.6,
 ) -> bytes:
     """Continue `prompt` by `count` sampled bytes, looking back at most `context` bytes.
 

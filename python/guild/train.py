@@ -28,7 +28,7 @@ from .settings import Settings, changed_fields
 FINAL_STEPS = 50
 FINAL_WINDOWS = 1024
 _CHECK_WINDOWS = 128
-_PROMPT = b"def "
+_PROMPT = b'class Reader:\n    """Reads a file."""\n\n    def '
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class Training:
         rows = self.folder.rows()
         main, s = self.learners[0], self.settings
         text = generate(main.model, _PROMPT, self.plan.sample_bytes, s.context, s.seed)
-        sample = text.decode(errors="replace")
+        sample = text.decode(errors="replace").rstrip()
         last = steps_of(rows, main.name)[-FINAL_STEPS:]
         summary = {
             "steps": s.steps,

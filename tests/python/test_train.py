@@ -137,7 +137,7 @@ def test_leaves_its_results(corpus: Path, tmp_path: Path) -> None:
     assert summary["device"]
     assert "commit" in summary
     assert summary["settings"] == settings.as_dict()
-    assert summary["sample"].startswith("def ")
+    assert summary["sample"].startswith("class ")
     pixels = matplotlib.image.imread(tmp_path / "loss.png")
     assert pixels.shape[0] > 300
     assert pixels[..., :3].std() > 0.01  # something is drawn
