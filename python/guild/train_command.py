@@ -71,6 +71,10 @@ def plan_run(typed: dict[str, Any]) -> tuple[Settings, Plan]:
             dtype = saved["dtype"].removeprefix("torch.")
     if dtype == "auto":
         dtype = "bfloat16" if device.type == "cuda" else "float32"
+    if device.type == "cuda" and dtype == "float32" and moe != "plain":
+        raise ValueError(
+            "dtype: expected bfloat16 on a GPU (Guild's kernels are 16-bit), got float32"
+        )
     check_every = typed.get("check_every", 100)
     if check_every < 1:
         raise ValueError(f"check_every: expected at least 1, got {check_every}")

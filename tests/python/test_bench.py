@@ -15,7 +15,7 @@ from rich.console import Console
 
 from guild import bench_layers
 from guild.bench import BenchPlan, figures, measure
-from guild.bench_layers import Bound, Layer
+from guild.bench_layers import GPU_CANDIDATES, Bound, Layer
 from guild.bench_problem import ROUTINGS, make_problems, wanted_logits
 from guild.bench_reference import RESULTS, TOLERANCE, relative_errors
 from guild.bench_table import bench_table
@@ -118,15 +118,37 @@ def test_reference_agrees_with_autograd_in_float64(routing: str) -> None:
     assert counts.sum() == TINY.tokens * TINY.top_k
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["guild", "plain"])
-def test_layers_pass_the_check(name: str, dtype: torch.dtype) -> None:
-    (problem,) = make_problems(TINY, "zipf", dtype, CPU)
+def check_layer(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    problem = make_problems(TINY, "zipf", dtype, device)[0]
     layer = Layer(name, [problem])
     errors, _ = relative_errors(problem, layer.results())
     assert max(errors.values()) < TOLERANCE[dtype]
-    for got, want in zip(layer.backward(), layer.backward(), strict=True):
-        assert torch.equal(got, want)
+    for got, want in zip(layer.backward(), layer.results()[1:], strict=True):
+        torch.testing.assert_close(got, want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["guild", "plain"])
+def test_layers_pass_the_check(name: str, dtype: torch.dtype) -> None:
+    check_layer(name, dtype, CPU)
+
+
+@pytest.mark.parametrize("name", ["guild", "compiled", "eager"])
+def test_layers_pass_the_check_on_a_gpu(name: str, gpu: str) -> None:
+    check_layer(name, torch.bfloat16, torch.device(gpu))
+
+
+def test_small_gpu_inputs_come_in_several_sets(gpu: str) -> None:
+    assert len(make_problems(TINY, "random", torch.bfloat16, torch.device(gpu))) > 1
+
+
+def test_measure_on_a_gpu(gpu: str) -> None:
+    device = torch.device(gpu)
+    plan = plan_of(candidates=GPU_CANDIDATES, device=device, dtype=torch.bfloat16)
+    (case,) = measure(plan, quiet())["cases"]
+    assert case["failures"] == {}
+    assert case["figures"].keys() == set(GPU_CANDIDATES)
+    assert case["figures"]["guild"]["backward"]["speedup_over"].keys() == {"compiled", "eager"}
 
 
 @pytest.mark.parametrize("which", range(len(RESULTS)))

@@ -86,6 +86,12 @@ def test_bad_arguments(
     assert re.fullmatch(rf"guild {words[0]}: {message}.*\n", printed)
 
 
+def test_float32_is_for_the_cpu(gpu: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    words = ["train", "--dtype", "float32", "--device", gpu, "--out", str(tmp_path)]
+    assert main(words) == 1
+    assert "dtype: expected bfloat16 on a GPU" in capsys.readouterr().err
+
+
 def test_out_must_be_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     file = tmp_path / "file"
     file.write_text("")

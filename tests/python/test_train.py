@@ -27,14 +27,6 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("corpus"))
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def assert_same(left: Any, right: Any, where: str = "state") -> None:
     """Equal to the last bit, tensors and all."""
     assert type(left) is type(right), where
@@ -56,10 +48,18 @@ def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
 
 
+def on(device: str) -> dict[str, Any]:
+    """The plan's device and the dtype that `guild train` takes there."""
+    return {
+        "device": torch.device(device),
+        "dtype": torch.bfloat16 if device == "cuda" else torch.float32,
+    }
+
+
 @pytest.mark.parametrize("moe", ["guild", "plain"])
-def test_learns(moe: str, corpus: Path, tmp_path: Path) -> None:
+def test_learns(moe: str, device: str, corpus: Path, tmp_path: Path) -> None:
     settings = small_settings(steps=60, lr=1e-2)
-    _, summary = train(settings, tmp_path, corpus, moe=moe, check_every=100)
+    _, summary = train(settings, tmp_path, corpus, moe=moe, check_every=100, **on(device))
     first = RunFolder(tmp_path).rows()[0]["loss"]
     assert 4.5 < first < 6.5  # near log 256 = 5.5, as random weights should
     assert summary["final_validation_loss"] < first - 3
@@ -85,6 +85,21 @@ def test_resumes_bit_for_bit(plan: dict, polls: int, corpus: Path, tmp_path: Pat
     assert without_times(RunFolder(broken).rows()) == without_times(RunFolder(straight).rows())
     for name in ("final_train_loss", "final_validation_loss", "sample"):
         assert got[name] == expected[name]
+
+
+def test_a_gpu_run_resumes_and_follows_the_cpu(gpu: str, corpus: Path, tmp_path: Path) -> None:
+    settings = small_settings(steps=30)
+    _, expected = train(settings, tmp_path / "cpu", corpus)
+    broken = tmp_path / "gpu"
+    _, stopped = train(settings, broken, corpus, 1, **on(gpu))
+    assert stopped is None
+    _, got = train(settings, broken, corpus, resume=True, **on(gpu))
+    assert got["final_train_loss"] == pytest.approx(expected["final_train_loss"], abs=0.05)
+    assert got["final_validation_loss"] == pytest.approx(
+        expected["final_validation_loss"], abs=0.05
+    )
+    assert got["device_type"] == "cuda"
+    assert got["driver"]
 
 
 def test_resume_drops_rows_past_the_checkpoint(corpus: Path, tmp_path: Path) -> None:
@@ -160,8 +175,11 @@ def test_both_layers_start_equal() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_compare_agrees(dtype: torch.dtype, corpus: Path, tmp_path: Path) -> None:
-    _, summary = train(small_settings(), tmp_path, corpus, compare=True, dtype=dtype)
+def test_compare_agrees(dtype: torch.dtype, device: str, corpus: Path, tmp_path: Path) -> None:
+    if device == "cuda" and dtype == torch.float32:
+        pytest.skip("the CUDA backend computes in 16 bits")
+    where = torch.device(device)
+    _, summary = train(small_settings(), tmp_path, corpus, compare=True, dtype=dtype, device=where)
     found = summary["compare"]
     assert found["largest_loss_difference_steps"] == 12
     assert found["largest_loss_difference"] < (1e-4 if dtype == torch.float32 else 0.02)
