@@ -72,9 +72,18 @@ CUtensorMap tensor_map(void const* data, DType dtype, MapShape const& s, char co
   auto const type =
       dtype == DType::float16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   CUtensorMap map;
-  auto const status = encode(&map, type, 3, base, shape, strides, box, step,
-                             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  auto const try_encode = [&] {
+    return encode(&map, type, 3, base, shape, strides, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                  CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  };
+  auto status = try_encode();
+  if (status == CUDA_ERROR_INVALID_CONTEXT) {  // this thread's first call: bring the device's own
+    int index = 0;
+    cuda_check(cudaGetDevice(&index), "current CUDA device");
+    cuda_check(cudaSetDevice(index), "current CUDA device");
+    status = try_encode();
+  }
   require(status == CUDA_SUCCESS, name, ": expected 16-byte aligned data and strides, got shape (",
           s.z, ", ", s.y, ", ", s.x, ") with strides (", s.z_stride, ", ", s.y_stride,
           ", 1) at address ", base, " (tensor map error ", int(status), ")");

@@ -111,6 +111,10 @@ void grouped_gemm(GroupedGemm const& args, Queue queue) {
     x.ragged = Ragged::rows;
   }
   bool const sum_groups = x.ragged == Ragged::inner, ragged_rows = x.ragged == Ragged::rows;
+  // A ragged operand is one matrix: groups are steps along it, whatever group stride came.
+  if (sum_groups || ragged_rows) x.a.group_stride = 0;
+  if (sum_groups) x.b.group_stride = 0;
+  if (ragged_rows) x.d.group_stride = 0;
   int64_t const rows = x.ragged == Ragged::none ? x.m * x.groups : x.m;
   if (rows == 0 || x.n == 0) return;
   Groups const groups{x.offsets, int(x.groups), int(sum_groups ? x.k : rows)};

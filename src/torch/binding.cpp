@@ -23,10 +23,9 @@ std::string cuda_reason() {
   return cuda::usable(&why) ? "" : why;
 }
 
-}  // namespace
-}  // namespace guild::binding
+using Library = torch::stable::detail::StableLibrary;
 
-STABLE_TORCH_LIBRARY(guild, m) {
+void define_layers(Library& m) {
   m.def("cuda_built() -> bool");
   m.def("cuda_reason() -> str");
   m.def(
@@ -59,7 +58,9 @@ STABLE_TORCH_LIBRARY(guild, m) {
       "w_gate, Tensor w_down, " GUILD_ACTIVATION
       ", bool interleaved, bool transposed, int wanted) -> (Tensor dx, Tensor dw_up, Tensor "
       "dw_gate, Tensor dw_down, Tensor db_up, Tensor db_down)");
+}
 
+void define_steps(Library& m) {
   m.def(
       "up_projection(Tensor x, Tensor offsets, Tensor? row_token, Tensor w_up, Tensor? w_gate, "
       "Tensor? b_up, " GUILD_ACTIVATION
@@ -102,11 +103,8 @@ STABLE_TORCH_LIBRARY(guild, m) {
         GUILD_ACTIVATION ", bool interleaved) -> Tensor");
 }
 
-namespace guild::binding {
-namespace {
-
 // One kernel for both keys: the backend follows from the first tensor's device.
-void implement(torch::stable::detail::StableLibrary& m) {
+void implement(Library& m) {
   m.impl("route", TORCH_BOX(&route));
   m.impl("route_backward", TORCH_BOX(&route_backward));
   m.impl("sort_by_expert", TORCH_BOX(&sort_by_expert));
@@ -132,6 +130,10 @@ void implement(torch::stable::detail::StableLibrary& m) {
 }  // namespace
 }  // namespace guild::binding
 
+STABLE_TORCH_LIBRARY(guild, m) {
+  guild::binding::define_layers(m);
+  guild::binding::define_steps(m);
+}
 STABLE_TORCH_LIBRARY_IMPL(guild, CPU, m) { guild::binding::implement(m); }
 STABLE_TORCH_LIBRARY_IMPL(guild, CUDA, m) { guild::binding::implement(m); }
 STABLE_TORCH_LIBRARY_IMPL(guild, CompositeExplicitAutograd, m) {

@@ -144,7 +144,9 @@ std::vector<LayerParam> layer_params(bool quick, bool matrix) {
           bool const first = &act == &acts[0] && layout == Layout::concatenated && !bias;
           bool const second = &act == &acts[1] && layout == Layout::interleaved && bias;
           if ((first || second) && !c.quick) continue;  // listed above
-          add_params(all, {c, act, layout, bias}, !c.cuda_matrix, on_cuda);
+          // The CUDA backend keeps H as the weights lie.
+          bool const taken = layout != Layout::separate_interleaved;
+          add_params(all, {c, act, layout, bias}, !c.cuda_matrix, on_cuda && taken);
         }
       }
     }

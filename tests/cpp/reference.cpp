@@ -8,6 +8,8 @@
 #include <random>
 #include <sstream>
 
+#include "errors.h"
+
 namespace guild::test {
 
 namespace {
@@ -81,10 +83,12 @@ void expect_close(std::vector<double> const& out, std::vector<double> const& tru
                   std::vector<double> const& yardstick, DType stored, char const* name) {
   ASSERT_EQ(out.size(), truth.size()) << name;
   ASSERT_EQ(out.size(), yardstick.size()) << name;
-  // Below a few roundings of the arithmetic the yardstick's error is luck.
-  double const least = stored == DType::float64 ? 1e-14 : 1e-6;
-  double const allowed = std::max(2 * relative_error(yardstick, truth), least);
+  // Below a few roundings of the arithmetic the yardstick's error is luck; tensor cores cut the
+  // last bits off their fp32 sums (docs/numerics.md).
+  double const least = stored == DType::float64 ? 1e-14 : 5e-6;
+  double const rounded = relative_error(yardstick, truth), allowed = std::max(2 * rounded, least);
   double const error = relative_error(out, truth);
+  record_error(name, stored, error, rounded);
   EXPECT_TRUE(error <= allowed) << name << ": relative error " << error << ", allowed " << allowed;
   for (size_t i = 0; i < out.size(); ++i) {
     if (std::isnan(truth[i])) continue;

@@ -14,7 +14,7 @@ import torch
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--cuda-only` leaves out what runs on the CPU, for a machine lent for its GPU."""
+    """`--cuda-only` leaves out what runs on the CPU."""
     parser.addoption("--cuda-only", action="store_true", help="run the tests on the GPU alone")
 
 
@@ -73,7 +73,7 @@ def poisoned_memory() -> None:
 
 
 def poison_gpu() -> None:
-    """Leave NaN in the blocks that torch's CUDA allocator hands out next, small and large."""
-    blocks = [torch.full((1 << 17,), float("nan"), device="cuda") for _ in range(64)]
-    blocks.append(torch.full((1 << 26,), float("nan"), device="cuda"))
+    """Leave NaN of every type in what torch's CUDA allocator hands out next, small and large."""
+    blocks = [torch.full((1 << 19,), 255, dtype=torch.uint8, device="cuda") for _ in range(64)]
+    blocks.append(torch.full((1 << 28,), 255, dtype=torch.uint8, device="cuda"))
     del blocks
