@@ -57,8 +57,18 @@ def test_the_example_unchanged(sizes: tuple[int, int], device: str) -> None:
     tensors, offs = example(*sizes, device)
     x, W_up, b_up, W_down, b_down = tensors.values()
 
-    swiglu_out, aux = grouped_mm_swiglu(x, W_up, offs=offs, bias=b_up, swiglu_alpha=1.702, swiglu_limit=7.0)  # noqa: E501  # fmt: skip
-    out = grouped_mm_downproj(swiglu_out, W_down, offs=offs, bias=b_down, aux_biased_acc=aux, swiglu_alpha=1.702, swiglu_limit=7.0)  # noqa: E501  # fmt: skip
+    swiglu_out, aux = grouped_mm_swiglu(
+        x, W_up, offs=offs, bias=b_up, swiglu_alpha=1.702, swiglu_limit=7.0
+    )
+    out = grouped_mm_downproj(
+        swiglu_out,
+        W_down,
+        offs=offs,
+        bias=b_down,
+        aux_biased_acc=aux,
+        swiglu_alpha=1.702,
+        swiglu_limit=7.0,
+    )
     out.sum().backward()
 
     a, pre, expected = formulas(tensors, offs)
