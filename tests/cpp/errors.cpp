@@ -49,9 +49,10 @@ class Report : public testing::Environment {
 
 void record_error(char const* name, DType stored, double error, double yardstick) {
   auto const* const test = testing::UnitTest::GetInstance()->current_test_info();
-  std::string const full = test->name();  // Step/case_..._backend
+  std::string const suite = test->test_suite_name(), full = test->name();  // step/case_..._backend
   std::string const backend = full.ends_with("cuda") ? "CUDA" : "CPU";
-  Worst& worst = table()[{full.substr(0, full.find('/')), name, name_of(stored), backend}];
+  std::string const step = suite.substr(suite.find('/') + 1) + "." + full.substr(0, full.find('/'));
+  Worst& worst = table()[{step, name, name_of(stored), backend}];
   if (error > worst.error) worst.error = error, worst.yardstick = yardstick;
   if (yardstick > 0) worst.ratio = std::max(worst.ratio, error / yardstick);
 }
