@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -162,6 +163,8 @@ def main() -> int:
         return 2
     if "build" not in names and any(STEPS[n].needs_build for n in names):
         names.insert(0, "build")
+    # A shell's background job ignores Ctrl-C, and so would the tests of what Ctrl-C does.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     start = time.monotonic()
     results: dict[str, tuple[str, float]] = {}
     for name in names:
