@@ -70,7 +70,8 @@ def routed_experts(
     activation : Activation or str
         See `Activation` for the names.
     order : {"concatenated", "interleaved"}
-        Whether the 2I outputs are gate_0 .. gate_{I-1}, up_0 .. or gate_0, up_0, gate_1, ...
+        Whether the 2I outputs are gate_0 .. gate_{I-1}, up_0 .. or gate_0, up_0, gate_1, ...; of a
+        pair of weights it orders b_up alone.
     transposed : bool
         Weights are (E, H, 2I) and (E, I, H) instead.
 
@@ -191,6 +192,9 @@ def _layer(
             wanted = "a pair (gate, up)" if activation.gated else "one tensor without a gate"
             raise ValueError(f"w_up: expected {wanted}, got {len(w_up)} tensors")
         w_gate, w_up = w_up
+        if interleaved and isinstance(b_up, Tensor) and b_up.dim() == 2:
+            b_up = torch.cat((b_up[:, 0::2], b_up[:, 1::2]), 1)
+        interleaved = False  # as the pre-activations of two tensors are kept
     if isinstance(b_up, tuple | list):
         b_up = _joined_bias(b_up, activation, interleaved)
     expect_dims("w_down", w_down, 3, what="(experts, hidden, intermediate)")

@@ -74,6 +74,7 @@ def poisoned_memory() -> None:
 
 def poison_gpu() -> None:
     """Leave NaN of every type in what torch's CUDA allocator hands out next, small and large."""
+    torch.cuda.empty_cache()
     blocks = [torch.full((1 << 19,), 255, dtype=torch.uint8, device="cuda") for _ in range(64)]
     blocks.append(torch.full((1 << 28,), 255, dtype=torch.uint8, device="cuda"))
     del blocks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -172,10 +172,10 @@ def test_autocast(device: str) -> None:
 
 @pytest.mark.parametrize("problem", PROBLEMS[:4], ids=lambda p: p.name)
 def test_the_calls_of_torch(problem: Problem, device: str) -> None:
-    """torch._grouped_mm takes the same arguments and gives the same values."""
-    a, b, _, offs = operands(problem, "b_column_major", device, torch.bfloat16)
-    if problem.name in ("inner", "columns"):  # what torch takes: aligned contiguous memory
-        a, b, _, offs = operands(problem, "row_major", device, torch.bfloat16)
+    """torch._grouped_mm takes the same arguments and gives the same values (no empty groups)."""
+    problem = replace(problem, ends=problem.ends and (8, 16, 24, 40))
+    layout = "row_major" if problem.name in ("inner", "columns") else "b_column_major"
+    a, b, _, offs = operands(problem, layout, device, torch.bfloat16)
     expected = torch._grouped_mm(a, b, offs=offs)
     close(guild.grouped_mm(a, b, offs=offs), expected)
 
