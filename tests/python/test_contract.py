@@ -264,3 +264,43 @@ def test_the_layer_compared_with_is_right(device: str) -> None:
     """Anchors this file's bitwise comparisons: the packed run itself is right."""
     layer = layer_of("matrix_tiles", device)
     assert relative_error(run(layer)["out"], compute(layer)["o"]) < 0.01
+
+
+def test_accumulation_in_float32(device: str) -> None:
+    """main_grad: weight and bias gradients add to float32 buffers; idle experts leave them alone."""
+    layer = layer_of("empty_experts", device)
+    offsets, row_token, _, row_score = ops.sort_by_expert(layer.ids, layer.scores, 16)
+    rows = layer.ids.numel()
+    w_up = layer.arguments("concatenated")["w_up"]
+    dh = torch.randn(rows, w_up.shape[1], device=device).bfloat16()
+    a = torch.randn(rows, layer.down.shape[2], device=device).bfloat16()
+    calls = (
+        (
+            w_up.shape,
+            lambda out, add: ops.up_weight_gradient_out(
+                layer.x, dh, offsets, row_token, out, None, True, False, False, add
+            ),
+        ),
+        (
+            layer.down.shape,
+            lambda out, add: ops.down_weight_gradient_out(
+                layer.dout, a, offsets, row_token, out, False, add
+            ),
+        ),
+        (
+            layer.down.shape[:2],
+            lambda out, add: ops.bias_gradient_out(
+                layer.dout, offsets, row_token, row_score, out, add
+            ),
+        ),
+    )
+    for shape, call in calls:
+        once = torch.full(shape, float("nan"), device=device)
+        call(once, False)
+        assert not once[1::2].any()
+        start = torch.randn(shape, device=device)
+        buffer = start.clone()
+        call(buffer, True)
+        call(buffer, True)
+        assert torch.equal(buffer[1::2], start[1::2])
+        torch.testing.assert_close(buffer, start + 2 * once, rtol=1e-5, atol=1e-4)
