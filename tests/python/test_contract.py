@@ -267,7 +267,7 @@ def test_the_layer_compared_with_is_right(device: str) -> None:
 
 
 def test_accumulation_in_float32(device: str) -> None:
-    """main_grad: weight and bias gradients add to float32 buffers; idle experts leave them alone."""
+    """main_grad: gradients add to float32 buffers; experts without rows leave them alone."""
     layer = layer_of("empty_experts", device)
     offsets, row_token, _, row_score = ops.sort_by_expert(layer.ids, layer.scores, 16)
     rows = layer.ids.numel()
