@@ -108,12 +108,16 @@ class Learner:
             )
         return rows
 
+    def autocast(self) -> torch.autocast:
+        """Where the model's forward runs: bfloat16 operands, or as the weights are in float32."""
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+
     def _step(self, corpus: Corpus, step: int) -> torch.Tensor:
         s = self.settings
         inputs, targets = self._to_device(*corpus.batch(s.seed, step, s.batch, s.context))
         for group in self.optimizer.param_groups:
             group["lr"] = s.lr_at(step)
-        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
+        with self.autocast():
             loss, imbalance = self.model.loss(inputs, targets)
         self.optimizer.zero_grad()
         (loss + s.balance * imbalance).backward()
@@ -130,7 +134,7 @@ class Learner:
         windows = math.ceil(windows / batch) * batch
         inputs, targets = self._to_device(*corpus.held_out_windows(windows, self.settings.context))
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
+        with self.autocast():
             for x, y in zip(inputs.split(batch), targets.split(batch), strict=True):
                 total += self.model.loss(x, y)[0]
         return (total / (windows // batch)).item()

@@ -167,7 +167,8 @@ class Training:
     def _finish(self, validation: dict[str, float]) -> dict[str, Any]:
         rows = self.folder.rows()
         main, s = self.learners[0], self.settings
-        text = generate(main.model, _PROMPT, self.plan.sample_bytes, s.context, s.seed)
+        with main.autocast():
+            text = generate(main.model, _PROMPT, self.plan.sample_bytes, s.context, s.seed)
         sample = text.decode(errors="replace").rstrip()
         last = steps_of(rows, main.name)[-FINAL_STEPS:]
         summary = {
