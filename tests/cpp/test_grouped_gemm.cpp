@@ -174,9 +174,10 @@ TEST_P(GroupedProduct, NothingToDo) {
 
 TEST_P(GroupedProduct, LargerThanATile) {
   for (DType dtype : dtypes()) {
-    run({Ragged::rows, {300, 1, 259}, 560, 264, 200}, dtype);
-    run({Ragged::inner, {300, 1, 259}, 264, 272, 560}, dtype);
-    run({Ragged::columns, {300, 1, 259}, 264, 560, 200}, dtype);
+    run({Ragged::rows, {300, 1, 259}, 560, 264, 104}, dtype);
+    run({Ragged::rows, {30, 1, 40}, 80, 136, 1032}, dtype);
+    run({Ragged::inner, {600, 1, 59}, 136, 272, 664}, dtype);
+    run({Ragged::columns, {300, 1, 259}, 264, 560, 104}, dtype);
   }
 }
 
