@@ -82,11 +82,10 @@ def plain_moe(
     ends = torch.searchsorted(expert_of_row, torch.arange(experts, device=x.device), right=True)
     counts = ends.diff(prepend=ends.new_zeros(1))
     token = order // top_k
-    rows = x.index_select(0, token)
-    if x.is_cuda:
-        rows = _grouped_products(rows, w_up, w_down, ends.int())
+    if x.is_cuda:  # compiled, the gradient of x[token] takes half the time of index_select's
+        rows = _grouped_products(x[token], w_up, w_down, ends.int())
     else:
-        rows = _products_in_turn(rows, w_up, w_down, counts.tolist())
+        rows = _products_in_turn(x.index_select(0, token), w_up, w_down, counts.tolist())
     weighted = rows * scores.flatten().index_select(0, order).to(rows.dtype)[:, None]
     out = torch.zeros_like(x)
     if x.is_cuda:  # compiled, half the time of index_add and a tenth less than a gather and a sum
