@@ -70,9 +70,9 @@ class Layer:
 class Bound:
     """The same products for perfectly balanced experts through cuBLAS, and nothing else.
 
-    Forward (up, down) and backward (down gradient, dW2, up gradient, dW1) as in
-    design/baselines.md. Weights are read through other-shaped views of the layer's: the values do
-    not matter here and a second copy would not always fit.
+    Forward: up and down projection. Backward: down gradient, dW2, up gradient, dW1. Weights are
+    read through other-shaped views of the layer's: the values do not matter here and a second copy
+    would not always fit.
     """
 
     name = "bound"

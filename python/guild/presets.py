@@ -1,4 +1,4 @@
-"""Shapes that `guild bench` knows by name: the layers of design tables and published models."""
+"""Shapes that `guild bench` knows by name: the MoE layers of published models and papers."""
 
 from __future__ import annotations
 
