@@ -2,7 +2,7 @@
 
 The reference goes expert by expert and compares as it goes, so nothing of the size of the weights
 is kept and the largest presets fit beside the layer under test. Precision: float64 on the CPU,
-float32 on a GPU, from the same inputs. dS = <dA', A> and what follows from it: SonicMoE, arXiv 2512.14080.
+float32 on a GPU, from the same inputs. dS = <dA', A> as in SonicMoE (arXiv 2512.14080).
 """
 
 from __future__ import annotations
