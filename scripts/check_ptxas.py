@@ -111,13 +111,17 @@ def show(folder: Path) -> int:
 
 def shorten(name: str, width: int = 140) -> str:
     """A kernel's name cut to a line: no namespaces, no parameters, types and tiles in short."""
+    name = re.sub(r"GemmConfig\{([^}]*)\}", lambda m: m[1].replace(", ", ":"), name)
     for pattern, short in (
         (r"\(anonymous namespace\)::|\b(?:guild|cuda|cute|void)(?:::| )", ""),
         (r"__nv_bfloat16", "bf16"),
         (r"__half", "fp16"),
-        (r"GemmConfig\{(\d+), (\d+), (\d+), \d+\}", r"\1x\2x\3"),
         (r"\((?:\w+::)*(\w+)\)(\d+)", r"\1 \2"),
-        (r"\b(\w+)<(?:bf16|fp16), \d+x\d+x\d+, (?=\w+ \d|\w+>)", r"\1<"),
+        (
+            r"\b(?!GroupedProduct)(\w+)<(?:bf16|fp16), \d+:[\w:]+, ",
+            r"\1<",
+        ),  # a kernel's parts share its config
+        (r"\b(\w+)<(?:bf16|fp16), \d+:[\w:]+>", r"\1"),
         (r"(?<=[\w>])\(.*$", ""),
     ):
         name = re.sub(pattern, short, name)
