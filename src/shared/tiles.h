@@ -83,11 +83,12 @@ struct InnerTiles {
     if (owner >= groups.groups) return false;
     for (; expert < owner; ++expert) begin = groups.end(expert, begin);
     int const local = next_tile % per_expert;
-    int const row = local / across * tile_m;
+    TilePlace const at = place_in_bands(local, down, across, band);
+    int const row = at.row * tile_m;
     int const left = rows - row;
     tile = {expert,
             row,
-            local % across * tile_n,
+            at.col * tile_n,
             left < tile_m ? left : tile_m,
             groups.end(expert, begin) - begin,
             begin};

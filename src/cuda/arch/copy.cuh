@@ -54,8 +54,7 @@ __device__ inline uint32_t chunk_address(uint32_t box, int row, int chunk) {
   return box + row * 128 + ((chunk ^ (row % 8)) * 16);
 }
 
-// Copies 16 bytes to shared memory, or zeros where `valid` is false; `from` must be readable then
-// all the same (it is not read).
+// Copies 16 bytes to shared memory, or zeros where `valid` is false: `from` is not read then.
 __device__ inline void copy_async(uint32_t to, void const* from, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                "r"(valid ? 16 : 0)

@@ -121,7 +121,6 @@ struct GroupedProduct {
     int last = at.stage;  // the stage whose products may still run
     for (int step = 0; step < steps(tile); ++step, at.advance()) {
       smem.full[at.stage].wait(at.phase);
-      if constexpr (Loader::kThreads > 1) fence_async_proxy();  // cp.async is no async proxy
 #pragma unroll
       for (auto& part : acc) fence_registers(part);
       multiply(acc, smem.a[at.stage] + first_block * kBlockBytes, smem.b[at.stage], step > 0);

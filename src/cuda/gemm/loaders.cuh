@@ -17,6 +17,13 @@ namespace guild::cuda {
 
 inline constexpr uint32_t kNone = ~0u;  // no row to copy
 
+// The address `units` times 16 bytes after `base`, in one instruction: a producer has few to spare.
+__device__ inline void const* units_after(void const* base, uint32_t units) {
+  void const* result;
+  asm("mad.wide.u32 %0, %1, 16, %2;" : "=l"(result) : "r"(units), "l"(base));
+  return result;
+}
+
 // What a thread of the producer and of the consumers may use: 168 a thread in all. An epilogue
 // beside half a tile that waits needs more than one beside none.
 template <GemmConfig C>
@@ -118,13 +125,12 @@ struct GatheredRows {
 
   __device__ void load(Tile const& tile, int step, char* a, char* b, Barrier& full) {
     int const k = step * C.tile_k;
-    uint4 const* const base = reinterpret_cast<uint4 const*>(p.a + k) + thread % 8;
+    T const* const base = p.a + k + thread % 8 * 8;
     uint32_t const none = k + thread % 8 * 8 < p.k ? kNone : 0;  // at or above it: nothing to copy
     uint32_t const to = shared_address(a) + thread / 8 * 128 + ((thread % 8 ^ thread / 8 % 8) * 16);
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
-      bool const valid = from[i] < none;
-      copy_async(to + i * 16 * 128, base + (valid ? from[i] : 0u), valid);
+      copy_async(to + i * 16 * 128, units_after(base, from[i]), from[i] < none);
     }
     if (thread == 0) {
       full.arrive_expect(C.b_bytes());
@@ -149,20 +155,24 @@ struct TokenColumns {
     CUtensorMap a_map, b_map;  // (m or n, 1, rows), boxes of 64 x 1 x 64; a_map only without row
   };
   static_assert(C.tile_m == 128 && C.tile_k == 64, "half a warp copies a row of A, a warp 16 rows");
-  static constexpr int kPairs = 3;  // pairs of steps whose rows are looked up ahead
+  static constexpr int kPairs = 2;  // pairs of steps whose tokens are asked for ahead
 
   Params const& p;
   int const thread;
   // One warp copies what its instructions allow, so a row costs it five: where rows of A begin, in
-  // 16-byte units, is found ahead, one lane a row. Lane l holds that of the warp's row l % 16 for
-  // the even (l < 16) or odd step of a pair.
-  uint32_t ahead[kPairs];
+  // 16-byte units, is found once a pair of steps, one lane a row. Lane l holds that of the warp's
+  // row l % 16 for the even (l < 16) or odd step. Tokens come from memory: a warp that used one as
+  // soon as it had asked would stand still, so they are kept as they come for two pairs.
+  uint32_t start;
+  int ahead[kPairs];
 
   __device__ TokenColumns(Params const& p, int thread) : p(p), thread(thread) {}
 
   __device__ void begin(Tile const& tile) {
+    int const first = ask(tile, 0);
 #pragma unroll
-    for (int pair = 0; pair < kPairs; ++pair) ahead[pair] = find_row(tile, 2 * pair);
+    for (int pair = 0; pair < kPairs; ++pair) ahead[pair] = ask(tile, 2 * pair + 2);
+    start = place(first);
   }
 
   __device__ void load(Tile const& tile, int step, char* a, char* b, Barrier& full) {
@@ -183,20 +193,22 @@ struct TokenColumns {
     if (!whole) copy_b(tile, row, left, b);
     full.arrive_when_copied();
     if (step % 2 == 0) return;
+    start = place(ahead[0]);
 #pragma unroll
     for (int pair = 0; pair + 1 < kPairs; ++pair) ahead[pair] = ahead[pair + 1];
-    ahead[kPairs - 1] = find_row(tile, step + 2 * kPairs - 1);
+    ahead[kPairs - 1] = ask(tile, step + 2 * kPairs + 1);
   }
 
  private:
-  // Where the lane's row of steps `even` and even + 1 begins; the warp's rows are 2 w, 2 w + 1 and
-  // those a multiple of 8 below, so that a thread's rows share a swizzle.
-  __device__ uint32_t find_row(Tile const& tile, int even) const {
+  // The token of the lane's row of steps `even` and even + 1, -1 past the end; the warp's rows are
+  // 2 w, 2 w + 1 and those a multiple of 8 below, so that a thread's rows share a swizzle.
+  __device__ int ask(Tile const& tile, int even) const {
     int const lane = thread % 32;
     int const r = (even + lane / 16) * C.tile_k + thread / 32 * 2 + lane % 2 + lane % 16 / 2 * 8;
     int const at = tile.inner_row + r;
-    if (r >= tile.inner) return kNone;
-    int const token = p.row == nullptr ? at : p.row[at];
+    return r >= tile.inner ? -1 : p.row == nullptr ? at : p.row[at];
+  }
+  __device__ uint32_t place(int token) const {
     bool const inside = unsigned(token) < unsigned(p.tokens);
     return inside ? uint32_t(token) * uint32_t(p.a_stride / 8) : kNone;
   }
@@ -205,13 +217,11 @@ struct TokenColumns {
     int const lane = thread % 32, chunk = lane % 16, m = tile.row + chunk * 8;
     uint32_t const to =
         chunk_address(shared_address(a) + chunk / 8 * kBlockBytes, thread / 16, chunk % 8);
-    uint4 const* const from = reinterpret_cast<uint4 const*>(p.a + m);
     uint32_t const none = m < p.m ? kNone : 0;  // at or above it: nothing to copy
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      uint32_t const row = __shfl_sync(~0u, ahead[0], step % 2 * 16 + 2 * i + lane / 16);
-      bool const valid = row < none;
-      copy_async(to + i * 1024, from + (valid ? row : 0u), valid);
+      uint32_t const row = __shfl_sync(~0u, start, step % 2 * 16 + 2 * i + lane / 16);
+      copy_async(to + i * 1024, units_after(p.a + m, row), row < none);
     }
   }
 
