@@ -92,9 +92,16 @@ def _balanced_ids(shape: Shape, device: torch.device, generator: torch.Generator
 
 
 def make_problems(
-    shape: Shape, routing: str, dtype: torch.dtype, device: torch.device, seed: int = 0
+    shape: Shape,
+    routing: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int = 0,
+    weights_of: list[Problem] | None = None,
 ) -> list[Problem]:
     """Inputs for one shape: several sets where a single one would stay in the GPU's L2 cache.
+
+    With `weights_of`, problems of the same shape, the experts' weights are those.
 
     Raises
     ------
@@ -109,10 +116,8 @@ def make_problems(
     if device.type == "cpu":
         _check_memory(shape, dtype)
     generator = torch.Generator(device).manual_seed(seed)
-    return [
-        _make_problem(shape, routing, dtype, device, generator)
-        for _ in range(_set_count(shape, dtype, device))
-    ]
+    given = weights_of or [None] * _set_count(shape, dtype, device)
+    return [_make_problem(shape, routing, dtype, device, generator, w) for w in given]
 
 
 def _make_problem(
@@ -121,6 +126,7 @@ def _make_problem(
     dtype: torch.dtype,
     device: torch.device,
     generator: torch.Generator,
+    weights: Problem | None,
 ) -> Problem:
     t, h, i, e, _ = shape
 
@@ -132,13 +138,19 @@ def _make_problem(
     x = normal(t, h, kind=torch.float32)
     span = router.float()
     x += (wanted_logits(shape, routing, device, generator) - x @ span.mT) @ span
+    out_gradient = normal(t, h)
+    if weights is not None:
+        w_up, w_down = weights.w_up, weights.w_down
+    else:
+        w_up = nn.Parameter(normal(e, 2 * i, h, std=h**-0.5))
+        w_down = nn.Parameter(normal(e, h, i, std=i**-0.5))
     return Problem(
         shape,
         x.to(dtype).requires_grad_(),
-        normal(t, h),
+        out_gradient,
         nn.Parameter(router.contiguous()),
-        nn.Parameter(normal(e, 2 * i, h, std=h**-0.5)),
-        nn.Parameter(normal(e, h, i, std=i**-0.5)),
+        w_up,
+        w_down,
     )
 
 

@@ -16,6 +16,7 @@ from .compare import loss_differences, steps_of  # noqa: E402
 
 _COLOURS = {
     "guild": "#1f5fa8",
+    "guild_sms": "#7fa8d4",
     "plain": "#d9822b",
     "compiled": "#d9822b",
     "eager": "#c9b458",

@@ -48,7 +48,7 @@ def interleaved(
     rounds: int,
     seconds: float,
     device: torch.device,
-    steps: int | None = None,
+    calls_a_round: int | None = None,
 ) -> dict[str, list[float]]:
     """Time every call in every round.
 
@@ -62,7 +62,7 @@ def interleaved(
         Least duration of one call's part of a round.
     device : torch.device
         Where the calls run.
-    steps : int, optional
+    calls_a_round : int, optional
         Calls in a round, in place of `seconds`.
 
     Returns
@@ -71,8 +71,8 @@ def interleaved(
         Milliseconds a call, one figure a round, in the order of the rounds.
     """
     counts = {name: calls_per_round(call, seconds, device) for name, call in calls.items()}
-    if steps is not None:
-        counts = dict.fromkeys(calls, steps)
+    if calls_a_round is not None:
+        counts = dict.fromkeys(calls, calls_a_round)
     times: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds):
         for name in reversed(calls) if number % 2 else calls:
