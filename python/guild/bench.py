@@ -1,4 +1,4 @@
-"""`guild bench`: Guild's layer, the cuBLAS bound and PyTorch, checked and timed side by side.
+"""Whole layers checked and timed side by side: Guild's, the cuBLAS bound, PyTorch's.
 
 For every shape and routing each candidate is checked against a reference, then all are timed in
 interleaved rounds; what fails its check is not timed. Ratios are medians over the rounds. Several
@@ -7,10 +7,7 @@ routings of a shape share their weights and their rounds, so that they can be co
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,47 +15,15 @@ from rich.console import Console
 from rich.markup import escape
 
 from .bench_layers import LIMITED, Bound, Layer, make_candidate
-from .bench_plan import BenchPlan, plan_bench
+from .bench_plan import BenchPlan
 from .bench_problem import Problem, make_problems
 from .bench_reference import TOLERANCE, relative_errors
-from .bench_table import bench_table
 from .presets import Shape
 from .provenance import provenance
 from .timing import interleaved, median_ratio, summary_of
 
 SCHEMA = 1
-_LOG_WIDTH = 170  # of a table that goes to a file, where rich would assume 80 columns
 PASSES = ("forward", "backward")
-
-
-def run_bench(args: argparse.Namespace) -> int:
-    """Run what the command line asks for; 1 when a candidate failed or was wrong."""
-    plan = plan_bench(args)
-    # With --json, standard output is the JSON alone.
-    console = Console(stderr=args.json)
-    if not console.is_terminal:
-        console.width = _LOG_WIDTH
-    if args.out is not None:
-        _make_folder(args.out)
-    record = measure(plan, console)
-    if args.json:
-        print(json.dumps(record, indent=2))
-    else:
-        console.print(bench_table(record))
-    if args.out is not None:
-        from .plots import plot_bench
-
-        (args.out / "bench.json").write_text(json.dumps(record, indent=2) + "\n")
-        plot_bench(record, args.out / "bench.png")
-        console.print(f"results in {args.out}: bench.json, bench.png")
-    return 1 if any(case["failures"] for case in record["cases"]) else 0
-
-
-def _make_folder(out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError):
-        raise ValueError(f"out: expected a folder, got the file {str(out)!r}") from None
 
 
 def measure(plan: BenchPlan, console: Console) -> dict[str, Any]:

@@ -62,11 +62,12 @@ def plan_bench(args: argparse.Namespace) -> BenchPlan:
     """
     device = pick_device(args.device)
     on_gpu = device.type == "cuda"
+    _require_mode(args)
     for name in ("rounds", "calls", "num_sms"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ValueError(f"{name}: expected at least 1, got {value}")
-    seconds = (0.5 if on_gpu else 0.2) if args.seconds is None else args.seconds
+    seconds = _seconds(args, on_gpu) if args.seconds is None else args.seconds
     if not (seconds > 0 and math.isfinite(seconds)):
         raise ValueError(f"seconds: expected a positive number, got {seconds}")
     dtype = "bfloat16" if on_gpu else "float32"
@@ -85,6 +86,23 @@ def plan_bench(args: argparse.Namespace) -> BenchPlan:
     )
 
 
+def _require_mode(args: argparse.Namespace) -> None:
+    """Raise for options that the mode has no use for."""
+    for name in ("bias", "quack"):
+        if getattr(args, name) and not args.steps:
+            raise ValueError(f"{name}: expected with --steps alone")
+    for name in ("candidates", "num_sms"):
+        if getattr(args, name) is not None and args.steps:
+            raise ValueError(f"{name}: expected without --steps")
+
+
+def _seconds(args: argparse.Namespace, on_gpu: bool) -> float:
+    """Least time of one call's part of a round, where nothing else is asked for."""
+    if args.steps:
+        return 0.2 if on_gpu else 0.05
+    return 0.5 if on_gpu else 0.2
+
+
 def _candidates(args: argparse.Namespace, device: torch.device) -> tuple[str, ...]:
     known = GPU_CANDIDATES if device.type == "cuda" else CPU_CANDIDATES
     names = tuple(args.candidates.split(",")) if args.candidates else known
@@ -101,7 +119,7 @@ def _candidates(args: argparse.Namespace, device: torch.device) -> tuple[str, ..
 
 
 def _routings(args: argparse.Namespace) -> tuple[str, ...]:
-    text = args.routing or "random"
+    text = args.routing or ("balanced" if args.steps else "random")
     names = ROUTINGS if text == "all" else tuple(dict.fromkeys(text.split(",")))
     for name in names:
         if name not in ROUTINGS:

@@ -8,7 +8,7 @@ logits L, x <- x - (x R^T) R + L R, gives exactly L as logits and leaves x close
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -34,6 +34,8 @@ class Problem:
         (tokens, hidden).
     router, w_up, w_down : torch.nn.Parameter
         (experts, hidden), (experts, 2 * intermediate, hidden), (experts, hidden, intermediate).
+    b_up, b_down : torch.nn.Parameter or None
+        (experts, 2 * intermediate), (experts, hidden).
     """
 
     shape: Shape
@@ -42,6 +44,8 @@ class Problem:
     router: nn.Parameter
     w_up: nn.Parameter
     w_down: nn.Parameter
+    b_up: nn.Parameter | None = None
+    b_down: nn.Parameter | None = None
 
     def leaves(self) -> tuple[torch.Tensor, ...]:
         """x, router, w_up, w_down: what the backward pass differentiates."""
@@ -98,6 +102,7 @@ def make_problems(
     device: torch.device,
     seed: int = 0,
     weights_of: list[Problem] | None = None,
+    bias: bool = False,
 ) -> list[Problem]:
     """Inputs for one shape: several sets where a single one would stay in the GPU's L2 cache.
 
@@ -117,7 +122,16 @@ def make_problems(
         _check_memory(shape, dtype)
     generator = torch.Generator(device).manual_seed(seed)
     given = weights_of or [None] * _set_count(shape, dtype, device)
-    return [_make_problem(shape, routing, dtype, device, generator, w) for w in given]
+    made = [_make_problem(shape, routing, dtype, device, generator, w) for w in given]
+    return [_with_bias(problem, generator) for problem in made] if bias else made
+
+
+def _with_bias(problem: Problem, generator: torch.Generator) -> Problem:
+    _, hidden, intermediate, experts, _ = problem.shape
+    sizes = ((experts, 2 * intermediate), (experts, hidden))
+    place = {"dtype": problem.x.dtype, "device": problem.x.device, "generator": generator}
+    b_up, b_down = (nn.Parameter(torch.randn(size, **place)) for size in sizes)
+    return replace(problem, b_up=b_up, b_down=b_down)
 
 
 def _make_problem(

@@ -104,6 +104,7 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
         "matrix products (the bound) and of PyTorch, in interleaved rounds.",
         formatter_class=_Formatter,
     )
+    _add_modes(bench)
     _add_what(bench)
     how = bench.add_argument_group("how it is timed")
     how.add_argument("--rounds", type=int, default=5, help="interleaved rounds (5)")
@@ -111,7 +112,8 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
         "--seconds",
         type=float,
         metavar="X",
-        help="least time of a candidate's pass in a round (0.5 on a GPU, 0.2 on the CPU)",
+        help="least time of a candidate's pass in a round (0.5 on a GPU, 0.2 on the CPU; "
+        "of a step 0.2 and 0.05)",
     )
     how.add_argument(
         "--calls", type=int, metavar="N", help="calls in a round, in place of --seconds"
@@ -122,6 +124,24 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
         "--out", type=Path, metavar="DIR", help="write bench.json and bench.png there"
     )
     results.add_argument("--json", action="store_true", help="print JSON in place of the table")
+
+
+def _add_modes(bench: argparse.ArgumentParser) -> None:
+    """What is measured in place of whole layers."""
+    group = bench.add_argument_group("in place of whole layers")
+    mode = group.add_mutually_exclusive_group()
+    mode.add_argument(
+        "--steps",
+        action="store_true",
+        help="time every step of the layer alone, beside its floor (FLOPs or bytes at the rates of "
+        "the same run), cuBLAS's product and QuACK's recorded one; balanced unless said otherwise",
+    )
+    group.add_argument("--bias", action="store_true", help="with --steps: experts with biases")
+    group.add_argument(
+        "--quack",
+        action="store_true",
+        help="with --steps: time the installed QuACK's products in place of recorded figures",
+    )
 
 
 def _add_what(bench: argparse.ArgumentParser) -> None:
@@ -193,7 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             return run_train(args)
         if args.command == "bench":
-            from .bench import run_bench
+            from .bench_command import run_bench
 
             return run_bench(args)
         from .info import run_info

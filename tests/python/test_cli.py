@@ -72,6 +72,9 @@ def test_help(command: list[str], capsys: pytest.CaptureFixture) -> None:
         ("bench --rounds 0", "rounds: expected at least 1, got 0"),
         ("bench --calls 0", "calls: expected at least 1, got 0"),
         ("bench --seconds 0", r"seconds: expected a positive number, got 0\.0"),
+        ("bench --bias", "bias: expected with --steps alone"),
+        ("bench --steps --num-sms 9", "num_sms: expected without --steps"),
+        ("bench --steps --quack --device cpu --preset trainer", "quack: expected a GPU and the"),
         ("bench --num-sms 0", "num_sms: expected at least 1, got 0"),
         ("bench --device cpu --num-sms 9", "num_sms: expected a GPU to limit, got the device cpu"),
         ("bench --routing zipf,even", "routing: expected some of balanced, .*, or all, got 'even'"),
@@ -149,6 +152,14 @@ def test_bench_writes_json_and_plot(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert printed == json.loads((tmp_path / "bench.json").read_text())
     assert printed["cases"][0]["name"] == "16,16,8,4,2"
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_steps_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    words = "bench --steps --thiek 16,16,8,4,2 --device cpu --rounds 1 --calls 1 --json --out"
+    assert main([*words.split(), str(tmp_path)]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == json.loads((tmp_path / "steps.json").read_text())
+    assert printed["cases"][0]["routing"] == "balanced"
 
 
 def test_info(capsys: pytest.CaptureFixture) -> None:
