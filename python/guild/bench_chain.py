@@ -18,6 +18,7 @@ from .activations import as_activation
 from .bench_problem import Problem
 from .moe import router_logits
 from .presets import Shape
+from .routing import route
 
 FORWARD = ("logits", "route", "sort", "up", "down", "combine")
 BACKWARD = (
@@ -33,7 +34,7 @@ BACKWARD = (
     "logits gradient",
 )
 BIAS_STEPS = ("db1", "db2")
-_SOFTMAX, _RENORMALIZE, _SCALE = 0, True, 1.0
+_RULE = (0, True, 1.0)  # the router's: softmax, renormalised, not scaled
 
 
 class Work(NamedTuple):
@@ -127,7 +128,7 @@ class StepChain:
 
     def _run_forward(self) -> None:
         self.logits = self._logits()
-        self.scores, self.ids = self._route()
+        self.ids, self.scores = self._route()
         self.offsets, self.row_token, self.slot_row, self.row_score = self._sort()
         self.a, self.h = self._up()
         self.y = self._down()
@@ -162,8 +163,7 @@ class StepChain:
         return router_logits(self.x, self.router)
 
     def _route(self) -> tuple[Tensor, Tensor]:
-        rule = (_SOFTMAX, _RENORMALIZE, _SCALE)
-        return ops.route(self.logits, None, self.shape.top_k, *rule)
+        return route(self.logits, self.shape.top_k)
 
     def _sort(self) -> tuple[Tensor, ...]:
         return ops.sort_by_expert(self.ids, self.scores, self.shape.experts)
@@ -213,8 +213,7 @@ class StepChain:
         return ops.combine(self._dx_rows, self.slot_row, None)
 
     def _router_gradient(self) -> Tensor:
-        rule = (_SOFTMAX, _RENORMALIZE, _SCALE)
-        return ops.route_backward(self._dscores, self.logits, self.ids, *rule)
+        return ops.route_backward(self._dscores, self.logits, self.ids, *_RULE)
 
     def _logits_gradient(self) -> tuple[Tensor, Tensor]:
         """Gradients of x, the experts' added, and of the router's weight."""

@@ -27,6 +27,10 @@ def run_bench(args: argparse.Namespace) -> int:
         from .bench_steps import measure_steps
 
         record = measure_steps(plan, console, args.bias, args.quack)
+    elif args.memory:
+        from .bench_memory import measure_memory
+
+        record = measure_memory(plan, console)
     else:
         from .bench import measure
 
@@ -46,6 +50,10 @@ def table_of(record: dict[str, Any]) -> RenderableType:
         from .bench_steps_table import steps_table
 
         return steps_table(record)
+    if record["mode"] == "memory":
+        from .bench_memory_table import memory_table
+
+        return memory_table(record)
     from .bench_table import bench_table
 
     return bench_table(record)
@@ -59,7 +67,7 @@ def _make_folder(out: Path) -> None:
 
 
 def _write(record: dict[str, Any], out: Path, console: Console) -> None:
-    """bench.json and bench.png, or steps.json."""
+    """bench.json and bench.png, steps.json or memory.json."""
     name = {"layers": "bench"}.get(record["mode"], record["mode"])
     written = [f"{name}.json"]
     (out / written[0]).write_text(json.dumps(record, indent=2) + "\n")

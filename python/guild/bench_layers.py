@@ -48,8 +48,7 @@ class Layer:
 
     def __init__(self, name: str, problems: list[Problem]) -> None:
         self.name, self._problems = name, problems
-        make = _constructor(name, problems[0].x.device)
-        self._modules = [_with_weights(make, problem) for problem in problems]
+        self._modules = [layer_module(name, problem) for problem in problems]
         self._turn = itertools.cycle(range(len(problems)))
         self._recorded: Iterator[tuple[torch.Tensor, Problem]] | None = None
 
@@ -180,7 +179,9 @@ def _constructor(name: str, device: torch.device) -> Callable[..., nn.Module]:
     return lambda *sizes: PlainMoE(*sizes, compiled=name == "compiled")
 
 
-def _with_weights(make: Callable[..., nn.Module], problem: Problem) -> nn.Module:
+def layer_module(name: str, problem: Problem) -> nn.Module:
+    """The layer called `name` with a problem's sizes and weights."""
+    make = _constructor(name, problem.x.device)
     _, hidden, intermediate, experts, top_k = problem.shape
     with torch.device("meta"):
         module = make(hidden, intermediate, experts, top_k)

@@ -91,9 +91,10 @@ def _require_mode(args: argparse.Namespace) -> None:
     for name in ("bias", "quack"):
         if getattr(args, name) and not args.steps:
             raise ValueError(f"{name}: expected with --steps alone")
-    for name in ("candidates", "num_sms"):
-        if getattr(args, name) is not None and args.steps:
-            raise ValueError(f"{name}: expected without --steps")
+    mode = "steps" if args.steps else "memory" if args.memory else None
+    for name in ("num_sms", "candidates") if args.steps else ("num_sms",):
+        if getattr(args, name) is not None and mode:
+            raise ValueError(f"{name}: expected without --{mode}")
 
 
 def _seconds(args: argparse.Namespace, on_gpu: bool) -> float:

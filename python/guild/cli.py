@@ -136,6 +136,12 @@ def _add_modes(bench: argparse.ArgumentParser) -> None:
         help="time every step of the layer alone, beside its floor (FLOPs or bytes at the rates of "
         "the same run), cuBLAS's product and QuACK's recorded one; balanced unless said otherwise",
     )
+    mode.add_argument(
+        "--memory",
+        action="store_true",
+        help="measure what the layers keep for backward and, on a GPU, what each pass needs at "
+        "most, beside the formula",
+    )
     group.add_argument("--bias", action="store_true", help="with --steps: experts with biases")
     group.add_argument(
         "--quack",

@@ -74,6 +74,7 @@ def test_help(command: list[str], capsys: pytest.CaptureFixture) -> None:
         ("bench --seconds 0", r"seconds: expected a positive number, got 0\.0"),
         ("bench --bias", "bias: expected with --steps alone"),
         ("bench --steps --num-sms 9", "num_sms: expected without --steps"),
+        ("bench --memory --num-sms 9", "num_sms: expected without --memory"),
         ("bench --steps --quack --device cpu --preset trainer", "quack: expected a GPU and the"),
         ("bench --num-sms 0", "num_sms: expected at least 1, got 0"),
         ("bench --device cpu --num-sms 9", "num_sms: expected a GPU to limit, got the device cpu"),
