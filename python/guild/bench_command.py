@@ -20,6 +20,8 @@ def run_bench(args: argparse.Namespace) -> int:
     console = Console(stderr=args.json)
     if not console.is_terminal:
         console.width = _LOG_WIDTH
+    if args.report is not None:
+        return _report(args)
     plan = plan_bench(args)
     if args.out is not None:
         _make_folder(args.out)
@@ -35,6 +37,8 @@ def run_bench(args: argparse.Namespace) -> int:
         from .bench import measure
 
         record = measure(plan, console)
+        if args.sweep is not None:
+            record["mode"] = "sweep"
     if args.json:
         print(json.dumps(record, indent=2))
     else:
@@ -50,6 +54,10 @@ def table_of(record: dict[str, Any]) -> RenderableType:
         from .bench_steps_table import steps_table
 
         return steps_table(record)
+    if record["mode"] == "sweep":
+        from .bench_sweep_table import sweep_table
+
+        return sweep_table(record)
     if record["mode"] == "memory":
         from .bench_memory_table import memory_table
 
@@ -57,6 +65,27 @@ def table_of(record: dict[str, Any]) -> RenderableType:
     from .bench_table import bench_table
 
     return bench_table(record)
+
+
+def _report(args: argparse.Namespace) -> int:
+    """Print the tables of a recorded benchmark, and draw it into --out."""
+    from .bench_report import read_record, report
+
+    record = read_record(args.report)
+    print(json.dumps(record, indent=2) if args.json else report(record))
+    if args.out is not None:
+        if record["mode"] != "layers":
+            raise ValueError(f"out: expected a record of layers to draw, got {record['mode']}")
+        _make_folder(args.out)
+        _draw(record, args.out / "bench.png")
+        Console(stderr=True).print(f"results in {args.out}: bench.png")
+    return 0
+
+
+def _draw(record: dict[str, Any], file: Path) -> None:
+    from .plots import plot_bench
+
+    plot_bench(record, file)
 
 
 def _make_folder(out: Path) -> None:
@@ -67,13 +96,11 @@ def _make_folder(out: Path) -> None:
 
 
 def _write(record: dict[str, Any], out: Path, console: Console) -> None:
-    """bench.json and bench.png, steps.json or memory.json."""
+    """bench.json and bench.png, or steps.json, memory.json or sweep.json."""
     name = {"layers": "bench"}.get(record["mode"], record["mode"])
     written = [f"{name}.json"]
     (out / written[0]).write_text(json.dumps(record, indent=2) + "\n")
     if record["mode"] == "layers":
-        from .plots import plot_bench
-
         written.append(f"{name}.png")
-        plot_bench(record, out / written[1])
+        _draw(record, out / written[1])
     console.print(f"results in {out}: {', '.join(written)}")

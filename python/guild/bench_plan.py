@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ from .bench_layers import CPU_CANDIDATES, GPU_CANDIDATES, LIMITED
 from .bench_problem import ROUTINGS
 from .presets import CPU_SHAPES, PRESETS, Shape, parse_shape
 from .provenance import pick_device
+from .sweep import CPU_RANGES, GPU_RANGES, random_shapes
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -63,21 +65,22 @@ def plan_bench(args: argparse.Namespace) -> BenchPlan:
     device = pick_device(args.device)
     on_gpu = device.type == "cuda"
     _require_mode(args)
-    for name in ("rounds", "calls", "num_sms"):
+    for name in ("rounds", "calls", "num_sms", "sweep"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ValueError(f"{name}: expected at least 1, got {value}")
     seconds = _seconds(args, on_gpu) if args.seconds is None else args.seconds
     if not (seconds > 0 and math.isfinite(seconds)):
         raise ValueError(f"seconds: expected a positive number, got {seconds}")
-    dtype = "bfloat16" if on_gpu else "float32"
-    dtype = dtype if args.dtype == "auto" else args.dtype
+    name = "bfloat16" if on_gpu else "float32"
+    dtype = _DTYPES[name if args.dtype == "auto" else args.dtype]
+    swept = args.sweep is not None
     return BenchPlan(
-        shapes=_shapes(args, on_gpu),
+        shapes=_sweep(args, device, dtype) if swept else _shapes(args, on_gpu),
         routings=_routings(args),
         candidates=_candidates(args, device),
         device=device,
-        dtype=_DTYPES[dtype],
+        dtype=dtype,
         rounds=args.rounds,
         seconds=seconds,
         calls=args.calls,
@@ -92,6 +95,8 @@ def _require_mode(args: argparse.Namespace) -> None:
         if getattr(args, name) and not args.steps:
             raise ValueError(f"{name}: expected with --steps alone")
     mode = "steps" if args.steps else "memory" if args.memory else None
+    if args.sweep is not None and (args.preset or args.thiek):
+        raise ValueError("sweep: expected without --preset and --thiek")
     for name in ("num_sms", "candidates") if args.steps else ("num_sms",):
         if getattr(args, name) is not None and mode:
             raise ValueError(f"{name}: expected without --{mode}")
@@ -101,12 +106,16 @@ def _seconds(args: argparse.Namespace, on_gpu: bool) -> float:
     """Least time of one call's part of a round, where nothing else is asked for."""
     if args.steps:
         return 0.2 if on_gpu else 0.05
+    if args.sweep is not None:
+        return 0.1 if on_gpu else 0.02
     return 0.5 if on_gpu else 0.2
 
 
 def _candidates(args: argparse.Namespace, device: torch.device) -> tuple[str, ...]:
     known = GPU_CANDIDATES if device.type == "cuda" else CPU_CANDIDATES
     names = tuple(args.candidates.split(",")) if args.candidates else known
+    if args.sweep is not None and not args.candidates:
+        names = ("guild", "bound")
     for name in names:
         if name not in known:
             raise ValueError(
@@ -120,7 +129,7 @@ def _candidates(args: argparse.Namespace, device: torch.device) -> tuple[str, ..
 
 
 def _routings(args: argparse.Namespace) -> tuple[str, ...]:
-    text = args.routing or ("balanced" if args.steps else "random")
+    text = args.routing or ("balanced" if args.steps or args.sweep else "random")
     names = ROUTINGS if text == "all" else tuple(dict.fromkeys(text.split(",")))
     for name in names:
         if name not in ROUTINGS:
@@ -128,6 +137,16 @@ def _routings(args: argparse.Namespace) -> tuple[str, ...]:
                 f"routing: expected some of {', '.join(ROUTINGS)}, or all, got {name!r}"
             )
     return names
+
+
+def _sweep(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> dict[str, Shape]:
+    """Random shapes that half of the GPU's memory holds, or an eighth of the machine's."""
+    if device.type == "cuda":
+        limit, ranges = torch.cuda.get_device_properties(device).total_memory // 2, GPU_RANGES
+    else:
+        limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8
+        ranges = CPU_RANGES
+    return random_shapes(args.sweep, args.seed, ranges, dtype.itemsize, limit)
 
 
 def _shapes(args: argparse.Namespace, on_gpu: bool) -> dict[str, Shape]:

@@ -121,14 +121,17 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
     how.add_argument("--seed", type=int, default=0, help="of the random inputs (0)")
     results = bench.add_argument_group("results")
     results.add_argument(
-        "--out", type=Path, metavar="DIR", help="write bench.json and bench.png there"
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="write what was measured there, as JSON; for layers a plot too",
     )
     results.add_argument("--json", action="store_true", help="print JSON in place of the table")
 
 
 def _add_modes(bench: argparse.ArgumentParser) -> None:
     """What is measured in place of whole layers."""
-    group = bench.add_argument_group("in place of whole layers")
+    group = bench.add_argument_group("in place of timing whole layers")
     mode = group.add_mutually_exclusive_group()
     mode.add_argument(
         "--steps",
@@ -141,6 +144,18 @@ def _add_modes(bench: argparse.ArgumentParser) -> None:
         action="store_true",
         help="measure what the layers keep for backward and, on a GPU, what each pass needs at "
         "most, beside the formula",
+    )
+    mode.add_argument(
+        "--sweep",
+        type=int,
+        metavar="N",
+        help="time N random shapes beside the bound, balanced unless said otherwise",
+    )
+    mode.add_argument(
+        "--report",
+        type=Path,
+        metavar="FILE",
+        help="print a recorded benchmark's tables in Markdown; with --out draw it too",
     )
     group.add_argument("--bias", action="store_true", help="with --steps: experts with biases")
     group.add_argument(
