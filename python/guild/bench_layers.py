@@ -48,6 +48,10 @@ class Layer:
 
     def __init__(self, name: str, problems: list[Problem]) -> None:
         self.name, self._problems = name, problems
+        if name == "compiled":
+            # The backward pass is timed repeatedly on one recorded forward, so it may not reuse the
+            # memory of what the forward saved.
+            torch._functorch.config.donated_buffer = False
         self._modules = [layer_module(name, problem) for problem in problems]
         self._turn = itertools.cycle(range(len(problems)))
         self._recorded: Iterator[tuple[torch.Tensor, Problem]] | None = None
@@ -153,13 +157,13 @@ class Bound:
         )
         return [partial(torch.bmm, *pair) for pair in pairs]
 
-    def calls(self) -> dict[str, Callable]:
-        """Each product alone, by name; calls go round the weights."""
+    def calls(self, out: dict[str, torch.Tensor]) -> dict[str, Callable]:
+        """Each product alone, by name; calls go round the weights, results of `out` go there."""
 
-        def turn(place: int) -> Callable:
-            return lambda: self.products(*next(self._weights))[place]()
+        def turn(place: int, out: torch.Tensor | None) -> Callable:
+            return lambda: self.products(*next(self._weights))[place](out=out)
 
-        return {name: turn(place) for place, name in enumerate(PRODUCTS)}
+        return {name: turn(place, out.get(name)) for place, name in enumerate(PRODUCTS)}
 
 
 def make_candidate(name: str, problems: list[Problem], num_sms: int | None = None) -> Layer | Bound:
@@ -172,10 +176,6 @@ def make_candidate(name: str, problems: list[Problem], num_sms: int | None = Non
 def _constructor(name: str, device: torch.device) -> Callable[..., nn.Module]:
     if name in ("guild", LIMITED):
         return moe_factory("guild", device)
-    if name == "compiled":
-        # The backward pass is timed repeatedly on one recorded forward, so it may not reuse the
-        # memory of what the forward saved.
-        torch._functorch.config.donated_buffer = False
     return lambda *sizes: PlainMoE(*sizes, compiled=name == "compiled")
 
 

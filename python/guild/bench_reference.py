@@ -24,10 +24,13 @@ class RelativeError:
     def __init__(self) -> None:
         self._difference = self._reference = 0.0
 
-    def add(self, got: torch.Tensor, want: torch.Tensor) -> None:
-        """Take in one part; a NaN in `got` makes the whole error NaN."""
+    def add(self, got: torch.Tensor, want: torch.Tensor, scale: torch.Tensor | None = None) -> None:
+        """Take in one part; a NaN in `got` makes the whole error NaN.
+
+        `scale`, where given, takes the place of `want` below the line.
+        """
         self._difference += (got.to(want.dtype) - want).double().square().sum().item()
-        self._reference += want.double().square().sum().item()
+        self._reference += (want if scale is None else scale).double().square().sum().item()
 
     def value(self) -> float:
         """The error over all parts."""
@@ -90,6 +93,11 @@ def relative_errors(
     x_gradient += logit_gradient @ problem.router.to(exact)
     errors["out"].add(got["out"], out)
     errors["x_gradient"].add(got["x_gradient"], x_gradient)
-    errors["router_gradient"].add(got["router_gradient"], logit_gradient.mT @ x)
+    scale = None
+    if problem.shape.top_k == 1:
+        # One renormalised score is always 1, and what is left of its gradient is rounding: measured
+        # against the gradient before the mean was taken off.
+        scale = logit_gradient.scatter(1, ids, score_gradient).mT @ x
+    errors["router_gradient"].add(got["router_gradient"], logit_gradient.mT @ x, scale)
     counts = torch.bincount(ids.flatten(), minlength=problem.shape.experts)
     return {name: error.value() for name, error in errors.items()}, counts

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from guild import bench_layers, num_sms
 from guild.bench import figures, measure
-from guild.bench_layers import GPU_CANDIDATES, LIMITED, Bound, Layer, LimitedLayer
+from guild.bench_layers import GPU_CANDIDATES, LIMITED, PRODUCTS, Bound, Layer, LimitedLayer
 from guild.bench_plan import BenchPlan
 from guild.bench_problem import ROUTINGS, make_problems, wanted_logits
 from guild.bench_reference import RESULTS, TOLERANCE, relative_errors
@@ -119,6 +119,18 @@ def test_reference_agrees_with_autograd_in_float64(routing: str) -> None:
     assert counts.sum() == TINY.tokens * TINY.top_k
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_expert_a_token(dtype: torch.dtype) -> None:
+    """The router's gradient is zero then; what rounding leaves of it is no error."""
+    (problem,) = make_problems(TINY._replace(top_k=1), "random", dtype, CPU)
+    results = list(Layer("guild", [problem]).results())
+    errors, _ = relative_errors(problem, tuple(results))
+    assert max(errors.values()) < TOLERANCE[dtype]
+    results[RESULTS.index("router_gradient")] += 1
+    errors, _ = relative_errors(problem, tuple(results))
+    assert errors["router_gradient"] > TOLERANCE[dtype]
+
+
 def check_layer(name: str, dtype: torch.dtype, device: torch.device) -> None:
     problem = make_problems(TINY, "zipf", dtype, device)[0]
     layer = Layer(name, [problem])
@@ -177,6 +189,16 @@ def test_bound_multiplies_balanced_experts(monkeypatch: pytest.MonkeyPatch) -> N
     forward, backward = TINY.flops()
     assert 2 * sum(done[:2]) == forward
     assert 2 * sum(done[2:]) == backward
+
+
+def test_bound_products_alone() -> None:
+    """The same six by name; a result goes where it is wanted."""
+    bound = Bound(make_problems(TINY, "random", torch.float32, CPU))
+    out = torch.full((8, 16, 32), float("nan"))
+    calls = bound.calls({"dW2": out})
+    assert tuple(calls) == PRODUCTS
+    assert calls["dW2"]() is out and out.isfinite().all()
+    assert calls["up"]().shape == (8, 12, 32)
 
 
 def test_rounds_are_interleaved_and_swapped() -> None:
