@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console, RenderableType
 
 from .bench_plan import plan_bench
@@ -23,6 +24,9 @@ def run_bench(args: argparse.Namespace) -> int:
     if args.report is not None:
         return _report(args)
     plan = plan_bench(args)
+    if plan.device.type == "cuda" and plan.device.index is not None:
+        # Events, graphs and memory statistics are those of the current device.
+        torch.cuda.set_device(plan.device)
     if args.out is not None:
         _make_folder(args.out)
     if args.steps:

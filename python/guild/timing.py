@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from typing import TypeVar
 
 import torch
 
 Call = Callable[[], object]
+Name = TypeVar("Name", bound=Hashable)
 _CALIBRATION_SECONDS = 0.05
 
 
@@ -44,12 +46,12 @@ def calls_per_round(call: Call, seconds: float, device: torch.device) -> int:
 
 
 def interleaved(
-    calls: dict[str, Call],
+    calls: dict[Name, Call],
     rounds: int,
     seconds: float,
     device: torch.device,
     calls_a_round: int | None = None,
-) -> dict[str, list[float]]:
+) -> dict[Name, list[float]]:
     """Time every call in every round.
 
     Parameters
@@ -73,7 +75,7 @@ def interleaved(
     counts = {name: calls_per_round(call, seconds, device) for name, call in calls.items()}
     if calls_a_round is not None:
         counts = dict.fromkeys(calls, calls_a_round)
-    times: dict[str, list[float]] = {name: [] for name in calls}
+    times: dict[Name, list[float]] = {name: [] for name in calls}
     for number in range(rounds):
         for name in reversed(calls) if number % 2 else calls:
             times[name].append(milliseconds(calls[name], counts[name], device))

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from guild import bench_quack
+from guild import bench_quack, bench_steps
 from guild.bench_chain import BIAS_STEPS, StepChain, in_turn, step_work
 from guild.bench_layers import PRODUCTS
 from guild.bench_plan import BenchPlan
@@ -140,6 +140,25 @@ def test_measure_record_and_table(bias: bool, monkeypatch: pytest.MonkeyPatch) -
 
 def test_measure_on_a_gpu(gpu: str) -> None:
     check_record(measure_steps(plan_of(torch.device(gpu), torch.bfloat16), quiet(), True), True)
+
+
+def test_a_replay_is_many_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times of a graph are divided by its calls, a whole number of rounds of the input sets."""
+    captured: list[int] = []
+
+    def replay(call: Any, count: int, pool: None) -> Any:
+        captured.append(count)
+        return call
+
+    monkeypatch.setattr(bench_steps, "Replay", replay)
+    monkeypatch.setattr(
+        bench_steps, "interleaved", lambda calls, *rest: dict.fromkeys(calls, [9.0])
+    )
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    plan = plan_of(torch.device("cuda"), torch.bfloat16)
+    calls = {("guild", "up"): lambda: None, ("quack", "up"): lambda: None}
+    assert bench_steps._time(calls, plan, 3) == {("guild", "up"): [1.0], ("quack", "up"): [9.0]}
+    assert captured == [9]
 
 
 def test_replay(gpu: str) -> None:
