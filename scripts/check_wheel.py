@@ -20,6 +20,7 @@ FOLDER = ROOT / "build/wheel"
 EXPECTED = (
     "guild/__init__.py",
     "guild/libguild_torch.so",
+    "guild/quack_h200.json",
     "guild/include/guild/guild.h",
     "guild/lib/libguild.a",
     "guild/lib/cmake/guild/guildConfig.cmake",

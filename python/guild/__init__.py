@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from guild.grouped import grouped_mm, grouped_mm_downproj, grouped_mm_swiglu
     from guild.moe import MoE
     from guild.routing import Router, route
+    from guild.sm_budget import num_sms, set_num_sms
 
 __version__ = "0.1.0"
 
@@ -30,8 +31,10 @@ _MODULE_OF = {
     "grouped_mm": "grouped",
     "grouped_mm_downproj": "grouped",
     "grouped_mm_swiglu": "grouped",
+    "num_sms": "sm_budget",
     "route": "routing",
     "routed_experts": "experts",
+    "set_num_sms": "sm_budget",
 }
 
 __all__ = [
@@ -42,8 +45,10 @@ __all__ = [
     "grouped_mm",
     "grouped_mm_downproj",
     "grouped_mm_swiglu",
+    "num_sms",
     "route",
     "routed_experts",
+    "set_num_sms",
 ]
 
 

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import nn
+
+import guild
 
 from .bench_problem import Problem
 from .learner import moe_factory
@@ -18,8 +22,12 @@ from .plain_moe import PlainMoE
 
 GPU_CANDIDATES = ("guild", "bound", "compiled", "eager")
 CPU_CANDIDATES = ("guild", "bound", "plain")
+LIMITED = "guild_sms"  # Guild's layer on fewer multiprocessors, with --num-sms
+# The matrix products of a layer, in the order of `Bound.products`: two forward, four backward.
+PRODUCTS = ("up", "down", "down gradient", "dW2", "up gradient", "dW1")
 TITLES = {
     "guild": "Guild",
+    LIMITED: "Guild, fewer SMs",
     "bound": "bound",
     "compiled": "torch compiled",
     "eager": "torch eager",
@@ -33,15 +41,18 @@ class Layer:
     Parameters
     ----------
     name : str
-        "guild", "compiled", "eager" or "plain".
+        "guild", "guild_sms", "compiled", "eager" or "plain".
     problems : list of Problem
         Input sets that the calls go round.
     """
 
     def __init__(self, name: str, problems: list[Problem]) -> None:
         self.name, self._problems = name, problems
-        make = _constructor(name, problems[0].x.device)
-        self._modules = [_with_weights(make, problem) for problem in problems]
+        if name == "compiled":
+            # The backward pass is timed repeatedly on one recorded forward, so it may not reuse the
+            # memory of what the forward saved.
+            torch._functorch.config.donated_buffer = False
+        self._modules = [layer_module(name, problem) for problem in problems]
         self._turn = itertools.cycle(range(len(problems)))
         self._recorded: Iterator[tuple[torch.Tensor, Problem]] | None = None
 
@@ -65,6 +76,39 @@ class Layer:
         out = self._modules[0](problem.x)
         grads = torch.autograd.grad(out, problem.leaves(), problem.out_gradient)
         return (out.detach(), *grads)
+
+
+class LimitedLayer(Layer):
+    """Guild's layer on `num_sms` multiprocessors."""
+
+    def __init__(self, problems: list[Problem], num_sms: int) -> None:
+        super().__init__(LIMITED, problems)
+        self._num_sms = num_sms
+
+    def forward(self) -> torch.Tensor:
+        """As `Layer.forward`."""
+        with _sms(self._num_sms):
+            return super().forward()
+
+    def backward(self) -> tuple[torch.Tensor, ...]:
+        """As `Layer.backward`."""
+        with _sms(self._num_sms):
+            return super().backward()
+
+    def results(self) -> tuple[torch.Tensor, ...]:
+        """As `Layer.results`."""
+        with _sms(self._num_sms):
+            return super().results()
+
+
+@contextmanager
+def _sms(count: int) -> Iterator[None]:
+    before = guild.num_sms()
+    guild.set_num_sms(count)
+    try:
+        yield
+    finally:
+        guild.set_num_sms(before)
 
 
 class Bound:
@@ -93,35 +137,51 @@ class Bound:
 
     def forward(self) -> None:
         """Up and down projection."""
-        w_up, w_down = next(self._weights)
-        torch.bmm(self._x, w_up)
-        torch.bmm(self._a, w_down)
+        for product in self.products(*next(self._weights))[:2]:
+            product()
 
     def backward(self) -> None:
         """Down gradient, dW2, up gradient, dW1."""
-        w_up, w_down = next(self._weights)
-        torch.bmm(self._out_gradient, w_down.mT)
-        torch.bmm(self._a.mT, self._out_gradient)
-        torch.bmm(self._h_gradient, w_up.mT)
-        torch.bmm(self._x.mT, self._h_gradient)
+        for product in self.products(*next(self._weights))[2:]:
+            product()
+
+    def products(self, w_up: torch.Tensor, w_down: torch.Tensor) -> list[Callable]:
+        """The six products over (E, H, 2I) and (E, I, H) weights, in the order of `PRODUCTS`."""
+        pairs = (
+            (self._x, w_up),
+            (self._a, w_down),
+            (self._out_gradient, w_down.mT),
+            (self._a.mT, self._out_gradient),
+            (self._h_gradient, w_up.mT),
+            (self._x.mT, self._h_gradient),
+        )
+        return [partial(torch.bmm, *pair) for pair in pairs]
+
+    def calls(self, out: dict[str, torch.Tensor]) -> dict[str, Callable]:
+        """Each product alone, by name; calls go round the weights, results of `out` go there."""
+
+        def turn(place: int, out: torch.Tensor | None) -> Callable:
+            return lambda: self.products(*next(self._weights))[place](out=out)
+
+        return {name: turn(place, out.get(name)) for place, name in enumerate(PRODUCTS)}
 
 
-def make_candidate(name: str, problems: list[Problem]) -> Layer | Bound:
+def make_candidate(name: str, problems: list[Problem], num_sms: int | None = None) -> Layer | Bound:
     """The candidate called `name` over these inputs."""
-    return Bound(problems) if name == "bound" else Layer(name, problems)
+    if name == "bound":
+        return Bound(problems)
+    return LimitedLayer(problems, num_sms) if name == LIMITED else Layer(name, problems)
 
 
 def _constructor(name: str, device: torch.device) -> Callable[..., nn.Module]:
-    if name == "guild":
+    if name in ("guild", LIMITED):
         return moe_factory("guild", device)
-    if name == "compiled":
-        # The backward pass is timed repeatedly on one recorded forward, so it may not reuse the
-        # memory of what the forward saved.
-        torch._functorch.config.donated_buffer = False
     return lambda *sizes: PlainMoE(*sizes, compiled=name == "compiled")
 
 
-def _with_weights(make: Callable[..., nn.Module], problem: Problem) -> nn.Module:
+def layer_module(name: str, problem: Problem) -> nn.Module:
+    """The layer called `name` with a problem's sizes and weights."""
+    make = _constructor(name, problem.x.device)
     _, hidden, intermediate, experts, top_k = problem.shape
     with torch.device("meta"):
         module = make(hidden, intermediate, experts, top_k)

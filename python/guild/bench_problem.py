@@ -8,7 +8,7 @@ logits L, x <- x - (x R^T) R + L R, gives exactly L as logits and leaves x close
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -34,6 +34,8 @@ class Problem:
         (tokens, hidden).
     router, w_up, w_down : torch.nn.Parameter
         (experts, hidden), (experts, 2 * intermediate, hidden), (experts, hidden, intermediate).
+    b_up, b_down : torch.nn.Parameter or None
+        (experts, 2 * intermediate), (experts, hidden).
     """
 
     shape: Shape
@@ -42,6 +44,8 @@ class Problem:
     router: nn.Parameter
     w_up: nn.Parameter
     w_down: nn.Parameter
+    b_up: nn.Parameter | None = None
+    b_down: nn.Parameter | None = None
 
     def leaves(self) -> tuple[torch.Tensor, ...]:
         """x, router, w_up, w_down: what the backward pass differentiates."""
@@ -92,9 +96,17 @@ def _balanced_ids(shape: Shape, device: torch.device, generator: torch.Generator
 
 
 def make_problems(
-    shape: Shape, routing: str, dtype: torch.dtype, device: torch.device, seed: int = 0
+    shape: Shape,
+    routing: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int = 0,
+    weights_of: list[Problem] | None = None,
+    bias: bool = False,
 ) -> list[Problem]:
     """Inputs for one shape: several sets where a single one would stay in the GPU's L2 cache.
+
+    With `weights_of`, problems of the same shape, the experts' weights are those.
 
     Raises
     ------
@@ -109,10 +121,17 @@ def make_problems(
     if device.type == "cpu":
         _check_memory(shape, dtype)
     generator = torch.Generator(device).manual_seed(seed)
-    return [
-        _make_problem(shape, routing, dtype, device, generator)
-        for _ in range(_set_count(shape, dtype, device))
-    ]
+    given = weights_of or [None] * _set_count(shape, dtype, device)
+    made = [_make_problem(shape, routing, dtype, device, generator, w) for w in given]
+    return [_with_bias(problem, generator) for problem in made] if bias else made
+
+
+def _with_bias(problem: Problem, generator: torch.Generator) -> Problem:
+    _, hidden, intermediate, experts, _ = problem.shape
+    sizes = ((experts, 2 * intermediate), (experts, hidden))
+    place = {"dtype": problem.x.dtype, "device": problem.x.device, "generator": generator}
+    b_up, b_down = (nn.Parameter(torch.randn(size, **place)) for size in sizes)
+    return replace(problem, b_up=b_up, b_down=b_down)
 
 
 def _make_problem(
@@ -121,6 +140,7 @@ def _make_problem(
     dtype: torch.dtype,
     device: torch.device,
     generator: torch.Generator,
+    weights: Problem | None,
 ) -> Problem:
     t, h, i, e, _ = shape
 
@@ -132,13 +152,19 @@ def _make_problem(
     x = normal(t, h, kind=torch.float32)
     span = router.float()
     x += (wanted_logits(shape, routing, device, generator) - x @ span.mT) @ span
+    out_gradient = normal(t, h)
+    if weights is not None:
+        w_up, w_down = weights.w_up, weights.w_down
+    else:
+        w_up = nn.Parameter(normal(e, 2 * i, h, std=h**-0.5))
+        w_down = nn.Parameter(normal(e, h, i, std=i**-0.5))
     return Problem(
         shape,
         x.to(dtype).requires_grad_(),
-        normal(t, h),
+        out_gradient,
         nn.Parameter(router.contiguous()),
-        nn.Parameter(normal(e, 2 * i, h, std=h**-0.5)),
-        nn.Parameter(normal(e, h, i, std=i**-0.5)),
+        w_up,
+        w_down,
     )
 
 

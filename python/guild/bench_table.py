@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
-from .bench_layers import TITLES
+from .bench_layers import LIMITED, TITLES
 
 
 def bench_table(record: dict[str, Any]) -> Table:
@@ -19,7 +19,7 @@ def bench_table(record: dict[str, Any]) -> Table:
     """
     cases = record["cases"]
     timed = [name for name in TITLES if any(name in case["figures"] for case in cases)]
-    baselines = [name for name in timed if name not in ("guild", "bound")]
+    baselines = [name for name in timed if name not in ("guild", "bound", LIMITED)]
     table = Table(
         title=f"{record['device']}, {record['dtype']}, torch {record['torch']}, medians of "
         f"{record['rounds']} rounds",
@@ -30,17 +30,30 @@ def bench_table(record: dict[str, Any]) -> Table:
         table.add_column(heading, no_wrap=True)
     for name in timed:
         table.add_column(f"{TITLES[name]} ms", justify="right")
-    for heading in ["TFLOPS", "over bound", *(f"{TITLES[b]} / Guild" for b in baselines), "error"]:
+    several = any("over_balanced" in row for row in _guild_rows(cases))
+    extra = ["ms / 1000 rows", "per row / balanced"] if several else []
+    extra += [f"{record['num_sms']} SMs / all"] if LIMITED in timed else []
+    baseline_headings = [f"{TITLES[b]} / Guild" for b in baselines]
+    for heading in ["TFLOPS", "over bound", *extra, *baseline_headings, "error"]:
         table.add_column(heading, justify="right")
     for case in cases:
         for direction in ("forward", "backward"):
-            _add_line(table, case, direction, timed, baselines)
+            _add_line(table, case, direction, timed, baselines, several)
         table.add_section()
     return table
 
 
+def _guild_rows(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row for case in cases for row in case["figures"].get("guild", {}).values()]
+
+
 def _add_line(
-    table: Table, case: dict[str, Any], direction: str, timed: list[str], baselines: list[str]
+    table: Table,
+    case: dict[str, Any],
+    direction: str,
+    timed: list[str],
+    baselines: list[str],
+    several: bool,
 ) -> None:
     found = {name: case["figures"].get(name, {}).get(direction) for name in timed}
     ours = found.get("guild")
@@ -54,7 +67,9 @@ def _add_line(
         direction,
         *(_milliseconds(found[name], case["failures"].get(name)) for name in timed),
         f"{ours['tflops']:.3g}" if ours else "",
-        f"{ours['over_bound']['median']:.2f}" if ours and "over_bound" in ours else "",
+        _ratio(ours, "over_bound"),
+        *([_per_row(ours), _ratio(ours, "over_balanced", 3)] if several else []),
+        *([_ratio(found[LIMITED], "over_guild", 3)] if LIMITED in timed else []),
         *(
             f"{ours['speedup_over'][b]['median']:.2f}x"
             if ours and b in ours["speedup_over"]
@@ -63,6 +78,14 @@ def _add_line(
         ),
         f"{max(errors.values()):.1e}" if first and errors else "",
     )
+
+
+def _ratio(found: dict[str, Any] | None, name: str, digits: int = 2) -> str:
+    return f"{found[name]['median']:.{digits}f}" if found and name in found else ""
+
+
+def _per_row(found: dict[str, Any] | None) -> str:
+    return f"{found['ms_per_1000_rows']:.4g}" if found else ""
 
 
 def _milliseconds(found: dict[str, Any] | None, failure: str | None) -> str:

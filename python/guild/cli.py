@@ -104,7 +104,70 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
         "matrix products (the bound) and of PyTorch, in interleaved rounds.",
         formatter_class=_Formatter,
     )
-    add = bench.add_argument
+    _add_modes(bench)
+    _add_what(bench)
+    how = bench.add_argument_group("how it is timed")
+    how.add_argument("--rounds", type=int, default=5, help="interleaved rounds (5)")
+    how.add_argument(
+        "--seconds",
+        type=float,
+        metavar="X",
+        help="least time of a candidate's pass in a round (0.5 on a GPU, 0.2 on the CPU; "
+        "of a step 0.2 and 0.05)",
+    )
+    how.add_argument(
+        "--calls", type=int, metavar="N", help="calls in a round, in place of --seconds"
+    )
+    how.add_argument("--seed", type=int, default=0, help="of the random inputs (0)")
+    results = bench.add_argument_group("results")
+    results.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="write what was measured there, as JSON; for layers a plot too",
+    )
+    results.add_argument("--json", action="store_true", help="print JSON in place of the table")
+
+
+def _add_modes(bench: argparse.ArgumentParser) -> None:
+    """What is measured in place of whole layers."""
+    group = bench.add_argument_group("in place of timing whole layers")
+    mode = group.add_mutually_exclusive_group()
+    mode.add_argument(
+        "--steps",
+        action="store_true",
+        help="time every step of the layer alone, beside its floor (FLOPs or bytes at the rates of "
+        "the same run), cuBLAS's product and QuACK's recorded one; balanced unless said otherwise",
+    )
+    mode.add_argument(
+        "--memory",
+        action="store_true",
+        help="measure what the layers keep for backward and, on a GPU, what each pass needs at "
+        "most, beside the formula",
+    )
+    mode.add_argument(
+        "--sweep",
+        type=int,
+        metavar="N",
+        help="time N random shapes beside the bound, balanced unless said otherwise",
+    )
+    mode.add_argument(
+        "--report",
+        type=Path,
+        metavar="FILE",
+        help="print a recorded benchmark's tables in Markdown; with --out draw it too",
+    )
+    group.add_argument("--bias", action="store_true", help="with --steps: experts with biases")
+    group.add_argument(
+        "--quack",
+        action="store_true",
+        help="with --steps: time the installed QuACK's products in place of recorded figures",
+    )
+
+
+def _add_what(bench: argparse.ArgumentParser) -> None:
+    """Shapes, routings and candidates."""
+    add = bench.add_argument_group("what is timed").add_argument
     add(
         "--preset",
         action="append",
@@ -130,26 +193,21 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
     )
     add(
         "--routing",
-        default="random",
-        choices=("balanced", "random", "zipf", "all"),
-        help="how rows spread over experts (random)",
+        metavar="A,B",
+        help="how rows spread over experts: some of balanced, random, zipf, or all (random); "
+        "several are timed in the same rounds and compared per row with balanced",
     )
     add(
         "--candidates",
         metavar="A,B",
         help="of guild, bound, compiled, eager (GPU), plain (CPU); all that the device has",
     )
-    add("--rounds", type=int, default=5, help="interleaved rounds (5)")
     add(
-        "--seconds",
-        type=float,
-        metavar="X",
-        help="least time of a candidate's pass in a round (0.5 on a GPU, 0.2 on the CPU)",
+        "--num-sms",
+        type=int,
+        metavar="N",
+        help="time Guild on N multiprocessors of the GPU as well",
     )
-    add("--steps", type=int, metavar="N", help="calls in a round, in place of --seconds")
-    add("--seed", type=int, default=0, help="of the random inputs (0)")
-    add("--out", type=Path, metavar="DIR", help="write bench.json and bench.png there")
-    add("--json", action="store_true", help="print JSON in place of the table")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -176,7 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             return run_train(args)
         if args.command == "bench":
-            from .bench import run_bench
+            from .bench_command import run_bench
 
             return run_bench(args)
         from .info import run_info

@@ -16,6 +16,7 @@ from .compare import loss_differences, steps_of  # noqa: E402
 
 _COLOURS = {
     "guild": "#1f5fa8",
+    "guild_sms": "#7fa8d4",
     "plain": "#d9822b",
     "compiled": "#d9822b",
     "eager": "#c9b458",
@@ -144,7 +145,7 @@ def _plot_bars(
     places: int,
     relative: bool,
 ) -> None:
-    bar = 0.8 / places
+    bar, label = 0.8 / places, TITLES[name]
     for number, case in enumerate(cases):
         if name not in case["figures"]:
             continue
@@ -153,6 +154,6 @@ def _plot_bars(
         middle = value["median"]
         spread = [[middle - value["low"]], [value["high"] - middle]]
         at = number + (place - (places - 1) / 2) * bar
-        label = TITLES[name] if number == 0 else None
         axis.bar(at, middle, bar, color=_COLOURS[name], yerr=spread, label=label)
+        label = None  # one entry in the legend
         axis.text(at, value["high"], f"{middle:.2f}", ha="center", va="bottom", fontsize=7)

@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from typing import TypeVar
 
 import torch
 
 Call = Callable[[], object]
+Name = TypeVar("Name", bound=Hashable)
 _CALIBRATION_SECONDS = 0.05
 
 
@@ -44,12 +46,12 @@ def calls_per_round(call: Call, seconds: float, device: torch.device) -> int:
 
 
 def interleaved(
-    calls: dict[str, Call],
+    calls: dict[Name, Call],
     rounds: int,
     seconds: float,
     device: torch.device,
-    steps: int | None = None,
-) -> dict[str, list[float]]:
+    calls_a_round: int | None = None,
+) -> dict[Name, list[float]]:
     """Time every call in every round.
 
     Parameters
@@ -62,7 +64,7 @@ def interleaved(
         Least duration of one call's part of a round.
     device : torch.device
         Where the calls run.
-    steps : int, optional
+    calls_a_round : int, optional
         Calls in a round, in place of `seconds`.
 
     Returns
@@ -71,13 +73,37 @@ def interleaved(
         Milliseconds a call, one figure a round, in the order of the rounds.
     """
     counts = {name: calls_per_round(call, seconds, device) for name, call in calls.items()}
-    if steps is not None:
-        counts = dict.fromkeys(calls, steps)
-    times: dict[str, list[float]] = {name: [] for name in calls}
+    if calls_a_round is not None:
+        counts = dict.fromkeys(calls, calls_a_round)
+    times: dict[Name, list[float]] = {name: [] for name in calls}
     for number in range(rounds):
         for name in reversed(calls) if number % 2 else calls:
             times[name].append(milliseconds(calls[name], counts[name], device))
     return times
+
+
+class Replay:
+    """A CUDA graph of several calls in a row: calling it costs the host one launch.
+
+    Parameters
+    ----------
+    call : callable
+        What to capture; its results are dropped.
+    count : int
+        Calls in the graph.
+    pool : tuple
+        Memory pool (`torch.cuda.graph_pool_handle`) that graphs share whose results nobody reads.
+    """
+
+    def __init__(self, call: Call, count: int, pool: tuple[int, int]) -> None:
+        call()  # compiles, allocates, picks algorithms
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=pool):
+            for _ in range(count):
+                call()
+
+    def __call__(self) -> None:
+        self._graph.replay()
 
 
 def summary_of(values: list[float]) -> dict[str, float]:

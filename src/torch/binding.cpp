@@ -28,6 +28,8 @@ using Library = torch::stable::detail::StableLibrary;
 void define_layers(Library& m) {
   m.def("cuda_built() -> bool");
   m.def("cuda_reason() -> str");
+  m.def("num_sms() -> int");
+  m.def("set_num_sms(int count) -> ()");
   m.def(
       "route(Tensor logits, Tensor? selection_bias, int top_k, int score, bool renormalize, "
       "float scale) -> (Tensor scores, Tensor ids)");
@@ -138,5 +140,7 @@ STABLE_TORCH_LIBRARY_IMPL(guild, CPU, m) { guild::binding::implement(m); }
 STABLE_TORCH_LIBRARY_IMPL(guild, CUDA, m) { guild::binding::implement(m); }
 STABLE_TORCH_LIBRARY_IMPL(guild, CompositeExplicitAutograd, m) {
   m.impl("cuda_built", TORCH_BOX(&guild::binding::cuda_built));
+  m.impl("num_sms", TORCH_BOX(&guild::binding::num_sms));
+  m.impl("set_num_sms", TORCH_BOX(&guild::binding::set_num_sms));
   m.impl("cuda_reason", TORCH_BOX(&guild::binding::cuda_reason));
 }

@@ -4,7 +4,9 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
 #include <atomic>
+#include <climits>
 #include <string>
 
 // A torch without CUDA has no such function; there is no CUDA tensor then to ask for it.
@@ -85,6 +87,17 @@ void require_dims(Tensor const& tensor, char const* name, int64_t dims) {
 
 Tensor empty_like(Tensor const& like) { return torch::stable::empty_like(like); }
 
+namespace {
+std::atomic<int> sm_budget{0};
+}
+
+void set_num_sms(int64_t count) {
+  require(count >= 0, "num_sms: expected 0 (all) or more, got ", count);
+  sm_budget.store(int(std::min(count, int64_t(INT_MAX))), std::memory_order_relaxed);
+}
+
+int64_t num_sms() { return sm_budget.load(std::memory_order_relaxed); }
+
 // ---- place --------------------------------------------------------------------------------------
 
 Place::Place(Tensor const& tensor, char const* name) {
@@ -100,6 +113,7 @@ Place::Place(Tensor const& tensor, char const* name) {
   void* stream = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_index_, &stream));
   queue_.stream = static_cast<CUstream_st*>(stream);
+  queue_.sms = int(num_sms());
 }
 
 Tensor Place::make(int64_t const* sizes, int64_t dims, int32_t type) const {

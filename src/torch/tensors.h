@@ -25,6 +25,11 @@ constexpr DType score_dtype(DType dtype) {
   return dtype == DType::float64 ? DType::float64 : DType::float32;
 }
 
+// How many multiprocessors kernels may fill, for every thread of the process: backward runs on
+// threads of its own. 0 is all of them.
+void set_num_sms(int64_t count);
+int64_t num_sms();
+
 // Where a call runs: the device of its first tensor. Holds that device and its current stream for
 // the time of the call, checks that the other tensors are there, makes the outputs there.
 class Place {

@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 
-from guild import bench_layers
-from guild.bench import BenchPlan, figures, measure
-from guild.bench_layers import GPU_CANDIDATES, Bound, Layer
+from guild import bench_layers, num_sms
+from guild.bench import figures, measure
+from guild.bench_layers import GPU_CANDIDATES, LIMITED, PRODUCTS, Bound, Layer, LimitedLayer
+from guild.bench_plan import BenchPlan
 from guild.bench_problem import ROUTINGS, make_problems, wanted_logits
 from guild.bench_reference import RESULTS, TOLERANCE, relative_errors
 from guild.bench_table import bench_table
@@ -36,7 +37,7 @@ def plan_of(**changes: Any) -> BenchPlan:
         "device": CPU,
         "dtype": torch.float32,
         "rounds": 3,
-        "steps": 1,
+        "calls": 1,
     }
     return BenchPlan(**{**plain, **changes})
 
@@ -118,6 +119,18 @@ def test_reference_agrees_with_autograd_in_float64(routing: str) -> None:
     assert counts.sum() == TINY.tokens * TINY.top_k
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_expert_a_token(dtype: torch.dtype) -> None:
+    """The router's gradient is zero then; what rounding leaves of it is no error."""
+    (problem,) = make_problems(TINY._replace(top_k=1), "random", dtype, CPU)
+    results = list(Layer("guild", [problem]).results())
+    errors, _ = relative_errors(problem, tuple(results))
+    assert max(errors.values()) < TOLERANCE[dtype]
+    results[RESULTS.index("router_gradient")] += 1
+    errors, _ = relative_errors(problem, tuple(results))
+    assert errors["router_gradient"] > TOLERANCE[dtype]
+
+
 def check_layer(name: str, dtype: torch.dtype, device: torch.device) -> None:
     problem = make_problems(TINY, "zipf", dtype, device)[0]
     layer = Layer(name, [problem])
@@ -178,10 +191,20 @@ def test_bound_multiplies_balanced_experts(monkeypatch: pytest.MonkeyPatch) -> N
     assert 2 * sum(done[2:]) == backward
 
 
+def test_bound_products_alone() -> None:
+    """The same six by name; a result goes where it is wanted."""
+    bound = Bound(make_problems(TINY, "random", torch.float32, CPU))
+    out = torch.full((8, 16, 32), float("nan"))
+    calls = bound.calls({"dW2": out})
+    assert tuple(calls) == PRODUCTS
+    assert calls["dW2"]() is out and out.isfinite().all()
+    assert calls["up"]().shape == (8, 12, 32)
+
+
 def test_rounds_are_interleaved_and_swapped() -> None:
     log: list[str] = []
     calls = {name: (lambda n=name: log.append(n)) for name in "ab"}
-    times = interleaved(calls, rounds=3, seconds=1e-9, device=CPU, steps=2)
+    times = interleaved(calls, rounds=3, seconds=1e-9, device=CPU, calls_a_round=2)
     assert "".join(log)[-12:] == "aabb" + "bbaa" + "aabb"
     assert [len(taken) for taken in times.values()] == [3, 3]
 
@@ -212,6 +235,11 @@ def test_measure_record_table_and_plot(tmp_path: Path) -> None:
     assert balanced["failures"] == zipf["failures"] == {}
     assert balanced["busiest_expert_over_mean"] == 1 < zipf["busiest_expert_over_mean"]
     assert balanced["shape"] == TINY._asdict()
+    for case in (balanced, zipf):
+        rows = case["figures"]["guild"]["forward"]
+        assert rows["ms_per_1000_rows"] == pytest.approx(1e3 * rows["ms"]["median"] / (48 * 2))
+    assert balanced["figures"]["guild"]["forward"]["over_balanced"]["median"] == 1
+    assert balanced["figures"]["bound"] == zipf["figures"]["bound"]  # timed once for both
     assert record["device"]
     assert record["torch"] == torch.__version__
     for name in ("guild", "bound", "plain"):
@@ -223,9 +251,45 @@ def test_measure_record_table_and_plot(tmp_path: Path) -> None:
     console.print(bench_table(record))
     text = console.file.getvalue()
     assert "tiny" in text
+    assert "1.000" in text  # balanced over balanced, per row
     assert f"{zipf['figures']['guild']['forward']['ms']['median']:.3f}" in text
     plot_bench(record, tmp_path / "bench.png")
     assert matplotlib.image.imread(tmp_path / "bench.png")[..., :3].std() > 0.05
+
+
+def test_routings_share_weights() -> None:
+    """Other tokens and another router, the same experts."""
+    (first,) = make_problems(TINY, "balanced", torch.float32, CPU)
+    (second,) = make_problems(TINY, "zipf", torch.float32, CPU, weights_of=[first])
+    assert second.w_up is first.w_up and second.w_down is first.w_down
+    assert not torch.equal(second.x, first.x)
+
+
+def test_fewer_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The budget holds during the limited layer's calls, and not after."""
+    seen: list[int] = []
+    problems = make_problems(TINY, "random", torch.float32, CPU)
+    layer = LimitedLayer(problems, 7)
+    real = layer._modules[0].forward
+    monkeypatch.setattr(layer._modules[0], "forward", lambda x: seen.append(num_sms()) or real(x))
+    layer.forward()
+    layer.backward()
+    layer.results()
+    assert seen == [7, 7, 7]
+    assert num_sms() == 0
+    times = {name: {"forward": [ms], "backward": [ms]} for name, ms in (("guild", 2), (LIMITED, 3))}
+    found = figures(times, TINY)
+    assert found[LIMITED]["forward"]["over_guild"]["median"] == 1.5
+    assert found["guild"]["forward"]["speedup_over"] == {}
+
+
+def test_measure_with_fewer_multiprocessors(gpu: str) -> None:
+    device = torch.device(gpu)
+    names = ("guild", LIMITED)
+    plan = plan_of(candidates=names, device=device, dtype=torch.bfloat16, num_sms=16)
+    (case,) = measure(plan, quiet())["cases"]
+    assert case["failures"] == {}
+    assert case["figures"].keys() == set(names)
 
 
 class _WrongMoE(PlainMoE):

@@ -70,8 +70,18 @@ def test_help(command: list[str], capsys: pytest.CaptureFixture) -> None:
         ("train --resume --out nowhere", r"resume: no checkpoint\.pt in 'nowhere'"),
         ("bench --thiek 1,2", "thiek: expected five numbers"),
         ("bench --rounds 0", "rounds: expected at least 1, got 0"),
-        ("bench --steps 0", "steps: expected at least 1, got 0"),
+        ("bench --calls 0", "calls: expected at least 1, got 0"),
         ("bench --seconds 0", r"seconds: expected a positive number, got 0\.0"),
+        ("bench --bias", "bias: expected with --steps alone"),
+        ("bench --steps --num-sms 9", "num_sms: expected without --steps"),
+        ("bench --memory --num-sms 9", "num_sms: expected without --memory"),
+        ("bench --sweep 0", "sweep: expected at least 1, got 0"),
+        ("bench --sweep 2 --thiek 8,8,8,2,1", "sweep: expected without --preset and --thiek"),
+        ("bench --report /nowhere.json", "report: expected a JSON file, got '/nowhere.json'"),
+        ("bench --steps --quack --device cpu --preset trainer", "quack: expected a GPU and the"),
+        ("bench --num-sms 0", "num_sms: expected at least 1, got 0"),
+        ("bench --device cpu --num-sms 9", "num_sms: expected a GPU to limit, got the device cpu"),
+        ("bench --routing zipf,even", "routing: expected some of balanced, .*, or all, got 'even'"),
         ("bench --device cpu --candidates guild,fast", "candidates: expected some of .*'fast'"),
     ],
 )
@@ -140,12 +150,20 @@ def test_train_compare_prints_both_speeds(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_bench_writes_json_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    words = "bench --thiek 16,16,8,4,2 --device cpu --rounds 1 --steps 1 --json --out".split()
+    words = "bench --thiek 16,16,8,4,2 --device cpu --rounds 1 --calls 1 --json --out".split()
     assert main([*words, str(tmp_path)]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed == json.loads((tmp_path / "bench.json").read_text())
     assert printed["cases"][0]["name"] == "16,16,8,4,2"
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_steps_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    words = "bench --steps --thiek 16,16,8,4,2 --device cpu --rounds 1 --calls 1 --json --out"
+    assert main([*words.split(), str(tmp_path)]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == json.loads((tmp_path / "steps.json").read_text())
+    assert printed["cases"][0]["routing"] == "balanced"
 
 
 def test_info(capsys: pytest.CaptureFixture) -> None:

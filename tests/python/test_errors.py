@@ -112,3 +112,15 @@ def test_wrong_raw_call(name: str, device: str) -> None:
     call, message = RAW[name]
     with pytest.raises(RuntimeError, match=f"^{message}"):
         call(right(device))
+
+
+def test_num_sms() -> None:
+    """The budget is a whole number, 0 or more, and stays as it was after a wrong call."""
+    with pytest.raises(ValueError, match="count: expected at least 0, got -1"):
+        guild.set_num_sms(-1)
+    with pytest.raises(TypeError, match="count: expected an int, got float 1.5"):
+        guild.set_num_sms(1.5)
+    assert guild.num_sms() == 0
+    guild.set_num_sms(116)
+    assert guild.num_sms() == 116
+    guild.set_num_sms(0)

@@ -1,0 +1,110 @@
+"""`guild bench`: what the command line asks for, measured, printed and written."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console, RenderableType
+
+from .bench_plan import plan_bench
+
+_LOG_WIDTH = 170  # of a table that goes to a file, where rich would assume 80 columns
+
+
+def run_bench(args: argparse.Namespace) -> int:
+    """Run what the command line asks for; 1 when a candidate failed or was wrong."""
+    # With --json, standard output is the JSON alone.
+    console = Console(stderr=args.json)
+    if not console.is_terminal:
+        console.width = _LOG_WIDTH
+    if args.report is not None:
+        return _report(args)
+    plan = plan_bench(args)
+    if plan.device.type == "cuda" and plan.device.index is not None:
+        # Events, graphs and memory statistics are those of the current device.
+        torch.cuda.set_device(plan.device)
+    if args.out is not None:
+        _make_folder(args.out)
+    if args.steps:
+        from .bench_steps import measure_steps
+
+        record = measure_steps(plan, console, args.bias, args.quack)
+    elif args.memory:
+        from .bench_memory import measure_memory
+
+        record = measure_memory(plan, console)
+    else:
+        from .bench import measure
+
+        record = measure(plan, console)
+        if args.sweep is not None:
+            record["mode"] = "sweep"
+    if args.json:
+        print(json.dumps(record, indent=2))
+    else:
+        console.print(table_of(record))
+    if args.out is not None:
+        _write(record, args.out, console)
+    return 1 if any(case["failures"] for case in record["cases"]) else 0
+
+
+def table_of(record: dict[str, Any]) -> RenderableType:
+    """A record's table, whatever was measured."""
+    if record["mode"] == "steps":
+        from .bench_steps_table import steps_table
+
+        return steps_table(record)
+    if record["mode"] == "sweep":
+        from .bench_sweep_table import sweep_table
+
+        return sweep_table(record)
+    if record["mode"] == "memory":
+        from .bench_memory_table import memory_table
+
+        return memory_table(record)
+    from .bench_table import bench_table
+
+    return bench_table(record)
+
+
+def _report(args: argparse.Namespace) -> int:
+    """Print the tables of a recorded benchmark, and draw it into --out."""
+    from .bench_report import read_record, report
+
+    record = read_record(args.report)
+    print(json.dumps(record, indent=2) if args.json else report(record))
+    if args.out is not None:
+        if record["mode"] != "layers":
+            raise ValueError(f"out: expected a record of layers to draw, got {record['mode']}")
+        _make_folder(args.out)
+        _draw(record, args.out / "bench.png")
+        Console(stderr=True).print(f"results in {args.out}: bench.png")
+    return 0
+
+
+def _draw(record: dict[str, Any], file: Path) -> None:
+    from .plots import plot_bench
+
+    plot_bench(record, file)
+
+
+def _make_folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ValueError(f"out: expected a folder, got the file {str(out)!r}") from None
+
+
+def _write(record: dict[str, Any], out: Path, console: Console) -> None:
+    """bench.json and bench.png, or steps.json, memory.json or sweep.json."""
+    name = {"layers": "bench"}.get(record["mode"], record["mode"])
+    written = [f"{name}.json"]
+    (out / written[0]).write_text(json.dumps(record, indent=2) + "\n")
+    if record["mode"] == "layers":
+        written.append(f"{name}.png")
+        _draw(record, out / written[1])
+    console.print(f"results in {out}: {', '.join(written)}")
