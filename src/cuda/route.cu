@@ -20,9 +20,9 @@ __device__ uint32_t best_groups(Router const& router, float const* key, int expe
   uint64_t mine = 0;
   if (lane < router.groups) {
     uint64_t first = 0, second = 0;  // keys alone decide: equal ones have equal sums
-    for (int j = 0; j < size; ++j) {
-      int const at = lane * size + (j + lane) % size;  // lanes in different banks
-      uint64_t const c = candidate(key[at], at);
+    int at = lane % size;            // lanes begin in different banks
+    for (int j = 0; j < size; ++j, at = at + 1 < size ? at + 1 : 0) {
+      uint64_t const c = candidate(key[lane * size + at], lane * size + at);
       second = c > first ? first : (c > second ? c : second);
       first = c > first ? c : first;
     }

@@ -57,7 +57,7 @@ __device__ void add_histograms(Sort const& x, ScatterShared const& s, int chunks
   for (int i = threadIdx.x; i < experts * sharers; i += kThreads) {
     int const e = i % experts;
     int total = 0, before = 0;
-#pragma unroll 8
+#pragma unroll 16
     for (int c = i / experts; c < chunks; c += sharers) {
       int const count = counts[int64_t(c) * experts + e];
       total += count;
