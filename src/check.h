@@ -10,6 +10,7 @@
 namespace guild {
 
 inline constexpr int64_t kMostExperts = 4096;
+inline constexpr int64_t kMostGroups = 32;  // of a router: a bit each
 
 void check(Route const& x);
 void check(RouterGradient const& x);

@@ -14,6 +14,16 @@ void check_router(Router const& router) {
           router.scale);
 }
 
+void check_groups(Router const& router, int64_t experts, int64_t top_k) {
+  check_size(router.groups, 1, kMostGroups, "router.groups");
+  require(experts % router.groups == 0, "router.groups: expected a divisor of ", experts,
+          " (experts), got ", router.groups);
+  check_size(router.top_groups, 1, router.groups, "router.top_groups");
+  int64_t const candidates = experts / router.groups * router.top_groups;
+  require(candidates >= top_k, "router.top_groups: expected groups of at least ", top_k,
+          " experts (top_k), got ", router.top_groups, " of ", experts / router.groups);
+}
+
 void check_slots(int64_t tokens, int64_t experts, int64_t top_k, bool distinct) {
   check_size(tokens, 0, kMostRows, "tokens");
   check_size(experts, 1, kMostExperts, "experts");
@@ -37,6 +47,7 @@ void check(Route const& x) {
   check_slots(x.tokens, x.experts, x.top_k, true);
   check_score_dtype(x.dtype, "dtype");
   check_router(x.router);
+  check_groups(x.router, x.experts, x.top_k);
   check_rows(x.logits, x.tokens, x.experts, "logits");
   check_pointer(x.ids, x.tokens > 0, "ids");
   check_pointer(x.scores, x.tokens > 0, "scores");

@@ -17,14 +17,23 @@ namespace guild {
 
 enum class Score : int { softmax, sigmoid };
 
-// What a router does with the logits of one token. Selection: the K largest of p + selection_bias,
-// ties to the smaller id, NaN after every number. Weights: p of the chosen without the bias,
-// divided by their sum if renormalize, times scale. softmax + renormalize equals top-k then
-// softmax.
+// What a router does with the logits of one token.
+//
+// p is softmax over all experts, or sigmoid of each. Selection: the K largest of p +
+// selection_bias, ties to the smaller id, NaN after every number; without a bias and groups the K
+// largest logits, which is the same order without p's rounding. With groups, only experts of the
+// top_groups best groups: equal, consecutive parts of the experts, scored by the sum of their two
+// largest p + selection_bias (DeepSeek-V3, arXiv:2412.19437, section 2.1.2).
+//
+// Weights: p of the chosen without the bias, divided by their sum if renormalize, times scale.
+// softmax + renormalize equals top-k, then softmax over the chosen. NaN among the logits makes all
+// weights of a softmax NaN; infinities follow from the formulas.
 struct Router {
   Score score = Score::softmax;
   bool renormalize = true;
   float scale = 1;
+  int groups = 1;      // divides E; at most 32
+  int top_groups = 1;  // groups to choose from: holds at least K experts
 };
 
 struct Route {
@@ -35,6 +44,8 @@ struct Route {
   void const* selection_bias = nullptr;  // (E); null: none
   int32_t* ids = nullptr;                // (T, K) out, best first
   void* scores = nullptr;                // (T, K) out
+  // (T) bytes, null: all tokens. Where 0: padding, whose ids are -1 and scores 0.
+  uint8_t const* token_mask = nullptr;
 };
 
 // dlogits = d(sum(scores * dscores)) / dlogits, one dense write.

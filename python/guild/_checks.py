@@ -108,6 +108,13 @@ def expect_offsets(name: str, tensor: Tensor, x: Tensor) -> None:
         )
 
 
+def expect_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raise ValueError unless it is one of these words."""
+    if value not in choices:
+        head = ", ".join(map(repr, choices[:-1]))
+        raise ValueError(f"{name}: expected {head} or {choices[-1]!r}, got {value!r}")
+
+
 def expect_count(name: str, value: object, least: int, most: int | None = None) -> None:
     """Raise unless it is an int in range."""
     if isinstance(value, bool) or not isinstance(value, int):

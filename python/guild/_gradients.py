@@ -30,7 +30,8 @@ def _wanted(*flags: bool) -> int:
 
 
 def _route_setup(ctx, inputs, output):
-    logits, _, _, *ctx.router = inputs
+    logits, _, _, _, *router = inputs
+    ctx.router = router[:3]  # score, renormalize, scale
     _, ids = output
     ctx.save_for_backward(logits, ids)
     ctx.mark_non_differentiable(ids)
@@ -40,8 +41,8 @@ def _route_setup(ctx, inputs, output):
 def _route_gradient(ctx, dscores, _):
     logits, ids = ctx.saved_tensors
     if dscores is None:
-        return (None,) * 6
-    return ops.route_backward(_rows(dscores), logits, ids, *ctx.router), *(None,) * 5
+        return (None,) * 9
+    return ops.route_backward(_rows(dscores), logits, ids, *ctx.router), *(None,) * 8
 
 
 # ---- layers -------------------------------------------------------------------------------------

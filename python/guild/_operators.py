@@ -52,7 +52,7 @@ def _empty_int32(x: Tensor, *shape: int) -> Tensor:
 
 
 @_fake("route")
-def _route(logits, selection_bias, top_k, score, renormalize, scale):
+def _route(logits, selection_bias, token_mask, top_k, *rest):
     tokens = logits.shape[0]
     return logits.new_empty(tokens, top_k), _empty_int32(logits, tokens, top_k)
 

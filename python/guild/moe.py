@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from guild._checks import FLOATS, dtype_name, expect_count, expect_tensor
+from guild._checks import FLOATS, dtype_name, expect_count, expect_shape, expect_tensor
 from guild._operators import autocast, ops
 from guild.activations import Activation, as_activation
 from guild.experts import experts_mlp, routed_experts_and_offsets
@@ -30,8 +30,9 @@ class MoE(nn.Module):
         Between the projections; see `Activation` for the names.
     bias : bool
         Whether the experts' projections have biases.
-    router : Router, optional
-        How logits become ids and weights; softmax, renormalised, unless said otherwise.
+    router : Router or str, optional
+        How logits become ids and weights, or a name that `Router.named` knows; softmax,
+        renormalised, unless said otherwise.
     shared_experts : int
         Experts that every token goes through, as one dense MLP of shared_experts * intermediate.
     device, dtype : optional
@@ -66,7 +67,7 @@ class MoE(nn.Module):
         top_k: int,
         activation: Activation | str = "silu",
         bias: bool = False,
-        router: Router | None = None,
+        router: Router | str | None = None,
         shared_experts: int = 0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -77,8 +78,11 @@ class MoE(nn.Module):
         expect_count("experts", experts, 1)
         expect_count("top_k", top_k, 1, experts)
         expect_count("shared_experts", shared_experts, 0)
+        if isinstance(router, str):
+            router = Router.named(router)
         if not isinstance(router, Router | None):
-            raise TypeError(f"router: expected a guild.Router, got {router!r}")
+            raise TypeError(f"router: expected a guild.Router or a name, got {router!r}")
+        (router or Router()).expect_sizes(experts, top_k)
         if dtype is not None and dtype not in FLOATS:
             raise TypeError(f"dtype: expected a floating dtype, got {dtype_name(dtype)}")
         self.hidden, self.intermediate = hidden, intermediate
@@ -112,13 +116,16 @@ class MoE(nn.Module):
         if self.shared is not None:
             self.shared.reset_parameters()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, token_mask: Tensor | None = None) -> Tensor:
         """The layer's output.
 
         Parameters
         ----------
         x : torch.Tensor
             (..., hidden) in the parameters' dtype, or any under autocast.
+        token_mask : torch.Tensor, optional
+            bool (...), x's shape without the last dimension: False marks padding, which goes to no
+            expert and counts nowhere. Its output is zero, or the shared experts'.
 
         Returns
         -------
@@ -128,13 +135,16 @@ class MoE(nn.Module):
         Raises
         ------
         TypeError, ValueError
-            If x's shape, dtype or device does not fit.
+            If the shape, dtype or device of x or token_mask does not fit.
         """
         expect_tensor("x", x)
         if x.dim() == 0 or x.shape[-1] != self.hidden:
             raise ValueError(
                 f"x: expected shape (..., {self.hidden}) (hidden), got {tuple(x.shape)}"
             )
+        if token_mask is not None:
+            expect_shape("token_mask", token_mask, tuple(x.shape[:-1]))
+            token_mask = token_mask.reshape(-1)
         flat, weight = autocast(x.reshape(-1, self.hidden), self.router.weight)
         ids, scores = route(
             router_logits(flat, weight),
@@ -143,9 +153,15 @@ class MoE(nn.Module):
             renormalize=self.routing.renormalize,
             scale=self.routing.scale,
             selection_bias=getattr(self.router, "selection_bias", None),
+            groups=self.routing.groups,
+            top_groups=self.routing.top_groups,
+            token_mask=token_mask,
         )
+        tokens = flat
+        if self.routing.applied_to == "input":
+            tokens, scores = (flat * scores).to(flat.dtype), torch.ones_like(scores)
         out, offsets = routed_experts_and_offsets(
-            flat,
+            tokens,
             ids,
             scores,
             self.w_up,

@@ -9,10 +9,20 @@ import torch
 from torch import Tensor
 
 from guild import _gradients  # noqa: F401 - registers the gradients
-from guild._checks import dtype_name, expect_count, expect_device, expect_dims, expect_shape
+from guild._checks import (
+    dtype_name,
+    expect_choice,
+    expect_count,
+    expect_device,
+    expect_dims,
+    expect_shape,
+)
 from guild._operators import ops
 
 SCORES = ("softmax", "sigmoid")  # in the order of guild::Score
+APPLIED_TO = ("output", "input")
+
+_MOST_GROUPS = 32
 
 _route = ops.route.default
 
@@ -20,6 +30,8 @@ _route = ops.route.default
 @dataclass(frozen=True)
 class Router:
     """How a layer's router turns logits into ids and weights.
+
+    `Router.named` has the routers of well-known models.
 
     Parameters
     ----------
@@ -33,16 +45,66 @@ class Router:
     selection_bias : bool
         Keep a bias per expert that is added to p for the choice alone, and that
         `MoE.balance` moves (DeepSeek-V3's balancing without a loss, arXiv:2408.15664).
+    groups, top_groups : int
+        Choose from the best `top_groups` of `groups` equal, consecutive parts of the experts, each
+        scored by the sum of its two largest p + bias (DeepSeek-V3, arXiv:2412.19437, section
+        2.1.2). At most 32 groups; 1 and 1: no groups.
+    applied_to : {"output", "input"}
+        What the weights multiply: each expert's output, or, for top_k = 1, the token that goes into
+        the expert (Llama 4).
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not as described; the message names it.
     """
 
     score: str = "softmax"
     renormalize: bool = True
     scale: float = 1.0
     selection_bias: bool = False
+    groups: int = 1
+    top_groups: int = 1
+    applied_to: str = "output"
 
     def __post_init__(self) -> None:
-        _score_index(self.score)
+        expect_choice("score", self.score, SCORES)
+        expect_choice("applied_to", self.applied_to, APPLIED_TO)
         _expect_scale(self.scale)
+        _expect_groups(self.groups, self.top_groups)
+
+    @staticmethod
+    def named(name: str) -> Router:
+        """A router in use.
+
+        Parameters
+        ----------
+        name : str
+            "softmax" (softmax, then top-k: OLMoE, Qwen2-MoE), "softmax_renormalized" (Qwen3-MoE),
+            "topk_softmax" (Mixtral, gpt-oss: the same in other words), "sigmoid" (sigmoid with a
+            selection bias, renormalised), "deepseek_v3" (the same in 4 of 8 groups, times 2.5),
+            "llama4" (top-1 sigmoid on the input).
+
+        Returns
+        -------
+        Router
+
+        Raises
+        ------
+        ValueError
+            If there is no router of that name.
+        """
+        expect_choice("router", name, tuple(_NAMED))
+        return _NAMED[name]
+
+    def expect_sizes(self, experts: int, top_k: int) -> None:
+        """Raise ValueError, naming the argument, unless K of E experts can be chosen this way."""
+        _expect_candidates(experts, top_k, self.groups, self.top_groups)
+        if self.applied_to == "input" and top_k != 1:
+            raise ValueError(
+                f"top_k: expected 1 where the router's weights are applied to the input, "
+                f"got {top_k}"
+            )
 
 
 def route(
@@ -53,11 +115,16 @@ def route(
     renormalize: bool = True,
     scale: float = 1.0,
     selection_bias: Tensor | None = None,
+    groups: int = 1,
+    top_groups: int = 1,
+    token_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Choose each token's experts and weigh them.
 
-    Chosen are the top_k largest of p + selection_bias, ties to the smaller id, NaN last; weights
-    are p of the chosen, divided by their sum if `renormalize`, times `scale`.
+    Chosen are the top_k largest of p + selection_bias, ties to the smaller id, NaN last; without a
+    bias and groups the top_k largest logits, the same order without p's rounding. Weights are p of
+    the chosen, divided by their sum if `renormalize`, times `scale`. A NaN logit makes all weights
+    of its token NaN with softmax, its own (all, renormalised) with sigmoid.
 
     Parameters
     ----------
@@ -73,6 +140,11 @@ def route(
         Multiplies the weights.
     selection_bias : torch.Tensor, optional
         (experts,): added to p for the choice; gets no gradient.
+    groups, top_groups : int
+        Choose from the best `top_groups` of `groups` parts of the experts; see `Router`.
+    token_mask : torch.Tensor, optional
+        bool (tokens,): False marks padding, which gets ids -1, scores 0 and no gradient. The layer
+        skips such ids.
 
     Returns
     -------
@@ -89,10 +161,12 @@ def route(
     expect_dims("logits", logits, 2, what="(tokens, experts)")
     if not logits.is_floating_point():
         raise TypeError(f"logits: expected a floating dtype, got {dtype_name(logits.dtype)}")
-    experts = logits.shape[1]
+    tokens, experts = logits.shape
     expect_count("top_k", top_k, 1, experts)
-    index = _score_index(score)
+    expect_choice("score", score, SCORES)
     _expect_scale(scale)
+    _expect_groups(groups, top_groups)
+    _expect_candidates(experts, top_k, groups, top_groups)
     if logits.dtype != torch.float64:
         logits = logits.float()
     logits = logits.contiguous()
@@ -100,16 +174,45 @@ def route(
         expect_shape("selection_bias", selection_bias, (experts,))
         expect_device("selection_bias", selection_bias, logits, "logits")
         selection_bias = selection_bias.detach().to(logits.dtype).contiguous()
-    scores, ids = _route(logits, selection_bias, top_k, index, renormalize, scale)
+    if token_mask is not None:
+        expect_shape("token_mask", token_mask, (tokens,))
+        expect_device("token_mask", token_mask, logits, "logits")
+        if token_mask.dtype != torch.bool:
+            raise TypeError(f"token_mask: expected dtype bool, got {dtype_name(token_mask.dtype)}")
+        token_mask = token_mask.contiguous()
+    index = SCORES.index(score)
+    scores, ids = _route(
+        logits, selection_bias, token_mask, top_k, index, renormalize, scale, groups, top_groups
+    )
     return ids, scores
-
-
-def _score_index(score: str) -> int:
-    if score not in SCORES:
-        raise ValueError(f"score: expected 'softmax' or 'sigmoid', got {score!r}")
-    return SCORES.index(score)
 
 
 def _expect_scale(scale: float) -> None:
     if not -math.inf < scale < math.inf:  # isfinite cannot be traced
         raise ValueError(f"scale: expected a finite number, got {scale}")
+
+
+def _expect_groups(groups: int, top_groups: int) -> None:
+    expect_count("groups", groups, 1, _MOST_GROUPS)
+    expect_count("top_groups", top_groups, 1, groups)
+
+
+def _expect_candidates(experts: int, top_k: int, groups: int, top_groups: int) -> None:
+    if experts % groups:
+        raise ValueError(f"groups: expected a divisor of {experts} (experts), got {groups}")
+    if experts // groups * top_groups < top_k:
+        raise ValueError(
+            f"top_groups: expected groups of at least {top_k} experts (top_k), got {top_groups} "
+            f"of {experts // groups}"
+        )
+
+
+_NAMED = {
+    "softmax": Router(renormalize=False),
+    "softmax_renormalized": Router(),
+    "topk_softmax": Router(),
+    "sigmoid": Router("sigmoid", selection_bias=True),
+    "deepseek_v3": Router("sigmoid", scale=2.5, selection_bias=True, groups=8, top_groups=4),
+    "llama4": Router("sigmoid", renormalize=False, applied_to="input"),
+}
+ROUTERS = tuple(_NAMED)

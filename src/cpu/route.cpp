@@ -6,7 +6,7 @@
 #include "cpu/views.h"
 #include "guild/cpu.h"
 #include "processor.h"
-#include "shared/activation.h"
+#include "shared/routing.h"
 
 namespace guild::cpu {
 
@@ -25,44 +25,90 @@ void probabilities(Score score, F const* logits, F* p, int64_t experts) {
   for (int64_t e = 0; e < experts; ++e) p[e] /= sum;
 }
 
-// The first `count` experts by falling key; NaN comes after every number, then the smaller id.
+// The better of two keys: the greater one, NaN after every number, then the smaller index.
 template <class F>
-void select(F const* key, int32_t* order, int64_t experts, int64_t count) {
-  std::iota(order, order + experts, 0);
-  std::partial_sort(order, order + count, order + experts, [key](int32_t a, int32_t b) {
+struct Better {
+  F const* key;
+  bool operator()(int32_t a, int32_t b) const {
     bool const a_nan = key[a] != key[a], b_nan = key[b] != key[b];
     if (a_nan != b_nan) return b_nan;
     if (!a_nan && key[a] != key[b]) return key[a] > key[b];
     return a < b;
-  });
+  }
+};
+
+// Leaves the experts of the best groups in `ids`; returns how many they are.
+template <class F>
+int64_t keep_best_groups(Router const& router, F const* key, int32_t* ids, int64_t experts) {
+  int64_t const size = experts / router.groups;
+  F sum[kMostGroups];
+  int32_t order[kMostGroups];
+  for (int g = 0; g < router.groups; ++g) {
+    int32_t* const group = ids + g * size;
+    std::partial_sort(group, group + std::min<int64_t>(2, size), group + size, Better<F>{key});
+    sum[g] = size > 1 ? key[group[0]] + key[group[1]] : key[group[0]];
+  }
+  std::iota(order, order + router.groups, 0);
+  std::sort(order, order + router.groups, Better<F>{sum});
+  std::sort(order, order + router.top_groups);
+  for (int i = 0; i < router.top_groups; ++i) {
+    std::copy_n(ids + order[i] * size, size, ids + i * size);
+  }
+  return router.top_groups * size;
 }
 
-// p of the chosen, divided by their sum if renormalize, times scale.
+// The weights before scaling: p of the chosen, divided by their sum if renormalize.
 template <class F>
-void weights(Router const& router, F const* p, int32_t const* ids, F* out, int64_t top_k) {
-  for (int64_t k = 0; k < top_k; ++k) out[k] = p[ids[k]];
-  F const sum = router.renormalize ? std::accumulate(out, out + top_k, F(0)) : F(1);
-  for (int64_t k = 0; k < top_k; ++k) out[k] *= F(router.scale) / sum;
+void weights(Router const& router, F const* logits, int64_t experts, int32_t const* ids, F* out,
+             int64_t count) {
+  bool const softmax = router.score == Score::softmax;
+  F top = -INFINITY, sum = 0;
+  for (int64_t k = 0; k < count; ++k) top = std::max(top, logits[ids[k]]);
+  if (softmax && !router.renormalize) top = *std::max_element(logits, logits + experts);
+  F const shift = softmax ? top : (router.renormalize ? std::min(top, F(0)) : F(0));
+  for (int64_t k = 0; k < count; ++k) {
+    sum += out[k] = unscaled_weight(router.score, logits[ids[k]], shift);
+  }
+  if (!router.renormalize) sum = softmax ? F(0) : F(1);
+  for (int64_t e = 0; softmax && e < experts; ++e) {
+    if (!router.renormalize) sum += exponential(logits[e] - shift);
+    if (logits[e] != logits[e]) sum = logits[e];
+  }
+  for (int64_t k = 0; k < count; ++k) out[k] /= sum;
 }
 
 template <class F>
 void route_token(Route const& x, int64_t token) {
+  F* const scores = static_cast<F*>(x.scores) + token * x.top_k;
+  if (x.token_mask != nullptr && x.token_mask[token] == 0) {
+    std::fill_n(x.ids + token * x.top_k, x.top_k, -1);
+    std::fill_n(scores, x.top_k, F(0));
+    return;
+  }
   Scratch scratch;
   F const* const logits = rows_of<F>(x.logits, x.experts).row(token);
-  F *const p = scratch.take<F>(x.experts), *const key = scratch.take<F>(x.experts);
-  auto* const order = scratch.take<int32_t>(x.experts);
-  probabilities(x.router.score, logits, p, x.experts);
-  auto const* const bias = static_cast<F const*>(x.selection_bias);
-  for (int64_t e = 0; e < x.experts; ++e) key[e] = bias == nullptr ? p[e] : p[e] + bias[e];
-  select(key, order, x.experts, x.top_k);
-  std::copy_n(order, x.top_k, x.ids + token * x.top_k);
-  weights(x.router, p, order, static_cast<F*>(x.scores) + token * x.top_k, x.top_k);
+  F* const p = scratch.take<F>(x.experts);
+  auto* const ids = scratch.take<int32_t>(x.experts);
+  F const* key = logits;
+  if (!ranked_by_logit(x)) {
+    probabilities(x.router.score, logits, p, x.experts);
+    auto const* const bias = static_cast<F const*>(x.selection_bias);
+    for (int64_t e = 0; bias != nullptr && e < x.experts; ++e) p[e] += bias[e];
+    key = p;
+  }
+  std::iota(ids, ids + x.experts, 0);
+  int64_t count = x.experts;
+  if (x.router.groups > 1) count = keep_best_groups(x.router, key, ids, x.experts);
+  std::partial_sort(ids, ids + x.top_k, ids + count, Better<F>{key});
+  std::copy_n(ids, x.top_k, x.ids + token * x.top_k);
+  weights(x.router, logits, x.experts, ids, scores, x.top_k);
+  for (int64_t k = 0; k < x.top_k; ++k) scores[k] *= F(x.router.scale);
 }
 
 // With w the weights before scaling and d = scale * dscores:
-//   renormalize   d of a p: (d_k - sum_j w_j d_j) / sum of p;   softmax: dlogit_k = w_k (...)
-//   otherwise     d of a p: d_k;   softmax: dlogit_e = p_e (d_e - sum_j p_j d_j), for every e
-// and sigmoid: dlogit_k = (d of p_k) * p_k (1 - p_k).
+//   renormalize   dlogit_k = w_k (d_k - sum_j w_j d_j), times 1 - p_k with sigmoid
+//   otherwise     softmax: dlogit_e = p_e (d_e - sum_j p_j d_j), for every e
+//                 sigmoid: dlogit_k = p_k (1 - p_k) d_k
 template <class F>
 void gradient_token(RouterGradient const& x, int64_t token) {
   Scratch scratch;
@@ -81,24 +127,19 @@ void gradient_token(RouterGradient const& x, int64_t token) {
   std::fill_n(out, x.experts, F(0));
   if (chosen == 0) return;
 
-  probabilities(router.score, logits, p, x.experts);
-  Router unscaled = router;
-  unscaled.scale = 1;
-  weights(unscaled, p, ids, w, chosen);
-  F sum_p = 0, sum_wd = 0;
-  for (int64_t k = 0; k < chosen; ++k) {
-    sum_p += p[ids[k]];
-    sum_wd += w[k] * F(router.scale) * dscores[slots[k]];
-  }
+  weights(router, logits, x.experts, ids, w, chosen);
+  F sum_wd = 0;
+  for (int64_t k = 0; k < chosen; ++k) sum_wd += w[k] * F(router.scale) * dscores[slots[k]];
   bool const softmax = router.score == Score::softmax;
   if (softmax && !router.renormalize) {
+    probabilities(router.score, logits, p, x.experts);
     for (int64_t e = 0; e < x.experts; ++e) out[e] = -p[e] * sum_wd;
   }
   for (int64_t k = 0; k < chosen; ++k) {
-    F const d = F(router.scale) * dscores[slots[k]], q = p[ids[k]];
-    F const centred = router.renormalize ? d - sum_wd : d;
-    F const slope = softmax ? w[k] : q * (1 - q) / (router.renormalize ? sum_p : F(1));
-    out[ids[k]] += slope * centred;
+    F const d = F(router.scale) * dscores[slots[k]];
+    // 1 - sigmoid(logit) without its rounding
+    F const slope = softmax ? F(1) : unscaled_weight(Score::sigmoid, -logits[ids[k]], F(0));
+    out[ids[k]] += w[k] * slope * (router.renormalize ? d - sum_wd : d);
   }
 }
 

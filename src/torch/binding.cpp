@@ -31,8 +31,8 @@ void define_layers(Library& m) {
   m.def("num_sms() -> int");
   m.def("set_num_sms(int count) -> ()");
   m.def(
-      "route(Tensor logits, Tensor? selection_bias, int top_k, int score, bool renormalize, "
-      "float scale) -> (Tensor scores, Tensor ids)");
+      "route(Tensor logits, Tensor? selection_bias, Tensor? token_mask, int top_k, int score, bool "
+      "renormalize, float scale, int groups, int top_groups) -> (Tensor scores, Tensor ids)");
   m.def(
       "route_backward(Tensor dscores, Tensor logits, Tensor ids, int score, bool renormalize, "
       "float scale) -> Tensor");

@@ -18,9 +18,10 @@ using Tensors7 = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tens
 
 // ---- routing.cpp --------------------------------------------------------------------------------
 
-// logits (T, E) -> scores (T, K), ids (T, K) int32
-Tensors2 route(Tensor const& logits, MaybeTensor const& selection_bias, int64_t top_k,
-               int64_t score, bool renormalize, double scale);
+// logits (T, E), selection_bias (E), token_mask (T) bool -> scores (T, K), ids (T, K) int32
+Tensors2 route(Tensor const& logits, MaybeTensor const& selection_bias,
+               MaybeTensor const& token_mask, int64_t top_k, int64_t score, bool renormalize,
+               double scale, int64_t groups, int64_t top_groups);
 Tensor route_backward(Tensor const& dscores, Tensor const& logits, Tensor const& ids, int64_t score,
                       bool renormalize, double scale);
 // -> offsets (E + 1), row_token (R), slot_row (T, K), row_score (R)

@@ -7,13 +7,18 @@ namespace {
 
 Router router_of(int64_t score, bool renormalize, double scale) {
   require(score == 0 || score == 1, "score: expected 0 (softmax) or 1 (sigmoid), got ", score);
-  return {Score(score), renormalize, float(scale)};
+  Router router;
+  router.score = Score(score);
+  router.renormalize = renormalize;
+  router.scale = float(scale);
+  return router;
 }
 
 }  // namespace
 
-Tensors2 route(Tensor const& logits, MaybeTensor const& selection_bias, int64_t top_k,
-               int64_t score, bool renormalize, double scale) {
+Tensors2 route(Tensor const& logits, MaybeTensor const& selection_bias,
+               MaybeTensor const& token_mask, int64_t top_k, int64_t score, bool renormalize,
+               double scale, int64_t groups, int64_t top_groups) {
   Place const place(logits, "logits");
   require_dims(logits, "logits", 2);
   int64_t const tokens = logits.size(0), experts = logits.size(1);
@@ -25,9 +30,18 @@ Tensors2 route(Tensor const& logits, MaybeTensor const& selection_bias, int64_t 
   args.top_k = top_k;
   args.dtype = dtype_of(logits, "logits");
   args.router = router_of(score, renormalize, scale);
+  require(groups >= 1 && groups <= experts, "groups: expected 1 to ", experts, " (experts), got ",
+          groups);
+  require(top_groups >= 1 && top_groups <= groups, "top_groups: expected 1 to ", groups,
+          " (groups), got ", top_groups);
+  args.router.groups = int(groups);
+  args.router.top_groups = int(top_groups);
   args.logits = place.rows(logits, "logits", args.dtype, {tokens, experts});
   if (selection_bias.has_value()) {
     args.selection_bias = place.packed(*selection_bias, "selection_bias", args.dtype, {experts});
+  }
+  if (token_mask.has_value()) {
+    args.token_mask = place.flags(*token_mask, "token_mask", {tokens});
   }
   Tensor ids = place.empty_int32({tokens, top_k});
   Tensor scores = place.empty({tokens, top_k}, args.dtype);

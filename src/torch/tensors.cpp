@@ -186,6 +186,15 @@ int32_t* Place::indices(Tensor const& tensor, char const* name, Shape shape) con
   return static_cast<int32_t*>(pointer);
 }
 
+uint8_t* Place::flags(Tensor const& tensor, char const* name, Shape shape) const {
+  void* const pointer = data(tensor, name, shape);
+  require(type_code(tensor) == aoti_torch_dtype_bool(), name, ": expected dtype bool, got torch ",
+          "type ", type_code(tensor));
+  require(tensor.is_contiguous(), name, ": expected a contiguous tensor, got strides ",
+          stride_text(tensor));
+  return static_cast<uint8_t*>(pointer);
+}
+
 Rows Place::rows(Tensor const& tensor, char const* name, DType dtype, Shape shape) const {
   void* const pointer = typed(tensor, name, dtype, shape);
   require(shape.size() == 2, name, ": expected 2 dimensions, got shape ", shape_text(tensor));

@@ -55,6 +55,7 @@ class Place {
   // ... of one that is contiguous.
   void* packed(Tensor const& tensor, char const* name, DType dtype, Shape shape) const;
   int32_t* indices(Tensor const& tensor, char const* name, Shape shape) const;
+  uint8_t* flags(Tensor const& tensor, char const* name, Shape shape) const;  // of bool
   // ... of rows with contiguous columns.
   Rows rows(Tensor const& tensor, char const* name, DType dtype, Shape shape) const;
   Rows rows(MaybeTensor const& tensor, char const* name, DType dtype, Shape shape) const;

@@ -38,7 +38,7 @@ struct Calls {
   BiasGradient db() {
     return {8, 16, 2, DType::bfloat16, DType::float32, false, routing, {memory}, {memory, 0}};
   }
-  Route route() { return {4, 8, 2, DType::float32, {}, {memory}, nullptr, index, memory}; }
+  Route route() { return {4, 8, 2, DType::float32, {}, {memory}, nullptr, index, memory, nullptr}; }
   Sort sort() {
     return {4, 8, 2, DType::float32, false, index, memory, index, index, index, memory, memory};
   }
@@ -181,12 +181,9 @@ std::vector<WrongCall> wrong_gradients() {
   };
 }
 
-std::vector<WrongCall> wrong_routing() {
+std::vector<WrongCall> wrong_routers() {
   auto const route = [](char const* name, void (*spoil)(Route&), char const* message) {
     return wrong(name, &Calls::route, cpu::route, spoil, message);
-  };
-  auto const gemm = [](char const* name, void (*spoil)(GroupedGemm&), char const* message) {
-    return wrong(name, &Calls::gemm, cpu::grouped_gemm, spoil, message);
   };
   return {
       route(
@@ -203,6 +200,26 @@ std::vector<WrongCall> wrong_routing() {
       route(
           "scale", [](auto& x) { x.router.scale = NAN; },
           "router.scale: expected a finite number, got nan"),
+      route(
+          "groups", [](auto& x) { x.router.groups = 3; },
+          "router.groups: expected a divisor of 8 (experts), got 3"),
+      route(
+          "most_groups", [](auto& x) { x.router.groups = 64; },
+          "router.groups: expected 1 to 32, got 64"),
+      route(
+          "top_groups", [](auto& x) { x.router.groups = 4, x.router.top_groups = 5; },
+          "router.top_groups: expected 1 to 4, got 5"),
+      route(
+          "candidates", [](auto& x) { x.top_k = 3, x.router.groups = 4; },
+          "router.top_groups: expected groups of at least 3 experts (top_k), got 1 of 2"),
+  };
+}
+
+std::vector<WrongCall> wrong_routing() {
+  auto const gemm = [](char const* name, void (*spoil)(GroupedGemm&), char const* message) {
+    return wrong(name, &Calls::gemm, cpu::grouped_gemm, spoil, message);
+  };
+  return {
       wrong(
           "row_score", &Calls::sort, cpu::sort_by_expert, [](auto& x) { x.row_score = nullptr; },
           "row_score: expected a pointer, got null"),
@@ -248,6 +265,8 @@ TEST(Check, WrongProjectionsAreNamed) { expect_errors(wrong_projections()); }
 TEST(Check, WrongActivationsAreNamed) { expect_errors(wrong_activations()); }
 
 TEST(Check, WrongGradientsAreNamed) { expect_errors(wrong_gradients()); }
+
+TEST(Check, WrongRoutersAreNamed) { expect_errors(wrong_routers()); }
 
 TEST(Check, WrongRoutingIsNamed) { expect_errors(wrong_routing()); }
 

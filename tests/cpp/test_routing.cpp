@@ -18,7 +18,8 @@ struct Logits {
   int64_t tokens, experts, top_k;
   Router router;
   Matrix values;
-  std::vector<double> bias;  // of the selection; empty: none
+  std::vector<double> bias;           // of the selection; empty: none
+  std::vector<uint8_t> token_mask{};  // empty: none
 };
 
 // p of every expert of one token.
@@ -47,6 +48,24 @@ std::vector<double> scores_of(Logits const& l, int64_t token, std::vector<int32_
   return w;
 }
 
+// What experts are chosen by: p + bias, -infinity in groups that are not among the best.
+std::vector<double> keys_of(Logits const& l, int64_t token) {
+  auto key = probabilities(l, token);
+  for (size_t e = 0; e < l.bias.size(); ++e) key[e] += l.bias[e];
+  int64_t const groups = l.router.groups, size = l.experts / groups;
+  std::vector<std::pair<double, int64_t>> scored;  // by falling score, then by number
+  for (int64_t g = 0; g < groups; ++g) {
+    std::vector<double> part(key.begin() + g * size, key.begin() + (g + 1) * size);
+    std::sort(part.rbegin(), part.rend());
+    scored.push_back({-(size > 1 ? part[0] + part[1] : part[0]), g});
+  }
+  std::sort(scored.begin(), scored.end());
+  for (int64_t i = l.router.top_groups; i < groups; ++i) {
+    std::fill_n(key.begin() + scored[i].second * size, size, -INFINITY);
+  }
+  return key;
+}
+
 class RouterTest : public DeviceTest {
  protected:
   std::vector<DType> score_dtypes() const {
@@ -55,7 +74,7 @@ class RouterTest : public DeviceTest {
   }
 
   Logits random(int64_t tokens, int64_t experts, int64_t top_k, Router router, bool biased) {
-    Logits l{tokens, experts, top_k, router, Matrix(tokens, experts), {}};
+    Logits l{tokens, experts, top_k, router, Matrix(tokens, experts), {}, {}};
     std::normal_distribution<double> normal(0, 2);
     for (double& v : l.values.values) v = float(normal(random_));
     for (int64_t e = 0; biased && e < experts; ++e) l.bias.push_back(float(normal(random_) / 10));
@@ -77,8 +96,10 @@ class RouterTest : public DeviceTest {
     if (!l.bias.empty()) bias.set(l.bias);
     Indices<int32_t> ids(device(), l.tokens * l.top_k);
     Tensor scores(device(), dtype, l.tokens, l.top_k);
+    Indices<uint8_t> const mask(device(), l.token_mask);
     device().run(Route{l.tokens, l.experts, l.top_k, dtype, l.router, logits.view(),
-                       l.bias.empty() ? nullptr : bias.data(), ids.data(), scores.data()});
+                       l.bias.empty() ? nullptr : bias.data(), ids.data(), scores.data(),
+                       l.token_mask.empty() ? nullptr : mask.data()});
     EXPECT_TRUE(ids.canaries_alive()) << "ids: written past their ends";
     scores.expect_untouched_from(l.tokens, "scores");
     return {ids.get(), scores.get()};
@@ -90,7 +111,7 @@ class RouterTest : public DeviceTest {
 std::vector<Router> routers() {
   std::vector<Router> all;
   for (Score score : {Score::softmax, Score::sigmoid}) {
-    for (bool renormalize : {false, true}) all.push_back({score, renormalize, 2.5f});
+    for (bool renormalize : {false, true}) all.push_back({score, renormalize, 2.5f, 1, 1});
   }
   return all;
 }
@@ -102,8 +123,7 @@ void expect_right(Logits const& l, std::vector<int32_t> const& all_ids,
   for (int64_t t = 0; t < l.tokens; ++t) {
     std::vector<int32_t> const ids(all_ids.begin() + t * l.top_k,
                                    all_ids.begin() + (t + 1) * l.top_k);
-    auto key = probabilities(l, t);
-    for (size_t e = 0; e < l.bias.size(); ++e) key[e] += l.bias[e];
+    auto const key = keys_of(l, t);
     std::vector<double> sorted = key;
     std::sort(sorted.rbegin(), sorted.rend());
     for (int64_t k = 0; k < l.top_k; ++k) {
@@ -122,8 +142,8 @@ TEST_P(RouterTest, ChoosesTheLargest) {
   struct Size {
     int64_t tokens, experts, top_k;
   };
-  Size const sizes[] = {{1, 1, 1},     {70, 8, 2},   {33, 40, 40},
-                        {129, 128, 8}, {20, 384, 6}, {0, 4, 2}};
+  Size const sizes[] = {{1, 1, 1},    {70, 8, 2},    {33, 40, 40}, {129, 128, 8},
+                        {20, 384, 6}, {9, 1024, 32}, {0, 4, 2}};
   for (Router const& router : routers()) {
     for (Size const& s : sizes) {
       for (bool biased : {false, true}) {
@@ -137,6 +157,58 @@ TEST_P(RouterTest, ChoosesTheLargest) {
         }
       }
     }
+  }
+}
+
+TEST_P(RouterTest, ChoosesInTheBestGroups) {
+  struct Size {
+    int64_t tokens, experts, top_k;
+    int groups, top_groups;
+  };
+  Size const sizes[] = {{70, 256, 8, 8, 4},
+                        {33, 12, 3, 4, 2},
+                        {9, 1024, 32, 32, 8},
+                        {20, 6, 2, 6, 3},
+                        {5, 8, 4, 2, 2}};
+  for (Router router : routers()) {
+    for (Size const& s : sizes) {
+      for (bool biased : {false, true}) {
+        for (DType dtype : score_dtypes()) {
+          SCOPED_TRACE(testing::Message() << "experts " << s.experts << " biased " << biased);
+          router.groups = s.groups, router.top_groups = s.top_groups;
+          Logits const l = random(s.tokens, s.experts, s.top_k, router, biased);
+          auto const chosen = route(l, dtype);
+          expect_right(l, chosen.ids, chosen.scores, dtype);
+        }
+      }
+    }
+  }
+}
+
+TEST_P(RouterTest, PaddingGoesNowhere) {
+  for (DType dtype : score_dtypes()) {
+    Logits l = random(21, 40, 3, {}, false);
+    auto const all = route(l, dtype);
+    for (int64_t t = 0; t < l.tokens; ++t) l.token_mask.push_back(t % 3 != 1);
+    auto const chosen = route(l, dtype);
+    for (int64_t slot = 0; slot < l.tokens * 3; ++slot) {
+      bool const real = slot / 3 % 3 != 1;
+      EXPECT_EQ(chosen.ids[slot], real ? all.ids[slot] : -1);
+      EXPECT_EQ(chosen.scores[slot], real ? all.scores[slot] : 0);
+    }
+  }
+}
+
+TEST_P(RouterTest, WeightsOfTinyProbabilities) {  // renormalised: only ratios matter
+  for (Router const& router : routers()) {
+    if (!router.renormalize) continue;
+    Logits l = random(20, 12, 4, router, true);
+    for (int64_t t = 0; t < l.tokens; ++t) {
+      for (int64_t e = 0; e < 12; ++e) l.values(t, e) = -150 - double(e) / 4 + (e == 11 ? 140 : 0);
+    }
+    for (int64_t e = 0; e < 12; ++e) l.bias[e] = e < 4 ? 2 : -2;
+    auto const chosen = route(l, DType::float32);
+    expect_right(l, chosen.ids, chosen.scores, DType::float32);
   }
 }
 
@@ -164,9 +236,10 @@ TEST_P(RouterTest, NanComesLastAndIdsStayInRange) {
     auto const chosen = route(l, DType::float32);
     EXPECT_EQ(chosen.ids_of(0, 4), (std::vector<int32_t>{0, 1, 2, 3}));
     EXPECT_TRUE(std::isnan(chosen.scores[0]));
-    if (router.score == Score::sigmoid) {
-      EXPECT_EQ(chosen.ids_of(1, 4), (std::vector<int32_t>{4, 3, 1, 0}));
-    }
+    EXPECT_EQ(chosen.ids_of(1, 4), (std::vector<int32_t>{4, 3, 1, 0}));
+    EXPECT_EQ(chosen.ids[8], 1);
+    bool const poisoned = router.score == Score::softmax || router.renormalize;
+    EXPECT_EQ(std::isnan(chosen.scores[4]), poisoned);  // of a token with NaN among its choices
     for (int32_t id : chosen.ids) EXPECT_TRUE(id >= 0 && id < 6) << id;
   }
 }
@@ -269,6 +342,8 @@ TEST_P(SortTest, ManyChunks) {  // of the CUDA backend's sort
     c.routing = routing;
     run<int32_t>(c, DType::float32, true);
     run<int64_t>(c, DType::float32, true);
+    c.sizes = {30011, 1, 1, 1000, 5};  // chunks longer than a block's threads
+    run<int32_t>(c, DType::float32, true);
   }
 }
 

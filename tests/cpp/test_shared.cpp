@@ -1,7 +1,9 @@
 // Host tests of the arithmetic in src/shared: activations, tile walks, the vectorised exponential.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <random>
 
@@ -9,6 +11,9 @@
 #include "reference.h"
 #include "shared/activation.h"
 #include "shared/exponential.h"
+#include "shared/merge_sort.h"
+#include "shared/routing.h"
+#include "shared/sorting.h"
 #include "shared/tiles.h"
 
 namespace guild::test {
@@ -183,6 +188,60 @@ TEST(Groups, KeepAnyEndsInsideTheBuffer) {
     EXPECT_GE(end, begin);
     EXPECT_LE(end, 100);
     begin = end;
+  }
+}
+
+TEST(Routing, OrderOfNumbers) {
+  float const inf = std::numeric_limits<float>::infinity();
+  float const rising[] = {kNanF, -inf, -3.4e38f, -1.f, -1e-45f, 0.f, 1e-45f, 0.5f, 1e30f, inf};
+  for (size_t i = 1; i < std::size(rising); ++i) {
+    EXPECT_LT(order_of(rising[i - 1]), order_of(rising[i])) << rising[i];
+  }
+  EXPECT_EQ(order_of(-0.f), order_of(0.f));
+  EXPECT_EQ(order_of(-kNanF), 0u);
+  EXPECT_GT(candidate(1.f, 7), candidate(1.f, 8));
+  EXPECT_GT(candidate(2.f, 8), candidate(1.f, 7));
+  EXPECT_GT(candidate(kNanF, 1023), 0u);
+  EXPECT_EQ(candidate_id(candidate(-2.f, 1023)), 1023);
+}
+
+TEST(Routing, GroupsOfExperts) {
+  for (int size = 1; size <= 1024; ++size) {
+    GroupOf const group_of(size);
+    for (int e = 0; e < 1024; ++e) ASSERT_EQ(group_of(e), e / size) << e << " / " << size;
+  }
+}
+
+template <int count>
+void expect_network_sorts() {  // 0-1 principle where all inputs can be tried, else random ones
+  std::mt19937_64 random(count);
+  int64_t const tries = count <= 16 ? int64_t(1) << count : 20000;
+  for (int64_t bits = 0; bits < tries; ++bits) {
+    uint64_t values[count], expected[count];
+    for (int i = 0; i < count; ++i) values[i] = count <= 16 ? bits >> i & 1 : random() % 50;
+    std::copy_n(values, count, expected);
+    std::sort(expected, expected + count, std::greater<>());
+    sort_falling(values);
+    ASSERT_TRUE(std::equal(values, values + count, expected)) << count << " values, try " << bits;
+  }
+}
+
+TEST(Routing, NetworkSorts) {
+  expect_network_sorts<1>();
+  expect_network_sorts<2>();
+  expect_network_sorts<4>();
+  expect_network_sorts<8>();
+  expect_network_sorts<16>();
+  expect_network_sorts<32>();
+}
+
+TEST(Routing, ChunksCoverAllSlots) {
+  for (int64_t slots : {int64_t(1), int64_t(511), int64_t(512), int64_t(513), int64_t(196608),
+                        int64_t(65537), (int64_t(1) << 31) - 1}) {
+    int64_t const chunk = sort_chunk_slots(slots), chunks = sort_chunks(slots);
+    EXPECT_EQ(chunk % kSortThreads, 0);
+    EXPECT_TRUE(chunks >= 1 && chunks <= kMostSortChunks) << slots;
+    EXPECT_TRUE(chunks * chunk >= slots && (chunks - 1) * chunk < slots) << slots;
   }
 }
 

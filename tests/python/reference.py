@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from guild import Activation
+from guild import Activation, Router
 from layers import Layer
 
 
@@ -185,3 +185,24 @@ def allowed_error(rounded: Tensor, truth: Tensor, dtype: torch.dtype) -> float:
     """
     few_ulps = {torch.float64: 1e-14, torch.float32: 1e-6}.get(dtype, 5e-6)
     return 2 * relative_error(rounded, truth) + few_ulps
+
+
+def restated(router: Router, logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """p and what experts are chosen by (-inf: may not be), in float64."""
+    p = logits.softmax(1) if router.score == "softmax" else logits.sigmoid()
+    key = p if bias is None else p + bias.double()
+    if router.groups > 1:
+        parts = key.unflatten(1, (router.groups, -1))
+        best = parts.topk(min(2, parts.shape[2]), 2).values.sum(2)
+        keep = torch.zeros_like(best, dtype=torch.bool)
+        keep.scatter_(1, best.topk(router.top_groups, 1).indices, True)
+        key = parts.masked_fill(~keep[:, :, None], -torch.inf).flatten(1)
+    return p, key
+
+
+def weights_of(router: Router, p: Tensor, ids: Tensor) -> Tensor:
+    """The weights of chosen experts, in float64."""
+    weights = p.gather(1, ids.long())
+    if router.renormalize:
+        weights = weights / weights.sum(1, keepdim=True)
+    return weights * router.scale

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd import gradcheck
 
 import guild
+from guild.routing import ROUTERS as NAMED
 from layers import ACTIVATIONS, Case, make_layer
 from reference import apply_activation
 
@@ -125,6 +126,25 @@ def test_route(score: str, renormalize: bool) -> None:
         return guild.route(logits, 3, score=score, renormalize=renormalize, scale=2.5)[1]
 
     assert gradcheck(run, (values(6, 8),))
+
+
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("padded", [False, True])
+def test_routers(name: str, padded: bool) -> None:
+    """Every named router from x to the layer's output, all of its parameters."""
+    torch.manual_seed(1)
+    router = guild.Router.named(name)
+    top_k = 1 if router.applied_to == "input" else 3
+    moe = guild.MoE(4, 3, 8, top_k, router=router, shared_experts=1, dtype=torch.float64)
+    mask = torch.tensor([True, False, True, True, True]) if padded else None
+    names, parameters = zip(*moe.named_parameters(), strict=True)
+
+    def run(x: Tensor, *parameters: Tensor) -> Tensor:
+        given = dict(zip(names, parameters, strict=True))
+        return torch.func.functional_call(moe, given, (x, mask))
+
+    inputs = (values(5, 4), *(p.detach().clone().requires_grad_() for p in parameters))
+    assert gradcheck(run, inputs, atol=1e-6, rtol=1e-4)
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "aux"])

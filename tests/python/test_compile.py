@@ -110,7 +110,7 @@ def moe_of(device: str) -> guild.MoE:
         2,
         bias=True,
         shared_experts=1,
-        router=guild.Router(score="sigmoid", selection_bias=True),
+        router=guild.Router(score="sigmoid", selection_bias=True, groups=2),
         device=device,
         dtype=dtype_of(device),
     )
@@ -131,6 +131,19 @@ def test_moe(backend: str, device: str) -> None:
     compiled = torch.compile(moe, fullgraph=True, backend=backend)
     compiled(x).float().sum().backward()
     assert int(moe.expert_counts.sum()) == 24
+
+
+def test_input_weighting(device: str) -> None:
+    """Llama 4's router, and padding."""
+    moe = guild.MoE(16, 8, 4, 1, router="llama4", device=device, dtype=dtype_of(device))
+    x = torch.randn(6, 16, device=device).to(dtype_of(device)).requires_grad_()
+    mask = torch.arange(6, device=device) % 3 != 1
+    names = [name for name, _ in moe.named_parameters()]
+
+    def call(x: Tensor, *weights: Tensor) -> Tensor:
+        return torch.func.functional_call(moe, dict(zip(names, weights, strict=True)), (x, mask))
+
+    assert_same(call, (x, *moe.parameters()), "aot_eager")
 
 
 def test_other_numbers_of_tokens(device: str) -> None:

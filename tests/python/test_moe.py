@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import guild
-from reference import apply_activation
+from reference import apply_activation, restated, weights_of
 
 
 def plain(moe: guild.MoE, x: Tensor) -> Tensor:
@@ -18,15 +18,12 @@ def plain(moe: guild.MoE, x: Tensor) -> Tensor:
     p = {name: value.double() for name, value in moe.named_parameters()}
     flat = x.double().reshape(-1, moe.hidden)
     logits = flat @ p["router.weight"].t()
-    score = logits.softmax(1) if moe.routing.score == "softmax" else logits.sigmoid()
-    choice = score
-    if moe.routing.selection_bias:
-        choice = score + moe.router.selection_bias.double()
-    ids = choice.topk(moe.top_k, 1).indices
-    weights = score.gather(1, ids)
-    if moe.routing.renormalize:
-        weights = weights / weights.sum(1, keepdim=True)
-    weights = weights * moe.routing.scale
+    score, key = restated(moe.routing, logits, getattr(moe.router, "selection_bias", None))
+    ids = key.topk(moe.top_k, 1).indices
+    weights = weights_of(moe.routing, score, ids)
+    routed = flat
+    if moe.routing.applied_to == "input":
+        routed, weights = flat * weights, torch.ones_like(weights)
 
     def mlp(rows: Tensor, w_up: Tensor, w_down: Tensor, b_up: Tensor | None, b_down: Tensor | None):
         h = F.linear(rows, w_up, b_up)
@@ -37,7 +34,7 @@ def plain(moe: guild.MoE, x: Tensor) -> Tensor:
     for e in range(moe.experts):
         token, k = torch.nonzero(ids == e, as_tuple=True)
         biases = [p[name][e] if name in p else None for name in ("b_up", "b_down")]
-        rows = mlp(flat[token], p["w_up"][e], p["w_down"][e], *biases)
+        rows = mlp(routed[token], p["w_up"][e], p["w_down"][e], *biases)
         out = out.index_add(0, token, rows * weights[token, k][:, None])
     if moe.shared is not None:
         out = out + mlp(flat, p["shared.w_up"], p["shared.w_down"], None, None)
@@ -47,7 +44,8 @@ def plain(moe: guild.MoE, x: Tensor) -> Tensor:
 ROUTERS = {
     "default": guild.Router(),
     "plain_softmax": guild.Router(renormalize=False),
-    "deepseek": guild.Router(score="sigmoid", scale=2.5, selection_bias=True),
+    "deepseek": guild.Router("sigmoid", scale=2.5, selection_bias=True, groups=3, top_groups=2),
+    "llama4": guild.Router.named("llama4"),
 }
 
 
@@ -57,11 +55,12 @@ ROUTERS = {
 def test_against_plain_pytorch(router: str, activation: str, shared: int) -> None:
     """Output and every gradient in float64, for biases and shared experts too."""
     torch.manual_seed(0)
+    top_k = 1 if router == "llama4" else 2
     moe = guild.MoE(
         24,
         16,
         6,
-        2,
+        top_k,
         activation,
         bias=True,
         router=ROUTERS[router],
@@ -83,7 +82,7 @@ def test_against_plain_pytorch(router: str, activation: str, shared: int) -> Non
     for value, gradient in zip(got, truth, strict=True):
         torch.testing.assert_close(value, gradient, atol=1e-6, rtol=1e-6)
     ids = moe.expert_counts
-    assert ids.dtype == torch.int32 and ids.shape == (6,) and int(ids.sum()) == 70
+    assert ids.dtype == torch.int32 and ids.shape == (6,) and int(ids.sum()) == 35 * top_k
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])

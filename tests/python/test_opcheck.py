@@ -46,7 +46,7 @@ def wanting(*tensors: torch.Tensor | None) -> tuple:
 
 
 CALLS: dict[str, Callable[[Inputs], Arguments]] = {
-    "route": lambda i: (*wanting(i.logits), None, 2, 0, True, 1.0),
+    "route": lambda i: (*wanting(i.logits), None, i.logits[:, 0] > -1, 2, 1, True, 1.0, 2, 1),
     "route_backward": lambda i: (
         torch.randn_like(i.logits[:, :2]).contiguous(),
         i.logits,

@@ -163,6 +163,43 @@ VALUES: dict[str, Wrong] = {
         ValueError,
         "scale: expected a finite number, got inf",
     ),
+    "groups of no equal size": (
+        lambda r: guild.route(r.logits, 1, groups=3),
+        ValueError,
+        r"groups: expected a divisor of 4 \(experts\), got 3",
+    ),
+    "more groups than there are": (
+        lambda r: guild.Router(groups=2, top_groups=3),
+        ValueError,
+        "top_groups: expected 1 to 2, got 3",
+    ),
+    "groups too small": (
+        lambda r: guild.MoE(H, I, E, 3, router=guild.Router(groups=2)),
+        ValueError,
+        r"top_groups: expected groups of at least 3 experts \(top_k\), got 1 of 2",
+    ),
+    "input weighted by two": (
+        lambda r: guild.MoE(H, I, E, 2, router="llama4"),
+        ValueError,
+        "top_k: expected 1 where the router's weights are applied to the input, got 2",
+    ),
+    "unknown router": (
+        lambda r: guild.MoE(H, I, E, 2, router="switch"),
+        ValueError,
+        "router: expected 'softmax', .* or 'llama4', got 'switch'",
+    ),
+    "mask of numbers": (
+        lambda r: guild.route(r.logits, 1, token_mask=torch.ones(T, device=r.logits.device)),
+        TypeError,
+        "token_mask: expected dtype bool, got float32",
+    ),
+    "mask too short": (
+        lambda r: guild.MoE(H, I, E, 2, device=r.x.device, dtype=r.x.dtype)(
+            r.x, torch.ones(3, dtype=torch.bool, device=r.x.device)
+        ),
+        ValueError,
+        r"token_mask: expected shape \(6,\), got \(3,\)",
+    ),
     "accumulate into nothing": (
         lambda r: product(r, accumulate=True),
         ValueError,
