@@ -1,10 +1,12 @@
 // Sizes of the work buffers that callers provide.
 #include "compose.h"
+#include "shared/gemm_config.h"
 #include "shared/sorting.h"
+#include "shared/tiles.h"
 
 namespace guild {
 
-int64_t score_parts(Sizes const& sizes) { return (sizes.intermediate + 127) / 128; }
+int64_t score_parts(Sizes const& sizes) { return pieces(sizes.intermediate, kScoreColumns); }
 
 int64_t sort_workspace_bytes(int64_t tokens, int64_t experts, int64_t top_k) {
   Carver carver(nullptr);

@@ -19,7 +19,7 @@ ops = torch.ops.guild
 # Bits of `wanted` in moe_backward and experts_backward (src/torch/layer.cpp).
 WANT_X, WANT_SCORES, WANT_UP, WANT_DOWN, WANT_UP_BIAS, WANT_DOWN_BIAS = (1 << i for i in range(6))
 
-_SCORE_PART = 128  # columns of A whose <g, A> is one partial sum of dS (guild::score_parts)
+_SCORE_PART = 256  # columns of A whose <g, A> is one partial sum of dS (guild::score_parts)
 
 
 def score_dtype(dtype: torch.dtype) -> torch.dtype:

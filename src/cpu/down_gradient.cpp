@@ -10,7 +10,7 @@ namespace guild::cpu {
 namespace {
 
 // The columns of one partial sum of dS: blocks of kBlockColumns hold whole ones.
-constexpr int64_t kPartColumns = 128;
+constexpr int64_t kPartColumns = kScoreColumns;
 static_assert(kBlockColumns % kPartColumns == 0);
 
 // One row from its g on: gradients, A' and partial sums for the block's columns.

@@ -65,15 +65,16 @@ CUtensorMap tensor_map(void const* data, DType dtype, MapShape const& s, char co
   // Empty matrices get a map that nothing reads through.
   void* const base = data == nullptr ? reinterpret_cast<void*>(16) : const_cast<void*>(data);
   auto const extent = [](int64_t n) { return cuuint64_t(n > 0 ? n : 1); };
-  cuuint64_t const shape[] = {extent(s.x), extent(s.y), extent(s.z)};
-  cuuint64_t const strides[] = {cuuint64_t(2 * s.y_stride), cuuint64_t(2 * s.z_stride)};
-  cuuint32_t const box[] = {cuuint32_t(s.box_x), cuuint32_t(s.box_y), cuuint32_t(s.box_z)};
-  cuuint32_t const step[] = {1, 1, 1};
+  cuuint64_t const shape[] = {extent(s.x), extent(s.y), extent(s.z), extent(s.w)};
+  cuuint64_t const strides[] = {cuuint64_t(2 * s.y_stride), cuuint64_t(2 * s.z_stride),
+                                cuuint64_t(2 * s.w_stride)};
+  cuuint32_t const box[] = {cuuint32_t(s.box_x), cuuint32_t(s.box_y), cuuint32_t(s.box_z), 1};
+  cuuint32_t const step[] = {1, 1, 1, 1};
   auto const type =
       dtype == DType::float16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   CUtensorMap map;
   auto const try_encode = [&] {
-    return encode(&map, type, 3, base, shape, strides, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
+    return encode(&map, type, s.w > 0 ? 4 : 3, base, shape, strides, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
                   CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };

@@ -19,11 +19,9 @@ void launch_down_gradient(DownGradient const& x, Queue const& queue) {
   int64_t const width = s.intermediate * (alternate ? 2 : 1);
   typename Kernel::Params params{};
   params.work = {.groups = {x.routing.offsets + 1, int(s.experts), int(s.rows())},
-                 .tile_m = c.cluster_m(),
                  .tile_n = c.tile_n,
-                 .columns = int(s.intermediate),
-                 .inner = int(s.hidden),
-                 .band = kBand};
+                 .across = int(pieces(s.intermediate, c.tile_n)),
+                 .inner = int(s.hidden)};
   fill_rows<T, c>(params.load, x.dout, x.routing, s, "dout");
   ConstWeight const& w = x.w_down;
   CUtensorMap const map =
@@ -31,7 +29,7 @@ void launch_down_gradient(DownGradient const& x, Queue const& queue) {
                               major == Major::K ? w.in_stride : w.out_stride, "w_down");
   params.load.b = {{map, map}, false, INT32_MAX};
   auto& out = params.epilogue;
-  out.h = row_map<T>(x.h, s.rows(), width, halves, 64, "h");
+  out.h = row_map<T>(x.h, s.rows(), width, halves, c.tile_m, "h");
   out.dh = row_output<T>(x.dh, s.rows(), width, halves, "dh");
   out.a = row_output<T>(x.a_scaled, s.rows(), s.intermediate, 1, "a_scaled");
   out.score = static_cast<float const*>(x.routing.row_score);
@@ -56,7 +54,7 @@ void down_gradient(DownGradient const& x, Queue queue) {
   with_product(x.dtype, x.w_down.out_stride == 1 && x.w_down.in_stride != 1,
                x.routing.row_token != nullptr, [&]<class T, Major major, bool gathered> {
                  with_pairs(choose_pairs(x.sizes.rows(), int(x.sizes.experts)), [&](auto pairs) {
-                   launch_down_gradient<T, pairs.value ? kTurnsPair : kTurns, major, gathered>(
+                   launch_down_gradient<T, pairs.value ? kWidePair : kWide, major, gathered>(
                        x, queue);
                  });
                });

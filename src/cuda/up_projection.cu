@@ -17,11 +17,9 @@ void launch_up_projection(UpProjection const& x, GateUpView<ConstWeight> const& 
   int64_t const tile_n = halves ? c.tile_n / 2 : c.tile_n;
   typename Kernel::Params params{};
   params.work = {.groups = {x.routing.offsets + 1, int(s.experts), int(s.rows())},
-                 .tile_m = c.cluster_m(),
                  .tile_n = int(tile_n),
-                 .columns = int(columns),
-                 .inner = int(s.hidden),
-                 .band = kBand};
+                 .across = int(pieces(columns, tile_n)),
+                 .inner = int(s.hidden)};
   fill_rows<T, c>(params.load, x.x, x.routing, s, "x");
   auto const map = [&](ConstWeight const& w) {
     int64_t const stride = major == Major::K ? w.out_stride : w.in_stride;

@@ -17,6 +17,11 @@ struct Tile {
   int inner_row;  // ragged inner dimension: the first row of A and B to sum over
 };
 
+// How many pieces of `size` cover `length`.
+GUILD_HD constexpr int64_t pieces(int64_t length, int64_t size) {
+  return (length + size - 1) / size;
+}
+
 struct Groups {
   int32_t const* ends;  // (groups); null: every group has total / groups
   int groups, total;
@@ -44,12 +49,12 @@ GUILD_HD TilePlace place_in_bands(int index, int down, int across, int band) {
 // Groups split the rows of D. Tiles of one expert are consecutive.
 struct RowTiles {
   Groups groups;
-  int tile_m, tile_n, columns, inner, band;
+  int tile_n, across, inner;  // across: tiles side by side
+  int tile_m, band;
   int next_tile, stride;  // this block owns tiles next_tile, next_tile + stride, ...
   int expert = 0, begin = 0, tiles_before = 0;
 
   GUILD_HD bool next(Tile& tile) {
-    int const across = (columns + tile_n - 1) / tile_n;
     for (; expert < groups.groups; ++expert) {
       int const end = groups.end(expert, begin);
       int const rows = end - begin;
@@ -72,12 +77,12 @@ struct RowTiles {
 // Groups split the inner dimension; every expert has the same (rows x columns) output.
 struct InnerTiles {
   Groups groups;
-  int tile_m, tile_n, rows, columns, band;
+  int tile_n, rows, across;
+  int tile_m, band;
   int next_tile, stride;
   int expert = 0, begin = 0;
 
   GUILD_HD bool next(Tile& tile) {
-    int const across = (columns + tile_n - 1) / tile_n;
     int const down = (rows + tile_m - 1) / tile_m, per_expert = down * across;
     int const owner = next_tile / per_expert;
     if (owner >= groups.groups) return false;

@@ -123,10 +123,10 @@ TEST(RowTiles, CoverEveryElementOnce) {
       std::vector<int> hits(size_t(total) * columns);
       for (int block = 0; block < blocks; ++block) {
         RowTiles work{.groups = {ends.data(), groups, total},
-                      .tile_m = c.m,
                       .tile_n = c.n,
-                      .columns = columns,
+                      .across = int(pieces(columns, c.n)),
                       .inner = 64,
+                      .tile_m = c.m,
                       .band = band,
                       .next_tile = block,
                       .stride = blocks};
@@ -157,10 +157,10 @@ TEST(InnerTiles, GiveEveryGroupItsWholeOutputAndItsRows) {
     std::vector<int> hits(size_t(groups) * rows * columns);
     for (int block = 0; block < blocks; ++block) {
       InnerTiles work{.groups = {ends.data(), groups, total},
-                      .tile_m = c.m,
                       .tile_n = c.n,
                       .rows = rows,
-                      .columns = columns,
+                      .across = int(pieces(columns, c.n)),
+                      .tile_m = c.m,
                       .band = 8,
                       .next_tile = block,
                       .stride = blocks};

@@ -1,4 +1,4 @@
-// Moving bytes: TMA boxes of rank-3 maps, 16-byte cp.async, and 8x8 matrices between registers and
+// Moving bytes: TMA boxes of rank-3 and rank-4 maps, 16-byte cp.async, and 8x8 matrices between registers and
 // shared memory. PTX ISA, sections "cp.async.bulk.tensor", "cp.async" and "stmatrix".
 #pragma once
 #include <cuda.h>
@@ -37,6 +37,16 @@ __device__ inline void tma_store(CUtensorMap const& map, void const* from, Coord
       "r"(shared_address(from)), "r"(at.x), "r"(at.y), "r"(at.z)
       : "memory");
 }
+struct RowCoordinate {
+  int x, half, r, row;
+};
+__device__ inline void tma_store(CUtensorMap const& map, void const* from, RowCoordinate at) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(
+          &map),
+      "r"(shared_address(from)), "r"(at.x), "r"(at.half), "r"(at.r), "r"(at.row)
+      : "memory");
+}
 __device__ inline void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;"); }
 
 // Waits until at most `pending` of this thread's store groups still read shared memory.
@@ -56,7 +66,7 @@ __device__ inline uint32_t chunk_address(uint32_t box, int row, int chunk) {
 
 // Copies 16 bytes to shared memory, or zeros where `valid` is false: `from` is not read then.
 __device__ inline void copy_async(uint32_t to, void const* from, bool valid) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                "r"(valid ? 16 : 0)
                : "memory");
 }

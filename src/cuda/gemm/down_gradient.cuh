@@ -2,17 +2,18 @@
 //
 //   dH = d activation(s g, H),  A' = s A,  and over the tile's columns the partial sum <g, A> = dS
 //
-// H is fetched by TMA while the products run (begin) and replaced by dH where it lies, box by box.
-// SonicMoE, arXiv:2512.14080, section 3.2.
+// H comes through the ring of stages, 64 columns of the tile at a time, and is replaced by dH where
+// it lies. SonicMoE, arXiv:2512.14080, section 3.2.
 #pragma once
 #include "outputs.cuh"
+#include "shared/gemm_config.h"
 #include "shared/tiles.h"
 
 namespace guild::cuda {
 
 template <class T>
 struct DownGradientEpilogue {
-  CUtensorMap h;       // as dh.map
+  CUtensorMap h;       // (columns, halves, rows), boxes of 64 x 1 x 128
   RowOutput<T> dh;     // columns = I in two halves, 2I interleaved, or I
   RowOutput<T> a;      // A', columns = I; absent where not wanted
   float const* score;  // (R); null: 1
@@ -21,149 +22,156 @@ struct DownGradientEpilogue {
   Activation activation;
   Pairing pairing;
 
-  struct Storage {
-    alignas(1024) char h[4][kBlockBytes];  // gate, gate, up, up; or 4 x 32 pairs; or 2 boxes
-    StoreBoxes out;
-    Barrier loaded;
-  };
+  static constexpr bool kReads = true;
+  static constexpr int kBoxBytes = 2 * kBlockBytes;  // 64 columns, 128 rows: both consumers'
+
+  using Storage = StoreBoxes;
   struct State {
-    Storage& storage;
     StoreRing ring;
-    uint32_t phase = 0;
-    __device__ State(Storage& s) : storage(s), ring(s.out) {}
-  };
-  static __device__ void init(Storage& s) { s.loaded.init(1); }
-
-  // A pair of rows (r and r + 8) that a thread holds.
-  struct RowPair {
-    float scale[2];
-    float dot[2] = {0, 0};
+    float scale[2], dot[2];  // of the rows r and r + 8 that a thread holds
+    __device__ explicit State(Storage& s) : ring(s) {}
   };
 
-  __device__ void begin(State& state, Tile const& tile, int thread) const {
-    if (thread != 0) return;
-    tma_store_wait<0>();  // dH of the previous tile has left the boxes
-    bool const gated = pairing != Pairing::none;
-    state.storage.loaded.arrive_expect((gated ? 4 : 2) * kBlockBytes);
-    for (int i = 0; i < (gated ? 4 : 2); ++i) {
-      tma_load(h, state.storage.h[i], place(tile, i), state.storage.loaded);
-    }
+  // How many times 64 columns the tile has.
+  __device__ int units(Tile const& tile) const {
+    return min((columns() - tile.col + 63) / 64, kScoreColumns / 64);
   }
 
-  template <int n>
-  __device__ void store(float (&acc)[n / 2], State& state, Tile const& tile, int thread) const {
-    static_assert(n == 128, "the boxes of Storage hold 128 columns");
-    RowPair rows;
+  // Producer: H of 64 columns of the tile, as gate, up; or 32 pairs, 32 pairs; or one box.
+  __device__ void load(Tile const& tile, int unit, char* to, Barrier& full) const {
+    full.arrive_expect(boxes() * kBoxBytes);
+    for (int i = 0; i < boxes(); ++i) tma_load(h, to + i * kBoxBytes, place(tile, unit, i), full);
+  }
+
+  __device__ void begin(State& state, Tile const& tile, int thread) const {
 #pragma unroll
     for (int below = 0; below < 2; ++below) {
       int const r = fragment_row(thread) + 8 * below;
-      rows.scale[below] = score != nullptr && r < tile.rows ? score[tile.row + r] : 1.f;
+      state.scale[below] = score != nullptr && r < tile.rows ? score[tile.row + r] : 1.f;
+      state.dot[below] = 0;
     }
-    state.storage.loaded.wait(state.phase);
-    state.phase ^= 1;
-    with_family(activation, [&](auto family) {
-      if (pairing == Pairing::alternate) {
-        differentiate_alternate<family.value>(acc, rows, state.storage, thread);
-      } else {
-        differentiate_halves<family.value>(acc, rows, state.storage, thread);
+  }
+
+  // All stores of a unit are one group.
+  __device__ void store_unit(float* g, char* stage, State& state, Tile const& tile, int unit,
+                             int thread) const {
+    char* const box = state.ring.template acquire<1>(thread);
+    differentiate(g, stage, state, columns() - tile.col - 64 * unit, thread);
+    if (a.present) fragment_to_box<T>(shared_address(box), g, thread);
+    fence_async_proxy();
+    warpgroup_barrier();
+    if (thread != 0) return;
+    for (int i = 0; i < boxes(); ++i) {
+      Coordinate const at = place(tile, unit, i);
+      tma_store(dh.map, stage + i * kBoxBytes, clipped_box(at.x, at.y, at.z, tile.rows));
+    }
+    if (a.present) {
+      tma_store(a.map, box, clipped_box(tile.col + 64 * unit, 0, tile.row, tile.rows));
+    }
+    tma_store_commit();
+  }
+
+  // Sums over the four threads that share a row, in a fixed order, and stores the tile's part.
+  __device__ void finish(State const& state, Tile const& tile, int thread) const {
+    if (parts == nullptr) return;
+#pragma unroll
+    for (int below = 0; below < 2; ++below) {
+      float dot = state.dot[below];
+      dot += __shfl_xor_sync(~0u, dot, 1);
+      dot += __shfl_xor_sync(~0u, dot, 2);
+      int const r = fragment_row(thread) + 8 * below;
+      if (thread % 4 == 0 && r < tile.rows) {
+        parts[int64_t(tile.row + r) * part_count + tile.col / kScoreColumns] = dot;
       }
-    });
-    int const boxes = pairing == Pairing::none ? 2 : 4;
-    for (int i = 0; i < boxes; ++i) {
-      Coordinate const at = place(tile, i);
-      if (at.x < dh.columns) {
-        store_box(dh, state.storage.h[i], tile.row, at.x, at.y, tile.rows, thread);
-      }
     }
-    if (parts != nullptr) store_dot(rows, tile, thread);
-    if (a.data != nullptr) {
-      // Since a box of A' was last stored, the other one was and two of dH at least.
-      store_rows<T, n, 3>(a, state.ring, acc, tile.row, tile.col, 0, tile.rows, thread);
-    }
-    if (tile.rows < 64) warpgroup_barrier();  // boxes are read by all; begin() overwrites them
   }
 
  private:
-  // Where box i of the tile lies in H: (column, half, row).
-  __device__ Coordinate place(Tile const& tile, int i) const {
-    if (pairing == Pairing::alternate) return {2 * tile.col + 64 * i, 0, tile.row};
-    return {tile.col + i % 2 * 64, i / 2, tile.row};
+  __device__ int columns() const { return dh.columns >> int(pairing == Pairing::alternate); }
+  __device__ int boxes() const { return pairing == Pairing::none ? 1 : 2; }
+
+  // Where box i of a unit lies in H: (column, half, row).
+  __device__ Coordinate place(Tile const& tile, int unit, int i) const {
+    int const col = tile.col + 64 * unit;
+    if (pairing == Pairing::halves) return {col, i, tile.row};
+    return {(pairing == Pairing::alternate ? 2 * col : col) + 64 * i, 0, tile.row};
+  }
+
+  // 64 columns of g, in place to those of A'; H in the boxes to dH. The way out every 16 columns,
+  // of which `left` are left, keeps the compiler from starting all at once: registers are short.
+  __device__ void differentiate(float* g, char* boxes, State& rows, int left, int thread) const {
+    with_family(activation, [&](auto family) {
+      if (pairing == Pairing::alternate) {
+        pairs<family.value>(with_gate(activation, true), g, boxes, rows, left, thread);
+      } else if (pairing == Pairing::halves) {
+        halves<family.value>(with_gate(activation, true), g, boxes, rows, left, thread);
+      } else {
+        halves<family.value>(with_gate(activation, false), g, boxes, rows, left, thread);
+      }
+    });
   }
 
   template <Family family>
-  __device__ void differentiate(RowPair& rows, int below, float& g, float& gate, float& up) const {
+  static __device__ void at_element(Activation const& act, State& rows, int below, float& g,
+                                    float& gate, float& up) {
     float const s = rows.scale[below];
-    auto const d = activate_gradient<family>(activation, gate, up, s * g);
+    auto const d = activate_gradient<family>(act, gate, up, s * g);
     rows.dot[below] += g * d.a;
     g = s * d.a;
     gate = d.dgate;
     up = d.dup;
   }
 
-  // Gate in boxes 0 and 1, up in 2 and 3 (left alone without a gate).
+  // Gate in the first box, up in the second (none without a gate).
   template <Family family>
-  __device__ void differentiate_halves(float (&acc)[64], RowPair& rows, Storage& s,
-                                       int thread) const {
-    int const row = thread / 32 * 16 + thread % 16;
-    bool const gated = pairing != Pairing::none;
+  static __device__ __forceinline__ void halves(Activation const& act, float* g, char* boxes,
+                                                State& rows, int left, int thread) {
+    uint32_t const first =
+        chunk_address(shared_address(boxes), thread / 32 * 16 + thread % 16, thread % 32 / 16);
 #pragma unroll
-    for (int block = 0; block < 16; block += 2) {
-      int const chunk = block % 8 + thread % 32 / 16;
-      uint32_t const gate_at = chunk_address(shared_address(s.h[block / 8]), row, chunk);
-      uint32_t const up_at = chunk_address(shared_address(s.h[2 + block / 8]), row, chunk);
+    for (int block = 0; block < 8; block += 2) {
+      if (8 * block >= left) break;
+      uint32_t const gate_at = first ^ (16 * block), up_at = gate_at + kBoxBytes;
       uint32_t gate[4], up[4] = {0, 0, 0, 0};
       load_matrices(gate_at, gate[0], gate[1], gate[2], gate[3]);
-      if (gated) load_matrices(up_at, up[0], up[1], up[2], up[3]);
+      if (act.gated) load_matrices(up_at, up[0], up[1], up[2], up[3]);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float2 x = unpack<T>(gate[i]), u = unpack<T>(up[i]);
-        float* const g = acc + 4 * block + 2 * i;
-        differentiate<family>(rows, i % 2, g[0], x.x, u.x);
-        differentiate<family>(rows, i % 2, g[1], x.y, u.y);
+        float* const v = g + 4 * block + 2 * i;
+        at_element<family>(act, rows, i % 2, v[0], x.x, u.x);
+        at_element<family>(act, rows, i % 2, v[1], x.y, u.y);
         gate[i] = pack<T>(x.x, x.y);
         up[i] = pack<T>(u.x, u.y);
       }
       store_matrices(gate_at, gate[0], gate[1], gate[2], gate[3]);
-      if (gated) store_matrices(up_at, up[0], up[1], up[2], up[3]);
+      if (act.gated) store_matrices(up_at, up[0], up[1], up[2], up[3]);
     }
   }
 
   // Columns 2c and 2c + 1 of H are gate and up of column c: a thread's two neighbours of g need 8
   // bytes in a row.
   template <Family family>
-  __device__ void differentiate_alternate(float (&acc)[64], RowPair& rows, Storage& s,
-                                          int thread) const {
+  static __device__ __forceinline__ void pairs(Activation const& act, float* g, char* boxes,
+                                               State& rows, int left, int thread) {
+    int const column = 2 * fragment_column(thread);
+    uint32_t const start =
+        chunk_address(shared_address(boxes), fragment_row(thread), column / 8) + column % 8 * 2;
 #pragma unroll
-    for (int block = 0; block < 16; ++block) {
-      uint32_t const box = shared_address(s.h[block / 4]);
+    for (int block = 0; block < 8; ++block) {
+      if (8 * block >= left) break;
 #pragma unroll
       for (int below = 0; below < 2; ++below) {
-        int const column = block % 4 * 16 + 2 * fragment_column(thread);
-        uint32_t const at =
-            chunk_address(box, fragment_row(thread) + 8 * below, column / 8) + column % 8 * 2;
+        uint32_t const at = (start ^ (block % 4 * 32)) + block / 4 * kBoxBytes + below * 1024;
         uint32_t first, second;
         asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(first), "=r"(second) : "r"(at));
         float2 x = unpack<T>(first), y = unpack<T>(second);  // (gate, up) of two columns
-        float* const g = acc + 4 * block + 2 * below;
-        differentiate<family>(rows, below, g[0], x.x, x.y);
-        differentiate<family>(rows, below, g[1], y.x, y.y);
+        float* const v = g + 4 * block + 2 * below;
+        at_element<family>(act, rows, below, v[0], x.x, x.y);
+        at_element<family>(act, rows, below, v[1], y.x, y.y);
         asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at), "r"(pack<T>(x.x, x.y)),
                      "r"(pack<T>(y.x, y.y))
                      : "memory");
-      }
-    }
-  }
-
-  // Sums over the four threads that share a row, in a fixed order, and stores the tile's part.
-  __device__ void store_dot(RowPair const& rows, Tile const& tile, int thread) const {
-#pragma unroll
-    for (int below = 0; below < 2; ++below) {
-      float dot = rows.dot[below];
-      dot += __shfl_xor_sync(~0u, dot, 1);
-      dot += __shfl_xor_sync(~0u, dot, 2);
-      int const r = fragment_row(thread) + 8 * below;
-      if (thread % 4 == 0 && r < tile.rows) {
-        parts[int64_t(tile.row + r) * part_count + tile.col / 128] = dot;
       }
     }
   }

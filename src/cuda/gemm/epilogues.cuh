@@ -17,7 +17,7 @@ struct StoreRows {
 
   using Storage = StoreBoxes;
   using State = StoreRing;
-  static __device__ void init(Storage&) {}
+  static constexpr bool kReads = false;
   __device__ void begin(State&, Tile const&, int) const {}
 
   template <int n>
@@ -43,7 +43,7 @@ struct StoreExpert {
 
   using Storage = StoreBoxes;
   using State = StoreRing;
-  static __device__ void init(Storage&) {}
+  static constexpr bool kReads = false;
   __device__ void begin(State&, Tile const&, int) const {}
 
   template <int n>
@@ -65,7 +65,7 @@ struct StoreExpert {
       warpgroup_barrier();
       if (thread != 0) continue;
       int const x = transposed ? tile.row : tile.col + c, y = transposed ? tile.col + c : tile.row;
-      tma_store(map, box, {x, y, tile.expert});
+      tma_store(map, box, Coordinate{x, y, tile.expert});
       tma_store_commit();
     }
   }
@@ -82,64 +82,106 @@ struct Activate {
 
   using Storage = StoreBoxes;
   using State = StoreRing;
-  static __device__ void init(Storage&) {}
+  static constexpr bool kReads = false;
   __device__ void begin(State&, Tile const&, int) const {}
 
+  // Box by box of A, in one copy of the code at which the accumulators pass by: unrolled it would
+  // outgrow the instruction cache.
   template <int n>
   __device__ void store(float (&acc)[n / 2], State& ring, Tile const& tile, int thread) const {
+    add_biases<n>(acc, tile, thread);
+    auto const store_box_of = [&](RowOutput<T> const& out, float* value, int col, int half) {
+      if (!out.present) return;
+      store_rows<T, 64>(out, ring, value, tile.row, col, half, tile.rows, thread);
+    };
     if (pairing == Pairing::halves) {
-      if (bias.data != nullptr) {
-        T const* const b = bias.of(tile.expert);
-        add_bias<T, n / 2>(acc, b, tile.col, a.columns, thread);
-        add_bias<T, n / 2>(acc + n / 4, b + a.columns, tile.col, a.columns, thread);
+      int const end = min(n / 2, a.columns - tile.col);
+#pragma unroll 1
+      for (int c = 0; c < end; c += 64) {
+        store_box_of(h, acc, tile.col + c, 0);
+        store_box_of(h, acc + n / 4, tile.col + c, 1);
+        activate_halves(acc, acc + n / 4, end - c);
+        store_box_of(a, acc, tile.col + c, 0);
+        pass<n / 4 - 32>(acc, 32);
+        pass<n / 4 - 32>(acc + n / 4, 32);
       }
-      if (h.data != nullptr) {
-        store_rows<T, n / 2>(h, ring, acc, tile.row, tile.col, 0, tile.rows, thread);
-        store_rows<T, n / 2>(h, ring, acc + n / 4, tile.row, tile.col, 1, tile.rows, thread);
+    } else if (pairing == Pairing::alternate) {
+      int const end = min(n, 2 * a.columns - tile.col);
+#pragma unroll 1
+      for (int c = 0; c < end; c += 128) {
+        store_box_of(h, acc, tile.col + c, 0);
+        store_box_of(h, acc + 32, tile.col + c + 64, 0);
+        activate_neighbours(acc, end - c, thread);
+        store_box_of(a, acc, (tile.col + c) / 2, 0);
+        pass<n / 2 - 64>(acc, 64);
       }
-      with_family(activation, [&](auto family) {
-#pragma unroll
-        for (int i = 0; i < n / 4; ++i) {
-          acc[i] = activate<family.value>(activation, acc[i], acc[i + n / 4]);
-        }
-      });
-      store_rows<T, n / 2>(a, ring, acc, tile.row, tile.col, 0, tile.rows, thread);
-      return;
-    }
-    int const columns = pairing == Pairing::alternate ? 2 * a.columns : a.columns;
-    if (bias.data != nullptr) {
-      add_bias<T, n>(acc, bias.of(tile.expert), tile.col, columns, thread);
-    }
-    if (h.data != nullptr) {
-      store_rows<T, n>(h, ring, acc, tile.row, tile.col, 0, tile.rows, thread);
-    }
-    if (pairing == Pairing::alternate) {
-      activate_neighbours<n>(acc, thread);
-      store_rows<T, n / 2>(a, ring, acc, tile.row, tile.col / 2, 0, tile.rows, thread);
     } else {
-      with_family(activation, [&](auto family) {
-#pragma unroll
-        for (float& x : acc) x = activate<family.value>(activation, x, 0.f);
-      });
-      store_rows<T, n>(a, ring, acc, tile.row, tile.col, 0, tile.rows, thread);
+      int const end = min(n, a.columns - tile.col);
+#pragma unroll 1
+      for (int c = 0; c < end; c += 64) {
+        store_box_of(h, acc, tile.col + c, 0);
+        activate_alone(acc, end - c);
+        store_box_of(a, acc, tile.col + c, 0);
+        pass<n / 2 - 32>(acc, 32);
+      }
     }
   }
 
  private:
-  // n columns of gate, up pairs to n / 2 columns of A, in place. Two blocks of 8 columns give one:
-  // a thread has its columns q and 4 + q (q = thread % 4) and wants 2q and 2q + 1.
   template <int n>
-  __device__ void activate_neighbours(float (&acc)[n / 2], int thread) const {
-    int const q = thread % 4, from = thread % 32 / 4 * 4 + 2 * q % 4;
-    with_family(activation, [&](auto family) {
+  __device__ void add_biases(float (&acc)[n / 2], Tile const& tile, int thread) const {
+    if (bias.data == nullptr) return;
+    T const* const b = bias.of(tile.expert);
+    if (pairing == Pairing::halves) {
+      add_bias<T, n / 2>(acc, b, tile.col, a.columns, thread);
+      add_bias<T, n / 2>(acc + n / 4, b + a.columns, tile.col, a.columns, thread);
+    } else {
+      int const columns = pairing == Pairing::alternate ? 2 * a.columns : a.columns;
+      add_bias<T, n>(acc, b, tile.col, columns, thread);
+    }
+  }
+
+  template <int count>
+  static __device__ void pass(float* acc, int steps) {
 #pragma unroll
-      for (int block = 0; block < n / 16; ++block) {
+    for (int i = 0; i < count; ++i) acc[i] = acc[i + steps];
+  }
+
+  // `left` columns of gate and of up, 64 at most, to those of A in gate's place. The way out every 16
+  // columns keeps the compiler from starting all at once: it has no registers for that.
+  __device__ void activate_halves(float* gate, float const* up, int left) const {
+    with_family(activation, [&, act = with_gate(activation, true)](auto family) {
+#pragma unroll
+      for (int i = 0; i < 32; ++i) {
+        if (i % 8 == 0 && 2 * i >= left) break;
+        gate[i] = activate<family.value>(act, gate[i], up[i]);
+      }
+    });
+  }
+  __device__ void activate_alone(float* value, int left) const {
+    with_family(activation, [&, act = with_gate(activation, false)](auto family) {
+#pragma unroll
+      for (int i = 0; i < 32; ++i) {
+        if (i % 8 == 0 && 2 * i >= left) break;
+        value[i] = activate<family.value>(act, value[i], 0.f);
+      }
+    });
+  }
+
+  // `left` columns of gate, up pairs, 128 at most, to half as many of A, in place. Two blocks of 8 columns give one: a
+  // thread has its columns q and 4 + q (q = thread % 4) and wants 2q and 2q + 1.
+  __device__ void activate_neighbours(float* pairs, int left, int thread) const {
+    int const q = thread % 4, from = thread % 32 / 4 * 4 + 2 * q % 4;
+    with_family(activation, [&, act = with_gate(activation, true)](auto family) {
+#pragma unroll
+      for (int block = 0; block < 8; ++block) {
+        if (16 * block >= left) break;
         float result[4];
 #pragma unroll
         for (int below = 0; below < 2; ++below) {
-          float const* v = acc + 8 * block + 2 * below;
-          float const low = activate<family.value>(activation, v[0], v[1]);
-          float const high = activate<family.value>(activation, v[4], v[5]);
+          float const* v = pairs + 8 * block + 2 * below;
+          float const low = activate<family.value>(act, v[0], v[1]);
+          float const high = activate<family.value>(act, v[4], v[5]);
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             float const x = __shfl_sync(~0u, low, from + i), y = __shfl_sync(~0u, high, from + i);
@@ -147,7 +189,7 @@ struct Activate {
           }
         }
 #pragma unroll
-        for (int i = 0; i < 4; ++i) acc[4 * block + i] = result[i];
+        for (int i = 0; i < 4; ++i) pairs[4 * block + i] = result[i];
       }
     });
   }

@@ -44,12 +44,13 @@ __device__ inline void warpgroup_barrier() { named_barrier(1 + threadIdx.x / 128
 // Writes 64 columns of a fragment to a box, rows of D as rows of the box.
 template <class T>
 __device__ inline void fragment_to_box(uint32_t box, float const* value, int thread) {
-  int const row = thread / 32 * 16 + thread % 16;
+  uint32_t const first =
+      chunk_address(box, thread / 32 * 16 + thread % 16, thread % 32 / 16);
 #pragma unroll
   for (int block = 0; block < 8; block += 2) {
     float const* v = value + block * 4;
-    store_matrices(chunk_address(box, row, block + thread % 32 / 16), pack<T>(v[0], v[1]),
-                   pack<T>(v[2], v[3]), pack<T>(v[4], v[5]), pack<T>(v[6], v[7]));
+    store_matrices(first ^ (16 * block), pack<T>(v[0], v[1]), pack<T>(v[2], v[3]),
+                   pack<T>(v[4], v[5]), pack<T>(v[6], v[7]));
   }
 }
 
@@ -89,38 +90,19 @@ struct StoreRing {
   }
 };
 
-// Rows of a matrix that tiles are stored to. The map sees (halves, columns) a row, so that a box
-// that sticks out of a half is clipped; ragged tails leave through ordinary stores.
+// Rows of a matrix that boxes of 64 x 64 are stored to, clipped to the rows that are the tile's own
+// and to the columns that exist. The map sees element (x, half, r, row) at row r + row - 64: a box
+// whose valid rows are its last before r = 64 leaves the others out of bounds.
 template <class T>
 struct RowOutput {
-  CUtensorMap map;  // (columns, halves, rows), boxes of 64 x 1 x 64
-  T* data;          // null: absent
-  int64_t stride;   // elements from row to row
-  int columns;      // of one half
+  CUtensorMap map;  // (columns, halves, 64, rows + 64), boxes of 64 x 1 x 64 x 1
+  bool present;
+  int columns;  // of one half
 };
 
-// Stores the box as rows row .. row + 63 (valid of them), columns col .. col + 63 of `half`.
-template <class T>
-__device__ inline void store_box(RowOutput<T> const& out, char const* box, int row, int col,
-                                 int half, int valid, int thread) {
-  fence_async_proxy();
-  warpgroup_barrier();
-  if (thread == 0) {
-    if (valid == 64) tma_store(out.map, box, {col, half, row});
-    tma_store_commit();  // empty when ragged, so that groups still count boxes
-  }
-  if (valid == 64) return;
-  uint32_t const base = shared_address(box);
-  for (int i = thread; i < valid * 8; i += 128) {
-    int const r = i / 8, chunk = i % 8;
-    if (col + chunk * 8 >= out.columns) continue;
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "r"(chunk_address(base, r, chunk)));
-    T* const to = out.data + (row + r) * out.stride + int64_t(half) * out.columns + col + chunk * 8;
-    *reinterpret_cast<uint4*>(to) = v;
-  }
+// The box of rows row .. row + valid - 1, columns col .. col + 63 of `half`.
+__device__ inline RowCoordinate clipped_box(int col, int half, int row, int valid) {
+  return {col, half, 64 - valid, row + valid};
 }
 
 // Stores 64 x count values of a fragment through the ring.
@@ -132,7 +114,11 @@ __device__ inline void store_rows(RowOutput<T> const& out, StoreRing& ring, floa
     if (col + c >= out.columns) break;
     char* const box = ring.acquire<since>(thread);
     fragment_to_box<T>(shared_address(box), value + c / 2, thread);
-    store_box(out, box, row, col + c, half, valid, thread);
+    fence_async_proxy();
+    warpgroup_barrier();
+    if (thread != 0) continue;
+    tma_store(out.map, box, clipped_box(col + c, half, row, valid));
+    tma_store_commit();
   }
 }
 

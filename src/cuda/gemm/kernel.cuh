@@ -2,7 +2,9 @@
 //
 //   warpgroup 0      producer: fills a ring of stages, 64 deep each (loaders.cuh)
 //   warpgroups 1..   consumers: wgmma into registers, then the epilogue, 64 rows of the tile each
-//                    ("cooperative") or whole tiles in turns ("ping-pong")
+//
+// An epilogue that reads a matrix of its own gets it through the same ring, 64 columns of the tile
+// a stage, behind the tile's last products: it needs no memory besides and is asked for in time.
 //
 // The blocks of a cluster work on row tiles of one group that are neighbours and bring each other a
 // share of B: a stage is filled for all of them, and free when the consumers of all have read it.
@@ -33,9 +35,6 @@ struct GroupedProduct {
     typename Epilogue::Storage epilogue[C.consumers];
     Barrier full[C.stages];   // Loader::kArrivals, and the bytes of TMA
     Barrier empty[C.stages];  // one arrival per consumer warp of the cluster that reads the stage
-    // In turns: consumer g may sum once turn[g] has been arrived at, by the other when it has taken
-    // its last stage; ahead of that it would take a phase of a stage for the one after next.
-    Barrier turn[C.consumers];
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024, "too many stages for shared memory");
 
@@ -45,14 +44,12 @@ struct GroupedProduct {
     __device__ void advance() {
       if (++stage == C.stages) stage = 0, phase ^= 1;
     }
-    __device__ void skip(int steps) {
-      phase ^= (stage + steps) / C.stages & 1;
-      stage = (stage + steps) % C.stages;
-    }
   };
 
   static __device__ Work tiles(Params const& p) {
     Work work = p.work;
+    work.tile_m = C.cluster_m();  // constants, so that the walk divides by shifting
+    work.band = kBand;
     work.next_tile = blockIdx.x / C.cluster;
     work.stride = gridDim.x / C.cluster;
     return work;
@@ -89,11 +86,18 @@ struct GroupedProduct {
         smem.empty[at.stage].wait(at.phase ^ 1);
         loader.load(tile, step, smem.a[at.stage], smem.b[at.stage], smem.full[at.stage]);
       }
+      if constexpr (Epilogue::kReads) {
+        for (int unit = 0; unit < p.epilogue.units(tile); ++unit, at.advance()) {
+          smem.empty[at.stage].wait(at.phase ^ 1);
+          Barrier& full = smem.full[at.stage];
+          if (thread == 0) p.epilogue.load(tile, unit, smem.b[at.stage], full);
+          if constexpr (Loader::kThreads > 1) full.arrive_when_copied();
+        }
+      }
     }
   }
 
-  static constexpr int kParts = C.parts();
-  using Accumulator = float[kParts][C.tile_n / 2];
+  using Accumulator = float[C.tile_n / 2];
 
   // One stage's products; they run on while this returns.
   static __device__ void multiply(Accumulator& acc, char* a, char* b, bool accumulate) {
@@ -104,12 +108,8 @@ struct GroupedProduct {
     wgmma_fence();
 #pragma unroll
     for (int slice = 0; slice < C.tile_k / 16; ++slice) {
-#pragma unroll
-      for (int part = 0; part < kParts; ++part) {
-        mma_slice<Element, C.tile_n, Loader::kMajorA, Loader::kMajorB>(
-            acc[part], desc_a + slice * step_a + part * (kBlockBytes / 16), desc_b + slice * step_b,
-            accumulate || slice > 0);
-      }
+      mma_slice<Element, C.tile_n, Loader::kMajorA, Loader::kMajorB>(
+          acc, desc_a + slice * step_a, desc_b + slice * step_b, accumulate || slice > 0);
     }
     wgmma_commit();
   }
@@ -117,66 +117,74 @@ struct GroupedProduct {
   // Sums the tile over its steps, freeing each stage once the next one's products are under way.
   static __device__ void sum(Accumulator& acc, Cursor& at, Tile const& tile, SharedStorage& smem,
                              int thread) {
-    int const group = thread / 128, first_block = C.in_turns ? 0 : group;
     int last = at.stage;  // the stage whose products may still run
     for (int step = 0; step < steps(tile); ++step, at.advance()) {
+      // What cp.async wrote needs no proxy fence after this, as in CUTLASS's own such main loop. A
+      // fence would wait for the arrival below at the other block: 150 to 350 cycles a step.
       smem.full[at.stage].wait(at.phase);
-#pragma unroll
-      for (auto& part : acc) fence_registers(part);
-      multiply(acc, smem.a[at.stage] + first_block * kBlockBytes, smem.b[at.stage], step > 0);
+      fence_registers(acc);
+      multiply(acc, smem.a[at.stage] + thread / 128 * kBlockBytes, smem.b[at.stage], step > 0);
       if (step > 0) {
         wgmma_wait<1>();
         if (thread % 32 == 0) release(smem.empty[last]);
       }
       last = at.stage;
     }
-    if (C.in_turns && thread % 128 == 0) smem.turn[(group + 1) % C.consumers].arrive();
     wgmma_wait<0>();
-#pragma unroll
-    for (auto& part : acc) fence_registers(part);
+    fence_registers(acc);
     if (tile.inner > 0 && thread % 32 == 0) release(smem.empty[last]);
   }
 
-  // 64 rows of the tile, from block `block` of 64 rows on.
-  static __device__ Tile rows_of(Tile tile, int block) {
-    tile.row += 64 * block;
-    tile.rows = min(tile.rows - 64 * block, 64);
-    return tile;
+  // The epilogue, fed by the ring. Stage by stage: wait, turn 64 columns into results, store. Warp
+  // 0, whose first thread stores from the stage, frees it when the next one's stores are under way.
+  // One copy of the code, at which the accumulators pass by: unrolled it would outgrow the
+  // instruction cache.
+  static __device__ void finish(Params const& p, Accumulator& acc, Cursor& at, Tile const& part,
+                                typename Epilogue::State& state, SharedStorage& smem, int thread) {
+    int const group = thread / 128, units = p.epilogue.units(part);
+    bool const stores = thread % 128 == 0, signals = thread % 32 == 0;
+    int last = at.stage;
+#pragma unroll 1
+    for (int unit = 0; unit < units; ++unit, at.advance()) {
+      smem.full[at.stage].wait(at.phase);
+      char* const stage = smem.b[at.stage] + group * kBlockBytes;
+      if (part.rows > 0) p.epilogue.store_unit(acc, stage, state, part, unit, thread % 128);
+#pragma unroll
+      for (int i = 0; i + 32 < C.tile_n / 2; ++i) acc[i] = acc[i + 32];
+      if (signals && !stores) release(smem.empty[at.stage]);
+      if (stores && unit > 0) {
+        tma_store_wait<1>();
+        release(smem.empty[last]);
+      }
+      last = at.stage;
+    }
+    if (stores && units > 0) {
+      tma_store_wait<0>();
+      release(smem.empty[last]);
+    }
+    if (part.rows > 0) p.epilogue.finish(state, part, thread % 128);
   }
 
   static __device__ void consume(Params const& p, SharedStorage& smem, int thread) {
-    int const group = thread / 128, first_block = C.in_turns ? 0 : group;
+    int const group = thread / 128;
     Accumulator acc;
     typename Epilogue::State state(smem.epilogue[group]);
     Cursor at;
     auto work = tiles(p);
-    Tile tile;
-    for (int turn = 0; next(work, tile); ++turn) {
-      if (C.in_turns && turn % C.consumers != group) {
-        at.skip(steps(tile));
-        continue;
-      }
-      Tile part = rows_of(tile, first_block);
+    for (Tile tile; next(work, tile);) {
+      Tile part = tile;  // this warpgroup's 64 rows
+      part.row += 64 * group;
+      part.rows = min(tile.rows - 64 * group, 64);
       if (part.rows > 0) p.epilogue.begin(state, part, thread % 128);
       if (tile.inner == 0) {
 #pragma unroll
-        for (int i = 0; i < kParts * C.tile_n / 2; ++i) {
-          acc[i / (C.tile_n / 2)][i % (C.tile_n / 2)] = 0;
-        }
-      }
-      if constexpr (C.in_turns) {
-        smem.turn[group].wait(((turn / C.consumers + 1) ^ group) & 1);
+        for (float& x : acc) x = 0;
       }
       sum(acc, at, tile, smem, thread);
-#pragma unroll 1
-      for (int i = 0; i < kParts; ++i) {  // one copy of the epilogue: the next part moves up
-        part = rows_of(tile, first_block + i);
-        if (part.rows > 0) {
-          if (i > 0) p.epilogue.begin(state, part, thread % 128);
-          p.epilogue.template store<C.tile_n>(acc[0], state, part, thread % 128);
-        }
-#pragma unroll
-        for (int j = 0; j < C.tile_n / 2; ++j) acc[0][j] = acc[kParts - 1][j];
+      if constexpr (Epilogue::kReads) {
+        finish(p, acc, at, part, state, smem, thread);
+      } else if (part.rows > 0) {
+        p.epilogue.template store<C.tile_n>(acc, state, part, thread % 128);
       }
     }
     if (thread % 128 == 0) tma_store_wait<0>();  // shared memory must outlive the last store
@@ -194,18 +202,16 @@ struct GroupedProduct {
     if (threadIdx.x == 0) {
       for (int s = 0; s < C.stages; ++s) {
         smem.full[s].init(Loader::kArrivals);
-        smem.empty[s].init(4 * (C.in_turns ? 1 : C.consumers) * C.cluster);
+        smem.empty[s].init(4 * C.consumers * C.cluster);
       }
-      for (auto& t : smem.turn) t.init(1);
-      for (auto& e : smem.epilogue) Epilogue::init(e);
       fence_barrier_init();
     }
     sync();
     if (threadIdx.x < 128) {
-      shrink_registers<Registers<C>::kProducer>();
+      shrink_registers<Loader::kRegisters>();
       if (threadIdx.x < Loader::kThreads) produce(p, smem, threadIdx.x);
     } else {
-      grow_registers<Registers<C>::kConsumer>();
+      grow_registers<168 + (168 - Loader::kRegisters) / C.consumers>();
       consume(p, smem, threadIdx.x - 128);
     }
     if constexpr (C.cluster > 1) sync();  // no block leaves while another may write to it

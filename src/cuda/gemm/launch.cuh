@@ -14,10 +14,11 @@ inline void cuda_check(cudaError_t e, char const* what) {
   require(e == cudaSuccess, what, ": ", cudaGetErrorName(e), ": ", cudaGetErrorString(e));
 }
 
-// A 16-bit matrix stack as TMA sees it: x contiguous, strides of y and z in elements.
+// A 16-bit matrix stack as TMA sees it: x contiguous, strides of y, z and w in elements.
 struct MapShape {
   int64_t x, y, z, y_stride, z_stride;
   int box_x, box_y, box_z;
+  int64_t w = 0, w_stride = 0;  // a fourth dimension where w > 0; boxes are 1 deep there
 };
 CUtensorMap tensor_map(void const* data, DType dtype, MapShape const& shape, char const* name);
 
@@ -46,9 +47,20 @@ template <class T>
 RowOutput<T> row_output(Rows rows, int64_t count, int64_t columns, int halves, char const* name) {
   RowOutput<T> out{};
   if (rows.data == nullptr) return out;
-  out.map = row_map<T>(rows, count, columns, halves, 64, name);
-  out.data = static_cast<T*>(rows.data);
-  out.stride = row_stride(rows, columns * halves);
+  int64_t const stride = row_stride(rows, columns * halves);
+  out.map = tensor_map(static_cast<T*>(rows.data) - 64 * stride, dtype_of<T>(),
+                       {.x = columns,
+                        .y = halves,
+                        .z = 64,
+                        .y_stride = columns,
+                        .z_stride = stride,
+                        .box_x = 64,
+                        .box_y = 1,
+                        .box_z = 64,
+                        .w = count + 64,
+                        .w_stride = stride},
+                       name);
+  out.present = true;
   out.columns = int(columns);
   return out;
 }
@@ -131,7 +143,7 @@ using RowLoader = std::conditional_t<gathered, GatheredRows<T, C, major>, TmaRow
 // How many tiles of clusters there can be at most, over groups of unknown sizes.
 template <GemmConfig C>
 int64_t most_tiles(int64_t rows, int64_t groups, int64_t columns, int64_t tile_n) {
-  return (rows / C.cluster_m() + groups) * ((columns + tile_n - 1) / tile_n);
+  return (rows / C.cluster_m() + groups) * pieces(columns, tile_n);
 }
 
 // `tiles`: of clusters, an upper bound.

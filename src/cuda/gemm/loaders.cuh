@@ -5,7 +5,8 @@
 //   TokenColumns   ragged inner dimension: A and B are (rows of the group) x features, A optionally
 //                  picked by an index; the group's last, ragged step is zero-filled on both sides
 //
-// Each has load(tile, step, a, b, full): fill one stage and arrive kArrivals times in total on
+// kRegisters is what a thread of the producer may use, 168 a thread of the block in all. Each has
+// load(tile, step, a, b, full): fill one stage and arrive kArrivals times in total on
 // full. Gather by cp.async in the producer: SonicMoE, arXiv:2512.14080, section 4.
 #pragma once
 #include "../arch/copy.cuh"
@@ -23,13 +24,6 @@ __device__ inline void const* units_after(void const* base, uint32_t units) {
   asm("mad.wide.u32 %0, %1, 16, %2;" : "=l"(result) : "r"(units), "l"(base));
   return result;
 }
-
-// What a thread of the producer and of the consumers may use: 168 a thread in all. An epilogue
-// beside half a tile that waits needs more than one beside none.
-template <GemmConfig C>
-struct Registers {
-  static constexpr int kProducer = C.in_turns ? 40 : 56, kConsumer = C.in_turns ? 232 : 224;
-};
 
 // A box of B, for every block of the cluster.
 template <GemmConfig C>
@@ -75,7 +69,7 @@ struct WeightLoader {
 template <class T, GemmConfig C, Major major_b>
 struct TmaRows {
   static constexpr Major kMajorA = Major::K, kMajorB = major_b;
-  static constexpr int kThreads = 1, kArrivals = 1;
+  static constexpr int kThreads = 1, kArrivals = 1, kRegisters = 40;
 
   struct Params {
     CUtensorMap a;  // (k, halves, rows), boxes of 64 x 1 x tile_m
@@ -96,7 +90,7 @@ struct TmaRows {
 template <class T, GemmConfig C, Major major_b>
 struct GatheredRows {
   static constexpr Major kMajorA = Major::K, kMajorB = major_b;
-  static constexpr int kThreads = 128, kArrivals = 129;  // every thread's copies, and TMA of B
+  static constexpr int kThreads = 128, kArrivals = 129, kRegisters = 40;  // every thread's copies, and TMA of B
 
   struct Params {
     T const* a;          // (tokens, k)
@@ -143,7 +137,7 @@ struct GatheredRows {
 template <class T, GemmConfig C>
 struct TokenColumns {
   static constexpr Major kMajorA = Major::MN, kMajorB = Major::MN;
-  static constexpr int kThreads = 128, kArrivals = 129;
+  static constexpr int kThreads = 128, kArrivals = 129, kRegisters = 56;
 
   struct Params {
     T const* a;  // (tokens or rows, m)

@@ -107,18 +107,18 @@ void launch_plain(PlainProduct const& p, Queue const& queue) {
   int const blocks = 4 * multiprocessors(queue);
   if (p.sum_groups) {
     InnerTiles const work{.groups = p.groups,
-                          .tile_m = kTile,
                           .tile_n = kTile,
                           .rows = p.rows,
-                          .columns = p.n,
+                          .across = int(pieces(p.n, kTile)),
+                          .tile_m = kTile,
                           .band = kBand};
     plain_kernel<T><<<blocks, kThreads, 0, queue.stream>>>(p, work);
   } else {
     RowTiles const work{.groups = p.groups,
-                        .tile_m = kTile,
                         .tile_n = kTile,
-                        .columns = p.n,
+                        .across = int(pieces(p.n, kTile)),
                         .inner = p.k,
+                        .tile_m = kTile,
                         .band = kBand};
     plain_kernel<T><<<blocks, kThreads, 0, queue.stream>>>(p, work);
   }

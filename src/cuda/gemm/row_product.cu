@@ -10,11 +10,9 @@ void launch_row_product(RowProduct const& x, Queue const& queue) {
   int const half_steps = int((x.k + c.tile_k - 1) / c.tile_k);
   typename Kernel::Params params{};
   params.work = {.groups = x.groups,
-                 .tile_m = c.cluster_m(),
                  .tile_n = c.tile_n,
-                 .columns = int(x.n),
-                 .inner = x.halves * half_steps * c.tile_k,
-                 .band = kBand};
+                 .across = int(pieces(x.n, c.tile_n)),
+                 .inner = x.halves * half_steps * c.tile_k};
   params.load.a = row_map<T>(x.a, x.rows, x.k, x.halves, c.tile_m, "a");
   auto const map = [&](ConstWeight const& w) {
     int64_t const stride = major == Major::K ? w.out_stride : w.in_stride;
@@ -35,11 +33,9 @@ void launch_expert_product(ExpertProduct const& x, Queue const& queue) {
   using Kernel = GroupedProduct<T, c, TokenColumns<T, c>, InnerTiles, StoreExpert<T>>;
   typename Kernel::Params params{};
   params.work = {.groups = x.groups,
-                 .tile_m = c.cluster_m(),
                  .tile_n = c.tile_n,
                  .rows = int(x.m),
-                 .columns = int(x.n),
-                 .band = kBand};
+                 .across = int(pieces(x.n, c.tile_n))};
   auto& load = params.load;
   load.a = static_cast<T const*>(x.a.data);
   load.a_stride = row_stride(x.a, x.m);
@@ -69,9 +65,7 @@ void launch_expert_product(ExpertProduct const& x, Queue const& queue) {
                   x.d.in_stride, x.d_dtype == DType::float32, x.accumulate,
                   int(x.n)};
   }
-  int64_t const across = (x.n + c.tile_n - 1) / c.tile_n;
-  launch<Kernel>(params, x.groups.groups * ((x.m + c.cluster_m() - 1) / c.cluster_m()) * across,
-                 queue);
+  launch<Kernel>(params, x.groups.groups * pieces(x.m, c.cluster_m()) * params.work.across, queue);
 }
 
 }  // namespace
