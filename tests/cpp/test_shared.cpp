@@ -242,6 +242,8 @@ TEST(Routing, ChunksCoverAllSlots) {
     EXPECT_EQ(chunk % kSortThreads, 0);
     EXPECT_TRUE(chunks >= 1 && chunks <= kMostSortChunks) << slots;
     EXPECT_TRUE(chunks * chunk >= slots && (chunks - 1) * chunk < slots) << slots;
+    int64_t const clusters = sort_clusters(slots);
+    EXPECT_TRUE(clusters * kSortCluster >= chunks && (clusters - 1) * kSortCluster < chunks);
   }
 }
 
