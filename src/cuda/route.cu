@@ -9,6 +9,7 @@
 //
 // Integers make ties and NaN plain: NaN is below every number and equal keys go to the lowest lane,
 // which has the smaller ids, so any logits give K different ids in range.
+#include "arch/barrier.cuh"
 #include "check.h"
 #include "router.cuh"
 #include "shared/merge_sort.h"
@@ -68,11 +69,11 @@ struct Best {
   }
   __device__ int place() const { return int(places & 255); }
   __device__ uint64_t front() const { return uint64_t(order[0]) << 32 | uint32_t(~place()); }
-  __device__ void pop() {
+  __device__ void pop(bool wins) {
 #pragma unroll
-    for (int i = 0; i + 1 < kept; ++i) order[i] = order[i + 1];
-    order[kept - 1] = 0;
-    places >>= 8;
+    for (int i = 0; i + 1 < kept; ++i) order[i] = wins ? order[i + 1] : order[i];
+    order[kept - 1] = wins ? 0 : order[kept - 1];
+    places >>= wins ? 8 : 0;
   }
   __device__ void clear() {
 #pragma unroll
@@ -82,7 +83,8 @@ struct Best {
 
 // Whether this lane's group is among the best, by the sum of its two largest keys.
 template <class S>
-__device__ bool open_group(Router const& router, Deal const& deal, Best<S> const& best) {
+__device__ bool open_group(Router const& router, Deal const& deal, Seat<S> const& seat,
+                           Best<S> const& best) {
   uint32_t first = best.order[0], second = S::per_lane > 1 ? best.order[S::per_lane > 1] : 0;
   for (int step = (1 << deal.log_lanes) / 2; step > 0; step /= 2) {
     uint32_t const other = __shfl_xor_sync(~0u, first, step);
@@ -90,15 +92,19 @@ __device__ bool open_group(Router const& router, Deal const& deal, Best<S> const
     second = max(min(first, other), max(second, other_second));
     first = max(first, other);
   }
-  int const group = int(threadIdx.x) % 32 >> deal.log_lanes;
+  int const group = seat.lane >> deal.log_lanes;
   uint32_t const score =
       order_of(deal.part > 1 ? value_of(first) + value_of(second) : value_of(first));
   int better = 0;
   for (int g = 0; g < router.groups; ++g) {
-    uint32_t const other = __shfl_sync(~0u, score, g << deal.log_lanes);
+    uint32_t const other = __shfl_sync(~0u, score, g << deal.log_lanes, S::lanes);
     better += other > score || (other == score && g < group);
   }
   return group < router.groups && better < router.top_groups;
+}
+
+__device__ void store_shared(uint32_t address, uint32_t value) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
 // The ids of the K best into `chosen`, best first. limit: candidates below it are yet to be taken.
@@ -106,30 +112,35 @@ template <class S>
 __device__ void choose(Route const& x, Deal const& deal, Seat<S> const& seat,
                        LaneLogits<S> const& logits, float const (&key)[S::per_lane],
                        uint32_t* chosen) {
-  static_assert(Best<S>::all || S::lanes == 32);
   unsigned const below = seat.below();
   int const top_k = int(x.top_k);
+  uint32_t place_of_chosen = shared_address(chosen);
+  asm("" : "+r"(place_of_chosen));  // or every round finds the block's shared memory again
   uint64_t limit = ~uint64_t(0);
   int k = 0;
   do {
     Best<S> best;
     best.find(key, logits.count, limit);
-    if (k == 0 && x.router.groups > 1 && !open_group(x.router, deal, best)) best.clear();
-    uint64_t popped = 0;
-    bool ran_out = false;
+    if (k == 0 && x.router.groups > 1 && !open_group(x.router, deal, seat, best)) best.clear();
+    uint32_t top = 0;
+    bool emptied = false, ran_out = false;
     for (; k < top_k && !ran_out; ++k) {
-      uint32_t const top = lanes_max<S>(best.order[0]);
+      top = lanes_max<S>(best.order[0]);
       bool const equal = best.order[0] == top;
       unsigned const equals = __ballot_sync(~0u, equal);
       bool const wins = equal && (equals & below) == 0;
-      if (wins) {
-        chosen[k] = uint32_t(logits.first + best.place());
-        if (!Best<S>::all) popped = best.front();
-        best.pop();
+      if (wins) store_shared(place_of_chosen + 4 * k, uint32_t(logits.first + best.place()));
+      best.pop(wins);
+      if (!Best<S>::all) {
+        emptied = wins && best.order[0] == 0;
+        ran_out = __any_sync(~0u, emptied);
       }
-      if (!Best<S>::all) ran_out = __any_sync(~0u, wins && best.order[0] == 0);
     }
-    limit = best.order[0] != 0 ? best.front() + 1 : popped;
+    if (best.order[0] != 0) {
+      limit = best.front() + 1;
+    } else {  // the last one taken was this lane's, or it has none left
+      limit = emptied ? uint64_t(top) << 32 | ~(chosen[k - 1] - logits.first) : 0;
+    }
   } while (!Best<S>::all && k < top_k);
 }
 
@@ -146,9 +157,13 @@ __device__ void weigh(Route const& x, Seat<S> const& seat, LaneLogits<S> const& 
   float shift = 0, factor = 1, weight = 0;
   if (router.renormalize) {
     float top = logit;
+    if (ranked_by_logit(x)) {  // the first one is the largest
+      top = __shfl_sync(~0u, logit, 0, S::lanes);
+    } else {
 #pragma unroll 1
-    for (int k = lane + S::lanes; k < top_k; k += S::lanes) top = fmaxf(top, row[chosen[k]]);
-    top = lanes_max<S>(top);
+      for (int k = lane + S::lanes; k < top_k; k += S::lanes) top = fmaxf(top, row[chosen[k]]);
+      top = lanes_max<S>(top);
+    }
     shift = softmax ? top : fminf(top, 0.f);
   } else if (softmax) {
     shift = logits.top();
@@ -180,9 +195,13 @@ __device__ void weigh(Route const& x, Seat<S> const& seat, LaneLogits<S> const& 
   }
 }
 
-// Blocks of a multiprocessor: as many as registers allow; six where a lane holds few experts.
+// Blocks of a multiprocessor: as many as registers allow.
+constexpr int blocks_at_once(int per_lane) {
+  return per_lane <= 4 ? 6 : per_lane <= 8 ? 4 : per_lane <= 16 ? 2 : 1;
+}
+
 template <class S>
-__global__ void __launch_bounds__(kRouterThreads, S::per_lane <= 4 ? 6 : 1) route_kernel(
+__global__ void __launch_bounds__(kRouterThreads, blocks_at_once(S::per_lane)) route_kernel(
     Route x, int64_t stride, Deal deal) {
   __shared__ uint32_t shared[S::tokens][S::experts];
   Seat<S> const seat;

@@ -128,23 +128,22 @@ unsigned router_blocks(int64_t tokens) {
   return unsigned((tokens + S::tokens - 1) / S::tokens);
 }
 
-// Calls f(TokenShape, Deal) with the fewest lanes and registers that the experts fit. Groups are
-// dealt among all lanes of a warp.
+// Calls f(TokenShape, Deal) with the fewest lanes and registers that the experts and groups fit:
+// what a warp does once, whatever it does for its tokens, is most of its work.
 template <class F>
 void with_shape(int64_t experts, int groups, bool by_four, F&& f) {
   require(experts <= 1024, "experts: expected at most 1024 on CUDA, got ", experts);
   int const part = int(experts) / groups;
   Deal deal{int(experts), part, 0, by_four && part % 4 == 0};
   auto const fits = [&](auto shape) {
-    if (groups > 1 && shape.lanes < 32) return false;
+    if (groups > shape.lanes) return false;
     deal.log_lanes = std::bit_width(unsigned(shape.lanes / groups)) - 1;
     return part <= shape.per_lane << deal.log_lanes;
   };
   auto const run = [&](auto shape) { return fits(shape) && (f(shape, deal), true); };
-  bool const done = run(TokenShape<8, 1>{}) || run(TokenShape<8, 4>{}) ||
-                    run(TokenShape<16, 4>{}) || run(TokenShape<32, 4>{}) ||
-                    run(TokenShape<32, 8>{}) || run(TokenShape<32, 16>{}) ||
-                    run(TokenShape<32, 32>{});
+  bool const done = run(TokenShape<4, 2>{}) || run(TokenShape<8, 4>{}) || run(TokenShape<8, 8>{}) ||
+                    run(TokenShape<16, 8>{}) || run(TokenShape<16, 16>{}) ||
+                    run(TokenShape<32, 16>{}) || run(TokenShape<32, 32>{});
   require(done, "router.groups: expected groups of at most ",
           32 * std::bit_floor(unsigned(32 / groups)), " experts on CUDA, got ", part);
 }
