@@ -41,6 +41,17 @@ void check_operand(GroupedGemm::Operand const& o, int64_t elements, bool output,
           o.row_stride, ", ", o.col_stride, ")");
 }
 
+// What only some routers have: expected with these, null with others.
+void check_with(bool has, void const* data, bool any, char const* name, char const* routers) {
+  require(has || data == nullptr, name, ": expected null unless the router is ", routers);
+  require(!has || data != nullptr || !any, name, ": expected a pointer with ", routers,
+          ", got null");
+}
+
+bool is_dense(Router const& router) {
+  return router.score == Score::softmax && !router.renormalize;
+}
+
 }  // namespace
 
 void check(Route const& x) {
@@ -51,15 +62,20 @@ void check(Route const& x) {
   check_rows(x.logits, x.tokens, x.experts, "logits");
   check_pointer(x.ids, x.tokens > 0, "ids");
   check_pointer(x.scores, x.tokens > 0, "scores");
+  check_with(x.router.score == Score::sigmoid, x.slopes, false, "slopes", "a sigmoid");
 }
 
 void check(RouterGradient const& x) {
   check_slots(x.tokens, x.experts, x.top_k, false);
   check_score_dtype(x.dtype, "dtype");
   check_router(x.router);
-  check_rows(x.logits, x.tokens, x.experts, "logits");
-  check_pointer(x.ids, x.tokens > 0, "ids");
-  check_pointer(x.dscores, x.tokens > 0, "dscores");
+  bool const any = x.tokens > 0;
+  check_pointer(x.ids, any, "ids");
+  check_pointer(x.scores, any, "scores");
+  check_pointer(x.dscores, any, "dscores");
+  check_with(x.router.score == Score::sigmoid, x.slopes, any, "slopes", "a sigmoid");
+  check_with(is_dense(x.router), x.logits.data, any, "logits", "a softmax, not renormalised");
+  check_optional_rows(x.logits, x.experts, "logits");
   check_rows(x.dlogits, x.tokens, x.experts, "dlogits");
 }
 

@@ -10,7 +10,7 @@ int64_t score_parts(Sizes const& sizes) { return pieces(sizes.intermediate, kSco
 
 int64_t sort_workspace_bytes(int64_t tokens, int64_t experts, int64_t top_k) {
   Carver carver(nullptr);
-  carver.take(sort_chunks(tokens * top_k) * experts * int64_t(sizeof(int32_t)));
+  carver.take(sort_histograms(tokens * top_k) * experts * int64_t(sizeof(int32_t)));
   return carver.used();
 }
 

@@ -111,9 +111,11 @@ struct Routed {
                               s.top_k,
                               DType::float32,
                               guild::Router{},
-                              {logits.data()},
                               ids.data(),
+                              scores.data(),
+                              nullptr,
                               dscores.data(),
+                              {},
                               {dlogits.data(), 0}});
     return dlogits.values();
   }

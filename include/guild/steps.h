@@ -46,16 +46,22 @@ struct Route {
   void* scores = nullptr;                // (T, K) out
   // (T) bytes, null: all tokens. Where 0: padding, whose ids are -1 and scores 0.
   uint8_t const* token_mask = nullptr;
+  // (T, K) out, null: not wanted. 1 - p of the chosen, for the gradient of sigmoids; null with
+  // softmax.
+  void* slopes = nullptr;
 };
 
-// dlogits = d(sum(scores * dscores)) / dlogits, one dense write.
+// dlogits = d(sum(scores * dscores)) / dlogits, one dense write. From the scores, without the
+// logits, unless these are softmax over all experts.
 struct RouterGradient {
   int64_t tokens = 0, experts = 0, top_k = 0;
   DType dtype = DType::float32;
   Router router;
-  ConstRows logits;               // (T, E) as given to Route
   int32_t const* ids = nullptr;   // (T, K); ids outside [0, E) get no gradient
+  void const* scores = nullptr;   // (T, K) as Route gave them
+  void const* slopes = nullptr;   // (T, K) as Route gave them; only sigmoids have them
   void const* dscores = nullptr;  // (T, K)
+  ConstRows logits;               // (T, E) as given to Route; only softmax, not renormalised
   Rows dlogits;                   // (T, E) out
 };
 

@@ -19,6 +19,8 @@ ops = torch.ops.guild
 # Bits of `wanted` in moe_backward and experts_backward (src/torch/layer.cpp).
 WANT_X, WANT_SCORES, WANT_UP, WANT_DOWN, WANT_UP_BIAS, WANT_DOWN_BIAS = (1 << i for i in range(6))
 
+SOFTMAX, SIGMOID = 0, 1  # guild::Score
+
 _SCORE_PART = 256  # columns of A whose <g, A> is one partial sum of dS (guild::score_parts)
 
 
@@ -51,15 +53,21 @@ def _empty_int32(x: Tensor, *shape: int) -> Tensor:
 # ---- routing ------------------------------------------------------------------------------------
 
 
-@_fake("route")
-def _route(logits, selection_bias, token_mask, top_k, *rest):
+def route_fake(logits, selection_bias, token_mask, top_k, score, *rest):
     tokens = logits.shape[0]
-    return logits.new_empty(tokens, top_k), _empty_int32(logits, tokens, top_k)
+    return (
+        logits.new_empty(tokens, top_k),
+        _empty_int32(logits, tokens, top_k),
+        logits.new_empty(tokens if score == SIGMOID else 0, top_k),
+    )
+
+
+_fake("route")(route_fake)
 
 
 @_fake("route_backward")
-def _route_backward(dscores, logits, ids, score, renormalize, scale):
-    return logits.new_empty(logits.shape)
+def _route_backward(dscores, scores, ids, slopes, logits, experts, *rest):
+    return dscores.new_empty(ids.shape[0], experts)
 
 
 @_fake("sort_by_expert")

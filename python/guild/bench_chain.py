@@ -80,7 +80,7 @@ def step_work(shape: Shape, dtype: torch.dtype, bias: bool) -> dict[str, Work]:
         "db1": Work(0, by_row["h"] + b_up),
         "up gradient": Work(2 * product, by_row["h"] + up + by_row["y"]),
         "combine gradient": Work(0, by_row["y"] + tokens + 4 * rows),
-        "router gradient": Work(0, 2 * logits + rows * (4 + score)),
+        "router gradient": Work(0, logits + rows * (4 + 2 * score)),
         "logits gradient": Work(4 * t * h * e, logits + 2 * router + 3 * tokens),
     }
     return {name: w for name, w in work.items() if bias or name not in BIAS_STEPS}
@@ -213,7 +213,8 @@ class StepChain:
         return ops.combine(self._dx_rows, self.slot_row, None)
 
     def _router_gradient(self) -> Tensor:
-        return ops.route_backward(self._dscores, self.logits, self.ids, *_RULE)
+        rows = (self._dscores, self.scores, self.ids, None, None)
+        return ops.route_backward(*rows, self.shape.experts, *_RULE)
 
     def _logits_gradient(self) -> tuple[Tensor, Tensor]:
         """Gradients of x, the experts' added, and of the router's weight."""

@@ -12,7 +12,7 @@ from guild._checks import FLOATS, dtype_name, expect_count, expect_shape, expect
 from guild._operators import autocast, ops
 from guild.activations import Activation, as_activation
 from guild.experts import experts_mlp, routed_experts_and_offsets
-from guild.routing import Router, route
+from guild.routing import Router, route_tokens
 
 _router_logits = ops.router_logits.default
 
@@ -146,17 +146,8 @@ class MoE(nn.Module):
             expect_shape("token_mask", token_mask, tuple(x.shape[:-1]))
             token_mask = token_mask.reshape(-1)
         flat, weight = autocast(x.reshape(-1, self.hidden), self.router.weight)
-        ids, scores = route(
-            router_logits(flat, weight),
-            self.top_k,
-            score=self.routing.score,
-            renormalize=self.routing.renormalize,
-            scale=self.routing.scale,
-            selection_bias=getattr(self.router, "selection_bias", None),
-            groups=self.routing.groups,
-            top_groups=self.routing.top_groups,
-            token_mask=token_mask,
-        )
+        bias = getattr(self.router, "selection_bias", None)
+        ids, scores = route_tokens(flat, weight, self.top_k, self.routing, bias, token_mask)
         tokens = flat
         if self.routing.applied_to == "input":
             tokens, scores = (flat * scores).to(flat.dtype), torch.ones_like(scores)

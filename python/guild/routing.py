@@ -17,14 +17,14 @@ from guild._checks import (
     expect_dims,
     expect_shape,
 )
-from guild._operators import ops
+from guild._operators import ops, score_dtype
 
 SCORES = ("softmax", "sigmoid")  # in the order of guild::Score
 APPLIED_TO = ("output", "input")
 
 _MOST_GROUPS = 32
 
-_route = ops.route.default
+_route, _route_tokens = ops.route.default, ops.route_tokens.default
 
 
 @dataclass(frozen=True)
@@ -177,14 +177,71 @@ def route(
     if token_mask is not None:
         expect_shape("token_mask", token_mask, (tokens,))
         expect_device("token_mask", token_mask, logits, "logits")
-        if token_mask.dtype != torch.bool:
-            raise TypeError(f"token_mask: expected dtype bool, got {dtype_name(token_mask.dtype)}")
-        token_mask = token_mask.contiguous()
+        token_mask = _flags(token_mask)
     index = SCORES.index(score)
-    scores, ids = _route(
+    scores, ids, _ = _route(
         logits, selection_bias, token_mask, top_k, index, renormalize, scale, groups, top_groups
     )
     return ids, scores
+
+
+def route_tokens(
+    x: Tensor,
+    weight: Tensor,
+    top_k: int,
+    router: Router,
+    selection_bias: Tensor | None,
+    token_mask: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """`route` of the logits x weight^T, which are not kept for backward.
+
+    Parameters
+    ----------
+    x, weight : torch.Tensor
+        (tokens, hidden) and (experts, hidden) of one dtype; the logits are float32 (float64 in
+        float64).
+    top_k, router, selection_bias, token_mask
+        As `route` takes them; sizes checked.
+
+    Returns
+    -------
+    ids, scores : torch.Tensor
+        As `route` returns them.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If dtypes or devices do not fit; the message names the argument.
+    """
+    if x.dtype != weight.dtype:
+        raise TypeError(
+            f"x: expected dtype {dtype_name(weight.dtype)} as router.weight has, got "
+            f"{dtype_name(x.dtype)}"
+        )
+    if selection_bias is not None:
+        selection_bias = selection_bias.detach().to(score_dtype(x.dtype))
+    if token_mask is not None:
+        expect_device("token_mask", token_mask, x, "x")
+        token_mask = _flags(token_mask)
+    scores, ids, _ = _route_tokens(
+        x,
+        weight,
+        selection_bias,
+        token_mask,
+        top_k,
+        SCORES.index(router.score),
+        router.renormalize,
+        router.scale,
+        router.groups,
+        router.top_groups,
+    )
+    return ids, scores
+
+
+def _flags(token_mask: Tensor) -> Tensor:
+    if token_mask.dtype != torch.bool:
+        raise TypeError(f"token_mask: expected dtype bool, got {dtype_name(token_mask.dtype)}")
+    return token_mask.contiguous()
 
 
 def _expect_scale(scale: float) -> None:

@@ -80,9 +80,11 @@ void weights(Router const& router, F const* logits, int64_t experts, int32_t con
 template <class F>
 void route_token(Route const& x, int64_t token) {
   F* const scores = static_cast<F*>(x.scores) + token * x.top_k;
+  F* const slopes = x.slopes == nullptr ? nullptr : static_cast<F*>(x.slopes) + token * x.top_k;
   if (x.token_mask != nullptr && x.token_mask[token] == 0) {
     std::fill_n(x.ids + token * x.top_k, x.top_k, -1);
     std::fill_n(scores, x.top_k, F(0));
+    if (slopes != nullptr) std::fill_n(slopes, x.top_k, F(0));
     return;
   }
   Scratch scratch;
@@ -102,44 +104,43 @@ void route_token(Route const& x, int64_t token) {
   std::partial_sort(ids, ids + x.top_k, ids + count, Better<F>{key});
   std::copy_n(ids, x.top_k, x.ids + token * x.top_k);
   weights(x.router, logits, x.experts, ids, scores, x.top_k);
+  for (int64_t k = 0; slopes != nullptr && k < x.top_k; ++k) {  // without the rounding of p
+    slopes[k] = unscaled_weight(Score::sigmoid, -logits[ids[k]], F(0));
+  }
   for (int64_t k = 0; k < x.top_k; ++k) scores[k] *= F(x.router.scale);
 }
 
-// With w the weights before scaling and d = scale * dscores:
-//   renormalize   dlogit_k = w_k (d_k - sum_j w_j d_j), times 1 - p_k with sigmoid
-//   otherwise     softmax: dlogit_e = p_e (d_e - sum_j p_j d_j), for every e
-//                 sigmoid: dlogit_k = p_k (1 - p_k) d_k
+// With s the scores, ds their gradients and dot = sum of s ds over the choices:
+//   renormalize   dlogit_k = s_k (ds_k - dot / scale), times 1 - p_k with sigmoid
+//   otherwise     softmax: dlogit_k = s_k ds_k, and -p_e dot for every e, p from the logits
+//                 sigmoid: dlogit_k = s_k (1 - p_k) ds_k
 template <class F>
 void gradient_token(RouterGradient const& x, int64_t token) {
-  Scratch scratch;
   Router const& router = x.router;
-  F const* const logits = rows_of<F>(x.logits, x.experts).row(token);
-  F* const out = rows_of<F>(x.dlogits, x.experts).row(token);
+  int32_t const* const ids = x.ids + token * x.top_k;
+  F const* const scores = static_cast<F const*>(x.scores) + token * x.top_k;
   F const* const dscores = static_cast<F const*>(x.dscores) + token * x.top_k;
-  F *const p = scratch.take<F>(x.experts), *const w = scratch.take<F>(x.top_k);
-  auto* const ids = scratch.take<int32_t>(x.top_k);
-  auto* const slots = scratch.take<int64_t>(x.top_k);
-  int64_t chosen = 0;
-  for (int64_t k = 0; k < x.top_k; ++k) {
-    int32_t const id = x.ids[token * x.top_k + k];
-    if (id >= 0 && id < x.experts) ids[chosen] = id, slots[chosen++] = k;
-  }
+  F const* const slopes = static_cast<F const*>(x.slopes) + token * x.top_k;
+  F* const out = rows_of<F>(x.dlogits, x.experts).row(token);
+  auto const valid = [&](int64_t k) { return ids[k] >= 0 && ids[k] < x.experts; };
   std::fill_n(out, x.experts, F(0));
-  if (chosen == 0) return;
-
-  weights(router, logits, x.experts, ids, w, chosen);
-  F sum_wd = 0;
-  for (int64_t k = 0; k < chosen; ++k) sum_wd += w[k] * F(router.scale) * dscores[slots[k]];
-  bool const softmax = router.score == Score::softmax;
-  if (softmax && !router.renormalize) {
-    probabilities(router.score, logits, p, x.experts);
-    for (int64_t e = 0; e < x.experts; ++e) out[e] = -p[e] * sum_wd;
+  F dot = 0;
+  bool any = false;
+  for (int64_t k = 0; k < x.top_k; ++k) {
+    if (valid(k)) any = true, dot += scores[k] * dscores[k];
   }
-  for (int64_t k = 0; k < chosen; ++k) {
-    F const d = F(router.scale) * dscores[slots[k]];
-    // 1 - sigmoid(logit) without its rounding
-    F const slope = softmax ? F(1) : unscaled_weight(Score::sigmoid, -logits[ids[k]], F(0));
-    out[ids[k]] += w[k] * slope * (router.renormalize ? d - sum_wd : d);
+  if (!any) return;  // padding, whose logits may be NaN
+
+  bool const softmax = router.score == Score::softmax;
+  F const inverse = router.scale == 0 ? F(0) : 1 / F(router.scale);
+  if (softmax && !router.renormalize) {
+    probabilities(router.score, rows_of<F>(x.logits, x.experts).row(token), out, x.experts);
+    for (int64_t e = 0; e < x.experts; ++e) out[e] *= -dot;
+  }
+  for (int64_t k = 0; k < x.top_k; ++k) {
+    if (!valid(k)) continue;
+    F const d = router.renormalize ? dscores[k] - dot * inverse : dscores[k];
+    out[ids[k]] += scores[k] * d * (softmax ? F(1) : slopes[k]);
   }
 }
 

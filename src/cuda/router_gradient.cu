@@ -1,10 +1,10 @@
-// The gradient of the router's weights: one warp a token, one dense write.
+// The gradient of the router's weights: some lanes of a warp a token, one dense write.
 //
-// With w the weights before scaling, d = scale * dscores and p from the logits again:
+// With s the scores, ds their gradients and dot = sum of s ds over the choices:
 //
-//   renormalize   dlogit_k = w_k (d_k - sum_j w_j d_j), times 1 - p_k with sigmoid
-//   otherwise     softmax: dlogit_e = p_e (d_e - sum_j p_j d_j), for every e
-//                 sigmoid: dlogit_k = p_k (1 - p_k) d_k
+//   renormalize   dlogit_k = s_k (ds_k - dot / scale), times 1 - p_k with sigmoid
+//   otherwise     softmax: dlogit_k = s_k ds_k, and -p_e dot for every e, p from the logits
+//                 sigmoid: dlogit_k = s_k (1 - p_k) ds_k
 #include "check.h"
 #include "router.cuh"
 
@@ -14,73 +14,114 @@ namespace {
 // One of the token's choices; outside the experts: weighs nothing.
 struct Choice {
   int id;
-  float logit, d;  // d: scale * dscore
+  float score, dscore, slope;
 };
 
-__device__ Choice choice(RouterGradient const& x, float const* row, int64_t token, int k) {
-  if (k >= x.top_k) return {-1, -INFINITY, 0.f};
-  int const id = x.ids[token * x.top_k + k];
-  if (unsigned(id) >= unsigned(x.experts)) return {-1, -INFINITY, 0.f};
-  float const dscore = static_cast<float const*>(x.dscores)[token * x.top_k + k];
-  return {id, row[id], x.router.scale * dscore};
+__device__ Choice choice(RouterGradient const& x, int64_t token, int k) {
+  if (k >= x.top_k) return {-1, 0.f, 0.f, 0.f};
+  int64_t const slot = token * x.top_k + k;
+  int const id = x.ids[slot];
+  if (unsigned(id) >= unsigned(x.experts)) return {-1, 0.f, 0.f, 0.f};
+  float const slope = x.slopes == nullptr ? 1.f : static_cast<float const*>(x.slopes)[slot];
+  return {id, static_cast<float const*>(x.scores)[slot], static_cast<float const*>(x.dscores)[slot],
+          slope};
 }
 
-template <int per_lane>
+// Adds the lanes' terms to their experts in `out`: (E) of the token. Equal ids add up in the order
+// of lanes.
+template <class S>
+__device__ void add_terms(Seat<S> const& seat, int id, float term, float* out) {
+  int const place = int(threadIdx.x % 32) - seat.lane;
+  unsigned const same =
+      __match_any_sync(~0u, id < 0 ? -1 - int(threadIdx.x % 32) : place * S::experts + id);
+  bool const first = (same & ((1u << threadIdx.x % 32) - 1)) == 0;
+  if (!__all_sync(~0u, first)) {
+    float total = 0;
+#pragma unroll 1
+    for (int lane = 0; lane < 32; ++lane) {
+      float const other = __shfl_sync(~0u, term, lane);
+      if (same >> lane & 1) total += other;
+    }
+    term = total;
+  }
+  if (first && id >= 0) out[id] += term;
+  __syncwarp();
+}
+
+// Of every expert, where p depends on all logits.
+template <class S>
+__device__ void subtract_dense(Deal const& deal, Seat<S> const& seat, float const* row, float dot,
+                               float (&out)[S::per_lane]) {
+  LaneLogits<S> const logits(deal, seat, row);
+  float const shift = logits.top();
+  float const factor = 1.f / logits.sum_of_exp(shift);
+#pragma unroll
+  for (int i = 0; i < S::per_lane; ++i) out[i] -= expf(logits.value[i] - shift) * factor * dot;
+}
+
+template <class S>
+__device__ void store(Deal const& deal, Seat<S> const& seat, float const (&out)[S::per_lane],
+                      float* row) {
+  int const first = deal.first(seat.lane, S::per_lane), count = deal.count(seat.lane, S::per_lane);
+  if (S::per_lane % 4 == 0 && deal.by_four) {
+#pragma unroll
+    for (int i = 0; i < S::per_lane / 4; ++i) {
+      float4 four;
+      memcpy(&four, out + 4 * i, sizeof four);
+      if (4 * i < count) reinterpret_cast<float4*>(row + first)[i] = four;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < S::per_lane; ++i) {
+      if (i < count) row[first + i] = out[i];
+    }
+  }
+}
+
+template <class S>
 __global__ void __launch_bounds__(kRouterThreads) router_gradient_kernel(RouterGradient x,
                                                                          int64_t stride,
-                                                                         int64_t out_stride) {
-  int64_t const token = token_of_warp();
-  int const lane = threadIdx.x % 32, experts = int(x.experts), top_k = int(x.top_k);
-  if (token >= x.tokens) return;
-  float const* const row = static_cast<float const*>(x.logits.data) + token * stride;
-  LaneLogits<per_lane> const logits(row, experts);
-  Score const score = x.router.score;
-  bool const softmax = score == Score::softmax, renormalize = x.router.renormalize;
+                                                                         int64_t out_stride,
+                                                                         Deal deal) {
+  __shared__ alignas(16) float shared[S::tokens][S::experts];
+  Seat<S> const seat;
+  if (seat.token - threadIdx.x % 32 / S::lanes >= x.tokens) return;  // the whole warp
+  int64_t const token = min(seat.token, x.tokens - 1);
+  int const lane = seat.lane, top_k = int(x.top_k);
+  float* const sparse = shared[seat.token_in_block];  // the choices' part
+  float const inverse = x.router.scale == 0 ? 0.f : 1.f / x.router.scale;
+#pragma unroll
+  for (int i = 0; i < S::per_lane; ++i) sparse[lane * S::per_lane + i] = 0;
 
-  // Choices are a lane's first one, in registers, and beyond 32 the others, read again.
-  Choice const first = choice(x, row, token, lane);
-  auto const each = [&](auto&& f) {
-    if (first.id >= 0) f(first);
-    for (int k = lane + 32; k < top_k; k += 32) {
-      if (Choice const c = choice(x, row, token, k); c.id >= 0) f(c);
-    }
-  };
-  float top = -INFINITY;
-  each([&](Choice const& c) { top = fmaxf(top, c.logit); });
-  Weighing const w = weighing(x.router, logits, experts, warp_max(top), [&](float shift) {
-    float sum = 0;
-    each([&](Choice const& c) { sum += unscaled_weight(score, c.logit, shift); });
-    return warp_sum(sum);
-  });
-  float dot = 0;  // sum of w * d over the choices
-  each([&](Choice const& c) { dot += unscaled_weight(score, c.logit, w.shift) * w.factor * c.d; });
-  dot = warp_sum(dot);
-
-  float out[per_lane];
-#pragma unroll
-  for (int i = 0; i < per_lane; ++i) {
-    out[i] = 0;
-    if (softmax && !renormalize) out[i] = -expf(logits.value[i] - w.shift) * w.factor * dot;
+  Choice const first = choice(x, token, lane);
+  bool any = first.id >= 0;
+  float dot = first.score * first.dscore;
+#pragma unroll 1
+  for (int k = lane + S::lanes; k < top_k; k += S::lanes) {
+    Choice const c = choice(x, token, k);
+    any |= c.id >= 0;
+    dot += c.score * c.dscore;
   }
-  bool any = false;
-  for (int base = 0; base < top_k; base += 32) {  // k rising: duplicates add up in one order
-    Choice const mine = base == 0 ? first : choice(x, row, token, base + lane);
-    any |= mine.id >= 0;
-    float const weight = unscaled_weight(score, mine.logit, w.shift) * w.factor;
-    float const slope = softmax ? 1.f : unscaled_weight(Score::sigmoid, -mine.logit, 0.f);
-    float const term = weight * slope * (renormalize ? mine.d - dot : mine.d);
-    for (int k = 0; k < min(32, top_k - base); ++k) {
-      int const id = __shfl_sync(~0u, mine.id, k);
-      float const add = __shfl_sync(~0u, term, k);
-#pragma unroll
-      for (int i = 0; i < per_lane; ++i) out[i] += id == lane + 32 * i ? add : 0.f;
-    }
+  dot = lanes_sum<S>(dot);
+  any = lanes_any(seat, any);
+  __syncwarp();
+#pragma unroll 1
+  for (int base = 0; base < top_k; base += S::lanes) {
+    Choice const c = base == 0 ? first : choice(x, token, base + lane);
+    float const d = x.router.renormalize ? c.dscore - dot * inverse : c.dscore;
+    add_terms(seat, c.id, c.score * d * c.slope, sparse);
   }
-  any = __any_sync(~0u, any);
-  float* const dlogits = static_cast<float*>(x.dlogits.data) + token * out_stride;
+  float out[S::per_lane];
 #pragma unroll
-  for (int i = 0; i < per_lane; ++i) {
-    if (lane + 32 * i < experts) dlogits[lane + 32 * i] = any ? out[i] : 0.f;
+  for (int i = 0; i < S::per_lane; ++i) out[i] = sparse[lane * S::per_lane + i];
+  if (x.logits.data != nullptr) {
+    float const* const row = static_cast<float const*>(x.logits.data) + token * stride;
+    subtract_dense(deal, seat, row, dot, out);
+#pragma unroll
+    for (float& v : out) v = any ? v : 0.f;  // padding's logits may be NaN
+  }
+  if (seat.token < x.tokens) {
+    store(deal, seat, out, static_cast<float*>(x.dlogits.data) + token * out_stride);
   }
 }
 
@@ -88,13 +129,15 @@ __global__ void __launch_bounds__(kRouterThreads) router_gradient_kernel(RouterG
 
 void router_gradient(RouterGradient const& x, Queue queue) {
   check(x);
-  require(x.dtype == DType::float32, "logits: expected float32 on CUDA");
+  require(x.dtype == DType::float32, "dtype: expected float32 on CUDA");
   if (x.tokens == 0) return;
-  int64_t const out_stride = x.dlogits.stride == 0 ? x.experts : x.dlogits.stride;
-  with_lanes(x.experts, [&](auto lanes) {
-    router_gradient_kernel<lanes.value>
-        <<<router_blocks(x.tokens), kRouterThreads, 0, queue.stream>>>(
-            x, row_stride(x.logits, x.experts), out_stride);
+  int64_t const stride = row_stride(x.logits, x.experts);
+  int64_t const out_stride = row_stride(x.dlogits, x.experts);
+  bool const aligned = by_four(x.logits, stride) && by_four(x.dlogits, out_stride);
+  with_shape(x.experts, 1, aligned, [&](auto shape, Deal const& deal) {
+    using S = decltype(shape);
+    router_gradient_kernel<S><<<router_blocks<S>(x.tokens), kRouterThreads, 0, queue.stream>>>(
+        x, stride, out_stride, deal);
   });
   cuda_check(cudaGetLastError(), "launch of router_gradient");
 }

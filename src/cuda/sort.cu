@@ -1,12 +1,13 @@
 // Stable counting sort of slots by expert, in two kernels of one block a chunk of slots:
 //
-//   count     the chunk's histogram
-//   scatter   adds up the histograms, of all chunks for the offsets and of those before its own for
-//             where its rows begin, and gives each slot its row
+//   rank      numbers the chunk's slots of each expert; a cluster of blocks adds up its chunks
+//   scatter   adds up the clusters' histograms, of all for the offsets and of those before its own
+//             for where its rows begin, and gives each slot its row
 //
-// Every block repeats the sum over at most 128 histograms: 64 KiB from L2 at 128 experts, less than
-// a launch costs. Rows within a chunk follow from a fixed order of warps and from warp votes;
-// atomic additions of integers only count, so the result is the same in every run.
+// Workspace: (clusters, E) rows of each cluster, then (chunks, E) rows of a chunk's cluster before
+// it. Ranks follow from a fixed order of warps and from warp votes; atomic additions of integers
+// only count, so the result is the same in every run.
+#include "arch/barrier.cuh"
 #include "check.h"
 #include "gemm/launch.cuh"
 #include "shared/sorting.h"
@@ -15,6 +16,8 @@ namespace guild::cuda {
 namespace {
 
 constexpr int kThreads = int(kSortThreads), kWarps = kThreads / 32;
+constexpr int kCluster = int(kSortCluster);
+constexpr int kAtOnce = 4;  // slots that a thread loads before it uses them
 
 // A slot's expert; -1 past `end` and for ids outside [0, E).
 __device__ int id_of(Sort const& x, int64_t slot, int64_t end) {
@@ -24,48 +27,100 @@ __device__ int id_of(Sort const& x, int64_t slot, int64_t end) {
   return id >= 0 && id < x.experts ? int(id) : -1;
 }
 
-__global__ void __launch_bounds__(kThreads) count_kernel(Sort x, int64_t chunk) {
-  extern __shared__ int histogram[];  // (E)
-  int64_t const begin = blockIdx.x * chunk, end = min(begin + chunk, x.tokens * x.top_k);
-  for (int e = threadIdx.x; e < x.experts; e += kThreads) histogram[e] = 0;
-  __syncthreads();
-#pragma unroll 4
-  for (int64_t slot = begin + threadIdx.x; slot < end; slot += kThreads) {
-    int const id = id_of(x, slot, end);
-    if (id >= 0) atomicAdd(&histogram[id], 1);
-  }
-  __syncthreads();
-  int* const out = static_cast<int*>(x.workspace) + blockIdx.x * x.experts;
-  for (int e = threadIdx.x; e < x.experts; e += kThreads) out[e] = histogram[e];
+__device__ int* cluster_counts(Sort const& x, int64_t cluster) {
+  return static_cast<int*>(x.workspace) + cluster * x.experts;
+}
+__device__ int* counts_before(Sort const& x, int64_t clusters, int64_t chunk) {
+  return cluster_counts(x, clusters + chunk);
 }
 
-// What one block of scatter_kernel shares; the arrays are (E), warp_row is (kWarps, E).
-struct ScatterShared {
-  int *total, *before, *warp_row;
+// `at` of another block of the cluster.
+__device__ int load_from_block(int const* at, int rank) {
+  int value;
+  asm volatile(
+      "{\n"
+      ".reg .u32 there;\n"
+      "mapa.shared::cluster.u32 there, %1, %2;\n"
+      "ld.shared::cluster.u32 %0, [there];\n"
+      "}"
+      : "=r"(value)
+      : "r"(shared_address(at)), "r"(rank)
+      : "memory");
+  return value;
+}
 
-  __device__ ScatterShared(int* memory, int experts)
-      : total(memory), before(memory + experts), warp_row(memory + 2 * experts) {}
-  static size_t bytes(int64_t experts) { return size_t(kWarps + 2) * experts * sizeof(int); }
-};
-
-// Rows of each expert, in all chunks and in those before this one. Threads share an expert's chunks
-// where there are fewer experts than threads.
-__device__ void add_histograms(Sort const& x, ScatterShared const& s, int chunks) {
-  int const experts = int(x.experts);
-  int const* const counts = static_cast<int const*>(x.workspace);
-  int const sharers = experts >= kThreads ? 1 : kThreads / experts;
-  for (int i = threadIdx.x; i < experts * sharers; i += kThreads) {
-    int const e = i % experts;
-    int total = 0, before = 0;
-#pragma unroll 16
-    for (int c = i / experts; c < chunks; c += sharers) {
-      int const count = counts[int64_t(c) * experts + e];
-      total += count;
-      before += c < int(blockIdx.x) ? count : 0;
+// Adds up the cluster's histograms; each block does a part of the experts. count: (E) of a block.
+__device__ void add_up_cluster(Sort const& x, int const* count) {
+  int const experts = int(x.experts), rank = cluster_rank();
+  int const part = (experts + kCluster - 1) / kCluster, end = min(experts, (rank + 1) * part);
+  int64_t const cluster = blockIdx.x / kCluster, clusters = gridDim.x / kCluster;
+  for (int e = rank * part + int(threadIdx.x); e < end; e += kThreads) {
+    int rows[kCluster], before = 0;
+#pragma unroll
+    for (int r = 0; r < kCluster; ++r) rows[r] = load_from_block(&count[e], r);
+#pragma unroll
+    for (int r = 0; r < kCluster; ++r) {
+      counts_before(x, clusters, cluster * kCluster + r)[e] = before;
+      before += rows[r];
     }
-    atomicAdd(&s.total[e], total);
-    atomicAdd(&s.before[e], before);
+    cluster_counts(x, cluster)[e] = before;
   }
+}
+
+// Numbers the slots of this warp, 32 at a time in order. next: (E) of this warp, the next number of
+// each expert.
+__device__ void rank_slots(Sort const& x, int* next, int64_t begin, int64_t end) {
+  int const lane = threadIdx.x % 32;
+  for (int64_t base = begin; base < end; base += 32 * kAtOnce) {
+    int id[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) id[i] = id_of(x, base + 32 * i + lane, end);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (base + 32 * i >= end) break;
+      unsigned const same = __match_any_sync(~0u, id[i]);
+      int const before = __popc(same & ((1u << lane) - 1));
+      int const rank = id[i] >= 0 ? next[id[i]] + before : 0;
+      __syncwarp();
+      if (id[i] >= 0 && before == 0) next[id[i]] += __popc(same);
+      __syncwarp();
+      if (base + 32 * i + lane < end) x.slot_row[base + 32 * i + lane] = rank;
+    }
+  }
+}
+
+// slot_row becomes each slot's number among the chunk's slots of its expert.
+__global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads)
+rank_kernel(Sort x, int64_t chunk) {
+  extern __shared__ int memory[];  // (E) rows of the chunk, (kWarps, E) next number of each warp
+  int const experts = int(x.experts), warp = threadIdx.x / 32;
+  int64_t const begin = blockIdx.x * chunk, end = min(begin + chunk, x.tokens * x.top_k);
+  int64_t const warp_begin = begin + warp * (chunk / kWarps);
+  int64_t const warp_end = min(warp_begin + chunk / kWarps, end);
+  int *const count = memory, *const next = memory + experts;
+  for (int i = threadIdx.x; i < kWarps * experts; i += kThreads) next[i] = 0;
+  __syncthreads();
+#pragma unroll 4
+  for (int64_t slot = warp_begin + threadIdx.x % 32; slot < warp_end; slot += 32) {
+    int const id = id_of(x, slot, warp_end);
+    if (id >= 0) atomicAdd(&next[warp * experts + id], 1);
+  }
+  __syncthreads();
+  for (int e = threadIdx.x; e < experts; e += kThreads) {
+    int rows[kWarps], before = 0;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) rows[w] = next[w * experts + e];
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      next[w * experts + e] = before;
+      before += rows[w];
+    }
+    count[e] = before;
+  }
+  cluster_barrier();
+  add_up_cluster(x, count);
+  rank_slots(x, next + warp * experts, warp_begin, warp_end);
+  cluster_barrier();  // the other blocks have read `count`
 }
 
 // Inclusive sums over the warp's lanes.
@@ -78,7 +133,7 @@ __device__ int warp_scan(int value) {
   return value;
 }
 
-// Turns totals into the first row of each expert; returns the number of rows. The first block
+// Turns totals (E) into the first row of each expert; returns the number of rows. The first block
 // writes them out as the offsets.
 __device__ int scan_totals(Sort const& x, int* total) {
   __shared__ int warp_sum[kWarps];
@@ -102,58 +157,71 @@ __device__ int scan_totals(Sort const& x, int* total) {
   return carry;
 }
 
-// Gives the slots of this warp, 32 at a time in order, the next rows of their experts. warp_row:
-// (E) of this warp, the next row of each.
-__device__ void place_slots(Sort const& x, int* warp_row, int64_t begin, int64_t end) {
-  int const lane = threadIdx.x % 32;
-  for (int64_t base = begin; base < end; base += 32) {
-    int64_t const slot = base + lane;
-    int const id = id_of(x, slot, end);
-    unsigned const same = __match_any_sync(~0u, id);
-    int const rank = __popc(same & ((1u << lane) - 1));
-    int const row = id >= 0 ? warp_row[id] + rank : -1;
-    __syncwarp();
-    if (id >= 0 && rank == 0) warp_row[id] += __popc(same);
-    __syncwarp();
-    if (slot < end) x.slot_row[slot] = row;
-    if (row >= 0) {
-      x.row_token[row] = int(unsigned(slot) / unsigned(x.top_k));  // slots fit 31 bits
-      if (x.row_score != nullptr) {
-        static_cast<float*>(x.row_score)[row] = static_cast<float const*>(x.scores)[slot];
-      }
+// The first row of the chunk's slots of each expert into `first`: (E). Returns the number of rows.
+__device__ int first_rows(Sort const& x, int64_t clusters, int* first, int* before) {
+  int const mine = blockIdx.x / kCluster;
+  for (int e = threadIdx.x; e < x.experts; e += kThreads) {
+    int total = 0, earlier = counts_before(x, clusters, blockIdx.x)[e];
+#pragma unroll 16
+    for (int c = 0; c < clusters; ++c) {
+      int const count = cluster_counts(x, c)[e];
+      total += count;
+      earlier += c < mine ? count : 0;
     }
+    first[e] = total;
+    before[e] = earlier;
   }
+  __syncthreads();
+  int const rows = scan_totals(x, first);
+  for (int e = threadIdx.x; e < x.experts; e += kThreads) first[e] += before[e];
+  __syncthreads();
+  return rows;
 }
 
-__global__ void __launch_bounds__(kThreads) scatter_kernel(Sort x, int64_t chunk) {
-  extern __shared__ int memory[];
-  int const experts = int(x.experts), warp = threadIdx.x / 32;
-  ScatterShared const s(memory, experts);
-  int64_t const slots = x.tokens * x.top_k;
-  int64_t const begin = blockIdx.x * chunk, end = min(begin + chunk, slots);
-  int64_t const warp_begin = begin + warp * (chunk / kWarps);
-  int64_t const warp_end = min(warp_begin + chunk / kWarps, end);
-  int* const warp_row = s.warp_row + warp * experts;
-  for (int i = threadIdx.x; i < (kWarps + 2) * experts; i += kThreads) memory[i] = 0;
-  __syncthreads();
-  for (int64_t slot = warp_begin + threadIdx.x % 32; slot < warp_end; slot += 32) {
-    int const id = id_of(x, slot, warp_end);
-    if (id >= 0) atomicAdd(&warp_row[id], 1);
-  }
-  add_histograms(x, s, int(gridDim.x));
-  __syncthreads();
-  int const rows = scan_totals(x, s.total);
-  for (int e = threadIdx.x; e < experts; e += kThreads) {
-    int next = s.total[e] + s.before[e];
+// What a thread gives rows to in one go.
+struct Slots {
+  int64_t first;
+  int id[kAtOnce], rank[kAtOnce];
+  float score[kAtOnce];
+
+  __device__ void load(Sort const& x, int64_t begin, int64_t end) {
+    first = begin + threadIdx.x;
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-      int const count = s.warp_row[w * experts + e];
-      s.warp_row[w * experts + e] = next;
-      next += count;
+    for (int i = 0; i < kAtOnce; ++i) {
+      int64_t const slot = first + i * kThreads;
+      id[i] = id_of(x, slot, end);
+      rank[i] = slot < end ? x.slot_row[slot] : 0;
+      bool const scored = slot < end && x.scores != nullptr;
+      score[i] = scored ? static_cast<float const*>(x.scores)[slot] : 0;
     }
   }
-  __syncthreads();
-  place_slots(x, warp_row, warp_begin, warp_end);
+  __device__ void place(Sort const& x, int const* first_row, int64_t end) const {
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      int64_t const slot = first + i * kThreads;
+      if (slot >= end) break;
+      int const row = id[i] >= 0 ? first_row[id[i]] + rank[i] : -1;
+      x.slot_row[slot] = row;
+      if (row < 0) continue;
+      x.row_token[row] = int(unsigned(slot) / unsigned(x.top_k));  // slots fit 31 bits
+      if (x.row_score != nullptr) static_cast<float*>(x.row_score)[row] = score[i];
+    }
+  }
+};
+
+__global__ void __launch_bounds__(kThreads) scatter_kernel(Sort x, int64_t chunk,
+                                                           int64_t clusters) {
+  extern __shared__ int memory[];  // (E) twice
+  int64_t const begin = blockIdx.x * chunk, end = min(begin + chunk, x.tokens * x.top_k);
+  Slots slots;
+  slots.load(x, begin, end);
+  int const rows = first_rows(x, clusters, memory, memory + x.experts);
+  for (int64_t at = begin;;) {
+    slots.place(x, memory, end);
+    at += kAtOnce * kThreads;
+    if (at >= end) break;
+    slots.load(x, at, end);
+  }
   // Rows that no slot takes are the last ones: the block that owns slot r clears row r.
   for (int64_t row = max(begin, int64_t(rows)) + threadIdx.x; row < end; row += kThreads) {
     x.row_token[row] = 0;
@@ -176,12 +244,15 @@ void sort_by_expert(Sort const& x, Queue queue) {
                "clearing the offsets");
     return;
   }
-  cuda_check(cudaFuncSetAttribute(scatter_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  int(ScatterShared::bytes(kMostExperts))),
+  auto const rank_bytes = [](int64_t experts) { return int((kWarps + 1) * experts * sizeof(int)); };
+  cuda_check(cudaFuncSetAttribute(rank_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                  rank_bytes(kMostExperts)),
              "shared memory of sort_by_expert");
-  unsigned const chunks = unsigned(sort_chunks(slots));
-  count_kernel<<<chunks, kThreads, x.experts * sizeof(int), queue.stream>>>(x, chunk);
-  scatter_kernel<<<chunks, kThreads, ScatterShared::bytes(x.experts), queue.stream>>>(x, chunk);
+  int64_t const clusters = sort_clusters(slots);
+  rank_kernel<<<unsigned(clusters * kCluster), kThreads, rank_bytes(x.experts), queue.stream>>>(
+      x, chunk);
+  scatter_kernel<<<unsigned(sort_chunks(slots)), kThreads, 2 * x.experts * sizeof(int),
+                   queue.stream>>>(x, chunk, clusters);
   cuda_check(cudaGetLastError(), "launch of sort_by_expert");
 }
 

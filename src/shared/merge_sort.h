@@ -47,9 +47,9 @@ inline constexpr auto kMergeSort = merge_sort_network<count>();
 
 template <int first, int second, class V, int count>
 GUILD_HD void put_greater_first(V (&values)[count]) {
-  V const x = values[first], y = values[second];
-  values[first] = x > y ? x : y;
-  values[second] = x > y ? y : x;
+  V const x = values[first], y = values[second], greater = x > y ? x : y;
+  values[first] = greater;
+  values[second] = x ^ y ^ greater;  // one comparison for both
 }
 
 // Sorts values in falling order: 5 exchanges of 4, 19 of 8, 63 of 16, 191 of 32.
@@ -58,6 +58,17 @@ GUILD_HD void sort_falling(V (&values)[count]) {
   [&]<size_t... i>(std::index_sequence<i...>) {
     (put_greater_first<kMergeSort<count>[i].first, kMergeSort<count>[i].second>(values), ...);
   }(std::make_index_sequence<size_t(exchanges_of(count))>());
+}
+
+// The four greatest of two falling lists of four, falling, in `best`: the greater halves of a
+// bitonic sequence, then its merge.
+template <class V>
+GUILD_HD void keep_greatest(V (&best)[4], V const (&other)[4]) {
+  for (int i = 0; i < 4; ++i) best[i] = best[i] > other[3 - i] ? best[i] : other[3 - i];
+  put_greater_first<0, 2>(best);
+  put_greater_first<1, 3>(best);
+  put_greater_first<0, 1>(best);
+  put_greater_first<2, 3>(best);
 }
 
 }  // namespace guild

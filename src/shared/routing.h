@@ -3,17 +3,25 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 
 #include "guild/steps.h"
 #include "shared/activation.h"
 
 namespace guild {
 
-// Unsigned integers in the order of numbers: -0 equals 0, NaN is 0 and below -infinity.
+// Unsigned integers in the order of numbers: -0 equals 0, NaN is 1 and below -infinity. 0 is left
+// for what is no number.
 GUILD_HD uint32_t order_of(float x) {
-  if (x != x) return 0;
   uint32_t const bits = std::bit_cast<uint32_t>(x + 0.f);
-  return bits >> 31 ? ~bits : bits | 0x80000000u;
+  uint32_t const flip = uint32_t(int32_t(bits) >> 31) | 0x80000000u;  // all bits of the negative
+  return x != x ? 1 : bits ^ flip;
+}
+
+// The number of an order other than 0.
+GUILD_HD float value_of(uint32_t order) {
+  if (order == 1) return std::numeric_limits<float>::quiet_NaN();
+  return std::bit_cast<float>(order >> 31 ? order & 0x7fffffffu : ~order);
 }
 
 // An expert and its key as one integer: the greater one is the better one, that is the one of the
@@ -22,13 +30,6 @@ GUILD_HD uint64_t candidate(float key, int id) {
   return uint64_t(order_of(key)) << 32 | uint32_t(~id);
 }
 GUILD_HD int candidate_id(uint64_t c) { return ~int(uint32_t(c)); }
-
-// e / size by a multiplication, for 0 <= e < 1024 and 1 <= size <= 1024.
-struct GroupOf {
-  uint32_t inverse;
-  explicit constexpr GroupOf(int size) : inverse(((1u << 20) + size - 1) / uint32_t(size)) {}
-  GUILD_HD int operator()(int e) const { return int((uint32_t(e) * inverse) >> 20); }
-};
 
 // exp within an ulp or two; the activations' __expf is less exact far from 0.
 GUILD_HD float exact_exp(float x) {
@@ -48,8 +49,8 @@ template <class F>
 GUILD_HD F unscaled_weight(Score score, F logit, F shift) {
   F const e = exact_exp(score == Score::softmax ? logit - shift : (logit < 0 ? logit : -logit));
   if (score == Score::softmax) return e;
-  if (!(logit < 0)) return 1 / (1 + e);
-  return (shift < 0 ? exact_exp(logit - shift) : e) / (1 + e);
+  F const above = logit < 0 ? (shift < 0 ? exact_exp(logit - shift) : e) : F(1);
+  return above / (1 + e);
 }
 
 // Whether experts are ranked by their logits, in the order of p: exact where p rounds to a tie. A

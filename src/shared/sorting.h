@@ -5,10 +5,10 @@
 
 namespace guild {
 
-// At most kMostSortChunks, whatever the number of slots: every block adds up the histograms of all
-// of them, (chunks, E) int32, which are the sort's workspace. 128 fit the multiprocessors of one
-// GPU at a time.
+// At most kMostSortChunks, whatever the number of slots: they fit the multiprocessors of one GPU at
+// a time. Clusters of blocks add up their histograms, then every block those of all clusters.
 inline constexpr int64_t kMostSortChunks = 128;
+inline constexpr int64_t kSortCluster = 8;    // blocks of a cluster
 inline constexpr int64_t kSortThreads = 512;  // of a block
 
 // Slots of a chunk: a multiple of kSortThreads.
@@ -19,6 +19,15 @@ constexpr int64_t sort_chunk_slots(int64_t slots) {
 
 constexpr int64_t sort_chunks(int64_t slots) {
   return slots == 0 ? 0 : (slots + sort_chunk_slots(slots) - 1) / sort_chunk_slots(slots);
+}
+
+constexpr int64_t sort_clusters(int64_t slots) {
+  return (sort_chunks(slots) + kSortCluster - 1) / kSortCluster;
+}
+
+// Of the workspace: a histogram of each cluster and one of each of its blocks.
+constexpr int64_t sort_histograms(int64_t slots) {
+  return sort_clusters(slots) * (1 + kSortCluster);
 }
 
 }  // namespace guild

@@ -32,10 +32,12 @@ void define_layers(Library& m) {
   m.def("set_num_sms(int count) -> ()");
   m.def(
       "route(Tensor logits, Tensor? selection_bias, Tensor? token_mask, int top_k, int score, bool "
-      "renormalize, float scale, int groups, int top_groups) -> (Tensor scores, Tensor ids)");
+      "renormalize, float scale, int groups, int top_groups) -> (Tensor scores, Tensor ids, Tensor "
+      "slopes)");
   m.def(
-      "route_backward(Tensor dscores, Tensor logits, Tensor ids, int score, bool renormalize, "
-      "float scale) -> Tensor");
+      "route_backward(Tensor dscores, Tensor scores, Tensor ids, Tensor? slopes, Tensor? logits, "
+      "int "
+      "experts, int score, bool renormalize, float scale) -> Tensor");
   m.def(
       "sort_by_expert(Tensor ids, Tensor scores, int experts) -> (Tensor offsets, Tensor "
       "row_token, Tensor slot_row, Tensor row_score)");

@@ -18,12 +18,15 @@ using Tensors7 = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tens
 
 // ---- routing.cpp --------------------------------------------------------------------------------
 
-// logits (T, E), selection_bias (E), token_mask (T) bool -> scores (T, K), ids (T, K) int32
-Tensors2 route(Tensor const& logits, MaybeTensor const& selection_bias,
+// logits (T, E), selection_bias (E), token_mask (T) bool -> scores (T, K), ids (T, K) int32, slopes
+// (T, K) of a sigmoid, else (0, K)
+Tensors3 route(Tensor const& logits, MaybeTensor const& selection_bias,
                MaybeTensor const& token_mask, int64_t top_k, int64_t score, bool renormalize,
                double scale, int64_t groups, int64_t top_groups);
-Tensor route_backward(Tensor const& dscores, Tensor const& logits, Tensor const& ids, int64_t score,
-                      bool renormalize, double scale);
+// logits (T, E): of a softmax that is not renormalised alone
+Tensor route_backward(Tensor const& dscores, Tensor const& scores, Tensor const& ids,
+                      MaybeTensor const& slopes, MaybeTensor const& logits, int64_t experts,
+                      int64_t score, bool renormalize, double scale);
 // -> offsets (E + 1), row_token (R), slot_row (T, K), row_score (R)
 Tensors4 sort_by_expert(Tensor const& ids, Tensor const& scores, int64_t experts);
 

@@ -16,7 +16,7 @@ Router router_of(int64_t score, bool renormalize, double scale) {
 
 }  // namespace
 
-Tensors2 route(Tensor const& logits, MaybeTensor const& selection_bias,
+Tensors3 route(Tensor const& logits, MaybeTensor const& selection_bias,
                MaybeTensor const& token_mask, int64_t top_k, int64_t score, bool renormalize,
                double scale, int64_t groups, int64_t top_groups) {
   Place const place(logits, "logits");
@@ -47,23 +47,32 @@ Tensors2 route(Tensor const& logits, MaybeTensor const& selection_bias,
   Tensor scores = place.empty({tokens, top_k}, args.dtype);
   args.ids = static_cast<int32_t*>(ids.data_ptr());
   args.scores = scores.data_ptr();
+  bool const sloped = args.router.score == Score::sigmoid;
+  Tensor slopes = place.empty({sloped ? tokens : 0, top_k}, args.dtype);
+  args.slopes = sloped ? slopes.data_ptr() : nullptr;
   place.run(cpu::route, cuda::route, args);
-  return {scores, ids};
+  return {scores, ids, slopes};
 }
 
-Tensor route_backward(Tensor const& dscores, Tensor const& logits, Tensor const& ids, int64_t score,
-                      bool renormalize, double scale) {
-  Place const place(logits, "logits");
-  require_dims(logits, "logits", 2);
+Tensor route_backward(Tensor const& dscores, Tensor const& scores, Tensor const& ids,
+                      MaybeTensor const& slopes, MaybeTensor const& logits, int64_t experts,
+                      int64_t score, bool renormalize, double scale) {
+  Place const place(dscores, "dscores");
   require_dims(ids, "ids", 2);
-  int64_t const tokens = logits.size(0), experts = logits.size(1), top_k = ids.size(1);
+  int64_t const tokens = ids.size(0), top_k = ids.size(1);
   RouterGradient args;
   args.tokens = tokens;
   args.experts = experts;
   args.top_k = top_k;
-  args.dtype = dtype_of(logits, "logits");
+  args.dtype = dtype_of(dscores, "dscores");
   args.router = router_of(score, renormalize, scale);
-  args.logits = place.rows(logits, "logits", args.dtype, {tokens, experts});
+  if (logits.has_value()) {
+    args.logits = place.rows(*logits, "logits", args.dtype, {tokens, experts});
+  }
+  if (slopes.has_value()) {
+    args.slopes = place.packed(*slopes, "slopes", args.dtype, {tokens, top_k});
+  }
+  args.scores = place.packed(scores, "scores", args.dtype, {tokens, top_k});
   args.ids = place.indices(ids, "ids", {tokens, top_k});
   args.dscores = place.packed(dscores, "dscores", args.dtype, {tokens, top_k});
   Tensor dlogits = place.empty({tokens, experts}, args.dtype);

@@ -39,6 +39,9 @@ struct Calls {
     return {8, 16, 2, DType::bfloat16, DType::float32, false, routing, {memory}, {memory, 0}};
   }
   Route route() { return {4, 8, 2, DType::float32, {}, {memory}, nullptr, index, memory, nullptr}; }
+  RouterGradient router_gradient() {
+    return {4, 8, 2, DType::float32, {}, index, memory, nullptr, memory, {}, {memory, 0}};
+  }
   Sort sort() {
     return {4, 8, 2, DType::float32, false, index, memory, index, index, index, memory, memory};
   }
@@ -185,6 +188,9 @@ std::vector<WrongCall> wrong_routers() {
   auto const route = [](char const* name, void (*spoil)(Route&), char const* message) {
     return wrong(name, &Calls::route, cpu::route, spoil, message);
   };
+  auto const gradient = [](char const* name, void (*spoil)(RouterGradient&), char const* message) {
+    return wrong(name, &Calls::router_gradient, cpu::router_gradient, spoil, message);
+  };
   return {
       route(
           "top_k_above_experts", [](auto& x) { x.top_k = 9; }, "top_k: expected 1 to 8, got 9"),
@@ -212,6 +218,22 @@ std::vector<WrongCall> wrong_routers() {
       route(
           "candidates", [](auto& x) { x.top_k = 3, x.router.groups = 4; },
           "router.top_groups: expected groups of at least 3 experts (top_k), got 1 of 2"),
+      route(
+          "slopes",
+          [](auto& x) {
+            static float somewhere;
+            x.slopes = &somewhere;
+          },
+          "slopes: expected null unless the router is a sigmoid"),
+      gradient(
+          "kept_logits", [](auto& x) { x.logits = x.scores; },
+          "logits: expected null unless the router is a softmax, not renormalised"),
+      gradient(
+          "no_logits", [](auto& x) { x.router.renormalize = false; },
+          "logits: expected a pointer with a softmax, not renormalised, got null"),
+      gradient(
+          "no_slopes", [](auto& x) { x.router.score = Score::sigmoid; },
+          "slopes: expected a pointer with a sigmoid, got null"),
   };
 }
 

@@ -84,8 +84,17 @@ void LayerStep::enqueue(cuda::Queue queue) const {
   b.dw_down = {dw_down.data(), s.hidden * s.intermediate, s.intermediate, 1};
   b.workspace = backward_workspace.data();
   cuda::moe_backward(b, queue);
-  cuda::router_gradient({s.tokens, s.experts, s.top_k, DType::float32, router, logits.view(),
-                         ids.data(), dscores.data(), dlogits.view()},
+  cuda::router_gradient({s.tokens,
+                         s.experts,
+                         s.top_k,
+                         DType::float32,
+                         router,
+                         ids.data(),
+                         scores.data(),
+                         nullptr,
+                         dscores.data(),
+                         {},
+                         dlogits.view()},
                         queue);
 }
 

@@ -44,8 +44,21 @@ std::vector<double> scores_of(Logits const& l, int64_t token, std::vector<int32_
   std::vector<double> w;
   for (int32_t id : ids) w.push_back(id >= 0 && id < l.experts ? p[id] : 0);
   double const sum = std::accumulate(w.begin(), w.end(), 0.0);
-  for (double& x : w) x *= l.router.scale / (l.router.renormalize ? sum : 1);
+  for (double& x : w) x *= l.router.scale / (l.router.renormalize && sum > 0 ? sum : 1);
   return w;
+}
+
+// The same of every token, and 1 - p of its ids.
+std::pair<std::vector<double>, std::vector<double>> scores_and_slopes(
+    Logits const& l, std::vector<int32_t> const& ids) {
+  std::vector<double> scores, slopes;
+  for (int64_t t = 0; t < l.tokens; ++t) {
+    std::vector<int32_t> const chosen(ids.begin() + t * l.top_k, ids.begin() + (t + 1) * l.top_k);
+    auto const w = scores_of(l, t, chosen), p = probabilities(l, t);
+    scores.insert(scores.end(), w.begin(), w.end());
+    for (int32_t id : chosen) slopes.push_back(id >= 0 && id < l.experts ? 1 - p[id] : 0);
+  }
+  return {scores, slopes};
 }
 
 // What experts are chosen by: p + bias, -infinity in groups that are not among the best.
@@ -83,7 +96,7 @@ class RouterTest : public DeviceTest {
 
   struct Chosen {
     std::vector<int32_t> ids;
-    std::vector<double> scores;
+    std::vector<double> scores, slopes;
     std::vector<int32_t> ids_of(int64_t token, int64_t k) const {
       return {ids.begin() + token * k, ids.begin() + (token + 1) * k};
     }
@@ -97,12 +110,16 @@ class RouterTest : public DeviceTest {
     Indices<int32_t> ids(device(), l.tokens * l.top_k);
     Tensor scores(device(), dtype, l.tokens, l.top_k);
     Indices<uint8_t> const mask(device(), l.token_mask);
+    bool const sloped = l.router.score == Score::sigmoid;
+    Tensor slopes(device(), dtype, sloped ? l.tokens : 0, l.top_k);
     device().run(Route{l.tokens, l.experts, l.top_k, dtype, l.router, logits.view(),
                        l.bias.empty() ? nullptr : bias.data(), ids.data(), scores.data(),
-                       l.token_mask.empty() ? nullptr : mask.data()});
+                       l.token_mask.empty() ? nullptr : mask.data(),
+                       sloped ? slopes.data() : nullptr});
     EXPECT_TRUE(ids.canaries_alive()) << "ids: written past their ends";
     scores.expect_untouched_from(l.tokens, "scores");
-    return {ids.get(), scores.get()};
+    slopes.expect_untouched_from(sloped ? l.tokens : 0, "slopes");
+    return {ids.get(), scores.get(), slopes.get()};
   }
 
   std::mt19937_64 random_{3};
@@ -199,6 +216,21 @@ TEST_P(RouterTest, PaddingGoesNowhere) {
   }
 }
 
+TEST_P(RouterTest, SlopesOfSigmoids) {  // 1 - p of the chosen, for the gradient
+  Router const router{Score::sigmoid, true, 2.5f, 1, 1};
+  for (DType dtype : score_dtypes()) {
+    Logits l = random(40, 70, 5, router, true);
+    for (int64_t e = 0; e < 70; ++e) l.values(3, e) = 20 + double(e);  // p rounds to 1
+    auto const chosen = route(l, dtype);
+    auto const expected = scores_and_slopes(l, chosen.ids).second;
+    EXPECT_LE(relative_error(chosen.slopes, expected), dtype == DType::float64 ? 1e-13 : 1e-6);
+    EXPECT_GT(chosen.slopes[3 * 5 + 4], 0);
+    l.token_mask.assign(40, 1);
+    l.token_mask[7] = 0;
+    for (int k = 0; k < 5; ++k) EXPECT_EQ(route(l, dtype).slopes[7 * 5 + k], 0);
+  }
+}
+
 TEST_P(RouterTest, WeightsOfTinyProbabilities) {  // renormalised: only ratios matter
   for (Router const& router : routers()) {
     if (!router.renormalize) continue;
@@ -271,6 +303,7 @@ TEST_P(RouterTest, GradientIsTheDerivative) {
       Logits const l = random(40, 70, 5, router, false);
       auto ids = route(l, dtype).ids;
       ids[3] = 70, ids[11] = -1, ids[12] = 0x7fffffff;  // no gradient for these
+      for (int k = 0; k < 5; ++k) ids[100 + k] = -1;    // padding
       Matrix dscores(l.tokens, l.top_k);
       std::normal_distribution<double> normal;
       for (double& v : dscores.values) v = float(normal(random_));
@@ -279,9 +312,16 @@ TEST_P(RouterTest, GradientIsTheDerivative) {
       logits.set(l.values.values);
       given.set(dscores.values);
       Indices<int32_t> const chosen(device(), ids);
+      Tensor scores(device(), dtype, l.tokens, l.top_k), slopes(device(), dtype, l.tokens, l.top_k);
+      auto const [of_slots, slopes_of_slots] = scores_and_slopes(l, ids);
+      scores.set(of_slots);
+      slopes.set(slopes_of_slots);
+      bool const sloped = router.score == Score::sigmoid;
+      bool const dense = router.score == Score::softmax && !router.renormalize;
       Tensor out(device(), dtype, l.tokens, l.experts, l.experts + 2);
-      device().run(RouterGradient{l.tokens, l.experts, l.top_k, dtype, router, logits.view(),
-                                  chosen.data(), given.data(), out.view()});
+      device().run(RouterGradient{l.tokens, l.experts, l.top_k, dtype, router, chosen.data(),
+                                  scores.data(), sloped ? slopes.data() : nullptr, given.data(),
+                                  dense ? logits.view() : ConstRows(), out.view()});
       out.expect_untouched_from(l.tokens, "dlogits");
       double const allowed = dtype == DType::float64 ? 1e-8 : 2e-6;
       EXPECT_LE(relative_error(out.get(), numeric_gradient(l, ids, dscores).values), allowed);

@@ -198,18 +198,18 @@ TEST(Routing, OrderOfNumbers) {
     EXPECT_LT(order_of(rising[i - 1]), order_of(rising[i])) << rising[i];
   }
   EXPECT_EQ(order_of(-0.f), order_of(0.f));
-  EXPECT_EQ(order_of(-kNanF), 0u);
+  EXPECT_EQ(order_of(-kNanF), order_of(kNanF));
+  EXPECT_GT(order_of(kNanF), 0u);
+  for (float x : rising) {
+    if (x == x) {
+      EXPECT_EQ(value_of(order_of(x)), x);
+    }
+  }
+  EXPECT_TRUE(std::isnan(value_of(order_of(kNanF))));
   EXPECT_GT(candidate(1.f, 7), candidate(1.f, 8));
   EXPECT_GT(candidate(2.f, 8), candidate(1.f, 7));
   EXPECT_GT(candidate(kNanF, 1023), 0u);
   EXPECT_EQ(candidate_id(candidate(-2.f, 1023)), 1023);
-}
-
-TEST(Routing, GroupsOfExperts) {
-  for (int size = 1; size <= 1024; ++size) {
-    GroupOf const group_of(size);
-    for (int e = 0; e < 1024; ++e) ASSERT_EQ(group_of(e), e / size) << e << " / " << size;
-  }
 }
 
 template <int count>
@@ -235,6 +235,20 @@ TEST(Routing, NetworkSorts) {
   expect_network_sorts<32>();
 }
 
+TEST(Routing, KeepsTheGreatestFour) {
+  std::mt19937_64 random(4);
+  for (int i = 0; i < 20000; ++i) {
+    uint64_t best[4], other[4], all[8];
+    for (int j = 0; j < 4; ++j)
+      all[j] = best[j] = random() % 20, all[4 + j] = other[j] = random() % 20;
+    std::sort(best, best + 4, std::greater<>());
+    std::sort(other, other + 4, std::greater<>());
+    std::sort(all, all + 8, std::greater<>());
+    keep_greatest(best, other);
+    ASSERT_TRUE(std::equal(best, best + 4, all)) << "try " << i;
+  }
+}
+
 TEST(Routing, ChunksCoverAllSlots) {
   for (int64_t slots : {int64_t(1), int64_t(511), int64_t(512), int64_t(513), int64_t(196608),
                         int64_t(65537), (int64_t(1) << 31) - 1}) {
@@ -242,6 +256,8 @@ TEST(Routing, ChunksCoverAllSlots) {
     EXPECT_EQ(chunk % kSortThreads, 0);
     EXPECT_TRUE(chunks >= 1 && chunks <= kMostSortChunks) << slots;
     EXPECT_TRUE(chunks * chunk >= slots && (chunks - 1) * chunk < slots) << slots;
+    int64_t const clusters = sort_clusters(slots);
+    EXPECT_TRUE(clusters * kSortCluster >= chunks && (clusters - 1) * kSortCluster < chunks);
   }
 }
 

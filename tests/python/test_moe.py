@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import guild
+from guild.bench_memory import saved_tensors
 from reference import apply_activation, restated, weights_of
 
 
@@ -127,6 +128,8 @@ def test_router_logits_are_float32(device: str) -> None:
     weight = torch.randn(8, 128, device=device, dtype=torch.bfloat16, requires_grad=True)
     logits = router_logits(x, weight)
     assert logits.dtype == torch.float32
+    with torch.autocast(device, dtype=torch.bfloat16):
+        assert torch.equal(router_logits(x, weight), logits)
     expected = x.double() @ weight.double().t()
     torch.testing.assert_close(logits.double(), expected, atol=1e-4, rtol=1e-5)
     dlogits = torch.randn_like(logits)
@@ -136,6 +139,18 @@ def test_router_logits_are_float32(device: str) -> None:
         assert value.dtype == torch.bfloat16
         error = (value.double() - gradient.double()).norm() / gradient.double().norm()
         assert error < 0.006
+
+
+@pytest.mark.parametrize("name", [n for n in guild.routing.ROUTERS if n != "llama4"])
+def test_saved_for_backward(name: str, device: str) -> None:
+    """x, h and 24 bytes a slot, whatever the router: never its logits."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    moe = guild.MoE(16, 8, 128, 2, router=name, device=device, dtype=dtype)
+    x = torch.randn(50, 16, device=device, dtype=dtype)
+    kept = sum(t.untyped_storage().nbytes() for t in saved_tensors(moe, x))
+    slots = 50 * 2
+    of_experts = (50 * 16 + slots * 2 * 8) * dtype.itemsize
+    assert kept <= of_experts + 24 * slots + 4 * (moe.experts + 1)
 
 
 def test_state_dict_is_stable() -> None:

@@ -49,9 +49,12 @@ CALLS: dict[str, Callable[[Inputs], Arguments]] = {
     "route": lambda i: (*wanting(i.logits), None, i.logits[:, 0] > -1, 2, 1, True, 1.0, 2, 1),
     "route_backward": lambda i: (
         torch.randn_like(i.logits[:, :2]).contiguous(),
-        i.logits,
+        i.logits[:, :2].contiguous(),
         i.layer.ids.int(),
-        1,
+        None,
+        i.logits,
+        i.logits.shape[1],
+        0,
         False,
         2.0,
     ),
@@ -169,6 +172,17 @@ CALLS: dict[str, Callable[[Inputs], Arguments]] = {
     ),
     "router_logits": lambda i: wanting(
         i.layer.x.to(torch.bfloat16), i.layer.down[:, :, 0].to(torch.bfloat16)
+    ),
+    "route_tokens": lambda i: (
+        *wanting(i.layer.x, i.layer.down[:, :, 0].contiguous()),
+        None,
+        i.logits[:, 0] > -1,
+        2,
+        0,
+        False,
+        1.0,
+        1,
+        1,
     ),
 }
 
