@@ -4,6 +4,7 @@
 #include "cpu/views.h"
 #include "guild/cpu.h"
 #include "processor.h"
+#include "shared/gemm_config.h"
 
 namespace guild::cpu {
 
