@@ -74,9 +74,9 @@ CUtensorMap tensor_map(void const* data, DType dtype, MapShape const& s, char co
       dtype == DType::float16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   CUtensorMap map;
   auto const try_encode = [&] {
-    return encode(&map, type, s.w > 0 ? 4 : 3, base, shape, strides, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                  CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    return encode(&map, type, s.w > 0 ? 4 : 3, base, shape, strides, box, step,
+                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };
   auto status = try_encode();
   if (status == CUDA_ERROR_INVALID_CONTEXT) {  // this thread's first call: bring the device's own

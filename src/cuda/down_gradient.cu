@@ -54,8 +54,8 @@ void down_gradient(DownGradient const& x, Queue queue) {
   with_product(x.dtype, x.w_down.out_stride == 1 && x.w_down.in_stride != 1,
                x.routing.row_token != nullptr, [&]<class T, Major major, bool gathered> {
                  with_pairs(choose_pairs(x.sizes.rows(), int(x.sizes.experts)), [&](auto pairs) {
-                   launch_down_gradient<T, pairs.value ? kWidePair : kWide, major, gathered>(
-                       x, queue);
+                   launch_down_gradient<T, pairs.value ? kWidePair : kWide, major, gathered>(x,
+                                                                                             queue);
                  });
                });
 }

@@ -10,7 +10,7 @@ struct GemmConfig {
   int consumers = 2;  // warpgroups issuing wgmma: 64 rows of a tile each
 
   static constexpr int tile_k = 64;
-  constexpr int cluster_m() const { return tile_m * cluster; }        // rows of a cluster's tile
+  constexpr int cluster_m() const { return tile_m * cluster; }  // rows of a cluster's tile
   constexpr int threads() const { return 128 * (consumers + 1); }
   constexpr int a_bytes() const { return 2 * tile_m * tile_k; }
   constexpr int b_bytes() const { return 2 * tile_n * tile_k; }

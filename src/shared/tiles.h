@@ -50,8 +50,8 @@ GUILD_HD TilePlace place_in_bands(int index, int down, int across, int band) {
 struct RowTiles {
   Groups groups;
   int tile_n, across, inner;  // across: tiles side by side
-  int tile_m, band;
-  int next_tile, stride;  // this block owns tiles next_tile, next_tile + stride, ...
+  int tile_m, band;           // kernel.cuh sets these and the next two
+  int next_tile, stride;      // this block owns tiles next_tile, next_tile + stride, ...
   int expert = 0, begin = 0, tiles_before = 0;
 
   GUILD_HD bool next(Tile& tile) {
@@ -78,7 +78,7 @@ struct RowTiles {
 struct InnerTiles {
   Groups groups;
   int tile_n, rows, across;
-  int tile_m, band;
+  int tile_m, band;  // kernel.cuh sets these and the next two
   int next_tile, stride;
   int expert = 0, begin = 0;
 

@@ -1,5 +1,5 @@
-// Moving bytes: TMA boxes of rank-3 and rank-4 maps, 16-byte cp.async, and 8x8 matrices between registers and
-// shared memory. PTX ISA, sections "cp.async.bulk.tensor", "cp.async" and "stmatrix".
+// Moving bytes: TMA boxes of rank-3 and rank-4 maps, 16-byte cp.async, and 8x8 matrices between
+// registers and shared memory. PTX ISA, sections "cp.async.bulk.tensor", "cp.async" and "stmatrix".
 #pragma once
 #include <cuda.h>
 
@@ -38,7 +38,7 @@ __device__ inline void tma_store(CUtensorMap const& map, void const* from, Coord
       : "memory");
 }
 struct RowCoordinate {
-  int x, half, r, row;
+  int x, half, r, row;  // of rows seen 64 times over: gemm/fragment.cuh
 };
 __device__ inline void tma_store(CUtensorMap const& map, void const* from, RowCoordinate at) {
   asm volatile(

@@ -147,8 +147,8 @@ struct Activate {
     for (int i = 0; i < count; ++i) acc[i] = acc[i + steps];
   }
 
-  // `left` columns of gate and of up, 64 at most, to those of A in gate's place. The way out every 16
-  // columns keeps the compiler from starting all at once: it has no registers for that.
+  // `left` columns of gate and of up, 64 at most, to those of A in gate's place. The way out every
+  // 16 columns keeps the compiler from starting all at once: it has no registers for that.
   __device__ void activate_halves(float* gate, float const* up, int left) const {
     with_family(activation, [&, act = with_gate(activation, true)](auto family) {
 #pragma unroll
@@ -168,8 +168,8 @@ struct Activate {
     });
   }
 
-  // `left` columns of gate, up pairs, 128 at most, to half as many of A, in place. Two blocks of 8 columns give one: a
-  // thread has its columns q and 4 + q (q = thread % 4) and wants 2q and 2q + 1.
+  // `left` columns of gate, up pairs, 128 at most, to half as many of A, in place. Two blocks of 8
+  // give one: a thread has its columns q and 4 + q (q = thread % 4) and wants 2q and 2q + 1.
   __device__ void activate_neighbours(float* pairs, int left, int thread) const {
     int const q = thread % 4, from = thread % 32 / 4 * 4 + 2 * q % 4;
     with_family(activation, [&, act = with_gate(activation, true)](auto family) {

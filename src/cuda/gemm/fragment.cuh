@@ -44,8 +44,7 @@ __device__ inline void warpgroup_barrier() { named_barrier(1 + threadIdx.x / 128
 // Writes 64 columns of a fragment to a box, rows of D as rows of the box.
 template <class T>
 __device__ inline void fragment_to_box(uint32_t box, float const* value, int thread) {
-  uint32_t const first =
-      chunk_address(box, thread / 32 * 16 + thread % 16, thread % 32 / 16);
+  uint32_t const first = chunk_address(box, thread / 32 * 16 + thread % 16, thread % 32 / 16);
 #pragma unroll
   for (int block = 0; block < 8; block += 2) {
     float const* v = value + block * 4;

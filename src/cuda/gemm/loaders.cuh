@@ -5,9 +5,9 @@
 //   TokenColumns   ragged inner dimension: A and B are (rows of the group) x features, A optionally
 //                  picked by an index; the group's last, ragged step is zero-filled on both sides
 //
-// kRegisters is what a thread of the producer may use, 168 a thread of the block in all. Each has
-// load(tile, step, a, b, full): fill one stage and arrive kArrivals times in total on
-// full. Gather by cp.async in the producer: SonicMoE, arXiv:2512.14080, section 4.
+// Each has load(tile, step, a, b, full): fill one stage and arrive kArrivals times in total on
+// full; kRegisters is what its threads may use, of 168 for each of the block's. Gather by cp.async
+// in the producer: SonicMoE, arXiv:2512.14080, section 4.
 #pragma once
 #include "../arch/copy.cuh"
 #include "../arch/wgmma.cuh"
@@ -90,7 +90,8 @@ struct TmaRows {
 template <class T, GemmConfig C, Major major_b>
 struct GatheredRows {
   static constexpr Major kMajorA = Major::K, kMajorB = major_b;
-  static constexpr int kThreads = 128, kArrivals = 129, kRegisters = 40;  // every thread's copies, and TMA of B
+  static constexpr int kThreads = 128, kRegisters = 40;
+  static constexpr int kArrivals = kThreads + 1;  // every thread's copies, and TMA of B
 
   struct Params {
     T const* a;          // (tokens, k)
@@ -137,7 +138,8 @@ struct GatheredRows {
 template <class T, GemmConfig C>
 struct TokenColumns {
   static constexpr Major kMajorA = Major::MN, kMajorB = Major::MN;
-  static constexpr int kThreads = 128, kArrivals = 129, kRegisters = 56;
+  static constexpr int kThreads = 128, kRegisters = 56;
+  static constexpr int kArrivals = kThreads + 1;
 
   struct Params {
     T const* a;  // (tokens or rows, m)
