@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from guild.moe import MoE
     from guild.routing import Router, route
     from guild.sm_budget import num_sms, set_num_sms
+    from guild.weight_gradients import WeightGradients
 
 __version__ = "0.1.0"
 
@@ -27,6 +28,7 @@ _MODULE_OF = {
     "Activation": "activations",
     "MoE": "moe",
     "Router": "routing",
+    "WeightGradients": "weight_gradients",
     "experts_mlp": "experts",
     "grouped_mm": "grouped",
     "grouped_mm_downproj": "grouped",
@@ -41,6 +43,7 @@ __all__ = [
     "Activation",
     "MoE",
     "Router",
+    "WeightGradients",
     "experts_mlp",
     "grouped_mm",
     "grouped_mm_downproj",

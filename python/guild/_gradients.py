@@ -6,7 +6,7 @@ routing, and the weights by reference.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -60,17 +60,29 @@ def _route_gradient(ctx, dscores, *_):
 # ---- layers -------------------------------------------------------------------------------------
 
 
-def _require_kept(h: Tensor, rows: int) -> None:
-    if h.shape[0] != rows:
-        raise RuntimeError("keep: expected True where a gradient is wanted, got False")
+def pre_activations(
+    h: Tensor,
+    x: Tensor,
+    offsets: Tensor,
+    row_token: Tensor | None,
+    w_up: Tensor,
+    w_gate: Tensor | None,
+    b_up: Tensor | None,
+    flags: Sequence[Any],
+) -> Tensor:
+    """H (R, W): as kept, or computed again from x where forward kept none."""
+    rows = (x if row_token is None else row_token).shape[0]
+    if h.shape[0] == rows:
+        return h
+    return ops.up_projection(x, offsets, row_token, w_up, w_gate, b_up, *flags, True)[1]
 
 
 def _moe_setup(ctx, inputs, output):
-    x, ids, _, w_up, w_gate, w_down, _, b_down, *flags = inputs
+    x, ids, _, w_up, w_gate, w_down, b_up, b_down, *flags = inputs
     _, h, offsets, row_token, slot_row, row_score = output
     ctx.flags = flags[:-1]
     ctx.save_for_backward(
-        x, h, offsets, row_token, slot_row, row_score, w_up, w_gate, w_down, b_down
+        b_up, x, h, offsets, row_token, slot_row, row_score, w_up, w_gate, w_down, b_down
     )
     ctx.mark_non_differentiable(h, offsets, row_token, slot_row, row_score)
     ctx.set_materialize_grads(False)
@@ -80,8 +92,9 @@ def _moe_gradient(ctx, dout, *_):
     nothing = (None,) * 9  # the flags
     if dout is None:
         return (*(None,) * 8, *nothing)
-    saved = ctx.saved_tensors
-    _require_kept(saved[1], saved[3].shape[0])
+    b_up, x, h, offsets, row_token, *saved = ctx.saved_tensors
+    h = pre_activations(h, x, offsets, row_token, *saved[2:4], b_up, ctx.flags)
+    saved = x, h, offsets, row_token, *saved
     x, _, scores, w_up, w_gate, w_down, b_up, b_down = ctx.needs_input_grad[1:9]
     wanted = _wanted(x, scores, w_up or w_gate, w_down, b_up, b_down)
     dx, dscores, dw_up, dw_gate, dw_down, db_up, db_down = ops.moe_backward(
@@ -101,10 +114,10 @@ def _moe_gradient(ctx, dout, *_):
 
 
 def _experts_setup(ctx, inputs, output):
-    x, offsets, w_up, w_gate, w_down, _, _, *flags = inputs
+    x, offsets, w_up, w_gate, w_down, b_up, _, *flags = inputs
     _, h = output
     ctx.flags = flags[:-1]
-    ctx.save_for_backward(x, h, offsets, w_up, w_gate, w_down)
+    ctx.save_for_backward(b_up, x, h, offsets, w_up, w_gate, w_down)
     ctx.mark_non_differentiable(h)
     ctx.set_materialize_grads(False)
 
@@ -113,8 +126,9 @@ def _experts_gradient(ctx, dout, _):
     nothing = (None,) * 9
     if dout is None:
         return (*(None,) * 7, *nothing)
-    saved = ctx.saved_tensors
-    _require_kept(saved[1], saved[0].shape[0])
+    b_up, x, h, offsets, w_up, w_gate, w_down = ctx.saved_tensors
+    h = pre_activations(h, x, offsets, None, w_up, w_gate, b_up, ctx.flags)
+    saved = x, h, offsets, w_up, w_gate, w_down
     x, _, w_up, w_gate, w_down, b_up, b_down = ctx.needs_input_grad[1:8]
     wanted = _wanted(x, False, w_up or w_gate, w_down, b_up, b_down)
     dx, dw_up, dw_gate, dw_down, db_up, db_down = ops.experts_backward(

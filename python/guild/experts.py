@@ -19,6 +19,7 @@ from guild._checks import (
 )
 from guild._operators import autocast, ops, score_dtype
 from guild.activations import Activation, as_activation, is_interleaved
+from guild.weight_gradients import Experts, WeightGradients
 
 Halves = tuple[Tensor, Tensor]  # gate, up
 
@@ -38,6 +39,8 @@ def routed_experts(
     activation: Activation | str = "silu",
     order: str = "concatenated",
     transposed: bool = False,
+    recompute: bool = False,
+    weight_gradients: WeightGradients | None = None,
 ) -> Tensor:
     """Every token through its chosen experts, summed with its weights.
 
@@ -74,6 +77,12 @@ def routed_experts(
         pair of weights it orders b_up alone.
     transposed : bool
         Weights are (E, H, 2I) and (E, I, H) instead.
+    recompute : bool
+        Keep nothing of the experts but x: backward computes the pre-activations, 2 T K I values,
+        again, one up projection more.
+    weight_gradients : WeightGradients, optional
+        Where the weights' and biases' gradients go, and when; autograd's `.grad` in backward unless
+        given. The weights are then parameters themselves, and b_up is one tensor.
 
     Returns
     -------
@@ -91,7 +100,18 @@ def routed_experts(
     SonicMoE's (arXiv:2512.14080, section 3).
     """
     return routed_experts_and_offsets(
-        x, topk_ids, topk_weights, w_up, w_down, b_up, b_down, activation, order, transposed
+        x,
+        topk_ids,
+        topk_weights,
+        w_up,
+        w_down,
+        b_up,
+        b_down,
+        activation,
+        order,
+        transposed,
+        recompute,
+        weight_gradients,
     )[0]
 
 
@@ -106,6 +126,8 @@ def routed_experts_and_offsets(
     activation: Activation | str,
     order: str,
     transposed: bool,
+    recompute: bool = False,
+    weight_gradients: WeightGradients | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`routed_experts`, and the int32 (E + 1) offsets of the sorted rows."""
     expect_dims("x", x, 2, what="(tokens, hidden)")
@@ -119,10 +141,16 @@ def routed_experts_and_offsets(
     expect_device("topk_weights", topk_weights, x)
     if not topk_weights.is_floating_point():
         raise TypeError(f"topk_weights: expected a floating dtype, got {topk_weights.dtype}")
-    x, *layer, gradient = _layer(x, w_up, w_down, b_up, b_down, activation, order, transposed)
+    given = w_up, w_down, b_up, b_down
+    x, *layer, gradient = _layer(x, *given, activation, order, transposed)
     scores = topk_weights.to(score_dtype(x.dtype)).contiguous()
+    ids = topk_ids.contiguous()
     keep = torch.is_grad_enabled() and (gradient or scores.requires_grad)
-    out, _, offsets, _, _, _ = _moe_forward(x, topk_ids.contiguous(), scores, *layer, keep)
+    if keep and weight_gradients is not None:
+        parameters = _parameters(weight_gradients, *given, order)
+        return Experts.apply(weight_gradients, parameters, recompute, x, ids, scores, None, *layer)
+    keep = keep and not recompute
+    out, _, offsets, _, _, _ = _moe_forward(x, ids, scores, *layer, keep)
     return out, offsets
 
 
@@ -137,6 +165,8 @@ def experts_mlp(
     *,
     order: str = "concatenated",
     transposed: bool = False,
+    recompute: bool = False,
+    weight_gradients: WeightGradients | None = None,
 ) -> Tensor:
     """The expert MLP on rows that the caller has sorted by expert.
 
@@ -149,7 +179,7 @@ def experts_mlp(
     offsets : torch.Tensor
         int32 (E + 1): where each expert's rows begin, and where the last one's end. Rows at or past
         offsets[E] belong to nobody: their result and gradient are zero.
-    w_up, w_down, b_up, b_down, activation, order, transposed
+    w_up, w_down, b_up, b_down, activation, order, transposed, recompute, weight_gradients
         As in `routed_experts`.
 
     Returns
@@ -164,12 +194,45 @@ def experts_mlp(
     """
     expect_dims("x_sorted", x_sorted, 2, what="(rows, hidden)")
     expect_tensor("w_down", w_down)
-    x, *layer, gradient = _layer(
-        x_sorted, w_up, w_down, b_up, b_down, activation, order, transposed, "x_sorted"
-    )
+    given = w_up, w_down, b_up, b_down
+    x, *layer, gradient = _layer(x_sorted, *given, activation, order, transposed, "x_sorted")
     expect_offsets("offsets", offsets, x)
     expect_shape("offsets", offsets, (w_down.shape[0] + 1,), "it holds starts and the last end")
-    return _experts_forward(x, offsets, *layer, torch.is_grad_enabled() and gradient)[0]
+    keep = torch.is_grad_enabled() and gradient
+    if keep and weight_gradients is not None:
+        parameters = _parameters(weight_gradients, *given, order)
+        return Experts.apply(
+            weight_gradients, parameters, recompute, x, None, None, offsets, *layer
+        )[0]
+    return _experts_forward(x, offsets, *layer, keep and not recompute)[0]
+
+
+def _parameters(
+    weight_gradients: WeightGradients,
+    w_up: Tensor | Halves,
+    w_down: Tensor,
+    b_up: Tensor | Halves | None,
+    b_down: Tensor | None,
+    order: str,
+) -> tuple[Tensor | None, ...]:
+    """Whose gradients they are: w_up, its gate where that stands apart, w_down, b_up, b_down."""
+    if not isinstance(weight_gradients, WeightGradients):
+        raise TypeError(
+            f"weight_gradients: expected guild.WeightGradients, got {type(weight_gradients)}"
+        )
+    w_gate = None
+    if isinstance(w_up, tuple | list):
+        w_gate, w_up = w_up
+        if b_up is not None and is_interleaved(order):
+            raise ValueError(
+                "order: expected 'concatenated' for the bias of a pair of weights with "
+                f"weight_gradients, got {order!r}"
+            )
+    if isinstance(b_up, tuple | list):
+        raise ValueError("b_up: expected one tensor with weight_gradients, got a pair")
+    parameters = w_up, w_gate, w_down, b_up, b_down
+    weight_gradients.expect_targets(parameters)
+    return parameters
 
 
 def _layer(

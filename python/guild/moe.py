@@ -13,6 +13,7 @@ from guild._operators import autocast, ops
 from guild.activations import Activation, as_activation
 from guild.experts import experts_mlp, routed_experts_and_offsets
 from guild.routing import Router, route_tokens
+from guild.weight_gradients import WeightGradients
 
 _router_logits = ops.router_logits.default
 
@@ -38,6 +39,11 @@ class MoE(nn.Module):
     device, dtype : optional
         Of the parameters, as in torch.nn.Linear. With device="meta" nothing is allocated: follow
         with `to_empty(device=...)` and `reset_parameters()`.
+    recompute : bool
+        Keep nothing of the experts but their input for backward; see `routed_experts`.
+    weight_gradients : WeightGradients, optional
+        Where the experts' weight gradients go, and when; the router's and the shared experts' are
+        autograd's all the same.
 
     Attributes
     ----------
@@ -71,6 +77,9 @@ class MoE(nn.Module):
         shared_experts: int = 0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        recompute: bool = False,
+        weight_gradients: WeightGradients | None = None,
     ) -> None:
         super().__init__()
         expect_count("hidden", hidden, 1)
@@ -89,6 +98,7 @@ class MoE(nn.Module):
         self.experts, self.top_k = experts, top_k
         self.activation = as_activation(activation)
         self.routing = router or Router()
+        self.recompute, self.weight_gradients = recompute, weight_gradients
         make: dict[str, Any] = {"device": device, "dtype": dtype}
         width = self.activation.width(intermediate)
         self.router = nn.Linear(hidden, experts, bias=False, **make)
@@ -162,6 +172,8 @@ class MoE(nn.Module):
             self.activation,
             "concatenated",
             False,
+            self.recompute,
+            self.weight_gradients,
         )
         if not torch.compiler.is_exporting():  # an exported graph keeps nothing
             self._offsets = offsets

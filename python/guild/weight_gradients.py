@@ -1,0 +1,184 @@
+"""Weight gradients that go where the caller says, when the caller says.
+
+By default backward writes dW in the weights' dtype and autograd adds it to `.grad`. Training loops
+that sum micro-batches in float32 (`main_grad`), or that fill a pipeline's gaps with dW, pass a
+`WeightGradients` instead: backward then ends with dX, and dW is a step of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from guild._checks import dtype_name
+from guild._gradients import ops, pre_activations
+
+_NAMES = ("w_up", "w_up[0] (gate)", "w_down", "b_up", "b_down")
+
+
+class WeightGradients:
+    """Where a layer's weight gradients go, and when they are computed.
+
+    Parameters
+    ----------
+    main_grad : bool
+        Add them to each parameter's `main_grad`, a float32 tensor of its shape that the caller has
+        made, and leave `.grad` alone. Otherwise they are written to `.grad`, or added to it.
+    delayed : bool
+        Keep what they need until `compute` is called, instead of computing them in backward. Kept
+        are, for each backward, the layer's input, the gradients of its output and pre-activations,
+        and the activations: 2 R (H + 3I) bytes or so in 16 bits.
+
+    Notes
+    -----
+    Gradients do not pass through autograd, so hooks on the parameters do not run. Sums are in the
+    order of the backward passes, with the same bits in every run.
+    """
+
+    def __init__(self, *, main_grad: bool = False, delayed: bool = False) -> None:
+        self.main_grad, self.delayed = bool(main_grad), bool(delayed)
+        self._pending: list[Callable[[], None]] = []
+
+    @property
+    def pending(self) -> int:
+        """Backward passes whose weight gradients are still to be computed."""
+        return len(self._pending)
+
+    def compute(self) -> None:
+        """Compute what is pending, in the order of the backward passes."""
+        while self._pending:
+            self._pending.pop(0)()
+
+    def _take(self, step: Callable[[], None]) -> None:
+        self._pending.append(step)
+        if not self.delayed:
+            self.compute()
+
+    def expect_targets(self, parameters: tuple[Tensor | None, ...]) -> None:
+        """Raise ValueError unless gradients can be put where they should go."""
+        for name, parameter in zip(_NAMES, parameters, strict=True):
+            if parameter is None or not parameter.requires_grad:
+                continue
+            if not parameter.is_leaf:
+                raise ValueError(
+                    f"{name}: expected a parameter (a leaf tensor) with weight_gradients, got the "
+                    "result of an operation"
+                )
+            if self.main_grad:
+                _expect_main_grad(name, parameter)
+
+    def _target(self, *parameters: Tensor | None) -> tuple[list[Tensor | None], bool]:
+        """Tensors to write to, None where nothing is wanted, and whether to add to them."""
+        wanted = [p is not None and p.requires_grad for p in parameters]
+        if self.main_grad:
+            return [
+                p.main_grad if w else None for p, w in zip(parameters, wanted, strict=True)
+            ], True
+        fresh = all(p.grad is None for p, w in zip(parameters, wanted, strict=True) if w)
+        for p, w in zip(parameters, wanted, strict=True):
+            if w and p.grad is None:
+                p.grad = torch.empty_like(p) if fresh else torch.zeros_like(p)
+        return [p.grad if w else None for p, w in zip(parameters, wanted, strict=True)], not fresh
+
+
+def _expect_main_grad(name: str, parameter: Tensor) -> None:
+    main = getattr(parameter, "main_grad", None)
+    if not isinstance(main, Tensor):
+        raise ValueError(f"{name}.main_grad: expected a float32 tensor, got {main!r}")
+    if main.dtype != torch.float32 or main.shape != parameter.shape:
+        raise ValueError(
+            f"{name}.main_grad: expected float32 of shape {tuple(parameter.shape)}, got "
+            f"{dtype_name(main.dtype)} of shape {tuple(main.shape)}"
+        )
+    if main.device != parameter.device:
+        raise ValueError(f"{name}.main_grad: expected device {parameter.device}, got {main.device}")
+
+
+class Experts(torch.autograd.Function):
+    """The expert layer in steps. `routing`: ids and scores of tokens, or offsets of sorted rows."""
+
+    @staticmethod
+    def forward(ctx, sink, parameters, recompute, x, ids, scores, offsets, *layer):
+        """(out, offsets) of `routed_experts` (ids, scores) or of `experts_mlp` (offsets)."""
+        w_up, w_gate, w_down, b_up, b_down, *flags = layer
+        row_token = slot_row = row_score = None
+        if offsets is None:
+            out, h, offsets, row_token, slot_row, row_score = ops.moe_forward(
+                x, ids, scores, *layer, not recompute
+            )
+        else:
+            out, h = ops.experts_forward(x, offsets, *layer, not recompute)
+        ctx.sink, ctx.parameters, ctx.flags = sink, parameters, flags
+        ctx.save_for_backward(
+            x, h, offsets, row_token, slot_row, row_score, w_up, w_gate, w_down, b_up, b_down
+        )
+        ctx.mark_non_differentiable(offsets)
+        ctx.set_materialize_grads(False)
+        return out, offsets
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, _):
+        """dX and dscores; the weight gradients go to the sink."""
+        nothing = (None,) * (6 + len(ctx.flags))
+        if dout is None:
+            return (*(None,) * 6, *nothing)
+        x, h, offsets, row_token, slot_row, row_score, w_up, w_gate, w_down, b_up, b_down = (
+            ctx.saved_tensors
+        )
+        h = pre_activations(h, x, offsets, row_token, w_up, w_gate, b_up, ctx.flags)
+        dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+        dh, a, parts = ops.down_gradient(dout, h, offsets, row_token, row_score, w_down, *ctx.flags)
+        ctx.sink._take(
+            partial(
+                _compute,
+                ctx.sink,
+                ctx.parameters,
+                ctx.flags,
+                x,
+                dout,
+                dh,
+                a,
+                offsets,
+                row_token,
+                row_score,
+            )
+        )
+        dx = dscores = None
+        if ctx.needs_input_grad[5]:
+            dscores = ops.score_gradient(parts, slot_row, offsets, dout, b_down, a.shape[1])
+        if ctx.needs_input_grad[3]:
+            dx = ops.up_gradient(dh, offsets, w_up, w_gate, ctx.flags[1], *ctx.flags[6:])
+            if slot_row is not None:
+                dx = ops.combine(dx, slot_row, None)
+            else:  # rows of nobody were not written
+                nobody = torch.arange(x.shape[0], device=x.device) >= offsets[-1]
+                dx.masked_fill_(nobody[:, None], 0)
+        return None, None, None, dx, None, dscores, *nothing
+
+
+@torch.no_grad()
+def _compute(sink, parameters, flags, x, dout, dh, a, offsets, row_token, row_score) -> None:
+    """dW and db of one backward pass, into the sink's targets."""
+    w_up, w_gate, w_down, b_up, b_down = parameters
+    gated, (interleaved, transposed) = flags[1], flags[6:]
+    (target,), add = sink._target(w_down)
+    if target is not None:
+        ops.down_weight_gradient_out(dout, a, offsets, row_token, target, transposed, add)
+    (target,), add = sink._target(b_down)
+    if target is not None:
+        ops.bias_gradient_out(dout, offsets, row_token, row_score, target, add)
+    (up, gate), add = sink._target(w_up, w_gate)
+    if up is not None or gate is not None:
+        up = torch.empty_like(w_up) if up is None else up
+        gate = torch.empty_like(w_gate) if gate is None and w_gate is not None else gate
+        ops.up_weight_gradient_out(
+            x, dh, offsets, row_token, up, gate, gated, interleaved, transposed, add
+        )
+    (target,), add = sink._target(b_up)
+    if target is not None:
+        ops.bias_gradient_out(dh, offsets, None, None, target, add)

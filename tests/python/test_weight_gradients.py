@@ -1,0 +1,175 @@
+"""Recomputed pre-activations, and weight gradients that go elsewhere or come later."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from guild import MoE, WeightGradients, experts_mlp, routed_experts
+
+SIZES = {"hidden": 24, "intermediate": 16, "experts": 5, "top_k": 2}
+PARAMETERS = ("w_up", "w_down", "b_up", "b_down")
+
+
+def make_layer(device: str, dtype: torch.dtype, **more: object) -> MoE:
+    torch.manual_seed(0)
+    return MoE(**SIZES, bias=True, device=device, dtype=dtype, **more)
+
+
+def batches(device: str, dtype: torch.dtype, count: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    pairs = [torch.randn(2, 40, SIZES["hidden"], generator=generator) for _ in range(count)]
+    return [(x.to(device, dtype), dout.to(device, dtype)) for x, dout in pairs]
+
+
+def run(layer: MoE, x: Tensor, dout: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    layer(x).backward(dout)
+    return x.grad
+
+
+@pytest.fixture(params=["float64", "bfloat16"])
+def dtype(request: pytest.FixtureRequest, device: str) -> torch.dtype:
+    if device == "cuda" and request.param == "float64":
+        pytest.skip("the GPU has no float64")
+    return getattr(torch, request.param)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_grad_is_what_autograd_gives(device: str, dtype: torch.dtype, recompute: bool) -> None:
+    (batch,) = batches(device, dtype, 1)
+    plain = make_layer(device, dtype)
+    other = make_layer(device, dtype, recompute=recompute, weight_gradients=WeightGradients())
+    assert torch.equal(run(plain, *batch), run(other, *batch))
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(parameter.grad, other.get_parameter(name).grad), name
+
+
+def test_recompute_gives_the_same_bits(device: str, dtype: torch.dtype) -> None:
+    (batch,) = batches(device, dtype, 1)
+    plain, other = make_layer(device, dtype), make_layer(device, dtype, recompute=True)
+    assert torch.equal(run(plain, *batch), run(other, *batch))
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(parameter.grad, other.get_parameter(name).grad), name
+
+
+@pytest.mark.parametrize("weight_gradients", [None, WeightGradients()])
+def test_recompute_keeps_no_pre_activations(
+    device: str, dtype: torch.dtype, weight_gradients: WeightGradients | None
+) -> None:
+    kept: list[Tensor] = []
+    (x, _), *_ = batches(device, dtype, 1)
+    layer = make_layer(device, dtype, recompute=True, weight_gradients=weight_gradients)
+    parameters = {p.data_ptr() for p in layer.parameters()}
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        layer(x.requires_grad_())
+    rows = x.shape[0] * SIZES["top_k"]
+    widest = max(t.numel() for t in kept if t.data_ptr() not in parameters)
+    assert widest <= x.numel() < rows * 2 * SIZES["intermediate"]
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_main_grad_sums_in_float32(device: str, dtype: torch.dtype, delayed: bool) -> None:
+    sink = WeightGradients(main_grad=True, delayed=delayed)
+    layer = make_layer(device, dtype, weight_gradients=sink)
+    for name in PARAMETERS:
+        parameter = layer.get_parameter(name)
+        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+    truth = make_layer(device, dtype).to("cpu").double()
+    data = batches(device, dtype, 8)
+    for x, dout in data:
+        run(layer, x, dout)
+        run(truth, x.cpu().double(), dout.cpu().double())
+    assert sink.pending == (8 if delayed else 0)
+    if delayed:
+        assert not layer.w_up.main_grad.any()
+        sink.compute()
+    # bfloat16 pre-activations are rounded; the sum itself is not.
+    bound = 1e-5 if dtype == torch.float64 else 2e-2
+    for name in PARAMETERS:
+        parameter = layer.get_parameter(name)
+        exact = truth.get_parameter(name).grad
+        error = (parameter.main_grad.cpu().double() - exact).norm() / exact.norm()
+        assert error < bound, name
+        assert parameter.grad is None
+
+
+def test_delayed_gradients_wait(device: str, dtype: torch.dtype) -> None:
+    sink = WeightGradients(delayed=True)
+    plain, layer = make_layer(device, dtype), make_layer(device, dtype, weight_gradients=sink)
+    data = batches(device, dtype, 2)
+    for batch in data:
+        assert torch.equal(run(plain, *batch), run(layer, *batch))
+    assert layer.w_up.grad is None and sink.pending == 2
+    sink.compute()
+    assert sink.pending == 0
+    for name in PARAMETERS:
+        ours, autograd = layer.get_parameter(name).grad, plain.get_parameter(name).grad
+        torch.testing.assert_close(ours, autograd, rtol=2e-2, atol=2e-2)
+
+
+def sorted_case(device: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    torch.manual_seed(2)
+    place = {"device": device, "dtype": dtype}
+    return {
+        "x_sorted": torch.randn(30, 16, **place, requires_grad=True),
+        "offsets": torch.tensor([0, 9, 9, 24], device=device, dtype=torch.int32),
+        "gate": torch.randn(3, 8, 16, **place, requires_grad=True),
+        "up": torch.randn(3, 8, 16, **place, requires_grad=True),
+        "w_down": torch.randn(3, 16, 8, **place, requires_grad=True),
+    }
+
+
+def test_sorted_rows_and_a_pair_of_weights(device: str, dtype: torch.dtype) -> None:
+    results = []
+    for more in ({}, {"recompute": True}, {"weight_gradients": WeightGradients()}):
+        case = sorted_case(device, dtype)
+        w_up = (case["gate"], case["up"])
+        out = experts_mlp(case["x_sorted"], case["offsets"], w_up, case["w_down"], **more)
+        out.backward(torch.ones_like(out))
+        results.append([out, *(t.grad for t in case.values() if t.requires_grad)])
+    for other in results[1:]:
+        for expected, got in zip(results[0], other, strict=True):
+            assert torch.equal(expected, got)
+
+
+def test_frozen_weights_get_nothing(device: str, dtype: torch.dtype) -> None:
+    layer = make_layer(device, dtype, weight_gradients=WeightGradients())
+    layer.w_up.requires_grad_(False)
+    layer.b_down.requires_grad_(False)
+    run(layer, *batches(device, dtype, 1)[0])
+    assert layer.w_up.grad is None and layer.b_down.grad is None
+    assert layer.w_down.grad is not None and layer.b_up.grad is not None
+
+
+def wrong(change: str) -> None:
+    x = torch.randn(4, 8)
+    ids, scores = torch.zeros(4, 1, dtype=torch.int32), torch.ones(4, 1)
+    w_up = torch.randn(2, 8, 8, requires_grad=True)
+    w_down = torch.randn(2, 8, 4, requires_grad=True)
+    sink: object = WeightGradients(main_grad=True)
+    if change == "dtype":
+        w_up.main_grad = torch.zeros(2, 8, 8, dtype=torch.float64)
+    elif change == "shape":
+        w_up.main_grad = torch.zeros(2, 8, 4)
+    elif change == "leaf":
+        sink, w_up = WeightGradients(), w_up * 2
+    elif change == "type":
+        sink = "main_grad"
+    routed_experts(x, ids, scores, w_up, w_down, weight_gradients=sink)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("missing", r"w_up\.main_grad: expected a float32 tensor, got None"),
+        ("dtype", r"w_up\.main_grad: expected float32 .* got float64"),
+        ("shape", r"w_up\.main_grad: expected float32 of shape \(2, 8, 8\), .*\(2, 8, 4\)"),
+        ("leaf", r"w_up: expected a parameter"),
+        ("type", r"weight_gradients: expected guild\.WeightGradients"),
+    ],
+)
+def test_wrong_targets(change: str, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        wrong(change)
