@@ -134,6 +134,16 @@ def test_sorted_rows_and_a_pair_of_weights(device: str, dtype: torch.dtype) -> N
             assert torch.equal(expected, got)
 
 
+def test_compiled(device: str, dtype: torch.dtype) -> None:
+    sink = WeightGradients(delayed=True)
+    plain, layer = make_layer(device, dtype), make_layer(device, dtype, weight_gradients=sink)
+    (batch,) = batches(device, dtype, 1)
+    compiled = torch.compile(layer, backend="aot_eager")
+    assert torch.equal(run(plain, *batch), run(compiled, *batch))
+    sink.compute()
+    assert torch.equal(plain.w_up.grad, layer.w_up.grad)
+
+
 def test_frozen_weights_get_nothing(device: str, dtype: torch.dtype) -> None:
     layer = make_layer(device, dtype, weight_gradients=WeightGradients())
     layer.w_up.requires_grad_(False)
