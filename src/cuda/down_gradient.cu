@@ -53,9 +53,10 @@ void down_gradient(DownGradient const& x, Queue queue) {
   if (x.sizes.rows() == 0) return;
   with_product(x.dtype, x.w_down.out_stride == 1 && x.w_down.in_stride != 1,
                x.routing.row_token != nullptr, [&]<class T, Major major, bool gathered> {
-                 with_pairs(choose_pairs(x.sizes.rows(), int(x.sizes.experts)), [&](auto pairs) {
-                   launch_down_gradient<T, pairs.value ? kWidePair : kWide, major, gathered>(x,
-                                                                                             queue);
+                 int const choice = choose_config(x.sizes.rows(), x.sizes.experts, true);
+                 with_config(choice, [&](auto index) {
+                   constexpr GemmConfig c = kConfigs[index.value].config;
+                   launch_down_gradient<T, c, major, gathered>(x, queue);
                  });
                });
 }

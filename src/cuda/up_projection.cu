@@ -51,9 +51,10 @@ void up_projection(UpProjection const& x, Queue queue) {
   if (x.sizes.rows() == 0) return;
   with_product(x.dtype, view.w[0].in_stride == 1, x.routing.row_token != nullptr,
                [&]<class T, Major major, bool gathered> {
-                 with_pairs(choose_pairs(x.sizes.rows(), int(x.sizes.experts)), [&](auto pairs) {
-                   launch_up_projection<T, pairs.value ? kWidePair : kWide, major, gathered>(
-                       x, view, queue);
+                 int const choice = choose_config(x.sizes.rows(), x.sizes.experts, true);
+                 with_config(choice, [&](auto index) {
+                   constexpr GemmConfig c = kConfigs[index.value].config;
+                   launch_up_projection<T, c, major, gathered>(x, view, queue);
                  });
                });
 }

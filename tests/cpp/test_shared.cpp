@@ -11,6 +11,7 @@
 #include "reference.h"
 #include "shared/activation.h"
 #include "shared/exponential.h"
+#include "shared/gemm_config.h"
 #include "shared/merge_sort.h"
 #include "shared/routing.h"
 #include "shared/sorting.h"
@@ -110,6 +111,34 @@ std::vector<int32_t> random_ends(std::mt19937& random, int groups, int& total) {
   for (int g = 0; g < groups; ++g) ends.push_back(end += random() % 3 ? random() % 300 : 0);
   total = end + int(random() % 40);
   return ends;
+}
+
+int cluster_of(int choice) { return kConfigs[choice].config.cluster; }
+
+// Groups of many rows pair blocks; groups of few would leave half of a pair without work.
+TEST(ChooseConfig, WeighsEmptyTilesAgainstSharedLoads) {
+  EXPECT_EQ(cluster_of(choose_config(32768 * 8, 128, true)), 2);
+  EXPECT_EQ(cluster_of(choose_config(512 * 64, 64, true)), 2);
+  EXPECT_EQ(cluster_of(choose_config(64 * 128, 128, true)), 1);
+  EXPECT_EQ(cluster_of(choose_config(1, 1, true)), 1);
+  EXPECT_EQ(cluster_of(choose_config(0, 1, true)), 1);
+  EXPECT_EQ(cluster_of(choose_config(4096, 8, false)), 2);
+  EXPECT_EQ(cluster_of(choose_config(256, 128, false)), 2);
+  EXPECT_EQ(cluster_of(choose_config(128, 128, false)), 1);
+}
+
+// No config listed would take less of what the model counts.
+TEST(ChooseConfig, TakesTheLeastCost) {
+  std::mt19937 random(3);
+  for (int trial = 0; trial < 1000; ++trial) {
+    int64_t const rows = random() % 100000, groups = 1 + random() % 384;
+    bool const ragged = random() % 2 != 0;
+    auto const cost = [&](BuiltConfig const& c) {
+      return c.row_cost * covered_rows(c.config, rows, groups, ragged);
+    };
+    double const chosen = cost(kConfigs[choose_config(rows, groups, ragged)]);
+    for (BuiltConfig const& other : kConfigs) EXPECT_LE(chosen, cost(other));
+  }
 }
 
 TEST(RowTiles, CoverEveryElementOnce) {

@@ -4,6 +4,8 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <iterator>
+#include <utility>
 
 #include "guild/cuda.h"
 #include "kernel.cuh"
@@ -91,14 +93,12 @@ inline void require_addressable(int64_t rows, int64_t stride, char const* name) 
           ": expected fewer than 2^35 elements on CUDA, got ", rows, " rows ", stride, " apart");
 }
 
-// Calls f with whether blocks work in pairs as an integral constant.
+// Calls f with `index`, of kConfigs, as an integral constant.
 template <class F>
-void with_pairs(bool pairs, F&& f) {
-  if (pairs) {
-    f(std::true_type());
-  } else {
-    f(std::false_type());
-  }
+void with_config(int index, F&& f) {
+  [&]<int... i>(std::integer_sequence<int, i...>) {
+    ((index == i && (f(std::integral_constant<int, i>()), true)) || ...);
+  }(std::make_integer_sequence<int, int(std::size(kConfigs))>());
 }
 
 // The A operand of a product by row: X or dO, picked by token where the loader gathers.

@@ -74,8 +74,8 @@ void row_product(RowProduct const& x, Queue const& queue) {
   if (x.rows == 0) return;
   with_type(x.dtype, [&](auto element) {
     using T = decltype(element);
-    with_pairs(choose_pairs(x.rows, x.groups.groups), [&](auto pairs) {
-      constexpr GemmConfig c = pairs.value ? kWidePair : kWide;
+    with_config(choose_config(x.rows, x.groups.groups, /*ragged=*/true), [&](auto index) {
+      constexpr GemmConfig c = kConfigs[index.value].config;
       if (x.w[0].in_stride == 1) {
         launch_row_product<T, c, Major::K>(x, queue);
       } else {
@@ -87,8 +87,8 @@ void row_product(RowProduct const& x, Queue const& queue) {
 
 void expert_product(ExpertProduct const& x, Queue const& queue) {
   with_type(x.dtype, [&](auto element) {
-    with_pairs(x.m > kWide.tile_m, [&](auto pairs) {
-      constexpr GemmConfig c = pairs.value ? kWidePair : kWide;
+    with_config(choose_config(x.m, x.groups.groups, /*ragged=*/false), [&](auto index) {
+      constexpr GemmConfig c = kConfigs[index.value].config;
       launch_expert_product<decltype(element), c>(x, queue);
     });
   });
