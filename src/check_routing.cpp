@@ -1,4 +1,5 @@
 // What is asked of the arguments of routing and of the bare grouped product. See check.h.
+#include <algorithm>
 #include <cmath>
 
 #include "check_parts.h"
@@ -29,6 +30,12 @@ void check_slots(int64_t tokens, int64_t experts, int64_t top_k, bool distinct) 
   check_size(experts, 1, kMostExperts, "experts");
   check_size(top_k, 1, distinct ? experts : kMostExperts, "top_k");
   check_size(tokens * top_k, 0, kMostRows, "tokens * top_k");
+}
+
+void check_sequences(int64_t tokens, int64_t sequences) {
+  check_size(sequences, 1, std::max<int64_t>(tokens, 1), "sequences");
+  require(tokens % sequences == 0, "sequences: expected a divisor of ", tokens, " (tokens), got ",
+          sequences);
 }
 
 void check_operand(GroupedGemm::Operand const& o, int64_t elements, bool output, char const* name) {
@@ -76,6 +83,32 @@ void check(RouterGradient const& x) {
   check_with(x.router.score == Score::sigmoid, x.slopes, any, "slopes", "a sigmoid");
   check_with(is_dense(x.router), x.logits.data, any, "logits", "a softmax, not renormalised");
   check_optional_rows(x.logits, x.experts, "logits");
+  check_rows(x.dlogits, x.tokens, x.experts, "dlogits");
+}
+
+void check(BalanceSums const& x) {
+  check_slots(x.tokens, x.experts, x.top_k, false);
+  check_sequences(x.tokens, x.sequences);
+  check_score_dtype(x.dtype, "dtype");
+  check_router({.score = x.score});
+  bool const any = x.tokens > 0;
+  check_rows(x.logits, x.tokens, x.experts, "logits");
+  check_pointer(x.ids, any, "ids");
+  check_pointer(x.shares, true, "shares");
+  check_pointer(x.squares, true, "squares");
+  check_pointer(x.counts, true, "counts");
+  check_pointer(x.workspace, balance_workspace_bytes(x.tokens, x.experts, x.sequences) > 0,
+                "workspace");
+}
+
+void check(BalanceGradient const& x) {
+  check_slots(x.tokens, x.experts, 1, false);
+  check_sequences(x.tokens, x.sequences);
+  check_score_dtype(x.dtype, "dtype");
+  check_router({.score = x.score});
+  check_rows(x.logits, x.tokens, x.experts, "logits");
+  check_pointer(x.dshares, true, "dshares");
+  check_pointer(x.dsquares, true, "dsquares");
   check_rows(x.dlogits, x.tokens, x.experts, "dlogits");
 }
 

@@ -1,5 +1,6 @@
 // Sizes of the work buffers that callers provide.
 #include "compose.h"
+#include "shared/balancing.h"
 #include "shared/gemm_config.h"
 #include "shared/sorting.h"
 #include "shared/tiles.h"
@@ -11,6 +12,12 @@ int64_t score_parts(Sizes const& sizes) { return pieces(sizes.intermediate, kSco
 int64_t sort_workspace_bytes(int64_t tokens, int64_t experts, int64_t top_k) {
   Carver carver(nullptr);
   carver.take(sort_histograms(tokens * top_k) * experts * int64_t(sizeof(int32_t)));
+  return carver.used();
+}
+
+int64_t balance_workspace_bytes(int64_t tokens, int64_t experts, int64_t sequences) {
+  Carver carver(nullptr);
+  carve_balance(carver, tokens, experts, sequences);
   return carver.used();
 }
 

@@ -80,6 +80,37 @@ struct Sort {
   void* workspace = nullptr;     // sort_workspace_bytes()
 };
 
+// What balancing needs to know of a router, in one pass over its logits. The tokens are cut into
+// `sequences` equal, consecutive parts, each summed by itself; p is the softmax of a token's
+// logits, or their sigmoids divided by the sum of these:
+//   counts[s, e]  how many ids of the sequence are e
+//   shares[s, e]  sum of p[t, e] over its tokens t
+//   squares[s]    sum of logsumexp(logits[t])^2
+struct BalanceSums {
+  int64_t tokens = 0, experts = 0, top_k = 0;
+  int64_t sequences = 1;  // divides T
+  DType dtype = DType::float32;
+  Score score = Score::softmax;
+  ConstRows logits;                     // (T, E)
+  int32_t const* ids = nullptr;         // (T, K); ids outside [0, E) count nowhere
+  uint8_t const* token_mask = nullptr;  // (T); where 0, the token counts nowhere; null: all count
+  void *shares = nullptr, *squares = nullptr;  // (sequences, E), (sequences) out
+  int32_t* counts = nullptr;                   // (sequences, E) out
+  void* workspace = nullptr;                   // balance_workspace_bytes()
+};
+
+// dlogits from the gradients of shares and squares, one dense write.
+struct BalanceGradient {
+  int64_t tokens = 0, experts = 0, sequences = 1;
+  DType dtype = DType::float32;
+  Score score = Score::softmax;
+  ConstRows logits;                     // (T, E)
+  uint8_t const* token_mask = nullptr;  // (T)
+  void const* dshares = nullptr;        // (sequences, E)
+  void const* dsquares = nullptr;       // (sequences)
+  Rows dlogits;                         // (T, E) out
+};
+
 // ---- forward ------------------------------------------------------------------------------------
 
 // H = X[row_token] W1^T + b1;  A = activation(H)
@@ -266,6 +297,7 @@ struct MoeBackward {
 
 // Bytes of the work buffers above, aligned to 256; the same for both backends. Zero sizes give 0.
 int64_t sort_workspace_bytes(int64_t tokens, int64_t experts, int64_t top_k);
+int64_t balance_workspace_bytes(int64_t tokens, int64_t experts, int64_t sequences);
 int64_t moe_forward_workspace_bytes(Sizes const& sizes, DType dtype);
 int64_t moe_backward_workspace_bytes(Sizes const& sizes, DType dtype, bool gated);
 

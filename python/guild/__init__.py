@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from guild.activations import Activation
+    from guild.balancing import BalanceSums, balance_sums
     from guild.experts import experts_mlp, routed_experts
     from guild.grouped import grouped_mm, grouped_mm_downproj, grouped_mm_swiglu
     from guild.moe import MoE
@@ -25,8 +26,10 @@ __version__ = "0.1.0"
 
 _MODULE_OF = {
     "Activation": "activations",
+    "BalanceSums": "balancing",
     "MoE": "moe",
     "Router": "routing",
+    "balance_sums": "balancing",
     "experts_mlp": "experts",
     "grouped_mm": "grouped",
     "grouped_mm_downproj": "grouped",
@@ -39,8 +42,10 @@ _MODULE_OF = {
 
 __all__ = [
     "Activation",
+    "BalanceSums",
     "MoE",
     "Router",
+    "balance_sums",
     "experts_mlp",
     "grouped_mm",
     "grouped_mm_downproj",

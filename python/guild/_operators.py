@@ -70,6 +70,21 @@ def _route_backward(dscores, scores, ids, slopes, logits, experts, *rest):
     return dscores.new_empty(ids.shape[0], experts)
 
 
+@_fake("balance_sums")
+def _balance_sums(logits, ids, token_mask, score, sequences):
+    experts = logits.shape[1]
+    return (
+        logits.new_empty(sequences, experts),
+        logits.new_empty(sequences),
+        _empty_int32(logits, sequences, experts),
+    )
+
+
+@_fake("balance_sums_backward")
+def _balance_sums_backward(dshares, dsquares, logits, token_mask, score):
+    return logits.new_empty(logits.shape)
+
+
 @_fake("sort_by_expert")
 def _sort_by_expert(ids, scores, experts):
     rows = ids.shape[0] * ids.shape[1]

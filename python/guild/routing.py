@@ -177,12 +177,33 @@ def route(
     if token_mask is not None:
         expect_shape("token_mask", token_mask, (tokens,))
         expect_device("token_mask", token_mask, logits, "logits")
-        token_mask = _flags(token_mask)
+        token_mask = token_flags(token_mask)
     index = SCORES.index(score)
     scores, ids, _ = _route(
         logits, selection_bias, token_mask, top_k, index, renormalize, scale, groups, top_groups
     )
     return ids, scores
+
+
+def route_logits(
+    logits: Tensor,
+    top_k: int,
+    router: Router,
+    selection_bias: Tensor | None,
+    token_mask: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """`route` with the options of a Router."""
+    return route(
+        logits,
+        top_k,
+        score=router.score,
+        renormalize=router.renormalize,
+        scale=router.scale,
+        selection_bias=selection_bias,
+        groups=router.groups,
+        top_groups=router.top_groups,
+        token_mask=token_mask,
+    )
 
 
 def route_tokens(
@@ -222,7 +243,7 @@ def route_tokens(
         selection_bias = selection_bias.detach().to(score_dtype(x.dtype))
     if token_mask is not None:
         expect_device("token_mask", token_mask, x, "x")
-        token_mask = _flags(token_mask)
+        token_mask = token_flags(token_mask)
     scores, ids, _ = _route_tokens(
         x,
         weight,
@@ -238,7 +259,8 @@ def route_tokens(
     return ids, scores
 
 
-def _flags(token_mask: Tensor) -> Tensor:
+def token_flags(token_mask: Tensor) -> Tensor:
+    """token_mask as the ops take it: contiguous; TypeError unless bool."""
     if token_mask.dtype != torch.bool:
         raise TypeError(f"token_mask: expected dtype bool, got {dtype_name(token_mask.dtype)}")
     return token_mask.contiguous()

@@ -39,6 +39,12 @@ void define_layers(Library& m) {
       "int "
       "experts, int score, bool renormalize, float scale) -> Tensor");
   m.def(
+      "balance_sums(Tensor logits, Tensor ids, Tensor? token_mask, int score, int sequences) -> "
+      "(Tensor shares, Tensor squares, Tensor counts)");
+  m.def(
+      "balance_sums_backward(Tensor dshares, Tensor dsquares, Tensor logits, Tensor? token_mask, "
+      "int score) -> Tensor");
+  m.def(
       "sort_by_expert(Tensor ids, Tensor scores, int experts) -> (Tensor offsets, Tensor "
       "row_token, Tensor slot_row, Tensor row_score)");
 
@@ -111,6 +117,8 @@ void define_steps(Library& m) {
 void implement(Library& m) {
   m.impl("route", TORCH_BOX(&route));
   m.impl("route_backward", TORCH_BOX(&route_backward));
+  m.impl("balance_sums", TORCH_BOX(&balance_sums));
+  m.impl("balance_sums_backward", TORCH_BOX(&balance_sums_backward));
   m.impl("sort_by_expert", TORCH_BOX(&sort_by_expert));
   m.impl("moe_forward", TORCH_BOX(&moe_forward));
   m.impl("moe_backward", TORCH_BOX(&moe_backward));

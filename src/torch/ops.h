@@ -16,7 +16,7 @@ using Tensors4 = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 using Tensors6 = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 using Tensors7 = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// ---- routing.cpp --------------------------------------------------------------------------------
+// ---- routing.cpp, balancing.cpp ----------------------------------------------------------------
 
 // logits (T, E), selection_bias (E), token_mask (T) bool -> scores (T, K), ids (T, K) int32, slopes
 // (T, K) of a sigmoid, else (0, K)
@@ -27,6 +27,11 @@ Tensors3 route(Tensor const& logits, MaybeTensor const& selection_bias,
 Tensor route_backward(Tensor const& dscores, Tensor const& scores, Tensor const& ids,
                       MaybeTensor const& slopes, MaybeTensor const& logits, int64_t experts,
                       int64_t score, bool renormalize, double scale);
+// -> shares (sequences, E), squares (sequences), counts (sequences, E) int32
+Tensors3 balance_sums(Tensor const& logits, Tensor const& ids, MaybeTensor const& token_mask,
+                      int64_t score, int64_t sequences);
+Tensor balance_sums_backward(Tensor const& dshares, Tensor const& dsquares, Tensor const& logits,
+                             MaybeTensor const& token_mask, int64_t score);
 // -> offsets (E + 1), row_token (R), slot_row (T, K), row_score (R)
 Tensors4 sort_by_expert(Tensor const& ids, Tensor const& scores, int64_t experts);
 

@@ -11,9 +11,9 @@
 namespace guild::test {
 
 using AnyStep =
-    std::variant<Route, RouterGradient, Sort, UpProjection, DownProjection, Combine, DownGradient,
-                 ScoreGradient, UpGradient, UpWeightGradient, DownWeightGradient, BiasGradient,
-                 GroupedGemm, MoeForward, MoeBackward>;
+    std::variant<Route, RouterGradient, BalanceSums, BalanceGradient, Sort, UpProjection,
+                 DownProjection, Combine, DownGradient, ScoreGradient, UpGradient, UpWeightGradient,
+                 DownWeightGradient, BiasGradient, GroupedGemm, MoeForward, MoeBackward>;
 
 class Device {
  public:

@@ -58,6 +58,14 @@ CALLS: dict[str, Callable[[Inputs], Arguments]] = {
         False,
         2.0,
     ),
+    "balance_sums": lambda i: (
+        *wanting(i.logits),
+        i.layer.ids.int(),
+        i.logits[:, 0] > -1,
+        1,
+        3,
+    ),
+    "balance_sums_backward": lambda i: (i.logits[:3], i.logits[:3, 0].clone(), i.logits, None, 0),
     "sort_by_expert": lambda i: (i.layer.ids, i.layer.scores, 4),
     "moe_forward": lambda i: (
         *wanting(i.layer.x),
