@@ -10,6 +10,7 @@ namespace guild::cpu {
 
 void route(Route const& args);
 void router_gradient(RouterGradient const& args);
+void round_tokens(TokenRounding const& args);
 void balance_sums(BalanceSums const& args);
 void balance_gradient(BalanceGradient const& args);
 void sort_by_expert(Sort const& args);

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from guild.experts import experts_mlp, routed_experts
     from guild.grouped import grouped_mm, grouped_mm_downproj, grouped_mm_swiglu
     from guild.moe import MoE
+    from guild.rounding import round_tokens
     from guild.routing import Router, route
     from guild.sm_budget import num_sms, set_num_sms
 
@@ -35,6 +36,7 @@ _MODULE_OF = {
     "grouped_mm_downproj": "grouped",
     "grouped_mm_swiglu": "grouped",
     "num_sms": "sm_budget",
+    "round_tokens": "rounding",
     "route": "routing",
     "routed_experts": "experts",
     "set_num_sms": "sm_budget",
@@ -51,6 +53,7 @@ __all__ = [
     "grouped_mm_downproj",
     "grouped_mm_swiglu",
     "num_sms",
+    "round_tokens",
     "route",
     "routed_experts",
     "set_num_sms",

@@ -29,11 +29,21 @@ def _require_kept(h: Tensor, rows: int) -> None:
 
 
 def _moe_setup(ctx, inputs, output):
-    x, ids, _, w_up, w_gate, w_down, _, b_down, *flags = inputs
+    x, ids, _, token_offsets, w_up, w_gate, w_down, _, b_down, *flags = inputs
     _, h, offsets, row_token, slot_row, row_score = output
     ctx.flags = flags[:-1]
     ctx.save_for_backward(
-        x, h, offsets, row_token, slot_row, row_score, w_up, w_gate, w_down, b_down
+        x,
+        h,
+        offsets,
+        row_token,
+        slot_row,
+        row_score,
+        token_offsets,
+        w_up,
+        w_gate,
+        w_down,
+        b_down,
     )
     ctx.mark_non_differentiable(h, offsets, row_token, slot_row, row_score)
     ctx.set_materialize_grads(False)
@@ -42,10 +52,10 @@ def _moe_setup(ctx, inputs, output):
 def _moe_gradient(ctx, dout, *_):
     nothing = (None,) * 9  # the flags
     if dout is None:
-        return (*(None,) * 8, *nothing)
+        return (*(None,) * 9, *nothing)
     saved = ctx.saved_tensors
     _require_kept(saved[1], saved[3].shape[0])
-    x, _, scores, w_up, w_gate, w_down, b_up, b_down = ctx.needs_input_grad[1:9]
+    x, _, scores, _, w_up, w_gate, w_down, b_up, b_down = ctx.needs_input_grad[1:10]
     wanted = _wanted(x, scores, w_up or w_gate, w_down, b_up, b_down)
     dx, dscores, dw_up, dw_gate, dw_down, db_up, db_down = ops.moe_backward(
         rows_of(dout), *saved, *ctx.flags, wanted
@@ -54,6 +64,7 @@ def _moe_gradient(ctx, dout, *_):
         dx if x else None,
         None,
         dscores if scores else None,
+        None,
         dw_up if w_up else None,
         dw_gate if w_gate else None,
         dw_down if w_down else None,

@@ -40,6 +40,30 @@ def _route_gradient(ctx, dscores, *_):
     )
 
 
+def _round_setup(ctx, inputs, output):
+    logits, _, _, *ctx.router, _, _ = inputs
+    scores, ids, slopes, token_offsets = output
+    ctx.experts = logits.shape[1]
+    score, renormalize, _ = ctx.router
+    ctx.save_for_backward(
+        scores,
+        ids,
+        slopes if score == SIGMOID else None,
+        logits if _needs_logits(score, renormalize) else None,
+        token_offsets,
+    )
+    ctx.mark_non_differentiable(ids, slopes, token_offsets)
+    ctx.set_materialize_grads(False)
+
+
+def _round_gradient(ctx, dscores, *_):
+    if dscores is None:
+        return (None,) * 8
+    *routed, token_offsets = ctx.saved_tensors
+    dlogits = ops.route_backward(rows_of(dscores), *routed, ctx.experts, *ctx.router, token_offsets)
+    return dlogits, *(None,) * 7
+
+
 # ---- balancing ----------------------------------------------------------------------------------
 
 
@@ -128,6 +152,7 @@ def _route_tokens_fake(x, weight, *rest):
 
 for _name, _backward, _setup in (
     ("route", _route_gradient, _route_setup),
+    ("round_tokens", _round_gradient, _round_setup),
     ("balance_sums", _balance_gradient, _balance_setup),
     ("router_logits", _router_logits_gradient, _router_logits_setup),
     ("route_tokens", _route_tokens_gradient, _route_tokens_setup),

@@ -38,6 +38,7 @@ def routed_experts(
     activation: Activation | str = "silu",
     order: str = "concatenated",
     transposed: bool = False,
+    token_offsets: Tensor | None = None,
 ) -> Tensor:
     """Every token through its chosen experts, summed with its weights.
 
@@ -74,6 +75,10 @@ def routed_experts(
         pair of weights it orders b_up alone.
     transposed : bool
         Weights are (E, H, 2I) and (E, I, H) instead.
+    token_offsets : torch.Tensor, optional
+        int32 (T + 1): tokens have lists of any length, as `guild.round_tokens` makes them. Token t
+        has the slots token_offsets[t] .. token_offsets[t + 1] of topk_ids and topk_weights, which
+        are (slots,) then; slots at or past token_offsets[T] belong to nobody.
 
     Returns
     -------
@@ -91,7 +96,17 @@ def routed_experts(
     SonicMoE's (arXiv:2512.14080, section 3).
     """
     return routed_experts_and_offsets(
-        x, topk_ids, topk_weights, w_up, w_down, b_up, b_down, activation, order, transposed
+        x,
+        topk_ids,
+        topk_weights,
+        w_up,
+        w_down,
+        b_up,
+        b_down,
+        activation,
+        order,
+        transposed,
+        token_offsets,
     )[0]
 
 
@@ -106,12 +121,18 @@ def routed_experts_and_offsets(
     activation: Activation | str,
     order: str,
     transposed: bool,
+    token_offsets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`routed_experts`, and the int32 (E + 1) offsets of the sorted rows."""
     expect_dims("x", x, 2, what="(tokens, hidden)")
-    expect_dims("topk_ids", topk_ids, 2, what="(tokens, top_k)")
+    if token_offsets is None:
+        expect_dims("topk_ids", topk_ids, 2, what="(tokens, top_k)")
+    else:
+        expect_dims("topk_ids", topk_ids, 1, what="(slots,) with token_offsets")
+        expect_offsets("token_offsets", token_offsets, x)
+        expect_shape("token_offsets", token_offsets, (x.shape[0] + 1,))
     expect_indices("topk_ids", topk_ids, x, torch.int32, torch.int64)
-    if topk_ids.shape[0] != x.shape[0]:
+    if token_offsets is None and topk_ids.shape[0] != x.shape[0]:
         raise ValueError(
             f"topk_ids: expected {x.shape[0]} tokens as x has, got shape {tuple(topk_ids.shape)}"
         )
@@ -122,7 +143,9 @@ def routed_experts_and_offsets(
     x, *layer, gradient = _layer(x, w_up, w_down, b_up, b_down, activation, order, transposed)
     scores = topk_weights.to(score_dtype(x.dtype)).contiguous()
     keep = torch.is_grad_enabled() and (gradient or scores.requires_grad)
-    out, _, offsets, _, _, _ = _moe_forward(x, topk_ids.contiguous(), scores, *layer, keep)
+    out, _, offsets, _, _, _ = _moe_forward(
+        x, topk_ids.contiguous(), scores, token_offsets, *layer, keep
+    )
     return out, offsets
 
 

@@ -20,6 +20,7 @@ from guild._operators import autocast, ops
 from guild.activations import Activation, as_activation
 from guild.balancing import BalanceSums, balance_sums
 from guild.experts import experts_mlp, routed_experts_and_offsets
+from guild.rounding import round_tokens
 from guild.routing import Router, route_logits, route_tokens
 
 _router_logits = ops.router_logits.default
@@ -164,7 +165,7 @@ class MoE(nn.Module):
             expect_shape("token_mask", token_mask, tuple(x.shape[:-1]))
             token_mask = token_mask.reshape(-1)
         flat, weight = autocast(x.reshape(-1, self.hidden), self.router.weight)
-        ids, scores = self._route(flat, weight, token_mask, x.shape[:-1])
+        ids, scores, token_offsets = self._route(flat, weight, token_mask, x.shape[:-1])
         tokens = flat
         if self.routing.applied_to == "input":
             tokens, scores = (flat * scores).to(flat.dtype), torch.ones_like(scores)
@@ -179,6 +180,7 @@ class MoE(nn.Module):
             self.activation,
             "concatenated",
             False,
+            token_offsets,
         )
         if not torch.compiler.is_exporting():  # an exported graph keeps nothing
             self._offsets = offsets
@@ -188,21 +190,35 @@ class MoE(nn.Module):
 
     def _route(
         self, x: Tensor, weight: Tensor, token_mask: Tensor | None, shape: torch.Size
-    ) -> tuple[Tensor, Tensor]:
-        """Ids and scores of tokens x; notes what balancing needs. shape: of the tokens."""
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Ids and scores of x, and token_offsets of lists; notes what balancing needs.
+
+        shape: of the tokens.
+        """
         bias = getattr(self.router, "selection_bias", None)
-        if self.balance_over is None or not self.training:
-            return route_tokens(x, weight, self.top_k, self.routing, bias, token_mask)
+        router, over = self.routing, self.balance_over
+        if not self.training or (over is None and router.rounding is None):
+            return *route_tokens(x, weight, self.top_k, router, bias, token_mask), None
         logits = router_logits(x, weight)
-        ids, scores = route_logits(logits, self.top_k, self.routing, bias, token_mask)
-        sequences = 1
-        if self.balance_over == "sequence" and x.shape[0]:
-            sequences = shape[:-1].numel()
-        score = self.routing.score
-        sums = balance_sums(logits, ids, score=score, sequences=sequences, token_mask=token_mask)
-        if not torch.compiler.is_exporting():
-            self.balance_sums = sums
-        return ids, scores
+        ids, scores = route_logits(logits, self.top_k, router, bias, token_mask)
+        if over is not None:
+            sequences = shape[:-1].numel() if over == "sequence" and x.shape[0] else 1
+            sums = balance_sums(
+                logits, ids, score=router.score, sequences=sequences, token_mask=token_mask
+            )
+            if not torch.compiler.is_exporting():
+                self.balance_sums = sums
+        if router.rounding is None:
+            return ids, scores, None
+        return round_tokens(
+            logits,
+            ids,
+            rounding=router.rounding,
+            tile=router.tile,
+            score=router.score,
+            renormalize=router.renormalize,
+            scale=router.scale,
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to the last forward, so that copies and pickles work after one."""

@@ -58,6 +58,7 @@ CALLS: dict[str, Callable[[Inputs], Arguments]] = {
         False,
         2.0,
     ),
+    "round_tokens": lambda i: (*wanting(i.logits), i.layer.ids.int(), None, 1, True, 2.0, 0, 4),
     "balance_sums": lambda i: (
         *wanting(i.logits),
         i.layer.ids.int(),
@@ -70,7 +71,7 @@ CALLS: dict[str, Callable[[Inputs], Arguments]] = {
     "moe_forward": lambda i: (
         *wanting(i.layer.x),
         i.layer.ids,
-        *wanting(i.layer.scores, *i.weights, *i.biases),
+        *wanting(i.layer.scores, None, *i.weights, *i.biases),
         *FLAGS,
         True,
     ),
@@ -79,6 +80,7 @@ CALLS: dict[str, Callable[[Inputs], Arguments]] = {
         i.layer.x,
         i.h,
         *i.routing,
+        None,
         *i.weights,
         i.layer.down_bias,
         *FLAGS,
