@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "check_parts.h"
+#include "compose.h"
 
 namespace guild {
 
@@ -77,6 +78,7 @@ void check(Combine const& x) {
   Sizes const& s = x.sizes;
   check_sizes(s);
   check_dtype(x.dtype, "dtype");
+  check_lists(s.slots, x.routing.token_offsets);
   check_pointer(x.routing.slot_row, s.rows() > 0, "routing.slot_row");
   check_rows(x.y, s.rows(), s.hidden, "y");
   check_rows(x.o, s.tokens, s.hidden, "o");
@@ -100,6 +102,7 @@ void check(ScoreGradient const& x) {
   check_sizes(s);
   check_dtype(x.dtype, "dtype");
   bool const any = s.rows() > 0;
+  check_lists(s.slots, x.routing.token_offsets);
   check_pointer(x.routing.slot_row, any, "routing.slot_row");
   check_pointer(x.score_parts, any, "score_parts");
   check_pointer(x.dscores, any, "dscores");
@@ -152,6 +155,7 @@ void check(MoeForward const& x) {
   Sizes const& s = x.sizes;
   bool const gated = x.activation.gated;
   check_layer(s, x.dtype, x.routing);
+  check_lists(s.slots, x.routing.token_offsets);
   check_activation(x.activation);
   check_order(x.order);
   check_rows(x.x, input_rows(s, x.routing), s.hidden, "x");
@@ -160,7 +164,7 @@ void check(MoeForward const& x) {
   check_optional_rows(x.b_up, width(s, gated), "b_up");
   check_optional_rows(x.b_down, s.hidden, "b_down");
   check_optional_rows(x.h, width(s, gated), "h");
-  check_rows(x.o, x.routing.slot_row == nullptr ? s.rows() : s.tokens, s.hidden, "o");
+  check_rows(x.o, has_slots(x.routing) ? s.tokens : s.rows(), s.hidden, "o");
   check_workspace(x.workspace, moe_forward_workspace_bytes(s, x.dtype));
 }
 
@@ -168,6 +172,7 @@ void check(MoeBackward const& x) {
   Sizes const& s = x.sizes;
   bool const gated = x.activation.gated;
   check_layer(s, x.dtype, x.routing);
+  check_lists(s.slots, x.routing.token_offsets);
   check_gradient_dtype(x.dw_dtype, x.dtype, "dw_dtype");
   check_activation(x.activation);
   check_order(x.order);

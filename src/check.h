@@ -10,10 +10,14 @@
 namespace guild {
 
 inline constexpr int64_t kMostExperts = 4096;
-inline constexpr int64_t kMostGroups = 32;  // of a router: a bit each
+inline constexpr int64_t kMostTile = 1 << 20;  // rows
+inline constexpr int64_t kMostGroups = 32;     // of a router: a bit each
 
 void check(Route const& x);
 void check(RouterGradient const& x);
+void check(TokenRounding const& x);
+void check(BalanceSums const& x);
+void check(BalanceGradient const& x);
 void check(Sort const& x);
 void check(UpProjection const& x);
 void check(DownProjection const& x);

@@ -18,7 +18,14 @@ inline void check_sizes(Sizes const& s) {
   check_size(s.intermediate, 1, kMostColumns, "intermediate");
   check_size(s.experts, 1, kMostExperts, "experts");
   check_size(s.top_k, 1, kMostExperts, "top_k");
-  check_size(s.rows(), 0, kMostRows, "tokens * top_k");
+  check_size(s.rows(), 0, kMostRows, s.slots < 0 ? "tokens * top_k" : "slots");
+}
+
+// Lists of any length come with the number of their slots.
+inline void check_lists(int64_t slots, int32_t const* token_offsets) {
+  require((slots < 0) == (token_offsets == nullptr), "token_offsets: expected ",
+          slots < 0 ? "null without slots" : "a pointer with slots", ", got slots = ", slots);
+  check_size(slots, -1, kMostRows, "slots");
 }
 
 inline char const* name_of(DType dtype) {

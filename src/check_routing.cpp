@@ -1,4 +1,5 @@
 // What is asked of the arguments of routing and of the bare grouped product. See check.h.
+#include <algorithm>
 #include <cmath>
 
 #include "check_parts.h"
@@ -29,6 +30,12 @@ void check_slots(int64_t tokens, int64_t experts, int64_t top_k, bool distinct) 
   check_size(experts, 1, kMostExperts, "experts");
   check_size(top_k, 1, distinct ? experts : kMostExperts, "top_k");
   check_size(tokens * top_k, 0, kMostRows, "tokens * top_k");
+}
+
+void check_sequences(int64_t tokens, int64_t sequences) {
+  check_size(sequences, 1, std::max<int64_t>(tokens, 1), "sequences");
+  require(tokens % sequences == 0, "sequences: expected a divisor of ", tokens, " (tokens), got ",
+          sequences);
 }
 
 void check_operand(GroupedGemm::Operand const& o, int64_t elements, bool output, char const* name) {
@@ -67,9 +74,10 @@ void check(Route const& x) {
 
 void check(RouterGradient const& x) {
   check_slots(x.tokens, x.experts, x.top_k, false);
+  check_lists(x.slots, x.token_offsets);
   check_score_dtype(x.dtype, "dtype");
   check_router(x.router);
-  bool const any = x.tokens > 0;
+  bool const any = x.slots < 0 ? x.tokens > 0 : x.slots > 0;
   check_pointer(x.ids, any, "ids");
   check_pointer(x.scores, any, "scores");
   check_pointer(x.dscores, any, "dscores");
@@ -79,16 +87,63 @@ void check(RouterGradient const& x) {
   check_rows(x.dlogits, x.tokens, x.experts, "dlogits");
 }
 
+void check(TokenRounding const& x) {
+  check_slots(x.tokens, x.experts, x.top_k, false);
+  check_score_dtype(x.dtype, "dtype");
+  check_router(x.router);
+  check_size(int64_t(x.rounding), 0, int64_t(Rounding::balanced), "rounding");
+  check_size(x.tile, 1, kMostTile, "tile");
+  int64_t const slots = rounded_slots(x.tokens, x.experts, x.top_k, x.rounding, x.tile);
+  check_size(slots, 0, kMostRows, "tokens * top_k rounded to tiles");
+  bool const any = x.tokens > 0;
+  check_rows(x.logits, x.tokens, x.experts, "logits");
+  check_pointer(x.ids, any, "ids");
+  check_with(x.rounding == Rounding::stochastic, x.seed, true, "seed", "rounded stochastically");
+  check_pointer(x.token_offsets, true, "token_offsets");
+  check_pointer(x.list_ids, any, "list_ids");
+  check_pointer(x.scores, any, "scores");
+  check_with(x.router.score == Score::sigmoid, x.slopes, false, "slopes", "a sigmoid");
+  check_pointer(x.workspace, any, "workspace");
+}
+
+void check(BalanceSums const& x) {
+  check_slots(x.tokens, x.experts, x.top_k, false);
+  check_sequences(x.tokens, x.sequences);
+  check_score_dtype(x.dtype, "dtype");
+  check_router({.score = x.score});
+  bool const any = x.tokens > 0;
+  check_rows(x.logits, x.tokens, x.experts, "logits");
+  check_pointer(x.ids, any, "ids");
+  check_pointer(x.shares, true, "shares");
+  check_pointer(x.squares, true, "squares");
+  check_pointer(x.counts, true, "counts");
+  check_pointer(x.workspace, balance_workspace_bytes(x.tokens, x.experts, x.sequences) > 0,
+                "workspace");
+}
+
+void check(BalanceGradient const& x) {
+  check_slots(x.tokens, x.experts, 1, false);
+  check_sequences(x.tokens, x.sequences);
+  check_score_dtype(x.dtype, "dtype");
+  check_router({.score = x.score});
+  check_rows(x.logits, x.tokens, x.experts, "logits");
+  check_pointer(x.dshares, true, "dshares");
+  check_pointer(x.dsquares, true, "dsquares");
+  check_rows(x.dlogits, x.tokens, x.experts, "dlogits");
+}
+
 void check(Sort const& x) {
   check_slots(x.tokens, x.experts, x.top_k, false);
+  check_lists(x.slots, x.token_offsets);
   check_score_dtype(x.score_dtype, "score_dtype");
-  bool const any = x.tokens > 0;
+  int64_t const slots = x.slots < 0 ? x.tokens * x.top_k : x.slots;
+  bool const any = slots > 0;
   check_pointer(x.ids, any, "ids");
   check_pointer(x.offsets, true, "offsets");
   check_pointer(x.row_token, any, "row_token");
   check_pointer(x.slot_row, any, "slot_row");
   check_pointer(x.row_score, any && x.scores != nullptr, "row_score");
-  check_pointer(x.workspace, sort_workspace_bytes(x.tokens, x.experts, x.top_k) > 0, "workspace");
+  check_pointer(x.workspace, sort_workspace_bytes(slots, x.experts, 1) > 0, "workspace");
 }
 
 void check(GroupedGemm const& x) {

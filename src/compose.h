@@ -33,6 +33,11 @@ class Carver {
   int64_t used_ = 0;
 };
 
+// Whether rows are combined by token; lists may have no slots at all.
+constexpr bool has_slots(Routing const& routing) {
+  return routing.slot_row != nullptr || routing.token_offsets != nullptr;
+}
+
 struct ForwardWorkspace {
   void *a, *y;  // (R, I), (R, H); y unused where rows are not combined
 };
@@ -58,7 +63,7 @@ template <class Steps>
 void compose_forward(MoeForward const& f, Steps const& steps) {
   Carver carver(f.workspace);
   auto const [a, y] = carve_forward(carver, f.sizes, f.dtype);
-  bool const combined = f.routing.slot_row != nullptr;
+  bool const combined = has_slots(f.routing);
   steps.up_projection(
       {f.sizes, f.dtype, f.activation, f.order, f.routing, f.x, f.w_up, f.b_up, f.h, Rows{a, 0}});
   Rows const y_rows = combined ? Rows{y, 0} : f.o;
@@ -103,7 +108,7 @@ void compose_backward(MoeBackward const& b, Steps const& steps) {
   }
   compose_weight_gradients(b, w, steps);
   if (b.dx.data == nullptr) return;
-  bool const combined = b.routing.slot_row != nullptr;
+  bool const combined = has_slots(b.routing);
   Rows const dx_rows = combined ? Rows{w.dx_rows, 0} : b.dx;
   steps.up_gradient(
       {b.sizes, b.dtype, b.activation.gated, b.order, b.routing, ConstRows(w.dh), b.w_up, dx_rows});

@@ -10,6 +10,9 @@ namespace guild::cpu {
 
 void route(Route const& args);
 void router_gradient(RouterGradient const& args);
+void round_tokens(TokenRounding const& args);
+void balance_sums(BalanceSums const& args);
+void balance_gradient(BalanceGradient const& args);
 void sort_by_expert(Sort const& args);
 void up_projection(UpProjection const& args);
 void down_projection(DownProjection const& args);

@@ -25,6 +25,9 @@ bool usable(char const** why = nullptr);
 
 void route(Route const& args, Queue queue = {});
 void router_gradient(RouterGradient const& args, Queue queue = {});
+void round_tokens(TokenRounding const& args, Queue queue = {});
+void balance_sums(BalanceSums const& args, Queue queue = {});
+void balance_gradient(BalanceGradient const& args, Queue queue = {});
 void sort_by_expert(Sort const& args, Queue queue = {});
 void up_projection(UpProjection const& args, Queue queue = {});
 void down_projection(DownProjection const& args, Queue queue = {});

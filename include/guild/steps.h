@@ -63,10 +63,13 @@ struct RouterGradient {
   void const* dscores = nullptr;  // (T, K)
   ConstRows logits;               // (T, E) as given to Route; only softmax, not renormalised
   Rows dlogits;                   // (T, E) out
+  // Where tokens have lists of any length: see Routing::token_offsets.
+  int64_t slots = -1;
+  int32_t const* token_offsets = nullptr;
 };
 
 // Stable counting sort of slots by expert: rows of one expert keep the order of their slots. Ids
-// outside [0, E) get no row (slot_row = -1).
+// outside [0, E) get no row (slot_row = -1), nor do slots at or past token_offsets[T].
 struct Sort {
   int64_t tokens = 0, experts = 0, top_k = 0;
   DType score_dtype = DType::float32;  // float32 or float64
@@ -78,6 +81,71 @@ struct Sort {
   int32_t* slot_row = nullptr;   // (T, K) out
   void* row_score = nullptr;     // (R) out, with scores; rows past offsets[E] are set to 0
   void* workspace = nullptr;     // sort_workspace_bytes()
+  // Where tokens have lists of any length: see Routing::token_offsets. Arrays by slot are (slots),
+  // and the workspace is that of (slots, E, 1).
+  int64_t slots = -1;
+  int32_t const* token_offsets = nullptr;
+};
+
+// Token rounding (SonicMoE, arXiv:2512.14080): each expert's count of tokens becomes a
+// multiple of `tile`, by dropping the tokens of the least p among those that chose it, or adding
+// those of the greatest p among the others; ties go to the smaller token. Less than a tile changes
+// in each expert. Fewer are added where there are no more tokens.
+enum class Rounding : int {
+  nearest,  // half a tile: up
+  up,
+  down,
+  stochastic,  // up with the probability rest / tile
+  balanced,    // up or down so that running sums over the experts are rounded to nearest
+};
+
+// From the choices of Route to lists of any length, experts ascending in each. Weights are those of
+// Route with the list in place of the choices. Tokens whose first id is outside [0, E) are padding.
+struct TokenRounding {
+  int64_t tokens = 0, experts = 0, top_k = 0;
+  DType dtype = DType::float32;
+  Router router;  // not its groups: tokens are added to experts of any group
+  Rounding rounding = Rounding::nearest;
+  int64_t tile = 128;
+  ConstRows logits;                  // (T, E) as given to Route
+  int32_t const* ids = nullptr;      // (T, K) as Route gave them
+  int64_t const* seed = nullptr;     // (1); only stochastic, else null
+  int32_t* token_offsets = nullptr;  // (T + 1) out
+  int32_t* list_ids = nullptr;       // (rounded_slots()) out; -1 past token_offsets[T]
+  void* scores = nullptr;            // (rounded_slots()) out; 0 past token_offsets[T]
+  void* slopes = nullptr;            // the same, as in Route
+  void* workspace = nullptr;         // rounding_workspace_bytes()
+};
+
+// What balancing needs to know of a router, in one pass over its logits. The tokens are cut into
+// `sequences` equal, consecutive parts, each summed by itself; p is the softmax of a token's
+// logits, or their sigmoids divided by the sum of these:
+//   counts[s, e]  how many ids of the sequence are e
+//   shares[s, e]  sum of p[t, e] over its tokens t
+//   squares[s]    sum of logsumexp(logits[t])^2
+struct BalanceSums {
+  int64_t tokens = 0, experts = 0, top_k = 0;
+  int64_t sequences = 1;  // divides T
+  DType dtype = DType::float32;
+  Score score = Score::softmax;
+  ConstRows logits;                     // (T, E)
+  int32_t const* ids = nullptr;         // (T, K); ids outside [0, E) count nowhere
+  uint8_t const* token_mask = nullptr;  // (T); where 0, the token counts nowhere; null: all count
+  void *shares = nullptr, *squares = nullptr;  // (sequences, E), (sequences) out
+  int32_t* counts = nullptr;                   // (sequences, E) out
+  void* workspace = nullptr;                   // balance_workspace_bytes()
+};
+
+// dlogits from the gradients of shares and squares, one dense write.
+struct BalanceGradient {
+  int64_t tokens = 0, experts = 0, sequences = 1;
+  DType dtype = DType::float32;
+  Score score = Score::softmax;
+  ConstRows logits;                     // (T, E)
+  uint8_t const* token_mask = nullptr;  // (T)
+  void const* dshares = nullptr;        // (sequences, E)
+  void const* dsquares = nullptr;       // (sequences)
+  Rows dlogits;                         // (T, E) out
 };
 
 // ---- forward ------------------------------------------------------------------------------------
@@ -266,8 +334,14 @@ struct MoeBackward {
 
 // Bytes of the work buffers above, aligned to 256; the same for both backends. Zero sizes give 0.
 int64_t sort_workspace_bytes(int64_t tokens, int64_t experts, int64_t top_k);
+int64_t rounding_workspace_bytes(int64_t tokens, int64_t experts);
+int64_t balance_workspace_bytes(int64_t tokens, int64_t experts, int64_t sequences);
 int64_t moe_forward_workspace_bytes(Sizes const& sizes, DType dtype);
 int64_t moe_backward_workspace_bytes(Sizes const& sizes, DType dtype, bool gated);
+
+// The most slots that rounding can leave; the length of its lists.
+int64_t rounded_slots(int64_t tokens, int64_t experts, int64_t top_k, Rounding rounding,
+                      int64_t tile);
 
 // Partial sums of dS a row: the down gradient's column tiles, summed by the score gradient.
 int64_t score_parts(Sizes const& sizes);

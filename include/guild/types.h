@@ -11,15 +11,17 @@ namespace guild {
 
 enum class DType : int { float32, bfloat16, float16, float64 };
 
-// The sizes of one layer. A slot is one (token, k-th choice) pair; a row is a slot after sorting by
-// expert. Buffers of rows hold rows() rows; the first offsets[experts] of them are in use.
+// The sizes of one layer. A slot is one (token, k-th choice) pair, or an entry of the tokens' lists
+// where these vary in length; a row is a slot after sorting by expert. Buffers of rows hold rows()
+// rows; the first offsets[experts] of them are in use.
 struct Sizes {
   int64_t tokens = 0;        // T >= 0
   int64_t hidden = 0;        // H >= 1
   int64_t intermediate = 0;  // I >= 1: one expert's width after the gate
   int64_t experts = 0;       // E >= 1
   int64_t top_k = 1;         // K >= 1
-  constexpr int64_t rows() const { return tokens * top_k; }  // R
+  int64_t slots = -1;        // of lists of any length (Routing::token_offsets); -1: T * K
+  constexpr int64_t rows() const { return slots < 0 ? tokens * top_k : slots; }  // R
 };
 
 // Rows of a matrix with contiguous columns. stride: elements from one row to the next; 0 = packed.
@@ -116,6 +118,9 @@ struct Routing {
   int32_t const* slot_row = nullptr;   // (T, K) the row of each slot, -1 if its id is out of range
   void const* row_score = nullptr;     // (R) the slot's score; null: 1
   void const* slot_score = nullptr;    // (T, K) the same by slot; null: 1
+  // (T + 1), with Sizes::slots: token t has the slots token_offsets[t] .. token_offsets[t + 1], and
+  // arrays by slot are (slots) instead of (T, K). Null: K slots each.
+  int32_t const* token_offsets = nullptr;
 };
 
 }  // namespace guild

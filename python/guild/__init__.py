@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from guild.activations import Activation
+    from guild.balancing import BalanceSums, balance_sums
     from guild.experts import experts_mlp, routed_experts
     from guild.grouped import grouped_mm, grouped_mm_downproj, grouped_mm_swiglu
     from guild.moe import MoE
+    from guild.rounding import round_tokens
     from guild.routing import Router, route
     from guild.sm_budget import num_sms, set_num_sms
     from guild.weight_gradients import WeightGradients
@@ -26,14 +28,17 @@ __version__ = "0.1.0"
 
 _MODULE_OF = {
     "Activation": "activations",
+    "BalanceSums": "balancing",
     "MoE": "moe",
     "Router": "routing",
     "WeightGradients": "weight_gradients",
+    "balance_sums": "balancing",
     "experts_mlp": "experts",
     "grouped_mm": "grouped",
     "grouped_mm_downproj": "grouped",
     "grouped_mm_swiglu": "grouped",
     "num_sms": "sm_budget",
+    "round_tokens": "rounding",
     "route": "routing",
     "routed_experts": "experts",
     "set_num_sms": "sm_budget",
@@ -41,14 +46,17 @@ _MODULE_OF = {
 
 __all__ = [
     "Activation",
+    "BalanceSums",
     "MoE",
     "Router",
     "WeightGradients",
+    "balance_sums",
     "experts_mlp",
     "grouped_mm",
     "grouped_mm_downproj",
     "grouped_mm_swiglu",
     "num_sms",
+    "round_tokens",
     "route",
     "routed_experts",
     "set_num_sms",

@@ -6,55 +6,21 @@ routing, and the weights by reference.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from guild._operators import SIGMOID, SOFTMAX, ops, route_fake, score_dtype
+from guild import _router_gradients  # noqa: F401 - registers the router's gradients
+from guild._autograd import register, rows_of
+from guild._operators import ops
 from guild.activations import KINDS, Activation
-
-
-def _rows(gradient: Tensor) -> Tensor:
-    """An incoming gradient as the kernels read it; `sum().backward()` gives an expanded scalar."""
-    return gradient if gradient.is_contiguous() else gradient.contiguous()
 
 
 def _wanted(*flags: bool) -> int:
     return sum(1 << i for i, flag in enumerate(flags) if flag)
-
-
-# ---- route --------------------------------------------------------------------------------------
-
-
-def _needs_logits(score: int, renormalize: bool) -> bool:
-    """Whether every logit gets a gradient, which then depends on all of them."""
-    return score == SOFTMAX and not renormalize
-
-
-def _keep_routing(ctx, router, output, *more) -> None:
-    """Save scores, ids and slopes; `router`: score, renormalize, scale, ..."""
-    scores, ids, slopes = output
-    ctx.router = router[:3]
-    ctx.save_for_backward(scores, ids, slopes if router[0] == SIGMOID else None, *more)
-    ctx.mark_non_differentiable(ids, slopes)
-    ctx.set_materialize_grads(False)
-
-
-def _route_setup(ctx, inputs, output):
-    logits, _, _, _, *router = inputs
-    ctx.experts = logits.shape[1]
-    _keep_routing(ctx, router, output, logits if _needs_logits(*router[:2]) else None)
-
-
-def _route_gradient(ctx, dscores, *_):
-    if dscores is None:
-        return (None,) * 9
-    return ops.route_backward(_rows(dscores), *ctx.saved_tensors, ctx.experts, *ctx.router), *(
-        (None,) * 8
-    )
 
 
 # ---- layers -------------------------------------------------------------------------------------
@@ -78,11 +44,22 @@ def pre_activations(
 
 
 def _moe_setup(ctx, inputs, output):
-    x, ids, _, w_up, w_gate, w_down, b_up, b_down, *flags = inputs
+    x, ids, _, token_offsets, w_up, w_gate, w_down, b_up, b_down, *flags = inputs
     _, h, offsets, row_token, slot_row, row_score = output
     ctx.flags = flags[:-1]
     ctx.save_for_backward(
-        b_up, x, h, offsets, row_token, slot_row, row_score, w_up, w_gate, w_down, b_down
+        b_up,
+        x,
+        h,
+        offsets,
+        row_token,
+        slot_row,
+        row_score,
+        token_offsets,
+        w_up,
+        w_gate,
+        w_down,
+        b_down,
     )
     ctx.mark_non_differentiable(h, offsets, row_token, slot_row, row_score)
     ctx.set_materialize_grads(False)
@@ -91,19 +68,20 @@ def _moe_setup(ctx, inputs, output):
 def _moe_gradient(ctx, dout, *_):
     nothing = (None,) * 9  # the flags
     if dout is None:
-        return (*(None,) * 8, *nothing)
+        return (*(None,) * 9, *nothing)
     b_up, x, h, offsets, row_token, *saved = ctx.saved_tensors
-    h = pre_activations(h, x, offsets, row_token, *saved[2:4], b_up, ctx.flags)
+    h = pre_activations(h, x, offsets, row_token, *saved[3:5], b_up, ctx.flags)
     saved = x, h, offsets, row_token, *saved
-    x, _, scores, w_up, w_gate, w_down, b_up, b_down = ctx.needs_input_grad[1:9]
+    x, _, scores, _, w_up, w_gate, w_down, b_up, b_down = ctx.needs_input_grad[1:10]
     wanted = _wanted(x, scores, w_up or w_gate, w_down, b_up, b_down)
     dx, dscores, dw_up, dw_gate, dw_down, db_up, db_down = ops.moe_backward(
-        _rows(dout), *saved, *ctx.flags, wanted
+        rows_of(dout), *saved, *ctx.flags, wanted
     )
     return (
         dx if x else None,
         None,
         dscores if scores else None,
+        None,
         dw_up if w_up else None,
         dw_gate if w_gate else None,
         dw_down if w_down else None,
@@ -132,7 +110,7 @@ def _experts_gradient(ctx, dout, _):
     x, _, w_up, w_gate, w_down, b_up, b_down = ctx.needs_input_grad[1:8]
     wanted = _wanted(x, False, w_up or w_gate, w_down, b_up, b_down)
     dx, dw_up, dw_gate, dw_down, db_up, db_down = ops.experts_backward(
-        _rows(dout), *saved, *ctx.flags, wanted
+        rows_of(dout), *saved, *ctx.flags, wanted
     )
     return (
         dx if x else None,
@@ -169,7 +147,7 @@ def _grouped_mm_setup(ctx, inputs, output):
 def _grouped_mm_gradient(ctx, dout):
     mat_a, mat_b, offs = ctx.saved_tensors
     want_a, want_b, _, want_bias = ctx.needs_input_grad[1:5]
-    dout = _rows(dout.to(mat_a.dtype))
+    dout = rows_of(dout.to(mat_a.dtype))
     da = ops.grouped_mm(dout, mat_b.mT, offs, None, False) if want_a else None
     db = ops.grouped_mm(mat_a.mT, dout, offs, None, False) if want_b else None
     dbias = _grouped_bias_gradient(mat_a, mat_b, offs, dout) if want_bias else None
@@ -210,7 +188,7 @@ def _pair_up_gradient(ctx, da, dh):
         dh = from_a if dh is None else dh + from_a
     if dh is None:
         return (*(None,) * 4, *nothing)
-    dh = _rows(dh)
+    dh = rows_of(dh)
     dx = ops.grouped_mm(dh, w_up.mT, offsets[1:], None, False) if want_x else None
     dw = None
     if want_w:
@@ -231,7 +209,7 @@ def _pair_down_gradient(ctx, dout):
     nothing = (None,) * 7
     kept, w_down, offsets = ctx.saved_tensors
     want_a, want_aux, want_w, _, want_bias = ctx.needs_input_grad[1:6]
-    dout = _rows(dout)
+    dout = rows_of(dout)
     a, da, dh = kept, None, None
     if ctx.fused and (want_aux or want_w):
         dh, a, _ = ops.down_gradient(dout, kept, offsets, None, None, w_down, *ctx.flags, True)
@@ -245,119 +223,11 @@ def _pair_down_gradient(ctx, dout):
     return da, dh if want_aux else None, dw, None, db, *nothing
 
 
-# ---- the router's product -----------------------------------------------------------------------
-
-
-def router_logits_forward(x: Tensor, weight: Tensor) -> Tensor:
-    """x weight^T: float32 of 16-bit operands, without a float32 copy of x on the GPU."""
-    with torch.autocast(x.device.type, enabled=False):
-        if x.dtype in (torch.float32, torch.float64):
-            return F.linear(x, weight)
-        if x.is_cuda:
-            return torch.mm(x, weight.t(), out_dtype=torch.float32)
-        return x.float() @ weight.float().t()
-
-
-def _router_logits_setup(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
-
-
-def _logits_gradient(ctx, x, weight, dlogits):
-    want_x, want_weight = ctx.needs_input_grad[1:3]
-    dlogits = dlogits.to(x.dtype)
-    return dlogits @ weight if want_x else None, dlogits.t() @ x if want_weight else None
-
-
-def _router_logits_gradient(ctx, dlogits):
-    return _logits_gradient(ctx, *ctx.saved_tensors, dlogits)
-
-
-def _route_tokens_forward(x, weight, *rest):
-    """route of the logits x weight^T."""
-    return ops.route(router_logits_forward(x, weight), *rest)
-
-
-def _route_tokens_setup(ctx, inputs, output):
-    x, weight, _, _, _, *router = inputs
-    _keep_routing(ctx, router, output, x, weight)
-
-
-def _route_tokens_gradient(ctx, dscores, *_):
-    """The logits are not kept: a gradient that needs them computes them again, bit for bit."""
-    nothing = (None,) * 8
-    if dscores is None:
-        return None, None, *nothing
-    *routed, x, weight = ctx.saved_tensors
-    logits = router_logits_forward(x, weight) if _needs_logits(*ctx.router[:2]) else None
-    experts = weight.shape[0]
-    dlogits = ops.route_backward(_rows(dscores), *routed, logits, experts, *ctx.router)
-    return *_logits_gradient(ctx, x, weight, dlogits), *nothing
-
-
-_library = torch.library.Library("guild", "FRAGMENT")
-_library.define("router_logits(Tensor x, Tensor weight) -> Tensor")
-_library.define(
-    "route_tokens(Tensor x, Tensor weight, Tensor? selection_bias, Tensor? token_mask, int top_k, "
-    "int score, bool renormalize, float scale, int groups, int top_groups) -> (Tensor scores, "
-    "Tensor ids, Tensor slopes)"
-)
-for _key in ("CPU", "CUDA"):
-    _library.impl("router_logits", router_logits_forward, _key)
-    _library.impl("route_tokens", _route_tokens_forward, _key)
-
-
-@torch.library.register_fake("guild::router_logits", lib=_library)
-def _router_logits_fake(x, weight):
-    return x.new_empty(x.shape[0], weight.shape[0], dtype=score_dtype(x.dtype))
-
-
-@torch.library.register_fake("guild::route_tokens", lib=_library)
-def _route_tokens_fake(x, weight, *rest):
-    return route_fake(_router_logits_fake(x, weight), *rest)
-
-
-def _register(name: str, backward: Callable, setup: Callable) -> None:
-    """Give an op its gradient, as torch.library.register_autograd does.
-
-    That one walks the op's schema in Python at every call, 60 us for the 17 arguments of a layer:
-    more than the op itself takes to start.
-    """
-    op = getattr(ops, name).default
-
-    def below(keyset: Any, args: tuple) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
-
-    def forward(ctx: Any, keyset: Any, *args: Any) -> Any:
-        output = below(keyset, args)
-        setup(ctx, args, output)
-        return output
-
-    function = type(
-        f"{name}_gradient",
-        (torch.autograd.Function,),
-        {
-            "forward": staticmethod(forward),
-            "backward": staticmethod(lambda ctx, *grads: (None, *backward(ctx, *grads))),
-        },
-    )
-
-    def kernel(keyset: Any, *args: Any) -> Any:
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
-            return function.apply(keyset, *args)
-        return below(keyset, args)
-
-    _library.impl(name, kernel, "Autograd", with_keyset=True)
-
-
 for _name, _backward, _setup in (
-    ("route", _route_gradient, _route_setup),
     ("moe_forward", _moe_gradient, _moe_setup),
     ("experts_forward", _experts_gradient, _experts_setup),
     ("grouped_mm", _grouped_mm_gradient, _grouped_mm_setup),
     ("pair_up", _pair_up_gradient, _pair_up_setup),
     ("pair_down", _pair_down_gradient, _pair_down_setup),
-    ("router_logits", _router_logits_gradient, _router_logits_setup),
-    ("route_tokens", _route_tokens_gradient, _route_tokens_setup),
 ):
-    _register(_name, _backward, _setup)
+    register(_name, _backward, _setup)

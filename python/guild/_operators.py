@@ -66,13 +66,53 @@ _fake("route")(route_fake)
 
 
 @_fake("route_backward")
-def _route_backward(dscores, scores, ids, slopes, logits, experts, *rest):
-    return dscores.new_empty(ids.shape[0], experts)
+def _route_backward(
+    dscores, scores, ids, slopes, logits, experts, score, renormalize, scale, token_offsets=None
+):
+    return dscores.new_empty(_tokens(ids, token_offsets), experts)
+
+
+def _tokens(by_slot: Tensor, token_offsets: Tensor | None) -> int:
+    """Tokens of (T, K) slots, or of lists of any length."""
+    return by_slot.shape[0] if token_offsets is None else token_offsets.shape[0] - 1
+
+
+def rounded_slots(tokens: int, experts: int, top_k: int, rounding: int, tile: int) -> int:
+    """guild::rounded_slots: the most slots that rounding can leave."""
+    more = (experts * (tile // 2), experts * (tile - 1), 0, experts * (tile - 1), tile // 2)
+    return min(tokens * max(experts, top_k), tokens * top_k + more[rounding])
+
+
+@_fake("round_tokens")
+def _round_tokens(logits, ids, seed, score, renormalize, scale, rounding, tile):
+    tokens, experts = logits.shape
+    slots = rounded_slots(tokens, experts, ids.shape[1], rounding, tile)
+    return (
+        logits.new_empty(slots),
+        _empty_int32(logits, slots),
+        logits.new_empty(slots if score == SIGMOID else 0),
+        _empty_int32(logits, tokens + 1),
+    )
+
+
+@_fake("balance_sums")
+def _balance_sums(logits, ids, token_mask, score, sequences):
+    experts = logits.shape[1]
+    return (
+        logits.new_empty(sequences, experts),
+        logits.new_empty(sequences),
+        _empty_int32(logits, sequences, experts),
+    )
+
+
+@_fake("balance_sums_backward")
+def _balance_sums_backward(dshares, dsquares, logits, token_mask, score):
+    return logits.new_empty(logits.shape)
 
 
 @_fake("sort_by_expert")
-def _sort_by_expert(ids, scores, experts):
-    rows = ids.shape[0] * ids.shape[1]
+def _sort_by_expert(ids, scores, experts, token_offsets=None):
+    rows = ids.numel()
     return (
         _empty_int32(ids, experts + 1),
         _empty_int32(ids, rows),
@@ -93,17 +133,16 @@ def _layer_sizes(w_down: Tensor, gated: bool, transposed: bool) -> tuple[int, in
 
 
 @_fake("moe_forward")
-def _moe_forward(x, ids, scores, w_up, w_gate, w_down, b_up, b_down, *flags):
+def _moe_forward(x, ids, scores, token_offsets, w_up, w_gate, w_down, b_up, b_down, *flags):
     _, gated, _, _, _, _, _, transposed, keep = flags
     experts, hidden, width = _layer_sizes(w_down, gated, transposed)
-    tokens, top_k = ids.shape
-    rows = tokens * top_k
+    rows = ids.numel()
     return (
-        x.new_empty(tokens, hidden),
+        x.new_empty(x.shape[0], hidden),
         x.new_empty(rows if keep else 0, width),
         _empty_int32(x, experts + 1),
         _empty_int32(x, rows),
-        _empty_int32(x, tokens, top_k),
+        _empty_int32(x, *ids.shape),
         x.new_empty(rows, dtype=score_dtype(x.dtype)),
     )
 
@@ -124,7 +163,19 @@ def _weight_gradients(x, w_up, w_gate, w_down, gated, transposed, wanted):
 
 @_fake("moe_backward")
 def _moe_backward(
-    dout, x, h, offsets, row_token, slot_row, row_score, w_up, w_gate, w_down, b_down, *flags
+    dout,
+    x,
+    h,
+    offsets,
+    row_token,
+    slot_row,
+    row_score,
+    token_offsets,
+    w_up,
+    w_gate,
+    w_down,
+    b_down,
+    *flags,
 ):
     _, gated, _, _, _, _, _, transposed, wanted = flags
     scores = slot_row.shape if wanted & WANT_SCORES else (0,)
@@ -171,8 +222,8 @@ def _down_projection(a, offsets, w_down, b_down, transposed):
 
 
 @_fake("combine")
-def _combine(y, slot_row, slot_score):
-    return y.new_empty(slot_row.shape[0], y.shape[1])
+def _combine(y, slot_row, slot_score, token_offsets=None):
+    return y.new_empty(_tokens(slot_row, token_offsets), y.shape[1])
 
 
 @_fake("down_gradient")
@@ -188,7 +239,7 @@ def _down_gradient(dout, h, offsets, row_token, row_score, w_down, *flags):
 
 
 @_fake("score_gradient")
-def _score_gradient(score_parts, slot_row, offsets, dout, b_down, intermediate):
+def _score_gradient(score_parts, slot_row, offsets, dout, b_down, intermediate, token_offsets=None):
     return score_parts.new_empty(slot_row.shape)
 
 

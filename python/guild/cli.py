@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .presets import CPU_SHAPES, PRESETS
-from .settings import Settings
+from .settings import CHOICES, Settings
 
 INTERRUPTED = 130
 
@@ -33,6 +33,11 @@ _SETTING_HELP = {
     "weight_decay": "decay of the matrices",
     "clip": "norm at which the gradient is clipped",
     "balance": "weight of the load-balancing loss",
+    "router": "how logits become ids and weights",
+    "round": "round each expert's tokens to tiles",
+    "tile": "rows of a tile",
+    "capacity": "rows that an expert takes over an even share, the others are dropped; 0: all",
+    "bias_rate": "step of the selection bias of routers that have one",
     "seed": "of initial weights, order of data and sample",
 }
 
@@ -91,7 +96,8 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         sizes.add_argument(
             "--" + name.replace("_", "-"),
             type=type(value),
-            metavar="N" if isinstance(value, int) else "X",
+            choices=CHOICES.get(name),
+            metavar={int: "N", float: "X"}.get(type(value)),
             help=f"{_SETTING_HELP[name]} ({value})",
         )
 

@@ -39,6 +39,7 @@ def routed_experts(
     activation: Activation | str = "silu",
     order: str = "concatenated",
     transposed: bool = False,
+    token_offsets: Tensor | None = None,
     recompute: bool = False,
     weight_gradients: WeightGradients | None = None,
 ) -> Tensor:
@@ -77,6 +78,10 @@ def routed_experts(
         pair of weights it orders b_up alone.
     transposed : bool
         Weights are (E, H, 2I) and (E, I, H) instead.
+    token_offsets : torch.Tensor, optional
+        int32 (T + 1): tokens have lists of any length, as `guild.round_tokens` makes them. Token t
+        has the slots token_offsets[t] .. token_offsets[t + 1] of topk_ids and topk_weights, which
+        are (slots,) then; slots at or past token_offsets[T] belong to nobody.
     recompute : bool
         Keep nothing of the experts but x: backward computes the pre-activations, 2 T K I values,
         again, one up projection more.
@@ -110,6 +115,7 @@ def routed_experts(
         activation,
         order,
         transposed,
+        token_offsets,
         recompute,
         weight_gradients,
     )[0]
@@ -126,14 +132,20 @@ def routed_experts_and_offsets(
     activation: Activation | str,
     order: str,
     transposed: bool,
+    token_offsets: Tensor | None = None,
     recompute: bool = False,
     weight_gradients: WeightGradients | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`routed_experts`, and the int32 (E + 1) offsets of the sorted rows."""
     expect_dims("x", x, 2, what="(tokens, hidden)")
-    expect_dims("topk_ids", topk_ids, 2, what="(tokens, top_k)")
+    if token_offsets is None:
+        expect_dims("topk_ids", topk_ids, 2, what="(tokens, top_k)")
+    else:
+        expect_dims("topk_ids", topk_ids, 1, what="(slots,) with token_offsets")
+        expect_offsets("token_offsets", token_offsets, x)
+        expect_shape("token_offsets", token_offsets, (x.shape[0] + 1,))
     expect_indices("topk_ids", topk_ids, x, torch.int32, torch.int64)
-    if topk_ids.shape[0] != x.shape[0]:
+    if token_offsets is None and topk_ids.shape[0] != x.shape[0]:
         raise ValueError(
             f"topk_ids: expected {x.shape[0]} tokens as x has, got shape {tuple(topk_ids.shape)}"
         )
@@ -148,9 +160,10 @@ def routed_experts_and_offsets(
     keep = torch.is_grad_enabled() and (gradient or scores.requires_grad)
     if keep and weight_gradients is not None:
         parameters = _parameters(weight_gradients, *given, order)
-        return Experts.apply(weight_gradients, parameters, recompute, x, ids, scores, None, *layer)
+        tokens = ids, scores, token_offsets
+        return Experts.apply(weight_gradients, parameters, recompute, x, *tokens, None, *layer)
     keep = keep and not recompute
-    out, _, offsets, _, _, _ = _moe_forward(x, ids, scores, *layer, keep)
+    out, _, offsets, _, _, _ = _moe_forward(x, ids, scores, token_offsets, *layer, keep)
     return out, offsets
 
 
@@ -202,7 +215,7 @@ def experts_mlp(
     if keep and weight_gradients is not None:
         parameters = _parameters(weight_gradients, *given, order)
         return Experts.apply(
-            weight_gradients, parameters, recompute, x, None, None, offsets, *layer
+            weight_gradients, parameters, recompute, x, None, None, None, offsets, *layer
         )[0]
     return _experts_forward(x, offsets, *layer, keep and not recompute)[0]
 

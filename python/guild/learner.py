@@ -6,6 +6,8 @@ same bytes, and differ in nothing but the MoE layer.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 import time
 from typing import Any
@@ -20,18 +22,41 @@ LAYERS = ("guild", "plain")
 _BETAS = (0.9, 0.95)
 
 
-def moe_factory(name: str, device: torch.device) -> MoEFactory:
+def moe_factory(
+    name: str,
+    device: torch.device,
+    settings: Settings = Settings(),  # noqa: B008 - frozen
+) -> MoEFactory:
     """Constructor `(hidden, intermediate, experts, top_k)` of the MoE layer called `name`."""
     if name == "guild":
-        import guild
-
-        return guild.MoE
+        return _guild_factory(settings)
     if name == "plain":
         from .plain_moe import PlainMoE
 
+        if not settings.plain_routing:
+            raise ValueError(
+                "moe: the plain layer has softmax over the top k alone; leave out --router, "
+                "--round and --capacity"
+            )
         compiled = device.type == "cuda"
         return lambda *sizes: PlainMoE(*sizes, compiled=compiled)
     raise ValueError(f"moe: expected one of {', '.join(LAYERS)}, got {name!r}")
+
+
+def _guild_factory(s: Settings) -> MoEFactory:
+    import guild
+
+    if s.plain_routing:
+        return guild.MoE
+    router = guild.Router.named(s.router)
+    if s.round != "none":
+        router = dataclasses.replace(router, rounding=s.round, tile=s.tile)
+    options: dict[str, Any] = {"router": router, "balance_over": "batch"}
+    if not s.capacity:
+        return functools.partial(guild.MoE, **options)
+    from .dropping import DroppingMoE
+
+    return functools.partial(DroppingMoE, capacity=s.capacity, **options)
 
 
 class Learner:
@@ -54,7 +79,7 @@ class Learner:
     ) -> None:
         self.name, self.settings, self.device, self.dtype = name, settings, device, dtype
         s = settings
-        make_moe = moe_factory(name, device)
+        make_moe = moe_factory(name, device, s)
         model = LanguageModel(
             s.hidden, s.layers, s.heads, s.intermediate, s.experts, s.top_k, make_moe
         )
@@ -88,7 +113,7 @@ class Learner:
         seconds = (time.perf_counter() - start) / count
         rows = []
         for step, values in enumerate(torch.stack(measured).tolist(), first):
-            loss, imbalance, norm, *load = values
+            loss, imbalance, norm, kept, *load = values
             if not math.isfinite(loss):
                 raise FloatingPointError(
                     f"{self.name}: the loss of step {step + 1} is {loss}; try a smaller --lr"
@@ -101,6 +126,7 @@ class Learner:
                     "loss": loss,
                     "imbalance": imbalance,
                     "gradient_norm": norm,
+                    "rows_over_choices": round(kept, 6),
                     "load": [round(value, 4) for value in load],
                     "lr": self.settings.lr_at(step),
                     "seconds": seconds,
@@ -117,15 +143,19 @@ class Learner:
         inputs, targets = self._to_device(*corpus.batch(s.seed, step, s.batch, s.context))
         for group in self.optimizer.param_groups:
             group["lr"] = s.lr_at(step)
+        if s.round == "stochastic":  # its seeds come from here, so that a run can be resumed
+            torch.manual_seed(s.seed * 1_000_003 + step)
         with self.autocast():
             loss, imbalance = self.model.loss(inputs, targets)
         self.optimizer.zero_grad()
         (loss + s.balance * imbalance).backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.clip)
         self.optimizer.step()
+        self.model.move_selection_biases(s.bias_rate)
         counts = self.model.expert_counts().float()
         load = counts.amax(1) / counts.mean(1)
-        return torch.cat((torch.stack((loss.detach(), imbalance.detach(), norm)), load))
+        rows = counts.sum(1).mean() / (s.tokens_per_step * s.top_k)
+        return torch.cat((torch.stack((loss.detach(), imbalance.detach(), norm, rows)), load))
 
     @torch.no_grad()
     def validate(self, corpus: Corpus, windows: int) -> float:
@@ -134,9 +164,11 @@ class Learner:
         windows = math.ceil(windows / batch) * batch
         inputs, targets = self._to_device(*corpus.held_out_windows(windows, self.settings.context))
         total = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.model.eval()  # exact top-k
         with self.autocast():
             for x, y in zip(inputs.split(batch), targets.split(batch), strict=True):
                 total += self.model.loss(x, y)[0]
+        self.model.train()
         return (total / (windows // batch)).item()
 
     def state(self) -> dict[str, Any]:

@@ -80,6 +80,8 @@ class Block(nn.Module):
         Experts times the sum over experts of (share of the rows) * (mean router probability),
         Switch Transformer (arXiv 2101.03961) equations 4 to 6. The shares carry no gradient.
         """
+        if getattr(self.moe, "balance_sums", None) is not None:  # of the choices before rounding
+            return self.moe.load_balancing_loss
         probability = F.linear(moe_input, self.moe.router.weight).float().softmax(-1)
         counts = self.moe.expert_counts.float()
         return counts.numel() * (counts / counts.sum() * probability.flatten(0, -2).mean(0)).sum()
@@ -157,6 +159,12 @@ class LanguageModel(nn.Module):
             x, moe_input = block(x, cos, sin)
             moe_inputs.append(moe_input)
         return F.linear(self.norm(x), self.embedding.weight), moe_inputs
+
+    def move_selection_biases(self, rate: float) -> None:
+        """`MoE.balance` of every layer whose router has a selection bias."""
+        for block in self.blocks:
+            if hasattr(block.moe.router, "selection_bias"):
+                block.moe.balance(rate)
 
     def expert_counts(self) -> torch.Tensor:
         """Rows per expert of the last forward: int (layers, experts), on the model's device."""

@@ -8,14 +8,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from guild._checks import FLOATS, dtype_name, expect_count, expect_shape, expect_tensor
+from guild._checks import (
+    FLOATS,
+    dtype_name,
+    expect_choice,
+    expect_count,
+    expect_shape,
+    expect_tensor,
+)
 from guild._operators import autocast, ops
 from guild.activations import Activation, as_activation
+from guild.balancing import BalanceSums, balance_sums
 from guild.experts import experts_mlp, routed_experts_and_offsets
-from guild.routing import Router, route_tokens
+from guild.rounding import round_tokens
+from guild.routing import Router, route_logits, route_tokens
 from guild.weight_gradients import WeightGradients
 
 _router_logits = ops.router_logits.default
+_BALANCE_OVER = (None, "batch", "sequence")
 
 
 class MoE(nn.Module):
@@ -36,6 +46,9 @@ class MoE(nn.Module):
         renormalised, unless said otherwise.
     shared_experts : int
         Experts that every token goes through, as one dense MLP of shared_experts * intermediate.
+    balance_over : {None, "batch", "sequence"}
+        Whether training forwards leave `balance_sums`, of all tokens or of each sequence (x's last
+        dimension but one), for the losses below. Costs the float32 logits, kept for backward.
     device, dtype : optional
         Of the parameters, as in torch.nn.Linear. With device="meta" nothing is allocated: follow
         with `to_empty(device=...)` and `reset_parameters()`.
@@ -58,6 +71,8 @@ class MoE(nn.Module):
         (experts, 2 * intermediate) or (experts, intermediate); (experts, hidden).
     shared.w_up, shared.w_down : torch.nn.Parameter
         (2 * shared_experts * intermediate, hidden), (hidden, shared_experts * intermediate).
+    balance_sums : BalanceSums or None
+        Of the last forward in training, with `balance_over`.
 
     Raises
     ------
@@ -75,6 +90,7 @@ class MoE(nn.Module):
         bias: bool = False,
         router: Router | str | None = None,
         shared_experts: int = 0,
+        balance_over: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
@@ -92,6 +108,7 @@ class MoE(nn.Module):
         if not isinstance(router, Router | None):
             raise TypeError(f"router: expected a guild.Router or a name, got {router!r}")
         (router or Router()).expect_sizes(experts, top_k)
+        expect_choice("balance_over", balance_over, _BALANCE_OVER)
         if dtype is not None and dtype not in FLOATS:
             raise TypeError(f"dtype: expected a floating dtype, got {dtype_name(dtype)}")
         self.hidden, self.intermediate = hidden, intermediate
@@ -112,6 +129,8 @@ class MoE(nn.Module):
         self.shared = None
         if shared_experts:
             self.shared = DenseMLP(hidden, shared_experts * intermediate, self.activation, **make)
+        self.balance_over = balance_over
+        self.balance_sums: BalanceSums | None = None
         self._offsets: Tensor | None = None
         self.reset_parameters()
 
@@ -156,8 +175,7 @@ class MoE(nn.Module):
             expect_shape("token_mask", token_mask, tuple(x.shape[:-1]))
             token_mask = token_mask.reshape(-1)
         flat, weight = autocast(x.reshape(-1, self.hidden), self.router.weight)
-        bias = getattr(self.router, "selection_bias", None)
-        ids, scores = route_tokens(flat, weight, self.top_k, self.routing, bias, token_mask)
+        ids, scores, token_offsets = self._route(flat, weight, token_mask, x.shape[:-1])
         tokens = flat
         if self.routing.applied_to == "input":
             tokens, scores = (flat * scores).to(flat.dtype), torch.ones_like(scores)
@@ -172,6 +190,7 @@ class MoE(nn.Module):
             self.activation,
             "concatenated",
             False,
+            token_offsets,
             self.recompute,
             self.weight_gradients,
         )
@@ -180,6 +199,60 @@ class MoE(nn.Module):
         if self.shared is not None:
             out = out + self.shared(flat)
         return out.view(x.shape)
+
+    def _route(
+        self, x: Tensor, weight: Tensor, token_mask: Tensor | None, shape: torch.Size
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Ids and scores of x, and token_offsets of lists; notes what balancing needs.
+
+        shape: of the tokens.
+        """
+        bias = getattr(self.router, "selection_bias", None)
+        router, over = self.routing, self.balance_over
+        if not self.training or (over is None and router.rounding is None):
+            return *route_tokens(x, weight, self.top_k, router, bias, token_mask), None
+        logits = router_logits(x, weight)
+        ids, scores = route_logits(logits, self.top_k, router, bias, token_mask)
+        if over is not None:
+            sequences = shape[:-1].numel() if over == "sequence" and x.shape[0] else 1
+            sums = balance_sums(
+                logits, ids, score=router.score, sequences=sequences, token_mask=token_mask
+            )
+            if not torch.compiler.is_exporting():
+                self.balance_sums = sums
+        if router.rounding is None:
+            return ids, scores, None
+        return round_tokens(
+            logits,
+            ids,
+            rounding=router.rounding,
+            tile=router.tile,
+            score=router.score,
+            renormalize=router.renormalize,
+            scale=router.scale,
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what belongs to the last forward, so that copies and pickles work after one."""
+        return {**super().__getstate__(), "balance_sums": None}
+
+    @property
+    def load_balancing_loss(self) -> Tensor:
+        """Of the last forward in training; `BalanceSums.load_balancing_loss`."""
+        return self._kept_sums().load_balancing_loss()
+
+    @property
+    def z_loss(self) -> Tensor:
+        """Of the last forward in training; `BalanceSums.z_loss`."""
+        return self._kept_sums().z_loss()
+
+    def _kept_sums(self) -> BalanceSums:
+        if self.balance_sums is None:
+            raise RuntimeError(
+                'balance_over: expected MoE(balance_over="batch" or "sequence") and a forward in '
+                f"training, got {self.balance_over!r} or none"
+            )
+        return self.balance_sums
 
     @property
     def expert_counts(self) -> Tensor | None:

@@ -21,6 +21,8 @@ from guild._operators import ops, score_dtype
 
 SCORES = ("softmax", "sigmoid")  # in the order of guild::Score
 APPLIED_TO = ("output", "input")
+ROUNDINGS = ("nearest", "up", "down", "stochastic", "balanced")  # of guild::Rounding
+MOST_TILE = 1 << 20
 
 _MOST_GROUPS = 32
 
@@ -52,6 +54,11 @@ class Router:
     applied_to : {"output", "input"}
         What the weights multiply: each expert's output, or, for top_k = 1, the token that goes into
         the expert (Llama 4).
+    rounding : {None, "nearest", "up", "down", "stochastic", "balanced"}
+        In training, round each expert's tokens to whole tiles; see `guild.round_tokens`. Tokens are
+        added to experts of any group.
+    tile : int
+        Rows of a tile.
 
     Raises
     ------
@@ -66,11 +73,20 @@ class Router:
     groups: int = 1
     top_groups: int = 1
     applied_to: str = "output"
+    rounding: str | None = None
+    tile: int = 128
 
     def __post_init__(self) -> None:
         expect_choice("score", self.score, SCORES)
         expect_choice("applied_to", self.applied_to, APPLIED_TO)
-        _expect_scale(self.scale)
+        expect_choice("rounding", self.rounding, (None, *ROUNDINGS))
+        expect_count("tile", self.tile, 1, MOST_TILE)
+        if self.rounding is not None and self.applied_to == "input":
+            raise ValueError(
+                "rounding: expected None where the router's weights are applied to the input, got "
+                f"{self.rounding!r}"
+            )
+        expect_scale(self.scale)
         _expect_groups(self.groups, self.top_groups)
 
     @staticmethod
@@ -164,7 +180,7 @@ def route(
     tokens, experts = logits.shape
     expect_count("top_k", top_k, 1, experts)
     expect_choice("score", score, SCORES)
-    _expect_scale(scale)
+    expect_scale(scale)
     _expect_groups(groups, top_groups)
     _expect_candidates(experts, top_k, groups, top_groups)
     if logits.dtype != torch.float64:
@@ -177,12 +193,33 @@ def route(
     if token_mask is not None:
         expect_shape("token_mask", token_mask, (tokens,))
         expect_device("token_mask", token_mask, logits, "logits")
-        token_mask = _flags(token_mask)
+        token_mask = token_flags(token_mask)
     index = SCORES.index(score)
     scores, ids, _ = _route(
         logits, selection_bias, token_mask, top_k, index, renormalize, scale, groups, top_groups
     )
     return ids, scores
+
+
+def route_logits(
+    logits: Tensor,
+    top_k: int,
+    router: Router,
+    selection_bias: Tensor | None,
+    token_mask: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """`route` with the options of a Router."""
+    return route(
+        logits,
+        top_k,
+        score=router.score,
+        renormalize=router.renormalize,
+        scale=router.scale,
+        selection_bias=selection_bias,
+        groups=router.groups,
+        top_groups=router.top_groups,
+        token_mask=token_mask,
+    )
 
 
 def route_tokens(
@@ -222,7 +259,7 @@ def route_tokens(
         selection_bias = selection_bias.detach().to(score_dtype(x.dtype))
     if token_mask is not None:
         expect_device("token_mask", token_mask, x, "x")
-        token_mask = _flags(token_mask)
+        token_mask = token_flags(token_mask)
     scores, ids, _ = _route_tokens(
         x,
         weight,
@@ -238,13 +275,15 @@ def route_tokens(
     return ids, scores
 
 
-def _flags(token_mask: Tensor) -> Tensor:
+def token_flags(token_mask: Tensor) -> Tensor:
+    """token_mask as the ops take it: contiguous; TypeError unless bool."""
     if token_mask.dtype != torch.bool:
         raise TypeError(f"token_mask: expected dtype bool, got {dtype_name(token_mask.dtype)}")
     return token_mask.contiguous()
 
 
-def _expect_scale(scale: float) -> None:
+def expect_scale(scale: float) -> None:
+    """Raise ValueError unless it is finite."""
     if not -math.inf < scale < math.inf:  # isfinite cannot be traced
         raise ValueError(f"scale: expected a finite number, got {scale}")
 

@@ -167,6 +167,7 @@ class Training:
     def _finish(self, validation: dict[str, float]) -> dict[str, Any]:
         rows = self.folder.rows()
         main, s = self.learners[0], self.settings
+        main.model.eval()
         with main.autocast():
             text = generate(main.model, _PROMPT, self.plan.sample_bytes, s.context, s.seed)
         sample = text.decode(errors="replace").rstrip()

@@ -99,16 +99,16 @@ def _expect_main_grad(name: str, parameter: Tensor) -> None:
 
 
 class Experts(torch.autograd.Function):
-    """The expert layer in steps. `routing`: ids and scores of tokens, or offsets of sorted rows."""
+    """The expert layer in steps, of tokens (ids, scores, token_offsets) or of sorted rows."""
 
     @staticmethod
-    def forward(ctx, sink, parameters, recompute, x, ids, scores, offsets, *layer):
+    def forward(ctx, sink, parameters, recompute, x, ids, scores, token_offsets, offsets, *layer):
         """(out, offsets) of `routed_experts` (ids, scores) or of `experts_mlp` (offsets)."""
         w_up, w_gate, w_down, b_up, b_down, *flags = layer
         row_token = slot_row = row_score = None
         if offsets is None:
             out, h, offsets, row_token, slot_row, row_score = ops.moe_forward(
-                x, ids, scores, *layer, not recompute
+                x, ids, scores, token_offsets, *layer, not recompute
             )
         else:
             out, h = ops.experts_forward(x, offsets, *layer, not recompute)
@@ -116,6 +116,7 @@ class Experts(torch.autograd.Function):
         ctx.save_for_backward(
             x, h, offsets, row_token, slot_row, row_score, w_up, w_gate, w_down, b_up, b_down
         )
+        ctx.token_offsets = token_offsets
         ctx.mark_non_differentiable(offsets)
         ctx.set_materialize_grads(False)
         return out, offsets
@@ -124,7 +125,7 @@ class Experts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dout, _):
         """dX and dscores; the weight gradients go to the sink."""
-        nothing = (None,) * (6 + len(ctx.flags))
+        nothing = (None,) * (7 + len(ctx.flags))
         if dout is None:
             return (*(None,) * 6, *nothing)
         x, h, offsets, row_token, slot_row, row_score, w_up, w_gate, w_down, b_up, b_down = (
@@ -150,11 +151,13 @@ class Experts(torch.autograd.Function):
         )
         dx = dscores = None
         if ctx.needs_input_grad[5]:
-            dscores = ops.score_gradient(parts, slot_row, offsets, dout, b_down, a.shape[1])
+            dscores = ops.score_gradient(
+                parts, slot_row, offsets, dout, b_down, a.shape[1], ctx.token_offsets
+            )
         if ctx.needs_input_grad[3]:
             dx = ops.up_gradient(dh, offsets, w_up, w_gate, ctx.flags[1], *ctx.flags[6:])
             if slot_row is not None:
-                dx = ops.combine(dx, slot_row, None)
+                dx = ops.combine(dx, slot_row, None, ctx.token_offsets)
             else:  # rows of nobody were not written
                 nobody = torch.arange(x.shape[0], device=x.device) >= offsets[-1]
                 dx.masked_fill_(nobody[:, None], 0)

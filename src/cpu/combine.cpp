@@ -3,6 +3,7 @@
 #include "cpu/views.h"
 #include "guild/cpu.h"
 #include "processor.h"
+#include "shared/routing.h"
 
 namespace guild::cpu {
 
@@ -12,13 +13,14 @@ template <class T>
 void combine_token(Combine const& x, int64_t token) {
   using F = Compute<T>;
   Scratch scratch;
-  int64_t const hidden = x.sizes.hidden, top_k = x.sizes.top_k;
+  int64_t const hidden = x.sizes.hidden;
   auto const y = rows_of<T>(x.y, hidden);
   auto const* const scores = static_cast<F const*>(x.routing.slot_score);
   F* const sum = scratch.take<F>(hidden);
   F* const row = scratch.take<F>(hidden);
   std::fill_n(sum, hidden, F(0));
-  for (int64_t slot = token * top_k; slot < (token + 1) * top_k; ++slot) {
+  auto const slots = slots_of(x.routing.token_offsets, x.sizes.rows(), x.sizes.top_k, token);
+  for (int64_t slot = slots.begin; slot < slots.end; ++slot) {
     int32_t const r = x.routing.slot_row[slot];
     if (r < 0) continue;
     load(y.row(r), 1, row, hidden);

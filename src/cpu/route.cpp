@@ -117,16 +117,18 @@ void route_token(Route const& x, int64_t token) {
 template <class F>
 void gradient_token(RouterGradient const& x, int64_t token) {
   Router const& router = x.router;
-  int32_t const* const ids = x.ids + token * x.top_k;
-  F const* const scores = static_cast<F const*>(x.scores) + token * x.top_k;
-  F const* const dscores = static_cast<F const*>(x.dscores) + token * x.top_k;
-  F const* const slopes = static_cast<F const*>(x.slopes) + token * x.top_k;
+  auto const [begin, end] = slots_of(x.token_offsets, slot_count(x), x.top_k, token);
+  int64_t const count = end - begin;
+  int32_t const* const ids = x.ids + begin;
+  F const* const scores = static_cast<F const*>(x.scores) + begin;
+  F const* const dscores = static_cast<F const*>(x.dscores) + begin;
+  F const* const slopes = static_cast<F const*>(x.slopes) + begin;
   F* const out = rows_of<F>(x.dlogits, x.experts).row(token);
   auto const valid = [&](int64_t k) { return ids[k] >= 0 && ids[k] < x.experts; };
   std::fill_n(out, x.experts, F(0));
   F dot = 0;
   bool any = false;
-  for (int64_t k = 0; k < x.top_k; ++k) {
+  for (int64_t k = 0; k < count; ++k) {
     if (valid(k)) any = true, dot += scores[k] * dscores[k];
   }
   if (!any) return;  // padding, whose logits may be NaN
@@ -137,7 +139,7 @@ void gradient_token(RouterGradient const& x, int64_t token) {
     probabilities(router.score, rows_of<F>(x.logits, x.experts).row(token), out, x.experts);
     for (int64_t e = 0; e < x.experts; ++e) out[e] *= -dot;
   }
-  for (int64_t k = 0; k < x.top_k; ++k) {
+  for (int64_t k = 0; k < count; ++k) {
     if (!valid(k)) continue;
     F const d = router.renormalize ? dscores[k] - dot * inverse : dscores[k];
     out[ids[k]] += scores[k] * d * (softmax ? F(1) : slopes[k]);

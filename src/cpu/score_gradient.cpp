@@ -5,6 +5,7 @@
 #include "cpu/views.h"
 #include "guild/cpu.h"
 #include "processor.h"
+#include "shared/routing.h"
 
 namespace guild::cpu {
 
@@ -35,7 +36,9 @@ Compute<T> slot_gradient(ScoreGradient const& x, int64_t slot) {
   auto const* const first = static_cast<F const*>(x.score_parts) + row * parts;
   F sum = 0;
   for (int64_t p = 0; p < parts; ++p) sum += first[p];
-  return x.bias.data == nullptr ? sum : sum + bias_product<T>(x, slot / x.sizes.top_k, row);
+  if (x.bias.data == nullptr) return sum;
+  Sizes const& s = x.sizes;
+  return sum + bias_product<T>(x, token_of(x.routing.token_offsets, s.tokens, s.top_k, slot), row);
 }
 
 }  // namespace

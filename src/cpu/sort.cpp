@@ -5,6 +5,7 @@
 #include "cpu/views.h"
 #include "guild/cpu.h"
 #include "processor.h"
+#include "shared/routing.h"
 
 namespace guild::cpu {
 
@@ -13,9 +14,11 @@ namespace {
 template <class Id>
 void sort_ids(Sort const& x) {
   Scratch scratch;
-  int64_t const slots = x.tokens * x.top_k;
+  int64_t const slots = slot_count(x), taken = used_slots(x);
   auto const* const ids = static_cast<Id const*>(x.ids);
-  auto const valid = [&](int64_t slot) { return ids[slot] >= 0 && ids[slot] < x.experts; };
+  auto const valid = [&](int64_t slot) {
+    return slot < taken && ids[slot] >= 0 && ids[slot] < x.experts;
+  };
 
   std::fill_n(x.offsets, x.experts + 1, 0);
   for (int64_t slot = 0; slot < slots; ++slot) {
@@ -28,7 +31,7 @@ void sort_ids(Sort const& x) {
   for (int64_t slot = 0; slot < slots; ++slot) {
     int32_t const row = valid(slot) ? next_row[ids[slot]]++ : -1;
     x.slot_row[slot] = row;
-    if (row >= 0) x.row_token[row] = int32_t(slot / x.top_k);
+    if (row >= 0) x.row_token[row] = int32_t(token_of(x.token_offsets, x.tokens, x.top_k, slot));
   }
   int32_t const used = x.offsets[x.experts];
   std::fill(x.row_token + used, x.row_token + slots, 0);
@@ -36,7 +39,7 @@ void sort_ids(Sort const& x) {
 
 template <class F>
 void sort_scores(Sort const& x) {
-  int64_t const slots = x.tokens * x.top_k;
+  int64_t const slots = slot_count(x);
   auto const* const scores = static_cast<F const*>(x.scores);
   auto* const row_score = static_cast<F*>(x.row_score);
   for (int64_t slot = 0; slot < slots; ++slot) {

@@ -17,6 +17,9 @@ bool usable(char const** why) {
 
 void route(Route const&, Queue) { absent(); }
 void router_gradient(RouterGradient const&, Queue) { absent(); }
+void round_tokens(TokenRounding const&, Queue) { absent(); }
+void balance_sums(BalanceSums const&, Queue) { absent(); }
+void balance_gradient(BalanceGradient const&, Queue) { absent(); }
 void sort_by_expert(Sort const&, Queue) { absent(); }
 void up_projection(UpProjection const&, Queue) { absent(); }
 void down_projection(DownProjection const&, Queue) { absent(); }

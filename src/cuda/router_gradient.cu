@@ -17,9 +17,8 @@ struct Choice {
   float score, dscore, slope;
 };
 
-__device__ Choice choice(RouterGradient const& x, int64_t token, int k) {
-  if (k >= x.top_k) return {-1, 0.f, 0.f, 0.f};
-  int64_t const slot = token * x.top_k + k;
+__device__ Choice choice(RouterGradient const& x, int slot, int end) {
+  if (slot >= end) return {-1, 0.f, 0.f, 0.f};
   int const id = x.ids[slot];
   if (unsigned(id) >= unsigned(x.experts)) return {-1, 0.f, 0.f, 0.f};
   float const slope = x.slopes == nullptr ? 1.f : static_cast<float const*>(x.slopes)[slot];
@@ -87,18 +86,21 @@ __global__ void __launch_bounds__(kRouterThreads) router_gradient_kernel(RouterG
   Seat<S> const seat;
   if (seat.token - threadIdx.x % 32 / S::lanes >= x.tokens) return;  // the whole warp
   int64_t const token = min(seat.token, x.tokens - 1);
-  int const lane = seat.lane, top_k = int(x.top_k);
-  float* const sparse = shared[seat.token_in_block];  // the choices' part
+  int const lane = seat.lane;
+  SlotSpan const slots = slots_of(x.token_offsets, slot_count(x), x.top_k, token);
+  int const mine = int(slots.begin) + lane, end = int(slots.end);           // below 2^31
+  int const most = __reduce_max_sync(~0u, max(end - int(slots.begin), 0));  // of the warp's tokens
+  float* const sparse = shared[seat.token_in_block];                        // the choices' part
   float const inverse = x.router.scale == 0 ? 0.f : 1.f / x.router.scale;
 #pragma unroll
   for (int i = 0; i < S::per_lane; ++i) sparse[lane * S::per_lane + i] = 0;
 
-  Choice const first = choice(x, token, lane);
+  Choice const first = choice(x, mine, end);
   bool any = first.id >= 0;
   float dot = first.score * first.dscore;
 #pragma unroll 1
-  for (int k = lane + S::lanes; k < top_k; k += S::lanes) {
-    Choice const c = choice(x, token, k);
+  for (int slot = mine + S::lanes; slot < end; slot += S::lanes) {
+    Choice const c = choice(x, slot, end);
     any |= c.id >= 0;
     dot += c.score * c.dscore;
   }
@@ -106,8 +108,8 @@ __global__ void __launch_bounds__(kRouterThreads) router_gradient_kernel(RouterG
   any = lanes_any(seat, any);
   __syncwarp();
 #pragma unroll 1
-  for (int base = 0; base < top_k; base += S::lanes) {
-    Choice const c = base == 0 ? first : choice(x, token, base + lane);
+  for (int base = 0; base < most; base += S::lanes) {
+    Choice const c = base == 0 ? first : choice(x, mine + base, end);
     float const d = x.router.renormalize ? c.dscore - dot * inverse : c.dscore;
     add_terms(seat, c.id, c.score * d * c.slope, sparse);
   }

@@ -3,6 +3,7 @@
 #include "alignment.h"
 #include "check.h"
 #include "element.cuh"
+#include "shared/routing.h"
 
 namespace guild::cuda {
 namespace {
@@ -37,7 +38,8 @@ __global__ void score_gradient_kernel(ScoreGradient x, int part_count, int64_t d
     if (x.bias.data != nullptr) {
       int const expert = expert_of(x.routing.offsets, int(x.sizes.experts), row);
       T const* const bias = static_cast<T const*>(x.bias.data) + expert * bias_stride;
-      T const* const dout = static_cast<T const*>(x.dout.data) + slot / x.sizes.top_k * dout_stride;
+      int64_t const token = token_of(x.routing.token_offsets, x.sizes.tokens, x.sizes.top_k, slot);
+      T const* const dout = static_cast<T const*>(x.dout.data) + token * dout_stride;
       for (int col = lane * 8; col < x.sizes.hidden; col += 256) {
         Eight const b = load_eight(bias + col), d = load_eight(dout + col);
 #pragma unroll

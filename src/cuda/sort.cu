@@ -10,6 +10,7 @@
 #include "arch/barrier.cuh"
 #include "check.h"
 #include "gemm/launch.cuh"
+#include "shared/routing.h"
 #include "shared/sorting.h"
 
 namespace guild::cuda {
@@ -19,9 +20,9 @@ constexpr int kThreads = int(kSortThreads), kWarps = kThreads / 32;
 constexpr int kCluster = int(kSortCluster);
 constexpr int kAtOnce = 4;  // slots that a thread loads before it uses them
 
-// A slot's expert; -1 past `end` and for ids outside [0, E).
+// A slot's expert; -1 past `end`, for slots of no token and for ids outside [0, E).
 __device__ int id_of(Sort const& x, int64_t slot, int64_t end) {
-  if (slot >= end) return -1;
+  if (slot >= end || slot >= used_slots(x)) return -1;
   int64_t const id = x.ids_are_int64 ? static_cast<int64_t const*>(x.ids)[slot]
                                      : int64_t(static_cast<int32_t const*>(x.ids)[slot]);
   return id >= 0 && id < x.experts ? int(id) : -1;
@@ -94,7 +95,7 @@ __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads)
 rank_kernel(Sort x, int64_t chunk) {
   extern __shared__ int memory[];  // (E) rows of the chunk, (kWarps, E) next number of each warp
   int const experts = int(x.experts), warp = threadIdx.x / 32;
-  int64_t const begin = blockIdx.x * chunk, end = min(begin + chunk, x.tokens * x.top_k);
+  int64_t const begin = blockIdx.x * chunk, end = min(begin + chunk, slot_count(x));
   int64_t const warp_begin = begin + warp * (chunk / kWarps);
   int64_t const warp_end = min(warp_begin + chunk / kWarps, end);
   int *const count = memory, *const next = memory + experts;
@@ -203,7 +204,7 @@ struct Slots {
       int const row = id[i] >= 0 ? first_row[id[i]] + rank[i] : -1;
       x.slot_row[slot] = row;
       if (row < 0) continue;
-      x.row_token[row] = int(unsigned(slot) / unsigned(x.top_k));  // slots fit 31 bits
+      x.row_token[row] = int(token_of(x.token_offsets, x.tokens, x.top_k, slot));
       if (x.row_score != nullptr) static_cast<float*>(x.row_score)[row] = score[i];
     }
   }
@@ -212,7 +213,7 @@ struct Slots {
 __global__ void __launch_bounds__(kThreads) scatter_kernel(Sort x, int64_t chunk,
                                                            int64_t clusters) {
   extern __shared__ int memory[];  // (E) twice
-  int64_t const begin = blockIdx.x * chunk, end = min(begin + chunk, x.tokens * x.top_k);
+  int64_t const begin = blockIdx.x * chunk, end = min(begin + chunk, slot_count(x));
   Slots slots;
   slots.load(x, begin, end);
   int const rows = first_rows(x, clusters, memory, memory + x.experts);
@@ -238,7 +239,7 @@ void sort_by_expert(Sort const& x, Queue queue) {
   constexpr int64_t kMostExperts = 1024;
   require(x.experts <= kMostExperts, "experts: expected at most ", kMostExperts, " on CUDA, got ",
           x.experts);
-  int64_t const slots = x.tokens * x.top_k, chunk = sort_chunk_slots(slots);
+  int64_t const slots = slot_count(x), chunk = sort_chunk_slots(slots);
   if (slots == 0) {
     cuda_check(cudaMemsetAsync(x.offsets, 0, (x.experts + 1) * sizeof(int32_t), queue.stream),
                "clearing the offsets");

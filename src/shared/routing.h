@@ -53,6 +53,45 @@ GUILD_HD F unscaled_weight(Score score, F logit, F shift) {
   return above / (1 + e);
 }
 
+// A token's slots: K of them, or its list's part of `slots` where token_offsets (T + 1) are given.
+struct SlotSpan {
+  int64_t begin, end;
+};
+GUILD_HD SlotSpan slots_of(int32_t const* token_offsets, int64_t slots, int64_t top_k,
+                           int64_t token) {
+  if (token_offsets == nullptr) return {token * top_k, (token + 1) * top_k};
+  int64_t const begin = token_offsets[token], end = token_offsets[token + 1];
+  return {begin < 0 ? 0 : begin, end < slots ? end : slots};
+}
+
+// The token of a slot: with lists, the last one that begins at or before it.
+GUILD_HD int64_t token_of(int32_t const* token_offsets, int64_t tokens, int64_t top_k,
+                          int64_t slot) {
+  if (token_offsets == nullptr) return int64_t(uint32_t(slot) / uint32_t(top_k));  // below 2^31
+  int64_t low = 0, high = tokens;
+  while (high - low > 1) {
+    int64_t const middle = (low + high) / 2;
+    if (token_offsets[middle] <= slot) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+// How many slots the arrays by slot hold, and how many of them belong to tokens.
+template <class Args>
+GUILD_HD int64_t slot_count(Args const& x) {
+  return x.slots < 0 ? x.tokens * x.top_k : x.slots;
+}
+GUILD_HD int64_t used_slots(Sort const& x) {
+  int64_t const slots = slot_count(x);
+  if (x.token_offsets == nullptr) return slots;
+  int64_t const used = x.token_offsets[x.tokens];
+  return used < slots ? used : slots;
+}
+
 // Whether experts are ranked by their logits, in the order of p: exact where p rounds to a tie. A
 // bias or a sum over a group needs p itself.
 GUILD_HD bool ranked_by_logit(Route const& x) {

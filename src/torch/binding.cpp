@@ -36,21 +36,31 @@ void define_layers(Library& m) {
       "slopes)");
   m.def(
       "route_backward(Tensor dscores, Tensor scores, Tensor ids, Tensor? slopes, Tensor? logits, "
-      "int "
-      "experts, int score, bool renormalize, float scale) -> Tensor");
+      "int experts, int score, bool renormalize, float scale, Tensor? token_offsets=None) -> "
+      "Tensor");
   m.def(
-      "sort_by_expert(Tensor ids, Tensor scores, int experts) -> (Tensor offsets, Tensor "
-      "row_token, Tensor slot_row, Tensor row_score)");
+      "round_tokens(Tensor logits, Tensor ids, Tensor? seed, int score, bool renormalize, float "
+      "scale, int rounding, int tile) -> (Tensor scores, Tensor ids, Tensor slopes, Tensor "
+      "token_offsets)");
+  m.def(
+      "balance_sums(Tensor logits, Tensor ids, Tensor? token_mask, int score, int sequences) -> "
+      "(Tensor shares, Tensor squares, Tensor counts)");
+  m.def(
+      "balance_sums_backward(Tensor dshares, Tensor dsquares, Tensor logits, Tensor? token_mask, "
+      "int score) -> Tensor");
+  m.def(
+      "sort_by_expert(Tensor ids, Tensor scores, int experts, Tensor? token_offsets=None) -> "
+      "(Tensor offsets, Tensor row_token, Tensor slot_row, Tensor row_score)");
 
   m.def(
-      "moe_forward(Tensor x, Tensor ids, Tensor scores, Tensor w_up, Tensor? w_gate, Tensor "
-      "w_down, Tensor? b_up, Tensor? b_down, " GUILD_ACTIVATION
+      "moe_forward(Tensor x, Tensor ids, Tensor scores, Tensor? token_offsets, Tensor w_up, "
+      "Tensor? w_gate, Tensor w_down, Tensor? b_up, Tensor? b_down, " GUILD_ACTIVATION
       ", bool interleaved, bool transposed, bool keep) -> (Tensor o, Tensor h, Tensor offsets, "
       "Tensor row_token, Tensor slot_row, Tensor row_score)");
   m.def(
       "moe_backward(Tensor dout, Tensor x, Tensor h, Tensor offsets, Tensor row_token, Tensor "
-      "slot_row, Tensor row_score, Tensor w_up, Tensor? w_gate, Tensor w_down, Tensor? "
-      "b_down, " GUILD_ACTIVATION
+      "slot_row, Tensor row_score, Tensor? token_offsets, Tensor w_up, Tensor? w_gate, Tensor "
+      "w_down, Tensor? b_down, " GUILD_ACTIVATION
       ", bool interleaved, bool transposed, int wanted) -> (Tensor dx, Tensor dscores, Tensor "
       "dw_up, Tensor dw_gate, Tensor dw_down, Tensor db_up, Tensor db_down)");
   m.def(
@@ -72,14 +82,16 @@ void define_steps(Library& m) {
   m.def(
       "down_projection(Tensor a, Tensor offsets, Tensor w_down, Tensor? b_down, bool transposed) "
       "-> Tensor");
-  m.def("combine(Tensor y, Tensor slot_row, Tensor? slot_score) -> Tensor");
+  m.def(
+      "combine(Tensor y, Tensor slot_row, Tensor? slot_score, Tensor? token_offsets=None) -> "
+      "Tensor");
   m.def(
       "down_gradient(Tensor dout, Tensor h, Tensor offsets, Tensor? row_token, Tensor? row_score, "
       "Tensor w_down, " GUILD_ACTIVATION
       ", bool interleaved, bool transposed) -> (Tensor dh, Tensor a_scaled, Tensor score_parts)");
   m.def(
       "score_gradient(Tensor score_parts, Tensor slot_row, Tensor offsets, Tensor dout, Tensor? "
-      "b_down, int intermediate) -> Tensor");
+      "b_down, int intermediate, Tensor? token_offsets=None) -> Tensor");
   m.def(
       "up_gradient(Tensor dh, Tensor offsets, Tensor w_up, Tensor? w_gate, bool gated, bool "
       "interleaved, bool transposed) -> Tensor");
@@ -111,6 +123,9 @@ void define_steps(Library& m) {
 void implement(Library& m) {
   m.impl("route", TORCH_BOX(&route));
   m.impl("route_backward", TORCH_BOX(&route_backward));
+  m.impl("round_tokens", TORCH_BOX(&round_tokens));
+  m.impl("balance_sums", TORCH_BOX(&balance_sums));
+  m.impl("balance_sums_backward", TORCH_BOX(&balance_sums_backward));
   m.impl("sort_by_expert", TORCH_BOX(&sort_by_expert));
   m.impl("moe_forward", TORCH_BOX(&moe_forward));
   m.impl("moe_backward", TORCH_BOX(&moe_backward));

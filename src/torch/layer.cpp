@@ -8,11 +8,13 @@ namespace {
 // Bits of `wanted`.
 enum Wanted : int64_t { kX = 1, kScores = 2, kUp = 4, kDown = 8, kUpBias = 16, kDownBias = 32 };
 
+constexpr Slots kSortedRows{.tokens = 0, .top_k = 1};  // one a row
+
 struct Flags {
   bool interleaved, transposed;
 };
 
-Layer layer_of(Tensor const& x, int64_t top_k, Tensor const& w_down, Activation activation,
+Layer layer_of(Tensor const& x, Slots const& slots, Tensor const& w_down, Activation activation,
                Flags flags) {
   require_dims(x, "x", 2);
   require_dims(w_down, "w_down", 3);
@@ -20,7 +22,8 @@ Layer layer_of(Tensor const& x, int64_t top_k, Tensor const& w_down, Activation 
                     .hidden = x.size(1),
                     .intermediate = w_down.size(flags.transposed ? 1 : 2),
                     .experts = w_down.size(0),
-                    .top_k = top_k};
+                    .top_k = slots.top_k,
+                    .slots = slots.count};
   return {sizes, dtype_of(x, "x"), activation,
           flags.interleaved ? GateUp::interleaved : GateUp::concatenated, flags.transposed};
 }
@@ -58,8 +61,8 @@ struct Gradients {
 
 // Runs backward into new tensors.
 Gradients run_backward(Place const& place, Layer const& layer, Routing const& routing,
-                       Tensor const& dout, Tensor const& x, Tensor const& h, Weights const& w,
-                       MaybeTensor const& b_down, int64_t wanted) {
+                       Slots const& slots, Tensor const& dout, Tensor const& x, Tensor const& h,
+                       Weights const& w, MaybeTensor const& b_down, int64_t wanted) {
   Sizes const& s = layer.sizes;
   DType const dtype = layer.dtype;
   auto const fresh = [&](int64_t bit, Shape shape) {
@@ -71,7 +74,7 @@ Gradients run_backward(Place const& place, Layer const& layer, Routing const& ro
   bool const combined = routing.row_token != nullptr;
   bool const fill = !combined && (wanted & kX);  // rows past offsets[E] are not written
   Gradients g{fill ? place.zeros({s.tokens, s.hidden}, dtype) : fresh(kX, {s.tokens, s.hidden}),
-              wanted & kScores ? place.empty({s.tokens, s.top_k}, score_dtype(dtype))
+              wanted & kScores ? slots.empty(place, score_dtype(dtype))
                                : place.empty({0}, score_dtype(dtype)),
               like(kUp, w.up),
               w.gate.has_value() ? like(kUp, *w.gate) : place.empty({0}, dtype),
@@ -109,24 +112,28 @@ Gradients run_backward(Place const& place, Layer const& layer, Routing const& ro
 
 }  // namespace
 
-Tensors6 moe_forward(Tensor const& x, Tensor const& ids, Tensor const& scores, Tensor const& w_up,
+Tensors6 moe_forward(Tensor const& x, Tensor const& ids, Tensor const& scores,
+                     MaybeTensor const& token_offsets, Tensor const& w_up,
                      MaybeTensor const& w_gate, Tensor const& w_down, MaybeTensor const& b_up,
                      MaybeTensor const& b_down, int64_t kind, bool gated, double alpha,
                      double limit, double up_offset, bool clamp_after, bool interleaved,
                      bool transposed, bool keep) {
   Place const place(x, "x");
-  require_dims(ids, "ids", 2);
-  Layer const layer = layer_of(x, ids.size(1), w_down,
-                               activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
-                               {interleaved, transposed});
+  Slots const slots = slots_of(place, ids, "ids", token_offsets);
+  Layer const layer =
+      layer_of(x, slots, w_down, activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
+               {interleaved, transposed});
   Sizes const& s = layer.sizes;
-  require(ids.size(0) == s.tokens, "ids: expected ", s.tokens, " tokens as in x, got ",
-          ids.size(0));
-  Sorted const rows = sorted(place, ids, scores, s.experts, score_dtype(layer.dtype));
+  require(slots.tokens == s.tokens, slots.lists() ? "token_offsets" : "ids", ": expected ",
+          s.tokens, " tokens as in x, got ", slots.tokens);
+  Sorted const rows =
+      sorted(place, ids, scores, s.experts, score_dtype(layer.dtype), token_offsets);
   Routing const routing{static_cast<int32_t*>(rows.offsets.data_ptr()),
                         static_cast<int32_t*>(rows.row_token.data_ptr()),
-                        static_cast<int32_t*>(rows.slot_row.data_ptr()), rows.row_score.data_ptr(),
-                        scores.data_ptr()};
+                        static_cast<int32_t*>(rows.slot_row.data_ptr()),
+                        rows.row_score.data_ptr(),
+                        scores.data_ptr(),
+                        slots.token_offsets};
   Tensor o = place.empty({s.tokens, s.hidden}, layer.dtype);
   Tensor h = place.empty({keep ? s.rows() : 0, layer.width()}, layer.dtype);
   Tensor const workspace = place.workspace(moe_forward_workspace_bytes(s, layer.dtype));
@@ -140,23 +147,26 @@ Tensors6 moe_forward(Tensor const& x, Tensor const& ids, Tensor const& scores, T
 
 Tensors7 moe_backward(Tensor const& dout, Tensor const& x, Tensor const& h, Tensor const& offsets,
                       Tensor const& row_token, Tensor const& slot_row, Tensor const& row_score,
-                      Tensor const& w_up, MaybeTensor const& w_gate, Tensor const& w_down,
-                      MaybeTensor const& b_down, int64_t kind, bool gated, double alpha,
-                      double limit, double up_offset, bool clamp_after, bool interleaved,
-                      bool transposed, int64_t wanted) {
+                      MaybeTensor const& token_offsets, Tensor const& w_up,
+                      MaybeTensor const& w_gate, Tensor const& w_down, MaybeTensor const& b_down,
+                      int64_t kind, bool gated, double alpha, double limit, double up_offset,
+                      bool clamp_after, bool interleaved, bool transposed, int64_t wanted) {
   Place const place(x, "x");
-  require_dims(slot_row, "slot_row", 2);
-  Layer const layer = layer_of(x, slot_row.size(1), w_down,
-                               activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
-                               {interleaved, transposed});
+  Slots const slots = slots_of(place, slot_row, "slot_row", token_offsets);
+  Layer const layer =
+      layer_of(x, slots, w_down, activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
+               {interleaved, transposed});
   Sizes const& s = layer.sizes;
   Routing routing;
   routing.offsets = place.indices(offsets, "offsets", {s.experts + 1});
   routing.row_token = place.indices(row_token, "row_token", {s.rows()});
-  routing.slot_row = place.indices(slot_row, "slot_row", {s.tokens, s.top_k});
+  require(slots.tokens == s.tokens, slots.lists() ? "token_offsets" : "slot_row", ": expected ",
+          s.tokens, " tokens as in x, got ", slots.tokens);
+  routing.slot_row = slots.indices(place, slot_row, "slot_row");
+  routing.token_offsets = slots.token_offsets;
   routing.row_score = place.packed(row_score, "row_score", score_dtype(layer.dtype), {s.rows()});
-  Gradients g =
-      run_backward(place, layer, routing, dout, x, h, {w_up, w_gate, w_down}, b_down, wanted);
+  Gradients g = run_backward(place, layer, routing, slots, dout, x, h, {w_up, w_gate, w_down},
+                             b_down, wanted);
   return {g.dx, g.dscores, g.dw_up, g.dw_gate, g.dw_down, g.db_up, g.db_down};
 }
 
@@ -166,9 +176,9 @@ Tensors2 experts_forward(Tensor const& x, Tensor const& offsets, Tensor const& w
                          double limit, double up_offset, bool clamp_after, bool interleaved,
                          bool transposed, bool keep) {
   Place const place(x, "x");
-  Layer const layer =
-      layer_of(x, 1, w_down, activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
-               {interleaved, transposed});
+  Layer const layer = layer_of(x, kSortedRows, w_down,
+                               activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
+                               {interleaved, transposed});
   Sizes const& s = layer.sizes;
   Routing routing;
   routing.offsets = place.indices(offsets, "offsets", {s.experts + 1});
@@ -189,12 +199,12 @@ Tensors6 experts_backward(Tensor const& dout, Tensor const& x, Tensor const& h,
                           double limit, double up_offset, bool clamp_after, bool interleaved,
                           bool transposed, int64_t wanted) {
   Place const place(x, "x");
-  Layer const layer =
-      layer_of(x, 1, w_down, activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
-               {interleaved, transposed});
+  Layer const layer = layer_of(x, kSortedRows, w_down,
+                               activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
+                               {interleaved, transposed});
   Routing routing;
   routing.offsets = place.indices(offsets, "offsets", {layer.sizes.experts + 1});
-  Gradients g = run_backward(place, layer, routing, dout, x, h, {w_up, w_gate, w_down},
+  Gradients g = run_backward(place, layer, routing, kSortedRows, dout, x, h, {w_up, w_gate, w_down},
                              std::nullopt, wanted & ~int64_t(kScores));
   return {g.dx, g.dw_up, g.dw_gate, g.dw_down, g.db_up, g.db_down};
 }

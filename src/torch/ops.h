@@ -16,7 +16,7 @@ using Tensors4 = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 using Tensors6 = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 using Tensors7 = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// ---- routing.cpp --------------------------------------------------------------------------------
+// ---- routing.cpp, balancing.cpp ----------------------------------------------------------------
 
 // logits (T, E), selection_bias (E), token_mask (T) bool -> scores (T, K), ids (T, K) int32, slopes
 // (T, K) of a sigmoid, else (0, K)
@@ -26,21 +26,35 @@ Tensors3 route(Tensor const& logits, MaybeTensor const& selection_bias,
 // logits (T, E): of a softmax that is not renormalised alone
 Tensor route_backward(Tensor const& dscores, Tensor const& scores, Tensor const& ids,
                       MaybeTensor const& slopes, MaybeTensor const& logits, int64_t experts,
-                      int64_t score, bool renormalize, double scale);
-// -> offsets (E + 1), row_token (R), slot_row (T, K), row_score (R)
-Tensors4 sort_by_expert(Tensor const& ids, Tensor const& scores, int64_t experts);
+                      int64_t score, bool renormalize, double scale,
+                      MaybeTensor const& token_offsets);
+// ids (T, K) of route, seed (1) int64 on the device -> scores, ids, slopes (or 0) by slot of the
+// tokens' lists, token_offsets (T + 1)
+Tensors4 round_tokens(Tensor const& logits, Tensor const& ids, MaybeTensor const& seed,
+                      int64_t score, bool renormalize, double scale, int64_t rounding,
+                      int64_t tile);
+// -> shares (sequences, E), squares (sequences), counts (sequences, E) int32
+Tensors3 balance_sums(Tensor const& logits, Tensor const& ids, MaybeTensor const& token_mask,
+                      int64_t score, int64_t sequences);
+Tensor balance_sums_backward(Tensor const& dshares, Tensor const& dsquares, Tensor const& logits,
+                             MaybeTensor const& token_mask, int64_t score);
+// -> offsets (E + 1), row_token (R), slot_row as ids, row_score (R). Here and below: with
+// token_offsets (T + 1), tokens have lists of any length and what is (T, K) otherwise is (slots).
+Tensors4 sort_by_expert(Tensor const& ids, Tensor const& scores, int64_t experts,
+                        MaybeTensor const& token_offsets);
 
 // The same into tensors that the caller keeps; `scores` and the result's row_score share a type.
 struct Sorted {
   Tensor offsets, row_token, slot_row, row_score;
 };
 Sorted sorted(Place const& place, Tensor const& ids, Tensor const& scores, int64_t experts,
-              DType scores_dtype);
+              DType scores_dtype, MaybeTensor const& token_offsets);
 
 // ---- layer.cpp ----------------------------------------------------------------------------------
 
 // -> o (T, H), h (R, W) or empty, offsets, row_token, slot_row, row_score
-Tensors6 moe_forward(Tensor const& x, Tensor const& ids, Tensor const& scores, Tensor const& w_up,
+Tensors6 moe_forward(Tensor const& x, Tensor const& ids, Tensor const& scores,
+                     MaybeTensor const& token_offsets, Tensor const& w_up,
                      MaybeTensor const& w_gate, Tensor const& w_down, MaybeTensor const& b_up,
                      MaybeTensor const& b_down, int64_t kind, bool gated, double alpha,
                      double limit, double up_offset, bool clamp_after, bool interleaved,
@@ -48,10 +62,10 @@ Tensors6 moe_forward(Tensor const& x, Tensor const& ids, Tensor const& scores, T
 // -> dx, dscores, dw_up, dw_gate, dw_down, db_up, db_down; wanted: bits of Wanted
 Tensors7 moe_backward(Tensor const& dout, Tensor const& x, Tensor const& h, Tensor const& offsets,
                       Tensor const& row_token, Tensor const& slot_row, Tensor const& row_score,
-                      Tensor const& w_up, MaybeTensor const& w_gate, Tensor const& w_down,
-                      MaybeTensor const& b_down, int64_t kind, bool gated, double alpha,
-                      double limit, double up_offset, bool clamp_after, bool interleaved,
-                      bool transposed, int64_t wanted);
+                      MaybeTensor const& token_offsets, Tensor const& w_up,
+                      MaybeTensor const& w_gate, Tensor const& w_down, MaybeTensor const& b_down,
+                      int64_t kind, bool gated, double alpha, double limit, double up_offset,
+                      bool clamp_after, bool interleaved, bool transposed, int64_t wanted);
 // Rows already sorted: x (R, H) -> o (R, H), zero past offsets[E], and h.
 Tensors2 experts_forward(Tensor const& x, Tensor const& offsets, Tensor const& w_up,
                          MaybeTensor const& w_gate, Tensor const& w_down, MaybeTensor const& b_up,
@@ -75,7 +89,8 @@ Tensors2 up_projection(Tensor const& x, Tensor const& offsets, MaybeTensor const
 Tensor down_projection(Tensor const& a, Tensor const& offsets, Tensor const& w_down,
                        MaybeTensor const& b_down, bool transposed);
 // y (R, H), slot_row (T, K) -> (T, H)
-Tensor combine(Tensor const& y, Tensor const& slot_row, MaybeTensor const& slot_score);
+Tensor combine(Tensor const& y, Tensor const& slot_row, MaybeTensor const& slot_score,
+               MaybeTensor const& token_offsets);
 // -> dh (R, W), a_scaled (R, I), score_parts (R, parts)
 Tensors3 down_gradient(Tensor const& dout, Tensor const& h, Tensor const& offsets,
                        MaybeTensor const& row_token, MaybeTensor const& row_score,
@@ -83,7 +98,8 @@ Tensors3 down_gradient(Tensor const& dout, Tensor const& h, Tensor const& offset
                        double up_offset, bool clamp_after, bool interleaved, bool transposed);
 // -> dscores (T, K)
 Tensor score_gradient(Tensor const& score_parts, Tensor const& slot_row, Tensor const& offsets,
-                      Tensor const& dout, MaybeTensor const& b_down, int64_t intermediate);
+                      Tensor const& dout, MaybeTensor const& b_down, int64_t intermediate,
+                      MaybeTensor const& token_offsets);
 Tensor up_gradient(Tensor const& dh, Tensor const& offsets, Tensor const& w_up,
                    MaybeTensor const& w_gate, bool gated, bool interleaved, bool transposed);
 

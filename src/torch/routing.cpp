@@ -56,58 +56,105 @@ Tensors3 route(Tensor const& logits, MaybeTensor const& selection_bias,
 
 Tensor route_backward(Tensor const& dscores, Tensor const& scores, Tensor const& ids,
                       MaybeTensor const& slopes, MaybeTensor const& logits, int64_t experts,
-                      int64_t score, bool renormalize, double scale) {
+                      int64_t score, bool renormalize, double scale,
+                      MaybeTensor const& token_offsets) {
   Place const place(dscores, "dscores");
-  require_dims(ids, "ids", 2);
-  int64_t const tokens = ids.size(0), top_k = ids.size(1);
+  Slots const slots = slots_of(place, ids, "ids", token_offsets);
+  int64_t const tokens = slots.tokens;
   RouterGradient args;
   args.tokens = tokens;
   args.experts = experts;
-  args.top_k = top_k;
+  args.top_k = slots.top_k;
+  args.slots = slots.count;
+  args.token_offsets = slots.token_offsets;
   args.dtype = dtype_of(dscores, "dscores");
   args.router = router_of(score, renormalize, scale);
   if (logits.has_value()) {
     args.logits = place.rows(*logits, "logits", args.dtype, {tokens, experts});
   }
   if (slopes.has_value()) {
-    args.slopes = place.packed(*slopes, "slopes", args.dtype, {tokens, top_k});
+    args.slopes = slots.packed(place, *slopes, "slopes", args.dtype);
   }
-  args.scores = place.packed(scores, "scores", args.dtype, {tokens, top_k});
-  args.ids = place.indices(ids, "ids", {tokens, top_k});
-  args.dscores = place.packed(dscores, "dscores", args.dtype, {tokens, top_k});
+  args.scores = slots.packed(place, scores, "scores", args.dtype);
+  args.ids = slots.indices(place, ids, "ids");
+  args.dscores = slots.packed(place, dscores, "dscores", args.dtype);
   Tensor dlogits = place.empty({tokens, experts}, args.dtype);
   args.dlogits = {dlogits.data_ptr(), 0};
   place.run(cpu::router_gradient, cuda::router_gradient, args);
   return dlogits;
 }
 
-Sorted sorted(Place const& place, Tensor const& ids, Tensor const& scores, int64_t experts,
-              DType scores_dtype) {
+Tensors4 round_tokens(Tensor const& logits, Tensor const& ids, MaybeTensor const& seed,
+                      int64_t score, bool renormalize, double scale, int64_t rounding,
+                      int64_t tile) {
+  Place const place(logits, "logits");
+  require_dims(logits, "logits", 2);
   require_dims(ids, "ids", 2);
-  int64_t const tokens = ids.size(0), top_k = ids.size(1), rows = tokens * top_k;
-  Sort args{.tokens = tokens, .experts = experts, .top_k = top_k, .score_dtype = scores_dtype};
-  args.ids = place.data(ids, "ids", {tokens, top_k});
+  require(rounding >= 0 && rounding <= int64_t(Rounding::balanced),
+          "rounding: expected 0 to 4, got ", rounding);
+  require(tile >= 1 && tile <= 1 << 20, "tile: expected 1 to ", 1 << 20, ", got ", tile);
+  int64_t const tokens = logits.size(0), experts = logits.size(1), top_k = ids.size(1);
+  TokenRounding args;
+  args.tokens = tokens;
+  args.experts = experts;
+  args.top_k = top_k;
+  args.dtype = dtype_of(logits, "logits");
+  args.router = router_of(score, renormalize, scale);
+  args.rounding = Rounding(rounding);
+  args.tile = tile;
+  args.logits = place.rows(logits, "logits", args.dtype, {tokens, experts});
+  args.ids = place.indices(ids, "ids", {tokens, top_k});
+  if (seed.has_value()) args.seed = static_cast<int64_t const*>(place.data(*seed, "seed", {1}));
+  int64_t const slots = rounded_slots(tokens, experts, top_k, args.rounding, tile);
+  bool const sloped = args.router.score == Score::sigmoid;
+  Tensor scores = place.empty({slots}, args.dtype);
+  Tensor slopes = place.empty({sloped ? slots : 0}, args.dtype);
+  Tensor list_ids = place.empty_int32({slots}), token_offsets = place.empty_int32({tokens + 1});
+  args.scores = scores.data_ptr();
+  args.slopes = sloped ? slopes.data_ptr() : nullptr;
+  args.list_ids = static_cast<int32_t*>(list_ids.data_ptr());
+  args.token_offsets = static_cast<int32_t*>(token_offsets.data_ptr());
+  Tensor const workspace = place.workspace(rounding_workspace_bytes(tokens, experts));
+  args.workspace = workspace.data_ptr();
+  place.run(cpu::round_tokens, cuda::round_tokens, args);
+  return {scores, list_ids, slopes, token_offsets};
+}
+
+Sorted sorted(Place const& place, Tensor const& ids, Tensor const& scores, int64_t experts,
+              DType scores_dtype, MaybeTensor const& token_offsets) {
+  Slots const slots = slots_of(place, ids, "ids", token_offsets);
+  Sort args{.tokens = slots.tokens,
+            .experts = experts,
+            .top_k = slots.top_k,
+            .score_dtype = scores_dtype,
+            .slots = slots.count,
+            .token_offsets = slots.token_offsets};
+  int64_t const rows = slots.rows();
+  args.ids = slots.data(place, ids, "ids");
   require(ids.is_contiguous(), "ids: expected a contiguous tensor");
   size_t const id_bytes = ids.element_size();
   require(id_bytes == 4 || id_bytes == 8, "ids: expected dtype int32 or int64, got elements of ",
           id_bytes, " bytes");
   args.ids_are_int64 = id_bytes == 8;
-  args.scores = place.packed(scores, "scores", scores_dtype, {tokens, top_k});
-  Sorted out{place.empty_int32({experts + 1}), place.empty_int32({rows}),
-             place.empty_int32({tokens, top_k}), place.empty({rows}, scores_dtype)};
+  args.scores = slots.packed(place, scores, "scores", scores_dtype);
+  Sorted out{
+      place.empty_int32({experts + 1}), place.empty_int32({rows}),
+      slots.lists() ? place.empty_int32({rows}) : place.empty_int32({slots.tokens, slots.top_k}),
+      place.empty({rows}, scores_dtype)};
   args.offsets = static_cast<int32_t*>(out.offsets.data_ptr());
   args.row_token = static_cast<int32_t*>(out.row_token.data_ptr());
   args.slot_row = static_cast<int32_t*>(out.slot_row.data_ptr());
   args.row_score = out.row_score.data_ptr();
-  Tensor const workspace = place.workspace(sort_workspace_bytes(tokens, experts, top_k));
+  Tensor const workspace = place.workspace(sort_workspace_bytes(rows, experts, 1));
   args.workspace = workspace.data_ptr();
   place.run(cpu::sort_by_expert, cuda::sort_by_expert, args);
   return out;
 }
 
-Tensors4 sort_by_expert(Tensor const& ids, Tensor const& scores, int64_t experts) {
+Tensors4 sort_by_expert(Tensor const& ids, Tensor const& scores, int64_t experts,
+                        MaybeTensor const& token_offsets) {
   Place const place(ids, "ids");
-  Sorted out = sorted(place, ids, scores, experts, dtype_of(scores, "scores"));
+  Sorted out = sorted(place, ids, scores, experts, dtype_of(scores, "scores"), token_offsets);
   return {out.offsets, out.row_token, out.slot_row, out.row_score};
 }
 

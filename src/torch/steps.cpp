@@ -104,22 +104,25 @@ Tensor down_projection(Tensor const& a, Tensor const& offsets, Tensor const& w_d
   return y;
 }
 
-Tensor combine(Tensor const& y, Tensor const& slot_row, MaybeTensor const& slot_score) {
+Tensor combine(Tensor const& y, Tensor const& slot_row, MaybeTensor const& slot_score,
+               MaybeTensor const& token_offsets) {
   Place const place(y, "y");
   require_dims(y, "y", 2);
-  require_dims(slot_row, "slot_row", 2);
+  Slots const slots = slots_of(place, slot_row, "slot_row", token_offsets);
   Combine args;
   Sizes& s = args.sizes;
-  s = {.tokens = slot_row.size(0),
+  s = {.tokens = slots.tokens,
        .hidden = y.size(1),
        .intermediate = 1,
        .experts = 1,
-       .top_k = slot_row.size(1)};
+       .top_k = slots.top_k,
+       .slots = slots.count};
   args.dtype = dtype_of(y, "y");
-  args.routing.slot_row = place.indices(slot_row, "slot_row", {s.tokens, s.top_k});
+  args.routing.token_offsets = slots.token_offsets;
+  args.routing.slot_row = slots.indices(place, slot_row, "slot_row");
   if (slot_score.has_value()) {
     args.routing.slot_score =
-        place.packed(*slot_score, "slot_score", score_dtype(args.dtype), {s.tokens, s.top_k});
+        slots.packed(place, *slot_score, "slot_score", score_dtype(args.dtype));
   }
   args.y = place.rows(y, "y", args.dtype, {s.rows(), s.hidden});
   Tensor o = place.empty({s.tokens, s.hidden}, args.dtype);
@@ -160,10 +163,11 @@ Tensors3 down_gradient(Tensor const& dout, Tensor const& h, Tensor const& offset
 }
 
 Tensor score_gradient(Tensor const& parts, Tensor const& slot_row, Tensor const& offsets,
-                      Tensor const& dout, MaybeTensor const& b_down, int64_t intermediate) {
+                      Tensor const& dout, MaybeTensor const& b_down, int64_t intermediate,
+                      MaybeTensor const& token_offsets) {
   Place const place(dout, "dout");
   require_dims(dout, "dout", 2);
-  require_dims(slot_row, "slot_row", 2);
+  Slots const slots = slots_of(place, slot_row, "slot_row", token_offsets);
   require_dims(offsets, "offsets", 1);
   ScoreGradient args;
   Sizes& s = args.sizes;
@@ -171,15 +175,17 @@ Tensor score_gradient(Tensor const& parts, Tensor const& slot_row, Tensor const&
        .hidden = dout.size(1),
        .intermediate = intermediate,
        .experts = offsets.size(0) - 1,
-       .top_k = slot_row.size(1)};
+       .top_k = slots.top_k,
+       .slots = slots.count};
   args.dtype = dtype_of(dout, "dout");
   args.routing = routing_of(place, s, offsets, std::nullopt, std::nullopt, args.dtype);
-  args.routing.slot_row = place.indices(slot_row, "slot_row", {s.tokens, s.top_k});
+  args.routing.token_offsets = slots.token_offsets;
+  args.routing.slot_row = slots.indices(place, slot_row, "slot_row");
   DType const scores = score_dtype(args.dtype);
   args.score_parts = place.packed(parts, "score_parts", scores, {s.rows(), score_parts(s)});
   args.dout = place.rows(dout, "dout", args.dtype, {s.tokens, s.hidden});
   args.bias = place.rows(b_down, "b_down", args.dtype, {s.experts, s.hidden});
-  Tensor dscores = place.empty({s.tokens, s.top_k}, scores);
+  Tensor dscores = slots.empty(place, scores);
   args.dscores = dscores.data_ptr();
   place.run(cpu::score_gradient, cuda::score_gradient, args);
   return dscores;

@@ -259,4 +259,35 @@ Weight down_weight_of(Place const& place, Layer const& layer, Tensor const& w_do
              : place.weight(w_down, "w_down", dtype, {s.experts, s.hidden, s.intermediate}, false);
 }
 
+Slots slots_of(Place const& place, Tensor const& tensor, char const* name,
+               MaybeTensor const& token_offsets) {
+  require_dims(tensor, name, token_offsets.has_value() ? 1 : 2);
+  if (!token_offsets.has_value()) return {.tokens = tensor.size(0), .top_k = tensor.size(1)};
+  require_dims(*token_offsets, "token_offsets", 1);
+  int64_t const ends = token_offsets->size(0);
+  require(ends >= 1, "token_offsets: expected tokens + 1 positions, got 0");
+  return {.tokens = ends - 1,
+          .top_k = 1,
+          .count = tensor.size(0),
+          .token_offsets = place.indices(*token_offsets, "token_offsets", {ends})};
+}
+
+void* Slots::data(Place const& place, Tensor const& tensor, char const* name) const {
+  return lists() ? place.data(tensor, name, {count}) : place.data(tensor, name, {tokens, top_k});
+}
+
+void* Slots::packed(Place const& place, Tensor const& tensor, char const* name, DType dtype) const {
+  return lists() ? place.packed(tensor, name, dtype, {count})
+                 : place.packed(tensor, name, dtype, {tokens, top_k});
+}
+
+int32_t* Slots::indices(Place const& place, Tensor const& tensor, char const* name) const {
+  return lists() ? place.indices(tensor, name, {count})
+                 : place.indices(tensor, name, {tokens, top_k});
+}
+
+Tensor Slots::empty(Place const& place, DType dtype) const {
+  return lists() ? place.empty({count}, dtype) : place.empty({tokens, top_k}, dtype);
+}
+
 }  // namespace guild::binding

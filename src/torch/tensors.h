@@ -92,6 +92,21 @@ UpWeight up_weight_of(Place const& place, Layer const& layer, Tensor const& w_up
                       MaybeTensor const& w_gate, DType dtype);
 Weight down_weight_of(Place const& place, Layer const& layer, Tensor const& w_down, DType dtype);
 
+// The slots of a tensor by slot: (T, K), or (slots) with the token_offsets of lists of any length.
+struct Slots {
+  int64_t tokens, top_k, count = -1;  // count: Sizes::slots
+  int32_t const* token_offsets = nullptr;
+
+  bool lists() const { return count >= 0; }
+  int64_t rows() const { return lists() ? count : tokens * top_k; }
+  void* data(Place const& place, Tensor const& tensor, char const* name) const;
+  void* packed(Place const& place, Tensor const& tensor, char const* name, DType dtype) const;
+  int32_t* indices(Place const& place, Tensor const& tensor, char const* name) const;
+  Tensor empty(Place const& place, DType dtype) const;
+};
+Slots slots_of(Place const& place, Tensor const& tensor, char const* name,
+               MaybeTensor const& token_offsets);
+
 // The number of dimensions, checked before any size is read.
 void require_dims(Tensor const& tensor, char const* name, int64_t dims);
 

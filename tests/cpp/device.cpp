@@ -20,6 +20,9 @@ constexpr std::byte kCanary{0xa5};
 struct CpuCalls {
   void operator()(Route const& x) const { cpu::route(x); }
   void operator()(RouterGradient const& x) const { cpu::router_gradient(x); }
+  void operator()(TokenRounding const& x) const { cpu::round_tokens(x); }
+  void operator()(BalanceSums const& x) const { cpu::balance_sums(x); }
+  void operator()(BalanceGradient const& x) const { cpu::balance_gradient(x); }
   void operator()(Sort const& x) const { cpu::sort_by_expert(x); }
   void operator()(UpProjection const& x) const { cpu::up_projection(x); }
   void operator()(DownProjection const& x) const { cpu::down_projection(x); }

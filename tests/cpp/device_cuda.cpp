@@ -17,6 +17,9 @@ void must(cudaError_t status, char const* what) {
 struct CudaCalls {
   void operator()(Route const& x) const { cuda::route(x); }
   void operator()(RouterGradient const& x) const { cuda::router_gradient(x); }
+  void operator()(TokenRounding const& x) const { cuda::round_tokens(x); }
+  void operator()(BalanceSums const& x) const { cuda::balance_sums(x); }
+  void operator()(BalanceGradient const& x) const { cuda::balance_gradient(x); }
   void operator()(Sort const& x) const { cuda::sort_by_expert(x); }
   void operator()(UpProjection const& x) const { cuda::up_projection(x); }
   void operator()(DownProjection const& x) const { cuda::down_projection(x); }

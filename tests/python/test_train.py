@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 from pathlib import Path
@@ -216,3 +217,52 @@ def test_first_ctrl_c_asks_and_the_second_interrupts() -> None:
             os.kill(os.getpid(), signal.SIGINT)
             signal.pause()
     assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"router": "sigmoid"},
+        {"router": "llama4", "top_k": 1},
+        {"round": "nearest", "tile": 16},
+        {"round": "stochastic", "tile": 8, "router": "softmax"},
+        {"capacity": 1.0},
+    ],
+    ids=lambda changes: "-".join(map(str, changes.values())),
+)
+def test_routers_rounding_and_dropping(
+    changes: dict, corpus: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """They train, resume bit for bit, and leave the rows that they promise."""
+    if request.config.getoption("--cuda-only"):
+        pytest.skip("--cuda-only")
+    settings = small_settings(**changes)
+    whole, summary = train(settings, tmp_path / "whole", corpus)
+    assert math.isfinite(summary["final_validation_loss"])
+    train(settings, tmp_path / "parts", corpus, polls=1)
+    parts, _ = train(settings, tmp_path / "parts", corpus, resume=True)
+    states = [run.learners[0].state()["model"] for run in (whole, parts)]
+    for name, value in states[0].items():
+        assert torch.equal(value, states[1][name]), name
+    rows = [row for row in whole.folder.rows() if "loss" in row]
+    if settings.round != "none":
+        slots = settings.tokens_per_step * settings.top_k
+        for row in rows:  # the mean of two layers
+            assert round(row["rows_over_choices"] * slots, 2) % (settings.tile / 2) == 0
+    if settings.capacity:
+        for row in rows:  # no expert has more than an even share of all choices
+            assert sum(1 / load for load in row["load"]) / 2 > row["rows_over_choices"] - 1e-3
+        assert any(row["rows_over_choices"] < 1 for row in rows)
+    if settings.router == "sigmoid":
+        assert states[0]["blocks.0.moe.router.selection_bias"].any()
+
+
+def test_plain_layer_has_one_router() -> None:
+    """What the plain layer cannot do is refused, and so are words that nobody knows."""
+    settings = small_settings(round="up")
+    with pytest.raises(ValueError, match="^moe: the plain layer"):
+        Learner("plain", settings, torch.device("cpu"), torch.float32)
+    with pytest.raises(ValueError, match="^router: expected one of"):
+        small_settings(router="best")
+    with pytest.raises(ValueError, match="^capacity: expected 0 with rounding"):
+        small_settings(round="up", capacity=1.0)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import guild
 from guild import MoE, WeightGradients, experts_mlp, routed_experts
 
 SIZES = {"hidden": 24, "intermediate": 16, "experts": 5, "top_k": 2}
@@ -34,6 +35,22 @@ def dtype(request: pytest.FixtureRequest, device: str) -> torch.dtype:
     if device == "cuda" and request.param == "float64":
         pytest.skip("the GPU has no float64")
     return getattr(torch, request.param)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("weight_gradients", [None, WeightGradients()])
+def test_rounded_tokens(
+    device: str, dtype: torch.dtype, recompute: bool, weight_gradients: WeightGradients | None
+) -> None:
+    (batch,) = batches(device, dtype, 1)
+    router = guild.Router(rounding="nearest", tile=8)
+    plain = make_layer(device, dtype, router=router)
+    more = {"recompute": recompute, "weight_gradients": weight_gradients}
+    other = make_layer(device, dtype, router=router, **more)
+    assert torch.equal(run(plain, *batch), run(other, *batch))
+    assert not (other.expert_counts % 8).any()
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(parameter.grad, other.get_parameter(name).grad), name
 
 
 @pytest.mark.parametrize("recompute", [False, True])

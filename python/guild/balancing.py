@@ -1,0 +1,147 @@
+"""Keeping a router's experts evenly loaded: sums over tokens, and the losses made of them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from guild import _gradients  # noqa: F401 - registers the gradients
+from guild._checks import (
+    dtype_name,
+    expect_choice,
+    expect_count,
+    expect_device,
+    expect_dims,
+    expect_shape,
+)
+from guild._operators import ops
+from guild.routing import SCORES, token_flags
+
+_sums = ops.balance_sums.default
+
+
+class BalanceSums(NamedTuple):
+    """What losses on a router's load are made of, by sequence: plain tensors.
+
+    Attributes
+    ----------
+    counts : torch.Tensor
+        int32 (sequences S, experts E): how often each expert was chosen.
+    shares : torch.Tensor
+        (S, E): sums over tokens of p; softmax, or sigmoids divided by their sum. Differentiable.
+    squares : torch.Tensor
+        (S): sums over tokens of logsumexp(logits)^2. Differentiable.
+    tokens : torch.Tensor
+        (S): how many tokens were summed, padding left out.
+    """
+
+    counts: Tensor
+    shares: Tensor
+    squares: Tensor
+    tokens: Tensor
+
+    def load_balancing_loss(self) -> Tensor:
+        """E * sum over experts of f_e P_e, the mean over sequences: 1 where load is even.
+
+        f_e is the expert's part of all choices, P_e the mean of its p; gradients go through P_e.
+        One sequence: Switch Transformer (arXiv:2101.03961, equations 4 to 6), also GShard's; more:
+        the sequence-wise loss of DeepSeek-V3 (arXiv:2412.19437, equations 17 to 20).
+        """
+        counts = self.counts.to(self.shares.dtype)
+        chosen = counts / counts.sum(1, keepdim=True).clamp(min=1)
+        mean = self.shares / self.tokens[:, None].clamp(min=1)
+        return self.counts.shape[1] * (chosen * mean).sum(1).mean()
+
+    def z_loss(self) -> Tensor:
+        """Mean over tokens of logsumexp(logits)^2 (ST-MoE, arXiv:2202.08906, equation 5)."""
+        return self.squares.sum() / self.tokens.sum().clamp(min=1)
+
+    def over_ranks(self, group: dist.ProcessGroup | None = None) -> BalanceSums:
+        """The same with the counts of all ranks of a torch.distributed group.
+
+        Balances the load of all ranks together instead of each rank's (arXiv:2501.11873). Shares
+        stay this rank's own: with equally many tokens a rank, the mean of the ranks' losses, which
+        is what data parallelism descends, is the loss of all their tokens. Without an initialised
+        process group nothing changes.
+
+        Parameters
+        ----------
+        group : torch.distributed.ProcessGroup, optional
+            Default: all ranks.
+
+        Returns
+        -------
+        BalanceSums
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            return self
+        counts = self.counts.clone()
+        dist.all_reduce(counts, group=group)
+        return self._replace(counts=counts)
+
+
+def balance_sums(
+    logits: Tensor,
+    ids: Tensor,
+    *,
+    score: str = "softmax",
+    sequences: int = 1,
+    token_mask: Tensor | None = None,
+) -> BalanceSums:
+    """Sums of a router's choices and probabilities, in one pass over its logits.
+
+    Sums are in a fixed order: two runs give the same bits.
+
+    Parameters
+    ----------
+    logits : torch.Tensor
+        (tokens, experts), any floating dtype; summed in float32 (float64 in float64).
+    ids : torch.Tensor
+        int32 (tokens, top_k), as `guild.route` gives them; ids outside [0, experts) do not count.
+    score : {"softmax", "sigmoid"}
+        What p is: softmax over all experts, or the sigmoids divided by their sum.
+    sequences : int
+        Equal, consecutive parts of the tokens that are summed each by itself.
+    token_mask : torch.Tensor, optional
+        bool (tokens,): False marks padding, which does not count.
+
+    Returns
+    -------
+    BalanceSums
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not as described; the message names it.
+    """
+    expect_dims("logits", logits, 2, what="(tokens, experts)")
+    if not logits.is_floating_point():
+        raise TypeError(f"logits: expected a floating dtype, got {dtype_name(logits.dtype)}")
+    tokens = logits.shape[0]
+    expect_dims("ids", ids, 2, what="(tokens, top_k)")
+    expect_shape("ids", ids, (tokens, ids.shape[1]))
+    if ids.dtype != torch.int32:
+        raise TypeError(f"ids: expected dtype int32, got {dtype_name(ids.dtype)}")
+    expect_device("ids", ids, logits, "logits")
+    expect_choice("score", score, SCORES)
+    expect_count("sequences", sequences, 1)
+    if tokens % sequences:
+        raise ValueError(f"sequences: expected a divisor of {tokens} (tokens), got {sequences}")
+    if logits.dtype != torch.float64:
+        logits = logits.float()
+    if token_mask is not None:
+        expect_shape("token_mask", token_mask, (tokens,))
+        expect_device("token_mask", token_mask, logits, "logits")
+        token_mask = token_flags(token_mask)
+    index = SCORES.index(score)
+    shares, squares, counts = _sums(
+        logits.contiguous(), ids.contiguous(), token_mask, index, sequences
+    )
+    if token_mask is None:
+        counted = squares.new_full((sequences,), tokens // sequences)
+    else:
+        counted = token_mask.view(sequences, -1).sum(1).to(squares.dtype)
+    return BalanceSums(counts, shares, squares, counted)

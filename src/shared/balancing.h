@@ -1,0 +1,30 @@
+// How the tokens of a sequence are cut into chunks: one thread block and one partial sum each.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+
+#include "compose.h"
+
+namespace guild {
+
+inline constexpr int64_t kBalanceBlocks = 256;      // of all sequences, unless these are more
+inline constexpr int64_t kLeastBalanceTokens = 16;  // of a chunk, unless the sequence has fewer
+
+constexpr int64_t balance_chunks(int64_t tokens, int64_t sequences) {
+  int64_t const most = (tokens / sequences + kLeastBalanceTokens - 1) / kLeastBalanceTokens;
+  return std::min(most, std::max<int64_t>(1, kBalanceBlocks / sequences));
+}
+
+// Partial sums of every chunk, chunks of a sequence in order.
+struct BalanceWorkspace {
+  void *shares, *squares, *counts;  // float (chunks, E), float (chunks), int32 (chunks, E)
+};
+inline BalanceWorkspace carve_balance(Carver& carver, int64_t tokens, int64_t experts,
+                                      int64_t sequences) {
+  int64_t const chunks = balance_chunks(tokens, sequences) * sequences;
+  void* const shares = carver.take(chunks * experts * int64_t(sizeof(float)));
+  void* const squares = carver.take(chunks * int64_t(sizeof(float)));
+  return {shares, squares, carver.take(chunks * experts * int64_t(sizeof(int32_t)))};
+}
+
+}  // namespace guild

@@ -1,0 +1,149 @@
+// Token rounding: the counts that it asks for, and the lists that it leaves.
+#include <algorithm>
+#include <cmath>
+#include <random>
+
+#include "device_test.h"
+#include "reference.h"
+#include "shared/rounding.h"
+
+namespace guild::test {
+
+namespace {
+
+constexpr Rounding kRoundings[] = {Rounding::nearest, Rounding::up, Rounding::down,
+                                   Rounding::stochastic, Rounding::balanced};
+
+TEST(Rounding, CountsAreWholeTiles) {
+  for (Rounding rounding : kRoundings) {
+    for (int64_t tile : {1, 2, 7, 128}) {
+      int64_t before = 0, after = 0;
+      for (int64_t e = 0; e < 300; ++e) {
+        int64_t const count = e * 37 % 301;
+        int64_t const rounded = rounded_count(rounding, tile, count, before, 9, e);
+        EXPECT_EQ(rounded % tile, 0);
+        EXPECT_LT(std::abs(rounded - count), tile);
+        if (count % tile == 0) {
+          EXPECT_EQ(rounded, count);
+        }
+        before += count, after += rounded;
+        if (rounding == Rounding::balanced) {
+          EXPECT_LE(2 * std::abs(after - before), tile);
+        }
+      }
+    }
+  }
+}
+
+TEST(Rounding, StochasticGoesUpAsOftenAsTheRest) {
+  int ups = 0;
+  for (int64_t e = 0; e < 100000; ++e) {
+    ups += rounded_count(Rounding::stochastic, 128, 256 + 32, 0, 77, e) == 384;
+  }
+  EXPECT_NEAR(ups, 25000, 600);
+}
+
+class RoundingTest : public DeviceTest {
+ protected:
+  struct Lists {
+    std::vector<int32_t> token_offsets, ids;
+    std::vector<double> scores;
+  };
+
+  Lists round(Matrix const& logits, std::vector<int32_t> const& ids, int64_t top_k,
+              Router const& router, Rounding rounding, int64_t tile) {
+    int64_t const tokens = logits.rows, experts = logits.cols;
+    int64_t const slots = rounded_slots(tokens, experts, top_k, rounding, tile);
+    Tensor given(device(), DType::float32, tokens, experts, experts + 3);
+    given.set(logits.values);
+    Indices<int32_t> const chosen(device(), ids);
+    Indices<int64_t> const seed(device(), std::vector<int64_t>{42});
+    Indices<int32_t> token_offsets(device(), tokens + 1), list_ids(device(), slots);
+    Tensor scores(device(), DType::float32, slots, 1), slopes(device(), DType::float32, slots, 1);
+    Bytes workspace(device(), rounding_workspace_bytes(tokens, experts));
+    bool const sloped = router.score == Score::sigmoid;
+    device().run(TokenRounding{
+        tokens, experts, top_k, DType::float32, router, rounding, tile, given.view(), chosen.data(),
+        rounding == Rounding::stochastic ? seed.data() : nullptr, token_offsets.data(),
+        list_ids.data(), scores.data(), sloped ? slopes.data() : nullptr, workspace.data()});
+    EXPECT_TRUE(token_offsets.canaries_alive() && list_ids.canaries_alive() &&
+                workspace.canaries_alive());
+    scores.expect_untouched_from(slots, "scores");
+    slopes.expect_untouched_from(sloped ? slots : 0, "slopes");
+    return {token_offsets.get(), list_ids.get(), scores.get()};
+  }
+
+  std::mt19937_64 random_{7};
+};
+
+// Two different choices a token; every seventh is padding.
+std::vector<int32_t> two_choices(int64_t tokens, int64_t experts, std::mt19937_64& random) {
+  std::vector<int32_t> ids;
+  for (int64_t t = 0; t < tokens; ++t) {
+    auto const first = int32_t(random() % experts);
+    bool const real = t % 7 != 3;
+    ids.push_back(real ? first : -1);
+    ids.push_back(real ? int32_t((first + 1) % experts) : -1);
+  }
+  return ids;
+}
+
+TEST_P(RoundingTest, TheBestAreKept) {
+  int64_t const tokens = 1500, experts = 37;
+  Matrix logits(tokens, experts);
+  std::normal_distribution<double> normal(0, 2);
+  for (double& v : logits.values) v = float(normal(random_));
+  auto const ids = two_choices(tokens, experts, random_);
+  Router const router{Score::sigmoid, false, 2.f, 1, 1};  // ranked by the logits themselves
+  for (Rounding rounding : kRoundings) {
+    Lists const lists = round(logits, ids, 2, router, rounding, 32);
+    std::vector<uint8_t> member(tokens * experts);
+    for (int64_t t = 0; t < tokens; ++t) {
+      for (int32_t s = lists.token_offsets[t]; s < lists.token_offsets[t + 1]; ++s) {
+        member[t * experts + lists.ids[s]] = 1;
+        double const p = 1 / (1 + std::exp(-logits(t, lists.ids[s])));
+        EXPECT_NEAR(lists.scores[s], 2 * p, 1e-6);
+        EXPECT_TRUE(s == lists.token_offsets[t] || lists.ids[s - 1] < lists.ids[s]);
+      }
+    }
+    int64_t before = 0;
+    for (int32_t e = 0; e < experts; ++e) {
+      std::vector<std::pair<double, int64_t>> order;  // choices first, then by falling logit
+      int64_t count = 0;
+      for (int64_t t = 0; t < tokens; ++t) {
+        bool const chosen = ids[2 * t] == e || ids[2 * t + 1] == e;
+        count += chosen;
+        if (ids[2 * t] >= 0) order.push_back({-logits(t, e) - (chosen ? 1e6 : 0), t});
+      }
+      std::sort(order.begin(), order.end());
+      int64_t const rounded = rounded_count(rounding, 32, count, before, 42, e);
+      before += count;
+      for (int64_t i = 0; i < int64_t(order.size()); ++i) {
+        ASSERT_EQ(member[order[i].second * experts + e], i < rounded) << "expert " << e;
+      }
+    }
+    for (size_t s = lists.token_offsets[tokens]; s < lists.ids.size(); ++s) {
+      EXPECT_TRUE(lists.ids[s] == -1 && lists.scores[s] == 0);
+    }
+  }
+}
+
+TEST_P(RoundingTest, TiesGoToTheSmallerToken) {
+  Matrix const logits(5000, 3);
+  std::vector<int32_t> ids;
+  for (int t = 0; t < 5000; ++t) ids.push_back(t % 2);
+  Lists const lists = round(logits, ids, 1, {}, Rounding::down, 1024);
+  for (int t = 0; t < 5000; ++t) {
+    EXPECT_EQ(lists.token_offsets[t + 1] - lists.token_offsets[t], t < 4096) << t;
+  }
+}
+
+TEST_P(RoundingTest, NoTokens) {
+  EXPECT_EQ(round(Matrix(0, 4), {}, 2, {}, Rounding::up, 8).token_offsets, std::vector<int32_t>{0});
+}
+
+GUILD_DEVICE_TESTS(RoundingTest);
+
+}  // namespace
+
+}  // namespace guild::test
