@@ -48,7 +48,7 @@ struct Listed {
     RoundingTarget const target = p.targets[expert];
     bool const candidate = has != (target.adds != 0);
     if (!candidate) return has;
-    uint32_t const key = order_of(rounding_key(row[expert], softmax.x, log_sum));
+    uint32_t const key = candidate_key(row[expert], softmax.x, log_sum);
     uint2 const threshold = p.thresholds[expert];
     return key > threshold.x || (key == threshold.x && unsigned(token) < threshold.y);
   }

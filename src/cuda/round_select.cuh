@@ -21,6 +21,11 @@ struct RoundPlan {
   uint32_t* keys;  // (E, T)
 };
 
+// What ranks a candidate: NaN is 1, below every number; 0 is left to tokens that are none.
+__device__ inline uint32_t candidate_key(float logit, float top, float log_sum) {
+  return max(order_of(rounding_key(logit, top, log_sum)), 1u);
+}
+
 __device__ inline bool is_real(TokenRounding const& x, int64_t token) {
   return unsigned(x.ids[token * x.top_k]) < unsigned(x.experts);
 }
@@ -109,7 +114,7 @@ __global__ void __launch_bounds__(256) keys_kernel(RoundPlan p) {
     uint32_t key = 0;
     if (real[i] && expert < x.experts && has != adds) {
       float const* const row = static_cast<float const*>(x.logits.data) + (first + i) * p.stride;
-      key = order_of(rounding_key(row[expert], tops[i], log_sums[i]));
+      key = candidate_key(row[expert], tops[i], log_sums[i]);
     }
     keys[lane][i] = key;
   }
