@@ -89,12 +89,28 @@ def expect_rows(name: str, tensor: Tensor) -> None:
         )
 
 
-def expect_indices(name: str, tensor: Tensor, x: Tensor, *dtypes: torch.dtype) -> None:
+def expect_logits(logits: Tensor) -> None:
+    """Raise unless it is a (tokens, experts) matrix of a floating dtype."""
+    expect_dims("logits", logits, 2, what="(tokens, experts)")
+    if not logits.is_floating_point():
+        raise TypeError(f"logits: expected a floating dtype, got {dtype_name(logits.dtype)}")
+
+
+def expect_choices_of(logits: Tensor, ids: Tensor) -> None:
+    """Raise unless ids (tokens, top_k) are what `guild.route` chose from the logits."""
+    expect_dims("ids", ids, 2, what="(tokens, top_k)")
+    expect_shape("ids", ids, (logits.shape[0], ids.shape[1]))
+    expect_indices("ids", ids, logits, torch.int32, x_name="logits")
+
+
+def expect_indices(
+    name: str, tensor: Tensor, x: Tensor, *dtypes: torch.dtype, x_name: str = "x"
+) -> None:
     """Raise unless it has one of these integer dtypes, on x's device."""
     if tensor.dtype not in dtypes:
         wanted = " or ".join(map(dtype_name, dtypes))
         raise TypeError(f"{name}: expected dtype {wanted}, got {dtype_name(tensor.dtype)}")
-    expect_device(name, tensor, x)
+    expect_device(name, tensor, x, x_name)
 
 
 def expect_offsets(name: str, tensor: Tensor, x: Tensor) -> None:

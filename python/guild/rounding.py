@@ -9,9 +9,10 @@ from guild import _gradients  # noqa: F401 - registers the gradients
 from guild._checks import (
     dtype_name,
     expect_choice,
+    expect_choices_of,
     expect_count,
     expect_device,
-    expect_dims,
+    expect_logits,
     expect_shape,
 )
 from guild._operators import ops
@@ -74,14 +75,8 @@ def round_tokens(
     TypeError, ValueError
         If an argument is not as described; the message names it.
     """
-    expect_dims("logits", logits, 2, what="(tokens, experts)")
-    if not logits.is_floating_point():
-        raise TypeError(f"logits: expected a floating dtype, got {dtype_name(logits.dtype)}")
-    expect_dims("ids", ids, 2, what="(tokens, top_k)")
-    expect_shape("ids", ids, (logits.shape[0], ids.shape[1]))
-    if ids.dtype != torch.int32:
-        raise TypeError(f"ids: expected dtype int32, got {dtype_name(ids.dtype)}")
-    expect_device("ids", ids, logits, "logits")
+    expect_logits(logits)
+    expect_choices_of(logits, ids)
     expect_choice("rounding", rounding, ROUNDINGS)
     expect_count("tile", tile, 1, MOST_TILE)
     expect_choice("score", score, SCORES)

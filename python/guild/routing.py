@@ -14,7 +14,7 @@ from guild._checks import (
     expect_choice,
     expect_count,
     expect_device,
-    expect_dims,
+    expect_logits,
     expect_shape,
 )
 from guild._operators import ops, score_dtype
@@ -174,9 +174,7 @@ def route(
     TypeError, ValueError
         If an argument is not as described; the message names it.
     """
-    expect_dims("logits", logits, 2, what="(tokens, experts)")
-    if not logits.is_floating_point():
-        raise TypeError(f"logits: expected a floating dtype, got {dtype_name(logits.dtype)}")
+    expect_logits(logits)
     tokens, experts = logits.shape
     expect_count("top_k", top_k, 1, experts)
     expect_choice("score", score, SCORES)

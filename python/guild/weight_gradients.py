@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from guild._autograd import rows_of
 from guild._checks import dtype_name
 from guild._gradients import ops, pre_activations
 
@@ -132,7 +133,7 @@ class Experts(torch.autograd.Function):
             ctx.saved_tensors
         )
         h = pre_activations(h, x, offsets, row_token, w_up, w_gate, b_up, ctx.flags)
-        dout = dout if dout.stride(-1) == 1 else dout.contiguous()
+        dout = rows_of(dout)
         dh, a, parts = ops.down_gradient(dout, h, offsets, row_token, row_score, w_down, *ctx.flags)
         ctx.sink._take(
             partial(

@@ -10,20 +10,6 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// The expert whose rows hold `row`: the last e with offsets[e] <= row.
-__device__ int expert_of(int32_t const* offsets, int experts, int row) {
-  int low = 0, high = experts;  // offsets[low] <= row < offsets[high]
-  while (high - low > 1) {
-    int const middle = (low + high) / 2;
-    if (offsets[middle] <= row) {
-      low = middle;
-    } else {
-      high = middle;
-    }
-  }
-  return low;
-}
-
 template <class T>
 __global__ void score_gradient_kernel(ScoreGradient x, int part_count, int64_t dout_stride,
                                       int64_t bias_stride) {
@@ -36,7 +22,7 @@ __global__ void score_gradient_kernel(ScoreGradient x, int part_count, int64_t d
     float const* const parts = static_cast<float const*>(x.score_parts) + int64_t(row) * part_count;
     for (int i = lane; i < part_count; i += 32) sum += parts[i];
     if (x.bias.data != nullptr) {
-      int const expert = expert_of(x.routing.offsets, int(x.sizes.experts), row);
+      int64_t const expert = part_of(x.routing.offsets, x.sizes.experts, row);
       T const* const bias = static_cast<T const*>(x.bias.data) + expert * bias_stride;
       int64_t const token = token_of(x.routing.token_offsets, x.sizes.tokens, x.sizes.top_k, slot);
       T const* const dout = static_cast<T const*>(x.dout.data) + token * dout_stride;

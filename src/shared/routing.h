@@ -64,20 +64,26 @@ GUILD_HD SlotSpan slots_of(int32_t const* token_offsets, int64_t slots, int64_t 
   return {begin < 0 ? 0 : begin, end < slots ? end : slots};
 }
 
-// The token of a slot: with lists, the last one that begins at or before it.
-GUILD_HD int64_t token_of(int32_t const* token_offsets, int64_t tokens, int64_t top_k,
-                          int64_t slot) {
-  if (token_offsets == nullptr) return int64_t(uint32_t(slot) / uint32_t(top_k));  // below 2^31
-  int64_t low = 0, high = tokens;
+// The last of `count` parts, which begin at offsets[0] = 0 <= offsets[1] <= ..., that begins at or
+// before `at`.
+GUILD_HD int64_t part_of(int32_t const* offsets, int64_t count, int64_t at) {
+  int64_t low = 0, high = count;
   while (high - low > 1) {
     int64_t const middle = (low + high) / 2;
-    if (token_offsets[middle] <= slot) {
+    if (offsets[middle] <= at) {
       low = middle;
     } else {
       high = middle;
     }
   }
   return low;
+}
+
+// The token of a slot.
+GUILD_HD int64_t token_of(int32_t const* token_offsets, int64_t tokens, int64_t top_k,
+                          int64_t slot) {
+  if (token_offsets == nullptr) return int64_t(uint32_t(slot) / uint32_t(top_k));  // below 2^31
+  return part_of(token_offsets, tokens, slot);
 }
 
 // How many slots the arrays by slot hold, and how many of them belong to tokens.

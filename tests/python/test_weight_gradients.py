@@ -63,6 +63,15 @@ def test_grad_is_what_autograd_gives(device: str, dtype: torch.dtype, recompute:
         assert torch.equal(parameter.grad, other.get_parameter(name).grad), name
 
 
+def test_a_gradient_of_any_strides(device: str, dtype: torch.dtype) -> None:
+    ((x, dout),) = batches(device, dtype, 1)
+    one_row = dout[:1, :1].expand_as(dout)
+    plain = make_layer(device, dtype)
+    other = make_layer(device, dtype, weight_gradients=WeightGradients())
+    assert torch.equal(run(plain, x, one_row), run(other, x, one_row))
+    assert torch.equal(plain.w_down.grad, other.w_down.grad)
+
+
 def test_recompute_gives_the_same_bits(device: str, dtype: torch.dtype) -> None:
     (batch,) = batches(device, dtype, 1)
     plain, other = make_layer(device, dtype), make_layer(device, dtype, recompute=True)

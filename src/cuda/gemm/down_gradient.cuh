@@ -55,7 +55,7 @@ struct DownGradientEpilogue {
   // All stores of a unit are one group.
   __device__ void store_unit(float* g, char* stage, State& state, Tile const& tile, int unit,
                              int thread) const {
-    char* const box = state.ring.template acquire<1>(thread);
+    char* const box = state.ring.acquire(thread);
     differentiate(g, stage, state, columns() - tile.col - 64 * unit, thread);
     if (a.present) fragment_to_box<T>(shared_address(box), g, thread);
     fence_async_proxy();

@@ -78,12 +78,11 @@ struct StoreRing {
   __device__ explicit StoreRing(StoreBoxes& boxes) : boxes(boxes) {}
 
   // Every thread of the warpgroup may write the box that this returns: what it held has left once
-  // all store groups but the latest `since` have been read, those issued since its own.
-  template <int since = StoreBoxes::kBoxes - 1>
+  // all store groups but the latest have been read: one is issued between two uses of a box.
   __device__ char* acquire(int thread) {
     char* const box = boxes.box[turn];
     turn ^= 1;
-    if (thread == 0) tma_store_wait<since>();
+    if (thread == 0) tma_store_wait<StoreBoxes::kBoxes - 1>();
     warpgroup_barrier();
     return box;
   }
@@ -105,13 +104,13 @@ __device__ inline RowCoordinate clipped_box(int col, int half, int row, int vali
 }
 
 // Stores 64 x count values of a fragment through the ring.
-template <class T, int count, int since = StoreBoxes::kBoxes - 1>
+template <class T, int count>
 __device__ inline void store_rows(RowOutput<T> const& out, StoreRing& ring, float const* value,
                                   int row, int col, int half, int valid, int thread) {
 #pragma unroll
   for (int c = 0; c < count; c += 64) {
     if (col + c >= out.columns) break;
-    char* const box = ring.acquire<since>(thread);
+    char* const box = ring.acquire(thread);
     fragment_to_box<T>(shared_address(box), value + c / 2, thread);
     fence_async_proxy();
     warpgroup_barrier();
