@@ -128,8 +128,8 @@ __global__ void __launch_bounds__(256) keys_kernel(RoundPlan p) {
 inline constexpr int kSelectThreads = 1024, kSelectAtOnce = 4;
 
 // Where the `wanted` greatest of a histogram end: the bin, how many of it are wanted, and how many
-// it has. By the first warp; bin: (256).
-struct RadixBin {
+// it has. By the first warp; bin: (256). Aligned, so that it is read at once and nothing beside it.
+struct alignas(16) RadixBin {
   int bin, wanted, count;
 };
 __device__ inline RadixBin find_bin(int const* bins, int wanted) {
