@@ -98,7 +98,9 @@ void check(TokenRounding const& x) {
   bool const any = x.tokens > 0;
   check_rows(x.logits, x.tokens, x.experts, "logits");
   check_pointer(x.ids, any, "ids");
-  check_with(x.rounding == Rounding::stochastic, x.seed, true, "seed", "rounded stochastically");
+  bool const stochastic = x.rounding == Rounding::stochastic;
+  require(stochastic || x.seed == nullptr, "seed: expected null unless rounding is stochastic");
+  check_pointer(x.seed, stochastic, "seed");
   check_pointer(x.token_offsets, true, "token_offsets");
   check_pointer(x.list_ids, any, "list_ids");
   check_pointer(x.scores, any, "scores");

@@ -37,6 +37,10 @@ def run_bench(args: argparse.Namespace) -> int:
         from .bench_memory import measure_memory
 
         record = measure_memory(plan, console)
+    elif args.rounding:
+        from .bench_rounding import measure_rounding
+
+        record = measure_rounding(plan, console)
     else:
         from .bench import measure
 
@@ -66,6 +70,10 @@ def table_of(record: dict[str, Any]) -> RenderableType:
         from .bench_memory_table import memory_table
 
         return memory_table(record)
+    if record["mode"] == "rounding":
+        from .bench_rounding_table import rounding_table
+
+        return rounding_table(record)
     from .bench_table import bench_table
 
     return bench_table(record)
@@ -100,7 +108,7 @@ def _make_folder(out: Path) -> None:
 
 
 def _write(record: dict[str, Any], out: Path, console: Console) -> None:
-    """bench.json and bench.png, or steps.json, memory.json or sweep.json."""
+    """bench.json and bench.png, or the JSON of another mode under its name."""
     name = {"layers": "bench"}.get(record["mode"], record["mode"])
     written = [f"{name}.json"]
     (out / written[0]).write_text(json.dumps(record, indent=2) + "\n")

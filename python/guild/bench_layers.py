@@ -181,7 +181,11 @@ def _constructor(name: str, device: torch.device) -> Callable[..., nn.Module]:
 
 def layer_module(name: str, problem: Problem) -> nn.Module:
     """The layer called `name` with a problem's sizes and weights."""
-    make = _constructor(name, problem.x.device)
+    return module_of(_constructor(name, problem.x.device), problem)
+
+
+def module_of(make: Callable[..., nn.Module], problem: Problem) -> nn.Module:
+    """What a constructor of layers makes with a problem's sizes and weights."""
     _, hidden, intermediate, experts, top_k = problem.shape
     with torch.device("meta"):
         module = make(hidden, intermediate, experts, top_k)

@@ -94,17 +94,17 @@ def _require_mode(args: argparse.Namespace) -> None:
     for name in ("bias", "quack"):
         if getattr(args, name) and not args.steps:
             raise ValueError(f"{name}: expected with --steps alone")
-    mode = "steps" if args.steps else "memory" if args.memory else None
+    mode = next((name for name in ("steps", "memory", "rounding") if getattr(args, name)), None)
     if args.sweep is not None and (args.preset or args.thiek):
         raise ValueError("sweep: expected without --preset and --thiek")
-    for name in ("num_sms", "candidates") if args.steps else ("num_sms",):
+    for name in ("num_sms",) if args.memory else ("num_sms", "candidates"):
         if getattr(args, name) is not None and mode:
             raise ValueError(f"{name}: expected without --{mode}")
 
 
 def _seconds(args: argparse.Namespace, on_gpu: bool) -> float:
     """Least time of one call's part of a round, where nothing else is asked for."""
-    if args.steps:
+    if args.steps or args.rounding:
         return 0.2 if on_gpu else 0.05
     if args.sweep is not None:
         return 0.1 if on_gpu else 0.02

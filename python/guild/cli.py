@@ -119,7 +119,7 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
         type=float,
         metavar="X",
         help="least time of a candidate's pass in a round (0.5 on a GPU, 0.2 on the CPU; "
-        "of a step 0.2 and 0.05)",
+        "of a step and with --rounding 0.2 and 0.05)",
     )
     how.add_argument(
         "--calls", type=int, metavar="N", help="calls in a round, in place of --seconds"
@@ -150,6 +150,12 @@ def _add_modes(bench: argparse.ArgumentParser) -> None:
         action="store_true",
         help="measure what the layers keep for backward and, on a GPU, what each pass needs at "
         "most, beside the formula",
+    )
+    mode.add_argument(
+        "--rounding",
+        action="store_true",
+        help="time routing alone and the layer's forward and backward with top-k, with token "
+        "rounding to the nearest tile and with dropping",
     )
     mode.add_argument(
         "--sweep",

@@ -4,25 +4,24 @@
 
 namespace guild {
 
-inline constexpr int64_t kListTokens = 32;  // of a block that writes lists
+inline constexpr int64_t kListTokens = 32;  // of a block of lists: a bit each of a word
 
 struct RoundingWorkspace {
-  void* counts;      // int32 (E + 1): tokens of each expert, then those that are not padding
-  void* targets;     // RoundingTarget (E)
-  void* thresholds;  // two uint32 (E)
-  void* softmaxes;   // two float (T)
-  void* lengths;     // int32 (T) of the lists
-  void* block_sums;  // int32 (blocks of kListTokens)
-  void* keys;        // uint32 (E, T)
+  // int32 (E + 1 + blocks): tokens of each expert, those that are not padding, members of all
+  // experts by block
+  void* counts;
+  void* targets;    // RoundingTarget (E)
+  void* softmaxes;  // two float (T)
+  void* members;    // uint32 (blocks, E): which of a block's tokens an expert has
+  void* keys;       // uint32 (E, T)
 };
 inline RoundingWorkspace carve_rounding(Carver& carver, int64_t tokens, int64_t experts) {
+  int64_t const blocks = (tokens + kListTokens - 1) / kListTokens;
   RoundingWorkspace w;
-  w.counts = carver.take((experts + 1) * 4);
+  w.counts = carver.take((experts + 1 + blocks) * 4);
   w.targets = carver.take(experts * 12);
-  w.thresholds = carver.take(experts * 8);
   w.softmaxes = carver.take(tokens * 8);
-  w.lengths = carver.take(tokens * 4);
-  w.block_sums = carver.take((tokens + kListTokens - 1) / kListTokens * 4);
+  w.members = carver.take(blocks * experts * 4);
   w.keys = carver.take(experts * tokens * 4);
   return w;
 }

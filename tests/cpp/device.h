@@ -100,6 +100,7 @@ class Indices {
     auto const* const first = reinterpret_cast<I const*>(raw.data());
     return {first, first + count_};
   }
+  std::vector<std::byte> raw() const { return bytes_.read(); }
   I* data() const { return static_cast<I*>(bytes_.data()); }
   bool canaries_alive() const { return bytes_.canaries_alive(); }
 

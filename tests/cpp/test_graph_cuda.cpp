@@ -1,7 +1,9 @@
-// A whole layer, router to router gradient, captured once in a CUDA graph and replayed with other
-// logits: the same bits as when it is launched step by step.
+// A whole layer, router to router gradient, and the router with token rounding, captured once in a
+// CUDA graph and replayed with other logits: the same bits as when they are launched step by step.
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
+
+#include <random>
 
 #include "device.h"
 #include "guild/cuda.h"
@@ -47,6 +49,10 @@ struct LayerStep {
     return {offsets.data(), row_token.data(), slot_row.data(), row_score.data(), scores.data()};
   }
 
+  Matrix other_logits[2] = {layer.random(s.tokens, s.experts, 2, DType::float32),
+                            layer.random(s.tokens, s.experts, 2, DType::float32)};
+
+  void set(int which) { logits.set(other_logits[which].values); }
   void enqueue(cuda::Queue queue) const;
   std::vector<std::vector<std::byte>> results() const {
     return {scores.raw(), h.raw(),       o.raw(),     dx.raw(),
@@ -106,17 +112,54 @@ LayerParam graph_case() {
   return p;
 }
 
-TEST(Graph, ReplaysWithOtherRouting) {
-  char const* why = "";
-  Device* const device = cuda_device(&why);
-  if (device == nullptr) GTEST_SKIP() << why;
-  LayerStep step(*device, graph_case());
-  Matrix const logits[2] = {step.layer.random(300, 8, 2, DType::float32),
-                            step.layer.random(300, 8, 2, DType::float32)};
+// The router and token rounding: counts, what is asked of each expert and lists follow the logits.
+struct RoundingStep {
+  static constexpr int64_t tokens = 3000, experts = 40, top_k = 2, tile = 64;
+  Device& device;
+  int64_t slots = rounded_slots(tokens, experts, top_k, Rounding::stochastic, tile);
+  Tensor logits{device, DType::float32, tokens, experts};
+  Tensor chosen_scores{device, DType::float32, tokens, top_k};
+  Tensor scores{device, DType::float32, slots, 1};
+  Indices<int32_t> ids{device, tokens * top_k}, offsets{device, tokens + 1};
+  Indices<int32_t> list_ids{device, slots};
+  Indices<int64_t> seed{device, 1};
+  Bytes workspace{device, rounding_workspace_bytes(tokens, experts)};
+
+  void set(int which) {
+    std::mt19937_64 random(which);
+    std::normal_distribution<double> normal(0, 2);
+    std::vector<double> values(tokens * experts);
+    for (double& v : values) v = float(normal(random));
+    logits.set(values);
+    seed.set({which});
+  }
+  void enqueue(cuda::Queue queue) const {
+    cuda::route({tokens, experts, top_k, DType::float32, Router{}, logits.view(), nullptr,
+                 ids.data(), chosen_scores.data()},
+                queue);
+    cuda::round_tokens({tokens, experts, top_k, DType::float32, Router{}, Rounding::stochastic,
+                        tile, logits.view(), ids.data(), seed.data(), offsets.data(),
+                        list_ids.data(), scores.data(), nullptr, workspace.data()},
+                       queue);
+  }
+  std::vector<std::vector<std::byte>> results() const {
+    return {offsets.raw(), list_ids.raw(), scores.raw()};
+  }
+  void poison() {
+    scores.poison();
+    offsets.set(std::vector<int32_t>(tokens + 1, 77));
+    list_ids.set(std::vector<int32_t>(slots, 77));
+  }
+};
+
+// Captured once and replayed with the inputs of set(0) and set(1): what launches step by step
+// leave.
+template <class Step>
+void expect_replays(Step& step) {
   std::vector<std::vector<std::byte>> expected[2];
   for (int i = 0; i < 2; ++i) {
     step.poison();
-    step.logits.set(logits[i].values);
+    step.set(i);
     step.enqueue({});
     ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
     expected[i] = step.results();
@@ -133,14 +176,30 @@ TEST(Graph, ReplaysWithOtherRouting) {
   ASSERT_EQ(cudaGraphInstantiate(&launchable, graph, 0), cudaSuccess);
   for (int i : {0, 1, 0}) {
     step.poison();
-    step.logits.set(logits[i].values);
+    step.set(i);
     ASSERT_EQ(cudaGraphLaunch(launchable, stream), cudaSuccess);
     ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
-    EXPECT_TRUE(step.results() == expected[i]) << "replay with logits " << i;
+    EXPECT_TRUE(step.results() == expected[i]) << "replay with inputs " << i;
   }
   cudaGraphExecDestroy(launchable);
   cudaGraphDestroy(graph);
   cudaStreamDestroy(stream);
+}
+
+TEST(Graph, ReplaysWithOtherRouting) {
+  char const* why = "";
+  Device* const device = cuda_device(&why);
+  if (device == nullptr) GTEST_SKIP() << why;
+  LayerStep step(*device, graph_case());
+  expect_replays(step);
+}
+
+TEST(Graph, RoundingReplaysWithOtherLogits) {
+  char const* why = "";
+  Device* const device = cuda_device(&why);
+  if (device == nullptr) GTEST_SKIP() << why;
+  RoundingStep step{*device};
+  expect_replays(step);
 }
 
 TEST(Queue, FewerMultiprocessorsGiveTheSameBits) {

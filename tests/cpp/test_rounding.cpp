@@ -73,6 +73,8 @@ class RoundingTest : public DeviceTest {
     return {token_offsets.get(), list_ids.get(), scores.get()};
   }
 
+  void expect_best_kept(int64_t tokens, int64_t experts, int64_t tile, double step);
+
   std::mt19937_64 random_{7};
 };
 
@@ -88,15 +90,15 @@ std::vector<int32_t> two_choices(int64_t tokens, int64_t experts, std::mt19937_6
   return ids;
 }
 
-TEST_P(RoundingTest, TheBestAreKept) {
-  int64_t const tokens = 1500, experts = 37;
+// What every rounding leaves of random choices, from logits that are multiples of `step`.
+void RoundingTest::expect_best_kept(int64_t tokens, int64_t experts, int64_t tile, double step) {
   Matrix logits(tokens, experts);
   std::normal_distribution<double> normal(0, 2);
-  for (double& v : logits.values) v = float(normal(random_));
+  for (double& v : logits.values) v = float(std::round(normal(random_) / step) * step);
   auto const ids = two_choices(tokens, experts, random_);
   Router const router{Score::sigmoid, false, 2.f, 1, 1};  // ranked by the logits themselves
   for (Rounding rounding : kRoundings) {
-    Lists const lists = round(logits, ids, 2, router, rounding, 32);
+    Lists const lists = round(logits, ids, 2, router, rounding, tile);
     std::vector<uint8_t> member(tokens * experts);
     for (int64_t t = 0; t < tokens; ++t) {
       for (int32_t s = lists.token_offsets[t]; s < lists.token_offsets[t + 1]; ++s) {
@@ -116,7 +118,7 @@ TEST_P(RoundingTest, TheBestAreKept) {
         if (ids[2 * t] >= 0) order.push_back({-logits(t, e) - (chosen ? 1e6 : 0), t});
       }
       std::sort(order.begin(), order.end());
-      int64_t const rounded = rounded_count(rounding, 32, count, before, 42, e);
+      int64_t const rounded = rounded_count(rounding, tile, count, before, 42, e);
       before += count;
       for (int64_t i = 0; i < int64_t(order.size()); ++i) {
         ASSERT_EQ(member[order[i].second * experts + e], i < rounded) << "expert " << e;
@@ -126,6 +128,15 @@ TEST_P(RoundingTest, TheBestAreKept) {
       EXPECT_TRUE(lists.ids[s] == -1 && lists.scores[s] == 0);
     }
   }
+}
+
+TEST_P(RoundingTest, TheBestAreKept) { expect_best_kept(1500, 37, 32, 0x1p-20); }
+
+// More candidates and more of them wanted than a block keeps at hand, and many that are equal.
+TEST_P(RoundingTest, TheBestOfManyAreKept) {
+  expect_best_kept(20011, 3, 4000, 0x1p-20);
+  expect_best_kept(20011, 3, 4000, 0.5);
+  expect_best_kept(9000, 12, 100, 0x1p-20);
 }
 
 TEST_P(RoundingTest, TiesGoToTheSmallerToken) {

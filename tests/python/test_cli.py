@@ -75,6 +75,8 @@ def test_help(command: list[str], capsys: pytest.CaptureFixture) -> None:
         ("bench --bias", "bias: expected with --steps alone"),
         ("bench --steps --num-sms 9", "num_sms: expected without --steps"),
         ("bench --memory --num-sms 9", "num_sms: expected without --memory"),
+        ("bench --rounding --num-sms 9", "num_sms: expected without --rounding"),
+        ("bench --rounding --candidates bound", "candidates: expected without --rounding"),
         ("bench --sweep 0", "sweep: expected at least 1, got 0"),
         ("bench --sweep 2 --thiek 8,8,8,2,1", "sweep: expected without --preset and --thiek"),
         ("bench --report /nowhere.json", "report: expected a JSON file, got '/nowhere.json'"),
