@@ -175,13 +175,14 @@ __device__ Slot load_slot(Sort const& x, int64_t slot, int64_t end, int64_t used
   return {id_of(x, slot, used), x.slot_row[slot], score == nullptr ? 0 : score[slot]};
 }
 
-// Blocks of one x share a chunk. Every instruction here runs a few times at most, so loops stay
-// rolled: fetching code would take longer than running it.
-__global__ void __launch_bounds__(kThreads) scatter_kernel(Sort x, int64_t chunk, int clusters) {
+// Blocks of one x share a chunk, `piece` slots each. Every instruction here runs a few times at
+// most, so loops stay rolled: fetching code would take longer than running it.
+__global__ void __launch_bounds__(kThreads) scatter_kernel(Sort x, int64_t chunk, int64_t piece,
+                                                           int clusters) {
   extern __shared__ int first_row[];  // (E)
-  int64_t const piece = chunk / kThreads / gridDim.y * kThreads;
   int64_t const begin = blockIdx.x * chunk + blockIdx.y * piece;
-  int64_t const end = min(begin + piece, slot_count(x)), used = used_slots(x);
+  int64_t const chunk_end = min((blockIdx.x + 1) * chunk, slot_count(x));
+  int64_t const end = min(begin + piece, chunk_end), used = used_slots(x);
   int64_t slot = begin + threadIdx.x;
   Slot s = load_slot(x, slot, end, used);
   int const rows = find_first_rows(x, clusters, first_row);
@@ -204,13 +205,11 @@ __global__ void __launch_bounds__(kThreads) scatter_kernel(Sort x, int64_t chunk
   }
 }
 
-// Blocks that share a chunk of the second kernel: a divisor of its slots. Each adds up histograms
-// of its own, so the more experts the fewer.
-int64_t chunk_blocks(int64_t chunk, int64_t experts) {
-  int64_t const pieces = chunk / kThreads;
-  int64_t blocks = std::clamp<int64_t>(1024 / experts, 1, std::min<int64_t>(pieces, 4));
-  while (pieces % blocks != 0) --blocks;
-  return blocks;
+// Slots of a block of the second kernel: a part of the chunk. Each block adds up all histograms by
+// itself, so the more experts the fewer.
+int64_t piece_slots(int64_t chunk, int64_t experts) {
+  int64_t const blocks = std::clamp<int64_t>(1024 / experts, 1, 4), fill = blocks * kThreads;
+  return (chunk + fill - 1) / fill * kThreads;
 }
 
 }  // namespace
@@ -235,8 +234,9 @@ void sort_by_expert(Sort const& x, Queue queue) {
   int64_t const clusters = sort_clusters(slots);
   rank_kernel<<<unsigned(clusters * kCluster), kThreads, rank_bytes(x.experts), queue.stream>>>(
       x, chunk);
-  dim3 const blocks(unsigned(sort_chunks(slots)), unsigned(chunk_blocks(chunk, x.experts)));
-  scatter_kernel<<<blocks, kThreads, x.experts * sizeof(int), queue.stream>>>(x, chunk,
+  int64_t const piece = piece_slots(chunk, x.experts), pieces = (chunk + piece - 1) / piece;
+  dim3 const blocks(unsigned(sort_chunks(slots)), unsigned(pieces));
+  scatter_kernel<<<blocks, kThreads, x.experts * sizeof(int), queue.stream>>>(x, chunk, piece,
                                                                               int(clusters));
   cuda_check(cudaGetLastError(), "launch of sort_by_expert");
 }
