@@ -23,13 +23,34 @@ constexpr int kThreads = int(kSortThreads), kWarps = kThreads / 32;
 constexpr int kCluster = int(kSortCluster), kMostClusters = int(kMostSortChunks) / kCluster;
 constexpr int kAtOnce = 4;  // slots that a thread loads before it uses them
 
-// A slot's expert; -1 at or past `used` slots and for ids outside [0, E).
-__device__ int id_of(Sort const& x, int64_t slot, int64_t used) {
-  if (slot >= used) return -1;
+// An id as it lies in memory. Loading it does not wait for it; asking which expert it is does.
+struct RawId {
+  int low = -1, high = 0;
+
+  // -1 for ids outside [0, E).
+  __device__ int expert(Sort const& x) const {
+    return high == 0 && unsigned(low) < unsigned(x.experts) ? low : -1;
+  }
+};
+// No id at or past `used` slots.
+__device__ RawId load_id(Sort const& x, int64_t slot, int64_t used) {
+  RawId id;
+  if (slot >= used) return id;
   int const* const word = static_cast<int const*>(x.ids) + (slot << x.ids_are_int64);
-  int const low = word[0], high = x.ids_are_int64 ? word[1] : 0;
-  return high == 0 && unsigned(low) < unsigned(x.experts) ? low : -1;
+  id.low = word[0];
+  if (x.ids_are_int64) id.high = word[1];
+  return id;
 }
+
+// The ids of slots begin + lane, 32 apart.
+struct RawIds {
+  RawId id[kAtOnce];
+
+  __device__ RawIds(Sort const& x, int64_t begin, int64_t used) {
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) id[i] = load_id(x, begin + 32 * i + threadIdx.x % 32, used);
+  }
+};
 
 __device__ int* cluster_counts(Sort const& x, int64_t cluster) {
   return static_cast<int*>(x.workspace) + cluster * x.experts;
@@ -63,17 +84,16 @@ __device__ void rank_slots(Sort const& x, int* next, int64_t begin, int64_t end,
   int const lane = threadIdx.x % 32;
 #pragma unroll 1
   for (int64_t base = begin; base < end; base += 32 * kAtOnce) {
-    int id[kAtOnce];
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) id[i] = id_of(x, base + 32 * i + lane, used);
+    RawIds const ids(x, base, used);
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       if (base + 32 * i >= end) break;
-      unsigned const same = __match_any_sync(~0u, id[i]);
+      int const id = ids.id[i].expert(x);
+      unsigned const same = __match_any_sync(~0u, id);
       int const before = __popc(same & ((1u << lane) - 1));
-      int const rank = id[i] >= 0 ? next[id[i]] + before : 0;
+      int const rank = id >= 0 ? next[id] + before : 0;
       __syncwarp();
-      if (id[i] >= 0 && before == 0) next[id[i]] += __popc(same);
+      if (id >= 0 && before == 0) next[id] += __popc(same);
       __syncwarp();
       if (base + 32 * i + lane < end) x.slot_row[base + 32 * i + lane] = rank;
     }
@@ -93,10 +113,14 @@ rank_kernel(Sort x, int64_t chunk) {
 #pragma unroll 1
   for (int i = threadIdx.x; i < kWarps * experts; i += kThreads) next[i] = 0;
   __syncthreads();
-#pragma unroll 4
-  for (int64_t slot = warp_begin + threadIdx.x % 32; slot < used; slot += 32) {
-    int const id = id_of(x, slot, used);
-    if (id >= 0) atomicAdd(&next[warp * experts + id], 1);
+#pragma unroll 1
+  for (int64_t base = warp_begin; base < used; base += 32 * kAtOnce) {
+    RawIds const ids(x, base, used);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      int const id = ids.id[i].expert(x);
+      if (id >= 0) atomicAdd(&next[warp * experts + id], 1);
+    }
   }
   __syncthreads();
 #pragma unroll 1
@@ -166,13 +190,17 @@ __device__ int find_first_rows(Sort const& x, int clusters, int* first_row) {
 
 // What is known of a slot before it has a row.
 struct Slot {
-  int id, rank;
-  float score;
+  RawId id;
+  int rank = 0;
+  float score = 0;
 };
 __device__ Slot load_slot(Sort const& x, int64_t slot, int64_t end, int64_t used) {
-  if (slot >= end) return {-1, 0, 0};
-  float const* const score = static_cast<float const*>(x.scores);
-  return {id_of(x, slot, used), x.slot_row[slot], score == nullptr ? 0 : score[slot]};
+  Slot s;
+  if (slot >= end) return s;
+  s.id = load_id(x, slot, used);
+  s.rank = x.slot_row[slot];
+  if (x.scores != nullptr) s.score = static_cast<float const*>(x.scores)[slot];
+  return s;
 }
 
 // Blocks of one x share a chunk, `piece` slots each. Every instruction here runs a few times at
@@ -188,7 +216,7 @@ __global__ void __launch_bounds__(kThreads) scatter_kernel(Sort x, int64_t chunk
   int const rows = find_first_rows(x, clusters, first_row);
 #pragma unroll 1
   while (slot < end) {
-    int const row = s.id >= 0 ? first_row[s.id] + s.rank : -1;
+    int const expert = s.id.expert(x), row = expert >= 0 ? first_row[expert] + s.rank : -1;
     x.slot_row[slot] = row;
     if (row >= 0) {
       x.row_token[row] = int(token_of(x.token_offsets, x.tokens, x.top_k, slot));
