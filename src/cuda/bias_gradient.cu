@@ -17,42 +17,51 @@ constexpr int kAtOnce = 4;               // rows that a warp loads before it use
 constexpr int kMostBlocks = 8;           // of a cluster
 constexpr int64_t kEnoughBlocks = 1056;  // on the GPU: eight a multiprocessor
 
-// Eight elements of a row, the last `left` of it; in one load where rows lie on 16 bytes.
-template <class T>
-__device__ Eight load_some(T const* from, int64_t left, bool aligned) {
-  if (aligned) return load_eight(from);
-  Eight e{};
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    if (i < left) e.value[i] = float(from[i]);
-  }
-  return e;
+__device__ int row_of(BiasGradient const& x, int r) {
+  return x.routing.row_token == nullptr ? r : x.routing.row_token[r];
+}
+__device__ float weight_of(BiasGradient const& x, int r) {
+  float const* const score = static_cast<float const*>(x.routing.row_score);
+  return score == nullptr ? 1.f : score[r];
 }
 
-// Sum over every `step`th group of kAtOnce rows from `first` to `end`, of eight columns.
+// sum += weight * the first `count` elements of `from`
 template <class T>
-__device__ Eight sum_rows(BiasGradient const& x, int64_t m_stride, int col, int first, int end,
+__device__ void add_some(Eight& sum, float weight, T const* from, int64_t count) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    if (i < count) sum.value[i] += weight * float(from[i]);
+  }
+}
+
+// Sum over every `step`th group of kAtOnce rows from `first` to `end`, of eight columns. `aligned`:
+// they lie on 16 bytes.
+template <class T>
+__device__ Eight sum_rows(BiasGradient const& x, int64_t m_stride, int64_t col, int first, int end,
                           int step, bool aligned) {
-  float const* const score = static_cast<float const*>(x.routing.row_score);
   T const* const m = static_cast<T const*>(x.m.data) + col;
   Eight sum{};
-  for (; first < end; first += step) {
-    Eight row[kAtOnce];
+  for (; aligned && first + kAtOnce <= end; first += step) {
+    int64_t row[kAtOnce];
     float weight[kAtOnce];
+    uint4 words[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) row[i] = row_of(x, first + i);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) weight[i] = weight_of(x, first + i);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) words[i] = load_words(m + row[i] * m_stride);
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      row[i] = {};
-      weight[i] = 1;
-      int const r = first + i;
-      if (r >= end) continue;
-      int64_t const from = x.routing.row_token == nullptr ? r : x.routing.row_token[r];
-      if (score != nullptr) weight[i] = score[r];
-      row[i] = load_some(m + from * m_stride, x.width - col, aligned);
+      Eight const v = unpack_eight<T>(words[i]);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) sum.value[j] += weight[i] * v.value[j];
     }
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-#pragma unroll
-      for (int j = 0; j < 8; ++j) sum.value[j] += weight[i] * row[i].value[j];
+  }
+  for (; first < end; first += step) {  // the last group, or all of them
+#pragma unroll 1
+    for (int r = first; r < min(first + kAtOnce, end); ++r) {
+      add_some(sum, weight_of(x, r), m + row_of(x, r) * m_stride, x.width - col);
     }
   }
   return sum;
@@ -75,8 +84,8 @@ __global__ void __launch_bounds__(kThreads) bias_gradient_kernel(BiasGradient x,
                                                                  bool aligned) {
   __shared__ float part[kWarps][kColumns], block_sum[kColumns];
   int const rank = cluster_rank(), warp = threadIdx.x / 32, local = threadIdx.x % 32 * 8;
-  int64_t const piece = blockIdx.x / blocks;
-  int const expert = int(piece % x.experts), begin_col = int(piece / x.experts) * kColumns;
+  unsigned const piece = blockIdx.x / unsigned(blocks), experts = unsigned(x.experts);
+  int const expert = int(piece % experts), begin_col = int(piece / experts) * kColumns;
   int const begin = max(x.routing.offsets[expert], 0);
   int const end = min(x.routing.offsets[expert + 1], int(x.rows));
   int const first = begin + (rank * kWarps + warp) * kAtOnce, step = blocks * kWarps * kAtOnce;
@@ -90,15 +99,16 @@ __global__ void __launch_bounds__(kThreads) bias_gradient_kernel(BiasGradient x,
   float total = 0;
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) total += part[w][threadIdx.x];
-  block_sum[threadIdx.x] = total;
-  cluster_barrier();
   int const mine = kColumns / blocks, column = rank * mine + int(threadIdx.x);
-  if (int(threadIdx.x) < mine && begin_col + column < x.width) {
+  bool const stores = int(threadIdx.x) < mine && begin_col + column < x.width;
+  if (blocks > 1) {
+    block_sum[threadIdx.x] = total;
+    cluster_barrier();
     total = 0;
-    for (int b = 0; b < blocks; ++b) total += load_from_block(&block_sum[column], b);
-    store_gradient<T>(x, expert * db_stride + begin_col + column, total);
+    for (int b = 0; stores && b < blocks; ++b) total += load_from_block(&block_sum[column], b);
+    cluster_barrier();  // the other blocks have read `block_sum`
   }
-  cluster_barrier();  // the other blocks have read `block_sum`
+  if (stores) store_gradient<T>(x, expert * db_stride + begin_col + column, total);
 }
 
 // Blocks of a cluster: more where there are few pieces of work, as long as each finds rows.
