@@ -82,6 +82,7 @@ void check(Combine const& x) {
   check_pointer(x.routing.slot_row, s.rows() > 0, "routing.slot_row");
   check_rows(x.y, s.rows(), s.hidden, "y");
   check_rows(x.o, s.tokens, s.hidden, "o");
+  check_optional_rows(x.residual, s.hidden, "residual");
 }
 
 void check(DownGradient const& x) {
@@ -165,6 +166,9 @@ void check(MoeForward const& x) {
   check_optional_rows(x.b_down, s.hidden, "b_down");
   check_optional_rows(x.h, width(s, gated), "h");
   check_rows(x.o, has_slots(x.routing) ? s.tokens : s.rows(), s.hidden, "o");
+  require(x.residual.data == nullptr || has_slots(x.routing),
+          "residual: expected null where rows are not combined, got a pointer");
+  check_optional_rows(x.residual, s.hidden, "residual");
   check_workspace(x.workspace, moe_forward_workspace_bytes(s, x.dtype));
 }
 

@@ -68,7 +68,7 @@ void compose_forward(MoeForward const& f, Steps const& steps) {
       {f.sizes, f.dtype, f.activation, f.order, f.routing, f.x, f.w_up, f.b_up, f.h, Rows{a, 0}});
   Rows const y_rows = combined ? Rows{y, 0} : f.o;
   steps.down_projection({f.sizes, f.dtype, f.routing, ConstRows(a), f.w_down, f.b_down, y_rows});
-  if (combined) steps.combine({f.sizes, f.dtype, f.routing, y_rows, f.o});
+  if (combined) steps.combine({f.sizes, f.dtype, f.routing, y_rows, f.o, f.residual});
 }
 
 template <class Steps>

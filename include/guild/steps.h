@@ -175,14 +175,15 @@ struct DownProjection {
   Rows y;              // (R, H) out
 };
 
-// O[t] = sum over k of slot_score[t, k] * Y[slot_row[t, k]], in fp32, k ascending; slots at -1 add
-// nothing. Without slot_score: the plain sum, which is the gradient of the gather.
+// O[t] = residual[t] + sum over k of slot_score[t, k] * Y[slot_row[t, k]], in fp32, k ascending;
+// slots at -1 add nothing. Without slot_score: the plain sum, which is the gradient of the gather.
 struct Combine {
   Sizes sizes;
   DType dtype = DType::bfloat16;
-  Routing routing;  // uses slot_row, slot_score
-  ConstRows y;      // (R, H)
-  Rows o;           // (T, H) out
+  Routing routing;          // uses slot_row, slot_score
+  ConstRows y;              // (R, H)
+  Rows o;                   // (T, H) out
+  ConstRows residual = {};  // (T, H), may be o itself; null data: none
 };
 
 // ---- backward -----------------------------------------------------------------------------------
@@ -308,6 +309,7 @@ struct MoeForward {
   Rows h;                     // (R, W) out, kept for backward; null data: inference
   Rows o;                     // (T, H) out
   void* workspace = nullptr;  // moe_forward_workspace_bytes()
+  ConstRows residual = {};    // (T, H) of combine; null data: none, as where o has R rows
 };
 
 // down gradient, score gradient, dW2, db2, dW1, db1, up gradient, combine gradient. Outputs with

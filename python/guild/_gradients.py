@@ -44,7 +44,7 @@ def pre_activations(
 
 
 def _moe_setup(ctx, inputs, output):
-    x, ids, _, token_offsets, w_up, w_gate, w_down, b_up, b_down, *flags = inputs
+    x, _, _, token_offsets, _, w_up, w_gate, w_down, b_up, b_down, *flags = inputs
     _, h, offsets, row_token, slot_row, row_score = output
     ctx.flags = flags[:-1]
     ctx.save_for_backward(
@@ -68,27 +68,33 @@ def _moe_setup(ctx, inputs, output):
 def _moe_gradient(ctx, dout, *_):
     nothing = (None,) * 9  # the flags
     if dout is None:
-        return (*(None,) * 9, *nothing)
-    b_up, x, h, offsets, row_token, *saved = ctx.saved_tensors
-    h = pre_activations(h, x, offsets, row_token, *saved[3:5], b_up, ctx.flags)
-    saved = x, h, offsets, row_token, *saved
-    x, _, scores, _, w_up, w_gate, w_down, b_up, b_down = ctx.needs_input_grad[1:10]
-    wanted = _wanted(x, scores, w_up or w_gate, w_down, b_up, b_down)
-    dx, dscores, dw_up, dw_gate, dw_down, db_up, db_down = ops.moe_backward(
-        rows_of(dout), *saved, *ctx.flags, wanted
-    )
-    return (
-        dx if x else None,
-        None,
-        dscores if scores else None,
-        None,
-        dw_up if w_up else None,
-        dw_gate if w_gate else None,
-        dw_down if w_down else None,
-        db_up if b_up else None,
-        db_down if b_down else None,
-        *nothing,
-    )
+        return (*(None,) * 10, *nothing)
+    x, _, scores, _, residual, *layer = ctx.needs_input_grad[1:11]
+    wanted = x, scores, *layer
+    dx = dscores = None
+    dlayer = [None] * len(layer)
+    if any(wanted):
+        b_up, x, h, offsets, row_token, *saved = ctx.saved_tensors
+        h = pre_activations(h, x, offsets, row_token, *saved[3:5], b_up, ctx.flags)
+        saved = x, h, offsets, row_token, *saved
+        dx, dscores, *dlayer = expert_gradients(saved, rows_of(dout), ctx.flags, wanted)
+    return dx, None, dscores, None, dout if residual else None, *dlayer, *nothing
+
+
+def expert_gradients(
+    saved: Sequence[Tensor | None],
+    dout: Tensor,
+    flags: Sequence[Any],
+    wanted: Sequence[bool],
+) -> list[Tensor | None]:
+    """dx, dscores, dw_up, dw_gate, dw_down, db_up and db_down, None where not wanted.
+
+    saved: the arguments of moe_backward from x to b_down.
+    """
+    x, scores, w_up, w_gate, w_down, b_up, b_down = wanted
+    bits = _wanted(x, scores, w_up or w_gate, w_down, b_up, b_down)
+    gradients = ops.moe_backward(dout, *saved, *flags, bits)
+    return [g if want else None for g, want in zip(gradients, wanted, strict=True)]
 
 
 def _experts_setup(ctx, inputs, output):

@@ -132,8 +132,9 @@ def _layer_sizes(w_down: Tensor, gated: bool, transposed: bool) -> tuple[int, in
     return experts, hidden, 2 * intermediate if gated else intermediate
 
 
-@_fake("moe_forward")
-def _moe_forward(x, ids, scores, token_offsets, w_up, w_gate, w_down, b_up, b_down, *flags):
+def moe_forward_fake(
+    x, ids, scores, token_offsets, residual, w_up, w_gate, w_down, b_up, b_down, *flags
+):
     _, gated, _, _, _, _, _, transposed, keep = flags
     experts, hidden, width = _layer_sizes(w_down, gated, transposed)
     rows = ids.numel()
@@ -145,6 +146,9 @@ def _moe_forward(x, ids, scores, token_offsets, w_up, w_gate, w_down, b_up, b_do
         _empty_int32(x, *ids.shape),
         x.new_empty(rows, dtype=score_dtype(x.dtype)),
     )
+
+
+_fake("moe_forward")(moe_forward_fake)
 
 
 def _weight_gradients(x, w_up, w_gate, w_down, gated, transposed, wanted):
@@ -222,7 +226,7 @@ def _down_projection(a, offsets, w_down, b_down, transposed):
 
 
 @_fake("combine")
-def _combine(y, slot_row, slot_score, token_offsets=None):
+def _combine(y, slot_row, slot_score, token_offsets=None, residual=None):
     return y.new_empty(_tokens(slot_row, token_offsets), y.shape[1])
 
 

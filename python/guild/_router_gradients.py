@@ -107,7 +107,7 @@ def _router_logits_gradient(ctx, dlogits):
     return _logits_gradient(ctx, *ctx.saved_tensors, dlogits)
 
 
-def _route_tokens_forward(x, weight, *rest):
+def route_tokens_forward(x, weight, *rest):
     """route of the logits x weight^T."""
     return ops.route(router_logits_forward(x, weight), *rest)
 
@@ -117,15 +117,30 @@ def _route_tokens_setup(ctx, inputs, output):
     _keep_routing(ctx, router, output, x, weight)
 
 
+def _route_tokens_logits_gradient(dscores, routed, x, weight, router):
+    """dlogits in x's dtype; routed: scores, ids, slopes; router: score, renormalize, scale.
+
+    The logits are not kept: a gradient that needs them computes them again, bit for bit.
+    """
+    logits = router_logits_forward(x, weight) if _needs_logits(*router[:2]) else None
+    experts = weight.shape[0]
+    return ops.route_backward(rows_of(dscores), *routed, logits, experts, *router).to(x.dtype)
+
+
+def add_router_gradient(dx, dscores, routed, x, weight, router, want_weight):
+    """Adds dlogits weight to dx, unless that is None; returns dweight, or None if not wanted."""
+    dlogits = _route_tokens_logits_gradient(dscores, routed, x, weight, router)
+    if dx is not None:
+        dx.addmm_(dlogits, weight)
+    return dlogits.t() @ x if want_weight else None
+
+
 def _route_tokens_gradient(ctx, dscores, *_):
-    """The logits are not kept: a gradient that needs them computes them again, bit for bit."""
     nothing = (None,) * 8
     if dscores is None:
         return None, None, *nothing
     *routed, x, weight = ctx.saved_tensors
-    logits = router_logits_forward(x, weight) if _needs_logits(*ctx.router[:2]) else None
-    experts = weight.shape[0]
-    dlogits = ops.route_backward(rows_of(dscores), *routed, logits, experts, *ctx.router)
+    dlogits = _route_tokens_logits_gradient(dscores, routed, x, weight, ctx.router)
     return *_logits_gradient(ctx, x, weight, dlogits), *nothing
 
 
@@ -137,7 +152,7 @@ library.define(
 )
 for _key in ("CPU", "CUDA"):
     library.impl("router_logits", router_logits_forward, _key)
-    library.impl("route_tokens", _route_tokens_forward, _key)
+    library.impl("route_tokens", route_tokens_forward, _key)
 
 
 @torch.library.register_fake("guild::router_logits", lib=library)
@@ -145,9 +160,12 @@ def _router_logits_fake(x, weight):
     return x.new_empty(x.shape[0], weight.shape[0], dtype=score_dtype(x.dtype))
 
 
-@torch.library.register_fake("guild::route_tokens", lib=library)
-def _route_tokens_fake(x, weight, *rest):
+def route_tokens_fake(x, weight, *rest):
+    """Empty outputs of route_tokens."""
     return route_fake(_router_logits_fake(x, weight), *rest)
+
+
+torch.library.register_fake("guild::route_tokens", lib=library)(route_tokens_fake)
 
 
 for _name, _backward, _setup in (

@@ -33,6 +33,9 @@ class DroppingMoE(MoE):
             raise ValueError(f"capacity: expected a positive number, got {capacity}")
         self.capacity = capacity
 
+    def _routes_in_one(self) -> bool:
+        return not self.training and super()._routes_in_one()
+
     def _route(
         self, x: Tensor, weight: Tensor, token_mask: Tensor | None, shape: torch.Size
     ) -> tuple[Tensor, Tensor, Tensor | None]:

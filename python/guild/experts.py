@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from guild import _gradients  # noqa: F401 - registers the gradients
+from guild import _layer_operator  # noqa: F401 - registers the gradients
 from guild._checks import (
     expect_device,
     expect_dims,
@@ -19,11 +19,13 @@ from guild._checks import (
 )
 from guild._operators import autocast, ops, score_dtype
 from guild.activations import Activation, as_activation, is_interleaved
+from guild.routing import Router, token_arguments
 from guild.weight_gradients import Experts, WeightGradients
 
 Halves = tuple[Tensor, Tensor]  # gate, up
 
 _moe_forward = ops.moe_forward.default
+_moe_layer = ops.moe_layer.default
 _experts_forward = ops.experts_forward.default
 
 
@@ -40,6 +42,7 @@ def routed_experts(
     order: str = "concatenated",
     transposed: bool = False,
     token_offsets: Tensor | None = None,
+    residual: Tensor | None = None,
     recompute: bool = False,
     weight_gradients: WeightGradients | None = None,
 ) -> Tensor:
@@ -82,6 +85,8 @@ def routed_experts(
         int32 (T + 1): tokens have lists of any length, as `guild.round_tokens` makes them. Token t
         has the slots token_offsets[t] .. token_offsets[t + 1] of topk_ids and topk_weights, which
         are (slots,) then; slots at or past token_offsets[T] belong to nobody.
+    residual : torch.Tensor, optional
+        (T, H), in x's dtype: added to a token's sum before that is rounded.
     recompute : bool
         Keep nothing of the experts but x: backward computes the pre-activations, 2 T K I values,
         again, one up projection more.
@@ -101,8 +106,8 @@ def routed_experts(
 
     Notes
     -----
-    Gradients flow to x, topk_weights, weights and biases, each in its own dtype. The method is
-    SonicMoE's (arXiv:2512.14080, section 3).
+    Gradients flow to x, topk_weights, weights, biases and residual, each in its own dtype. The
+    method is SonicMoE's (arXiv:2512.14080, section 3).
     """
     return routed_experts_and_offsets(
         x,
@@ -116,6 +121,7 @@ def routed_experts(
         order,
         transposed,
         token_offsets,
+        residual,
         recompute,
         weight_gradients,
     )[0]
@@ -133,6 +139,7 @@ def routed_experts_and_offsets(
     order: str,
     transposed: bool,
     token_offsets: Tensor | None = None,
+    residual: Tensor | None = None,
     recompute: bool = False,
     weight_gradients: WeightGradients | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -155,16 +162,58 @@ def routed_experts_and_offsets(
         raise TypeError(f"topk_weights: expected a floating dtype, got {topk_weights.dtype}")
     given = w_up, w_down, b_up, b_down
     x, *layer, gradient = _layer(x, *given, activation, order, transposed)
+    residual = _residual(residual, x)
     scores = topk_weights.to(score_dtype(x.dtype)).contiguous()
     ids = topk_ids.contiguous()
     keep = torch.is_grad_enabled() and (gradient or scores.requires_grad)
     if keep and weight_gradients is not None:
         parameters = _parameters(weight_gradients, *given, order)
-        tokens = ids, scores, token_offsets
+        tokens = None, None, ids, scores, token_offsets, residual
         return Experts.apply(weight_gradients, parameters, recompute, x, *tokens, None, *layer)
     keep = keep and not recompute
-    out, _, offsets, _, _, _ = _moe_forward(x, ids, scores, token_offsets, *layer, keep)
+    out, _, offsets, *_ = _moe_forward(x, ids, scores, token_offsets, residual, *layer, keep)
     return out, offsets
+
+
+def routed_layer(
+    x: Tensor,
+    router_weight: Tensor,
+    top_k: int,
+    router: Router,
+    selection_bias: Tensor | None,
+    token_mask: Tensor | None,
+    w_up: Tensor,
+    w_down: Tensor,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
+    activation: Activation,
+    residual: Tensor | None,
+    recompute: bool,
+    weight_gradients: WeightGradients | None,
+) -> tuple[Tensor, Tensor]:
+    """`route_tokens` and `routed_experts_and_offsets` as one op, of which x gets one gradient."""
+    tokens = token_arguments(x, router_weight, top_k, router, selection_bias, token_mask)
+    given, order = (w_up, w_down, b_up, b_down), "concatenated"
+    x, *layer, gradient = _layer(x, *given, activation, order, False)
+    residual = _residual(residual, x)
+    keep = torch.is_grad_enabled() and (gradient or router_weight.requires_grad)
+    if keep and weight_gradients is not None:
+        parameters = _parameters(weight_gradients, *given, order)
+        chosen = x, router_weight, tokens[2:], None, None, None, residual, None
+        return Experts.apply(weight_gradients, parameters, recompute, *chosen, *layer)
+    out, _, offsets, *_ = _moe_layer(*tokens, residual, *layer, keep and not recompute)
+    return out, offsets
+
+
+def _residual(residual: Tensor | None, x: Tensor) -> Tensor | None:
+    """Checked, in the autocast dtype; x is in that already."""
+    if residual is None:
+        return None
+    expect_shape("residual", residual, tuple(x.shape), "(tokens, hidden)")
+    _, residual = autocast(x, residual)
+    expect_like("residual", residual, x)
+    expect_rows("residual", residual)
+    return residual
 
 
 def experts_mlp(
@@ -215,7 +264,7 @@ def experts_mlp(
     if keep and weight_gradients is not None:
         parameters = _parameters(weight_gradients, *given, order)
         return Experts.apply(
-            weight_gradients, parameters, recompute, x, None, None, None, offsets, *layer
+            weight_gradients, parameters, recompute, x, *(None,) * 6, offsets, *layer
         )[0]
     return _experts_forward(x, offsets, *layer, keep and not recompute)[0]
 

@@ -19,7 +19,7 @@ from guild._checks import (
 from guild._operators import autocast, ops
 from guild.activations import Activation, as_activation
 from guild.balancing import BalanceSums, balance_sums
-from guild.experts import experts_mlp, routed_experts_and_offsets
+from guild.experts import experts_mlp, routed_experts_and_offsets, routed_layer
 from guild.rounding import round_tokens
 from guild.routing import Router, route_logits, route_tokens
 from guild.weight_gradients import WeightGradients
@@ -175,30 +175,42 @@ class MoE(nn.Module):
             expect_shape("token_mask", token_mask, tuple(x.shape[:-1]))
             token_mask = token_mask.reshape(-1)
         flat, weight = autocast(x.reshape(-1, self.hidden), self.router.weight)
-        ids, scores, token_offsets = self._route(flat, weight, token_mask, x.shape[:-1])
-        tokens = flat
-        if self.routing.applied_to == "input":
-            tokens, scores = (flat * scores).to(flat.dtype), torch.ones_like(scores)
-        out, offsets = routed_experts_and_offsets(
-            tokens,
-            ids,
-            scores,
-            self.w_up,
-            self.w_down,
-            self.b_up,
-            self.b_down,
-            self.activation,
-            "concatenated",
-            False,
-            token_offsets,
-            self.recompute,
-            self.weight_gradients,
-        )
+        shared = None if self.shared is None else self.shared(flat)
+        weights = self.w_up, self.w_down, self.b_up, self.b_down, self.activation
+        if self._routes_in_one():
+            bias = getattr(self.router, "selection_bias", None)
+            router = self.top_k, self.routing, bias, token_mask
+            later = self.recompute, self.weight_gradients
+            out, offsets = routed_layer(flat, weight, *router, *weights, shared, *later)
+        else:
+            ids, scores, token_offsets = self._route(flat, weight, token_mask, x.shape[:-1])
+            if self.routing.applied_to == "input":
+                flat, scores = (flat * scores).to(flat.dtype), torch.ones_like(scores)
+            out, offsets = routed_experts_and_offsets(
+                flat,
+                ids,
+                scores,
+                *weights,
+                "concatenated",
+                False,
+                token_offsets,
+                shared,
+                self.recompute,
+                self.weight_gradients,
+            )
         if not torch.compiler.is_exporting():  # an exported graph keeps nothing
             self._offsets = offsets
-        if self.shared is not None:
-            out = out + self.shared(flat)
         return out.view(x.shape)
+
+    def _keeps_logits(self) -> bool:
+        """Whether balancing or rounding needs the router's logits."""
+        return self.training and (
+            self.balance_over is not None or self.routing.rounding is not None
+        )
+
+    def _routes_in_one(self) -> bool:
+        """Whether router and experts can be one op: nobody else needs what is between them."""
+        return self.routing.applied_to == "output" and not self._keeps_logits()
 
     def _route(
         self, x: Tensor, weight: Tensor, token_mask: Tensor | None, shape: torch.Size
@@ -209,7 +221,7 @@ class MoE(nn.Module):
         """
         bias = getattr(self.router, "selection_bias", None)
         router, over = self.routing, self.balance_over
-        if not self.training or (over is None and router.rounding is None):
+        if not self._keeps_logits():
             return *route_tokens(x, weight, self.top_k, router, bias, token_mask), None
         logits = router_logits(x, weight)
         ids, scores = route_logits(logits, self.top_k, router, bias, token_mask)

@@ -248,6 +248,20 @@ def route_tokens(
     TypeError, ValueError
         If dtypes or devices do not fit; the message names the argument.
     """
+    arguments = token_arguments(x, weight, top_k, router, selection_bias, token_mask)
+    scores, ids, _ = _route_tokens(*arguments)
+    return ids, scores
+
+
+def token_arguments(
+    x: Tensor,
+    weight: Tensor,
+    top_k: int,
+    router: Router,
+    selection_bias: Tensor | None,
+    token_mask: Tensor | None,
+) -> tuple:
+    """Checked arguments of the ops that route x; see `route_tokens`."""
     if x.dtype != weight.dtype:
         raise TypeError(
             f"x: expected dtype {dtype_name(weight.dtype)} as router.weight has, got "
@@ -258,7 +272,7 @@ def route_tokens(
     if token_mask is not None:
         expect_device("token_mask", token_mask, x, "x")
         token_mask = token_flags(token_mask)
-    scores, ids, _ = _route_tokens(
+    return (
         x,
         weight,
         selection_bias,
@@ -270,7 +284,6 @@ def route_tokens(
         router.groups,
         router.top_groups,
     )
-    return ids, scores
 
 
 def token_flags(token_mask: Tensor) -> Tensor:

@@ -17,6 +17,8 @@ from torch.autograd.function import once_differentiable
 from guild._autograd import rows_of
 from guild._checks import dtype_name
 from guild._gradients import ops, pre_activations
+from guild._operators import SIGMOID
+from guild._router_gradients import add_router_gradient
 
 _NAMES = ("w_up", "w_up[0] (gate)", "w_down", "b_up", "b_down")
 
@@ -100,23 +102,44 @@ def _expect_main_grad(name: str, parameter: Tensor) -> None:
 
 
 class Experts(torch.autograd.Function):
-    """The expert layer in steps, of tokens (ids, scores, token_offsets) or of sorted rows."""
+    """The expert layer in steps, of tokens (ids, scores, token_offsets) or of sorted rows.
+
+    With a router, the arguments of route_tokens after x: the whole layer, see guild::moe_layer.
+    """
 
     @staticmethod
-    def forward(ctx, sink, parameters, recompute, x, ids, scores, token_offsets, offsets, *layer):
+    def forward(
+        ctx,
+        sink,
+        parameters,
+        recompute,
+        x,
+        router_weight,
+        router,
+        ids,
+        scores,
+        token_offsets,
+        residual,
+        offsets,
+        *layer,
+    ):
         """(out, offsets) of `routed_experts` (ids, scores) or of `experts_mlp` (offsets)."""
         w_up, w_gate, w_down, b_up, b_down, *flags = layer
         row_token = slot_row = row_score = None
+        routed = ()
+        if router is not None:
+            scores, ids, slopes = ops.route_tokens(x, router_weight, *router)
+            ctx.router = router[3:6]  # score, renormalize, scale
+            routed = router_weight, scores, ids, slopes if router[3] == SIGMOID else None
         if offsets is None:
             out, h, offsets, row_token, slot_row, row_score = ops.moe_forward(
-                x, ids, scores, token_offsets, *layer, not recompute
+                x, ids, scores, token_offsets, residual, *layer, not recompute
             )
         else:
             out, h = ops.experts_forward(x, offsets, *layer, not recompute)
         ctx.sink, ctx.parameters, ctx.flags = sink, parameters, flags
-        ctx.save_for_backward(
-            x, h, offsets, row_token, slot_row, row_score, w_up, w_gate, w_down, b_up, b_down
-        )
+        places = offsets, row_token, slot_row, row_score
+        ctx.save_for_backward(x, h, *places, w_up, w_gate, w_down, b_up, b_down, *routed)
         ctx.token_offsets = token_offsets
         ctx.mark_non_differentiable(offsets)
         ctx.set_materialize_grads(False)
@@ -125,14 +148,15 @@ class Experts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dout, _):
-        """dX and dscores; the weight gradients go to the sink."""
-        nothing = (None,) * (7 + len(ctx.flags))
+        """dX, dscores and the router's gradient; the weight gradients go to the sink."""
+        nothing = (None,) * (6 + len(ctx.flags))
         if dout is None:
-            return (*(None,) * 6, *nothing)
-        x, h, offsets, row_token, slot_row, row_score, w_up, w_gate, w_down, b_up, b_down = (
-            ctx.saved_tensors
-        )
+            return (*(None,) * 10, *nothing)
+        x, h, offsets, row_token, slot_row, row_score, *rest = ctx.saved_tensors
+        w_up, w_gate, w_down, b_up, b_down, *routed = rest
+        want_x, want_router, _, _, want_scores, _, want_residual = ctx.needs_input_grad[3:10]
         h = pre_activations(h, x, offsets, row_token, w_up, w_gate, b_up, ctx.flags)
+        dresidual = dout if want_residual else None
         dout = rows_of(dout)
         dh, a, parts = ops.down_gradient(dout, h, offsets, row_token, row_score, w_down, *ctx.flags)
         ctx.sink._take(
@@ -150,19 +174,23 @@ class Experts(torch.autograd.Function):
                 row_score,
             )
         )
-        dx = dscores = None
-        if ctx.needs_input_grad[5]:
+        dx = dscores = drouter = None
+        if want_scores or (routed and (want_x or want_router)):
             dscores = ops.score_gradient(
                 parts, slot_row, offsets, dout, b_down, a.shape[1], ctx.token_offsets
             )
-        if ctx.needs_input_grad[3]:
+        if want_x:
             dx = ops.up_gradient(dh, offsets, w_up, w_gate, ctx.flags[1], *ctx.flags[6:])
             if slot_row is not None:
                 dx = ops.combine(dx, slot_row, None, ctx.token_offsets)
             else:  # rows of nobody were not written
                 nobody = torch.arange(x.shape[0], device=x.device) >= offsets[-1]
                 dx.masked_fill_(nobody[:, None], 0)
-        return None, None, None, dx, None, dscores, *nothing
+        if routed and dscores is not None:
+            weight, *routed = routed
+            drouter = add_router_gradient(dx, dscores, routed, x, weight, ctx.router, want_router)
+            dscores = None
+        return None, None, None, dx, drouter, None, None, dscores, None, dresidual, *nothing
 
 
 @torch.no_grad()

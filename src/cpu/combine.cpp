@@ -1,4 +1,4 @@
-// O[t] = sum over k of slot_score[t, k] * Y[slot_row[t, k]], k ascending
+// O[t] = residual[t] + sum over k of slot_score[t, k] * Y[slot_row[t, k]], k ascending
 #include "check.h"
 #include "cpu/views.h"
 #include "guild/cpu.h"
@@ -18,7 +18,11 @@ void combine_token(Combine const& x, int64_t token) {
   auto const* const scores = static_cast<F const*>(x.routing.slot_score);
   F* const sum = scratch.take<F>(hidden);
   F* const row = scratch.take<F>(hidden);
-  std::fill_n(sum, hidden, F(0));
+  if (x.residual.data == nullptr) {
+    std::fill_n(sum, hidden, F(0));
+  } else {
+    load(rows_of<T>(x.residual, hidden).row(token), 1, sum, hidden);
+  }
   auto const slots = slots_of(x.routing.token_offsets, x.sizes.rows(), x.sizes.top_k, token);
   for (int64_t slot = slots.begin; slot < slots.end; ++slot) {
     int32_t const r = x.routing.slot_row[slot];

@@ -14,8 +14,7 @@ struct Eight {
 };
 
 template <class T>
-__device__ inline Eight load_eight(T const* from) {
-  uint4 const words = *reinterpret_cast<uint4 const*>(from);
+__device__ inline Eight unpack_eight(uint4 const& words) {
   uint32_t const w[4] = {words.x, words.y, words.z, words.w};
   Eight e;
 #pragma unroll
@@ -25,6 +24,13 @@ __device__ inline Eight load_eight(T const* from) {
     e.value[2 * i + 1] = v.y;
   }
   return e;
+}
+
+__device__ inline uint4 load_words(void const* from) { return *static_cast<uint4 const*>(from); }
+
+template <class T>
+__device__ inline Eight load_eight(T const* from) {
+  return unpack_eight<T>(load_words(from));
 }
 
 template <class T>

@@ -1,13 +1,16 @@
-// Stable counting sort of slots by expert, in two kernels of one block a chunk of slots:
+// Stable counting sort of slots by expert, in two kernels of one block, then a few, a chunk of
+// slots:
 //
 //   rank      numbers the chunk's slots of each expert; a cluster of blocks adds up its chunks
-//   scatter   adds up the clusters' histograms, of all for the offsets and of those before its own
-//             for where its rows begin, and gives each slot its row
+//   scatter   adds up the clusters' histograms, of all for the offsets and of those before its
+//             chunk's for where its rows begin, and gives each slot its row
 //
 // Workspace: (clusters, E) rows of each cluster, then (chunks, E) rows of a chunk's cluster before
 // it. Ranks follow from a fixed order of warps and from warp votes; atomic additions of integers
 // only count, so the result is the same in every run.
-#include "arch/barrier.cuh"
+#include <algorithm>
+
+#include "arch/cluster.cuh"
 #include "check.h"
 #include "gemm/launch.cuh"
 #include "shared/routing.h"
@@ -17,16 +20,37 @@ namespace guild::cuda {
 namespace {
 
 constexpr int kThreads = int(kSortThreads), kWarps = kThreads / 32;
-constexpr int kCluster = int(kSortCluster);
+constexpr int kCluster = int(kSortCluster), kMostClusters = int(kMostSortChunks) / kCluster;
 constexpr int kAtOnce = 4;  // slots that a thread loads before it uses them
 
-// A slot's expert; -1 past `end`, for slots of no token and for ids outside [0, E).
-__device__ int id_of(Sort const& x, int64_t slot, int64_t end) {
-  if (slot >= end || slot >= used_slots(x)) return -1;
-  int64_t const id = x.ids_are_int64 ? static_cast<int64_t const*>(x.ids)[slot]
-                                     : int64_t(static_cast<int32_t const*>(x.ids)[slot]);
-  return id >= 0 && id < x.experts ? int(id) : -1;
+// An id as it lies in memory. Loading it does not wait for it; asking which expert it is does.
+struct RawId {
+  int low = -1, high = 0;
+
+  // -1 for ids outside [0, E).
+  __device__ int expert(Sort const& x) const {
+    return high == 0 && unsigned(low) < unsigned(x.experts) ? low : -1;
+  }
+};
+// No id at or past `used` slots.
+__device__ RawId load_id(Sort const& x, int64_t slot, int64_t used) {
+  RawId id;
+  if (slot >= used) return id;
+  int const* const word = static_cast<int const*>(x.ids) + (slot << x.ids_are_int64);
+  id.low = word[0];
+  if (x.ids_are_int64) id.high = word[1];
+  return id;
 }
+
+// The ids of slots begin + lane, 32 apart.
+struct RawIds {
+  RawId id[kAtOnce];
+
+  __device__ RawIds(Sort const& x, int64_t begin, int64_t used) {
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) id[i] = load_id(x, begin + 32 * i + threadIdx.x % 32, used);
+  }
+};
 
 __device__ int* cluster_counts(Sort const& x, int64_t cluster) {
   return static_cast<int*>(x.workspace) + cluster * x.experts;
@@ -35,26 +59,12 @@ __device__ int* counts_before(Sort const& x, int64_t clusters, int64_t chunk) {
   return cluster_counts(x, clusters + chunk);
 }
 
-// `at` of another block of the cluster.
-__device__ int load_from_block(int const* at, int rank) {
-  int value;
-  asm volatile(
-      "{\n"
-      ".reg .u32 there;\n"
-      "mapa.shared::cluster.u32 there, %1, %2;\n"
-      "ld.shared::cluster.u32 %0, [there];\n"
-      "}"
-      : "=r"(value)
-      : "r"(shared_address(at)), "r"(rank)
-      : "memory");
-  return value;
-}
-
 // Adds up the cluster's histograms; each block does a part of the experts. count: (E) of a block.
 __device__ void add_up_cluster(Sort const& x, int const* count) {
   int const experts = int(x.experts), rank = cluster_rank();
   int const part = (experts + kCluster - 1) / kCluster, end = min(experts, (rank + 1) * part);
   int64_t const cluster = blockIdx.x / kCluster, clusters = gridDim.x / kCluster;
+#pragma unroll 1
   for (int e = rank * part + int(threadIdx.x); e < end; e += kThreads) {
     int rows[kCluster], before = 0;
 #pragma unroll
@@ -70,20 +80,20 @@ __device__ void add_up_cluster(Sort const& x, int const* count) {
 
 // Numbers the slots of this warp, 32 at a time in order. next: (E) of this warp, the next number of
 // each expert.
-__device__ void rank_slots(Sort const& x, int* next, int64_t begin, int64_t end) {
+__device__ void rank_slots(Sort const& x, int* next, int64_t begin, int64_t end, int64_t used) {
   int const lane = threadIdx.x % 32;
+#pragma unroll 1
   for (int64_t base = begin; base < end; base += 32 * kAtOnce) {
-    int id[kAtOnce];
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) id[i] = id_of(x, base + 32 * i + lane, end);
+    RawIds const ids(x, base, used);
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       if (base + 32 * i >= end) break;
-      unsigned const same = __match_any_sync(~0u, id[i]);
+      int const id = ids.id[i].expert(x);
+      unsigned const same = __match_any_sync(~0u, id);
       int const before = __popc(same & ((1u << lane) - 1));
-      int const rank = id[i] >= 0 ? next[id[i]] + before : 0;
+      int const rank = id >= 0 ? next[id] + before : 0;
       __syncwarp();
-      if (id[i] >= 0 && before == 0) next[id[i]] += __popc(same);
+      if (id >= 0 && before == 0) next[id] += __popc(same);
       __syncwarp();
       if (base + 32 * i + lane < end) x.slot_row[base + 32 * i + lane] = rank;
     }
@@ -98,15 +108,22 @@ rank_kernel(Sort x, int64_t chunk) {
   int64_t const begin = blockIdx.x * chunk, end = min(begin + chunk, slot_count(x));
   int64_t const warp_begin = begin + warp * (chunk / kWarps);
   int64_t const warp_end = min(warp_begin + chunk / kWarps, end);
+  int64_t const used = min(warp_end, used_slots(x));
   int *const count = memory, *const next = memory + experts;
+#pragma unroll 1
   for (int i = threadIdx.x; i < kWarps * experts; i += kThreads) next[i] = 0;
   __syncthreads();
-#pragma unroll 4
-  for (int64_t slot = warp_begin + threadIdx.x % 32; slot < warp_end; slot += 32) {
-    int const id = id_of(x, slot, warp_end);
-    if (id >= 0) atomicAdd(&next[warp * experts + id], 1);
+#pragma unroll 1
+  for (int64_t base = warp_begin; base < used; base += 32 * kAtOnce) {
+    RawIds const ids(x, base, used);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      int const id = ids.id[i].expert(x);
+      if (id >= 0) atomicAdd(&next[warp * experts + id], 1);
+    }
   }
   __syncthreads();
+#pragma unroll 1
   for (int e = threadIdx.x; e < experts; e += kThreads) {
     int rows[kWarps], before = 0;
 #pragma unroll
@@ -120,7 +137,7 @@ rank_kernel(Sort x, int64_t chunk) {
   }
   cluster_barrier();
   add_up_cluster(x, count);
-  rank_slots(x, next + warp * experts, warp_begin, warp_end);
+  rank_slots(x, next + warp * experts, warp_begin, warp_end, used);
   cluster_barrier();  // the other blocks have read `count`
 }
 
@@ -134,100 +151,93 @@ __device__ int warp_scan(int value) {
   return value;
 }
 
-// Turns totals (E) into the first row of each expert; returns the number of rows. The first block
-// writes them out as the offsets.
-__device__ int scan_totals(Sort const& x, int* total) {
+// The first row of the chunk's slots of each expert into first_row: (E). Returns the number of
+// rows. The first block writes the first row of each expert as the offsets.
+__device__ int find_first_rows(Sort const& x, int clusters, int* first_row) {
   __shared__ int warp_sum[kWarps];
   int const warp = threadIdx.x / 32, lane = threadIdx.x % 32, experts = int(x.experts);
+  int const mine = blockIdx.x / kCluster;
+  bool const first_block = blockIdx.x == 0 && blockIdx.y == 0;
   int carry = 0;
+#pragma unroll 1
   for (int base = 0; base < experts; base += kThreads) {
     int const e = base + int(threadIdx.x);
-    int const count = e < experts ? total[e] : 0;
-    int const inclusive = warp_scan(count);
+    int count[kMostClusters], total = 0, earlier = 0;
+    if (e < experts) {
+      earlier = counts_before(x, clusters, blockIdx.x)[e];
+#pragma unroll
+      for (int c = 0; c < kMostClusters; ++c) count[c] = c < clusters ? cluster_counts(x, c)[e] : 0;
+#pragma unroll
+      for (int c = 0; c < kMostClusters; ++c) {
+        total += count[c];
+        earlier += c < mine ? count[c] : 0;
+      }
+    }
+    int const inclusive = warp_scan(total);
     if (lane == 31) warp_sum[warp] = inclusive;
     __syncthreads();
     int const sums = warp_scan(lane < kWarps ? warp_sum[lane] : 0);
-    int const before_warp = warp == 0 ? 0 : __shfl_sync(~0u, sums, warp - 1);
-    int const first = carry + before_warp + inclusive - count;
+    int const before_warp = __shfl_sync(~0u, sums, max(warp - 1, 0));
+    int const first = carry + (warp == 0 ? 0 : before_warp) + inclusive - total;
     carry += __shfl_sync(~0u, sums, kWarps - 1);
-    if (e < experts) total[e] = first;
-    if (e < experts && blockIdx.x == 0) x.offsets[e] = first;
+    if (e < experts) first_row[e] = first + earlier;
+    if (e < experts && first_block) x.offsets[e] = first;
     __syncthreads();
   }
-  if (threadIdx.x == 0 && blockIdx.x == 0) x.offsets[experts] = carry;
+  if (threadIdx.x == 0 && first_block) x.offsets[experts] = carry;
   return carry;
 }
 
-// The first row of the chunk's slots of each expert into `first`: (E). Returns the number of rows.
-__device__ int first_rows(Sort const& x, int64_t clusters, int* first, int* before) {
-  int const mine = blockIdx.x / kCluster;
-  for (int e = threadIdx.x; e < x.experts; e += kThreads) {
-    int total = 0, earlier = counts_before(x, clusters, blockIdx.x)[e];
-#pragma unroll 16
-    for (int c = 0; c < clusters; ++c) {
-      int const count = cluster_counts(x, c)[e];
-      total += count;
-      earlier += c < mine ? count : 0;
-    }
-    first[e] = total;
-    before[e] = earlier;
-  }
-  __syncthreads();
-  int const rows = scan_totals(x, first);
-  for (int e = threadIdx.x; e < x.experts; e += kThreads) first[e] += before[e];
-  __syncthreads();
-  return rows;
+// What is known of a slot before it has a row.
+struct Slot {
+  RawId id;
+  int rank = 0;
+  float score = 0;
+};
+__device__ Slot load_slot(Sort const& x, int64_t slot, int64_t end, int64_t used) {
+  Slot s;
+  if (slot >= end) return s;
+  s.id = load_id(x, slot, used);
+  s.rank = x.slot_row[slot];
+  if (x.scores != nullptr) s.score = static_cast<float const*>(x.scores)[slot];
+  return s;
 }
 
-// What a thread gives rows to in one go.
-struct Slots {
-  int64_t first;
-  int id[kAtOnce], rank[kAtOnce];
-  float score[kAtOnce];
-
-  __device__ void load(Sort const& x, int64_t begin, int64_t end) {
-    first = begin + threadIdx.x;
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      int64_t const slot = first + i * kThreads;
-      id[i] = id_of(x, slot, end);
-      rank[i] = slot < end ? x.slot_row[slot] : 0;
-      bool const scored = slot < end && x.scores != nullptr;
-      score[i] = scored ? static_cast<float const*>(x.scores)[slot] : 0;
-    }
-  }
-  __device__ void place(Sort const& x, int const* first_row, int64_t end) const {
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      int64_t const slot = first + i * kThreads;
-      if (slot >= end) break;
-      int const row = id[i] >= 0 ? first_row[id[i]] + rank[i] : -1;
-      x.slot_row[slot] = row;
-      if (row < 0) continue;
+// Blocks of one x share a chunk, `piece` slots each. Every instruction here runs a few times at
+// most, so loops stay rolled: fetching code would take longer than running it.
+__global__ void __launch_bounds__(kThreads) scatter_kernel(Sort x, int64_t chunk, int64_t piece,
+                                                           int clusters) {
+  extern __shared__ int first_row[];  // (E)
+  int64_t const begin = blockIdx.x * chunk + blockIdx.y * piece;
+  int64_t const chunk_end = min((blockIdx.x + 1) * chunk, slot_count(x));
+  int64_t const end = min(begin + piece, chunk_end), used = used_slots(x);
+  int64_t slot = begin + threadIdx.x;
+  Slot s = load_slot(x, slot, end, used);
+  int const rows = find_first_rows(x, clusters, first_row);
+#pragma unroll 1
+  while (slot < end) {
+    int const expert = s.id.expert(x), row = expert >= 0 ? first_row[expert] + s.rank : -1;
+    x.slot_row[slot] = row;
+    if (row >= 0) {
       x.row_token[row] = int(token_of(x.token_offsets, x.tokens, x.top_k, slot));
-      if (x.row_score != nullptr) static_cast<float*>(x.row_score)[row] = score[i];
+      if (x.row_score != nullptr) static_cast<float*>(x.row_score)[row] = s.score;
     }
-  }
-};
-
-__global__ void __launch_bounds__(kThreads) scatter_kernel(Sort x, int64_t chunk,
-                                                           int64_t clusters) {
-  extern __shared__ int memory[];  // (E) twice
-  int64_t const begin = blockIdx.x * chunk, end = min(begin + chunk, slot_count(x));
-  Slots slots;
-  slots.load(x, begin, end);
-  int const rows = first_rows(x, clusters, memory, memory + x.experts);
-  for (int64_t at = begin;;) {
-    slots.place(x, memory, end);
-    at += kAtOnce * kThreads;
-    if (at >= end) break;
-    slots.load(x, at, end);
+    slot += kThreads;
+    s = load_slot(x, slot, end, used);
   }
   // Rows that no slot takes are the last ones: the block that owns slot r clears row r.
+#pragma unroll 1
   for (int64_t row = max(begin, int64_t(rows)) + threadIdx.x; row < end; row += kThreads) {
     x.row_token[row] = 0;
     if (x.row_score != nullptr) static_cast<float*>(x.row_score)[row] = 0;
   }
+}
+
+// Slots of a block of the second kernel: a part of the chunk. Each block adds up all histograms by
+// itself, so the more experts the fewer.
+int64_t piece_slots(int64_t chunk, int64_t experts) {
+  int64_t const blocks = std::clamp<int64_t>(1024 / experts, 1, 4), fill = blocks * kThreads;
+  return (chunk + fill - 1) / fill * kThreads;
 }
 
 }  // namespace
@@ -252,8 +262,10 @@ void sort_by_expert(Sort const& x, Queue queue) {
   int64_t const clusters = sort_clusters(slots);
   rank_kernel<<<unsigned(clusters * kCluster), kThreads, rank_bytes(x.experts), queue.stream>>>(
       x, chunk);
-  scatter_kernel<<<unsigned(sort_chunks(slots)), kThreads, 2 * x.experts * sizeof(int),
-                   queue.stream>>>(x, chunk, clusters);
+  int64_t const piece = piece_slots(chunk, x.experts), pieces = (chunk + piece - 1) / piece;
+  dim3 const blocks(unsigned(sort_chunks(slots)), unsigned(pieces));
+  scatter_kernel<<<blocks, kThreads, x.experts * sizeof(int), queue.stream>>>(x, chunk, piece,
+                                                                              int(clusters));
   cuda_check(cudaGetLastError(), "launch of sort_by_expert");
 }
 

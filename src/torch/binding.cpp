@@ -53,8 +53,8 @@ void define_layers(Library& m) {
       "(Tensor offsets, Tensor row_token, Tensor slot_row, Tensor row_score)");
 
   m.def(
-      "moe_forward(Tensor x, Tensor ids, Tensor scores, Tensor? token_offsets, Tensor w_up, "
-      "Tensor? w_gate, Tensor w_down, Tensor? b_up, Tensor? b_down, " GUILD_ACTIVATION
+      "moe_forward(Tensor x, Tensor ids, Tensor scores, Tensor? token_offsets, Tensor? residual, "
+      "Tensor w_up, Tensor? w_gate, Tensor w_down, Tensor? b_up, Tensor? b_down, " GUILD_ACTIVATION
       ", bool interleaved, bool transposed, bool keep) -> (Tensor o, Tensor h, Tensor offsets, "
       "Tensor row_token, Tensor slot_row, Tensor row_score)");
   m.def(
@@ -83,8 +83,8 @@ void define_steps(Library& m) {
       "down_projection(Tensor a, Tensor offsets, Tensor w_down, Tensor? b_down, bool transposed) "
       "-> Tensor");
   m.def(
-      "combine(Tensor y, Tensor slot_row, Tensor? slot_score, Tensor? token_offsets=None) -> "
-      "Tensor");
+      "combine(Tensor y, Tensor slot_row, Tensor? slot_score, Tensor? token_offsets=None, Tensor? "
+      "residual=None) -> Tensor");
   m.def(
       "down_gradient(Tensor dout, Tensor h, Tensor offsets, Tensor? row_token, Tensor? row_score, "
       "Tensor w_down, " GUILD_ACTIVATION

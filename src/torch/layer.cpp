@@ -113,11 +113,11 @@ Gradients run_backward(Place const& place, Layer const& layer, Routing const& ro
 }  // namespace
 
 Tensors6 moe_forward(Tensor const& x, Tensor const& ids, Tensor const& scores,
-                     MaybeTensor const& token_offsets, Tensor const& w_up,
-                     MaybeTensor const& w_gate, Tensor const& w_down, MaybeTensor const& b_up,
-                     MaybeTensor const& b_down, int64_t kind, bool gated, double alpha,
-                     double limit, double up_offset, bool clamp_after, bool interleaved,
-                     bool transposed, bool keep) {
+                     MaybeTensor const& token_offsets, MaybeTensor const& residual,
+                     Tensor const& w_up, MaybeTensor const& w_gate, Tensor const& w_down,
+                     MaybeTensor const& b_up, MaybeTensor const& b_down, int64_t kind, bool gated,
+                     double alpha, double limit, double up_offset, bool clamp_after,
+                     bool interleaved, bool transposed, bool keep) {
   Place const place(x, "x");
   Slots const slots = slots_of(place, ids, "ids", token_offsets);
   Layer const layer =
@@ -141,6 +141,7 @@ Tensors6 moe_forward(Tensor const& x, Tensor const& ids, Tensor const& scores,
       forward_args(place, layer, routing, x, {w_up, w_gate, w_down}, b_up, b_down, workspace);
   f.h = {h.data_ptr(), 0};
   f.o = {o.data_ptr(), 0};
+  f.residual = place.rows(residual, "residual", layer.dtype, {s.tokens, s.hidden});
   place.run(cpu::moe_forward, cuda::moe_forward, f);
   return {o, h, rows.offsets, rows.row_token, rows.slot_row, rows.row_score};
 }

@@ -52,13 +52,13 @@ Sorted sorted(Place const& place, Tensor const& ids, Tensor const& scores, int64
 
 // ---- layer.cpp ----------------------------------------------------------------------------------
 
-// -> o (T, H), h (R, W) or empty, offsets, row_token, slot_row, row_score
+// residual (T, H) -> o (T, H), h (R, W) or empty, offsets, row_token, slot_row, row_score
 Tensors6 moe_forward(Tensor const& x, Tensor const& ids, Tensor const& scores,
-                     MaybeTensor const& token_offsets, Tensor const& w_up,
-                     MaybeTensor const& w_gate, Tensor const& w_down, MaybeTensor const& b_up,
-                     MaybeTensor const& b_down, int64_t kind, bool gated, double alpha,
-                     double limit, double up_offset, bool clamp_after, bool interleaved,
-                     bool transposed, bool keep);
+                     MaybeTensor const& token_offsets, MaybeTensor const& residual,
+                     Tensor const& w_up, MaybeTensor const& w_gate, Tensor const& w_down,
+                     MaybeTensor const& b_up, MaybeTensor const& b_down, int64_t kind, bool gated,
+                     double alpha, double limit, double up_offset, bool clamp_after,
+                     bool interleaved, bool transposed, bool keep);
 // -> dx, dscores, dw_up, dw_gate, dw_down, db_up, db_down; wanted: bits of Wanted
 Tensors7 moe_backward(Tensor const& dout, Tensor const& x, Tensor const& h, Tensor const& offsets,
                       Tensor const& row_token, Tensor const& slot_row, Tensor const& row_score,
@@ -88,9 +88,9 @@ Tensors2 up_projection(Tensor const& x, Tensor const& offsets, MaybeTensor const
                        bool clamp_after, bool interleaved, bool transposed, bool keep);
 Tensor down_projection(Tensor const& a, Tensor const& offsets, Tensor const& w_down,
                        MaybeTensor const& b_down, bool transposed);
-// y (R, H), slot_row (T, K) -> (T, H)
+// y (R, H), slot_row (T, K), residual (T, H) -> (T, H)
 Tensor combine(Tensor const& y, Tensor const& slot_row, MaybeTensor const& slot_score,
-               MaybeTensor const& token_offsets);
+               MaybeTensor const& token_offsets, MaybeTensor const& residual);
 // -> dh (R, W), a_scaled (R, I), score_parts (R, parts)
 Tensors3 down_gradient(Tensor const& dout, Tensor const& h, Tensor const& offsets,
                        MaybeTensor const& row_token, MaybeTensor const& row_score,

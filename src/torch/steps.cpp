@@ -105,7 +105,7 @@ Tensor down_projection(Tensor const& a, Tensor const& offsets, Tensor const& w_d
 }
 
 Tensor combine(Tensor const& y, Tensor const& slot_row, MaybeTensor const& slot_score,
-               MaybeTensor const& token_offsets) {
+               MaybeTensor const& token_offsets, MaybeTensor const& residual) {
   Place const place(y, "y");
   require_dims(y, "y", 2);
   Slots const slots = slots_of(place, slot_row, "slot_row", token_offsets);
@@ -125,6 +125,7 @@ Tensor combine(Tensor const& y, Tensor const& slot_row, MaybeTensor const& slot_
         slots.packed(place, *slot_score, "slot_score", score_dtype(args.dtype));
   }
   args.y = place.rows(y, "y", args.dtype, {s.rows(), s.hidden});
+  args.residual = place.rows(residual, "residual", args.dtype, {s.tokens, s.hidden});
   Tensor o = place.empty({s.tokens, s.hidden}, args.dtype);
   args.o = {o.data_ptr(), 0};
   place.run(cpu::combine, cuda::combine, args);

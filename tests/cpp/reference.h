@@ -133,12 +133,12 @@ struct Reference {
     return y;
   }
 
-  // scores (T, K) or empty
-  Matrix combine(Matrix const& y, Matrix const& scores) const {
+  // scores (T, K) or empty; residual (T, H) or empty
+  Matrix combine(Matrix const& y, Matrix const& scores, Matrix const& residual = {}) const {
     Matrix o(s.tokens, s.hidden);
     for (int64_t t = 0; t < s.tokens; ++t) {
       for (int64_t j = 0; j < s.hidden; ++j) {
-        F sum = 0;
+        F sum = residual.rows > 0 ? F(residual(t, j)) : F(0);
         for (int64_t k = 0; k < s.top_k; ++k) {
           int32_t const r = rowing.slot_row[t * s.top_k + k];
           if (r >= 0) sum += (scores.rows > 0 ? F(scores(t, k)) : F(1)) * F(y(r, j));

@@ -98,6 +98,10 @@ std::vector<WrongCall> wrong_gradients() {
           "workspace", &Calls::forward, cpu::moe_forward, [](auto& x) { x.workspace = nullptr; },
           "workspace: expected 768 bytes, got null"),
       wrong(
+          "residual", &Calls::forward, cpu::moe_forward,
+          [](auto& x) { x.residual = x.x, x.routing.slot_row = nullptr; },
+          "residual: expected null where rows are not combined, got a pointer"),
+      wrong(
           "dscores", &Calls::backward, cpu::moe_backward,
           [](auto& x) {
             static float somewhere;

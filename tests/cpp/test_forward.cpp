@@ -88,6 +88,25 @@ TEST_P(Forward, Combine) {
   }
 }
 
+TEST_P(Forward, CombineWithResidual) {
+  Layer& l = layer();
+  LayerParam const& p = l.p;
+  if (p.shape.sorted) return;
+  auto const y = l.input(l.s.rows(), l.s.hidden), residual = l.input(l.s.tokens, l.s.hidden);
+  Tensor o = l.output(l.s.tokens, l.s.hidden);
+  Combine step{l.s, p.dtype, l.routing(), y.view(), o.view(), residual.view()};
+  run_twice(step, {&o});
+  o.expect_untouched_from(l.s.tokens, "o");
+  expect_close(o.get(), l.truth().combine(y.host, l.scores, residual.host).values,
+               l.yardstick().combine(y.host, l.scores, residual.host).values, p.dtype, "o");
+
+  Tensor in_place = l.output(l.s.tokens, l.s.hidden);
+  in_place.set(residual.host.values);
+  step.o = in_place.view(), step.residual = in_place.view();
+  l.device.run(step);
+  EXPECT_TRUE(o.get() == in_place.get()) << "o differs where it was the residual";
+}
+
 GUILD_LAYER_TESTS(Forward, false);
 GUILD_LAYER_TESTS(ForwardLayouts, true);
 

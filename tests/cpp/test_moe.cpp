@@ -37,11 +37,11 @@ class Moe : public LayerTest {
   }
 
   template <class F>
-  Matrix forward(Reference<F> const& r, Matrix const& x, Matrix& h) const {
+  Matrix forward(Reference<F> const& r, Matrix const& x, Matrix const& residual, Matrix& h) const {
     Matrix a;
     r.up_projection(x, w_up_, b_up_.host, h, a);
     Matrix const y = r.down_projection(a, w_down_.host, b_down_.host);
-    return layer().p.shape.sorted ? y : r.combine(y, layer().scores);
+    return layer().p.shape.sorted ? y : r.combine(y, layer().scores, residual);
   }
 
   struct Gradients {
@@ -93,16 +93,18 @@ TEST_P(Moe, Forward) {
   Layer& l = layer();
   LayerParam const& p = l.p;
   auto const x = l.input(l.input_rows(), l.s.hidden);
+  Layer::Input const residual =
+      p.bias && !p.shape.sorted ? l.input(l.s.tokens, l.s.hidden) : Layer::Input{};
   Bytes workspace(l.device, moe_forward_workspace_bytes(l.s, p.dtype));
   Tensor h = l.output(l.s.rows(), p.width()), o = l.output(output_rows(), l.s.hidden);
-  MoeForward step{l.s,      p.dtype,   p.act.activation, p.order(),    l.routing(),
-                  x.view(), up_view(), down_view(),      b_up_.view(), b_down_.view(),
-                  h.view(), o.view(),  workspace.data()};
+  MoeForward step{l.s,      p.dtype,   p.act.activation, p.order(),      l.routing(),
+                  x.view(), up_view(), down_view(),      b_up_.view(),   b_down_.view(),
+                  h.view(), o.view(),  workspace.data(), residual.view()};
   run_twice(step, {&h, &o});
   EXPECT_TRUE(workspace.canaries_alive()) << "workspace: written past its ends";
   Matrix truth_h, yard_h;
-  Matrix const truth = forward(l.truth(), x.host, truth_h);
-  Matrix const yard = forward(l.yardstick(), x.host, yard_h);
+  Matrix const truth = forward(l.truth(), x.host, residual.host, truth_h);
+  Matrix const yard = forward(l.yardstick(), x.host, residual.host, yard_h);
   expect_close(used_rows(h, "h"), truth_h.values, yard_h.values, p.dtype, "h");
   expect_close(result(o, "o"), truth.values, yard.values, p.dtype, "o");
 

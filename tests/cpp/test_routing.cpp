@@ -384,6 +384,8 @@ TEST_P(SortTest, ManyChunks) {  // of the CUDA backend's sort
     run<int64_t>(c, DType::float32, true);
     c.sizes = {30011, 1, 1, 1000, 5};  // chunks longer than a block's threads
     run<int32_t>(c, DType::float32, true);
+    c.sizes = {65003, 1, 1, 130, 5};  // several blocks a chunk
+    run<int32_t>(c, DType::float32, true);
   }
 }
 

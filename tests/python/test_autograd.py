@@ -54,6 +54,25 @@ def test_routed_experts(activation: str, layout: str) -> None:
     assert gradcheck(run, inputs, atol=1e-6, rtol=1e-4)
 
 
+@pytest.mark.parametrize("alone", [False, True])
+def test_residual(alone: bool) -> None:
+    """Added to the sum, with the gradient of the output; also where it alone wants one."""
+    layer = make_layer(TINY, ACTIVATIONS["swiglu"], seed=3)
+    arguments = layer.arguments("concatenated")
+    if alone:
+        arguments = {n: t.detach() if isinstance(t, Tensor) else t for n, t in arguments.items()}
+
+    def run(residual: Tensor, x: Tensor, scores: Tensor) -> Tensor:
+        return guild.routed_experts(x, layer.ids, scores, **arguments, residual=residual)
+
+    inputs = (values(TINY.tokens, TINY.hidden), layer.x, layer.scores)
+    without = guild.routed_experts(layer.x, layer.ids, layer.scores, **arguments)
+    torch.testing.assert_close(run(*inputs), inputs[0] + without)
+    if not alone:
+        inputs = (inputs[0], layer.x.requires_grad_(), layer.scores.requires_grad_())
+    assert gradcheck(run, inputs, atol=1e-6, rtol=1e-4)
+
+
 def test_biases_as_a_pair() -> None:
     """b_up as (gate, up), in both orders, gives what the packed one gives."""
     layer = make_layer(TINY, ACTIVATIONS["swiglu"])

@@ -48,7 +48,7 @@ def test_memory_is_poisoned(device: str) -> None:
     layer = layer_of("sentinel_ids", device)
     w_up, w_down = layer.arguments("concatenated")["w_up"], layer.down
     _, h, offsets, *_ = ops.moe_forward(
-        layer.x, layer.ids, layer.scores, None, w_up, None, w_down, None, None, *FLAGS, True
+        layer.x, layer.ids, layer.scores, None, None, w_up, None, w_down, None, None, *FLAGS, True
     )
     unwritten = h[int(offsets[-1]) :].float()
     assert unwritten.numel() > 0

@@ -61,13 +61,13 @@ FLAGS = (0, True, 1.0, float("inf"), 0.0, False, False, False)
 RAW: dict[str, tuple[Callable[[SimpleNamespace], object], str]] = {
     "w_up": (
         lambda r: ops.moe_forward(
-            r.x, r.ids, r.weights, None, r.up[:3], None, r.down, None, None, *FLAGS, True
+            r.x, r.ids, r.weights, None, None, r.up[:3], None, r.down, None, None, *FLAGS, True
         ),
         r"w_up: expected shape \(4, 32, 32\), got \(3, 32, 32\)",
     ),
     "scores": (
         lambda r: ops.moe_forward(
-            r.x, r.ids, r.weights.double(), None, r.up, None, r.down, None, None, *FLAGS, True
+            r.x, r.ids, r.weights.double(), None, None, r.up, None, r.down, None, None, *FLAGS, True
         ),
         "scores: expected dtype float32, got float64",
     ),

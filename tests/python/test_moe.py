@@ -86,6 +86,51 @@ def test_against_plain_pytorch(router: str, activation: str, shared: int) -> Non
     assert ids.dtype == torch.int32 and ids.shape == (6,) and int(ids.sum()) == 35 * top_k
 
 
+@pytest.mark.parametrize("router", [name for name in ROUTERS if name != "llama4"])
+def test_one_op_and_two(router: str) -> None:
+    """Balancing routes outside of the experts' op: the same output and gradients."""
+    torch.manual_seed(0)
+    made = {"router": ROUTERS[router], "shared_experts": 1, "dtype": torch.float64}
+    one = guild.MoE(24, 16, 6, 2, **made)
+    two = guild.MoE(24, 16, 6, 2, balance_over="batch", **made)
+    two.load_state_dict(one.state_dict())
+    x = torch.randn(5, 7, 24, dtype=torch.float64, requires_grad=True)
+    results = []
+    for moe in (one, two):
+        out = moe(x)
+        results.append([out, *torch.autograd.grad(out.square().sum(), (x, *moe.parameters()))])
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("frozen", ["x", "router", "both", "experts", "all"])
+@pytest.mark.parametrize("later", [None, guild.WeightGradients()])
+def test_frozen(frozen: str, later: guild.WeightGradients | None) -> None:
+    """What wants no gradient gets none; the rest gets what it gets without."""
+    torch.manual_seed(0)
+    moe = guild.MoE(24, 16, 6, 2, shared_experts=1, dtype=torch.float64)
+    x = torch.randn(9, 24, dtype=torch.float64)
+    experts, router = [moe.w_up, moe.w_down], [moe.router.weight]
+    everything = [x, *moe.parameters()]
+    x.requires_grad_()
+    moe(x).square().sum().backward()
+    truth = [t.grad.clone() for t in everything]
+    for t in everything:
+        t.grad = None
+    groups = {"x": [x], "router": router, "both": [x, *router], "experts": experts}
+    still = groups.get(frozen, [x, *router, *experts])
+    for t in still:
+        t.requires_grad_(False)
+    moe.weight_gradients = later
+    moe(x).square().sum().backward()
+    for t, expected in zip(everything, truth, strict=True):
+        if any(t is s for s in still):
+            assert t.grad is None
+        else:
+            torch.testing.assert_close(t.grad, expected)
+    assert moe.shared.w_up.grad is not None
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 def test_sixteen_bits(dtype: torch.dtype, device: str) -> None:
     """Output near float64's wherever the choice of experts is not a matter of rounding."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from guild._gradients import ops
+from guild._layer_operator import ops
 from layers import ACTIVATIONS, Case, Layer, make_layer, pack
 
 # No sentinel ids: opcheck compares every element, and rows that belong to nobody are not written.
@@ -71,7 +71,7 @@ CALLS: dict[str, Callable[[Inputs], Arguments]] = {
     "moe_forward": lambda i: (
         *wanting(i.layer.x),
         i.layer.ids,
-        *wanting(i.layer.scores, None, *i.weights, *i.biases),
+        *wanting(i.layer.scores, None, i.layer.x, *i.weights, *i.biases),
         *FLAGS,
         True,
     ),
@@ -104,7 +104,7 @@ CALLS: dict[str, Callable[[Inputs], Arguments]] = {
         True,
     ),
     "down_projection": lambda i: (i.a, i.offsets, i.layer.down, i.layer.down_bias, False),
-    "combine": lambda i: (i.rows, i.slot_row, i.layer.scores),
+    "combine": lambda i: (i.rows, i.slot_row, i.layer.scores, None, i.layer.x),
     "down_gradient": lambda i: (
         i.layer.dout,
         i.h,
@@ -182,6 +182,20 @@ CALLS: dict[str, Callable[[Inputs], Arguments]] = {
     ),
     "router_logits": lambda i: wanting(
         i.layer.x.to(torch.bfloat16), i.layer.down[:, :, 0].to(torch.bfloat16)
+    ),
+    "moe_layer": lambda i: (
+        *wanting(i.layer.x, i.layer.down[:, :, 0].contiguous()),
+        None,
+        i.logits[:, 0] > -9,
+        2,
+        1,
+        False,
+        1.0,
+        1,
+        1,
+        *wanting(i.layer.x, *i.weights, *i.biases),
+        *FLAGS,
+        True,
     ),
     "route_tokens": lambda i: (
         *wanting(i.layer.x, i.layer.down[:, :, 0].contiguous()),

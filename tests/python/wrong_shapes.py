@@ -147,6 +147,11 @@ SHAPES: dict[str, Wrong] = {
         ValueError,
         r"w_up\[0\] \(gate\): expected shape \(4, 16, 32\), got \(4, 8, 32\)",
     ),
+    "residual of other tokens": (
+        lambda r: routed(r, residual=r.x[1:]),
+        ValueError,
+        r"residual: expected shape \(6, 32\), got \(5, 32\)",
+    ),
     "ids of other tokens": (
         lambda r: routed(r, topk_ids=r.ids[1:]),
         ValueError,
