@@ -51,11 +51,14 @@ void down_gradient(DownGradient const& x, Queue queue) {
   require_aligned(x.dh, "dh");
   require_aligned(x.a_scaled, "a_scaled");
   if (x.sizes.rows() == 0) return;
+  TileCount const count{.rows = x.sizes.rows(),
+                        .groups = x.sizes.experts,
+                        .columns = x.sizes.intermediate,
+                        .inner = x.sizes.hidden,
+                        .ragged = true};
   with_product(x.dtype, x.w_down.out_stride == 1 && x.w_down.in_stride != 1,
                x.routing.row_token != nullptr, [&]<class T, Major major, bool gathered> {
-                 int const choice = choose_config(x.sizes.rows(), x.sizes.experts, true);
-                 with_config(choice, [&](auto index) {
-                   constexpr GemmConfig c = kConfigs[index.value].config;
+                 with_config<Products::down_gradient>(count, [&]<GemmConfig c> {
                    launch_down_gradient<T, c, major, gathered>(x, queue);
                  });
                });

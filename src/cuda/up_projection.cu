@@ -49,11 +49,14 @@ void up_projection(UpProjection const& x, Queue queue) {
   require_aligned(x.h, "h");
   require_aligned(x.a, "a");
   if (x.sizes.rows() == 0) return;
+  TileCount const count{.rows = x.sizes.rows(),
+                        .groups = x.sizes.experts,
+                        .columns = view.width * view.halves,
+                        .inner = x.sizes.hidden,
+                        .ragged = true};
   with_product(x.dtype, view.w[0].in_stride == 1, x.routing.row_token != nullptr,
                [&]<class T, Major major, bool gathered> {
-                 int const choice = choose_config(x.sizes.rows(), x.sizes.experts, true);
-                 with_config(choice, [&](auto index) {
-                   constexpr GemmConfig c = kConfigs[index.value].config;
+                 with_config<Products::up>(count, [&]<GemmConfig c> {
                    launch_up_projection<T, c, major, gathered>(x, view, queue);
                  });
                });

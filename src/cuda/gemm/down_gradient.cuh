@@ -25,11 +25,10 @@ struct DownGradientEpilogue {
   static constexpr bool kReads = true;
   static constexpr int kBoxBytes = 2 * kBlockBytes;  // 64 columns, 128 rows: both consumers'
 
-  using Storage = StoreBoxes;
+  struct Storage {};
   struct State {
-    StoreRing ring;
     float scale[2], dot[2];  // of the rows r and r + 8 that a thread holds
-    __device__ explicit State(Storage& s) : ring(s) {}
+    __device__ explicit State(Storage&) {}
   };
 
   // How many times 64 columns the tile has.
@@ -43,6 +42,11 @@ struct DownGradientEpilogue {
     for (int i = 0; i < boxes(); ++i) tma_load(h, to + i * kBoxBytes, place(tile, unit, i), full);
   }
 
+  template <int n>
+  __device__ bool start(float (&)[n / 2], Tile const&, int) const {
+    return false;
+  }
+
   __device__ void begin(State& state, Tile const& tile, int thread) const {
 #pragma unroll
     for (int below = 0; below < 2; ++below) {
@@ -52,15 +56,14 @@ struct DownGradientEpilogue {
     }
   }
 
-  // All stores of a unit are one group.
-  __device__ void store_unit(float* g, char* stage, State& state, Tile const& tile, int unit,
-                             int thread) const {
-    char* const box = state.ring.acquire(thread);
+  // A' leaves from `box`, dH from where H came to; `storer` issues all stores, as one group.
+  __device__ void store_unit(float* g, char* box, char* stage, State& state, Tile const& tile,
+                             int unit, int thread, int storer) const {
     differentiate(g, stage, state, columns() - tile.col - 64 * unit, thread);
     if (a.present) fragment_to_box<T>(shared_address(box), g, thread);
     fence_async_proxy();
     warpgroup_barrier();
-    if (thread != 0) return;
+    if (thread != storer) return;
     for (int i = 0; i < boxes(); ++i) {
       Coordinate const at = place(tile, unit, i);
       tma_store(dh.map, stage + i * kBoxBytes, clipped_box(at.x, at.y, at.z, tile.rows));

@@ -1,7 +1,8 @@
 // One struct per fused output. An epilogue is a function from a tile of accumulators to memory.
 //
-// begin() runs before the tile's products and may start loads, store() after them; State lives in
-// registers from tile to tile, Storage in shared memory, one a consumer warpgroup.
+// start() may fill the accumulators before the tile's products and says whether it has; store()
+// runs after them. State lives in registers from tile to tile, Storage in shared memory, one a
+// consumer warpgroup.
 #pragma once
 #include "outputs.cuh"
 #include "shared/tiles.h"
@@ -12,24 +13,50 @@ namespace guild::cuda {
 template <class T>
 struct StoreRows {
   RowOutput<T> d;
-  Bias<T> bias;         // (E, columns)
-  DirectOutput direct;  // instead of d where its data is not null
+  Bias<T> bias;  // (E, columns)
 
   using Storage = StoreBoxes;
   using State = StoreRing;
   static constexpr bool kReads = false;
-  __device__ void begin(State&, Tile const&, int) const {}
 
   template <int n>
+  __device__ bool start(float (&acc)[n / 2], Tile const& tile, int thread) const {
+    if (bias.data == nullptr) return false;
+    bias.template fill<n>(acc, tile.expert, 0, tile.col, d.columns, thread);
+    return true;
+  }
+  template <int n>
   __device__ void store(float (&acc)[n / 2], State& ring, Tile const& tile, int thread) const {
-    if (bias.data != nullptr) {
-      add_bias<T, n>(acc, bias.of(tile.expert), tile.col, d.columns, thread);
+#pragma unroll
+    for (int c = 0; c < n; c += 64) {
+      int const col = tile.col + c;
+      if (col >= d.columns) break;
+      store_rows<T>(d, ring, acc + c / 2, tile, col, 0, thread);
     }
-    if (direct.data != nullptr) {
-      store_direct<T, n>(direct, acc, 0, tile.row, tile.col, tile.rows, thread);
-    } else {
-      store_rows<T, n>(d, ring, acc, tile.row, tile.col, 0, tile.rows, thread);
-    }
+  }
+};
+
+// The same, or one matrix per expert, in float32, of odd strides, or added to what is there.
+template <class T>
+struct StoreDirect {
+  DirectOutput d;
+  Bias<T> bias;
+
+  struct Storage {};
+  struct State {
+    __device__ explicit State(Storage&) {}
+  };
+  static constexpr bool kReads = false;
+
+  template <int n>
+  __device__ bool start(float (&acc)[n / 2], Tile const& tile, int thread) const {
+    if (bias.data == nullptr) return false;
+    bias.template fill<n>(acc, tile.expert, 0, tile.col, d.columns, thread);
+    return true;
+  }
+  template <int n>
+  __device__ void store(float (&acc)[n / 2], State&, Tile const& tile, int thread) const {
+    store_direct<T, n>(d, acc, tile.expert, tile.row, tile.col, tile.rows, thread);
   }
 };
 
@@ -39,19 +66,17 @@ struct StoreExpert {
   CUtensorMap map;  // (columns, rows, E), or (rows, columns, E) where transposed
   bool transposed;  // rows of D are contiguous in memory, not columns
   int columns;
-  DirectOutput direct;  // instead of the map where its data is not null
 
   using Storage = StoreBoxes;
   using State = StoreRing;
   static constexpr bool kReads = false;
-  __device__ void begin(State&, Tile const&, int) const {}
 
   template <int n>
+  __device__ bool start(float (&)[n / 2], Tile const&, int) const {
+    return false;
+  }
+  template <int n>
   __device__ void store(float (&acc)[n / 2], State& ring, Tile const& tile, int thread) const {
-    if (direct.data != nullptr) {
-      store_direct<T, n>(direct, acc, tile.expert, tile.row, tile.col, tile.rows, thread);
-      return;
-    }
 #pragma unroll
     for (int c = 0; c < n; c += 64) {
       if (tile.col + c >= columns) break;
@@ -83,62 +108,87 @@ struct Activate {
   using Storage = StoreBoxes;
   using State = StoreRing;
   static constexpr bool kReads = false;
-  __device__ void begin(State&, Tile const&, int) const {}
+
+  template <int n>
+  __device__ bool start(float (&acc)[n / 2], Tile const& tile, int thread) const {
+    if (bias.data == nullptr) return false;
+    int const e = tile.expert, col = tile.col, columns = a.columns;
+    if (pairing == Pairing::halves) {
+      bias.template fill<n / 2>(acc, e, 0, col, columns, thread);
+      bias.template fill<n / 2>(acc + n / 4, e, columns, col, columns, thread);
+    } else {
+      int const all = pairing == Pairing::alternate ? 2 * columns : columns;
+      bias.template fill<n>(acc, e, 0, col, all, thread);
+    }
+    return true;
+  }
 
   // Box by box of A, in one copy of the code at which the accumulators pass by: unrolled it would
   // outgrow the instruction cache.
   template <int n>
   __device__ void store(float (&acc)[n / 2], State& ring, Tile const& tile, int thread) const {
-    add_biases<n>(acc, tile, thread);
-    auto const store_box_of = [&](RowOutput<T> const& out, float* value, int col, int half) {
-      if (!out.present) return;
-      store_rows<T, 64>(out, ring, value, tile.row, col, half, tile.rows, thread);
-    };
-    if (pairing == Pairing::halves) {
-      int const end = min(n / 2, a.columns - tile.col);
-#pragma unroll 1
-      for (int c = 0; c < end; c += 64) {
-        store_box_of(h, acc, tile.col + c, 0);
-        store_box_of(h, acc + n / 4, tile.col + c, 1);
-        activate_halves(acc, acc + n / 4, end - c);
-        store_box_of(a, acc, tile.col + c, 0);
-        pass<n / 4 - 32>(acc, 32);
-        pass<n / 4 - 32>(acc + n / 4, 32);
-      }
-    } else if (pairing == Pairing::alternate) {
-      int const end = min(n, 2 * a.columns - tile.col);
-#pragma unroll 1
-      for (int c = 0; c < end; c += 128) {
-        store_box_of(h, acc, tile.col + c, 0);
-        store_box_of(h, acc + 32, tile.col + c + 64, 0);
-        activate_neighbours(acc, end - c, thread);
-        store_box_of(a, acc, (tile.col + c) / 2, 0);
-        pass<n / 2 - 64>(acc, 64);
-      }
-    } else {
-      int const end = min(n, a.columns - tile.col);
-#pragma unroll 1
-      for (int c = 0; c < end; c += 64) {
-        store_box_of(h, acc, tile.col + c, 0);
-        activate_alone(acc, end - c);
-        store_box_of(a, acc, tile.col + c, 0);
-        pass<n / 2 - 32>(acc, 32);
-      }
+    switch (pairing) {
+      case Pairing::halves:
+        return store_halves<n>(acc, ring, tile, thread);
+      case Pairing::alternate:
+        return store_alternate<n>(acc, ring, tile, thread);
+      default:
+        return store_alone<n>(acc, ring, tile, thread);
     }
   }
 
  private:
   template <int n>
-  __device__ void add_biases(float (&acc)[n / 2], Tile const& tile, int thread) const {
-    if (bias.data == nullptr) return;
-    T const* const b = bias.of(tile.expert);
-    if (pairing == Pairing::halves) {
-      add_bias<T, n / 2>(acc, b, tile.col, a.columns, thread);
-      add_bias<T, n / 2>(acc + n / 4, b + a.columns, tile.col, a.columns, thread);
-    } else {
-      int const columns = pairing == Pairing::alternate ? 2 * a.columns : a.columns;
-      add_bias<T, n>(acc, b, tile.col, columns, thread);
+  __device__ void store_halves(float (&acc)[n / 2], State& ring, Tile const& tile,
+                               int thread) const {
+    float *const gate = acc, *const up = acc + n / 4;
+    int const end = min(n / 2, a.columns - tile.col);
+#pragma unroll 1
+    for (int c = 0; c < end; c += 64) {
+      int const col = tile.col + c;
+      store_box(h, ring, gate, tile, col, 0, thread);
+      store_box(h, ring, up, tile, col, 1, thread);
+      activate_halves(gate, up, end - c);
+      store_box(a, ring, gate, tile, col, 0, thread);
+      pass<n / 4 - 32>(gate, 32);
+      pass<n / 4 - 32>(up, 32);
     }
+  }
+
+  template <int n>
+  __device__ void store_alternate(float (&acc)[n / 2], State& ring, Tile const& tile,
+                                  int thread) const {
+    int const columns = 2 * a.columns, end = min(n, columns - tile.col);
+#pragma unroll 1
+    for (int c = 0; c < end; c += 128) {
+      int const col = tile.col + c;
+      store_box(h, ring, acc, tile, col, 0, thread);
+      store_box(h, ring, acc + 32, tile, col + 64, 0, thread);
+      activate_neighbours(acc, end - c, thread);
+      store_box(a, ring, acc, tile, col / 2, 0, thread);
+      pass<n / 2 - 64>(acc, 64);
+    }
+  }
+
+  template <int n>
+  __device__ void store_alone(float (&acc)[n / 2], State& ring, Tile const& tile,
+                              int thread) const {
+    int const end = min(n, a.columns - tile.col);
+#pragma unroll 1
+    for (int c = 0; c < end; c += 64) {
+      int const col = tile.col + c;
+      store_box(h, ring, acc, tile, col, 0, thread);
+      activate_alone(acc, end - c);
+      store_box(a, ring, acc, tile, col, 0, thread);
+      pass<n / 2 - 32>(acc, 32);
+    }
+  }
+
+  // 64 columns from `col`, where they exist and are wanted.
+  static __device__ void store_box(RowOutput<T> const& out, State& ring, float const* value,
+                                   Tile const& tile, int col, int half, int thread) {
+    if (!out.present || col >= out.columns) return;
+    store_rows<T>(out, ring, value, tile, col, half, thread);
   }
 
   template <int count>

@@ -7,6 +7,7 @@
 #pragma once
 #include "../arch/copy.cuh"
 #include "../arch/wgmma.cuh"
+#include "shared/tiles.h"
 
 namespace guild::cuda {
 
@@ -66,25 +67,48 @@ __device__ inline void fragment_to_box_transposed(uint32_t box, float const* val
   }
 }
 
-// One warpgroup's staging boxes, used in turn.
+// One warpgroup's staging boxes.
 struct StoreBoxes {
   static constexpr int kBoxes = 2;
   alignas(1024) char box[kBoxes][kBlockBytes];
 };
 
+// The boxes in turn, and those that a tile's last stages of the sum lend until its stores have read
+// them. Every box is stored by a group of its own.
 struct StoreRing {
-  StoreBoxes& boxes;
+  StoreBoxes& own;
+  char *first_lent = nullptr, *second_lent = nullptr;
+  int boxes = StoreBoxes::kBoxes;  // own and lent
   int turn = 0;
-  __device__ explicit StoreRing(StoreBoxes& boxes) : boxes(boxes) {}
+  bool free = false;  // no box up to the last waits for a store
+  __device__ explicit StoreRing(StoreBoxes& own) : own(own) {}
 
-  // Every thread of the warpgroup may write the box that this returns: what it held has left once
-  // all store groups but the latest have been read: one is issued between two uses of a box.
-  __device__ char* acquire(int thread) {
-    char* const box = boxes.box[turn];
-    turn ^= 1;
-    if (thread == 0) tma_store_wait<StoreBoxes::kBoxes - 1>();
+  // For the next tile, `count` boxes are lent. Earlier stores were waited for by thread 0.
+  __device__ void begin(int count, char* first, char* second) {
+    boxes = StoreBoxes::kBoxes + count;
+    first_lent = first;
+    second_lent = second;
+    turn = 0;
+    free = true;
     warpgroup_barrier();
-    return box;
+  }
+
+  // Every thread of the warpgroup may write the box that this returns: what it held has left.
+  __device__ char* acquire(int thread) {
+    if (turn == boxes) turn = 0, free = false;
+    if (!free) {
+      if (thread == 0) {
+        if (boxes == 4) {
+          tma_store_wait<3>();
+        } else {
+          tma_store_wait<1>();
+        }
+      }
+      warpgroup_barrier();
+    }
+    int const i = turn++;
+    char* const lent = i == StoreBoxes::kBoxes ? first_lent : second_lent;
+    return i < StoreBoxes::kBoxes ? own.box[i] : lent;
   }
 };
 
@@ -103,21 +127,17 @@ __device__ inline RowCoordinate clipped_box(int col, int half, int row, int vali
   return {col, half, 64 - valid, row + valid};
 }
 
-// Stores 64 x count values of a fragment through the ring.
-template <class T, int count>
+// Stores 64 columns of a fragment, those from `col`, through the ring.
+template <class T>
 __device__ inline void store_rows(RowOutput<T> const& out, StoreRing& ring, float const* value,
-                                  int row, int col, int half, int valid, int thread) {
-#pragma unroll
-  for (int c = 0; c < count; c += 64) {
-    if (col + c >= out.columns) break;
-    char* const box = ring.acquire(thread);
-    fragment_to_box<T>(shared_address(box), value + c / 2, thread);
-    fence_async_proxy();
-    warpgroup_barrier();
-    if (thread != 0) continue;
-    tma_store(out.map, box, clipped_box(col + c, half, row, valid));
-    tma_store_commit();
-  }
+                                  Tile const& tile, int col, int half, int thread) {
+  char* const box = ring.acquire(thread);
+  fragment_to_box<T>(shared_address(box), value, thread);
+  fence_async_proxy();
+  warpgroup_barrier();
+  if (thread != 0) return;
+  tma_store(out.map, box, clipped_box(col, half, tile.row, tile.rows));
+  tma_store_commit();
 }
 
 }  // namespace guild::cuda

@@ -33,8 +33,9 @@ struct GroupedProduct {
     alignas(1024) char a[C.stages][C.a_bytes()];
     alignas(1024) char b[C.stages][C.b_bytes()];
     typename Epilogue::Storage epilogue[C.consumers];
-    Barrier full[C.stages];   // Loader::kArrivals, and the bytes of TMA
-    Barrier empty[C.stages];  // one arrival per consumer warp of the cluster that reads the stage
+    Barrier full[C.stages];     // Loader::kArrivals, and the bytes of TMA
+    Barrier empty[C.stages];    // one arrival per consumer warp of the cluster that reads the stage
+    Barrier turn[C.consumers];  // in turns: this consumer may take its tile's stages
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024, "too many stages for shared memory");
 
@@ -43,6 +44,11 @@ struct GroupedProduct {
     uint32_t phase = 0;
     __device__ void advance() {
       if (++stage == C.stages) stage = 0, phase ^= 1;
+    }
+    __device__ void advance(int count) {
+      int const end = stage + count;
+      stage = end % C.stages;
+      phase ^= end / C.stages & 1;
     }
   };
 
@@ -80,12 +86,16 @@ struct GroupedProduct {
     Loader loader(p.load, thread);
     Cursor at;
     auto work = tiles(p);
-    for (Tile tile; next(work, tile);) {
+    // Finding a tile takes a while: the next one's place is found while this one's stages fill.
+    Tile tile, following;
+    for (bool more = next(work, tile); more; tile = following) {
       loader.begin(tile);
       for (int step = 0; step < steps(tile); ++step, at.advance()) {
         smem.empty[at.stage].wait(at.phase ^ 1);
         loader.load(tile, step, smem.a[at.stage], smem.b[at.stage], smem.full[at.stage]);
+        if (step == 0) more = next(work, following);
       }
+      if (tile.inner == 0) more = next(work, following);
       if constexpr (Epilogue::kReads) {
         for (int unit = 0; unit < p.epilogue.units(tile); ++unit, at.advance()) {
           smem.empty[at.stage].wait(at.phase ^ 1);
@@ -97,7 +107,9 @@ struct GroupedProduct {
     }
   }
 
-  using Accumulator = float[C.tile_n / 2];
+  // A consumer's part of a tile: 64 rows each.
+  static constexpr int kParts = C.consumer_rows() / 64;
+  using Accumulator = float[kParts][C.tile_n / 2];
 
   // One stage's products; they run on while this returns.
   static __device__ void multiply(Accumulator& acc, char* a, char* b, bool accumulate) {
@@ -108,86 +120,194 @@ struct GroupedProduct {
     wgmma_fence();
 #pragma unroll
     for (int slice = 0; slice < C.tile_k / 16; ++slice) {
-      mma_slice<Element, C.tile_n, Loader::kMajorA, Loader::kMajorB>(
-          acc, desc_a + slice * step_a, desc_b + slice * step_b, accumulate || slice > 0);
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        mma_slice<Element, C.tile_n, Loader::kMajorA, Loader::kMajorB>(
+            acc[part], desc_a + slice * step_a + part * (kBlockBytes / 16), desc_b + slice * step_b,
+            accumulate || slice > 0);
+      }
     }
     wgmma_commit();
   }
 
+  static __device__ void fence(Accumulator& acc) {
+#pragma unroll
+    for (auto& part : acc) fence_registers(part);
+  }
+
   // Sums the tile over its steps, freeing each stage once the next one's products are under way.
-  static __device__ void sum(Accumulator& acc, Cursor& at, Tile const& tile, SharedStorage& smem,
-                             int thread) {
+  // meanwhile: done once while products run. The last `kept` stages are not freed.
+  template <class F>
+  static __device__ void sum(Accumulator& acc, bool started, Cursor& at, Tile const& tile,
+                             SharedStorage& smem, int thread, int kept, F&& meanwhile) {
+    int const group = thread / 128;
+    int const first = C.in_turns ? 0 : group * kBlockBytes;  // of this consumer's rows of A
     int last = at.stage;  // the stage whose products may still run
     for (int step = 0; step < steps(tile); ++step, at.advance()) {
       // What cp.async wrote needs no proxy fence after this, as in CUTLASS's own such main loop. A
       // fence would wait for the arrival below at the other block: 150 to 350 cycles a step.
       smem.full[at.stage].wait(at.phase);
-      fence_registers(acc);
-      multiply(acc, smem.a[at.stage] + thread / 128 * kBlockBytes, smem.b[at.stage], step > 0);
-      if (step > 0) {
+      fence(acc);
+      multiply(acc, smem.a[at.stage] + first, smem.b[at.stage], started || step > 0);
+      if (step == 0) {
+        meanwhile();
+      } else {
         wgmma_wait<1>();
-        if (thread % 32 == 0) release(smem.empty[last]);
+        if (thread % 32 == 0 && step <= steps(tile) - kept) release(smem.empty[last]);
       }
       last = at.stage;
     }
+    if (tile.inner == 0) meanwhile();
+    if (C.in_turns && thread % 32 == 0) smem.turn[1 - group].arrive();
     wgmma_wait<0>();
-    fence_registers(acc);
-    if (tile.inner > 0 && thread % 32 == 0) release(smem.empty[last]);
+    fence(acc);
+    if (tile.inner > 0 && thread % 32 == 0 && kept == 0) release(smem.empty[last]);
   }
 
-  // The epilogue, fed by the ring. Stage by stage: wait, turn 64 columns into results, store. Warp
-  // 0, whose first thread stores from the stage, frees it when the next one's stores are under way.
-  // One copy of the code, at which the accumulators pass by: unrolled it would outgrow the
-  // instruction cache.
-  static __device__ void finish(Params const& p, Accumulator& acc, Cursor& at, Tile const& part,
-                                typename Epilogue::State& state, SharedStorage& smem, int thread) {
-    int const group = thread / 128, units = p.epilogue.units(part);
-    bool const stores = thread % 128 == 0, signals = thread % 32 == 0;
-    int last = at.stage;
+  // Stages that stores still read, and their number, at most two; a warp's first thread keeps them
+  // until the stores that it has issued are through.
+  struct Lent {
+    int count = 0, last = 0, before = 0;
+  };
+  // A tile's last stages lend this consumer's share of A to its stores.
+  static __device__ void lend(Lent& lent, int count, Cursor const& at,
+                              typename Epilogue::State& ring, SharedStorage& smem, int thread) {
+    lent = {count, (at.stage + C.stages - 1) % C.stages, (at.stage + C.stages - 2) % C.stages};
+    int const share = thread / 128 * kBlockBytes;
+    ring.begin(count, smem.a[lent.last] + share, smem.a[lent.before] + share);
+  }
+  static __device__ void take_back(Lent& lent, SharedStorage& smem, int thread) {
+    if (thread % 32 == 0 && lent.count > 0) {
+      tma_store_wait<0>();
+      if (lent.count > 1) release(smem.empty[lent.before]);
+      release(smem.empty[lent.last]);
+    }
+    lent.count = 0;
+  }
+
+  // The epilogue, fed by the ring. Stage by stage: wait, turn 64 columns into results, store. One
+  // thread stores, of another warp each time; its warp frees the stage when the stores have read
+  // it, at the next one. One copy of the code, at which the accumulators pass by: unrolled it would
+  // outgrow the instruction cache.
+  static __device__ void finish(Params const& p, float (&acc)[C.tile_n / 2], Cursor& at, Lent& lent,
+                                Tile const& part, typename Epilogue::State& state,
+                                SharedStorage& smem, int thread) {
+    int const share = thread / 128 * kBlockBytes, units = p.epilogue.units(part);
 #pragma unroll 1
     for (int unit = 0; unit < units; ++unit, at.advance()) {
+      int const storer = unit % 4 * 32;
       smem.full[at.stage].wait(at.phase);
-      char* const stage = smem.b[at.stage] + group * kBlockBytes;
-      if (part.rows > 0) p.epilogue.store_unit(acc, stage, state, part, unit, thread % 128);
+      if (part.rows > 0) {
+        p.epilogue.store_unit(acc, smem.a[at.stage] + share, smem.b[at.stage] + share, state, part,
+                              unit, thread % 128, storer);
+      }
 #pragma unroll
       for (int i = 0; i + 32 < C.tile_n / 2; ++i) acc[i] = acc[i + 32];
-      if (signals && !stores) release(smem.empty[at.stage]);
-      if (stores && unit > 0) {
-        tma_store_wait<1>();
-        release(smem.empty[last]);
+      take_back(lent, smem, thread);
+      if (thread % 128 == storer) {
+        lent = {1, at.stage};
+      } else if (thread % 32 == 0) {
+        release(smem.empty[at.stage]);
       }
-      last = at.stage;
-    }
-    if (stores && units > 0) {
-      tma_store_wait<0>();
-      release(smem.empty[last]);
     }
     if (part.rows > 0) p.epilogue.finish(state, part, thread % 128);
   }
 
-  static __device__ void consume(Params const& p, SharedStorage& smem, int thread) {
-    int const group = thread / 128;
-    Accumulator acc;
-    typename Epilogue::State state(smem.epilogue[group]);
-    Cursor at;
-    auto work = tiles(p);
-    for (Tile tile; next(work, tile);) {
-      Tile part = tile;  // this warpgroup's 64 rows
-      part.row += 64 * group;
-      part.rows = min(tile.rows - 64 * group, 64);
-      if (part.rows > 0) p.epilogue.begin(state, part, thread % 128);
-      if (tile.inner == 0) {
-#pragma unroll
-        for (float& x : acc) x = 0;
-      }
-      sum(acc, at, tile, smem, thread);
+  // The tile's rows from 64 * `part`, perhaps none.
+  static __device__ Tile own_rows(Tile tile, int part) {
+    tile.row += 64 * part;
+    tile.rows = min(tile.rows - 64 * part, 64);
+    return tile;
+  }
+
+  // The epilogue of the consumer's 64 rows, or of each of its parts in turn, in one copy of the
+  // code.
+  static __device__ void store(Params const& p, Accumulator& acc, Cursor& at, Lent& lent,
+                               Tile const& tile, typename Epilogue::State& state,
+                               SharedStorage& smem, int thread) {
+#pragma unroll 1
+    for (int i = 0; i < kParts; ++i) {
+      Tile const part = own_rows(tile, C.in_turns ? i : thread / 128);
       if constexpr (Epilogue::kReads) {
-        finish(p, acc, at, part, state, smem, thread);
+        finish(p, acc[0], at, lent, part, state, smem, thread);
       } else if (part.rows > 0) {
-        p.epilogue.template store<C.tile_n>(acc, state, part, thread % 128);
+        p.epilogue.template store<C.tile_n>(acc[0], state, part, thread % 128);
+      }
+      if constexpr (kParts > 1) {
+#pragma unroll
+        for (int v = 0; v < C.tile_n / 2; ++v) acc[0][v] = acc[1][v];
       }
     }
-    if (thread % 128 == 0) tma_store_wait<0>();  // shared memory must outlive the last store
+  }
+
+  // What the sum begins with, if anything.
+  static __device__ bool start(Params const& p, Accumulator& acc, Tile const& tile, int thread) {
+    bool started = false;
+#pragma unroll
+    for (auto& part : acc) {
+      started = p.epilogue.template start<C.tile_n>(part, tile, thread % 128);
+      if (started || tile.inner > 0) continue;
+#pragma unroll
+      for (float& x : part) x = 0;
+    }
+    return started;
+  }
+
+  static __device__ void consume_together(Params const& p, Accumulator& acc,
+                                          typename Epilogue::State& state, SharedStorage& smem,
+                                          int thread) {
+    constexpr bool kLends = requires { state.begin(0, nullptr, nullptr); };
+    Cursor at;
+    Lent lent;
+    auto work = tiles(p);
+    Tile tile, following;
+    for (bool more = next(work, tile); more; tile = following) {
+      if constexpr (Epilogue::kReads) {
+        p.epilogue.begin(state, own_rows(tile, thread / 128), thread % 128);
+      }
+      bool const started = start(p, acc, tile, thread);
+      int const keep = kLends ? min(steps(tile), 2) : 0;
+      sum(acc, started, at, tile, smem, thread, keep, [&] {
+        take_back(lent, smem, thread);
+        more = next(work, following);
+      });
+      if constexpr (kLends) lend(lent, keep, at, state, smem, thread);
+      store(p, acc, at, lent, tile, state, smem, thread);
+    }
+  }
+
+  // A consumer takes its tile's stages when the other has the last of the tile before: a barrier's
+  // parity tells neighbouring phases apart only.
+  static __device__ void consume_in_turns(Params const& p, Accumulator& acc,
+                                          typename Epilogue::State& state, SharedStorage& smem,
+                                          int thread) {
+    static_assert(C.consumers == 2 && !Epilogue::kReads);
+    int const group = thread / 128;
+    Cursor at;
+    Lent lent;
+    auto work = tiles(p);
+    Tile tile;
+    if (group == 1 && next(work, tile)) at.advance(steps(tile));
+    uint32_t phase = group ^ 1;  // of the barrier to wait at: the first consumer's first is past
+    while (next(work, tile)) {
+      bool const started = start(p, acc, tile, thread);
+      smem.turn[group].wait(phase);
+      phase ^= 1;
+      sum(acc, started, at, tile, smem, thread, 0, [] {});
+      store(p, acc, at, lent, tile, state, smem, thread);
+      if (next(work, tile)) at.advance(steps(tile));  // the other's
+    }
+  }
+
+  static __device__ void consume(Params const& p, SharedStorage& smem, int thread) {
+    Accumulator acc;
+    typename Epilogue::State state(smem.epilogue[thread / 128]);
+    if constexpr (C.in_turns) {
+      consume_in_turns(p, acc, state, smem, thread);
+    } else {
+      consume_together(p, acc, state, smem, thread);
+    }
+    if (thread % 32 == 0) tma_store_wait<0>();  // shared memory must outlive the last store
   }
 
   static __device__ void sync() {
@@ -202,8 +322,9 @@ struct GroupedProduct {
     if (threadIdx.x == 0) {
       for (int s = 0; s < C.stages; ++s) {
         smem.full[s].init(Loader::kArrivals);
-        smem.empty[s].init(4 * C.consumers * C.cluster);
+        smem.empty[s].init(4 * (C.in_turns ? 1 : C.consumers) * C.cluster);
       }
+      for (Barrier& turn : smem.turn) turn.init(4);
       fence_barrier_init();
     }
     sync();

@@ -48,19 +48,24 @@ struct WeightLoader {
   __device__ void load(Tile const& tile, int step, char* to, Barrier& full) const {
     int const half = step >= half_steps;
     int const k = (step - half * half_steps) * C.tile_k;
+    if constexpr (major == Major::K) {
 #pragma unroll
-    for (int side = 0; side < 2; ++side) {
-      if (C.cluster == 2 && side != cluster_rank()) continue;  // the neighbour brings it
-      CUtensorMap const& m = map[half | (side & int(pair_columns))];
-      int const n = tile.col + (pair_columns ? 0 : side * kHalf);
-      char* const part = to + side * kHalf * 128;
-      if constexpr (major == Major::K) {
-        load_shared<C>(m, part, {k, n, tile.expert}, full);
-      } else {
+      for (int side = 0; side < 2; ++side) {
+        if (C.cluster == 2 && side != cluster_rank()) continue;  // the neighbour brings it
+        CUtensorMap const& m = map[half | (side & int(pair_columns))];
+        int const n = tile.col + (pair_columns ? 0 : side * kHalf);
+        load_shared<C>(m, to + side * kHalf * 128, {k, n, tile.expert}, full);
+      }
+    } else {
+      constexpr int share = C.tile_n / C.cluster;
+      static_assert(share % 64 == 0);
+      int const first = C.cluster == 1 ? 0 : cluster_rank() * share;
 #pragma unroll
-        for (int c = 0; c < kHalf; c += 64) {
-          load_shared<C>(m, part + c * 128, {n + c, k, tile.expert}, full);
-        }
+      for (int c = 0; c < share; c += 64) {
+        bool const second = pair_columns && first + c >= kHalf;
+        CUtensorMap const& m = map[half | int(second)];
+        int const n = tile.col + first + c - (second ? kHalf : 0);
+        load_shared<C>(m, to + (first + c) * 128, {n, k, tile.expert}, full);
       }
     }
   }

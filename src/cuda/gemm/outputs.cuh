@@ -1,4 +1,4 @@
-// Results that leave registers without passing through boxes, and biases on the way.
+// Results that leave registers without passing through boxes, and biases, where sums begin.
 #pragma once
 #include "fragment.cuh"
 
@@ -33,25 +33,27 @@ __device__ inline void store_direct(DirectOutput const& out, float const (&acc)[
   }
 }
 
-// Adds bias[col ..] to `count` columns of a fragment; columns at or past `columns` have none.
-template <class T, int count>
-__device__ inline void add_bias(float* value, T const* bias, int col, int columns, int thread) {
-#pragma unroll
-  for (int block = 0; block < count / 8; ++block) {
-    int const c = col + block * 8 + fragment_column(thread);
-    if (c >= columns) break;
-    float2 const b = unpack<T>(*reinterpret_cast<uint32_t const*>(bias + c));
-#pragma unroll
-    for (int i = 0; i < 4; ++i) value[4 * block + i] += i % 2 == 0 ? b.x : b.y;
-  }
-}
-
 // One row of bias per expert; null data: none.
 template <class T>
 struct Bias {
   T const* data;
   int64_t stride;
-  __device__ T const* of(int expert) const { return data + expert * stride; }
+
+  // Fills `count` columns of a fragment, from `col` on, with the expert's bias from `first` + col
+  // on; zero at or past `columns`.
+  template <int count>
+  __device__ void fill(float* value, int expert, int first, int col, int columns,
+                       int thread) const {
+    T const* const row = data + expert * stride + first;
+#pragma unroll
+    for (int block = 0; block < count / 8; ++block) {
+      int const c = col + block * 8 + fragment_column(thread);
+      float2 const b =
+          c < columns ? unpack<T>(*reinterpret_cast<uint32_t const*>(row + c)) : float2{0.f, 0.f};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) value[4 * block + i] = i % 2 == 0 ? b.x : b.y;
+    }
+  }
 };
 
 // How the tile's columns hold gate and up.

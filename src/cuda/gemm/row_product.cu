@@ -3,10 +3,9 @@
 namespace guild::cuda {
 namespace {
 
-template <class T, GemmConfig c, Major major>
-void launch_row_product(RowProduct const& x, Queue const& queue) {
-  using Loader = TmaRows<T, c, major>;
-  using Kernel = GroupedProduct<T, c, Loader, RowTiles, StoreRows<T>>;
+template <class T, GemmConfig c, Major major, class Epilogue>
+void launch_row_product(RowProduct const& x, Epilogue const& epilogue, Queue const& queue) {
+  using Kernel = GroupedProduct<T, c, TmaRows<T, c, major>, RowTiles, Epilogue>;
   int const half_steps = int((x.k + c.tile_k - 1) / c.tile_k);
   typename Kernel::Params params{};
   params.work = {.groups = x.groups,
@@ -20,17 +19,13 @@ void launch_row_product(RowProduct const& x, Queue const& queue) {
                                    "weight");
   };
   params.load.b = {{map(x.w[0]), map(x.w[x.halves - 1])}, false, half_steps};
-  auto& out = params.epilogue;
-  if (x.direct.data == nullptr) out.d = row_output<T>(x.d, x.rows, x.n, 1, "out");
-  out.d.columns = int(x.n);
-  out.bias = {static_cast<T const*>(x.bias.data), row_stride(x.bias, x.n)};
-  out.direct = x.direct;
+  params.epilogue = epilogue;
   launch<Kernel>(params, most_tiles<c>(x.rows, x.groups.groups, x.n, c.tile_n), queue);
 }
 
-template <class T, GemmConfig c>
-void launch_expert_product(ExpertProduct const& x, Queue const& queue) {
-  using Kernel = GroupedProduct<T, c, TokenColumns<T, c>, InnerTiles, StoreExpert<T>>;
+template <class T, GemmConfig c, class Epilogue>
+void launch_expert_product(ExpertProduct const& x, Epilogue const& epilogue, Queue const& queue) {
+  using Kernel = GroupedProduct<T, c, TokenColumns<T, c>, InnerTiles, Epilogue>;
   typename Kernel::Params params{};
   params.work = {.groups = x.groups,
                  .tile_n = c.tile_n,
@@ -48,48 +43,75 @@ void launch_expert_product(ExpertProduct const& x, Queue const& queue) {
   load.b_stride = row_stride(x.b, x.n);
   load.b_map = row_map<T>(x.b, x.rows, x.n, 1, 64, "b");
   if (x.row_token == nullptr) load.a_map = row_map<T>(x.a, x.rows, x.m, 1, 64, "a");
-  auto& out = params.epilogue;
-  out.columns = int(x.n);
-  out.transposed = x.d.in_stride != 1;
-  bool const boxed =
-      x.d_dtype == x.dtype && !x.accumulate && x.d.expert_stride % 8 == 0 &&
-      (out.transposed ? x.d.out_stride == 1 && x.d.in_stride % 8 == 0 : x.d.out_stride % 8 == 0);
-  if (boxed) {
-    MapShape const shape =
-        out.transposed
-            ? MapShape{x.m, x.n, x.groups.groups, x.d.in_stride, x.d.expert_stride, 64, 64, 1}
-            : MapShape{x.n, x.m, x.groups.groups, x.d.out_stride, x.d.expert_stride, 64, 64, 1};
-    out.map = tensor_map(x.d.data, x.dtype, shape, "dw");
-  } else {
-    out.direct = {x.d.data,      x.d.expert_stride,           x.d.out_stride,
-                  x.d.in_stride, x.d_dtype == DType::float32, x.accumulate,
-                  int(x.n)};
-  }
+  params.epilogue = epilogue;
   launch<Kernel>(params, x.groups.groups * pieces(x.m, c.cluster_m()) * params.work.across, queue);
+}
+
+// Where TMA can write the expert's matrices.
+bool has_boxes(ExpertProduct const& x) {
+  bool const transposed = x.d.in_stride != 1;
+  return x.d_dtype == x.dtype && !x.accumulate && x.d.expert_stride % 8 == 0 &&
+         (transposed ? x.d.out_stride == 1 && x.d.in_stride % 8 == 0 : x.d.out_stride % 8 == 0);
+}
+
+template <class T>
+StoreExpert<T> boxes_of_experts(ExpertProduct const& x) {
+  bool const transposed = x.d.in_stride != 1;
+  MapShape const shape =
+      transposed
+          ? MapShape{x.m, x.n, x.groups.groups, x.d.in_stride, x.d.expert_stride, 64, 64, 1}
+          : MapShape{x.n, x.m, x.groups.groups, x.d.out_stride, x.d.expert_stride, 64, 64, 1};
+  return {tensor_map(x.d.data, x.dtype, shape, "dw"), transposed, int(x.n)};
 }
 
 }  // namespace
 
 void row_product(RowProduct const& x, Queue const& queue) {
   if (x.rows == 0) return;
+  TileCount const count{.rows = x.rows,
+                        .groups = x.groups.groups,
+                        .columns = x.n,
+                        .inner = x.halves * x.k,
+                        .ragged = true};
   with_type(x.dtype, [&](auto element) {
     using T = decltype(element);
-    with_config(choose_config(x.rows, x.groups.groups, /*ragged=*/true), [&](auto index) {
-      constexpr GemmConfig c = kConfigs[index.value].config;
+    Bias<T> const bias{static_cast<T const*>(x.bias.data), row_stride(x.bias, x.n)};
+    auto const launch_with = [&]<GemmConfig c>(auto const& epilogue) {
       if (x.w[0].in_stride == 1) {
-        launch_row_product<T, c, Major::K>(x, queue);
+        launch_row_product<T, c, Major::K>(x, epilogue, queue);
       } else {
-        launch_row_product<T, c, Major::MN>(x, queue);
+        launch_row_product<T, c, Major::MN>(x, epilogue, queue);
       }
-    });
+    };
+    if (x.direct.data != nullptr) {
+      with_config<Products::direct>(count, [&]<GemmConfig c> {
+        launch_with.template operator()<c>(StoreDirect<T>{x.direct, bias});
+      });
+    } else {
+      StoreRows<T> const boxes{row_output<T>(x.d, x.rows, x.n, 1, "out"), bias};
+      with_config<Products::rows>(count,
+                                  [&]<GemmConfig c> { launch_with.template operator()<c>(boxes); });
+    }
   });
 }
 
 void expert_product(ExpertProduct const& x, Queue const& queue) {
+  TileCount const count{.rows = x.m,
+                        .groups = x.groups.groups,
+                        .columns = x.n,
+                        .inner = x.rows / x.groups.groups,
+                        .ragged = false};
   with_type(x.dtype, [&](auto element) {
-    with_config(choose_config(x.m, x.groups.groups, /*ragged=*/false), [&](auto index) {
-      constexpr GemmConfig c = kConfigs[index.value].config;
-      launch_expert_product<decltype(element), c>(x, queue);
+    using T = decltype(element);
+    with_config<Products::experts>(count, [&]<GemmConfig c> {
+      if (has_boxes(x)) {
+        launch_expert_product<T, c>(x, boxes_of_experts<T>(x), queue);
+      } else {
+        DirectOutput const d{x.d.data,      x.d.expert_stride,           x.d.out_stride,
+                             x.d.in_stride, x.d_dtype == DType::float32, x.accumulate,
+                             int(x.n)};
+        launch_expert_product<T, c>(x, StoreDirect<T>{d, {}}, queue);
+      }
     });
   });
 }
