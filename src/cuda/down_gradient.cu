@@ -58,7 +58,7 @@ void down_gradient(DownGradient const& x, Queue queue) {
                         .ragged = true};
   with_product(x.dtype, x.w_down.out_stride == 1 && x.w_down.in_stride != 1,
                x.routing.row_token != nullptr, [&]<class T, Major major, bool gathered> {
-                 with_config<Products::down_gradient>(count, [&]<GemmConfig c> {
+                 with_config<Product::down_gradient>(count, [&]<GemmConfig c> {
                    launch_down_gradient<T, c, major, gathered>(x, queue);
                  });
                });

@@ -56,7 +56,7 @@ void up_projection(UpProjection const& x, Queue queue) {
                         .ragged = true};
   with_product(x.dtype, view.w[0].in_stride == 1, x.routing.row_token != nullptr,
                [&]<class T, Major major, bool gathered> {
-                 with_config<Products::up>(count, [&]<GemmConfig c> {
+                 with_config<Product::up>(count, [&]<GemmConfig c> {
                    launch_up_projection<T, c, major, gathered>(x, view, queue);
                  });
                });

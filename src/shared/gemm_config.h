@@ -21,43 +21,41 @@ struct GemmConfig {
   friend constexpr bool operator==(GemmConfig const&, GemmConfig const&) = default;
 };
 
-// The products, which differ in what a tile costs beside its sum. A config lists those it serves.
-enum class Products : unsigned {
-  rows = 1,           // down projection, up gradient, grouped_mm: boxes of results
-  direct = 2,         // the same, stored element by element
-  up = 4,             // up projection
-  down_gradient = 8,  // reads H
-  experts = 16,       // weight gradients
+// The products, which differ in what a config costs them.
+enum class Product : int {
+  rows,           // down projection, up gradient, grouped_mm: boxes of results
+  direct,         // the same, stored element by element
+  up,             // up projection
+  down_gradient,  // reads H
+  experts,        // weight gradients
 };
+inline constexpr int kProducts = 5;
 
 struct BuiltConfig {
   GemmConfig config;
-  double step_cost;   // of its products, relative to the best
-  double outside;     // cycles that a consumer spends on a tile beside the products
-  unsigned products;  // that it serves
+  double step_cost[kProducts];  // of a step of its sums, relative to the best; 0: does not serve
+  double outside;               // cycles that a consumer spends on a tile beside its sum
 
-  constexpr bool serves(Products product) const { return products & unsigned(product); }
+  constexpr bool serves(Product product) const { return step_cost[int(product)] > 0; }
 };
 
 // The configs that are built. Add a row only with a measurement (docs/measured.md).
 inline constexpr BuiltConfig kConfigs[] = {
-    // A pair loads a third less from L2: dW1 of sonic30b 8.5 to 7.6 ms, up projection 1 to 5 %.
-    {{.tile_m = 128, .tile_n = 256, .stages = 4, .cluster = 2}, 1.0, 1500, 31},
-    {{.tile_m = 128, .tile_n = 256, .stages = 4}, 1.12, 1500, 31},
+    // A pair loads a third less from L2: weight gradients 5 to 10 %, up projection 1 to 5 %.
+    {{.tile_m = 128, .tile_n = 256, .stages = 4, .cluster = 2}, {1, 1, 1, 1, 1}, 1500},
+    // Alone a block wastes no column of tiles where their number is odd and rows are few.
+    {{.tile_m = 128, .tile_n = 256, .stages = 4}, {1.02, 1.02, 1.07, 1.02, 1.07}, 1500},
     // In turns, stores hide behind the other consumer's products: up gradient of fine7b 0.60 to
     // 0.55 ms, down projection of olmoe 1.82 to 1.76. Only without a gather, which it would repeat
     // for more columns of tiles.
-    {{.tile_m = 128, .tile_n = 192, .stages = 4, .consumers = 2, .in_turns = true},
-     1.03,
-     8000,
-     unsigned(Products::rows)},
+    {{.tile_m = 128, .tile_n = 192, .stages = 4, .consumers = 2, .in_turns = true}, {1.04}, 6000},
 };
 
 // Columns of A over which one tile of the down gradient sums <g, A>, a part of dS.
 inline constexpr int kScoreColumns = 256;
 static_assert([] {
   for (auto const& built : kConfigs) {
-    if (built.serves(Products::down_gradient) && built.config.tile_n != kScoreColumns) return false;
+    if (built.serves(Product::down_gradient) && built.config.tile_n != kScoreColumns) return false;
   }
   return true;
 }());
@@ -69,27 +67,38 @@ struct TileCount {
   bool ragged = true;
 };
 
-// Expected time, up to a factor. Groups of unknown sizes leave half a tile empty on average.
-constexpr double expected_cost(BuiltConfig const& built, TileCount const& x) {
+// Tiles of blocks, empty ones included. Groups of unknown sizes leave half a tile empty on average,
+// and every other one leaves a pair of blocks one row tile: two of its columns, the last one
+// perhaps alone.
+constexpr double expected_tiles(GemmConfig const& c, TileCount const& x) {
+  int64_t const across = (x.columns + c.tile_n - 1) / c.tile_n;
+  double const idle = c.cluster == 2 ? double(across % 2) : 0;
+  if (x.ragged) {
+    double const down = double(x.rows) / c.tile_m + double(x.groups) / 2;
+    return down * double(across) + idle * double(x.groups) / 2;
+  }
+  int64_t const down = (x.rows + c.tile_m - 1) / c.tile_m;
+  return double(x.groups) * (double(down * across) + (down % 2 != 0 ? idle : 0));
+}
+
+// Expected time, up to a factor.
+constexpr double expected_cost(BuiltConfig const& built, Product product, TileCount const& x) {
   GemmConfig const& c = built.config;
-  int64_t const tile = c.cluster_m();
-  double const down = x.ragged ? double(x.rows) / double(tile) + double(x.groups) / 2
-                               : double((x.rows + tile - 1) / tile * x.groups);
-  double const tiles = down * c.cluster * double((x.columns + c.tile_n - 1) / c.tile_n);
   double const steps = double((x.inner + c.tile_k - 1) / c.tile_k);
-  double const sum = built.step_cost * steps * c.tile_m * c.tile_n / 32;
+  double const sum = built.step_cost[int(product)] * steps * c.tile_m * c.tile_n / 32;
+  double const tiles = expected_tiles(c, x);
   if (!c.in_turns) return tiles * (sum + built.outside);
   double const chain = (sum + built.outside) / c.consumers;  // a consumer's own time, a tile
   return tiles * (sum > chain ? sum : chain);
 }
 
 // The config that is expected to take the least time, as its index in kConfigs.
-constexpr int choose_config(Products product, TileCount const& count) {
+constexpr int choose_config(Product product, TileCount const& count) {
   int best = -1;
   double least = 0;
   for (int i = 0; i < int(sizeof kConfigs / sizeof *kConfigs); ++i) {
     if (!kConfigs[i].serves(product)) continue;
-    double const cost = expected_cost(kConfigs[i], count);
+    double const cost = expected_cost(kConfigs[i], product, count);
     if (best < 0 || cost < least) best = i, least = cost;
   }
   return best;

@@ -10,12 +10,27 @@
 namespace guild {
 
 struct Tile {
-  int expert;
-  int row, col;   // first row and column of the output tile
-  int rows;       // valid rows, <= tile_m
-  int inner;      // length of the sum over K
-  int inner_row;  // ragged inner dimension: the first row of A and B to sum over
+  int expert = 0;
+  int row = 0, col = 0;  // first row and column of the output tile
+  int rows = 0;          // valid rows, <= tile_m
+  int inner = 0;         // length of the sum over K
+  int inner_row = 0;     // ragged inner dimension: the first row of A and B to sum over
+  bool apart = false;    // the blocks of a cluster take neighbouring columns of it, not rows
 };
+
+// What block `rank` of a cluster works on, perhaps nothing: tile_m rows of the cluster's tile, or,
+// where they are apart, tile_n of its columns.
+GUILD_HD Tile share_of(Tile tile, int rank, int tile_m, int tile_n, int columns) {
+  if (tile.apart) {
+    tile.col += rank * tile_n;
+    if (tile.col >= columns) tile.rows = 0;
+  } else {
+    tile.row += rank * tile_m;
+    tile.rows -= rank * tile_m;
+  }
+  tile.rows = tile.rows < 0 ? 0 : tile.rows < tile_m ? tile.rows : tile_m;
+  return tile;
+}
 
 // How many pieces of `size` cover `length`.
 GUILD_HD constexpr int64_t pieces(int64_t length, int64_t size) {
@@ -46,24 +61,46 @@ GUILD_HD TilePlace place_in_bands(int index, int down, int across, int band) {
   return {local / width, first + local % width};
 }
 
+// The tiles of one matrix of `rows` rows and `across` tiles side by side. A last row of tiles of at
+// most tail_m rows is taken two tiles at a time, apart.
+struct MatrixTiles {
+  int rows, across, tile_m, tail_m, band, tile_n;
+
+  GUILD_HD int tail() const { return rows % tile_m <= tail_m ? rows % tile_m : 0; }
+  GUILD_HD int down() const { return (rows - tail() + tile_m - 1) / tile_m; }
+  GUILD_HD int count() const { return down() * across + (tail() > 0 ? (across + 1) / 2 : 0); }
+  GUILD_HD Tile at(int index) const {
+    int const together = down() * across;
+    if (index >= together) {
+      return {.row = rows - tail(),
+              .col = (index - together) * 2 * tile_n,
+              .rows = tail(),
+              .apart = true};
+    }
+    TilePlace const place = place_in_bands(index, down(), across, band);
+    int const row = place.row * tile_m, left = rows - row;
+    return {.row = row, .col = place.col * tile_n, .rows = left < tile_m ? left : tile_m};
+  }
+};
+
 // Groups split the rows of D. Tiles of one expert are consecutive.
 struct RowTiles {
   Groups groups;
-  int tile_n, across, inner;  // across: tiles side by side
-  int tile_m, band;           // kernel.cuh sets these and the next two
-  int next_tile, stride;      // this block owns tiles next_tile, next_tile + stride, ...
+  int tile_n = 0, across = 0, inner = 0;  // across: tiles side by side
+  int tile_m = 0, tail_m = 0, band = 0;   // kernel.cuh sets these and the next two
+  int next_tile = 0, stride = 0;          // this block owns tiles next_tile, + stride, ...
   int expert = 0, begin = 0, tiles_before = 0;
 
   GUILD_HD bool next(Tile& tile) {
     for (; expert < groups.groups; ++expert) {
       int const end = groups.end(expert, begin);
-      int const rows = end - begin;
-      int const down = (rows + tile_m - 1) / tile_m, tiles = down * across;
-      int const local = next_tile - tiles_before;
+      MatrixTiles const matrix{end - begin, across, tile_m, tail_m, band, tile_n};
+      int const local = next_tile - tiles_before, tiles = matrix.count();
       if (local < tiles) {
-        TilePlace const at = place_in_bands(local, down, across, band);
-        int const row = at.row * tile_m, left = rows - row;
-        tile = {expert, begin + row, at.col * tile_n, left < tile_m ? left : tile_m, inner, 0};
+        tile = matrix.at(local);
+        tile.expert = expert;
+        tile.row += begin;
+        tile.inner = inner;
         next_tile += stride;
         return true;
       }
@@ -77,26 +114,20 @@ struct RowTiles {
 // Groups split the inner dimension; every expert has the same (rows x columns) output.
 struct InnerTiles {
   Groups groups;
-  int tile_n, rows, across;
-  int tile_m, band;  // kernel.cuh sets these and the next two
-  int next_tile, stride;
+  int tile_n = 0, rows = 0, across = 0;
+  int tile_m = 0, tail_m = 0, band = 0;  // kernel.cuh sets these and the next two
+  int next_tile = 0, stride = 0;
   int expert = 0, begin = 0;
 
   GUILD_HD bool next(Tile& tile) {
-    int const down = (rows + tile_m - 1) / tile_m, per_expert = down * across;
-    int const owner = next_tile / per_expert;
+    MatrixTiles const matrix{rows, across, tile_m, tail_m, band, tile_n};
+    int const per_expert = matrix.count(), owner = next_tile / per_expert;
     if (owner >= groups.groups) return false;
     for (; expert < owner; ++expert) begin = groups.end(expert, begin);
-    int const local = next_tile % per_expert;
-    TilePlace const at = place_in_bands(local, down, across, band);
-    int const row = at.row * tile_m;
-    int const left = rows - row;
-    tile = {expert,
-            row,
-            at.col * tile_n,
-            left < tile_m ? left : tile_m,
-            groups.end(expert, begin) - begin,
-            begin};
+    tile = matrix.at(next_tile % per_expert);
+    tile.expert = expert;
+    tile.inner = groups.end(expert, begin) - begin;
+    tile.inner_row = begin;
     next_tile += stride;
     return true;
   }

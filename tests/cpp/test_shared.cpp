@@ -113,25 +113,26 @@ std::vector<int32_t> random_ends(std::mt19937& random, int groups, int& total) {
   return ends;
 }
 
-GemmConfig chosen(Products product, TileCount const& count) {
+GemmConfig chosen(Product product, TileCount const& count) {
   return kConfigs[choose_config(product, count)].config;
 }
 
-// Groups of many rows pair blocks; groups of few would leave half of a pair without work.
-TEST(ChooseConfig, WeighsEmptyTilesAgainstSharedLoads) {
-  auto const cluster = [](int64_t rows, int64_t groups, bool ragged) {
-    return chosen(ragged ? Products::up : Products::experts,
-                  {rows, groups, /*columns=*/2048, /*inner=*/4096, ragged})
+// Blocks go in pairs unless a group's last row tile would often leave one of a pair without work.
+TEST(ChooseConfig, WeighsIdleBlocksAgainstSharedLoads) {
+  auto const cluster = [](int64_t rows, int64_t groups, int64_t columns, bool ragged) {
+    return chosen(ragged ? Product::down_gradient : Product::experts,
+                  {rows, groups, columns, /*inner=*/4096, ragged})
         .cluster;
   };
-  EXPECT_EQ(cluster(32768 * 8, 128, true), 2);
-  EXPECT_EQ(cluster(512 * 64, 64, true), 2);
-  EXPECT_EQ(cluster(64 * 128, 128, true), 1);
-  EXPECT_EQ(cluster(1, 1, true), 1);
-  EXPECT_EQ(cluster(0, 1, true), 1);
-  EXPECT_EQ(cluster(4096, 8, false), 2);
-  EXPECT_EQ(cluster(256, 128, false), 2);
-  EXPECT_EQ(cluster(128, 128, false), 1);
+  EXPECT_EQ(cluster(32768 * 8, 128, 1024, true), 2);
+  EXPECT_EQ(cluster(32768 * 8, 128, 256, true), 1);
+  EXPECT_EQ(cluster(32768 * 8, 8, 256, true), 2);
+  EXPECT_EQ(cluster(64 * 128, 128, 512, true), 2);
+  EXPECT_EQ(cluster(64 * 128, 128, 768, true), 1);
+  EXPECT_EQ(cluster(0, 1, 512, true), 2);
+  EXPECT_EQ(cluster(4096, 8, 256, false), 2);
+  EXPECT_EQ(cluster(128, 128, 512, false), 2);
+  EXPECT_EQ(cluster(128, 128, 256, false), 1);
 }
 
 // As measured on an H200: tiles in turns for short sums, and where 256 columns leave many empty.
@@ -146,8 +147,8 @@ TEST(ChooseConfig, TakesTurnsWhereThatIsFaster) {
                         Case{98304, 128, 2880, 2880, true},      // gptoss: 11.25 tiles of 256,
                         Case{32768, 8, 4096, 14336, false}}) {   // mixtral
     TileCount const count{c.rows, c.groups, c.columns, c.inner};
-    EXPECT_EQ(chosen(Products::rows, count).in_turns, c.in_turns) << c.columns << " " << c.inner;
-    EXPECT_FALSE(chosen(Products::up, count).in_turns);
+    EXPECT_EQ(chosen(Product::rows, count).in_turns, c.in_turns) << c.columns << " " << c.inner;
+    EXPECT_FALSE(chosen(Product::up, count).in_turns);
   }
 }
 
@@ -160,13 +161,39 @@ TEST(ChooseConfig, TakesTheLeastCost) {
                           .columns = int64_t(8 + random() % 8000),
                           .inner = int64_t(random() % 8000),
                           .ragged = random() % 2 != 0};
-    for (Products const product : {Products::rows, Products::direct, Products::up,
-                                   Products::down_gradient, Products::experts}) {
+    for (Product const product :
+         {Product::rows, Product::direct, Product::up, Product::down_gradient, Product::experts}) {
       BuiltConfig const& choice = kConfigs[choose_config(product, count)];
       EXPECT_TRUE(choice.serves(product));
       for (BuiltConfig const& other : kConfigs) {
         if (!other.serves(product)) continue;
-        EXPECT_LE(expected_cost(choice, count), expected_cost(other, count));
+        EXPECT_LE(expected_cost(choice, product, count), expected_cost(other, product, count));
+      }
+    }
+  }
+}
+
+// The rectangle of elements that a tile covers, each counted in `hits`.
+void count_hits(Tile const& t, TileSize c, int columns, std::vector<int>& hits, int64_t first) {
+  for (int row = t.row; row < t.row + t.rows; ++row) {
+    for (int col = t.col; col < std::min(t.col + c.n, columns); ++col) {
+      ++hits[(first + row) * columns + col];
+    }
+  }
+}
+
+// Calls f with every share of every tile, of as many blocks, in clusters of one or two.
+template <class Work, class F>
+void for_each_share(Work const& whole, int blocks, int cluster, TileSize c, F&& f) {
+  for (int block = 0; block < blocks; ++block) {
+    Work work = whole;
+    work.tile_m = c.m * cluster;
+    work.tail_m = cluster == 2 ? c.m : 0;
+    work.next_tile = block;
+    work.stride = blocks;
+    for (Tile t; work.next(t);) {
+      for (int rank = 0; rank < cluster; ++rank) {
+        f(share_of(t, rank, c.m, c.n, work.across * c.n));
       }
     }
   }
@@ -176,29 +203,21 @@ TEST(RowTiles, CoverEveryElementOnce) {
   std::mt19937 random(0);
   for (int trial = 0; trial < 300; ++trial) {
     int const groups = 1 + random() % 9, columns = 1 + random() % 900;
-    int const blocks = 1 + random() % 13, band = 1 + random() % 9;
+    int const blocks = 1 + random() % 13, cluster = 1 + trial % 2;
     int total = 0;
     auto const ends = random_ends(random, groups, total);
     for (TileSize const c : kTileSizes) {
       std::vector<int> hits(size_t(total) * columns);
-      for (int block = 0; block < blocks; ++block) {
-        RowTiles work{.groups = {ends.data(), groups, total},
-                      .tile_n = c.n,
-                      .across = int(pieces(columns, c.n)),
-                      .inner = 64,
-                      .tile_m = c.m,
-                      .band = band,
-                      .next_tile = block,
-                      .stride = blocks};
-        for (Tile t; work.next(t);) {
-          ASSERT_LE(t.row + t.rows, ends[t.expert]) << "a tile leaks out of its expert";
-          for (int row = t.row; row < t.row + t.rows; ++row) {
-            for (int col = t.col; col < std::min(t.col + c.n, columns); ++col) {
-              ++hits[size_t(row) * columns + col];
-            }
-          }
-        }
-      }
+      RowTiles const work{.groups = {ends.data(), groups, total},
+                          .tile_n = c.n,
+                          .across = int(pieces(columns, c.n)),
+                          .inner = 64,
+                          .band = int(1 + random() % 9)};
+      for_each_share(work, blocks, cluster, c, [&](Tile const& t) {
+        ASSERT_LE(t.row + t.rows, ends[t.expert]) << "a tile leaks out of its expert";
+        ASSERT_LE(t.rows, c.m);
+        count_hits(t, c, columns, hits, 0);
+      });
       for (size_t i = 0; i < hits.size(); ++i) {
         ASSERT_EQ(hits[i], int64_t(i) < int64_t(ends.back()) * columns) << "element " << i;
       }
@@ -210,33 +229,37 @@ TEST(InnerTiles, GiveEveryGroupItsWholeOutputAndItsRows) {
   std::mt19937 random(1);
   for (int trial = 0; trial < 300; ++trial) {
     int const groups = 1 + random() % 9, rows = 1 + random() % 400, columns = 1 + random() % 700;
-    int const blocks = 1 + random() % 13;
     TileSize const c = kTileSizes[random() % 4];
     int total = 0;
     auto const ends = random_ends(random, groups, total);
     std::vector<int> hits(size_t(groups) * rows * columns);
-    for (int block = 0; block < blocks; ++block) {
-      InnerTiles work{.groups = {ends.data(), groups, total},
-                      .tile_n = c.n,
-                      .rows = rows,
-                      .across = int(pieces(columns, c.n)),
-                      .tile_m = c.m,
-                      .band = 8,
-                      .next_tile = block,
-                      .stride = blocks};
-      for (Tile t; work.next(t);) {
-        int const begin = t.expert == 0 ? 0 : ends[t.expert - 1];
-        ASSERT_EQ(t.inner_row, begin);
-        ASSERT_EQ(t.inner, ends[t.expert] - begin);
-        for (int row = t.row; row < t.row + t.rows; ++row) {
-          for (int col = t.col; col < std::min(t.col + c.n, columns); ++col) {
-            ++hits[(size_t(t.expert) * rows + row) * columns + col];
-          }
-        }
-      }
-    }
+    InnerTiles const work{.groups = {ends.data(), groups, total},
+                          .tile_n = c.n,
+                          .rows = rows,
+                          .across = int(pieces(columns, c.n)),
+                          .band = 8};
+    for_each_share(work, 1 + random() % 13, 1 + trial % 2, c, [&](Tile const& t) {
+      int const begin = t.expert == 0 ? 0 : ends[t.expert - 1];
+      ASSERT_EQ(t.inner_row, begin);
+      ASSERT_EQ(t.inner, ends[t.expert] - begin);
+      count_hits(t, c, columns, hits, int64_t(t.expert) * rows);
+    });
     for (int h : hits) ASSERT_EQ(h, 1);
   }
+}
+
+// A pair of blocks with one row tile left takes two of its columns at a time.
+TEST(RowTiles, TakeALastRowOfTilesApart) {
+  int32_t const ends[] = {300};
+  RowTiles const work{.groups = {ends, 1, 300}, .tile_n = 256, .across = 3, .inner = 64, .band = 8};
+  int shares = 0, idle = 0;
+  for_each_share(work, 1, 2, {128, 256}, [&](Tile const& t) {
+    ++shares;
+    idle += t.rows == 0;
+    EXPECT_EQ(t.apart, t.row == 256);
+  });
+  EXPECT_EQ(shares, 2 * (3 + 2));
+  EXPECT_EQ(idle, 1);
 }
 
 TEST(Groups, KeepAnyEndsInsideTheBuffer) {

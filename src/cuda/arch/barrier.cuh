@@ -12,6 +12,13 @@ __device__ inline uint32_t shared_address(void const* p) {
   return uint32_t(__cvta_generic_to_shared(p));
 }
 
+// Keeps an address in a register: the compiler would rather find it again at every use, through a
+// special register that takes long to read.
+__device__ inline uint32_t kept_address(uint32_t address) {
+  asm volatile("" : "+r"(address));
+  return address;
+}
+
 struct Barrier {
   uint64_t word;
 
@@ -47,14 +54,17 @@ struct Barrier {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(&word))
                  : "memory");
   }
-  __device__ void wait(uint32_t parity) {
+  __device__ void wait(uint32_t parity) { wait_at(shared_address(&word), parity); }
+
+  // The same where the barrier's address in shared memory is at hand.
+  static __device__ void wait_at(uint32_t address, uint32_t parity) {
     asm volatile(
         "{\n"
         ".reg .pred done;\n"
         "again:\n"
         "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
         "@!done bra again;\n"
-        "}\n" ::"r"(shared_address(&word)),
+        "}\n" ::"r"(address),
         "r"(parity)
         : "memory");
   }

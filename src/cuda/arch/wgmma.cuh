@@ -21,15 +21,14 @@ inline constexpr int kBlockBytes = 64 * 128;  // 64 rows (or K-rows) of 64 16-bi
 // What stands in a descriptor beside the address: strides in 16-byte units and the swizzle.
 //   K-major    stride between groups of 8 rows: 1024 bytes
 //   MN-major   the same between groups of 8 K-rows; kBlockBytes between blocks of 64 columns
+// The low word has the address, also in 16-byte units, and so can be counted on; the high word is
+// the same for all.
 template <Major major>
-__device__ constexpr uint64_t descriptor_layout() {
-  uint64_t const leading = major == Major::K ? 1 : kBlockBytes >> 4;
-  return leading << 16 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
+__device__ inline uint32_t descriptor(uint32_t address) {
+  return (major == Major::K ? 1u : uint32_t(kBlockBytes >> 4)) << 16 | (address >> 4 & 0x3FFF);
 }
-
-template <Major major>
-__device__ inline uint64_t descriptor(uint32_t address) {
-  return descriptor_layout<major>() | (address >> 4 & 0x3FFF);
+__device__ inline uint64_t whole_descriptor(uint32_t low) {
+  return uint64_t(uint32_t(1024 >> 4) | 1u << 30) << 32 | low;
 }
 
 // Bytes from one 16-deep slice of a tile to the next.
@@ -55,15 +54,16 @@ struct MmaInstruction<__half, n, a, b> {
                          cute::SM90::GMMA::MMA_64x128x16_F32F16F16_SS<a, b, kOne, kOne>>>;
 };
 
-// acc (64 x n) = A B^T + (accumulate ? acc : 0) over one 16-deep slice; asynchronous.
+// acc (64 x n) = A B^T + (accumulate ? acc : 0) over one 16-deep slice; asynchronous. a, b: the low
+// words of descriptors.
 template <class T, int n, Major major_a, Major major_b>
-__device__ inline void mma_slice(float (&acc)[n / 2], uint64_t a, uint64_t b, bool accumulate) {
+__device__ inline void mma_slice(float (&acc)[n / 2], uint32_t a, uint32_t b, bool accumulate) {
   static_assert(n == 128 || n == 192 || n == 256, "add the instruction for this width above");
   using Instruction = typename MmaInstruction<T, n, major_a, major_b>::type;
   auto const scale =
       accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero;
   [&]<size_t... i>(std::index_sequence<i...>) {
-    Instruction::fma(a, b, acc[i]..., scale);
+    Instruction::fma(whole_descriptor(a), whole_descriptor(b), acc[i]..., scale);
   }(std::make_index_sequence<n / 2>{});
 }
 

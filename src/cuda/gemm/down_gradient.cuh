@@ -31,9 +31,11 @@ struct DownGradientEpilogue {
     __device__ explicit State(Storage&) {}
   };
 
-  // How many times 64 columns the tile has.
+  // How many times 64 columns the tile has: as many as its first block's where blocks are apart,
+  // for they share a ring of stages.
   __device__ int units(Tile const& tile) const {
-    return min((columns() - tile.col + 63) / 64, kScoreColumns / 64);
+    int const first = tile.apart ? tile.col - cluster_rank() * kScoreColumns : tile.col;
+    return min((columns() - first + 63) / 64, kScoreColumns / 64);
   }
 
   // Producer: H of 64 columns of the tile, as gate, up; or 32 pairs, 32 pairs; or one box.

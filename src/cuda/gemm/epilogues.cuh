@@ -29,9 +29,8 @@ struct StoreRows {
   __device__ void store(float (&acc)[n / 2], State& ring, Tile const& tile, int thread) const {
 #pragma unroll
     for (int c = 0; c < n; c += 64) {
-      int const col = tile.col + c;
-      if (col >= d.columns) break;
-      store_rows<T>(d, ring, acc + c / 2, tile, col, 0, thread);
+      if (tile.col + c >= d.columns) break;
+      store_rows<T>(d, ring, acc + c / 2, tile, tile.col + c, 0, thread);
     }
   }
 };
@@ -79,19 +78,21 @@ struct StoreExpert {
   __device__ void store(float (&acc)[n / 2], State& ring, Tile const& tile, int thread) const {
 #pragma unroll
     for (int c = 0; c < n; c += 64) {
-      if (tile.col + c >= columns) break;
-      char* const box = ring.acquire(thread);
-      if (transposed) {
-        fragment_to_box_transposed<T>(shared_address(box), acc + c / 2, thread);
-      } else {
-        fragment_to_box<T>(shared_address(box), acc + c / 2, thread);
-      }
-      fence_async_proxy();
-      warpgroup_barrier();
-      if (thread != 0) continue;
-      int const x = transposed ? tile.row : tile.col + c, y = transposed ? tile.col + c : tile.row;
-      tma_store(map, box, Coordinate{x, y, tile.expert});
-      tma_store_commit();
+      int const col = tile.col + c;
+      if (col >= columns) break;
+      store_boxes<1>(
+          ring, thread,
+          [&](int, uint32_t box) {
+            if (transposed) {
+              fragment_to_box_transposed<T>(box, acc + c / 2, thread);
+            } else {
+              fragment_to_box<T>(box, acc + c / 2, thread);
+            }
+          },
+          [&](int, char* box) {
+            int const x = transposed ? tile.row : col, y = transposed ? col : tile.row;
+            tma_store(map, box, Coordinate{x, y, tile.expert});
+          });
     }
   }
 };
@@ -146,8 +147,14 @@ struct Activate {
 #pragma unroll 1
     for (int c = 0; c < end; c += 64) {
       int const col = tile.col + c;
-      store_box(h, ring, gate, tile, col, 0, thread);
-      store_box(h, ring, up, tile, col, 1, thread);
+      if (h.present) {
+        store_boxes<2>(
+            ring, thread,
+            [&](int i, uint32_t box) { fragment_to_box<T>(box, i == 0 ? gate : up, thread); },
+            [&](int i, char* box) {
+              tma_store(h.map, box, clipped_box(col, i, tile.row, tile.rows));
+            });
+      }
       activate_halves(gate, up, end - c);
       store_box(a, ring, gate, tile, col, 0, thread);
       pass<n / 4 - 32>(gate, 32);

@@ -74,41 +74,49 @@ struct StoreBoxes {
 };
 
 // The boxes in turn, and those that a tile's last stages of the sum lend until its stores have read
-// them. Every box is stored by a group of its own.
+// them. Every box is stored by a group of its own, in order.
 struct StoreRing {
   StoreBoxes& own;
   char *first_lent = nullptr, *second_lent = nullptr;
   int boxes = StoreBoxes::kBoxes;  // own and lent
-  int turn = 0;
-  bool free = false;  // no box up to the last waits for a store
+  int next = 0;
+  bool fresh = false;  // no box is taken twice since begin()
   __device__ explicit StoreRing(StoreBoxes& own) : own(own) {}
 
-  // For the next tile, `count` boxes are lent. Earlier stores were waited for by thread 0.
-  __device__ void begin(int count, char* first, char* second) {
+  // Begins a tile, to which `count` boxes are lent: all are free.
+  __device__ void begin(int count, char* first, char* second, int thread) {
     boxes = StoreBoxes::kBoxes + count;
     first_lent = first;
     second_lent = second;
-    turn = 0;
-    free = true;
+    next = 0;
+    fresh = true;
+    if (thread == 0) tma_store_wait<0>();
     warpgroup_barrier();
   }
 
-  // Every thread of the warpgroup may write the box that this returns: what it held has left.
-  __device__ char* acquire(int thread) {
-    if (turn == boxes) turn = 0, free = false;
-    if (!free) {
-      if (thread == 0) {
-        if (boxes == 4) {
-          tma_store_wait<3>();
-        } else {
-          tma_store_wait<1>();
-        }
+  // Every thread of the warpgroup may write the next `count` boxes: what they held has left.
+  template <int count>
+  __device__ void acquire(int thread) {
+    static_assert(count <= StoreBoxes::kBoxes);
+    next += count;
+    fresh = fresh && next <= boxes;
+    if (next >= boxes && !fresh) next -= boxes;
+    if (fresh) return;
+    if (thread == 0) {
+      if (boxes == 4) {
+        tma_store_wait<4 - count>();
+      } else {
+        tma_store_wait<StoreBoxes::kBoxes - count>();
       }
-      warpgroup_barrier();
     }
-    int const i = turn++;
-    char* const lent = i == StoreBoxes::kBoxes ? first_lent : second_lent;
-    return i < StoreBoxes::kBoxes ? own.box[i] : lent;
+    warpgroup_barrier();
+  }
+  // The i-th of the `count` boxes acquired last.
+  template <int count>
+  __device__ char* box(int i) const {
+    int const from = next - count + i, at = from < 0 ? from + boxes : from;
+    char* const lent = at == StoreBoxes::kBoxes ? first_lent : second_lent;
+    return at < StoreBoxes::kBoxes ? own.box[at] : lent;
   }
 };
 
@@ -127,17 +135,32 @@ __device__ inline RowCoordinate clipped_box(int col, int half, int row, int vali
   return {col, half, 64 - valid, row + valid};
 }
 
+// Stores boxes through the ring: fill(i, address) writes the i-th, store(i, box) issues its store.
+template <int count, class Fill, class Store>
+__device__ inline void store_boxes(StoreRing& ring, int thread, Fill&& fill, Store&& store) {
+  ring.acquire<count>(thread);
+  char* box[count];
+#pragma unroll
+  for (int i = 0; i < count; ++i) fill(i, shared_address(box[i] = ring.box<count>(i)));
+  fence_async_proxy();
+  warpgroup_barrier();
+  if (thread != 0) return;
+#pragma unroll
+  for (int i = 0; i < count; ++i) {
+    store(i, box[i]);
+    tma_store_commit();
+  }
+}
+
 // Stores 64 columns of a fragment, those from `col`, through the ring.
 template <class T>
 __device__ inline void store_rows(RowOutput<T> const& out, StoreRing& ring, float const* value,
                                   Tile const& tile, int col, int half, int thread) {
-  char* const box = ring.acquire(thread);
-  fragment_to_box<T>(shared_address(box), value, thread);
-  fence_async_proxy();
-  warpgroup_barrier();
-  if (thread != 0) return;
-  tma_store(out.map, box, clipped_box(col, half, tile.row, tile.rows));
-  tma_store_commit();
+  store_boxes<1>(
+      ring, thread, [&](int, uint32_t box) { fragment_to_box<T>(box, value, thread); },
+      [&](int, char* box) {
+        tma_store(out.map, box, clipped_box(col, half, tile.row, tile.rows));
+      });
 }
 
 }  // namespace guild::cuda

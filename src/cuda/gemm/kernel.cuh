@@ -8,6 +8,8 @@
 //
 // The blocks of a cluster work on row tiles of one group that are neighbours and bring each other a
 // share of B: a stage is filled for all of them, and free when the consumers of all have read it.
+// Where a group's rows leave but one row tile, they take two of its columns, each with a B of its
+// own.
 //
 // Ragged tiles over packed tokens: SonicMoE (arXiv:2512.14080). Warp roles: CUTLASS.
 #pragma once
@@ -45,6 +47,7 @@ struct GroupedProduct {
     __device__ void advance() {
       if (++stage == C.stages) stage = 0, phase ^= 1;
     }
+    __device__ int before(int count) const { return (stage + C.stages - count) % C.stages; }
     __device__ void advance(int count) {
       int const end = stage + count;
       stage = end % C.stages;
@@ -55,6 +58,7 @@ struct GroupedProduct {
   static __device__ Work tiles(Params const& p) {
     Work work = p.work;
     work.tile_m = C.cluster_m();  // constants, so that the walk divides by shifting
+    work.tail_m = C.cluster == 2 ? C.tile_m : 0;
     work.band = kBand;
     work.next_tile = blockIdx.x / C.cluster;
     work.stride = gridDim.x / C.cluster;
@@ -64,12 +68,8 @@ struct GroupedProduct {
   // The next tile of this block: a share of the cluster's, perhaps without rows.
   static __device__ bool next(Work& work, Tile& tile) {
     if (!work.next(tile)) return false;
-    if constexpr (C.cluster > 1) {
-      int const first = C.tile_m * cluster_rank();
-      tile.row += first;
-      tile.rows = max(tile.rows - first, 0);
-    }
-    tile.rows = min(tile.rows, C.tile_m);
+    int const rank = C.cluster == 1 ? 0 : cluster_rank();
+    tile = share_of(tile, rank, C.tile_m, work.tile_n, work.across * work.tile_n);
     return true;
   }
 
@@ -89,13 +89,14 @@ struct GroupedProduct {
     // Finding a tile takes a while: the next one's place is found while this one's stages fill.
     Tile tile, following;
     for (bool more = next(work, tile); more; tile = following) {
+      int const count = steps(tile);
       loader.begin(tile);
-      for (int step = 0; step < steps(tile); ++step, at.advance()) {
+      for (int step = 0; step < count; ++step, at.advance()) {
         smem.empty[at.stage].wait(at.phase ^ 1);
         loader.load(tile, step, smem.a[at.stage], smem.b[at.stage], smem.full[at.stage]);
         if (step == 0) more = next(work, following);
       }
-      if (tile.inner == 0) more = next(work, following);
+      if (count == 0) more = next(work, following);
       if constexpr (Epilogue::kReads) {
         for (int unit = 0; unit < p.epilogue.units(tile); ++unit, at.advance()) {
           smem.empty[at.stage].wait(at.phase ^ 1);
@@ -111,10 +112,8 @@ struct GroupedProduct {
   static constexpr int kParts = C.consumer_rows() / 64;
   using Accumulator = float[kParts][C.tile_n / 2];
 
-  // One stage's products; they run on while this returns.
-  static __device__ void multiply(Accumulator& acc, char* a, char* b, bool accumulate) {
-    uint64_t const desc_a = descriptor<Loader::kMajorA>(shared_address(a));
-    uint64_t const desc_b = descriptor<Loader::kMajorB>(shared_address(b));
+  // One stage's products; they run on while this returns. a, b: descriptors of its operands.
+  static __device__ void multiply(Accumulator& acc, uint32_t a, uint32_t b, bool accumulate) {
     constexpr int step_a = kSliceBytes<Loader::kMajorA> / 16;
     constexpr int step_b = kSliceBytes<Loader::kMajorB> / 16;
     wgmma_fence();
@@ -123,7 +122,7 @@ struct GroupedProduct {
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
         mma_slice<Element, C.tile_n, Loader::kMajorA, Loader::kMajorB>(
-            acc[part], desc_a + slice * step_a + part * (kBlockBytes / 16), desc_b + slice * step_b,
+            acc[part], a + slice * step_a + part * (kBlockBytes / 16), b + slice * step_b,
             accumulate || slice > 0);
       }
     }
@@ -140,28 +139,30 @@ struct GroupedProduct {
   template <class F>
   static __device__ void sum(Accumulator& acc, bool started, Cursor& at, Tile const& tile,
                              SharedStorage& smem, int thread, int kept, F&& meanwhile) {
-    int const group = thread / 128;
+    int const group = thread / 128, count = steps(tile);
     int const first = C.in_turns ? 0 : group * kBlockBytes;  // of this consumer's rows of A
-    int last = at.stage;  // the stage whose products may still run
-    for (int step = 0; step < steps(tile); ++step, at.advance()) {
+    uint32_t const full = kept_address(shared_address(smem.full));
+    uint32_t const a = descriptor<Loader::kMajorA>(shared_address(smem.a[0]) + first);
+    uint32_t const b = descriptor<Loader::kMajorB>(shared_address(smem.b[0]));
+    for (int step = 0; step < count; ++step, at.advance()) {
       // What cp.async wrote needs no proxy fence after this, as in CUTLASS's own such main loop. A
       // fence would wait for the arrival below at the other block: 150 to 350 cycles a step.
-      smem.full[at.stage].wait(at.phase);
+      Barrier::wait_at(full + at.stage * sizeof(Barrier), at.phase);
       fence(acc);
-      multiply(acc, smem.a[at.stage] + first, smem.b[at.stage], started || step > 0);
+      multiply(acc, a + at.stage * (C.a_bytes() / 16), b + at.stage * (C.b_bytes() / 16),
+               started || step > 0);
       if (step == 0) {
         meanwhile();
       } else {
         wgmma_wait<1>();
-        if (thread % 32 == 0 && step <= steps(tile) - kept) release(smem.empty[last]);
+        if (thread % 32 == 0 && step <= count - kept) release(smem.empty[at.before(1)]);
       }
-      last = at.stage;
     }
-    if (tile.inner == 0) meanwhile();
+    if (count == 0) meanwhile();
     if (C.in_turns && thread % 32 == 0) smem.turn[1 - group].arrive();
     wgmma_wait<0>();
     fence(acc);
-    if (tile.inner > 0 && thread % 32 == 0 && kept == 0) release(smem.empty[last]);
+    if (count > 0 && thread % 32 == 0 && kept == 0) release(smem.empty[at.before(1)]);
   }
 
   // Stages that stores still read, and their number, at most two; a warp's first thread keeps them
@@ -172,9 +173,9 @@ struct GroupedProduct {
   // A tile's last stages lend this consumer's share of A to its stores.
   static __device__ void lend(Lent& lent, int count, Cursor const& at,
                               typename Epilogue::State& ring, SharedStorage& smem, int thread) {
-    lent = {count, (at.stage + C.stages - 1) % C.stages, (at.stage + C.stages - 2) % C.stages};
+    lent = {count, at.before(1), at.before(2)};
     int const share = thread / 128 * kBlockBytes;
-    ring.begin(count, smem.a[lent.last] + share, smem.a[lent.before] + share);
+    ring.begin(count, smem.a[lent.last] + share, smem.a[lent.before] + share, thread % 128);
   }
   static __device__ void take_back(Lent& lent, SharedStorage& smem, int thread) {
     if (thread % 32 == 0 && lent.count > 0) {
@@ -256,7 +257,7 @@ struct GroupedProduct {
   static __device__ void consume_together(Params const& p, Accumulator& acc,
                                           typename Epilogue::State& state, SharedStorage& smem,
                                           int thread) {
-    constexpr bool kLends = requires { state.begin(0, nullptr, nullptr); };
+    constexpr bool kLends = requires { state.begin(0, nullptr, nullptr, 0); };
     Cursor at;
     Lent lent;
     auto work = tiles(p);

@@ -93,13 +93,13 @@ inline void require_addressable(int64_t rows, int64_t stride, char const* name) 
           ": expected fewer than 2^35 elements on CUDA, got ", rows, " rows ", stride, " apart");
 }
 
-template <Products product, int index, class F>
+template <Product product, int index, class F>
 void call_with_config(F&& f) {
   if constexpr (kConfigs[index].serves(product)) f.template operator()<kConfigs[index].config>();
 }
 
 // Calls f.template operator()<config>() with the config that is expected to be fastest.
-template <Products product, class F>
+template <Product product, class F>
 void with_config(TileCount const& count, F&& f) {
   int const choice = choose_config(product, count);
   [&]<int... i>(std::integer_sequence<int, i...>) {

@@ -5,9 +5,10 @@
 //   TokenColumns   ragged inner dimension: A and B are (rows of the group) x features, A optionally
 //                  picked by an index; the group's last, ragged step is zero-filled on both sides
 //
-// Each has load(tile, step, a, b, full): fill one stage and arrive kArrivals times in total on
-// full; kRegisters is what its threads may use, of 168 for each of the block's. Gather by cp.async
-// in the producer: SonicMoE, arXiv:2512.14080, section 4.
+// Each has prepare(tile), which asks for what begin(tile) will use, and load(tile, step, a, b,
+// full): fill one stage and arrive kArrivals times in total on full; kRegisters is what its threads
+// may use, of 168 for each of the block's. Gather by cp.async in the producer: SonicMoE,
+// arXiv:2512.14080, section 4.
 #pragma once
 #include "../arch/copy.cuh"
 #include "../arch/wgmma.cuh"
@@ -25,13 +26,21 @@ __device__ inline void const* units_after(void const* base, uint32_t units) {
   return result;
 }
 
-// A box of B, for every block of the cluster.
+// The blocks of the cluster bring each other a share of the tile's B each, or, apart, all of it to
+// themselves.
 template <GemmConfig C>
-__device__ inline void load_shared(CUtensorMap const& map, char* to, Coordinate at, Barrier& full) {
-  if constexpr (C.cluster == 1) {
-    tma_load(map, to, at, full);
-  } else {
+__device__ inline bool shares(Tile const& tile) {
+  return C.cluster > 1 && !tile.apart;
+}
+
+// A box of B, for every block that shares it.
+template <GemmConfig C>
+__device__ inline void load_b_box(Tile const& tile, CUtensorMap const& map, char* to, Coordinate at,
+                                  Barrier& full) {
+  if (shares<C>(tile)) {
     tma_load_multicast(map, to, at, full, (1 << C.cluster) - 1);
+  } else {
+    tma_load(map, to, at, full);
   }
 }
 
@@ -51,21 +60,20 @@ struct WeightLoader {
     if constexpr (major == Major::K) {
 #pragma unroll
       for (int side = 0; side < 2; ++side) {
-        if (C.cluster == 2 && side != cluster_rank()) continue;  // the neighbour brings it
+        if (shares<C>(tile) && side != cluster_rank()) continue;  // the neighbour brings it
         CUtensorMap const& m = map[half | (side & int(pair_columns))];
         int const n = tile.col + (pair_columns ? 0 : side * kHalf);
-        load_shared<C>(m, to + side * kHalf * 128, {k, n, tile.expert}, full);
+        load_b_box<C>(tile, m, to + side * kHalf * 128, {k, n, tile.expert}, full);
       }
     } else {
-      constexpr int share = C.tile_n / C.cluster;
-      static_assert(share % 64 == 0);
-      int const first = C.cluster == 1 ? 0 : cluster_rank() * share;
+      static_assert(C.tile_n / C.cluster % 64 == 0);
 #pragma unroll
-      for (int c = 0; c < share; c += 64) {
-        bool const second = pair_columns && first + c >= kHalf;
+      for (int c = 0; c < C.tile_n; c += 64) {
+        if (shares<C>(tile) && c / (C.tile_n / C.cluster) != cluster_rank()) continue;
+        bool const second = pair_columns && c >= kHalf;
         CUtensorMap const& m = map[half | int(second)];
-        int const n = tile.col + first + c - (second ? kHalf : 0);
-        load_shared<C>(m, to + (first + c) * 128, {n, k, tile.expert}, full);
+        int const n = tile.col + c - (second ? kHalf : 0);
+        load_b_box<C>(tile, m, to + c * 128, {n, k, tile.expert}, full);
       }
     }
   }
@@ -143,7 +151,7 @@ struct GatheredRows {
 template <class T, GemmConfig C>
 struct TokenColumns {
   static constexpr Major kMajorA = Major::MN, kMajorB = Major::MN;
-  static constexpr int kThreads = 128, kRegisters = 56;
+  static constexpr int kThreads = 128, kRegisters = 72;
   static constexpr int kArrivals = kThreads + 1;
 
   struct Params {
@@ -228,11 +236,10 @@ struct TokenColumns {
 
   // This block's share of the boxes of B.
   __device__ void load_b(Tile const& tile, int row, char* b, Barrier& full) const {
-    constexpr int share = C.tile_n / C.cluster;
-    int const first = C.cluster == 1 ? 0 : cluster_rank() * share;
 #pragma unroll
-    for (int c = 0; c < share; c += 64) {
-      load_shared<C>(p.b_map, b + (first + c) * 128, {tile.col + first + c, 0, row}, full);
+    for (int c = 0; c < C.tile_n; c += 64) {
+      if (shares<C>(tile) && c / (C.tile_n / C.cluster) != cluster_rank()) continue;
+      load_b_box<C>(tile, p.b_map, b + c * 128, {tile.col + c, 0, row}, full);
     }
   }
 

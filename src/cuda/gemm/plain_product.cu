@@ -111,6 +111,7 @@ void launch_plain(PlainProduct const& p, Queue const& queue) {
                           .rows = p.rows,
                           .across = int(pieces(p.n, kTile)),
                           .tile_m = kTile,
+                          .tail_m = 0,
                           .band = kBand};
     plain_kernel<T><<<blocks, kThreads, 0, queue.stream>>>(p, work);
   } else {
@@ -119,6 +120,7 @@ void launch_plain(PlainProduct const& p, Queue const& queue) {
                         .across = int(pieces(p.n, kTile)),
                         .inner = p.k,
                         .tile_m = kTile,
+                        .tail_m = 0,
                         .band = kBand};
     plain_kernel<T><<<blocks, kThreads, 0, queue.stream>>>(p, work);
   }

@@ -84,13 +84,13 @@ void row_product(RowProduct const& x, Queue const& queue) {
       }
     };
     if (x.direct.data != nullptr) {
-      with_config<Products::direct>(count, [&]<GemmConfig c> {
+      with_config<Product::direct>(count, [&]<GemmConfig c> {
         launch_with.template operator()<c>(StoreDirect<T>{x.direct, bias});
       });
     } else {
       StoreRows<T> const boxes{row_output<T>(x.d, x.rows, x.n, 1, "out"), bias};
-      with_config<Products::rows>(count,
-                                  [&]<GemmConfig c> { launch_with.template operator()<c>(boxes); });
+      with_config<Product::rows>(count,
+                                 [&]<GemmConfig c> { launch_with.template operator()<c>(boxes); });
     }
   });
 }
@@ -103,7 +103,7 @@ void expert_product(ExpertProduct const& x, Queue const& queue) {
                         .ragged = false};
   with_type(x.dtype, [&](auto element) {
     using T = decltype(element);
-    with_config<Products::experts>(count, [&]<GemmConfig c> {
+    with_config<Product::experts>(count, [&]<GemmConfig c> {
       if (has_boxes(x)) {
         launch_expert_product<T, c>(x, boxes_of_experts<T>(x), queue);
       } else {
