@@ -135,7 +135,8 @@ struct GroupedProduct {
   }
 
   // Sums the tile over its steps, freeing each stage once the next one's products are under way.
-  // meanwhile: done once while products run. The last `kept` stages are not freed.
+  // meanwhile(step): done for steps 0 and 1 while their products run. The last `kept` stages are
+  // not freed.
   template <class F>
   static __device__ void sum(Accumulator& acc, bool started, Cursor& at, Tile const& tile,
                              SharedStorage& smem, int thread, int kept, F&& meanwhile) {
@@ -151,14 +152,13 @@ struct GroupedProduct {
       fence(acc);
       multiply(acc, a + at.stage * (C.a_bytes() / 16), b + at.stage * (C.b_bytes() / 16),
                started || step > 0);
-      if (step == 0) {
-        meanwhile();
-      } else {
+      if (step < 2) meanwhile(step);
+      if (step > 0) {
         wgmma_wait<1>();
         if (thread % 32 == 0 && step <= count - kept) release(smem.empty[at.before(1)]);
       }
     }
-    if (count == 0) meanwhile();
+    for (int step = count; step < 2; ++step) meanwhile(step);
     if (C.in_turns && thread % 32 == 0) smem.turn[1 - group].arrive();
     wgmma_wait<0>();
     fence(acc);
@@ -268,9 +268,12 @@ struct GroupedProduct {
       }
       bool const started = start(p, acc, tile, thread);
       int const keep = kLends ? min(steps(tile), 2) : 0;
-      sum(acc, started, at, tile, smem, thread, keep, [&] {
-        take_back(lent, smem, thread);
-        more = next(work, following);
+      sum(acc, started, at, tile, smem, thread, keep, [&](int step) {
+        if (step == 0) {
+          take_back(lent, smem, thread);
+        } else {
+          more = next(work, following);  // takes as long as a step
+        }
       });
       if constexpr (kLends) lend(lent, keep, at, state, smem, thread);
       store(p, acc, at, lent, tile, state, smem, thread);
@@ -294,7 +297,7 @@ struct GroupedProduct {
       bool const started = start(p, acc, tile, thread);
       smem.turn[group].wait(phase);
       phase ^= 1;
-      sum(acc, started, at, tile, smem, thread, 0, [] {});
+      sum(acc, started, at, tile, smem, thread, 0, [](int) {});
       store(p, acc, at, lent, tile, state, smem, thread);
       if (next(work, tile)) at.advance(steps(tile));  // the other's
     }

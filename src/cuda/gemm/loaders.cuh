@@ -26,18 +26,27 @@ __device__ inline void const* units_after(void const* base, uint32_t units) {
   return result;
 }
 
-// The blocks of the cluster bring each other a share of the tile's B each, or, apart, all of it to
-// themselves.
-template <GemmConfig C>
-__device__ inline bool shares(Tile const& tile) {
-  return C.cluster > 1 && !tile.apart;
+// The boxes of B, `width` columns each, that this block brings: its share, for every block of the
+// cluster, or, where they are apart, all of them, for itself. load(c, multicast) loads that of
+// column c of the tile.
+template <GemmConfig C, int width, class F>
+__device__ inline void for_own_boxes(Tile const& tile, F&& load) {
+  constexpr int share = C.tile_n / C.cluster;
+  static_assert(share % width == 0);
+  if (C.cluster > 1 && !tile.apart) {
+    int const first = cluster_rank() * share;
+#pragma unroll
+    for (int c = 0; c < share; c += width) load(first + c, std::true_type());
+  } else {
+#pragma unroll
+    for (int c = 0; c < C.tile_n; c += width) load(c, std::false_type());
+  }
 }
 
-// A box of B, for every block that shares it.
-template <GemmConfig C>
-__device__ inline void load_b_box(Tile const& tile, CUtensorMap const& map, char* to, Coordinate at,
-                                  Barrier& full) {
-  if (shares<C>(tile)) {
+template <GemmConfig C, class Multicast>
+__device__ inline void load_b(Multicast, CUtensorMap const& map, char* to, Coordinate at,
+                              Barrier& full) {
+  if constexpr (Multicast::value) {
     tma_load_multicast(map, to, at, full, (1 << C.cluster) - 1);
   } else {
     tma_load(map, to, at, full);
@@ -55,27 +64,17 @@ struct WeightLoader {
   static constexpr int kHalf = C.tile_n / 2;
 
   __device__ void load(Tile const& tile, int step, char* to, Barrier& full) const {
+    constexpr int width = major == Major::K ? kHalf : 64;
     int const half = step >= half_steps;
     int const k = (step - half * half_steps) * C.tile_k;
-    if constexpr (major == Major::K) {
-#pragma unroll
-      for (int side = 0; side < 2; ++side) {
-        if (shares<C>(tile) && side != cluster_rank()) continue;  // the neighbour brings it
-        CUtensorMap const& m = map[half | (side & int(pair_columns))];
-        int const n = tile.col + (pair_columns ? 0 : side * kHalf);
-        load_b_box<C>(tile, m, to + side * kHalf * 128, {k, n, tile.expert}, full);
-      }
-    } else {
-      static_assert(C.tile_n / C.cluster % 64 == 0);
-#pragma unroll
-      for (int c = 0; c < C.tile_n; c += 64) {
-        if (shares<C>(tile) && c / (C.tile_n / C.cluster) != cluster_rank()) continue;
-        bool const second = pair_columns && c >= kHalf;
-        CUtensorMap const& m = map[half | int(second)];
-        int const n = tile.col + c - (second ? kHalf : 0);
-        load_b_box<C>(tile, m, to + c * 128, {n, k, tile.expert}, full);
-      }
-    }
+    for_own_boxes<C, width>(tile, [&](int c, auto multicast) {
+      bool const second = pair_columns && c >= kHalf;
+      CUtensorMap const& m = map[half | int(second)];
+      int const n = tile.col + c - (second ? kHalf : 0);
+      Coordinate const at =
+          major == Major::K ? Coordinate{k, n, tile.expert} : Coordinate{n, k, tile.expert};
+      load_b<C>(multicast, m, to + c * 128, at, full);
+    });
   }
 };
 
@@ -189,7 +188,11 @@ struct TokenColumns {
     bool const whole = left >= C.tile_k, a_by_tma = whole && p.row == nullptr;
     if (thread == 0) {
       full.arrive_expect((whole ? C.b_bytes() : 0) + (a_by_tma ? C.a_bytes() : 0));
-      if (whole) load_b(tile, row, b, full);
+      if (whole) {
+        for_own_boxes<C, 64>(tile, [&](int c, auto multicast) {
+          load_b<C>(multicast, p.b_map, b + c * 128, {tile.col + c, 0, row}, full);
+        });
+      }
       if (a_by_tma) {
 #pragma unroll
         for (int c = 0; c < C.tile_m; c += 64) {
@@ -231,15 +234,6 @@ struct TokenColumns {
     for (int i = 0; i < 8; ++i) {
       uint32_t const row = __shfl_sync(~0u, start, step % 2 * 16 + 2 * i + lane / 16);
       copy_async(to + i * 1024, units_after(p.a + m, row), row < none);
-    }
-  }
-
-  // This block's share of the boxes of B.
-  __device__ void load_b(Tile const& tile, int row, char* b, Barrier& full) const {
-#pragma unroll
-    for (int c = 0; c < C.tile_n; c += 64) {
-      if (shares<C>(tile) && c / (C.tile_n / C.cluster) != cluster_rank()) continue;
-      load_b_box<C>(tile, p.b_map, b + c * 128, {tile.col + c, 0, row}, full);
     }
   }
 
