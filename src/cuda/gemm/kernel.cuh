@@ -1,7 +1,8 @@
 // D[group] = epilogue(A[group] B[group]^T) for every group, in one persistent launch.
 //
 //   warpgroup 0      producer: fills a ring of stages, 64 deep each (loaders.cuh)
-//   warpgroups 1..   consumers: wgmma into registers, then the epilogue, 64 rows of the tile each
+//   warpgroups 1..   consumers: wgmma into registers, then the epilogue, 64 rows of a tile each
+//                    or, in turns, every other tile whole
 //
 // An epilogue that reads a matrix of its own gets it through the same ring, 64 columns of the tile
 // a stage, behind the tile's last products: it needs no memory besides and is asked for in time.
