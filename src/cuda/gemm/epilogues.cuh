@@ -21,9 +21,7 @@ struct StoreRows {
 
   template <int n>
   __device__ bool start(float (&acc)[n / 2], Tile const& tile, int thread) const {
-    if (bias.data == nullptr) return false;
-    bias.template fill<n>(acc, tile.expert, 0, tile.col, d.columns, thread);
-    return true;
+    return bias.template start<n>(acc, tile, d.columns, thread);
   }
   template <int n>
   __device__ void store(float (&acc)[n / 2], State& ring, Tile const& tile, int thread) const {
@@ -49,9 +47,7 @@ struct StoreDirect {
 
   template <int n>
   __device__ bool start(float (&acc)[n / 2], Tile const& tile, int thread) const {
-    if (bias.data == nullptr) return false;
-    bias.template fill<n>(acc, tile.expert, 0, tile.col, d.columns, thread);
-    return true;
+    return bias.template start<n>(acc, tile, d.columns, thread);
   }
   template <int n>
   __device__ void store(float (&acc)[n / 2], State&, Tile const& tile, int thread) const {

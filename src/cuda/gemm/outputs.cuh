@@ -39,6 +39,14 @@ struct Bias {
   T const* data;
   int64_t stride;
 
+  // Fills a tile's `count` columns; false where there is no bias.
+  template <int count>
+  __device__ bool start(float* value, Tile const& tile, int columns, int thread) const {
+    if (data == nullptr) return false;
+    fill<count>(value, tile.expert, 0, tile.col, columns, thread);
+    return true;
+  }
+
   // Fills `count` columns of a fragment, from `col` on, with the expert's bias from `first` + col
   // on; zero at or past `columns`.
   template <int count>
