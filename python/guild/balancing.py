@@ -13,9 +13,7 @@ from guild._checks import (
     expect_choice,
     expect_choices_of,
     expect_count,
-    expect_device,
     expect_logits,
-    expect_shape,
 )
 from guild._operators import ops
 from guild.routing import SCORES, token_flags
@@ -126,10 +124,7 @@ def balance_sums(
         raise ValueError(f"sequences: expected a divisor of {tokens} (tokens), got {sequences}")
     if logits.dtype != torch.float64:
         logits = logits.float()
-    if token_mask is not None:
-        expect_shape("token_mask", token_mask, (tokens,))
-        expect_device("token_mask", token_mask, logits, "logits")
-        token_mask = token_flags(token_mask)
+    token_mask = token_flags(token_mask, logits, "logits")
     index = SCORES.index(score)
     shares, squares, counts = _sums(
         logits.contiguous(), ids.contiguous(), token_mask, index, sequences

@@ -175,7 +175,7 @@ def route(
         If an argument is not as described; the message names it.
     """
     expect_logits(logits)
-    tokens, experts = logits.shape
+    experts = logits.shape[1]
     expect_count("top_k", top_k, 1, experts)
     expect_choice("score", score, SCORES)
     expect_scale(scale)
@@ -188,10 +188,7 @@ def route(
         expect_shape("selection_bias", selection_bias, (experts,))
         expect_device("selection_bias", selection_bias, logits, "logits")
         selection_bias = selection_bias.detach().to(logits.dtype).contiguous()
-    if token_mask is not None:
-        expect_shape("token_mask", token_mask, (tokens,))
-        expect_device("token_mask", token_mask, logits, "logits")
-        token_mask = token_flags(token_mask)
+    token_mask = token_flags(token_mask, logits, "logits")
     index = SCORES.index(score)
     scores, ids, _ = _route(
         logits, selection_bias, token_mask, top_k, index, renormalize, scale, groups, top_groups
@@ -269,9 +266,7 @@ def token_arguments(
         )
     if selection_bias is not None:
         selection_bias = selection_bias.detach().to(score_dtype(x.dtype))
-    if token_mask is not None:
-        expect_device("token_mask", token_mask, x, "x")
-        token_mask = token_flags(token_mask)
+    token_mask = token_flags(token_mask, x, "x")
     return (
         x,
         weight,
@@ -286,8 +281,12 @@ def token_arguments(
     )
 
 
-def token_flags(token_mask: Tensor) -> Tensor:
-    """token_mask as the ops take it: contiguous; TypeError unless bool."""
+def token_flags(token_mask: Tensor | None, rows: Tensor, name: str) -> Tensor | None:
+    """token_mask as the ops take it, checked beside the argument that has a row a token."""
+    if token_mask is None:
+        return None
+    expect_shape("token_mask", token_mask, (rows.shape[0],))
+    expect_device("token_mask", token_mask, rows, name)
     if token_mask.dtype != torch.bool:
         raise TypeError(f"token_mask: expected dtype bool, got {dtype_name(token_mask.dtype)}")
     return token_mask.contiguous()

@@ -1,5 +1,5 @@
-// What the CUDA backend asks of arguments beyond what both backends do: 16-bit types and 16-byte
-// rows.
+// What the CUDA backend asks of arguments beyond what both backends do: 16-bit types, 16-byte rows,
+// and no more experts than its routing takes.
 #pragma once
 #include <cstdint>
 
@@ -37,6 +37,13 @@ inline void require_aligned(ConstWeight const& w, char const* name) {
           w.out_stride, ", ", w.in_stride, ")");
   require_aligned(w.data, w.in_stride == 1 ? w.out_stride : w.in_stride, name);
   require_aligned(w.data, w.expert_stride, name);
+}
+
+// What routing on the GPU takes, fewer than the CPU backend does.
+inline constexpr int kMostRouted = 1024;
+inline void require_routable(int64_t experts) {
+  require(experts <= kMostRouted, "experts: expected at most ", kMostRouted, " on CUDA, got ",
+          experts);
 }
 
 // The sizes every product of a layer needs.

@@ -47,4 +47,14 @@ __device__ inline float warp_sum(float x) {
   return x;
 }
 
+// Inclusive sums over the warp's lanes.
+__device__ inline int warp_scan(int value) {
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    int const other = __shfl_up_sync(~0u, value, step);
+    if (int(threadIdx.x % 32) >= step) value += other;
+  }
+  return value;
+}
+
 }  // namespace guild::cuda

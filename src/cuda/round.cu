@@ -12,7 +12,7 @@
 namespace guild::cuda {
 namespace {
 
-constexpr int kListThreads = 512, kListWarps = kListThreads / 32, kMostExperts = 1024;
+constexpr int kListThreads = 512, kListWarps = kListThreads / 32;
 
 // The sum of all blocks' lists, and of those before this block.
 __device__ int2 sum_blocks(RoundPlan const& p) {
@@ -61,19 +61,9 @@ struct BlockLists {
     if (warp == 0) {
       int length = 0;
       for (int part = 0; part < 32; ++part) length += __popc(bits[lane][part]);
-      begins[lane] = begin + sum_below(length);
+      begins[lane] = begin + warp_scan(length) - length;
     }
     __syncthreads();
-  }
-
-  // The sum over the lanes below this one.
-  __device__ static int sum_below(int x) {
-    int through = x;
-    for (int step = 1; step < 32; step *= 2) {
-      int const other = __shfl_up_sync(~0u, through, step);
-      if (threadIdx.x % 32 >= step) through += other;
-    }
-    return through - x;
   }
 
   // One token's experts in ascending order, in step over a warp; returns how many.
@@ -81,7 +71,7 @@ struct BlockLists {
     int const lane = threadIdx.x % 32;
     uint32_t word = bits[token][lane];
     int const count = __popc(word);
-    int at = sum_below(count);
+    int at = warp_scan(count) - count;
     int const length = __shfl_sync(~0u, at + count, 31);
 #pragma unroll 1
     for (; word != 0; word &= word - 1) experts[at++] = uint16_t(lane * 32 + __ffs(word) - 1);
@@ -128,7 +118,7 @@ __device__ void weigh(RoundPlan const& p, int64_t token, uint16_t const* experts
 
 __global__ void __launch_bounds__(kListThreads, 4) lists_kernel(RoundPlan p) {
   __shared__ BlockLists lists;
-  __shared__ uint16_t experts[kListWarps][kMostExperts];
+  __shared__ uint16_t experts[kListWarps][kMostRouted];
   TokenRounding const& x = p.x;
   int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   int64_t const first = int64_t(blockIdx.x) * kListTokens;

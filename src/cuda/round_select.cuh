@@ -71,12 +71,7 @@ __device__ inline RoundingTarget aim(RoundPlan const& p, int first_expert) {
   if (x.rounding == Rounding::balanced) {
     for (int e = lane; e < first_expert; e += 32) before += p.counts[e];
     before = __reduce_add_sync(~0u, before);
-    int through = count;
-    for (int step = 1; step < 32; step *= 2) {
-      int const other = __shfl_up_sync(~0u, through, step);
-      if (lane >= step) through += other;
-    }
-    before += through - count;
+    before += warp_scan(count) - count;
   }
   uint64_t const seed = x.seed == nullptr ? 0 : uint64_t(*x.seed);
   return rounding_target(count, rounded_count(x.rounding, x.tile, count, before, seed, expert),

@@ -5,6 +5,7 @@
 #pragma once
 #include <bit>
 
+#include "alignment.h"
 #include "element.cuh"
 #include "shared/routing.h"
 
@@ -132,7 +133,7 @@ unsigned router_blocks(int64_t tokens) {
 // what a warp does once, whatever it does for its tokens, is most of its work.
 template <class F>
 void with_shape(int64_t experts, int groups, bool by_four, F&& f) {
-  require(experts <= 1024, "experts: expected at most 1024 on CUDA, got ", experts);
+  require_routable(experts);
   int const part = int(experts) / groups;
   Deal deal{int(experts), part, 0, by_four && part % 4 == 0};
   auto const fits = [&](auto shape) {

@@ -10,9 +10,10 @@
 // only count, so the result is the same in every run.
 #include <algorithm>
 
+#include "alignment.h"
 #include "arch/cluster.cuh"
 #include "check.h"
-#include "gemm/launch.cuh"
+#include "element.cuh"
 #include "shared/routing.h"
 #include "shared/sorting.h"
 
@@ -141,16 +142,6 @@ rank_kernel(Sort x, int64_t chunk) {
   cluster_barrier();  // the other blocks have read `count`
 }
 
-// Inclusive sums over the warp's lanes.
-__device__ int warp_scan(int value) {
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    int const other = __shfl_up_sync(~0u, value, step);
-    if (int(threadIdx.x % 32) >= step) value += other;
-  }
-  return value;
-}
-
 // The first row of the chunk's slots of each expert into first_row: (E). Returns the number of
 // rows. The first block writes the first row of each expert as the offsets.
 __device__ int find_first_rows(Sort const& x, int clusters, int* first_row) {
@@ -246,9 +237,7 @@ void sort_by_expert(Sort const& x, Queue queue) {
   check(x);
   require(x.scores == nullptr || x.score_dtype == DType::float32,
           "score_dtype: expected float32 on CUDA");
-  constexpr int64_t kMostExperts = 1024;
-  require(x.experts <= kMostExperts, "experts: expected at most ", kMostExperts, " on CUDA, got ",
-          x.experts);
+  require_routable(x.experts);
   int64_t const slots = slot_count(x), chunk = sort_chunk_slots(slots);
   if (slots == 0) {
     cuda_check(cudaMemsetAsync(x.offsets, 0, (x.experts + 1) * sizeof(int32_t), queue.stream),
@@ -257,7 +246,7 @@ void sort_by_expert(Sort const& x, Queue queue) {
   }
   auto const rank_bytes = [](int64_t experts) { return int((kWarps + 1) * experts * sizeof(int)); };
   cuda_check(cudaFuncSetAttribute(rank_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  rank_bytes(kMostExperts)),
+                                  rank_bytes(kMostRouted)),
              "shared memory of sort_by_expert");
   int64_t const clusters = sort_clusters(slots);
   rank_kernel<<<unsigned(clusters * kCluster), kThreads, rank_bytes(x.experts), queue.stream>>>(

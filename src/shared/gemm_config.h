@@ -61,7 +61,7 @@ static_assert([] {
 }());
 
 // What is known of a product before it is launched. ragged: `groups` groups share `rows` rows;
-// otherwise each has that many, and sums over an unknown length.
+// otherwise each has that many, and sums over `inner` on average.
 struct TileCount {
   int64_t rows = 0, groups = 0, columns = 0, inner = 0;
   bool ragged = true;

@@ -55,10 +55,6 @@ __device__ inline void tma_store_wait() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(pending) : "memory");
 }
 
-__device__ inline void prefetch_map(CUtensorMap const& map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
-}
-
 // Where 16-byte chunk `chunk` of row `row` of a 128-byte-swizzled box lies.
 __device__ inline uint32_t chunk_address(uint32_t box, int row, int chunk) {
   return box + row * 128 + ((chunk ^ (row % 8)) * 16);

@@ -22,9 +22,6 @@ namespace guild::cuda {
 template <class Element, GemmConfig C, class Loader, class Work, class Epilogue>
 struct GroupedProduct {
   static constexpr GemmConfig config = C;
-  using LoaderType = Loader;
-  using WorkType = Work;
-  using EpilogueType = Epilogue;
 
   struct Params {
     Work work;  // of block 0; block b starts at tile b
