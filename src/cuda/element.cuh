@@ -5,6 +5,7 @@
 
 #include <type_traits>
 
+#include "arch/warp.cuh"
 #include "gemm/launch.cuh"
 
 namespace guild::cuda {
@@ -38,23 +39,6 @@ __device__ inline void store_eight(T* to, Eight const& e) {
   float const* v = e.value;
   *reinterpret_cast<uint4*>(to) = {pack<T>(v[0], v[1]), pack<T>(v[2], v[3]), pack<T>(v[4], v[5]),
                                    pack<T>(v[6], v[7])};
-}
-
-// Sum over the warp, the same in every lane and in every run.
-__device__ inline float warp_sum(float x) {
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
-  return x;
-}
-
-// Inclusive sums over the warp's lanes.
-__device__ inline int warp_scan(int value) {
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    int const other = __shfl_up_sync(~0u, value, step);
-    if (int(threadIdx.x % 32) >= step) value += other;
-  }
-  return value;
 }
 
 }  // namespace guild::cuda

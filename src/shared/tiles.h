@@ -1,4 +1,4 @@
-// Walks the output tiles of a ragged grouped GEMM. Pure index arithmetic: tested on the CPU.
+// The output tiles of a ragged grouped GEMM. Pure index arithmetic: tested on the CPU.
 //
 // ends[e] is where group e ends along the ragged dimension and group e + 1 begins. Values are
 // clamped to [previous end, total], so that no input makes a kernel leave its buffers.
@@ -9,7 +9,7 @@
 
 namespace guild {
 
-struct Tile {
+struct alignas(16) Tile {
   int expert = 0;
   int row = 0, col = 0;  // first row and column of the output tile
   int rows = 0;          // valid rows, <= tile_m
@@ -41,10 +41,15 @@ struct Groups {
   int32_t const* ends;  // (groups); null: every group has total / groups
   int groups, total;
 
-  GUILD_HD int end(int group, int begin) const {
-    if (ends == nullptr) return begin + total / groups;
+  // Where a group ends, unless one before it ends later.
+  GUILD_HD int bound(int group) const {
+    if (ends == nullptr) return (group + 1) * (total / groups);
     int const e = ends[group];
-    return e < begin ? begin : (e > total ? total : e);
+    return e < 0 ? 0 : e > total ? total : e;
+  }
+  GUILD_HD int end(int group, int begin) const {
+    int const e = bound(group);
+    return e < begin ? begin : e;
   }
 };
 
@@ -83,31 +88,23 @@ struct MatrixTiles {
   }
 };
 
-// Groups split the rows of D. Tiles of one expert are consecutive.
+// Groups split the rows of D.
 struct RowTiles {
   Groups groups;
   int tile_n = 0, across = 0, inner = 0;  // across: tiles side by side
-  int tile_m = 0, tail_m = 0, band = 0;   // kernel.cuh sets these and the next two
-  int next_tile = 0, stride = 0;          // this block owns tiles next_tile, + stride, ...
-  int expert = 0, begin = 0, tiles_before = 0;
+  int tile_m = 0, tail_m = 0, band = 0;   // kernel.cuh sets these
 
-  GUILD_HD bool next(Tile& tile) {
-    for (; expert < groups.groups; ++expert) {
-      int const end = groups.end(expert, begin);
-      MatrixTiles const matrix{end - begin, across, tile_m, tail_m, band, tile_n};
-      int const local = next_tile - tiles_before, tiles = matrix.count();
-      if (local < tiles) {
-        tile = matrix.at(local);
-        tile.expert = expert;
-        tile.row += begin;
-        tile.inner = inner;
-        next_tile += stride;
-        return true;
-      }
-      tiles_before += tiles;
-      begin = end;
-    }
-    return false;
+  static constexpr bool kMayBeEmpty = false;  // the sum: inner > 0
+
+  GUILD_HD MatrixTiles matrix(int begin, int end) const {
+    return {end - begin, across, tile_m, tail_m, band, tile_n};
+  }
+  GUILD_HD Tile at(int index, int group, int begin, int end) const {
+    Tile tile = matrix(begin, end).at(index);
+    tile.expert = group;
+    tile.row += begin;
+    tile.inner = inner;
+    return tile;
   }
 };
 
@@ -115,21 +112,43 @@ struct RowTiles {
 struct InnerTiles {
   Groups groups;
   int tile_n = 0, rows = 0, across = 0;
-  int tile_m = 0, tail_m = 0, band = 0;  // kernel.cuh sets these and the next two
-  int next_tile = 0, stride = 0;
-  int expert = 0, begin = 0;
+  int tile_m = 0, tail_m = 0, band = 0;  // kernel.cuh sets these
+
+  static constexpr bool kMayBeEmpty = true;  // the sum: of a group without rows
+
+  GUILD_HD MatrixTiles matrix(int, int) const {
+    return {rows, across, tile_m, tail_m, band, tile_n};
+  }
+  GUILD_HD Tile at(int index, int group, int begin, int end) const {
+    Tile tile = matrix(begin, end).at(index);
+    tile.expert = group;
+    tile.inner = end - begin;
+    tile.inner_row = begin;
+    return tile;
+  }
+};
+
+// Every `stride`-th tile, one group's after another's. A warp does the same faster:
+// cuda/gemm/tile_finder.cuh.
+template <class Work>
+struct TileWalk {
+  Work work;
+  int next_tile, stride;
+  int group = 0, begin = 0, before = 0;  // tiles of earlier groups
 
   GUILD_HD bool next(Tile& tile) {
-    MatrixTiles const matrix{rows, across, tile_m, tail_m, band, tile_n};
-    int const per_expert = matrix.count(), owner = next_tile / per_expert;
-    if (owner >= groups.groups) return false;
-    for (; expert < owner; ++expert) begin = groups.end(expert, begin);
-    tile = matrix.at(next_tile % per_expert);
-    tile.expert = expert;
-    tile.inner = groups.end(expert, begin) - begin;
-    tile.inner_row = begin;
-    next_tile += stride;
-    return true;
+    for (; group < work.groups.groups; ++group) {
+      int const end = work.groups.end(group, begin);
+      int const tiles = work.matrix(begin, end).count(), local = next_tile - before;
+      if (local < tiles) {
+        tile = work.at(local, group, begin, end);
+        next_tile += stride;
+        return true;
+      }
+      before += tiles;
+      begin = end;
+    }
+    return false;
   }
 };
 

@@ -189,9 +189,8 @@ void for_each_share(Work const& whole, int blocks, int cluster, TileSize c, F&& 
     Work work = whole;
     work.tile_m = c.m * cluster;
     work.tail_m = cluster == 2 ? c.m : 0;
-    work.next_tile = block;
-    work.stride = blocks;
-    for (Tile t; work.next(t);) {
+    TileWalk<Work> walk{work, block, blocks};
+    for (Tile t; walk.next(t);) {
       for (int rank = 0; rank < cluster; ++rank) {
         f(share_of(t, rank, c.m, c.n, work.across * c.n));
       }

@@ -49,39 +49,37 @@ struct DownGradientEpilogue {
     return false;
   }
 
-  __device__ void begin(State& state, Tile const& tile, int thread) const {
+  __device__ void begin(State& rows, Tile const& tile, int thread) const {
 #pragma unroll
     for (int below = 0; below < 2; ++below) {
       int const r = fragment_row(thread) + 8 * below;
-      state.scale[below] = score != nullptr && r < tile.rows ? score[tile.row + r] : 1.f;
-      state.dot[below] = 0;
+      rows.scale[below] = score != nullptr && r < tile.rows ? score[tile.row + r] : 1.f;
+      rows.dot[below] = 0;
     }
   }
 
   // A' leaves from `box`, dH from where H came to; `storer` issues all stores, as one group.
-  __device__ void store_unit(float* g, char* box, char* stage, State& state, Tile const& tile,
+  __device__ void store_unit(float* g, char* box, char* stage, State& rows, Tile const& tile,
                              int unit, int thread, int storer) const {
-    differentiate(g, stage, state, columns() - tile.col - 64 * unit, thread);
+    differentiate(g, stage, rows, columns() - tile.col - 64 * unit, thread);
     if (a.present) fragment_to_box<T>(shared_address(box), g, thread);
     fence_async_proxy();
     warpgroup_barrier();
     if (thread != storer) return;
     for (int i = 0; i < boxes(); ++i) {
       Coordinate const at = place(tile, unit, i);
-      tma_store(dh.map, stage + i * kBoxBytes, clipped_box(at.x, at.y, at.z, tile.rows));
+      dh.store(stage + i * kBoxBytes, tile, at.x, at.y);
     }
-    if (a.present) {
-      tma_store(a.map, box, clipped_box(tile.col + 64 * unit, 0, tile.row, tile.rows));
-    }
+    if (a.present) a.store(box, tile, tile.col + 64 * unit, 0);
     tma_store_commit();
   }
 
   // Sums over the four threads that share a row, in a fixed order, and stores the tile's part.
-  __device__ void finish(State const& state, Tile const& tile, int thread) const {
+  __device__ void finish(State const& rows, Tile const& tile, int thread) const {
     if (parts == nullptr) return;
 #pragma unroll
     for (int below = 0; below < 2; ++below) {
-      float dot = state.dot[below];
+      float dot = rows.dot[below];
       dot += __shfl_xor_sync(~0u, dot, 1);
       dot += __shfl_xor_sync(~0u, dot, 2);
       int const r = fragment_row(thread) + 8 * below;

@@ -9,6 +9,25 @@
 
 namespace guild::cuda {
 
+// Stores a tile's n columns, up to `columns` of the matrix, box by box: fill(box, value) and
+// store(box, col) for the 64 columns from `col`.
+template <int n, class Fill, class Store>
+__device__ inline void store_columns(float const (&acc)[n / 2], StoreRing& ring, Tile const& tile,
+                                     int columns, int thread, Fill&& fill, Store&& store) {
+#pragma unroll
+  for (int c = 0; c < n; c += 128) {
+    int const col = tile.col + c;
+    if (col >= columns) break;
+    auto const fill_one = [&](int i, uint32_t box) { fill(box, acc + c / 2 + 32 * i); };
+    auto const store_one = [&](int i, char* box) { store(box, col + 64 * i); };
+    if (c + 64 < n) {
+      ring.store<2>(thread, fill_one, store_one);
+    } else {
+      ring.store<1>(thread, fill_one, store_one);
+    }
+  }
+}
+
 // D = A B^T + bias, by row.
 template <class T>
 struct StoreRows {
@@ -24,12 +43,11 @@ struct StoreRows {
     return bias.template start<n>(acc, tile, d.columns, thread);
   }
   template <int n>
-  __device__ void store(float (&acc)[n / 2], State& ring, Tile const& tile, int thread) const {
-#pragma unroll
-    for (int c = 0; c < n; c += 64) {
-      if (tile.col + c >= d.columns) break;
-      store_rows<T>(d, ring, acc + c / 2, tile, tile.col + c, 0, thread);
-    }
+  __device__ void store(float (&acc)[n / 2], StoreRing& ring, Tile const& tile, int thread) const {
+    store_columns<n>(
+        acc, ring, tile, d.columns, thread,
+        [&](uint32_t box, float const* value) { fragment_to_box<T>(box, value, thread); },
+        [&](char* box, int col) { d.store(box, tile, col, 0); });
   }
 };
 
@@ -71,25 +89,20 @@ struct StoreExpert {
     return false;
   }
   template <int n>
-  __device__ void store(float (&acc)[n / 2], State& ring, Tile const& tile, int thread) const {
-#pragma unroll
-    for (int c = 0; c < n; c += 64) {
-      int const col = tile.col + c;
-      if (col >= columns) break;
-      store_boxes<1>(
-          ring, thread,
-          [&](int, uint32_t box) {
-            if (transposed) {
-              fragment_to_box_transposed<T>(box, acc + c / 2, thread);
-            } else {
-              fragment_to_box<T>(box, acc + c / 2, thread);
-            }
-          },
-          [&](int, char* box) {
-            int const x = transposed ? tile.row : col, y = transposed ? col : tile.row;
-            tma_store(map, box, Coordinate{x, y, tile.expert});
-          });
-    }
+  __device__ void store(float (&acc)[n / 2], StoreRing& ring, Tile const& tile, int thread) const {
+    store_columns<n>(
+        acc, ring, tile, columns, thread,
+        [&](uint32_t box, float const* value) {
+          if (transposed) {
+            fragment_to_box_transposed<T>(box, value, thread);
+          } else {
+            fragment_to_box<T>(box, value, thread);
+          }
+        },
+        [&](char* box, int col) {
+          int const x = transposed ? tile.row : col, y = transposed ? col : tile.row;
+          tma_store(map, box, Coordinate{x, y, tile.expert});
+        });
   }
 };
 
@@ -123,7 +136,7 @@ struct Activate {
   // Box by box of A, in one copy of the code at which the accumulators pass by: unrolled it would
   // outgrow the instruction cache.
   template <int n>
-  __device__ void store(float (&acc)[n / 2], State& ring, Tile const& tile, int thread) const {
+  __device__ void store(float (&acc)[n / 2], StoreRing& ring, Tile const& tile, int thread) const {
     switch (pairing) {
       case Pairing::halves:
         return store_halves<n>(acc, ring, tile, thread);
@@ -136,7 +149,7 @@ struct Activate {
 
  private:
   template <int n>
-  __device__ void store_halves(float (&acc)[n / 2], State& ring, Tile const& tile,
+  __device__ void store_halves(float (&acc)[n / 2], StoreRing& ring, Tile const& tile,
                                int thread) const {
     float *const gate = acc, *const up = acc + n / 4;
     int const end = min(n / 2, a.columns - tile.col);
@@ -144,54 +157,59 @@ struct Activate {
     for (int c = 0; c < end; c += 64) {
       int const col = tile.col + c;
       if (h.present) {
-        store_boxes<2>(
-            ring, thread,
+        ring.store<2>(
+            thread,
             [&](int i, uint32_t box) { fragment_to_box<T>(box, i == 0 ? gate : up, thread); },
-            [&](int i, char* box) {
-              tma_store(h.map, box, clipped_box(col, i, tile.row, tile.rows));
-            });
+            [&](int i, char* box) { h.store(box, tile, col, i); });
       }
       activate_halves(gate, up, end - c);
-      store_box(a, ring, gate, tile, col, 0, thread);
+      store_a(gate, ring, tile, col, thread);
       pass<n / 4 - 32>(gate, 32);
       pass<n / 4 - 32>(up, 32);
     }
   }
 
   template <int n>
-  __device__ void store_alternate(float (&acc)[n / 2], State& ring, Tile const& tile,
+  __device__ void store_alternate(float (&acc)[n / 2], StoreRing& ring, Tile const& tile,
                                   int thread) const {
     int const columns = 2 * a.columns, end = min(n, columns - tile.col);
 #pragma unroll 1
     for (int c = 0; c < end; c += 128) {
       int const col = tile.col + c;
-      store_box(h, ring, acc, tile, col, 0, thread);
-      store_box(h, ring, acc + 32, tile, col + 64, 0, thread);
+      if (h.present) {
+        ring.store<2>(
+            thread, [&](int i, uint32_t box) { fragment_to_box<T>(box, acc + 32 * i, thread); },
+            [&](int i, char* box) { h.store(box, tile, col + 64 * i, 0); });
+      }
       activate_neighbours(acc, end - c, thread);
-      store_box(a, ring, acc, tile, col / 2, 0, thread);
+      store_a(acc, ring, tile, col / 2, thread);
       pass<n / 2 - 64>(acc, 64);
     }
   }
 
   template <int n>
-  __device__ void store_alone(float (&acc)[n / 2], State& ring, Tile const& tile,
+  __device__ void store_alone(float (&acc)[n / 2], StoreRing& ring, Tile const& tile,
                               int thread) const {
     int const end = min(n, a.columns - tile.col);
 #pragma unroll 1
     for (int c = 0; c < end; c += 64) {
       int const col = tile.col + c;
-      store_box(h, ring, acc, tile, col, 0, thread);
+      if (h.present) {
+        ring.store<1>(
+            thread, [&](int, uint32_t box) { fragment_to_box<T>(box, acc, thread); },
+            [&](int, char* box) { h.store(box, tile, col, 0); });
+      }
       activate_alone(acc, end - c);
-      store_box(a, ring, acc, tile, col, 0, thread);
+      store_a(acc, ring, tile, col, thread);
       pass<n / 2 - 32>(acc, 32);
     }
   }
 
-  // 64 columns from `col`, where they exist and are wanted.
-  static __device__ void store_box(RowOutput<T> const& out, State& ring, float const* value,
-                                   Tile const& tile, int col, int half, int thread) {
-    if (!out.present || col >= out.columns) return;
-    store_rows<T>(out, ring, value, tile, col, half, thread);
+  __device__ void store_a(float const* value, StoreRing& ring, Tile const& tile, int col,
+                          int thread) const {
+    ring.store<1>(
+        thread, [&](int, uint32_t box) { fragment_to_box<T>(box, value, thread); },
+        [&](int, char* box) { a.store(box, tile, col, 0); });
   }
 
   template <int count>

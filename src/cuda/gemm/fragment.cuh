@@ -69,55 +69,53 @@ __device__ inline void fragment_to_box_transposed(uint32_t box, float const* val
 
 // One warpgroup's staging boxes.
 struct StoreBoxes {
-  static constexpr int kBoxes = 2;
-  alignas(1024) char box[kBoxes][kBlockBytes];
+  alignas(1024) char box[2][kBlockBytes];
 };
 
-// The boxes in turn, and those that a tile's last stages of the sum lend until its stores have read
-// them. Every box is stored by a group of its own, in order.
-struct StoreRing {
-  StoreBoxes& own;
-  char *first_lent = nullptr, *second_lent = nullptr;
-  int boxes = StoreBoxes::kBoxes;  // own and lent
-  int next = 0;
-  bool fresh = false;  // no box is taken twice since begin()
+// Pairs of boxes in turn: its own and, where the tile's last stages of the sum lend it, another,
+// until its stores have read it. Every pair is stored as a group of its own.
+class StoreRing {
+ public:
   __device__ explicit StoreRing(StoreBoxes& own) : own(own) {}
 
-  // Begins a tile, to which `count` boxes are lent: all are free.
-  __device__ void begin(int count, char* first, char* second, int thread) {
-    boxes = StoreBoxes::kBoxes + count;
-    first_lent = first;
-    second_lent = second;
-    next = 0;
-    fresh = true;
+  // Begins a tile: what was stored before has left. first, second: the boxes lent; null: none.
+  __device__ void begin(char* first, char* second, int thread) {
+    lent[0] = first;
+    lent[1] = second;
+    used = 0;
     if (thread == 0) tma_store_wait<0>();
     warpgroup_barrier();
   }
 
-  // Every thread of the warpgroup may write the next `count` boxes: what they held has left.
-  template <int count>
-  __device__ void acquire(int thread) {
-    static_assert(count <= StoreBoxes::kBoxes);
-    next += count;
-    fresh = fresh && next <= boxes;
-    if (next >= boxes && !fresh) next -= boxes;
-    if (fresh) return;
-    if (thread == 0) {
-      if (boxes == 4) {
-        tma_store_wait<4 - count>();
-      } else {
-        tma_store_wait<StoreBoxes::kBoxes - count>();
-      }
+  // Stores one or two boxes: fill(i, address) writes the i-th, store(i, box) issues its store.
+  template <int count, class Fill, class Store>
+  __device__ void store(int thread, Fill&& fill, Store&& store) {
+    static_assert(count == 1 || count == 2);
+    bool const two = lent[0] != nullptr;
+    if (used >= (two ? 2 : 1)) {
+      if (thread == 0) two ? tma_store_wait<1>() : tma_store_wait<0>();
+      warpgroup_barrier();
     }
+    bool const second = two && used % 2 != 0;
+    ++used;
+    char* box[count];
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+      box[i] = second ? lent[i] : own.box[i];
+      fill(i, shared_address(box[i]));
+    }
+    fence_async_proxy();
     warpgroup_barrier();
+    if (thread != 0) return;
+#pragma unroll
+    for (int i = 0; i < count; ++i) store(i, box[i]);
+    tma_store_commit();
   }
-  // The i-th of the `count` boxes acquired last.
-  template <int count>
-  __device__ char* box(int i) const {
-    int const from = next - count + i, at = from < 0 ? from + boxes : from;
-    char* const lent = at == StoreBoxes::kBoxes ? first_lent : second_lent;
-    return at < StoreBoxes::kBoxes ? own.box[at] : lent;
-  }
+
+ private:
+  StoreBoxes& own;
+  char* lent[2] = {nullptr, nullptr};
+  int used = 0;  // pairs since begin()
 };
 
 // Rows of a matrix that boxes of 64 x 64 are stored to, clipped to the rows that are the tile's own
@@ -128,39 +126,11 @@ struct RowOutput {
   CUtensorMap map;  // (columns, halves, 64, rows + 64), boxes of 64 x 1 x 64 x 1
   bool present;
   int columns;  // of one half
-};
 
-// The box of rows row .. row + valid - 1, columns col .. col + 63 of `half`.
-__device__ inline RowCoordinate clipped_box(int col, int half, int row, int valid) {
-  return {col, half, 64 - valid, row + valid};
-}
-
-// Stores boxes through the ring: fill(i, address) writes the i-th, store(i, box) issues its store.
-template <int count, class Fill, class Store>
-__device__ inline void store_boxes(StoreRing& ring, int thread, Fill&& fill, Store&& store) {
-  ring.acquire<count>(thread);
-  char* box[count];
-#pragma unroll
-  for (int i = 0; i < count; ++i) fill(i, shared_address(box[i] = ring.box<count>(i)));
-  fence_async_proxy();
-  warpgroup_barrier();
-  if (thread != 0) return;
-#pragma unroll
-  for (int i = 0; i < count; ++i) {
-    store(i, box[i]);
-    tma_store_commit();
+  // Stores the tile's rows of a box: columns from `col` of `half`.
+  __device__ void store(char const* box, Tile const& tile, int col, int half) const {
+    tma_store(map, box, RowCoordinate{col, half, 64 - tile.rows, tile.row + tile.rows});
   }
-}
-
-// Stores 64 columns of a fragment, those from `col`, through the ring.
-template <class T>
-__device__ inline void store_rows(RowOutput<T> const& out, StoreRing& ring, float const* value,
-                                  Tile const& tile, int col, int half, int thread) {
-  store_boxes<1>(
-      ring, thread, [&](int, uint32_t box) { fragment_to_box<T>(box, value, thread); },
-      [&](int, char* box) {
-        tma_store(out.map, box, clipped_box(col, half, tile.row, tile.rows));
-      });
-}
+};
 
 }  // namespace guild::cuda

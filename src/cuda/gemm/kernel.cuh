@@ -1,6 +1,7 @@
 // D[group] = epilogue(A[group] B[group]^T) for every group, in one persistent launch.
 //
-//   warpgroup 0      producer: fills a ring of stages, 64 deep each (loaders.cuh)
+//   warpgroup 0      producer: fills a ring of stages, 64 deep each (loaders.cuh); a warp of it,
+//                    idle if there is one, finds the tiles and tells the others (tile_queue.cuh)
 //   warpgroups 1..   consumers: wgmma into registers, then the epilogue, 64 rows of a tile each
 //                    or, in turns, every other tile whole
 //
@@ -16,6 +17,7 @@
 #pragma once
 #include "epilogues.cuh"
 #include "loaders.cuh"
+#include "tile_queue.cuh"
 
 namespace guild::cuda {
 
@@ -24,11 +26,14 @@ struct GroupedProduct {
   static constexpr GemmConfig config = C;
 
   struct Params {
-    Work work;  // of block 0; block b starts at tile b
+    Work work;
     typename Loader::Params load;
     Epilogue epilogue;
   };
 
+  using State = typename Epilogue::State;
+  static constexpr bool kGuideLoads = Loader::kThreads == 128;
+  using Tiles = TileQueue<4 * C.consumers + Loader::kThreads / 32>;
   struct SharedStorage {
     alignas(1024) char a[C.stages][C.a_bytes()];
     alignas(1024) char b[C.stages][C.b_bytes()];
@@ -36,6 +41,7 @@ struct GroupedProduct {
     Barrier full[C.stages];     // Loader::kArrivals, and the bytes of TMA
     Barrier empty[C.stages];    // one arrival per consumer warp of the cluster that reads the stage
     Barrier turn[C.consumers];  // in turns: this consumer may take its tile's stages
+    Tiles tiles;
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024, "too many stages for shared memory");
 
@@ -53,22 +59,12 @@ struct GroupedProduct {
     }
   };
 
-  static __device__ Work tiles(Params const& p) {
+  static __device__ TileGuide<Work, C> guide_of(Params const& p) {
     Work work = p.work;
     work.tile_m = C.cluster_m();  // constants, so that the walk divides by shifting
     work.tail_m = C.cluster == 2 ? C.tile_m : 0;
     work.band = kBand;
-    work.next_tile = blockIdx.x / C.cluster;
-    work.stride = gridDim.x / C.cluster;
-    return work;
-  }
-
-  // The next tile of this block: a share of the cluster's, perhaps without rows.
-  static __device__ bool next(Work& work, Tile& tile) {
-    if (!work.next(tile)) return false;
-    int const rank = C.cluster == 1 ? 0 : cluster_rank();
-    tile = share_of(tile, rank, C.tile_m, work.tile_n, work.across * work.tile_n);
-    return true;
+    return TileGuide<Work, C>(work);
   }
 
   static __device__ void release(Barrier& empty) {
@@ -83,28 +79,42 @@ struct GroupedProduct {
   static __device__ void produce(Params const& p, SharedStorage& smem, int thread) {
     Loader loader(p.load, thread);
     Cursor at;
-    auto work = tiles(p);
-    // Finding a tile takes a while: the next one's place is found while this one's stages fill.
-    Tile tile, following;
-    for (bool more = next(work, tile); more; tile = following) {
+    QueueEnd tiles;
+    // Where all warps load, the first also finds the tiles, each while the one before is loaded.
+    [[maybe_unused]] auto guide = guide_of(p);
+    [[maybe_unused]] int const warp = warp_index();
+    auto const announce = [&] {
+      if constexpr (kGuideLoads) {
+        if (warp == 0) guide.announce(smem.tiles);
+      }
+    };
+    announce();
+    for (Tile tile; smem.tiles.take(tiles, tile);) {
       int const count = steps(tile);
       loader.begin(tile);
+      announce();
       for (int step = 0; step < count; ++step, at.advance()) {
         smem.empty[at.stage].wait(at.phase ^ 1);
         loader.load(tile, step, smem.a[at.stage], smem.b[at.stage], smem.full[at.stage]);
-        if (step == 0) more = next(work, following);
       }
-      if (count == 0) more = next(work, following);
       if constexpr (Epilogue::kReads) {
         for (int unit = 0; unit < p.epilogue.units(tile); ++unit, at.advance()) {
           smem.empty[at.stage].wait(at.phase ^ 1);
           Barrier& full = smem.full[at.stage];
           if (thread == 0) p.epilogue.load(tile, unit, smem.b[at.stage], full);
-          if constexpr (Loader::kThreads > 1) full.arrive_when_copied();
+          if constexpr (Loader::kArrivals > 1) full.arrive_when_copied();
         }
       }
     }
   }
+
+  // A thread of a consumer.
+  struct Self {
+    int group;   // which consumer, known to the compiler as the same for all lanes of a warp
+    int thread;  // of its 128
+    __device__ Self() : group(warp_index() / 4 - 1), thread(threadIdx.x % 128) {}
+    __device__ bool leads_warp() const { return thread % 32 == 0; }
+  };
 
   // A consumer's part of a tile: 64 rows each.
   static constexpr int kParts = C.consumer_rows() / 64;
@@ -132,18 +142,35 @@ struct GroupedProduct {
     for (auto& part : acc) fence_registers(part);
   }
 
+  static __device__ void clear(Accumulator& acc) {
+#pragma unroll
+    for (auto& part : acc) {
+#pragma unroll
+      for (float& x : part) x = 0;
+    }
+  }
+
   // Sums the tile over its steps, freeing each stage once the next one's products are under way.
   // meanwhile(step): done for steps 0 and 1 while their products run. The last `kept` stages are
   // not freed.
   template <class F>
   static __device__ void sum(Accumulator& acc, bool started, Cursor& at, Tile const& tile,
-                             SharedStorage& smem, int thread, int kept, F&& meanwhile) {
-    int const group = thread / 128, count = steps(tile);
-    int const first = C.in_turns ? 0 : group * kBlockBytes;  // of this consumer's rows of A
+                             SharedStorage& smem, Self self, int kept, F&& meanwhile) {
+    int const count = steps(tile);
+    int const first = C.in_turns ? 0 : self.group * kBlockBytes;  // of this consumer's rows of A
     uint32_t const full = kept_address(shared_address(smem.full));
     uint32_t const a = descriptor<Loader::kMajorA>(shared_address(smem.a[0]) + first);
     uint32_t const b = descriptor<Loader::kMajorB>(shared_address(smem.b[0]));
-    for (int step = 0; step < count; ++step, at.advance()) {
+    if constexpr (Work::kMayBeEmpty) {
+      if (count == 0) {
+        meanwhile(0);
+        meanwhile(1);
+        return clear(acc);
+      }
+    }
+    // At least one step, or the compiler would not know that products define the accumulators.
+    int step = 0;
+    do {
       // What cp.async wrote needs no proxy fence after this, as in CUTLASS's own such main loop. A
       // fence would wait for the arrival below at the other block: 150 to 350 cycles a step.
       Barrier::wait_at(full + at.stage * sizeof(Barrier), at.phase);
@@ -153,14 +180,15 @@ struct GroupedProduct {
       if (step < 2) meanwhile(step);
       if (step > 0) {
         wgmma_wait<1>();
-        if (thread % 32 == 0 && step <= count - kept) release(smem.empty[at.before(1)]);
+        if (self.leads_warp() && step <= count - kept) release(smem.empty[at.before(1)]);
       }
-    }
-    for (int step = count; step < 2; ++step) meanwhile(step);
-    if (C.in_turns && thread % 32 == 0) smem.turn[1 - group].arrive();
+      at.advance();
+    } while (++step < count);
+    if (count == 1) meanwhile(1);
+    if (C.in_turns && self.leads_warp()) smem.turn[1 - self.group].arrive();
     wgmma_wait<0>();
     fence(acc);
-    if (count > 0 && thread % 32 == 0 && kept == 0) release(smem.empty[at.before(1)]);
+    if (self.leads_warp() && kept == 0) release(smem.empty[at.before(1)]);
   }
 
   // Stages that stores still read, and their number, at most two; a warp's first thread keeps them
@@ -168,15 +196,16 @@ struct GroupedProduct {
   struct Lent {
     int count = 0, last = 0, before = 0;
   };
-  // A tile's last stages lend this consumer's share of A to its stores.
-  static __device__ void lend(Lent& lent, int count, Cursor const& at,
-                              typename Epilogue::State& ring, SharedStorage& smem, int thread) {
+  // A tile's last two stages lend this consumer's share of A to its stores.
+  static __device__ void lend(Lent& lent, int count, Cursor const& at, State& ring,
+                              SharedStorage& smem, Self self) {
     lent = {count, at.before(1), at.before(2)};
-    int const share = thread / 128 * kBlockBytes;
-    ring.begin(count, smem.a[lent.last] + share, smem.a[lent.before] + share, thread % 128);
+    int const share = self.group * kBlockBytes;
+    ring.begin(count > 0 ? smem.a[lent.before] + share : nullptr, smem.a[lent.last] + share,
+               self.thread);
   }
-  static __device__ void take_back(Lent& lent, SharedStorage& smem, int thread) {
-    if (thread % 32 == 0 && lent.count > 0) {
+  static __device__ void take_back(Lent& lent, SharedStorage& smem, Self self) {
+    if (self.leads_warp() && lent.count > 0) {
       tma_store_wait<0>();
       if (lent.count > 1) release(smem.empty[lent.before]);
       release(smem.empty[lent.last]);
@@ -189,27 +218,26 @@ struct GroupedProduct {
   // it, at the next one. One copy of the code, at which the accumulators pass by: unrolled it would
   // outgrow the instruction cache.
   static __device__ void finish(Params const& p, float (&acc)[C.tile_n / 2], Cursor& at, Lent& lent,
-                                Tile const& part, typename Epilogue::State& state,
-                                SharedStorage& smem, int thread) {
-    int const share = thread / 128 * kBlockBytes, units = p.epilogue.units(part);
+                                Tile const& part, State& state, SharedStorage& smem, Self self) {
+    int const share = self.group * kBlockBytes, units = p.epilogue.units(part);
 #pragma unroll 1
     for (int unit = 0; unit < units; ++unit, at.advance()) {
       int const storer = unit % 4 * 32;
       smem.full[at.stage].wait(at.phase);
       if (part.rows > 0) {
         p.epilogue.store_unit(acc, smem.a[at.stage] + share, smem.b[at.stage] + share, state, part,
-                              unit, thread % 128, storer);
+                              unit, self.thread, storer);
       }
 #pragma unroll
       for (int i = 0; i + 32 < C.tile_n / 2; ++i) acc[i] = acc[i + 32];
-      take_back(lent, smem, thread);
-      if (thread % 128 == storer) {
+      take_back(lent, smem, self);
+      if (self.thread == storer) {
         lent = {1, at.stage};
-      } else if (thread % 32 == 0) {
+      } else if (self.leads_warp()) {
         release(smem.empty[at.stage]);
       }
     }
-    if (part.rows > 0) p.epilogue.finish(state, part, thread % 128);
+    if (part.rows > 0) p.epilogue.finish(state, part, self.thread);
   }
 
   // The tile's rows from 64 * `part`, perhaps none.
@@ -219,97 +247,88 @@ struct GroupedProduct {
     return tile;
   }
 
-  // The epilogue of the consumer's 64 rows, or of each of its parts in turn, in one copy of the
-  // code.
+  // The epilogue of the consumer's 64 rows, or of each of its parts.
   static __device__ void store(Params const& p, Accumulator& acc, Cursor& at, Lent& lent,
-                               Tile const& tile, typename Epilogue::State& state,
-                               SharedStorage& smem, int thread) {
-#pragma unroll 1
-    for (int i = 0; i < kParts; ++i) {
-      Tile const part = own_rows(tile, C.in_turns ? i : thread / 128);
-      if constexpr (Epilogue::kReads) {
-        finish(p, acc[0], at, lent, part, state, smem, thread);
-      } else if (part.rows > 0) {
-        p.epilogue.template store<C.tile_n>(acc[0], state, part, thread % 128);
-      }
-      if constexpr (kParts > 1) {
+                               Tile const& tile, State& state, SharedStorage& smem, Self self) {
 #pragma unroll
-        for (int v = 0; v < C.tile_n / 2; ++v) acc[0][v] = acc[1][v];
+    for (int i = 0; i < kParts; ++i) {
+      Tile const part = own_rows(tile, C.in_turns ? i : self.group);
+      if constexpr (Epilogue::kReads) {
+        finish(p, acc[i], at, lent, part, state, smem, self);
+      } else if (part.rows > 0) {
+        p.epilogue.template store<C.tile_n>(acc[i], state, part, self.thread);
       }
     }
   }
 
   // What the sum begins with, if anything.
-  static __device__ bool start(Params const& p, Accumulator& acc, Tile const& tile, int thread) {
+  static __device__ bool start(Params const& p, Accumulator& acc, Tile const& tile, Self self) {
     bool started = false;
 #pragma unroll
-    for (auto& part : acc) {
-      started = p.epilogue.template start<C.tile_n>(part, tile, thread % 128);
-      if (started || tile.inner > 0) continue;
-#pragma unroll
-      for (float& x : part) x = 0;
-    }
+    for (auto& part : acc) started = p.epilogue.template start<C.tile_n>(part, tile, self.thread);
     return started;
   }
 
-  static __device__ void consume_together(Params const& p, Accumulator& acc,
-                                          typename Epilogue::State& state, SharedStorage& smem,
-                                          int thread) {
-    constexpr bool kLends = requires { state.begin(0, nullptr, nullptr, 0); };
+  static __device__ void consume_together(Params const& p, Accumulator& acc, State& state,
+                                          SharedStorage& smem, Self self) {
+    constexpr bool kLends = requires { state.begin(nullptr, nullptr, 0); };
     Cursor at;
     Lent lent;
-    auto work = tiles(p);
+    QueueEnd tiles;
     Tile tile, following;
-    for (bool more = next(work, tile); more; tile = following) {
+    for (bool more = smem.tiles.take(tiles, tile); more; tile = following) {
       if constexpr (Epilogue::kReads) {
-        p.epilogue.begin(state, own_rows(tile, thread / 128), thread % 128);
+        p.epilogue.begin(state, own_rows(tile, self.group), self.thread);
       }
-      bool const started = start(p, acc, tile, thread);
-      int const keep = kLends ? min(steps(tile), 2) : 0;
-      sum(acc, started, at, tile, smem, thread, keep, [&](int step) {
+      bool const started = start(p, acc, tile, self);
+      int const keep = kLends && steps(tile) > 1 ? 2 : 0;
+      sum(acc, started, at, tile, smem, self, keep, [&](int step) {
         if (step == 0) {
-          take_back(lent, smem, thread);
+          take_back(lent, smem, self);
         } else {
-          more = next(work, following);  // takes as long as a step
+          more = smem.tiles.take(tiles, following);
         }
       });
-      if constexpr (kLends) lend(lent, keep, at, state, smem, thread);
-      store(p, acc, at, lent, tile, state, smem, thread);
+      if constexpr (kLends) lend(lent, keep, at, state, smem, self);
+      store(p, acc, at, lent, tile, state, smem, self);
     }
   }
 
   // A consumer takes its tile's stages when the other has the last of the tile before: a barrier's
   // parity tells neighbouring phases apart only.
-  static __device__ void consume_in_turns(Params const& p, Accumulator& acc,
-                                          typename Epilogue::State& state, SharedStorage& smem,
-                                          int thread) {
+  static __device__ void consume_in_turns(Params const& p, Accumulator& acc, State& state,
+                                          SharedStorage& smem, Self self) {
     static_assert(C.consumers == 2 && !Epilogue::kReads);
-    int const group = thread / 128;
     Cursor at;
     Lent lent;
-    auto work = tiles(p);
+    QueueEnd tiles;
     Tile tile;
-    if (group == 1 && next(work, tile)) at.advance(steps(tile));
-    uint32_t phase = group ^ 1;  // of the barrier to wait at: the first consumer's first is past
-    while (next(work, tile)) {
-      bool const started = start(p, acc, tile, thread);
-      smem.turn[group].wait(phase);
+    if (self.group == 1) {
+      if (!smem.tiles.take(tiles, tile)) return;
+      at.advance(steps(tile));
+    }
+    uint32_t phase = self.group ^ 1;  // of the barrier to wait at: the first's first is past
+    while (smem.tiles.take(tiles, tile)) {
+      bool const started = start(p, acc, tile, self);
+      smem.turn[self.group].wait(phase);
       phase ^= 1;
-      sum(acc, started, at, tile, smem, thread, 0, [](int) {});
-      store(p, acc, at, lent, tile, state, smem, thread);
-      if (next(work, tile)) at.advance(steps(tile));  // the other's
+      sum(acc, started, at, tile, smem, self, 0, [](int) {});
+      state.begin(nullptr, nullptr, self.thread);
+      store(p, acc, at, lent, tile, state, smem, self);
+      if (!smem.tiles.take(tiles, tile)) break;
+      at.advance(steps(tile));  // the other's
     }
   }
 
-  static __device__ void consume(Params const& p, SharedStorage& smem, int thread) {
+  static __device__ void consume(Params const& p, SharedStorage& smem, Self self) {
     Accumulator acc;
-    typename Epilogue::State state(smem.epilogue[thread / 128]);
+    State state(smem.epilogue[self.group]);
     if constexpr (C.in_turns) {
-      consume_in_turns(p, acc, state, smem, thread);
+      consume_in_turns(p, acc, state, smem, self);
     } else {
-      consume_together(p, acc, state, smem, thread);
+      consume_together(p, acc, state, smem, self);
     }
-    if (thread % 32 == 0) tma_store_wait<0>();  // shared memory must outlive the last store
+    if (self.leads_warp()) tma_store_wait<0>();  // shared memory must outlive the last store
   }
 
   static __device__ void sync() {
@@ -327,15 +346,23 @@ struct GroupedProduct {
         smem.empty[s].init(4 * (C.in_turns ? 1 : C.consumers) * C.cluster);
       }
       for (Barrier& turn : smem.turn) turn.init(4);
+      smem.tiles.init();
       fence_barrier_init();
     }
     sync();
-    if (threadIdx.x < 128) {
+    int const warp = warp_index();
+    if (warp < 4) {
       shrink_registers<Loader::kRegisters>();
-      if (threadIdx.x < Loader::kThreads) produce(p, smem, threadIdx.x);
+      if (warp < Loader::kThreads / 32) {
+        produce(p, smem, threadIdx.x);
+      } else if (warp == Loader::kThreads / 32) {
+        auto guide = guide_of(p);
+        while (guide.announce(smem.tiles)) {
+        }
+      }
     } else {
       grow_registers<168 + (168 - Loader::kRegisters) / C.consumers>();
-      consume(p, smem, threadIdx.x - 128);
+      consume(p, smem, Self());
     }
     if constexpr (C.cluster > 1) sync();  // no block leaves while another may write to it
   }

@@ -1,6 +1,6 @@
 // Producers: how the operands of one 64-deep step get to shared memory.
 //
-//   TmaRows        A: contiguous rows, one thread issues TMA boxes
+//   TmaRows        A: contiguous rows: one thread of a warp issues TMA boxes
 //   GatheredRows   A: rows picked by an index, 16-byte cp.async by the whole warpgroup
 //   TokenColumns   ragged inner dimension: A and B are (rows of the group) x features, A optionally
 //                  picked by an index; the group's last, ragged step is zero-filled on both sides
@@ -81,17 +81,19 @@ struct WeightLoader {
 template <class T, GemmConfig C, Major major_b>
 struct TmaRows {
   static constexpr Major kMajorA = Major::K, kMajorB = major_b;
-  static constexpr int kThreads = 1, kArrivals = 1, kRegisters = 40;
+  static constexpr int kThreads = 32, kArrivals = 1, kRegisters = 40;
 
   struct Params {
     CUtensorMap a;  // (k, halves, rows), boxes of 64 x 1 x tile_m
     WeightLoader<C, major_b> b;
   };
   Params const& p;
+  int const thread;
 
-  __device__ TmaRows(Params const& p, int) : p(p) {}
+  __device__ TmaRows(Params const& p, int thread) : p(p), thread(thread) {}
   __device__ void begin(Tile const&) {}
   __device__ void load(Tile const& tile, int step, char* a, char* b, Barrier& full) {
+    if (thread != 0) return;
     full.arrive_expect(C.a_bytes() + C.b_bytes());
     int const half = step >= p.b.half_steps;
     tma_load(p.a, a, {(step - half * p.b.half_steps) * C.tile_k, half, tile.row}, full);
@@ -102,7 +104,7 @@ struct TmaRows {
 template <class T, GemmConfig C, Major major_b>
 struct GatheredRows {
   static constexpr Major kMajorA = Major::K, kMajorB = major_b;
-  static constexpr int kThreads = 128, kRegisters = 40;
+  static constexpr int kThreads = 128, kRegisters = 56;
   static constexpr int kArrivals = kThreads + 1;  // every thread's copies, and TMA of B
 
   struct Params {
@@ -150,7 +152,7 @@ struct GatheredRows {
 template <class T, GemmConfig C>
 struct TokenColumns {
   static constexpr Major kMajorA = Major::MN, kMajorB = Major::MN;
-  static constexpr int kThreads = 128, kRegisters = 72;
+  static constexpr int kThreads = 128, kRegisters = 88;
   static constexpr int kArrivals = kThreads + 1;
 
   struct Params {

@@ -78,10 +78,9 @@ __device__ void store_tile(PlainProduct const& p, Sums const& sums, int64_t star
 template <class T, class Work>
 __global__ void __launch_bounds__(kThreads, 2) plain_kernel(PlainProduct p, Work work) {
   __shared__ Slabs<T> slabs;
-  work.next_tile = blockIdx.x;
-  work.stride = gridDim.x;
+  TileWalk<Work> walk{work, int(blockIdx.x), int(gridDim.x)};
   int64_t const bias_stride = p.bias.stride == 0 ? p.n : p.bias.stride;
-  for (Tile tile; work.next(tile);) {
+  for (Tile tile; walk.next(tile);) {
     // Rows of A and D count from their group's first where groups have a stride of their own.
     int64_t const row = tile.row - int64_t(tile.expert) * p.rows_per_group;
     int64_t const a_at =

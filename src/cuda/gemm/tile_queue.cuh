@@ -1,0 +1,131 @@
+// Which tiles a block works on: producers find them, consumers read them from shared memory.
+#pragma once
+#include "../arch/barrier.cuh"
+#include "../arch/warp.cuh"
+#include "shared/gemm_config.h"
+#include "shared/tiles.h"
+
+namespace guild::cuda {
+
+// A warp's walk over every `stride`-th tile. It keeps where 32 groups lie at hand, one a lane, so
+// that no tile but the first of 32 groups waits for memory.
+template <class Work>
+class TileFinder {
+ public:
+  Work const work;
+
+  __device__ TileFinder(Work const& work, int next_tile, int stride)
+      : work(work), next_tile(next_tile), stride(stride) {}
+
+  // The next tile, the same for all lanes; false when there are no more.
+  __device__ bool next(Tile& tile) {
+    while (next_tile >= tiles) {
+      if (group + 32 >= work.groups.groups) return false;
+      next_groups();
+    }
+    int const owner = 31 - __clz(__ballot_sync(~0u, before <= next_tile));
+    int const local = next_tile - __shfl_sync(~0u, before, owner);
+    tile =
+        work.at(local, group + owner, __shfl_sync(~0u, begin, owner), __shfl_sync(~0u, end, owner));
+    next_tile += stride;
+    return true;
+  }
+
+ private:
+  __device__ void next_groups() {
+    group += 32;
+    int const lane = threadIdx.x % 32;
+    bool const exists = group + lane < work.groups.groups;
+    int const last = __shfl_sync(~0u, end, 31);
+    int const bound = exists ? work.groups.bound(group + lane) : 0;
+    end = max(last, warp_scan(bound, [](int x, int y) { return max(x, y); }));
+    begin = __shfl_up_sync(~0u, end, 1);
+    if (lane == 0) begin = last;
+    int const count = exists ? work.matrix(begin, end).count() : 0;
+    before = tiles + warp_scan(count) - count;
+    tiles = __shfl_sync(~0u, before + count, 31);
+  }
+
+  int next_tile, stride;
+  int group = -32;             // of lane 0
+  int tiles = 0;               // of all groups up to the last lane's
+  int begin, end = 0, before;  // the lane's group, and the tiles of the groups before it
+};
+
+// One end of a queue of tiles, a warp's: what it puts or takes next.
+struct QueueEnd {
+  static constexpr int kSlots = 4;
+  int at = 0;
+  uint32_t phase = 0;
+
+  __device__ void advance() {
+    if (++at == kSlots) at = 0, phase ^= 1;
+  }
+};
+
+// Tiles on their way to the warps that read each of them.
+template <int readers>
+struct TileQueue {
+  static constexpr int kWords = sizeof(Tile) / 4;
+  Tile slot[QueueEnd::kSlots];  // expert -1: there are no more
+  Barrier ready[QueueEnd::kSlots], free[QueueEnd::kSlots];
+
+  __device__ void init() {
+    for (Barrier& b : ready) b.init(1);
+    for (Barrier& b : free) b.init(readers);
+  }
+
+  __device__ void put(QueueEnd& end, Tile const& tile) {
+    free[end.at].wait(end.phase ^ 1);
+    if (threadIdx.x % 32 == 0) {
+      slot[end.at] = tile;
+      ready[end.at].arrive();
+    }
+    end.advance();
+  }
+  // False when there are no more.
+  __device__ bool take(QueueEnd& end, Tile& tile) {
+    ready[end.at].wait(end.phase);
+    int const word = reinterpret_cast<int const*>(&slot[end.at])[threadIdx.x % kWords];
+    // Broadcast, so that the compiler knows that all lanes have the same.
+    struct {
+      int word[kWords];
+    } words;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) words.word[i] = __shfl_sync(~0u, word, i);
+    tile = __builtin_bit_cast(Tile, words);
+    if (threadIdx.x % 32 == 0) free[end.at].arrive();
+    end.advance();
+    return tile.expert >= 0;
+  }
+};
+
+// The warp that finds this block's tiles and tells all others.
+template <class Work, GemmConfig C>
+class TileGuide {
+ public:
+  __device__ explicit TileGuide(Work const& work)
+      : finder(work, blockIdx.x / C.cluster, gridDim.x / C.cluster) {}
+
+  // Puts this block's share of the cluster's next tile, perhaps without rows, into the queue; false
+  // when there are no more.
+  template <class Queue>
+  __device__ bool announce(Queue& queue) {
+    Tile tile;
+    bool const more = finder.next(tile);
+    if (more) {
+      int const rank = C.cluster == 1 ? 0 : cluster_rank(), tile_n = finder.work.tile_n;
+      tile = share_of(tile, rank, C.tile_m, tile_n, finder.work.across * tile_n);
+    } else {
+      tile.expert = -1;
+    }
+    queue.put(end, tile);
+    return more;
+  }
+
+ private:
+  TileFinder<Work> finder;
+  QueueEnd end;
+};
+
+}  // namespace guild::cuda
