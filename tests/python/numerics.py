@@ -73,11 +73,11 @@ def show(
     truth: dict[str, Tensor],
 ) -> list[str]:
     """Print one table; returns the lines that are too far off by the rule of the tests."""
-    dtype = results["o"].dtype
+    dtype, where = results["o"].dtype, truth["o"].device
     failures = []
 
     def whole(tensors: dict[str, Tensor], parts: tuple[str, ...]) -> Tensor:
-        return torch.cat([tensors[part].detach().cpu().double() for part in parts])
+        return torch.cat([tensors[part].detach().to(where).double() for part in parts])
 
     print(f"\n| {title} | error | rounding alone | ratio |\n|---|---|---|---|")
     for label, parts in names.items():
@@ -95,6 +95,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Measure, print, and fail where an error is above what the tests allow."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--reference", choices=("cpu", "cuda"), default="cpu", help="where it runs")
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--activation", choices=ACTIVATIONS, default="swiglu")
     parser.add_argument("--sizes", default="1024,512,256,16,4", help="T,H,I,E,K")
@@ -108,10 +109,11 @@ def main(arguments: list[str] | None = None) -> None:
         f"{options.dtype}, {options.activation}, T, H, I, E, K = {', '.join(map(str, sizes))}; "
         f"{where}, torch {torch.__version__}"
     )
-    rounded = compute_rounded(layer)
-    steps = Steps(layer, rounded).results
-    failures = show("step", STEPS, steps, rounded, compute(layer, rounded))
-    failures += show("whole layer", WHOLE, whole_layer(layer), rounded, compute(layer))
+    rounded = compute_rounded(layer, options.reference)
+    truth = compute(layer, rounded, options.reference)
+    failures = show("step", STEPS, Steps(layer, rounded).results, rounded, truth)
+    truth = compute(layer, device=options.reference)
+    failures += show("whole layer", WHOLE, whole_layer(layer), rounded, truth)
     if failures:
         raise SystemExit("\n".join(failures))
 

@@ -52,7 +52,7 @@ def apply_activation(activation: Activation, gate: Tensor, up: Tensor | None) ->
 
 
 class Computation:
-    """Forward and backward of one layer on the CPU, every tensor kept by name in `kept`.
+    """Forward and backward of one layer, every tensor kept by name in `kept`.
 
     Parameters
     ----------
@@ -65,6 +65,8 @@ class Computation:
     feed : dict, optional
         Take every step's inputs from here instead of from the steps before it, so that each result
         holds that step's error alone.
+    device : str
+        Where to compute.
     """
 
     def __init__(
@@ -73,9 +75,10 @@ class Computation:
         dtype: torch.dtype,
         store: Callable[[Tensor], Tensor] = lambda t: t,
         feed: dict[str, Tensor] | None = None,
+        device: str = "cpu",
     ) -> None:
         def of(t: Tensor | None) -> Tensor | None:
-            return None if t is None else t.detach().cpu().to(dtype)
+            return None if t is None else t.detach().to(device).to(dtype)
 
         self.dtype, self.store, self.feed = dtype, store, feed
         self.kept: dict[str, Tensor] = {}
@@ -84,7 +87,8 @@ class Computation:
         self.gate, self.up, self.down = of(layer.gate), of(layer.up), of(layer.down)
         self.gate_bias, self.up_bias = of(layer.gate_bias), of(layer.up_bias)
         self.down_bias = of(layer.down_bias)
-        self.rows = sort_slots(layer.ids, layer.case.experts)
+        rows = sort_slots(layer.ids, layer.case.experts)
+        self.rows = Rows(rows.offsets, rows.token.to(device), rows.slot.to(device))
         self.score = self.scores.flatten()[self.rows.slot]
         offsets = self.rows.offsets.tolist()
         self.spans = [slice(*pair) for pair in zip(offsets, offsets[1:], strict=False)]
@@ -144,7 +148,7 @@ class Computation:
         self._keep("dx", self._by_token(self._keep("dx_rows", dx_rows)))
 
     def _score_gradient(self, g: Tensor, a: Tensor, dout: Tensor) -> Tensor:
-        dscores = torch.zeros(self.scores.numel(), dtype=self.dtype)
+        dscores = self.scores.new_zeros(self.scores.numel())
         dscores[self.rows.slot] = (g * a).sum(1)
         if self.down_bias is not None:
             bias = torch.cat(
@@ -154,16 +158,18 @@ class Computation:
         return dscores.view_as(self.scores)
 
 
-def compute(layer: Layer, feed: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+def compute(
+    layer: Layer, feed: dict[str, Tensor] | None = None, device: str = "cpu"
+) -> dict[str, Tensor]:
     """Every tensor of forward and backward, in float64."""
-    return Computation(layer, torch.float64, feed=feed).kept
+    return Computation(layer, torch.float64, feed=feed, device=device).kept
 
 
-def compute_rounded(layer: Layer) -> dict[str, Tensor]:
+def compute_rounded(layer: Layer, device: str = "cpu") -> dict[str, Tensor]:
     """The same in float32 (float64 in float64), rounded where the layer's dtype is stored."""
     dtype = layer.x.dtype
     arithmetic = torch.float64 if dtype == torch.float64 else torch.float32
-    return Computation(layer, arithmetic, lambda t: t.to(dtype).to(arithmetic)).kept
+    return Computation(layer, arithmetic, lambda t: t.to(dtype).to(arithmetic), device=device).kept
 
 
 def relative_error(value: Tensor, truth: Tensor) -> float:
@@ -171,7 +177,7 @@ def relative_error(value: Tensor, truth: Tensor) -> float:
     if value.shape != truth.shape:
         raise ValueError(f"value: expected shape {tuple(truth.shape)}, got {tuple(value.shape)}")
     truth = truth.double()
-    difference = (value.detach().cpu().double() - truth).norm()
+    difference = (value.detach().to(truth.device).double() - truth).norm()
     if difference.isnan():
         return float("inf")
     size = truth.norm()

@@ -35,7 +35,7 @@ def test_preset_scaled_down(name: str, device: str, capsys: pytest.CaptureFixtur
 
 
 def test_full_size_preset(device: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """One preset as it is timed, against float64 on the CPU."""
+    """One preset as it is timed, against float64 on the same GPU."""
     if device != "cuda":
         pytest.skip("for a GPU: minutes on a CPU")
-    expect_table(device, capsys, f"--sizes={PRESETS['fine7b']}")
+    expect_table(device, capsys, f"--sizes={PRESETS['fine7b']}", "--reference=cuda")
