@@ -83,7 +83,6 @@ __global__ void __launch_bounds__(kThreads) bias_gradient_kernel(BiasGradient x,
                                                                  int64_t db_stride, int blocks,
                                                                  bool aligned) {
   __shared__ float part[kWarps][kColumns], block_sum[kColumns];
-  follow_previous();
   int const rank = cluster_rank(), warp = threadIdx.x / 32, local = threadIdx.x % 32 * 8;
   unsigned const piece = blockIdx.x / unsigned(blocks), experts = unsigned(x.experts);
   int const expert = int(piece % experts), begin_col = int(piece / experts) * kColumns;
@@ -132,10 +131,19 @@ void bias_gradient(BiasGradient const& x, Queue queue) {
       x.width % 8 == 0 && stride % 8 == 0 && reinterpret_cast<uintptr_t>(x.m.data) % 16 == 0;
   int64_t const pieces = (x.width + kColumns - 1) / kColumns * x.experts;
   int const blocks = cluster_of(x, pieces);
-  Grid const grid{unsigned(pieces * blocks), kThreads, 0, unsigned(blocks)};
+  cudaLaunchAttribute shape{};
+  shape.id = cudaLaunchAttributeClusterDimension;
+  shape.val.clusterDim = {unsigned(blocks), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(unsigned(pieces * blocks));
+  config.blockDim = dim3(kThreads);
+  config.stream = queue.stream;
+  config.attrs = &shape;
+  config.numAttrs = 1;
   with_type(x.dtype, [&](auto element) {
-    launch_kernel("launch of bias_gradient", queue, grid, bias_gradient_kernel<decltype(element)>,
-                  x, stride, row_stride(x.db, x.width), blocks, aligned);
+    cuda_check(cudaLaunchKernelEx(&config, bias_gradient_kernel<decltype(element)>, x, stride,
+                                  row_stride(x.db, x.width), blocks, aligned),
+               "launch of bias_gradient");
   });
 }
 

@@ -15,7 +15,6 @@ __global__ void combine_kernel(T const* y, int64_t y_stride, T const* residual,
                                int64_t residual_stride, T* o, int64_t o_stride,
                                int32_t const* slot_row, float const* slot_score,
                                int32_t const* token_offsets, int rows, int top_k, int hidden) {
-  follow_previous();
   int64_t const token = blockIdx.x;
   auto const [begin, end] = slots_of(token_offsets, rows, top_k, token);
   int32_t const* const row_of = slot_row + begin;
@@ -49,13 +48,14 @@ void combine(Combine const& x, Queue queue) {
   if (s.tokens == 0) return;
   with_type(x.dtype, [&](auto element) {
     using T = decltype(element);
-    launch_kernel("launch of combine", queue, {unsigned(s.tokens), kThreads}, combine_kernel<T>,
-                  static_cast<T const*>(x.y.data), row_stride(x.y, s.hidden),
-                  static_cast<T const*>(x.residual.data), row_stride(x.residual, s.hidden),
-                  static_cast<T*>(x.o.data), row_stride(x.o, s.hidden), x.routing.slot_row,
-                  static_cast<float const*>(x.routing.slot_score), x.routing.token_offsets,
-                  int(s.rows()), int(s.top_k), int(s.hidden));
+    combine_kernel<T><<<unsigned(s.tokens), kThreads, 0, queue.stream>>>(
+        static_cast<T const*>(x.y.data), row_stride(x.y, s.hidden),
+        static_cast<T const*>(x.residual.data), row_stride(x.residual, s.hidden),
+        static_cast<T*>(x.o.data), row_stride(x.o, s.hidden), x.routing.slot_row,
+        static_cast<float const*>(x.routing.slot_score), x.routing.token_offsets, int(s.rows()),
+        int(s.top_k), int(s.hidden));
   });
+  cuda_check(cudaGetLastError(), "launch of combine");
 }
 
 }  // namespace guild::cuda

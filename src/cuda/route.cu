@@ -204,7 +204,6 @@ template <class S>
 __global__ void __launch_bounds__(kRouterThreads, blocks_at_once(S::per_lane)) route_kernel(
     Route x, int64_t stride, Deal deal) {
   __shared__ uint32_t shared[S::tokens][S::experts];
-  follow_previous();
   Seat<S> const seat;
   if (seat.token - threadIdx.x % 32 / S::lanes >= x.tokens) return;  // the whole warp
   float const* const row =
@@ -229,12 +228,13 @@ void route(Route const& x, Queue queue) {
   require(x.dtype == DType::float32, "logits: expected float32 on CUDA");
   if (x.tokens == 0) return;
   int64_t const stride = row_stride(x.logits, x.experts);
-  with_shape(x.experts, x.router.groups, by_four(x.logits, stride),
-             [&](auto shape, Deal const& deal) {
-               using S = decltype(shape);
-               launch_kernel("launch of route", queue, {router_blocks<S>(x.tokens), kRouterThreads},
-                             route_kernel<S>, x, stride, deal);
-             });
+  with_shape(
+      x.experts, x.router.groups, by_four(x.logits, stride), [&](auto shape, Deal const& deal) {
+        using S = decltype(shape);
+        route_kernel<S>
+            <<<router_blocks<S>(x.tokens), kRouterThreads, 0, queue.stream>>>(x, stride, deal);
+      });
+  cuda_check(cudaGetLastError(), "launch of route");
 }
 
 }  // namespace guild::cuda

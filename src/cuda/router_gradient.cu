@@ -83,7 +83,6 @@ __global__ void __launch_bounds__(kRouterThreads) router_gradient_kernel(RouterG
                                                                          int64_t out_stride,
                                                                          Deal deal) {
   __shared__ alignas(16) float shared[S::tokens][S::experts];
-  follow_previous();
   Seat<S> const seat;
   if (seat.token - threadIdx.x % 32 / S::lanes >= x.tokens) return;  // the whole warp
   int64_t const token = min(seat.token, x.tokens - 1);
@@ -139,9 +138,10 @@ void router_gradient(RouterGradient const& x, Queue queue) {
   bool const aligned = by_four(x.logits, stride) && by_four(x.dlogits, out_stride);
   with_shape(x.experts, 1, aligned, [&](auto shape, Deal const& deal) {
     using S = decltype(shape);
-    launch_kernel("launch of router_gradient", queue, {router_blocks<S>(x.tokens), kRouterThreads},
-                  router_gradient_kernel<S>, x, stride, out_stride, deal);
+    router_gradient_kernel<S><<<router_blocks<S>(x.tokens), kRouterThreads, 0, queue.stream>>>(
+        x, stride, out_stride, deal);
   });
+  cuda_check(cudaGetLastError(), "launch of router_gradient");
 }
 
 }  // namespace guild::cuda

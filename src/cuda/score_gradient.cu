@@ -31,7 +31,6 @@ __device__ float bias_product(ScoreGradient const& x, int64_t slot, int row, int
 template <class T>
 __global__ void score_gradient_kernel(ScoreGradient x, int part_count, int lane_bits,
                                       int64_t dout_stride, int64_t bias_stride) {
-  follow_previous();
   int64_t const slot = (blockIdx.x * int64_t(kThreads) + threadIdx.x) >> lane_bits;
   int const lanes = 1 << lane_bits, lane = threadIdx.x % lanes;
   bool const any = slot < x.sizes.rows();
@@ -66,10 +65,10 @@ void score_gradient(ScoreGradient const& x, Queue queue) {
   int const parts = int(score_parts(s)), lane_bits = lane_bits_of(parts, x.bias.data != nullptr);
   unsigned const blocks = unsigned(((s.rows() << lane_bits) + kThreads - 1) / kThreads);
   with_type(x.dtype, [&](auto element) {
-    launch_kernel("launch of score_gradient", queue, {blocks, kThreads},
-                  score_gradient_kernel<decltype(element)>, x, parts, lane_bits,
-                  row_stride(x.dout, s.hidden), row_stride(x.bias, s.hidden));
+    score_gradient_kernel<decltype(element)><<<blocks, kThreads, 0, queue.stream>>>(
+        x, parts, lane_bits, row_stride(x.dout, s.hidden), row_stride(x.bias, s.hidden));
   });
+  cuda_check(cudaGetLastError(), "launch of score_gradient");
 }
 
 }  // namespace guild::cuda

@@ -105,7 +105,6 @@ __device__ void rank_slots(Sort const& x, int* next, int64_t begin, int64_t end,
 __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads)
 rank_kernel(Sort x, int64_t chunk) {
   extern __shared__ int memory[];  // (E) rows of the chunk, (kWarps, E) next number of each warp
-  follow_previous();
   int const experts = int(x.experts), warp = threadIdx.x / 32;
   int64_t const begin = blockIdx.x * chunk, end = min(begin + chunk, slot_count(x));
   int64_t const warp_begin = begin + warp * (chunk / kWarps);
@@ -200,7 +199,6 @@ __device__ Slot load_slot(Sort const& x, int64_t slot, int64_t end, int64_t used
 __global__ void __launch_bounds__(kThreads) scatter_kernel(Sort x, int64_t chunk, int64_t piece,
                                                            int clusters) {
   extern __shared__ int first_row[];  // (E)
-  follow_previous();
   int64_t const begin = blockIdx.x * chunk + blockIdx.y * piece;
   int64_t const chunk_end = min((blockIdx.x + 1) * chunk, slot_count(x));
   int64_t const end = min(begin + piece, chunk_end), used = used_slots(x);
@@ -251,13 +249,13 @@ void sort_by_expert(Sort const& x, Queue queue) {
                                   rank_bytes(kMostRouted)),
              "shared memory of sort_by_expert");
   int64_t const clusters = sort_clusters(slots);
-  launch_kernel("launch of sort_by_expert", queue,
-                {unsigned(clusters * kCluster), kThreads, size_t(rank_bytes(x.experts))},
-                rank_kernel, x, chunk);
+  rank_kernel<<<unsigned(clusters * kCluster), kThreads, rank_bytes(x.experts), queue.stream>>>(
+      x, chunk);
   int64_t const piece = piece_slots(chunk, x.experts), pieces = (chunk + piece - 1) / piece;
   dim3 const blocks(unsigned(sort_chunks(slots)), unsigned(pieces));
-  launch_kernel("launch of sort_by_expert", queue, {blocks, kThreads, x.experts * sizeof(int)},
-                scatter_kernel, x, chunk, piece, int(clusters));
+  scatter_kernel<<<blocks, kThreads, x.experts * sizeof(int), queue.stream>>>(x, chunk, piece,
+                                                                              int(clusters));
+  cuda_check(cudaGetLastError(), "launch of sort_by_expert");
 }
 
 }  // namespace guild::cuda

@@ -15,7 +15,6 @@
 //
 // Ragged tiles over packed tokens: SonicMoE (arXiv:2512.14080). Warp roles: CUTLASS.
 #pragma once
-#include "../launch_kernel.cuh"
 #include "epilogues.cuh"
 #include "loaders.cuh"
 #include "tile_queue.cuh"
@@ -350,7 +349,6 @@ struct GroupedProduct {
       smem.tiles.init();
       fence_barrier_init();
     }
-    follow_previous();
     sync();
     int const warp = warp_index();
     if (warp < 4) {

@@ -7,10 +7,14 @@
 #include <iterator>
 #include <utility>
 
-#include "../launch_kernel.cuh"
+#include "guild/cuda.h"
 #include "kernel.cuh"
 
 namespace guild::cuda {
+
+inline void cuda_check(cudaError_t e, char const* what) {
+  require(e == cudaSuccess, what, ": ", cudaGetErrorName(e), ": ", cudaGetErrorString(e));
+}
 
 // A 16-bit matrix stack as TMA sees it: x contiguous, strides of y, z and w in elements.
 struct MapShape {
@@ -157,11 +161,17 @@ void launch(typename Kernel::Params const& params, int64_t tiles, Queue const& q
              "shared memory of a grouped product");
   constexpr int cluster = Kernel::config.cluster;
   int const clusters = std::max(1, multiprocessors(queue) / cluster);
-  Grid const grid{.blocks = dim3(unsigned(std::min<int64_t>(tiles, clusters) * cluster)),
-                  .threads = Kernel::config.threads(),
-                  .shared = bytes,
-                  .cluster = cluster};
-  launch_kernel("launch of a grouped product", queue, grid, run<Kernel>, params);
+  cudaLaunchAttribute shape{};
+  shape.id = cudaLaunchAttributeClusterDimension;
+  shape.val.clusterDim = {cluster, 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(unsigned(std::min<int64_t>(tiles, clusters) * cluster));
+  config.blockDim = dim3(Kernel::config.threads());
+  config.dynamicSmemBytes = bytes;
+  config.stream = queue.stream;
+  config.attrs = &shape;
+  config.numAttrs = cluster > 1 ? 1 : 0;
+  cuda_check(cudaLaunchKernelEx(&config, run<Kernel>, params), "launch of a grouped product");
 }
 
 }  // namespace guild::cuda
