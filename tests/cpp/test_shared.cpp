@@ -120,7 +120,7 @@ GemmConfig chosen(Product product, TileCount const& count) {
 // Blocks go in pairs unless a group's last row tile would often leave one of a pair without work.
 TEST(ChooseConfig, WeighsIdleBlocksAgainstSharedLoads) {
   auto const cluster = [](int64_t rows, int64_t groups, int64_t columns, bool ragged) {
-    return chosen(ragged ? Product::down_gradient : Product::experts,
+    return chosen(ragged ? Product::up : Product::experts,
                   {rows, groups, columns, /*inner=*/4096, ragged})
         .cluster;
   };
