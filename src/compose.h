@@ -49,14 +49,19 @@ inline ForwardWorkspace carve_forward(Carver& carver, Sizes const& s, DType dtyp
 
 struct BackwardWorkspace {
   void *dh, *a_scaled, *dx_rows, *score_parts;  // (R, W), (R, I), (R, H), (R, parts)
+  WeightSchedule schedule;
 };
 inline BackwardWorkspace carve_backward(Carver& carver, Sizes const& s, DType dtype, bool gated) {
   int64_t const bytes = element_bytes(dtype);
   void* const dh = carver.take(s.rows() * s.intermediate * (gated ? 2 : 1) * bytes);
   void* const a_scaled = carver.take(s.rows() * s.intermediate * bytes);
   void* const dx_rows = carver.take(s.rows() * s.hidden * bytes);
-  return {dh, a_scaled, dx_rows,
-          carver.take(s.rows() * score_parts(s) * element_bytes(score_dtype(dtype)))};
+  void* const parts = carver.take(s.rows() * score_parts(s) * element_bytes(score_dtype(dtype)));
+  auto const numbers = [&](int64_t count) {
+    return static_cast<int32_t*>(carver.take(count * int64_t(sizeof(int32_t))));
+  };
+  int32_t* const order = numbers(s.experts);
+  return {dh, a_scaled, dx_rows, parts, {order, numbers(WeightSchedule::kCounters)}};
 }
 
 template <class Steps>
@@ -74,9 +79,13 @@ void compose_forward(MoeForward const& f, Steps const& steps) {
 template <class Steps>
 void compose_weight_gradients(MoeBackward const& b, BackwardWorkspace const& w,
                               Steps const& steps) {
+  WeightSchedule schedule{};
+  if (b.dw_down.data != nullptr || b.dw_up.gate.data != nullptr) {
+    schedule = steps.schedule_weight_gradients(b.sizes, b.routing, w.schedule);
+  }
   if (b.dw_down.data != nullptr) {
     steps.down_weight_gradient({b.sizes, b.dtype, b.dw_dtype, b.accumulate, b.routing, b.dout,
-                                ConstRows(w.a_scaled), b.dw_down});
+                                ConstRows(w.a_scaled), b.dw_down, schedule});
   }
   int64_t const rows = b.sizes.rows(), experts = b.sizes.experts;
   if (b.db_down.data != nullptr) {
@@ -85,7 +94,7 @@ void compose_weight_gradients(MoeBackward const& b, BackwardWorkspace const& w,
   }
   if (b.dw_up.gate.data != nullptr) {
     steps.up_weight_gradient({b.sizes, b.dtype, b.dw_dtype, b.accumulate, b.activation.gated,
-                              b.order, b.routing, b.x, ConstRows(w.dh), b.dw_up});
+                              b.order, b.routing, b.x, ConstRows(w.dh), b.dw_up, schedule});
   }
   if (b.db_up.data != nullptr) {
     Routing sorted;

@@ -35,6 +35,9 @@ void combine(Combine const& args, Queue queue = {});
 void down_gradient(DownGradient const& args, Queue queue = {});
 void score_gradient(ScoreGradient const& args, Queue queue = {});
 void up_gradient(UpGradient const& args, Queue queue = {});
+// Fills both parts of a schedule, in memory of the caller, from routing.offsets.
+void schedule_weight_gradients(Sizes const& sizes, Routing const& routing,
+                               WeightSchedule const& schedule, Queue queue = {});
 void up_weight_gradient(UpWeightGradient const& args, Queue queue = {});
 void down_weight_gradient(DownWeightGradient const& args, Queue queue = {});
 void bias_gradient(BiasGradient const& args, Queue queue = {});

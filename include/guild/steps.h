@@ -228,6 +228,16 @@ struct UpGradient {
   Rows dx;                              // (R, H) out
 };
 
+// How the blocks of a GPU share out the tiles of weight gradients, whose sums differ in length as
+// experts do in rows: as they go, longest first. Made by cuda::schedule_weight_gradients for one
+// call each of the two steps below. Null: dealt out beforehand, by expert. The results are the
+// same.
+struct WeightSchedule {
+  static constexpr int kCounters = 3;
+  int32_t* order = nullptr;  // (E) experts by falling number of rows
+  int32_t* taken = nullptr;  // (kCounters) tiles taken so far: of dW2, and of dW1's gate and up
+};
+
 // dW1[e] = dH[rows of e]^T X[row_token of them]: (E, I, H) twice, written with the given strides.
 struct UpWeightGradient {
   Sizes sizes;
@@ -240,6 +250,7 @@ struct UpWeightGradient {
   ConstRows x;                          // (T, H), or (R, H) where row_token is null
   ConstRows dh;                         // (R, W)
   UpWeight dw;                          // (E, I, H) twice, out
+  WeightSchedule schedule = {};
 };
 
 // dW2[e] = dO[row_token of e]^T A'[rows of e]: (E, H, I)
@@ -252,6 +263,7 @@ struct DownWeightGradient {
   ConstRows dout;   // (T, H), or (R, H) where row_token is null
   ConstRows a;      // (R, I): A' = s * A
   Weight dw;        // (E, H, I) out
+  WeightSchedule schedule = {};
 };
 
 // db[e] = sum over rows r of e of row_score[r] * M[row r], or of M[row_token[r]] where gathered.

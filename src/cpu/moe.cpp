@@ -14,6 +14,10 @@ struct Steps {
   void down_gradient(DownGradient const& x) const { cpu::down_gradient(x); }
   void score_gradient(ScoreGradient const& x) const { cpu::score_gradient(x); }
   void up_gradient(UpGradient const& x) const { cpu::up_gradient(x); }
+  WeightSchedule schedule_weight_gradients(Sizes const&, Routing const&,
+                                           WeightSchedule const&) const {
+    return {};
+  }
   void up_weight_gradient(UpWeightGradient const& x) const { cpu::up_weight_gradient(x); }
   void down_weight_gradient(DownWeightGradient const& x) const { cpu::down_weight_gradient(x); }
   void bias_gradient(BiasGradient const& x) const { cpu::bias_gradient(x); }

@@ -27,6 +27,9 @@ void combine(Combine const&, Queue) { absent(); }
 void down_gradient(DownGradient const&, Queue) { absent(); }
 void score_gradient(ScoreGradient const&, Queue) { absent(); }
 void up_gradient(UpGradient const&, Queue) { absent(); }
+void schedule_weight_gradients(Sizes const&, Routing const&, WeightSchedule const&, Queue) {
+  absent();
+}
 void up_weight_gradient(UpWeightGradient const&, Queue) { absent(); }
 void down_weight_gradient(DownWeightGradient const&, Queue) { absent(); }
 void bias_gradient(BiasGradient const&, Queue) { absent(); }

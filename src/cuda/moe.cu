@@ -1,4 +1,5 @@
 // The composites on the GPU: the steps of src/compose.h on one stream.
+#include "alignment.h"
 #include "check.h"
 #include "compose.h"
 #include "guild/cuda.h"
@@ -14,6 +15,12 @@ struct Steps {
   void down_gradient(DownGradient const& x) const { cuda::down_gradient(x, queue); }
   void score_gradient(ScoreGradient const& x) const { cuda::score_gradient(x, queue); }
   void up_gradient(UpGradient const& x) const { cuda::up_gradient(x, queue); }
+  WeightSchedule schedule_weight_gradients(Sizes const& sizes, Routing const& routing,
+                                           WeightSchedule const& schedule) const {
+    if (sizes.experts > kMostRouted) return {};
+    cuda::schedule_weight_gradients(sizes, routing, schedule, queue);
+    return schedule;
+  }
   void up_weight_gradient(UpWeightGradient const& x) const { cuda::up_weight_gradient(x, queue); }
   void down_weight_gradient(DownWeightGradient const& x) const {
     cuda::down_weight_gradient(x, queue);

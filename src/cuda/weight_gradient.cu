@@ -41,13 +41,17 @@ void up_weight_gradient(UpWeightGradient const& x, Queue queue) {
                         .b = x.dh,
                         .d_dtype = x.dw_dtype,
                         .accumulate = x.accumulate,
-                        .d = transposed(view.w[0])};
+                        .d = transposed(view.w[0]),
+                        .schedule = x.schedule};
+  int32_t*& taken = product.schedule.taken;
+  if (taken != nullptr) ++taken;  // the first counter is dW2's
   int64_t const total = view.width * view.halves;
   product.b.stride = x.dh.stride == 0 ? total : x.dh.stride;
   expert_product(product, queue);
   if (view.halves == 1 || packed) return;
   product.b.data = static_cast<char const*>(x.dh.data) + 2 * view.width;
   product.d = transposed(view.w[1]);
+  if (taken != nullptr) ++taken;
   expert_product(product, queue);
 }
 
@@ -69,7 +73,8 @@ void down_weight_gradient(DownWeightGradient const& x, Queue queue) {
                   .b = x.a,
                   .d_dtype = x.dw_dtype,
                   .accumulate = x.accumulate,
-                  .d = x.dw},
+                  .d = x.dw,
+                  .schedule = x.schedule},
                  queue);
 }
 

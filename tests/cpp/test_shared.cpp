@@ -120,9 +120,7 @@ GemmConfig chosen(Product product, TileCount const& count) {
 // Blocks go in pairs unless a group's last row tile would often leave one of a pair without work.
 TEST(ChooseConfig, WeighsIdleBlocksAgainstSharedLoads) {
   auto const cluster = [](int64_t rows, int64_t groups, int64_t columns, bool ragged) {
-    return chosen(ragged ? Product::up : Product::experts,
-                  {rows, groups, columns, /*inner=*/4096, ragged})
-        .cluster;
+    return chosen(Product::up, {rows, groups, columns, /*inner=*/4096, ragged}).cluster;
   };
   EXPECT_EQ(cluster(32768 * 8, 128, 1024, true), 2);
   EXPECT_EQ(cluster(32768 * 8, 128, 256, true), 1);

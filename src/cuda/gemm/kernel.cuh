@@ -92,7 +92,7 @@ struct GroupedProduct {
     for (Tile tile; smem.tiles.take(tiles, tile);) {
       int const count = steps(tile);
       loader.begin(tile);
-      announce();
+      if (!Work::kTakenLate) announce();
       for (int step = 0; step < count; ++step, at.advance()) {
         smem.empty[at.stage].wait(at.phase ^ 1);
         loader.load(tile, step, smem.a[at.stage], smem.b[at.stage], smem.full[at.stage]);
@@ -105,6 +105,7 @@ struct GroupedProduct {
           if constexpr (Loader::kArrivals > 1) full.arrive_when_copied();
         }
       }
+      if (Work::kTakenLate) announce();
     }
   }
 
@@ -142,14 +143,6 @@ struct GroupedProduct {
     for (auto& part : acc) fence_registers(part);
   }
 
-  static __device__ void clear(Accumulator& acc) {
-#pragma unroll
-    for (auto& part : acc) {
-#pragma unroll
-      for (float& x : part) x = 0;
-    }
-  }
-
   // Sums the tile over its steps, freeing each stage once the next one's products are under way.
   // meanwhile(step): done for steps 0 and 1 while their products run. The last `kept` stages are
   // not freed.
@@ -165,7 +158,7 @@ struct GroupedProduct {
       if (count == 0) {
         meanwhile(0);
         meanwhile(1);
-        return clear(acc);
+        return;
       }
     }
     // At least one step, or the compiler would not know that products define the accumulators.
@@ -265,7 +258,12 @@ struct GroupedProduct {
   static __device__ bool start(Params const& p, Accumulator& acc, Tile const& tile, Self self) {
     bool started = false;
 #pragma unroll
-    for (auto& part : acc) started = p.epilogue.template start<C.tile_n>(part, tile, self.thread);
+    for (auto& part : acc) {
+      started = p.epilogue.template start<C.tile_n>(part, tile, self.thread);
+      if (!Work::kMayBeEmpty) continue;
+#pragma unroll
+      for (float& x : part) x = 0;
+    }
     return started;
   }
 
@@ -276,7 +274,7 @@ struct GroupedProduct {
     Lent lent;
     QueueEnd tiles;
     Tile tile, following;
-    for (bool more = smem.tiles.take(tiles, tile); more; tile = following) {
+    for (bool more = smem.tiles.take(tiles, tile); more;) {
       if constexpr (Epilogue::kReads) {
         p.epilogue.begin(state, own_rows(tile, self.group), self.thread);
       }
@@ -285,12 +283,14 @@ struct GroupedProduct {
       sum(acc, started, at, tile, smem, self, keep, [&](int step) {
         if (step == 0) {
           take_back(lent, smem, self);
-        } else {
+        } else if (!Work::kTakenLate) {
           more = smem.tiles.take(tiles, following);
         }
       });
       if constexpr (kLends) lend(lent, keep, at, state, smem, self);
       store(p, acc, at, lent, tile, state, smem, self);
+      if (Work::kTakenLate) more = smem.tiles.take(tiles, following);
+      tile = following;
     }
   }
 

@@ -30,6 +30,7 @@ struct ExpertProduct {
   DType d_dtype = DType::bfloat16;  // dtype or float32
   bool accumulate = false;
   Weight d;  // (E, m, n) as (out, in)
+  WeightSchedule schedule = {};
 };
 void expert_product(ExpertProduct const& product, Queue const& queue);
 

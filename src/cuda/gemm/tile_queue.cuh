@@ -7,8 +7,9 @@
 
 namespace guild::cuda {
 
-// A warp's walk over every `stride`-th tile. It keeps where 32 groups lie at hand, one a lane, so
-// that no tile but the first of 32 groups waits for memory.
+// A warp's walk over every `stride`-th tile, or over those that it takes before other blocks do. It
+// keeps where 32 groups lie at hand, one a lane, so that no tile but the first of 32 groups waits
+// for memory.
 template <class Work>
 class TileFinder {
  public:
@@ -19,28 +20,55 @@ class TileFinder {
 
   // The next tile, the same for all lanes; false when there are no more.
   __device__ bool next(Tile& tile) {
+    if constexpr (kShares) {
+      if (work.taken != nullptr) {
+        int const first = threadIdx.x % 32 == 0 ? atomicAdd(work.taken, 1) : 0;
+        next_tile = __shfl_sync(~0u, first, 0);
+      }
+    }
     while (next_tile >= tiles) {
       if (group + 32 >= work.groups.groups) return false;
       next_groups();
     }
     int const owner = 31 - __clz(__ballot_sync(~0u, before <= next_tile));
     int const local = next_tile - __shfl_sync(~0u, before, owner);
-    tile =
-        work.at(local, group + owner, __shfl_sync(~0u, begin, owner), __shfl_sync(~0u, end, owner));
+    tile = work.at(local, owner_of(owner), __shfl_sync(~0u, begin, owner),
+                   __shfl_sync(~0u, end, owner));
     next_tile += stride;
     return true;
   }
 
  private:
-  __device__ void next_groups() {
-    group += 32;
-    int const lane = threadIdx.x % 32;
-    bool const exists = group + lane < work.groups.groups;
+  static constexpr bool kShares = requires(Work w) { w.taken; };
+
+  __device__ int owner_of(int lane) const {
+    if constexpr (kShares) {
+      if (work.order != nullptr) return __shfl_sync(~0u, ordered, lane);
+    }
+    return group + lane;
+  }
+
+  // Where the lane's group lies.
+  __device__ void place(bool exists) {
+    if constexpr (kShares) {
+      if (work.order != nullptr) {
+        ordered = exists ? work.order[group + threadIdx.x % 32] : 0;
+        begin = ordered > 0 ? work.groups.bound(ordered - 1) : 0;
+        end = work.groups.end(ordered, begin);
+        return;
+      }
+    }
     int const last = __shfl_sync(~0u, end, 31);
-    int const bound = exists ? work.groups.bound(group + lane) : 0;
+    int const bound = exists ? work.groups.bound(group + threadIdx.x % 32) : 0;
     end = max(last, warp_scan(bound, [](int x, int y) { return max(x, y); }));
     begin = __shfl_up_sync(~0u, end, 1);
-    if (lane == 0) begin = last;
+    if (threadIdx.x % 32 == 0) begin = last;
+  }
+
+  __device__ void next_groups() {
+    group += 32;
+    bool const exists = group + int(threadIdx.x % 32) < work.groups.groups;
+    place(exists);
     int const count = exists ? work.matrix(begin, end).count() : 0;
     before = tiles + warp_scan(count) - count;
     tiles = __shfl_sync(~0u, before + count, 31);
@@ -49,7 +77,8 @@ class TileFinder {
   int next_tile, stride;
   int group = -32;             // of lane 0
   int tiles = 0;               // of all groups up to the last lane's
-  int begin, end = 0, before;  // the lane's group, and the tiles of the groups before it
+  int ordered = 0;             // the lane's group where there is an order
+  int begin, end = 0, before;  // where it lies, and the tiles of the groups before it
 };
 
 // One end of a queue of tiles, a warp's: what it puts or takes next.

@@ -1,0 +1,44 @@
+// Experts by falling number of rows, and zeros where blocks will count the tiles they take.
+#include "alignment.h"
+#include "gemm/launch.cuh"
+#include "shared/tiles.h"
+
+namespace guild::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+
+// One block: each expert's place is the number of those that come before it.
+__global__ void __launch_bounds__(kThreads) weight_schedule_kernel(Groups groups,
+                                                                   WeightSchedule schedule) {
+  extern __shared__ int rows[];  // (E)
+  for (int e = threadIdx.x; e < groups.groups; e += kThreads) {
+    int const begin = e > 0 ? groups.bound(e - 1) : 0;
+    rows[e] = groups.end(e, begin) - begin;
+  }
+  __syncthreads();
+  for (int e = threadIdx.x; e < groups.groups; e += kThreads) {
+    int place = 0;
+    for (int other = 0; other < groups.groups; ++other) {
+      place += rows[other] > rows[e] || (rows[other] == rows[e] && other < e);
+    }
+    schedule.order[place] = e;
+  }
+  if (threadIdx.x < WeightSchedule::kCounters) schedule.taken[threadIdx.x] = 0;
+}
+
+}  // namespace
+
+void schedule_weight_gradients(Sizes const& sizes, Routing const& routing,
+                               WeightSchedule const& schedule, Queue queue) {
+  require_routable(sizes.experts);
+  require(routing.offsets != nullptr, "offsets: expected a buffer, got null");
+  require(schedule.order != nullptr, "order: expected a buffer, got null");
+  require(schedule.taken != nullptr, "taken: expected a buffer, got null");
+  Groups const groups{routing.offsets + 1, int(sizes.experts), int(sizes.rows())};
+  weight_schedule_kernel<<<1, kThreads, sizes.experts * sizeof(int), queue.stream>>>(groups,
+                                                                                     schedule);
+  cuda_check(cudaGetLastError(), "launch of schedule_weight_gradients");
+}
+
+}  // namespace guild::cuda

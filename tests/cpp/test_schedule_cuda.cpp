@@ -1,0 +1,100 @@
+// How blocks share out the tiles of weight gradients: in which order, and with what results.
+#include <cuda_runtime_api.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <numeric>
+#include <random>
+
+#include "device.h"
+#include "guild/cuda.h"
+#include "layer.h"
+
+namespace guild::test {
+
+namespace {
+
+// A schedule in memory that notices stray writes.
+struct ScheduleBuffers {
+  Indices<int32_t> order, taken;
+  ScheduleBuffers(Device& device, int64_t experts)
+      : order(device, experts), taken(device, WeightSchedule::kCounters) {}
+
+  WeightSchedule make(Sizes const& sizes, Routing const& routing) const {
+    WeightSchedule const schedule{order.data(), taken.data()};
+    cuda::schedule_weight_gradients(sizes, routing, schedule);
+    EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    EXPECT_TRUE(order.canaries_alive() && taken.canaries_alive());
+    return schedule;
+  }
+};
+
+TEST(Cuda, SchedulePutsLongExpertsFirst) {
+  char const* why = nullptr;
+  Device* const device = cuda_device(&why);
+  if (device == nullptr) GTEST_SKIP() << why;
+  std::mt19937 random(5);
+  for (int experts : {1, 7, 128, 300, 1024}) {
+    std::vector<int32_t> ends(experts + 1), rows(experts), order(experts);
+    for (int e = 0; e < experts; ++e) {
+      rows[e] = random() % 3 == 0 ? 0 : int(random() % 50);
+      ends[e + 1] = ends[e] + rows[e];
+    }
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return rows[a] > rows[b]; });
+    Indices<int32_t> const offsets(*device, ends);
+    ScheduleBuffers const buffers(*device, experts);
+    Sizes sizes;
+    sizes.tokens = ends.back(), sizes.experts = experts, sizes.top_k = 1;
+    Routing routing;
+    routing.offsets = offsets.data();
+    buffers.make(sizes, routing);
+    EXPECT_EQ(buffers.order.get(), order) << experts << " experts";
+    EXPECT_EQ(buffers.taken.get(), std::vector<int32_t>(WeightSchedule::kCounters));
+  }
+}
+
+// Sharing out changes who computes a tile, not what it is.
+TEST(Cuda, ScheduledWeightGradientsAreTheSame) {
+  char const* why = nullptr;
+  Device* const device = cuda_device(&why);
+  if (device == nullptr) GTEST_SKIP() << why;
+  LayerParam p;
+  p.shape.name = "schedule", p.shape.routing = "random", p.shape.sizes = {900, 520, 328, 40, 3};
+  p.act = activations().front();
+  p.dtype = DType::bfloat16, p.on_cuda = true;
+  Layer l(*device, p);
+  Sizes const& s = l.s;
+  auto const x = l.input(s.tokens, s.hidden), dh = l.input(s.rows(), p.width());
+  auto const a = l.input(s.rows(), s.intermediate);
+  Tensor dw_down(*device, p.dtype, s.experts * s.hidden, s.intermediate);
+  UpWeights dw_up(*device, p, p.dtype);
+  ScheduleBuffers const buffers(*device, s.experts);
+  std::vector<std::byte> down, up;
+  for (bool const scheduled : {false, true}) {
+    dw_down.poison();
+    dw_up.poison();
+    WeightSchedule schedule{};
+    if (scheduled) schedule = buffers.make(s, l.routing());
+    cuda::down_weight_gradient(
+        {s, p.dtype, p.dtype, false, l.routing(), x.view(), a.view(),
+         Weight{dw_down.data(), s.hidden * s.intermediate, s.intermediate, 1}, schedule});
+    cuda::up_weight_gradient({s, p.dtype, p.dtype, false, p.gated(), p.order(), l.routing(),
+                              x.view(), dh.view(), dw_up.view(), schedule});
+    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    if (scheduled) {
+      EXPECT_TRUE(down == dw_down.raw()) << "dw_down";
+      EXPECT_TRUE(up == dw_up.raw()) << "dw_up";
+      auto const taken = buffers.taken.get();
+      EXPECT_GE(taken[0], s.experts * 5 * 2);  // 5 x 2 tiles of 128 x 256
+      EXPECT_GE(taken[1], s.experts * 5 * 2);
+    } else {
+      down = dw_down.raw();
+      up = dw_up.raw();
+    }
+  }
+}
+
+}  // namespace
+
+}  // namespace guild::test
