@@ -11,7 +11,7 @@ constexpr int kThreads = 256;
 // One block: each expert's place is the number of those that come before it.
 __global__ void __launch_bounds__(kThreads) weight_schedule_kernel(Groups groups,
                                                                    WeightSchedule schedule) {
-  extern __shared__ int rows[];  // (E)
+  __shared__ int rows[kMostRouted];
   for (int e = threadIdx.x; e < groups.groups; e += kThreads) {
     int const begin = e > 0 ? groups.bound(e - 1) : 0;
     rows[e] = groups.end(e, begin) - begin;
@@ -36,8 +36,7 @@ void schedule_weight_gradients(Sizes const& sizes, Routing const& routing,
   require(schedule.order != nullptr, "order: expected a buffer, got null");
   require(schedule.taken != nullptr, "taken: expected a buffer, got null");
   Groups const groups{routing.offsets + 1, int(sizes.experts), int(sizes.rows())};
-  weight_schedule_kernel<<<1, kThreads, sizes.experts * sizeof(int), queue.stream>>>(groups,
-                                                                                     schedule);
+  weight_schedule_kernel<<<1, kThreads, 0, queue.stream>>>(groups, schedule);
   cuda_check(cudaGetLastError(), "launch of schedule_weight_gradients");
 }
 

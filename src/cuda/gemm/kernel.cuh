@@ -144,8 +144,8 @@ struct GroupedProduct {
   }
 
   // Sums the tile over its steps, freeing each stage once the next one's products are under way.
-  // meanwhile(step): done for steps 0 and 1 while their products run. The last `kept` stages are
-  // not freed.
+  // meanwhile(step): done for steps 0 and 1 while their products run, or where they would. The last
+  // `kept` stages are not freed.
   template <class F>
   static __device__ void sum(Accumulator& acc, bool started, Cursor& at, Tile const& tile,
                              SharedStorage& smem, Self self, int kept, F&& meanwhile) {
@@ -254,7 +254,7 @@ struct GroupedProduct {
     }
   }
 
-  // What the sum begins with, if anything.
+  // What the sum begins with, if anything; zeros, where it may have no steps to overwrite them.
   static __device__ bool start(Params const& p, Accumulator& acc, Tile const& tile, Self self) {
     bool started = false;
 #pragma unroll

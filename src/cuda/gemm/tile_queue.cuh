@@ -123,6 +123,7 @@ struct TileQueue {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) words.word[i] = __shfl_sync(~0u, word, i);
     tile = __builtin_bit_cast(Tile, words);
+    __syncwarp();  // all lanes have read
     if (threadIdx.x % 32 == 0) free[end.at].arrive();
     end.advance();
     return tile.expert >= 0;
