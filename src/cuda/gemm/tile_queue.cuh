@@ -101,7 +101,7 @@ struct TileQueue {
 
   __device__ void init() {
     for (Barrier& b : ready) b.init(1);
-    for (Barrier& b : free) b.init(readers);
+    for (Barrier& b : free) b.init(readers * kWords);
   }
 
   __device__ void put(QueueEnd& end, Tile const& tile) {
@@ -115,7 +115,9 @@ struct TileQueue {
   // False when there are no more.
   __device__ bool take(QueueEnd& end, Tile& tile) {
     ready[end.at].wait(end.phase);
-    int const word = reinterpret_cast<int const*>(&slot[end.at])[threadIdx.x % kWords];
+    int const lane = threadIdx.x % 32;
+    int const word = lane < kWords ? reinterpret_cast<int const*>(&slot[end.at])[lane] : 0;
+    if (lane < kWords) free[end.at].arrive();
     // Broadcast, so that the compiler knows that all lanes have the same.
     struct {
       int word[kWords];
@@ -123,8 +125,6 @@ struct TileQueue {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) words.word[i] = __shfl_sync(~0u, word, i);
     tile = __builtin_bit_cast(Tile, words);
-    __syncwarp();  // all lanes have read
-    if (threadIdx.x % 32 == 0) free[end.at].arrive();
     end.advance();
     return tile.expert >= 0;
   }
