@@ -95,7 +95,7 @@ struct RowTiles {
   int tile_m = 0, tail_m = 0, band = 0;   // kernel.cuh sets these
 
   static constexpr bool kMayBeEmpty = false;  // the sum: inner > 0
-  static constexpr bool kTakenLate = false;
+  static constexpr bool kTakenLate = false;   // the next tile is found while one is loaded
 
   GUILD_HD MatrixTiles matrix(int begin, int end) const {
     return {end - begin, across, tile_m, tail_m, band, tile_n};
@@ -110,8 +110,7 @@ struct RowTiles {
 };
 
 // Groups split the inner dimension; every expert has the same (rows x columns) output. Sums differ
-// in length, so blocks may share out the tiles as they go: then each takes its next one when it has
-// asked for all operands of the last.
+// in length, so blocks may share out the tiles as they go, none sooner than it can use it.
 struct InnerTiles {
   Groups groups;
   int tile_n = 0, rows = 0, across = 0;
@@ -121,7 +120,7 @@ struct InnerTiles {
   int32_t* taken = nullptr;        // tiles taken so far by all blocks; null: dealt out beforehand
 
   static constexpr bool kMayBeEmpty = true;  // the sum: of a group without rows
-  static constexpr bool kTakenLate = true;
+  static constexpr bool kTakenLate = true;   // the next tile is found when one has been loaded
 
   GUILD_HD MatrixTiles matrix(int, int) const {
     return {rows, across, tile_m, tail_m, band, tile_n};
@@ -136,7 +135,7 @@ struct InnerTiles {
 };
 
 // Every `stride`-th tile, one group's after another's. A warp does the same faster:
-// cuda/gemm/tile_finder.cuh.
+// cuda/gemm/tile_queue.cuh.
 template <class Work>
 struct TileWalk {
   Work work;

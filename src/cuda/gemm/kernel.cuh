@@ -80,7 +80,7 @@ struct GroupedProduct {
     Loader loader(p.load, thread);
     Cursor at;
     QueueEnd tiles;
-    // Where all warps load, the first also finds the tiles, each while the one before is loaded.
+    // Where all warps load, the first also finds the tiles.
     [[maybe_unused]] auto guide = guide_of(p);
     [[maybe_unused]] int const warp = warp_index();
     auto const announce = [&] {

@@ -5,10 +5,9 @@
 //   TokenColumns   ragged inner dimension: A and B are (rows of the group) x features, A optionally
 //                  picked by an index; the group's last, ragged step is zero-filled on both sides
 //
-// Each has prepare(tile), which asks for what begin(tile) will use, and load(tile, step, a, b,
-// full): fill one stage and arrive kArrivals times in total on full; kRegisters is what its threads
-// may use, of 168 for each of the block's. Gather by cp.async in the producer: SonicMoE,
-// arXiv:2512.14080, section 4.
+// Each has begin(tile) and load(tile, step, a, b, full): fill one stage and arrive kArrivals times
+// in total on full; kRegisters is what its threads may use, of 168 for each of the block's. Gather
+// by cp.async in the producer: SonicMoE, arXiv:2512.14080, section 4.
 #pragma once
 #include "../arch/copy.cuh"
 #include "../arch/wgmma.cuh"
