@@ -60,6 +60,7 @@ inline BackwardWorkspace carve_backward(Carver& carver, Sizes const& s, DType dt
   auto const numbers = [&](int64_t count) {
     return static_cast<int32_t*>(carver.take(count * int64_t(sizeof(int32_t))));
   };
+  if (s.rows() == 0) return {dh, a_scaled, dx_rows, parts, {}};
   int32_t* const order = numbers(s.experts);
   return {dh, a_scaled, dx_rows, parts, {order, numbers(WeightSchedule::kCounters)}};
 }
@@ -80,7 +81,7 @@ template <class Steps>
 void compose_weight_gradients(MoeBackward const& b, BackwardWorkspace const& w,
                               Steps const& steps) {
   WeightSchedule schedule{};
-  if (b.dw_down.data != nullptr || b.dw_up.gate.data != nullptr) {
+  if (b.sizes.rows() > 0 && (b.dw_down.data != nullptr || b.dw_up.gate.data != nullptr)) {
     schedule = steps.schedule_weight_gradients(b.sizes, b.routing, w.schedule);
   }
   if (b.dw_down.data != nullptr) {
