@@ -54,6 +54,30 @@ TEST(Cuda, SchedulePutsLongExpertsFirst) {
   }
 }
 
+// Checked before anything is launched, so wherever the kernels are built.
+TEST(WeightSchedule, MissingBuffersAndTooManyExpertsAreNamed) {
+  int32_t memory[1] = {};
+  Sizes sizes;
+  sizes.tokens = 8, sizes.experts = 4, sizes.top_k = 1;
+  Routing routing;
+  routing.offsets = memory;
+  WeightSchedule const whole{memory, memory};
+  auto const expect_error = [](Sizes const& s, Routing const& r, WeightSchedule const& schedule,
+                               char const* words) {
+    try {
+      cuda::schedule_weight_gradients(s, r, schedule);
+      ADD_FAILURE() << "accepted without: " << words;
+    } catch (Error const& e) {
+      EXPECT_NE(std::string(e.what()).find(words), std::string::npos) << e.what();
+    }
+  };
+  expect_error(sizes, Routing{}, whole, "offsets: expected a buffer, got null");
+  expect_error(sizes, routing, {nullptr, memory}, "order: expected a buffer, got null");
+  expect_error(sizes, routing, {memory, nullptr}, "taken: expected a buffer, got null");
+  sizes.experts = 1025;
+  expect_error(sizes, routing, whole, "experts: expected at most 1024 on CUDA, got 1025");
+}
+
 // Sharing out changes who computes a tile, not what it is.
 TEST(Cuda, ScheduledWeightGradientsAreTheSame) {
   char const* why = nullptr;

@@ -1,4 +1,4 @@
-// Sums and scans over the 32 lanes of a warp.
+// A warp's place in its block; sums and scans over its 32 lanes.
 #pragma once
 
 namespace guild::cuda {
