@@ -1,5 +1,6 @@
 // H = X[row_token] W1^T + b1;  A = activation(H)
 #include "check.h"
+#include "gemm/activate.cuh"
 #include "gemm/gate_up.h"
 #include "gemm/launch.cuh"
 

@@ -32,6 +32,14 @@ GUILD_HD Tile share_of(Tile tile, int rank, int tile_m, int tile_n, int columns)
   return tile;
 }
 
+// A tile's 64 rows from 64 * `part`, perhaps none.
+GUILD_HD Tile part_of(Tile tile, int part) {
+  tile.row += 64 * part;
+  int const left = tile.rows - 64 * part;
+  tile.rows = left < 64 ? left : 64;
+  return tile;
+}
+
 // How many pieces of `size` cover `length`.
 GUILD_HD constexpr int64_t pieces(int64_t length, int64_t size) {
   return (length + size - 1) / size;
@@ -95,7 +103,7 @@ struct RowTiles {
   int tile_m = 0, tail_m = 0, band = 0;   // kernel.cuh sets these
 
   static constexpr bool kMayBeEmpty = false;  // the sum: inner > 0
-  static constexpr bool kTakenLate = false;   // the next tile is found while one is loaded
+  static constexpr bool kTakenLate = false;   // the next tile is found when one begins to be loaded
 
   GUILD_HD MatrixTiles matrix(int begin, int end) const {
     return {end - begin, across, tile_m, tail_m, band, tile_n};
@@ -120,7 +128,7 @@ struct InnerTiles {
   int32_t* taken = nullptr;        // tiles taken so far by all blocks; null: dealt out beforehand
 
   static constexpr bool kMayBeEmpty = true;  // the sum: of a group without rows
-  static constexpr bool kTakenLate = true;   // the next tile is found when one has been loaded
+  static constexpr bool kTakenLate = true;   // the next tile is found when one is almost loaded
 
   GUILD_HD MatrixTiles matrix(int, int) const {
     return {rows, across, tile_m, tail_m, band, tile_n};

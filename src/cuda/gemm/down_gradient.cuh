@@ -28,7 +28,6 @@ struct DownGradientEpilogue {
   struct Storage {};
   struct State {
     float scale[2], dot[2];  // of the rows r and r + 8 that a thread holds
-    __device__ explicit State(Storage&) {}
   };
 
   // How many times 64 columns the tile has: as many as its first block's where blocks are apart,

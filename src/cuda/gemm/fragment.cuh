@@ -42,80 +42,68 @@ __device__ inline int fragment_column(int thread) { return thread % 4 * 2; }
 // The barrier of one warpgroup of consumers; id 0 is left to __syncthreads().
 __device__ inline void warpgroup_barrier() { named_barrier(1 + threadIdx.x / 128, 128); }
 
-// Writes 64 columns of a fragment to a box, rows of D as rows of the box.
+// A fragment's neighbours in a row, packed: 64 columns are 16 words, word 2 * block + below.
+using BoxWords = uint32_t[16];
+
 template <class T>
-__device__ inline void fragment_to_box(uint32_t box, float const* value, int thread) {
-  uint32_t const first = chunk_address(box, thread / 32 * 16 + thread % 16, thread % 32 / 16);
+__device__ inline void pack_box(BoxWords& word, float const* value) {
 #pragma unroll
-  for (int block = 0; block < 8; block += 2) {
-    float const* v = value + block * 4;
-    store_matrices(first ^ (16 * block), pack<T>(v[0], v[1]), pack<T>(v[2], v[3]),
-                   pack<T>(v[4], v[5]), pack<T>(v[6], v[7]));
+  for (int i = 0; i < 16; ++i) word[i] = pack<T>(value[2 * i], value[2 * i + 1]);
+}
+
+// Where a thread's address for columns 0 .. 15 lies in a box; that for 16 more is this ^ 32.
+__device__ inline uint32_t matrices_address(uint32_t box, int thread) {
+  return chunk_address(box, thread / 32 * 16 + thread % 16, thread % 32 / 16);
+}
+
+// Writes 64 columns of a fragment to a box, rows of D as rows of the box.
+__device__ inline void words_to_box(uint32_t box, BoxWords const& word, int thread) {
+  uint32_t const first = matrices_address(box, thread);
+#pragma unroll
+  for (int i = 0; i < 16; i += 4) {
+    store_matrices(first ^ (8 * i), word[i], word[i + 1], word[i + 2], word[i + 3]);
   }
 }
 
 // The same with columns of D as rows of the box.
-template <class T>
-__device__ inline void fragment_to_box_transposed(uint32_t box, float const* value, int thread) {
+__device__ inline void words_to_box_transposed(uint32_t box, BoxWords const& word, int thread) {
   int const chunk = thread / 32 * 2 + thread % 16 / 8;
 #pragma unroll
-  for (int block = 0; block < 8; block += 2) {
-    float const* v = value + block * 4;
-    int const row = 8 * (block + thread % 32 / 16) + thread % 8;
-    store_matrices_transposed(chunk_address(box, row, chunk), pack<T>(v[0], v[1]),
-                              pack<T>(v[2], v[3]), pack<T>(v[4], v[5]), pack<T>(v[6], v[7]));
+  for (int i = 0; i < 16; i += 4) {
+    int const row = 8 * (i / 2 + thread % 32 / 16) + thread % 8;
+    store_matrices_transposed(chunk_address(box, row, chunk), word[i], word[i + 1], word[i + 2],
+                              word[i + 3]);
   }
+}
+
+// Writes 64 columns of a fragment to a box.
+template <class T>
+__device__ inline void fragment_to_box(uint32_t box, float const* value, int thread) {
+  BoxWords word;
+  pack_box<T>(word, value);
+  words_to_box(box, word, thread);
 }
 
 // One warpgroup's staging boxes.
 struct StoreBoxes {
   alignas(1024) char box[2][kBlockBytes];
-};
 
-// Pairs of boxes in turn: its own and, where the tile's last stages of the sum lend it, another,
-// until its stores have read it. Every pair is stored as a group of its own.
-class StoreRing {
- public:
-  __device__ explicit StoreRing(StoreBoxes& own) : own(own) {}
+  __device__ uint32_t address(int i) const { return shared_address(box[i]); }
 
-  // Begins a tile: what was stored before has left. first, second: the boxes lent; null: none.
-  __device__ void begin(char* first, char* second, int thread) {
-    lent[0] = first;
-    lent[1] = second;
-    used = 0;
+  // Waits until what the boxes held has left.
+  __device__ void wait(int thread) const {
     if (thread == 0) tma_store_wait<0>();
     warpgroup_barrier();
   }
-
-  // Stores one or two boxes: fill(i, address) writes the i-th, store(i, box) issues its store.
-  template <int count, class Fill, class Store>
-  __device__ void store(int thread, Fill&& fill, Store&& store) {
-    static_assert(count == 1 || count == 2);
-    bool const two = lent[0] != nullptr;
-    if (used >= (two ? 2 : 1)) {
-      if (thread == 0) two ? tma_store_wait<1>() : tma_store_wait<0>();
-      warpgroup_barrier();
-    }
-    bool const second = two && used % 2 != 0;
-    ++used;
-    char* box[count];
-#pragma unroll
-    for (int i = 0; i < count; ++i) {
-      box[i] = second ? lent[i] : own.box[i];
-      fill(i, shared_address(box[i]));
-    }
+  // Issues the stores of what the warpgroup has written: store().
+  template <class Store>
+  __device__ void send(int thread, Store&& store) const {
     fence_async_proxy();
     warpgroup_barrier();
     if (thread != 0) return;
-#pragma unroll
-    for (int i = 0; i < count; ++i) store(i, box[i]);
+    store();
     tma_store_commit();
   }
-
- private:
-  StoreBoxes& own;
-  char* lent[2] = {nullptr, nullptr};
-  int used = 0;  // pairs since begin()
 };
 
 // Rows of a matrix that boxes of 64 x 64 are stored to, clipped to the rows that are the tile's own

@@ -7,6 +7,7 @@
 //
 // An epilogue that reads a matrix of its own gets it through the same ring, 64 columns of the tile
 // a stage, behind the tile's last products: it needs no memory besides and is asked for in time.
+// Other results leave while the next tile's products run.
 //
 // The blocks of a cluster work on row tiles of one group that are neighbours and bring each other a
 // share of B: a stage is filled for all of them, and free when the consumers of all have read it.
@@ -31,7 +32,7 @@ struct GroupedProduct {
     Epilogue epilogue;
   };
 
-  using State = typename Epilogue::State;
+  static constexpr bool kReads = requires { typename Epilogue::State; };
   static constexpr bool kGuideLoads = Loader::kThreads == 128;
   using Tiles = TileQueue<4 * C.consumers + Loader::kThreads / 32>;
   struct SharedStorage {
@@ -76,6 +77,10 @@ struct GroupedProduct {
   }
   static __device__ int steps(Tile const& tile) { return (tile.inner + C.tile_k - 1) / C.tile_k; }
 
+  // Where tiles are taken late: this many steps before the next one's are loaded, for it takes a
+  // trip to memory.
+  static constexpr int kAhead = 8;
+
   static __device__ void produce(Params const& p, SharedStorage& smem, int thread) {
     Loader loader(p.load, thread);
     Cursor at;
@@ -90,14 +95,15 @@ struct GroupedProduct {
     };
     announce();
     for (Tile tile; smem.tiles.take(tiles, tile);) {
-      int const count = steps(tile);
+      int const count = steps(tile), next = Work::kTakenLate ? max(count - kAhead, 0) : 0;
       loader.begin(tile);
-      if (!Work::kTakenLate) announce();
+      if (Work::kMayBeEmpty && count == 0) announce();
       for (int step = 0; step < count; ++step, at.advance()) {
+        if (step == next) announce();
         smem.empty[at.stage].wait(at.phase ^ 1);
         loader.load(tile, step, smem.a[at.stage], smem.b[at.stage], smem.full[at.stage]);
       }
-      if constexpr (Epilogue::kReads) {
+      if constexpr (kReads) {
         for (int unit = 0; unit < p.epilogue.units(tile); ++unit, at.advance()) {
           smem.empty[at.stage].wait(at.phase ^ 1);
           Barrier& full = smem.full[at.stage];
@@ -105,7 +111,6 @@ struct GroupedProduct {
           if constexpr (Loader::kArrivals > 1) full.arrive_when_copied();
         }
       }
-      if (Work::kTakenLate) announce();
     }
   }
 
@@ -144,11 +149,10 @@ struct GroupedProduct {
   }
 
   // Sums the tile over its steps, freeing each stage once the next one's products are under way.
-  // meanwhile(step): done for steps 0 and 1 while their products run, or where they would. The last
-  // `kept` stages are not freed.
+  // meanwhile(step): done while the step's products run, and once where there are none.
   template <class F>
   static __device__ void sum(Accumulator& acc, bool started, Cursor& at, Tile const& tile,
-                             SharedStorage& smem, Self self, int kept, F&& meanwhile) {
+                             SharedStorage& smem, Self self, F&& meanwhile) {
     int const count = steps(tile);
     int const first = C.in_turns ? 0 : self.group * kBlockBytes;  // of this consumer's rows of A
     uint32_t const full = kept_address(shared_address(smem.full));
@@ -157,7 +161,6 @@ struct GroupedProduct {
     if constexpr (Work::kMayBeEmpty) {
       if (count == 0) {
         meanwhile(0);
-        meanwhile(1);
         return;
       }
     }
@@ -170,40 +173,30 @@ struct GroupedProduct {
       fence(acc);
       multiply(acc, a + at.stage * (C.a_bytes() / 16), b + at.stage * (C.b_bytes() / 16),
                started || step > 0);
-      if (step < 2) meanwhile(step);
       if (step > 0) {
         wgmma_wait<1>();
-        if (self.leads_warp() && step <= count - kept) release(smem.empty[at.before(1)]);
+        if (self.leads_warp()) release(smem.empty[at.before(1)]);
       }
+      meanwhile(step);
       at.advance();
     } while (++step < count);
-    if (count == 1) meanwhile(1);
     if (C.in_turns && self.leads_warp()) smem.turn[1 - self.group].arrive();
     wgmma_wait<0>();
     fence(acc);
-    if (self.leads_warp() && kept == 0) release(smem.empty[at.before(1)]);
+    if (self.leads_warp()) release(smem.empty[at.before(1)]);
   }
 
-  // Stages that stores still read, and their number, at most two; a warp's first thread keeps them
-  // until the stores that it has issued are through.
+  // The stage that stores still read, if any; a warp's first thread keeps it until the stores that
+  // it has issued are through.
   struct Lent {
-    int count = 0, last = 0, before = 0;
+    int stage = -1;
   };
-  // A tile's last two stages lend this consumer's share of A to its stores.
-  static __device__ void lend(Lent& lent, int count, Cursor const& at, State& ring,
-                              SharedStorage& smem, Self self) {
-    lent = {count, at.before(1), at.before(2)};
-    int const share = self.group * kBlockBytes;
-    ring.begin(count > 0 ? smem.a[lent.before] + share : nullptr, smem.a[lent.last] + share,
-               self.thread);
-  }
   static __device__ void take_back(Lent& lent, SharedStorage& smem, Self self) {
-    if (self.leads_warp() && lent.count > 0) {
+    if (self.leads_warp() && lent.stage >= 0) {
       tma_store_wait<0>();
-      if (lent.count > 1) release(smem.empty[lent.before]);
-      release(smem.empty[lent.last]);
+      release(smem.empty[lent.stage]);
     }
-    lent.count = 0;
+    lent.stage = -1;
   }
 
   // The epilogue, fed by the ring. Stage by stage: wait, turn 64 columns into results, store. One
@@ -211,7 +204,7 @@ struct GroupedProduct {
   // it, at the next one. One copy of the code, at which the accumulators pass by: unrolled it would
   // outgrow the instruction cache.
   static __device__ void finish(Params const& p, float (&acc)[C.tile_n / 2], Cursor& at, Lent& lent,
-                                Tile const& part, State& state, SharedStorage& smem, Self self) {
+                                Tile const& part, auto& state, SharedStorage& smem, Self self) {
     int const share = self.group * kBlockBytes, units = p.epilogue.units(part);
 #pragma unroll 1
     for (int unit = 0; unit < units; ++unit, at.advance()) {
@@ -225,33 +218,12 @@ struct GroupedProduct {
       for (int i = 0; i + 32 < C.tile_n / 2; ++i) acc[i] = acc[i + 32];
       take_back(lent, smem, self);
       if (self.thread == storer) {
-        lent = {1, at.stage};
+        lent.stage = at.stage;
       } else if (self.leads_warp()) {
         release(smem.empty[at.stage]);
       }
     }
     if (part.rows > 0) p.epilogue.finish(state, part, self.thread);
-  }
-
-  // The tile's rows from 64 * `part`, perhaps none.
-  static __device__ Tile own_rows(Tile tile, int part) {
-    tile.row += 64 * part;
-    tile.rows = min(tile.rows - 64 * part, 64);
-    return tile;
-  }
-
-  // The epilogue of the consumer's 64 rows, or of each of its parts.
-  static __device__ void store(Params const& p, Accumulator& acc, Cursor& at, Lent& lent,
-                               Tile const& tile, State& state, SharedStorage& smem, Self self) {
-#pragma unroll
-    for (int i = 0; i < kParts; ++i) {
-      Tile const part = own_rows(tile, C.in_turns ? i : self.group);
-      if constexpr (Epilogue::kReads) {
-        finish(p, acc[i], at, lent, part, state, smem, self);
-      } else if (part.rows > 0) {
-        p.epilogue.template store<C.tile_n>(acc[i], state, part, self.thread);
-      }
-    }
   }
 
   // What the sum begins with, if anything; zeros, where it may have no steps to overwrite them.
@@ -267,40 +239,78 @@ struct GroupedProduct {
     return started;
   }
 
-  static __device__ void consume_together(Params const& p, Accumulator& acc, State& state,
-                                          SharedStorage& smem, Self self) {
-    constexpr bool kLends = requires { state.begin(nullptr, nullptr, 0); };
+  // A tile's epilogue is done beside the next one's products, a piece a step.
+  static __device__ void consume_beside(Params const& p, Accumulator& acc, SharedStorage& smem,
+                                        Self self) {
+    auto& storage = smem.epilogue[self.group];
+    typename Epilogue::template Parcel<C.tile_n> parcel;
+    Cursor at;
+    QueueEnd tiles;
+    Tile tile, following;
+    bool more = smem.tiles.take(tiles, tile);
+    if (!more) return;
+    do {
+      bool const started = start(p, acc, tile, self);
+      sum(acc, started, at, tile, smem, self, [&](int step) {
+        if (step == 0 && !Work::kTakenLate) more = smem.tiles.take(tiles, following);
+        if (parcel.left()) parcel.step(p.epilogue, storage, self.thread);
+      });
+      if (Work::kTakenLate) more = smem.tiles.take(tiles, following);
+      for (bool begun = false;; begun = true) {
+        while (parcel.left()) parcel.step(p.epilogue, storage, self.thread);
+        if (begun) break;
+        parcel.begin(p.epilogue, acc[0], storage, part_of(tile, self.group), self.thread);
+        if (more) break;
+      }
+      tile = following;
+    } while (more);
+  }
+
+  // The epilogue follows the products.
+  static __device__ void consume_whole(Params const& p, Accumulator& acc, SharedStorage& smem,
+                                       Self self) {
+    Cursor at;
+    QueueEnd tiles;
+    Tile tile, following;
+    for (bool more = smem.tiles.take(tiles, tile); more; tile = following) {
+      bool const started = start(p, acc, tile, self);
+      sum(acc, started, at, tile, smem, self, [&](int step) {
+        if (step == 0 && !Work::kTakenLate) more = smem.tiles.take(tiles, following);
+      });
+      Tile const rows = part_of(tile, self.group);
+      if (rows.rows > 0) p.epilogue.template store<C.tile_n>(acc[0], rows, self.thread);
+      if (Work::kTakenLate) more = smem.tiles.take(tiles, following);
+    }
+  }
+
+  // The same, fed by the ring.
+  static __device__ void consume_reading(Params const& p, Accumulator& acc, SharedStorage& smem,
+                                         Self self) {
+    typename Epilogue::State state;
     Cursor at;
     Lent lent;
     QueueEnd tiles;
     Tile tile, following;
-    for (bool more = smem.tiles.take(tiles, tile); more;) {
-      if constexpr (Epilogue::kReads) {
-        p.epilogue.begin(state, own_rows(tile, self.group), self.thread);
-      }
+    for (bool more = smem.tiles.take(tiles, tile); more; tile = following) {
+      Tile const rows = part_of(tile, self.group);
+      p.epilogue.begin(state, rows, self.thread);
       bool const started = start(p, acc, tile, self);
-      int const keep = kLends && steps(tile) > 1 ? 2 : 0;
-      sum(acc, started, at, tile, smem, self, keep, [&](int step) {
-        if (step == 0) {
-          take_back(lent, smem, self);
-        } else if (!Work::kTakenLate) {
-          more = smem.tiles.take(tiles, following);
-        }
+      sum(acc, started, at, tile, smem, self, [&](int step) {
+        if (step > 0) return;
+        take_back(lent, smem, self);
+        more = smem.tiles.take(tiles, following);
       });
-      if constexpr (kLends) lend(lent, keep, at, state, smem, self);
-      store(p, acc, at, lent, tile, state, smem, self);
-      if (Work::kTakenLate) more = smem.tiles.take(tiles, following);
-      tile = following;
+      finish(p, acc[0], at, lent, rows, state, smem, self);
     }
   }
 
   // A consumer takes its tile's stages when the other has the last of the tile before: a barrier's
   // parity tells neighbouring phases apart only.
-  static __device__ void consume_in_turns(Params const& p, Accumulator& acc, State& state,
-                                          SharedStorage& smem, Self self) {
-    static_assert(C.consumers == 2 && !Epilogue::kReads);
+  static __device__ void consume_in_turns(Params const& p, Accumulator& acc, SharedStorage& smem,
+                                          Self self) {
+    static_assert(C.consumers == 2);
+    auto& storage = smem.epilogue[self.group];
     Cursor at;
-    Lent lent;
     QueueEnd tiles;
     Tile tile;
     if (self.group == 1) {
@@ -312,9 +322,13 @@ struct GroupedProduct {
       bool const started = start(p, acc, tile, self);
       smem.turn[self.group].wait(phase);
       phase ^= 1;
-      sum(acc, started, at, tile, smem, self, 0, [](int) {});
-      state.begin(nullptr, nullptr, self.thread);
-      store(p, acc, at, lent, tile, state, smem, self);
+      sum(acc, started, at, tile, smem, self, [](int) {});
+#pragma unroll
+      for (int i = 0; i < kParts; ++i) {
+        typename Epilogue::template Parcel<C.tile_n> parcel;
+        parcel.begin(p.epilogue, acc[i], storage, part_of(tile, i), self.thread);
+        while (parcel.left()) parcel.step(p.epilogue, storage, self.thread);
+      }
       if (!smem.tiles.take(tiles, tile)) break;
       at.advance(steps(tile));  // the other's
     }
@@ -322,11 +336,14 @@ struct GroupedProduct {
 
   static __device__ void consume(Params const& p, SharedStorage& smem, Self self) {
     Accumulator acc;
-    State state(smem.epilogue[self.group]);
     if constexpr (C.in_turns) {
-      consume_in_turns(p, acc, state, smem, self);
+      consume_in_turns(p, acc, smem, self);
+    } else if constexpr (requires { typename Epilogue::template Parcel<C.tile_n>; }) {
+      consume_beside(p, acc, smem, self);
+    } else if constexpr (kReads) {
+      consume_reading(p, acc, smem, self);
     } else {
-      consume_together(p, acc, state, smem, self);
+      consume_whole(p, acc, smem, self);
     }
     if (self.leads_warp()) tma_store_wait<0>();  // shared memory must outlive the last store
   }
