@@ -123,7 +123,7 @@ TEST(ChooseConfig, WeighsIdleBlocksAgainstSharedLoads) {
     return chosen(Product::up, {rows, groups, columns, /*inner=*/4096, ragged}).cluster;
   };
   EXPECT_EQ(cluster(32768 * 8, 128, 1024, true), 2);
-  EXPECT_EQ(cluster(32768 * 8, 128, 256, true), 1);
+  EXPECT_EQ(cluster(32768 * 4, 128, 256, true), 1);
   EXPECT_EQ(cluster(32768 * 8, 8, 256, true), 2);
   EXPECT_EQ(cluster(64 * 128, 128, 512, true), 2);
   EXPECT_EQ(cluster(64 * 128, 128, 768, true), 1);
