@@ -9,6 +9,8 @@
 #pragma once
 #include <cstdint>
 
+#include "arch/warp.cuh"
+
 namespace guild::cuda {
 
 inline constexpr int kSelectThreads = 1024;
@@ -105,11 +107,7 @@ __device__ inline RadixBin find_bin(int const* bins, int wanted) {
   int const lane = threadIdx.x;
   int part = 0;  // of bins 255 - 8 lane down to 248 - 8 lane
   for (int i = 0; i < 8; ++i) part += bins[255 - 8 * lane - i];
-  int through = part;
-  for (int step = 1; step < 32; step *= 2) {
-    int const other = __shfl_up_sync(~0u, through, step);
-    if (lane >= step) through += other;
-  }
+  int const through = warp_scan(part);
   unsigned const reached = __ballot_sync(~0u, through >= wanted);
   int const at = reached == 0 ? 31 : __ffs(reached) - 1;
   int left = wanted - __shfl_sync(~0u, through - part, at), bin = 255 - 8 * at;

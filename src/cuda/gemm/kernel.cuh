@@ -232,9 +232,10 @@ struct GroupedProduct {
 #pragma unroll
     for (auto& part : acc) {
       started = p.epilogue.template start<C.tile_n>(part, tile, self.thread);
-      if (!Work::kMayBeEmpty) continue;
+      if constexpr (Work::kMayBeEmpty) {
 #pragma unroll
-      for (float& x : part) x = 0;
+        for (float& x : part) x = 0;
+      }
     }
     return started;
   }

@@ -164,6 +164,7 @@ struct TokenColumns {
     CUtensorMap a_map, b_map;  // (m or n, 1, rows), boxes of 64 x 1 x 64; a_map only without row
   };
   static_assert(C.tile_m == 128 && C.tile_k == 64, "half a warp copies a row of A, a warp 16 rows");
+  static_assert(C.cluster == 1, "every block brings all of its B");
   static constexpr int kPairs = 2;  // pairs of steps whose tokens are asked for ahead
 
   Params const& p;
@@ -190,9 +191,10 @@ struct TokenColumns {
     if (thread == 0) {
       full.arrive_expect((whole ? C.b_bytes() : 0) + (a_by_tma ? C.a_bytes() : 0));
       if (whole) {
-        for_own_boxes<C, 64>(tile, [&](int c, auto multicast) {
-          load_b<C>(multicast, p.b_map, b + c * 128, {tile.col + c, 0, row}, full);
-        });
+#pragma unroll
+        for (int c = 0; c < C.tile_n; c += 64) {
+          tma_load(p.b_map, b + c * 128, {tile.col + c, 0, row}, full);
+        }
       }
       if (a_by_tma) {
 #pragma unroll
