@@ -103,7 +103,7 @@ struct TmaRows {
 template <class T, GemmConfig C, Major major_b>
 struct GatheredRows {
   static constexpr Major kMajorA = Major::K, kMajorB = major_b;
-  static constexpr int kThreads = 128, kRegisters = 56;
+  static constexpr int kThreads = 128, kRegisters = 40;
   static constexpr int kArrivals = kThreads + 1;  // every thread's copies, and TMA of B
 
   struct Params {
