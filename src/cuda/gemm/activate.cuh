@@ -115,10 +115,7 @@ struct Activate {
   __device__ void put_h(HalfWords const& word, int half, StoreBoxes const& boxes, Tile const& tile,
                         int thread) const {
     bool const halves = pairing == Pairing::halves;
-    boxes.wait(thread);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) words_to_box(boxes.address(i), word[i], thread);
-    boxes.send(thread, [&] {
+    boxes.put(word, thread, [&] {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         int const col = tile.col + (halves ? 64 * half : 128 * half + 64 * i);
@@ -137,10 +134,7 @@ struct Activate {
   __device__ void put_two_a(HalfWords const& word, int half, StoreBoxes const& boxes,
                             Tile const& tile, int thread) const {
     int const col = tile.col + 128 * half;
-    boxes.wait(thread);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) words_to_box(boxes.address(i), word[i], thread);
-    boxes.send(thread, [&] {
+    boxes.put(word, thread, [&] {
       a.store(boxes.box[0], tile, col, 0);
       if (col + 64 < a.columns) a.store(boxes.box[1], tile, col + 64, 0);
     });

@@ -12,9 +12,6 @@
 
 namespace guild::cuda {
 
-// Two boxes, 128 columns, of a tile.
-using HalfWords = BoxWords[2];
-
 // A tile of n columns that leaves in two halves: the first at once, the second from registers.
 // E::put(word, half, ...) brings a half to its boxes and sends them off.
 template <class T, int n, class E>

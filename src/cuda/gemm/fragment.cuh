@@ -84,6 +84,9 @@ __device__ inline void fragment_to_box(uint32_t box, float const* value, int thr
   words_to_box(box, word, thread);
 }
 
+// Two boxes, 128 columns.
+using HalfWords = BoxWords[2];
+
 // One warpgroup's staging boxes.
 struct StoreBoxes {
   alignas(1024) char box[2][kBlockBytes];
@@ -103,6 +106,14 @@ struct StoreBoxes {
     if (thread != 0) return;
     store();
     tma_store_commit();
+  }
+  // Both boxes at once, rows of D as their rows.
+  template <class Store>
+  __device__ void put(HalfWords const& word, int thread, Store&& store) const {
+    wait(thread);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) words_to_box(address(i), word[i], thread);
+    send(thread, store);
   }
 };
 

@@ -186,24 +186,21 @@ struct GroupedProduct {
     if (self.leads_warp()) release(smem.empty[at.before(1)]);
   }
 
-  // The stage that stores still read, if any; a warp's first thread keeps it until the stores that
-  // it has issued are through.
-  struct Lent {
-    int stage = -1;
-  };
-  static __device__ void take_back(Lent& lent, SharedStorage& smem, Self self) {
-    if (self.leads_warp() && lent.stage >= 0) {
+  // lent: the stage that stores still read, -1 if none; a warp's first thread keeps it until the
+  // stores that it has issued are through.
+  static __device__ void take_back(int& lent, SharedStorage& smem, Self self) {
+    if (self.leads_warp() && lent >= 0) {
       tma_store_wait<0>();
-      release(smem.empty[lent.stage]);
+      release(smem.empty[lent]);
     }
-    lent.stage = -1;
+    lent = -1;
   }
 
   // The epilogue, fed by the ring. Stage by stage: wait, turn 64 columns into results, store. One
   // thread stores, of another warp each time; its warp frees the stage when the stores have read
   // it, at the next one. One copy of the code, at which the accumulators pass by: unrolled it would
   // outgrow the instruction cache.
-  static __device__ void finish(Params const& p, float (&acc)[C.tile_n / 2], Cursor& at, Lent& lent,
+  static __device__ void finish(Params const& p, float (&acc)[C.tile_n / 2], Cursor& at, int& lent,
                                 Tile const& part, auto& state, SharedStorage& smem, Self self) {
     int const share = self.group * kBlockBytes, units = p.epilogue.units(part);
 #pragma unroll 1
@@ -218,7 +215,7 @@ struct GroupedProduct {
       for (int i = 0; i + 32 < C.tile_n / 2; ++i) acc[i] = acc[i + 32];
       take_back(lent, smem, self);
       if (self.thread == storer) {
-        lent.stage = at.stage;
+        lent = at.stage;
       } else if (self.leads_warp()) {
         release(smem.empty[at.stage]);
       }
@@ -289,7 +286,7 @@ struct GroupedProduct {
                                          Self self) {
     typename Epilogue::State state;
     Cursor at;
-    Lent lent;
+    int lent = -1;
     QueueEnd tiles;
     Tile tile, following;
     for (bool more = smem.tiles.take(tiles, tile); more; tile = following) {
