@@ -83,6 +83,12 @@ void check(Combine const& x) {
   check_rows(x.y, s.rows(), s.hidden, "y");
   check_rows(x.o, s.tokens, s.hidden, "o");
   check_optional_rows(x.residual, s.hidden, "residual");
+  if (x.router.dlogits.data == nullptr) return;
+  require(x.routing.slot_score == nullptr,
+          "routing.slot_score: expected null with a router's part, got a pointer");
+  check_optional_rows(x.router.dlogits, s.experts, "router.dlogits");
+  check_pointer(x.router.ids, s.rows() > 0, "router.ids");
+  check_rows(x.router.weight, s.experts, s.hidden, "router.weight");
 }
 
 void check(DownGradient const& x) {
@@ -187,6 +193,9 @@ void check(MoeBackward const& x) {
   check_weight(x.w_down, s.experts, s.hidden, s.intermediate, "w_down", false);
   check_optional_rows(x.b_down, s.hidden, "b_down");
   check_optional_rows(x.dx, s.hidden, "dx");
+  check_optional_rows(x.dx_rows, s.hidden, "dx_rows");
+  require(x.dx.data == nullptr || x.dx_rows.data == nullptr,
+          "dx_rows: expected null with dx, got a pointer");
   if (x.dw_up.gate.data != nullptr) {
     check_up_weight(x.dw_up, s, gated, "dw_up.gate", "dw_up.up", true);
   }
@@ -198,7 +207,7 @@ void check(MoeBackward const& x) {
   if (x.dscores != nullptr) {
     check_pointer(x.routing.slot_row, s.rows() > 0, "routing.slot_row");
   }
-  check_workspace(x.workspace, moe_backward_workspace_bytes(s, x.dtype, gated));
+  check_workspace(x.workspace, moe_backward_workspace_bytes(s, x.dtype, gated, combines_rows(x)));
 }
 
 }  // namespace guild

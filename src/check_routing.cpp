@@ -85,6 +85,10 @@ void check(RouterGradient const& x) {
   check_with(is_dense(x.router), x.logits.data, any, "logits", "a softmax, not renormalised");
   check_optional_rows(x.logits, x.experts, "logits");
   check_rows(x.dlogits, x.tokens, x.experts, "dlogits");
+  bool const narrow = x.rounded_to == DType::bfloat16 || x.rounded_to == DType::float16;
+  require(x.rounded_to == DType::float32 || (narrow && x.dtype == DType::float32),
+          "rounded_to: expected float32", x.dtype == DType::float32 ? ", bfloat16 or float16" : "",
+          ", got ", name_of(x.rounded_to));
 }
 
 void check(TokenRounding const& x) {

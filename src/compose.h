@@ -38,6 +38,11 @@ constexpr bool has_slots(Routing const& routing) {
   return routing.slot_row != nullptr || routing.token_offsets != nullptr;
 }
 
+// Whether backward sums dX over the rows of a token.
+constexpr bool combines_rows(MoeBackward const& b) {
+  return b.dx.data != nullptr && has_slots(b.routing);
+}
+
 struct ForwardWorkspace {
   void *a, *y;  // (R, I), (R, H); y unused where rows are not combined
 };
@@ -51,11 +56,13 @@ struct BackwardWorkspace {
   void *dh, *a_scaled, *dx_rows, *score_parts;  // (R, W), (R, I), (R, H), (R, parts)
   WeightSchedule schedule;
 };
-inline BackwardWorkspace carve_backward(Carver& carver, Sizes const& s, DType dtype, bool gated) {
+// combines: dx_rows are needed.
+inline BackwardWorkspace carve_backward(Carver& carver, Sizes const& s, DType dtype, bool gated,
+                                        bool combines) {
   int64_t const bytes = element_bytes(dtype);
   void* const dh = carver.take(s.rows() * s.intermediate * (gated ? 2 : 1) * bytes);
   void* const a_scaled = carver.take(s.rows() * s.intermediate * bytes);
-  void* const dx_rows = carver.take(s.rows() * s.hidden * bytes);
+  void* const dx_rows = carver.take(combines ? s.rows() * s.hidden * bytes : 0);
   void* const parts = carver.take(s.rows() * score_parts(s) * element_bytes(score_dtype(dtype)));
   auto const numbers = [&](int64_t count) {
     return static_cast<int32_t*>(carver.take(count * int64_t(sizeof(int32_t))));
@@ -109,7 +116,8 @@ void compose_weight_gradients(MoeBackward const& b, BackwardWorkspace const& w,
 template <class Steps>
 void compose_backward(MoeBackward const& b, Steps const& steps) {
   Carver carver(b.workspace);
-  BackwardWorkspace w = carve_backward(carver, b.sizes, b.dtype, b.activation.gated);
+  BackwardWorkspace w =
+      carve_backward(carver, b.sizes, b.dtype, b.activation.gated, combines_rows(b));
   void* const parts = b.dscores != nullptr ? w.score_parts : nullptr;
   steps.down_gradient({b.sizes, b.dtype, b.activation, b.order, b.routing, b.dout, b.w_down, b.h,
                        Rows{w.dh, 0}, Rows{w.a_scaled, 0}, parts});
@@ -117,12 +125,13 @@ void compose_backward(MoeBackward const& b, Steps const& steps) {
     steps.score_gradient({b.sizes, b.dtype, b.routing, parts, b.dout, b.b_down, b.dscores});
   }
   compose_weight_gradients(b, w, steps);
-  if (b.dx.data == nullptr) return;
-  bool const combined = has_slots(b.routing);
-  Rows const dx_rows = combined ? Rows{w.dx_rows, 0} : b.dx;
+  Rows const dx_rows = combines_rows(b)            ? Rows{w.dx_rows, 0}
+                       : b.dx_rows.data != nullptr ? b.dx_rows
+                                                   : b.dx;
+  if (dx_rows.data == nullptr) return;
   steps.up_gradient(
       {b.sizes, b.dtype, b.activation.gated, b.order, b.routing, ConstRows(w.dh), b.w_up, dx_rows});
-  if (!combined) return;
+  if (!combines_rows(b)) return;
   Routing sum = b.routing;
   sum.slot_score = nullptr;
   steps.combine({b.sizes, b.dtype, sum, dx_rows, b.dx});

@@ -45,9 +45,9 @@ int64_t moe_forward_workspace_bytes(Sizes const& sizes, DType dtype) {
   return carver.used();
 }
 
-int64_t moe_backward_workspace_bytes(Sizes const& sizes, DType dtype, bool gated) {
+int64_t moe_backward_workspace_bytes(Sizes const& sizes, DType dtype, bool gated, bool combines) {
   Carver carver(nullptr);
-  carve_backward(carver, sizes, dtype, gated);
+  carve_backward(carver, sizes, dtype, gated, combines);
   return carver.used();
 }
 

@@ -66,6 +66,7 @@ struct RouterGradient {
   // Where tokens have lists of any length: see Routing::token_offsets.
   int64_t slots = -1;
   int32_t const* token_offsets = nullptr;
+  DType rounded_to = DType::float32;  // of dlogits: bfloat16 or float16; float32: not rounded
 };
 
 // Stable counting sort of slots by expert: rows of one expert keep the order of their slots. Ids
@@ -175,8 +176,17 @@ struct DownProjection {
   Rows y;              // (R, H) out
 };
 
-// O[t] = residual[t] + sum over k of slot_score[t, k] * Y[slot_row[t, k]], in fp32, k ascending;
-// slots at -1 add nothing. Without slot_score: the plain sum, which is the gradient of the gather.
+// sum over k of dlogits[t, ids[t, k]] * weight[ids[t, k]]: the router's part of dX where only the
+// chosen experts' logits have gradients, so where scores are renormalised or sigmoids.
+struct RouterPart {
+  ConstRows dlogits;             // (T, E); null data: no such part
+  int32_t const* ids = nullptr;  // (T, K) like slot_row; ids outside [0, E) add nothing
+  ConstRows weight;              // (E, H)
+};
+
+// O[t] = residual[t] + sum over k of slot_score[t, k] * Y[slot_row[t, k]] + router part, in fp32 in
+// a fixed order; slots at -1 add nothing. Without slot_score: the plain sum, which is the gradient
+// of the gather.
 struct Combine {
   Sizes sizes;
   DType dtype = DType::bfloat16;
@@ -184,6 +194,7 @@ struct Combine {
   ConstRows y;              // (R, H)
   Rows o;                   // (T, H) out
   ConstRows residual = {};  // (T, H), may be o itself; null data: none
+  RouterPart router = {};   // only without slot_score
 };
 
 // ---- backward -----------------------------------------------------------------------------------
@@ -344,6 +355,7 @@ struct MoeBackward {
   Rows db_up, db_down;        // (E, W), (E, H) out
   void* dscores = nullptr;    // (T, K) out
   void* workspace = nullptr;  // moe_backward_workspace_bytes()
+  Rows dx_rows = {};          // (R, H) out, in place of dx: left for a Combine of the caller's
 };
 
 // Bytes of the work buffers above, aligned to 256; the same for both backends. Zero sizes give 0.
@@ -351,7 +363,10 @@ int64_t sort_workspace_bytes(int64_t tokens, int64_t experts, int64_t top_k);
 int64_t rounding_workspace_bytes(int64_t tokens, int64_t experts);
 int64_t balance_workspace_bytes(int64_t tokens, int64_t experts, int64_t sequences);
 int64_t moe_forward_workspace_bytes(Sizes const& sizes, DType dtype);
-int64_t moe_backward_workspace_bytes(Sizes const& sizes, DType dtype, bool gated);
+// combines: whether backward makes dx of rows; false with dx_rows, without either, or without
+// slots.
+int64_t moe_backward_workspace_bytes(Sizes const& sizes, DType dtype, bool gated,
+                                     bool combines = true);
 
 // The most slots that rounding can leave; the length of its lists.
 int64_t rounded_slots(int64_t tokens, int64_t experts, int64_t top_k, Rounding rounding,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from guild import _router_gradients  # noqa: F401 - registers the router's gradients
 from guild._autograd import register, rows_of
-from guild._operators import ops
+from guild._operators import WANT_ROWS, WANT_X, ops
 from guild.activations import KINDS, Activation
 
 
@@ -86,13 +86,16 @@ def expert_gradients(
     dout: Tensor,
     flags: Sequence[Any],
     wanted: Sequence[bool],
+    by_row: bool = False,
 ) -> list[Tensor | None]:
     """dx, dscores, dw_up, dw_gate, dw_down, db_up and db_down, None where not wanted.
 
-    saved: the arguments of moe_backward from x to b_down.
+    saved: the arguments of moe_backward from x to b_down; by_row: dx (R, H), a row's by itself.
     """
     x, scores, w_up, w_gate, w_down, b_up, b_down = wanted
     bits = _wanted(x, scores, w_up or w_gate, w_down, b_up, b_down)
+    if x and by_row:
+        bits += WANT_ROWS - WANT_X
     gradients = ops.moe_backward(dout, *saved, *flags, bits)
     return [g if want else None for g, want in zip(gradients, wanted, strict=True)]
 

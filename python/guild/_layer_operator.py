@@ -1,7 +1,7 @@
 """guild::moe_layer: router product, routing and experts as one op.
 
-In one op x gets one gradient: the router's part, dlogits W, is added to the experts' by the product
-that computes it, where autograd would add the two in a pass of its own.
+In one op x gets one gradient: the router's part, dlogits W, is added where the experts' rows are
+summed, which costs no time; autograd would add the two in a pass of its own.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from guild._autograd import library, register, rows_of
 from guild._gradients import expert_gradients, pre_activations
 from guild._operators import SIGMOID, moe_forward_fake, ops
 from guild._router_gradients import (
-    add_router_gradient,
     route_tokens_fake,
     route_tokens_forward,
+    router_gradients,
 )
 
 _ROUTER = 8  # arguments of route_tokens after x and weight
@@ -57,15 +57,18 @@ def _gradient(ctx, dout, *_):
     want_x, want_weight, *_ = needs = ctx.needs_input_grad[1:]
     want_residual, *want_layer = needs[2 + _ROUTER : 8 + _ROUTER]
     wanted = want_x, want_x or want_weight, *want_layer
-    dx = dscores = dweight = None
+    dx_rows = dx = dscores = dweight = None
     dlayer = [None] * len(want_layer)
     if any(wanted):
         h = pre_activations(h, x, offsets, row_token, w_up, w_gate, b_up, ctx.flags)
         saved = x, h, *places, None, w_up, w_gate, w_down, b_down
-        dx, dscores, *dlayer = expert_gradients(saved, rows_of(dout), ctx.flags, wanted)
+        gradients = expert_gradients(saved, rows_of(dout), ctx.flags, wanted, by_row=True)
+        dx_rows, dscores, *dlayer = gradients
     if dscores is not None:
         routed = scores, ids, slopes
-        dweight = add_router_gradient(dx, dscores, routed, x, weight, ctx.router, want_weight)
+        dx, dweight = router_gradients(
+            dx_rows, places[2], dscores, routed, x, weight, ctx.router, want_weight
+        )
     dresidual = dout if want_residual else None
     return dx, dweight, *(None,) * _ROUTER, dresidual, *dlayer, *nothing
 

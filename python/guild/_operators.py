@@ -18,6 +18,7 @@ ops = torch.ops.guild
 
 # Bits of `wanted` in moe_backward and experts_backward (src/torch/layer.cpp).
 WANT_X, WANT_SCORES, WANT_UP, WANT_DOWN, WANT_UP_BIAS, WANT_DOWN_BIAS = (1 << i for i in range(6))
+WANT_ROWS = 64  # in place of WANT_X
 
 SOFTMAX, SIGMOID = 0, 1  # guild::Score
 
@@ -67,9 +68,20 @@ _fake("route")(route_fake)
 
 @_fake("route_backward")
 def _route_backward(
-    dscores, scores, ids, slopes, logits, experts, score, renormalize, scale, token_offsets=None
+    dscores,
+    scores,
+    ids,
+    slopes,
+    logits,
+    experts,
+    score,
+    renormalize,
+    scale,
+    token_offsets=None,
+    like=None,
 ):
-    return dscores.new_empty(_tokens(ids, token_offsets), experts)
+    dtype = dscores.dtype if like is None else like.dtype
+    return dscores.new_empty(_tokens(ids, token_offsets), experts, dtype=dtype)
 
 
 def _tokens(by_slot: Tensor, token_offsets: Tensor | None) -> int:
@@ -183,8 +195,9 @@ def _moe_backward(
 ):
     _, gated, _, _, _, _, _, transposed, wanted = flags
     scores = slot_row.shape if wanted & WANT_SCORES else (0,)
+    rows = (row_token.shape[0], x.shape[1]) if wanted & WANT_ROWS else (0,)
     return (
-        x.new_empty(x.shape if wanted & WANT_X else (0,)),
+        x.new_empty(x.shape if wanted & WANT_X else rows),
         x.new_empty(scores, dtype=score_dtype(x.dtype)),
         *_weight_gradients(x, w_up, w_gate, w_down, gated, transposed, wanted),
     )
@@ -226,7 +239,16 @@ def _down_projection(a, offsets, w_down, b_down, transposed):
 
 
 @_fake("combine")
-def _combine(y, slot_row, slot_score, token_offsets=None, residual=None):
+def _combine(
+    y,
+    slot_row,
+    slot_score,
+    token_offsets=None,
+    residual=None,
+    dlogits=None,
+    ids=None,
+    router=None,
+):
     return y.new_empty(_tokens(slot_row, token_offsets), y.shape[1])
 
 

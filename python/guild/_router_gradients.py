@@ -124,15 +124,22 @@ def _route_tokens_logits_gradient(dscores, routed, x, weight, router):
     """
     logits = router_logits_forward(x, weight) if _needs_logits(*router[:2]) else None
     experts = weight.shape[0]
-    return ops.route_backward(rows_of(dscores), *routed, logits, experts, *router).to(x.dtype)
+    return ops.route_backward(rows_of(dscores), *routed, logits, experts, *router, None, x)
 
 
-def add_router_gradient(dx, dscores, routed, x, weight, router, want_weight):
-    """Adds dlogits weight to dx, unless that is None; returns dweight, or None if not wanted."""
+def router_gradients(dx_rows, slot_row, dscores, routed, x, weight, router, want_weight):
+    """dx of the whole layer from the experts' by row, and dweight; None where not wanted.
+
+    Where all logits have gradients, the router's part is a product; where only the chosen experts'
+    have, it comes with the sum over a token's rows.
+    """
     dlogits = _route_tokens_logits_gradient(dscores, routed, x, weight, router)
-    if dx is not None:
-        dx.addmm_(dlogits, weight)
-    return dlogits.t() @ x if want_weight else None
+    dx = None
+    if dx_rows is not None and _needs_logits(*router[:2]):
+        dx = ops.combine(dx_rows, slot_row, None).addmm_(dlogits, weight)
+    elif dx_rows is not None:
+        dx = ops.combine(dx_rows, slot_row, None, None, None, dlogits, routed[1], weight)
+    return dx, dlogits.t() @ x if want_weight else None
 
 
 def _route_tokens_gradient(ctx, dscores, *_):

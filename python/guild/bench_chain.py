@@ -29,8 +29,8 @@ BACKWARD = (
     "dW1",
     "db1",
     "up gradient",
-    "combine gradient",
     "router gradient",
+    "combine gradient",
     "logits gradient",
 )
 BIAS_STEPS = ("db1", "db2")
@@ -79,9 +79,9 @@ def step_work(shape: Shape, dtype: torch.dtype, bias: bool) -> dict[str, Work]:
         "dW1": Work(2 * product, gather + by_row["h"] + up),
         "db1": Work(0, by_row["h"] + b_up),
         "up gradient": Work(2 * product, by_row["h"] + up + by_row["y"]),
-        "combine gradient": Work(0, by_row["y"] + tokens + 4 * rows),
-        "router gradient": Work(0, logits + rows * (4 + 2 * score)),
-        "logits gradient": Work(4 * t * h * e, logits + 2 * router + 3 * tokens),
+        "router gradient": Work(0, t * e * size + rows * (4 + 2 * score)),
+        "combine gradient": Work(0, by_row["y"] + tokens + rows * (8 + size) + router),
+        "logits gradient": Work(2 * t * h * e, t * e * size + tokens + router),
     }
     return {name: w for name, w in work.items() if bias or name not in BIAS_STEPS}
 
@@ -122,7 +122,7 @@ class StepChain:
 
     def results(self) -> tuple[Tensor, ...]:
         """Output and gradients, as `bench_reference.relative_errors` takes them."""
-        dx, dw_router = self._logits_gradient()
+        dx, dw_router = self._combine_gradient(), self._logits_gradient()
         biases = () if self.b_up is None else (self._db_up(), self._db_down())
         return (self._combine(), dx, dw_router, self.dw_up, self.dw_down, *biases)
 
@@ -139,7 +139,6 @@ class StepChain:
         self._dw_down()
         self._dw_up()
         self._dx_rows = self._up_gradient()
-        self._dx = self._combine_gradient()
         self._dlogits = self._router_gradient()
 
     def _calls(self) -> dict[str, Callable[[], object]]:
@@ -152,8 +151,8 @@ class StepChain:
             self._dw_up,
             self._db_up,
             self._up_gradient,
-            self._combine_gradient,
             self._router_gradient,
+            self._combine_gradient,
             self._logits_gradient,
         )
         calls = zip((*FORWARD, *BACKWARD), (*forward, *backward), strict=True)
@@ -209,17 +208,18 @@ class StepChain:
     def _up_gradient(self) -> Tensor:
         return ops.up_gradient(self.dh, self.offsets, self.w_up, None, True, False, False)
 
-    def _combine_gradient(self) -> Tensor:
-        return ops.combine(self._dx_rows, self.slot_row, None)
-
     def _router_gradient(self) -> Tensor:
         rows = (self._dscores, self.scores, self.ids, None, None)
-        return ops.route_backward(*rows, self.shape.experts, *_RULE)
+        return ops.route_backward(*rows, self.shape.experts, *_RULE, None, self.x)
 
-    def _logits_gradient(self) -> tuple[Tensor, Tensor]:
-        """Gradients of x, the experts' added, and of the router's weight."""
-        dlogits = self._dlogits.to(self.x.dtype)
-        return self._dx + dlogits @ self.router, dlogits.t() @ self.x
+    def _combine_gradient(self) -> Tensor:
+        """The gradient of x, the router's part included."""
+        part = (self._dlogits, self.ids, self.router)
+        return ops.combine(self._dx_rows, self.slot_row, None, None, None, *part)
+
+    def _logits_gradient(self) -> Tensor:
+        """The gradient of the router's weight."""
+        return self._dlogits.t() @ self.x
 
 
 def in_turn(chains: list[StepChain]) -> dict[str, Callable[[], object]]:

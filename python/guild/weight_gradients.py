@@ -18,7 +18,7 @@ from guild._autograd import rows_of
 from guild._checks import dtype_name
 from guild._gradients import ops, pre_activations
 from guild._operators import SIGMOID
-from guild._router_gradients import add_router_gradient
+from guild._router_gradients import router_gradients
 
 _NAMES = ("w_up", "w_up[0] (gate)", "w_down", "b_up", "b_down")
 
@@ -181,14 +181,16 @@ class Experts(torch.autograd.Function):
             )
         if want_x:
             dx = ops.up_gradient(dh, offsets, w_up, w_gate, ctx.flags[1], *ctx.flags[6:])
-            if slot_row is not None:
-                dx = ops.combine(dx, slot_row, None, ctx.token_offsets)
-            else:  # rows of nobody were not written
+            if slot_row is None:  # rows of nobody were not written
                 nobody = torch.arange(x.shape[0], device=x.device) >= offsets[-1]
                 dx.masked_fill_(nobody[:, None], 0)
+            elif not routed:
+                dx = ops.combine(dx, slot_row, None, ctx.token_offsets)
         if routed and dscores is not None:
             weight, *routed = routed
-            drouter = add_router_gradient(dx, dscores, routed, x, weight, ctx.router, want_router)
+            dx, drouter = router_gradients(
+                dx, slot_row, dscores, routed, x, weight, ctx.router, want_router
+            )
             dscores = None
         return None, None, None, dx, drouter, None, None, dscores, None, dresidual, *nothing
 

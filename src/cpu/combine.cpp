@@ -1,4 +1,4 @@
-// O[t] = residual[t] + sum over k of slot_score[t, k] * Y[slot_row[t, k]], k ascending
+// O[t] = residual[t] + sum over k of slot_score[t, k] * Y[slot_row[t, k]] + the router's part
 #include "check.h"
 #include "cpu/views.h"
 #include "guild/cpu.h"
@@ -8,6 +8,12 @@
 namespace guild::cpu {
 
 namespace {
+
+// sum += factor * row
+template <class F>
+void add(F* sum, F factor, F const* row, int64_t count) {
+  for (int64_t j = 0; j < count; ++j) sum[j] += factor * row[j];
+}
 
 template <class T>
 void combine_token(Combine const& x, int64_t token) {
@@ -28,8 +34,19 @@ void combine_token(Combine const& x, int64_t token) {
     int32_t const r = x.routing.slot_row[slot];
     if (r < 0) continue;
     load(y.row(r), 1, row, hidden);
-    F const score = scores == nullptr ? F(1) : scores[slot];
-    for (int64_t j = 0; j < hidden; ++j) sum[j] += score * row[j];
+    add(sum, scores == nullptr ? F(1) : scores[slot], row, hidden);
+  }
+  if (x.router.dlogits.data != nullptr) {
+    T const* const dlogits = rows_of<T>(x.router.dlogits, x.sizes.experts).row(token);
+    auto const weight = rows_of<T>(x.router.weight, hidden);
+    for (int64_t slot = slots.begin; slot < slots.end; ++slot) {
+      int32_t const id = x.router.ids[slot];
+      if (id < 0 || id >= x.sizes.experts) continue;
+      F dlogit;
+      load(dlogits + id, 1, &dlogit, 1);
+      load(weight.row(id), 1, row, hidden);
+      add(sum, dlogit, row, hidden);
+    }
   }
   store(sum, rows_of<T>(x.o, hidden).row(token), 1, hidden);
 }

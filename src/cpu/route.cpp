@@ -115,7 +115,7 @@ void route_token(Route const& x, int64_t token) {
 //   otherwise     softmax: dlogit_k = s_k ds_k, and -p_e dot for every e, p from the logits
 //                 sigmoid: dlogit_k = s_k (1 - p_k) ds_k
 template <class F>
-void gradient_token(RouterGradient const& x, int64_t token) {
+void gradient_row(RouterGradient const& x, int64_t token, F* out) {
   Router const& router = x.router;
   auto const [begin, end] = slots_of(x.token_offsets, slot_count(x), x.top_k, token);
   int64_t const count = end - begin;
@@ -123,7 +123,6 @@ void gradient_token(RouterGradient const& x, int64_t token) {
   F const* const scores = static_cast<F const*>(x.scores) + begin;
   F const* const dscores = static_cast<F const*>(x.dscores) + begin;
   F const* const slopes = static_cast<F const*>(x.slopes) + begin;
-  F* const out = rows_of<F>(x.dlogits, x.experts).row(token);
   auto const valid = [&](int64_t k) { return ids[k] >= 0 && ids[k] < x.experts; };
   std::fill_n(out, x.experts, F(0));
   F dot = 0;
@@ -143,6 +142,21 @@ void gradient_token(RouterGradient const& x, int64_t token) {
     if (!valid(k)) continue;
     F const d = router.renormalize ? dscores[k] - dot * inverse : dscores[k];
     out[ids[k]] += scores[k] * d * (softmax ? F(1) : slopes[k]);
+  }
+}
+
+template <class F>
+void gradient_token(RouterGradient const& x, int64_t token) {
+  if (x.rounded_to == DType::float32) {
+    return gradient_row(x, token, rows_of<F>(x.dlogits, x.experts).row(token));
+  }
+  Scratch scratch;
+  float* const row = scratch.take<float>(x.experts);
+  gradient_row(x, token, row);
+  if (x.rounded_to == DType::bfloat16) {
+    store(row, rows_of<bf16>(x.dlogits, x.experts).row(token), 1, x.experts);
+  } else {
+    store(row, rows_of<fp16>(x.dlogits, x.experts).row(token), 1, x.experts);
   }
 }
 

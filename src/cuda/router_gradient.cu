@@ -58,26 +58,31 @@ __device__ void subtract_dense(Deal const& deal, Seat<S> const& seat, float cons
   for (int i = 0; i < S::per_lane; ++i) out[i] -= expf(logits.value[i] - shift) * factor * dot;
 }
 
-template <class S>
+template <class S, class T>
 __device__ void store(Deal const& deal, Seat<S> const& seat, float const (&out)[S::per_lane],
-                      float* row) {
+                      T* row) {
   int const first = deal.first(seat.lane, S::per_lane), count = deal.count(seat.lane, S::per_lane);
   if (S::per_lane % 4 == 0 && deal.by_four) {
 #pragma unroll
     for (int i = 0; i < S::per_lane / 4; ++i) {
-      float4 four;
-      memcpy(&four, out + 4 * i, sizeof four);
-      if (4 * i < count) reinterpret_cast<float4*>(row + first)[i] = four;
+      if (4 * i >= count) break;
+      float const* const v = out + 4 * i;
+      if constexpr (sizeof(T) == 4) {
+        reinterpret_cast<float4*>(row + first)[i] = {v[0], v[1], v[2], v[3]};
+      } else {
+        reinterpret_cast<uint2*>(row + first)[i] = {pack<T>(v[0], v[1]), pack<T>(v[2], v[3])};
+      }
     }
   } else {
 #pragma unroll
     for (int i = 0; i < S::per_lane; ++i) {
-      if (i < count) row[first + i] = out[i];
+      if (i < count) row[first + i] = T(out[i]);
     }
   }
 }
 
-template <class S>
+// T: of dlogits.
+template <class S, class T>
 __global__ void __launch_bounds__(kRouterThreads) router_gradient_kernel(RouterGradient x,
                                                                          int64_t stride,
                                                                          int64_t out_stride,
@@ -123,7 +128,7 @@ __global__ void __launch_bounds__(kRouterThreads) router_gradient_kernel(RouterG
     for (float& v : out) v = any ? v : 0.f;  // padding's logits may be NaN
   }
   if (seat.token < x.tokens) {
-    store(deal, seat, out, static_cast<float*>(x.dlogits.data) + token * out_stride);
+    store(deal, seat, out, static_cast<T*>(x.dlogits.data) + token * out_stride);
   }
 }
 
@@ -138,8 +143,16 @@ void router_gradient(RouterGradient const& x, Queue queue) {
   bool const aligned = by_four(x.logits, stride) && by_four(x.dlogits, out_stride);
   with_shape(x.experts, 1, aligned, [&](auto shape, Deal const& deal) {
     using S = decltype(shape);
-    router_gradient_kernel<S><<<router_blocks<S>(x.tokens), kRouterThreads, 0, queue.stream>>>(
-        x, stride, out_stride, deal);
+    auto const launch = [&](auto element) {
+      router_gradient_kernel<S, decltype(element)>
+          <<<router_blocks<S>(x.tokens), kRouterThreads, 0, queue.stream>>>(x, stride, out_stride,
+                                                                            deal);
+    };
+    if (x.rounded_to == DType::float32) {
+      launch(float());
+    } else {
+      with_type(x.rounded_to, launch);
+    }
   });
   cuda_check(cudaGetLastError(), "launch of router_gradient");
 }

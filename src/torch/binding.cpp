@@ -36,8 +36,8 @@ void define_layers(Library& m) {
       "slopes)");
   m.def(
       "route_backward(Tensor dscores, Tensor scores, Tensor ids, Tensor? slopes, Tensor? logits, "
-      "int experts, int score, bool renormalize, float scale, Tensor? token_offsets=None) -> "
-      "Tensor");
+      "int experts, int score, bool renormalize, float scale, Tensor? token_offsets=None, Tensor? "
+      "like=None) -> Tensor");
   m.def(
       "round_tokens(Tensor logits, Tensor ids, Tensor? seed, int score, bool renormalize, float "
       "scale, int rounding, int tile) -> (Tensor scores, Tensor ids, Tensor slopes, Tensor "
@@ -84,7 +84,7 @@ void define_steps(Library& m) {
       "-> Tensor");
   m.def(
       "combine(Tensor y, Tensor slot_row, Tensor? slot_score, Tensor? token_offsets=None, Tensor? "
-      "residual=None) -> Tensor");
+      "residual=None, Tensor? dlogits=None, Tensor? ids=None, Tensor? router=None) -> Tensor");
   m.def(
       "down_gradient(Tensor dout, Tensor h, Tensor offsets, Tensor? row_token, Tensor? row_score, "
       "Tensor w_down, " GUILD_ACTIVATION

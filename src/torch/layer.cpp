@@ -5,8 +5,16 @@ namespace guild::binding {
 
 namespace {
 
-// Bits of `wanted`.
-enum Wanted : int64_t { kX = 1, kScores = 2, kUp = 4, kDown = 8, kUpBias = 16, kDownBias = 32 };
+// Bits of `wanted`. kRows: dx by row, not summed over a token's rows, in place of kX.
+enum Wanted : int64_t {
+  kX = 1,
+  kScores = 2,
+  kUp = 4,
+  kDown = 8,
+  kUpBias = 16,
+  kDownBias = 32,
+  kRows = 64
+};
 
 constexpr Slots kSortedRows{.tokens = 0, .top_k = 1};  // one a row
 
@@ -71,9 +79,11 @@ Gradients run_backward(Place const& place, Layer const& layer, Routing const& ro
   auto const like = [&](int64_t bit, Tensor const& weight) {
     return wanted & bit ? empty_like(weight) : place.empty({0}, dtype);
   };
-  bool const combined = routing.row_token != nullptr;
+  bool const combined = routing.row_token != nullptr, by_row = wanted & kRows;
   bool const fill = !combined && (wanted & kX);  // rows past offsets[E] are not written
-  Gradients g{fill ? place.zeros({s.tokens, s.hidden}, dtype) : fresh(kX, {s.tokens, s.hidden}),
+  Gradients g{fill     ? place.zeros({s.tokens, s.hidden}, dtype)
+              : by_row ? place.empty({s.rows(), s.hidden}, dtype)
+                       : fresh(kX, {s.tokens, s.hidden}),
               wanted & kScores ? slots.empty(place, score_dtype(dtype))
                                : place.empty({0}, score_dtype(dtype)),
               like(kUp, w.up),
@@ -94,7 +104,7 @@ Gradients run_backward(Place const& place, Layer const& layer, Routing const& ro
   b.w_up = {up.gate, up.up};
   b.w_down = down_weight_of(place, layer, w.down, dtype);
   b.b_down = place.rows(b_down, "b_down", dtype, {s.experts, s.hidden});
-  b.dx = {g.dx.data_ptr(), 0};
+  (by_row ? b.dx_rows : b.dx) = {g.dx.data_ptr(), 0};
   b.dscores = g.dscores.data_ptr();
   if (wanted & kUp) {
     MaybeTensor const gate = w.gate.has_value() ? MaybeTensor(g.dw_gate) : std::nullopt;
@@ -103,8 +113,8 @@ Gradients run_backward(Place const& place, Layer const& layer, Routing const& ro
   if (wanted & kDown) b.dw_down = down_weight_of(place, layer, g.dw_down, dtype);
   b.db_up = {g.db_up.data_ptr(), 0};
   b.db_down = {g.db_down.data_ptr(), 0};
-  Tensor const workspace =
-      place.workspace(moe_backward_workspace_bytes(s, dtype, layer.activation.gated));
+  Tensor const workspace = place.workspace(
+      moe_backward_workspace_bytes(s, dtype, layer.activation.gated, combined && (wanted & kX)));
   b.workspace = workspace.data_ptr();
   place.run(cpu::moe_backward, cuda::moe_backward, b);
   return g;

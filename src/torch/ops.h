@@ -23,11 +23,11 @@ using Tensors7 = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tens
 Tensors3 route(Tensor const& logits, MaybeTensor const& selection_bias,
                MaybeTensor const& token_mask, int64_t top_k, int64_t score, bool renormalize,
                double scale, int64_t groups, int64_t top_groups);
-// logits (T, E): of a softmax that is not renormalised alone
+// logits (T, E): of a softmax that is not renormalised alone; the result has the dtype of `like`
 Tensor route_backward(Tensor const& dscores, Tensor const& scores, Tensor const& ids,
                       MaybeTensor const& slopes, MaybeTensor const& logits, int64_t experts,
                       int64_t score, bool renormalize, double scale,
-                      MaybeTensor const& token_offsets);
+                      MaybeTensor const& token_offsets, MaybeTensor const& like);
 // ids (T, K) of route, seed (1) int64 on the device -> scores, ids, slopes (or 0) by slot of the
 // tokens' lists, token_offsets (T + 1)
 Tensors4 round_tokens(Tensor const& logits, Tensor const& ids, MaybeTensor const& seed,
@@ -88,9 +88,11 @@ Tensors2 up_projection(Tensor const& x, Tensor const& offsets, MaybeTensor const
                        bool clamp_after, bool interleaved, bool transposed, bool keep);
 Tensor down_projection(Tensor const& a, Tensor const& offsets, Tensor const& w_down,
                        MaybeTensor const& b_down, bool transposed);
-// y (R, H), slot_row (T, K), residual (T, H) -> (T, H)
+// y (R, H), slot_row (T, K), residual (T, H) -> (T, H). dlogits (T, E), ids (T, K) and router (E,
+// H) for the router's part of a gradient: all three or none.
 Tensor combine(Tensor const& y, Tensor const& slot_row, MaybeTensor const& slot_score,
-               MaybeTensor const& token_offsets, MaybeTensor const& residual);
+               MaybeTensor const& token_offsets, MaybeTensor const& residual,
+               MaybeTensor const& dlogits, MaybeTensor const& ids, MaybeTensor const& router);
 // -> dh (R, W), a_scaled (R, I), score_parts (R, parts)
 Tensors3 down_gradient(Tensor const& dout, Tensor const& h, Tensor const& offsets,
                        MaybeTensor const& row_token, MaybeTensor const& row_score,

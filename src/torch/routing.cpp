@@ -57,7 +57,7 @@ Tensors3 route(Tensor const& logits, MaybeTensor const& selection_bias,
 Tensor route_backward(Tensor const& dscores, Tensor const& scores, Tensor const& ids,
                       MaybeTensor const& slopes, MaybeTensor const& logits, int64_t experts,
                       int64_t score, bool renormalize, double scale,
-                      MaybeTensor const& token_offsets) {
+                      MaybeTensor const& token_offsets, MaybeTensor const& like) {
   Place const place(dscores, "dscores");
   Slots const slots = slots_of(place, ids, "ids", token_offsets);
   int64_t const tokens = slots.tokens;
@@ -78,7 +78,13 @@ Tensor route_backward(Tensor const& dscores, Tensor const& scores, Tensor const&
   args.scores = slots.packed(place, scores, "scores", args.dtype);
   args.ids = slots.indices(place, ids, "ids");
   args.dscores = slots.packed(place, dscores, "dscores", args.dtype);
-  Tensor dlogits = place.empty({tokens, experts}, args.dtype);
+  DType const dtype = like.has_value() ? dtype_of(*like, "like") : args.dtype;
+  if (dtype != args.dtype) {
+    require(dtype == DType::bfloat16 || dtype == DType::float16,
+            "like: expected the dtype of dscores, bfloat16 or float16");
+    args.rounded_to = dtype;
+  }
+  Tensor dlogits = place.empty({tokens, experts}, dtype);
   args.dlogits = {dlogits.data_ptr(), 0};
   place.run(cpu::router_gradient, cuda::router_gradient, args);
   return dlogits;

@@ -105,7 +105,8 @@ Tensor down_projection(Tensor const& a, Tensor const& offsets, Tensor const& w_d
 }
 
 Tensor combine(Tensor const& y, Tensor const& slot_row, MaybeTensor const& slot_score,
-               MaybeTensor const& token_offsets, MaybeTensor const& residual) {
+               MaybeTensor const& token_offsets, MaybeTensor const& residual,
+               MaybeTensor const& dlogits, MaybeTensor const& ids, MaybeTensor const& router) {
   Place const place(y, "y");
   require_dims(y, "y", 2);
   Slots const slots = slots_of(place, slot_row, "slot_row", token_offsets);
@@ -126,6 +127,18 @@ Tensor combine(Tensor const& y, Tensor const& slot_row, MaybeTensor const& slot_
   }
   args.y = place.rows(y, "y", args.dtype, {s.rows(), s.hidden});
   args.residual = place.rows(residual, "residual", args.dtype, {s.tokens, s.hidden});
+  if (router.has_value()) {
+    require_dims(*router, "router", 2);
+    s.experts = router->size(0);
+    args.router.weight = place.rows(*router, "router", args.dtype, {s.experts, s.hidden});
+    require(dlogits.has_value() && ids.has_value(), dlogits.has_value() ? "ids" : "dlogits",
+            ": expected a tensor with router, got none");
+    args.router.dlogits = place.rows(*dlogits, "dlogits", args.dtype, {s.tokens, s.experts});
+    args.router.ids = slots.indices(place, *ids, "ids");
+  } else {
+    require(!dlogits.has_value() && !ids.has_value(), dlogits.has_value() ? "dlogits" : "ids",
+            ": expected none without router, got a tensor");
+  }
   Tensor o = place.empty({s.tokens, s.hidden}, args.dtype);
   args.o = {o.data_ptr(), 0};
   place.run(cpu::combine, cuda::combine, args);

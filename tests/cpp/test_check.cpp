@@ -77,6 +77,28 @@ std::vector<WrongCall> wrong_activations() {
   };
 }
 
+std::vector<WrongCall> wrong_combines() {
+  auto const combine = [](char const* name, void (*spoil)(Combine&), char const* message) {
+    return wrong(name, &Calls::combine, cpu::combine, spoil, message);
+  };
+  return {
+      combine(
+          "scores", [](auto& x) { x.routing.slot_score = x.y.data; },
+          "routing.slot_score: expected null with a router's part, got a pointer"),
+      combine(
+          "dlogits", [](auto& x) { x.router.dlogits.stride = 1; },
+          "router.dlogits: expected a row stride of at least its width 2, or 0 for packed rows, "
+          "got "
+          "1"),
+      combine(
+          "ids", [](auto& x) { x.router.ids = nullptr; },
+          "router.ids: expected a pointer, got null"),
+      combine(
+          "weight", [](auto& x) { x.router.weight = {}; },
+          "router.weight: expected 2 rows of 16, got null"),
+  };
+}
+
 std::vector<WrongCall> wrong_gradients() {
   return {
       wrong(
@@ -102,6 +124,13 @@ std::vector<WrongCall> wrong_gradients() {
           [](auto& x) { x.residual = x.x, x.routing.slot_row = nullptr; },
           "residual: expected null where rows are not combined, got a pointer"),
       wrong(
+          "dx_rows", &Calls::backward, cpu::moe_backward,
+          [](auto& x) {
+            static float somewhere;
+            x.dx = x.dx_rows = {&somewhere, 0};
+          },
+          "dx_rows: expected null with dx, got a pointer"),
+      wrong(
           "dscores", &Calls::backward, cpu::moe_backward,
           [](auto& x) {
             static float somewhere;
@@ -115,6 +144,8 @@ std::vector<WrongCall> wrong_gradients() {
 TEST(Check, WrongProjectionsAreNamed) { expect_errors(wrong_projections()); }
 
 TEST(Check, WrongActivationsAreNamed) { expect_errors(wrong_activations()); }
+
+TEST(Check, WrongCombinesAreNamed) { expect_errors(wrong_combines()); }
 
 TEST(Check, WrongGradientsAreNamed) { expect_errors(wrong_gradients()); }
 

@@ -55,6 +55,13 @@ std::vector<WrongCall> wrong_routers() {
           "no_logits", [](auto& x) { x.router.renormalize = false; },
           "logits: expected a pointer with a softmax, not renormalised, got null"),
       gradient(
+          "rounded_to", [](auto& x) { x.rounded_to = DType::float64; },
+          "rounded_to: expected float32, bfloat16 or float16, got float64"),
+      gradient(
+          "rounded_to_of_float64",
+          [](auto& x) { x.dtype = DType::float64, x.rounded_to = DType::bfloat16; },
+          "rounded_to: expected float32, got bfloat16"),
+      gradient(
           "no_slopes", [](auto& x) { x.router.score = Score::sigmoid; },
           "slopes: expected a pointer with a sigmoid, got null"),
   };

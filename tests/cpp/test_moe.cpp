@@ -157,6 +157,19 @@ TEST_P(Moe, Backward) {
   step.dw_up = {}, step.dw_down = {}, step.db_up = {}, step.db_down = {}, step.dscores = nullptr;
   run_twice(step, {&dx});
   EXPECT_TRUE(kept == dx.raw()) << "dx differs when nothing else is asked for";
+
+  if (p.shape.sorted) return;
+  bool const combines = false;  // dX by row: the caller combines
+  Bytes less(l.device, moe_backward_workspace_bytes(l.s, p.dtype, p.gated(), combines));
+  Tensor dx_rows = l.output(l.s.rows(), l.s.hidden);
+  step.dx = {}, step.dx_rows = dx_rows.view(), step.workspace = less.data();
+  run_twice(step, {&dx_rows});
+  EXPECT_TRUE(less.canaries_alive()) << "workspace: written past its ends";
+  dx.poison();
+  Routing sum = l.routing();
+  sum.slot_score = nullptr;
+  l.device.run(Combine{l.s, p.dtype, sum, dx_rows.view(), dx.view()});
+  EXPECT_TRUE(kept == dx.raw()) << "dx differs when the caller combines";
 }
 
 GUILD_LAYER_TESTS(Moe, false);

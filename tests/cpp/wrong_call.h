@@ -27,6 +27,11 @@ struct Calls {
   DownProjection down() {
     return {sizes, DType::float32, routing, {memory}, {memory, 128, 8, 1}, {memory}, {memory, 0}};
   }
+  Combine combine() {
+    Routing rows = routing;
+    rows.slot_score = nullptr;
+    return {sizes, DType::float32, rows, {memory}, {memory, 0}, {}, {{memory}, index, {memory}}};
+  }
   UpWeightGradient dw() {
     Weight const w{memory, 128, 16, 1};
     return {sizes,   DType::float32, DType::float32, false, true, GateUp::concatenated,

@@ -85,6 +85,26 @@ RAW: dict[str, tuple[Callable[[SimpleNamespace], object], str]] = {
         lambda r: ops.combine(r.x[:, ::2], r.ids[:3].int(), None),
         r"y: expected contiguous columns \(stride 1\), got strides \(32, 2\)",
     ),
+    "router": (
+        lambda r: ops.combine(
+            r.x, r.ids[:3].int(), None, None, None, r.x[:3, :4], r.ids[:3].int(), r.up[0]
+        ),
+        r"dlogits: expected shape \(3, 32\), got \(3, 4\)",
+    ),
+    "router alone": (
+        lambda r: ops.combine(r.x, r.ids[:3].int(), None, None, None, None, None, r.up[0]),
+        "dlogits: expected a tensor with router, got none",
+    ),
+    "dlogits alone": (
+        lambda r: ops.combine(r.x, r.ids[:3].int(), None, None, None, r.x[:3]),
+        "dlogits: expected none without router, got a tensor",
+    ),
+    "like": (
+        lambda r: ops.route_backward(
+            r.weights, r.weights, r.ids.int(), None, None, 4, 0, True, 1.0, None, r.ids
+        ),
+        "like: expected dtype bfloat16",
+    ),
     "kind": (
         lambda r: ops.experts_forward(
             r.x, r.offsets, r.up, None, r.down, None, None, 9, *FLAGS[1:], True

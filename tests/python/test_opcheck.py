@@ -57,6 +57,8 @@ CALLS: dict[str, Callable[[Inputs], Arguments]] = {
         0,
         False,
         2.0,
+        None,
+        i.rows,
     ),
     "round_tokens": lambda i: (*wanting(i.logits), i.layer.ids.int(), None, 1, True, 2.0, 0, 4),
     "balance_sums": lambda i: (
@@ -104,7 +106,15 @@ CALLS: dict[str, Callable[[Inputs], Arguments]] = {
         True,
     ),
     "down_projection": lambda i: (i.a, i.offsets, i.layer.down, i.layer.down_bias, False),
-    "combine": lambda i: (i.rows, i.slot_row, i.layer.scores, None, i.layer.x),
+    "combine": lambda i: (
+        i.rows,
+        i.slot_row,
+        *(None, None),
+        i.layer.x,
+        i.rows[:12, :4],
+        i.slot_row,
+        i.rows[:4],
+    ),
     "down_gradient": lambda i: (
         i.layer.dout,
         i.h,
