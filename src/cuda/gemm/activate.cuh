@@ -1,7 +1,7 @@
 // The up projection's epilogue: from the pre-activations H of a tile to A = activation(H).
 //
-// The activation sees the unrounded sums, so it comes first; packed, H and A leave beside the next
-// tile's products. A half of the tile is two boxes of H and makes one of A, or two without a gate.
+// The activation sees the unrounded sums. A half of the tile goes through it at once; that of the
+// other half stays in registers and does so beside the next tile's products.
 #pragma once
 #include "epilogues.cuh"
 
@@ -17,6 +17,9 @@ struct Activate {
   Pairing pairing;
 
   using Storage = StoreBoxes;
+  // Half a tile, two boxes of H: gate and up where those are apart. Its A takes the place of the
+  // first 32, or of all without a gate.
+  using HalfSums = float[64];
 
   template <int n>
   __device__ bool start(float (&acc)[n / 2], Tile const& tile, int thread) const {
@@ -37,85 +40,69 @@ struct Activate {
     static_assert(n == 256);
 
    public:
-    __device__ bool left() const { return at < end; }
+    __device__ bool left() const { return at < kPieces; }
 
-    __device__ void begin(Activate const& e, float (&acc)[n / 2], StoreBoxes& boxes,
+    __device__ void begin(Activate const& e, float const (&acc)[n / 2], StoreBoxes& boxes,
                           Tile const& rows, int thread) {
       tile = rows;
-      at = end = 0;
+      at = kPieces;
       if (tile.rows <= 0) return;
-      int const width = e.pairing == Pairing::none ? 128 : 64;  // of a half, in columns of A
-      int const columns = e.a.columns - e.first_column(tile);   // of A that are left
-      int const halves = columns > width ? 2 : 1;
-      // One copy of the code, at which the accumulators pass by: unrolled it would outgrow the
-      // instruction cache.
-#pragma unroll 1
-      for (int half = 0; half < halves; ++half) {
-        e.pack_h(h, acc);
-        if (e.pairing == Pairing::none) {
-          if (e.h.present) e.put_h(h, half, boxes, tile, thread);
-          e.activate_alone(acc, columns - width * half);
-          pack_box<T>(h[0], acc);
-          pack_box<T>(h[1], acc + 32);
-          if (half == 0) e.put_two_a(h, half, boxes, tile, thread);
-        } else {
-          if (half == 0 && e.h.present) e.put_h(h, half, boxes, tile, thread);
-          e.activate_pairs(acc, columns - width * half, thread);
-          pack_box<T>(a, acc);
-          if (half == 0) e.put_a(a, half, boxes, tile, thread);
-        }
-        e.pass(acc);
-      }
-      if (halves == 1) return;
-      end = 2;
-      at = e.pairing == Pairing::none || !e.h.present ? 1 : 0;
+      columns = e.a.columns - e.first_column(tile);
+      e.take(sums, acc, 0);
+      if (e.h.present) e.put_h(sums, 0, boxes, tile, thread);
+#pragma unroll
+      for (int part = 0; part < 2; ++part) e.activate_part(sums, part, columns, thread);
+      e.put_a(sums, 0, boxes, tile, thread);
+      columns -= e.pairing == Pairing::none ? 128 : 64;
+      if (columns <= 0) return;
+      e.take(sums, acc, 1);
+      at = e.h.present ? 0 : 1;
     }
 
     __device__ void step(Activate const& e, StoreBoxes& boxes, int thread) {
-      if (at++ == 0) return e.put_h(h, 1, boxes, tile, thread);
-      if (e.pairing == Pairing::none) return e.put_two_a(h, 1, boxes, tile, thread);
-      e.put_a(a, 1, boxes, tile, thread);
+      switch (at++) {
+        case 0:
+          e.put_h(sums, 1, boxes, tile, thread);
+          break;
+        case 1:
+          e.activate_part(sums, 0, columns, thread);
+          break;
+        default:
+          e.activate_part(sums, 1, columns, thread);
+          e.put_a(sums, 1, boxes, tile, thread);
+      }
     }
 
    private:
-    HalfWords h;  // of the second half; without a gate its A
-    BoxWords a;   // of the second half, with a gate
+    static constexpr int kPieces = 3;
+
+    HalfSums sums;  // of the second half
     Tile tile;
-    int at = 0, end = 0;
+    int columns;  // of A that are left from there
+    int at = kPieces;
   };
 
  private:
-  static constexpr int kHalf = 64;  // accumulators of half a tile
-
   __device__ int first_column(Tile const& tile) const {  // of A
     return pairing == Pairing::alternate ? tile.col / 2 : tile.col;
   }
 
-  // The first half's accumulators to two boxes: gate and up where those are apart.
-  __device__ void pack_h(HalfWords& word, float const* acc) const {
-    pack_box<T>(word[0], acc);
+  __device__ void take(HalfSums& sums, float const* acc, int half) const {
     if (pairing == Pairing::halves) {
-      pack_box<T>(word[1], acc + kHalf);
+#pragma unroll
+      for (int i = 0; i < 32; ++i) {
+        sums[i] = acc[32 * half + i], sums[32 + i] = acc[64 + 32 * half + i];
+      }
     } else {
-      pack_box<T>(word[1], acc + 32);
+#pragma unroll
+      for (int i = 0; i < 64; ++i) sums[i] = acc[64 * half + i];
     }
   }
 
-  // Moves the second half's accumulators to where the first half's were.
-  __device__ void pass(float* acc) const {
-    if (pairing == Pairing::halves) {
-#pragma unroll
-      for (int i = 0; i < 32; ++i) acc[i] = acc[i + 32], acc[kHalf + i] = acc[kHalf + 32 + i];
-    } else {
-#pragma unroll
-      for (int i = 0; i < kHalf; ++i) acc[i] = acc[kHalf + i];
-    }
-  }
-
-  __device__ void put_h(HalfWords const& word, int half, StoreBoxes const& boxes, Tile const& tile,
+  __device__ void put_h(HalfSums const& sums, int half, StoreBoxes const& boxes, Tile const& tile,
                         int thread) const {
     bool const halves = pairing == Pairing::halves;
-    boxes.put(word, thread, [&] {
+    boxes.put<T>(sums, 2, thread, [&] {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         int const col = tile.col + (halves ? 64 * half : 128 * half + 64 * i);
@@ -123,30 +110,24 @@ struct Activate {
       }
     });
   }
-
-  // A of one half: one box with a gate, two without.
-  __device__ void put_a(BoxWords const& word, int half, StoreBoxes const& boxes, Tile const& tile,
+  __device__ void put_a(HalfSums const& sums, int half, StoreBoxes const& boxes, Tile const& tile,
                         int thread) const {
-    boxes.wait(thread);
-    words_to_box(boxes.address(0), word, thread);
-    boxes.send(thread, [&] { a.store(boxes.box[0], tile, first_column(tile) + 64 * half, 0); });
-  }
-  __device__ void put_two_a(HalfWords const& word, int half, StoreBoxes const& boxes,
-                            Tile const& tile, int thread) const {
-    int const col = tile.col + 128 * half;
-    boxes.put(word, thread, [&] {
+    int const count = pairing == Pairing::none ? 2 : 1;
+    boxes.put<T>(sums, count, thread, [&] {
+      int const col = first_column(tile) + 64 * count * half;
       a.store(boxes.box[0], tile, col, 0);
-      if (col + 64 < a.columns) a.store(boxes.box[1], tile, col + 64, 0);
+      if (count == 2 && col + 64 < a.columns) a.store(boxes.box[1], tile, col + 64, 0);
     });
   }
 
-  // Gate and up of the first half's `left` columns of A, 64 at most, to A in the first 32
-  // accumulators.
-  __device__ void activate_pairs(float* acc, int left, int thread) const {
+  // A of a half from its sums, in place, in two parts; `left` columns of A exist from the half on.
+  __device__ void activate_part(HalfSums& sums, int part, int left, int thread) const {
     if (pairing == Pairing::halves) {
-      activate_halves(acc, acc + kHalf, left);
+      activate_halves(sums + 16 * part, sums + 32 + 16 * part, left - 32 * part);
+    } else if (pairing == Pairing::alternate) {
+      activate_neighbours(sums, part, 2 * left, thread);
     } else {
-      activate_neighbours(acc, 2 * left, thread);
+      activate_alone(sums + 32 * part, left - 64 * part);
     }
   }
 
@@ -155,7 +136,7 @@ struct Activate {
   __device__ void activate_halves(float* gate, float const* up, int left) const {
     with_family(activation, [&, act = with_gate(activation, true)](auto family) {
 #pragma unroll
-      for (int i = 0; i < 32; ++i) {
+      for (int i = 0; i < 16; ++i) {
         if (i % 8 == 0 && 2 * i >= left) break;
         gate[i] = activate<family.value>(act, gate[i], up[i]);
       }
@@ -164,7 +145,7 @@ struct Activate {
   __device__ void activate_alone(float* value, int left) const {
     with_family(activation, [&, act = with_gate(activation, false)](auto family) {
 #pragma unroll
-      for (int i = 0; i < 64; ++i) {
+      for (int i = 0; i < 32; ++i) {
         if (i % 8 == 0 && 2 * i >= left) break;
         value[i] = activate<family.value>(act, value[i], 0.f);
       }
@@ -173,11 +154,11 @@ struct Activate {
 
   // `left` columns of gate, up pairs, 128 at most, to half as many of A, in place. Two blocks of 8
   // give one: a thread has its columns q and 4 + q (q = thread % 4) and wants 2q and 2q + 1.
-  __device__ void activate_neighbours(float* pairs, int left, int thread) const {
+  __device__ void activate_neighbours(float* pairs, int part, int left, int thread) const {
     int const q = thread % 4, from = thread % 32 / 4 * 4 + 2 * q % 4;
     with_family(activation, [&, act = with_gate(activation, true)](auto family) {
 #pragma unroll
-      for (int block = 0; block < 8; ++block) {
+      for (int block = 4 * part; block < 4 * part + 4; ++block) {
         if (16 * block >= left) break;
         float result[4];
 #pragma unroll

@@ -107,12 +107,14 @@ struct StoreBoxes {
     store();
     tma_store_commit();
   }
-  // Both boxes at once, rows of D as their rows.
-  template <class Store>
-  __device__ void put(HalfWords const& word, int thread, Store&& store) const {
+  // The first `count` boxes at once, 32 values each, rows of D as their rows.
+  template <class T, class Store>
+  __device__ void put(float const (&value)[64], int count, int thread, Store&& store) const {
     wait(thread);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) words_to_box(address(i), word[i], thread);
+    for (int i = 0; i < 2; ++i) {
+      if (i < count) fragment_to_box<T>(address(i), value + 32 * i, thread);
+    }
     send(thread, store);
   }
 };
