@@ -8,15 +8,13 @@
 namespace guild::cuda {
 namespace {
 
-template <class T, GemmConfig c, Major major, bool gathered>
-void launch_down_gradient(DownGradient const& x, Queue const& queue) {
+template <class T, GemmConfig c, Major major, bool gathered, Known known>
+void launch_known(DownGradient const& x, Pairing pairing, Queue const& queue) {
   using Loader = RowLoader<T, c, major, gathered>;
-  using Kernel = GroupedProduct<T, c, Loader, RowTiles, DownGradientEpilogue<T>>;
+  using Kernel = GroupedProduct<T, c, Loader, RowTiles, DownGradientEpilogue<T, known>>;
   Sizes const& s = x.sizes;
-  bool const gated = x.activation.gated;
-  bool const alternate = gated && x.order == GateUp::interleaved;
-  int const halves = gated && !alternate ? 2 : 1;
-  int64_t const width = s.intermediate * (alternate ? 2 : 1);
+  int const halves = pairing == Pairing::halves ? 2 : 1;
+  int64_t const width = s.intermediate * (pairing == Pairing::alternate ? 2 : 1);
   typename Kernel::Params params{};
   params.work = {.groups = {x.routing.offsets + 1, int(s.experts), int(s.rows())},
                  .tile_n = c.tile_n,
@@ -36,8 +34,18 @@ void launch_down_gradient(DownGradient const& x, Queue const& queue) {
   out.parts = static_cast<float*>(x.score_parts);
   out.part_count = int(score_parts(s));
   out.activation = x.activation;
-  out.pairing = halves == 2 ? Pairing::halves : alternate ? Pairing::alternate : Pairing::none;
+  out.pairing = pairing;
   launch<Kernel>(params, most_tiles<c>(s.rows(), s.experts, s.intermediate, c.tile_n), queue);
+}
+
+template <class T, GemmConfig c, Major major, bool gathered>
+void launch_down_gradient(DownGradient const& x, Queue const& queue) {
+  Pairing const pairing = !x.activation.gated              ? Pairing::none
+                          : x.order == GateUp::interleaved ? Pairing::alternate
+                                                           : Pairing::halves;
+  with_known(known_of(x.activation, pairing), [&](auto known) {
+    launch_known<T, c, major, gathered, known.value>(x, pairing, queue);
+  });
 }
 
 }  // namespace

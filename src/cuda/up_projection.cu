@@ -7,11 +7,11 @@
 namespace guild::cuda {
 namespace {
 
-template <class T, GemmConfig c, Major major, bool gathered>
-void launch_up_projection(UpProjection const& x, GateUpView<ConstWeight> const& view,
-                          Queue const& queue) {
+template <class T, GemmConfig c, Major major, bool gathered, Known known>
+void launch_known(UpProjection const& x, GateUpView<ConstWeight> const& view, Pairing pairing,
+                  Queue const& queue) {
   using Loader = RowLoader<T, c, major, gathered>;
-  using Kernel = GroupedProduct<T, c, Loader, RowTiles, Activate<T>>;
+  using Kernel = GroupedProduct<T, c, Loader, RowTiles, Activate<T, known>>;
   Sizes const& s = x.sizes;
   bool const halves = view.halves == 2;
   int64_t const columns = view.width;  // of gate where halves, else of the product
@@ -33,8 +33,19 @@ void launch_up_projection(UpProjection const& x, GateUpView<ConstWeight> const& 
   out.a = row_output<T>(x.a, s.rows(), s.intermediate, 1, "a");
   out.bias = {static_cast<T const*>(x.bias.data), row_stride(x.bias, columns * view.halves)};
   out.activation = x.activation;
-  out.pairing = halves ? Pairing::halves : view.alternate ? Pairing::alternate : Pairing::none;
+  out.pairing = pairing;
   launch<Kernel>(params, most_tiles<c>(s.rows(), s.experts, columns, tile_n), queue);
+}
+
+template <class T, GemmConfig c, Major major, bool gathered>
+void launch_up_projection(UpProjection const& x, GateUpView<ConstWeight> const& view,
+                          Queue const& queue) {
+  Pairing const pairing = view.halves == 2 ? Pairing::halves
+                          : view.alternate ? Pairing::alternate
+                                           : Pairing::none;
+  with_known(known_of(x.activation, pairing), [&](auto known) {
+    launch_known<T, c, major, gathered, known.value>(x, view, pairing, queue);
+  });
 }
 
 }  // namespace

@@ -8,7 +8,7 @@
 namespace guild::cuda {
 
 // H = A B^T + bias, kept for backward; A = activation(H).
-template <class T>
+template <class T, Known known>
 struct Activate {
   RowOutput<T> h;  // absent in inference; columns = I in two halves, 2I interleaved, or I
   RowOutput<T> a;  // columns = I
@@ -25,11 +25,11 @@ struct Activate {
   __device__ bool start(float (&acc)[n / 2], Tile const& tile, int thread) const {
     if (bias.data == nullptr) return false;
     int const e = tile.expert, col = tile.col, columns = a.columns;
-    if (pairing == Pairing::halves) {
+    if (order() == Pairing::halves) {
       bias.template fill<n / 2>(acc, e, 0, col, columns, thread);
       bias.template fill<n / 2>(acc + n / 4, e, columns, col, columns, thread);
     } else {
-      int const all = pairing == Pairing::alternate ? 2 * columns : columns;
+      int const all = order() == Pairing::alternate ? 2 * columns : columns;
       bias.template fill<n>(acc, e, 0, col, all, thread);
     }
     return true;
@@ -53,7 +53,7 @@ struct Activate {
 #pragma unroll
       for (int part = 0; part < 2; ++part) e.activate_part(sums, part, columns, thread);
       e.put_a(sums, 0, boxes, tile, thread);
-      columns -= e.pairing == Pairing::none ? 128 : 64;
+      columns -= e.order() == Pairing::none ? 128 : 64;
       if (columns <= 0) return;
       e.take(sums, acc, 1);
       at = e.h.present ? 0 : 1;
@@ -83,12 +83,13 @@ struct Activate {
   };
 
  private:
+  __device__ Pairing order() const { return known == Known::swiglu ? Pairing::halves : pairing; }
   __device__ int first_column(Tile const& tile) const {  // of A
-    return pairing == Pairing::alternate ? tile.col / 2 : tile.col;
+    return order() == Pairing::alternate ? tile.col / 2 : tile.col;
   }
 
   __device__ void take(HalfSums& sums, float const* acc, int half) const {
-    if (pairing == Pairing::halves) {
+    if (order() == Pairing::halves) {
 #pragma unroll
       for (int i = 0; i < 32; ++i) {
         sums[i] = acc[32 * half + i], sums[32 + i] = acc[64 + 32 * half + i];
@@ -101,7 +102,7 @@ struct Activate {
 
   __device__ void put_h(HalfSums const& sums, int half, StoreBoxes const& boxes, Tile const& tile,
                         int thread) const {
-    bool const halves = pairing == Pairing::halves;
+    bool const halves = order() == Pairing::halves;
     boxes.put<T>(sums, 2, thread, [&] {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -112,7 +113,7 @@ struct Activate {
   }
   __device__ void put_a(HalfSums const& sums, int half, StoreBoxes const& boxes, Tile const& tile,
                         int thread) const {
-    int const count = pairing == Pairing::none ? 2 : 1;
+    int const count = order() == Pairing::none ? 2 : 1;
     boxes.put<T>(sums, count, thread, [&] {
       int const col = first_column(tile) + 64 * count * half;
       a.store(boxes.box[0], tile, col, 0);
@@ -122,9 +123,9 @@ struct Activate {
 
   // A of a half from its sums, in place, in two parts; `left` columns of A exist from the half on.
   __device__ void activate_part(HalfSums& sums, int part, int left, int thread) const {
-    if (pairing == Pairing::halves) {
+    if (order() == Pairing::halves) {
       activate_halves(sums + 16 * part, sums + 32 + 16 * part, left - 32 * part);
-    } else if (pairing == Pairing::alternate) {
+    } else if (order() == Pairing::alternate) {
       activate_neighbours(sums, part, 2 * left, thread);
     } else {
       activate_alone(sums + 32 * part, left - 64 * part);
@@ -134,7 +135,7 @@ struct Activate {
   // The way out every 16 columns keeps the compiler from starting all at once: it has no registers
   // for that.
   __device__ void activate_halves(float* gate, float const* up, int left) const {
-    with_family(activation, [&, act = with_gate(activation, true)](auto family) {
+    with_known_family<known>(activation, [&, act = with_gate(activation, true)](auto family) {
 #pragma unroll
       for (int i = 0; i < 16; ++i) {
         if (i % 8 == 0 && 2 * i >= left) break;
@@ -143,7 +144,7 @@ struct Activate {
     });
   }
   __device__ void activate_alone(float* value, int left) const {
-    with_family(activation, [&, act = with_gate(activation, false)](auto family) {
+    with_known_family<known>(activation, [&, act = with_gate(activation, false)](auto family) {
 #pragma unroll
       for (int i = 0; i < 32; ++i) {
         if (i % 8 == 0 && 2 * i >= left) break;
@@ -156,7 +157,7 @@ struct Activate {
   // give one: a thread has its columns q and 4 + q (q = thread % 4) and wants 2q and 2q + 1.
   __device__ void activate_neighbours(float* pairs, int part, int left, int thread) const {
     int const q = thread % 4, from = thread % 32 / 4 * 4 + 2 * q % 4;
-    with_family(activation, [&, act = with_gate(activation, true)](auto family) {
+    with_known_family<known>(activation, [&, act = with_gate(activation, true)](auto family) {
 #pragma unroll
       for (int block = 4 * part; block < 4 * part + 4; ++block) {
         if (16 * block >= left) break;

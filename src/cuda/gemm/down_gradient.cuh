@@ -11,7 +11,7 @@
 
 namespace guild::cuda {
 
-template <class T>
+template <class T, Known known>
 struct DownGradientEpilogue {
   CUtensorMap h;       // (columns, halves, rows), boxes of 64 x 1 x 128
   RowOutput<T> dh;     // columns = I in two halves, 2I interleaved, or I
@@ -89,23 +89,24 @@ struct DownGradientEpilogue {
   }
 
  private:
-  __device__ int columns() const { return dh.columns >> int(pairing == Pairing::alternate); }
-  __device__ int boxes() const { return pairing == Pairing::none ? 1 : 2; }
+  __device__ Pairing order() const { return known == Known::swiglu ? Pairing::halves : pairing; }
+  __device__ int columns() const { return dh.columns >> int(order() == Pairing::alternate); }
+  __device__ int boxes() const { return order() == Pairing::none ? 1 : 2; }
 
   // Where box i of a unit lies in H: (column, half, row).
   __device__ Coordinate place(Tile const& tile, int unit, int i) const {
     int const col = tile.col + 64 * unit;
-    if (pairing == Pairing::halves) return {col, i, tile.row};
-    return {(pairing == Pairing::alternate ? 2 * col : col) + 64 * i, 0, tile.row};
+    if (order() == Pairing::halves) return {col, i, tile.row};
+    return {(order() == Pairing::alternate ? 2 * col : col) + 64 * i, 0, tile.row};
   }
 
   // 64 columns of g, in place to those of A'; H in the boxes to dH. The way out every 16 columns,
   // of which `left` are left, keeps the compiler from starting all at once: registers are short.
   __device__ void differentiate(float* g, char* boxes, State& rows, int left, int thread) const {
-    with_family(activation, [&](auto family) {
-      if (pairing == Pairing::alternate) {
+    with_known_family<known>(activation, [&](auto family) {
+      if (order() == Pairing::alternate) {
         pairs<family.value>(with_gate(activation, true), g, boxes, rows, left, thread);
-      } else if (pairing == Pairing::halves) {
+      } else if (order() == Pairing::halves) {
         halves<family.value>(with_gate(activation, true), g, boxes, rows, left, thread);
       } else {
         halves<family.value>(with_gate(activation, false), g, boxes, rows, left, thread);

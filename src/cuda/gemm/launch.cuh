@@ -87,6 +87,16 @@ void with_type(DType dtype, F&& f) {
   }
 }
 
+// Calls f(std::integral_constant<Known, known>{}).
+template <class F>
+void with_known(Known known, F&& f) {
+  if (known == Known::swiglu) {
+    f(std::integral_constant<Known, Known::swiglu>{});
+  } else {
+    f(std::integral_constant<Known, Known::nothing>{});
+  }
+}
+
 // Gathering kernels count in 16 bytes with 32 bits.
 inline void require_addressable(int64_t rows, int64_t stride, char const* name) {
   require(rows * (stride / 8) < int64_t(kNone), name,
