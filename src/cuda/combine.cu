@@ -90,45 +90,62 @@ struct SlotAhead {
   }
 };
 
-// slots: how many rows a warp asks for at a time.
-template <class T, bool in_shared, int slots>
-__global__ void __launch_bounds__(32 * kWarps) combine_router_kernel(Args<T> p, RouterArgs<T> r) {
-  extern __shared__ uint4 slice[];  // (experts + 1, width), the last row zeros; in_shared
-  int const first = int(blockIdx.x) % r.slices * r.width, lane = threadIdx.x % 32;
-  int const eights = r.width / 8, col = first + 8 * lane;
-  bool const mine = lane < eights && col < p.hidden;
-  if constexpr (in_shared) {
-    for (int i = threadIdx.x; i < (r.experts + 1) * eights; i += 32 * kWarps) {
-      int const expert = i / eights, c = first + i % eights * 8;
-      bool const there = expert < r.experts && c < p.hidden;
-      slice[i] = there ? load_words(r.weight.at(expert, c)) : uint4{};
-    }
-    __syncthreads();
+// Brings the block's slice of the router's weights to shared memory: (experts + 1, width), the last
+// row zeros.
+template <class T>
+__device__ void load_slice(Args<T> const& p, RouterArgs<T> const& r, int first, uint4* slice) {
+  int const eights = r.width / 8;
+  for (int i = threadIdx.x; i < (r.experts + 1) * eights; i += 32 * kWarps) {
+    int const expert = i / eights, col = first + i % eights * 8;
+    bool const there = expert < r.experts && col < p.hidden;
+    slice[i] = there ? load_words(r.weight.at(expert, col)) : uint4{};
   }
-  // A lane without columns reads those of another.
-  T const* const y = p.y.data + min(col, p.hidden - 8);
-  uint4 const* const weight = slice + min(lane, eights - 1);
-  // Sums over the 32 slots at most of which the lanes have one each.
-  auto const add_slots = [&](Eight& sum, SlotAhead const& own, int count) {
+  __syncthreads();
+}
+
+// A lane's eight columns of the slice. slots: how many rows a warp asks for at a time.
+template <class T, bool in_shared, int slots>
+struct Columns {
+  Args<T> const& p;
+  RouterArgs<T> const& r;
+  int col;
+  bool mine;  // it has columns; without, it reads those of another
+  T const* y;
+  uint4 const* weight;  // in shared memory
+
+  __device__ Columns(Args<T> const& p, RouterArgs<T> const& r, int first, uint4 const* slice)
+      : p(p), r(r) {
+    int const lane = threadIdx.x % 32;
+    col = first + 8 * lane;
+    mine = lane < r.width / 8 && col < p.hidden;
+    y = p.y.data + min(col, p.hidden - 8);
+    weight = slice + min(lane, r.width / 8 - 1);
+  }
+
+  // Asks for the rows of slots k, k + 1, ...; some: some of them may be missing.
+  template <class Some>
+  __device__ void load(uint4 (&words)[slots], uint32_t row_of_lane, int k, Some some) const {
+#pragma unroll
+    for (int i = 0; i < slots; ++i) {
+      uint32_t const row = __shfl_sync(~0u, row_of_lane, k + i);
+      if (some() && row == kNone) continue;
+      void const* const from = units_after(y, row);
+      __builtin_assume(__isGlobal(from));
+      words[i] = load_words(from);
+    }
+  }
+
+  // Sums over the `count` slots, 32 at most, of which the lanes have one each.
+  __device__ void add_slots(Eight& sum, SlotAhead const& own, int count) const {
     unsigned const there = __ballot_sync(~0u, own.row != kNone);
 #pragma unroll 1
     for (int k = 0; k < count; k += slots) {
       constexpr unsigned all = (1u << slots) - 1;
       uint4 words[slots] = {};
-      auto const load = [&](auto some) {
-#pragma unroll
-        for (int i = 0; i < slots; ++i) {
-          uint32_t const row = __shfl_sync(~0u, own.row, k + i);
-          if (some() && row == kNone) continue;
-          void const* const from = units_after(y, row);
-          __builtin_assume(__isGlobal(from));
-          words[i] = load_words(from);
-        }
-      };
       if ((there >> k & all) == all) {
-        load(std::false_type());
+        load(words, own.row, k, std::false_type());
       } else {
-        load(std::true_type());
+        load(words, own.row, k, std::true_type());
       }
       asm volatile("" ::: "memory");  // all of them before the rest, which they take longer than
 #pragma unroll 4
@@ -136,7 +153,7 @@ __global__ void __launch_bounds__(32 * kWarps) combine_router_kernel(Args<T> p, 
         int const id = __shfl_sync(~0u, own.id, k + i);
         float const factor = __shfl_sync(~0u, own.dlogit, k + i);
         if constexpr (in_shared) {
-          add(sum, factor, unpack_eight<T>(weight[id * eights]));
+          add(sum, factor, unpack_eight<T>(weight[id * (r.width / 8)]));
         } else {
           if (mine && id < r.experts) add(sum, factor, load_eight(r.weight.at(id, col)));
         }
@@ -144,7 +161,15 @@ __global__ void __launch_bounds__(32 * kWarps) combine_router_kernel(Args<T> p, 
 #pragma unroll
       for (int i = 0; i < slots; ++i) add(sum, 1.f, unpack_eight<T>(words[i]));
     }
-  };
+  }
+};
+
+template <class T, bool in_shared, int slots>
+__global__ void __launch_bounds__(32 * kWarps) combine_router_kernel(Args<T> p, RouterArgs<T> r) {
+  extern __shared__ uint4 slice[];
+  int const first = int(blockIdx.x) % r.slices * r.width, lane = threadIdx.x % 32;
+  if constexpr (in_shared) load_slice(p, r, first, slice);
+  Columns<T, in_shared, slots> const columns(p, r, first, slice);
   int const stride = int(gridDim.x / r.slices) * kWarps;
   int64_t token = int64_t(blockIdx.x / r.slices) * kWarps + warp_index();
   auto const ask = [&](SlotAhead& slot, int64_t token) {
@@ -160,7 +185,7 @@ __global__ void __launch_bounds__(32 * kWarps) combine_router_kernel(Args<T> p, 
     ask(after, token + 2 * stride);
     next.follow(p, r, token + stride);
     auto const [begin, end] = slots_of(p.token_offsets, p.rows, p.top_k, token);
-    Eight sum = mine ? p.start(token, col) : Eight{};
+    Eight sum = columns.mine ? p.start(token, columns.col) : Eight{};
     int const count = int(end - begin);
 #pragma unroll 1
     for (int base = 0; base < count; base += 32) {
@@ -168,9 +193,9 @@ __global__ void __launch_bounds__(32 * kWarps) combine_router_kernel(Args<T> p, 
         now.ask(p, r, begin + base + lane, end);
         now.follow(p, r, token);
       }
-      add_slots(sum, now, min(count - base, 32));
+      columns.add_slots(sum, now, min(count - base, 32));
     }
-    if (mine) store_eight(p.o.at(token, col), sum);
+    if (columns.mine) store_eight(p.o.at(token, columns.col), sum);
     now = next;
     next = after;
   }

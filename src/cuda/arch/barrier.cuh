@@ -12,11 +12,11 @@ __device__ inline uint32_t shared_address(void const* p) {
   return uint32_t(__cvta_generic_to_shared(p));
 }
 
-// Keeps an address in a register: the compiler would rather find it again at every use, through a
-// special register that takes long to read.
-__device__ inline uint32_t kept_address(uint32_t address) {
-  asm volatile("" : "+r"(address));
-  return address;
+// Keeps a value in a register: the compiler would rather find it again at every use, an address
+// through a special register that takes long to read.
+__device__ inline uint32_t kept(uint32_t value) {
+  asm volatile("" : "+r"(value));
+  return value;
 }
 
 struct Barrier {

@@ -155,9 +155,9 @@ struct GroupedProduct {
                              SharedStorage& smem, Self self, F&& meanwhile) {
     int const count = steps(tile);
     int const first = C.in_turns ? 0 : self.group * kBlockBytes;  // of this consumer's rows of A
-    uint32_t const full = kept_address(shared_address(smem.full));
-    uint32_t const a = descriptor<Loader::kMajorA>(shared_address(smem.a[0]) + first);
-    uint32_t const b = descriptor<Loader::kMajorB>(shared_address(smem.b[0]));
+    uint32_t const full = kept(shared_address(smem.full));
+    uint32_t const a = kept(descriptor<Loader::kMajorA>(shared_address(smem.a[0]) + first));
+    uint32_t const b = kept(descriptor<Loader::kMajorB>(shared_address(smem.b[0])));
     if constexpr (Work::kMayBeEmpty) {
       if (count == 0) {
         meanwhile(0);

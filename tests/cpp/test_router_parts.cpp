@@ -1,4 +1,5 @@
-// Combine with the router's part of dX: any number of experts and slots, lists, missing rows.
+// The router's part of dX in Combine: any number of experts and slots, lists, missing rows. And the
+// gradients of the logits that it is made of, rounded where they are written.
 #include <random>
 
 #include "device_test.h"
@@ -113,6 +114,44 @@ TEST_P(CombineRouter, IsTheSumOfBoth) {
 }
 
 GUILD_DEVICE_TESTS(CombineRouter);
+
+class RoundedLogits : public DeviceTest {};
+
+TEST_P(RoundedLogits, AreTheOthersRounded) {
+  constexpr int64_t kTokens = 40, kTopK = 3;
+  std::mt19937 random(11);
+  std::normal_distribution<double> normal;
+  auto const scores_of = [&](int64_t count) {
+    std::vector<double> values(count);
+    for (double& v : values) v = float(normal(random));
+    return values;
+  };
+  for (int64_t experts : {5, 16, 70, 128, 1000}) {  // 70: rows of no multiple of 8 bytes
+    Tensor scores(device(), DType::float32, kTokens, kTopK);
+    Tensor dscores(device(), DType::float32, kTokens, kTopK);
+    scores.set(scores_of(kTokens * kTopK));
+    dscores.set(scores_of(kTokens * kTopK));
+    std::vector<int32_t> ids(kTokens * kTopK);
+    for (int64_t i = 0; i < kTokens * kTopK; ++i) ids[i] = int32_t((i * 7) % experts);
+    Indices<int32_t> const chosen(device(), ids);
+    Tensor exact(device(), DType::float32, kTokens, experts, experts + 2);
+    RouterGradient step{kTokens,       experts,       kTopK,   DType::float32, {},
+                        chosen.data(), scores.data(), nullptr, dscores.data(), {},
+                        exact.view()};
+    device().run(step);
+    for (DType narrow : {DType::bfloat16, DType::float16}) {
+      Tensor rounded(device(), narrow, kTokens, experts, experts + 2);
+      step.dlogits = rounded.view(), step.rounded_to = narrow;
+      device().run(step);
+      rounded.expect_untouched_from(kTokens, "dlogits");
+      std::vector<double> expected = exact.get();
+      for (double& v : expected) v = round_to(narrow, v);
+      EXPECT_TRUE(rounded.get() == expected) << experts << " experts, type " << int(narrow);
+    }
+  }
+}
+
+GUILD_DEVICE_TESTS(RoundedLogits);
 
 }  // namespace
 
