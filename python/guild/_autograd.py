@@ -14,7 +14,7 @@ library = torch.library.Library("guild", "FRAGMENT")
 
 
 def rows_of(gradient: Tensor) -> Tensor:
-    """An incoming gradient as the kernels read it; `sum().backward()` gives an expanded scalar."""
+    """A matrix as the kernels read it; `sum().backward()` gives an expanded scalar."""
     return gradient if gradient.is_contiguous() else gradient.contiguous()
 
 

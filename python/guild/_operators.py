@@ -18,7 +18,7 @@ ops = torch.ops.guild
 
 # Bits of `wanted` in moe_backward and experts_backward (src/torch/layer.cpp).
 WANT_X, WANT_SCORES, WANT_UP, WANT_DOWN, WANT_UP_BIAS, WANT_DOWN_BIAS = (1 << i for i in range(6))
-WANT_ROWS = 64  # in place of WANT_X
+WANT_ROWS = 1 << 6  # dx by row, in place of WANT_X
 
 SOFTMAX, SIGMOID = 0, 1  # guild::Score
 

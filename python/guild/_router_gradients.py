@@ -138,7 +138,8 @@ def router_gradients(dx_rows, slot_row, dscores, routed, x, weight, router, want
     if dx_rows is not None and _needs_logits(*router[:2]):
         dx = ops.combine(dx_rows, slot_row, None).addmm_(dlogits, weight)
     elif dx_rows is not None:
-        dx = ops.combine(dx_rows, slot_row, None, None, None, dlogits, routed[1], weight)
+        part = dlogits, routed[1], rows_of(weight)
+        dx = ops.combine(dx_rows, slot_row, None, None, None, *part)
     return dx, dlogits.t() @ x if want_weight else None
 
 
