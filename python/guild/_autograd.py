@@ -13,9 +13,9 @@ from guild._operators import ops
 library = torch.library.Library("guild", "FRAGMENT")
 
 
-def rows_of(gradient: Tensor) -> Tensor:
+def rows_of(matrix: Tensor) -> Tensor:
     """A matrix as the kernels read it; `sum().backward()` gives an expanded scalar."""
-    return gradient if gradient.is_contiguous() else gradient.contiguous()
+    return matrix if matrix.is_contiguous() else matrix.contiguous()
 
 
 def register(name: str, backward: Callable, setup: Callable) -> None:
