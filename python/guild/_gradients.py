@@ -15,7 +15,7 @@ from torch import Tensor
 
 from guild import _router_gradients  # noqa: F401 - registers the router's gradients
 from guild._autograd import register, rows_of
-from guild._operators import WANT_ROWS, WANT_X, ops
+from guild._operators import ops
 from guild.activations import KINDS, Activation
 
 
@@ -93,9 +93,7 @@ def expert_gradients(
     saved: the arguments of moe_backward from x to b_down; by_row: dx (R, H), a row's by itself.
     """
     x, scores, w_up, w_gate, w_down, b_up, b_down = wanted
-    bits = _wanted(x, scores, w_up or w_gate, w_down, b_up, b_down)
-    if x and by_row:
-        bits += WANT_ROWS - WANT_X
+    bits = _wanted(x and not by_row, scores, w_up or w_gate, w_down, b_up, b_down, x and by_row)
     gradients = ops.moe_backward(dout, *saved, *flags, bits)
     return [g if want else None for g, want in zip(gradients, wanted, strict=True)]
 

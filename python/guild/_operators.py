@@ -17,8 +17,10 @@ LIBRARY = _library.load()
 ops = torch.ops.guild
 
 # Bits of `wanted` in moe_backward and experts_backward (src/torch/layer.cpp).
-WANT_X, WANT_SCORES, WANT_UP, WANT_DOWN, WANT_UP_BIAS, WANT_DOWN_BIAS = (1 << i for i in range(6))
-WANT_ROWS = 1 << 6  # dx by row, in place of WANT_X
+# WANT_ROWS: dx by row, in place of WANT_X.
+WANT_X, WANT_SCORES, WANT_UP, WANT_DOWN, WANT_UP_BIAS, WANT_DOWN_BIAS, WANT_ROWS = (
+    1 << i for i in range(7)
+)
 
 SOFTMAX, SIGMOID = 0, 1  # guild::Score
 

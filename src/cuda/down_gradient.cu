@@ -34,7 +34,7 @@ void launch_known(DownGradient const& x, Pairing pairing, Queue const& queue) {
   out.parts = static_cast<float*>(x.score_parts);
   out.part_count = int(score_parts(s));
   out.activation = x.activation;
-  out.pairing = pairing;
+  out.pairing = {pairing};
   launch<Kernel>(params, most_tiles<c>(s.rows(), s.experts, s.intermediate, c.tile_n), queue);
 }
 

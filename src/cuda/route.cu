@@ -114,8 +114,7 @@ __device__ void choose(Route const& x, Deal const& deal, Seat<S> const& seat,
                        uint32_t* chosen) {
   unsigned const below = seat.below();
   int const top_k = int(x.top_k);
-  uint32_t place_of_chosen = shared_address(chosen);
-  asm("" : "+r"(place_of_chosen));  // or every round finds the block's shared memory again
+  uint32_t const place_of_chosen = kept(shared_address(chosen));
   uint64_t limit = ~uint64_t(0);
   int k = 0;
   do {

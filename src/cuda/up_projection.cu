@@ -13,7 +13,7 @@ void launch_known(UpProjection const& x, GateUpView<ConstWeight> const& view, Pa
   using Loader = RowLoader<T, c, major, gathered>;
   using Kernel = GroupedProduct<T, c, Loader, RowTiles, Activate<T, known>>;
   Sizes const& s = x.sizes;
-  bool const halves = view.halves == 2;
+  bool const halves = pairing == Pairing::halves;
   int64_t const columns = view.width;  // of gate where halves, else of the product
   int64_t const tile_n = halves ? c.tile_n / 2 : c.tile_n;
   typename Kernel::Params params{};
@@ -33,7 +33,7 @@ void launch_known(UpProjection const& x, GateUpView<ConstWeight> const& view, Pa
   out.a = row_output<T>(x.a, s.rows(), s.intermediate, 1, "a");
   out.bias = {static_cast<T const*>(x.bias.data), row_stride(x.bias, columns * view.halves)};
   out.activation = x.activation;
-  out.pairing = pairing;
+  out.pairing = {pairing};
   launch<Kernel>(params, most_tiles<c>(s.rows(), s.experts, columns, tile_n), queue);
 }
 

@@ -88,8 +88,7 @@ std::vector<WrongCall> wrong_combines() {
       combine(
           "dlogits", [](auto& x) { x.router.dlogits.stride = 1; },
           "router.dlogits: expected a row stride of at least its width 2, or 0 for packed rows, "
-          "got "
-          "1"),
+          "got 1"),
       combine(
           "ids", [](auto& x) { x.router.ids = nullptr; },
           "router.ids: expected a pointer, got null"),

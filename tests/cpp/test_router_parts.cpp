@@ -15,7 +15,7 @@ struct RouterCase {
 };
 
 // 700 and 4000 experts do not fit shared memory with 256 columns of each; 40 slots are more than a
-// warp has lanes; 264 columns are two slices of 132, of which lanes have 8.
+// warp has lanes; 264 columns are two slices, 136 and 128, of which lanes have 8.
 constexpr RouterCase kCases[] = {
     {50, 264, 7, 3},   {33, 2048, 128, 8}, {20, 520, 700, 40},    {3, 8, 1, 1},
     {500, 256, 16, 4}, {40, 64, 4000, 6},  {60, 128, 9, 2, true}, {17, 4104, 3, 2},
@@ -29,7 +29,7 @@ class CombineRouter : public DeviceTest {
     for (double& v : m.values) v = round_to(dtype, normal(random_));
     return m;
   }
-  // From `low` to `high`, some of them outside.
+  // From -1 to `high`.
   std::vector<int32_t> indices(int64_t count, int64_t high) {
     std::uniform_int_distribution<int64_t> any(-1, high);
     std::vector<int32_t> all(count);

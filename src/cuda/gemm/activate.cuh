@@ -14,7 +14,7 @@ struct Activate {
   RowOutput<T> a;  // columns = I
   Bias<T> bias;    // (E, W), ordered as h
   Activation activation;
-  Pairing pairing;
+  KnownPairing<known> pairing;
 
   using Storage = StoreBoxes;
   // Half a tile, two boxes of H: gate and up where those are apart. Its A takes the place of the
@@ -25,11 +25,11 @@ struct Activate {
   __device__ bool start(float (&acc)[n / 2], Tile const& tile, int thread) const {
     if (bias.data == nullptr) return false;
     int const e = tile.expert, col = tile.col, columns = a.columns;
-    if (order() == Pairing::halves) {
+    if (pairing == Pairing::halves) {
       bias.template fill<n / 2>(acc, e, 0, col, columns, thread);
       bias.template fill<n / 2>(acc + n / 4, e, columns, col, columns, thread);
     } else {
-      int const all = order() == Pairing::alternate ? 2 * columns : columns;
+      int const all = pairing == Pairing::alternate ? 2 * columns : columns;
       bias.template fill<n>(acc, e, 0, col, all, thread);
     }
     return true;
@@ -53,7 +53,7 @@ struct Activate {
 #pragma unroll
       for (int part = 0; part < 2; ++part) e.activate_part(sums, part, columns, thread);
       e.put_a(sums, 0, boxes, tile, thread);
-      columns -= e.order() == Pairing::none ? 128 : 64;
+      columns -= e.pairing == Pairing::none ? 128 : 64;
       if (columns <= 0) return;
       e.take(sums, acc, 1);
       at = e.h.present ? 0 : 1;
@@ -83,13 +83,12 @@ struct Activate {
   };
 
  private:
-  __device__ Pairing order() const { return known == Known::swiglu ? Pairing::halves : pairing; }
   __device__ int first_column(Tile const& tile) const {  // of A
-    return order() == Pairing::alternate ? tile.col / 2 : tile.col;
+    return pairing == Pairing::alternate ? tile.col / 2 : tile.col;
   }
 
   __device__ void take(HalfSums& sums, float const* acc, int half) const {
-    if (order() == Pairing::halves) {
+    if (pairing == Pairing::halves) {
 #pragma unroll
       for (int i = 0; i < 32; ++i) {
         sums[i] = acc[32 * half + i], sums[32 + i] = acc[64 + 32 * half + i];
@@ -102,7 +101,7 @@ struct Activate {
 
   __device__ void put_h(HalfSums const& sums, int half, StoreBoxes const& boxes, Tile const& tile,
                         int thread) const {
-    bool const halves = order() == Pairing::halves;
+    bool const halves = pairing == Pairing::halves;
     boxes.put<T>(sums, 2, thread, [&] {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
@@ -113,7 +112,7 @@ struct Activate {
   }
   __device__ void put_a(HalfSums const& sums, int half, StoreBoxes const& boxes, Tile const& tile,
                         int thread) const {
-    int const count = order() == Pairing::none ? 2 : 1;
+    int const count = pairing == Pairing::none ? 2 : 1;
     boxes.put<T>(sums, count, thread, [&] {
       int const col = first_column(tile) + 64 * count * half;
       a.store(boxes.box[0], tile, col, 0);
@@ -123,9 +122,9 @@ struct Activate {
 
   // A of a half from its sums, in place, in two parts; `left` columns of A exist from the half on.
   __device__ void activate_part(HalfSums& sums, int part, int left, int thread) const {
-    if (order() == Pairing::halves) {
+    if (pairing == Pairing::halves) {
       activate_halves(sums + 16 * part, sums + 32 + 16 * part, left - 32 * part);
-    } else if (order() == Pairing::alternate) {
+    } else if (pairing == Pairing::alternate) {
       activate_neighbours(sums, part, 2 * left, thread);
     } else {
       activate_alone(sums + 32 * part, left - 64 * part);
@@ -153,8 +152,9 @@ struct Activate {
     });
   }
 
-  // `left` columns of gate, up pairs, 128 at most, to half as many of A, in place. Two blocks of 8
-  // give one: a thread has its columns q and 4 + q (q = thread % 4) and wants 2q and 2q + 1.
+  // One of two parts of `left` columns of gate, up pairs, 128 at most, to half as many of A, in
+  // place. Two blocks of 8 give one: a thread has its columns q and 4 + q (q = thread % 4) and
+  // wants 2q and 2q + 1.
   __device__ void activate_neighbours(float* pairs, int part, int left, int thread) const {
     int const q = thread % 4, from = thread % 32 / 4 * 4 + 2 * q % 4;
     with_known_family<known>(activation, [&, act = with_gate(activation, true)](auto family) {

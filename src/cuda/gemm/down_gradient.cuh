@@ -20,7 +20,7 @@ struct DownGradientEpilogue {
   float* parts;        // (R, part_count); null: no dS
   int part_count;
   Activation activation;
-  Pairing pairing;
+  KnownPairing<known> pairing;
 
   static constexpr bool kReads = true;
   static constexpr int kBoxBytes = 2 * kBlockBytes;  // 64 columns, 128 rows: both consumers'
@@ -89,24 +89,23 @@ struct DownGradientEpilogue {
   }
 
  private:
-  __device__ Pairing order() const { return known == Known::swiglu ? Pairing::halves : pairing; }
-  __device__ int columns() const { return dh.columns >> int(order() == Pairing::alternate); }
-  __device__ int boxes() const { return order() == Pairing::none ? 1 : 2; }
+  __device__ int columns() const { return dh.columns >> int(pairing == Pairing::alternate); }
+  __device__ int boxes() const { return pairing == Pairing::none ? 1 : 2; }
 
   // Where box i of a unit lies in H: (column, half, row).
   __device__ Coordinate place(Tile const& tile, int unit, int i) const {
     int const col = tile.col + 64 * unit;
-    if (order() == Pairing::halves) return {col, i, tile.row};
-    return {(order() == Pairing::alternate ? 2 * col : col) + 64 * i, 0, tile.row};
+    if (pairing == Pairing::halves) return {col, i, tile.row};
+    return {(pairing == Pairing::alternate ? 2 * col : col) + 64 * i, 0, tile.row};
   }
 
   // 64 columns of g, in place to those of A'; H in the boxes to dH. The way out every 16 columns,
   // of which `left` are left, keeps the compiler from starting all at once: registers are short.
   __device__ void differentiate(float* g, char* boxes, State& rows, int left, int thread) const {
     with_known_family<known>(activation, [&](auto family) {
-      if (order() == Pairing::alternate) {
+      if (pairing == Pairing::alternate) {
         pairs<family.value>(with_gate(activation, true), g, boxes, rows, left, thread);
-      } else if (order() == Pairing::halves) {
+      } else if (pairing == Pairing::halves) {
         halves<family.value>(with_gate(activation, true), g, boxes, rows, left, thread);
       } else {
         halves<family.value>(with_gate(activation, false), g, boxes, rows, left, thread);
@@ -129,8 +128,7 @@ struct DownGradientEpilogue {
   template <Family family>
   static __device__ __forceinline__ void halves(Activation const& act, float* g, char* boxes,
                                                 State& rows, int left, int thread) {
-    uint32_t const first =
-        chunk_address(shared_address(boxes), thread / 32 * 16 + thread % 16, thread % 32 / 16);
+    uint32_t const first = matrices_address(shared_address(boxes), thread);
 #pragma unroll
     for (int block = 0; block < 8; block += 2) {
       if (8 * block >= left) break;

@@ -1,9 +1,9 @@
 // One struct per fused output. An epilogue is a function from a tile of accumulators to memory.
 //
 // start() may fill the accumulators before the tile's products and says whether it has. store()
-// runs after them. Where there is a Parcel in its place, the tile is packed into it, 64 rows a
-// consumer, and leaves beside the next tile's products: step() does the next piece of what is left.
-// A piece should take less than a step of the sum, some 1,000 cycles.
+// runs after them. Where there is a Parcel in its place, begin() does a half of the tile, 64 rows a
+// consumer, and keeps the other, which leaves beside the next tile's products: step() does the next
+// piece of what is left. A piece should take less than a step of the sum, some 1,000 cycles.
 //
 // Storage is in shared memory, one a consumer warpgroup.
 #pragma once

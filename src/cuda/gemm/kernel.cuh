@@ -237,7 +237,7 @@ struct GroupedProduct {
     return started;
   }
 
-  // A tile's epilogue is done beside the next one's products, a piece a step.
+  // What a parcel keeps of a tile is done beside the next one's products, a piece a step.
   static __device__ void consume_beside(Params const& p, Accumulator& acc, SharedStorage& smem,
                                         Self self) {
     auto& storage = smem.epilogue[self.group];

@@ -83,6 +83,13 @@ inline Known known_of(Activation const& activation, Pairing pairing) {
   return swish && pairing == Pairing::halves ? Known::swiglu : Known::nothing;
 }
 
+// A pairing, a constant to the compiler where it is known.
+template <Known known>
+struct KnownPairing {
+  Pairing value;
+  __device__ operator Pairing() const { return known == Known::swiglu ? Pairing::halves : value; }
+};
+
 // Calls f(std::integral_constant<Family, family>{}).
 template <Known known, class F>
 __device__ void with_known_family(Activation const& activation, F&& f) {
