@@ -44,17 +44,20 @@ constexpr bool combines_rows(MoeBackward const& b) {
 }
 
 struct ForwardWorkspace {
-  void *a, *y;  // (R, I), (R, H); y unused where rows are not combined
+  void *a, *y;       // (R, I), (R, H); y unused where rows are not combined
+  int32_t* counter;  // of the queue
 };
 inline ForwardWorkspace carve_forward(Carver& carver, Sizes const& s, DType dtype) {
-  int64_t const bytes = element_bytes(dtype);
-  void* const a = carver.take(s.rows() * s.intermediate * bytes);
-  return {a, carver.take(s.rows() * s.hidden * bytes)};
+  int64_t const bytes = element_bytes(dtype), rows = s.rows();
+  void* const a = carver.take(rows * s.intermediate * bytes);
+  void* const y = carver.take(rows * s.hidden * bytes);
+  return {a, y, static_cast<int32_t*>(carver.take(rows > 0 ? sizeof(int32_t) : 0))};
 }
 
 struct BackwardWorkspace {
   void *dh, *a_scaled, *dx_rows, *score_parts;  // (R, W), (R, I), (R, H), (R, parts)
   WeightSchedule schedule;
+  int32_t* counter;  // of the queue
 };
 // combines: dx_rows are needed.
 inline BackwardWorkspace carve_backward(Carver& carver, Sizes const& s, DType dtype, bool gated,
@@ -67,21 +70,22 @@ inline BackwardWorkspace carve_backward(Carver& carver, Sizes const& s, DType dt
   auto const numbers = [&](int64_t count) {
     return static_cast<int32_t*>(carver.take(count * int64_t(sizeof(int32_t))));
   };
-  if (s.rows() == 0) return {dh, a_scaled, dx_rows, parts, {}};
-  int32_t* const order = numbers(s.experts);
-  return {dh, a_scaled, dx_rows, parts, {order, numbers(WeightSchedule::kCounters)}};
+  if (s.rows() == 0) return {dh, a_scaled, dx_rows, parts, {}, nullptr};
+  int32_t *const order = numbers(s.experts), *const taken = numbers(WeightSchedule::kCounters);
+  return {dh, a_scaled, dx_rows, parts, {order, taken}, numbers(1)};
 }
 
 template <class Steps>
 void compose_forward(MoeForward const& f, Steps const& steps) {
   Carver carver(f.workspace);
-  auto const [a, y] = carve_forward(carver, f.sizes, f.dtype);
+  ForwardWorkspace const w = carve_forward(carver, f.sizes, f.dtype);
+  Rows const a{w.a, 0};
   bool const combined = has_slots(f.routing);
   steps.up_projection(
-      {f.sizes, f.dtype, f.activation, f.order, f.routing, f.x, f.w_up, f.b_up, f.h, Rows{a, 0}});
-  Rows const y_rows = combined ? Rows{y, 0} : f.o;
-  steps.down_projection({f.sizes, f.dtype, f.routing, ConstRows(a), f.w_down, f.b_down, y_rows});
-  if (combined) steps.combine({f.sizes, f.dtype, f.routing, y_rows, f.o, f.residual});
+      {f.sizes, f.dtype, f.activation, f.order, f.routing, f.x, f.w_up, f.b_up, f.h, a});
+  Rows const y = combined ? Rows{w.y, 0} : f.o;
+  steps.down_projection({f.sizes, f.dtype, f.routing, a, f.w_down, f.b_down, y});
+  if (combined) steps.combine({f.sizes, f.dtype, f.routing, y, f.o, f.residual});
 }
 
 template <class Steps>

@@ -241,8 +241,7 @@ struct UpGradient {
 
 // How the blocks of a GPU share out the tiles of weight gradients, whose sums differ in length as
 // experts do in rows: as they go, longest first. Made by cuda::schedule_weight_gradients for one
-// call each of the two steps below. Null: dealt out beforehand, by expert. The results are the
-// same.
+// call each of the two steps below. Null: in the experts' order. The results are the same.
 struct WeightSchedule {
   static constexpr int kCounters = 3;
   int32_t* order = nullptr;  // (E) experts by falling number of rows

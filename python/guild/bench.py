@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
-from .bench_layers import LIMITED, Bound, Layer, make_candidate
+from .bench_layers import BOUNDS, LIMITED, Bound, Layer, make_candidate
 from .bench_plan import BenchPlan
 from .bench_problem import Problem, make_problems
 from .bench_reference import TOLERANCE, relative_errors
@@ -77,12 +77,12 @@ def _measure_shape(
                 "failures": {},
                 "errors": {},
             }
-            # The bound knows no routing: one serves them all.
-            bound = {n: c for found in made.values() for n, c in found.items() if n == "bound"}
-            made[routing] = bound
+            # A bound knows no routing: one serves them all.
+            bounds = {n: c for found in made.values() for n, c in found.items() if n in BOUNDS}
+            made[routing] = bounds
             for candidate in plan.candidates:
                 status.update(f"{name}, {routing} routing: checking {candidate}")
-                if candidate not in bound:
+                if candidate not in bounds:
                     _make_checked(candidate, problems, plan, cases[routing], made[routing], console)
         status.update(f"{name}: timing")
         times = _time(made, plan)
@@ -185,7 +185,7 @@ def figures(
             row["ms_per_1000_rows"] = 1e3 * row["ms"]["median"] / (shape.tokens * shape.top_k)
             if "bound" in times and name != "bound":
                 row["over_bound"] = median_ratio(taken, times["bound"][direction])
-            if balanced is not None and name in balanced and name != "bound":
+            if balanced is not None and name in balanced and name not in BOUNDS:
                 row["over_balanced"] = median_ratio(taken, balanced[name][direction])
             if name == LIMITED and "guild" in times:
                 row["over_guild"] = median_ratio(taken, times["guild"][direction])
@@ -193,7 +193,7 @@ def figures(
                 row["speedup_over"] = {
                     other: median_ratio(times[other][direction], taken)
                     for other in times
-                    if other not in ("guild", "bound", LIMITED)
+                    if other not in ("guild", LIMITED, *BOUNDS)
                 }
             row["rounds_ms"] = taken
             found[name][direction] = row

@@ -20,8 +20,9 @@ from .bench_problem import Problem
 from .learner import moe_factory
 from .plain_moe import PlainMoE
 
-GPU_CANDIDATES = ("guild", "bound", "compiled", "eager")
+GPU_CANDIDATES = ("guild", "bound", "floor", "compiled", "eager")
 CPU_CANDIDATES = ("guild", "bound", "plain")
+BOUNDS = ("bound", "floor")  # no layers: products and copies whatever the routing
 LIMITED = "guild_sms"  # Guild's layer on fewer multiprocessors, with --num-sms
 # The matrix products of a layer, in the order of `Bound.products`: two forward, four backward.
 PRODUCTS = ("up", "down", "down gradient", "dW2", "up gradient", "dW1")
@@ -29,6 +30,7 @@ TITLES = {
     "guild": "Guild",
     LIMITED: "Guild, fewer SMs",
     "bound": "bound",
+    "floor": "bound + copies",
     "compiled": "torch compiled",
     "eager": "torch eager",
     "plain": "plain PyTorch",
@@ -166,10 +168,59 @@ class Bound:
         return {name: turn(place, out.get(name)) for place, name in enumerate(PRODUCTS)}
 
 
+class Floor(Bound):
+    """The bound's products and, one after another, copies of what a fused layer moves beside them.
+
+    Forward: the combine's rows of Y and its output, the router's X and logits, and A, which is
+    written beside H. Backward: the combine's rows of dX and its output, the router's X and the
+    gradient of its logits, and H and its gradient, which the down gradient reads and writes where
+    the bare product writes A's width alone. Copies in memory, half of the bytes read, half written.
+
+    Attributes
+    ----------
+    copied : dict
+        Bytes by pass, read and written together.
+    """
+
+    name = "floor"
+    _MOST = 1 << 28  # elements of one copy
+
+    def __init__(self, problems: list[Problem]) -> None:
+        super().__init__(problems)
+        t, h, i, e, k = problems[0].shape
+        like, rows = problems[0].x, t * k
+        size = like.dtype.itemsize
+        both = (rows * h + t * h) * size + t * h * size
+        self.copied = {
+            "forward": both + t * e * 4 + rows * i * size,
+            "backward": both + t * e * size + 4 * rows * i * size,
+        }
+        elements = min(self._MOST, max(self.copied.values()) // (2 * size))
+        self._from = torch.randn(elements, dtype=like.dtype, device=like.device)
+        self._to = torch.empty_like(self._from)
+
+    def forward(self) -> None:
+        """The bound's forward products and the copies."""
+        super().forward()
+        self._copy(self.copied["forward"])
+
+    def backward(self) -> None:
+        """The bound's backward products and the copies."""
+        super().backward()
+        self._copy(self.copied["backward"])
+
+    def _copy(self, count: int) -> None:
+        left = count // (2 * self._from.element_size())
+        while left > 0:
+            part = min(left, self._from.numel())
+            torch.neg(self._from[:part], out=self._to[:part])
+            left -= part
+
+
 def make_candidate(name: str, problems: list[Problem], num_sms: int | None = None) -> Layer | Bound:
     """The candidate called `name` over these inputs."""
-    if name == "bound":
-        return Bound(problems)
+    if name in BOUNDS:
+        return Bound(problems) if name == "bound" else Floor(problems)
     return LimitedLayer(problems, num_sms) if name == LIMITED else Layer(name, problems)
 
 

@@ -15,7 +15,7 @@ from rich.markup import escape
 from torch import Tensor, nn
 
 from .bench import free_memory, record_head
-from .bench_layers import layer_module
+from .bench_layers import BOUNDS, layer_module
 from .bench_plan import BenchPlan
 from .bench_problem import Problem, make_problems
 from .presets import Shape
@@ -80,7 +80,7 @@ def measure_memory(plan: BenchPlan, console: Console) -> dict[str, Any]:
                 problem = make_problems(shape, routing, plan.dtype, plan.device, plan.seed)[0]
                 case = {"name": name, "shape": shape._asdict(), "routing": routing}
                 case |= {"formula": memory_formula(shape, plan.dtype), "layers": {}, "failures": {}}
-                for candidate in (c for c in plan.candidates if c != "bound"):
+                for candidate in (c for c in plan.candidates if c not in BOUNDS):
                     try:
                         case["layers"][candidate] = _measure(candidate, problem)
                     except (RuntimeError, TypeError, ValueError) as error:

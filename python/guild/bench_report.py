@@ -94,6 +94,8 @@ def full_table(record: dict[str, Any]) -> str:
         f"{title} {baseline} ms" if title == "torch" else f"{title} ms",
     ]
     headings = ["preset", "T, H, I, E, K", *names, "over bound", f"{title} / Guild", "TFLOPS"]
+    with_floor = any("floor" in case["figures"] for case in _timed(record))
+    headings += ["bound + copies, over bound"] if with_floor else []
     rows = []
     for case in _timed(record):
         guild, figures = _guild(case), case["figures"]
@@ -103,7 +105,8 @@ def full_table(record: dict[str, Any]) -> str:
             _pair(guild, ("speedup_over", baseline), 2),
         ]
         tflops = " / ".join(f"{guild[which]['tflops']:.0f}" for which in PASSES)
-        rows.append([*_name(case), *times, *ratios, tflops])
+        floor = [_pair(figures.get("floor"), ("over_bound",), 2)] if with_floor else []
+        rows.append([*_name(case), *times, *ratios, tflops, *floor])
     return _markdown(headings, rows)
 
 

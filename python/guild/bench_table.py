@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
-from .bench_layers import LIMITED, TITLES
+from .bench_layers import BOUNDS, LIMITED, TITLES
 
 
 def bench_table(record: dict[str, Any]) -> Table:
@@ -19,12 +19,13 @@ def bench_table(record: dict[str, Any]) -> Table:
     """
     cases = record["cases"]
     timed = [name for name in TITLES if any(name in case["figures"] for case in cases)]
-    baselines = [name for name in timed if name not in ("guild", "bound", LIMITED)]
+    baselines = [name for name in timed if name not in ("guild", LIMITED, *BOUNDS)]
     table = Table(
         title=f"{record['device']}, {record['dtype']}, torch {record['torch']}, medians of "
         f"{record['rounds']} rounds",
         caption="error: the largest relative error of Guild's output and gradients; TFLOPS of "
-        "useful work (6TKHI forward, 12TKHI backward); 'bound' is the bare products, balanced",
+        "useful work (6TKHI forward, 12TKHI backward); 'bound' is the bare products, balanced; "
+        "copies are of what a layer moves beside them",
     )
     for heading in ("shape", "routing", "load", "pass"):
         table.add_column(heading, no_wrap=True)

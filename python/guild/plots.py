@@ -21,6 +21,7 @@ _COLOURS = {
     "compiled": "#d9822b",
     "eager": "#c9b458",
     "bound": "#999999",
+    "floor": "#cccccc",
 }
 _NAMES = {"guild": "Guild", "plain": "plain PyTorch"}
 _SMOOTHING = 25

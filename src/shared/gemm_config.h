@@ -42,14 +42,14 @@ struct BuiltConfig {
 // The configs that are built. Add a row only with a measurement (docs/measured.md).
 inline constexpr BuiltConfig kConfigs[] = {
     // A pair loads a third less from L2, up projection 2 to 10 %, but each waits for the other.
-    {{.tile_m = 128, .tile_n = 256, .stages = 4, .cluster = 2}, {1, 1, 1, 1}, 2000},
-    // Alone a block wastes no column of tiles where their number is odd and rows are few, and takes
-    // tiles as it goes: weight gradients of fine7b under Zipf routing 1.01 to 0.80 ms.
-    {{.tile_m = 128, .tile_n = 256, .stages = 4}, {1.02, 1, 1.05, 1.02, 1}, 800},
+    // Not for results stored element by element: ptxas serialises their products (C7515).
+    {{.tile_m = 128, .tile_n = 256, .stages = 4, .cluster = 2}, {1, 0, 1, 1, 1}, 900},
+    // Alone a block wastes no column of tiles where their number is odd and rows are few.
+    {{.tile_m = 128, .tile_n = 256, .stages = 4}, {1.05, 1, 1.05, 1.03, 1.02}, 400},
     // In turns, packing and stores hide behind the other consumer's products, which pays where sums
-    // are short: fine7b's up gradient 0.53 to 0.51 ms. Only without a gather, which it would repeat
+    // are short: fine7b's up gradient 0.53 to 0.50 ms. Only without a gather, which it would repeat
     // for more columns of tiles.
-    {{.tile_m = 128, .tile_n = 192, .stages = 4, .consumers = 2, .in_turns = true}, {1.02}, 5000},
+    {{.tile_m = 128, .tile_n = 192, .stages = 4, .consumers = 2, .in_turns = true}, {1.045}, 3500},
 };
 
 // Columns of A over which one tile of the down gradient sums <g, A>, a part of dS.
@@ -82,13 +82,14 @@ constexpr double expected_tiles(GemmConfig const& c, TileCount const& x) {
   return double(x.groups) * (double(down * across) + (down % 2 != 0 ? idle : 0));
 }
 
-// How many tiles one after another a launch takes that fills the GPU: whole ones where they are
-// few, else half a tile is left over on average.
-constexpr double rounds_of(double tiles) {
+// How many tiles one after another a block takes of a launch that fills the GPU, if it works on
+// `at_once` of them: whole ones of each where they are few, else half a one is left over on
+// average.
+constexpr double rounds_of(double tiles, int at_once) {
   constexpr int kBlocks = 132;  // of an H100 or H200
-  double const rounds = tiles / kBlocks;
-  if (rounds >= 4) return rounds + 0.5;
-  return double(int(rounds)) + (rounds > double(int(rounds)) ? 1 : 0);
+  double const of_each = tiles * at_once / kBlocks;
+  double const whole = double(int64_t(of_each)) + (of_each > double(int64_t(of_each)) ? 1 : 0);
+  return (of_each < 7 * at_once ? whole : of_each + 0.5) / at_once;
 }
 
 // Expected time, up to a factor.
@@ -98,9 +99,10 @@ constexpr double expected_cost(BuiltConfig const& built, Product product, TileCo
   double const sum = built.step_cost[int(product)] * steps * c.tile_m * c.tile_n / 32;
   double const tiles = expected_tiles(c, x);
   double const own = sum + built.outside;  // a consumer's time, a tile
-  if (!c.in_turns) return rounds_of(tiles) * own;
+  double const rounds = rounds_of(tiles, c.in_turns ? c.consumers : 1);
+  if (!c.in_turns) return rounds * own;
   double const chain = own / c.consumers;
-  return rounds_of(tiles) * (sum > chain ? sum : chain);
+  return rounds * (sum > chain ? sum : chain);
 }
 
 // The config that is expected to take the least time, as its index in kConfigs.

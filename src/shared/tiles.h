@@ -102,8 +102,9 @@ struct RowTiles {
   int tile_n = 0, across = 0, inner = 0;  // across: tiles side by side
   int tile_m = 0, tail_m = 0, band = 0;   // kernel.cuh sets these
 
+  int32_t* taken = nullptr;  // tiles taken so far by all blocks; null: dealt out beforehand
+
   static constexpr bool kMayBeEmpty = false;  // the sum: inner > 0
-  static constexpr bool kTakenLate = false;   // the next tile is found when one begins to be loaded
 
   GUILD_HD MatrixTiles matrix(int begin, int end) const {
     return {end - begin, across, tile_m, tail_m, band, tile_n};
@@ -118,17 +119,16 @@ struct RowTiles {
 };
 
 // Groups split the inner dimension; every expert has the same (rows x columns) output. Sums differ
-// in length, so blocks may share out the tiles as they go, none sooner than it can use it.
+// in length, so the order in which blocks take tiles matters.
 struct InnerTiles {
   Groups groups;
   int tile_n = 0, rows = 0, across = 0;
   int tile_m = 0, tail_m = 0, band = 0;  // kernel.cuh sets these
 
   int32_t const* order = nullptr;  // (groups) which group's tiles come when; null: by number
-  int32_t* taken = nullptr;        // tiles taken so far by all blocks; null: dealt out beforehand
+  int32_t* taken = nullptr;        // as in RowTiles
 
   static constexpr bool kMayBeEmpty = true;  // the sum: of a group without rows
-  static constexpr bool kTakenLate = true;   // the next tile is found when one is almost loaded
 
   GUILD_HD MatrixTiles matrix(int, int) const {
     return {rows, across, tile_m, tail_m, band, tile_n};

@@ -63,7 +63,7 @@ Tensor grouped_mm(Tensor const& a, Tensor const& b, MaybeTensor const& offs,
   Tensor out = stacked_output(g.ragged) ? place.empty({g.groups, g.m, g.n}, g.out_dtype)
                                         : place.empty({g.m, g.n}, g.out_dtype);
   g.d = operand_of(out);
-  place.run(cpu::grouped_gemm, cuda::grouped_gemm, g);
+  place.run_product(cpu::grouped_gemm, cuda::grouped_gemm, g);
   return out;
 }
 
@@ -76,7 +76,7 @@ void grouped_mm_out(Tensor const& a, Tensor const& b, MaybeTensor const& offs,
   stacked_output(g.ragged) ? place.data(out, "out", {g.groups, g.m, g.n})
                            : place.data(out, "out", {g.m, g.n});
   g.d = operand_of(out);
-  place.run(cpu::grouped_gemm, cuda::grouped_gemm, g);
+  place.run_product(cpu::grouped_gemm, cuda::grouped_gemm, g);
 }
 
 Tensors2 pair_up(Tensor const& x, Tensor const& w_up, Tensor const& offsets,
@@ -113,7 +113,7 @@ Tensors2 pair_up(Tensor const& x, Tensor const& w_up, Tensor const& offsets,
   Tensor h = place.empty({s.tokens, width}, layer.dtype);
   args.a = {a.data_ptr(), 0};
   args.h = {h.data_ptr(), 0};
-  place.run(cpu::up_projection, cuda::up_projection, args);
+  place.run_product(cpu::up_projection, cuda::up_projection, args);
   return {a, h};
 }
 
@@ -137,7 +137,7 @@ Tensor pair_down(Tensor const& a, MaybeTensor const&, Tensor const& w_down, Tens
   g.bias = place.rows(bias, "bias", g.dtype, {g.groups, g.n});
   Tensor out = place.empty({g.m, g.n}, g.dtype);
   g.d = operand_of(out);
-  place.run(cpu::grouped_gemm, cuda::grouped_gemm, g);
+  place.run_product(cpu::grouped_gemm, cuda::grouped_gemm, g);
   return out;
 }
 

@@ -77,7 +77,7 @@ Tensors2 up_projection(Tensor const& x, Tensor const& offsets, MaybeTensor const
   Tensor h = place.empty({keep ? rows : 0, layer.width()}, layer.dtype);
   args.a = {a.data_ptr(), 0};
   args.h = {h.data_ptr(), 0};
-  place.run(cpu::up_projection, cuda::up_projection, args);
+  place.run_product(cpu::up_projection, cuda::up_projection, args);
   return {a, h};
 }
 
@@ -100,7 +100,7 @@ Tensor down_projection(Tensor const& a, Tensor const& offsets, Tensor const& w_d
   args.bias = place.rows(b_down, "b_down", layer.dtype, {s.experts, s.hidden});
   Tensor y = place.empty({s.rows(), s.hidden}, layer.dtype);
   args.y = {y.data_ptr(), 0};
-  place.run(cpu::down_projection, cuda::down_projection, args);
+  place.run_product(cpu::down_projection, cuda::down_projection, args);
   return y;
 }
 
@@ -172,7 +172,7 @@ Tensors3 down_gradient(Tensor const& dout, Tensor const& h, Tensor const& offset
   args.dh = {dh.data_ptr(), 0};
   args.a_scaled = {a_scaled.data_ptr(), 0};
   args.score_parts = parts.data_ptr();
-  place.run(cpu::down_gradient, cuda::down_gradient, args);
+  place.run_product(cpu::down_gradient, cuda::down_gradient, args);
   return {dh, a_scaled, parts};
 }
 
@@ -226,7 +226,7 @@ Tensor up_gradient(Tensor const& dh, Tensor const& offsets, Tensor const& w_up,
   args.w_up = {up.gate, up.up};
   Tensor dx = place.empty({s.rows(), s.hidden}, layer.dtype);
   args.dx = {dx.data_ptr(), 0};
-  place.run(cpu::up_gradient, cuda::up_gradient, args);
+  place.run_product(cpu::up_gradient, cuda::up_gradient, args);
   return dx;
 }
 

@@ -42,6 +42,17 @@ class Place {
     on_cuda_ ? cuda(args, queue_) : cpu(args);
   }
 
+  // The same for matrix products, with a counter on the queue.
+  template <class Args>
+  void run_product(void (*cpu)(Args const&), void (*cuda)(Args const&, cuda::Queue),
+                   Args const& args) const {
+    if (!on_cuda_) return cpu(args);
+    Tensor const counter = empty_int32({1});
+    cuda::Queue queue = queue_;
+    queue.counter = static_cast<int32_t*>(counter.data_ptr());
+    cuda(args, queue);
+  }
+
   // An uninitialised tensor. Uninitialised memory may hold NaN: whoever asks writes all of it, or
   // says which rows have no meaning.
   Tensor empty(Shape shape, DType dtype) const;

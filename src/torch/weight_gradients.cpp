@@ -47,7 +47,7 @@ void up_weight_gradient_out(Tensor const& x, Tensor const& dh, Tensor const& off
   args.x = place.rows(x, "x", layer.dtype, {row_token.has_value() ? x.size(0) : rows, x.size(1)});
   args.dh = place.rows(dh, "dh", layer.dtype, {rows, width});
   args.dw = up_weight_of(place, layer, dw_up, dw_gate, args.dw_dtype);
-  place.run(cpu::up_weight_gradient, cuda::up_weight_gradient, args);
+  place.run_product(cpu::up_weight_gradient, cuda::up_weight_gradient, args);
 }
 
 void down_weight_gradient_out(Tensor const& dout, Tensor const& a, Tensor const& offsets,
@@ -75,7 +75,7 @@ void down_weight_gradient_out(Tensor const& dout, Tensor const& a, Tensor const&
                          {row_token.has_value() ? dout.size(0) : a.size(0), dout.size(1)});
   args.a = place.rows(a, "a", layer.dtype, {a.size(0), a.size(1)});
   args.dw = down_weight_of(place, layer, dw_down, args.dw_dtype);
-  place.run(cpu::down_weight_gradient, cuda::down_weight_gradient, args);
+  place.run_product(cpu::down_weight_gradient, cuda::down_weight_gradient, args);
 }
 
 void bias_gradient_out(Tensor const& m, Tensor const& offsets, MaybeTensor const& row_token,

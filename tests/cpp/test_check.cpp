@@ -117,7 +117,7 @@ std::vector<WrongCall> wrong_gradients() {
           "db_dtype: expected bfloat16 or float32, got float16"),
       wrong(
           "workspace", &Calls::forward, cpu::moe_forward, [](auto& x) { x.workspace = nullptr; },
-          "workspace: expected 768 bytes, got null"),
+          "workspace: expected 1024 bytes, got null"),
       wrong(
           "residual", &Calls::forward, cpu::moe_forward,
           [](auto& x) { x.residual = x.x, x.routing.slot_row = nullptr; },

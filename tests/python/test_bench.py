@@ -15,7 +15,15 @@ from rich.console import Console
 
 from guild import bench_layers, num_sms
 from guild.bench import figures, measure
-from guild.bench_layers import GPU_CANDIDATES, LIMITED, PRODUCTS, Bound, Layer, LimitedLayer
+from guild.bench_layers import (
+    GPU_CANDIDATES,
+    LIMITED,
+    PRODUCTS,
+    Bound,
+    Floor,
+    Layer,
+    LimitedLayer,
+)
 from guild.bench_plan import BenchPlan
 from guild.bench_problem import ROUTINGS, make_problems, wanted_logits
 from guild.bench_reference import RESULTS, TOLERANCE, relative_errors
@@ -189,6 +197,25 @@ def test_bound_multiplies_balanced_experts(monkeypatch: pytest.MonkeyPatch) -> N
     forward, backward = TINY.flops()
     assert 2 * sum(done[:2]) == forward
     assert 2 * sum(done[2:]) == backward
+
+
+def test_floor_copies_what_the_bound_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward, in pieces no larger than the largest."""
+    copied = []
+    real = torch.neg
+    monkeypatch.setattr(torch, "neg", lambda a, out: copied.append(a) or real(a, out=out))
+    monkeypatch.setattr(Floor, "_MOST", 1000)
+    floor = Floor(make_problems(TINY, "random", torch.float32, CPU))
+    t, h, i, e, k = TINY
+    both = t * k * h + t * h + t * h + t * e
+    for run, elements in (
+        (floor.forward, both + t * k * i),
+        (floor.backward, both + 4 * t * k * i),
+    ):
+        copied.clear()
+        run()
+        assert 2 * sum(a.numel() for a in copied) == elements
+        assert max(a.numel() for a in copied) == 1000
 
 
 def test_bound_products_alone() -> None:

@@ -76,6 +76,13 @@ __device__ inline void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
 }
 
+// Says that what the accumulators hold is of no use any more: or else the compiler moves it along.
+template <int count>
+__device__ inline void forget_registers(float (&acc)[count]) {
+#pragma unroll
+  for (int i = 0; i < count; ++i) asm volatile("" : "=f"(acc[i]));
+}
+
 // Keeps the compiler from moving accesses to the accumulators across the asynchronous products.
 template <int count>
 __device__ inline void fence_registers(float (&acc)[count]) {

@@ -23,7 +23,9 @@ struct DownGradientEpilogue {
   KnownPairing<known> pairing;
 
   static constexpr bool kReads = true;
-  static constexpr int kBoxBytes = 2 * kBlockBytes;  // 64 columns, 128 rows: both consumers'
+  static constexpr int kCopies =
+      known == Known::swiglu ? kScoreColumns / 64 : 1;  // of a unit's code
+  static constexpr int kBoxBytes = 2 * kBlockBytes;     // 64 columns, 128 rows: both consumers'
 
   struct Storage {};
   struct State {
@@ -106,7 +108,8 @@ struct DownGradientEpilogue {
       if (pairing == Pairing::alternate) {
         pairs<family.value>(with_gate(activation, true), g, boxes, rows, left, thread);
       } else if (pairing == Pairing::halves) {
-        halves<family.value>(with_gate(activation, true), g, boxes, rows, left, thread);
+        auto const act = with_known<known>(with_gate(activation, true));
+        halves<family.value>(act, g, boxes, rows, left, thread);
       } else {
         halves<family.value>(with_gate(activation, false), g, boxes, rows, left, thread);
       }

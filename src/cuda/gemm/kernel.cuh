@@ -33,7 +33,9 @@ struct GroupedProduct {
   };
 
   static constexpr bool kReads = requires { typename Epilogue::State; };
-  static constexpr bool kGuideLoads = Loader::kThreads == 128;
+  // Blocks that take tiles as they go take none sooner than they can use it.
+  static constexpr bool kTakenLate = C.cluster > 1 || requires(Work w) { w.order; };
+  static constexpr bool kGuideLoads = Loader::kThreads == 128 || kTakenLate;
   using Tiles = TileQueue<4 * C.consumers + Loader::kThreads / 32>;
   struct SharedStorage {
     alignas(1024) char a[C.stages][C.a_bytes()];
@@ -77,15 +79,14 @@ struct GroupedProduct {
   }
   static __device__ int steps(Tile const& tile) { return (tile.inner + C.tile_k - 1) / C.tile_k; }
 
-  // Where tiles are taken late: this many steps before the next one's are loaded, for it takes a
-  // trip to memory.
+  // Steps before the next tile's at which it is taken late, for that is a trip to memory.
   static constexpr int kAhead = 8;
 
   static __device__ void produce(Params const& p, SharedStorage& smem, int thread) {
     Loader loader(p.load, thread);
     Cursor at;
     QueueEnd tiles;
-    // Where all warps load, the first also finds the tiles.
+    // Where there is no warp for it alone, the first also finds the tiles.
     [[maybe_unused]] auto guide = guide_of(p);
     [[maybe_unused]] int const warp = warp_index();
     auto const announce = [&] {
@@ -95,7 +96,7 @@ struct GroupedProduct {
     };
     announce();
     for (Tile tile; smem.tiles.take(tiles, tile);) {
-      int const count = steps(tile), next = Work::kTakenLate ? max(count - kAhead, 0) : 0;
+      int const count = steps(tile), next = kTakenLate ? max(count - kAhead, 0) : 0;
       loader.begin(tile);
       if (Work::kMayBeEmpty && count == 0) announce();
       for (int step = 0; step < count; ++step, at.advance()) {
@@ -198,13 +199,14 @@ struct GroupedProduct {
 
   // The epilogue, fed by the ring. Stage by stage: wait, turn 64 columns into results, store. One
   // thread stores, of another warp each time; its warp frees the stage when the stores have read
-  // it, at the next one. One copy of the code, at which the accumulators pass by: unrolled it would
-  // outgrow the instruction cache.
+  // it, at the next one. Where the code of a unit is long, there is one copy of it, at which the
+  // accumulators pass by: more would outgrow the instruction cache.
   static __device__ void finish(Params const& p, float (&acc)[C.tile_n / 2], Cursor& at, int& lent,
                                 Tile const& part, auto& state, SharedStorage& smem, Self self) {
     int const share = self.group * kBlockBytes, units = p.epilogue.units(part);
-#pragma unroll 1
-    for (int unit = 0; unit < units; ++unit, at.advance()) {
+#pragma unroll(Epilogue::kCopies)
+    for (int unit = 0; unit < C.tile_n / 64; ++unit, at.advance()) {
+      if (unit >= units) break;
       int const storer = unit % 4 * 32;
       smem.full[at.stage].wait(at.phase);
       if (part.rows > 0) {
@@ -228,6 +230,7 @@ struct GroupedProduct {
     bool started = false;
 #pragma unroll
     for (auto& part : acc) {
+      forget_registers(part);
       started = p.epilogue.template start<C.tile_n>(part, tile, self.thread);
       if constexpr (Work::kMayBeEmpty) {
 #pragma unroll
@@ -250,10 +253,10 @@ struct GroupedProduct {
     do {
       bool const started = start(p, acc, tile, self);
       sum(acc, started, at, tile, smem, self, [&](int step) {
-        if (step == 0 && !Work::kTakenLate) more = smem.tiles.take(tiles, following);
+        if (step == 0 && !kTakenLate) more = smem.tiles.take(tiles, following);
         if (parcel.left()) parcel.step(p.epilogue, storage, self.thread);
       });
-      if (Work::kTakenLate) more = smem.tiles.take(tiles, following);
+      if (kTakenLate) more = smem.tiles.take(tiles, following);
       for (bool begun = false;; begun = true) {
         while (parcel.left()) parcel.step(p.epilogue, storage, self.thread);
         if (begun) break;
@@ -273,11 +276,11 @@ struct GroupedProduct {
     for (bool more = smem.tiles.take(tiles, tile); more; tile = following) {
       bool const started = start(p, acc, tile, self);
       sum(acc, started, at, tile, smem, self, [&](int step) {
-        if (step == 0 && !Work::kTakenLate) more = smem.tiles.take(tiles, following);
+        if (step == 0 && !kTakenLate) more = smem.tiles.take(tiles, following);
       });
       Tile const rows = part_of(tile, self.group);
       if (rows.rows > 0) p.epilogue.template store<C.tile_n>(acc[0], rows, self.thread);
-      if (Work::kTakenLate) more = smem.tiles.take(tiles, following);
+      if (kTakenLate) more = smem.tiles.take(tiles, following);
     }
   }
 
@@ -296,9 +299,10 @@ struct GroupedProduct {
       sum(acc, started, at, tile, smem, self, [&](int step) {
         if (step > 0) return;
         take_back(lent, smem, self);
-        more = smem.tiles.take(tiles, following);
+        if (!kTakenLate) more = smem.tiles.take(tiles, following);
       });
       finish(p, acc[0], at, lent, rows, state, smem, self);
+      if (kTakenLate) more = smem.tiles.take(tiles, following);
     }
   }
 
@@ -370,7 +374,7 @@ struct GroupedProduct {
       shrink_registers<Loader::kRegisters>();
       if (warp < Loader::kThreads / 32) {
         produce(p, smem, threadIdx.x);
-      } else if (warp == Loader::kThreads / 32) {
+      } else if (!kGuideLoads && warp == Loader::kThreads / 32) {
         auto guide = guide_of(p);
         while (guide.announce(smem.tiles)) {
         }

@@ -162,15 +162,30 @@ int64_t most_tiles(int64_t rows, int64_t groups, int64_t columns, int64_t tile_n
   return (rows / C.cluster_m() + groups) * pieces(columns, tile_n);
 }
 
+// Rounds of tiles below which pairs of blocks are dealt theirs: clearing the counter takes 2 us.
+inline constexpr int kFewRounds = 4;
+
+// Pairs of blocks take tiles as they go: then those that are neighbours in the walk run at the same
+// time and find each other's operands in L2, where blocks that are dealt theirs drift apart.
+inline int32_t* cleared_counter(Queue const& queue) {
+  if (queue.counter == nullptr) return nullptr;
+  cuda_check(cudaMemsetAsync(queue.counter, 0, sizeof(int32_t), queue.stream),
+             "clearing a counter");
+  return queue.counter;
+}
+
 // `tiles`: of clusters, an upper bound.
 template <class Kernel>
-void launch(typename Kernel::Params const& params, int64_t tiles, Queue const& queue) {
+void launch(typename Kernel::Params params, int64_t tiles, Queue const& queue) {
   if (tiles == 0) return;
   constexpr int bytes = sizeof(typename Kernel::SharedStorage);
   cuda_check(cudaFuncSetAttribute(run<Kernel>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
              "shared memory of a grouped product");
   constexpr int cluster = Kernel::config.cluster;
   int const clusters = std::max(1, multiprocessors(queue) / cluster);
+  if (cluster > 1 && params.work.taken == nullptr && tiles > kFewRounds * clusters) {
+    params.work.taken = cleared_counter(queue);
+  }
   cudaLaunchAttribute shape{};
   shape.id = cudaLaunchAttributeClusterDimension;
   shape.val.clusterDim = {cluster, 1, 1};

@@ -164,7 +164,6 @@ struct TokenColumns {
     CUtensorMap a_map, b_map;  // (m or n, 1, rows), boxes of 64 x 1 x 64; a_map only without row
   };
   static_assert(C.tile_m == 128 && C.tile_k == 64, "half a warp copies a row of A, a warp 16 rows");
-  static_assert(C.cluster == 1, "every block brings all of its B");
   static constexpr int kPairs = 2;  // pairs of steps whose tokens are asked for ahead
 
   Params const& p;
@@ -191,10 +190,9 @@ struct TokenColumns {
     if (thread == 0) {
       full.arrive_expect((whole ? C.b_bytes() : 0) + (a_by_tma ? C.a_bytes() : 0));
       if (whole) {
-#pragma unroll
-        for (int c = 0; c < C.tile_n; c += 64) {
-          tma_load(p.b_map, b + c * 128, {tile.col + c, 0, row}, full);
-        }
+        for_own_boxes<C, 64>(tile, [&](int c, auto multicast) {
+          load_b<C>(multicast, p.b_map, b + c * 128, {tile.col + c, 0, row}, full);
+        });
       }
       if (a_by_tma) {
 #pragma unroll
@@ -243,6 +241,7 @@ struct TokenColumns {
   // A ragged step of B by hand: TMA would bring the next group's rows, and zeros of A do not
   // silence a NaN there.
   __device__ void copy_b(Tile const& tile, int row, int left, char* b) const {
+#pragma unroll 1
     for (int i = thread; i < C.tile_k * C.tile_n / 8; i += 128) {
       int const chunk = i % (C.tile_n / 8), r = i / (C.tile_n / 8), n = tile.col + chunk * 8;
       bool const valid = r < left && n < p.n;

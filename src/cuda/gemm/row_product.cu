@@ -31,7 +31,6 @@ void launch_expert_product(ExpertProduct const& x, Epilogue const& epilogue, Que
                  .tile_n = c.tile_n,
                  .rows = int(x.m),
                  .across = int(pieces(x.n, c.tile_n))};
-  static_assert(c.cluster == 1, "blocks of a cluster would have to take tiles together");
   params.work.order = x.schedule.order;
   params.work.taken = x.schedule.taken;
   auto& load = params.load;

@@ -1,6 +1,6 @@
 // Which tiles a block works on: producers find them, consumers read them from shared memory.
 #pragma once
-#include "../arch/barrier.cuh"
+#include "../arch/cluster.cuh"
 #include "../arch/warp.cuh"
 #include "shared/gemm_config.h"
 #include "shared/tiles.h"
@@ -18,14 +18,11 @@ class TileFinder {
   __device__ TileFinder(Work const& work, int next_tile, int stride)
       : work(work), next_tile(next_tile), stride(stride) {}
 
+  // Goes on to a tile further on than any before.
+  __device__ void go_to(int tile) { next_tile = tile; }
+
   // The next tile, the same for all lanes; false when there are no more.
   __device__ bool next(Tile& tile) {
-    if constexpr (kShares) {
-      if (work.taken != nullptr) {
-        int const first = threadIdx.x % 32 == 0 ? atomicAdd(work.taken, 1) : 0;
-        next_tile = __shfl_sync(~0u, first, 0);
-      }
-    }
     while (next_tile >= tiles) {
       if (group + 32 >= work.groups.groups) return false;
       next_groups();
@@ -39,10 +36,10 @@ class TileFinder {
   }
 
  private:
-  static constexpr bool kShares = requires(Work w) { w.taken; };
+  static constexpr bool kOrders = requires(Work w) { w.order; };
 
   __device__ int owner_of(int lane) const {
-    if constexpr (kShares) {
+    if constexpr (kOrders) {
       if (work.order != nullptr) return __shfl_sync(~0u, ordered, lane);
     }
     return group + lane;
@@ -50,7 +47,7 @@ class TileFinder {
 
   // Where the lane's group lies.
   __device__ void place(bool exists) {
-    if constexpr (kShares) {
+    if constexpr (kOrders) {
       if (work.order != nullptr) {
         ordered = exists ? work.order[group + threadIdx.x % 32] : 0;
         begin = ordered > 0 ? work.groups.bound(ordered - 1) : 0;
@@ -98,10 +95,15 @@ struct TileQueue {
   static constexpr int kWords = sizeof(Tile) / 4;
   Tile slot[QueueEnd::kSlots];  // expert -1: there are no more
   Barrier ready[QueueEnd::kSlots], free[QueueEnd::kSlots];
+  // In a cluster: the number of the tile that slot will hold, from the first block, which is never
+  // a queue's length ahead, for blocks fill their stages together.
+  int number[QueueEnd::kSlots];
+  Barrier numbered[QueueEnd::kSlots];
 
   __device__ void init() {
     for (Barrier& b : ready) b.init(1);
     for (Barrier& b : free) b.init(readers * kWords);
+    for (Barrier& b : numbered) b.init(1);
   }
 
   __device__ void put(QueueEnd& end, Tile const& tile) {
@@ -141,6 +143,7 @@ class TileGuide {
   // when there are no more.
   template <class Queue>
   __device__ bool announce(Queue& queue) {
+    if (finder.work.taken != nullptr) finder.go_to(take(queue));
     Tile tile;
     bool const more = finder.next(tile);
     if (more) {
@@ -154,6 +157,31 @@ class TileGuide {
   }
 
  private:
+  // The number of a tile that no other cluster has: one block takes it for all of its own.
+  template <class Queue>
+  __device__ int take(Queue& queue) {
+    int number = 0;
+    bool const leads = threadIdx.x % 32 == 0;
+    if constexpr (C.cluster == 1) {
+      if (leads) number = atomicAdd(finder.work.taken, 1);
+    } else {
+      Barrier& numbered = queue.numbered[end.at];
+      int& told = queue.number[end.at];
+      if (leads) {
+        numbered.arrive_expect(sizeof(int));
+        if (cluster_rank() == 0) {
+          number = atomicAdd(finder.work.taken, 1);
+          for (int rank = 0; rank < C.cluster; ++rank) {
+            store_to_block(&told, number, numbered, rank);
+          }
+        }
+      }
+      numbered.wait(end.phase);
+      number = told;
+    }
+    return __shfl_sync(~0u, number, 0);
+  }
+
   TileFinder<Work> finder;
   QueueEnd end;
 };
