@@ -196,7 +196,7 @@ __device__ void weigh(Route const& x, Seat<S> const& seat, LaneLogits<S> const& 
 
 // Blocks of a multiprocessor: as many as registers allow.
 constexpr int blocks_at_once(int per_lane) {
-  return per_lane <= 4 ? 6 : per_lane <= 8 ? 4 : per_lane <= 16 ? 2 : 1;
+  return per_lane <= 4 ? 6 : per_lane <= 8 ? 4 : per_lane <= 16 ? 3 : 1;
 }
 
 template <class S>
