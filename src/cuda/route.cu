@@ -2,9 +2,8 @@
 //
 //   keys       what ranks an expert: its logit, or p + bias
 //   best       a lane's largest four keys, falling, as integers
-//   rounds     the largest of the lanes' first ones; its lane moves on to its next one, and where
-//   it
-//              has run out all lanes look for four more
+//   rounds     the largest of the lanes' first ones; its lane moves on to its next one, and all
+//              lanes look for four more where it has run out
 //   weights    the chosen, a lane each, from their logits
 //
 // Integers make ties and NaN plain: NaN is below every number and equal keys go to the lowest lane,

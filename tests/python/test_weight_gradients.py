@@ -8,6 +8,7 @@ from torch import Tensor
 
 import guild
 from guild import MoE, WeightGradients, experts_mlp, routed_experts
+from guild._operators import ops
 
 SIZES = {"hidden": 24, "intermediate": 16, "experts": 5, "top_k": 2}
 PARAMETERS = ("w_up", "w_down", "b_up", "b_down")
@@ -209,3 +210,22 @@ def wrong(change: str) -> None:
 def test_wrong_targets(change: str, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         wrong(change)
+
+
+def test_blocks_pass_over_empty_experts_together(gpu: str) -> None:
+    """One expert has all rows: pairs of blocks take many tiles with nothing to sum."""
+    rows, hidden, inner, experts, busy = 131072, 512, 1024, 64, 5
+    place = {"device": gpu, "dtype": torch.bfloat16}
+    dout, a = torch.randn(rows, hidden, **place), torch.randn(rows, inner, **place)
+    offsets = torch.zeros(experts + 1, device=gpu, dtype=torch.int32)
+    offsets[busy + 1 :] = rows
+    expected = dout.T.float() @ a.float()
+    first = None
+    for _ in range(20):
+        dw = torch.full((experts, hidden, inner), float("nan"), **place)
+        ops.down_weight_gradient_out(dout, a, offsets, None, dw, False, False)
+        first = dw if first is None else first
+        assert torch.equal(dw, first)
+    error = (first[busy].float() - expected).norm() / expected.norm()
+    assert error < 0.004
+    assert first[:busy].count_nonzero() == 0 and first[busy + 1 :].count_nonzero() == 0

@@ -86,8 +86,7 @@ struct GroupedProduct {
     Loader loader(p.load, thread);
     Cursor at;
     QueueEnd tiles;
-    // Where there is no warp for it alone, the first also finds the tiles.
-    [[maybe_unused]] auto guide = guide_of(p);
+    [[maybe_unused]] auto guide = guide_of(p);  // where no warp is there for it alone: the first
     [[maybe_unused]] int const warp = warp_index();
     auto const announce = [&] {
       if constexpr (kGuideLoads) {
@@ -365,7 +364,8 @@ struct GroupedProduct {
         smem.empty[s].init(4 * (C.in_turns ? 1 : C.consumers) * C.cluster);
       }
       for (Barrier& turn : smem.turn) turn.init(4);
-      smem.tiles.init();
+      bool const tells = C.cluster > 1 && p.work.taken != nullptr && cluster_rank() == 0;
+      smem.tiles.init(tells ? C.cluster : 0);
       fence_barrier_init();
     }
     sync();

@@ -95,19 +95,20 @@ struct TileQueue {
   static constexpr int kWords = sizeof(Tile) / 4;
   Tile slot[QueueEnd::kSlots];  // expert -1: there are no more
   Barrier ready[QueueEnd::kSlots], free[QueueEnd::kSlots];
-  // In a cluster: the number of the tile that slot will hold, from the first block, which is never
-  // a queue's length ahead, for blocks fill their stages together.
+  // In a cluster: the number of the tile that slot will hold, from the first block, whose slots are
+  // free when all blocks have read the number that came before.
   int number[QueueEnd::kSlots];
   Barrier numbered[QueueEnd::kSlots];
 
-  __device__ void init() {
+  // told: how many blocks this one tells numbers, itself included.
+  __device__ void init(int told) {
     for (Barrier& b : ready) b.init(1);
-    for (Barrier& b : free) b.init(readers * kWords);
+    for (Barrier& b : free) b.init(readers * kWords + told);
     for (Barrier& b : numbered) b.init(1);
   }
 
+  __device__ void wait_for_slot(QueueEnd const& end) { free[end.at].wait(end.phase ^ 1); }
   __device__ void put(QueueEnd& end, Tile const& tile) {
-    free[end.at].wait(end.phase ^ 1);
     if (threadIdx.x % 32 == 0) {
       slot[end.at] = tile;
       ready[end.at].arrive();
@@ -143,6 +144,7 @@ class TileGuide {
   // when there are no more.
   template <class Queue>
   __device__ bool announce(Queue& queue) {
+    queue.wait_for_slot(end);
     if (finder.work.taken != nullptr) finder.go_to(take(queue));
     Tile tile;
     bool const more = finder.next(tile);
@@ -178,6 +180,7 @@ class TileGuide {
       }
       numbered.wait(end.phase);
       number = told;
+      if (leads) queue.free[end.at].arrive_at(0);
     }
     return __shfl_sync(~0u, number, 0);
   }
