@@ -75,10 +75,18 @@ inline BackwardWorkspace carve_backward(Carver& carver, Sizes const& s, DType dt
   return {dh, a_scaled, dx_rows, parts, {order, taken}, numbers(1)};
 }
 
+inline ForwardWorkspace workspace_of(MoeForward const& f) {
+  Carver carver(f.workspace);
+  return carve_forward(carver, f.sizes, f.dtype);
+}
+inline BackwardWorkspace workspace_of(MoeBackward const& b) {
+  Carver carver(b.workspace);
+  return carve_backward(carver, b.sizes, b.dtype, b.activation.gated, combines_rows(b));
+}
+
 template <class Steps>
 void compose_forward(MoeForward const& f, Steps const& steps) {
-  Carver carver(f.workspace);
-  ForwardWorkspace const w = carve_forward(carver, f.sizes, f.dtype);
+  ForwardWorkspace const w = workspace_of(f);
   Rows const a{w.a, 0};
   bool const combined = has_slots(f.routing);
   steps.up_projection(
@@ -119,9 +127,7 @@ void compose_weight_gradients(MoeBackward const& b, BackwardWorkspace const& w,
 
 template <class Steps>
 void compose_backward(MoeBackward const& b, Steps const& steps) {
-  Carver carver(b.workspace);
-  BackwardWorkspace w =
-      carve_backward(carver, b.sizes, b.dtype, b.activation.gated, combines_rows(b));
+  BackwardWorkspace const w = workspace_of(b);
   void* const parts = b.dscores != nullptr ? w.score_parts : nullptr;
   steps.down_gradient({b.sizes, b.dtype, b.activation, b.order, b.routing, b.dout, b.w_down, b.h,
                        Rows{w.dh, 0}, Rows{w.a_scaled, 0}, parts});

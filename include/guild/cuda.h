@@ -1,7 +1,7 @@
 // The CUDA backend: sm_90a (H100, H200), bfloat16 and float16.
 //
 // Every function checks its arguments on the host, throws guild::Error if one is wrong, and
-// otherwise only launches kernels on the queue's stream: no allocation, no synchronisation, no read
+// otherwise only enqueues work on the queue's stream: no allocation, no synchronisation, no read
 // of device memory. All pointers are device pointers, 16-byte aligned, and so is every row: H and I
 // are multiples of 8. Capturable in a CUDA graph; deterministic.
 #pragma once

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
-from .bench_layers import BOUNDS, LIMITED, Bound, Layer, make_candidate
+from .bench_layers import BASELINES, BOUNDS, LIMITED, Bound, Layer, make_candidate
 from .bench_plan import BenchPlan
 from .bench_problem import Problem, make_problems
 from .bench_reference import TOLERANCE, relative_errors
@@ -193,7 +193,7 @@ def figures(
                 row["speedup_over"] = {
                     other: median_ratio(times[other][direction], taken)
                     for other in times
-                    if other not in ("guild", LIMITED, *BOUNDS)
+                    if other in BASELINES
                 }
             row["rounds_ms"] = taken
             found[name][direction] = row

@@ -23,6 +23,7 @@ from .plain_moe import PlainMoE
 GPU_CANDIDATES = ("guild", "bound", "floor", "compiled", "eager")
 CPU_CANDIDATES = ("guild", "bound", "plain")
 BOUNDS = ("bound", "floor")  # no layers: products and copies whatever the routing
+BASELINES = ("compiled", "eager", "plain")  # layers that are not Guild's
 LIMITED = "guild_sms"  # Guild's layer on fewer multiprocessors, with --num-sms
 # The matrix products of a layer, in the order of `Bound.products`: two forward, four backward.
 PRODUCTS = ("up", "down", "down gradient", "dW2", "up gradient", "dW1")
@@ -190,7 +191,7 @@ class Floor(Bound):
         t, h, i, e, k = problems[0].shape
         like, rows = problems[0].x, t * k
         size = like.dtype.itemsize
-        both = (rows * h + t * h) * size + t * h * size
+        both = (rows + 2 * t) * h * size
         self.copied = {
             "forward": both + t * e * 4 + rows * i * size,
             "backward": both + t * e * size + 4 * rows * i * size,

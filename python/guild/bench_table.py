@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
-from .bench_layers import BOUNDS, LIMITED, TITLES
+from .bench_layers import BASELINES, LIMITED, TITLES
 
 
 def bench_table(record: dict[str, Any]) -> Table:
@@ -19,7 +19,7 @@ def bench_table(record: dict[str, Any]) -> Table:
     """
     cases = record["cases"]
     timed = [name for name in TITLES if any(name in case["figures"] for case in cases)]
-    baselines = [name for name in timed if name not in ("guild", LIMITED, *BOUNDS)]
+    baselines = [name for name in timed if name in BASELINES]
     table = Table(
         title=f"{record['device']}, {record['dtype']}, torch {record['torch']}, medians of "
         f"{record['rounds']} rounds",

@@ -32,16 +32,13 @@ struct Steps {
 
 void moe_forward(MoeForward const& x, Queue queue) {
   check(x);
-  Carver carver(x.workspace);
-  queue.counter = carve_forward(carver, x.sizes, x.dtype).counter;
+  queue.counter = workspace_of(x).counter;
   compose_forward(x, Steps{queue});
 }
 
 void moe_backward(MoeBackward const& x, Queue queue) {
   check(x);
-  Carver carver(x.workspace);
-  queue.counter =
-      carve_backward(carver, x.sizes, x.dtype, x.activation.gated, combines_rows(x)).counter;
+  queue.counter = workspace_of(x).counter;
   compose_backward(x, Steps{queue});
 }
 

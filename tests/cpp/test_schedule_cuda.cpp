@@ -14,6 +14,15 @@ namespace guild::test {
 
 namespace {
 
+// A layer of the first activation in bfloat16, with experts of random sizes.
+LayerParam layer_of(char const* name, Sizes const& sizes) {
+  LayerParam p;
+  p.shape.name = name, p.shape.routing = "random", p.shape.sizes = sizes;
+  p.act = activations().front();
+  p.dtype = DType::bfloat16, p.on_cuda = true;
+  return p;
+}
+
 // A schedule in memory that notices stray writes.
 struct ScheduleBuffers {
   Indices<int32_t> order, taken;
@@ -83,10 +92,7 @@ TEST(Cuda, ScheduledWeightGradientsAreTheSame) {
   char const* why = nullptr;
   Device* const device = cuda_device(&why);
   if (device == nullptr) GTEST_SKIP() << why;
-  LayerParam p;
-  p.shape.name = "schedule", p.shape.routing = "random", p.shape.sizes = {900, 520, 328, 40, 3};
-  p.act = activations().front();
-  p.dtype = DType::bfloat16, p.on_cuda = true;
+  LayerParam const p = layer_of("schedule", {900, 520, 328, 40, 3});
   Layer l(*device, p);
   Sizes const& s = l.s;
   auto const x = l.input(s.tokens, s.hidden), dh = l.input(s.rows(), p.width());
@@ -161,11 +167,7 @@ TEST(Cuda, ProductsWithACounterAreTheSame) {
   char const* why = nullptr;
   Device* const device = cuda_device(&why);
   if (device == nullptr) GTEST_SKIP() << why;
-  LayerParam p;
-  p.shape.name = "counter", p.shape.routing = "random", p.shape.sizes = {8000, 1280, 1024, 4, 2};
-  p.act = activations().front();
-  p.dtype = DType::bfloat16, p.on_cuda = true;
-  RowProducts products{Layer(*device, p)};
+  RowProducts products{Layer(*device, layer_of("counter", {8000, 1280, 1024, 4, 2}))};
   Indices<int32_t> const counter(*device, std::vector<int32_t>{77});  // whatever it holds before
   std::vector<int32_t> counts;
   auto const dealt = products.run({}, counter, counts);

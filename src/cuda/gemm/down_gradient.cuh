@@ -108,7 +108,7 @@ struct DownGradientEpilogue {
       if (pairing == Pairing::alternate) {
         pairs<family.value>(with_gate(activation, true), g, boxes, rows, left, thread);
       } else if (pairing == Pairing::halves) {
-        auto const act = with_known<known>(with_gate(activation, true));
+        auto const act = with_constants<known>(with_gate(activation, true));
         halves<family.value>(act, g, boxes, rows, left, thread);
       } else {
         halves<family.value>(with_gate(activation, false), g, boxes, rows, left, thread);

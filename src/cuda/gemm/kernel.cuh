@@ -1,7 +1,7 @@
 // D[group] = epilogue(A[group] B[group]^T) for every group, in one persistent launch.
 //
-//   warpgroup 0      producer: fills a ring of stages, 64 deep each (loaders.cuh); a warp of it,
-//                    idle if there is one, finds the tiles and tells the others (tile_queue.cuh)
+//   warpgroup 0      producer: fills a ring of stages, 64 deep each (loaders.cuh); a warp of it
+//                    finds the tiles and tells the others (tile_queue.cuh), see kGuideLoads
 //   warpgroups 1..   consumers: wgmma into registers, then the epilogue, 64 rows of a tile each
 //                    or, in turns, every other tile whole
 //
@@ -34,8 +34,8 @@ struct GroupedProduct {
 
   static constexpr bool kReads = requires { typename Epilogue::State; };
   // Blocks that take tiles as they go take none sooner than they can use it.
-  static constexpr bool kTakenLate = C.cluster > 1 || requires(Work w) { w.order; };
-  static constexpr bool kGuideLoads = Loader::kThreads == 128 || kTakenLate;
+  static constexpr bool kTakenLate = C.cluster > 1 || kOrders<Work>;
+  static constexpr bool kGuideLoads = Loader::kThreads == 128 || kTakenLate;  // else an idle warp
   using Tiles = TileQueue<4 * C.consumers + Loader::kThreads / 32>;
   struct SharedStorage {
     alignas(1024) char a[C.stages][C.a_bytes()];
@@ -86,7 +86,7 @@ struct GroupedProduct {
     Loader loader(p.load, thread);
     Cursor at;
     QueueEnd tiles;
-    [[maybe_unused]] auto guide = guide_of(p);  // where no warp is there for it alone: the first
+    [[maybe_unused]] auto guide = guide_of(p);
     [[maybe_unused]] int const warp = warp_index();
     auto const announce = [&] {
       if constexpr (kGuideLoads) {

@@ -93,7 +93,7 @@ struct KnownPairing {
 
 // The activation with what is known of it as constants to the compiler.
 template <Known known>
-__device__ Activation with_known(Activation act) {
+__device__ Activation with_constants(Activation act) {
   if (known == Known::swiglu) act.alpha = 1, act.up_offset = -0.f;  // x + -0 is x, even for -0
   return act;
 }

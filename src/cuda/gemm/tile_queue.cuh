@@ -7,6 +7,10 @@
 
 namespace guild::cuda {
 
+// Whether groups may come in an order of their own.
+template <class Work>
+inline constexpr bool kOrders = requires(Work w) { w.order; };
+
 // A warp's walk over every `stride`-th tile, or over those that it takes before other blocks do. It
 // keeps where 32 groups lie at hand, one a lane, so that no tile but the first of 32 groups waits
 // for memory.
@@ -36,10 +40,8 @@ class TileFinder {
   }
 
  private:
-  static constexpr bool kOrders = requires(Work w) { w.order; };
-
   __device__ int owner_of(int lane) const {
-    if constexpr (kOrders) {
+    if constexpr (kOrders<Work>) {
       if (work.order != nullptr) return __shfl_sync(~0u, ordered, lane);
     }
     return group + lane;
@@ -47,7 +49,7 @@ class TileFinder {
 
   // Where the lane's group lies.
   __device__ void place(bool exists) {
-    if constexpr (kOrders) {
+    if constexpr (kOrders<Work>) {
       if (work.order != nullptr) {
         ordered = exists ? work.order[group + threadIdx.x % 32] : 0;
         begin = ordered > 0 ? work.groups.bound(ordered - 1) : 0;
