@@ -261,7 +261,7 @@ void combine(Combine const& x, Queue queue) {
   require_aligned(x.router.weight, "router.weight");
   require_aligned(x.o, "o");
   if (x.router.dlogits.data != nullptr) {
-    require_addressable(x.sizes.rows(), row_stride(x.y, x.sizes.hidden), "y");
+    addressable_stride(x.sizes.rows(), row_stride(x.y, x.sizes.hidden), "y");
   }
   if (x.sizes.tokens == 0) return;
   with_type(x.dtype, [&](auto element) { combine_as<decltype(element)>(x, queue); });

@@ -102,10 +102,6 @@ __device__ bool open_group(Router const& router, Deal const& deal, Seat<S> const
   return group < router.groups && better < router.top_groups;
 }
 
-__device__ void store_shared(uint32_t address, uint32_t value) {
-  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
-}
-
 // The ids of the K best into `chosen`, best first. limit: candidates below it are yet to be taken.
 template <class S>
 __device__ void choose(Route const& x, Deal const& deal, Seat<S> const& seat,

@@ -67,6 +67,11 @@ __device__ inline void copy_async(uint32_t to, void const* from, bool valid) {
                : "memory");
 }
 
+// The same of one word, which is valid.
+__device__ inline void copy_word_async(uint32_t to, void const* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+
 // Four 8x8 matrices of 16-bit elements: lane l addresses row l % 8 of matrix l / 8; register j of
 // lane l holds columns 2 (l % 4) and the next of row l / 4 of matrix j (transposed: the reverse).
 __device__ inline void store_matrices(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {

@@ -41,6 +41,7 @@ struct GroupedProduct {
     alignas(1024) char a[C.stages][C.a_bytes()];
     alignas(1024) char b[C.stages][C.b_bytes()];
     typename Epilogue::Storage epilogue[C.consumers];
+    typename Loader::Storage loader;
     Barrier full[C.stages];     // Loader::kArrivals, and the bytes of TMA
     Barrier empty[C.stages];    // one arrival per consumer warp of the cluster that reads the stage
     Barrier turn[C.consumers];  // in turns: this consumer may take its tile's stages
@@ -83,7 +84,7 @@ struct GroupedProduct {
   static constexpr int kAhead = 8;
 
   static __device__ void produce(Params const& p, SharedStorage& smem, int thread) {
-    Loader loader(p.load, thread);
+    Loader loader(p.load, smem.loader, thread);
     Cursor at;
     QueueEnd tiles;
     [[maybe_unused]] auto guide = guide_of(p);
@@ -114,8 +115,7 @@ struct GroupedProduct {
     }
   }
 
-  // A thread of a consumer.
-  struct Self {
+  struct Self {  // a thread of a consumer
     int group;   // which consumer, known to the compiler as the same for all lanes of a warp
     int thread;  // of its 128
     __device__ Self() : group(warp_index() / 4 - 1), thread(threadIdx.x % 128) {}

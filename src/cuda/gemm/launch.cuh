@@ -97,10 +97,11 @@ void with_known(Known known, F&& f) {
   }
 }
 
-// Gathering kernels count in 16 bytes with 32 bits.
-inline void require_addressable(int64_t rows, int64_t stride, char const* name) {
+// A stride in 16 bytes: gathering kernels count in them with 32 bits.
+inline uint32_t addressable_stride(int64_t rows, int64_t stride, char const* name) {
   require(rows * (stride / 8) < int64_t(kNone), name,
           ": expected fewer than 2^35 elements on CUDA, got ", rows, " rows ", stride, " apart");
+  return uint32_t(stride / 8);
 }
 
 template <Product product, int index, class F>
@@ -123,11 +124,10 @@ void fill_rows(Params& load, ConstRows const& a, Routing const& routing, Sizes c
                char const* name) {
   if constexpr (requires { load.row; }) {
     load.a = static_cast<T const*>(a.data);
-    load.stride = row_stride(a, sizes.hidden);
+    load.stride = addressable_stride(sizes.tokens, row_stride(a, sizes.hidden), name);
     load.row = routing.row_token;
     load.tokens = int(sizes.tokens);
     load.k = int(sizes.hidden);
-    require_addressable(load.tokens, load.stride, name);
   } else {
     load.a = row_map<T>(a, sizes.rows(), sizes.hidden, 1, C.tile_m, name);
   }

@@ -6,8 +6,9 @@
 //                  picked by an index; the group's last, ragged step is zero-filled on both sides
 //
 // Each has begin(tile) and load(tile, step, a, b, full): fill one stage and arrive kArrivals times
-// in total on full; kRegisters is what its threads may use, of 168 for each of the block's. Gather
-// by cp.async in the producer: SonicMoE, arXiv:2512.14080, section 4.
+// in total on full; kRegisters is what its threads may use, of 168 for each of the block's, Storage
+// what they keep in shared memory. Gather by cp.async in the producer: SonicMoE, arXiv:2512.14080,
+// section 4.
 #pragma once
 #include "../arch/copy.cuh"
 #include "../arch/wgmma.cuh"
@@ -86,10 +87,11 @@ struct TmaRows {
     CUtensorMap a;  // (k, halves, rows), boxes of 64 x 1 x tile_m
     WeightLoader<C, major_b> b;
   };
+  struct Storage {};
   Params const& p;
   int const thread;
 
-  __device__ TmaRows(Params const& p, int thread) : p(p), thread(thread) {}
+  __device__ TmaRows(Params const& p, Storage&, int thread) : p(p), thread(thread) {}
   __device__ void begin(Tile const&) {}
   __device__ void load(Tile const& tile, int step, char* a, char* b, Barrier& full) {
     if (thread != 0) return;
@@ -108,30 +110,31 @@ struct GatheredRows {
 
   struct Params {
     T const* a;          // (tokens, k)
-    int64_t stride;      // elements from token to token
+    uint32_t stride;     // 16 bytes from token to token
     int32_t const* row;  // (rows of D) which row of a
     int tokens, k;
     WeightLoader<C, major_b> b;
   };
   static constexpr int kPasses = C.tile_m / 16;
+  static_assert(kPasses == 8, "a lane asks for one of its warp's rows");
 
+  struct Storage {};
   Params const& p;
   int const thread;
-  uint32_t from[kPasses];  // where the rows it copies begin, in 16 bytes; kNone past the last row
+  // Where the rows it copies begin, in 16 bytes, kNone past the last row. Until the first step the
+  // first one is the token of one of its warp's rows, which comes from memory beside the wait for a
+  // stage.
+  uint32_t from[kPasses];
 
-  __device__ GatheredRows(Params const& p, int thread) : p(p), thread(thread) {}
+  __device__ GatheredRows(Params const& p, Storage&, int thread) : p(p), thread(thread) {}
 
   __device__ void begin(Tile const& tile) {
-#pragma unroll
-    for (int i = 0; i < kPasses; ++i) {
-      int const r = thread / 8 + 16 * i;
-      int const token = r < tile.rows ? p.row[tile.row + r] : -1;
-      bool const inside = unsigned(token) < unsigned(p.tokens);
-      from[i] = inside ? uint32_t(token) * uint32_t(p.stride / 8) : kNone;
-    }
+    int const r = thread / 32 * 4 + thread % 4 + thread % 32 / 4 * 16;
+    from[0] = r < tile.rows ? uint32_t(p.row[tile.row + r]) : kNone;
   }
 
   __device__ void load(Tile const& tile, int step, char* a, char* b, Barrier& full) {
+    if (step == 0) place();
     int const k = step * C.tile_k;
     T const* const base = p.a + k + thread % 8 * 8;
     uint32_t const none = k + thread % 8 * 8 < p.k ? kNone : 0;  // at or above it: nothing to copy
@@ -146,6 +149,14 @@ struct GatheredRows {
     }
     full.arrive_when_copied();
   }
+
+ private:
+  __device__ void place() {
+    uint32_t const start = from[0] < unsigned(p.tokens) ? from[0] * p.stride : kNone;
+    int const first = int(kept(thread % 32 / 8));  // else all lanes asked would be kept
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) from[i] = __shfl_sync(~0u, start, first + 4 * i);
+  }
 };
 
 template <class T, GemmConfig C>
@@ -155,8 +166,8 @@ struct TokenColumns {
   static constexpr int kArrivals = kThreads + 1;
 
   struct Params {
-    T const* a;  // (tokens or rows, m)
-    int64_t a_stride;
+    T const* a;          // (tokens or rows, m)
+    uint32_t a_stride;   // 16 bytes from row to row
     int32_t const* row;  // (rows of b) which row of a; null: the same row
     int tokens, m, n;
     T const* b;  // (rows, n)
@@ -164,24 +175,41 @@ struct TokenColumns {
     CUtensorMap a_map, b_map;  // (m or n, 1, rows), boxes of 64 x 1 x 64; a_map only without row
   };
   static_assert(C.tile_m == 128 && C.tile_k == 64, "half a warp copies a row of A, a warp 16 rows");
-  static constexpr int kPairs = 2;  // pairs of steps whose tokens are asked for ahead
+  // Tokens of pairs of steps that are on their way, of each warp.
+  static constexpr int kSlots = 4;
+  struct Storage {
+    int token[kThreads / 32][kSlots][32];
+  };
+  // Steps from the one at which tokens are asked for to that at which they are used: the stage of
+  // the former is asked to be free before, which says that all its copies have landed.
+  static constexpr int kAhead = 4;
+  static_assert(kAhead >= C.stages && kAhead / 2 < kSlots);
 
   Params const& p;
   int const thread;
+  uint32_t const tokens;  // where the lane's are: shared memory
   // One warp copies what its instructions allow, so a row costs it five: where rows of A begin, in
   // 16-byte units, is found once a pair of steps, one lane a row. Lane l holds that of the warp's
   // row l % 16 for the even (l < 16) or odd step. Tokens come from memory: a warp that used one as
-  // soon as it had asked would stand still, so they are kept as they come for two pairs.
+  // soon as it had asked would stand still, and so would one that keeps them in registers, for the
+  // compiler waits for these wherever the loop starts over.
   uint32_t start;
-  int ahead[kPairs];
 
-  __device__ TokenColumns(Params const& p, int thread) : p(p), thread(thread) {}
+  __device__ TokenColumns(Params const& p, Storage& storage, int thread)
+      : p(p), thread(thread), tokens(shared_address(&storage.token[thread / 32][0][thread % 32])) {}
 
   __device__ void begin(Tile const& tile) {
-    int const first = ask(tile, 0);
+    if (p.row != nullptr) {
+      int token[kAhead / 2 + 1];
 #pragma unroll
-    for (int pair = 0; pair < kPairs; ++pair) ahead[pair] = ask(tile, 2 * pair + 2);
-    start = place(first);
+      for (int pair = 0; pair <= kAhead / 2; ++pair) {
+        int const r = row_of(2 * pair);
+        token[pair] = r < tile.inner ? p.row[tile.inner_row + r] : 0;
+      }
+#pragma unroll
+      for (int pair = 0; pair <= kAhead / 2; ++pair) store_shared(slot(2 * pair), token[pair]);
+    }
+    start = place(tile, 0);
   }
 
   __device__ void load(Tile const& tile, int step, char* a, char* b, Barrier& full) {
@@ -204,26 +232,33 @@ struct TokenColumns {
     __syncwarp();
     if (!a_by_tma) copy_a(tile, step, a);
     if (!whole) copy_b(tile, row, left, b);
+    if (step % 2 == 1) {
+      ask(tile, step + 1 + kAhead);
+      start = place(tile, step + 1);
+    }
     full.arrive_when_copied();
-    if (step % 2 == 0) return;
-    start = place(ahead[0]);
-#pragma unroll
-    for (int pair = 0; pair + 1 < kPairs; ++pair) ahead[pair] = ahead[pair + 1];
-    ahead[kPairs - 1] = ask(tile, step + 2 * kPairs + 1);
   }
 
  private:
-  // The token of the lane's row of steps `even` and even + 1, -1 past the end; the warp's rows are
-  // 2 w, 2 w + 1 and those a multiple of 8 below, so that a thread's rows share a swizzle.
-  __device__ int ask(Tile const& tile, int even) const {
+  // The lane's row of steps `even` and even + 1 of the tile: the warp's rows are 2 w, 2 w + 1 and
+  // those a multiple of 8 below, so that a thread's rows share a swizzle.
+  __device__ int row_of(int even) const {
     int const lane = thread % 32;
-    int const r = (even + lane / 16) * C.tile_k + thread / 32 * 2 + lane % 2 + lane % 16 / 2 * 8;
-    int const at = tile.inner_row + r;
-    return r >= tile.inner ? -1 : p.row == nullptr ? at : p.row[at];
+    return (even + lane / 16) * C.tile_k + thread / 32 * 2 + lane % 2 + lane % 16 / 2 * 8;
   }
-  __device__ uint32_t place(int token) const {
-    bool const inside = unsigned(token) < unsigned(p.tokens);
-    return inside ? uint32_t(token) * uint32_t(p.a_stride / 8) : kNone;
+  __device__ uint32_t slot(int even) const { return tokens + even / 2 % kSlots * 128; }
+
+  __device__ void ask(Tile const& tile, int even) const {
+    int const r = row_of(even);
+    if (p.row != nullptr && r < tile.inner) {
+      copy_word_async(slot(even), p.row + tile.inner_row + r);
+    }
+  }
+  __device__ uint32_t place(Tile const& tile, int even) const {
+    int const r = row_of(even);
+    int const token = p.row == nullptr ? tile.inner_row + r : load_shared(slot(even));
+    bool const inside = r < tile.inner && unsigned(token) < unsigned(p.tokens);
+    return inside ? uint32_t(token) * p.a_stride : kNone;
   }
 
   __device__ void copy_a(Tile const& tile, int step, char* a) const {

@@ -35,10 +35,9 @@ void launch_expert_product(ExpertProduct const& x, Epilogue const& epilogue, Que
   params.work.taken = x.schedule.taken;
   auto& load = params.load;
   load.a = static_cast<T const*>(x.a.data);
-  load.a_stride = row_stride(x.a, x.m);
   load.row = x.row_token;
   load.tokens = int(x.row_token == nullptr ? x.rows : x.tokens);
-  require_addressable(load.tokens, load.a_stride, "x or dout");
+  load.a_stride = addressable_stride(load.tokens, row_stride(x.a, x.m), "x or dout");
   load.m = int(x.m);
   load.n = int(x.n);
   load.b = static_cast<T const*>(x.b.data);
