@@ -83,6 +83,13 @@ __device__ inline void forget_registers(float (&acc)[count]) {
   for (int i = 0; i < count; ++i) asm volatile("" : "=f"(acc[i]));
 }
 
+// Zeros, where they are, however the compiler may know of zeros elsewhere.
+template <int count>
+__device__ inline void clear_registers(float (&acc)[count]) {
+#pragma unroll
+  for (int i = 0; i < count; ++i) asm volatile("mov.f32 %0, 0f00000000;" : "=f"(acc[i]));
+}
+
 // Keeps the compiler from moving accesses to the accumulators across the asynchronous products.
 template <int count>
 __device__ inline void fence_registers(float (&acc)[count]) {

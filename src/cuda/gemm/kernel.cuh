@@ -33,6 +33,7 @@ struct GroupedProduct {
   };
 
   static constexpr bool kReads = requires { typename Epilogue::State; };
+  static constexpr bool kBeside = requires { typename Epilogue::template Parcel<C.tile_n>; };
   // Blocks that take tiles as they go take none sooner than they can use it.
   static constexpr bool kTakenLate = C.cluster > 1 || kOrders<Work>;
   static constexpr bool kGuideLoads = Loader::kThreads == 128 || kTakenLate;  // else an idle warp
@@ -55,7 +56,12 @@ struct GroupedProduct {
     __device__ void advance() {
       if (++stage == C.stages) stage = 0, phase ^= 1;
     }
-    __device__ int before(int count) const { return (stage + C.stages - count) % C.stages; }
+    // Signed, it takes more instructions, without which ptxas serialises the products (C7515) where
+    // results leave element by element.
+    __device__ int before(int count) const {
+      using Int = std::conditional_t<kReads || kBeside, unsigned, int>;
+      return Int(stage + C.stages - count) % C.stages;
+    }
     __device__ void advance(int count) {
       int const end = stage + count;
       stage = end % C.stages;
@@ -149,7 +155,7 @@ struct GroupedProduct {
   }
 
   // Sums the tile over its steps, freeing each stage once the next one's products are under way.
-  // meanwhile(step): done while the step's products run, and once where there are none.
+  // meanwhile(step, last): done while the step's products run, and once where there are none.
   template <class F>
   static __device__ void sum(Accumulator& acc, bool started, Cursor& at, Tile const& tile,
                              SharedStorage& smem, Self self, F&& meanwhile) {
@@ -160,7 +166,9 @@ struct GroupedProduct {
     uint32_t const b = kept(descriptor<Loader::kMajorB>(shared_address(smem.b[0])));
     if constexpr (Work::kMayBeEmpty) {
       if (count == 0) {
-        meanwhile(0);
+#pragma unroll
+        for (auto& part : acc) clear_registers(part);
+        meanwhile(0, true);
         return;
       }
     }
@@ -177,7 +185,7 @@ struct GroupedProduct {
         wgmma_wait<1>();
         if (self.leads_warp()) release(smem.empty[at.before(1)]);
       }
-      meanwhile(step);
+      meanwhile(step, step + 1 == count);
       at.advance();
     } while (++step < count);
     if (C.in_turns && self.leads_warp()) smem.turn[1 - self.group].arrive();
@@ -224,17 +232,13 @@ struct GroupedProduct {
     if (part.rows > 0) p.epilogue.finish(state, part, self.thread);
   }
 
-  // What the sum begins with, if anything; zeros, where it may have no steps to overwrite them.
+  // What the sum begins with, if anything.
   static __device__ bool start(Params const& p, Accumulator& acc, Tile const& tile, Self self) {
     bool started = false;
 #pragma unroll
     for (auto& part : acc) {
       forget_registers(part);
       started = p.epilogue.template start<C.tile_n>(part, tile, self.thread);
-      if constexpr (Work::kMayBeEmpty) {
-#pragma unroll
-        for (float& x : part) x = 0;
-      }
     }
     return started;
   }
@@ -251,11 +255,10 @@ struct GroupedProduct {
     if (!more) return;
     do {
       bool const started = start(p, acc, tile, self);
-      sum(acc, started, at, tile, smem, self, [&](int step) {
-        if (step == 0 && !kTakenLate) more = smem.tiles.take(tiles, following);
+      sum(acc, started, at, tile, smem, self, [&](int step, bool last) {
+        if (kTakenLate ? last : step == 0) more = smem.tiles.take(tiles, following);
         if (parcel.left()) parcel.step(p.epilogue, storage, self.thread);
       });
-      if (kTakenLate) more = smem.tiles.take(tiles, following);
       for (bool begun = false;; begun = true) {
         while (parcel.left()) parcel.step(p.epilogue, storage, self.thread);
         if (begun) break;
@@ -274,12 +277,11 @@ struct GroupedProduct {
     Tile tile, following;
     for (bool more = smem.tiles.take(tiles, tile); more; tile = following) {
       bool const started = start(p, acc, tile, self);
-      sum(acc, started, at, tile, smem, self, [&](int step) {
-        if (step == 0 && !kTakenLate) more = smem.tiles.take(tiles, following);
+      sum(acc, started, at, tile, smem, self, [&](int step, bool last) {
+        if (kTakenLate ? last : step == 0) more = smem.tiles.take(tiles, following);
       });
       Tile const rows = part_of(tile, self.group);
       if (rows.rows > 0) p.epilogue.template store<C.tile_n>(acc[0], rows, self.thread);
-      if (kTakenLate) more = smem.tiles.take(tiles, following);
     }
   }
 
@@ -295,13 +297,11 @@ struct GroupedProduct {
       Tile const rows = part_of(tile, self.group);
       p.epilogue.begin(state, rows, self.thread);
       bool const started = start(p, acc, tile, self);
-      sum(acc, started, at, tile, smem, self, [&](int step) {
-        if (step > 0) return;
-        take_back(lent, smem, self);
-        if (!kTakenLate) more = smem.tiles.take(tiles, following);
+      sum(acc, started, at, tile, smem, self, [&](int step, bool last) {
+        if (step == 0) take_back(lent, smem, self);
+        if (kTakenLate ? last : step == 0) more = smem.tiles.take(tiles, following);
       });
       finish(p, acc[0], at, lent, rows, state, smem, self);
-      if (kTakenLate) more = smem.tiles.take(tiles, following);
     }
   }
 
@@ -323,7 +323,7 @@ struct GroupedProduct {
       bool const started = start(p, acc, tile, self);
       smem.turn[self.group].wait(phase);
       phase ^= 1;
-      sum(acc, started, at, tile, smem, self, [](int) {});
+      sum(acc, started, at, tile, smem, self, [](int, bool) {});
 #pragma unroll
       for (int i = 0; i < kParts; ++i) {
         typename Epilogue::template Parcel<C.tile_n> parcel;
@@ -339,7 +339,7 @@ struct GroupedProduct {
     Accumulator acc;
     if constexpr (C.in_turns) {
       consume_in_turns(p, acc, smem, self);
-    } else if constexpr (requires { typename Epilogue::template Parcel<C.tile_n>; }) {
+    } else if constexpr (kBeside) {
       consume_beside(p, acc, smem, self);
     } else if constexpr (kReads) {
       consume_reading(p, acc, smem, self);
