@@ -8,7 +8,7 @@
 //
 // Integers make ties and NaN plain: NaN is below every number and equal keys go to the lowest lane,
 // which has the smaller ids, so any logits give K different ids in range.
-#include "arch/barrier.cuh"
+#include "arch/copy.cuh"
 #include "check.h"
 #include "router.cuh"
 #include "shared/merge_sort.h"

@@ -183,10 +183,9 @@ def test_compare_agrees(dtype: torch.dtype, device: str, corpus: Path, tmp_path:
     _, summary = train(small_settings(), tmp_path, corpus, compare=True, dtype=dtype, device=where)
     found = summary["compare"]
     assert found["largest_loss_difference_steps"] == 12
-    # bfloat16 curves part by 0.013 to 0.032, for torch chooses its kernels anew in every process.
-    limit = 1e-4 if dtype == torch.float32 else 0.1
-    assert found["largest_loss_difference"] < limit
-    assert found["plain_train_loss"] == pytest.approx(summary["final_train_loss"], abs=limit)
+    # In bfloat16 on a GPU 0.013, 0.014 or 0.032, the same throughout a process.
+    assert found["largest_loss_difference"] < (1e-4 if dtype == torch.float32 else 0.05)
+    assert found["plain_train_loss"] == pytest.approx(summary["final_train_loss"], abs=0.02)
     rows = RunFolder(tmp_path).rows()
     assert {row["moe"] for row in rows} == {"guild", "plain"}
     assert matplotlib.image.imread(tmp_path / "loss.png").shape[1] > 1500  # three panels

@@ -12,15 +12,6 @@ __device__ inline uint32_t shared_address(void const* p) {
   return uint32_t(__cvta_generic_to_shared(p));
 }
 
-__device__ inline void store_shared(uint32_t address, uint32_t value) {
-  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
-}
-__device__ inline uint32_t load_shared(uint32_t address) {
-  uint32_t value;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
-  return value;
-}
-
 // Keeps a value in a register: the compiler would rather find it again at every use, an address
 // through a special register that takes long to read.
 __device__ inline uint32_t kept(uint32_t value) {

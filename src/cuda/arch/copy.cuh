@@ -1,5 +1,6 @@
-// Moving bytes: TMA boxes of rank-3 and rank-4 maps, 16-byte cp.async, and 8x8 matrices between
-// registers and shared memory. PTX ISA, sections "cp.async.bulk.tensor", "cp.async" and "stmatrix".
+// Moving bytes: TMA boxes of rank-3 and rank-4 maps, cp.async of 16 bytes or a word, and words and
+// 8x8 matrices between registers and shared memory. PTX ISA, sections "cp.async.bulk.tensor",
+// "cp.async" and "stmatrix".
 #pragma once
 #include <cuda.h>
 
@@ -70,6 +71,16 @@ __device__ inline void copy_async(uint32_t to, void const* from, bool valid) {
 // The same of one word, which is valid.
 __device__ inline void copy_word_async(uint32_t to, void const* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+
+// One word of shared memory.
+__device__ inline void store_shared(uint32_t address, uint32_t value) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+__device__ inline uint32_t load_shared(uint32_t address) {
+  uint32_t value;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
 }
 
 // Four 8x8 matrices of 16-bit elements: lane l addresses row l % 8 of matrix l / 8; register j of

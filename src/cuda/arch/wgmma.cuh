@@ -83,7 +83,7 @@ __device__ inline void forget_registers(float (&acc)[count]) {
   for (int i = 0; i < count; ++i) asm volatile("" : "=f"(acc[i]));
 }
 
-// Zeros, where they are, however the compiler may know of zeros elsewhere.
+// Zeros that are written here: the compiler neither hoists them nor copies them from others.
 template <int count>
 __device__ inline void clear_registers(float (&acc)[count]) {
 #pragma unroll

@@ -155,7 +155,7 @@ struct GroupedProduct {
   }
 
   // Sums the tile over its steps, freeing each stage once the next one's products are under way.
-  // meanwhile(step, last): done while the step's products run, and once where there are none.
+  // meanwhile(step, takes the next tile): beside each step's products, once where there are none.
   template <class F>
   static __device__ void sum(Accumulator& acc, bool started, Cursor& at, Tile const& tile,
                              SharedStorage& smem, Self self, F&& meanwhile) {
@@ -185,7 +185,7 @@ struct GroupedProduct {
         wgmma_wait<1>();
         if (self.leads_warp()) release(smem.empty[at.before(1)]);
       }
-      meanwhile(step, step + 1 == count);
+      meanwhile(step, kTakenLate ? step + 1 == count : step == 0);
       at.advance();
     } while (++step < count);
     if (C.in_turns && self.leads_warp()) smem.turn[1 - self.group].arrive();
@@ -255,8 +255,8 @@ struct GroupedProduct {
     if (!more) return;
     do {
       bool const started = start(p, acc, tile, self);
-      sum(acc, started, at, tile, smem, self, [&](int step, bool last) {
-        if (kTakenLate ? last : step == 0) more = smem.tiles.take(tiles, following);
+      sum(acc, started, at, tile, smem, self, [&](int, bool takes) {
+        if (takes) more = smem.tiles.take(tiles, following);
         if (parcel.left()) parcel.step(p.epilogue, storage, self.thread);
       });
       for (bool begun = false;; begun = true) {
@@ -277,8 +277,8 @@ struct GroupedProduct {
     Tile tile, following;
     for (bool more = smem.tiles.take(tiles, tile); more; tile = following) {
       bool const started = start(p, acc, tile, self);
-      sum(acc, started, at, tile, smem, self, [&](int step, bool last) {
-        if (kTakenLate ? last : step == 0) more = smem.tiles.take(tiles, following);
+      sum(acc, started, at, tile, smem, self, [&](int, bool takes) {
+        if (takes) more = smem.tiles.take(tiles, following);
       });
       Tile const rows = part_of(tile, self.group);
       if (rows.rows > 0) p.epilogue.template store<C.tile_n>(acc[0], rows, self.thread);
@@ -297,9 +297,9 @@ struct GroupedProduct {
       Tile const rows = part_of(tile, self.group);
       p.epilogue.begin(state, rows, self.thread);
       bool const started = start(p, acc, tile, self);
-      sum(acc, started, at, tile, smem, self, [&](int step, bool last) {
+      sum(acc, started, at, tile, smem, self, [&](int step, bool takes) {
         if (step == 0) take_back(lent, smem, self);
-        if (kTakenLate ? last : step == 0) more = smem.tiles.take(tiles, following);
+        if (takes) more = smem.tiles.take(tiles, following);
       });
       finish(p, acc[0], at, lent, rows, state, smem, self);
     }
