@@ -9,9 +9,9 @@
 // Integers make ties and NaN plain: NaN is below every number and equal keys go to the lowest lane,
 // which has the smaller ids, so any logits give K different ids in range.
 #include "arch/copy.cuh"
+#include "arch/dependence.cuh"
 #include "check.h"
 #include "router.cuh"
-#include "shared/merge_sort.h"
 
 namespace guild::cuda {
 namespace {
@@ -31,52 +31,46 @@ __device__ void keys_of_p(Route const& x, LaneLogits<S> const& logits, float (&k
   }
 }
 
-// A lane's best experts below `limit`, falling.
+// What ranks the lane's experts; 0 past the last one. nan: one of the keys is none.
+template <int per_lane>
+__device__ void orders_of(float const (&key)[per_lane], int count, bool nan,
+                          uint32_t (&order)[per_lane]) {
+#pragma unroll
+  for (int i = 0; i < per_lane; ++i) order[i] = order_of_number(key[i]);
+  if (!nan && count == per_lane) return;
+#pragma unroll
+  for (int i = 0; i < per_lane; ++i) order[i] = i < count ? order_of(key[i]) : 0;
+}
+
+// A lane's best experts, falling, from what ranks all of its experts; 0: none.
 template <class S>
 struct Best {
   static constexpr int kept = S::per_lane < 4 ? S::per_lane : 4;
   static constexpr bool all = kept == S::per_lane;  // nothing is left out
-  uint32_t order[kept];                             // of their keys; 0: none
-  uint32_t places;                                  // a byte each: which of the lane's experts
+  uint32_t order[kept] = {};
+  uint32_t places = 0;  // a byte each: which of the lane's experts
 
-  __device__ void find(float const (&key)[S::per_lane], int count, uint64_t limit) {
-    uint64_t best[kept], next[kept];
+  // Of equal ones the earlier is the better.
+  __device__ explicit Best(uint32_t const (&orders)[S::per_lane]) {
 #pragma unroll
-    for (int base = 0; base < S::per_lane; base += kept) {
+    for (int i = 0; i < S::per_lane; ++i) insert(orders[i], i);
+  }
+  __device__ void insert(uint32_t x, uint32_t place) {
+    constexpr uint32_t with_new[] = {0x2104, 0x2140, 0x2410, 0x4210};  // the places, and it there
+    uint32_t bytes = 0x3210;
 #pragma unroll
-      for (int i = 0; i < kept; ++i) {
-        uint64_t const c = candidate(key[base + i], base + i);
-        bool const open = base + i < count && (all || c < limit);
-        next[i] = open ? c : uint32_t(c);  // of order 0: below every expert
-      }
-      sort_falling(next);
-      if constexpr (!all) {
-        if (base > 0) {
-          keep_greatest(best, next);
-          continue;
-        }
-      }
+    for (int i = kept - 1; i >= 0; --i) bytes = x > order[i] ? with_new[i] : bytes;
+    places = __byte_perm(places, place, bytes);
 #pragma unroll
-      for (int i = 0; i < kept; ++i) best[i] = next[i];
-    }
-    places = 0;
-#pragma unroll
-    for (int i = 0; i < kept; ++i) {
-      order[i] = uint32_t(best[i] >> 32);
-      places |= (~uint32_t(best[i]) & 255) << 8 * i;
-    }
+    for (int i = kept - 1; i > 0; --i) order[i] = max(order[i], min(order[i - 1], x));
+    order[0] = max(order[0], x);
   }
   __device__ int place() const { return int(places & 255); }
-  __device__ uint64_t front() const { return uint64_t(order[0]) << 32 | uint32_t(~place()); }
   __device__ void pop(bool wins) {
 #pragma unroll
     for (int i = 0; i + 1 < kept; ++i) order[i] = wins ? order[i + 1] : order[i];
     order[kept - 1] = wins ? 0 : order[kept - 1];
     places >>= wins ? 8 : 0;
-  }
-  __device__ void clear() {
-#pragma unroll
-    for (uint32_t& o : order) o = 0;
   }
 };
 
@@ -102,52 +96,60 @@ __device__ bool open_group(Router const& router, Deal const& deal, Seat<S> const
   return group < router.groups && better < router.top_groups;
 }
 
-// The ids of the K best into `chosen`, best first. limit: candidates below it are yet to be taken.
+// The ids of the K best into `chosen`, best first. Returns what ranks choice number `lane`.
 template <class S>
-__device__ void choose(Route const& x, Deal const& deal, Seat<S> const& seat,
-                       LaneLogits<S> const& logits, float const (&key)[S::per_lane],
-                       uint32_t* chosen) {
+__device__ uint32_t choose(Route const& x, Deal const& deal, Seat<S> const& seat, int first,
+                           uint32_t (&orders)[S::per_lane], uint32_t* chosen) {
   unsigned const below = seat.below();
   int const top_k = int(x.top_k);
   uint32_t const place_of_chosen = kept(shared_address(chosen));
-  uint64_t limit = ~uint64_t(0);
-  int k = 0;
-  do {
-    Best<S> best;
-    best.find(key, logits.count, limit);
-    if (k == 0 && x.router.groups > 1 && !open_group(x.router, deal, seat, best)) best.clear();
-    uint32_t top = 0;
+  uint32_t mine = 0;
+  for (int k = 0;;) {
+    Best<S> best(orders);
+    if (k == 0 && x.router.groups > 1 && !open_group(x.router, deal, seat, best)) {
+#pragma unroll
+      for (uint32_t& order : orders) order = 0;
+      best = Best<S>(orders);
+    }
+    uint32_t top = 0, last = 0;  // the last one taken, and its place if it was this lane's
     bool emptied = false, ran_out = false;
     for (; k < top_k && !ran_out; ++k) {
       top = lanes_max<S>(best.order[0]);
+      mine = k == seat.lane ? top : mine;
       bool const equal = best.order[0] == top;
       unsigned const equals = __ballot_sync(~0u, equal);
       bool const wins = equal && (equals & below) == 0;
-      if (wins) store_shared(place_of_chosen + 4 * k, uint32_t(logits.first + best.place()));
+      last = best.place();
+      store_shared_if(wins, place_of_chosen + 4 * k, first + last);
       best.pop(wins);
       if (!Best<S>::all) {
         emptied = wins && best.order[0] == 0;
         ran_out = __any_sync(~0u, emptied);
       }
     }
-    if (best.order[0] != 0) {
-      limit = best.front() + 1;
-    } else {  // the last one taken was this lane's, or it has none left
-      limit = emptied ? uint64_t(top) << 32 | ~(chosen[k - 1] - logits.first) : 0;
+    if (Best<S>::all || k == top_k) return mine;
+    // What has been taken is no candidate any more: all that is before the lane's first one.
+    uint32_t const front = emptied ? top : best.order[0];
+    int const place = emptied ? int(last) + 1 : best.place();
+#pragma unroll
+    for (int i = 0; i < S::per_lane; ++i) {
+      bool const taken = orders[i] > front || (orders[i] == front && i < place);
+      orders[i] = taken ? 0 : orders[i];
     }
-  } while (!Best<S>::all && k < top_k);
+  }
 }
 
-// Weights of the chosen, and both into the outputs. `row`: the token's logits.
+// Weights of the chosen, and both into the outputs. `row`: the token's logits; order: of choice
+// number `lane`; nan: one of the lane's logits is none.
 template <class S>
 __device__ void weigh(Route const& x, Seat<S> const& seat, LaneLogits<S> const& logits,
-                      float const* row, uint32_t const* chosen) {
+                      float const* row, uint32_t const* chosen, uint32_t order, bool nan) {
   Router const& router = x.router;
   bool const softmax = router.score == Score::softmax;
   int const top_k = int(x.top_k), lane = seat.lane;
   // A lane's first choice stays in registers; beyond S::lanes, the others are read again.
-  int const id = lane < top_k ? int(chosen[lane]) : 0;
-  float const logit = lane < top_k ? row[id] : -INFINITY;
+  float logit = -INFINITY;
+  if (lane < top_k) logit = ranked_by_logit(x) ? value_of(order) : row[chosen[lane]];
   float shift = 0, factor = 1, weight = 0;
   if (router.renormalize) {
     float top = logit;
@@ -171,7 +173,7 @@ __device__ void weigh(Route const& x, Seat<S> const& seat, LaneLogits<S> const& 
       sum += unscaled_weight(router.score, row[chosen[k]], shift);
     }
     factor = 1.f / lanes_sum<S>(sum);
-    if (softmax && logits.any_nan(seat)) factor = NAN;
+    if (softmax && lanes_any(seat, nan)) factor = NAN;
   }
   if (seat.token >= x.tokens) return;
   bool const real = x.token_mask == nullptr || x.token_mask[seat.token] != 0;
@@ -189,30 +191,37 @@ __device__ void weigh(Route const& x, Seat<S> const& seat, LaneLogits<S> const& 
   }
 }
 
+// As long as they leave multiprocessors idle, more lanes a token end sooner.
+constexpr int64_t kFewTokens = 4096;
+
 // Blocks of a multiprocessor: as many as registers allow.
 constexpr int blocks_at_once(int per_lane) {
-  return per_lane <= 4 ? 6 : per_lane <= 8 ? 4 : per_lane <= 16 ? 3 : 1;
+  return per_lane <= 4 ? 6 : per_lane <= 8 ? 5 : per_lane <= 16 ? 3 : 1;
 }
 
 template <class S>
 __global__ void __launch_bounds__(kRouterThreads, blocks_at_once(S::per_lane)) route_kernel(
     Route x, int64_t stride, Deal deal) {
   __shared__ uint32_t shared[S::tokens][S::experts];
+  let_next_start();
   Seat<S> const seat;
   if (seat.token - threadIdx.x % 32 / S::lanes >= x.tokens) return;  // the whole warp
   float const* const row =
       static_cast<float const*>(x.logits.data) + min(seat.token, x.tokens - 1) * stride;
   LaneLogits<S> const logits(deal, seat, row);
   uint32_t* const chosen = shared[seat.token_in_block];
+  uint32_t orders[S::per_lane];
+  bool const nan = any_nan(logits.value);
   if (ranked_by_logit(x)) {
-    choose(x, deal, seat, logits, logits.value, chosen);
+    orders_of(logits.value, logits.count, nan, orders);
   } else {
     float key[S::per_lane];
     keys_of_p(x, logits, key);
-    choose(x, deal, seat, logits, key, chosen);
+    orders_of(key, logits.count, any_nan(key), orders);
   }
+  uint32_t const order = choose(x, deal, seat, logits.first, orders, chosen);
   __syncwarp();
-  weigh(x, seat, logits, row, chosen);
+  weigh(x, seat, logits, row, chosen, order, nan);
 }
 
 }  // namespace
@@ -222,12 +231,17 @@ void route(Route const& x, Queue queue) {
   require(x.dtype == DType::float32, "logits: expected float32 on CUDA");
   if (x.tokens == 0) return;
   int64_t const stride = row_stride(x.logits, x.experts);
-  with_shape(
-      x.experts, x.router.groups, by_four(x.logits, stride), [&](auto shape, Deal const& deal) {
-        using S = decltype(shape);
-        route_kernel<S>
-            <<<router_blocks<S>(x.tokens), kRouterThreads, 0, queue.stream>>>(x, stride, deal);
-      });
+  auto const launch = [&](auto shape, Deal const& deal) {
+    using S = decltype(shape);
+    route_kernel<S>
+        <<<router_blocks<S>(x.tokens), kRouterThreads, 0, queue.stream>>>(x, stride, deal);
+  };
+  bool const aligned = by_four(x.logits, stride);
+  if (x.tokens > kFewTokens) {
+    with_shape<TokenShape<8, 16>>(x.experts, x.router.groups, aligned, launch);
+  } else {
+    with_shape(x.experts, x.router.groups, aligned, launch);
+  }
   cuda_check(cudaGetLastError(), "launch of route");
 }
 

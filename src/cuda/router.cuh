@@ -76,6 +76,14 @@ __device__ bool lanes_any(Seat<S> const& seat, bool x) {
   return (__ballot_sync(~0u, x) & seat.mine()) != 0;
 }
 
+template <int count>
+__device__ bool any_nan(float const (&values)[count]) {
+  bool nan = false;
+#pragma unroll
+  for (float x : values) nan |= x != x;
+  return nan;
+}
+
 // This lane's logits; past the last one: -infinity.
 template <class S>
 struct LaneLogits {
@@ -102,12 +110,6 @@ struct LaneLogits {
     for (float x : value) largest = fmaxf(largest, x);
     return lanes_max<S>(largest);
   }
-  __device__ bool any_nan(Seat<S> const& seat) const {
-    bool nan = false;
-#pragma unroll
-    for (float x : value) nan |= x != x;
-    return lanes_any(seat, nan);
-  }
   // Sum of exp(logit - shift) over the token's experts.
   __device__ float sum_of_exp(float shift) const {
     float sum = 0;
@@ -130,8 +132,9 @@ unsigned router_blocks(int64_t tokens) {
 }
 
 // Calls f(TokenShape, Deal) with the fewest lanes and registers that the experts and groups fit:
-// what a warp does once, whatever it does for its tokens, is most of its work.
-template <class F>
+// what a warp does once, whatever it does for its tokens, is most of its work. ForHundreds: with up
+// to 128 experts.
+template <class ForHundreds = TokenShape<16, 8>, class F>
 void with_shape(int64_t experts, int groups, bool by_four, F&& f) {
   require_routable(experts);
   int const part = int(experts) / groups;
@@ -143,8 +146,8 @@ void with_shape(int64_t experts, int groups, bool by_four, F&& f) {
   };
   auto const run = [&](auto shape) { return fits(shape) && (f(shape, deal), true); };
   bool const done = run(TokenShape<4, 2>{}) || run(TokenShape<8, 4>{}) || run(TokenShape<8, 8>{}) ||
-                    run(TokenShape<16, 8>{}) || run(TokenShape<16, 16>{}) ||
-                    run(TokenShape<32, 16>{}) || run(TokenShape<32, 32>{});
+                    run(ForHundreds{}) || run(TokenShape<16, 16>{}) || run(TokenShape<32, 16>{}) ||
+                    run(TokenShape<32, 32>{});
   require(done, "router.groups: expected groups of at most ",
           32 * std::bit_floor(unsigned(32 / groups)), " experts on CUDA, got ", part);
 }

@@ -12,6 +12,7 @@
 
 #include "alignment.h"
 #include "arch/cluster.cuh"
+#include "arch/dependence.cuh"
 #include "check.h"
 #include "element.cuh"
 #include "shared/routing.h"
@@ -109,10 +110,12 @@ rank_kernel(Sort x, int64_t chunk) {
   int64_t const begin = blockIdx.x * chunk, end = min(begin + chunk, slot_count(x));
   int64_t const warp_begin = begin + warp * (chunk / kWarps);
   int64_t const warp_end = min(warp_begin + chunk / kWarps, end);
-  int64_t const used = min(warp_end, used_slots(x));
   int *const count = memory, *const next = memory + experts;
+  let_next_start();
 #pragma unroll 1
   for (int i = threadIdx.x; i < kWarps * experts; i += kThreads) next[i] = 0;
+  wait_for_previous();
+  int64_t const used = min(warp_end, used_slots(x));
   __syncthreads();
 #pragma unroll 1
   for (int64_t base = warp_begin; base < used; base += 32 * kAtOnce) {
@@ -201,6 +204,7 @@ __global__ void __launch_bounds__(kThreads) scatter_kernel(Sort x, int64_t chunk
   extern __shared__ int first_row[];  // (E)
   int64_t const begin = blockIdx.x * chunk + blockIdx.y * piece;
   int64_t const chunk_end = min((blockIdx.x + 1) * chunk, slot_count(x));
+  wait_for_previous();
   int64_t const end = min(begin + piece, chunk_end), used = used_slots(x);
   int64_t slot = begin + threadIdx.x;
   Slot s = load_slot(x, slot, end, used);
@@ -249,13 +253,14 @@ void sort_by_expert(Sort const& x, Queue queue) {
                                   rank_bytes(kMostRouted)),
              "shared memory of sort_by_expert");
   int64_t const clusters = sort_clusters(slots);
-  rank_kernel<<<unsigned(clusters * kCluster), kThreads, rank_bytes(x.experts), queue.stream>>>(
-      x, chunk);
+  cuda_check(launch_early(rank_kernel, dim3(unsigned(clusters * kCluster)), kThreads,
+                          rank_bytes(x.experts), queue.stream, x, chunk),
+             "launch of sort_by_expert");
   int64_t const piece = piece_slots(chunk, x.experts), pieces = (chunk + piece - 1) / piece;
   dim3 const blocks(unsigned(sort_chunks(slots)), unsigned(pieces));
-  scatter_kernel<<<blocks, kThreads, x.experts * sizeof(int), queue.stream>>>(x, chunk, piece,
-                                                                              int(clusters));
-  cuda_check(cudaGetLastError(), "launch of sort_by_expert");
+  cuda_check(launch_early(scatter_kernel, blocks, kThreads, x.experts * sizeof(int), queue.stream,
+                          x, chunk, piece, int(clusters)),
+             "launch of sort_by_expert");
 }
 
 }  // namespace guild::cuda

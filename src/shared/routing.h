@@ -11,25 +11,19 @@
 namespace guild {
 
 // Unsigned integers in the order of numbers: -0 equals 0, NaN is 1 and below -infinity. 0 is left
-// for what is no number.
-GUILD_HD uint32_t order_of(float x) {
+// for what is no number. order_of_number is for those that are surely not NaN.
+GUILD_HD uint32_t order_of_number(float x) {
   uint32_t const bits = std::bit_cast<uint32_t>(x + 0.f);
   uint32_t const flip = uint32_t(int32_t(bits) >> 31) | 0x80000000u;  // all bits of the negative
-  return x != x ? 1 : bits ^ flip;
+  return bits ^ flip;
 }
+GUILD_HD uint32_t order_of(float x) { return x != x ? 1 : order_of_number(x); }
 
 // The number of an order other than 0.
 GUILD_HD float value_of(uint32_t order) {
   if (order == 1) return std::numeric_limits<float>::quiet_NaN();
   return std::bit_cast<float>(order >> 31 ? order & 0x7fffffffu : ~order);
 }
-
-// An expert and its key as one integer: the greater one is the better one, that is the one of the
-// greater key, then of the smaller id. 0 is below every expert.
-GUILD_HD uint64_t candidate(float key, int id) {
-  return uint64_t(order_of(key)) << 32 | uint32_t(~id);
-}
-GUILD_HD int candidate_id(uint64_t c) { return ~int(uint32_t(c)); }
 
 // exp within an ulp or two; the activations' __expf is less exact far from 0.
 GUILD_HD float exact_exp(float x) {

@@ -12,7 +12,6 @@
 #include "shared/activation.h"
 #include "shared/exponential.h"
 #include "shared/gemm_config.h"
-#include "shared/merge_sort.h"
 #include "shared/routing.h"
 #include "shared/sorting.h"
 #include "shared/tiles.h"
@@ -286,47 +285,6 @@ TEST(Routing, OrderOfNumbers) {
     }
   }
   EXPECT_TRUE(std::isnan(value_of(order_of(kNanF))));
-  EXPECT_GT(candidate(1.f, 7), candidate(1.f, 8));
-  EXPECT_GT(candidate(2.f, 8), candidate(1.f, 7));
-  EXPECT_GT(candidate(kNanF, 1023), 0u);
-  EXPECT_EQ(candidate_id(candidate(-2.f, 1023)), 1023);
-}
-
-template <int count>
-void expect_network_sorts() {  // 0-1 principle where all inputs can be tried, else random ones
-  std::mt19937_64 random(count);
-  int64_t const tries = count <= 16 ? int64_t(1) << count : 20000;
-  for (int64_t bits = 0; bits < tries; ++bits) {
-    uint64_t values[count], expected[count];
-    for (int i = 0; i < count; ++i) values[i] = count <= 16 ? bits >> i & 1 : random() % 50;
-    std::copy_n(values, count, expected);
-    std::sort(expected, expected + count, std::greater<>());
-    sort_falling(values);
-    ASSERT_TRUE(std::equal(values, values + count, expected)) << count << " values, try " << bits;
-  }
-}
-
-TEST(Routing, NetworkSorts) {
-  expect_network_sorts<1>();
-  expect_network_sorts<2>();
-  expect_network_sorts<4>();
-  expect_network_sorts<8>();
-  expect_network_sorts<16>();
-  expect_network_sorts<32>();
-}
-
-TEST(Routing, KeepsTheGreatestFour) {
-  std::mt19937_64 random(4);
-  for (int i = 0; i < 20000; ++i) {
-    uint64_t best[4], other[4], all[8];
-    for (int j = 0; j < 4; ++j)
-      all[j] = best[j] = random() % 20, all[4 + j] = other[j] = random() % 20;
-    std::sort(best, best + 4, std::greater<>());
-    std::sort(other, other + 4, std::greater<>());
-    std::sort(all, all + 8, std::greater<>());
-    keep_greatest(best, other);
-    ASSERT_TRUE(std::equal(best, best + 4, all)) << "try " << i;
-  }
 }
 
 TEST(Routing, ChunksCoverAllSlots) {

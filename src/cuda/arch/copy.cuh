@@ -74,6 +74,12 @@ __device__ inline void copy_word_async(uint32_t to, void const* from) {
 }
 
 // One word of shared memory.
+__device__ inline void store_shared_if(bool condition, uint32_t address, uint32_t value) {
+  asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p st.shared.u32 [%1], %2; }" ::"r"(
+                   unsigned(condition)),
+               "r"(address), "r"(value)
+               : "memory");
+}
 __device__ inline void store_shared(uint32_t address, uint32_t value) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
