@@ -102,6 +102,11 @@ void check(DownGradient const& x) {
   check_rows(x.h, s.rows(), width(s, gated), "h");
   check_rows(x.dh, s.rows(), width(s, gated), "dh");
   check_optional_rows(x.a_scaled, s.intermediate, "a_scaled");
+  if (!wants_biases(x)) return;
+  check_gradient_dtype(x.db_dtype, x.dtype, "db_dtype");
+  check_optional_rows(x.db_up, width(s, gated), "db_up");
+  check_optional_rows(x.db_down, s.hidden, "db_down");
+  check_workspace(x.workspace, down_gradient_workspace_bytes(s, gated));
 }
 
 void check(ScoreGradient const& x) {
@@ -207,7 +212,8 @@ void check(MoeBackward const& x) {
   if (x.dscores != nullptr) {
     check_pointer(x.routing.slot_row, s.rows() > 0, "routing.slot_row");
   }
-  check_workspace(x.workspace, moe_backward_workspace_bytes(s, x.dtype, gated, combines_rows(x)));
+  check_workspace(x.workspace, moe_backward_workspace_bytes(s, x.dtype, gated, combines_rows(x),
+                                                            wants_biases(x)));
 }
 
 }  // namespace guild

@@ -3,9 +3,11 @@
 // Written once for both backends: Steps has one callable per step (see src/cpu/moe.cpp,
 // src/cuda/moe.cu). Order of backward: whatever dH and A' feed comes while they are in cache.
 #pragma once
+#include <algorithm>
 #include <cstddef>
 
 #include "guild/steps.h"
+#include "shared/bias_sums.h"
 
 namespace guild {
 
@@ -43,6 +45,12 @@ constexpr bool combines_rows(MoeBackward const& b) {
   return b.dx.data != nullptr && has_slots(b.routing);
 }
 
+// Whether there are bias gradients to make.
+template <class Step>
+constexpr bool wants_biases(Step const& x) {
+  return x.db_up.data != nullptr || x.db_down.data != nullptr;
+}
+
 struct ForwardWorkspace {
   void *a, *y;       // (R, I), (R, H); y unused where rows are not combined
   int32_t* counter;  // of the queue
@@ -54,25 +62,37 @@ inline ForwardWorkspace carve_forward(Carver& carver, Sizes const& s, DType dtyp
   return {a, y, static_cast<int32_t*>(carver.take(rows > 0 ? sizeof(int32_t) : 0))};
 }
 
+// The down gradient's: of each chunk of rows the sums of dH's columns and those of s dO, float32.
+struct BiasSums {
+  void *dh, *dout;  // (most_chunks(R, E), W), (most_chunks(R, E), H)
+};
+inline BiasSums carve_bias_sums(Carver& carver, Sizes const& s, bool gated) {
+  int64_t const bytes = most_chunks(s.rows(), s.experts) * int64_t(sizeof(float));
+  void* const dh = carver.take(bytes * s.intermediate * (gated ? 2 : 1));
+  return {dh, carver.take(bytes * s.hidden)};
+}
+
 struct BackwardWorkspace {
-  void *dh, *a_scaled, *dx_rows, *score_parts;  // (R, W), (R, I), (R, H), (R, parts)
+  void *dh, *a_scaled, *score_parts;  // (R, W), (R, I), (R, parts)
+  void* dx_rows;                      // (R, H); before they are written, the down gradient's own
   WeightSchedule schedule;
   int32_t* counter;  // of the queue
 };
-// combines: dx_rows are needed.
+// combines: dx_rows are needed; biases: so are gradients of biases.
 inline BackwardWorkspace carve_backward(Carver& carver, Sizes const& s, DType dtype, bool gated,
-                                        bool combines) {
+                                        bool combines, bool biases) {
   int64_t const bytes = element_bytes(dtype);
   void* const dh = carver.take(s.rows() * s.intermediate * (gated ? 2 : 1) * bytes);
   void* const a_scaled = carver.take(s.rows() * s.intermediate * bytes);
-  void* const dx_rows = carver.take(combines ? s.rows() * s.hidden * bytes : 0);
+  void* const dx_rows = carver.take(std::max(combines ? s.rows() * s.hidden * bytes : 0,
+                                             biases ? down_gradient_workspace_bytes(s, gated) : 0));
   void* const parts = carver.take(s.rows() * score_parts(s) * element_bytes(score_dtype(dtype)));
   auto const numbers = [&](int64_t count) {
     return static_cast<int32_t*>(carver.take(count * int64_t(sizeof(int32_t))));
   };
-  if (s.rows() == 0) return {dh, a_scaled, dx_rows, parts, {}, nullptr};
+  if (s.rows() == 0) return {dh, a_scaled, parts, dx_rows, {}, nullptr};
   int32_t *const order = numbers(s.experts), *const taken = numbers(WeightSchedule::kCounters);
-  return {dh, a_scaled, dx_rows, parts, {order, taken}, numbers(1)};
+  return {dh, a_scaled, parts, dx_rows, {order, taken}, numbers(1)};
 }
 
 inline ForwardWorkspace workspace_of(MoeForward const& f) {
@@ -81,7 +101,8 @@ inline ForwardWorkspace workspace_of(MoeForward const& f) {
 }
 inline BackwardWorkspace workspace_of(MoeBackward const& b) {
   Carver carver(b.workspace);
-  return carve_backward(carver, b.sizes, b.dtype, b.activation.gated, combines_rows(b));
+  return carve_backward(carver, b.sizes, b.dtype, b.activation.gated, combines_rows(b),
+                        wants_biases(b));
 }
 
 template <class Steps>
@@ -107,21 +128,9 @@ void compose_weight_gradients(MoeBackward const& b, BackwardWorkspace const& w,
     steps.down_weight_gradient({b.sizes, b.dtype, b.dw_dtype, b.accumulate, b.routing, b.dout,
                                 ConstRows(w.a_scaled), b.dw_down, schedule});
   }
-  int64_t const rows = b.sizes.rows(), experts = b.sizes.experts;
-  if (b.db_down.data != nullptr) {
-    steps.bias_gradient({rows, b.sizes.hidden, experts, b.dtype, b.dw_dtype, b.accumulate,
-                         b.routing, b.dout, b.db_down});
-  }
   if (b.dw_up.gate.data != nullptr) {
     steps.up_weight_gradient({b.sizes, b.dtype, b.dw_dtype, b.accumulate, b.activation.gated,
                               b.order, b.routing, b.x, ConstRows(w.dh), b.dw_up, schedule});
-  }
-  if (b.db_up.data != nullptr) {
-    Routing sorted;
-    sorted.offsets = b.routing.offsets;
-    int64_t const width = b.sizes.intermediate * (b.activation.gated ? 2 : 1);
-    steps.bias_gradient({rows, width, experts, b.dtype, b.dw_dtype, b.accumulate, sorted,
-                         ConstRows(w.dh), b.db_up});
   }
 }
 
@@ -130,7 +139,8 @@ void compose_backward(MoeBackward const& b, Steps const& steps) {
   BackwardWorkspace const w = workspace_of(b);
   void* const parts = b.dscores != nullptr ? w.score_parts : nullptr;
   steps.down_gradient({b.sizes, b.dtype, b.activation, b.order, b.routing, b.dout, b.w_down, b.h,
-                       Rows{w.dh, 0}, Rows{w.a_scaled, 0}, parts});
+                       Rows{w.dh, 0}, Rows{w.a_scaled, 0}, parts, b.db_up, b.db_down, b.dw_dtype,
+                       b.accumulate, w.dx_rows});
   if (b.dscores != nullptr) {
     steps.score_gradient({b.sizes, b.dtype, b.routing, parts, b.dout, b.b_down, b.dscores});
   }

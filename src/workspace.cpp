@@ -39,15 +39,22 @@ int64_t balance_workspace_bytes(int64_t tokens, int64_t experts, int64_t sequenc
   return carver.used();
 }
 
+int64_t down_gradient_workspace_bytes(Sizes const& sizes, bool gated) {
+  Carver carver(nullptr);
+  carve_bias_sums(carver, sizes, gated);
+  return carver.used();
+}
+
 int64_t moe_forward_workspace_bytes(Sizes const& sizes, DType dtype) {
   Carver carver(nullptr);
   carve_forward(carver, sizes, dtype);
   return carver.used();
 }
 
-int64_t moe_backward_workspace_bytes(Sizes const& sizes, DType dtype, bool gated, bool combines) {
+int64_t moe_backward_workspace_bytes(Sizes const& sizes, DType dtype, bool gated, bool combines,
+                                     bool biases) {
   Carver carver(nullptr);
-  carve_backward(carver, sizes, dtype, gated, combines);
+  carve_backward(carver, sizes, dtype, gated, combines, biases);
   return carver.used();
 }
 

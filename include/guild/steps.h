@@ -201,6 +201,8 @@ struct Combine {
 
 // With g = dO[row_token] W2 (not scaled), s = row_score and A recomputed from H:
 //   dH = d activation(s * g, H);   A' = s * A;   score_parts = partial sums of <g, A> over I
+// and, over the rows of each expert, the gradients of the biases, as BiasGradient has them:
+//   db1 = sum of dH;   db2 = sum of s * dO[row_token]
 struct DownGradient {
   Sizes sizes;
   DType dtype = DType::bfloat16;
@@ -213,6 +215,11 @@ struct DownGradient {
   Rows dh;                              // (R, W) out
   Rows a_scaled;                        // (R, I) out; null data: not wanted
   void* score_parts = nullptr;          // (R, score_parts(sizes)) out, score dtype; null: no dS
+  Rows db_up = {};                      // (E, W) out, in dh's order; null data: not wanted
+  Rows db_down = {};                    // (E, H) out; null data: not wanted
+  DType db_dtype = DType::bfloat16;     // dtype or float32
+  bool accumulate = false;              // add to db_up and db_down instead of writing them
+  void* workspace = nullptr;  // down_gradient_workspace_bytes(); null where no db is wanted
 };
 
 // dscores[t, k] = sum over parts of score_parts[r] + <dO[t], b2[e of r]>, r = slot_row[t, k];
@@ -334,8 +341,8 @@ struct MoeForward {
   ConstRows residual = {};    // (T, H) of combine; null data: none, as where o has R rows
 };
 
-// down gradient, score gradient, dW2, db2, dW1, db1, up gradient, combine gradient. Outputs with
-// null data are not computed.
+// down gradient with db1 and db2, score gradient, dW2, dW1, up gradient, combine gradient. Outputs
+// with null data are not computed.
 struct MoeBackward {
   Sizes sizes;
   DType dtype = DType::bfloat16;
@@ -361,11 +368,12 @@ struct MoeBackward {
 int64_t sort_workspace_bytes(int64_t tokens, int64_t experts, int64_t top_k);
 int64_t rounding_workspace_bytes(int64_t tokens, int64_t experts);
 int64_t balance_workspace_bytes(int64_t tokens, int64_t experts, int64_t sequences);
+int64_t down_gradient_workspace_bytes(Sizes const& sizes, bool gated);
 int64_t moe_forward_workspace_bytes(Sizes const& sizes, DType dtype);
 // combines: whether backward makes dx of rows; false with dx_rows, without either, or without
-// slots.
+// slots. biases: whether their gradients are wanted.
 int64_t moe_backward_workspace_bytes(Sizes const& sizes, DType dtype, bool gated,
-                                     bool combines = true);
+                                     bool combines = true, bool biases = true);
 
 // The most slots that rounding can leave; the length of its lists.
 int64_t rounded_slots(int64_t tokens, int64_t experts, int64_t top_k, Rounding rounding,

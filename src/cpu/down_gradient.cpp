@@ -1,4 +1,5 @@
-// With g = dO[row_token] W2: dH = d activation(s * g, H), A' = s * A, score parts = <g, A>
+// With g = dO[row_token] W2: dH = d activation(s * g, H), A' = s * A, score parts = <g, A>; db1 and
+// db2 are sums of their own afterwards
 #include "check.h"
 #include "cpu/activate.h"
 #include "cpu/views.h"
@@ -66,6 +67,22 @@ void gradient_block(DownGradient const& x, Block const& block, Span cols) {
   }
 }
 
+// db1 of dH as it is stored, db2 of s * dO.
+void add_up_biases(DownGradient const& x) {
+  Sizes const& s = x.sizes;
+  int64_t const width = s.intermediate * (x.activation.gated ? 2 : 1);
+  if (x.db_up.data != nullptr) {
+    Routing sorted;
+    sorted.offsets = x.routing.offsets;
+    bias_gradient(
+        {s.rows(), width, s.experts, x.dtype, x.db_dtype, x.accumulate, sorted, x.dh, x.db_up});
+  }
+  if (x.db_down.data != nullptr) {
+    bias_gradient({s.rows(), s.hidden, s.experts, x.dtype, x.db_dtype, x.accumulate, x.routing,
+                   x.dout, x.db_down});
+  }
+}
+
 }  // namespace
 
 void down_gradient(DownGradient const& x) {
@@ -76,6 +93,7 @@ void down_gradient(DownGradient const& x) {
     parallel_pairs(blocks, spans(x.sizes.intermediate, kBlockColumns), product_work(x.sizes),
                    [&](Block const& block, Span cols) { gradient_block<T>(x, block, cols); });
   });
+  add_up_biases(x);
 }
 
 }  // namespace guild::cpu

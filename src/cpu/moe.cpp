@@ -20,7 +20,6 @@ struct Steps {
   }
   void up_weight_gradient(UpWeightGradient const& x) const { cpu::up_weight_gradient(x); }
   void down_weight_gradient(DownWeightGradient const& x) const { cpu::down_weight_gradient(x); }
-  void bias_gradient(BiasGradient const& x) const { cpu::bias_gradient(x); }
 };
 
 }  // namespace

@@ -8,6 +8,7 @@
 #include "arch/cluster.cuh"
 #include "check.h"
 #include "element.cuh"
+#include "gemm/outputs.cuh"
 
 namespace guild::cuda {
 namespace {
@@ -68,17 +69,6 @@ __device__ Eight sum_rows(BiasGradient const& x, int64_t m_stride, int64_t col, 
 }
 
 template <class T>
-__device__ void store_gradient(BiasGradient const& x, int64_t at, float total) {
-  if (x.db_dtype == DType::float32) {
-    float* const to = static_cast<float*>(x.db.data) + at;
-    *to = total + (x.accumulate ? *to : 0.f);
-  } else {
-    T* const to = static_cast<T*>(x.db.data) + at;
-    *to = T(total + (x.accumulate ? float(*to) : 0.f));
-  }
-}
-
-template <class T>
 __global__ void __launch_bounds__(kThreads) bias_gradient_kernel(BiasGradient x, int64_t m_stride,
                                                                  int64_t db_stride, int blocks,
                                                                  bool aligned) {
@@ -108,7 +98,9 @@ __global__ void __launch_bounds__(kThreads) bias_gradient_kernel(BiasGradient x,
     for (int b = 0; stores && b < blocks; ++b) total += load_from_block(&block_sum[column], b);
     cluster_barrier();  // the other blocks have read `block_sum`
   }
-  if (stores) store_gradient<T>(x, expert * db_stride + begin_col + column, total);
+  if (!stores) return;
+  store_element<T>(x.db.data, x.db_dtype == DType::float32, x.accumulate,
+                   expert * db_stride + begin_col + column, total);
 }
 
 // Blocks of a cluster: more where there are few pieces of work, as long as each finds rows.

@@ -1,7 +1,9 @@
-// With g = dO[row_token] W2: dH = d activation(s g, H), A' = s A, parts of dS = <g, A>
+// With g = dO[row_token] W2: dH = d activation(s g, H), A' = s A, parts of dS = <g, A>; where they
+// are wanted, db1 and db2 from sums over 64 rows each
 #include "gemm/down_gradient.cuh"
 
 #include "alignment.h"
+#include "bias_sums.cuh"
 #include "check.h"
 #include "gemm/launch.cuh"
 
@@ -9,7 +11,8 @@ namespace guild::cuda {
 namespace {
 
 template <class T, GemmConfig c, Major major, bool gathered, Known known>
-void launch_known(DownGradient const& x, Pairing pairing, Queue const& queue) {
+void launch_known(DownGradient const& x, BiasSums const& sums, Pairing pairing,
+                  Queue const& queue) {
   using Loader = RowLoader<T, c, major, gathered>;
   using Kernel = GroupedProduct<T, c, Loader, RowTiles, DownGradientEpilogue<T, known>>;
   Sizes const& s = x.sizes;
@@ -33,19 +36,36 @@ void launch_known(DownGradient const& x, Pairing pairing, Queue const& queue) {
   out.score = static_cast<float const*>(x.routing.row_score);
   out.parts = static_cast<float*>(x.score_parts);
   out.part_count = int(score_parts(s));
+  out.dh_sums = x.db_up.data != nullptr ? static_cast<float*>(sums.dh) : nullptr;
+  out.dout_sums = x.db_down.data != nullptr ? static_cast<float*>(sums.dout) : nullptr;
+  out.hidden = int(s.hidden);
   out.activation = x.activation;
   out.pairing = {pairing};
   launch<Kernel>(params, most_tiles<c>(s.rows(), s.experts, s.intermediate, c.tile_n), queue);
 }
 
 template <class T, GemmConfig c, Major major, bool gathered>
-void launch_down_gradient(DownGradient const& x, Queue const& queue) {
+void launch_down_gradient(DownGradient const& x, BiasSums const& sums, Queue const& queue) {
   Pairing const pairing = !x.activation.gated              ? Pairing::none
                           : x.order == GateUp::interleaved ? Pairing::alternate
                                                            : Pairing::halves;
   with_known(known_of(x.activation, pairing), [&](auto known) {
-    launch_known<T, c, major, gathered, known.value>(x, pairing, queue);
+    launch_known<T, c, major, gathered, known.value>(x, sums, pairing, queue);
   });
+}
+
+void launch_products(DownGradient const& x, BiasSums const& sums, Queue const& queue) {
+  TileCount const count{.rows = x.sizes.rows(),
+                        .groups = x.sizes.experts,
+                        .columns = x.sizes.intermediate,
+                        .inner = x.sizes.hidden,
+                        .ragged = true};
+  with_product(x.dtype, x.w_down.out_stride == 1 && x.w_down.in_stride != 1,
+               x.routing.row_token != nullptr, [&]<class T, Major major, bool gathered> {
+                 with_config<Product::down_gradient>(count, [&]<GemmConfig c> {
+                   launch_down_gradient<T, c, major, gathered>(x, sums, queue);
+                 });
+               });
 }
 
 }  // namespace
@@ -58,18 +78,10 @@ void down_gradient(DownGradient const& x, Queue queue) {
   require_aligned(x.h, "h");
   require_aligned(x.dh, "dh");
   require_aligned(x.a_scaled, "a_scaled");
-  if (x.sizes.rows() == 0) return;
-  TileCount const count{.rows = x.sizes.rows(),
-                        .groups = x.sizes.experts,
-                        .columns = x.sizes.intermediate,
-                        .inner = x.sizes.hidden,
-                        .ragged = true};
-  with_product(x.dtype, x.w_down.out_stride == 1 && x.w_down.in_stride != 1,
-               x.routing.row_token != nullptr, [&]<class T, Major major, bool gathered> {
-                 with_config<Product::down_gradient>(count, [&]<GemmConfig c> {
-                   launch_down_gradient<T, c, major, gathered>(x, queue);
-                 });
-               });
+  Carver carver(x.workspace);
+  BiasSums const sums = carve_bias_sums(carver, x.sizes, x.activation.gated);
+  if (x.sizes.rows() > 0) launch_products(x, sums, queue);
+  if (wants_biases(x)) add_bias_sums(x, sums, queue);
 }
 
 }  // namespace guild::cuda

@@ -25,7 +25,6 @@ struct Steps {
   void down_weight_gradient(DownWeightGradient const& x) const {
     cuda::down_weight_gradient(x, queue);
   }
-  void bias_gradient(BiasGradient const& x) const { cuda::bias_gradient(x, queue); }
 };
 
 }  // namespace

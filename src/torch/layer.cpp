@@ -113,8 +113,8 @@ Gradients run_backward(Place const& place, Layer const& layer, Routing const& ro
   if (wanted & kDown) b.dw_down = down_weight_of(place, layer, g.dw_down, dtype);
   b.db_up = {g.db_up.data_ptr(), 0};
   b.db_down = {g.db_down.data_ptr(), 0};
-  Tensor const workspace = place.workspace(
-      moe_backward_workspace_bytes(s, dtype, layer.activation.gated, combined && (wanted & kX)));
+  Tensor const workspace = place.workspace(moe_backward_workspace_bytes(
+      s, dtype, layer.activation.gated, combined && (wanted & kX), wanted & (kUpBias | kDownBias)));
   b.workspace = workspace.data_ptr();
   place.run(cpu::moe_backward, cuda::moe_backward, b);
   return g;

@@ -140,6 +140,29 @@ std::vector<WrongCall> wrong_gradients() {
   };
 }
 
+std::vector<WrongCall> wrong_biases() {
+  auto const down = [](char const* name, void (*spoil)(DownGradient&), char const* message) {
+    return wrong(name, &Calls::down_gradient, cpu::down_gradient, spoil, message);
+  };
+  return {
+      down(
+          "db_dtype", [](auto& x) { x.db_dtype = DType::bfloat16; },
+          "db_dtype: expected float16 or float32, got bfloat16"),
+      down(
+          "db_up", [](auto& x) { x.db_up.stride = 15; },
+          "db_up: expected a row stride of at least its width 16, or 0 for packed rows, got 15"),
+      down(
+          "db_down", [](auto& x) { x.db_down.stride = 8; },
+          "db_down: expected a row stride of at least its width 16, or 0 for packed rows, got 8"),
+      down(
+          "workspace", [](auto& x) { x.workspace = nullptr; },
+          "workspace: expected 512 bytes, got null"),
+      down(
+          "workspace_of_one", [](auto& x) { x.workspace = nullptr, x.db_up = {}; },
+          "workspace: expected 512 bytes, got null"),
+  };
+}
+
 TEST(Check, WrongProjectionsAreNamed) { expect_errors(wrong_projections()); }
 
 TEST(Check, WrongActivationsAreNamed) { expect_errors(wrong_activations()); }
@@ -147,6 +170,8 @@ TEST(Check, WrongActivationsAreNamed) { expect_errors(wrong_activations()); }
 TEST(Check, WrongCombinesAreNamed) { expect_errors(wrong_combines()); }
 
 TEST(Check, WrongGradientsAreNamed) { expect_errors(wrong_gradients()); }
+
+TEST(Check, WrongBiasesAreNamed) { expect_errors(wrong_biases()); }
 
 TEST(Check, CudaSaysWhyItCannotRun) {
   char const* why = "";
@@ -162,10 +187,27 @@ TEST(Workspace, IsZeroForNothingAndGrowsWithSizes) {
   EXPECT_EQ(moe_forward_workspace_bytes(s, DType::bfloat16), 0);
   EXPECT_EQ(moe_backward_workspace_bytes(s, DType::bfloat16, true), 0);
   EXPECT_EQ(sort_workspace_bytes(0, 4, 2), 0);
+  EXPECT_EQ(down_gradient_workspace_bytes(s, true), 0);
   s.tokens = int64_t(1) << 29;  // sizes whose products need 64 bits
   EXPECT_GT(moe_forward_workspace_bytes(s, DType::bfloat16), int64_t(1) << 36);
   EXPECT_GT(moe_backward_workspace_bytes(s, DType::bfloat16, true),
             moe_backward_workspace_bytes(s, DType::bfloat16, false));
+}
+
+TEST(Workspace, OfBiasesSharesThatOfRows) {
+  Sizes const s{4096, 512, 256, 8, 2};
+  auto const bytes = [&](bool combines, bool biases) {
+    return moe_backward_workspace_bytes(s, DType::bfloat16, true, combines, biases);
+  };
+  // Sums over 64 rows each, at most 128 + 8 of them.
+  EXPECT_EQ(down_gradient_workspace_bytes(s, true), (128 + 8) * (2 * 256 + 512) * 4);
+  EXPECT_EQ(down_gradient_workspace_bytes(s, false), (128 + 8) * (256 + 512) * 4);
+  EXPECT_EQ(bytes(true, true), bytes(true, false));
+  EXPECT_EQ(bytes(false, true) - bytes(false, false), down_gradient_workspace_bytes(s, true));
+  Sizes few = s;  // fewer rows than their sums
+  few.tokens = 8;
+  EXPECT_GT(moe_backward_workspace_bytes(few, DType::bfloat16, true, true, true),
+            moe_backward_workspace_bytes(few, DType::bfloat16, true, true, false));
 }
 
 }  // namespace

@@ -10,6 +10,7 @@
 #include "cases.h"
 #include "reference.h"
 #include "shared/activation.h"
+#include "shared/bias_sums.h"
 #include "shared/exponential.h"
 #include "shared/gemm_config.h"
 #include "shared/routing.h"
@@ -268,6 +269,25 @@ TEST(Groups, KeepAnyEndsInsideTheBuffer) {
     EXPECT_LE(end, 100);
     begin = end;
   }
+}
+
+TEST(BiasSums, NoTwoChunksMeet) {
+  std::mt19937 random(3);
+  for (int round = 0; round < 200; ++round) {
+    int const experts = 1 + int(random() % 20), most = round % 2 == 0 ? 3 : 200;
+    std::vector<int> seen;
+    int begin = 0;
+    for (int e = 0; e < experts; ++e) {
+      int const end = begin + int(random() % most);
+      for (int row = begin; row < end; row += kChunkRows) seen.push_back(chunk_of(row, e));
+      begin = end;
+    }
+    EXPECT_TRUE(std::is_sorted(seen.begin(), seen.end(), std::less_equal<>())) << "round " << round;
+    if (seen.empty()) continue;
+    EXPECT_LT(seen.back(), most_chunks(begin, experts)) << "round " << round;
+  }
+  EXPECT_EQ(most_chunks(0, 5), 0);
+  EXPECT_EQ(most_chunks(int64_t(1) << 40, 3), (int64_t(1) << 34) + 3);
 }
 
 TEST(Routing, OrderOfNumbers) {

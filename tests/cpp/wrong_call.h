@@ -32,6 +32,13 @@ struct Calls {
     rows.slot_score = nullptr;
     return {sizes, DType::float32, rows, {memory}, {memory, 0}, {}, {{memory}, index, {memory}}};
   }
+  DownGradient down_gradient() {
+    DownGradient d;
+    d.sizes = sizes, d.dtype = DType::float16, d.routing = routing;
+    d.dout = d.h = {memory}, d.w_down = {memory, 128, 8, 1}, d.dh = {memory, 0};
+    d.db_up = d.db_down = {memory, 0}, d.db_dtype = DType::float32, d.workspace = memory;
+    return d;
+  }
   UpWeightGradient dw() {
     Weight const w{memory, 128, 16, 1};
     return {sizes,   DType::float32, DType::float32, false, true, GateUp::concatenated,

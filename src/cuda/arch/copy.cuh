@@ -89,6 +89,11 @@ __device__ inline uint32_t load_shared(uint32_t address) {
   return value;
 }
 
+// 16 bytes of zeros.
+__device__ inline void clear_words(uint32_t address) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory");
+}
+
 // Four 8x8 matrices of 16-bit elements: lane l addresses row l % 8 of matrix l / 8; register j of
 // lane l holds columns 2 (l % 4) and the next of row l / 4 of matrix j (transposed: the reverse).
 __device__ inline void store_matrices(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {

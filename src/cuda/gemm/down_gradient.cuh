@@ -2,9 +2,14 @@
 //
 //   dH = d activation(s g, H),  A' = s A,  and over the tile's columns the partial sum <g, A> = dS
 //
+// and where they are wanted over 64 rows each, as products of their own (column_sums.cuh), the sums
+// of dH's columns, from where it lies before it leaves, and, in the first column of tiles, those of
+// s dO, from the steps' A. Another kernel adds them up (../bias_sums.cu).
+//
 // H comes through the ring of stages, 64 columns of the tile at a time, and is replaced by dH where
 // it lies. SonicMoE, arXiv:2512.14080, section 3.2.
 #pragma once
+#include "column_sums.cuh"
 #include "outputs.cuh"
 #include "shared/gemm_config.h"
 #include "shared/tiles.h"
@@ -19,6 +24,9 @@ struct DownGradientEpilogue {
   float const* score;  // (R); null: 1
   float* parts;        // (R, part_count); null: no dS
   int part_count;
+  float* dh_sums;    // (most_chunks(R, E), W); null: not wanted
+  float* dout_sums;  // (most_chunks(R, E), hidden): of s dO; null: not wanted
+  int hidden;
   Activation activation;
   KnownPairing<known> pairing;
 
@@ -27,7 +35,10 @@ struct DownGradientEpilogue {
       known == Known::swiglu ? kScoreColumns / 64 : 1;  // of a unit's code
   static constexpr int kBoxBytes = 2 * kBlockBytes;     // 64 columns, 128 rows: both consumers'
 
-  struct Storage {};
+  struct Storage {
+    NarrowOperand<T> ones;
+    ScoreOperand<T> scores;
+  };
   struct State {
     float scale[2], dot[2];  // of the rows r and r + 8 that a thread holds
   };
@@ -59,13 +70,38 @@ struct DownGradientEpilogue {
     }
   }
 
-  // A' leaves from `box`, dH from where H came to; `storer` issues all stores, as one group.
-  __device__ void store_unit(float* g, char* box, char* stage, State& rows, Tile const& tile,
-                             int unit, int thread, int storer) const {
-    differentiate(g, stage, rows, columns() - tile.col - 64 * unit, thread);
-    if (a.present) fragment_to_box<T>(shared_address(box), g, thread);
+  // Once, before the first tile.
+  __device__ void prepare(Storage& storage, int thread) const {
+    if (dh_sums == nullptr && dout_sums == nullptr) return;
+    storage.ones.fill(T(1.f), thread);
+    storage.scores.clear(thread);
     fence_async_proxy();
     warpgroup_barrier();
+  }
+
+  // Whether this part of a tile sums s dO: every 64 rows once.
+  __device__ bool weighs(Tile const& part) const {
+    return dout_sums != nullptr && part.col == 0 && part.rows > 0;
+  }
+  // rest: see ScoreSums. All that read the scores before have passed store_unit's barrier since.
+  __device__ ScoreSums<T> weigh(Storage& storage, Tile const& part, int rest, int thread) const {
+    storage.scores.put(score, part, thread);
+    int const first = fragment_row(thread);
+    float* const to = dout_sums + int64_t(chunk_of(part.row, part.expert)) * hidden + first;
+    return {storage.scores, to, hidden - first, rest, thread};
+  }
+
+  // A' leaves from `box`, dH from where H came to; `storer` issues all stores, as one group.
+  __device__ void store_unit(float* g, char* box, char* stage, State& rows, Tile const& tile,
+                             int unit, int thread, int storer, Storage& storage) const {
+    differentiate(g, stage, rows, columns() - tile.col - 64 * unit, thread);
+    if (a.present) fragment_to_box<T>(shared_address(box), g, thread);
+    if (dh_sums != nullptr && tile.rows < 64) [[unlikely]]
+      clear_rest(shared_address(stage), tile.rows, thread);
+    fence_async_proxy();
+    warpgroup_barrier();
+    if (dh_sums != nullptr) [[unlikely]]
+      add_rows(shared_address(stage), tile, unit, thread, storage);
     if (thread != storer) return;
     for (int i = 0; i < boxes(); ++i) {
       Coordinate const at = place(tile, unit, i);
@@ -91,6 +127,39 @@ struct DownGradientEpilogue {
   }
 
  private:
+  // Zeros in the rows of dH that are not the tile's: there, H may be anything. A warp clears rows
+  // that it has written.
+  __device__ void clear_rest(uint32_t stage, int valid, int thread) const {
+    int const begin = thread / 32 * 16;
+    __syncwarp();
+#pragma unroll 1
+    for (int row = max(valid, begin) + thread % 32 / 8; row < begin + 16; row += 4) {
+      uint32_t const at = stage + row * 128 + thread % 8 * 16;
+      clear_words(at);
+      if (boxes() > 1) clear_words(at + kBoxBytes);
+    }
+  }
+
+  // The sums of dH's columns.
+  __device__ void add_rows(uint32_t stage, Tile const& tile, int unit, int thread,
+                           Storage const& storage) const {
+    int const width = dh.columns * (pairing == Pairing::halves ? 2 : 1);
+    int64_t const chunk = chunk_of(tile.row, tile.expert);
+#pragma unroll 1
+    for (int i = 0; i < boxes(); ++i) {
+      float sum[4];
+      start_sums(sum, stage + i * kBoxBytes, storage.ones);
+      wgmma_wait<0>();
+      fence_registers(sum);
+      Coordinate const at = place(tile, unit, i);
+      int const column = at.x + fragment_row(thread);
+      if (thread % 4 == 0) {
+        store_sums(dh_sums + chunk * width + at.y * dh.columns + column, dh.columns - column,
+                   sum[0], sum[2]);
+      }
+    }
+  }
+
   __device__ int columns() const { return dh.columns >> int(pairing == Pairing::alternate); }
   __device__ int boxes() const { return pairing == Pairing::none ? 1 : 2; }
 

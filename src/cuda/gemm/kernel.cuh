@@ -16,6 +16,8 @@
 //
 // Ragged tiles over packed tokens: SonicMoE (arXiv:2512.14080). Warp roles: CUTLASS.
 #pragma once
+#include "column_sums.cuh"
+#include "cursor.cuh"
 #include "epilogues.cuh"
 #include "loaders.cuh"
 #include "tile_queue.cuh"
@@ -50,24 +52,7 @@ struct GroupedProduct {
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024, "too many stages for shared memory");
 
-  struct Cursor {  // where we are in the ring of stages
-    int stage = 0;
-    uint32_t phase = 0;
-    __device__ void advance() {
-      if (++stage == C.stages) stage = 0, phase ^= 1;
-    }
-    // Signed, it takes more instructions, without which ptxas serialises the products (C7515) where
-    // results leave element by element.
-    __device__ int before(int count) const {
-      using Int = std::conditional_t<kReads || kBeside, unsigned, int>;
-      return Int(stage + C.stages - count) % C.stages;
-    }
-    __device__ void advance(int count) {
-      int const end = stage + count;
-      stage = end % C.stages;
-      phase ^= end / C.stages & 1;
-    }
-  };
+  using Cursor = cuda::Cursor<C.stages, std::conditional_t<kReads || kBeside, unsigned, int>>;
 
   static __device__ TileGuide<Work, C> guide_of(Params const& p) {
     Work work = p.work;
@@ -156,9 +141,10 @@ struct GroupedProduct {
 
   // Sums the tile over its steps, freeing each stage once the next one's products are under way.
   // meanwhile(step, takes the next tile): beside each step's products, once where there are none.
-  template <class F>
+  // aside: products of its own on each step's A.
+  template <class F, class Aside = NothingAside>
   static __device__ void sum(Accumulator& acc, bool started, Cursor& at, Tile const& tile,
-                             SharedStorage& smem, Self self, F&& meanwhile) {
+                             SharedStorage& smem, Self self, F&& meanwhile, Aside aside = {}) {
     int const count = steps(tile);
     int const first = C.in_turns ? 0 : self.group * kBlockBytes;  // of this consumer's rows of A
     uint32_t const full = kept(shared_address(smem.full));
@@ -179,12 +165,14 @@ struct GroupedProduct {
       // fence would wait for the arrival below at the other block: 150 to 350 cycles a step.
       Barrier::wait_at(full + at.stage * sizeof(Barrier), at.phase);
       fence(acc);
+      aside.start(shared_address(smem.a[at.stage]) + first);
       multiply(acc, a + at.stage * (C.a_bytes() / 16), b + at.stage * (C.b_bytes() / 16),
                started || step > 0);
       if (step > 0) {
         wgmma_wait<1>();
         if (self.leads_warp()) release(smem.empty[at.before(1)]);
       }
+      aside.finish(step);
       meanwhile(step, kTakenLate ? step + 1 == count : step == 0);
       at.advance();
     } while (++step < count);
@@ -218,7 +206,7 @@ struct GroupedProduct {
       smem.full[at.stage].wait(at.phase);
       if (part.rows > 0) {
         p.epilogue.store_unit(acc, smem.a[at.stage] + share, smem.b[at.stage] + share, state, part,
-                              unit, self.thread, storer);
+                              unit, self.thread, storer, smem.epilogue[self.group]);
       }
 #pragma unroll
       for (int i = 0; i + 32 < C.tile_n / 2; ++i) acc[i] = acc[i + 32];
@@ -289,6 +277,8 @@ struct GroupedProduct {
   static __device__ void consume_reading(Params const& p, Accumulator& acc, SharedStorage& smem,
                                          Self self) {
     typename Epilogue::State state;
+    auto& storage = smem.epilogue[self.group];
+    p.epilogue.prepare(storage, self.thread);
     Cursor at;
     int lent = -1;
     QueueEnd tiles;
@@ -297,10 +287,17 @@ struct GroupedProduct {
       Tile const rows = part_of(tile, self.group);
       p.epilogue.begin(state, rows, self.thread);
       bool const started = start(p, acc, tile, self);
-      sum(acc, started, at, tile, smem, self, [&](int step, bool takes) {
+      auto const meanwhile = [&](int step, bool takes) {
         if (step == 0) take_back(lent, smem, self);
         if (takes) more = smem.tiles.take(tiles, following);
-      });
+      };
+      if (p.epilogue.weighs(rows)) {
+        int const rest = Loader::kClearsRest ? 64 : rows.rows;
+        sum(acc, started, at, tile, smem, self, meanwhile,
+            p.epilogue.weigh(storage, rows, rest, self.thread));
+      } else {
+        sum(acc, started, at, tile, smem, self, meanwhile);
+      }
       finish(p, acc[0], at, lent, rows, state, smem, self);
     }
   }

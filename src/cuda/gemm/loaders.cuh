@@ -82,6 +82,7 @@ template <class T, GemmConfig C, Major major_b>
 struct TmaRows {
   static constexpr Major kMajorA = Major::K, kMajorB = major_b;
   static constexpr int kThreads = 32, kArrivals = 1, kRegisters = 40;
+  static constexpr bool kClearsRest = false;  // A's rows past the tile's are what memory has there
 
   struct Params {
     CUtensorMap a;  // (k, halves, rows), boxes of 64 x 1 x tile_m
@@ -106,6 +107,7 @@ template <class T, GemmConfig C, Major major_b>
 struct GatheredRows {
   static constexpr Major kMajorA = Major::K, kMajorB = major_b;
   static constexpr int kThreads = 128, kRegisters = 40;
+  static constexpr bool kClearsRest = true;       // A's rows past the tile's are zeros
   static constexpr int kArrivals = kThreads + 1;  // every thread's copies, and TMA of B
 
   struct Params {
