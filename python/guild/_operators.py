@@ -256,7 +256,7 @@ def _combine(
 
 @_fake("down_gradient")
 def _down_gradient(dout, h, offsets, row_token, row_score, w_down, *flags):
-    transposed = flags[-1]
+    transposed = flags[7]
     rows, intermediate = h.shape[0], w_down.shape[1 if transposed else 2]
     parts = (intermediate + _SCORE_PART - 1) // _SCORE_PART
     return (

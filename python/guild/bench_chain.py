@@ -25,15 +25,12 @@ BACKWARD = (
     "down gradient",
     "score gradient",
     "dW2",
-    "db2",
     "dW1",
-    "db1",
     "up gradient",
     "router gradient",
     "combine gradient",
     "logits gradient",
 )
-BIAS_STEPS = ("db1", "db2")
 _RULE = (0, True, 1.0)  # the router's: softmax, renormalised, not scaled
 
 
@@ -65,25 +62,23 @@ def step_work(shape: Shape, dtype: torch.dtype, bias: bool) -> dict[str, Work]:
     gather = tokens + 4 * rows
     wide = by_row["h"] + by_row["a"]
     score_bytes = rows * (parts + 4 + score) + (tokens + b_down if bias else 0)
-    work = {
+    down_bytes = gather + down + by_row["h"] + wide + rows * (score + parts) + b_up + b_down
+    return {
         "logits": Work(2 * t * h * e, tokens + router + logits),
         "route": Work(0, logits + rows * (4 + score)),
         "sort": Work(0, rows * (4 + score) + rows * (8 + score) + 4 * (e + 1)),
         "up": Work(2 * product, gather + up + wide + b_up),
         "down": Work(product, by_row["a"] + down + by_row["y"] + b_down),
         "combine": Work(0, by_row["y"] + tokens + rows * (4 + score)),
-        "down gradient": Work(product, gather + down + by_row["h"] + wide + rows * (score + parts)),
+        "down gradient": Work(product, down_bytes),
         "score gradient": Work(0, score_bytes),
         "dW2": Work(product, gather + by_row["a"] + down),
-        "db2": Work(0, gather + rows * score + b_down),
         "dW1": Work(2 * product, gather + by_row["h"] + up),
-        "db1": Work(0, by_row["h"] + b_up),
         "up gradient": Work(2 * product, by_row["h"] + up + by_row["y"]),
         "router gradient": Work(0, t * e * size + rows * (4 + 2 * score)),
         "combine gradient": Work(0, by_row["y"] + tokens + rows * (8 + size) + router),
         "logits gradient": Work(2 * t * h * e, t * e * size + tokens + router),
     }
-    return {name: w for name, w in work.items() if bias or name not in BIAS_STEPS}
 
 
 class StepChain:
@@ -104,6 +99,8 @@ class StepChain:
         (R, 2I), (R, I), (R, H), (R, 2I), (R, I): what the steps left.
     dw_up, dw_down : torch.Tensor
         The gradients of the weights, written anew by every call of theirs.
+    db_up, db_down : torch.Tensor or None
+        Those of the biases, by every down gradient.
     """
 
     @torch.no_grad()
@@ -115,6 +112,9 @@ class StepChain:
             b if b is None else b.detach() for b in (problem.b_up, problem.b_down)
         )
         self.dw_up, self.dw_down = torch.empty_like(self.w_up), torch.empty_like(self.w_down)
+        self.db_up, self.db_down = (
+            b if b is None else torch.empty_like(b) for b in (self.b_up, self.b_down)
+        )
         self._flags = (*as_activation("silu").scalars, False, False)
         self._run_forward()
         self._run_backward()
@@ -123,7 +123,7 @@ class StepChain:
     def results(self) -> tuple[Tensor, ...]:
         """Output and gradients, as `bench_reference.relative_errors` takes them."""
         dx, dw_router = self._combine_gradient(), self._logits_gradient()
-        biases = () if self.b_up is None else (self._db_up(), self._db_down())
+        biases = () if self.b_up is None else (self.db_up, self.db_down)
         return (self._combine(), dx, dw_router, self.dw_up, self.dw_down, *biases)
 
     def _run_forward(self) -> None:
@@ -147,16 +147,13 @@ class StepChain:
             self._down_gradient,
             self._score_gradient,
             self._dw_down,
-            self._db_down,
             self._dw_up,
-            self._db_up,
             self._up_gradient,
             self._router_gradient,
             self._combine_gradient,
             self._logits_gradient,
         )
-        calls = zip((*FORWARD, *BACKWARD), (*forward, *backward), strict=True)
-        return {n: call for n, call in calls if self.b_up is not None or n not in BIAS_STEPS}
+        return dict(zip((*FORWARD, *BACKWARD), (*forward, *backward), strict=True))
 
     def _logits(self) -> Tensor:
         return router_logits(self.x, self.router)
@@ -179,7 +176,7 @@ class StepChain:
 
     def _down_gradient(self) -> tuple[Tensor, ...]:
         rows = (self.dout, self.h, self.offsets, self.row_token, self.row_score)
-        return ops.down_gradient(*rows, self.w_down, *self._flags)
+        return ops.down_gradient(*rows, self.w_down, *self._flags, self.db_up, self.db_down)
 
     def _score_gradient(self) -> Tensor:
         width = self.shape.intermediate
@@ -193,17 +190,6 @@ class StepChain:
     def _dw_up(self) -> None:
         rows = (self.x, self.dh, self.offsets, self.row_token)
         ops.up_weight_gradient_out(*rows, self.dw_up, None, True, False, False, False)
-
-    def _db_down(self) -> Tensor:
-        db = torch.empty_like(self.b_down)
-        rows = (self.dout, self.offsets, self.row_token, self.row_score)
-        ops.bias_gradient_out(*rows, db, False)
-        return db
-
-    def _db_up(self) -> Tensor:
-        db = torch.empty_like(self.b_up)
-        ops.bias_gradient_out(self.dh, self.offsets, None, None, db, False)
-        return db
 
     def _up_gradient(self) -> Tensor:
         return ops.up_gradient(self.dh, self.offsets, self.w_up, None, True, False, False)

@@ -69,7 +69,7 @@ def measure_steps(
     plan : BenchPlan
         Its candidates are not looked at.
     bias : bool
-        Give the experts biases, which adds their gradients to the steps.
+        Give the experts biases, whose gradients the down gradient then makes beside its own.
     with_quack : bool
         Time QuACK's products too.
 

@@ -87,6 +87,11 @@ class WeightGradients:
                 p.grad = torch.empty_like(p) if fresh else torch.zeros_like(p)
         return [p.grad if w else None for p, w in zip(parameters, wanted, strict=True)], not fresh
 
+    def _takes_with_dh(self, *biases: Tensor | None) -> bool:
+        """Whether the biases' gradients, of one dtype, come out of the down gradient."""
+        dtypes = {b.dtype for b in biases if b is not None}
+        return not self.delayed and (self.main_grad or len(dtypes) < 2)
+
 
 def _expect_main_grad(name: str, parameter: Tensor) -> None:
     main = getattr(parameter, "main_grad", None)
@@ -158,12 +163,18 @@ class Experts(torch.autograd.Function):
         h = pre_activations(h, x, offsets, row_token, w_up, w_gate, b_up, ctx.flags)
         dresidual = dout if want_residual else None
         dout = rows_of(dout)
-        dh, a, parts = ops.down_gradient(dout, h, offsets, row_token, row_score, w_down, *ctx.flags)
+        parameters, biases, add = ctx.parameters, (None, None), False
+        if ctx.sink._takes_with_dh(*parameters[3:]):
+            biases, add = ctx.sink._target(*parameters[3:])
+            parameters = *parameters[:3], None, None
+        dh, a, parts = ops.down_gradient(
+            dout, h, offsets, row_token, row_score, w_down, *ctx.flags, *biases, add
+        )
         ctx.sink._take(
             partial(
                 _compute,
                 ctx.sink,
-                ctx.parameters,
+                parameters,
                 ctx.flags,
                 x,
                 dout,

@@ -8,7 +8,6 @@
 #include "arch/cluster.cuh"
 #include "check.h"
 #include "element.cuh"
-#include "gemm/outputs.cuh"
 
 namespace guild::cuda {
 namespace {

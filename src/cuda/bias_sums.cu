@@ -1,10 +1,9 @@
 // db[e] = the sums of columns over the chunks of the expert's rows, added up in a fixed order: a
-// block per expert and 128 columns, of dH in the first row of the grid, of s dO in the second. A
+// block per expert and 128 columns, of dH where the grid's y is 0, of s dO where it is 1. A
 // warp adds every eighth chunk, the block the warps' sums.
 #include "bias_sums.cuh"
 
 #include "element.cuh"
-#include "gemm/outputs.cuh"
 #include "shared/bias_sums.h"
 
 namespace guild::cuda {
@@ -13,10 +12,10 @@ namespace {
 constexpr int kWarps = 8, kThreads = 32 * kWarps, kColumns = 32 * 4;
 
 struct ColumnSums {
-  float const* chunk;  // (chunks, columns); null: not wanted
+  float const* chunk;  // (chunks, columns)
   void* db;            // (E, columns), rows `stride` elements apart
   int64_t stride;
-  int columns;
+  int columns;  // 0: not wanted
 };
 
 struct Arguments {
@@ -30,8 +29,8 @@ template <class T>
 __global__ void __launch_bounds__(kThreads) bias_sums_kernel(__grid_constant__ Arguments const x) {
   __shared__ float part[kWarps][kColumns];
   ColumnSums const& sums = x.sums[blockIdx.y];
-  int const expert = blockIdx.x, first_column = int(blockIdx.z) * kColumns;
-  if (sums.chunk == nullptr || first_column >= sums.columns) return;
+  int const expert = blockIdx.z, first_column = int(blockIdx.x) * kColumns;
+  if (first_column >= sums.columns) return;
   int const warp = threadIdx.x / 32, local = threadIdx.x % 32 * 4, column = first_column + local;
   int const begin = max(x.offsets[expert], 0), end = min(x.offsets[expert + 1], x.rows);
   int const count = end > begin ? int(pieces(end - begin, kChunkRows)) : 0;
@@ -70,7 +69,7 @@ void add_bias_sums(DownGradient const& x, BiasSums const& sums, Queue const& que
       x.db_dtype == DType::float32,
       x.accumulate,
       {sums_of(sums.dh, x.db_up, width), sums_of(sums.dout, x.db_down, s.hidden)}};
-  dim3 const grid(unsigned(s.experts), 2, unsigned(pieces(std::max(width, s.hidden), kColumns)));
+  dim3 const grid(unsigned(pieces(std::max(width, s.hidden), kColumns)), 2, unsigned(s.experts));
   with_type(x.dtype, [&](auto element) {
     bias_sums_kernel<decltype(element)><<<grid, kThreads, 0, queue.stream>>>(arguments);
   });

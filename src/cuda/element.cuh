@@ -1,4 +1,4 @@
-// Eight 16-bit elements at a time: what the memory-bound kernels move.
+// Eight 16-bit elements at a time: what the memory-bound kernels move. And single results.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -39,6 +39,19 @@ __device__ inline void store_eight(T* to, Eight const& e) {
   float const* v = e.value;
   *reinterpret_cast<uint4*>(to) = {pack<T>(v[0], v[1]), pack<T>(v[2], v[3]), pack<T>(v[4], v[5]),
                                    pack<T>(v[6], v[7])};
+}
+
+// Writes an element of float32 or T, or adds to it.
+template <class T>
+__device__ inline void store_element(void* data, bool is_float, bool accumulate, int64_t at,
+                                     float value) {
+  if (is_float) {
+    float* const to = static_cast<float*>(data) + at;
+    *to = value + (accumulate ? *to : 0.f);
+  } else {
+    T* const to = static_cast<T*>(data) + at;
+    *to = T(value + (accumulate ? float(*to) : 0.f));
+  }
 }
 
 }  // namespace guild::cuda

@@ -88,7 +88,8 @@ void define_steps(Library& m) {
   m.def(
       "down_gradient(Tensor dout, Tensor h, Tensor offsets, Tensor? row_token, Tensor? row_score, "
       "Tensor w_down, " GUILD_ACTIVATION
-      ", bool interleaved, bool transposed) -> (Tensor dh, Tensor a_scaled, Tensor score_parts)");
+      ", bool interleaved, bool transposed, Tensor(a!)? db_up=None, Tensor(b!)? db_down=None, "
+      "bool accumulate=False) -> (Tensor dh, Tensor a_scaled, Tensor score_parts)");
   m.def(
       "score_gradient(Tensor score_parts, Tensor slot_row, Tensor offsets, Tensor dout, Tensor? "
       "b_down, int intermediate, Tensor? token_offsets=None) -> Tensor");

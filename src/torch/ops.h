@@ -93,11 +93,13 @@ Tensor down_projection(Tensor const& a, Tensor const& offsets, Tensor const& w_d
 Tensor combine(Tensor const& y, Tensor const& slot_row, MaybeTensor const& slot_score,
                MaybeTensor const& token_offsets, MaybeTensor const& residual,
                MaybeTensor const& dlogits, MaybeTensor const& ids, MaybeTensor const& router);
-// -> dh (R, W), a_scaled (R, I), score_parts (R, parts)
+// -> dh (R, W), a_scaled (R, I), score_parts (R, parts); db_up (E, W) and db_down (E, H), of one
+// type, are written, or added to
 Tensors3 down_gradient(Tensor const& dout, Tensor const& h, Tensor const& offsets,
                        MaybeTensor const& row_token, MaybeTensor const& row_score,
                        Tensor const& w_down, int64_t kind, bool gated, double alpha, double limit,
-                       double up_offset, bool clamp_after, bool interleaved, bool transposed);
+                       double up_offset, bool clamp_after, bool interleaved, bool transposed,
+                       MaybeTensor& db_up, MaybeTensor& db_down, bool accumulate);
 // -> dscores (T, K)
 Tensor score_gradient(Tensor const& score_parts, Tensor const& slot_row, Tensor const& offsets,
                       Tensor const& dout, MaybeTensor const& b_down, int64_t intermediate,

@@ -49,6 +49,22 @@ int64_t half_of(int64_t out, bool packed_pair, char const* name) {
   return packed_pair ? out / 2 : out;
 }
 
+// Gives the step the gradients of the biases that it is to make, and what it needs for them.
+Tensor add_biases(Place const& place, Layer const& layer, MaybeTensor const& db_up,
+                  MaybeTensor const& db_down, bool accumulate, DownGradient& args) {
+  bool const wanted = db_up.has_value() || db_down.has_value();
+  Tensor const workspace = place.workspace(
+      wanted ? down_gradient_workspace_bytes(layer.sizes, layer.activation.gated) : 0);
+  if (!wanted) return workspace;
+  int64_t const experts = layer.sizes.experts;
+  args.db_dtype = db_up.has_value() ? dtype_of(*db_up, "db_up") : dtype_of(*db_down, "db_down");
+  args.db_up = place.rows(db_up, "db_up", args.db_dtype, {experts, layer.width()});
+  args.db_down = place.rows(db_down, "db_down", args.db_dtype, {experts, layer.sizes.hidden});
+  args.accumulate = accumulate;
+  args.workspace = workspace.data_ptr();
+  return workspace;
+}
+
 }  // namespace
 
 Tensors2 up_projection(Tensor const& x, Tensor const& offsets, MaybeTensor const& row_token,
@@ -148,7 +164,8 @@ Tensor combine(Tensor const& y, Tensor const& slot_row, MaybeTensor const& slot_
 Tensors3 down_gradient(Tensor const& dout, Tensor const& h, Tensor const& offsets,
                        MaybeTensor const& row_token, MaybeTensor const& row_score,
                        Tensor const& w_down, int64_t kind, bool gated, double alpha, double limit,
-                       double up_offset, bool clamp_after, bool interleaved, bool transposed) {
+                       double up_offset, bool clamp_after, bool interleaved, bool transposed,
+                       MaybeTensor& db_up, MaybeTensor& db_down, bool accumulate) {
   Place const place(dout, "dout");
   require_dims(dout, "dout", 2);
   require_dims(h, "h", 2);
@@ -172,6 +189,7 @@ Tensors3 down_gradient(Tensor const& dout, Tensor const& h, Tensor const& offset
   args.dh = {dh.data_ptr(), 0};
   args.a_scaled = {a_scaled.data_ptr(), 0};
   args.score_parts = parts.data_ptr();
+  Tensor const workspace = add_biases(place, layer, db_up, db_down, accumulate, args);
   place.run_product(cpu::down_gradient, cuda::down_gradient, args);
   return {dh, a_scaled, parts};
 }

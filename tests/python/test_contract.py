@@ -274,6 +274,7 @@ def test_accumulation_in_float32(device: str) -> None:
     w_up = layer.arguments("concatenated")["w_up"]
     dh = torch.randn(rows, w_up.shape[1], device=device).bfloat16()
     a = torch.randn(rows, layer.down.shape[2], device=device).bfloat16()
+    gradient = (layer.dout, dh, offsets, row_token, row_score, layer.down, *FLAGS)
     calls = (
         (
             w_up.shape,
@@ -293,6 +294,8 @@ def test_accumulation_in_float32(device: str) -> None:
                 layer.dout, offsets, row_token, row_score, out, add
             ),
         ),
+        (w_up.shape[:2], lambda out, add: ops.down_gradient(*gradient, out, None, add)),
+        (layer.down.shape[:2], lambda out, add: ops.down_gradient(*gradient, None, out, add)),
     )
     for shape, call in calls:
         once = torch.full(shape, float("nan"), device=device)

@@ -117,6 +117,24 @@ RAW: dict[str, tuple[Callable[[SimpleNamespace], object], str]] = {
         ),
         "row_token: expected dtype int32",
     ),
+    "db_up": (
+        lambda r: ops.down_gradient(
+            r.x, r.x, r.offsets, None, None, r.down, *FLAGS, torch.zeros_like(r.b_up[:3])
+        ),
+        r"db_up: expected shape \(4, 32\), got \(3, 32\)",
+    ),
+    "db_down": (
+        lambda r: ops.down_gradient(
+            r.x, r.x, r.offsets, None, None, r.down, *FLAGS, r.b_up.float(), r.b_down
+        ),
+        "db_down: expected dtype float32, got bfloat16",
+    ),
+    "db_dtype": (
+        lambda r: ops.down_gradient(
+            r.x, r.x, r.offsets, None, None, r.down, *FLAGS, None, r.b_down.half()
+        ),
+        "db_dtype: expected bfloat16 or float32, got float16",
+    ),
     "dw_down": (
         lambda r: ops.down_weight_gradient_out(
             r.x, r.a, r.offsets, None, torch.zeros_like(r.up), False, False

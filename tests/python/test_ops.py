@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import guild
-from guild._operators import score_dtype
+from guild._operators import ops, score_dtype
 from layers import ACTIVATIONS, CASES, LAYOUTS, Case, Layer, make_layer, unpack
 from reference import allowed_error, compute, compute_rounded, relative_error, sort_slots
 from steps import Steps
@@ -131,6 +131,50 @@ def test_steps(case: Case, activation: str, device: str) -> None:
         for name, value in steps.results.items():
             judge.check(name, value)
         assert steps.results["dscores"].dtype == score_dtype(dtype)
+
+
+def sums_by_expert(m: Tensor, offsets: Tensor) -> Tensor:
+    """(E, width), float64."""
+    ends = offsets.tolist()
+    parts = [m[a:b].double().sum(0) for a, b in zip(ends, ends[1:], strict=False)]
+    return torch.stack(parts)
+
+
+def check_biases(layer: Layer, dtype: torch.dtype, accumulate: bool) -> None:
+    """db1 and db2 of one down gradient, in `dtype`, against sums of the dH that it gave."""
+    case, place = layer.case, {"device": layer.x.device, "dtype": dtype}
+    offsets, row_token, _, row_score = ops.sort_by_expert(layer.ids, layer.scores, case.experts)
+    used = int(offsets[-1])
+    h = torch.randn(len(row_token), 2 * case.intermediate).to(layer.x)
+    h[used:] = float("nan")
+    flags = (*layer.activation.scalars, False, False)
+    arguments = (layer.dout, h, offsets, row_token, row_score, layer.down, *flags)
+    shapes = (case.experts, h.shape[1]), (case.experts, case.hidden)
+    starts = [torch.randn(s) if accumulate else torch.full(s, float("nan")) for s in shapes]
+    db_up, db_down = (start.to(**place) for start in starts)
+    befores = [db.clone().double() for db in (db_up, db_down)]
+    dh, *_ = ops.down_gradient(*arguments, db_up, db_down, accumulate)
+    assert torch.equal(dh[:used], ops.down_gradient(*arguments)[0][:used])
+    weighted = row_score[:, None] * layer.dout[row_token.long()].double()
+    for db, m, before in zip((db_up, db_down), (dh, weighted), befores, strict=True):
+        truth = sums_by_expert(m, offsets) + (before if accumulate else 0)
+        allowed = allowed_error(truth.to(dtype), truth, layer.x.dtype)
+        assert relative_error(db, truth) <= allowed
+        empty = offsets.diff() == 0
+        assert torch.equal(db[empty].double(), truth[empty])
+
+
+@pytest.mark.parametrize("accumulate", [False, True], ids=["written", "added"])
+@pytest.mark.parametrize(
+    "name", ["matrix_tiles", "tile_rows", "empty_experts", "wide_hidden", "no_tokens"]
+)
+def test_biases_of_the_down_gradient(name: str, accumulate: bool, device: str) -> None:
+    """In the layer's dtype and in float32."""
+    for dtype in DTYPES[device]:
+        for activation in ("swiglu", "gpt_oss"):
+            layer = make_layer(CASES[name], ACTIVATIONS[activation], dtype, device)
+            for stored in {dtype, torch.float32}:
+                check_biases(layer, stored, accumulate)
 
 
 @pytest.mark.parametrize("case", [c for c in CASES.values() if "sorted" in c.flags], ids=name_of)

@@ -96,12 +96,10 @@ struct DownGradientEpilogue {
                              int unit, int thread, int storer, Storage& storage) const {
     differentiate(g, stage, rows, columns() - tile.col - 64 * unit, thread);
     if (a.present) fragment_to_box<T>(shared_address(box), g, thread);
-    if (dh_sums != nullptr && tile.rows < 64) [[unlikely]]
-      clear_rest(shared_address(stage), tile.rows, thread);
+    if (dh_sums != nullptr) clear_rest(shared_address(stage), tile.rows, thread);
     fence_async_proxy();
     warpgroup_barrier();
-    if (dh_sums != nullptr) [[unlikely]]
-      add_rows(shared_address(stage), tile, unit, thread, storage);
+    if (dh_sums != nullptr) add_rows(shared_address(stage), tile, unit, thread, storage);
     if (thread != storer) return;
     for (int i = 0; i < boxes(); ++i) {
       Coordinate const at = place(tile, unit, i);

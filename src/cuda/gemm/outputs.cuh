@@ -12,19 +12,6 @@ struct DirectOutput {
   int columns = 0;
 };
 
-// Writes an element of float32 or T, or adds to it.
-template <class T>
-__device__ inline void store_element(void* data, bool is_float, bool accumulate, int64_t at,
-                                     float value) {
-  if (is_float) {
-    float* const to = static_cast<float*>(data) + at;
-    *to = value + (accumulate ? *to : 0.f);
-  } else {
-    T* const to = static_cast<T*>(data) + at;
-    *to = T(value + (accumulate ? float(*to) : 0.f));
-  }
-}
-
 // Stores 64 x n values, `valid` rows of them, at (group, row, col).
 template <class T, int n>
 __device__ inline void store_direct(DirectOutput const& out, float const (&acc)[n / 2], int group,
@@ -36,7 +23,13 @@ __device__ inline void store_direct(DirectOutput const& out, float const (&acc)[
     int const c = col + i / 4 * 8 + fragment_column(thread) + i % 2;
     if (r >= valid || c >= out.columns) continue;
     int64_t const at = start + (row + r) * out.row_stride + c * out.col_stride;
-    store_element<T>(out.data, out.is_float, out.accumulate, at, acc[i]);
+    if (out.is_float) {
+      float* const to = static_cast<float*>(out.data) + at;
+      *to = acc[i] + (out.accumulate ? *to : 0.f);
+    } else {
+      T* const to = static_cast<T*>(out.data) + at;
+      *to = T(acc[i] + (out.accumulate ? float(*to) : 0.f));
+    }
   }
 }
 
