@@ -166,6 +166,21 @@ TEST_P(BiasSums, OfScoresOfAnySize) {  // a power of two changes no digit
   }
 }
 
+TEST_P(BiasSums, HaveEveryBitOfAScore) {  // where an expert has but one row, nothing else rounds
+  Layer& l = layer();
+  Tensor up = biases(l.p.width(), DType::float32), down = biases(l.s.hidden, DType::float32);
+  l.device.run(with(up, down));
+  auto const db = down.get();
+  for (int64_t e = 0; e < l.s.experts; ++e) {
+    int64_t const row = l.rowing.offsets[e];
+    if (l.rowing.offsets[e + 1] - row != 1) continue;
+    for (int64_t j = 0; j < l.s.hidden; ++j) {
+      double const exact = l.row_scores(row, 0) * dout_(l.truth().source(row), j);
+      EXPECT_NEAR(db[e * l.s.hidden + j], exact, std::abs(exact) * 0x1p-22) << "expert " << e;
+    }
+  }
+}
+
 TEST_P(BiasSums, NanStaysInItsExpert) {
   Layer& l = layer();
   if (l.used() == 0) return;  // no row to spoil

@@ -2,10 +2,10 @@
 // times a right operand of 8 x 64, the least that there is.
 //
 //   ones       the plain sums, eight times
-//   scores     of each row: what the element type has of it in row 0, of the rest in row 1, zeros
+//   scores     row 0: what the element type has of each; rows 1 and 2: of what is left; zeros
 //
-// A thread whose number is a multiple of 4 has those of columns c = fragment_row(thread) and c + 8:
-// sum[0], sum[2] from row 0 of the right operand, sum[1], sum[3] from row 1.
+// A thread has those of columns c = fragment_row(thread), in sum[0] and sum[1], and c + 8, in
+// sum[2] and sum[3], from rows thread % 4 * 2 and the next of the right operand.
 #pragma once
 #include "fragment.cuh"
 #include "shared/bias_sums.h"
@@ -45,8 +45,8 @@ __device__ inline void store_sums(float* to, int left, float first, float second
   if (8 < left) to[8] = second;
 }
 
-// Scores as a right operand: times a power of two that brings the greatest of them near what
-// float16 can hold, so that two of its numbers have 22 bits of each. Call with all 128 threads.
+// Scores as a right operand, all 24 bits of them: times a power of two, which brings the greatest
+// of them near what float16 can hold. Call with all 128 threads.
 template <class T>
 struct ScoreOperand {
   NarrowOperand<T> operand;
@@ -59,14 +59,21 @@ struct ScoreOperand {
     auto const score_of = [&](int r) {
       return r >= tile.rows ? 0.f : score == nullptr ? 1.f : score[tile.row + r];
     };
-    int const n = thread / 64, k = thread % 64;
+    int const k = thread % 64;
     float const mine = score_of(k), other = score_of(k ^ 32);  // a warp has all 64
     uint32_t const most =
         __reduce_max_sync(~0u, __float_as_uint(fmaxf(fabsf(mine), fabsf(other)))) >> 23;
     uint32_t const power = min(max(268 - int(most), 1), 253);  // biased: 2^14 to 2^15 at most
     float const scaled = mine * __uint_as_float(power << 23);
-    T const high = T(scaled);
-    operand.at(n, k) = n == 0 ? high : T(scaled - float(high));
+    T const first = T(scaled);
+    float const rest = scaled - float(first);
+    T const second = T(rest);
+    if (thread < 64) {
+      operand.at(0, k) = first;
+    } else {
+      operand.at(1, k) = second;
+      operand.at(2, k) = T(rest - float(second));
+    }
     if (thread == 0) back = __uint_as_float((254 - power) << 23);
     fence_async_proxy();
     warpgroup_barrier();
@@ -106,11 +113,15 @@ struct ScoreSums {
     wgmma_wait<1>();
     fence_registers(sum);
     float const back = scores.back;
+    float const first = from_three_rows(sum[0] + sum[1]), second = from_three_rows(sum[2] + sum[3]);
     if (thread % 4 == 0) {
-      store_sums(to + 64 * step, columns - 64 * step, (sum[0] + sum[1]) * back,
-                 (sum[2] + sum[3]) * back);
+      store_sums(to + 64 * step, columns - 64 * step, first * back, second * back);
     }
   }
+
+ private:
+  // The next thread has what comes from row 2.
+  static __device__ float from_three_rows(float two) { return two + __shfl_down_sync(~0u, two, 1); }
 };
 
 }  // namespace guild::cuda
