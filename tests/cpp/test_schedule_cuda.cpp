@@ -134,6 +134,8 @@ struct RowProducts {
   Tensor h = l.output(l.s.rows(), l.p.width()), a = l.output(l.s.rows(), l.s.intermediate);
   Tensor y = l.output(l.s.rows(), l.s.hidden), dx = l.output(l.s.rows(), l.s.hidden);
   Tensor dh = l.output(l.s.rows(), l.p.width()), da = l.output(l.s.rows(), l.s.intermediate);
+  Tensor db_up = l.output(l.s.experts, l.p.width()), db_down = l.output(l.s.experts, l.s.hidden);
+  Bytes workspace{l.device, down_gradient_workspace_bytes(l.s, l.p.gated())};
 
   // The results, and what the counter then holds after each of the products.
   std::vector<std::vector<std::byte>> run(cuda::Queue queue, Indices<int32_t> const& counter,
@@ -150,16 +152,17 @@ struct RowProducts {
       EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
       counts.push_back(counter.get()[0]);
     };
-    for (Tensor* tensor : {&h, &a, &y, &dx, &dh, &da}) tensor->poison();
+    for (Tensor* tensor : {&h, &a, &y, &dx, &dh, &da, &db_up, &db_down}) tensor->poison();
     each(cuda::up_projection,
          UpProjection{s, p.dtype, act, p.order(), routing, x.view(), w_up, {}, h.view(), a.view()});
     each(cuda::down_projection,
          DownProjection{s, p.dtype, routing, a.view(), w_down, {}, y.view()});
     each(cuda::down_gradient, DownGradient{s, p.dtype, act, p.order(), routing, x.view(), w_down,
-                                           h.view(), dh.view(), da.view()});
+                                           h.view(), dh.view(), da.view(), nullptr, db_up.view(),
+                                           db_down.view(), p.dtype, false, workspace.data()});
     each(cuda::up_gradient,
          UpGradient{s, p.dtype, p.gated(), p.order(), routing, h.view(), w_up, dx.view()});
-    return {h.raw(), a.raw(), y.raw(), dx.raw(), dh.raw(), da.raw()};
+    return {h.raw(), a.raw(), y.raw(), dx.raw(), dh.raw(), da.raw(), db_up.raw(), db_down.raw()};
   }
 };
 
