@@ -22,7 +22,7 @@ from .bench_plan import BenchPlan
 from .bench_problem import Problem, make_problems
 from .bench_reference import relative_errors
 from .presets import Shape
-from .timing import Call, Replay, interleaved, median_ratio, summary_of
+from .timing import Call, Replay, interleaved, median_ratio, replayed, summary_of
 
 _GRAPH_CALLS = 8
 _MATRIX, _COPY = "matrix", "copy"
@@ -157,13 +157,13 @@ def _time(calls: dict[tuple[str, str], Call], plan: BenchPlan, sets: int) -> Tim
         return interleaved(calls, plan.rounds, plan.seconds, plan.device, plan.calls)
     pool = torch.cuda.graph_pool_handle()
     count = sets * -(-_GRAPH_CALLS // sets)
-    # QuACK's calls stay as they are: its products are long, and whether they can be captured is
-    # not Guild's to promise.
-    counts = {name: 1 if name[0] == "quack" else count for name in calls}
-    replays = {
-        name: call if counts[name] == 1 else Replay(call, counts[name], pool)
-        for name, call in calls.items()
-    }
+    replays: dict[tuple[str, str], Call] = {}
+    counts = dict.fromkeys(calls, count)
+    for name, call in calls.items():
+        if name[0] == "quack":  # whether its calls can be captured is not Guild's to promise
+            replays[name], counts[name] = replayed(call, count)
+        else:
+            replays[name] = Replay(call, count, pool)
     taken = interleaved(replays, plan.rounds, plan.seconds, plan.device, plan.calls)
     return {name: [ms / counts[name] for ms in each] for name, each in taken.items()}
 

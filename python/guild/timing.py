@@ -106,6 +106,15 @@ class Replay:
         self._graph.replay()
 
 
+def replayed(call: Call, count: int) -> tuple[Call, int]:
+    """A `Replay` and its number of calls; where they cannot be captured, the call itself and 1."""
+    try:  # a pool of its own: one that a capture failed in takes no other
+        return Replay(call, count, torch.cuda.graph_pool_handle()), count
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return call, 1
+
+
 def summary_of(values: list[float]) -> dict[str, float]:
     """Median, least and greatest value."""
     return {"median": statistics.median(values), "low": min(values), "high": max(values)}

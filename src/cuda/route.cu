@@ -31,13 +31,13 @@ __device__ void keys_of_p(Route const& x, LaneLogits<S> const& logits, float (&k
   }
 }
 
-// What ranks the lane's experts; 0 past the last one. nan: one of the keys is none.
+// What ranks the lane's experts; 0 past the last one. plain: there are `per_lane`, numbers all.
 template <int per_lane>
-__device__ void orders_of(float const (&key)[per_lane], int count, bool nan,
+__device__ void orders_of(float const (&key)[per_lane], int count, bool plain,
                           uint32_t (&order)[per_lane]) {
 #pragma unroll
   for (int i = 0; i < per_lane; ++i) order[i] = order_of_number(key[i]);
-  if (!nan && count == per_lane) return;
+  if (plain) return;
 #pragma unroll
   for (int i = 0; i < per_lane; ++i) order[i] = i < count ? order_of(key[i]) : 0;
 }
@@ -211,13 +211,13 @@ __global__ void __launch_bounds__(kRouterThreads, blocks_at_once(S::per_lane)) r
   LaneLogits<S> const logits(deal, seat, row);
   uint32_t* const chosen = shared[seat.token_in_block];
   uint32_t orders[S::per_lane];
-  bool const nan = any_nan(logits.value);
+  bool const nan = any_nan(logits.value), full = deal.experts == S::experts;
   if (ranked_by_logit(x)) {
-    orders_of(logits.value, logits.count, nan, orders);
+    orders_of(logits.value, logits.count, full && !nan, orders);
   } else {
     float key[S::per_lane];
     keys_of_p(x, logits, key);
-    orders_of(key, logits.count, any_nan(key), orders);
+    orders_of(key, logits.count, full && !any_nan(key), orders);
   }
   uint32_t const order = choose(x, deal, seat, logits.first, orders, chosen);
   __syncwarp();

@@ -22,7 +22,7 @@ from guild.bench_reference import BIAS_RESULTS, RESULTS, relative_errors
 from guild.bench_steps import measure_steps, step_figures
 from guild.bench_steps_table import steps_table
 from guild.presets import PRESETS, Shape
-from guild.timing import Replay
+from guild.timing import Replay, replayed
 
 CPU = torch.device("cpu")
 TINY = Shape(tokens=48, hidden=32, intermediate=136, experts=8, top_k=2)
@@ -154,6 +154,7 @@ def test_a_replay_is_many_calls(monkeypatch: pytest.MonkeyPatch) -> None:
         return call
 
     monkeypatch.setattr(bench_steps, "Replay", replay)
+    monkeypatch.setattr(bench_steps, "replayed", lambda call, count: (call, 1))
     monkeypatch.setattr(
         bench_steps, "interleaved", lambda calls, *rest: dict.fromkeys(calls, [9.0])
     )
@@ -162,6 +163,16 @@ def test_a_replay_is_many_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = {("guild", "up"): lambda: None, ("quack", "up"): lambda: None}
     assert bench_steps._time(calls, plan, 3) == {("guild", "up"): [1.0], ("quack", "up"): [9.0]}
     assert captured == [9]
+
+
+def test_what_cannot_be_captured_is_called(gpu: str) -> None:
+    counter = torch.zeros((), device=gpu)
+
+    def waits() -> float:
+        return counter.item()
+
+    assert replayed(waits, 3) == (waits, 1)
+    assert replayed(lambda: counter.add_(1), 3)[1] == 3
 
 
 def test_replay(gpu: str) -> None:
