@@ -111,7 +111,6 @@ rank_kernel(Sort x, int64_t chunk) {
   int64_t const warp_begin = begin + warp * (chunk / kWarps);
   int64_t const warp_end = min(warp_begin + chunk / kWarps, end);
   int *const count = memory, *const next = memory + experts;
-  let_next_start();
 #pragma unroll 1
   for (int i = threadIdx.x; i < kWarps * experts; i += kThreads) next[i] = 0;
   wait_for_previous();
@@ -140,6 +139,7 @@ rank_kernel(Sort x, int64_t chunk) {
     count[e] = before;
   }
   cluster_barrier();
+  let_next_start();
   add_up_cluster(x, count);
   rank_slots(x, next + warp * experts, warp_begin, warp_end, used);
   cluster_barrier();  // the other blocks have read `count`
