@@ -132,9 +132,9 @@ unsigned router_blocks(int64_t tokens) {
 }
 
 // Calls f(TokenShape, Deal) with the fewest lanes and registers that the experts and groups fit:
-// what a warp does once, whatever it does for its tokens, is most of its work. ForHundreds: with up
-// to 128 experts.
-template <class ForHundreds = TokenShape<16, 8>, class F>
+// what a warp does once, whatever it does for its tokens, is most of its work. UpTo128: the shape
+// for 65 to 128 experts.
+template <class UpTo128 = TokenShape<16, 8>, class F>
 void with_shape(int64_t experts, int groups, bool by_four, F&& f) {
   require_routable(experts);
   int const part = int(experts) / groups;
@@ -146,7 +146,7 @@ void with_shape(int64_t experts, int groups, bool by_four, F&& f) {
   };
   auto const run = [&](auto shape) { return fits(shape) && (f(shape, deal), true); };
   bool const done = run(TokenShape<4, 2>{}) || run(TokenShape<8, 4>{}) || run(TokenShape<8, 8>{}) ||
-                    run(ForHundreds{}) || run(TokenShape<16, 16>{}) || run(TokenShape<32, 16>{}) ||
+                    run(UpTo128{}) || run(TokenShape<16, 16>{}) || run(TokenShape<32, 16>{}) ||
                     run(TokenShape<32, 32>{});
   require(done, "router.groups: expected groups of at most ",
           32 * std::bit_floor(unsigned(32 / groups)), " experts on CUDA, got ", part);
