@@ -14,6 +14,10 @@ import torch
 import guild
 
 ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = [
+    *("README.md", "CONTRIBUTING.md"),
+    *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md"))),
+]
 
 
 def code_blocks(document: str, language: str) -> str:
@@ -44,15 +48,19 @@ def test_cpp_code_compiles(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    "document",
-    ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))],
-)
+@pytest.mark.parametrize("document", DOCUMENTS)
 def test_links_lead_somewhere(document: str) -> None:
     folder = (ROOT / document).parent
     links = re.findall(r"\]\(([^)#\s]+)\)", (ROOT / document).read_text())
     lost = [x for x in links if not x.startswith("http") and not (folder / x).exists()]
     assert not lost
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_files_named_are_there(document: str) -> None:
+    folders = "src|include|python|tests|examples|scripts|bench|docs"
+    named = re.findall(rf"`((?:{folders})/[\w./-]+)`", (ROOT / document).read_text())
+    assert [path for path in named if not (ROOT / path).exists()] == []
 
 
 def test_version_is_one() -> None:

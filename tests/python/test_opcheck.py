@@ -45,6 +45,12 @@ def wanting(*tensors: torch.Tensor | None) -> tuple:
     return tuple(t if t is None else t.detach().clone().requires_grad_() for t in tensors)
 
 
+def down_gradient_arguments(i: Inputs) -> Arguments:
+    """Of gathered rows with scores, without biases."""
+    layer = i.layer
+    return (layer.dout, i.h, i.offsets, i.row_token, i.row_score, layer.down, *FLAGS)
+
+
 # By the op's name, and what is special about the call where an op has several.
 CALLS: dict[str, Callable[[Inputs], Arguments]] = {
     "route": lambda i: (*wanting(i.logits), None, i.logits[:, 0] > -1, 2, 1, True, 1.0, 2, 1),
@@ -127,23 +133,9 @@ CALLS: dict[str, Callable[[Inputs], Arguments]] = {
         i.slot_row,
         i.rows[:4],
     ),
-    "down_gradient": lambda i: (
-        i.layer.dout,
-        i.h,
-        i.offsets,
-        i.row_token,
-        i.row_score,
-        i.layer.down,
-        *FLAGS,
-    ),
+    "down_gradient": down_gradient_arguments,
     "down_gradient with biases": lambda i: (
-        i.layer.dout,
-        i.h,
-        i.offsets,
-        i.row_token,
-        i.row_score,
-        i.layer.down,
-        *FLAGS,
+        *down_gradient_arguments(i),
         torch.zeros_like(i.b_up, dtype=torch.float32),
         torch.zeros_like(i.layer.down_bias, dtype=torch.float32),
         True,
