@@ -214,7 +214,7 @@ TEST_P(RoundingTest, SoftmaxOfVeryManyTokens) {
   for (double& v : logits.values) v = float(normal(random_));
   std::vector<int32_t> ids;
   for (int64_t t = 0; t < kTokens; ++t) ids.push_back(int32_t(t % kExperts));
-  Router const router{Score::softmax, /*renormalize=*/false, 1, 1, 1};
+  Router const router{.renormalize = false};
   Lists const lists = round(logits, ids, 1, router, Rounding::down, kTile);
   std::vector<double> least(kExperts, 1), greatest_dropped(kExperts);
   std::vector<int64_t> kept(kExperts);

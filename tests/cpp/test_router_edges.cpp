@@ -55,7 +55,7 @@ TEST_P(RouterEdges, GroupsWithoutASumComeLast) {
   };
   for (DType dtype : score_dtypes()) {
     for (Case const& c : cases) {
-      Router const router{Score::sigmoid, true, 1, /*groups=*/4, /*top_groups=*/2};
+      Router const router{.score = Score::sigmoid, .groups = 4, .top_groups = 2};
       EXPECT_EQ(route(c.logits, c.top_k, router, dtype).ids, c.ids);
       EXPECT_EQ(route(c.logits, c.top_k, router, dtype, Row(8, 0.25)).ids, c.ids) << "biased";
     }
@@ -72,10 +72,11 @@ TEST_P(RouterEdges, NanAmongTheUnchosen) {
         for (bool renormalize : {false, true}) {
           SCOPED_TRACE(testing::Message() << "NaN at " << at << " of " << experts
                                           << (renormalize ? ", renormalised" : ""));
-          auto const softmax = route(row, 2, {Score::softmax, renormalize, 1, 1, 1}, dtype);
+          auto const softmax = route(row, 2, {.renormalize = renormalize}, dtype);
           EXPECT_EQ(softmax.ids, (std::vector<int32_t>{1, 4}));
           for (double score : softmax.scores) EXPECT_TRUE(std::isnan(score)) << score;
-          auto const sigmoid = route(row, 2, {Score::sigmoid, renormalize, 1, 1, 1}, dtype);
+          auto const sigmoid =
+              route(row, 2, {.score = Score::sigmoid, .renormalize = renormalize}, dtype);
           EXPECT_EQ(sigmoid.ids, (std::vector<int32_t>{1, 4}));
           double const p[] = {1 / (1 + std::exp(-3.0)), 1 / (1 + std::exp(-2.0))};
           for (int k : {0, 1}) {
@@ -105,7 +106,7 @@ TEST_P(RouterEdges, NanAmongTheUnlisted) {
       Indices<int32_t> begins(device(), kTokens + 1), list_ids(device(), kTokens);
       Bytes workspace(device(), rounding_workspace_bytes(kTokens, kExperts));
       ASSERT_EQ(rounded_slots(kTokens, kExperts, 1, Rounding::down, 1), kTokens);
-      Router const router{Score::softmax, renormalize, 1, 1, 1};
+      Router const router{.renormalize = renormalize};
       device().run(TokenRounding{kTokens, kExperts, 1, dtype, router, Rounding::down, /*tile=*/1,
                                  logits.view(), chosen.data(), nullptr, begins.data(),
                                  list_ids.data(), scores.data(), nullptr, workspace.data()});
@@ -120,7 +121,7 @@ TEST_P(RouterEdges, NanAmongTheUnlisted) {
 
 // exp(logit - top) of a choice far below the top is tiny, but a number; exp(top - logit) is none.
 TEST_P(RouterEdges, ABiasChoosesFarBelowTheTop) {
-  Router const router{Score::softmax, false, 1, 1, 1};
+  Router const router{.renormalize = false};
   auto const of_last_two = [&](double below, DType dtype) {
     Row const row{below, 0, -1, below + 1};
     return route(row, 2, router, dtype, {4, 0, 0, 8});
@@ -154,7 +155,7 @@ TEST_P(RouterEdges, ScaleZeroHasNoGradient) {
     for (bool renormalize : {false, true}) {
       for (DType dtype : score_dtypes()) {
         SCOPED_TRACE(testing::Message() << int(score) << renormalize << int(dtype));
-        Router const router{score, renormalize, /*scale=*/0, 1, 1};
+        Router const router{.score = score, .renormalize = renormalize, .scale = 0};
         bool const sloped = score == Score::sigmoid, dense = !sloped && !renormalize;
         Tensor logits(device(), dtype, kTokens, kExperts), scores(device(), dtype, kTokens, kTopK);
         Tensor slopes(device(), dtype, kTokens, kTopK), dscores(device(), dtype, kTokens, kTopK);
