@@ -7,6 +7,7 @@ from typing import Any
 from rich.table import Table
 
 from .bench_layers import TITLES
+from .bench_memory import SLOT_BYTES
 
 _MIB = 1 << 20
 
@@ -44,7 +45,7 @@ def memory_cells(case: dict[str, Any], found: dict[str, Any]) -> list[str]:
     """A layer's figures as text."""
     shape, formula = case["shape"], case["formula"]
     slots = shape["tokens"] * shape["top_k"]
-    rest = found["saved_bytes"] - formula["saved"] + 24 * slots
+    rest = found["saved_bytes"] - formula["saved"] + SLOT_BYTES * slots
     cells = [*_pair(found["saved_bytes"], formula["saved"]), f"{rest / slots:.1f}"]
     for which in ("forward", "backward"):
         if f"{which}_peak_bytes" in found:
