@@ -50,7 +50,9 @@ def run_bench(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(record, indent=2))
     else:
-        console.print(table_of(record))
+        from .narrow_table import fit
+
+        console.print(fit(table_of(record), console))
     if args.out is not None:
         _write(record, args.out, console)
     return 1 if any(case["failures"] for case in record["cases"]) else 0

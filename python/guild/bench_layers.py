@@ -31,7 +31,7 @@ TITLES = {
     "guild": "Guild",
     LIMITED: "Guild, fewer SMs",
     "bound": "bound",
-    "floor": "bound + copies",
+    "floor": "products + copies",
     "compiled": "torch compiled",
     "eager": "torch eager",
     "plain": "plain PyTorch",
