@@ -27,7 +27,9 @@ def commit() -> str | None:
             continue
         head = _output("git", "-C", top, "rev-parse", "HEAD")
         if head is not None:
-            edited = _output("git", "-C", top, "status", "--porcelain", "--untracked-files=no")
+            # Without locks: this must not get in the way of somebody's git at work.
+            status = ("--no-optional-locks", "status", "--porcelain", "--untracked-files=no")
+            edited = _output("git", "-C", top, *status)
             return head + ("+changes" if edited else "")
     return None
 
