@@ -15,7 +15,7 @@ from guild import bench_command
 from guild.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
-RECORD = ROOT / "bench/results/2026-11-22-h200-balanced.json"
+RECORD = max((ROOT / "bench/results").glob("*-balanced.json"))
 QUICK = "bench --thiek 16,16,8,4,2 --device cpu --rounds 1 --calls 1".split()
 
 

@@ -26,6 +26,7 @@ from guild.bench import figures, measure
 from guild.bench_command import table_of
 from guild.bench_plan import BenchPlan
 from guild.bench_report import read_record
+from guild.bench_steps_table import step_cells
 from guild.narrow_table import fit
 from guild.presets import PRESETS, Shape
 
@@ -51,6 +52,11 @@ def sweep_record() -> dict[str, Any]:
 
 
 RECORDS = {**RECORDED, "sweep": sweep_record()}
+
+
+def newest(kind: str) -> dict[str, Any]:
+    """The last record of layers ("balanced", "skew"), steps ("quack") or memory."""
+    return RECORDED[max(name for name in RECORDED if name.endswith(f"-{kind}"))]
 
 
 def tables_of(record: dict[str, Any]) -> list[Table]:
@@ -93,7 +99,7 @@ def test_headings_are_whole(name: str) -> None:
 
 @pytest.mark.parametrize("width", [140, 170])
 def test_one_table_where_there_is_room(width: int) -> None:
-    record = RECORDED["2026-11-22-h200-balanced"]
+    record = newest("balanced")
     text = printed(record, width)
     assert text.count("shape") == 1
     assert text.count("fine7b") == 1
@@ -101,7 +107,7 @@ def test_one_table_where_there_is_room(width: int) -> None:
 
 
 def test_parts_repeat_what_names_a_line() -> None:
-    record = RECORDED["2026-11-22-h200-balanced"]
+    record = newest("balanced")
     text = printed(record, 80)
     assert text.count("shape") == text.count("mixtral") == 2
     assert text.count("backward") == 2 * 7 + 1  # and once in the notes
@@ -111,7 +117,7 @@ def test_parts_repeat_what_names_a_line() -> None:
 
 def test_ratios_stay_beside_what_they_are_of() -> None:
     """Columns of one name, such as "ratio", follow their figure into its part."""
-    text = printed(RECORDED["2026-11-22-h200-memory"], 80)
+    text = printed(newest("memory"), 80)
     headings = [line for line in text.splitlines() if "ratio" in line]
     assert len(headings) == 3
     for part, figure in zip(headings, ("backward", "forward, peak", "backward, peak"), strict=True):
@@ -120,7 +126,21 @@ def test_ratios_stay_beside_what_they_are_of() -> None:
 
 def test_a_terminal_that_is_too_narrow_for_anything() -> None:
     """What is wider than the terminal goes on in the next line."""
-    assert "…" not in printed(RECORDED["2026-11-22-h200-balanced"], 20)
+    assert "…" not in printed(newest("balanced"), 20)
+
+
+def test_spread_is_half_of_the_range() -> None:
+    """In per cent of the median, the same in the tables of layers and of steps."""
+    shape = PRESETS["fine7b"]
+    taken = {"guild": {"forward": [9.0, 10.0, 13.0], "backward": [20.0, 20.0, 20.0]}}
+    case = {"name": "a", "shape": shape._asdict(), "routing": "random", "failures": {}}
+    case |= {"figures": figures(taken, shape), "errors": {}}
+    record = {"mode": "layers", "device": "GPU", "dtype": "bfloat16", "torch": "2", "rounds": 3}
+    text = printed({**record, "cases": [case]}, 140)
+    assert "10.000 ±20%" in text and "20.000 ±0%" in text
+    step = newest("quack")["cases"][0]["steps"]["up"]
+    made_up = {**step, "ms": {"median": 10.0, "low": 9.0, "high": 13.0}}
+    assert step_cells(made_up, quack=False)[0] == "10.0000 ±20%"
 
 
 # ---- notes --------------------------------------------------------------------------------------
@@ -131,9 +151,9 @@ def caption(record: dict[str, Any]) -> str:
 
 
 def test_notes_on_layers_are_about_columns_there() -> None:
-    record = RECORDED["2026-11-22-h200-balanced"]
+    record = newest("balanced")
     assert "copies" in caption(record) and "bound:" in caption(record)
-    without = RECORDED["2026-11-22-h200-skew"]
+    without = newest("skew")
     assert "floor" not in without["cases"][0]["figures"]
     assert "copies" not in caption(without)
     plan = BenchPlan(
@@ -150,7 +170,7 @@ def test_notes_on_layers_are_about_columns_there() -> None:
 
 
 def test_notes_on_steps_name_quack_where_its_times_are_scaled() -> None:
-    record = RECORDED["2026-11-22-h200-quack"]
+    record = newest("quack")
     assert "QuACK" not in caption(record)  # measured in the same rounds
     (case, *_) = record["cases"]
     scaled = {"recorded_ms": 1.0, "scaled_ms": 1.0, "over": {"median": 1.0}}
@@ -159,7 +179,7 @@ def test_notes_on_steps_name_quack_where_its_times_are_scaled() -> None:
 
 
 def test_notes_on_memory_are_about_columns_there() -> None:
-    record = RECORDED["2026-11-22-h200-memory"]
+    record = newest("memory")
     assert "forward:" in caption(record)
     assert "forward:" not in caption({**record, "device_type": "cpu"})
 
