@@ -64,7 +64,6 @@ class RunFolder:
             raise ValueError(
                 f"out: expected a folder or a path where one can be made, got {str(self.path)!r}"
             ) from None
-        self._unfinished(self.checkpoint).unlink(missing_ok=True)  # of a run that was killed
         moved = self._move_aside()
         self.append([])  # a folder that takes no file is better found out now
         return moved

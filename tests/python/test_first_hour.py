@@ -222,6 +222,7 @@ def test_disk_fills_after_the_last_step(
     assert run("--resume") == 0
     assert (folder / "metrics.jsonl").read_bytes() == metrics
     assert json.loads((folder / "summary.json").read_text())["steps"] == 10
+    assert (folder / "loss.png").exists()
 
 
 # ---- runs that are over, stopped, or in the way ------------------------------------------------
