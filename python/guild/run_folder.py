@@ -64,7 +64,6 @@ class RunFolder:
             raise ValueError(
                 f"out: expected a folder or a path where one can be made, got {str(self.path)!r}"
             ) from None
-        self._unfinished(self.checkpoint).unlink(missing_ok=True)  # of a run that was killed
         moved = self._move_aside()
         self.append([])  # a folder that takes no file is better found out now
         return moved
@@ -81,7 +80,12 @@ class RunFolder:
             aside.mkdir()
             for file in old:
                 os.rename(file, aside / file.name)
-        except OSError as error:
+        except OSError as error:  # such as a folder that is a disk of its own
+            for file in old:
+                if (aside / file.name).exists():
+                    os.rename(aside / file.name, file)
+            with contextlib.suppress(OSError):
+                aside.rmdir()
             raise ValueError(
                 f"out: {str(self.path)!r} holds a run, which cannot be moved to {str(aside)!r} "
                 f"({error.strerror}); continue it with --resume or choose another folder"
@@ -90,8 +94,11 @@ class RunFolder:
 
     def append(self, rows: list[dict[str, Any]]) -> None:
         """Add rows to metrics.jsonl."""
-        with self.metrics.open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+        try:
+            with self.metrics.open("a") as file:
+                file.writelines(json.dumps(row) + "\n" for row in rows)
+        except OSError as error:  # a full disk's does not say which file
+            raise OSError(error.errno, error.strerror, str(self.metrics)) from error
 
     def rows(self) -> list[dict[str, Any]]:
         """All rows of metrics.jsonl, without a last line that was cut off.

@@ -56,6 +56,9 @@ def clean_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tree
 
 
+needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="no make on this machine")
+
+
 @pytest.fixture
 def cmake() -> str:
     found = shutil.which("cmake", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
@@ -65,25 +68,29 @@ def cmake() -> str:
 
 
 def test_headers_are_found_once_they_are_there(clean_tree: Path, cmake: str) -> None:
-    """The guide's first command says what to install; the same command then finds it."""
-    bare = clean_tree.with_name("bare")
+    """The guide's first command says what to install; the same command then finds it.
+
+    In the active environment, in .venv, and in that of the PATH's python3.
+    """
+    bare, active = clean_tree.with_name("bare"), clean_tree.with_name("active")
+    for place in (active, clean_tree / ".venv"):
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", place], check=True)
     # GUILD_CUDA=OFF and no Eigen of the machine's: wherever this runs, all must come from Python.
     options = "-DGUILD_CUDA=OFF -DCMAKE_DISABLE_FIND_PACKAGE_Eigen3=ON"
     configure = f"{guide_commands()[0].replace('cmake', cmake, 1)} {options}"
-    active = {"VIRTUAL_ENV": str(bare), "PATH": f"{bare}/bin:/usr/local/bin:/usr/bin:/bin"}
-    status, output = shell(configure, clean_tree, **active)
+    search = {"VIRTUAL_ENV": str(active), "PATH": f"{bare}/bin:/usr/local/bin:/usr/bin:/bin"}
+    status, output = shell(configure, clean_tree, **search)
     assert status != 0
     assert "Eigen 3.4 not found: expected Eigen/Core in ''. Looked in CMake's usual" in output
-    assert f"packages of {bare}/bin/python3" in output
-    assert f"{bare}/bin/python3 -m pip install --no-deps cmeel-eigen" in output
+    asked = [f"{place}/bin/python3" for place in (active, clean_tree / ".venv", bare)]
+    assert f"in the packages of {', '.join(asked)}." in output
+    assert f"{asked[0]} -m pip install --no-deps cmeel-eigen" in output
     eigen = "cmeel.prefix/include/eigen3/Eigen/Core"
-    for place in (bare, clean_tree / ".venv"):  # as pip would put it there; the guide's tools; make
-        if not place.exists():
-            subprocess.run([sys.executable, "-m", "venv", "--without-pip", place], check=True)
+    for place in (active, clean_tree / ".venv", bare):
         header = next(place.glob("lib/python3*/site-packages")) / eigen
         header.parent.mkdir(parents=True)
         header.touch()
-        status, output = shell(configure, clean_tree, **active)
+        status, output = shell(configure, clean_tree, **search)
         assert status == 0, output
         assert "CUDA backend OFF, torch binding OFF, CPU code" in output
         header.unlink()
@@ -125,7 +132,8 @@ def test_readme_program_prints(cmake: str, tmp_path: Path) -> None:
         "cmake_minimum_required(VERSION 3.25)\nproject(engine LANGUAGES CXX)\n"
         "add_executable(engine engine.cpp)\n" + code_blocks("docs/guide.md", "cmake")
     )
-    configure = f"{cmake} -S . -B build -DCMAKE_PREFIX_PATH={prefix}"
+    # The second is where a build folder installs that a wheel was made from.
+    configure = f"{cmake} -S . -B build '-DCMAKE_PREFIX_PATH={prefix};{prefix}/guild'"
     status, output = shell(f"{configure} && {cmake} --build build && build/engine", consumer)
     assert status == 0, output
     # Softmax over the chosen of logits 1, 0, 0, ...: e / (e + 1). All weights are 0.01, x is 1.
@@ -133,12 +141,25 @@ def test_readme_program_prints(cmake: str, tmp_path: Path) -> None:
     assert [float(x) for x in found.groups()] == [0.731, 0.269]
 
 
+def test_one_cutlass_is_named() -> None:
+    """Documents and messages tell people to install the version that the build wants."""
+    files = "README.md docs/guide.md pyproject.toml scripts/pins.txt cmake/Dependencies.cmake"
+    named = {
+        name: set(re.findall(r"nvidia-cutlass==([\d.]+)", (ROOT / name).read_text()))
+        for name in files.split()
+    }
+    (wanted,) = named["pyproject.toml"]
+    assert named == {name: {wanted} for name in named}
+
+
+@needs_make
 def test_python_of_the_set_up_is_heeded(clean_tree: Path) -> None:
     status, output = shell("make build PYTHON=/nonexistent", clean_tree)
     assert status != 0
     assert "PYTHON=/nonexistent is no Python 3.10 or later that runs here" in output
 
 
+@needs_make
 @pytest.mark.parametrize("recorded", [True, False])
 def test_other_python_than_that_of_venv_is_named(
     recorded: bool, clean_tree: Path, tmp_path: Path

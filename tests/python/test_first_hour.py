@@ -185,17 +185,22 @@ def test_read_only_out(
 # ---- a full disk -------------------------------------------------------------------------------
 
 
-def test_disk_fills_during_a_checkpoint(
-    run: Callable[..., int], finished: Path, capsys: pytest.CaptureFixture
+@pytest.mark.parametrize("full", ["checkpoint.pt", "metrics.jsonl"])
+def test_disk_fills(
+    full: str, run: Callable[..., int], finished: Path, capsys: pytest.CaptureFixture
 ) -> None:
+    """In the middle of a file: the last checkpoint survives, and the run goes on from it."""
     before = files_of(finished)
+    room = len(before["metrics.jsonl"]) + 100  # the half of a row
+    if full == "checkpoint.pt":
+        room = len(before["checkpoint.pt"]) // 2
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before["checkpoint.pt"]) // 2, limits[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
     try:
         status = run("--resume", "--steps", "20")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert "checkpoint.pt: File too large" in refused(status, capsys)
+    assert f"{full}: File too large" in refused(status, capsys)
     after = files_of(finished)
     assert after.keys() == before.keys()  # nothing unfinished
     assert after["checkpoint.pt"] == before["checkpoint.pt"]
@@ -222,6 +227,7 @@ def test_disk_fills_after_the_last_step(
     assert run("--resume") == 0
     assert (folder / "metrics.jsonl").read_bytes() == metrics
     assert json.loads((folder / "summary.json").read_text())["steps"] == 10
+    assert (folder / "loss.png").exists()
 
 
 # ---- runs that are over, stopped, or in the way ------------------------------------------------
@@ -301,20 +307,31 @@ def test_new_run_moves_the_old_one_aside(
     assert files_of(finished).keys() == old.keys() | {"notes.txt"}
 
 
+@pytest.mark.parametrize("refuses", ["the folder above", "the second file"])
 def test_run_that_cannot_be_moved_stays(
+    refuses: str,
     run: Callable[..., int],
     finished: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,
 ) -> None:
     before = files_of(finished)
-    make = Path.mkdir
+    make, rename = Path.mkdir, os.rename
 
     def mkdir(path: Path, *arguments: object, **options: object) -> None:
         if path.name == "run.1":
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
         make(path, *arguments, **options)
 
-    monkeypatch.setattr(Path, "mkdir", mkdir)
+    def move(old: Path, new: Path) -> None:
+        if Path(new) == finished.with_name("run.1") / "checkpoint.pt":
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), str(old))
+        rename(old, new)
+
+    if refuses == "the folder above":
+        monkeypatch.setattr(Path, "mkdir", mkdir)
+    else:
+        monkeypatch.setattr(os, "rename", move)
     assert "cannot be moved to" in refused(run(*SMALL), capsys)
     assert files_of(finished) == before
+    assert not finished.with_name("run.1").exists()

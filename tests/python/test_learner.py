@@ -15,7 +15,7 @@ def two_part_corpus() -> Corpus:
     """Training bytes below 100, held-out bytes from 100 on."""
     generator = torch.Generator().manual_seed(0)
     train = torch.randint(0, 100, (3000,), dtype=torch.uint8, generator=generator)
-    held_out = torch.randint(100, 256, (2000,), dtype=torch.uint8, generator=generator)
+    held_out = torch.randint(100, 256, (5000,), dtype=torch.uint8, generator=generator)
     return Corpus(train, held_out, files=2, digest="00000000")
 
 
@@ -29,6 +29,10 @@ def test_training_reads_no_held_out_byte() -> None:
     for x, y in ((inputs, targets), (checked, wanted)):
         assert torch.equal(x[:, 1:], y[:, :-1])  # one byte later
     assert torch.equal(wanted[-1], corpus.held_out[-32:].long())  # to the last byte
+    short = Corpus(torch.arange(40, dtype=torch.uint8), corpus.held_out, files=2, digest="00000000")
+    inputs, targets = short.batch(seed=0, step=0, batch=200, context=32)
+    assert inputs.unique().tolist() == list(range(39))
+    assert targets.unique().tolist() == list(range(1, 40))
 
 
 def test_learner_takes_its_bytes_from_the_right_part() -> None:
