@@ -282,6 +282,11 @@ def _parameters(
         raise TypeError(
             f"weight_gradients: expected guild.WeightGradients, got {type(weight_gradients)}"
         )
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            "weight_gradients: expected None under torch.func's transforms, which return gradients "
+            "where it writes them to parameters"
+        )
     w_gate = None
     if isinstance(w_up, tuple | list):
         w_gate, w_up = w_up
