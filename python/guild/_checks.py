@@ -7,6 +7,8 @@ message. Types that no argument of that name can have raise TypeError, the rest 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -87,6 +89,62 @@ def expect_rows(name: str, tensor: Tensor) -> None:
             f"{name}: expected rows with contiguous columns (strides (n, 1), n >= {width}), got "
             f"strides {tensor.stride()}; call {name}.contiguous()"
         )
+
+
+def expect_own_elements(name: str, tensor: Tensor) -> None:
+    """Raise unless each element of a tensor that is written to has a place of its own."""
+    span = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if tensor.numel() and size > 1 and stride < span:
+            raise ValueError(
+                f"{name}: expected elements that do not overlap, got shape {tuple(tensor.shape)} "
+                f"with strides {tensor.stride()}"
+            )
+        span += (size - 1) * stride
+
+
+def expect_apart(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
+    """Raise where a tensor that is written to shares memory with another."""
+    if _share_memory(tensor, other):
+        raise ValueError(f"{name}: expected memory of its own, got some that {other_name} has too")
+
+
+def _share_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether they overlap. Columns of one buffer do not; rarer patterns count as if they did."""
+    if not (a.numel() and b.numel() and a.device == b.device and _has_memory(a, b)):
+        return False
+    starts, ends = zip(*((t.data_ptr(), t.data_ptr() + _span(t)) for t in (a, b)), strict=True)
+    if max(starts) >= min(ends):
+        return False
+    # With all strides but a column's multiples of one pitch, each covers a run of every pitch.
+    pitch = math.gcd(*(s for t in (a, b) for s in _outer_strides(t)))
+    if pitch == 0:
+        return True
+    (first, a_run), (second, b_run) = ((t.data_ptr() % pitch, _run(t)) for t in (a, b))
+    return (second - first) % pitch < a_run or (first - second) % pitch < b_run
+
+
+def _has_memory(*tensors: Tensor) -> bool:
+    """Not so for meta and fake tensors."""
+    return all(type(t) in (Tensor, torch.nn.Parameter) and not t.is_meta for t in tensors)
+
+
+def _span(t: Tensor) -> int:
+    """Bytes from the first element to the end of the last."""
+    steps = zip(t.shape, t.stride(), strict=True)
+    return t.element_size() * (1 + sum((size - 1) * stride for size, stride in steps))
+
+
+def _outer_strides(t: Tensor) -> list[int]:
+    """In bytes, of the dimensions other than the contiguous one."""
+    strides = zip(t.shape, t.stride(), strict=True)
+    return [stride * t.element_size() for size, stride in strides if size > 1 and stride != 1]
+
+
+def _run(t: Tensor) -> int:
+    """Bytes of the contiguous dimension."""
+    strides = zip(t.shape, t.stride(), strict=True)
+    return t.element_size() * (1 + sum(size - 1 for size, stride in strides if stride == 1))
 
 
 def expect_logits(logits: Tensor) -> None:

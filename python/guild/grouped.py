@@ -9,11 +9,13 @@ from torch import Tensor
 
 from guild._checks import (
     dtype_name,
+    expect_apart,
     expect_device,
     expect_dims,
     expect_like,
     expect_offsets,
     expect_operand,
+    expect_own_elements,
     expect_rows,
     expect_shape,
 )
@@ -67,7 +69,8 @@ def grouped_mm(
         mat_a's dtype, the default, or float32.
     out : torch.Tensor, optional
         Where to write the result, instead of a new tensor: of its shape, in mat_a's dtype or
-        float32. Has no gradient.
+        float32. Shares no memory with an operand, nor its elements with each other. Has no
+        gradient: an error where an operand, the bias or out wants one, unless under no_grad().
     accumulate : bool
         Add to `out` instead.
 
@@ -111,10 +114,30 @@ def grouped_mm(
     if out.dtype not in dtypes or out_dtype not in (None, out.dtype):
         wanted = dtype_name(out_dtype or mat_a.dtype)
         raise TypeError(f"out: expected dtype {wanted} or float32, got {dtype_name(out.dtype)}")
-    if torch.is_grad_enabled() and (mat_a.requires_grad or mat_b.requires_grad):
-        raise ValueError("out: expected None where a gradient is wanted (use torch.no_grad())")
+    _expect_free(out, {"mat_a": mat_a, "mat_b": mat_b, "offs": offs, "bias": bias})
     _grouped_mm_out(mat_a, mat_b, offs, bias, out, accumulate)
     return out
+
+
+def _expect_free(out: Tensor, operands: dict[str, Tensor | None]) -> None:
+    """Raise unless out can be written to: nobody's memory but its own, and no gradient."""
+    given = {name: t for name, t in operands.items() if t is not None}
+    if torch.is_grad_enabled():
+        for name, tensor in {**given, "out": out}.items():
+            if tensor.requires_grad:
+                raise ValueError(
+                    f"out: expected None where a gradient is wanted, as {name} wants one (or call "
+                    "under torch.no_grad())"
+                )
+    if torch.compiler.is_compiling():  # no memory yet
+        return
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            "out: expected None under torch.func's transforms, which do not see writes to it"
+        )
+    expect_own_elements("out", out)
+    for name, tensor in given.items():
+        expect_apart("out", out, name, tensor)
 
 
 def _grouped_shape(mat_a: Tensor, mat_b: Tensor, offs: Tensor | None) -> tuple[int, ...]:
