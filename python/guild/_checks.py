@@ -15,6 +15,9 @@ from torch import Tensor
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _ON_CUDA = (torch.bfloat16, torch.float16)
 
+MOST_EXPERTS = 4096  # guild::kMostExperts; of a token, too
+MOST_ROUTED_ON_CUDA = 1024  # guild::cuda::kMostRouted
+
 
 def dtype_name(dtype: torch.dtype) -> str:
     """The name without "torch." in front."""
@@ -34,6 +37,17 @@ def expect_dims(name: str, tensor: Tensor, *dims: int, what: str = "") -> None:
         wanted = " or ".join(map(str, dims))
         raise ValueError(
             f"{name}: expected {wanted} dimensions{what and f' {what}'}, got shape "
+            f"{tuple(tensor.shape)}"
+        )
+
+
+def expect_experts(name: str, tensor: Tensor, count: int, routed: bool, what: str) -> None:
+    """Raise ValueError unless a layer can have so many; routed: tokens are sorted by expert."""
+    most = MOST_ROUTED_ON_CUDA if routed and tensor.is_cuda else MOST_EXPERTS
+    if not 1 <= count <= most:
+        where = " on a CUDA device" if most < MOST_EXPERTS else ""
+        raise ValueError(
+            f"{name}: expected 1 to {most} {what}{where}, got {count} in shape "
             f"{tuple(tensor.shape)}"
         )
 
@@ -152,6 +166,7 @@ def expect_logits(logits: Tensor) -> None:
     expect_dims("logits", logits, 2, what="(tokens, experts)")
     if not logits.is_floating_point():
         raise TypeError(f"logits: expected a floating dtype, got {dtype_name(logits.dtype)}")
+    expect_experts("logits", logits, logits.shape[1], True, "experts")
 
 
 def expect_choices_of(logits: Tensor, ids: Tensor) -> None:
@@ -159,6 +174,10 @@ def expect_choices_of(logits: Tensor, ids: Tensor) -> None:
     expect_dims("ids", ids, 2, what="(tokens, top_k)")
     expect_shape("ids", ids, (logits.shape[0], ids.shape[1]))
     expect_indices("ids", ids, logits, torch.int32, x_name="logits")
+    if not 1 <= ids.shape[1] <= logits.shape[1]:
+        raise ValueError(
+            f"ids: expected 1 to {logits.shape[1]} choices of a token, got shape {tuple(ids.shape)}"
+        )
 
 
 def expect_indices(

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from guild._checks import (
     FLOATS,
+    MOST_EXPERTS,
     dtype_name,
     expect_choice,
     expect_count,
+    expect_like,
     expect_shape,
     expect_tensor,
 )
@@ -36,7 +38,7 @@ class MoE(nn.Module):
     hidden, intermediate : int
         Width of the layer and of one expert. On a GPU multiples of 8.
     experts, top_k : int
-        Experts of the layer and of a token.
+        Experts of the layer, up to 4,096, on a GPU 1,024; and of a token.
     activation : Activation or str
         Between the projections; see `Activation` for the names.
     bias : bool
@@ -100,7 +102,7 @@ class MoE(nn.Module):
         super().__init__()
         expect_count("hidden", hidden, 1)
         expect_count("intermediate", intermediate, 1)
-        expect_count("experts", experts, 1)
+        expect_count("experts", experts, 1, MOST_EXPERTS)
         expect_count("top_k", top_k, 1, experts)
         expect_count("shared_experts", shared_experts, 0)
         if isinstance(router, str):
@@ -175,6 +177,7 @@ class MoE(nn.Module):
             expect_shape("token_mask", token_mask, tuple(x.shape[:-1]))
             token_mask = token_mask.reshape(-1)
         flat, weight = autocast(x.reshape(-1, self.hidden), self.router.weight)
+        expect_like("x", flat, weight, "router.weight")
         shared = None if self.shared is None else self.shared(flat)
         weights = self.w_up, self.w_down, self.b_up, self.b_down, self.activation
         if self._routes_in_one():
@@ -260,11 +263,17 @@ class MoE(nn.Module):
 
     def _kept_sums(self) -> BalanceSums:
         if self.balance_sums is None:
-            raise RuntimeError(
-                'balance_over: expected MoE(balance_over="batch" or "sequence") and a forward in '
+            raise AttributeError("balance_sums")
+        return self.balance_sums
+
+    def __getattr__(self, name: str) -> Any:
+        """What hasattr and inspect meet where a loss has no sums; torch's would not say why."""
+        if name in ("load_balancing_loss", "z_loss"):
+            raise AttributeError(
+                f'{name}: expected MoE(balance_over="batch" or "sequence") and a forward in '
                 f"training, got {self.balance_over!r} or none"
             )
-        return self.balance_sums
+        return super().__getattr__(name)
 
     @property
     def expert_counts(self) -> Tensor | None:
