@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from guild._autograd import outside_transforms
 from guild._checks import (
     FLOATS,
     MOST_EXPERTS,
@@ -202,7 +203,7 @@ class MoE(nn.Module):
                 self.weight_gradients,
             )
         if not torch.compiler.is_exporting():  # an exported graph keeps nothing
-            self._offsets = offsets
+            self._offsets = outside_transforms(offsets)
         return out.view(x.shape)
 
     def _keeps_logits(self) -> bool:
@@ -277,7 +278,10 @@ class MoE(nn.Module):
 
     @property
     def expert_counts(self) -> Tensor | None:
-        """int32 (experts,): rows of each expert in the last forward, on its device; None before."""
+        """int32 (experts,): rows of each expert in the last forward, on its device; None before.
+
+        None too after a forward under torch.func.vmap, which has many counts.
+        """
         return None if self._offsets is None else self._offsets.diff()
 
     @torch.no_grad()
