@@ -26,17 +26,6 @@ def rows_of(matrix: Tensor) -> Tensor:
     return matrix if matrix.is_contiguous() else matrix.contiguous()
 
 
-def outside_transforms(tensor: Tensor) -> Tensor | None:
-    """What a tensor is outside of torch.func's transforms, where it is one tensor there."""
-    if torch.compiler.is_compiling():
-        return tensor
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        if not torch._C._functorch.is_gradtrackingtensor(tensor):
-            return None
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor
-
-
 def register(name: str, backward: Callable, setup: Callable) -> None:
     """Give an op its gradient, as torch.library.register_autograd does.
 

@@ -278,19 +278,6 @@ def test_gradient_penalty_raises(name: str) -> None:
         jacrev(jacrev(lambda x: call(x, *inputs[1:]).square().sum()))(inputs[0])
 
 
-def test_counts_after_transforms() -> None:
-    """Of the one forward under grad; of none of those under vmap."""
-    layer, x = moe(), double(2, T, H)
-    func_grad(lambda x: layer(x).sum())(x[0])
-    assert int(layer.expert_counts.sum()) == T * K
-    vmap(layer)(x)
-    assert layer.expert_counts is None
-    vmap(func_grad(lambda x: layer(x).sum()))(x)
-    assert layer.expert_counts is None
-    layer(x)
-    assert int(layer.expert_counts.sum()) == 2 * T * K
-
-
 @pytest.mark.parametrize("name", list(AGAIN))
 def test_gradient_penalty(name: str) -> None:
     """What can be differentiated twice, also by torch.func: as create_graph=True has it."""
