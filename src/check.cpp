@@ -159,7 +159,9 @@ void check(BiasGradient const& x) {
   check_dtype(x.dtype, "dtype");
   check_gradient_dtype(x.db_dtype, x.dtype, "db_dtype");
   check_pointer(x.routing.offsets, true, "routing.offsets");
-  check_rows(x.m, x.rows, x.width, "m");
+  bool const gathered = x.routing.row_token != nullptr;
+  check_size(x.tokens, gathered ? 0 : -1, kMostRows, "tokens");
+  check_rows(x.m, gathered ? x.tokens : x.rows, x.width, "m");
   check_rows(x.db, x.experts, x.width, "db");
 }
 

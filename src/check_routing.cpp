@@ -9,10 +9,15 @@ namespace guild {
 namespace {
 
 void check_router(Router const& router) {
-  require(router.score == Score::softmax || router.score == Score::sigmoid,
-          "router.score: expected 0 (softmax) or 1 (sigmoid), got ", int(router.score));
+  require(int(router.score) >= 0 && int(router.score) <= int(Score::sqrt_softplus),
+          "router.score: expected 0 (softmax), 1 (sigmoid) or 2 (sqrt_softplus), got ",
+          int(router.score));
   require(std::isfinite(router.scale), "router.scale: expected a finite number, got ",
           router.scale);
+  require(router.sum_floor >= 0 && std::isfinite(router.sum_floor),
+          "router.sum_floor: expected a finite number of at least 0, got ", router.sum_floor);
+  require(router.renormalize || router.sum_floor == 0,
+          "router.sum_floor: expected 0 without renormalize, got ", router.sum_floor);
 }
 
 void check_groups(Router const& router, int64_t experts, int64_t top_k) {
@@ -20,6 +25,8 @@ void check_groups(Router const& router, int64_t experts, int64_t top_k) {
   require(experts % router.groups == 0, "router.groups: expected a divisor of ", experts,
           " (experts), got ", router.groups);
   check_size(router.top_groups, 1, router.groups, "router.top_groups");
+  require(router.group_score == GroupScore::top2_sum || router.group_score == GroupScore::max,
+          "router.group_score: expected 0 (top2_sum) or 1 (max), got ", int(router.group_score));
   int64_t const candidates = experts / router.groups * router.top_groups;
   require(candidates >= top_k, "router.top_groups: expected groups of at least ", top_k,
           " experts (top_k), got ", router.top_groups, " of ", experts / router.groups);
@@ -55,10 +62,6 @@ void check_with(bool has, void const* data, bool any, char const* name, char con
           ", got null");
 }
 
-bool is_dense(Router const& router) {
-  return router.score == Score::softmax && !router.renormalize;
-}
-
 }  // namespace
 
 void check(Route const& x) {
@@ -69,7 +72,7 @@ void check(Route const& x) {
   check_rows(x.logits, x.tokens, x.experts, "logits");
   check_pointer(x.ids, x.tokens > 0, "ids");
   check_pointer(x.scores, x.tokens > 0, "scores");
-  check_with(x.router.score == Score::sigmoid, x.slopes, false, "slopes", "a sigmoid");
+  check_with(has_slopes(x.router), x.slopes, false, "slopes", "a sigmoid or sqrt_softplus");
 }
 
 void check(RouterGradient const& x) {
@@ -81,8 +84,9 @@ void check(RouterGradient const& x) {
   check_pointer(x.ids, any, "ids");
   check_pointer(x.scores, any, "scores");
   check_pointer(x.dscores, any, "dscores");
-  check_with(x.router.score == Score::sigmoid, x.slopes, any, "slopes", "a sigmoid");
-  check_with(is_dense(x.router), x.logits.data, any, "logits", "a softmax, not renormalised");
+  check_with(has_slopes(x.router), x.slopes, any, "slopes", "a sigmoid or sqrt_softplus");
+  check_with(needs_logits(x.router), x.logits.data, any, "logits",
+             "a softmax, not renormalised, or one with a sum_floor");
   check_optional_rows(x.logits, x.experts, "logits");
   check_rows(x.dlogits, x.tokens, x.experts, "dlogits");
   bool const narrow = x.rounded_to == DType::bfloat16 || x.rounded_to == DType::float16;
@@ -108,7 +112,7 @@ void check(TokenRounding const& x) {
   check_pointer(x.token_offsets, true, "token_offsets");
   check_pointer(x.list_ids, any, "list_ids");
   check_pointer(x.scores, any, "scores");
-  check_with(x.router.score == Score::sigmoid, x.slopes, false, "slopes", "a sigmoid");
+  check_with(has_slopes(x.router), x.slopes, false, "slopes", "a sigmoid or sqrt_softplus");
   check_pointer(x.workspace, any, "workspace");
 }
 

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstddef>
 
+#include "guild/error.h"
 #include "guild/steps.h"
 #include "shared/bias_sums.h"
 
@@ -23,9 +24,16 @@ constexpr DType score_dtype(DType dtype) {
 class Carver {
  public:
   explicit Carver(void* base) : base_(static_cast<std::byte*>(base)) {}
-  void* take(int64_t bytes) {
+  // A piece of as many bytes as the product of the factors.
+  template <class... Factors>
+  void* take(Factors... factors) {
     void* const piece = base_ == nullptr ? nullptr : base_ + used_;
-    used_ += (bytes + 255) / 256 * 256;
+    int64_t bytes = 1, end = 0;
+    bool fits = (!__builtin_mul_overflow(bytes, int64_t(factors), &bytes) && ...);
+    fits = fits && !__builtin_add_overflow(bytes, int64_t(255), &bytes);
+    fits = fits && !__builtin_add_overflow(used_, bytes / 256 * 256, &end);
+    require(fits, "workspace: expected sizes that need fewer than 2^63 bytes");
+    used_ = end;
     return piece;
   }
   int64_t used() const { return used_; }
@@ -57,8 +65,8 @@ struct ForwardWorkspace {
 };
 inline ForwardWorkspace carve_forward(Carver& carver, Sizes const& s, DType dtype) {
   int64_t const bytes = element_bytes(dtype), rows = s.rows();
-  void* const a = carver.take(rows * s.intermediate * bytes);
-  void* const y = carver.take(rows * s.hidden * bytes);
+  void* const a = carver.take(rows, s.intermediate, bytes);
+  void* const y = carver.take(rows, s.hidden, bytes);
   return {a, y, static_cast<int32_t*>(carver.take(rows > 0 ? sizeof(int32_t) : 0))};
 }
 
@@ -68,8 +76,8 @@ struct BiasSums {
 };
 inline BiasSums carve_bias_sums(Carver& carver, Sizes const& s, bool gated) {
   int64_t const bytes = most_chunks(s.rows(), s.experts) * int64_t(sizeof(float));
-  void* const dh = carver.take(bytes * s.intermediate * (gated ? 2 : 1));
-  return {dh, carver.take(bytes * s.hidden)};
+  void* const dh = carver.take(bytes, s.intermediate, gated ? 2 : 1);
+  return {dh, carver.take(bytes, s.hidden)};
 }
 
 struct BackwardWorkspace {
@@ -82,11 +90,13 @@ struct BackwardWorkspace {
 inline BackwardWorkspace carve_backward(Carver& carver, Sizes const& s, DType dtype, bool gated,
                                         bool combines, bool biases) {
   int64_t const bytes = element_bytes(dtype);
-  void* const dh = carver.take(s.rows() * s.intermediate * (gated ? 2 : 1) * bytes);
-  void* const a_scaled = carver.take(s.rows() * s.intermediate * bytes);
-  void* const dx_rows = carver.take(std::max(combines ? s.rows() * s.hidden * bytes : 0,
-                                             biases ? down_gradient_workspace_bytes(s, gated) : 0));
-  void* const parts = carver.take(s.rows() * score_parts(s) * element_bytes(score_dtype(dtype)));
+  void* const dh = carver.take(s.rows(), s.intermediate, gated ? 2 : 1, bytes);
+  void* const a_scaled = carver.take(s.rows(), s.intermediate, bytes);
+  Carver rows(nullptr);
+  if (combines) rows.take(s.rows(), s.hidden, bytes);
+  int64_t const sums = biases ? down_gradient_workspace_bytes(s, gated) : 0;
+  void* const dx_rows = carver.take(std::max(rows.used(), sums));
+  void* const parts = carver.take(s.rows(), score_parts(s), element_bytes(score_dtype(dtype)));
   auto const numbers = [&](int64_t count) {
     return static_cast<int32_t*>(carver.take(count * int64_t(sizeof(int32_t))));
   };

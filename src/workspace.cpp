@@ -1,6 +1,7 @@
 // Sizes of the work buffers that callers provide.
 #include <algorithm>
 
+#include "check_parts.h"
 #include "compose.h"
 #include "shared/balancing.h"
 #include "shared/gemm_config.h"
@@ -10,15 +11,41 @@
 
 namespace guild {
 
-int64_t score_parts(Sizes const& sizes) { return pieces(sizes.intermediate, kScoreColumns); }
+namespace {
+
+// As the steps check them, but for zeros, which ask for nothing.
+void check_layer_sizes(Sizes const& s) {
+  check_size(s.tokens, 0, kMostRows, "tokens");
+  check_size(s.hidden, 0, kMostColumns, "hidden");
+  check_size(s.intermediate, 0, kMostColumns, "intermediate");
+  check_size(s.experts, 0, kMostExperts, "experts");
+  check_size(s.top_k, 0, kMostExperts, "top_k");
+  check_size(s.rows(), 0, kMostRows, s.slots < 0 ? "tokens * top_k" : "slots");
+}
+
+void check_router_sizes(int64_t tokens, int64_t experts, int64_t top_k) {
+  check_size(tokens, 0, kMostRows, "tokens");
+  check_size(experts, 0, kMostExperts, "experts");
+  check_size(top_k, 0, kMostExperts, "top_k");
+  check_size(tokens * top_k, 0, kMostRows, "tokens * top_k");
+}
+
+}  // namespace
+
+int64_t score_parts(Sizes const& sizes) {
+  check_size(sizes.intermediate, 0, kMostColumns, "intermediate");
+  return pieces(sizes.intermediate, kScoreColumns);
+}
 
 int64_t sort_workspace_bytes(int64_t tokens, int64_t experts, int64_t top_k) {
+  check_router_sizes(tokens, experts, top_k);
   Carver carver(nullptr);
-  carver.take(sort_histograms(tokens * top_k) * experts * int64_t(sizeof(int32_t)));
+  carver.take(sort_histograms(tokens * top_k), experts, sizeof(int32_t));
   return carver.used();
 }
 
 int64_t rounding_workspace_bytes(int64_t tokens, int64_t experts) {
+  check_router_sizes(tokens, experts, 1);
   Carver carver(nullptr);
   carve_rounding(carver, tokens, experts);
   return carver.used();
@@ -26,6 +53,9 @@ int64_t rounding_workspace_bytes(int64_t tokens, int64_t experts) {
 
 int64_t rounded_slots(int64_t tokens, int64_t experts, int64_t top_k, Rounding rounding,
                       int64_t tile) {
+  check_router_sizes(tokens, experts, top_k);
+  check_size(int64_t(rounding), 0, int64_t(Rounding::balanced), "rounding");
+  check_size(tile, 1, kMostTile, "tile");
   int64_t more = 0;  // of all experts together
   if (rounding == Rounding::nearest) more = experts * (tile / 2);
   if (rounding == Rounding::balanced) more = tile / 2;
@@ -34,18 +64,23 @@ int64_t rounded_slots(int64_t tokens, int64_t experts, int64_t top_k, Rounding r
 }
 
 int64_t balance_workspace_bytes(int64_t tokens, int64_t experts, int64_t sequences) {
+  check_router_sizes(tokens, experts, 1);
+  check_size(sequences, 1, std::max<int64_t>(tokens, 1), "sequences");
   Carver carver(nullptr);
   carve_balance(carver, tokens, experts, sequences);
   return carver.used();
 }
 
 int64_t down_gradient_workspace_bytes(Sizes const& sizes, bool gated) {
+  check_layer_sizes(sizes);
   Carver carver(nullptr);
   carve_bias_sums(carver, sizes, gated);
   return carver.used();
 }
 
 int64_t moe_forward_workspace_bytes(Sizes const& sizes, DType dtype) {
+  check_layer_sizes(sizes);
+  check_dtype(dtype, "dtype");
   Carver carver(nullptr);
   carve_forward(carver, sizes, dtype);
   return carver.used();
@@ -53,6 +88,8 @@ int64_t moe_forward_workspace_bytes(Sizes const& sizes, DType dtype) {
 
 int64_t moe_backward_workspace_bytes(Sizes const& sizes, DType dtype, bool gated, bool combines,
                                      bool biases) {
+  check_layer_sizes(sizes);
+  check_dtype(dtype, "dtype");
   Carver carver(nullptr);
   carve_backward(carver, sizes, dtype, gated, combines, biases);
   return carver.used();

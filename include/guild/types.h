@@ -98,16 +98,19 @@ constexpr GatedWeight<W> up_weight(decltype(W::data) data, Sizes const& sizes, b
 // limit clamps gate to <= limit and up to [-limit, limit], before act (the default) or, for the
 // gate, after it. Gradients are zero where a clamp cuts; NaN passes through. fp32 throughout
 // (float64 in float64). Source of the clamped form: gpt-oss; of the gate: Shazeer,
-// arXiv:2002.05202.
-struct Activation {
-  enum class Kind : int { silu, gelu_tanh, gelu_erf, relu, relu_squared };
+// arXiv:2002.05202. Kernels take the same in float.
+enum class ActivationKind : int { silu, gelu_tanh, gelu_erf, relu, relu_squared };
+template <class F>
+struct ActivationOf {
+  using Kind = ActivationKind;
   Kind kind = Kind::silu;
   bool gated = true;
-  float alpha = 1;
-  float limit = std::numeric_limits<float>::infinity();
-  float up_offset = 0;
+  F alpha = 1;
+  F limit = std::numeric_limits<F>::infinity();
+  F up_offset = 0;
   bool clamp_after = false;  // clamp act(gate) instead of gate
 };
+using Activation = ActivationOf<double>;
 
 // Which rows belong to which expert and token; written by sort_by_expert(). Index arrays are int32.
 // row_token and slot_row null: the caller's rows are already sorted, row r reads row r of X and dO

@@ -11,14 +11,15 @@ from torch import Tensor
 
 from guild._autograd import library, register, rows_of, tied
 from guild._gradients import expert_gradients, pre_activations
-from guild._operators import SIGMOID, moe_forward_fake, ops
+from guild._operators import moe_forward_fake, ops
 from guild._router_gradients import (
+    Weighing,
     route_tokens_fake,
     route_tokens_forward,
     router_gradients,
 )
 
-_ROUTER = 8  # arguments of route_tokens after x and weight
+_ROUTER = 10  # arguments of route_tokens after x and weight
 
 
 def _forward(x: Tensor, weight: Tensor, *rest):
@@ -38,10 +39,9 @@ def _setup(ctx, inputs, output):
     x, weight, _, _, _, *router = inputs[: 2 + _ROUTER]
     _, w_up, w_gate, w_down, b_up, b_down, *flags = inputs[2 + _ROUTER :]
     _, h, *places, scores, ids, slopes = output
-    ctx.router, ctx.flags = router[:3], flags[:-1]
+    ctx.weighing, ctx.flags = Weighing.of(router), flags[:-1]
     layer = w_up, w_gate, w_down, b_up, b_down
-    kept_slopes = slopes if router[0] == SIGMOID else None
-    ctx.save_for_backward(x, weight, scores, ids, kept_slopes, h, *places, *layer)
+    ctx.save_for_backward(x, weight, scores, ids, ctx.weighing.kept(slopes), h, *places, *layer)
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
@@ -68,7 +68,7 @@ def _gradient(ctx, dout, *_):
     if dscores is not None:
         routed = scores, ids, slopes
         dx, dweight = router_gradients(
-            dx_rows, places[2], dscores, routed, x, weight, ctx.router, want_weight
+            dx_rows, places[2], dscores, routed, x, weight, ctx.weighing, want_weight
         )
     dresidual = dout if want_residual else None
     return dx, dweight, *(None,) * _ROUTER, dresidual, *dlayer, *nothing
@@ -76,11 +76,12 @@ def _gradient(ctx, dout, *_):
 
 library.define(
     "moe_layer(Tensor x, Tensor weight, Tensor? selection_bias, Tensor? token_mask, int top_k, int "
-    "score, bool renormalize, float scale, int groups, int top_groups, Tensor? residual, Tensor "
-    "w_up, Tensor? w_gate, Tensor w_down, Tensor? b_up, Tensor? b_down, int kind, bool gated, "
-    "float alpha, float limit, float up_offset, bool clamp_after, bool interleaved, bool "
-    "transposed, bool keep) -> (Tensor o, Tensor h, Tensor offsets, Tensor row_token, Tensor "
-    "slot_row, Tensor row_score, Tensor scores, Tensor ids, Tensor slopes)"
+    "score, bool renormalize, float scale, int groups, int top_groups, float sum_floor, int "
+    "group_score, Tensor? residual, Tensor w_up, Tensor? w_gate, Tensor w_down, Tensor? b_up, "
+    "Tensor? b_down, int kind, bool gated, float alpha, float limit, float up_offset, bool "
+    "clamp_after, bool interleaved, bool transposed, bool keep) -> (Tensor o, Tensor h, Tensor "
+    "offsets, Tensor row_token, Tensor slot_row, Tensor row_score, Tensor scores, Tensor ids, "
+    "Tensor slopes)"
 )
 for _key in ("CPU", "CUDA"):
     library.impl("moe_layer", _forward, _key)

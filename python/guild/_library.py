@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 
 import torch
 
 NAME = "libguild_torch.so"
 _OLDEST_TORCH = (2, 10)
+_OUT_OF_MEMORY = "CUDA out of memory"
 
 
 def candidates() -> list[Path]:
@@ -56,4 +59,38 @@ def load() -> Path:
         raise ImportError(
             f"{path} does not load into torch {torch.__version__}: {error}"
         ) from error
+    _translate_errors()
     return path
+
+
+def _translate_errors() -> None:
+    """Make failed allocations on a GPU torch's own error, in compiled graphs too.
+
+    An exception of torch cannot cross the stable ABI, so the library raises a RuntimeError that
+    says the same.
+    """
+    for name in torch._C._dispatch_get_all_op_names():
+        space, _, op = name.partition("::")
+        if space == "guild" and "." not in op:
+            packet = getattr(torch.ops.guild, op)
+            for call in (packet, packet.default):
+                call._op = translated(call._op, lambda: torch.cuda.current_stream().query())
+
+
+def translated(op: Callable, raise_earlier_error: Callable[[], object]) -> Callable:
+    """The op with torch.OutOfMemoryError in place of the library's words for it.
+
+    raise_earlier_error: an allocation fails after a kernel that failed, too.
+    """
+
+    @wraps(op)
+    def call(*args, **kwargs):
+        try:
+            return op(*args, **kwargs)
+        except RuntimeError as error:
+            if not str(error).startswith(_OUT_OF_MEMORY) or type(error) is not RuntimeError:
+                raise
+            raise_earlier_error()
+            raise torch.OutOfMemoryError(str(error)) from error
+
+    return call

@@ -22,7 +22,7 @@ WANT_X, WANT_SCORES, WANT_UP, WANT_DOWN, WANT_UP_BIAS, WANT_DOWN_BIAS, WANT_ROWS
     1 << i for i in range(7)
 )
 
-SOFTMAX, SIGMOID = 0, 1  # guild::Score
+SOFTMAX, SIGMOID, SQRT_SOFTPLUS = range(3)  # guild::Score
 
 _SCORE_PART = 256  # columns of A whose <g, A> is one partial sum of dS (guild::score_parts)
 
@@ -61,7 +61,7 @@ def route_fake(logits, selection_bias, token_mask, top_k, score, *rest):
     return (
         logits.new_empty(tokens, top_k),
         _empty_int32(logits, tokens, top_k),
-        logits.new_empty(tokens if score == SIGMOID else 0, top_k),
+        logits.new_empty(0 if score == SOFTMAX else tokens, top_k),
     )
 
 
@@ -81,6 +81,7 @@ def _route_backward(
     scale,
     token_offsets=None,
     like=None,
+    sum_floor=0.0,
 ):
     dtype = dscores.dtype if like is None else like.dtype
     return dscores.new_empty(_tokens(ids, token_offsets), experts, dtype=dtype)
@@ -98,13 +99,13 @@ def rounded_slots(tokens: int, experts: int, top_k: int, rounding: int, tile: in
 
 
 @_fake("round_tokens")
-def _round_tokens(logits, ids, seed, score, renormalize, scale, rounding, tile):
+def _round_tokens(logits, ids, seed, score, renormalize, scale, rounding, tile, sum_floor):
     tokens, experts = logits.shape
     slots = rounded_slots(tokens, experts, ids.shape[1], rounding, tile)
     return (
         logits.new_empty(slots),
         _empty_int32(logits, slots),
-        logits.new_empty(slots if score == SIGMOID else 0),
+        logits.new_empty(0 if score == SOFTMAX else slots),
         _empty_int32(logits, tokens + 1),
     )
 

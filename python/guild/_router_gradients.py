@@ -2,66 +2,94 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from guild._autograd import library, register, rows_of
-from guild._operators import SIGMOID, SOFTMAX, ops, route_fake, score_dtype
+from guild._operators import SOFTMAX, ops, route_fake, score_dtype
 
 # ---- route --------------------------------------------------------------------------------------
 
 
-def _needs_logits(score: int, renormalize: bool) -> bool:
-    """Whether every logit gets a gradient, which then depends on all of them."""
-    return score == SOFTMAX and not renormalize
+class Weighing(NamedTuple):
+    """How a router's weights follow from its logits: guild::Router without the choice."""
+
+    score: int
+    renormalize: bool
+    scale: float
+    sum_floor: float
+
+    @staticmethod
+    def of(router: Sequence[Any]) -> Weighing:
+        """From the arguments of route after top_k."""
+        score, renormalize, scale, _, _, sum_floor, _ = router
+        return Weighing(score, renormalize, scale, sum_floor)
+
+    @property
+    def needs_logits(self) -> bool:
+        """guild::needs_logits: whether every logit may get a gradient, which depends on all."""
+        return self.sum_floor > 0 if self.renormalize else self.score == SOFTMAX
+
+    def kept(self, slopes: Tensor) -> Tensor | None:
+        """The slopes that the gradient needs."""
+        return None if self.score == SOFTMAX else slopes
 
 
-def _keep_routing(ctx, router, output, *more) -> None:
-    """Save scores, ids and slopes; `router`: score, renormalize, scale, ..."""
+def _weights_gradient(dscores, routed, logits, experts, weighing, token_offsets=None, like=None):
+    """dlogits (T, E); routed: scores, ids, slopes."""
+    score, renormalize, scale, sum_floor = weighing
+    how = experts, score, renormalize, scale
+    return ops.route_backward(
+        rows_of(dscores), *routed, logits, *how, token_offsets, like, sum_floor
+    )
+
+
+def _keep_routing(ctx, weighing, output, *more) -> None:
+    """Save scores, ids and slopes."""
     scores, ids, slopes = output
-    ctx.router = router[:3]
-    ctx.save_for_backward(scores, ids, slopes if router[0] == SIGMOID else None, *more)
+    ctx.weighing = weighing
+    ctx.save_for_backward(scores, ids, weighing.kept(slopes), *more)
     ctx.mark_non_differentiable(ids, slopes)
     ctx.set_materialize_grads(False)
 
 
 def _route_setup(ctx, inputs, output):
     logits, _, _, _, *router = inputs
+    weighing = Weighing.of(router)
     ctx.experts = logits.shape[1]
-    _keep_routing(ctx, router, output, logits if _needs_logits(*router[:2]) else None)
+    _keep_routing(ctx, weighing, output, logits if weighing.needs_logits else None)
 
 
 def _route_gradient(ctx, dscores, *_):
+    nothing = (None,) * 10
     if dscores is None:
-        return (None,) * 9
-    return ops.route_backward(rows_of(dscores), *ctx.saved_tensors, ctx.experts, *ctx.router), *(
-        (None,) * 8
-    )
+        return None, *nothing
+    *routed, logits = ctx.saved_tensors
+    return _weights_gradient(dscores, routed, logits, ctx.experts, ctx.weighing), *nothing
 
 
 def _round_setup(ctx, inputs, output):
-    logits, _, _, *ctx.router, _, _ = inputs
+    logits, _, _, score, renormalize, scale, _, _, sum_floor = inputs
     scores, ids, slopes, token_offsets = output
     ctx.experts = logits.shape[1]
-    score, renormalize, _ = ctx.router
-    ctx.save_for_backward(
-        scores,
-        ids,
-        slopes if score == SIGMOID else None,
-        logits if _needs_logits(score, renormalize) else None,
-        token_offsets,
-    )
+    ctx.weighing = weighing = Weighing(score, renormalize, scale, sum_floor)
+    kept_logits = logits if weighing.needs_logits else None
+    ctx.save_for_backward(scores, ids, weighing.kept(slopes), kept_logits, token_offsets)
     ctx.mark_non_differentiable(ids, slopes, token_offsets)
     ctx.set_materialize_grads(False)
 
 
 def _round_gradient(ctx, dscores, *_):
+    nothing = (None,) * 8
     if dscores is None:
-        return (None,) * 8
-    *routed, token_offsets = ctx.saved_tensors
-    dlogits = ops.route_backward(rows_of(dscores), *routed, ctx.experts, *ctx.router, token_offsets)
-    return dlogits, *(None,) * 7
+        return None, *nothing
+    *routed, logits, token_offsets = ctx.saved_tensors
+    dlogits = _weights_gradient(dscores, routed, logits, ctx.experts, ctx.weighing, token_offsets)
+    return dlogits, *nothing
 
 
 # ---- balancing ----------------------------------------------------------------------------------
@@ -114,28 +142,27 @@ def route_tokens_forward(x, weight, *rest):
 
 def _route_tokens_setup(ctx, inputs, output):
     x, weight, _, _, _, *router = inputs
-    _keep_routing(ctx, router, output, x, weight)
+    _keep_routing(ctx, Weighing.of(router), output, x, weight)
 
 
-def _route_tokens_logits_gradient(dscores, routed, x, weight, router):
-    """dlogits in x's dtype; routed: scores, ids, slopes; router: score, renormalize, scale.
+def _route_tokens_logits_gradient(dscores, routed, x, weight, weighing):
+    """dlogits in x's dtype; routed: scores, ids, slopes.
 
     The logits are not kept: a gradient that needs them computes them again, bit for bit.
     """
-    logits = router_logits_forward(x, weight) if _needs_logits(*router[:2]) else None
-    experts = weight.shape[0]
-    return ops.route_backward(rows_of(dscores), *routed, logits, experts, *router, None, x)
+    logits = router_logits_forward(x, weight) if weighing.needs_logits else None
+    return _weights_gradient(dscores, routed, logits, weight.shape[0], weighing, like=x)
 
 
-def router_gradients(dx_rows, slot_row, dscores, routed, x, weight, router, want_weight):
+def router_gradients(dx_rows, slot_row, dscores, routed, x, weight, weighing, want_weight):
     """dx of the whole layer from the experts' by row, and dweight; None where not wanted.
 
     Where all logits have gradients, the router's part is a product; where only the chosen experts'
     have, it comes with the sum over a token's rows.
     """
-    dlogits = _route_tokens_logits_gradient(dscores, routed, x, weight, router)
+    dlogits = _route_tokens_logits_gradient(dscores, routed, x, weight, weighing)
     dx = None
-    if dx_rows is not None and _needs_logits(*router[:2]):
+    if dx_rows is not None and weighing.needs_logits:
         dx = ops.combine(dx_rows, slot_row, None).addmm_(dlogits, weight)
     elif dx_rows is not None:
         part = dlogits, routed[1], rows_of(weight)
@@ -144,19 +171,19 @@ def router_gradients(dx_rows, slot_row, dscores, routed, x, weight, router, want
 
 
 def _route_tokens_gradient(ctx, dscores, *_):
-    nothing = (None,) * 8
+    nothing = (None,) * 10
     if dscores is None:
         return None, None, *nothing
     *routed, x, weight = ctx.saved_tensors
-    dlogits = _route_tokens_logits_gradient(dscores, routed, x, weight, ctx.router)
+    dlogits = _route_tokens_logits_gradient(dscores, routed, x, weight, ctx.weighing)
     return *_logits_gradient(ctx, x, weight, dlogits), *nothing
 
 
 library.define("router_logits(Tensor x, Tensor weight) -> Tensor")
 library.define(
     "route_tokens(Tensor x, Tensor weight, Tensor? selection_bias, Tensor? token_mask, int top_k, "
-    "int score, bool renormalize, float scale, int groups, int top_groups) -> (Tensor scores, "
-    "Tensor ids, Tensor slopes)"
+    "int score, bool renormalize, float scale, int groups, int top_groups, float sum_floor, int "
+    "group_score) -> (Tensor scores, Tensor ids, Tensor slopes)"
 )
 for _key in ("CPU", "CUDA"):
     library.impl("router_logits", router_logits_forward, _key)

@@ -29,7 +29,8 @@ class BalanceSums(NamedTuple):
     counts : torch.Tensor
         int32 (sequences S, experts E): how often each expert was chosen.
     shares : torch.Tensor
-        (S, E): sums over tokens of p; softmax, or sigmoids divided by their sum. Differentiable.
+        (S, E): sums over tokens of p; softmax, or the other scores' p divided by their sum.
+        Differentiable.
     squares : torch.Tensor
         (S): sums over tokens of logsumexp(logits)^2. Differentiable.
     tokens : torch.Tensor
@@ -99,8 +100,8 @@ def balance_sums(
         (tokens, experts), any floating dtype; summed in float32 (float64 in float64).
     ids : torch.Tensor
         int32 (tokens, top_k), as `guild.route` gives them; ids outside [0, experts) do not count.
-    score : {"softmax", "sigmoid"}
-        What p is: softmax over all experts, or the sigmoids divided by their sum.
+    score : {"softmax", "sigmoid", "sqrtsoftplus"}
+        What p is: softmax over all experts, or the others' p divided by their sum.
     sequences : int
         Equal, consecutive parts of the tokens that are summed each by itself.
     token_mask : torch.Tensor, optional

@@ -242,6 +242,7 @@ class MoE(nn.Module):
             score=router.score,
             renormalize=router.renormalize,
             scale=router.scale,
+            sum_floor=router.sum_floor,
         )
 
     def __getstate__(self) -> dict[str, Any]:

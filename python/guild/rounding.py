@@ -16,7 +16,7 @@ from guild._checks import (
     expect_shape,
 )
 from guild._operators import ops
-from guild.routing import MOST_TILE, ROUNDINGS, SCORES, expect_scale
+from guild.routing import MOST_TILE, ROUNDINGS, SCORES, expect_scale, expect_sum_floor
 
 _round_tokens = ops.round_tokens.default
 
@@ -31,6 +31,7 @@ def round_tokens(
     renormalize: bool = True,
     scale: float = 1.0,
     seed: int | Tensor | None = None,
+    sum_floor: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Make each expert's count of tokens a multiple of `tile` (SonicMoE's token rounding).
 
@@ -54,7 +55,7 @@ def round_tokens(
         number of all rows to within half a tile.
     tile : int
         Rows of a tile.
-    score, renormalize, scale
+    score, renormalize, scale, sum_floor
         As `guild.route` takes them; a token's weights are those of its list.
     seed : int or torch.Tensor, optional
         For "stochastic": an int, or int64 (1,) on the logits' device, which a CUDA graph reads at
@@ -81,6 +82,7 @@ def round_tokens(
     expect_count("tile", tile, 1, MOST_TILE)
     expect_choice("score", score, SCORES)
     expect_scale(scale)
+    expect_sum_floor(sum_floor, renormalize)
     if logits.dtype != torch.float64:
         logits = logits.float()
     scores, list_ids, _, token_offsets = _round_tokens(
@@ -92,6 +94,7 @@ def round_tokens(
         scale,
         ROUNDINGS.index(rounding),
         tile,
+        sum_floor,
     )
     return list_ids, scores, token_offsets
 

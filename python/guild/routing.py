@@ -19,7 +19,8 @@ from guild._checks import (
 )
 from guild._operators import ops, score_dtype
 
-SCORES = ("softmax", "sigmoid")  # in the order of guild::Score
+SCORES = ("softmax", "sigmoid", "sqrtsoftplus")  # in the order of guild::Score
+GROUP_SCORES = ("top2_sum", "max")  # of guild::GroupScore
 APPLIED_TO = ("output", "input")
 ROUNDINGS = ("nearest", "up", "down", "stochastic", "balanced")  # of guild::Rounding
 MOST_TILE = 1 << 20
@@ -37,20 +38,21 @@ class Router:
 
     Parameters
     ----------
-    score : {"softmax", "sigmoid"}
-        p of the logits: softmax over all experts, or sigmoid of each.
+    score : {"softmax", "sigmoid", "sqrtsoftplus"}
+        p of the logits: softmax over all experts, sigmoid of each, or sqrt(softplus) of each
+        (DeepSeek-V4).
     renormalize : bool
         Divide a token's weights by their sum. With softmax that equals top-k first, softmax over
-        the chosen after.
+        the chosen after. Where all that are chosen have p = 0, sigmoid and sqrtsoftplus give
+        weights of 0.
     scale : float
         Multiplies the weights.
     selection_bias : bool
         Keep a bias per expert that is added to p for the choice alone, and that
         `MoE.balance` moves (DeepSeek-V3's balancing without a loss, arXiv:2408.15664).
     groups, top_groups : int
-        Choose from the best `top_groups` of `groups` equal, consecutive parts of the experts, each
-        scored by the sum of its two largest p + bias (DeepSeek-V3, arXiv:2412.19437, section
-        2.1.2). At most 32 groups; 1 and 1: no groups.
+        Choose from the best `top_groups` of `groups` equal, consecutive parts of the experts. At
+        most 32 groups; 1 and 1: no groups.
     applied_to : {"output", "input"}
         What the weights multiply: each expert's output, or, for top_k = 1, the token that goes into
         the expert (Llama 4).
@@ -59,6 +61,11 @@ class Router:
         added to experts of any group.
     tile : int
         Rows of a tile.
+    group_score : {"top2_sum", "max"}
+        What ranks a group: the sum of its two largest p + bias (DeepSeek-V3, arXiv:2412.19437,
+        section 2.1.2), or its largest (DeepSeek-V2, arXiv:2405.04434, section 2.2.2).
+    sum_floor : float
+        The least that a token's weights are divided by, with `renormalize` (ERNIE 4.5: 1e-12).
 
     Raises
     ------
@@ -75,6 +82,8 @@ class Router:
     applied_to: str = "output"
     rounding: str | None = None
     tile: int = 128
+    group_score: str = "top2_sum"
+    sum_floor: float = 0.0
 
     def __post_init__(self) -> None:
         expect_choice("score", self.score, SCORES)
@@ -87,7 +96,8 @@ class Router:
                 f"{self.rounding!r}"
             )
         expect_scale(self.scale)
-        _expect_groups(self.groups, self.top_groups)
+        expect_sum_floor(self.sum_floor, self.renormalize)
+        _expect_groups(self.groups, self.top_groups, self.group_score)
 
     @staticmethod
     def named(name: str) -> Router:
@@ -98,8 +108,11 @@ class Router:
         name : str
             "softmax" (softmax, then top-k: OLMoE, Qwen2-MoE), "softmax_renormalized" (Qwen3-MoE),
             "topk_softmax" (Mixtral, gpt-oss: the same in other words), "sigmoid" (sigmoid with a
-            selection bias, renormalised), "deepseek_v3" (the same in 4 of 8 groups, times 2.5),
-            "llama4" (top-1 sigmoid on the input).
+            selection bias, renormalised), "deepseek_v2" (softmax in 3 of 8 groups by their
+            largest, times 16), "deepseek_v3" ("sigmoid" in 4 of 8 groups, times 2.5),
+            "deepseek_v4" (sqrtsoftplus with a selection bias, renormalised, times 1.5), "ernie4_5"
+            (softmax with a selection bias, renormalised with a floor), "llama4" (top-1 sigmoid on
+            the input).
 
         Returns
         -------
@@ -134,13 +147,20 @@ def route(
     groups: int = 1,
     top_groups: int = 1,
     token_mask: Tensor | None = None,
+    group_score: str = "top2_sum",
+    sum_floor: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Choose each token's experts and weigh them.
 
-    Chosen are the top_k largest of p + selection_bias, ties to the smaller id, NaN last; without a
-    bias and groups the top_k largest logits, the same order without p's rounding. Weights are p of
-    the chosen, divided by their sum if `renormalize`, times `scale`. A NaN logit makes all weights
-    of its token NaN with softmax, its own (all, renormalised) with sigmoid.
+    Chosen are the top_k largest of p + selection_bias, ties to the smaller id, NaN last; where
+    neither a bias nor a sum over a group asks for p itself, the top_k largest logits, the same
+    order without p's rounding. Weights are p of the chosen, divided by their sum if `renormalize`,
+    times `scale`.
+
+    With softmax a NaN logit, chosen or not, makes all weights of its token NaN. With the other
+    scores one that is not chosen changes nothing; one that is, for want of numbers, makes its own
+    weight NaN, and with `renormalize` all of its token's. Ids are different ones in range
+    whatever the logits are.
 
     Parameters
     ----------
@@ -148,10 +168,11 @@ def route(
         (tokens, experts), any floating dtype; computed in float32 (float64 in float64).
     top_k : int
         Experts per token, 1 to experts.
-    score : {"softmax", "sigmoid"}
+    score : {"softmax", "sigmoid", "sqrtsoftplus"}
         What p is.
     renormalize : bool
-        Whether a token's weights sum to `scale`.
+        Whether a token's weights sum to `scale`; to 0 where all that are chosen have p = 0, and
+        p is no softmax.
     scale : float
         Multiplies the weights.
     selection_bias : torch.Tensor, optional
@@ -161,6 +182,8 @@ def route(
     token_mask : torch.Tensor, optional
         bool (tokens,): False marks padding, which gets ids -1, scores 0 and no gradient. The layer
         skips such ids.
+    group_score, sum_floor
+        What ranks a group, and the least that weights are divided by; see `Router`.
 
     Returns
     -------
@@ -179,7 +202,8 @@ def route(
     expect_count("top_k", top_k, 1, experts)
     expect_choice("score", score, SCORES)
     expect_scale(scale)
-    _expect_groups(groups, top_groups)
+    expect_sum_floor(sum_floor, renormalize)
+    _expect_groups(groups, top_groups, group_score)
     _expect_candidates(experts, top_k, groups, top_groups)
     if logits.dtype != torch.float64:
         logits = logits.float()
@@ -189,9 +213,18 @@ def route(
         expect_device("selection_bias", selection_bias, logits, "logits")
         selection_bias = selection_bias.detach().to(logits.dtype).contiguous()
     token_mask = token_flags(token_mask, logits, "logits")
-    index = SCORES.index(score)
     scores, ids, _ = _route(
-        logits, selection_bias, token_mask, top_k, index, renormalize, scale, groups, top_groups
+        logits,
+        selection_bias,
+        token_mask,
+        top_k,
+        SCORES.index(score),
+        renormalize,
+        scale,
+        groups,
+        top_groups,
+        sum_floor,
+        GROUP_SCORES.index(group_score),
     )
     return ids, scores
 
@@ -214,6 +247,8 @@ def route_logits(
         groups=router.groups,
         top_groups=router.top_groups,
         token_mask=token_mask,
+        group_score=router.group_score,
+        sum_floor=router.sum_floor,
     )
 
 
@@ -278,6 +313,8 @@ def token_arguments(
         router.scale,
         router.groups,
         router.top_groups,
+        router.sum_floor,
+        GROUP_SCORES.index(router.group_score),
     )
 
 
@@ -298,9 +335,18 @@ def expect_scale(scale: float) -> None:
         raise ValueError(f"scale: expected a finite number, got {scale}")
 
 
-def _expect_groups(groups: int, top_groups: int) -> None:
+def expect_sum_floor(sum_floor: float, renormalize: bool) -> None:
+    """Raise ValueError unless it is finite, not negative, and 0 where nothing is divided."""
+    if not 0 <= sum_floor < math.inf:
+        raise ValueError(f"sum_floor: expected a finite number of at least 0, got {sum_floor}")
+    if sum_floor > 0 and not renormalize:
+        raise ValueError(f"sum_floor: expected 0 without renormalize, got {sum_floor}")
+
+
+def _expect_groups(groups: int, top_groups: int, group_score: str) -> None:
     expect_count("groups", groups, 1, _MOST_GROUPS)
     expect_count("top_groups", top_groups, 1, groups)
+    expect_choice("group_score", group_score, GROUP_SCORES)
 
 
 def _expect_candidates(experts: int, top_k: int, groups: int, top_groups: int) -> None:
@@ -318,7 +364,10 @@ _NAMED = {
     "softmax_renormalized": Router(),
     "topk_softmax": Router(),
     "sigmoid": Router("sigmoid", selection_bias=True),
+    "deepseek_v2": Router(renormalize=False, scale=16.0, groups=8, top_groups=3, group_score="max"),
     "deepseek_v3": Router("sigmoid", scale=2.5, selection_bias=True, groups=8, top_groups=4),
+    "deepseek_v4": Router("sqrtsoftplus", scale=1.5, selection_bias=True),
+    "ernie4_5": Router(selection_bias=True, sum_floor=1e-12),
     "llama4": Router("sigmoid", renormalize=False, applied_to="input"),
 }
 ROUTERS = tuple(_NAMED)

@@ -16,8 +16,7 @@ from torch import Tensor
 from guild._autograd import rows_of
 from guild._checks import dtype_name
 from guild._gradients import ops, pre_activations
-from guild._operators import SIGMOID
-from guild._router_gradients import router_gradients
+from guild._router_gradients import Weighing, router_gradients
 
 _NAMES = ("w_up", "w_up[0] (gate)", "w_down", "b_up", "b_down")
 
@@ -166,8 +165,8 @@ class Experts(torch.autograd.Function):
         routed = ()
         if router is not None:
             scores, ids, slopes = ops.route_tokens(x, router_weight, *router)
-            ctx.router = router[3:6]  # score, renormalize, scale
-            routed = router_weight, scores, ids, slopes if router[3] == SIGMOID else None
+            ctx.weighing = Weighing.of(router[3:])
+            routed = router_weight, scores, ids, ctx.weighing.kept(slopes)
         if offsets is None:
             out, h, offsets, row_token, slot_row, row_score = ops.moe_forward(
                 x, ids, scores, token_offsets, residual, *layer, not recompute
@@ -225,7 +224,7 @@ class Experts(torch.autograd.Function):
         if routed and dscores is not None:
             weight, *routed = routed
             dx, drouter = router_gradients(
-                dx, slot_row, dscores, routed, x, weight, ctx.router, want_router
+                dx, slot_row, dscores, routed, x, weight, ctx.weighing, want_router
             )
             dscores = None
         return None, None, None, dx, drouter, None, None, dscores, None, dresidual, *nothing

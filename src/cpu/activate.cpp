@@ -9,10 +9,10 @@ namespace guild::cpu {
 namespace {
 
 // Calls body(family, act) with the family and act.gated known at compile time.
-template <class Body>
+template <class F, class Body>
 void with_constants(Activation const& act, Body&& body) {
   with_family(act, [&](auto family) {
-    Activation local = act;
+    ActivationOf<F> local = activation_in<F>(act);
     local.gated = false;
     if (!act.gated) return body(family, local);
     local.gated = true;
@@ -25,7 +25,7 @@ void with_constants(Activation const& act, Body&& body) {
 template <class F>
 void activate_row(Activation const& act, F const* gate, F const* up, F* a, int64_t count) {
   F const* const up_in = act.gated ? up : gate;  // read, ignored
-  with_constants(act, [&](auto family, Activation const local) {
+  with_constants<F>(act, [&](auto family, ActivationOf<F> const local) {
 #pragma omp simd
     for (int64_t i = 0; i < count; ++i) a[i] = activate<family.value>(local, gate[i], up_in[i]);
   });
@@ -36,7 +36,7 @@ F activate_row_gradient(Activation const& act, F score, F const* g, F* gate, F* 
                         int64_t count) {
   F* const up_in = act.gated ? up : gate;
   F sum = 0;
-  with_constants(act, [&](auto family, Activation const local) {
+  with_constants<F>(act, [&](auto family, ActivationOf<F> const local) {
     F part = 0;
 #pragma omp simd reduction(+ : part)
     for (int64_t i = 0; i < count; ++i) {

@@ -16,11 +16,12 @@ template <class F>
 F shares_of(Score score, F const* logits, int64_t experts, F* p, F* softmax) {
   F top = -INFINITY, sum = 0, sum_of_exp = 0;
   for (int64_t e = 0; e < experts; ++e) top = std::max(top, logits[e]);
-  F const shift = score == Score::softmax ? top : std::min(top, F(0));
+  F const shift = weight_shift(score, top);
   for (int64_t e = 0; e < experts; ++e) {
     sum += p[e] = unscaled_weight(score, logits[e], shift);
     sum_of_exp += softmax[e] = exact_exp(logits[e] - top);
   }
+  if (score != Score::softmax && sum == 0) sum = 1;  // all of them are 0
   for (int64_t e = 0; e < experts; ++e) p[e] /= sum, softmax[e] /= sum_of_exp;
   return top + std::log(sum_of_exp);
 }
@@ -49,8 +50,8 @@ void sum_sequence(BalanceSums const& x, int64_t sequence) {
 }
 
 // With dp and dq the gradients of shares and squares, dot = sum of p dp over the experts:
-//   dlogit_e = p_e (dp_e - dot) + 2 logsumexp softmax_e dq, the first term times 1 - sigmoid_e
-//   with sigmoids
+//   dlogit_e = p_e (dp_e - dot) + 2 logsumexp softmax_e dq, the first term times the slope where p
+//   is not a softmax
 template <class F>
 void gradient_token(BalanceGradient const& x, int64_t token) {
   Scratch scratch;
@@ -68,8 +69,7 @@ void gradient_token(BalanceGradient const& x, int64_t token) {
   F dot = 0;
   for (int64_t e = 0; e < x.experts; ++e) dot += p[e] * dp[e];
   for (int64_t e = 0; e < x.experts; ++e) {
-    F const slope =
-        x.score == Score::softmax ? F(1) : unscaled_weight(Score::sigmoid, -logits[e], F(0));
+    F const slope = x.score == Score::softmax ? F(1) : weight_slope(x.score, logits[e]);
     out[e] = p[e] * (dp[e] - dot) * slope + 2 * lse * dq * softmax[e];
   }
 }

@@ -18,7 +18,9 @@ void sum_columns(BiasGradient const& x, Block const& expert, Span cols) {
   F *const sum = scratch.take<F>(cols.count), *const row = scratch.take<F>(cols.count);
   std::fill_n(sum, cols.count, F(0));
   for (int64_t r = expert.rows.first; r < expert.rows.first + expert.rows.count; ++r) {
-    int64_t const from = x.routing.row_token == nullptr ? r : x.routing.row_token[r];
+    bool const gathered = x.routing.row_token != nullptr;
+    int64_t const from = gathered ? x.routing.row_token[r] : r;
+    if (gathered && (from < 0 || from >= x.tokens)) continue;
     load(m.row(from) + cols.first, 1, row, cols.count);
     F const score = scores == nullptr ? F(1) : scores[r];
     for (int64_t j = 0; j < cols.count; ++j) sum[j] += score * row[j];
@@ -32,7 +34,7 @@ void sum_columns(BiasGradient const& x, Block const& expert, Span cols) {
 void bias_gradient(BiasGradient const& x) {
   require_processor();
   check(x);
-  auto const experts = expert_rows(x.routing.offsets + 1, x.experts, x.rows);
+  auto const experts = group_rows(expert_groups(x.routing.offsets, x.experts, x.rows));
   with_elements(x.dtype, x.db_dtype, [&]<class T, class D>() {
     parallel_pairs(experts, spans(x.width, kBlockColumns), double(x.rows * x.width),
                    [&](Block const& expert, Span cols) { sum_columns<T, D>(x, expert, cols); });

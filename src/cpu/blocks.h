@@ -32,23 +32,22 @@ struct Block {
   Span rows;
 };
 
-// The rows of every expert; ends as in Groups, which keeps any values inside [0, total].
-inline std::vector<Block> expert_rows(int32_t const* ends, int64_t experts, int64_t total) {
-  Groups const groups{ends, int(experts), int(total)};
+// The rows of every group.
+inline std::vector<Block> group_rows(Groups const& groups) {
   std::vector<Block> all;
-  int begin = 0;
-  for (int64_t e = 0; e < experts; ++e) {
-    int const end = groups.end(int(e), begin);
-    all.push_back({e, {begin, end - begin}});
+  int begin = groups.start(0);
+  for (int g = 0; g < groups.groups; ++g) {
+    int const end = groups.end(g, begin);
+    all.push_back({g, {begin, end - begin}});
     begin = end;
   }
   return all;
 }
 
 // The same cut into pieces of kBlockRows.
-inline std::vector<Block> row_blocks(int32_t const* ends, int64_t experts, int64_t total) {
+inline std::vector<Block> row_blocks(Groups const& groups) {
   std::vector<Block> all;
-  for (Block const& e : expert_rows(ends, experts, total)) {
+  for (Block const& e : group_rows(groups)) {
     for (Span const& rows : spans(e.rows.count, kBlockRows)) {
       all.push_back({e.expert, {e.rows.first + rows.first, rows.count}});
     }

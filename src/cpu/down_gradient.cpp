@@ -56,8 +56,8 @@ void gradient_block(DownGradient const& x, Block const& block, Span cols) {
   Scratch scratch;
   int64_t const inner = x.sizes.hidden, count = block.rows.count;
   auto const in = rows_of<T>(x.dout, inner);
-  auto const rows =
-      gather(scratch, in.data, in.stride, x.routing.row_token, block.rows.first, count, inner);
+  auto const rows = gather(scratch, in.data, in.stride, x.routing.row_token, x.sizes.tokens,
+                           block.rows.first, count, inner);
   auto const weights = matrix_of<T>(x.w_down, block.expert).from(0, cols.first);
   F* const g = scratch.take<F>(count * cols.count);
   multiply(rows, operand(scratch, weights, inner, cols.count), g, count, cols.count, inner);
@@ -79,7 +79,7 @@ void add_up_biases(DownGradient const& x) {
   }
   if (x.db_down.data != nullptr) {
     bias_gradient({s.rows(), s.hidden, s.experts, x.dtype, x.db_dtype, x.accumulate, x.routing,
-                   x.dout, x.db_down});
+                   x.dout, x.db_down, s.tokens});
   }
 }
 
@@ -88,7 +88,7 @@ void add_up_biases(DownGradient const& x) {
 void down_gradient(DownGradient const& x) {
   require_processor();
   check(x);
-  auto const blocks = row_blocks(x.routing.offsets + 1, x.sizes.experts, x.sizes.rows());
+  auto const blocks = row_blocks(expert_groups(x.routing.offsets, x.sizes.experts, x.sizes.rows()));
   with_element(x.dtype, [&]<class T>() {
     parallel_pairs(blocks, spans(x.sizes.intermediate, kBlockColumns), product_work(x.sizes),
                    [&](Block const& block, Span cols) { gradient_block<T>(x, block, cols); });

@@ -14,7 +14,7 @@ void down_block(DownProjection const& x, Block const& block, Span cols) {
   Scratch scratch;
   int64_t const inner = x.sizes.intermediate, count = block.rows.count;
   auto const in = rows_of<T>(x.a, inner);
-  auto const rows = gather(scratch, in.data, in.stride, nullptr, block.rows.first, count, inner);
+  auto const rows = gather(scratch, in.data, in.stride, nullptr, 0, block.rows.first, count, inner);
   auto const weights = matrix_of<T>(x.w_down, block.expert).from(cols.first, 0);
   F* const y = scratch.take<F>(count * cols.count);
   multiply(rows, operand(scratch, weights, cols.count, inner).transposed(), y, count, cols.count,
@@ -40,7 +40,7 @@ void down_block(DownProjection const& x, Block const& block, Span cols) {
 void down_projection(DownProjection const& x) {
   require_processor();
   check(x);
-  auto const blocks = row_blocks(x.routing.offsets + 1, x.sizes.experts, x.sizes.rows());
+  auto const blocks = row_blocks(expert_groups(x.routing.offsets, x.sizes.experts, x.sizes.rows()));
   with_element(x.dtype, [&]<class T>() {
     parallel_pairs(blocks, spans(x.sizes.hidden, kBlockColumns), product_work(x.sizes),
                    [&](Block const& block, Span cols) { down_block<T>(x, block, cols); });

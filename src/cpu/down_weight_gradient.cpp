@@ -10,9 +10,9 @@ void down_weight_gradient(DownWeightGradient const& x) {
   require_processor();
   check(x);
   Sizes const& s = x.sizes;
-  auto const experts = expert_rows(x.routing.offsets + 1, s.experts, s.rows());
+  auto const experts = group_rows(expert_groups(x.routing.offsets, s.experts, s.rows()));
   with_elements(x.dtype, x.dw_dtype, [&]<class T, class D>() {
-    RowSource<T> const left{rows_of<T>(x.dout, s.hidden), x.routing.row_token, {0, 1}};
+    RowSource<T> const left{rows_of<T>(x.dout, s.hidden), x.routing.row_token, {0, 1}, s.tokens};
     RowSource<T> const right{rows_of<T>(x.a, s.intermediate), nullptr, {0, 1}};
     weight_gradient<T, D>(left, right, experts, s.hidden, s.intermediate, x.dw, x.accumulate);
   });

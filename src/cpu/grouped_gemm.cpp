@@ -31,7 +31,7 @@ std::vector<Group> groups_of(GroupedGemm const& x) {
                    x.ragged == Ragged::columns ? part : n, x.ragged == Ragged::inner ? part : k});
   };
   int64_t end = 0;
-  for (Block const& b : expert_rows(x.offsets, x.groups, total)) {
+  for (Block const& b : group_rows({x.offsets, int(x.groups), int(total)})) {
     add(b.expert, b.rows);
     end = b.rows.first + b.rows.count;
   }

@@ -40,17 +40,23 @@ View<Compute<T>> operand(Scratch& scratch, View<T> view, int64_t rows, int64_t c
   return {copy, cols, 1};
 }
 
-// Rows first .. first + count of x, or where row_token is given, rows row_token[first] and so on.
+// Rows first .. first + count of x, or where row_token is given, rows row_token[first] and so on of
+// its `tokens` rows, zeros outside them.
 template <class T>
 View<Compute<T>> gather(Scratch& scratch, T const* x, int64_t stride, int32_t const* row_token,
-                        int64_t first, int64_t count, int64_t cols) {
+                        int64_t tokens, int64_t first, int64_t count, int64_t cols) {
   using F = Compute<T>;
   if (row_token == nullptr) {
     return operand(scratch, View<T>{x + first * stride, stride, 1}, count, cols);
   }
   F* const copy = scratch.take<F>(count * cols);
   for (int64_t i = 0; i < count; ++i) {
-    load(x + row_token[first + i] * stride, 1, copy + i * cols, cols);
+    int64_t const token = row_token[first + i];
+    if (token >= 0 && token < tokens) {
+      load(x + token * stride, 1, copy + i * cols, cols);
+    } else {
+      std::fill_n(copy + i * cols, cols, F(0));
+    }
   }
   return {copy, cols, 1};
 }

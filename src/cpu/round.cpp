@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "check.h"
+#include "cpu/router_weights.h"
 #include "cpu/views.h"
 #include "guild/cpu.h"
 #include "processor.h"
@@ -14,25 +15,13 @@ namespace guild::cpu {
 
 namespace {
 
-// A token's softmax as exp(logit - top) / sum; nothing to take off with sigmoids.
-template <class F>
-struct Softmax {
-  F top = 0, sum = 1;
-
-  Softmax() = default;
-  Softmax(F const* logits, int64_t experts) : top(-INFINITY), sum(0) {
-    for (int64_t e = 0; e < experts; ++e) top = std::max(top, logits[e]);
-    for (int64_t e = 0; e < experts; ++e) sum += exact_exp(logits[e] - top);
-  }
-};
-
 template <class F>
 class Rounder {
  public:
   explicit Rounder(TokenRounding const& x)
       : x_(x),
         logits_(rows_of<F>(x.logits, x.experts)),
-        softmax_(x.tokens),
+        normalizer_(x.tokens),
         member_(x.tokens * x.experts) {}
 
   void run() {
@@ -41,7 +30,7 @@ class Rounder {
     for (int64_t t = 0; t < x_.tokens; ++t) {
       if (!in_range(x_.ids[t * x_.top_k])) continue;
       tokens.push_back(int32_t(t));
-      if (x_.router.score == Score::softmax) softmax_[t] = {logits_.row(t), x_.experts};
+      normalizer_[t] = {x_.router.score, logits_.row(t), x_.experts};
       for (int64_t slot = t * x_.top_k; slot < (t + 1) * x_.top_k; ++slot) {
         if (!in_range(x_.ids[slot])) continue;
         ++counts[x_.ids[slot]];
@@ -66,8 +55,9 @@ class Rounder {
     for (int32_t t : tokens) {
       auto& member = member_[t * x_.experts + expert];
       if (member == target.adds) continue;
-      Softmax<F> const& s = softmax_[t];
-      candidates.push_back({rounding_key(logits_.row(t)[expert], s.top, F(std::log(s.sum))), t});
+      Normalizer<F> const& all = normalizer_[t];
+      candidates.push_back(
+          {rounding_key(logits_.row(t)[expert], all.shift, F(std::log(all.sum))), t});
       member = 0;
     }
     auto const better = [](auto const& a, auto const& b) {  // NaN last
@@ -100,22 +90,13 @@ class Rounder {
 
   // The weights of one list.
   void weigh(int64_t token, int64_t first, int64_t end) {
-    Router const& router = x_.router;
-    bool const softmax = router.score == Score::softmax;
     F const* const logits = logits_.row(token);
-    F top = -INFINITY, sum = 0;
-    for (int64_t s = first; s < end; ++s) top = std::max(top, logits[x_.list_ids[s]]);
-    F shift = softmax ? top : std::min(top, F(0));
-    if (!router.renormalize) shift = softmax_[token].top;
+    int32_t const* const ids = x_.list_ids + first;
+    chosen_weights(x_.router, logits, normalizer_[token], ids, end - first, scores() + first);
     for (int64_t s = first; s < end; ++s) {
-      sum += scores()[s] = unscaled_weight(router.score, logits[x_.list_ids[s]], shift);
-    }
-    if (!router.renormalize) sum = softmax_[token].sum;
-    if (softmax_[token].sum != softmax_[token].sum) sum = softmax_[token].sum;  // NaN
-    for (int64_t s = first; s < end; ++s) {
-      scores()[s] = scores()[s] / sum * F(router.scale);
+      scores()[s] *= F(x_.router.scale);
       if (x_.slopes == nullptr) continue;
-      slopes()[s] = unscaled_weight(Score::sigmoid, -logits[x_.list_ids[s]], F(0));
+      slopes()[s] = weight_slope(x_.router.score, logits[x_.list_ids[s]]);
     }
   }
 
@@ -124,8 +105,8 @@ class Rounder {
 
   TokenRounding const& x_;
   TypedRows<F const> logits_;
-  std::vector<Softmax<F>> softmax_;  // (T)
-  std::vector<uint8_t> member_;      // (T, E)
+  std::vector<Normalizer<F>> normalizer_;  // (T)
+  std::vector<uint8_t> member_;            // (T, E)
 };
 
 }  // namespace

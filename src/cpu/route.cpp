@@ -3,6 +3,7 @@
 #include <numeric>
 
 #include "check.h"
+#include "cpu/router_weights.h"
 #include "cpu/views.h"
 #include "guild/cpu.h"
 #include "processor.h"
@@ -14,15 +15,10 @@ namespace {
 
 // p of every expert.
 template <class F>
-void probabilities(Score score, F const* logits, F* p, int64_t experts) {
-  if (score == Score::sigmoid) {
-    for (int64_t e = 0; e < experts; ++e) p[e] = sigmoid(logits[e]);
-    return;
+void probabilities(Score score, F const* logits, Normalizer<F> const& all, F* p, int64_t experts) {
+  for (int64_t e = 0; e < experts; ++e) {
+    p[e] = unscaled_weight(score, logits[e], all.shift) / all.sum;
   }
-  F const top = *std::max_element(logits, logits + experts);
-  F sum = 0;
-  for (int64_t e = 0; e < experts; ++e) sum += p[e] = exponential(logits[e] - top);
-  for (int64_t e = 0; e < experts; ++e) p[e] /= sum;
 }
 
 // The better of two keys: the greater one, NaN after every number, then the smaller index.
@@ -46,7 +42,8 @@ int64_t keep_best_groups(Router const& router, F const* key, int32_t* ids, int64
   for (int g = 0; g < router.groups; ++g) {
     int32_t* const group = ids + g * size;
     std::partial_sort(group, group + std::min<int64_t>(2, size), group + size, Better<F>{key});
-    sum[g] = size > 1 ? key[group[0]] + key[group[1]] : key[group[0]];
+    bool const two = router.group_score == GroupScore::top2_sum && size > 1;
+    sum[g] = two ? key[group[0]] + key[group[1]] : key[group[0]];
   }
   std::iota(order, order + router.groups, 0);
   std::sort(order, order + router.groups, Better<F>{sum});
@@ -55,26 +52,6 @@ int64_t keep_best_groups(Router const& router, F const* key, int32_t* ids, int64
     std::copy_n(ids + order[i] * size, size, ids + i * size);
   }
   return router.top_groups * size;
-}
-
-// The weights before scaling: p of the chosen, divided by their sum if renormalize.
-template <class F>
-void weights(Router const& router, F const* logits, int64_t experts, int32_t const* ids, F* out,
-             int64_t count) {
-  bool const softmax = router.score == Score::softmax;
-  F top = -INFINITY, sum = 0;
-  for (int64_t k = 0; k < count; ++k) top = std::max(top, logits[ids[k]]);
-  if (softmax && !router.renormalize) top = *std::max_element(logits, logits + experts);
-  F const shift = softmax ? top : (router.renormalize ? std::min(top, F(0)) : F(0));
-  for (int64_t k = 0; k < count; ++k) {
-    sum += out[k] = unscaled_weight(router.score, logits[ids[k]], shift);
-  }
-  if (!router.renormalize) sum = softmax ? F(0) : F(1);
-  for (int64_t e = 0; softmax && e < experts; ++e) {
-    if (!router.renormalize) sum += exponential(logits[e] - shift);
-    if (logits[e] != logits[e]) sum = logits[e];
-  }
-  for (int64_t k = 0; k < count; ++k) out[k] /= sum;
 }
 
 template <class F>
@@ -92,8 +69,9 @@ void route_token(Route const& x, int64_t token) {
   F* const p = scratch.take<F>(x.experts);
   auto* const ids = scratch.take<int32_t>(x.experts);
   F const* key = logits;
+  Normalizer<F> const all(x.router.score, logits, x.experts);
   if (!ranked_by_logit(x)) {
-    probabilities(x.router.score, logits, p, x.experts);
+    probabilities(x.router.score, logits, all, p, x.experts);
     auto const* const bias = static_cast<F const*>(x.selection_bias);
     for (int64_t e = 0; bias != nullptr && e < x.experts; ++e) p[e] += bias[e];
     key = p;
@@ -103,17 +81,18 @@ void route_token(Route const& x, int64_t token) {
   if (x.router.groups > 1) count = keep_best_groups(x.router, key, ids, x.experts);
   std::partial_sort(ids, ids + x.top_k, ids + count, Better<F>{key});
   std::copy_n(ids, x.top_k, x.ids + token * x.top_k);
-  weights(x.router, logits, x.experts, ids, scores, x.top_k);
-  for (int64_t k = 0; slopes != nullptr && k < x.top_k; ++k) {  // without the rounding of p
-    slopes[k] = unscaled_weight(Score::sigmoid, -logits[ids[k]], F(0));
+  chosen_weights(x.router, logits, all, ids, x.top_k, scores);
+  for (int64_t k = 0; slopes != nullptr && k < x.top_k; ++k) {
+    slopes[k] = weight_slope(x.router.score, logits[ids[k]]);
   }
   for (int64_t k = 0; k < x.top_k; ++k) scores[k] *= F(x.router.scale);
 }
 
 // With s the scores, ds their gradients and dot = sum of s ds over the choices:
-//   renormalize   dlogit_k = s_k (ds_k - dot / scale), times 1 - p_k with sigmoid
-//   otherwise     softmax: dlogit_k = s_k ds_k, and -p_e dot for every e, p from the logits
-//                 sigmoid: dlogit_k = s_k (1 - p_k) ds_k
+//   renormalize   dlogit_k = s_k (ds_k - dot / scale)
+//   otherwise     dlogit_k = s_k ds_k; and with softmax -p_e dot for every e, p from the logits
+// times d(log p_k) / dlogit_k, the slope, where p depends on its own logit alone. Weights whose sum
+// is below its floor are divided by a constant: otherwise.
 template <class F>
 void gradient_row(RouterGradient const& x, int64_t token, F* out) {
   Router const& router = x.router;
@@ -134,13 +113,19 @@ void gradient_row(RouterGradient const& x, int64_t token, F* out) {
 
   bool const softmax = router.score == Score::softmax;
   F const inverse = router.scale == 0 ? F(0) : 1 / F(router.scale);
-  if (softmax && !router.renormalize) {
-    probabilities(router.score, rows_of<F>(x.logits, x.experts).row(token), out, x.experts);
-    for (int64_t e = 0; e < x.experts; ++e) out[e] *= -dot;
+  bool renormalized = router.renormalize;
+  if (needs_logits(router)) {
+    F const* const logits = rows_of<F>(x.logits, x.experts).row(token);
+    Normalizer<F> const all(router.score, logits, x.experts);
+    if (renormalized) renormalized = !is_floored(router, logits, all, x.experts, ids, count);
+    if (softmax && !renormalized) {
+      probabilities(router.score, logits, all, out, x.experts);
+      for (int64_t e = 0; e < x.experts; ++e) out[e] *= -dot;
+    }
   }
   for (int64_t k = 0; k < count; ++k) {
     if (!valid(k)) continue;
-    F const d = router.renormalize ? dscores[k] - dot * inverse : dscores[k];
+    F const d = renormalized ? dscores[k] - dot * inverse : dscores[k];
     out[ids[k]] += scores[k] * d * (softmax ? F(1) : slopes[k]);
   }
 }

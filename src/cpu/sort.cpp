@@ -14,10 +14,12 @@ namespace {
 template <class Id>
 void sort_ids(Sort const& x) {
   Scratch scratch;
-  int64_t const slots = slot_count(x), taken = used_slots(x);
+  int64_t const slots = slot_count(x);
+  SlotSpan const of_tokens = used_slots(x);
   auto const* const ids = static_cast<Id const*>(x.ids);
   auto const valid = [&](int64_t slot) {
-    return slot < taken && ids[slot] >= 0 && ids[slot] < x.experts;
+    bool const used = slot >= of_tokens.begin && slot < of_tokens.end;
+    return used && ids[slot] >= 0 && ids[slot] < x.experts;
   };
 
   std::fill_n(x.offsets, x.experts + 1, 0);

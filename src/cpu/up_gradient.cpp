@@ -32,7 +32,7 @@ void gradient_block(UpGradient const& x, Block const& block, Span cols) {
 void up_gradient(UpGradient const& x) {
   require_processor();
   check(x);
-  auto const blocks = row_blocks(x.routing.offsets + 1, x.sizes.experts, x.sizes.rows());
+  auto const blocks = row_blocks(expert_groups(x.routing.offsets, x.sizes.experts, x.sizes.rows()));
   with_element(x.dtype, [&]<class T>() {
     parallel_pairs(blocks, spans(x.sizes.hidden, kBlockColumns), product_work(x.sizes),
                    [&](Block const& block, Span cols) { gradient_block<T>(x, block, cols); });

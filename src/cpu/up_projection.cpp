@@ -37,8 +37,8 @@ void up_block(UpProjection const& x, Block const& block, Span cols) {
   Sizes const& s = x.sizes;
   bool const gated = x.activation.gated;
   auto const in = rows_of<T>(x.x, s.hidden);
-  auto const rows = gather(scratch, in.data, in.stride, x.routing.row_token, block.rows.first,
-                           block.rows.count, s.hidden);
+  auto const rows = gather(scratch, in.data, in.stride, x.routing.row_token, x.sizes.tokens,
+                           block.rows.first, block.rows.count, s.hidden);
   Half const halves[] = {gate_half(x.order, gated), up_half(x.order, s.intermediate)};
   F* const gate = half_product<T>(x, rows, x.w_up.gate, halves[0], block, cols, scratch);
   F* const up =
@@ -66,7 +66,7 @@ void up_block(UpProjection const& x, Block const& block, Span cols) {
 void up_projection(UpProjection const& x) {
   require_processor();
   check(x);
-  auto const blocks = row_blocks(x.routing.offsets + 1, x.sizes.experts, x.sizes.rows());
+  auto const blocks = row_blocks(expert_groups(x.routing.offsets, x.sizes.experts, x.sizes.rows()));
   with_element(x.dtype, [&]<class T>() {
     parallel_pairs(blocks, spans(x.sizes.intermediate, kBlockColumns), product_work(x.sizes),
                    [&](Block const& block, Span cols) { up_block<T>(x, block, cols); });

@@ -4,19 +4,20 @@
 
 namespace guild::cpu {
 
-// One side of the product: its rows, by token where row_token is given. Its columns are those of
-// the output, column j at [first + j * stride].
+// One side of the product: its rows, by token where row_token is given, of `tokens`. Its columns
+// are those of the output, column j at [first + j * stride].
 template <class T>
 struct RowSource {
   TypedRows<T const> rows;
   int32_t const* row_token;
   Half half;
+  int64_t tokens = 0;
 
   // Rows x cols of it, as multiply() takes them.
   View<Compute<T>> block(Scratch& scratch, Span r, Span cols) const {
     T const* const first = rows.data + half.first + cols.first * half.stride;
     if (row_token != nullptr) {  // gathered rows are never split in halves
-      return gather(scratch, first, rows.stride, row_token, r.first, r.count, cols.count);
+      return gather(scratch, first, rows.stride, row_token, tokens, r.first, r.count, cols.count);
     }
     return operand(scratch, View<T>{first + r.first * rows.stride, rows.stride, half.stride},
                    r.count, cols.count);

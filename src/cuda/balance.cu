@@ -24,14 +24,15 @@ struct LaneShares {
     float const sum_of_exp = logits.sum_of_exp(top);
     inverse = 1.f / sum_of_exp;
     logsumexp = top + logf(sum_of_exp);
-    float const shift = score == Score::softmax ? top : fminf(top, 0.f);
+    float const shift = weight_shift(score, top);
     float sum = 0;
 #pragma unroll
     for (int i = 0; i < S::per_lane; ++i) {
       p[i] = i < logits.count ? unscaled_weight(score, logits.value[i], shift) : 0.f;
       sum += p[i];
     }
-    float const factor = score == Score::softmax ? inverse : 1.f / lanes_sum<S>(sum);
+    float const all = lanes_sum<S>(sum);
+    float const factor = score == Score::softmax ? inverse : all == 0 ? 0.f : 1.f / all;
 #pragma unroll
     for (float& v : p) v *= factor;
   }
@@ -50,11 +51,12 @@ __device__ void count_choices(BalanceSums const& x, Seat<S> const& seat, int64_t
   }
 }
 
+// Blocks of a multiprocessor. Asked for none, the compiler may aim at more than registers allow.
+constexpr int sums_at_once(int per_lane) { return per_lane <= 16 ? 4 : 2; }
+
 template <class S>
-__global__ void __launch_bounds__(kRouterThreads) balance_sums_kernel(BalanceSums x,
-                                                                      BalanceWorkspace partial,
-                                                                      int64_t stride,
-                                                                      int64_t chunks, Deal deal) {
+__global__ void __launch_bounds__(kRouterThreads, sums_at_once(S::per_lane)) balance_sums_kernel(
+    BalanceSums x, BalanceWorkspace partial, int64_t stride, int64_t chunks, Deal deal) {
   __shared__ float shares[S::tokens][S::experts];
   __shared__ float squares[S::tokens];
   __shared__ int count[S::experts];
@@ -125,8 +127,8 @@ __global__ void __launch_bounds__(kRouterThreads) add_up_kernel(BalanceSums x,
 }
 
 // With dp and dq the gradients of shares and squares, dot = sum of p dp over the experts:
-//   dlogit_e = p_e (dp_e - dot) + 2 logsumexp softmax_e dq, the first term times 1 - sigmoid_e
-//   with sigmoids
+//   dlogit_e = p_e (dp_e - dot) + 2 logsumexp softmax_e dq, the first term times the slope where p
+//   is not a softmax
 template <class S>
 __global__ void __launch_bounds__(kRouterThreads) balance_gradient_kernel(BalanceGradient x,
                                                                           int64_t stride,
@@ -152,7 +154,7 @@ __global__ void __launch_bounds__(kRouterThreads) balance_gradient_kernel(Balanc
 #pragma unroll
   for (int i = 0; i < S::per_lane; ++i) {
     if (i >= logits.count) break;
-    float const slope = softmax ? 1.f : unscaled_weight(Score::sigmoid, -logits.value[i], 0.f);
+    float const slope = softmax ? 1.f : weight_slope(x.score, logits.value[i]);
     float const of_p = of.p[i] * (dp[logits.first + i] - dot) * slope;
     float const d = of_p + square * expf(logits.value[i] - of.top) * of.inverse;
     out[logits.first + i] = real ? d : 0.f;

@@ -17,8 +17,11 @@ constexpr int kAtOnce = 4;               // rows that a warp loads before it use
 constexpr int kMostBlocks = 8;           // of a cluster
 constexpr int64_t kEnoughBlocks = 1056;  // on the GPU: eight a multiprocessor
 
+// The row of M to add for row r; -1: none.
 __device__ int row_of(BiasGradient const& x, int r) {
-  return x.routing.row_token == nullptr ? r : x.routing.row_token[r];
+  if (x.routing.row_token == nullptr) return r;
+  int const token = x.routing.row_token[r];
+  return unsigned(token) < unsigned(x.tokens) ? token : -1;
 }
 __device__ float weight_of(BiasGradient const& x, int r) {
   float const* const score = static_cast<float const*>(x.routing.row_score);
@@ -50,18 +53,22 @@ __device__ Eight sum_rows(BiasGradient const& x, int64_t m_stride, int64_t col, 
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) weight[i] = weight_of(x, first + i);
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) words[i] = load_words(m + row[i] * m_stride);
+    for (int i = 0; i < kAtOnce; ++i) {
+      words[i] = row[i] >= 0 ? load_words(m + row[i] * m_stride) : uint4{};
+    }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       Eight const v = unpack_eight<T>(words[i]);
+      float const factor = row[i] >= 0 ? weight[i] : 0.f;
 #pragma unroll
-      for (int j = 0; j < 8; ++j) sum.value[j] += weight[i] * v.value[j];
+      for (int j = 0; j < 8; ++j) sum.value[j] += factor * v.value[j];
     }
   }
   for (; first < end; first += step) {  // the last group, or all of them
 #pragma unroll 1
     for (int r = first; r < min(first + kAtOnce, end); ++r) {
-      add_some(sum, weight_of(x, r), m + row_of(x, r) * m_stride, x.width - col);
+      int64_t const row = row_of(x, r);
+      if (row >= 0) add_some(sum, weight_of(x, r), m + row * m_stride, x.width - col);
     }
   }
   return sum;

@@ -1,4 +1,6 @@
 // The device as the host sees it: is it one we can use, how large is it, how does TMA see a matrix.
+#include <mutex>
+
 #include "gemm/launch.cuh"
 
 namespace guild::cuda {
@@ -9,24 +11,26 @@ struct Device {
   int multiprocessors = 0, major = 0, minor = 0;
 };
 
-// Attributes of the current device, asked for once a device.
+int attribute(cudaDeviceAttr which, int index, char const* name) {
+  int value = 0;
+  cuda_check(cudaDeviceGetAttribute(&value, which, index), name);
+  return value;
+}
+
+// Attributes of the current device, asked for once a device, by whichever thread comes first.
 Device const& current_device() {
   constexpr int kMost = 64;
   static Device known[kMost];
+  static std::once_flag asked[kMost];
   int index = 0;
   cuda_check(cudaGetDevice(&index), "current CUDA device");
   require(index < kMost, "device index ", index, " is not below ", kMost);
-  Device& d = known[index];
-  if (d.multiprocessors == 0) {
-    Device fresh;
-    cudaDeviceGetAttribute(&fresh.major, cudaDevAttrComputeCapabilityMajor, index);
-    cudaDeviceGetAttribute(&fresh.minor, cudaDevAttrComputeCapabilityMinor, index);
-    cuda_check(
-        cudaDeviceGetAttribute(&fresh.multiprocessors, cudaDevAttrMultiProcessorCount, index),
-        "multiprocessor count");
-    d = fresh;
-  }
-  return d;
+  std::call_once(asked[index], [index] {
+    known[index] = {attribute(cudaDevAttrMultiProcessorCount, index, "multiprocessor count"),
+                    attribute(cudaDevAttrComputeCapabilityMajor, index, "compute capability"),
+                    attribute(cudaDevAttrComputeCapabilityMinor, index, "compute capability")};
+  });
+  return known[index];
 }
 
 }  // namespace

@@ -19,7 +19,7 @@ void launch_known(DownGradient const& x, BiasSums const& sums, Pairing pairing,
   int const halves = pairing == Pairing::halves ? 2 : 1;
   int64_t const width = s.intermediate * (pairing == Pairing::alternate ? 2 : 1);
   typename Kernel::Params params{};
-  params.work = {.groups = {x.routing.offsets + 1, int(s.experts), int(s.rows())},
+  params.work = {.groups = expert_groups(x.routing.offsets, s.experts, s.rows()),
                  .tile_n = c.tile_n,
                  .across = int(pieces(s.intermediate, c.tile_n)),
                  .inner = int(s.hidden)};
@@ -39,7 +39,7 @@ void launch_known(DownGradient const& x, BiasSums const& sums, Pairing pairing,
   out.dh_sums = x.db_up.data != nullptr ? static_cast<float*>(sums.dh) : nullptr;
   out.dout_sums = x.db_down.data != nullptr ? static_cast<float*>(sums.dout) : nullptr;
   out.hidden = int(s.hidden);
-  out.activation = x.activation;
+  out.activation = activation_in<float>(x.activation);
   out.pairing = {pairing};
   launch<Kernel>(params, most_tiles<c>(s.rows(), s.experts, s.intermediate, c.tile_n), queue);
 }

@@ -17,7 +17,7 @@ void down_projection(DownProjection const& x, Queue queue) {
                .rows = s.rows(),
                .n = s.hidden,
                .k = s.intermediate,
-               .groups = {x.routing.offsets + 1, int(s.experts), int(s.rows())},
+               .groups = expert_groups(x.routing.offsets, s.experts, s.rows()),
                .a = x.a,
                .w = {x.w_down, x.w_down},
                .bias = x.bias,

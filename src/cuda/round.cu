@@ -90,20 +90,24 @@ __device__ void weigh(RoundPlan const& p, int64_t token, uint16_t const* experts
   float const* const row = static_cast<float const*>(x.logits.data) + token * p.stride;
   float2 const softmax = p.softmaxes[token];
   float const logit = lane < length ? row[experts[lane]] : -INFINITY;
-  float shift = softmax.x, factor = router.scale / softmax.y;
-  if (router.renormalize) {
-    float top = logit, sum = 0;
+  float shift = softmax.x, factor = 1.f / softmax.y;
+  if (weighs_relatively(router)) {
+    float top = logit;
 #pragma unroll 1
     for (int i = lane + 32; i < length; i += 32) top = fmaxf(top, row[experts[i]]);
     for (int step = 16; step > 0; step /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
-    shift = router.score == Score::softmax ? top : fminf(top, 0.f);
+    shift = weight_shift(router.score, top);
+  }
+  if (router.renormalize) {
+    float sum = 0;
 #pragma unroll 1
     for (int i = lane; i < length; i += 32) {
       sum += unscaled_weight(router.score, i < 32 ? logit : row[experts[i]], shift);
     }
-    factor = router.scale / warp_sum(sum);
+    factor = factor_of_sum(router, warp_sum(sum), factor);
     if (softmax.y != softmax.y) factor = NAN;
   }
+  factor *= float(router.scale);
 #pragma unroll 1
   for (int i = lane; i < length; i += 32) {
     float const own = i < 32 ? logit : row[experts[i]];
@@ -111,7 +115,7 @@ __device__ void weigh(RoundPlan const& p, int64_t token, uint16_t const* experts
     x.list_ids[slot] = experts[i];
     static_cast<float*>(x.scores)[slot] = unscaled_weight(router.score, own, shift) * factor;
     if (x.slopes != nullptr) {
-      static_cast<float*>(x.slopes)[slot] = unscaled_weight(Score::sigmoid, -own, 0.f);
+      static_cast<float*>(x.slopes)[slot] = weight_slope(router.score, own);
     }
   }
 }

@@ -19,14 +19,15 @@ namespace {
 // p of this lane's experts plus their biases.
 template <class S>
 __device__ void keys_of_p(Route const& x, LaneLogits<S> const& logits, float (&key)[S::per_lane]) {
-  bool const softmax = x.router.score == Score::softmax;
+  Score const score = x.router.score;
+  bool const softmax = score == Score::softmax;
   float const shift = softmax ? logits.top() : 0.f;
   float const factor = softmax ? 1.f / logits.sum_of_exp(shift) : 1.f;
   float const* const bias = static_cast<float const*>(x.selection_bias);
 #pragma unroll
   for (int i = 0; i < S::per_lane; ++i) {
     key[i] = softmax ? expf(logits.value[i] - shift) * factor
-                     : unscaled_weight(Score::sigmoid, logits.value[i], 0.f);
+                     : unscaled_weight(score, logits.value[i], 0.f);
     if (bias != nullptr && i < logits.count) key[i] += bias[logits.first + i];
   }
 }
@@ -74,7 +75,7 @@ struct Best {
   }
 };
 
-// Whether this lane's group is among the best, by the sum of its two largest keys.
+// Whether this lane's group is among the best, by its largest key or the sum of the two largest.
 template <class S>
 __device__ bool open_group(Router const& router, Deal const& deal, Seat<S> const& seat,
                            Best<S> const& best) {
@@ -86,8 +87,8 @@ __device__ bool open_group(Router const& router, Deal const& deal, Seat<S> const
     first = max(first, other);
   }
   int const group = seat.lane >> deal.log_lanes;
-  uint32_t const score =
-      order_of(deal.part > 1 ? value_of(first) + value_of(second) : value_of(first));
+  bool const two = router.group_score == GroupScore::top2_sum && deal.part > 1;
+  uint32_t const score = two ? order_of(value_of(first) + value_of(second)) : first;
   int better = 0;
   for (int g = 0; g < router.groups; ++g) {
     uint32_t const other = __shfl_sync(~0u, score, g << deal.log_lanes, S::lanes);
@@ -145,13 +146,13 @@ template <class S>
 __device__ void weigh(Route const& x, Seat<S> const& seat, LaneLogits<S> const& logits,
                       float const* row, uint32_t const* chosen, uint32_t order, bool nan) {
   Router const& router = x.router;
-  bool const softmax = router.score == Score::softmax;
+  bool const softmax = router.score == Score::softmax, relative = weighs_relatively(router);
   int const top_k = int(x.top_k), lane = seat.lane;
   // A lane's first choice stays in registers; beyond S::lanes, the others are read again.
   float logit = -INFINITY;
   if (lane < top_k) logit = ranked_by_logit(x) ? value_of(order) : row[chosen[lane]];
   float shift = 0, factor = 1, weight = 0;
-  if (router.renormalize) {
+  if (relative) {
     float top = logit;
     if (ranked_by_logit(x)) {  // the first one is the largest
       top = __shfl_sync(~0u, logit, 0, S::lanes);
@@ -160,7 +161,7 @@ __device__ void weigh(Route const& x, Seat<S> const& seat, LaneLogits<S> const& 
       for (int k = lane + S::lanes; k < top_k; k += S::lanes) top = fmaxf(top, row[chosen[k]]);
       top = lanes_max<S>(top);
     }
-    shift = softmax ? top : fminf(top, 0.f);
+    shift = weight_shift(router.score, top);
   } else if (softmax) {
     shift = logits.top();
     factor = 1.f / logits.sum_of_exp(shift);
@@ -172,7 +173,7 @@ __device__ void weigh(Route const& x, Seat<S> const& seat, LaneLogits<S> const& 
     for (int k = lane + S::lanes; k < top_k; k += S::lanes) {
       sum += unscaled_weight(router.score, row[chosen[k]], shift);
     }
-    factor = 1.f / lanes_sum<S>(sum);
+    factor = factor_of_sum(router, lanes_sum<S>(sum), factor);
     if (softmax && lanes_any(seat, nan)) factor = NAN;
   }
   if (seat.token >= x.tokens) return;
@@ -184,9 +185,9 @@ __device__ void weigh(Route const& x, Seat<S> const& seat, LaneLogits<S> const& 
   for (int k = lane; k < top_k; k += S::lanes) {
     if (k >= S::lanes) weight = unscaled_weight(router.score, row[chosen[k]], shift);
     ids[k] = real ? int(chosen[k]) : -1;
-    scores[k] = real ? weight * factor * router.scale : 0.f;
-    if (x.slopes != nullptr) {  // 1 - p without the rounding of p
-      slopes[k] = real ? unscaled_weight(Score::sigmoid, -row[chosen[k]], 0.f) : 0.f;
+    scores[k] = real ? weight * factor * float(router.scale) : 0.f;
+    if (x.slopes != nullptr) {
+      slopes[k] = real ? weight_slope(router.score, row[chosen[k]]) : 0.f;
     }
   }
 }

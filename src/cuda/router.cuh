@@ -121,6 +121,15 @@ struct LaneLogits {
   }
 };
 
+// What makes weights of the chosen, unscaled_weight(), whose sum is `sum`, sum to 1 or, with a
+// floor, to less. factor: what makes them p.
+__device__ inline float factor_of_sum(Router const& router, float sum, float factor) {
+  if (router.score != Score::softmax && sum == 0) return 0;
+  if (weighs_relatively(router)) return 1.f / sum;
+  float const p = sum * factor, floor = float(router.sum_floor);
+  return factor / (p < floor ? floor : p);
+}
+
 // Whether rows start on 16-byte boundaries; no rows do.
 inline bool by_four(ConstRows const& rows, int64_t stride) {
   return stride % 4 == 0 && reinterpret_cast<uintptr_t>(rows.data) % 16 == 0;

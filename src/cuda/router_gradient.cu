@@ -2,9 +2,11 @@
 //
 // With s the scores, ds their gradients and dot = sum of s ds over the choices:
 //
-//   renormalize   dlogit_k = s_k (ds_k - dot / scale), times 1 - p_k with sigmoid
-//   otherwise     softmax: dlogit_k = s_k ds_k, and -p_e dot for every e, p from the logits
-//                 sigmoid: dlogit_k = s_k (1 - p_k) ds_k
+//   renormalize   dlogit_k = s_k (ds_k - dot / scale)
+//   otherwise     dlogit_k = s_k ds_k; and with softmax -p_e dot for every e, p from the logits
+//
+// times d(log p_k) / dlogit_k, the slope, where p depends on its own logit alone. Weights whose sum
+// is below its floor are divided by a constant: otherwise.
 #include "check.h"
 #include "router.cuh"
 
@@ -45,6 +47,26 @@ __device__ void add_terms(Seat<S> const& seat, int id, float term, float* out) {
   }
   if (first && id >= 0) out[id] += term;
   __syncwarp();
+}
+
+// Whether the sum of the token's chosen p is below its floor. mine, end: the lane's first slot and
+// the end of the token's.
+template <class S>
+__device__ bool is_floored(RouterGradient const& x, Deal const& deal, Seat<S> const& seat,
+                           float const* row, int mine, int end) {
+  float shift = 0, factor = 1, sum = 0;
+  if (x.router.score == Score::softmax) {
+    LaneLogits<S> const logits(deal, seat, row);
+    shift = logits.top();
+    factor = 1.f / logits.sum_of_exp(shift);
+  }
+#pragma unroll 1
+  for (int slot = mine; slot < end; slot += S::lanes) {
+    int const id = x.ids[slot];
+    if (unsigned(id) >= unsigned(x.experts)) continue;
+    sum += unscaled_weight(x.router.score, row[id], shift);
+  }
+  return lanes_sum<S>(sum) * factor < float(x.router.sum_floor);
 }
 
 // Of every expert, where p depends on all logits.
@@ -96,7 +118,12 @@ __global__ void __launch_bounds__(kRouterThreads) router_gradient_kernel(RouterG
   int const mine = int(slots.begin) + lane, end = int(slots.end);           // below 2^31
   int const most = __reduce_max_sync(~0u, max(end - int(slots.begin), 0));  // of the warp's tokens
   float* const sparse = shared[seat.token_in_block];                        // the choices' part
-  float const inverse = x.router.scale == 0 ? 0.f : 1.f / x.router.scale;
+  float const inverse = x.router.scale == 0 ? 0.f : 1.f / float(x.router.scale);
+  float const* const row = static_cast<float const*>(x.logits.data) + token * stride;
+  bool renormalized = x.router.renormalize;
+  if (renormalized && needs_logits(x.router)) {
+    renormalized = !is_floored(x, deal, seat, row, mine, end);
+  }
 #pragma unroll
   for (int i = 0; i < S::per_lane; ++i) sparse[lane * S::per_lane + i] = 0;
 
@@ -115,17 +142,17 @@ __global__ void __launch_bounds__(kRouterThreads) router_gradient_kernel(RouterG
 #pragma unroll 1
   for (int base = 0; base < most; base += S::lanes) {
     Choice const c = base == 0 ? first : choice(x, mine + base, end);
-    float const d = x.router.renormalize ? c.dscore - dot * inverse : c.dscore;
+    float const d = renormalized ? c.dscore - dot * inverse : c.dscore;
     add_terms(seat, c.id, c.score * d * c.slope, sparse);
   }
   float out[S::per_lane];
 #pragma unroll
   for (int i = 0; i < S::per_lane; ++i) out[i] = sparse[lane * S::per_lane + i];
-  if (x.logits.data != nullptr) {
-    float const* const row = static_cast<float const*>(x.logits.data) + token * stride;
-    subtract_dense(deal, seat, row, dot, out);
+  if (x.router.score == Score::softmax && x.logits.data != nullptr) {
+    // Padding's logits may be NaN.
+    subtract_dense(deal, seat, row, any && !renormalized ? dot : 0.f, out);
 #pragma unroll
-    for (float& v : out) v = any ? v : 0.f;  // padding's logits may be NaN
+    for (float& v : out) v = any ? v : 0.f;
   }
   if (seat.token < x.tokens) {
     store(deal, seat, out, static_cast<T*>(x.dlogits.data) + token * out_stride);

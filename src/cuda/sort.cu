@@ -34,10 +34,10 @@ struct RawId {
     return high == 0 && unsigned(low) < unsigned(x.experts) ? low : -1;
   }
 };
-// No id at or past `used` slots.
-__device__ RawId load_id(Sort const& x, int64_t slot, int64_t used) {
+// No id of slots that are not used.
+__device__ RawId load_id(Sort const& x, int64_t slot, SlotSpan const& used) {
   RawId id;
-  if (slot >= used) return id;
+  if (slot < used.begin || slot >= used.end) return id;
   int const* const word = static_cast<int const*>(x.ids) + (slot << x.ids_are_int64);
   id.low = word[0];
   if (x.ids_are_int64) id.high = word[1];
@@ -48,7 +48,7 @@ __device__ RawId load_id(Sort const& x, int64_t slot, int64_t used) {
 struct RawIds {
   RawId id[kAtOnce];
 
-  __device__ RawIds(Sort const& x, int64_t begin, int64_t used) {
+  __device__ RawIds(Sort const& x, int64_t begin, SlotSpan const& used) {
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) id[i] = load_id(x, begin + 32 * i + threadIdx.x % 32, used);
   }
@@ -82,7 +82,8 @@ __device__ void add_up_cluster(Sort const& x, int const* count) {
 
 // Numbers the slots of this warp, 32 at a time in order. next: (E) of this warp, the next number of
 // each expert.
-__device__ void rank_slots(Sort const& x, int* next, int64_t begin, int64_t end, int64_t used) {
+__device__ void rank_slots(Sort const& x, int* next, int64_t begin, int64_t end,
+                           SlotSpan const& used) {
   int const lane = threadIdx.x % 32;
 #pragma unroll 1
   for (int64_t base = begin; base < end; base += 32 * kAtOnce) {
@@ -114,10 +115,11 @@ rank_kernel(Sort x, int64_t chunk) {
 #pragma unroll 1
   for (int i = threadIdx.x; i < kWarps * experts; i += kThreads) next[i] = 0;
   wait_for_previous();
-  int64_t const used = min(warp_end, used_slots(x));
+  SlotSpan used = used_slots(x);
+  used.end = min(used.end, warp_end);
   __syncthreads();
 #pragma unroll 1
-  for (int64_t base = warp_begin; base < used; base += 32 * kAtOnce) {
+  for (int64_t base = warp_begin; base < used.end; base += 32 * kAtOnce) {
     RawIds const ids(x, base, used);
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
@@ -188,7 +190,7 @@ struct Slot {
   int rank = 0;
   float score = 0;
 };
-__device__ Slot load_slot(Sort const& x, int64_t slot, int64_t end, int64_t used) {
+__device__ Slot load_slot(Sort const& x, int64_t slot, int64_t end, SlotSpan const& used) {
   Slot s;
   if (slot >= end) return s;
   s.id = load_id(x, slot, used);
@@ -205,7 +207,8 @@ __global__ void __launch_bounds__(kThreads) scatter_kernel(Sort x, int64_t chunk
   int64_t const begin = blockIdx.x * chunk + blockIdx.y * piece;
   int64_t const chunk_end = min((blockIdx.x + 1) * chunk, slot_count(x));
   wait_for_previous();
-  int64_t const end = min(begin + piece, chunk_end), used = used_slots(x);
+  int64_t const end = min(begin + piece, chunk_end);
+  SlotSpan const used = used_slots(x);
   int64_t slot = begin + threadIdx.x;
   Slot s = load_slot(x, slot, end, used);
   int const rows = find_first_rows(x, clusters, first_row);

@@ -20,7 +20,7 @@ void up_gradient(UpGradient const& x, Queue queue) {
                .rows = s.rows(),
                .n = s.hidden,
                .k = view.width,
-               .groups = {x.routing.offsets + 1, int(s.experts), int(s.rows())},
+               .groups = expert_groups(x.routing.offsets, s.experts, s.rows()),
                .a = x.dh,
                .halves = view.halves,
                .w = {transposed(view.w[0]), transposed(view.w[1])},

@@ -17,7 +17,7 @@ void launch_known(UpProjection const& x, GateUpView<ConstWeight> const& view, Pa
   int64_t const columns = view.width;  // of gate where halves, else of the product
   int64_t const tile_n = halves ? c.tile_n / 2 : c.tile_n;
   typename Kernel::Params params{};
-  params.work = {.groups = {x.routing.offsets + 1, int(s.experts), int(s.rows())},
+  params.work = {.groups = expert_groups(x.routing.offsets, s.experts, s.rows()),
                  .tile_n = int(tile_n),
                  .across = int(pieces(columns, tile_n)),
                  .inner = int(s.hidden)};
@@ -32,7 +32,7 @@ void launch_known(UpProjection const& x, GateUpView<ConstWeight> const& view, Pa
   out.h = row_output<T>(x.h, s.rows(), columns, view.halves, "h");
   out.a = row_output<T>(x.a, s.rows(), s.intermediate, 1, "a");
   out.bias = {static_cast<T const*>(x.bias.data), row_stride(x.bias, columns * view.halves)};
-  out.activation = x.activation;
+  out.activation = activation_in<float>(x.activation);
   out.pairing = {pairing};
   launch<Kernel>(params, most_tiles<c>(s.rows(), s.experts, columns, tile_n), queue);
 }

@@ -8,19 +8,12 @@ namespace {
 
 Weight transposed(Weight const& w) { return {w.data, w.expert_stride, w.in_stride, w.out_stride}; }
 
-void require_gradient(DType dtype, DType dw_dtype, Weight const& dw, char const* name) {
-  require(dw_dtype == dtype || dw_dtype == DType::float32, name,
-          ": expected the layer's dtype or float32");
-  require(dw.data != nullptr, name, ": expected a buffer, got null");
-}
-
 }  // namespace
 
 // The gathered operand is the product's first, so dW1 is computed as its transpose.
 void up_weight_gradient(UpWeightGradient const& x, Queue queue) {
   check(x);
   require_layer(x.sizes, x.dtype);
-  require_gradient(x.dtype, x.dw_dtype, x.dw.gate, "dw_up");
   require_aligned(x.x, "x");
   require_aligned(x.dh, "dh");
   Sizes const& s = x.sizes;
@@ -35,7 +28,7 @@ void up_weight_gradient(UpWeightGradient const& x, Queue queue) {
                         .n = packed ? 2 * view.width : view.width,
                         .rows = s.rows(),
                         .tokens = s.tokens,
-                        .groups = {x.routing.offsets + 1, int(s.experts), int(s.rows())},
+                        .groups = expert_groups(x.routing.offsets, s.experts, s.rows()),
                         .a = x.x,
                         .row_token = x.routing.row_token,
                         .b = x.dh,
@@ -58,7 +51,6 @@ void up_weight_gradient(UpWeightGradient const& x, Queue queue) {
 void down_weight_gradient(DownWeightGradient const& x, Queue queue) {
   check(x);
   require_layer(x.sizes, x.dtype);
-  require_gradient(x.dtype, x.dw_dtype, x.dw, "dw_down");
   require_aligned(x.dout, "dout");
   require_aligned(x.a, "a");
   Sizes const& s = x.sizes;
@@ -67,7 +59,7 @@ void down_weight_gradient(DownWeightGradient const& x, Queue queue) {
                   .n = s.intermediate,
                   .rows = s.rows(),
                   .tokens = s.tokens,
-                  .groups = {x.routing.offsets + 1, int(s.experts), int(s.rows())},
+                  .groups = expert_groups(x.routing.offsets, s.experts, s.rows()),
                   .a = x.dout,
                   .row_token = x.routing.row_token,
                   .b = x.a,

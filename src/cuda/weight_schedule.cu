@@ -14,7 +14,7 @@ __global__ void __launch_bounds__(kThreads) weight_schedule_kernel(Groups groups
                                                                    WeightSchedule schedule) {
   __shared__ int rows[kMostRouted];
   for (int e = threadIdx.x; e < groups.groups; e += kThreads) {
-    int const begin = e > 0 ? groups.bound(e - 1) : 0;
+    int const begin = groups.start(e);
     rows[e] = groups.end(e, begin) - begin;
   }
   __syncthreads();
@@ -36,7 +36,7 @@ void schedule_weight_gradients(Sizes const& sizes, Routing const& routing,
   require(routing.offsets != nullptr, "offsets: expected a buffer, got null");
   require(schedule.order != nullptr, "order: expected a buffer, got null");
   require(schedule.taken != nullptr, "taken: expected a buffer, got null");
-  Groups const groups{routing.offsets + 1, int(sizes.experts), int(sizes.rows())};
+  Groups const groups = expert_groups(routing.offsets, sizes.experts, sizes.rows());
   weight_schedule_kernel<<<1, kThreads, 0, queue.stream>>>(groups, schedule);
   cuda_check(cudaGetLastError(), "launch of schedule_weight_gradients");
 }

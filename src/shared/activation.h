@@ -4,8 +4,10 @@
 //   a = f(g) * (u + up_offset),  g = min(gate, limit),  u = clamp(up, -limit, limit)
 //
 // Clamps are written as comparisons that NaN fails, so that NaN passes through; the gradient is
-// zero exactly where a clamp cuts. The kind is a template argument of what runs per element, so
-// that the choice is made once per tile: with_kind() turns the run-time value into the argument.
+// zero exactly where a clamp cuts. The family of the kind is a template argument of what runs per
+// element, so that the choice is made once per tile: with_family() turns the run-time value into
+// the argument. P is the type of the activation's parameters: double in public structs, float in
+// kernels.
 #pragma once
 #include <cmath>
 #include <type_traits>
@@ -21,21 +23,33 @@
 
 namespace guild {
 
+// The activation with parameters of type F.
+template <class F>
+constexpr ActivationOf<F> activation_in(Activation const& act) {
+  return {.kind = act.kind,
+          .gated = act.gated,
+          .alpha = F(act.alpha),
+          .limit = F(act.limit),
+          .up_offset = F(act.up_offset),
+          .clamp_after = act.clamp_after};
+}
+
 // The kinds in families, each one straight line of code:
 //   swish     x * sigmoid(alpha x) without clamps: what most models use, in half the instructions
 //   sigmoid   x * sigmoid(p1 x + p3 x^3): silu (p1 = alpha) and gelu_tanh (p1 = sqrt(8 / pi))
 //   other     gelu_erf, relu, relu_squared
 enum class Family { swish, sigmoid, other };
 
-GUILD_HD Family family_of(Activation const& act) {
-  bool const silu = act.kind == Activation::Kind::silu;
-  if (silu && act.limit == std::numeric_limits<float>::infinity()) return Family::swish;
-  return silu || act.kind == Activation::Kind::gelu_tanh ? Family::sigmoid : Family::other;
+template <class P>
+GUILD_HD Family family_of(ActivationOf<P> const& act) {
+  bool const silu = act.kind == ActivationKind::silu;
+  if (silu && act.limit == std::numeric_limits<P>::infinity()) return Family::swish;
+  return silu || act.kind == ActivationKind::gelu_tanh ? Family::sigmoid : Family::other;
 }
 
 // Calls f(std::integral_constant<Family, family>{}).
-template <class F>
-GUILD_HD auto with_family(Activation const& act, F&& f) {
+template <class P, class F>
+GUILD_HD auto with_family(ActivationOf<P> const& act, F&& f) {
   switch (family_of(act)) {
     case Family::swish:
       return f(std::integral_constant<Family, Family::swish>{});
@@ -48,7 +62,8 @@ GUILD_HD auto with_family(Activation const& act, F&& f) {
 
 // The activation where the caller knows whether it is gated: compilers then see a constant, and no
 // branch at every element.
-GUILD_HD Activation with_gate(Activation act, bool gated) {
+template <class P>
+GUILD_HD ActivationOf<P> with_gate(ActivationOf<P> act, bool gated) {
   act.gated = gated;
   return act;
 }
@@ -81,13 +96,13 @@ struct ValueSlope {
 };
 
 // f(x) and f'(x).
-template <Family family, class F>
-GUILD_HD ValueSlope<F> unary(Activation const& act, F x) {
+template <Family family, class P, class F>
+GUILD_HD ValueSlope<F> unary(ActivationOf<P> const& act, F x) {
   if constexpr (family == Family::swish) {
     F const alpha = F(act.alpha), s = sigmoid(x, alpha), value = x * s;
     return {value, s + alpha * (value - value * s)};
   } else if constexpr (family == Family::sigmoid) {
-    bool const gelu = act.kind == Activation::Kind::gelu_tanh;
+    bool const gelu = act.kind == ActivationKind::gelu_tanh;
     F const p1 = gelu ? F(1.5957691216057308) : F(act.alpha);  // sqrt(8 / pi)
     F const p3 = gelu ? F(1.5957691216057308 * 0.044715) : F(0);
     F const s = sigmoid(x * (p1 + p3 * x * x));
@@ -95,12 +110,12 @@ GUILD_HD ValueSlope<F> unary(Activation const& act, F x) {
   } else {
     F const positive = x < 0 ? F(0) : x;  // NaN stays
     switch (act.kind) {
-      case Activation::Kind::gelu_erf: {
+      case ActivationKind::gelu_erf: {
         F const phi = F(0.5) * (1 + F(erf(x * F(0.7071067811865476))));
         F const density = F(0.3989422804014327) * exponential(F(-0.5) * x * x);
         return {x * phi, phi + x * density};
       }
-      case Activation::Kind::relu:
+      case ActivationKind::relu:
         return {positive, x > 0 ? F(1) : positive};
       default:
         return {positive * positive, 2 * positive};
@@ -109,8 +124,8 @@ GUILD_HD ValueSlope<F> unary(Activation const& act, F x) {
 }
 
 // f(clamped gate) and its slope with respect to the unclamped gate.
-template <Family family, class F>
-GUILD_HD ValueSlope<F> gate_part(Activation const& act, F gate) {
+template <Family family, class P, class F>
+GUILD_HD ValueSlope<F> gate_part(ActivationOf<P> const& act, F gate) {
   if constexpr (family == Family::swish) return unary<family>(act, gate);
   F const limit = F(act.limit);
   bool const cut = !act.clamp_after && gate > limit;
@@ -120,8 +135,8 @@ GUILD_HD ValueSlope<F> gate_part(Activation const& act, F gate) {
   return f;
 }
 
-template <Family family, class F>
-GUILD_HD F up_part(Activation const& act, F up) {
+template <Family family, class P, class F>
+GUILD_HD F up_part(ActivationOf<P> const& act, F up) {
   if constexpr (family == Family::swish) return up + F(act.up_offset);
   F const limit = F(act.limit);
   F const clamped = up > limit ? limit : (up < -limit ? -limit : up);
@@ -129,8 +144,8 @@ GUILD_HD F up_part(Activation const& act, F up) {
 }
 
 // The activation of a pair; up is ignored without a gate.
-template <Family family, class F>
-GUILD_HD F activate(Activation const& act, F gate, F up) {
+template <Family family, class P, class F>
+GUILD_HD F activate(ActivationOf<P> const& act, F gate, F up) {
   F const value = gate_part<family>(act, gate).value;
   return act.gated ? value * up_part<family>(act, up) : value;
 }
@@ -140,8 +155,8 @@ struct PairGradient {
   F a, dgate, dup;  // the activation again, and da times its gradients
 };
 
-template <Family family, class F>
-GUILD_HD PairGradient<F> activate_gradient(Activation const& act, F gate, F up, F da) {
+template <Family family, class P, class F>
+GUILD_HD PairGradient<F> activate_gradient(ActivationOf<P> const& act, F gate, F up, F da) {
   ValueSlope<F> const g = gate_part<family>(act, gate);
   if (!act.gated) return {g.value, da * g.slope, F(0)};
   F const u = up_part<family>(act, up);
@@ -150,12 +165,12 @@ GUILD_HD PairGradient<F> activate_gradient(Activation const& act, F gate, F up, 
 }
 
 // The same with the family chosen at run time, element by element.
-template <class F>
-GUILD_HD F activate(Activation const& act, F gate, F up) {
+template <class P, class F>
+GUILD_HD F activate(ActivationOf<P> const& act, F gate, F up) {
   return with_family(act, [&](auto f) { return activate<f.value>(act, gate, up); });
 }
-template <class F>
-GUILD_HD PairGradient<F> activate_gradient(Activation const& act, F gate, F up, F da) {
+template <class P, class F>
+GUILD_HD PairGradient<F> activate_gradient(ActivationOf<P> const& act, F gate, F up, F da) {
   return with_family(act, [&](auto f) { return activate_gradient<f.value>(act, gate, up, da); });
 }
 

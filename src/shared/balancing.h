@@ -22,9 +22,9 @@ struct BalanceWorkspace {
 inline BalanceWorkspace carve_balance(Carver& carver, int64_t tokens, int64_t experts,
                                       int64_t sequences) {
   int64_t const chunks = balance_chunks(tokens, sequences) * sequences;
-  void* const shares = carver.take(chunks * experts * int64_t(sizeof(float)));
-  void* const squares = carver.take(chunks * int64_t(sizeof(float)));
-  return {shares, squares, carver.take(chunks * experts * int64_t(sizeof(int32_t)))};
+  void* const shares = carver.take(chunks, experts, sizeof(float));
+  void* const squares = carver.take(chunks, sizeof(float));
+  return {shares, squares, carver.take(chunks, experts, sizeof(int32_t))};
 }
 
 }  // namespace guild

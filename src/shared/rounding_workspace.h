@@ -18,11 +18,11 @@ struct RoundingWorkspace {
 inline RoundingWorkspace carve_rounding(Carver& carver, int64_t tokens, int64_t experts) {
   int64_t const blocks = (tokens + kListTokens - 1) / kListTokens;
   RoundingWorkspace w;
-  w.counts = carver.take((experts + 1 + blocks) * 4);
-  w.targets = carver.take(experts * 12);
-  w.softmaxes = carver.take(tokens * 8);
-  w.members = carver.take(blocks * experts * 4);
-  w.keys = carver.take(experts * tokens * 4);
+  w.counts = carver.take(experts + 1 + blocks, sizeof(int32_t));
+  w.targets = carver.take(experts, 12);
+  w.softmaxes = carver.take(tokens, 2 * sizeof(float));
+  w.members = carver.take(blocks, experts, sizeof(uint32_t));
+  w.keys = carver.take(experts, tokens, sizeof(uint32_t));
   return w;
 }
 

@@ -35,16 +35,61 @@ GUILD_HD float exact_exp(float x) {
 }
 GUILD_HD double exact_exp(double x) { return exp(x); }
 
+// Roots and quotients, on a GPU within an ulp or two: the slow paths of exact ones are calls,
+// around which registers spill.
+GUILD_HD float square_root(float x) {
+#ifdef __CUDA_ARCH__
+  float result;
+  asm("sqrt.approx.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+#else
+  return std::sqrt(x);
+#endif
+}
+GUILD_HD double square_root(double x) { return sqrt(x); }
+GUILD_HD float quotient(float x, float y) {
+#ifdef __CUDA_ARCH__
+  return __fdividef(x, y);
+#else
+  return x / y;
+#endif
+}
+GUILD_HD double quotient(double x, double y) { return x / y; }
+
+// log(1 + x) / x for 0 <= x <= 1.
+template <class F>
+GUILD_HD F log_quotient(F x) {
+  return x > 0 ? quotient(F(log1p(x)), x) : F(1);
+}
+
 // p of one expert up to a factor that all of a token share:
-//   softmax    exp(logit - shift)
-//   sigmoid    sigmoid(logit) / exp(shift), shift <= 0 and not below the logit if that is negative
-// Where weights are divided by their sum, a shift at the largest of them keeps it from underflow.
+//   softmax        exp(logit - shift)
+//   sigmoid        sigmoid(logit) / exp(shift)
+//   sqrt_softplus  sqrt(log(1 + exp(logit)) / exp(shift))
+// where, but for softmax, shift <= 0 and not below the logit if that is negative.
 template <class F>
 GUILD_HD F unscaled_weight(Score score, F logit, F shift) {
   F const e = exact_exp(score == Score::softmax ? logit - shift : (logit < 0 ? logit : -logit));
   if (score == Score::softmax) return e;
   F const above = logit < 0 ? (shift < 0 ? exact_exp(logit - shift) : e) : F(1);
-  return above / (1 + e);
+  if (score == Score::sigmoid) return above / (1 + e);
+  return square_root(logit < 0 ? above * log_quotient(e) : logit + F(log1p(e)));
+}
+
+// The shift for weights that are divided by their sum: it keeps the largest from underflow. top:
+// the largest logit.
+template <class F>
+GUILD_HD F weight_shift(Score score, F top) {
+  return score == Score::softmax || (top < 0 && top > -INFINITY) ? top : F(0);
+}
+
+// d(log p) / dlogit where p depends on the expert's own logit alone.
+template <class F>
+GUILD_HD F weight_slope(Score score, F logit) {
+  if (score == Score::sigmoid) return unscaled_weight(score, -logit, F(0));  // 1 - p, unrounded
+  F const e = exact_exp(logit < 0 ? logit : -logit);
+  F const half = F(0.5) / (1 + e);
+  return half / (logit < 0 ? log_quotient(e) : logit + F(log1p(e)));
 }
 
 // A token's slots: K of them, or its list's part of `slots` where token_offsets (T + 1) are given.
@@ -58,8 +103,8 @@ GUILD_HD SlotSpan slots_of(int32_t const* token_offsets, int64_t slots, int64_t 
   return {begin < 0 ? 0 : begin, end < slots ? end : slots};
 }
 
-// The last of `count` parts, which begin at offsets[0] = 0 <= offsets[1] <= ..., that begins at or
-// before `at`.
+// The last of `count` parts, which begin at offsets[0] <= offsets[1] <= ..., that begins at or
+// before `at`, or the first.
 GUILD_HD int64_t part_of(int32_t const* offsets, int64_t count, int64_t at) {
   int64_t low = 0, high = count;
   while (high - low > 1) {
@@ -80,22 +125,29 @@ GUILD_HD int64_t token_of(int32_t const* token_offsets, int64_t tokens, int64_t 
   return part_of(token_offsets, tokens, slot);
 }
 
-// How many slots the arrays by slot hold, and how many of them belong to tokens.
+// How many slots the arrays by slot hold, and which of them belong to tokens.
 template <class Args>
 GUILD_HD int64_t slot_count(Args const& x) {
   return x.slots < 0 ? x.tokens * x.top_k : x.slots;
 }
-GUILD_HD int64_t used_slots(Sort const& x) {
+GUILD_HD SlotSpan used_slots(Sort const& x) {
   int64_t const slots = slot_count(x);
-  if (x.token_offsets == nullptr) return slots;
-  int64_t const used = x.token_offsets[x.tokens];
-  return used < slots ? used : slots;
+  if (x.token_offsets == nullptr) return {0, slots};
+  int64_t const begin = x.token_offsets[0], end = x.token_offsets[x.tokens];
+  return {begin < 0 ? 0 : begin, end < slots ? end : slots};
 }
 
 // Whether experts are ranked by their logits, in the order of p: exact where p rounds to a tie. A
 // bias or a sum over a group needs p itself.
 GUILD_HD bool ranked_by_logit(Route const& x) {
-  return x.selection_bias == nullptr && x.router.groups == 1;
+  bool const sums = x.router.groups > 1 && x.router.group_score == GroupScore::top2_sum;
+  return x.selection_bias == nullptr && !sums;
+}
+
+// Whether weights are divided by their sum whatever it is, so that a factor they share is of no
+// account.
+GUILD_HD bool weighs_relatively(Router const& router) {
+  return router.renormalize && router.sum_floor == 0;
 }
 
 }  // namespace guild

@@ -48,6 +48,10 @@ GUILD_HD constexpr int64_t pieces(int64_t length, int64_t size) {
 struct Groups {
   int32_t const* ends;  // (groups); null: every group has total / groups
   int groups, total;
+  bool has_start = false;  // ends[-1] says where the first group begins; else at 0
+
+  // Where a group begins, unless one before it ends later.
+  GUILD_HD int start(int group) const { return group > 0 || has_start ? bound(group - 1) : 0; }
 
   // Where a group ends, unless one before it ends later.
   GUILD_HD int bound(int group) const {
@@ -60,6 +64,11 @@ struct Groups {
     return e < begin ? begin : e;
   }
 };
+
+// The rows of a layer's experts: offsets (E + 1).
+inline Groups expert_groups(int32_t const* offsets, int64_t experts, int64_t rows) {
+  return {offsets + 1, int(experts), int(rows), /*has_start=*/true};
+}
 
 // The order of the tiles of one matrix of down x across tiles: bands of `band` columns, rows by
 // rows within a band. Blocks that run at the same time then share few rows of A and few columns of
@@ -148,7 +157,7 @@ template <class Work>
 struct TileWalk {
   Work work;
   int next_tile, stride;
-  int group = 0, begin = 0, before = 0;  // tiles of earlier groups
+  int group = 0, begin = work.groups.start(0), before = 0;  // before: tiles of earlier groups
 
   GUILD_HD bool next(Tile& tile) {
     for (; group < work.groups.groups; ++group) {

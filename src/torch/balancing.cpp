@@ -16,7 +16,7 @@ Tensors3 balance_sums(Tensor const& logits, Tensor const& ids, MaybeTensor const
   args.top_k = top_k;
   args.sequences = sequences;
   args.dtype = dtype_of(logits, "logits");
-  args.score = Score(score);
+  args.score = score_of(score);
   args.logits = place.rows(logits, "logits", args.dtype, {tokens, experts});
   args.ids = place.indices(ids, "ids", {tokens, top_k});
   if (token_mask.has_value()) {
@@ -45,7 +45,7 @@ Tensor balance_sums_backward(Tensor const& dshares, Tensor const& dsquares, Tens
   args.experts = experts;
   args.sequences = sequences;
   args.dtype = dtype_of(logits, "logits");
-  args.score = Score(score);
+  args.score = score_of(score);
   args.logits = place.rows(logits, "logits", args.dtype, {tokens, experts});
   if (token_mask.has_value()) {
     args.token_mask = place.flags(*token_mask, "token_mask", {tokens});

@@ -32,16 +32,16 @@ void define_layers(Library& m) {
   m.def("set_num_sms(int count) -> ()");
   m.def(
       "route(Tensor logits, Tensor? selection_bias, Tensor? token_mask, int top_k, int score, bool "
-      "renormalize, float scale, int groups, int top_groups) -> (Tensor scores, Tensor ids, Tensor "
-      "slopes)");
+      "renormalize, float scale, int groups, int top_groups, float sum_floor, int "
+      "group_score) -> (Tensor scores, Tensor ids, Tensor slopes)");
   m.def(
       "route_backward(Tensor dscores, Tensor scores, Tensor ids, Tensor? slopes, Tensor? logits, "
       "int experts, int score, bool renormalize, float scale, Tensor? token_offsets=None, Tensor? "
-      "like=None) -> Tensor");
+      "like=None, float sum_floor=0.0) -> Tensor");
   m.def(
       "round_tokens(Tensor logits, Tensor ids, Tensor? seed, int score, bool renormalize, float "
-      "scale, int rounding, int tile) -> (Tensor scores, Tensor ids, Tensor slopes, Tensor "
-      "token_offsets)");
+      "scale, int rounding, int tile, float sum_floor) -> (Tensor scores, Tensor ids, Tensor "
+      "slopes, Tensor token_offsets)");
   m.def(
       "balance_sums(Tensor logits, Tensor ids, Tensor? token_mask, int score, int sequences) -> "
       "(Tensor shares, Tensor squares, Tensor counts)");

@@ -18,21 +18,25 @@ using Tensors7 = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tens
 
 // ---- routing.cpp, balancing.cpp ----------------------------------------------------------------
 
+// The score of an op's argument, checked.
+Score score_of(int64_t score);
+
 // logits (T, E), selection_bias (E), token_mask (T) bool -> scores (T, K), ids (T, K) int32, slopes
-// (T, K) of a sigmoid, else (0, K)
+// (T, K), of softmax (0, K)
 Tensors3 route(Tensor const& logits, MaybeTensor const& selection_bias,
                MaybeTensor const& token_mask, int64_t top_k, int64_t score, bool renormalize,
-               double scale, int64_t groups, int64_t top_groups);
-// logits (T, E): of a softmax that is not renormalised alone; the result has the dtype of `like`
+               double scale, int64_t groups, int64_t top_groups, double sum_floor,
+               int64_t group_score);
+// logits (T, E): where needs_logits(router) alone; the result has the dtype of `like`
 Tensor route_backward(Tensor const& dscores, Tensor const& scores, Tensor const& ids,
                       MaybeTensor const& slopes, MaybeTensor const& logits, int64_t experts,
                       int64_t score, bool renormalize, double scale,
-                      MaybeTensor const& token_offsets, MaybeTensor const& like);
+                      MaybeTensor const& token_offsets, MaybeTensor const& like, double sum_floor);
 // ids (T, K) of route, seed (1) int64 on the device -> scores, ids, slopes (or 0) by slot of the
 // tokens' lists, token_offsets (T + 1)
 Tensors4 round_tokens(Tensor const& logits, Tensor const& ids, MaybeTensor const& seed,
-                      int64_t score, bool renormalize, double scale, int64_t rounding,
-                      int64_t tile);
+                      int64_t score, bool renormalize, double scale, int64_t rounding, int64_t tile,
+                      double sum_floor);
 // -> shares (sequences, E), squares (sequences), counts (sequences, E) int32
 Tensors3 balance_sums(Tensor const& logits, Tensor const& ids, MaybeTensor const& token_mask,
                       int64_t score, int64_t sequences);

@@ -3,14 +3,20 @@
 
 namespace guild::binding {
 
+Score score_of(int64_t score) {
+  require(score >= 0 && score <= int64_t(Score::sqrt_softplus),
+          "score: expected 0 (softmax), 1 (sigmoid) or 2 (sqrt_softplus), got ", score);
+  return Score(score);
+}
+
 namespace {
 
-Router router_of(int64_t score, bool renormalize, double scale) {
-  require(score == 0 || score == 1, "score: expected 0 (softmax) or 1 (sigmoid), got ", score);
+Router router_of(int64_t score, bool renormalize, double scale, double sum_floor) {
   Router router;
-  router.score = Score(score);
+  router.score = score_of(score);
   router.renormalize = renormalize;
-  router.scale = float(scale);
+  router.scale = scale;
+  router.sum_floor = sum_floor;
   return router;
 }
 
@@ -18,7 +24,8 @@ Router router_of(int64_t score, bool renormalize, double scale) {
 
 Tensors3 route(Tensor const& logits, MaybeTensor const& selection_bias,
                MaybeTensor const& token_mask, int64_t top_k, int64_t score, bool renormalize,
-               double scale, int64_t groups, int64_t top_groups) {
+               double scale, int64_t groups, int64_t top_groups, double sum_floor,
+               int64_t group_score) {
   Place const place(logits, "logits");
   require_dims(logits, "logits", 2);
   int64_t const tokens = logits.size(0), experts = logits.size(1);
@@ -29,7 +36,10 @@ Tensors3 route(Tensor const& logits, MaybeTensor const& selection_bias,
   args.experts = experts;
   args.top_k = top_k;
   args.dtype = dtype_of(logits, "logits");
-  args.router = router_of(score, renormalize, scale);
+  args.router = router_of(score, renormalize, scale, sum_floor);
+  require(group_score == 0 || group_score == 1,
+          "group_score: expected 0 (top2_sum) or 1 (max), got ", group_score);
+  args.router.group_score = GroupScore(group_score);
   require(groups >= 1 && groups <= experts, "groups: expected 1 to ", experts, " (experts), got ",
           groups);
   require(top_groups >= 1 && top_groups <= groups, "top_groups: expected 1 to ", groups,
@@ -47,7 +57,7 @@ Tensors3 route(Tensor const& logits, MaybeTensor const& selection_bias,
   Tensor scores = place.empty({tokens, top_k}, args.dtype);
   args.ids = static_cast<int32_t*>(ids.data_ptr());
   args.scores = scores.data_ptr();
-  bool const sloped = args.router.score == Score::sigmoid;
+  bool const sloped = has_slopes(args.router);
   Tensor slopes = place.empty({sloped ? tokens : 0, top_k}, args.dtype);
   args.slopes = sloped ? slopes.data_ptr() : nullptr;
   place.run(cpu::route, cuda::route, args);
@@ -57,7 +67,7 @@ Tensors3 route(Tensor const& logits, MaybeTensor const& selection_bias,
 Tensor route_backward(Tensor const& dscores, Tensor const& scores, Tensor const& ids,
                       MaybeTensor const& slopes, MaybeTensor const& logits, int64_t experts,
                       int64_t score, bool renormalize, double scale,
-                      MaybeTensor const& token_offsets, MaybeTensor const& like) {
+                      MaybeTensor const& token_offsets, MaybeTensor const& like, double sum_floor) {
   Place const place(dscores, "dscores");
   Slots const slots = slots_of(place, ids, "ids", token_offsets);
   int64_t const tokens = slots.tokens;
@@ -68,7 +78,7 @@ Tensor route_backward(Tensor const& dscores, Tensor const& scores, Tensor const&
   args.slots = slots.count;
   args.token_offsets = slots.token_offsets;
   args.dtype = dtype_of(dscores, "dscores");
-  args.router = router_of(score, renormalize, scale);
+  args.router = router_of(score, renormalize, scale, sum_floor);
   if (logits.has_value()) {
     args.logits = place.rows(*logits, "logits", args.dtype, {tokens, experts});
   }
@@ -91,8 +101,8 @@ Tensor route_backward(Tensor const& dscores, Tensor const& scores, Tensor const&
 }
 
 Tensors4 round_tokens(Tensor const& logits, Tensor const& ids, MaybeTensor const& seed,
-                      int64_t score, bool renormalize, double scale, int64_t rounding,
-                      int64_t tile) {
+                      int64_t score, bool renormalize, double scale, int64_t rounding, int64_t tile,
+                      double sum_floor) {
   Place const place(logits, "logits");
   require_dims(logits, "logits", 2);
   require_dims(ids, "ids", 2);
@@ -105,14 +115,14 @@ Tensors4 round_tokens(Tensor const& logits, Tensor const& ids, MaybeTensor const
   args.experts = experts;
   args.top_k = top_k;
   args.dtype = dtype_of(logits, "logits");
-  args.router = router_of(score, renormalize, scale);
+  args.router = router_of(score, renormalize, scale, sum_floor);
   args.rounding = Rounding(rounding);
   args.tile = tile;
   args.logits = place.rows(logits, "logits", args.dtype, {tokens, experts});
   args.ids = place.indices(ids, "ids", {tokens, top_k});
-  if (seed.has_value()) args.seed = static_cast<int64_t const*>(place.data(*seed, "seed", {1}));
+  if (seed.has_value()) args.seed = place.seed(*seed, "seed");
   int64_t const slots = rounded_slots(tokens, experts, top_k, args.rounding, tile);
-  bool const sloped = args.router.score == Score::sigmoid;
+  bool const sloped = has_slopes(args.router);
   Tensor scores = place.empty({slots}, args.dtype);
   Tensor slopes = place.empty({sloped ? slots : 0}, args.dtype);
   Tensor list_ids = place.empty_int32({slots}), token_offsets = place.empty_int32({tokens + 1});
@@ -138,10 +148,7 @@ Sorted sorted(Place const& place, Tensor const& ids, Tensor const& scores, int64
   int64_t const rows = slots.rows();
   args.ids = slots.data(place, ids, "ids");
   require(ids.is_contiguous(), "ids: expected a contiguous tensor");
-  size_t const id_bytes = ids.element_size();
-  require(id_bytes == 4 || id_bytes == 8, "ids: expected dtype int32 or int64, got elements of ",
-          id_bytes, " bytes");
-  args.ids_are_int64 = id_bytes == 8;
+  args.ids_are_int64 = is_int64(ids, "ids");
   args.scores = slots.packed(place, scores, "scores", scores_dtype);
   Sorted out{
       place.empty_int32({experts + 1}), place.empty_int32({rows}),

@@ -21,13 +21,12 @@ Routing routing_of(Place const& place, Sizes const& s, Tensor const& offsets,
   return routing;
 }
 
-// Sizes of a step that reads `tokens` rows and works on `rows` of them. Only rows() is read where
-// rows are gathered, so tokens and top_k stand for it where rows is no multiple of tokens.
-Sizes sizes_of(Tensor const& w, bool transposed, int64_t rows, bool down) {
+// Sizes of a step on `rows` rows, gathered from `tokens` rows or the same ones.
+Sizes sizes_of(Tensor const& w, bool transposed, int64_t tokens, int64_t rows, bool down) {
   require_dims(w, down ? "w_down" : "w_up", 3);
   Sizes s;
-  s.tokens = rows;
-  s.top_k = 1;
+  s.tokens = tokens;
+  s.slots = rows;
   s.experts = w.size(0);
   (down == transposed ? s.intermediate : s.hidden) = w.size(1);
   (down == transposed ? s.hidden : s.intermediate) = w.size(2);
@@ -74,7 +73,7 @@ Tensors2 up_projection(Tensor const& x, Tensor const& offsets, MaybeTensor const
   Place const place(x, "x");
   require_dims(x, "x", 2);
   int64_t const rows = rows_of(row_token, x);
-  Layer layer{sizes_of(w_up, transposed, rows, false), dtype_of(x, "x"),
+  Layer layer{sizes_of(w_up, transposed, x.size(0), rows, false), dtype_of(x, "x"),
               activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
               order_of(interleaved), transposed};
   Sizes& s = layer.sizes;
@@ -85,7 +84,7 @@ Tensors2 up_projection(Tensor const& x, Tensor const& offsets, MaybeTensor const
   args.activation = layer.activation;
   args.order = layer.order;
   args.routing = routing_of(place, s, offsets, row_token, std::nullopt, layer.dtype);
-  args.x = place.rows(x, "x", layer.dtype, {x.size(0), s.hidden});
+  args.x = place.rows(x, "x", layer.dtype, {s.tokens, s.hidden});
   UpWeight const up = up_weight_of(place, layer, w_up, w_gate, layer.dtype);
   args.w_up = {up.gate, up.up};
   args.bias = place.rows(b_up, "b_up", layer.dtype, {s.experts, layer.width()});
@@ -101,7 +100,7 @@ Tensor down_projection(Tensor const& a, Tensor const& offsets, Tensor const& w_d
                        MaybeTensor const& b_down, bool transposed) {
   Place const place(a, "a");
   require_dims(a, "a", 2);
-  Layer const layer{sizes_of(w_down, transposed, a.size(0), true),
+  Layer const layer{sizes_of(w_down, transposed, a.size(0), a.size(0), true),
                     dtype_of(a, "a"),
                     {},
                     GateUp::concatenated,
@@ -169,7 +168,8 @@ Tensors3 down_gradient(Tensor const& dout, Tensor const& h, Tensor const& offset
   Place const place(dout, "dout");
   require_dims(dout, "dout", 2);
   require_dims(h, "h", 2);
-  Layer const layer{sizes_of(w_down, transposed, h.size(0), true), dtype_of(dout, "dout"),
+  Layer const layer{sizes_of(w_down, transposed, dout.size(0), h.size(0), true),
+                    dtype_of(dout, "dout"),
                     activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
                     order_of(interleaved), transposed};
   Sizes const& s = layer.sizes;
@@ -180,7 +180,7 @@ Tensors3 down_gradient(Tensor const& dout, Tensor const& h, Tensor const& offset
   args.order = layer.order;
   args.routing = routing_of(place, s, offsets, row_token, row_score, layer.dtype);
   args.dout = place.rows(dout, "dout", layer.dtype,
-                         {row_token.has_value() ? dout.size(0) : s.rows(), s.hidden});
+                         {row_token.has_value() ? s.tokens : s.rows(), s.hidden});
   args.w_down = down_weight_of(place, layer, w_down, layer.dtype);
   args.h = place.rows(h, "h", layer.dtype, {s.rows(), layer.width()});
   Tensor dh = place.empty({s.rows(), layer.width()}, layer.dtype);
@@ -229,8 +229,8 @@ Tensor up_gradient(Tensor const& dh, Tensor const& offsets, Tensor const& w_up,
   require_dims(dh, "dh", 2);
   Activation activation;
   activation.gated = gated;
-  Layer layer{sizes_of(w_up, transposed, dh.size(0), false), dtype_of(dh, "dh"), activation,
-              order_of(interleaved), transposed};
+  Layer layer{sizes_of(w_up, transposed, dh.size(0), dh.size(0), false), dtype_of(dh, "dh"),
+              activation, order_of(interleaved), transposed};
   Sizes& s = layer.sizes;
   s.intermediate = half_of(s.intermediate, gated && !w_gate.has_value(), "w_up");
   UpGradient args;

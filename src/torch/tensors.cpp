@@ -80,6 +80,13 @@ DType dtype_of(Tensor const& tensor, char const* name) {
   return DType::float32;
 }
 
+bool is_int64(Tensor const& tensor, char const* name) {
+  int32_t const code = type_code(tensor);
+  require(code == aoti_torch_dtype_int32() || code == aoti_torch_dtype_int64(), name,
+          ": expected dtype int32 or int64, got torch type ", code);
+  return code == aoti_torch_dtype_int64();
+}
+
 void require_dims(Tensor const& tensor, char const* name, int64_t dims) {
   require(tensor.dim() == dims, name, ": expected ", dims, " dimensions, got shape ",
           shape_text(tensor));
@@ -126,9 +133,11 @@ Tensor Place::make(int64_t const* sizes, int64_t dims, int32_t type) const {
   AtenTensorHandle handle = nullptr;
   bool const made = aoti_torch_empty_strided(dims, sizes, strides.data(), type, device_type_,
                                              device_index_, &handle) == TORCH_SUCCESS;
-  // torch has printed its own reason; its exception cannot cross the stable ABI.
-  require(made, "torch could not allocate a tensor of shape ", text(sizes, dims), " on ",
-          device_text(device_type_, device_index_), " (out of memory?)");
+  // torch has printed its own reason; its exception cannot cross the stable ABI. Python knows this
+  // one by how it begins (_library.py).
+  require(made, on_cuda_ ? "CUDA out of memory: " : "",
+          "torch could not allocate a tensor of shape ", text(sizes, dims), " on ",
+          device_text(device_type_, device_index_));
   return Tensor(handle);
 }
 
@@ -186,6 +195,13 @@ int32_t* Place::indices(Tensor const& tensor, char const* name, Shape shape) con
   return static_cast<int32_t*>(pointer);
 }
 
+int64_t const* Place::seed(Tensor const& tensor, char const* name) const {
+  void const* const pointer = data(tensor, name, {1});
+  int32_t const code = type_code(tensor);
+  require(code == aoti_torch_dtype_int64(), name, ": expected dtype int64, got torch type ", code);
+  return static_cast<int64_t const*>(pointer);
+}
+
 uint8_t* Place::flags(Tensor const& tensor, char const* name, Shape shape) const {
   void* const pointer = data(tensor, name, shape);
   require(type_code(tensor) == aoti_torch_dtype_bool(), name, ": expected dtype bool, got torch ",
@@ -224,7 +240,7 @@ Activation activation_of(int64_t kind, bool gated, double alpha, double limit, d
                          bool clamp_after) {
   require(kind >= 0 && kind <= int64_t(Activation::Kind::relu_squared),
           "activation kind: expected 0 .. 4, got ", kind);
-  return {Activation::Kind(kind), gated, float(alpha), float(limit), float(up_offset), clamp_after};
+  return {Activation::Kind(kind), gated, alpha, limit, up_offset, clamp_after};
 }
 
 UpWeight up_weight_of(Place const& place, Layer const& layer, Tensor const& w_up,

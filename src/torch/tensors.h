@@ -19,6 +19,9 @@ using torch::stable::Tensor;
 using MaybeTensor = std::optional<Tensor>;
 using Shape = std::initializer_list<int64_t>;
 
+// Whether a tensor of ids is int64; an error naming the argument if it is not int32 either.
+bool is_int64(Tensor const& tensor, char const* name);
+
 // The dtype of a tensor; an error naming the argument if Guild has no such type.
 DType dtype_of(Tensor const& tensor, char const* name);
 constexpr DType score_dtype(DType dtype) {
@@ -67,6 +70,7 @@ class Place {
   void* packed(Tensor const& tensor, char const* name, DType dtype, Shape shape) const;
   int32_t* indices(Tensor const& tensor, char const* name, Shape shape) const;
   uint8_t* flags(Tensor const& tensor, char const* name, Shape shape) const;  // of bool
+  int64_t const* seed(Tensor const& tensor, char const* name) const;          // int64 (1)
   // ... of rows with contiguous columns.
   Rows rows(Tensor const& tensor, char const* name, DType dtype, Shape shape) const;
   Rows rows(MaybeTensor const& tensor, char const* name, DType dtype, Shape shape) const;

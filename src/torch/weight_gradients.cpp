@@ -27,11 +27,11 @@ void up_weight_gradient_out(Tensor const& x, Tensor const& dh, Tensor const& off
   require(!gated || width % 2 == 0, "dh: expected an even number of columns (gate and up), got ",
           width);
   Layer layer;
-  layer.sizes = {.tokens = rows,
+  layer.sizes = {.tokens = x.size(0),
                  .hidden = x.size(1),
                  .intermediate = gated ? width / 2 : width,
                  .experts = offsets.size(0) - 1,
-                 .top_k = 1};
+                 .slots = rows};
   layer.dtype = dtype_of(x, "x");
   layer.activation.gated = gated;
   layer.order = interleaved ? GateUp::interleaved : GateUp::concatenated;
@@ -58,11 +58,11 @@ void down_weight_gradient_out(Tensor const& dout, Tensor const& a, Tensor const&
   require_dims(a, "a", 2);
   require_dims(offsets, "offsets", 1);
   Layer layer;
-  layer.sizes = {.tokens = a.size(0),
+  layer.sizes = {.tokens = dout.size(0),
                  .hidden = dout.size(1),
                  .intermediate = a.size(1),
                  .experts = offsets.size(0) - 1,
-                 .top_k = 1};
+                 .slots = a.size(0)};
   layer.dtype = dtype_of(dout, "dout");
   layer.transposed = transposed;
   DownWeightGradient args;
@@ -84,6 +84,7 @@ void bias_gradient_out(Tensor const& m, Tensor const& offsets, MaybeTensor const
   require_dims(m, "m", 2);
   require_dims(offsets, "offsets", 1);
   BiasGradient args;
+  args.tokens = m.size(0);
   args.rows = row_token.has_value() ? row_token->size(0) : m.size(0);
   args.width = m.size(1);
   args.experts = offsets.size(0) - 1;

@@ -66,9 +66,9 @@ NamedActivation read_activation(std::map<std::string, std::string> const& cell) 
   Activation a;
   a.kind = kinds.at(cell.at("kind"));
   a.gated = cell.at("gated") == "1";
-  a.alpha = std::stof(cell.at("alpha"));
-  a.limit = std::stof(cell.at("limit"));
-  a.up_offset = std::stof(cell.at("up_offset"));
+  a.alpha = std::stod(cell.at("alpha"));
+  a.limit = std::stod(cell.at("limit"));
+  a.up_offset = std::stod(cell.at("up_offset"));
   a.clamp_after = cell.at("clamp_after") == "1";
   return {cell.at("name"), a};
 }

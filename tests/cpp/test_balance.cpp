@@ -31,7 +31,9 @@ std::pair<std::vector<double>, double> shares_of(Problem const& x, Matrix const&
   double sum = 0, sum_of_exp = 0;
   for (int64_t e = 0; e < x.experts; ++e) {
     double const l = logits(token, e);
-    p[e] = x.score == Score::softmax ? std::exp(l) : 1 / (1 + std::exp(-l));
+    p[e] = x.score == Score::softmax   ? std::exp(l)
+           : x.score == Score::sigmoid ? 1 / (1 + std::exp(-l))
+                                       : std::sqrt(std::log1p(std::exp(l)));
     sum += p[e];
     sum_of_exp += std::exp(l);
   }
@@ -110,7 +112,7 @@ class BalanceTest : public DeviceTest {
 
   std::vector<Problem> problems() {
     std::vector<Problem> all;
-    for (Score score : {Score::softmax, Score::sigmoid}) {
+    for (Score score : {Score::softmax, Score::sigmoid, Score::sqrt_softplus}) {
       all.push_back(random(1, 1, 1, 1, score));
       all.push_back(random(90, 8, 2, 3, score));
       all.push_back(random(1000, 70, 1, 1, score));
@@ -166,7 +168,7 @@ Matrix numeric_gradient(Problem const& x, Matrix const& dshares, Matrix const& d
 }
 
 TEST_P(BalanceTest, GradientIsTheDerivative) {
-  for (Score score : {Score::softmax, Score::sigmoid}) {
+  for (Score score : {Score::softmax, Score::sigmoid, Score::sqrt_softplus}) {
     for (DType dtype : score_dtypes()) {
       Problem const x = random(60, 70, 2, 3, score);
       Matrix dshares(3, 70), dsquares(3, 1);

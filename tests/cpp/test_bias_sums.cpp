@@ -181,6 +181,38 @@ TEST_P(BiasSums, HaveEveryBitOfAScore) {  // where an expert has but one row, no
   }
 }
 
+TEST_P(BiasSums, InfinitiesStayInfinite) {  // of a score, and of dO
+  Layer& l = layer();
+  if (l.used() == 0) return;
+  Tensor up = biases(l.p.width(), DType::float32), down = biases(l.s.hidden, DType::float32);
+  int64_t const row = l.used() - 1, expert = l.rowing.row_expert[row];
+  auto const expect = [&](Matrix const& scores, char const* name) {
+    auto const there = l.input_of(scores, l.score_dtype(), false);
+    DownGradient step = with(up, down);
+    step.routing.row_score = there.view().data;
+    l.device.run(step);
+    auto const db = down.get();
+    for (int64_t j = 0; j < l.s.hidden; ++j) {
+      double sum = 0;
+      for (int64_t r = l.rowing.offsets[expert]; r < l.rowing.offsets[expert + 1]; ++r) {
+        sum += scores(r, 0) * dout_(l.truth().source(r), j);
+      }
+      double const got = db[expert * l.s.hidden + j];
+      if (std::isinf(sum)) {
+        EXPECT_EQ(got, sum) << name << " column " << j;
+      }
+    }
+  };
+  for (double const sign : {1., -1.}) {
+    Matrix scores = l.row_scores;
+    scores(row, 0) = sign * INFINITY;
+    expect(scores, "score");
+  }
+  dout_(l.truth().source(row), 0) = INFINITY;
+  dout_there_.device->set(dout_.values);
+  expect(l.row_scores, "dO");
+}
+
 TEST_P(BiasSums, NanStaysInItsExpert) {
   Layer& l = layer();
   if (l.used() == 0) return;  // no row to spoil

@@ -47,13 +47,16 @@ std::vector<WrongCall> wrong_routers() {
             static float somewhere;
             x.slopes = &somewhere;
           },
-          "slopes: expected null unless the router is a sigmoid"),
+          "slopes: expected null unless the router is a sigmoid or sqrt_softplus"),
       gradient(
           "kept_logits", [](auto& x) { x.logits = x.scores; },
-          "logits: expected null unless the router is a softmax, not renormalised"),
+          "logits: expected null unless the router is a softmax, not renormalised, or one with a "
+          "sum_floor"),
       gradient(
           "no_logits", [](auto& x) { x.router.renormalize = false; },
-          "logits: expected a pointer with a softmax, not renormalised, got null"),
+          "logits: expected a pointer with a softmax, not renormalised, or one with a sum_floor, "
+          "got "
+          "null"),
       gradient(
           "rounded_to", [](auto& x) { x.rounded_to = DType::float64; },
           "rounded_to: expected float32, bfloat16 or float16, got float64"),
@@ -63,7 +66,7 @@ std::vector<WrongCall> wrong_routers() {
           "rounded_to: expected float32, got bfloat16"),
       gradient(
           "no_slopes", [](auto& x) { x.router.score = Score::sigmoid; },
-          "slopes: expected a pointer with a sigmoid, got null"),
+          "slopes: expected a pointer with a sigmoid or sqrt_softplus, got null"),
   };
 }
 
@@ -138,7 +141,7 @@ std::vector<WrongCall> wrong_rounding_memory() {
           "scores", [](auto& x) { x.scores = nullptr; }, "scores: expected a pointer, got null"),
       round(
           "slopes", [](auto& x) { x.slopes = x.scores; },
-          "slopes: expected null unless the router is a sigmoid"),
+          "slopes: expected null unless the router is a sigmoid or sqrt_softplus"),
       round(
           "workspace", [](auto& x) { x.workspace = nullptr; },
           "workspace: expected a pointer, got null"),

@@ -61,7 +61,7 @@ class RoundingTest : public DeviceTest {
     Indices<int32_t> token_offsets(device(), tokens + 1), list_ids(device(), slots);
     Tensor scores(device(), DType::float32, slots, 1), slopes(device(), DType::float32, slots, 1);
     Bytes workspace(device(), rounding_workspace_bytes(tokens, experts));
-    bool const sloped = router.score == Score::sigmoid;
+    bool const sloped = has_slopes(router);
     device().run(TokenRounding{
         tokens, experts, top_k, DType::float32, router, rounding, tile, given.view(), chosen.data(),
         rounding == Rounding::stochastic ? seed.data() : nullptr, token_offsets.data(),
@@ -96,7 +96,9 @@ void RoundingTest::expect_best_kept(int64_t tokens, int64_t experts, int64_t til
   std::normal_distribution<double> normal(0, 2);
   for (double& v : logits.values) v = float(std::round(normal(random_) / step) * step);
   auto const ids = two_choices(tokens, experts, random_);
-  Router const router{Score::sigmoid, false, 2.f, 1, 1};  // ranked by the logits themselves
+  Router const router{.score = Score::sigmoid,
+                      .renormalize = false,
+                      .scale = 2};  // ranked by the logits themselves
   for (Rounding rounding : kRoundings) {
     Lists const lists = round(logits, ids, 2, router, rounding, tile);
     std::vector<uint8_t> member(tokens * experts);

@@ -22,14 +22,20 @@ struct Logits {
   std::vector<uint8_t> token_mask{};  // empty: none
 };
 
+// p of one logit, but for a factor that softmax gives all of a token's.
+double share_of(Score score, double logit, double top) {
+  if (score == Score::softmax) return std::exp(logit - top);
+  if (score == Score::sigmoid) return 1 / (1 + std::exp(-logit));
+  return std::sqrt(std::log1p(std::exp(logit)));
+}
+
 // p of every expert of one token.
 std::vector<double> probabilities(Logits const& l, int64_t token) {
   std::vector<double> p(l.experts);
   double sum = 0, top = -INFINITY;
   for (int64_t e = 0; e < l.experts; ++e) top = std::max(top, l.values(token, e));
   for (int64_t e = 0; e < l.experts; ++e) {
-    double const x = l.values(token, e);
-    p[e] = l.router.score == Score::softmax ? std::exp(x - top) : 1 / (1 + std::exp(-x));
+    p[e] = share_of(l.router.score, l.values(token, e), top);
     sum += p[e];
   }
   if (l.router.score == Score::softmax) {
@@ -38,25 +44,34 @@ std::vector<double> probabilities(Logits const& l, int64_t token) {
   return p;
 }
 
-// The scores of given ids: p, divided by their sum if asked for, times scale.
+// The scores of given ids: p, divided by their sum or its floor if asked for, times scale.
 std::vector<double> scores_of(Logits const& l, int64_t token, std::vector<int32_t> const& ids) {
   auto const p = probabilities(l, token);
   std::vector<double> w;
   for (int32_t id : ids) w.push_back(id >= 0 && id < l.experts ? p[id] : 0);
-  double const sum = std::accumulate(w.begin(), w.end(), 0.0);
+  double const sum = std::max(std::accumulate(w.begin(), w.end(), 0.0), l.router.sum_floor);
   for (double& x : w) x *= l.router.scale / (l.router.renormalize && sum > 0 ? sum : 1);
   return w;
 }
 
-// The same of every token, and 1 - p of its ids.
+// d(log p) / dlogit where p depends on its own logit alone.
+double slope_of(Score score, double logit) {
+  double const sigmoid = 1 / (1 + std::exp(-logit));
+  return score == Score::sigmoid ? 1 - sigmoid : sigmoid / (2 * std::log1p(std::exp(logit)));
+}
+
+// The same of every token, and the slopes of its ids.
 std::pair<std::vector<double>, std::vector<double>> scores_and_slopes(
     Logits const& l, std::vector<int32_t> const& ids) {
   std::vector<double> scores, slopes;
   for (int64_t t = 0; t < l.tokens; ++t) {
     std::vector<int32_t> const chosen(ids.begin() + t * l.top_k, ids.begin() + (t + 1) * l.top_k);
-    auto const w = scores_of(l, t, chosen), p = probabilities(l, t);
+    auto const w = scores_of(l, t, chosen);
     scores.insert(scores.end(), w.begin(), w.end());
-    for (int32_t id : chosen) slopes.push_back(id >= 0 && id < l.experts ? 1 - p[id] : 0);
+    for (int32_t id : chosen) {
+      bool const real = id >= 0 && id < l.experts;
+      slopes.push_back(real ? slope_of(l.router.score, l.values(t, id)) : 0);
+    }
   }
   return {scores, slopes};
 }
@@ -70,7 +85,8 @@ std::vector<double> keys_of(Logits const& l, int64_t token) {
   for (int64_t g = 0; g < groups; ++g) {
     std::vector<double> part(key.begin() + g * size, key.begin() + (g + 1) * size);
     std::sort(part.rbegin(), part.rend());
-    scored.push_back({-(size > 1 ? part[0] + part[1] : part[0]), g});
+    bool const two = size > 1 && l.router.group_score == GroupScore::top2_sum;
+    scored.push_back({-(two ? part[0] + part[1] : part[0]), g});
   }
   std::sort(scored.begin(), scored.end());
   for (int64_t i = l.router.top_groups; i < groups; ++i) {
@@ -110,7 +126,7 @@ class RouterTest : public DeviceTest {
     Indices<int32_t> ids(device(), l.tokens * l.top_k);
     Tensor scores(device(), dtype, l.tokens, l.top_k);
     Indices<uint8_t> const mask(device(), l.token_mask);
-    bool const sloped = l.router.score == Score::sigmoid;
+    bool const sloped = has_slopes(l.router);
     Tensor slopes(device(), dtype, sloped ? l.tokens : 0, l.top_k);
     device().run(Route{l.tokens, l.experts, l.top_k, dtype, l.router, logits.view(),
                        l.bias.empty() ? nullptr : bias.data(), ids.data(), scores.data(),
@@ -127,9 +143,15 @@ class RouterTest : public DeviceTest {
 
 std::vector<Router> routers() {
   std::vector<Router> all;
-  for (Score score : {Score::softmax, Score::sigmoid}) {
-    for (bool renormalize : {false, true}) all.push_back({score, renormalize, 2.5f, 1, 1});
+  for (Score score : {Score::softmax, Score::sigmoid, Score::sqrt_softplus}) {
+    for (bool renormalize : {false, true}) {
+      all.push_back({.score = score, .renormalize = renormalize, .scale = 2.5});
+    }
   }
+  // Floors above the sums of some tokens and below those of others.
+  all.push_back({.scale = 2.5, .sum_floor = 0.3});
+  all.push_back({.score = Score::sigmoid, .sum_floor = 3});
+  all.push_back({.score = Score::sqrt_softplus, .sum_floor = 4});
   return all;
 }
 
@@ -193,9 +215,12 @@ TEST_P(RouterTest, ChoosesInTheBestGroups) {
         for (DType dtype : score_dtypes()) {
           SCOPED_TRACE(testing::Message() << "experts " << s.experts << " biased " << biased);
           router.groups = s.groups, router.top_groups = s.top_groups;
-          Logits const l = random(s.tokens, s.experts, s.top_k, router, biased);
-          auto const chosen = route(l, dtype);
-          expect_right(l, chosen.ids, chosen.scores, dtype);
+          for (GroupScore score : {GroupScore::top2_sum, GroupScore::max}) {
+            router.group_score = score;
+            Logits const l = random(s.tokens, s.experts, s.top_k, router, biased);
+            auto const chosen = route(l, dtype);
+            expect_right(l, chosen.ids, chosen.scores, dtype);
+          }
         }
       }
     }
@@ -217,7 +242,7 @@ TEST_P(RouterTest, PaddingGoesNowhere) {
 }
 
 TEST_P(RouterTest, SlopesOfSigmoids) {  // 1 - p of the chosen, for the gradient
-  Router const router{Score::sigmoid, true, 2.5f, 1, 1};
+  Router const router{.score = Score::sigmoid, .scale = 2.5};
   for (DType dtype : score_dtypes()) {
     Logits l = random(40, 70, 5, router, true);
     for (int64_t e = 0; e < 70; ++e) l.values(3, e) = 20 + double(e);  // p rounds to 1
@@ -316,8 +341,7 @@ TEST_P(RouterTest, GradientIsTheDerivative) {
       auto const [of_slots, slopes_of_slots] = scores_and_slopes(l, ids);
       scores.set(of_slots);
       slopes.set(slopes_of_slots);
-      bool const sloped = router.score == Score::sigmoid;
-      bool const dense = router.score == Score::softmax && !router.renormalize;
+      bool const sloped = has_slopes(router), dense = needs_logits(router);
       Tensor out(device(), dtype, l.tokens, l.experts, l.experts + 2);
       device().run(RouterGradient{l.tokens, l.experts, l.top_k, dtype, router, chosen.data(),
                                   scores.data(), sloped ? slopes.data() : nullptr, given.data(),
@@ -325,6 +349,21 @@ TEST_P(RouterTest, GradientIsTheDerivative) {
       out.expect_untouched_from(l.tokens, "dlogits");
       double const allowed = dtype == DType::float64 ? 1e-8 : 2e-6;
       EXPECT_LE(relative_error(out.get(), numeric_gradient(l, ids, dscores).values), allowed);
+    }
+  }
+}
+
+// Where every p is 0: weights of 0, no gradient, no NaN.
+TEST_P(RouterTest, NothingButMinusInfinity) {
+  for (Router const& router : routers()) {
+    if (router.score == Score::softmax) continue;
+    for (DType dtype : score_dtypes()) {
+      Logits l = random(5, 12, 3, router, false);
+      for (double& v : l.values.values) v = -INFINITY;
+      Chosen const chosen = route(l, dtype);
+      double const slope = router.score == Score::sigmoid ? 1 : 0.5;
+      for (double score : chosen.scores) EXPECT_EQ(score, 0);
+      for (double s : chosen.slopes) EXPECT_EQ(s, slope);
     }
   }
 }

@@ -78,7 +78,7 @@ TEST(Activation, NanPassesThroughClamps) {
 
 TEST(Activation, GptOssByHand) {
   Activation act;
-  act.alpha = 1.702f, act.limit = 7, act.up_offset = 1;
+  act.alpha = 1.702, act.limit = 7, act.up_offset = 1;
   double const s = 1 / (1 + std::exp(-1.702 * 7));
   EXPECT_NEAR(activate(act, 9.0, -20.0), 7 * s * (-7 + 1), 1e-4);
   EXPECT_EQ(activate_gradient(act, 9.0, 1.0, 1.0).dgate, 0);

@@ -130,7 +130,7 @@ TEST_P(WeightGradients, DownBias) {
     Matrix const before = start(l.s.experts, l.s.hidden, mode);
     Tensor db(l.device, mode.stored, l.s.experts, l.s.hidden);
     run_twice(BiasGradient{l.s.rows(), l.s.hidden, l.s.experts, p.dtype, mode.stored, mode.add,
-                           l.routing(), dout.view(), db.view()},
+                           l.routing(), dout.view(), db.view(), l.s.tokens},
               {&db}, [&] { mode.add ? db.set(before.values) : db.poison(); });
     db.expect_untouched_from(l.s.experts, "db_down");
     expect_gradient(db.get(), 1, l.s.hidden, left, right, before, mode, "db_down");

@@ -45,7 +45,7 @@ struct Calls {
             routing, {memory},       {memory},       {w, w}};
   }
   BiasGradient db() {
-    return {8, 16, 2, DType::bfloat16, DType::float32, false, routing, {memory}, {memory, 0}};
+    return {8, 16, 2, DType::bfloat16, DType::float32, false, routing, {memory}, {memory, 0}, 4};
   }
   Route route() { return {4, 8, 2, DType::float32, {}, {memory}, nullptr, index, memory, nullptr}; }
   RouterGradient router_gradient() {

@@ -68,17 +68,12 @@ def _read_cases() -> dict[str, Case]:
     }
 
 
-def _float32(text: str) -> float:
-    """What the kernels see, so that float64 results can be compared to the last digits."""
-    return torch.tensor(float(text), dtype=torch.float32).item()
-
-
 def _read_activations() -> dict[str, Activation]:
     return {
         row["name"]: Activation(
             _KINDS.get(row["kind"], row["kind"]),
             gated=row["gated"] == "1",
-            **{name: _float32(row[name]) for name in ("alpha", "limit", "up_offset")},
+            **{name: float(row[name]) for name in ("alpha", "limit", "up_offset")},
             clamp_after=row["clamp_after"] == "1",
         )
         for row in _rows("activations.csv")

@@ -193,13 +193,21 @@ def allowed_error(rounded: Tensor, truth: Tensor, dtype: torch.dtype) -> float:
     return 2 * relative_error(rounded, truth) + few_ulps
 
 
+SCORES = {
+    "softmax": lambda logits: logits.softmax(1),
+    "sigmoid": torch.sigmoid,
+    "sqrtsoftplus": lambda logits: torch.nn.functional.softplus(logits, threshold=40).sqrt(),
+}
+
+
 def restated(router: Router, logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """p and what experts are chosen by (-inf: may not be), in float64."""
-    p = logits.softmax(1) if router.score == "softmax" else logits.sigmoid()
+    p = SCORES[router.score](logits)
     key = p if bias is None else p + bias.double()
     if router.groups > 1:
         parts = key.unflatten(1, (router.groups, -1))
-        best = parts.topk(min(2, parts.shape[2]), 2).values.sum(2)
+        counted = min(2 if router.group_score == "top2_sum" else 1, parts.shape[2])
+        best = parts.topk(counted, 2).values.sum(2)
         keep = torch.zeros_like(best, dtype=torch.bool)
         keep.scatter_(1, best.topk(router.top_groups, 1).indices, True)
         key = parts.masked_fill(~keep[:, :, None], -torch.inf).flatten(1)
@@ -210,5 +218,5 @@ def weights_of(router: Router, p: Tensor, ids: Tensor) -> Tensor:
     """The weights of chosen experts, in float64."""
     weights = p.gather(1, ids.long())
     if router.renormalize:
-        weights = weights / weights.sum(1, keepdim=True)
+        weights = weights / weights.sum(1, keepdim=True).clamp(min=router.sum_floor)
     return weights * router.scale

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import gradcheck
 
 import guild
+from reference import SCORES
 
 
 def restated(
@@ -18,7 +19,7 @@ def restated(
 ) -> guild.BalanceSums:
     """The sums in float64, one token after the other."""
     tokens, experts = logits.shape
-    p = logits.softmax(1) if score == "softmax" else logits.sigmoid()
+    p = SCORES[score](logits)
     p = p / p.sum(1, keepdim=True)
     real = torch.ones(tokens, dtype=torch.bool) if mask is None else mask
     valid = real[:, None] & (ids >= 0) & (ids < experts)
@@ -32,7 +33,7 @@ def restated(
     )
 
 
-@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("score", list(SCORES))
 @pytest.mark.parametrize(
     "tokens, experts, top_k, sequences",
     [(1, 1, 1, 1), (300, 8, 2, 3), (1000, 70, 6, 1), (520, 256, 8, 40), (66, 1024, 32, 2)],
@@ -73,7 +74,7 @@ def test_gradcheck(request: pytest.FixtureRequest) -> None:
         pytest.skip("--cuda-only")
     logits = torch.randn(6, 5, dtype=torch.float64, requires_grad=True)
     ids, _ = guild.route(logits.detach(), 2)
-    for score in ("softmax", "sigmoid"):
+    for score in SCORES:
 
         def losses(logits: Tensor, score: str = score) -> tuple[Tensor, Tensor]:
             sums = guild.balance_sums(logits, ids, score=score, sequences=2)
@@ -102,7 +103,7 @@ def test_no_tokens_and_unpleasant_logits(device: str) -> None:
     logits[3] = -1000
     mask = torch.tensor([True, False, True, True], device=device)
     ids = torch.tensor([[0, 1], [-1, -1], [5, 99], [2, 3]], dtype=torch.int32, device=device)
-    for score in ("softmax", "sigmoid"):
+    for score in SCORES:
         leaf = logits.clone().requires_grad_()
         sums = guild.balance_sums(leaf, ids, score=score, token_mask=mask)
         assert sums.counts.tolist() == [[1, 1, 1, 1, 0, 1, 0, 0]]

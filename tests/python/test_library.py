@@ -71,3 +71,62 @@ def test_public_names() -> None:
         assert getattr(guild, name).__doc__
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         _ = guild.Nothing
+
+
+def test_failed_allocations_on_a_gpu() -> None:
+    """The library's words become torch's error; other errors stay what they are."""
+
+    def op(message: str) -> None:
+        raise RuntimeError(message)
+
+    call = _library.translated(op, lambda: None)
+    with pytest.raises(torch.OutOfMemoryError, match="could not allocate a tensor of shape"):
+        call("CUDA out of memory: torch could not allocate a tensor of shape (3,) on cuda:0")
+    with pytest.raises(RuntimeError, match="x: expected") as caught:
+        call("x: expected 2 dimensions")
+    assert not isinstance(caught.value, torch.OutOfMemoryError)
+
+
+def test_out_of_memory(gpu: str) -> None:
+    """Forward, backward and a compiled graph, on a GPU that is allowed little."""
+    x = torch.randn(4096, 1024, device=gpu, dtype=torch.bfloat16, requires_grad=True)
+    up = torch.randn(2, 8192, 1024, device=gpu, dtype=torch.bfloat16)
+    down = torch.randn(2, 1024, 4096, device=gpu, dtype=torch.bfloat16)
+    ids = torch.randint(2, (4096, 2), device=gpu)
+    scores = torch.rand(4096, 2, device=gpu)
+    out = guild.routed_experts(x, ids, scores, up, down)
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[1]
+    most = torch.cuda.memory_allocated() + (32 << 20)
+    torch.cuda.set_per_process_memory_fraction(most / free)
+    try:
+        for call in (
+            lambda: guild.routed_experts(x, ids, scores, up, down),
+            lambda: out.sum().backward(),
+            lambda: torch.ops.guild.moe_forward.default(
+                x.detach(),
+                ids,
+                scores,
+                None,
+                None,
+                up,
+                None,
+                down,
+                None,
+                None,
+                0,
+                True,
+                1.0,
+                torch.inf,
+                0.0,
+                False,
+                False,
+                False,
+                True,
+            ),
+        ):
+            with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+                call()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert guild.routed_experts(x, ids, scores, up, down).shape == x.shape

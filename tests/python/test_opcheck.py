@@ -53,7 +53,19 @@ def down_gradient_arguments(i: Inputs) -> Arguments:
 
 # By the op's name, and what is special about the call where an op has several.
 CALLS: dict[str, Callable[[Inputs], Arguments]] = {
-    "route": lambda i: (*wanting(i.logits), None, i.logits[:, 0] > -1, 2, 1, True, 1.0, 2, 1),
+    "route": lambda i: (
+        *wanting(i.logits),
+        None,
+        i.logits[:, 0] > -1,
+        2,
+        1,
+        True,
+        1.0,
+        2,
+        1,
+        0.1,
+        1,
+    ),
     "route_backward": lambda i: (
         torch.randn_like(i.logits[:, :2]).contiguous(),
         i.logits[:, :2].contiguous(),
@@ -78,7 +90,17 @@ CALLS: dict[str, Callable[[Inputs], Arguments]] = {
         None,
         i.rows.bfloat16(),
     ),
-    "round_tokens": lambda i: (*wanting(i.logits), i.layer.ids.int(), None, 1, True, 2.0, 0, 4),
+    "round_tokens": lambda i: (
+        *wanting(i.logits),
+        i.layer.ids.int(),
+        None,
+        1,
+        True,
+        2.0,
+        0,
+        4,
+        0.0,
+    ),
     "balance_sums": lambda i: (
         *wanting(i.logits),
         i.layer.ids.int(),
@@ -228,6 +250,8 @@ CALLS: dict[str, Callable[[Inputs], Arguments]] = {
         1.0,
         1,
         1,
+        0.0,
+        0,
         *wanting(i.layer.x, *i.weights, *i.biases),
         *FLAGS,
         True,
@@ -242,6 +266,8 @@ CALLS: dict[str, Callable[[Inputs], Arguments]] = {
         1.0,
         1,
         1,
+        0.0,
+        0,
     ),
 }
 

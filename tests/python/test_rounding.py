@@ -9,18 +9,18 @@ from torch.autograd import gradcheck
 
 import guild
 from guild.routing import ROUNDINGS
+from reference import SCORES
 from test_routing import adversarial
 
 ROUTERS = [
-    guild.Router(score, renormalize, scale=1.5)
-    for score in ("softmax", "sigmoid")
-    for renormalize in (False, True)
-]
+    guild.Router(score, renormalize, scale=1.5) for score in SCORES for renormalize in (False, True)
+] + [guild.Router(sum_floor=0.5), guild.Router("sqrtsoftplus", sum_floor=3.0)]
 
 
 def options(router: guild.Router) -> dict:
     """A router as arguments of guild.round_tokens."""
-    return {name: getattr(router, name) for name in ("score", "renormalize", "scale")}
+    names = ("score", "renormalize", "scale", "sum_floor")
+    return {name: getattr(router, name) for name in names}
 
 
 def members_of(ids: Tensor, token_offsets: Tensor, experts: int) -> Tensor:
@@ -75,9 +75,9 @@ def expect_contract(
 
 def weights_of(router: guild.Router, logits: Tensor, members: Tensor) -> Tensor:
     """The weights of the lists in float64, in their order."""
-    p = logits.softmax(1) if router.score == "softmax" else logits.sigmoid()
-    if router.renormalize:
-        p = p / (p * members).sum(1, keepdim=True).clamp(min=1e-30)  # lists may be empty
+    p = SCORES[router.score](logits)
+    if router.renormalize:  # lists may be empty
+        p = p / (p * members).sum(1, keepdim=True).clamp(min=router.sum_floor or 1e-30)
     return (p * router.scale)[members]
 
 
@@ -102,7 +102,7 @@ def test_against_float64(
         assert ids.shape[0] <= tokens * top_k + experts * (tile - 1)
         members = members_of(ids.cpu(), offsets.cpu(), experts)
         exact = logits.detach().cpu().double().requires_grad_()
-        key = exact.detach() if score == "sigmoid" else exact.detach().log_softmax(1)
+        key = exact.detach().log_softmax(1) if score == "softmax" else exact.detach()
         real = torch.ones(tokens, dtype=torch.bool) if mask is None else mask.cpu()
         chosen = chosen_of(chosen_ids.cpu(), experts)
         expect_contract(members, chosen, key, rounding, tile, real)
@@ -267,7 +267,7 @@ WRONG = {
         "rounding": "stochastic",
         "seed": torch.zeros(1, dtype=torch.int32),
     },
-    "score: expected 'softmax' or 'sigmoid'": {"score": "linear"},
+    "score: expected 'softmax', 'sigmoid' or 'sqrtsoftplus'": {"score": "linear"},
     "scale: expected a finite number": {"scale": float("inf")},
     "ids: expected dtype int32": {"ids": torch.zeros(6, 2)},
     r"ids: expected shape \(6, 2\)": {"ids": torch.zeros(5, 2, dtype=torch.int32)},

@@ -13,12 +13,15 @@ from reference import restated, weights_of
 # Names of guild.Router, and one with everything at once.
 ROUTERS = {name: guild.Router.named(name) for name in NAMED} | {
     "softmax_groups": guild.Router(groups=4, top_groups=2, selection_bias=True, scale=0.5),
+    "softmax_floor": guild.Router(selection_bias=True, sum_floor=0.3),
+    "sigmoid_floor": guild.Router("sigmoid", sum_floor=6.5),
+    "sqrtsoftplus": guild.Router("sqrtsoftplus", renormalize=False, groups=2, group_score="max"),
 }
 
 
 def options(router: guild.Router) -> dict:
     """A router as arguments of guild.route."""
-    names = ("score", "renormalize", "scale", "groups", "top_groups")
+    names = ("score", "renormalize", "scale", "groups", "top_groups", "group_score", "sum_floor")
     return {name: getattr(router, name) for name in names}
 
 

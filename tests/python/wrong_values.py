@@ -156,7 +156,7 @@ VALUES: dict[str, Wrong] = {
     "unknown score": (
         lambda r: guild.route(r.logits, 1, score="tanh"),
         ValueError,
-        "score: expected 'softmax' or 'sigmoid', got 'tanh'",
+        "score: expected 'softmax', 'sigmoid' or 'sqrtsoftplus', got 'tanh'",
     ),
     "scale infinite": (
         lambda r: guild.Router(scale=float("inf")),

@@ -13,7 +13,7 @@ struct Activate {
   RowOutput<T> h;  // absent in inference; columns = I in two halves, 2I interleaved, or I
   RowOutput<T> a;  // columns = I
   Bias<T> bias;    // (E, W), ordered as h
-  Activation activation;
+  ActivationOf<float> activation;
   KnownPairing<known> pairing;
 
   using Storage = StoreBoxes;

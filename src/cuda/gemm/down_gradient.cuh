@@ -27,10 +27,9 @@ struct DownGradientEpilogue {
   float* dh_sums;    // (most_chunks(R, E), W); null: not wanted
   float* dout_sums;  // (most_chunks(R, E), hidden): of s dO; null: not wanted
   int hidden;
-  Activation activation;
+  ActivationOf<float> activation;
   KnownPairing<known> pairing;
 
-  static constexpr bool kReads = true;
   static constexpr int kCopies =
       known == Known::swiglu ? kScoreColumns / 64 : 1;  // of a unit's code
   static constexpr int kBoxBytes = 2 * kBlockBytes;     // 64 columns, 128 rows: both consumers'

@@ -93,14 +93,14 @@ struct KnownPairing {
 
 // The activation with what is known of it as constants to the compiler.
 template <Known known>
-__device__ Activation with_constants(Activation act) {
+__device__ ActivationOf<float> with_constants(ActivationOf<float> act) {
   if (known == Known::swiglu) act.alpha = 1, act.up_offset = -0.f;  // x + -0 is x, even for -0
   return act;
 }
 
 // Calls f(std::integral_constant<Family, family>{}).
 template <Known known, class F>
-__device__ void with_known_family(Activation const& activation, F&& f) {
+__device__ void with_known_family(ActivationOf<float> const& activation, F&& f) {
   if constexpr (known == Known::swiglu) {
     f(std::integral_constant<Family, Family::swish>{});
   } else {

@@ -52,12 +52,12 @@ class TileFinder {
     if constexpr (kOrders<Work>) {
       if (work.order != nullptr) {
         ordered = exists ? work.order[group + threadIdx.x % 32] : 0;
-        begin = ordered > 0 ? work.groups.bound(ordered - 1) : 0;
+        begin = work.groups.start(ordered);
         end = work.groups.end(ordered, begin);
         return;
       }
     }
-    int const last = __shfl_sync(~0u, end, 31);
+    int const last = group == 0 ? work.groups.start(0) : __shfl_sync(~0u, end, 31);
     int const bound = exists ? work.groups.bound(group + threadIdx.x % 32) : 0;
     end = max(last, warp_scan(bound, [](int x, int y) { return max(x, y); }));
     begin = __shfl_up_sync(~0u, end, 1);
@@ -74,10 +74,10 @@ class TileFinder {
   }
 
   int next_tile, stride;
-  int group = -32;             // of lane 0
-  int tiles = 0;               // of all groups up to the last lane's
-  int ordered = 0;             // the lane's group where there is an order
-  int begin, end = 0, before;  // where it lies, and the tiles of the groups before it
+  int group = -32;         // of lane 0
+  int tiles = 0;           // of all groups up to the last lane's
+  int ordered = 0;         // the lane's group where there is an order
+  int begin, end, before;  // where it lies, and the tiles of the groups before it
 };
 
 // One end of a queue of tiles, a warp's: what it puts or takes next.
