@@ -7,11 +7,16 @@ message. Types that no argument of that name can have raise TypeError, the rest 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _ON_CUDA = (torch.bfloat16, torch.float16)
+
+MOST_EXPERTS = 4096  # guild::kMostExperts; of a token, too
+MOST_ROUTED_ON_CUDA = 1024  # guild::cuda::kMostRouted
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -32,6 +37,17 @@ def expect_dims(name: str, tensor: Tensor, *dims: int, what: str = "") -> None:
         wanted = " or ".join(map(str, dims))
         raise ValueError(
             f"{name}: expected {wanted} dimensions{what and f' {what}'}, got shape "
+            f"{tuple(tensor.shape)}"
+        )
+
+
+def expect_experts(name: str, tensor: Tensor, count: int, routed: bool, what: str) -> None:
+    """Raise ValueError unless a layer can have so many; routed: tokens are sorted by expert."""
+    most = MOST_ROUTED_ON_CUDA if routed and tensor.is_cuda else MOST_EXPERTS
+    if not 1 <= count <= most:
+        where = " on a CUDA device" if most < MOST_EXPERTS else ""
+        raise ValueError(
+            f"{name}: expected 1 to {most} {what}{where}, got {count} in shape "
             f"{tuple(tensor.shape)}"
         )
 
@@ -89,11 +105,68 @@ def expect_rows(name: str, tensor: Tensor) -> None:
         )
 
 
+def expect_own_elements(name: str, tensor: Tensor) -> None:
+    """Raise unless each element of a tensor that is written to has a place of its own."""
+    span = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if tensor.numel() and size > 1 and stride < span:
+            raise ValueError(
+                f"{name}: expected elements that do not overlap, got shape {tuple(tensor.shape)} "
+                f"with strides {tensor.stride()}"
+            )
+        span += (size - 1) * stride
+
+
+def expect_apart(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
+    """Raise where a tensor that is written to shares memory with another."""
+    if _share_memory(tensor, other):
+        raise ValueError(f"{name}: expected memory of its own, got some that {other_name} has too")
+
+
+def _share_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether they overlap. Columns of one buffer do not; rarer patterns count as if they did."""
+    if not (a.numel() and b.numel() and a.device == b.device and _has_memory(a, b)):
+        return False
+    starts, ends = zip(*((t.data_ptr(), t.data_ptr() + _span(t)) for t in (a, b)), strict=True)
+    if max(starts) >= min(ends):
+        return False
+    # With all strides but a column's multiples of one pitch, each covers a run of every pitch.
+    pitch = math.gcd(*(s for t in (a, b) for s in _outer_strides(t)))
+    if pitch == 0:
+        return True
+    (first, a_run), (second, b_run) = ((t.data_ptr() % pitch, _run(t)) for t in (a, b))
+    return (second - first) % pitch < a_run or (first - second) % pitch < b_run
+
+
+def _has_memory(*tensors: Tensor) -> bool:
+    """Not so for meta and fake tensors."""
+    return all(type(t) in (Tensor, torch.nn.Parameter) and not t.is_meta for t in tensors)
+
+
+def _span(t: Tensor) -> int:
+    """Bytes from the first element to the end of the last."""
+    steps = zip(t.shape, t.stride(), strict=True)
+    return t.element_size() * (1 + sum((size - 1) * stride for size, stride in steps))
+
+
+def _outer_strides(t: Tensor) -> list[int]:
+    """In bytes, of the dimensions other than the contiguous one."""
+    strides = zip(t.shape, t.stride(), strict=True)
+    return [stride * t.element_size() for size, stride in strides if size > 1 and stride != 1]
+
+
+def _run(t: Tensor) -> int:
+    """Bytes of the contiguous dimension."""
+    strides = zip(t.shape, t.stride(), strict=True)
+    return t.element_size() * (1 + sum(size - 1 for size, stride in strides if stride == 1))
+
+
 def expect_logits(logits: Tensor) -> None:
     """Raise unless it is a (tokens, experts) matrix of a floating dtype."""
     expect_dims("logits", logits, 2, what="(tokens, experts)")
     if not logits.is_floating_point():
         raise TypeError(f"logits: expected a floating dtype, got {dtype_name(logits.dtype)}")
+    expect_experts("logits", logits, logits.shape[1], True, "experts")
 
 
 def expect_choices_of(logits: Tensor, ids: Tensor) -> None:
@@ -101,6 +174,10 @@ def expect_choices_of(logits: Tensor, ids: Tensor) -> None:
     expect_dims("ids", ids, 2, what="(tokens, top_k)")
     expect_shape("ids", ids, (logits.shape[0], ids.shape[1]))
     expect_indices("ids", ids, logits, torch.int32, x_name="logits")
+    if not 1 <= ids.shape[1] <= logits.shape[1]:
+        raise ValueError(
+            f"ids: expected 1 to {logits.shape[1]} choices of a token, got shape {tuple(ids.shape)}"
+        )
 
 
 def expect_indices(

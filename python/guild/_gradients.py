@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from guild import _router_gradients  # noqa: F401 - registers the router's gradients
-from guild._autograd import register, rows_of
+from guild._autograd import library, register, register_without_gradient, rows_of, tied
 from guild._operators import ops
-from guild.activations import KINDS, Activation
+from guild.activations import KINDS, ORDERS, Activation
 
 
 def _wanted(*flags: bool) -> int:
@@ -44,10 +44,11 @@ def pre_activations(
 
 
 def _moe_setup(ctx, inputs, output):
-    x, _, _, token_offsets, _, w_up, w_gate, w_down, b_up, b_down, *flags = inputs
+    x, _, scores, token_offsets, _, w_up, w_gate, w_down, b_up, b_down, *flags = inputs
     _, h, offsets, row_token, slot_row, row_score = output
     ctx.flags = flags[:-1]
     ctx.save_for_backward(
+        scores,
         b_up,
         x,
         h,
@@ -69,15 +70,16 @@ def _moe_gradient(ctx, dout, *_):
     nothing = (None,) * 9  # the flags
     if dout is None:
         return (*(None,) * 10, *nothing)
-    x, _, scores, _, residual, *layer = ctx.needs_input_grad[1:11]
-    wanted = x, scores, *layer
+    want_x, _, want_scores, _, residual, *layer = ctx.needs_input_grad[1:11]
+    wanted = want_x, want_scores, *layer
     dx = dscores = None
     dlayer = [None] * len(layer)
     if any(wanted):
-        b_up, x, h, offsets, row_token, *saved = ctx.saved_tensors
+        scores, b_up, x, h, offsets, row_token, *saved = ctx.saved_tensors
         h = pre_activations(h, x, offsets, row_token, *saved[3:5], b_up, ctx.flags)
         saved = x, h, offsets, row_token, *saved
-        dx, dscores, *dlayer = expert_gradients(saved, rows_of(dout), ctx.flags, wanted)
+        by_all = tied(rows_of(dout), scores, b_up)
+        dx, dscores, *dlayer = expert_gradients(saved, by_all, ctx.flags, wanted)
     return dx, None, dscores, None, dout if residual else None, *dlayer, *nothing
 
 
@@ -114,10 +116,11 @@ def _experts_gradient(ctx, dout, _):
     b_up, x, h, offsets, w_up, w_gate, w_down = ctx.saved_tensors
     h = pre_activations(h, x, offsets, None, w_up, w_gate, b_up, ctx.flags)
     saved = x, h, offsets, w_up, w_gate, w_down
+    dout = tied(rows_of(dout), b_up)
     x, _, w_up, w_gate, w_down, b_up, b_down = ctx.needs_input_grad[1:8]
     wanted = _wanted(x, False, w_up or w_gate, w_down, b_up, b_down)
     dx, dw_up, dw_gate, dw_down, db_up, db_down = ops.experts_backward(
-        rows_of(dout), *saved, *ctx.flags, wanted
+        dout, *saved, *ctx.flags, wanted
     )
     return (
         dx if x else None,
@@ -134,11 +137,41 @@ def _experts_gradient(ctx, dout, _):
 # ---- grouped products ---------------------------------------------------------------------------
 
 
-def bias_gradient(m: Tensor, offsets: Tensor) -> Tensor:
-    """Sums of m's rows (R, width) by expert: (E, width) in m's dtype. offsets: int32 (E + 1)."""
+def _bias_gradient(m: Tensor, offsets: Tensor) -> Tensor:
     db = m.new_empty(offsets.shape[0] - 1, m.shape[1])
     ops.bias_gradient_out(m, offsets, None, None, db, False)
     return db
+
+
+def _bias_setup(ctx, inputs, output):
+    m, offsets = inputs
+    ctx.rows = m.shape[0]
+    ctx.save_for_backward(offsets)
+
+
+def _bias_second_gradient(ctx, ddb):
+    (offsets,) = ctx.saved_tensors
+    rows = torch.arange(ctx.rows, device=ddb.device, dtype=torch.int32)
+    expert = torch.searchsorted(offsets[1:], rows, right=True)  # E where a row is nobody's
+    return F.pad(ddb, (0, 0, 0, 1)).index_select(0, expert), None
+
+
+library.define("bias_gradient(Tensor m, Tensor offsets) -> Tensor")
+for _key in ("CPU", "CUDA"):
+    library.impl("bias_gradient", _bias_gradient, _key)
+
+
+@torch.library.register_fake("guild::bias_gradient", lib=library)
+def _bias_fake(m, offsets):
+    return m.new_empty(offsets.shape[0] - 1, m.shape[1])
+
+
+def bias_gradient(m: Tensor, offsets: Tensor) -> Tensor:
+    """Sums of m's rows (R, width) by expert: (E, width) in m's dtype.
+
+    offsets: int32 (E + 1), the first one 0. Can be differentiated.
+    """
+    return ops.bias_gradient(m, offsets)
 
 
 def starts(offs: Tensor) -> Tensor:
@@ -183,14 +216,22 @@ def _pair_up_setup(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
+def _activation_of(kind: int, *rest: Any) -> tuple[Activation, str]:
+    """An activation and its order, from the flags of an op."""
+    *scalars, interleaved = rest
+    return Activation(KINDS[kind], *scalars), ORDERS[interleaved]
+
+
 def _pair_up_gradient(ctx, da, dh):
     nothing = (None,) * 7
     x, w_up, offsets, h = ctx.saved_tensors
     want_x, want_w, _, want_bias = ctx.needs_input_grad[1:5]
+    again = torch.is_grad_enabled()  # then differentiable operations alone
     if da is not None:  # swiglu_out was used on its own
-        kind, *rest = ctx.activation
-        activation = Activation(KINDS[kind], *rest)
-        order = "interleaved" if ctx.interleaved else "concatenated"
+        activation, order = _activation_of(*ctx.activation, ctx.interleaved)
+        if again:  # rows of nobody may hold NaN, which times their zero gradients is NaN
+            nobody = torch.arange(h.shape[0], device=h.device) >= offsets[-1]
+            h = h.masked_fill(nobody[:, None], 0)
         from_a = activation.gradient(h, da, order)
         dh = from_a if dh is None else dh + from_a
     if dh is None:
@@ -198,7 +239,9 @@ def _pair_up_gradient(ctx, da, dh):
     dh = rows_of(dh)
     dx = ops.grouped_mm(dh, w_up.mT, offsets[1:], None, False) if want_x else None
     dw = None
-    if want_w:
+    if want_w and again:
+        dw = ops.grouped_mm(x.mT, dh, offsets[1:], None, False)
+    elif want_w:
         dw = torch.empty_like(w_up)
         gated, order = ctx.activation[1], ctx.interleaved
         ops.up_weight_gradient_out(x, dh, offsets, None, dw, None, gated, order, True, False)
@@ -213,21 +256,41 @@ def _pair_down_setup(ctx, inputs, output):
 
 
 def _pair_down_gradient(ctx, dout):
-    nothing = (None,) * 7
     kept, w_down, offsets = ctx.saved_tensors
     want_a, want_aux, want_w, _, want_bias = ctx.needs_input_grad[1:6]
     dout = rows_of(dout)
-    a, da, dh = kept, None, None
+    gradients = _pair_down_again if torch.is_grad_enabled() else _pair_down_kernels
+    want = want_a and not ctx.fused, want_aux, want_w
+    da, dh, dw = gradients(ctx, dout, kept, w_down, offsets, *want)
+    db = bias_gradient(dout, offsets) if want_bias else None
+    return da, dh, dw, None, db, *(None,) * 7
+
+
+def _pair_down_kernels(ctx, dout, kept, w_down, offsets, want_a, want_aux, want_w):
+    a, da, dh, dw = kept, None, None, None
     if ctx.fused and (want_aux or want_w):
         dh, a, _ = ops.down_gradient(dout, kept, offsets, None, None, w_down, *ctx.flags, True)
-    elif want_a and not ctx.fused:
+    if want_a:
         da = ops.grouped_mm(dout, w_down.mT, offsets[1:], None, False)
-    dw = None
     if want_w:
         dw = torch.empty_like(w_down)
         ops.down_weight_gradient_out(dout, a, offsets, None, dw, True, False)
-    db = bias_gradient(dout, offsets) if want_bias else None
-    return da, dh if want_aux else None, dw, None, db, *nothing
+    return da, dh if want_aux else None, dw
+
+
+def _pair_down_again(ctx, dout, kept, w_down, offsets, want_a, want_aux, want_w):
+    """The same of differentiable operations."""
+    a, da, dh, dw = kept, None, None, None
+    ends = offsets[1:]
+    if want_a or want_aux:
+        da = ops.grouped_mm(dout, w_down.mT, ends, None, False)
+    if ctx.fused:
+        activation, order = _activation_of(*ctx.flags)
+        a = activation(kept, order)
+        dh = activation.gradient(kept, da, order) if want_aux else None
+    if want_w:
+        dw = ops.grouped_mm(a.mT, dout, ends, None, False)
+    return da if want_a else None, dh, dw
 
 
 for _name, _backward, _setup in (
@@ -236,5 +299,24 @@ for _name, _backward, _setup in (
     ("grouped_mm", _grouped_mm_gradient, _grouped_mm_setup),
     ("pair_up", _pair_up_gradient, _pair_up_setup),
     ("pair_down", _pair_down_gradient, _pair_down_setup),
+    ("bias_gradient", _bias_second_gradient, _bias_setup),
 ):
     register(_name, _backward, _setup)
+
+register_without_gradient(
+    "balance_sums_backward",
+    "bias_gradient_out",
+    "combine",
+    "down_gradient",
+    "down_projection",
+    "down_weight_gradient_out",
+    "experts_backward",
+    "grouped_mm_out",
+    "moe_backward",
+    "route_backward",
+    "score_gradient",
+    "sort_by_expert",
+    "up_gradient",
+    "up_projection",
+    "up_weight_gradient_out",
+)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from guild._autograd import library, register, rows_of
+from guild._autograd import library, register, rows_of, tied
 from guild._gradients import expert_gradients, pre_activations
 from guild._operators import moe_forward_fake, ops
 from guild._router_gradients import (
@@ -62,7 +62,8 @@ def _gradient(ctx, dout, *_):
     if any(wanted):
         h = pre_activations(h, x, offsets, row_token, w_up, w_gate, b_up, ctx.flags)
         saved = x, h, *places, None, w_up, w_gate, w_down, b_down
-        gradients = expert_gradients(saved, rows_of(dout), ctx.flags, wanted, by_row=True)
+        by_all = tied(rows_of(dout), weight, b_up)
+        gradients = expert_gradients(saved, by_all, ctx.flags, wanted, by_row=True)
         dx_rows, dscores, *dlayer = gradients
     if dscores is not None:
         routed = scores, ids, slopes

@@ -7,22 +7,21 @@ from torch import Tensor
 
 from guild import _layer_operator  # noqa: F401 - registers the gradients
 from guild._checks import (
+    MOST_EXPERTS,
     expect_device,
     expect_dims,
     expect_indices,
     expect_like,
     expect_offsets,
-    expect_operand,
     expect_rows,
     expect_shape,
     expect_tensor,
 )
+from guild._layer_arguments import Halves, layer_arguments
 from guild._operators import autocast, ops, score_dtype
-from guild.activations import Activation, as_activation, is_interleaved
+from guild.activations import Activation, is_interleaved
 from guild.routing import Router, token_arguments
 from guild.weight_gradients import Experts, WeightGradients
-
-Halves = tuple[Tensor, Tensor]  # gate, up
 
 _moe_forward = ops.moe_forward.default
 _moe_layer = ops.moe_layer.default
@@ -60,8 +59,8 @@ def routed_experts(
         (tokens T, hidden H): bfloat16 or float16, on the CPU float32 and float64 too. Rows may lie
         further apart than H.
     topk_ids : torch.Tensor
-        (T, K) int32 or int64: experts of each token. Ids outside [0, E) are skipped, forward and
-        backward.
+        (T, K) int32 or int64: experts of each token, K from 1 to 4,096. Ids outside [0, E) are
+        skipped, forward and backward.
     topk_weights : torch.Tensor
         (T, K), any floating dtype; used in float32 (float64 if x is).
     w_up : torch.Tensor or (torch.Tensor, torch.Tensor)
@@ -69,7 +68,7 @@ def routed_experts(
         (E, I, H) each. x's dtype, any strides on the CPU; on a GPU one of the last two dimensions
         contiguous. Read in place.
     w_down : torch.Tensor
-        (E, H, I).
+        (E, H, I). E is 1 to 4,096, on a GPU 1 to 1,024.
     b_up : torch.Tensor or (torch.Tensor, torch.Tensor), optional
         (E, 2I) in the given order, (E, I) without a gate; or a pair of (E, I).
     b_down : torch.Tensor, optional
@@ -147,7 +146,13 @@ def routed_experts_and_offsets(
     expect_dims("x", x, 2, what="(tokens, hidden)")
     if token_offsets is None:
         expect_dims("topk_ids", topk_ids, 2, what="(tokens, top_k)")
+        if not 1 <= topk_ids.shape[1] <= MOST_EXPERTS:
+            raise ValueError(
+                f"topk_ids: expected 1 to {MOST_EXPERTS} experts of a token, got shape "
+                f"{tuple(topk_ids.shape)}"
+            )
     else:
+        expect_tensor("token_offsets", token_offsets)
         expect_dims("topk_ids", topk_ids, 1, what="(slots,) with token_offsets")
         expect_offsets("token_offsets", token_offsets, x)
         expect_shape("token_offsets", token_offsets, (x.shape[0] + 1,))
@@ -161,7 +166,7 @@ def routed_experts_and_offsets(
     if not topk_weights.is_floating_point():
         raise TypeError(f"topk_weights: expected a floating dtype, got {topk_weights.dtype}")
     given = w_up, w_down, b_up, b_down
-    x, *layer, gradient = _layer(x, *given, activation, order, transposed)
+    x, *layer, gradient = layer_arguments(x, *given, activation, order, transposed, routed=True)
     residual = _residual(residual, x)
     scores = topk_weights.to(score_dtype(x.dtype)).contiguous()
     ids = topk_ids.contiguous()
@@ -194,7 +199,7 @@ def routed_layer(
     """`route_tokens` and `routed_experts_and_offsets` as one op, of which x gets one gradient."""
     tokens = token_arguments(x, router_weight, top_k, router, selection_bias, token_mask)
     given, order = (w_up, w_down, b_up, b_down), "concatenated"
-    x, *layer, gradient = _layer(x, *given, activation, order, False)
+    x, *layer, gradient = layer_arguments(x, *given, activation, order, False, routed=True)
     residual = _residual(residual, x)
     keep = torch.is_grad_enabled() and (gradient or router_weight.requires_grad)
     if keep and weight_gradients is not None:
@@ -242,7 +247,7 @@ def experts_mlp(
         int32 (E + 1): where each expert's rows begin, and where the last one's end. Rows at or past
         offsets[E] belong to nobody: their result and gradient are zero.
     w_up, w_down, b_up, b_down, activation, order, transposed, recompute, weight_gradients
-        As in `routed_experts`.
+        As in `routed_experts`, but for up to 4,096 experts on a GPU, too.
 
     Returns
     -------
@@ -255,9 +260,10 @@ def experts_mlp(
         If an argument is not as described; the message names it.
     """
     expect_dims("x_sorted", x_sorted, 2, what="(rows, hidden)")
-    expect_tensor("w_down", w_down)
     given = w_up, w_down, b_up, b_down
-    x, *layer, gradient = _layer(x_sorted, *given, activation, order, transposed, "x_sorted")
+    x, *layer, gradient = layer_arguments(
+        x_sorted, *given, activation, order, transposed, "x_sorted"
+    )
     expect_offsets("offsets", offsets, x)
     expect_shape("offsets", offsets, (w_down.shape[0] + 1,), "it holds starts and the last end")
     keep = torch.is_grad_enabled() and gradient
@@ -282,6 +288,11 @@ def _parameters(
         raise TypeError(
             f"weight_gradients: expected guild.WeightGradients, got {type(weight_gradients)}"
         )
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            "weight_gradients: expected None under torch.func's transforms, which return gradients "
+            "where it writes them to parameters"
+        )
     w_gate = None
     if isinstance(w_up, tuple | list):
         w_gate, w_up = w_up
@@ -295,93 +306,3 @@ def _parameters(
     parameters = w_up, w_gate, w_down, b_up, b_down
     weight_gradients.expect_targets(parameters)
     return parameters
-
-
-def _layer(
-    x: Tensor,
-    w_up: Tensor | Halves,
-    w_down: Tensor,
-    b_up: Tensor | Halves | None,
-    b_down: Tensor | None,
-    activation: Activation | str,
-    order: str,
-    transposed: bool,
-    x_name: str = "x",
-) -> tuple:
-    """Checked, cast arguments of an op, and at the end whether any of them wants a gradient."""
-    activation = as_activation(activation)
-    interleaved = is_interleaved(order)
-    w_gate = None
-    if isinstance(w_up, tuple | list):
-        if not activation.gated or len(w_up) != 2:
-            wanted = "a pair (gate, up)" if activation.gated else "one tensor without a gate"
-            raise ValueError(f"w_up: expected {wanted}, got {len(w_up)} tensors")
-        w_gate, w_up = w_up
-        if interleaved and isinstance(b_up, Tensor) and b_up.dim() == 2:
-            b_up = torch.cat((b_up[:, 0::2], b_up[:, 1::2]), 1)
-        interleaved = False  # as the pre-activations of two tensors are kept
-    if isinstance(b_up, tuple | list):
-        b_up = _joined_bias(b_up, activation, interleaved)
-    expect_dims("w_down", w_down, 3, what="(experts, hidden, intermediate)")
-    _expect_weights(x, w_up, w_gate, w_down, b_up, b_down, activation, transposed)
-    operands = autocast(x, w_up, w_gate, w_down, b_up, b_down)
-    x, w_up, w_gate, w_down, b_up, b_down = operands
-    expect_operand(x_name, x)
-    gradient = False
-    for name, tensor in zip(_NAMES, operands, strict=True):
-        if tensor is not None:
-            expect_like(name, tensor, x, x_name)
-            gradient = gradient or tensor.requires_grad
-    expect_rows(x_name, x)
-    flags = (*activation.scalars, interleaved, transposed)
-    return x, w_up, w_gate, w_down, b_up, b_down, *flags, gradient
-
-
-_NAMES = ("x", "w_up", "w_up[0] (gate)", "w_down", "b_up", "b_down")
-
-
-def _expect_weights(
-    x: Tensor,
-    w_up: Tensor,
-    w_gate: Tensor | None,
-    w_down: Tensor,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-    activation: Activation,
-    transposed: bool,
-) -> None:
-    """The shapes of a layer: E and I follow from w_down, H from x."""
-    hidden = x.shape[1]
-    experts, first, second = w_down.shape
-    intermediate = first if transposed else second
-    if (second if transposed else first) != hidden:
-        shape = (experts, intermediate, hidden) if transposed else (experts, hidden, intermediate)
-        hint = "pass transposed=True if the checkpoint stores (E, I, H)"
-        if first != hidden and second != hidden:
-            hint = f"hidden is {hidden} in x"
-        elif transposed:
-            hint = "leave transposed out if the checkpoint stores (E, H, I)"
-        raise ValueError(f"w_down: expected shape {shape}, got {tuple(w_down.shape)}; {hint}")
-    out = intermediate if w_gate is not None else activation.width(intermediate)
-    shape = (experts, hidden, out) if transposed else (experts, out, hidden)
-    kind = "with a gate" if activation.gated else "without a gate"
-    for name, tensor in (("w_up", w_up), ("w_up[0] (gate)", w_gate)):
-        if tensor is not None:
-            expect_shape(name, tensor, shape, f"intermediate is {intermediate} in w_down, {kind}")
-    if b_up is not None:
-        expect_shape("b_up", b_up, (experts, activation.width(intermediate)))
-        expect_rows("b_up", b_up)
-    if b_down is not None:
-        expect_shape("b_down", b_down, (experts, hidden))
-        expect_rows("b_down", b_down)
-
-
-def _joined_bias(halves: Halves, activation: Activation, interleaved: bool) -> Tensor:
-    if not activation.gated or len(halves) != 2:
-        wanted = "a pair (gate, up)" if activation.gated else "one tensor without a gate"
-        raise ValueError(f"b_up: expected {wanted}, got {len(halves)} tensors")
-    for name, half in zip(("b_up[0] (gate)", "b_up[1] (up)"), halves, strict=True):
-        expect_dims(name, half, 2, what="(experts, intermediate)")
-    gate, up = halves
-    expect_shape("b_up[0] (gate)", gate, tuple(up.shape))
-    return torch.stack((gate, up), -1).flatten(1) if interleaved else torch.cat((gate, up), 1)

@@ -9,13 +9,17 @@ from torch import Tensor
 
 from guild._checks import (
     dtype_name,
+    expect_apart,
     expect_device,
     expect_dims,
+    expect_experts,
     expect_like,
     expect_offsets,
     expect_operand,
+    expect_own_elements,
     expect_rows,
     expect_shape,
+    expect_tensor,
 )
 from guild._gradients import starts
 from guild._operators import autocast, ops
@@ -60,14 +64,15 @@ def grouped_mm(
         column-major.
     offs : torch.Tensor, optional
         int32 (E,): where each group ends along the dimension that groups split; None where they
-        split nothing.
+        split nothing. 1 to 4,096 groups.
     bias : torch.Tensor, optional
         (E, N); (E, M) where groups split columns.
     out_dtype : torch.dtype, optional
         mat_a's dtype, the default, or float32.
     out : torch.Tensor, optional
         Where to write the result, instead of a new tensor: of its shape, in mat_a's dtype or
-        float32. Has no gradient.
+        float32. Shares no memory with an operand, nor its elements with each other. Has no
+        gradient: an error where an operand, the bias or out wants one, unless under no_grad().
     accumulate : bool
         Add to `out` instead.
 
@@ -84,6 +89,8 @@ def grouped_mm(
     """
     expect_dims("mat_a", mat_a, 2, 3)
     expect_dims("mat_b", mat_b, 2, 3)
+    if bias is not None:
+        expect_tensor("bias", bias)
     mat_a, mat_b, bias = autocast(mat_a, mat_b, bias)
     expect_operand("mat_a", mat_a)
     expect_like("mat_b", mat_b, mat_a, "mat_a")
@@ -111,10 +118,30 @@ def grouped_mm(
     if out.dtype not in dtypes or out_dtype not in (None, out.dtype):
         wanted = dtype_name(out_dtype or mat_a.dtype)
         raise TypeError(f"out: expected dtype {wanted} or float32, got {dtype_name(out.dtype)}")
-    if torch.is_grad_enabled() and (mat_a.requires_grad or mat_b.requires_grad):
-        raise ValueError("out: expected None where a gradient is wanted (use torch.no_grad())")
+    _expect_free(out, {"mat_a": mat_a, "mat_b": mat_b, "offs": offs, "bias": bias})
     _grouped_mm_out(mat_a, mat_b, offs, bias, out, accumulate)
     return out
+
+
+def _expect_free(out: Tensor, operands: dict[str, Tensor | None]) -> None:
+    """Raise unless out can be written to: nobody's memory but its own, and no gradient."""
+    given = {name: t for name, t in operands.items() if t is not None}
+    if torch.is_grad_enabled():
+        for name, tensor in {**given, "out": out}.items():
+            if tensor.requires_grad:
+                raise ValueError(
+                    f"out: expected None where a gradient is wanted, as {name} wants one (or call "
+                    "under torch.no_grad())"
+                )
+    if torch.compiler.is_compiling():  # no memory yet
+        return
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            "out: expected None under torch.func's transforms, which do not see writes to it"
+        )
+    expect_own_elements("out", out)
+    for name, tensor in given.items():
+        expect_apart("out", out, name, tensor)
 
 
 def _grouped_shape(mat_a: Tensor, mat_b: Tensor, offs: Tensor | None) -> tuple[int, ...]:
@@ -134,10 +161,12 @@ def _grouped_shape(mat_a: Tensor, mat_b: Tensor, offs: Tensor | None) -> tuple[i
             )
         if stacks[0] != stacks[1]:
             raise ValueError(f"mat_b: expected {stacks[0]} matrices as mat_a has, got {stacks[1]}")
+        expect_experts("mat_a", mat_a, stacks[0], False, "groups")
         return stacks[0], rows, columns
     if offs is None:
         raise ValueError("offs: expected the end of each group, int32 (groups,), got None")
     expect_offsets("offs", offs, mat_a)
+    expect_experts("offs", offs, offs.shape[0], False, "groups")
     if stacks:
         expect_shape("offs", offs, (stacks[0],), "one end per group")
         return rows, columns
@@ -182,7 +211,7 @@ def grouped_mm_swiglu(
         (rows R, hidden H), sorted by expert; dtypes as in `grouped_mm`.
     w_up : torch.Tensor
         (E, H, 2I): row-major, or the transposed view of an (E, 2I, H) parameter; (E, H, I) for an
-        activation without a gate.
+        activation without a gate. E is 1 to 4,096.
     offs : torch.Tensor
         int32 (E,): where each expert's rows end. Rows at or past offs[-1] belong to nobody.
     bias : torch.Tensor, optional
@@ -242,7 +271,7 @@ def grouped_mm_downproj(
     swiglu_out : torch.Tensor
         (rows R, I).
     w_down : torch.Tensor
-        (E, I, H): row-major, or the transposed view of an (E, H, I) parameter.
+        (E, I, H): row-major, or the transposed view of an (E, H, I) parameter. E is 1 to 4,096.
     offs : torch.Tensor
         int32 (E,): where each expert's rows end.
     bias : torch.Tensor, optional
@@ -268,8 +297,10 @@ def grouped_mm_downproj(
     """
     act = _pair_activation(swiglu_alpha, swiglu_limit, up_offset, activation)
     interleaved = is_interleaved(order)
-    if aux_biased_acc is not None and not torch.compiler.is_compiling():
-        _expect_origin(swiglu_out, aux_biased_acc, act, order)
+    if aux_biased_acc is not None:
+        expect_tensor("aux_biased_acc", aux_biased_acc)
+        if not torch.compiler.is_compiling():
+            _expect_origin(swiglu_out, aux_biased_acc, act, order)
     operands = _pair_operands("swiglu_out", swiglu_out, "w_down", w_down, offs, bias)
     swiglu_out, w_down, bias = operands
     return _pair_down(
@@ -300,10 +331,15 @@ def _pair_operands(
     """The product's operands, cast under autocast and checked."""
     expect_dims(x_name, x, 2, what="(rows, columns)")
     expect_dims(w_name, w, 3, what="(experts, inputs, outputs)")
+    if bias is not None:
+        expect_tensor("bias", bias)
     x, w, bias = autocast(x, w, bias)
     expect_operand(x_name, x)
     expect_rows(x_name, x)
     experts, inputs, outputs = w.shape
+    expect_experts(w_name, w, experts, False, "experts")
+    if not (inputs and outputs):
+        raise ValueError(f"{w_name}: expected inputs and outputs, got shape {tuple(w.shape)}")
     if inputs != x.shape[1]:
         raise ValueError(
             f"{w_name}: expected shape ({experts}, {x.shape[1]}, outputs) for {x_name} "

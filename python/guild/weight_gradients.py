@@ -12,7 +12,6 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from guild._autograd import rows_of
 from guild._checks import dtype_name
@@ -33,12 +32,15 @@ class WeightGradients:
     delayed : bool
         Keep what they need until `compute` is called, instead of computing them in backward. Kept
         are, for each backward, the layer's input, the gradients of its output and pre-activations,
-        and the activations: 2 R (H + 3I) bytes or so in 16 bits.
+        and the activations: 2 R (H + 3I) bytes or so in 16 bits. Tensors of the caller's, the input
+        and the gradient of the output among them, must stay as they are until then: `compute`
+        raises RuntimeError where one was overwritten.
 
     Notes
     -----
     Gradients do not pass through autograd, so hooks on the parameters do not run. Sums are in the
-    order of the backward passes, with the same bits in every run.
+    order of the backward passes, with the same bits in every run. They have no graph either:
+    backward with create_graph=True and torch.func's transforms raise NotImplementedError.
     """
 
     def __init__(self, *, main_grad: bool = False, delayed: bool = False) -> None:
@@ -51,14 +53,24 @@ class WeightGradients:
         return len(self._pending)
 
     def compute(self) -> None:
-        """Compute what is pending, in the order of the backward passes."""
+        """Compute what is pending, in the order of the backward passes.
+
+        Raises
+        ------
+        RuntimeError
+            If something that a gradient is made of was overwritten since backward; the message
+            names it. That backward pass and later ones stay pending.
+        """
         while self._pending:
-            self._pending.pop(0)()
+            self._pending[0]()
+            self._pending.pop(0)
 
     def _take(self, step: Callable[[], None]) -> None:
-        self._pending.append(step)
-        if not self.delayed:
+        if self.delayed:
+            self._pending.append(step)
+        else:
             self.compute()
+            step()
 
     def expect_targets(self, parameters: tuple[Tensor | None, ...]) -> None:
         """Raise ValueError unless gradients can be put where they should go."""
@@ -84,7 +96,8 @@ class WeightGradients:
         for p, w in zip(parameters, wanted, strict=True):
             if w and p.grad is None:
                 p.grad = torch.empty_like(p) if fresh else torch.zeros_like(p)
-        return [p.grad if w else None for p, w in zip(parameters, wanted, strict=True)], not fresh
+        targets = [p.grad if w else None for p, w in zip(parameters, wanted, strict=True)]
+        return targets, not fresh
 
     def _takes_with_dh(self, *biases: Tensor | None) -> bool:
         """Whether the biases' gradients, of one dtype, come out of the down gradient."""
@@ -103,6 +116,25 @@ def _expect_main_grad(name: str, parameter: Tensor) -> None:
         )
     if main.device != parameter.device:
         raise ValueError(f"{name}.main_grad: expected device {parameter.device}, got {main.device}")
+
+
+class _Kept:
+    """Tensors that are not the layer's own, and their versions when backward used them."""
+
+    def __init__(self, x: Tensor, dout: Tensor, offsets: Tensor | None = None) -> None:
+        x_name = "x" if offsets is None else "x_sorted"
+        named = ((x_name, x), ("the output's gradient", dout), ("offsets", offsets))
+        self._tensors = [(name, t, t._version) for name, t in named if t is not None]
+
+    def expect_unchanged(self) -> None:
+        """Raise RuntimeError naming a tensor that was overwritten."""
+        for name, tensor, version in self._tensors:
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"{name}: expected to find it as backward left it (version {version}) in "
+                    f"WeightGradients.compute(), got one overwritten since (version "
+                    f"{tensor._version}); overwrite a copy, or call compute() before"
+                )
 
 
 class Experts(torch.autograd.Function):
@@ -142,21 +174,24 @@ class Experts(torch.autograd.Function):
         else:
             out, h = ops.experts_forward(x, offsets, *layer, not recompute)
         ctx.sink, ctx.parameters, ctx.flags = sink, parameters, flags
-        places = offsets, row_token, slot_row, row_score
+        places = offsets, row_token, slot_row, row_score, token_offsets
         ctx.save_for_backward(x, h, *places, w_up, w_gate, w_down, b_up, b_down, *routed)
-        ctx.token_offsets = token_offsets
         ctx.mark_non_differentiable(offsets)
         ctx.set_materialize_grads(False)
         return out, offsets
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dout, _):
         """dX, dscores and the router's gradient; the weight gradients go to the sink."""
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                "weight_gradients: expected backward without create_graph=True, for the gradients "
+                "that it writes have no graph; leave weight_gradients out"
+            )
         nothing = (None,) * (6 + len(ctx.flags))
         if dout is None:
             return (*(None,) * 10, *nothing)
-        x, h, offsets, row_token, slot_row, row_score, *rest = ctx.saved_tensors
+        x, h, offsets, row_token, slot_row, row_score, token_offsets, *rest = ctx.saved_tensors
         w_up, w_gate, w_down, b_up, b_down, *routed = rest
         want_x, want_router, _, _, want_scores, _, want_residual = ctx.needs_input_grad[3:10]
         h = pre_activations(h, x, offsets, row_token, w_up, w_gate, b_up, ctx.flags)
@@ -169,25 +204,15 @@ class Experts(torch.autograd.Function):
         dh, a, parts = ops.down_gradient(
             dout, h, offsets, row_token, row_score, w_down, *ctx.flags, *biases, add
         )
+        kept = _Kept(x, dout, offsets) if slot_row is None else _Kept(x, dout)
+        places = offsets, row_token, row_score
         ctx.sink._take(
-            partial(
-                _compute,
-                ctx.sink,
-                parameters,
-                ctx.flags,
-                x,
-                dout,
-                dh,
-                a,
-                offsets,
-                row_token,
-                row_score,
-            )
+            partial(_compute, ctx.sink, kept, parameters, ctx.flags, x, dout, dh, a, *places)
         )
         dx = dscores = drouter = None
         if want_scores or (routed and (want_x or want_router)):
             dscores = ops.score_gradient(
-                parts, slot_row, offsets, dout, b_down, a.shape[1], ctx.token_offsets
+                parts, slot_row, offsets, dout, b_down, a.shape[1], token_offsets
             )
         if want_x:
             dx = ops.up_gradient(dh, offsets, w_up, w_gate, ctx.flags[1], *ctx.flags[6:])
@@ -195,7 +220,7 @@ class Experts(torch.autograd.Function):
                 nobody = torch.arange(x.shape[0], device=x.device) >= offsets[-1]
                 dx.masked_fill_(nobody[:, None], 0)
             elif not routed:
-                dx = ops.combine(dx, slot_row, None, ctx.token_offsets)
+                dx = ops.combine(dx, slot_row, None, token_offsets)
         if routed and dscores is not None:
             weight, *routed = routed
             dx, drouter = router_gradients(
@@ -206,8 +231,9 @@ class Experts(torch.autograd.Function):
 
 
 @torch.no_grad()
-def _compute(sink, parameters, flags, x, dout, dh, a, offsets, row_token, row_score) -> None:
+def _compute(sink, kept, parameters, flags, x, dout, dh, a, offsets, row_token, row_score) -> None:
     """dW and db of one backward pass, into the sink's targets."""
+    kept.expect_unchanged()
     w_up, w_gate, w_down, b_up, b_down = parameters
     gated, (interleaved, transposed) = flags[1], flags[6:]
     (target,), add = sink._target(w_down)

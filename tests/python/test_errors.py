@@ -27,6 +27,137 @@ def test_wrong_call(name: str, device: str) -> None:
         call(r)
 
 
+REQUIRED: dict[str, tuple[Callable[..., object], tuple[str, ...]]] = {
+    "routed_experts": (routed, ("x", "topk_ids", "topk_weights", "w_up", "w_down")),
+    "experts_mlp": (mlp, ("x_sorted", "offsets", "w_up", "w_down")),
+    "grouped_mm": (product, ("mat_a", "mat_b")),
+    "grouped_mm_swiglu": (pair_up, ("x", "w_up", "offs")),
+    "grouped_mm_downproj": (pair_down, ("swiglu_out", "w_down", "offs")),
+    "route": (
+        lambda r, **changed: guild.route(**{"logits": r.logits, "top_k": 2, **changed}),
+        ("logits",),
+    ),
+    "round_tokens": (
+        lambda r, **changed: guild.round_tokens(
+            **{"logits": r.logits, "ids": r.ids.int(), "rounding": "stochastic", **changed}
+        ),
+        ("logits", "ids"),
+    ),
+    "balance_sums": (
+        lambda r, **changed: guild.balance_sums(
+            **{"logits": r.logits, "ids": r.ids.int(), **changed}
+        ),
+        ("logits", "ids"),
+    ),
+    "MoE": (
+        lambda r, **changed: guild.MoE(
+            32, 16, 4, 2, shared_experts=1, device=r.x.device, dtype=r.x.dtype
+        )(**{"x": r.x, **changed}),
+        ("x",),
+    ),
+}
+OPTIONAL = {
+    "routed_experts": ("b_up", "b_down", "token_offsets", "residual"),
+    "experts_mlp": ("b_up", "b_down"),
+    "grouped_mm": ("offs", "bias", "out"),
+    "grouped_mm_swiglu": ("bias",),
+    "grouped_mm_downproj": ("bias", "aux_biased_acc"),
+    "route": ("selection_bias", "token_mask"),
+    "round_tokens": ("seed",),
+    "balance_sums": ("token_mask",),
+    "MoE": ("token_mask",),
+}
+
+
+@pytest.mark.parametrize(
+    "function, name, value",
+    [
+        (function, name, value)
+        for function, (_, names) in REQUIRED.items()
+        for value in (None, 1.5, [[1.0]])
+        for name in (*names, *(OPTIONAL[function] if value is not None else ()))
+        if not (name in ("w_up", "b_up") and isinstance(value, list))
+    ],
+)
+def test_what_is_no_tensor(function: str, name: str, value: object, device: str) -> None:
+    """None, a number or a list for a tensor: a TypeError that names the argument."""
+    call, _ = REQUIRED[function]
+    r = right(device)
+    call(r)
+    with pytest.raises(TypeError, match=f"^{name}: expected a"):
+        call(r, **{name: value})
+
+
+@pytest.mark.parametrize("call", [routed, mlp])
+@pytest.mark.parametrize("half", [0, 1])
+@pytest.mark.parametrize("name", ["w_up", "b_up"])
+def test_half_a_pair(name: str, half: int, call: Callable[..., object]) -> None:
+    """The part of a (gate, up) pair that is no tensor is named."""
+    r = right("cpu")
+    whole = r.up if name == "w_up" else r.b_up
+    pair = list(whole.chunk(2, 1))
+    given = {"w_up": pair} if name == "w_up" else {"b_up": pair}
+    call(r, **given)
+    pair[half] = None
+    with pytest.raises(
+        TypeError, match=rf"^{name}\[{half}\] \({('gate', 'up')[half]}\): expected a t"
+    ):
+        call(r, **given)
+
+
+def zeros_of_experts(experts: int, top_k: int = 1) -> dict[str, Callable[[], object]]:
+    """Calls with so many experts, and so many of them a token."""
+    x, wide = torch.zeros(3, 4), torch.zeros(experts, 4, 4)
+    w_up, ends = torch.zeros(experts, 8, 4), torch.zeros(experts, dtype=torch.int32)
+    ids, logits = torch.zeros(3, top_k, dtype=torch.int32), torch.zeros(3, experts)
+    offsets = torch.zeros(experts + 1, dtype=torch.int32)
+    return {
+        "topk_ids|w_down": lambda: guild.routed_experts(x, ids, torch.zeros(3, top_k), w_up, wide),
+        "w_down": lambda: guild.experts_mlp(x, offsets, w_up, wide),
+        "offs": lambda: guild.grouped_mm(x, wide, ends),
+        "mat_a": lambda: guild.grouped_mm(wide, wide),
+        "w_up": lambda: guild.grouped_mm_swiglu(x, wide, ends),
+        "w_down of the pair": lambda: guild.grouped_mm_downproj(x, wide, ends),
+        "logits|top_k": lambda: guild.route(logits, top_k),
+        "logits|ids": lambda: guild.round_tokens(logits, ids),
+        "logits|ids of a sum": lambda: guild.balance_sums(logits, ids),
+        "experts|top_k": lambda: guild.MoE(4, 2, experts, top_k),
+    }
+
+
+@pytest.mark.parametrize("experts, top_k", [(0, 1), (4097, 1), (4, 0), (4, 4097)])
+def test_how_many_experts(experts: int, top_k: int) -> None:
+    """The limits of the guide, at every function; at them all works."""
+    with_top_k = top_k != 1
+    for name, call in zeros_of_experts(experts, top_k).items():
+        if with_top_k and "|" not in name:
+            continue
+        names, limit = name.split(" ")[0], r"expected 1 to (4096|4\b)"
+        with pytest.raises(ValueError, match=f"^({names}): {limit}"):
+            call()
+    for most in (1, 4096):
+        for call in zeros_of_experts(most).values():
+            call()
+
+
+@pytest.mark.parametrize("shape", [(0, 2), (4, 0)])
+def test_empty_weights(shape: tuple[int, int]) -> None:
+    """Hidden or intermediate zero."""
+    hidden, inner = shape
+    x, offsets = torch.zeros(3, hidden), torch.zeros(3, dtype=torch.int32)
+    w_up, w_down = torch.zeros(2, 2 * inner, hidden), torch.zeros(2, hidden, inner)
+    with pytest.raises(ValueError, match="^w_down: expected sizes of 1 and more"):
+        guild.experts_mlp(x, offsets, w_up, w_down)
+    with pytest.raises(ValueError, match="^w_up: expected inputs and outputs"):
+        guild.grouped_mm_swiglu(x, w_up.mT, offsets[1:])
+
+
+def test_experts_that_a_gpu_cannot_route(gpu: str) -> None:
+    logits = torch.zeros(3, 1025, device=gpu)
+    with pytest.raises(ValueError, match="^logits: expected 1 to 1024 experts on a CUDA device"):
+        guild.route(logits, 2)
+
+
 def test_float32_on_a_gpu(gpu: str) -> None:
     """Names the dtype, what is supported, and autocast."""
     r = right(gpu)

@@ -199,6 +199,8 @@ CALLS: dict[str, Callable[[Inputs], Arguments]] = {
         False,
         True,
     ),
+    "bias_gradient": lambda i: (*wanting(i.h), i.offsets),
+    "tie": lambda i: (i.h, i.layer.scores),
     "bias_gradient_out": lambda i: (
         i.h,
         i.offsets,

@@ -136,6 +136,153 @@ def test_delayed_gradients_wait(device: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(ours, autograd, rtol=2e-2, atol=2e-2)
 
 
+def test_delayed_sums_are_in_the_order_of_backward(device: str, dtype: torch.dtype) -> None:
+    """Bit for bit what immediate sums are; in another order they have other bits."""
+    data = batches(device, dtype, 5)
+    totals = []
+    for delayed, order in ((False, data), (True, data), (False, data[::-1])):
+        sink = WeightGradients(main_grad=True, delayed=delayed)
+        layer = make_layer(device, dtype, weight_gradients=sink)
+        for name in PARAMETERS:
+            parameter = layer.get_parameter(name)
+            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+        for batch in order:
+            run(layer, *batch)
+        sink.compute()
+        totals.append([layer.get_parameter(name).main_grad for name in ("w_up", "w_down")])
+    for immediate, late, reversed_order in zip(*totals, strict=True):
+        assert torch.equal(immediate, late)
+        assert not torch.equal(immediate, reversed_order)
+
+
+def routed_by_lists(x: Tensor, sink: WeightGradients | None) -> tuple[Tensor, dict[str, Tensor]]:
+    """A layer of lists, and the caller's tensors that backward and compute read."""
+    torch.manual_seed(3)
+    w_up, w_down = (torch.randn(s).to(x).requires_grad_() for s in ((3, 16, 16), (3, 16, 8)))
+    ids = torch.tensor([0, 1, 2, 2, 0, 1], dtype=torch.int32, device=x.device)
+    scores = torch.rand(6, device=x.device, requires_grad=True)
+    token_offsets = torch.tensor([0, 2, 3, 3, 6], dtype=torch.int32, device=x.device)
+    more = {"token_offsets": token_offsets, "weight_gradients": sink}
+    out = routed_experts(x, ids, scores, w_up, w_down, **more)
+    return out, {"x": x, "token_offsets": token_offsets}
+
+
+@pytest.mark.parametrize("sink", [None, WeightGradients(), WeightGradients(delayed=True)])
+@pytest.mark.parametrize("name", ["x", "token_offsets"])
+def test_overwritten_before_backward(
+    device: str, dtype: torch.dtype, sink: WeightGradients | None, name: str
+) -> None:
+    out, given = routed_by_lists(torch.randn(4, 16).to(device, dtype), sink)
+    given[name].zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["x", "the output's gradient", "x_sorted", "offsets"])
+def test_overwritten_before_compute(device: str, dtype: torch.dtype, name: str) -> None:
+    """What a delayed gradient is made of is compared with what backward saw."""
+    sink = WeightGradients(delayed=True)
+    if name in ("x_sorted", "offsets"):
+        given = sorted_case(device, dtype)
+        w_up = (given["gate"], given["up"])
+        rows = given["x_sorted"] = given["x_sorted"].detach()
+        out = experts_mlp(rows, given["offsets"], w_up, given["w_down"], weight_gradients=sink)
+    else:
+        out, given = routed_by_lists(torch.randn(4, 16).to(device, dtype), sink)
+    given["the output's gradient"] = torch.ones_like(out)
+    out.backward(given["the output's gradient"])
+    given[name].zero_()
+    for _ in range(2):  # the gradient stays missing
+        with pytest.raises(RuntimeError, match=f"^{name}: expected to find it as backward left"):
+            sink.compute()
+    assert sink.pending == 1
+
+
+@pytest.mark.parametrize("held", ["gate", "up"])
+def test_a_gradient_that_is_there_is_added_to(device: str, dtype: torch.dtype, held: str) -> None:
+    """Also where the other tensor of a (gate, up) pair has none yet."""
+    case = sorted_case(device, dtype)
+    w_up = (case["gate"], case["up"])
+    more = {"weight_gradients": WeightGradients()}
+    call = (case["x_sorted"], case["offsets"], w_up, case["w_down"])
+    expected = sorted_case(device, dtype)
+    out = experts_mlp(
+        expected["x_sorted"],
+        expected["offsets"],
+        (expected["gate"], expected["up"]),
+        expected["w_down"],
+    )
+    out.sum().backward()
+    case[held].grad = torch.ones_like(case[held])
+    experts_mlp(*call, **more).sum().backward()
+    for name in ("gate", "up"):
+        fresh = expected[name].grad
+        wanted = fresh + 1 if name == held else fresh
+        torch.testing.assert_close(case[name].grad, wanted, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("only", ["gate", "up"])
+def test_half_of_a_pair_wants_a_gradient(device: str, dtype: torch.dtype, only: str) -> None:
+    """Of routed tokens and of sorted rows, by autograd and by a sink."""
+    for routed in (False, True):
+        for sink in (None, WeightGradients()):
+            whole, half = sorted_case(device, dtype), sorted_case(device, dtype)
+            for name in ("x_sorted", "gate", "up", "w_down"):
+                half[name].requires_grad_(name == only)
+            for case, more in ((whole, None), (half, sink)):
+                weights = (case["gate"], case["up"]), case["w_down"]
+                if routed:
+                    ids = torch.arange(30, device=device)[:, None] % 3
+                    chosen = ids, torch.ones(30, 1, device=device)
+                    out = routed_experts(case["x_sorted"], *chosen, *weights, weight_gradients=more)
+                else:
+                    rows = case["x_sorted"], case["offsets"]
+                    out = experts_mlp(*rows, *weights, weight_gradients=more)
+                out.sum().backward()
+            assert half[only].grad.any()
+            assert torch.equal(half[only].grad, whole[only].grad)
+
+
+def test_biases_of_two_dtypes(device: str) -> None:
+    """Under autocast each gets its gradient in its own dtype."""
+    grads = []
+    for sink in (None, WeightGradients()):
+        torch.manual_seed(4)
+        x, w_up, w_down, b_up, b_down = (
+            torch.randn(s, device=device)
+            for s in ((6, 16), (3, 16, 16), (3, 16, 8), (3, 16), (3, 16))
+        )
+        b_down = b_down.bfloat16()
+        layer = [t.requires_grad_() for t in (w_up, w_down, b_up, b_down)]
+        ids = torch.arange(6, device=device)[:, None] % 3
+        with torch.autocast(device, dtype=torch.bfloat16):
+            out = routed_experts(
+                x, ids, torch.ones(6, 1, device=device), *layer, weight_gradients=sink
+            )
+        out.float().square().sum().backward()
+        assert [t.grad.dtype for t in layer] == [t.dtype for t in layer]
+        grads.append([t.grad for t in layer])
+    for expected, got in zip(*grads, strict=True):
+        torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-1)
+
+
+def test_no_graph_through_a_sink() -> None:
+    """create_graph=True, forward mode and torch.func: each an error, none a gradient less."""
+    x = torch.randn(4, 16, requires_grad=True)
+    out, _ = routed_by_lists(x, WeightGradients())
+    with pytest.raises(NotImplementedError, match="weight_gradients: expected backward without"):
+        torch.autograd.grad(out.sum(), x, create_graph=True)
+    with pytest.raises(
+        NotImplementedError, match="weight_gradients: expected None under torch.func"
+    ):
+        layer = make_layer("cpu", torch.float32, weight_gradients=WeightGradients())
+        torch.func.grad(lambda x: layer(x).sum())(torch.randn(4, SIZES["hidden"]))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x.detach(), torch.ones_like(x))
+        with pytest.raises(RuntimeError, match="forward"):
+            routed_by_lists(dual, WeightGradients())
+
+
 def sorted_case(device: str, dtype: torch.dtype) -> dict[str, Tensor]:
     torch.manual_seed(2)
     place = {"device": device, "dtype": dtype}

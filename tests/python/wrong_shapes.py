@@ -112,6 +112,21 @@ SHAPES: dict[str, Wrong] = {
         ValueError,
         r"w_down: expected shape \(4, 32, 32\), got \(4, 32, 16\); leave transposed out",
     ),
+    "square w_down, w_up transposed": (
+        lambda r: routed(r, w_up=r.up.mT.repeat(1, 1, 2), w_down=r.down.repeat(1, 1, 2), b_up=None),
+        ValueError,
+        r"w_up: expected shape \(4, 64, 32\), got \(4, 32, 64\); pass transposed=True if",
+    ),
+    "square w_down, w_up not transposed": (
+        lambda r: mlp(r, w_up=r.up.repeat(1, 2, 1), w_down=r.down.repeat(1, 1, 2), transposed=True),
+        ValueError,
+        r"w_up: expected shape \(4, 32, 64\), got \(4, 64, 32\); leave transposed out if",
+    ),
+    "w_down of another hidden than x_sorted": (
+        lambda r: mlp(r, w_down=r.down[:, :24]),
+        ValueError,
+        "w_down: expected .*; hidden is 32 in x_sorted",
+    ),
     "w_down of another hidden": (
         lambda r: routed(r, w_down=r.down[:, :24]),
         ValueError,

@@ -111,7 +111,7 @@ VALUES: dict[str, Wrong] = {
     "no experts": (
         lambda r: guild.MoE(H, I, 0, 1),
         ValueError,
-        "experts: expected at least 1, got 0",
+        "experts: expected 1 to 4096, got 0",
     ),
     "negative hidden": (
         lambda r: guild.MoE(-8, I, E, 1),
@@ -219,6 +219,13 @@ VALUES: dict[str, Wrong] = {
         lambda r: guild.MoE(24, I, E, 2, device=r.x.device, dtype=r.x.dtype)(r.x),
         ValueError,
         r"x: expected shape \(..., 24\) \(hidden\), got \(6, 32\)",
+    ),
+    "module with shared experts fed another dtype": (
+        lambda r: guild.MoE(H, I, E, 2, shared_experts=1, device=r.x.device, dtype=torch.float16)(
+            r.x
+        ),
+        TypeError,
+        "^x: expected dtype float16 as router.weight has, got bfloat16",
     ),
     "module fed another dtype": (
         lambda r: guild.MoE(H, I, E, 2, device=r.x.device, dtype=torch.float16)(r.x),
