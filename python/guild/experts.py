@@ -190,10 +190,11 @@ def routed_layer(
     residual: Tensor | None,
     recompute: bool,
     weight_gradients: WeightGradients | None,
+    order: str,
 ) -> tuple[Tensor, Tensor]:
     """`route_tokens` and `routed_experts_and_offsets` as one op, of which x gets one gradient."""
     tokens = token_arguments(x, router_weight, top_k, router, selection_bias, token_mask)
-    given, order = (w_up, w_down, b_up, b_down), "concatenated"
+    given = w_up, w_down, b_up, b_down
     x, *layer, gradient = _layer(x, *given, activation, order, False)
     residual = _residual(residual, x)
     keep = torch.is_grad_enabled() and (gradient or router_weight.requires_grad)

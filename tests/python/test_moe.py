@@ -6,40 +6,10 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 import guild
 from guild.bench_memory import saved_tensors
-from reference import apply_activation, restated, weights_of
-
-
-def plain(moe: guild.MoE, x: Tensor) -> Tensor:
-    """The module's function in float64, one expert after another, with autograd."""
-    p = {name: value.double() for name, value in moe.named_parameters()}
-    flat = x.double().reshape(-1, moe.hidden)
-    logits = flat @ p["router.weight"].t()
-    score, key = restated(moe.routing, logits, getattr(moe.router, "selection_bias", None))
-    ids = key.topk(moe.top_k, 1).indices
-    weights = weights_of(moe.routing, score, ids)
-    routed = flat
-    if moe.routing.applied_to == "input":
-        routed, weights = flat * weights, torch.ones_like(weights)
-
-    def mlp(rows: Tensor, w_up: Tensor, w_down: Tensor, b_up: Tensor | None, b_down: Tensor | None):
-        h = F.linear(rows, w_up, b_up)
-        halves = h.chunk(2, 1) if moe.activation.gated else (h, None)
-        return F.linear(apply_activation(moe.activation, *halves), w_down, b_down)
-
-    out = torch.zeros_like(flat)
-    for e in range(moe.experts):
-        token, k = torch.nonzero(ids == e, as_tuple=True)
-        biases = [p[name][e] if name in p else None for name in ("b_up", "b_down")]
-        rows = mlp(routed[token], p["w_up"][e], p["w_down"][e], *biases)
-        out = out.index_add(0, token, rows * weights[token, k][:, None])
-    if moe.shared is not None:
-        out = out + mlp(flat, p["shared.w_up"], p["shared.w_down"], None, None)
-    return out.view(x.shape)
+from plain_layer import plain
 
 
 ROUTERS = {
@@ -162,28 +132,6 @@ def test_autocast(device: str) -> None:
     out.float().square().sum().backward()
     for value in (x, *moe.parameters()):
         assert value.grad.dtype == torch.float32
-
-
-def test_router_logits_are_float32(device: str) -> None:
-    """16-bit operands, float32 sums: not the 8 bits that a bfloat16 product leaves."""
-    from guild.moe import router_logits
-
-    torch.manual_seed(0)
-    x = torch.randn(50, 128, device=device, dtype=torch.bfloat16, requires_grad=True)
-    weight = torch.randn(8, 128, device=device, dtype=torch.bfloat16, requires_grad=True)
-    logits = router_logits(x, weight)
-    assert logits.dtype == torch.float32
-    with torch.autocast(device, dtype=torch.bfloat16):
-        assert torch.equal(router_logits(x, weight), logits)
-    expected = x.double() @ weight.double().t()
-    torch.testing.assert_close(logits.double(), expected, atol=1e-4, rtol=1e-5)
-    dlogits = torch.randn_like(logits)
-    got = torch.autograd.grad(logits, (x, weight), dlogits)
-    truth = torch.autograd.grad(expected, (x, weight), dlogits.double())
-    for value, gradient in zip(got, truth, strict=True):
-        assert value.dtype == torch.bfloat16
-        error = (value.double() - gradient.double()).norm() / gradient.double().norm()
-        assert error < 0.006
 
 
 @pytest.mark.parametrize("name", [n for n in guild.routing.ROUTERS if n != "llama4"])
