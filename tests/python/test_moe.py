@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import inspect
 
 import pytest
 import torch
@@ -10,7 +12,6 @@ import torch
 import guild
 from guild.bench_memory import saved_tensors
 from plain_layer import plain
-
 
 ROUTERS = {
     "default": guild.Router(),
@@ -216,6 +217,45 @@ def test_counts_before_and_after() -> None:
     assert int(moe.expert_counts.sum()) == 30
     moe(torch.randn(2, 16))
     assert int(moe.expert_counts.sum()) == 4
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_losses_that_are_not_there() -> None:
+    """AttributeError, which hasattr and all that walks through attributes expects; it says why."""
+    for moe in (guild.MoE(16, 8, 4, 2), guild.MoE(16, 8, 4, 2, balance_over="batch")):
+        for name in ("load_balancing_loss", "z_loss"):
+            assert not hasattr(moe, name) and getattr(moe, name, None) is None
+            with pytest.raises(AttributeError, match="^balance_over: expected MoE.*and a forward"):
+                getattr(moe, name)
+        assert ("top_k", 2) in inspect.getmembers(moe)
+        x = torch.randn(3, 16)
+        traced = torch.jit.trace(moe, x, check_trace=False)
+        torch.testing.assert_close(traced(x), moe(x))
+        with pytest.raises(AttributeError, match="has no attribute 'loss'"):
+            _ = moe.loss
+    assert hasattr(moe, "z_loss") and moe.z_loss > 0  # after the forward
+
+
+@pytest.mark.parametrize("over", [None, "batch"])
+def test_inside_of_function_transforms(over: str | None) -> None:
+    """Nothing of torch.func's own tensors is kept; the next plain forward counts again."""
+    moe = guild.MoE(16, 8, 4, 2, balance_over=over, router="sigmoid")
+    x = torch.randn(3, 5, 16)
+    moe(x)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return moe(x).square().sum()
+
+    for transform in (torch.func.grad, torch.func.vjp, torch.func.vmap):
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # not every op has a rule
+            transform(loss)(x) if transform is not torch.func.vjp else torch.func.vjp(loss, x)
+        counts, sums = moe.expert_counts, moe.balance_sums
+        assert counts is None or sum(counts.tolist()) in (10, 30)
+        assert sums is None or int(sums.counts.sum()) in (10, 30)
+        copy.deepcopy(moe)
+    moe(x)
+    assert int(moe.expert_counts.sum()) == 30
+    moe.balance()
 
 
 def test_copies_and_prints() -> None:
