@@ -27,6 +27,7 @@ LAYERS: dict[str, dict[str, Any]] = {
         "router": guild.Router("sigmoid", scale=2.5, selection_bias=True, groups=3, top_groups=2),
     },
     "llama4": {"router": "llama4", "router_bias": True, "shared_gate": True, "shared_experts": 1},
+    "llama4_plain": {"router": "llama4"},
     "recomputed": {**GPT_OSS, "recompute": True},
 }
 
@@ -34,7 +35,7 @@ LAYERS: dict[str, dict[str, Any]] = {
 def make(name: str, **more: Any) -> guild.MoE:
     """A layer of 6 experts, 24 wide; every parameter and buffer drawn, biases too."""
     torch.manual_seed(0)
-    moe = guild.MoE(24, 16, 6, 1 if name == "llama4" else 2, **{**LAYERS[name], **more})
+    moe = guild.MoE(24, 16, 6, 1 if name.startswith("llama4") else 2, **{**LAYERS[name], **more})
     with torch.no_grad():
         for key, value in moe.state_dict().items():
             if "b_" in key or "bias" in key:
@@ -91,7 +92,7 @@ def test_sixteen_bits(name: str, device: str) -> None:
         assert value.dtype == torch.bfloat16 and value.isfinite().all() and value.any()
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_next"])
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_next", "llama4", "llama4_plain"])
 def test_autocast(name: str, device: str) -> None:
     """float32 parameters: bfloat16 out, float32 gradients, near float64's."""
     moe = make(name, device=device)
@@ -125,9 +126,23 @@ def test_names_in_a_checkpoint() -> None:
     other.load_state_dict(moe.state_dict())
     x = torch.randn(3, 24)
     assert torch.equal(other(x), moe(x))
+
+
+def test_reset_parameters(device: str) -> None:
+    """From memory that nothing has written: weights of variance 1 / inputs, zero biases."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    options = {**LAYERS["everything"], "shared_intermediate": 8}
+    moe = guild.MoE(256, 16, 6, 2, **options, device="meta", dtype=dtype)
+    moe.to_empty(device=device)
+    with torch.no_grad():
+        for value in moe.state_dict().values():
+            value.fill_(torch.nan)
     moe.reset_parameters()
-    assert not moe.router.bias.any() and not moe.router.selection_bias.any()
-    assert moe.shared.gate.weight.any()
+    for name, value in moe.state_dict().items():
+        if "b_" in name or "bias" in name:
+            assert not value.any(), name
+        else:
+            assert abs(value.float().std().item() * value.shape[-1] ** 0.5 - 1) < 0.25, name
 
 
 @pytest.mark.parametrize("later", [False, True])

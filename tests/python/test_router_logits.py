@@ -59,6 +59,19 @@ def test_autocast(device: str) -> None:
         assert gradient.dtype == torch.float32 and gradient.norm() > 0
 
 
+@pytest.mark.parametrize("dtype", _DTYPES, ids=named)
+def test_bias_of_another_dtype(dtype: torch.dtype, device: str) -> None:
+    """It is added in the logits' dtype, and gets its gradient in its own."""
+    x = torch.randn(6, 16, device=device, dtype=torch.bfloat16)
+    weight = torch.randn(4, 16, device=device, dtype=torch.bfloat16)
+    bias = torch.randn(4, device=device, dtype=dtype, requires_grad=True)
+    logits = guild.router_logits(x, weight, bias)
+    assert torch.equal(logits, guild.router_logits(x, weight) + bias.float())
+    assert logits.dtype == torch.float32
+    logits.sum().backward()
+    assert bias.grad.dtype == dtype and torch.equal(bias.grad, torch.full_like(bias, 6))
+
+
 def test_compiled(device: str) -> None:
     """One graph, eager's bits."""
     torch._dynamo.reset()

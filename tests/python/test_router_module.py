@@ -104,6 +104,18 @@ def replace_module(moe: guild.MoE, x: Tensor) -> Tensor:
     return moe.router(x)
 
 
+class Tempered(RouterLinear):
+    """A class made of the layer's own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / 3
+
+
+def derive_class(moe: guild.MoE, x: Tensor) -> Tensor:
+    moe.router.__class__ = Tempered
+    return x @ moe.router.weight.t() / 3
+
+
 CHANGES: dict[str, Callable[[guild.MoE, Tensor], Tensor]] = {
     "bias": assign_bias,
     "parametrised": double_weight,
@@ -112,6 +124,7 @@ CHANGES: dict[str, Callable[[guild.MoE, Tensor], Tensor]] = {
     "forward pre-hook": hook_input,
     "another forward": replace_forward,
     "another module": replace_module,
+    "another class": derive_class,
     "LoRA": wrap,
 }
 
@@ -158,6 +171,18 @@ def test_backward_hooks() -> None:
     moe.router.register_full_backward_hook(lambda module, dx, dout: seen.append(dout[0]))
     moe(x).square().sum().backward()
     assert len(seen) == 1 and seen[0].shape == (9, 6)
+    torch.testing.assert_close(moe.router.weight.grad, expected)
+
+
+def test_backward_pre_hooks() -> None:
+    """They may change the gradient of the logits."""
+    moe = layer_of()
+    x = torch.randn(9, 16, requires_grad=True)
+    moe(x).square().sum().backward()
+    expected = 2 * moe.router.weight.grad
+    moe.router.weight.grad = None
+    moe.router.register_full_backward_pre_hook(lambda module, dout: (2 * dout[0],))
+    moe(x).square().sum().backward()
     torch.testing.assert_close(moe.router.weight.grad, expected)
 
 
