@@ -56,6 +56,8 @@ class MoE(nn.Module):
         with `to_empty(device=...)` and `reset_parameters()`.
     order : {"concatenated", "interleaved"}
         Of gate and up in `w_up`, `b_up` and `shared.w_up`; see `routed_experts`.
+    transposed : bool
+        `w_up` is (experts, hidden, 2 * intermediate), `w_down` (experts, intermediate, hidden).
     router_bias : bool
         Whether the router's logits have a bias (gpt-oss).
     shared_intermediate : int, optional
@@ -112,6 +114,7 @@ class MoE(nn.Module):
         dtype: torch.dtype | None = None,
         *,
         order: str = "concatenated",
+        transposed: bool = False,
         router_bias: bool = False,
         shared_intermediate: int | None = None,
         shared_gate: bool = False,
@@ -135,17 +138,14 @@ class MoE(nn.Module):
             raise TypeError(f"dtype: expected a floating dtype, got {dtype_name(dtype)}")
         self.hidden, self.intermediate = hidden, intermediate
         self.experts, self.top_k = experts, top_k
-        self.activation, self.order = as_activation(activation), order
+        self.activation = as_activation(activation)
+        self.order, self.transposed = order, bool(transposed)
         self.routing = router or Router()
         self.recompute, self.weight_gradients = recompute, weight_gradients
         make: dict[str, Any] = {"device": device, "dtype": dtype}
-        width = self.activation.width(intermediate)
         choice = self.routing.selection_bias
         self.router: nn.Module = RouterLinear(hidden, experts, router_bias, choice, **make)
-        self.w_up = nn.Parameter(torch.empty(experts, width, hidden, **make))
-        self.w_down = nn.Parameter(torch.empty(experts, hidden, intermediate, **make))
-        self.b_up = nn.Parameter(torch.empty(experts, width, **make)) if bias else None
-        self.b_down = nn.Parameter(torch.empty(experts, hidden, **make)) if bias else None
+        self._make_experts(bias, make)
         self.shared = None
         if shared:
             self.shared = SharedExperts(hidden, shared, self.activation, order, shared_gate, **make)
@@ -154,10 +154,20 @@ class MoE(nn.Module):
         self._offsets: Tensor | None = None
         self.reset_parameters()
 
+    def _make_experts(self, bias: bool, make: dict[str, Any]) -> None:
+        experts, width = self.experts, self.activation.width(self.intermediate)
+        up, down = (width, self.hidden), (self.hidden, self.intermediate)
+        if self.transposed:
+            up, down = up[::-1], down[::-1]
+        self.w_up = nn.Parameter(torch.empty(experts, *up, **make))
+        self.w_down = nn.Parameter(torch.empty(experts, *down, **make))
+        self.b_up = nn.Parameter(torch.empty(experts, width, **make)) if bias else None
+        self.b_down = nn.Parameter(torch.empty(experts, self.hidden, **make)) if bias else None
+
     def reset_parameters(self) -> None:
         """Normal weights of variance 1 / inputs; zero biases."""
-        for weight in (self.w_up, self.w_down):
-            nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
+        nn.init.normal_(self.w_up, std=self.hidden**-0.5)
+        nn.init.normal_(self.w_down, std=self.intermediate**-0.5)
         for bias in (self.b_up, self.b_down):
             if bias is not None:
                 nn.init.zeros_(bias)
@@ -195,11 +205,11 @@ class MoE(nn.Module):
         flat, token_mask = self._tokens(x, token_mask)
         shared = None if self.shared is None else self.shared(flat)
         weights = self.w_up, self.w_down, self.b_up, self.b_down, self.activation
-        later = self.recompute, self.weight_gradients
+        layout, later = (self.order, self.transposed), (self.recompute, self.weight_gradients)
         if self._routes_in_one() and not return_routing:
             flat, weight = autocast(flat, self.router.weight)
             router = self.top_k, self.routing, self._selection_bias(), token_mask
-            out, offsets = routed_layer(flat, weight, *router, *weights, shared, *later, self.order)
+            out, offsets = routed_layer(flat, weight, *router, *weights, shared, *later, *layout)
             self._keep_offsets(offsets)
             return out.view(x.shape)
         logits = None
@@ -210,8 +220,8 @@ class MoE(nn.Module):
         if self.routing.applied_to == "input":
             rows, row_scores = (flat * scores).to(flat.dtype), torch.ones_like(scores)
         tokens = rows, ids, row_scores
-        how = self.order, False, token_offsets
-        out, offsets = routed_experts_and_offsets(*tokens, *weights, *how, shared, *later)
+        rest = token_offsets, shared, *later
+        out, offsets = routed_experts_and_offsets(*tokens, *weights, *layout, *rest)
         self._keep_offsets(offsets)
         out = out.view(x.shape)
         if not return_routing:

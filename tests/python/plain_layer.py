@@ -21,6 +21,7 @@ def plain_logits(parameters: Mapping[str, Tensor], x: Tensor) -> Tensor:
 def plain(moe: guild.MoE, x: Tensor) -> Tensor:
     """The module's function in float64, one expert after another, with autograd."""
     p = {name: value.double() for name, value in moe.named_parameters()}
+    w_up, w_down = (p[k].mT if moe.transposed else p[k] for k in ("w_up", "w_down"))
     flat = x.double().reshape(-1, moe.hidden)
     logits = plain_logits(p, flat)
     score, key = restated(moe.routing, logits, getattr(moe.router, "selection_bias", None))
@@ -39,7 +40,7 @@ def plain(moe: guild.MoE, x: Tensor) -> Tensor:
     for e in range(moe.experts):
         token, k = torch.nonzero(ids == e, as_tuple=True)
         biases = [p[name][e] if name in p else None for name in ("b_up", "b_down")]
-        rows = mlp(routed[token], p["w_up"][e], p["w_down"][e], *biases)
+        rows = mlp(routed[token], w_up[e], w_down[e], *biases)
         out = out.index_add(0, token, rows * weights[token, k][:, None])
     if moe.shared is not None:
         shared = mlp(flat, p["shared.w_up"], p["shared.w_down"], None, None)

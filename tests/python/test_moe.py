@@ -219,7 +219,7 @@ def test_counts_before_and_after() -> None:
     assert int(moe.expert_counts.sum()) == 4
 
 
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.torch.jit.trace")
 def test_losses_that_are_not_there() -> None:
     """AttributeError, which hasattr and all that walks through attributes expects; it says why."""
     for moe in (guild.MoE(16, 8, 4, 2), guild.MoE(16, 8, 4, 2, balance_over="batch")):

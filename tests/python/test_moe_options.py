@@ -16,6 +16,8 @@ from reference import restated, weights_of
 GPT_OSS = {"activation": "gpt_oss", "bias": True, "router_bias": True, "order": "interleaved"}
 LAYERS: dict[str, dict[str, Any]] = {
     "gpt_oss": GPT_OSS,
+    "gpt_oss_transposed": {**GPT_OSS, "transposed": True},
+    "transposed": {"transposed": True, "shared_experts": 1},
     "qwen2_moe": {"router": "softmax", "shared_intermediate": 20, "shared_gate": True},
     "qwen3_next": {"shared_experts": 1, "shared_gate": True},
     "odd_shared": {"shared_intermediate": 5, "activation": "relu2_ungated"},
@@ -128,10 +130,11 @@ def test_names_in_a_checkpoint() -> None:
     assert torch.equal(other(x), moe(x))
 
 
-def test_reset_parameters(device: str) -> None:
+@pytest.mark.parametrize("transposed", [False, True])
+def test_reset_parameters(transposed: bool, device: str) -> None:
     """From memory that nothing has written: weights of variance 1 / inputs, zero biases."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    options = {**LAYERS["everything"], "shared_intermediate": 8}
+    options = {**LAYERS["everything"], "shared_intermediate": 8, "transposed": transposed}
     moe = guild.MoE(256, 16, 6, 2, **options, device="meta", dtype=dtype)
     moe.to_empty(device=device)
     with torch.no_grad():
@@ -142,14 +145,17 @@ def test_reset_parameters(device: str) -> None:
         if "b_" in name or "bias" in name:
             assert not value.any(), name
         else:
-            assert abs(value.float().std().item() * value.shape[-1] ** 0.5 - 1) < 0.25, name
+            inputs = value.shape[-2 if transposed and value.dim() == 3 else -1]
+            assert abs(value.float().std().item() * inputs**0.5 - 1) < 0.25, name
 
 
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("later", [False, True])
-def test_weight_gradients(later: bool) -> None:
+def test_weight_gradients(later: bool, transposed: bool) -> None:
     """Into main_grad: the same numbers in the order of the weights."""
     sums = guild.WeightGradients(main_grad=True, delayed=later)
-    moe, plain_moe = make("everything", weight_gradients=sums), make("everything")
+    moe = make("everything", weight_gradients=sums, transposed=transposed)
+    plain_moe = make("everything", transposed=transposed)
     weights = {name: getattr(moe, name) for name in ("w_up", "w_down", "b_up", "b_down")}
     for weight in weights.values():
         weight.main_grad = torch.zeros_like(weight)
