@@ -243,12 +243,14 @@ class MoE(nn.Module):
             token_mask = token_flags(token_mask.reshape(-1), flat, "x")
             # Its gradients are zero, but zero times NaN in x would be NaN in those of the weights.
             flat = flat.masked_fill(~token_mask[:, None], 0)
-        flat, sample = autocast(flat, self.w_up.detach()[:0])
-        if flat.dtype != sample.dtype:
-            raise TypeError(
-                f"x: expected dtype {dtype_name(sample.dtype)} as w_up has, got "
-                f"{dtype_name(flat.dtype)}"
-            )
+        (flat,) = autocast(flat)
+        if flat.dtype != self.w_up.dtype:
+            _, sample = autocast(flat, self.w_up.detach()[:0])
+            if flat.dtype != sample.dtype:
+                raise TypeError(
+                    f"x: expected dtype {dtype_name(sample.dtype)} as w_up has, got "
+                    f"{dtype_name(flat.dtype)}"
+                )
         return flat, token_mask
 
     def _keeps_logits(self) -> bool:

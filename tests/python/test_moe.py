@@ -209,6 +209,14 @@ def test_balance_evens_the_load() -> None:
     assert moe.expert_counts.max().item() < 100  # 64 each would be even
 
 
+def test_nothing_to_balance() -> None:
+    """Errors that say what is missing."""
+    with pytest.raises(RuntimeError, match=r"^router: expected Router\(selection_bias=True\), got"):
+        guild.MoE(16, 8, 4, 2).balance()
+    with pytest.raises(RuntimeError, match="^balance: expected a forward before it, got none"):
+        guild.MoE(16, 8, 4, 2, router="sigmoid").balance()
+
+
 def test_counts_before_and_after() -> None:
     """None before the first forward, then this forward's."""
     moe = guild.MoE(16, 8, 4, 2)
