@@ -16,7 +16,7 @@ from torch import Tensor
 from ._operators import ops, score_dtype, score_parts
 from .activations import as_activation
 from .bench_problem import Problem
-from .moe import router_logits
+from .logits import router_logits
 from .presets import Shape
 from .routing import route
 
