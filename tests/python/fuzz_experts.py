@@ -78,7 +78,9 @@ class ExpertsCase:
         results, inputs = {}, {}
 
         def step(i: int) -> Outputs:
-            given = {n: self.place_input(n, t, dtype, device) for n, t in values["passes"][i].items()}
+            given = {
+                n: self.place_input(n, t, dtype, device) for n, t in values["passes"][i].items()
+            }
             for name in self.inputs:
                 given[name].requires_grad_(name in backward.wants)
                 inputs[f"{name}{i}"] = given[name]

@@ -48,7 +48,7 @@ def choice_keys(
         return key, margin
     parts = key.unflatten(1, (groups, -1))
     best = parts.topk(min(1 if group_score == "max" else 2, parts.shape[2]), 2).values.sum(2)
-    ranked = best.sort(1, descending=True, stable=True)
+    ranked = best.sort(dim=1, descending=True, stable=True)
     kept = torch.zeros_like(best, dtype=torch.bool)
     kept.scatter_(1, ranked.indices[:, :top_groups], True)
     if top_groups < groups:
@@ -58,7 +58,7 @@ def choice_keys(
 
 def choose(key: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """The best top_k by token, and by how much the last is better than the best of the others."""
-    ranked = key.sort(1, descending=True, stable=True)
+    ranked = key.sort(dim=1, descending=True, stable=True)
     margin = key.new_full((key.shape[0],), torch.inf)
     if top_k < key.shape[1]:
         margin = ranked.values[:, top_k - 1] - ranked.values[:, top_k]
@@ -111,7 +111,7 @@ def round_to(chosen: Tensor, key: Tensor, counts: Tensor) -> tuple[Tensor, Tenso
         if count == now:
             continue
         candidates = torch.nonzero(chosen[:, e] == (count < now)).flatten()
-        ranked = candidates[key[candidates, e].sort(descending=True, stable=True).indices]
+        ranked = candidates[key[candidates, e].argsort(dim=0, descending=True, stable=True)]
         taken = count if count < now else count - now
         if 0 < taken < len(ranked):
             margin = min(margin, float(key[ranked[taken - 1], e] - key[ranked[taken], e]))
