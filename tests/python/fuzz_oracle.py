@@ -7,6 +7,7 @@ the end, skipped slots) never enters a product, not even times zero; gradients a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -94,7 +95,7 @@ def routed(experts: Experts, x: Tensor, token: Tensor, ids: Tensor, scores: Tens
 def by_rows(experts: Experts, x: Tensor, offsets: list[int]) -> Tensor:
     """Rows sorted by expert; zero before offsets[0] and from offsets[E] on."""
     parts = [x.new_zeros(offsets[0], x.shape[1])]
-    for e, (begin, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
+    for e, (begin, end) in enumerate(pairwise(offsets)):
         parts.append(experts.mlp(e, x[begin:end]))
     return torch.cat([*parts, x.new_zeros(x.shape[0] - offsets[-1], x.shape[1])])
 
@@ -107,21 +108,22 @@ def grouped_mm(a: Tensor, b: Tensor, ends: list[int] | None, bias: Tensor | None
     if ends is None:
         out = [a[e] @ b[e] for e in range(a.shape[0])]
         return torch.stack(out if bias is None else [o + bias[e] for e, o in enumerate(out)])
-    spans = list(zip([0, *ends], ends, strict=False))
-    if a.dim() == 2 and b.dim() == 3:
-        parts = [a[i:j] @ b[e] for e, (i, j) in enumerate(spans)]
+    spans = list(pairwise([0, *ends]))
+    if a.dim() == 3:
+        parts = [a[e] @ b[:, i:j] for e, (i, j) in enumerate(spans)]
         if bias is not None:
-            parts = [part + bias[e] for e, part in enumerate(parts)]
-        return torch.cat([*parts, a.new_zeros(a.shape[0] - ends[-1], b.shape[2])])
-    if a.dim() == 2:
+            parts = [part + bias[e][:, None] for e, part in enumerate(parts)]
+        return torch.cat([*parts, a.new_zeros(a.shape[1], b.shape[1] - ends[-1])], 1)
+    if b.dim() == 2:
         parts = [a[:, i:j] @ b[i:j] for i, j in spans]
         if bias is not None:
-            parts = [p + bias[e] * (j > i) for e, (p, (i, j)) in enumerate(zip(parts, spans))]  # noqa: B905
+            filled = [j > i for i, j in spans]
+            parts = [part + bias[e] * filled[e] for e, part in enumerate(parts)]
         return torch.stack(parts)
-    parts = [a[e] @ b[:, i:j] for e, (i, j) in enumerate(spans)]
+    parts = [a[i:j] @ b[e] for e, (i, j) in enumerate(spans)]
     if bias is not None:
-        parts = [part + bias[e][:, None] for e, part in enumerate(parts)]
-    return torch.cat([*parts, a.new_zeros(a.shape[1], b.shape[1] - ends[-1])], 1)
+        parts = [part + bias[e] for e, part in enumerate(parts)]
+    return torch.cat([*parts, a.new_zeros(a.shape[0] - ends[-1], b.shape[2])])
 
 
 # ---- gradients ----------------------------------------------------------------------------------
