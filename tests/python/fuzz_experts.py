@@ -78,9 +78,8 @@ class ExpertsCase:
         results, inputs = {}, {}
 
         def step(i: int) -> Outputs:
-            given = {
-                n: self.place_input(n, t, dtype, device) for n, t in values["passes"][i].items()
-            }
+            one = values["passes"][i]
+            given = {n: self.place_input(n, t, dtype, device) for n, t in one.items()}
             for name in self.inputs:
                 given[name].requires_grad_(name in backward.wants)
                 inputs[f"{name}{i}"] = given[name]
@@ -235,9 +234,12 @@ class RoutedCase(ExpertsCase):
         return token, valid & owned
 
     def place_input(self, name: str, t: Tensor, dtype: torch.dtype, device: str) -> Tensor:
+        layout = "flipped" if t.dim() == 2 and self.x_layout == "window" else "packed"
+        if name == "ids":
+            return place(t, layout, t.dtype, device)
         if name == "scores":
             stored = self.score_dtype and getattr(torch, self.score_dtype)
-            return t.to(stored or score_dtype(dtype)).to(device)
+            return place(t, layout, stored or score_dtype(dtype), device)
         return super().place_input(name, t, dtype, device)
 
     def call(self, leaves: dict[str, Tensor], given: dict[str, Tensor], sink: Any) -> Tensor:

@@ -35,7 +35,7 @@ def draw_router(draw: Draw, experts: int, top_k: int, rounding: bool) -> Router:
     return Router(
         score=draw.pick(*SCORES),
         renormalize=draw.chance(0.6),
-        scale=draw.pick(1.0, 2.5, draw.number(0.1, 3)),
+        scale=draw.pick(1.0, 1.0, 2.5, draw.number(0.1, 3), draw.number(-2, 0), 0.0),
         selection_bias=draw.chance(0.4),
         groups=groups,
         top_groups=top_groups,
@@ -63,6 +63,7 @@ class RoutingCase:
     mask: float | None  # share of real tokens
     poison: float | None  # what padding's logits are
     sequences: int
+    bias_size: float
     wants: tuple[str, ...]
     twice: bool
 
@@ -79,10 +80,13 @@ class RoutingCase:
             experts=experts,
             top_k=top_k,
             router=draw_router(draw, experts, top_k, True),
-            kind=draw.pick("normal", "normal", "wide", "extreme", "tied", "equal", "one_hot"),
+            kind=draw.pick(
+                "normal", "normal", "wide", "extreme", "huge", "tied", "equal", "one_hot"
+            ),
             mask=mask,
             poison=None if mask is None else draw.pick(None, torch.nan, torch.inf, -torch.inf),
             sequences=sequences,
+            bias_size=draw.pick(0.1, 3.0),
             wants=("logits",) if draw.chance(0.9) else (),
             twice=draw.chance(0.3),
         )
@@ -96,6 +100,7 @@ class RoutingCase:
             "normal": lambda: normal,
             "wide": lambda: (normal * 20).clamp(-most, most),
             "extreme": lambda: normal.sign() * (most if self.router.score == "sigmoid" else 1e4),
+            "huge": lambda: normal * (20 if self.router.score == "sigmoid" else 1e15),
             "tied": lambda: normal.round(),
             "equal": lambda: torch.full(shape, 0.75, dtype=torch.float64),
             "one_hot": lambda: most * (normal > 1.5).double(),
@@ -108,7 +113,7 @@ class RoutingCase:
         return {
             "logits": logits.to(dtype).double(),
             "real": real,
-            "bias": values.normal(self.experts, scale=0.1, dtype=torch.float32),
+            "bias": values.normal(self.experts, scale=self.bias_size, dtype=torch.float32),
             "dscores": values.normal(self.tokens, self.top_k),
             "dlists": values.normal(self.tokens * self.experts),
             "dshares": values.normal(self.sequences, self.experts),
@@ -199,10 +204,8 @@ class RoutingCase:
         dscores = given["dscores"][given["real"]].flatten()
         dlists = given["dlists"][: len(lists)]
         pairs = [(sums.shares, given["dshares"]), (sums.squares, given["dsquares"])]
-        pairs += [
-            (sums.load_balancing_loss(), torch.ones(())),
-            (sums.z_loss(), torch.tensor(1 / 1024)),
-        ]
+        one = torch.ones(())
+        pairs += [(sums.load_balancing_loss(), one), (sums.z_loss(), one / 1024)]
         parts = {
             "dlogits_of_scores": (scores * dscores).sum(),
             "dlogits_of_lists": (lists * dlists).sum(),
@@ -257,11 +260,9 @@ class RoutingCase:
         options = self.router.rounding, self.router.tile, len(members)
         least, most = oracle.rounded_counts(before, *options)
         require(((counts == least) | (counts == most)).all(), "list_ids: expected whole tiles")
-        if (
-            self.router.rounding == "balanced"
-            and (most - least).remainder(self.router.tile).eq(0).all()
-        ):
-            drift = (counts.cumsum(0) - before.cumsum(0)).abs().max() if len(counts) else 0
+        unlimited = (most - least).remainder(self.router.tile).eq(0).all()
+        if self.router.rounding == "balanced" and unlimited:
+            drift = (counts.cumsum(0) - before.cumsum(0)).abs().max()
             require(2 * drift <= self.router.tile, "list_ids: expected balanced counts")
         key = oracle.log_probabilities(self.router.score, logits)
         expected, _ = oracle.round_to(chosen, key, counts)
