@@ -135,7 +135,7 @@ def place(values: Tensor, layout: str, dtype: torch.dtype, device: str) -> Tenso
     if layout == "packed":
         return values.clone(memory_format=torch.contiguous_format)
     if layout == "flipped":
-        return values.mT.contiguous().mT
+        return values.mT.clone(memory_format=torch.contiguous_format).mT
     shape = list(values.shape)
     if layout == "window":  # a part of longer rows, of more rows
         cut = [slice(None)] * (len(shape) - 2) + [slice(8, 8 + size) for size in shape[-2:]]

@@ -101,7 +101,10 @@ def test_an_oracle_off_by_a_little_is_found(request: pytest.FixtureRequest) -> N
 @pytest.mark.parametrize("layout", ["packed", "window", "flipped", "every_second", "scattered"])
 def test_layouts_hold_the_values(layout: str) -> None:
     """The same numbers, in memory of their own, in strides that differ."""
-    values = Values(0, torch.float64).normal(3, 4, 5)
+    for shape in ((3, 4, 5), (3, 1, 5), (3, 4, 1)):
+        values = Values(0, torch.float64).normal(*shape)
+        placed = place(values, layout, torch.float64, "cpu")
+        assert torch.equal(placed, values) and placed.data_ptr() != values.data_ptr()
+    values = values.expand(3, 4, 5)
     placed = place(values, layout, torch.float64, "cpu")
-    assert torch.equal(placed, values) and placed.data_ptr() != values.data_ptr()
-    assert (placed.stride() == values.stride()) == (layout == "packed")
+    assert (placed.stride() == (20, 5, 1)) == (layout == "packed")
