@@ -18,7 +18,7 @@ import torch
 
 import guild
 from fuzz_compare import compare, compare_rounded, same_bits
-from fuzz_draw import Backward, Draw
+from fuzz_draw import Backward, Draw, score_dtype
 from fuzz_experts import RoutedCase, SortedCase
 from fuzz_moe import MoECase
 from fuzz_products import PairCase, ProductCase
@@ -58,7 +58,8 @@ def failures_of(case: Any, device: str, dtype: torch.dtype = torch.float64) -> l
         truth = case.truth(values, got)
         if dtype in SIXTEEN:
             rounded = case.run(values, "cpu", dtype)
-            failures = compare_rounded(got, truth, rounded, case.truth(values, rounded), dtype)
+            stored = score_dtype(dtype) if isinstance(case, RoutingCase) else dtype
+            failures = compare_rounded(got, truth, rounded, case.truth(values, rounded), stored)
         else:
             failures = compare(got, truth)
         if case.twice:
