@@ -70,8 +70,8 @@ def compare_rounded(
 ) -> list[str]:
     """The rule of docs/numerics.md: at most twice the error of the rounded reference.
 
-    dtype: what the steps on the way to a result are stored in. One number that is rounded the other way may be all that a small tensor has of an error, so as
-    much is allowed in any case.
+    dtype: what the steps on the way to a result are stored in. One number that is rounded the
+    other way may be all that a small tensor has of an error, so as much is allowed in any case.
     """
     failures = structure(got, truth) + structure(rounded, truth_of_rounded)
     if failures:
