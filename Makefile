@@ -45,8 +45,8 @@ $(STEPS): setup-test
 format: setup-test
 	@find include src tests examples -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o \
 	  -name '*.cuh' | xargs .venv/bin/clang-format -i
-	@.venv/bin/ruff check --quiet --fix python scripts tests examples
-	@.venv/bin/ruff format --quiet python scripts tests examples
+	@.venv/bin/ruff check --quiet --fix python scripts tests examples cmake
+	@.venv/bin/ruff format --quiet python scripts tests examples cmake
 
 setup-run:
 	@scripts/setup.sh run

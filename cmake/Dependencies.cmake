@@ -1,28 +1,12 @@
 # Finds what Guild builds against: Eigen and CUTLASS headers, torch, CUDA, OpenMP.
 #
-# Eigen, CUTLASS and torch usually lie in a Python environment (wheels cmeel-eigen, nvidia-cutlass,
-# torch); the options of CMakeLists.txt override each.
+# Eigen, CUTLASS and torch usually lie in a Python environment (Pythons.cmake); the options of
+# CMakeLists.txt override each.
 
-find_package(Python3 COMPONENTS Interpreter)
 find_package(OpenMP REQUIRED COMPONENTS CXX)
 set(THREADS_PREFER_PTHREAD_FLAG ON)
 find_package(Threads REQUIRED)
-
-set(GUILD_FOUND_EIGEN "")
-set(GUILD_FOUND_CUTLASS "")
-set(GUILD_FOUND_TORCH "")
-set(GUILD_FOUND_TORCH_VERSION "")
-if(Python3_Interpreter_FOUND)
-  execute_process(
-    COMMAND ${Python3_EXECUTABLE} ${CMAKE_CURRENT_LIST_DIR}/python_packages.py
-    OUTPUT_VARIABLE lines OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
-  foreach(name eigen cutlass torch torch_version)
-    string(TOUPPER ${name} upper)
-    if(lines MATCHES "(^|\n)${name}=([^\n]*)")
-      set(GUILD_FOUND_${upper} "${CMAKE_MATCH_2}")
-    endif()
-  endforeach()
-endif()
+include(Pythons)
 
 # ---- Eigen: the CPU backend's matrix products ----
 if(NOT GUILD_EIGEN_DIR)
@@ -36,8 +20,13 @@ else()
   set(eigen_dir "${GUILD_EIGEN_DIR}")
 endif()
 if(NOT EXISTS "${eigen_dir}/Eigen/Core")
-  message(FATAL_ERROR "Eigen 3.4 not found: expected Eigen/Core in '${eigen_dir}'. Install the "
-    "Python package cmeel-eigen or libeigen3-dev, or pass -DGUILD_EIGEN_DIR=<folder of Eigen/>.")
+  message(FATAL_ERROR "Eigen 3.4 not found: expected Eigen/Core in '${eigen_dir}'. Looked in "
+    "CMake's usual places and in the packages of ${guild_asked}. Any of these will do, then run "
+    "CMake again:\n"
+    "  ${guild_pip} --no-deps cmeel-eigen\n"
+    "  apt-get install libeigen3-dev\n"
+    "  cmake with -DPython3_EXECUTABLE=<a Python that has cmeel-eigen>\n"
+    "  cmake with -DGUILD_EIGEN_DIR=<folder that holds Eigen/>")
 endif()
 add_library(guild_eigen INTERFACE)
 target_include_directories(guild_eigen SYSTEM INTERFACE "${eigen_dir}")
@@ -45,6 +34,9 @@ target_include_directories(guild_eigen SYSTEM INTERFACE "${eigen_dir}")
 # ---- CUDA and CUTLASS: the CUDA backend ----
 set(GUILD_WITH_CUDA OFF)
 if(NOT GUILD_CUDA STREQUAL "OFF")
+  if(NOT CMAKE_CUDA_COMPILER)
+    unset(CMAKE_CUDA_COMPILER CACHE)  # a compiler may have come since the last search
+  endif()
   include(CheckLanguage)
   check_language(CUDA)
   if(CMAKE_CUDA_COMPILER)
@@ -55,30 +47,34 @@ if(NOT GUILD_CUDA STREQUAL "OFF")
   endif()
 endif()
 if(GUILD_WITH_CUDA)
-  set(CMAKE_CUDA_ARCHITECTURES OFF)  # -gencode is given by hand: sm_90a has no CMake name
-  set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
-  enable_language(CUDA)
-  find_package(CUDAToolkit REQUIRED)
   set(cutlass_dir "${GUILD_CUTLASS_DIR}")
   if(NOT cutlass_dir)
     set(cutlass_dir "${GUILD_FOUND_CUTLASS}")
   endif()
   if(NOT EXISTS "${cutlass_dir}/cute/arch/mma_sm90_gmma.hpp")
-    message(FATAL_ERROR "CUTLASS 4.2 headers not found: expected cute/arch/mma_sm90_gmma.hpp in "
-      "'${cutlass_dir}'. Install the Python package nvidia-cutlass==4.2.0.0 (--no-deps), or pass "
-      "-DGUILD_CUTLASS_DIR=<CUTLASS's include folder>.")
+    message(FATAL_ERROR "CUTLASS 4.2 headers not found, which the CUDA backend needs: expected "
+      "cute/arch/mma_sm90_gmma.hpp in '${cutlass_dir}'. Looked in the packages of ${guild_asked}. "
+      "Any of these will do, then run CMake again:\n"
+      "  ${guild_pip} --no-deps nvidia-cutlass==4.2.0.0\n"
+      "  cmake with -DPython3_EXECUTABLE=<a Python that has it>\n"
+      "  cmake with -DGUILD_CUTLASS_DIR=<CUTLASS's include folder>\n"
+      "  cmake with -DGUILD_CUDA=OFF, for the CPU backend alone")
   endif()
+  set(CMAKE_CUDA_ARCHITECTURES OFF)  # -gencode is given by hand: sm_90a has no CMake name
+  set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
+  enable_language(CUDA)
+  find_package(CUDAToolkit REQUIRED)
 endif()
 
 # ---- torch: the binding, linked by hand because find_package(Torch) wants torch's CUDA ----
 set(GUILD_WITH_TORCH OFF)
 if(NOT GUILD_TORCH STREQUAL "OFF")
-  if(GUILD_FOUND_TORCH AND GUILD_FOUND_TORCH_VERSION VERSION_GREATER_EQUAL 2.10)
+  if(GUILD_FOUND_TORCH)
     set(GUILD_WITH_TORCH ON)
   elseif(GUILD_TORCH STREQUAL "ON")
-    message(FATAL_ERROR "GUILD_TORCH=ON, but ${Python3_EXECUTABLE} has no torch >= 2.10 "
-      "(found: '${GUILD_FOUND_TORCH_VERSION}'). Install torch there, pass "
-      "-DPython3_EXECUTABLE=<python>, or build without it: -DGUILD_TORCH=OFF.")
+    message(FATAL_ERROR "GUILD_TORCH=ON, but there is no torch >= 2.10 (found: "
+      "'${GUILD_FOUND_TORCH_VERSION}'). Looked in the packages of ${guild_asked}. Install torch "
+      "there, pass -DPython3_EXECUTABLE=<python>, or build without it: -DGUILD_TORCH=OFF.")
   endif()
 endif()
 if(GUILD_WITH_TORCH)

@@ -14,13 +14,15 @@ import sys
 import zipfile
 from pathlib import Path
 
-from machine import ROOT, VENV_PYTHON, say, stop
+from machine import ROOT, VENV_PYTHON, output, say, stop
 
 FOLDER = ROOT / "build/wheel"
+HEAD = output("git", "-C", str(ROOT), "rev-parse", "HEAD").strip()
 EXPECTED = (
     "guild/__init__.py",
     "guild/libguild_torch.so",
     "guild/quack_h200.json",
+    *(["guild/commit.txt"] if HEAD and (ROOT / ".git").exists() else []),
     "guild/include/guild/guild.h",
     "guild/lib/libguild.a",
     "guild/lib/cmake/guild/guildConfig.cmake",
@@ -35,6 +37,8 @@ out = layer(x)
 out.square().sum().backward()
 assert out.shape == x.shape and out.isfinite().all() and out.abs().sum() > 0
 assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
+from guild.provenance import commit
+assert (commit() or "").startswith(sys.argv[2]), commit()
 print("a layer ran forward and backward from", guild.__file__)
 """
 
@@ -65,7 +69,8 @@ def main() -> None:
     run(*pip, "--no-deps", "--no-index", "--target", site, wheel)
     environment = {k: v for k, v in os.environ.items() if k != "GUILD_LIBRARY"}
     environment["PYTHONPATH"] = str(site)
-    run(VENV_PYTHON, "-c", LAYER, site, cwd=FOLDER, env=environment)
+    head = os.environ.get("GUILD_COMMIT", HEAD if (ROOT / ".git").exists() else "")
+    run(VENV_PYTHON, "-c", LAYER, site, head, cwd=FOLDER, env=environment)
 
     example = FOLDER / "example"
     configure = ("cmake", "-G", "Ninja", "-S", ROOT / "examples/cpp", "-B", example)

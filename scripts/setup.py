@@ -54,6 +54,25 @@ def venv_is_ours() -> bool:
     return output(str(VENV_PYTHON), "-c", check).strip() == "True"
 
 
+def check_maker() -> None:
+    """Stop when $PYTHON asks for another Python than the one that .venv was made with."""
+    asked, record = os.environ.get("PYTHON"), VENV / "made-with"
+    if not asked or Path(sys.prefix).resolve() == VENV.resolve():
+        return
+    says = "import platform, sys; print(f'Python {platform.python_version()} in {sys.base_prefix}')"
+    made_with = record.read_text() if record.exists() else output(str(VENV_PYTHON), "-c", says)
+    if made_with.strip() != maker():
+        stop(
+            f"PYTHON={asked} is {maker()}, but .venv was made with {made_with.strip()}.\n"
+            "Remove .venv to make it anew, or leave PYTHON out."
+        )
+
+
+def maker() -> str:
+    """This Python, by its version and the place of its packages."""
+    return f"Python {platform.python_version()} in {sys.prefix}"
+
+
 def has_module(name: str) -> bool:
     """Whether this Python can import a module; an empty folder of that name does not count."""
     spec = importlib.util.find_spec(name)
@@ -76,6 +95,7 @@ def make_venv() -> None:
     if outer_torch() and inside_venv:  # venv looks past an outer virtual environment, we do not
         (venv_packages() / "outer.pth").write_text("\n".join(site.getsitepackages()) + "\n")
     (VENV / "made-at").write_text(str(ROOT))
+    (VENV / "made-with").write_text(maker())
 
 
 def make_venv_without_ensurepip(make: list[str]) -> None:
@@ -173,7 +193,9 @@ def main() -> None:
     is_test = sys.argv[1] == "test"
     say("== set-up")
     os.chdir(ROOT)
-    if not venv_is_ours():
+    if venv_is_ours():
+        check_maker()
+    else:
         make_venv()
     groups = ["run", "build", "headers"] + (["test", "style"] if is_test else [])
     needs_cuda = find_nvcc() and (is_test or has_hopper())

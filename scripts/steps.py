@@ -48,7 +48,8 @@ def cpp_files() -> list[str]:
 
 
 def style() -> list[list[str]]:
-    python = [f for f in ("python", "scripts", "tests", "examples", "bench") if (ROOT / f).exists()]
+    folders = ("python", "scripts", "tests", "examples", "bench", "cmake")
+    python = [folder for folder in folders if (ROOT / folder).exists()]
     return [
         ["clang-format", "--dry-run", "-Werror", *cpp_files()],
         ["ruff", "check", "--quiet", *python],

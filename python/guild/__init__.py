@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from guild.balancing import BalanceSums, balance_sums
     from guild.experts import experts_mlp, routed_experts
     from guild.grouped import grouped_mm, grouped_mm_downproj, grouped_mm_swiglu
+    from guild.layer_routing import Routing
+    from guild.logits import router_logits
     from guild.moe import MoE
     from guild.rounding import round_tokens
     from guild.routing import Router, route
@@ -31,6 +33,7 @@ _MODULE_OF = {
     "BalanceSums": "balancing",
     "MoE": "moe",
     "Router": "routing",
+    "Routing": "layer_routing",
     "WeightGradients": "weight_gradients",
     "balance_sums": "balancing",
     "experts_mlp": "experts",
@@ -41,6 +44,7 @@ _MODULE_OF = {
     "round_tokens": "rounding",
     "route": "routing",
     "routed_experts": "experts",
+    "router_logits": "logits",
     "set_num_sms": "sm_budget",
 }
 
@@ -49,6 +53,7 @@ __all__ = [
     "BalanceSums",
     "MoE",
     "Router",
+    "Routing",
     "WeightGradients",
     "balance_sums",
     "experts_mlp",
@@ -59,6 +64,7 @@ __all__ = [
     "round_tokens",
     "route",
     "routed_experts",
+    "router_logits",
     "set_num_sms",
 ]
 

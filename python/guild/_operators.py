@@ -32,6 +32,11 @@ def score_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def score_parts(intermediate: int) -> int:
+    """Partial sums of dS that the down gradient leaves for a row."""
+    return (intermediate + _SCORE_PART - 1) // _SCORE_PART
+
+
 def autocast(x: Tensor, *others: Tensor | None) -> tuple[Tensor | None, ...]:
     """The operands of a product in the autocast dtype of x's device, as they are without autocast.
 
@@ -259,11 +264,10 @@ def _combine(
 def _down_gradient(dout, h, offsets, row_token, row_score, w_down, *flags):
     transposed = flags[7]
     rows, intermediate = h.shape[0], w_down.shape[1 if transposed else 2]
-    parts = (intermediate + _SCORE_PART - 1) // _SCORE_PART
     return (
         dout.new_empty(h.shape),
         dout.new_empty(rows, intermediate),
-        dout.new_empty(rows, parts, dtype=score_dtype(dout.dtype)),
+        dout.new_empty(rows, score_parts(intermediate), dtype=score_dtype(dout.dtype)),
     )
 
 

@@ -75,11 +75,8 @@ class BalanceSums(NamedTuple):
         -------
         BalanceSums
         """
-        if not (dist.is_available() and dist.is_initialized()):
-            return self
-        counts = self.counts.clone()
-        dist.all_reduce(counts, group=group)
-        return self._replace(counts=counts)
+        counts = counts_of_ranks(self.counts, group)
+        return self if counts is self.counts else self._replace(counts=counts)
 
 
 def balance_sums(
@@ -135,3 +132,23 @@ def balance_sums(
     else:
         counted = token_mask.view(sequences, -1).sum(1).to(squares.dtype)
     return BalanceSums(counts, shares, squares, counted)
+
+
+def counts_of_ranks(counts: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Their sum over the ranks of a group, on their device; `counts` where there are no ranks."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return counts
+    total = counts.clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def move_selection_bias(
+    bias: Tensor, counts: Tensor, rate: float, group: dist.ProcessGroup | None
+) -> None:
+    """Lower the bias of experts above the mean count of all ranks by `rate`, raise the others'.
+
+    Sums and comparisons are of integers: every rank moves its bias by the same bits.
+    """
+    counts = counts_of_ranks(counts.long(), group)
+    bias += rate * torch.sign(counts.sum() - counts * counts.numel())

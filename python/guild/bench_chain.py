@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._operators import ops, score_dtype
+from ._operators import ops, score_dtype, score_parts
 from .activations import as_activation
 from .bench_problem import Problem
-from .moe import router_logits
+from .logits import router_logits
 from .presets import Shape
 from .routing import route
 
@@ -53,7 +53,7 @@ def step_work(shape: Shape, dtype: torch.dtype, bias: bool) -> dict[str, Work]:
     """Work of every step; x and dO count T rows, whatever number of rows is gathered from them."""
     t, h, i, e, k = shape
     rows, size, score = t * k, dtype.itemsize, score_dtype(dtype).itemsize
-    parts = -(-i // 128) * score
+    parts = score_parts(i) * score
     tokens, up, down = t * h * size, 2 * e * i * h * size, e * i * h * size
     by_row = {"h": 2 * rows * i * size, "a": rows * i * size, "y": rows * h * size}
     logits, router = t * e * score, e * h * size

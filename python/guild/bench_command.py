@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +54,9 @@ def run_bench(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(record, indent=2))
     else:
-        console.print(table_of(record))
+        from .narrow_table import fit
+
+        console.print(fit(table_of(record), console))
     if args.out is not None:
         _write(record, args.out, console)
     return 1 if any(case["failures"] for case in record["cases"]) else 0
@@ -84,11 +90,12 @@ def _report(args: argparse.Namespace) -> int:
     from .bench_report import read_record, report
 
     record = read_record(args.report)
-    print(json.dumps(record, indent=2) if args.json else report(record))
     if args.out is not None:
         if record["mode"] != "layers":
             raise ValueError(f"out: expected a record of layers to draw, got {record['mode']}")
         _make_folder(args.out)
+    print(json.dumps(record, indent=2) if args.json else report(record))
+    if args.out is not None:
         _draw(record, args.out / "bench.png")
         Console(stderr=True).print(f"results in {args.out}: bench.png")
     return 0
@@ -97,21 +104,43 @@ def _report(args: argparse.Namespace) -> int:
 def _draw(record: dict[str, Any], file: Path) -> None:
     from .plots import plot_bench
 
-    plot_bench(record, file)
+    with _replacing(file) as unfinished:
+        plot_bench(record, unfinished)
 
 
 def _make_folder(out: Path) -> None:
+    """Make the folder, and find out now, not after the measurement, whether it takes a file."""
     try:
         out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
     except (FileExistsError, NotADirectoryError):
         raise ValueError(f"out: expected a folder, got the file {str(out)!r}") from None
+    except OSError as error:
+        raise ValueError(
+            f"out: expected a folder to write in, got {str(out)!r} ({error.strerror})"
+        ) from None
+
+
+@contextmanager
+def _replacing(file: Path) -> Iterator[Path]:
+    """A path to write to, which then takes the place of `file`; what fails leaves `file` alone."""
+    unfinished = file.with_name(f"{file.stem}.unfinished{file.suffix}")
+    try:
+        yield unfinished
+        os.replace(unfinished, file)
+    except OSError as error:
+        raise ValueError(f"out: {str(file)!r} cannot be written ({error.strerror})") from None
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def _write(record: dict[str, Any], out: Path, console: Console) -> None:
     """bench.json and bench.png, or the JSON of another mode under its name."""
     name = {"layers": "bench"}.get(record["mode"], record["mode"])
     written = [f"{name}.json"]
-    (out / written[0]).write_text(json.dumps(record, indent=2) + "\n")
+    with _replacing(out / written[0]) as unfinished:
+        unfinished.write_text(json.dumps(record, indent=2) + "\n")
     if record["mode"] == "layers":
         written.append(f"{name}.png")
         _draw(record, out / written[1])

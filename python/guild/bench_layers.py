@@ -31,7 +31,7 @@ TITLES = {
     "guild": "Guild",
     LIMITED: "Guild, fewer SMs",
     "bound": "bound",
-    "floor": "bound + copies",
+    "floor": "products + copies",
     "compiled": "torch compiled",
     "eager": "torch eager",
     "plain": "plain PyTorch",
@@ -117,9 +117,10 @@ def _sms(count: int) -> Iterator[None]:
 class Bound:
     """The same products for perfectly balanced experts through cuBLAS, and nothing else.
 
-    Forward: up and down projection. Backward: down gradient, dW2, up gradient, dW1. Weights are
-    read through other-shaped views of the layer's: the values do not matter here and a second copy
-    would not always fit.
+    Forward: up and down projection. Backward: down gradient, dW2, up gradient, dW1. Every expert
+    has T K / E rows, rounded up, so that no row of the layer is left out. Weights are read through
+    other-shaped views of the layer's: the values do not matter here and a second copy would not
+    always fit.
     """
 
     name = "bound"

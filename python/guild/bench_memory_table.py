@@ -7,6 +7,7 @@ from typing import Any
 from rich.table import Table
 
 from .bench_layers import TITLES
+from .bench_memory import SLOT_BYTES
 
 _MIB = 1 << 20
 
@@ -19,15 +20,21 @@ def memory_table(record: dict[str, Any]) -> Table:
     record : dict
         What `bench_memory.measure_memory` returns.
     """
+    on_gpu = record["device_type"] == "cuda"
+    notes = [
+        f"saved: X, H and {SLOT_BYTES} bytes a slot",
+        "rest: bytes a slot saved beyond X and H",
+    ]
+    if on_gpu:
+        notes.append("forward: H, A, Y, O, routing, logits")
+        notes.append("backward: dH, A', dX by row and dS, beside the gradients")
     table = Table(
         title=f"{record['device']}, {record['dtype']}, torch {record['torch']}: MiB, measured / "
         "by formula",
-        caption="saved: X, H and 24 bytes a slot; forward: H, A, Y, O, routing, logits; backward: "
-        "dH, A', dX by row and dS, beside the gradients; rest: bytes a slot saved beyond X and H",
+        caption="; ".join(notes),
     )
     for heading in ("shape", "routing", "layer"):
         table.add_column(heading, no_wrap=True)
-    on_gpu = record["device_type"] == "cuda"
     headings = ["saved for backward", "ratio", "rest"]
     headings += ["forward, peak", "ratio", "backward, peak", "ratio"] if on_gpu else []
     for heading in headings:
@@ -44,7 +51,7 @@ def memory_cells(case: dict[str, Any], found: dict[str, Any]) -> list[str]:
     """A layer's figures as text."""
     shape, formula = case["shape"], case["formula"]
     slots = shape["tokens"] * shape["top_k"]
-    rest = found["saved_bytes"] - formula["saved"] + 24 * slots
+    rest = found["saved_bytes"] - formula["saved"] + SLOT_BYTES * slots
     cells = [*_pair(found["saved_bytes"], formula["saved"]), f"{rest / slots:.1f}"]
     for which in ("forward", "backward"):
         if f"{which}_peak_bytes" in found:

@@ -12,6 +12,8 @@ from typing import Any
 from rich.console import Group
 from rich.table import Table
 
+from .bench_layers import TITLES
+
 PASSES = ("forward", "backward")
 _TITLES = {"compiled": "torch", "plain": "plain PyTorch", "eager": "torch eager"}
 
@@ -95,7 +97,7 @@ def full_table(record: dict[str, Any]) -> str:
     ]
     headings = ["preset", "T, H, I, E, K", *names, "over bound", f"{title} / Guild", "TFLOPS"]
     with_floor = any("floor" in case["figures"] for case in _timed(record))
-    headings += ["bound + copies, over bound"] if with_floor else []
+    headings += [f"{TITLES['floor']}, over bound"] if with_floor else []
     rows = []
     for case in _timed(record):
         guild, figures = _guild(case), case["figures"]

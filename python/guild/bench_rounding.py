@@ -120,7 +120,7 @@ def _ways(problem: Problem) -> dict[str, tuple[Callable[[Tensor], object], Calla
 
 def _logits(problem: Problem) -> Tensor:
     with torch.no_grad():
-        return guild.moe.router_logits(problem.x, problem.router)
+        return guild.router_logits(problem.x, problem.router)
 
 
 def _step(module: nn.Module, problem: Problem) -> tuple[Tensor, ...]:

@@ -185,9 +185,9 @@ def step_figures(
     Returns
     -------
     dict
-        `steps`: by name `pass`, `ms`, `tflops`, `tbps`, `floor_ms`, `share_of_floor`, and where
-        there is one `bmm_ms`, `over_bmm` and `quack` (`recorded_ms`, `scaled_ms` or `measured_ms`,
-        and `over`, Guild's time over it); `passes`: the sums.
+        `steps`: by name `pass`, `ms`, `flops`, `bytes`, `tflops`, `tbps`, `floor_ms`,
+        `share_of_floor`, and where there is one `bmm_ms`, `over_bmm` and `quack` (`recorded_ms`,
+        `scaled_ms` or `measured_ms`, and `over`, Guild's time over it); `passes`: the sums.
     """
     machine = times["yardstick", _MATRIX], times["yardstick", _COPY]
     rates = [
@@ -209,6 +209,7 @@ def step_figures(
             continue
         floors = [max(work[name].flops / f, work[name].bytes / b) for f, b in rates]
         step: dict[str, Any] = {"pass": _PASS_OF[name], "ms": summary_of(taken)}
+        step["flops"], step["bytes"] = work[name]
         step["tflops"] = work[name].flops / step["ms"]["median"] / 1e9
         step["tbps"] = work[name].bytes / step["ms"]["median"] / 1e9
         step["floor_ms"] = summary_of(floors)["median"]

@@ -41,8 +41,7 @@ def _case_table(case: dict[str, Any], record: dict[str, Any]) -> Table:
         title=f"{case['name']} ({','.join(map(str, case['shape'].values()))}), {case['routing']} "
         f"routing, {record['dtype']}, {record['device']}, medians of {record['rounds']} rounds",
         caption="floor: the longer of FLOPs and bytes at this run's best rates "
-        f"({rates}); bmm: the same product for balanced experts; QuACK's recorded times are scaled "
-        "(~) by the ratio of the two runs' cuBLAS bounds",
+        f"({rates}); bmm: the same product for balanced experts{_about_quack(case)}",
     )
     table.add_column("step", no_wrap=True)
     quack = any("quack" in step for step in case["steps"].values())
@@ -57,6 +56,13 @@ def _case_table(case: dict[str, Any], record: dict[str, Any]) -> Table:
         table.add_row(f"{which}, sum", *sums, style="bold")
         table.add_section()
     return table
+
+
+def _about_quack(case: dict[str, Any]) -> str:
+    """What marks QuACK's times that are not of this run, where there are any."""
+    if not any("scaled_ms" in step.get("quack", {}) for step in case["steps"].values()):
+        return ""
+    return "; ~: QuACK's recorded time, scaled by the ratio of the two runs' cuBLAS bounds"
 
 
 def step_cells(step: dict[str, Any], quack: bool) -> list[str]:

@@ -24,9 +24,9 @@ def sweep_table(record: dict[str, Any]) -> Table:
         caption="forward / backward; over bound: the time over that of cuBLAS's bare, balanced "
         "products; error: the largest relative error",
     )
-    for heading in ("T,H,I,E,K", "routing", "rows / expert"):
+    for heading in ("T,H,I,E,K", "routing"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("ms", "TFLOPS", "over bound", "error"):
+    for heading in ("rows / expert", "ms", "TFLOPS", "over bound", "error"):
         table.add_column(heading, justify="right")
     for case in record["cases"]:
         table.add_row(*_cells(case))

@@ -23,11 +23,9 @@ def bench_table(record: dict[str, Any]) -> Table:
     table = Table(
         title=f"{record['device']}, {record['dtype']}, torch {record['torch']}, medians of "
         f"{record['rounds']} rounds",
-        caption="error: the largest relative error of Guild's output and gradients; TFLOPS of "
-        "useful work (6TKHI forward, 12TKHI backward); 'bound' is the bare products, balanced; "
-        "copies are of what a layer moves beside them",
+        caption="; ".join(_notes(timed)),
     )
-    for heading in ("shape", "routing", "load", "pass"):
+    for heading in ("shape", "routing", "pass"):
         table.add_column(heading, no_wrap=True)
     for name in timed:
         table.add_column(f"{TITLES[name]} ms", justify="right")
@@ -35,13 +33,24 @@ def bench_table(record: dict[str, Any]) -> Table:
     extra = ["ms / 1000 rows", "per row / balanced"] if several else []
     extra += [f"{record['num_sms']} SMs / all"] if LIMITED in timed else []
     baseline_headings = [f"{TITLES[b]} / Guild" for b in baselines]
-    for heading in ["TFLOPS", "over bound", *extra, *baseline_headings, "error"]:
+    for heading in ["TFLOPS", "over bound", *extra, *baseline_headings, "load", "error"]:
         table.add_column(heading, justify="right")
     for case in cases:
         for direction in ("forward", "backward"):
             _add_line(table, case, direction, timed, baselines, several)
         table.add_section()
     return table
+
+
+def _notes(timed: list[str]) -> list[str]:
+    """What the columns are that the table has."""
+    notes = ["TFLOPS of useful work (6TKHI forward, 12TKHI backward)"]
+    if "bound" in timed:
+        notes.append("bound: the bare products, balanced")
+    if "floor" in timed:
+        notes.append(f"{TITLES['floor']}: these, then copies of what a layer moves beside its own")
+    notes.append("load: rows of the busiest expert over the mean")
+    return [*notes, "error: the largest relative one of Guild's output and gradients"]
 
 
 def _guild_rows(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -64,7 +73,6 @@ def _add_line(
     table.add_row(
         case["name"] if first else "",
         case["routing"] if first else "",
-        f"{load:.2f}" if first and load is not None else "",
         direction,
         *(_milliseconds(found[name], case["failures"].get(name)) for name in timed),
         f"{ours['tflops']:.3g}" if ours else "",
@@ -77,6 +85,7 @@ def _add_line(
             else ""
             for b in baselines
         ),
+        f"{load:.2f}" if first and load is not None else "",
         f"{max(errors.values()):.1e}" if first and errors else "",
     )
 

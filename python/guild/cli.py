@@ -15,7 +15,7 @@ from pathlib import Path
 from .presets import CPU_SHAPES, PRESETS
 from .settings import CHOICES, Settings
 
-INTERRUPTED = 130
+FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 
 _SETTING_HELP = {
     "steps": "optimiser steps",
@@ -47,13 +47,23 @@ class _Formatter(argparse.HelpFormatter):
         super().__init__(prog, max_help_position=34, width=100)
 
 
+class _Parser(argparse.ArgumentParser):
+    """Answers an option that it does not know with its own usage, a subcommand's too."""
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The command line's grammar."""
     from . import __version__
 
-    parser = argparse.ArgumentParser(
-        "guild", description="Mixture-of-Experts layers: train, time, inspect."
-    )
+    parser = _Parser("guild", description="Mixture-of-Experts layers: train, time, inspect.")
     parser.add_argument("--version", action="version", version=f"guild {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_train(commands)
@@ -69,20 +79,25 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         "train",
         help="train a small MoE language model on the standard library's sources",
         description="Train a byte-level MoE transformer on the Python standard library's own "
-        "sources. Ctrl-C writes a checkpoint; --resume continues from it.",
+        "sources. Ctrl-C writes a checkpoint; --resume continues from it. A run that is in --out "
+        "already is moved aside.",
         formatter_class=_Formatter,
         argument_default=argparse.SUPPRESS,  # --resume must know what was typed
     )
     add = train.add_argument
     add("--out", type=Path, metavar="DIR", help="folder of the results (runs/train)")
-    add("--resume", action="store_true", help="continue from the checkpoint in --out")
+    add(
+        "--resume",
+        action="store_true",
+        help="continue from the checkpoint in --out; with --steps to another last step",
+    )
     add(
         "--compare",
         action="store_true",
         help="train the same model with a plain PyTorch layer beside it, step by step",
     )
     add("--moe", choices=("guild", "plain"), help="layer to train (guild)")
-    add("--device", help="auto, cpu, cuda or cuda:<index> (auto)")
+    add("--device", metavar="NAME", help="auto, cpu, cuda or cuda:<index> (auto)")
     add(
         "--dtype",
         choices=("auto", "float32", "bfloat16"),
@@ -113,7 +128,7 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
     _add_modes(bench)
     _add_what(bench)
     how = bench.add_argument_group("how it is timed")
-    how.add_argument("--rounds", type=int, default=5, help="interleaved rounds (5)")
+    how.add_argument("--rounds", type=int, default=5, metavar="N", help="interleaved rounds (5)")
     how.add_argument(
         "--seconds",
         type=float,
@@ -124,7 +139,7 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
     how.add_argument(
         "--calls", type=int, metavar="N", help="calls in a round, in place of --seconds"
     )
-    how.add_argument("--seed", type=int, default=0, help="of the random inputs (0)")
+    how.add_argument("--seed", type=int, default=0, metavar="N", help="of the random inputs (0)")
     results = bench.add_argument_group("results")
     results.add_argument(
         "--out",
@@ -196,7 +211,12 @@ def _add_what(bench: argparse.ArgumentParser) -> None:
         metavar="T,H,I,E,K",
         help="a shape of your own: tokens, hidden, intermediate, experts, top_k",
     )
-    add("--device", default="auto", help="auto, cpu, cuda or cuda:<index> (auto)")
+    add(
+        "--device",
+        default="auto",
+        metavar="NAME",
+        help="auto, cpu, cuda or cuda:<index> (auto)",
+    )
     add(
         "--dtype",
         default="auto",
@@ -233,7 +253,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        Exit status: 0, 1 after an error or a failed check, 130 after Ctrl-C.
+        Exit status: 0; 1 after a run that failed, such as a check of a benchmark; 2 for what could
+        not be begun or written: a wrong argument, a bad checkpoint, a full disk; 130 after Ctrl-C.
     """
     args = make_parser().parse_args(arguments)
     # Read when torch loads OpenMP: how long a waiting thread spins before it sleeps. With the
@@ -252,9 +273,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from .info import run_info
 
         return run_info()
-    except (ValueError, ImportError, FloatingPointError) as error:
+    except (ImportError, FloatingPointError) as error:
         print(f"guild {args.command}: {error}", file=sys.stderr)
-        return 1
+        return FAILED
+    except ValueError as error:
+        print(f"guild {args.command}: {error}", file=sys.stderr)
+        return REFUSED
+    except OSError as error:
+        print(f"guild {args.command}: {_describe(error)}", file=sys.stderr)
+        return REFUSED
     except KeyboardInterrupt:
         print(f"guild {args.command}: interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+def _describe(error: OSError) -> str:
+    """`runs/a/checkpoint.pt: No space left on device`."""
+    file = "" if error.filename is None else f"{os.fspath(error.filename)}: "
+    return file + (error.strerror or str(error))

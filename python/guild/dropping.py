@@ -37,9 +37,9 @@ class DroppingMoE(MoE):
         return not self.training and super()._routes_in_one()
 
     def _route(
-        self, x: Tensor, weight: Tensor, token_mask: Tensor | None, shape: torch.Size
+        self, x: Tensor, logits: Tensor | None, token_mask: Tensor | None, shape: torch.Size
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        ids, scores, token_offsets = super()._route(x, weight, token_mask, shape)
+        ids, scores, token_offsets = super()._route(x, logits, token_mask, shape)
         if self.training:
             most = max(1, math.ceil(self.capacity * ids.numel() / self.experts))
             ids = first_slots(ids, scores, self.experts, most)

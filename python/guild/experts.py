@@ -195,11 +195,13 @@ def routed_layer(
     residual: Tensor | None,
     recompute: bool,
     weight_gradients: WeightGradients | None,
+    order: str,
+    transposed: bool,
 ) -> tuple[Tensor, Tensor]:
     """`route_tokens` and `routed_experts_and_offsets` as one op, of which x gets one gradient."""
     tokens = token_arguments(x, router_weight, top_k, router, selection_bias, token_mask)
-    given, order = (w_up, w_down, b_up, b_down), "concatenated"
-    x, *layer, gradient = layer_arguments(x, *given, activation, order, False, routed=True)
+    given = w_up, w_down, b_up, b_down
+    x, *layer, gradient = layer_arguments(x, *given, activation, order, transposed, routed=True)
     residual = _residual(residual, x)
     keep = torch.is_grad_enabled() and (gradient or router_weight.requires_grad)
     if keep and weight_gradients is not None:

@@ -176,9 +176,21 @@ class Learner:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue from a `state()`."""
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        """Continue from a `state()`.
+
+        Raises
+        ------
+        ValueError
+            When it is the state of another model.
+        """
+        try:
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
+            raise ValueError(
+                f"resume: the checkpoint's weights and optimiser do not fit this {self.name} "
+                "model; another version of Guild may have written it"
+            ) from None
 
     def _wait(self) -> None:
         if self.device.type == "cuda":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from guild._checks import (
@@ -16,16 +16,18 @@ from guild._checks import (
     expect_shape,
     expect_tensor,
 )
-from guild._operators import autocast, ops
-from guild.activations import Activation, as_activation
-from guild.balancing import BalanceSums, balance_sums
-from guild.experts import experts_mlp, routed_experts_and_offsets, routed_layer
-from guild.rounding import round_tokens
-from guild.routing import Router, route_logits, route_tokens
+from guild._operators import autocast
+from guild.activations import Activation, as_activation, is_interleaved
+from guild.balancing import BalanceSums, balance_sums, move_selection_bias
+from guild.experts import routed_experts_and_offsets, routed_layer
+from guild.layer_routing import Routing, outlives_call, rounded_lists
+from guild.logits import RouterLinear, selection_bias_of
+from guild.routing import Router, route_logits, route_tokens, token_flags
+from guild.shared_experts import SharedExperts, shared_width
 from guild.weight_gradients import WeightGradients
 
-_router_logits = ops.router_logits.default
 _BALANCE_OVER = (None, "batch", "sequence")
+_LOSSES = ("load_balancing_loss", "z_loss")
 
 
 class MoE(nn.Module):
@@ -52,6 +54,16 @@ class MoE(nn.Module):
     device, dtype : optional
         Of the parameters, as in torch.nn.Linear. With device="meta" nothing is allocated: follow
         with `to_empty(device=...)` and `reset_parameters()`.
+    order : {"concatenated", "interleaved"}
+        Of gate and up in `w_up`, `b_up` and `shared.w_up`; see `routed_experts`.
+    transposed : bool
+        `w_up` is (experts, hidden, 2 * intermediate), `w_down` (experts, intermediate, hidden).
+    router_bias : bool
+        Whether the router's logits have a bias (gpt-oss).
+    shared_intermediate : int, optional
+        Width of the dense MLP, in place of shared_experts * intermediate.
+    shared_gate : bool
+        Multiply each token's shared experts by a sigmoid of its own (Qwen2-MoE, Qwen3-Next).
     recompute : bool
         Keep nothing of the experts but their input for backward; see `routed_experts`.
     weight_gradients : WeightGradients, optional
@@ -60,17 +72,24 @@ class MoE(nn.Module):
 
     Attributes
     ----------
-    router.weight : torch.nn.Parameter
-        (experts, hidden).
+    router : torch.nn.Module
+        A torch.nn.Linear with float32 logits. It may have hooks, parametrisations or a bias of its
+        own, or be replaced or wrapped: (tokens, hidden) -> (tokens, experts). It is called then;
+        as it comes, router and experts are one op.
+    router.weight, router.bias : torch.nn.Parameter
+        (experts, hidden); (experts,) with `router_bias`.
     router.selection_bias : torch.Tensor
-        float32 (experts,), a buffer; with Router(selection_bias=True).
+        float32 (experts,), a buffer; with Router(selection_bias=True). It stays float32 when the
+        layer is converted.
     w_up, w_down : torch.nn.Parameter
-        (experts, 2 * intermediate, hidden), gate above up, or (experts, intermediate, hidden)
-        without a gate; (experts, hidden, intermediate).
+        (experts, 2 * intermediate, hidden), gate above up unless `order` says otherwise, or
+        (experts, intermediate, hidden) without a gate; (experts, hidden, intermediate).
     b_up, b_down : torch.nn.Parameter or None
         (experts, 2 * intermediate) or (experts, intermediate); (experts, hidden).
     shared.w_up, shared.w_down : torch.nn.Parameter
-        (2 * shared_experts * intermediate, hidden), (hidden, shared_experts * intermediate).
+        (2 * W, hidden), (hidden, W) with W = shared_experts * intermediate or shared_intermediate.
+    shared.gate.weight : torch.nn.Parameter
+        (1, hidden), with `shared_gate`.
     balance_sums : BalanceSums or None
         Of the last forward in training, with `balance_over`.
 
@@ -94,6 +113,11 @@ class MoE(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
+        order: str = "concatenated",
+        transposed: bool = False,
+        router_bias: bool = False,
+        shared_intermediate: int | None = None,
+        shared_gate: bool = False,
         recompute: bool = False,
         weight_gradients: WeightGradients | None = None,
     ) -> None:
@@ -102,50 +126,58 @@ class MoE(nn.Module):
         expect_count("intermediate", intermediate, 1)
         expect_count("experts", experts, 1)
         expect_count("top_k", top_k, 1, experts)
-        expect_count("shared_experts", shared_experts, 0)
+        shared = shared_width(shared_experts, intermediate, shared_intermediate, shared_gate)
         if isinstance(router, str):
             router = Router.named(router)
         if not isinstance(router, Router | None):
             raise TypeError(f"router: expected a guild.Router or a name, got {router!r}")
         (router or Router()).expect_sizes(experts, top_k)
         expect_choice("balance_over", balance_over, _BALANCE_OVER)
+        is_interleaved(order)  # or an error
         if dtype is not None and dtype not in FLOATS:
             raise TypeError(f"dtype: expected a floating dtype, got {dtype_name(dtype)}")
         self.hidden, self.intermediate = hidden, intermediate
         self.experts, self.top_k = experts, top_k
         self.activation = as_activation(activation)
+        self.order, self.transposed = order, bool(transposed)
         self.routing = router or Router()
         self.recompute, self.weight_gradients = recompute, weight_gradients
         make: dict[str, Any] = {"device": device, "dtype": dtype}
-        width = self.activation.width(intermediate)
-        self.router = nn.Linear(hidden, experts, bias=False, **make)
-        if self.routing.selection_bias:
-            bias_of_choice = torch.zeros(experts, device=device, dtype=torch.float32)
-            self.router.register_buffer("selection_bias", bias_of_choice)
-        self.w_up = nn.Parameter(torch.empty(experts, width, hidden, **make))
-        self.w_down = nn.Parameter(torch.empty(experts, hidden, intermediate, **make))
-        self.b_up = nn.Parameter(torch.empty(experts, width, **make)) if bias else None
-        self.b_down = nn.Parameter(torch.empty(experts, hidden, **make)) if bias else None
+        choice = self.routing.selection_bias
+        self.router: nn.Module = RouterLinear(hidden, experts, router_bias, choice, **make)
+        self._make_experts(bias, make)
         self.shared = None
-        if shared_experts:
-            self.shared = DenseMLP(hidden, shared_experts * intermediate, self.activation, **make)
+        if shared:
+            self.shared = SharedExperts(hidden, shared, self.activation, order, shared_gate, **make)
         self.balance_over = balance_over
         self.balance_sums: BalanceSums | None = None
         self._offsets: Tensor | None = None
         self.reset_parameters()
 
+    def _make_experts(self, bias: bool, make: dict[str, Any]) -> None:
+        experts, width = self.experts, self.activation.width(self.intermediate)
+        up, down = (width, self.hidden), (self.hidden, self.intermediate)
+        if self.transposed:
+            up, down = up[::-1], down[::-1]
+        self.w_up = nn.Parameter(torch.empty(experts, *up, **make))
+        self.w_down = nn.Parameter(torch.empty(experts, *down, **make))
+        self.b_up = nn.Parameter(torch.empty(experts, width, **make)) if bias else None
+        self.b_down = nn.Parameter(torch.empty(experts, self.hidden, **make)) if bias else None
+
     def reset_parameters(self) -> None:
         """Normal weights of variance 1 / inputs; zero biases."""
-        for weight in (self.router.weight, self.w_up, self.w_down):
-            nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
-        biases = (self.b_up, self.b_down, getattr(self.router, "selection_bias", None))
-        for bias in biases:
+        nn.init.normal_(self.w_up, std=self.hidden**-0.5)
+        nn.init.normal_(self.w_down, std=self.intermediate**-0.5)
+        for bias in (self.b_up, self.b_down):
             if bias is not None:
                 nn.init.zeros_(bias)
-        if self.shared is not None:
-            self.shared.reset_parameters()
+        for module in (self.router, self.shared):
+            if hasattr(module, "reset_parameters"):  # a router of the user's may have none
+                module.reset_parameters()
 
-    def forward(self, x: Tensor, token_mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, token_mask: Tensor | None = None, *, return_routing: bool = False
+    ) -> Tensor | tuple[Tensor, Routing]:
         """The layer's output.
 
         Parameters
@@ -154,7 +186,10 @@ class MoE(nn.Module):
             (..., hidden) in the parameters' dtype, or any under autocast.
         token_mask : torch.Tensor, optional
             bool (...), x's shape without the last dimension: False marks padding, which goes to no
-            expert and counts nowhere. Its output is zero, or the shared experts'.
+            expert, counts nowhere and may hold anything: it is taken for zeros, so its output is
+            zero, as is its gradient.
+        return_routing : bool
+            Return (out, `Routing`). Costs the float32 logits.
 
         Returns
         -------
@@ -164,43 +199,59 @@ class MoE(nn.Module):
         Raises
         ------
         TypeError, ValueError
-            If the shape, dtype or device of x or token_mask does not fit.
+            If the shape, dtype or device of x or token_mask does not fit, or a router of yours
+            returns something else than logits.
         """
+        flat, token_mask = self._tokens(x, token_mask)
+        shared = None if self.shared is None else self.shared(flat)
+        weights = self.w_up, self.w_down, self.b_up, self.b_down, self.activation
+        layout, later = (self.order, self.transposed), (self.recompute, self.weight_gradients)
+        if self._routes_in_one() and not return_routing:
+            flat, weight = autocast(flat, self.router.weight)
+            router = self.top_k, self.routing, self._selection_bias(), token_mask
+            out, offsets = routed_layer(flat, weight, *router, *weights, shared, *later, *layout)
+            self._keep_offsets(offsets)
+            return out.view(x.shape)
+        logits = None
+        if return_routing or self._keeps_logits() or not self._is_router_plain():
+            logits = self._logits(flat)
+        ids, scores, token_offsets = self._route(flat, logits, token_mask, x.shape[:-1])
+        rows, row_scores = flat, scores
+        if self.routing.applied_to == "input":
+            rows, row_scores = (flat * scores).to(flat.dtype), torch.ones_like(scores)
+        tokens = rows, ids, row_scores
+        rest = token_offsets, shared, *later
+        out, offsets = routed_experts_and_offsets(*tokens, *weights, *layout, *rest)
+        self._keep_offsets(offsets)
+        out = out.view(x.shape)
+        if not return_routing:
+            return out
+        if token_offsets is None:
+            ids, scores = (t.view(*x.shape[:-1], self.top_k) for t in (ids, scores))
+        return out, Routing(ids, scores, logits.view(*x.shape[:-1], self.experts), token_offsets)
+
+    def _tokens(self, x: Tensor, token_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Checked (tokens, hidden) as the layer computes them, padding zeroed, and (tokens,)."""
         expect_tensor("x", x)
         if x.dim() == 0 or x.shape[-1] != self.hidden:
             raise ValueError(
                 f"x: expected shape (..., {self.hidden}) (hidden), got {tuple(x.shape)}"
             )
+        flat = x.reshape(-1, self.hidden)
         if token_mask is not None:
             expect_shape("token_mask", token_mask, tuple(x.shape[:-1]))
-            token_mask = token_mask.reshape(-1)
-        flat, weight = autocast(x.reshape(-1, self.hidden), self.router.weight)
-        shared = None if self.shared is None else self.shared(flat)
-        weights = self.w_up, self.w_down, self.b_up, self.b_down, self.activation
-        if self._routes_in_one():
-            bias = getattr(self.router, "selection_bias", None)
-            router = self.top_k, self.routing, bias, token_mask
-            later = self.recompute, self.weight_gradients
-            out, offsets = routed_layer(flat, weight, *router, *weights, shared, *later)
-        else:
-            ids, scores, token_offsets = self._route(flat, weight, token_mask, x.shape[:-1])
-            if self.routing.applied_to == "input":
-                flat, scores = (flat * scores).to(flat.dtype), torch.ones_like(scores)
-            out, offsets = routed_experts_and_offsets(
-                flat,
-                ids,
-                scores,
-                *weights,
-                "concatenated",
-                False,
-                token_offsets,
-                shared,
-                self.recompute,
-                self.weight_gradients,
-            )
-        if not torch.compiler.is_exporting():  # an exported graph keeps nothing
-            self._offsets = offsets
-        return out.view(x.shape)
+            token_mask = token_flags(token_mask.reshape(-1), flat, "x")
+            # Its gradients are zero, but zero times NaN in x would be NaN in those of the weights.
+            flat = flat.masked_fill(~token_mask[:, None], 0)
+        (flat,) = autocast(flat)
+        if flat.dtype != self.w_up.dtype:
+            _, sample = autocast(flat, self.w_up.detach()[:0])
+            if flat.dtype != sample.dtype:
+                raise TypeError(
+                    f"x: expected dtype {dtype_name(sample.dtype)} as w_up has, got "
+                    f"{dtype_name(flat.dtype)}"
+                )
+        return flat, token_mask
 
     def _keeps_logits(self) -> bool:
         """Whether balancing or rounding needs the router's logits."""
@@ -208,42 +259,64 @@ class MoE(nn.Module):
             self.balance_over is not None or self.routing.rounding is not None
         )
 
+    def _is_router_plain(self) -> bool:
+        """Whether calling the router would be the product x weight^T and nothing besides."""
+        return isinstance(self.router, RouterLinear) and self.router.is_plain()
+
     def _routes_in_one(self) -> bool:
         """Whether router and experts can be one op: nobody else needs what is between them."""
-        return self.routing.applied_to == "output" and not self._keeps_logits()
+        return (
+            self.routing.applied_to == "output"
+            and not self._keeps_logits()
+            and self._is_router_plain()
+        )
+
+    def _logits(self, x: Tensor) -> Tensor:
+        """The router called on x."""
+        logits = self.router(x)
+        expect_shape("router: logits", logits, (x.shape[0], self.experts), "(tokens, experts)")
+        return logits
+
+    def _selection_bias(self) -> Tensor | None:
+        if not self.routing.selection_bias:
+            return None
+        bias = selection_bias_of(self.router)
+        if bias is None:
+            raise ValueError(
+                "router.selection_bias: expected a buffer (experts,), as Router(selection_bias="
+                f"True) asks for, got a {type(self.router).__name__} without one"
+            )
+        return bias
 
     def _route(
-        self, x: Tensor, weight: Tensor, token_mask: Tensor | None, shape: torch.Size
+        self, x: Tensor, logits: Tensor | None, token_mask: Tensor | None, shape: torch.Size
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Ids and scores of x, and token_offsets of lists; notes what balancing needs.
 
-        shape: of the tokens.
+        logits: None where only ids and scores are needed. shape: of the tokens.
         """
-        bias = getattr(self.router, "selection_bias", None)
-        router, over = self.routing, self.balance_over
-        if not self._keeps_logits():
+        bias, router = self._selection_bias(), self.routing
+        if logits is None:
+            _, weight = autocast(x, self.router.weight)
             return *route_tokens(x, weight, self.top_k, router, bias, token_mask), None
-        logits = router_logits(x, weight)
         ids, scores = route_logits(logits, self.top_k, router, bias, token_mask)
+        if not self.training:
+            return ids, scores, None
+        over = self.balance_over
         if over is not None:
             sequences = shape[:-1].numel() if over == "sequence" and x.shape[0] else 1
             sums = balance_sums(
                 logits, ids, score=router.score, sequences=sequences, token_mask=token_mask
             )
             if not torch.compiler.is_exporting():
-                self.balance_sums = sums
+                self.balance_sums = sums if outlives_call(sums.counts) else None
         if router.rounding is None:
             return ids, scores, None
-        return round_tokens(
-            logits,
-            ids,
-            rounding=router.rounding,
-            tile=router.tile,
-            score=router.score,
-            renormalize=router.renormalize,
-            scale=router.scale,
-            sum_floor=router.sum_floor,
-        )
+        return rounded_lists(logits, ids, router)
+
+    def _keep_offsets(self, offsets: Tensor) -> None:
+        if not torch.compiler.is_exporting():  # an exported graph keeps nothing
+            self._offsets = offsets if outlives_call(offsets) else None
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to the last forward, so that copies and pickles work after one."""
@@ -259,9 +332,14 @@ class MoE(nn.Module):
         """Of the last forward in training; `BalanceSums.z_loss`."""
         return self._kept_sums().z_loss()
 
+    def __getattr__(self, name: str) -> Any:
+        if name in _LOSSES and self.balance_sums is None:
+            self._kept_sums()  # its message, which torch.nn.Module's would hide
+        return super().__getattr__(name)
+
     def _kept_sums(self) -> BalanceSums:
         if self.balance_sums is None:
-            raise RuntimeError(
+            raise AttributeError(
                 'balance_over: expected MoE(balance_over="batch" or "sequence") and a forward in '
                 f"training, got {self.balance_over!r} or none"
             )
@@ -269,33 +347,41 @@ class MoE(nn.Module):
 
     @property
     def expert_counts(self) -> Tensor | None:
-        """int32 (experts,): rows of each expert in the last forward, on its device; None before."""
+        """int32 (experts,): rows of each expert in the last forward, on its device.
+
+        None before the first one, and after one inside of torch.func.grad or vmap, whose tensors
+        mean nothing outside.
+        """
         return None if self._offsets is None else self._offsets.diff()
 
     @torch.no_grad()
-    def balance(self, rate: float = 1e-3) -> None:
+    def balance(self, rate: float = 1e-3, group: dist.ProcessGroup | None = None) -> None:
         """Move the selection bias against the load of the last forward, without a host wait.
 
         Experts with more rows than the mean lose `rate`, those with fewer gain it
-        (arXiv:2408.15664). Call it once a step, after backward.
+        (arXiv:2408.15664). Call it once a step, after backward. Under torch.distributed the load is
+        that of all ranks of a group, summed on the device, so that their biases stay the same:
+        every rank of the group calls it.
 
         Parameters
         ----------
         rate : float
             Step of the bias, in units of the router's p.
+        group : torch.distributed.ProcessGroup, optional
+            The ranks that share this layer's bias. Default: all ranks; where only some have the
+            layer (pipeline parallelism), these.
 
         Raises
         ------
         RuntimeError
             If the router has no selection bias, or there was no forward yet.
         """
-        bias, counts = getattr(self.router, "selection_bias", None), self.expert_counts
-        if bias is None:
+        if not self.routing.selection_bias:
             raise RuntimeError("router: expected Router(selection_bias=True), got one without")
+        counts = self.expert_counts
         if counts is None:
             raise RuntimeError("balance: expected a forward before it, got none")
-        load = counts.float()
-        bias += rate * torch.sign(load.mean() - load)
+        move_selection_bias(self._selection_bias(), counts, rate, group)
 
     def extra_repr(self) -> str:
         """The sizes, for print(module)."""
@@ -303,70 +389,3 @@ class MoE(nn.Module):
             f"hidden={self.hidden}, intermediate={self.intermediate}, experts={self.experts}, "
             f"top_k={self.top_k}, activation={self.activation}, bias={self.b_up is not None}"
         )
-
-
-class DenseMLP(nn.Module):
-    """The shared experts: one MLP that every token goes through.
-
-    Parameters
-    ----------
-    hidden, intermediate : int
-        Its widths.
-    activation : Activation
-        Between the projections.
-    device, dtype : optional
-        Of the parameters.
-    """
-
-    def __init__(
-        self,
-        hidden: int,
-        intermediate: int,
-        activation: Activation,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.activation = activation
-        width = activation.width(intermediate)
-        self.w_up = nn.Parameter(torch.empty(width, hidden, device=device, dtype=dtype))
-        self.w_down = nn.Parameter(torch.empty(hidden, intermediate, device=device, dtype=dtype))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Normal weights of variance 1 / inputs."""
-        for weight in (self.w_up, self.w_down):
-            nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x (tokens, hidden) -> the same shape: one expert that gets every row."""
-        ends = torch.arange(2, device=x.device, dtype=torch.int32) * x.shape[0]
-        return experts_mlp(x, ends, self.w_up[None], self.w_down[None], activation=self.activation)
-
-
-def router_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """Logits x weight^T in float32 (float64 in float64), whatever the operands' dtype.
-
-    Parameters
-    ----------
-    x, weight : torch.Tensor
-        (tokens, hidden) and (experts, hidden).
-
-    Returns
-    -------
-    torch.Tensor
-        (tokens, experts): products of 16-bit operands are summed and returned in float32.
-
-    Raises
-    ------
-    TypeError
-        If the dtypes differ.
-    """
-    if x.dtype != weight.dtype:
-        raise TypeError(
-            f"x: expected dtype {dtype_name(weight.dtype)} as router.weight has, got "
-            f"{dtype_name(x.dtype)}"
-        )
-    if x.dtype in (torch.float32, torch.float64):
-        return F.linear(x, weight)
-    return _router_logits(x, weight)

@@ -28,12 +28,17 @@ _SMOOTHING = 25
 
 
 def _smooth(values: list[float]) -> np.ndarray:
-    """Running mean over the last `_SMOOTHING` values, fewer at the start and in a short run."""
-    window = min(_SMOOTHING, 1 + len(values) // 16)
+    """Mean over `_SMOOTHING` values around each, of equally many before and after it.
+
+    So the curve does not lag behind what it smooths. Near the ends, and in a short run, there are
+    fewer.
+    """
+    count = len(values)
+    half = min(_SMOOTHING, 1 + count // 16) // 2
     sums = np.concatenate(([0.0], np.cumsum(values)))
-    ends = np.arange(1, len(values) + 1)
-    starts = np.maximum(0, ends - window)
-    return (sums[ends] - sums[starts]) / (ends - starts)
+    at = np.arange(count)
+    reach = np.minimum(half, np.minimum(at, count - 1 - at))
+    return (sums[at + reach + 1] - sums[at - reach]) / (2 * reach + 1)
 
 
 def plot_run(rows: list[dict[str, Any]], title: str, file: Path) -> None:
@@ -98,8 +103,11 @@ def _plot_load(axis: plt.Axes, rows: list[dict[str, Any]], moe: str) -> None:
 def _plot_difference(axis: plt.Axes, rows: list[dict[str, Any]]) -> None:
     difference = np.abs(loss_differences(rows))
     steps = np.arange(1, len(difference) + 1)
-    axis.semilogy(steps, np.maximum(difference, 1e-9), color="#555555", label="|Guild - plain|")
-    axis.axhline(0.02, color="crimson", linewidth=0.8, linestyle=":", label="0.02")
+    label, equal = "|Guild - plain|", int((difference == 0).sum())
+    if equal:  # a logarithm has no place for them
+        label += f", not drawn where 0 ({equal} of {len(difference)} steps)"
+    drawn = np.where(difference > 0, difference, np.nan)
+    axis.semilogy(steps, drawn, ".-", markersize=2, color="#555555", label=label)
     axis.set_title("difference of the training losses", fontsize=10)
     axis.set_ylabel("nats per byte")
 

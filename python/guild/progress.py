@@ -65,9 +65,8 @@ class TrainingView:
 
     def validated(self, step: int, loss: float) -> None:
         """Print a line that stays."""
-        self._console.print(
-            f"step {step:>5}  {self._facts(self._last)}  held out {loss:.3f}", highlight=False
-        )
+        facts = f"{self._facts(self._last)}  " if self._last else ""
+        self._console.print(f"step {step:>5}  {facts}held out {loss:.3f}", highlight=False)
 
     def _facts(self, row: dict[str, Any]) -> str:
         speed = self._settings.tokens_per_step / row["seconds"]

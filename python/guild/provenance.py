@@ -14,12 +14,15 @@ import torch
 
 
 def commit() -> str | None:
-    """Commit of Guild's sources, with "+changes" when they were edited; None outside a checkout.
+    """Commit of Guild's sources, with "+changes" when they were edited; None where nobody knows.
 
-    The environment variable GUILD_COMMIT goes first, for copies that travel without git.
+    The environment variable GUILD_COMMIT goes first, for copies that travel without git; then what
+    an installed wheel says of itself, then the checkout.
     """
     if stated := os.environ.get("GUILD_COMMIT"):
         return stated
+    if (of_wheel := Path(__file__).with_name("commit.txt")).exists():
+        return of_wheel.read_text().strip()
     for folder in (Path(__file__).parent, Path.cwd()):
         top = _output("git", "-C", str(folder), "rev-parse", "--show-toplevel")
         # An installed copy may lie inside somebody else's repository; that commit says nothing.
@@ -27,7 +30,9 @@ def commit() -> str | None:
             continue
         head = _output("git", "-C", top, "rev-parse", "HEAD")
         if head is not None:
-            edited = _output("git", "-C", top, "status", "--porcelain", "--untracked-files=no")
+            # Without locks: this must not get in the way of somebody's git at work.
+            status = ("--no-optional-locks", "status", "--porcelain", "--untracked-files=no")
+            edited = _output("git", "-C", top, *status)
             return head + ("+changes" if edited else "")
     return None
 

@@ -1,19 +1,28 @@
 """The folder that a training run leaves behind: metrics, checkpoint, summary and plot.
 
-A checkpoint appears by renaming a finished file, so a run that dies while writing keeps the
-previous one. metrics.jsonl may be ahead of it; resuming cuts it back.
+A file appears by renaming a finished one, so a run that dies while writing, or finds the disk full,
+keeps what was there before. metrics.jsonl, which grows in place, may be ahead of the checkpoint;
+resuming cuts it back.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
+from .settings import Settings
+
 _FORMAT = 1
+_DTYPES = ("torch.float32", "torch.bfloat16")
+_STATE = {"step": int, "settings": dict, "dtype": str, "corpus": str, "learners": dict}
 
 
 class RunFolder:
@@ -33,40 +42,105 @@ class RunFolder:
         self.plot = self.path / "loss.png"
         self.sample = self.path / "sample.txt"
 
-    def start(self) -> None:
-        """Make the folder, without the files of a previous run."""
+    def start(self) -> Path | None:
+        """Make the folder, and room for a new run in it.
+
+        Returns
+        -------
+        Path or None
+            Where the run went that was there before: a new folder beside this one, with the first
+            free number behind its name.
+
+        Raises
+        ------
+        ValueError
+            When no folder can be made at the path, or the run in it cannot be moved.
+        OSError
+            When nothing can be written there.
+        """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
             raise ValueError(
                 f"out: expected a folder or a path where one can be made, got {str(self.path)!r}"
             ) from None
-        for file in (self.metrics, self.checkpoint, self.summary, self.plot, self.sample):
-            file.unlink(missing_ok=True)
+        moved = self._move_aside()
+        self.append([])  # a folder that takes no file is better found out now
+        return moved
+
+    def _move_aside(self) -> Path | None:
+        files = (self.metrics, self.checkpoint, self.summary, self.plot, self.sample)
+        old = [file for file in files if file.exists()]
+        if all(file.stat().st_size == 0 for file in old):  # it ended before its first step
+            return None
+        here = self.path.resolve()  # "." has a name, too
+        beside = (here.with_name(f"{here.name}.{n}") for n in itertools.count(1))
+        aside = next(folder for folder in beside if not os.path.lexists(folder))
+        try:
+            aside.mkdir()
+            for file in old:
+                os.rename(file, aside / file.name)
+        except OSError as error:  # such as a folder that is a disk of its own
+            for file in old:
+                if (aside / file.name).exists():
+                    os.rename(aside / file.name, file)
+            with contextlib.suppress(OSError):
+                aside.rmdir()
+            raise ValueError(
+                f"out: {str(self.path)!r} holds a run, which cannot be moved to {str(aside)!r} "
+                f"({error.strerror}); continue it with --resume or choose another folder"
+            ) from None
+        return aside if self.path.is_absolute() else Path(os.path.relpath(aside))
 
     def append(self, rows: list[dict[str, Any]]) -> None:
         """Add rows to metrics.jsonl."""
-        with self.metrics.open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+        try:
+            with self.metrics.open("a") as file:
+                file.writelines(json.dumps(row) + "\n" for row in rows)
+        except OSError as error:  # a full disk's does not say which file
+            raise OSError(error.errno, error.strerror, str(self.metrics)) from error
 
     def rows(self) -> list[dict[str, Any]]:
-        """All rows of metrics.jsonl, without a last line that was cut off."""
+        """All rows of metrics.jsonl, without a last line that was cut off.
+
+        Raises
+        ------
+        ValueError
+            When a line is no row of a run.
+        """
         if not self.metrics.exists():
             return []
-        lines = self.metrics.read_text().splitlines(keepends=True)
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        lines = self.metrics.read_bytes().splitlines(keepends=True)
+        whole = [line for line in lines if line.endswith(b"\n")]
+        return [self._row(number, line) for number, line in enumerate(whole, 1)]
+
+    def _row(self, number: int, line: bytes) -> dict[str, Any]:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not (isinstance(row, dict) and isinstance(row.get("step"), int) and "moe" in row):
+            raise ValueError(
+                f"resume: line {number} of {str(self.metrics)!r} is no row of a training run"
+            )
+        return row
 
     def cut_after(self, step: int) -> None:
         """Drop the rows that are newer than `step`."""
         kept = [row for row in self.rows() if row["step"] <= step]
-        self.metrics.unlink(missing_ok=True)
-        self.append(kept)
+        with self._replacing(self.metrics) as file:
+            file.writelines(json.dumps(row).encode() + b"\n" for row in kept)
 
     def save_checkpoint(self, state: dict[str, Any]) -> None:
-        """Write checkpoint.pt in one piece."""
-        unfinished = self.checkpoint.with_suffix(".unfinished")
-        torch.save({"format": _FORMAT, **state}, unfinished)
-        os.replace(unfinished, self.checkpoint)
+        """Write checkpoint.pt in one piece.
+
+        Raises
+        ------
+        OSError
+            When it cannot be written; the one before is still there.
+        """
+        with self._replacing(self.checkpoint) as file:
+            torch.save({"format": _FORMAT, **state}, file)
 
     def load_checkpoint(self) -> dict[str, Any]:
         """The last checkpoint, its tensors on the CPU.
@@ -74,18 +148,78 @@ class RunFolder:
         Raises
         ------
         ValueError
-            When there is none, or another version of Guild wrote it.
+            When there is none, when the file is not one, or another version of Guild wrote it.
+        OSError
+            When it cannot be read.
         """
+        name = repr(str(self.checkpoint))
         if not self.checkpoint.exists():
-            raise ValueError(f"resume: no checkpoint.pt in {str(self.path)!r}; start without it")
-        state = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
-        if state.get("format") != _FORMAT:
             raise ValueError(
-                f"resume: {str(self.checkpoint)!r} has format {state.get('format')}, "
-                f"expected {_FORMAT}"
+                f"resume: no checkpoint.pt in {str(self.path)!r}; start without --resume"
             )
+        if self.checkpoint.stat().st_size == 0:
+            raise ValueError(f"resume: {name} is empty; start without --resume")
+        with self.checkpoint.open("rb") as file, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of pickles that are not torch's
+            try:
+                state = torch.load(file, map_location="cpu", weights_only=True)
+            except Exception:  # torch raises whatever its readers of damaged files stumble over
+                raise ValueError(
+                    f"resume: {name} is damaged or no checkpoint; start without --resume"
+                ) from None
+        if not isinstance(state, dict) or "format" not in state:
+            raise ValueError(f"resume: {name} is no checkpoint of guild train")
+        if state["format"] != _FORMAT:
+            raise ValueError(f"resume: {name} has format {state['format']}, expected {_FORMAT}")
+        for key, kind in _STATE.items():
+            if not isinstance(state.get(key), kind):
+                raise ValueError(f"resume: {name} is no checkpoint of guild train: no {key} in it")
+        unknown = set(state["settings"]) - set(Settings().as_dict())
+        if unknown or state["dtype"] not in _DTYPES or not state["learners"]:
+            raise ValueError(f"resume: {name} was written by another version of guild train")
         return state
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        """Write summary.json."""
-        self.summary.write_text(json.dumps(summary, indent=2) + "\n")
+        """Write summary.json and, of it, sample.txt."""
+        for path, text in (
+            (self.sample, summary["sample"]),
+            (self.summary, json.dumps(summary, indent=2) + "\n"),
+        ):
+            with self._replacing(path) as file:
+                file.write(text.encode())
+
+    def read_summary(self) -> dict[str, Any] | None:
+        """What summary.json holds, or None when there is none that can be read as one."""
+        try:
+            summary = json.loads(self.summary.read_bytes())
+        except (OSError, ValueError):
+            return None
+        return summary if isinstance(summary, dict) else None
+
+    @staticmethod
+    def _unfinished(path: Path) -> Path:
+        return path.with_suffix(".unfinished")
+
+    @contextlib.contextmanager
+    def _replacing(self, path: Path) -> Iterator[IO[bytes]]:
+        """A file to write that takes the place of `path` when it is complete, else goes."""
+        unfinished = self._unfinished(path)
+        try:
+            with unfinished.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())  # a full disk may say so only here
+            os.replace(unfinished, path)
+        except BaseException as error:
+            unfinished.unlink(missing_ok=True)
+            cause = _system_error(error)
+            if cause is None:
+                raise
+            raise OSError(cause.errno, cause.strerror, str(path)) from error
+
+
+def _system_error(error: BaseException) -> OSError | None:
+    """Why a write failed: torch.save reports a full disk as a RuntimeError that followed it."""
+    if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
+        return error.__context__
+    return error if isinstance(error, OSError) else None

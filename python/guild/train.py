@@ -7,6 +7,7 @@ optimiser are all that a checkpoint needs to continue bit for bit on the CPU.
 
 from __future__ import annotations
 
+import codecs
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ class Plan:
     compare : bool
         Train both, interleaved; the checkpoint then holds both.
     resume : bool
-        Continue from the folder's checkpoint.
+        Continue from the folder's checkpoint; else a run that is there is moved aside.
     corpus : Path or None
         Folder of .py files in place of the standard library.
     check_every : int
@@ -91,27 +92,33 @@ class Training:
             _check_resumable(state, settings, plan, self.corpus)
         self.learners = [Learner(name, settings, plan.device, plan.dtype) for name in plan.layers]
         if state is None:
-            self.folder.start()
+            self._say_moved(self.folder.start())
         else:
             self.step = state["step"]
             for learner in self.learners:
                 learner.load(state["learners"][learner.name])
             self.folder.cut_after(self.step)
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run that is resumed had come to its end and left all of its results."""
+        summary = self.folder.read_summary() if self.plan.resume else None
+        return summary is not None and summary.get("steps") == self.step == self.settings.steps
+
     def run(self, stop: StopRequest) -> dict[str, Any] | None:
         """Train to the end and return the summary, or None when `stop` came first."""
         self._introduce()
+        steps = self.settings.steps
         with TrainingView(self.console, self.settings, self.step) as view:
-            while self.step < self.settings.steps and not stop.asked:
+            while self.step < steps and not stop.asked:
                 self._round(view)
-                if self.step % self.plan.check_every == 0 and self.step < self.settings.steps:
+                if self.step % self.plan.check_every == 0 and self.step < steps:
                     self._validate(view, _CHECK_WINDOWS)
                     self._save()
-            self._save()
-            if self.step < self.settings.steps:
-                return None
-            validation = self._validate(view, FINAL_WINDOWS)
-        return self._finish(validation)
+            if self.step == steps and not self._final_validation():
+                self._validate(view, FINAL_WINDOWS)
+            self._save()  # after the rows of its step: resuming adds none of them again
+        return self._finish() if self.step == steps else None
 
     def _round(self, view: TrainingView) -> None:
         check_every = self.plan.check_every
@@ -127,7 +134,7 @@ class Training:
             self.folder.append(rows[learner.name])
         view.update(self.step, rows[self.learners[0].name][-1])
 
-    def _validate(self, view: TrainingView, windows: int) -> dict[str, float]:
+    def _validate(self, view: TrainingView, windows: int) -> None:
         losses = {lr.name: lr.validate(self.corpus, windows) for lr in self.learners}
         self.folder.append(
             [
@@ -136,7 +143,14 @@ class Training:
             ]
         )
         view.validated(self.step, losses[self.learners[0].name])
-        return losses
+
+    def _final_validation(self) -> dict[str, float]:
+        """Loss of each layer on the final windows after the last step; empty before it is known."""
+        return {
+            row["moe"]: row["validation_loss"]
+            for row in self.folder.rows()
+            if row["step"] == self.step and row.get("windows") == FINAL_WINDOWS
+        }
 
     def _save(self) -> None:
         self.folder.save_checkpoint(
@@ -149,9 +163,17 @@ class Training:
             }
         )
 
+    def _say_moved(self, aside: Path | None) -> None:
+        if aside is not None:
+            self._say(f"moved the run that was in {self.plan.out} to {aside}")
+
+    def _say(self, line: str) -> None:
+        """Print a line that may hold a path: not broken, not coloured, brackets as they are."""
+        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
     def _introduce(self) -> None:
         weights = sum(weight.numel() for weight in self.learners[0].model.parameters())
-        verb = f"continuing at step {self.step}" if self.step else "training"
+        verb = f"continuing at step {self.step}" if self.plan.resume else "training"
         self.console.print(
             f"{verb}: {' and '.join(self.plan.layers)}, {weights:,} weights, "
             f"{self.settings.experts} experts of width {self.settings.intermediate}, "
@@ -164,14 +186,12 @@ class Training:
             highlight=False,
         )
 
-    def _finish(self, validation: dict[str, float]) -> dict[str, Any]:
-        rows = self.folder.rows()
+    def _finish(self) -> dict[str, Any]:
+        rows, validation = self.folder.rows(), self._final_validation()
         main, s = self.learners[0], self.settings
-        main.model.eval()
-        with main.autocast():
-            text = generate(main.model, _PROMPT, self.plan.sample_bytes, s.context, s.seed)
-        sample = text.decode(errors="replace").rstrip()
         last = steps_of(rows, main.name)[-FINAL_STEPS:]
+        if not last:
+            raise ValueError(f"resume: {str(self.folder.metrics)!r} has no steps of this run")
         summary = {
             "steps": s.steps,
             "tokens": s.steps * s.tokens_per_step,
@@ -192,7 +212,8 @@ class Training:
                 "held_out_bytes": self.corpus.held_out.numel(),
                 "digest": self.corpus.digest,
             },
-            "sample": sample,
+            "prompt": _PROMPT.decode(),
+            "sample": self._sample(),
         }
         if self.plan.compare:
             plain = self.learners[1].name
@@ -201,17 +222,39 @@ class Training:
                 "plain_train_loss": mean_loss(rows, plain, FINAL_STEPS),
                 "plain_validation_loss": validation[plain],
             }
-        self.folder.write_summary(summary)
-        self.folder.sample.write_text(sample)
         title = f"{s.steps} steps on {summary['device']}, {summary['dtype']}"
         plot_run(rows, title, self.folder.plot)
+        self.folder.write_summary(summary)  # last: it says that the run is complete
         return summary
+
+    def _sample(self) -> str:
+        """What the model writes after the prompt."""
+        model, s = self.learners[0].model.eval(), self.settings
+        with self.learners[0].autocast():
+            text = generate(model, _PROMPT, self.plan.sample_bytes, s.context, s.seed)
+        return readable(text[len(_PROMPT) :])
+
+
+def readable(text: bytes) -> str:
+    r"""UTF-8 as text, without the character that the end cuts; anything unprintable as \x.."""
+    decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
+    shown = "".join(
+        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode()
+        for c in decoder.decode(text)
+    )
+    return shown.rstrip()
 
 
 def _check_resumable(state: dict[str, Any], settings: Settings, plan: Plan, corpus: Corpus) -> None:
     """Reject a checkpoint that this run would not continue but bend."""
     saved = Settings(**state["settings"])
+    if settings.steps < state["step"]:
+        raise ValueError(
+            f"steps: the checkpoint has {state['step']} steps behind it, got {settings.steps}"
+        )
     for name in changed_fields(saved, settings):
+        if name == "steps":  # to go on for longer is what resuming is for
+            continue
         raise ValueError(
             f"{name}: the checkpoint was trained with {getattr(saved, name)}, "
             f"got {getattr(settings, name)}; leave it out or start without --resume"

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import shlex
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +34,51 @@ def run_train(args: argparse.Namespace) -> int:
             raise ValueError(f"threads: expected at least 1, got {typed['threads']}")
         torch.set_num_threads(typed["threads"])
     settings, plan = plan_run(typed)
-    with StopRequest() as stop:
-        summary = Training(settings, plan, console).run(stop)
-    if summary is None:
-        console.print(
-            f"stopped; the checkpoint is in {plan.out}, `guild train --out {plan.out} --resume` "
-            "continues",
-            highlight=False,
+    training = Training(settings, plan, console)
+    if training.is_finished:
+        _say(
+            console,
+            f"the run in {plan.out} is finished: all of its {settings.steps} steps are done; to go "
+            f"on: {resume_command(typed, plan.out)} --steps {2 * settings.steps}",
         )
+        return 0
+    with StopRequest() as stop:
+        summary = training.run(stop)
+    if summary is None:
+        _say(console, f"stopped at step {training.step} of {settings.steps}; to continue:")
+        _say(console, f"  {resume_command(typed, plan.out)}")
         return INTERRUPTED
     show(summary, plan.out, console)
     return 0
+
+
+def resume_command(typed: dict[str, Any], out: Path) -> str:
+    """The command that continues a run, to be typed as it stands.
+
+    It repeats what the checkpoint does not hold: where the bytes come from, and how to compute.
+    """
+    words = [*guild_command(), "train", "--resume", "--out", str(out)]
+    for name in ("corpus", "device", "check_every", "threads"):
+        if name in typed:
+            words += ["--" + name.replace("_", "-"), str(typed[name])]
+    return shlex.join(words)
+
+
+def guild_command() -> list[str]:
+    """How `guild` is called here: by its name only where the shell finds this very one."""
+    script = Path(sys.executable).parent / "guild"
+    if not script.exists():
+        return [sys.executable, "-m", "guild"]
+    found = shutil.which("guild")
+    if found and Path(found).samefile(script):
+        return ["guild"]
+    here = Path.cwd()
+    return [str(script.relative_to(here)) if script.is_relative_to(here) else str(script)]
+
+
+def _say(console: Console, line: str) -> None:
+    """Print a line that may hold a path or a command, not broken at the terminal's width."""
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def plan_run(typed: dict[str, Any]) -> tuple[Settings, Plan]:
@@ -114,8 +151,10 @@ def show(summary: dict[str, Any], out: Path, console: Console) -> None:
     if "compare" in summary:
         _add_comparison(table, summary["compare"])
     console.print(table)
-    console.print(Panel(Text(summary["sample"]), title="written by the model", expand=False))
-    console.print(f"results in {out}: loss.png, summary.json, metrics.jsonl, checkpoint.pt")
+    for title, text in (("prompt", "prompt"), ("written by the model", "sample")):
+        console.print(Panel(Text(summary[text].rstrip()), title=title, expand=False))
+    files = "loss.png, summary.json, sample.txt, metrics.jsonl, checkpoint.pt"
+    _say(console, f"results in {out}: {files}")
 
 
 def _add_comparison(table: Table, found: dict[str, Any]) -> None:

@@ -1,12 +1,15 @@
 // Reads the case files, which CMake embeds so that the test program needs nothing beside it.
 #include "cases.h"
 
+#include <algorithm>
+#include <iterator>
 #include <map>
 #include <sstream>
 #include <stdexcept>
 
 #include "case_files.h"
 #include "device.h"
+#include "shared/gemm_config.h"
 
 namespace guild::test {
 
@@ -123,7 +126,8 @@ GateUp LayerParam::order() const {
 std::string LayerParam::name() const {
   std::string const text = shape.name + "_" + act.name + "_" + name_of(layout) +
                            (bias ? "_bias_" : "_") + test::name_of(dtype);
-  return text + (on_cuda ? "_cuda" : "_cpu");
+  std::string const forced = config < 0 ? "" : "_config" + std::to_string(config);
+  return text + forced + (on_cuda ? "_cuda" : "_cpu");
 }
 
 std::vector<LayerParam> layer_params(bool quick, bool matrix) {
@@ -149,6 +153,42 @@ std::vector<LayerParam> layer_params(bool quick, bool matrix) {
           add_params(all, {c, act, layout, bias}, !c.cuda_matrix, on_cuda && taken);
         }
       }
+    }
+  }
+  return all;
+}
+
+std::vector<LayerParam> config_params() {
+  std::vector<LayerParam> all;
+  char const* why = "";
+  if (cuda_device(&why) == nullptr) return all;
+  auto const act = [](char const* name) {
+    return *std::find_if(activations().begin(), activations().end(),
+                         [&](NamedActivation const& a) { return a.name == name; });
+  };
+  // Two tiles of columns for each product but the down gradient, and more steps of sums than there
+  // are stages.
+  Case gathered, sorted;
+  gathered.name = "pairs", gathered.sizes = {460, 328, 168, 5, 2};
+  gathered.routing = "512|256|151|0|1";
+  sorted = gathered;
+  sorted.name = "sorted_pairs", sorted.sizes.tokens = 920, sorted.sizes.top_k = 1;
+  sorted.sorted = true;
+  LayerParam const variants[] = {
+      {gathered, act("swiglu"), Layout::concatenated, true},
+      {sorted, act("silu"), Layout::concatenated_transposed, false},
+      {gathered, act("silu"), Layout::concatenated, true},
+      {sorted, act("gpt_oss"), Layout::interleaved, true},
+      {gathered, act("gpt_oss"), Layout::interleaved_transposed, false},
+      {gathered, act("swiglu"), Layout::concatenated_transposed, false},
+  };
+  for (int config = 0; config < int(std::size(kConfigs)); ++config) {
+    // The kernels of pairs are many, and no other case is large enough for them.
+    int const count = kConfigs[config].config.cluster > 1 ? int(std::size(variants)) : 2;
+    for (int i = 0; i < count; ++i) {
+      LayerParam p = variants[i];
+      p.config = config;
+      add_params(all, p, /*on_cpu=*/false, /*on_cuda=*/true);
     }
   }
   return all;

@@ -46,6 +46,7 @@ struct LayerParam {
   bool bias = false;
   DType dtype = DType::float32;
   bool on_cuda = false;
+  int config = -1;  // on CUDA, which of kConfigs the products take where it serves them; -1: any
 
   std::string name() const;
   bool gated() const { return act.activation.gated; }
@@ -56,6 +57,10 @@ struct LayerParam {
 // Every run of the quick or of the other cases, in two variants; with `matrix`, the matrix cases in
 // all combinations of activation, layout and bias. On CUDA only where there is a device.
 std::vector<LayerParam> layer_params(bool quick, bool matrix);
+
+// Cases for the kernels of every GEMM config, on CUDA alone: experts of whole tiles of pairs of
+// blocks (256 rows), and of parts of them.
+std::vector<LayerParam> config_params();
 
 char const* name_of(DType dtype);
 

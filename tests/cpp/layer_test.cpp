@@ -1,12 +1,17 @@
 // What every test over layer cases does: pick the device, run twice, look at what was written.
 #include "layer_test.h"
 
+#include "cuda/gemm/forced_config.h"
+
 namespace guild::test {
 
 void LayerTest::SetUp() {
   char const* why = "";
   layer_.emplace(GetParam().on_cuda ? *cuda_device(&why) : cpu_device(), GetParam());
+  cuda::forced_config = GetParam().config;
 }
+
+void LayerTest::TearDown() { cuda::forced_config = -1; }
 
 void LayerTest::run_twice(AnyStep const& step, std::vector<Tensor*> const& outputs,
                           std::function<void()> fresh) {

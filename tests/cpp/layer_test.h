@@ -12,6 +12,7 @@ namespace guild::test {
 class LayerTest : public testing::TestWithParam<LayerParam> {
  protected:
   void SetUp() override;
+  void TearDown() override;
 
   // Runs the step twice, each time into poisoned outputs, and expects the same bits. `fresh` is
   // called before each run instead of poisoning where an output is added to.
@@ -27,12 +28,14 @@ class LayerTest : public testing::TestWithParam<LayerParam> {
   std::optional<Layer> layer_;
 };
 
-// Instantiates a fixture with the quick cases as Quick, the others as Full; `matrix` where what it
-// tests depends on activation and layout.
+// Instantiates a fixture with the quick cases as Quick, the others as Full, those that force a GEMM
+// config as Configs; `matrix` where what it tests depends on activation and layout.
 #define GUILD_LAYER_TESTS(Fixture, matrix)                                                \
   INSTANTIATE_TEST_SUITE_P(Quick, Fixture, testing::ValuesIn(layer_params(true, matrix)), \
                            [](auto const& info) { return info.param.name(); });           \
   INSTANTIATE_TEST_SUITE_P(Full, Fixture, testing::ValuesIn(layer_params(false, matrix)), \
+                           [](auto const& info) { return info.param.name(); });           \
+  INSTANTIATE_TEST_SUITE_P(Configs, Fixture, testing::ValuesIn(config_params()),          \
                            [](auto const& info) { return info.param.name(); })
 
 }  // namespace guild::test

@@ -41,6 +41,8 @@ std::pair<std::vector<double>, double> shares_of(Problem const& x, Matrix const&
   return {p, std::log(sum_of_exp)};
 }
 
+// Added up in F, one token after another.
+template <class F>
 Sums sums_of(Problem const& x, Matrix const& logits) {
   Sums out{std::vector<double>(x.sequences * x.experts), std::vector<double>(x.sequences),
            std::vector<int32_t>(x.sequences * x.experts)};
@@ -48,8 +50,11 @@ Sums sums_of(Problem const& x, Matrix const& logits) {
     if (!x.counts(t)) continue;
     int64_t const sequence = t / (x.tokens / x.sequences);
     auto const [p, lse] = shares_of(x, logits, t);
-    for (int64_t e = 0; e < x.experts; ++e) out.shares[sequence * x.experts + e] += p[e];
-    out.squares[sequence] += lse * lse;
+    for (int64_t e = 0; e < x.experts; ++e) {
+      double& share = out.shares[sequence * x.experts + e];
+      share = F(share + p[e]);
+    }
+    out.squares[sequence] = F(out.squares[sequence] + lse * lse);
     for (int64_t k = 0; k < x.top_k; ++k) {
       int32_t const id = x.ids[t * x.top_k + k];
       if (id >= 0 && id < x.experts) ++out.counts[sequence * x.experts + id];
@@ -130,12 +135,28 @@ TEST_P(BalanceTest, Sums) {
   for (Problem const& x : problems()) {
     for (DType dtype : score_dtypes()) {
       SCOPED_TRACE(testing::Message() << x.tokens << " tokens, " << x.experts << " experts");
-      Sums const expected = sums_of(x, x.logits), got = sum(x, dtype), again = sum(x, dtype);
+      Sums const expected = sums_of<double>(x, x.logits);
+      Sums const got = sum(x, dtype), again = sum(x, dtype);
       double const allowed = dtype == DType::float64 ? 1e-13 : 1e-6;
       EXPECT_EQ(got.counts, expected.counts);
       EXPECT_LE(relative_error(got.shares, expected.shares), allowed);
       EXPECT_LE(relative_error(got.squares, expected.squares), allowed);
       EXPECT_TRUE(got.shares == again.shares && got.squares == again.squares);
+    }
+  }
+}
+
+// More tokens than the blocks of a GPU take at once, in one sequence and in several.
+TEST_P(BalanceTest, ManyTokens) {
+  for (Score score : {Score::softmax, Score::sigmoid}) {
+    for (Problem const& x : {random(5003, 70, 2, 1, score), random(4500, 300, 3, 1, score),
+                             random(40000, 8, 2, 2, score)}) {
+      SCOPED_TRACE(testing::Message() << x.tokens << " tokens, " << x.experts << " experts");
+      Sums const expected = sums_of<double>(x, x.logits), got = sum(x, DType::float32);
+      Sums const yardstick = sums_of<float>(x, x.logits);
+      EXPECT_EQ(got.counts, expected.counts);
+      expect_close(got.shares, expected.shares, yardstick.shares, DType::float32, "shares");
+      expect_close(got.squares, expected.squares, yardstick.squares, DType::float32, "squares");
     }
   }
 }

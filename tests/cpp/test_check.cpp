@@ -8,170 +8,270 @@ namespace guild::test {
 
 namespace {
 
-std::vector<WrongCall> wrong_projections() {
-  auto const up = [](char const* name, void (*spoil)(UpProjection&), char const* message) {
-    return wrong(name, &Calls::up, cpu::up_projection, spoil, message);
-  };
-  return {
-      up(
-          "tokens", [](auto& x) { x.sizes.tokens = -1; },
-          "tokens: expected 0 to 2147483647, got -1"),
-      up(
-          "hidden", [](auto& x) { x.sizes.hidden = 0; }, "hidden: expected 1 to 1073741823, got 0"),
-      up(
-          "intermediate", [](auto& x) { x.sizes.intermediate = -8; },
-          "intermediate: expected 1 to 1073741823, got -8"),
-      up(
-          "experts", [](auto& x) { x.sizes.experts = 5000; },
-          "experts: expected 1 to 4096, got 5000"),
-      up(
-          "top_k", [](auto& x) { x.sizes.top_k = 0; }, "top_k: expected 1 to 4096, got 0"),
-      up(
-          "rows", [](auto& x) { x.sizes.tokens = int64_t(1) << 30, x.sizes.top_k = 4; },
-          "tokens * top_k: expected 0 to 2147483647, got 4294967296"),
-      up(
-          "dtype", [](auto& x) { x.dtype = DType(7); },
-          "dtype: expected 0 (float32), 1 (bfloat16), 2 (float16) or 3 (float64), got 7"),
-      up(
-          "offsets", [](auto& x) { x.routing.offsets = nullptr; },
-          "routing.offsets: expected a pointer, got null"),
-      up(
-          "x", [](auto& x) { x.x = {}; }, "x: expected 4 rows of 16, got null"),
-      up(
-          "x_stride", [](auto& x) { x.x.stride = 15; },
-          "x: expected a row stride of at least its width 16, or 0 for packed rows, got 15"),
-      up(
-          "bias_stride", [](auto& x) { x.bias.stride = 8; },
-          "b_up: expected a row stride of at least its width 16, or 0 for packed rows, got 8"),
-      up(
-          "a", [](auto& x) { x.a = {}; }, "a: expected 8 rows of 8, got null"),
-      up(
-          "gate", [](auto& x) { x.w_up.gate.data = nullptr; },
-          "w_up.gate: expected 2 matrices of 8 x 16, got null"),
-      up(
-          "up", [](auto& x) { x.w_up.up.in_stride = -1; },
-          "w_up.up: expected strides of at least 0, got (128, 16, -1)"),
-  };
+auto const kGate = [](auto& x) -> auto& { return x.w_up.gate; };
+auto const kUp = [](auto& x) -> auto& { return x.w_up.up; };
+auto const kOffsets = [](auto& x) -> auto& { return x.routing.offsets; };
+auto const kSlotRow = [](auto& x) -> auto& { return x.routing.slot_row; };
+
+// What every product of a layer is asked for.
+template <class Args>
+void expect_layer(WrongCalls<Args> const& wrong) {
+  wrong.sizes();
+  wrong.dtype("dtype", &Args::dtype);
+  wrong.pointer("routing.offsets", kOffsets);
 }
 
-std::vector<WrongCall> wrong_activations() {
-  auto const up = [](char const* name, void (*spoil)(UpProjection&), char const* message) {
-    return wrong(name, &Calls::up, cpu::up_projection, spoil, message);
-  };
-  return {
-      up(
-          "kind", [](auto& x) { x.activation.kind = Activation::Kind(9); },
-          "activation.kind: expected 0 to 4, got 9"),
-      up(
-          "alpha", [](auto& x) { x.activation.alpha = INFINITY; },
-          "activation.alpha: expected a finite number, got inf"),
-      up(
-          "limit", [](auto& x) { x.activation.limit = -7; },
-          "activation.limit: expected a positive number, got -7"),
-      up(
-          "limit_nan", [](auto& x) { x.activation.limit = NAN; },
-          "activation.limit: expected a positive number, got nan"),
-      up(
-          "order", [](auto& x) { x.order = GateUp(2); },
-          "order: expected 0 (concatenated) or 1 (interleaved), got 2"),
-  };
+template <class Args>
+void expect_lists(WrongCalls<Args> const& wrong) {
+  wrong.lists([](Args& x) -> auto& { return x.sizes.slots; },
+              [](Args& x) -> auto& { return x.routing.token_offsets; });
 }
 
-std::vector<WrongCall> wrong_combines() {
-  auto const combine = [](char const* name, void (*spoil)(Combine&), char const* message) {
-    return wrong(name, &Calls::combine, cpu::combine, spoil, message);
-  };
-  return {
-      combine(
-          "scores", [](auto& x) { x.routing.slot_score = x.y.data; },
-          "routing.slot_score: expected null with a router's part, got a pointer"),
-      combine(
-          "dlogits", [](auto& x) { x.router.dlogits.stride = 1; },
-          "router.dlogits: expected a row stride of at least its width 2, or 0 for packed rows, "
-          "got 1"),
-      combine(
-          "ids", [](auto& x) { x.router.ids = nullptr; },
-          "router.ids: expected a pointer, got null"),
-      combine(
-          "weight", [](auto& x) { x.router.weight = {}; },
-          "router.weight: expected 2 rows of 16, got null"),
-  };
+template <class Args>
+void expect_activation(WrongCalls<Args> const& wrong) {
+  for (int const kind : {-1, 5}) {
+    wrong.expect(text_of("activation.kind: expected 0 to 4, got ", kind),
+                 [=](Args& x) { x.activation.kind = Activation::Kind(kind); });
+  }
+  wrong.expect("activation.alpha: expected a finite number, got inf",
+               [](Args& x) { x.activation.alpha = INFINITY; });
+  for (float const limit : {0.f, -7.f, NAN}) {
+    wrong.expect(text_of("activation.limit: expected a positive number, got ", limit),
+                 [=](Args& x) { x.activation.limit = limit; });
+  }
+  wrong.expect("activation.up_offset: expected a finite number, got nan",
+               [](Args& x) { x.activation.up_offset = NAN; });
 }
 
-std::vector<WrongCall> wrong_gradients() {
-  return {
-      wrong(
-          "w_down", &Calls::down, cpu::down_projection, [](auto& x) { x.w_down.data = nullptr; },
-          "w_down: expected 2 matrices of 16 x 8, got null"),
-      wrong(
-          "dw_dtype", &Calls::dw, cpu::up_weight_gradient,
-          [](auto& x) { x.dw_dtype = DType::bfloat16; },
-          "dw_dtype: expected float32, got bfloat16"),
-      wrong(
-          "dw_overlap", &Calls::dw, cpu::up_weight_gradient,
-          [](auto& x) { x.dw.gate.out_stride = 3; },
-          "dw.gate: expected strides of matrices that do not overlap, 2 of 8 x 16, got (128, 3, "
-          "1)"),
-      wrong(
-          "db_dtype", &Calls::db, cpu::bias_gradient, [](auto& x) { x.db_dtype = DType::float16; },
-          "db_dtype: expected bfloat16 or float32, got float16"),
-      wrong(
-          "workspace", &Calls::forward, cpu::moe_forward, [](auto& x) { x.workspace = nullptr; },
-          "workspace: expected 1024 bytes, got null"),
-      wrong(
-          "residual", &Calls::forward, cpu::moe_forward,
-          [](auto& x) { x.residual = x.x, x.routing.slot_row = nullptr; },
-          "residual: expected null where rows are not combined, got a pointer"),
-      wrong(
-          "dx_rows", &Calls::backward, cpu::moe_backward,
-          [](auto& x) {
-            static float somewhere;
-            x.dx = x.dx_rows = {&somewhere, 0};
-          },
-          "dx_rows: expected null with dx, got a pointer"),
-      wrong(
-          "dscores", &Calls::backward, cpu::moe_backward,
-          [](auto& x) {
-            static float somewhere;
-            x.dscores = &somewhere;
-            x.routing.slot_row = nullptr;
-          },
-          "routing.slot_row: expected a pointer, got null"),
-  };
+template <class Args>
+void expect_order(WrongCalls<Args> const& wrong) {
+  wrong.expect("order: expected 0 (concatenated) or 1 (interleaved), got 2",
+               [](Args& x) { x.order = GateUp(2); });
 }
 
-std::vector<WrongCall> wrong_biases() {
-  auto const down = [](char const* name, void (*spoil)(DownGradient&), char const* message) {
-    return wrong(name, &Calls::down_gradient, cpu::down_gradient, spoil, message);
-  };
-  return {
-      down(
-          "db_dtype", [](auto& x) { x.db_dtype = DType::bfloat16; },
-          "db_dtype: expected float16 or float32, got bfloat16"),
-      down(
-          "db_up", [](auto& x) { x.db_up.stride = 15; },
-          "db_up: expected a row stride of at least its width 16, or 0 for packed rows, got 15"),
-      down(
-          "db_down", [](auto& x) { x.db_down.stride = 8; },
-          "db_down: expected a row stride of at least its width 16, or 0 for packed rows, got 8"),
-      down(
-          "workspace", [](auto& x) { x.workspace = nullptr; },
-          "workspace: expected 512 bytes, got null"),
-      down(
-          "workspace_of_one", [](auto& x) { x.workspace = nullptr, x.db_up = {}; },
-          "workspace: expected 512 bytes, got null"),
-  };
+template <class Args>
+void expect_up_weight(WrongCalls<Args> const& wrong) {
+  wrong.weight("w_up.gate", kGate, 8, 16);
+  wrong.weight("w_up.up", kUp, 8, 16);
 }
 
-TEST(Check, WrongProjectionsAreNamed) { expect_errors(wrong_projections()); }
+// The type of gradients of weights or biases, of a layer in float32.
+template <class Args, class Of>
+void expect_gradient_dtype(WrongCalls<Args> const& wrong, char const* name, Of of) {
+  wrong.expect(text_of(name, ": expected float32, got bfloat16"),
+               [&](Args& x) { std::invoke(of, x) = DType::bfloat16; });
+}
 
-TEST(Check, WrongActivationsAreNamed) { expect_errors(wrong_activations()); }
+TEST(Check, UpProjection) {
+  WrongCalls<UpProjection> const wrong(&Calls::up, cpu::up_projection, cuda::up_projection);
+  expect_layer(wrong);
+  expect_activation(wrong);
+  expect_order(wrong);
+  wrong.rows("x", &UpProjection::x, 4, 16);
+  wrong.expect("x: expected 8 rows of 16, got null",  // by row where they are sorted
+               [](auto& x) { x.x = {}, x.routing.row_token = nullptr; });
+  expect_up_weight(wrong);
+  wrong.optional_rows("b_up", &UpProjection::bias, 16);
+  wrong.optional_rows("h", &UpProjection::h, 16);
+  wrong.rows("a", &UpProjection::a, 8, 8);
+}
 
-TEST(Check, WrongCombinesAreNamed) { expect_errors(wrong_combines()); }
+TEST(Check, DownProjection) {
+  WrongCalls<DownProjection> const wrong(&Calls::down, cpu::down_projection, cuda::down_projection);
+  expect_layer(wrong);
+  wrong.rows("a", &DownProjection::a, 8, 8);
+  wrong.weight("w_down", &DownProjection::w_down, 16, 8);
+  wrong.optional_rows("b_down", &DownProjection::bias, 16);
+  wrong.rows("y", &DownProjection::y, 8, 16);
+}
 
-TEST(Check, WrongGradientsAreNamed) { expect_errors(wrong_gradients()); }
+TEST(Check, Combine) {
+  WrongCalls<Combine> const wrong(&Calls::combine, cpu::combine, cuda::combine);
+  wrong.sizes();
+  wrong.dtype("dtype", &Combine::dtype);
+  expect_lists(wrong);
+  wrong.pointer("routing.slot_row", kSlotRow);
+  wrong.rows("y", &Combine::y, 8, 16);
+  wrong.rows("o", &Combine::o, 4, 16);
+  wrong.optional_rows("residual", &Combine::residual, 16);
+  wrong.expect("routing.slot_score: expected null with a router's part, got a pointer",
+               [](auto& x) { x.routing.slot_score = x.y.data; });
+  wrong.optional_rows("router.dlogits", [](Combine& x) -> auto& { return x.router.dlogits; }, 2);
+  wrong.pointer("router.ids", [](Combine& x) -> auto& { return x.router.ids; });
+  wrong.rows("router.weight", [](Combine& x) -> auto& { return x.router.weight; }, 2, 16);
+}
 
-TEST(Check, WrongBiasesAreNamed) { expect_errors(wrong_biases()); }
+TEST(Check, DownGradient) {
+  WrongCalls<DownGradient> const wrong(&Calls::down_gradient, cpu::down_gradient,
+                                       cuda::down_gradient);
+  expect_layer(wrong);
+  expect_activation(wrong);
+  expect_order(wrong);
+  wrong.rows("dout", &DownGradient::dout, 4, 16);
+  wrong.weight("w_down", &DownGradient::w_down, 16, 8);
+  wrong.rows("h", &DownGradient::h, 8, 16);
+  wrong.rows("dh", &DownGradient::dh, 8, 16);
+  wrong.optional_rows("a_scaled", &DownGradient::a_scaled, 8);
+  wrong.expect("db_dtype: expected float16 or float32, got bfloat16",
+               [](auto& x) { x.db_dtype = DType::bfloat16; });
+  wrong.optional_rows("db_up", &DownGradient::db_up, 16);
+  wrong.optional_rows("db_down", &DownGradient::db_down, 16);
+  for (bool const up : {true, false}) {  // either of the two needs it
+    wrong.expect("workspace: expected 512 bytes, got null",
+                 [=](auto& x) { x.workspace = nullptr, (up ? x.db_up : x.db_down) = {}; });
+  }
+}
+
+TEST(Check, ScoreGradient) {
+  WrongCalls<ScoreGradient> const wrong(&Calls::score_gradient, cpu::score_gradient,
+                                        cuda::score_gradient);
+  wrong.sizes();
+  wrong.dtype("dtype", &ScoreGradient::dtype);
+  expect_lists(wrong);
+  wrong.pointer("routing.slot_row", kSlotRow);
+  wrong.pointer("score_parts", &ScoreGradient::score_parts);
+  wrong.pointer("dscores", &ScoreGradient::dscores);
+  wrong.pointer("routing.offsets", kOffsets);
+  wrong.optional_rows("b_down", &ScoreGradient::bias, 16);
+  wrong.rows("dout", &ScoreGradient::dout, 4, 16);
+}
+
+TEST(Check, UpGradient) {
+  WrongCalls<UpGradient> const wrong(&Calls::up_gradient, cpu::up_gradient, cuda::up_gradient);
+  expect_layer(wrong);
+  expect_order(wrong);
+  wrong.rows("dh", &UpGradient::dh, 8, 16);
+  expect_up_weight(wrong);
+  wrong.rows("dx", &UpGradient::dx, 8, 16);
+}
+
+TEST(Check, UpWeightGradient) {
+  WrongCalls<UpWeightGradient> const wrong(&Calls::dw, cpu::up_weight_gradient,
+                                           cuda::up_weight_gradient);
+  expect_layer(wrong);
+  expect_gradient_dtype(wrong, "dw_dtype", &UpWeightGradient::dw_dtype);
+  expect_order(wrong);
+  wrong.rows("x", &UpWeightGradient::x, 4, 16);
+  wrong.rows("dh", &UpWeightGradient::dh, 8, 16);
+  auto const gate = [](UpWeightGradient& x) -> auto& { return x.dw.gate; };
+  auto const up = [](UpWeightGradient& x) -> auto& { return x.dw.up; };
+  wrong.weight("dw.gate", gate, 8, 16);
+  wrong.weight("dw.up", up, 8, 16);
+  wrong.output_weight("dw.gate", gate, 8, 16);
+  wrong.output_weight("dw.up", up, 8, 16);
+}
+
+TEST(Check, DownWeightGradient) {
+  WrongCalls<DownWeightGradient> const wrong(&Calls::dw_down, cpu::down_weight_gradient,
+                                             cuda::down_weight_gradient);
+  expect_layer(wrong);
+  expect_gradient_dtype(wrong, "dw_dtype", &DownWeightGradient::dw_dtype);
+  wrong.rows("dout", &DownWeightGradient::dout, 4, 16);
+  wrong.rows("a", &DownWeightGradient::a, 8, 8);
+  wrong.weight("dw", &DownWeightGradient::dw, 16, 8);
+  wrong.output_weight("dw", &DownWeightGradient::dw, 16, 8);
+}
+
+// Sizes that no step takes, and sizes whose product no int64_t holds.
+TEST(Check, SizesOfWorkBuffers) {
+  auto const expect = [](auto const& call, char const* message) {
+    try {
+      call();
+      ADD_FAILURE() << "no error: " << message;
+    } catch (Error const& error) {
+      EXPECT_STREQ(error.what(), message);
+    }
+  };
+  auto const layer = [](int64_t tokens, int64_t hidden, int64_t intermediate, int64_t experts) {
+    return Sizes{tokens, hidden, intermediate, experts, 1};
+  };
+  expect([] { sort_workspace_bytes(-1, 8, 2); }, "tokens: expected 0 to 2147483647, got -1");
+  expect([] { sort_workspace_bytes(4, 5000, 2); }, "experts: expected 0 to 4096, got 5000");
+  expect([] { sort_workspace_bytes(4, 8, -2); }, "top_k: expected 0 to 4096, got -2");
+  expect([] { sort_workspace_bytes(int64_t(1) << 30, 8, 4); },
+         "tokens * top_k: expected 0 to 2147483647, got 4294967296");
+  expect([] { rounding_workspace_bytes(-3, 8); }, "tokens: expected 0 to 2147483647, got -3");
+  expect([] { balance_workspace_bytes(4, -8, 1); }, "experts: expected 0 to 4096, got -8");
+  expect([] { balance_workspace_bytes(4, 8, 0); }, "sequences: expected 1 to 4, got 0");
+  expect([] { rounded_slots(4, 8, 2, Rounding(5), 1); }, "rounding: expected 0 to 4, got 5");
+  expect([] { rounded_slots(4, 8, 2, Rounding::up, 0); }, "tile: expected 1 to 1048576, got 0");
+  expect([&] { score_parts(layer(4, 8, -1, 2)); },
+         "intermediate: expected 0 to 1073741823, got -1");
+  expect([&] { moe_forward_workspace_bytes(layer(4, -8, 8, 2), DType::float32); },
+         "hidden: expected 0 to 1073741823, got -8");
+  expect([&] { moe_forward_workspace_bytes(layer(4, 8, 8, 2), DType(9)); },
+         "dtype: expected 0 (float32), 1 (bfloat16), 2 (float16) or 3 (float64), got 9");
+  expect([&] { down_gradient_workspace_bytes(layer(4, 8, 8, 5000), true); },
+         "experts: expected 0 to 4096, got 5000");
+  expect(
+      [&] {
+        int64_t const most = (int64_t(1) << 30) - 1;
+        moe_backward_workspace_bytes(layer(2147483647, most, most, 4096), DType::float64, true);
+      },
+      "workspace: expected sizes that need fewer than 2^63 bytes");
+  EXPECT_EQ(sort_workspace_bytes(0, 0, 0), 0);
+  EXPECT_EQ(moe_backward_workspace_bytes({}, DType::float32, true), 0);
+}
+
+TEST(Check, BiasGradient) {
+  WrongCalls<BiasGradient> const wrong(&Calls::db, cpu::bias_gradient, cuda::bias_gradient);
+  wrong.size("rows", &BiasGradient::rows, 0, 2147483647);
+  wrong.size("tokens", &BiasGradient::tokens, 0, 2147483647);
+  wrong.size("width", &BiasGradient::width, 1, 1073741823);
+  wrong.size("experts", &BiasGradient::experts, 1, 4096);
+  wrong.dtype("dtype", &BiasGradient::dtype);
+  wrong.expect("db_dtype: expected bfloat16 or float32, got float16",
+               [](auto& x) { x.db_dtype = DType::float16; });
+  wrong.pointer("routing.offsets", kOffsets);
+  wrong.rows("m", &BiasGradient::m, 4, 16);
+  wrong.rows("db", &BiasGradient::db, 2, 16);
+}
+
+TEST(Check, MoeForward) {
+  WrongCalls<MoeForward> const wrong(&Calls::forward, cpu::moe_forward, cuda::moe_forward);
+  expect_layer(wrong);
+  expect_lists(wrong);
+  expect_activation(wrong);
+  expect_order(wrong);
+  wrong.rows("x", &MoeForward::x, 4, 16);
+  expect_up_weight(wrong);
+  wrong.weight("w_down", &MoeForward::w_down, 16, 8);
+  wrong.optional_rows("b_up", &MoeForward::b_up, 16);
+  wrong.optional_rows("b_down", &MoeForward::b_down, 16);
+  wrong.optional_rows("h", &MoeForward::h, 16);
+  wrong.rows("o", &MoeForward::o, 4, 16);
+  wrong.expect("o: expected 8 rows of 16, got null",  // where rows are not combined
+               [](auto& x) { x.o = {}, x.routing.slot_row = nullptr; });
+  wrong.expect("residual: expected null where rows are not combined, got a pointer",
+               [](auto& x) { x.residual = x.x, x.routing.slot_row = nullptr; });
+  wrong.optional_rows("residual", &MoeForward::residual, 16);
+  wrong.expect("workspace: expected 1024 bytes, got null", [](auto& x) { x.workspace = nullptr; });
+}
+
+TEST(Check, MoeBackward) {
+  WrongCalls<MoeBackward> const wrong(&Calls::backward, cpu::moe_backward, cuda::moe_backward);
+  expect_layer(wrong);
+  expect_lists(wrong);
+  expect_gradient_dtype(wrong, "dw_dtype", &MoeBackward::dw_dtype);
+  expect_activation(wrong);
+  expect_order(wrong);
+  wrong.rows("dout", &MoeBackward::dout, 4, 16);
+  wrong.rows("x", &MoeBackward::x, 4, 16);
+  wrong.rows("h", &MoeBackward::h, 8, 16);
+  expect_up_weight(wrong);
+  wrong.weight("w_down", &MoeBackward::w_down, 16, 8);
+  wrong.optional_rows("b_down", &MoeBackward::b_down, 16);
+  wrong.optional_rows("dx", &MoeBackward::dx, 16);
+  wrong.optional_rows("dx_rows", &MoeBackward::dx_rows, 16);
+  wrong.expect("dx_rows: expected null with dx, got a pointer", [](auto& x) { x.dx_rows = x.dx; });
+  wrong.output_weight("dw_up.gate", [](MoeBackward& x) -> auto& { return x.dw_up.gate; }, 8, 16);
+  wrong.weight("dw_up.up", [](MoeBackward& x) -> auto& { return x.dw_up.up; }, 8, 16);
+  wrong.output_weight("dw_down", &MoeBackward::dw_down, 16, 8);
+  wrong.optional_rows("db_up", &MoeBackward::db_up, 16);
+  wrong.optional_rows("db_down", &MoeBackward::db_down, 16);
+  wrong.pointer("routing.slot_row", kSlotRow);
+  wrong.expect("workspace: expected 2304 bytes, got null", [](auto& x) { x.workspace = nullptr; });
+}
 
 TEST(Check, CudaSaysWhyItCannotRun) {
   char const* why = "";

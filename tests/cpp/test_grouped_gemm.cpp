@@ -2,8 +2,10 @@
 #include <optional>
 #include <random>
 
+#include "cuda/gemm/forced_config.h"
 #include "device_test.h"
 #include "reference.h"
+#include "shared/gemm_config.h"
 
 namespace guild::test {
 
@@ -178,6 +180,38 @@ TEST_P(GroupedProduct, LargerThanATile) {
     run({Ragged::rows, {30, 1, 40}, 80, 136, 1032}, dtype);
     run({Ragged::inner, {600, 1, 59}, 136, 272, 664}, dtype);
     run({Ragged::columns, {300, 1, 259}, 264, 560, 104}, dtype);
+  }
+}
+
+// Whole tiles of pairs of blocks, of 256 rows, and parts of them, by the kernels of each config.
+TEST_P(GroupedProduct, OfEveryConfig) {
+  for (int config = 0; on_cuda() && config < int(std::size(kConfigs)); ++config) {
+    cuda::forced_config = config;
+    for (DType dtype : dtypes()) {
+      SCOPED_TRACE(testing::Message() << "config " << config << " " << name_of(dtype));
+      for (bool b_flipped : {false, true}) {
+        run({.ragged = Ragged::rows,
+             .counts = {512, 0, 256, 30},
+             .m = 820,
+             .n = 264,
+             .k = 328,
+             .b_flipped = b_flipped,
+             .bias = b_flipped},
+            dtype);
+      }
+      for (bool d_flipped : {false, true}) {
+        run({.ragged = Ragged::inner,
+             .counts = {300, 0, 64, 17},
+             .m = 520,
+             .n = 264,
+             .k = 384,
+             .a_flipped = true,
+             .d_flipped = d_flipped,
+             .accumulate = d_flipped},
+            dtype);
+      }
+    }
+    cuda::forced_config = -1;
   }
 }
 

@@ -150,7 +150,58 @@ TEST(ChooseConfig, TakesTurnsWhereThatIsFaster) {
   }
 }
 
-// No config that serves the product would take less of what the model counts.
+// Counted by hand: 1000 rows are 7.8 tiles of 128, 4 groups leave half a one each; 600 columns are
+// 3 tiles of 256, an odd number, of which a pair leaves one idle in every other group.
+TEST(ChooseConfig, TilesByHand) {
+  GemmConfig const alone{128, 256, 4}, pair{128, 256, 4, 2};
+  TileCount const ragged{.rows = 1000, .groups = 4, .columns = 600};
+  EXPECT_DOUBLE_EQ(expected_tiles(alone, ragged), (7.8125 + 2) * 3);
+  EXPECT_DOUBLE_EQ(expected_tiles(pair, ragged), (7.8125 + 2) * 3 + 2);
+  TileCount const even{.rows = 1000, .groups = 4, .columns = 512};
+  EXPECT_DOUBLE_EQ(expected_tiles(pair, even), (7.8125 + 2) * 2);
+  // Not ragged: 300 rows of each group are 3 tiles, the last of which a pair takes by columns.
+  TileCount const whole{.rows = 300, .groups = 4, .columns = 600, .ragged = false};
+  EXPECT_DOUBLE_EQ(expected_tiles(alone, whole), 4 * 3 * 3);
+  EXPECT_DOUBLE_EQ(expected_tiles(pair, whole), 4 * (3 * 3 + 1));
+  TileCount const paired{.rows = 512, .groups = 4, .columns = 600, .ragged = false};
+  EXPECT_DOUBLE_EQ(expected_tiles(pair, paired), 4 * 4 * 3);
+}
+
+// 132 blocks: whole rounds up to the seventh, then half a one more than the tiles make.
+TEST(ChooseConfig, RoundsByHand) {
+  EXPECT_EQ(rounds_of(0, 1), 0);
+  EXPECT_EQ(rounds_of(1, 1), 1);
+  EXPECT_EQ(rounds_of(132, 1), 1);
+  EXPECT_EQ(rounds_of(133, 1), 2);
+  EXPECT_EQ(rounds_of(132 * 6 + 1, 1), 7);
+  EXPECT_EQ(rounds_of(132 * 7 + 33, 1), 7.75);
+  EXPECT_EQ(rounds_of(132 * 8, 1), 8.5);
+  EXPECT_EQ(rounds_of(66, 2), 0.5);  // two tiles at once, half of each block's round
+  EXPECT_EQ(rounds_of(67, 2), 1);
+  EXPECT_EQ(rounds_of(132 * 8, 2), 8.25);
+}
+
+// A step of 128 x 256 costs 1024 cycles, of 128 x 192 768; 130 terms of a sum are 3 steps of 64.
+TEST(ChooseConfig, CostsByHand) {
+  BuiltConfig const alone{{128, 256, 4}, {1.5, 1, 1.25, 1, 1}, 400};
+  BuiltConfig const turns{{128, 192, 4, 1, 2, true}, {1}, 3500};
+  TileCount const one_round{.rows = 1000, .groups = 4, .columns = 256, .inner = 130};
+  EXPECT_DOUBLE_EQ(expected_cost(alone, Product::rows, one_round), 1.5 * 3 * 1024 + 400);
+  EXPECT_DOUBLE_EQ(expected_cost(alone, Product::up, one_round), 1.25 * 3 * 1024 + 400);
+  // 62.5 tiles of rows and half a one, times 4 of 256 columns: 252 tiles, two rounds.
+  TileCount const two_rounds{.rows = 8000, .groups = 1, .columns = 1024, .inner = 130};
+  EXPECT_DOUBLE_EQ(expected_cost(alone, Product::rows, two_rounds), 2 * (1.5 * 3 * 1024 + 400));
+  // In turns: 63 times 6 of 192 columns, 378 tiles in 6 halves of rounds. Consumers hide what is
+  // outside of their sums, unless half of all that a tile takes is longer.
+  EXPECT_DOUBLE_EQ(expected_cost(turns, Product::rows, two_rounds), 3 * (3 * 768 + 3500) / 2.0);
+  // 19.6 tiles are one for some consumers, which is half a round.
+  EXPECT_DOUBLE_EQ(expected_cost(turns, Product::rows, one_round), (3 * 768 + 3500) / 4.0);
+  TileCount long_sums = two_rounds;
+  long_sums.inner = 6400;
+  EXPECT_DOUBLE_EQ(expected_cost(turns, Product::rows, long_sums), 3 * 100 * 768);
+}
+
+// No config that serves the product costs less, as the tests above count it.
 TEST(ChooseConfig, TakesTheLeastCost) {
   std::mt19937 random(3);
   for (int trial = 0; trial < 1000; ++trial) {

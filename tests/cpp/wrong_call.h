@@ -1,12 +1,15 @@
 // Right calls of a small layer, spoilt in one thing each, and the errors that they must give.
+//
+// A test of one step is a table of its arguments: a line says what an argument must be, and stands
+// for every wrong value of it. A requirement without a line here is one that nothing tests.
 #pragma once
 #include <gtest/gtest.h>
 
 #include <functional>
+#include <sstream>
 #include <string>
-#include <type_traits>
-#include <vector>
 
+#include "check.h"
 #include "guild/guild.h"
 
 namespace guild::test {
@@ -43,6 +46,17 @@ struct Calls {
     Weight const w{memory, 128, 16, 1};
     return {sizes,   DType::float32, DType::float32, false, true, GateUp::concatenated,
             routing, {memory},       {memory},       {w, w}};
+  }
+  DownWeightGradient dw_down() {
+    return {sizes,   DType::float32, DType::float32, false,
+            routing, {memory},       {memory},       {memory, 128, 8, 1}};
+  }
+  ScoreGradient score_gradient() {
+    return {sizes, DType::float32, routing, memory, {memory}, {memory}, memory};
+  }
+  UpGradient up_gradient() {
+    return {sizes,    DType::float32,   true,       GateUp::concatenated, routing,
+            {memory}, {weight, weight}, {memory, 0}};
   }
   BiasGradient db() {
     return {8, 16, 2, DType::bfloat16, DType::float32, false, routing, {memory}, {memory, 0}, 4};
@@ -84,38 +98,159 @@ struct Calls {
     b.sizes = sizes, b.dtype = b.dw_dtype = DType::float32, b.routing = routing;
     b.dout = b.x = b.h = {memory};
     b.w_up = {weight, weight}, b.w_down = {memory, 128, 8, 1}, b.workspace = memory;
+    Weight const dw{memory, 128, 16, 1};
+    b.dx = {memory, 0}, b.dw_up = {dw, dw}, b.dw_down = {memory, 128, 8, 1};
+    b.b_down = {memory}, b.db_up = b.db_down = {memory, 0}, b.dscores = memory;
     return b;
   }
 };
 
-struct WrongCall {
-  char const* name;
-  char const* message;  // all of it
-  std::function<void(Calls&)> call;
-};
-
-// A wrong call: what `make` gives, after `spoil` changed one thing in it.
-template <class Args>
-WrongCall wrong(char const* name, Args (Calls::*make)(), void (*run)(Args const&),
-                std::type_identity_t<void (*)(Args&)> spoil, char const* message) {
-  return {name, message, [=](Calls& calls) {
-            Args args = (calls.*make)();
-            spoil(args);
-            run(args);
-          }};
+template <class... Parts>
+std::string text_of(Parts const&... parts) {
+  std::ostringstream text;
+  (text << ... << parts);
+  return text.str();
 }
 
-inline void expect_errors(std::vector<WrongCall> const& calls) {
-  for (WrongCall const& c : calls) {
-    SCOPED_TRACE(c.name);
-    Calls fresh;
-    try {
-      c.call(fresh);
-      ADD_FAILURE() << "no error";
-    } catch (Error const& error) {
-      EXPECT_STREQ(error.what(), c.message);
+// The wrong calls of one step. `of` is what picks an argument: &Step::field, or a function.
+template <class Args>
+class WrongCalls {
+ public:
+  using Spoil = std::function<void(Args&)>;
+
+  WrongCalls(Args (Calls::*right)(), void (*on_cpu)(Args const&),
+             void (*on_cuda)(Args const&, cuda::Queue))
+      : right_(right), on_cpu_(on_cpu), on_cuda_(on_cuda) {
+    Calls calls;
+    EXPECT_NO_THROW(check((calls.*right)())) << "nothing is wrong with the call as it was made";
+  }
+
+  // What `spoil` changes is answered with all of `message`: by the check of this very step, which
+  // comes before any work, for the steps that a composite is made of would notice too late; and by
+  // both backends.
+  void expect(std::string const& message, Spoil const& spoil) const {
+    expect_error(message, spoil, [](Args const& args) { check(args); });
+    expect_error(message, spoil, on_cpu_);
+    if (!cuda::built()) return;
+    expect_error(message, spoil, [this](Args const& args) { on_cuda_(args, {}); });
+  }
+
+  template <class Of>
+  void size(char const* name, Of of, int64_t least, int64_t most) const {
+    for (int64_t const wrong : {least - 1, most + 1}) {
+      expect(text_of(name, ": expected ", least, " to ", most, ", got ", wrong),
+             [&](Args& x) { std::invoke(of, x) = wrong; });
     }
   }
-}
+
+  template <class Of>
+  void pointer(char const* name, Of of) const {
+    expect(text_of(name, ": expected a pointer, got null"),
+           [&](Args& x) { std::invoke(of, x) = nullptr; });
+  }
+
+  template <class Of>
+  void dtype(char const* name, Of of) const {
+    expect(text_of(name, ": expected 0 (float32), 1 (bfloat16), 2 (float16) or 3 (float64), got 7"),
+           [&](Args& x) { std::invoke(of, x) = DType(7); });
+  }
+  // Of scores, which are never narrow.
+  template <class Of>
+  void score_dtype(char const* name, Of of) const {
+    expect(text_of(name, ": expected float32 or float64, got bfloat16"),
+           [&](Args& x) { std::invoke(of, x) = DType::bfloat16; });
+  }
+
+  // Rows that may be absent are asked for no more than their stride.
+  template <class Of>
+  void optional_rows(char const* name, Of of, int64_t width) const {
+    expect(text_of(name, ": expected a row stride of at least its width ", width,
+                   ", or 0 for packed rows, got ", width - 1),
+           [&](Args& x) { std::invoke(of, x).stride = width - 1; });
+  }
+  template <class Of>
+  void rows(char const* name, Of of, int64_t count, int64_t width) const {
+    expect(text_of(name, ": expected ", count, " rows of ", width, ", got null"),
+           [&](Args& x) { std::invoke(of, x).data = nullptr; });
+    optional_rows(name, of, width);
+  }
+
+  // A weight of the layer: experts x out x in.
+  template <class Of>
+  void weight(char const* name, Of of, int64_t out, int64_t in) const {
+    expect(text_of(name, ": expected 2 matrices of ", out, " x ", in, ", got null"),
+           [&](Args& x) { std::invoke(of, x).data = nullptr; });
+    strides(name, of, ": expected strides of at least 0", {-1, in, 1});
+    strides(name, of, ": expected strides of at least 0", {out * in, -1, 1});
+    strides(name, of, ": expected strides of at least 0", {out * in, in, -1});
+  }
+  // One that is written: its elements lie apart.
+  template <class Of>
+  void output_weight(char const* name, Of of, int64_t out, int64_t in) const {
+    std::string const apart =
+        text_of(": expected strides of matrices that do not overlap, 2 of ", out, " x ", in);
+    strides(name, of, apart, {out * in, in - 1, 1});
+    strides(name, of, apart, {out * in, 1, out - 1});
+    strides(name, of, apart, {out * in, in, 0});
+    strides(name, of, apart, {0, in, 1});
+  }
+
+  // Sizes of a layer.
+  void sizes() const {
+    size("tokens", [](Args& x) -> auto& { return x.sizes.tokens; }, 0, 2147483647);
+    size("hidden", [](Args& x) -> auto& { return x.sizes.hidden; }, 1, 1073741823);
+    size("intermediate", [](Args& x) -> auto& { return x.sizes.intermediate; }, 1, 1073741823);
+    size("experts", [](Args& x) -> auto& { return x.sizes.experts; }, 1, 4096);
+    size("top_k", [](Args& x) -> auto& { return x.sizes.top_k; }, 1, 4096);
+    expect("tokens * top_k: expected 0 to 2147483647, got 4294967296",
+           [](Args& x) { x.sizes.tokens = int64_t(1) << 30, x.sizes.top_k = 4; });
+    expect("slots: expected 0 to 2147483647, got 2147483648",
+           [](Args& x) { x.sizes.slots = int64_t(1) << 31; });
+  }
+
+  // Lists of any length, their number of slots and where they begin picked apart.
+  template <class Slots, class Offsets>
+  void lists(Slots slots, Offsets offsets) const {
+    static int32_t somewhere;
+    expect("token_offsets: expected null without slots, got slots = -1",
+           [&](Args& x) { std::invoke(offsets, x) = &somewhere; });
+    expect("token_offsets: expected a pointer with slots, got slots = 8",
+           [&](Args& x) { std::invoke(slots, x) = 8; });
+    expect("slots: expected -1 to 2147483647, got -2",
+           [&](Args& x) { std::invoke(slots, x) = -2; });
+  }
+
+ private:
+  struct Strides {
+    int64_t expert, out, in;
+  };
+
+  template <class Of>
+  void strides(char const* name, Of of, std::string const& expected, Strides const& s) const {
+    expect(text_of(name, expected, ", got (", s.expert, ", ", s.out, ", ", s.in, ")"),
+           [&](Args& x) {
+             auto& weight = std::invoke(of, x);
+             weight.expert_stride = s.expert, weight.out_stride = s.out, weight.in_stride = s.in;
+           });
+  }
+
+  template <class Run>
+  void expect_error(std::string const& message, Spoil const& spoil, Run run) const {
+    SCOPED_TRACE(message);
+    Calls calls;
+    Args args = (calls.*right_)();
+    spoil(args);
+    try {
+      run(args);
+      ADD_FAILURE() << "no error";
+    } catch (Error const& error) {
+      EXPECT_EQ(error.what(), message);
+    }
+  }
+
+  Args (Calls::*right_)();
+  void (*on_cpu_)(Args const&);
+  void (*on_cuda_)(Args const&, cuda::Queue);
+};
 
 }  // namespace guild::test

@@ -7,6 +7,7 @@ to write.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -14,8 +15,11 @@ import torch
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--cuda-only` leaves out what runs on the CPU."""
+    """`--cuda-only` leaves out what runs on the CPU; `--fuzz` sets how long test_fuzz.py is."""
     parser.addoption("--cuda-only", action="store_true", help="run the tests on the GPU alone")
+    count = int(os.environ.get("GUILD_FUZZ", "100"))
+    text = "how many random layers test_fuzz.py tries on each device (default: GUILD_FUZZ or 100)"
+    parser.addoption("--fuzz", type=int, default=count, metavar="N", help=text)
 
 
 def missing_gpu() -> str:

@@ -1,18 +1,22 @@
 """Measures every step's error for docs/numerics.md: `python tests/python/numerics.py`.
 
-Prints a Markdown table: the op's relative error against float64, that of the same computation in
+Prints Markdown tables: the op's relative error against float64, that of the same computation in
 float32 rounded where the algorithm stores 16 bits, and their ratio. Step by step from the rounded
-computation's tensors, then for a whole layer, whose errors add up along the way.
+computation's tensors, then for a whole layer, whose errors add up along the way. With `--document`
+the tables also take the place of those in a file.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 import guild
+from guild.provenance import commit
 from layers import ACTIVATIONS, Case, Layer, make_layer, unpack
 from reference import allowed_error, compute, compute_rounded, relative_error
 from steps import Steps
@@ -24,13 +28,15 @@ STEPS = {
     "combine, O": ("o",),
     "down gradient, dH": ("dh_0", "dh_1"),
     "down gradient, A'": ("a_scaled",),
+    "down gradient, db1": ("db_0", "db_1"),
+    "down gradient, db2": ("db_down",),
     "score gradient, dS": ("dscores",),
     "down weight gradient, dW2": ("dw_down",),
-    "bias gradient, db2": ("db_down",),
     "up weight gradient, dW1": ("dw_0", "dw_1"),
-    "bias gradient, db1": ("db_0", "db_1"),
     "up gradient, dX by row": ("dx_rows",),
     "combine gradient, dX": ("dx",),
+    "bias gradient, db1": ("db_0", "db_1"),
+    "bias gradient, db2": ("db_down",),
 }
 WHOLE = {
     "O": ("o",),
@@ -41,6 +47,7 @@ WHOLE = {
     "db1": ("db_0", "db_1"),
     "db2": ("db_down",),
 }
+DOCUMENTED = "writes what follows:\n\n"  # in a document the tables come after this
 
 
 def whole_layer(layer: Layer) -> dict[str, Tensor]:
@@ -65,30 +72,39 @@ def whole_layer(layer: Layer) -> dict[str, Tensor]:
     }
 
 
-def show(
+def by_step(steps: Steps) -> dict[str, dict[str, Tensor]]:
+    """The results that each line of `STEPS` is about."""
+    return {
+        label: steps.biases if label.startswith("down gradient, db") else steps.results
+        for label in STEPS
+    }
+
+
+def table(
     title: str,
     names: dict[str, tuple[str, ...]],
-    results: dict[str, Tensor],
+    results: dict[str, dict[str, Tensor]],
     rounded: dict[str, Tensor],
     truth: dict[str, Tensor],
-) -> list[str]:
-    """Print one table; returns the lines that are too far off by the rule of the tests."""
-    dtype, where = results["o"].dtype, truth["o"].device
+    dtype: torch.dtype,
+) -> tuple[str, list[str]]:
+    """One table in Markdown, and the lines that are too far off by the rule of the tests."""
+    where = truth["o"].device
+    lines = [f"| {title} | error | rounding alone | ratio |", "|---|---|---|---|"]
     failures = []
 
     def whole(tensors: dict[str, Tensor], parts: tuple[str, ...]) -> Tensor:
         return torch.cat([tensors[part].detach().to(where).double() for part in parts])
 
-    print(f"\n| {title} | error | rounding alone | ratio |\n|---|---|---|---|")
     for label, parts in names.items():
         exact = whole(truth, parts)
-        error = relative_error(whole(results, parts), exact)
+        error = relative_error(whole(results[label], parts), exact)
         rounding = relative_error(whole(rounded, parts), exact)
-        print(f"| {label} | {error:.3e} | {rounding:.3e} | {error / rounding:.2f} |")
+        lines.append(f"| {label} | {error:.3e} | {rounding:.3e} | {error / rounding:.2f} |")
         allowed = allowed_error(whole(rounded, parts), exact, dtype)
         if error > allowed:
             failures.append(f"{title}, {label}: expected at most {allowed:.3e}, got {error:.3e}")
-    return failures
+    return "\n".join(lines), failures
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -99,23 +115,42 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--activation", choices=ACTIVATIONS, default="swiglu")
     parser.add_argument("--sizes", default="1024,512,256,16,4", help="T,H,I,E,K")
+    parser.add_argument("--document", type=Path, metavar="FILE", help="write the tables there")
     options = parser.parse_args(arguments)
     sizes = [int(size) for size in options.sizes.split(",")]
     case = Case("numerics", *sizes, "random", frozenset())
     dtype = getattr(torch, options.dtype)
     layer = make_layer(case, ACTIVATIONS[options.activation], dtype, options.device)
-    where = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
-    print(
-        f"{options.dtype}, {options.activation}, T, H, I, E, K = {', '.join(map(str, sizes))}; "
-        f"{where}, torch {torch.__version__}"
-    )
     rounded = compute_rounded(layer, options.reference)
     truth = compute(layer, rounded, options.reference)
-    failures = show("step", STEPS, Steps(layer, rounded).results, rounded, truth)
+    steps, failures = table("step", STEPS, by_step(Steps(layer, rounded)), rounded, truth, dtype)
     truth = compute(layer, device=options.reference)
-    failures += show("whole layer", WHOLE, whole_layer(layer), rounded, truth)
-    if failures:
-        raise SystemExit("\n".join(failures))
+    results = dict.fromkeys(WHOLE, whole_layer(layer))
+    whole, more = table("whole layer", WHOLE, results, rounded, truth, dtype)
+    text = "\n\n".join([source(options), steps, whole])
+    print(text)
+    if failures or more:
+        raise SystemExit("\n".join(failures + more))
+    if options.document is not None:
+        write(text, options.document)
+
+
+def source(options: argparse.Namespace) -> str:
+    """What was measured, where and when."""
+    where = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
+    return (
+        f"{options.dtype}, {options.activation}, T, H, I, E, K = "
+        f"{options.sizes.replace(',', ', ')}; {where}, torch {torch.__version__}, "
+        f"{datetime.date.today()}, commit {(commit() or 'unknown')[:7]}."
+    )
+
+
+def write(text: str, document: Path) -> None:
+    """Put the tables where the document's own stand."""
+    before, found, _ = document.read_text().partition(DOCUMENTED)
+    if not found:
+        raise SystemExit(f"document: expected {DOCUMENTED.strip()!r} in {document}")
+    document.write_text(f"{before}{found}{text}\n")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,10 @@ class Steps:
     routing : tuple
         offsets, row_token, slot_row, row_score of `sort_by_expert`.
     results : dict
-        One tensor a step output, rows in use only.
+        One tensor a step output, rows in use only; db_0, db_1 and db_down are those of the bias
+        gradient, an op of its own.
+    biases : dict
+        db_0, db_1 and db_down as a layer with biases gets them: from the down gradient.
     """
 
     def __init__(self, layer: Layer, stored: dict[str, Tensor]) -> None:
@@ -34,6 +37,7 @@ class Steps:
         self.routing = ops.sort_by_expert(layer.ids, layer.scores, layer.case.experts)
         self.used = int(self.routing[0][-1])
         self.results: dict[str, Tensor] = {}
+        self.biases: dict[str, Tensor] = {}
         self._forward()
         self._down_gradient()
         self._weight_gradients()
@@ -50,11 +54,15 @@ class Steps:
     def _pair(self, name: str) -> Tensor:
         return self._input(*(f"{name}_{i}" for i in range(2 if self.gated else 1)))
 
-    def _keep(self, name: str, value: Tensor, rows: int | None = None, dim: int = 1) -> None:
-        """Note gate and up as name_0 and name_1."""
-        halves = [t for t in unpack(value, dim, "concatenated", self.gated) if t is not None]
-        for i, half in enumerate(halves):
-            self.results[f"{name}_{i}"] = half[:rows]
+    def _halves(self, name: str, value: Tensor, rows: int | None = None) -> dict[str, Tensor]:
+        """Gate and up as name_0 and name_1."""
+        halves = [t for t in unpack(value, 1, "concatenated", self.gated) if t is not None]
+        return {f"{name}_{i}": half[:rows] for i, half in enumerate(halves)}
+
+    def _bias_gradients(self) -> tuple[Tensor, Tensor]:
+        """Room for db1 and db2."""
+        db_up = self.w_up.new_full(self.w_up.shape[:2], float("nan"))
+        return db_up, db_up.new_full(self.layer.down.shape[:2], float("nan"))
 
     def _forward(self) -> None:
         layer, (offsets, row_token, slot_row, _) = self.layer, self.routing
@@ -63,7 +71,7 @@ class Steps:
             bias = pack(layer.gate_bias, layer.up_bias, 1, "concatenated")
         flags = (*layer.activation.scalars, False, False)
         a, h = ops.up_projection(layer.x, offsets, row_token, self.w_up, None, bias, *flags, True)
-        self._keep("h", h, self.used)
+        self.results |= self._halves("h", h, self.used)
         y = ops.down_projection(self._input("a"), offsets, layer.down, layer.down_bias, False)
         o = ops.combine(self._input("y"), slot_row, layer.scores)
         self.results |= {"a": a[: self.used], "y": y[: self.used], "o": o}
@@ -71,10 +79,12 @@ class Steps:
     def _down_gradient(self) -> None:
         layer, (offsets, row_token, slot_row, row_score) = self.layer, self.routing
         flags = (*layer.activation.scalars, False, False)
-        dh, a_scaled, parts = ops.down_gradient(
-            layer.dout, self._pair("h"), offsets, row_token, row_score, layer.down, *flags
-        )
-        self._keep("dh", dh, self.used)
+        rows = (layer.dout, self._pair("h"), offsets, row_token, row_score)
+        biases = (None, None) if layer.down_bias is None else self._bias_gradients()
+        dh, a_scaled, parts = ops.down_gradient(*rows, layer.down, *flags, *biases)
+        if layer.down_bias is not None:
+            self.biases = {**self._halves("db", biases[0]), "db_down": biases[1]}
+        self.results |= self._halves("dh", dh, self.used)
         self.results["a_scaled"] = a_scaled[: self.used]
         self.results["dscores"] = ops.score_gradient(
             parts, slot_row, offsets, layer.dout, layer.down_bias, layer.case.intermediate
@@ -85,8 +95,7 @@ class Steps:
         dh, a_scaled = self._pair("dh"), self._input("a_scaled")
         nan = float("nan")
         dw_down, dw_up = torch.full_like(layer.down, nan), torch.full_like(self.w_up, nan)
-        db_up = dh.new_full(self.w_up.shape[:2], nan)
-        db_down = dh.new_full(layer.down.shape[:2], nan)
+        db_up, db_down = self._bias_gradients()
         ops.down_weight_gradient_out(
             layer.dout, a_scaled, offsets, row_token, dw_down, False, False
         )
@@ -95,8 +104,7 @@ class Steps:
         )
         ops.bias_gradient_out(dh, offsets, None, None, db_up, False)
         ops.bias_gradient_out(layer.dout, offsets, row_token, row_score, db_down, False)
-        self._keep("dw", dw_up)
-        self._keep("db", db_up)
+        self.results |= self._halves("dw", dw_up) | self._halves("db", db_up)
         self.results |= {"dw_down": dw_down, "db_down": db_down}
 
     def _up_gradient(self) -> None:

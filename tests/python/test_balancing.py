@@ -119,7 +119,7 @@ def test_module(over: str, device: str) -> None:
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     moe = guild.MoE(32, 16, 4, 2, balance_over=over, device=device, dtype=dtype)
-    with pytest.raises(RuntimeError, match="^balance_over: expected MoE"):
+    with pytest.raises(AttributeError, match="^balance_over: expected MoE"):
         _ = moe.z_loss
     x = torch.randn(3, 5, 32, device=device, dtype=dtype)
     out = moe(x)
@@ -132,6 +132,29 @@ def test_module(over: str, device: str) -> None:
     assert copied.balance_sums is None
     torch.testing.assert_close(copied.eval()(x), out)
     assert copied.balance_sums is None
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 5), (3, 5), (5,), (), (2, 0), (0, 5), (2, 3, 0)], ids=str)
+def test_sequences_of_a_module(shape: tuple[int, ...], device: str) -> None:
+    """x's last dimension but one, however many stand before it; without tokens there is one."""
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    moe = guild.MoE(32, 16, 4, 2, balance_over="sequence", device=device, dtype=dtype)
+    x = torch.randn(*shape, 32, device=device, dtype=dtype)
+    moe(x)
+    sums, tokens = moe.balance_sums, x.numel() // 32
+    sequences = x[..., 0, 0].numel() if tokens and len(shape) > 1 else 1
+    assert sums.counts.shape == (sequences, 4)
+    logits = guild.router_logits(x.view(-1, 32), moe.router.weight)
+    ids, _ = guild.route(logits, 2)
+    expected = guild.balance_sums(logits, ids, sequences=sequences)
+    for got, truth in zip(sums, expected, strict=True):
+        assert torch.equal(got, truth)
+    moe.eval()
+    moe.router.register_forward_hook(lambda *_: None)
+    moe.balance_sums = None
+    moe(x)
+    assert moe.balance_sums is None  # evaluation leaves none, whichever way it routes
 
 
 def test_module_compiled(device: str) -> None:

@@ -199,22 +199,35 @@ def test_bound_multiplies_balanced_experts(monkeypatch: pytest.MonkeyPatch) -> N
     assert 2 * sum(done[2:]) == backward
 
 
-def test_floor_copies_what_the_bound_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward and backward, in pieces no larger than the largest."""
+@pytest.mark.parametrize(("tokens", "rows"), [(48, 12), (47, 12), (45, 12), (44, 11)])
+def test_bound_holds_every_row(tokens: int, rows: int) -> None:
+    """Where experts do not share the rows evenly each takes as many as the fullest must."""
+    bound = Bound(make_problems(TINY._replace(tokens=tokens), "random", torch.float32, CPU))
+    assert bound.calls({})["up"]().shape == (8, rows, 32)
+    assert bound.calls({})["down"]().shape == (8, rows, 32)
+    assert rows * TINY.experts >= tokens * TINY.top_k
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_floor_copies_what_the_bound_leaves_out(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward and backward, in pieces no larger than the largest; logits are float32."""
     copied = []
     real = torch.neg
     monkeypatch.setattr(torch, "neg", lambda a, out: copied.append(a) or real(a, out=out))
     monkeypatch.setattr(Floor, "_MOST", 1000)
-    floor = Floor(make_problems(TINY, "random", torch.float32, CPU))
+    floor = Floor(make_problems(TINY, "random", dtype, CPU))
     t, h, i, e, k = TINY
-    both = t * k * h + t * h + t * h + t * e
-    for run, elements in (
-        (floor.forward, both + t * k * i),
-        (floor.backward, both + 4 * t * k * i),
+    size = dtype.itemsize
+    both = (t * k * h + t * h + t * h) * size
+    for run, moved in (
+        (floor.forward, both + 4 * t * e + t * k * i * size),
+        (floor.backward, both + (t * e + 4 * t * k * i) * size),
     ):
         copied.clear()
         run()
-        assert 2 * sum(a.numel() for a in copied) == elements
+        assert 2 * sum(a.nbytes for a in copied) == moved
         assert max(a.numel() for a in copied) == 1000
 
 
@@ -237,21 +250,21 @@ def test_rounds_are_interleaved_and_swapped() -> None:
 
 
 def test_ratios_are_taken_round_by_round() -> None:
-    found = median_ratio([2.0, 30.0, 4.0], [1.0, 10.0, 4.0])
-    assert found == {"median": 2.0, "low": 1.0, "high": 3.0}
+    found = median_ratio([2.0, 40.0, 4.0], [1.0, 10.0, 4.0])
+    assert found == {"median": 2.0, "low": 1.0, "high": 4.0}
 
 
 def test_figures() -> None:
     times = {
-        "guild": {"forward": [2.0, 2.0, 2.0], "backward": [4.0, 4.0, 4.0]},
+        "guild": {"forward": [1.0, 2.0, 6.0], "backward": [4.0, 4.0, 4.0]},
         "bound": {"forward": [1.0, 1.0, 2.0], "backward": [2.0, 2.0, 2.0]},
-        "plain": {"forward": [6.0, 8.0, 4.0], "backward": [4.0, 4.0, 4.0]},
+        "plain": {"forward": [6.0, 8.0, 5.0], "backward": [4.0, 4.0, 4.0]},
     }
     found = figures(times, Shape(1000, 100, 100, 8, 2))
     assert found["guild"]["forward"]["tflops"] == pytest.approx(6e-5 * 1e3)
     assert found["guild"]["backward"]["over_bound"]["median"] == 2
-    assert found["guild"]["forward"]["speedup_over"]["plain"]["median"] == 3
-    assert found["plain"]["forward"]["ms"] == {"median": 6.0, "low": 4.0, "high": 8.0}
+    assert found["guild"]["forward"]["speedup_over"]["plain"]["median"] == 4
+    assert found["plain"]["forward"]["ms"] == {"median": 6.0, "low": 5.0, "high": 8.0}
     assert "over_bound" not in found["bound"]["forward"]
 
 

@@ -38,10 +38,12 @@ def measured(device: str, dtype: torch.dtype, *candidates: str) -> dict[str, Any
 
 
 def test_formula() -> None:
-    """2TH + 4TKI and 24 bytes a slot, in bf16."""
-    t, h, i, _, k = PRESETS["qwen30b"]
+    """2TH + 4TKI and 24 bytes a slot, in bf16; forward A, Y, O and float32 logits beside H."""
+    t, h, i, e, k = PRESETS["qwen30b"]
     found = memory_formula(PRESETS["qwen30b"], torch.bfloat16)
     assert found["saved"] == 2 * t * h + 4 * t * k * i + 24 * t * k
+    forward = t * k * (4 * i + 2 * i + 2 * h + 24) + 2 * t * h + 4 * t * e
+    assert found["forward"] == forward
     assert found["backward"] == t * k * (4 * i + 2 * i + 2 * h + 4)
 
 

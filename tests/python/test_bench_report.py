@@ -86,7 +86,7 @@ def test_report_of_every_mode(
     assert main(["bench", "--report", str(file)]) == 0
     printed = capsys.readouterr().out
     assert printed.count("\n| ") >= 2 and "commit" in printed
-    assert main(["bench", "--report", str(file), "--out", str(tmp_path)]) == 1
+    assert main(["bench", "--report", str(file), "--out", str(tmp_path)]) == 2
     assert "out: expected a record of layers to draw" in capsys.readouterr().err
 
 

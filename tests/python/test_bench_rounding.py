@@ -46,10 +46,30 @@ def test_every_way_is_timed(device: str) -> None:
 
 
 def test_figures_by_hand() -> None:
-    found = figures({"top_k": [1.0, 2.0, 3.0], "nearest": [1.5, 2.25, 3.0]})
-    assert found["nearest"]["more_us"] == {"median": 250.0, "low": 0.0, "high": 500.0}
-    assert found["nearest"]["over_top_k"]["median"] == 1.125
+    """Medians of the rounds' differences and ratios, which here are not their means."""
+    found = figures({"top_k": [1.0, 2.0, 3.0], "nearest": [1.75, 2.25, 3.0]})
+    assert found["nearest"]["ms"] == {"median": 2.25, "low": 1.75, "high": 3.0}
+    assert found["nearest"]["more_us"] == {"median": 250.0, "low": 0.0, "high": 750.0}
+    assert found["nearest"]["over_top_k"] == {"median": 1.125, "low": 1.0, "high": 1.75}
     assert "more_us" not in found["top_k"]
+
+
+def test_times_are_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph holds one step, or eight routings, of every input set."""
+    repeats: list[int] = []
+    monkeypatch.setattr(
+        bench_rounding, "Replay", lambda call, count, pool: repeats.append(count) or call
+    )
+    monkeypatch.setattr(
+        bench_rounding, "interleaved", lambda calls, *rest: dict.fromkeys(calls, [24.0])
+    )
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    calls = {part: {"top_k": lambda: None} for part in ("routing", "layer")}
+    on_gpu = bench_rounding._time(calls, 3, plan_of("cuda"))
+    assert on_gpu == {"routing": {"top_k": [1.0]}, "layer": {"top_k": [8.0]}}
+    assert repeats == [8, 1]
+    on_cpu = bench_rounding._time(calls, 3, plan_of("cpu"))
+    assert on_cpu == {"routing": {"top_k": [8.0]}, "layer": {"top_k": [8.0]}}
 
 
 def test_wrong_rows_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:

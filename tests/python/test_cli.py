@@ -53,6 +53,29 @@ def test_help(command: list[str], capsys: pytest.CaptureFixture) -> None:
     assert "usage: guild" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", ["", "train", "bench", "info"])
+def test_unknown_option_shows_the_commands_own_usage(
+    command: str, capsys: pytest.CaptureFixture
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([*command.split(), "--stesp", "9"])
+    assert end.value.code == 2
+    printed = capsys.readouterr().err
+    name = f"guild {command}".rstrip()
+    assert printed.startswith(f"usage: {name} [-h]")
+    if command:
+        assert printed.endswith(f"{name}: error: unrecognized arguments: --stesp 9\n")
+
+
+@pytest.mark.parametrize("command", ["train", "bench"])
+def test_help_calls_numbers_n_or_x(command: str, capsys: pytest.CaptureFixture) -> None:
+    """And never by the option's own name once more, as in `--rounds ROUNDS`."""
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    for option, value in re.findall(r"--([a-z-]+) ([A-Z_]+)\b", capsys.readouterr().out):
+        assert value != option.replace("-", "_").upper()
+
+
 @pytest.mark.parametrize(
     ("command", "message"),
     [
@@ -93,14 +116,14 @@ def test_bad_arguments(
     words = command.split()
     if words[0] == "train" and "--out" not in words:
         words += ["--out", str(tmp_path)]
-    assert main(words) == 1
+    assert main(words) == 2
     printed = capsys.readouterr().err
     assert re.fullmatch(rf"guild {words[0]}: {message}.*\n", printed)
 
 
 def test_float32_is_for_the_cpu(gpu: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     words = ["train", "--dtype", "float32", "--device", gpu, "--out", str(tmp_path)]
-    assert main(words) == 1
+    assert main(words) == 2
     assert "dtype: expected bfloat16 on a GPU" in capsys.readouterr().err
 
 
@@ -108,9 +131,9 @@ def test_out_must_be_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture) -> 
     file = tmp_path / "file"
     file.write_text("")
     corpus = str(write_corpus(tmp_path / "corpus"))
-    assert main(["train", *SMALL, "--corpus", corpus, "--out", str(file)]) == 1
+    assert main(["train", *SMALL, "--corpus", corpus, "--out", str(file)]) == 2
     assert "out: expected a folder" in capsys.readouterr().err
-    assert main(["bench", "--device", "cpu", "--out", str(file)]) == 1
+    assert main(["bench", "--device", "cpu", "--out", str(file)]) == 2
     assert "out: expected a folder, got the file" in capsys.readouterr().err
 
 
@@ -120,7 +143,8 @@ def test_train_interrupted_and_resumed(tmp_path: Path) -> None:
     files = ["--corpus", corpus, "--out", str(out)]
     run = start("-m", "guild", "train", *SMALL, "--steps", "200", *files)
     deadline = time.monotonic() + 120
-    while not (out / "metrics.jsonl").exists():
+    metrics = out / "metrics.jsonl"
+    while not (metrics.exists() and metrics.stat().st_size):
         assert run.poll() is None, run.communicate()[0]
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -136,6 +160,8 @@ def test_train_interrupted_and_resumed(tmp_path: Path) -> None:
     assert again.returncode == 0, output
     assert "continuing at step" in output
     assert "written by the model" in output
+    listed = output[output.index("results in ") :].replace(",", " ").split()
+    assert {path.name for path in out.iterdir()} <= set(listed)
     summary = json.loads((out / "summary.json").read_text())
     assert summary["steps"] == 200
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

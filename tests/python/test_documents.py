@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 import re
 import shutil
 import subprocess
@@ -33,6 +35,21 @@ def test_python_code_runs(document: str) -> None:
         pytest.skip("README.md's example would choose a GPU that Guild has no kernels for")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_blocks_that_go_on_say_so() -> None:
+    """A block of the guide that uses names of others says in its first line which blocks those are.
+
+    So whoever copies one alone knows what is missing.
+    """
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/guide.md").read_text(), re.M | re.S)
+    assert len(blocks) > 5
+    for block in blocks:
+        names = [node for node in ast.walk(ast.parse(block)) if isinstance(node, ast.Name)]
+        made = {name.id for name in names if isinstance(name.ctx, ast.Store)}
+        made |= set(re.findall(r"^import (\w+)", block, re.MULTILINE)) | set(dir(builtins))
+        borrowed = {name.id for name in names} - made
+        assert bool(borrowed) == block.startswith("# needs: "), (borrowed, block)
 
 
 def test_cpp_code_compiles(tmp_path: Path) -> None:

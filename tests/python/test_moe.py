@@ -2,45 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import inspect
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 import guild
 from guild.bench_memory import saved_tensors
-from reference import apply_activation, restated, weights_of
-
-
-def plain(moe: guild.MoE, x: Tensor) -> Tensor:
-    """The module's function in float64, one expert after another, with autograd."""
-    p = {name: value.double() for name, value in moe.named_parameters()}
-    flat = x.double().reshape(-1, moe.hidden)
-    logits = flat @ p["router.weight"].t()
-    score, key = restated(moe.routing, logits, getattr(moe.router, "selection_bias", None))
-    ids = key.topk(moe.top_k, 1).indices
-    weights = weights_of(moe.routing, score, ids)
-    routed = flat
-    if moe.routing.applied_to == "input":
-        routed, weights = flat * weights, torch.ones_like(weights)
-
-    def mlp(rows: Tensor, w_up: Tensor, w_down: Tensor, b_up: Tensor | None, b_down: Tensor | None):
-        h = F.linear(rows, w_up, b_up)
-        halves = h.chunk(2, 1) if moe.activation.gated else (h, None)
-        return F.linear(apply_activation(moe.activation, *halves), w_down, b_down)
-
-    out = torch.zeros_like(flat)
-    for e in range(moe.experts):
-        token, k = torch.nonzero(ids == e, as_tuple=True)
-        biases = [p[name][e] if name in p else None for name in ("b_up", "b_down")]
-        rows = mlp(routed[token], p["w_up"][e], p["w_down"][e], *biases)
-        out = out.index_add(0, token, rows * weights[token, k][:, None])
-    if moe.shared is not None:
-        out = out + mlp(flat, p["shared.w_up"], p["shared.w_down"], None, None)
-    return out.view(x.shape)
-
+from plain_layer import plain
 
 ROUTERS = {
     "default": guild.Router(),
@@ -180,28 +151,6 @@ def test_autocast(device: str) -> None:
         assert value.grad.dtype == torch.float32
 
 
-def test_router_logits_are_float32(device: str) -> None:
-    """16-bit operands, float32 sums: not the 8 bits that a bfloat16 product leaves."""
-    from guild.moe import router_logits
-
-    torch.manual_seed(0)
-    x = torch.randn(50, 128, device=device, dtype=torch.bfloat16, requires_grad=True)
-    weight = torch.randn(8, 128, device=device, dtype=torch.bfloat16, requires_grad=True)
-    logits = router_logits(x, weight)
-    assert logits.dtype == torch.float32
-    with torch.autocast(device, dtype=torch.bfloat16):
-        assert torch.equal(router_logits(x, weight), logits)
-    expected = x.double() @ weight.double().t()
-    torch.testing.assert_close(logits.double(), expected, atol=1e-4, rtol=1e-5)
-    dlogits = torch.randn_like(logits)
-    got = torch.autograd.grad(logits, (x, weight), dlogits)
-    truth = torch.autograd.grad(expected, (x, weight), dlogits.double())
-    for value, gradient in zip(got, truth, strict=True):
-        assert value.dtype == torch.bfloat16
-        error = (value.double() - gradient.double()).norm() / gradient.double().norm()
-        assert error < 0.006
-
-
 @pytest.mark.parametrize("name", [n for n in guild.routing.ROUTERS if n != "llama4"])
 def test_saved_for_backward(name: str, device: str) -> None:
     """x, h and 24 bytes a slot, whatever the router: never its logits."""
@@ -276,6 +225,14 @@ def test_balance_evens_the_load() -> None:
     assert moe.expert_counts.max().item() < 100  # 64 each would be even
 
 
+def test_nothing_to_balance() -> None:
+    """Errors that say what is missing."""
+    with pytest.raises(RuntimeError, match=r"^router: expected Router\(selection_bias=True\), got"):
+        guild.MoE(16, 8, 4, 2).balance()
+    with pytest.raises(RuntimeError, match="^balance: expected a forward before it, got none"):
+        guild.MoE(16, 8, 4, 2, router="sigmoid").balance()
+
+
 def test_counts_before_and_after() -> None:
     """None before the first forward, then this forward's."""
     moe = guild.MoE(16, 8, 4, 2)
@@ -284,6 +241,45 @@ def test_counts_before_and_after() -> None:
     assert int(moe.expert_counts.sum()) == 30
     moe(torch.randn(2, 16))
     assert int(moe.expert_counts.sum()) == 4
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.torch.jit.trace")
+def test_losses_that_are_not_there() -> None:
+    """AttributeError, which hasattr and all that walks through attributes expects; it says why."""
+    for moe in (guild.MoE(16, 8, 4, 2), guild.MoE(16, 8, 4, 2, balance_over="batch")):
+        for name in ("load_balancing_loss", "z_loss"):
+            assert not hasattr(moe, name) and getattr(moe, name, None) is None
+            with pytest.raises(AttributeError, match="^balance_over: expected MoE.*and a forward"):
+                getattr(moe, name)
+        assert ("top_k", 2) in inspect.getmembers(moe)
+        x = torch.randn(3, 16)
+        traced = torch.jit.trace(moe, x, check_trace=False)
+        torch.testing.assert_close(traced(x), moe(x))
+        with pytest.raises(AttributeError, match="has no attribute 'loss'"):
+            _ = moe.loss
+    assert hasattr(moe, "z_loss") and moe.z_loss > 0  # after the forward
+
+
+@pytest.mark.parametrize("over", [None, "batch"])
+def test_inside_of_function_transforms(over: str | None) -> None:
+    """Nothing of torch.func's own tensors is kept; the next plain forward counts again."""
+    moe = guild.MoE(16, 8, 4, 2, balance_over=over, router="sigmoid")
+    x = torch.randn(3, 5, 16)
+    moe(x)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return moe(x).square().sum()
+
+    for transform in (torch.func.grad, torch.func.vjp, torch.func.vmap):
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # not every op has a rule
+            transform(loss)(x) if transform is not torch.func.vjp else torch.func.vjp(loss, x)
+        counts, sums = moe.expert_counts, moe.balance_sums
+        assert counts is None or sum(counts.tolist()) in (10, 30)
+        assert sums is None or int(sums.counts.sum()) in (10, 30)
+        copy.deepcopy(moe)
+    moe(x)
+    assert int(moe.expert_counts.sum()) == 30
+    moe.balance()
 
 
 def test_copies_and_prints() -> None:

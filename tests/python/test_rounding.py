@@ -216,7 +216,7 @@ def test_module(router: guild.Router, device: str) -> None:
     x = torch.randn(100, 32, device=device, dtype=dtype, requires_grad=True)
     out = moe(x)
     assert (moe.expert_counts % 8 == 0).all()
-    logits = guild.moe.router_logits(x, moe.router.weight)
+    logits = guild.router_logits(x, moe.router.weight)
     ids, _ = guild.route(logits, 2, **given)
     lists, scores, offsets = guild.round_tokens(logits, ids, tile=8, **given)
     members = members_of(lists.cpu(), offsets.cpu(), 6)

@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.image
+import numpy as np
 import pytest
 import torch
 
 from guild.compare import comparison
 from guild.interrupt import StopRequest
 from guild.learner import Learner
+from guild.plots import _smooth, plot_run
 from guild.run_folder import RunFolder
-from guild.train import FINAL_STEPS
+from guild.train import FINAL_STEPS, readable
 from training import small_settings, train, write_corpus
 
 CPU = torch.device("cpu")
@@ -153,18 +155,44 @@ def test_leaves_its_results(corpus: Path, tmp_path: Path) -> None:
     assert summary["device"]
     assert "commit" in summary
     assert summary["settings"] == settings.as_dict()
-    assert summary["sample"].startswith("class ")
+    assert summary["prompt"].startswith("class ")
+    assert not summary["sample"].startswith("class ")
+    assert (tmp_path / "sample.txt").read_text() == summary["sample"]
     pixels = matplotlib.image.imread(tmp_path / "loss.png")
     assert pixels.shape[0] > 300
     assert pixels[..., :3].std() > 0.01  # something is drawn
     assert training.learners[0].model.expert_counts().sum().item() == 2 * 2 * 32  # of the sample
 
 
-def test_a_fresh_run_removes_the_old_one(corpus: Path, tmp_path: Path) -> None:
-    train(small_settings(), tmp_path, corpus)
-    train(small_settings(seed=1), tmp_path, corpus, 1)
-    assert not (tmp_path / "summary.json").exists()
-    assert RunFolder(tmp_path).load_checkpoint()["settings"]["seed"] == 1
+def test_sample_is_readable() -> None:
+    """Broken UTF-8 and control characters are spelled out, a cut last character is left out."""
+    assert readable("naïve\n\tπ = 3".encode()) == "naïve\n\tπ = 3"
+    assert readable(b"a\xffb\x00\x1b[0m\r\x7f  \n") == r"a\xffb\x00\x1b[0m\r\x7f"
+    assert readable("é".encode()[:1]) == ""
+
+
+def test_smoothing_does_not_lag() -> None:
+    """A straight line stays where it is, to the first value and the last; noise does not."""
+    line = [5 - 0.01 * step for step in range(400)]
+    assert _smooth(line) == pytest.approx(line)
+    noise = [(-1.0) ** step for step in range(400)]
+    assert np.abs(_smooth(noise)[20:-20]).max() < 0.05
+    assert _smooth([3.0]) == [3.0]
+
+
+def test_plot_of_differences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zeros are left out and counted, and no line is drawn that nothing explains."""
+    rows = [
+        {"step": step, "moe": moe, "loss": 1.0 + gap * (moe == "plain"), "load": [1.0]}
+        for step, gap in enumerate((0.0, 1e-7, 0.0, 1e-3), 1)
+        for moe in ("guild", "plain")
+    ]
+    drawn = []
+    monkeypatch.setattr("guild.plots.plt.close", drawn.append)
+    plot_run(rows, "title", tmp_path / "loss.png")
+    (line,) = drawn[0].axes[2].get_lines()
+    assert np.isnan(line.get_ydata()).tolist() == [True, False, True, False]
+    assert line.get_label() == "|Guild - plain|, not drawn where 0 (2 of 4 steps)"
 
 
 def test_both_layers_start_equal() -> None:

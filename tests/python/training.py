@@ -37,6 +37,7 @@ class StopAfter(StopRequest):
 
     def __init__(self, polls: int) -> None:
         self._left = polls
+        self._previous = {}
 
     @property
     def asked(self) -> bool:

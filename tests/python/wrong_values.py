@@ -230,6 +230,6 @@ VALUES: dict[str, Wrong] = {
     "module fed another dtype": (
         lambda r: guild.MoE(H, I, E, 2, device=r.x.device, dtype=torch.float16)(r.x),
         TypeError,
-        "x: expected dtype float16 as router.weight has, got bfloat16",
+        "x: expected dtype float16 as w_up has, got bfloat16",
     ),
 }

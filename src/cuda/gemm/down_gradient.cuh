@@ -183,8 +183,8 @@ struct DownGradientEpilogue {
   }
 
   template <Family family>
-  static __device__ void at_element(Activation const& act, State& rows, int below, float& g,
-                                    float& gate, float& up) {
+  static __device__ void at_element(ActivationOf<float> const& act, State& rows, int below,
+                                    float& g, float& gate, float& up) {
     float const s = rows.scale[below];
     auto const d = activate_gradient<family>(act, gate, up, s * g);
     rows.dot[below] += g * d.a;
@@ -195,8 +195,8 @@ struct DownGradientEpilogue {
 
   // Gate in the first box, up in the second (none without a gate).
   template <Family family>
-  static __device__ __forceinline__ void halves(Activation const& act, float* g, char* boxes,
-                                                State& rows, int left, int thread) {
+  static __device__ __forceinline__ void halves(ActivationOf<float> const& act, float* g,
+                                                char* boxes, State& rows, int left, int thread) {
     uint32_t const first = matrices_address(shared_address(boxes), thread);
 #pragma unroll
     for (int block = 0; block < 8; block += 2) {
@@ -222,8 +222,8 @@ struct DownGradientEpilogue {
   // Columns 2c and 2c + 1 of H are gate and up of column c: a thread's two neighbours of g need 8
   // bytes in a row.
   template <Family family>
-  static __device__ __forceinline__ void pairs(Activation const& act, float* g, char* boxes,
-                                               State& rows, int left, int thread) {
+  static __device__ __forceinline__ void pairs(ActivationOf<float> const& act, float* g,
+                                               char* boxes, State& rows, int left, int thread) {
     int const column = 2 * fragment_column(thread);
     uint32_t const start =
         chunk_address(shared_address(boxes), fragment_row(thread), column / 8) + column % 8 * 2;

@@ -7,6 +7,7 @@
 #include <iterator>
 #include <utility>
 
+#include "forced_config.h"
 #include "guild/cuda.h"
 #include "kernel.cuh"
 
@@ -109,10 +110,12 @@ void call_with_config(F&& f) {
   if constexpr (kConfigs[index].serves(product)) f.template operator()<kConfigs[index].config>();
 }
 
-// Calls f.template operator()<config>() with the config that is expected to be fastest.
+// Calls f.template operator()<config>() with the config that is expected to be fastest, unless a
+// test wants another one.
 template <Product product, class F>
 void with_config(TileCount const& count, F&& f) {
-  int const choice = choose_config(product, count);
+  bool const forced = forced_config >= 0 && kConfigs[forced_config].serves(product);
+  int const choice = forced ? forced_config : choose_config(product, count);
   [&]<int... i>(std::integer_sequence<int, i...>) {
     ((i == choice && (call_with_config<product, i>(f), true)) || ...);
   }(std::make_integer_sequence<int, int(std::size(kConfigs))>());

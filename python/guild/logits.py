@@ -1,0 +1,188 @@
+"""The router's product: x and W of 16 bits to logits of 32, as a function and as modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from guild import _gradients  # noqa: F401 - registers the gradients
+from guild._checks import (
+    FLOATS,
+    dtype_name,
+    expect_device,
+    expect_dims,
+    expect_shape,
+    expect_tensor,
+)
+from guild._operators import autocast, ops
+
+_router_logits = ops.router_logits.default
+
+
+def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Logits x weight^T + bias in float32 (float64 in float64), whatever the operands' dtype.
+
+    16-bit operands are multiplied as they are, and summed and returned in float32: their logits
+    have none of the rounding with which torch.nn.functional.linear returns 16 bits, and which
+    changes the order of experts whose logits are close. On a GPU there is no float32 copy of x.
+
+    Parameters
+    ----------
+    x : torch.Tensor
+        (..., hidden): bfloat16, float16, float32 or float64.
+    weight : torch.Tensor
+        (experts, hidden), in x's dtype.
+    bias : torch.Tensor, optional
+        (experts,), any floating dtype.
+
+    Returns
+    -------
+    torch.Tensor
+        (..., experts). Under autocast x and weight are cast, the logits are float32 all the same.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not as described; the message names it.
+
+    Notes
+    -----
+    Gradients flow to x, weight and bias, each in its own dtype; that of the logits is rounded to
+    x's dtype before it is multiplied.
+    """
+    expect_tensor("x", x)
+    expect_dims("weight", weight, 2, what="(experts, hidden)")
+    experts, hidden = weight.shape
+    if x.dim() == 0 or x.shape[-1] != hidden:
+        raise ValueError(
+            f"x: expected shape (..., {hidden}) (hidden) as weight has, got {tuple(x.shape)}"
+        )
+    expect_device("weight", weight, x)
+    if bias is not None:
+        expect_shape("bias", bias, (experts,))
+        expect_device("bias", bias, x)
+        if not bias.is_floating_point():
+            raise TypeError(f"bias: expected a floating dtype, got {dtype_name(bias.dtype)}")
+    if x.dtype not in FLOATS:
+        raise TypeError(
+            f"x: expected dtype bfloat16, float16, float32 or float64, got {dtype_name(x.dtype)}"
+        )
+    x, weight = autocast(x, weight)
+    if x.dtype != weight.dtype:
+        raise TypeError(
+            f"x: expected dtype {dtype_name(weight.dtype)} as weight has, got {dtype_name(x.dtype)}"
+        )
+    if x.dtype in (torch.float32, torch.float64):
+        logits = F.linear(x, weight)
+    else:
+        logits = _router_logits(x.reshape(-1, hidden), weight).view(*x.shape[:-1], experts)
+    return logits if bias is None else logits + bias.to(logits.dtype)
+
+
+class LogitLinear(nn.Linear):
+    """torch.nn.Linear with the output of `router_logits`, and weights of variance 1 / inputs."""
+
+    def reset_parameters(self) -> None:
+        """Normal weights of variance 1 / inputs; a zero bias."""
+        nn.init.normal_(self.weight, std=self.in_features**-0.5)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., in_features) -> (..., out_features), float32 or float64."""
+        return router_logits(x, self.weight, self.bias)
+
+
+class RouterLinear(LogitLinear):
+    """The router of a `guild.MoE`: hidden states to logits, and the bias of the choice.
+
+    A torch.nn.Linear to whatever asks for one (LoRA, hooks, parametrisations). The layer computes
+    the product itself, in one op with the experts, while calling this module would do nothing
+    else (`is_plain`), and calls it otherwise.
+
+    Parameters
+    ----------
+    hidden, experts : int
+        Inputs and outputs.
+    bias : bool
+        Whether the logits have a bias, a parameter.
+    selection_bias : bool
+        Whether there is a buffer `selection_bias`, (experts,): added to p for the choice alone.
+    device, dtype : optional
+        Of the parameters. The selection bias is float32, and stays that when the module is
+        converted: `MoE.balance` moves it by steps that vanish in 16 bits.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        experts: int,
+        bias: bool = False,
+        selection_bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(hidden, experts, bias, device, dtype)
+        if selection_bias:
+            zeros = torch.zeros(experts, device=device, dtype=torch.float32)
+            self.register_buffer("selection_bias", zeros)
+
+    def reset_parameters(self) -> None:
+        """Normal weights of variance 1 / inputs; zero biases."""
+        super().reset_parameters()
+        if "selection_bias" in self._buffers:
+            nn.init.zeros_(self.selection_bias)
+
+    def is_plain(self) -> bool:
+        """Whether a call is x weight^T and nothing besides: no bias, hook or other forward."""
+        hooks = (
+            self._forward_hooks,
+            self._forward_pre_hooks,
+            self._backward_hooks,
+            self._backward_pre_hooks,
+        )
+        return (
+            type(self) is RouterLinear  # a parametrisation makes a class of its own
+            and self.bias is None
+            and "forward" not in self.__dict__
+            and not any(hooks)
+            and not _has_any_global_hook()
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RouterLinear:
+        """What to(), half() and the like call: the selection bias follows to the device alone."""
+        bias = self._buffers.get("selection_bias")
+
+        def moved(tensor: Tensor) -> Tensor:
+            result = fn(tensor)
+            if tensor is bias and result.dtype != bias.dtype:
+                return bias.to(result.device)
+            return result
+
+        return super()._apply(moved, recurse)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        keep_float32(self)  # load_state_dict(..., assign=True) takes the checkpoint's dtype
+
+
+def keep_float32(module: nn.Module) -> Tensor | None:
+    """The module's selection bias, float32 again if something has converted it; None without."""
+    bias = getattr(module, "selection_bias", None)
+    if bias is not None and bias.dtype != torch.float32:
+        module.selection_bias = bias = bias.float()
+    return bias
+
+
+def selection_bias_of(router: nn.Module) -> Tensor | None:
+    """The selection bias of a router or of what it wraps, as LoRA does; None without."""
+    for module in router.modules():
+        bias = keep_float32(module)
+        if bias is not None:
+            return bias
+    return None

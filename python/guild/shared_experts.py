@@ -1,0 +1,86 @@
+"""The experts of a layer that every token goes through, whatever the router says."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from guild._checks import expect_count
+from guild.activations import Activation
+from guild.experts import experts_mlp
+from guild.logits import LogitLinear
+
+
+class SharedExperts(nn.Module):
+    """One MLP for every token: shared(x) = act(x W1^T) W2^T.
+
+    With a gate, sigmoid(x g^T) shared(x): Qwen2-MoE's, one number a token.
+
+    Parameters
+    ----------
+    hidden, intermediate : int
+        Its widths.
+    activation : Activation
+        Between the projections.
+    order : {"concatenated", "interleaved"}
+        Of gate and up in `w_up`.
+    gate : bool
+        Whether there is a `gate`, with weights (1, hidden).
+    device, dtype : optional
+        Of the parameters.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        intermediate: int,
+        activation: Activation,
+        order: str = "concatenated",
+        gate: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.activation, self.order = activation, order
+        width = activation.width(intermediate)
+        self.w_up = nn.Parameter(torch.empty(width, hidden, device=device, dtype=dtype))
+        self.w_down = nn.Parameter(torch.empty(hidden, intermediate, device=device, dtype=dtype))
+        self.gate = LogitLinear(hidden, 1, False, device, dtype) if gate else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Normal weights of variance 1 / inputs."""
+        for weight in (self.w_up, self.w_down):
+            nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
+        if self.gate is not None:
+            self.gate.reset_parameters()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (tokens, hidden) -> the same shape: one expert that gets every row."""
+        ends = torch.arange(2, device=x.device, dtype=torch.int32) * x.shape[0]
+        weights = self.w_up[None], self.w_down[None]
+        out = experts_mlp(x, ends, *weights, activation=self.activation, order=self.order)
+        if self.gate is None:
+            return out
+        return (torch.sigmoid(self.gate(x)) * out).to(out.dtype)
+
+
+def shared_width(
+    shared_experts: int, intermediate: int, shared_intermediate: int | None, shared_gate: bool
+) -> int:
+    """Width of the shared experts' MLP, 0 where there are none; checked."""
+    expect_count("shared_experts", shared_experts, 0)
+    width = shared_experts * intermediate
+    if shared_intermediate is not None:
+        expect_count("shared_intermediate", shared_intermediate, 1)
+        if shared_experts:
+            raise ValueError(
+                "shared_intermediate: expected None with shared_experts, for it is the width of "
+                f"all of them, got {shared_intermediate}"
+            )
+        width = shared_intermediate
+    if shared_gate and not width:
+        raise ValueError(
+            "shared_gate: expected False without shared_experts or shared_intermediate, got True"
+        )
+    return width
