@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from guild._checks import (
     FLOATS,
+    MOST_EXPERTS,
     dtype_name,
     expect_choice,
     expect_count,
@@ -123,7 +124,7 @@ class MoE(nn.Module):
         super().__init__()
         expect_count("hidden", hidden, 1)
         expect_count("intermediate", intermediate, 1)
-        expect_count("experts", experts, 1)
+        expect_count("experts", experts, 1, MOST_EXPERTS)
         expect_count("top_k", top_k, 1, experts)
         shared = shared_width(shared_experts, intermediate, shared_intermediate, shared_gate)
         if isinstance(router, str):
