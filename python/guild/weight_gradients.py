@@ -217,7 +217,8 @@ class Experts(torch.autograd.Function):
         if want_x:
             dx = ops.up_gradient(dh, offsets, w_up, w_gate, ctx.flags[1], *ctx.flags[6:])
             if slot_row is None:  # rows of nobody were not written
-                nobody = torch.arange(x.shape[0], device=x.device) >= offsets[-1]
+                rows = torch.arange(x.shape[0], device=x.device)
+                nobody = (rows < offsets[0]) | (rows >= offsets[-1])
                 dx.masked_fill_(nobody[:, None], 0)
             elif not routed:
                 dx = ops.combine(dx, slot_row, None, token_offsets)

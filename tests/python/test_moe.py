@@ -110,27 +110,43 @@ def test_sixteen_bits(dtype: torch.dtype, device: str) -> None:
     x = torch.randn(40, 64, device=device, dtype=dtype, requires_grad=True)
     out = moe(x)
     assert out.dtype == dtype
-    expected = plain(copy.deepcopy(moe).cpu(), x.detach().cpu())
-    error = (out.cpu().double() - expected).norm(dim=1) / expected.norm(dim=1)
-    assert error.median() < 0.01
-    out.float().square().sum().backward()
+    error = errors(moe, x, out)
+    assert error.pop("out") < 0.01
+    assert max(error.values()) < 0.02, error
     for name, value in moe.named_parameters():
-        assert value.grad.dtype == dtype and value.grad.isfinite().all(), name
-        assert value.grad.float().norm() > 0, name
+        assert value.grad.dtype == dtype, name
+
+
+def errors(moe: guild.MoE, x: Tensor, out: Tensor) -> dict[str, float]:
+    """Relative errors of a layer's output and of all gradients, against float64."""
+    exact, leaf = copy.deepcopy(moe).cpu().double(), x.detach().cpu().double().requires_grad_()
+    expected = plain(exact, leaf)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    out.backward(dout.to(out))
+    expected.backward(dout.to(out.dtype).double())
+    pairs = {"out": (out, expected), "x": (x.grad, leaf.grad)}
+    for name, value in exact.named_parameters():
+        pairs[name] = moe.get_parameter(name).grad, value.grad
+    return {
+        name: ((value.cpu().double() - truth).norm() / truth.norm()).item()
+        for name, (value, truth) in pairs.items()
+    }
 
 
 def test_autocast(device: str) -> None:
     """float32 parameters under autocast: bfloat16 out, float32 gradients."""
     torch.manual_seed(0)
     moe = guild.MoE(64, 48, 8, 2, bias=True, shared_experts=1, device=device)
-    x = torch.randn(40, 64, device=device, requires_grad=True)
+    x = torch.randn(40, 64, device=device).bfloat16().float().requires_grad_()
+    with torch.no_grad():
+        for value in moe.parameters():  # casts are exact, and so all choose the same experts
+            value.copy_(value.bfloat16())
     with torch.autocast(device, dtype=torch.bfloat16):
         out = moe(x)
     assert out.dtype == torch.bfloat16
-    expected = plain(copy.deepcopy(moe).cpu(), x.detach().cpu())
-    error = (out.cpu().double() - expected).norm(dim=1) / expected.norm(dim=1)
-    assert error.median() < 0.02
-    out.float().square().sum().backward()
+    error = errors(moe, x, out)
+    assert error.pop("out") < 0.01
+    assert max(error.values()) < 0.02, error
     for value in (x, *moe.parameters()):
         assert value.grad.dtype == torch.float32
 

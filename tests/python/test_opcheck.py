@@ -9,12 +9,14 @@ import torch
 from torch.library import opcheck
 
 from guild._layer_operator import ops
+from guild._operators import WANT_DOWN_BIAS, WANT_ROWS, WANT_SCORES, WANT_UP
 from layers import ACTIVATIONS, Case, Layer, make_layer, pack
 
 # No sentinel ids: opcheck compares every element, and rows that belong to nobody are not written.
 CASE = Case("opcheck", 12, 16, 8, 4, 2, "random", frozenset())
 SCALARS = ACTIVATIONS["gpt_oss"].scalars
 FLAGS = (*SCALARS, False, False)
+TRANSPOSED = (*SCALARS, False, True)
 
 Arguments = tuple
 
@@ -36,6 +38,7 @@ class Inputs:
         self.a = torch.randn(24, 8, device=device).to(dtype)
         self.h = torch.randn(24, 16, device=device).to(dtype)
         self.weights = (self.w_up, None, layer.down)
+        self.pair = (layer.up, layer.gate, layer.down)
         self.biases = (self.b_up, layer.down_bias)
         self.routing = (self.offsets, self.row_token, self.slot_row, self.row_score)
 
@@ -128,6 +131,29 @@ CALLS: dict[str, Callable[[Inputs], Arguments]] = {
         *FLAGS,
         63,
     ),
+    "moe_forward transposed": lambda i: (
+        *wanting(i.layer.x),
+        i.layer.ids,
+        *wanting(i.layer.scores, None, None, i.layer.up.mT, i.layer.gate.mT, i.layer.down.mT),
+        *wanting(*i.biases),
+        *TRANSPOSED,
+        True,
+    ),
+    "moe_backward of a pair by row": lambda i: (
+        i.layer.dout,
+        i.layer.x,
+        i.h,
+        *i.routing,
+        None,
+        *i.pair,
+        i.layer.down_bias,
+        *FLAGS,
+        WANT_ROWS | WANT_SCORES | WANT_UP,
+    ),
+    "moe_backward of nothing but a bias": lambda i: (
+        *(i.layer.dout, i.layer.x, i.h, *i.routing, None),
+        *(*i.weights, i.layer.down_bias, *FLAGS, WANT_DOWN_BIAS),
+    ),
     "experts_forward": lambda i: (
         *wanting(i.rows),
         i.offsets,
@@ -145,6 +171,19 @@ CALLS: dict[str, Callable[[Inputs], Arguments]] = {
         *FLAGS,
         True,
     ),
+    "up_projection of a pair": lambda i: (
+        *(i.layer.x, i.offsets, i.row_token, *i.pair[:2], i.b_up),
+        *(*FLAGS, True),
+    ),
+    "up_projection of a pair transposed": lambda i: (
+        *(i.layer.x, i.offsets, i.row_token, i.layer.up.mT, i.layer.gate.mT, i.b_up),
+        *(*TRANSPOSED, False),
+    ),
+    "up_projection without a gate": lambda i: (
+        *(i.layer.x, i.offsets, i.row_token, i.layer.up, None, i.layer.up_bias),
+        *(3, False, *FLAGS[2:], True),
+    ),
+    "down_projection transposed": lambda i: (i.a, i.offsets, i.layer.down.mT, None, True),
     "down_projection": lambda i: (i.a, i.offsets, i.layer.down, i.layer.down_bias, False),
     "combine": lambda i: (i.rows, i.slot_row, i.layer.scores, None, i.layer.x),
     "combine with a router": lambda i: (
@@ -156,6 +195,10 @@ CALLS: dict[str, Callable[[Inputs], Arguments]] = {
         i.rows[:4],
     ),
     "down_gradient": down_gradient_arguments,
+    "down_gradient transposed": lambda i: (
+        *(i.layer.dout, i.h, i.offsets, i.row_token, i.row_score),
+        *(i.layer.down.mT, *TRANSPOSED),
+    ),
     "down_gradient with biases": lambda i: (
         *down_gradient_arguments(i),
         torch.zeros_like(i.b_up, dtype=torch.float32),
@@ -176,6 +219,10 @@ CALLS: dict[str, Callable[[Inputs], Arguments]] = {
         i.layer.dout,
         i.layer.down_bias,
         8,
+    ),
+    "up_gradient transposed": lambda i: (
+        *(i.h, i.offsets, i.layer.up.mT, i.layer.gate.mT),
+        *(True, False, True),
     ),
     "up_gradient": lambda i: (i.h, i.offsets, i.w_up, None, True, False, False),
     "up_weight_gradient_out": lambda i: (

@@ -253,6 +253,22 @@ def test_module_compiled(device: str) -> None:
     assert moe.router.weight.grad.norm() > 0
 
 
+def test_a_seed_of_its_own_each_time(device: str) -> None:
+    """Without one given: other draws at every call, the same after torch.manual_seed."""
+    logits = torch.randn(300, 8, device=device)
+    ids, _ = guild.route(logits, 2)
+
+    def counts() -> Tensor:
+        lists, _, _ = guild.round_tokens(logits, ids, rounding="stochastic", tile=64)
+        return lists[lists >= 0].bincount(minlength=8)
+
+    torch.manual_seed(5)
+    first = torch.stack([counts() for _ in range(12)])
+    assert (first % 64 == 0).all() and first.unique(dim=0).shape[0] > 1
+    torch.manual_seed(5)
+    assert torch.equal(torch.stack([counts() for _ in range(12)]), first)
+
+
 def test_no_tokens(device: str) -> None:
     """Nothing to round."""
     none = torch.zeros(0, 2, dtype=torch.int32, device=device)

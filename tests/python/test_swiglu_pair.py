@@ -177,9 +177,15 @@ def test_autocast(device: str) -> None:
         a, aux = grouped_mm_swiglu(x, w_up, offs, b_up)
         out = grouped_mm_downproj(a, w_down, offs, b_down, aux)
     assert a.dtype == aux.dtype == out.dtype == torch.bfloat16
-    out.sum().backward()
+    dout = torch.randn_like(out)
+    out.backward(dout)
+    exact = {n: t.detach().bfloat16().double().requires_grad_() for n, t in tensors.items()}
+    expected = formulas(exact, offs)[2]
+    close("out", out, expected)
+    expected.backward(dout.double())
     for name, tensor in tensors.items():
         assert tensor.grad.dtype == torch.float32, name
+        close(name, tensor.grad, exact[name].grad)
 
 
 def mismatched(device: str) -> dict[str, tuple]:

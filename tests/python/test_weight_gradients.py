@@ -308,6 +308,23 @@ def test_sorted_rows_and_a_pair_of_weights(device: str, dtype: torch.dtype) -> N
             assert torch.equal(expected, got)
 
 
+def test_rows_before_the_first_expert(device: str, dtype: torch.dtype) -> None:
+    """They belong to nobody, as those past the last do: no gradient, by either way."""
+    grads = []
+    for sink in (None, WeightGradients()):
+        case = sorted_case(device, dtype)
+        case["offsets"][0] = 4
+        w_up = (case["gate"], case["up"])
+        more = {"weight_gradients": sink}
+        out = experts_mlp(case["x_sorted"], case["offsets"], w_up, case["w_down"], **more)
+        out.sum().backward()
+        assert not out[:4].any() and not out[24:].any() and out[4:24].any()
+        grads.append([t.grad for t in case.values() if t.requires_grad])
+        assert not grads[-1][0][:4].any()
+    for expected, got in zip(*grads, strict=True):
+        assert torch.equal(expected, got)
+
+
 def test_compiled(device: str, dtype: torch.dtype) -> None:
     sink = WeightGradients(delayed=True)
     plain, layer = make_layer(device, dtype), make_layer(device, dtype, weight_gradients=sink)

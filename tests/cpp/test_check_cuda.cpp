@@ -1,0 +1,233 @@
+// What CUDA asks of arguments beyond what both backends do: 16-bit types, sizes and rows in steps
+// of 16 bytes, 1024 experts. All of it is asked before anything is launched, so no GPU is needed.
+#include "wrong_call.h"
+
+namespace guild::test {
+
+namespace {
+
+alignas(16) char aligned_memory[64];
+
+// The wrong calls of one step. The right one is that of Calls in bfloat16 and aligned memory.
+template <class Args>
+class WrongOnCuda {
+ public:
+  WrongOnCuda(Args const& right, void (*run)(Args const&, cuda::Queue)) : right_(right), run_(run) {
+    EXPECT_NO_THROW(check(right));
+  }
+
+  void expect(std::string const& message, std::function<void(Args&)> const& spoil) const {
+    SCOPED_TRACE(message);
+    Args args = right_;
+    spoil(args);
+    EXPECT_NO_THROW(check(args)) << "wrong on the CPU as well";
+    try {
+      run_(args, {});
+      ADD_FAILURE() << "no error";
+    } catch (Error const& error) {
+      EXPECT_EQ(error.what(), message);
+    }
+  }
+
+  void narrow(Args const& wide) const {
+    expect("dtype: expected bfloat16 or float16 on CUDA, got float32", [&](Args& x) { x = wide; });
+  }
+  void hidden() const {
+    expect("hidden: expected a multiple of 8 on CUDA, got 12",
+           [](Args& x) { x.sizes.hidden = 12; });
+  }
+  void intermediate() const {
+    expect("intermediate: expected a multiple of 8 on CUDA, got 4",
+           [](Args& x) { x.sizes.intermediate = 4; });
+  }
+
+  template <class Of>
+  void address(char const* name, Of of) const {
+    char* const odd = aligned_memory + 2;
+    expect(text_of(name, ": expected 16-byte aligned data on CUDA, got address ",
+                   reinterpret_cast<uintptr_t>(odd)),
+           [&](Args& x) { std::invoke(of, x).data = odd; });
+  }
+  template <class Of>
+  void rows(char const* name, Of of) const {
+    address(name, of);
+    expect(text_of(name, ": expected rows a multiple of 8 elements apart on CUDA, got 20"),
+           [&](Args& x) { std::invoke(of, x).stride = 20; });
+  }
+  template <class Of>
+  void weight(char const* name, Of of) const {
+    address(name, of);
+    expect(text_of(name, ": expected one contiguous dimension on CUDA, got strides (128, 16, 2)"),
+           [&](Args& x) { set_strides(std::invoke(of, x), 128, 16, 2); });
+    expect(text_of(name, ": expected rows a multiple of 8 elements apart on CUDA, got 20"),
+           [&](Args& x) { set_strides(std::invoke(of, x), 160, 20, 1); });
+    expect(text_of(name, ": expected rows a multiple of 8 elements apart on CUDA, got 36"),
+           [&](Args& x) { set_strides(std::invoke(of, x), 160, 1, 36); });
+    expect(text_of(name, ": expected rows a multiple of 8 elements apart on CUDA, got 132"),
+           [&](Args& x) { set_strides(std::invoke(of, x), 132, 16, 1); });
+  }
+
+ private:
+  static void set_strides(ConstWeight& w, int64_t expert, int64_t out, int64_t in) {
+    w.expert_stride = expert, w.out_stride = out, w.in_stride = in;
+  }
+
+  Args right_;
+  void (*run_)(Args const&, cuda::Queue);
+};
+
+// Calls whose memory is aligned, wherever they lie.
+struct AlignedCalls : Calls {
+  static void align(ConstRows& rows) {
+    if (rows.data != nullptr) rows.data = aligned_memory;
+  }
+  static void align(Rows& rows) {
+    if (rows.data != nullptr) rows.data = aligned_memory;
+  }
+  static void align(ConstWeight& w) { w.data = aligned_memory; }
+};
+
+template <class Args, class... Parts>
+Args narrowed(Args args, Parts... parts) {
+  (AlignedCalls::align(std::invoke(parts, args)), ...);
+  args.dtype = DType::bfloat16;
+  return args;
+}
+
+auto const kGate = [](auto& x) -> auto& { return x.w_up.gate; };
+auto const kUp = [](auto& x) -> auto& { return x.w_up.up; };
+
+template <class Args>
+void expect_layer(WrongOnCuda<Args> const& wrong, Args const& wide) {
+  wrong.narrow(wide);
+  wrong.hidden();
+  wrong.intermediate();
+}
+
+template <class Args>
+void expect_up_weight(WrongOnCuda<Args> const& wrong) {
+  wrong.weight("w_up", kGate);
+  wrong.weight("w_up", kUp);
+  wrong.expect(
+      "w_up: expected alternating gate and up rows for interleaved pre-activations on CUDA",
+      [](Args& x) { x.order = GateUp::interleaved; });
+}
+
+TEST(CheckOnCuda, Projections) {
+  Calls calls;
+  WrongOnCuda<UpProjection> const up(
+      narrowed(calls.up(), kGate, kUp, &UpProjection::x, &UpProjection::bias, &UpProjection::h,
+               &UpProjection::a),
+      cuda::up_projection);
+  expect_layer(up, calls.up());
+  expect_up_weight(up);
+  up.rows("x", &UpProjection::x);
+  up.rows("b_up", &UpProjection::bias);
+  up.rows("h", &UpProjection::h);
+  up.rows("a", &UpProjection::a);
+  WrongOnCuda<DownProjection> const down(
+      narrowed(calls.down(), &DownProjection::a, &DownProjection::w_down, &DownProjection::bias,
+               &DownProjection::y),
+      cuda::down_projection);
+  expect_layer(down, calls.down());
+  down.weight("w_down", &DownProjection::w_down);
+  down.rows("a", &DownProjection::a);
+  down.rows("b_down", &DownProjection::bias);
+  down.rows("y", &DownProjection::y);
+}
+
+TEST(CheckOnCuda, Combine) {
+  Calls calls;
+  auto const weight = [](Combine& x) -> auto& { return x.router.weight; };
+  Combine right = narrowed(calls.combine(), &Combine::y, &Combine::o, weight);
+  right.residual = {aligned_memory};
+  WrongOnCuda<Combine> const wrong(right, cuda::combine);
+  wrong.narrow(calls.combine());
+  wrong.hidden();
+  wrong.rows("y", &Combine::y);
+  wrong.rows("o", &Combine::o);
+  wrong.rows("residual", &Combine::residual);
+  wrong.rows("router.weight", weight);
+}
+
+TEST(CheckOnCuda, Gradients) {
+  Calls calls;
+  DownGradient wide = calls.down_gradient();
+  wide.dtype = DType::float32;
+  DownGradient right = narrowed(calls.down_gradient(), &DownGradient::dout, &DownGradient::w_down,
+                                &DownGradient::h, &DownGradient::dh);
+  right.a_scaled = {aligned_memory};
+  WrongOnCuda<DownGradient> const down(right, cuda::down_gradient);
+  expect_layer(down, wide);
+  down.weight("w_down", &DownGradient::w_down);
+  down.rows("dout", &DownGradient::dout);
+  down.rows("h", &DownGradient::h);
+  down.rows("dh", &DownGradient::dh);
+  down.rows("a_scaled", &DownGradient::a_scaled);
+  WrongOnCuda<UpGradient> const up(
+      narrowed(calls.up_gradient(), kGate, kUp, &UpGradient::dh, &UpGradient::dx),
+      cuda::up_gradient);
+  expect_layer(up, calls.up_gradient());
+  expect_up_weight(up);
+  up.rows("dh", &UpGradient::dh);
+  up.rows("dx", &UpGradient::dx);
+  WrongOnCuda<ScoreGradient> const score(
+      narrowed(calls.score_gradient(), &ScoreGradient::dout, &ScoreGradient::bias),
+      cuda::score_gradient);
+  score.narrow(calls.score_gradient());
+  score.hidden();
+  score.rows("dout", &ScoreGradient::dout);
+  score.rows("b_down", &ScoreGradient::bias);
+}
+
+TEST(CheckOnCuda, WeightGradients) {
+  Calls calls;
+  WrongOnCuda<UpWeightGradient> const up(
+      narrowed(calls.dw(), &UpWeightGradient::x, &UpWeightGradient::dh), cuda::up_weight_gradient);
+  expect_layer(up, calls.dw());
+  up.rows("x", &UpWeightGradient::x);
+  up.rows("dh", &UpWeightGradient::dh);
+  WrongOnCuda<DownWeightGradient> const down(
+      narrowed(calls.dw_down(), &DownWeightGradient::dout, &DownWeightGradient::a),
+      cuda::down_weight_gradient);
+  expect_layer(down, calls.dw_down());
+  down.rows("dout", &DownWeightGradient::dout);
+  down.rows("a", &DownWeightGradient::a);
+  BiasGradient wide = calls.db();
+  wide.dtype = wide.db_dtype = DType::float32;
+  WrongOnCuda<BiasGradient>(calls.db(), cuda::bias_gradient).narrow(wide);
+  GroupedGemm wide_product = calls.gemm();
+  wide_product.dtype = wide_product.out_dtype = DType::float32;
+  WrongOnCuda<GroupedGemm>(calls.gemm(), cuda::grouped_gemm).narrow(wide_product);
+}
+
+TEST(CheckOnCuda, Routing) {
+  Calls calls;
+  std::string const floats = "logits: expected float32 on CUDA";
+  std::string const few = "experts: expected at most 1024 on CUDA, got 1025";
+  auto const to_double = [](auto& x) { x.dtype = DType::float64; };
+  auto const too_many = [](auto& x) { x.experts = 1025; };
+  WrongOnCuda<Route> const route(calls.route(), cuda::route);
+  route.expect(floats, to_double);
+  route.expect(few, too_many);
+  route.expect("router.groups: expected groups of at most 32 experts on CUDA, got 60",
+               [](auto& x) { x.experts = 1020, x.router.groups = 17; });
+  WrongOnCuda<RouterGradient> const gradient(calls.router_gradient(), cuda::router_gradient);
+  gradient.expect("dtype: expected float32 on CUDA", to_double);
+  gradient.expect(few, too_many);
+  WrongOnCuda<TokenRounding>(calls.rounding(), cuda::round_tokens).expect(floats, to_double);
+  WrongOnCuda<BalanceSums> const sums(calls.balance(), cuda::balance_sums);
+  sums.expect(floats, to_double);
+  sums.expect(few, too_many);
+  WrongOnCuda<BalanceGradient> const shares(calls.balance_gradient(), cuda::balance_gradient);
+  shares.expect(floats, to_double);
+  shares.expect(few, too_many);
+  WrongOnCuda<Sort> const sort(calls.sort(), cuda::sort_by_expert);
+  sort.expect("score_dtype: expected float32 on CUDA",
+              [](auto& x) { x.score_dtype = DType::float64; });
+  sort.expect(few, too_many);
+}
+
+}  // namespace
+
+}  // namespace guild::test

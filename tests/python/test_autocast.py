@@ -1,0 +1,37 @@
+"""Autocast and float64."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import guild
+from guild import grouped_mm_downproj, grouped_mm_swiglu
+
+
+def test_autocast_leaves_float64_alone() -> None:
+    """As torch's own rules do: every function, to the last bit."""
+    torch.manual_seed(0)
+
+    def double(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64)
+
+    x, w_up, w_down = double(12, 8), double(3, 12, 8), double(3, 8, 6)
+    ends = torch.tensor([4, 7, 12], dtype=torch.int32)
+    ids = torch.arange(12)[:, None] % 3
+    moe = guild.MoE(8, 6, 3, 2, bias=True, shared_experts=1, dtype=torch.float64)
+
+    def results() -> list[Tensor]:
+        a, aux = grouped_mm_swiglu(x, w_up.mT, ends, double(3, 12) * 0)
+        return [
+            guild.grouped_mm(x, w_up.mT, ends),
+            grouped_mm_downproj(a, w_down.mT, ends, aux_biased_acc=aux),
+            guild.experts_mlp(x, torch.nn.functional.pad(ends, (1, 0)), w_up, w_down),
+            guild.routed_experts(x, ids, torch.ones(12, 1), w_up, w_down, residual=x),
+            moe(x),
+        ]
+
+    expected = results()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for got, truth in zip(results(), expected, strict=True):
+            assert got.dtype == torch.float64 and torch.equal(got, truth)
