@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from guild._checks import (
     FLOATS,
+    MOST_EXPERTS,
     dtype_name,
     expect_choice,
     expect_count,
@@ -38,7 +39,7 @@ class MoE(nn.Module):
     hidden, intermediate : int
         Width of the layer and of one expert. On a GPU multiples of 8.
     experts, top_k : int
-        Experts of the layer and of a token.
+        Experts of the layer, up to 4,096, on a GPU 1,024; and of a token.
     activation : Activation or str
         Between the projections; see `Activation` for the names.
     bias : bool
@@ -124,7 +125,7 @@ class MoE(nn.Module):
         super().__init__()
         expect_count("hidden", hidden, 1)
         expect_count("intermediate", intermediate, 1)
-        expect_count("experts", experts, 1)
+        expect_count("experts", experts, 1, MOST_EXPERTS)
         expect_count("top_k", top_k, 1, experts)
         shared = shared_width(shared_experts, intermediate, shared_intermediate, shared_gate)
         if isinstance(router, str):

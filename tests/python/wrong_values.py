@@ -225,7 +225,7 @@ VALUES: dict[str, Wrong] = {
             r.x
         ),
         TypeError,
-        "^x: expected dtype float16 as router.weight has, got bfloat16",
+        "^x: expected dtype float16 as w_up has, got bfloat16",
     ),
     "module fed another dtype": (
         lambda r: guild.MoE(H, I, E, 2, device=r.x.device, dtype=torch.float16)(r.x),
