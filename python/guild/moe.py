@@ -14,6 +14,7 @@ from guild._checks import (
     dtype_name,
     expect_choice,
     expect_count,
+    expect_device,
     expect_shape,
     expect_tensor,
 )
@@ -238,6 +239,7 @@ class MoE(nn.Module):
             raise ValueError(
                 f"x: expected shape (..., {self.hidden}) (hidden), got {tuple(x.shape)}"
             )
+        expect_device("x", x, self.w_up, "w_up")
         flat = x.reshape(-1, self.hidden)
         if token_mask is not None:
             expect_shape("token_mask", token_mask, tuple(x.shape[:-1]))
