@@ -1,4 +1,4 @@
-"""What a layer's router decides about its tokens, and what the layer may keep of that."""
+"""A layer's tokens, what its router decides about them, and what it may keep of that."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from guild._checks import dtype_name, expect_device, expect_shape, expect_tensor
+from guild._operators import autocast
 from guild.rounding import round_tokens
-from guild.routing import Router
+from guild.routing import Router, token_flags
 
 
 class Routing(NamedTuple):
@@ -33,6 +35,34 @@ class Routing(NamedTuple):
     scores: Tensor
     logits: Tensor
     token_offsets: Tensor | None = None
+
+
+def layer_tokens(
+    x: Tensor, token_mask: Tensor | None, hidden: int, w_up: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """x as (tokens, hidden) in the products' dtype, zero at padding, and the mask as (tokens,).
+
+    Raises TypeError or ValueError unless x and the mask fit the layer and each other.
+    """
+    expect_tensor("x", x)
+    if x.dim() == 0 or x.shape[-1] != hidden:
+        raise ValueError(f"x: expected shape (..., {hidden}) (hidden), got {tuple(x.shape)}")
+    expect_device("x", x, w_up, "w_up")
+    flat = x.reshape(-1, hidden)
+    if token_mask is not None:
+        expect_shape("token_mask", token_mask, tuple(x.shape[:-1]))
+        token_mask = token_flags(token_mask.reshape(-1), flat, "x")
+        # Gradients are zero there, but zero times NaN in x would be NaN in those of the weights.
+        flat = flat.masked_fill(~token_mask[:, None], 0)
+    (flat,) = autocast(flat)
+    if flat.dtype != w_up.dtype:
+        _, sample = autocast(flat, w_up.detach()[:0])
+        if flat.dtype != sample.dtype:
+            raise TypeError(
+                f"x: expected dtype {dtype_name(sample.dtype)} as w_up has, got "
+                f"{dtype_name(flat.dtype)}"
+            )
+    return flat, token_mask
 
 
 def rounded_lists(logits: Tensor, ids: Tensor, router: Router) -> tuple[Tensor, Tensor, Tensor]:

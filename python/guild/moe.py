@@ -14,17 +14,15 @@ from guild._checks import (
     dtype_name,
     expect_choice,
     expect_count,
-    expect_device,
     expect_shape,
-    expect_tensor,
 )
 from guild._operators import autocast
 from guild.activations import Activation, as_activation, is_interleaved
 from guild.balancing import BalanceSums, balance_sums, move_selection_bias
 from guild.experts import routed_experts_and_offsets, routed_layer
-from guild.layer_routing import Routing, outlives_call, rounded_lists
+from guild.layer_routing import Routing, layer_tokens, outlives_call, rounded_lists
 from guild.logits import RouterLinear, selection_bias_of
-from guild.routing import Router, route_logits, route_tokens, token_flags
+from guild.routing import Router, route_logits, route_tokens
 from guild.shared_experts import SharedExperts, shared_width
 from guild.weight_gradients import WeightGradients
 
@@ -40,7 +38,7 @@ class MoE(nn.Module):
     hidden, intermediate : int
         Width of the layer and of one expert. On a GPU multiples of 8.
     experts, top_k : int
-        Experts of the layer, up to 4,096, on a GPU 1,024; and of a token.
+        Experts of the layer and of a token.
     activation : Activation or str
         Between the projections; see `Activation` for the names.
     bias : bool
@@ -188,8 +186,8 @@ class MoE(nn.Module):
             (..., hidden) in the parameters' dtype, or any under autocast.
         token_mask : torch.Tensor, optional
             bool (...), x's shape without the last dimension: False marks padding, which goes to no
-            expert, counts nowhere and may hold anything: it is taken for zeros, so its output is
-            zero, as is its gradient.
+            expert, counts nowhere and may hold anything: it is taken for zeros. Its output is zero,
+            as is its gradient, whatever gradient comes in there.
         return_routing : bool
             Return (out, `Routing`). Costs the float32 logits.
 
@@ -204,8 +202,10 @@ class MoE(nn.Module):
             If the shape, dtype or device of x or token_mask does not fit, or a router of yours
             returns something else than logits.
         """
-        flat, token_mask = self._tokens(x, token_mask)
+        flat, token_mask = layer_tokens(x, token_mask, self.hidden, self.w_up)
         shared = None if self.shared is None else self.shared(flat)
+        if shared is not None and token_mask is not None:  # nor does its output's gradient count
+            shared = shared.masked_fill(~token_mask[:, None], 0)
         weights = self.w_up, self.w_down, self.b_up, self.b_down, self.activation
         layout, later = (self.order, self.transposed), (self.recompute, self.weight_gradients)
         if self._routes_in_one() and not return_routing:
@@ -231,30 +231,6 @@ class MoE(nn.Module):
         if token_offsets is None:
             ids, scores = (t.view(*x.shape[:-1], self.top_k) for t in (ids, scores))
         return out, Routing(ids, scores, logits.view(*x.shape[:-1], self.experts), token_offsets)
-
-    def _tokens(self, x: Tensor, token_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Checked (tokens, hidden) as the layer computes them, padding zeroed, and (tokens,)."""
-        expect_tensor("x", x)
-        if x.dim() == 0 or x.shape[-1] != self.hidden:
-            raise ValueError(
-                f"x: expected shape (..., {self.hidden}) (hidden), got {tuple(x.shape)}"
-            )
-        expect_device("x", x, self.w_up, "w_up")
-        flat = x.reshape(-1, self.hidden)
-        if token_mask is not None:
-            expect_shape("token_mask", token_mask, tuple(x.shape[:-1]))
-            token_mask = token_flags(token_mask.reshape(-1), flat, "x")
-            # Its gradients are zero, but zero times NaN in x would be NaN in those of the weights.
-            flat = flat.masked_fill(~token_mask[:, None], 0)
-        (flat,) = autocast(flat)
-        if flat.dtype != self.w_up.dtype:
-            _, sample = autocast(flat, self.w_up.detach()[:0])
-            if flat.dtype != sample.dtype:
-                raise TypeError(
-                    f"x: expected dtype {dtype_name(sample.dtype)} as w_up has, got "
-                    f"{dtype_name(flat.dtype)}"
-                )
-        return flat, token_mask
 
     def _keeps_logits(self) -> bool:
         """Whether balancing or rounding needs the router's logits."""
@@ -377,7 +353,9 @@ class MoE(nn.Module):
         Raises
         ------
         RuntimeError
-            If the router has no selection bias, or there was no forward yet.
+            If the layer has no selection bias, or there was no forward yet.
+        ValueError
+            If a router of yours lacks the bias.
         """
         if not self.routing.selection_bias:
             raise RuntimeError("router: expected Router(selection_bias=True), got one without")

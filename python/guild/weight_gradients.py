@@ -246,8 +246,10 @@ def _compute(sink, kept, parameters, flags, x, dout, dh, a, offsets, row_token, 
         ops.bias_gradient_out(dout, offsets, row_token, row_score, target, add)
     (up, gate), add = sink._target(w_up, w_gate)
     if up is not None or gate is not None:
-        up = torch.empty_like(w_up) if up is None else up
-        gate = torch.empty_like(w_gate) if gate is None and w_gate is not None else gate
+        if up is None:  # the step makes both of a pair, in one dtype
+            up = torch.empty_like(w_up, dtype=gate.dtype)
+        if gate is None and w_gate is not None:
+            gate = torch.empty_like(w_gate, dtype=up.dtype)
         ops.up_weight_gradient_out(
             x, dh, offsets, row_token, up, gate, gated, interleaved, transposed, add
         )

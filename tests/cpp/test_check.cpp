@@ -172,58 +172,21 @@ TEST(Check, DownWeightGradient) {
   wrong.output_weight("dw", &DownWeightGradient::dw, 16, 8);
 }
 
-// Sizes that no step takes, and sizes whose product no int64_t holds.
-TEST(Check, SizesOfWorkBuffers) {
-  auto const expect = [](auto const& call, char const* message) {
-    try {
-      call();
-      ADD_FAILURE() << "no error: " << message;
-    } catch (Error const& error) {
-      EXPECT_STREQ(error.what(), message);
-    }
-  };
-  auto const layer = [](int64_t tokens, int64_t hidden, int64_t intermediate, int64_t experts) {
-    return Sizes{tokens, hidden, intermediate, experts, 1};
-  };
-  expect([] { sort_workspace_bytes(-1, 8, 2); }, "tokens: expected 0 to 2147483647, got -1");
-  expect([] { sort_workspace_bytes(4, 5000, 2); }, "experts: expected 0 to 4096, got 5000");
-  expect([] { sort_workspace_bytes(4, 8, -2); }, "top_k: expected 0 to 4096, got -2");
-  expect([] { sort_workspace_bytes(int64_t(1) << 30, 8, 4); },
-         "tokens * top_k: expected 0 to 2147483647, got 4294967296");
-  expect([] { rounding_workspace_bytes(-3, 8); }, "tokens: expected 0 to 2147483647, got -3");
-  expect([] { balance_workspace_bytes(4, -8, 1); }, "experts: expected 0 to 4096, got -8");
-  expect([] { balance_workspace_bytes(4, 8, 0); }, "sequences: expected 1 to 4, got 0");
-  expect([] { rounded_slots(4, 8, 2, Rounding(5), 1); }, "rounding: expected 0 to 4, got 5");
-  expect([] { rounded_slots(4, 8, 2, Rounding::up, 0); }, "tile: expected 1 to 1048576, got 0");
-  expect([&] { score_parts(layer(4, 8, -1, 2)); },
-         "intermediate: expected 0 to 1073741823, got -1");
-  expect([&] { moe_forward_workspace_bytes(layer(4, -8, 8, 2), DType::float32); },
-         "hidden: expected 0 to 1073741823, got -8");
-  expect([&] { moe_forward_workspace_bytes(layer(4, 8, 8, 2), DType(9)); },
-         "dtype: expected 0 (float32), 1 (bfloat16), 2 (float16) or 3 (float64), got 9");
-  expect([&] { down_gradient_workspace_bytes(layer(4, 8, 8, 5000), true); },
-         "experts: expected 0 to 4096, got 5000");
-  expect(
-      [&] {
-        int64_t const most = (int64_t(1) << 30) - 1;
-        moe_backward_workspace_bytes(layer(2147483647, most, most, 4096), DType::float64, true);
-      },
-      "workspace: expected sizes that need fewer than 2^63 bytes");
-  EXPECT_EQ(sort_workspace_bytes(0, 0, 0), 0);
-  EXPECT_EQ(moe_backward_workspace_bytes({}, DType::float32, true), 0);
-}
-
 TEST(Check, BiasGradient) {
   WrongCalls<BiasGradient> const wrong(&Calls::db, cpu::bias_gradient, cuda::bias_gradient);
   wrong.size("rows", &BiasGradient::rows, 0, 2147483647);
-  wrong.size("tokens", &BiasGradient::tokens, 0, 2147483647);
   wrong.size("width", &BiasGradient::width, 1, 1073741823);
   wrong.size("experts", &BiasGradient::experts, 1, 4096);
   wrong.dtype("dtype", &BiasGradient::dtype);
   wrong.expect("db_dtype: expected bfloat16 or float32, got float16",
                [](auto& x) { x.db_dtype = DType::float16; });
   wrong.pointer("routing.offsets", kOffsets);
-  wrong.rows("m", &BiasGradient::m, 4, 16);
+  wrong.size("tokens", &BiasGradient::tokens, 0, 2147483647);
+  wrong.rows("m", &BiasGradient::m, 4, 16);  // gathered: by token
+  wrong.expect("m: expected 8 rows of 16, got null",
+               [](auto& x) { x.m = {}, x.routing.row_token = nullptr; });
+  wrong.expect("tokens: expected -1 to 2147483647, got -2",
+               [](auto& x) { x.tokens = -2, x.routing.row_token = nullptr; });
   wrong.rows("db", &BiasGradient::db, 2, 16);
 }
 
@@ -280,34 +243,6 @@ TEST(Check, CudaSaysWhyItCannotRun) {
   if (cuda::built()) return;
   Calls calls;
   EXPECT_THROW(cuda::up_projection(calls.up()), Error);
-}
-
-TEST(Workspace, IsZeroForNothingAndGrowsWithSizes) {
-  Sizes s{0, 64, 32, 4, 2};
-  EXPECT_EQ(moe_forward_workspace_bytes(s, DType::bfloat16), 0);
-  EXPECT_EQ(moe_backward_workspace_bytes(s, DType::bfloat16, true), 0);
-  EXPECT_EQ(sort_workspace_bytes(0, 4, 2), 0);
-  EXPECT_EQ(down_gradient_workspace_bytes(s, true), 0);
-  s.tokens = int64_t(1) << 29;  // sizes whose products need 64 bits
-  EXPECT_GT(moe_forward_workspace_bytes(s, DType::bfloat16), int64_t(1) << 36);
-  EXPECT_GT(moe_backward_workspace_bytes(s, DType::bfloat16, true),
-            moe_backward_workspace_bytes(s, DType::bfloat16, false));
-}
-
-TEST(Workspace, OfBiasesSharesThatOfRows) {
-  Sizes const s{4096, 512, 256, 8, 2};
-  auto const bytes = [&](bool combines, bool biases) {
-    return moe_backward_workspace_bytes(s, DType::bfloat16, true, combines, biases);
-  };
-  // Sums over 64 rows each, at most 128 + 8 of them.
-  EXPECT_EQ(down_gradient_workspace_bytes(s, true), (128 + 8) * (2 * 256 + 512) * 4);
-  EXPECT_EQ(down_gradient_workspace_bytes(s, false), (128 + 8) * (256 + 512) * 4);
-  EXPECT_EQ(bytes(true, true), bytes(true, false));
-  EXPECT_EQ(bytes(false, true) - bytes(false, false), down_gradient_workspace_bytes(s, true));
-  Sizes few = s;  // fewer rows than their sums
-  few.tokens = 8;
-  EXPECT_GT(moe_backward_workspace_bytes(few, DType::bfloat16, true, true, true),
-            moe_backward_workspace_bytes(few, DType::bfloat16, true, true, false));
 }
 
 }  // namespace

@@ -40,20 +40,19 @@ void expect_score(WrongCalls<Args> const& wrong, Of of) {
 template <class Args>
 void expect_router(WrongCalls<Args> const& wrong) {
   expect_score(wrong, [](Args& x) -> auto& { return x.router.score; });
-  for (double const scale : {double(NAN), double(INFINITY)}) {
+  for (float const scale : {float(NAN), float(INFINITY)}) {
     wrong.expect(text_of("router.scale: expected a finite number, got ", scale),
                  [=](Args& x) { x.router.scale = scale; });
   }
-  for (double const sum_floor : {-1e-12, double(NAN), double(INFINITY)}) {
-    wrong.expect(
-        text_of("router.sum_floor: expected a finite number of at least 0, got ", sum_floor),
-        [=](Args& x) { x.router.sum_floor = sum_floor; });
+  for (double const floor : {-0.5, double(NAN), double(INFINITY)}) {
+    wrong.expect(text_of("router.sum_floor: expected a finite number of at least 0, got ", floor),
+                 [=](Args& x) { x.router.sum_floor = floor; });
   }
   wrong.expect("router.sum_floor: expected 0 without renormalize, got 0.5",
                [](Args& x) { x.router.renormalize = false, x.router.sum_floor = 0.5; });
 }
 
-// Slopes come with scores that depend on one logit.
+// Slopes come out of every score but softmax.
 template <class Args>
 void expect_no_slopes(WrongCalls<Args> const& wrong) {
   wrong.expect("slopes: expected null unless the router is a sigmoid or sqrt_softplus",
@@ -83,14 +82,12 @@ TEST(Check, GroupsOfRoute) {
   wrong.size("router.groups", [](Route& x) -> auto& { return x.router.groups; }, 1, 32);
   wrong.expect("router.groups: expected a divisor of 8 (experts), got 3",
                [](auto& x) { x.router.groups = 3; });
-  for (int const score : {-1, 2}) {
-    wrong.expect(text_of("router.group_score: expected 0 (top2_sum) or 1 (max), got ", score),
-                 [=](auto& x) { x.router.group_score = GroupScore(score); });
-  }
   for (int const top_groups : {0, 5}) {
     wrong.expect(text_of("router.top_groups: expected 1 to 4, got ", top_groups),
                  [=](auto& x) { x.router.groups = 4, x.router.top_groups = top_groups; });
   }
+  wrong.expect("router.group_score: expected 0 (top2_sum) or 1 (max), got 2",
+               [](auto& x) { x.router.group_score = GroupScore(2); });
   wrong.expect("router.top_groups: expected groups of at least 3 experts (top_k), got 1 of 2",
                [](auto& x) { x.top_k = 3, x.router.groups = 4; });
 }
@@ -109,13 +106,15 @@ TEST(Check, RouterGradient) {
   wrong.expect("slopes: expected a pointer with a sigmoid or sqrt_softplus, got null",
                [](auto& x) { x.router.score = Score::sigmoid; });
   wrong.expect(
-      "logits: expected null unless the router is a softmax, not renormalised, or one with "
-      "a sum_floor",
+      "logits: expected null unless the router is a softmax, not renormalised, or one "
+      "with a sum_floor",
       [](auto& x) { x.logits = x.scores; });
-  wrong.expect(
-      "logits: expected a pointer with a softmax, not renormalised, or one with a "
-      "sum_floor, got null",
-      [](auto& x) { x.router.renormalize = false; });
+  for (bool const floored : {false, true}) {
+    wrong.expect(
+        "logits: expected a pointer with a softmax, not renormalised, or one with a "
+        "sum_floor, got null",
+        [=](auto& x) { x.router.renormalize = floored, x.router.sum_floor = floored ? 0.5 : 0; });
+  }
   wrong.optional_rows("logits", &RouterGradient::logits, 8);
   wrong.rows("dlogits", &RouterGradient::dlogits, 4, 8);
   wrong.expect("rounded_to: expected float32, bfloat16 or float16, got float64",

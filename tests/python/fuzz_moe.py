@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,8 +17,9 @@ from fuzz_oracle import Experts, gradients
 from fuzz_routing import draw_router, require
 from fuzz_weights import exact_leaves
 from guild import Activation, Router
+from guild.routing import ROUTERS
 
-NAMED = ("softmax", "softmax_renormalized", "topk_softmax", "sigmoid", "deepseek_v3", "llama4")
+NAMED = {name: Router.named(name) for name in ROUTERS}
 SINKS = ("w_up", "w_down", "b_up", "b_down")  # of WeightGradients
 CLEAR = 1e-5  # by how much a choice of experts must be the best, for 16 bits to make the same
 TRIES = 40  # inputs drawn until it is
@@ -36,9 +37,13 @@ class MoECase:
     experts: int
     top_k: int
     activation: Activation
+    order: str
+    transposed: bool
     bias: bool
     router: Router | str
-    shared_experts: int
+    router_bias: bool
+    shared: int  # width of the shared experts
+    shared_gate: bool
     balance_over: str | None
     training: bool
     mask: float | None  # share of real tokens
@@ -54,16 +59,14 @@ class MoECase:
         router: Router | str = draw_router(draw, experts, top_k, draw.chance(0.35))
         if draw.chance(0.3):
             router = draw.pick(*NAMED)
-            experts = 8 * draw.between(1, 3) if router == "deepseek_v3" else experts
-            most = {"llama4": 1, "deepseek_v3": experts // 2}.get(router, experts)
+            named = NAMED[router]
+            experts = named.groups * draw.between(1, 3) if named.groups > 1 else experts
+            most = 1 if named.applied_to == "input" else experts // named.groups * named.top_groups
             top_k = min(top_k, most)
         mask = draw.pick(None, 0.7, 0.7, 0.2, 0.0)
-        shared = draw.pick(0, 0, 1, 2)
-        bias = draw.chance(0.5)
-        names = ["x", "router.weight", "w_up", "w_down", *(["b_up", "b_down"] if bias else [])]
-        names += ["shared.w_up", "shared.w_down"] if shared else []
         parts = [draw.between(1, 3) for _ in range(draw.pick(0, 1, 1, 2))]
-        return MoECase(
+        shared = draw.pick(0, 0, 1, 2, 3)
+        case = MoECase(
             seed=draw.seed(),
             shape=(*parts, draw.tokens() // math.prod(parts)),
             hidden=draw.width(),
@@ -71,21 +74,26 @@ class MoECase:
             experts=experts,
             top_k=top_k,
             activation=draw.activation(),
-            bias=bias,
+            order=draw.pick("concatenated", "interleaved"),
+            transposed=draw.chance(0.3),
+            bias=draw.chance(0.5),
             router=router,
-            shared_experts=shared,
+            router_bias=draw.chance(0.3),
+            shared=draw.width() if shared else 0,
+            shared_gate=shared > 1,
             balance_over=draw.pick(None, "batch", "sequence"),
             training=draw.chance(0.75),
             mask=mask,
-            poison=0.0 if mask is None or shared else draw.pick(0.0, math.nan, math.inf),
+            poison=0.0 if mask is None else draw.pick(0.0, math.nan, math.inf),
             x_layout=draw.rows(),
-            backward=draw.backward(names, SINKS),
+            backward=draw.backward((), ()),
             twice=draw.chance(0.15),
         )
+        return replace(case, backward=draw.backward(["x", *case.shapes()], SINKS))
 
     @property
     def routing(self) -> Router:
-        return Router.named(self.router) if isinstance(self.router, str) else self.router
+        return NAMED[self.router] if isinstance(self.router, str) else self.router
 
     @property
     def balances(self) -> bool:
@@ -104,16 +112,19 @@ class MoECase:
         """Of the parameters."""
         experts, hidden, inner = self.experts, self.hidden, self.intermediate
         width = self.activation.width
-        shapes = {
-            "router.weight": (experts, hidden),
-            "w_up": (experts, width(inner), hidden),
-            "w_down": (experts, hidden, inner),
-        }
+        up, down = (experts, width(inner), hidden), (experts, hidden, inner)
+        if self.transposed:
+            up, down = ((e, columns, rows) for e, rows, columns in (up, down))
+        shapes = {"router.weight": (experts, hidden), "w_up": up, "w_down": down}
+        if self.router_bias:
+            shapes["router.bias"] = (experts,)
         if self.bias:
             shapes |= {"b_up": (experts, width(inner)), "b_down": (experts, hidden)}
-        if self.shared_experts:
-            wide = self.shared_experts * inner
-            shapes |= {"shared.w_up": (width(wide), hidden), "shared.w_down": (hidden, wide)}
+        if self.shared:
+            shapes["shared.w_up"] = width(self.shared), hidden
+            shapes["shared.w_down"] = hidden, self.shared
+        if self.shared_gate:
+            shapes["shared.gate.weight"] = 1, hidden
         return shapes
 
     def values(self, dtype: torch.dtype) -> dict[str, Any]:
@@ -130,7 +141,8 @@ class MoECase:
         later = torch.float32 if self.backward.later == "main_grad" else values.dtype
         given: dict[str, Any] = {"weights": {}, "before": {}, "passes": []}
         for name, shape in self.shapes().items():
-            scale = shape[-1] ** -0.5 if "w" in name else 1.0
+            inputs = shape[-2 if self.transposed and name in SINKS else -1]
+            scale = inputs**-0.5 if "w" in name else 0.3
             given["weights"][name] = values.normal(*shape, scale=scale)
             stored = later if name in SINKS else values.dtype
             given["before"][name] = values.normal(*shape, dtype=stored)
@@ -152,10 +164,14 @@ class MoECase:
             self.activation,
             self.bias,
             self.router,
-            self.shared_experts,
-            self.balance_over,
-            device,
-            dtype,
+            balance_over=self.balance_over,
+            device=device,
+            dtype=dtype,
+            order=self.order,
+            transposed=self.transposed,
+            router_bias=self.router_bias,
+            shared_intermediate=self.shared or None,
+            shared_gate=self.shared_gate,
             recompute=self.backward.recompute,
             weight_gradients=sink,
         ).train(self.training)
@@ -208,12 +224,13 @@ class MoECase:
             leaves,
             one["x"].reshape(-1, self.hidden),
             torch.nonzero(one["real"].flatten()).flatten(),
-            Experts.of(leaves, self.activation, "concatenated", False),
+            Experts.of(leaves, self.activation, self.order, self.transposed),
             self.top_k,
             self.routing,
             given["selection_bias"] if self.routing.selection_bias else None,
             self.sequences,
             self.rounds,
+            self.order,
             counts,
         )
 
@@ -240,9 +257,8 @@ class MoECase:
                     truth.values[f"{name}{i}"] = loss.detach()
                     outputs.append((loss, torch.full_like(loss, weight)))
             kept.append((layer.scores, one))
-            if not self.shared_experts:
-                padding = ~one["real"][..., None]
-                truth.zeros |= {f"out{i}": padding} | ({f"x{i}": padding} if "x" in wants else {})
+            padding = ~one["real"][..., None]
+            truth.zeros |= {f"out{i}": padding} | ({f"x{i}": padding} if "x" in wants else {})
         self.add_gradients(truth, total(outputs), leaves, given, kept)
         return truth
 

@@ -35,7 +35,7 @@ def choice_keys(
     bias: Tensor | None = None,
     groups: int = 1,
     top_groups: int = 1,
-    group_score: str = "sum",
+    group_score: str = "top2_sum",
 ) -> tuple[Tensor, Tensor]:
     """What experts are chosen by, -inf outside the best groups, and by how much those are best.
 
@@ -87,7 +87,7 @@ def weigh(
         filled = torch.nonzero(chosen.any(1)).flatten()
         sums = log_p.masked_fill(~chosen, -torch.inf).index_select(0, filled).logsumexp(1)
         if sum_floor:
-            sums = sums.clamp(min=torch.tensor(sum_floor).double().log())
+            sums = sums.clamp(min=torch.tensor(sum_floor, dtype=torch.float64).log())
         weights = weights - logits.new_zeros(logits.shape[0]).index_copy(0, filled, sums)[token]
     return weights.exp() * scale
 
@@ -184,17 +184,19 @@ def moe(
     bias: Tensor | None,
     sequences: int,
     rounding: bool,
+    order: str,
     counts: Tensor | None = None,
 ) -> Layer:
     """guild.MoE on tokens x (T, H), of which those numbered `real` are no padding.
 
-    leaves: by the module's names; counts: what "stochastic" and "balanced" rounding came to.
+    leaves: by the module's names; order: of gate and up; counts: what "stochastic" and "balanced"
+    rounding came to.
     """
     tokens, weight = x.index_select(0, real), leaves["router.weight"]
     logits = tokens @ weight.t()
     if "router.bias" in leaves:
         logits = logits + leaves["router.bias"]
-    grouping = router.groups, router.top_groups, getattr(router, "group_score", "sum")
+    grouping = router.groups, router.top_groups, router.group_score
     key, group_margin = choice_keys(router.score, logits.detach(), bias, *grouping)
     ids, margin = choose(key, top_k)
     margins = [group_margin, margin]
@@ -209,23 +211,23 @@ def moe(
         members, margin = round_to(members, log_p, bounds[0] if counts is None else counts)
         margins.append(margin[None])
     token, slot_ids = torch.nonzero(members, as_tuple=True)
-    options = router.renormalize, router.scale, getattr(router, "sum_floor", 0.0)
+    options = router.renormalize, router.scale, router.sum_floor
     scores = weigh(router.score, logits, token, slot_ids, *options)
     if router.applied_to == "input":  # one slot a token, in order
         out = routed(experts, tokens * scores[:, None], token, slot_ids, torch.ones_like(scores))
     else:
         out = routed(experts, tokens, token, slot_ids, scores)
-    out = torch.zeros_like(x, requires_grad=False).index_add(0, real, out)
     if "shared.w_up" in leaves:
-        out = out + shared_experts(leaves, experts.activation, x)
+        out = out + shared_experts(leaves, experts.activation, order, tokens)
+    out = torch.zeros_like(x, requires_grad=False).index_add(0, real, out)
     least = torch.cat(margins).min().item() if len(real) else torch.inf
     return Layer(out, members.sum(0), scores, sums, least, bounds)
 
 
-def shared_experts(leaves: dict[str, Tensor], activation: Any, x: Tensor) -> Tensor:
-    """One dense MLP that every token goes through, padding too; times a gate's sigmoid if any."""
+def shared_experts(leaves: dict[str, Tensor], activation: Any, order: str, x: Tensor) -> Tensor:
+    """One dense MLP that every token goes through, times the sigmoid of a gate if there is one."""
     names = {"w_up": "shared.w_up", "w_down": "shared.w_down"}
     weights = {name: leaves[full][None] for name, full in names.items()}
-    out = Experts.of(weights, activation, "concatenated", False).mlp(0, x)
+    out = Experts.of(weights, activation, order, False).mlp(0, x)
     gate = leaves.get("shared.gate.weight")
     return out if gate is None else out * torch.sigmoid(affine(x, gate, None, 0))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,11 +15,10 @@ from fuzz_draw import Draw, Values, backward, score_dtype, total
 from fuzz_oracle import gradients
 from guild import Router
 
-SCORES = ("softmax", "sigmoid")
+SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
 ROUNDINGS = ("nearest", "up", "down", "stochastic", "balanced")
 WEIGHING = ("renormalize", "scale", "sum_floor")  # Router's options that weigh the chosen experts
 GROUPING = ("groups", "top_groups", "group_score")  # and those that choose groups
-NOT_OF_ROUTE = ("selection_bias", "applied_to", "rounding", "tile")
 NOISE = 2e-6  # of float32 logits: choices may differ where keys are as close, relative to 1
 
 
@@ -32,9 +31,12 @@ def draw_router(draw: Draw, experts: int, top_k: int, rounding: bool) -> Router:
         if experts % groups == 0 and experts // groups * top >= top_k
     ]
     groups, top_groups = draw.pick(*fitting) if fitting and draw.chance(0.5) else (1, 1)
+    renormalize = draw.chance(0.6)
     return Router(
         score=draw.pick(*SCORES),
-        renormalize=draw.chance(0.6),
+        renormalize=renormalize,
+        group_score=draw.pick("top2_sum", "max"),
+        sum_floor=draw.pick(0.0, 1e-12, draw.number(0.1, 2)) if renormalize else 0.0,
         scale=draw.pick(1.0, 1.0, 2.5, draw.number(0.1, 3), draw.number(-2, 0), 0.0),
         selection_bias=draw.chance(0.4),
         groups=groups,
@@ -45,9 +47,8 @@ def draw_router(draw: Draw, experts: int, top_k: int, rounding: bool) -> Router:
 
 
 def options_of(router: Router, *names: str) -> dict[str, Any]:
-    """A router's options of these names that this version has."""
-    options = asdict(router)
-    return {name: options[name] for name in names if name in options}
+    """A router's options of these names."""
+    return {name: getattr(router, name) for name in names}
 
 
 @dataclass(frozen=True)
@@ -99,8 +100,8 @@ class RoutingCase:
         logits = {
             "normal": lambda: normal,
             "wide": lambda: (normal * 20).clamp(-most, most),
-            "extreme": lambda: normal.sign() * (most if self.router.score == "sigmoid" else 1e4),
-            "huge": lambda: normal * (20 if self.router.score == "sigmoid" else 1e15),
+            "extreme": lambda: normal.sign() * (most if self.router.score != "softmax" else 1e4),
+            "huge": lambda: normal * (20 if self.router.score != "softmax" else 1e15),
             "tied": lambda: normal.round(),
             "equal": lambda: torch.full(shape, 0.75, dtype=torch.float64),
             "one_hot": lambda: most * (normal > 1.5).double(),

@@ -75,6 +75,19 @@ def test_padding_may_hold_anything(name: str, held: float, device: str) -> None:
     assert torch.equal(moe.expert_counts, counts)
 
 
+@pytest.mark.parametrize("name", list(LAYERS))
+def test_gradient_at_padding_does_not_count(name: str, device: str) -> None:
+    """What comes back to padding, as out of an attention that masks it, goes nowhere."""
+    moe = layer_of(name, device)
+    mask = _MASK.to(device)
+    x = torch.randn(3, 7, 16, device=device).to(moe.w_up.dtype)
+    dout = torch.randn_like(x).masked_fill(~mask[..., None], 0)
+    expected = step(moe, x, mask, dout)
+    got = step(moe, x, mask, dout.masked_fill(~mask[..., None], torch.nan))
+    for key, value in got.items():
+        assert torch.equal(value, expected[key]) and value.isfinite().all(), key
+
+
 @pytest.mark.parametrize("name", [n for n in LAYERS if "rounding" not in n])
 def test_padding_is_as_if_it_were_not_there(name: str, device: str) -> None:
     """The other tokens alone: their output, and all gradients."""
