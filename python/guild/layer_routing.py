@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from guild._checks import dtype_name, expect_shape, expect_tensor
+from guild._checks import dtype_name, expect_device, expect_shape, expect_tensor
 from guild._operators import autocast
 from guild.rounding import round_tokens
 from guild.routing import Router, token_flags
@@ -47,6 +47,7 @@ def layer_tokens(
     expect_tensor("x", x)
     if x.dim() == 0 or x.shape[-1] != hidden:
         raise ValueError(f"x: expected shape (..., {hidden}) (hidden), got {tuple(x.shape)}")
+    expect_device("x", x, w_up, "w_up")
     flat = x.reshape(-1, hidden)
     if token_mask is not None:
         expect_shape("token_mask", token_mask, tuple(x.shape[:-1]))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from guild._autograd import rows_of
-from guild._checks import dtype_name
+from guild._checks import dtype_name, expect_own_elements
 from guild._gradients import ops, pre_activations
 from guild._router_gradients import Weighing, router_gradients
 
@@ -116,6 +116,7 @@ def _expect_main_grad(name: str, parameter: Tensor) -> None:
         )
     if main.device != parameter.device:
         raise ValueError(f"{name}.main_grad: expected device {parameter.device}, got {main.device}")
+    expect_own_elements(f"{name}.main_grad", main)
 
 
 class _Kept:

@@ -112,6 +112,18 @@ def test_second_derivatives_raise(name: str) -> None:
                 assert torch.equal(same, gradient), f"gradient {k} depends on argument {i}"
 
 
+@pytest.mark.parametrize("name", [n for n in CALLS if n.split()[0] not in TWICE | ONCE])
+def test_writes_count(name: str) -> None:
+    """The version of what an op writes to goes up by one, and of nothing else."""
+    op, arguments = plain(name)
+    schema = op.default._schema.arguments
+    tensors = [(a, s) for a, s in zip(arguments, schema, strict=False) if isinstance(a, Tensor)]
+    versions = [tensor._version for tensor, _ in tensors]
+    op(*arguments)
+    for (tensor, argument), version in zip(tensors, versions, strict=True):
+        assert tensor._version == version + (argument.alias_info is not None), argument.name
+
+
 @pytest.mark.parametrize("name", list(CALLS))
 def test_vmap_runs_one_after_the_other(name: str) -> None:
     op, arguments = plain(name)
@@ -307,6 +319,10 @@ def test_grouped_mm_twice(
     offs = None if ends is None else torch.tensor(ends, dtype=torch.int32)
     inputs = values(*a), values(*b, seed=1), values(*bias, seed=2)
     assert gradgradcheck(lambda a, b, c: guild.grouped_mm(a, b, offs, c), inputs)
+
+
+def test_router_logits_twice() -> None:
+    assert gradgradcheck(ops.router_logits, (values(5, 3), values(4, 3, seed=1)))
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "aux"])

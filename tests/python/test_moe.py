@@ -117,7 +117,7 @@ def test_sixteen_bits(dtype: torch.dtype, device: str) -> None:
         assert value.grad.dtype == dtype, name
 
 
-def errors(moe: guild.MoE, x: Tensor, out: Tensor) -> dict[str, float]:
+def errors(moe: guild.MoE, x: torch.Tensor, out: torch.Tensor) -> dict[str, float]:
     """Relative errors of a layer's output and of all gradients, against float64."""
     exact, leaf = copy.deepcopy(moe).cpu().double(), x.detach().cpu().double().requires_grad_()
     expected = plain(exact, leaf)

@@ -354,6 +354,8 @@ def wrong(change: str) -> None:
         w_up.main_grad = torch.zeros(2, 8, 8, dtype=torch.float64)
     elif change == "shape":
         w_up.main_grad = torch.zeros(2, 8, 4)
+    elif change == "overlap":
+        w_up.main_grad = torch.zeros(1, 8, 8).expand(2, 8, 8)
     elif change == "leaf":
         sink, w_up = WeightGradients(), w_up * 2
     elif change == "type":
@@ -367,6 +369,7 @@ def wrong(change: str) -> None:
         ("missing", r"w_up\.main_grad: expected a float32 tensor, got None"),
         ("dtype", r"w_up\.main_grad: expected float32 .* got float64"),
         ("shape", r"w_up\.main_grad: expected float32 of shape \(2, 8, 8\), .*\(2, 8, 4\)"),
+        ("overlap", r"w_up\.main_grad: expected elements that do not overlap"),
         ("leaf", r"w_up: expected a parameter"),
         ("type", r"weight_gradients: expected guild\.WeightGradients"),
     ],

@@ -220,6 +220,11 @@ VALUES: dict[str, Wrong] = {
         ValueError,
         r"x: expected shape \(..., 24\) \(hidden\), got \(6, 32\)",
     ),
+    "module with shared experts elsewhere": (
+        lambda r: guild.MoE(H, I, E, 2, shared_experts=1, device="meta", dtype=r.x.dtype)(r.x),
+        ValueError,
+        "^x: expected a tensor on meta as w_up is, got one on",
+    ),
     "module with shared experts fed another dtype": (
         lambda r: guild.MoE(H, I, E, 2, shared_experts=1, device=r.x.device, dtype=torch.float16)(
             r.x
