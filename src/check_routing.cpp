@@ -99,8 +99,6 @@ void check(TokenRounding const& x) {
   check_slots(x.tokens, x.experts, x.top_k, false);
   check_score_dtype(x.dtype, "dtype");
   check_router(x.router);
-  check_size(int64_t(x.rounding), 0, int64_t(Rounding::balanced), "rounding");
-  check_size(x.tile, 1, kMostTile, "tile");
   int64_t const slots = rounded_slots(x.tokens, x.experts, x.top_k, x.rounding, x.tile);
   check_size(slots, 0, kMostRows, "tokens * top_k rounded to tiles");
   bool const any = x.tokens > 0;

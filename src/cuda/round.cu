@@ -152,6 +152,7 @@ __global__ void __launch_bounds__(kListThreads, 4) lists_kernel(RoundPlan p) {
 void round_tokens(TokenRounding const& x, Queue queue) {
   check(x);
   require(x.dtype == DType::float32, "logits: expected float32 on CUDA");
+  require_routable(x.experts);
   if (x.tokens == 0) {
     cuda_check(cudaMemsetAsync(x.token_offsets, 0, sizeof(int32_t), queue.stream),
                "clearing token_offsets");

@@ -215,7 +215,9 @@ TEST(CheckOnCuda, Routing) {
   WrongOnCuda<RouterGradient> const gradient(calls.router_gradient(), cuda::router_gradient);
   gradient.expect("dtype: expected float32 on CUDA", to_double);
   gradient.expect(few, too_many);
-  WrongOnCuda<TokenRounding>(calls.rounding(), cuda::round_tokens).expect(floats, to_double);
+  WrongOnCuda<TokenRounding> const rounding(calls.rounding(), cuda::round_tokens);
+  rounding.expect(floats, to_double);
+  rounding.expect(few, too_many);
   WrongOnCuda<BalanceSums> const sums(calls.balance(), cuda::balance_sums);
   sums.expect(floats, to_double);
   sums.expect(few, too_many);

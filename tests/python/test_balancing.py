@@ -210,6 +210,11 @@ WRONG = {
         ValueError,
         r"sequences: expected a divisor of 6 \(tokens\), got 4",
     ),
+    "sequences of no tokens": (
+        lambda x, ids: guild.balance_sums(x[:0], ids[:0], sequences=4),
+        ValueError,
+        "sequences: expected 1 to 1, got 4",
+    ),
     "score": (
         lambda x, ids: guild.balance_sums(x, ids, score="linear"),
         ValueError,
