@@ -1,6 +1,10 @@
 // db[e] = the sums of columns over the chunks of the expert's rows, added up in a fixed order: a
 // block per expert and 128 columns, of dH where the grid's y is 0, of s dO where it is 1. A
 // warp adds every eighth chunk, the block the warps' sums.
+//
+// The down gradient sums s dO with each score in three 16-bit terms (gemm/column_sums.cuh), of
+// which 0 times infinity and infinity less infinity make NaN: a chunk with NaN is summed again
+// here, row by row.
 #include "bias_sums.cuh"
 
 #include "element.cuh"
@@ -19,11 +23,37 @@ struct ColumnSums {
 };
 
 struct Arguments {
+  DownGradient step;
+  int64_t dout_stride;
   int32_t const* offsets;  // (E + 1)
   int rows;
   bool is_float, accumulate;  // of db
   ColumnSums sums[2];
 };
+
+__device__ bool has_nan(float4 const& v) {
+  float const sum = v.x + v.y + v.z + v.w;
+  return sum != sum;
+}
+
+// The sums of s dO over rows [begin, end), of four columns.
+template <class T>
+__device__ __noinline__ float4 sum_rows(Arguments const& x, int begin, int end, int column) {
+  DownGradient const& step = x.step;
+  Routing const& routing = step.routing;
+  auto const* const score = static_cast<float const*>(routing.row_score);
+  float4 sum{};
+#pragma unroll 1
+  for (int row = begin; row < end; ++row) {
+    int const token = routing.row_token == nullptr ? row : routing.row_token[row];
+    if (routing.row_token != nullptr && unsigned(token) >= unsigned(step.sizes.tokens)) continue;
+    T const* const v = static_cast<T const*>(step.dout.data) + token * x.dout_stride + column;
+    float const s = score == nullptr ? 1.f : score[row];
+    sum.x += s * float(v[0]), sum.y += s * float(v[1]);
+    sum.z += s * float(v[2]), sum.w += s * float(v[3]);
+  }
+  return sum;
+}
 
 template <class T>
 __global__ void __launch_bounds__(kThreads) bias_sums_kernel(__grid_constant__ Arguments const x) {
@@ -39,7 +69,11 @@ __global__ void __launch_bounds__(kThreads) bias_sums_kernel(__grid_constant__ A
     float const* const from = sums.chunk + int64_t(chunk_of(begin, expert)) * sums.columns + column;
 #pragma unroll 4
     for (int i = warp; i < count; i += kWarps) {
-      float4 const more = *reinterpret_cast<float4 const*>(from + int64_t(i) * sums.columns);
+      float4 more = *reinterpret_cast<float4 const*>(from + int64_t(i) * sums.columns);
+      if (blockIdx.y == 1 && has_nan(more)) {
+        int const row = begin + i * kChunkRows;
+        more = sum_rows<T>(x, row, min(row + kChunkRows, end), column);
+      }
       total.x += more.x, total.y += more.y, total.z += more.z, total.w += more.w;
     }
   }
@@ -64,6 +98,8 @@ void add_bias_sums(DownGradient const& x, BiasSums const& sums, Queue const& que
   Sizes const& s = x.sizes;
   int64_t const width = s.intermediate * (x.activation.gated ? 2 : 1);
   Arguments const arguments{
+      x,
+      row_stride(x.dout, s.hidden),
       x.routing.offsets,
       int(s.rows()),
       x.db_dtype == DType::float32,

@@ -5,6 +5,7 @@ Padding is left out by index before anything is computed, so nothing that it hol
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,7 +88,7 @@ def weigh(
         filled = torch.nonzero(chosen.any(1)).flatten()
         sums = log_p.masked_fill(~chosen, -torch.inf).index_select(0, filled).logsumexp(1)
         if sum_floor:
-            sums = sums.clamp(min=torch.tensor(sum_floor, dtype=torch.float64).log())
+            sums = sums.clamp(min=math.log(sum_floor))
         weights = weights - logits.new_zeros(logits.shape[0]).index_copy(0, filled, sums)[token]
     return weights.exp() * scale
 

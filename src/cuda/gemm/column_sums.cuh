@@ -66,7 +66,7 @@ struct ScoreOperand {
     uint32_t const power = min(max(268 - int(most), 1), 253);  // biased: 2^14 to 2^15 at most
     float const scaled = mine * __uint_as_float(power << 23);
     T const first = T(scaled);
-    float const rest = fabsf(scaled) < INFINITY ? scaled - float(first) : 0.f;
+    float const rest = scaled - float(first);
     T const second = T(rest);
     if (thread < 64) {
       operand.at(0, k) = first;
@@ -113,19 +113,15 @@ struct ScoreSums {
     wgmma_wait<1>();
     fence_registers(sum);
     float const back = scores.back;
-    float const first = from_three_rows(sum[0], sum[1]), second = from_three_rows(sum[2], sum[3]);
+    float const first = from_three_rows(sum[0] + sum[1]), second = from_three_rows(sum[2] + sum[3]);
     if (thread % 4 == 0) {
       store_sums(to + 64 * step, columns - 64 * step, first * back, second * back);
     }
   }
 
  private:
-  // The next thread has what comes from row 2. An infinite sum of the first row is the result: the
-  // others' terms of it may be 0, and their products with an infinity NaN.
-  static __device__ float from_three_rows(float first, float second) {
-    float const two = first + second, three = two + __shfl_down_sync(~0u, two, 1);
-    return fabsf(first) == INFINITY ? first : three;
-  }
+  // The next thread has what comes from row 2.
+  static __device__ float from_three_rows(float two) { return two + __shfl_down_sync(~0u, two, 1); }
 };
 
 }  // namespace guild::cuda

@@ -20,7 +20,7 @@ class TileFinder {
   Work const work;
 
   __device__ TileFinder(Work const& work, int next_tile, int stride)
-      : work(work), next_tile(next_tile), stride(stride) {}
+      : work(work), next_tile(next_tile), stride(stride), end(work.groups.start(0)) {}
 
   // Goes on to a tile further on than any before.
   __device__ void go_to(int tile) { next_tile = tile; }
@@ -57,7 +57,7 @@ class TileFinder {
         return;
       }
     }
-    int const last = group == 0 ? work.groups.start(0) : __shfl_sync(~0u, end, 31);
+    int const last = __shfl_sync(~0u, end, 31);
     int const bound = exists ? work.groups.bound(group + threadIdx.x % 32) : 0;
     end = max(last, warp_scan(bound, [](int x, int y) { return max(x, y); }));
     begin = __shfl_up_sync(~0u, end, 1);
