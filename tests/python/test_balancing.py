@@ -218,7 +218,7 @@ WRONG = {
     "score": (
         lambda x, ids: guild.balance_sums(x, ids, score="linear"),
         ValueError,
-        "score: expected .softmax. or .sigmoid., got .linear.",
+        "score: expected .softmax., .sigmoid. or .sqrtsoftplus., got .linear.",
     ),
     "mask": (
         lambda x, ids: guild.balance_sums(x, ids, token_mask=ids[:, 0]),
