@@ -17,9 +17,11 @@ struct Normalizer {
   Normalizer() = default;
   Normalizer(Score score, F const* logits, int64_t experts) {
     if (score != Score::softmax) return;
-    shift = -INFINITY, sum = 0;
+    shift = -INFINITY;
     for (int64_t e = 0; e < experts; ++e) shift = std::max(shift, logits[e]);
-    for (int64_t e = 0; e < experts; ++e) sum += exact_exp(logits[e] - shift);
+    double total = 0;  // in float32, thousands of terms would cost a digit
+    for (int64_t e = 0; e < experts; ++e) total += exact_exp(logits[e] - shift);
+    sum = F(total);
   }
 };
 

@@ -89,16 +89,15 @@ def test_failed_allocations_on_a_gpu() -> None:
 
 def test_out_of_memory(gpu: str) -> None:
     """Forward, backward and a compiled graph, on a GPU that is allowed little."""
-    x = torch.randn(4096, 1024, device=gpu, dtype=torch.bfloat16, requires_grad=True)
+    x = torch.randn(16384, 1024, device=gpu, dtype=torch.bfloat16, requires_grad=True)
     up = torch.randn(2, 8192, 1024, device=gpu, dtype=torch.bfloat16)
     down = torch.randn(2, 1024, 4096, device=gpu, dtype=torch.bfloat16)
-    ids = torch.randint(2, (4096, 2), device=gpu)
-    scores = torch.rand(4096, 2, device=gpu)
+    ids = torch.randint(2, (16384, 2), device=gpu)
+    scores = torch.rand(16384, 2, device=gpu)
     out = guild.routed_experts(x, ids, scores, up, down)
     torch.cuda.empty_cache()
-    free = torch.cuda.mem_get_info()[1]
-    most = torch.cuda.memory_allocated() + (32 << 20)
-    torch.cuda.set_per_process_memory_fraction(most / free)
+    most = torch.cuda.memory_reserved() + (32 << 20)  # the pre-activations alone are 1 GiB
+    torch.cuda.set_per_process_memory_fraction(most / torch.cuda.mem_get_info()[1])
     try:
         for call in (
             lambda: guild.routed_experts(x, ids, scores, up, down),
