@@ -14,6 +14,7 @@ from guild._checks import (
     expect_choice,
     expect_count,
     expect_device,
+    expect_experts,
     expect_logits,
     expect_shape,
 )
@@ -299,6 +300,7 @@ def token_arguments(
             f"x: expected dtype {dtype_name(weight.dtype)} as router.weight has, got "
             f"{dtype_name(x.dtype)}"
         )
+    expect_experts("router.weight", weight, weight.shape[0], True, "experts")
     if selection_bias is not None:
         selection_bias = selection_bias.detach().to(score_dtype(x.dtype))
     token_mask = token_flags(token_mask, x, "x")

@@ -230,6 +230,24 @@ RAW: dict[str, tuple[Callable[[SimpleNamespace], object], str]] = {
         lambda r: ops.combine(r.x, r.ids[:3].int(), None, None, None, r.x[:3]),
         "dlogits: expected none without router, got a tensor",
     ),
+    "ids of numbers": (
+        lambda r: ops.sort_by_expert(r.weights, r.weights, 4),
+        "ids: expected dtype int32 or int64",
+    ),
+    "ids of 2 bytes": (
+        lambda r: ops.sort_by_expert(r.ids.short(), r.weights, 4),
+        "ids: expected dtype int32 or int64",
+    ),
+    "seed": (
+        lambda r: ops.round_tokens(
+            r.weights, r.ids[:, :1].int(), r.weights[0, :1].double(), 0, True, 1.0, 3, 4, 0.0
+        ),
+        "seed: expected dtype int64",
+    ),
+    "group_score": (
+        lambda r: ops.route(r.weights, None, None, 1, 0, True, 1.0, 1, 1, 0.0, 2),
+        r"group_score: expected 0 \(top2_sum\) or 1 \(max\), got 2",
+    ),
     "like": (
         lambda r: ops.route_backward(
             r.weights, r.weights, r.ids.int(), None, None, 4, 0, True, 1.0, None, r.ids
