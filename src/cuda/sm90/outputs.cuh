@@ -1,6 +1,7 @@
 // Results that leave registers without passing through boxes, and biases, where sums begin.
 #pragma once
 #include "cuda/sm90/fragment.cuh"
+#include "shared/activation.h"
 
 namespace guild::cuda {
 
