@@ -1,12 +1,17 @@
-// What the CUDA backend asks of arguments beyond what both backends do: 16-bit types, 16-byte rows,
-// and no more experts than its routing takes.
+// Arguments as the CUDA backend takes them, and what it asks of them beyond what both backends do:
+// 16-bit types, 16-byte rows, and no more experts than its routing takes.
 #pragma once
 #include <cstdint>
 
 #include "guild/error.h"
 #include "guild/steps.h"
+#include "shared/dtype.h"
 
 namespace guild::cuda {
+
+inline int64_t row_stride(ConstRows const& rows, int64_t columns) {
+  return rows.stride == 0 ? columns : rows.stride;
+}
 
 inline void require_16_bit(DType dtype) {
   require(dtype == DType::bfloat16 || dtype == DType::float16,
@@ -14,20 +19,30 @@ inline void require_16_bit(DType dtype) {
           dtype == DType::float64 ? "float64" : "float32");
 }
 
-inline void require_multiple_of_8(int64_t size, char const* name) {
-  require(size % 8 == 0, name, ": expected a multiple of 8 on CUDA, got ", size);
+inline void require_whole_16_bytes(int64_t size, char const* name) {
+  require(size % kElementsPer16Bytes == 0, name, ": expected a multiple of ", kElementsPer16Bytes,
+          " on CUDA, got ", size);
 }
 
-// data and its row stride (in 16-bit elements) on 16-byte boundaries.
+// data and its row stride (in elements) on 16-byte boundaries.
 inline void require_aligned(void const* data, int64_t stride, char const* name) {
   auto const address = reinterpret_cast<uintptr_t>(data);
   require(address % 16 == 0, name, ": expected 16-byte aligned data on CUDA, got address ",
           address);
-  require(stride % 8 == 0, name, ": expected rows a multiple of 8 elements apart on CUDA, got ",
-          stride);
+  require(stride % kElementsPer16Bytes == 0, name, ": expected rows a multiple of ",
+          kElementsPer16Bytes, " elements apart on CUDA, got ", stride);
 }
 inline void require_aligned(ConstRows const& rows, char const* name) {
   if (rows.data != nullptr) require_aligned(rows.data, rows.stride, name);
+}
+
+// A row stride in 16 bytes: kernels that pick rows count in them with 32 bits.
+inline constexpr uint32_t kNone = ~0u;  // no row
+inline uint32_t addressable_stride(int64_t rows, int64_t stride, char const* name) {
+  int64_t const units = stride / kElementsPer16Bytes;
+  require(rows * units < int64_t(kNone), name, ": expected fewer than 2^35 elements on CUDA, got ",
+          rows, " rows ", stride, " apart");
+  return uint32_t(units);
 }
 
 // One of the two inner dimensions contiguous, the other on 16-byte boundaries.
@@ -49,8 +64,8 @@ inline void require_routable(int64_t experts) {
 // The sizes every product of a layer needs.
 inline void require_layer(Sizes const& sizes, DType dtype) {
   require_16_bit(dtype);
-  require_multiple_of_8(sizes.hidden, "hidden");
-  require_multiple_of_8(sizes.intermediate, "intermediate");
+  require_whole_16_bytes(sizes.hidden, "hidden");
+  require_whole_16_bytes(sizes.intermediate, "intermediate");
 }
 
 }  // namespace guild::cuda

@@ -1,14 +1,54 @@
-// Eight 16-bit elements at a time: what the memory-bound kernels move. And single results.
+// The element types of the kernels: pairs in a word, eight at a time as the memory-bound kernels
+// move them, and single results.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <type_traits>
 
-#include "cuda/sm90/launch.cuh"
-#include "cuda/warp.cuh"
+#include "shared/dtype.h"
 
 namespace guild::cuda {
+
+template <class T>
+constexpr DType dtype_of() {
+  return std::is_same_v<T, __half> ? DType::float16 : DType::bfloat16;
+}
+
+// Calls f with the 16-bit element type of `dtype`.
+template <class F>
+void with_type(DType dtype, F&& f) {
+  if (dtype == DType::float16) {
+    f(__half());
+  } else {
+    f(__nv_bfloat16());
+  }
+}
+
+template <class T>
+__device__ inline uint32_t pack(float x, float y) {
+  if constexpr (std::is_same_v<T, __half>) {
+    auto const v = __floats2half2_rn(x, y);
+    return reinterpret_cast<uint32_t const&>(v);
+  } else {
+    auto const v = __floats2bfloat162_rn(x, y);
+    return reinterpret_cast<uint32_t const&>(v);
+  }
+}
+
+template <class T>
+__device__ inline float2 unpack(uint32_t word) {
+  if constexpr (std::is_same_v<T, __half>) {
+    return __half22float2(reinterpret_cast<__half2 const&>(word));
+  } else {  // two instructions, where the header's conversion takes three
+    return {__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000)};
+  }
+}
+
+template <class T>
+__device__ inline float to_float(T x) {
+  return float(x);
+}
 
 struct Eight {
   float value[8];
@@ -25,6 +65,13 @@ __device__ inline Eight unpack_eight(uint4 const& words) {
     e.value[2 * i + 1] = v.y;
   }
   return e;
+}
+
+// The address `units` times 16 bytes after `base`, in one instruction.
+__device__ inline void const* units_after(void const* base, uint32_t units) {
+  void const* result;
+  asm("mad.wide.u32 %0, %1, 16, %2;" : "=l"(result) : "r"(units), "l"(base));
+  return result;
 }
 
 __device__ inline uint4 load_words(void const* from) { return *static_cast<uint4 const*>(from); }

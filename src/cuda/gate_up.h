@@ -2,6 +2,7 @@
 // rows alternate gate and up. H, its gradient and the bias follow the same order.
 #pragma once
 #include "cuda/alignment.h"
+#include "cuda/products.h"
 
 namespace guild::cuda {
 
@@ -10,15 +11,21 @@ struct GateUpView {
   W w[2];         // the halves; the packed matrix and a copy of it where alternating; gate twice
   int64_t width;  // of one of them: I, or 2I where alternating
   int halves;     // 2 where gate and up stand apart, else 1
-  bool alternate;
+  Pairing pairing;
 };
+
+inline Pairing pairing_of(bool gated, GateUp order) {
+  if (!gated) return Pairing::none;
+  return order == GateUp::interleaved ? Pairing::alternate : Pairing::halves;
+}
 
 template <class W>
 GateUpView<W> gate_up_view(GatedWeight<W> const& weight, Sizes const& sizes, bool gated,
                            GateUp order, int64_t element_bytes, char const* name) {
   int64_t const width = sizes.intermediate;
-  if (!gated) return {{weight.gate, weight.gate}, width, 1, false};
-  if (order == GateUp::concatenated) return {{weight.gate, weight.up}, width, 2, false};
+  Pairing const pairing = pairing_of(gated, order);
+  if (pairing == Pairing::none) return {{weight.gate, weight.gate}, width, 1, pairing};
+  if (pairing == Pairing::halves) return {{weight.gate, weight.up}, width, 2, pairing};
   W packed = weight.gate;
   packed.out_stride /= 2;
   auto const distance =
@@ -27,7 +34,7 @@ GateUpView<W> gate_up_view(GatedWeight<W> const& weight, Sizes const& sizes, boo
               weight.gate.in_stride == weight.up.in_stride &&
               distance == packed.out_stride * element_bytes,
           name, ": expected alternating gate and up rows for interleaved pre-activations on CUDA");
-  return {{packed, packed}, 2 * width, 1, true};
+  return {{packed, packed}, 2 * width, 1, pairing};
 }
 
 }  // namespace guild::cuda

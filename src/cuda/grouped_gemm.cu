@@ -2,7 +2,8 @@
 // kernel otherwise. Groups along columns are the transposed problem, D^T = B^T A^T.
 #include "check.h"
 #include "cuda/alignment.h"
-#include "cuda/plain_product.cuh"
+#include "cuda/device.h"
+#include "cuda/plain_product.h"
 #include "cuda/products.h"
 
 namespace guild::cuda {

@@ -1,4 +1,8 @@
-#include "cuda/plain_product.cuh"
+#include "cuda/plain_product.h"
+
+#include "cuda/device.h"
+#include "cuda/element.cuh"
+#include "shared/gemm_config.h"
 
 namespace guild::cuda {
 namespace {

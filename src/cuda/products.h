@@ -1,11 +1,70 @@
-// D[r] = sum over k of A[r, k] W[expert of r, n, k] + bias: the plain product by row.
+// The grouped products that the steps are made of, as plain structs: what a step (src/cuda/*.cu)
+// fills in once it has checked its arguments, and what the kernels of an architecture serve.
 //
-// Serves the down projection, the up gradient and grouped_gemm, which differ only in strides.
+// Every product runs over groups, an expert's rows each. Rows of the left operand are picked by
+// row_token where that is given. Operands lie on 16-byte boundaries, one dimension of a weight is
+// contiguous: alignment.h.
 #pragma once
-#include "cuda/sm90/launch.cuh"
+#include "guild/cuda.h"
+#include "shared/tiles.h"
 
 namespace guild::cuda {
 
+// How columns of pre-activations hold gate and up.
+enum class Pairing : int {
+  none,       // no gate
+  halves,     // gate columns, then as many up columns
+  alternate,  // gate, up, gate, up, ...
+};
+
+// H = A W^T + bias and activation(H): the up projection.
+struct UpProduct {
+  DType dtype = DType::bfloat16;
+  int64_t rows = 0, tokens = 0, n = 0, k = 0;  // n: of the activations
+  Groups groups;                               // of the rows
+  ConstRows a;                                 // (tokens, k), read at row_token[r]; or (rows, k)
+  int32_t const* row_token = nullptr;
+  Pairing pairing = Pairing::none;
+  ConstWeight
+      w[2];        // (E, n, k): gate and up if halves; (E, 2n, k) if alternate; else the same twice
+  ConstRows bias;  // (E, columns of h); null data: none
+  Activation activation;
+  Rows h;          // (rows, n), or 2n where paired; null data: not wanted
+  Rows activated;  // (rows, n)
+};
+void up_product(UpProduct const& product, Queue const& queue);
+
+// With g = A W^T and s the row's score: dH = d activation(s g, H), s activation(H), and what the
+// gradients of scores and biases are summed from. The down gradient.
+struct DownGradientProduct {
+  DType dtype = DType::bfloat16;
+  int64_t rows = 0, tokens = 0, n = 0, k = 0;  // n: of the activations
+  Groups groups;                               // of the rows
+  ConstRows a;                                 // (tokens, k), read at row_token[r]; or (rows, k)
+  int32_t const* row_token = nullptr;
+  ConstWeight w;                 // (E, n, k)
+  float const* score = nullptr;  // (rows); null: 1
+  Pairing pairing = Pairing::none;
+  Activation activation;
+  ConstRows h;                   // (rows, n), or 2n where paired
+  Rows dh;                       // as h
+  Rows scaled;                   // (rows, n); null data: not wanted
+  float* score_parts = nullptr;  // (rows, n / kScoreColumns, rounded up); null: not wanted
+  float* dh_sums = nullptr;      // (most_chunks(rows, E), columns of dh), of dh; null: not wanted
+  float* a_sums = nullptr;       // (most_chunks(rows, E), k), of s A; null: not wanted
+};
+void down_gradient_product(DownGradientProduct const& product, Queue const& queue);
+
+// A result of any strides, float32 or the operands' type, written or added to by element.
+struct DirectOutput {
+  void* data = nullptr;  // element (group, row, col) at the strides below; null: absent
+  int64_t group_stride = 0, row_stride = 0, col_stride = 1;
+  bool is_float = false, accumulate = false;
+  int columns = 0;
+};
+
+// D[r] = sum over k of A[r, k] W[expert of r, n, k] + bias: the down projection, the up gradient
+// and grouped_gemm, which differ only in strides.
 struct RowProduct {
   DType dtype = DType::bfloat16;
   int64_t rows = 0, n = 0, k = 0;  // k: of one half
@@ -33,5 +92,11 @@ struct ExpertProduct {
   WeightSchedule schedule = {};
 };
 void expert_product(ExpertProduct const& product, Queue const& queue);
+
+// The same matrices the other way round.
+template <class W>
+W transposed(W const& w) {
+  return {w.data, w.expert_stride, w.in_stride, w.out_stride};
+}
 
 }  // namespace guild::cuda

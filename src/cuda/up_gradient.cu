@@ -1,7 +1,6 @@
 // dX~ = dH W1, by row
 #include "check.h"
 #include "cuda/gate_up.h"
-#include "cuda/products.h"
 
 namespace guild::cuda {
 
@@ -10,12 +9,9 @@ void up_gradient(UpGradient const& x, Queue queue) {
   require_layer(x.sizes, x.dtype);
   require_aligned(x.dh, "dh");
   require_aligned(x.dx, "dx");
-  auto const view = gate_up_view(x.w_up, x.sizes, x.gated, x.order, /*element_bytes=*/2, "w_up");
+  auto const view = gate_up_view(x.w_up, x.sizes, x.gated, x.order, element_bytes(x.dtype), "w_up");
   for (ConstWeight const& w : view.w) require_aligned(w, "w_up");
   Sizes const& s = x.sizes;
-  auto const transposed = [](ConstWeight const& w) {
-    return ConstWeight(w.data, w.expert_stride, w.in_stride, w.out_stride);
-  };
   row_product({.dtype = x.dtype,
                .rows = s.rows(),
                .n = s.hidden,

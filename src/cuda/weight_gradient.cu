@@ -1,14 +1,8 @@
 // dW1[e] = dH[rows of e]^T X[tokens of e] and dW2[e] = dO[tokens of e]^T A'[rows of e]
 #include "check.h"
 #include "cuda/gate_up.h"
-#include "cuda/products.h"
 
 namespace guild::cuda {
-namespace {
-
-Weight transposed(Weight const& w) { return {w.data, w.expert_stride, w.in_stride, w.out_stride}; }
-
-}  // namespace
 
 // The gathered operand is the product's first, so dW1 is computed as its transpose.
 void up_weight_gradient(UpWeightGradient const& x, Queue queue) {
@@ -17,7 +11,7 @@ void up_weight_gradient(UpWeightGradient const& x, Queue queue) {
   require_aligned(x.x, "x");
   require_aligned(x.dh, "dh");
   Sizes const& s = x.sizes;
-  int const bytes = x.dw_dtype == DType::float32 ? 4 : 2;
+  int64_t const bytes = element_bytes(x.dw_dtype);
   auto const view = gate_up_view(x.dw, s, x.gated, x.order, bytes, "dw_up");
   bool const packed = view.halves == 2 && view.w[0].out_stride == view.w[1].out_stride &&
                       view.w[0].in_stride == view.w[1].in_stride &&
@@ -39,10 +33,10 @@ void up_weight_gradient(UpWeightGradient const& x, Queue queue) {
   int32_t*& taken = product.schedule.taken;
   if (taken != nullptr) ++taken;  // the first counter is dW2's
   int64_t const total = view.width * view.halves;
-  product.b.stride = x.dh.stride == 0 ? total : x.dh.stride;
+  product.b.stride = row_stride(x.dh, total);
   expert_product(product, queue);
   if (view.halves == 1 || packed) return;
-  product.b.data = static_cast<char const*>(x.dh.data) + 2 * view.width;
+  product.b.data = static_cast<char const*>(x.dh.data) + element_bytes(x.dtype) * view.width;
   product.d = transposed(view.w[1]);
   if (taken != nullptr) ++taken;
   expert_product(product, queue);

@@ -13,4 +13,9 @@ constexpr DType score_dtype(DType dtype) {
   return dtype == DType::float64 ? DType::float64 : DType::float32;
 }
 
+// Of a matrix element on the GPU, bfloat16 or float16: nothing else has kernels there.
+inline constexpr int kElementBytes = 2;
+// What a thread moves at once, and what TMA asks rows to be a multiple of, is 16 bytes.
+inline constexpr int kElementsPer16Bytes = 16 / kElementBytes;
+
 }  // namespace guild

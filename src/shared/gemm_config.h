@@ -3,6 +3,8 @@
 #pragma once
 #include <cstdint>
 
+#include "shared/dtype.h"
+
 namespace guild {
 
 struct GemmConfig {
@@ -12,12 +14,12 @@ struct GemmConfig {
   int consumers = 2;      // warpgroups issuing wgmma
   bool in_turns = false;  // consumers take whole tiles in turns, in place of 64 rows each
 
-  static constexpr int tile_k = 64;
+  static constexpr int tile_k = 128 / kElementBytes;            // a swizzled row of shared memory
   constexpr int cluster_m() const { return tile_m * cluster; }  // rows of a cluster's tile
   constexpr int consumer_rows() const { return in_turns ? tile_m : tile_m / consumers; }
   constexpr int threads() const { return 128 * (consumers + 1); }
-  constexpr int a_bytes() const { return 2 * tile_m * tile_k; }
-  constexpr int b_bytes() const { return 2 * tile_n * tile_k; }
+  constexpr int a_bytes() const { return kElementBytes * tile_m * tile_k; }
+  constexpr int b_bytes() const { return kElementBytes * tile_n * tile_k; }
   friend constexpr bool operator==(GemmConfig const&, GemmConfig const&) = default;
 };
 

@@ -8,6 +8,7 @@
 // Atomic additions of integers only count, so two runs give the same bits.
 #include "check.h"
 #include "cuda/routing/round_select.cuh"
+#include "cuda/warp.cuh"
 
 namespace guild::cuda {
 namespace {

@@ -6,6 +6,7 @@
 #include <bit>
 
 #include "cuda/alignment.h"
+#include "cuda/device.h"
 #include "cuda/element.cuh"
 #include "shared/routing.h"
 

@@ -12,9 +12,11 @@
 
 #include "check.h"
 #include "cuda/alignment.h"
+#include "cuda/device.h"
 #include "cuda/element.cuh"
 #include "cuda/sm90/arch/cluster.cuh"
 #include "cuda/sm90/arch/dependence.cuh"
+#include "cuda/warp.cuh"
 #include "shared/routing.h"
 #include "shared/sorting.h"
 

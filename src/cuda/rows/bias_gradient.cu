@@ -6,6 +6,7 @@
 // stay in L2.
 #include "check.h"
 #include "cuda/alignment.h"
+#include "cuda/device.h"
 #include "cuda/element.cuh"
 #include "cuda/sm90/arch/cluster.cuh"
 

@@ -5,8 +5,10 @@
 // The down gradient sums s dO with each score in three 16-bit terms (sm90/column_sums.cuh), of
 // which 0 times infinity and infinity less infinity make NaN: a chunk with NaN is summed again
 // here, row by row.
-#include "cuda/rows/bias_sums.cuh"
+#include "cuda/rows/bias_sums.h"
 
+#include "cuda/alignment.h"
+#include "cuda/device.h"
 #include "cuda/element.cuh"
 #include "shared/bias_sums.h"
 

@@ -4,10 +4,15 @@
 // With it a block keeps a slice of the router's weights, of all experts and some 256 columns, in
 // shared memory; each warp takes those columns of one token after another. A product of its own
 // would read and write dX again, and multiply by E - K zeros.
+#include <algorithm>
+
 #include "check.h"
 #include "cuda/alignment.h"
+#include "cuda/device.h"
 #include "cuda/element.cuh"
+#include "cuda/warp.cuh"
 #include "shared/routing.h"
+#include "shared/tiles.h"
 
 namespace guild::cuda {
 namespace {
@@ -255,7 +260,7 @@ void combine_as(Combine const& x, Queue queue) {
 void combine(Combine const& x, Queue queue) {
   check(x);
   require_16_bit(x.dtype);
-  require_multiple_of_8(x.sizes.hidden, "hidden");
+  require_whole_16_bytes(x.sizes.hidden, "hidden");
   require_aligned(x.y, "y");
   require_aligned(x.residual, "residual");
   require_aligned(x.router.weight, "router.weight");

@@ -2,6 +2,7 @@
 // them where there are many parts, a warp where there is a bias; sums in a fixed order.
 #include "check.h"
 #include "cuda/alignment.h"
+#include "cuda/device.h"
 #include "cuda/element.cuh"
 #include "shared/routing.h"
 
@@ -58,7 +59,7 @@ void score_gradient(ScoreGradient const& x, Queue queue) {
   check(x);
   Sizes const& s = x.sizes;
   require_16_bit(x.dtype);
-  require_multiple_of_8(s.hidden, "hidden");
+  require_whole_16_bytes(s.hidden, "hidden");
   require_aligned(x.dout, "dout");
   require_aligned(x.bias, "b_down");
   if (s.rows() == 0) return;

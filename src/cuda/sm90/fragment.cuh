@@ -5,36 +5,12 @@
 // i]. On its way to global memory it passes through boxes of 64 x 64 elements, 128-byte swizzled,
 // which TMA writes. Source of the layout: PTX ISA, "wgmma", register fragments for m64nNk16.
 #pragma once
+#include "cuda/element.cuh"
 #include "cuda/sm90/arch/copy.cuh"
 #include "cuda/sm90/arch/wgmma.cuh"
 #include "shared/tiles.h"
 
 namespace guild::cuda {
-
-template <class T>
-__device__ inline uint32_t pack(float x, float y) {
-  if constexpr (std::is_same_v<T, __half>) {
-    auto const v = __floats2half2_rn(x, y);
-    return reinterpret_cast<uint32_t const&>(v);
-  } else {
-    auto const v = __floats2bfloat162_rn(x, y);
-    return reinterpret_cast<uint32_t const&>(v);
-  }
-}
-
-template <class T>
-__device__ inline float2 unpack(uint32_t word) {
-  if constexpr (std::is_same_v<T, __half>) {
-    return __half22float2(reinterpret_cast<__half2 const&>(word));
-  } else {  // two instructions, where the header's conversion takes three
-    return {__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000)};
-  }
-}
-
-template <class T>
-__device__ inline float to_float(T x) {
-  return float(x);
-}
 
 __device__ inline int fragment_row(int thread) { return thread / 32 * 16 + thread % 32 / 4; }
 __device__ inline int fragment_column(int thread) { return thread % 4 * 2; }

@@ -1,41 +1,16 @@
 // Host side of the grouped products: tensor maps, shared-memory limits, launches.
 #pragma once
-#include <cuda.h>
-#include <cuda_runtime.h>
-
 #include <algorithm>
 #include <iterator>
 #include <utility>
 
+#include "cuda/alignment.h"
+#include "cuda/device.h"
 #include "cuda/sm90/forced_config.h"
 #include "cuda/sm90/kernel.cuh"
-#include "guild/cuda.h"
+#include "cuda/sm90/tensor_map.h"
 
 namespace guild::cuda {
-
-inline void cuda_check(cudaError_t e, char const* what) {
-  require(e == cudaSuccess, what, ": ", cudaGetErrorName(e), ": ", cudaGetErrorString(e));
-}
-
-// A 16-bit matrix stack as TMA sees it: x contiguous, strides of y, z and w in elements.
-struct MapShape {
-  int64_t x, y, z, y_stride, z_stride;
-  int box_x, box_y, box_z;
-  int64_t w = 0, w_stride = 0;  // a fourth dimension where w > 0; boxes are 1 deep there
-};
-CUtensorMap tensor_map(void const* data, DType dtype, MapShape const& shape, char const* name);
-
-// Multiprocessors that a launch on this queue may fill.
-int multiprocessors(Queue const& queue);
-
-template <class T>
-constexpr DType dtype_of() {
-  return std::is_same_v<T, __half> ? DType::float16 : DType::bfloat16;
-}
-
-inline int64_t row_stride(ConstRows const& rows, int64_t columns) {
-  return rows.stride == 0 ? columns : rows.stride;
-}
 
 // Rows as (columns, halves, rows) with boxes of 64 x 1 x box_rows.
 template <class T>
@@ -68,24 +43,14 @@ RowOutput<T> row_output(Rows rows, int64_t count, int64_t columns, int halves, c
   return out;
 }
 
-// Expert weights, seen as (E, n, k), as the B operand of C's tiles.
+// Expert weights (E, n, k) as the B operand of C's tiles.
 template <class T, GemmConfig C, Major major>
-CUtensorMap weight_map(void const* data, int64_t experts, int64_t n, int64_t k,
-                       int64_t expert_stride, int64_t row_stride, char const* name) {
+CUtensorMap weight_map(ConstWeight const& w, int64_t experts, int64_t n, int64_t k,
+                       char const* name) {
   MapShape shape = major == Major::K
-                       ? MapShape{k, n, experts, row_stride, expert_stride, 64, C.tile_n / 2, 1}
-                       : MapShape{n, k, experts, row_stride, expert_stride, 64, 64, 1};
-  return tensor_map(data, dtype_of<T>(), shape, name);
-}
-
-// Calls f with the 16-bit element type of `dtype`.
-template <class F>
-void with_type(DType dtype, F&& f) {
-  if (dtype == DType::float16) {
-    f(__half());
-  } else {
-    f(__nv_bfloat16());
-  }
+                       ? MapShape{k, n, experts, w.out_stride, w.expert_stride, 64, C.tile_n / 2, 1}
+                       : MapShape{n, k, experts, w.in_stride, w.expert_stride, 64, 64, 1};
+  return tensor_map(w.data, dtype_of<T>(), shape, name);
 }
 
 // Calls f(std::integral_constant<Known, known>{}).
@@ -96,13 +61,6 @@ void with_known(Known known, F&& f) {
   } else {
     f(std::integral_constant<Known, Known::nothing>{});
   }
-}
-
-// A stride in 16 bytes: gathering kernels count in them with 32 bits.
-inline uint32_t addressable_stride(int64_t rows, int64_t stride, char const* name) {
-  require(rows * (stride / 8) < int64_t(kNone), name,
-          ": expected fewer than 2^35 elements on CUDA, got ", rows, " rows ", stride, " apart");
-  return uint32_t(stride / 8);
 }
 
 template <Product product, int index, class F>
@@ -121,18 +79,17 @@ void with_config(TileCount const& count, F&& f) {
   }(std::make_integer_sequence<int, int(std::size(kConfigs))>());
 }
 
-// The A operand of a product by row: X or dO, picked by token where the loader gathers.
-template <class T, GemmConfig C, class Params>
-void fill_rows(Params& load, ConstRows const& a, Routing const& routing, Sizes const& sizes,
-               char const* name) {
+// The A operand of an up or down gradient product, picked by token where the loader gathers.
+template <class T, GemmConfig C, class Params, class X>
+void fill_rows(Params& load, X const& x, char const* name) {
   if constexpr (requires { load.row; }) {
-    load.a = static_cast<T const*>(a.data);
-    load.stride = addressable_stride(sizes.tokens, row_stride(a, sizes.hidden), name);
-    load.row = routing.row_token;
-    load.tokens = int(sizes.tokens);
-    load.k = int(sizes.hidden);
+    load.a = static_cast<T const*>(x.a.data);
+    load.stride = addressable_stride(x.tokens, row_stride(x.a, x.k), name);
+    load.row = x.row_token;
+    load.tokens = int(x.tokens);
+    load.k = int(x.k);
   } else {
-    load.a = row_map<T>(a, sizes.rows(), sizes.hidden, 1, C.tile_m, name);
+    load.a = row_map<T>(x.a, x.rows, x.k, 1, C.tile_m, name);
   }
 }
 

@@ -10,21 +10,14 @@
 // what they keep in shared memory. Gather by cp.async in the producer: SonicMoE, arXiv:2512.14080,
 // section 4.
 #pragma once
+#include "cuda/alignment.h"
+#include "cuda/element.cuh"
 #include "cuda/sm90/arch/copy.cuh"
 #include "cuda/sm90/arch/wgmma.cuh"
 #include "shared/gemm_config.h"
 #include "shared/tiles.h"
 
 namespace guild::cuda {
-
-inline constexpr uint32_t kNone = ~0u;  // no row to copy
-
-// The address `units` times 16 bytes after `base`, in one instruction: a producer has few to spare.
-__device__ inline void const* units_after(void const* base, uint32_t units) {
-  void const* result;
-  asm("mad.wide.u32 %0, %1, 16, %2;" : "=l"(result) : "r"(units), "l"(base));
-  return result;
-}
 
 // The boxes of B, `width` columns each, that this block brings: its share, for every block of the
 // cluster, or, where they are apart, all of them, for itself. load(c, multicast) loads that of

@@ -1,17 +1,10 @@
 // Results that leave registers without passing through boxes, and biases, where sums begin.
 #pragma once
+#include "cuda/products.h"
 #include "cuda/sm90/fragment.cuh"
 #include "shared/activation.h"
 
 namespace guild::cuda {
-
-// A result of any strides, float32 or T, written or added to element by element.
-struct DirectOutput {
-  void* data = nullptr;  // element (group, row, col) at the strides below; null: absent
-  int64_t group_stride = 0, row_stride = 0, col_stride = 1;
-  bool is_float = false, accumulate = false;
-  int columns = 0;
-};
 
 // Stores 64 x n values, `valid` rows of them, at (group, row, col).
 template <class T, int n>
@@ -63,13 +56,6 @@ struct Bias {
       for (int i = 0; i < 4; ++i) value[4 * block + i] = i % 2 == 0 ? b.x : b.y;
     }
   }
-};
-
-// How the tile's columns hold gate and up.
-enum class Pairing : int {
-  none,       // no gate
-  halves,     // gate columns, then as many up columns
-  alternate,  // gate, up, gate, up, ...
 };
 
 // What is known of an activation when its kernel is compiled. Code for all activations in all

@@ -1,7 +1,8 @@
 // The grouped product for operands that TMA cannot take: any strides and sizes, 64 x 64 tiles on
 // the ordinary cores, fp32 sums with k ascending.
 #pragma once
-#include "cuda/sm90/launch.cuh"
+#include "guild/cuda.h"
+#include "shared/tiles.h"
 
 namespace guild::cuda {
 

@@ -1,0 +1,20 @@
+// Which architecture's kernels serve the grouped products: those of sm90/, on all that supports()
+// admits. A second architecture is chosen here, by the current device.
+#include "cuda/products.h"
+
+#include "cuda/sm90/products.h"
+
+namespace guild::cuda {
+
+void up_product(UpProduct const& product, Queue const& queue) { sm90::up_product(product, queue); }
+void down_gradient_product(DownGradientProduct const& product, Queue const& queue) {
+  sm90::down_gradient_product(product, queue);
+}
+void row_product(RowProduct const& product, Queue const& queue) {
+  sm90::row_product(product, queue);
+}
+void expert_product(ExpertProduct const& product, Queue const& queue) {
+  sm90::expert_product(product, queue);
+}
+
+}  // namespace guild::cuda
