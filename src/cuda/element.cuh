@@ -50,6 +50,7 @@ __device__ inline float to_float(T x) {
   return float(x);
 }
 
+static_assert(kElementsPer16Bytes == 8);
 struct Eight {
   float value[8];
 };

@@ -130,18 +130,10 @@ void bias_gradient(BiasGradient const& x, Queue queue) {
       x.width % 8 == 0 && stride % 8 == 0 && reinterpret_cast<uintptr_t>(x.m.data) % 16 == 0;
   int64_t const pieces = (x.width + kColumns - 1) / kColumns * x.experts;
   int const blocks = cluster_of(x, pieces);
-  cudaLaunchAttribute shape{};
-  shape.id = cudaLaunchAttributeClusterDimension;
-  shape.val.clusterDim = {unsigned(blocks), 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(unsigned(pieces * blocks));
-  config.blockDim = dim3(kThreads);
-  config.stream = queue.stream;
-  config.attrs = &shape;
-  config.numAttrs = 1;
   with_type(x.dtype, [&](auto element) {
-    cuda_check(cudaLaunchKernelEx(&config, bias_gradient_kernel<decltype(element)>, x, stride,
-                                  row_stride(x.db, x.width), blocks, aligned),
+    cuda_check(launch_clusters(bias_gradient_kernel<decltype(element)>, unsigned(pieces * blocks),
+                               blocks, kThreads, 0, queue.stream, x, stride,
+                               row_stride(x.db, x.width), blocks, aligned),
                "launch of bias_gradient");
   });
 }

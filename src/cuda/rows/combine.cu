@@ -89,7 +89,7 @@ struct SlotAhead {
   }
   template <class T>
   __device__ void follow(Args<T> const& p, RouterArgs<T> const& r, int64_t token) {
-    row = row < unsigned(p.rows) ? row * uint32_t(p.y.stride / 8) : kNone;
+    row = row < unsigned(p.rows) ? row * uint32_t(p.y.stride / kElementsPer16Bytes) : kNone;
     if (unsigned(id) >= unsigned(r.experts)) id = r.experts;
     dlogit = id == r.experts ? 0.f : to_float(*r.dlogits.at(token, id));
   }

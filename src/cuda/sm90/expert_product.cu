@@ -41,8 +41,10 @@ StoreExpert<T> boxes_of_experts(ExpertProduct const& x) {
   bool const transposed = x.d.in_stride != 1;
   MapShape const shape =
       transposed
-          ? MapShape{x.m, x.n, x.groups.groups, x.d.in_stride, x.d.expert_stride, 64, 64, 1}
-          : MapShape{x.n, x.m, x.groups.groups, x.d.out_stride, x.d.expert_stride, 64, 64, 1};
+          ? MapShape{x.m, x.n, x.groups.groups, x.d.in_stride, x.d.expert_stride, kBoxColumns,
+                     64,  1}
+          : MapShape{x.n, x.m, x.groups.groups, x.d.out_stride, x.d.expert_stride, kBoxColumns,
+                     64,  1};
   return {tensor_map(x.d.data, x.dtype, shape, "dw"), transposed, int(x.n)};
 }
 

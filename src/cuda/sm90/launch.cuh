@@ -18,7 +18,7 @@ CUtensorMap row_map(ConstRows rows, int64_t count, int64_t columns, int halves, 
                     char const* name) {
   int64_t const stride = row_stride(rows, columns * halves);
   return tensor_map(rows.data, dtype_of<T>(),
-                    {columns, halves, count, columns, stride, 64, 1, box_rows}, name);
+                    {columns, halves, count, columns, stride, kBoxColumns, 1, box_rows}, name);
 }
 
 template <class T>
@@ -32,7 +32,7 @@ RowOutput<T> row_output(Rows rows, int64_t count, int64_t columns, int halves, c
                         .z = 64,
                         .y_stride = columns,
                         .z_stride = stride,
-                        .box_x = 64,
+                        .box_x = kBoxColumns,
                         .box_y = 1,
                         .box_z = 64,
                         .w = count + 64,
@@ -47,9 +47,11 @@ RowOutput<T> row_output(Rows rows, int64_t count, int64_t columns, int halves, c
 template <class T, GemmConfig C, Major major>
 CUtensorMap weight_map(ConstWeight const& w, int64_t experts, int64_t n, int64_t k,
                        char const* name) {
-  MapShape shape = major == Major::K
-                       ? MapShape{k, n, experts, w.out_stride, w.expert_stride, 64, C.tile_n / 2, 1}
-                       : MapShape{n, k, experts, w.in_stride, w.expert_stride, 64, 64, 1};
+  constexpr int box = kBoxColumns;
+  MapShape const shape =
+      major == Major::K
+          ? MapShape{k, n, experts, w.out_stride, w.expert_stride, box, C.tile_n / 2, 1}
+          : MapShape{n, k, experts, w.in_stride, w.expert_stride, box, C.tile_k, 1};
   return tensor_map(w.data, dtype_of<T>(), shape, name);
 }
 
@@ -146,17 +148,10 @@ void launch(typename Kernel::Params params, int64_t tiles, Queue const& queue) {
   if (cluster > 1 && params.work.taken == nullptr && tiles > kFewRounds * clusters) {
     params.work.taken = cleared_counter(queue);
   }
-  cudaLaunchAttribute shape{};
-  shape.id = cudaLaunchAttributeClusterDimension;
-  shape.val.clusterDim = {cluster, 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(unsigned(std::min<int64_t>(tiles, clusters) * cluster));
-  config.blockDim = dim3(Kernel::config.threads());
-  config.dynamicSmemBytes = bytes;
-  config.stream = queue.stream;
-  config.attrs = &shape;
-  config.numAttrs = cluster > 1 ? 1 : 0;
-  cuda_check(cudaLaunchKernelEx(&config, run<Kernel>, params), "launch of a grouped product");
+  unsigned const blocks = unsigned(std::min<int64_t>(tiles, clusters) * cluster);
+  cuda_check(launch_clusters(run<Kernel>, blocks, cluster, Kernel::config.threads(), bytes,
+                             queue.stream, params),
+             "launch of a grouped product");
 }
 
 }  // namespace guild::cuda

@@ -19,6 +19,8 @@
 
 namespace guild::cuda {
 
+static_assert(GemmConfig::tile_k == kBoxColumns);
+
 // The boxes of B, `width` columns each, that this block brings: its share, for every block of the
 // cluster, or, where they are apart, all of them, for itself. load(c, multicast) loads that of
 // column c of the tile.
@@ -66,7 +68,7 @@ struct WeightLoader {
       int const n = tile.col + c - (second ? kHalf : 0);
       Coordinate const at =
           major == Major::K ? Coordinate{k, n, tile.expert} : Coordinate{n, k, tile.expert};
-      load_b<C>(multicast, m, to + c * 128, at, full);
+      load_b<C>(multicast, m, to + c * kRowBytes, at, full);
     });
   }
 };
@@ -131,12 +133,14 @@ struct GatheredRows {
   __device__ void load(Tile const& tile, int step, char* a, char* b, Barrier& full) {
     if (step == 0) place();
     int const k = step * C.tile_k;
-    T const* const base = p.a + k + thread % 8 * 8;
-    uint32_t const none = k + thread % 8 * 8 < p.k ? kNone : 0;  // at or above it: nothing to copy
-    uint32_t const to = shared_address(a) + thread / 8 * 128 + ((thread % 8 ^ thread / 8 % 8) * 16);
+    int const column = thread % 8 * kElementsPer16Bytes;
+    T const* const base = p.a + k + column;
+    uint32_t const none = k + column < p.k ? kNone : 0;  // at or above it: nothing to copy
+    uint32_t const to =
+        shared_address(a) + thread / 8 * kRowBytes + ((thread % 8 ^ thread / 8 % 8) * 16);
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
-      copy_async(to + i * 16 * 128, units_after(base, from[i]), from[i] < none);
+      copy_async(to + i * 16 * kRowBytes, units_after(base, from[i]), from[i] < none);
     }
     if (thread == 0) {
       full.arrive_expect(C.b_bytes());
@@ -214,13 +218,13 @@ struct TokenColumns {
       full.arrive_expect((whole ? C.b_bytes() : 0) + (a_by_tma ? C.a_bytes() : 0));
       if (whole) {
         for_own_boxes<C, 64>(tile, [&](int c, auto multicast) {
-          load_b<C>(multicast, p.b_map, b + c * 128, {tile.col + c, 0, row}, full);
+          load_b<C>(multicast, p.b_map, b + c * kRowBytes, {tile.col + c, 0, row}, full);
         });
       }
       if (a_by_tma) {
 #pragma unroll
         for (int c = 0; c < C.tile_m; c += 64) {
-          tma_load(p.a_map, a + c * 128, {tile.row + c, 0, row}, full);
+          tma_load(p.a_map, a + c * kRowBytes, {tile.row + c, 0, row}, full);
         }
       }
     }
@@ -257,7 +261,7 @@ struct TokenColumns {
   }
 
   __device__ void copy_a(Tile const& tile, int step, char* a) const {
-    int const lane = thread % 32, chunk = lane % 16, m = tile.row + chunk * 8;
+    int const lane = thread % 32, chunk = lane % 16, m = tile.row + chunk * kElementsPer16Bytes;
     uint32_t const to =
         chunk_address(shared_address(a) + chunk / 8 * kBlockBytes, thread / 16, chunk % 8);
     uint32_t const none = m < p.m ? kNone : 0;  // at or above it: nothing to copy
@@ -271,9 +275,10 @@ struct TokenColumns {
   // A ragged step of B by hand: TMA would bring the next group's rows, and zeros of A do not
   // silence a NaN there.
   __device__ void copy_b(Tile const& tile, int row, int left, char* b) const {
+    constexpr int chunks = C.tile_n / kElementsPer16Bytes;  // of a row
 #pragma unroll 1
-    for (int i = thread; i < C.tile_k * C.tile_n / 8; i += 128) {
-      int const chunk = i % (C.tile_n / 8), r = i / (C.tile_n / 8), n = tile.col + chunk * 8;
+    for (int i = thread; i < C.tile_k * chunks; i += 128) {
+      int const chunk = i % chunks, r = i / chunks, n = tile.col + chunk * kElementsPer16Bytes;
       bool const valid = r < left && n < p.n;
       T const* from = valid ? p.b + (row + r) * p.b_stride + n : p.b;
       copy_async(chunk_address(shared_address(b) + chunk / 8 * kBlockBytes, r, chunk % 8), from,

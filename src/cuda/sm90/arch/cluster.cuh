@@ -1,10 +1,32 @@
-// Shared memory of the other blocks of a cluster. PTX ISA, sections "mapa", "ld" and "st.async".
+// Clusters of blocks: their launch, and the shared memory of the others. PTX ISA, sections "mapa",
+// "ld" and "st.async".
+//
+// What needs them outside sm90/: routing/sort.cu and rows/bias_gradient.cu.
 #pragma once
 #include <bit>
+#include <utility>
 
 #include "cuda/sm90/arch/barrier.cuh"
 
 namespace guild::cuda {
+
+// blocks: of all clusters, of `cluster` blocks each. bytes: of dynamic shared memory.
+template <class... Parameters, class... Arguments>
+cudaError_t launch_clusters(void (*kernel)(Parameters...), unsigned blocks, int cluster,
+                            int threads, int64_t bytes, cudaStream_t stream,
+                            Arguments&&... arguments) {
+  cudaLaunchAttribute shape{};
+  shape.id = cudaLaunchAttributeClusterDimension;
+  shape.val.clusterDim = {unsigned(cluster), 1, 1};
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(unsigned(threads));
+  config.dynamicSmemBytes = size_t(bytes);
+  config.stream = stream;
+  config.attrs = &shape;
+  config.numAttrs = cluster > 1 ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
+}
 
 // `at` in the block of this rank: four bytes.
 template <class T>

@@ -11,12 +11,15 @@
 #include <utility>
 
 #include "cuda/sm90/arch/barrier.cuh"
+#include "shared/dtype.h"
 
 namespace guild::cuda {
 
 using Major = cute::SM90::GMMA::Major;
 
-inline constexpr int kBlockBytes = 64 * 128;  // 64 rows (or K-rows) of 64 16-bit elements
+inline constexpr int kRowBytes = 128;                          // of a swizzled row
+inline constexpr int kBoxColumns = kRowBytes / kElementBytes;  // elements of it
+inline constexpr int kBlockBytes = 64 * kRowBytes;             // 64 rows (or K-rows)
 
 // What stands in a descriptor beside the address: strides in 16-byte units and the swizzle.
 //   K-major    stride between groups of 8 rows: 1024 bytes
@@ -31,9 +34,13 @@ __device__ inline uint64_t whole_descriptor(uint32_t low) {
   return uint64_t(uint32_t(1024 >> 4) | 1u << 30) << 32 | low;
 }
 
-// Bytes from one 16-deep slice of a tile to the next.
+// An instruction sums over a slice of the tile, 16 deep for elements of two bytes.
+inline constexpr int kSliceDepth = 32 / kElementBytes;
+
+// Bytes from one slice of a tile to the next.
 template <Major major>
-inline constexpr int kSliceBytes = major == Major::K ? 32 : 2048;
+inline constexpr int kSliceBytes =
+    major == Major::K ? kSliceDepth * kElementBytes : kSliceDepth * kRowBytes;
 
 template <class T, int n, Major a, Major b>
 struct MmaInstruction;
