@@ -28,7 +28,7 @@ from guild.presets import PRESETS, Shape
 from guild.timing import Replay, replayed
 
 CPU = torch.device("cpu")
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 TINY = Shape(tokens=48, hidden=32, intermediate=136, experts=8, top_k=2)
 
 

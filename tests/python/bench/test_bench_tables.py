@@ -30,7 +30,7 @@ from guild.bench_steps_table import step_cells
 from guild.narrow_table import fit
 from guild.presets import PRESETS, Shape
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PACKAGE = Path(guild.__file__).parent.parent
 RECORDED = {
     file.stem: read_record(file)

@@ -21,7 +21,7 @@ from guild.cli import main
 from guild.presets import Shape
 from guild.sweep import CPU_RANGES, GPU_RANGES, needed_bytes, random_shapes
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 RECORDED = sorted((ROOT / "bench/results").glob("*-balanced.json"))
 TINY = Shape(tokens=48, hidden=32, intermediate=16, experts=8, top_k=2)
 

@@ -21,7 +21,7 @@ import guild
 from guild import _library
 from test_documents import code_blocks
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def guide_commands() -> list[str]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from guild import Activation
 
-_TESTS = Path(__file__).resolve().parents[1]
+_TESTS = Path(__file__).resolve().parents[2]
 _KINDS = {"gelu_erf": "gelu", "relu_squared": "relu2"}  # C++ names to Python's
 
 LAYOUTS = (

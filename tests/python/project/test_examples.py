@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples/python"
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples/python"
 
 
 def test_train_moe(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 from guild import bench_command
 from guild.cli import main
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 RECORD = max((ROOT / "bench/results").glob("*-balanced.json"))
 QUICK = "bench --thiek 16,16,8,4,2 --device cpu --rounds 1 --calls 1".split()
 

@@ -45,7 +45,7 @@ def test_full_size_preset(device: str, capsys: pytest.CaptureFixture[str]) -> No
     expect_table(device, capsys, f"--sizes={PRESETS['fine7b']}", "--reference=cuda")
 
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs/numerics.md"
+DOCUMENT = Path(__file__).resolve().parents[3] / "docs/numerics.md"
 SMALL = "--sizes=96,64,48,4,2"
 
 

@@ -15,7 +15,7 @@ import torch
 
 import guild
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 DOCUMENTS = [
     *("README.md", "CONTRIBUTING.md"),
     *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md"))),

@@ -3,8 +3,8 @@
 On the CPU in float64, to the last digits; on a GPU in bf16 and fp16, where the CPU backend's error
 in the same dtype is the measure. Every case follows from its seed:
 
-    python tests/python/fuzz.py --count 2000                 the long form
-    python tests/python/fuzz.py --first 17 --count 1         case 17 again
+    python tests/python/support/fuzz.py --count 2000                 the long form
+    python tests/python/support/fuzz.py --first 17 --count 1         case 17 again
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def failures_of_seed(seed: int, device: str) -> list[str]:
     case = drawn(seed, device)
     dtype = SIXTEEN[seed % 2] if device == "cuda" else torch.float64
     failures = failures_of(case, device, dtype)
-    again = f"python tests/python/fuzz.py --first {seed} --count 1 --device {device}"
+    again = f"python tests/python/support/fuzz.py --first {seed} --count 1 --device {device}"
     return [again, f"{dtype}, {case!r}", *failures] if failures else []
 
 

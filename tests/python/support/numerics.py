@@ -1,4 +1,4 @@
-"""Measures every step's error for docs/numerics.md: `python tests/python/numerics.py`.
+"""Measures every step's error for docs/numerics.md: `python tests/python/support/numerics.py`.
 
 Prints Markdown tables: the op's relative error against float64, that of the same computation in
 float32 rounded where the algorithm stores 16 bits, and their ratio. Step by step from the rounded
