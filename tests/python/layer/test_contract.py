@@ -12,7 +12,8 @@ from torch import Tensor
 import guild
 from guild._operators import ops
 from layers import ACTIVATIONS, CASES, make_layer
-from reference import compute, relative_error
+from oracle.steps import compute
+from tolerance import relative_error
 
 FLAGS = (*ACTIVATIONS["gpt_oss"].scalars, False, False)
 

@@ -11,7 +11,7 @@ import torch
 
 import guild
 from guild.bench_memory import saved_tensors
-from plain_layer import plain
+from oracle.layer import of_module
 
 ROUTERS = {
     "default": guild.Router(),
@@ -47,7 +47,7 @@ def test_against_plain_pytorch(router: str, activation: str, shared: int) -> Non
             moe.router.selection_bias.normal_(std=0.3)
     x = torch.randn(5, 7, 24, dtype=torch.float64, requires_grad=True)
     inputs = (x, *moe.parameters())
-    out, expected = moe(x), plain(moe, x)
+    out, expected = moe(x), of_module(moe, x)
     torch.testing.assert_close(out, expected)
     dout = torch.randn_like(out)
     got, truth = torch.autograd.grad(out, inputs, dout), torch.autograd.grad(expected, inputs, dout)
@@ -120,7 +120,7 @@ def test_sixteen_bits(dtype: torch.dtype, device: str) -> None:
 def errors(moe: guild.MoE, x: torch.Tensor, out: torch.Tensor) -> dict[str, float]:
     """Relative errors of a layer's output and of all gradients, against float64."""
     exact, leaf = copy.deepcopy(moe).cpu().double(), x.detach().cpu().double().requires_grad_()
-    expected = plain(exact, leaf)
+    expected = of_module(exact, leaf)
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
     out.backward(dout.to(out))
     expected.backward(dout.to(out.dtype).double())

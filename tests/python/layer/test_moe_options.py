@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import guild
-from plain_layer import plain, plain_logits
-from reference import restated, weights_of
+from oracle.layer import of_module, router_logits
+from oracle.routing import choice_keys, choose, weights_of
 
 GPT_OSS = {"activation": "gpt_oss", "bias": True, "router_bias": True, "order": "interleaved"}
 LAYERS: dict[str, dict[str, Any]] = {
@@ -57,7 +57,7 @@ def test_against_plain_pytorch(name: str) -> None:
     """Output and every gradient in float64."""
     moe = make(name, dtype=torch.float64)
     x = torch.randn(5, 7, 24, dtype=torch.float64, requires_grad=True)
-    expected = results(moe, x, by=lambda x: plain(moe, x))
+    expected = results(moe, x, by=lambda x: of_module(moe, x))
     # gpt-oss's alpha is float32 in the kernels
     for got, truth in zip(results(moe, x), expected, strict=True):
         torch.testing.assert_close(got, truth, atol=1e-6, rtol=1e-6)
@@ -87,7 +87,7 @@ def test_sixteen_bits(name: str, device: str) -> None:
     moe = make(name, device=device, dtype=torch.bfloat16)
     x = torch.randn(40, 24, device=device, dtype=torch.bfloat16, requires_grad=True)
     out, *gradients = results(moe, x)
-    expected = plain(copy.deepcopy(moe).cpu(), x.detach().cpu())
+    expected = of_module(copy.deepcopy(moe).cpu(), x.detach().cpu())
     error = (out.cpu().double() - expected).norm(dim=1) / expected.norm(dim=1)
     assert error.median() < 0.02
     for value in gradients:
@@ -102,7 +102,7 @@ def test_autocast(name: str, device: str) -> None:
     with torch.autocast(device, dtype=torch.bfloat16):
         out, *gradients = results(moe, x)
     assert out.dtype == torch.bfloat16
-    expected = plain(copy.deepcopy(moe).cpu(), x.detach().cpu())
+    expected = of_module(copy.deepcopy(moe).cpu(), x.detach().cpu())
     error = (out.cpu().double() - expected).norm(dim=1) / expected.norm(dim=1)
     assert error.median() < 0.03
     assert all(value.dtype == torch.float32 and value.any() for value in gradients)
@@ -183,12 +183,12 @@ def test_returned_routing(name: str, training: bool) -> None:
     assert routing.ids.shape == (2, 5, k) and routing.ids.dtype == torch.int32
     assert routing.scores.shape == (2, 5, k) and routing.logits.shape == (2, 5, 6)
     flat = x.reshape(-1, 24)
-    logits = plain_logits(dict(moe.named_parameters()), flat)
+    logits = router_logits(dict(moe.named_parameters()), flat)
     torch.testing.assert_close(routing.logits.view(-1, 6), logits)
-    p, key = restated(moe.routing, logits, getattr(moe.router, "selection_bias", None))
-    ids = key.topk(k, 1).indices
+    key, _ = choice_keys(moe.routing, logits, getattr(moe.router, "selection_bias", None))
+    ids, _ = choose(key, k)
     assert torch.equal(routing.ids.view(-1, k).long(), ids)
-    weights = weights_of(moe.routing, p, ids)
+    weights = weights_of(moe.routing, logits, ids)
     torch.testing.assert_close(routing.scores.view(-1, k), weights)
 
     def loss(scores: Tensor, logits: Tensor) -> Tensor:

@@ -96,7 +96,7 @@ class SpoiledBiases:
 @pytest.mark.parametrize("op", ["down_gradient", "bias_gradient_out"])
 def test_each_op_has_its_own_lines(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong db1 or db2 shows in the lines of the op that made it, and in no other."""
-    monkeypatch.setattr("steps.ops", SpoiledBiases(op))
+    monkeypatch.setattr("op_steps.ops", SpoiledBiases(op))
     with pytest.raises(SystemExit) as wrong:
         numerics.main([SMALL])
     lines = [line.split(":")[0] for line in str(wrong.value).splitlines()]

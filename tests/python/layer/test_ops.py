@@ -12,9 +12,11 @@ from torch import Tensor
 
 import guild
 from guild._operators import ops, score_dtype
-from layers import ACTIVATIONS, CASES, LAYOUTS, Case, Layer, make_layer, unpack
-from reference import allowed_error, compute, compute_rounded, relative_error, sort_slots
-from steps import Steps
+from layers import ACTIVATIONS, CASES, LAYOUTS, Case, Layer, make_layer
+from op_steps import Steps
+from oracle.experts import halves
+from oracle.steps import compute, compute_rounded, sort_slots
+from tolerance import allowed_error, relative_error
 
 DTYPES = {
     "cpu": (torch.float64, torch.float32, torch.bfloat16, torch.float16),
@@ -57,16 +59,16 @@ def run_layer(layer: Layer, layout: str, judge: Judge) -> None:
     judge.check("dw_down", flip(arguments["w_down"].grad))
     gated = layer.gate is not None
     if "separate" in layout:
-        halves = [w.grad for w in arguments["w_up"]]
+        parts = [w.grad for w in arguments["w_up"]]
     else:
-        halves = [t for t in unpack(flip(arguments["w_up"].grad), 1, order, gated) if t is not None]
-    for i, half in enumerate(halves):
+        parts = [t for t in halves(flip(arguments["w_up"].grad), 1, order, gated) if t is not None]
+    for i, half in enumerate(parts):
         judge.check(f"dw_{i}", half)
     if layer.up_bias is None:
         return
     judge.check("db_down", arguments["b_down"].grad)
-    halves = [t for t in unpack(arguments["b_up"].grad, 1, order, gated) if t is not None]
-    for i, half in enumerate(halves):
+    parts = [t for t in halves(arguments["b_up"].grad, 1, order, gated) if t is not None]
+    for i, half in enumerate(parts):
         judge.check(f"db_{i}", half)
 
 
@@ -196,5 +198,5 @@ def test_experts_mlp(case: Case, device: str) -> None:
         judge.check("dx", x.grad[: case.tokens])
         judge.check("dw_down", arguments["w_down"].grad)
         judge.check("db_down", arguments["b_down"].grad)
-        for i, part in enumerate(unpack(arguments["w_up"].grad, 1, "interleaved")):
+        for i, part in enumerate(halves(arguments["w_up"].grad, 1, "interleaved")):
             judge.check(f"dw_{i}", part)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-sys.path.append(str(ROOT / "scripts"))  # last: support has a steps.py too
+sys.path.insert(0, str(ROOT / "scripts"))
 
 from check_ptxas import read_report  # noqa: E402
 from check_sizes import breaches  # noqa: E402

@@ -1,4 +1,4 @@
-"""Token rounding: its contract against a float64 restatement, its gradients, unpleasant logits."""
+"""Token rounding: its contract against float64, its gradients, unpleasant logits."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.autograd import gradcheck
 
 import guild
-from guild.routing import ROUNDINGS
-from reference import SCORES
+from guild.routing import ROUNDINGS, SCORES
+from oracle.routing import rounded_counts, weigh
 from test_routing import adversarial
 
 ROUTERS = [
@@ -53,15 +53,9 @@ def expect_contract(
     assert ((after - before).abs() < tile).all()
     whole = before % tile == 0
     assert torch.equal(members[:, whole], chosen[:, whole])
-    down = before // tile * tile
-    up = (down + tile * (before % tile > 0)).clamp(max=most)
-    if rounding == "nearest":
-        assert torch.equal(after, torch.where(2 * (before % tile) >= tile, up, down))
-    elif rounding in ("up", "down"):
-        assert torch.equal(after, up if rounding == "up" else down)
-    else:
-        assert ((after == up) | (after == down)).all()
-    if rounding == "balanced" and (up == down + tile * (before % tile > 0)).all():
+    down, up = rounded_counts(before, rounding, tile, most)
+    assert ((after == up) | (after == down)).all()
+    if rounding == "balanced" and (up == down + tile * ~whole).all():
         assert ((after.cumsum(0) - before.cumsum(0)).abs() <= tile / 2).all()
     for e in range(chosen.shape[1]):
         kept, dropped = members[:, e] & chosen[:, e], chosen[:, e] & ~members[:, e]
@@ -71,14 +65,6 @@ def expect_contract(
             if dropped.any() if better is kept else added.any():
                 if better.any() and worse.any():
                     assert key[better, e].min() >= key[worse, e].max() - 1e-5
-
-
-def weights_of(router: guild.Router, logits: Tensor, members: Tensor) -> Tensor:
-    """The weights of the lists in float64, in their order."""
-    p = SCORES[router.score](logits)
-    if router.renormalize:  # lists may be empty
-        p = p / (p * members).sum(1, keepdim=True).clamp(min=router.sum_floor or 1e-30)
-    return (p * router.scale)[members]
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
@@ -107,7 +93,7 @@ def test_against_float64(
         chosen = chosen_of(chosen_ids.cpu(), experts)
         expect_contract(members, chosen, key, rounding, tile, real)
         used = int(offsets[-1])
-        expected = weights_of(router, exact, members)
+        expected = weigh(router, exact, *torch.nonzero(members, as_tuple=True))
         assert not scores[used:].any()
         got = scores[:used].cpu().double()
         torch.testing.assert_close(got, expected, rtol=3e-6, atol=1e-12)

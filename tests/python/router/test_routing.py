@@ -1,4 +1,4 @@
-"""guild.route against a float64 restatement of every router, and on logits made to break it."""
+"""guild.route against every router in float64, and on logits made to break it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 import guild
 from guild.routing import ROUTERS as NAMED
-from reference import restated, weights_of
+from oracle.routing import choice_keys, weights_of
 
 # Names of guild.Router, and one with everything at once.
 ROUTERS = {name: guild.Router.named(name) for name in NAMED} | {
@@ -43,10 +43,10 @@ def test_against_float64(name: str, experts: int, top_k: int, device: str) -> No
     ids, scores = guild.route(logits, top_k, selection_bias=bias, **options(router))
     assert ids.dtype == torch.int32 and scores.dtype == torch.float32
     exact = logits.detach().cpu().double().requires_grad_()
-    p, key = restated(router, exact, None if bias is None else bias.cpu())
+    key, _ = choice_keys(router, exact.detach(), None if bias is None else bias.cpu().double())
     best = key.topk(top_k, 1).values
     torch.testing.assert_close(key.gather(1, ids.cpu().long()), best, atol=1e-6, rtol=0)
-    expected = weights_of(router, p, ids.cpu())
+    expected = weights_of(router, exact, ids.cpu())
     torch.testing.assert_close(scores.cpu().double(), expected, atol=0, rtol=2e-6)
     error = (scores.cpu().double() - expected).norm() / expected.norm()
     assert error < 1e-6

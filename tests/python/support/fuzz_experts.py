@@ -12,8 +12,9 @@ from torch import Tensor
 import guild
 from fuzz_compare import Truth
 from fuzz_draw import Backward, Draw, Outputs, Values, place, score_dtype, total
-from fuzz_oracle import by_rows, gradients, routed
 from fuzz_weights import Weights, exact_leaves
+from oracle.autograd import gradients
+from oracle.experts import by_rows, routed
 
 SINKS = ("w_up", "w_gate", "w_down", "b_up", "b_gate", "b_down")
 Inputs = dict[str, Any]

@@ -9,15 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import fuzz_oracle_routing as oracle
 import guild
 from fuzz_compare import Truth
 from fuzz_draw import Backward, Draw, Outputs, Values, place, total
-from fuzz_oracle import Experts, gradients
 from fuzz_routing import draw_router, require
 from fuzz_weights import exact_leaves
 from guild import Activation, Router
 from guild.routing import ROUTERS
+from oracle.autograd import gradients
+from oracle.experts import Experts
+from oracle.layer import Layer, moe
 
 NAMED = {name: Router.named(name) for name in ROUTERS}
 SINKS = ("w_up", "w_down", "b_up", "b_down")  # of WeightGradients
@@ -218,9 +219,9 @@ class MoECase:
         one: dict[str, Tensor],
         given: dict[str, Any],
         counts: Tensor | None = None,
-    ) -> oracle.Layer:
+    ) -> Layer:
         """The oracle's layer; counts: Guild's, where rounding leaves a choice."""
-        return oracle.moe(
+        return moe(
             leaves,
             one["x"].reshape(-1, self.hidden),
             torch.nonzero(one["real"].flatten()).flatten(),

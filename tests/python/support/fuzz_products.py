@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import fuzz_oracle as oracle
 import guild
 from fuzz_compare import Truth
 from fuzz_draw import Draw, Values, backward, place, total
 from guild import Activation
+from oracle import autograd
+from oracle.experts import activate, halves
+from oracle.products import grouped_mm
 
 Inputs = dict[str, Tensor]
 
@@ -141,7 +143,7 @@ class ProductCase:
     def truth(self, given: Inputs, got: Inputs) -> Truth:
         leaves = leaves_of({n: given[n] for n in ("a", "b", "bias") if n in given}, self.wants)
         ends = given["offs"].tolist() if "offs" in given else None
-        out = oracle.grouped_mm(leaves["a"], leaves["b"], ends, leaves.get("bias"))
+        out = grouped_mm(leaves["a"], leaves["b"], ends, leaves.get("bias"))
         dout = given["dout"].clone()
         truth = Truth({"out": out.detach()})
         for name, where in zip(("a", "b", "out"), self.nobody(), strict=True):
@@ -155,7 +157,7 @@ class ProductCase:
             truth.values["out"] = truth.values["out"] + given["before"]
             truth.zeros.clear()
         wanted = {n: leaves[n] for n in self.wants}
-        truth.values |= oracle.gradients((out * dout).sum(), wanted)
+        truth.values |= autograd.gradients((out * dout).sum(), wanted)
         return truth
 
 
@@ -256,16 +258,16 @@ class PairCase:
     def truth(self, given: Inputs, got: Inputs) -> Truth:
         leaves = leaves_of({n: given[n] for n in self.names}, self.wants)
         ends = given["offs"].tolist()
-        aux = oracle.grouped_mm(leaves["x"], leaves["w_up"], ends, leaves.get("b_up"))
+        aux = grouped_mm(leaves["x"], leaves["w_up"], ends, leaves.get("b_up"))
         aux = aux[: self.rows]
-        gate, up = oracle.halves(aux, 1, self.order, self.activation.gated)
-        a = oracle.activate(self.activation, *((up, None) if gate is None else (gate, up)))
-        out = oracle.grouped_mm(a, leaves["w_down"], ends, leaves.get("b_down"))
+        gate, up = halves(aux, 1, self.order, self.activation.gated)
+        a = activate(self.activation, *((up, None) if gate is None else (gate, up)))
+        out = grouped_mm(a, leaves["w_down"], ends, leaves.get("b_down"))
         outputs = {"out": out, "a": a, "aux": aux}
         gradients = {"out": given["dout"][: self.rows], "a": given["da"][: self.rows]}
         gradients["aux"] = given["daux"]
         loss = total((outputs[n], gradients[n]) for n in ("out", *self.uses))
-        truth = Truth(oracle.gradients(loss, {n: leaves[n] for n in self.wants}))
+        truth = Truth(autograd.gradients(loss, {n: leaves[n] for n in self.wants}))
         nobody = torch.arange(self.rows + self.spare)[:, None] >= self.rows
         for name, t in outputs.items():
             rows = t.detach()

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import fuzz_oracle_routing as oracle
 import guild
 from fuzz_compare import Truth
 from fuzz_draw import Draw, Values, backward, score_dtype, total
-from fuzz_oracle import gradients
 from guild import Router
+from oracle import routing
+from oracle.autograd import gradients
 
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
 ROUNDINGS = ("nearest", "up", "down", "stochastic", "balanced")
@@ -171,13 +171,11 @@ class RoutingCase:
         narrow = got["scores"].dtype != torch.float64
         ids = self.checked_ids(exact.detach(), got["ids"], given, NOISE if narrow else 1e-13)
         members = self.checked_lists(exact.detach(), ids, got, 1e-5 if narrow else 1e-12)
-        weighing = options_of(self.router, *WEIGHING)
-        token = torch.arange(len(real)).repeat_interleave(self.top_k)
-        scores = oracle.weigh(self.router.score, exact, token, ids.flatten(), **weighing)
+        scores = routing.weights_of(self.router, exact, ids).flatten()
         places = torch.nonzero(members, as_tuple=True)
-        lists = oracle.weigh(self.router.score, exact, *places, **weighing)
+        lists = routing.weigh(self.router, exact, *places)
         sequence = real // max(self.tokens // self.sequences, 1)
-        sums = oracle.balance(self.router.score, exact, ids, sequence, self.sequences)
+        sums = routing.balance(self.router.score, exact, ids, sequence, self.sequences)
         losses = sums.load_balancing_loss(), sums.z_loss()
 
         def padded(rows: Tensor, fill: float = 0) -> Tensor:
@@ -233,10 +231,8 @@ class RoutingCase:
         require((ids.sort(1).values.diff() > 0).all(), "ids: expected different experts")
         router = self.router
         bias = given["bias"] if router.selection_bias else None
-        key, margin = oracle.choice_keys(
-            router.score, logits, bias, **options_of(router, *GROUPING)
-        )
-        best, _ = oracle.choose(key, self.top_k)
+        key, margin = routing.choice_keys(router, logits, bias)
+        best, _ = routing.choose(key, self.top_k)
         short = key.gather(1, best) - key.gather(1, ids)
         clear = margin > slack
         require((short[clear] <= slack).all(), "ids: expected the best")
@@ -259,14 +255,14 @@ class RoutingCase:
         chosen = torch.zeros_like(members).scatter_(1, ids, True)
         counts, before = members.sum(0), chosen.sum(0)
         options = self.router.rounding, self.router.tile, len(members)
-        least, most = oracle.rounded_counts(before, *options)
+        least, most = routing.rounded_counts(before, *options)
         require(((counts == least) | (counts == most)).all(), "list_ids: expected whole tiles")
         unlimited = (most - least).remainder(self.router.tile).eq(0).all()
         if self.router.rounding == "balanced" and unlimited:
             drift = (counts.cumsum(0) - before.cumsum(0)).abs().max()
             require(2 * drift <= self.router.tile, "list_ids: expected balanced counts")
-        key = oracle.log_probabilities(self.router.score, logits)
-        expected, _ = oracle.round_to(chosen, key, counts)
+        key = routing.log_probabilities(self.router.score, logits)
+        expected, _ = routing.round_to(chosen, key, counts)
         for e in torch.nonzero((expected != members).any(0)).flatten().tolist():
             extra = members[:, e] & ~expected[:, e]
             missing = expected[:, e] & ~members[:, e]

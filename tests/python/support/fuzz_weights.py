@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fuzz_draw import Backward, Draw, Values, place
-from fuzz_oracle import Experts
 from guild import Activation
+from oracle.experts import Experts
 
 
 @dataclass(frozen=True)

@@ -162,17 +162,6 @@ def pack(gate: Tensor | None, up: Tensor, dim: int, order: str) -> Tensor:
     return torch.stack((gate, up), dim + 1).flatten(dim, dim + 1)
 
 
-def unpack(both: Tensor, dim: int, order: str, gated: bool = True) -> tuple[Tensor | None, Tensor]:
-    """The gate and up that `pack` put together."""
-    if not gated:
-        return None, both
-    if order == "concatenated":
-        gate, up = both.chunk(2, dim)
-        return gate, up
-    halves = both.unflatten(dim, (-1, 2))
-    return halves.select(dim + 1, 0), halves.select(dim + 1, 1)
-
-
 def make_layer(
     case: Case,
     activation: Activation,

@@ -17,9 +17,11 @@ from torch import Tensor
 
 import guild
 from guild.provenance import commit
-from layers import ACTIVATIONS, Case, Layer, make_layer, unpack
-from reference import allowed_error, compute, compute_rounded, relative_error
-from steps import Steps
+from layers import ACTIVATIONS, Case, Layer, make_layer
+from op_steps import Steps
+from oracle.experts import halves
+from oracle.steps import compute, compute_rounded
+from tolerance import allowed_error, relative_error
 
 STEPS = {
     "up projection, H": ("h_0", "h_1"),
@@ -51,14 +53,14 @@ DOCUMENTED = "writes what follows:\n\n"  # in a document the tables come after t
 
 
 def whole_layer(layer: Layer) -> dict[str, Tensor]:
-    """Output and gradients of `routed_experts`, by the reference's names."""
+    """Output and gradients of `routed_experts`, by the oracle's names."""
     arguments = layer.arguments("concatenated")
     x, scores = layer.x.detach().requires_grad_(), layer.scores.detach().requires_grad_()
     out = guild.routed_experts(x, layer.ids, scores, **arguments)
     out.backward(layer.dout)
     gradients = {name: t.grad for name, t in arguments.items() if isinstance(t, Tensor)}
-    dw = unpack(gradients["w_up"], 1, "concatenated")
-    db = unpack(gradients["b_up"], 1, "concatenated")
+    dw = halves(gradients["w_up"], 1, "concatenated")
+    db = halves(gradients["b_up"], 1, "concatenated")
     return {
         "o": out,
         "dx": x.grad,

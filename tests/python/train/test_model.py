@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+import guild
 from guild.corpus import load_corpus, source_files, standard_library
 from guild.learner import Learner
 from guild.model import generate
 from guild.plain_moe import PlainMoE
 from guild.settings import Settings
+from oracle.experts import Experts
+from oracle.layer import moe
 from training import small_settings, write_corpus
 
 CPU = torch.device("cpu")
@@ -148,17 +151,11 @@ def test_plain_layer_is_the_sum_over_choices() -> None:
     torch.manual_seed(0)
     layer = PlainMoE(16, 8, 5, 3).double()
     x = torch.randn(2, 9, 16, dtype=torch.float64, requires_grad=True)
-    expected = torch.zeros_like(x)
-    for b in range(2):
-        for t in range(9):
-            logits = layer.router.weight @ x[b, t]
-            chosen = sorted(range(5), key=lambda e: -logits[e].item())[:3]  # noqa: B023
-            scores = logits.float()[chosen].softmax(-1).double()
-            for e, s in zip(chosen, scores, strict=True):
-                gate, up = (layer.w_up[e] @ x[b, t]).chunk(2)
-                expected[b, t] = expected[b, t] + s * (
-                    layer.w_down[e] @ (torch.nn.functional.silu(gate) * up)
-                )
+    leaves = dict(layer.named_parameters())
+    experts = Experts.of(leaves, guild.Activation(), "concatenated", False)
+    tokens, real, router = x.view(18, 16), torch.arange(18), guild.Router()
+    results = moe(leaves, tokens, real, experts, 3, router, None, 1, False, "concatenated")
+    expected = results.out.view_as(x)
     out = layer(x)
     torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
     assert layer.expert_counts.sum() == 2 * 9 * 3

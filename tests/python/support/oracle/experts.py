@@ -1,8 +1,4 @@
-"""What the fuzz compares Guild with: every function in plain torch, one expert after another.
-
-Nothing of Guild is called. Rows are picked by index, so what belongs to nobody (padding, rows past
-the end, skipped slots) never enters a product, not even times zero; gradients are autograd's.
-"""
+"""Activations, experts and the sums over slots, one expert after another."""
 
 from __future__ import annotations
 
@@ -30,7 +26,7 @@ def activate(activation: Any, gate: Tensor, up: Tensor | None) -> Tensor:
     return value if up is None else value * (up.clamp(-limit, limit) + activation.up_offset)
 
 
-def halves(both: Tensor, dim: int, order: str, gated: bool) -> tuple[Tensor | None, Tensor]:
+def halves(both: Tensor, dim: int, order: str, gated: bool = True) -> tuple[Tensor | None, Tensor]:
     """Gate (None without one) and up of a weight or bias that holds both along `dim`."""
     if not gated:
         return None, both
@@ -98,45 +94,3 @@ def by_rows(experts: Experts, x: Tensor, offsets: list[int]) -> Tensor:
     for e, (begin, end) in enumerate(pairwise(offsets)):
         parts.append(experts.mlp(e, x[begin:end]))
     return torch.cat([*parts, x.new_zeros(x.shape[0] - offsets[-1], x.shape[1])])
-
-
-# ---- grouped products ---------------------------------------------------------------------------
-
-
-def grouped_mm(a: Tensor, b: Tensor, ends: list[int] | None, bias: Tensor | None) -> Tensor:
-    """Group by group; the bias belongs to a group's result, an empty one has none."""
-    if ends is None:
-        out = [a[e] @ b[e] for e in range(a.shape[0])]
-        return torch.stack(out if bias is None else [o + bias[e] for e, o in enumerate(out)])
-    spans = list(pairwise([0, *ends]))
-    if a.dim() == 3:
-        parts = [a[e] @ b[:, i:j] for e, (i, j) in enumerate(spans)]
-        if bias is not None:
-            parts = [part + bias[e][:, None] for e, part in enumerate(parts)]
-        return torch.cat([*parts, a.new_zeros(a.shape[1], b.shape[1] - ends[-1])], 1)
-    if b.dim() == 2:
-        parts = [a[:, i:j] @ b[i:j] for i, j in spans]
-        if bias is not None:
-            filled = [j > i for i, j in spans]
-            parts = [part + bias[e] * filled[e] for e, part in enumerate(parts)]
-        return torch.stack(parts)
-    parts = [a[i:j] @ b[e] for e, (i, j) in enumerate(spans)]
-    if bias is not None:
-        parts = [part + bias[e] for e, part in enumerate(parts)]
-    return torch.cat([*parts, a.new_zeros(a.shape[0] - ends[-1], b.shape[2])])
-
-
-# ---- gradients ----------------------------------------------------------------------------------
-
-
-def gradients(total: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Of a sum, by name; zeros for leaves that it does not depend on."""
-    if not leaves:
-        return {}
-    if not total.requires_grad:
-        return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
-    found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
-    return {
-        name: torch.zeros_like(leaf) if gradient is None else gradient
-        for (name, leaf), gradient in zip(leaves.items(), found, strict=True)
-    }

@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from guild._gradients import ops
-from layers import Layer, pack, unpack
+from layers import Layer, pack
+from oracle.experts import halves
 
 
 class Steps:
-    """Results of all steps in the concatenated layout, by the names of `reference.Computation`.
+    """Results of all steps in the concatenated layout, by the names of `oracle.steps.Computation`.
 
     Parameters
     ----------
@@ -56,8 +57,8 @@ class Steps:
 
     def _halves(self, name: str, value: Tensor, rows: int | None = None) -> dict[str, Tensor]:
         """Gate and up as name_0 and name_1."""
-        halves = [t for t in unpack(value, 1, "concatenated", self.gated) if t is not None]
-        return {f"{name}_{i}": half[:rows] for i, half in enumerate(halves)}
+        parts = [t for t in halves(value, 1, "concatenated", self.gated) if t is not None]
+        return {f"{name}_{i}": part[:rows] for i, part in enumerate(parts)}
 
     def _bias_gradients(self) -> tuple[Tensor, Tensor]:
         """Room for db1 and db2."""

@@ -1,4 +1,4 @@
-"""Routers, token rounding, balancing and the whole layer in plain torch and float64.
+"""Routers, token rounding and balancing.
 
 Padding is left out by index before anything is computed, so nothing that it holds can matter.
 """
@@ -12,8 +12,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from fuzz_oracle import Experts, affine, routed
 
 
 def log_probabilities(score: str, logits: Tensor) -> Tensor:
@@ -30,30 +28,27 @@ def softplus(logits: Tensor) -> Tensor:
     return torch.logaddexp(logits, torch.zeros_like(logits))
 
 
-def choice_keys(
-    score: str,
-    logits: Tensor,
-    bias: Tensor | None = None,
-    groups: int = 1,
-    top_groups: int = 1,
-    group_score: str = "top2_sum",
-) -> tuple[Tensor, Tensor]:
+def choice_keys(router: Any, logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """What experts are chosen by, -inf outside the best groups, and by how much those are best.
 
-    group_score: a group counts as the sum of its two best, or as its best ("max").
+    router: anything with the fields of guild.Router; a group counts as the sum of its two best, or
+    as its best where router.group_score is "max".
     """
-    key = logits if bias is None and groups == 1 else log_probabilities(score, logits).exp()
+    groups = router.groups
+    key = logits
+    if bias is not None or groups > 1:
+        key = log_probabilities(router.score, logits).exp()
     key = key if bias is None else key + bias
     margin = logits.new_full((logits.shape[0],), torch.inf)
     if groups == 1 or logits.shape[0] == 0:
         return key, margin
     parts = key.unflatten(1, (groups, -1))
-    best = parts.topk(min(1 if group_score == "max" else 2, parts.shape[2]), 2).values.sum(2)
+    best = parts.topk(min(1 if router.group_score == "max" else 2, parts.shape[2]), 2).values.sum(2)
     ranked = best.sort(dim=1, descending=True, stable=True)
     kept = torch.zeros_like(best, dtype=torch.bool)
-    kept.scatter_(1, ranked.indices[:, :top_groups], True)
-    if top_groups < groups:
-        margin = ranked.values[:, top_groups - 1] - ranked.values[:, top_groups]
+    kept.scatter_(1, ranked.indices[:, : router.top_groups], True)
+    if (top := router.top_groups) < groups:
+        margin = ranked.values[:, top - 1] - ranked.values[:, top]
     return parts.masked_fill(~kept[:, :, None], -torch.inf).flatten(1), margin
 
 
@@ -66,31 +61,28 @@ def choose(key: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     return ranked.indices[:, :top_k], margin
 
 
-def weigh(
-    score: str,
-    logits: Tensor,
-    token: Tensor,
-    ids: Tensor,
-    renormalize: bool = True,
-    scale: float = 1.0,
-    sum_floor: float = 0.0,
-) -> Tensor:
+def weigh(router: Any, logits: Tensor, token: Tensor, ids: Tensor) -> Tensor:
     """The weights of slots: token and ids are (slots,), each pair once.
 
-    In logarithms, so that p may be smaller than any float64; sum_floor: the least of the sums that
-    weights are divided by.
+    In logarithms, so that p may be smaller than any float64.
     """
-    log_p = log_probabilities(score, logits)
+    log_p = log_probabilities(router.score, logits)
     chosen = torch.zeros_like(logits, dtype=torch.bool, requires_grad=False)
     chosen[token, ids] = True
     weights = log_p[token, ids]
-    if renormalize:
+    if router.renormalize:
         filled = torch.nonzero(chosen.any(1)).flatten()
         sums = log_p.masked_fill(~chosen, -torch.inf).index_select(0, filled).logsumexp(1)
-        if sum_floor:
-            sums = sums.clamp(min=math.log(sum_floor))
+        if router.sum_floor:
+            sums = sums.clamp(min=math.log(router.sum_floor))
         weights = weights - logits.new_zeros(logits.shape[0]).index_copy(0, filled, sums)[token]
-    return weights.exp() * scale
+    return weights.exp() * router.scale
+
+
+def weights_of(router: Any, logits: Tensor, ids: Tensor) -> Tensor:
+    """(tokens, top_k): the weights of as many chosen experts for each token."""
+    token = torch.arange(ids.shape[0]).repeat_interleave(ids.shape[1])
+    return weigh(router, logits, token, ids.flatten().long()).view(ids.shape)
 
 
 def rounded_counts(before: Tensor, rounding: str, tile: int, most: int) -> tuple[Tensor, Tensor]:
@@ -158,77 +150,3 @@ def balance(score: str, logits: Tensor, ids: Tensor, sequence: Tensor, sequences
         zeros.new_zeros(sequences).index_add(0, sequence, logits.logsumexp(1).square()),
         torch.bincount(sequence, minlength=sequences).to(logits.dtype),
     )
-
-
-# ---- the whole layer ----------------------------------------------------------------------------
-
-
-@dataclass
-class Layer:
-    """Results of `moe`."""
-
-    out: Tensor  # (T, H)
-    counts: Tensor  # (E): rows of each expert
-    scores: Tensor  # (slots,)
-    balance: Balance
-    margin: float  # by how much every choice was the best
-    rounded: tuple[Tensor, Tensor]  # (E) each: what counts may be
-
-
-def moe(
-    leaves: dict[str, Tensor],
-    x: Tensor,
-    real: Tensor,
-    experts: Experts,
-    top_k: int,
-    router: Any,
-    bias: Tensor | None,
-    sequences: int,
-    rounding: bool,
-    order: str,
-    counts: Tensor | None = None,
-) -> Layer:
-    """guild.MoE on tokens x (T, H), of which those numbered `real` are no padding.
-
-    leaves: by the module's names; order: of gate and up; counts: what "stochastic" and "balanced"
-    rounding came to.
-    """
-    tokens, weight = x.index_select(0, real), leaves["router.weight"]
-    logits = tokens @ weight.t()
-    if "router.bias" in leaves:
-        logits = logits + leaves["router.bias"]
-    grouping = router.groups, router.top_groups, router.group_score
-    key, group_margin = choice_keys(router.score, logits.detach(), bias, *grouping)
-    ids, margin = choose(key, top_k)
-    margins = [group_margin, margin]
-    sequence = real // max(x.shape[0] // sequences, 1)
-    sums = balance(router.score, logits, ids, sequence, sequences)
-    members = torch.zeros_like(logits, dtype=torch.bool, requires_grad=False)
-    members.scatter_(1, ids, True)
-    bounds = (before := members.sum(0)), before
-    if rounding:
-        bounds = rounded_counts(before, router.rounding, router.tile, len(real))
-        log_p = log_probabilities(router.score, logits.detach())
-        members, margin = round_to(members, log_p, bounds[0] if counts is None else counts)
-        margins.append(margin[None])
-    token, slot_ids = torch.nonzero(members, as_tuple=True)
-    options = router.renormalize, router.scale, router.sum_floor
-    scores = weigh(router.score, logits, token, slot_ids, *options)
-    if router.applied_to == "input":  # one slot a token, in order
-        out = routed(experts, tokens * scores[:, None], token, slot_ids, torch.ones_like(scores))
-    else:
-        out = routed(experts, tokens, token, slot_ids, scores)
-    if "shared.w_up" in leaves:
-        out = out + shared_experts(leaves, experts.activation, order, tokens)
-    out = torch.zeros_like(x, requires_grad=False).index_add(0, real, out)
-    least = torch.cat(margins).min().item() if len(real) else torch.inf
-    return Layer(out, members.sum(0), scores, sums, least, bounds)
-
-
-def shared_experts(leaves: dict[str, Tensor], activation: Any, order: str, x: Tensor) -> Tensor:
-    """One dense MLP that every token goes through, times the sigmoid of a gate if there is one."""
-    names = {"w_up": "shared.w_up", "w_down": "shared.w_down"}
-    weights = {name: leaves[full][None] for name, full in names.items()}
-    out = Experts.of(weights, activation, order, False).mlp(0, x)
-    gate = leaves.get("shared.gate.weight")
-    return out if gate is None else out * torch.sigmoid(affine(x, gate, None, 0))
