@@ -2,7 +2,8 @@
 
 The reference goes expert by expert and compares as it goes, so nothing of the size of the weights
 is kept and the largest presets fit beside the layer under test. Precision: float64 on the CPU,
-float32 on a GPU, from the same inputs. dS = <dA', A> as in SonicMoE (arXiv 2512.14080).
+float32 on a GPU, from the same inputs; gradients are autograd's. The expert is the plain layer's
+(plain_moe.py).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from .bench_problem import Problem
+from .plain_moe import plain_expert
 
 RESULTS = ("out", "x_gradient", "router_gradient", "w_up_gradient", "w_down_gradient")
 BIAS_RESULTS = ("b_up_gradient", "b_down_gradient")
@@ -58,46 +60,43 @@ def relative_errors(
     names = RESULTS if problem.b_up is None else RESULTS + BIAS_RESULTS
     got = dict(zip(names, results, strict=True))
     exact = torch.float64 if problem.x.device.type == "cpu" else torch.float32
-    x, out_gradient = problem.x.to(exact), problem.out_gradient.to(exact)
-    logits, ids = F.linear(x, problem.router.to(exact)).topk(problem.shape.top_k, -1)
-    scores = logits.softmax(-1)  # a softmax over all, renormalised over the chosen, is the same
+    x, router = (
+        t.to(exact).requires_grad_() for t in (problem.x.detach(), problem.router.detach())
+    )
+    with torch.enable_grad():
+        logits = F.linear(x, router)
+        ids = logits.detach().topk(problem.shape.top_k, -1).indices
+        scores = logits.gather(1, ids).softmax(-1)  # of all, renormalised over the chosen
     out, x_gradient = torch.zeros_like(x), torch.zeros_like(x)
     score_gradient = torch.zeros_like(scores)
     errors = {name: RelativeError() for name in names}
+    weights = [
+        w for w in (problem.w_up, problem.w_down, problem.b_up, problem.b_down) if w is not None
+    ]
     for e in range(problem.shape.experts):
         token, choice = (ids == e).nonzero(as_tuple=True)
-        w_up, w_down = problem.w_up[e].to(exact), problem.w_down[e].to(exact)
-        s, rows, d_out = scores[token, choice, None], x[token], out_gradient[token]
-        b_up, b_down = (b if b is None else b[e].to(exact) for b in (problem.b_up, problem.b_down))
-        gate, up = F.linear(rows, w_up, b_up).chunk(2, -1)
-        sigmoid = gate.sigmoid()
-        a = gate * sigmoid * up
-        out.index_add_(0, token, s * F.linear(a, w_down, b_down))
-        d_a = d_out @ w_down
-        score_gradient[token, choice] = (d_a * a).sum(-1)
-        if b_down is not None:
-            score_gradient[token, choice] += d_out @ b_down
-            errors["b_down_gradient"].add(got["b_down_gradient"][e], (s * d_out).sum(0))
-        d_a *= s
-        d_gate = d_a * up * sigmoid * (1 + gate * (1 - sigmoid))
-        d_h = torch.cat((d_gate, d_a * gate * sigmoid), -1)
-        if b_up is not None:
-            errors["b_up_gradient"].add(got["b_up_gradient"][e], d_h.sum(0))
-        x_gradient.index_add_(0, token, d_h @ w_up)
-        errors["w_up_gradient"].add(got["w_up_gradient"][e], d_h.mT @ rows)
-        errors["w_down_gradient"].add(got["w_down_gradient"][e], d_out.mT @ (s * a))
-    mean = (scores * score_gradient).sum(-1, keepdim=True)
-    chosen_gradient = scores * (score_gradient - mean)
-    logit_gradient = x.new_zeros(x.shape[0], problem.shape.experts)
-    logit_gradient.scatter_(1, ids, chosen_gradient)
-    x_gradient += logit_gradient @ problem.router.to(exact)
+        inputs = (x[token], scores[token, choice, None], *(w[e].to(exact) for w in weights))
+        leaves = [t.detach().requires_grad_() for t in inputs]
+        with torch.enable_grad():
+            rows, s, *mine = leaves
+            y = s * plain_expert(rows, *mine)
+        d_rows, d_s, *gradients = torch.autograd.grad(
+            y, leaves, problem.out_gradient[token].to(exact)
+        )
+        out.index_add_(0, token, y.detach())
+        x_gradient.index_add_(0, token, d_rows)
+        score_gradient[token, choice] = d_s[:, 0]
+        for name, gradient in zip(names[3:], gradients, strict=True):
+            errors[name].add(got[name][e], gradient)
+    of_x, of_router = torch.autograd.grad(scores, (x, router), score_gradient)
+    x_gradient += of_x
     errors["out"].add(got["out"], out)
     errors["x_gradient"].add(got["x_gradient"], x_gradient)
     scale = None
     if problem.shape.top_k == 1:
         # One renormalised score is always 1, and what is left of its gradient is rounding: measured
         # against the gradient before the mean was taken off.
-        scale = logit_gradient.scatter(1, ids, score_gradient).mT @ x
-    errors["router_gradient"].add(got["router_gradient"], logit_gradient.mT @ x, scale)
+        scale = torch.zeros_like(logits).scatter(1, ids, score_gradient).mT @ x
+    errors["router_gradient"].add(got["router_gradient"], of_router, scale)
     counts = torch.bincount(ids.flatten(), minlength=problem.shape.experts)
     return {name: error.value() for name, error in errors.items()}, counts

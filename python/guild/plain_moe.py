@@ -93,6 +93,31 @@ def plain_moe(
     return out.index_add(0, token, weighted), counts
 
 
+def plain_expert(
+    rows: torch.Tensor,
+    w_up: torch.Tensor,
+    w_down: torch.Tensor,
+    b_up: torch.Tensor | None = None,
+    b_down: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """One expert's SwiGLU MLP.
+
+    Parameters
+    ----------
+    rows : torch.Tensor
+        (rows, hidden).
+    w_up, w_down, b_up, b_down : torch.Tensor
+        (2 * intermediate, hidden) gate|up, (hidden, intermediate), and their biases, (outputs,)
+        each.
+
+    Returns
+    -------
+    torch.Tensor
+        (rows, hidden).
+    """
+    return F.linear(_swiglu(F.linear(rows, w_up, b_up)), w_down, b_down)
+
+
 def _swiglu(pre_activation: torch.Tensor) -> torch.Tensor:
     gate, up = pre_activation.chunk(2, -1)
     return F.silu(gate) * up
@@ -110,4 +135,4 @@ def _products_in_turn(
 ) -> torch.Tensor:
     # unbind, not w_up[e]: the gradient of a selection is a zero-filled copy of all the experts.
     parts = zip(rows.split(counts), w_up.unbind(), w_down.unbind(), strict=True)
-    return torch.cat([F.linear(_swiglu(F.linear(part, up)), down) for part, up, down in parts])
+    return torch.cat([plain_expert(*part) for part in parts])
