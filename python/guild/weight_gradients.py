@@ -13,10 +13,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from guild._autograd import rows_of
-from guild._checks import dtype_name, expect_own_elements
-from guild._gradients import ops, pre_activations
-from guild._router_gradients import Weighing, router_gradients
+from guild._torch.autograd import rows_of
+from guild._torch.checks import dtype_name, expect_own_elements
+from guild._torch.gradients import ops, pre_activations
+from guild._torch.router_gradients import Weighing, router_gradients
 
 _NAMES = ("w_up", "w_up[0] (gate)", "w_down", "b_up", "b_down")
 
