@@ -14,11 +14,7 @@ import torch.nn.functional as F
 from rich.console import Console
 
 from guild import num_sms
-from guild.bench import candidates
 from guild.bench.candidates import (
-    GPU_CANDIDATES,
-    LIMITED,
-    PRODUCTS,
     Bound,
     Floor,
     Layer,
@@ -26,13 +22,14 @@ from guild.bench.candidates import (
 )
 from guild.bench.layers import figures, measure
 from guild.bench.layers_table import bench_table
+from guild.bench.names import GPU_CANDIDATES, LIMITED, PRODUCTS
 from guild.bench.plan import BenchPlan
+from guild.bench.plots import plot_bench
 from guild.bench.presets import PRESETS, Shape, parse_shape
 from guild.bench.problem import ROUTINGS, make_problems, wanted_logits
 from guild.bench.reference import RESULTS, TOLERANCE, relative_errors
 from guild.bench.timing import interleaved, median_ratio
 from guild.train.plain_moe import PlainMoE
-from guild.train.plots import plot_bench
 
 CPU = torch.device("cpu")
 TINY = Shape(tokens=48, hidden=32, intermediate=16, experts=8, top_k=2)
@@ -350,7 +347,7 @@ class _BrokenMoE(PlainMoE):
 def test_what_fails_is_reported_and_not_timed(
     layer: type, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(candidates, "moe_factory", lambda name, device: layer)
+    monkeypatch.setattr("guild.MoE", layer)
     record = measure(plan_of(), quiet())
     (case,) = record["cases"]
     assert case["failures"].keys() == {"guild"}

@@ -16,7 +16,8 @@ from rich.table import Table
 from guild.bench.layers import measure
 from guild.bench.plan import BenchPlan
 from guild.bench.presets import Shape
-from guild.bench.report import full_table, markdown_tables, read_record, report, short_table
+from guild.bench.record import read_record
+from guild.bench.report import full_table, markdown_tables, report, short_table
 from guild.bench.sweep import CPU_RANGES, GPU_RANGES, needed_bytes, random_shapes
 from guild.bench.sweep_table import sweep_table
 from guild.cli.main import main

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from guild.bench import quack
 from guild.bench import steps as bench_steps
-from guild.bench.candidates import PRODUCTS
 from guild.bench.chain import StepChain, in_turn, step_work
+from guild.bench.names import PRODUCTS
 from guild.bench.plan import BenchPlan
 from guild.bench.presets import PRESETS, Shape
 from guild.bench.problem import make_problems

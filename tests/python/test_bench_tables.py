@@ -26,9 +26,9 @@ from guild.bench.layers import figures, measure
 from guild.bench.narrow_table import fit
 from guild.bench.plan import BenchPlan
 from guild.bench.presets import PRESETS, Shape
-from guild.bench.report import read_record
+from guild.bench.record import read_record
 from guild.bench.steps_table import step_cells
-from guild.cli.bench_command import table_of
+from guild.bench.tables import table_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = Path(guild.__file__).parent.parent

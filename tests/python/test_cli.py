@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from guild.cli.main import INTERRUPTED, main
+from guild.cli.main import main
+from guild.train.interrupt import INTERRUPTED
 from training import write_corpus
 
 PACKAGE = Path(__import__("guild").__file__).parent.parent

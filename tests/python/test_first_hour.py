@@ -23,7 +23,8 @@ import torch
 
 import guild
 from guild.cli import train_command
-from guild.cli.main import INTERRUPTED, main
+from guild.cli.main import main
+from guild.train.interrupt import INTERRUPTED
 from guild.train.run_folder import RunFolder
 from training import StopAfter, write_corpus
 

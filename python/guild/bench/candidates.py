@@ -15,27 +15,10 @@ import torch
 from torch import nn
 
 import guild
-from guild.train.learner import moe_factory
 from guild.train.plain_moe import PlainMoE
 
+from .names import BOUNDS, LIMITED, PRODUCTS
 from .problem import Problem
-
-GPU_CANDIDATES = ("guild", "bound", "floor", "compiled", "eager")
-CPU_CANDIDATES = ("guild", "bound", "plain")
-BOUNDS = ("bound", "floor")  # no layers: products and copies whatever the routing
-BASELINES = ("compiled", "eager", "plain")  # layers that are not Guild's
-LIMITED = "guild_sms"  # Guild's layer on fewer multiprocessors, with --num-sms
-# The matrix products of a layer, in the order of `Bound.products`: two forward, four backward.
-PRODUCTS = ("up", "down", "down gradient", "dW2", "up gradient", "dW1")
-TITLES = {
-    "guild": "Guild",
-    LIMITED: "Guild, fewer SMs",
-    "bound": "bound",
-    "floor": "products + copies",
-    "compiled": "torch compiled",
-    "eager": "torch eager",
-    "plain": "plain PyTorch",
-}
 
 
 class Layer:
@@ -226,15 +209,15 @@ def make_candidate(name: str, problems: list[Problem], num_sms: int | None = Non
     return LimitedLayer(problems, num_sms) if name == LIMITED else Layer(name, problems)
 
 
-def _constructor(name: str, device: torch.device) -> Callable[..., nn.Module]:
+def _constructor(name: str) -> Callable[..., nn.Module]:
     if name in ("guild", LIMITED):
-        return moe_factory("guild", device)
+        return guild.MoE
     return lambda *sizes: PlainMoE(*sizes, compiled=name == "compiled")
 
 
 def layer_module(name: str, problem: Problem) -> nn.Module:
     """The layer called `name` with a problem's sizes and weights."""
-    return module_of(_constructor(name, problem.x.device), problem)
+    return module_of(_constructor(name), problem)
 
 
 def module_of(make: Callable[..., nn.Module], problem: Problem) -> nn.Module:

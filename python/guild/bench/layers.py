@@ -7,24 +7,20 @@ routings of a shape share their weights and their rounds, so that they can be co
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.markup import escape
 
-from guild.provenance import provenance
-
-from .candidates import BASELINES, BOUNDS, LIMITED, Bound, Layer, make_candidate
+from .candidates import Bound, Layer, make_candidate
+from .names import BASELINES, BOUNDS, LIMITED, PASSES
 from .plan import BenchPlan
 from .presets import Shape
 from .problem import Problem, make_problems
-from .reference import TOLERANCE, relative_errors
-from .timing import interleaved, median_ratio, summary_of
-
-SCHEMA = 1
-PASSES = ("forward", "backward")
+from .record import record_head
+from .reference import relative_errors, require_right
+from .timing import free_memory, interleaved, median_ratio, summary_of
 
 
 def measure(plan: BenchPlan, console: Console) -> dict[str, Any]:
@@ -42,20 +38,6 @@ def measure(plan: BenchPlan, console: Console) -> dict[str, Any]:
         torch._dynamo.reset()
         cases += _measure_shape(name, shape, plan, console)
     return {**record_head(plan), "mode": "layers", "num_sms": plan.num_sms, "cases": cases}
-
-
-def record_head(plan: BenchPlan) -> dict[str, Any]:
-    """What every record begins with: provenance, and how its figures were taken."""
-    return {
-        "schema": SCHEMA,
-        **provenance(plan.device),
-        "dtype": str(plan.dtype).removeprefix("torch."),
-        "rounds": plan.rounds,
-        "seconds_per_round": None if plan.calls else plan.seconds,
-        "calls_per_round": plan.calls,
-        "seed": plan.seed,
-        "reference": "float64" if plan.device.type == "cpu" else "float32",
-    }
 
 
 def _measure_shape(
@@ -125,15 +107,6 @@ def _check(layer: Layer, problem: Problem, case: dict[str, Any]) -> None:
     require_right(errors, problem.x.dtype)
 
 
-def require_right(errors: dict[str, float], dtype: torch.dtype) -> None:
-    """Raise ArithmeticError naming the first result whose relative error is too large."""
-    for name, error in errors.items():
-        if not error <= TOLERANCE[dtype]:
-            raise ArithmeticError(
-                f"wrong {name}: relative error {error:.2e}, expected at most {TOLERANCE[dtype]:.0e}"
-            )
-
-
 def _time(
     made: dict[str, dict[str, Layer | Bound]], plan: BenchPlan
 ) -> dict[str, dict[str, dict[str, list[float]]]]:
@@ -199,10 +172,3 @@ def figures(
             row["rounds_ms"] = taken
             found[name][direction] = row
     return found
-
-
-def free_memory(device: torch.device) -> None:
-    """Give freed memory back, so that the next candidate finds all of it."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
-from .candidates import BASELINES, LIMITED, TITLES
+from .names import BASELINES, LIMITED, TITLES
 
 
 def bench_table(record: dict[str, Any]) -> Table:

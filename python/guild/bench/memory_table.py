@@ -6,8 +6,8 @@ from typing import Any
 
 from rich.table import Table
 
-from .candidates import TITLES
 from .memory import SLOT_BYTES
+from .names import TITLES
 
 _MIB = 1 << 20
 

@@ -11,7 +11,7 @@ import torch
 
 from guild.provenance import pick_device
 
-from .candidates import CPU_CANDIDATES, GPU_CANDIDATES, LIMITED
+from .names import CPU_CANDIDATES, GPU_CANDIDATES, LIMITED
 from .presets import CPU_SHAPES, PRESETS, Shape, parse_shape
 from .problem import ROUTINGS
 from .sweep import CPU_RANGES, GPU_RANGES, random_shapes

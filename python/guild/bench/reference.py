@@ -101,3 +101,12 @@ def relative_errors(
     errors["router_gradient"].add(got["router_gradient"], logit_gradient.mT @ x, scale)
     counts = torch.bincount(ids.flatten(), minlength=problem.shape.experts)
     return {name: error.value() for name, error in errors.items()}, counts
+
+
+def require_right(errors: dict[str, float], dtype: torch.dtype) -> None:
+    """Raise ArithmeticError naming the first result whose relative error is too large."""
+    for name, error in errors.items():
+        if not error <= TOLERANCE[dtype]:
+            raise ArithmeticError(
+                f"wrong {name}: relative error {error:.2e}, expected at most {TOLERANCE[dtype]:.0e}"
+            )

@@ -5,35 +5,15 @@ Nothing is measured: a table in a document is what this prints, never typed by h
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 from rich.console import Group
 from rich.table import Table
 
-from .candidates import TITLES
+from .names import PASSES, TITLES
+from .tables import table_of
 
-PASSES = ("forward", "backward")
 _TITLES = {"compiled": "torch", "plain": "plain PyTorch", "eager": "torch eager"}
-
-
-def read_record(file: Path) -> dict[str, Any]:
-    """A record that `guild bench` wrote.
-
-    Raises
-    ------
-    ValueError
-        If the file cannot be read or is something else.
-    """
-    try:
-        record = json.loads(file.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"report: expected a JSON file, got {str(file)!r} ({error})") from None
-    if not isinstance(record, dict) or "cases" not in record or record.get("schema") != 1:
-        raise ValueError(f"report: expected a record that guild bench wrote, got {str(file)!r}")
-    record.setdefault("mode", "layers")  # of records before there were others
-    return record
 
 
 def report(record: dict[str, Any]) -> str:
@@ -48,8 +28,6 @@ def report(record: dict[str, Any]) -> str:
         if any("over_balanced" in _guild(c)["forward"] for c in record["cases"] if _guild(c)):
             tables.append(routing_table(record))
     else:
-        from guild.cli.bench_command import table_of
-
         tables = markdown_tables(table_of(record))
     return "\n\n".join([source, *tables])
 

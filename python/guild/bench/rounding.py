@@ -21,10 +21,10 @@ import guild
 from guild.train.dropping import DroppingMoE, first_slots
 
 from .candidates import module_of
-from .layers import free_memory, record_head
 from .plan import BenchPlan
 from .problem import Problem, make_problems
-from .timing import Call, Replay, interleaved, median_ratio, summary_of
+from .record import record_head
+from .timing import Call, Replay, free_memory, interleaved, median_ratio, summary_of
 
 TILE = 128  # rows of a tile of the grouped products
 CAPACITY = 1.0  # of the layer that drops

@@ -15,14 +15,15 @@ from rich.console import Console
 from rich.markup import escape
 
 from . import quack
-from .candidates import PRODUCTS, Bound
+from .candidates import Bound
 from .chain import BACKWARD, FORWARD, StepChain, Work, in_turn, step_work
-from .layers import free_memory, record_head, require_right
+from .names import PRODUCTS
 from .plan import BenchPlan
 from .presets import Shape
 from .problem import Problem, make_problems
-from .reference import relative_errors
-from .timing import Call, Replay, interleaved, median_ratio, replayed, summary_of
+from .record import record_head
+from .reference import relative_errors, require_right
+from .timing import Call, Replay, free_memory, interleaved, median_ratio, replayed, summary_of
 
 _GRAPH_CALLS = 8
 _MATRIX, _COPY = "matrix", "copy"

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-PASSES = ("forward", "backward")
+from .names import PASSES
 
 
 def sweep_table(record: dict[str, Any]) -> Table:

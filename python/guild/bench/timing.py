@@ -7,6 +7,7 @@ order of the calls is reversed every round.
 
 from __future__ import annotations
 
+import gc
 import math
 import statistics
 import time
@@ -123,3 +124,10 @@ def summary_of(values: list[float]) -> dict[str, float]:
 def median_ratio(above: list[float], below: list[float]) -> dict[str, float]:
     """Median and spread of the ratios taken round by round."""
     return summary_of([a / b for a, b in zip(above, below, strict=True)])
+
+
+def free_memory(device: torch.device) -> None:
+    """Give freed memory back, so that the next candidate finds all of it."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

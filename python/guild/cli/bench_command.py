@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console, RenderableType
+from rich.console import Console
 
 from guild.bench.plan import plan_bench
 
@@ -55,6 +55,7 @@ def run_bench(args: argparse.Namespace) -> int:
         print(json.dumps(record, indent=2))
     else:
         from guild.bench.narrow_table import fit
+        from guild.bench.tables import table_of
 
         console.print(fit(table_of(record), console))
     if args.out is not None:
@@ -62,32 +63,10 @@ def run_bench(args: argparse.Namespace) -> int:
     return 1 if any(case["failures"] for case in record["cases"]) else 0
 
 
-def table_of(record: dict[str, Any]) -> RenderableType:
-    """A record's table, whatever was measured."""
-    if record["mode"] == "steps":
-        from guild.bench.steps_table import steps_table
-
-        return steps_table(record)
-    if record["mode"] == "sweep":
-        from guild.bench.sweep_table import sweep_table
-
-        return sweep_table(record)
-    if record["mode"] == "memory":
-        from guild.bench.memory_table import memory_table
-
-        return memory_table(record)
-    if record["mode"] == "rounding":
-        from guild.bench.rounding_table import rounding_table
-
-        return rounding_table(record)
-    from guild.bench.layers_table import bench_table
-
-    return bench_table(record)
-
-
 def _report(args: argparse.Namespace) -> int:
     """Print the tables of a recorded benchmark, and draw it into --out."""
-    from guild.bench.report import read_record, report
+    from guild.bench.record import read_record
+    from guild.bench.report import report
 
     record = read_record(args.report)
     if args.out is not None:
@@ -102,7 +81,7 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _draw(record: dict[str, Any], file: Path) -> None:
-    from guild.train.plots import plot_bench
+    from guild.bench.plots import plot_bench
 
     with _replacing(file) as unfinished:
         plot_bench(record, unfinished)

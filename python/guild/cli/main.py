@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from guild.bench.presets import CPU_SHAPES, PRESETS
+from guild.train.interrupt import INTERRUPTED
 from guild.train.settings import CHOICES, Settings
 
-FAILED, REFUSED, INTERRUPTED = 1, 2, 130
+FAILED, REFUSED = 1, 2
 
 _SETTING_HELP = {
     "steps": "optimiser steps",

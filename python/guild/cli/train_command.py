@@ -16,12 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from guild.provenance import pick_device
-from guild.train.interrupt import StopRequest
+from guild.train.interrupt import INTERRUPTED, StopRequest
 from guild.train.loop import Plan, Training
 from guild.train.run_folder import RunFolder
 from guild.train.settings import Settings
-
-from .main import INTERRUPTED
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 from types import FrameType, TracebackType
 
+INTERRUPTED = 130  # exit status, as of a shell's command after Ctrl-C
+
 
 class StopRequest:
     """Context manager that turns SIGINT and SIGTERM into `asked`.

@@ -22,11 +22,7 @@ LAYERS = ("guild", "plain")
 _BETAS = (0.9, 0.95)
 
 
-def moe_factory(
-    name: str,
-    device: torch.device,
-    settings: Settings = Settings(),  # noqa: B008 - frozen
-) -> MoEFactory:
+def moe_factory(name: str, device: torch.device, settings: Settings) -> MoEFactory:
     """Constructor `(hidden, intermediate, experts, top_k)` of the MoE layer called `name`."""
     if name == "guild":
         return _guild_factory(settings)
