@@ -7,7 +7,6 @@ routing, and the weights by reference.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,12 +14,14 @@ from torch import Tensor
 
 from guild._torch import router_gradients  # noqa: F401 - registers the router's gradients
 from guild._torch.autograd import library, register, register_without_gradient, rows_of, tied
-from guild._torch.operators import ops
+from guild._torch.operators import LayerFlags, ops
 from guild.activations import KINDS, ORDERS, Activation
 
+_FLAGS = (None,) * (len(LayerFlags._fields) + 1)  # gradients of a layer's flags and of `keep`
 
-def _wanted(*flags: bool) -> int:
-    return sum(1 << i for i, flag in enumerate(flags) if flag)
+
+def _wanted(*results: bool) -> int:
+    return sum(1 << i for i, result in enumerate(results) if result)
 
 
 # ---- layers -------------------------------------------------------------------------------------
@@ -34,7 +35,7 @@ def pre_activations(
     w_up: Tensor,
     w_gate: Tensor | None,
     b_up: Tensor | None,
-    flags: Sequence[Any],
+    flags: LayerFlags,
 ) -> Tensor:
     """H (R, W): as kept, or computed again from x where forward kept none."""
     rows = (x if row_token is None else row_token).shape[0]
@@ -44,9 +45,9 @@ def pre_activations(
 
 
 def _moe_setup(ctx, inputs, output):
-    x, _, scores, token_offsets, _, w_up, w_gate, w_down, b_up, b_down, *flags = inputs
+    x, _, scores, token_offsets, _, w_up, w_gate, w_down, b_up, b_down, *rest = inputs
     _, h, offsets, row_token, slot_row, row_score = output
-    ctx.flags = flags[:-1]
+    ctx.flags, _ = LayerFlags.and_last(rest)
     ctx.save_for_backward(
         scores,
         b_up,
@@ -67,9 +68,8 @@ def _moe_setup(ctx, inputs, output):
 
 
 def _moe_gradient(ctx, dout, *_):
-    nothing = (None,) * 9  # the flags
     if dout is None:
-        return (*(None,) * 10, *nothing)
+        return (*(None,) * 10, *_FLAGS)
     want_x, _, want_scores, _, residual, *layer = ctx.needs_input_grad[1:11]
     wanted = want_x, want_scores, *layer
     dx = dscores = None
@@ -80,13 +80,13 @@ def _moe_gradient(ctx, dout, *_):
         saved = x, h, offsets, row_token, *saved
         by_all = tied(rows_of(dout), scores, b_up)
         dx, dscores, *dlayer = expert_gradients(saved, by_all, ctx.flags, wanted)
-    return dx, None, dscores, None, dout if residual else None, *dlayer, *nothing
+    return dx, None, dscores, None, dout if residual else None, *dlayer, *_FLAGS
 
 
 def expert_gradients(
     saved: Sequence[Tensor | None],
     dout: Tensor,
-    flags: Sequence[Any],
+    flags: LayerFlags,
     wanted: Sequence[bool],
     by_row: bool = False,
 ) -> list[Tensor | None]:
@@ -101,18 +101,17 @@ def expert_gradients(
 
 
 def _experts_setup(ctx, inputs, output):
-    x, offsets, w_up, w_gate, w_down, b_up, _, *flags = inputs
+    x, offsets, w_up, w_gate, w_down, b_up, _, *rest = inputs
     _, h = output
-    ctx.flags = flags[:-1]
+    ctx.flags, _ = LayerFlags.and_last(rest)
     ctx.save_for_backward(b_up, x, h, offsets, w_up, w_gate, w_down)
     ctx.mark_non_differentiable(h)
     ctx.set_materialize_grads(False)
 
 
 def _experts_gradient(ctx, dout, _):
-    nothing = (None,) * 9
     if dout is None:
-        return (*(None,) * 7, *nothing)
+        return (*(None,) * 7, *_FLAGS)
     b_up, x, h, offsets, w_up, w_gate, w_down = ctx.saved_tensors
     h = pre_activations(h, x, offsets, None, w_up, w_gate, b_up, ctx.flags)
     saved = x, h, offsets, w_up, w_gate, w_down
@@ -130,7 +129,7 @@ def _experts_gradient(ctx, dout, _):
         dw_down if w_down else None,
         db_up if b_up else None,
         db_down if b_down else None,
-        *nothing,
+        *_FLAGS,
     )
 
 
@@ -210,15 +209,16 @@ def _grouped_bias_gradient(
 
 
 def _pair_up_setup(ctx, inputs, output):
-    x, w_up, offsets, _, *ctx.activation, ctx.interleaved = inputs
+    x, w_up, offsets, _, *flags = inputs
+    ctx.flags = LayerFlags(*flags, transposed=True)
     _, h = output
     ctx.save_for_backward(x, w_up, offsets, h)
     ctx.set_materialize_grads(False)
 
 
-def _activation_of(kind: int, *rest: Any) -> tuple[Activation, str]:
-    """An activation and its order, from the flags of an op."""
-    *scalars, interleaved = rest
+def _activation_of(flags: LayerFlags) -> tuple[Activation, str]:
+    """An activation and its order."""
+    kind, *scalars, interleaved, _ = flags
     return Activation(KINDS[kind], *scalars), ORDERS[interleaved]
 
 
@@ -228,7 +228,7 @@ def _pair_up_gradient(ctx, da, dh):
     want_x, want_w, _, want_bias = ctx.needs_input_grad[1:5]
     again = torch.is_grad_enabled()  # then differentiable operations alone
     if da is not None:  # swiglu_out was used on its own
-        activation, order = _activation_of(*ctx.activation, ctx.interleaved)
+        activation, order = _activation_of(ctx.flags)
         if again:  # rows of nobody may hold NaN, which times their zero gradients is NaN
             nobody = torch.arange(h.shape[0], device=h.device) >= offsets[-1]
             h = h.masked_fill(nobody[:, None], 0)
@@ -243,14 +243,15 @@ def _pair_up_gradient(ctx, da, dh):
         dw = ops.grouped_mm(x.mT, dh, offsets[1:], None, False)
     elif want_w:
         dw = torch.empty_like(w_up)
-        gated, order = ctx.activation[1], ctx.interleaved
-        ops.up_weight_gradient_out(x, dh, offsets, None, dw, None, gated, order, True, False)
+        layout = ctx.flags.up_weight
+        ops.up_weight_gradient_out(x, dh, offsets, None, dw, None, *layout, False)
     db = bias_gradient(dh, offsets) if want_bias else None
     return dx, dw, None, db, *nothing
 
 
 def _pair_down_setup(ctx, inputs, output):
-    a, aux, w_down, offsets, _, *ctx.flags = inputs
+    a, aux, w_down, offsets, _, *flags = inputs
+    ctx.flags = LayerFlags(*flags, transposed=True)
     ctx.fused = aux is not None
     ctx.save_for_backward(aux if ctx.fused else a, w_down, offsets)
 
@@ -269,7 +270,7 @@ def _pair_down_gradient(ctx, dout):
 def _pair_down_kernels(ctx, dout, kept, w_down, offsets, want_a, want_aux, want_w):
     a, da, dh, dw = kept, None, None, None
     if ctx.fused and (want_aux or want_w):
-        dh, a, _ = ops.down_gradient(dout, kept, offsets, None, None, w_down, *ctx.flags, True)
+        dh, a, _ = ops.down_gradient(dout, kept, offsets, None, None, w_down, *ctx.flags)
     if want_a:
         da = ops.grouped_mm(dout, w_down.mT, offsets[1:], None, False)
     if want_w:
@@ -285,7 +286,7 @@ def _pair_down_again(ctx, dout, kept, w_down, offsets, want_a, want_aux, want_w)
     if want_a or want_aux:
         da = ops.grouped_mm(dout, w_down.mT, ends, None, False)
     if ctx.fused:
-        activation, order = _activation_of(*ctx.flags)
+        activation, order = _activation_of(ctx.flags)
         a = activation(kept, order)
         dh = activation.gradient(kept, da, order) if want_aux else None
     if want_w:

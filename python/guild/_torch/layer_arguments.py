@@ -14,7 +14,7 @@ from guild._torch.checks import (
     expect_shape,
     expect_tensor,
 )
-from guild._torch.operators import autocast
+from guild._torch.operators import LayerFlags, autocast
 from guild.activations import Activation, as_activation, is_interleaved
 
 Halves = tuple[Tensor, Tensor]  # gate, up
@@ -65,7 +65,7 @@ def layer_arguments(
             expect_like(name, tensor, x, x_name)
             gradient = gradient or tensor.requires_grad
     expect_rows(x_name, x)
-    flags = (*activation.scalars, interleaved, transposed)
+    flags = LayerFlags(*activation.scalars, interleaved, transposed)
     return x, w_up, w_gate, w_down, b_up, b_down, *flags, gradient
 
 

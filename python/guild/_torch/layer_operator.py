@@ -11,7 +11,7 @@ from torch import Tensor
 
 from guild._torch.autograd import library, register, rows_of, tied
 from guild._torch.gradients import expert_gradients, pre_activations
-from guild._torch.operators import moe_forward_fake, ops
+from guild._torch.operators import LayerFlags, moe_forward_fake, ops
 from guild._torch.router_gradients import (
     Weighing,
     route_tokens_fake,
@@ -37,9 +37,9 @@ def _fake(x: Tensor, weight: Tensor, *rest):
 
 def _setup(ctx, inputs, output):
     x, weight, _, _, _, *router = inputs[: 2 + _ROUTER]
-    _, w_up, w_gate, w_down, b_up, b_down, *flags = inputs[2 + _ROUTER :]
+    _, w_up, w_gate, w_down, b_up, b_down, *rest = inputs[2 + _ROUTER :]
     _, h, *places, scores, ids, slopes = output
-    ctx.weighing, ctx.flags = Weighing.of(router), flags[:-1]
+    ctx.weighing, (ctx.flags, _) = Weighing.of(router), LayerFlags.and_last(rest)
     layer = w_up, w_gate, w_down, b_up, b_down
     ctx.save_for_backward(x, weight, scores, ids, ctx.weighing.kept(slopes), h, *places, *layer)
     ctx.mark_non_differentiable(*output[1:])

@@ -6,7 +6,8 @@ allocations of its op in src/torch. Gradients are registered in `gradients`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +26,30 @@ WANT_X, WANT_SCORES, WANT_UP, WANT_DOWN, WANT_UP_BIAS, WANT_DOWN_BIAS, WANT_ROWS
 SOFTMAX, SIGMOID, SQRT_SOFTPLUS = range(3)  # guild::Score
 
 _SCORE_PART = 256  # columns of A whose <g, A> is one partial sum of dS (guild::score_parts)
+
+
+class LayerFlags(NamedTuple):
+    """How a layer's activation and weights are read, in the order of the ops' arguments."""
+
+    kind: int  # place in activations.KINDS: guild::ActivationKind
+    gated: bool
+    alpha: float
+    limit: float
+    up_offset: float
+    clamp_after: bool
+    interleaved: bool
+    transposed: bool
+
+    @staticmethod
+    def and_last(arguments: Sequence[Any]) -> tuple[LayerFlags, Any]:
+        """From the end of an op's arguments: the flags, and the one argument after them."""
+        *flags, last = arguments
+        return LayerFlags(*flags), last
+
+    @property
+    def up_weight(self) -> tuple[bool, bool, bool]:
+        """How w_up lies, as the ops that take it without an activation want to know."""
+        return self.gated, self.interleaved, self.transposed
 
 
 def score_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -144,19 +169,19 @@ def _sort_by_expert(ids, scores, experts, token_offsets=None):
 # ---- layers -------------------------------------------------------------------------------------
 
 
-def _layer_sizes(w_down: Tensor, gated: bool, transposed: bool) -> tuple[int, int, int]:
+def _layer_sizes(w_down: Tensor, flags: LayerFlags) -> tuple[int, int, int]:
     """experts, hidden and the width of h."""
     experts, hidden, intermediate = w_down.shape
-    if transposed:
+    if flags.transposed:
         hidden, intermediate = intermediate, hidden
-    return experts, hidden, 2 * intermediate if gated else intermediate
+    return experts, hidden, 2 * intermediate if flags.gated else intermediate
 
 
 def moe_forward_fake(
-    x, ids, scores, token_offsets, residual, w_up, w_gate, w_down, b_up, b_down, *flags
+    x, ids, scores, token_offsets, residual, w_up, w_gate, w_down, b_up, b_down, *rest
 ):
-    _, gated, _, _, _, _, _, transposed, keep = flags
-    experts, hidden, width = _layer_sizes(w_down, gated, transposed)
+    flags, keep = LayerFlags.and_last(rest)
+    experts, hidden, width = _layer_sizes(w_down, flags)
     rows = ids.numel()
     return (
         x.new_empty(x.shape[0], hidden),
@@ -171,9 +196,9 @@ def moe_forward_fake(
 _fake("moe_forward")(moe_forward_fake)
 
 
-def _weight_gradients(x, w_up, w_gate, w_down, gated, transposed, wanted):
+def _weight_gradients(x, w_up, w_gate, w_down, flags, wanted):
     """dw_up, dw_gate, dw_down, db_up, db_down: empty tensors where not wanted."""
-    experts, hidden, width = _layer_sizes(w_down, gated, transposed)
+    experts, hidden, width = _layer_sizes(w_down, flags)
     nothing = (0,)
     want_up = wanted & WANT_UP
     return (
@@ -199,32 +224,32 @@ def _moe_backward(
     w_gate,
     w_down,
     b_down,
-    *flags,
+    *rest,
 ):
-    _, gated, _, _, _, _, _, transposed, wanted = flags
+    flags, wanted = LayerFlags.and_last(rest)
     scores = slot_row.shape if wanted & WANT_SCORES else (0,)
     rows = (row_token.shape[0], x.shape[1]) if wanted & WANT_ROWS else (0,)
     return (
         x.new_empty(x.shape if wanted & WANT_X else rows),
         x.new_empty(scores, dtype=score_dtype(x.dtype)),
-        *_weight_gradients(x, w_up, w_gate, w_down, gated, transposed, wanted),
+        *_weight_gradients(x, w_up, w_gate, w_down, flags, wanted),
     )
 
 
 @_fake("experts_forward")
-def _experts_forward(x, offsets, w_up, w_gate, w_down, b_up, b_down, *flags):
-    _, gated, _, _, _, _, _, transposed, keep = flags
-    _, hidden, width = _layer_sizes(w_down, gated, transposed)
+def _experts_forward(x, offsets, w_up, w_gate, w_down, b_up, b_down, *rest):
+    flags, keep = LayerFlags.and_last(rest)
+    _, hidden, width = _layer_sizes(w_down, flags)
     rows = x.shape[0]
     return x.new_empty(rows, hidden), x.new_empty(rows if keep else 0, width)
 
 
 @_fake("experts_backward")
-def _experts_backward(dout, x, h, offsets, w_up, w_gate, w_down, *flags):
-    _, gated, _, _, _, _, _, transposed, wanted = flags
+def _experts_backward(dout, x, h, offsets, w_up, w_gate, w_down, *rest):
+    flags, wanted = LayerFlags.and_last(rest)
     return (
         x.new_empty(x.shape if wanted & WANT_X else (0,)),
-        *_weight_gradients(x, w_up, w_gate, w_down, gated, transposed, wanted),
+        *_weight_gradients(x, w_up, w_gate, w_down, flags, wanted),
     )
 
 
@@ -232,12 +257,12 @@ def _experts_backward(dout, x, h, offsets, w_up, w_gate, w_down, *flags):
 
 
 @_fake("up_projection")
-def _up_projection(x, offsets, row_token, w_up, w_gate, b_up, *flags):
-    _, gated, _, _, _, _, _, transposed, keep = flags
+def _up_projection(x, offsets, row_token, w_up, w_gate, b_up, *rest):
+    flags, keep = LayerFlags.and_last(rest)
     rows = x.shape[0] if row_token is None else row_token.shape[0]
-    out = w_up.shape[2] if transposed else w_up.shape[1]
-    packed = gated and w_gate is None
-    width = out if packed or not gated else 2 * out
+    out = w_up.shape[2] if flags.transposed else w_up.shape[1]
+    packed = flags.gated and w_gate is None
+    width = out if packed or not flags.gated else 2 * out
     return x.new_empty(rows, out // 2 if packed else out), x.new_empty(rows if keep else 0, width)
 
 
@@ -261,9 +286,9 @@ def _combine(
 
 
 @_fake("down_gradient")
-def _down_gradient(dout, h, offsets, row_token, row_score, w_down, *flags):
-    transposed = flags[7]
-    rows, intermediate = h.shape[0], w_down.shape[1 if transposed else 2]
+def _down_gradient(dout, h, offsets, row_token, row_score, w_down, *rest):
+    flags = LayerFlags(*rest[: len(LayerFlags._fields)])  # then the biases' gradients
+    rows, intermediate = h.shape[0], w_down.shape[1 if flags.transposed else 2]
     return (
         dout.new_empty(h.shape),
         dout.new_empty(rows, intermediate),

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from guild._torch.operators import ops, score_dtype, score_parts
+from guild._torch.operators import LayerFlags, ops, score_dtype, score_parts
 from guild.activations import as_activation
 from guild.logits import router_logits
 from guild.routing import route
@@ -116,7 +116,8 @@ class StepChain:
         self.db_up, self.db_down = (
             b if b is None else torch.empty_like(b) for b in (self.b_up, self.b_down)
         )
-        self._flags = (*as_activation("silu").scalars, False, False)
+        scalars = as_activation("silu").scalars
+        self._flags = LayerFlags(*scalars, interleaved=False, transposed=False)
         self._run_forward()
         self._run_backward()
         self.calls = self._calls()
