@@ -1,7 +1,7 @@
 // The device as the host sees it: is it one we can use, how large is it, how does TMA see a matrix.
 #include <mutex>
 
-#include "gemm/launch.cuh"
+#include "cuda/sm90/launch.cuh"
 
 namespace guild::cuda {
 

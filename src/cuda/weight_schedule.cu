@@ -1,7 +1,7 @@
 // Experts by falling number of rows, and zeros where blocks will count the tiles they take: longest
 // processing time first, Graham, SIAM Journal on Applied Mathematics 17, 1969.
-#include "alignment.h"
-#include "gemm/launch.cuh"
+#include "cuda/alignment.h"
+#include "cuda/sm90/launch.cuh"
 #include "shared/tiles.h"
 
 namespace guild::cuda {

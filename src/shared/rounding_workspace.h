@@ -1,6 +1,8 @@
 // What token rounding keeps between its kernels.
 #pragma once
-#include "compose.h"
+#include <cstdint>
+
+#include "shared/workspace.h"
 
 namespace guild {
 

@@ -5,7 +5,7 @@
 #pragma once
 #include <cstdint>
 
-#include "shared/activation.h"
+#include "shared/host_device.h"
 
 namespace guild {
 
@@ -152,7 +152,7 @@ struct InnerTiles {
 };
 
 // Every `stride`-th tile, one group's after another's. A warp does the same faster:
-// cuda/gemm/tile_queue.cuh.
+// cuda/sm90/tile_queue.cuh.
 template <class Work>
 struct TileWalk {
   Work work;

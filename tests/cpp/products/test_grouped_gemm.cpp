@@ -2,7 +2,7 @@
 #include <optional>
 #include <random>
 
-#include "cuda/gemm/forced_config.h"
+#include "cuda/sm90/forced_config.h"
 #include "device_test.h"
 #include "reference.h"
 #include "shared/gemm_config.h"

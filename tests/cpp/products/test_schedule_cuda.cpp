@@ -6,7 +6,7 @@
 #include <numeric>
 #include <random>
 
-#include "cuda/gemm/forced_config.h"
+#include "cuda/sm90/forced_config.h"
 #include "device.h"
 #include "guild/cuda.h"
 #include "layer.h"

@@ -6,6 +6,7 @@
 #include "device.h"
 #include "guild/steps.h"
 #include "reference.h"
+#include "shared/dtype.h"
 
 namespace guild::test {
 
@@ -46,7 +47,7 @@ class Layer {
   Routing routing() const;  // everything the case has
   Reference<double> truth() const { return {p, rowing}; }
   Reference<float> yardstick() const { return {p, rowing}; }
-  DType score_dtype() const { return p.dtype == DType::float64 ? DType::float64 : DType::float32; }
+  DType score_dtype() const { return guild::score_dtype(p.dtype); }
   int64_t input_rows() const { return p.shape.sorted ? s.rows() : s.tokens; }
   int64_t used() const { return rowing.used(); }
 

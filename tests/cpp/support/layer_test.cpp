@@ -1,7 +1,7 @@
 // What every test over layer cases does: pick the device, run twice, look at what was written.
 #include "layer_test.h"
 
-#include "cuda/gemm/forced_config.h"
+#include "cuda/sm90/forced_config.h"
 
 namespace guild::test {
 

@@ -1,0 +1,292 @@
+// Producers: how the operands of one 64-deep step get to shared memory.
+//
+//   TmaRows        A: contiguous rows: one thread of a warp issues TMA boxes
+//   GatheredRows   A: rows picked by an index, 16-byte cp.async by the whole warpgroup
+//   TokenColumns   ragged inner dimension: A and B are (rows of the group) x features, A optionally
+//                  picked by an index; the group's last, ragged step is zero-filled on both sides
+//
+// Each has begin(tile) and load(tile, step, a, b, full): fill one stage and arrive kArrivals times
+// in total on full; kRegisters is what its threads may use, of 168 for each of the block's, Storage
+// what they keep in shared memory. Gather by cp.async in the producer: SonicMoE, arXiv:2512.14080,
+// section 4.
+#pragma once
+#include "cuda/sm90/arch/copy.cuh"
+#include "cuda/sm90/arch/wgmma.cuh"
+#include "shared/gemm_config.h"
+#include "shared/tiles.h"
+
+namespace guild::cuda {
+
+inline constexpr uint32_t kNone = ~0u;  // no row to copy
+
+// The address `units` times 16 bytes after `base`, in one instruction: a producer has few to spare.
+__device__ inline void const* units_after(void const* base, uint32_t units) {
+  void const* result;
+  asm("mad.wide.u32 %0, %1, 16, %2;" : "=l"(result) : "r"(units), "l"(base));
+  return result;
+}
+
+// The boxes of B, `width` columns each, that this block brings: its share, for every block of the
+// cluster, or, where they are apart, all of them, for itself. load(c, multicast) loads that of
+// column c of the tile.
+template <GemmConfig C, int width, class F>
+__device__ inline void for_own_boxes(Tile const& tile, F&& load) {
+  constexpr int share = C.tile_n / C.cluster;
+  static_assert(share % width == 0);
+  if (C.cluster > 1 && !tile.apart) {
+    int const first = cluster_rank() * share;
+#pragma unroll
+    for (int c = 0; c < share; c += width) load(first + c, std::true_type());
+  } else {
+#pragma unroll
+    for (int c = 0; c < C.tile_n; c += width) load(c, std::false_type());
+  }
+}
+
+template <GemmConfig C, class Multicast>
+__device__ inline void load_b(Multicast, CUtensorMap const& map, char* to, Coordinate at,
+                              Barrier& full) {
+  if constexpr (Multicast::value) {
+    tma_load_multicast(map, to, at, full, (1 << C.cluster) - 1);
+  } else {
+    tma_load(map, to, at, full);
+  }
+}
+
+// Expert weights as B: (E, n, k) K-major or (E, k, n) MN-major. Two maps serve gate | up: as two
+// column halves of the tile (pair_columns) or as two halves of the sum (half_steps).
+template <GemmConfig C, Major major>
+struct WeightLoader {
+  CUtensorMap map[2];
+  bool pair_columns;  // the tile's second half comes from map[1], same columns
+  int half_steps;     // steps of the sum before it moves on to map[1]
+
+  static constexpr int kHalf = C.tile_n / 2;
+
+  __device__ void load(Tile const& tile, int step, char* to, Barrier& full) const {
+    constexpr int width = major == Major::K ? kHalf : 64;
+    int const half = step >= half_steps;
+    int const k = (step - half * half_steps) * C.tile_k;
+    for_own_boxes<C, width>(tile, [&](int c, auto multicast) {
+      bool const second = pair_columns && c >= kHalf;
+      CUtensorMap const& m = map[half | int(second)];
+      int const n = tile.col + c - (second ? kHalf : 0);
+      Coordinate const at =
+          major == Major::K ? Coordinate{k, n, tile.expert} : Coordinate{n, k, tile.expert};
+      load_b<C>(multicast, m, to + c * 128, at, full);
+    });
+  }
+};
+
+template <class T, GemmConfig C, Major major_b>
+struct TmaRows {
+  static constexpr Major kMajorA = Major::K, kMajorB = major_b;
+  static constexpr int kThreads = 32, kArrivals = 1, kRegisters = 40;
+  static constexpr bool kClearsRest = false;  // A's rows past the tile's are what memory has there
+
+  struct Params {
+    CUtensorMap a;  // (k, halves, rows), boxes of 64 x 1 x tile_m
+    WeightLoader<C, major_b> b;
+  };
+  struct Storage {};
+  Params const& p;
+  int const thread;
+
+  __device__ TmaRows(Params const& p, Storage&, int thread) : p(p), thread(thread) {}
+  __device__ void begin(Tile const&) {}
+  __device__ void load(Tile const& tile, int step, char* a, char* b, Barrier& full) {
+    if (thread != 0) return;
+    full.arrive_expect(C.a_bytes() + C.b_bytes());
+    int const half = step >= p.b.half_steps;
+    tma_load(p.a, a, {(step - half * p.b.half_steps) * C.tile_k, half, tile.row}, full);
+    p.b.load(tile, step, b, full);
+  }
+};
+
+template <class T, GemmConfig C, Major major_b>
+struct GatheredRows {
+  static constexpr Major kMajorA = Major::K, kMajorB = major_b;
+  static constexpr int kThreads = 128, kRegisters = 40;
+  static constexpr bool kClearsRest = true;       // A's rows past the tile's are zeros
+  static constexpr int kArrivals = kThreads + 1;  // every thread's copies, and TMA of B
+
+  struct Params {
+    T const* a;          // (tokens, k)
+    uint32_t stride;     // 16 bytes from token to token
+    int32_t const* row;  // (rows of D) which row of a
+    int tokens, k;
+    WeightLoader<C, major_b> b;
+  };
+  static constexpr int kPasses = C.tile_m / 16;
+  static_assert(kPasses == 8, "a lane asks for one of its warp's rows");
+
+  struct Storage {};
+  Params const& p;
+  int const thread;
+  // Where the rows it copies begin, in 16 bytes, kNone past the last row. Until the first step the
+  // first one is the token of one of its warp's rows, which comes from memory beside the wait for a
+  // stage.
+  uint32_t from[kPasses];
+
+  __device__ GatheredRows(Params const& p, Storage&, int thread) : p(p), thread(thread) {}
+
+  __device__ void begin(Tile const& tile) {
+    int const r = thread / 32 * 4 + thread % 4 + thread % 32 / 4 * 16;
+    from[0] = r < tile.rows ? uint32_t(p.row[tile.row + r]) : kNone;
+  }
+
+  __device__ void load(Tile const& tile, int step, char* a, char* b, Barrier& full) {
+    if (step == 0) place();
+    int const k = step * C.tile_k;
+    T const* const base = p.a + k + thread % 8 * 8;
+    uint32_t const none = k + thread % 8 * 8 < p.k ? kNone : 0;  // at or above it: nothing to copy
+    uint32_t const to = shared_address(a) + thread / 8 * 128 + ((thread % 8 ^ thread / 8 % 8) * 16);
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) {
+      copy_async(to + i * 16 * 128, units_after(base, from[i]), from[i] < none);
+    }
+    if (thread == 0) {
+      full.arrive_expect(C.b_bytes());
+      p.b.load(tile, step, b, full);
+    }
+    full.arrive_when_copied();
+  }
+
+ private:
+  __device__ void place() {
+    uint32_t const start = from[0] < unsigned(p.tokens) ? from[0] * p.stride : kNone;
+    int const first = int(kept(thread % 32 / 8));  // else all lanes asked would be kept
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) from[i] = __shfl_sync(~0u, start, first + 4 * i);
+  }
+};
+
+template <class T, GemmConfig C>
+struct TokenColumns {
+  static constexpr Major kMajorA = Major::MN, kMajorB = Major::MN;
+  static constexpr int kThreads = 128, kRegisters = 72;
+  static constexpr int kArrivals = kThreads + 1;
+
+  struct Params {
+    T const* a;          // (tokens or rows, m)
+    uint32_t a_stride;   // 16 bytes from row to row
+    int32_t const* row;  // (rows of b) which row of a; null: the same row
+    int tokens, m, n;
+    T const* b;  // (rows, n)
+    int64_t b_stride;
+    CUtensorMap a_map, b_map;  // (m or n, 1, rows), boxes of 64 x 1 x 64; a_map only without row
+  };
+  static_assert(C.tile_m == 128 && C.tile_k == 64, "half a warp copies a row of A, a warp 16 rows");
+  // Tokens of pairs of steps that are on their way, of each warp.
+  static constexpr int kSlots = 4;
+  struct Storage {
+    int token[kThreads / 32][kSlots][32];
+  };
+  // Steps from the one at which tokens are asked for to that at which they are used: the stage of
+  // the former is asked to be free before, which says that all its copies have landed.
+  static constexpr int kAhead = 4;
+  static_assert(kAhead >= C.stages && kAhead / 2 < kSlots);
+
+  Params const& p;
+  int const thread;
+  uint32_t const tokens;  // where the lane's are: shared memory
+  // One warp copies what its instructions allow, so a row costs it five: where rows of A begin, in
+  // 16-byte units, is found once a pair of steps, one lane a row. Lane l holds that of the warp's
+  // row l % 16 for the even (l < 16) or odd step. Tokens come from memory: a warp that used one as
+  // soon as it had asked would stand still, and so would one that keeps them in registers, for the
+  // compiler waits for these wherever the loop starts over.
+  uint32_t start;
+
+  __device__ TokenColumns(Params const& p, Storage& storage, int thread)
+      : p(p), thread(thread), tokens(shared_address(&storage.token[thread / 32][0][thread % 32])) {}
+
+  __device__ void begin(Tile const& tile) {
+    if (p.row != nullptr) {
+      int token[kAhead / 2 + 1];
+#pragma unroll
+      for (int pair = 0; pair <= kAhead / 2; ++pair) {
+        int const r = row_of(2 * pair);
+        token[pair] = r < tile.inner ? p.row[tile.inner_row + r] : 0;
+      }
+#pragma unroll
+      for (int pair = 0; pair <= kAhead / 2; ++pair) store_shared(slot(2 * pair), token[pair]);
+    }
+    start = place(tile, 0);
+  }
+
+  __device__ void load(Tile const& tile, int step, char* a, char* b, Barrier& full) {
+    int const row = tile.inner_row + step * C.tile_k, left = tile.inner - step * C.tile_k;
+    bool const whole = left >= C.tile_k, a_by_tma = whole && p.row == nullptr;
+    if (thread == 0) {
+      full.arrive_expect((whole ? C.b_bytes() : 0) + (a_by_tma ? C.a_bytes() : 0));
+      if (whole) {
+        for_own_boxes<C, 64>(tile, [&](int c, auto multicast) {
+          load_b<C>(multicast, p.b_map, b + c * 128, {tile.col + c, 0, row}, full);
+        });
+      }
+      if (a_by_tma) {
+#pragma unroll
+        for (int c = 0; c < C.tile_m; c += 64) {
+          tma_load(p.a_map, a + c * 128, {tile.row + c, 0, row}, full);
+        }
+      }
+    }
+    __syncwarp();
+    if (!a_by_tma) copy_a(tile, step, a);
+    if (!whole) copy_b(tile, row, left, b);
+    if (step % 2 == 1) {
+      ask(tile, step + 1 + kAhead);
+      start = place(tile, step + 1);
+    }
+    full.arrive_when_copied();
+  }
+
+ private:
+  // The lane's row of steps `even` and even + 1 of the tile: the warp's rows are 2 w, 2 w + 1 and
+  // those a multiple of 8 below, so that a thread's rows share a swizzle.
+  __device__ int row_of(int even) const {
+    int const lane = thread % 32;
+    return (even + lane / 16) * C.tile_k + thread / 32 * 2 + lane % 2 + lane % 16 / 2 * 8;
+  }
+  __device__ uint32_t slot(int even) const { return tokens + even / 2 % kSlots * 128; }
+
+  __device__ void ask(Tile const& tile, int even) const {
+    int const r = row_of(even);
+    if (p.row != nullptr && r < tile.inner) {
+      copy_word_async(slot(even), p.row + tile.inner_row + r);
+    }
+  }
+  __device__ uint32_t place(Tile const& tile, int even) const {
+    int const r = row_of(even);
+    int const token = p.row == nullptr ? tile.inner_row + r : load_shared(slot(even));
+    bool const inside = r < tile.inner && unsigned(token) < unsigned(p.tokens);
+    return inside ? uint32_t(token) * p.a_stride : kNone;
+  }
+
+  __device__ void copy_a(Tile const& tile, int step, char* a) const {
+    int const lane = thread % 32, chunk = lane % 16, m = tile.row + chunk * 8;
+    uint32_t const to =
+        chunk_address(shared_address(a) + chunk / 8 * kBlockBytes, thread / 16, chunk % 8);
+    uint32_t const none = m < p.m ? kNone : 0;  // at or above it: nothing to copy
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      uint32_t const row = __shfl_sync(~0u, start, step % 2 * 16 + 2 * i + lane / 16);
+      copy_async(to + i * 1024, units_after(p.a + m, row), row < none);
+    }
+  }
+
+  // A ragged step of B by hand: TMA would bring the next group's rows, and zeros of A do not
+  // silence a NaN there.
+  __device__ void copy_b(Tile const& tile, int row, int left, char* b) const {
+#pragma unroll 1
+    for (int i = thread; i < C.tile_k * C.tile_n / 8; i += 128) {
+      int const chunk = i % (C.tile_n / 8), r = i / (C.tile_n / 8), n = tile.col + chunk * 8;
+      bool const valid = r < left && n < p.n;
+      T const* from = valid ? p.b + (row + r) * p.b_stride + n : p.b;
+      copy_async(chunk_address(shared_address(b) + chunk / 8 * kBlockBytes, r, chunk % 8), from,
+                 valid);
+    }
+  }
+};
+
+}  // namespace guild::cuda
