@@ -14,7 +14,7 @@ template <class T, GemmConfig c, Major major, bool gathered, Known known>
 void launch_known(DownGradient const& x, BiasSums const& sums, Pairing pairing,
                   Queue const& queue) {
   using Loader = RowLoader<T, c, major, gathered>;
-  using Kernel = GroupedProduct<T, c, Loader, RowTiles, DownGradientEpilogue<T, known>>;
+  using Kernel = GroupedProduct<c, Loader, DownGradientEpilogue<T, known>>;
   Sizes const& s = x.sizes;
   int const halves = pairing == Pairing::halves ? 2 : 1;
   int64_t const width = s.intermediate * (pairing == Pairing::alternate ? 2 : 1);

@@ -11,7 +11,7 @@ template <class T, GemmConfig c, Major major, bool gathered, Known known>
 void launch_known(UpProjection const& x, GateUpView<ConstWeight> const& view, Pairing pairing,
                   Queue const& queue) {
   using Loader = RowLoader<T, c, major, gathered>;
-  using Kernel = GroupedProduct<T, c, Loader, RowTiles, Activate<T, known>>;
+  using Kernel = GroupedProduct<c, Loader, Activate<T, known>>;
   Sizes const& s = x.sizes;
   bool const halves = pairing == Pairing::halves;
   int64_t const columns = view.width;  // of gate where halves, else of the product

@@ -32,10 +32,10 @@ GUILD_HD Tile share_of(Tile tile, int rank, int tile_m, int tile_n, int columns)
   return tile;
 }
 
-// A tile's 64 rows from 64 * `part`, perhaps none.
-GUILD_HD Tile part_of(Tile tile, int part) {
-  tile.row += 64 * part;
-  int const left = tile.rows - 64 * part;
+// Block `index` of 64 rows of a tile. Past the tile's last row, rows <= 0.
+GUILD_HD Tile row_block(Tile tile, int index) {
+  tile.row += 64 * index;
+  int const left = tile.rows - 64 * index;
   tile.rows = left < 64 ? left : 64;
   return tile;
 }

@@ -40,12 +40,14 @@ struct Activate {
     static_assert(n == 256);
 
    public:
-    __device__ bool left() const { return at < kPieces; }
+    static constexpr int kMostSteps = 3;
+
+    __device__ bool left() const { return at < kMostSteps; }
 
     __device__ void begin(Activate const& e, float const (&acc)[n / 2], StoreBoxes& boxes,
                           Tile const& rows, int thread) {
       tile = rows;
-      at = kPieces;
+      at = kMostSteps;
       if (tile.rows <= 0) return;
       columns = e.a.columns - e.first_column(tile);
       e.take(sums, acc, 0);
@@ -74,12 +76,10 @@ struct Activate {
     }
 
    private:
-    static constexpr int kPieces = 3;
-
     HalfSums sums;  // of the second half
     Tile tile;
     int columns;  // of A that are left from there
-    int at = kPieces;
+    int at = kMostSteps;
   };
 
  private:

@@ -80,8 +80,8 @@ struct ScoreOperand {
   }
 };
 
-// What is done beside the products of a tile's step. Mostly nothing.
-struct NothingAside {
+// Sums beside the products of each step of a tile: none. See ScoreSums for the contract.
+struct NoSideSums {
   __device__ void start(uint32_t) {}
   __device__ void finish(int) {}
 };

@@ -79,11 +79,12 @@ struct DownGradientEpilogue {
   }
 
   // Whether this part of a tile sums s dO: every 64 rows once.
-  __device__ bool weighs(Tile const& part) const {
+  __device__ bool wants_side_sums(Tile const& part) const {
     return dout_sums != nullptr && part.col == 0 && part.rows > 0;
   }
   // rest: see ScoreSums. All that read the scores before have passed store_unit's barrier since.
-  __device__ ScoreSums<T> weigh(Storage& storage, Tile const& part, int rest, int thread) const {
+  __device__ ScoreSums<T> side_sums(Storage& storage, Tile const& part, int rest,
+                                    int thread) const {
     storage.scores.put(score, part, thread);
     int const first = fragment_row(thread);
     float* const to = dout_sums + int64_t(chunk_of(part.row, part.expert)) * hidden + first;

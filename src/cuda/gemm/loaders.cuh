@@ -5,17 +5,46 @@
 //   TokenColumns   ragged inner dimension: A and B are (rows of the group) x features, A optionally
 //                  picked by an index; the group's last, ragged step is zero-filled on both sides
 //
-// Each has begin(tile) and load(tile, step, a, b, full): fill one stage and arrive kArrivals times
-// in total on full; kRegisters is what its threads may use, of 168 for each of the block's, Storage
-// what they keep in shared memory. Gather by cp.async in the producer: SonicMoE, arXiv:2512.14080,
-// section 4.
+// Gather by cp.async in the producer: SonicMoE, arXiv:2512.14080, section 4.
 #pragma once
+#include <concepts>
+
 #include "../arch/copy.cuh"
 #include "../arch/wgmma.cuh"
 #include "shared/gemm_config.h"
 #include "shared/tiles.h"
 
 namespace guild::cuda {
+
+// What kernel.cuh asks of a loader:
+//
+//   Element              of A, B and their products
+//   Work                 the walk over tiles that fits its operands: RowTiles or InnerTiles
+//   Params, Storage      its kernel arguments; its shared memory, an empty struct for none
+//   kMajorA, kMajorB     how the operands lie in a stage
+//   kThreads, kRegisters threads that load, 32 or 128, and the registers of each, of the 168 that a
+//                        thread of the block has on average
+//   kArrivals            arrivals on `full` per stage, all threads together
+//   kClearsRest          rows of A past the tile's own are zeros; else whatever memory holds there
+//   begin(tile)          by each of its threads, before the tile's first step
+//   load(tile, step, a, b, full)
+//                        by each of its threads, when the stage is empty: fills its operands a and
+//                        b and sees to the arrivals on `full`, at once or when copies have landed
+template <class L>
+concept OperandLoader = requires(L loader, Tile const& tile, char* stage, Barrier& full, int i) {
+  typename L::Element;
+  typename L::Work;
+  typename L::Params;
+  typename L::Storage;
+  { L::kMajorA } -> std::convertible_to<Major>;
+  { L::kMajorB } -> std::convertible_to<Major>;
+  { L::kThreads } -> std::convertible_to<int>;
+  { L::kRegisters } -> std::convertible_to<int>;
+  { L::kArrivals } -> std::convertible_to<int>;
+  { L::kClearsRest } -> std::convertible_to<bool>;
+  loader.begin(tile);
+  loader.load(tile, i, stage, stage, full);
+};
 
 inline constexpr uint32_t kNone = ~0u;  // no row to copy
 
@@ -80,9 +109,11 @@ struct WeightLoader {
 
 template <class T, GemmConfig C, Major major_b>
 struct TmaRows {
+  using Element = T;
+  using Work = RowTiles;
   static constexpr Major kMajorA = Major::K, kMajorB = major_b;
   static constexpr int kThreads = 32, kArrivals = 1, kRegisters = 40;
-  static constexpr bool kClearsRest = false;  // A's rows past the tile's are what memory has there
+  static constexpr bool kClearsRest = false;
 
   struct Params {
     CUtensorMap a;  // (k, halves, rows), boxes of 64 x 1 x tile_m
@@ -105,9 +136,11 @@ struct TmaRows {
 
 template <class T, GemmConfig C, Major major_b>
 struct GatheredRows {
+  using Element = T;
+  using Work = RowTiles;
   static constexpr Major kMajorA = Major::K, kMajorB = major_b;
   static constexpr int kThreads = 128, kRegisters = 40;
-  static constexpr bool kClearsRest = true;       // A's rows past the tile's are zeros
+  static constexpr bool kClearsRest = true;
   static constexpr int kArrivals = kThreads + 1;  // every thread's copies, and TMA of B
 
   struct Params {
@@ -163,9 +196,12 @@ struct GatheredRows {
 
 template <class T, GemmConfig C>
 struct TokenColumns {
+  using Element = T;
+  using Work = InnerTiles;
   static constexpr Major kMajorA = Major::MN, kMajorB = Major::MN;
   static constexpr int kThreads = 128, kRegisters = 72;
-  static constexpr int kArrivals = kThreads + 1;
+  static constexpr bool kClearsRest = true;
+  static constexpr int kArrivals = kThreads + 1;  // every thread's copies, and TMA
 
   struct Params {
     T const* a;          // (tokens or rows, m)

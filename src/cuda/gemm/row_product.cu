@@ -5,7 +5,7 @@ namespace {
 
 template <class T, GemmConfig c, Major major, class Epilogue>
 void launch_row_product(RowProduct const& x, Epilogue const& epilogue, Queue const& queue) {
-  using Kernel = GroupedProduct<T, c, TmaRows<T, c, major>, RowTiles, Epilogue>;
+  using Kernel = GroupedProduct<c, TmaRows<T, c, major>, Epilogue>;
   int const half_steps = int((x.k + c.tile_k - 1) / c.tile_k);
   typename Kernel::Params params{};
   params.work = {.groups = x.groups,
@@ -25,7 +25,7 @@ void launch_row_product(RowProduct const& x, Epilogue const& epilogue, Queue con
 
 template <class T, GemmConfig c, class Epilogue>
 void launch_expert_product(ExpertProduct const& x, Epilogue const& epilogue, Queue const& queue) {
-  using Kernel = GroupedProduct<T, c, TokenColumns<T, c>, InnerTiles, Epilogue>;
+  using Kernel = GroupedProduct<c, TokenColumns<T, c>, Epilogue>;
   typename Kernel::Params params{};
   params.work = {.groups = x.groups,
                  .tile_n = c.tile_n,
