@@ -21,7 +21,7 @@ void launch_known(DownGradient const& x, BiasSums const& sums, Pairing pairing,
   typename Kernel::Params params{};
   params.work = {.groups = expert_groups(x.routing.offsets, s.experts, s.rows()),
                  .tile_n = c.tile_n,
-                 .across = int(pieces(s.intermediate, c.tile_n)),
+                 .across = int(ceil_div(s.intermediate, c.tile_n)),
                  .inner = int(s.hidden)};
   fill_rows<T, c>(params.load, x.dout, x.routing, s, "dout");
   ConstWeight const& w = x.w_down;

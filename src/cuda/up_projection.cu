@@ -19,7 +19,7 @@ void launch_known(UpProjection const& x, GateUpView<ConstWeight> const& view, Pa
   typename Kernel::Params params{};
   params.work = {.groups = expert_groups(x.routing.offsets, s.experts, s.rows()),
                  .tile_n = int(tile_n),
-                 .across = int(pieces(columns, tile_n)),
+                 .across = int(ceil_div(columns, tile_n)),
                  .inner = int(s.hidden)};
   fill_rows<T, c>(params.load, x.x, x.routing, s, "x");
   auto const map = [&](ConstWeight const& w) {

@@ -162,7 +162,7 @@ using RowLoader = std::conditional_t<gathered, GatheredRows<T, C, major>, TmaRow
 // How many tiles of clusters there can be at most, over groups of unknown sizes.
 template <GemmConfig C>
 int64_t most_tiles(int64_t rows, int64_t groups, int64_t columns, int64_t tile_n) {
-  return (rows / C.cluster_m() + groups) * pieces(columns, tile_n);
+  return (rows / C.cluster_m() + groups) * ceil_div(columns, tile_n);
 }
 
 // Rounds of tiles below which pairs of blocks are dealt theirs: clearing the counter takes 2 us.

@@ -108,7 +108,7 @@ void launch_plain(PlainProduct const& p, Queue const& queue) {
     InnerTiles const work{.groups = p.groups,
                           .tile_n = kTile,
                           .rows = p.rows,
-                          .across = int(pieces(p.n, kTile)),
+                          .across = int(ceil_div(p.n, kTile)),
                           .tile_m = kTile,
                           .tail_m = 0,
                           .band = kBand};
@@ -116,7 +116,7 @@ void launch_plain(PlainProduct const& p, Queue const& queue) {
   } else {
     RowTiles const work{.groups = p.groups,
                         .tile_n = kTile,
-                        .across = int(pieces(p.n, kTile)),
+                        .across = int(ceil_div(p.n, kTile)),
                         .inner = p.k,
                         .tile_m = kTile,
                         .tail_m = 0,
