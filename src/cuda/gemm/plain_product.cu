@@ -14,7 +14,7 @@ template <class T>
 struct Slabs {
   float a[kDepth][kTile + 1], b[kDepth][kTile + 1];
 
-  // Brings k .. k + kDepth of A's 64 rows and B's 64 columns; zeros outside.
+  // Loads k .. k + kDepth of A's 64 rows and B's 64 columns; zeros outside.
   __device__ void fill(T const* from_a, T const* from_b, GroupedGemm::Operand const& a_shape,
                        GroupedGemm::Operand const& b_shape, int rows, int columns, int left) {
     for (int i = threadIdx.x; i < kDepth * kTile; i += kThreads) {
