@@ -14,14 +14,14 @@ template <class T, GemmConfig c, Major major, bool gathered, Known known>
 void launch_known(DownGradient const& x, BiasSums const& sums, Pairing pairing,
                   Queue const& queue) {
   using Loader = RowLoader<T, c, major, gathered>;
-  using Kernel = GroupedProduct<T, c, Loader, RowTiles, DownGradientEpilogue<T, known>>;
+  using Kernel = GroupedProduct<c, Loader, DownGradientEpilogue<T, known>>;
   Sizes const& s = x.sizes;
   int const halves = pairing == Pairing::halves ? 2 : 1;
   int64_t const width = s.intermediate * (pairing == Pairing::alternate ? 2 : 1);
   typename Kernel::Params params{};
   params.work = {.groups = expert_groups(x.routing.offsets, s.experts, s.rows()),
                  .tile_n = c.tile_n,
-                 .across = int(pieces(s.intermediate, c.tile_n)),
+                 .across = int(ceil_div(s.intermediate, c.tile_n)),
                  .inner = int(s.hidden)};
   fill_rows<T, c>(params.load, x.dout, x.routing, s, "dout");
   ConstWeight const& w = x.w_down;

@@ -11,7 +11,7 @@ template <class T, GemmConfig c, Major major, bool gathered, Known known>
 void launch_known(UpProjection const& x, GateUpView<ConstWeight> const& view, Pairing pairing,
                   Queue const& queue) {
   using Loader = RowLoader<T, c, major, gathered>;
-  using Kernel = GroupedProduct<T, c, Loader, RowTiles, Activate<T, known>>;
+  using Kernel = GroupedProduct<c, Loader, Activate<T, known>>;
   Sizes const& s = x.sizes;
   bool const halves = pairing == Pairing::halves;
   int64_t const columns = view.width;  // of gate where halves, else of the product
@@ -19,7 +19,7 @@ void launch_known(UpProjection const& x, GateUpView<ConstWeight> const& view, Pa
   typename Kernel::Params params{};
   params.work = {.groups = expert_groups(x.routing.offsets, s.experts, s.rows()),
                  .tile_n = int(tile_n),
-                 .across = int(pieces(columns, tile_n)),
+                 .across = int(ceil_div(columns, tile_n)),
                  .inner = int(s.hidden)};
   fill_rows<T, c>(params.load, x.x, x.routing, s, "x");
   auto const map = [&](ConstWeight const& w) {

@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kThreads) bias_sums_kernel(__grid_constant__ A
   if (first_column >= sums.columns) return;
   int const warp = threadIdx.x / 32, local = threadIdx.x % 32 * 4, column = first_column + local;
   int const begin = max(x.offsets[expert], 0), end = min(x.offsets[expert + 1], x.rows);
-  int const count = end > begin ? int(pieces(end - begin, kChunkRows)) : 0;
+  int const count = end > begin ? int(ceil_div(end - begin, kChunkRows)) : 0;
   float4 total{};
   if (column < sums.columns) {
     float const* const from = sums.chunk + int64_t(chunk_of(begin, expert)) * sums.columns + column;
@@ -105,7 +105,7 @@ void add_bias_sums(DownGradient const& x, BiasSums const& sums, Queue const& que
       x.db_dtype == DType::float32,
       x.accumulate,
       {sums_of(sums.dh, x.db_up, width), sums_of(sums.dout, x.db_down, s.hidden)}};
-  dim3 const grid(unsigned(pieces(std::max(width, s.hidden), kColumns)), 2, unsigned(s.experts));
+  dim3 const grid(unsigned(ceil_div(std::max(width, s.hidden), kColumns)), 2, unsigned(s.experts));
   with_type(x.dtype, [&](auto element) {
     bias_sums_kernel<decltype(element)><<<grid, kThreads, 0, queue.stream>>>(arguments);
   });

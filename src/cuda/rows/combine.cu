@@ -207,7 +207,7 @@ void launch_with_router(Args<T> const& args, RouterArgs<T> const& router, Queue 
   int const bytes = in_shared ? (router.experts + 1) * router.width * int(sizeof(T)) : 0;
   cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
              "shared memory of combine");
-  int const most = int(pieces(args.tokens, kWarps));
+  int const most = int(ceil_div(args.tokens, kWarps));
   int const groups = std::clamp(multiprocessors(queue) / router.slices, 1, most);
   kernel<<<groups * router.slices, 32 * kWarps, bytes, queue.stream>>>(args, router);
 }
@@ -232,8 +232,8 @@ void combine_as(Combine const& x, Queue queue) {
     combine_kernel<T><<<unsigned(s.tokens), kThreads, 0, queue.stream>>>(args);
     return;
   }
-  int const slices = int(pieces(s.hidden, kSliceColumns));
-  int const width = int(pieces(s.hidden / 8, slices)) * 8;
+  int const slices = int(ceil_div(s.hidden, kSliceColumns));
+  int const width = int(ceil_div(s.hidden / 8, slices)) * 8;
   RouterArgs<T> const router{matrix(x.router.dlogits, s.experts),
                              matrix(x.router.weight, s.hidden),
                              x.router.ids,

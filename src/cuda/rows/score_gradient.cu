@@ -14,7 +14,7 @@ constexpr int kThreads = 256;
 template <class T>
 __device__ float bias_product(ScoreGradient const& x, int64_t slot, int row, int64_t dout_stride,
                               int64_t bias_stride) {
-  int64_t const expert = part_of(x.routing.offsets, x.sizes.experts, row);
+  int64_t const expert = segment_of(x.routing.offsets, x.sizes.experts, row);
   T const* const bias = static_cast<T const*>(x.bias.data) + expert * bias_stride;
   int64_t const token = token_of(x.routing.token_offsets, x.sizes.tokens, x.sizes.top_k, slot);
   T const* const dout = static_cast<T const*>(x.dout.data) + token * dout_stride;

@@ -1,11 +1,12 @@
-// Results that leave registers without passing through boxes, and biases, where sums begin.
+// Results stored from registers, without shared memory and TMA; biases, with which sums start; and
+// what epilogues know of the activation at compile time.
 #pragma once
 #include "cuda/sm90/fragment.cuh"
 #include "shared/activation.h"
 
 namespace guild::cuda {
 
-// A result of any strides, float32 or T, written or added to element by element.
+// A matrix per group with any strides, float32 or T, stored or added to element by element.
 struct DirectOutput {
   void* data = nullptr;  // element (group, row, col) at the strides below; null: absent
   int64_t group_stride = 0, row_stride = 0, col_stride = 1;
@@ -40,7 +41,7 @@ struct Bias {
   T const* data;
   int64_t stride;
 
-  // Fills a tile's `count` columns; false where there is no bias.
+  // Fills a fragment of `count` columns with the tile's bias; false if there is no bias.
   template <int count>
   __device__ bool start(float* value, Tile const& tile, int columns, int thread) const {
     if (data == nullptr) return false;
@@ -48,8 +49,8 @@ struct Bias {
     return true;
   }
 
-  // Fills `count` columns of a fragment, from `col` on, with the expert's bias from `first` + col
-  // on; zero at or past `columns`.
+  // Fills a fragment of `count` columns, which begins at column `col`, with the expert's bias from
+  // element `first` + col on; with zeros at or past column `columns`.
   template <int count>
   __device__ void fill(float* value, int expert, int first, int col, int columns,
                        int thread) const {
@@ -65,15 +66,15 @@ struct Bias {
   }
 };
 
-// How the tile's columns hold gate and up.
+// How gate and up are arranged in the columns of a tile.
 enum class Pairing : int {
   none,       // no gate
   halves,     // gate columns, then as many up columns
   alternate,  // gate, up, gate, up, ...
 };
 
-// What is known of an activation when its kernel is compiled. Code for all activations in all
-// orders, even if only one runs, costs the up projection 4 to 7 % of its cycles.
+// What a kernel knows of its activation at compile time. Code for all activations in all orders,
+// even if only one of them runs, costs the up projection 4 to 7 % of its cycles.
 enum class Known : int {
   nothing,
   swiglu,  // what most models use: x * sigmoid(x) * up, Pairing::halves
@@ -85,14 +86,14 @@ inline Known known_of(Activation const& activation, Pairing pairing) {
   return plain && pairing == Pairing::halves ? Known::swiglu : Known::nothing;
 }
 
-// A pairing, a constant to the compiler where it is known.
+// A pairing that is a compile-time constant where it is known.
 template <Known known>
 struct KnownPairing {
   Pairing value;
   __device__ operator Pairing() const { return known == Known::swiglu ? Pairing::halves : value; }
 };
 
-// The activation with what is known of it as constants to the compiler.
+// The activation with its known parameters replaced by compile-time constants.
 template <Known known>
 __device__ ActivationOf<float> with_constants(ActivationOf<float> act) {
   if (known == Known::swiglu) act.alpha = 1, act.up_offset = -0.f;  // x + -0 is x, even for -0

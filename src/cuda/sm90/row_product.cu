@@ -5,12 +5,12 @@ namespace {
 
 template <class T, GemmConfig c, Major major, class Epilogue>
 void launch_row_product(RowProduct const& x, Epilogue const& epilogue, Queue const& queue) {
-  using Kernel = GroupedProduct<T, c, TmaRows<T, c, major>, RowTiles, Epilogue>;
+  using Kernel = GroupedProduct<c, TmaRows<T, c, major>, Epilogue>;
   int const half_steps = int((x.k + c.tile_k - 1) / c.tile_k);
   typename Kernel::Params params{};
   params.work = {.groups = x.groups,
                  .tile_n = c.tile_n,
-                 .across = int(pieces(x.n, c.tile_n)),
+                 .across = int(ceil_div(x.n, c.tile_n)),
                  .inner = x.halves * half_steps * c.tile_k};
   params.load.a = row_map<T>(x.a, x.rows, x.k, x.halves, c.tile_m, "a");
   auto const map = [&](ConstWeight const& w) {
@@ -25,12 +25,12 @@ void launch_row_product(RowProduct const& x, Epilogue const& epilogue, Queue con
 
 template <class T, GemmConfig c, class Epilogue>
 void launch_expert_product(ExpertProduct const& x, Epilogue const& epilogue, Queue const& queue) {
-  using Kernel = GroupedProduct<T, c, TokenColumns<T, c>, InnerTiles, Epilogue>;
+  using Kernel = GroupedProduct<c, TokenColumns<T, c>, Epilogue>;
   typename Kernel::Params params{};
   params.work = {.groups = x.groups,
                  .tile_n = c.tile_n,
                  .rows = int(x.m),
-                 .across = int(pieces(x.n, c.tile_n))};
+                 .across = int(ceil_div(x.n, c.tile_n))};
   params.work.order = x.schedule.order;
   params.work.taken = x.schedule.taken;
   auto& load = params.load;
@@ -45,7 +45,8 @@ void launch_expert_product(ExpertProduct const& x, Epilogue const& epilogue, Que
   load.b_map = row_map<T>(x.b, x.rows, x.n, 1, 64, "b");
   if (x.row_token == nullptr) load.a_map = row_map<T>(x.a, x.rows, x.m, 1, 64, "a");
   params.epilogue = epilogue;
-  launch<Kernel>(params, x.groups.groups * pieces(x.m, c.cluster_m()) * params.work.across, queue);
+  launch<Kernel>(params, x.groups.groups * ceil_div(x.m, c.cluster_m()) * params.work.across,
+                 queue);
 }
 
 // Where TMA can write the expert's matrices.

@@ -167,18 +167,18 @@ TEST(ChooseConfig, TilesByHand) {
   EXPECT_DOUBLE_EQ(expected_tiles(pair, paired), 4 * 4 * 3);
 }
 
-// 132 blocks: whole rounds up to the seventh, then half a one more than the tiles make.
-TEST(ChooseConfig, RoundsByHand) {
-  EXPECT_EQ(rounds_of(0, 1), 0);
-  EXPECT_EQ(rounds_of(1, 1), 1);
-  EXPECT_EQ(rounds_of(132, 1), 1);
-  EXPECT_EQ(rounds_of(133, 1), 2);
-  EXPECT_EQ(rounds_of(132 * 6 + 1, 1), 7);
-  EXPECT_EQ(rounds_of(132 * 7 + 33, 1), 7.75);
-  EXPECT_EQ(rounds_of(132 * 8, 1), 8.5);
-  EXPECT_EQ(rounds_of(66, 2), 0.5);  // two tiles at once, half of each block's round
-  EXPECT_EQ(rounds_of(67, 2), 1);
-  EXPECT_EQ(rounds_of(132 * 8, 2), 8.25);
+// 132 blocks: whole waves up to the seventh, then half a wave more than the tiles fill.
+TEST(ChooseConfig, WavesByHand) {
+  EXPECT_EQ(waves(0, 1), 0);
+  EXPECT_EQ(waves(1, 1), 1);
+  EXPECT_EQ(waves(132, 1), 1);
+  EXPECT_EQ(waves(133, 1), 2);
+  EXPECT_EQ(waves(132 * 6 + 1, 1), 7);
+  EXPECT_EQ(waves(132 * 7 + 33, 1), 7.75);
+  EXPECT_EQ(waves(132 * 8, 1), 8.5);
+  EXPECT_EQ(waves(66, 2), 0.5);  // two tiles at once: half of a wave
+  EXPECT_EQ(waves(67, 2), 1);
+  EXPECT_EQ(waves(132 * 8, 2), 8.25);
 }
 
 // A step of 128 x 256 costs 1024 cycles, of 128 x 192 768; 130 terms of a sum are 3 steps of 64.
@@ -258,7 +258,7 @@ TEST(RowTiles, CoverEveryElementOnce) {
       std::vector<int> hits(size_t(total) * columns);
       RowTiles const work{.groups = {ends.data(), groups, total},
                           .tile_n = c.n,
-                          .across = int(pieces(columns, c.n)),
+                          .across = int(ceil_div(columns, c.n)),
                           .inner = 64,
                           .band = int(1 + random() % 9)};
       for_each_share(work, blocks, cluster, c, [&](Tile const& t) {
@@ -284,7 +284,7 @@ TEST(InnerTiles, GiveEveryGroupItsWholeOutputAndItsRows) {
     InnerTiles const work{.groups = {ends.data(), groups, total},
                           .tile_n = c.n,
                           .rows = rows,
-                          .across = int(pieces(columns, c.n)),
+                          .across = int(ceil_div(columns, c.n)),
                           .band = 8};
     for_each_share(work, 1 + random() % 13, 1 + trial % 2, c, [&](Tile const& t) {
       int const begin = t.expert == 0 ? 0 : ends[t.expert - 1];
