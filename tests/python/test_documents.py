@@ -80,6 +80,21 @@ def test_files_named_are_there(document: str) -> None:
     assert [path for path in named if not (ROOT / path).exists()] == []
 
 
+def test_path_to_the_instruction() -> None:
+    """docs/kernel.md leads from guild.MoE.forward to wgmma in at most eight files.
+
+    Each of them has what the table says of it.
+    """
+    text = (ROOT / "docs/kernel.md").read_text()
+    rows = re.findall(r"^\| \d \| `([\w./-]+)` \| (.*) \|$", text, re.MULTILINE)
+    assert 2 <= len(rows) <= 8
+    assert (rows[0][0], rows[-1][0][-9:]) == ("python/guild/moe.py", "wgmma.cuh")
+    for path, what in rows:
+        source = (ROOT / path).read_text()
+        names = re.findall(r"`(?:\w+\.)*(\w+)`", what)
+        assert [name for name in names if not re.search(rf"\b{name}\b", source)] == [], path
+
+
 def test_version_is_one() -> None:
     cmake = re.search(r"project\(guild VERSION ([\d.]+)", (ROOT / "CMakeLists.txt").read_text())
     python = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
