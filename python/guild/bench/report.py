@@ -65,7 +65,7 @@ def short_table(record: dict[str, Any]) -> str:
 
 
 def full_table(record: dict[str, Any]) -> str:
-    """The table of docs/measured.md."""
+    """The table of docs/measured/layers.md."""
     baseline = _baseline(record)
     title = _TITLES[baseline]
     names = [

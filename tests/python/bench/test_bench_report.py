@@ -41,8 +41,9 @@ def tiny_record(*routings: str) -> dict[str, Any]:
 
 
 def test_tables_in_the_documents_are_printed_ones() -> None:
-    """README's table and docs/measured.md's come from the record whose plot README shows."""
-    readme, measured = (ROOT / "README.md").read_text(), (ROOT / "docs/measured.md").read_text()
+    """README's table and docs/measured/layers.md's come from the record whose plot README shows."""
+    readme = (ROOT / "README.md").read_text()
+    measured = (ROOT / "docs/measured/layers.md").read_text()
     (plot,) = re.findall(r"\(bench/results/(\S+)\.png\)", readme)
     record = read_record(ROOT / f"bench/results/{plot}.json")
     assert len(record["cases"]) >= 7

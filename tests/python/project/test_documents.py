@@ -18,7 +18,7 @@ import guild
 ROOT = Path(__file__).resolve().parents[3]
 DOCUMENTS = [
     *("README.md", "CONTRIBUTING.md"),
-    *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md"))),
+    *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs").rglob("*.md"))),
 ]
 
 
@@ -78,6 +78,21 @@ def test_files_named_are_there(document: str) -> None:
     folders = "src|include|python|tests|examples|scripts|bench|docs"
     named = re.findall(rf"`((?:{folders})/[\w./-]+)`", (ROOT / document).read_text())
     assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def test_path_to_the_instruction() -> None:
+    """docs/kernel.md leads from guild.MoE.forward to wgmma in at most eight files.
+
+    Each of them has what the table says of it.
+    """
+    text = (ROOT / "docs/kernel.md").read_text()
+    rows = re.findall(r"^\| \d \| `([\w./-]+)` \| (.*) \|$", text, re.MULTILINE)
+    assert 2 <= len(rows) <= 8
+    assert (rows[0][0], rows[-1][0][-9:]) == ("python/guild/moe.py", "wgmma.cuh")
+    for path, what in rows:
+        source = (ROOT / path).read_text()
+        names = re.findall(r"`(?:\w+\.)*(\w+)`", what)
+        assert [name for name in names if not re.search(rf"\b{name}\b", source)] == [], path
 
 
 def test_version_is_one() -> None:
