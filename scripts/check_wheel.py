@@ -18,8 +18,9 @@ from machine import ROOT, VENV_PYTHON, output, say, stop
 
 FOLDER = ROOT / "build/wheel"
 HEAD = output("git", "-C", str(ROOT), "rev-parse", "HEAD").strip()
+PACKAGE = ROOT / "python"
 EXPECTED = (
-    "guild/__init__.py",
+    *(path.relative_to(PACKAGE).as_posix() for path in sorted(PACKAGE.rglob("guild/**/*.py"))),
     "guild/libguild_torch.so",
     "guild/bench/quack_h200.json",
     *(["guild/commit.txt"] if HEAD and (ROOT / ".git").exists() else []),
