@@ -1,10 +1,10 @@
-// db[e] = the sums of columns over the chunks of the expert's rows, added up in a fixed order: a
-// block per expert and 128 columns, of dH where the grid's y is 0, of s dO where it is 1. A
-// warp adds every eighth chunk, the block the warps' sums.
+// db[e] = the sums of columns over the chunks of the expert's rows, added up in a fixed order: one
+// block per expert and 128 columns, for dH where the grid's y is 0, for s dO where it is 1. A warp
+// adds up every eighth chunk, the block then adds up its warps' sums.
 //
-// The down gradient sums s dO with each score in three 16-bit terms (gemm/column_sums.cuh), of
-// which 0 times infinity and infinity less infinity make NaN: a chunk with NaN is summed again
-// here, row by row.
+// The down gradient sums s dO with each score split into three 16-bit terms (column_sums.cuh). An
+// infinity times a zero term, or minus another infinity, makes NaN where there should be none: so a
+// chunk whose sum is NaN is summed again here, row by row.
 #include "bias_sums.cuh"
 
 #include "element.cuh"
