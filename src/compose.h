@@ -100,9 +100,17 @@ inline BackwardWorkspace carve_backward(Carver& carver, Sizes const& s, DType dt
   auto const numbers = [&](int64_t count) {
     return static_cast<int32_t*>(carver.take(count * int64_t(sizeof(int32_t))));
   };
-  if (s.rows() == 0) return {dh, a_scaled, parts, dx_rows, {}, nullptr};
-  int32_t *const order = numbers(s.experts), *const taken = numbers(WeightSchedule::kCounters);
-  return {dh, a_scaled, parts, dx_rows, {order, taken}, numbers(1)};
+  BackwardWorkspace w{.dh = dh,
+                      .a_scaled = a_scaled,
+                      .score_parts = parts,
+                      .dx_rows = dx_rows,
+                      .schedule = {},
+                      .counter = nullptr};
+  if (s.rows() == 0) return w;
+  w.schedule.order = numbers(s.experts);
+  w.schedule.taken = numbers(WeightSchedule::kCounters);
+  w.counter = numbers(1);
+  return w;
 }
 
 inline ForwardWorkspace workspace_of(MoeForward const& f) {

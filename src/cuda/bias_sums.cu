@@ -98,13 +98,13 @@ void add_bias_sums(DownGradient const& x, BiasSums const& sums, Queue const& que
   Sizes const& s = x.sizes;
   int64_t const width = s.intermediate * (x.activation.gated ? 2 : 1);
   Arguments const arguments{
-      x,
-      row_stride(x.dout, s.hidden),
-      x.routing.offsets,
-      int(s.rows()),
-      x.db_dtype == DType::float32,
-      x.accumulate,
-      {sums_of(sums.dh, x.db_up, width), sums_of(sums.dout, x.db_down, s.hidden)}};
+      .step = x,
+      .dout_stride = row_stride(x.dout, s.hidden),
+      .offsets = x.routing.offsets,
+      .rows = int(s.rows()),
+      .is_float = x.db_dtype == DType::float32,
+      .accumulate = x.accumulate,
+      .sums = {sums_of(sums.dh, x.db_up, width), sums_of(sums.dout, x.db_down, s.hidden)}};
   dim3 const grid(unsigned(ceil_div(std::max(width, s.hidden), kColumns)), 2, unsigned(s.experts));
   with_type(x.dtype, [&](auto element) {
     bias_sums_kernel<decltype(element)><<<grid, kThreads, 0, queue.stream>>>(arguments);

@@ -219,28 +219,28 @@ void combine_as(Combine const& x, Queue queue) {
   auto const matrix = [&](ConstRows const& rows, int64_t width) {
     return Matrix<T const>{static_cast<T const*>(rows.data), row_stride(rows, width)};
   };
-  Args<T> const args{matrix(x.y, s.hidden),
-                     matrix(x.residual, s.hidden),
-                     {static_cast<T*>(x.o.data), row_stride(x.o, s.hidden)},
-                     x.routing.slot_row,
-                     static_cast<float const*>(x.routing.slot_score),
-                     x.routing.token_offsets,
-                     int(s.rows()),
-                     int(s.top_k),
-                     int(s.tokens),
-                     int(s.hidden)};
+  Args<T> const args{.y = matrix(x.y, s.hidden),
+                     .residual = matrix(x.residual, s.hidden),
+                     .o = {static_cast<T*>(x.o.data), row_stride(x.o, s.hidden)},
+                     .slot_row = x.routing.slot_row,
+                     .slot_score = static_cast<float const*>(x.routing.slot_score),
+                     .token_offsets = x.routing.token_offsets,
+                     .rows = int(s.rows()),
+                     .top_k = int(s.top_k),
+                     .tokens = int(s.tokens),
+                     .hidden = int(s.hidden)};
   if (x.router.dlogits.data == nullptr) {
     combine_kernel<T><<<unsigned(s.tokens), kThreads, 0, queue.stream>>>(args);
     return;
   }
   int const slices = int(ceil_div(s.hidden, kSliceColumns));
   int const width = int(ceil_div(s.hidden / 8, slices)) * 8;
-  RouterArgs<T> const router{matrix(x.router.dlogits, s.experts),
-                             matrix(x.router.weight, s.hidden),
-                             x.router.ids,
-                             int(s.experts),
-                             slices,
-                             width};
+  RouterArgs<T> const router{.dlogits = matrix(x.router.dlogits, s.experts),
+                             .weight = matrix(x.router.weight, s.hidden),
+                             .ids = x.router.ids,
+                             .experts = int(s.experts),
+                             .slices = slices,
+                             .width = width};
   bool const fits = (s.experts + 1) * width * int64_t(sizeof(T)) <= 227 * 1024;
   if (fits && x.routing.token_offsets == nullptr && s.top_k <= 4) {
     launch_with_router<T, true, 4>(args, router, queue);

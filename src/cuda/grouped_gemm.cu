@@ -53,9 +53,13 @@ bool try_row_product(GroupedGemm const& x, Groups const& groups, int64_t rows, Q
   if (boxed) {
     product.d = {x.d.data, x.d.row_stride};
   } else {
-    product.direct = {
-        x.d.data,     0,       x.d.row_stride, x.d.col_stride, x.out_dtype == DType::float32,
-        x.accumulate, int(x.n)};
+    product.direct = {.data = x.d.data,
+                      .group_stride = 0,
+                      .row_stride = x.d.row_stride,
+                      .col_stride = x.d.col_stride,
+                      .is_float = x.out_dtype == DType::float32,
+                      .accumulate = x.accumulate,
+                      .columns = int(x.n)};
   }
   row_product(product, queue);
   return true;

@@ -18,7 +18,7 @@ inline constexpr int kSelectThreads = 1024;
 // Keys of tokens that are never and of tokens that are always taken; candidates' lie between them.
 inline constexpr uint32_t kNever = 0, kAlways = ~0u;
 
-// What is taken: the keys above one, and of those equal to it the ones before `end`.
+// Tokens are taken whose key is above `key`, or equal to it at an index before `end`.
 struct Threshold {
   uint32_t key;
   int end;

@@ -11,10 +11,10 @@ namespace guild::cuda {
 struct RoundPlan {
   TokenRounding x;
   int64_t stride, slots, blocks;  // of the logits; of all lists; of kListTokens each
-  int *counts, *block_sums;       // (E + 1), (blocks): one after the other
+  int *counts, *block_sums;       // (E + 1), (blocks): contiguous
   RoundingTarget* targets;        // (E)
   float2* softmaxes;              // (T) top and sum
-  uint32_t* members;              // (blocks, E) a bit a token
+  uint32_t* members;              // (blocks, E) one bit per token
   uint32_t* keys;                 // (E, T)
 };
 
@@ -173,16 +173,16 @@ inline RoundPlan plan_of(TokenRounding const& x) {
   Carver carver(x.workspace);
   RoundingWorkspace const w = carve_rounding(carver, x.tokens, x.experts);
   int* const counts = static_cast<int*>(w.counts);
-  return {x,
-          row_stride(x.logits, x.experts),
-          rounded_slots(x.tokens, x.experts, x.top_k, x.rounding, x.tile),
-          (x.tokens + kListTokens - 1) / kListTokens,
-          counts,
-          counts + x.experts + 1,
-          static_cast<RoundingTarget*>(w.targets),
-          static_cast<float2*>(w.softmaxes),
-          static_cast<uint32_t*>(w.members),
-          static_cast<uint32_t*>(w.keys)};
+  return {.x = x,
+          .stride = row_stride(x.logits, x.experts),
+          .slots = rounded_slots(x.tokens, x.experts, x.top_k, x.rounding, x.tile),
+          .blocks = (x.tokens + kListTokens - 1) / kListTokens,
+          .counts = counts,
+          .block_sums = counts + x.experts + 1,
+          .targets = static_cast<RoundingTarget*>(w.targets),
+          .softmaxes = static_cast<float2*>(w.softmaxes),
+          .members = static_cast<uint32_t*>(w.members),
+          .keys = static_cast<uint32_t*>(w.keys)};
 }
 
 // Launches all kernels up to select_kernel().
