@@ -1,5 +1,5 @@
-// What the CUDA backend asks of arguments beyond what both backends do: 16-bit types, 16-byte rows,
-// and no more experts than its routing takes.
+// The CUDA backend's own requirements on arguments: 16-bit types, rows on 16-byte boundaries, a
+// maximal number of experts.
 #pragma once
 #include <cstdint>
 
@@ -39,14 +39,14 @@ inline void require_aligned(ConstWeight const& w, char const* name) {
   require_aligned(w.data, w.expert_stride, name);
 }
 
-// What routing on the GPU takes, fewer than the CPU backend does.
+// The most experts that routing supports on CUDA; the CPU backend has no such limit.
 inline constexpr int kMostRouted = 1024;
 inline void require_routable(int64_t experts) {
   require(experts <= kMostRouted, "experts: expected at most ", kMostRouted, " on CUDA, got ",
           experts);
 }
 
-// The sizes every product of a layer needs.
+// What all products of a layer require of its sizes.
 inline void require_layer(Sizes const& sizes, DType dtype) {
   require_16_bit(dtype);
   require_multiple_of_8(sizes.hidden, "hidden");

@@ -1,4 +1,4 @@
-// The device as the host sees it: is it one we can use, how large is it, how does TMA see a matrix.
+// The device from the host: whether it can be used, how many multiprocessors it has, tensor maps.
 #include <mutex>
 
 #include "cuda/sm90/launch.cuh"
@@ -17,7 +17,7 @@ int attribute(cudaDeviceAttr which, int index, char const* name) {
   return value;
 }
 
-// Attributes of the current device, asked for once a device, by whichever thread comes first.
+// Attributes of the current device, queried once per device.
 Device const& current_device() {
   constexpr int kMost = 64;
   static Device known[kMost];
@@ -66,7 +66,7 @@ CUtensorMap tensor_map(void const* data, DType dtype, MapShape const& s, char co
                "cuTensorMapEncodeTiled");
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(f);
   }();
-  // Empty matrices get a map that nothing reads through.
+  // For an empty matrix any valid map will do: it is never used.
   void* const base = data == nullptr ? reinterpret_cast<void*>(16) : const_cast<void*>(data);
   auto const extent = [](int64_t n) { return cuuint64_t(n > 0 ? n : 1); };
   cuuint64_t const shape[] = {extent(s.x), extent(s.y), extent(s.z), extent(s.w)};
@@ -83,7 +83,7 @@ CUtensorMap tensor_map(void const* data, DType dtype, MapShape const& s, char co
                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };
   auto status = try_encode();
-  if (status == CUDA_ERROR_INVALID_CONTEXT) {  // this thread's first call: bring the device's own
+  if (status == CUDA_ERROR_INVALID_CONTEXT) {  // the thread's first call: make the context current
     int index = 0;
     cuda_check(cudaGetDevice(&index), "current CUDA device");
     cuda_check(cudaSetDevice(index), "current CUDA device");

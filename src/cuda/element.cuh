@@ -1,4 +1,4 @@
-// Eight 16-bit elements at a time: what the memory-bound kernels move. And single results.
+// Loads and stores of eight 16-bit elements, for the memory-bound kernels, and of single results.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -41,7 +41,7 @@ __device__ inline void store_eight(T* to, Eight const& e) {
                                    pack<T>(v[6], v[7])};
 }
 
-// Writes an element of float32 or T, or adds to it.
+// Stores or adds to one element, float32 or T.
 template <class T>
 __device__ inline void store_element(void* data, bool is_float, bool accumulate, int64_t at,
                                      float value) {

@@ -114,6 +114,7 @@ struct RowTiles {
   int32_t* taken = nullptr;
 
   static constexpr bool kMayBeEmpty = false;  // no sum is empty: inner > 0
+  static constexpr bool kHasOrder = false;    // groups are visited by number
 
   GUILD_HD MatrixTiles matrix(int begin, int end) const {
     return {end - begin, across, tile_m, tail_m, band, tile_n};
@@ -138,6 +139,7 @@ struct InnerTiles {
   int32_t* taken = nullptr;        // as in RowTiles
 
   static constexpr bool kMayBeEmpty = true;  // a group without rows has an empty sum
+  static constexpr bool kHasOrder = true;    // groups are visited in `order`, if given
 
   GUILD_HD MatrixTiles matrix(int, int) const {
     return {rows, across, tile_m, tail_m, band, tile_n};

@@ -8,8 +8,8 @@
 //                     of stages (down_gradient.cuh)
 //
 // All threads of the consumer warpgroup call every function below together, unless said otherwise.
-// thread: 0 .. 127 in it. rows: its own 64 rows of the tile, see row_block(); rows.rows may be <=
-// 0.
+// thread: 0 .. 127 in it. rows: its own 64 rows of the tile, see row_block(); there may be none,
+// that is rows.rows <= 0.
 #pragma once
 #include <concepts>
 
@@ -107,6 +107,7 @@ template <class T, int n, class E>
 class TwoHalves {
  public:
   static constexpr int kMostSteps = 1;
+
   __device__ bool left() const { return waiting; }
 
   __device__ void begin(E const& epilogue, float const (&acc)[n / 2], StoreBoxes& boxes,

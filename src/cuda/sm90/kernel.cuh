@@ -41,7 +41,7 @@ struct GroupedProduct {
   static constexpr bool kReads = ReadingEpilogue<Epilogue, C.tile_n>;
   static_assert(!(kReads && C.in_turns), "consumers that take turns cannot read a matrix");
   // Where tiles may be claimed from a counter, one is claimed only shortly before it is needed.
-  static constexpr bool kClaimsLate = C.cluster > 1 || kOrders<Work>;
+  static constexpr bool kClaimsLate = C.cluster > 1 || Work::kHasOrder;
   // Whether a loading warp schedules the tiles; else an idle warp of the producer does.
   static constexpr bool kLoaderSchedules = Loader::kThreads == 128 || kClaimsLate;
   using Tiles = TileQueue<4 * C.consumers + Loader::kThreads / 32>;

@@ -8,10 +8,6 @@
 
 namespace guild::cuda {
 
-// Whether the walk can visit groups in a given order.
-template <class Work>
-inline constexpr bool kOrders = requires(Work w) { w.order; };
-
 // Finds the place of a tile by its number in the walk: every `stride`-th one, or those given to
 // go_to(). Works with a whole warp: each lane holds the bounds of one of 32 groups, so that memory
 // is waited for once per 32 groups.
@@ -42,7 +38,7 @@ class TileFinder {
 
  private:
   __device__ int owner_of(int lane) const {
-    if constexpr (kOrders<Work>) {
+    if constexpr (Work::kHasOrder) {
       if (work.order != nullptr) return __shfl_sync(~0u, ordered, lane);
     }
     return group + lane;
@@ -50,7 +46,7 @@ class TileFinder {
 
   // Loads the bounds of the lane's group.
   __device__ void place(bool exists) {
-    if constexpr (kOrders<Work>) {
+    if constexpr (Work::kHasOrder) {
       if (work.order != nullptr) {
         ordered = exists ? work.order[group + threadIdx.x % 32] : 0;
         begin = work.groups.start(ordered);

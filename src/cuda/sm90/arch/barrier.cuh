@@ -56,7 +56,7 @@ struct Barrier {
   }
   __device__ void wait(uint32_t parity) { wait_at(shared_address(&word), parity); }
 
-  // The same where the barrier's address in shared memory is at hand.
+  // The same, given the barrier's shared-memory address.
   static __device__ void wait_at(uint32_t address, uint32_t parity) {
     asm volatile(
         "{\n"
