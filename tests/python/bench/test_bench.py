@@ -13,25 +13,23 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 
-from guild import bench_layers, num_sms
-from guild.bench import figures, measure
-from guild.bench_layers import (
-    GPU_CANDIDATES,
-    LIMITED,
-    PRODUCTS,
+from guild import num_sms
+from guild.bench.candidates import (
     Bound,
     Floor,
     Layer,
     LimitedLayer,
 )
-from guild.bench_plan import BenchPlan
-from guild.bench_problem import ROUTINGS, make_problems, wanted_logits
-from guild.bench_reference import RESULTS, TOLERANCE, relative_errors
-from guild.bench_table import bench_table
-from guild.plain_moe import PlainMoE
-from guild.plots import plot_bench
-from guild.presets import PRESETS, Shape, parse_shape
-from guild.timing import interleaved, median_ratio
+from guild.bench.layers import figures, measure
+from guild.bench.layers_table import bench_table
+from guild.bench.names import GPU_CANDIDATES, LIMITED, PRODUCTS
+from guild.bench.plan import BenchPlan
+from guild.bench.plots import plot_bench
+from guild.bench.presets import PRESETS, Shape, parse_shape
+from guild.bench.problem import ROUTINGS, make_problems, wanted_logits
+from guild.bench.reference import RESULTS, TOLERANCE, relative_errors
+from guild.bench.timing import interleaved, median_ratio
+from guild.train.plain_moe import PlainMoE
 
 CPU = torch.device("cpu")
 TINY = Shape(tokens=48, hidden=32, intermediate=16, experts=8, top_k=2)
@@ -349,7 +347,7 @@ class _BrokenMoE(PlainMoE):
 def test_what_fails_is_reported_and_not_timed(
     layer: type, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(bench_layers, "moe_factory", lambda name, device: layer)
+    monkeypatch.setattr("guild.MoE", layer)
     record = measure(plan_of(), quiet())
     (case,) = record["cases"]
     assert case["failures"].keys() == {"guild"}

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from guild import bench_command
-from guild.cli import main
+from guild.cli import bench_command
+from guild.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[3]
 RECORD = max((ROOT / "bench/results").glob("*-balanced.json"))
@@ -59,10 +59,10 @@ def test_impossible_folder(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Found before anything is measured or printed."""
-    for name in ("bench.measure", "bench_steps.measure_steps", "bench_memory.measure_memory"):
-        monkeypatch.setattr(f"guild.{name}", pytest.fail)
-    monkeypatch.setattr("guild.bench_rounding.measure_rounding", pytest.fail)
-    monkeypatch.setattr("guild.bench_report.report", pytest.fail)
+    for name in ("layers.measure", "steps.measure_steps", "memory.measure_memory"):
+        monkeypatch.setattr(f"guild.bench.{name}", pytest.fail)
+    monkeypatch.setattr("guild.bench.rounding.measure_rounding", pytest.fail)
+    monkeypatch.setattr("guild.bench.report.report", pytest.fail)
     (tmp_path / "file").write_text("")
     words = ["bench", "--report", str(RECORD)] if mode == ["--report"] else [*QUICK, *mode]
     expect_refusal([*words, "--out", out.format(tmp=tmp_path)], message, capsys)

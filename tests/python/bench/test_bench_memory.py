@@ -11,10 +11,10 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from guild.bench_memory import SLOT_BYTES, measure_memory, memory_formula, saved_tensors
-from guild.bench_memory_table import memory_table
-from guild.bench_plan import BenchPlan
-from guild.presets import PRESETS, Shape
+from guild.bench.memory import SLOT_BYTES, measure_memory, memory_formula, saved_tensors
+from guild.bench.memory_table import memory_table
+from guild.bench.plan import BenchPlan
+from guild.bench.presets import PRESETS, Shape
 
 SHAPE = Shape(tokens=256, hidden=64, intermediate=128, experts=16, top_k=4)
 
@@ -91,7 +91,7 @@ def test_failures_are_reported(name: str, monkeypatch: pytest.MonkeyPatch) -> No
     def fail(*args: object) -> None:
         raise RuntimeError("out of memory\nand more")
 
-    monkeypatch.setattr("guild.bench_memory.layer_module", fail)
+    monkeypatch.setattr("guild.bench.memory.layer_module", fail)
     record = measure_memory(
         plan_of("cpu", torch.float32, (name,)), Console(file=io.StringIO(), width=150)
     )

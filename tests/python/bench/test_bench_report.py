@@ -13,13 +13,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from guild.bench import measure
-from guild.bench_plan import BenchPlan
-from guild.bench_report import full_table, markdown_tables, read_record, report, short_table
-from guild.bench_sweep_table import sweep_table
-from guild.cli import main
-from guild.presets import Shape
-from guild.sweep import CPU_RANGES, GPU_RANGES, needed_bytes, random_shapes
+from guild.bench.layers import measure
+from guild.bench.plan import BenchPlan
+from guild.bench.presets import Shape
+from guild.bench.record import read_record
+from guild.bench.report import full_table, markdown_tables, report, short_table
+from guild.bench.sweep import CPU_RANGES, GPU_RANGES, needed_bytes, random_shapes
+from guild.bench.sweep_table import sweep_table
+from guild.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[3]
 RECORDED = sorted((ROOT / "bench/results").glob("*-balanced.json"))

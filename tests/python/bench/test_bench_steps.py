@@ -16,16 +16,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from guild import bench_quack, bench_steps
-from guild.bench_chain import StepChain, in_turn, step_work
-from guild.bench_layers import PRODUCTS
-from guild.bench_plan import BenchPlan
-from guild.bench_problem import make_problems
-from guild.bench_reference import BIAS_RESULTS, RESULTS, relative_errors
-from guild.bench_steps import Yardsticks, measure_steps, step_figures
-from guild.bench_steps_table import steps_table
-from guild.presets import PRESETS, Shape
-from guild.timing import Replay, replayed
+from guild.bench import quack
+from guild.bench import steps as bench_steps
+from guild.bench.chain import StepChain, in_turn, step_work
+from guild.bench.names import PRODUCTS
+from guild.bench.plan import BenchPlan
+from guild.bench.presets import PRESETS, Shape
+from guild.bench.problem import make_problems
+from guild.bench.reference import BIAS_RESULTS, RESULTS, relative_errors
+from guild.bench.steps import Yardsticks, measure_steps, step_figures
+from guild.bench.steps_table import steps_table
+from guild.bench.timing import Replay, replayed
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[3]
@@ -285,10 +286,10 @@ def test_what_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_recorded_figures_cover_the_presets() -> None:
     for name, shape in PRESETS.items():
-        entry = bench_quack.entry(shape)
+        entry = quack.entry(shape)
         assert entry["preset"] == name
         assert entry["ms"].keys() == set(PRODUCTS)
-    assert bench_quack.entry(TINY) is None
+    assert quack.entry(TINY) is None
 
 
 def test_quack_is_asked_for_where_it_cannot_be() -> None:
@@ -329,7 +330,7 @@ def test_quack_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     (problem,) = make_problems(TINY, "random", torch.float64, CPU)
     chain = StepChain(problem)
     dw_up, dw_down = chain.dw_up.clone(), chain.dw_down.clone()
-    calls, failures = bench_quack.best_calls(chain)
+    calls, failures = quack.best_calls(chain)
     assert failures == {"down gradient": "no such tile"}
     assert calls.keys() == set(PRODUCTS) - {"down gradient"}
     assert seen["up"] == ((8, 32, 272), (96, 272), (96, 136))

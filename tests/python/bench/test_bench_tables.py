@@ -22,13 +22,13 @@ from rich.console import Console, Group
 from rich.table import Table
 
 import guild
-from guild.bench import figures, measure
-from guild.bench_command import table_of
-from guild.bench_plan import BenchPlan
-from guild.bench_report import read_record
-from guild.bench_steps_table import step_cells
-from guild.narrow_table import fit
-from guild.presets import PRESETS, Shape
+from guild.bench.layers import figures, measure
+from guild.bench.narrow_table import fit
+from guild.bench.plan import BenchPlan
+from guild.bench.presets import PRESETS, Shape
+from guild.bench.record import read_record
+from guild.bench.steps_table import step_cells
+from guild.bench.tables import table_of
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGE = Path(guild.__file__).parent.parent

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from guild import timing
-from guild.timing import calls_per_round, milliseconds, summary_of
+from guild.bench import timing
+from guild.bench.timing import calls_per_round, milliseconds, summary_of
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import guild
-from guild._operators import ops
+from guild._torch.operators import ops
 from layers import ACTIVATIONS, CASES, make_layer
 from oracle.steps import compute
 from tolerance import relative_error

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import guild
-from guild._gradients import ops
+from guild._torch.gradients import ops
 from wrong_shapes import SHAPES, mlp, pair_down, pair_up, product, right, routed
 from wrong_values import VALUES
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import guild
-from guild._gradients import ops
+from guild._torch.gradients import ops
 from layers import ACTIVATIONS, Case, Layer, make_layer
 
 NAMES = ("x", "scores", "w_up", "w_down", "b_up", "b_down")

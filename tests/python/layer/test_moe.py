@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import guild
-from guild.bench_memory import saved_tensors
+from guild.bench.memory import saved_tensors
 from oracle.layer import of_module
 
 ROUTERS = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import numerics
-from guild.presets import PRESETS, Shape
+from guild.bench.presets import PRESETS, Shape
 
 
 def expect_table(device: str, capsys: pytest.CaptureFixture[str], *arguments: str) -> None:

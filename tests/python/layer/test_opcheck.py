@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from guild._layer_operator import ops
-from guild._operators import WANT_DOWN_BIAS, WANT_ROWS, WANT_SCORES, WANT_UP
+from guild._torch.layer_operator import ops
+from guild._torch.operators import WANT_DOWN_BIAS, WANT_ROWS, WANT_SCORES, WANT_UP
 from layers import ACTIVATIONS, Case, Layer, make_layer, pack
 
 # No sentinel ids: opcheck compares every element, and rows that belong to nobody are not written.

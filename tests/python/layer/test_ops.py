@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import guild
-from guild._operators import ops, score_dtype
+from guild._torch.operators import ops, score_dtype
 from layers import ACTIVATIONS, CASES, LAYOUTS, Case, Layer, make_layer
 from op_steps import Steps
 from oracle.experts import halves

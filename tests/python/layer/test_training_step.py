@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import guild
-from guild._operators import ops
+from guild._torch.operators import ops
 from layers import ACTIVATIONS, CASES, make_layer
 
 _REPEATS = 20

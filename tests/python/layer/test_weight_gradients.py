@@ -8,7 +8,7 @@ from torch import Tensor
 
 import guild
 from guild import MoE, WeightGradients, experts_mlp, routed_experts
-from guild._operators import ops
+from guild._torch.operators import ops
 
 SIZES = {"hidden": 24, "intermediate": 16, "experts": 5, "top_k": 2}
 PARAMETERS = ("w_up", "w_down", "b_up", "b_down")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import guild
-from guild._checks import expect_apart, expect_own_elements
+from guild._torch.checks import expect_apart, expect_own_elements
 
 ROWS, WIDTH, GROUPS = 12, 8, 3
 ENDS = torch.tensor([2, 7, 11], dtype=torch.int32)

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from guild.cli import INTERRUPTED, main
+from guild.cli.main import main
+from guild.train.interrupt import INTERRUPTED
 from training import write_corpus
 
 PACKAGE = Path(__import__("guild").__file__).parent.parent
@@ -36,8 +37,8 @@ def start(*command: str, **environment: str) -> subprocess.Popen:
 
 def test_help_loads_no_torch() -> None:
     code = (
-        "import sys, guild.cli\n"
-        "parser = guild.cli.make_parser()\n"
+        "import sys, guild.cli.main\n"
+        "parser = guild.cli.main.make_parser()\n"
         "assert 'bench' in parser.format_help()\n"
         "print('heavy:', {'torch', 'matplotlib', 'rich'} & set(sys.modules))"
     )

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 import guild
-from guild import _library
+from guild._torch import library
 from test_documents import code_blocks
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -118,7 +118,7 @@ def test_python_that_does_not_run_is_named(clean_tree: Path, cmake: str) -> None
 
 def test_readme_program_prints(cmake: str, tmp_path: Path) -> None:
     """Installed as the guide says, found as the guide says, README's program builds and prints."""
-    build = _library.find().parent
+    build = library.find().parent
     if not (build / "CMakeCache.txt").exists():
         pytest.skip("the library is not in a build folder")
     prefix, consumer = tmp_path / "prefix", tmp_path / "consumer"

@@ -12,32 +12,32 @@ import pytest
 import torch
 
 import guild
-from guild import _library
+from guild._torch import library
 
 
 def test_the_named_file_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """GUILD_LIBRARY is the only candidate where it is set."""
     monkeypatch.setenv("GUILD_LIBRARY", str(tmp_path / "other.so"))
-    assert _library.candidates() == [tmp_path / "other.so"]
-    assert _library.find() is None
+    assert library.candidates() == [tmp_path / "other.so"]
+    assert library.find() is None
 
 
 def test_the_newer_build_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The package's own folder, then build/run and build/test by age."""
-    package = tmp_path / "python/guild/_library.py"
+    package = tmp_path / "python/guild"
     monkeypatch.delenv("GUILD_LIBRARY", raising=False)
-    monkeypatch.setattr(_library, "__file__", str(package))
-    built = {kind: tmp_path / "build" / kind / _library.NAME for kind in ("run", "test")}
+    monkeypatch.setattr(library, "__file__", str(package / "_torch/library.py"))
+    built = {kind: tmp_path / "build" / kind / library.NAME for kind in ("run", "test")}
     for age, kind in enumerate(("test", "run")):
         built[kind].parent.mkdir(parents=True)
         built[kind].touch()
         stamp = time.time() - age
         os.utime(built[kind], (stamp, stamp))
-    assert _library.candidates() == [package.parent / _library.NAME, built["test"], built["run"]]
-    assert _library.find() == built["test"]
-    package.parent.mkdir(parents=True)
-    (package.parent / _library.NAME).touch()
-    assert _library.find() == package.parent / _library.NAME
+    assert library.candidates() == [package / library.NAME, built["test"], built["run"]]
+    assert library.find() == built["test"]
+    package.mkdir(parents=True)
+    (package / library.NAME).touch()
+    assert library.find() == package / library.NAME
 
 
 def test_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,18 +45,18 @@ def test_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "x.so"
     monkeypatch.setenv("GUILD_LIBRARY", str(file))
     with pytest.raises(ImportError, match=r"libguild_torch.so was not found .*x.so.*make build"):
-        _library.load()
+        library.load()
     file.write_text("no library")
     with pytest.raises(ImportError, match=r"x.so does not load into torch"):
-        _library.load()
+        library.load()
     monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
     with pytest.raises(ImportError, match=r"torch: expected 2.10 or later, got 2.9.1"):
-        _library.load()
+        library.load()
 
 
 def test_the_package_imports_without_a_library() -> None:
     """`guild info` must be able to say what is missing."""
-    code = "import guild, guild._library; assert 'MoE' in dir(guild)\nguild.MoE"
+    code = "import guild, guild._torch.library; assert 'MoE' in dir(guild)\nguild.MoE"
     environment = {**os.environ, "GUILD_LIBRARY": "/nowhere/libguild_torch.so"}
     result = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
@@ -79,7 +79,7 @@ def test_failed_allocations_on_a_gpu() -> None:
     def op(message: str) -> None:
         raise RuntimeError(message)
 
-    call = _library.translated(op, lambda: None)
+    call = library.translated(op, lambda: None)
     with pytest.raises(torch.OutOfMemoryError, match="could not allocate a tensor of shape"):
         call("CUDA out of memory: torch could not allocate a tensor of shape (3,) on cuda:0")
     with pytest.raises(RuntimeError, match="x: expected") as caught:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from guild._gradients import ops
+from guild._torch.gradients import ops
 from layers import Layer, pack
 from oracle.experts import halves
 

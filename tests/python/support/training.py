@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from guild.interrupt import StopRequest
-from guild.settings import Settings
-from guild.train import Plan, Training
+from guild.train.interrupt import StopRequest
+from guild.train.loop import Plan, Training
+from guild.train.settings import Settings
 
 _FILES = 24
 

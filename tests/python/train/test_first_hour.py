@@ -22,9 +22,10 @@ import pytest
 import torch
 
 import guild
-from guild import train_command
-from guild.cli import INTERRUPTED, main
-from guild.run_folder import RunFolder
+from guild.cli import train_command
+from guild.cli.main import main
+from guild.train.interrupt import INTERRUPTED
+from guild.train.run_folder import RunFolder
 from training import StopAfter, write_corpus
 
 SMALL = (
@@ -220,7 +221,7 @@ def test_disk_fills_after_the_last_step(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
 
     with monkeypatch.context() as patch:
-        patch.setattr("guild.train.plot_run", fail)
+        patch.setattr("guild.train.loop.plot_run", fail)
         assert "loss.png: No space left on device" in refused(run(*SMALL), capsys)
     folder = tmp_path / "run"
     metrics = (folder / "metrics.jsonl").read_bytes()

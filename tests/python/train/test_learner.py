@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from guild.corpus import Corpus
-from guild.learner import Learner
+from guild.train.corpus import Corpus
+from guild.train.learner import Learner
 from training import small_settings
 
 CPU = torch.device("cpu")

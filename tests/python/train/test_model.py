@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import guild
-from guild.corpus import load_corpus, source_files, standard_library
-from guild.learner import Learner
-from guild.model import generate
-from guild.plain_moe import PlainMoE
-from guild.settings import Settings
+from guild.train.corpus import load_corpus, source_files, standard_library
+from guild.train.learner import Learner
+from guild.train.model import generate
+from guild.train.plain_moe import PlainMoE
+from guild.train.settings import Settings
 from oracle.experts import Experts
 from oracle.layer import moe
 from training import small_settings, write_corpus

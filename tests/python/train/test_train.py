@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from guild.compare import comparison
-from guild.interrupt import StopRequest
-from guild.learner import Learner
-from guild.plots import _smooth, plot_run
-from guild.run_folder import RunFolder
-from guild.train import FINAL_STEPS, readable
+from guild.train.compare import comparison
+from guild.train.interrupt import StopRequest
+from guild.train.learner import Learner
+from guild.train.loop import FINAL_STEPS, readable
+from guild.train.plots import _smooth, plot_run
+from guild.train.run_folder import RunFolder
 from training import small_settings, train, write_corpus
 
 CPU = torch.device("cpu")
@@ -188,7 +188,7 @@ def test_plot_of_differences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         for moe in ("guild", "plain")
     ]
     drawn = []
-    monkeypatch.setattr("guild.plots.plt.close", drawn.append)
+    monkeypatch.setattr("guild.train.plots.plt.close", drawn.append)
     plot_run(rows, "title", tmp_path / "loss.png")
     (line,) = drawn[0].axes[2].get_lines()
     assert np.isnan(line.get_ydata()).tolist() == [True, False, True, False]
