@@ -3,7 +3,7 @@
 The reference goes expert by expert and compares as it goes, so nothing of the size of the weights
 is kept and the largest presets fit beside the layer under test. Precision: float64 on the CPU,
 float32 on a GPU, from the same inputs; gradients are autograd's. The expert is the plain layer's
-(plain_moe.py).
+(train/plain_moe.py).
 """
 
 from __future__ import annotations

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import oracle
 from fuzz import drawn, failures_of_seed, from_repr
 from fuzz_compare import Truth, compare, same_bits
 from fuzz_draw import Values, place
@@ -108,3 +112,15 @@ def test_layouts_hold_the_values(layout: str) -> None:
     values = values.expand(3, 4, 5)
     placed = place(values, layout, torch.float64, "cpu")
     assert (placed.stride() == (20, 5, 1)) == (layout == "packed")
+
+
+def test_oracle_is_on_its_own() -> None:
+    """It imports Python, torch and itself: nothing of Guild, which it judges."""
+    found = set()
+    for path in Path(oracle.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                found.add(node.module.partition(".")[0])
+    assert "torch" in found and found - sys.stdlib_module_names == {"torch"}
