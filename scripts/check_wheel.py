@@ -21,7 +21,7 @@ HEAD = output("git", "-C", str(ROOT), "rev-parse", "HEAD").strip()
 EXPECTED = (
     "guild/__init__.py",
     "guild/libguild_torch.so",
-    "guild/quack_h200.json",
+    "guild/bench/quack_h200.json",
     *(["guild/commit.txt"] if HEAD and (ROOT / ".git").exists() else []),
     "guild/include/guild/guild.h",
     "guild/lib/libguild.a",

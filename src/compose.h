@@ -4,44 +4,13 @@
 // src/cuda/moe.cu). Steps that read dH and A' follow closely in backward, while these are in L2.
 #pragma once
 #include <algorithm>
-#include <cstddef>
 
-#include "guild/error.h"
 #include "guild/steps.h"
 #include "shared/bias_sums.h"
+#include "shared/dtype.h"
+#include "shared/workspace.h"
 
 namespace guild {
-
-constexpr int64_t element_bytes(DType dtype) {
-  return dtype == DType::float64 ? 8 : dtype == DType::float32 ? 4 : 2;
-}
-
-constexpr DType score_dtype(DType dtype) {
-  return dtype == DType::float64 ? DType::float64 : DType::float32;
-}
-
-// Divides a buffer into 256-byte aligned parts; with a null base it only counts bytes.
-class Carver {
- public:
-  explicit Carver(void* base) : base_(static_cast<std::byte*>(base)) {}
-  // A part whose size in bytes is the product of the factors.
-  template <class... Factors>
-  void* take(Factors... factors) {
-    void* const part = base_ == nullptr ? nullptr : base_ + used_;
-    int64_t bytes = 1, end = 0;
-    bool fits = (!__builtin_mul_overflow(bytes, int64_t(factors), &bytes) && ...);
-    fits = fits && !__builtin_add_overflow(bytes, int64_t(255), &bytes);
-    fits = fits && !__builtin_add_overflow(used_, bytes / 256 * 256, &end);
-    require(fits, "workspace: expected sizes that need fewer than 2^63 bytes");
-    used_ = end;
-    return part;
-  }
-  int64_t used() const { return used_; }
-
- private:
-  std::byte* base_;
-  int64_t used_ = 0;
-};
 
 // Whether rows are combined by token; lists may have no slots at all.
 constexpr bool has_slots(Routing const& routing) {

@@ -8,6 +8,7 @@
 #include "shared/rounding_workspace.h"
 #include "shared/sorting.h"
 #include "shared/tiles.h"
+#include "shared/workspace.h"
 
 namespace guild {
 

@@ -1,7 +1,7 @@
 // The device from the host: whether it can be used, how many multiprocessors it has, tensor maps.
 #include <mutex>
 
-#include "gemm/launch.cuh"
+#include "cuda/sm90/launch.cuh"
 
 namespace guild::cuda {
 

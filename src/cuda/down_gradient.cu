@@ -1,11 +1,11 @@
 // With g = dO[row_token] W2: dH = d activation(s g, H), A' = s A, parts of dS = <g, A>; where they
 // are wanted, db1 and db2 from sums over 64 rows each
-#include "gemm/down_gradient.cuh"
+#include "cuda/sm90/down_gradient.cuh"
 
-#include "alignment.h"
-#include "bias_sums.cuh"
 #include "check.h"
-#include "gemm/launch.cuh"
+#include "cuda/alignment.h"
+#include "cuda/rows/bias_sums.cuh"
+#include "cuda/sm90/launch.cuh"
 
 namespace guild::cuda {
 namespace {

@@ -1,7 +1,7 @@
 // Y = A W2^T + b2
-#include "alignment.h"
 #include "check.h"
-#include "gemm/row_product.cuh"
+#include "cuda/alignment.h"
+#include "cuda/products.h"
 
 namespace guild::cuda {
 

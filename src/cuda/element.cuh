@@ -5,8 +5,8 @@
 
 #include <type_traits>
 
-#include "arch/warp.cuh"
-#include "gemm/launch.cuh"
+#include "cuda/sm90/launch.cuh"
+#include "cuda/warp.cuh"
 
 namespace guild::cuda {
 

@@ -1,9 +1,9 @@
 // grouped_gemm(): tensor-core kernels where the operands' strides allow TMA, the plain kernel
 // otherwise. Groups along columns are solved as the transposed problem, D^T = B^T A^T.
-#include "alignment.h"
 #include "check.h"
-#include "gemm/plain_product.cuh"
-#include "gemm/row_product.cuh"
+#include "cuda/alignment.h"
+#include "cuda/plain_product.cuh"
+#include "cuda/products.h"
 
 namespace guild::cuda {
 namespace {

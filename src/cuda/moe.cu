@@ -1,7 +1,7 @@
 // The composites on the GPU: the steps of src/compose.h on one stream.
-#include "alignment.h"
 #include "check.h"
 #include "compose.h"
+#include "cuda/alignment.h"
 #include "guild/cuda.h"
 
 namespace guild::cuda {

@@ -1,7 +1,7 @@
 // dX~ = dH W1, by row
 #include "check.h"
-#include "gemm/gate_up.h"
-#include "gemm/row_product.cuh"
+#include "cuda/gate_up.h"
+#include "cuda/products.h"
 
 namespace guild::cuda {
 

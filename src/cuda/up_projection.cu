@@ -1,8 +1,8 @@
 // H = X[row_token] W1^T + b1;  A = activation(H)
 #include "check.h"
-#include "gemm/activate.cuh"
-#include "gemm/gate_up.h"
-#include "gemm/launch.cuh"
+#include "cuda/gate_up.h"
+#include "cuda/sm90/activate.cuh"
+#include "cuda/sm90/launch.cuh"
 
 namespace guild::cuda {
 namespace {

@@ -1,7 +1,7 @@
 // dW1[e] = dH[rows of e]^T X[tokens of e] and dW2[e] = dO[tokens of e]^T A'[rows of e]
 #include "check.h"
-#include "gemm/gate_up.h"
-#include "gemm/row_product.cuh"
+#include "cuda/gate_up.h"
+#include "cuda/products.h"
 
 namespace guild::cuda {
 namespace {

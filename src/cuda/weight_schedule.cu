@@ -1,8 +1,8 @@
 // The schedule of the weight gradients: experts by falling number of rows, and the counters from
 // which blocks claim tiles, set to zero. Longest processing time first: Graham, SIAM Journal on
 // Applied Mathematics 17, 1969.
-#include "alignment.h"
-#include "gemm/launch.cuh"
+#include "cuda/alignment.h"
+#include "cuda/sm90/launch.cuh"
 #include "shared/tiles.h"
 
 namespace guild::cuda {

@@ -14,12 +14,7 @@
 
 #include "guild/types.h"
 #include "shared/exponential.h"
-
-#ifdef __CUDACC__
-#define GUILD_HD __host__ __device__ __forceinline__
-#else
-#define GUILD_HD inline
-#endif
+#include "shared/host_device.h"
 
 namespace guild {
 

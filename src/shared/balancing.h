@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "compose.h"
+#include "shared/workspace.h"
 
 namespace guild {
 

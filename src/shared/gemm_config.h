@@ -39,7 +39,7 @@ struct BuiltConfig {
   constexpr bool serves(Product product) const { return step_cost[int(product)] > 0; }
 };
 
-// The configs that are built. Add a row only with a measurement (docs/measured.md).
+// The configs that are built. Add a row only with a measurement (docs/measured/).
 inline constexpr BuiltConfig kConfigs[] = {
     // A pair of blocks loads a third less from L2, which saves the up projection 2 to 10 %, but
     // each waits for the other. Not for Product::direct, whose wgmma ptxas serialises (C7515);

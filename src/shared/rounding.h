@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "guild/steps.h"
-#include "shared/activation.h"
+#include "shared/host_device.h"
 
 namespace guild {
 

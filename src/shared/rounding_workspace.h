@@ -1,6 +1,8 @@
 // The workspace of token rounding: what its kernels pass to each other.
 #pragma once
-#include "compose.h"
+#include <cstdint>
+
+#include "shared/workspace.h"
 
 namespace guild {
 

@@ -7,7 +7,8 @@
 #include <limits>
 
 #include "guild/steps.h"
-#include "shared/activation.h"
+#include "shared/exponential.h"
+#include "shared/host_device.h"
 
 namespace guild {
 

@@ -5,7 +5,7 @@
 #pragma once
 #include <cstdint>
 
-#include "shared/activation.h"
+#include "shared/host_device.h"
 
 namespace guild {
 

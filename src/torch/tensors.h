@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "guild/guild.h"
+#include "shared/dtype.h"
 
 namespace guild::binding {
 
@@ -24,9 +25,6 @@ bool is_int64(Tensor const& tensor, char const* name);
 
 // The dtype of a tensor; an error naming the argument if Guild has no such type.
 DType dtype_of(Tensor const& tensor, char const* name);
-constexpr DType score_dtype(DType dtype) {
-  return dtype == DType::float64 ? DType::float64 : DType::float32;
-}
 
 // How many multiprocessors kernels may fill, for every thread of the process: backward runs on
 // threads of its own. 0 is all of them.

@@ -1,0 +1,267 @@
+// Stable counting sort of slots by expert. Two kernels: one block per chunk of slots, then a few:
+//
+//   rank      numbers the chunk's slots of each expert; each cluster adds up its blocks' histograms
+//   scatter   adds up the clusters' histograms, all of them for the offsets, and those before its
+//             chunk for the chunk's first rows; gives each slot its row
+//
+// Workspace: (clusters, E) rows in each cluster; then (chunks, E) rows of the chunk's cluster that
+// come before the chunk. Ranks follow from a fixed order of warps and from warp votes, and only
+// integers are added atomically, so the result is the same in every run.
+#include <algorithm>
+
+#include "check.h"
+#include "cuda/alignment.h"
+#include "cuda/element.cuh"
+#include "cuda/sm90/arch/cluster.cuh"
+#include "cuda/sm90/arch/dependence.cuh"
+#include "shared/routing.h"
+#include "shared/sorting.h"
+
+namespace guild::cuda {
+namespace {
+
+constexpr int kThreads = int(kSortThreads), kWarps = kThreads / 32;
+constexpr int kCluster = int(kSortCluster), kMostClusters = int(kMostSortChunks) / kCluster;
+constexpr int kAtOnce = 4;  // slots that a thread loads before it uses them
+
+// An id as it is stored. Making one issues the load; expert() waits for it.
+struct RawId {
+  int low = -1, high = 0;
+
+  // -1 for ids outside [0, E).
+  __device__ int expert(Sort const& x) const {
+    return high == 0 && unsigned(low) < unsigned(x.experts) ? low : -1;
+  }
+};
+// Slots that are not used have no id.
+__device__ RawId load_id(Sort const& x, int64_t slot, SlotSpan const& used) {
+  RawId id;
+  if (slot < used.begin || slot >= used.end) return id;
+  int const* const word = static_cast<int const*>(x.ids) + (slot << x.ids_are_int64);
+  id.low = word[0];
+  if (x.ids_are_int64) id.high = word[1];
+  return id;
+}
+
+// The ids of slots begin + lane, 32 apart.
+struct RawIds {
+  RawId id[kAtOnce];
+
+  __device__ RawIds(Sort const& x, int64_t begin, SlotSpan const& used) {
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) id[i] = load_id(x, begin + 32 * i + threadIdx.x % 32, used);
+  }
+};
+
+__device__ int* cluster_counts(Sort const& x, int64_t cluster) {
+  return static_cast<int*>(x.workspace) + cluster * x.experts;
+}
+__device__ int* counts_before(Sort const& x, int64_t clusters, int64_t chunk) {
+  return cluster_counts(x, clusters + chunk);
+}
+
+// Adds up the cluster's histograms; each block does some of the experts. count: the block's, (E).
+__device__ void add_up_cluster(Sort const& x, int const* count) {
+  int const experts = int(x.experts), rank = cluster_rank();
+  int const part = (experts + kCluster - 1) / kCluster, end = min(experts, (rank + 1) * part);
+  int64_t const cluster = blockIdx.x / kCluster, clusters = gridDim.x / kCluster;
+#pragma unroll 1
+  for (int e = rank * part + int(threadIdx.x); e < end; e += kThreads) {
+    int rows[kCluster], before = 0;
+#pragma unroll
+    for (int r = 0; r < kCluster; ++r) rows[r] = load_from_block(&count[e], r);
+#pragma unroll
+    for (int r = 0; r < kCluster; ++r) {
+      counts_before(x, clusters, cluster * kCluster + r)[e] = before;
+      before += rows[r];
+    }
+    cluster_counts(x, cluster)[e] = before;
+  }
+}
+
+// Numbers the slots of this warp in order, 32 at a time. next: (E), its next number per expert.
+__device__ void rank_slots(Sort const& x, int* next, int64_t begin, int64_t end,
+                           SlotSpan const& used) {
+  int const lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (int64_t base = begin; base < end; base += 32 * kAtOnce) {
+    RawIds const ids(x, base, used);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (base + 32 * i >= end) break;
+      int const id = ids.id[i].expert(x);
+      unsigned const same = __match_any_sync(~0u, id);
+      int const before = __popc(same & ((1u << lane) - 1));
+      int const rank = id >= 0 ? next[id] + before : 0;
+      __syncwarp();
+      if (id >= 0 && before == 0) next[id] += __popc(same);
+      __syncwarp();
+      if (base + 32 * i + lane < end) x.slot_row[base + 32 * i + lane] = rank;
+    }
+  }
+}
+
+// Sets slot_row to each slot's rank among the chunk's slots of its expert.
+__global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads)
+rank_kernel(Sort x, int64_t chunk) {
+  extern __shared__ int memory[];  // (E) rows of the chunk, (kWarps, E) next number of each warp
+  int const experts = int(x.experts), warp = threadIdx.x / 32;
+  int64_t const begin = blockIdx.x * chunk, end = min(begin + chunk, slot_count(x));
+  int64_t const warp_begin = begin + warp * (chunk / kWarps);
+  int64_t const warp_end = min(warp_begin + chunk / kWarps, end);
+  int *const count = memory, *const next = memory + experts;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < kWarps * experts; i += kThreads) next[i] = 0;
+  wait_for_previous();
+  SlotSpan used = used_slots(x);
+  used.end = min(used.end, warp_end);
+  __syncthreads();
+#pragma unroll 1
+  for (int64_t base = warp_begin; base < used.end; base += 32 * kAtOnce) {
+    RawIds const ids(x, base, used);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      int const id = ids.id[i].expert(x);
+      if (id >= 0) atomicAdd(&next[warp * experts + id], 1);
+    }
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (int e = threadIdx.x; e < experts; e += kThreads) {
+    int rows[kWarps], before = 0;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) rows[w] = next[w * experts + e];
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      next[w * experts + e] = before;
+      before += rows[w];
+    }
+    count[e] = before;
+  }
+  cluster_barrier();
+  let_next_start();
+  add_up_cluster(x, count);
+  rank_slots(x, next + warp * experts, warp_begin, warp_end, used);
+  cluster_barrier();  // the other blocks have read `count`
+}
+
+// Writes the first row of the chunk's slots of each expert to first_row, (E), and returns the
+// number of rows. The first block also writes each expert's first row to the offsets.
+__device__ int find_first_rows(Sort const& x, int clusters, int* first_row) {
+  __shared__ int warp_sum[kWarps];
+  int const warp = threadIdx.x / 32, lane = threadIdx.x % 32, experts = int(x.experts);
+  int const mine = blockIdx.x / kCluster;
+  bool const first_block = blockIdx.x == 0 && blockIdx.y == 0;
+  int carry = 0;
+#pragma unroll 1
+  for (int base = 0; base < experts; base += kThreads) {
+    int const e = base + int(threadIdx.x);
+    int count[kMostClusters], total = 0, earlier = 0;
+    if (e < experts) {
+      earlier = counts_before(x, clusters, blockIdx.x)[e];
+#pragma unroll
+      for (int c = 0; c < kMostClusters; ++c) count[c] = c < clusters ? cluster_counts(x, c)[e] : 0;
+#pragma unroll
+      for (int c = 0; c < kMostClusters; ++c) {
+        total += count[c];
+        earlier += c < mine ? count[c] : 0;
+      }
+    }
+    int const inclusive = warp_scan(total);
+    if (lane == 31) warp_sum[warp] = inclusive;
+    __syncthreads();
+    int const sums = warp_scan(lane < kWarps ? warp_sum[lane] : 0);
+    int const before_warp = __shfl_sync(~0u, sums, max(warp - 1, 0));
+    int const first = carry + (warp == 0 ? 0 : before_warp) + inclusive - total;
+    carry += __shfl_sync(~0u, sums, kWarps - 1);
+    if (e < experts) first_row[e] = first + earlier;
+    if (e < experts && first_block) x.offsets[e] = first;
+    __syncthreads();
+  }
+  if (threadIdx.x == 0 && first_block) x.offsets[experts] = carry;
+  return carry;
+}
+
+// A slot before it gets its row.
+struct Slot {
+  RawId id;
+  int rank = 0;
+  float score = 0;
+};
+__device__ Slot load_slot(Sort const& x, int64_t slot, int64_t end, SlotSpan const& used) {
+  Slot s;
+  if (slot >= end) return s;
+  s.id = load_id(x, slot, used);
+  s.rank = x.slot_row[slot];
+  if (x.scores != nullptr) s.score = static_cast<float const*>(x.scores)[slot];
+  return s;
+}
+
+// Blocks with the same blockIdx.x share a chunk, `part` slots each. Every instruction runs a few
+// times only, so loops stay rolled: fetching more code would take longer than running it.
+__global__ void __launch_bounds__(kThreads) scatter_kernel(Sort x, int64_t chunk, int64_t part,
+                                                           int clusters) {
+  extern __shared__ int first_row[];  // (E)
+  int64_t const begin = blockIdx.x * chunk + blockIdx.y * part;
+  int64_t const chunk_end = min((blockIdx.x + 1) * chunk, slot_count(x));
+  wait_for_previous();
+  int64_t const end = min(begin + part, chunk_end);
+  SlotSpan const used = used_slots(x);
+  int64_t slot = begin + threadIdx.x;
+  Slot s = load_slot(x, slot, end, used);
+  int const rows = find_first_rows(x, clusters, first_row);
+#pragma unroll 1
+  while (slot < end) {
+    int const expert = s.id.expert(x), row = expert >= 0 ? first_row[expert] + s.rank : -1;
+    x.slot_row[slot] = row;
+    if (row >= 0) {
+      x.row_token[row] = int(token_of(x.token_offsets, x.tokens, x.top_k, slot));
+      if (x.row_score != nullptr) static_cast<float*>(x.row_score)[row] = s.score;
+    }
+    slot += kThreads;
+    s = load_slot(x, slot, end, used);
+  }
+  // Rows without a slot come last; the block of slot r clears row r.
+#pragma unroll 1
+  for (int64_t row = max(begin, int64_t(rows)) + threadIdx.x; row < end; row += kThreads) {
+    x.row_token[row] = 0;
+    if (x.row_score != nullptr) static_cast<float*>(x.row_score)[row] = 0;
+  }
+}
+
+// Slots per block of the second kernel: a part of the chunk, larger with more experts, for each
+// block adds up all histograms.
+int64_t part_slots(int64_t chunk, int64_t experts) {
+  int64_t const blocks = std::clamp<int64_t>(1024 / experts, 1, 4), fill = blocks * kThreads;
+  return (chunk + fill - 1) / fill * kThreads;
+}
+
+}  // namespace
+
+void sort_by_expert(Sort const& x, Queue queue) {
+  check(x);
+  require(x.scores == nullptr || x.score_dtype == DType::float32,
+          "score_dtype: expected float32 on CUDA");
+  require_routable(x.experts);
+  int64_t const slots = slot_count(x), chunk = sort_chunk_slots(slots);
+  if (slots == 0) {
+    cuda_check(cudaMemsetAsync(x.offsets, 0, (x.experts + 1) * sizeof(int32_t), queue.stream),
+               "clearing the offsets");
+    return;
+  }
+  auto const rank_bytes = [](int64_t experts) { return int((kWarps + 1) * experts * sizeof(int)); };
+  cuda_check(cudaFuncSetAttribute(rank_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                  rank_bytes(kMostRouted)),
+             "shared memory of sort_by_expert");
+  int64_t const clusters = sort_clusters(slots);
+  cuda_check(launch_early(rank_kernel, dim3(unsigned(clusters * kCluster)), kThreads,
+                          rank_bytes(x.experts), queue.stream, x, chunk),
+             "launch of sort_by_expert");
+  int64_t const part = part_slots(chunk, x.experts), parts = (chunk + part - 1) / part;
+  dim3 const blocks(unsigned(sort_chunks(slots)), unsigned(parts));
+  cuda_check(launch_early(scatter_kernel, blocks, kThreads, x.experts * sizeof(int), queue.stream,
+                          x, chunk, part, int(clusters)),
+             "launch of sort_by_expert");
+}
+
+}  // namespace guild::cuda

@@ -1,0 +1,118 @@
+// Moving bytes: TMA boxes of rank-3 and rank-4 maps, cp.async of 16 bytes or a word, and words and
+// 8x8 matrices between registers and shared memory. PTX ISA, sections "cp.async.bulk.tensor",
+// "cp.async" and "stmatrix".
+#pragma once
+#include <cuda.h>
+
+#include "cuda/sm90/arch/barrier.cuh"
+
+namespace guild::cuda {
+
+struct Coordinate {
+  int x, y, z;  // x: the contiguous dimension
+};
+
+__device__ inline void tma_load(CUtensorMap const& map, void* to, Coordinate at, Barrier& done) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5}], [%2];" ::"r"(shared_address(to)),
+      "l"(&map), "r"(shared_address(&done.word)), "r"(at.x), "r"(at.y), "r"(at.z)
+      : "memory");
+}
+
+// The same into every block of the cluster whose bit is set in `blocks`, each at the same offset in
+// its shared memory and completing on its own `done` barrier.
+__device__ inline void tma_load_multicast(CUtensorMap const& map, void* to, Coordinate at,
+                                          Barrier& done, uint16_t blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(shared_address(to)),
+      "l"(&map), "r"(shared_address(&done.word)), "r"(at.x), "r"(at.y), "r"(at.z), "h"(blocks)
+      : "memory");
+}
+
+// Elements outside the map are not written.
+__device__ inline void tma_store(CUtensorMap const& map, void const* from, Coordinate at) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map),
+      "r"(shared_address(from)), "r"(at.x), "r"(at.y), "r"(at.z)
+      : "memory");
+}
+struct RowCoordinate {
+  int x, half, r, row;  // of RowOutput's map: fragment.cuh
+};
+__device__ inline void tma_store(CUtensorMap const& map, void const* from, RowCoordinate at) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(
+          &map),
+      "r"(shared_address(from)), "r"(at.x), "r"(at.half), "r"(at.r), "r"(at.row)
+      : "memory");
+}
+__device__ inline void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;"); }
+
+// Waits until at most `pending` of this thread's store groups still read shared memory.
+template <int pending>
+__device__ inline void tma_store_wait() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(pending) : "memory");
+}
+
+// Where 16-byte chunk `chunk` of row `row` of a 128-byte-swizzled box lies.
+__device__ inline uint32_t chunk_address(uint32_t box, int row, int chunk) {
+  return box + row * 128 + ((chunk ^ (row % 8)) * 16);
+}
+
+// Copies 16 bytes to shared memory, or zeros where `valid` is false: `from` is not read then.
+__device__ inline void copy_async(uint32_t to, void const* from, bool valid) {
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+               "r"(valid ? 16 : 0)
+               : "memory");
+}
+
+// The same for one word, always copied.
+__device__ inline void copy_word_async(uint32_t to, void const* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+
+// Access to one word of shared memory.
+__device__ inline void store_shared_if(bool condition, uint32_t address, uint32_t value) {
+  asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p st.shared.u32 [%1], %2; }" ::"r"(
+                   unsigned(condition)),
+               "r"(address), "r"(value)
+               : "memory");
+}
+__device__ inline void store_shared(uint32_t address, uint32_t value) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
+}
+__device__ inline uint32_t load_shared(uint32_t address) {
+  uint32_t value;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
+}
+
+// 16 bytes of zeros.
+__device__ inline void clear_words(uint32_t address) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(address), "r"(0) : "memory");
+}
+
+// Four 8x8 matrices of 16-bit elements: lane l addresses row l % 8 of matrix l / 8; register j of
+// lane l holds columns 2 (l % 4) and the next of row l / 4 of matrix j (transposed: the reverse).
+__device__ inline void store_matrices(uint32_t to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a),
+               "r"(b), "r"(c), "r"(d)
+               : "memory");
+}
+__device__ inline void store_matrices_transposed(uint32_t to, uint32_t a, uint32_t b, uint32_t c,
+                                                 uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
+               "r"(a), "r"(b), "r"(c), "r"(d)
+               : "memory");
+}
+__device__ inline void load_matrices(uint32_t from, uint32_t& a, uint32_t& b, uint32_t& c,
+                                     uint32_t& d) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(a), "=r"(b), "=r"(c), "=r"(d)
+               : "r"(from)
+               : "memory");
+}
+
+}  // namespace guild::cuda

@@ -1,0 +1,112 @@
+// Warpgroup matrix products on 128-byte-swizzled shared memory: descriptors and instructions.
+//
+// Tiles are 64 deep (along K). K-major: rows of 64 elements, 128 bytes each. MN-major: blocks of 64
+// columns, each 64 K-rows of 128 bytes. Both are what a TMA box with 128-byte swizzle leaves. The
+// instructions themselves are CUTLASS's wrappers (BSD-3-Clause); layouts: PTX ISA, "wgmma".
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cute/arch/mma_sm90_gmma.hpp>
+#include <utility>
+
+#include "cuda/sm90/arch/barrier.cuh"
+
+namespace guild::cuda {
+
+using Major = cute::SM90::GMMA::Major;
+
+inline constexpr int kBlockBytes = 64 * 128;  // 64 rows (or K-rows) of 64 16-bit elements
+
+// A matrix descriptor: the address, strides in 16-byte units and the swizzle.
+//   K-major    stride between groups of 8 rows: 1024 bytes
+//   MN-major   the same between groups of 8 K-rows; kBlockBytes between blocks of 64 columns
+// The low word holds the address, also in 16-byte units: adding to the word moves the matrix. The
+// high word is the same for all.
+template <Major major>
+__device__ inline uint32_t descriptor(uint32_t address) {
+  return (major == Major::K ? 1u : uint32_t(kBlockBytes >> 4)) << 16 | (address >> 4 & 0x3FFF);
+}
+__device__ inline uint64_t whole_descriptor(uint32_t low) {
+  return uint64_t(uint32_t(1024 >> 4) | 1u << 30) << 32 | low;
+}
+
+// Bytes from one 16-deep slice of a tile to the next.
+template <Major major>
+inline constexpr int kSliceBytes = major == Major::K ? 32 : 2048;
+
+template <class T, int n, Major a, Major b>
+struct MmaInstruction;
+template <int n, Major a, Major b>
+struct MmaInstruction<__nv_bfloat16, n, a, b> {
+  static constexpr auto kOne = cute::SM90::GMMA::ScaleIn::One;
+  using type = std::conditional_t<
+      n == 256, cute::SM90::GMMA::MMA_64x256x16_F32BF16BF16_SS<a, b, kOne, kOne>,
+      std::conditional_t<n == 192, cute::SM90::GMMA::MMA_64x192x16_F32BF16BF16_SS<a, b, kOne, kOne>,
+                         cute::SM90::GMMA::MMA_64x128x16_F32BF16BF16_SS<a, b, kOne, kOne>>>;
+};
+template <int n, Major a, Major b>
+struct MmaInstruction<__half, n, a, b> {
+  static constexpr auto kOne = cute::SM90::GMMA::ScaleIn::One;
+  using type = std::conditional_t<
+      n == 256, cute::SM90::GMMA::MMA_64x256x16_F32F16F16_SS<a, b, kOne, kOne>,
+      std::conditional_t<n == 192, cute::SM90::GMMA::MMA_64x192x16_F32F16F16_SS<a, b, kOne, kOne>,
+                         cute::SM90::GMMA::MMA_64x128x16_F32F16F16_SS<a, b, kOne, kOne>>>;
+};
+
+// acc (64 x n) = A B^T + (accumulate ? acc : 0) over one 16-deep slice; asynchronous. a, b: the low
+// words of descriptors.
+template <class T, int n, Major major_a, Major major_b>
+__device__ inline void mma_slice(float (&acc)[n / 2], uint32_t a, uint32_t b, bool accumulate) {
+  static_assert(n == 128 || n == 192 || n == 256, "add the instruction for this width above");
+  using Instruction = typename MmaInstruction<T, n, major_a, major_b>::type;
+  auto const scale =
+      accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero;
+  [&]<size_t... i>(std::index_sequence<i...>) {
+    Instruction::fma(whole_descriptor(a), whole_descriptor(b), acc[i]..., scale);
+  }(std::make_index_sequence<n / 2>{});
+}
+
+// The same with 8 columns of B, for sums beside a product: A is MN-major, B K-major.
+template <class T>
+__device__ inline void mma_narrow(float (&acc)[4], uint32_t a, uint32_t b, bool accumulate) {
+  using namespace cute::SM90::GMMA;
+  constexpr auto one = ScaleIn::One;
+  using Instruction = std::conditional_t<std::is_same_v<T, __half>,
+                                         MMA_64x8x16_F32F16F16_SS<Major::MN, Major::K, one, one>,
+                                         MMA_64x8x16_F32BF16BF16_SS<Major::MN, Major::K, one, one>>;
+  Instruction::fma(whole_descriptor(a), whole_descriptor(b), acc[0], acc[1], acc[2], acc[3],
+                   accumulate ? ScaleOut::One : ScaleOut::Zero);
+}
+
+__device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+template <int pending>
+__device__ inline void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
+}
+
+// Marks the accumulators as dead, so that the compiler does not copy stale values.
+template <int count>
+__device__ inline void forget_registers(float (&acc)[count]) {
+#pragma unroll
+  for (int i = 0; i < count; ++i) asm volatile("" : "=f"(acc[i]));
+}
+
+// Writes zeros right here: the compiler can neither hoist them nor copy them from other registers.
+template <int count>
+__device__ inline void clear_registers(float (&acc)[count]) {
+#pragma unroll
+  for (int i = 0; i < count; ++i) asm volatile("mov.f32 %0, 0f00000000;" : "=f"(acc[i]));
+}
+
+// Keeps the compiler from moving accesses to the accumulators across the asynchronous products.
+template <int count>
+__device__ inline void fence_registers(float (&acc)[count]) {
+#pragma unroll
+  for (int i = 0; i < count; ++i) asm volatile("" : "+f"(acc[i])::"memory");
+}
+
+}  // namespace guild::cuda

@@ -1,0 +1,138 @@
+// The layout of fp32 accumulators in registers, and how they are stored through shared memory.
+//
+// A warpgroup holds 64 rows x n columns: thread t has row 16 * (t / 32) + t % 32 / 4 and the row 8
+// below it, and in each block of 8 columns the two from 2 * (t % 4): value[4 * block + 2 * below +
+// i]. Results are packed into boxes of 64 x 64 elements in shared memory, 128-byte swizzled, which
+// TMA stores. Source of the layout: PTX ISA, "wgmma", register fragments for m64nNk16.
+#pragma once
+#include "cuda/sm90/arch/copy.cuh"
+#include "cuda/sm90/arch/wgmma.cuh"
+#include "shared/tiles.h"
+
+namespace guild::cuda {
+
+template <class T>
+__device__ inline uint32_t pack(float x, float y) {
+  if constexpr (std::is_same_v<T, __half>) {
+    auto const v = __floats2half2_rn(x, y);
+    return reinterpret_cast<uint32_t const&>(v);
+  } else {
+    auto const v = __floats2bfloat162_rn(x, y);
+    return reinterpret_cast<uint32_t const&>(v);
+  }
+}
+
+template <class T>
+__device__ inline float2 unpack(uint32_t word) {
+  if constexpr (std::is_same_v<T, __half>) {
+    return __half22float2(reinterpret_cast<__half2 const&>(word));
+  } else {  // two instructions, where the header's conversion takes three
+    return {__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000)};
+  }
+}
+
+template <class T>
+__device__ inline float to_float(T x) {
+  return float(x);
+}
+
+__device__ inline int fragment_row(int thread) { return thread / 32 * 16 + thread % 32 / 4; }
+__device__ inline int fragment_column(int thread) { return thread % 4 * 2; }
+
+// The barrier of one warpgroup of consumers; id 0 is left to __syncthreads().
+__device__ inline void warpgroup_barrier() { named_barrier(1 + threadIdx.x / 128, 128); }
+
+// 64 columns of a fragment, packed: a word holds two neighbours of a row, word 2 * block + below.
+using BoxWords = uint32_t[16];
+
+template <class T>
+__device__ inline void pack_box(BoxWords& word, float const* value) {
+#pragma unroll
+  for (int i = 0; i < 16; ++i) word[i] = pack<T>(value[2 * i], value[2 * i + 1]);
+}
+
+// A thread's stmatrix or ldmatrix address for columns 0 .. 15 of a box; for 16 columns on: ^ 32.
+__device__ inline uint32_t matrices_address(uint32_t box, int thread) {
+  return chunk_address(box, thread / 32 * 16 + thread % 16, thread % 32 / 16);
+}
+
+// Writes 64 columns of a fragment to a box, rows of D as rows of the box.
+__device__ inline void words_to_box(uint32_t box, BoxWords const& word, int thread) {
+  uint32_t const first = matrices_address(box, thread);
+#pragma unroll
+  for (int i = 0; i < 16; i += 4) {
+    store_matrices(first ^ (8 * i), word[i], word[i + 1], word[i + 2], word[i + 3]);
+  }
+}
+
+// The same with columns of D as rows of the box.
+__device__ inline void words_to_box_transposed(uint32_t box, BoxWords const& word, int thread) {
+  int const chunk = thread / 32 * 2 + thread % 16 / 8;
+#pragma unroll
+  for (int i = 0; i < 16; i += 4) {
+    int const row = 8 * (i / 2 + thread % 32 / 16) + thread % 8;
+    store_matrices_transposed(chunk_address(box, row, chunk), word[i], word[i + 1], word[i + 2],
+                              word[i + 3]);
+  }
+}
+
+// Writes 64 columns of a fragment to a box.
+template <class T>
+__device__ inline void fragment_to_box(uint32_t box, float const* value, int thread) {
+  BoxWords word;
+  pack_box<T>(word, value);
+  words_to_box(box, word, thread);
+}
+
+// Two boxes, 128 columns.
+using HalfWords = BoxWords[2];
+
+// One warpgroup's staging boxes.
+struct StoreBoxes {
+  alignas(1024) char box[2][kBlockBytes];
+
+  __device__ uint32_t address(int i) const { return shared_address(box[i]); }
+
+  // Waits until earlier stores have read the boxes.
+  __device__ void wait(int thread) const {
+    if (thread == 0) tma_store_wait<0>();
+    warpgroup_barrier();
+  }
+  // Calls store() in one thread, which issues TMA stores of what the warpgroup has written.
+  template <class Store>
+  __device__ void send(int thread, Store&& store) const {
+    fence_async_proxy();
+    warpgroup_barrier();
+    if (thread != 0) return;
+    store();
+    tma_store_commit();
+  }
+  // Writes and stores the first `count` boxes, 32 values of a thread each, rows of D as their rows.
+  template <class T, class Store>
+  __device__ void put(float const (&value)[64], int count, int thread, Store&& store) const {
+    wait(thread);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (i < count) fragment_to_box<T>(address(i), value + 32 * i, thread);
+    }
+    send(thread, store);
+  }
+};
+
+// A matrix that boxes of 64 x 64 are stored to, clipped by TMA to the tile's own rows and to the
+// columns that exist. For that the map has the rows twice: (x, half, r, row) is row r + row - 64 of
+// the matrix, with r < 64. A box of n valid rows is stored at r = 64 - n, so that its other rows
+// are out of bounds.
+template <class T>
+struct RowOutput {
+  CUtensorMap map;  // (columns, halves, 64, rows + 64), boxes of 64 x 1 x 64 x 1
+  bool present;
+  int columns;  // of one half
+
+  // Stores the tile's rows of a box: columns from `col` of `half`.
+  __device__ void store(char const* box, Tile const& tile, int col, int half) const {
+    tma_store(map, box, RowCoordinate{col, half, 64 - tile.rows, tile.row + tile.rows});
+  }
+};
+
+}  // namespace guild::cuda

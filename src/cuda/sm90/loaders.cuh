@@ -1,0 +1,331 @@
+// Loaders: how the producer brings the operands of one 64-deep step to shared memory.
+//
+//   TmaRows        A: contiguous rows: one thread of a warp issues TMA boxes
+//   GatheredRows   A: rows gathered by an index, 16-byte cp.async by the whole warpgroup
+//   TokenColumns   ragged inner dimension: A and B are (rows of the group) x features, A optionally
+//                  gathered by an index; the group's last, ragged step is zero-filled in A and B
+//
+// Gather by cp.async in the producer: SonicMoE, arXiv:2512.14080, section 4.
+#pragma once
+#include <concepts>
+
+#include "cuda/sm90/arch/copy.cuh"
+#include "cuda/sm90/arch/wgmma.cuh"
+#include "shared/gemm_config.h"
+#include "shared/tiles.h"
+
+namespace guild::cuda {
+
+// What kernel.cuh asks of a loader:
+//
+//   Element              of A, B and their products
+//   Work                 the walk over tiles that fits its operands: RowTiles or InnerTiles
+//   Params, Storage      its kernel arguments; its shared memory, an empty struct for none
+//   kMajorA, kMajorB     how the operands lie in a stage
+//   kThreads, kRegisters threads that load, 32 or 128, and the registers of each, of the 168 that a
+//                        thread of the block has on average
+//   kArrivals            arrivals on `full` per stage, all threads together
+//   kClearsRest          rows of A past the tile's own are zeros; else whatever memory holds there
+//   begin(tile)          by each of its threads, before the tile's first step
+//   load(tile, step, a, b, full)
+//                        by each of its threads, when the stage is empty: fills its operands a and
+//                        b and sees to the arrivals on `full`, at once or when copies have landed
+template <class L>
+concept OperandLoader = requires(L loader, Tile const& tile, char* stage, Barrier& full, int i) {
+  typename L::Element;
+  typename L::Work;
+  typename L::Params;
+  typename L::Storage;
+  { L::kMajorA } -> std::convertible_to<Major>;
+  { L::kMajorB } -> std::convertible_to<Major>;
+  { L::kThreads } -> std::convertible_to<int>;
+  { L::kRegisters } -> std::convertible_to<int>;
+  { L::kArrivals } -> std::convertible_to<int>;
+  { L::kClearsRest } -> std::convertible_to<bool>;
+  loader.begin(tile);
+  loader.load(tile, i, stage, stage, full);
+};
+
+inline constexpr uint32_t kNone = ~0u;  // no row to copy
+
+// base + 16 bytes * units in one instruction: gathering is bound by the instructions it issues.
+__device__ inline void const* units_after(void const* base, uint32_t units) {
+  void const* result;
+  asm("mad.wide.u32 %0, %1, 16, %2;" : "=l"(result) : "r"(units), "l"(base));
+  return result;
+}
+
+// Calls load(c, multicast) for each box of B that this block loads: `width` columns from column c
+// of the tile. In a cluster a block loads its part of B and multicasts it to all blocks; where the
+// blocks split the tile by columns (tile.apart), each loads all of its own B.
+template <GemmConfig C, int width, class F>
+__device__ inline void for_own_boxes(Tile const& tile, F&& load) {
+  constexpr int share = C.tile_n / C.cluster;
+  static_assert(share % width == 0);
+  if (C.cluster > 1 && !tile.apart) {
+    int const first = cluster_rank() * share;
+#pragma unroll
+    for (int c = 0; c < share; c += width) load(first + c, std::true_type());
+  } else {
+#pragma unroll
+    for (int c = 0; c < C.tile_n; c += width) load(c, std::false_type());
+  }
+}
+
+template <GemmConfig C, class Multicast>
+__device__ inline void load_b(Multicast, CUtensorMap const& map, char* to, Coordinate at,
+                              Barrier& full) {
+  if constexpr (Multicast::value) {
+    tma_load_multicast(map, to, at, full, (1 << C.cluster) - 1);
+  } else {
+    tma_load(map, to, at, full);
+  }
+}
+
+// Expert weights as B: (E, n, k) K-major or (E, k, n) MN-major. Two maps serve gate | up: as two
+// column halves of the tile (pair_columns) or as two halves of the sum (half_steps).
+template <GemmConfig C, Major major>
+struct WeightLoader {
+  CUtensorMap map[2];
+  bool pair_columns;  // the second half of the tile's columns comes from map[1], same columns
+  int half_steps;     // the sum's steps over map[0], before those over map[1]
+
+  static constexpr int kHalf = C.tile_n / 2;
+
+  __device__ void load(Tile const& tile, int step, char* to, Barrier& full) const {
+    constexpr int width = major == Major::K ? kHalf : 64;
+    int const half = step >= half_steps;
+    int const k = (step - half * half_steps) * C.tile_k;
+    for_own_boxes<C, width>(tile, [&](int c, auto multicast) {
+      bool const second = pair_columns && c >= kHalf;
+      CUtensorMap const& m = map[half | int(second)];
+      int const n = tile.col + c - (second ? kHalf : 0);
+      Coordinate const at =
+          major == Major::K ? Coordinate{k, n, tile.expert} : Coordinate{n, k, tile.expert};
+      load_b<C>(multicast, m, to + c * 128, at, full);
+    });
+  }
+};
+
+template <class T, GemmConfig C, Major major_b>
+struct TmaRows {
+  using Element = T;
+  using Work = RowTiles;
+  static constexpr Major kMajorA = Major::K, kMajorB = major_b;
+  static constexpr int kThreads = 32, kArrivals = 1, kRegisters = 40;
+  static constexpr bool kClearsRest = false;
+
+  struct Params {
+    CUtensorMap a;  // (k, halves, rows), boxes of 64 x 1 x tile_m
+    WeightLoader<C, major_b> b;
+  };
+  struct Storage {};
+  Params const& p;
+  int const thread;
+
+  __device__ TmaRows(Params const& p, Storage&, int thread) : p(p), thread(thread) {}
+  __device__ void begin(Tile const&) {}
+  __device__ void load(Tile const& tile, int step, char* a, char* b, Barrier& full) {
+    if (thread != 0) return;
+    full.arrive_expect(C.a_bytes() + C.b_bytes());
+    int const half = step >= p.b.half_steps;
+    tma_load(p.a, a, {(step - half * p.b.half_steps) * C.tile_k, half, tile.row}, full);
+    p.b.load(tile, step, b, full);
+  }
+};
+
+template <class T, GemmConfig C, Major major_b>
+struct GatheredRows {
+  using Element = T;
+  using Work = RowTiles;
+  static constexpr Major kMajorA = Major::K, kMajorB = major_b;
+  static constexpr int kThreads = 128, kRegisters = 40;
+  static constexpr bool kClearsRest = true;
+  static constexpr int kArrivals = kThreads + 1;  // every thread's copies, and TMA of B
+
+  struct Params {
+    T const* a;          // (tokens, k)
+    uint32_t stride;     // 16 bytes from token to token
+    int32_t const* row;  // (rows of D) which row of a
+    int tokens, k;
+    WeightLoader<C, major_b> b;
+  };
+  static constexpr int kPasses = C.tile_m / 16;
+  static_assert(kPasses == 8, "a warp copies 32 rows: each lane loads the token of one");
+
+  struct Storage {};
+  Params const& p;
+  int const thread;
+  // Where the rows it copies begin, in units of 16 bytes; kNone past the last row. Between begin()
+  // and step 0, from[0] holds a token index instead, of one of the warp's rows: its load overlaps
+  // the wait for the stage.
+  uint32_t from[kPasses];
+
+  __device__ GatheredRows(Params const& p, Storage&, int thread) : p(p), thread(thread) {}
+
+  __device__ void begin(Tile const& tile) {
+    int const r = thread / 32 * 4 + thread % 4 + thread % 32 / 4 * 16;
+    from[0] = r < tile.rows ? uint32_t(p.row[tile.row + r]) : kNone;
+  }
+
+  __device__ void load(Tile const& tile, int step, char* a, char* b, Barrier& full) {
+    if (step == 0) place();
+    int const k = step * C.tile_k;
+    T const* const base = p.a + k + thread % 8 * 8;
+    uint32_t const none = k + thread % 8 * 8 < p.k ? kNone : 0;  // at or above it: nothing to copy
+    uint32_t const to = shared_address(a) + thread / 8 * 128 + ((thread % 8 ^ thread / 8 % 8) * 16);
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) {
+      copy_async(to + i * 16 * 128, units_after(base, from[i]), from[i] < none);
+    }
+    if (thread == 0) {
+      full.arrive_expect(C.b_bytes());
+      p.b.load(tile, step, b, full);
+    }
+    full.arrive_when_copied();
+  }
+
+ private:
+  __device__ void place() {
+    uint32_t const start = from[0] < unsigned(p.tokens) ? from[0] * p.stride : kNone;
+    int const first = int(kept(thread % 32 / 8));  // else all 8 source lanes are kept
+#pragma unroll
+    for (int i = 0; i < kPasses; ++i) from[i] = __shfl_sync(~0u, start, first + 4 * i);
+  }
+};
+
+template <class T, GemmConfig C>
+struct TokenColumns {
+  using Element = T;
+  using Work = InnerTiles;
+  static constexpr Major kMajorA = Major::MN, kMajorB = Major::MN;
+  static constexpr int kThreads = 128, kRegisters = 72;
+  static constexpr bool kClearsRest = true;
+  static constexpr int kArrivals = kThreads + 1;  // every thread's copies, and TMA
+
+  struct Params {
+    T const* a;          // (tokens or rows, m)
+    uint32_t a_stride;   // 16 bytes from row to row
+    int32_t const* row;  // (rows of b) which row of a; null: the same row
+    int tokens, m, n;
+    T const* b;  // (rows, n)
+    int64_t b_stride;
+    CUtensorMap a_map, b_map;  // (m or n, 1, rows), boxes of 64 x 1 x 64; a_map only without row
+  };
+  static_assert(C.tile_m == 128 && C.tile_k == 64, "half a warp copies a row of A, a warp 16 rows");
+  // Each warp's ring of token buffers, a pair of steps each.
+  static constexpr int kTokenBuffers = 4;
+  struct Storage {
+    int token[kThreads / 32][kTokenBuffers][32];
+  };
+  // Tokens are loaded this many steps before they are used. By then the stage of the step that
+  // loaded them has been filled and released again, so all of its copies, the tokens' included,
+  // have landed.
+  static constexpr int kTokensAhead = 4;
+  static_assert(kTokensAhead >= C.stages && kTokensAhead / 2 < kTokenBuffers);
+
+  Params const& p;
+  int const thread;
+  uint32_t const tokens;  // shared-memory address of the lane's token in the first buffer
+  // The copy is instruction-bound, five per row. So the addresses of A's rows, in units of 16
+  // bytes, are computed once per pair of steps, by one lane per row: lane l has that of the warp's
+  // row l % 16 in the even (l < 16) or odd step. Tokens are loaded early, and into shared memory:
+  // the compiler would wait for a load to registers at the end of each iteration.
+  uint32_t start;
+
+  __device__ TokenColumns(Params const& p, Storage& storage, int thread)
+      : p(p), thread(thread), tokens(shared_address(&storage.token[thread / 32][0][thread % 32])) {}
+
+  __device__ void begin(Tile const& tile) {
+    if (p.row != nullptr) {
+      int token[kTokensAhead / 2 + 1];
+#pragma unroll
+      for (int pair = 0; pair <= kTokensAhead / 2; ++pair) {
+        int const r = row_of(2 * pair);
+        token[pair] = r < tile.inner ? p.row[tile.inner_row + r] : 0;
+      }
+#pragma unroll
+      for (int pair = 0; pair <= kTokensAhead / 2; ++pair) {
+        store_shared(buffer(2 * pair), token[pair]);
+      }
+    }
+    start = place(tile, 0);
+  }
+
+  __device__ void load(Tile const& tile, int step, char* a, char* b, Barrier& full) {
+    int const row = tile.inner_row + step * C.tile_k, left = tile.inner - step * C.tile_k;
+    bool const whole = left >= C.tile_k, a_by_tma = whole && p.row == nullptr;
+    if (thread == 0) {
+      full.arrive_expect((whole ? C.b_bytes() : 0) + (a_by_tma ? C.a_bytes() : 0));
+      if (whole) {
+        for_own_boxes<C, 64>(tile, [&](int c, auto multicast) {
+          load_b<C>(multicast, p.b_map, b + c * 128, {tile.col + c, 0, row}, full);
+        });
+      }
+      if (a_by_tma) {
+#pragma unroll
+        for (int c = 0; c < C.tile_m; c += 64) {
+          tma_load(p.a_map, a + c * 128, {tile.row + c, 0, row}, full);
+        }
+      }
+    }
+    __syncwarp();
+    if (!a_by_tma) copy_a(tile, step, a);
+    if (!whole) copy_b(tile, row, left, b);
+    if (step % 2 == 1) {
+      load_tokens(tile, step + 1 + kTokensAhead);
+      start = place(tile, step + 1);
+    }
+    full.arrive_when_copied();
+  }
+
+ private:
+  // The row, counted from the tile's first, whose address the lane computes for steps `even` and
+  // even + 1. Warp w copies rows 2 w and 2 w + 1 of every 8, so that a thread's rows share a
+  // swizzle.
+  __device__ int row_of(int even) const {
+    int const lane = thread % 32;
+    return (even + lane / 16) * C.tile_k + thread / 32 * 2 + lane % 2 + lane % 16 / 2 * 8;
+  }
+  __device__ uint32_t buffer(int even) const { return tokens + even / 2 % kTokenBuffers * 128; }
+
+  __device__ void load_tokens(Tile const& tile, int even) const {
+    int const r = row_of(even);
+    if (p.row != nullptr && r < tile.inner) {
+      copy_word_async(buffer(even), p.row + tile.inner_row + r);
+    }
+  }
+  __device__ uint32_t place(Tile const& tile, int even) const {
+    int const r = row_of(even);
+    int const token = p.row == nullptr ? tile.inner_row + r : load_shared(buffer(even));
+    bool const inside = r < tile.inner && unsigned(token) < unsigned(p.tokens);
+    return inside ? uint32_t(token) * p.a_stride : kNone;
+  }
+
+  __device__ void copy_a(Tile const& tile, int step, char* a) const {
+    int const lane = thread % 32, chunk = lane % 16, m = tile.row + chunk * 8;
+    uint32_t const to =
+        chunk_address(shared_address(a) + chunk / 8 * kBlockBytes, thread / 16, chunk % 8);
+    uint32_t const none = m < p.m ? kNone : 0;  // at or above it: nothing to copy
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      uint32_t const row = __shfl_sync(~0u, start, step % 2 * 16 + 2 * i + lane / 16);
+      copy_async(to + i * 1024, units_after(p.a + m, row), row < none);
+    }
+  }
+
+  // A ragged step of B, without TMA, which would load rows of the next group: A's zeros do not
+  // cancel a NaN in them.
+  __device__ void copy_b(Tile const& tile, int row, int left, char* b) const {
+#pragma unroll 1
+    for (int i = thread; i < C.tile_k * C.tile_n / 8; i += 128) {
+      int const chunk = i % (C.tile_n / 8), r = i / (C.tile_n / 8), n = tile.col + chunk * 8;
+      bool const valid = r < left && n < p.n;
+      T const* from = valid ? p.b + (row + r) * p.b_stride + n : p.b;
+      copy_async(chunk_address(shared_address(b) + chunk / 8 * kBlockBytes, r, chunk % 8), from,
+                 valid);
+    }
+  }
+};
+
+}  // namespace guild::cuda

@@ -1,0 +1,113 @@
+// Results stored from registers, without shared memory and TMA; biases, with which sums start; and
+// what epilogues know of the activation at compile time.
+#pragma once
+#include "cuda/sm90/fragment.cuh"
+#include "shared/activation.h"
+
+namespace guild::cuda {
+
+// A matrix per group with any strides, float32 or T, stored or added to element by element.
+struct DirectOutput {
+  void* data = nullptr;  // element (group, row, col) at the strides below; null: absent
+  int64_t group_stride = 0, row_stride = 0, col_stride = 1;
+  bool is_float = false, accumulate = false;
+  int columns = 0;
+};
+
+// Stores 64 x n values, `valid` rows of them, at (group, row, col).
+template <class T, int n>
+__device__ inline void store_direct(DirectOutput const& out, float const (&acc)[n / 2], int group,
+                                    int row, int col, int valid, int thread) {
+  int64_t const start = group * out.group_stride;
+#pragma unroll
+  for (int i = 0; i < n / 2; ++i) {
+    int const r = fragment_row(thread) + i % 4 / 2 * 8;
+    int const c = col + i / 4 * 8 + fragment_column(thread) + i % 2;
+    if (r >= valid || c >= out.columns) continue;
+    int64_t const at = start + (row + r) * out.row_stride + c * out.col_stride;
+    if (out.is_float) {
+      float* const to = static_cast<float*>(out.data) + at;
+      *to = acc[i] + (out.accumulate ? *to : 0.f);
+    } else {
+      T* const to = static_cast<T*>(out.data) + at;
+      *to = T(acc[i] + (out.accumulate ? float(*to) : 0.f));
+    }
+  }
+}
+
+// One row of bias per expert; null data: none.
+template <class T>
+struct Bias {
+  T const* data;
+  int64_t stride;
+
+  // Fills a fragment of `count` columns with the tile's bias; false if there is no bias.
+  template <int count>
+  __device__ bool start(float* value, Tile const& tile, int columns, int thread) const {
+    if (data == nullptr) return false;
+    fill<count>(value, tile.expert, 0, tile.col, columns, thread);
+    return true;
+  }
+
+  // Fills a fragment of `count` columns, which begins at column `col`, with the expert's bias from
+  // element `first` + col on; with zeros at or past column `columns`.
+  template <int count>
+  __device__ void fill(float* value, int expert, int first, int col, int columns,
+                       int thread) const {
+    T const* const row = data + expert * stride + first;
+#pragma unroll
+    for (int block = 0; block < count / 8; ++block) {
+      int const c = col + block * 8 + fragment_column(thread);
+      float2 const b =
+          c < columns ? unpack<T>(*reinterpret_cast<uint32_t const*>(row + c)) : float2{0.f, 0.f};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) value[4 * block + i] = i % 2 == 0 ? b.x : b.y;
+    }
+  }
+};
+
+// How gate and up are arranged in the columns of a tile.
+enum class Pairing : int {
+  none,       // no gate
+  halves,     // gate columns, then as many up columns
+  alternate,  // gate, up, gate, up, ...
+};
+
+// What a kernel knows of its activation at compile time. Code for all activations in all orders,
+// even if only one of them runs, costs the up projection 4 to 7 % of its cycles.
+enum class Known : int {
+  nothing,
+  swiglu,  // what most models use: x * sigmoid(x) * up, Pairing::halves
+};
+
+inline Known known_of(Activation const& activation, Pairing pairing) {
+  bool const plain =
+      family_of(activation) == Family::swish && activation.alpha == 1 && activation.up_offset == 0;
+  return plain && pairing == Pairing::halves ? Known::swiglu : Known::nothing;
+}
+
+// A pairing that is a compile-time constant where it is known.
+template <Known known>
+struct KnownPairing {
+  Pairing value;
+  __device__ operator Pairing() const { return known == Known::swiglu ? Pairing::halves : value; }
+};
+
+// The activation with its known parameters replaced by compile-time constants.
+template <Known known>
+__device__ ActivationOf<float> with_constants(ActivationOf<float> act) {
+  if (known == Known::swiglu) act.alpha = 1, act.up_offset = -0.f;  // x + -0 is x, even for -0
+  return act;
+}
+
+// Calls f(std::integral_constant<Family, family>{}).
+template <Known known, class F>
+__device__ void with_known_family(ActivationOf<float> const& activation, F&& f) {
+  if constexpr (known == Known::swiglu) {
+    f(std::integral_constant<Family, Family::swish>{});
+  } else {
+    with_family(activation, f);
+  }
+}
+
+}  // namespace guild::cuda

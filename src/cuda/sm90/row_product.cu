@@ -1,0 +1,121 @@
+#include "cuda/products.h"
+
+namespace guild::cuda {
+namespace {
+
+template <class T, GemmConfig c, Major major, class Epilogue>
+void launch_row_product(RowProduct const& x, Epilogue const& epilogue, Queue const& queue) {
+  using Kernel = GroupedProduct<c, TmaRows<T, c, major>, Epilogue>;
+  int const half_steps = int((x.k + c.tile_k - 1) / c.tile_k);
+  typename Kernel::Params params{};
+  params.work = {.groups = x.groups,
+                 .tile_n = c.tile_n,
+                 .across = int(ceil_div(x.n, c.tile_n)),
+                 .inner = x.halves * half_steps * c.tile_k};
+  params.load.a = row_map<T>(x.a, x.rows, x.k, x.halves, c.tile_m, "a");
+  auto const map = [&](ConstWeight const& w) {
+    int64_t const stride = major == Major::K ? w.out_stride : w.in_stride;
+    return weight_map<T, c, major>(w.data, x.groups.groups, x.n, x.k, w.expert_stride, stride,
+                                   "weight");
+  };
+  params.load.b = {{map(x.w[0]), map(x.w[x.halves - 1])}, false, half_steps};
+  params.epilogue = epilogue;
+  launch<Kernel>(params, most_tiles<c>(x.rows, x.groups.groups, x.n, c.tile_n), queue);
+}
+
+template <class T, GemmConfig c, class Epilogue>
+void launch_expert_product(ExpertProduct const& x, Epilogue const& epilogue, Queue const& queue) {
+  using Kernel = GroupedProduct<c, TokenColumns<T, c>, Epilogue>;
+  typename Kernel::Params params{};
+  params.work = {.groups = x.groups,
+                 .tile_n = c.tile_n,
+                 .rows = int(x.m),
+                 .across = int(ceil_div(x.n, c.tile_n))};
+  params.work.order = x.schedule.order;
+  params.work.taken = x.schedule.taken;
+  auto& load = params.load;
+  load.a = static_cast<T const*>(x.a.data);
+  load.row = x.row_token;
+  load.tokens = int(x.row_token == nullptr ? x.rows : x.tokens);
+  load.a_stride = addressable_stride(load.tokens, row_stride(x.a, x.m), "x or dout");
+  load.m = int(x.m);
+  load.n = int(x.n);
+  load.b = static_cast<T const*>(x.b.data);
+  load.b_stride = row_stride(x.b, x.n);
+  load.b_map = row_map<T>(x.b, x.rows, x.n, 1, 64, "b");
+  if (x.row_token == nullptr) load.a_map = row_map<T>(x.a, x.rows, x.m, 1, 64, "a");
+  params.epilogue = epilogue;
+  launch<Kernel>(params, x.groups.groups * ceil_div(x.m, c.cluster_m()) * params.work.across,
+                 queue);
+}
+
+// Where TMA can write the expert's matrices.
+bool has_boxes(ExpertProduct const& x) {
+  bool const transposed = x.d.in_stride != 1;
+  return x.d_dtype == x.dtype && !x.accumulate && x.d.expert_stride % 8 == 0 &&
+         (transposed ? x.d.out_stride == 1 && x.d.in_stride % 8 == 0 : x.d.out_stride % 8 == 0);
+}
+
+template <class T>
+StoreExpert<T> boxes_of_experts(ExpertProduct const& x) {
+  bool const transposed = x.d.in_stride != 1;
+  MapShape const shape =
+      transposed
+          ? MapShape{x.m, x.n, x.groups.groups, x.d.in_stride, x.d.expert_stride, 64, 64, 1}
+          : MapShape{x.n, x.m, x.groups.groups, x.d.out_stride, x.d.expert_stride, 64, 64, 1};
+  return {tensor_map(x.d.data, x.dtype, shape, "dw"), transposed, int(x.n)};
+}
+
+}  // namespace
+
+void row_product(RowProduct const& x, Queue const& queue) {
+  if (x.rows == 0) return;
+  TileCount const count{.rows = x.rows,
+                        .groups = x.groups.groups,
+                        .columns = x.n,
+                        .inner = x.halves * x.k,
+                        .ragged = true};
+  with_type(x.dtype, [&](auto element) {
+    using T = decltype(element);
+    Bias<T> const bias{static_cast<T const*>(x.bias.data), row_stride(x.bias, x.n)};
+    auto const launch_with = [&]<GemmConfig c>(auto const& epilogue) {
+      if (x.w[0].in_stride == 1) {
+        launch_row_product<T, c, Major::K>(x, epilogue, queue);
+      } else {
+        launch_row_product<T, c, Major::MN>(x, epilogue, queue);
+      }
+    };
+    if (x.direct.data != nullptr) {
+      with_config<Product::direct>(count, [&]<GemmConfig c> {
+        launch_with.template operator()<c>(StoreDirect<T>{x.direct, bias});
+      });
+    } else {
+      StoreRows<T> const boxes{row_output<T>(x.d, x.rows, x.n, 1, "out"), bias};
+      with_config<Product::rows>(count,
+                                 [&]<GemmConfig c> { launch_with.template operator()<c>(boxes); });
+    }
+  });
+}
+
+void expert_product(ExpertProduct const& x, Queue const& queue) {
+  TileCount const count{.rows = x.m,
+                        .groups = x.groups.groups,
+                        .columns = x.n,
+                        .inner = x.rows / x.groups.groups,
+                        .ragged = false};
+  with_type(x.dtype, [&](auto element) {
+    using T = decltype(element);
+    with_config<Product::experts>(count, [&]<GemmConfig c> {
+      if (has_boxes(x)) {
+        launch_expert_product<T, c>(x, boxes_of_experts<T>(x), queue);
+      } else {
+        DirectOutput const d{x.d.data,      x.d.expert_stride,           x.d.out_stride,
+                             x.d.in_stride, x.d_dtype == DType::float32, x.accumulate,
+                             int(x.n)};
+        launch_expert_product<T, c>(x, StoreDirect<T>{d, {}}, queue);
+      }
+    });
+  });
+}
+
+}  // namespace guild::cuda
