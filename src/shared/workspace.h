@@ -1,4 +1,4 @@
-// How a work buffer is divided, and by the same code how large it must be.
+// Divides a work buffer into its parts; the same code counts how large it must be.
 #pragma once
 #include <cstddef>
 #include <cstdint>

@@ -2,9 +2,9 @@
 // block per expert and 128 columns, for dH where the grid's y is 0, for s dO where it is 1. A warp
 // adds up every eighth chunk, the block then adds up its warps' sums.
 //
-// The down gradient sums s dO with each score split into three 16-bit terms (column_sums.cuh). An
-// infinity times a zero term, or minus another infinity, makes NaN where there should be none: so a
-// chunk whose sum is NaN is summed again here, row by row.
+// The down gradient sums s dO with each score split into three 16-bit terms (sm90/column_sums.cuh).
+// An infinity times a zero term, or minus another infinity, makes NaN where there should be none:
+// so a chunk whose sum is NaN is summed again here, row by row.
 #include "cuda/rows/bias_sums.cuh"
 
 #include "cuda/element.cuh"
