@@ -117,10 +117,7 @@ def shorten(name: str, width: int = 140) -> str:
         (r"__nv_bfloat16", "bf16"),
         (r"__half", "fp16"),
         (r"\((?:\w+::)*(\w+)\)(\d+)", r"\1 \2"),
-        (
-            r"\b(?!GroupedProduct)(\w+)<(?:bf16|fp16), \d+:[\w:]+, ",
-            r"\1<",
-        ),  # a kernel's parts share its config
+        (r"\b(\w+)<(?:bf16|fp16), \d+:[\w:]+, ", r"\1<"),  # a kernel's parts share its config
         (r"\b(\w+)<(?:bf16|fp16), \d+:[\w:]+>", r"\1"),
         (r"(?<=[\w>])\(.*$", ""),
     ):

@@ -18,10 +18,11 @@ from machine import ROOT, VENV_PYTHON, output, say, stop
 
 FOLDER = ROOT / "build/wheel"
 HEAD = output("git", "-C", str(ROOT), "rev-parse", "HEAD").strip()
+PACKAGE = ROOT / "python"
 EXPECTED = (
-    "guild/__init__.py",
+    *(path.relative_to(PACKAGE).as_posix() for path in sorted(PACKAGE.rglob("guild/**/*.py"))),
     "guild/libguild_torch.so",
-    "guild/quack_h200.json",
+    "guild/bench/quack_h200.json",
     *(["guild/commit.txt"] if HEAD and (ROOT / ".git").exists() else []),
     "guild/include/guild/guild.h",
     "guild/lib/libguild.a",

@@ -1,7 +1,7 @@
 // The composites: which steps make a layer's forward and backward, and how the work buffer is cut.
 //
-// Written once for both backends: Steps has one callable per step (see src/cpu/moe.cpp,
-// src/cuda/moe.cu). Order of backward: whatever dH and A' feed comes while they are in cache.
+// Written once for both backends: Steps has one callable per step (src/cpu/moe.cpp,
+// src/cuda/moe.cu). Steps that read dH and A' follow closely in backward, while these are in L2.
 #pragma once
 #include <algorithm>
 
@@ -39,7 +39,7 @@ inline ForwardWorkspace carve_forward(Carver& carver, Sizes const& s, DType dtyp
   return {a, y, static_cast<int32_t*>(carver.take(rows > 0 ? sizeof(int32_t) : 0))};
 }
 
-// The down gradient's: of each chunk of rows the sums of dH's columns and those of s dO, float32.
+// The down gradient's workspace: sums of the columns of dH and of s dO per chunk of rows, float32.
 struct BiasSums {
   void *dh, *dout;  // (most_chunks(R, E), W), (most_chunks(R, E), H)
 };
@@ -51,11 +51,11 @@ inline BiasSums carve_bias_sums(Carver& carver, Sizes const& s, bool gated) {
 
 struct BackwardWorkspace {
   void *dh, *a_scaled, *score_parts;  // (R, W), (R, I), (R, parts)
-  void* dx_rows;                      // (R, H); before they are written, the down gradient's own
+  void* dx_rows;                      // (R, H); until then, the down gradient's workspace
   WeightSchedule schedule;
   int32_t* counter;  // of the queue
 };
-// combines: dx_rows are needed; biases: so are gradients of biases.
+// combines: whether dx_rows are needed; biases: whether gradients of biases are.
 inline BackwardWorkspace carve_backward(Carver& carver, Sizes const& s, DType dtype, bool gated,
                                         bool combines, bool biases) {
   int64_t const bytes = element_bytes(dtype);
@@ -69,9 +69,17 @@ inline BackwardWorkspace carve_backward(Carver& carver, Sizes const& s, DType dt
   auto const numbers = [&](int64_t count) {
     return static_cast<int32_t*>(carver.take(count * int64_t(sizeof(int32_t))));
   };
-  if (s.rows() == 0) return {dh, a_scaled, parts, dx_rows, {}, nullptr};
-  int32_t *const order = numbers(s.experts), *const taken = numbers(WeightSchedule::kCounters);
-  return {dh, a_scaled, parts, dx_rows, {order, taken}, numbers(1)};
+  BackwardWorkspace w{.dh = dh,
+                      .a_scaled = a_scaled,
+                      .score_parts = parts,
+                      .dx_rows = dx_rows,
+                      .schedule = {},
+                      .counter = nullptr};
+  if (s.rows() == 0) return w;
+  w.schedule.order = numbers(s.experts);
+  w.schedule.taken = numbers(WeightSchedule::kCounters);
+  w.counter = numbers(1);
+  return w;
 }
 
 inline ForwardWorkspace workspace_of(MoeForward const& f) {
@@ -89,11 +97,31 @@ void compose_forward(MoeForward const& f, Steps const& steps) {
   ForwardWorkspace const w = workspace_of(f);
   Rows const a{w.a, 0};
   bool const combined = has_slots(f.routing);
-  steps.up_projection(
-      {f.sizes, f.dtype, f.activation, f.order, f.routing, f.x, f.w_up, f.b_up, f.h, a});
+  steps.up_projection({.sizes = f.sizes,
+                       .dtype = f.dtype,
+                       .activation = f.activation,
+                       .order = f.order,
+                       .routing = f.routing,
+                       .x = f.x,
+                       .w_up = f.w_up,
+                       .bias = f.b_up,
+                       .h = f.h,
+                       .a = a});
   Rows const y = combined ? Rows{w.y, 0} : f.o;
-  steps.down_projection({f.sizes, f.dtype, f.routing, a, f.w_down, f.b_down, y});
-  if (combined) steps.combine({f.sizes, f.dtype, f.routing, y, f.o, f.residual});
+  steps.down_projection({.sizes = f.sizes,
+                         .dtype = f.dtype,
+                         .routing = f.routing,
+                         .a = a,
+                         .w_down = f.w_down,
+                         .bias = f.b_down,
+                         .y = y});
+  if (!combined) return;
+  steps.combine({.sizes = f.sizes,
+                 .dtype = f.dtype,
+                 .routing = f.routing,
+                 .y = y,
+                 .o = f.o,
+                 .residual = f.residual});
 }
 
 template <class Steps>
@@ -104,12 +132,28 @@ void compose_weight_gradients(MoeBackward const& b, BackwardWorkspace const& w,
     schedule = steps.schedule_weight_gradients(b.sizes, b.routing, w.schedule);
   }
   if (b.dw_down.data != nullptr) {
-    steps.down_weight_gradient({b.sizes, b.dtype, b.dw_dtype, b.accumulate, b.routing, b.dout,
-                                ConstRows(w.a_scaled), b.dw_down, schedule});
+    steps.down_weight_gradient({.sizes = b.sizes,
+                                .dtype = b.dtype,
+                                .dw_dtype = b.dw_dtype,
+                                .accumulate = b.accumulate,
+                                .routing = b.routing,
+                                .dout = b.dout,
+                                .a = w.a_scaled,
+                                .dw = b.dw_down,
+                                .schedule = schedule});
   }
   if (b.dw_up.gate.data != nullptr) {
-    steps.up_weight_gradient({b.sizes, b.dtype, b.dw_dtype, b.accumulate, b.activation.gated,
-                              b.order, b.routing, b.x, ConstRows(w.dh), b.dw_up, schedule});
+    steps.up_weight_gradient({.sizes = b.sizes,
+                              .dtype = b.dtype,
+                              .dw_dtype = b.dw_dtype,
+                              .accumulate = b.accumulate,
+                              .gated = b.activation.gated,
+                              .order = b.order,
+                              .routing = b.routing,
+                              .x = b.x,
+                              .dh = w.dh,
+                              .dw = b.dw_up,
+                              .schedule = schedule});
   }
 }
 
@@ -117,23 +161,48 @@ template <class Steps>
 void compose_backward(MoeBackward const& b, Steps const& steps) {
   BackwardWorkspace const w = workspace_of(b);
   void* const parts = b.dscores != nullptr ? w.score_parts : nullptr;
-  steps.down_gradient({b.sizes, b.dtype, b.activation, b.order, b.routing, b.dout, b.w_down, b.h,
-                       Rows{w.dh, 0}, Rows{w.a_scaled, 0}, parts, b.db_up, b.db_down, b.dw_dtype,
-                       b.accumulate, w.dx_rows});
+  steps.down_gradient({.sizes = b.sizes,
+                       .dtype = b.dtype,
+                       .activation = b.activation,
+                       .order = b.order,
+                       .routing = b.routing,
+                       .dout = b.dout,
+                       .w_down = b.w_down,
+                       .h = b.h,
+                       .dh = {w.dh},
+                       .a_scaled = {w.a_scaled},
+                       .score_parts = parts,
+                       .db_up = b.db_up,
+                       .db_down = b.db_down,
+                       .db_dtype = b.dw_dtype,
+                       .accumulate = b.accumulate,
+                       .workspace = w.dx_rows});
   if (b.dscores != nullptr) {
-    steps.score_gradient({b.sizes, b.dtype, b.routing, parts, b.dout, b.b_down, b.dscores});
+    steps.score_gradient({.sizes = b.sizes,
+                          .dtype = b.dtype,
+                          .routing = b.routing,
+                          .score_parts = parts,
+                          .dout = b.dout,
+                          .bias = b.b_down,
+                          .dscores = b.dscores});
   }
   compose_weight_gradients(b, w, steps);
   Rows const dx_rows = combines_rows(b)            ? Rows{w.dx_rows, 0}
                        : b.dx_rows.data != nullptr ? b.dx_rows
                                                    : b.dx;
   if (dx_rows.data == nullptr) return;
-  steps.up_gradient(
-      {b.sizes, b.dtype, b.activation.gated, b.order, b.routing, ConstRows(w.dh), b.w_up, dx_rows});
+  steps.up_gradient({.sizes = b.sizes,
+                     .dtype = b.dtype,
+                     .gated = b.activation.gated,
+                     .order = b.order,
+                     .routing = b.routing,
+                     .dh = w.dh,
+                     .w_up = b.w_up,
+                     .dx = dx_rows});
   if (!combines_rows(b)) return;
   Routing sum = b.routing;
   sum.slot_score = nullptr;
-  steps.combine({b.sizes, b.dtype, sum, dx_rows, b.dx});
+  steps.combine({.sizes = b.sizes, .dtype = b.dtype, .routing = sum, .y = dx_rows, .o = b.dx});
 }
 
 }  // namespace guild

@@ -35,7 +35,7 @@ void check_router_sizes(int64_t tokens, int64_t experts, int64_t top_k) {
 
 int64_t score_parts(Sizes const& sizes) {
   check_size(sizes.intermediate, 0, kMostColumns, "intermediate");
-  return pieces(sizes.intermediate, kScoreColumns);
+  return ceil_div(sizes.intermediate, kScoreColumns);
 }
 
 int64_t sort_workspace_bytes(int64_t tokens, int64_t experts, int64_t top_k) {

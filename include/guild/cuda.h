@@ -16,10 +16,9 @@ namespace guild::cuda {
 struct Queue {
   CUstream_st* stream = nullptr;
   int sms = 0;  // 0: all
-  // One int of device memory for products on this stream, whatever it holds: blocks count there the
-  // tiles that they take as they go, which is faster by 1 to 3 % where layers are large. Null:
-  // tiles are dealt out beforehand, with the same results. The composites have one in their
-  // workspace.
+  // One int of device memory for products on this stream, with any value: a counter from which
+  // blocks claim tiles (dynamic scheduling), 1 to 3 % faster where layers are large. Null: static
+  // scheduling, with the same results. The composites have one in their workspace.
   int32_t* counter = nullptr;
 };
 

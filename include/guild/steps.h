@@ -111,13 +111,14 @@ struct UpGradient {
   Rows dx;                              // (R, H) out
 };
 
-// How the blocks of a GPU share out the tiles of weight gradients, whose sums differ in length as
-// experts do in rows: as they go, longest first. Made by cuda::schedule_weight_gradients for one
-// call each of the two steps below. Null: in the experts' order. The results are the same.
+// Dynamic scheduling of the weight gradients, whose sums are as long as experts have rows: blocks
+// claim tiles from a counter, largest experts first. Made by cuda::schedule_weight_gradients for
+// one call each of the two steps below. Null: static scheduling in the experts' order, with the
+// same results.
 struct WeightSchedule {
   static constexpr int kCounters = 3;
   int32_t* order = nullptr;  // (E) experts by falling number of rows
-  int32_t* taken = nullptr;  // (kCounters) tiles taken so far: of dW2, and of dW1's gate and up
+  int32_t* taken = nullptr;  // (kCounters) tiles claimed so far: of dW2, and of dW1's gate and up
 };
 
 // dW1[e] = dH[rows of e]^T X[row_token of them]: (E, I, H) twice, written with the given strides.

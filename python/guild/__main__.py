@@ -2,6 +2,6 @@
 
 import sys
 
-from guild.cli import main
+from guild.cli.main import main
 
 sys.exit(main())

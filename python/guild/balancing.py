@@ -8,14 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from guild import _gradients  # noqa: F401 - registers the gradients
-from guild._checks import (
+from guild._torch import gradients  # noqa: F401 - registers the gradients
+from guild._torch.checks import (
     expect_choice,
     expect_choices_of,
     expect_count,
     expect_logits,
 )
-from guild._operators import ops
+from guild._torch.operators import ops
 from guild.routing import SCORES, token_flags
 
 _sums = ops.balance_sums.default

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from guild import _layer_operator  # noqa: F401 - registers the gradients
-from guild._checks import (
+from guild._torch import layer_operator  # noqa: F401 - registers the gradients
+from guild._torch.checks import (
     MOST_EXPERTS,
     expect_device,
     expect_dims,
@@ -17,8 +17,8 @@ from guild._checks import (
     expect_shape,
     expect_tensor,
 )
-from guild._layer_arguments import Halves, layer_arguments
-from guild._operators import autocast, ops, score_dtype
+from guild._torch.layer_arguments import Halves, layer_arguments
+from guild._torch.operators import autocast, ops, score_dtype
 from guild.activations import Activation, is_interleaved
 from guild.routing import Router, token_arguments
 from guild.weight_gradients import Experts, WeightGradients

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from guild._checks import (
+from guild._torch.checks import (
     dtype_name,
     expect_apart,
     expect_device,
@@ -21,8 +21,8 @@ from guild._checks import (
     expect_shape,
     expect_tensor,
 )
-from guild._gradients import starts
-from guild._operators import autocast, ops
+from guild._torch.gradients import starts
+from guild._torch.operators import autocast, ops
 from guild.activations import Activation, as_activation, is_interleaved
 
 _GPT_OSS = {"alpha": 1.702, "limit": 7.0, "up_offset": 1.0}

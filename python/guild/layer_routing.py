@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from guild._checks import dtype_name, expect_device, expect_shape, expect_tensor
-from guild._operators import autocast
+from guild._torch.checks import dtype_name, expect_device, expect_shape, expect_tensor
+from guild._torch.operators import autocast
 from guild.rounding import round_tokens
 from guild.routing import Router, token_flags
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from guild import _gradients  # noqa: F401 - registers the gradients
-from guild._checks import (
+from guild._torch import gradients  # noqa: F401 - registers the gradients
+from guild._torch.checks import (
     FLOATS,
     dtype_name,
     expect_device,
@@ -19,7 +19,7 @@ from guild._checks import (
     expect_shape,
     expect_tensor,
 )
-from guild._operators import autocast, ops
+from guild._torch.operators import autocast, ops
 
 _router_logits = ops.router_logits.default
 

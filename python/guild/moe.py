@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from guild._checks import (
+from guild._torch.checks import (
     FLOATS,
     MOST_EXPERTS,
     dtype_name,
@@ -16,7 +16,7 @@ from guild._checks import (
     expect_count,
     expect_shape,
 )
-from guild._operators import autocast
+from guild._torch.operators import autocast
 from guild.activations import Activation, as_activation, is_interleaved
 from guild.balancing import BalanceSums, balance_sums, move_selection_bias
 from guild.experts import routed_experts_and_offsets, routed_layer

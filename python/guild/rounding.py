@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from guild import _gradients  # noqa: F401 - registers the gradients
-from guild._checks import (
+from guild._torch import gradients  # noqa: F401 - registers the gradients
+from guild._torch.checks import (
     dtype_name,
     expect_choice,
     expect_choices_of,
@@ -15,7 +15,7 @@ from guild._checks import (
     expect_logits,
     expect_shape,
 )
-from guild._operators import ops
+from guild._torch.operators import ops
 from guild.routing import MOST_TILE, ROUNDINGS, SCORES, expect_scale, expect_sum_floor
 
 _round_tokens = ops.round_tokens.default

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from guild import _gradients  # noqa: F401 - registers the gradients
-from guild._checks import (
+from guild._torch import gradients  # noqa: F401 - registers the gradients
+from guild._torch.checks import (
     dtype_name,
     expect_choice,
     expect_count,
@@ -18,7 +18,7 @@ from guild._checks import (
     expect_logits,
     expect_shape,
 )
-from guild._operators import ops, score_dtype
+from guild._torch.operators import ops, score_dtype
 
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus")  # in the order of guild::Score
 GROUP_SCORES = ("top2_sum", "max")  # of guild::GroupScore

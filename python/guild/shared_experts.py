@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from guild._checks import expect_count
+from guild._torch.checks import expect_count
 from guild.activations import Activation
 from guild.experts import experts_mlp
 from guild.logits import LogitLinear

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from guild._checks import expect_count
-from guild._operators import ops
+from guild._torch.checks import expect_count
+from guild._torch.operators import ops
 
 
 def num_sms() -> int:

@@ -13,10 +13,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from guild._autograd import rows_of
-from guild._checks import dtype_name, expect_own_elements
-from guild._gradients import ops, pre_activations
-from guild._router_gradients import Weighing, router_gradients
+from guild._torch.autograd import rows_of
+from guild._torch.checks import dtype_name, expect_own_elements
+from guild._torch.gradients import pre_activations
+from guild._torch.operators import LayerFlags, ops
+from guild._torch.router_gradients import Weighing, router_gradients
 
 _NAMES = ("w_up", "w_up[0] (gate)", "w_down", "b_up", "b_down")
 
@@ -174,7 +175,7 @@ class Experts(torch.autograd.Function):
             )
         else:
             out, h = ops.experts_forward(x, offsets, *layer, not recompute)
-        ctx.sink, ctx.parameters, ctx.flags = sink, parameters, flags
+        ctx.sink, ctx.parameters, ctx.flags = sink, parameters, LayerFlags(*flags)
         places = offsets, row_token, slot_row, row_score, token_offsets
         ctx.save_for_backward(x, h, *places, w_up, w_gate, w_down, b_up, b_down, *routed)
         ctx.mark_non_differentiable(offsets)
@@ -216,7 +217,7 @@ class Experts(torch.autograd.Function):
                 parts, slot_row, offsets, dout, b_down, a.shape[1], token_offsets
             )
         if want_x:
-            dx = ops.up_gradient(dh, offsets, w_up, w_gate, ctx.flags[1], *ctx.flags[6:])
+            dx = ops.up_gradient(dh, offsets, w_up, w_gate, *ctx.flags.up_weight)
             if slot_row is None:  # rows of nobody were not written
                 rows = torch.arange(x.shape[0], device=x.device)
                 nobody = (rows < offsets[0]) | (rows >= offsets[-1])
@@ -237,10 +238,9 @@ def _compute(sink, kept, parameters, flags, x, dout, dh, a, offsets, row_token, 
     """dW and db of one backward pass, into the sink's targets."""
     kept.expect_unchanged()
     w_up, w_gate, w_down, b_up, b_down = parameters
-    gated, (interleaved, transposed) = flags[1], flags[6:]
     (target,), add = sink._target(w_down)
     if target is not None:
-        ops.down_weight_gradient_out(dout, a, offsets, row_token, target, transposed, add)
+        ops.down_weight_gradient_out(dout, a, offsets, row_token, target, flags.transposed, add)
     (target,), add = sink._target(b_down)
     if target is not None:
         ops.bias_gradient_out(dout, offsets, row_token, row_score, target, add)
@@ -250,9 +250,8 @@ def _compute(sink, kept, parameters, flags, x, dout, dh, a, offsets, row_token, 
             up = torch.empty_like(w_up, dtype=gate.dtype)
         if gate is None and w_gate is not None:
             gate = torch.empty_like(w_gate, dtype=up.dtype)
-        ops.up_weight_gradient_out(
-            x, dh, offsets, row_token, up, gate, gated, interleaved, transposed, add
-        )
+        layout = flags.up_weight
+        ops.up_weight_gradient_out(x, dh, offsets, row_token, up, gate, *layout, add)
     (target,), add = sink._target(b_up)
     if target is not None:
         ops.bias_gradient_out(dh, offsets, None, None, target, add)

@@ -1,4 +1,4 @@
-// What a build without CUDA answers in place of the CUDA backend.
+// The CUDA backend's functions in a build without CUDA: they throw.
 #include "guild/cuda.h"
 
 namespace guild::cuda {

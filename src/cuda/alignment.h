@@ -1,5 +1,5 @@
-// Arguments as the CUDA backend takes them, and what it asks of them beyond what both backends do:
-// 16-bit types, 16-byte rows, and no more experts than its routing takes.
+// Arguments as the CUDA backend takes them, and its own requirements: 16-bit types, rows on 16-byte
+// boundaries, a maximal number of experts.
 #pragma once
 #include <cstdint>
 
@@ -36,7 +36,7 @@ inline void require_aligned(ConstRows const& rows, char const* name) {
   if (rows.data != nullptr) require_aligned(rows.data, rows.stride, name);
 }
 
-// A row stride in 16 bytes: kernels that pick rows count in them with 32 bits.
+// A row stride in units of 16 bytes: kernels that gather compute row offsets in them with 32 bits.
 inline constexpr uint32_t kNone = ~0u;  // no row
 inline uint32_t addressable_stride(int64_t rows, int64_t stride, char const* name) {
   int64_t const units = stride / kElementsPer16Bytes;
@@ -54,14 +54,14 @@ inline void require_aligned(ConstWeight const& w, char const* name) {
   require_aligned(w.data, w.expert_stride, name);
 }
 
-// What routing on the GPU takes, fewer than the CPU backend does.
+// The most experts that routing supports on CUDA; the CPU backend has no such limit.
 inline constexpr int kMostRouted = 1024;
 inline void require_routable(int64_t experts) {
   require(experts <= kMostRouted, "experts: expected at most ", kMostRouted, " on CUDA, got ",
           experts);
 }
 
-// The sizes every product of a layer needs.
+// What all products of a layer require of its sizes.
 inline void require_layer(Sizes const& sizes, DType dtype) {
   require_16_bit(dtype);
   require_whole_16_bytes(sizes.hidden, "hidden");

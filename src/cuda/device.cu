@@ -16,7 +16,7 @@ int attribute(cudaDeviceAttr which, int index, char const* name) {
   return value;
 }
 
-// Attributes of the current device, asked for once a device, by whichever thread comes first.
+// Attributes of the current device, queried once per device.
 Device const& current_device() {
   constexpr int kMost = 64;
   static Device known[kMost];

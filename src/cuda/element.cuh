@@ -68,7 +68,7 @@ __device__ inline Eight unpack_eight(uint4 const& words) {
   return e;
 }
 
-// The address `units` times 16 bytes after `base`, in one instruction.
+// base + 16 bytes * units in one instruction: gathering is bound by the instructions it issues.
 __device__ inline void const* units_after(void const* base, uint32_t units) {
   void const* result;
   asm("mad.wide.u32 %0, %1, 16, %2;" : "=l"(result) : "r"(units), "l"(base));
@@ -89,7 +89,7 @@ __device__ inline void store_eight(T* to, Eight const& e) {
                                    pack<T>(v[6], v[7])};
 }
 
-// Writes an element of float32 or T, or adds to it.
+// Stores or adds to one element, float32 or T.
 template <class T>
 __device__ inline void store_element(void* data, bool is_float, bool accumulate, int64_t at,
                                      float value) {

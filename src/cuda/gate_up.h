@@ -1,5 +1,5 @@
-// The up projection's weight as products on the GPU see it: two halves, or one packed matrix whose
-// rows alternate gate and up. H, its gradient and the bias follow the same order.
+// The up projection's weight as the GPU's products take it: gate and up as two matrices, or one
+// packed matrix of alternating gate and up rows. H, its gradient and the bias have the same order.
 #pragma once
 #include "cuda/alignment.h"
 #include "cuda/products.h"
@@ -8,9 +8,9 @@ namespace guild::cuda {
 
 template <class W>
 struct GateUpView {
-  W w[2];         // the halves; the packed matrix and a copy of it where alternating; gate twice
-  int64_t width;  // of one of them: I, or 2I where alternating
-  int halves;     // 2 where gate and up stand apart, else 1
+  W w[2];         // gate and up; or, where there is one matrix only, that one twice
+  int64_t width;  // rows of one of them: I, or 2I where alternating
+  int halves;     // 2 for gate and up as two matrices, else 1
   Pairing pairing;
 };
 

@@ -1,5 +1,5 @@
-// The bare grouped product: tensor-core kernels where the operands' strides allow TMA, the plain
-// kernel otherwise. Groups along columns are the transposed problem, D^T = B^T A^T.
+// grouped_gemm(): tensor-core kernels where the operands' strides allow TMA, the plain kernel
+// otherwise. Groups along columns are solved as the transposed problem, D^T = B^T A^T.
 #include "check.h"
 #include "cuda/alignment.h"
 #include "cuda/device.h"
@@ -30,7 +30,7 @@ bool bias_fits(ConstRows const& bias, int64_t n) {
   return reinterpret_cast<uintptr_t>(bias.data) % 4 == 0 && row_stride(bias, n) % 2 == 0;
 }
 
-// Groups that split rows, all of A and D one matrix each.
+// For groups that split rows, where A and D of all groups form one matrix each; false if it cannot.
 bool try_row_product(GroupedGemm const& x, Groups const& groups, int64_t rows, Queue queue) {
   ConstWeight w;
   bool const joined = x.ragged != Ragged::none || (x.a.group_stride == x.m * x.a.row_stride &&
@@ -54,9 +54,13 @@ bool try_row_product(GroupedGemm const& x, Groups const& groups, int64_t rows, Q
   if (boxed) {
     product.d = {x.d.data, x.d.row_stride};
   } else {
-    product.direct = {
-        x.d.data,     0,       x.d.row_stride, x.d.col_stride, x.out_dtype == DType::float32,
-        x.accumulate, int(x.n)};
+    product.direct = {.data = x.d.data,
+                      .group_stride = 0,
+                      .row_stride = x.d.row_stride,
+                      .col_stride = x.d.col_stride,
+                      .is_float = x.out_dtype == DType::float32,
+                      .accumulate = x.accumulate,
+                      .columns = int(x.n)};
   }
   row_product(product, queue);
   return true;
@@ -82,7 +86,7 @@ bool try_expert_product(GroupedGemm const& x, Groups const& groups, Queue queue)
   return true;
 }
 
-// Zeros for rows of no group.
+// Writes zeros to rows that belong to no group.
 __global__ void clear_tail(Operand d, int32_t const* last, int rows, int n, bool is_float) {
   int const first = max(*last, 0);
   int64_t const count = int64_t(max(rows - first, 0)) * n;
@@ -112,7 +116,7 @@ void grouped_gemm(GroupedGemm const& args, Queue queue) {
     x.ragged = Ragged::rows;
   }
   bool const sum_groups = x.ragged == Ragged::inner, ragged_rows = x.ragged == Ragged::rows;
-  // A ragged operand is one matrix: groups are steps along it, whatever group stride came.
+  // A ragged operand is one matrix for all groups: its group stride is ignored.
   if (sum_groups || ragged_rows) x.a.group_stride = 0;
   if (sum_groups) x.b.group_stride = 0;
   if (ragged_rows) x.d.group_stride = 0;

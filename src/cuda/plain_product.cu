@@ -18,7 +18,7 @@ template <class T>
 struct Slabs {
   float a[kDepth][kTile + 1], b[kDepth][kTile + 1];
 
-  // Brings k .. k + kDepth of A's 64 rows and B's 64 columns; zeros outside.
+  // Loads k .. k + kDepth of A's 64 rows and B's 64 columns; zeros outside.
   __device__ void fill(T const* from_a, T const* from_b, GroupedGemm::Operand const& a_shape,
                        GroupedGemm::Operand const& b_shape, int rows, int columns, int left) {
     for (int i = threadIdx.x; i < kDepth * kTile; i += kThreads) {
@@ -112,7 +112,7 @@ void launch_plain(PlainProduct const& p, Queue const& queue) {
     InnerTiles const work{.groups = p.groups,
                           .tile_n = kTile,
                           .rows = p.rows,
-                          .across = int(pieces(p.n, kTile)),
+                          .across = int(ceil_div(p.n, kTile)),
                           .tile_m = kTile,
                           .tail_m = 0,
                           .band = kBand};
@@ -120,7 +120,7 @@ void launch_plain(PlainProduct const& p, Queue const& queue) {
   } else {
     RowTiles const work{.groups = p.groups,
                         .tile_n = kTile,
-                        .across = int(pieces(p.n, kTile)),
+                        .across = int(ceil_div(p.n, kTile)),
                         .inner = p.k,
                         .tile_m = kTile,
                         .tail_m = 0,

@@ -1,13 +1,14 @@
-// The grouped product for operands that TMA cannot take: any strides and sizes, 64 x 64 tiles on
-// the ordinary cores, fp32 sums with k ascending.
+// The grouped product for operands that TMA cannot load: any strides and sizes, 64 x 64 tiles,
+// without tensor cores, fp32 sums with k ascending.
 #pragma once
 #include "guild/cuda.h"
 #include "shared/tiles.h"
 
 namespace guild::cuda {
 
-// D[group] = A[group] B[group] + bias. Groups split the rows (ragged rows, or none of them ragged:
-// rows_per_group > 0 and A and D have a group stride) or, with sum_groups, the inner dimension.
+// D[group] = A[group] B[group] + bias. Groups split the rows, which are ragged or, if
+// rows_per_group > 0, equally many, and A and D have a group stride; with sum_groups they split the
+// inner dimension.
 struct PlainProduct {
   DType dtype = DType::bfloat16, out_dtype = DType::bfloat16;
   bool accumulate = false, sum_groups = false;

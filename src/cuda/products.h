@@ -10,7 +10,7 @@
 
 namespace guild::cuda {
 
-// How columns of pre-activations hold gate and up.
+// How gate and up are arranged in the columns of the pre-activations.
 enum class Pairing : int {
   none,       // no gate
   halves,     // gate columns, then as many up columns
@@ -55,7 +55,8 @@ struct DownGradientProduct {
 };
 void down_gradient_product(DownGradientProduct const& product, Queue const& queue);
 
-// A result of any strides, float32 or the operands' type, written or added to by element.
+// A matrix per group with any strides, float32 or the operands' type, stored or added to element by
+// element.
 struct DirectOutput {
   void* data = nullptr;  // element (group, row, col) at the strides below; null: absent
   int64_t group_stride = 0, row_stride = 0, col_stride = 1;

@@ -13,7 +13,7 @@ __device__ inline float warp_sum(float x) {
   return x;
 }
 
-// What `combine` makes of the values of lanes 0 .. this one.
+// Inclusive scan: the values of lanes 0 .. this one, combined.
 template <class F>
 __device__ inline int warp_scan(int value, F&& combine) {
 #pragma unroll

@@ -4,7 +4,7 @@
 
 namespace guild::cuda {
 
-// The gathered operand is the product's first, so dW1 is computed as its transpose.
+// Only the product's first operand can be gathered, so dW1 is computed as its transpose, X^T dH.
 void up_weight_gradient(UpWeightGradient const& x, Queue queue) {
   check(x);
   require_layer(x.sizes, x.dtype);
@@ -31,7 +31,7 @@ void up_weight_gradient(UpWeightGradient const& x, Queue queue) {
                         .d = transposed(view.w[0]),
                         .schedule = x.schedule};
   int32_t*& taken = product.schedule.taken;
-  if (taken != nullptr) ++taken;  // the first counter is dW2's
+  if (taken != nullptr) ++taken;  // counters: dW2's, then those of dW1's gate and up
   int64_t const total = view.width * view.halves;
   product.b.stride = row_stride(x.dh, total);
   expert_product(product, queue);

@@ -1,5 +1,6 @@
-// Experts by falling number of rows, and zeros where blocks will count the tiles they take: longest
-// processing time first, Graham, SIAM Journal on Applied Mathematics 17, 1969.
+// The schedule of the weight gradients: experts by falling number of rows, and the counters from
+// which blocks claim tiles, set to zero. Longest processing time first: Graham, SIAM Journal on
+// Applied Mathematics 17, 1969.
 #include "cuda/alignment.h"
 #include "cuda/device.h"
 #include "shared/tiles.h"
@@ -9,7 +10,7 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// One block: each expert's place is the number of those that come before it.
+// One block. An expert's place is the number of experts that come before it.
 __global__ void __launch_bounds__(kThreads) weight_schedule_kernel(Groups groups,
                                                                    WeightSchedule schedule) {
   __shared__ int rows[kMostRouted];

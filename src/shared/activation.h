@@ -3,9 +3,9 @@
 //
 //   a = f(g) * (u + up_offset),  g = min(gate, limit),  u = clamp(up, -limit, limit)
 //
-// Clamps are written as comparisons that NaN fails, so that NaN passes through; the gradient is
-// zero exactly where a clamp cuts. The family of the kind is a template argument of what runs per
-// element, so that the choice is made once per tile: with_family() turns the run-time value into
+// Clamps are comparisons, which are false for NaN, so NaN passes through; the gradient is zero
+// exactly where a clamp is active. Functions per element have the activation's family as a template
+// argument, so that the choice is made once per tile: with_family() turns the run-time value into
 // the argument. P is the type of the activation's parameters: double in public structs, float in
 // kernels.
 #pragma once
@@ -29,8 +29,8 @@ constexpr ActivationOf<F> activation_in(Activation const& act) {
           .clamp_after = act.clamp_after};
 }
 
-// The kinds in families, each one straight line of code:
-//   swish     x * sigmoid(alpha x) without clamps: what most models use, in half the instructions
+// Kinds of activation that share branch-free code:
+//   swish     x * sigmoid(alpha x) without clamps; what most models use, half the instructions
 //   sigmoid   x * sigmoid(p1 x + p3 x^3): silu (p1 = alpha) and gelu_tanh (p1 = sqrt(8 / pi))
 //   other     gelu_erf, relu, relu_squared
 enum class Family { swish, sigmoid, other };
@@ -55,8 +55,7 @@ GUILD_HD auto with_family(ActivationOf<P> const& act, F&& f) {
   }
 }
 
-// The activation where the caller knows whether it is gated: compilers then see a constant, and no
-// branch at every element.
+// The activation with `gated` set to a constant the caller knows, which saves a branch per element.
 template <class P>
 GUILD_HD ActivationOf<P> with_gate(ActivationOf<P> act, bool gated) {
   act.gated = gated;
@@ -72,7 +71,7 @@ GUILD_HD float exponential(float x) {
 }
 GUILD_HD double exponential(double x) { return exp(x); }
 
-// 1 / (1 + exp(-slope x)). On a GPU four instructions: what is below 2^-126 becomes zero.
+// 1 / (1 + exp(-slope x)); on a GPU four instructions, which flush denormals to zero.
 GUILD_HD float sigmoid(float x, float slope = 1) {
 #ifdef __CUDA_ARCH__
   float power, result;
@@ -147,7 +146,7 @@ GUILD_HD F activate(ActivationOf<P> const& act, F gate, F up) {
 
 template <class F>
 struct PairGradient {
-  F a, dgate, dup;  // the activation again, and da times its gradients
+  F a, dgate, dup;  // the activation, recomputed, and da times its gradients
 };
 
 template <Family family, class P, class F>

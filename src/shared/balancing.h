@@ -1,4 +1,4 @@
-// How the tokens of a sequence are cut into chunks: one thread block and one partial sum each.
+// Chunks of a sequence's tokens: one thread block and one partial sum each.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -7,15 +7,15 @@
 
 namespace guild {
 
-inline constexpr int64_t kBalanceBlocks = 256;      // of all sequences, unless these are more
-inline constexpr int64_t kLeastBalanceTokens = 16;  // of a chunk, unless the sequence has fewer
+inline constexpr int64_t kBalanceBlocks = 256;      // for all sequences, at least one for each
+inline constexpr int64_t kLeastBalanceTokens = 16;  // per chunk, unless the sequence has fewer
 
 constexpr int64_t balance_chunks(int64_t tokens, int64_t sequences) {
   int64_t const most = (tokens / sequences + kLeastBalanceTokens - 1) / kLeastBalanceTokens;
   return std::min(most, std::max<int64_t>(1, kBalanceBlocks / sequences));
 }
 
-// Partial sums of every chunk, chunks of a sequence in order.
+// Partial sums of every chunk; the chunks of a sequence are contiguous and in order.
 struct BalanceWorkspace {
   void *shares, *squares, *counts;  // float (chunks, E), float (chunks), int32 (chunks, E)
 };

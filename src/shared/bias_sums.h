@@ -1,5 +1,5 @@
-// How the sums over an expert's rows are cut: into chunks of 64 rows, counted from its first one,
-// whose sums a second pass adds up. Pure index arithmetic: tested on the CPU.
+// Chunks of rows for the bias gradients: 64 rows each, counted from an expert's first row. One pass
+// sums each chunk, a second one adds up the chunks. Pure index arithmetic: tested on the CPU.
 #pragma once
 #include "shared/tiles.h"
 
@@ -7,13 +7,13 @@ namespace guild {
 
 inline constexpr int kChunkRows = 64;
 
-// Where the sums of the chunk from `row` on lie. No two experts' chunks meet: one that begins with
-// a ragged end of the one before has a greater number.
+// The number of the chunk that begins at `row`. Adding the expert keeps numbers distinct: the last
+// chunk of one expert and the first of the next may have the same row / 64.
 GUILD_HD int chunk_of(int row, int expert) { return row / kChunkRows + expert; }
 
-// The most chunks that rows and experts can make, holes between experts included.
+// An upper bound on chunk numbers; some are unused where an expert ends.
 GUILD_HD constexpr int64_t most_chunks(int64_t rows, int64_t experts) {
-  return rows == 0 ? 0 : pieces(rows, kChunkRows) + experts;
+  return rows == 0 ? 0 : ceil_div(rows, kChunkRows) + experts;
 }
 
 }  // namespace guild

@@ -1,5 +1,5 @@
-// exp for the CPU backend: straight-line code that compilers turn into vector instructions, which
-// they do not do with the C library's expf.
+// exp for the CPU backend: branch-free, so that compilers vectorise it. They do not vectorise the C
+// library's expf.
 #pragma once
 #include <bit>
 #include <cstdint>
@@ -22,7 +22,7 @@ constexpr float vector_exp(float x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1;
-  // 2^(n - 1) first: n reaches 128, which 2^n does not.
+  // In two factors, 2^(n - 1) and 2: n may be 128, and 2^128 is no float.
   uint32_t const exponent = (std::bit_cast<uint32_t>(shifted) + 126u) << 23;
   float const result = p * std::bit_cast<float>(exponent) * 2.f;
   return x > 88.7228394f ? std::numeric_limits<float>::infinity() : (x < -86.9f ? 0.f : result);

@@ -1,5 +1,5 @@
-// Everything about a grouped GEMM that must be known at compile time, as one plain value; which of
-// them are built, and which one a product takes.
+// GemmConfig: what a grouped GEMM must know at compile time, as one plain value. kConfigs are those
+// that are built; choose_config() picks one for a product by a cost model.
 #pragma once
 #include <cstdint>
 
@@ -10,9 +10,9 @@ namespace guild {
 struct GemmConfig {
   int tile_m, tile_n;
   int stages;
-  int cluster = 1;        // blocks that share the tiles of B: their row tiles are neighbours
+  int cluster = 1;        // blocks with neighbouring row tiles, which share the tile of B
   int consumers = 2;      // warpgroups issuing wgmma
-  bool in_turns = false;  // consumers take whole tiles in turns, in place of 64 rows each
+  bool in_turns = false;  // each consumer works on every other tile, not on half of every tile
 
   static constexpr int tile_k = 128 / kElementBytes;            // a swizzled row of shared memory
   constexpr int cluster_m() const { return tile_m * cluster; }  // rows of a cluster's tile
@@ -23,9 +23,9 @@ struct GemmConfig {
   friend constexpr bool operator==(GemmConfig const&, GemmConfig const&) = default;
 };
 
-// The products, which differ in what a config costs them.
+// The products; each has its own cost per config.
 enum class Product : int {
-  rows,           // down projection, up gradient, grouped_mm: boxes of results
+  rows,           // down projection, up gradient, grouped_mm: results stored by TMA
   direct,         // the same, stored element by element
   up,             // up projection
   down_gradient,  // reads H
@@ -35,27 +35,27 @@ inline constexpr int kProducts = 5;
 
 struct BuiltConfig {
   GemmConfig config;
-  double step_cost[kProducts];  // of a step of its sums, relative to the best; 0: does not serve
-  double outside;               // cycles that a consumer spends on a tile beside its sum
+  double step_cost[kProducts];  // of one step of a sum, relative to the best; 0: cannot be used
+  double outside;               // cycles that a consumer spends on a tile outside of its sum
 
   constexpr bool serves(Product product) const { return step_cost[int(product)] > 0; }
 };
 
-// The configs that are built. Add a row only with a measurement (docs/measured.md).
+// The configs that are built. Add a row only with a measurement (docs/measured/).
 inline constexpr BuiltConfig kConfigs[] = {
-    // A pair loads a third less from L2, up projection 2 to 10 %, but each waits for the other.
-    // Not for products by row that are stored element by element: ptxas serialises their wgmma
-    // (C7515), though not that of weight gradients stored so.
+    // A pair of blocks loads a third less from L2, which saves the up projection 2 to 10 %, but
+    // each waits for the other. Not for Product::direct, whose wgmma ptxas serialises (C7515);
+    // weight gradients stored element by element are not affected.
     {{.tile_m = 128, .tile_n = 256, .stages = 4, .cluster = 2}, {1, 0, 1, 1, 1}, 900},
-    // Alone a block wastes no column of tiles where their number is odd and rows are few.
+    // A single block leaves no partner idle where rows are few and the columns of tiles odd.
     {{.tile_m = 128, .tile_n = 256, .stages = 4}, {1.05, 1, 1.05, 1.03, 1.02}, 400},
-    // In turns, packing and stores hide behind the other consumer's products, which pays where sums
-    // are short: fine7b's up gradient 0.53 to 0.50 ms. Only without a gather, which it would repeat
-    // for more columns of tiles.
+    // With in_turns, packing and stores overlap the other consumer's products, which pays where
+    // sums are short: fine7b's up gradient 0.53 to 0.50 ms. Not with gathered rows: narrower tiles
+    // would gather them more often.
     {{.tile_m = 128, .tile_n = 192, .stages = 4, .consumers = 2, .in_turns = true}, {1.045}, 3500},
 };
 
-// Columns of A over which one tile of the down gradient sums <g, A>, a part of dS.
+// Columns of a tile of the down gradient, over which it sums <g, A> to one part of dS.
 inline constexpr int kScoreColumns = 256;
 static_assert([] {
   for (auto const& built : kConfigs) {
@@ -64,16 +64,16 @@ static_assert([] {
   return true;
 }());
 
-// What is known of a product before it is launched. ragged: `groups` groups share `rows` rows;
-// otherwise each has that many, and sums over `inner` on average.
+// What the host knows of a product's size. ragged: `groups` groups share `rows` rows in unknown
+// parts; otherwise each group has `rows` rows and sums over `inner` on average.
 struct TileCount {
   int64_t rows = 0, groups = 0, columns = 0, inner = 0;
   bool ragged = true;
 };
 
-// Tiles of blocks, empty ones included. Groups of unknown sizes leave half a tile empty on average,
-// and every other one leaves a pair of blocks one row tile: two of its columns, the last one
-// perhaps alone.
+// Tiles that blocks spend time on, empty ones included. A ragged group fills half of its last row
+// tile on average. With clusters of two, every other group ends with a single row tile, whose
+// columns are taken in pairs: one block idles if their number is odd.
 constexpr double expected_tiles(GemmConfig const& c, TileCount const& x) {
   int64_t const across = (x.columns + c.tile_n - 1) / c.tile_n;
   double const idle = c.cluster == 2 ? double(across % 2) : 0;
@@ -85,10 +85,9 @@ constexpr double expected_tiles(GemmConfig const& c, TileCount const& x) {
   return double(x.groups) * (double(down * across) + (down % 2 != 0 ? idle : 0));
 }
 
-// How many tiles one after another a block takes of a launch that fills the GPU, if it works on
-// `at_once` of them: whole ones of each where they are few, else half a one is left over on
-// average.
-constexpr double rounds_of(double tiles, int at_once) {
+// Waves of a persistent launch, that is, tiles per block, if a block works on `at_once` tiles at a
+// time. Few waves are rounded up, to 1 / at_once; of many, the last is half full on average.
+constexpr double waves(double tiles, int at_once) {
   constexpr int kBlocks = 132;  // of an H100 or H200
   double const of_each = tiles * at_once / kBlocks;
   double const whole = double(int64_t(of_each)) + (of_each > double(int64_t(of_each)) ? 1 : 0);
@@ -101,11 +100,12 @@ constexpr double expected_cost(BuiltConfig const& built, Product product, TileCo
   double const steps = double((x.inner + c.tile_k - 1) / c.tile_k);
   double const sum = built.step_cost[int(product)] * steps * c.tile_m * c.tile_n / 32;
   double const tiles = expected_tiles(c, x);
-  double const own = sum + built.outside;  // a consumer's time, a tile
-  double const rounds = rounds_of(tiles, c.in_turns ? c.consumers : 1);
-  if (!c.in_turns) return rounds * own;
-  double const chain = own / c.consumers;
-  return rounds * (sum > chain ? sum : chain);
+  double const own = sum + built.outside;  // a consumer's time per tile
+  double const count = waves(tiles, c.in_turns ? c.consumers : 1);
+  if (!c.in_turns) return count * own;
+  // The tensor cores serve one sum at a time; a consumer takes every other tile.
+  double const per_tile = own / c.consumers;
+  return count * (sum > per_tile ? sum : per_tile);
 }
 
 // The config that is expected to take the least time, as its index in kConfigs.
@@ -120,7 +120,7 @@ constexpr int choose_config(Product product, TileCount const& count) {
   return best;
 }
 
-// Columns of tiles that are walked together: 132 blocks then cover about 16 x 8 tiles.
+// Tiles across a band of the walk (place_in_bands()): 132 blocks cover about 16 x 8 tiles.
 inline constexpr int kBand = 8;
 
 }  // namespace guild

@@ -17,9 +17,8 @@ GUILD_HD uint32_t random_bits(uint64_t seed, uint64_t expert) {
   return uint32_t((z ^ z >> 31) >> 32);
 }
 
-// The multiple of `tile` that an expert's count becomes. before: the counts of the experts before
-// it; balanced rounds these running sums, so that all experts together keep their rows to within
-// half a tile.
+// An expert's count rounded to a multiple of `tile`. before: the sum of the counts of the experts
+// before it; `balanced` rounds this running sum, so that the total changes by at most half a tile.
 GUILD_HD int64_t rounded_count(Rounding rounding, int64_t tile, int64_t count, int64_t before,
                                uint64_t seed, int64_t expert) {
   int64_t const rest = count % tile, down = count - rest, up = rest == 0 ? count : down + tile;
@@ -42,8 +41,8 @@ GUILD_HD int64_t rounded_count(Rounding rounding, int64_t tile, int64_t count, i
   return count;
 }
 
-// What is asked of an expert: the `select` best of its candidates, which are the tokens that chose
-// it, or, where rows are added, the others.
+// How an expert reaches its rounded count: it keeps the `select` best of its candidates, the tokens
+// that chose it, or, where `adds`, keeps those and adds the `select` best of the other tokens.
 struct RoundingTarget {
   int32_t select;
   int32_t adds;        // 0 or 1
@@ -55,8 +54,9 @@ GUILD_HD RoundingTarget rounding_target(int64_t count, int64_t rounded, int64_t 
   return {int32_t(more < others ? more : others), 1, int32_t(others)};
 }
 
-// What ranks an expert's tokens: log p of a softmax, the logit of a sigmoid, whose order is that of
-// p. top and log_sum: of the token's softmax, 0 with sigmoids.
+// The key by which an expert ranks tokens: log p for a softmax; for a sigmoid the logit, which has
+// the same order as p. top and log_sum: the token's largest logit and the log of its sum of exp,
+// both 0 for sigmoids.
 template <class F>
 GUILD_HD F rounding_key(F logit, F top, F log_sum) {
   return (logit - top) - log_sum;

@@ -1,4 +1,4 @@
-// What token rounding keeps between its kernels.
+// The workspace of token rounding: what its kernels pass to each other.
 #pragma once
 #include <cstdint>
 
@@ -6,11 +6,11 @@
 
 namespace guild {
 
-inline constexpr int64_t kListTokens = 32;  // of a block of lists: a bit each of a word
+inline constexpr int64_t kListTokens = 32;  // tokens per block of lists: one bit each in a word
 
 struct RoundingWorkspace {
-  // int32 (E + 1 + blocks): tokens of each expert, those that are not padding, members of all
-  // experts by block
+  // int32 (E + 1 + blocks): tokens of each expert; tokens that are not padding; for each block, its
+  // (token, expert) pairs
   void* counts;
   void* targets;    // RoundingTarget (E)
   void* softmaxes;  // two float (T)

@@ -1,4 +1,5 @@
-// The router's arithmetic on one expert: what ranks it, and what it weighs. Host and device.
+// The router's arithmetic for one expert: its rank, weight and slope; and the layout of slots, one
+// per choice of a token. Host and device.
 #pragma once
 #include <bit>
 #include <cmath>
@@ -11,8 +12,8 @@
 
 namespace guild {
 
-// Unsigned integers in the order of numbers: -0 equals 0, NaN is 1 and below -infinity. 0 is left
-// for what is no number. order_of_number is for those that are surely not NaN.
+// Maps floats to unsigned integers of the same order: -0 equals 0, NaN becomes 1, below -infinity;
+// 0 is not used and marks "no candidate". order_of_number() is for values known not to be NaN.
 GUILD_HD uint32_t order_of_number(float x) {
   uint32_t const bits = std::bit_cast<uint32_t>(x + 0.f);
   uint32_t const flip = uint32_t(int32_t(bits) >> 31) | 0x80000000u;  // all bits of the negative
@@ -20,13 +21,13 @@ GUILD_HD uint32_t order_of_number(float x) {
 }
 GUILD_HD uint32_t order_of(float x) { return x != x ? 1 : order_of_number(x); }
 
-// The number of an order other than 0.
+// The inverse of order_of(), for orders other than 0.
 GUILD_HD float value_of(uint32_t order) {
   if (order == 1) return std::numeric_limits<float>::quiet_NaN();
   return std::bit_cast<float>(order >> 31 ? order & 0x7fffffffu : ~order);
 }
 
-// exp within an ulp or two; the activations' __expf is less exact far from 0.
+// exp within 2 ulp. (The activations use __expf, which loses accuracy far from 0.)
 GUILD_HD float exact_exp(float x) {
 #ifdef __CUDA_ARCH__
   return expf(x);
@@ -36,8 +37,8 @@ GUILD_HD float exact_exp(float x) {
 }
 GUILD_HD double exact_exp(double x) { return exp(x); }
 
-// Roots and quotients, on a GPU within an ulp or two: the slow paths of exact ones are calls,
-// around which registers spill.
+// Roots and quotients; on a GPU within 2 ulp, for the exact versions call slow paths, around which
+// registers spill.
 GUILD_HD float square_root(float x) {
 #ifdef __CUDA_ARCH__
   float result;
@@ -63,11 +64,11 @@ GUILD_HD F log_quotient(F x) {
   return x > 0 ? quotient(F(log1p(x)), x) : F(1);
 }
 
-// p of one expert up to a factor that all of a token share:
+// p of one expert, up to a factor common to all experts of the token:
 //   softmax        exp(logit - shift)
 //   sigmoid        sigmoid(logit) / exp(shift)
 //   sqrt_softplus  sqrt(log(1 + exp(logit)) / exp(shift))
-// where, but for softmax, shift <= 0 and not below the logit if that is negative.
+// Except for softmax, min(logit, 0) <= shift <= 0.
 template <class F>
 GUILD_HD F unscaled_weight(Score score, F logit, F shift) {
   F const e = exact_exp(score == Score::softmax ? logit - shift : (logit < 0 ? logit : -logit));
@@ -77,8 +78,8 @@ GUILD_HD F unscaled_weight(Score score, F logit, F shift) {
   return square_root(logit < 0 ? above * log_quotient(e) : logit + F(log1p(e)));
 }
 
-// The shift for weights that are divided by their sum: it keeps the largest from underflow. top:
-// the largest logit.
+// The shift for weights that are divided by their sum; it keeps the largest weight from underflow.
+// top: the largest logit.
 template <class F>
 GUILD_HD F weight_shift(Score score, F top) {
   return score == Score::softmax || (top < 0 && top > -INFINITY) ? top : F(0);
@@ -93,7 +94,8 @@ GUILD_HD F weight_slope(Score score, F logit) {
   return half / (logit < 0 ? log_quotient(e) : logit + F(log1p(e)));
 }
 
-// A token's slots: K of them, or its list's part of `slots` where token_offsets (T + 1) are given.
+// A token's slots: K of them, or, where token_offsets (T + 1) are given, those of its list, clipped
+// to [0, slots).
 struct SlotSpan {
   int64_t begin, end;
 };
@@ -104,9 +106,9 @@ GUILD_HD SlotSpan slots_of(int32_t const* token_offsets, int64_t slots, int64_t 
   return {begin < 0 ? 0 : begin, end < slots ? end : slots};
 }
 
-// The last of `count` parts, which begin at offsets[0] <= offsets[1] <= ..., that begins at or
-// before `at`, or the first.
-GUILD_HD int64_t part_of(int32_t const* offsets, int64_t count, int64_t at) {
+// Which of `count` segments, which begin at offsets[0] <= offsets[1] <= ..., contains `at`: the
+// last that begins at or before it, or segment 0.
+GUILD_HD int64_t segment_of(int32_t const* offsets, int64_t count, int64_t at) {
   int64_t low = 0, high = count;
   while (high - low > 1) {
     int64_t const middle = (low + high) / 2;
@@ -123,10 +125,10 @@ GUILD_HD int64_t part_of(int32_t const* offsets, int64_t count, int64_t at) {
 GUILD_HD int64_t token_of(int32_t const* token_offsets, int64_t tokens, int64_t top_k,
                           int64_t slot) {
   if (token_offsets == nullptr) return int64_t(uint32_t(slot) / uint32_t(top_k));  // below 2^31
-  return part_of(token_offsets, tokens, slot);
+  return segment_of(token_offsets, tokens, slot);
 }
 
-// How many slots the arrays by slot hold, and which of them belong to tokens.
+// How many slots there are, and which of them belong to tokens.
 template <class Args>
 GUILD_HD int64_t slot_count(Args const& x) {
   return x.slots < 0 ? x.tokens * x.top_k : x.slots;
@@ -138,15 +140,14 @@ GUILD_HD SlotSpan used_slots(Sort const& x) {
   return {begin < 0 ? 0 : begin, end < slots ? end : slots};
 }
 
-// Whether experts are ranked by their logits, in the order of p: exact where p rounds to a tie. A
-// bias or a sum over a group needs p itself.
+// Whether experts are ranked by their logits, which have the order of p but do not tie where p
+// rounds to the same value. With a bias or sums over groups, p itself is needed.
 GUILD_HD bool ranked_by_logit(Route const& x) {
   bool const sums = x.router.groups > 1 && x.router.group_score == GroupScore::top2_sum;
   return x.selection_bias == nullptr && !sums;
 }
 
-// Whether weights are divided by their sum whatever it is, so that a factor they share is of no
-// account.
+// Whether weights are always divided by their sum, so that a common factor cancels.
 GUILD_HD bool weighs_relatively(Router const& router) {
   return router.renormalize && router.sum_floor == 0;
 }

@@ -1,12 +1,12 @@
-// How the stable counting sort of slots is cut into chunks: one thread block and one histogram
-// each.
+// Chunks of the stable counting sort of slots: one thread block and one histogram each.
 #pragma once
 #include <cstdint>
 
 namespace guild {
 
-// At most kMostSortChunks, whatever the number of slots: they fit the multiprocessors of one GPU at
-// a time. Clusters of blocks add up their histograms, then every block those of all clusters.
+// At most kMostSortChunks for any number of slots, so that all blocks run at the same time on one
+// GPU. Each cluster of blocks adds up its histograms; then every block adds up those of all
+// clusters.
 inline constexpr int64_t kMostSortChunks = 128;
 inline constexpr int64_t kSortCluster = 8;    // blocks of a cluster
 inline constexpr int64_t kSortThreads = 512;  // of a block
@@ -25,7 +25,7 @@ constexpr int64_t sort_clusters(int64_t slots) {
   return (sort_chunks(slots) + kSortCluster - 1) / kSortCluster;
 }
 
-// Of the workspace: a histogram of each cluster and one of each of its blocks.
+// Histograms in the workspace: one per cluster and one per block.
 constexpr int64_t sort_histograms(int64_t slots) {
   return sort_clusters(slots) * (1 + kSortCluster);
 }

@@ -15,11 +15,11 @@ struct alignas(16) Tile {
   int rows = 0;          // valid rows, <= tile_m
   int inner = 0;         // length of the sum over K
   int inner_row = 0;     // ragged inner dimension: the first row of A and B to sum over
-  bool apart = false;    // the blocks of a cluster take neighbouring columns of it, not rows
+  bool apart = false;    // the blocks of a cluster split it by columns (two tiles), not by rows
 };
 
-// What block `rank` of a cluster works on, perhaps nothing: tile_m rows of the cluster's tile, or,
-// where they are apart, tile_n of its columns.
+// The part of a cluster's tile that block `rank` works on: tile_m of its rows or, where `apart`,
+// tile_n of its columns. It may be empty.
 GUILD_HD Tile share_of(Tile tile, int rank, int tile_m, int tile_n, int columns) {
   if (tile.apart) {
     tile.col += rank * tile_n;
@@ -32,18 +32,16 @@ GUILD_HD Tile share_of(Tile tile, int rank, int tile_m, int tile_n, int columns)
   return tile;
 }
 
-// A tile's 64 rows from 64 * `part`, perhaps none.
-GUILD_HD Tile part_of(Tile tile, int part) {
-  tile.row += 64 * part;
-  int const left = tile.rows - 64 * part;
+// Block `index` of 64 rows of a tile. Past the tile's last row, rows <= 0.
+GUILD_HD Tile row_block(Tile tile, int index) {
+  tile.row += 64 * index;
+  int const left = tile.rows - 64 * index;
   tile.rows = left < 64 ? left : 64;
   return tile;
 }
 
-// How many pieces of `size` cover `length`.
-GUILD_HD constexpr int64_t pieces(int64_t length, int64_t size) {
-  return (length + size - 1) / size;
-}
+// x / y, rounded up; for x >= 0 and y > 0.
+GUILD_HD constexpr int64_t ceil_div(int64_t x, int64_t y) { return (x + y - 1) / y; }
 
 struct Groups {
   int32_t const* ends;  // (groups); null: every group has total / groups
@@ -70,9 +68,9 @@ inline Groups expert_groups(int32_t const* offsets, int64_t experts, int64_t row
   return {offsets + 1, int(experts), int(rows), /*has_start=*/true};
 }
 
-// The order of the tiles of one matrix of down x across tiles: bands of `band` columns, rows by
-// rows within a band. Blocks that run at the same time then share few rows of A and few columns of
-// B, which stay in L2.
+// Where tile `index` of a matrix of down x across tiles lies: the walk goes through bands of `band`
+// columns of tiles, row by row within a band. Blocks that run at the same time then share few rows
+// of A and few columns of B, which stay in L2.
 struct TilePlace {
   int row, col;
 };
@@ -83,8 +81,8 @@ GUILD_HD TilePlace place_in_bands(int index, int down, int across, int band) {
   return {local / width, first + local % width};
 }
 
-// The tiles of one matrix of `rows` rows and `across` tiles side by side. A last row of tiles of at
-// most tail_m rows is taken two tiles at a time, apart.
+// The tiles of one matrix of `rows` rows and `across` tiles side by side. If the last row of tiles
+// has at most tail_m rows, it is walked two tiles at a time, with `apart` set.
 struct MatrixTiles {
   int rows, across, tile_m, tail_m, band, tile_n;
 
@@ -105,15 +103,18 @@ struct MatrixTiles {
   }
 };
 
-// Groups split the rows of D.
+// Groups split the rows of D: each has its rows of A and a B of its own.
 struct RowTiles {
   Groups groups;
   int tile_n = 0, across = 0, inner = 0;  // across: tiles side by side
   int tile_m = 0, tail_m = 0, band = 0;   // kernel.cuh sets these
 
-  int32_t* taken = nullptr;  // tiles taken so far by all blocks; null: dealt out beforehand
+  // Dynamic scheduling: how many tiles the blocks have claimed so far, a counter in global memory
+  // that starts at 0. Null: static scheduling, each block or cluster takes every n-th tile.
+  int32_t* taken = nullptr;
 
-  static constexpr bool kMayBeEmpty = false;  // the sum: inner > 0
+  static constexpr bool kMayBeEmpty = false;  // no sum is empty: inner > 0
+  static constexpr bool kHasOrder = false;    // groups are visited by number
 
   GUILD_HD MatrixTiles matrix(int begin, int end) const {
     return {end - begin, across, tile_m, tail_m, band, tile_n};
@@ -127,17 +128,18 @@ struct RowTiles {
   }
 };
 
-// Groups split the inner dimension; every expert has the same (rows x columns) output. Sums differ
-// in length, so the order in which blocks take tiles matters.
+// Groups split the inner dimension; every group has an output of the same size. Sums differ in
+// length, so the order of the tiles matters: the longest should start first.
 struct InnerTiles {
   Groups groups;
   int tile_n = 0, rows = 0, across = 0;
   int tile_m = 0, tail_m = 0, band = 0;  // kernel.cuh sets these
 
-  int32_t const* order = nullptr;  // (groups) which group's tiles come when; null: by number
+  int32_t const* order = nullptr;  // (groups) groups in the order of the walk; null: 0, 1, ...
   int32_t* taken = nullptr;        // as in RowTiles
 
-  static constexpr bool kMayBeEmpty = true;  // the sum: of a group without rows
+  static constexpr bool kMayBeEmpty = true;  // a group without rows has an empty sum
+  static constexpr bool kHasOrder = true;    // groups are visited in `order`, if given
 
   GUILD_HD MatrixTiles matrix(int, int) const {
     return {rows, across, tile_m, tail_m, band, tile_n};
@@ -151,8 +153,8 @@ struct InnerTiles {
   }
 };
 
-// Every `stride`-th tile, one group's after another's. A warp does the same faster:
-// cuda/sm90/tile_queue.cuh.
+// Walks over every `stride`-th tile, group by group, in one thread. TileFinder does the same with a
+// warp, faster: tile_queue.cuh.
 template <class Work>
 struct TileWalk {
   Work work;

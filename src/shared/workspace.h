@@ -1,4 +1,4 @@
-// How a work buffer is cut into pieces, and by the same code how large it must be.
+// Divides a work buffer into its parts; the same code counts how large it must be.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -7,21 +7,21 @@
 
 namespace guild {
 
-// Cuts a buffer into 256-byte aligned pieces; with a null base it only counts.
+// Divides a buffer into 256-byte aligned parts; with a null base it only counts bytes.
 class Carver {
  public:
   explicit Carver(void* base) : base_(static_cast<std::byte*>(base)) {}
-  // A piece of as many bytes as the product of the factors.
+  // A part whose size in bytes is the product of the factors.
   template <class... Factors>
   void* take(Factors... factors) {
-    void* const piece = base_ == nullptr ? nullptr : base_ + used_;
+    void* const part = base_ == nullptr ? nullptr : base_ + used_;
     int64_t bytes = 1, end = 0;
     bool fits = (!__builtin_mul_overflow(bytes, int64_t(factors), &bytes) && ...);
     fits = fits && !__builtin_add_overflow(bytes, int64_t(255), &bytes);
     fits = fits && !__builtin_add_overflow(used_, bytes / 256 * 256, &end);
     require(fits, "workspace: expected sizes that need fewer than 2^63 bytes");
     used_ = end;
-    return piece;
+    return part;
   }
   int64_t used() const { return used_; }
 

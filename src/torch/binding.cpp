@@ -1,7 +1,7 @@
 // torch.ops.guild: the schema of every op and its one kernel for CPU and CUDA tensors.
 //
 // LibTorch stable ABI with TORCH_TARGET_VERSION 2.10, no Python C API: one library serves every
-// torch from 2.10 on and every Python. Fake kernels and gradients are in python/guild.
+// torch from 2.10 on and every Python. Fake kernels and gradients are in python/guild/_torch.
 #include <torch/csrc/stable/library.h>
 
 #include <string>

@@ -134,7 +134,7 @@ Tensor Place::make(int64_t const* sizes, int64_t dims, int32_t type) const {
   bool const made = aoti_torch_empty_strided(dims, sizes, strides.data(), type, device_type_,
                                              device_index_, &handle) == TORCH_SUCCESS;
   // torch has printed its own reason; its exception cannot cross the stable ABI. Python knows this
-  // one by how it begins (_library.py).
+  // one by how it begins (python/guild/_torch/library.py).
   require(made, on_cuda_ ? "CUDA out of memory: " : "",
           "torch could not allocate a tensor of shape ", text(sizes, dims), " on ",
           device_text(device_type_, device_index_));

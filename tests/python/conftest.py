@@ -32,7 +32,7 @@ def missing_gpu() -> str:
 @pytest.fixture(scope="session")
 def gpu_reason() -> str:
     """`missing_gpu()`, asked for once."""
-    import guild._gradients  # noqa: F401 - loads the library
+    import guild._torch.gradients  # noqa: F401 - loads the library
 
     return missing_gpu()
 

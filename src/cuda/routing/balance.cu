@@ -1,10 +1,10 @@
-// Sums over tokens for balancing a router, and their gradient: some lanes of a warp a token.
+// Sums over tokens for balancing a router, and their gradient: several lanes of a warp per token.
 //
-//   sums      a block a chunk of a sequence's tokens: each thread adds up its experts over its
-//             tokens, then the block its threads in order
-//   add up    the chunks of each sequence, in order
+//   sums      one block per chunk of a sequence's tokens: each thread sums its experts over its
+//             tokens, then the block adds up its threads in order
+//   add up    adds up the chunks of each sequence in order
 //
-// Atomic additions of integers only count, so two runs give the same bits.
+// Only integers are added atomically, so two runs give the same bits.
 #include "check.h"
 #include "cuda/routing/router.cuh"
 #include "shared/balancing.h"
@@ -12,7 +12,7 @@
 namespace guild::cuda {
 namespace {
 
-// p of this lane's experts, and what softmax is made of.
+// p of this lane's experts, and the terms of the softmax.
 template <class S>
 struct LaneShares {
   float p[S::per_lane];
@@ -51,7 +51,7 @@ __device__ void count_choices(BalanceSums const& x, Seat<S> const& seat, int64_t
   }
 }
 
-// Blocks of a multiprocessor. Asked for none, the compiler may aim at more than registers allow.
+// Blocks per multiprocessor. Without this bound the compiler may aim at more, and spill.
 constexpr int sums_at_once(int per_lane) { return per_lane <= 16 ? 4 : 2; }
 
 template <class S>
@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kRouterThreads, sums_at_once(S::per_lane)) bal
     LaneLogits<S> const logits(deal, seat,
                                static_cast<float const*>(x.logits.data) + token * stride);
     LaneShares<S> const of(x.score, logits);
-    if (!real) continue;  // after the last shuffle of this round
+    if (!real) continue;  // after the last shuffle of this iteration
     square += of.logsumexp * of.logsumexp;
 #pragma unroll
     for (int i = 0; i < S::per_lane; ++i) sum[i] += of.p[i];
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kRouterThreads, sums_at_once(S::per_lane)) bal
   }
 }
 
-// One thread an expert of a sequence, and one its squares.
+// One thread per expert of a sequence, and one for its squares.
 __global__ void __launch_bounds__(kRouterThreads) add_up_kernel(BalanceSums x,
                                                                 BalanceWorkspace partial,
                                                                 int64_t chunks) {

@@ -1,11 +1,11 @@
 // Token rounding: whole tiles of tokens for every expert, then each token's list of experts.
 //
-//   measure   a token's softmax, and how many tokens chose each expert
-//   keys      (E, T): what ranks an expert's candidates; what is asked of each expert
-//   select    a block an expert: the key of the last one taken, and so a bit for each of its tokens
-//   lists     the bits by token; their places, ids and weights
+//   measure   each token's softmax, and how many tokens chose each expert
+//   keys      (E, T): the keys by which an expert ranks its candidates; each expert's target
+//   select    one block per expert: the threshold for its candidates, and so one bit per token
+//   lists     the bits transposed to one list per token: where it begins, ids and weights
 //
-// Atomic additions of integers only count, so two runs give the same bits.
+// Only integers are added atomically, so two runs give the same bits.
 #include "check.h"
 #include "cuda/routing/round_select.cuh"
 #include "cuda/warp.cuh"
@@ -15,7 +15,7 @@ namespace {
 
 constexpr int kListThreads = 512, kListWarps = kListThreads / 32;
 
-// The sum of all blocks' lists, and of those before this block.
+// The total length of all blocks' lists, and of those of the blocks before this one.
 __device__ int2 sum_blocks(RoundPlan const& p) {
   __shared__ int2 sums;
   if (threadIdx.x == 0) sums = {0, 0};
@@ -37,12 +37,12 @@ __device__ int2 sum_blocks(RoundPlan const& p) {
   return sums;
 }
 
-// A block's lists, as bits and as where they begin.
+// A block's lists: bits, and where each list begins.
 struct BlockLists {
   uint32_t bits[kListTokens][33];  // by token, 32 experts a word; rows in different banks
   int begins[kListTokens];
 
-  // In step over the block; `begin`: of its first list.
+  // Called by the whole block. begin: where its first list begins.
   __device__ void fill(RoundPlan const& p, int begin) {
     int const warp = threadIdx.x / 32, lane = threadIdx.x % 32, experts = int(p.x.experts);
 #pragma unroll 1
@@ -67,7 +67,7 @@ struct BlockLists {
     __syncthreads();
   }
 
-  // One token's experts in ascending order, in step over a warp; returns how many.
+  // Called by a whole warp: writes one token's experts in ascending order, returns how many.
   __device__ int list(int token, uint16_t* experts) const {
     int const lane = threadIdx.x % 32;
     uint32_t word = bits[token][lane];
@@ -81,10 +81,10 @@ struct BlockLists {
   }
 };
 
-// Weights of one list, from slot `begin` on. A lane's first expert stays in registers; beyond 32,
-// the others are read again.
-__device__ void weigh(RoundPlan const& p, int64_t token, uint16_t const* experts, int length,
-                      int begin) {
+// Writes the ids and weights of one list, from slot `begin` on. A lane keeps its first expert's
+// logit in registers and reads those of experts beyond 32 again.
+__device__ void write_list(RoundPlan const& p, int64_t token, uint16_t const* experts, int length,
+                           int begin) {
   TokenRounding const& x = p.x;
   Router const& router = x.router;
   int const lane = threadIdx.x % 32;
@@ -134,10 +134,10 @@ __global__ void __launch_bounds__(kListThreads, 4) lists_kernel(RoundPlan p) {
 #pragma unroll 1
   for (int i = warp; i < kListTokens && first + i < x.tokens; i += kListWarps) {
     int const length = lists.list(i, experts[warp]);
-    weigh(p, first + i, experts[warp], length, lists.begins[i]);
+    write_list(p, first + i, experts[warp], length, lists.begins[i]);
     __syncwarp();
   }
-  // Slots that no list takes.
+  // Clears the slots after the last list.
   int64_t const step = int64_t(gridDim.x) * kListThreads;
 #pragma unroll 1
   for (int64_t s = sums.x + int64_t(blockIdx.x) * kListThreads + threadIdx.x; s < p.slots;

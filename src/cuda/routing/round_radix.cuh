@@ -1,11 +1,11 @@
-// The n-th greatest of an array of keys, by one block: radix select over the few that are left
-// once most have been ruled out.
+// The n-th largest of an array of keys, by one block: most keys are ruled out first, then a radix
+// select over those that are left.
 //
-//   bound     the maxima of n or more groups of keys are n keys, so none below the least of them
-//             can be the n-th: where n is a group's fraction of the keys, that leaves little more
-//             than n
-//   gather    those that are left, into shared memory; all stay where they are if they do not fit
-//   digits    8 bits at a time of a key's distance from the least one, until a digit decides
+//   bound     splits the keys into n or more groups; the groups' maxima are n keys, so the n-th
+//             largest is no less than the least of them. Few more than n keys are left
+//   gather    copies the keys that are left to shared memory, if they fit
+//   digits    radix select on the keys' distances from the least one, 8 bits per pass, until all or
+//             none of a bin are wanted
 #pragma once
 #include <cstdint>
 
@@ -15,10 +15,10 @@ namespace guild::cuda {
 
 inline constexpr int kSelectThreads = 1024;
 
-// Candidates' keys are between these two: of what cannot be taken, and of what always is.
+// Keys of tokens that are never and of tokens that are always taken; candidates' lie between them.
 inline constexpr uint32_t kNever = 0, kAlways = ~0u;
 
-// What is taken: the keys above one, and of those equal to it the ones before `end`.
+// Tokens are taken whose key is above `key`, or equal to it at an index before `end`.
 struct Threshold {
   uint32_t key;
   int end;
@@ -27,7 +27,7 @@ struct Threshold {
   }
 };
 
-// Calls f(key) for all keys, in step over a warp; past the last one with kNever.
+// Calls f(key) for all keys, by whole warps; with kNever past the last one.
 template <class F>
 __device__ void for_keys(uint32_t const* keys, int count, F&& f) {
   constexpr int kAtOnce = 8;
@@ -43,7 +43,7 @@ __device__ void for_keys(uint32_t const* keys, int count, F&& f) {
   }
 }
 
-// The least and greatest key that can be the `wanted`-th.
+// The range of keys in which the `wanted`-th largest lies.
 struct KeyRange {
   uint32_t least, greatest;
 };
@@ -98,11 +98,12 @@ __device__ inline KeySpan gather(uint32_t const* keys, int count, KeyRange range
   return gathered <= room ? KeySpan{into, gathered} : KeySpan{keys, count};
 }
 
-// Where the `wanted` greatest of a histogram end: the bin, how many of it are wanted, and how many
-// it has. By the first warp; bin: (256). Aligned, so that it is read at once and nothing beside it.
+// The bin of a histogram in which the `wanted`-th largest lies, how many of the bin are wanted, and
+// how many it has. Aligned, so that it is read with one instruction.
 struct alignas(16) RadixBin {
   int bin, wanted, count;
 };
+// Called by the first warp. bins: (256).
 __device__ inline RadixBin find_bin(int const* bins, int wanted) {
   int const lane = threadIdx.x;
   int part = 0;  // of bins 255 - 8 lane down to 248 - 8 lane
@@ -115,11 +116,11 @@ __device__ inline RadixBin find_bin(int const* bins, int wanted) {
   return {bin, left, bins[bin]};
 }
 
-// How many keys before the end of the `wanted` first ones that equal `key`.
+// The index after the `wanted`-th key that equals `key`.
 __device__ inline int end_of_ties(uint32_t const* keys, int count, uint32_t key, int wanted) {
   __shared__ int warp_counts[32], found;
   int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  int before = 0;  // of the rounds so far
+  int before = 0;  // in earlier iterations
   for (int base = 0; base < count; base += kSelectThreads) {
     int const at = base + int(threadIdx.x);
     bool const equal = at < count && keys[at] == key;
@@ -138,7 +139,7 @@ __device__ inline int end_of_ties(uint32_t const* keys, int count, uint32_t key,
   return found;
 }
 
-// Takes the `wanted` best of more candidates than that, the first ones of equal keys.
+// The threshold that the `wanted` best of more candidates pass; of equal keys, the first ones.
 __device__ inline Threshold find_threshold(uint32_t const* keys, int count, int wanted) {
   constexpr int kRoom = 4096;
   __shared__ uint32_t room[kRoom];

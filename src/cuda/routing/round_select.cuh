@@ -1,6 +1,4 @@
-// Which tokens each expert gets when counts are rounded to tiles.
-//
-// The first part of token rounding; see round.cu.
+// The first part of token rounding (round.cu): which tokens each expert gets.
 #pragma once
 #include "cuda/routing/round_radix.cuh"
 #include "cuda/routing/router.cuh"
@@ -9,18 +7,18 @@
 
 namespace guild::cuda {
 
-// The arguments and the work buffer's parts.
+// The arguments and the parts of the workspace.
 struct RoundPlan {
   TokenRounding x;
-  int64_t stride, slots, blocks;  // of the logits; of the lists; of kListTokens tokens
-  int *counts, *block_sums;       // (E + 1), (blocks): one after the other
+  int64_t stride, slots, blocks;  // of the logits; of all lists; of kListTokens each
+  int *counts, *block_sums;       // (E + 1), (blocks): contiguous
   RoundingTarget* targets;        // (E)
   float2* softmaxes;              // (T) top and sum
-  uint32_t* members;              // (blocks, E) a bit a token
+  uint32_t* members;              // (blocks, E) one bit per token
   uint32_t* keys;                 // (E, T)
 };
 
-// What ranks an expert's candidates, between kNever and kAlways: NaN is 1, below every number.
+// The key by which an expert ranks a candidate, between kNever and kAlways; 1 for NaN.
 __device__ inline uint32_t candidate_key(float logit, float top, float log_sum) {
   return max(order_of(rounding_key(logit, top, log_sum)), 1u);
 }
@@ -47,7 +45,8 @@ __global__ void __launch_bounds__(kRouterThreads) measure_kernel(RoundPlan p, De
       softmax.x = logits.top();
       softmax.y = logits.sum_of_exp(softmax.x);
     }
-    if (base + seat.token_in_block >= x.tokens) continue;  // after the last shuffle of this round
+    // Only after the last shuffle, which needs the whole warp.
+    if (base + seat.token_in_block >= x.tokens) continue;
     if (seat.lane == 0) p.softmaxes[token] = softmax;
     if (!is_real(x, token)) continue;
     if (seat.lane == 0) atomicAdd(&count[experts], 1);
@@ -62,8 +61,8 @@ __global__ void __launch_bounds__(kRouterThreads) measure_kernel(RoundPlan p, De
   }
 }
 
-// What is asked of 32 experts, a lane each.
-__device__ inline RoundingTarget aim(RoundPlan const& p, int first_expert) {
+// The targets of 32 experts, one in each lane.
+__device__ inline RoundingTarget target_of_lane(RoundPlan const& p, int first_expert) {
   TokenRounding const& x = p.x;
   int const lane = threadIdx.x % 32, expert = first_expert + lane;
   int const count = expert < x.experts ? p.counts[expert] : 0;
@@ -78,10 +77,10 @@ __device__ inline RoundingTarget aim(RoundPlan const& p, int first_expert) {
                          p.counts[x.experts]);
 }
 
-// Tokens and threads of a block that finds keys, for 32 experts.
+// Tokens and threads of a block of keys_kernel, which has 32 experts.
 inline constexpr int kKeyTokens = 64, kKeyThreads = 256;
 
-// A block's key of each token and expert, read by token and written by expert.
+// Writes the keys of the block: reads logits by token, writes keys by expert.
 __global__ void __launch_bounds__(kKeyThreads) keys_kernel(RoundPlan p) {
   constexpr int kWarps = kKeyThreads / 32, kEach = kKeyTokens / kWarps;
   __shared__ uint32_t keys[32][kKeyTokens + 1], chosen[kKeyTokens], adding;
@@ -91,7 +90,7 @@ __global__ void __launch_bounds__(kKeyThreads) keys_kernel(RoundPlan p) {
   int const lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int64_t const first = int64_t(blockIdx.x) * kKeyTokens;
   int const first_expert = blockIdx.y * 32, expert = first_expert + lane;
-  float logits[kEach];  // asked for before anything is waited for
+  float logits[kEach];  // loads are issued before anything waits
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
     int64_t const token = first + i * kWarps + warp;
@@ -114,7 +113,7 @@ __global__ void __launch_bounds__(kKeyThreads) keys_kernel(RoundPlan p) {
     is_token[place] = real;
     softmaxes[place] = {softmax.x, logf(softmax.y)};
   } else if (warp == kKeyTokens / 32) {
-    RoundingTarget const target = aim(p, first_expert);
+    RoundingTarget const target = target_of_lane(p, first_expert);
     unsigned const adds = __ballot_sync(~0u, target.adds != 0);
     if (lane == 0) adding = adds;
     if (blockIdx.x == 0 && expert < x.experts) p.targets[expert] = target;
@@ -138,7 +137,7 @@ __global__ void __launch_bounds__(kKeyThreads) keys_kernel(RoundPlan p) {
   }
 }
 
-// A block an expert: which tokens it gets, a bit each.
+// One block per expert: which tokens it gets, one bit each.
 __global__ void __launch_bounds__(kSelectThreads, 2) select_kernel(RoundPlan p) {
   int const expert = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   int const tokens = int(p.x.tokens);
@@ -150,7 +149,7 @@ __global__ void __launch_bounds__(kSelectThreads, 2) select_kernel(RoundPlan p) 
   } else if (target.select < target.candidates) {
     threshold = find_threshold(keys, tokens, target.select);
   }
-  constexpr int kWords = 8;  // of a warp at a time: consecutive, so that their sums are
+  constexpr int kWords = 8;  // per warp at a time; consecutive, so that the atomics below are too
   for (int base = warp * 32 * kWords; base < tokens; base += kSelectThreads * kWords) {
     uint32_t key[kWords], mine = 0;
 #pragma unroll
@@ -174,19 +173,19 @@ inline RoundPlan plan_of(TokenRounding const& x) {
   Carver carver(x.workspace);
   RoundingWorkspace const w = carve_rounding(carver, x.tokens, x.experts);
   int* const counts = static_cast<int*>(w.counts);
-  return {x,
-          row_stride(x.logits, x.experts),
-          rounded_slots(x.tokens, x.experts, x.top_k, x.rounding, x.tile),
-          (x.tokens + kListTokens - 1) / kListTokens,
-          counts,
-          counts + x.experts + 1,
-          static_cast<RoundingTarget*>(w.targets),
-          static_cast<float2*>(w.softmaxes),
-          static_cast<uint32_t*>(w.members),
-          static_cast<uint32_t*>(w.keys)};
+  return {.x = x,
+          .stride = row_stride(x.logits, x.experts),
+          .slots = rounded_slots(x.tokens, x.experts, x.top_k, x.rounding, x.tile),
+          .blocks = (x.tokens + kListTokens - 1) / kListTokens,
+          .counts = counts,
+          .block_sums = counts + x.experts + 1,
+          .targets = static_cast<RoundingTarget*>(w.targets),
+          .softmaxes = static_cast<float2*>(w.softmaxes),
+          .members = static_cast<uint32_t*>(w.members),
+          .keys = static_cast<uint32_t*>(w.keys)};
 }
 
-// Launches everything up to the experts' tokens.
+// Launches all kernels up to select_kernel().
 inline RoundPlan select_members(TokenRounding const& x, Queue queue) {
   constexpr unsigned kMostBlocks = 1024;
   RoundPlan const p = plan_of(x);

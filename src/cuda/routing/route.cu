@@ -1,12 +1,12 @@
-// The router: some lanes of a warp a token, K rounds of the token's largest candidate.
+// The router: several lanes of a warp per token; K times, the largest candidate left is chosen.
 //
-//   keys       what ranks an expert: its logit, or p + bias
-//   best       a lane's largest four keys, falling, as integers
-//   rounds     the largest of the lanes' first ones; its lane moves on to its next one, and all
-//              lanes look for four more where it has run out
-//   weights    the chosen, a lane each, from their logits
+//   keys       what experts are ranked by: the logit, or p + bias
+//   best       each lane's four largest keys, sorted, as integers
+//   choices    the largest of the lanes' first keys; its lane drops that key, and if it has none
+//              left, all lanes find their next four
+//   weights    of the chosen experts, one lane each, from their logits
 //
-// Integers make ties and NaN plain: NaN is below every number and equal keys go to the lowest lane,
+// Integers order ties and NaN: NaN is below every number and equal keys go to the lowest lane,
 // which has the smaller ids, so any logits give K different ids in range.
 #include "check.h"
 #include "cuda/routing/router.cuh"
@@ -32,7 +32,8 @@ __device__ void keys_of_p(Route const& x, LaneLogits<S> const& logits, float (&k
   }
 }
 
-// What ranks the lane's experts; 0 past the last one. plain: there are `per_lane`, numbers all.
+// The keys of the lane's experts as integers; 0 past the last expert. plain: the lane has
+// `per_lane` experts and no key is NaN.
 template <int per_lane>
 __device__ void orders_of(float const (&key)[per_lane], int count, bool plain,
                           uint32_t (&order)[per_lane]) {
@@ -43,21 +44,22 @@ __device__ void orders_of(float const (&key)[per_lane], int count, bool plain,
   for (int i = 0; i < per_lane; ++i) order[i] = i < count ? order_of(key[i]) : 0;
 }
 
-// A lane's best experts, falling, from what ranks all of its experts; 0: none.
+// A lane's best experts in descending order, from the keys of all its experts; 0: none.
 template <class S>
 struct Best {
   static constexpr int kept = S::per_lane < 4 ? S::per_lane : 4;
-  static constexpr bool all = kept == S::per_lane;  // nothing is left out
+  static constexpr bool all = kept == S::per_lane;  // whether it has all of the lane's experts
   uint32_t order[kept] = {};
   uint32_t places = 0;  // a byte each: which of the lane's experts
 
-  // Of equal ones the earlier is the better.
+  // Of equal keys the earlier is better.
   __device__ explicit Best(uint32_t const (&orders)[S::per_lane]) {
 #pragma unroll
     for (int i = 0; i < S::per_lane; ++i) insert(orders[i], i);
   }
   __device__ void insert(uint32_t x, uint32_t place) {
-    constexpr uint32_t with_new[] = {0x2104, 0x2140, 0x2410, 0x4210};  // the places, and it there
+    constexpr uint32_t with_new[] = {0x2104, 0x2140, 0x2410,
+                                     0x4210};  // byte selectors that insert `place`
     uint32_t bytes = 0x3210;
 #pragma unroll
     for (int i = kept - 1; i >= 0; --i) bytes = x > order[i] ? with_new[i] : bytes;
@@ -97,7 +99,7 @@ __device__ bool open_group(Router const& router, Deal const& deal, Seat<S> const
   return group < router.groups && better < router.top_groups;
 }
 
-// The ids of the K best into `chosen`, best first. Returns what ranks choice number `lane`.
+// Writes the ids of the K best to `chosen`, best first. Returns the key of choice number `lane`.
 template <class S>
 __device__ uint32_t choose(Route const& x, Deal const& deal, Seat<S> const& seat, int first,
                            uint32_t (&orders)[S::per_lane], uint32_t* chosen) {
@@ -112,7 +114,7 @@ __device__ uint32_t choose(Route const& x, Deal const& deal, Seat<S> const& seat
       for (uint32_t& order : orders) order = 0;
       best = Best<S>(orders);
     }
-    uint32_t top = 0, last = 0;  // the last one taken, and its place if it was this lane's
+    uint32_t top = 0, last = 0;  // the last key chosen; its place, if this lane's
     bool emptied = false, ran_out = false;
     for (; k < top_k && !ran_out; ++k) {
       top = lanes_max<S>(best.order[0]);
@@ -129,7 +131,7 @@ __device__ uint32_t choose(Route const& x, Deal const& deal, Seat<S> const& seat
       }
     }
     if (Best<S>::all || k == top_k) return mine;
-    // What has been taken is no candidate any more: all that is before the lane's first one.
+    // Removes the chosen from the candidates: all that come before the lane's first one left.
     uint32_t const front = emptied ? top : best.order[0];
     int const place = emptied ? int(last) + 1 : best.place();
 #pragma unroll
@@ -140,15 +142,15 @@ __device__ uint32_t choose(Route const& x, Deal const& deal, Seat<S> const& seat
   }
 }
 
-// Weights of the chosen, and both into the outputs. `row`: the token's logits; order: of choice
-// number `lane`; nan: one of the lane's logits is none.
+// Writes the ids and weights of the chosen. row: the token's logits; order: the key of choice
+// number `lane`; nan: whether one of the lane's logits is NaN.
 template <class S>
-__device__ void weigh(Route const& x, Seat<S> const& seat, LaneLogits<S> const& logits,
-                      float const* row, uint32_t const* chosen, uint32_t order, bool nan) {
+__device__ void write_choices(Route const& x, Seat<S> const& seat, LaneLogits<S> const& logits,
+                              float const* row, uint32_t const* chosen, uint32_t order, bool nan) {
   Router const& router = x.router;
   bool const softmax = router.score == Score::softmax, relative = weighs_relatively(router);
   int const top_k = int(x.top_k), lane = seat.lane;
-  // A lane's first choice stays in registers; beyond S::lanes, the others are read again.
+  // A lane keeps its first choice's logit in registers and reads those beyond S::lanes again.
   float logit = -INFINITY;
   if (lane < top_k) logit = ranked_by_logit(x) ? value_of(order) : row[chosen[lane]];
   float shift = 0, factor = 1, weight = 0;
@@ -192,10 +194,10 @@ __device__ void weigh(Route const& x, Seat<S> const& seat, LaneLogits<S> const& 
   }
 }
 
-// As long as they leave multiprocessors idle, more lanes a token end sooner.
+// Up to this many tokens do not fill the GPU, and more lanes per token are faster.
 constexpr int64_t kFewTokens = 4096;
 
-// Blocks of a multiprocessor: as many as registers allow.
+// Blocks per multiprocessor: as many as registers allow.
 constexpr int blocks_at_once(int per_lane) {
   return per_lane <= 4 ? 6 : per_lane <= 8 ? 5 : per_lane <= 16 ? 3 : 1;
 }
@@ -222,7 +224,7 @@ __global__ void __launch_bounds__(kRouterThreads, blocks_at_once(S::per_lane)) r
   }
   uint32_t const order = choose(x, deal, seat, logits.first, orders, chosen);
   __syncwarp();
-  weigh(x, seat, logits, row, chosen, order, nan);
+  write_choices(x, seat, logits, row, chosen, order, nan);
 }
 
 }  // namespace

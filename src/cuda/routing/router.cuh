@@ -1,7 +1,7 @@
-// What the router's kernels share: a token is a part of a warp, its logits are in registers.
+// Shared by the router kernels: several lanes of a warp per token hold its logits in registers.
 //
-// A lane holds consecutive experts, so that of equal ones the lower lane has the smaller ids, and
-// all of one group: with groups, the lanes are dealt to these first.
+// A lane holds consecutive experts of one group (lanes are first split among the groups), so that
+// lower lanes have smaller ids, which decide ties.
 #pragma once
 #include <bit>
 
@@ -14,7 +14,7 @@ namespace guild::cuda {
 
 inline constexpr int kRouterThreads = 256;
 
-// How many lanes a token has, and how many experts a lane can hold: both powers of two.
+// Lanes per token, and the most experts per lane: both powers of two.
 template <int lanes_, int per_lane_>
 struct TokenShape {
   static constexpr int lanes = lanes_, per_lane = per_lane_;
@@ -25,9 +25,9 @@ struct TokenShape {
 // Which experts a lane holds.
 struct Deal {
   int experts = 0;
-  int part = 0;          // experts of a group
-  int log_lanes = 0;     // log2 of a group's lanes
-  bool by_four = false;  // whether four logits can be moved at a time
+  int part = 0;          // experts per group
+  int log_lanes = 0;     // log2 of the lanes per group
+  bool by_four = false;  // whether four logits can be loaded or stored at a time
 
   __device__ int first(int lane, int per_lane) const {
     return (lane >> log_lanes) * part + (lane & ((1 << log_lanes) - 1)) * per_lane;
@@ -45,14 +45,14 @@ struct Seat {
   int token_in_block = int(threadIdx.x) / S::lanes;
   int64_t token = int64_t(blockIdx.x) * S::tokens + token_in_block;
 
-  // The warp's lanes of this token, and those of them below this one.
+  // Masks of the warp's lanes that have this token, and of those among them below this lane.
   __device__ unsigned mine() const {
     return (S::lanes == 32 ? ~0u : (1u << S::lanes % 32) - 1) << (threadIdx.x % 32 - lane);
   }
   __device__ unsigned below() const { return mine() & ((1u << threadIdx.x % 32) - 1); }
 };
 
-// Over the lanes of one token, the same in each of them and in every run.
+// Reduces over the lanes of one token; the result is the same in each lane and in every run.
 template <class S, class V, class Of>
 __device__ V over_lanes(V x, Of&& of) {
 #pragma unroll
@@ -122,8 +122,8 @@ struct LaneLogits {
   }
 };
 
-// What makes weights of the chosen, unscaled_weight(), whose sum is `sum`, sum to 1 or, with a
-// floor, to less. factor: what makes them p.
+// The factor that normalises the chosen experts' unscaled_weight()s: to a sum of 1 or, below the
+// floor, less. sum: theirs; factor: the one that turns them into p.
 __device__ inline float factor_of_sum(Router const& router, float sum, float factor) {
   if (router.score != Score::softmax && sum == 0) return 0;
   if (weighs_relatively(router)) return 1.f / sum;
@@ -131,7 +131,7 @@ __device__ inline float factor_of_sum(Router const& router, float sum, float fac
   return factor / (p < floor ? floor : p);
 }
 
-// Whether rows start on 16-byte boundaries; no rows do.
+// Whether rows start on 16-byte boundaries; true without data.
 inline bool by_four(ConstRows const& rows, int64_t stride) {
   return stride % 4 == 0 && reinterpret_cast<uintptr_t>(rows.data) % 16 == 0;
 }
@@ -141,9 +141,9 @@ unsigned router_blocks(int64_t tokens) {
   return unsigned((tokens + S::tokens - 1) / S::tokens);
 }
 
-// Calls f(TokenShape, Deal) with the fewest lanes and registers that the experts and groups fit:
-// what a warp does once, whatever it does for its tokens, is most of its work. UpTo128: the shape
-// for 65 to 128 experts.
+// Calls f(TokenShape, Deal) with the fewest lanes and registers that fit the experts and groups:
+// most of a warp's work is the same for any number of tokens, so a warp should have many. UpTo128:
+// the shape for 65 to 128 experts.
 template <class UpTo128 = TokenShape<16, 8>, class F>
 void with_shape(int64_t experts, int groups, bool by_four, F&& f) {
   require_routable(experts);

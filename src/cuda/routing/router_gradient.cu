@@ -1,19 +1,19 @@
-// The gradient of the router's weights: some lanes of a warp a token, one dense write.
+// The gradient of the router's weights: several lanes of a warp per token, one dense write.
 //
 // With s the scores, ds their gradients and dot = sum of s ds over the choices:
 //
 //   renormalize   dlogit_k = s_k (ds_k - dot / scale)
 //   otherwise     dlogit_k = s_k ds_k; and with softmax -p_e dot for every e, p from the logits
 //
-// times d(log p_k) / dlogit_k, the slope, where p depends on its own logit alone. Weights whose sum
-// is below its floor are divided by a constant: otherwise.
+// times the slope, d(log p_k) / dlogit_k, where p depends on its own logit alone. Weights whose sum
+// is below the floor are divided by a constant, so they belong to "otherwise".
 #include "check.h"
 #include "cuda/routing/router.cuh"
 
 namespace guild::cuda {
 namespace {
 
-// One of the token's choices; outside the experts: weighs nothing.
+// One of the token's choices; an id that is no expert has weight 0.
 struct Choice {
   int id;
   float score, dscore, slope;
@@ -49,8 +49,8 @@ __device__ void add_terms(Seat<S> const& seat, int id, float term, float* out) {
   __syncwarp();
 }
 
-// Whether the sum of the token's chosen p is below its floor. mine, end: the lane's first slot and
-// the end of the token's.
+// Whether the sum of p over the token's choices is below the floor. mine, end: the lane's first
+// slot, and the end of the token's slots.
 template <class S>
 __device__ bool is_floored(RouterGradient const& x, Deal const& deal, Seat<S> const& seat,
                            float const* row, int mine, int end) {
@@ -69,7 +69,7 @@ __device__ bool is_floored(RouterGradient const& x, Deal const& deal, Seat<S> co
   return lanes_sum<S>(sum) * factor < float(x.router.sum_floor);
 }
 
-// Of every expert, where p depends on all logits.
+// Subtracts p dot for every expert, for a softmax, where p depends on all logits.
 template <class S>
 __device__ void subtract_dense(Deal const& deal, Seat<S> const& seat, float const* row, float dot,
                                float (&out)[S::per_lane]) {
@@ -103,7 +103,7 @@ __device__ void store(Deal const& deal, Seat<S> const& seat, float const (&out)[
   }
 }
 
-// T: of dlogits.
+// T: the element type of dlogits.
 template <class S, class T>
 __global__ void __launch_bounds__(kRouterThreads) router_gradient_kernel(RouterGradient x,
                                                                          int64_t stride,

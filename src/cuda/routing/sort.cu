@@ -1,13 +1,12 @@
-// Stable counting sort of slots by expert, in two kernels of one block, then a few, a chunk of
-// slots:
+// Stable counting sort of slots by expert. Two kernels: one block per chunk of slots, then a few:
 //
-//   rank      numbers the chunk's slots of each expert; a cluster of blocks adds up its chunks
-//   scatter   adds up the clusters' histograms, of all for the offsets and of those before its
-//             chunk's for where its rows begin, and gives each slot its row
+//   rank      numbers the chunk's slots of each expert; each cluster adds up its blocks' histograms
+//   scatter   adds up the clusters' histograms, all of them for the offsets, and those before its
+//             chunk for the chunk's first rows; gives each slot its row
 //
-// Workspace: (clusters, E) rows of each cluster, then (chunks, E) rows of a chunk's cluster before
-// it. Ranks follow from a fixed order of warps and from warp votes; atomic additions of integers
-// only count, so the result is the same in every run.
+// Workspace: (clusters, E) rows in each cluster; then (chunks, E) rows of the chunk's cluster that
+// come before the chunk. Ranks follow from a fixed order of warps and from warp votes, and only
+// integers are added atomically, so the result is the same in every run.
 #include <algorithm>
 
 #include "check.h"
@@ -27,7 +26,7 @@ constexpr int kThreads = int(kSortThreads), kWarps = kThreads / 32;
 constexpr int kCluster = int(kSortCluster), kMostClusters = int(kMostSortChunks) / kCluster;
 constexpr int kAtOnce = 4;  // slots that a thread loads before it uses them
 
-// An id as it lies in memory. Loading it does not wait for it; asking which expert it is does.
+// An id as it is stored. Making one issues the load; expert() waits for it.
 struct RawId {
   int low = -1, high = 0;
 
@@ -36,7 +35,7 @@ struct RawId {
     return high == 0 && unsigned(low) < unsigned(x.experts) ? low : -1;
   }
 };
-// No id of slots that are not used.
+// Slots that are not used have no id.
 __device__ RawId load_id(Sort const& x, int64_t slot, SlotSpan const& used) {
   RawId id;
   if (slot < used.begin || slot >= used.end) return id;
@@ -63,7 +62,7 @@ __device__ int* counts_before(Sort const& x, int64_t clusters, int64_t chunk) {
   return cluster_counts(x, clusters + chunk);
 }
 
-// Adds up the cluster's histograms; each block does a part of the experts. count: (E) of a block.
+// Adds up the cluster's histograms; each block does some of the experts. count: the block's, (E).
 __device__ void add_up_cluster(Sort const& x, int const* count) {
   int const experts = int(x.experts), rank = cluster_rank();
   int const part = (experts + kCluster - 1) / kCluster, end = min(experts, (rank + 1) * part);
@@ -82,8 +81,7 @@ __device__ void add_up_cluster(Sort const& x, int const* count) {
   }
 }
 
-// Numbers the slots of this warp, 32 at a time in order. next: (E) of this warp, the next number of
-// each expert.
+// Numbers the slots of this warp in order, 32 at a time. next: (E), its next number per expert.
 __device__ void rank_slots(Sort const& x, int* next, int64_t begin, int64_t end,
                            SlotSpan const& used) {
   int const lane = threadIdx.x % 32;
@@ -105,7 +103,7 @@ __device__ void rank_slots(Sort const& x, int* next, int64_t begin, int64_t end,
   }
 }
 
-// slot_row becomes each slot's number among the chunk's slots of its expert.
+// Sets slot_row to each slot's rank among the chunk's slots of its expert.
 __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads)
 rank_kernel(Sort x, int64_t chunk) {
   extern __shared__ int memory[];  // (E) rows of the chunk, (kWarps, E) next number of each warp
@@ -149,8 +147,8 @@ rank_kernel(Sort x, int64_t chunk) {
   cluster_barrier();  // the other blocks have read `count`
 }
 
-// The first row of the chunk's slots of each expert into first_row: (E). Returns the number of
-// rows. The first block writes the first row of each expert as the offsets.
+// Writes the first row of the chunk's slots of each expert to first_row, (E), and returns the
+// number of rows. The first block also writes each expert's first row to the offsets.
 __device__ int find_first_rows(Sort const& x, int clusters, int* first_row) {
   __shared__ int warp_sum[kWarps];
   int const warp = threadIdx.x / 32, lane = threadIdx.x % 32, experts = int(x.experts);
@@ -186,7 +184,7 @@ __device__ int find_first_rows(Sort const& x, int clusters, int* first_row) {
   return carry;
 }
 
-// What is known of a slot before it has a row.
+// A slot before it gets its row.
 struct Slot {
   RawId id;
   int rank = 0;
@@ -201,15 +199,15 @@ __device__ Slot load_slot(Sort const& x, int64_t slot, int64_t end, SlotSpan con
   return s;
 }
 
-// Blocks of one x share a chunk, `piece` slots each. Every instruction here runs a few times at
-// most, so loops stay rolled: fetching code would take longer than running it.
-__global__ void __launch_bounds__(kThreads) scatter_kernel(Sort x, int64_t chunk, int64_t piece,
+// Blocks with the same blockIdx.x share a chunk, `part` slots each. Every instruction runs a few
+// times only, so loops stay rolled: fetching more code would take longer than running it.
+__global__ void __launch_bounds__(kThreads) scatter_kernel(Sort x, int64_t chunk, int64_t part,
                                                            int clusters) {
   extern __shared__ int first_row[];  // (E)
-  int64_t const begin = blockIdx.x * chunk + blockIdx.y * piece;
+  int64_t const begin = blockIdx.x * chunk + blockIdx.y * part;
   int64_t const chunk_end = min((blockIdx.x + 1) * chunk, slot_count(x));
   wait_for_previous();
-  int64_t const end = min(begin + piece, chunk_end);
+  int64_t const end = min(begin + part, chunk_end);
   SlotSpan const used = used_slots(x);
   int64_t slot = begin + threadIdx.x;
   Slot s = load_slot(x, slot, end, used);
@@ -225,7 +223,7 @@ __global__ void __launch_bounds__(kThreads) scatter_kernel(Sort x, int64_t chunk
     slot += kThreads;
     s = load_slot(x, slot, end, used);
   }
-  // Rows that no slot takes are the last ones: the block that owns slot r clears row r.
+  // Rows without a slot come last; the block of slot r clears row r.
 #pragma unroll 1
   for (int64_t row = max(begin, int64_t(rows)) + threadIdx.x; row < end; row += kThreads) {
     x.row_token[row] = 0;
@@ -233,9 +231,9 @@ __global__ void __launch_bounds__(kThreads) scatter_kernel(Sort x, int64_t chunk
   }
 }
 
-// Slots of a block of the second kernel: a part of the chunk. Each block adds up all histograms by
-// itself, so the more experts the fewer.
-int64_t piece_slots(int64_t chunk, int64_t experts) {
+// Slots per block of the second kernel: a part of the chunk, larger with more experts, for each
+// block adds up all histograms.
+int64_t part_slots(int64_t chunk, int64_t experts) {
   int64_t const blocks = std::clamp<int64_t>(1024 / experts, 1, 4), fill = blocks * kThreads;
   return (chunk + fill - 1) / fill * kThreads;
 }
@@ -261,10 +259,10 @@ void sort_by_expert(Sort const& x, Queue queue) {
   cuda_check(launch_early(rank_kernel, dim3(unsigned(clusters * kCluster)), kThreads,
                           rank_bytes(x.experts), queue.stream, x, chunk),
              "launch of sort_by_expert");
-  int64_t const piece = piece_slots(chunk, x.experts), pieces = (chunk + piece - 1) / piece;
-  dim3 const blocks(unsigned(sort_chunks(slots)), unsigned(pieces));
+  int64_t const part = part_slots(chunk, x.experts), parts = (chunk + part - 1) / part;
+  dim3 const blocks(unsigned(sort_chunks(slots)), unsigned(parts));
   cuda_check(launch_early(scatter_kernel, blocks, kThreads, x.experts * sizeof(int), queue.stream,
-                          x, chunk, piece, int(clusters)),
+                          x, chunk, part, int(clusters)),
              "launch of sort_by_expert");
 }
 

@@ -1,9 +1,9 @@
-// db[e] = sum over the rows r of e of row_score[r] * M[row_token[r]]: a cluster of blocks per
-// expert and 256 columns, a warp at a row. Rows are dealt to the cluster's warps, and their sums
-// added up in a fixed order.
+// db[e] = sum over the rows r of e of row_score[r] * M[row_token[r]]: one cluster of blocks per
+// expert and 256 columns, one row per warp at a time. Rows are split among the cluster's warps, and
+// their sums added up in a fixed order.
 //
-// Columns change last from block to block: while all experts gather the same columns of dO, these
-// stay in L2.
+// Blocks are numbered by expert first, then by columns: while all experts gather the same columns
+// of dO, these stay in L2.
 #include "check.h"
 #include "cuda/alignment.h"
 #include "cuda/device.h"
@@ -15,8 +15,8 @@ namespace {
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps, kColumns = 32 * 8;
 constexpr int kAtOnce = 4;               // rows that a warp loads before it uses them
-constexpr int kMostBlocks = 8;           // of a cluster
-constexpr int64_t kEnoughBlocks = 1056;  // on the GPU: eight a multiprocessor
+constexpr int kMostBlocks = 8;           // per cluster
+constexpr int64_t kEnoughBlocks = 1056;  // in all: eight per multiprocessor
 
 // The row of M to add for row r; -1: none.
 __device__ int row_of(BiasGradient const& x, int r) {
@@ -38,8 +38,8 @@ __device__ void add_some(Eight& sum, float weight, T const* from, int64_t count)
   }
 }
 
-// Sum over every `step`th group of kAtOnce rows from `first` to `end`, of eight columns. `aligned`:
-// they lie on 16 bytes.
+// Sums eight columns over every `step`-th group of kAtOnce rows from `first` to `end`. aligned: the
+// columns lie on 16-byte boundaries.
 template <class T>
 __device__ Eight sum_rows(BiasGradient const& x, int64_t m_stride, int64_t col, int first, int end,
                           int step, bool aligned) {
@@ -81,8 +81,8 @@ __global__ void __launch_bounds__(kThreads) bias_gradient_kernel(BiasGradient x,
                                                                  bool aligned) {
   __shared__ float part[kWarps][kColumns], block_sum[kColumns];
   int const rank = cluster_rank(), warp = threadIdx.x / 32, local = threadIdx.x % 32 * 8;
-  unsigned const piece = blockIdx.x / unsigned(blocks), experts = unsigned(x.experts);
-  int const expert = int(piece % experts), begin_col = int(piece / experts) * kColumns;
+  unsigned const cluster = blockIdx.x / unsigned(blocks), experts = unsigned(x.experts);
+  int const expert = int(cluster % experts), begin_col = int(cluster / experts) * kColumns;
   int const begin = max(x.routing.offsets[expert], 0);
   int const end = min(x.routing.offsets[expert + 1], int(x.rows));
   int const first = begin + (rank * kWarps + warp) * kAtOnce, step = blocks * kWarps * kAtOnce;
@@ -110,10 +110,10 @@ __global__ void __launch_bounds__(kThreads) bias_gradient_kernel(BiasGradient x,
                    expert * db_stride + begin_col + column, total);
 }
 
-// Blocks of a cluster: more where there are few pieces of work, as long as each finds rows.
-int cluster_of(BiasGradient const& x, int64_t pieces) {
+// Blocks per cluster: more for few clusters, as long as each block has rows.
+int cluster_size(BiasGradient const& x, int64_t clusters) {
   int blocks = 1;
-  while (blocks < kMostBlocks && pieces * blocks < kEnoughBlocks &&
+  while (blocks < kMostBlocks && clusters * blocks < kEnoughBlocks &&
          x.experts * blocks * kWarps * kAtOnce < x.rows) {
     blocks *= 2;
   }
@@ -128,10 +128,10 @@ void bias_gradient(BiasGradient const& x, Queue queue) {
   int64_t const stride = row_stride(x.m, x.width);
   bool const aligned =
       x.width % 8 == 0 && stride % 8 == 0 && reinterpret_cast<uintptr_t>(x.m.data) % 16 == 0;
-  int64_t const pieces = (x.width + kColumns - 1) / kColumns * x.experts;
-  int const blocks = cluster_of(x, pieces);
+  int64_t const clusters = (x.width + kColumns - 1) / kColumns * x.experts;
+  int const blocks = cluster_size(x, clusters);
   with_type(x.dtype, [&](auto element) {
-    cuda_check(launch_clusters(bias_gradient_kernel<decltype(element)>, unsigned(pieces * blocks),
+    cuda_check(launch_clusters(bias_gradient_kernel<decltype(element)>, unsigned(clusters * blocks),
                                blocks, kThreads, 0, queue.stream, x, stride,
                                row_stride(x.db, x.width), blocks, aligned),
                "launch of bias_gradient");

@@ -1,10 +1,10 @@
-// db[e] = the sums of columns over the chunks of the expert's rows, added up in a fixed order: a
-// block per expert and 128 columns, of dH where the grid's y is 0, of s dO where it is 1. A
-// warp adds every eighth chunk, the block the warps' sums.
+// db[e] = the sums of columns over the chunks of the expert's rows, added up in a fixed order: one
+// block per expert and 128 columns, for dH where the grid's y is 0, for s dO where it is 1. A warp
+// adds up every eighth chunk, the block then adds up its warps' sums.
 //
-// The down gradient sums s dO with each score in three 16-bit terms (sm90/column_sums.cuh), of
-// which 0 times infinity and infinity less infinity make NaN: a chunk with NaN is summed again
-// here, row by row.
+// The down gradient sums s dO with each score split into three 16-bit terms (sm90/column_sums.cuh).
+// An infinity times a zero term, or minus another infinity, makes NaN where there should be none:
+// so a chunk whose sum is NaN is summed again here, row by row.
 #include "cuda/rows/bias_sums.h"
 
 #include "cuda/alignment.h"
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kThreads) bias_sums_kernel(__grid_constant__ A
   if (first_column >= sums.columns) return;
   int const warp = threadIdx.x / 32, local = threadIdx.x % 32 * 4, column = first_column + local;
   int const begin = max(x.offsets[expert], 0), end = min(x.offsets[expert + 1], x.rows);
-  int const count = end > begin ? int(pieces(end - begin, kChunkRows)) : 0;
+  int const count = end > begin ? int(ceil_div(end - begin, kChunkRows)) : 0;
   float4 total{};
   if (column < sums.columns) {
     float const* const from = sums.chunk + int64_t(chunk_of(begin, expert)) * sums.columns + column;
@@ -100,14 +100,14 @@ void add_bias_sums(DownGradient const& x, BiasSums const& sums, Queue const& que
   Sizes const& s = x.sizes;
   int64_t const width = s.intermediate * (x.activation.gated ? 2 : 1);
   Arguments const arguments{
-      x,
-      row_stride(x.dout, s.hidden),
-      x.routing.offsets,
-      int(s.rows()),
-      x.db_dtype == DType::float32,
-      x.accumulate,
-      {sums_of(sums.dh, x.db_up, width), sums_of(sums.dout, x.db_down, s.hidden)}};
-  dim3 const grid(unsigned(pieces(std::max(width, s.hidden), kColumns)), 2, unsigned(s.experts));
+      .step = x,
+      .dout_stride = row_stride(x.dout, s.hidden),
+      .offsets = x.routing.offsets,
+      .rows = int(s.rows()),
+      .is_float = x.db_dtype == DType::float32,
+      .accumulate = x.accumulate,
+      .sums = {sums_of(sums.dh, x.db_up, width), sums_of(sums.dout, x.db_down, s.hidden)}};
+  dim3 const grid(unsigned(ceil_div(std::max(width, s.hidden), kColumns)), 2, unsigned(s.experts));
   with_type(x.dtype, [&](auto element) {
     bias_sums_kernel<decltype(element)><<<grid, kThreads, 0, queue.stream>>>(arguments);
   });

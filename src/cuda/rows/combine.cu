@@ -1,9 +1,9 @@
 // O[t] = residual[t] + sum over k of slot_score[t, k] * Y[slot_row[t, k]], and the router's part.
 //
-// Without the router's part: one block a token, eight columns a thread, in fp32 with k ascending.
-// With it a block keeps a slice of the router's weights, of all experts and some 256 columns, in
-// shared memory; each warp takes those columns of one token after another. A product of its own
-// would read and write dX again, and multiply by E - K zeros.
+// Without the router's part: one block per token, eight columns per thread, in fp32 with k
+// ascending. With it, a block keeps a slice of the router's weights in shared memory, all experts
+// and about 256 columns; each warp does these columns of one token after another. A separate GEMM
+// for the router's part would read and write dX again, and multiply by E - K zeros.
 #include <algorithm>
 
 #include "check.h"
@@ -33,7 +33,7 @@ struct Args {
   int32_t const* token_offsets;
   int rows, top_k, tokens, hidden;
 
-  // What a token's sum of eight columns begins with.
+  // The initial value of a token's sum of eight columns.
   __device__ Eight start(int64_t token, int col) const {
     return residual.data == nullptr ? Eight{} : load_eight(residual.at(token, col));
   }
@@ -70,20 +70,21 @@ struct RouterArgs {
   Matrix<T const> dlogits, weight;
   int32_t const* ids;
   int experts;
-  int slices, width;  // of the columns, each `width` wide, but for the last
+  int slices, width;  // slices of the columns, each `width` wide except the last
 };
 
-constexpr int kSliceColumns = 256;  // at most: eight a lane
-constexpr int kWarps = 24;          // of a block, alone on its multiprocessor
+constexpr int kSliceColumns = 256;  // at most: eight per lane
+constexpr int kWarps = 24;          // of a block, the only one of its multiprocessor
 
-// A lane's slot of a token, on its way from memory: what one step asks for the next one uses.
-struct SlotAhead {
-  uint32_t row;  // where it begins, in 16 bytes; kNone: there is none
-  int id;        // the number of experts: none
+// A lane's slot of a token, loaded in two steps, two tokens ahead: load() its row and id, one token
+// later follow() them to where the row begins and to dlogit. Neither waits for what it loads.
+struct PrefetchedSlot {
+  uint32_t row;  // where it begins, in units of 16 bytes; kNone: no row
+  int id;        // the number of experts: no expert
   float dlogit;
 
   template <class T>
-  __device__ void ask(Args<T> const& p, RouterArgs<T> const& r, int64_t slot, int64_t end) {
+  __device__ void load(Args<T> const& p, RouterArgs<T> const& r, int64_t slot, int64_t end) {
     row = slot < end ? p.slot_row[slot] : -1;
     id = slot < end ? r.ids[slot] : r.experts;
   }
@@ -95,7 +96,7 @@ struct SlotAhead {
   }
 };
 
-// Brings the block's slice of the router's weights to shared memory: (experts + 1, width), the last
+// Loads the block's slice of the router's weights to shared memory: (experts + 1, width), the last
 // row zeros.
 template <class T>
 __device__ void load_slice(Args<T> const& p, RouterArgs<T> const& r, int first, uint4* slice) {
@@ -108,13 +109,13 @@ __device__ void load_slice(Args<T> const& p, RouterArgs<T> const& r, int first, 
   __syncthreads();
 }
 
-// A lane's eight columns of the slice. slots: how many rows a warp asks for at a time.
+// A lane's eight columns of the slice. slots: how many rows a warp loads at a time.
 template <class T, bool in_shared, int slots>
 struct Columns {
   Args<T> const& p;
   RouterArgs<T> const& r;
   int col;
-  bool mine;  // it has columns; without, it reads those of another
+  bool mine;  // whether the lane has columns; if not, it reads those of another lane
   T const* y;
   uint4 const* weight;  // in shared memory
 
@@ -127,7 +128,7 @@ struct Columns {
     weight = slice + min(lane, r.width / 8 - 1);
   }
 
-  // Asks for the rows of slots k, k + 1, ...; some: some of them may be missing.
+  // Issues the loads of the rows of slots k, k + 1, ...; some: rows may be missing.
   template <class Some>
   __device__ void load(uint4 (&words)[slots], uint32_t row_of_lane, int k, Some some) const {
 #pragma unroll
@@ -140,8 +141,8 @@ struct Columns {
     }
   }
 
-  // Sums over the `count` slots, 32 at most, of which the lanes have one each.
-  __device__ void add_slots(Eight& sum, SlotAhead const& own, int count) const {
+  // Adds `count` slots, 32 at most, one in each lane.
+  __device__ void add_slots(Eight& sum, PrefetchedSlot const& own, int count) const {
     unsigned const there = __ballot_sync(~0u, own.row != kNone);
 #pragma unroll 1
     for (int k = 0; k < count; k += slots) {
@@ -152,7 +153,7 @@ struct Columns {
       } else {
         load(words, own.row, k, std::true_type());
       }
-      asm volatile("" ::: "memory");  // all of them before the rest, which they take longer than
+      asm volatile("" ::: "memory");  // all loads before the arithmetic, to hide their latency
 #pragma unroll 4
       for (int i = 0; i < slots; ++i) {
         int const id = __shfl_sync(~0u, own.id, k + i);
@@ -177,17 +178,17 @@ __global__ void __launch_bounds__(32 * kWarps) combine_router_kernel(Args<T> p, 
   Columns<T, in_shared, slots> const columns(p, r, first, slice);
   int const stride = int(gridDim.x / r.slices) * kWarps;
   int64_t token = int64_t(blockIdx.x / r.slices) * kWarps + warp_index();
-  auto const ask = [&](SlotAhead& slot, int64_t token) {
+  auto const load = [&](PrefetchedSlot& slot, int64_t token) {
     SlotSpan span{0, 0};
     if (token < p.tokens) span = slots_of(p.token_offsets, p.rows, p.top_k, token);
-    slot.ask(p, r, span.begin + lane, span.end);
+    slot.load(p, r, span.begin + lane, span.end);
   };
-  SlotAhead now, next, after;
-  ask(now, token);
+  PrefetchedSlot now, next, after;
+  load(now, token);
   now.follow(p, r, token);
-  ask(next, token + stride);
+  load(next, token + stride);
   for (; token < p.tokens; token += stride) {
-    ask(after, token + 2 * stride);
+    load(after, token + 2 * stride);
     next.follow(p, r, token + stride);
     auto const [begin, end] = slots_of(p.token_offsets, p.rows, p.top_k, token);
     Eight sum = columns.mine ? p.start(token, columns.col) : Eight{};
@@ -195,7 +196,7 @@ __global__ void __launch_bounds__(32 * kWarps) combine_router_kernel(Args<T> p, 
 #pragma unroll 1
     for (int base = 0; base < count; base += 32) {
       if (base > 0) {
-        now.ask(p, r, begin + base + lane, end);
+        now.load(p, r, begin + base + lane, end);
         now.follow(p, r, token);
       }
       columns.add_slots(sum, now, min(count - base, 32));
@@ -212,7 +213,7 @@ void launch_with_router(Args<T> const& args, RouterArgs<T> const& router, Queue 
   int const bytes = in_shared ? (router.experts + 1) * router.width * int(sizeof(T)) : 0;
   cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
              "shared memory of combine");
-  int const most = int(pieces(args.tokens, kWarps));
+  int const most = int(ceil_div(args.tokens, kWarps));
   int const groups = std::clamp(multiprocessors(queue) / router.slices, 1, most);
   kernel<<<groups * router.slices, 32 * kWarps, bytes, queue.stream>>>(args, router);
 }
@@ -223,28 +224,28 @@ void combine_as(Combine const& x, Queue queue) {
   auto const matrix = [&](ConstRows const& rows, int64_t width) {
     return Matrix<T const>{static_cast<T const*>(rows.data), row_stride(rows, width)};
   };
-  Args<T> const args{matrix(x.y, s.hidden),
-                     matrix(x.residual, s.hidden),
-                     {static_cast<T*>(x.o.data), row_stride(x.o, s.hidden)},
-                     x.routing.slot_row,
-                     static_cast<float const*>(x.routing.slot_score),
-                     x.routing.token_offsets,
-                     int(s.rows()),
-                     int(s.top_k),
-                     int(s.tokens),
-                     int(s.hidden)};
+  Args<T> const args{.y = matrix(x.y, s.hidden),
+                     .residual = matrix(x.residual, s.hidden),
+                     .o = {static_cast<T*>(x.o.data), row_stride(x.o, s.hidden)},
+                     .slot_row = x.routing.slot_row,
+                     .slot_score = static_cast<float const*>(x.routing.slot_score),
+                     .token_offsets = x.routing.token_offsets,
+                     .rows = int(s.rows()),
+                     .top_k = int(s.top_k),
+                     .tokens = int(s.tokens),
+                     .hidden = int(s.hidden)};
   if (x.router.dlogits.data == nullptr) {
     combine_kernel<T><<<unsigned(s.tokens), kThreads, 0, queue.stream>>>(args);
     return;
   }
-  int const slices = int(pieces(s.hidden, kSliceColumns));
-  int const width = int(pieces(s.hidden / 8, slices)) * 8;
-  RouterArgs<T> const router{matrix(x.router.dlogits, s.experts),
-                             matrix(x.router.weight, s.hidden),
-                             x.router.ids,
-                             int(s.experts),
-                             slices,
-                             width};
+  int const slices = int(ceil_div(s.hidden, kSliceColumns));
+  int const width = int(ceil_div(s.hidden / 8, slices)) * 8;
+  RouterArgs<T> const router{.dlogits = matrix(x.router.dlogits, s.experts),
+                             .weight = matrix(x.router.weight, s.hidden),
+                             .ids = x.router.ids,
+                             .experts = int(s.experts),
+                             .slices = slices,
+                             .width = width};
   bool const fits = (s.experts + 1) * width * int64_t(sizeof(T)) <= 227 * 1024;
   if (fits && x.routing.token_offsets == nullptr && s.top_k <= 4) {
     launch_with_router<T, true, 4>(args, router, queue);

@@ -1,5 +1,5 @@
-// dscores[t, k] = sum over parts of score_parts[r] + <dO[t], b2[e of r]>: a thread a slot, more of
-// them where there are many parts, a warp where there is a bias; sums in a fixed order.
+// dscores[t, k] = sum over parts of score_parts[r] + <dO[t], b2[e of r]>: one thread per slot, more
+// for many parts, a warp where there is a bias; sums in a fixed order.
 #include "check.h"
 #include "cuda/alignment.h"
 #include "cuda/device.h"
@@ -11,11 +11,11 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// What this lane of a warp adds up of <dO[t], b2[e of row]>.
+// This lane's part of <dO[t], b2[e of row]>.
 template <class T>
 __device__ float bias_product(ScoreGradient const& x, int64_t slot, int row, int64_t dout_stride,
                               int64_t bias_stride) {
-  int64_t const expert = part_of(x.routing.offsets, x.sizes.experts, row);
+  int64_t const expert = segment_of(x.routing.offsets, x.sizes.experts, row);
   T const* const bias = static_cast<T const*>(x.bias.data) + expert * bias_stride;
   int64_t const token = token_of(x.routing.token_offsets, x.sizes.tokens, x.sizes.top_k, slot);
   T const* const dout = static_cast<T const*>(x.dout.data) + token * dout_stride;
@@ -28,7 +28,7 @@ __device__ float bias_product(ScoreGradient const& x, int64_t slot, int row, int
   return sum;
 }
 
-// lane_bits: 2^lane_bits lanes a slot, 32 where there is a bias.
+// 2^lane_bits lanes per slot: 32 where there is a bias.
 template <class T>
 __global__ void score_gradient_kernel(ScoreGradient x, int part_count, int lane_bits,
                                       int64_t dout_stride, int64_t bias_stride) {
@@ -46,7 +46,7 @@ __global__ void score_gradient_kernel(ScoreGradient x, int part_count, int lane_
   if (any && lane == 0) static_cast<float*>(x.dscores)[slot] = sum;
 }
 
-// Four parts a lane lie in one sector of memory.
+// At most four parts per lane: as many as one sector of memory holds.
 int lane_bits_of(int64_t part_count, bool bias) {
   int bits = 0;
   while (bits < 5 && (bias || part_count > 4 << bits)) ++bits;

@@ -1,7 +1,7 @@
 // The up projection's epilogue: from the pre-activations H of a tile to A = activation(H).
 //
-// The activation sees the unrounded sums. A half of the tile goes through it at once; that of the
-// other half stays in registers and does so beside the next tile's products.
+// The activation is applied to the unrounded sums: to one half of the tile at once, to the other,
+// which is kept in registers, beside the next tile's products.
 #pragma once
 #include "cuda/sm90/epilogues.cuh"
 
@@ -17,8 +17,8 @@ struct Activate {
   KnownPairing<known> pairing;
 
   using Storage = StoreBoxes;
-  // Half a tile, two boxes of H: gate and up where those are apart. Its A takes the place of the
-  // first 32, or of all without a gate.
+  // A thread's sums of half a tile, two boxes of H: gate and up for Pairing::halves. The activation
+  // overwrites the first 32 with A, or all 64 without a gate.
   using HalfSums = float[64];
 
   template <int n>
@@ -40,12 +40,14 @@ struct Activate {
     static_assert(n == 256);
 
    public:
-    __device__ bool left() const { return at < kPieces; }
+    static constexpr int kMostSteps = 3;
+
+    __device__ bool left() const { return at < kMostSteps; }
 
     __device__ void begin(Activate const& e, float const (&acc)[n / 2], StoreBoxes& boxes,
                           Tile const& rows, int thread) {
       tile = rows;
-      at = kPieces;
+      at = kMostSteps;
       if (tile.rows <= 0) return;
       columns = e.a.columns - e.first_column(tile);
       e.take(sums, acc, 0);
@@ -74,12 +76,10 @@ struct Activate {
     }
 
    private:
-    static constexpr int kPieces = 3;
-
-    HalfSums sums;  // of the second half
+    HalfSums sums;  // the second half
     Tile tile;
-    int columns;  // of A that are left from there
-    int at = kPieces;
+    int columns;          // columns of A that exist from the second half on
+    int at = kMostSteps;  // the next step
   };
 
  private:
@@ -120,7 +120,8 @@ struct Activate {
     });
   }
 
-  // A of a half from its sums, in place, in two parts; `left` columns of A exist from the half on.
+  // Computes part 0 or 1 of a half's A from its sums, in place; `left` columns of A exist from the
+  // half's first on.
   __device__ void activate_part(HalfSums& sums, int part, int left, int thread) const {
     if (pairing == Pairing::halves) {
       activate_halves(sums + 16 * part, sums + 32 + 16 * part, left - 32 * part);
@@ -131,8 +132,8 @@ struct Activate {
     }
   }
 
-  // The way out every 16 columns keeps the compiler from starting all at once: it has no registers
-  // for that.
+  // The early exit every 16 columns keeps the compiler from interleaving all columns, which would
+  // spill.
   __device__ void activate_halves(float* gate, float const* up, int left) const {
     with_known_family<known>(activation, [&, act = with_gate(activation, true)](auto family) {
 #pragma unroll
@@ -152,9 +153,10 @@ struct Activate {
     });
   }
 
-  // One of two parts of `left` columns of gate, up pairs, 128 at most, to half as many of A, in
-  // place. Two blocks of 8 give one: a thread has its columns q and 4 + q (q = thread % 4) and
-  // wants 2q and 2q + 1.
+  // Part 0 or 1 of up to 128 columns of (gate, up) pairs, of which `left` exist: turns them into
+  // half as many columns of A, in place. Two blocks of 8 columns give one of A, of which the pairs
+  // of a thread make columns q and 4 + q (q = thread % 4), but the fragment's layout wants 2q and
+  // 2q + 1.
   __device__ void activate_neighbours(float* pairs, int part, int left, int thread) const {
     int const q = thread % 4, from = thread % 32 / 4 * 4 + 2 * q % 4;
     with_known_family<known>(activation, [&, act = with_gate(activation, true)](auto family) {

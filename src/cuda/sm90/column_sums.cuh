@@ -1,11 +1,11 @@
-// Sums of columns over the 64 rows of a box, as products: the box, seen with its columns as rows,
-// times a right operand of 8 x 64, the least that there is.
+// Sums of columns over the 64 rows of a box by wgmma: the box, transposed, times a right operand of
+// 8 rows x 64, the narrowest there is.
 //
-//   ones       the plain sums, eight times
-//   scores     row 0: what the element type has of each; rows 1 and 2: of what is left; zeros
+//   ones       all rows ones: the plain sums, eight times
+//   scores     rows 0 to 2: each fp32 score, split into three terms of 16 bits; the others: zeros
 //
-// A thread has those of columns c = fragment_row(thread), in sum[0] and sum[1], and c + 8, in
-// sum[2] and sum[3], from rows thread % 4 * 2 and the next of the right operand.
+// A thread's results: column c = fragment_row(thread) of the box in sum[0] and sum[1], column c + 8
+// in sum[2] and sum[3], for rows n = thread % 4 * 2 and n + 1 of the right operand.
 #pragma once
 #include "cuda/sm90/fragment.cuh"
 #include "shared/bias_sums.h"
@@ -16,7 +16,7 @@ template <class T>
 struct alignas(1024) NarrowOperand {
   T row[8][64];
 
-  // Column k of row n in the 128-byte swizzle.
+  // Element k of row n, in the 128-byte swizzle.
   __device__ T& at(int n, int k) { return row[n][(k / 8 ^ n) * 8 + k % 8]; }
   __device__ void fill(T value, int thread) {
 #pragma unroll 1
@@ -24,7 +24,7 @@ struct alignas(1024) NarrowOperand {
   }
 };
 
-// Starts the products of one box; `sum` is theirs until they are waited for.
+// Starts the products of one box, asynchronously: `sum` is valid after wgmma_wait().
 template <class T>
 __device__ inline void start_sums(float (&sum)[4], uint32_t box, NarrowOperand<T> const& right) {
   uint32_t const a = descriptor<Major::MN>(box);
@@ -39,22 +39,22 @@ __device__ inline void start_sums(float (&sum)[4], uint32_t box, NarrowOperand<T
   wgmma_commit();
 }
 
-// The sums of one chunk, (columns) float32, from the thread's first column on.
+// Stores a thread's two sums of a chunk. to: its first column; left: columns from there on.
 __device__ inline void store_sums(float* to, int left, float first, float second) {
   if (0 < left) to[0] = first;
   if (8 < left) to[8] = second;
 }
 
-// Scores as a right operand, all 24 bits of them: times a power of two, which brings the greatest
-// of them near what float16 can hold. Call with all 128 threads.
+// Scores as a right operand, all 24 bits of each. They are scaled by a power of two that brings the
+// largest near the top of float16's range. Call with all 128 threads.
 template <class T>
 struct ScoreOperand {
   NarrowOperand<T> operand;
-  float back;  // the sums times this
+  float back;  // the inverse of the scale
 
   __device__ void clear(int thread) { operand.fill(T(0.f), thread); }
 
-  // score: of the tile's rows; null: 1. The tile before must be read.
+  // score: by row of D; null: all 1. Products with the scores before must be complete.
   __device__ void put(float const* score, Tile const& tile, int thread) {
     auto const score_of = [&](int r) {
       return r >= tile.rows ? 0.f : score == nullptr ? 1.f : score[tile.row + r];
@@ -80,26 +80,31 @@ struct ScoreOperand {
   }
 };
 
-// What is done beside the products of a tile's step. Mostly nothing.
-struct NothingAside {
+// Side sums: sums over each step's A beside the step's products. By all threads of a consumer:
+//
+//   start(a)      before the step's products are issued, as a wgmma group of its own. a: the
+//                 shared-memory address of the consumer's 64 rows of A
+//   finish(step)  after the step's products are issued: waits for its own group, not for theirs
+//
+// Mostly there are none.
+struct NoSideSums {
   __device__ void start(uint32_t) {}
   __device__ void finish(int) {}
 };
 
-// Score-weighted sums of A's columns, 64 a step.
+// Score-weighted sums of A's columns, 64 of them per step.
 template <class T>
 struct ScoreSums {
   ScoreOperand<T> const& scores;
   float* to;    // of the chunk, from the thread's first column on; (columns)
   int columns;  // from there on
-  int rest;     // rows of A from here on are not the tile's and may be anything; 64: none are
+  int rest;     // rows of A from here on are not the tile's and may hold anything; 64: none
   int thread;
   float sum[4];
 
-  // Before the step's products, as a group of its own. a: where the 64 rows of A lie.
   __device__ void start(uint32_t a) {
     if (rest < 64) {
-      // Their scores are 0, which does not silence a NaN.
+      // Their scores are 0, but 0 times NaN is NaN.
 #pragma unroll 1
       for (int i = thread; i < (64 - rest) * 8; i += 128) clear_words(a + rest * 128 + i * 16);
       fence_async_proxy();
@@ -108,7 +113,6 @@ struct ScoreSums {
     start_sums(sum, a, scores.operand);
   }
 
-  // With the step's products under way, and nothing else.
   __device__ void finish(int step) {
     wgmma_wait<1>();
     fence_registers(sum);
@@ -120,7 +124,7 @@ struct ScoreSums {
   }
 
  private:
-  // The next thread has what comes from row 2.
+  // two: the sum of rows 0 and 1, in every fourth thread; the next thread has that of row 2.
   static __device__ float from_three_rows(float two) { return two + __shfl_down_sync(~0u, two, 1); }
 };
 

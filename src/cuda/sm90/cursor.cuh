@@ -4,8 +4,8 @@
 
 namespace guild::cuda {
 
-// Int: of before(). Signed, it takes more instructions, without which ptxas serialises the products
-// (C7515) where results leave element by element.
+// Int: the type before() computes in. unsigned saves instructions; but with it ptxas serialises the
+// wgmma (C7515) of kernels that store element by element, which therefore use int.
 template <int stages, class Int>
 struct Cursor {
   int stage = 0;

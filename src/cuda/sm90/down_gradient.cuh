@@ -1,13 +1,13 @@
 // The down gradient's epilogue: from g = dO W2 and the pre-activations H of the same tile to
 //
-//   dH = d activation(s g, H),  A' = s A,  and over the tile's columns the partial sum <g, A> = dS
+//   dH = d activation(s g, H),  A' = s A,  dS: the sum of g A, one part per tile of columns
 //
-// and where they are wanted over 64 rows each, as products of their own (column_sums.cuh), the sums
-// of dH's columns, from where it lies before it leaves, and, in the first column of tiles, those of
-// s dO, from the steps' A. Another kernel adds them up (rows/bias_sums.cu).
+// For bias gradients it also sums the columns of dH and, in the first column of tiles, those of s
+// dO over 64 rows each, by wgmma (column_sums.cuh): dH from the stage before it is stored, dO from
+// the steps' A. Another kernel adds up these sums (rows/bias_sums.cu).
 //
-// H comes through the ring of stages, 64 columns of the tile at a time, and is replaced by dH where
-// it lies. SonicMoE, arXiv:2512.14080, section 3.2.
+// H comes through the ring of stages, 64 columns of the tile at a time, and dH overwrites it there.
+// SonicMoE, arXiv:2512.14080, section 3.2.
 #pragma once
 #include "cuda/sm90/column_sums.cuh"
 #include "cuda/sm90/outputs.cuh"
@@ -30,9 +30,9 @@ struct DownGradientEpilogue {
   ActivationOf<float> activation;
   KnownPairing<known> pairing;
 
-  static constexpr int kCopies =
-      known == Known::swiglu ? kScoreColumns / 64 : 1;  // of a unit's code
-  static constexpr int kBoxBytes = 2 * kBlockBytes;     // 64 columns, 128 rows: both consumers'
+  // Copies of a unit's code: only swiglu's is short enough for the instruction cache if unrolled.
+  static constexpr int kCopies = known == Known::swiglu ? kScoreColumns / 64 : 1;
+  static constexpr int kBoxBytes = 2 * kBlockBytes;  // 64 columns, 128 rows: both consumers'
 
   struct Storage {
     NarrowOperand<T> ones;
@@ -42,14 +42,15 @@ struct DownGradientEpilogue {
     float scale[2], dot[2];  // of the rows r and r + 8 that a thread holds
   };
 
-  // How many times 64 columns the tile has: as many as its first block's where blocks are apart,
-  // for they share a ring of stages.
+  // How many units of 64 columns the tile has. Blocks that split a tile by columns count those of
+  // the first block's, so that their rings of stages stay in step.
   __device__ int units(Tile const& tile) const {
     int const first = tile.apart ? tile.col - cluster_rank() * kScoreColumns : tile.col;
     return min((columns() - first + 63) / 64, kScoreColumns / 64);
   }
 
-  // Producer: H of 64 columns of the tile, as gate, up; or 32 pairs, 32 pairs; or one box.
+  // H of 64 columns of the tile: a box of gate and one of up; two boxes of 32 pairs; or, without a
+  // gate, one box.
   __device__ void load(Tile const& tile, int unit, char* to, Barrier& full) const {
     full.arrive_expect(boxes() * kBoxBytes);
     for (int i = 0; i < boxes(); ++i) tma_load(h, to + i * kBoxBytes, place(tile, unit, i), full);
@@ -69,7 +70,6 @@ struct DownGradientEpilogue {
     }
   }
 
-  // Once, before the first tile.
   __device__ void prepare(Storage& storage, int thread) const {
     if (dh_sums == nullptr && dout_sums == nullptr) return;
     storage.ones.fill(T(1.f), thread);
@@ -78,19 +78,21 @@ struct DownGradientEpilogue {
     warpgroup_barrier();
   }
 
-  // Whether this part of a tile sums s dO: every 64 rows once.
-  __device__ bool weighs(Tile const& part) const {
+  // Whether these rows of a tile sum s dO: those of the first column of tiles.
+  __device__ bool wants_side_sums(Tile const& part) const {
     return dout_sums != nullptr && part.col == 0 && part.rows > 0;
   }
-  // rest: see ScoreSums. All that read the scores before have passed store_unit's barrier since.
-  __device__ ScoreSums<T> weigh(Storage& storage, Tile const& part, int rest, int thread) const {
+  // The scores may be overwritten: all threads have passed a barrier of store_unit() since their
+  // last use.
+  __device__ ScoreSums<T> side_sums(Storage& storage, Tile const& part, int rest,
+                                    int thread) const {
     storage.scores.put(score, part, thread);
     int const first = fragment_row(thread);
     float* const to = dout_sums + int64_t(chunk_of(part.row, part.expert)) * hidden + first;
     return {storage.scores, to, hidden - first, rest, thread};
   }
 
-  // A' leaves from `box`, dH from where H came to; `storer` issues all stores, as one group.
+  // Writes A' to `box` and dH over H in `stage`; `storer` issues all stores as one group.
   __device__ void store_unit(float* g, char* box, char* stage, State& rows, Tile const& tile,
                              int unit, int thread, int storer, Storage& storage) const {
     differentiate(g, stage, rows, columns() - tile.col - 64 * unit, thread);
@@ -124,8 +126,8 @@ struct DownGradientEpilogue {
   }
 
  private:
-  // Zeros in the rows of dH that are not the tile's: there, H may be anything. A warp clears rows
-  // that it has written.
+  // Writes zeros to the rows of dH that are not the tile's, since H may hold anything there. A warp
+  // clears rows that it has written itself.
   __device__ void clear_rest(uint32_t stage, int valid, int thread) const {
     int const begin = thread / 32 * 16;
     __syncwarp();
@@ -137,7 +139,7 @@ struct DownGradientEpilogue {
     }
   }
 
-  // The sums of dH's columns.
+  // Sums dH's columns over the tile's rows and stores the sums.
   __device__ void add_rows(uint32_t stage, Tile const& tile, int unit, int thread,
                            Storage const& storage) const {
     int const width = dh.columns * (pairing == Pairing::halves ? 2 : 1);
@@ -167,8 +169,8 @@ struct DownGradientEpilogue {
     return {(pairing == Pairing::alternate ? 2 * col : col) + 64 * i, 0, tile.row};
   }
 
-  // 64 columns of g, in place to those of A'; H in the boxes to dH. The way out every 16 columns,
-  // of which `left` are left, keeps the compiler from starting all at once: registers are short.
+  // Replaces 64 columns of g by A', and H in the boxes by dH; `left` columns exist. The early exits
+  // every 8 or 16 columns keep the compiler from interleaving all columns, which would spill.
   __device__ void differentiate(float* g, char* boxes, State& rows, int left, int thread) const {
     with_known_family<known>(activation, [&](auto family) {
       if (pairing == Pairing::alternate) {
@@ -193,7 +195,7 @@ struct DownGradientEpilogue {
     up = d.dup;
   }
 
-  // Gate in the first box, up in the second (none without a gate).
+  // H as gate in the first box, up in the second (none without a gate).
   template <Family family>
   static __device__ __forceinline__ void halves(ActivationOf<float> const& act, float* g,
                                                 char* boxes, State& rows, int left, int thread) {
@@ -219,8 +221,8 @@ struct DownGradientEpilogue {
     }
   }
 
-  // Columns 2c and 2c + 1 of H are gate and up of column c: a thread's two neighbours of g need 8
-  // bytes in a row.
+  // H as alternating columns: 2c and 2c + 1 are gate and up of column c. A thread's two
+  // neighbouring values of g need 8 consecutive bytes.
   template <Family family>
   static __device__ __forceinline__ void pairs(ActivationOf<float> const& act, float* g,
                                                char* boxes, State& rows, int left, int thread) {

@@ -8,13 +8,13 @@ namespace {
 template <class T, GemmConfig c, Major major, bool gathered, Known known>
 void launch_down_gradient(DownGradientProduct const& x, Queue const& queue) {
   using Loader = RowLoader<T, c, major, gathered>;
-  using Kernel = GroupedProduct<T, c, Loader, RowTiles, DownGradientEpilogue<T, known>>;
+  using Kernel = GroupedProduct<c, Loader, DownGradientEpilogue<T, known>>;
   int const halves = x.pairing == Pairing::halves ? 2 : 1;
   int64_t const width = x.n * (x.pairing == Pairing::alternate ? 2 : 1);
   typename Kernel::Params params{};
   params.work = {.groups = x.groups,
                  .tile_n = c.tile_n,
-                 .across = int(pieces(x.n, c.tile_n)),
+                 .across = int(ceil_div(x.n, c.tile_n)),
                  .inner = int(x.k)};
   fill_rows<T, c>(params.load, x, "dout");
   CUtensorMap const map = weight_map<T, c, major>(x.w, x.groups.groups, x.n, x.k, "w_down");
@@ -25,7 +25,7 @@ void launch_down_gradient(DownGradientProduct const& x, Queue const& queue) {
   out.a = row_output<T>(x.scaled, x.rows, x.n, 1, "a_scaled");
   out.score = x.score;
   out.parts = x.score_parts;
-  out.part_count = int(pieces(x.n, kScoreColumns));
+  out.part_count = int(ceil_div(x.n, kScoreColumns));
   out.dh_sums = x.dh_sums;
   out.dout_sums = x.a_sums;
   out.hidden = int(x.k);

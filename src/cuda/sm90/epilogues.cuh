@@ -1,22 +1,113 @@
-// One struct per fused output. An epilogue is a function from a tile of accumulators to memory.
+// Epilogues: what a consumer warpgroup makes of a tile's sums, one struct per fused output.
 //
-// start() may fill the accumulators before the tile's products and says whether it has. store()
-// runs after them. Where there is a Parcel in its place, begin() does a half of the tile, 64 rows a
-// consumer, and keeps the other, which leaves beside the next tile's products: step() does the next
-// piece of what is left. A piece should take less than a step of the sum, some 1,000 cycles.
+// kernel.cuh takes two kinds, each with a loop of its own:
 //
-// Storage is in shared memory, one a consumer warpgroup.
+//   StoringEpilogue   results depend on the sums alone; some of the stores are deferred and run
+//                     beside the next tile's products (this file, activate.cuh)
+//   ReadingEpilogue   reads a matrix of the tile's size, which the producer loads through the ring
+//                     of stages (down_gradient.cuh)
+//
+// All threads of the consumer warpgroup call every function below together, unless said otherwise.
+// thread: 0 .. 127 in it. rows: its own 64 rows of the tile, see row_block(); there may be none,
+// that is rows.rows <= 0.
 #pragma once
+#include <concepts>
+
 #include "cuda/sm90/outputs.cuh"
 #include "shared/tiles.h"
 
 namespace guild::cuda {
 
-// A tile of n columns that leaves in two halves: the first at once, the second from registers.
-// E::put(word, half, ...) brings a half to its boxes and sends them off.
+// What both kinds have:
+//
+//   Storage          shared memory of one consumer warpgroup; an empty struct for none
+//   start<n>(sums, tile, thread)
+//                    before the tile's first product: may fill the accumulators, as with a bias;
+//                    false: it has not, and the first product overwrites them. tile: all its rows
+template <class E, int n>
+concept TileEpilogue = requires(E const& e, float (&sums)[n / 2], Tile const& tile, int thread) {
+  typename E::Storage;
+  { e.template start<n>(sums, tile, thread) } -> std::same_as<bool>;
+};
+
+// The tile that is being stored, a variable of each thread:
+//
+//   kMostSteps       the most calls of step() for one tile; 0: begin() stores everything
+//   begin(epilogue, sums, storage, rows, thread)
+//                    after the tile's last product, with nothing left of the tile before: stores a
+//                    part and keeps the rest in registers, for the sums are about to be overwritten
+//   left()           whether there is a rest
+//   step(epilogue, storage, thread)
+//                    stores the next piece of the rest. Called once per step of the next tile's sum
+//                    while its products are in flight, and after the sum until nothing is left. A
+//                    piece should take less than a step of the sum, some 1,000 cycles
+template <class P, class E, int n>
+concept DeferredStores = requires(P parcel, E const& e, float const (&sums)[n / 2],
+                                  typename E::Storage& storage, Tile const& rows, int thread) {
+  { P::kMostSteps } -> std::convertible_to<int>;
+  parcel.begin(e, sums, storage, rows, thread);
+  { parcel.left() } -> std::same_as<bool>;
+  parcel.step(e, storage, thread);
+};
+
+template <class E, int n>
+concept StoringEpilogue = TileEpilogue<E, n> && requires {
+  typename E::template Parcel<n>;
+  requires DeferredStores<typename E::template Parcel<n>, E, n>;
+};
+
+template <class E, int n>
+constexpr bool stores_at_once() {
+  if constexpr (StoringEpilogue<E, n>) return E::template Parcel<n>::kMostSteps == 0;
+  return false;
+}
+
+// Of the matrix it reads, a unit is what belongs to 64 columns of the tile. For each tile, in this
+// order:
+//
+//   units(tile)      how many units follow the tile's products through the ring; the producer and
+//                    the consumers ask, and must get the same answer
+//   load(tile, unit, to, full)
+//                    by one thread of the producer: announces and issues the loads of a unit to
+//                    `to`, the B operand of a stage
+//   begin(state, rows, thread)
+//                    before the first product. State: a thread's values of one tile, in registers
+//   wants_side_sums(rows), side_sums(storage, rows, rest, thread)
+//                    whether A's columns are summed beside the products, and what does that
+//                    (ScoreSums, column_sums.cuh). rest: from which row on A holds no data of the
+//                    tile and may hold anything; 64: nowhere
+//   store_unit(sums, a, b, state, rows, unit, thread, storer, storage)
+//                    when the unit has landed in b, and rows.rows > 0: makes results of it and of
+//                    the unit's 32 sums. a, b: the consumer's 64 rows of the stage's operands, both
+//                    free to hold results; thread `storer` issues all TMA stores as one group
+//   finish(state, rows, thread)
+//                    after the last unit, if rows.rows > 0
+//
+// prepare(storage, thread) is called once, before the first tile; kCopies is how many copies of
+// store_unit()'s code the loop over units is unrolled to.
+template <class E, int n>
+concept ReadingEpilogue =
+    TileEpilogue<E, n> &&
+    requires(E const& e, typename E::State& state, typename E::Storage& storage,
+             float (&sums)[n / 2], char* stage, Barrier& full, Tile const& tile, int i) {
+      { E::kCopies } -> std::convertible_to<int>;
+      e.prepare(storage, i);
+      { e.units(tile) } -> std::same_as<int>;
+      e.load(tile, i, stage, full);
+      e.begin(state, tile, i);
+      { e.wants_side_sums(tile) } -> std::same_as<bool>;
+      e.side_sums(storage, tile, i, i);
+      e.store_unit(sums, stage, stage, state, tile, i, i, i, storage);
+      e.finish(state, tile, i);
+    };
+
+// Stores a tile of n columns in two halves: the first at once, the second, packed to T, beside the
+// next tile's products. E::put(word, half, ...) writes a half to its boxes and stores them.
 template <class T, int n, class E>
 class TwoHalves {
  public:
+  static constexpr int kMostSteps = 1;
+
   __device__ bool left() const { return waiting; }
 
   __device__ void begin(E const& epilogue, float const (&acc)[n / 2], StoreBoxes& boxes,
@@ -46,6 +137,19 @@ class TwoHalves {
   HalfWords word;
   Tile tile;
   bool waiting = false;
+};
+
+// Stores all of a tile at once, element by element.
+template <int n, class E>
+struct AllAtOnce {
+  static constexpr int kMostSteps = 0;
+
+  __device__ bool left() const { return false; }
+  __device__ void begin(E const& epilogue, float const (&acc)[n / 2], typename E::Storage&,
+                        Tile const& rows, int thread) {
+    if (rows.rows > 0) epilogue.template store<n>(acc, rows, thread);
+  }
+  __device__ void step(E const&, typename E::Storage&, int) {}
 };
 
 // D = A B^T + bias, by row.
@@ -79,25 +183,28 @@ struct StoreRows {
   }
 };
 
-// The same, or one matrix per expert, in float32, of odd strides, or added to what is there.
+// The same, or one matrix per expert, for results that TMA cannot store: float32, strides that are
+// no multiple of 16 bytes, or added to what is there.
 template <class T>
 struct StoreDirect {
   DirectOutput d;
   Bias<T> bias;
 
   struct Storage {};
+  template <int n>
+  using Parcel = AllAtOnce<n, StoreDirect>;
 
   template <int n>
   __device__ bool start(float (&acc)[n / 2], Tile const& tile, int thread) const {
     return bias.template start<n>(acc, tile, d.columns, thread);
   }
   template <int n>
-  __device__ void store(float (&acc)[n / 2], Tile const& tile, int thread) const {
+  __device__ void store(float const (&acc)[n / 2], Tile const& tile, int thread) const {
     store_direct<T, n>(d, acc, tile.expert, tile.row, tile.col, tile.rows, thread);
   }
 };
 
-// D[e] = A^T B, one matrix per expert, in either order.
+// D[e] = A^T B, one matrix per expert, rows or columns contiguous.
 template <class T>
 struct StoreExpert {
   CUtensorMap map;  // (columns, rows, E), or (rows, columns, E) where transposed

@@ -6,12 +6,12 @@ namespace {
 
 template <class T, GemmConfig c, class Epilogue>
 void launch_expert_product(ExpertProduct const& x, Epilogue const& epilogue, Queue const& queue) {
-  using Kernel = GroupedProduct<T, c, TokenColumns<T, c>, InnerTiles, Epilogue>;
+  using Kernel = GroupedProduct<c, TokenColumns<T, c>, Epilogue>;
   typename Kernel::Params params{};
   params.work = {.groups = x.groups,
                  .tile_n = c.tile_n,
                  .rows = int(x.m),
-                 .across = int(pieces(x.n, c.tile_n))};
+                 .across = int(ceil_div(x.n, c.tile_n))};
   params.work.order = x.schedule.order;
   params.work.taken = x.schedule.taken;
   auto& load = params.load;
@@ -26,7 +26,8 @@ void launch_expert_product(ExpertProduct const& x, Epilogue const& epilogue, Que
   load.b_map = row_map<T>(x.b, x.rows, x.n, 1, 64, "b");
   if (x.row_token == nullptr) load.a_map = row_map<T>(x.a, x.rows, x.m, 1, 64, "a");
   params.epilogue = epilogue;
-  launch<Kernel>(params, x.groups.groups * pieces(x.m, c.cluster_m()) * params.work.across, queue);
+  launch<Kernel>(params, x.groups.groups * ceil_div(x.m, c.cluster_m()) * params.work.across,
+                 queue);
 }
 
 // Where TMA can write the expert's matrices.

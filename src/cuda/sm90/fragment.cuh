@@ -1,9 +1,9 @@
-// A tile of fp32 accumulators in registers, and its way through shared memory.
+// The layout of fp32 accumulators in registers, and how they are stored through shared memory.
 //
 // A warpgroup holds 64 rows x n columns: thread t has row 16 * (t / 32) + t % 32 / 4 and the row 8
 // below it, and in each block of 8 columns the two from 2 * (t % 4): value[4 * block + 2 * below +
-// i]. On its way to global memory it passes through boxes of 64 x 64 elements, 128-byte swizzled,
-// which TMA writes. Source of the layout: PTX ISA, "wgmma", register fragments for m64nNk16.
+// i]. Results are packed into boxes of 64 x 64 elements in shared memory, 128-byte swizzled, which
+// TMA stores. Source of the layout: PTX ISA, "wgmma", register fragments for m64nNk16.
 #pragma once
 #include "cuda/element.cuh"
 #include "cuda/sm90/arch/copy.cuh"
@@ -18,7 +18,7 @@ __device__ inline int fragment_column(int thread) { return thread % 4 * 2; }
 // The barrier of one warpgroup of consumers; id 0 is left to __syncthreads().
 __device__ inline void warpgroup_barrier() { named_barrier(1 + threadIdx.x / 128, 128); }
 
-// A fragment's neighbours in a row, packed: 64 columns are 16 words, word 2 * block + below.
+// 64 columns of a fragment, packed: a word holds two neighbours of a row, word 2 * block + below.
 using BoxWords = uint32_t[16];
 
 template <class T>
@@ -27,7 +27,7 @@ __device__ inline void pack_box(BoxWords& word, float const* value) {
   for (int i = 0; i < 16; ++i) word[i] = pack<T>(value[2 * i], value[2 * i + 1]);
 }
 
-// Where a thread's address for columns 0 .. 15 lies in a box; that for 16 more is this ^ 32.
+// A thread's stmatrix or ldmatrix address for columns 0 .. 15 of a box; for 16 columns on: ^ 32.
 __device__ inline uint32_t matrices_address(uint32_t box, int thread) {
   return chunk_address(box, thread / 32 * 16 + thread % 16, thread % 32 / 16);
 }
@@ -69,12 +69,12 @@ struct StoreBoxes {
 
   __device__ uint32_t address(int i) const { return shared_address(box[i]); }
 
-  // Waits until what the boxes held has left.
+  // Waits until earlier stores have read the boxes.
   __device__ void wait(int thread) const {
     if (thread == 0) tma_store_wait<0>();
     warpgroup_barrier();
   }
-  // Issues the stores of what the warpgroup has written: store().
+  // Calls store() in one thread, which issues TMA stores of what the warpgroup has written.
   template <class Store>
   __device__ void send(int thread, Store&& store) const {
     fence_async_proxy();
@@ -83,7 +83,7 @@ struct StoreBoxes {
     store();
     tma_store_commit();
   }
-  // The first `count` boxes at once, 32 values each, rows of D as their rows.
+  // Writes and stores the first `count` boxes, 32 values of a thread each, rows of D as their rows.
   template <class T, class Store>
   __device__ void put(float const (&value)[64], int count, int thread, Store&& store) const {
     wait(thread);
@@ -95,9 +95,10 @@ struct StoreBoxes {
   }
 };
 
-// Rows of a matrix that boxes of 64 x 64 are stored to, clipped to the rows that are the tile's own
-// and to the columns that exist. The map sees element (x, half, r, row) at row r + row - 64: a box
-// whose valid rows are its last before r = 64 leaves the others out of bounds.
+// A matrix that boxes of 64 x 64 are stored to, clipped by TMA to the tile's own rows and to the
+// columns that exist. For that the map has the rows twice: (x, half, r, row) is row r + row - 64 of
+// the matrix, with r < 64. A box of n valid rows is stored at r = 64 - n, so that its other rows
+// are out of bounds.
 template <class T>
 struct RowOutput {
   CUtensorMap map;  // (columns, halves, 64, rows + 64), boxes of 64 x 1 x 64 x 1

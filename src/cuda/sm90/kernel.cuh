@@ -1,18 +1,19 @@
 // D[group] = epilogue(A[group] B[group]^T) for every group, in one persistent launch.
 //
-//   warpgroup 0      producer: fills a ring of stages, 64 deep each (loaders.cuh); a warp of it
-//                    finds the tiles and tells the others (tile_queue.cuh), see kGuideLoads
-//   warpgroups 1..   consumers: wgmma into registers, then the epilogue, 64 rows of a tile each
-//                    or, in turns, every other tile whole
+//   warpgroup 0      producer: fills a ring of stages, 64 deep each (loaders.cuh); one of its warps
+//                    schedules the tiles and hands them to the others (tile_queue.cuh), see
+//                    kLoaderSchedules
+//   warpgroups 1..   consumers: wgmma into registers, then the epilogue (epilogues.cuh), each on 64
+//                    rows of every tile or, with C.in_turns, on every other tile alone
 //
-// An epilogue that reads a matrix of its own gets it through the same ring, 64 columns of the tile
-// a stage, behind the tile's last products: it needs no memory besides and is asked for in time.
-// Other results leave while the next tile's products run.
+// An epilogue that reads a matrix gets it through the same ring, 64 columns of the tile per stage,
+// after the stages of the tile's products: it uses no extra shared memory and its loads are issued
+// early. Any other epilogue stores its results while the next tile's products run.
 //
-// The blocks of a cluster work on row tiles of one group that are neighbours and bring each other a
-// share of B: a stage is filled for all of them, and free when the consumers of all have read it.
-// Where a group's rows leave but one row tile, they take two of its columns, each with a B of its
-// own.
+// The blocks of a cluster work on neighbouring row tiles of one group and share B: each loads a
+// part of it and multicasts that to all. A stage is reused once the consumers of all blocks have
+// read it. Where a group has a single row tile left, the blocks take neighbouring column tiles of
+// it instead, each with its own B.
 //
 // Ragged tiles over packed tokens: SonicMoE (arXiv:2512.14080). Warp roles: CUTLASS.
 #pragma once
@@ -24,8 +25,11 @@
 
 namespace guild::cuda {
 
-template <class Element, GemmConfig C, class Loader, class Work, class Epilogue>
+template <GemmConfig C, OperandLoader Loader, class Epilogue>
+  requires StoringEpilogue<Epilogue, C.tile_n> || ReadingEpilogue<Epilogue, C.tile_n>
 struct GroupedProduct {
+  using Element = typename Loader::Element;
+  using Work = typename Loader::Work;
   static constexpr GemmConfig config = C;
 
   struct Params {
@@ -34,11 +38,12 @@ struct GroupedProduct {
     Epilogue epilogue;
   };
 
-  static constexpr bool kReads = requires { typename Epilogue::State; };
-  static constexpr bool kBeside = requires { typename Epilogue::template Parcel<C.tile_n>; };
-  // Blocks that take tiles as they go take none sooner than they can use it.
-  static constexpr bool kTakenLate = C.cluster > 1 || kOrders<Work>;
-  static constexpr bool kGuideLoads = Loader::kThreads == 128 || kTakenLate;  // else an idle warp
+  static constexpr bool kReads = ReadingEpilogue<Epilogue, C.tile_n>;
+  static_assert(!(kReads && C.in_turns), "consumers that take turns cannot read a matrix");
+  // Where tiles may be claimed from a counter, one is claimed only shortly before it is needed.
+  static constexpr bool kClaimsLate = C.cluster > 1 || Work::kHasOrder;
+  // Whether a loading warp schedules the tiles; else an idle warp of the producer does.
+  static constexpr bool kLoaderSchedules = Loader::kThreads == 128 || kClaimsLate;
   using Tiles = TileQueue<4 * C.consumers + Loader::kThreads / 32>;
   struct SharedStorage {
     alignas(1024) char a[C.stages][C.a_bytes()];
@@ -47,12 +52,14 @@ struct GroupedProduct {
     typename Loader::Storage loader;
     Barrier full[C.stages];     // Loader::kArrivals, and the bytes of TMA
     Barrier empty[C.stages];    // one arrival per consumer warp of the cluster that reads the stage
-    Barrier turn[C.consumers];  // in turns: this consumer may take its tile's stages
+    Barrier turn[C.consumers];  // in_turns: this consumer may read the stages of its tile
     Tiles tiles;
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024, "too many stages for shared memory");
 
-  using Cursor = cuda::Cursor<C.stages, std::conditional_t<kReads || kBeside, unsigned, int>>;
+  using Cursor =
+      cuda::Cursor<C.stages,
+                   std::conditional_t<stores_at_once<Epilogue, C.tile_n>(), int, unsigned>>;
 
   static __device__ TileGuide<Work, C> guide_of(Params const& p) {
     Work work = p.work;
@@ -71,8 +78,9 @@ struct GroupedProduct {
   }
   static __device__ int steps(Tile const& tile) { return (tile.inner + C.tile_k - 1) / C.tile_k; }
 
-  // Steps before the next tile's at which it is taken late, for that is a trip to memory.
-  static constexpr int kAhead = 8;
+  // With kClaimsLate: how many steps before its end a tile's sum claims the next tile, which takes
+  // a trip to global memory.
+  static constexpr int kClaimAhead = 8;
 
   static __device__ void produce(Params const& p, SharedStorage& smem, int thread) {
     Loader loader(p.load, smem.loader, thread);
@@ -81,13 +89,13 @@ struct GroupedProduct {
     [[maybe_unused]] auto guide = guide_of(p);
     [[maybe_unused]] int const warp = warp_index();
     auto const announce = [&] {
-      if constexpr (kGuideLoads) {
+      if constexpr (kLoaderSchedules) {
         if (warp == 0) guide.announce(smem.tiles);
       }
     };
     announce();
     for (Tile tile; smem.tiles.take(tiles, tile);) {
-      int const count = steps(tile), next = kTakenLate ? max(count - kAhead, 0) : 0;
+      int const count = steps(tile), next = kClaimsLate ? max(count - kClaimAhead, 0) : 0;
       loader.begin(tile);
       if (Work::kMayBeEmpty && count == 0) announce();
       for (int step = 0; step < count; ++step, at.advance()) {
@@ -113,11 +121,11 @@ struct GroupedProduct {
     __device__ bool leads_warp() const { return thread % 32 == 0; }
   };
 
-  // A consumer's part of a tile: 64 rows each.
+  // wgmma is 64 rows high: a consumer's rows of a tile are this many such parts.
   static constexpr int kParts = C.consumer_rows() / 64;
   using Accumulator = float[kParts][C.tile_n / 2];
 
-  // One stage's products; they run on while this returns. a, b: descriptors of its operands.
+  // Issues one stage's products, which run asynchronously. a, b: descriptors of its operands.
   static __device__ void multiply(Accumulator& acc, uint32_t a, uint32_t b, bool accumulate) {
     constexpr int step_a = kSliceBytes<Loader::kMajorA> / 16;
     constexpr int step_b = kSliceBytes<Loader::kMajorB> / 16;
@@ -139,12 +147,13 @@ struct GroupedProduct {
     for (auto& part : acc) fence_registers(part);
   }
 
-  // Sums the tile over its steps, freeing each stage once the next one's products are under way.
-  // meanwhile(step, takes the next tile): beside each step's products, once where there are none.
-  // aside: products of its own on each step's A.
-  template <class F, class Aside = NothingAside>
+  // Sums the tile over its steps; a stage is released once the next one's products are in flight.
+  // meanwhile(step, takes): runs while each step's products are in flight (once if the sum is
+  // empty); `takes` marks the step at which the next tile is to be taken from the queue.
+  // side: sums of each step's A (column_sums.cuh).
+  template <class F, class Side = NoSideSums>
   static __device__ void sum(Accumulator& acc, bool started, Cursor& at, Tile const& tile,
-                             SharedStorage& smem, Self self, F&& meanwhile, Aside aside = {}) {
+                             SharedStorage& smem, Self self, F&& meanwhile, Side side = {}) {
     int const count = steps(tile);
     int const first = C.in_turns ? 0 : self.group * kBlockBytes;  // of this consumer's rows of A
     uint32_t const full = kept(shared_address(smem.full));
@@ -158,22 +167,23 @@ struct GroupedProduct {
         return;
       }
     }
-    // At least one step, or the compiler would not know that products define the accumulators.
+    // do-while: only if at least one step is certain does the compiler know that products define
+    // the accumulators.
     int step = 0;
     do {
-      // What cp.async wrote needs no proxy fence after this, as in CUTLASS's own such main loop. A
-      // fence would wait for the arrival below at the other block: 150 to 350 cycles a step.
+      // No proxy fence for what cp.async wrote, as in CUTLASS's main loop with cp.async. A fence
+      // would also wait for the arrival below at the other block: 150 to 350 cycles per step.
       Barrier::wait_at(full + at.stage * sizeof(Barrier), at.phase);
       fence(acc);
-      aside.start(shared_address(smem.a[at.stage]) + first);
+      side.start(shared_address(smem.a[at.stage]) + first);
       multiply(acc, a + at.stage * (C.a_bytes() / 16), b + at.stage * (C.b_bytes() / 16),
                started || step > 0);
       if (step > 0) {
         wgmma_wait<1>();
         if (self.leads_warp()) release(smem.empty[at.before(1)]);
       }
-      aside.finish(step);
-      meanwhile(step, kTakenLate ? step + 1 == count : step == 0);
+      side.finish(step);
+      meanwhile(step, kClaimsLate ? step + 1 == count : step == 0);
       at.advance();
     } while (++step < count);
     if (C.in_turns && self.leads_warp()) smem.turn[1 - self.group].arrive();
@@ -182,22 +192,24 @@ struct GroupedProduct {
     if (self.leads_warp()) release(smem.empty[at.before(1)]);
   }
 
-  // lent: the stage that stores still read, -1 if none; a warp's first thread keeps it until the
-  // stores that it has issued are through.
-  static __device__ void take_back(int& lent, SharedStorage& smem, Self self) {
-    if (self.leads_warp() && lent >= 0) {
+  // pending: the stage that TMA stores issued by this thread may still read, -1 if none. The first
+  // thread of each warp waits for its own stores, then releases the stage for its warp.
+  static __device__ void release_stored(int& pending, SharedStorage& smem, Self self) {
+    if (self.leads_warp() && pending >= 0) {
       tma_store_wait<0>();
-      release(smem.empty[lent]);
+      release(smem.empty[pending]);
     }
-    lent = -1;
+    pending = -1;
   }
 
-  // The epilogue, fed by the ring. Stage by stage: wait, turn 64 columns into results, store. One
-  // thread stores, of another warp each time; its warp frees the stage when the stores have read
-  // it, at the next one. Where the code of a unit is long, there is one copy of it, at which the
-  // accumulators pass by: more would outgrow the instruction cache.
-  static __device__ void finish(Params const& p, float (&acc)[C.tile_n / 2], Cursor& at, int& lent,
-                                Tile const& part, auto& state, SharedStorage& smem, Self self) {
+  // A reading epilogue, one unit of 64 columns per stage: wait for the stage, turn the unit's sums
+  // into results, store. The thread that issues the stores is in another warp each time; its warp
+  // releases the stage one unit later, when the stores have read it. The loop is unrolled kCopies
+  // times only, for the code of a unit may be long and must fit the instruction cache; so a unit's
+  // sums are always the first 32 accumulators, and the others shift down by 32 per unit.
+  static __device__ void finish(Params const& p, float (&acc)[C.tile_n / 2], Cursor& at,
+                                int& pending, Tile const& part, auto& state, SharedStorage& smem,
+                                Self self) {
     int const share = self.group * kBlockBytes, units = p.epilogue.units(part);
 #pragma unroll(Epilogue::kCopies)
     for (int unit = 0; unit < C.tile_n / 64; ++unit, at.advance()) {
@@ -210,9 +222,9 @@ struct GroupedProduct {
       }
 #pragma unroll
       for (int i = 0; i + 32 < C.tile_n / 2; ++i) acc[i] = acc[i + 32];
-      take_back(lent, smem, self);
+      release_stored(pending, smem, self);
       if (self.thread == storer) {
-        lent = at.stage;
+        pending = at.stage;
       } else if (self.leads_warp()) {
         release(smem.empty[at.stage]);
       }
@@ -220,7 +232,7 @@ struct GroupedProduct {
     if (part.rows > 0) p.epilogue.finish(state, part, self.thread);
   }
 
-  // What the sum begins with, if anything.
+  // Lets the epilogue fill the accumulators; false: it has not, the sum begins at 0.
   static __device__ bool start(Params const& p, Accumulator& acc, Tile const& tile, Self self) {
     bool started = false;
 #pragma unroll
@@ -231,79 +243,67 @@ struct GroupedProduct {
     return started;
   }
 
-  // What a parcel keeps of a tile is done beside the next one's products, a piece a step.
-  static __device__ void consume_beside(Params const& p, Accumulator& acc, SharedStorage& smem,
-                                        Self self) {
+  // A storing epilogue: what its parcel defers of a tile is stored beside the next one's products.
+  static __device__ void consume_storing(Params const& p, Accumulator& acc, SharedStorage& smem,
+                                         Self self) {
     auto& storage = smem.epilogue[self.group];
     typename Epilogue::template Parcel<C.tile_n> parcel;
     Cursor at;
     QueueEnd tiles;
     Tile tile, following;
     bool more = smem.tiles.take(tiles, tile);
-    if (!more) return;
-    do {
+    // Says that the loop runs, as a do-while would: kernels were measured with the code this gives.
+    if (!stores_at_once<Epilogue, C.tile_n>() && !more) return;
+    for (; more; tile = following) {
       bool const started = start(p, acc, tile, self);
       sum(acc, started, at, tile, smem, self, [&](int, bool takes) {
         if (takes) more = smem.tiles.take(tiles, following);
         if (parcel.left()) parcel.step(p.epilogue, storage, self.thread);
       });
+      // Stores the rest of the tile before, then begins with this one; after the last tile, stores
+      // the rest of that as well. A loop, so that the code of step() is there only once more.
       for (bool begun = false;; begun = true) {
         while (parcel.left()) parcel.step(p.epilogue, storage, self.thread);
         if (begun) break;
-        parcel.begin(p.epilogue, acc[0], storage, part_of(tile, self.group), self.thread);
+        parcel.begin(p.epilogue, acc[0], storage, row_block(tile, self.group), self.thread);
         if (more) break;
       }
-      tile = following;
-    } while (more);
-  }
-
-  // The epilogue follows the products.
-  static __device__ void consume_whole(Params const& p, Accumulator& acc, SharedStorage& smem,
-                                       Self self) {
-    Cursor at;
-    QueueEnd tiles;
-    Tile tile, following;
-    for (bool more = smem.tiles.take(tiles, tile); more; tile = following) {
-      bool const started = start(p, acc, tile, self);
-      sum(acc, started, at, tile, smem, self, [&](int, bool takes) {
-        if (takes) more = smem.tiles.take(tiles, following);
-      });
-      Tile const rows = part_of(tile, self.group);
-      if (rows.rows > 0) p.epilogue.template store<C.tile_n>(acc[0], rows, self.thread);
     }
   }
 
-  // The same, fed by the ring.
+  // A reading epilogue: its matrix comes through the ring after the products.
   static __device__ void consume_reading(Params const& p, Accumulator& acc, SharedStorage& smem,
                                          Self self) {
     typename Epilogue::State state;
     auto& storage = smem.epilogue[self.group];
     p.epilogue.prepare(storage, self.thread);
     Cursor at;
-    int lent = -1;
+    int pending = -1;
     QueueEnd tiles;
     Tile tile, following;
     for (bool more = smem.tiles.take(tiles, tile); more; tile = following) {
-      Tile const rows = part_of(tile, self.group);
+      Tile const rows = row_block(tile, self.group);
       p.epilogue.begin(state, rows, self.thread);
       bool const started = start(p, acc, tile, self);
       auto const meanwhile = [&](int step, bool takes) {
-        if (step == 0) take_back(lent, smem, self);
+        if (step == 0) release_stored(pending, smem, self);
         if (takes) more = smem.tiles.take(tiles, following);
       };
-      if (p.epilogue.weighs(rows)) {
+      if (p.epilogue.wants_side_sums(rows)) {
         int const rest = Loader::kClearsRest ? 64 : rows.rows;
         sum(acc, started, at, tile, smem, self, meanwhile,
-            p.epilogue.weigh(storage, rows, rest, self.thread));
+            p.epilogue.side_sums(storage, rows, rest, self.thread));
       } else {
         sum(acc, started, at, tile, smem, self, meanwhile);
       }
-      finish(p, acc[0], at, lent, rows, state, smem, self);
+      finish(p, acc[0], at, pending, rows, state, smem, self);
     }
   }
 
-  // A consumer takes its tile's stages when the other has the last of the tile before: a barrier's
-  // parity tells neighbouring phases apart only.
+  // A storing epilogue, every other tile per consumer: the epilogue of one runs beside the products
+  // of the other. A consumer waits for the stages of its tile only once the other has got the last
+  // stage of the tile before: a barrier's parity tells a phase from its neighbours only, so no
+  // thread may wait more than one phase ahead.
   static __device__ void consume_in_turns(Params const& p, Accumulator& acc, SharedStorage& smem,
                                           Self self) {
     static_assert(C.consumers == 2);
@@ -315,7 +315,7 @@ struct GroupedProduct {
       if (!smem.tiles.take(tiles, tile)) return;
       at.advance(steps(tile));
     }
-    uint32_t phase = self.group ^ 1;  // of the barrier to wait at: the first's first is past
+    uint32_t phase = self.group ^ 1;  // parity to wait for; consumer 0's first turn needs no wait
     while (smem.tiles.take(tiles, tile)) {
       bool const started = start(p, acc, tile, self);
       smem.turn[self.group].wait(phase);
@@ -324,24 +324,22 @@ struct GroupedProduct {
 #pragma unroll
       for (int i = 0; i < kParts; ++i) {
         typename Epilogue::template Parcel<C.tile_n> parcel;
-        parcel.begin(p.epilogue, acc[i], storage, part_of(tile, i), self.thread);
+        parcel.begin(p.epilogue, acc[i], storage, row_block(tile, i), self.thread);
         while (parcel.left()) parcel.step(p.epilogue, storage, self.thread);
       }
       if (!smem.tiles.take(tiles, tile)) break;
-      at.advance(steps(tile));  // the other's
+      at.advance(steps(tile));  // over the other consumer's tile
     }
   }
 
   static __device__ void consume(Params const& p, SharedStorage& smem, Self self) {
     Accumulator acc;
-    if constexpr (C.in_turns) {
-      consume_in_turns(p, acc, smem, self);
-    } else if constexpr (kBeside) {
-      consume_beside(p, acc, smem, self);
-    } else if constexpr (kReads) {
+    if constexpr (kReads) {
       consume_reading(p, acc, smem, self);
+    } else if constexpr (C.in_turns) {
+      consume_in_turns(p, acc, smem, self);
     } else {
-      consume_whole(p, acc, smem, self);
+      consume_storing(p, acc, smem, self);
     }
     if (self.leads_warp()) tma_store_wait<0>();  // shared memory must outlive the last store
   }
@@ -371,7 +369,7 @@ struct GroupedProduct {
       shrink_registers<Loader::kRegisters>();
       if (warp < Loader::kThreads / 32) {
         produce(p, smem, threadIdx.x);
-      } else if (!kGuideLoads && warp == Loader::kThreads / 32) {
+      } else if (!kLoaderSchedules && warp == Loader::kThreads / 32) {
         auto guide = guide_of(p);
         while (guide.announce(smem.tiles)) {
         }

@@ -21,6 +21,8 @@ CUtensorMap row_map(ConstRows rows, int64_t count, int64_t columns, int halves, 
                     {columns, halves, count, columns, stride, kBoxColumns, 1, box_rows}, name);
 }
 
+// The map's base lies 64 rows before the matrix, as RowOutput describes; store() addresses the
+// tile's own rows only.
 template <class T>
 RowOutput<T> row_output(Rows rows, int64_t count, int64_t columns, int halves, char const* name) {
   RowOutput<T> out{};
@@ -70,8 +72,8 @@ void call_with_config(F&& f) {
   if constexpr (kConfigs[index].serves(product)) f.template operator()<kConfigs[index].config>();
 }
 
-// Calls f.template operator()<config>() with the config that is expected to be fastest, unless a
-// test wants another one.
+// Calls f.template operator()<config>() with the config that choose_config() expects to be fastest,
+// or with the one that a test forces.
 template <Product product, class F>
 void with_config(TileCount const& count, F&& f) {
   bool const forced = forced_config >= 0 && kConfigs[forced_config].serves(product);
@@ -81,7 +83,7 @@ void with_config(TileCount const& count, F&& f) {
   }(std::make_integer_sequence<int, int(std::size(kConfigs))>());
 }
 
-// The A operand of an up or down gradient product, picked by token where the loader gathers.
+// Sets the A operand of an up or down gradient product: by token where the loader gathers.
 template <class T, GemmConfig C, class Params, class X>
 void fill_rows(Params& load, X const& x, char const* name) {
   if constexpr (requires { load.row; }) {
@@ -118,17 +120,18 @@ void with_product(DType dtype, bool k_major, bool gathered, F&& f) {
 template <class T, GemmConfig C, Major major, bool gathered>
 using RowLoader = std::conditional_t<gathered, GatheredRows<T, C, major>, TmaRows<T, C, major>>;
 
-// How many tiles of clusters there can be at most, over groups of unknown sizes.
+// An upper bound on the number of clusters' tiles, over groups of unknown sizes.
 template <GemmConfig C>
 int64_t most_tiles(int64_t rows, int64_t groups, int64_t columns, int64_t tile_n) {
-  return (rows / C.cluster_m() + groups) * pieces(columns, tile_n);
+  return (rows / C.cluster_m() + groups) * ceil_div(columns, tile_n);
 }
 
-// Rounds of tiles below which pairs of blocks are dealt theirs: clearing the counter takes 2 us.
-inline constexpr int kFewRounds = 4;
+// Up to this many waves tiles are scheduled statically: clearing the counter takes 2 us.
+inline constexpr int kFewWaves = 4;
 
-// Pairs of blocks take tiles as they go: then those that are neighbours in the walk run at the same
-// time and find each other's operands in L2, where blocks that are dealt theirs drift apart.
+// The counter from which clusters claim tiles (dynamic scheduling). Clusters then work on
+// neighbouring tiles at the same time and find each other's operands in L2; with static scheduling
+// they drift apart.
 inline int32_t* cleared_counter(Queue const& queue) {
   if (queue.counter == nullptr) return nullptr;
   cuda_check(cudaMemsetAsync(queue.counter, 0, sizeof(int32_t), queue.stream),
@@ -136,7 +139,7 @@ inline int32_t* cleared_counter(Queue const& queue) {
   return queue.counter;
 }
 
-// `tiles`: of clusters, an upper bound.
+// tiles: an upper bound on the number of clusters' tiles.
 template <class Kernel>
 void launch(typename Kernel::Params params, int64_t tiles, Queue const& queue) {
   if (tiles == 0) return;
@@ -145,7 +148,7 @@ void launch(typename Kernel::Params params, int64_t tiles, Queue const& queue) {
              "shared memory of a grouped product");
   constexpr int cluster = Kernel::config.cluster;
   int const clusters = std::max(1, multiprocessors(queue) / cluster);
-  if (cluster > 1 && params.work.taken == nullptr && tiles > kFewRounds * clusters) {
+  if (cluster > 1 && params.work.taken == nullptr && tiles > kFewWaves * clusters) {
     params.work.taken = cleared_counter(queue);
   }
   unsigned const blocks = unsigned(std::min<int64_t>(tiles, clusters) * cluster);

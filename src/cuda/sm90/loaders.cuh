@@ -1,15 +1,14 @@
-// Producers: how the operands of one 64-deep step get to shared memory.
+// Loaders: how the producer brings the operands of one 64-deep step to shared memory.
 //
 //   TmaRows        A: contiguous rows: one thread of a warp issues TMA boxes
-//   GatheredRows   A: rows picked by an index, 16-byte cp.async by the whole warpgroup
+//   GatheredRows   A: rows gathered by an index, 16-byte cp.async by the whole warpgroup
 //   TokenColumns   ragged inner dimension: A and B are (rows of the group) x features, A optionally
-//                  picked by an index; the group's last, ragged step is zero-filled on both sides
+//                  gathered by an index; the group's last, ragged step is zero-filled in A and B
 //
-// Each has begin(tile) and load(tile, step, a, b, full): fill one stage and arrive kArrivals times
-// in total on full; kRegisters is what its threads may use, of 168 for each of the block's, Storage
-// what they keep in shared memory. Gather by cp.async in the producer: SonicMoE, arXiv:2512.14080,
-// section 4.
+// Gather by cp.async in the producer: SonicMoE, arXiv:2512.14080, section 4.
 #pragma once
+#include <concepts>
+
 #include "cuda/alignment.h"
 #include "cuda/element.cuh"
 #include "cuda/sm90/arch/copy.cuh"
@@ -21,9 +20,39 @@ namespace guild::cuda {
 
 static_assert(GemmConfig::tile_k == kBoxColumns);
 
-// The boxes of B, `width` columns each, that this block brings: its share, for every block of the
-// cluster, or, where they are apart, all of them, for itself. load(c, multicast) loads that of
-// column c of the tile.
+// What kernel.cuh asks of a loader:
+//
+//   Element              of A, B and their products
+//   Work                 the walk over tiles that fits its operands: RowTiles or InnerTiles
+//   Params, Storage      its kernel arguments; its shared memory, an empty struct for none
+//   kMajorA, kMajorB     how the operands lie in a stage
+//   kThreads, kRegisters threads that load, 32 or 128, and the registers of each, of the 168 that a
+//                        thread of the block has on average
+//   kArrivals            arrivals on `full` per stage, all threads together
+//   kClearsRest          rows of A past the tile's own are zeros; else whatever memory holds there
+//   begin(tile)          by each of its threads, before the tile's first step
+//   load(tile, step, a, b, full)
+//                        by each of its threads, when the stage is empty: fills its operands a and
+//                        b and sees to the arrivals on `full`, at once or when copies have landed
+template <class L>
+concept OperandLoader = requires(L loader, Tile const& tile, char* stage, Barrier& full, int i) {
+  typename L::Element;
+  typename L::Work;
+  typename L::Params;
+  typename L::Storage;
+  { L::kMajorA } -> std::convertible_to<Major>;
+  { L::kMajorB } -> std::convertible_to<Major>;
+  { L::kThreads } -> std::convertible_to<int>;
+  { L::kRegisters } -> std::convertible_to<int>;
+  { L::kArrivals } -> std::convertible_to<int>;
+  { L::kClearsRest } -> std::convertible_to<bool>;
+  loader.begin(tile);
+  loader.load(tile, i, stage, stage, full);
+};
+
+// Calls load(c, multicast) for each box of B that this block loads: `width` columns from column c
+// of the tile. In a cluster a block loads its part of B and multicasts it to all blocks; where the
+// blocks split the tile by columns (tile.apart), each loads all of its own B.
 template <GemmConfig C, int width, class F>
 __device__ inline void for_own_boxes(Tile const& tile, F&& load) {
   constexpr int share = C.tile_n / C.cluster;
@@ -53,8 +82,8 @@ __device__ inline void load_b(Multicast, CUtensorMap const& map, char* to, Coord
 template <GemmConfig C, Major major>
 struct WeightLoader {
   CUtensorMap map[2];
-  bool pair_columns;  // the tile's second half comes from map[1], same columns
-  int half_steps;     // steps of the sum before it moves on to map[1]
+  bool pair_columns;  // the second half of the tile's columns comes from map[1], same columns
+  int half_steps;     // the sum's steps over map[0], before those over map[1]
 
   static constexpr int kHalf = C.tile_n / 2;
 
@@ -75,9 +104,11 @@ struct WeightLoader {
 
 template <class T, GemmConfig C, Major major_b>
 struct TmaRows {
+  using Element = T;
+  using Work = RowTiles;
   static constexpr Major kMajorA = Major::K, kMajorB = major_b;
   static constexpr int kThreads = 32, kArrivals = 1, kRegisters = 40;
-  static constexpr bool kClearsRest = false;  // A's rows past the tile's are what memory has there
+  static constexpr bool kClearsRest = false;
 
   struct Params {
     CUtensorMap a;  // (k, halves, rows), boxes of 64 x 1 x tile_m
@@ -100,9 +131,11 @@ struct TmaRows {
 
 template <class T, GemmConfig C, Major major_b>
 struct GatheredRows {
+  using Element = T;
+  using Work = RowTiles;
   static constexpr Major kMajorA = Major::K, kMajorB = major_b;
   static constexpr int kThreads = 128, kRegisters = 40;
-  static constexpr bool kClearsRest = true;       // A's rows past the tile's are zeros
+  static constexpr bool kClearsRest = true;
   static constexpr int kArrivals = kThreads + 1;  // every thread's copies, and TMA of B
 
   struct Params {
@@ -113,14 +146,14 @@ struct GatheredRows {
     WeightLoader<C, major_b> b;
   };
   static constexpr int kPasses = C.tile_m / 16;
-  static_assert(kPasses == 8, "a lane asks for one of its warp's rows");
+  static_assert(kPasses == 8, "a warp copies 32 rows: each lane loads the token of one");
 
   struct Storage {};
   Params const& p;
   int const thread;
-  // Where the rows it copies begin, in 16 bytes, kNone past the last row. Until the first step the
-  // first one is the token of one of its warp's rows, which comes from memory beside the wait for a
-  // stage.
+  // Where the rows it copies begin, in units of 16 bytes; kNone past the last row. Between begin()
+  // and step 0, from[0] holds a token index instead, of one of the warp's rows: its load overlaps
+  // the wait for the stage.
   uint32_t from[kPasses];
 
   __device__ GatheredRows(Params const& p, Storage&, int thread) : p(p), thread(thread) {}
@@ -152,7 +185,7 @@ struct GatheredRows {
  private:
   __device__ void place() {
     uint32_t const start = from[0] < unsigned(p.tokens) ? from[0] * p.stride : kNone;
-    int const first = int(kept(thread % 32 / 8));  // else all lanes asked would be kept
+    int const first = int(kept(thread % 32 / 8));  // else all 8 source lanes are kept
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) from[i] = __shfl_sync(~0u, start, first + 4 * i);
   }
@@ -160,9 +193,12 @@ struct GatheredRows {
 
 template <class T, GemmConfig C>
 struct TokenColumns {
+  using Element = T;
+  using Work = InnerTiles;
   static constexpr Major kMajorA = Major::MN, kMajorB = Major::MN;
   static constexpr int kThreads = 128, kRegisters = 72;
-  static constexpr int kArrivals = kThreads + 1;
+  static constexpr bool kClearsRest = true;
+  static constexpr int kArrivals = kThreads + 1;  // every thread's copies, and TMA
 
   struct Params {
     T const* a;          // (tokens or rows, m)
@@ -174,24 +210,24 @@ struct TokenColumns {
     CUtensorMap a_map, b_map;  // (m or n, 1, rows), boxes of 64 x 1 x 64; a_map only without row
   };
   static_assert(C.tile_m == 128 && C.tile_k == 64, "half a warp copies a row of A, a warp 16 rows");
-  // Tokens of pairs of steps that are on their way, of each warp.
-  static constexpr int kSlots = 4;
+  // Each warp's ring of token buffers, a pair of steps each.
+  static constexpr int kTokenBuffers = 4;
   struct Storage {
-    int token[kThreads / 32][kSlots][32];
+    int token[kThreads / 32][kTokenBuffers][32];
   };
-  // Steps from the one at which tokens are asked for to that at which they are used: the stage of
-  // the former is asked to be free before, which says that all its copies have landed.
-  static constexpr int kAhead = 4;
-  static_assert(kAhead >= C.stages && kAhead / 2 < kSlots);
+  // Tokens are loaded this many steps before they are used. By then the stage of the step that
+  // loaded them has been filled and released again, so all of its copies, the tokens' included,
+  // have landed.
+  static constexpr int kTokensAhead = 4;
+  static_assert(kTokensAhead >= C.stages && kTokensAhead / 2 < kTokenBuffers);
 
   Params const& p;
   int const thread;
-  uint32_t const tokens;  // where the lane's are: shared memory
-  // One warp copies what its instructions allow, so a row costs it five: where rows of A begin, in
-  // 16-byte units, is found once a pair of steps, one lane a row. Lane l holds that of the warp's
-  // row l % 16 for the even (l < 16) or odd step. Tokens come from memory: a warp that used one as
-  // soon as it had asked would stand still, and so would one that keeps them in registers, for the
-  // compiler waits for these wherever the loop starts over.
+  uint32_t const tokens;  // shared-memory address of the lane's token in the first buffer
+  // The copy is instruction-bound, five per row. So the addresses of A's rows, in units of 16
+  // bytes, are computed once per pair of steps, by one lane per row: lane l has that of the warp's
+  // row l % 16 in the even (l < 16) or odd step. Tokens are loaded early, and into shared memory:
+  // the compiler would wait for a load to registers at the end of each iteration.
   uint32_t start;
 
   __device__ TokenColumns(Params const& p, Storage& storage, int thread)
@@ -199,14 +235,16 @@ struct TokenColumns {
 
   __device__ void begin(Tile const& tile) {
     if (p.row != nullptr) {
-      int token[kAhead / 2 + 1];
+      int token[kTokensAhead / 2 + 1];
 #pragma unroll
-      for (int pair = 0; pair <= kAhead / 2; ++pair) {
+      for (int pair = 0; pair <= kTokensAhead / 2; ++pair) {
         int const r = row_of(2 * pair);
         token[pair] = r < tile.inner ? p.row[tile.inner_row + r] : 0;
       }
 #pragma unroll
-      for (int pair = 0; pair <= kAhead / 2; ++pair) store_shared(slot(2 * pair), token[pair]);
+      for (int pair = 0; pair <= kTokensAhead / 2; ++pair) {
+        store_shared(buffer(2 * pair), token[pair]);
+      }
     }
     start = place(tile, 0);
   }
@@ -232,30 +270,31 @@ struct TokenColumns {
     if (!a_by_tma) copy_a(tile, step, a);
     if (!whole) copy_b(tile, row, left, b);
     if (step % 2 == 1) {
-      ask(tile, step + 1 + kAhead);
+      load_tokens(tile, step + 1 + kTokensAhead);
       start = place(tile, step + 1);
     }
     full.arrive_when_copied();
   }
 
  private:
-  // The lane's row of steps `even` and even + 1 of the tile: the warp's rows are 2 w, 2 w + 1 and
-  // those a multiple of 8 below, so that a thread's rows share a swizzle.
+  // The row, counted from the tile's first, whose address the lane computes for steps `even` and
+  // even + 1. Warp w copies rows 2 w and 2 w + 1 of every 8, so that a thread's rows share a
+  // swizzle.
   __device__ int row_of(int even) const {
     int const lane = thread % 32;
     return (even + lane / 16) * C.tile_k + thread / 32 * 2 + lane % 2 + lane % 16 / 2 * 8;
   }
-  __device__ uint32_t slot(int even) const { return tokens + even / 2 % kSlots * 128; }
+  __device__ uint32_t buffer(int even) const { return tokens + even / 2 % kTokenBuffers * 128; }
 
-  __device__ void ask(Tile const& tile, int even) const {
+  __device__ void load_tokens(Tile const& tile, int even) const {
     int const r = row_of(even);
     if (p.row != nullptr && r < tile.inner) {
-      copy_word_async(slot(even), p.row + tile.inner_row + r);
+      copy_word_async(buffer(even), p.row + tile.inner_row + r);
     }
   }
   __device__ uint32_t place(Tile const& tile, int even) const {
     int const r = row_of(even);
-    int const token = p.row == nullptr ? tile.inner_row + r : load_shared(slot(even));
+    int const token = p.row == nullptr ? tile.inner_row + r : load_shared(buffer(even));
     bool const inside = r < tile.inner && unsigned(token) < unsigned(p.tokens);
     return inside ? uint32_t(token) * p.a_stride : kNone;
   }
@@ -272,8 +311,8 @@ struct TokenColumns {
     }
   }
 
-  // A ragged step of B by hand: TMA would bring the next group's rows, and zeros of A do not
-  // silence a NaN there.
+  // A ragged step of B, without TMA, which would load rows of the next group: A's zeros do not
+  // cancel a NaN in them.
   __device__ void copy_b(Tile const& tile, int row, int left, char* b) const {
     constexpr int chunks = C.tile_n / kElementsPer16Bytes;  // of a row
 #pragma unroll 1

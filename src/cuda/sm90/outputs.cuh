@@ -1,4 +1,5 @@
-// Results that leave registers without passing through boxes, and biases, where sums begin.
+// Results stored from registers, without shared memory and TMA; biases, with which sums start; and
+// what epilogues know of the activation at compile time.
 #pragma once
 #include "cuda/products.h"
 #include "cuda/sm90/fragment.cuh"
@@ -33,7 +34,7 @@ struct Bias {
   T const* data;
   int64_t stride;
 
-  // Fills a tile's `count` columns; false where there is no bias.
+  // Fills a fragment of `count` columns with the tile's bias; false if there is no bias.
   template <int count>
   __device__ bool start(float* value, Tile const& tile, int columns, int thread) const {
     if (data == nullptr) return false;
@@ -41,8 +42,8 @@ struct Bias {
     return true;
   }
 
-  // Fills `count` columns of a fragment, from `col` on, with the expert's bias from `first` + col
-  // on; zero at or past `columns`.
+  // Fills a fragment of `count` columns, which begins at column `col`, with the expert's bias from
+  // element `first` + col on; with zeros at or past column `columns`.
   template <int count>
   __device__ void fill(float* value, int expert, int first, int col, int columns,
                        int thread) const {
@@ -58,8 +59,8 @@ struct Bias {
   }
 };
 
-// What is known of an activation when its kernel is compiled. Code for all activations in all
-// orders, even if only one runs, costs the up projection 4 to 7 % of its cycles.
+// What a kernel knows of its activation at compile time. Code for all activations in all orders,
+// even if only one of them runs, costs the up projection 4 to 7 % of its cycles.
 enum class Known : int {
   nothing,
   swiglu,  // what most models use: x * sigmoid(x) * up, Pairing::halves
@@ -71,14 +72,14 @@ inline Known known_of(Activation const& activation, Pairing pairing) {
   return plain && pairing == Pairing::halves ? Known::swiglu : Known::nothing;
 }
 
-// A pairing, a constant to the compiler where it is known.
+// A pairing that is a compile-time constant where it is known.
 template <Known known>
 struct KnownPairing {
   Pairing value;
   __device__ operator Pairing() const { return known == Known::swiglu ? Pairing::halves : value; }
 };
 
-// The activation with what is known of it as constants to the compiler.
+// The activation with its known parameters replaced by compile-time constants.
 template <Known known>
 __device__ ActivationOf<float> with_constants(ActivationOf<float> act) {
   if (known == Known::swiglu) act.alpha = 1, act.up_offset = -0.f;  // x + -0 is x, even for -0

@@ -6,12 +6,12 @@ namespace {
 
 template <class T, GemmConfig c, Major major, class Epilogue>
 void launch_row_product(RowProduct const& x, Epilogue const& epilogue, Queue const& queue) {
-  using Kernel = GroupedProduct<T, c, TmaRows<T, c, major>, RowTiles, Epilogue>;
+  using Kernel = GroupedProduct<c, TmaRows<T, c, major>, Epilogue>;
   int const half_steps = int((x.k + c.tile_k - 1) / c.tile_k);
   typename Kernel::Params params{};
   params.work = {.groups = x.groups,
                  .tile_n = c.tile_n,
-                 .across = int(pieces(x.n, c.tile_n)),
+                 .across = int(ceil_div(x.n, c.tile_n)),
                  .inner = x.halves * half_steps * c.tile_k};
   params.load.a = row_map<T>(x.a, x.rows, x.k, x.halves, c.tile_m, "a");
   auto const map = [&](ConstWeight const& w) {

@@ -14,7 +14,7 @@ CUtensorMap tensor_map(void const* data, DType dtype, MapShape const& s, char co
                "cuTensorMapEncodeTiled");
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(f);
   }();
-  // Empty matrices get a map that nothing reads through.
+  // For an empty matrix any valid map will do: it is never used.
   void* const base = data == nullptr ? reinterpret_cast<void*>(16) : const_cast<void*>(data);
   auto const extent = [](int64_t n) { return cuuint64_t(n > 0 ? n : 1); };
   cuuint64_t const shape[] = {extent(s.x), extent(s.y), extent(s.z), extent(s.w)};
@@ -31,7 +31,7 @@ CUtensorMap tensor_map(void const* data, DType dtype, MapShape const& s, char co
                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };
   auto status = try_encode();
-  if (status == CUDA_ERROR_INVALID_CONTEXT) {  // this thread's first call: bring the device's own
+  if (status == CUDA_ERROR_INVALID_CONTEXT) {  // the thread's first call: make the context current
     int index = 0;
     cuda_check(cudaGetDevice(&index), "current CUDA device");
     cuda_check(cudaSetDevice(index), "current CUDA device");

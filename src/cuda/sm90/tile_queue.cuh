@@ -1,4 +1,5 @@
-// Which tiles a block works on: producers find them, consumers read them from shared memory.
+// Tile scheduling: one warp finds the block's tiles and passes them to all others through a queue
+// in shared memory. Blocks take every n-th tile (static) or claim tiles from a counter (dynamic).
 #pragma once
 #include "cuda/sm90/arch/cluster.cuh"
 #include "cuda/warp.cuh"
@@ -7,13 +8,9 @@
 
 namespace guild::cuda {
 
-// Whether groups may come in an order of their own.
-template <class Work>
-inline constexpr bool kOrders = requires(Work w) { w.order; };
-
-// A warp's walk over every `stride`-th tile, or over those that it takes before other blocks do. It
-// keeps where 32 groups lie at hand, one a lane, so that no tile but the first of 32 groups waits
-// for memory.
+// Finds the place of a tile by its number in the walk: every `stride`-th one, or those given to
+// go_to(). Works with a whole warp: each lane holds the bounds of one of 32 groups, so that memory
+// is waited for once per 32 groups.
 template <class Work>
 class TileFinder {
  public:
@@ -22,7 +19,7 @@ class TileFinder {
   __device__ TileFinder(Work const& work, int next_tile, int stride)
       : work(work), next_tile(next_tile), stride(stride), end(work.groups.start(0)) {}
 
-  // Goes on to a tile further on than any before.
+  // The tile that next() is to return; its number must be greater than any before.
   __device__ void go_to(int tile) { next_tile = tile; }
 
   // The next tile, the same for all lanes; false when there are no more.
@@ -41,15 +38,15 @@ class TileFinder {
 
  private:
   __device__ int owner_of(int lane) const {
-    if constexpr (kOrders<Work>) {
+    if constexpr (Work::kHasOrder) {
       if (work.order != nullptr) return __shfl_sync(~0u, ordered, lane);
     }
     return group + lane;
   }
 
-  // Where the lane's group lies.
+  // Loads the bounds of the lane's group.
   __device__ void place(bool exists) {
-    if constexpr (kOrders<Work>) {
+    if constexpr (Work::kHasOrder) {
       if (work.order != nullptr) {
         ordered = exists ? work.order[group + threadIdx.x % 32] : 0;
         begin = work.groups.start(ordered);
@@ -75,44 +72,45 @@ class TileFinder {
 
   int next_tile, stride;
   int group = -32;         // of lane 0
-  int tiles = 0;           // of all groups up to the last lane's
-  int ordered = 0;         // the lane's group where there is an order
-  int begin, end, before;  // where it lies, and the tiles of the groups before it
+  int tiles = 0;           // number of tiles of all groups up to the last lane's
+  int ordered = 0;         // with an order: the lane's group
+  int begin, end, before;  // the bounds of the lane's group; the number of tiles before it
 };
 
-// One end of a queue of tiles, a warp's: what it puts or takes next.
+// One warp's position in the queue: the entry it writes or reads next.
 struct QueueEnd {
-  static constexpr int kSlots = 4;
+  static constexpr int kEntries = 4;
   int at = 0;
   uint32_t phase = 0;
 
   __device__ void advance() {
-    if (++at == kSlots) at = 0, phase ^= 1;
+    if (++at == kEntries) at = 0, phase ^= 1;
   }
 };
 
-// Tiles on their way to the warps that read each of them.
+// A queue of tiles in shared memory with one writer; each of `readers` warps reads every tile.
 template <int readers>
 struct TileQueue {
   static constexpr int kWords = sizeof(Tile) / 4;
-  Tile slot[QueueEnd::kSlots];  // expert -1: there are no more
-  Barrier ready[QueueEnd::kSlots], free[QueueEnd::kSlots];
-  // In a cluster: the number of the tile that slot will hold, from the first block, whose slots are
-  // free when all blocks have read the number that came before.
-  int number[QueueEnd::kSlots];
-  Barrier numbered[QueueEnd::kSlots];
+  Tile entry[QueueEnd::kEntries];  // expert -1: there are no more
+  Barrier ready[QueueEnd::kEntries], free[QueueEnd::kEntries];
+  // With dynamic scheduling in a cluster: the number of the tile that the entry will hold, which
+  // the block of rank 0 broadcasts. The `free` barriers of that block also count one arrival of
+  // each block, by which it says that it has read its number.
+  int number[QueueEnd::kEntries];
+  Barrier numbered[QueueEnd::kEntries];
 
-  // told: how many blocks this one tells numbers, itself included.
+  // told: how many blocks this one broadcasts numbers to, itself included; 0: none.
   __device__ void init(int told) {
     for (Barrier& b : ready) b.init(1);
     for (Barrier& b : free) b.init(readers * kWords + told);
     for (Barrier& b : numbered) b.init(1);
   }
 
-  __device__ void wait_for_slot(QueueEnd const& end) { free[end.at].wait(end.phase ^ 1); }
+  __device__ void wait_for_free(QueueEnd const& end) { free[end.at].wait(end.phase ^ 1); }
   __device__ void put(QueueEnd& end, Tile const& tile) {
     if (threadIdx.x % 32 == 0) {
-      slot[end.at] = tile;
+      entry[end.at] = tile;
       ready[end.at].arrive();
     }
     end.advance();
@@ -121,9 +119,9 @@ struct TileQueue {
   __device__ bool take(QueueEnd& end, Tile& tile) {
     ready[end.at].wait(end.phase);
     int const lane = threadIdx.x % 32;
-    int const word = lane < kWords ? reinterpret_cast<int const*>(&slot[end.at])[lane] : 0;
+    int const word = lane < kWords ? reinterpret_cast<int const*>(&entry[end.at])[lane] : 0;
     if (lane < kWords) free[end.at].arrive();
-    // Broadcast, so that the compiler knows that all lanes have the same.
+    // Shuffles tell the compiler that all lanes have the same value.
     struct {
       int word[kWords];
     } words;
@@ -135,19 +133,19 @@ struct TileQueue {
   }
 };
 
-// The warp that finds this block's tiles and tells all others.
+// The scheduling warp: finds this block's tiles and announces them to all its warps.
 template <class Work, GemmConfig C>
 class TileGuide {
  public:
   __device__ explicit TileGuide(Work const& work)
       : finder(work, blockIdx.x / C.cluster, gridDim.x / C.cluster) {}
 
-  // Puts this block's share of the cluster's next tile, perhaps without rows, into the queue; false
+  // Puts this block's part of the cluster's next tile, which may be empty, into the queue; false
   // when there are no more.
   template <class Queue>
   __device__ bool announce(Queue& queue) {
-    queue.wait_for_slot(end);
-    if (finder.work.taken != nullptr) finder.go_to(take(queue));
+    queue.wait_for_free(end);
+    if (finder.work.taken != nullptr) finder.go_to(claim(queue));
     Tile tile;
     bool const more = finder.next(tile);
     if (more) {
@@ -161,9 +159,10 @@ class TileGuide {
   }
 
  private:
-  // The number of a tile that no other cluster has: one block takes it for all of its own.
+  // Claims the next tile for the whole cluster and returns its number: the block of rank 0
+  // increments the counter and broadcasts what it got.
   template <class Queue>
-  __device__ int take(Queue& queue) {
+  __device__ int claim(Queue& queue) {
     int number = 0;
     bool const leads = threadIdx.x % 32 == 0;
     if constexpr (C.cluster == 1) {

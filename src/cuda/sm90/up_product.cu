@@ -8,7 +8,7 @@ namespace {
 template <class T, GemmConfig c, Major major, bool gathered, Known known>
 void launch_up(UpProduct const& x, Queue const& queue) {
   using Loader = RowLoader<T, c, major, gathered>;
-  using Kernel = GroupedProduct<T, c, Loader, RowTiles, Activate<T, known>>;
+  using Kernel = GroupedProduct<c, Loader, Activate<T, known>>;
   bool const halves = x.pairing == Pairing::halves;
   int64_t const columns = x.pairing == Pairing::alternate ? 2 * x.n : x.n;  // of a half, or of all
   int64_t const tile_n = halves ? c.tile_n / 2 : c.tile_n;
@@ -16,7 +16,7 @@ void launch_up(UpProduct const& x, Queue const& queue) {
   typename Kernel::Params params{};
   params.work = {.groups = x.groups,
                  .tile_n = int(tile_n),
-                 .across = int(pieces(columns, tile_n)),
+                 .across = int(ceil_div(columns, tile_n)),
                  .inner = int(x.k)};
   fill_rows<T, c>(params.load, x, "x");
   auto const map = [&](ConstWeight const& w) {

@@ -12,8 +12,8 @@ __device__ inline uint32_t shared_address(void const* p) {
   return uint32_t(__cvta_generic_to_shared(p));
 }
 
-// Keeps a value in a register: the compiler would rather find it again at every use, an address
-// through a special register that takes long to read.
+// Keeps a value in a register: prevents the compiler from rematerialising it at every use, which
+// for a shared-memory address reads a slow special register.
 __device__ inline uint32_t kept(uint32_t value) {
   asm volatile("" : "+r"(value));
   return value;
@@ -30,8 +30,8 @@ struct Barrier {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&word))
                  : "memory");
   }
-  // Arrives on the same barrier of another block of the cluster. Says only that this thread's reads
-  // are done: ordered at cluster scope it would cost a fence of the whole GPU.
+  // Arrives on the same barrier of another block of the cluster. Only for "this thread has read":
+  // it orders no writes, since release at cluster scope would cost a GPU-wide fence.
   __device__ void arrive_at(int block) {
     asm volatile(
         "{\n"
@@ -56,7 +56,7 @@ struct Barrier {
   }
   __device__ void wait(uint32_t parity) { wait_at(shared_address(&word), parity); }
 
-  // The same where the barrier's address in shared memory is at hand.
+  // The same, given the barrier's shared-memory address.
   static __device__ void wait_at(uint32_t address, uint32_t parity) {
     asm volatile(
         "{\n"
@@ -95,7 +95,7 @@ __device__ inline void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Gives registers back (producers) or takes them (consumers); the whole warpgroup calls it.
+// Sets a thread's registers to fewer (producers) or more (consumers). Called by whole warpgroups.
 template <int count>
 __device__ inline void shrink_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));

@@ -45,7 +45,8 @@ __device__ inline T load_from_block(T const* at, int rank) {
   return std::bit_cast<T>(word);
 }
 
-// Writes to `to` in the block of this rank and announces the four bytes on `there` of it.
+// Writes to `to` in the block of this rank, asynchronously: its barrier `there` counts the four
+// bytes when they have landed.
 __device__ inline void store_to_block(int* to, int value, Barrier& there, int rank) {
   asm volatile(
       "{\n"

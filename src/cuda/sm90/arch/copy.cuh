@@ -20,8 +20,8 @@ __device__ inline void tma_load(CUtensorMap const& map, void* to, Coordinate at,
       : "memory");
 }
 
-// The same into every block of the cluster whose bit is set in `blocks`: at the same place, and
-// announced on the same barrier, of each.
+// The same into every block of the cluster whose bit is set in `blocks`, each at the same offset in
+// its shared memory and completing on its own `done` barrier.
 __device__ inline void tma_load_multicast(CUtensorMap const& map, void* to, Coordinate at,
                                           Barrier& done, uint16_t blocks) {
   asm volatile(
@@ -39,7 +39,7 @@ __device__ inline void tma_store(CUtensorMap const& map, void const* from, Coord
       : "memory");
 }
 struct RowCoordinate {
-  int x, half, r, row;  // of rows seen 64 times over: fragment.cuh
+  int x, half, r, row;  // of RowOutput's map: fragment.cuh
 };
 __device__ inline void tma_store(CUtensorMap const& map, void const* from, RowCoordinate at) {
   asm volatile(
@@ -68,12 +68,12 @@ __device__ inline void copy_async(uint32_t to, void const* from, bool valid) {
                : "memory");
 }
 
-// The same of one word, which is valid.
+// The same for one word, always copied.
 __device__ inline void copy_word_async(uint32_t to, void const* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 
-// One word of shared memory.
+// Access to one word of shared memory.
 __device__ inline void store_shared_if(bool condition, uint32_t address, uint32_t value) {
   asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p st.shared.u32 [%1], %2; }" ::"r"(
                    unsigned(condition)),

@@ -7,12 +7,13 @@
 
 namespace guild::cuda {
 
-// From here on the next kernel may start, as far as it is launched by launch_early().
+// From here on the next kernel of the stream may start if it was launched by launch_early().
 __device__ inline void let_next_start() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-// What the kernels before have written is there, and what they read may be written, after this.
+// Waits until the kernels before have completed: their results are visible, and what they read may
+// be overwritten.
 __device__ inline void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // The kernel must wait_for_previous() before it touches global memory.

@@ -21,11 +21,11 @@ inline constexpr int kRowBytes = 128;                          // of a swizzled 
 inline constexpr int kBoxColumns = kRowBytes / kElementBytes;  // elements of it
 inline constexpr int kBlockBytes = 64 * kRowBytes;             // 64 rows (or K-rows)
 
-// What stands in a descriptor beside the address: strides in 16-byte units and the swizzle.
+// A matrix descriptor: the address, strides in 16-byte units and the swizzle.
 //   K-major    stride between groups of 8 rows: 1024 bytes
 //   MN-major   the same between groups of 8 K-rows; kBlockBytes between blocks of 64 columns
-// The low word has the address, also in 16-byte units, and so can be counted on; the high word is
-// the same for all.
+// The low word holds the address, also in 16-byte units: adding to the word moves the matrix. The
+// high word is the same for all.
 template <Major major>
 __device__ inline uint32_t descriptor(uint32_t address) {
   return (major == Major::K ? 1u : uint32_t(kBlockBytes >> 4)) << 16 | (address >> 4 & 0x3FFF);
@@ -95,14 +95,14 @@ __device__ inline void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
 }
 
-// Says that what the accumulators hold is of no use any more: or else the compiler moves it along.
+// Marks the accumulators as dead, so that the compiler does not copy stale values.
 template <int count>
 __device__ inline void forget_registers(float (&acc)[count]) {
 #pragma unroll
   for (int i = 0; i < count; ++i) asm volatile("" : "=f"(acc[i]));
 }
 
-// Zeros that are written here: the compiler neither hoists them nor copies them from others.
+// Writes zeros right here: the compiler can neither hoist them nor copy them from other registers.
 template <int count>
 __device__ inline void clear_registers(float (&acc)[count]) {
 #pragma unroll

@@ -1,0 +1,1 @@
+"""What torch sees of Guild: the compiled library, its ops, their fake kernels and gradients."""

@@ -1,0 +1,160 @@
+"""Gives compiled ops their gradients, and an error wherever a derivative would be silently wrong.
+
+Every op has a kernel under torch's Autograd key. Without one, torch leaves the tangents of
+forward-mode AD and whole terms of second derivatives out of its results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch._functorch.autograd_function import enable_single_level_autograd_function
+from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
+
+from guild._torch.operators import ops
+
+library = torch.library.Library("guild", "FRAGMENT")
+
+
+def rows_of(matrix: Tensor) -> Tensor:
+    """A matrix as the kernels read it; `sum().backward()` gives an expanded scalar."""
+    return matrix if matrix.is_contiguous() else matrix.contiguous()
+
+
+def register(name: str, backward: Callable, setup: Callable) -> None:
+    """Give an op its gradient, as torch.library.register_autograd does.
+
+    That one walks the op's schema in Python at every call, 60 us for the 17 arguments of a layer:
+    more than the op itself takes to start.
+    """
+
+    def with_keyset(ctx: Any, *grads: Tensor | None) -> tuple:
+        return None, *backward(ctx, *grads)
+
+    _register(name, setup, with_keyset)
+
+
+def register_without_gradient(*names: str) -> None:
+    """Let ops' results raise when they are differentiated.
+
+    Ops that write into their arguments raise at once where one of those wants a gradient. They also
+    raise the version of what they write to, so that autograd notices if it was saved before.
+    """
+    for name in names:
+        written = _written(name)
+        _register(name, _save_nothing, _refusal(name), _refusal(name) if written else None)
+        if written:
+            _count_writes(name, written)
+
+
+def _register(name: str, setup: Callable, backward: Callable, refuse: Callable | None = None):
+    """The kernel under the Autograd key; refuse: called in place of it where gradients are wanted.
+
+    It records one level's graph, as torch's own kernels do: when it runs, the transforms of
+    torch.func above have been dispatched, and those below follow. torch.autograd.Function.apply
+    would start over.
+    """
+    op = getattr(ops, name).default
+
+    def below(keyset: Any, args: tuple) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+
+    def forward(ctx: Any, keyset: Any, *args: Any) -> Any:
+        with ExitStack() as modes:
+            if torch._C._are_functorch_transforms_active():  # off for this level; on for the next
+                modes.enter_context(torch.enable_grad())
+                modes.enter_context(forward_ad._set_fwd_grad_enabled(True))
+            output = below(keyset, args)
+        setup(ctx, args, output)
+        return output
+
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    function = type(f"{name}_gradient", (_SingleLevelFunction,), methods)
+
+    def kernel(keyset: Any, *args: Any) -> Any:
+        if forward_ad._current_level >= 0:
+            _expect_no_tangents(name, args)
+        if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
+            return below(keyset, args)
+        if refuse is not None:
+            refuse()
+        if not torch._C._are_functorch_transforms_active():
+            return function.apply(keyset, *args)
+        with enable_single_level_autograd_function():
+            return function.apply(keyset, *args)
+
+    library.impl(name, kernel, "Autograd", with_keyset=True)
+
+
+def _save_nothing(ctx: Any, inputs: tuple, output: Any) -> None:
+    """For ops whose backward raises."""
+
+
+def _refusal(name: str) -> Callable:
+    def refuse(*_: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"guild::{name} has no derivative: of Guild's functions grouped_mm and the fused pair "
+            "alone can be differentiated twice (create_graph=True, nested torch.func transforms)"
+        )
+
+    return refuse
+
+
+def _expect_no_tangents(name: str, args: tuple) -> None:
+    for value in args:
+        if isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:
+            raise NotImplementedError(
+                f"guild::{name} has no forward-mode derivative (torch.func.jvp, jacfwd, "
+                "torch.autograd.forward_ad); use reverse mode (torch.func.vjp, jacrev, backward)"
+            )
+
+
+def _written(name: str) -> list[int]:
+    """Positions of the arguments that an op writes to."""
+    arguments = getattr(ops, name).default._schema.arguments
+    return [i for i, a in enumerate(arguments) if a.alias_info and a.alias_info.is_write]
+
+
+def _count_writes(name: str, written: list[int]) -> None:
+    op = getattr(ops, name).default
+
+    def kernel(keyset: Any, *args: Any) -> Any:
+        targets = [args[i] for i in written if i < len(args) and args[i] is not None]
+        torch.autograd.graph.increment_version(targets)
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            return op.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
+
+    library.impl(name, kernel, "ADInplaceOrView", with_keyset=True)
+
+
+# ---- second derivatives -------------------------------------------------------------------------
+
+
+def tied(value: Tensor, *sources: Tensor | None) -> Tensor:
+    """value, for an op without a derivative whose result depends on `sources` without taking them.
+
+    Autograd follows the paths to the inputs that it was asked for: without one from the op's result
+    to each of them it would leave out the op's error, and the term, in silence.
+    """
+    if torch.is_grad_enabled():
+        for source in sources:
+            if source is not None:
+                value = ops.tie(value, source)
+    return value
+
+
+def _copy(value: Tensor, source: Tensor) -> Tensor:
+    return value.clone()
+
+
+library.define("tie(Tensor value, Tensor source) -> Tensor")
+for _key in ("CPU", "CUDA"):
+    library.impl("tie", _copy, _key)
+torch.library.register_fake("guild::tie", lib=library)(_copy)
+register_without_gradient("tie")

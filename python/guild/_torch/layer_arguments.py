@@ -1,0 +1,121 @@
+"""The arguments of a layer of experts: checked, cast under autocast, in the order of the ops."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from guild._torch.checks import (
+    expect_dims,
+    expect_experts,
+    expect_like,
+    expect_operand,
+    expect_rows,
+    expect_shape,
+    expect_tensor,
+)
+from guild._torch.operators import LayerFlags, autocast
+from guild.activations import Activation, as_activation, is_interleaved
+
+Halves = tuple[Tensor, Tensor]  # gate, up
+
+_NAMES = ("x", "w_up", "w_up[0] (gate)", "w_down", "b_up", "b_down")
+
+
+def layer_arguments(
+    x: Tensor,
+    w_up: Tensor | Halves,
+    w_down: Tensor,
+    b_up: Tensor | Halves | None,
+    b_down: Tensor | None,
+    activation: Activation | str,
+    order: str,
+    transposed: bool,
+    x_name: str = "x",
+    routed: bool = False,
+) -> tuple:
+    """Checked, cast arguments of an op, and at the end whether any of them wants a gradient."""
+    activation = as_activation(activation)
+    interleaved = is_interleaved(order)
+    w_gate = None
+    if isinstance(w_up, tuple | list):
+        if not activation.gated or len(w_up) != 2:
+            wanted = "a pair (gate, up)" if activation.gated else "one tensor without a gate"
+            raise ValueError(f"w_up: expected {wanted}, got {len(w_up)} tensors")
+        for name, half in zip(("w_up[0] (gate)", "w_up[1] (up)"), w_up, strict=True):
+            expect_tensor(name, half)
+        w_gate, w_up = w_up
+        if interleaved and isinstance(b_up, Tensor) and b_up.dim() == 2:
+            b_up = torch.cat((b_up[:, 0::2], b_up[:, 1::2]), 1)
+        interleaved = False  # as the pre-activations of two tensors are kept
+    if isinstance(b_up, tuple | list):
+        b_up = _joined_bias(b_up, activation, interleaved)
+    expect_tensor("w_up", w_up)
+    expect_dims("w_down", w_down, 3, what="(experts, hidden, intermediate)")
+    expect_experts("w_down", w_down, w_down.shape[0], routed, "experts")
+    if not w_down.numel():
+        raise ValueError(f"w_down: expected sizes of 1 and more, got shape {tuple(w_down.shape)}")
+    _expect_weights(x, w_up, w_gate, w_down, b_up, b_down, activation, transposed, x_name)
+    operands = autocast(x, w_up, w_gate, w_down, b_up, b_down)
+    x, w_up, w_gate, w_down, b_up, b_down = operands
+    expect_operand(x_name, x)
+    gradient = False
+    for name, tensor in zip(_NAMES, operands, strict=True):
+        if tensor is not None:
+            expect_like(name, tensor, x, x_name)
+            gradient = gradient or tensor.requires_grad
+    expect_rows(x_name, x)
+    flags = LayerFlags(*activation.scalars, interleaved, transposed)
+    return x, w_up, w_gate, w_down, b_up, b_down, *flags, gradient
+
+
+def _expect_weights(
+    x: Tensor,
+    w_up: Tensor,
+    w_gate: Tensor | None,
+    w_down: Tensor,
+    b_up: Tensor | None,
+    b_down: Tensor | None,
+    activation: Activation,
+    transposed: bool,
+    x_name: str,
+) -> None:
+    """The shapes of a layer: E and I follow from w_down, H from x."""
+    hidden = x.shape[1]
+    experts, first, second = w_down.shape
+    intermediate = first if transposed else second
+    if (second if transposed else first) != hidden:
+        shape = (experts, intermediate, hidden) if transposed else (experts, hidden, intermediate)
+        hint = "pass transposed=True if the checkpoint stores (E, I, H)"
+        if first != hidden and second != hidden:
+            hint = f"hidden is {hidden} in {x_name}"
+        elif transposed:
+            hint = "leave transposed out if the checkpoint stores (E, H, I)"
+        raise ValueError(f"w_down: expected shape {shape}, got {tuple(w_down.shape)}; {hint}")
+    out = intermediate if w_gate is not None else activation.width(intermediate)
+    shape = (experts, hidden, out) if transposed else (experts, out, hidden)
+    kind = "with a gate" if activation.gated else "without a gate"
+    for name, tensor in (("w_up", w_up), ("w_up[0] (gate)", w_gate)):
+        if tensor is not None:
+            hint = f"intermediate is {intermediate} in w_down, {kind}"
+            if tensor.shape == (shape[0], shape[2], shape[1]):  # where H is I, w_down fits
+                hint = "leave transposed out" if transposed else "pass transposed=True"
+                hint += f" if the checkpoint stores {tuple(tensor.shape)}"
+            expect_shape(name, tensor, shape, hint)
+    if b_up is not None:
+        expect_shape("b_up", b_up, (experts, activation.width(intermediate)))
+        expect_rows("b_up", b_up)
+    if b_down is not None:
+        expect_shape("b_down", b_down, (experts, hidden))
+        expect_rows("b_down", b_down)
+
+
+def _joined_bias(halves: Halves, activation: Activation, interleaved: bool) -> Tensor:
+    if not activation.gated or len(halves) != 2:
+        wanted = "a pair (gate, up)" if activation.gated else "one tensor without a gate"
+        raise ValueError(f"b_up: expected {wanted}, got {len(halves)} tensors")
+    for name, half in zip(("b_up[0] (gate)", "b_up[1] (up)"), halves, strict=True):
+        expect_dims(name, half, 2, what="(experts, intermediate)")
+    gate, up = halves
+    expect_shape("b_up[0] (gate)", gate, tuple(up.shape))
+    return torch.stack((gate, up), -1).flatten(1) if interleaved else torch.cat((gate, up), 1)

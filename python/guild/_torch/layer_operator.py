@@ -1,0 +1,89 @@
+"""guild::moe_layer: router product, routing and experts as one op.
+
+In one op x gets one gradient: the router's part, dlogits W, is added where the experts' rows are
+summed, which costs no time; autograd would add the two in a pass of its own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from guild._torch.autograd import library, register, rows_of, tied
+from guild._torch.gradients import expert_gradients, pre_activations
+from guild._torch.operators import LayerFlags, moe_forward_fake, ops
+from guild._torch.router_gradients import (
+    Weighing,
+    route_tokens_fake,
+    route_tokens_forward,
+    router_gradients,
+)
+
+_ROUTER = 10  # arguments of route_tokens after x and weight
+
+
+def _forward(x: Tensor, weight: Tensor, *rest):
+    """route_tokens, then moe_forward: the outputs of both, those of moe_forward first."""
+    router, (residual, *layer) = rest[:_ROUTER], rest[_ROUTER:]
+    scores, ids, slopes = route_tokens_forward(x, weight, *router)
+    return *ops.moe_forward(x, ids, scores, None, residual, *layer), scores, ids, slopes
+
+
+def _fake(x: Tensor, weight: Tensor, *rest):
+    router, (residual, *layer) = rest[:_ROUTER], rest[_ROUTER:]
+    scores, ids, slopes = route_tokens_fake(x, weight, *router)
+    return *moe_forward_fake(x, ids, scores, None, residual, *layer), scores, ids, slopes
+
+
+def _setup(ctx, inputs, output):
+    x, weight, _, _, _, *router = inputs[: 2 + _ROUTER]
+    _, w_up, w_gate, w_down, b_up, b_down, *rest = inputs[2 + _ROUTER :]
+    _, h, *places, scores, ids, slopes = output
+    ctx.weighing, (ctx.flags, _) = Weighing.of(router), LayerFlags.and_last(rest)
+    layer = w_up, w_gate, w_down, b_up, b_down
+    ctx.save_for_backward(x, weight, scores, ids, ctx.weighing.kept(slopes), h, *places, *layer)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _gradient(ctx, dout, *_):
+    nothing = (None,) * (len(ctx.flags) + 1)
+    if dout is None:
+        return (*(None,) * (8 + _ROUTER), *nothing)
+    x, weight, scores, ids, slopes, h, *places, w_up, w_gate, w_down, b_up, b_down = (
+        ctx.saved_tensors
+    )
+    offsets, row_token, *_ = places
+    want_x, want_weight, *_ = needs = ctx.needs_input_grad[1:]
+    want_residual, *want_layer = needs[2 + _ROUTER : 8 + _ROUTER]
+    wanted = want_x, want_x or want_weight, *want_layer
+    dx_rows = dx = dscores = dweight = None
+    dlayer = [None] * len(want_layer)
+    if any(wanted):
+        h = pre_activations(h, x, offsets, row_token, w_up, w_gate, b_up, ctx.flags)
+        saved = x, h, *places, None, w_up, w_gate, w_down, b_down
+        by_all = tied(rows_of(dout), weight, b_up)
+        gradients = expert_gradients(saved, by_all, ctx.flags, wanted, by_row=True)
+        dx_rows, dscores, *dlayer = gradients
+    if dscores is not None:
+        routed = scores, ids, slopes
+        dx, dweight = router_gradients(
+            dx_rows, places[2], dscores, routed, x, weight, ctx.weighing, want_weight
+        )
+    dresidual = dout if want_residual else None
+    return dx, dweight, *(None,) * _ROUTER, dresidual, *dlayer, *nothing
+
+
+library.define(
+    "moe_layer(Tensor x, Tensor weight, Tensor? selection_bias, Tensor? token_mask, int top_k, int "
+    "score, bool renormalize, float scale, int groups, int top_groups, float sum_floor, int "
+    "group_score, Tensor? residual, Tensor w_up, Tensor? w_gate, Tensor w_down, Tensor? b_up, "
+    "Tensor? b_down, int kind, bool gated, float alpha, float limit, float up_offset, bool "
+    "clamp_after, bool interleaved, bool transposed, bool keep) -> (Tensor o, Tensor h, Tensor "
+    "offsets, Tensor row_token, Tensor slot_row, Tensor row_score, Tensor scores, Tensor ids, "
+    "Tensor slopes)"
+)
+for _key in ("CPU", "CUDA"):
+    library.impl("moe_layer", _forward, _key)
+torch.library.register_fake("guild::moe_layer", lib=library)(_fake)
+register("moe_layer", _gradient, _setup)

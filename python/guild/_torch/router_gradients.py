@@ -1,0 +1,213 @@
+"""Gradients of the router's ops: from the scores, and from the sums that balancing needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from guild._torch.autograd import library, register, rows_of
+from guild._torch.operators import SOFTMAX, ops, route_fake, score_dtype
+
+# ---- route --------------------------------------------------------------------------------------
+
+
+class Weighing(NamedTuple):
+    """How a router's weights follow from its logits: guild::Router without the choice."""
+
+    score: int
+    renormalize: bool
+    scale: float
+    sum_floor: float
+
+    @staticmethod
+    def of(router: Sequence[Any]) -> Weighing:
+        """From the arguments of route after top_k."""
+        score, renormalize, scale, _, _, sum_floor, _ = router
+        return Weighing(score, renormalize, scale, sum_floor)
+
+    @property
+    def needs_logits(self) -> bool:
+        """guild::needs_logits: whether every logit may get a gradient, which depends on all."""
+        return self.sum_floor > 0 if self.renormalize else self.score == SOFTMAX
+
+    def kept(self, slopes: Tensor) -> Tensor | None:
+        """The slopes that the gradient needs."""
+        return None if self.score == SOFTMAX else slopes
+
+
+def _weights_gradient(dscores, routed, logits, experts, weighing, token_offsets=None, like=None):
+    """dlogits (T, E); routed: scores, ids, slopes."""
+    score, renormalize, scale, sum_floor = weighing
+    how = experts, score, renormalize, scale
+    return ops.route_backward(
+        rows_of(dscores), *routed, logits, *how, token_offsets, like, sum_floor
+    )
+
+
+def _keep_routing(ctx, weighing, output, *more) -> None:
+    """Save scores, ids and slopes."""
+    scores, ids, slopes = output
+    ctx.weighing = weighing
+    ctx.save_for_backward(scores, ids, weighing.kept(slopes), *more)
+    ctx.mark_non_differentiable(ids, slopes)
+    ctx.set_materialize_grads(False)
+
+
+def _route_setup(ctx, inputs, output):
+    logits, _, _, _, *router = inputs
+    weighing = Weighing.of(router)
+    ctx.experts = logits.shape[1]
+    _keep_routing(ctx, weighing, output, logits if weighing.needs_logits else None)
+
+
+def _route_gradient(ctx, dscores, *_):
+    nothing = (None,) * 10
+    if dscores is None:
+        return None, *nothing
+    *routed, logits = ctx.saved_tensors
+    return _weights_gradient(dscores, routed, logits, ctx.experts, ctx.weighing), *nothing
+
+
+def _round_setup(ctx, inputs, output):
+    logits, _, _, score, renormalize, scale, _, _, sum_floor = inputs
+    scores, ids, slopes, token_offsets = output
+    ctx.experts = logits.shape[1]
+    ctx.weighing = weighing = Weighing(score, renormalize, scale, sum_floor)
+    kept_logits = logits if weighing.needs_logits else None
+    ctx.save_for_backward(scores, ids, weighing.kept(slopes), kept_logits, token_offsets)
+    ctx.mark_non_differentiable(ids, slopes, token_offsets)
+    ctx.set_materialize_grads(False)
+
+
+def _round_gradient(ctx, dscores, *_):
+    nothing = (None,) * 8
+    if dscores is None:
+        return None, *nothing
+    *routed, logits, token_offsets = ctx.saved_tensors
+    dlogits = _weights_gradient(dscores, routed, logits, ctx.experts, ctx.weighing, token_offsets)
+    return dlogits, *nothing
+
+
+# ---- balancing ----------------------------------------------------------------------------------
+
+
+def _balance_setup(ctx, inputs, output):
+    logits, _, token_mask, ctx.score, _ = inputs
+    ctx.save_for_backward(logits, token_mask)
+    ctx.mark_non_differentiable(output[2])
+
+
+def _balance_gradient(ctx, dshares, dsquares, _):
+    dlogits = ops.balance_sums_backward(
+        rows_of(dshares), rows_of(dsquares), *ctx.saved_tensors, ctx.score
+    )
+    return dlogits, *(None,) * 4
+
+
+# ---- the router's product -----------------------------------------------------------------------
+
+
+def router_logits_forward(x: Tensor, weight: Tensor) -> Tensor:
+    """x weight^T: float32 of 16-bit operands, without a float32 copy of x on the GPU."""
+    with torch.autocast(x.device.type, enabled=False):
+        if x.dtype in (torch.float32, torch.float64):
+            return F.linear(x, weight)
+        if x.is_cuda:
+            return torch.mm(x, weight.t(), out_dtype=torch.float32)
+        return x.float() @ weight.float().t()
+
+
+def _router_logits_setup(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _logits_gradient(ctx, x, weight, dlogits):
+    want_x, want_weight = ctx.needs_input_grad[1:3]
+    dlogits = dlogits.to(x.dtype)
+    return dlogits @ weight if want_x else None, dlogits.t() @ x if want_weight else None
+
+
+def _router_logits_gradient(ctx, dlogits):
+    return _logits_gradient(ctx, *ctx.saved_tensors, dlogits)
+
+
+def route_tokens_forward(x, weight, *rest):
+    """route of the logits x weight^T."""
+    return ops.route(router_logits_forward(x, weight), *rest)
+
+
+def _route_tokens_setup(ctx, inputs, output):
+    x, weight, _, _, _, *router = inputs
+    _keep_routing(ctx, Weighing.of(router), output, x, weight)
+
+
+def _route_tokens_logits_gradient(dscores, routed, x, weight, weighing):
+    """dlogits in x's dtype; routed: scores, ids, slopes.
+
+    The logits are not kept: a gradient that needs them computes them again, bit for bit.
+    """
+    logits = router_logits_forward(x, weight) if weighing.needs_logits else None
+    return _weights_gradient(dscores, routed, logits, weight.shape[0], weighing, like=x)
+
+
+def router_gradients(dx_rows, slot_row, dscores, routed, x, weight, weighing, want_weight):
+    """dx of the whole layer from the experts' by row, and dweight; None where not wanted.
+
+    Where all logits have gradients, the router's part is a product; where only the chosen experts'
+    have, it comes with the sum over a token's rows.
+    """
+    dlogits = _route_tokens_logits_gradient(dscores, routed, x, weight, weighing)
+    dx = None
+    if dx_rows is not None and weighing.needs_logits:
+        dx = ops.combine(dx_rows, slot_row, None).addmm_(dlogits, weight)
+    elif dx_rows is not None:
+        part = dlogits, routed[1], rows_of(weight)
+        dx = ops.combine(dx_rows, slot_row, None, None, None, *part)
+    return dx, dlogits.t() @ x if want_weight else None
+
+
+def _route_tokens_gradient(ctx, dscores, *_):
+    nothing = (None,) * 10
+    if dscores is None:
+        return None, None, *nothing
+    *routed, x, weight = ctx.saved_tensors
+    dlogits = _route_tokens_logits_gradient(dscores, routed, x, weight, ctx.weighing)
+    return *_logits_gradient(ctx, x, weight, dlogits), *nothing
+
+
+library.define("router_logits(Tensor x, Tensor weight) -> Tensor")
+library.define(
+    "route_tokens(Tensor x, Tensor weight, Tensor? selection_bias, Tensor? token_mask, int top_k, "
+    "int score, bool renormalize, float scale, int groups, int top_groups, float sum_floor, int "
+    "group_score) -> (Tensor scores, Tensor ids, Tensor slopes)"
+)
+for _key in ("CPU", "CUDA"):
+    library.impl("router_logits", router_logits_forward, _key)
+    library.impl("route_tokens", route_tokens_forward, _key)
+
+
+@torch.library.register_fake("guild::router_logits", lib=library)
+def _router_logits_fake(x, weight):
+    return x.new_empty(x.shape[0], weight.shape[0], dtype=score_dtype(x.dtype))
+
+
+def route_tokens_fake(x, weight, *rest):
+    """Empty outputs of route_tokens."""
+    return route_fake(_router_logits_fake(x, weight), *rest)
+
+
+torch.library.register_fake("guild::route_tokens", lib=library)(route_tokens_fake)
+
+
+for _name, _backward, _setup in (
+    ("route", _route_gradient, _route_setup),
+    ("round_tokens", _round_gradient, _round_setup),
+    ("balance_sums", _balance_gradient, _balance_setup),
+    ("router_logits", _router_logits_gradient, _router_logits_setup),
+    ("route_tokens", _route_tokens_gradient, _route_tokens_setup),
+):
+    register(_name, _backward, _setup)

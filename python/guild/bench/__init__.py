@@ -1,0 +1,1 @@
+"""What `guild bench` measures: whole layers, their steps, memory, token rounding, random shapes."""

@@ -1,0 +1,174 @@
+"""Whole layers checked and timed side by side: Guild's, the cuBLAS bound, PyTorch's.
+
+For every shape and routing each candidate is checked against a reference, then all are timed in
+interleaved rounds; what fails its check is not timed. Ratios are medians over the rounds. Several
+routings of a shape share their weights and their rounds, so that they can be compared too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+
+from .candidates import Bound, Layer, make_candidate
+from .names import BASELINES, BOUNDS, LIMITED, PASSES
+from .plan import BenchPlan
+from .presets import Shape
+from .problem import Problem, make_problems
+from .record import record_head
+from .reference import relative_errors, require_right
+from .timing import free_memory, interleaved, median_ratio, summary_of
+
+
+def measure(plan: BenchPlan, console: Console) -> dict[str, Any]:
+    """Check and time everything in the plan.
+
+    Returns
+    -------
+    dict
+        The record that is written as JSON: provenance, settings, and a case for every shape and
+        routing with errors, times in milliseconds, TFLOPS and ratios.
+    """
+    cases = []
+    for name, shape in plan.shapes.items():
+        # Compiled layers of the last shape would count against torch's limit of recompilations.
+        torch._dynamo.reset()
+        cases += _measure_shape(name, shape, plan, console)
+    return {**record_head(plan), "mode": "layers", "num_sms": plan.num_sms, "cases": cases}
+
+
+def _measure_shape(
+    name: str, shape: Shape, plan: BenchPlan, console: Console
+) -> list[dict[str, Any]]:
+    """One case a routing, all timed in the same rounds."""
+    cases: dict[str, dict[str, Any]] = {}
+    made: dict[str, dict[str, Layer | Bound]] = {}
+    problems: list[Problem] | None = None
+    with console.status(f"{name}: making inputs") as status:
+        for routing in plan.routings:
+            problems = make_problems(
+                shape, routing, plan.dtype, plan.device, plan.seed, weights_of=problems
+            )
+            cases[routing] = {
+                "name": name,
+                "shape": shape._asdict(),
+                "routing": routing,
+                "input_sets": len(problems),
+                "failures": {},
+                "errors": {},
+            }
+            # A bound knows no routing: one serves them all.
+            bounds = {n: c for found in made.values() for n, c in found.items() if n in BOUNDS}
+            made[routing] = bounds
+            for candidate in plan.candidates:
+                status.update(f"{name}, {routing} routing: checking {candidate}")
+                if candidate not in bounds:
+                    _make_checked(candidate, problems, plan, cases[routing], made[routing], console)
+        status.update(f"{name}: timing")
+        times = _time(made, plan)
+    balanced = times.get("balanced") if len(times) > 1 else None
+    for routing, case in cases.items():
+        case["figures"] = figures(times[routing], shape, balanced)
+    made.clear()
+    del problems
+    free_memory(plan.device)
+    return list(cases.values())
+
+
+def _make_checked(
+    candidate: str,
+    problems: list[Problem],
+    plan: BenchPlan,
+    case: dict[str, Any],
+    made: dict[str, Layer | Bound],
+    console: Console,
+) -> None:
+    """Add a candidate to `made` if it works and is right; note in the case why it is not."""
+    try:
+        layer = make_candidate(candidate, problems, plan.num_sms)
+        if isinstance(layer, Layer):
+            _check(layer, problems[0], case)
+        made[candidate] = layer
+    except (RuntimeError, ArithmeticError, TypeError, ValueError) as error:
+        # One candidate out of memory or unsupported must not cost the others' figures.
+        case["failures"][candidate] = str(error).strip().splitlines()[0]
+        message = escape(case["failures"][candidate])
+        console.print(f"[red]{case['name']}, {candidate}:[/] {message}")
+    free_memory(plan.device)
+
+
+def _check(layer: Layer, problem: Problem, case: dict[str, Any]) -> None:
+    errors, counts = relative_errors(problem, layer.results())
+    case["errors"][layer.name] = errors
+    case["busiest_expert_over_mean"] = (counts.max() / counts.double().mean()).item()
+    require_right(errors, problem.x.dtype)
+
+
+def _time(
+    made: dict[str, dict[str, Layer | Bound]], plan: BenchPlan
+) -> dict[str, dict[str, dict[str, list[float]]]]:
+    """Milliseconds by routing, candidate and pass; one call that two routings share runs once."""
+    calls = {
+        (direction, id(candidate)): getattr(candidate, direction)
+        for direction in PASSES
+        for candidates in made.values()
+        for candidate in candidates.values()
+    }
+    taken = interleaved(calls, plan.rounds, plan.seconds, plan.device, plan.calls)
+    return {
+        routing: {
+            name: {direction: taken[direction, id(candidate)] for direction in PASSES}
+            for name, candidate in candidates.items()
+        }
+        for routing, candidates in made.items()
+    }
+
+
+def figures(
+    times: dict[str, dict[str, list[float]]],
+    shape: Shape,
+    balanced: dict[str, dict[str, list[float]]] | None = None,
+) -> dict[str, Any]:
+    """Times to medians, spreads, TFLOPS and ratios.
+
+    Parameters
+    ----------
+    times : dict
+        Milliseconds a call, one a round, by candidate and pass.
+    shape : Shape
+        Gives the useful operations and the rows.
+    balanced : dict, optional
+        The same with balanced routing.
+
+    Returns
+    -------
+    dict
+        By candidate and pass: `ms`, `tflops`, `ms_per_1000_rows`, and where the bound was timed
+        `over_bound`; with `balanced` also `over_balanced`, the ratio of the times a row. Guild has
+        `speedup_over` each baseline as well, Guild on fewer multiprocessors its ratio `over_guild`.
+    """
+    found: dict[str, Any] = {}
+    for name, passes in times.items():
+        found[name] = {}
+        for (direction, taken), flops in zip(passes.items(), shape.flops(), strict=True):
+            row: dict[str, Any] = {"ms": summary_of(taken)}
+            row["tflops"] = flops / row["ms"]["median"] / 1e9
+            row["ms_per_1000_rows"] = 1e3 * row["ms"]["median"] / (shape.tokens * shape.top_k)
+            if "bound" in times and name != "bound":
+                row["over_bound"] = median_ratio(taken, times["bound"][direction])
+            if balanced is not None and name in balanced and name not in BOUNDS:
+                row["over_balanced"] = median_ratio(taken, balanced[name][direction])
+            if name == LIMITED and "guild" in times:
+                row["over_guild"] = median_ratio(taken, times["guild"][direction])
+            if name == "guild":
+                row["speedup_over"] = {
+                    other: median_ratio(times[other][direction], taken)
+                    for other in times
+                    if other in BASELINES
+                }
+            row["rounds_ms"] = taken
+            found[name][direction] = row
+    return found

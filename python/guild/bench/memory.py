@@ -1,0 +1,140 @@
+"""`guild bench --memory`: what a layer keeps for backward and needs for a moment, in bytes.
+
+Kept are X, the pre-activations H and the routing: 2TH + 4TKI bytes in 16 bits and at most 24 bytes
+a slot (SonicMoE, arXiv 2512.14080, has no more either). Kept bytes are counted by autograd's hooks,
+each storage once, weights left out; peaks come from torch's CUDA allocator, so the CPU has none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from torch import Tensor, nn
+
+from .candidates import layer_module
+from .names import BOUNDS
+from .plan import BenchPlan
+from .presets import Shape
+from .problem import Problem, make_problems
+from .record import record_head
+from .timing import free_memory
+
+_LISTED = 16  # of the kept tensors in a record; plain PyTorch keeps several an expert
+SLOT_BYTES = 24  # of routing: ids, scores, and the sorted indices both ways
+
+
+def memory_formula(shape: Shape, dtype: torch.dtype) -> dict[str, int]:
+    """Bytes that a layer needs by design.
+
+    Returns
+    -------
+    dict
+        `saved`: X, H, routing; `forward`: what a forward pass in training allocates, H, A, Y, O,
+        routing and the router's float32 logits; `backward`: dH, A', dX by row and dS, beside the
+        gradients themselves.
+    """
+    t, h, i, e, k = shape
+    slots, size = t * k, dtype.itemsize
+    routing = SLOT_BYTES * slots
+    kept = 2 * slots * i * size
+    by_row = slots * (i + h) * size
+    return {
+        "saved": t * h * size + kept + routing,
+        "forward": kept + by_row + t * h * size + routing + 4 * t * e,
+        "backward": kept + by_row + 4 * slots,
+    }
+
+
+def saved_tensors(module: nn.Module, x: Tensor) -> list[Tensor]:
+    """What one forward pass keeps for backward: a tensor a storage, parameters left out."""
+    given = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    kept: dict[int, Tensor] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        place = tensor.untyped_storage().data_ptr()
+        if place not in given and tensor.numel():
+            kept.setdefault(place, tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        module(x)  # the graph goes, `kept` holds the tensors: no address comes twice
+    return list(kept.values())
+
+
+def measure_memory(plan: BenchPlan, console: Console) -> dict[str, Any]:
+    """Measure every layer in the plan; the bound is no layer.
+
+    Returns
+    -------
+    dict
+        The record: provenance, and a case for every shape and routing with the formula and, by
+        candidate, `saved_bytes`, `saved` (the largest) and on a GPU `forward_peak_bytes` and
+        `backward_peak_bytes`.
+    """
+    cases = []
+    for name, shape in plan.shapes.items():
+        torch._dynamo.reset()
+        for routing in plan.routings:
+            with console.status(f"{name}, {routing} routing"):
+                problem = make_problems(shape, routing, plan.dtype, plan.device, plan.seed)[0]
+                case = {"name": name, "shape": shape._asdict(), "routing": routing}
+                case |= {"formula": memory_formula(shape, plan.dtype), "layers": {}, "failures": {}}
+                for candidate in (c for c in plan.candidates if c not in BOUNDS):
+                    try:
+                        case["layers"][candidate] = _measure(candidate, problem)
+                    except (RuntimeError, TypeError, ValueError) as error:
+                        case["failures"][candidate] = str(error).strip().splitlines()[0]
+                        message = escape(case["failures"][candidate])
+                        console.print(f"[red]{name}, {candidate}:[/] {message}")
+                    free_memory(plan.device)
+            cases.append(case)
+            del problem
+            free_memory(plan.device)
+    return {**record_head(plan), "mode": "memory", "cases": cases}
+
+
+def _measure(candidate: str, problem: Problem) -> dict[str, Any]:
+    module = layer_module(candidate, problem)
+    _differentiate(module(problem.x), problem)  # compiles, and allocates cuBLAS's work buffers
+    kept = saved_tensors(module, problem.x)
+    kept.sort(key=lambda t: -t.untyped_storage().nbytes())
+    found: dict[str, Any] = {
+        "saved_bytes": sum(t.untyped_storage().nbytes() for t in kept),
+        "saved": [
+            {
+                "shape": list(t.shape),
+                "dtype": str(t.dtype).removeprefix("torch."),
+                "bytes": t.untyped_storage().nbytes(),
+            }
+            for t in kept[:_LISTED]
+        ],
+    }
+    del kept
+    if problem.x.is_cuda:
+        found |= _peaks(module, problem)
+    return found
+
+
+def _differentiate(out: Tensor, problem: Problem) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(out, problem.leaves(), problem.out_gradient)
+
+
+def _peaks(module: nn.Module, problem: Problem) -> dict[str, int]:
+    """The most that each pass allocates at a time, beyond what was there when it began.
+
+    The gradients that backward returns are not counted.
+    """
+    free_memory(problem.x.device)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out = module(problem.x)
+    forward = torch.cuda.max_memory_allocated() - before
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    gradients = _differentiate(out, problem)
+    backward = torch.cuda.max_memory_allocated() - before
+    backward -= sum(g.untyped_storage().nbytes() for g in gradients)
+    return {"forward_peak_bytes": forward, "backward_peak_bytes": backward}

@@ -1,0 +1,21 @@
+"""Names in a benchmark's record: candidates, passes, matrix products, and the titles of tables."""
+
+from __future__ import annotations
+
+PASSES = ("forward", "backward")
+GPU_CANDIDATES = ("guild", "bound", "floor", "compiled", "eager")
+CPU_CANDIDATES = ("guild", "bound", "plain")
+BOUNDS = ("bound", "floor")  # no layers: products and copies whatever the routing
+BASELINES = ("compiled", "eager", "plain")  # layers that are not Guild's
+LIMITED = "guild_sms"  # Guild's layer on fewer multiprocessors, with --num-sms
+# The matrix products of a layer, in the order of `Bound.products`: two forward, four backward.
+PRODUCTS = ("up", "down", "down gradient", "dW2", "up gradient", "dW1")
+TITLES = {
+    "guild": "Guild",
+    LIMITED: "Guild, fewer SMs",
+    "bound": "bound",
+    "floor": "products + copies",
+    "compiled": "torch compiled",
+    "eager": "torch eager",
+    "plain": "plain PyTorch",
+}

@@ -1,0 +1,160 @@
+"""What a benchmark is to do: the command line's arguments, checked, with defaults filled in."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from dataclasses import dataclass
+
+import torch
+
+from guild.provenance import pick_device
+
+from .names import CPU_CANDIDATES, GPU_CANDIDATES, LIMITED
+from .presets import CPU_SHAPES, PRESETS, Shape, parse_shape
+from .problem import ROUTINGS
+from .sweep import CPU_RANGES, GPU_RANGES, random_shapes
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class BenchPlan:
+    """What is timed and how.
+
+    Attributes
+    ----------
+    shapes : dict
+        Shapes by name.
+    routings, candidates : tuple of str
+        Names from `problem.ROUTINGS` and of `candidates`.
+    device, dtype : torch.device, torch.dtype
+        Where and in what the layers compute.
+    rounds : int
+        Interleaved rounds.
+    seconds : float
+        Least time of one candidate's pass in a round.
+    calls : int or None
+        Calls in a round, in place of `seconds`.
+    seed : int
+        Of the inputs.
+    num_sms : int or None
+        Multiprocessors of the candidate "guild_sms".
+    """
+
+    shapes: dict[str, Shape]
+    routings: tuple[str, ...]
+    candidates: tuple[str, ...]
+    device: torch.device
+    dtype: torch.dtype
+    rounds: int = 5
+    seconds: float = 0.5
+    calls: int | None = None
+    seed: int = 0
+    num_sms: int | None = None
+
+
+def plan_bench(args: argparse.Namespace) -> BenchPlan:
+    """Check the arguments and fill in what depends on the device.
+
+    Raises
+    ------
+    ValueError
+        Naming the argument, its value and what was expected.
+    """
+    device = pick_device(args.device)
+    on_gpu = device.type == "cuda"
+    _require_mode(args)
+    for name in ("rounds", "calls", "num_sms", "sweep"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name}: expected at least 1, got {value}")
+    seconds = _seconds(args, on_gpu) if args.seconds is None else args.seconds
+    if not (seconds > 0 and math.isfinite(seconds)):
+        raise ValueError(f"seconds: expected a positive number, got {seconds}")
+    name = "bfloat16" if on_gpu else "float32"
+    dtype = _DTYPES[name if args.dtype == "auto" else args.dtype]
+    swept = args.sweep is not None
+    return BenchPlan(
+        shapes=_sweep(args, device, dtype) if swept else _shapes(args, on_gpu),
+        routings=_routings(args),
+        candidates=_candidates(args, device),
+        device=device,
+        dtype=dtype,
+        rounds=args.rounds,
+        seconds=seconds,
+        calls=args.calls,
+        seed=args.seed,
+        num_sms=args.num_sms,
+    )
+
+
+def _require_mode(args: argparse.Namespace) -> None:
+    """Raise for options that the mode has no use for."""
+    for name in ("bias", "quack"):
+        if getattr(args, name) and not args.steps:
+            raise ValueError(f"{name}: expected with --steps alone")
+    mode = next((name for name in ("steps", "memory", "rounding") if getattr(args, name)), None)
+    if args.sweep is not None and (args.preset or args.thiek):
+        raise ValueError("sweep: expected without --preset and --thiek")
+    for name in ("num_sms",) if args.memory else ("num_sms", "candidates"):
+        if getattr(args, name) is not None and mode:
+            raise ValueError(f"{name}: expected without --{mode}")
+
+
+def _seconds(args: argparse.Namespace, on_gpu: bool) -> float:
+    """Least time of one call's part of a round, where nothing else is asked for."""
+    if args.steps or args.rounding:
+        return 0.2 if on_gpu else 0.05
+    if args.sweep is not None:
+        return 0.1 if on_gpu else 0.02
+    return 0.5 if on_gpu else 0.2
+
+
+def _candidates(args: argparse.Namespace, device: torch.device) -> tuple[str, ...]:
+    known = GPU_CANDIDATES if device.type == "cuda" else CPU_CANDIDATES
+    names = tuple(args.candidates.split(",")) if args.candidates else known
+    if args.sweep is not None and not args.candidates:
+        names = ("guild", "bound")
+    for name in names:
+        if name not in known:
+            raise ValueError(
+                f"candidates: expected some of {', '.join(known)} on {device}, got {name!r}"
+            )
+    if args.num_sms is None:
+        return names
+    if device.type != "cuda":
+        raise ValueError(f"num_sms: expected a GPU to limit, got the device {device}")
+    return (*names, LIMITED)
+
+
+def _routings(args: argparse.Namespace) -> tuple[str, ...]:
+    text = args.routing or ("balanced" if args.steps or args.sweep else "random")
+    names = ROUTINGS if text == "all" else tuple(dict.fromkeys(text.split(",")))
+    for name in names:
+        if name not in ROUTINGS:
+            raise ValueError(
+                f"routing: expected some of {', '.join(ROUTINGS)}, or all, got {name!r}"
+            )
+    return names
+
+
+def _sweep(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> dict[str, Shape]:
+    """Random shapes that half of the GPU's memory holds, or an eighth of the machine's."""
+    if device.type == "cuda":
+        limit, ranges = torch.cuda.get_device_properties(device).total_memory // 2, GPU_RANGES
+    else:
+        limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8
+        ranges = CPU_RANGES
+    return random_shapes(args.sweep, args.seed, ranges, dtype.itemsize, limit)
+
+
+def _shapes(args: argparse.Namespace, on_gpu: bool) -> dict[str, Shape]:
+    shapes: dict[str, Shape] = {}
+    for name in args.preset:
+        named = PRESETS if name == "all" else {name: {**PRESETS, **CPU_SHAPES}[name]}
+        shapes.update(named)
+    for text in args.thiek:
+        shapes[text] = parse_shape(text)
+    return shapes or (PRESETS if on_gpu else CPU_SHAPES)

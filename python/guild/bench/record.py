@@ -1,0 +1,45 @@
+"""What `guild bench` writes as JSON, and reads again for `--report`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from guild.provenance import provenance
+
+from .plan import BenchPlan
+
+SCHEMA = 1
+
+
+def record_head(plan: BenchPlan) -> dict[str, Any]:
+    """What every record begins with: provenance, and how its figures were taken."""
+    return {
+        "schema": SCHEMA,
+        **provenance(plan.device),
+        "dtype": str(plan.dtype).removeprefix("torch."),
+        "rounds": plan.rounds,
+        "seconds_per_round": None if plan.calls else plan.seconds,
+        "calls_per_round": plan.calls,
+        "seed": plan.seed,
+        "reference": "float64" if plan.device.type == "cpu" else "float32",
+    }
+
+
+def read_record(file: Path) -> dict[str, Any]:
+    """A record that `guild bench` wrote.
+
+    Raises
+    ------
+    ValueError
+        If the file cannot be read or is something else.
+    """
+    try:
+        record = json.loads(file.read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"report: expected a JSON file, got {str(file)!r} ({error})") from None
+    if not isinstance(record, dict) or "cases" not in record or record.get("schema") != SCHEMA:
+        raise ValueError(f"report: expected a record that guild bench wrote, got {str(file)!r}")
+    record.setdefault("mode", "layers")  # of records before there were others
+    return record

@@ -1,0 +1,148 @@
+"""`guild bench --report FILE`: the Markdown tables of a recorded benchmark, for README and docs.
+
+Nothing is measured: a table in a document is what this prints, never typed by hand.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+
+from .names import PASSES, TITLES
+from .tables import table_of
+
+_TITLES = {"compiled": "torch", "plain": "plain PyTorch", "eager": "torch eager"}
+
+
+def report(record: dict[str, Any]) -> str:
+    """The record's source and its tables, in Markdown."""
+    source = (
+        f"{record['device']}, driver {record['driver']}, torch {record['torch']}, "
+        f"{record['dtype']}, {record['date'][:10]}, commit {(record['commit'] or 'unknown')[:7]}: "
+        f"medians of {record['rounds']} interleaved rounds."
+    )
+    if record["mode"] == "layers":
+        tables = [short_table(record), full_table(record)]
+        if any("over_balanced" in _guild(c)["forward"] for c in record["cases"] if _guild(c)):
+            tables.append(routing_table(record))
+    else:
+        tables = markdown_tables(table_of(record))
+    return "\n\n".join([source, *tables])
+
+
+def markdown_tables(laid_out: Table | Group) -> list[str]:
+    """Tables made for the terminal as Markdown, each under its title."""
+    tables = laid_out.renderables if isinstance(laid_out, Group) else [laid_out]
+    found = []
+    for table in tables:
+        cells = zip(*(column.cells for column in table.columns), strict=True)
+        headings = [str(column.header) for column in table.columns]
+        right = [column.justify == "right" for column in table.columns]
+        found.append(f"{table.title}\n\n{_markdown(headings, cells, right)}")
+    return found
+
+
+def short_table(record: dict[str, Any]) -> str:
+    """README's table: Guild, the baseline, and the two ratios; forward / backward."""
+    baseline = _baseline(record)
+    title = _TITLES[baseline]
+    headings = ["preset", "T, H, I, E, K", "Guild", title, f"{title} / Guild", "over bound"]
+    rows = []
+    for case in _timed(record):
+        guild = _guild(case)
+        rows.append(
+            [
+                *_name(case),
+                _pair(guild, ("ms",), 2),
+                _pair(case["figures"].get(baseline), ("ms",), 2),
+                _pair(guild, ("speedup_over", baseline), 2),
+                _pair(guild, ("over_bound",), 2),
+            ]
+        )
+    return _markdown(headings, rows)
+
+
+def full_table(record: dict[str, Any]) -> str:
+    """The table of docs/measured/layers.md."""
+    baseline = _baseline(record)
+    title = _TITLES[baseline]
+    names = [
+        "Guild ms",
+        "bound ms",
+        f"{title} {baseline} ms" if title == "torch" else f"{title} ms",
+    ]
+    headings = ["preset", "T, H, I, E, K", *names, "over bound", f"{title} / Guild", "TFLOPS"]
+    with_floor = any("floor" in case["figures"] for case in _timed(record))
+    headings += [f"{TITLES['floor']}, over bound"] if with_floor else []
+    rows = []
+    for case in _timed(record):
+        guild, figures = _guild(case), case["figures"]
+        times = [_pair(figures.get(name), ("ms",), 3) for name in ("guild", "bound", baseline)]
+        ratios = [
+            _pair(guild, ("over_bound",), 2),
+            _pair(guild, ("speedup_over", baseline), 2),
+        ]
+        tflops = " / ".join(f"{guild[which]['tflops']:.0f}" for which in PASSES)
+        floor = [_pair(figures.get("floor"), ("over_bound",), 2)] if with_floor else []
+        rows.append([*_name(case), *times, *ratios, tflops, *floor])
+    return _markdown(headings, rows)
+
+
+def routing_table(record: dict[str, Any]) -> str:
+    """How much longer a row takes than with balanced routing."""
+    headings = [
+        "preset",
+        "T, H, I, E, K",
+        "busiest expert / mean",
+        "ms / 1000 rows",
+        "over balanced",
+    ]
+    rows = []
+    for case in _timed(record):
+        guild = _guild(case)
+        per_row = " / ".join(f"{guild[which]['ms_per_1000_rows']:.4g}" for which in PASSES)
+        load = f"{case['busiest_expert_over_mean']:.2f}"
+        rows.append([*_name(case), load, per_row, _pair(guild, ("over_balanced",), 3)])
+    return _markdown(headings, rows)
+
+
+def _guild(case: dict[str, Any]) -> dict[str, Any] | None:
+    return case["figures"].get("guild")
+
+
+def _timed(record: dict[str, Any]) -> list[dict[str, Any]]:
+    return [case for case in record["cases"] if _guild(case)]
+
+
+def _baseline(record: dict[str, Any]) -> str:
+    for name in _TITLES:
+        if any(name in case["figures"] for case in record["cases"]):
+            return name
+    return "compiled"
+
+
+def _name(case: dict[str, Any]) -> list[str]:
+    routing = "" if case["routing"] == "balanced" else f", {case['routing']}"
+    return [case["name"] + routing, ", ".join(map(str, case["shape"].values()))]
+
+
+def _pair(figures: dict[str, Any] | None, path: tuple[str, ...], digits: int) -> str:
+    """Forward / backward medians of what lies at `path`; empty where it was not measured."""
+    found = []
+    for which in PASSES:
+        value: Any = (figures or {}).get(which)
+        for key in path:
+            value = (value or {}).get(key)
+        if value is None:
+            return ""
+        found.append(f"{value['median']:.{digits}f}")
+    return " / ".join(found)
+
+
+def _markdown(headings: list[str], rows: Any, right: list[bool] | None = None) -> str:
+    rules = ["---:" if r else "---" for r in right or [False] * len(headings)]
+    lines = [headings, *rows]
+    lines = ["| " + " | ".join(map(str, line)) + " |" for line in lines]
+    return "\n".join([lines[0], "|" + "|".join(rules) + "|", *lines[1:]])

@@ -1,0 +1,165 @@
+"""`guild bench --rounding`: what token rounding costs, alone and in a training step of a layer.
+
+The same logits are routed by top-k, by token rounding to the nearest tile, and by dropping what
+exceeds an even share of the rows. First routing alone is timed, then forward and backward of the
+whole layer; on a GPU both in CUDA graphs, so that the host's launches are no part of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from torch import Tensor, nn
+
+import guild
+from guild.train.dropping import DroppingMoE, first_slots
+
+from .candidates import module_of
+from .plan import BenchPlan
+from .problem import Problem, make_problems
+from .record import record_head
+from .timing import Call, Replay, free_memory, interleaved, median_ratio, summary_of
+
+TILE = 128  # rows of a tile of the grouped products
+CAPACITY = 1.0  # of the layer that drops
+PARTS = ("routing", "layer")
+_ROUTINGS_A_GRAPH = 8
+
+
+def measure_rounding(plan: BenchPlan, console: Console) -> dict[str, Any]:
+    """Check and time every shape and routing of the plan.
+
+    Returns
+    -------
+    dict
+        The record: provenance, and a case for every shape and routing with `rows` and `tile_rows`
+        (in whole tiles) by way of routing, and its `figures`: by part ("routing", "layer") and way
+        `ms`, and beside top-k `more_us` and `over_top_k`.
+    """
+    cases = []
+    for name, shape in plan.shapes.items():
+        for routing in plan.routings:
+            with console.status(f"{name}, {routing} routing"):
+                problems = make_problems(shape, routing, plan.dtype, plan.device, plan.seed)
+                case = {"name": name, "shape": shape._asdict(), "routing": routing, "failures": {}}
+                calls = _make_calls(problems, case, console)
+                times = _time(calls, len(problems), plan)
+                case["figures"] = {part: figures(times[part]) for part in PARTS}
+            cases.append(case)
+            del problems, calls
+            free_memory(plan.device)
+    head = {**record_head(plan), "reference": None}  # counts of rows are checked, not values
+    return {**head, "mode": "rounding", "tile": TILE, "capacity": CAPACITY, "cases": cases}
+
+
+def figures(times: dict[str, list[float]]) -> dict[str, Any]:
+    """Milliseconds of each round, by way of routing, to medians and what they are over top-k."""
+    found = {}
+    for name, taken in times.items():
+        found[name] = {"ms": summary_of(taken), "rounds_ms": taken}
+        if name != "top_k" and "top_k" in times:
+            pairs = zip(taken, times["top_k"], strict=True)
+            found[name]["more_us"] = summary_of([1e3 * (a - b) for a, b in pairs])
+            found[name]["over_top_k"] = median_ratio(taken, times["top_k"])
+    return found
+
+
+def _make_calls(
+    problems: list[Problem], case: dict[str, Any], console: Console
+) -> dict[str, dict[str, Call]]:
+    """By part and way of routing, a call over all problems; notes rows and failures in the case."""
+    calls: dict[str, dict[str, Call]] = {part: {} for part in PARTS}
+    case["rows"], case["tile_rows"] = {}, {}
+    chosen: Tensor | None = None  # rows of each expert with top-k
+    for name, (route, make) in _ways(problems[0]).items():
+        try:
+            modules = [module_of(make, problem) for problem in problems]
+            modules[0](problems[0].x)
+            counts = modules[0].expert_counts.cpu().long()
+            chosen = counts if name == "top_k" else chosen
+            if name == "nearest" and chosen is not None:
+                _require_nearest(counts, chosen, problems[0].shape.tokens)
+            case["rows"][name] = int(counts.sum())
+            case["tile_rows"][name] = int(((counts + TILE - 1) // TILE * TILE).sum())
+            calls["routing"][name] = _all_of([partial(route, _logits(p)) for p in problems])
+            steps = [partial(_step, m, p) for m, p in zip(modules, problems, strict=True)]
+            calls["layer"][name] = _all_of(steps)
+        except (RuntimeError, ArithmeticError, TypeError, ValueError) as error:
+            case["failures"][name] = str(error).strip().splitlines()[0]
+            console.print(f"[red]{case['name']}, {name}:[/] {escape(case['failures'][name])}")
+    return calls
+
+
+def _ways(problem: Problem) -> dict[str, tuple[Callable[[Tensor], object], Callable]]:
+    """By name: routing of logits, and the constructor of the layer that routes like it."""
+    tokens, _, _, experts, top_k = problem.shape
+    most = max(1, math.ceil(CAPACITY * tokens * top_k / experts))
+
+    def choose(logits: Tensor) -> tuple[Tensor, Tensor]:
+        return guild.route(logits, top_k)
+
+    def nearest(logits: Tensor) -> object:
+        return guild.round_tokens(logits, choose(logits)[0], tile=TILE)
+
+    def dropping(logits: Tensor) -> object:
+        return first_slots(*choose(logits), experts, most)
+
+    router = guild.Router(rounding="nearest", tile=TILE)
+    return {
+        "top_k": (choose, guild.MoE),
+        "nearest": (nearest, partial(guild.MoE, router=router)),
+        "dropping": (dropping, partial(DroppingMoE, capacity=CAPACITY)),
+    }
+
+
+def _logits(problem: Problem) -> Tensor:
+    with torch.no_grad():
+        return guild.router_logits(problem.x, problem.router)
+
+
+def _step(module: nn.Module, problem: Problem) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(module(problem.x), problem.leaves(), problem.out_gradient)
+
+
+def _all_of(calls: list[Call]) -> Call:
+    def run() -> None:
+        for call in calls:
+            call()
+
+    return run
+
+
+def _require_nearest(counts: Tensor, chosen: Tensor, tokens: int) -> None:
+    """Raise ArithmeticError unless counts are the chosen ones rounded to the nearest tile."""
+    expected = ((chosen + TILE // 2) // TILE * TILE).clamp(max=tokens)
+    wrong = (counts != expected).nonzero().flatten()
+    if wrong.numel():
+        e = int(wrong[0])
+        raise ArithmeticError(
+            f"wrong rows of expert {e}: {counts[e]} of {chosen[e]}, expected {expected[e]}"
+        )
+
+
+def _time(
+    calls: dict[str, dict[str, Call]], problems: int, plan: BenchPlan
+) -> dict[str, dict[str, list[float]]]:
+    """Milliseconds of one routing or one step, by part and way, all in the same rounds."""
+    flat = {(part, name): call for part in PARTS for name, call in calls[part].items()}
+    count = dict.fromkeys(flat, problems)
+    if plan.device.type == "cuda":
+        pool = torch.cuda.graph_pool_handle()
+        for (part, name), call in flat.items():
+            repeats = _ROUTINGS_A_GRAPH if part == "routing" else 1
+            flat[part, name] = Replay(call, repeats, pool)
+            count[part, name] *= repeats
+    taken = interleaved(flat, plan.rounds, plan.seconds, plan.device, plan.calls)
+    return {
+        part: {n: [t / count[p, n] for t in taken[p, n]] for p, n in flat if p == part}
+        for part in PARTS
+    }

@@ -1,0 +1,26 @@
+"""A record as a table for the terminal, whatever was measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import RenderableType
+
+from .layers_table import bench_table
+from .memory_table import memory_table
+from .rounding_table import rounding_table
+from .steps_table import steps_table
+from .sweep_table import sweep_table
+
+_TABLES = {
+    "layers": bench_table,
+    "memory": memory_table,
+    "rounding": rounding_table,
+    "steps": steps_table,
+    "sweep": sweep_table,
+}
+
+
+def table_of(record: dict[str, Any]) -> RenderableType:
+    """The table of a record's mode."""
+    return _TABLES[record["mode"]](record)

@@ -1,0 +1,133 @@
+"""Timing in interleaved rounds: A, B, ..., A, B, ..., and medians of what happened side by side.
+
+A card's clock moves by 6 to 10 % with its temperature and load, so two figures may only be
+compared when they were taken seconds apart. A round runs one call over and over for a while; the
+order of the calls is reversed every round.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Hashable
+from typing import TypeVar
+
+import torch
+
+Call = Callable[[], object]
+Name = TypeVar("Name", bound=Hashable)
+_CALIBRATION_SECONDS = 0.05
+
+
+def milliseconds(call: Call, count: int, device: torch.device) -> float:
+    """Mean time of `count` calls in a row: CUDA events on a GPU, the wall clock on the CPU."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        for _ in range(count):
+            call()
+        return 1e3 * (time.perf_counter() - start) / count
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    before.record()
+    for _ in range(count):
+        call()
+    after.record()
+    after.synchronize()
+    return before.elapsed_time(after) / count
+
+
+def calls_per_round(call: Call, seconds: float, device: torch.device) -> int:
+    """How often to call so that a round lasts at least `seconds`; warms the call up as well."""
+    count = 1
+    milliseconds(call, 1, device)  # the first call compiles, allocates, picks algorithms
+    while (each := milliseconds(call, count, device)) * count < 1e3 * _CALIBRATION_SECONDS:
+        count *= 2
+    return max(1, math.ceil(1e3 * seconds / each))
+
+
+def interleaved(
+    calls: dict[Name, Call],
+    rounds: int,
+    seconds: float,
+    device: torch.device,
+    calls_a_round: int | None = None,
+) -> dict[Name, list[float]]:
+    """Time every call in every round.
+
+    Parameters
+    ----------
+    calls : dict
+        What to time, by name.
+    rounds : int
+        Rounds; one figure a round and call comes out.
+    seconds : float
+        Least duration of one call's part of a round.
+    device : torch.device
+        Where the calls run.
+    calls_a_round : int, optional
+        Calls in a round, in place of `seconds`.
+
+    Returns
+    -------
+    dict
+        Milliseconds a call, one figure a round, in the order of the rounds.
+    """
+    counts = {name: calls_per_round(call, seconds, device) for name, call in calls.items()}
+    if calls_a_round is not None:
+        counts = dict.fromkeys(calls, calls_a_round)
+    times: dict[Name, list[float]] = {name: [] for name in calls}
+    for number in range(rounds):
+        for name in reversed(calls) if number % 2 else calls:
+            times[name].append(milliseconds(calls[name], counts[name], device))
+    return times
+
+
+class Replay:
+    """A CUDA graph of several calls in a row: calling it costs the host one launch.
+
+    Parameters
+    ----------
+    call : callable
+        What to capture; its results are dropped.
+    count : int
+        Calls in the graph.
+    pool : tuple
+        Memory pool (`torch.cuda.graph_pool_handle`) that graphs share whose results nobody reads.
+    """
+
+    def __init__(self, call: Call, count: int, pool: tuple[int, int]) -> None:
+        call()  # compiles, allocates, picks algorithms
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=pool):
+            for _ in range(count):
+                call()
+
+    def __call__(self) -> None:
+        self._graph.replay()
+
+
+def replayed(call: Call, count: int) -> tuple[Call, int]:
+    """A `Replay` and its number of calls; where they cannot be captured, the call itself and 1."""
+    try:  # a pool of its own: one that a capture failed in takes no other
+        return Replay(call, count, torch.cuda.graph_pool_handle()), count
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return call, 1
+
+
+def summary_of(values: list[float]) -> dict[str, float]:
+    """Median, least and greatest value."""
+    return {"median": statistics.median(values), "low": min(values), "high": max(values)}
+
+
+def median_ratio(above: list[float], below: list[float]) -> dict[str, float]:
+    """Median and spread of the ratios taken round by round."""
+    return summary_of([a / b for a, b in zip(above, below, strict=True)])
+
+
+def free_memory(device: torch.device) -> None:
+    """Give freed memory back, so that the next candidate finds all of it."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,126 @@
+"""`guild bench`: what the command line asks for, measured, printed and written."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from guild.bench.plan import plan_bench
+
+_LOG_WIDTH = 170  # of a table that goes to a file, where rich would assume 80 columns
+
+
+def run_bench(args: argparse.Namespace) -> int:
+    """Run what the command line asks for; 1 when a candidate failed or was wrong."""
+    # With --json, standard output is the JSON alone.
+    console = Console(stderr=args.json)
+    if not console.is_terminal:
+        console.width = _LOG_WIDTH
+    if args.report is not None:
+        return _report(args)
+    plan = plan_bench(args)
+    if plan.device.type == "cuda" and plan.device.index is not None:
+        # Events, graphs and memory statistics are those of the current device.
+        torch.cuda.set_device(plan.device)
+    if args.out is not None:
+        _make_folder(args.out)
+    if args.steps:
+        from guild.bench.steps import measure_steps
+
+        record = measure_steps(plan, console, args.bias, args.quack)
+    elif args.memory:
+        from guild.bench.memory import measure_memory
+
+        record = measure_memory(plan, console)
+    elif args.rounding:
+        from guild.bench.rounding import measure_rounding
+
+        record = measure_rounding(plan, console)
+    else:
+        from guild.bench.layers import measure
+
+        record = measure(plan, console)
+        if args.sweep is not None:
+            record["mode"] = "sweep"
+    if args.json:
+        print(json.dumps(record, indent=2))
+    else:
+        from guild.bench.narrow_table import fit
+        from guild.bench.tables import table_of
+
+        console.print(fit(table_of(record), console))
+    if args.out is not None:
+        _write(record, args.out, console)
+    return 1 if any(case["failures"] for case in record["cases"]) else 0
+
+
+def _report(args: argparse.Namespace) -> int:
+    """Print the tables of a recorded benchmark, and draw it into --out."""
+    from guild.bench.record import read_record
+    from guild.bench.report import report
+
+    record = read_record(args.report)
+    if args.out is not None:
+        if record["mode"] != "layers":
+            raise ValueError(f"out: expected a record of layers to draw, got {record['mode']}")
+        _make_folder(args.out)
+    print(json.dumps(record, indent=2) if args.json else report(record))
+    if args.out is not None:
+        _draw(record, args.out / "bench.png")
+        Console(stderr=True).print(f"results in {args.out}: bench.png")
+    return 0
+
+
+def _draw(record: dict[str, Any], file: Path) -> None:
+    from guild.bench.plots import plot_bench
+
+    with _replacing(file) as unfinished:
+        plot_bench(record, unfinished)
+
+
+def _make_folder(out: Path) -> None:
+    """Make the folder, and find out now, not after the measurement, whether it takes a file."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except (FileExistsError, NotADirectoryError):
+        raise ValueError(f"out: expected a folder, got the file {str(out)!r}") from None
+    except OSError as error:
+        raise ValueError(
+            f"out: expected a folder to write in, got {str(out)!r} ({error.strerror})"
+        ) from None
+
+
+@contextmanager
+def _replacing(file: Path) -> Iterator[Path]:
+    """A path to write to, which then takes the place of `file`; what fails leaves `file` alone."""
+    unfinished = file.with_name(f"{file.stem}.unfinished{file.suffix}")
+    try:
+        yield unfinished
+        os.replace(unfinished, file)
+    except OSError as error:
+        raise ValueError(f"out: {str(file)!r} cannot be written ({error.strerror})") from None
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _write(record: dict[str, Any], out: Path, console: Console) -> None:
+    """bench.json and bench.png, or the JSON of another mode under its name."""
+    name = {"layers": "bench"}.get(record["mode"], record["mode"])
+    written = [f"{name}.json"]
+    with _replacing(out / written[0]) as unfinished:
+        unfinished.write_text(json.dumps(record, indent=2) + "\n")
+    if record["mode"] == "layers":
+        written.append(f"{name}.png")
+        _draw(record, out / written[1])
+    console.print(f"results in {out}: {', '.join(written)}")

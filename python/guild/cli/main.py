@@ -1,0 +1,294 @@
+"""The `guild` command: `train`, `bench` and `info`.
+
+Only what parsing needs is imported here; torch and matplotlib follow when a command runs, so that
+`guild --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from guild.bench.presets import CPU_SHAPES, PRESETS
+from guild.train.interrupt import INTERRUPTED
+from guild.train.settings import CHOICES, Settings
+
+FAILED, REFUSED = 1, 2
+
+_SETTING_HELP = {
+    "steps": "optimiser steps",
+    "batch": "windows a step",
+    "context": "bytes a window",
+    "hidden": "width of the model",
+    "layers": "blocks of attention and MoE",
+    "heads": "attention heads",
+    "experts": "experts a layer",
+    "intermediate": "width of one expert",
+    "top_k": "experts a token is sent to",
+    "lr": "peak learning rate of AdamW",
+    "final_lr": "share of it that is left at the end",
+    "warmup": "steps of linear rise",
+    "weight_decay": "decay of the matrices",
+    "clip": "norm at which the gradient is clipped",
+    "balance": "weight of the load-balancing loss",
+    "router": "how logits become ids and weights",
+    "round": "round each expert's tokens to tiles",
+    "tile": "rows of a tile",
+    "capacity": "rows that an expert takes over an even share, the others are dropped; 0: all",
+    "bias_rate": "step of the selection bias of routers that have one",
+    "seed": "of initial weights, order of data and sample",
+}
+
+
+class _Formatter(argparse.HelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=34, width=100)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Answers an option that it does not know with its own usage, a subcommand's too."""
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line's grammar."""
+    from guild import __version__
+
+    parser = _Parser("guild", description="Mixture-of-Experts layers: train, time, inspect.")
+    parser.add_argument("--version", action="version", version=f"guild {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_train(commands)
+    _add_bench(commands)
+    commands.add_parser(
+        "info", help="what was built and what this machine can run", formatter_class=_Formatter
+    )
+    return parser
+
+
+def _add_train(commands: argparse._SubParsersAction) -> None:
+    train = commands.add_parser(
+        "train",
+        help="train a small MoE language model on the standard library's sources",
+        description="Train a byte-level MoE transformer on the Python standard library's own "
+        "sources. Ctrl-C writes a checkpoint; --resume continues from it. A run that is in --out "
+        "already is moved aside.",
+        formatter_class=_Formatter,
+        argument_default=argparse.SUPPRESS,  # --resume must know what was typed
+    )
+    add = train.add_argument
+    add("--out", type=Path, metavar="DIR", help="folder of the results (runs/train)")
+    add(
+        "--resume",
+        action="store_true",
+        help="continue from the checkpoint in --out; with --steps to another last step",
+    )
+    add(
+        "--compare",
+        action="store_true",
+        help="train the same model with a plain PyTorch layer beside it, step by step",
+    )
+    add("--moe", choices=("guild", "plain"), help="layer to train (guild)")
+    add("--device", metavar="NAME", help="auto, cpu, cuda or cuda:<index> (auto)")
+    add(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16"),
+        help="auto is float32 on the CPU and bfloat16 autocast on a GPU",
+    )
+    add("--corpus", type=Path, metavar="DIR", help="learn from the .py files of this folder")
+    add("--check-every", type=int, metavar="N", help="steps between validations (100)")
+    add("--threads", type=int, metavar="N", help="CPU threads (as many as cores)")
+    sizes = train.add_argument_group("sizes and schedule")
+    for name, value in Settings().as_dict().items():
+        sizes.add_argument(
+            "--" + name.replace("_", "-"),
+            type=type(value),
+            choices=CHOICES.get(name),
+            metavar={int: "N", float: "X"}.get(type(value)),
+            help=f"{_SETTING_HELP[name]} ({value})",
+        )
+
+
+def _add_bench(commands: argparse._SubParsersAction) -> None:
+    bench = commands.add_parser(
+        "bench",
+        help="time the layer beside the cuBLAS bound and PyTorch",
+        description="Check, then time forward and backward of Guild's layer, of the bare balanced "
+        "matrix products (the bound) and of PyTorch, in interleaved rounds.",
+        formatter_class=_Formatter,
+    )
+    _add_modes(bench)
+    _add_what(bench)
+    how = bench.add_argument_group("how it is timed")
+    how.add_argument("--rounds", type=int, default=5, metavar="N", help="interleaved rounds (5)")
+    how.add_argument(
+        "--seconds",
+        type=float,
+        metavar="X",
+        help="least time of a candidate's pass in a round (0.5 on a GPU, 0.2 on the CPU; "
+        "of a step and with --rounding 0.2 and 0.05)",
+    )
+    how.add_argument(
+        "--calls", type=int, metavar="N", help="calls in a round, in place of --seconds"
+    )
+    how.add_argument("--seed", type=int, default=0, metavar="N", help="of the random inputs (0)")
+    results = bench.add_argument_group("results")
+    results.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="write what was measured there, as JSON; for layers a plot too",
+    )
+    results.add_argument("--json", action="store_true", help="print JSON in place of the table")
+
+
+def _add_modes(bench: argparse.ArgumentParser) -> None:
+    """What is measured in place of whole layers."""
+    group = bench.add_argument_group("in place of timing whole layers")
+    mode = group.add_mutually_exclusive_group()
+    mode.add_argument(
+        "--steps",
+        action="store_true",
+        help="time every step of the layer alone, beside its floor (FLOPs or bytes at the rates of "
+        "the same run), cuBLAS's product and QuACK's recorded one; balanced unless said otherwise",
+    )
+    mode.add_argument(
+        "--memory",
+        action="store_true",
+        help="measure what the layers keep for backward and, on a GPU, what each pass needs at "
+        "most, beside the formula",
+    )
+    mode.add_argument(
+        "--rounding",
+        action="store_true",
+        help="time routing alone and the layer's forward and backward with top-k, with token "
+        "rounding to the nearest tile and with dropping",
+    )
+    mode.add_argument(
+        "--sweep",
+        type=int,
+        metavar="N",
+        help="time N random shapes beside the bound, balanced unless said otherwise",
+    )
+    mode.add_argument(
+        "--report",
+        type=Path,
+        metavar="FILE",
+        help="print a recorded benchmark's tables in Markdown; with --out draw it too",
+    )
+    group.add_argument("--bias", action="store_true", help="with --steps: experts with biases")
+    group.add_argument(
+        "--quack",
+        action="store_true",
+        help="with --steps: time the installed QuACK's products in place of recorded figures",
+    )
+
+
+def _add_what(bench: argparse.ArgumentParser) -> None:
+    """Shapes, routings and candidates."""
+    add = bench.add_argument_group("what is timed").add_argument
+    add(
+        "--preset",
+        action="append",
+        default=[],
+        choices=[*PRESETS, *CPU_SHAPES, "all"],
+        metavar="NAME",
+        help=f"{', '.join(PRESETS)}, all; for the CPU {', '.join(CPU_SHAPES)}; may be repeated "
+        "(all on a GPU, the latter two on the CPU)",
+    )
+    add(
+        "--thiek",
+        action="append",
+        default=[],
+        metavar="T,H,I,E,K",
+        help="a shape of your own: tokens, hidden, intermediate, experts, top_k",
+    )
+    add(
+        "--device",
+        default="auto",
+        metavar="NAME",
+        help="auto, cpu, cuda or cuda:<index> (auto)",
+    )
+    add(
+        "--dtype",
+        default="auto",
+        choices=("auto", "bfloat16", "float16", "float32"),
+        help="auto is bfloat16 on a GPU and float32 on the CPU",
+    )
+    add(
+        "--routing",
+        metavar="A,B",
+        help="how rows spread over experts: some of balanced, random, zipf, or all (random); "
+        "several are timed in the same rounds and compared per row with balanced",
+    )
+    add(
+        "--candidates",
+        metavar="A,B",
+        help="of guild, bound, compiled, eager (GPU), plain (CPU); all that the device has",
+    )
+    add(
+        "--num-sms",
+        type=int,
+        metavar="N",
+        help="time Guild on N multiprocessors of the GPU as well",
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Parameters
+    ----------
+    arguments : sequence of str, optional
+        In place of the process's own.
+
+    Returns
+    -------
+    int
+        Exit status: 0; 1 after a run that failed, such as a check of a benchmark; 2 for what could
+        not be begun or written: a wrong argument, a bad checkpoint, a full disk; 130 after Ctrl-C.
+    """
+    args = make_parser().parse_args(arguments)
+    # Read when torch loads OpenMP: how long a waiting thread spins before it sleeps. With the
+    # default of 300,000 turns a training step takes five times as long where other programs want
+    # the cores; with 1,000 it loses nothing on idle ones.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    try:
+        if args.command == "train":
+            from .train_command import run_train
+
+            return run_train(args)
+        if args.command == "bench":
+            from .bench_command import run_bench
+
+            return run_bench(args)
+        from .info import run_info
+
+        return run_info()
+    except (ImportError, FloatingPointError) as error:
+        print(f"guild {args.command}: {error}", file=sys.stderr)
+        return FAILED
+    except ValueError as error:
+        print(f"guild {args.command}: {error}", file=sys.stderr)
+        return REFUSED
+    except OSError as error:
+        print(f"guild {args.command}: {_describe(error)}", file=sys.stderr)
+        return REFUSED
+    except KeyboardInterrupt:
+        print(f"guild {args.command}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _describe(error: OSError) -> str:
+    """`runs/a/checkpoint.pt: No space left on device`."""
+    file = "" if error.filename is None else f"{os.fspath(error.filename)}: "
+    return file + (error.strerror or str(error))

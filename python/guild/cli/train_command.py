@@ -1,0 +1,181 @@
+"""`guild train` on the command line: arguments to a plan, the run, and the summary as a table."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from guild.provenance import pick_device
+from guild.train.interrupt import INTERRUPTED, StopRequest
+from guild.train.loop import Plan, Training
+from guild.train.run_folder import RunFolder
+from guild.train.settings import Settings
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def run_train(args: argparse.Namespace) -> int:
+    """Train, show what came out, return the exit status."""
+    console = Console()
+    typed = vars(args)
+    if "threads" in typed:
+        if typed["threads"] < 1:
+            raise ValueError(f"threads: expected at least 1, got {typed['threads']}")
+        torch.set_num_threads(typed["threads"])
+    settings, plan = plan_run(typed)
+    training = Training(settings, plan, console)
+    if training.is_finished:
+        _say(
+            console,
+            f"the run in {plan.out} is finished: all of its {settings.steps} steps are done; to go "
+            f"on: {resume_command(typed, plan.out)} --steps {2 * settings.steps}",
+        )
+        return 0
+    with StopRequest() as stop:
+        summary = training.run(stop)
+    if summary is None:
+        _say(console, f"stopped at step {training.step} of {settings.steps}; to continue:")
+        _say(console, f"  {resume_command(typed, plan.out)}")
+        return INTERRUPTED
+    show(summary, plan.out, console)
+    return 0
+
+
+def resume_command(typed: dict[str, Any], out: Path) -> str:
+    """The command that continues a run, to be typed as it stands.
+
+    It repeats what the checkpoint does not hold: where the bytes come from, and how to compute.
+    """
+    words = [*guild_command(), "train", "--resume", "--out", str(out)]
+    for name in ("corpus", "device", "check_every", "threads"):
+        if name in typed:
+            words += ["--" + name.replace("_", "-"), str(typed[name])]
+    return shlex.join(words)
+
+
+def guild_command() -> list[str]:
+    """How `guild` is called here: by its name only where the shell finds this very one."""
+    script = Path(sys.executable).parent / "guild"
+    if not script.exists():
+        return [sys.executable, "-m", "guild"]
+    found = shutil.which("guild")
+    if found and Path(found).samefile(script):
+        return ["guild"]
+    here = Path.cwd()
+    return [str(script.relative_to(here)) if script.is_relative_to(here) else str(script)]
+
+
+def _say(console: Console, line: str) -> None:
+    """Print a line that may hold a path or a command, not broken at the terminal's width."""
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def plan_run(typed: dict[str, Any]) -> tuple[Settings, Plan]:
+    """Settings and plan from what was typed; a resumed run takes the rest from its checkpoint.
+
+    Raises
+    ------
+    ValueError
+        For a value out of range, a device that is not there, a missing checkpoint.
+    """
+    out = typed.get("out", Path("runs/train"))
+    resume = typed.get("resume", False)
+    saved = RunFolder(out).load_checkpoint() if resume else None
+    known = Settings().as_dict()
+    chosen = {name: typed[name] for name in known if name in typed}
+    settings = Settings(**{**(saved["settings"] if saved else {}), **chosen})
+    device = pick_device(typed.get("device", "auto"))
+    dtype = typed.get("dtype", "auto")
+    compare, moe = typed.get("compare"), typed.get("moe")
+    if compare and moe == "plain":
+        raise ValueError("moe: --compare trains both layers, leave --moe out")
+    if saved:
+        trained = list(saved["learners"])
+        compare = len(trained) > 1 if compare is None else compare
+        moe = trained[0] if moe is None else moe
+        if dtype == "auto":
+            dtype = saved["dtype"].removeprefix("torch.")
+    if dtype == "auto":
+        dtype = "bfloat16" if device.type == "cuda" else "float32"
+    if device.type == "cuda" and dtype == "float32" and moe != "plain":
+        raise ValueError(
+            "dtype: expected bfloat16 on a GPU (Guild's kernels are 16-bit), got float32"
+        )
+    check_every = typed.get("check_every", 100)
+    if check_every < 1:
+        raise ValueError(f"check_every: expected at least 1, got {check_every}")
+    return settings, Plan(
+        out=out,
+        device=device,
+        dtype=_DTYPES[dtype],
+        moe=moe or "guild",
+        compare=bool(compare),
+        resume=resume,
+        corpus=typed.get("corpus"),
+        check_every=check_every,
+    )
+
+
+def show(summary: dict[str, Any], out: Path, console: Console) -> None:
+    """Print the summary, the comparison if there was one, and the generated text."""
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_row(
+        "training loss", f"{summary['final_train_loss']:.3f}", summary["final_train_loss_is"]
+    )
+    table.add_row(
+        "validation loss",
+        f"{summary['final_validation_loss']:.3f}",
+        summary["final_validation_loss_is"],
+    )
+    table.add_row(
+        "speed",
+        f"{summary['tokens_per_second']:,.0f}",
+        f"tokens/s, {summary['training_seconds']:.0f} s for {summary['tokens']:,} tokens",
+    )
+    table.add_row(
+        "expert load",
+        f"{summary['busiest_expert_over_mean']:.2f}",
+        "rows of the busiest expert over the mean, worst layer",
+    )
+    if "compare" in summary:
+        _add_comparison(table, summary["compare"])
+    console.print(table)
+    for title, text in (("prompt", "prompt"), ("written by the model", "sample")):
+        console.print(Panel(Text(summary[text].rstrip()), title=title, expand=False))
+    files = "loss.png, summary.json, sample.txt, metrics.jsonl, checkpoint.pt"
+    _say(console, f"results in {out}: {files}")
+
+
+def _add_comparison(table: Table, found: dict[str, Any]) -> None:
+    low, high = found["step_time_ratio_quartiles"]
+    table.add_row(
+        "Guild's step",
+        f"{found['guild_step_ms']:.1f} ms",
+        f"{found['guild_tokens_per_second']:,.0f} tokens/s",
+    )
+    table.add_row(
+        "plain PyTorch's",
+        f"{found['plain_step_ms']:.1f} ms",
+        f"{found['plain_tokens_per_second']:,.0f} tokens/s, training loss "
+        f"{found['plain_train_loss']:.3f}, validation loss {found['plain_validation_loss']:.3f}",
+    )
+    table.add_row(
+        "time ratio",
+        f"{found['step_time_ratio']:.3f}",
+        f"Guild over plain PyTorch, quartiles {low:.3f} to {high:.3f}",
+    )
+    table.add_row(
+        "loss difference",
+        f"{found['largest_loss_difference']:.5f}",
+        f"largest of the first {found['largest_loss_difference_steps']} steps",
+    )

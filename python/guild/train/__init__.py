@@ -1,0 +1,1 @@
+"""What `guild train` runs: a small MoE language model that learns Python from source code."""

@@ -1,0 +1,199 @@
+"""One model being trained: its MoE layer, optimiser, steps, validation and what they measured.
+
+`guild train` drives one learner, `--compare` two: they start from the same weights and see the
+same bytes, and differ in nothing but the MoE layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import time
+from typing import Any
+
+import torch
+
+from .corpus import Corpus
+from .model import LanguageModel, MoEFactory
+from .settings import Settings
+
+LAYERS = ("guild", "plain")
+_BETAS = (0.9, 0.95)
+
+
+def moe_factory(name: str, device: torch.device, settings: Settings) -> MoEFactory:
+    """Constructor `(hidden, intermediate, experts, top_k)` of the MoE layer called `name`."""
+    if name == "guild":
+        return _guild_factory(settings)
+    if name == "plain":
+        from .plain_moe import PlainMoE
+
+        if not settings.plain_routing:
+            raise ValueError(
+                "moe: the plain layer has softmax over the top k alone; leave out --router, "
+                "--round and --capacity"
+            )
+        compiled = device.type == "cuda"
+        return lambda *sizes: PlainMoE(*sizes, compiled=compiled)
+    raise ValueError(f"moe: expected one of {', '.join(LAYERS)}, got {name!r}")
+
+
+def _guild_factory(s: Settings) -> MoEFactory:
+    import guild
+
+    if s.plain_routing:
+        return guild.MoE
+    router = guild.Router.named(s.router)
+    if s.round != "none":
+        router = dataclasses.replace(router, rounding=s.round, tile=s.tile)
+    options: dict[str, Any] = {"router": router, "balance_over": "batch"}
+    if not s.capacity:
+        return functools.partial(guild.MoE, **options)
+    from .dropping import DroppingMoE
+
+    return functools.partial(DroppingMoE, capacity=s.capacity, **options)
+
+
+class Learner:
+    """A model with its optimiser.
+
+    Parameters
+    ----------
+    name : str
+        Which MoE layer: "guild" or "plain".
+    settings : Settings
+        Sizes and schedule.
+    device : torch.device
+        Where it computes.
+    dtype : torch.dtype
+        float32, or bfloat16 for autocast over float32 weights.
+    """
+
+    def __init__(
+        self, name: str, settings: Settings, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.name, self.settings, self.device, self.dtype = name, settings, device, dtype
+        s = settings
+        make_moe = moe_factory(name, device, s)
+        model = LanguageModel(
+            s.hidden, s.layers, s.heads, s.intermediate, s.experts, s.top_k, make_moe
+        )
+        model.initialise(s.seed)
+        self.model = model.to(device)
+        weights = list(self.model.parameters())
+        self.optimizer = torch.optim.AdamW(
+            [
+                {"params": [w for w in weights if w.dim() > 1], "weight_decay": s.weight_decay},
+                {"params": [w for w in weights if w.dim() == 1], "weight_decay": 0.0},
+            ],
+            lr=s.lr,
+            betas=_BETAS,
+            fused=True,
+        )
+
+    def round(self, corpus: Corpus, first: int, count: int) -> list[dict[str, Any]]:
+        """Train steps `first` .. `first + count - 1` and return one row of measurements for each.
+
+        Results stay on the device until the round ends, so a GPU is never waited for in between.
+
+        Raises
+        ------
+        FloatingPointError
+            When the loss is not finite.
+        """
+        self._wait()
+        start = time.perf_counter()
+        measured = [self._step(corpus, step) for step in range(first, first + count)]
+        self._wait()
+        seconds = (time.perf_counter() - start) / count
+        rows = []
+        for step, values in enumerate(torch.stack(measured).tolist(), first):
+            loss, imbalance, norm, kept, *load = values
+            if not math.isfinite(loss):
+                raise FloatingPointError(
+                    f"{self.name}: the loss of step {step + 1} is {loss}; try a smaller --lr"
+                )
+            rows.append(
+                {
+                    "step": step + 1,
+                    "tokens": (step + 1) * self.settings.tokens_per_step,
+                    "moe": self.name,
+                    "loss": loss,
+                    "imbalance": imbalance,
+                    "gradient_norm": norm,
+                    "rows_over_choices": round(kept, 6),
+                    "load": [round(value, 4) for value in load],
+                    "lr": self.settings.lr_at(step),
+                    "seconds": seconds,
+                }
+            )
+        return rows
+
+    def autocast(self) -> torch.autocast:
+        """Where the model's forward runs: bfloat16 operands, or as the weights are in float32."""
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+
+    def _step(self, corpus: Corpus, step: int) -> torch.Tensor:
+        s = self.settings
+        inputs, targets = self._to_device(*corpus.batch(s.seed, step, s.batch, s.context))
+        for group in self.optimizer.param_groups:
+            group["lr"] = s.lr_at(step)
+        if s.round == "stochastic":  # its seeds come from here, so that a run can be resumed
+            torch.manual_seed(s.seed * 1_000_003 + step)
+        with self.autocast():
+            loss, imbalance = self.model.loss(inputs, targets)
+        self.optimizer.zero_grad()
+        (loss + s.balance * imbalance).backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.clip)
+        self.optimizer.step()
+        self.model.move_selection_biases(s.bias_rate)
+        counts = self.model.expert_counts().float()
+        load = counts.amax(1) / counts.mean(1)
+        rows = counts.sum(1).mean() / (s.tokens_per_step * s.top_k)
+        return torch.cat((torch.stack((loss.detach(), imbalance.detach(), norm, rows)), load))
+
+    @torch.no_grad()
+    def validate(self, corpus: Corpus, windows: int) -> float:
+        """Mean loss in nats per byte over `windows` windows of the held-out bytes."""
+        batch = self.settings.batch
+        windows = math.ceil(windows / batch) * batch
+        inputs, targets = self._to_device(*corpus.held_out_windows(windows, self.settings.context))
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.model.eval()  # exact top-k
+        with self.autocast():
+            for x, y in zip(inputs.split(batch), targets.split(batch), strict=True):
+                total += self.model.loss(x, y)[0]
+        self.model.train()
+        return (total / (windows // batch)).item()
+
+    def state(self) -> dict[str, Any]:
+        """Everything that the next step depends on."""
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Continue from a `state()`.
+
+        Raises
+        ------
+        ValueError
+            When it is the state of another model.
+        """
+        try:
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
+            raise ValueError(
+                f"resume: the checkpoint's weights and optimiser do not fit this {self.name} "
+                "model; another version of Guild may have written it"
+            ) from None
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _to_device(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        if self.device.type != "cuda":
+            return list(tensors)
+        # Pinned, so that the copy does not stop the host from running ahead.
+        return [tensor.pin_memory().to(self.device, non_blocking=True) for tensor in tensors]

@@ -1,0 +1,277 @@
+"""`guild train`: a small MoE language model learns Python from the standard library's own sources.
+
+The loop goes round by round: a few steps of each learner, their rows to metrics.jsonl, and now and
+then a validation or a checkpoint. No step draws from a generator that outlives it, so model and
+optimiser are all that a checkpoint needs to continue bit for bit on the CPU.
+"""
+
+from __future__ import annotations
+
+import codecs
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from guild.provenance import provenance
+
+from .compare import comparison, mean_loss, steps_of, tokens_per_second
+from .corpus import Corpus, load_corpus
+from .interrupt import StopRequest
+from .learner import Learner
+from .model import generate
+from .plots import plot_run
+from .progress import TrainingView
+from .run_folder import RunFolder
+from .settings import Settings, changed_fields
+
+FINAL_STEPS = 50
+FINAL_WINDOWS = 1024
+_CHECK_WINDOWS = 128
+_PROMPT = b'class Reader:\n    """Reads a file."""\n\n    def '
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How and where a run happens; unlike `Settings` it does not change what is learnt.
+
+    Attributes
+    ----------
+    out : Path
+        Folder of the results.
+    device : torch.device
+        Where to compute.
+    dtype : torch.dtype
+        float32, or bfloat16 for autocast.
+    moe : str
+        Layer to train: "guild" or "plain".
+    compare : bool
+        Train both, interleaved; the checkpoint then holds both.
+    resume : bool
+        Continue from the folder's checkpoint; else a run that is there is moved aside.
+    corpus : Path or None
+        Folder of .py files in place of the standard library.
+    check_every : int
+        Steps between validations, each followed by a checkpoint.
+    sample_bytes : int
+        Length of the text written at the end.
+    """
+
+    out: Path
+    device: torch.device
+    dtype: torch.dtype
+    moe: str = "guild"
+    compare: bool = False
+    resume: bool = False
+    corpus: Path | None = None
+    check_every: int = 100
+    sample_bytes: int = 320
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The MoE layers that are trained, the one that is sampled from first."""
+        return ("guild", "plain") if self.compare else (self.moe,)
+
+    @property
+    def round_steps(self) -> int:
+        """Steps between two looks at the clock; more on a GPU, which a look makes wait."""
+        return 20 if self.device.type == "cuda" else 5
+
+
+class Training:
+    """One call of `guild train`, from the corpus to the summary."""
+
+    def __init__(self, settings: Settings, plan: Plan, console: Console) -> None:
+        self.settings, self.plan, self.console = settings, plan, console
+        self.folder = RunFolder(plan.out)
+        self.step = 0
+        state = self.folder.load_checkpoint() if plan.resume else None
+        self.corpus = load_corpus(plan.corpus, settings.context)
+        if state is not None:
+            _check_resumable(state, settings, plan, self.corpus)
+        self.learners = [Learner(name, settings, plan.device, plan.dtype) for name in plan.layers]
+        if state is None:
+            self._say_moved(self.folder.start())
+        else:
+            self.step = state["step"]
+            for learner in self.learners:
+                learner.load(state["learners"][learner.name])
+            self.folder.cut_after(self.step)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run that is resumed had come to its end and left all of its results."""
+        summary = self.folder.read_summary() if self.plan.resume else None
+        return summary is not None and summary.get("steps") == self.step == self.settings.steps
+
+    def run(self, stop: StopRequest) -> dict[str, Any] | None:
+        """Train to the end and return the summary, or None when `stop` came first."""
+        self._introduce()
+        steps = self.settings.steps
+        with TrainingView(self.console, self.settings, self.step) as view:
+            while self.step < steps and not stop.asked:
+                self._round(view)
+                if self.step % self.plan.check_every == 0 and self.step < steps:
+                    self._validate(view, _CHECK_WINDOWS)
+                    self._save()
+            if self.step == steps and not self._final_validation():
+                self._validate(view, FINAL_WINDOWS)
+            self._save()  # after the rows of its step: resuming adds none of them again
+        return self._finish() if self.step == steps else None
+
+    def _round(self, view: TrainingView) -> None:
+        check_every = self.plan.check_every
+        to_check = check_every - self.step % check_every
+        count = min(self.plan.round_steps, to_check, self.settings.steps - self.step)
+        # Swapped every round, so that neither learner always runs on the other's warm caches.
+        swapped = (self.step // self.plan.round_steps) % 2 == 1
+        rows: dict[str, list[dict[str, Any]]] = {}
+        for learner in reversed(self.learners) if swapped else self.learners:
+            rows[learner.name] = learner.round(self.corpus, self.step, count)
+        self.step += count
+        for learner in self.learners:
+            self.folder.append(rows[learner.name])
+        view.update(self.step, rows[self.learners[0].name][-1])
+
+    def _validate(self, view: TrainingView, windows: int) -> None:
+        losses = {lr.name: lr.validate(self.corpus, windows) for lr in self.learners}
+        self.folder.append(
+            [
+                {"step": self.step, "moe": name, "validation_loss": loss, "windows": windows}
+                for name, loss in losses.items()
+            ]
+        )
+        view.validated(self.step, losses[self.learners[0].name])
+
+    def _final_validation(self) -> dict[str, float]:
+        """Loss of each layer on the final windows after the last step; empty before it is known."""
+        return {
+            row["moe"]: row["validation_loss"]
+            for row in self.folder.rows()
+            if row["step"] == self.step and row.get("windows") == FINAL_WINDOWS
+        }
+
+    def _save(self) -> None:
+        self.folder.save_checkpoint(
+            {
+                "step": self.step,
+                "settings": self.settings.as_dict(),
+                "dtype": str(self.plan.dtype),
+                "corpus": self.corpus.digest,
+                "learners": {learner.name: learner.state() for learner in self.learners},
+            }
+        )
+
+    def _say_moved(self, aside: Path | None) -> None:
+        if aside is not None:
+            self._say(f"moved the run that was in {self.plan.out} to {aside}")
+
+    def _say(self, line: str) -> None:
+        """Print a line that may hold a path: not broken, not coloured, brackets as they are."""
+        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def _introduce(self) -> None:
+        weights = sum(weight.numel() for weight in self.learners[0].model.parameters())
+        verb = f"continuing at step {self.step}" if self.plan.resume else "training"
+        self.console.print(
+            f"{verb}: {' and '.join(self.plan.layers)}, {weights:,} weights, "
+            f"{self.settings.experts} experts of width {self.settings.intermediate}, "
+            f"top {self.settings.top_k}, {str(self.plan.dtype).removeprefix('torch.')} "
+            f"on {self.plan.device}"
+        )
+        self.console.print(
+            f"corpus: {self.corpus.files} files, {self.corpus.train.numel():,} bytes to learn "
+            f"from, {self.corpus.held_out.numel():,} held out",
+            highlight=False,
+        )
+
+    def _finish(self) -> dict[str, Any]:
+        rows, validation = self.folder.rows(), self._final_validation()
+        main, s = self.learners[0], self.settings
+        last = steps_of(rows, main.name)[-FINAL_STEPS:]
+        if not last:
+            raise ValueError(f"resume: {str(self.folder.metrics)!r} has no steps of this run")
+        summary = {
+            "steps": s.steps,
+            "tokens": s.steps * s.tokens_per_step,
+            "final_train_loss": mean_loss(rows, main.name, FINAL_STEPS),
+            "final_train_loss_is": f"mean of the last {len(last)} steps, nats per byte",
+            "final_validation_loss": validation[main.name],
+            "final_validation_loss_is": f"{FINAL_WINDOWS} held-out windows of {s.context} bytes",
+            "tokens_per_second": tokens_per_second(rows, main.name, s.tokens_per_step),
+            "training_seconds": sum(row["seconds"] for row in steps_of(rows, main.name)),
+            "busiest_expert_over_mean": sum(max(row["load"]) for row in last) / len(last),
+            "moe": main.name,
+            "dtype": str(self.plan.dtype).removeprefix("torch."),
+            **provenance(self.plan.device),
+            "settings": s.as_dict(),
+            "corpus": {
+                "files": self.corpus.files,
+                "train_bytes": self.corpus.train.numel(),
+                "held_out_bytes": self.corpus.held_out.numel(),
+                "digest": self.corpus.digest,
+            },
+            "prompt": _PROMPT.decode(),
+            "sample": self._sample(),
+        }
+        if self.plan.compare:
+            plain = self.learners[1].name
+            summary["compare"] = {
+                **comparison(rows, s.tokens_per_step),
+                "plain_train_loss": mean_loss(rows, plain, FINAL_STEPS),
+                "plain_validation_loss": validation[plain],
+            }
+        title = f"{s.steps} steps on {summary['device']}, {summary['dtype']}"
+        plot_run(rows, title, self.folder.plot)
+        self.folder.write_summary(summary)  # last: it says that the run is complete
+        return summary
+
+    def _sample(self) -> str:
+        """What the model writes after the prompt."""
+        model, s = self.learners[0].model.eval(), self.settings
+        with self.learners[0].autocast():
+            text = generate(model, _PROMPT, self.plan.sample_bytes, s.context, s.seed)
+        return readable(text[len(_PROMPT) :])
+
+
+def readable(text: bytes) -> str:
+    r"""UTF-8 as text, without the character that the end cuts; anything unprintable as \x.."""
+    decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
+    shown = "".join(
+        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode()
+        for c in decoder.decode(text)
+    )
+    return shown.rstrip()
+
+
+def _check_resumable(state: dict[str, Any], settings: Settings, plan: Plan, corpus: Corpus) -> None:
+    """Reject a checkpoint that this run would not continue but bend."""
+    saved = Settings(**state["settings"])
+    if settings.steps < state["step"]:
+        raise ValueError(
+            f"steps: the checkpoint has {state['step']} steps behind it, got {settings.steps}"
+        )
+    for name in changed_fields(saved, settings):
+        if name == "steps":  # to go on for longer is what resuming is for
+            continue
+        raise ValueError(
+            f"{name}: the checkpoint was trained with {getattr(saved, name)}, "
+            f"got {getattr(settings, name)}; leave it out or start without --resume"
+        )
+    if state["dtype"] != str(plan.dtype):
+        raise ValueError(
+            f"dtype: the checkpoint was trained in {state['dtype'].removeprefix('torch.')}, "
+            f"got {str(plan.dtype).removeprefix('torch.')}"
+        )
+    if set(state["learners"]) != set(plan.layers):
+        raise ValueError(
+            f"resume: the checkpoint holds {' and '.join(state['learners'])}, this run trains "
+            f"{' and '.join(plan.layers)}; give the same --moe and --compare as before"
+        )
+    if state["corpus"] != corpus.digest:
+        raise ValueError(
+            f"corpus: the checkpoint was trained on bytes with checksum {state['corpus']}, these "
+            f"have {corpus.digest}; resume with the same Python and --corpus"
+        )

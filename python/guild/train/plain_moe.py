@@ -1,0 +1,138 @@
+"""The same layer as `guild.MoE` in plain PyTorch: the baseline of `--compare` and `guild bench`.
+
+It is what people write today when they want it quick: sort the slots by expert, gather, one matrix
+product per expert on the CPU or `torch._grouped_mm` on a GPU, scatter-add. Parameter names and
+layouts are those of `guild.MoE`, so a state dict loads into either.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class PlainMoE(nn.Module):
+    """Router, SwiGLU experts and combine in plain PyTorch.
+
+    Parameters
+    ----------
+    hidden, intermediate, experts, top_k : int
+        Sizes of the layer.
+    compiled : bool
+        Run the layer through `torch.compile` (worth it on a GPU, where it fuses the small steps).
+
+    Attributes
+    ----------
+    expert_counts : torch.Tensor or None
+        int64 (experts,), rows per expert of the last forward.
+    """
+
+    def __init__(
+        self, hidden: int, intermediate: int, experts: int, top_k: int, compiled: bool = False
+    ) -> None:
+        super().__init__()
+        if not 1 <= top_k <= experts:
+            raise ValueError(f"top_k: expected 1 .. {experts} (experts), got {top_k}")
+        self.top_k = top_k
+        self.router = nn.Linear(hidden, experts, bias=False)
+        self.w_up = nn.Parameter(torch.empty(experts, 2 * intermediate, hidden))
+        self.w_down = nn.Parameter(torch.empty(experts, hidden, intermediate))
+        self.expert_counts: torch.Tensor | None = None
+        self._layer = torch.compile(plain_moe, dynamic=False) if compiled else plain_moe
+        for weight in (self.w_up, self.w_down):
+            nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (..., hidden) -> (..., hidden)."""
+        flat = x.reshape(-1, x.shape[-1])
+        weights = (self.router.weight, self.w_up, self.w_down)
+        if torch.is_autocast_enabled(x.device.type):
+            # Autocast has no rule for _grouped_mm, so the cast is made here for every product.
+            dtype = torch.get_autocast_dtype(x.device.type)
+            flat, *weights = (tensor.to(dtype) for tensor in (flat, *weights))
+        out, self.expert_counts = self._layer(flat, *weights, self.top_k)
+        return out.view(x.shape)
+
+
+def plain_moe(
+    x: torch.Tensor, router: torch.Tensor, w_up: torch.Tensor, w_down: torch.Tensor, top_k: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One layer on flat tokens.
+
+    Parameters
+    ----------
+    x : torch.Tensor
+        (tokens, hidden).
+    router, w_up, w_down : torch.Tensor
+        (experts, hidden), (experts, 2 * intermediate, hidden) gate|up, and
+        (experts, hidden, intermediate).
+
+    Returns
+    -------
+    out, counts : torch.Tensor
+        (tokens, hidden) in x's dtype and int64 (experts,) rows per expert.
+    """
+    experts = router.shape[0]
+    probabilities = F.linear(x, router).float().softmax(-1)
+    scores, ids = probabilities.topk(top_k, -1)
+    scores = scores / scores.sum(-1, keepdim=True)
+    expert_of_row, order = ids.flatten().sort(stable=True)
+    # Where each expert's rows end; bincount would copy its size to the host on a GPU.
+    ends = torch.searchsorted(expert_of_row, torch.arange(experts, device=x.device), right=True)
+    counts = ends.diff(prepend=ends.new_zeros(1))
+    token = order // top_k
+    if x.is_cuda:  # compiled, the gradient of x[token] takes half the time of index_select's
+        rows = _grouped_products(x[token], w_up, w_down, ends.int())
+    else:
+        rows = _products_in_turn(x.index_select(0, token), w_up, w_down, counts.tolist())
+    weighted = rows * scores.flatten().index_select(0, order).to(rows.dtype)[:, None]
+    out = torch.zeros_like(x)
+    if x.is_cuda:  # compiled, half the time of index_add and a tenth less than a gather and a sum
+        return out.scatter_add(0, token[:, None].expand(-1, x.shape[1]), weighted), counts
+    return out.index_add(0, token, weighted), counts
+
+
+def plain_expert(
+    rows: torch.Tensor,
+    w_up: torch.Tensor,
+    w_down: torch.Tensor,
+    b_up: torch.Tensor | None = None,
+    b_down: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """One expert's SwiGLU MLP.
+
+    Parameters
+    ----------
+    rows : torch.Tensor
+        (rows, hidden).
+    w_up, w_down, b_up, b_down : torch.Tensor
+        (2 * intermediate, hidden) gate|up, (hidden, intermediate), and their biases, (outputs,)
+        each.
+
+    Returns
+    -------
+    torch.Tensor
+        (rows, hidden).
+    """
+    return F.linear(_swiglu(F.linear(rows, w_up, b_up)), w_down, b_down)
+
+
+def _swiglu(pre_activation: torch.Tensor) -> torch.Tensor:
+    gate, up = pre_activation.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def _grouped_products(
+    rows: torch.Tensor, w_up: torch.Tensor, w_down: torch.Tensor, ends: torch.Tensor
+) -> torch.Tensor:
+    activation = _swiglu(torch._grouped_mm(rows, w_up.mT, offs=ends))
+    return torch._grouped_mm(activation, w_down.mT, offs=ends)
+
+
+def _products_in_turn(
+    rows: torch.Tensor, w_up: torch.Tensor, w_down: torch.Tensor, counts: list[int]
+) -> torch.Tensor:
+    # unbind, not w_up[e]: the gradient of a selection is a zero-filled copy of all the experts.
+    parts = zip(rows.split(counts), w_up.unbind(), w_down.unbind(), strict=True)
+    return torch.cat([plain_expert(*part) for part in parts])

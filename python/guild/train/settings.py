@@ -1,0 +1,143 @@
+"""What a training run consists of: every number that decides its outcome, in one frozen record.
+
+The defaults learn on two CPU cores in well under three minutes; see docs/measured/layers.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+# Settings that are words. The compiled library is not needed to read a command line, so routing.py
+# is not imported for them.
+CHOICES = {
+    "router": (
+        "softmax",
+        "softmax_renormalized",
+        "topk_softmax",
+        "sigmoid",
+        "deepseek_v3",
+        "llama4",
+    ),
+    "round": ("none", "nearest", "up", "down", "stochastic", "balanced"),
+}
+_PLAIN_ROUTERS = ("softmax_renormalized", "topk_softmax")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Sizes, schedule and seed of a run; saved in its checkpoint and in summary.json.
+
+    Attributes
+    ----------
+    steps : int
+        Optimiser steps; the learning rate's schedule ends with the last one.
+    batch, context : int
+        Windows a step and bytes a window.
+    hidden, layers, heads : int
+        Width and depth of the transformer.
+    experts, intermediate, top_k : int
+        Number of experts, width of one, experts a token is sent to.
+    lr, final_lr : float
+        Peak learning rate and the share of it left at the end of the cosine.
+    warmup : int
+        Steps of linear rise.
+    weight_decay, clip : float
+        AdamW's decay of the matrices; norm at which the gradient is clipped.
+    balance : float
+        Weight of the load-balancing loss.
+    router : str
+        A name that guild.Router.named knows.
+    round : str
+        "none", or how guild.Router rounds tokens to tiles in training.
+    tile : int
+        Rows of a tile.
+    capacity : float
+        Rows that an expert takes in training, over an even share; 0: all.
+    bias_rate : float
+        Step of the selection bias of routers that have one.
+    seed : int
+        Decides the initial weights, the order of the data and the sample at the end.
+    """
+
+    steps: int = 700
+    batch: int = 16
+    context: int = 128
+    hidden: int = 128
+    layers: int = 3
+    heads: int = 4
+    experts: int = 8
+    intermediate: int = 128
+    top_k: int = 2
+    lr: float = 3e-3
+    final_lr: float = 0.05
+    warmup: int = 40
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    balance: float = 0.02
+    router: str = "softmax_renormalized"
+    round: str = "none"
+    tile: int = 128
+    capacity: float = 0.0
+    bias_rate: float = 1e-3
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in (
+            "steps batch context hidden layers heads experts intermediate top_k tile"
+        ).split():
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        for name in ("warmup", "weight_decay", "balance", "capacity", "bias_rate", "seed"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}: expected 0 or more, got {getattr(self, name)}")
+        for name in ("lr", "clip"):
+            value = getattr(self, name)
+            if not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"{name}: expected a positive number, got {value}")
+        if not 0 <= self.final_lr <= 1:
+            raise ValueError(f"final_lr: expected a share between 0 and 1, got {self.final_lr}")
+        for name, known in CHOICES.items():
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"{name}: expected one of {', '.join(known)}, got {getattr(self, name)!r}"
+                )
+        if self.round != "none" and self.capacity:
+            raise ValueError(f"capacity: expected 0 with rounding, got {self.capacity}")
+        if self.top_k > self.experts:
+            raise ValueError(f"top_k: expected at most experts = {self.experts}, got {self.top_k}")
+        for name in ("hidden", "intermediate"):
+            if getattr(self, name) % 8:
+                raise ValueError(
+                    f"{name}: expected a multiple of 8 (16-byte rows in bf16), "
+                    f"got {getattr(self, name)}"
+                )
+
+    @property
+    def plain_routing(self) -> bool:
+        """Whether it is top-k and softmax over the chosen, with every row."""
+        return self.router in _PLAIN_ROUTERS and self.round == "none" and not self.capacity
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Bytes that one step learns from."""
+        return self.batch * self.context
+
+    def lr_at(self, step: int) -> float:
+        """Learning rate of `step` (0 is the first): linear rise, then a cosine."""
+        if step < self.warmup:
+            return self.lr * (step + 1) / self.warmup
+        along = (step - self.warmup) / max(1, self.steps - self.warmup)
+        cosine = 0.5 * (1 + math.cos(math.pi * along))
+        return self.lr * (self.final_lr + (1 - self.final_lr) * cosine)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Field names to values, for JSON and checkpoints."""
+        return dataclasses.asdict(self)
+
+
+def changed_fields(old: Settings, new: Settings) -> list[str]:
+    """Names of the fields in which two settings differ."""
+    return [name for name, value in old.as_dict().items() if value != getattr(new, name)]

@@ -1,0 +1,115 @@
+"""`guild bench --out`: what cannot be written is one line and exit status 2, and costs nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from guild.cli import bench_command
+from guild.cli.main import main
+
+ROOT = Path(__file__).resolve().parents[3]
+RECORD = max((ROOT / "bench/results").glob("*-balanced.json"))
+QUICK = "bench --thiek 16,16,8,4,2 --device cpu --rounds 1 --calls 1".split()
+
+
+def expect_refusal(words: list[str], message: str, capsys: pytest.CaptureFixture) -> None:
+    capsys.readouterr()
+    assert main(words) == 2
+    assert re.fullmatch(rf"guild bench: out: {message}\n", capsys.readouterr().err)
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """Files stop growing there, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        ("{tmp}/file", "expected a folder, got the file '.*/file'"),
+        ("{tmp}/file/below", "expected a folder, got the file '.*/file/below'"),
+        ("/proc/none/here", r"expected a folder to write in, got '/proc/none/here' \(.+\)"),
+        # They take no file, not even root's.
+        ("/proc/self", r"expected a folder to write in, got '/proc/self' \(.+\)"),
+        ("/sys", r"expected a folder to write in, got '/sys' \(.+\)"),
+        ("{tmp}/" + 300 * "a", r"expected a folder to write in, got '.*' \(File name too long\)"),
+    ],
+    ids=["file", "below", "nowhere", "process", "system", "long"],
+)
+@pytest.mark.parametrize("mode", [[], ["--steps"], ["--memory"], ["--rounding"], ["--report"]])
+def test_impossible_folder(
+    mode: list[str],
+    out: str,
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Found before anything is measured or printed."""
+    for name in ("layers.measure", "steps.measure_steps", "memory.measure_memory"):
+        monkeypatch.setattr(f"guild.bench.{name}", pytest.fail)
+    monkeypatch.setattr("guild.bench.rounding.measure_rounding", pytest.fail)
+    monkeypatch.setattr("guild.bench.report.report", pytest.fail)
+    (tmp_path / "file").write_text("")
+    words = ["bench", "--report", str(RECORD)] if mode == ["--report"] else [*QUICK, *mode]
+    expect_refusal([*words, "--out", out.format(tmp=tmp_path)], message, capsys)
+
+
+def test_nothing_is_left_of_the_trial(tmp_path: Path) -> None:
+    bench_command._make_folder(tmp_path / "a" / "b")
+    assert list((tmp_path / "a" / "b").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "words", [QUICK, ["bench", "--report", str(RECORD)]], ids=["run", "report"]
+)
+def test_full_disk(
+    words: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was measured is printed all the same; the files from before stay, no others."""
+    monkeypatch.setenv("GUILD_COMMIT", "unknown")  # git would not find room for its index either
+    before = {name: f"an older {name}" for name in ("bench.json", "bench.png")}
+    for name, text in before.items():
+        (tmp_path / name).write_text(text)
+    capsys.readouterr()
+    with files_of_at_most(1000):
+        status = main([*words, "--out", str(tmp_path)])
+    printed = capsys.readouterr()
+    assert status == 2
+    file = "png" if "--report" in words else "json"
+    message = rf"guild bench: out: '.*/bench\.{file}' cannot be written \(File too large\)\n"
+    assert re.fullmatch(message, printed.err)
+    assert "Guild" in printed.out
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == before
+
+
+def test_something_in_the_way(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "bench.json").mkdir()
+    message = r"'.*/bench\.json' cannot be written \(Is a directory\)"
+    expect_refusal([*QUICK, "--out", str(tmp_path)], message, capsys)
+    assert [file.name for file in tmp_path.iterdir()] == ["bench.json"]
+
+
+def test_results_replace_older_ones(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    for name in ("bench.json", "bench.png"):
+        (tmp_path / name).write_text("older")
+    assert main([*QUICK, "--out", str(tmp_path)]) == 0
+    assert json.loads((tmp_path / "bench.json").read_text())["mode"] == "layers"
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+    assert {file.name for file in tmp_path.iterdir()} == {"bench.json", "bench.png"}

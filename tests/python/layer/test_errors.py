@@ -1,0 +1,313 @@
+"""Wrong calls: each is an error that names the argument, what it is and what was expected."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import guild
+from guild._torch.gradients import ops
+from wrong_shapes import SHAPES, mlp, pair_down, pair_up, product, right, routed
+from wrong_values import VALUES
+
+WRONG = {**SHAPES, **VALUES}
+
+
+@pytest.mark.parametrize("name", list(WRONG))
+def test_wrong_call(name: str, device: str) -> None:
+    """One wrong call; a right one goes before it, so that the mistake is the only one."""
+    call, exception, message = WRONG[name]
+    r = right(device)
+    for works in (routed, mlp, product, pair_up, pair_down):
+        works(r)
+    with pytest.raises(exception, match=message):
+        call(r)
+
+
+REQUIRED: dict[str, tuple[Callable[..., object], tuple[str, ...]]] = {
+    "routed_experts": (routed, ("x", "topk_ids", "topk_weights", "w_up", "w_down")),
+    "experts_mlp": (mlp, ("x_sorted", "offsets", "w_up", "w_down")),
+    "grouped_mm": (product, ("mat_a", "mat_b")),
+    "grouped_mm_swiglu": (pair_up, ("x", "w_up", "offs")),
+    "grouped_mm_downproj": (pair_down, ("swiglu_out", "w_down", "offs")),
+    "route": (
+        lambda r, **changed: guild.route(**{"logits": r.logits, "top_k": 2, **changed}),
+        ("logits",),
+    ),
+    "round_tokens": (
+        lambda r, **changed: guild.round_tokens(
+            **{"logits": r.logits, "ids": r.ids.int(), "rounding": "stochastic", **changed}
+        ),
+        ("logits", "ids"),
+    ),
+    "balance_sums": (
+        lambda r, **changed: guild.balance_sums(
+            **{"logits": r.logits, "ids": r.ids.int(), **changed}
+        ),
+        ("logits", "ids"),
+    ),
+    "MoE": (
+        lambda r, **changed: guild.MoE(
+            32, 16, 4, 2, shared_experts=1, device=r.x.device, dtype=r.x.dtype
+        )(**{"x": r.x, **changed}),
+        ("x",),
+    ),
+}
+OPTIONAL = {
+    "routed_experts": ("b_up", "b_down", "token_offsets", "residual"),
+    "experts_mlp": ("b_up", "b_down"),
+    "grouped_mm": ("offs", "bias", "out"),
+    "grouped_mm_swiglu": ("bias",),
+    "grouped_mm_downproj": ("bias", "aux_biased_acc"),
+    "route": ("selection_bias", "token_mask"),
+    "round_tokens": ("seed",),
+    "balance_sums": ("token_mask",),
+    "MoE": ("token_mask",),
+}
+
+
+@pytest.mark.parametrize(
+    "function, name, value",
+    [
+        (function, name, value)
+        for function, (_, names) in REQUIRED.items()
+        for value in (None, 1.5, [[1.0]])
+        for name in (*names, *(OPTIONAL[function] if value is not None else ()))
+        if not (name in ("w_up", "b_up") and isinstance(value, list))
+    ],
+)
+def test_what_is_no_tensor(function: str, name: str, value: object, device: str) -> None:
+    """None, a number or a list for a tensor: a TypeError that names the argument."""
+    call, _ = REQUIRED[function]
+    r = right(device)
+    call(r)
+    with pytest.raises(TypeError, match=f"^{name}: expected a"):
+        call(r, **{name: value})
+
+
+@pytest.mark.parametrize("call", [routed, mlp])
+@pytest.mark.parametrize("half", [0, 1])
+@pytest.mark.parametrize("name", ["w_up", "b_up"])
+def test_half_a_pair(name: str, half: int, call: Callable[..., object]) -> None:
+    """The part of a (gate, up) pair that is no tensor is named."""
+    r = right("cpu")
+    whole = r.up if name == "w_up" else r.b_up
+    pair = list(whole.chunk(2, 1))
+    given = {"w_up": pair} if name == "w_up" else {"b_up": pair}
+    call(r, **given)
+    pair[half] = None
+    with pytest.raises(
+        TypeError, match=rf"^{name}\[{half}\] \({('gate', 'up')[half]}\): expected a t"
+    ):
+        call(r, **given)
+
+
+def zeros_of_experts(experts: int, top_k: int = 1) -> dict[str, Callable[[], object]]:
+    """Calls with so many experts, and so many of them a token."""
+    x, wide = torch.zeros(3, 4), torch.zeros(experts, 4, 4)
+    w_up, ends = torch.zeros(experts, 8, 4), torch.zeros(experts, dtype=torch.int32)
+    ids, logits = torch.zeros(3, top_k, dtype=torch.int32), torch.zeros(3, experts)
+    offsets = torch.zeros(experts + 1, dtype=torch.int32)
+    return {
+        "topk_ids|w_down": lambda: guild.routed_experts(x, ids, torch.zeros(3, top_k), w_up, wide),
+        "w_down": lambda: guild.experts_mlp(x, offsets, w_up, wide),
+        "offs": lambda: guild.grouped_mm(x, wide, ends),
+        "mat_a": lambda: guild.grouped_mm(wide, wide),
+        "w_up": lambda: guild.grouped_mm_swiglu(x, wide, ends),
+        "w_down of the pair": lambda: guild.grouped_mm_downproj(x, wide, ends),
+        "logits|top_k": lambda: guild.route(logits, top_k),
+        "logits|ids": lambda: guild.round_tokens(logits, ids),
+        "logits|ids of a sum": lambda: guild.balance_sums(logits, ids),
+        "experts|top_k": lambda: guild.MoE(4, 2, experts, top_k),
+    }
+
+
+@pytest.mark.parametrize("experts, top_k", [(0, 1), (4097, 1), (4, 0), (4, 4097)])
+def test_how_many_experts(experts: int, top_k: int) -> None:
+    """The limits of the guide, at every function; at them all works."""
+    with_top_k = top_k != 1
+    for name, call in zeros_of_experts(experts, top_k).items():
+        if with_top_k and "|" not in name:
+            continue
+        names, limit = name.split(" ")[0], r"expected 1 to (4096|4\b)"
+        with pytest.raises(ValueError, match=f"^({names}): {limit}"):
+            call()
+    for most in (1, 4096):
+        for call in zeros_of_experts(most).values():
+            call()
+
+
+@pytest.mark.parametrize("shape", [(0, 2), (4, 0)])
+def test_empty_weights(shape: tuple[int, int]) -> None:
+    """Hidden or intermediate zero."""
+    hidden, inner = shape
+    x, offsets = torch.zeros(3, hidden), torch.zeros(3, dtype=torch.int32)
+    w_up, w_down = torch.zeros(2, 2 * inner, hidden), torch.zeros(2, hidden, inner)
+    with pytest.raises(ValueError, match="^w_down: expected sizes of 1 and more"):
+        guild.experts_mlp(x, offsets, w_up, w_down)
+    with pytest.raises(ValueError, match="^w_up: expected inputs and outputs"):
+        guild.grouped_mm_swiglu(x, w_up.mT, offsets[1:])
+
+
+def test_experts_that_a_gpu_cannot_route(gpu: str) -> None:
+    logits = torch.zeros(3, 1025, device=gpu)
+    with pytest.raises(ValueError, match="^logits: expected 1 to 1024 experts on a CUDA device"):
+        guild.route(logits, 2)
+
+
+def test_float32_on_a_gpu(gpu: str) -> None:
+    """Names the dtype, what is supported, and autocast."""
+    r = right(gpu)
+    with pytest.raises(
+        TypeError, match=r"x: expected bfloat16 or float16 on a CUDA device, got fl"
+    ):
+        routed(r, x=r.x.float())
+    with pytest.raises(TypeError, match="autocast"):
+        product(r, mat_a=r.x.double())
+
+
+def test_ids_on_the_cpu(gpu: str) -> None:
+    """The commonest mistake of all."""
+    r = right(gpu)
+    with pytest.raises(
+        ValueError, match=r"topk_ids: expected a tensor on cuda:0 .* got one on cpu"
+    ):
+        routed(r, topk_ids=r.ids.cpu())
+
+
+def test_odd_sizes_on_a_gpu(gpu: str) -> None:
+    """Rows that are no multiple of 16 bytes."""
+    moe = guild.MoE(20, 12, 4, 2, device=gpu, dtype=torch.bfloat16)
+    with pytest.raises(RuntimeError, match="hidden: expected a multiple of 8 on CUDA, got 20"):
+        moe(torch.zeros(3, 20, device=gpu, dtype=torch.bfloat16))
+
+
+# ---- the second line: ops called directly never read out of bounds ------------------------------
+
+FLAGS = (0, True, 1.0, float("inf"), 0.0, False, False, False)
+
+RAW: dict[str, tuple[Callable[[SimpleNamespace], object], str]] = {
+    "w_up": (
+        lambda r: ops.moe_forward(
+            r.x, r.ids, r.weights, None, None, r.up[:3], None, r.down, None, None, *FLAGS, True
+        ),
+        r"w_up: expected shape \(4, 32, 32\), got \(3, 32, 32\)",
+    ),
+    "scores": (
+        lambda r: ops.moe_forward(
+            r.x, r.ids, r.weights.double(), None, None, r.up, None, r.down, None, None, *FLAGS, True
+        ),
+        "scores: expected dtype float32, got float64",
+    ),
+    "h": (
+        lambda r: ops.experts_backward(
+            r.x, r.x, r.x[:2], r.offsets, r.up, None, r.down, *FLAGS, 63
+        ),
+        r"h: expected shape \(6, 32\), got \(2, 32\)",
+    ),
+    "offsets": (
+        lambda r: ops.up_gradient(r.x, r.offs, r.up, None, True, False, False),
+        r"offsets: expected shape \(5,\), got \(4,\)",
+    ),
+    "slot_row": (
+        lambda r: ops.combine(r.x[:, ::2], r.ids[:3].int(), None),
+        r"y: expected contiguous columns \(stride 1\), got strides \(32, 2\)",
+    ),
+    "router": (
+        lambda r: ops.combine(
+            r.x, r.ids[:3].int(), None, None, None, r.x[:3, :4], r.ids[:3].int(), r.up[0]
+        ),
+        r"dlogits: expected shape \(3, 32\), got \(3, 4\)",
+    ),
+    "router alone": (
+        lambda r: ops.combine(r.x, r.ids[:3].int(), None, None, None, None, None, r.up[0]),
+        "dlogits: expected a tensor with router, got none",
+    ),
+    "dlogits alone": (
+        lambda r: ops.combine(r.x, r.ids[:3].int(), None, None, None, r.x[:3]),
+        "dlogits: expected none without router, got a tensor",
+    ),
+    "ids of numbers": (
+        lambda r: ops.sort_by_expert(r.weights, r.weights, 4),
+        "ids: expected dtype int32 or int64",
+    ),
+    "ids of 2 bytes": (
+        lambda r: ops.sort_by_expert(r.ids.short(), r.weights, 4),
+        "ids: expected dtype int32 or int64",
+    ),
+    "seed": (
+        lambda r: ops.round_tokens(
+            r.weights, r.ids[:, :1].int(), r.weights[0, :1].double(), 0, True, 1.0, 3, 4, 0.0
+        ),
+        "seed: expected dtype int64",
+    ),
+    "group_score": (
+        lambda r: ops.route(r.weights, None, None, 1, 0, True, 1.0, 1, 1, 0.0, 2),
+        r"group_score: expected 0 \(top2_sum\) or 1 \(max\), got 2",
+    ),
+    "like": (
+        lambda r: ops.route_backward(
+            r.weights, r.weights, r.ids.int(), None, None, 4, 0, True, 1.0, None, r.ids
+        ),
+        "like: expected dtype bfloat16",
+    ),
+    "kind": (
+        lambda r: ops.experts_forward(
+            r.x, r.offsets, r.up, None, r.down, None, None, 9, *FLAGS[1:], True
+        ),
+        r"activation kind: expected 0 .. 4, got 9",
+    ),
+    "row_token": (
+        lambda r: ops.bias_gradient_out(
+            r.x, r.offsets, r.offsets.long(), None, torch.zeros_like(r.b_down), False
+        ),
+        "row_token: expected dtype int32",
+    ),
+    "db_up": (
+        lambda r: ops.down_gradient(
+            r.x, r.x, r.offsets, None, None, r.down, *FLAGS, torch.zeros_like(r.b_up[:3])
+        ),
+        r"db_up: expected shape \(4, 32\), got \(3, 32\)",
+    ),
+    "db_down": (
+        lambda r: ops.down_gradient(
+            r.x, r.x, r.offsets, None, None, r.down, *FLAGS, r.b_up.float(), r.b_down
+        ),
+        "db_down: expected dtype float32, got bfloat16",
+    ),
+    "db_dtype": (
+        lambda r: ops.down_gradient(
+            r.x, r.x, r.offsets, None, None, r.down, *FLAGS, None, r.b_down.half()
+        ),
+        "db_dtype: expected bfloat16 or float32, got float16",
+    ),
+    "dw_down": (
+        lambda r: ops.down_weight_gradient_out(
+            r.x, r.a, r.offsets, None, torch.zeros_like(r.up), False, False
+        ),
+        r"w_down: expected shape \(4, 32, 16\), got \(4, 32, 32\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(RAW))
+def test_wrong_raw_call(name: str, device: str) -> None:
+    """The compiled op's own check: exactly our text, as a RuntimeError."""
+    call, message = RAW[name]
+    with pytest.raises(RuntimeError, match=f"^{message}"):
+        call(right(device))
+
+
+def test_num_sms() -> None:
+    """The budget is a whole number, 0 or more, and stays as it was after a wrong call."""
+    with pytest.raises(ValueError, match="count: expected at least 0, got -1"):
+        guild.set_num_sms(-1)
+    with pytest.raises(TypeError, match="count: expected an int, got float 1.5"):
+        guild.set_num_sms(1.5)
+    assert guild.num_sms() == 0
+    guild.set_num_sms(116)
+    assert guild.num_sms() == 116
+    guild.set_num_sms(0)

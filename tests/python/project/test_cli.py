@@ -1,0 +1,212 @@
+"""The `guild` command from the outside: help, errors, exit statuses, Ctrl-C, files."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from guild.cli.main import main
+from guild.train.interrupt import INTERRUPTED
+from training import write_corpus
+
+PACKAGE = Path(__import__("guild").__file__).parent.parent
+SMALL = (
+    "--batch 4 --context 32 --hidden 32 --layers 1 --heads 2 --experts 4 --intermediate 16 "
+    "--warmup 2 --device cpu --threads 1"
+).split()
+
+
+def start(*command: str, **environment: str) -> subprocess.Popen:
+    path = os.pathsep.join([str(PACKAGE), os.environ.get("PYTHONPATH", "")])
+    return subprocess.Popen(
+        [sys.executable, *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment},
+    )
+
+
+def test_help_loads_no_torch() -> None:
+    code = (
+        "import sys, guild.cli.main\n"
+        "parser = guild.cli.main.make_parser()\n"
+        "assert 'bench' in parser.format_help()\n"
+        "print('heavy:', {'torch', 'matplotlib', 'rich'} & set(sys.modules))"
+    )
+    output, _ = start("-c", code).communicate(timeout=60)
+    assert output == "heavy: set()\n"
+
+
+@pytest.mark.parametrize("command", [[], ["train"], ["bench"], ["info"]])
+def test_help(command: list[str], capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([*command, "--help"])
+    assert end.value.code == 0
+    assert "usage: guild" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["", "train", "bench", "info"])
+def test_unknown_option_shows_the_commands_own_usage(
+    command: str, capsys: pytest.CaptureFixture
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([*command.split(), "--stesp", "9"])
+    assert end.value.code == 2
+    printed = capsys.readouterr().err
+    name = f"guild {command}".rstrip()
+    assert printed.startswith(f"usage: {name} [-h]")
+    if command:
+        assert printed.endswith(f"{name}: error: unrecognized arguments: --stesp 9\n")
+
+
+@pytest.mark.parametrize("command", ["train", "bench"])
+def test_help_calls_numbers_n_or_x(command: str, capsys: pytest.CaptureFixture) -> None:
+    """And never by the option's own name once more, as in `--rounds ROUNDS`."""
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    for option, value in re.findall(r"--([a-z-]+) ([A-Z_]+)\b", capsys.readouterr().out):
+        assert value != option.replace("-", "_").upper()
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("train --steps 0", "steps: expected at least 1, got 0"),
+        ("train --top-k 9", "top_k: expected at most experts = 8, got 9"),
+        ("train --hidden 100", "hidden: expected a multiple of 8 .* got 100"),
+        ("train --heads 5 --device cpu", "heads: expected a divisor of hidden 128 .* got 5"),
+        ("train --lr -1", r"lr: expected a positive number, got -1\.0"),
+        ("train --device tpu", "device: expected auto, cpu, cuda or cuda:<index>, got 'tpu'"),
+        ("train --device cuda:99", "device: 'cuda:99' asked for, this machine has"),
+        ("train --corpus /nowhere", "corpus: expected a folder of .py files, got '/nowhere'"),
+        ("train --threads 0", "threads: expected at least 1, got 0"),
+        ("train --check-every 0", "check_every: expected at least 1, got 0"),
+        ("train --compare --moe plain", "moe: --compare trains both layers"),
+        ("train --resume --out nowhere", r"resume: no checkpoint\.pt in 'nowhere'"),
+        ("bench --thiek 1,2", "thiek: expected five numbers"),
+        ("bench --rounds 0", "rounds: expected at least 1, got 0"),
+        ("bench --calls 0", "calls: expected at least 1, got 0"),
+        ("bench --seconds 0", r"seconds: expected a positive number, got 0\.0"),
+        ("bench --bias", "bias: expected with --steps alone"),
+        ("bench --steps --num-sms 9", "num_sms: expected without --steps"),
+        ("bench --memory --num-sms 9", "num_sms: expected without --memory"),
+        ("bench --rounding --num-sms 9", "num_sms: expected without --rounding"),
+        ("bench --rounding --candidates bound", "candidates: expected without --rounding"),
+        ("bench --sweep 0", "sweep: expected at least 1, got 0"),
+        ("bench --sweep 2 --thiek 8,8,8,2,1", "sweep: expected without --preset and --thiek"),
+        ("bench --report /nowhere.json", "report: expected a JSON file, got '/nowhere.json'"),
+        ("bench --steps --quack --device cpu --preset trainer", "quack: expected a GPU and the"),
+        ("bench --num-sms 0", "num_sms: expected at least 1, got 0"),
+        ("bench --device cpu --num-sms 9", "num_sms: expected a GPU to limit, got the device cpu"),
+        ("bench --routing zipf,even", "routing: expected some of balanced, .*, or all, got 'even'"),
+        ("bench --device cpu --candidates guild,fast", "candidates: expected some of .*'fast'"),
+    ],
+)
+def test_bad_arguments(
+    command: str, message: str, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    words = command.split()
+    if words[0] == "train" and "--out" not in words:
+        words += ["--out", str(tmp_path)]
+    assert main(words) == 2
+    printed = capsys.readouterr().err
+    assert re.fullmatch(rf"guild {words[0]}: {message}.*\n", printed)
+
+
+def test_float32_is_for_the_cpu(gpu: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    words = ["train", "--dtype", "float32", "--device", gpu, "--out", str(tmp_path)]
+    assert main(words) == 2
+    assert "dtype: expected bfloat16 on a GPU" in capsys.readouterr().err
+
+
+def test_out_must_be_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    corpus = str(write_corpus(tmp_path / "corpus"))
+    assert main(["train", *SMALL, "--corpus", corpus, "--out", str(file)]) == 2
+    assert "out: expected a folder" in capsys.readouterr().err
+    assert main(["bench", "--device", "cpu", "--out", str(file)]) == 2
+    assert "out: expected a folder, got the file" in capsys.readouterr().err
+
+
+def test_train_interrupted_and_resumed(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    corpus = str(write_corpus(tmp_path / "corpus"))
+    files = ["--corpus", corpus, "--out", str(out)]
+    run = start("-m", "guild", "train", *SMALL, "--steps", "200", *files)
+    deadline = time.monotonic() + 120
+    metrics = out / "metrics.jsonl"
+    while not (metrics.exists() and metrics.stat().st_size):
+        assert run.poll() is None, run.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    run.send_signal(signal.SIGINT)
+    output, _ = run.communicate(timeout=60)
+    assert run.returncode == INTERRUPTED, output
+    assert "--resume" in output
+    reached = len((out / "metrics.jsonl").read_text().splitlines())
+    assert 0 < reached < 200
+    # The settings come from the checkpoint.
+    again = start("-m", "guild", "train", "--resume", *files, "--device", "cpu")
+    output, _ = again.communicate(timeout=120)
+    assert again.returncode == 0, output
+    assert "continuing at step" in output
+    assert "written by the model" in output
+    listed = output[output.index("results in ") :].replace(",", " ").split()
+    assert {path.name for path in out.iterdir()} <= set(listed)
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["steps"] == 200
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, 201))
+
+
+def test_train_compare_prints_both_speeds(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    corpus = str(write_corpus(tmp_path / "corpus"))
+    out = ["--out", str(tmp_path / "run"), "--corpus", corpus]
+    assert main(["train", "--compare", "--steps", "10", *SMALL, *out]) == 0
+    printed = capsys.readouterr().out
+    for line in ("Guild's step", "plain PyTorch's", "time ratio", "loss difference"):
+        assert line in printed
+
+
+def test_bench_writes_json_and_plot(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    words = "bench --thiek 16,16,8,4,2 --device cpu --rounds 1 --calls 1 --json --out".split()
+    assert main([*words, str(tmp_path)]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == json.loads((tmp_path / "bench.json").read_text())
+    assert printed["cases"][0]["name"] == "16,16,8,4,2"
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_steps_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    words = "bench --steps --thiek 16,16,8,4,2 --device cpu --rounds 1 --calls 1 --json --out"
+    assert main([*words.split(), str(tmp_path)]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == json.loads((tmp_path / "steps.json").read_text())
+    assert printed["cases"][0]["routing"] == "balanced"
+
+
+def test_info(capsys: pytest.CaptureFixture) -> None:
+    assert main(["info"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"^library +\S+libguild_torch\.so$", printed, re.MULTILINE)
+    assert re.search(r"^CPU path +used for CPU tensors$", printed, re.MULTILINE)
+    assert re.search(r"^CUDA path +(used|not used: \w)", printed, re.MULTILINE)
+
+
+def test_info_says_why_there_is_no_library(tmp_path: Path) -> None:
+    missing = str(tmp_path / "libguild_torch.so")
+    run = start("-m", "guild", "info", GUILD_LIBRARY=missing)
+    output, _ = run.communicate(timeout=60)
+    assert run.returncode == 1
+    assert f"was not found (looked for {missing})" in output
+    assert re.search(r"^CPU path +not used: no library$", output, re.MULTILINE)

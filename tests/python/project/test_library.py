@@ -1,0 +1,131 @@
+"""Finding and loading the compiled library, and what is said where it cannot be."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import guild
+from guild._torch import library
+
+
+def test_the_named_file_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GUILD_LIBRARY is the only candidate where it is set."""
+    monkeypatch.setenv("GUILD_LIBRARY", str(tmp_path / "other.so"))
+    assert library.candidates() == [tmp_path / "other.so"]
+    assert library.find() is None
+
+
+def test_the_newer_build_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package's own folder, then build/run and build/test by age."""
+    package = tmp_path / "python/guild"
+    monkeypatch.delenv("GUILD_LIBRARY", raising=False)
+    monkeypatch.setattr(library, "__file__", str(package / "_torch/library.py"))
+    built = {kind: tmp_path / "build" / kind / library.NAME for kind in ("run", "test")}
+    for age, kind in enumerate(("test", "run")):
+        built[kind].parent.mkdir(parents=True)
+        built[kind].touch()
+        stamp = time.time() - age
+        os.utime(built[kind], (stamp, stamp))
+    assert library.candidates() == [package / library.NAME, built["test"], built["run"]]
+    assert library.find() == built["test"]
+    package.mkdir(parents=True)
+    (package / library.NAME).touch()
+    assert library.find() == package / library.NAME
+
+
+def test_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No file, a file that is no library, a torch that is too old."""
+    file = tmp_path / "x.so"
+    monkeypatch.setenv("GUILD_LIBRARY", str(file))
+    with pytest.raises(ImportError, match=r"libguild_torch.so was not found .*x.so.*make build"):
+        library.load()
+    file.write_text("no library")
+    with pytest.raises(ImportError, match=r"x.so does not load into torch"):
+        library.load()
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cpu")
+    with pytest.raises(ImportError, match=r"torch: expected 2.10 or later, got 2.9.1"):
+        library.load()
+
+
+def test_the_package_imports_without_a_library() -> None:
+    """`guild info` must be able to say what is missing."""
+    code = "import guild, guild._torch.library; assert 'MoE' in dir(guild)\nguild.MoE"
+    environment = {**os.environ, "GUILD_LIBRARY": "/nowhere/libguild_torch.so"}
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode != 0
+    assert "ImportError: Guild's compiled library libguild_torch.so was not found" in result.stderr
+
+
+def test_public_names() -> None:
+    """Every name of __all__ is there; others are not."""
+    for name in guild.__all__:
+        assert getattr(guild, name).__doc__
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        _ = guild.Nothing
+
+
+def test_failed_allocations_on_a_gpu() -> None:
+    """The library's words become torch's error; other errors stay what they are."""
+
+    def op(message: str) -> None:
+        raise RuntimeError(message)
+
+    call = library.translated(op, lambda: None)
+    with pytest.raises(torch.OutOfMemoryError, match="could not allocate a tensor of shape"):
+        call("CUDA out of memory: torch could not allocate a tensor of shape (3,) on cuda:0")
+    with pytest.raises(RuntimeError, match="x: expected") as caught:
+        call("x: expected 2 dimensions")
+    assert not isinstance(caught.value, torch.OutOfMemoryError)
+
+
+def test_out_of_memory(gpu: str) -> None:
+    """Forward, backward and a compiled graph, on a GPU that is allowed little."""
+    x = torch.randn(16384, 1024, device=gpu, dtype=torch.bfloat16, requires_grad=True)
+    up = torch.randn(2, 8192, 1024, device=gpu, dtype=torch.bfloat16)
+    down = torch.randn(2, 1024, 4096, device=gpu, dtype=torch.bfloat16)
+    ids = torch.randint(2, (16384, 2), device=gpu)
+    scores = torch.rand(16384, 2, device=gpu)
+    out = guild.routed_experts(x, ids, scores, up, down)
+    torch.cuda.empty_cache()
+    most = torch.cuda.memory_reserved() + (32 << 20)  # the pre-activations alone are 1 GiB
+    torch.cuda.set_per_process_memory_fraction(most / torch.cuda.mem_get_info()[1])
+    try:
+        for call in (
+            lambda: guild.routed_experts(x, ids, scores, up, down),
+            lambda: out.sum().backward(),
+            lambda: torch.ops.guild.moe_forward.default(
+                x.detach(),
+                ids,
+                scores,
+                None,
+                None,
+                up,
+                None,
+                down,
+                None,
+                None,
+                0,
+                True,
+                1.0,
+                torch.inf,
+                0.0,
+                False,
+                False,
+                False,
+                True,
+            ),
+        ):
+            with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+                call()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert guild.routed_experts(x, ids, scores, up, down).shape == x.shape

@@ -1,0 +1,103 @@
+"""Random layers: each by Guild and by an oracle in plain torch, compared by the numerics rule.
+
+On the CPU in float64, to the last digits; on a GPU in bf16 and fp16, where the CPU backend's error
+in the same dtype is the measure. Every case follows from its seed:
+
+    python tests/python/support/fuzz.py --count 2000                 the long form
+    python tests/python/support/fuzz.py --first 17 --count 1         case 17 again
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from typing import Any
+
+import torch
+
+import guild
+from fuzz_compare import compare, compare_rounded, same_bits
+from fuzz_draw import Backward, Draw, score_dtype
+from fuzz_experts import RoutedCase, SortedCase
+from fuzz_moe import MoECase
+from fuzz_products import PairCase, ProductCase
+from fuzz_routing import RoutingCase
+from fuzz_weights import Weights
+
+KINDS = {
+    RoutedCase: 30,  # of 100
+    MoECase: 30,
+    SortedCase: 15,
+    RoutingCase: 9,
+    ProductCase: 8,
+    PairCase: 8,
+}
+SIXTEEN = (torch.bfloat16, torch.float16)
+_NAMES = {kind.__name__: kind for kind in (*KINDS, Backward, Weights)}
+_NAMES |= {"Activation": guild.Activation, "Router": guild.Router, "inf": math.inf, "nan": math.nan}
+
+
+def drawn(seed: int, device: str) -> Any:
+    """The case of a seed; on a GPU with sizes that it takes."""
+    draw = Draw(seed, aligned=device == "cuda")
+    kinds = [kind for kind, share in KINDS.items() for _ in range(share)]
+    return draw.pick(*kinds).drawn(draw)
+
+
+def from_repr(text: str) -> Any:
+    """The case that was printed."""
+    return eval(text, {"__builtins__": {}}, _NAMES)
+
+
+def failures_of(case: Any, device: str, dtype: torch.dtype = torch.float64) -> list[str]:
+    """What is wrong with it, one line each; an exception is a failure too."""
+    try:
+        values = case.values(dtype)
+        got = case.run(values, device, dtype)
+        truth = case.truth(values, got)
+        if dtype in SIXTEEN:
+            rounded = case.run(values, "cpu", dtype)
+            stored = score_dtype(dtype) if isinstance(case, RoutingCase) else dtype
+            failures = compare_rounded(got, truth, rounded, case.truth(values, rounded), stored)
+        else:
+            failures = compare(got, truth)
+        if case.twice:
+            failures += same_bits(got, case.run(values, device, dtype))
+        return failures
+    except Exception as error:
+        if torch.cuda.is_available() and "CUDA error" in str(error):
+            raise  # nothing works after it
+        return [f"{type(error).__name__}: {error}"]
+
+
+def failures_of_seed(seed: int, device: str) -> list[str]:
+    """The same for the case of a seed, in its dtype, with what it takes to see it again."""
+    case = drawn(seed, device)
+    dtype = SIXTEEN[seed % 2] if device == "cuda" else torch.float64
+    failures = failures_of(case, device, dtype)
+    again = f"python tests/python/support/fuzz.py --first {seed} --count 1 --device {device}"
+    return [again, f"{dtype}, {case!r}", *failures] if failures else []
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Try cases, print those that fail, and fail if any does."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--count", type=int, default=100, help="how many")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    began, failed = time.monotonic(), []
+    for seed in range(options.first, options.first + options.count):
+        if lines := failures_of_seed(seed, options.device):
+            failed.append(seed)
+            print(*lines, sep="\n    ", flush=True)
+    print(
+        f"{len(failed)} of {options.count} cases failed, {time.monotonic() - began:.0f} s: {failed}"
+    )
+    raise SystemExit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Weights of random expert layers: sizes, order, layouts, as Guild takes them and as the oracle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fuzz_draw import Backward, Draw, Values, place
+from guild import Activation
+from oracle.experts import Experts
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights that routed_experts and experts_mlp take."""
+
+    experts: int
+    hidden: int
+    intermediate: int
+    activation: Activation
+    order: str
+    transposed: bool
+    apart: bool  # w_up is a pair (gate, up)
+    b_up: str | None  # "one" or "pair"
+    b_down: bool
+    layouts: tuple[str, ...]  # of w_up and w_gate, w_down, biases
+
+    @staticmethod
+    def drawn(draw: Draw) -> Weights:
+        activation = draw.activation()
+        pair = activation.gated
+        return Weights(
+            experts=draw.experts(),
+            hidden=draw.width(),
+            intermediate=draw.width(),
+            activation=activation,
+            order=draw.pick("concatenated", "interleaved"),
+            transposed=draw.chance(0.4),
+            apart=pair and draw.chance(0.35),
+            b_up=draw.pick(None, "one", "pair" if pair else "one"),
+            b_down=draw.chance(0.5),
+            layouts=(draw.matrices(), draw.matrices(), draw.rows()),
+        )
+
+    def for_sink(self, later: str | None) -> Weights:
+        """Weights that WeightGradients takes: b_up is one tensor, in the order of the products."""
+        if later is None:
+            return self
+        order = "concatenated" if self.apart else self.order
+        b_up = self.b_up and "one"
+        return Weights(**{**vars(self), "order": order, "b_up": b_up})
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        experts, hidden, inner = self.experts, self.hidden, self.intermediate
+        out = inner if self.apart else self.activation.width(inner)
+        shapes = {
+            "w_up": (experts, hidden, out) if self.transposed else (experts, out, hidden),
+            "w_down": (experts, inner, hidden) if self.transposed else (experts, hidden, inner),
+        }
+        if self.apart:
+            shapes["w_gate"] = shapes["w_up"]
+        if self.b_up == "one":
+            shapes["b_up"] = (experts, self.activation.width(inner))
+        elif self.b_up == "pair":
+            shapes["b_up"] = shapes["b_gate"] = (experts, inner)
+        if self.b_down:
+            shapes["b_down"] = (experts, hidden)
+        return shapes
+
+    def values(self, values: Values) -> dict[str, Tensor]:
+        """Weights in float64, of a size that keeps pre-activations near 1."""
+        scales = {"w_up": self.hidden**-0.5, "w_down": self.intermediate**-0.5}
+        scales["w_gate"] = scales["w_up"]
+        return {n: values.normal(*s, scale=scales.get(n, 1.0)) for n, s in self.shapes().items()}
+
+    def before(self, values: Values, backward: Backward) -> dict[str, Tensor]:
+        """Gradients that the weights have before, in float64."""
+        dtype = torch.float32 if backward.later == "main_grad" else values.dtype
+        return {n: values.normal(*s, dtype=dtype) for n, s in self.shapes().items()}
+
+    def leaves(
+        self,
+        values: dict[str, Tensor],
+        before: dict[str, Tensor],
+        backward: Backward,
+        dtype: torch.dtype,
+        device: str,
+    ) -> dict[str, Tensor]:
+        """Parameters for Guild."""
+        up, down, bias = self.layouts
+        layouts = {"w_up": up, "w_gate": up, "w_down": down}
+        leaves = {}
+        for name, value in values.items():
+            layout = layouts.get(name, bias)
+            leaves[name] = place(value, layout, dtype, device)
+            backward.prepare(name, leaves[name], before[name], layout, True)
+        return leaves
+
+    def arguments(self, leaves: dict[str, Tensor]) -> dict[str, Any]:
+        """Keyword arguments of routed_experts and experts_mlp."""
+
+        def one_or_pair(up: str, gate: str) -> Any:
+            return (leaves[gate], leaves[up]) if gate in leaves else leaves.get(up)
+
+        return {
+            "w_up": one_or_pair("w_up", "w_gate"),
+            "w_down": leaves["w_down"],
+            "b_up": one_or_pair("b_up", "b_gate"),
+            "b_down": leaves.get("b_down"),
+            "activation": self.activation,
+            "order": self.order,
+            "transposed": self.transposed,
+        }
+
+    def oracle(self, leaves: dict[str, Tensor]) -> Experts:
+        return Experts.of(leaves, self.activation, self.order, self.transposed)
+
+
+def exact_leaves(values: dict[str, Tensor], wants: tuple[str, ...]) -> dict[str, Tensor]:
+    """The same in float64 for the oracle."""
+    return {name: v.clone().requires_grad_(name in wants) for name, v in values.items()}

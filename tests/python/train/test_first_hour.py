@@ -1,0 +1,338 @@
+"""What new users meet in their first hour: bad checkpoints, folders that take no file, full disks.
+
+Each is one line and exit status 2, and nothing that was there is lost. And runs that are over,
+stopped, or in the way of another. Commands that build: test_first_build.py.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import resource
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import guild
+from guild.cli import train_command
+from guild.cli.main import main
+from guild.train.interrupt import INTERRUPTED
+from guild.train.run_folder import RunFolder
+from training import StopAfter, write_corpus
+
+SMALL = (
+    "--batch 4 --context 32 --hidden 32 --layers 1 --heads 2 --experts 4 --intermediate 16 "
+    "--warmup 2 --steps 10"
+).split()
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def call_train(corpus: Path, out: Path, *words: str) -> int:
+    fixed = ["--corpus", str(corpus), "--device", "cpu", "--threads", "1", "--out", str(out)]
+    return main(["train", *fixed, *words])
+
+
+@pytest.fixture
+def run(corpus: Path, tmp_path: Path) -> Callable[..., int]:
+    """`guild train` on the small corpus into tmp_path/run, unless told otherwise."""
+    return lambda *words, out=tmp_path / "run": call_train(corpus, out, *words)
+
+
+@pytest.fixture(scope="module")
+def ten_steps(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    assert call_train(corpus, folder, *SMALL) == 0
+    return folder
+
+
+@pytest.fixture
+def finished(ten_steps: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> Path:
+    """The folder of a run that is over, a copy for each test."""
+    capsys.readouterr()
+    return shutil.copytree(ten_steps, tmp_path / "run")
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def refused(status: int, capsys: pytest.CaptureFixture) -> str:
+    """The one line of an exit status 2."""
+    printed = capsys.readouterr().err
+    assert status == 2, printed
+    assert re.fullmatch(r"guild (train|bench): [^\n]+\n", printed), printed
+    return printed
+
+
+# ---- checkpoints that are none -----------------------------------------------------------------
+
+
+def change_state(path: Path, **changes: object) -> None:
+    torch.save({**torch.load(path), **changes}, path)
+
+
+def cut(path: Path, count: int) -> None:
+    path.write_bytes(path.read_bytes()[:count])
+
+
+BAD_CHECKPOINTS = {
+    "empty": (lambda p: p.write_bytes(b""), "checkpoint.pt' is empty"),
+    "cut short": (lambda p: cut(p, 20_000), "is damaged or no checkpoint"),
+    "without its last bytes": (lambda p: cut(p, -10), "is damaged or no checkpoint"),
+    "text": (lambda p: p.write_text("hello " * 99), "is damaged or no checkpoint"),
+    "a module": (lambda p: torch.save(torch.nn.Linear(2, 2), p), "is damaged or no checkpoint"),
+    "a list": (lambda p: torch.save([1, 2], p), "is no checkpoint of guild train"),
+    "another's weights": (lambda p: torch.save({"w": torch.ones(2)}, p), "is no checkpoint of"),
+    "a later format": (lambda p: change_state(p, format=2), "has format 2, expected 1"),
+    "no step": (lambda p: change_state(p, step=None), "guild train: no step in it"),
+    "a later setting": (lambda p: change_state(p, settings={"depth": 1}), "by another version"),
+    "no learner": (lambda p: change_state(p, learners={}), "by another version"),
+    "a later dtype": (lambda p: change_state(p, dtype="torch.float8"), "by another version"),
+    "another model": (
+        lambda p: change_state(p, learners={"guild": {"model": {}, "optimizer": {}}}),
+        "do not fit this guild model",
+    ),
+    "a folder": (lambda p: (p.unlink(), p.mkdir()), "checkpoint.pt: Is a directory"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_CHECKPOINTS)
+def test_bad_checkpoint(
+    kind: str, run: Callable[..., int], finished: Path, capsys: pytest.CaptureFixture
+) -> None:
+    spoil, message = BAD_CHECKPOINTS[kind]
+    spoil(finished / "checkpoint.pt")
+    metrics = (finished / "metrics.jsonl").read_bytes()
+    assert message in refused(run("--resume"), capsys)
+    assert (finished / "metrics.jsonl").read_bytes() == metrics
+
+
+def test_unreadable_checkpoint(
+    run: Callable[..., int],
+    finished: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    opened = Path.open
+
+    def deny(path: Path, *arguments: object, **options: object) -> object:
+        if path.name == "checkpoint.pt":  # root reads what it likes
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return opened(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", deny)
+    assert "checkpoint.pt: Permission denied" in refused(run("--resume"), capsys)
+
+
+def test_bad_metrics(
+    run: Callable[..., int], finished: Path, capsys: pytest.CaptureFixture
+) -> None:
+    with (finished / "metrics.jsonl").open("a") as file:
+        file.write("half a li\n")
+    assert "line 12 of" in refused(run("--resume", "--steps", "12"), capsys)
+
+
+# ---- folders that cannot be written ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["train", "bench"])
+@pytest.mark.parametrize("where", ["under a file", "in /proc"])
+def test_impossible_out(
+    command: str,
+    where: str,
+    run: Callable[..., int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    (tmp_path / "file").write_text("")
+    out = tmp_path / "file" / "deeper" if where == "under a file" else Path("/proc/guild")
+    if command == "train":
+        printed = refused(run(*SMALL, out=out), capsys)
+    else:
+        printed = refused(main(["bench", "--device", "cpu", "--out", str(out)]), capsys)
+    assert str(out) in printed
+
+
+@pytest.mark.parametrize("opens", [True, False], ids=["existing", "new"])
+def test_read_only_out(
+    opens: bool,
+    run: Callable[..., int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    """Root writes into folders of mode 0555, so the system's answer is played."""
+
+    def deny(path: Path, *_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(Path, "open" if opens else "mkdir", deny)
+    assert "Read-only file system" in refused(run(*SMALL), capsys)
+    assert list(tmp_path.glob("run/*")) == []
+
+
+# ---- a full disk -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("full", ["checkpoint.pt", "metrics.jsonl"])
+def test_disk_fills(
+    full: str, run: Callable[..., int], finished: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """In the middle of a file: the last checkpoint survives, and the run goes on from it."""
+    before = files_of(finished)
+    room = len(before["metrics.jsonl"]) + 100  # the half of a row
+    if full == "checkpoint.pt":
+        room = len(before["checkpoint.pt"]) // 2
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+    try:
+        status = run("--resume", "--steps", "20")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert f"{full}: File too large" in refused(status, capsys)
+    after = files_of(finished)
+    assert after.keys() == before.keys()  # nothing unfinished
+    assert after["checkpoint.pt"] == before["checkpoint.pt"]
+    assert run("--resume", "--steps", "20") == 0
+    assert [r["step"] for r in RunFolder(finished).rows() if "loss" in r] == list(range(1, 21))
+
+
+def test_disk_fills_after_the_last_step(
+    run: Callable[..., int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    """The results that are missing are made up for, and no row is written twice."""
+
+    def fail(rows: object, title: str, file: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("guild.train.loop.plot_run", fail)
+        assert "loss.png: No space left on device" in refused(run(*SMALL), capsys)
+    folder = tmp_path / "run"
+    metrics = (folder / "metrics.jsonl").read_bytes()
+    assert run("--resume") == 0
+    assert (folder / "metrics.jsonl").read_bytes() == metrics
+    assert json.loads((folder / "summary.json").read_text())["steps"] == 10
+    assert (folder / "loss.png").exists()
+
+
+# ---- runs that are over, stopped, or in the way ------------------------------------------------
+
+
+def test_resume_after_the_end(
+    run: Callable[..., int], finished: Path, capsys: pytest.CaptureFixture
+) -> None:
+    before = files_of(finished)
+    for _ in range(2):
+        assert run("--resume") == 0
+        assert "is finished: all of its 10 steps are done" in capsys.readouterr().out
+    assert files_of(finished) == before
+    assert run("--resume", "--steps", "15") == 0
+    rows = RunFolder(finished).rows()
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, 16))
+    assert [row["step"] for row in rows if "validation_loss" in row] == [10, 15]
+    assert json.loads((finished / "summary.json").read_text())["steps"] == 15
+    assert run("--resume") == 0  # the new end is in the checkpoint
+    assert "all of its 15 steps" in capsys.readouterr().out
+    message = "steps: the checkpoint has 15 steps behind it, got 12"
+    assert message in refused(run("--resume", "--steps", "12"), capsys)
+
+
+def test_printed_commands_work_as_typed(
+    run: Callable[..., int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    """In a shell without .venv on its PATH, with a folder that needs quotes."""
+    out = tmp_path / "my [red] run"
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.setattr(train_command, "StopRequest", lambda: StopAfter(1))
+    assert run(*SMALL, out=out) == INTERRUPTED
+    printed = capsys.readouterr().out
+    assert "stopped at step 5 of 10; to continue:" in printed
+    command = next(line for line in printed.splitlines() if "--resume" in line)
+    environment = {**os.environ, "PYTHONPATH": str(Path(guild.__file__).parents[1])}
+    done = subprocess.run(command, shell=True, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((out / "summary.json").read_text())["steps"] == 10
+    monkeypatch.undo()
+    assert run("--resume", out=out) == 0  # finished; the same command, with more steps
+    command = capsys.readouterr().out.partition("to go on: ")[2]
+    words = shlex.split(command)
+    assert main(words[words.index("train") :]) == 0
+    assert json.loads((out / "summary.json").read_text())["steps"] == 20
+
+
+@pytest.mark.parametrize("on_path", [True, False])
+def test_guild_by_its_name(on_path: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only where a shell finds this environment's own."""
+    script = tmp_path / "env/bin/guild"
+    script.parent.mkdir(parents=True)
+    script.touch(mode=0o755)
+    monkeypatch.setattr(sys, "executable", str(script.with_name("python")))
+    monkeypatch.setenv("PATH", str(script.parent) if on_path else "/usr/bin")
+    monkeypatch.chdir(tmp_path)
+    assert train_command.guild_command() == ["guild" if on_path else "env/bin/guild"]
+
+
+def test_new_run_moves_the_old_one_aside(
+    run: Callable[..., int], finished: Path, capsys: pytest.CaptureFixture
+) -> None:
+    old = files_of(finished)
+    (finished / "notes.txt").write_text("mine")
+    (finished / "checkpoint.unfinished").write_text("of a run that was killed")
+    for count in (1, 2):
+        assert run(*SMALL, "--seed", str(count)) == 0
+        printed = capsys.readouterr().out
+        assert f"moved the run that was in {finished} to {finished}.{count}\n" in printed
+        seed = RunFolder(finished).load_checkpoint()["settings"]["seed"]
+        assert seed == count
+    assert files_of(finished.with_name("run.1")) == old
+    assert files_of(finished.with_name("run.2")).keys() == old.keys()
+    assert files_of(finished).keys() == old.keys() | {"notes.txt"}
+
+
+@pytest.mark.parametrize("refuses", ["the folder above", "the second file"])
+def test_run_that_cannot_be_moved_stays(
+    refuses: str,
+    run: Callable[..., int],
+    finished: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    before = files_of(finished)
+    make, rename = Path.mkdir, os.rename
+
+    def mkdir(path: Path, *arguments: object, **options: object) -> None:
+        if path.name == "run.1":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        make(path, *arguments, **options)
+
+    def move(old: Path, new: Path) -> None:
+        if Path(new) == finished.with_name("run.1") / "checkpoint.pt":
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), str(old))
+        rename(old, new)
+
+    if refuses == "the folder above":
+        monkeypatch.setattr(Path, "mkdir", mkdir)
+    else:
+        monkeypatch.setattr(os, "rename", move)
+    assert "cannot be moved to" in refused(run(*SMALL), capsys)
+    assert files_of(finished) == before
+    assert not finished.with_name("run.1").exists()

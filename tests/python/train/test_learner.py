@@ -1,0 +1,82 @@
+"""What a training step and a validation consist of, and which bytes each of them reads."""
+
+from __future__ import annotations
+
+import torch
+
+from guild.train.corpus import Corpus
+from guild.train.learner import Learner
+from training import small_settings
+
+CPU = torch.device("cpu")
+
+
+def two_part_corpus() -> Corpus:
+    """Training bytes below 100, held-out bytes from 100 on."""
+    generator = torch.Generator().manual_seed(0)
+    train = torch.randint(0, 100, (3000,), dtype=torch.uint8, generator=generator)
+    held_out = torch.randint(100, 256, (5000,), dtype=torch.uint8, generator=generator)
+    return Corpus(train, held_out, files=2, digest="00000000")
+
+
+def test_training_reads_no_held_out_byte() -> None:
+    corpus = two_part_corpus()
+    inputs, targets = corpus.batch(seed=0, step=3, batch=200, context=32)
+    assert inputs.shape == targets.shape == (200, 32)
+    assert max(inputs.max(), targets.max()) < 100
+    checked, wanted = corpus.held_out_windows(50, 32)
+    assert min(checked.min(), wanted.min()) >= 100
+    for x, y in ((inputs, targets), (checked, wanted)):
+        assert torch.equal(x[:, 1:], y[:, :-1])  # one byte later
+    assert torch.equal(wanted[-1], corpus.held_out[-32:].long())  # to the last byte
+    short = Corpus(torch.arange(40, dtype=torch.uint8), corpus.held_out, files=2, digest="00000000")
+    inputs, targets = short.batch(seed=0, step=0, batch=200, context=32)
+    assert inputs.unique().tolist() == list(range(39))
+    assert targets.unique().tolist() == list(range(1, 40))
+
+
+def test_learner_takes_its_bytes_from_the_right_part() -> None:
+    """Steps from the training part, validations from the other."""
+    learner = Learner("guild", small_settings(), CPU, torch.float32)
+    read, loss = [], learner.model.loss
+    learner.model.loss = lambda x, y: (read.append((x, y)), loss(x, y))[1]
+    learner.round(two_part_corpus(), 0, 2)
+    assert len(read) == 2 and all(max(x.max(), y.max()) < 100 for x, y in read)
+    read.clear()
+    learner.validate(two_part_corpus(), 8)
+    assert len(read) == 2 and all(min(x.min(), y.min()) >= 100 for x, y in read)
+
+
+def test_matrices_alone_decay() -> None:
+    learner = Learner("guild", small_settings(weight_decay=0.25), CPU, torch.float32)
+    decay = {
+        weight: group["weight_decay"]
+        for group in learner.optimizer.param_groups
+        for weight in group["params"]
+    }
+    assert len(decay) == len(list(learner.model.parameters()))
+    norms = [name for name, w in learner.model.named_parameters() if decay[w] == 0]
+    assert norms and all("norm" in name for name in norms)
+    for name, weight in learner.model.named_parameters():
+        assert decay[weight] == (0 if "norm" in name else 0.25), name
+
+
+def test_gradient_is_clipped() -> None:
+    """To the setting, and what is reported is its norm before."""
+    learner = Learner("guild", small_settings(clip=0.01), CPU, torch.float32)
+    row = learner.round(two_part_corpus(), 0, 1)[0]
+    gradients = [w.grad.flatten() for w in learner.model.parameters() if w.grad is not None]
+    norm = torch.linalg.vector_norm(torch.cat(gradients)).item()
+    assert row["gradient_norm"] > 0.1
+    assert abs(norm - 0.01) < 1e-4
+
+
+def test_validation_is_of_plain_top_k() -> None:
+    """Rounding, which holds in training, changes no validation; training goes on with it."""
+    losses = {}
+    for rounding in ("none", "up"):
+        settings = small_settings(round=rounding, tile=64)
+        learner = Learner("guild", settings, CPU, torch.float32)
+        losses[rounding] = learner.validate(two_part_corpus(), 8)
+        assert learner.model.training
+    assert losses["none"] == losses["up"]

@@ -1,0 +1,174 @@
+"""The parts of a training run: corpus, settings, model, plain PyTorch layer."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+import guild
+from guild.train.corpus import load_corpus, source_files, standard_library
+from guild.train.learner import Learner
+from guild.train.model import generate
+from guild.train.plain_moe import PlainMoE
+from guild.train.settings import Settings
+from oracle.experts import Experts
+from oracle.layer import moe
+from training import small_settings, write_corpus
+
+CPU = torch.device("cpu")
+
+
+def model_of(**changes: int) -> torch.nn.Module:
+    return Learner("plain", small_settings(**changes), CPU, torch.float32).model
+
+
+def test_corpus_is_the_standard_library() -> None:
+    names = {p.relative_to(standard_library()).as_posix() for p in source_files(standard_library())}
+    assert {"argparse.py", "json/decoder.py"} <= names
+    assert not [n for n in names if n.startswith(("site-packages/", "test/", "idlelib/"))]
+    corpus = load_corpus()
+    assert corpus.train.numel() > 3_000_000
+    assert 0.05 < corpus.held_out.numel() / corpus.train.numel() < 0.3
+    assert load_corpus().digest == corpus.digest
+
+
+def test_corpus_holds_out_whole_files(tmp_path: Path) -> None:
+    folder = write_corpus(tmp_path / "text")
+    corpus = load_corpus(folder)
+    whole = sum(path.stat().st_size for path in folder.glob("*.py"))
+    assert corpus.train.numel() + corpus.held_out.numel() == whole
+    # A file that comes or goes leaves the others on their side.
+    (folder / "zzz.py").write_text("x = 1\n" * 50)
+    more = load_corpus(folder)
+    assert {more.train.numel(), more.held_out.numel()} & {
+        corpus.train.numel(),
+        corpus.held_out.numel(),
+    }
+
+
+def test_corpus_skips_what_differs_between_machines(tmp_path: Path) -> None:
+    for name in ("a.py", "test/b.py", "site-packages/c.py", "config-3/d.py", "_sysconfigdata_x.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("pass\n")
+    assert [path.name for path in source_files(tmp_path)] == ["a.py"]
+
+
+def test_corpus_errors(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="corpus: expected a folder"):
+        load_corpus(tmp_path / "missing")
+    with pytest.raises(ValueError, match="0 training bytes, expected at least 130"):
+        load_corpus(tmp_path)
+
+
+def test_batches_depend_on_seed_and_step_alone(tmp_path: Path) -> None:
+    corpus = load_corpus(write_corpus(tmp_path))
+    inputs, targets = corpus.batch(0, 5, 4, 32)
+    assert inputs.shape == targets.shape == (4, 32)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    corpus.batch(0, 6, 4, 32)
+    assert torch.equal(corpus.batch(0, 5, 4, 32)[0], inputs)
+    assert not torch.equal(corpus.batch(0, 6, 4, 32)[0], inputs)
+    assert not torch.equal(corpus.batch(1, 5, 4, 32)[0], inputs)
+
+
+def test_validation_windows_lie_in_the_held_out_bytes(tmp_path: Path) -> None:
+    corpus = load_corpus(write_corpus(tmp_path))
+    inputs, targets = corpus.held_out_windows(7, 32)
+    assert torch.equal(inputs[0], corpus.held_out[:32].long())
+    assert torch.equal(targets[-1], corpus.held_out[-32:].long())
+
+
+def test_learning_rate_rises_then_falls() -> None:
+    settings = Settings(steps=100, warmup=10, lr=1.0, final_lr=0.1)
+    rates = [settings.lr_at(step) for step in range(100)]
+    assert rates[0] == pytest.approx(0.1)
+    assert rates[10] == pytest.approx(1.0)
+    assert rates[55] == pytest.approx(0.55)
+    assert rates[99] == pytest.approx(0.1, abs=1e-2)
+    assert max(rates) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("steps", 0),
+        ("top_k", 9),
+        ("hidden", 100),
+        ("lr", math.nan),
+        ("final_lr", 2.0),
+        ("seed", -1),
+    ],
+)
+def test_settings_name_what_is_wrong(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{name}: expected .* got {value}"):
+        Settings(**{name: value})
+
+
+def test_model_reads_no_later_byte() -> None:
+    model = model_of()
+    tokens = torch.randint(0, 256, (2, 16))
+    changed = tokens.clone()
+    changed[:, 10] ^= 1
+    with torch.no_grad():
+        before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :10], after[:, :10])
+    assert not torch.equal(before[:, 10:], after[:, 10:])
+
+
+def test_positions_matter() -> None:
+    model = model_of()
+    with torch.no_grad():
+        logits = model(torch.tensor([[7, 9, 9, 9]]))
+    assert not torch.allclose(logits[0, 1], logits[0, 2])
+
+
+def test_imbalance_is_one_for_an_even_load() -> None:
+    block = model_of().blocks[0]
+    x = torch.randn(8, 32)
+    block.moe.router.weight.data.zero_()
+    block.moe.expert_counts = torch.tensor([4, 4, 4, 4])
+    assert block.imbalance(x).item() == pytest.approx(1.0)
+    block.moe.router.weight.data[0] = 100 * x[0]
+    block.moe.expert_counts = torch.tensor([16, 0, 0, 0])
+    assert block.imbalance(x[:1]).item() == pytest.approx(4.0)
+
+
+def test_generate_depends_on_the_seed_alone() -> None:
+    model = model_of()
+    text = generate(model, b"def ", 20, 16, seed=3)
+    assert text[:4] == b"def "
+    assert len(text) == 24
+    assert generate(model, b"def ", 20, 16, seed=3) == text
+    assert generate(model, b"def ", 20, 16, seed=4) != text
+    cold = generate(model, b"def ", 6, 16, seed=0, temperature=1e-4)
+    assert cold == generate(model, b"def ", 6, 64, seed=9, temperature=1e-4)  # padding is not read
+
+
+def test_plain_layer_is_the_sum_over_choices() -> None:
+    torch.manual_seed(0)
+    layer = PlainMoE(16, 8, 5, 3).double()
+    x = torch.randn(2, 9, 16, dtype=torch.float64, requires_grad=True)
+    leaves = dict(layer.named_parameters())
+    experts = Experts.of(leaves, guild.Activation(), "concatenated", False)
+    tokens, real, router = x.view(18, 16), torch.arange(18), guild.Router()
+    results = moe(leaves, tokens, real, experts, 3, router, None, 1, False, "concatenated")
+    expected = results.out.view_as(x)
+    out = layer(x)
+    torch.testing.assert_close(out, expected, rtol=1e-6, atol=1e-6)
+    assert layer.expert_counts.sum() == 2 * 9 * 3
+    weights = (x, *layer.parameters())
+    weight = torch.randn_like(out)
+    for got, want in zip(
+        torch.autograd.grad(out, weights, weight),
+        torch.autograd.grad(expected, weights, weight),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_plain_layer_rejects_top_k() -> None:
+    with pytest.raises(ValueError, match=r"top_k: expected 1 .. 4 \(experts\), got 5"):
+        PlainMoE(16, 8, 4, 5)
