@@ -18,7 +18,7 @@ import guild
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [
     *("README.md", "CONTRIBUTING.md"),
-    *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md"))),
+    *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs").rglob("*.md"))),
 ]
 
 

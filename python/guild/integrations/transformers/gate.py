@@ -1,0 +1,172 @@
+"""Which of Guild's activations a model's experts compute, told by what their gate does.
+
+The gate is called with numbers in float64, where its parameters can be read off
+
+    gate(g, u) = act(min(g, limit)) * (clamp(u, -limit, limit) + up_offset)
+
+and only if values and gradients agree with `guild.Activation` on a whole grid is it taken for one.
+Names of classes, functions or config entries decide nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from guild import Activation
+
+WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
+BIASES = ("gate_up_proj_bias", "up_proj_bias", "down_proj_bias")
+
+_KINDS = ("silu", "gelu_tanh", "gelu", "relu", "relu2")
+_SMALL = 0.125  # below any clamp in use
+_LARGE = 1e6  # above any
+_EXACT, _SINGLE = 1e-12, 1e-6  # relative errors of gates in float64, and through float32
+
+GateFunction = Callable[[Tensor], Tensor]
+
+
+class Gate(NamedTuple):
+    """What stands between the two products."""
+
+    activation: Activation
+    order: str  # of gate and up in the up projection's outputs
+
+
+# By what the answer depends on: a gate may behave differently in training, or its limit may be set.
+_known: WeakKeyDictionary[nn.Module, dict[tuple, Gate | None]] = WeakKeyDictionary()
+
+
+def gate_of(experts: nn.Module) -> Gate | None:
+    """The gate of experts that follow Transformers' interface; None if Guild has none like it."""
+    of_module = _known.setdefault(experts, {})
+    state = _state(experts)
+    if state not in of_module:
+        of_module[state] = _recognise(experts)
+    return of_module[state]
+
+
+def gate_function(experts: nn.Module) -> GateFunction:
+    """The module's own function between the products."""
+    return experts._apply_gate if experts.has_gate else experts.act_fn
+
+
+def _state(experts: nn.Module) -> tuple:
+    apply_gate = getattr(experts, "_apply_gate", None)
+    plain = (bool, int, float, str, type(None))
+    own = tuple((name, v) for name, v in vars(experts).items() if isinstance(v, plain))
+    return getattr(apply_gate, "__func__", apply_gate), getattr(experts, "act_fn", None), own
+
+
+def _recognise(experts: nn.Module) -> Gate | None:
+    if any(_other_tensors(experts)):  # what the gate computes may change as they are trained
+        return None
+    function = gate_function(experts)
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+        torch.device("cpu"),
+    ):
+        orders = ("concatenated", "interleaved") if experts.has_gate else ("concatenated",)
+        gates = [
+            Gate(activation, order)
+            for order in orders
+            for activation in _candidates(function, order, experts.has_gate)
+        ]
+        for tolerance in (_EXACT, _SINGLE):
+            for gate in gates:
+                if _agree(function, *gate, tolerance):
+                    return gate
+    return None
+
+
+def _other_tensors(experts: nn.Module) -> Iterator[Tensor]:
+    """Parameters and buffers beside weights and biases, such as those of a learned activation."""
+    for tensors in (experts.named_parameters(), experts.named_buffers()):
+        for name, tensor in tensors:
+            if name.split(".")[0] not in (*WEIGHTS, *BIASES, "parametrizations"):
+                yield tensor
+
+
+def _candidates(function: GateFunction, order: str, gated: bool) -> Iterator[Activation]:
+    """Activations with the parameters that the function shows at a few points."""
+
+    def at(gate: float, up: float) -> float:
+        pair = torch.tensor([[gate, up]] if gated else [[gate]], dtype=torch.float64)
+        return _call(function, pair)
+
+    def act(gate: float) -> float:
+        return (at(gate, _SMALL) - at(gate, 0.0)) / _SMALL if gated else at(gate, 0.0)
+
+    limit, up_offset = math.inf, 0.0
+    unit = act(1.0)
+    if not math.isfinite(unit) or unit == 0:
+        return
+    if gated:
+        up_offset = _rounded(at(1.0, 0.0) / unit)
+        top = at(1.0, _LARGE) / unit - up_offset
+        limit = _rounded(top) if 0 < top < _LARGE / 2 else math.inf
+    part = act(_SMALL) / _SMALL  # sigmoid(alpha * _SMALL) if it is SiLU
+    if not (math.isfinite(up_offset) and math.isfinite(part)):
+        return
+    for kind in _KINDS:
+        alpha = 1.0
+        if kind == "silu":
+            if not 0 < part < 1:
+                continue
+            alpha = _rounded(math.log(part / (1 - part)) / _SMALL)
+        for clamp_after in (False, True) if math.isfinite(limit) else (False,):
+            yield Activation(kind, gated, alpha, limit, up_offset, clamp_after)
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.12g}")
+
+
+def _call(function: GateFunction, pair: Tensor) -> float:
+    try:
+        out = function(pair)
+    except Exception:  # somebody else's code, called with what it may not be made for
+        return math.nan
+    return out.item() if isinstance(out, Tensor) and out.numel() == 1 else math.nan
+
+
+def _agree(function: GateFunction, activation: Activation, order: str, tolerance: float) -> bool:
+    """Whether values and gradients are those of the activation on a grid of gates and ups."""
+    points = _grid(activation.limit)
+    gate, up = points[:, None].expand(-1, len(points)), points.expand(len(points), -1)
+    if not activation.gated:
+        pre = points[:, None].clone()
+    elif order == "concatenated":
+        pre = torch.cat((gate, up), 1)
+    else:
+        pre = torch.stack((gate, up), 2).flatten(1)
+    given = pre.clone().requires_grad_()
+    try:
+        out = function(given)
+        if out.shape != activation(pre, order).shape or out.dtype != pre.dtype:
+            return False
+        weight = torch.linspace(0.5, 1.5, out.numel(), dtype=pre.dtype).view_as(out)
+        (gradient,) = torch.autograd.grad(out, given, weight)
+    except Exception:  # as in _call
+        return False
+    expected = activation.gradient(pre, weight, order)
+    pairs = ((out.detach(), activation(pre, order)), (gradient, expected))
+    return all(bool(((a - b).abs() <= tolerance * b.abs().clamp(min=1)).all()) for a, b in pairs)
+
+
+def _grid(limit: float) -> Tensor:
+    """Numbers of every size, and both sides of the clamp."""
+    points = [torch.linspace(-12.0, 12.0, 48, dtype=torch.float64)]
+    ends = torch.tensor([60.0, 1e3, 1e5], dtype=torch.float64)
+    points += [ends, -ends]
+    if math.isfinite(limit):
+        near = torch.tensor([0.5, 0.999, 1.001, 2.0], dtype=torch.float64) * limit
+        points += [near, -near]
+    return torch.cat(points)
