@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("transformers", reason="Transformers is not installed")
 
@@ -153,18 +154,21 @@ def test_nothing_else_is_found(case: str) -> None:
     assert gate_of(Gated(NOT_GUILDS[case])) is None
 
 
-def test_learned_activation_is_not_taken_for_what_it_starts_as() -> None:
+@pytest.mark.parametrize("start", [torch.ones(()), torch.ones(3)[:, None], torch.zeros(())])
+def test_learned_activation_is_not_taken_for_what_it_starts_as(start: Tensor) -> None:
     class Learned(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.slope = nn.Parameter(torch.ones(()))
+            self.slope = nn.Parameter(start)
 
         def forward(self, x: Tensor) -> Tensor:
-            return x * torch.sigmoid(self.slope * x)
+            return x * torch.sigmoid(x) + 0 * self.slope.sum()
 
     assert gate_of(Gated(with_act, Learned())) is None
     buffered = Gated()
-    buffered.register_buffer("slope", torch.ones(()))
+    assert gate_of(buffered) is not None
+    buffered = Gated()
+    buffered.register_buffer("slope", start)
     assert gate_of(buffered) is None
 
 
@@ -185,7 +189,24 @@ def test_changes_are_noticed() -> None:
     assert gate_of(swapped).activation == Activation("relu")
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_it_is_found_in_any_mode(mode) -> None:
-    with mode(), torch.autocast("cpu", dtype=torch.bfloat16):
+MODES = {
+    "no_grad": torch.no_grad,
+    "inference": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "default device": lambda: torch.device("meta"),
+    "fake tensors": FakeTensorMode,
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_it_is_found_in_any_mode(mode: str) -> None:
+    with MODES[mode]():
         assert gate_of(Gated()).activation == Activation()
+
+
+def test_it_is_found_under_transforms() -> None:
+    def loss(x: Tensor) -> Tensor:
+        assert gate_of(Gated()).activation == Activation()
+        return x.sum()
+
+    torch.func.grad(loss)(torch.ones(3))

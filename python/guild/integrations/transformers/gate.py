@@ -10,8 +10,10 @@ Names of classes, functions or config entries decide nothing.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -47,7 +49,10 @@ def gate_of(experts: nn.Module) -> Gate | None:
     of_module = _known.setdefault(experts, {})
     state = _state(experts)
     if state not in of_module:
-        of_module[state] = _recognise(experts)
+        # In a thread of its own nothing is on that the call may be under: autocast, inference mode,
+        # a default device, tracing with fake tensors, torch.func's transforms.
+        with ThreadPoolExecutor(max_workers=1) as thread:
+            of_module[state] = thread.submit(_recognise, experts).result()
     return of_module[state]
 
 
@@ -64,34 +69,27 @@ def _state(experts: nn.Module) -> tuple:
 
 
 def _recognise(experts: nn.Module) -> Gate | None:
-    if any(_other_tensors(experts)):  # what the gate computes may change as they are trained
+    if _has_other_tensors(experts):  # what the gate computes may change as they are trained
         return None
     function = gate_function(experts)
-    with (
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        torch.autocast("cpu", enabled=False),
-        torch.device("cpu"),
-    ):
-        orders = ("concatenated", "interleaved") if experts.has_gate else ("concatenated",)
-        gates = [
-            Gate(activation, order)
-            for order in orders
-            for activation in _candidates(function, order, experts.has_gate)
-        ]
-        for tolerance in (_EXACT, _SINGLE):
-            for gate in gates:
-                if _agree(function, *gate, tolerance):
-                    return gate
+    orders = ("concatenated", "interleaved") if experts.has_gate else ("concatenated",)
+    gates = [
+        Gate(activation, order)
+        for order in orders
+        for activation in _candidates(function, order, experts.has_gate)
+    ]
+    for tolerance in (_EXACT, _SINGLE):
+        for gate in gates:
+            if _agree(function, *gate, tolerance):
+                return gate
     return None
 
 
-def _other_tensors(experts: nn.Module) -> Iterator[Tensor]:
-    """Parameters and buffers beside weights and biases, such as those of a learned activation."""
-    for tensors in (experts.named_parameters(), experts.named_buffers()):
-        for name, tensor in tensors:
-            if name.split(".")[0] not in (*WEIGHTS, *BIASES, "parametrizations"):
-                yield tensor
+def _has_other_tensors(experts: nn.Module) -> bool:
+    """Whether there are tensors beside weights and biases, as of a learned activation."""
+    tensors = itertools.chain(experts.named_parameters(), experts.named_buffers())
+    known = (*WEIGHTS, *BIASES, "parametrizations")
+    return any(name.split(".")[0] not in known for name, _ in tensors)
 
 
 def _candidates(function: GateFunction, order: str, gated: bool) -> Iterator[Activation]:
