@@ -153,6 +153,22 @@ def test_slots_of_other_ranks_are_skipped(family: Family, fused: bool) -> None:
         assert error(joined, expected[f"d {name}"]) < 1e-5, name
 
 
+@layouts
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("nobody", [-1, EXPERTS, EXPERTS + 3])
+@not_fused
+def test_ids_out_of_range_are_nobodys(family: Family, fused: bool, nobody: int) -> None:
+    """Whatever weight they come with: as if another expert had it with a weight of zero."""
+    torch.manual_seed(0)
+    x, ids, scores = inputs()
+    experts = make_experts(family) if fused else odd_gate(make_experts(family))
+    skipped = torch.rand(ids.shape) < 0.4
+    ours = results("guild", experts, x, ids.masked_fill(skipped, nobody), scores)
+    expected = results("guild", experts, x, ids, scores.masked_fill(skipped, 0))
+    expected["d scores"] = expected["d scores"].masked_fill(skipped, 0)
+    expect_same(ours, expected)
+
+
 def rank_part(
     whole: nn.Module, family: Family, rank: int, ids: Tensor, scores: Tensor
 ) -> tuple[nn.Module, Tensor, Tensor]:
@@ -194,6 +210,14 @@ def test_dtypes_of_the_cpu(family: Family, dtype: torch.dtype) -> None:
     limit = {torch.float64: 1e-6, torch.float32: 1e-5, torch.float16: 4e-3}.get(dtype, 0.03)
     assert {value.dtype for value in ours.values()} == {dtype}
     expect_same({name: value.float() for name, value in ours.items()}, exact, limit)
+
+
+def test_autocast_takes_the_input_as_it_is() -> None:
+    """Not by way of the weights' dtype, in which it may overflow."""
+    experts, (x, ids, scores) = make_experts(FAMILIES[0], torch.float16), inputs()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = guild_transformers.experts_forward(experts, 1e5 * x, ids, scores)
+    assert out.isfinite().all()
 
 
 def test_wider_input_than_weights() -> None:

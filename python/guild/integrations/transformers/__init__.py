@@ -18,8 +18,8 @@ try:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 except ImportError as error:
     raise ImportError(
-        "guild.integrations.transformers needs transformers 5 with its experts interface, "
-        f"transformers.integrations.moe: {error}"
+        "guild.integrations.transformers needs transformers 5.17 or later and its experts "
+        f"interfaces: {error}"
     ) from error
 
 from guild.integrations.transformers.experts import experts_forward

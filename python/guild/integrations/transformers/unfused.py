@@ -30,8 +30,8 @@ def unfused_experts(
     """
     tokens, top_k = topk_ids.shape
     experts = w_down.shape[0]
-    nobody = (topk_ids < 0) | (topk_ids >= experts)
-    ids, order = topk_ids.masked_fill(nobody, experts).flatten().sort(stable=True)
+    # Ids out of range come last, past the end of the last expert: the products leave zeros there.
+    ids, order = topk_ids.masked_fill(topk_ids < 0, experts).flatten().sort(stable=True)
     numbers = torch.arange(experts, dtype=ids.dtype, device=ids.device)
     ends = torch.searchsorted(ids, numbers, right=True).int()
 
