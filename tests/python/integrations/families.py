@@ -24,6 +24,7 @@ from guild.integrations.transformers.gate import Gate, gate_of
 HIDDEN, INTERMEDIATE, EXPERTS = 16, 8, 4
 SIZES = {
     "hidden_size": HIDDEN,
+    "moe_hidden_size": HIDDEN,
     "moe_latent_size": None,
     "intermediate_size": INTERMEDIATE,
     "moe_intermediate_size": INTERMEDIATE,

@@ -142,6 +142,19 @@ def test_devices_and_dtypes_without_kernels(place: dict, words: str, monkeypatch
     assert len(called) == 1
 
 
+def test_features_of_later_interfaces_are_left_to_transformers(monkeypatch) -> None:
+    """As the norm behind each expert that Transformers 5.23 added."""
+    assert set(experts_module._OTHER_FEATURES) <= {"has_post_expert_norm"}
+    monkeypatch.setattr(experts_module, "_OTHER_FEATURES", {"has_post_expert_norm": False})
+    monkeypatch.setattr(experts_module, "grouped_mm_experts_forward", lambda *call: call)
+    experts, call = make_experts(FAMILIES[0]), inputs()
+    experts.has_post_expert_norm = True
+    with pytest.warns(UserWarning, match="does not know has_post_expert_norm"):
+        assert guild_transformers.experts_forward(experts, *call) == (experts, *call)
+    experts.has_post_expert_norm = False
+    assert guild_transformers.experts_forward(experts, *call).shape == call[0].shape
+
+
 def test_rows_that_no_grouped_product_takes_are_left_to_the_model(monkeypatch) -> None:
     """On a GPU: torch's grouped_mm refuses rows of 6 bytes as well, the loop does not."""
     monkeypatch.setattr(experts_module, "_takes_any_rows", lambda device: False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -121,6 +122,21 @@ def test_clamp_after_the_activation() -> None:
     experts = Step3p7Experts(config, swiglu_limit=16.0)
     experts.has_gate = True
     assert gate_of(experts).activation == Activation(limit=16.0, clamp_after=True)
+
+
+@pytest.mark.parametrize("alpha", [1.0, 1.702])
+@pytest.mark.parametrize("limit", [7.0, math.inf])
+def test_gate_in_float32(alpha: float, limit: float) -> None:
+    """Whatever the dtype that it is called with, and whether it returns to that or not."""
+
+    def gate(self: Gated, pre: Tensor) -> Tensor:
+        g, u = pre.float().chunk(2, -1)
+        g = g.clamp(max=limit)
+        return (g * torch.sigmoid(alpha * g) * (u.clamp(-limit, limit) + 1)).to(self.dtype)
+
+    for dtype in (torch.float32, torch.float64):
+        gated = Gated(gate, dtype=dtype)
+        assert gate_of(gated).activation == Activation(alpha=alpha, limit=limit, up_offset=1.0)
 
 
 NOT_GUILDS = {

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 
 import torch
 from torch import Tensor, nn
-from transformers.integrations.moe import grouped_mm_experts_forward
+from transformers.integrations.moe import (
+    grouped_mm_experts_forward,
+    use_experts_implementation,
+)
 
 from guild import Activation, routed_experts
 from guild.integrations.transformers.gate import gate_function, gate_of
@@ -17,6 +21,14 @@ from guild.integrations.transformers.unfused import unfused_experts
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _ON_CUDA = (torch.bfloat16, torch.float16)
 _MOST_EXPERTS = {"cpu": 4096, "cuda": 1024}
+# What else a class can say of its experts, which this version of Transformers may have added.
+_KNOWN = ("experts_class", "experts_interface", "has_gate", "has_bias", "is_transposed")
+_KNOWN += ("is_concatenated",)  # its _apply_gate says so, too
+_OTHER_FEATURES = {
+    name: parameter.default
+    for name, parameter in inspect.signature(use_experts_implementation).parameters.items()
+    if name not in _KNOWN
+}
 _MISALIGNED = "it needs rows of weights that begin at multiples of 16 bytes"
 
 
@@ -56,7 +68,7 @@ def experts_forward(
         b_down = _local(self.down_proj_bias)
 
     call = (self, hidden_states, top_k_index, top_k_weights)
-    why_not = _why_not(hidden_states, w_up, w_down)
+    why_not = _unknown_features(self) or _why_not(hidden_states, w_up, w_down)
     if why_not:
         say_left(type(self).__name__, "Transformers' grouped_mm", why_not)
         return grouped_mm_experts_forward(*call)
@@ -89,6 +101,14 @@ def _local(parameter: Tensor) -> Tensor:
 
 def _has_autocast(x: Tensor) -> bool:
     return x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type)
+
+
+def _unknown_features(experts: nn.Module) -> str:
+    """What these experts do beside projections, biases and a gate; empty if nothing."""
+    for name, usual in _OTHER_FEATURES.items():
+        if getattr(experts, name, usual) != usual:
+            return f"it does not know {name}"
+    return ""
 
 
 def _why_not(x: Tensor, w_up: Tensor, w_down: Tensor) -> str:

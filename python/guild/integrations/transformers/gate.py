@@ -76,7 +76,8 @@ def _recognise(experts: nn.Module) -> Gate | None:
     gates = [
         Gate(activation, order)
         for order in orders
-        for activation in _candidates(function, order, experts.has_gate)
+        for digits in (5, 12)  # what a float32 gate shows of round parameters, and of others
+        for activation in _candidates(function, order, experts.has_gate, digits)
     ]
     for tolerance in (_EXACT, _SINGLE):
         for gate in gates:
@@ -92,8 +93,10 @@ def _has_other_tensors(experts: nn.Module) -> bool:
     return any(name.split(".")[0] not in known for name, _ in tensors)
 
 
-def _candidates(function: GateFunction, order: str, gated: bool) -> Iterator[Activation]:
-    """Activations with the parameters that the function shows at a few points."""
+def _candidates(
+    function: GateFunction, order: str, gated: bool, digits: int
+) -> Iterator[Activation]:
+    """Activations with the parameters that the function shows at a few points, so far rounded."""
 
     def at(gate: float, up: float) -> float:
         pair = torch.tensor([[gate, up]] if gated else [[gate]], dtype=torch.float64)
@@ -107,9 +110,9 @@ def _candidates(function: GateFunction, order: str, gated: bool) -> Iterator[Act
     if not math.isfinite(unit) or unit == 0:
         return
     if gated:
-        up_offset = _rounded(at(1.0, 0.0) / unit)
+        up_offset = _rounded(at(1.0, 0.0) / unit, digits)
         top = at(1.0, _LARGE) / unit - up_offset
-        limit = _rounded(top) if 0 < top < _LARGE / 2 else math.inf
+        limit = _rounded(top, digits) if 0 < top < _LARGE / 2 else math.inf
     part = act(_SMALL) / _SMALL  # sigmoid(alpha * _SMALL) if it is SiLU
     if not (math.isfinite(up_offset) and math.isfinite(part)):
         return
@@ -118,13 +121,13 @@ def _candidates(function: GateFunction, order: str, gated: bool) -> Iterator[Act
         if kind == "silu":
             if not 0 < part < 1:
                 continue
-            alpha = _rounded(math.log(part / (1 - part)) / _SMALL)
+            alpha = _rounded(math.log(part / (1 - part)) / _SMALL, digits)
         for clamp_after in (False, True) if math.isfinite(limit) else (False,):
             yield Activation(kind, gated, alpha, limit, up_offset, clamp_after)
 
 
-def _rounded(value: float) -> float:
-    return float(f"{value:.12g}")
+def _rounded(value: float, digits: int) -> float:
+    return float(f"{value:.{digits}g}")
 
 
 def _call(function: GateFunction, pair: Tensor) -> float:
@@ -139,24 +142,39 @@ def _agree(function: GateFunction, activation: Activation, order: str, tolerance
     """Whether values and gradients are those of the activation on a grid of gates and ups."""
     points = _grid(activation.limit)
     gate, up = points[:, None].expand(-1, len(points)), points.expand(len(points), -1)
-    if not activation.gated:
-        pre = points[:, None].clone()
-    elif order == "concatenated":
-        pre = torch.cat((gate, up), 1)
+    size = (1 + gate.abs()) * (1 + up.abs())
+    if activation.gated:
+        pre, sizes = _paired(gate, up, order), _paired(size, size, order)
     else:
-        pre = torch.stack((gate, up), 2).flatten(1)
+        pre = points[:, None].clone()
+        size = sizes = 1 + pre.abs()
     given = pre.clone().requires_grad_()
     try:
         out = function(given)
-        if out.shape != activation(pre, order).shape or out.dtype != pre.dtype:
+        if out.shape != activation(pre, order).shape:
             return False
+        out = out.to(pre.dtype)
         weight = torch.linspace(0.5, 1.5, out.numel(), dtype=pre.dtype).view_as(out)
         (gradient,) = torch.autograd.grad(out, given, weight)
     except Exception:  # as in _call
         return False
     expected = activation.gradient(pre, weight, order)
-    pairs = ((out.detach(), activation(pre, order)), (gradient, expected))
-    return all(bool(((a - b).abs() <= tolerance * b.abs().clamp(min=1)).all()) for a, b in pairs)
+    return _close(out, activation(pre, order), size, tolerance) and _close(
+        gradient, expected, sizes, tolerance
+    )
+
+
+def _paired(gate: Tensor, up: Tensor, order: str) -> Tensor:
+    """Rows as the up projection gives them."""
+    if order == "concatenated":
+        return torch.cat((gate, up), 1)
+    return torch.stack((gate, up), 2).flatten(1)
+
+
+def _close(found: Tensor, expected: Tensor, size: Tensor, tolerance: float) -> bool:
+    """Whether they are the same but for rounding, of numbers of that size."""
+    scale = torch.maximum(size, expected.abs())
+    return bool(((found - expected).abs() <= tolerance * scale).all())
 
 
 def _grid(limit: float) -> Tensor:
