@@ -144,8 +144,12 @@ def test_devices_and_dtypes_without_kernels(place: dict, words: str, monkeypatch
 
 def test_features_of_later_interfaces_are_left_to_transformers(monkeypatch) -> None:
     """As the norm behind each expert that Transformers 5.23 added."""
-    assert set(experts_module._OTHER_FEATURES) <= {"has_post_expert_norm"}
-    monkeypatch.setattr(experts_module, "_OTHER_FEATURES", {"has_post_expert_norm": False})
+
+    def decorator(experts_class=None, *, has_gate=True, has_post_expert_norm=False) -> None: ...
+
+    features = experts_module._other_features(decorator)
+    assert features == {"has_post_expert_norm": False}
+    monkeypatch.setattr(experts_module, "_OTHER_FEATURES", features)
     monkeypatch.setattr(experts_module, "grouped_mm_experts_forward", lambda *call: call)
     experts, call = make_experts(FAMILIES[0]), inputs()
     experts.has_post_expert_norm = True

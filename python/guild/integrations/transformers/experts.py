@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +22,6 @@ from guild.integrations.transformers.unfused import unfused_experts
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _ON_CUDA = (torch.bfloat16, torch.float16)
 _MOST_EXPERTS = {"cpu": 4096, "cuda": 1024}
-# What else a class can say of its experts, which this version of Transformers may have added.
-_KNOWN = ("experts_class", "experts_interface", "has_gate", "has_bias", "is_transposed")
-_KNOWN += ("is_concatenated",)  # its _apply_gate says so, too
-_OTHER_FEATURES = {
-    name: parameter.default
-    for name, parameter in inspect.signature(use_experts_implementation).parameters.items()
-    if name not in _KNOWN
-}
 _MISALIGNED = "it needs rows of weights that begin at multiples of 16 bytes"
 
 
@@ -101,6 +94,23 @@ def _local(parameter: Tensor) -> Tensor:
 
 def _has_autocast(x: Tensor) -> bool:
     return x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type)
+
+
+def _other_features(decorator: Callable) -> dict[str, object]:
+    """What a class can say of its experts that is not known here, and what it says as a rule.
+
+    Later versions of Transformers add some: 5.23 a norm behind each expert.
+    """
+    known = ("experts_class", "experts_interface", "has_gate", "has_bias", "is_transposed")
+    parameters = inspect.signature(decorator).parameters.items()
+    return {
+        name: parameter.default
+        for name, parameter in parameters
+        if name not in (*known, "is_concatenated")  # the gate itself tells that
+    }
+
+
+_OTHER_FEATURES = _other_features(use_experts_implementation)
 
 
 def _unknown_features(experts: nn.Module) -> str:

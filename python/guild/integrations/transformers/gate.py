@@ -153,7 +153,6 @@ def _agree(function: GateFunction, activation: Activation, order: str, tolerance
         out = function(given)
         if out.shape != activation(pre, order).shape:
             return False
-        out = out.to(pre.dtype)
         weight = torch.linspace(0.5, 1.5, out.numel(), dtype=pre.dtype).view_as(out)
         (gradient,) = torch.autograd.grad(out, given, weight)
     except Exception:  # as in _call
