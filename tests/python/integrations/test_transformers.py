@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("transformers", reason="Transformers is not installed")
 
@@ -100,7 +101,7 @@ def test_unknown_activation_runs_unfused_with_one_warning(family: Family) -> Non
 
 def make_wide(experts: int, hidden: int = 4) -> nn.Module:
     config = SimpleNamespace(
-        num_local_experts=experts, hidden_size=hidden, intermediate_size=4, hidden_act="silu"
+        num_local_experts=experts, hidden_size=hidden, intermediate_size=8, hidden_act="silu"
     )
     wide = MixtralExperts(config)
     for parameter in wide.parameters():
@@ -169,6 +170,44 @@ def test_rows_that_no_grouped_product_takes_are_left_to_the_model(monkeypatch) -
     with pytest.warns(UserWarning, match="multiples of 16 bytes"):
         ours = results("guild", experts, *call)
     assert all(torch.equal(ours[name], eager[name]) for name in eager)
+
+
+CUDA_CALLS = {
+    "float32": (dict(dtype=torch.float32), 4, 16, "not in torch.float32"),
+    "float64": (dict(dtype=torch.float64), 4, 16, "not in torch.float64"),
+    "too many experts": (dict(dtype=torch.bfloat16), 1025, 16, "1024 experts"),
+    "another GPU": (dict(dtype=torch.bfloat16), 4, 16, "of this GPU"),
+    "rows of 24 bytes": (dict(dtype=torch.bfloat16), 4, 12, "multiples of 16 bytes"),
+}
+
+
+@pytest.mark.parametrize("case", CUDA_CALLS)
+def test_what_runs_on_a_gpu(case: str, monkeypatch) -> None:
+    """With tensors that only say that they are on one."""
+    options, count, hidden, words = CUDA_CALLS[case]
+    reason = "of this GPU: too old" if case == "another GPU" else ""
+    monkeypatch.setattr(experts_module, "_missing_kernels", lambda device: reason)
+    monkeypatch.setattr(experts_module, "grouped_mm_experts_forward", lambda *call: "theirs")
+    monkeypatch.setattr(experts_module, "routed_experts", lambda x, *_, **__: x)
+    monkeypatch.setattr(MixtralExperts.forward, "__wrapped__", lambda *call: "the loop")
+
+    def call(count: int, hidden: int, **options: torch.dtype) -> object:
+        with FakeTensorMode():
+            experts = make_wide(count, hidden)
+            for name, parameter in list(experts.named_parameters()):
+                fake = torch.empty(parameter.shape, device="cuda", **options)
+                setattr(experts, name, nn.Parameter(fake))
+            x = torch.empty(6, hidden, device="cuda", **options)
+            ids = torch.zeros(6, 2, dtype=torch.int64, device="cuda")
+            return guild_transformers.experts_forward(experts, x, ids, ids.float())
+
+    with pytest.warns(UserWarning, match=words):
+        assert call(count, hidden, **options) == ("the loop" if hidden == 12 else "theirs")
+    if not reason:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for dtype in (torch.bfloat16, torch.float16):
+                assert call(1024, 16, dtype=dtype).shape == (6, 16)
 
 
 def test_fp8_experts_stay_with_transformers(monkeypatch) -> None:
