@@ -210,6 +210,14 @@ def test_what_runs_on_a_gpu(case: str, monkeypatch) -> None:
                 assert call(1024, 16, dtype=dtype).shape == (6, 16)
 
 
+def test_the_products_dtype() -> None:
+    x, weight = torch.empty(1), torch.empty(1, dtype=torch.float16)
+    assert experts_module._dtype(x, weight) == torch.float16
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert experts_module._dtype(x, weight) == torch.bfloat16
+        assert experts_module._dtype(x.double(), weight.double()) == torch.float64
+
+
 def test_fp8_experts_stay_with_transformers(monkeypatch) -> None:
     own = finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS
     monkeypatch.setitem(own._global_mapping, "grouped_mm", lambda *call: call)
