@@ -1,0 +1,74 @@
+"""Guild under the MoE models of Hugging Face Transformers 5.
+
+    import guild.integrations.transformers as guild_transformers
+
+    guild_transformers.register()
+    model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="guild")
+
+or, for a script that says nothing of experts, `enable()` before it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+try:
+    from transformers.integrations.finegrained_fp8 import FP8ExpertsInterface
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
+except ImportError as error:
+    raise ImportError(
+        "guild.integrations.transformers needs transformers 5.17 or later and its experts "
+        f"interfaces: {error}"
+    ) from error
+
+from guild.integrations.transformers.experts import experts_forward
+from guild.integrations.transformers.quantized import fp8_experts_forward
+
+NAME = "guild"
+DEFAULT = "grouped_mm"  # what a model uses that asks for nothing
+
+__all__ = ["disable", "enable", "enabled", "experts_forward", "register"]
+
+_displaced = []  # what was registered as the default before enable()
+
+
+def register() -> None:
+    """Make `experts_implementation="guild"` known to Transformers.
+
+    Then it can be given to `from_pretrained`, `from_config` and `set_experts_implementation`, for
+    every model whose experts follow the interface. Calling it again changes nothing.
+    """
+    ExpertsInterface.register(NAME, experts_forward)
+    FP8ExpertsInterface.register(NAME, fp8_experts_forward)
+
+
+def enable() -> None:
+    """Put Guild in the place of `grouped_mm`, the default, until `disable()`.
+
+    Scripts and configs stay as they are, and models that exist already change at their next call.
+    Calling it again changes nothing. `generate()` leaves the default for `batched_mm` while it
+    decodes on a GPU; models with `experts_implementation="guild"` stay with Guild.
+    """
+    register()
+    if not _displaced:
+        _displaced.append(ALL_EXPERTS_FUNCTIONS[DEFAULT])
+        ExpertsInterface.register(DEFAULT, experts_forward)
+
+
+def disable() -> None:
+    """Give `grouped_mm` back its meaning. `experts_implementation="guild"` stays known."""
+    if _displaced:
+        ExpertsInterface.register(DEFAULT, _displaced.pop())
+
+
+@contextmanager
+def enabled() -> Iterator[None]:
+    """`enable()` for a with block; afterwards things are as they were before."""
+    was_enabled = bool(_displaced)
+    enable()
+    try:
+        yield
+    finally:
+        if not was_enabled:
+            disable()

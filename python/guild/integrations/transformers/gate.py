@@ -1,0 +1,187 @@
+"""Which of Guild's activations a model's experts compute, told by what their gate does.
+
+The gate is called with numbers in float64, where its parameters can be read off
+
+    gate(g, u) = act(min(g, limit)) * (clamp(u, -limit, limit) + up_offset)
+
+and only if values and gradients agree with `guild.Activation` on a whole grid is it taken for one.
+Names of classes, functions or config entries decide nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from guild import Activation
+
+WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
+BIASES = ("gate_up_proj_bias", "up_proj_bias", "down_proj_bias")
+
+_KINDS = ("silu", "gelu_tanh", "gelu", "relu", "relu2")
+_SMALL = 0.125  # below any clamp in use
+_LARGE = 1e6  # above any
+_EXACT, _SINGLE = 1e-12, 1e-6  # relative errors of gates in float64, and through float32
+
+GateFunction = Callable[[Tensor], Tensor]
+
+
+class Gate(NamedTuple):
+    """What stands between the two products."""
+
+    activation: Activation
+    order: str  # of gate and up in the up projection's outputs
+
+
+# By what the answer depends on: a gate may behave differently in training, or its limit may be set.
+_known: WeakKeyDictionary[nn.Module, dict[tuple, Gate | None]] = WeakKeyDictionary()
+
+
+def gate_of(experts: nn.Module) -> Gate | None:
+    """The gate of experts that follow Transformers' interface; None if Guild has none like it."""
+    of_module = _known.setdefault(experts, {})
+    state = _state(experts)
+    if state not in of_module:
+        # In a thread of its own nothing is on that the call may be under: autocast, inference mode,
+        # a default device, tracing with fake tensors, torch.func's transforms.
+        with ThreadPoolExecutor(max_workers=1) as thread:
+            of_module[state] = thread.submit(_recognise, experts).result()
+    return of_module[state]
+
+
+def gate_function(experts: nn.Module) -> GateFunction:
+    """The module's own function between the products."""
+    return experts._apply_gate if experts.has_gate else experts.act_fn
+
+
+def _state(experts: nn.Module) -> tuple:
+    apply_gate = getattr(experts, "_apply_gate", None)
+    plain = (bool, int, float, str, type(None))
+    own = tuple((name, v) for name, v in vars(experts).items() if isinstance(v, plain))
+    return getattr(apply_gate, "__func__", apply_gate), getattr(experts, "act_fn", None), own
+
+
+def _recognise(experts: nn.Module) -> Gate | None:
+    if _has_other_tensors(experts):  # what the gate computes may change as they are trained
+        return None
+    function = gate_function(experts)
+    orders = ("concatenated", "interleaved") if experts.has_gate else ("concatenated",)
+    gates = [
+        Gate(activation, order)
+        for order in orders
+        for digits in (5, 12)  # what a float32 gate shows of round parameters, and of others
+        for activation in _candidates(function, order, experts.has_gate, digits)
+    ]
+    for tolerance in (_EXACT, _SINGLE):
+        for gate in gates:
+            if _agree(function, *gate, tolerance):
+                return gate
+    return None
+
+
+def _has_other_tensors(experts: nn.Module) -> bool:
+    """Whether there are tensors beside weights and biases, as of a learned activation."""
+    tensors = itertools.chain(experts.named_parameters(), experts.named_buffers())
+    known = (*WEIGHTS, *BIASES, "parametrizations")
+    return any(name.split(".")[0] not in known for name, _ in tensors)
+
+
+def _candidates(
+    function: GateFunction, order: str, gated: bool, digits: int
+) -> Iterator[Activation]:
+    """Activations with the parameters that the function shows at a few points, so far rounded."""
+
+    def at(gate: float, up: float) -> float:
+        pair = torch.tensor([[gate, up]] if gated else [[gate]], dtype=torch.float64)
+        return _call(function, pair)
+
+    def act(gate: float) -> float:
+        return (at(gate, _SMALL) - at(gate, 0.0)) / _SMALL if gated else at(gate, 0.0)
+
+    limit, up_offset = math.inf, 0.0
+    unit = act(1.0)
+    if not math.isfinite(unit) or unit == 0:
+        return
+    if gated:
+        up_offset = _rounded(at(1.0, 0.0) / unit, digits)
+        top = at(1.0, _LARGE) / unit - up_offset
+        limit = _rounded(top, digits) if 0 < top < _LARGE / 2 else math.inf
+    part = act(_SMALL) / _SMALL  # sigmoid(alpha * _SMALL) if it is SiLU
+    if not (math.isfinite(up_offset) and math.isfinite(part)):
+        return
+    for kind in _KINDS:
+        alpha = 1.0
+        if kind == "silu":
+            if not 0 < part < 1:
+                continue
+            alpha = _rounded(math.log(part / (1 - part)) / _SMALL, digits)
+        for clamp_after in (False, True) if math.isfinite(limit) else (False,):
+            yield Activation(kind, gated, alpha, limit, up_offset, clamp_after)
+
+
+def _rounded(value: float, digits: int) -> float:
+    return float(f"{value:.{digits}g}")
+
+
+def _call(function: GateFunction, pair: Tensor) -> float:
+    try:
+        out = function(pair)
+    except Exception:  # somebody else's code, called with what it may not be made for
+        return math.nan
+    return out.item() if isinstance(out, Tensor) and out.numel() == 1 else math.nan
+
+
+def _agree(function: GateFunction, activation: Activation, order: str, tolerance: float) -> bool:
+    """Whether values and gradients are those of the activation on a grid of gates and ups."""
+    points = _grid(activation.limit)
+    gate, up = points[:, None].expand(-1, len(points)), points.expand(len(points), -1)
+    size = (1 + gate.abs()) * (1 + up.abs())
+    if activation.gated:
+        pre, sizes = _paired(gate, up, order), _paired(size, size, order)
+    else:
+        pre = points[:, None].clone()
+        size = sizes = 1 + pre.abs()
+    given = pre.clone().requires_grad_()
+    try:
+        out = function(given)
+        if out.shape != activation(pre, order).shape:
+            return False
+        weight = torch.linspace(0.5, 1.5, out.numel(), dtype=pre.dtype).view_as(out)
+        (gradient,) = torch.autograd.grad(out, given, weight)
+    except Exception:  # as in _call
+        return False
+    expected = activation.gradient(pre, weight, order)
+    return _close(out, activation(pre, order), size, tolerance) and _close(
+        gradient, expected, sizes, tolerance
+    )
+
+
+def _paired(gate: Tensor, up: Tensor, order: str) -> Tensor:
+    """Rows as the up projection gives them."""
+    if order == "concatenated":
+        return torch.cat((gate, up), 1)
+    return torch.stack((gate, up), 2).flatten(1)
+
+
+def _close(found: Tensor, expected: Tensor, size: Tensor, tolerance: float) -> bool:
+    """Whether they are the same but for rounding, of numbers of that size."""
+    scale = torch.maximum(size, expected.abs())
+    return bool(((found - expected).abs() <= tolerance * scale).all())
+
+
+def _grid(limit: float) -> Tensor:
+    """Numbers of every size, and both sides of the clamp."""
+    points = [torch.linspace(-12.0, 12.0, 48, dtype=torch.float64)]
+    ends = torch.tensor([60.0, 1e3, 1e5], dtype=torch.float64)
+    points += [ends, -ends]
+    if math.isfinite(limit):
+        near = torch.tensor([0.5, 0.999, 1.001, 2.0], dtype=torch.float64) * limit
+        points += [near, -near]
+    return torch.cat(points)

@@ -1,0 +1,28 @@
+"""What the user is told, once each and in compiled models too."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import torch
+
+
+@torch.compiler.assume_constant_result
+def say_left(class_name: str, whom: str, why: str) -> None:
+    """Say that these experts run without Guild."""
+    _warn(f"Guild leaves {class_name} to {whom}: {why}.")
+
+
+@torch.compiler.assume_constant_result
+def say_unfused(class_name: str) -> None:
+    """Say that these experts run on Guild's products, but with the model's own gate."""
+    _warn(
+        f"Guild knows no activation like that of {class_name}: it runs in PyTorch, between two "
+        "grouped products of Guild's."
+    )
+
+
+@functools.cache
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=4)

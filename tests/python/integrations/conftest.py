@@ -1,0 +1,25 @@
+"""Each test of an integration begins as a fresh process would: nothing enabled, nothing said."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+
+import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+@pytest.fixture(autouse=True)
+def nothing_said() -> Iterator[None]:
+    """Warnings come once in a process: each test is the first to hear them."""
+    if not importlib.util.find_spec("transformers"):
+        yield
+        return
+    from guild.integrations import transformers
+    from guild.integrations.transformers import messages
+
+    messages._warn.cache_clear()
+    yield
+    transformers.disable()
