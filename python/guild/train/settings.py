@@ -11,14 +11,17 @@ from dataclasses import dataclass
 from typing import Any
 
 # Settings that are words. The compiled library is not needed to read a command line, so routing.py
-# is not imported for them.
+# is not imported for them; a test compares the two.
 CHOICES = {
     "router": (
         "softmax",
         "softmax_renormalized",
         "topk_softmax",
         "sigmoid",
+        "deepseek_v2",
         "deepseek_v3",
+        "deepseek_v4",
+        "ernie4_5",
         "llama4",
     ),
     "round": ("none", "nearest", "up", "down", "stochastic", "balanced"),
