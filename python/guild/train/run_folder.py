@@ -19,6 +19,7 @@ from typing import IO, Any
 
 import torch
 
+from .learner import LAYERS
 from .settings import Settings
 
 _FORMAT = 1
@@ -190,7 +191,8 @@ class RunFolder:
         Raises
         ------
         ValueError
-            When there is none, when the file is not one, or another version of Guild wrote it.
+            When there is none, when the file is not one, when another version of Guild wrote it, or
+            when it holds a step or setting that no run has.
         OSError
             When it cannot be read.
         """
@@ -211,14 +213,11 @@ class RunFolder:
                 ) from None
         if not isinstance(state, dict) or "format" not in state:
             raise ValueError(f"resume: {name} is no checkpoint of guild train")
+        if not isinstance(state["format"], int):
+            raise ValueError(f"resume: {name} is no checkpoint of guild train")
         if state["format"] != _FORMAT:
             raise ValueError(f"resume: {name} has format {state['format']}, expected {_FORMAT}")
-        for key, kind in _STATE.items():
-            if not isinstance(state.get(key), kind):
-                raise ValueError(f"resume: {name} is no checkpoint of guild train: no {key} in it")
-        unknown = set(state["settings"]) - set(Settings().as_dict())
-        if unknown or state["dtype"] not in _DTYPES or not state["learners"]:
-            raise ValueError(f"resume: {name} was written by another version of guild train")
+        _expect_state(state, name)
         return state
 
     def write_summary(self, summary: dict[str, Any]) -> None:
@@ -258,6 +257,23 @@ class RunFolder:
             if cause is None:
                 raise
             raise OSError(cause.errno, cause.strerror, str(path)) from error
+
+
+def _expect_state(state: dict[str, Any], name: str) -> None:
+    """Raise ValueError unless the state is one that `save_checkpoint` was given."""
+    for key, kind in _STATE.items():
+        if not isinstance(state.get(key), kind) or isinstance(state[key], bool):
+            raise ValueError(f"resume: {name} is no checkpoint of guild train: no {key} in it")
+    unknown = set(state["settings"]) - set(Settings().as_dict())
+    learners = state["learners"]
+    if unknown or state["dtype"] not in _DTYPES or not learners or set(learners) - set(LAYERS):
+        raise ValueError(f"resume: {name} was written by another version of guild train")
+    if state["step"] < 0:
+        raise ValueError(f"resume: {name}: step: expected 0 or more, got {state['step']}")
+    try:
+        Settings(**state["settings"])
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"resume: {name}: {error}") from None
 
 
 def _is_at(path: Path, file: IO[bytes]) -> bool:
