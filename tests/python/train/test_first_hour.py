@@ -88,6 +88,13 @@ def change_setting(path: Path, name: str, value: object) -> None:
     change_state(path, settings={**settings, name: value})
 
 
+def change_moments(path: Path, change: Callable[[dict], object]) -> None:
+    """Of the optimiser's first weight."""
+    learners = torch.load(path)["learners"]
+    change(learners["guild"]["optimizer"]["state"][0])
+    change_state(path, learners=learners)
+
+
 def cut(path: Path, count: int) -> None:
     path.write_bytes(path.read_bytes()[:count])
 
@@ -129,6 +136,18 @@ BAD_CHECKPOINTS = {
         lambda p: change_state(p, learners={"guild": {"model": {}, "optimizer": {}}}),
         "do not fit this guild model",
     ),
+    "another weight's moments": (
+        lambda p: change_moments(p, lambda state: state.update(exp_avg=torch.ones(3))),
+        "do not fit this guild model",
+    ),
+    "half the moments": (
+        lambda p: change_moments(p, lambda state: state.pop("exp_avg_sq")),
+        "do not fit this guild model",
+    ),
+    "moments in words": (
+        lambda p: change_moments(p, lambda state: state.update(exp_avg="ones")),
+        "do not fit this guild model",
+    ),
     "a folder": (lambda p: (p.unlink(), p.mkdir()), "checkpoint.pt: Is a directory"),
 }
 
@@ -140,7 +159,7 @@ def test_bad_checkpoint(
     spoil, message = BAD_CHECKPOINTS[kind]
     spoil(finished / "checkpoint.pt")
     metrics = (finished / "metrics.jsonl").read_bytes()
-    printed = refused(run("--resume"), capsys)
+    printed = refused(run("--resume", "--steps", "12"), capsys)
     assert message in printed and "checkpoint" in printed
     assert (finished / "metrics.jsonl").read_bytes() == metrics
 
