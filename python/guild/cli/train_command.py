@@ -33,6 +33,11 @@ def run_train(args: argparse.Namespace) -> int:
             raise ValueError(f"threads: expected at least 1, got {typed['threads']}")
         torch.set_num_threads(typed["threads"])
     settings, plan = plan_run(typed)
+    with RunFolder(plan.out).claimed():
+        return _train(settings, plan, typed, console)
+
+
+def _train(settings: Settings, plan: Plan, typed: dict[str, Any], console: Console) -> int:
     training = Training(settings, plan, console)
     if training.is_finished:
         _say(

@@ -182,11 +182,21 @@ class Learner:
         try:
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
+            for weight, held in self.optimizer.state.items():
+                self._expect_moments(weight, held)
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
             raise ValueError(
                 f"resume: the checkpoint's weights and optimiser do not fit this {self.name} "
                 "model; another version of Guild may have written it"
             ) from None
+
+    @staticmethod
+    def _expect_moments(weight: torch.Tensor, held: dict[str, Any]) -> None:
+        """AdamW loads moments of any shape, and its fused step reads past a shorter one."""
+        if held["exp_avg"].shape != weight.shape or held["exp_avg_sq"].shape != weight.shape:
+            raise ValueError("moments of another weight")
+        if held["step"].numel() != 1:
+            raise ValueError("step counts of another optimiser")
 
     def _wait(self) -> None:
         if self.device.type == "cuda":

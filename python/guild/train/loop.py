@@ -81,7 +81,7 @@ class Plan:
 
 
 class Training:
-    """One call of `guild train`, from the corpus to the summary."""
+    """One call of `guild train`, from the corpus to the summary, in a folder claimed for it."""
 
     def __init__(self, settings: Settings, plan: Plan, console: Console) -> None:
         self.settings, self.plan, self.console = settings, plan, console

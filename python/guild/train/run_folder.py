@@ -2,12 +2,13 @@
 
 A file appears by renaming a finished one, so a run that dies while writing, or finds the disk full,
 keeps what was there before. metrics.jsonl, which grows in place, may be ahead of the checkpoint;
-resuming cuts it back.
+resuming cuts it back. One run at a time has the folder: it holds a lock on run.lock to its end.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import json
 import os
@@ -18,6 +19,7 @@ from typing import IO, Any
 
 import torch
 
+from .learner import LAYERS
 from .settings import Settings
 
 _FORMAT = 1
@@ -31,7 +33,7 @@ class RunFolder:
     Parameters
     ----------
     path : Path
-        The folder; `start` makes it.
+        The folder; `claimed` makes it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -41,9 +43,56 @@ class RunFolder:
         self.summary = self.path / "summary.json"
         self.plot = self.path / "loss.png"
         self.sample = self.path / "sample.txt"
+        self.lock = self.path / "run.lock"
+
+    @contextlib.contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Make the folder where there is none, and keep other runs out of it.
+
+        Raises
+        ------
+        ValueError
+            When no folder can be made at the path, or another run has it.
+        OSError
+            When nothing can be written there.
+        """
+        made = not self.path.exists()
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            raise ValueError(
+                f"out: expected a folder or a path where one can be made, got {str(self.path)!r}"
+            ) from None
+        lock = self._take_lock()
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):  # left behind, neither does harm
+                if _is_at(self.lock, lock):  # no longer where the folder was deleted and made anew
+                    self.lock.unlink()
+                if made and not any(self.path.iterdir()):
+                    self.path.rmdir()
+            lock.close()
+
+    def _take_lock(self) -> IO[bytes]:
+        while True:
+            lock = self.lock.open("ab")
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                lock.close()
+                raise ValueError(
+                    f"out: another run is writing to {str(self.path)!r}; wait for its end or "
+                    "choose another folder"
+                ) from None
+            except OSError:  # a file system without locks, such as some clusters' Lustre
+                return lock
+            if _is_at(self.lock, lock):
+                return lock
+            lock.close()  # its run ended and removed it after it was opened here
 
     def start(self) -> Path | None:
-        """Make the folder, and room for a new run in it.
+        """Make room for a new run in the folder.
 
         Returns
         -------
@@ -54,16 +103,10 @@ class RunFolder:
         Raises
         ------
         ValueError
-            When no folder can be made at the path, or the run in it cannot be moved.
+            When the run in it cannot be moved.
         OSError
             When nothing can be written there.
         """
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except (FileExistsError, NotADirectoryError):
-            raise ValueError(
-                f"out: expected a folder or a path where one can be made, got {str(self.path)!r}"
-            ) from None
         moved = self._move_aside()
         self.append([])  # a folder that takes no file is better found out now
         return moved
@@ -148,7 +191,8 @@ class RunFolder:
         Raises
         ------
         ValueError
-            When there is none, when the file is not one, or another version of Guild wrote it.
+            When there is none, when the file is not one, when another version of Guild wrote it, or
+            when it holds a step or setting that no run has.
         OSError
             When it cannot be read.
         """
@@ -169,14 +213,11 @@ class RunFolder:
                 ) from None
         if not isinstance(state, dict) or "format" not in state:
             raise ValueError(f"resume: {name} is no checkpoint of guild train")
+        if not isinstance(state["format"], int):
+            raise ValueError(f"resume: {name} is no checkpoint of guild train")
         if state["format"] != _FORMAT:
             raise ValueError(f"resume: {name} has format {state['format']}, expected {_FORMAT}")
-        for key, kind in _STATE.items():
-            if not isinstance(state.get(key), kind):
-                raise ValueError(f"resume: {name} is no checkpoint of guild train: no {key} in it")
-        unknown = set(state["settings"]) - set(Settings().as_dict())
-        if unknown or state["dtype"] not in _DTYPES or not state["learners"]:
-            raise ValueError(f"resume: {name} was written by another version of guild train")
+        _expect_state(state, name)
         return state
 
     def write_summary(self, summary: dict[str, Any]) -> None:
@@ -216,6 +257,31 @@ class RunFolder:
             if cause is None:
                 raise
             raise OSError(cause.errno, cause.strerror, str(path)) from error
+
+
+def _expect_state(state: dict[str, Any], name: str) -> None:
+    """Raise ValueError unless the state is one that `save_checkpoint` was given."""
+    for key, kind in _STATE.items():
+        if not isinstance(state.get(key), kind) or isinstance(state[key], bool):
+            raise ValueError(f"resume: {name} is no checkpoint of guild train: no {key} in it")
+    unknown = set(state["settings"]) - set(Settings().as_dict())
+    learners = state["learners"]
+    if unknown or state["dtype"] not in _DTYPES or not learners or set(learners) - set(LAYERS):
+        raise ValueError(f"resume: {name} was written by another version of guild train")
+    if state["step"] < 0:
+        raise ValueError(f"resume: {name}: step: expected 0 or more, got {state['step']}")
+    try:
+        Settings(**state["settings"])
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"resume: {name}: {error}") from None
+
+
+def _is_at(path: Path, file: IO[bytes]) -> bool:
+    """Whether the open file is the one at the path."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
 
 
 def _system_error(error: BaseException) -> OSError | None:

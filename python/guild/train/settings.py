@@ -11,14 +11,17 @@ from dataclasses import dataclass
 from typing import Any
 
 # Settings that are words. The compiled library is not needed to read a command line, so routing.py
-# is not imported for them.
+# is not imported for them; a test compares the two.
 CHOICES = {
     "router": (
         "softmax",
         "softmax_renormalized",
         "topk_softmax",
         "sigmoid",
+        "deepseek_v2",
         "deepseek_v3",
+        "deepseek_v4",
+        "ernie4_5",
         "llama4",
     ),
     "round": ("none", "nearest", "up", "down", "stochastic", "balanced"),
@@ -85,14 +88,17 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        self._expect_types()
         for name in (
             "steps batch context hidden layers heads experts intermediate top_k tile"
         ).split():
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
         for name in ("warmup", "weight_decay", "balance", "capacity", "bias_rate", "seed"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}: expected 0 or more, got {getattr(self, name)}")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(
+                    f"{name}: expected a finite number of 0 or more, got {getattr(self, name)}"
+                )
         for name in ("lr", "clip"):
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):
@@ -114,6 +120,13 @@ class Settings:
                     f"{name}: expected a multiple of 8 (16-byte rows in bf16), "
                     f"got {getattr(self, name)}"
                 )
+
+    def _expect_types(self) -> None:
+        for field in dataclasses.fields(self):
+            value, kind = getattr(self, field.name), type(field.default)
+            known = (int, float) if kind is float else kind
+            if not isinstance(value, known) or isinstance(value, bool):
+                raise TypeError(f"{field.name}: expected {kind.__name__}, got {value!r}")
 
     @property
     def plain_routing(self) -> bool:

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from guild.train.interrupt import StopRequest
 from guild.train.loop import Plan, Training
+from guild.train.run_folder import RunFolder
 from guild.train.settings import Settings
 
 _FILES = 24
@@ -61,6 +62,7 @@ def train(
             **plan,
         }
     )
-    training = Training(settings, full, Console(file=io.StringIO()))
     stop = StopRequest() if polls is None else StopAfter(polls)
-    return training, training.run(stop)
+    with RunFolder(out).claimed():
+        training = Training(settings, full, Console(file=io.StringIO()))
+        return training, training.run(stop)

@@ -83,6 +83,18 @@ def change_state(path: Path, **changes: object) -> None:
     torch.save({**torch.load(path), **changes}, path)
 
 
+def change_setting(path: Path, name: str, value: object) -> None:
+    settings = torch.load(path)["settings"]
+    change_state(path, settings={**settings, name: value})
+
+
+def change_moments(path: Path, change: Callable[[dict], object]) -> None:
+    """Of the optimiser's first weight."""
+    learners = torch.load(path)["learners"]
+    change(learners["guild"]["optimizer"]["state"][0])
+    change_state(path, learners=learners)
+
+
 def cut(path: Path, count: int) -> None:
     path.write_bytes(path.read_bytes()[:count])
 
@@ -97,11 +109,43 @@ BAD_CHECKPOINTS = {
     "another's weights": (lambda p: torch.save({"w": torch.ones(2)}, p), "is no checkpoint of"),
     "a later format": (lambda p: change_state(p, format=2), "has format 2, expected 1"),
     "no step": (lambda p: change_state(p, step=None), "guild train: no step in it"),
+    "a step below 0": (lambda p: change_state(p, step=-5), "step: expected 0 or more, got -5"),
+    "a step that is a flag": (lambda p: change_state(p, step=True), "guild train: no step in it"),
+    "a format of two": (lambda p: change_state(p, format=torch.ones(2)), "no checkpoint of guild"),
+    "experts in words": (
+        lambda p: change_setting(p, "experts", "four"),
+        "experts: expected int, got 'four'",
+    ),
+    "half a layer": (lambda p: change_setting(p, "layers", 1.5), "layers: expected int, got 1.5"),
+    "no rate": (lambda p: change_setting(p, "lr", None), "lr: expected float, got None"),
+    "a rate that is a flag": (lambda p: change_setting(p, "lr", True), "expected float, got True"),
+    "a router by number": (
+        lambda p: change_setting(p, "router", 3),
+        "router: expected str, got 3",
+    ),
+    "a decay that is no number": (
+        lambda p: change_setting(p, "weight_decay", float("nan")),
+        "weight_decay: expected a finite number of 0 or more, got nan",
+    ),
+    "no expert": (lambda p: change_setting(p, "experts", 0), "experts: expected at least 1, got 0"),
     "a later setting": (lambda p: change_state(p, settings={"depth": 1}), "by another version"),
     "no learner": (lambda p: change_state(p, learners={}), "by another version"),
+    "a learner by number": (lambda p: change_state(p, learners={1: {}, 2: {}}), "by another vers"),
     "a later dtype": (lambda p: change_state(p, dtype="torch.float8"), "by another version"),
     "another model": (
         lambda p: change_state(p, learners={"guild": {"model": {}, "optimizer": {}}}),
+        "do not fit this guild model",
+    ),
+    "another weight's moments": (
+        lambda p: change_moments(p, lambda state: state.update(exp_avg=torch.ones(3))),
+        "do not fit this guild model",
+    ),
+    "half the moments": (
+        lambda p: change_moments(p, lambda state: state.pop("exp_avg_sq")),
+        "do not fit this guild model",
+    ),
+    "moments in words": (
+        lambda p: change_moments(p, lambda state: state.update(exp_avg="ones")),
         "do not fit this guild model",
     ),
     "a folder": (lambda p: (p.unlink(), p.mkdir()), "checkpoint.pt: Is a directory"),
@@ -115,7 +159,8 @@ def test_bad_checkpoint(
     spoil, message = BAD_CHECKPOINTS[kind]
     spoil(finished / "checkpoint.pt")
     metrics = (finished / "metrics.jsonl").read_bytes()
-    assert message in refused(run("--resume"), capsys)
+    printed = refused(run("--resume", "--steps", "12"), capsys)
+    assert message in printed and "checkpoint" in printed
     assert (finished / "metrics.jsonl").read_bytes() == metrics
 
 

@@ -14,12 +14,14 @@ import numpy as np
 import pytest
 import torch
 
+from guild.routing import ROUNDINGS, ROUTERS
 from guild.train.compare import comparison
 from guild.train.interrupt import StopRequest
 from guild.train.learner import Learner
 from guild.train.loop import FINAL_STEPS, readable
 from guild.train.plots import _smooth, plot_run
 from guild.train.run_folder import RunFolder
+from guild.train.settings import CHOICES
 from training import small_settings, train, write_corpus
 
 CPU = torch.device("cpu")
@@ -253,6 +255,10 @@ def test_first_ctrl_c_asks_and_the_second_interrupts() -> None:
     "changes",
     [
         {"router": "sigmoid"},
+        {"router": "deepseek_v2", "experts": 8},
+        {"router": "deepseek_v3", "experts": 8},
+        {"router": "deepseek_v4", "capacity": 1.0},
+        {"router": "ernie4_5", "round": "nearest", "tile": 16},
         {"router": "llama4", "top_k": 1},
         {"round": "nearest", "tile": 16},
         {"round": "stochastic", "tile": 8, "router": "softmax"},
@@ -283,8 +289,13 @@ def test_routers_rounding_and_dropping(
         for row in rows:  # no expert has more than an even share of all choices
             assert sum(1 / load for load in row["load"]) / 2 > row["rows_over_choices"] - 1e-3
         assert any(row["rows_over_choices"] < 1 for row in rows)
-    if settings.router == "sigmoid":
+    if settings.router in ("sigmoid", "deepseek_v3", "deepseek_v4", "ernie4_5"):
         assert states[0]["blocks.0.moe.router.selection_bias"].any()
+
+
+def test_choices_are_all_of_the_library() -> None:
+    """The settings list the names themselves, so that `--help` need not load torch."""
+    assert CHOICES == {"router": ROUTERS, "round": ("none", *ROUNDINGS)}
 
 
 def test_plain_layer_has_one_router() -> None:
