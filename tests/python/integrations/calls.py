@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import EXPERTS, HIDDEN, Family
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import guild.integrations.transformers as guild_transformers
+from families import EXPERTS, HIDDEN, Family
 
 guild_transformers.register()
 

@@ -14,6 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("transformers", reason="Transformers is not installed")
 
+from transformers.integrations import finegrained_fp8, moe  # noqa: E402
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts  # noqa: E402
+
+import guild.integrations.transformers as guild_transformers  # noqa: E402
 from calls import (  # noqa: E402
     FAMILIES,
     both,
@@ -25,10 +29,6 @@ from calls import (  # noqa: E402
     routing,
 )
 from families import Family, make_experts  # noqa: E402
-from transformers.integrations import finegrained_fp8, moe  # noqa: E402
-from transformers.models.mixtral.modeling_mixtral import MixtralExperts  # noqa: E402
-
-import guild.integrations.transformers as guild_transformers  # noqa: E402
 from guild.integrations.transformers import experts as experts_module  # noqa: E402
 
 # ---- the registry -------------------------------------------------------------------------------

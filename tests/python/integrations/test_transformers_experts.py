@@ -13,6 +13,8 @@ from torch.nn.utils import parametrize
 
 pytest.importorskip("transformers", reason="Transformers is not installed")
 
+import guild  # noqa: E402
+import guild.integrations.transformers as guild_transformers  # noqa: E402
 from calls import (  # noqa: E402
     FAMILIES,
     both,
@@ -25,9 +27,6 @@ from calls import (  # noqa: E402
     results,
 )
 from families import EXPERTS, HIDDEN, Family, make_experts  # noqa: E402
-
-import guild  # noqa: E402
-import guild.integrations.transformers as guild_transformers  # noqa: E402
 from guild.integrations.transformers import experts as experts_module  # noqa: E402
 from guild.integrations.transformers import unfused  # noqa: E402
 

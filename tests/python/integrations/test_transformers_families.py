@@ -11,7 +11,6 @@ pytest.importorskip("transformers", reason="Transformers is not installed")
 
 from calls import both, error, routing  # noqa: E402
 from families import HIDDEN, Family, families, make_experts  # noqa: E402
-
 from guild.integrations.transformers.gate import gate_of  # noqa: E402
 
 

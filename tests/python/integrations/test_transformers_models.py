@@ -11,11 +11,11 @@ from torch import Tensor
 
 transformers = pytest.importorskip("transformers", reason="Transformers is not installed")
 
-from calls import error  # noqa: E402
 from transformers.integrations import moe  # noqa: E402
 
 import guild  # noqa: E402
 import guild.integrations.transformers as guild_transformers  # noqa: E402
+from calls import error  # noqa: E402
 from guild.integrations.transformers import experts as experts_module  # noqa: E402
 
 VOCABULARY = 64
