@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from guild._torch.checks import (
     dtype_name,
@@ -177,15 +179,19 @@ def _grouped_shape(mat_a: Tensor, mat_b: Tensor, offs: Tensor | None) -> tuple[i
 
 
 class _Origin(NamedTuple):
-    """What grouped_mm_swiglu notes on its swiglu_out for grouped_mm_downproj to compare.
+    """What grouped_mm_swiglu notes of its swiglu_out for grouped_mm_downproj to compare.
 
-    Not under torch.compile, which cannot set attributes of an op's outputs.
+    Not under torch.compile, whose graphs cannot look a tensor up.
     """
 
     aux: Tensor
     activation: Activation
     order: str
-    version: int
+    versions: tuple[int | None, int | None]
+
+
+# Beside the tensors: an attribute of theirs would be saved and copied with them.
+_origins: MutableMapping[Tensor, _Origin] = WeakTensorKeyDictionary()
 
 
 def grouped_mm_swiglu(
@@ -247,7 +253,7 @@ def grouped_mm_swiglu(
         )
     out, aux = _pair_up(x, w_up, starts(offs), bias, *act.scalars, interleaved)
     if not torch.compiler.is_compiling():
-        out._guild_origin = _Origin(aux, act, order, out._version)
+        _origins[out] = _Origin(aux, act, order, _versions(out, aux))
     return out, aux
 
 
@@ -303,6 +309,11 @@ def grouped_mm_downproj(
             _expect_origin(swiglu_out, aux_biased_acc, act, order)
     operands = _pair_operands("swiglu_out", swiglu_out, "w_down", w_down, offs, bias)
     swiglu_out, w_down, bias = operands
+    if aux_biased_acc is not None:
+        _, aux_biased_acc = autocast(swiglu_out, aux_biased_acc)
+        rows, inner = swiglu_out.shape
+        expect_shape("aux_biased_acc", aux_biased_acc, (rows, act.width(inner)))
+        expect_like("aux_biased_acc", aux_biased_acc, swiglu_out, "swiglu_out")
     return _pair_down(
         swiglu_out, aux_biased_acc, w_down, starts(offs), bias, *act.scalars, interleaved
     )
@@ -355,10 +366,15 @@ def _pair_operands(
     return x, w, bias
 
 
+def _versions(*tensors: Tensor) -> tuple[int | None, ...]:
+    """How often each was written to; None for tensors of inference mode, which do not count."""
+    return tuple(None if t.is_inference() else t._version for t in tensors)
+
+
 def _expect_origin(out: Tensor, aux: Tensor, activation: Activation, order: str) -> None:
     """Raise unless aux, activation and order are what grouped_mm_swiglu made `out` with."""
-    origin = getattr(out, "_guild_origin", None)
-    if origin is None or origin.aux is not aux or origin.version != out._version:
+    origin = _origins.get(out)
+    if origin is None or origin.aux is not aux or origin.versions != _versions(out, aux):
         raise ValueError(
             "aux_biased_acc: expected the aux that grouped_mm_swiglu returned with this swiglu_out "
             "(neither of them changed since), got another tensor; without aux_biased_acc the "
