@@ -14,13 +14,19 @@ from guild._torch.checks import (
     dtype_name,
     expect_choice,
     expect_count,
+    expect_device,
     expect_shape,
 )
-from guild._torch.operators import autocast
 from guild.activations import Activation, as_activation, is_interleaved
 from guild.balancing import BalanceSums, balance_sums, move_selection_bias
 from guild.experts import routed_experts_and_offsets, routed_layer
-from guild.layer_routing import Routing, layer_tokens, outlives_call, rounded_lists
+from guild.layer_routing import (
+    Routing,
+    layer_tokens,
+    outlives_call,
+    rounded_lists,
+    router_operands,
+)
 from guild.logits import RouterLinear, selection_bias_of
 from guild.routing import Router, route_logits, route_tokens
 from guild.shared_experts import SharedExperts, shared_width
@@ -209,7 +215,7 @@ class MoE(nn.Module):
         weights = self.w_up, self.w_down, self.b_up, self.b_down, self.activation
         layout, later = (self.order, self.transposed), (self.recompute, self.weight_gradients)
         if self._routes_in_one() and not return_routing:
-            flat, weight = autocast(flat, self.router.weight)
+            flat, weight = router_operands(flat, self.router, self.experts)
             router = self.top_k, self.routing, self._selection_bias(), token_mask
             out, offsets = routed_layer(flat, weight, *router, *weights, shared, *later, *layout)
             self._keep_offsets(offsets)
@@ -252,6 +258,8 @@ class MoE(nn.Module):
 
     def _logits(self, x: Tensor) -> Tensor:
         """The router called on x."""
+        if type(self.router) is RouterLinear:  # whose own errors call its weight `weight`
+            router_operands(x, self.router, self.experts)
         logits = self.router(x)
         expect_shape("router: logits", logits, (x.shape[0], self.experts), "(tokens, experts)")
         return logits
@@ -265,6 +273,8 @@ class MoE(nn.Module):
                 "router.selection_bias: expected a buffer (experts,), as Router(selection_bias="
                 f"True) asks for, got a {type(self.router).__name__} without one"
             )
+        expect_shape("router.selection_bias", bias, (self.experts,), "(experts,) of the layer")
+        expect_device("router.selection_bias", bias, self.w_up, "w_up")
         return bias
 
     def _route(
@@ -276,7 +286,7 @@ class MoE(nn.Module):
         """
         bias, router = self._selection_bias(), self.routing
         if logits is None:
-            _, weight = autocast(x, self.router.weight)
+            x, weight = router_operands(x, self.router, self.experts)
             return *route_tokens(x, weight, self.top_k, router, bias, token_mask), None
         ids, scores = route_logits(logits, self.top_k, router, bias, token_mask)
         if not self.training:

@@ -266,8 +266,8 @@ def route_tokens(
     Parameters
     ----------
     x, weight : torch.Tensor
-        (tokens, hidden) and (experts, hidden) of one dtype; the logits are float32 (float64 in
-        float64).
+        (tokens, hidden) and (experts, hidden) as `router_operands` returns them; the logits are
+        float32 (float64 in float64).
     top_k, router, selection_bias, token_mask
         As `route` takes them; sizes checked.
 
@@ -279,7 +279,7 @@ def route_tokens(
     Raises
     ------
     TypeError, ValueError
-        If dtypes or devices do not fit; the message names the argument.
+        If the mask does not fit; the message names the argument.
     """
     arguments = token_arguments(x, weight, top_k, router, selection_bias, token_mask)
     scores, ids, _ = _route_tokens(*arguments)
@@ -295,11 +295,6 @@ def token_arguments(
     token_mask: Tensor | None,
 ) -> tuple:
     """Checked arguments of the ops that route x; see `route_tokens`."""
-    if x.dtype != weight.dtype:
-        raise TypeError(
-            f"x: expected dtype {dtype_name(weight.dtype)} as router.weight has, got "
-            f"{dtype_name(x.dtype)}"
-        )
     expect_experts("router.weight", weight, weight.shape[0], True, "experts")
     if selection_bias is not None:
         selection_bias = selection_bias.detach().to(score_dtype(x.dtype))

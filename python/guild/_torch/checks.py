@@ -11,6 +11,8 @@ import math
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _ON_CUDA = (torch.bfloat16, torch.float16)
@@ -96,13 +98,18 @@ def expect_device(name: str, tensor: Tensor, x: Tensor, x_name: str = "x") -> No
 
 def expect_rows(name: str, tensor: Tensor) -> None:
     """Raise unless the columns of (rows, width) are contiguous and the rows do not overlap."""
+    if not has_plain_rows(tensor):
+        raise ValueError(
+            f"{name}: expected rows with contiguous columns (strides (n, 1), n >= "
+            f"{tensor.shape[1]}), got strides {tensor.stride()}; call {name}.contiguous()"
+        )
+
+
+def has_plain_rows(tensor: Tensor) -> bool:
+    """Whether the columns of (rows, width) are contiguous and the rows do not overlap."""
     row, column = tensor.stride()
     rows, width = tensor.shape
-    if (width > 1 and rows > 0 and column != 1) or (rows > 1 and row < width):
-        raise ValueError(
-            f"{name}: expected rows with contiguous columns (strides (n, 1), n >= {width}), got "
-            f"strides {tensor.stride()}; call {name}.contiguous()"
-        )
+    return not ((width > 1 and rows > 0 and column != 1) or (rows > 1 and row < width))
 
 
 def expect_own_elements(name: str, tensor: Tensor) -> None:
@@ -139,8 +146,14 @@ def _share_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def _has_memory(*tensors: Tensor) -> bool:
-    """Not so for meta and fake tensors."""
-    return all(type(t) in (Tensor, torch.nn.Parameter) and not t.is_meta for t in tensors)
+    """Not so for meta and fake tensors, nor for wrappers around other tensors."""
+    return not any(
+        t.is_meta
+        or isinstance(t, FakeTensor)
+        or is_traceable_wrapper_subclass(t)
+        or torch._C._functorch.is_functorch_wrapped_tensor(t)
+        for t in tensors
+    )
 
 
 def _span(t: Tensor) -> int:

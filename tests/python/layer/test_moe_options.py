@@ -273,3 +273,13 @@ def test_wrong_dtype_with_shared_experts() -> None:
     moe = make("qwen3_next")
     with pytest.raises(TypeError, match="^x: expected dtype float32 as w_up has, got float64"):
         moe(torch.zeros(3, 24, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("shared", [0, 1])
+def test_tokens_by_columns(shared: int) -> None:
+    """Any strides of x give the same bits, whatever is between x and the output."""
+    moe = guild.MoE(24, 16, 6, 2, shared_experts=shared)
+    columns = torch.randn(24, 7).t()
+    assert torch.equal(moe(columns), moe(columns.contiguous()))
+    repeated = columns[:1].expand(3, 24)
+    assert torch.equal(moe(repeated), moe(repeated.contiguous()))
