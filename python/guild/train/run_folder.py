@@ -177,6 +177,7 @@ class RunFolder:
         unknown = set(state["settings"]) - set(Settings().as_dict())
         if unknown or state["dtype"] not in _DTYPES or not state["learners"]:
             raise ValueError(f"resume: {name} was written by another version of guild train")
+        _expect_sound(state, name)
         return state
 
     def write_summary(self, summary: dict[str, Any]) -> None:
@@ -216,6 +217,26 @@ class RunFolder:
             if cause is None:
                 raise
             raise OSError(cause.errno, cause.strerror, str(path)) from error
+
+
+def _expect_sound(state: dict[str, Any], name: str) -> None:
+    """Raise ValueError where a checkpoint has parts of the right names with wrong values."""
+    settings = state["settings"]
+    if state["step"] < 0:
+        raise ValueError(f"resume: {name} has step {state['step']}, expected 0 or more")
+    for key, default in Settings().as_dict().items():
+        kinds = (int, float) if isinstance(default, float) else type(default)
+        value = settings.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, kinds):
+            raise ValueError(
+                f"resume: {name} has {key} {value!r}, expected {type(default).__name__}"
+            )
+    try:
+        Settings(**settings)
+    except ValueError as error:
+        raise ValueError(f"resume: {name} has settings of no run: {error}") from None
+    if unknown := set(state["learners"]) - {"guild", "plain"}:
+        raise ValueError(f"resume: {name} holds the unknown layer {unknown.pop()!r}")
 
 
 def _system_error(error: BaseException) -> OSError | None:

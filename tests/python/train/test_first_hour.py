@@ -100,6 +100,23 @@ BAD_CHECKPOINTS = {
     "a later setting": (lambda p: change_state(p, settings={"depth": 1}), "by another version"),
     "no learner": (lambda p: change_state(p, learners={}), "by another version"),
     "a later dtype": (lambda p: change_state(p, dtype="torch.float8"), "by another version"),
+    "a negative step": (lambda p: change_state(p, step=-5), "has step -5, expected 0 or more"),
+    "a word for a count": (
+        lambda p: change_state(p, settings={"experts": "four"}),
+        "has experts 'four', expected int",
+    ),
+    "a flag for a number": (
+        lambda p: change_state(p, settings={"lr": True}),
+        "has lr True, expected float",
+    ),
+    "a setting out of range": (
+        lambda p: change_state(p, settings={"experts": 0}),
+        "has settings of no run: experts: expected at least 1, got 0",
+    ),
+    "another layer": (
+        lambda p: change_state(p, learners={"dense": {}}),
+        "holds the unknown layer 'dense'",
+    ),
     "another model": (
         lambda p: change_state(p, learners={"guild": {"model": {}, "optimizer": {}}}),
         "do not fit this guild model",

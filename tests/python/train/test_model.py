@@ -9,11 +9,12 @@ import pytest
 import torch
 
 import guild
+from guild.routing import ROUTERS
 from guild.train.corpus import load_corpus, source_files, standard_library
 from guild.train.learner import Learner
 from guild.train.model import generate
 from guild.train.plain_moe import PlainMoE
-from guild.train.settings import Settings
+from guild.train.settings import CHOICES, Settings
 from oracle.experts import Experts
 from oracle.layer import moe
 from training import small_settings, write_corpus
@@ -172,3 +173,13 @@ def test_plain_layer_is_the_sum_over_choices() -> None:
 def test_plain_layer_rejects_top_k() -> None:
     with pytest.raises(ValueError, match=r"top_k: expected 1 .. 4 \(experts\), got 5"):
         PlainMoE(16, 8, 4, 5)
+
+
+def test_every_router_can_be_chosen() -> None:
+    """The command line knows the names that guild.Router does, and each of them trains."""
+    assert set(CHOICES["router"]) == set(ROUTERS)
+    for name in ROUTERS:
+        settings = small_settings(router=name, experts=8, top_k=1 if name == "llama4" else 2)
+        learner = Learner("guild", settings, torch.device("cpu"), torch.float32)
+        tokens = torch.zeros(2, settings.context, dtype=torch.int64)
+        learner.model(tokens)
