@@ -14,11 +14,15 @@ from guild._torch.checks import (
     expect_apart,
     expect_device,
     expect_dims,
+    expect_dtype,
     expect_experts,
+    expect_finite,
+    expect_flag,
     expect_like,
     expect_offsets,
     expect_operand,
     expect_own_elements,
+    expect_positive,
     expect_rows,
     expect_shape,
     expect_tensor,
@@ -105,6 +109,8 @@ def grouped_mm(
         expect_shape("bias", bias, (groups, shape[-2] if by_row else shape[-1]))
         expect_like("bias", bias, mat_a, "mat_a")
         expect_rows("bias", bias)
+    expect_dtype("out_dtype", out_dtype)
+    expect_flag("accumulate", accumulate)
     dtypes = (None, mat_a.dtype, torch.float32)
     if out_dtype not in dtypes:
         raise TypeError(
@@ -325,10 +331,13 @@ def _pair_activation(
     up_offset: float | None,
     activation: Activation | str | None,
 ) -> Activation:
-    given = {"alpha": alpha, "limit": limit, "up_offset": up_offset}
+    given = {"swiglu_alpha": alpha, "swiglu_limit": limit, "up_offset": up_offset}
     given = {name: value for name, value in given.items() if value is not None}
     if activation is None:
-        return Activation("silu", **{**_GPT_OSS, **given})
+        for name, value in given.items():  # under the names that they have here
+            (expect_positive if name == "swiglu_limit" else expect_finite)(name, value)
+        own = {name.removeprefix("swiglu_"): value for name, value in given.items()}
+        return Activation("silu", **{**_GPT_OSS, **own})
     if given:
         raise ValueError(
             f"activation: expected None together with {', '.join(given)}, got {activation!r}"

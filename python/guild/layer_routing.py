@@ -33,7 +33,8 @@ class Routing(NamedTuple):
     scores : torch.Tensor
         float32 (float64 in float64) of the same shape: the weights.
     logits : torch.Tensor
-        (..., experts), float32 (float64 in float64) unless the router is a module of yours.
+        (..., experts), float32 (float64 in float64) unless the router is a module of yours; 0 at
+        padding.
     token_offsets : torch.Tensor or None
         int32 (tokens + 1) with lists.
     """

@@ -15,6 +15,8 @@ from guild._torch.checks import (
     expect_choice,
     expect_count,
     expect_device,
+    expect_dtype,
+    expect_flags,
     expect_shape,
 )
 from guild.activations import Activation, as_activation, is_interleaved
@@ -30,7 +32,7 @@ from guild.layer_routing import (
 from guild.logits import RouterLinear, selection_bias_of
 from guild.routing import Router, route_logits, route_tokens
 from guild.shared_experts import SharedExperts, shared_width
-from guild.weight_gradients import WeightGradients
+from guild.weight_gradients import WeightGradients, expect_sink
 
 _BALANCE_OVER = (None, "batch", "sequence")
 _LOSSES = ("load_balancing_loss", "z_loss")
@@ -140,12 +142,16 @@ class MoE(nn.Module):
         (router or Router()).expect_sizes(experts, top_k)
         expect_choice("balance_over", balance_over, _BALANCE_OVER)
         is_interleaved(order)  # or an error
+        expect_flags(bias=bias, transposed=transposed, router_bias=router_bias, recompute=recompute)
+        if weight_gradients is not None:
+            expect_sink(weight_gradients)
+        expect_dtype("dtype", dtype)
         if dtype is not None and dtype not in FLOATS:
             raise TypeError(f"dtype: expected a floating dtype, got {dtype_name(dtype)}")
         self.hidden, self.intermediate = hidden, intermediate
         self.experts, self.top_k = experts, top_k
         self.activation = as_activation(activation)
-        self.order, self.transposed = order, bool(transposed)
+        self.order, self.transposed = order, transposed
         self.routing = router or Router()
         self.recompute, self.weight_gradients = recompute, weight_gradients
         make: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -236,6 +242,8 @@ class MoE(nn.Module):
             return out
         if token_offsets is None:
             ids, scores = (t.view(*x.shape[:-1], self.top_k) for t in (ids, scores))
+        if token_mask is not None:  # nor do gradients of theirs count
+            logits = logits.masked_fill(~token_mask[:, None], 0)
         return out, Routing(ids, scores, logits.view(*x.shape[:-1], self.experts), token_offsets)
 
     def _keeps_logits(self) -> bool:
@@ -365,7 +373,7 @@ class MoE(nn.Module):
         RuntimeError
             If the layer has no selection bias, or there was no forward yet.
         ValueError
-            If a router of yours lacks the bias.
+            If a router of yours lacks the bias, or this rank is not in the group.
         """
         if not self.routing.selection_bias:
             raise RuntimeError("router: expected Router(selection_bias=True), got one without")

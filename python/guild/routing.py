@@ -15,7 +15,10 @@ from guild._torch.checks import (
     expect_count,
     expect_device,
     expect_experts,
+    expect_finite,
+    expect_flag,
     expect_logits,
+    expect_number,
     expect_shape,
 )
 from guild._torch.operators import ops, score_dtype
@@ -96,8 +99,8 @@ class Router:
                 "rounding: expected None where the router's weights are applied to the input, got "
                 f"{self.rounding!r}"
             )
-        expect_scale(self.scale)
-        expect_sum_floor(self.sum_floor, self.renormalize)
+        expect_weighing(self.renormalize, self.scale, self.sum_floor)
+        expect_flag("selection_bias", self.selection_bias)
         _expect_groups(self.groups, self.top_groups, self.group_score)
 
     @staticmethod
@@ -202,8 +205,7 @@ def route(
     experts = logits.shape[1]
     expect_count("top_k", top_k, 1, experts)
     expect_choice("score", score, SCORES)
-    expect_scale(scale)
-    expect_sum_floor(sum_floor, renormalize)
+    expect_weighing(renormalize, scale, sum_floor)
     _expect_groups(groups, top_groups, group_score)
     _expect_candidates(experts, top_k, groups, top_groups)
     if logits.dtype != torch.float64:
@@ -326,14 +328,11 @@ def token_flags(token_mask: Tensor | None, rows: Tensor, name: str) -> Tensor | 
     return token_mask.contiguous()
 
 
-def expect_scale(scale: float) -> None:
-    """Raise ValueError unless it is finite."""
-    if not -math.inf < scale < math.inf:  # isfinite cannot be traced
-        raise ValueError(f"scale: expected a finite number, got {scale}")
-
-
-def expect_sum_floor(sum_floor: float, renormalize: bool) -> None:
-    """Raise ValueError unless it is finite, not negative, and 0 where nothing is divided."""
+def expect_weighing(renormalize: bool, scale: float, sum_floor: float) -> None:
+    """Raise unless weights can be made this way; a floor needs something that is divided."""
+    expect_flag("renormalize", renormalize)
+    expect_finite("scale", scale)
+    expect_number("sum_floor", sum_floor)
     if not 0 <= sum_floor < math.inf:
         raise ValueError(f"sum_floor: expected a finite number of at least 0, got {sum_floor}")
     if sum_floor > 0 and not renormalize:

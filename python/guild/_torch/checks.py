@@ -8,6 +8,8 @@ message. Types that no argument of that name can have raise TypeError, the rest 
 from __future__ import annotations
 
 import math
+import numbers
+import sys
 
 import torch
 from torch import Tensor
@@ -219,6 +221,46 @@ def expect_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         head = ", ".join(map(repr, choices[:-1]))
         raise ValueError(f"{name}: expected {head} or {choices[-1]!r}, got {value!r}")
+
+
+def expect_number(name: str, value: object) -> None:
+    """Raise unless it is a number, and no tensor: it would get no gradient."""
+    if isinstance(value, bool | Tensor) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
+    if isinstance(value, int) and abs(value) > sys.float_info.max:
+        raise ValueError(f"{name}: expected a number in float64's range, got a larger int")
+
+
+def expect_finite(name: str, value: object) -> None:
+    """Raise unless it is a finite number."""
+    expect_number(name, value)
+    if not -math.inf < value < math.inf:  # isfinite cannot be traced
+        raise ValueError(f"{name}: expected a finite number, got {value}")
+
+
+def expect_positive(name: str, value: object) -> None:
+    """Raise unless it is a positive number or infinite."""
+    expect_number(name, value)
+    if not value > 0:
+        raise ValueError(f"{name}: expected a positive number, got {value}")
+
+
+def expect_flag(name: str, value: object) -> None:
+    """Raise TypeError unless it is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected True or False, got {value!r}")
+
+
+def expect_flags(**values: object) -> None:
+    """`expect_flag` of each."""
+    for name, value in values.items():
+        expect_flag(name, value)
+
+
+def expect_dtype(name: str, value: object) -> None:
+    """Raise TypeError unless it is None or a torch.dtype."""
+    if not isinstance(value, torch.dtype | None):
+        raise TypeError(f"{name}: expected a torch.dtype, got {type(value).__name__} {value!r}")
 
 
 def expect_count(name: str, value: object, least: int, most: int | None = None) -> None:

@@ -154,12 +154,17 @@ VALUES: dict[str, Wrong] = {
     "alpha NaN": (
         lambda r: pair_up(r, swiglu_alpha=float("nan")),
         ValueError,
-        "alpha: expected a finite number, got nan",
+        "^swiglu_alpha: expected a finite number, got nan",
+    ),
+    "limit negative, of the pair": (
+        lambda r: pair_up(r, swiglu_limit=-1),
+        ValueError,
+        "^swiglu_limit: expected a positive number, got -1",
     ),
     "two activations": (
         lambda r: pair_up(r, swiglu_alpha=1.0, activation="gelu"),
         ValueError,
-        "activation: expected None together with alpha, got 'gelu'",
+        "activation: expected None together with swiglu_alpha, got 'gelu'",
     ),
     "unknown order": (
         lambda r: routed(r, order="mixed"),
