@@ -193,7 +193,7 @@ class _Origin(NamedTuple):
     aux: Tensor
     activation: Activation
     order: str
-    versions: tuple[int | None, int | None]
+    versions: tuple[int, int] | None
 
 
 # Beside the tensors: an attribute of theirs would be saved and copied with them.
@@ -310,6 +310,7 @@ def grouped_mm_downproj(
     act = _pair_activation(swiglu_alpha, swiglu_limit, up_offset, activation)
     interleaved = is_interleaved(order)
     if aux_biased_acc is not None:
+        expect_tensor("swiglu_out", swiglu_out)
         expect_tensor("aux_biased_acc", aux_biased_acc)
         if not torch.compiler.is_compiling():
             _expect_origin(swiglu_out, aux_biased_acc, act, order)
@@ -375,9 +376,9 @@ def _pair_operands(
     return x, w, bias
 
 
-def _versions(*tensors: Tensor) -> tuple[int | None, ...]:
-    """How often each was written to; None for tensors of inference mode, which do not count."""
-    return tuple(None if t.is_inference() else t._version for t in tensors)
+def _versions(out: Tensor, aux: Tensor) -> tuple[int, int] | None:
+    """How often each was written to; None for a pair of inference mode, which does not count."""
+    return None if out.is_inference() else (out._version, aux._version)
 
 
 def _expect_origin(out: Tensor, aux: Tensor, activation: Activation, order: str) -> None:

@@ -285,3 +285,24 @@ def test_notes_end_with_their_tensors() -> None:
     del a, aux
     gc.collect()
     assert kept() is None
+
+
+def test_another_aux_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where tensors are not known one by one, shape and dtype are."""
+    tensors, offs = example(64, 96, "cpu")
+    x, w_up, _, w_down, _ = (t.detach() for t in tensors.values())
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    a, aux = grouped_mm_swiglu(x, w_up, offs)
+    grouped_mm_downproj(a, w_down, offs, aux_biased_acc=aux)
+    with pytest.raises(ValueError, match=r"^aux_biased_acc: expected shape \(864, 192\), got \(8,"):
+        grouped_mm_downproj(a, w_down, offs, aux_biased_acc=aux[:8])
+    with pytest.raises(TypeError, match="^aux_biased_acc: expected dtype bfloat16 as swiglu_out"):
+        grouped_mm_downproj(a, w_down, offs, aux_biased_acc=aux.float())
+
+
+def test_no_swiglu_out() -> None:
+    """With aux, whose note is looked up by it, as without."""
+    tensors, offs = example(64, 96, "cpu")
+    _, aux = grouped_mm_swiglu(tensors["x"], tensors["W_up"], offs)
+    with pytest.raises(TypeError, match="^swiglu_out: expected a torch.Tensor, got NoneType"):
+        grouped_mm_downproj(None, tensors["W_down"], offs, aux_biased_acc=aux)
