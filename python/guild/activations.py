@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from guild._torch.checks import expect_finite, expect_flag, expect_positive
+
 KINDS = ("silu", "gelu_tanh", "gelu", "relu", "relu2")  # in the order of guild::Activation::Kind
 ORDERS = ("concatenated", "interleaved")
 
@@ -42,6 +44,11 @@ class Activation:
     takes such a name too: "silu" = "swiglu", "gelu" = "geglu", "gelu_tanh" = "geglu_tanh", "relu" =
     "reglu", "relu2", "quick_gelu" and "gpt_oss", all gated; and "silu_ungated", "gelu_ungated",
     "gelu_tanh_ungated", "relu_ungated", "relu2_ungated".
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not as described; the message names it.
     """
 
     kind: str = "silu"
@@ -57,19 +64,18 @@ class Activation:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {self.kind!r}")
-        if not math.isfinite(self.alpha):
-            raise ValueError(f"alpha: expected a finite number, got {self.alpha}")
-        if not self.limit > 0:
-            raise ValueError(f"limit: expected a positive number, got {self.limit}")
-        if not math.isfinite(self.up_offset):
-            raise ValueError(f"up_offset: expected a finite number, got {self.up_offset}")
+        expect_flag("gated", self.gated)
+        expect_finite("alpha", self.alpha)
+        expect_positive("limit", self.limit)
+        expect_finite("up_offset", self.up_offset)
+        expect_flag("clamp_after", self.clamp_after)
         scalars = (
             KINDS.index(self.kind),
-            bool(self.gated),
+            self.gated,
             float(self.alpha),
             float(self.limit),
             float(self.up_offset),
-            bool(self.clamp_after),
+            self.clamp_after,
         )
         object.__setattr__(self, "scalars", scalars)
 

@@ -74,6 +74,11 @@ class BalanceSums(NamedTuple):
         Returns
         -------
         BalanceSums
+
+        Raises
+        ------
+        ValueError
+            If this rank is not in the group.
         """
         counts = counts_of_ranks(self.counts, group)
         return self if counts is self.counts else self._replace(counts=counts)
@@ -138,6 +143,11 @@ def counts_of_ranks(counts: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Their sum over the ranks of a group, on their device; `counts` where there are no ranks."""
     if not (dist.is_available() and dist.is_initialized()):
         return counts
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            "group: expected one that this rank is in, got one of other ranks; every rank of the "
+            "group makes this call, and no other"
+        )
     total = counts.clone()
     dist.all_reduce(total, group=group)
     return total

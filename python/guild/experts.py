@@ -10,6 +10,7 @@ from guild._torch.checks import (
     MOST_EXPERTS,
     expect_device,
     expect_dims,
+    expect_flag,
     expect_indices,
     expect_like,
     expect_offsets,
@@ -21,7 +22,7 @@ from guild._torch.layer_arguments import Halves, layer_arguments
 from guild._torch.operators import autocast, ops, score_dtype
 from guild.activations import Activation, is_interleaved
 from guild.routing import Router, token_arguments
-from guild.weight_gradients import Experts, WeightGradients
+from guild.weight_gradients import Experts, WeightGradients, expect_sink
 
 _moe_forward = ops.moe_forward.default
 _moe_layer = ops.moe_layer.default
@@ -144,6 +145,7 @@ def routed_experts_and_offsets(
 ) -> tuple[Tensor, Tensor]:
     """`routed_experts`, and the int32 (E + 1) offsets of the sorted rows."""
     expect_dims("x", x, 2, what="(tokens, hidden)")
+    _expect_later(recompute, weight_gradients)
     if token_offsets is None:
         expect_dims("topk_ids", topk_ids, 2, what="(tokens, top_k)")
         if not 1 <= topk_ids.shape[1] <= MOST_EXPERTS:
@@ -199,6 +201,7 @@ def routed_layer(
     transposed: bool,
 ) -> tuple[Tensor, Tensor]:
     """`route_tokens` and `routed_experts_and_offsets` as one op, of which x gets one gradient."""
+    _expect_later(recompute, weight_gradients)
     tokens = token_arguments(x, router_weight, top_k, router, selection_bias, token_mask)
     given = w_up, w_down, b_up, b_down
     x, *layer, gradient = layer_arguments(x, *given, activation, order, transposed, routed=True)
@@ -210,6 +213,13 @@ def routed_layer(
         return Experts.apply(weight_gradients, parameters, recompute, *chosen, *layer)
     out, _, offsets, *_ = _moe_layer(*tokens, residual, *layer, keep and not recompute)
     return out, offsets
+
+
+def _expect_later(recompute: bool, weight_gradients: WeightGradients | None) -> None:
+    """Raise TypeError unless they are what they should be, wanted gradients or not."""
+    expect_flag("recompute", recompute)
+    if weight_gradients is not None:
+        expect_sink(weight_gradients)
 
 
 def _residual(residual: Tensor | None, x: Tensor) -> Tensor | None:
@@ -262,6 +272,7 @@ def experts_mlp(
         If an argument is not as described; the message names it.
     """
     expect_dims("x_sorted", x_sorted, 2, what="(rows, hidden)")
+    _expect_later(recompute, weight_gradients)
     given = w_up, w_down, b_up, b_down
     x, *layer, gradient = layer_arguments(
         x_sorted, *given, activation, order, transposed, "x_sorted"
@@ -286,10 +297,6 @@ def _parameters(
     order: str,
 ) -> tuple[Tensor | None, ...]:
     """Whose gradients they are: w_up, its gate where that stands apart, w_down, b_up, b_down."""
-    if not isinstance(weight_gradients, WeightGradients):
-        raise TypeError(
-            f"weight_gradients: expected guild.WeightGradients, got {type(weight_gradients)}"
-        )
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError(
             "weight_gradients: expected None under torch.func's transforms, which return gradients "

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from guild._torch.checks import (
     dtype_name,
     expect_apart,
     expect_device,
     expect_dims,
+    expect_dtype,
     expect_experts,
+    expect_finite,
+    expect_flag,
     expect_like,
     expect_offsets,
     expect_operand,
     expect_own_elements,
+    expect_positive,
     expect_rows,
     expect_shape,
     expect_tensor,
@@ -103,6 +109,8 @@ def grouped_mm(
         expect_shape("bias", bias, (groups, shape[-2] if by_row else shape[-1]))
         expect_like("bias", bias, mat_a, "mat_a")
         expect_rows("bias", bias)
+    expect_dtype("out_dtype", out_dtype)
+    expect_flag("accumulate", accumulate)
     dtypes = (None, mat_a.dtype, torch.float32)
     if out_dtype not in dtypes:
         raise TypeError(
@@ -177,15 +185,19 @@ def _grouped_shape(mat_a: Tensor, mat_b: Tensor, offs: Tensor | None) -> tuple[i
 
 
 class _Origin(NamedTuple):
-    """What grouped_mm_swiglu notes on its swiglu_out for grouped_mm_downproj to compare.
+    """What grouped_mm_swiglu notes of its swiglu_out for grouped_mm_downproj to compare.
 
-    Not under torch.compile, which cannot set attributes of an op's outputs.
+    Not under torch.compile, whose graphs cannot look a tensor up.
     """
 
     aux: Tensor
     activation: Activation
     order: str
-    version: int
+    versions: tuple[int, int] | None
+
+
+# Beside the tensors: an attribute of theirs would be saved and copied with them.
+_origins: MutableMapping[Tensor, _Origin] = WeakTensorKeyDictionary()
 
 
 def grouped_mm_swiglu(
@@ -247,7 +259,7 @@ def grouped_mm_swiglu(
         )
     out, aux = _pair_up(x, w_up, starts(offs), bias, *act.scalars, interleaved)
     if not torch.compiler.is_compiling():
-        out._guild_origin = _Origin(aux, act, order, out._version)
+        _origins[out] = _Origin(aux, act, order, _versions(out, aux))
     return out, aux
 
 
@@ -298,11 +310,17 @@ def grouped_mm_downproj(
     act = _pair_activation(swiglu_alpha, swiglu_limit, up_offset, activation)
     interleaved = is_interleaved(order)
     if aux_biased_acc is not None:
+        expect_tensor("swiglu_out", swiglu_out)
         expect_tensor("aux_biased_acc", aux_biased_acc)
         if not torch.compiler.is_compiling():
             _expect_origin(swiglu_out, aux_biased_acc, act, order)
     operands = _pair_operands("swiglu_out", swiglu_out, "w_down", w_down, offs, bias)
     swiglu_out, w_down, bias = operands
+    if aux_biased_acc is not None:
+        _, aux_biased_acc = autocast(swiglu_out, aux_biased_acc)
+        rows, inner = swiglu_out.shape
+        expect_shape("aux_biased_acc", aux_biased_acc, (rows, act.width(inner)))
+        expect_like("aux_biased_acc", aux_biased_acc, swiglu_out, "swiglu_out")
     return _pair_down(
         swiglu_out, aux_biased_acc, w_down, starts(offs), bias, *act.scalars, interleaved
     )
@@ -314,10 +332,13 @@ def _pair_activation(
     up_offset: float | None,
     activation: Activation | str | None,
 ) -> Activation:
-    given = {"alpha": alpha, "limit": limit, "up_offset": up_offset}
+    given = {"swiglu_alpha": alpha, "swiglu_limit": limit, "up_offset": up_offset}
     given = {name: value for name, value in given.items() if value is not None}
     if activation is None:
-        return Activation("silu", **{**_GPT_OSS, **given})
+        for name, value in given.items():  # under the names that they have here
+            (expect_positive if name == "swiglu_limit" else expect_finite)(name, value)
+        own = {name.removeprefix("swiglu_"): value for name, value in given.items()}
+        return Activation("silu", **{**_GPT_OSS, **own})
     if given:
         raise ValueError(
             f"activation: expected None together with {', '.join(given)}, got {activation!r}"
@@ -355,10 +376,15 @@ def _pair_operands(
     return x, w, bias
 
 
+def _versions(out: Tensor, aux: Tensor) -> tuple[int, int] | None:
+    """How often each was written to; None for a pair of inference mode, which does not count."""
+    return None if out.is_inference() else (out._version, aux._version)
+
+
 def _expect_origin(out: Tensor, aux: Tensor, activation: Activation, order: str) -> None:
     """Raise unless aux, activation and order are what grouped_mm_swiglu made `out` with."""
-    origin = getattr(out, "_guild_origin", None)
-    if origin is None or origin.aux is not aux or origin.version != out._version:
+    origin = _origins.get(out)
+    if origin is None or origin.aux is not aux or origin.versions != _versions(out, aux):
         raise ValueError(
             "aux_biased_acc: expected the aux that grouped_mm_swiglu returned with this swiglu_out "
             "(neither of them changed since), got another tensor; without aux_biased_acc the "

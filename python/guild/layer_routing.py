@@ -5,9 +5,16 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from guild._torch.checks import dtype_name, expect_device, expect_shape, expect_tensor
+from guild._torch.checks import (
+    dtype_name,
+    expect_device,
+    expect_like,
+    expect_shape,
+    expect_tensor,
+    has_plain_rows,
+)
 from guild._torch.operators import autocast
 from guild.rounding import round_tokens
 from guild.routing import Router, token_flags
@@ -26,7 +33,8 @@ class Routing(NamedTuple):
     scores : torch.Tensor
         float32 (float64 in float64) of the same shape: the weights.
     logits : torch.Tensor
-        (..., experts), float32 (float64 in float64) unless the router is a module of yours.
+        (..., experts), float32 (float64 in float64) unless the router is a module of yours; 0 at
+        padding.
     token_offsets : torch.Tensor or None
         int32 (tokens + 1) with lists.
     """
@@ -54,6 +62,8 @@ def layer_tokens(
         token_mask = token_flags(token_mask.reshape(-1), flat, "x")
         # Gradients are zero there, but zero times NaN in x would be NaN in those of the weights.
         flat = flat.masked_fill(~token_mask[:, None], 0)
+    if not has_plain_rows(flat):  # a reshape has copied those of more dimensions
+        flat = flat.contiguous()
     (flat,) = autocast(flat)
     if flat.dtype != w_up.dtype:
         _, sample = autocast(flat, w_up.detach()[:0])
@@ -63,6 +73,19 @@ def layer_tokens(
                 f"{dtype_name(flat.dtype)}"
             )
     return flat, token_mask
+
+
+def router_operands(x: Tensor, router: nn.Module, experts: int) -> tuple[Tensor, Tensor]:
+    """x (tokens, hidden) and the router's weight as the product takes them.
+
+    Raises TypeError or ValueError unless the weight fits x and the layer's experts.
+    """
+    expect_shape(
+        "router.weight", router.weight, (experts, x.shape[1]), "(experts, hidden) of the layer"
+    )
+    x, weight = autocast(x, router.weight)
+    expect_like("router.weight", weight, x)
+    return x, weight
 
 
 def rounded_lists(logits: Tensor, ids: Tensor, router: Router) -> tuple[Tensor, Tensor, Tensor]:

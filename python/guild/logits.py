@@ -80,7 +80,9 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     if x.dtype in (torch.float32, torch.float64):
         logits = F.linear(x, weight)
     else:
-        logits = _router_logits(x.reshape(-1, hidden), weight).view(*x.shape[:-1], experts)
+        logits = _router_logits(x.reshape(x.shape[:-1].numel(), hidden), weight).view(
+            *x.shape[:-1], experts
+        )
     return logits if bias is None else logits + bias.to(logits.dtype)
 
 
@@ -174,7 +176,9 @@ class RouterLinear(LogitLinear):
 def keep_float32(module: nn.Module) -> Tensor | None:
     """The module's selection bias, float32 again if something has converted it; None without."""
     bias = getattr(module, "selection_bias", None)
-    if bias is not None and bias.dtype != torch.float32:
+    if not isinstance(bias, Tensor):  # a module of the user's may call something else that
+        return None
+    if bias.dtype != torch.float32:
         module.selection_bias = bias = bias.float()
     return bias
 

@@ -14,17 +14,25 @@ from guild._torch.checks import (
     dtype_name,
     expect_choice,
     expect_count,
+    expect_device,
+    expect_dtype,
+    expect_flags,
     expect_shape,
 )
-from guild._torch.operators import autocast
 from guild.activations import Activation, as_activation, is_interleaved
 from guild.balancing import BalanceSums, balance_sums, move_selection_bias
 from guild.experts import routed_experts_and_offsets, routed_layer
-from guild.layer_routing import Routing, layer_tokens, outlives_call, rounded_lists
+from guild.layer_routing import (
+    Routing,
+    layer_tokens,
+    outlives_call,
+    rounded_lists,
+    router_operands,
+)
 from guild.logits import RouterLinear, selection_bias_of
 from guild.routing import Router, route_logits, route_tokens
 from guild.shared_experts import SharedExperts, shared_width
-from guild.weight_gradients import WeightGradients
+from guild.weight_gradients import WeightGradients, expect_sink
 
 _BALANCE_OVER = (None, "batch", "sequence")
 _LOSSES = ("load_balancing_loss", "z_loss")
@@ -134,12 +142,16 @@ class MoE(nn.Module):
         (router or Router()).expect_sizes(experts, top_k)
         expect_choice("balance_over", balance_over, _BALANCE_OVER)
         is_interleaved(order)  # or an error
+        expect_flags(bias=bias, transposed=transposed, router_bias=router_bias, recompute=recompute)
+        if weight_gradients is not None:
+            expect_sink(weight_gradients)
+        expect_dtype("dtype", dtype)
         if dtype is not None and dtype not in FLOATS:
             raise TypeError(f"dtype: expected a floating dtype, got {dtype_name(dtype)}")
         self.hidden, self.intermediate = hidden, intermediate
         self.experts, self.top_k = experts, top_k
         self.activation = as_activation(activation)
-        self.order, self.transposed = order, bool(transposed)
+        self.order, self.transposed = order, transposed
         self.routing = router or Router()
         self.recompute, self.weight_gradients = recompute, weight_gradients
         make: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -209,7 +221,7 @@ class MoE(nn.Module):
         weights = self.w_up, self.w_down, self.b_up, self.b_down, self.activation
         layout, later = (self.order, self.transposed), (self.recompute, self.weight_gradients)
         if self._routes_in_one() and not return_routing:
-            flat, weight = autocast(flat, self.router.weight)
+            flat, weight = router_operands(flat, self.router, self.experts)
             router = self.top_k, self.routing, self._selection_bias(), token_mask
             out, offsets = routed_layer(flat, weight, *router, *weights, shared, *later, *layout)
             self._keep_offsets(offsets)
@@ -230,6 +242,8 @@ class MoE(nn.Module):
             return out
         if token_offsets is None:
             ids, scores = (t.view(*x.shape[:-1], self.top_k) for t in (ids, scores))
+        if token_mask is not None:  # nor do gradients of theirs count
+            logits = logits.masked_fill(~token_mask[:, None], 0)
         return out, Routing(ids, scores, logits.view(*x.shape[:-1], self.experts), token_offsets)
 
     def _keeps_logits(self) -> bool:
@@ -252,6 +266,8 @@ class MoE(nn.Module):
 
     def _logits(self, x: Tensor) -> Tensor:
         """The router called on x."""
+        if type(self.router) is RouterLinear:  # whose own errors call its weight `weight`
+            router_operands(x, self.router, self.experts)
         logits = self.router(x)
         expect_shape("router: logits", logits, (x.shape[0], self.experts), "(tokens, experts)")
         return logits
@@ -265,6 +281,8 @@ class MoE(nn.Module):
                 "router.selection_bias: expected a buffer (experts,), as Router(selection_bias="
                 f"True) asks for, got a {type(self.router).__name__} without one"
             )
+        expect_shape("router.selection_bias", bias, (self.experts,), "(experts,) of the layer")
+        expect_device("router.selection_bias", bias, self.w_up, "w_up")
         return bias
 
     def _route(
@@ -276,7 +294,7 @@ class MoE(nn.Module):
         """
         bias, router = self._selection_bias(), self.routing
         if logits is None:
-            _, weight = autocast(x, self.router.weight)
+            x, weight = router_operands(x, self.router, self.experts)
             return *route_tokens(x, weight, self.top_k, router, bias, token_mask), None
         ids, scores = route_logits(logits, self.top_k, router, bias, token_mask)
         if not self.training:
@@ -355,7 +373,7 @@ class MoE(nn.Module):
         RuntimeError
             If the layer has no selection bias, or there was no forward yet.
         ValueError
-            If a router of yours lacks the bias.
+            If a router of yours lacks the bias, or this rank is not in the group.
         """
         if not self.routing.selection_bias:
             raise RuntimeError("router: expected Router(selection_bias=True), got one without")

@@ -16,7 +16,7 @@ from guild._torch.checks import (
     expect_shape,
 )
 from guild._torch.operators import ops
-from guild.routing import MOST_TILE, ROUNDINGS, SCORES, expect_scale, expect_sum_floor
+from guild.routing import MOST_TILE, ROUNDINGS, SCORES, expect_weighing
 
 _round_tokens = ops.round_tokens.default
 
@@ -81,8 +81,7 @@ def round_tokens(
     expect_choice("rounding", rounding, ROUNDINGS)
     expect_count("tile", tile, 1, MOST_TILE)
     expect_choice("score", score, SCORES)
-    expect_scale(scale)
-    expect_sum_floor(sum_floor, renormalize)
+    expect_weighing(renormalize, scale, sum_floor)
     if logits.dtype != torch.float64:
         logits = logits.float()
     scores, list_ids, _, token_offsets = _round_tokens(

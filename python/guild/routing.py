@@ -15,7 +15,10 @@ from guild._torch.checks import (
     expect_count,
     expect_device,
     expect_experts,
+    expect_finite,
+    expect_flag,
     expect_logits,
+    expect_number,
     expect_shape,
 )
 from guild._torch.operators import ops, score_dtype
@@ -96,8 +99,8 @@ class Router:
                 "rounding: expected None where the router's weights are applied to the input, got "
                 f"{self.rounding!r}"
             )
-        expect_scale(self.scale)
-        expect_sum_floor(self.sum_floor, self.renormalize)
+        expect_weighing(self.renormalize, self.scale, self.sum_floor)
+        expect_flag("selection_bias", self.selection_bias)
         _expect_groups(self.groups, self.top_groups, self.group_score)
 
     @staticmethod
@@ -202,8 +205,7 @@ def route(
     experts = logits.shape[1]
     expect_count("top_k", top_k, 1, experts)
     expect_choice("score", score, SCORES)
-    expect_scale(scale)
-    expect_sum_floor(sum_floor, renormalize)
+    expect_weighing(renormalize, scale, sum_floor)
     _expect_groups(groups, top_groups, group_score)
     _expect_candidates(experts, top_k, groups, top_groups)
     if logits.dtype != torch.float64:
@@ -266,8 +268,8 @@ def route_tokens(
     Parameters
     ----------
     x, weight : torch.Tensor
-        (tokens, hidden) and (experts, hidden) of one dtype; the logits are float32 (float64 in
-        float64).
+        (tokens, hidden) and (experts, hidden) as `router_operands` returns them; the logits are
+        float32 (float64 in float64).
     top_k, router, selection_bias, token_mask
         As `route` takes them; sizes checked.
 
@@ -279,7 +281,7 @@ def route_tokens(
     Raises
     ------
     TypeError, ValueError
-        If dtypes or devices do not fit; the message names the argument.
+        If the mask does not fit; the message names the argument.
     """
     arguments = token_arguments(x, weight, top_k, router, selection_bias, token_mask)
     scores, ids, _ = _route_tokens(*arguments)
@@ -295,11 +297,6 @@ def token_arguments(
     token_mask: Tensor | None,
 ) -> tuple:
     """Checked arguments of the ops that route x; see `route_tokens`."""
-    if x.dtype != weight.dtype:
-        raise TypeError(
-            f"x: expected dtype {dtype_name(weight.dtype)} as router.weight has, got "
-            f"{dtype_name(x.dtype)}"
-        )
     expect_experts("router.weight", weight, weight.shape[0], True, "experts")
     if selection_bias is not None:
         selection_bias = selection_bias.detach().to(score_dtype(x.dtype))
@@ -331,14 +328,11 @@ def token_flags(token_mask: Tensor | None, rows: Tensor, name: str) -> Tensor | 
     return token_mask.contiguous()
 
 
-def expect_scale(scale: float) -> None:
-    """Raise ValueError unless it is finite."""
-    if not -math.inf < scale < math.inf:  # isfinite cannot be traced
-        raise ValueError(f"scale: expected a finite number, got {scale}")
-
-
-def expect_sum_floor(sum_floor: float, renormalize: bool) -> None:
-    """Raise ValueError unless it is finite, not negative, and 0 where nothing is divided."""
+def expect_weighing(renormalize: bool, scale: float, sum_floor: float) -> None:
+    """Raise unless weights can be made this way; a floor needs something that is divided."""
+    expect_flag("renormalize", renormalize)
+    expect_finite("scale", scale)
+    expect_number("sum_floor", sum_floor)
     if not 0 <= sum_floor < math.inf:
         raise ValueError(f"sum_floor: expected a finite number of at least 0, got {sum_floor}")
     if sum_floor > 0 and not renormalize:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from guild._torch.checks import expect_count
+from guild._torch.checks import expect_count, expect_flag
 from guild.activations import Activation
 from guild.experts import experts_mlp
 from guild.logits import LogitLinear
@@ -79,6 +79,7 @@ def shared_width(
                 f"all of them, got {shared_intermediate}"
             )
         width = shared_intermediate
+    expect_flag("shared_gate", shared_gate)
     if shared_gate and not width:
         raise ValueError(
             "shared_gate: expected False without shared_experts or shared_intermediate, got True"

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from guild._torch.autograd import rows_of
-from guild._torch.checks import dtype_name, expect_own_elements
+from guild._torch.checks import dtype_name, expect_flags, expect_own_elements
 from guild._torch.gradients import pre_activations
 from guild._torch.operators import LayerFlags, ops
 from guild._torch.router_gradients import Weighing, router_gradients
 
 _NAMES = ("w_up", "w_up[0] (gate)", "w_down", "b_up", "b_down")
+# Places and names of gradients that one op writes, each to its own target.
+_WRITTEN_TOGETHER = ((1, "w_up[0] (gate)", 0, "w_up[1] (up)"), (3, "b_up", 4, "b_down"))
 
 
 class WeightGradients:
@@ -42,11 +45,25 @@ class WeightGradients:
     Gradients do not pass through autograd, so hooks on the parameters do not run. Sums are in the
     order of the backward passes, with the same bits in every run. They have no graph either:
     backward with create_graph=True and torch.func's transforms raise NotImplementedError.
+
+    Every backward through the layer writes them, whatever it was asked for:
+    torch.autograd.grad(out, x) as well, which otherwise leaves parameters alone. Copies and pickles
+    of a layer have nothing pending.
+
+    Raises
+    ------
+    TypeError
+        If an argument is not as described; the message names it.
     """
 
     def __init__(self, *, main_grad: bool = False, delayed: bool = False) -> None:
-        self.main_grad, self.delayed = bool(main_grad), bool(delayed)
+        expect_flags(main_grad=main_grad, delayed=delayed)
+        self.main_grad, self.delayed = main_grad, delayed
         self._pending: list[Callable[[], None]] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is pending, whose gradients go to the parameters of the original alone."""
+        return {**self.__dict__, "_pending": []}
 
     @property
     def pending(self) -> int:
@@ -75,6 +92,13 @@ class WeightGradients:
 
     def expect_targets(self, parameters: tuple[Tensor | None, ...]) -> None:
         """Raise ValueError unless gradients can be put where they should go."""
+        for i, first, j, second in _WRITTEN_TOGETHER:
+            shared = parameters[i]
+            if shared is not None and shared is parameters[j] and shared.requires_grad:
+                raise ValueError(
+                    f"{second}: expected another parameter than {first} with weight_gradients, got "
+                    "the same: one gradient would overwrite the other"
+                )
         for name, parameter in zip(_NAMES, parameters, strict=True):
             if parameter is None or not parameter.requires_grad:
                 continue
@@ -104,6 +128,15 @@ class WeightGradients:
         """Whether the biases' gradients, of one dtype, come out of the down gradient."""
         dtypes = {b.dtype for b in biases if b is not None}
         return not self.delayed and (self.main_grad or len(dtypes) < 2)
+
+
+def expect_sink(weight_gradients: object) -> None:
+    """Raise TypeError unless it is a WeightGradients."""
+    if not isinstance(weight_gradients, WeightGradients):
+        raise TypeError(
+            "weight_gradients: expected guild.WeightGradients, got "
+            f"{type(weight_gradients).__name__} {weight_gradients!r}"
+        )
 
 
 def _expect_main_grad(name: str, parameter: Tensor) -> None:

@@ -8,9 +8,13 @@ message. Types that no argument of that name can have raise TypeError, the rest 
 from __future__ import annotations
 
 import math
+import numbers
+import sys
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _ON_CUDA = (torch.bfloat16, torch.float16)
@@ -96,13 +100,18 @@ def expect_device(name: str, tensor: Tensor, x: Tensor, x_name: str = "x") -> No
 
 def expect_rows(name: str, tensor: Tensor) -> None:
     """Raise unless the columns of (rows, width) are contiguous and the rows do not overlap."""
+    if not has_plain_rows(tensor):
+        raise ValueError(
+            f"{name}: expected rows with contiguous columns (strides (n, 1), n >= "
+            f"{tensor.shape[1]}), got strides {tensor.stride()}; call {name}.contiguous()"
+        )
+
+
+def has_plain_rows(tensor: Tensor) -> bool:
+    """Whether the columns of (rows, width) are contiguous and the rows do not overlap."""
     row, column = tensor.stride()
     rows, width = tensor.shape
-    if (width > 1 and rows > 0 and column != 1) or (rows > 1 and row < width):
-        raise ValueError(
-            f"{name}: expected rows with contiguous columns (strides (n, 1), n >= {width}), got "
-            f"strides {tensor.stride()}; call {name}.contiguous()"
-        )
+    return not ((width > 1 and rows > 0 and column != 1) or (rows > 1 and row < width))
 
 
 def expect_own_elements(name: str, tensor: Tensor) -> None:
@@ -139,8 +148,14 @@ def _share_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def _has_memory(*tensors: Tensor) -> bool:
-    """Not so for meta and fake tensors."""
-    return all(type(t) in (Tensor, torch.nn.Parameter) and not t.is_meta for t in tensors)
+    """Not so for meta and fake tensors, nor for wrappers around other tensors."""
+    return not any(
+        t.is_meta
+        or isinstance(t, FakeTensor)
+        or is_traceable_wrapper_subclass(t)
+        or torch._C._functorch.is_functorch_wrapped_tensor(t)
+        for t in tensors
+    )
 
 
 def _span(t: Tensor) -> int:
@@ -206,6 +221,48 @@ def expect_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         head = ", ".join(map(repr, choices[:-1]))
         raise ValueError(f"{name}: expected {head} or {choices[-1]!r}, got {value!r}")
+
+
+def expect_number(name: str, value: object) -> None:
+    """Raise unless it is a number, and no tensor: it would get no gradient."""
+    if type(value) is float:  # the usual one, before what takes longer to ask
+        return
+    if isinstance(value, bool | Tensor) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
+    if isinstance(value, int) and abs(value) > sys.float_info.max:
+        raise ValueError(f"{name}: expected a number in float64's range, got a larger int")
+
+
+def expect_finite(name: str, value: object) -> None:
+    """Raise unless it is a finite number."""
+    expect_number(name, value)
+    if not -math.inf < value < math.inf:  # isfinite cannot be traced
+        raise ValueError(f"{name}: expected a finite number, got {value}")
+
+
+def expect_positive(name: str, value: object) -> None:
+    """Raise unless it is a positive number or infinite."""
+    expect_number(name, value)
+    if not value > 0:
+        raise ValueError(f"{name}: expected a positive number, got {value}")
+
+
+def expect_flag(name: str, value: object) -> None:
+    """Raise TypeError unless it is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected True or False, got {value!r}")
+
+
+def expect_flags(**values: object) -> None:
+    """`expect_flag` of each."""
+    for name, value in values.items():
+        expect_flag(name, value)
+
+
+def expect_dtype(name: str, value: object) -> None:
+    """Raise TypeError unless it is None or a torch.dtype."""
+    if not isinstance(value, torch.dtype | None):
+        raise TypeError(f"{name}: expected a torch.dtype, got {type(value).__name__} {value!r}")
 
 
 def expect_count(name: str, value: object, least: int, most: int | None = None) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 from guild._torch.checks import (
     expect_dims,
     expect_experts,
+    expect_flag,
     expect_like,
     expect_operand,
     expect_rows,
@@ -37,6 +38,7 @@ def layer_arguments(
     """Checked, cast arguments of an op, and at the end whether any of them wants a gradient."""
     activation = as_activation(activation)
     interleaved = is_interleaved(order)
+    expect_flag("transposed", transposed)
     w_gate = None
     if isinstance(w_up, tuple | list):
         if not activation.gated or len(w_up) != 2:

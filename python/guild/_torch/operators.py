@@ -65,14 +65,18 @@ def score_parts(intermediate: int) -> int:
 def autocast(x: Tensor, *others: Tensor | None) -> tuple[Tensor | None, ...]:
     """The operands of a product in the autocast dtype of x's device, as they are without autocast.
 
-    As torch's own rules do, this leaves float64 alone; gradients come back in each operand's dtype.
+    As torch's own rules do, this leaves float64 and integers alone; gradients come back in each
+    operand's dtype.
     """
     kind = x.device.type
     operands = (x, *others)
     if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
         return operands
     dtype = torch.get_autocast_dtype(kind)
-    return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in operands)
+    return tuple(
+        t.to(dtype) if t is not None and t.is_floating_point() and t.dtype != torch.float64 else t
+        for t in operands
+    )
 
 
 def _fake(name: str) -> Callable:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -35,3 +36,15 @@ def test_autocast_leaves_float64_alone() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         for got, truth in zip(results(), expected, strict=True):
             assert got.dtype == torch.float64 and torch.equal(got, truth)
+
+
+def test_autocast_does_not_make_numbers_of_integers() -> None:
+    """The same error as without it."""
+    moe = guild.MoE(8, 6, 3, 2)
+    ends = torch.tensor([1, 2], dtype=torch.int32)
+    rows, weights = torch.ones(3, 8, dtype=torch.int64), torch.ones(2, 8, 8, dtype=torch.int64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with pytest.raises(TypeError, match="^x: expected dtype bfloat16 as w_up has, got int64"):
+            moe(rows)
+        with pytest.raises(TypeError, match="^mat_a: expected dtype bfloat16, .* got int64"):
+            guild.grouped_mm(rows, weights, ends)

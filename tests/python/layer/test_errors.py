@@ -311,3 +311,73 @@ def test_num_sms() -> None:
     guild.set_num_sms(116)
     assert guild.num_sms() == 116
     guild.set_num_sms(0)
+
+
+NO_NUMBER = (torch.nn.Parameter(torch.tensor(1.0)), torch.tensor(1.0), "a", [1.0], True)
+LOGITS, ROWS, ENDS = torch.zeros(3, 4), torch.zeros(3, 4), torch.tensor([1, 3], dtype=torch.int32)
+IDS = torch.zeros(3, 1, dtype=torch.int32)
+PAIR = ROWS, torch.zeros(2, 4, 4), ENDS
+NUMBERS: dict[str, tuple[Callable[..., object], tuple[str, ...]]] = {
+    "route": (lambda **g: guild.route(LOGITS, 1, **g), ("scale", "sum_floor")),
+    "round_tokens": (lambda **g: guild.round_tokens(LOGITS, IDS, **g), ("scale", "sum_floor")),
+    "Router": (guild.Router, ("scale", "sum_floor")),
+    "Activation": (guild.Activation, ("alpha", "limit", "up_offset")),
+    "grouped_mm_swiglu": (
+        lambda **g: guild.grouped_mm_swiglu(*PAIR, **g),
+        ("swiglu_alpha", "swiglu_limit", "up_offset"),
+    ),
+    "grouped_mm_downproj": (
+        lambda **g: guild.grouped_mm_downproj(*PAIR, **g),
+        ("swiglu_alpha", "swiglu_limit", "up_offset"),
+    ),
+}
+
+
+@pytest.mark.parametrize("function", list(NUMBERS))
+def test_what_is_no_number(function: str) -> None:
+    """A tensor, which would get no gradient, a word, a list, a flag, or an int past all floats."""
+    call, names = NUMBERS[function]
+    for name in names:
+        call(**{name: 1})
+        for value in NO_NUMBER:
+            kind = type(value).__name__
+            with pytest.raises(TypeError, match=f"^{name}: expected a number, got {kind}$"):
+                call(**{name: value})
+        with pytest.raises(ValueError, match=f"^{name}: expected a number in float64's range"):
+            call(**{name: 10**400})
+
+
+FLAGGED: dict[str, tuple[Callable[..., object], tuple[str, ...]]] = {
+    "route": (lambda **g: guild.route(LOGITS, 1, **g), ("renormalize",)),
+    "round_tokens": (lambda **g: guild.round_tokens(LOGITS, IDS, **g), ("renormalize",)),
+    "Router": (guild.Router, ("renormalize", "selection_bias")),
+    "Activation": (guild.Activation, ("gated", "clamp_after")),
+    "WeightGradients": (guild.WeightGradients, ("main_grad", "delayed")),
+    "grouped_mm": (lambda **g: guild.grouped_mm(*PAIR, **g), ("accumulate",)),
+    "routed_experts": (lambda **g: routed(right("cpu"), **g), ("transposed", "recompute")),
+    "experts_mlp": (lambda **g: mlp(right("cpu"), **g), ("transposed", "recompute")),
+}
+
+
+@pytest.mark.parametrize("function", list(FLAGGED))
+def test_what_is_no_flag(function: str) -> None:
+    """A word counts as true in Python; a tensor is none of a caller's yes and no."""
+    call, names = FLAGGED[function]
+    for name in names:
+        call(**{name: False})
+        for value in ("no", None, torch.zeros(4)):
+            with pytest.raises(TypeError, match=f"^{name}: expected True or False, got "):
+                call(**{name: value})
+
+
+@pytest.mark.parametrize("call", [routed, mlp])
+@pytest.mark.parametrize("value", [True, "later"])
+def test_what_is_no_sink(call: Callable[..., object], value: object) -> None:
+    """Whether a gradient is wanted or not."""
+    with torch.no_grad(), pytest.raises(TypeError, match=r"^weight_gradients: expected guild\.W"):
+        call(right("cpu"), weight_gradients=value)
+
+
+def test_out_dtype_by_name() -> None:
+    with pytest.raises(TypeError, match=r"^out_dtype: expected a torch\.dtype, got str 'float32'"):
+        guild.grouped_mm(*PAIR, out_dtype="float32")

@@ -223,6 +223,24 @@ def test_returned_padding() -> None:
     assert torch.equal(routing.scores > 0, mask[..., None].expand(2, 3, 2))
 
 
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen2_moe"])
+def test_gradient_of_returned_padding(name: str) -> None:
+    """What comes back to the logits of padding counts nowhere, NaN neither."""
+    moe = make(name)
+    mask = torch.tensor([[True, False, True], [False, True, True]])
+    x = torch.randn(2, 3, 24, requires_grad=True)
+
+    def gradients(at_padding: float) -> list[Tensor]:
+        _, routing = moe(x, mask, return_routing=True)
+        assert not routing.logits[~mask].any()
+        dlogits = torch.ones_like(routing.logits).masked_fill(~mask[..., None], at_padding)
+        wanted = x, *moe.router.parameters()
+        return list(torch.autograd.grad(routing.logits, wanted, dlogits))
+
+    for got, expected in zip(gradients(float("nan")), gradients(0.0), strict=True):
+        assert torch.equal(got, expected)
+
+
 def test_returned_routing_compiled() -> None:
     """One graph, eager's results."""
     torch._dynamo.reset()
@@ -257,6 +275,20 @@ WRONG = {
         ValueError,
         "order: expected .concatenated. or .interleaved., got .mixed.",
     ),
+    "weight_gradients": (
+        {"weight_gradients": 3},
+        TypeError,
+        r"weight_gradients: expected guild\.WeightGradients, got int 3",
+    ),
+    "dtype": (
+        {"dtype": "float32"},
+        TypeError,
+        r"dtype: expected a torch\.dtype, got str 'float32'",
+    ),
+    **{
+        name: ({name: "no"}, TypeError, f"{name}: expected True or False, got 'no'")
+        for name in ("bias", "transposed", "router_bias", "shared_gate", "recompute")
+    },
 }
 
 
@@ -273,3 +305,13 @@ def test_wrong_dtype_with_shared_experts() -> None:
     moe = make("qwen3_next")
     with pytest.raises(TypeError, match="^x: expected dtype float32 as w_up has, got float64"):
         moe(torch.zeros(3, 24, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("shared", [0, 1])
+def test_tokens_by_columns(shared: int) -> None:
+    """Any strides of x give the same bits, whatever is between x and the output."""
+    moe = guild.MoE(24, 16, 6, 2, shared_experts=shared)
+    columns = torch.randn(24, 7).t()
+    assert torch.equal(moe(columns), moe(columns.contiguous()))
+    repeated = columns[:1].expand(3, 24)
+    assert torch.equal(moe(repeated), moe(repeated.contiguous()))

@@ -68,6 +68,21 @@ def groups_are_apart(rank: int) -> None:
     torch.testing.assert_close(*both)
 
 
+def strangers_are_refused(rank: int) -> None:
+    """A rank outside of the group would move its bias by its own load."""
+    group = dist.new_group([0])
+    moe = layer_of()
+    moe(tokens_of(rank, 0))
+    if rank == 0:
+        moe.balance(_RATE, group)
+        moe.balance_sums.over_ranks(group)
+        return
+    for call in (lambda: moe.balance(_RATE, group), lambda: moe.balance_sums.over_ranks(group)):
+        with pytest.raises(ValueError, match="^group: expected one that this rank is in"):
+            call()
+    assert not moe.router.selection_bias.any()
+
+
 def sums_over_ranks(rank: int) -> None:
     """Counts of all ranks, in a tensor of their own; the mean of the losses is that of all."""
     moe, alone = layer_of(), layer_of()
@@ -105,7 +120,13 @@ def converted_by_fsdp(rank: int) -> None:
         assert all(torch.equal(bias, moved) for bias in gathered(moved))
 
 
-CHECKS = (biases_stay_equal, groups_are_apart, sums_over_ranks, converted_by_fsdp)
+CHECKS = (
+    biases_stay_equal,
+    groups_are_apart,
+    strangers_are_refused,
+    sums_over_ranks,
+    converted_by_fsdp,
+)
 
 
 def run_checks(rank: int, folder: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -233,3 +235,40 @@ def add_exactly(
         sums["dw_down"][e] += dout[token].T @ a[rows]
         sums["db_up"][e] += dh[rows].sum(0)
         sums["db_down"][e] += (score[rows, None] * dout[token]).sum(0)
+
+
+def test_copy_of_a_layer_with_something_pending() -> None:
+    """The copy has nothing to compute; the original computes its own."""
+    moe = guild.MoE(8, 6, 4, 2, weight_gradients=guild.WeightGradients(delayed=True))
+    x = torch.randn(5, 8)
+    moe(x).sum().backward()
+    for other in (copy.deepcopy(moe), pickle.loads(pickle.dumps(moe))):
+        assert other.weight_gradients.delayed and other.weight_gradients.pending == 0
+        other.weight_gradients.compute()
+        assert other.w_up.grad is None
+        other(x).sum().backward()
+        assert (other.weight_gradients.pending, moe.weight_gradients.pending) == (1, 1)
+    moe.weight_gradients.compute()
+    assert moe.w_up.grad is not None
+
+
+@pytest.mark.parametrize("main_grad", [False, True])
+def test_one_parameter_as_two(main_grad: bool) -> None:
+    """Gate and up, or both biases: one op would write one gradient over the other."""
+    offsets = torch.tensor([0, 2, 5], dtype=torch.int32)
+    x, half, w = torch.randn(5, 8), torch.randn(2, 8, 8), torch.randn(2, 8, 8)
+    sink = {"weight_gradients": guild.WeightGradients(main_grad=main_grad)}
+    half, bias = torch.nn.Parameter(half), torch.nn.Parameter(torch.randn(2, 8))
+    for parameter in (half, bias):
+        parameter.main_grad = torch.zeros_like(parameter)
+    match = r"^w_up\[1\] \(up\): expected another parameter than w_up\[0\] \(gate\)"
+    with pytest.raises(ValueError, match=match):
+        guild.experts_mlp(x, offsets, (half, half), w, **sink)
+    ungated = {"activation": "silu_ungated", **sink}
+    with pytest.raises(ValueError, match="^b_down: expected another parameter than b_up"):
+        guild.experts_mlp(x, offsets, w, w, bias, bias, **ungated)
+    guild.experts_mlp(x, offsets, half, half, **ungated).sum().backward()  # two ops, the sum
+    got = half.main_grad if main_grad else half.grad
+    same = half.detach().requires_grad_()
+    guild.experts_mlp(x, offsets, same, same, activation="silu_ungated").sum().backward()
+    torch.testing.assert_close(got, same.grad)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import guild
 from guild._torch.checks import expect_apart, expect_own_elements
@@ -48,6 +49,26 @@ def test_out_is_an_operand(device: str) -> None:
     weights = normal(GROUPS, WIDTH, WIDTH).to(rows)
     with pytest.raises(ValueError, match="out: expected memory of its own, .* mat_a has too"):
         guild.grouped_mm(rows, weights, ENDS.to(device), out=rows)
+
+
+class Weight(torch.nn.Parameter):
+    """What training frameworks make of parameters."""
+
+
+@pytest.mark.parametrize("kind", [torch.nn.Parameter, Weight])
+def test_out_is_an_operand_of_another_class(kind: type[torch.nn.Parameter]) -> None:
+    rows = kind(normal(ROWS, WIDTH), requires_grad=False)
+    with pytest.raises(ValueError, match="out: expected memory of its own, .* mat_a has too"):
+        square(mat_a=rows, out=rows)
+
+
+def test_out_of_fake_tensors() -> None:
+    """They have no memory to share."""
+    with FakeTensorMode():
+        rows, weights = torch.empty(ROWS, WIDTH), torch.empty(GROUPS, WIDTH, WIDTH)
+        ends = torch.empty(GROUPS, dtype=torch.int32)
+        out = torch.empty(ROWS, WIDTH)
+        assert guild.grouped_mm(rows, weights, ends, out=out) is out
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import io
+import weakref
+
 import pytest
 import torch
 from torch import Tensor
@@ -196,6 +200,8 @@ def mismatched(device: str) -> dict[str, tuple]:
     other, other_aux = grouped_mm_swiglu(x, w_up, offs, b_up)
     changed, changed_aux = grouped_mm_swiglu(x.detach(), w_up.detach(), offs)
     changed.mul_(2)
+    kept, changed_aux_alone = grouped_mm_swiglu(x.detach(), w_up.detach(), offs)
+    changed_aux_alone.mul_(2)
     call = (w_down, offs, None)
     return {
         "alpha": ((a, *call, aux, 1.0), {}),
@@ -206,6 +212,7 @@ def mismatched(device: str) -> dict[str, tuple]:
         "other aux": ((a, *call, other_aux), {}),
         "derived swiglu_out": ((other * 2, *call, other_aux), {}),
         "changed in place": ((changed, *call, changed_aux), {}),
+        "aux changed in place": ((kept, *call, changed_aux_alone), {}),
     }
 
 
@@ -220,6 +227,7 @@ def mismatched(device: str) -> dict[str, tuple]:
         "other aux",
         "derived swiglu_out",
         "changed in place",
+        "aux changed in place",
     ],
 )
 def test_mismatch_is_detected(what: str, device: str) -> None:
@@ -227,3 +235,74 @@ def test_mismatch_is_detected(what: str, device: str) -> None:
     args, options = mismatched(device)[what]
     with pytest.raises(ValueError, match=r"aux_biased_acc: expected the "):
         grouped_mm_downproj(*args, **options)
+
+
+def test_inference_mode(device: str) -> None:
+    """Its tensors count no writes; the same bits as outside."""
+    tensors, offs = example(64, 96, device)
+    x, w_up, b_up, w_down, b_down = (t.detach() for t in tensors.values())
+
+    def pair() -> Tensor:
+        a, aux = grouped_mm_swiglu(x, w_up, offs, b_up)
+        return grouped_mm_downproj(a, w_down, offs, b_down, aux)
+
+    expected = pair()
+    with torch.inference_mode():
+        assert torch.equal(pair(), expected)
+
+
+def test_autocast_around_the_second_alone() -> None:
+    """aux is cast as swiglu_out is; the gradient comes back in float32."""
+    tensors, offs = example(64, 96, "cpu", torch.float32)
+    x, w_up, b_up, w_down, b_down = tensors.values()
+    a, aux = grouped_mm_swiglu(x, w_up, offs, b_up)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = grouped_mm_downproj(a, w_down, offs, b_down, aux)
+    assert out.dtype == torch.bfloat16
+    out.sum().backward()
+    truth = torch.autograd.grad(formulas(tensors, offs)[2].sum(), [*tensors.values()])
+    for (name, tensor), expected in zip(tensors.items(), truth, strict=True):
+        close(name, tensor.grad, expected)
+
+
+def test_swiglu_out_is_saved_as_any_tensor() -> None:
+    """A file that torch.load reads, with nothing beside the values."""
+    tensors, offs = example(64, 96, "cpu")
+    a, _ = grouped_mm_swiglu(tensors["x"].detach(), tensors["W_up"].detach(), offs)
+    file = io.BytesIO()
+    torch.save(a, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert torch.equal(loaded, a) and not vars(loaded)
+
+
+def test_notes_end_with_their_tensors() -> None:
+    """What is kept of a call to compare with goes when its swiglu_out goes."""
+    tensors, offs = example(64, 96, "cpu")
+    a, aux = grouped_mm_swiglu(tensors["x"], tensors["W_up"], offs)
+    kept = weakref.ref(aux)
+    assert kept() is aux
+    del a, aux
+    gc.collect()
+    assert kept() is None
+
+
+def test_another_aux_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where tensors are not known one by one, shape and dtype are."""
+    tensors, offs = example(64, 96, "cpu")
+    x, w_up, _, w_down, _ = (t.detach() for t in tensors.values())
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    a, aux = grouped_mm_swiglu(x, w_up, offs)
+    grouped_mm_downproj(a, w_down, offs, aux_biased_acc=aux)
+    with pytest.raises(ValueError, match=r"^aux_biased_acc: expected shape \(864, 192\), got \(8,"):
+        grouped_mm_downproj(a, w_down, offs, aux_biased_acc=aux[:8])
+    with pytest.raises(TypeError, match="^aux_biased_acc: expected dtype bfloat16 as swiglu_out"):
+        grouped_mm_downproj(a, w_down, offs, aux_biased_acc=aux.float())
+
+
+def test_no_swiglu_out() -> None:
+    """With aux, whose note is looked up by it, as without."""
+    tensors, offs = example(64, 96, "cpu")
+    _, aux = grouped_mm_swiglu(tensors["x"], tensors["W_up"], offs)
+    with pytest.raises(TypeError, match="^swiglu_out: expected a torch.Tensor, got NoneType"):
+        grouped_mm_downproj(None, tensors["W_down"], offs, aux_biased_acc=aux)

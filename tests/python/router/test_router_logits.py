@@ -138,3 +138,13 @@ def test_wrong_call(name: str, device: str) -> None:
     place = {"device": device, "dtype": torch.bfloat16}
     with pytest.raises(kind, match=f"^{message}"):
         call(torch.zeros(6, 16, **place), torch.zeros(4, 16, **place))
+
+
+@pytest.mark.parametrize("dtype", _DTYPES, ids=named)
+def test_no_inputs(dtype: torch.dtype) -> None:
+    """A sum of nothing is zero, in every dtype."""
+    x, weight = (torch.zeros(*s, 0, dtype=dtype, requires_grad=True) for s in ((2, 3), (4,)))
+    logits = guild.router_logits(x, weight)
+    assert logits.shape == (2, 3, 4) and not logits.any()
+    logits.sum().backward()
+    assert x.grad.shape == x.shape and weight.grad.shape == weight.shape

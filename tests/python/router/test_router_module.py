@@ -341,3 +341,21 @@ def test_conversion_moves_the_rest() -> None:
     assert set(others.values()) == {torch.bfloat16} and len(others) == 8
     assert isinstance(moe.router, RouterLinear)
     assert list(dict(moe.named_buffers())) == ["router.selection_bias"]
+
+
+def test_an_attribute_that_is_no_bias() -> None:
+    """A module of the user's may call a flag what ours calls a tensor."""
+
+    class Own(nn.Linear):
+        selection_bias = True
+
+    moe = layer_of(_BIASED)
+    x = torch.randn(5, 16)
+    moe.router = Own(16, 6, bias=False)
+    with pytest.raises(
+        ValueError, match=r"^router\.selection_bias: expected a buffer \(experts,\)"
+    ):
+        moe(x)
+    plain = layer_of()
+    plain.router = Own(16, 6, bias=False)
+    plain(x)

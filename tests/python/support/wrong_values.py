@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 
 import guild
 from wrong_shapes import E, H, I, T, Wrong, elsewhere, mlp, pair_down, pair_up, product, routed
+
+
+def layer_with(r: SimpleNamespace, router: str = "softmax", **changed: torch.Tensor) -> object:
+    """A layer whose router was given other tensors, called."""
+    moe = guild.MoE(H, I, E, 2, router=router, device=r.x.device, dtype=r.x.dtype)
+    moe(r.x)
+    for name, tensor in changed.items():
+        value = tensor.to(r.x.device)
+        setattr(moe.router, name, torch.nn.Parameter(value) if name == "weight" else value)
+    return moe(r.x)
+
 
 VALUES: dict[str, Wrong] = {
     # dtypes
@@ -141,12 +154,17 @@ VALUES: dict[str, Wrong] = {
     "alpha NaN": (
         lambda r: pair_up(r, swiglu_alpha=float("nan")),
         ValueError,
-        "alpha: expected a finite number, got nan",
+        "^swiglu_alpha: expected a finite number, got nan",
+    ),
+    "limit negative, of the pair": (
+        lambda r: pair_up(r, swiglu_limit=-1),
+        ValueError,
+        "^swiglu_limit: expected a positive number, got -1",
     ),
     "two activations": (
         lambda r: pair_up(r, swiglu_alpha=1.0, activation="gelu"),
         ValueError,
-        "activation: expected None together with alpha, got 'gelu'",
+        "activation: expected None together with swiglu_alpha, got 'gelu'",
     ),
     "unknown order": (
         lambda r: routed(r, order="mixed"),
@@ -236,5 +254,30 @@ VALUES: dict[str, Wrong] = {
         lambda r: guild.MoE(H, I, E, 2, device=r.x.device, dtype=torch.float16)(r.x),
         TypeError,
         "x: expected dtype float16 as w_up has, got bfloat16",
+    ),
+    "router of more experts": (
+        lambda r: layer_with(r, weight=torch.zeros(E + 2, H, dtype=r.x.dtype)),
+        ValueError,
+        r"^router\.weight: expected shape \(4, 32\), got \(6, 32\)",
+    ),
+    "router of fewer experts": (
+        lambda r: layer_with(r, weight=torch.zeros(E - 1, H, dtype=r.x.dtype)),
+        ValueError,
+        r"^router\.weight: expected shape \(4, 32\), got \(3, 32\)",
+    ),
+    "router of another width": (
+        lambda r: layer_with(r, weight=torch.zeros(E, H + 1, dtype=r.x.dtype)),
+        ValueError,
+        r"^router\.weight: expected shape \(4, 32\), got \(4, 33\)",
+    ),
+    "router of another dtype": (
+        lambda r: layer_with(r, weight=torch.zeros(E, H)),
+        TypeError,
+        r"^router\.weight: expected dtype bfloat16 as x has, got float32",
+    ),
+    "selection bias of more experts": (
+        lambda r: layer_with(r, "sigmoid", selection_bias=torch.zeros(E + 1)),
+        ValueError,
+        r"^router\.selection_bias: expected shape \(4,\), got \(5,\)",
     ),
 }
