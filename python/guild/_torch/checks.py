@@ -225,7 +225,7 @@ def expect_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 
 def expect_number(name: str, value: object) -> None:
     """Raise unless it is a number, and no tensor: it would get no gradient."""
-    if type(value) is float:  # the usual one, before what takes longer to ask
+    if isinstance(value, float):  # the usual one, before what takes longer to ask
         return
     if isinstance(value, bool | Tensor) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}")

@@ -231,6 +231,20 @@ def test_wider_input_than_weights() -> None:
 # ---- torch.compile ------------------------------------------------------------------------------
 
 
+compiles = pytest.mark.skipif(not experts_module.COMPILES, reason="torch before 2.13")
+
+
+@pytest.mark.skipif(experts_module.COMPILES, reason="torch 2.13 or later")
+def test_compiled_by_an_earlier_torch() -> None:
+    """Transformers' own products, with the same result."""
+    torch.manual_seed(0)
+    experts, call = make_experts(Family("mixtral", "MixtralExperts")), inputs()
+    whole = torch.compile(guild_transformers.experts_forward, backend="eager")
+    with torch.no_grad():
+        torch.testing.assert_close(whole(experts, *call), results("eager", experts, *call)["out"])
+
+
+@compiles
 @layouts
 @pytest.mark.parametrize("fused", [True, False])
 @not_fused
@@ -250,6 +264,7 @@ def test_compiled_without_a_break(family: Family, fused: bool) -> None:
     assert error(experts.down_proj.grad, expected["d down_proj"]) < 1e-5
 
 
+@compiles
 def test_compiled_code_is_not_reused_for_another_limit() -> None:
     torch.manual_seed(0)
     family = Family("deepseek_v4", "DeepseekV4Experts")

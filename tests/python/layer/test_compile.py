@@ -172,3 +172,15 @@ def test_meta_tensors() -> None:
     assert out.shape == x.shape and out.device.type == "meta"
     out.sum().backward()
     assert x.grad.shape == x.shape and moe.w_up.grad.shape == moe.w_up.shape
+
+
+def test_activation_made_inside() -> None:
+    """Checks of its numbers can be traced."""
+    x = torch.randn(4, 6)
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def activated(x: torch.Tensor) -> torch.Tensor:
+        return guild.Activation("silu", alpha=1.5, limit=2.0, up_offset=0.5)(x)
+
+    expected = guild.Activation("silu", alpha=1.5, limit=2.0, up_offset=0.5)(x)
+    torch.testing.assert_close(activated(x), expected)

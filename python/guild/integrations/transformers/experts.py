@@ -22,6 +22,8 @@ from guild.integrations.transformers.unfused import unfused_experts
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _ON_CUDA = (torch.bfloat16, torch.float16)
 _MOST_EXPERTS = {"cpu": 4096, "cuda": 1024}
+# Whether torch.compile takes what it is told about a module, here its gate, for a constant.
+COMPILES = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 _MISALIGNED = "it needs rows of weights that begin at multiples of 16 bytes"
 
 
@@ -51,7 +53,7 @@ def experts_forward(
     -----
     Where Guild cannot compute on the device, in the dtype or with the sizes of the call, this is
     Transformers' `grouped_mm`, or the model's own loop where that cannot either. A warning says so
-    once.
+    once. Inside torch.compile it is `grouped_mm`, too, with torch before 2.13.
     """
     w_up = _local(self.gate_up_proj if self.has_gate else self.up_proj)
     w_down = _local(self.down_proj)
@@ -61,6 +63,8 @@ def experts_forward(
         b_down = _local(self.down_proj_bias)
 
     call = (self, hidden_states, top_k_index, top_k_weights)
+    if torch.compiler.is_compiling() and not COMPILES:
+        return grouped_mm_experts_forward(*call)
     why_not = _unknown_features(self) or _why_not(hidden_states, w_up, w_down)
     if why_not:
         say_left(type(self).__name__, "Transformers' grouped_mm", why_not)
