@@ -166,7 +166,7 @@ struct BiasGradient {
 
 // D = A B + bias in the four cases of torch._grouped_mm. offsets are int32 END positions (E), as
 // there: group e spans [e ? offsets[e - 1] : 0, offsets[e]). Any strides in elements. Zeros go to
-// rows and columns of no group and, without bias, to groups whose sum over K is empty; with
+// rows and columns of no group, and to groups whose sum over K is empty, which get no bias; with
 // accumulate both stay as they are.
 struct GroupedGemm {
   enum class Ragged : int {

@@ -193,12 +193,21 @@ def _grouped_mm_gradient(ctx, dout):
     return da, db, None, dbias, None
 
 
+def _groups(mat_a: Tensor, mat_b: Tensor, offs: Tensor | None) -> int:
+    """How many groups a grouped product has."""
+    stacked = [t.shape[0] for t in (mat_a, mat_b) if t.dim() == 3]
+    return stacked[0] if stacked else offs.shape[0]
+
+
 def _grouped_bias_gradient(
     mat_a: Tensor, mat_b: Tensor, offs: Tensor | None, dout: Tensor
 ) -> Tensor:
+    if mat_a.shape[-1] == 0:  # an empty sum gets no bias
+        by_row = mat_a.dim() == 3 and mat_b.dim() == 2
+        return dout.new_zeros(_groups(mat_a, mat_b, offs), dout.shape[-2 if by_row else -1])
     if offs is None:
         return dout.sum(1)
-    if mat_a.dim() == mat_b.dim():  # groups of an empty sum get no bias
+    if mat_a.dim() == mat_b.dim():  # groups of an empty sum get none either
         filled = starts(offs).diff() > 0
         return dout.sum(1) * filled[:, None]
     by_row = dout if mat_b.dim() == 3 else dout.mT.contiguous()

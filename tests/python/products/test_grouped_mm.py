@@ -174,3 +174,21 @@ def test_same_bits_twice(device: str) -> None:
         results.append((out, *torch.autograd.grad(out, (a, b, bias), torch.ones_like(out))))
     for first, second in zip(*results, strict=True):
         assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("case", ["rows", "columns", "inner", "none"])
+def test_empty_sums_get_no_bias(case: str) -> None:
+    """An inner size of 0: zeros, and a bias without a gradient."""
+    offs = torch.tensor([2, 5], dtype=torch.int32)
+    shapes = {
+        "rows": ((5, 0), (2, 0, 3), offs, (2, 3)),
+        "columns": ((2, 4, 0), (0, 5), offs, (2, 4)),
+        "inner": ((4, 0), (0, 3), torch.zeros(2, dtype=torch.int32), (2, 3)),
+        "none": ((2, 4, 0), (2, 0, 3), None, (2, 3)),
+    }
+    a, b, ends, bias_shape = shapes[case]
+    bias = torch.ones(bias_shape, requires_grad=True)
+    out = guild.grouped_mm(torch.zeros(a), torch.zeros(b), ends, bias)
+    assert not out.any()
+    out.sum().backward()
+    assert bias.grad.shape == bias.shape and not bias.grad.any()
