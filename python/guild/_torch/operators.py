@@ -23,7 +23,7 @@ WANT_X, WANT_SCORES, WANT_UP, WANT_DOWN, WANT_UP_BIAS, WANT_DOWN_BIAS, WANT_ROWS
     1 << i for i in range(7)
 )
 
-SOFTMAX, SIGMOID, SQRT_SOFTPLUS = range(3)  # guild::Score
+SOFTMAX = 0  # guild::Score::softmax: the one score without slopes
 
 _SCORE_PART = 256  # columns of A whose <g, A> is one partial sum of dS (guild::score_parts)
 
