@@ -1,5 +1,7 @@
 // Weight and bias gradients into tensors of the caller: written, or added to what is there (fp32
 // accumulation over micro-batches, Megatron's main_grad).
+#include <utility>
+
 #include "torch/ops.h"
 
 namespace guild::binding {
@@ -76,6 +78,53 @@ void down_weight_gradient_out(Tensor const& dout, Tensor const& a, Tensor const&
   args.a = place.rows(a, "a", layer.dtype, {a.size(0), a.size(1)});
   args.dw = down_weight_of(place, layer, dw_down, args.dw_dtype);
   place.run_product(cpu::down_weight_gradient, cuda::down_weight_gradient, args);
+}
+
+void weight_gradients_out(Tensor const& x, Tensor const& dout, Tensor const& dh,
+                          Tensor const& a_scaled, Tensor const& offsets,
+                          MaybeTensor const& row_token, MaybeTensor& dw_up, MaybeTensor& dw_gate,
+                          MaybeTensor& dw_down, bool gated, bool interleaved, bool transposed,
+                          bool accumulate) {
+  Place const place(x, "x");
+  for (auto const& [tensor, name] : {std::pair(&x, "x"), std::pair(&a_scaled, "a_scaled")}) {
+    require_dims(*tensor, name, 2);
+  }
+  require_dims(offsets, "offsets", 1);
+  require(dw_up.has_value() || !dw_gate.has_value(), "dw_gate: expected none without dw_up");
+  int64_t const tokens = x.size(0), rows = a_scaled.size(0);
+  Layer layer;
+  layer.sizes = {.tokens = tokens,
+                 .hidden = x.size(1),
+                 .intermediate = a_scaled.size(1),
+                 .experts = offsets.size(0) - 1,
+                 .slots = rows};
+  layer.dtype = dtype_of(x, "x");
+  layer.activation.gated = gated;
+  layer.order = interleaved ? GateUp::interleaved : GateUp::concatenated;
+  layer.transposed = transposed;
+  Sizes const& s = layer.sizes;
+  int64_t const input_rows = row_token.has_value() ? tokens : rows;
+  MoeWeightGradients args;
+  args.sizes = s;
+  args.dtype = args.dw_dtype = layer.dtype;
+  args.accumulate = accumulate;
+  args.gated = gated;
+  args.order = layer.order;
+  args.routing = routing_of(place, s.experts, rows, offsets, row_token);
+  args.x = place.rows(x, "x", layer.dtype, {input_rows, s.hidden});
+  args.dout = place.rows(dout, "dout", layer.dtype, {input_rows, s.hidden});
+  args.dh = place.rows(dh, "dh", layer.dtype, {rows, layer.width()});
+  args.a_scaled = place.rows(a_scaled, "a_scaled", layer.dtype, {rows, s.intermediate});
+  if (dw_up.has_value()) {
+    args.dw_dtype = dtype_of(*dw_up, "dw_up");
+  } else if (dw_down.has_value()) {
+    args.dw_dtype = dtype_of(*dw_down, "dw_down");
+  }
+  if (dw_up.has_value()) args.dw_up = up_weight_of(place, layer, *dw_up, dw_gate, args.dw_dtype);
+  if (dw_down.has_value()) args.dw_down = down_weight_of(place, layer, *dw_down, args.dw_dtype);
+  Tensor const workspace = place.workspace(moe_weight_gradients_workspace_bytes(s));
+  args.workspace = workspace.data_ptr();
+  place.run(cpu::moe_weight_gradients, cuda::moe_weight_gradients, args);
 }
 
 void bias_gradient_out(Tensor const& m, Tensor const& offsets, MaybeTensor const& row_token,
