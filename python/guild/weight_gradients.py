@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from guild._torch.autograd import rows_of
-from guild._torch.checks import dtype_name, expect_flags, expect_own_elements
+from guild._torch.checks import dtype_name, expect_all_apart, expect_flags, expect_own_elements
 from guild._torch.gradients import pre_activations, wanted_bits
 from guild._torch.operators import LayerFlags, ops
 from guild._torch.router_gradients import Weighing, router_gradients
@@ -99,6 +99,7 @@ class WeightGradients:
                     f"{second}: expected another parameter than {first} with weight_gradients, got "
                     "the same: one gradient would overwrite the other"
                 )
+        wanted: dict[str, Tensor] = {}
         for name, parameter in zip(_NAMES, parameters, strict=True):
             if parameter is None or not parameter.requires_grad:
                 continue
@@ -109,6 +110,20 @@ class WeightGradients:
                 )
             if self.main_grad:
                 _expect_main_grad(name, parameter)
+            if all(
+                parameter is not other for other in wanted.values()
+            ):  # one may be w_up and w_down
+                wanted[name] = parameter
+        if not torch.compiler.is_compiling():  # no memory yet
+            self._expect_apart(wanted)
+
+    def _expect_apart(self, parameters: dict[str, Tensor]) -> None:
+        """Raise ValueError where a gradient shares memory with another, or with a parameter."""
+        where = "main_grad" if self.main_grad else "grad"
+        targets = {f"{name}.{where}": getattr(p, where) for name, p in parameters.items()}
+        targets = {name: target for name, target in targets.items() if target is not None}
+        if targets:
+            expect_all_apart(targets, parameters)
 
     def _target(self, *parameters: Tensor | None) -> tuple[list[Tensor | None], bool]:
         """Tensors to write to, None where nothing is wanted, and whether to add to them."""
