@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import re
 import resource
@@ -182,30 +181,12 @@ def test_unreadable_checkpoint(
     assert "checkpoint.pt: Permission denied" in refused(run("--resume"), capsys)
 
 
-STEP_ROW = {"step": 10, "moe": "guild", "loss": 3.0, "seconds": 0.1, "load": [1.0]}
-WRONG_ROWS = {
-    "half a li": "is no row of a training run",
-    "[1]": "is no row of a training run",
-    '{"moe": "guild"}': "no step in it",
-    '{"step": true, "moe": "guild"}': "step: expected an integer of at least 0, got True",
-    '{"step": 1.5, "moe": "guild"}': "step: expected an integer of at least 0, got 1.5",
-    '{"step": 1, "moe": ["guild"]}': "moe: expected one of guild, plain, got ['guild']",
-    '{"step": 1, "moe": "guild"}': "no validation_loss in it",
-    '{"step": 1, "moe": "guild", "validation_loss": "low"}': "expected a number, got 'low'",
-    **{
-        json.dumps({**STEP_ROW, name: value}): f"{name}: expected {expected}, got {value!r}"
-        for name, value, expected in (
-            ("loss", "low", "a finite number"),
-            ("loss", math.nan, "a finite number"),
-            ("seconds", 0, "a positive number"),
-            ("seconds", None, "a positive number"),
-            ("load", 1.0, "a list of numbers"),
-            ("load", [], "a list of numbers"),
-            ("load", ["1"], "a list of numbers"),
-            ("load", [1.0] * 9, "a list of length 1 as before"),
-        )
-    },
-}
+def test_bad_metrics(
+    run: Callable[..., int], finished: Path, capsys: pytest.CaptureFixture
+) -> None:
+    with (finished / "metrics.jsonl").open("a") as file:
+        file.write("half a li\n")
+    assert "line 12 of" in refused(run("--resume", "--steps", "12"), capsys)
 
 
 def test_metrics_of_one_layer_of_two(
@@ -219,16 +200,6 @@ def test_metrics_of_one_layer_of_two(
     metrics.write_text("".join(line for line in lines if '"step": 3, ' not in line or "pl" in line))
     printed = refused(run("--resume", "--steps", "12"), capsys)
     assert "has other steps of guild than of plain" in printed
-
-
-@pytest.mark.parametrize("line", WRONG_ROWS)
-def test_bad_metrics(
-    line: str, run: Callable[..., int], finished: Path, capsys: pytest.CaptureFixture
-) -> None:
-    with (finished / "metrics.jsonl").open("a") as file:
-        file.write(line + "\n")
-    printed = refused(run("--resume", "--steps", "12"), capsys)
-    assert "line 12 of" in printed and WRONG_ROWS[line] in printed
 
 
 # ---- folders that cannot be written ------------------------------------------------------------
