@@ -24,6 +24,8 @@ _NAMES = ("w_up", "w_up[0] (gate)", "w_down", "b_up", "b_down")
 # Places and names of gradients that one op writes, each to its own target.
 _WRITTEN_TOGETHER = ((1, "w_up[0] (gate)", 0, "w_up[1] (up)"), (3, "b_up", 4, "b_down"))
 
+_REMEMBERED = 1024  # sets of tensors, one a layer, that were found apart
+
 
 class WeightGradients:
     """Where a layer's weight gradients go, and when they are computed.
@@ -32,7 +34,8 @@ class WeightGradients:
     ----------
     main_grad : bool
         Add them to each parameter's `main_grad`, a float32 tensor of its shape that the caller has
-        made, and leave `.grad` alone. Otherwise they are written to `.grad`, or added to it.
+        made and that shares no element with another, and leave `.grad` alone. Otherwise they are
+        written to `.grad`, or added to it.
     delayed : bool
         Keep what they need until `compute` is called, instead of computing them in backward. Kept
         are, for each backward, the layer's input, the gradients of its output and pre-activations,
@@ -60,10 +63,11 @@ class WeightGradients:
         expect_flags(main_grad=main_grad, delayed=delayed)
         self.main_grad, self.delayed = main_grad, delayed
         self._pending: list[Callable[[], None]] = []
+        self._apart: set[tuple[Any, ...]] = set()
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is pending, whose gradients go to the parameters of the original alone."""
-        return {**self.__dict__, "_pending": []}
+        return {**self.__dict__, "_pending": [], "_apart": set()}
 
     @property
     def pending(self) -> int:
@@ -118,12 +122,28 @@ class WeightGradients:
             self._expect_apart(wanted)
 
     def _expect_apart(self, parameters: dict[str, Tensor]) -> None:
-        """Raise ValueError where a gradient shares memory with another, or with a parameter."""
+        """Raise ValueError where a gradient shares memory with another, or with a parameter.
+
+        What was found apart is remembered: comparing takes as long as starting a few kernels.
+        """
         where = "main_grad" if self.main_grad else "grad"
         targets = {f"{name}.{where}": getattr(p, where) for name, p in parameters.items()}
         targets = {name: target for name, target in targets.items() if target is not None}
-        if targets:
-            expect_all_apart(targets, parameters)
+        if not targets:
+            return
+        tensors = (*parameters.values(), *targets.values())
+        places = None
+        if all(
+            type(t) in (Tensor, torch.nn.Parameter) for t in tensors
+        ):  # others may have no memory
+            places = tuple((t.data_ptr(), t.shape, t.stride()) for t in tensors)
+            if places in self._apart:
+                return
+        expect_all_apart(targets, parameters)
+        if places is not None:
+            if len(self._apart) >= _REMEMBERED:
+                self._apart.clear()
+            self._apart.add(places)
 
     def _target(self, *parameters: Tensor | None) -> tuple[list[Tensor | None], bool]:
         """Tensors to write to, None where nothing is wanted, and whether to add to them."""

@@ -60,6 +60,26 @@ def test_targets_in_one_buffer(device: str, dtype: torch.dtype, interleaved: boo
                 assert torch.equal(case[name].main_grad, expected[name])
 
 
+def test_targets_that_come_to_overlap(device: str, dtype: torch.dtype) -> None:
+    """Found apart once, then moved: into each other, and apart again elsewhere."""
+    case = sorted_case(device, dtype)
+    sink = WeightGradients(main_grad=True)
+    apart = torch.zeros(2, 3, 8, 16, device=device)
+    case["w_down"].main_grad = torch.zeros(3, 16, 8, device=device)
+
+    def step() -> None:
+        rows, w_up = (case["x_sorted"], case["offsets"]), (case["gate"], case["up"])
+        experts_mlp(*rows, w_up, case["w_down"], weight_gradients=sink).sum().backward()
+
+    for shared in (False, True, False):
+        case["gate"].main_grad, case["up"].main_grad = apart[0], apart[0 if shared else 1]
+        if shared:
+            with pytest.raises(ValueError, match="main_grad: expected memory of its own"):
+                step()
+        else:
+            step()
+
+
 @pytest.mark.parametrize("main_grad", [False, True])
 @pytest.mark.parametrize("delayed", [False, True])
 def test_one_parameter_as_both_weights(
