@@ -226,7 +226,7 @@ void compose_backward(MoeBackward const& b, Steps const& steps) {
   Rows const dx_rows = combines_rows(b)            ? Rows{w.dx_rows, 0}
                        : b.dx_rows.data != nullptr ? b.dx_rows
                                                    : b.dx;
-  if (dx_rows.data == nullptr) return;
+  if (dx_rows.data == nullptr && !combines_rows(b)) return;  // without rows the sums are zeros
   steps.up_gradient({.sizes = b.sizes,
                      .dtype = b.dtype,
                      .gated = b.activation.gated,

@@ -1,6 +1,9 @@
 // The composites, forward and backward, against the reference run step by step.
+#include <algorithm>
+#include <cmath>
 #include <utility>
 
+#include "guild/cpu.h"
 #include "layer_test.h"
 
 namespace guild::test {
@@ -228,6 +231,26 @@ TEST_P(Moe, WeightGradientsOnTheirOwn) {
   }
   EXPECT_TRUE(dw_up == call.dw_up.raw()) << "dw_up alone";
   EXPECT_TRUE(dw_down == call.dw_down.raw()) << "dw_down alone";
+}
+
+// Tokens without a slot, and no workspace: their gradient is zero.
+TEST(MoeWithoutRows, BackwardClearsDx) {
+  float const nowhere[4 * 8] = {};
+  int32_t const offsets[3] = {}, token_offsets[4] = {};
+  float dx[3 * 4];
+  std::fill_n(dx, 12, NAN);
+  MoeBackward b;
+  b.sizes = {.tokens = 3, .hidden = 4, .intermediate = 4, .experts = 2, .slots = 0};
+  b.dtype = b.dw_dtype = DType::float32;
+  b.activation.gated = false;
+  b.routing.offsets = offsets, b.routing.token_offsets = token_offsets;
+  b.dout = b.x = {nowhere};
+  ConstWeight const weight{nowhere, 16, 4, 1};
+  b.w_up = {weight, weight}, b.w_down = weight;
+  b.dx = {dx};
+  ASSERT_EQ(moe_backward_workspace_bytes(b.sizes, b.dtype, false, true, false), 0);
+  cpu::moe_backward(b);
+  for (float const value : dx) EXPECT_EQ(value, 0);
 }
 
 GUILD_LAYER_TESTS(Moe, false);
