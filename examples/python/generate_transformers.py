@@ -4,8 +4,7 @@
     python examples/python/generate_transformers.py --model Qwen/Qwen3-30B-A3B "Once upon a time"
 
 Without --model it is a tiny random model, which babbles in bytes, on any machine. Prompts of any
-lengths go through the model together. The blocks are replaced as a whole, so that a token of the
-decoding costs few kernels: the router's product, the routing and the experts.
+lengths go through the model together. Its MoE blocks are replaced as a whole, routers included.
 """
 
 from __future__ import annotations

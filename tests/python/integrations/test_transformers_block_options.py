@@ -107,27 +107,29 @@ def test_activations_that_guild_does_not_know(name: str) -> None:
 
 @models
 @pytest.mark.parametrize("autocast", [False, True])
-def test_16_bits_choose_the_same_experts(name: str, autocast: bool) -> None:
+def test_16_bits_choose_the_same_experts(name: str, autocast: bool, device: str) -> None:
     """But for tokens whose last two choices have the same logit: torch.topk takes either then."""
-    own, ours = block_pair(name)
-    x = random_tokens()
+    own, _ = block_pair(name)
+    x = random_tokens().to(device)
+    own = own.to(device)
     if not autocast:
         x, own = x.bfloat16(), own.bfloat16()
-        ours = on_guild(own)
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+    ours = on_guild(own)
+    with torch.autocast(device, dtype=torch.bfloat16, enabled=autocast):
         theirs, mine = (router_of(block)(x.view(-1, HIDDEN)) for block in (own, ours))
         expected, found = results(own, x), results(ours, x)
-    logits = theirs[1] if name.startswith("Llama4") else theirs[0]
-    tied = ties(logits, router_of(own).top_k) if name not in SIGMOID else logits[:, 0].isnan()
-    assert tied.sum() < TOKENS / 10
     for a, b in zip(mine, theirs, strict=True):
         assert a.dtype == b.dtype and a.shape == b.shape
-    for choice_a, choice_b in ((choice(mine), choice(theirs)),):
-        assert torch.equal(choice_a[~tied], choice_b[~tied])
-    rows = expected["out 0"].dtype, ~tied
+    logits = theirs[1] if name.startswith("Llama4") else theirs[0]
+    clear = ~ties(logits, router_of(own).top_k)
+    if name in SIGMOID:
+        clear[:] = True  # with a bias and, but under autocast, in float32
+    assert clear.sum() > 0.9 * TOKENS
+    assert torch.equal(choice(mine)[clear], choice(theirs)[clear])
     for key in ("out 0", "d x"):
-        a, b = (r[key].reshape(-1, HIDDEN)[rows[1]].double() for r in (found, expected))
-        assert found[key].dtype == expected[key].dtype and error(a, b) < 0.01, key
+        assert found[key].dtype == expected[key].dtype
+        a, b = (r[key].reshape(-1, HIDDEN)[clear].double() for r in (found, expected))
+        assert error(a, b) < 0.01, key
 
 
 def ties(logits: Tensor, top_k: int) -> Tensor:

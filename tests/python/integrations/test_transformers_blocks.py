@@ -35,9 +35,13 @@ class Ops(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
+        self.read: set[int] = set()  # where the tensors lie that Guild's ops are given
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         self.names.append(op.name())
+        if op.namespace == "guild":
+            tensors = (a for a in args if isinstance(a, Tensor))
+            self.read |= {tensor.untyped_storage().data_ptr() for tensor in tensors}
         return op(*args, **(kwargs or {}))
 
 
@@ -77,6 +81,8 @@ def test_router_and_experts_run_on_guild(name: str) -> None:
     assert not {"aten::topk", "aten::softmax", "aten::sigmoid"} & set(ops.names) - (
         {"aten::sigmoid"} if name.startswith("Qwen") else set()  # of the shared experts' gate
     )
+    places = {n: p.untyped_storage().data_ptr() for n, p in model.named_parameters()}
+    assert {place for n, place in places.items() if ".experts." in n} <= ops.read  # no copies
 
 
 @models

@@ -6,6 +6,7 @@ out. Only the steps between, a softmax, a top-k and what follows them in PyTorch
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from typing import NamedTuple
@@ -86,14 +87,20 @@ def grouped_sigmoid(router: nn.Module, x: Tensor) -> Chosen:
 
 def grouped_sigmoid_options(router: nn.Module) -> Router:
     """How DeepSeek-V3's router chooses."""
-    renormalize = bool(router.norm_topk_prob)
+    make = _grouped_sigmoid.__wrapped__ if torch.compiler.is_compiling() else _grouped_sigmoid
+    renormalize, scale = bool(router.norm_topk_prob), float(router.routed_scaling_factor)
+    return make(renormalize, scale, router.num_group, router.topk_group)
+
+
+@functools.lru_cache  # a Router checks its options, which a token's decoding would pay for
+def _grouped_sigmoid(renormalize: bool, scale: float, groups: int, top_groups: int) -> Router:
     return Router(
         "sigmoid",
         renormalize,
-        float(router.routed_scaling_factor),
+        scale,
         selection_bias=True,
-        groups=router.num_group,
-        top_groups=router.topk_group,
+        groups=groups,
+        top_groups=top_groups,
         sum_floor=1e-20 if renormalize else 0.0,  # where the model adds as much
     )
 

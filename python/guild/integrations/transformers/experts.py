@@ -206,12 +206,15 @@ def _asked_once(device: int) -> str:
 
 def known_gate(experts: nn.Module) -> tuple[Activation, str] | None:
     """The activation that the experts compute, and the order of gate and up; None if not known."""
-    gate = _gate(experts)
-    return None if gate is None else (Activation(*gate[1:]), gate[0])
+    if not torch.compiler.is_compiling():
+        gate = gate_of(experts)
+        return None if gate is None else (gate.activation, gate.order)
+    numbers = _gate_in_numbers(experts)
+    return None if numbers is None else (Activation(*numbers[1:]), numbers[0])
 
 
 @torch.compiler.assume_constant_result
-def _gate(experts: nn.Module) -> tuple | None:
+def _gate_in_numbers(experts: nn.Module) -> tuple | None:
     """`gate_of` in plain numbers, which is all that a compiled function can take as constants."""
     gate = gate_of(experts)
     return None if gate is None else (gate.order, *dataclasses.astuple(gate.activation)[:6])
