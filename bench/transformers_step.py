@@ -3,8 +3,9 @@
     python bench/transformers_step.py --out bench/results/DATE-GPU-transformers.json
     python bench/transformers_step.py --toy      # seconds, on any machine; no figures to quote
 
-The model is Qwen3-30B-A3B with 4 layers and random weights in bf16; a step is forward and backward
-of 4 sequences of 4,096 tokens, without the head over the vocabulary. Besides the step, a block
+The model is Qwen3-30B-A3B with 4 layers, or GLM-4.5-Air with 3 of which 2 are MoE (--preset), with
+random weights in bf16. A step is forward and backward of 4 sequences of 4,096 tokens, without the
+head over the vocabulary. Besides the step, a block
 (router and experts) and the experts alone are timed. What cannot run here, such as SonicMoE's
 kernels without the network that they are fetched from, is reported with the reason.
 """
@@ -29,26 +30,57 @@ import guild.integrations.transformers as guild_transformers
 from guild.bench.timing import calls_per_round, median_ratio, milliseconds, summary_of
 from guild.provenance import pick_device, provenance
 
-FULL = dict(
-    vocab_size=151936,
-    hidden_size=2048,
-    moe_intermediate_size=768,
-    num_experts=128,
-    num_experts_per_tok=8,
-    num_hidden_layers=4,
-    num_attention_heads=32,
-    num_key_value_heads=4,
-    head_dim=128,
-    norm_topk_prob=True,
-)
-TOY = FULL | dict(
+# Of each preset: the class of its config, and sizes. The second has DeepSeek-V3's kind of router,
+# of which Transformers computes the logits in float32.
+PRESETS = {
+    "qwen30b": (
+        "Qwen3MoeConfig",
+        dict(
+            vocab_size=151936,
+            hidden_size=2048,
+            moe_intermediate_size=768,
+            num_experts=128,
+            num_experts_per_tok=8,
+            num_hidden_layers=4,
+            num_attention_heads=32,
+            num_key_value_heads=4,
+            head_dim=128,
+            norm_topk_prob=True,
+        ),
+    ),
+    "glm45air": (
+        "Glm4MoeConfig",
+        dict(
+            vocab_size=151552,
+            hidden_size=4096,
+            intermediate_size=10944,
+            moe_intermediate_size=1408,
+            n_routed_experts=128,
+            n_shared_experts=1,
+            num_experts_per_tok=8,
+            n_group=1,
+            topk_group=1,
+            first_k_dense_replace=1,
+            num_hidden_layers=3,
+            num_attention_heads=96,
+            num_key_value_heads=8,
+            head_dim=128,
+            norm_topk_prob=True,
+        ),
+    ),
+}
+# Of the tiny model of either preset.
+TOY = dict(
     vocab_size=256,
     hidden_size=64,
+    intermediate_size=64,
     moe_intermediate_size=32,
     num_experts=8,
+    n_routed_experts=8,
     num_experts_per_tok=2,
     num_hidden_layers=2,
     num_attention_heads=4,
+    num_key_value_heads=2,
     head_dim=16,
 )
 # What runs the experts; "blocks" are Guild's, with the routers as well.
@@ -80,15 +112,20 @@ def running(name: str, model: transformers.PreTrainedModel) -> Iterator[None]:
 class Work:
     """The model, and what is called of it: functions without arguments that leave gradients."""
 
-    def __init__(self, sizes: dict[str, Any], batch: int, length: int, device: torch.device):
+    def __init__(self, preset: str, toy: bool, device: torch.device):
         torch.manual_seed(0)
-        config = transformers.Qwen3MoeConfig(**sizes, use_cache=False)
+        config_class, sizes = PRESETS[preset]
+        if toy:
+            sizes = sizes | {name: size for name, size in TOY.items() if name in sizes}
+        self.batch, self.length = (2, 32) if toy else (4, 4096)
+        batch, length, self.sizes = self.batch, self.length, sizes
+        config = getattr(transformers, config_class)(**sizes, use_cache=False)
         with device:
             self.model = transformers.AutoModel.from_config(config, dtype=torch.bfloat16).train()
             self.tokens = torch.randint(sizes["vocab_size"], (batch, length))
             states = torch.randn(batch, length, sizes["hidden_size"], dtype=torch.bfloat16)
         self.states, self.gradient = states.requires_grad_(), torch.randn_like(states)
-        self.block = self.model.layers[0].mlp
+        self.block = next(m for m in self.model.modules() if hasattr(m, "experts"))
         with torch.no_grad():
             routed = self.block.gate(self.states.view(-1, sizes["hidden_size"]))
         self.scores, self.ids = routed[1].requires_grad_(), routed[2]
@@ -195,8 +232,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     device = pick_device(args.device)
     guild_transformers.register()
     ExpertsInterface.register("six_lines", six_lines)
-    sizes, batch, length = (TOY, 2, 32) if args.toy else (FULL, 4, 4096)
-    work = Work(sizes, batch, length, device)
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # events and memory statistics are those of the current one
+    work = Work(args.preset, args.toy, device)
     names, failures = usable(work)
     if REFERENCE in failures:
         raise SystemExit(f"{REFERENCE}: {failures[REFERENCE]}")
@@ -204,7 +242,9 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     return {
         **provenance(device),
         "transformers": transformers.__version__,
-        "model": sizes | {"batch": batch, "length": length, "dtype": "bfloat16"},
+        "preset": args.preset,
+        "model": work.sizes
+        | {"batch": work.batch, "length": work.length, "dtype": "bfloat16", "toy": args.toy},
         "rounds": args.rounds,
         "seconds_per_round": args.seconds,
         "milliseconds": {
@@ -224,6 +264,7 @@ def show(record: dict[str, Any]) -> None:
     """Print a row a candidate."""
     whats = list(record["milliseconds"])
     print(f"{record['device']}, torch {record['torch']}, transformers {record['transformers']}")
+    print(f"{record['preset']}{', a toy' * record['model']['toy']}")
     print(f"ms, and times those of {REFERENCE}:")
     print(f"{'':12}" + "".join(f"{what:>20}" for what in whats) + f"{'peak GiB':>12}")
     for name in record["milliseconds"]["step"]:
@@ -243,6 +284,7 @@ def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:<index>")
+    parser.add_argument("--preset", choices=tuple(PRESETS), default="qwen30b")
     parser.add_argument("--toy", action="store_true", help="a tiny model, to try the script")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=0.5, help="of a round, at least")

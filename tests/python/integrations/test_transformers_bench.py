@@ -24,11 +24,22 @@ def script() -> ModuleType:
     return module
 
 
+@pytest.mark.parametrize("preset", ["qwen30b", "glm45air"])
 def test_toy_model_is_measured_and_recorded(
-    script: ModuleType, tmp_path: Path, monkeypatch, capsys
+    preset: str, script: ModuleType, tmp_path: Path, monkeypatch, capsys
 ) -> None:
     out = tmp_path / "record.json"
-    options = ["--toy", "--device", "cpu", "--rounds", "1", "--seconds", "0.001"]
+    options = [
+        "--preset",
+        preset,
+        "--toy",
+        "--device",
+        "cpu",
+        "--rounds",
+        "1",
+        "--seconds",
+        "0.001",
+    ]
     monkeypatch.setattr(sys, "argv", ["transformers_step.py", *options, "--out", str(out)])
     monkeypatch.setattr(script, "calls_per_round", lambda *call: 1)
     script.main()
@@ -45,6 +56,6 @@ def test_toy_model_is_measured_and_recorded(
 def test_candidates_with_other_results_are_not_timed(script: ModuleType, monkeypatch) -> None:
     right = script.six_lines
     monkeypatch.setattr(script, "six_lines", lambda *call: right(*call) * 1.1)
-    args = argparse.Namespace(toy=True, device="cpu", rounds=1, seconds=0.001)
+    args = argparse.Namespace(preset="qwen30b", toy=True, device="cpu", rounds=1, seconds=0.001)
     with pytest.raises(SystemExit, match="six_lines: its result is 10"):
         script.measure(args)
