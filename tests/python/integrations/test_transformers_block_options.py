@@ -7,7 +7,9 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor, init_device_mesh
 
 pytest.importorskip("transformers", reason="Transformers is not installed")
 
@@ -191,3 +193,33 @@ def test_one_token_and_none(name: str) -> None:
     empty = results(ours, x[:, :0])
     assert empty["d x"].shape == (2, 0, HIDDEN) and not empty["out 0"].numel()
     assert all(not empty[key].any() for key in empty)
+
+
+def test_block_with_some_of_the_experts_leaves_the_others_out() -> None:
+    """As one rank of several has them: the router's ids of the others are skipped."""
+    own, ours = block_pair("DeepseekV3Config")
+    x, half = random_tokens(), len(own.experts.down_proj) // 2
+    with torch.no_grad():
+        own.experts.down_proj[half:] = 0
+        for name, parameter in list(ours.experts.named_parameters()):
+            setattr(ours.experts, name, nn.Parameter(parameter[:half].clone()))
+    expected, found = results(own, x), results(ours, x)
+    assert error(found["out 0"], expected["out 0"]) < 1e-5
+    assert error(found["d x"], expected["d x"]) < 1e-5
+
+
+def test_router_of_dtensors_is_the_models_own() -> None:
+    _, ours = block_pair("Qwen3MoeConfig")
+    x = random_tokens().view(-1, HIDDEN)
+    expected = ours.gate(x)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        weight = distribute_tensor(ours.gate.weight.detach(), mesh, [Replicate()])
+        ours.gate.weight = nn.Parameter(weight)
+        found = ours.gate(distribute_tensor(x, mesh, [Replicate()]))
+        assert all(isinstance(t, DTensor) for t in found)
+        assert torch.equal(found[2].to_local(), expected[2])
+        assert error(found[1].to_local(), expected[1]) < 1e-6
+    finally:
+        dist.destroy_process_group()

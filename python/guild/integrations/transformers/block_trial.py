@@ -69,7 +69,7 @@ def _tiny(family: BlockFamily, block: nn.Module) -> nn.Module:
     tiny = type(block)(config).double()
     for tensor in (*tiny.parameters(), *tiny.buffers()):
         nn.init.normal_(tensor, std=0.5)
-    return tiny.train(block.training)
+    return tiny  # as in training, where a block may do more
 
 
 def _config_of(block: nn.Module) -> object:
