@@ -156,7 +156,7 @@ def _in_one(
     dtypes = {t.dtype for t in (x, router.weight, shared, *weights) if t is not None}
     if len(dtypes) > 1 or w_down.shape[0] != router.weight.shape[0]:
         return None
-    if left_to(experts, x, w_up, w_down) is not None:
+    if misaligned(x, router.weight, w_down) or left_to(experts, x, w_up, w_down) is not None:
         return None
     gate = known_gate(experts)
     if gate is None:
