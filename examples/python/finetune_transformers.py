@@ -38,9 +38,7 @@ def load(name: str | None, text: str, device: str) -> tuple[PreTrainedModel, Ten
     guild.integrations.transformers.register()
     if name is None:
         model = AutoModelForCausalLM.from_config(TINY, experts_implementation="guild")
-        return model.to(device), torch.frombuffer(
-            bytearray(text.encode()), dtype=torch.uint8
-        ).long()
+        return model.to(device), torch.tensor(list(text.encode()))
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, experts_implementation="guild")
     tokens = AutoTokenizer.from_pretrained(name)(text, return_tensors="pt").input_ids[0]
@@ -99,6 +97,8 @@ def main() -> None:
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokens = load(args.model, args.text.read_text(), device)
+    if len(tokens) <= args.length:
+        parser.error(f"--text: expected more than {args.length} tokens (--length)")
     if args.lora:
         model = with_adapters(model, args.lora)
     rate = args.rate or (3e-3 if args.model is None else 1e-4 if args.lora else 1e-5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -11,6 +12,8 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers", reason="Transformers is not installed")
+
+import tokenizers  # noqa: E402
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples/python"
 
@@ -47,6 +50,39 @@ def test_generate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> No
     said, one, longer = capsys.readouterr().out.splitlines()
     assert said == "2 MoE blocks on Guild"
     assert one.startswith("'One") and longer.startswith("'A longer prompt")
+
+
+def checkpoint(folder: Path) -> str:
+    """A tiny model that another package might have made, and a tokenizer of single letters."""
+    example("generate_transformers").TINY.save_pretrained(folder)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    letters = {"<pad>": 0} | {chr(code): code for code in range(32, 127)}
+    own = tokenizers.Tokenizer(tokenizers.models.WordLevel(letters, unk_token=" "))
+    own.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=own, pad_token="<pad>")
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def test_checkpoints_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """Fine-tuned, saved, and taken up again."""
+    folder, tuned, text = tmp_path / "model", tmp_path / "tuned", tmp_path / "text"
+    text.write_text("to be or not to be " * 10)
+    options = ["--model", checkpoint(folder), "--text", str(text), "--out", str(tuned)]
+    finetune = example("finetune_transformers")
+    run(finetune, monkeypatch, *options, "--steps", "2", "--length", "16")
+    with pytest.raises(SystemExit):
+        run(finetune, monkeypatch, *options, "--length", "200")
+    assert "--text: expected more than 200 tokens" in capsys.readouterr().err
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / name, tuned)
+    prompts = ["be", "not to be"]
+    run(
+        example("generate_transformers"), monkeypatch, "--model", str(tuned), *prompts, "--tokens=3"
+    )
+    said, *texts = capsys.readouterr().out.splitlines()
+    assert said == "2 MoE blocks on Guild" and len(texts) == 2
 
 
 def test_generate_pads_prompts_without_changing_what_comes(monkeypatch: pytest.MonkeyPatch) -> None:
