@@ -45,7 +45,8 @@ def main() -> None:
     groups = project["dependency-groups"] | {"run": project["project"]["dependencies"]}
     for group in sys.argv[1:]:
         for wanted in map(Requirement, groups[group]):
-            if not is_met(wanted, pins.get(wanted.name.lower())):
+            is_for_us = not wanted.marker or wanted.marker.evaluate()
+            if is_for_us and not is_met(wanted, pins.get(wanted.name.lower())):
                 print(wanted)
 
 
