@@ -98,7 +98,8 @@ def test_requirements_of_other_pythons_are_not_missed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     wanted = ["absent-here", "absent-too; python_version < '3'"]
-    project = {"project": {"dependencies": []}, "dependency-groups": {"docs": wanted}}
+    package = {"dependencies": [], "optional-dependencies": {"cli": []}}
+    project = {"project": package, "dependency-groups": {"docs": wanted}}
     monkeypatch.setattr(missing_packages.tomllib, "loads", lambda _: project)
     monkeypatch.setattr(sys, "argv", ["missing_packages.py", "docs"])
     missing_packages.main()
