@@ -1,7 +1,8 @@
 """Tries the wheel with several torches: pip installs both into an empty environment each time.
 
 There README's quick start runs, a layer forward and backward, the same layer under torch.compile,
-and `guild info`. The library is one file for all of them: it uses torch's stable ABI alone.
+and `guild info`; then, with the packages of `guild[cli]`, `guild train`. The library is one file
+for all of them: it uses torch's stable ABI alone.
 """
 
 from __future__ import annotations
@@ -39,6 +40,12 @@ print("a layer ran forward, backward and compiled from", folder, "with torch", t
 """
 
 
+TRAIN = (
+    "train --steps 2 --batch 4 --context 32 --hidden 32 --layers 1 --heads 2 --experts 4 "
+    "--intermediate 16 --warmup 1 --device cpu --out run"
+).split()
+
+
 def newest_of_each_minor(versions: list[str]) -> list[str]:
     """The last release of every 2.x from 2.10 on, oldest first; builds and previews left out."""
     releases = {
@@ -69,9 +76,14 @@ def quick_start() -> str:
 
 
 def run_programs(python: Path, folder: Path, facts: list[str], **more: str) -> bool:
-    """Run the three programs by `python`, which finds Guild in `folder` or its packages."""
+    """Run what needs torch alone by `python`, which finds Guild in `folder` or its packages."""
+    layer = ["-c", LAYER, str(folder), *facts]
+    return run_each(python, folder, ["-c", quick_start()], layer, ["-m", "guild", "info"], **more)
+
+
+def run_each(python: Path, folder: Path, *programs: list[str], **more: str) -> bool:
+    """Run programs by `python` in a folder, up to the first that fails."""
     environment = plain_environment(**more)
-    programs = (["-c", quick_start()], ["-c", LAYER, str(folder), *facts], ["-m", "guild", "info"])
     for program in programs:
         quiet = {"stdout": subprocess.DEVNULL} if program[0] == "-m" else {}
         done = subprocess.run([python, *program], cwd=folder, env=environment, **quiet)
@@ -98,7 +110,10 @@ def try_torch(wheel: Path, version: str, folder: Path, facts: list[str]) -> str:
             return "not to be had"
         if subprocess.run([*install, str(wheel)]).returncode:
             return "FAILED"
-        return "passed" if run_programs(python, folder, facts) else "FAILED"
+        passed = run_programs(python, folder, facts)
+        passed = passed and subprocess.run([*install, f"{wheel}[cli]"]).returncode == 0
+        passed = passed and run_each(python, folder, ["-m", "guild", *TRAIN])
+        return "passed" if passed else "FAILED"
     finally:
         shutil.rmtree(folder)
 
