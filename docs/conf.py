@@ -14,6 +14,10 @@ extensions = ["myst_parser"]
 exclude_patterns = ["source"]
 html_theme = "furo"
 html_title = f"Guild {version}"
+html_theme_options = {  # lines of code of 100 columns fit the page
+    "light_css_variables": {"code-font-size": "73%"},
+    "dark_css_variables": {"code-font-size": "73%"},
+}
 html_copy_source = False
 html_show_sourcelink = False
 

@@ -82,6 +82,13 @@ def class_signature(node: ast.ClassDef) -> str:
     return ""
 
 
+def literal_equations(docstring: str) -> str:
+    """Mark what is indented before a docstring's first section as literal: equations, examples."""
+    head, *sections = re.split(r"^(?=\w+\n-{3,}$)", docstring, maxsplit=1, flags=re.MULTILINE)
+    marked = re.sub(r"\n\n(?=    )((?:    .*\n|\n)+)", r"\n\n::\n\n\1", f"{head}\n")
+    return marked + "".join(sections)
+
+
 def as_rest(docstring: str) -> str:
     """A numpy-style docstring as reStructuredText; `names` in it become references."""
     from sphinx.ext.napoleon import Config, NumpyDocstring
@@ -90,7 +97,7 @@ def as_rest(docstring: str) -> str:
         is_name = re.fullmatch(r"[A-Za-z_][\w.]*(\(\))?", match[1])
         return f":py:obj:`{match[1]}`" if is_name else f"``{match[1]}``"
 
-    text = re.sub(r"(?<![`:\w])`([^`]+)`(?!`)", refer, docstring)
+    text = re.sub(r"(?<![`:\w])`([^`]+)`(?!`)", refer, literal_equations(docstring))
     config = Config(napoleon_use_ivar=True, napoleon_use_param=False, napoleon_use_rtype=False)
     return str(NumpyDocstring(text, config))
 

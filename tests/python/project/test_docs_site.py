@@ -165,6 +165,14 @@ def test_a_name_from_nowhere_is_named(tmp_path: Path) -> None:
         python_reference.definition("gone", tmp_path / "__init__.py", tmp_path)
 
 
+def test_equations_stay_as_they_are() -> None:
+    equations = "    y = x\n\n    z = y     of x"
+    docstring = f"First.\n\n{equations}\n\nThen.\n\nNotes\n-----\nPlain\n\n    quote\n"
+    shown = python_reference.literal_equations(docstring)
+    assert shown.startswith(f"First.\n\n::\n\n{equations}\n\nThen.")
+    assert shown.count("::") == 1
+
+
 def test_signature_of_a_method_leaves_self_out() -> None:
     (node,) = ast.parse("def f(self, /, a: int = 1, *b) -> str: ...").body
     assert python_reference.signature(node, bound=True) == "(a: int=1, *b) -> str"
