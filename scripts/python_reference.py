@@ -33,10 +33,20 @@ def public_packages(package: Path) -> Iterator[tuple[str, Path, list[str]]]:
 
 
 def listed(path: Path) -> list[str]:
-    """The names in a file's `__all__`; none where it has no such list."""
-    for node in tree_of(path).body:
+    """The names in a file's `__all__`; none where it has no such list.
+
+    A list that is computed has the names that the file imports for type checkers.
+    """
+    body = tree_of(path).body
+    for node in body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            return ast.literal_eval(node.value)
+            if isinstance(node.value, (ast.List, ast.Tuple)):
+                return ast.literal_eval(node.value)
+            blocks = [
+                x for x in body if isinstance(x, ast.If) and "TYPE_CHECKING" in ast.dump(x.test)
+            ]
+            imports = [x for block in blocks for x in block.body if isinstance(x, ast.ImportFrom)]
+            return sorted(alias.asname or alias.name for x in imports for alias in x.names)
     return []
 
 
@@ -121,7 +131,7 @@ def method(node: ast.FunctionDef) -> str:
 
 
 def entry(name: str, node: ast.AST) -> str:
-    """The entry of `name` ("guild.MoE"); of a class with every public method that is documented."""
+    """The entry of `name`; of a class with every public method that is documented."""
     if isinstance(node, Function):
         return directive("function", f"{name}{signature(node)}", node)
     if not isinstance(node, ast.ClassDef):
@@ -146,6 +156,6 @@ def pages(package: Path) -> dict[str, str]:
             module = ".".join(parts).removesuffix(".__init__")
             about = inspect.cleandoc(ast.get_docstring(tree_of(file)) or "").partition("\n\n")[0]
             page = written.setdefault(module, [f"# {module}", " ".join(about.split())])
-            shown = f".. py:currentmodule:: {name}\n\n{entry(f'{name}.{public}', node)}"
+            shown = f".. py:currentmodule:: {name}\n\n{entry(public, node)}"
             page.append(f"```{{eval-rst}}\n{shown}```")
     return {f"{module}.md": "\n\n".join(parts) + "\n" for module, parts in written.items()}

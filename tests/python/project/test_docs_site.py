@@ -137,26 +137,38 @@ def test_package_becomes_pages(tmp_path: Path) -> None:
     assert door.startswith("# house.door\n\nDoors.\n")
     entries = re.findall(r"^ *\.\. (py:(?!current)\w+:: .*)", door, re.MULTILINE)
     assert entries == [
-        "py:class:: house.Door(wide: int, *, open: bool=False)",
+        "py:class:: Door(wide: int, *, open: bool=False)",
         "py:method:: shut(hard: bool=True) -> None",
         "py:property:: wide",
         "py:method:: named(name: str) -> Door",
-        "py:function:: house.knock(times=1)",
+        "py:function:: knock(times=1)",
     ]
     assert "Shut it, after :py:obj:`knock`." in door and "How often: ``2 * x``." in door
     assert ":type: int" in door and ":staticmethod:" in door
-    assert ".. py:function:: house.guests.come()" in pages["house.guests.md"]
-    assert ".. py:data:: house.guests.LIMIT\n   :value: 3" in pages["house.guests.md"]
+    guests = ".. py:currentmodule:: house.guests\n\n.. py:"
+    assert f"{guests}function:: come()" in pages["house.guests.md"]
+    assert f"{guests}data:: LIMIT\n   :value: 3" in pages["house.guests.md"]
 
 
 @needs_sphinx
 def test_every_public_name_has_an_entry() -> None:
     text = "\n".join(python_reference.pages(ROOT / "python/guild").values())
-    shown = set(re.findall(r"^\.\. py:(?:class|function|data):: ([\w.]+)", text, re.MULTILINE))
+    entries = r"^\.\. py:currentmodule:: ([\w.]+)\n\n\.\. py:(?:class|function|data):: (\w+)"
+    shown = {".".join(found) for found in re.findall(entries, text, re.MULTILINE)}
     assert {f"guild.{name}" for name in guild.__all__} <= shown
     for init in (ROOT / "python/guild/integrations").glob("*/__init__.py"):
         names = python_reference.listed(init)
         assert names and {f"guild.integrations.{init.parent.name}.{n}" for n in names} <= shown
+
+
+@pytest.mark.parametrize("shown", ['["Door", "knock"]', "sorted(_MODULE_OF)"])
+def test_list_of_names_may_be_computed(shown: str, tmp_path: Path) -> None:
+    init = tmp_path / "__init__.py"
+    imports = (
+        "if TYPE_CHECKING:\n    from house import knock as knock\n    from house import Door\n"
+    )
+    init.write_text(f"from typing import TYPE_CHECKING\n{imports}__all__ = {shown}\n")
+    assert python_reference.listed(init) == ["Door", "knock"]
 
 
 def test_a_name_from_nowhere_is_named(tmp_path: Path) -> None:
