@@ -15,7 +15,7 @@ import time
 import venv
 from pathlib import Path
 
-from machine import ROOT, VENV_PYTHON, has_hopper, output, say, stop
+from machine import ROOT, VENV_PYTHON, output, say, stop
 from torch_install import install_torch
 
 OLDEST = (2, 10)
@@ -40,6 +40,12 @@ print("a layer ran forward, backward and compiled from", folder, "with torch", t
 """
 
 
+USABLE_GPU = """
+import guild, torch
+guild.MoE  # loads the library
+if torch.cuda.is_available() and torch.ops.guild.cuda_reason():
+    torch.cuda.is_available = lambda: False
+"""
 TRAIN = (
     "train --steps 2 --batch 4 --context 32 --hidden 32 --layers 1 --heads 2 --experts 4 "
     "--intermediate 16 --warmup 1 --device cpu --out run"
@@ -64,15 +70,13 @@ def torches_of_the_index() -> list[str]:
 
 def plain_environment(**more: str) -> dict[str, str]:
     """The environment without what would lead Python or Guild back to the source tree."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("GUILD_", "PYTHON"))}
-    if not has_hopper():  # the quick start takes a GPU where torch sees one
-        kept["CUDA_VISIBLE_DEVICES"] = ""
-    return kept | more
+    return {k: v for k, v in os.environ.items() if not k.startswith(("GUILD_", "PYTHON"))} | more
 
 
 def quick_start() -> str:
-    """README's first Python block."""
-    return re.search(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)[1]
+    """README's first Python block, on a GPU only where Guild has kernels for it."""
+    block = re.search(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)[1]
+    return USABLE_GPU + block
 
 
 def run_programs(python: Path, folder: Path, facts: list[str], **more: str) -> bool:
