@@ -11,8 +11,11 @@ import subprocess
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
-def install_torch(install: list[str], pin: str) -> bool:
-    """Install `pin` ("torch==2.13.0") by pip's command `install`; False where it cannot be had."""
+def install_torch(install: list[str], pin: str, seconds: float | None = None) -> bool:
+    """Install `pin` ("torch==2.13.0") by pip's command `install`.
+
+    Returns False where it cannot be had, or not from the last place in so many seconds.
+    """
     if not shutil.which("nvidia-smi"):
         quiet = {"stderr": subprocess.DEVNULL}
         cpu = [*install, "--retries", "0", "--timeout", "20", f"{pin}+cpu"]
@@ -20,4 +23,7 @@ def install_torch(install: list[str], pin: str) -> bool:
             return True
         if subprocess.run([*cpu, "--extra-index-url", TORCH_CPU_INDEX], **quiet).returncode == 0:
             return True
-    return subprocess.run([*install, pin]).returncode == 0
+    try:
+        return subprocess.run([*install, pin], timeout=seconds).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False

@@ -19,6 +19,7 @@ from machine import ROOT, VENV_PYTHON, output, say, stop
 from torch_install import install_torch
 
 OLDEST = (2, 10)
+MOST_SECONDS = 900  # for a download that `make test` can do without
 LAYER = """
 import pathlib, sys, torch, guild
 from guild.provenance import commit
@@ -97,12 +98,14 @@ def run_each(python: Path, folder: Path, *programs: list[str], **more: str) -> b
     return True
 
 
-def try_torch(wheel: Path, version: str, folder: Path, facts: list[str]) -> str:
+def try_torch(
+    wheel: Path, version: str, folder: Path, facts: list[str], seconds: float | None
+) -> str:
     """Install one torch and the wheel into an empty environment and run the programs there.
 
     The environment is made in `folder` and removed again: with CUDA it takes 7 GB.
 
-    Returns "passed", "FAILED", or "not to be had" where pip cannot install this torch.
+    Returns "passed", "FAILED", or "not to be had" where pip cannot install this torch in time.
     """
     shutil.rmtree(folder, ignore_errors=True)
     venv.create(folder, with_pip=False)
@@ -110,7 +113,7 @@ def try_torch(wheel: Path, version: str, folder: Path, facts: list[str]) -> str:
     pip = [str(VENV_PYTHON), "-m", "pip", "--python", str(python), "--disable-pip-version-check"]
     install = [*pip, "-q", "install"]
     try:
-        if not install_torch(install, f"torch=={version}"):
+        if not install_torch(install, f"torch=={version}", seconds):
             return "not to be had"
         if subprocess.run([*install, str(wheel)]).returncode:
             return "FAILED"
@@ -133,10 +136,11 @@ def try_torches(wheel: Path, folder: Path, facts: list[str], every: bool) -> Non
         if every:
             stop("--all-torches: expected a package index that has torch, found none")
         return
+    seconds = None if every else MOST_SECONDS
     results = {}
     for version in offered if every else offered[:1]:
         began = time.monotonic()
-        results[version] = try_torch(wheel, version, folder / f"torch-{version}", facts)
+        results[version] = try_torch(wheel, version, folder / f"torch-{version}", facts, seconds)
         say(f"torch {version}: {results[version]}, {time.monotonic() - began:.0f} s")
     bad = {"FAILED", "not to be had"} if every else {"FAILED"}
     if failed := [version for version, result in results.items() if result in bad]:

@@ -20,6 +20,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 import check_wheel  # noqa: E402
 import missing_packages  # noqa: E402
+import torch_install  # noqa: E402
 import wheel_torches  # noqa: E402
 
 
@@ -82,6 +83,13 @@ def test_torches_are_the_last_of_each_minor_version() -> None:
     offered = "2.15.0 2.14.1 2.14.0 2.13.0+cpu 2.13.0 2.10.1 2.10.0 2.9.1 1.13.1 3.0.0rc1".split()
     chosen = wheel_torches.newest_of_each_minor(offered)
     assert chosen == ["2.10.1", "2.13.0", "2.14.1", "2.15.0"]
+
+
+def test_torch_that_takes_too_long_is_not_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_install.shutil, "which", lambda _: "nvidia-smi")
+    assert torch_install.install_torch(["true"], "torch==2.10.0", 30)
+    assert not torch_install.install_torch(["false"], "torch==2.10.0", 30)
+    assert not torch_install.install_torch(["sh", "-c", "sleep 30"], "torch==2.10.0", 0.1)
 
 
 def test_quick_start_is_a_program() -> None:
