@@ -189,10 +189,12 @@ def main() -> None:
         check_maker()
     else:
         make_venv()
-    groups = ["run", "build", "headers"] + (["test", "style", "wheel", "docs"] if is_test else [])
+    groups = ["run", "build", "headers"] + (["test", "style"] if is_test else [])
     needs_cuda = find_nvcc() and (is_test or has_hopper())
     if needs_cuda and not os.environ.get("GUILD_CUTLASS_DIR"):
         groups.append("cuda-headers")
+    if is_test:
+        groups += ["wheel", "docs"]
     install_packages(groups)
     link_package()
     if is_test:
