@@ -165,6 +165,23 @@ void check(BiasGradient const& x) {
   check_rows(x.db, x.experts, x.width, "db");
 }
 
+namespace {
+
+// The sort must fill the very arrays that the layer reads.
+void check_sort_of(Sort const& sort, MoeForward const& x) {
+  check(sort);
+  Routing const& r = x.routing;
+  require(sort.tokens == x.sizes.tokens && sort.experts == x.sizes.experts &&
+              sort.top_k == x.sizes.top_k && sort.slots == x.sizes.slots,
+          "sort: expected the sizes of the layer");
+  require(sort.offsets == r.offsets && sort.row_token == r.row_token &&
+              sort.slot_row == r.slot_row && sort.row_score == r.row_score &&
+              sort.token_offsets == r.token_offsets,
+          "sort: expected routing's arrays as its outputs");
+}
+
+}  // namespace
+
 void check(MoeForward const& x) {
   Sizes const& s = x.sizes;
   bool const gated = x.activation.gated;
@@ -183,6 +200,7 @@ void check(MoeForward const& x) {
           "residual: expected null where rows are not combined, got a pointer");
   check_optional_rows(x.residual, s.hidden, "residual");
   check_workspace(x.workspace, moe_forward_workspace_bytes(s, x.dtype));
+  if (x.sort != nullptr) check_sort_of(*x.sort, x);
 }
 
 void check(MoeBackward const& x) {

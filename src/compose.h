@@ -109,6 +109,7 @@ inline ScheduleMemory workspace_of(MoeWeightGradients const& g) {
 
 template <class Steps>
 void compose_forward(MoeForward const& f, Steps const& steps) {
+  if (f.sort != nullptr) steps.sort_by_expert(*f.sort);
   ForwardWorkspace const w = workspace_of(f);
   Rows const a{w.a, 0};
   bool const combined = has_slots(f.routing);
@@ -129,7 +130,8 @@ void compose_forward(MoeForward const& f, Steps const& steps) {
                          .a = a,
                          .w_down = f.w_down,
                          .bias = f.b_down,
-                         .y = y});
+                         .y = y,
+                         .after_up = true});
   if (!combined) return;
   steps.combine({.sizes = f.sizes,
                  .dtype = f.dtype,

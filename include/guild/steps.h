@@ -39,6 +39,9 @@ struct DownProjection {
   ConstWeight w_down;  // (E, H, I)
   ConstRows bias;      // (E, H); null data: none
   Rows y;              // (R, H) out
+  // Whether the step before on the queue was an up projection with the same offsets: w_down may
+  // then be read while that still runs, which hides some of its time where rows are few.
+  bool after_up = false;
 };
 
 // sum over k of dlogits[t, ids[t, k]] * weight[ids[t, k]]: the router's part of dX where only the
@@ -191,7 +194,7 @@ struct GroupedGemm {
 
 // ---- composites ---------------------------------------------------------------------------------
 
-// up projection, down projection, combine. Where routing.slot_row is null, o has R rows (sorted).
+// sort (if given), up projection, down projection, combine. Where routing.slot_row is null, o has R rows (sorted).
 struct MoeForward {
   Sizes sizes;
   DType dtype = DType::bfloat16;
@@ -206,6 +209,9 @@ struct MoeForward {
   Rows o;                     // (T, H) out
   void* workspace = nullptr;  // moe_forward_workspace_bytes()
   ConstRows residual = {};    // (T, H) of combine; null data: none, as where o has R rows
+  // The sort that makes `routing`, to run first: its outputs are routing's arrays. On CUDA the
+  // products do it themselves where slots are few. Null: routing is made already.
+  Sort const* sort = nullptr;
 };
 
 // down gradient with db1 and db2, score gradient, dW2, dW1, up gradient, combine gradient. Outputs

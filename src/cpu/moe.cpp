@@ -8,6 +8,7 @@ namespace guild::cpu {
 namespace {
 
 struct Steps {
+  void sort_by_expert(Sort const& x) const { cpu::sort_by_expert(x); }
   void up_projection(UpProjection const& x) const { cpu::up_projection(x); }
   void down_projection(DownProjection const& x) const { cpu::down_projection(x); }
   void combine(Combine const& x) const { cpu::combine(x); }

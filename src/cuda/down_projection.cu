@@ -5,7 +5,9 @@
 
 namespace guild::cuda {
 
-void down_projection(DownProjection const& x, Queue queue) {
+void down_projection(DownProjection const& x, Queue queue) { down_projection(x, nullptr, queue); }
+
+void down_projection(DownProjection const& x, Sort const* sort, Queue const& queue) {
   check(x);
   require_layer(x.sizes, x.dtype);
   require_aligned(x.w_down, "w_down");
@@ -22,7 +24,10 @@ void down_projection(DownProjection const& x, Queue queue) {
                .w = {x.w_down, x.w_down},
                .bias = x.bias,
                .d = x.y,
-               .direct = {}},
+               .direct = {},
+               .tokens = s.tokens,
+               .sort = sort,
+               .after_up = x.after_up},
               queue);
 }
 

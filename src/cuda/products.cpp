@@ -17,4 +17,6 @@ void expert_product(ExpertProduct const& product, Queue const& queue) {
   sm90::expert_product(product, queue);
 }
 
+bool products_sort(Sort const& sort) { return sm90::products_sort(sort); }
+
 }  // namespace guild::cuda

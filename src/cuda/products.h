@@ -31,6 +31,9 @@ struct UpProduct {
   Activation activation;
   Rows h;          // (rows, n), or 2n where paired; null data: not wanted
   Rows activated;  // (rows, n)
+  // The sort that makes groups and row_token, which is left to the product; null: it has been run.
+  // Only where products_sort() says so.
+  Sort const* sort = nullptr;
 };
 void up_product(UpProduct const& product, Queue const& queue);
 
@@ -76,6 +79,11 @@ struct RowProduct {
   ConstRows bias;                  // (E, n); null data: none
   Rows d;                          // (rows, n)
   DirectOutput direct;             // instead of d where its data is not null
+  int64_t tokens = -1;             // no group is expected to have more rows; -1: not known
+  Sort const* sort = nullptr;      // as in the up product before, which writes its outputs
+  // Whether an up projection on the same groups was launched right before: weights may then be
+  // read while that still runs.
+  bool after_up = false;
 };
 void row_product(RowProduct const& product, Queue const& queue);
 
@@ -94,10 +102,18 @@ struct ExpertProduct {
 };
 void expert_product(ExpertProduct const& product, Queue const& queue);
 
+// Whether the products of a layer's forward sort by themselves, each for its own use, which saves
+// the launch of a sort.
+bool products_sort(Sort const& sort);
+
 // The same matrices the other way round.
 template <class W>
 W transposed(W const& w) {
   return {w.data, w.expert_stride, w.in_stride, w.out_stride};
 }
+
+// The same steps where their products sort; sort null: they do not.
+void up_projection(UpProjection const& step, Sort const* sort, Queue const& queue);
+void down_projection(DownProjection const& step, Sort const* sort, Queue const& queue);
 
 }  // namespace guild::cuda

@@ -4,7 +4,9 @@
 
 namespace guild::cuda {
 
-void up_projection(UpProjection const& x, Queue queue) {
+void up_projection(UpProjection const& x, Queue queue) { up_projection(x, nullptr, queue); }
+
+void up_projection(UpProjection const& x, Sort const* sort, Queue const& queue) {
   check(x);
   require_layer(x.sizes, x.dtype);
   auto const view =
@@ -28,7 +30,8 @@ void up_projection(UpProjection const& x, Queue queue) {
               .bias = x.bias,
               .activation = x.activation,
               .h = x.h,
-              .activated = x.a},
+              .activated = x.a,
+              .sort = sort},
              queue);
 }
 

@@ -172,14 +172,11 @@ Tensors6 moe_forward(Tensor const& x, Tensor const& ids, Tensor const& scores,
   Sizes const& s = layer.sizes;
   require(slots.tokens == s.tokens, slots.lists() ? "token_offsets" : "ids", ": expected ",
           s.tokens, " tokens as in x, got ", slots.tokens);
-  Sorted const rows =
-      sorted(place, ids, scores, s.experts, score_dtype(layer.dtype), token_offsets);
-  Routing const routing{static_cast<int32_t*>(rows.offsets.data_ptr()),
-                        static_cast<int32_t*>(rows.row_token.data_ptr()),
-                        static_cast<int32_t*>(rows.slot_row.data_ptr()),
-                        rows.row_score.data_ptr(),
-                        scores.data_ptr(),
-                        slots.token_offsets};
+  Sorting const rows =
+      sorting(place, ids, scores, s.experts, score_dtype(layer.dtype), token_offsets);
+  Sort const& sort = rows.args;
+  Routing const routing{sort.offsets,   sort.row_token,    sort.slot_row,
+                        sort.row_score, scores.data_ptr(), slots.token_offsets};
   Tensor o = place.empty({s.tokens, s.hidden}, layer.dtype);
   Tensor h = place.empty({keep ? s.rows() : 0, layer.width()}, layer.dtype);
   Tensor const workspace = place.workspace(moe_forward_workspace_bytes(s, layer.dtype));
@@ -188,6 +185,7 @@ Tensors6 moe_forward(Tensor const& x, Tensor const& ids, Tensor const& scores,
   f.h = {h.data_ptr(), 0};
   f.o = {o.data_ptr(), 0};
   f.residual = place.rows(residual, "residual", layer.dtype, {s.tokens, s.hidden});
+  f.sort = &sort;
   place.run(cpu::moe_forward, cuda::moe_forward, f);
   return {o, h, rows.offsets, rows.row_token, rows.slot_row, rows.row_score};
 }

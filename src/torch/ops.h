@@ -47,12 +47,13 @@ Tensor balance_sums_backward(Tensor const& dshares, Tensor const& dsquares, Tens
 Tensors4 sort_by_expert(Tensor const& ids, Tensor const& scores, int64_t experts,
                         MaybeTensor const& token_offsets);
 
-// The same into tensors that the caller keeps; `scores` and the result's row_score share a type.
-struct Sorted {
-  Tensor offsets, row_token, slot_row, row_score;
+// The same, yet to run: `args` fills the tensors. `scores` and row_score share a type.
+struct Sorting {
+  Sort args;
+  Tensor offsets, row_token, slot_row, row_score, workspace;
 };
-Sorted sorted(Place const& place, Tensor const& ids, Tensor const& scores, int64_t experts,
-              DType scores_dtype, MaybeTensor const& token_offsets);
+Sorting sorting(Place const& place, Tensor const& ids, Tensor const& scores, int64_t experts,
+                DType scores_dtype, MaybeTensor const& token_offsets);
 
 // ---- layer.cpp ----------------------------------------------------------------------------------
 

@@ -9,5 +9,6 @@ void up_product(UpProduct const& product, Queue const& queue);
 void down_gradient_product(DownGradientProduct const& product, Queue const& queue);
 void row_product(RowProduct const& product, Queue const& queue);
 void expert_product(ExpertProduct const& product, Queue const& queue);
+bool products_sort(Sort const& sort);
 
 }  // namespace guild::cuda::sm90

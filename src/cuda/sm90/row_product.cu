@@ -1,3 +1,4 @@
+#include "cuda/sm90/decode/decode.h"
 #include "cuda/sm90/launch.cuh"
 #include "cuda/sm90/products.h"
 
@@ -26,6 +27,7 @@ void launch_row_product(RowProduct const& x, Epilogue const& epilogue, Queue con
 
 void row_product(RowProduct const& x, Queue const& queue) {
   if (x.rows == 0) return;
+  if (serves_few_tokens(x)) return decode_row_product(x, queue);
   TileCount const count{.rows = x.rows,
                         .groups = x.groups.groups,
                         .columns = x.n,

@@ -1,4 +1,5 @@
 #include "cuda/sm90/activate.cuh"
+#include "cuda/sm90/decode/decode.h"
 #include "cuda/sm90/launch.cuh"
 #include "cuda/sm90/products.h"
 
@@ -36,6 +37,7 @@ void launch_up(UpProduct const& x, Queue const& queue) {
 
 void up_product(UpProduct const& x, Queue const& queue) {
   if (x.rows == 0) return;
+  if (serves_few_tokens(x)) return decode_up_product(x, queue);
   TileCount const count{.rows = x.rows,
                         .groups = x.groups.groups,
                         .columns = x.pairing == Pairing::none ? x.n : 2 * x.n,

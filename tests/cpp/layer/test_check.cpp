@@ -190,6 +190,36 @@ TEST(Check, BiasGradient) {
   wrong.rows("db", &BiasGradient::db, 2, 16);
 }
 
+// A sort that comes with the layer must be a right one, of the layer's sizes, into its arrays.
+void expect_sort(WrongCalls<MoeForward> const& wrong) {
+  auto const expect = [&](char const* message, auto spoil) {
+    wrong.expect(message, [=](MoeForward& x) {
+      static Sort sort;
+      sort = {.tokens = x.sizes.tokens,
+              .experts = x.sizes.experts,
+              .top_k = x.sizes.top_k,
+              .ids = x.routing.offsets,
+              .offsets = const_cast<int32_t*>(x.routing.offsets),
+              .row_token = const_cast<int32_t*>(x.routing.row_token),
+              .slot_row = const_cast<int32_t*>(x.routing.slot_row),
+              .workspace = x.workspace};
+      sort.scores = sort.row_score = const_cast<void*>(x.routing.row_score);
+      spoil(sort);
+      x.sort = &sort;
+    });
+  };
+  expect("ids: expected 8 values, got null", [](Sort& s) { s.ids = nullptr; });
+  char const* const sizes = "sort: expected the sizes of the layer";
+  expect(sizes, [](Sort& s) { ++s.tokens; });
+  expect(sizes, [](Sort& s) { ++s.experts; });
+  expect(sizes, [](Sort& s) { ++s.top_k; });
+  char const* const arrays = "sort: expected routing's arrays as its outputs";
+  expect(arrays, [](Sort& s) { ++s.offsets; });
+  expect(arrays, [](Sort& s) { ++s.row_token; });
+  expect(arrays, [](Sort& s) { ++s.slot_row; });
+  expect(arrays, [](Sort& s) { s.row_score = static_cast<char*>(s.row_score) + 4; });
+}
+
 TEST(Check, MoeForward) {
   WrongCalls<MoeForward> const wrong(&Calls::forward, cpu::moe_forward, cuda::moe_forward);
   expect_layer(wrong);
@@ -209,6 +239,7 @@ TEST(Check, MoeForward) {
                [](auto& x) { x.residual = x.x, x.routing.slot_row = nullptr; });
   wrong.optional_rows("residual", &MoeForward::residual, 16);
   wrong.expect("workspace: expected 1024 bytes, got null", [](auto& x) { x.workspace = nullptr; });
+  expect_sort(wrong);
 }
 
 TEST(Check, MoeBackward) {
