@@ -194,7 +194,8 @@ struct GroupedGemm {
 
 // ---- composites ---------------------------------------------------------------------------------
 
-// sort (if given), up projection, down projection, combine. Where routing.slot_row is null, o has R rows (sorted).
+// sort (if given), up projection, down projection, combine. Where routing.slot_row is null, o has R
+// rows (sorted).
 struct MoeForward {
   Sizes sizes;
   DType dtype = DType::bfloat16;

@@ -1,7 +1,7 @@
 """Few tokens: a token's output has the same bits alone and in any company, also under CUDA graphs.
 
-On a GPU, kernels are chosen by the number of tokens. All give the same bits, and those of slots that
-the products sort by themselves are the same as of the sort's own kernels.
+On a GPU, kernels are chosen by the number of tokens. All give the same bits, whether the sort runs
+by itself or within the products.
 """
 
 from __future__ import annotations
