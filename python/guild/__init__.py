@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from guild.grouped import grouped_mm, grouped_mm_downproj, grouped_mm_swiglu
     from guild.layer_routing import Routing
     from guild.logits import router_logits
+    from guild.lora import LoRA
     from guild.moe import MoE
     from guild.rounding import round_tokens
     from guild.routing import Router, route
@@ -31,6 +32,7 @@ __version__ = "0.1.0"
 _MODULE_OF = {
     "Activation": "activations",
     "BalanceSums": "balancing",
+    "LoRA": "lora",
     "MoE": "moe",
     "Router": "routing",
     "Routing": "layer_routing",
@@ -51,6 +53,7 @@ _MODULE_OF = {
 __all__ = [
     "Activation",
     "BalanceSums",
+    "LoRA",
     "MoE",
     "Router",
     "Routing",
