@@ -61,7 +61,8 @@ class LoRA:
         """A (E, r, inputs) and scale B (E, outputs, r) in x's dtype, checked under `name`.
 
         Differentiable. B is copied: as PEFT stores it no dimension of an expert's matrix is
-        contiguous, and the scale is multiplied in before the only rounding.
+        contiguous, and the scale is multiplied in before the only rounding. On a GPU a rank whose
+        rows do not begin at multiples of 16 bytes is filled up with zeros.
         """
         a, b = self.a, self.b
         for part, tensor in (("a", a), ("b", b)):
@@ -85,7 +86,11 @@ class LoRA:
             expect_shape(f"{name}.b", b, (experts, outputs, rank), "(experts, outputs, r)")
         if self.scale != 1:
             b = b.to(torch.promote_types(b.dtype, x.dtype)) * self.scale
-        return a.to(x.dtype), b.to(x.dtype)
+        a, b = a.to(x.dtype), b.to(x.dtype)
+        more = -rank % _RANKS_ON_CUDA if x.is_cuda else 0
+        if more:
+            a, b = F.pad(a, (0, 0, 0, more)), F.pad(b, (0, more))
+        return a.contiguous(), b.contiguous()
 
 
 LoRAHalves = tuple[LoRA | None, LoRA | None]  # gate, up
@@ -113,7 +118,7 @@ def low_rank(
     if lora_down is not None:
         _expect_lora("lora_down", lora_down)
         a_down, b_down = lora_down.operands("lora_down", experts, hidden, intermediate, x)
-    return LowRank(*_aligned(a_up, b_up), *_aligned(a_down, b_down))
+    return LowRank(a_up, b_up, a_down, b_down)
 
 
 def _joined(
@@ -145,13 +150,3 @@ def _joined(
 def _expect_lora(name: str, lora: object) -> None:
     if not isinstance(lora, LoRA):
         raise TypeError(f"{name}: expected a guild.LoRA, got {type(lora).__name__}")
-
-
-def _aligned(a: Tensor | None, b: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """As the products read them: packed, on a GPU with zeros up to a rank that copies need."""
-    if a is None or b is None:
-        return None, None
-    more = -a.shape[1] % _RANKS_ON_CUDA if a.is_cuda else 0
-    if more:
-        a, b = F.pad(a, (0, 0, 0, more)), F.pad(b, (0, more))
-    return a.contiguous(), b.contiguous()
