@@ -1,6 +1,6 @@
 // H = X[row_token] W1^T + b1;  A = activation(H)
 #include "check.h"
-#include "cuda/gate_up.h"
+#include "cuda/low_rank.h"
 
 namespace guild::cuda {
 
@@ -28,7 +28,8 @@ void up_projection(UpProjection const& x, Queue queue) {
               .bias = x.bias,
               .activation = x.activation,
               .h = x.h,
-              .activated = x.a},
+              .activated = x.a,
+              .low_rank = low_rank_operand(x, view.w[0])},
              queue);
 }
 

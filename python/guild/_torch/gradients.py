@@ -225,7 +225,7 @@ def _pair_up_setup(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-def activation_of(flags: LayerFlags) -> tuple[Activation, str]:
+def _activation_of(flags: LayerFlags) -> tuple[Activation, str]:
     """An activation and its order."""
     kind, *scalars, interleaved, _ = flags
     return Activation(KINDS[kind], *scalars), ORDERS[interleaved]
@@ -237,7 +237,7 @@ def _pair_up_gradient(ctx, da, dh):
     want_x, want_w, _, want_bias = ctx.needs_input_grad[1:5]
     again = torch.is_grad_enabled()  # then differentiable operations alone
     if da is not None:  # swiglu_out was used on its own
-        activation, order = activation_of(ctx.flags)
+        activation, order = _activation_of(ctx.flags)
         if again:  # rows of nobody may hold NaN, which times their zero gradients is NaN
             nobody = torch.arange(h.shape[0], device=h.device) >= offsets[-1]
             h = h.masked_fill(nobody[:, None], 0)
@@ -295,7 +295,7 @@ def _pair_down_again(ctx, dout, kept, w_down, offsets, want_a, want_aux, want_w)
     if want_a or want_aux:
         da = ops.grouped_mm(dout, w_down.mT, ends, None, False)
     if ctx.fused:
-        activation, order = activation_of(ctx.flags)
+        activation, order = _activation_of(ctx.flags)
         a = activation(kept, order)
         dh = activation.gradient(kept, da, order) if want_aux else None
     if want_w:

@@ -8,8 +8,9 @@ Y = A W2^T + b2 + (A A2^T) B2^T, where B1 and B2 hold the scale. Backward, with 
     u1 = dH B1                dX = dH W1 + u1 A1
     dB1 = dH^T t                                                 dA1 = u1^T X[row_token]
 
-Every product is one of the layer's own steps, on narrow matrices: of a rank's columns, never of a
-weight's size but for dW1 and dW2, and for these only where they are wanted.
+Every product is one of the layer's own steps. A term of rank r is r more of a product's inner
+dimension, [X, t] [W1, B1]^T, which the step adds to its sums before it rounds or activates them.
+What leads to t and u, and what comes of them, are steps on narrow matrices, of r columns.
 """
 
 from __future__ import annotations
@@ -21,8 +22,7 @@ import torch
 from torch import Tensor
 
 from guild._torch.autograd import library, register, register_without_gradient, rows_of, tied
-from guild._torch.gradients import activation_of
-from guild._torch.operators import LayerFlags, ops, score_dtype, score_parts
+from guild._torch.operators import LayerFlags, ops, score_dtype
 
 _LINEAR = (0, False, 1.0, math.inf, 0.0, False, False, False)  # an up projection read as H alone
 
@@ -78,24 +78,28 @@ def _narrow(rows: Tensor, places: Places, weight: Tensor, gathered: bool) -> Ten
     return ops.down_projection(rows, places.offsets, weight, None, False)
 
 
-def _add_wide(out: Tensor, narrow: Tensor, places: Places, weight: Tensor) -> None:
-    """out += narrow weight_e^T, of (E, width, r)."""
-    ops.grouped_mm_out(narrow, weight.mT, places.offsets[1:], None, out, True)
+def _like(term: Tensor, weight: Tensor, inputs: int) -> Tensor:
+    """term (E, outputs, r) as a product with this weight reads it, whose inputs are a dimension.
+
+    A kernel reads both along their inputs or both along their outputs.
+    """
+    if not term.is_cuda:
+        return term
+    by_inputs = weight.stride(inputs) == 1 and weight.stride(3 - inputs) != 1
+    return term.contiguous() if by_inputs else term.mT.contiguous().mT
 
 
 def up(
-    x: Tensor, places: Places, weights: Weights, low: LowRank, flags: LayerFlags
+    x: Tensor, places: Places, weights: Weights, low: LowRank, flags: LayerFlags, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """A (R, I), H (R, W) and t (R, r1) of rows of x."""
+    """A (R, I), H (R, W) where it is kept, and t (R, r1) of rows of x."""
     where = places.offsets, places.row_token
     layer = weights.w_up, weights.w_gate, weights.b_up
-    a, h = ops.up_projection(x, *where, *layer, *flags, True)
-    if low.a_up is None:
-        return a, h, None
-    t = _narrow(x, places, low.a_up, True)
-    _add_wide(h, t, places, low.b_up)
-    activation, order = activation_of(flags)
-    return activation(h, order), h, t
+    t = term = None
+    if low.a_up is not None:
+        t = _narrow(x, places, low.a_up, True)
+        term = _like(low.b_up, weights.w_up, 1 if flags.transposed else 2)
+    return *ops.up_projection(x, *where, *layer, *flags, keep, t, term), t
 
 
 def recomputed(
@@ -111,43 +115,31 @@ def recomputed(
     rows = (x if places.row_token is None else places.row_token).shape[0]
     if h.shape[0] == rows:
         return h, t
-    _, h, found = up(x, places, weights, low, flags)
+    _, h, found = up(x, places, weights, low, flags, True)
     return h, t if found is None else found
 
 
 def down(a: Tensor, places: Places, weights: Weights, low: LowRank, flags: LayerFlags) -> Tensor:
     """Y (R, H) of the activations."""
-    y = ops.down_projection(a, places.offsets, weights.w_down, weights.b_down, flags.transposed)
+    t = term = None
     if low.a_down is not None:
-        _add_wide(y, _narrow(a, places, low.a_down, False), places, low.b_down)
-    return y
+        t = _narrow(a, places, low.a_down, False)
+        term = _like(low.b_down, weights.w_down, 1 if flags.transposed else 2)
+    layer = weights.w_down, weights.b_down, flags.transposed
+    return ops.down_projection(a, places.offsets, *layer, t, term)
 
 
 def down_gradient(
     dout: Tensor, h: Tensor, places: Places, w_down: Tensor, low: LowRank, flags: LayerFlags
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dH (R, W), A' (R, I), the scores' partial sums and u2 (R, r2)."""
-    where = places.offsets, places.row_token
-    if low.a_down is None:
-        return *ops.down_gradient(dout, h, *where, places.row_score, w_down, *flags), None
-    by_input = w_down if flags.transposed else w_down.mT  # (E, I, H)
-    if places.row_token is None:
-        g = ops.down_projection(dout, places.offsets, by_input, None, False)
-    else:
-        g = ops.up_projection(dout, *where, by_input, None, None, *_LINEAR, True)[1]
-    u = _narrow(dout, places, low.b_down.mT, True)
-    _add_wide(g, u, places, low.a_down.mT)
-
-    wide = score_dtype(g.dtype)
-    g = g.to(wide)
-    activation, order = activation_of(flags)
-    a = activation(h.to(wide), order)
-    parts = g.new_zeros(g.shape[0], score_parts(g.shape[1]))
-    parts[:, 0] = (g * a).sum(1)
-    if places.row_score is not None:
-        score = places.row_score[:, None]
-        g, a = g * score, a * score
-    return activation.gradient(h, g, order), a.to(h.dtype), parts, u
+    u = term = None
+    if low.a_down is not None:
+        u = _narrow(dout, places, low.b_down.mT, True)
+        term = _like(low.a_down.mT, w_down, 2 if flags.transposed else 1)
+    where = places.offsets, places.row_token, places.row_score
+    no_biases = None, None, False
+    return *ops.down_gradient(dout, h, *where, w_down, *flags, *no_biases, u, term), u
 
 
 def score_gradient(
@@ -175,9 +167,9 @@ def x_gradient(
         u = _narrow(dh, places, low.b_up.mT, False)
     if not want_x:
         return None, u
-    dx = ops.up_gradient(dh, places.offsets, weights.w_up, weights.w_gate, *flags.up_weight)
-    if u is not None:
-        _add_wide(dx, u, places, low.a_up.mT)
+    term = None if u is None else _like(low.a_up.mT, weights.w_up, 2 if flags.transposed else 1)
+    layer = weights.w_up, weights.w_gate, *flags.up_weight
+    dx = ops.up_gradient(dh, places.offsets, *layer, u, term)
     if places.slot_row is None:
         return clear_nobodys(dx, places.offsets), u
     return ops.combine(dx, places.slot_row, None, places.token_offsets), u
@@ -234,11 +226,9 @@ def output(y: Tensor, places: Places, scores: Tensor | None, residual: Tensor | 
 
 def _forward(x, scores, residual, *rest):
     weights, low, places, flags, keep = _parts(rest)
-    a, h, t = up(x, places, weights, low, flags)
+    a, h, t = up(x, places, weights, low, flags, keep)
     out = output(down(a, places, weights, low, flags), places, scores, residual)
-    if keep:
-        return out, h, x.new_empty(0, 0) if t is None else t
-    return out, h.new_empty(0, h.shape[1]), x.new_empty(0, low.rank_up)
+    return out, h, t if keep and t is not None else x.new_empty(0, low.rank_up)
 
 
 def _forward_fake(x, scores, residual, *rest):
