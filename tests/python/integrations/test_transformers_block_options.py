@@ -12,8 +12,11 @@ from torch import Tensor, nn
 pytest.importorskip("transformers", reason="Transformers is not installed")
 
 from calls import error  # noqa: E402
+from guild.integrations.transformers import (
+    block_forwards,  # noqa: E402
+    replace_moe_blocks,  # noqa: E402
+)
 from guild.integrations.transformers import experts as experts_module  # noqa: E402
-from guild.integrations.transformers import replace_moe_blocks  # noqa: E402
 from models import KNOWN, SIGMOID, eager  # noqa: E402
 
 HIDDEN, TOKENS = 32, 192
@@ -162,6 +165,20 @@ def test_what_guild_cannot_do_is_left_to_the_model(name: str, monkeypatch) -> No
         results(ours, x)
     assert len(said) == 1 and "it takes 3 experts on a cpu device" in str(said[0].message)
     expect_close(found, expected)
+
+
+@pytest.mark.parametrize("name", ["Qwen3MoeConfig", "DeepseekV3Config", "Llama4TextConfig"])
+def test_rows_that_the_kernels_cannot_read_are_left_to_the_models_loop(
+    name: str, monkeypatch
+) -> None:
+    own, ours = block_pair(name)
+    x = random_tokens()
+    expected = results(own, x)
+    for module in (experts_module, block_forwards):
+        monkeypatch.setattr(module, "misaligned", lambda *weights: "it needs other rows")
+    with pytest.warns(UserWarning, match="it needs other rows"), torch.no_grad():
+        ours(x)
+    expect_close(results(ours, x), expected)
 
 
 @pytest.mark.parametrize("name", ["Qwen3MoeConfig", "DeepseekV3Config", "Llama4TextConfig"])

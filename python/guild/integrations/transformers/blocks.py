@@ -190,7 +190,10 @@ def _changed(family: BlockFamily, block: nn.Module) -> str:
 
 
 def _holds_experts(block: nn.Module) -> bool:
-    """Whether a direct part of it has the weights of many experts."""
-    return not hasattr(type(block), "guild_original") and any(
-        getattr(getattr(part, "down_proj", None), "ndim", 0) == 3 for part in block.children()
+    """Whether it has experts whose weights are one tensor, perhaps behind adapters."""
+    experts = getattr(block, "experts", None)
+    return (
+        isinstance(experts, nn.Module)
+        and not hasattr(type(block), "guild_original")
+        and any(getattr(getattr(m, "down_proj", None), "ndim", 0) == 3 for m in experts.modules())
     )
