@@ -93,7 +93,7 @@ def test_a_gate_of_the_models_own(family: Family) -> None:
     experts = odd_gate(make_experts(family))
     block = adapted(experts, *both_weights(experts))
     ours, theirs = both(block, *inputs())[::-1]
-    expect_same(ours, theirs)
+    expect_same(ours, theirs, limit=1e-4)  # of sines of large numbers
 
 
 def test_rank_stabilised() -> None:
