@@ -17,7 +17,7 @@ from guild._torch.checks import dtype_name, expect_device, expect_dims, expect_f
 from guild._torch.low_rank import LowRank
 from guild._torch.operators import LayerFlags
 
-_RANKS_ON_CUDA = 8  # rows of 16-bit elements begin at multiples of 16 bytes
+_RANKS_ON_CUDA = 8  # rows of 16-bit elements begin at multiples of 16 bytes, as tensors do
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +90,13 @@ class LoRA:
         more = -rank % _RANKS_ON_CUDA if x.is_cuda else 0
         if more:
             a, b = F.pad(a, (0, 0, 0, more)), F.pad(b, (0, more))
-        return a.contiguous(), b.contiguous()
+        return _packed(a), _packed(b)
+
+
+def _packed(t: Tensor) -> Tensor:
+    """As kernels read it; a view into something larger may begin anywhere."""
+    t = t.contiguous()
+    return t.clone() if t.is_cuda and t.storage_offset() % _RANKS_ON_CUDA else t
 
 
 LoRAHalves = tuple[LoRA | None, LoRA | None]  # gate, up

@@ -16,6 +16,7 @@ import peft  # noqa: E402
 from peft.tuners.lora.layer import ParamWrapper  # noqa: E402
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # noqa: E402
 
+import guild.integrations.transformers as guild_transformers  # noqa: E402
 from allocations import allocations  # noqa: E402
 from calls import both, expect_same, inputs, layouts, not_fused, odd_gate, results  # noqa: E402
 from families import EXPERTS, Family, make_experts  # noqa: E402
@@ -254,14 +255,8 @@ def test_another_implementation_is_peft_alone() -> None:
     block = adapted(make_experts(MIXTRAL), "gate_up_proj", "down_proj")
     call = inputs()
     expect_same(results("grouped_mm", block, *call), results("eager", block, *call))
-    with experts_module_enabled():
+    with guild_transformers.enabled():
         expect_same(results("grouped_mm", block, *call), results("guild", block, *call), 1e-30)
-
-
-def experts_module_enabled() -> object:
-    from guild.integrations import transformers as guild_transformers
-
-    return guild_transformers.enabled()
 
 
 def test_a_forward_without_guild_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,7 +283,10 @@ def test_peft_imported_late(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def peft_model(implementation: str, name: str = "Qwen3MoeConfig") -> nn.Module:
-    model = make_model(name, experts_implementation=implementation)
+    return with_adapters(make_model(name, experts_implementation=implementation))
+
+
+def with_adapters(model: nn.Module) -> nn.Module:
     config = peft.LoraConfig(
         r=4,
         lora_alpha=8,
@@ -316,14 +314,32 @@ def test_training() -> None:
     assert losses["guild"][-1] < losses["guild"][0] - 0.1
 
 
+def random_terms(model: nn.Module) -> nn.Module:
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(2))
+    return model
+
+
+@pytest.mark.parametrize("first", ["adapters", "blocks"])
+def test_replaced_blocks(first: str) -> None:
+    """Whole blocks of Guild's, with adapters put in before or afterwards."""
+    expected = step(random_terms(peft_model("eager")))
+    if first == "adapters":
+        model = peft_model("guild")
+        assert guild_transformers.replace_moe_blocks(model)
+    else:
+        model = make_model("Qwen3MoeConfig", experts_implementation="eager")
+        assert guild_transformers.replace_moe_blocks(model)
+        model = with_adapters(model)
+    expect_same(step(random_terms(model)), expected)
+
+
 def test_gradient_checkpointing() -> None:
     """The terms are there again when the forward is run again."""
     found = []
     for checkpointed in (False, True):
-        model = peft_model("guild", "MixtralConfig").train()
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(2))
+        model = random_terms(peft_model("guild", "MixtralConfig").train())
         if checkpointed:
             model.gradient_checkpointing_enable()
             model.enable_input_require_grads()

@@ -153,6 +153,21 @@ def test_zero_terms_change_nothing(device: str) -> None:
     torch.testing.assert_close(out, plain, **exact)
 
 
+def test_parts_of_something_larger(device: str) -> None:
+    """A and B anywhere in memory, as flat parameters of FSDP have them."""
+    arguments, weights, *terms = peft_layer(device, torch.bfloat16)
+
+    def moved(t: Tensor, by: int) -> Tensor:
+        flat = torch.empty(t.numel() + by, dtype=torch.bfloat16, device=device)[by:]
+        return flat.view(t.shape).copy_(t.detach())
+
+    def found(by: int) -> Tensor:
+        up, down = (LoRA(moved(lora.a, by), moved(lora.b, by)) for lora in terms)
+        return guild.routed_experts(**arguments, **weights, lora_up=up, lora_down=down)
+
+    assert torch.equal(found(1), found(0))
+
+
 # ---- nothing too large, nothing in vain ---------------------------------------------------------
 
 
