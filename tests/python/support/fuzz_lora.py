@@ -65,7 +65,7 @@ class LowRankTerms:
     def values(self, values: Values, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
         """In float64, of a size that keeps what they add near 1."""
         stored = self.dtype and getattr(torch, self.dtype)
-        if values.dtype in (torch.bfloat16, torch.float16):
+        if values.dtype in (torch.bfloat16, torch.float16) and stored != torch.bfloat16:
             stored = values.dtype  # so that no cast rounds them
         rank = {f"{name}.b": r for name, r in self.ranks().items()}
         return {
