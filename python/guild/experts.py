@@ -140,6 +140,33 @@ def routed_experts(
     )[0]
 
 
+def expect_routing(
+    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, token_offsets: Tensor | None
+) -> None:
+    """Raise unless ids and weights are those of x's tokens, as `routed_experts` takes them."""
+    if token_offsets is None:
+        expect_dims("topk_ids", topk_ids, 2, what="(tokens, top_k)")
+        if not 1 <= topk_ids.shape[1] <= MOST_EXPERTS:
+            raise ValueError(
+                f"topk_ids: expected 1 to {MOST_EXPERTS} experts of a token, got shape "
+                f"{tuple(topk_ids.shape)}"
+            )
+    else:
+        expect_tensor("token_offsets", token_offsets)
+        expect_dims("topk_ids", topk_ids, 1, what="(slots,) with token_offsets")
+        expect_offsets("token_offsets", token_offsets, x)
+        expect_shape("token_offsets", token_offsets, (x.shape[0] + 1,))
+    expect_indices("topk_ids", topk_ids, x, torch.int32, torch.int64)
+    if token_offsets is None and topk_ids.shape[0] != x.shape[0]:
+        raise ValueError(
+            f"topk_ids: expected {x.shape[0]} tokens as x has, got shape {tuple(topk_ids.shape)}"
+        )
+    expect_shape("topk_weights", topk_weights, tuple(topk_ids.shape))
+    expect_device("topk_weights", topk_weights, x)
+    if not topk_weights.is_floating_point():
+        raise TypeError(f"topk_weights: expected a floating dtype, got {topk_weights.dtype}")
+
+
 def routed_experts_and_offsets(
     x: Tensor,
     topk_ids: Tensor,
@@ -161,7 +188,7 @@ def routed_experts_and_offsets(
     """`routed_experts`, and the int32 (E + 1) offsets of the sorted rows."""
     expect_dims("x", x, 2, what="(tokens, hidden)")
     _expect_later(recompute, weight_gradients)
-    _expect_slots(x, topk_ids, topk_weights, token_offsets)
+    expect_routing(x, topk_ids, topk_weights, token_offsets)
     given = w_up, w_down, b_up, b_down
     x, *layer, gradient = layer_arguments(x, *given, activation, order, transposed, routed=True)
     residual = _residual(residual, x)
@@ -185,33 +212,6 @@ def routed_experts_and_offsets(
     keep = keep and not recompute
     out, _, offsets, *_ = _moe_forward(x, ids, scores, token_offsets, residual, *layer, keep)
     return out, offsets
-
-
-def _expect_slots(
-    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, token_offsets: Tensor | None
-) -> None:
-    """Raise unless they are the experts and weights of x's tokens."""
-    if token_offsets is None:
-        expect_dims("topk_ids", topk_ids, 2, what="(tokens, top_k)")
-        if not 1 <= topk_ids.shape[1] <= MOST_EXPERTS:
-            raise ValueError(
-                f"topk_ids: expected 1 to {MOST_EXPERTS} experts of a token, got shape "
-                f"{tuple(topk_ids.shape)}"
-            )
-    else:
-        expect_tensor("token_offsets", token_offsets)
-        expect_dims("topk_ids", topk_ids, 1, what="(slots,) with token_offsets")
-        expect_offsets("token_offsets", token_offsets, x)
-        expect_shape("token_offsets", token_offsets, (x.shape[0] + 1,))
-    expect_indices("topk_ids", topk_ids, x, torch.int32, torch.int64)
-    if token_offsets is None and topk_ids.shape[0] != x.shape[0]:
-        raise ValueError(
-            f"topk_ids: expected {x.shape[0]} tokens as x has, got shape {tuple(topk_ids.shape)}"
-        )
-    expect_shape("topk_weights", topk_weights, tuple(topk_ids.shape))
-    expect_device("topk_weights", topk_weights, x)
-    if not topk_weights.is_floating_point():
-        raise TypeError(f"topk_weights: expected a floating dtype, got {topk_weights.dtype}")
 
 
 def routed_layer(

@@ -12,7 +12,7 @@ from guild._torch import low_rank as steps
 from guild._torch.autograd import rows_of
 from guild._torch.low_rank import LowRank, Places, Weights
 from guild._torch.operators import LayerFlags, ops
-from guild.weight_gradients import KeptOperands, WeightGradients, compute_weight_gradients
+from guild.weight_gradients import WeightGradients, _compute, _Kept
 
 _lora_forward = ops.lora_forward.default
 
@@ -82,14 +82,10 @@ class _ExpertsWithSink(torch.autograd.Function):
         dout = rows_of(dout)
         dh, a, parts, u_down = steps.down_gradient(dout, h, places, weights.w_down, low, ctx.flags)
         routed = places.slot_row is not None
-        kept = KeptOperands(x, dout) if routed else KeptOperands(x, dout, places.offsets)
+        kept = _Kept(x, dout) if routed else _Kept(x, dout, places.offsets)
         where = places.offsets, places.row_token, places.row_score
-        ctx.sink.take(
-            partial(
-                compute_weight_gradients,
-                *(ctx.sink, kept, ctx.parameters, ctx.flags, x, dout, dh, a, *where),
-            )
-        )
+        operands = x, dout, dh, a, *where
+        ctx.sink._take(partial(_compute, ctx.sink, kept, ctx.parameters, ctx.flags, *operands))
         dscores = None
         if want_scores:
             dscores = steps.score_gradient(parts, dout, a.shape[1], places, weights)

@@ -83,8 +83,7 @@ class WeightGradients:
             self._pending[0]()
             self._pending.pop(0)
 
-    def take(self, step: Callable[[], None]) -> None:
-        """Run what writes one backward pass's gradients, or keep it for `compute`."""
+    def _take(self, step: Callable[[], None]) -> None:
         if self.delayed:
             self._pending.append(step)
         else:
@@ -154,7 +153,7 @@ def _expect_main_grad(name: str, parameter: Tensor) -> None:
     expect_own_elements(f"{name}.main_grad", main)
 
 
-class KeptOperands:
+class _Kept:
     """Tensors that are not the layer's own, and their versions when backward used them."""
 
     def __init__(self, x: Tensor, dout: Tensor, offsets: Tensor | None = None) -> None:
@@ -240,21 +239,10 @@ class Experts(torch.autograd.Function):
         dh, a, parts = ops.down_gradient(
             dout, h, offsets, row_token, row_score, w_down, *ctx.flags, *biases, add
         )
-        kept = KeptOperands(x, dout, offsets) if slot_row is None else KeptOperands(x, dout)
+        kept = _Kept(x, dout, offsets) if slot_row is None else _Kept(x, dout)
         places = offsets, row_token, row_score
-        ctx.sink.take(
-            partial(
-                compute_weight_gradients,
-                ctx.sink,
-                kept,
-                parameters,
-                ctx.flags,
-                x,
-                dout,
-                dh,
-                a,
-                *places,
-            )
+        ctx.sink._take(
+            partial(_compute, ctx.sink, kept, parameters, ctx.flags, x, dout, dh, a, *places)
         )
         dx = dscores = drouter = None
         if want_scores or (routed and (want_x or want_router)):
@@ -279,9 +267,7 @@ class Experts(torch.autograd.Function):
 
 
 @torch.no_grad()
-def compute_weight_gradients(
-    sink, kept, parameters, flags, x, dout, dh, a, offsets, row_token, row_score
-) -> None:
+def _compute(sink, kept, parameters, flags, x, dout, dh, a, offsets, row_token, row_score) -> None:
     """dW and db of one backward pass, into the sink's targets."""
     kept.expect_unchanged()
     w_up, w_gate, w_down, b_up, b_down = parameters
