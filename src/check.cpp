@@ -46,6 +46,16 @@ void check_up_weight(GatedWeight<W> const& w, Sizes const& s, bool gated, char c
   if (gated) check_weight(w.up, s.experts, s.intermediate, s.hidden, up_name, output);
 }
 
+void check_term(ConstRows const& t, Sizes const& s, int64_t rank) {
+  check_size(rank, 0, kMostColumns, "low_rank.rank");
+  if (rank > 0) check_rows(t, s.rows(), rank, "low_rank.t");
+}
+
+void check_low_rank(LowRankTerm<ConstWeight> const& term, Sizes const& s, int64_t out) {
+  check_term(term.t, s, term.rank);
+  if (term.rank > 0) check_weight(term.b, s.experts, out, term.rank, "low_rank.b", false);
+}
+
 void check_workspace(void const* workspace, int64_t bytes) {
   require(workspace != nullptr || bytes == 0, "workspace: expected ", bytes, " bytes, got null");
 }
@@ -63,6 +73,11 @@ void check(UpProjection const& x) {
   check_optional_rows(x.bias, width(s, gated), "b_up");
   check_optional_rows(x.h, width(s, gated), "h");
   check_rows(x.a, s.rows(), s.intermediate, "a");
+  check_term(x.low_rank.t, s, x.low_rank.rank);
+  if (x.low_rank.rank == 0) return;
+  Sizes narrow = s;
+  narrow.hidden = x.low_rank.rank;
+  check_up_weight(x.low_rank.b, narrow, gated, "low_rank.b.gate", "low_rank.b.up", false);
 }
 
 void check(DownProjection const& x) {
@@ -72,6 +87,7 @@ void check(DownProjection const& x) {
   check_weight(x.w_down, s.experts, s.hidden, s.intermediate, "w_down", false);
   check_optional_rows(x.bias, s.hidden, "b_down");
   check_rows(x.y, s.rows(), s.hidden, "y");
+  check_low_rank(x.low_rank, s, s.hidden);
 }
 
 void check(Combine const& x) {
@@ -102,6 +118,9 @@ void check(DownGradient const& x) {
   check_rows(x.h, s.rows(), width(s, gated), "h");
   check_rows(x.dh, s.rows(), width(s, gated), "dh");
   check_optional_rows(x.a_scaled, s.intermediate, "a_scaled");
+  check_low_rank(x.low_rank, s, s.intermediate);
+  require(x.low_rank.rank == 0 || x.db_down.data == nullptr,
+          "db_down: expected null with a low-rank term, got a pointer");
   if (!wants_biases(x)) return;
   check_gradient_dtype(x.db_dtype, x.dtype, "db_dtype");
   check_optional_rows(x.db_up, width(s, gated), "db_up");
@@ -131,6 +150,7 @@ void check(UpGradient const& x) {
   check_rows(x.dh, s.rows(), width(s, x.gated), "dh");
   check_up_weight(x.w_up, s, x.gated, "w_up.gate", "w_up.up", false);
   check_rows(x.dx, s.rows(), s.hidden, "dx");
+  check_low_rank(x.low_rank, s, s.hidden);
 }
 
 void check(UpWeightGradient const& x) {

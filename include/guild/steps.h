@@ -14,6 +14,16 @@
 
 namespace guild {
 
+// A low-rank term of a product: T B^T is added to its sums, with T (R, rank) by row and B (E, out,
+// rank), out being the product's columns. On CUDA the rank is a multiple of 8, and B is contiguous
+// along out or rank as the product's weight is along out or in.
+template <class W>
+struct LowRankTerm {
+  ConstRows t;
+  W b;
+  int64_t rank = 0;  // 0: no term
+};
+
 // ---- forward ------------------------------------------------------------------------------------
 
 // H = X[row_token] W1^T + b1;  A = activation(H)
@@ -21,13 +31,14 @@ struct UpProjection {
   Sizes sizes;
   DType dtype = DType::bfloat16;
   Activation activation;
-  GateUp order = GateUp::concatenated;  // of h and bias
-  Routing routing;                      // uses offsets, row_token
-  ConstRows x;                          // (T, H), or (R, H) where row_token is null
-  ConstUpWeight w_up;                   // (E, I, H) twice
-  ConstRows bias;                       // (E, W); null data: none
-  Rows h;                               // (R, W) out; null data: not kept (inference)
-  Rows a;                               // (R, I) out
+  GateUp order = GateUp::concatenated;       // of h and bias
+  Routing routing;                           // uses offsets, row_token
+  ConstRows x;                               // (T, H), or (R, H) where row_token is null
+  ConstUpWeight w_up;                        // (E, I, H) twice
+  ConstRows bias;                            // (E, W); null data: none
+  Rows h;                                    // (R, W) out; null data: not kept (inference)
+  Rows a;                                    // (R, I) out
+  LowRankTerm<ConstUpWeight> low_rank = {};  // of H; b: (E, I, rank) twice
 };
 
 // Y = A W2^T + b2
@@ -39,6 +50,7 @@ struct DownProjection {
   ConstWeight w_down;  // (E, H, I)
   ConstRows bias;      // (E, H); null data: none
   Rows y;              // (R, H) out
+  LowRankTerm<ConstWeight> low_rank = {};  // of Y; b: (E, H, rank)
   // Whether the step before on the queue was an up projection with the same offsets: w_down may
   // then be read while that still runs, which hides some of its time where rows are few.
   bool after_up = false;
@@ -88,6 +100,7 @@ struct DownGradient {
   DType db_dtype = DType::bfloat16;     // dtype or float32
   bool accumulate = false;              // add to db_up and db_down instead of writing them
   void* workspace = nullptr;  // down_gradient_workspace_bytes(); null where no db is wanted
+  LowRankTerm<ConstWeight> low_rank = {};  // of g; b: (E, I, rank). Not together with db_down
 };
 
 // dscores[t, k] = sum over parts of score_parts[r] + <dO[t], b2[e of r]>, r = slot_row[t, k];
@@ -107,11 +120,12 @@ struct UpGradient {
   Sizes sizes;
   DType dtype = DType::bfloat16;
   bool gated = true;
-  GateUp order = GateUp::concatenated;  // of dh
-  Routing routing;                      // uses offsets
-  ConstRows dh;                         // (R, W)
-  ConstUpWeight w_up;                   // (E, I, H) twice
-  Rows dx;                              // (R, H) out
+  GateUp order = GateUp::concatenated;     // of dh
+  Routing routing;                         // uses offsets
+  ConstRows dh;                            // (R, W)
+  ConstUpWeight w_up;                      // (E, I, H) twice
+  Rows dx;                                 // (R, H) out
+  LowRankTerm<ConstWeight> low_rank = {};  // of dX~; b: (E, H, rank)
 };
 
 // Dynamic scheduling of the weight gradients, whose sums are as long as experts have rows: blocks

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from guild.grouped import grouped_mm_swiglu as grouped_mm_swiglu
     from guild.layer_routing import Routing as Routing
     from guild.logits import router_logits as router_logits
+    from guild.lora import LoRA as LoRA
     from guild.moe import MoE as MoE
     from guild.rounding import round_tokens as round_tokens
     from guild.routing import Router as Router
@@ -41,6 +42,7 @@ _NAMES = {  # as above, for the import when a name is first used
     "grouped": ("grouped_mm", "grouped_mm_downproj", "grouped_mm_swiglu"),
     "layer_routing": ("Routing",),
     "logits": ("router_logits",),
+    "lora": ("LoRA",),
     "moe": ("MoE",),
     "rounding": ("round_tokens",),
     "routing": ("Router", "route"),

@@ -1,7 +1,6 @@
 // Y = A W2^T + b2
 #include "check.h"
-#include "cuda/alignment.h"
-#include "cuda/products.h"
+#include "cuda/low_rank.h"
 
 namespace guild::cuda {
 
@@ -22,6 +21,7 @@ void down_projection(DownProjection const& x, Sort const* sort, Queue const& que
                .groups = expert_groups(x.routing.offsets, s.experts, s.rows()),
                .a = x.a,
                .w = {x.w_down, x.w_down},
+               .low_rank = low_rank_operand(x.low_rank, x.w_down),
                .bias = x.bias,
                .d = x.y,
                .direct = {},

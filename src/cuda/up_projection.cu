@@ -1,6 +1,6 @@
 // H = X[row_token] W1^T + b1;  A = activation(H)
 #include "check.h"
-#include "cuda/gate_up.h"
+#include "cuda/low_rank.h"
 
 namespace guild::cuda {
 
@@ -31,6 +31,7 @@ void up_projection(UpProjection const& x, Sort const* sort, Queue const& queue) 
               .activation = x.activation,
               .h = x.h,
               .activated = x.a,
+              .low_rank = low_rank_operand(x, view.w[0]),
               .sort = sort},
              queue);
 }

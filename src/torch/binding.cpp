@@ -15,6 +15,9 @@ namespace {
 #define GUILD_ACTIVATION \
   "int kind, bool gated, float alpha, float limit, float up_offset, bool clamp_after"
 
+// A term of a step's product: both or none.
+#define GUILD_LOW_RANK ", Tensor? low_rank_t=None, Tensor? low_rank_b=None"
+
 bool cuda_built() { return cuda::built(); }
 
 // Empty where the current CUDA device can be used, otherwise why not.
@@ -85,10 +88,10 @@ void define_steps(Library& m) {
   m.def(
       "up_projection(Tensor x, Tensor offsets, Tensor? row_token, Tensor w_up, Tensor? w_gate, "
       "Tensor? b_up, " GUILD_ACTIVATION
-      ", bool interleaved, bool transposed, bool keep) -> (Tensor a, Tensor h)");
+      ", bool interleaved, bool transposed, bool keep" GUILD_LOW_RANK ") -> (Tensor a, Tensor h)");
   m.def(
-      "down_projection(Tensor a, Tensor offsets, Tensor w_down, Tensor? b_down, bool transposed) "
-      "-> Tensor");
+      "down_projection(Tensor a, Tensor offsets, Tensor w_down, Tensor? b_down, bool "
+      "transposed" GUILD_LOW_RANK ") -> Tensor");
   m.def(
       "combine(Tensor y, Tensor slot_row, Tensor? slot_score, Tensor? token_offsets=None, Tensor? "
       "residual=None, Tensor? dlogits=None, Tensor? ids=None, Tensor? router=None) -> Tensor");
@@ -96,13 +99,14 @@ void define_steps(Library& m) {
       "down_gradient(Tensor dout, Tensor h, Tensor offsets, Tensor? row_token, Tensor? row_score, "
       "Tensor w_down, " GUILD_ACTIVATION
       ", bool interleaved, bool transposed, Tensor(a!)? db_up=None, Tensor(b!)? db_down=None, "
-      "bool accumulate=False) -> (Tensor dh, Tensor a_scaled, Tensor score_parts)");
+      "bool accumulate=False" GUILD_LOW_RANK
+      ") -> (Tensor dh, Tensor a_scaled, Tensor score_parts)");
   m.def(
       "score_gradient(Tensor score_parts, Tensor slot_row, Tensor offsets, Tensor dout, Tensor? "
       "b_down, int intermediate, Tensor? token_offsets=None) -> Tensor");
   m.def(
       "up_gradient(Tensor dh, Tensor offsets, Tensor w_up, Tensor? w_gate, bool gated, bool "
-      "interleaved, bool transposed) -> Tensor");
+      "interleaved, bool transposed" GUILD_LOW_RANK ") -> Tensor");
 
   m.def(
       "weight_gradients_out(Tensor x, Tensor dout, Tensor dh, Tensor a_scaled, Tensor offsets, "

@@ -97,13 +97,18 @@ Tensors4 data_gradients(Tensor const& dout, Tensor const& h, Tensor const& offse
 
 // ---- steps.cpp: one step of the layer each ------------------------------------------------------
 
+// low_rank_t (R, rank) and low_rank_b (E, out, rank), both or none: a term of the product, whose
+// columns are out.
+
 // -> a (R, I), h (R, W) or empty
 Tensors2 up_projection(Tensor const& x, Tensor const& offsets, MaybeTensor const& row_token,
                        Tensor const& w_up, MaybeTensor const& w_gate, MaybeTensor const& b_up,
                        int64_t kind, bool gated, double alpha, double limit, double up_offset,
-                       bool clamp_after, bool interleaved, bool transposed, bool keep);
+                       bool clamp_after, bool interleaved, bool transposed, bool keep,
+                       MaybeTensor const& low_rank_t, MaybeTensor const& low_rank_b);
 Tensor down_projection(Tensor const& a, Tensor const& offsets, Tensor const& w_down,
-                       MaybeTensor const& b_down, bool transposed);
+                       MaybeTensor const& b_down, bool transposed, MaybeTensor const& low_rank_t,
+                       MaybeTensor const& low_rank_b);
 // y (R, H), slot_row (T, K), residual (T, H) -> (T, H). dlogits (T, E), ids (T, K) and router (E,
 // H) for the router's part of a gradient: all three or none.
 Tensor combine(Tensor const& y, Tensor const& slot_row, MaybeTensor const& slot_score,
@@ -115,13 +120,15 @@ Tensors3 down_gradient(Tensor const& dout, Tensor const& h, Tensor const& offset
                        MaybeTensor const& row_token, MaybeTensor const& row_score,
                        Tensor const& w_down, int64_t kind, bool gated, double alpha, double limit,
                        double up_offset, bool clamp_after, bool interleaved, bool transposed,
-                       MaybeTensor& db_up, MaybeTensor& db_down, bool accumulate);
+                       MaybeTensor& db_up, MaybeTensor& db_down, bool accumulate,
+                       MaybeTensor const& low_rank_t, MaybeTensor const& low_rank_b);
 // -> dscores (T, K)
 Tensor score_gradient(Tensor const& score_parts, Tensor const& slot_row, Tensor const& offsets,
                       Tensor const& dout, MaybeTensor const& b_down, int64_t intermediate,
                       MaybeTensor const& token_offsets);
 Tensor up_gradient(Tensor const& dh, Tensor const& offsets, Tensor const& w_up,
-                   MaybeTensor const& w_gate, bool gated, bool interleaved, bool transposed);
+                   MaybeTensor const& w_gate, bool gated, bool interleaved, bool transposed,
+                   MaybeTensor const& low_rank_t, MaybeTensor const& low_rank_b);
 
 // ---- weight_gradients.cpp: written into, or added to, the caller's tensors ----------------------
 

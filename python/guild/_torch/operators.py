@@ -289,7 +289,7 @@ def _data_gradients(
 
 @_fake("up_projection")
 def _up_projection(x, offsets, row_token, w_up, w_gate, b_up, *rest):
-    flags, keep = LayerFlags.and_last(rest)
+    flags, keep = LayerFlags.and_last(rest[: len(LayerFlags._fields) + 1])  # then a low-rank term
     rows = x.shape[0] if row_token is None else row_token.shape[0]
     out = w_up.shape[2] if flags.transposed else w_up.shape[1]
     packed = flags.gated and w_gate is None
@@ -298,7 +298,7 @@ def _up_projection(x, offsets, row_token, w_up, w_gate, b_up, *rest):
 
 
 @_fake("down_projection")
-def _down_projection(a, offsets, w_down, b_down, transposed):
+def _down_projection(a, offsets, w_down, b_down, transposed, *low_rank):
     return a.new_empty(a.shape[0], w_down.shape[2 if transposed else 1])
 
 
@@ -333,7 +333,7 @@ def _score_gradient(score_parts, slot_row, offsets, dout, b_down, intermediate, 
 
 
 @_fake("up_gradient")
-def _up_gradient(dh, offsets, w_up, w_gate, gated, interleaved, transposed):
+def _up_gradient(dh, offsets, w_up, w_gate, gated, interleaved, transposed, *low_rank):
     return dh.new_empty(dh.shape[0], w_up.shape[1 if transposed else 2])
 
 

@@ -126,6 +126,11 @@ int64_t most_tiles(int64_t rows, int64_t groups, int64_t columns, int64_t tile_n
   return (rows / C.cluster_m() + groups) * ceil_div(columns, tile_n);
 }
 
+template <GemmConfig C>
+int64_t most_tiles(int64_t rows, RowTiles const& work) {
+  return most_tiles<C>(rows, work.groups.groups, int64_t(work.across) * work.tile_n, work.tile_n);
+}
+
 // Up to this many waves tiles are scheduled statically: clearing the counter takes 2 us.
 inline constexpr int kFewWaves = 4;
 

@@ -62,6 +62,16 @@ void expect_gradient_dtype(WrongCalls<Args> const& wrong, char const* name, Of o
                [&](Args& x) { std::invoke(of, x) = DType::bfloat16; });
 }
 
+// A low-rank term, whose matrix of `out` rows is called so.
+template <class Args>
+void expect_low_rank(WrongCalls<Args> const& wrong, char const* matrix, int64_t out) {
+  wrong.expect("low_rank.rank: expected 0 to 1073741823, got -1",
+               [](Args& x) { x.low_rank.rank = -1; });
+  wrong.expect("low_rank.t: expected 8 rows of 4, got null", [](Args& x) { x.low_rank.rank = 4; });
+  wrong.expect(text_of(matrix, ": expected 2 matrices of ", out, " x 4, got null"),
+               [](Args& x) { x.low_rank.rank = 4, x.low_rank.t = x.routing.offsets; });
+}
+
 TEST(Check, UpProjection) {
   WrongCalls<UpProjection> const wrong(&Calls::up, cpu::up_projection, cuda::up_projection);
   expect_layer(wrong);
@@ -74,6 +84,10 @@ TEST(Check, UpProjection) {
   wrong.optional_rows("b_up", &UpProjection::bias, 16);
   wrong.optional_rows("h", &UpProjection::h, 16);
   wrong.rows("a", &UpProjection::a, 8, 8);
+  expect_low_rank(wrong, "low_rank.b.gate", 8);
+  wrong.expect("low_rank.b.up: expected 2 matrices of 8 x 4, got null", [](auto& x) {
+    x.low_rank.rank = 4, x.low_rank.t = x.routing.offsets, x.low_rank.b.gate = x.w_up.gate;
+  });
 }
 
 TEST(Check, DownProjection) {
@@ -83,6 +97,7 @@ TEST(Check, DownProjection) {
   wrong.weight("w_down", &DownProjection::w_down, 16, 8);
   wrong.optional_rows("b_down", &DownProjection::bias, 16);
   wrong.rows("y", &DownProjection::y, 8, 16);
+  expect_low_rank(wrong, "low_rank.b", 16);
 }
 
 TEST(Check, Combine) {
@@ -116,6 +131,9 @@ TEST(Check, DownGradient) {
                [](auto& x) { x.db_dtype = DType::bfloat16; });
   wrong.optional_rows("db_up", &DownGradient::db_up, 16);
   wrong.optional_rows("db_down", &DownGradient::db_down, 16);
+  expect_low_rank(wrong, "low_rank.b", 8);
+  wrong.expect("db_down: expected null with a low-rank term, got a pointer",
+               [](auto& x) { x.low_rank = {x.dout, x.w_down, 4}; });
   for (bool const up : {true, false}) {  // either of the two needs it
     wrong.expect("workspace: expected 512 bytes, got null",
                  [=](auto& x) { x.workspace = nullptr, (up ? x.db_up : x.db_down) = {}; });
@@ -143,6 +161,7 @@ TEST(Check, UpGradient) {
   wrong.rows("dh", &UpGradient::dh, 8, 16);
   expect_up_weight(wrong);
   wrong.rows("dx", &UpGradient::dx, 8, 16);
+  expect_low_rank(wrong, "low_rank.b", 16);
 }
 
 TEST(Check, UpWeightGradient) {

@@ -25,7 +25,7 @@ def code_blocks(document: str, language: str) -> str:
     return "\n".join(re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/guide.md"])
+@pytest.mark.parametrize("document", ["README.md", "docs/guide.md", "docs/lora.md"])
 def test_python_code_runs(document: str) -> None:
     code = code_blocks(document, "python")
     assert code.count("\n") > 10

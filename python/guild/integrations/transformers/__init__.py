@@ -24,7 +24,7 @@ except ImportError as error:
     ) from error
 
 from guild.integrations.transformers.blocks import replace_moe_blocks, restore_moe_blocks
-from guild.integrations.transformers.experts import experts_forward
+from guild.integrations.transformers.experts import adopt_peft, experts_forward
 from guild.integrations.transformers.quantized import fp8_experts_forward
 
 NAME = "guild"
@@ -51,6 +51,7 @@ def register() -> None:
     """
     ExpertsInterface.register(NAME, experts_forward)
     FP8ExpertsInterface.register(NAME, fp8_experts_forward)
+    adopt_peft()
 
 
 def enable() -> None:

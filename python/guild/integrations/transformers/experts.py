@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import (
+    ALL_EXPERTS_FUNCTIONS,
     grouped_mm_experts_forward,
     use_experts_implementation,
 )
@@ -17,6 +18,7 @@ from transformers.integrations.moe import (
 from guild import Activation, routed_experts
 from guild.integrations.transformers.gate import gate_function, gate_of
 from guild.integrations.transformers.messages import say_left, say_unfused
+from guild.integrations.transformers.peft import adopt, lora_of, summed
 from guild.integrations.transformers.unfused import unfused_experts
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -60,20 +62,22 @@ def experts_forward(
     Transformers' `grouped_mm`, or the model's own loop where that cannot either. A warning says so
     once. Inside torch.compile it is `grouped_mm`, too, with torch before 2.13.
     """
+    adopt_peft()
     w_up, w_down, b_up, b_down = weights_of(self)
     own = left_to(self, hidden_states, w_up, w_down)
     if own is not None:
         ids = top_k_index.long()  # as the model's own loop wants them
-        return _plus(own(self, hidden_states, ids, top_k_weights), residual)
+        with summed(self):
+            return _plus(own(self, hidden_states, ids, top_k_weights), residual)
 
     x = hidden_states.contiguous()
     if not has_autocast(x):  # under autocast the products cast their operands themselves
         x, b_up, b_down = (None if t is None else t.to(w_up.dtype) for t in (x, b_up, b_down))
     layer = (x, top_k_index, top_k_weights, w_up, w_down, b_up, b_down)
-    gate = known_gate(self)
+    gate, lora = known_gate(self), lora_of(self)
     if gate is None:
         say_unfused(type(self).__name__)
-        out = unfused_experts(*layer, gate_function(self), self.is_transposed)
+        out = unfused_experts(*layer, gate_function(self), self.is_transposed, **lora)
         return _plus(out.to(hidden_states.dtype), residual)
     activation, order = gate
     inside = residual is not None and residual.dtype == x.dtype and not has_autocast(x)
@@ -83,8 +87,23 @@ def experts_forward(
         order=order,
         transposed=self.is_transposed,
         residual=residual if inside else None,
+        **lora,
     ).to(hidden_states.dtype)
     return out if inside else _plus(out, residual)
+
+
+def adopt_peft() -> None:
+    """Take LoRA of PEFT over where experts run on Guild; nothing before PEFT is imported."""
+    if not torch.compiler.is_compiling():
+        adopt(_runs_on_guild)
+
+
+def _runs_on_guild(experts: nn.Module) -> bool:
+    """Whether the forward of these experts is `experts_forward`."""
+    if hasattr(type(experts), "guild_original"):  # of a block that was replaced
+        return True
+    name = getattr(getattr(experts, "config", None), "_experts_implementation", None)
+    return hasattr(experts, "has_gate") and ALL_EXPERTS_FUNCTIONS.get(name) is experts_forward
 
 
 def weights_of(experts: nn.Module) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
