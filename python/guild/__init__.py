@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from guild._torch.expert_lists import CopiedWeightsWarning, lay_evenly
     from guild.activations import Activation
     from guild.balancing import BalanceSums, balance_sums
     from guild.experts import experts_mlp, routed_experts
@@ -31,6 +32,7 @@ __version__ = "0.1.0"
 _MODULE_OF = {
     "Activation": "activations",
     "BalanceSums": "balancing",
+    "CopiedWeightsWarning": "_torch.expert_lists",
     "MoE": "moe",
     "Router": "routing",
     "Routing": "layer_routing",
@@ -40,6 +42,7 @@ _MODULE_OF = {
     "grouped_mm": "grouped",
     "grouped_mm_downproj": "grouped",
     "grouped_mm_swiglu": "grouped",
+    "lay_evenly": "_torch.expert_lists",
     "num_sms": "sm_budget",
     "round_tokens": "rounding",
     "route": "routing",
@@ -51,6 +54,7 @@ _MODULE_OF = {
 __all__ = [
     "Activation",
     "BalanceSums",
+    "CopiedWeightsWarning",
     "MoE",
     "Router",
     "Routing",
@@ -60,6 +64,7 @@ __all__ = [
     "grouped_mm",
     "grouped_mm_downproj",
     "grouped_mm_swiglu",
+    "lay_evenly",
     "num_sms",
     "round_tokens",
     "route",

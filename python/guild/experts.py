@@ -18,6 +18,8 @@ from guild._torch.checks import (
     expect_shape,
     expect_tensor,
 )
+from guild._torch.expert_lists import Listed, is_pair, joined, joined_halves
+from guild._torch.gradient_targets import wanting
 from guild._torch.layer_arguments import Halves, layer_arguments
 from guild._torch.operators import autocast, ops, score_dtype
 from guild.activations import Activation, is_interleaved
@@ -33,10 +35,10 @@ def routed_experts(
     x: Tensor,
     topk_ids: Tensor,
     topk_weights: Tensor,
-    w_up: Tensor | Halves,
-    w_down: Tensor,
-    b_up: Tensor | Halves | None = None,
-    b_down: Tensor | None = None,
+    w_up: Listed | Halves,
+    w_down: Listed,
+    b_up: Listed | Halves | None = None,
+    b_down: Listed | None = None,
     *,
     activation: Activation | str = "silu",
     order: str = "concatenated",
@@ -70,6 +72,11 @@ def routed_experts(
         contiguous. Read in place.
     w_down : torch.Tensor
         (E, H, I). E is 1 to 4,096, on a GPU 1 to 1,024.
+
+        Any weight or bias, each of a pair too, may be a list of E tensors, one per expert, and each
+        of them gets its gradient. Tensors that follow each other at one distance in one storage are
+        read in place, as views of one tensor are; any others are copied into one at each call, with
+        a `CopiedWeightsWarning`, and inside torch.compile all are.
     b_up : torch.Tensor or (torch.Tensor, torch.Tensor), optional
         (E, 2I) in the given order, (E, I) without a gate; or a pair of (E, I).
     b_down : torch.Tensor, optional
@@ -131,10 +138,10 @@ def routed_experts_and_offsets(
     x: Tensor,
     topk_ids: Tensor,
     topk_weights: Tensor,
-    w_up: Tensor | Halves,
-    w_down: Tensor,
-    b_up: Tensor | Halves | None,
-    b_down: Tensor | None,
+    w_up: Listed | Halves,
+    w_down: Listed,
+    b_up: Listed | Halves | None,
+    b_down: Listed | None,
     activation: Activation | str,
     order: str,
     transposed: bool,
@@ -168,15 +175,18 @@ def routed_experts_and_offsets(
     if not topk_weights.is_floating_point():
         raise TypeError(f"topk_weights: expected a floating dtype, got {topk_weights.dtype}")
     given = w_up, w_down, b_up, b_down
-    x, *layer, gradient = layer_arguments(x, *given, activation, order, transposed, routed=True)
+    whole = _whole(*given, weight_gradients)
+    x, *layer, gradient = layer_arguments(x, *whole, activation, order, transposed, routed=True)
     residual = _residual(residual, x)
     scores = topk_weights.to(score_dtype(x.dtype)).contiguous()
     ids = topk_ids.contiguous()
     keep = torch.is_grad_enabled() and (gradient or scores.requires_grad)
-    if keep and weight_gradients is not None:
-        parameters = _parameters(weight_gradients, *given, order)
-        tokens = None, None, ids, scores, token_offsets, residual
-        return Experts.apply(weight_gradients, parameters, recompute, x, *tokens, None, *layer)
+    if torch.is_grad_enabled() and weight_gradients is not None:
+        parameters, reached = _parameters(weight_gradients, *given, order)
+        if keep or wanting(reached):
+            tokens = None, None, ids, scores, token_offsets, residual, None
+            sink = weight_gradients, parameters, recompute
+            return Experts.apply(*sink, x, *tokens, *layer, *reached)
     keep = keep and not recompute
     out, _, offsets, *_ = _moe_forward(x, ids, scores, token_offsets, residual, *layer, keep)
     return out, offsets
@@ -208,9 +218,9 @@ def routed_layer(
     residual = _residual(residual, x)
     keep = torch.is_grad_enabled() and (gradient or router_weight.requires_grad)
     if keep and weight_gradients is not None:
-        parameters = _parameters(weight_gradients, *given, order)
+        parameters, reached = _parameters(weight_gradients, *given, order)
         chosen = x, router_weight, tokens[2:], None, None, None, residual, None
-        return Experts.apply(weight_gradients, parameters, recompute, *chosen, *layer)
+        return Experts.apply(weight_gradients, parameters, recompute, *chosen, *layer, *reached)
     out, _, offsets, *_ = _moe_layer(*tokens, residual, *layer, keep and not recompute)
     return out, offsets
 
@@ -236,10 +246,10 @@ def _residual(residual: Tensor | None, x: Tensor) -> Tensor | None:
 def experts_mlp(
     x_sorted: Tensor,
     offsets: Tensor,
-    w_up: Tensor | Halves,
-    w_down: Tensor,
-    b_up: Tensor | Halves | None = None,
-    b_down: Tensor | None = None,
+    w_up: Listed | Halves,
+    w_down: Listed,
+    b_up: Listed | Halves | None = None,
+    b_down: Listed | None = None,
     activation: Activation | str = "silu",
     *,
     order: str = "concatenated",
@@ -274,44 +284,66 @@ def experts_mlp(
     expect_dims("x_sorted", x_sorted, 2, what="(rows, hidden)")
     _expect_later(recompute, weight_gradients)
     given = w_up, w_down, b_up, b_down
+    whole = _whole(*given, weight_gradients)
     x, *layer, gradient = layer_arguments(
-        x_sorted, *given, activation, order, transposed, "x_sorted"
+        x_sorted, *whole, activation, order, transposed, "x_sorted"
     )
+    experts = layer[2].shape[0]
     expect_offsets("offsets", offsets, x)
-    expect_shape("offsets", offsets, (w_down.shape[0] + 1,), "it holds starts and the last end")
+    expect_shape("offsets", offsets, (experts + 1,), "it holds starts and the last end")
     keep = torch.is_grad_enabled() and gradient
-    if keep and weight_gradients is not None:
-        parameters = _parameters(weight_gradients, *given, order)
-        return Experts.apply(
-            weight_gradients, parameters, recompute, x, *(None,) * 6, offsets, *layer
-        )[0]
+    if torch.is_grad_enabled() and weight_gradients is not None:
+        parameters, reached = _parameters(weight_gradients, *given, order)
+        if keep or wanting(reached):
+            sink = weight_gradients, parameters, recompute
+            return Experts.apply(*sink, x, *(None,) * 6, offsets, *layer, *reached)[0]
     return _experts_forward(x, offsets, *layer, keep and not recompute)[0]
+
+
+def _whole(
+    w_up: Listed | Halves,
+    w_down: Listed,
+    b_up: Listed | Halves | None,
+    b_down: Listed | None,
+    weight_gradients: WeightGradients | None,
+) -> tuple:
+    """The same with each list of experts' tensors as one tensor."""
+    attached = weight_gradients is None  # otherwise autograd reaches the list past it
+    return (
+        joined_halves("w_up", w_up, 2, attached),
+        joined("w_down", w_down, 2, attached),
+        joined_halves("b_up", b_up, 1, attached),
+        joined("b_down", b_down, 1, attached),
+    )
 
 
 def _parameters(
     weight_gradients: WeightGradients,
-    w_up: Tensor | Halves,
-    w_down: Tensor,
-    b_up: Tensor | Halves | None,
-    b_down: Tensor | None,
+    w_up: Listed | Halves,
+    w_down: Listed,
+    b_up: Listed | Halves | None,
+    b_down: Listed | None,
     order: str,
-) -> tuple[Tensor | None, ...]:
-    """Whose gradients they are: w_up, its gate where that stands apart, w_down, b_up, b_down."""
+) -> tuple[tuple[Listed | None, ...], list[Tensor]]:
+    """Whose gradients they are: w_up, its gate where that stands apart, w_down, b_up, b_down.
+
+    And those of them that autograd should reach.
+    """
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError(
             "weight_gradients: expected None under torch.func's transforms, which return gradients "
             "where it writes them to parameters"
         )
     w_gate = None
-    if isinstance(w_up, tuple | list):
+    if is_pair(w_up):
         w_gate, w_up = w_up
         if b_up is not None and is_interleaved(order):
             raise ValueError(
                 "order: expected 'concatenated' for the bias of a pair of weights with "
                 f"weight_gradients, got {order!r}"
             )
-    if isinstance(b_up, tuple | list):
+    if is_pair(b_up, 1):
         raise ValueError("b_up: expected one tensor with weight_gradients, got a pair")
     parameters = w_up, w_gate, w_down, b_up, b_down
     weight_gradients.expect_targets(parameters)
-    return parameters
+    return parameters, weight_gradients.reached_by_autograd(parameters)

@@ -134,7 +134,7 @@ def expect_apart(name: str, tensor: Tensor, other_name: str, other: Tensor) -> N
 
 def _share_memory(a: Tensor, b: Tensor) -> bool:
     """Whether they overlap. Columns of one buffer do not; rarer patterns count as if they did."""
-    if not (a.numel() and b.numel() and a.device == b.device and _has_memory(a, b)):
+    if not (a.numel() and b.numel() and a.device == b.device and has_memory(a, b)):
         return False
     starts, ends = zip(*((t.data_ptr(), t.data_ptr() + _span(t)) for t in (a, b)), strict=True)
     if max(starts) >= min(ends):
@@ -147,7 +147,7 @@ def _share_memory(a: Tensor, b: Tensor) -> bool:
     return (second - first) % pitch < a_run or (first - second) % pitch < b_run
 
 
-def _has_memory(*tensors: Tensor) -> bool:
+def has_memory(*tensors: Tensor) -> bool:
     """Not so for meta and fake tensors, nor for wrappers around other tensors."""
     return not any(
         t.is_meta

@@ -12,7 +12,7 @@ from torch import Tensor
 import guild
 from fuzz_compare import Truth
 from fuzz_draw import Backward, Draw, Outputs, Values, place, score_dtype, total
-from fuzz_weights import Weights, exact_leaves
+from fuzz_weights import Weights, exact_leaves, whole_of
 from oracle.autograd import gradients
 from oracle.experts import by_rows, routed
 
@@ -92,7 +92,8 @@ class ExpertsCase:
         for name, leaf in inputs.items():
             results |= backward.found(name, leaf, False)
         for name, leaf in weights.items():
-            results |= backward.found(name, leaf, True)
+            whole = whole_of(leaf) if isinstance(leaf, list) else leaf
+            results |= backward.found(name, whole, True)
         return results
 
     def place_input(self, name: str, t: Tensor, dtype: torch.dtype, device: str) -> Tensor:

@@ -27,6 +27,7 @@ class Weights:
     b_up: str | None  # "one" or "pair"
     b_down: bool
     layouts: tuple[str, ...]  # of w_up and w_gate, w_down, biases
+    lists: str | None  # one tensor per expert: "even" or "apart" in memory, weights and gradients
 
     @staticmethod
     def drawn(draw: Draw) -> Weights:
@@ -43,6 +44,7 @@ class Weights:
             b_up=draw.pick(None, "one", "pair" if pair else "one"),
             b_down=draw.chance(0.5),
             layouts=(draw.matrices(), draw.matrices(), draw.rows()),
+            lists=draw.pick(None, None, None, "even", "apart"),
         )
 
     def for_sink(self, later: str | None) -> Weights:
@@ -95,8 +97,10 @@ class Weights:
         leaves = {}
         for name, value in values.items():
             layout = layouts.get(name, bias)
-            leaves[name] = place(value, layout, dtype, device)
-            backward.prepare(name, leaves[name], before[name], layout, True)
+            leaf = leaves[name] = place(value, layout, dtype, device)
+            backward.prepare(name, leaf, before[name], layout, True)
+            if self.lists:
+                leaves[name] = members_of(leaf, self.lists == "even")
         return leaves
 
     def arguments(self, leaves: dict[str, Tensor]) -> dict[str, Any]:
@@ -117,6 +121,33 @@ class Weights:
 
     def oracle(self, leaves: dict[str, Tensor]) -> Experts:
         return Experts.of(leaves, self.activation, self.order, self.transposed)
+
+
+def members_of(leaf: Tensor, even: bool) -> list[Tensor]:
+    """A leaf as one leaf per expert, and so the gradients that it has."""
+    members = [part.requires_grad_(leaf.requires_grad) for part in parts_of(leaf.detach(), even)]
+    for name in ("grad", "main_grad"):
+        gradient = getattr(leaf, name, None)
+        if gradient is not None:
+            for member, part in zip(members, parts_of(gradient, even), strict=True):
+                setattr(member, name, part)
+    return members
+
+
+def parts_of(whole: Tensor, even: bool) -> list[Tensor]:
+    """In the memory that they have, or in memory of their own."""
+    return [part.detach() if even else part.clone() for part in whole]
+
+
+def whole_of(members: list[Tensor]) -> Tensor:
+    """The leaf that members were made of, with the gradients that they have now."""
+    leaf = torch.stack([m.detach() for m in members]).requires_grad_(members[0].requires_grad)
+    for name in ("grad", "main_grad"):
+        gradients = [getattr(m, name, None) for m in members]
+        assert len({g is None for g in gradients}) == 1, f"{name} of some experts alone"
+        if gradients[0] is not None:
+            setattr(leaf, name, torch.stack(gradients))
+    return leaf
 
 
 def exact_leaves(values: dict[str, Tensor], wants: tuple[str, ...]) -> dict[str, Tensor]:
