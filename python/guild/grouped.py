@@ -47,7 +47,7 @@ def grouped_mm(
     mat_a: Listed,
     mat_b: Listed,
     offs: Tensor | None = None,
-    bias: Tensor | None = None,
+    bias: Listed | None = None,
     out_dtype: torch.dtype | None = None,
     *,
     out: Tensor | None = None,
@@ -72,8 +72,8 @@ def grouped_mm(
     offs : torch.Tensor, optional
         int32 (E,): where each group ends along the dimension that groups split; None where they
         split nothing. 1 to 4,096 groups.
-    bias : torch.Tensor, optional
-        (E, N); (E, M) where groups split columns.
+    bias : torch.Tensor or list of torch.Tensor, optional
+        (E, N); (E, M) where groups split columns. Or a list of E vectors.
     out_dtype : torch.dtype, optional
         mat_a's dtype, the default, or float32.
     out : torch.Tensor, optional
@@ -94,7 +94,7 @@ def grouped_mm(
     TypeError, ValueError
         If an argument is not as described; the message names it.
     """
-    mat_a, mat_b = joined("mat_a", mat_a), joined("mat_b", mat_b)
+    mat_a, mat_b, bias = joined("mat_a", mat_a), joined("mat_b", mat_b), joined("bias", bias, 1)
     expect_dims("mat_a", mat_a, 2, 3)
     expect_dims("mat_b", mat_b, 2, 3)
     if bias is not None:

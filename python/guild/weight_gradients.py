@@ -104,7 +104,8 @@ class WeightGradients:
             self._pending[0]()
             self._pending.pop(0)
 
-    def _take(self, step: Callable[[], None]) -> None:
+    def take(self, step: Callable[[], None]) -> None:
+        """Run a step that writes gradients: now, or in `compute`."""
         if self.delayed:
             self._pending.append(step)
         else:
@@ -157,7 +158,7 @@ def expect_sink(weight_gradients: object) -> None:
         )
 
 
-class _Kept:
+class Kept:
     """Tensors that are not the layer's own, and their versions when backward used them."""
 
     def __init__(self, x: Tensor, dout: Tensor, offsets: Tensor | None = None) -> None:
@@ -250,9 +251,9 @@ class Experts(torch.autograd.Function):
             dh, a, parts = ops.down_gradient(
                 dout, h, offsets, row_token, row_score, w_down, *ctx.flags, *biases, add
             )
-        kept = _Kept(x, dout, offsets) if slot_row is None else _Kept(x, dout)
+        kept = Kept(x, dout, offsets) if slot_row is None else Kept(x, dout)
         places = offsets, row_token, row_score
-        ctx.sink._take(
+        ctx.sink.take(
             partial(_compute, ctx.sink, kept, parameters, ctx.flags, x, dout, dh, a, *places)
         )
         dx = dscores = drouter = None
