@@ -7,6 +7,7 @@ under torch.func's transforms, where tensors have no addresses.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Sequence
 
@@ -105,8 +106,19 @@ def say_copied(name: str) -> None:
         "each call copies them into one tensor; make them views of one, as "
         "guild.lay_evenly does once",
         CopiedWeightsWarning,
-        stacklevel=5,
+        stacklevel=_depth_of_caller(),
     )
+
+
+def _depth_of_caller() -> int:
+    """How many calls up the code is that is neither Guild's nor torch's."""
+    depth, frame = 1, sys._getframe(1)
+    while frame.f_back is not None:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package not in ("guild", "torch"):
+            return depth
+        depth, frame = depth + 1, frame.f_back
+    return depth
 
 
 def view_of(tensors: Sequence[Tensor]) -> Tensor | None:

@@ -130,6 +130,7 @@ def test_other_lists_are_copied_with_a_warning(device: str, call: Callable, made
         for _ in range(2):
             x, ours = call(lists, device)
     assert len(said) == 4  # one each, though called twice
+    assert {w.filename for w in said} == {__file__}
     assert torch.equal(ours, out)
     ours.square().sum().backward()
     assert torch.equal(x.grad, dx)
