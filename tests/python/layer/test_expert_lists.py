@@ -198,6 +198,31 @@ def test_no_weight_is_copied(device: str) -> None:
     assert weights == sorted(t.numel() * t.element_size() for n, t in layer.items() if n in lists)
 
 
+@pytest.mark.parametrize("sink", [None, WeightGradients(main_grad=True)])
+def test_the_allocator_sees_no_weight(gpu: str, sink: WeightGradients | None) -> None:
+    """Weights of 24 MiB and few rows: forward takes next to nothing, backward the gradients."""
+    place = {"device": gpu, "dtype": torch.bfloat16}
+    whole = torch.randn(8, 2 * 512, 1024, **place), torch.randn(8, 1024, 512, **place)
+    lists = [[torch.nn.Parameter(part) for part in w] for w in whole]
+    for parts, w in zip(lists, whole, strict=True):
+        for part, main in zip(parts, torch.zeros_like(w, dtype=torch.float32), strict=True):
+            part.main_grad = main
+    x = torch.randn(8, 1024, **place, requires_grad=True)
+    offsets = torch.arange(9, device=gpu, dtype=torch.int32)
+
+    def most_of(step: Callable) -> int:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        return torch.cuda.max_memory_allocated() - before
+
+    weights, little, outs = sum(w.nbytes for w in whole), 2 << 20, []
+    more = {"weight_gradients": sink}
+    assert most_of(lambda: outs.append(experts_mlp(x, offsets, *lists, **more))) < little
+    gradients = 0 if sink else weights
+    assert most_of(lambda: outs[0].sum().backward()) < gradients + little
+
+
 @pytest.mark.parametrize("call", CALLS)
 def test_a_pair_of_lists(device: str, call: Callable) -> None:
     layer = whole_layer(device)
@@ -256,7 +281,7 @@ def test_grouped_mm_of_lists(device: str) -> None:
     ours.sum().backward()
     assert torch.equal(ours, out)
     assert torch.equal(torch.stack([p.grad for p in parts]), whole.grad)
-    y = torch.randn(HIDDEN, 22, device=device, dtype=dtype_of(device))
+    y = torch.randn(HIDDEN, 24, device=device, dtype=dtype_of(device))
     assert torch.equal(grouped_mm(parts, y, offs=ends), grouped_mm(whole, y, offs=ends))
 
 
