@@ -179,6 +179,26 @@ def test_main_grad_may_be_overwritten(device: str, made: Callable, which: str) -
         torch.testing.assert_close(mains(ps), old + gradients[name], **close(device))
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("main_grad", [False, True])
+def test_one_parameter_for_all_experts(device: str, main_grad: bool, overwrite: bool) -> None:
+    """Its gradients add up, and only what was there before is overwritten."""
+    layer = {n: even(t) for n, t in weights(device).items()}
+    shared = layer["w_down"][0]
+    shared.overwrite_main_grad = overwrite
+    layer["w_down"] = [shared] * EXPERTS
+    run(layer, device, WeightGradients(main_grad=main_grad))
+    apart = {n: single(t) for n, t in weights(device).items()}
+    whole = shared.detach().expand(EXPERTS, -1, -1).clone()
+    apart["w_down"] = [nn.Parameter(whole)]
+    run(apart, device, None)
+    wanted = apart["w_down"][0].grad.float().sum(0)
+    wanted += OLD if main_grad and not overwrite else 0
+    got = shared.main_grad if main_grad else shared.grad.float()
+    bound = (1e-5 if device == "cpu" else 2e-2) * float(wanted.abs().max())  # parts are rounded
+    torch.testing.assert_close(got, wanted, rtol=0, atol=bound)
+
+
 def test_main_grad_may_come_from_a_call(device: str) -> None:
     """`get_main_grad()` is asked in backward, not before."""
     _, gradients = plain(device)
