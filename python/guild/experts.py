@@ -18,7 +18,14 @@ from guild._torch.checks import (
     expect_shape,
     expect_tensor,
 )
-from guild._torch.expert_lists import Listed, is_pair, joined, joined_halves
+from guild._torch.expert_lists import (
+    Listed,
+    is_pair,
+    joined,
+    joined_halves,
+    lie_backwards,
+    reversed_lists,
+)
 from guild._torch.gradient_targets import wanting
 from guild._torch.layer_arguments import Halves, layer_arguments
 from guild._torch.operators import autocast, ops, score_dtype
@@ -75,8 +82,9 @@ def routed_experts(
 
         Any weight or bias, each of a pair too, may be a list of E tensors, one per expert, and each
         of them gets its gradient. Tensors that follow each other at one distance in one storage are
-        read in place, as views of one tensor are; any others are copied into one at each call, with
-        a `CopiedWeightsWarning`, and inside torch.compile all are.
+        read in place, as views of one tensor are; so are they here, but not in `experts_mlp`, if
+        all lists lie from the last expert to the first. Any others are copied into one tensor at
+        each call, with a `CopiedWeightsWarning`, and inside torch.compile all are.
     b_up : torch.Tensor or (torch.Tensor, torch.Tensor), optional
         (E, 2I) in the given order, (E, I) without a gate; or a pair of (E, I).
     b_down : torch.Tensor, optional
@@ -175,6 +183,9 @@ def routed_experts_and_offsets(
     if not topk_weights.is_floating_point():
         raise TypeError(f"topk_weights: expected a floating dtype, got {topk_weights.dtype}")
     given = w_up, w_down, b_up, b_down
+    if lie_backwards(*given):  # then the experts are counted from the last, which changes no bit
+        given = tuple(map(reversed_lists, given))
+        topk_ids = len(given[1]) - 1 - topk_ids
     whole = _whole(*given, weight_gradients)
     x, *layer, gradient = layer_arguments(x, *whole, activation, order, transposed, routed=True)
     residual = _residual(residual, x)

@@ -73,6 +73,36 @@ def joined_halves(name: str, value: object, dims: int = 2, attached: bool = True
     return tuple(joined(n, half, dims, attached) for n, half in zip(names, value, strict=True))
 
 
+def lie_backwards(*values: object) -> bool:
+    """Whether all are lists, or pairs of lists, that are read in place from the last to the first.
+
+    Buffers that are filled from the last parameter to the first leave them so.
+    """
+    lists = []
+    for value in values:
+        halves = value if isinstance(value, list | tuple) and len(value) == 2 else ()
+        if is_list(value) or is_list(value, 1):
+            lists.append(value)
+        elif halves and all(is_list(half) or is_list(half, 1) for half in halves):
+            lists += halves
+        elif value is not None:
+            return False
+    return bool(lists) and all(
+        len(ts) > 1
+        and _have_addresses(ts)
+        and ts[0].data_ptr() > ts[1].data_ptr()
+        and view_of(list(ts)[::-1]) is not None
+        for ts in lists
+    )
+
+
+def reversed_lists(value: object) -> object:
+    """The last expert first; None is None."""
+    if value is None or is_list(value) or is_list(value, 1):
+        return value and list(value)[::-1]
+    return tuple(list(half)[::-1] for half in value)
+
+
 class _Joined(torch.autograd.Function):
     """One tensor of many, and one gradient for each of them."""
 

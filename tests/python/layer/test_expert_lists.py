@@ -117,12 +117,56 @@ def test_even_lists_are_read_in_place(device: str, call: Callable, made: Callabl
         assert torch.equal(torch.stack([p.grad for p in parts]), gradients[name]), name
 
 
+@pytest.mark.parametrize("sink", [None, WeightGradients(), WeightGradients(main_grad=True)])
+def test_routed_tokens_read_backwards(device: str, sink: WeightGradients | None) -> None:
+    """Lists from the last expert to the first, main_grads too: in place, and the same bits."""
+    layer = whole_layer(device)
+    out, dx, gradients = expected(routed_call, layer, device)
+    lists = {n: backwards(t) for n, t in layer.items()}
+    for parts in lists.values():
+        buffer = torch.zeros(len(parts), *parts[0].shape, device=device)
+        for part, main in zip(parts, buffer.unbind(0)[::-1], strict=True):
+            part.main_grad = main
+    x, ours = routed_call(lists, device, weight_gradients=sink)
+    assert torch.equal(ours, out)
+    ours.square().sum().backward()
+    assert torch.equal(x.grad, dx)
+    for name, parts in lists.items():
+        if sink is not None and sink.main_grad:
+            got = torch.stack([p.main_grad for p in parts])
+            torch.testing.assert_close(got, gradients[name].float(), rtol=2e-2, atol=1e-3)
+        else:
+            assert torch.equal(torch.stack([p.grad for p in parts]), gradients[name]), name
+
+
+def test_a_pair_read_backwards(device: str) -> None:
+    layer = whole_layer(device)
+    gate, up = (half.contiguous() for half in layer.pop("w_up").chunk(2, 1))
+    outs = []
+    for made in (views, backwards):
+        lists = {n: made(t) for n, t in layer.items()}
+        outs.append(routed_call({**lists, "w_up": (made(gate), made(up))}, device)[1])
+    assert torch.equal(*outs)
+
+
+def test_ids_outside_stay_outside() -> None:
+    """Counted from the last expert, too; those of the least and the greatest numbers as well."""
+    layer = {n: backwards(t) for n, t in whole_layer("cpu").items()}
+    x = torch.randn(6, HIDDEN, dtype=torch.float64)
+    for dtype in (torch.int32, torch.int64):
+        numbers = torch.iinfo(dtype)
+        ids = torch.tensor([[-1], [EXPERTS], [numbers.min], [numbers.max], [-2], [0]], dtype=dtype)
+        out = routed_experts(x, ids, torch.ones(6, 1), **layer)
+        assert not out[:5].any() and out[5].any()
+
+
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("made", UNEVEN)
 def test_other_lists_are_copied_with_a_warning(device: str, call: Callable, made: Callable) -> None:
     layer = whole_layer(device)
     out, dx, gradients = expected(call, layer, device)
     lists = {n: made(t) for n, t in layer.items()}
+    lists["w_down"] = apart(layer["w_down"])
     with pytest.raises(guild.CopiedWeightsWarning, match="w_up: the experts' tensors do not"):
         call(lists, device)
     with warnings.catch_warnings(record=True) as said:

@@ -27,7 +27,7 @@ class Weights:
     b_up: str | None  # "one" or "pair"
     b_down: bool
     layouts: tuple[str, ...]  # of w_up and w_gate, w_down, biases
-    lists: str | None  # one tensor per expert: "even" or "apart" in memory, weights and gradients
+    lists: str | None  # one tensor per expert: "even", "backwards" or "apart" in memory
 
     @staticmethod
     def drawn(draw: Draw) -> Weights:
@@ -44,7 +44,7 @@ class Weights:
             b_up=draw.pick(None, "one", "pair" if pair else "one"),
             b_down=draw.chance(0.5),
             layouts=(draw.matrices(), draw.matrices(), draw.rows()),
-            lists=draw.pick(None, None, None, "even", "apart"),
+            lists=draw.pick(None, None, None, None, "even", "backwards", "apart"),
         )
 
     def for_sink(self, later: str | None) -> Weights:
@@ -100,7 +100,7 @@ class Weights:
             leaf = leaves[name] = place(value, layout, dtype, device)
             backward.prepare(name, leaf, before[name], layout, True)
             if self.lists:
-                leaves[name] = members_of(leaf, self.lists == "even")
+                leaves[name] = members_of(leaf, self.lists)
         return leaves
 
     def arguments(self, leaves: dict[str, Tensor]) -> dict[str, Any]:
@@ -123,20 +123,24 @@ class Weights:
         return Experts.of(leaves, self.activation, self.order, self.transposed)
 
 
-def members_of(leaf: Tensor, even: bool) -> list[Tensor]:
+def members_of(leaf: Tensor, lists: str) -> list[Tensor]:
     """A leaf as one leaf per expert, and so the gradients that it has."""
-    members = [part.requires_grad_(leaf.requires_grad) for part in parts_of(leaf.detach(), even)]
+    members = [part.requires_grad_(leaf.requires_grad) for part in parts_of(leaf.detach(), lists)]
     for name in ("grad", "main_grad"):
         gradient = getattr(leaf, name, None)
         if gradient is not None:
-            for member, part in zip(members, parts_of(gradient, even), strict=True):
+            for member, part in zip(members, parts_of(gradient, lists), strict=True):
                 setattr(member, name, part)
     return members
 
 
-def parts_of(whole: Tensor, even: bool) -> list[Tensor]:
-    """In the memory that they have, or in memory of their own."""
-    return [part.detach() if even else part.clone() for part in whole]
+def parts_of(whole: Tensor, lists: str) -> list[Tensor]:
+    """In the memory that they have, in the opposite order, or in memory of their own."""
+    if lists == "apart":
+        return [part.clone() for part in whole]
+    if lists == "even":
+        return [part.detach() for part in whole]
+    return [part.detach() for part in whole.flip(0)][::-1]
 
 
 def whole_of(members: list[Tensor]) -> Tensor:
