@@ -16,7 +16,7 @@ from torch import Tensor
 
 from guild._torch.autograd import rows_of
 from guild._torch.checks import expect_flags
-from guild._torch.expert_lists import Listed
+from guild._torch.expert_lists import Listed, Versions
 from guild._torch.gradient_targets import (
     empty_like,
     expect_targets,
@@ -219,9 +219,8 @@ class Experts(torch.autograd.Function):
             out, h = ops.experts_forward(x, offsets, *layer, not recompute)
         ctx.sink, ctx.parameters, ctx.flags = sink, parameters, LayerFlags(*flags)
         places = offsets, row_token, slot_row, row_score, token_offsets
-        ctx.reached = len(reached)
-        saved = x, h, *places, w_up, w_gate, w_down, b_up, b_down
-        ctx.save_for_backward(*saved, *reached, *routed)
+        ctx.reached, ctx.versions = reached, Versions("weights", reached)
+        ctx.save_for_backward(x, h, *places, w_up, w_gate, w_down, b_up, b_down, *routed)
         ctx.mark_non_differentiable(offsets)
         ctx.set_materialize_grads(False)
         return out, offsets
@@ -235,10 +234,10 @@ class Experts(torch.autograd.Function):
                 "that it writes have no graph; leave weight_gradients out"
             )
         if dout is None:
-            return (None,) * (10 + _LAYER + ctx.reached)
+            return (None,) * (10 + _LAYER + len(ctx.reached))
+        ctx.versions.expect_unchanged()
         x, h, offsets, row_token, slot_row, row_score, token_offsets, *rest = ctx.saved_tensors
-        w_up, w_gate, w_down, b_up, b_down, *rest = rest
-        reached, routed = rest[: ctx.reached], rest[ctx.reached :]
+        w_up, w_gate, w_down, b_up, b_down, *routed = rest
         want_x, want_router, _, _, want_scores, _, want_residual = ctx.needs_input_grad[3:10]
         h = pre_activations(h, x, offsets, row_token, w_up, w_gate, b_up, ctx.flags)
         dresidual = dout if want_residual else None
@@ -275,7 +274,7 @@ class Experts(torch.autograd.Function):
                 dx, slot_row, dscores, routed, x, weight, ctx.weighing, want_router
             )
             dscores = None
-        late = ctx.sink.gradients_without_meaning(reached)
+        late = ctx.sink.gradients_without_meaning(ctx.reached)
         layer = (None,) * (1 + _LAYER)
         return None, None, None, dx, drouter, None, None, dscores, None, dresidual, *layer, *late
 

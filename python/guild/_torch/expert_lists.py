@@ -35,12 +35,11 @@ class CopiedWeightsWarning(UserWarning):
 
 
 def is_list(value: object, dims: int = 2) -> bool:
-    """Whether it is a list of experts' tensors with so many dimensions each."""
-    return (
-        isinstance(value, list | tuple | torch.nn.ParameterList)
-        and len(value) > 0
-        and all(isinstance(t, Tensor) and t.dim() == dims for t in value)
-    )
+    """Whether it is a list of experts' tensors with so many dimensions each: the first has."""
+    if not isinstance(value, list | tuple | torch.nn.ParameterList) or not len(value):
+        return False
+    first = value[0]
+    return isinstance(first, Tensor) and first.dim() == dims
 
 
 def is_pair(value: object, dims: int = 2) -> bool:
@@ -103,17 +102,33 @@ def reversed_lists(value: object) -> object:
     return tuple(list(half)[::-1] for half in value)
 
 
+class Versions:
+    """How often each of a list of tensors was written to: as saving them, but quick for many."""
+
+    def __init__(self, name: str, tensors: Sequence[Tensor]) -> None:
+        self._name, self._tensors = name, tensors
+        self._versions = [t._version for t in tensors]
+
+    def expect_unchanged(self) -> None:
+        """Raise RuntimeError if one was written to since."""
+        if [t._version for t in self._tensors] != self._versions:
+            raise RuntimeError(
+                f"{self._name}: one of the experts' tensors needed for gradient computation has "
+                "been modified by an inplace operation"
+            )
+
+
 class _Joined(torch.autograd.Function):
     """One tensor of many, and one gradient for each of them."""
 
     @staticmethod
     def forward(ctx, name, *tensors):
-        ctx.save_for_backward(*tensors)
+        ctx.versions = Versions(name, tensors)
         return _joined(name, tensors)
 
     @staticmethod
     def backward(ctx, gradient):
-        _ = ctx.saved_tensors  # raises if one of them was overwritten
+        ctx.versions.expect_unchanged()
         wanted = ctx.needs_input_grad[1:]
         parts = gradient.unbind(0)
         return None, *(part if w else None for part, w in zip(parts, wanted, strict=True))
@@ -186,6 +201,8 @@ def _expect_alike(name: str, tensors: list[Tensor]) -> None:
     first = tensors[0]
     shape, dtype, device = first.shape, first.dtype, first.device
     for e, tensor in enumerate(tensors):
+        if not isinstance(tensor, Tensor):
+            expect_tensor(f"{name}[{e}]", tensor)
         if tensor.shape != shape:
             expect_shape(f"{name}[{e}]", tensor, tuple(shape), f"as {name}[0] has")
         if tensor.dtype is not dtype:

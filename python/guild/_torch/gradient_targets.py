@@ -45,18 +45,19 @@ def meaningless_gradients(parameters: Sequence[Tensor]) -> list[Tensor | None]:
     None for those that nobody waits for. Parameters of one shape share the memory: nobody reads it,
     or it is zero.
     """
-    made: dict[tuple, Tensor] = {}
-    gradients = []
-    for parameter in parameters:
-        if not (parameter.requires_grad and follows_contract(parameter)):
-            gradients.append(None)
-            continue
-        parameter.grad_added_to_main_grad = True
-        zero = bool(getattr(parameter, "zero_out_wgrad", False))
-        kind = parameter.shape, parameter.stride(), parameter.dtype, parameter.device, zero
-        if kind not in made:
-            made[kind] = (torch.zeros_like if zero else torch.empty_like)(parameter.detach())
-        gradients.append(made[kind].view_as(parameter))  # of its own: autograd keeps it uncopied
+    gradients: list[Tensor | None] = [None] * len(parameters)
+    alike: dict[tuple, list[int]] = {}
+    for i, parameter in enumerate(parameters):
+        if parameter.requires_grad and follows_contract(parameter):
+            parameter.grad_added_to_main_grad = True
+            zero = bool(getattr(parameter, "zero_out_wgrad", False))
+            kind = parameter.shape, parameter.stride(), parameter.dtype, zero
+            alike.setdefault(kind, []).append(i)
+    for (*_, zero), places in alike.items():
+        one = (torch.zeros_like if zero else torch.empty_like)(parameters[places[0]].detach())
+        # A view each, which autograd keeps uncopied.
+        for i, view in zip(places, one.expand(len(places), *one.shape).unbind(0), strict=True):
+            gradients[i] = view
     return gradients
 
 
@@ -65,6 +66,9 @@ def main_grad_of(name: str, parameter: Tensor) -> Tensor:
     if hasattr(parameter, "get_main_grad"):
         parameter.main_grad = parameter.get_main_grad()
     main = getattr(parameter, "main_grad", None)
+    if type(main) is Tensor and main.dtype is torch.float32 and main.is_contiguous():
+        if main.shape == parameter.shape and main.device == parameter.device:
+            return main  # as a rule, and there may be hundreds
     if not isinstance(main, Tensor):
         raise ValueError(f"{name}.main_grad: expected a float32 tensor, got {main!r}")
     if main.dtype not in (torch.float32, parameter.dtype) or main.shape != parameter.shape:

@@ -22,7 +22,7 @@ def test_experts_on_two_ranks(library: str, tmp_path: Path) -> None:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         both.append(subprocess.Popen(command, env=environment, **pipes))
     try:
-        said = [process.communicate(timeout=120)[0] for process in both]
+        said = [process.communicate(timeout=300)[0] for process in both]
     finally:
         for process in both:
             process.kill()

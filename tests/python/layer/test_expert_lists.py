@@ -379,8 +379,9 @@ def test_second_derivative() -> None:
         (lambda w: [*w[:3], w[3].float()], TypeError, r"w_down\[3\]: expected dtype float64 as"),
         (lambda w: w[:3], ValueError, r"w_up: expected shape \(3, 16, 16\), got \(4, 16, 16\)"),
         (lambda w: [], TypeError, "w_down: expected a torch.Tensor, got list"),
-        (lambda w: [*w[:3], "x"], TypeError, "w_down: expected a torch.Tensor, got list"),
-        (lambda w: [*w[:3], w[3][None]], TypeError, "w_down: expected a torch.Tensor, got list"),
+        (lambda w: ["x", *w[1:]], TypeError, "w_down: expected a torch.Tensor, got list"),
+        (lambda w: [*w[:3], "x"], TypeError, r"w_down\[3\]: expected a torch.Tensor, got str"),
+        (lambda w: [*w[:3], w[3][None]], ValueError, r"w_down\[3\]: expected shape \(16, 8\), got"),
     ],
 )
 def test_wrong_lists(wrong: Callable, error: type, message: str) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from guild import WeightGradients, grouped_mm
 from guild._torch.autograd import rows_of
-from guild._torch.expert_lists import joined
+from guild._torch.expert_lists import Versions, joined
 from guild._torch.gradient_targets import expect_targets, targets, wanting
 from guild._torch.gradients import starts
 from guild._torch.operators import autocast, ops
@@ -43,8 +43,9 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, sink, experts, x, ends, weight, bias, *parameters):
-        ctx.sink, ctx.experts = sink, experts
-        ctx.save_for_backward(x, ends, weight, *parameters)
+        ctx.sink, ctx.experts, ctx.parameters = sink, experts, parameters
+        ctx.versions = Versions("weights", parameters)
+        ctx.save_for_backward(x, ends, weight)
         return grouped_mm(x, weight.mT, ends, bias)
 
     @staticmethod
@@ -54,7 +55,9 @@ class _Linear(torch.autograd.Function):
                 "GroupedLinear: expected backward without create_graph=True where its weight "
                 "gradients are accumulated or delayed"
             )
-        x, ends, weight, *parameters = ctx.saved_tensors
+        ctx.versions.expect_unchanged()
+        x, ends, weight = ctx.saved_tensors
+        parameters = ctx.parameters
         dout = rows_of(dout)
         dx = ops.grouped_mm(dout, weight, ends, None, False) if ctx.needs_input_grad[2] else None
         weights, biases = parameters[: ctx.experts], parameters[ctx.experts :]
