@@ -174,7 +174,7 @@ def view_of(tensors: Sequence[Tensor]) -> Tensor | None:
     size, strides = first.element_size(), first.stride()
     begin = first.data_ptr()
     step, rest = divmod(tensors[1].data_ptr() - begin, size)
-    if step < 0 or rest:
+    if step <= 0 or rest:  # kernels want a distance
         return None
     for e, t in enumerate(tensors):
         if t.data_ptr() != begin + e * step * size or t.stride() != strides:

@@ -208,7 +208,7 @@ def test_views_stay_inside_the_storage() -> None:
     assert view_of([whole[0], whole[1], whole[3]]) is None
     assert view_of([whole[2], whole[1], whole[0]]) is None
     assert view_of([whole[0], whole[1].mT.contiguous().mT]) is None
-    assert torch.equal(view_of([whole[1], whole[1]]), whole[1].expand(2, 2, 3))
+    assert view_of([whole[1], whole[1]]) is None
     memory = bytearray(2 * 24)  # two storages that touch
     touching = [torch.frombuffer(memory, dtype=torch.float32, count=6, offset=o) for o in (0, 24)]
     assert view_of([t.view(2, 3) for t in touching]) is None
@@ -303,14 +303,17 @@ def test_some_experts_are_frozen(device: str) -> None:
 
 
 def test_one_tensor_for_all_experts(device: str) -> None:
-    """Its gradients add up."""
+    """Its gradients add up; at no distance from itself, it is copied."""
+    warnings.simplefilter("ignore", guild.CopiedWeightsWarning)
     layer = whole_layer(device)
     shared = torch.nn.Parameter(layer["w_down"][0].clone())
     tied = layer["w_down"][:1].expand(EXPERTS, -1, -1).clone().requires_grad_()
     sorted_call({**layer, "w_down": tied}, device)[1].sum().backward()
     lists = {**layer, "w_down": [shared] * EXPERTS}
     sorted_call(lists, device)[1].sum().backward()
-    torch.testing.assert_close(shared.grad, tied.grad.sum(0), rtol=2e-2, atol=2e-2)
+    wanted = tied.grad.sum(0)
+    bound = (1e-9 if device == "cpu" else 2e-2) * float(wanted.abs().max())  # parts are rounded
+    torch.testing.assert_close(shared.grad, wanted, rtol=0, atol=bound)
 
 
 def test_grouped_mm_of_lists(device: str) -> None:
