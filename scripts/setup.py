@@ -25,7 +25,7 @@ from machine import (
     apt_unpack,
     find_gtest,
     find_nvcc,
-    has_hopper,
+    has_supported_gpu,
     output,
     say,
     stop,
@@ -198,7 +198,7 @@ def main() -> None:
     else:
         make_venv()
     groups = ["run", "build", "headers"] + (["test", "style"] if is_test else [])
-    needs_cuda = find_nvcc() and (is_test or has_hopper())
+    needs_cuda = find_nvcc() and (is_test or has_supported_gpu())
     if needs_cuda and not os.environ.get("GUILD_CUTLASS_DIR"):
         groups.append("cuda-headers")
     install_packages(groups)

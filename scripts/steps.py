@@ -19,7 +19,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import IO
 
-from machine import ROOT, VENV, VENV_PYTHON, find_gtest, find_nvcc, has_hopper, say
+from machine import (
+    ROOT,
+    VENV,
+    VENV_PYTHON,
+    compute_capability,
+    find_gtest,
+    find_nvcc,
+    has_supported_gpu,
+    say,
+)
 
 PYTHON = str(VENV_PYTHON)
 LOGS = ROOT / "build/logs"
@@ -132,8 +141,8 @@ def run(name: str) -> str:
     if reason := step.obstacle():
         say(f"SKIPPED: {reason}")
         return "skipped"
-    if step.has_gpu_cases and not has_hopper():
-        say("no GPU of compute capability 9.0 here: the GPU cases are skipped")
+    if step.has_gpu_cases and not has_supported_gpu():
+        say(f"no GPU of compute capability {compute_capability()} here: the GPU cases are skipped")
     environment = os.environ | {
         "PATH": f"{VENV / 'bin'}:{os.environ['PATH']}",
         "GUILD_LIBRARY": str(LIBRARY),

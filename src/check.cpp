@@ -214,8 +214,31 @@ void check(MoeBackward const& x) {
   if (x.dscores != nullptr) {
     check_pointer(x.routing.slot_row, s.rows() > 0, "routing.slot_row");
   }
+  check_optional_rows(x.dh, width(s, gated), "dh");
+  check_optional_rows(x.a_scaled, s.intermediate, "a_scaled");
+  bool const keeps = x.dh.data != nullptr;
+  require(keeps == (x.a_scaled.data != nullptr), keeps ? "a_scaled" : "dh",
+          ": expected a buffer with ", keeps ? "dh" : "a_scaled", ", got null");
   check_workspace(x.workspace, moe_backward_workspace_bytes(s, x.dtype, gated, combines_rows(x),
-                                                            wants_biases(x)));
+                                                            wants_biases(x), keeps));
+}
+
+void check(MoeWeightGradients const& x) {
+  Sizes const& s = x.sizes;
+  check_layer(s, x.dtype, x.routing);
+  check_gradient_dtype(x.dw_dtype, x.dtype, "dw_dtype");
+  check_order(x.order);
+  if (x.dw_up.gate.data != nullptr) {
+    check_rows(x.x, input_rows(s, x.routing), s.hidden, "x");
+    check_rows(x.dh, s.rows(), width(s, x.gated), "dh");
+    check_up_weight(x.dw_up, s, x.gated, "dw_up.gate", "dw_up.up", true);
+  }
+  if (x.dw_down.data != nullptr) {
+    check_rows(x.dout, input_rows(s, x.routing), s.hidden, "dout");
+    check_rows(x.a_scaled, s.rows(), s.intermediate, "a_scaled");
+    check_weight(x.dw_down, s.experts, s.hidden, s.intermediate, "dw_down", true);
+  }
+  check_workspace(x.workspace, moe_weight_gradients_workspace_bytes(s));
 }
 
 }  // namespace guild

@@ -209,7 +209,8 @@ struct MoeForward {
 };
 
 // down gradient with db1 and db2, score gradient, dW2, dW1, up gradient, combine gradient. Outputs
-// with null data are not computed.
+// with null data are not computed. With dh and a_scaled, and without dw_up and dw_down, it leaves
+// the weight gradients to MoeWeightGradients.
 struct MoeBackward {
   Sizes sizes;
   DType dtype = DType::bfloat16;
@@ -229,6 +230,26 @@ struct MoeBackward {
   void* dscores = nullptr;    // (T, K) out
   void* workspace = nullptr;  // moe_backward_workspace_bytes()
   Rows dx_rows = {};          // (R, H) out, in place of dx: left for a Combine of the caller's
+  // (R, W), (R, I) out: dH and A', which the weight gradients are made of. Both or neither; null
+  // data: they lie in the workspace.
+  Rows dh = {}, a_scaled = {};
+};
+
+// The schedule of the weight gradients, dW2, dW1: what MoeBackward left out. Outputs with null data
+// are not computed; their operands are not read.
+struct MoeWeightGradients {
+  Sizes sizes;
+  DType dtype = DType::bfloat16;     // of the operands
+  DType dw_dtype = DType::bfloat16;  // dtype or float32
+  bool accumulate = false;           // add to dw_up and dw_down instead of writing them
+  bool gated = true;
+  GateUp order = GateUp::concatenated;  // of dh
+  Routing routing;                      // uses offsets, row_token
+  ConstRows x, dout;                    // (T, H), or (R, H) where row_token is null
+  ConstRows dh, a_scaled;               // (R, W), (R, I), as backward left them
+  UpWeight dw_up;                       // (E, I, H) twice, out
+  Weight dw_down;                       // (E, H, I) out
+  void* workspace = nullptr;            // moe_weight_gradients_workspace_bytes()
 };
 
 // Bytes of the work buffers above, aligned to 256; the same for both backends. Zero sizes give 0;
@@ -239,9 +260,11 @@ int64_t balance_workspace_bytes(int64_t tokens, int64_t experts, int64_t sequenc
 int64_t down_gradient_workspace_bytes(Sizes const& sizes, bool gated);
 int64_t moe_forward_workspace_bytes(Sizes const& sizes, DType dtype);
 // combines: whether backward makes dx of rows; false with dx_rows, without either, or without
-// slots. biases: whether their gradients are wanted.
+// slots. biases: whether their gradients are wanted. keeps: whether dh and a_scaled are the
+// caller's.
 int64_t moe_backward_workspace_bytes(Sizes const& sizes, DType dtype, bool gated,
-                                     bool combines = true, bool biases = true);
+                                     bool combines = true, bool biases = true, bool keeps = false);
+int64_t moe_weight_gradients_workspace_bytes(Sizes const& sizes);
 
 // The most slots that rounding can leave; the length of its lists.
 int64_t rounded_slots(int64_t tokens, int64_t experts, int64_t top_k, Rounding rounding,

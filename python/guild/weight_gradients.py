@@ -9,24 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from guild._torch.autograd import rows_of
-from guild._torch.checks import expect_flags
+from guild._torch.checks import expect_all_apart, expect_flags
 from guild._torch.expert_lists import Listed, Versions
 from guild._torch.gradient_targets import (
+    distinct,
     empty_like,
     expect_targets,
     follows_contract,
     meaningless_gradients,
     members,
+    spread,
     targets,
     wanting,
 )
-from guild._torch.gradients import pre_activations
+from guild._torch.gradients import pre_activations, wanted_bits
 from guild._torch.operators import LayerFlags, ops
 from guild._torch.router_gradients import Weighing, router_gradients
 
@@ -34,6 +36,8 @@ _LAYER = 5 + len(LayerFlags._fields)  # arguments of a layer: weights, biases, f
 _NAMES = ("w_up", "w_up[0] (gate)", "w_down", "b_up", "b_down")
 # Places and names of gradients that one op writes, each to its own target.
 _WRITTEN_TOGETHER = ((1, "w_up[0] (gate)", 0, "w_up[1] (up)"), (3, "b_up", 4, "b_down"))
+
+_REMEMBERED = 1024  # sets of tensors, one a layer, that were found apart
 
 
 class WeightGradients:
@@ -43,8 +47,8 @@ class WeightGradients:
     ----------
     main_grad : bool
         Add them to each parameter's `main_grad`, a tensor of its shape in float32 (or in its own
-        dtype) that the caller has made, and leave `.grad` alone. Otherwise they are written to
-        `.grad`, or added to it.
+        dtype) that the caller has made and that shares no element with another, and leave `.grad`
+        alone. Otherwise they are written to `.grad`, or added to it.
     delayed : bool
         Keep what they need until `compute` is called, instead of computing them in backward. Kept
         are, for each backward, the layer's input, the gradients of its output and pre-activations,
@@ -81,10 +85,11 @@ class WeightGradients:
         expect_flags(main_grad=main_grad, delayed=delayed)
         self.main_grad, self.delayed = main_grad, delayed
         self._pending: list[Callable[[], None]] = []
+        self._apart: set[tuple[Any, ...]] = set()
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is pending, whose gradients go to the parameters of the original alone."""
-        return {**self.__dict__, "_pending": []}
+        return {**self.__dict__, "_pending": [], "_apart": set()}
 
     @property
     def pending(self) -> int:
@@ -123,6 +128,35 @@ class WeightGradients:
                 )
         for name, parameter in zip(_NAMES, parameters, strict=True):
             expect_targets(name, parameter, self.main_grad)
+        if not torch.compiler.is_compiling():  # no memory yet
+            self._expect_apart(parameters)
+
+    def _expect_apart(self, parameters: tuple[Listed | None, ...]) -> None:
+        """Raise ValueError where a gradient shares memory with another, or with a parameter.
+
+        What was found apart is remembered: comparing takes as long as starting a few kernels.
+        """
+        where = "main_grad" if self.main_grad else "grad"
+        written, read, seen = {}, {}, set()
+        for name, parameter in zip(_NAMES, parameters, strict=True):
+            wanted = distinct(parameter, seen)  # one may be w_up and w_down
+            gradients = {n: getattr(t, where, None) for n, t in wanted.items()}
+            gradients = {n: g for n, g in gradients.items() if g is not None}
+            read |= spread(name, "", wanted)
+            written |= spread(name, f".{where}", gradients)
+        if not written:
+            return
+        tensors = (*read.values(), *written.values())
+        places = None
+        if all(type(t) in (Tensor, torch.nn.Parameter) for t in tensors):  # others may have none
+            places = tuple((t.data_ptr(), t.shape, t.stride()) for t in tensors)
+            if places in self._apart:
+                return
+        expect_all_apart(written, read)
+        if places is not None:
+            if len(self._apart) >= _REMEMBERED:
+                self._apart.clear()
+            self._apart.add(places)
 
     def reached_by_autograd(self, parameters: tuple[Listed | None, ...]) -> list[Tensor]:
         """Those of them that backward should start from, though their gradients come past autograd.
@@ -239,6 +273,7 @@ class Experts(torch.autograd.Function):
         x, h, offsets, row_token, slot_row, row_score, token_offsets, *rest = ctx.saved_tensors
         w_up, w_gate, w_down, b_up, b_down, *routed = rest
         want_x, want_router, _, _, want_scores, _, want_residual = ctx.needs_input_grad[3:10]
+        want_scores = want_scores or (bool(routed) and (want_x or want_router))
         h = pre_activations(h, x, offsets, row_token, w_up, w_gate, b_up, ctx.flags)
         dresidual = dout if want_residual else None
         dout = rows_of(dout)
@@ -246,58 +281,89 @@ class Experts(torch.autograd.Function):
         if ctx.sink._takes_with_dh(*parameters[3:]):
             biases = parameters[3:]
             parameters = *parameters[:3], None, None
+        wanted = wanted_bits(want_x, want_scores, by_row=bool(routed))
         with ctx.sink._targets(3, *(biases or (None, None))) as (biases, add):
-            dh, a, parts = ops.down_gradient(
-                dout, h, offsets, row_token, row_score, w_down, *ctx.flags, *biases, add
+            dx, dscores, dh, a = ops.data_gradients(
+                *(dout, h, offsets, row_token, slot_row, row_score, token_offsets),
+                *(w_up, w_gate, w_down, b_down, *ctx.flags, wanted, *biases, add),
             )
-        kept = Kept(x, dout, offsets) if slot_row is None else Kept(x, dout)
-        places = offsets, row_token, row_score
-        ctx.sink.take(
-            partial(_compute, ctx.sink, kept, parameters, ctx.flags, x, dout, dh, a, *places)
-        )
-        dx = dscores = drouter = None
-        if want_scores or (routed and (want_x or want_router)):
-            dscores = ops.score_gradient(
-                parts, slot_row, offsets, dout, b_down, a.shape[1], token_offsets
-            )
-        if want_x:
-            dx = ops.up_gradient(dh, offsets, w_up, w_gate, *ctx.flags.up_weight)
-            if slot_row is None:  # rows of nobody were not written
-                rows = torch.arange(x.shape[0], device=x.device)
-                nobody = (rows < offsets[0]) | (rows >= offsets[-1])
-                dx.masked_fill_(nobody[:, None], 0)
-            elif not routed:
-                dx = ops.combine(dx, slot_row, None, token_offsets)
+        dx, dscores = dx if want_x else None, dscores if want_scores else None
+        drouter = None
         if routed and dscores is not None:
             weight, *routed = routed
             dx, drouter = router_gradients(
                 dx, slot_row, dscores, routed, x, weight, ctx.weighing, want_router
             )
             dscores = None
+        kept = Kept(x, dout, offsets) if slot_row is None else Kept(x, dout)
+        operands = _Operands(x, dout, dh, a, offsets, row_token, row_score)
+        ctx.sink.take(partial(_compute, ctx.sink, kept, parameters, ctx.flags, operands))
         late = ctx.sink.gradients_without_meaning(ctx.reached)
         layer = (None,) * (1 + _LAYER)
         return None, None, None, dx, drouter, None, None, dscores, None, dresidual, *layer, *late
 
 
+class _Operands(NamedTuple):
+    """What weight gradients are made of."""
+
+    x: Tensor  # (T, H), or (R, H) without row_token
+    dout: Tensor  # the same
+    dh: Tensor  # (R, W)
+    a_scaled: Tensor  # (R, I)
+    offsets: Tensor  # (E + 1)
+    row_token: Tensor | None  # (R)
+    row_score: Tensor | None  # (R)
+
+
 @torch.no_grad()
-def _compute(sink, kept, parameters, flags, x, dout, dh, a, offsets, row_token, row_score) -> None:
+def _compute(
+    sink: WeightGradients,
+    kept: Kept,
+    parameters: tuple[Listed | None, ...],
+    flags: LayerFlags,
+    operands: _Operands,
+) -> None:
     """dW and db of one backward pass, into the sink's targets."""
     kept.expect_unchanged()
-    w_up, w_gate, w_down, b_up, b_down = parameters
-    with sink._targets(2, w_down) as ((target,), add):
-        if target is not None:
-            ops.down_weight_gradient_out(dout, a, offsets, row_token, target, flags.transposed, add)
-    with sink._targets(4, b_down) as ((target,), add):
-        if target is not None:
-            ops.bias_gradient_out(dout, offsets, row_token, row_score, target, add)
-    with sink._targets(0, w_up, w_gate) as ((up, gate), add):
-        if up is not None or gate is not None:
-            if up is None:  # the step makes both of a pair, in one dtype
-                up = empty_like(w_up, gate.dtype)
-            if gate is None and w_gate is not None:
-                gate = empty_like(w_gate, up.dtype)
-            layout = flags.up_weight
-            ops.up_weight_gradient_out(x, dh, offsets, row_token, up, gate, *layout, add)
-    with sink._targets(3, b_up) as ((target,), add):
-        if target is not None:
-            ops.bias_gradient_out(dh, offsets, None, None, target, add)
+    _compute_weights(sink, parameters[:3], flags, operands)
+    *_, b_up, b_down = parameters
+    x, dout, dh, _, offsets, row_token, row_score = operands
+    for place, bias, sums in (
+        (4, b_down, (dout, offsets, row_token, row_score)),
+        (3, b_up, (dh, offsets, None, None)),
+    ):
+        with sink._targets(place, bias) as ((target,), add):
+            if target is not None:
+                ops.bias_gradient_out(*sums, target, add)
+
+
+def _compute_weights(
+    sink: WeightGradients,
+    weights: tuple[Listed | None, ...],
+    flags: LayerFlags,
+    operands: _Operands,
+) -> None:
+    """dW1 and dW2: in one call where both are written alike, with one schedule."""
+    w_up, w_gate, w_down = weights
+    down_to, up_to = sink._targets(2, w_down), sink._targets(0, w_up, w_gate)
+    with down_to as ((down,), add_down), up_to as ((up, gate), add_up):
+        if gate is not None and up is None:  # the step makes both of a pair, in one dtype
+            up = empty_like(w_up, gate.dtype)
+        if up is not None and gate is None and w_gate is not None:
+            gate = empty_like(w_gate, up.dtype)
+        ups, downs = ({id(t) for t in wanting(ws)} for ws in ((w_up, w_gate), (w_down,)))
+        together = (
+            up is not None
+            and down is not None
+            and (add_up, up.dtype) == (add_down, down.dtype)
+            and not ups & downs
+        )
+        products = (
+            [(up, gate, down, add_up)]
+            if together
+            else [(None, None, down, add_down), (up, gate, None, add_up)]
+        )
+        rows = operands[:6]  # without the scores
+        for *gradients, add in products:
+            if any(t is not None for t in gradients):
+                ops.weight_gradients_out(*rows, *gradients, *flags.up_weight, add)

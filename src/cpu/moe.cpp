@@ -34,4 +34,9 @@ void moe_backward(MoeBackward const& x) {
   compose_backward(x, Steps{});
 }
 
+void moe_weight_gradients(MoeWeightGradients const& x) {
+  check(x);
+  compose_weight_gradients(x, {}, Steps{});
+}
+
 }  // namespace guild::cpu

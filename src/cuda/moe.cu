@@ -37,8 +37,15 @@ void moe_forward(MoeForward const& x, Queue queue) {
 
 void moe_backward(MoeBackward const& x, Queue queue) {
   check(x);
-  queue.counter = workspace_of(x).counter;
+  queue.counter = workspace_of(x).memory.counter;
   compose_backward(x, Steps{queue});
+}
+
+void moe_weight_gradients(MoeWeightGradients const& x, Queue queue) {
+  check(x);
+  ScheduleMemory const memory = workspace_of(x);
+  queue.counter = memory.counter;
+  compose_weight_gradients(x, memory.schedule, Steps{queue});
 }
 
 }  // namespace guild::cuda

@@ -72,6 +72,13 @@ void define_layers(Library& m) {
       "w_gate, Tensor w_down, " GUILD_ACTIVATION
       ", bool interleaved, bool transposed, int wanted) -> (Tensor dx, Tensor dw_up, Tensor "
       "dw_gate, Tensor dw_down, Tensor db_up, Tensor db_down)");
+  m.def(
+      "data_gradients(Tensor dout, Tensor h, Tensor offsets, Tensor? row_token, Tensor? slot_row, "
+      "Tensor? row_score, Tensor? token_offsets, Tensor w_up, Tensor? w_gate, Tensor w_down, "
+      "Tensor? b_down, " GUILD_ACTIVATION
+      ", bool interleaved, bool transposed, int wanted, Tensor(a!)? db_up=None, Tensor(b!)? "
+      "db_down=None, bool accumulate=False) -> (Tensor dx, Tensor dscores, Tensor dh, Tensor "
+      "a_scaled)");
 }
 
 void define_steps(Library& m) {
@@ -97,6 +104,10 @@ void define_steps(Library& m) {
       "up_gradient(Tensor dh, Tensor offsets, Tensor w_up, Tensor? w_gate, bool gated, bool "
       "interleaved, bool transposed) -> Tensor");
 
+  m.def(
+      "weight_gradients_out(Tensor x, Tensor dout, Tensor dh, Tensor a_scaled, Tensor offsets, "
+      "Tensor? row_token, Tensor(a!)? dw_up, Tensor(b!)? dw_gate, Tensor(c!)? dw_down, bool gated, "
+      "bool interleaved, bool transposed, bool accumulate) -> ()");
   m.def(
       "up_weight_gradient_out(Tensor x, Tensor dh, Tensor offsets, Tensor? row_token, Tensor(a!) "
       "dw_up, Tensor(b!)? dw_gate, bool gated, bool interleaved, bool transposed, bool "
@@ -132,12 +143,14 @@ void implement(Library& m) {
   m.impl("moe_backward", TORCH_BOX(&moe_backward));
   m.impl("experts_forward", TORCH_BOX(&experts_forward));
   m.impl("experts_backward", TORCH_BOX(&experts_backward));
+  m.impl("data_gradients", TORCH_BOX(&data_gradients));
   m.impl("up_projection", TORCH_BOX(&up_projection));
   m.impl("down_projection", TORCH_BOX(&down_projection));
   m.impl("combine", TORCH_BOX(&combine));
   m.impl("down_gradient", TORCH_BOX(&down_gradient));
   m.impl("score_gradient", TORCH_BOX(&score_gradient));
   m.impl("up_gradient", TORCH_BOX(&up_gradient));
+  m.impl("weight_gradients_out", TORCH_BOX(&weight_gradients_out));
   m.impl("up_weight_gradient_out", TORCH_BOX(&up_weight_gradient_out));
   m.impl("down_weight_gradient_out", TORCH_BOX(&down_weight_gradient_out));
   m.impl("bias_gradient_out", TORCH_BOX(&bias_gradient_out));

@@ -82,6 +82,17 @@ Tensors6 experts_backward(Tensor const& dout, Tensor const& x, Tensor const& h,
                           Tensor const& w_down, int64_t kind, bool gated, double alpha,
                           double limit, double up_offset, bool clamp_after, bool interleaved,
                           bool transposed, int64_t wanted);
+// Backward without the weights' gradients, of tokens, or of sorted rows without row_token, slot_row
+// and row_score -> dx, dscores, and what the weights' gradients are made of: dh (R, W), a_scaled
+// (R, I). db_up (E, W) and db_down (E, H), of one type, are written, or added to.
+Tensors4 data_gradients(Tensor const& dout, Tensor const& h, Tensor const& offsets,
+                        MaybeTensor const& row_token, MaybeTensor const& slot_row,
+                        MaybeTensor const& row_score, MaybeTensor const& token_offsets,
+                        Tensor const& w_up, MaybeTensor const& w_gate, Tensor const& w_down,
+                        MaybeTensor const& b_down, int64_t kind, bool gated, double alpha,
+                        double limit, double up_offset, bool clamp_after, bool interleaved,
+                        bool transposed, int64_t wanted, MaybeTensor& db_up, MaybeTensor& db_down,
+                        bool accumulate);
 
 // ---- steps.cpp: one step of the layer each ------------------------------------------------------
 
@@ -113,6 +124,14 @@ Tensor up_gradient(Tensor const& dh, Tensor const& offsets, Tensor const& w_up,
 
 // ---- weight_gradients.cpp: written into, or added to, the caller's tensors ----------------------
 
+// dw_up (and dw_gate where gate and up are apart), dw_down: what is given, in one type. The rest of
+// backward after data_gradients.
+void weight_gradients_out(Tensor const& x, Tensor const& dout, Tensor const& dh,
+                          Tensor const& a_scaled, Tensor const& offsets,
+                          MaybeTensor const& row_token, MaybeTensor& dw_up, MaybeTensor& dw_gate,
+                          MaybeTensor& dw_down, bool gated, bool interleaved, bool transposed,
+                          bool accumulate);
+// The two of them as steps of their own.
 void up_weight_gradient_out(Tensor const& x, Tensor const& dh, Tensor const& offsets,
                             MaybeTensor const& row_token, Tensor& dw_up, MaybeTensor& dw_gate,
                             bool gated, bool interleaved, bool transposed, bool accumulate);

@@ -31,6 +31,25 @@ def wanting(parameters: Iterable[Listed | None]) -> list[Tensor]:
     return [t for p in parameters for t in members(p) if t.requires_grad]
 
 
+def distinct(parameter: Listed | None, seen: set[int]) -> dict[str, Tensor]:
+    """Its tensors that want a gradient and have not been seen, by what follows its name."""
+    alone, found = isinstance(parameter, Tensor), {}
+    for e, tensor in enumerate(members(parameter)):
+        if tensor.requires_grad and id(tensor) not in seen:
+            seen.add(id(tensor))
+            found["" if alone else f"[{e}]"] = tensor
+    return found
+
+
+def spread(name: str, suffix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors under their full names: as one where they lie evenly."""
+    if len(tensors) > 1 and all(type(t) in (Tensor, torch.nn.Parameter) for t in tensors.values()):
+        whole = view_of(list(tensors.values()))
+        if whole is not None:
+            return {f"{name}{suffix}": whole}
+    return {f"{name}{own}{suffix}": t for own, t in tensors.items()}
+
+
 # ---- the contract of main_grad ------------------------------------------------------------------
 
 

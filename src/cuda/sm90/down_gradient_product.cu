@@ -16,7 +16,7 @@ void launch_down_gradient(DownGradientProduct const& x, Queue const& queue) {
                  .tile_n = c.tile_n,
                  .across = int(ceil_div(x.n, c.tile_n)),
                  .inner = int(x.k)};
-  fill_rows<T, c>(params.load, x, "dout");
+  fill_rows<T, c, major>(params.load, x, "dout");
   CUtensorMap const map = weight_map<T, c, major>(x.w, x.groups.groups, x.n, x.k, "w_down");
   params.load.b = {{map, map}, false, INT32_MAX};
   auto& out = params.epilogue;

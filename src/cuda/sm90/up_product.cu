@@ -18,7 +18,7 @@ void launch_up(UpProduct const& x, Queue const& queue) {
                  .tile_n = int(tile_n),
                  .across = int(ceil_div(columns, tile_n)),
                  .inner = int(x.k)};
-  fill_rows<T, c>(params.load, x, "x");
+  fill_rows<T, c, major>(params.load, x, "x");
   auto const map = [&](ConstWeight const& w) {
     return weight_map<T, c, major>(w, x.groups.groups, columns, x.k, "w_up");
   };

@@ -233,7 +233,30 @@ TEST(Check, MoeBackward) {
   wrong.optional_rows("db_up", &MoeBackward::db_up, 16);
   wrong.optional_rows("db_down", &MoeBackward::db_down, 16);
   wrong.pointer("routing.slot_row", kSlotRow);
-  wrong.expect("workspace: expected 2304 bytes, got null", [](auto& x) { x.workspace = nullptr; });
+  wrong.optional_rows("dh", &MoeBackward::dh, 16);
+  wrong.optional_rows("a_scaled", &MoeBackward::a_scaled, 8);
+  wrong.expect("dh: expected a buffer with a_scaled, got null", [](auto& x) { x.dh = {}; });
+  wrong.expect("a_scaled: expected a buffer with dh, got null", [](auto& x) { x.a_scaled = {}; });
+  auto const in_workspace = [](auto& x) { x.workspace = nullptr, x.dh = x.a_scaled = {}; };
+  wrong.expect("workspace: expected 2304 bytes, got null", in_workspace);
+  wrong.expect("workspace: expected 1536 bytes, got null", [](auto& x) { x.workspace = nullptr; });
+}
+
+TEST(Check, MoeWeightGradients) {
+  using Step = MoeWeightGradients;
+  WrongCalls<Step> const wrong(&Calls::weight_gradients, cpu::moe_weight_gradients,
+                               cuda::moe_weight_gradients);
+  expect_layer(wrong);
+  expect_gradient_dtype(wrong, "dw_dtype", &Step::dw_dtype);
+  expect_order(wrong);
+  wrong.rows("x", &Step::x, 4, 16);
+  wrong.rows("dout", &Step::dout, 4, 16);
+  wrong.rows("dh", &Step::dh, 8, 16);
+  wrong.rows("a_scaled", &Step::a_scaled, 8, 8);
+  wrong.output_weight("dw_up.gate", [](Step& x) -> auto& { return x.dw_up.gate; }, 8, 16);
+  wrong.weight("dw_up.up", [](Step& x) -> auto& { return x.dw_up.up; }, 8, 16);
+  wrong.output_weight("dw_down", &Step::dw_down, 16, 8);
+  wrong.expect("workspace: expected 768 bytes, got null", [](auto& x) { x.workspace = nullptr; });
 }
 
 TEST(Check, CudaSaysWhyItCannotRun) {

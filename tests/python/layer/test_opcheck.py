@@ -9,7 +9,7 @@ import torch
 from torch.library import opcheck
 
 from guild._torch.layer_operator import ops
-from guild._torch.operators import WANT_DOWN_BIAS, WANT_ROWS, WANT_SCORES, WANT_UP
+from guild._torch.operators import WANT_DOWN_BIAS, WANT_ROWS, WANT_SCORES, WANT_UP, WANT_X
 from layers import ACTIVATIONS, Case, Layer, make_layer, pack
 
 # No sentinel ids: opcheck compares every element, and rows that belong to nobody are not written.
@@ -162,6 +162,26 @@ CALLS: dict[str, Callable[[Inputs], Arguments]] = {
         True,
     ),
     "experts_backward": lambda i: (i.rows, i.rows, i.h, i.offsets, *i.weights, *FLAGS, 61),
+    "data_gradients": lambda i: (
+        *(i.layer.dout, i.h, *i.routing, None, *i.weights, i.layer.down_bias, *FLAGS),
+        WANT_X | WANT_SCORES,
+        torch.zeros_like(i.b_up, dtype=torch.float32),
+        torch.zeros_like(i.layer.down_bias, dtype=torch.float32),
+        True,
+    ),
+    "data_gradients by row": lambda i: (
+        *(i.layer.dout, i.h, *i.routing, None, *i.weights, None, *FLAGS),
+        WANT_ROWS | WANT_SCORES,
+    ),
+    "data_gradients of sorted rows": lambda i: (
+        *(i.rows, i.h, i.offsets, *(None,) * 4, *i.weights, None, *FLAGS),
+        WANT_X,
+        None,
+        torch.zeros_like(i.layer.down_bias),
+    ),
+    "data_gradients for the weights alone": lambda i: (
+        *(i.rows, i.h, i.offsets, *(None,) * 4, *i.weights, None, *FLAGS, 0),
+    ),
     "up_projection": lambda i: (
         i.layer.x,
         i.offsets,
@@ -225,6 +245,18 @@ CALLS: dict[str, Callable[[Inputs], Arguments]] = {
         *(True, False, True),
     ),
     "up_gradient": lambda i: (i.h, i.offsets, i.w_up, None, True, False, False),
+    "weight_gradients_out": lambda i: (
+        *(i.layer.x, i.layer.dout, i.h, i.a, i.offsets, i.row_token),
+        torch.zeros_like(i.w_up),
+        None,
+        torch.zeros_like(i.layer.down),
+        *(True, False, False, True),
+    ),
+    "weight_gradients_out of one": lambda i: (
+        *(i.rows, i.rows, i.h, i.a, i.offsets, None, None, None),
+        torch.zeros_like(i.layer.down, dtype=torch.float32),
+        *(True, False, False, False),
+    ),
     "up_weight_gradient_out": lambda i: (
         i.layer.x,
         i.h,
