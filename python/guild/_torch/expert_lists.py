@@ -167,17 +167,19 @@ def _depth_of_caller() -> int:
 
 
 def view_of(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Tensors of one shape as one tensor over their memory; None where no strides describe it."""
+    """Tensors as one tensor over their memory; None where they differ or no strides describe it."""
     first = tensors[0].detach()
     if len(tensors) == 1:
         return first[None]
     size, strides = first.element_size(), first.stride()
-    begin = first.data_ptr()
+    begin, shape, dtype = first.data_ptr(), first.shape, first.dtype
     step, rest = divmod(tensors[1].data_ptr() - begin, size)
     if step <= 0 or rest:  # kernels want a distance
         return None
     for e, t in enumerate(tensors):
         if t.data_ptr() != begin + e * step * size or t.stride() != strides:
+            return None
+        if t.dtype is not dtype or t.shape != shape:
             return None
     # What lies inside the first one's storage is that storage's memory, whoever else points to it.
     last = first.storage_offset() + (len(tensors) - 1) * step

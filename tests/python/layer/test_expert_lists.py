@@ -209,6 +209,8 @@ def test_views_stay_inside_the_storage() -> None:
     assert view_of([whole[2], whole[1], whole[0]]) is None
     assert view_of([whole[0], whole[1].mT.contiguous().mT]) is None
     assert view_of([whole[1], whole[1]]) is None
+    assert view_of([whole[0], whole[1].view(torch.int32)]) is None
+    assert view_of([whole[0], whole[1, :1]]) is None
     memory = bytearray(2 * 24)  # two storages that touch
     touching = [torch.frombuffer(memory, dtype=torch.float32, count=6, offset=o) for o in (0, 24)]
     assert view_of([t.view(2, 3) for t in touching]) is None
