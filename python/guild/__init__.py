@@ -14,6 +14,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from guild._torch.expert_lists import CopiedWeightsWarning as CopiedWeightsWarning
+    from guild._torch.expert_lists import lay_evenly as lay_evenly
     from guild.activations import Activation as Activation
     from guild.balancing import BalanceSums as BalanceSums
     from guild.balancing import balance_sums as balance_sums
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _NAMES = {  # as above, for the import when a name is first used
+    "_torch.expert_lists": ("CopiedWeightsWarning", "lay_evenly"),
     "activations": ("Activation",),
     "balancing": ("BalanceSums", "balance_sums"),
     "experts": ("experts_mlp", "routed_experts"),

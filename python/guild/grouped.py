@@ -27,6 +27,7 @@ from guild._torch.checks import (
     expect_shape,
     expect_tensor,
 )
+from guild._torch.expert_lists import Listed, joined
 from guild._torch.gradients import starts
 from guild._torch.operators import autocast, ops
 from guild.activations import Activation, as_activation, is_interleaved
@@ -43,10 +44,10 @@ _pair_down = ops.pair_down.default
 
 
 def grouped_mm(
-    mat_a: Tensor,
-    mat_b: Tensor,
+    mat_a: Listed,
+    mat_b: Listed,
     offs: Tensor | None = None,
-    bias: Tensor | None = None,
+    bias: Listed | None = None,
     out_dtype: torch.dtype | None = None,
     *,
     out: Tensor | None = None,
@@ -65,14 +66,14 @@ def grouped_mm(
 
     Parameters
     ----------
-    mat_a, mat_b : torch.Tensor
+    mat_a, mat_b : torch.Tensor or list of torch.Tensor
         As above, bfloat16 or float16, on the CPU float32 and float64 too; either row- or
-        column-major.
+        column-major. Of 3 dimensions may be a list of E matrices, as in `experts_mlp`.
     offs : torch.Tensor, optional
         int32 (E,): where each group ends along the dimension that groups split; None where they
         split nothing. 1 to 4,096 groups.
-    bias : torch.Tensor, optional
-        (E, N); (E, M) where groups split columns.
+    bias : torch.Tensor or list of torch.Tensor, optional
+        (E, N); (E, M) where groups split columns. Or a list of E vectors.
     out_dtype : torch.dtype, optional
         mat_a's dtype, the default, or float32.
     out : torch.Tensor, optional
@@ -93,6 +94,7 @@ def grouped_mm(
     TypeError, ValueError
         If an argument is not as described; the message names it.
     """
+    mat_a, mat_b, bias = joined("mat_a", mat_a), joined("mat_b", mat_b), joined("bias", bias, 1)
     expect_dims("mat_a", mat_a, 2, 3)
     expect_dims("mat_b", mat_b, 2, 3)
     if bias is not None:

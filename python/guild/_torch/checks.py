@@ -135,7 +135,7 @@ def expect_apart(name: str, tensor: Tensor, other_name: str, other: Tensor) -> N
 def expect_all_apart(written: dict[str, Tensor], read: dict[str, Tensor]) -> None:
     """Raise where a tensor that is written to shares memory with another one of either kind."""
     named = {**read, **written}
-    places = [(*_ends(t), name) for name, t in named.items() if t.numel() and _has_memory(t)]
+    places = [(*_ends(t), name) for name, t in named.items() if t.numel() and has_memory(t)]
     places.sort()
     for i, (_, end, name) in enumerate(places):
         for start, _, other in places[i + 1 :]:
@@ -148,7 +148,7 @@ def expect_all_apart(written: dict[str, Tensor], read: dict[str, Tensor]) -> Non
 
 def _share_memory(a: Tensor, b: Tensor) -> bool:
     """Whether some byte belongs to both."""
-    if not (a.numel() and b.numel() and a.device == b.device and _has_memory(a, b)):
+    if not (a.numel() and b.numel() and a.device == b.device and has_memory(a, b)):
         return False
     (first, end), (other_first, other_end) = _ends(a), _ends(b)
     if max(first, other_first) >= min(end, other_end):
@@ -176,7 +176,7 @@ def _has_solution(steps: list[tuple[int, int, int]], total: int) -> bool:
     return any(_has_solution(rest, total - stride * n) for n in range(least, most + 1))
 
 
-def _has_memory(*tensors: Tensor) -> bool:
+def has_memory(*tensors: Tensor) -> bool:
     """Not so for meta and fake tensors, nor for wrappers around other tensors."""
     return not any(
         t.is_meta

@@ -12,7 +12,7 @@ from torch import Tensor
 import guild
 from fuzz_compare import Truth
 from fuzz_draw import Backward, Draw, Outputs, Values, place, score_dtype, total
-from fuzz_weights import Weights, exact_leaves, is_low_rank
+from fuzz_weights import Weights, exact_leaves, is_low_rank, whole_of
 from oracle.autograd import gradients
 from oracle.experts import by_rows, routed
 
@@ -92,7 +92,8 @@ class ExpertsCase:
         for name, leaf in inputs.items():
             results |= backward.found(name, leaf, False)
         for name, leaf in weights.items():
-            results |= backward.found(name, leaf, not is_low_rank(name))
+            whole = whole_of(leaf) if isinstance(leaf, list) else leaf
+            results |= backward.found(name, whole, not is_low_rank(name))
         return results
 
     def place_input(self, name: str, t: Tensor, dtype: torch.dtype, device: str) -> Tensor:
