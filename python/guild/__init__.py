@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from guild.activations import Activation
     from guild.balancing import BalanceSums, balance_sums
+    from guild.distributed.expert_parallel import ExpertParallel
     from guild.experts import experts_mlp, routed_experts
     from guild.grouped import grouped_mm, grouped_mm_downproj, grouped_mm_swiglu
     from guild.layer_routing import Routing
@@ -31,6 +32,7 @@ __version__ = "0.1.0"
 _MODULE_OF = {
     "Activation": "activations",
     "BalanceSums": "balancing",
+    "ExpertParallel": "distributed.expert_parallel",
     "MoE": "moe",
     "Router": "routing",
     "Routing": "layer_routing",
@@ -51,6 +53,7 @@ _MODULE_OF = {
 __all__ = [
     "Activation",
     "BalanceSums",
+    "ExpertParallel",
     "MoE",
     "Router",
     "Routing",

@@ -127,25 +127,10 @@ def routed_experts(
     )[0]
 
 
-def routed_experts_and_offsets(
-    x: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    w_up: Tensor | Halves,
-    w_down: Tensor,
-    b_up: Tensor | Halves | None,
-    b_down: Tensor | None,
-    activation: Activation | str,
-    order: str,
-    transposed: bool,
-    token_offsets: Tensor | None = None,
-    residual: Tensor | None = None,
-    recompute: bool = False,
-    weight_gradients: WeightGradients | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`routed_experts`, and the int32 (E + 1) offsets of the sorted rows."""
-    expect_dims("x", x, 2, what="(tokens, hidden)")
-    _expect_later(recompute, weight_gradients)
+def expect_routing(
+    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, token_offsets: Tensor | None
+) -> None:
+    """Raise unless ids and weights are those of x's tokens, as `routed_experts` takes them."""
     if token_offsets is None:
         expect_dims("topk_ids", topk_ids, 2, what="(tokens, top_k)")
         if not 1 <= topk_ids.shape[1] <= MOST_EXPERTS:
@@ -167,6 +152,28 @@ def routed_experts_and_offsets(
     expect_device("topk_weights", topk_weights, x)
     if not topk_weights.is_floating_point():
         raise TypeError(f"topk_weights: expected a floating dtype, got {topk_weights.dtype}")
+
+
+def routed_experts_and_offsets(
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    w_up: Tensor | Halves,
+    w_down: Tensor,
+    b_up: Tensor | Halves | None,
+    b_down: Tensor | None,
+    activation: Activation | str,
+    order: str,
+    transposed: bool,
+    token_offsets: Tensor | None = None,
+    residual: Tensor | None = None,
+    recompute: bool = False,
+    weight_gradients: WeightGradients | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`routed_experts`, and the int32 (E + 1) offsets of the sorted rows."""
+    expect_dims("x", x, 2, what="(tokens, hidden)")
+    _expect_later(recompute, weight_gradients)
+    expect_routing(x, topk_ids, topk_weights, token_offsets)
     given = w_up, w_down, b_up, b_down
     x, *layer, gradient = layer_arguments(x, *given, activation, order, transposed, routed=True)
     residual = _residual(residual, x)

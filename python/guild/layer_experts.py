@@ -1,0 +1,87 @@
+"""A layer's expert weights and the ops that run them: all here, or a share on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from guild.activations import Activation
+from guild.experts import routed_experts_and_offsets, routed_layer
+
+if TYPE_CHECKING:
+    from guild.distributed.expert_parallel import ExpertParallel
+
+
+def local_count(expert_group: ExpertParallel | None, experts: int) -> int:
+    """How many of a layer's experts this process has.
+
+    Raises TypeError or ValueError, naming the argument, unless the group can share them.
+    """
+    if expert_group is None:
+        return experts
+    if not hasattr(expert_group, "local_experts"):
+        raise TypeError(
+            f"expert_group: expected a guild.ExpertParallel, got {type(expert_group).__name__}"
+        )
+    return len(expert_group.local_experts(experts))
+
+
+def expert_parameters(
+    experts: int,
+    hidden: int,
+    intermediate: int,
+    activation: Activation,
+    transposed: bool,
+    bias: bool,
+    make: dict[str, Any],
+) -> Iterator[nn.Parameter | None]:
+    """Uninitialised w_up, w_down, b_up and b_down."""
+    width = activation.width(intermediate)
+    up, down = (width, hidden), (hidden, intermediate)
+    if transposed:
+        up, down = up[::-1], down[::-1]
+    for shape, wanted in ((up, True), (down, True), ((width,), bias), ((hidden,), bias)):
+        yield nn.Parameter(torch.empty(experts, *shape, **make)) if wanted else None
+
+
+def fill_normal(weight: Tensor, std: float, expert_group: ExpertParallel | None) -> None:
+    """Normal values: of a generator that ranks have seeded alike, other ones on every rank.
+
+    Every rank draws all experts and keeps its own, so that generators stay alike.
+    """
+    if expert_group is None or _is_distributed(weight):
+        nn.init.normal_(weight, std=std)
+        return
+    with torch.no_grad():
+        one = torch.empty_like(weight[0])
+        mine = expert_group.local_experts(expert_group.size * weight.shape[0])
+        for expert in range(expert_group.size * weight.shape[0]):
+            one.normal_(std=std)
+            if expert in mine:
+                weight[expert - mine.start].copy_(one)
+
+
+def expert_ops(expert_group: ExpertParallel | None, number: int) -> tuple[Callable, Callable]:
+    """`routed_layer` and `routed_experts_and_offsets`, here or over the ranks of a group.
+
+    number: of the layer, by which ranks find out that they run different ones.
+    """
+    if expert_group is None or expert_group.size == 1:
+        return routed_layer, routed_experts_and_offsets
+    return (
+        partial(expert_group.routed_layer, layer=number),
+        partial(expert_group.routed_experts_and_offsets, layer=number),
+    )
+
+
+def local_parts(*weights: Tensor | None) -> tuple[Tensor | None, ...]:
+    """This rank's parts of weights that are DTensors; others as they are."""
+    return tuple(w.to_local() if _is_distributed(w) else w for w in weights)
+
+
+def _is_distributed(weight: Tensor | None) -> bool:
+    return hasattr(weight, "to_local")
