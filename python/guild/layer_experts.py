@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from guild.activations import Activation
 from guild.experts import routed_experts_and_offsets, routed_layer
 
 if TYPE_CHECKING:
@@ -31,21 +30,16 @@ def local_count(expert_group: ExpertParallel | None, experts: int) -> int:
 
 
 def expert_parameters(
-    experts: int,
-    hidden: int,
-    intermediate: int,
-    activation: Activation,
-    transposed: bool,
-    bias: bool,
-    make: dict[str, Any],
+    layer: nn.Module, bias: bool, make: dict[str, Any]
 ) -> Iterator[nn.Parameter | None]:
-    """Uninitialised w_up, w_down, b_up and b_down."""
-    width = activation.width(intermediate)
-    up, down = (width, hidden), (hidden, intermediate)
-    if transposed:
+    """Uninitialised w_up, w_down, b_up and b_down of a guild.MoE whose sizes are set."""
+    width = layer.activation.width(layer.intermediate)
+    up, down = (width, layer.hidden), (layer.hidden, layer.intermediate)
+    if layer.transposed:
         up, down = up[::-1], down[::-1]
-    for shape, wanted in ((up, True), (down, True), ((width,), bias), ((hidden,), bias)):
-        yield nn.Parameter(torch.empty(experts, *shape, **make)) if wanted else None
+    count = local_count(layer.expert_group, layer.experts)
+    for shape, wanted in ((up, True), (down, True), ((width,), bias), ((layer.hidden,), bias)):
+        yield nn.Parameter(torch.empty(count, *shape, **make)) if wanted else None
 
 
 def fill_normal(weight: Tensor, std: float, expert_group: ExpertParallel | None) -> None:

@@ -9,14 +9,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from guild._torch.checks import (
-    FLOATS,
     MOST_EXPERTS,
-    dtype_name,
     expect_choice,
     expect_count,
     expect_device,
-    expect_dtype,
     expect_flags,
+    expect_float_dtype,
     expect_shape,
 )
 from guild.activations import Activation, as_activation, is_interleaved
@@ -152,23 +150,18 @@ class MoE(nn.Module):
         expect_flags(bias=bias, transposed=transposed, router_bias=router_bias, recompute=recompute)
         if weight_gradients is not None:
             expect_sink(weight_gradients)
-        count = local_count(expert_group, experts)
-        expect_dtype("dtype", dtype)
-        if dtype is not None and dtype not in FLOATS:
-            raise TypeError(f"dtype: expected a floating dtype, got {dtype_name(dtype)}")
+        expect_float_dtype("dtype", dtype)
         self.hidden, self.intermediate = hidden, intermediate
         self.experts, self.top_k = experts, top_k
         self.activation = as_activation(activation)
         self.order, self.transposed = order, transposed
         self.routing = router or Router()
         self.recompute, self.weight_gradients = recompute, weight_gradients
-        self.expert_group = expert_group
-        self._number = 0 if expert_group is None else expert_group.new_layer()
+        self.share_experts(expert_group)
         make: dict[str, Any] = {"device": device, "dtype": dtype}
         choice = self.routing.selection_bias
         self.router: nn.Module = RouterLinear(hidden, experts, router_bias, choice, **make)
-        sizes = count, hidden, intermediate, self.activation, transposed, bias
-        self.w_up, self.w_down, self.b_up, self.b_down = expert_parameters(*sizes, make)
+        self.w_up, self.w_down, self.b_up, self.b_down = expert_parameters(self, bias, make)
         self.shared = None
         if shared:
             self.shared = SharedExperts(hidden, shared, self.activation, order, shared_gate, **make)
@@ -176,6 +169,12 @@ class MoE(nn.Module):
         self.balance_sums: BalanceSums | None = None
         self._offsets: Tensor | None = None
         self.reset_parameters()
+
+    def share_experts(self, expert_group: ExpertParallel | None) -> None:
+        """Run on the ranks of a group from now on; the weights are those of this rank's experts."""
+        local_count(expert_group, self.experts)  # or an error
+        self.expert_group = expert_group
+        self._number = 0 if expert_group is None else expert_group.new_layer()
 
     def reset_parameters(self) -> None:
         """Normal weights of variance 1 / inputs; zero biases."""
