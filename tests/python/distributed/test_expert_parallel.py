@@ -19,6 +19,8 @@ from torch.utils.checkpoint import checkpoint
 import guild
 from fuzz_draw import Draw
 from fuzz_parallel import ParallelCase
+from guild.bench.parallel import measure_parallel
+from guild.bench.presets import Shape
 from processes import gathered, run_on_ranks
 
 _RANKS, _LIMIT = 4, 60.0
@@ -283,6 +285,16 @@ def balance_counts_every_token(rank: int) -> None:
     assert layer.router.selection_bias.unique().numel() > 1
 
 
+def benchmark(rank: int) -> None:
+    """It checks the layer, and every rank has the same record."""
+    shape = {"toy": Shape(16, 32, 8, 8, 2)}
+    how = "random", torch.float32, torch.device("cpu"), 2, 0.001
+    record = measure_parallel(shape, *how)
+    (case,) = record["cases"]
+    assert case["error"] < 1e-5 and 0 < case["efficiency"]["forward"] < 1
+    assert len(set(_texts(repr(case["milliseconds"])))) == 1
+
+
 CHECKS = (
     random_layers,
     exact_bits,
@@ -292,6 +304,7 @@ CHECKS = (
     arguments,
     other_ways,
     balance_counts_every_token,
+    benchmark,
 )
 
 
