@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from guild.activations import Activation
     from guild.balancing import BalanceSums, balance_sums
     from guild.distributed.expert_parallel import ExpertParallel
+    from guild.distributed.placement import distribute_experts
     from guild.experts import experts_mlp, routed_experts
     from guild.grouped import grouped_mm, grouped_mm_downproj, grouped_mm_swiglu
     from guild.layer_routing import Routing
@@ -38,6 +39,7 @@ _MODULE_OF = {
     "Routing": "layer_routing",
     "WeightGradients": "weight_gradients",
     "balance_sums": "balancing",
+    "distribute_experts": "distributed.placement",
     "experts_mlp": "experts",
     "grouped_mm": "grouped",
     "grouped_mm_downproj": "grouped",
@@ -59,6 +61,7 @@ __all__ = [
     "Routing",
     "WeightGradients",
     "balance_sums",
+    "distribute_experts",
     "experts_mlp",
     "grouped_mm",
     "grouped_mm_downproj",

@@ -43,20 +43,11 @@ def expert_parameters(
 
 
 def fill_normal(weight: Tensor, std: float, expert_group: ExpertParallel | None) -> None:
-    """Normal values: of a generator that ranks have seeded alike, other ones on every rank.
-
-    Every rank draws all experts and keeps its own, so that generators stay alike.
-    """
-    if expert_group is None or _is_distributed(weight):
+    """Normal values; over ranks other ones on each."""
+    if expert_group is None:
         nn.init.normal_(weight, std=std)
-        return
-    with torch.no_grad():
-        one = torch.empty_like(weight[0])
-        mine = expert_group.local_experts(expert_group.size * weight.shape[0])
-        for expert in range(expert_group.size * weight.shape[0]):
-            one.normal_(std=std)
-            if expert in mine:
-                weight[expert - mine.start].copy_(one)
+    else:
+        expert_group.fill_normal(weight, std)
 
 
 def expert_ops(expert_group: ExpertParallel | None, number: int) -> tuple[Callable, Callable]:
@@ -72,10 +63,8 @@ def expert_ops(expert_group: ExpertParallel | None, number: int) -> tuple[Callab
     )
 
 
-def local_parts(*weights: Tensor | None) -> tuple[Tensor | None, ...]:
+def local_parts(
+    expert_group: ExpertParallel | None, *weights: Tensor | None
+) -> tuple[Tensor | None, ...]:
     """This rank's parts of weights that are DTensors; others as they are."""
-    return tuple(w.to_local() if _is_distributed(w) else w for w in weights)
-
-
-def _is_distributed(weight: Tensor | None) -> bool:
-    return hasattr(weight, "to_local")
+    return weights if expert_group is None else expert_group.local_parts(*weights)

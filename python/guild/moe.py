@@ -214,7 +214,7 @@ class MoE(nn.Module):
             If the shape, dtype or device of x or token_mask does not fit, or a router of yours
             returns something else than logits.
         """
-        parts = local_parts(self.w_up, self.w_down, self.b_up, self.b_down)
+        parts = local_parts(self.expert_group, self.w_up, self.w_down, self.b_up, self.b_down)
         flat, token_mask = layer_tokens(x, token_mask, self.hidden, parts[0])
         shared = None if self.shared is None else self.shared(flat)
         if shared is not None and token_mask is not None:  # nor does its output's gradient count

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from guild._torch.autograd import rows_of
 from guild._torch.checks import (
@@ -33,6 +34,7 @@ from guild._torch.operators import autocast, ops, score_dtype
 from guild._torch.router_gradients import Weighing
 from guild.activations import Activation
 from guild.distributed.exact import ExactExperts
+from guild.distributed.filling import fill_normal
 from guild.distributed.passage import Collect, Dispatch
 from guild.distributed.ranks import Ranks
 from guild.distributed.traffic import plan_traffic
@@ -40,7 +42,7 @@ from guild.experts import expect_routing, routed_experts_and_offsets
 from guild.routing import Router, route_tokens, token_arguments
 from guild.weight_gradients import WeightGradients, expect_sink
 
-_TIMEOUT = 600.0  # as long as torch's process groups with NCCL wait
+TIMEOUT = 600.0  # as long as torch's process groups with NCCL wait
 
 
 class ExpertParallel:
@@ -79,7 +81,7 @@ class ExpertParallel:
         group: dist.ProcessGroup | DeviceMesh | None = None,
         *,
         exact: bool = False,
-        timeout: float = _TIMEOUT,
+        timeout: float = TIMEOUT,
     ) -> None:
         expect_flag("exact", exact)
         expect_positive("timeout", timeout)
@@ -119,6 +121,16 @@ class ExpertParallel:
             )
         count = experts // self.size
         return range(self.rank * count, (self.rank + 1) * count)
+
+    @staticmethod
+    def local_parts(*weights: Tensor | None) -> tuple[Tensor | None, ...]:
+        """This rank's parts of weights that are DTensors; others as they are."""
+        return tuple(w.to_local() if isinstance(w, DTensor) else w for w in weights)
+
+    def fill_normal(self, weight: Tensor, std: float) -> None:
+        """First values of this rank's part of a layer's expert weights."""
+        experts = weight.shape[0] * (1 if isinstance(weight, DTensor) else self.size)
+        fill_normal(weight, std, self.local_experts(experts), experts)
 
     def new_layer(self) -> int:
         """A number for a layer, by which ranks find out that they run different ones."""
@@ -173,6 +185,7 @@ class ExpertParallel:
             *tokens, w_up, w_down, b_up, b_down, *layout, *later
         )[0]
 
+    @torch.compiler.disable  # the number of rows is known on the host alone: a break in the graph
     def routed_experts_and_offsets(
         self,
         x: Tensor,
@@ -213,6 +226,7 @@ class ExpertParallel:
         sums, _ = routed_experts_and_offsets(rows, traffic.ids, received, *given, *layout, *lists)
         return Collect.apply(sums, residual, traffic), offsets
 
+    @torch.compiler.disable
     def routed_layer(
         self,
         x: Tensor,

@@ -24,6 +24,7 @@ def run_on_ranks(checks: Sequence[Check], ranks: int, folder: Path) -> None:
     folder : Path
         An empty one, for what they tell each other and for notes of what is done.
     """
+    folder.mkdir(exist_ok=True)
     mp.spawn(_run, (list(checks), ranks, str(folder)), nprocs=ranks)
     done = {path.name for path in folder.iterdir() if path.suffix == ".done"}
     expected = {f"{check.__name__}.{rank}.done" for check in checks for rank in range(ranks)}
@@ -36,8 +37,9 @@ def _run(rank: int, checks: list[Check], ranks: int, folder: str) -> None:
     for check in checks:
         check(rank)
         (Path(folder) / f"{check.__name__}.{rank}.done").touch()
-    dist.barrier()
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 def gathered(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:

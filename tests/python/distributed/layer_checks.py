@@ -1,11 +1,13 @@
-"""A layer's experts on two and four ranks with gloo: against one process, and what goes wrong."""
+"""A layer's experts on two and four ranks, against one process, and what goes wrong.
+
+Run by test_four_ranks.py.
+"""
 
 from __future__ import annotations
 
 import copy
 import functools
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +23,7 @@ from fuzz_draw import Draw
 from fuzz_parallel import ParallelCase
 from guild.bench.parallel import measure_parallel
 from guild.bench.presets import Shape
-from processes import gathered, run_on_ranks
+from processes import gathered
 
 _RANKS, _LIMIT = 4, 60.0
 _CASES = 40
@@ -306,16 +308,3 @@ CHECKS = (
     balance_counts_every_token,
     benchmark,
 )
-
-
-def test_four_ranks(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """Every check on all ranks."""
-    if request.config.getoption("--cuda-only"):
-        pytest.skip("--cuda-only")
-    run_on_ranks(CHECKS, _RANKS, tmp_path)
-
-
-def test_without_process_group() -> None:
-    """An error says what is missing."""
-    with pytest.raises(RuntimeError, match="torch.distributed to be initialised"):
-        guild.ExpertParallel()
