@@ -202,6 +202,7 @@ class ExpertParallel:
         residual: Tensor | None = None,
         recompute: bool = False,
         weight_gradients: WeightGradients | None = None,
+        *,
         layer: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """`routed_experts`, and int32 (E + 1) offsets of this rank's rows by expert."""
@@ -245,6 +246,7 @@ class ExpertParallel:
         weight_gradients: WeightGradients | None,
         order: str,
         transposed: bool,
+        *,
         layer: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """Router and experts; with exact=True x gets one gradient for both, as in one process."""
@@ -252,8 +254,9 @@ class ExpertParallel:
         tokens = x, router_weight, top_k, router, selection_bias, token_mask
         if not self.exact:
             ids, scores = route_tokens(*tokens)
-            later = None, residual, recompute, weight_gradients, layer
-            return self.routed_experts_and_offsets(x, ids, scores, *given, *layout, *later)
+            later = None, residual, recompute, weight_gradients
+            routed = x, ids, scores, *given, *layout, *later
+            return self.routed_experts_and_offsets(*routed, layer=layer)
         arguments = token_arguments(*tokens)
         x, *local, _ = layer_arguments(x, *given, *layout, routed=True)
         residual = _residual(residual, x)

@@ -132,6 +132,9 @@ def shard_layers(
                 f"mesh: expected {ranks} ranks, {layer.expert_group.size} that share the experts "
                 f"times {experts_mesh.size()} of experts_mesh, got {mesh.size()}"
             )
+        for part in (layer.router, layer.shared, layer):
+            if part is not None:
+                part.register_forward_hook(_own_output)
         for part in (layer.router, layer.shared):
             if part is not None:
                 fully_shard(part, mesh=mesh, **options)
@@ -140,6 +143,13 @@ def shard_layers(
         # gloo cannot divide while it sums; one rank does not sum, and would divide twice.
         if experts_mesh.device_type == "cpu" and experts_mesh.size() > 1:
             layer.set_force_sum_reduction_for_comms(True)
+
+
+def _own_output(part: nn.Module, arguments: Any, output: Any) -> Any:
+    """The output as no view: an operation that changes one in place would undo FSDP2's hooks."""
+    if isinstance(output, Tensor) and output._is_view():
+        return torch.ops.aten._unsafe_view(output, output.shape)
+    return output
 
 
 def clip_grad_norm_(

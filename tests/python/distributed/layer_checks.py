@@ -26,7 +26,7 @@ from guild.bench.presets import Shape
 from processes import gathered
 
 _RANKS, _LIMIT = 4, 60.0
-_CASES = 40
+_CASES = 24
 
 
 @functools.cache

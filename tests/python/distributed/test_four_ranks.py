@@ -9,7 +9,9 @@ import pytest
 import guild
 import layer_checks
 import placement_checks
+import training_checks
 from processes import run_on_ranks
+from training import write_corpus
 
 
 def test_four_ranks(
@@ -19,7 +21,18 @@ def test_four_ranks(
     if request.config.getoption("--cuda-only"):
         pytest.skip("--cuda-only")
     monkeypatch.setenv("GUILD_TEST_FOLDER", str(tmp_path))
-    run_on_ranks([*layer_checks.CHECKS, *placement_checks.CHECKS], 4, tmp_path / "ranks")
+    write_corpus(tmp_path / "corpus")
+    settings = training_checks.settings_of("plain")
+    training_checks.run(settings, tmp_path / "plain")
+    training_checks.run(settings, tmp_path / "halfway", polls=2)
+    checks = [*layer_checks.CHECKS, *training_checks.CHECKS, *placement_checks.CHECKS]
+    run_on_ranks(checks, 4, tmp_path / "ranks")
+    # What four ranks began, one process ends.
+    begun = tmp_path / "plain-2"
+    assert len(training_checks.losses_in(begun)) < training_checks.STEPS
+    training_checks.run(settings, begun, resume=True)
+    losses = map(training_checks.losses_in, (begun, tmp_path / "plain"))
+    training_checks.expect_close(*losses)
 
 
 def test_without_process_group() -> None:
