@@ -7,6 +7,7 @@ same error. A rank that does not answer ends the others with an error that names
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Sequence
@@ -104,12 +105,12 @@ class Ranks:
         own = torch.tensor([self.calls, *facts.values()], device=counts.device)
         sent = torch.cat((own.expand(self.size, -1), counts.t()), 1)
         received = torch.empty_like(sent)
-        self._all_to_all(received, sent, None, None, "forward", True)
+        self._all_to_all(received, sent, None, None, "forward")
         both = torch.stack((sent, received))
         doubt, self._doubt = self._doubt, None
         if doubt is not None:
             both = torch.cat((both, doubt.expand(2, self.size, 1)), 2)
-        sent_rows, received_rows = both.tolist()
+        sent_rows, received_rows = self._on_host(both).tolist()
         names = ("call", *facts)
         _expect_same(names, [row[: len(names)] for row in received_rows])
         if doubt is not None and any(row[-1] for row in received_rows):
@@ -148,24 +149,35 @@ class Ranks:
         received: list[int] | None,
         sent: list[int] | None,
         what: str,
-        waits: bool = False,
     ) -> None:
-        """waits: the host waits for a GPU, and so can keep the time."""
         if self._failure is not None:
             raise RuntimeError(self._failure)
-        limit = timedelta(seconds=self.timeout)
         try:
             work = dist.all_to_all_single(
                 out, rows, received, sent, group=self.group, async_op=True
             )
-            if waits or not rows.is_cuda:
-                work.wait(limit)
-            else:  # the stream waits; the process group's own watch keeps the time
+            if rows.is_cuda:  # the stream waits; the host keeps the time in `_on_host`
                 work.wait()
+            else:
+                work.wait(timedelta(seconds=self.timeout))
         except RuntimeError as error:
             self._fail(what, error)
 
-    def _fail(self, what: str, error: RuntimeError) -> NoReturn:
+    def _on_host(self, tensor: Tensor) -> Tensor:
+        """A tensor that depends on the other ranks, on the CPU, within the time limit."""
+        if not tensor.is_cuda:
+            return tensor
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host.copy_(tensor, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+        until = time.monotonic() + self.timeout
+        while not copied.query():  # a wait of the driver's has no limit
+            if time.monotonic() > until:
+                self._fail("forward", TimeoutError("the GPU still waits for the other ranks"))
+        return host
+
+    def _fail(self, what: str, error: Exception) -> NoReturn:
         silent = self._silent()
         if silent is None:
             who = "a rank did not answer, and the store that could say which did not either"
@@ -179,7 +191,15 @@ class Ranks:
             f"{self.timeout:g} s. The group cannot be used any more: restart all ranks. Cause: "
             f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
         )
+        self._end_kernels()
         raise RuntimeError(self._failure) from error
+
+    def _end_kernels(self) -> None:
+        """Let a GPU's kernels go that wait for a lost rank, so that the process can end."""
+        with contextlib.suppress(Exception):  # other backends have none
+            abort = getattr(self.group._get_backend(torch.device("cuda")), "abort", None)
+            if abort is not None and dist.get_backend(self.group) == "nccl":
+                abort()
 
     def _silent(self) -> list[int] | None:
         """Ranks of the group that do not report after a failure; None if that cannot be known."""

@@ -30,8 +30,15 @@ def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk: int
     chunk : int
         Tokens at a time; 0: as many as make 2^28 logits.
     """
-    chunk = chunk or max(1, _CHUNK_ELEMENTS // weight.shape[0])
+    chunk = chunk or _even_chunk(x.shape[0], max(1, _CHUNK_ELEMENTS // weight.shape[0]))
     return _ChunkedCrossEntropy.apply(x, weight, targets, chunk)
+
+
+def _even_chunk(tokens: int, most: int) -> int:
+    """At most `most` tokens, so that chunks are equal where that takes at most twice as many."""
+    least = max(1, -(-tokens // most))
+    count = next((n for n in range(least, 2 * least) if tokens % n == 0), least)
+    return max(1, -(-tokens // count))
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import guild
 from guild.cli.main import make_parser
 from guild.cli.train_command import plan_run, resume_command
-from guild.train.head import chunked_cross_entropy
+from guild.train.head import _even_chunk, chunked_cross_entropy
 from guild.train.learner import moe_factory
 from guild.train.model import LanguageModel
 from guild.train.plain_shared import PlainSharedMoE
@@ -41,6 +41,12 @@ def test_chunked_cross_entropy(dtype: torch.dtype, chunk: int) -> None:
         assert (leaf.grad - expected.grad).norm() < bound * expected.grad.norm()
     with torch.no_grad():
         assert torch.equal(chunked_cross_entropy(x, weight, targets, chunk), loss)
+
+
+def test_chunks_are_even() -> None:
+    """Of one size, where a size divides the tokens."""
+    assert _even_chunk(16384, 2674) == 2048
+    assert [_even_chunk(n, 10) for n in (0, 1, 10, 11, 21, 23)] == [1, 1, 10, 6, 7, 8]
 
 
 def test_sizes_by_name() -> None:
