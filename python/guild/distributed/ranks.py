@@ -8,6 +8,7 @@ same error. A rank that does not answer ends the others with an error that names
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Sequence
@@ -22,6 +23,8 @@ from guild._torch.checks import FLOATS, dtype_name
 
 _GRACE_SECONDS = 2.0  # in which the ranks that live say so after a failure
 _STORE_SECONDS = 5.0  # a store whose host is dead or stopped is not waited for any longer
+
+_numbers = itertools.count()
 
 
 class Ranks:
@@ -39,6 +42,7 @@ class Ranks:
         self.group, self.timeout = group, timeout
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.everyone = dist.get_process_group_ranks(group)  # numbers among all ranks
+        self._number = next(_numbers)  # the same on every rank, as all make them in one order
         self.calls = 0  # forward passes so far, the same number on every rank
         self._failure: str | None = None
         self._doubt: Tensor | None = None  # backward's comparison on a GPU, not yet looked at
@@ -207,7 +211,7 @@ class Ranks:
 
         def ask() -> None:
             store = _store_of(self.group)
-            keys = [f"guild/failed/{self.calls}/{r}" for r in self.everyone]
+            keys = [f"guild/failed/{self._number}/{r}" for r in self.everyone]
             store.set(keys[self.rank], "here")
             until = time.monotonic() + _GRACE_SECONDS
             while True:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -197,6 +198,10 @@ def mismatches(rank: int) -> None:
     one, two = first(x), second(x)
     with pytest.raises(RuntimeError, match="the same order"):
         (two if rank == 1 else one).sum().backward()
+    for doubt in (True, False):  # as backward leaves it on a GPU
+        group._ranks._doubt = torch.tensor(doubt)
+        with pytest.raises(RuntimeError, match="the same order") if doubt else nullcontext():
+            first(x)
     assert torch.isfinite(first(x)).all()
 
 

@@ -26,7 +26,7 @@ OPTIONS = {
 
 def settings_of(kind: str, **changes: Any) -> Settings:
     """A small model."""
-    return small_settings(**{"steps": STEPS, "batch": 8} | OPTIONS[kind] | changes)
+    return small_settings(**{"steps": STEPS, "batch": 8, "layers": 1} | OPTIONS[kind] | changes)
 
 
 def run(settings: Settings, out: Path, polls: int | None = None, **plan: Any) -> dict | None:
