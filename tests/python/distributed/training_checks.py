@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,10 +15,13 @@ from unittest import mock
 import pytest
 import torch
 
+from guild.cli.main import main
 from guild.train.settings import Settings
+from guild.train.world import SharedStop
 from training import small_settings, train
 
 STEPS = 20
+_FEW = {"FINAL_WINDOWS": 32, "_CHECK_WINDOWS": 16}
 OPTIONS = {
     "plain": {"router": "softmax_renormalized", "shared": 16},
     "biased": {"router": "sigmoid", "round": "nearest", "tile": 4},
@@ -29,10 +33,15 @@ def settings_of(kind: str, **changes: Any) -> Settings:
     return small_settings(**{"steps": STEPS, "batch": 8, "layers": 1} | OPTIONS[kind] | changes)
 
 
+def typed(*words: str) -> int:
+    """The exit status of `guild train` with these arguments, and few windows to validate on."""
+    with mock.patch.multiple("guild.train.loop", **_FEW):
+        return main(["train", "--device", "cpu", "--threads", "1", *words])
+
+
 def run(settings: Settings, out: Path, polls: int | None = None, **plan: Any) -> dict | None:
     """The summary of `guild train` beside the corpus, with few windows to validate on."""
-    few = {"FINAL_WINDOWS": 32, "_CHECK_WINDOWS": 16}
-    with mock.patch.multiple("guild.train.loop", **few):
+    with mock.patch.multiple("guild.train.loop", **_FEW):
         return train(settings, out, out.parent / "corpus", polls, check_every=10, **plan)[1]
 
 
@@ -79,6 +88,28 @@ def other_trainings(rank: int) -> None:
         assert not (folder / "b" / "checkpoint.pt").exists()
 
 
+def on_the_command_line(rank: int) -> None:
+    """The first rank alone has console and folder; a run that is finished says so."""
+    folder = Path(os.environ["GUILD_TEST_FOLDER"])
+    settings = settings_of("plain", steps=3).as_dict()
+    sizes = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+    where = "--fsdp", "--corpus", str(folder / "corpus"), "--out", str(folder / "e")
+    assert typed(*where, "--expert-parallel", "4", *sizes) == 0
+    assert typed(*where, "--resume") == 0
+    if rank == 0:
+        assert losses_in(folder / "e")[:3] == pytest.approx(losses_in(folder / "b")[:3], rel=0.05)
+    assert typed(*where, "--expert-parallel", "3", *sizes) == 2
+
+
+def one_stops_all(rank: int) -> None:
+    """A signal to any rank, in the same round."""
+    with SharedStop(torch.device("cpu")) as stop:
+        assert not stop.asked
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        assert stop.asked
+
+
 def refused_trainings(rank: int) -> None:
     """Before anything is written."""
     folder = Path(os.environ["GUILD_TEST_FOLDER"])
@@ -100,4 +131,10 @@ def expect_close(losses: list[float], truth: list[float]) -> None:
         assert abs(one / other - 1) < 2e-5, (one, other)
 
 
-CHECKS = (losses_of_training, other_trainings, refused_trainings)
+CHECKS = (
+    losses_of_training,
+    other_trainings,
+    on_the_command_line,
+    one_stops_all,
+    refused_trainings,
+)
