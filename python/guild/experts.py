@@ -19,8 +19,11 @@ from guild._torch.checks import (
     expect_tensor,
 )
 from guild._torch.layer_arguments import Halves, layer_arguments
-from guild._torch.operators import autocast, ops, score_dtype
+from guild._torch.low_rank import LowRank, Places
+from guild._torch.operators import LayerFlags, autocast, ops, score_dtype
 from guild.activations import Activation, is_interleaved
+from guild.lora import LoRA, LoRAHalves, low_rank
+from guild.lora_experts import experts_with_lora, sorted_places
 from guild.routing import Router, token_arguments
 from guild.weight_gradients import Experts, WeightGradients, expect_sink
 
@@ -45,6 +48,8 @@ def routed_experts(
     residual: Tensor | None = None,
     recompute: bool = False,
     weight_gradients: WeightGradients | None = None,
+    lora_up: LoRA | LoRAHalves | None = None,
+    lora_down: LoRA | None = None,
 ) -> Tensor:
     """Every token through its chosen experts, summed with its weights.
 
@@ -93,6 +98,11 @@ def routed_experts(
     weight_gradients : WeightGradients, optional
         Where the weights' and biases' gradients go, and when; autograd's `.grad` in backward unless
         given. The weights are then parameters themselves, and b_up is one tensor.
+    lora_up : LoRA or (LoRA, LoRA), optional
+        A low-rank term of the up projection, of as many outputs as w_up has; of a pair of weights a
+        pair (gate, up), of which one may be None. No weight's delta is made, forward or backward.
+    lora_down : LoRA, optional
+        The same of the down projection.
 
     Returns
     -------
@@ -106,7 +116,8 @@ def routed_experts(
 
     Notes
     -----
-    Gradients flow to x, topk_weights, weights, biases and residual, each in its own dtype. The
+    Gradients flow to x, topk_weights, weights, biases, residual and low-rank terms, each in its own
+    dtype, and nothing is computed for what wants none, such as frozen weights. The
     method is SonicMoE's (arXiv:2512.14080, section 3).
     """
     return routed_experts_and_offsets(
@@ -124,6 +135,8 @@ def routed_experts(
         residual,
         recompute,
         weight_gradients,
+        lora_up,
+        lora_down,
     )[0]
 
 
@@ -169,6 +182,8 @@ def routed_experts_and_offsets(
     residual: Tensor | None = None,
     recompute: bool = False,
     weight_gradients: WeightGradients | None = None,
+    lora_up: LoRA | LoRAHalves | None = None,
+    lora_down: LoRA | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`routed_experts`, and the int32 (E + 1) offsets of the sorted rows."""
     expect_dims("x", x, 2, what="(tokens, hidden)")
@@ -179,7 +194,17 @@ def routed_experts_and_offsets(
     residual = _residual(residual, x)
     scores = topk_weights.to(score_dtype(x.dtype)).contiguous()
     ids = topk_ids.contiguous()
-    keep = torch.is_grad_enabled() and (gradient or scores.requires_grad)
+    low = _low_rank(lora_up, lora_down, x, layer)
+    gradient = gradient or scores.requires_grad or (low is not None and low.wants_gradient)
+    keep = torch.is_grad_enabled() and gradient
+    if low is not None:
+        sink, parameters = weight_gradients if keep else None, ()
+        if sink is not None:
+            parameters = _parameters(sink, *given, order)
+        places = sorted_places(ids, scores, w_down.shape[0], token_offsets)
+        return experts_with_lora(
+            x, scores, residual, layer, low, places, keep, recompute, sink, parameters
+        ), places.offsets
     if keep and weight_gradients is not None:
         parameters = _parameters(weight_gradients, *given, order)
         tokens = None, None, ids, scores, token_offsets, residual
@@ -229,6 +254,16 @@ def _expect_later(recompute: bool, weight_gradients: WeightGradients | None) -> 
         expect_sink(weight_gradients)
 
 
+def _low_rank(
+    lora_up: LoRA | LoRAHalves | None, lora_down: LoRA | None, x: Tensor, layer: list
+) -> LowRank | None:
+    """Checked, in the dtype of x, which is cast already."""
+    if lora_up is None and lora_down is None:
+        return None
+    _, w_gate, w_down, _, _, *flags = layer
+    return low_rank(lora_up, lora_down, x, w_down, LayerFlags(*flags), w_gate is not None)
+
+
 def _residual(residual: Tensor | None, x: Tensor) -> Tensor | None:
     """Checked, in the autocast dtype; x is in that already."""
     if residual is None:
@@ -253,6 +288,8 @@ def experts_mlp(
     transposed: bool = False,
     recompute: bool = False,
     weight_gradients: WeightGradients | None = None,
+    lora_up: LoRA | LoRAHalves | None = None,
+    lora_down: LoRA | None = None,
 ) -> Tensor:
     """The expert MLP on rows that the caller has sorted by expert.
 
@@ -265,7 +302,8 @@ def experts_mlp(
     offsets : torch.Tensor
         int32 (E + 1): where each expert's rows begin, and where the last one's end. Rows at or past
         offsets[E] belong to nobody: their result and gradient are zero.
-    w_up, w_down, b_up, b_down, activation, order, transposed, recompute, weight_gradients
+    w_up, w_down, b_up, b_down, activation, order, transposed, recompute, weight_gradients, \
+lora_up, lora_down
         As in `routed_experts`, but for up to 4,096 experts on a GPU, too.
 
     Returns
@@ -286,7 +324,16 @@ def experts_mlp(
     )
     expect_offsets("offsets", offsets, x)
     expect_shape("offsets", offsets, (w_down.shape[0] + 1,), "it holds starts and the last end")
-    keep = torch.is_grad_enabled() and gradient
+    low = _low_rank(lora_up, lora_down, x, layer)
+    keep = torch.is_grad_enabled() and (gradient or (low is not None and low.wants_gradient))
+    if low is not None:
+        sink, parameters = weight_gradients if keep else None, ()
+        if sink is not None:
+            parameters = _parameters(sink, *given, order)
+        places = Places(offsets, None, None, None, None)
+        return experts_with_lora(
+            x, None, None, layer, low, places, keep, recompute, sink, parameters
+        )
     if keep and weight_gradients is not None:
         parameters = _parameters(weight_gradients, *given, order)
         return Experts.apply(
