@@ -258,6 +258,8 @@ class Training:
 
     def _sample(self) -> str:
         """What the model writes after the prompt."""
+        if self.plan.fsdp:
+            return readable(self.learners[0].sample(_PROMPT, self.plan.sample_bytes))
         model, s = self.learners[0].model.eval(), self.settings
         with self.learners[0].autocast():
             text = generate(model, _PROMPT, self.plan.sample_bytes, s.context, s.seed)

@@ -178,6 +178,23 @@ class ShardedLearner(Learner):
         self.model.train()
         return (mean_of_ranks(total) / (windows // batch)).item()
 
+    @torch.no_grad()
+    def sample(self, prompt: bytes, count: int, temperature: float = 0.6) -> bytes:
+        """What the model writes after the prompt; every rank writes the same.
+
+        Each byte is a forward of the whole context, so that FSDP2's hooks see a forward.
+        """
+        s, text = self.settings, list(prompt)
+        draw = torch.Generator().manual_seed(s.seed)
+        self.model.eval()
+        for _ in range(count):
+            seen = text[-s.context :]
+            window = torch.tensor([seen + [0] * (s.context - len(seen))], device=self.device)
+            logits = self.model(window)[0, len(seen) - 1].float().cpu() / temperature
+            text.append(int(torch.multinomial(logits.softmax(-1), 1, generator=draw)))
+        self.model.train()
+        return bytes(text[len(prompt) :])
+
     def _attention(self) -> contextlib.AbstractContextManager:
         """On a GPU cuDNN's attention where it can be had, which is the fastest on Hopper."""
         if self.device.type != "cuda" or self.dtype == torch.float32:
