@@ -289,6 +289,13 @@ def expect_dtype(name: str, value: object) -> None:
         raise TypeError(f"{name}: expected a torch.dtype, got {type(value).__name__} {value!r}")
 
 
+def expect_float_dtype(name: str, value: object) -> None:
+    """Raise TypeError unless it is None or a dtype that layers work in."""
+    expect_dtype(name, value)
+    if value is not None and value not in FLOATS:
+        raise TypeError(f"{name}: expected a floating dtype, got {dtype_name(value)}")
+
+
 def expect_count(name: str, value: object, least: int, most: int | None = None) -> None:
     """Raise unless it is an int in range."""
     if isinstance(value, bool) or not isinstance(value, int):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from guild.bench.presets import CPU_SHAPES, PRESETS
 from guild.train.interrupt import INTERRUPTED
+from guild.train.presets import PRESETS as TRAIN_PRESETS
 from guild.train.settings import CHOICES, Settings
 
 FAILED, REFUSED = 1, 2
@@ -29,6 +30,8 @@ _SETTING_HELP = {
     "experts": "experts a layer",
     "intermediate": "width of one expert",
     "top_k": "experts a token is sent to",
+    "shared": "width of the experts that every token goes through, 0: none",
+    "vocabulary": "rows of the embedding; the text is bytes all the same",
     "lr": "peak learning rate of AdamW",
     "final_lr": "share of it that is left at the end",
     "warmup": "steps of linear rise",
@@ -108,6 +111,7 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
     add("--corpus", type=Path, metavar="DIR", help="learn from the .py files of this folder")
     add("--check-every", type=int, metavar="N", help="steps between validations (100)")
     add("--threads", type=int, metavar="N", help="CPU threads (as many as cores)")
+    _add_ranks(train)
     sizes = train.add_argument_group("sizes and schedule")
     for name, value in Settings().as_dict().items():
         sizes.add_argument(
@@ -117,6 +121,20 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
             metavar={int: "N", float: "X"}.get(type(value)),
             help=f"{_SETTING_HELP[name]} ({value})",
         )
+
+
+def _add_ranks(train: argparse.ArgumentParser) -> None:
+    """What torchrun's processes are told: torchrun --nproc-per-node 2 -m guild train --fsdp."""
+    add = train.add_argument_group("several GPUs, started by torchrun").add_argument
+    add("--fsdp", action="store_true", help="train on all ranks, sharded by FSDP2")
+    add("--expert-parallel", type=int, metavar="N", help="N ranks share the experts (1)")
+    add(
+        "--keep-gathered",
+        action="store_true",
+        help="keep weights gathered from forward to backward: faster, more memory",
+    )
+    add("--no-checkpoint", action="store_true", help="write none")
+    add("--preset", choices=tuple(TRAIN_PRESETS), help=f"sizes: {', '.join(TRAIN_PRESETS)}")
 
 
 def _add_bench(commands: argparse._SubParsersAction) -> None:

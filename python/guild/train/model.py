@@ -96,6 +96,9 @@ class LanguageModel(nn.Module):
         Sizes; `intermediate` is the width of one expert.
     make_moe : callable
         `(hidden, intermediate, experts, top_k) -> nn.Module`, called once a layer.
+    vocabulary : int
+        Rows of the embedding and of the output's product. Those past the bytes are there to give
+        the products the size that they have in models of words.
     """
 
     def __init__(
@@ -107,10 +110,11 @@ class LanguageModel(nn.Module):
         experts: int,
         top_k: int,
         make_moe: MoEFactory,
+        vocabulary: int = BYTES,
     ) -> None:
         super().__init__()
         self.head_size = hidden // heads
-        self.embedding = nn.Embedding(BYTES, hidden)
+        self.embedding = nn.Embedding(vocabulary, hidden)
         self.blocks = nn.ModuleList(
             Block(hidden, heads, make_moe(hidden, intermediate, experts, top_k))
             for _ in range(layers)
@@ -126,31 +130,36 @@ class LanguageModel(nn.Module):
         sqrt(2 * layers) to keep its variance from growing with depth.
         """
         generator = torch.Generator().manual_seed(seed)
-        residual_scale = (2 * len(self.blocks)) ** -0.5
         for name, weight in sorted(self.named_parameters()):
             if weight.dim() == 1:  # the normalisation's gains
                 weight.fill_(1.0)
                 continue
-            std = weight.shape[-1] ** -0.5  # the embedding's fan-in is that of its tied output
-            if name.endswith(("attention.out.weight", "moe.w_down")):
-                std *= residual_scale
-            weight.copy_(torch.randn(weight.shape, generator=generator) * std)
+            weight.copy_(torch.randn(weight.shape, generator=generator) * self.std_of(name, weight))
+
+    def std_of(self, name: str, weight: torch.Tensor) -> float:
+        """Standard deviation of a matrix's first values."""
+        std = weight.shape[-1] ** -0.5  # the embedding's fan-in is that of its tied output
+        if name.endswith(("attention.out.weight", "moe.w_down", "moe.shared.w_down")):
+            std *= (2 * len(self.blocks)) ** -0.5
+        return std
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """tokens int64 (batch, context) -> logits (batch, context, 256)."""
-        return self._run(tokens)[0]
+        """tokens int64 (batch, context) -> logits of the bytes (batch, context, 256)."""
+        return F.linear(self.hidden_states(tokens)[0], self.embedding.weight[:BYTES])
 
     def loss(
         self, tokens: torch.Tensor, targets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Cross-entropy in nats per byte and mean imbalance of the layers, float32 scalars."""
-        logits, moe_inputs = self._run(tokens)
+        hidden, moe_inputs = self.hidden_states(tokens)
+        logits = F.linear(hidden, self.embedding.weight)
         imbalance = torch.stack(
             [block.imbalance(x) for block, x in zip(self.blocks, moe_inputs, strict=True)]
         )
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()), imbalance.mean()
 
-    def _run(self, tokens: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def hidden_states(self, tokens: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """What the output's product reads (batch, context, hidden), and what the MoE layers did."""
         angles = rotary_angles(tokens.shape[1], self.head_size, tokens.device)
         cos, sin = angles.cos(), angles.sin()
         x = self.embedding(tokens)
@@ -158,7 +167,7 @@ class LanguageModel(nn.Module):
         for block in self.blocks:
             x, moe_input = block(x, cos, sin)
             moe_inputs.append(moe_input)
-        return F.linear(self.norm(x), self.embedding.weight), moe_inputs
+        return self.norm(x), moe_inputs
 
     def move_selection_biases(self, rate: float) -> None:
         """`MoE.balance` of every layer whose router has a selection bias."""
