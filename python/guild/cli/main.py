@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from guild.bench.presets import CPU_SHAPES, PRESETS
+from guild.bench.presets import CPU_SHAPES, MORE_PRESETS, NAMED, PRESETS
 from guild.train.interrupt import INTERRUPTED
 from guild.train.settings import CHOICES, Settings
 
@@ -174,6 +174,12 @@ def _add_modes(bench: argparse.ArgumentParser) -> None:
         "rounding to the nearest tile and with dropping",
     )
     mode.add_argument(
+        "--decode",
+        action="store_true",
+        help="time the layer without gradients on few tokens, in CUDA graphs over several sets of "
+        "weights, beside its floor: the bytes of the experts hit at the read rate of the same run",
+    )
+    mode.add_argument(
         "--sweep",
         type=int,
         metavar="N",
@@ -185,11 +191,37 @@ def _add_modes(bench: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="print a recorded benchmark's tables in Markdown; with --out draw it too",
     )
+    _add_decode(group)
     group.add_argument("--bias", action="store_true", help="with --steps: experts with biases")
     group.add_argument(
         "--quack",
         action="store_true",
         help="with --steps: time the installed QuACK's products in place of recorded figures",
+    )
+
+
+def _add_decode(group: argparse._ArgumentGroup) -> None:
+    """Options of --decode alone."""
+    group.add_argument(
+        "--tokens",
+        metavar="A,B",
+        help="with --decode: tokens of a call (1 to 4096 on a GPU, 1,4,16 on the CPU; of a shape "
+        "of your own its T)",
+    )
+    group.add_argument(
+        "--parts",
+        metavar="A,B",
+        help="with --decode: some of experts (ids and weights given) and layer (with the router); "
+        "both",
+    )
+    group.add_argument(
+        "--peer",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="with --decode: a Python file whose decode_candidates(layers, part) gives more "
+        "candidates by name; may be repeated",
     )
 
 
@@ -200,10 +232,10 @@ def _add_what(bench: argparse.ArgumentParser) -> None:
         "--preset",
         action="append",
         default=[],
-        choices=[*PRESETS, *CPU_SHAPES, "all"],
+        choices=[*NAMED, "all"],
         metavar="NAME",
-        help=f"{', '.join(PRESETS)}, all; for the CPU {', '.join(CPU_SHAPES)}; may be repeated "
-        "(all on a GPU, the latter two on the CPU)",
+        help=f"{', '.join(PRESETS)}, all; more by name: {', '.join(MORE_PRESETS)}; for the CPU "
+        f"{', '.join(CPU_SHAPES)}; may be repeated (all on a GPU, the latter two on the CPU)",
     )
     add(
         "--thiek",
@@ -228,12 +260,14 @@ def _add_what(bench: argparse.ArgumentParser) -> None:
         "--routing",
         metavar="A,B",
         help="how rows spread over experts: some of balanced, random, zipf, or all (random); "
-        "several are timed in the same rounds and compared per row with balanced",
+        "several are timed in the same rounds and compared per row with balanced; with --decode of "
+        "random, zipf, hot (one expert for every token), same (the same experts for all tokens)",
     )
     add(
         "--candidates",
         metavar="A,B",
-        help="of guild, bound, compiled, eager (GPU), plain (CPU); all that the device has",
+        help="of guild, bound, compiled, eager (GPU), plain (CPU), with --decode of guild, torch; "
+        "all that the device has",
     )
     add(
         "--num-sms",
