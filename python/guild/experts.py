@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from guild._torch import layer_operator  # noqa: F401 - registers the gradients
 from guild._torch.checks import (
     MOST_EXPERTS,
     expect_device,
     expect_dims,
     expect_flag,
+    expect_free,
     expect_indices,
     expect_like,
     expect_offsets,
@@ -19,6 +19,7 @@ from guild._torch.checks import (
     expect_tensor,
 )
 from guild._torch.layer_arguments import Halves, layer_arguments
+from guild._torch.layer_operator import moe_forward_out, moe_layer_out
 from guild._torch.operators import autocast, ops, score_dtype
 from guild.activations import Activation, is_interleaved
 from guild.routing import Router, token_arguments
@@ -45,6 +46,8 @@ def routed_experts(
     residual: Tensor | None = None,
     recompute: bool = False,
     weight_gradients: WeightGradients | None = None,
+    out: Tensor | None = None,
+    expert_map: Tensor | None = None,
 ) -> Tensor:
     """Every token through its chosen experts, summed with its weights.
 
@@ -93,6 +96,13 @@ def routed_experts(
     weight_gradients : WeightGradients, optional
         Where the weights' and biases' gradients go, and when; autograd's `.grad` in backward unless
         given. The weights are then parameters themselves, and b_up is one tensor.
+    out : torch.Tensor, optional
+        (T, H) in the result's dtype, rows of contiguous columns: written to, and returned. It has
+        no gradient: an error where one is wanted, unless under no_grad(). It shares no memory with
+        what is read.
+    expert_map : torch.Tensor, optional
+        int32 (E of all ranks): topk_ids are places in it, and its values the places of the experts
+        in these weights, or -1 for experts of other ranks, whose slots are skipped.
 
     Returns
     -------
@@ -124,6 +134,8 @@ def routed_experts(
         residual,
         recompute,
         weight_gradients,
+        out,
+        expert_map,
     )[0]
 
 
@@ -142,6 +154,8 @@ def routed_experts_and_offsets(
     residual: Tensor | None = None,
     recompute: bool = False,
     weight_gradients: WeightGradients | None = None,
+    out: Tensor | None = None,
+    expert_map: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`routed_experts`, and the int32 (E + 1) offsets of the sorted rows."""
     expect_dims("x", x, 2, what="(tokens, hidden)")
@@ -167,11 +181,16 @@ def routed_experts_and_offsets(
     expect_device("topk_weights", topk_weights, x)
     if not topk_weights.is_floating_point():
         raise TypeError(f"topk_weights: expected a floating dtype, got {topk_weights.dtype}")
+    topk_ids = _local_ids(topk_ids, expert_map)
     given = w_up, w_down, b_up, b_down
     x, *layer, gradient = layer_arguments(x, *given, activation, order, transposed, routed=True)
     residual = _residual(residual, x)
     scores = topk_weights.to(score_dtype(x.dtype)).contiguous()
     ids = topk_ids.contiguous()
+    if out is not None:
+        slots = {"topk_ids": ids, "topk_weights": scores, "token_offsets": token_offsets}
+        _expect_out(out, x, layer, residual=residual, **slots)
+        return out, moe_forward_out(x, *slots.values(), residual, *layer, out)
     keep = torch.is_grad_enabled() and (gradient or scores.requires_grad)
     if keep and weight_gradients is not None:
         parameters = _parameters(weight_gradients, *given, order)
@@ -199,6 +218,7 @@ def routed_layer(
     weight_gradients: WeightGradients | None,
     order: str,
     transposed: bool,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`route_tokens` and `routed_experts_and_offsets` as one op, of which x gets one gradient."""
     _expect_later(recompute, weight_gradients)
@@ -206,6 +226,10 @@ def routed_layer(
     given = w_up, w_down, b_up, b_down
     x, *layer, gradient = layer_arguments(x, *given, activation, order, transposed, routed=True)
     residual = _residual(residual, x)
+    if out is not None:
+        _expect_out(out, x, layer, residual=residual, **{"router.weight": router_weight})
+        w_up, _, *rest = layer
+        return out, moe_layer_out(*tokens, residual, w_up, *rest, out)
     keep = torch.is_grad_enabled() and (gradient or router_weight.requires_grad)
     if keep and weight_gradients is not None:
         parameters = _parameters(weight_gradients, *given, order)
@@ -220,6 +244,27 @@ def _expect_later(recompute: bool, weight_gradients: WeightGradients | None) -> 
     expect_flag("recompute", recompute)
     if weight_gradients is not None:
         expect_sink(weight_gradients)
+
+
+def _local_ids(topk_ids: Tensor, expert_map: Tensor | None) -> Tensor:
+    """The places of the slots' experts in the weights at hand; -1 where they are not there."""
+    if expert_map is None:
+        return topk_ids
+    expect_dims("expert_map", expert_map, 1, what="(experts of all ranks,)")
+    expect_indices("expert_map", expert_map, topk_ids, torch.int32, x_name="topk_ids")
+    if not expert_map.numel():
+        raise ValueError("expert_map: expected at least one expert, got shape (0,)")
+    known = topk_ids.clamp(0, expert_map.numel() - 1)
+    return expert_map[known].masked_fill(topk_ids != known, -1)
+
+
+def _expect_out(out: Tensor, x: Tensor, layer: list, **operands: Tensor | None) -> None:
+    """Raise unless the layer's output can be written to out."""
+    expect_shape("out", out, tuple(x.shape), "(tokens, hidden)")
+    expect_like("out", out, x)
+    expect_rows("out", out)
+    names = "w_up", "w_up[0] (gate)", "w_down", "b_up", "b_down"
+    expect_free(out, {"x": x, **dict(zip(names, layer, strict=False)), **operands})
 
 
 def _residual(residual: Tensor | None, x: Tensor) -> Tensor | None:

@@ -75,6 +75,19 @@ def layer_tokens(
     return flat, token_mask
 
 
+def output_rows(out: Tensor, x: Tensor) -> Tensor:
+    """The caller's tensor for a layer's output, as (tokens, hidden).
+
+    Raises TypeError or ValueError unless it has x's shape, and such a view.
+    """
+    expect_shape("out", out, tuple(x.shape), "the shape of x")
+    if out.dim() == 2:
+        return out
+    if not out.is_contiguous():
+        raise ValueError(f"out: expected a contiguous tensor, got strides {out.stride()}")
+    return out.view(x.shape[:-1].numel(), x.shape[-1])
+
+
 def router_operands(x: Tensor, router: nn.Module, experts: int) -> tuple[Tensor, Tensor]:
     """x (tokens, hidden) and the router's weight as the product takes them.
 

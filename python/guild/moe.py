@@ -14,7 +14,6 @@ from guild._torch.checks import (
     dtype_name,
     expect_choice,
     expect_count,
-    expect_device,
     expect_dtype,
     expect_flags,
     expect_shape,
@@ -22,14 +21,16 @@ from guild._torch.checks import (
 from guild.activations import Activation, as_activation, is_interleaved
 from guild.balancing import BalanceSums, balance_sums, move_selection_bias
 from guild.experts import routed_experts_and_offsets, routed_layer
+from guild.layer_inference import quick_output
 from guild.layer_routing import (
     Routing,
     layer_tokens,
     outlives_call,
+    output_rows,
     rounded_lists,
     router_operands,
 )
-from guild.logits import RouterLinear, selection_bias_of
+from guild.logits import RouterLinear, expected_selection_bias
 from guild.routing import Router, route_logits, route_tokens
 from guild.shared_experts import SharedExperts, shared_width
 from guild.weight_gradients import WeightGradients, expect_sink
@@ -188,7 +189,12 @@ class MoE(nn.Module):
                 module.reset_parameters()
 
     def forward(
-        self, x: Tensor, token_mask: Tensor | None = None, *, return_routing: bool = False
+        self,
+        x: Tensor,
+        token_mask: Tensor | None = None,
+        *,
+        return_routing: bool = False,
+        out: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Routing]:
         """The layer's output.
 
@@ -202,6 +208,9 @@ class MoE(nn.Module):
             as is its gradient, whatever gradient comes in there.
         return_routing : bool
             Return (out, `Routing`). Costs the float32 logits.
+        out : torch.Tensor, optional
+            x's shape in the result's dtype, contiguous: written to, and returned; see
+            `routed_experts`.
 
         Returns
         -------
@@ -211,10 +220,16 @@ class MoE(nn.Module):
         Raises
         ------
         TypeError, ValueError
-            If the shape, dtype or device of x or token_mask does not fit, or a router of yours
+            If the shape, dtype or device of x, token_mask or out does not fit, or a router of yours
             returns something else than logits.
         """
+        if token_mask is None and out is None and not return_routing:
+            found = quick_output(self, x)
+            if found is not None:
+                out, self.__dict__["_offsets"] = found  # Module.__setattr__ takes its time
+                return out
         flat, token_mask = layer_tokens(x, token_mask, self.hidden, self.w_up)
+        into = None if out is None else output_rows(out, x)
         shared = None if self.shared is None else self.shared(flat)
         if shared is not None and token_mask is not None:  # nor does its output's gradient count
             shared = shared.masked_fill(~token_mask[:, None], 0)
@@ -223,9 +238,10 @@ class MoE(nn.Module):
         if self._routes_in_one() and not return_routing:
             flat, weight = router_operands(flat, self.router, self.experts)
             router = self.top_k, self.routing, self._selection_bias(), token_mask
-            out, offsets = routed_layer(flat, weight, *router, *weights, shared, *later, *layout)
+            rest = shared, *later, *layout, into
+            rows, offsets = routed_layer(flat, weight, *router, *weights, *rest)
             self._keep_offsets(offsets)
-            return out.view(x.shape)
+            return rows.view(x.shape) if out is None else out
         logits = None
         if return_routing or self._keeps_logits() or not self._is_router_plain():
             logits = self._logits(flat)
@@ -234,10 +250,10 @@ class MoE(nn.Module):
         if self.routing.applied_to == "input":
             rows, row_scores = (flat * scores).to(flat.dtype), torch.ones_like(scores)
         tokens = rows, ids, row_scores
-        rest = token_offsets, shared, *later
-        out, offsets = routed_experts_and_offsets(*tokens, *weights, *layout, *rest)
+        rest = token_offsets, shared, *later, into
+        rows, offsets = routed_experts_and_offsets(*tokens, *weights, *layout, *rest)
         self._keep_offsets(offsets)
-        out = out.view(x.shape)
+        out = rows.view(x.shape) if out is None else out
         if not return_routing:
             return out
         if token_offsets is None:
@@ -275,15 +291,7 @@ class MoE(nn.Module):
     def _selection_bias(self) -> Tensor | None:
         if not self.routing.selection_bias:
             return None
-        bias = selection_bias_of(self.router)
-        if bias is None:
-            raise ValueError(
-                "router.selection_bias: expected a buffer (experts,), as Router(selection_bias="
-                f"True) asks for, got a {type(self.router).__name__} without one"
-            )
-        expect_shape("router.selection_bias", bias, (self.experts,), "(experts,) of the layer")
-        expect_device("router.selection_bias", bias, self.w_up, "w_up")
-        return bias
+        return expected_selection_bias(self.router, self.experts, self.w_up)
 
     def _route(
         self, x: Tensor, logits: Tensor | None, token_mask: Tensor | None, shape: torch.Size

@@ -58,6 +58,17 @@ void define_layers(Library& m) {
       ", bool interleaved, bool transposed, bool keep) -> (Tensor o, Tensor h, Tensor offsets, "
       "Tensor row_token, Tensor slot_row, Tensor row_score)");
   m.def(
+      "moe_forward_out(Tensor x, Tensor ids, Tensor scores, Tensor? token_offsets, Tensor? "
+      "residual, Tensor w_up, Tensor? w_gate, Tensor w_down, Tensor? b_up, Tensor? "
+      "b_down, " GUILD_ACTIVATION
+      ", bool interleaved, bool transposed, Tensor(a!) out) -> Tensor offsets");
+  m.def(
+      "moe_layer_out(Tensor x, Tensor router, Tensor? selection_bias, Tensor? token_mask, int "
+      "top_k, int score, bool renormalize, float scale, int groups, int top_groups, float "
+      "sum_floor, int group_score, Tensor? residual, Tensor w_up, Tensor w_down, Tensor? b_up, "
+      "Tensor? b_down, " GUILD_ACTIVATION
+      ", bool interleaved, bool transposed, Tensor(a!) out) -> Tensor offsets");
+  m.def(
       "moe_backward(Tensor dout, Tensor x, Tensor h, Tensor offsets, Tensor row_token, Tensor "
       "slot_row, Tensor row_score, Tensor? token_offsets, Tensor w_up, Tensor? w_gate, Tensor "
       "w_down, Tensor? b_down, " GUILD_ACTIVATION
@@ -129,6 +140,8 @@ void implement(Library& m) {
   m.impl("balance_sums_backward", TORCH_BOX(&balance_sums_backward));
   m.impl("sort_by_expert", TORCH_BOX(&sort_by_expert));
   m.impl("moe_forward", TORCH_BOX(&moe_forward));
+  m.impl("moe_forward_out", TORCH_BOX(&moe_forward_out));
+  m.impl("moe_layer_out", TORCH_BOX(&moe_layer_out));
   m.impl("moe_backward", TORCH_BOX(&moe_backward));
   m.impl("experts_forward", TORCH_BOX(&experts_forward));
   m.impl("experts_backward", TORCH_BOX(&experts_backward));

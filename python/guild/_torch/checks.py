@@ -176,6 +176,27 @@ def _run(t: Tensor) -> int:
     return t.element_size() * (1 + sum(size - 1 for size, stride in strides if stride == 1))
 
 
+def expect_free(out: Tensor, operands: dict[str, Tensor | None]) -> None:
+    """Raise unless out can be written to: nobody's memory but its own, and no gradient."""
+    given = {name: t for name, t in operands.items() if t is not None}
+    if torch.is_grad_enabled():
+        for name, tensor in {**given, "out": out}.items():
+            if tensor.requires_grad:
+                raise ValueError(
+                    f"out: expected None where a gradient is wanted, as {name} wants one (or call "
+                    "under torch.no_grad())"
+                )
+    if torch.compiler.is_compiling():  # no memory yet
+        return
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            "out: expected None under torch.func's transforms, which do not see writes to it"
+        )
+    expect_own_elements("out", out)
+    for name, tensor in given.items():
+        expect_apart("out", out, name, tensor)
+
+
 def expect_logits(logits: Tensor) -> None:
     """Raise unless it is a (tokens, experts) matrix of a floating dtype."""
     expect_dims("logits", logits, 2, what="(tokens, experts)")
