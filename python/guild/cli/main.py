@@ -1,4 +1,4 @@
-"""The `guild` command: `train`, `bench` and `info`.
+"""The `guild` command: `train`, `generate`, `bench` and `info`.
 
 Only what parsing needs is imported here; torch and matplotlib follow when a command runs, so that
 `guild --help` answers at once.
@@ -68,6 +68,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"guild {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_train(commands)
+    _add_generate(commands)
     _add_bench(commands)
     commands.add_parser(
         "info", help="what was built and what this machine can run", formatter_class=_Formatter
@@ -116,6 +117,32 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
             metavar={int: "N", float: "X"}.get(type(value)),
             help=f"{_SETTING_HELP[name]} ({value})",
         )
+
+
+def _add_generate(commands: argparse._SubParsersAction) -> None:
+    generate = commands.add_parser(
+        "generate",
+        help="continue a text with the model that guild train left",
+        description="Continue a text with the checkpoint of a training run, byte by byte, with a "
+        "key-value cache and, on a GPU, one CUDA graph a byte. The text goes to standard output, "
+        "the speed to standard error.",
+        formatter_class=_Formatter,
+    )
+    add = generate.add_argument
+    add("run", type=Path, metavar="RUN", help="the folder that guild train wrote (runs/train)")
+    add("--prompt", metavar="TEXT", help="what to continue (the trainer's own prompt)")
+    add("--tokens", type=int, default=320, metavar="N", help="bytes to write (320)")
+    add(
+        "--temperature",
+        type=float,
+        default=0.6,
+        metavar="X",
+        help="what logits are divided by; 0 takes the most likely byte (0.6)",
+    )
+    add("--top-k", type=int, default=0, metavar="N", help="choose among the N most likely (all)")
+    add("--seed", type=int, default=0, metavar="N", help="of the choices (0)")
+    add("--device", default="auto", metavar="NAME", help="auto, cpu, cuda or cuda:<index> (auto)")
+    add("--threads", type=int, metavar="N", help="CPU threads (as many as cores)")
 
 
 def _add_bench(commands: argparse._SubParsersAction) -> None:
@@ -301,6 +328,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from .train_command import run_train
 
             return run_train(args)
+        if args.command == "generate":
+            from .generate_command import run_generate
+
+            return run_generate(args)
         if args.command == "bench":
             from .bench_command import run_bench
 

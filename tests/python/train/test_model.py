@@ -11,7 +11,6 @@ import torch
 import guild
 from guild.train.corpus import load_corpus, source_files, standard_library
 from guild.train.learner import Learner
-from guild.train.model import generate
 from guild.train.plain_moe import PlainMoE
 from guild.train.settings import Settings
 from oracle.experts import Experts
@@ -135,17 +134,6 @@ def test_imbalance_is_one_for_an_even_load() -> None:
     block.moe.router.weight.data[0] = 100 * x[0]
     block.moe.expert_counts = torch.tensor([16, 0, 0, 0])
     assert block.imbalance(x[:1]).item() == pytest.approx(4.0)
-
-
-def test_generate_depends_on_the_seed_alone() -> None:
-    model = model_of()
-    text = generate(model, b"def ", 20, 16, seed=3)
-    assert text[:4] == b"def "
-    assert len(text) == 24
-    assert generate(model, b"def ", 20, 16, seed=3) == text
-    assert generate(model, b"def ", 20, 16, seed=4) != text
-    cold = generate(model, b"def ", 6, 16, seed=0, temperature=1e-4)
-    assert cold == generate(model, b"def ", 6, 64, seed=9, temperature=1e-4)  # padding is not read
 
 
 def test_plain_layer_is_the_sum_over_choices() -> None:
