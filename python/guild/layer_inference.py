@@ -60,7 +60,7 @@ def quick_output(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
         return None
     shared = None if layer.shared is None else layer.shared(flat)
     weights = w_up, w_down, layer.b_up, layer.b_down
-    out = flat.new_empty(flat.shape)
+    out = torch.empty_like(flat, memory_format=torch.contiguous_format)
     try:
         with torch._C._AutoDispatchBelowADInplaceOrView():  # out is new: nobody keeps its version
             offsets = _moe_layer_out(

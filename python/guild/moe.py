@@ -270,7 +270,8 @@ class MoE(nn.Module):
 
     def _is_router_plain(self) -> bool:
         """Whether calling the router would be the product x weight^T and nothing besides."""
-        return isinstance(self.router, RouterLinear) and self.router.is_plain()
+        router = self._modules.get("router")  # past __getattr__, which takes its time
+        return isinstance(router, RouterLinear) and router.is_plain()
 
     def _routes_in_one(self) -> bool:
         """Whether router and experts can be one op: nobody else needs what is between them."""

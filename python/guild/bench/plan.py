@@ -115,9 +115,10 @@ def _names(option: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _tokens(args: argparse.Namespace, on_gpu: bool) -> tuple[int, ...]:
-    """Numbers of tokens at decode; none where shapes of the user's own say theirs."""
+    """Numbers of tokens at decode; none where there are only shapes that say theirs."""
     if not args.tokens:
-        return () if args.thiek else DECODE_TOKENS if on_gpu else _CPU_TOKENS
+        own = args.thiek and not args.preset
+        return () if own else DECODE_TOKENS if on_gpu else _CPU_TOKENS
     try:
         tokens = tuple(dict.fromkeys(int(part) for part in args.tokens.split(",")))
     except ValueError:

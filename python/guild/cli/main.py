@@ -162,7 +162,7 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
         type=float,
         metavar="X",
         help="least time of a candidate's pass in a round (0.5 on a GPU, 0.2 on the CPU; "
-        "of a step and with --rounding 0.2 and 0.05)",
+        "of a step and with --rounding 0.2 and 0.05, with --sweep and --decode 0.1 and 0.02)",
     )
     how.add_argument(
         "--calls", type=int, metavar="N", help="calls in a round, in place of --seconds"
@@ -173,7 +173,7 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
         "--out",
         type=Path,
         metavar="DIR",
-        help="write what was measured there, as JSON; for layers a plot too",
+        help="write what was measured there, as JSON; for layers and --decode a plot too",
     )
     results.add_argument("--json", action="store_true", help="print JSON in place of the table")
 
