@@ -6,7 +6,7 @@
 
 PY := .venv/bin/python
 ARGS ?=
-STEPS := style headers ptxas cpp python sanitize example wheel
+STEPS := style headers docs ptxas cpp python sanitize example wheel
 
 .PHONY: help train test bench info build $(STEPS) format setup-run setup-test clean
 
@@ -16,8 +16,10 @@ help:
 	@echo 'make bench      time the layer beside PyTorch; ARGS="--preset qwen30b" on a GPU'
 	@echo 'make info       what was built and what this machine can run'
 	@echo 'make build      build for this machine, into build/run'
+	@echo 'make wheel      build wheel and sdist into dist/ and try them; ARGS=--all-torches'
+	@echo 'make docs       the documents as a site, into build/site'
 	@echo 'make format     format the C++ and Python sources'
-	@echo 'make clean      remove build/; runs/ and .venv stay'
+	@echo 'make clean      remove build/; runs/, dist/ and .venv stay'
 	@echo 'steps of make test, each runnable alone: $(STEPS)'
 	@echo 'variables: ARGS (passed on to guild), JOBS, PYTHON, CXX, CUDACXX, GUILD_CMAKE_ARGS'
 
@@ -40,13 +42,13 @@ test: setup-test
 	@$(PY) scripts/steps.py all
 
 $(STEPS): setup-test
-	@$(PY) scripts/steps.py $@
+	@$(PY) scripts/steps.py $@ $(if $(filter wheel,$@),$(ARGS))
 
 format: setup-test
 	@find include src tests examples -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o \
 	  -name '*.cuh' | xargs .venv/bin/clang-format -i
-	@.venv/bin/ruff check --quiet --fix python scripts tests examples cmake
-	@.venv/bin/ruff format --quiet python scripts tests examples cmake
+	@.venv/bin/ruff check --quiet --fix python scripts tests examples cmake docs/conf.py
+	@.venv/bin/ruff format --quiet python scripts tests examples cmake docs/conf.py
 
 setup-run:
 	@scripts/setup.sh run

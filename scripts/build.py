@@ -22,7 +22,7 @@ from machine import (
     VENV_PYTHON,
     find_gtest,
     find_nvcc,
-    has_hopper,
+    has_supported_gpu,
     say,
     stop,
 )
@@ -43,7 +43,7 @@ def options(kind: str) -> dict[str, str]:
         "GUILD_TESTS": on(kind != "run" and find_gtest()),
         "GUILD_WERROR": on(kind != "run"),
     }
-    with_cuda = nvcc and (kind == "test" or (kind == "run" and has_hopper()))
+    with_cuda = nvcc and (kind == "test" or (kind == "run" and has_supported_gpu()))
     chosen["GUILD_CUDA"] = on(with_cuda)
     if with_cuda:
         chosen["CMAKE_CUDA_COMPILER"] = nvcc

@@ -1,4 +1,4 @@
-"""What this machine offers: an nvcc, a Hopper GPU, packages through apt.
+"""What this machine offers: an nvcc, a GPU for the kernels, packages through apt.
 
 Standard library only, so that it runs before anything is installed.
 """
@@ -6,6 +6,7 @@ Standard library only, so that it runs before anything is installed.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -33,10 +34,15 @@ def find_nvcc() -> str | None:
     return next((found for name in candidates if name and (found := shutil.which(name))), None)
 
 
-def has_hopper() -> bool:
-    """Whether a GPU of compute capability 9.0 is here: the kernels are sm_90a machine code."""
+def compute_capability() -> str:
+    """What the kernels are built for, as CMakeLists.txt says."""
+    return re.search(r"set\(compute_capability (\S+)\)", (ROOT / "CMakeLists.txt").read_text())[1]
+
+
+def has_supported_gpu() -> bool:
+    """Whether a GPU is here that the kernels run on."""
     query = ("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
-    return "9.0" in output(*query).split()
+    return compute_capability() in output(*query).split()
 
 
 def output(*command: str) -> str:

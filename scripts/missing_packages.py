@@ -1,8 +1,8 @@
 """Prints which of the project's Python requirements this environment lacks, one a line.
 
-Run by the Python of .venv, with the names of requirement groups: `run` for the package's
-own dependencies, else the name of a dependency group in pyproject.toml. A package of the outer
-Python counts when it lies in the range; one in .venv itself must have the pinned version.
+Run by the Python of .venv, with the names of requirement groups: `run` for the dependencies of the
+package and of its commands, else the name of a dependency group in pyproject.toml. A package of the
+outer Python counts when it lies in the range; one in .venv itself must have the pinned version.
 """
 
 from __future__ import annotations
@@ -42,10 +42,13 @@ def is_met(wanted: Requirement, pin: Requirement | None) -> bool:
 def main() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     pins = read_pins((ROOT / "scripts/pins.txt").read_text())
-    groups = project["dependency-groups"] | {"run": project["project"]["dependencies"]}
+    package = project["project"]
+    run = package["dependencies"] + package["optional-dependencies"]["cli"]
+    groups = project["dependency-groups"] | {"run": run}
     for group in sys.argv[1:]:
         for wanted in map(Requirement, groups[group]):
-            if not is_met(wanted, pins.get(wanted.name.lower())):
+            is_for_us = not wanted.marker or wanted.marker.evaluate()
+            if is_for_us and not is_met(wanted, pins.get(wanted.name.lower())):
                 print(wanted)
 
 

@@ -25,15 +25,15 @@ from machine import (
     apt_unpack,
     find_gtest,
     find_nvcc,
-    has_hopper,
+    has_supported_gpu,
     output,
     say,
     stop,
 )
+from torch_install import install_torch
 
 PINS = ROOT / "scripts/pins.txt"
 PIP = [str(VENV_PYTHON), "-m", "pip", "--disable-pip-version-check", "-q"]
-TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
 def outer_torch() -> bool:
@@ -119,19 +119,11 @@ def venv_packages() -> Path:
     return next(VENV.glob("lib/python3*/site-packages"))
 
 
-def install_torch() -> None:
-    """Install torch: the CPU build, a tenth of the size, where there is no NVIDIA GPU."""
+def install_pinned_torch() -> None:
+    """Install the torch of scripts/pins.txt."""
     pin = next(line for line in PINS.read_text().splitlines() if line.startswith("torch=="))
     say(f"  installing {pin} (this is the large one)")
-    install = [*PIP, "install", "-c", str(PINS)]
-    if not shutil.which("nvidia-smi"):
-        quiet = {"stderr": subprocess.DEVNULL}
-        cpu = [*install, "--retries", "0", "--timeout", "20", f"{pin}+cpu"]
-        if subprocess.run(cpu, **quiet).returncode == 0:
-            return
-        if subprocess.run([*cpu, "--extra-index-url", TORCH_CPU_INDEX], **quiet).returncode == 0:
-            return
-    if subprocess.run([*install, pin]).returncode:
+    if not install_torch([*PIP, "install", "-c", str(PINS)], pin):
         stop("torch could not be installed: see pip's message above. Any torch >= 2.10 will do.")
 
 
@@ -139,7 +131,7 @@ def install_packages(groups: list[str]) -> None:
     """Install what the requirement groups still lack, at the pinned versions."""
     missing = missing_packages(*groups)
     if any(line.startswith("torch") for line in missing):
-        install_torch()
+        install_pinned_torch()
         missing = missing_packages(*groups)
     headers = missing_packages(*(g for g in groups if g.endswith("headers")))
     plain = [line for line in missing if line not in headers]
@@ -198,9 +190,11 @@ def main() -> None:
     else:
         make_venv()
     groups = ["run", "build", "headers"] + (["test", "style"] if is_test else [])
-    needs_cuda = find_nvcc() and (is_test or has_hopper())
+    needs_cuda = find_nvcc() and (is_test or has_supported_gpu())
     if needs_cuda and not os.environ.get("GUILD_CUTLASS_DIR"):
         groups.append("cuda-headers")
+    if is_test:
+        groups += ["wheel", "docs"]
     install_packages(groups)
     link_package()
     if is_test:

@@ -2,6 +2,7 @@
 
     steps.py all          every step in order; a failed one does not stop the others
     steps.py style cpp    these, building first if one needs it
+    steps.py wheel --all-torches    options go on to the one step named
 
 Each step's output goes to the screen and to build/logs/STEP.log. A step that this machine cannot
 run is reported as skipped, with the reason.
@@ -19,7 +20,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import IO
 
-from machine import ROOT, VENV, VENV_PYTHON, find_gtest, find_nvcc, has_hopper, say
+from machine import (
+    ROOT,
+    VENV,
+    VENV_PYTHON,
+    compute_capability,
+    find_gtest,
+    find_nvcc,
+    has_supported_gpu,
+    say,
+)
 
 PYTHON = str(VENV_PYTHON)
 LOGS = ROOT / "build/logs"
@@ -49,7 +59,7 @@ def cpp_files() -> list[str]:
 
 def style() -> list[list[str]]:
     folders = ("python", "scripts", "tests", "examples", "bench", "cmake")
-    python = [folder for folder in folders if (ROOT / folder).exists()]
+    python = [*(folder for folder in folders if (ROOT / folder).exists()), "docs/conf.py"]
     return [
         ["clang-format", "--dry-run", "-Werror", *cpp_files()],
         ["ruff", "check", "--quiet", *python],
@@ -92,9 +102,18 @@ def no_nvcc() -> str:
     return "" if find_nvcc() else "no nvcc on this machine"
 
 
+def old_python() -> str:
+    return "" if sys.version_info >= (3, 11) else "Sphinx 9 needs Python 3.11"
+
+
 STEPS = {
     "style": Step("clang-format, ruff, sizes and names", style, independent=True),
     "headers": Step("every public header compiles alone", headers, independent=True),
+    "docs": Step(
+        "the documents' site builds without a warning",
+        lambda: [[PYTHON, "scripts/docs_site.py"]],
+        obstacle=old_python,
+    ),
     "build": Step("everything that compiles here", lambda: [[PYTHON, "scripts/build.py", "test"]]),
     "ptxas": Step(
         "no CUDA kernel spills or serialises wgmma",
@@ -118,22 +137,22 @@ STEPS = {
     "sanitize": Step("C++ tests under ASan and UBSan", sanitize, obstacle=no_gtest),
     "example": Step("C++ example through find_package(guild)", example, needs_build=True),
     "wheel": Step(
-        "the wheel builds and works on its own",
+        "the wheel and the sdist build and work on their own",
         lambda: [[PYTHON, "scripts/check_wheel.py"]],
         needs_build=True,
     ),
 }
 
 
-def run(name: str) -> str:
-    """Run one step; returns "passed", "FAILED" or "skipped"."""
+def run(name: str, options: list[str]) -> str:
+    """Run one step, its last command with the options; returns "passed", "FAILED" or "skipped"."""
     step = STEPS[name]
     say(f"\n== {name}: {step.title}")
     if reason := step.obstacle():
         say(f"SKIPPED: {reason}")
         return "skipped"
-    if step.has_gpu_cases and not has_hopper():
-        say("no GPU of compute capability 9.0 here: the GPU cases are skipped")
+    if step.has_gpu_cases and not has_supported_gpu():
+        say(f"no GPU of compute capability {compute_capability()} here: the GPU cases are skipped")
     environment = os.environ | {
         "PATH": f"{VENV / 'bin'}:{os.environ['PATH']}",
         "GUILD_LIBRARY": str(LIBRARY),
@@ -143,7 +162,8 @@ def run(name: str) -> str:
     LOGS.mkdir(parents=True, exist_ok=True)
     result = "passed"
     with open(LOGS / f"{name}.log", "w") as log:
-        for command in step.commands():
+        *before, last = step.commands()
+        for command in [*before, [*last, *options]]:
             if run_command(command, environment, log):
                 result = "FAILED"
                 if not step.independent:
@@ -170,7 +190,12 @@ def closing_lines(name: str) -> list[str]:
 
 
 def main() -> int:
-    names = list(STEPS) if sys.argv[1:] == ["all"] else sys.argv[1:]
+    options = [word for word in sys.argv[1:] if word.startswith("--")]
+    names = [word for word in sys.argv[1:] if word not in options]
+    if options and len(names) != 1 or options and names == ["all"]:
+        say(f"steps.py: expected one step that {' '.join(options)} is for, got {names}")
+        return 2
+    names = list(STEPS) if names == ["all"] else names
     if unknown := [n for n in names if n not in STEPS] or not names:
         say(f"steps.py: unknown step {unknown}; there are {', '.join(STEPS)}, all")
         return 2
@@ -182,7 +207,8 @@ def main() -> int:
     results: dict[str, tuple[str, float]] = {}
     for name in names:
         began = time.monotonic()
-        results[name] = run(name), time.monotonic() - began
+        given = options if name == names[-1] else []
+        results[name] = run(name, given), time.monotonic() - began
     say(f"\n== summary, {(time.monotonic() - start) / 60:.1f} min")
     for name, (result, seconds) in results.items():
         say(f"{name:10} {result:8} {seconds:6.0f} s  {STEPS[name].title}")

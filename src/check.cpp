@@ -46,6 +46,16 @@ void check_up_weight(GatedWeight<W> const& w, Sizes const& s, bool gated, char c
   if (gated) check_weight(w.up, s.experts, s.intermediate, s.hidden, up_name, output);
 }
 
+void check_term(ConstRows const& t, Sizes const& s, int64_t rank) {
+  check_size(rank, 0, kMostColumns, "low_rank.rank");
+  if (rank > 0) check_rows(t, s.rows(), rank, "low_rank.t");
+}
+
+void check_low_rank(LowRankTerm<ConstWeight> const& term, Sizes const& s, int64_t out) {
+  check_term(term.t, s, term.rank);
+  if (term.rank > 0) check_weight(term.b, s.experts, out, term.rank, "low_rank.b", false);
+}
+
 void check_workspace(void const* workspace, int64_t bytes) {
   require(workspace != nullptr || bytes == 0, "workspace: expected ", bytes, " bytes, got null");
 }
@@ -63,6 +73,11 @@ void check(UpProjection const& x) {
   check_optional_rows(x.bias, width(s, gated), "b_up");
   check_optional_rows(x.h, width(s, gated), "h");
   check_rows(x.a, s.rows(), s.intermediate, "a");
+  check_term(x.low_rank.t, s, x.low_rank.rank);
+  if (x.low_rank.rank == 0) return;
+  Sizes narrow = s;
+  narrow.hidden = x.low_rank.rank;
+  check_up_weight(x.low_rank.b, narrow, gated, "low_rank.b.gate", "low_rank.b.up", false);
 }
 
 void check(DownProjection const& x) {
@@ -72,6 +87,7 @@ void check(DownProjection const& x) {
   check_weight(x.w_down, s.experts, s.hidden, s.intermediate, "w_down", false);
   check_optional_rows(x.bias, s.hidden, "b_down");
   check_rows(x.y, s.rows(), s.hidden, "y");
+  check_low_rank(x.low_rank, s, s.hidden);
 }
 
 void check(Combine const& x) {
@@ -102,6 +118,9 @@ void check(DownGradient const& x) {
   check_rows(x.h, s.rows(), width(s, gated), "h");
   check_rows(x.dh, s.rows(), width(s, gated), "dh");
   check_optional_rows(x.a_scaled, s.intermediate, "a_scaled");
+  check_low_rank(x.low_rank, s, s.intermediate);
+  require(x.low_rank.rank == 0 || x.db_down.data == nullptr,
+          "db_down: expected null with a low-rank term, got a pointer");
   if (!wants_biases(x)) return;
   check_gradient_dtype(x.db_dtype, x.dtype, "db_dtype");
   check_optional_rows(x.db_up, width(s, gated), "db_up");
@@ -131,6 +150,7 @@ void check(UpGradient const& x) {
   check_rows(x.dh, s.rows(), width(s, x.gated), "dh");
   check_up_weight(x.w_up, s, x.gated, "w_up.gate", "w_up.up", false);
   check_rows(x.dx, s.rows(), s.hidden, "dx");
+  check_low_rank(x.low_rank, s, s.hidden);
 }
 
 void check(UpWeightGradient const& x) {
@@ -165,6 +185,23 @@ void check(BiasGradient const& x) {
   check_rows(x.db, x.experts, x.width, "db");
 }
 
+namespace {
+
+// The sort must fill the very arrays that the layer reads.
+void check_sort_of(Sort const& sort, MoeForward const& x) {
+  check(sort);
+  Routing const& r = x.routing;
+  require(sort.tokens == x.sizes.tokens && sort.experts == x.sizes.experts &&
+              sort.top_k == x.sizes.top_k && sort.slots == x.sizes.slots,
+          "sort: expected the sizes of the layer");
+  require(sort.offsets == r.offsets && sort.row_token == r.row_token &&
+              sort.slot_row == r.slot_row && sort.row_score == r.row_score &&
+              sort.token_offsets == r.token_offsets,
+          "sort: expected routing's arrays as its outputs");
+}
+
+}  // namespace
+
 void check(MoeForward const& x) {
   Sizes const& s = x.sizes;
   bool const gated = x.activation.gated;
@@ -183,6 +220,7 @@ void check(MoeForward const& x) {
           "residual: expected null where rows are not combined, got a pointer");
   check_optional_rows(x.residual, s.hidden, "residual");
   check_workspace(x.workspace, moe_forward_workspace_bytes(s, x.dtype));
+  if (x.sort != nullptr) check_sort_of(*x.sort, x);
 }
 
 void check(MoeBackward const& x) {
@@ -214,8 +252,31 @@ void check(MoeBackward const& x) {
   if (x.dscores != nullptr) {
     check_pointer(x.routing.slot_row, s.rows() > 0, "routing.slot_row");
   }
+  check_optional_rows(x.dh, width(s, gated), "dh");
+  check_optional_rows(x.a_scaled, s.intermediate, "a_scaled");
+  bool const keeps = x.dh.data != nullptr;
+  require(keeps == (x.a_scaled.data != nullptr), keeps ? "a_scaled" : "dh",
+          ": expected a buffer with ", keeps ? "dh" : "a_scaled", ", got null");
   check_workspace(x.workspace, moe_backward_workspace_bytes(s, x.dtype, gated, combines_rows(x),
-                                                            wants_biases(x)));
+                                                            wants_biases(x), keeps));
+}
+
+void check(MoeWeightGradients const& x) {
+  Sizes const& s = x.sizes;
+  check_layer(s, x.dtype, x.routing);
+  check_gradient_dtype(x.dw_dtype, x.dtype, "dw_dtype");
+  check_order(x.order);
+  if (x.dw_up.gate.data != nullptr) {
+    check_rows(x.x, input_rows(s, x.routing), s.hidden, "x");
+    check_rows(x.dh, s.rows(), width(s, x.gated), "dh");
+    check_up_weight(x.dw_up, s, x.gated, "dw_up.gate", "dw_up.up", true);
+  }
+  if (x.dw_down.data != nullptr) {
+    check_rows(x.dout, input_rows(s, x.routing), s.hidden, "dout");
+    check_rows(x.a_scaled, s.rows(), s.intermediate, "a_scaled");
+    check_weight(x.dw_down, s.experts, s.hidden, s.intermediate, "dw_down", true);
+  }
+  check_workspace(x.workspace, moe_weight_gradients_workspace_bytes(s));
 }
 
 }  // namespace guild

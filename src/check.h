@@ -31,5 +31,6 @@ void check(BiasGradient const& x);
 void check(GroupedGemm const& x);
 void check(MoeForward const& x);
 void check(MoeBackward const& x);
+void check(MoeWeightGradients const& x);
 
 }  // namespace guild

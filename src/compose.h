@@ -49,37 +49,47 @@ inline BiasSums carve_bias_sums(Carver& carver, Sizes const& s, bool gated) {
   return {dh, carver.take(bytes, s.hidden)};
 }
 
-struct BackwardWorkspace {
-  void *dh, *a_scaled, *score_parts;  // (R, W), (R, I), (R, parts)
-  void* dx_rows;                      // (R, H); until then, the down gradient's workspace
+// What the weight gradients need beside their operands.
+struct ScheduleMemory {
   WeightSchedule schedule;
-  int32_t* counter;  // of the queue
+  int32_t* counter = nullptr;  // of the queue
 };
-// combines: whether dx_rows are needed; biases: whether gradients of biases are.
-inline BackwardWorkspace carve_backward(Carver& carver, Sizes const& s, DType dtype, bool gated,
-                                        bool combines, bool biases) {
-  int64_t const bytes = element_bytes(dtype);
-  void* const dh = carver.take(s.rows(), s.intermediate, gated ? 2 : 1, bytes);
-  void* const a_scaled = carver.take(s.rows(), s.intermediate, bytes);
-  Carver rows(nullptr);
-  if (combines) rows.take(s.rows(), s.hidden, bytes);
-  int64_t const sums = biases ? down_gradient_workspace_bytes(s, gated) : 0;
-  void* const dx_rows = carver.take(std::max(rows.used(), sums));
-  void* const parts = carver.take(s.rows(), score_parts(s), element_bytes(score_dtype(dtype)));
+inline ScheduleMemory carve_schedule(Carver& carver, Sizes const& s) {
+  if (s.rows() == 0) return {};
   auto const numbers = [&](int64_t count) {
     return static_cast<int32_t*>(carver.take(count * int64_t(sizeof(int32_t))));
   };
-  BackwardWorkspace w{.dh = dh,
-                      .a_scaled = a_scaled,
-                      .score_parts = parts,
-                      .dx_rows = dx_rows,
-                      .schedule = {},
-                      .counter = nullptr};
-  if (s.rows() == 0) return w;
-  w.schedule.order = numbers(s.experts);
-  w.schedule.taken = numbers(WeightSchedule::kCounters);
-  w.counter = numbers(1);
-  return w;
+  int32_t* const order = numbers(s.experts);
+  int32_t* const taken = numbers(WeightSchedule::kCounters);
+  return {{order, taken}, numbers(1)};
+}
+
+struct BackwardWorkspace {
+  void *dh, *a_scaled;  // (R, W), (R, I); unused where the caller keeps them
+  void* score_parts;    // (R, parts)
+  void* dx_rows;        // (R, H); until then, the down gradient's workspace
+  ScheduleMemory memory;
+};
+struct BackwardNeeds {
+  bool combines;  // dx_rows
+  bool biases;    // their gradients
+  bool keeps;     // dh and a_scaled are the caller's
+};
+inline BackwardWorkspace carve_backward(Carver& carver, Sizes const& s, DType dtype, bool gated,
+                                        BackwardNeeds needs) {
+  int64_t const bytes = element_bytes(dtype), kept = needs.keeps ? 0 : s.rows();
+  void* const dh = carver.take(kept, s.intermediate, gated ? 2 : 1, bytes);
+  void* const a_scaled = carver.take(kept, s.intermediate, bytes);
+  Carver rows(nullptr);
+  if (needs.combines) rows.take(s.rows(), s.hidden, bytes);
+  int64_t const sums = needs.biases ? down_gradient_workspace_bytes(s, gated) : 0;
+  void* const dx_rows = carver.take(std::max(rows.used(), sums));
+  void* const parts = carver.take(s.rows(), score_parts(s), element_bytes(score_dtype(dtype)));
+  return {.dh = dh,
+          .a_scaled = a_scaled,
+          .score_parts = parts,
+          .dx_rows = dx_rows,
+          .memory = carve_schedule(carver, s)};
 }
 
 inline ForwardWorkspace workspace_of(MoeForward const& f) {
@@ -88,12 +98,18 @@ inline ForwardWorkspace workspace_of(MoeForward const& f) {
 }
 inline BackwardWorkspace workspace_of(MoeBackward const& b) {
   Carver carver(b.workspace);
-  return carve_backward(carver, b.sizes, b.dtype, b.activation.gated, combines_rows(b),
-                        wants_biases(b));
+  return carve_backward(
+      carver, b.sizes, b.dtype, b.activation.gated,
+      {.combines = combines_rows(b), .biases = wants_biases(b), .keeps = b.dh.data != nullptr});
+}
+inline ScheduleMemory workspace_of(MoeWeightGradients const& g) {
+  Carver carver(g.workspace);
+  return carve_schedule(carver, g.sizes);
 }
 
 template <class Steps>
 void compose_forward(MoeForward const& f, Steps const& steps) {
+  if (f.sort != nullptr) steps.sort_by_expert(*f.sort);
   ForwardWorkspace const w = workspace_of(f);
   Rows const a{w.a, 0};
   bool const combined = has_slots(f.routing);
@@ -114,7 +130,8 @@ void compose_forward(MoeForward const& f, Steps const& steps) {
                          .a = a,
                          .w_down = f.w_down,
                          .bias = f.b_down,
-                         .y = y});
+                         .y = y,
+                         .after_up = true});
   if (!combined) return;
   steps.combine({.sizes = f.sizes,
                  .dtype = f.dtype,
@@ -124,42 +141,63 @@ void compose_forward(MoeForward const& f, Steps const& steps) {
                  .residual = f.residual});
 }
 
+// memory: of the schedule, which is made here.
 template <class Steps>
-void compose_weight_gradients(MoeBackward const& b, BackwardWorkspace const& w,
+void compose_weight_gradients(MoeWeightGradients const& g, WeightSchedule const& memory,
                               Steps const& steps) {
+  bool const up = g.dw_up.gate.data != nullptr, down = g.dw_down.data != nullptr;
   WeightSchedule schedule{};
-  if (b.sizes.rows() > 0 && (b.dw_down.data != nullptr || b.dw_up.gate.data != nullptr)) {
-    schedule = steps.schedule_weight_gradients(b.sizes, b.routing, w.schedule);
+  if (g.sizes.rows() > 0 && (up || down)) {
+    schedule = steps.schedule_weight_gradients(g.sizes, g.routing, memory);
   }
-  if (b.dw_down.data != nullptr) {
-    steps.down_weight_gradient({.sizes = b.sizes,
-                                .dtype = b.dtype,
-                                .dw_dtype = b.dw_dtype,
-                                .accumulate = b.accumulate,
-                                .routing = b.routing,
-                                .dout = b.dout,
-                                .a = w.a_scaled,
-                                .dw = b.dw_down,
+  if (down) {
+    steps.down_weight_gradient({.sizes = g.sizes,
+                                .dtype = g.dtype,
+                                .dw_dtype = g.dw_dtype,
+                                .accumulate = g.accumulate,
+                                .routing = g.routing,
+                                .dout = g.dout,
+                                .a = g.a_scaled,
+                                .dw = g.dw_down,
                                 .schedule = schedule});
   }
-  if (b.dw_up.gate.data != nullptr) {
-    steps.up_weight_gradient({.sizes = b.sizes,
-                              .dtype = b.dtype,
-                              .dw_dtype = b.dw_dtype,
-                              .accumulate = b.accumulate,
-                              .gated = b.activation.gated,
-                              .order = b.order,
-                              .routing = b.routing,
-                              .x = b.x,
-                              .dh = w.dh,
-                              .dw = b.dw_up,
+  if (up) {
+    steps.up_weight_gradient({.sizes = g.sizes,
+                              .dtype = g.dtype,
+                              .dw_dtype = g.dw_dtype,
+                              .accumulate = g.accumulate,
+                              .gated = g.gated,
+                              .order = g.order,
+                              .routing = g.routing,
+                              .x = g.x,
+                              .dh = g.dh,
+                              .dw = g.dw_up,
                               .schedule = schedule});
   }
+}
+
+// The part of backward that can be left for later.
+inline MoeWeightGradients weight_gradients_of(MoeBackward const& b, Rows dh, Rows a_scaled) {
+  return {.sizes = b.sizes,
+          .dtype = b.dtype,
+          .dw_dtype = b.dw_dtype,
+          .accumulate = b.accumulate,
+          .gated = b.activation.gated,
+          .order = b.order,
+          .routing = b.routing,
+          .x = b.x,
+          .dout = b.dout,
+          .dh = dh,
+          .a_scaled = a_scaled,
+          .dw_up = b.dw_up,
+          .dw_down = b.dw_down};
 }
 
 template <class Steps>
 void compose_backward(MoeBackward const& b, Steps const& steps) {
   BackwardWorkspace const w = workspace_of(b);
+  bool const keeps = b.dh.data != nullptr;
+  Rows const dh = keeps ? b.dh : Rows{w.dh}, a_scaled = keeps ? b.a_scaled : Rows{w.a_scaled};
   void* const parts = b.dscores != nullptr ? w.score_parts : nullptr;
   steps.down_gradient({.sizes = b.sizes,
                        .dtype = b.dtype,
@@ -169,8 +207,8 @@ void compose_backward(MoeBackward const& b, Steps const& steps) {
                        .dout = b.dout,
                        .w_down = b.w_down,
                        .h = b.h,
-                       .dh = {w.dh},
-                       .a_scaled = {w.a_scaled},
+                       .dh = dh,
+                       .a_scaled = a_scaled,
                        .score_parts = parts,
                        .db_up = b.db_up,
                        .db_down = b.db_down,
@@ -186,17 +224,17 @@ void compose_backward(MoeBackward const& b, Steps const& steps) {
                           .bias = b.b_down,
                           .dscores = b.dscores});
   }
-  compose_weight_gradients(b, w, steps);
+  compose_weight_gradients(weight_gradients_of(b, dh, a_scaled), w.memory.schedule, steps);
   Rows const dx_rows = combines_rows(b)            ? Rows{w.dx_rows, 0}
                        : b.dx_rows.data != nullptr ? b.dx_rows
                                                    : b.dx;
-  if (dx_rows.data == nullptr) return;
+  if (dx_rows.data == nullptr && !combines_rows(b)) return;  // without rows the sums are zeros
   steps.up_gradient({.sizes = b.sizes,
                      .dtype = b.dtype,
                      .gated = b.activation.gated,
                      .order = b.order,
                      .routing = b.routing,
-                     .dh = w.dh,
+                     .dh = dh,
                      .w_up = b.w_up,
                      .dx = dx_rows});
   if (!combines_rows(b)) return;

@@ -88,11 +88,19 @@ int64_t moe_forward_workspace_bytes(Sizes const& sizes, DType dtype) {
 }
 
 int64_t moe_backward_workspace_bytes(Sizes const& sizes, DType dtype, bool gated, bool combines,
-                                     bool biases) {
+                                     bool biases, bool keeps) {
   check_layer_sizes(sizes);
   check_dtype(dtype, "dtype");
   Carver carver(nullptr);
-  carve_backward(carver, sizes, dtype, gated, combines, biases);
+  carve_backward(carver, sizes, dtype, gated,
+                 {.combines = combines, .biases = biases, .keeps = keeps});
+  return carver.used();
+}
+
+int64_t moe_weight_gradients_workspace_bytes(Sizes const& sizes) {
+  check_layer_sizes(sizes);
+  Carver carver(nullptr);
+  carve_schedule(carver, sizes);
   return carver.used();
 }
 

@@ -26,5 +26,6 @@ void bias_gradient(BiasGradient const& args);
 void grouped_gemm(GroupedGemm const& args);
 void moe_forward(MoeForward const& args);
 void moe_backward(MoeBackward const& args);
+void moe_weight_gradients(MoeWeightGradients const& args);
 
 }  // namespace guild::cpu

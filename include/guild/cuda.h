@@ -48,5 +48,6 @@ void bias_gradient(BiasGradient const& args, Queue queue = {});
 void grouped_gemm(GroupedGemm const& args, Queue queue = {});
 void moe_forward(MoeForward const& args, Queue queue = {});
 void moe_backward(MoeBackward const& args, Queue queue = {});
+void moe_weight_gradients(MoeWeightGradients const& args, Queue queue = {});
 
 }  // namespace guild::cuda

@@ -14,6 +14,16 @@
 
 namespace guild {
 
+// A low-rank term of a product: T B^T is added to its sums, with T (R, rank) by row and B (E, out,
+// rank), out being the product's columns. On CUDA the rank is a multiple of 8, and B is contiguous
+// along out or rank as the product's weight is along out or in.
+template <class W>
+struct LowRankTerm {
+  ConstRows t;
+  W b;
+  int64_t rank = 0;  // 0: no term
+};
+
 // ---- forward ------------------------------------------------------------------------------------
 
 // H = X[row_token] W1^T + b1;  A = activation(H)
@@ -21,13 +31,14 @@ struct UpProjection {
   Sizes sizes;
   DType dtype = DType::bfloat16;
   Activation activation;
-  GateUp order = GateUp::concatenated;  // of h and bias
-  Routing routing;                      // uses offsets, row_token
-  ConstRows x;                          // (T, H), or (R, H) where row_token is null
-  ConstUpWeight w_up;                   // (E, I, H) twice
-  ConstRows bias;                       // (E, W); null data: none
-  Rows h;                               // (R, W) out; null data: not kept (inference)
-  Rows a;                               // (R, I) out
+  GateUp order = GateUp::concatenated;       // of h and bias
+  Routing routing;                           // uses offsets, row_token
+  ConstRows x;                               // (T, H), or (R, H) where row_token is null
+  ConstUpWeight w_up;                        // (E, I, H) twice
+  ConstRows bias;                            // (E, W); null data: none
+  Rows h;                                    // (R, W) out; null data: not kept (inference)
+  Rows a;                                    // (R, I) out
+  LowRankTerm<ConstUpWeight> low_rank = {};  // of H; b: (E, I, rank) twice
 };
 
 // Y = A W2^T + b2
@@ -39,6 +50,10 @@ struct DownProjection {
   ConstWeight w_down;  // (E, H, I)
   ConstRows bias;      // (E, H); null data: none
   Rows y;              // (R, H) out
+  LowRankTerm<ConstWeight> low_rank = {};  // of Y; b: (E, H, rank)
+  // Whether the step before on the queue was an up projection with the same offsets: w_down may
+  // then be read while that still runs, which hides some of its time where rows are few.
+  bool after_up = false;
 };
 
 // sum over k of dlogits[t, ids[t, k]] * weight[ids[t, k]]: the router's part of dX where only the
@@ -85,6 +100,7 @@ struct DownGradient {
   DType db_dtype = DType::bfloat16;     // dtype or float32
   bool accumulate = false;              // add to db_up and db_down instead of writing them
   void* workspace = nullptr;  // down_gradient_workspace_bytes(); null where no db is wanted
+  LowRankTerm<ConstWeight> low_rank = {};  // of g; b: (E, I, rank). Not together with db_down
 };
 
 // dscores[t, k] = sum over parts of score_parts[r] + <dO[t], b2[e of r]>, r = slot_row[t, k];
@@ -104,11 +120,12 @@ struct UpGradient {
   Sizes sizes;
   DType dtype = DType::bfloat16;
   bool gated = true;
-  GateUp order = GateUp::concatenated;  // of dh
-  Routing routing;                      // uses offsets
-  ConstRows dh;                         // (R, W)
-  ConstUpWeight w_up;                   // (E, I, H) twice
-  Rows dx;                              // (R, H) out
+  GateUp order = GateUp::concatenated;     // of dh
+  Routing routing;                         // uses offsets
+  ConstRows dh;                            // (R, W)
+  ConstUpWeight w_up;                      // (E, I, H) twice
+  Rows dx;                                 // (R, H) out
+  LowRankTerm<ConstWeight> low_rank = {};  // of dX~; b: (E, H, rank)
 };
 
 // Dynamic scheduling of the weight gradients, whose sums are as long as experts have rows: blocks
@@ -191,7 +208,8 @@ struct GroupedGemm {
 
 // ---- composites ---------------------------------------------------------------------------------
 
-// up projection, down projection, combine. Where routing.slot_row is null, o has R rows (sorted).
+// sort (if given), up projection, down projection, combine. Where routing.slot_row is null, o has R
+// rows (sorted).
 struct MoeForward {
   Sizes sizes;
   DType dtype = DType::bfloat16;
@@ -206,10 +224,14 @@ struct MoeForward {
   Rows o;                     // (T, H) out
   void* workspace = nullptr;  // moe_forward_workspace_bytes()
   ConstRows residual = {};    // (T, H) of combine; null data: none, as where o has R rows
+  // The sort that makes `routing`, to run first: its outputs are routing's arrays. On CUDA the
+  // products do it themselves where slots are few. Null: routing is made already.
+  Sort const* sort = nullptr;
 };
 
 // down gradient with db1 and db2, score gradient, dW2, dW1, up gradient, combine gradient. Outputs
-// with null data are not computed.
+// with null data are not computed. With dh and a_scaled, and without dw_up and dw_down, it leaves
+// the weight gradients to MoeWeightGradients.
 struct MoeBackward {
   Sizes sizes;
   DType dtype = DType::bfloat16;
@@ -229,6 +251,26 @@ struct MoeBackward {
   void* dscores = nullptr;    // (T, K) out
   void* workspace = nullptr;  // moe_backward_workspace_bytes()
   Rows dx_rows = {};          // (R, H) out, in place of dx: left for a Combine of the caller's
+  // (R, W), (R, I) out: dH and A', which the weight gradients are made of. Both or neither; null
+  // data: they lie in the workspace.
+  Rows dh = {}, a_scaled = {};
+};
+
+// The schedule of the weight gradients, dW2, dW1: what MoeBackward left out. Outputs with null data
+// are not computed; their operands are not read.
+struct MoeWeightGradients {
+  Sizes sizes;
+  DType dtype = DType::bfloat16;     // of the operands
+  DType dw_dtype = DType::bfloat16;  // dtype or float32
+  bool accumulate = false;           // add to dw_up and dw_down instead of writing them
+  bool gated = true;
+  GateUp order = GateUp::concatenated;  // of dh
+  Routing routing;                      // uses offsets, row_token
+  ConstRows x, dout;                    // (T, H), or (R, H) where row_token is null
+  ConstRows dh, a_scaled;               // (R, W), (R, I), as backward left them
+  UpWeight dw_up;                       // (E, I, H) twice, out
+  Weight dw_down;                       // (E, H, I) out
+  void* workspace = nullptr;            // moe_weight_gradients_workspace_bytes()
 };
 
 // Bytes of the work buffers above, aligned to 256; the same for both backends. Zero sizes give 0;
@@ -239,9 +281,11 @@ int64_t balance_workspace_bytes(int64_t tokens, int64_t experts, int64_t sequenc
 int64_t down_gradient_workspace_bytes(Sizes const& sizes, bool gated);
 int64_t moe_forward_workspace_bytes(Sizes const& sizes, DType dtype);
 // combines: whether backward makes dx of rows; false with dx_rows, without either, or without
-// slots. biases: whether their gradients are wanted.
+// slots. biases: whether their gradients are wanted. keeps: whether dh and a_scaled are the
+// caller's.
 int64_t moe_backward_workspace_bytes(Sizes const& sizes, DType dtype, bool gated,
-                                     bool combines = true, bool biases = true);
+                                     bool combines = true, bool biases = true, bool keeps = false);
+int64_t moe_weight_gradients_workspace_bytes(Sizes const& sizes);
 
 // The most slots that rounding can leave; the length of its lists.
 int64_t rounded_slots(int64_t tokens, int64_t experts, int64_t top_k, Rounding rounding,

@@ -14,59 +14,43 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from guild.activations import Activation
-    from guild.balancing import BalanceSums, balance_sums
-    from guild.experts import experts_mlp, routed_experts
-    from guild.grouped import grouped_mm, grouped_mm_downproj, grouped_mm_swiglu
-    from guild.layer_routing import Routing
-    from guild.logits import router_logits
-    from guild.moe import MoE
-    from guild.rounding import round_tokens
-    from guild.routing import Router, route
-    from guild.sm_budget import num_sms, set_num_sms
-    from guild.weight_gradients import WeightGradients
+    from guild.activations import Activation as Activation
+    from guild.balancing import BalanceSums as BalanceSums
+    from guild.balancing import balance_sums as balance_sums
+    from guild.experts import experts_mlp as experts_mlp
+    from guild.experts import routed_experts as routed_experts
+    from guild.grouped import grouped_mm as grouped_mm
+    from guild.grouped import grouped_mm_downproj as grouped_mm_downproj
+    from guild.grouped import grouped_mm_swiglu as grouped_mm_swiglu
+    from guild.layer_routing import Routing as Routing
+    from guild.logits import router_logits as router_logits
+    from guild.lora import LoRA as LoRA
+    from guild.moe import MoE as MoE
+    from guild.rounding import round_tokens as round_tokens
+    from guild.routing import Router as Router
+    from guild.routing import route as route
+    from guild.sm_budget import num_sms as num_sms
+    from guild.sm_budget import set_num_sms as set_num_sms
+    from guild.weight_gradients import WeightGradients as WeightGradients
 
 __version__ = "0.1.0"
 
-_MODULE_OF = {
-    "Activation": "activations",
-    "BalanceSums": "balancing",
-    "MoE": "moe",
-    "Router": "routing",
-    "Routing": "layer_routing",
-    "WeightGradients": "weight_gradients",
-    "balance_sums": "balancing",
-    "experts_mlp": "experts",
-    "grouped_mm": "grouped",
-    "grouped_mm_downproj": "grouped",
-    "grouped_mm_swiglu": "grouped",
-    "num_sms": "sm_budget",
-    "round_tokens": "rounding",
-    "route": "routing",
-    "routed_experts": "experts",
-    "router_logits": "logits",
-    "set_num_sms": "sm_budget",
+_NAMES = {  # as above, for the import when a name is first used
+    "activations": ("Activation",),
+    "balancing": ("BalanceSums", "balance_sums"),
+    "experts": ("experts_mlp", "routed_experts"),
+    "grouped": ("grouped_mm", "grouped_mm_downproj", "grouped_mm_swiglu"),
+    "layer_routing": ("Routing",),
+    "logits": ("router_logits",),
+    "lora": ("LoRA",),
+    "moe": ("MoE",),
+    "rounding": ("round_tokens",),
+    "routing": ("Router", "route"),
+    "sm_budget": ("num_sms", "set_num_sms"),
+    "weight_gradients": ("WeightGradients",),
 }
-
-__all__ = [
-    "Activation",
-    "BalanceSums",
-    "MoE",
-    "Router",
-    "Routing",
-    "WeightGradients",
-    "balance_sums",
-    "experts_mlp",
-    "grouped_mm",
-    "grouped_mm_downproj",
-    "grouped_mm_swiglu",
-    "num_sms",
-    "round_tokens",
-    "route",
-    "routed_experts",
-    "router_logits",
-    "set_num_sms",
-]
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
@@ -78,4 +62,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return __all__

@@ -10,7 +10,6 @@ from guild._torch.checks import (
     expect_device,
     expect_dims,
     expect_flag,
-    expect_free,
     expect_indices,
     expect_like,
     expect_offsets,
@@ -18,10 +17,13 @@ from guild._torch.checks import (
     expect_shape,
     expect_tensor,
 )
-from guild._torch.layer_arguments import Halves, layer_arguments
+from guild._torch.layer_arguments import Halves, expect_out, layer_arguments, local_ids
 from guild._torch.layer_operator import moe_forward_out, moe_layer_out
-from guild._torch.operators import autocast, ops, score_dtype
+from guild._torch.low_rank import LowRank, Places
+from guild._torch.operators import LayerFlags, autocast, ops, score_dtype
 from guild.activations import Activation, is_interleaved
+from guild.lora import LoRA, LoRAHalves, low_rank
+from guild.lora_experts import experts_with_lora, sorted_places
 from guild.routing import Router, token_arguments
 from guild.weight_gradients import Experts, WeightGradients, expect_sink
 
@@ -46,6 +48,8 @@ def routed_experts(
     residual: Tensor | None = None,
     recompute: bool = False,
     weight_gradients: WeightGradients | None = None,
+    lora_up: LoRA | LoRAHalves | None = None,
+    lora_down: LoRA | None = None,
     out: Tensor | None = None,
     expert_map: Tensor | None = None,
 ) -> Tensor:
@@ -96,6 +100,11 @@ def routed_experts(
     weight_gradients : WeightGradients, optional
         Where the weights' and biases' gradients go, and when; autograd's `.grad` in backward unless
         given. The weights are then parameters themselves, and b_up is one tensor.
+    lora_up : LoRA or (LoRA, LoRA), optional
+        A low-rank term of the up projection, of as many outputs as w_up has; of a pair of weights a
+        pair (gate, up), of which one may be None. No weight's delta is made, forward or backward.
+    lora_down : LoRA, optional
+        The same of the down projection.
     out : torch.Tensor, optional
         (T, H) in the result's dtype, rows of contiguous columns: written to, and returned. It has
         no gradient: an error where one is wanted, unless under no_grad(). It shares no memory with
@@ -116,7 +125,8 @@ def routed_experts(
 
     Notes
     -----
-    Gradients flow to x, topk_weights, weights, biases and residual, each in its own dtype. The
+    Gradients flow to x, topk_weights, weights, biases, residual and low-rank terms, each in its own
+    dtype, and nothing is computed for what wants none, such as frozen weights. The
     method is SonicMoE's (arXiv:2512.14080, section 3).
     """
     return routed_experts_and_offsets(
@@ -134,32 +144,17 @@ def routed_experts(
         residual,
         recompute,
         weight_gradients,
+        lora_up,
+        lora_down,
         out,
         expert_map,
     )[0]
 
 
-def routed_experts_and_offsets(
-    x: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    w_up: Tensor | Halves,
-    w_down: Tensor,
-    b_up: Tensor | Halves | None,
-    b_down: Tensor | None,
-    activation: Activation | str,
-    order: str,
-    transposed: bool,
-    token_offsets: Tensor | None = None,
-    residual: Tensor | None = None,
-    recompute: bool = False,
-    weight_gradients: WeightGradients | None = None,
-    out: Tensor | None = None,
-    expert_map: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`routed_experts`, and the int32 (E + 1) offsets of the sorted rows."""
-    expect_dims("x", x, 2, what="(tokens, hidden)")
-    _expect_later(recompute, weight_gradients)
+def expect_routing(
+    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, token_offsets: Tensor | None
+) -> None:
+    """Raise unless ids and weights are those of x's tokens, as `routed_experts` takes them."""
     if token_offsets is None:
         expect_dims("topk_ids", topk_ids, 2, what="(tokens, top_k)")
         if not 1 <= topk_ids.shape[1] <= MOST_EXPERTS:
@@ -181,17 +176,55 @@ def routed_experts_and_offsets(
     expect_device("topk_weights", topk_weights, x)
     if not topk_weights.is_floating_point():
         raise TypeError(f"topk_weights: expected a floating dtype, got {topk_weights.dtype}")
-    topk_ids = _local_ids(topk_ids, expert_map)
+
+
+def routed_experts_and_offsets(
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    w_up: Tensor | Halves,
+    w_down: Tensor,
+    b_up: Tensor | Halves | None,
+    b_down: Tensor | None,
+    activation: Activation | str,
+    order: str,
+    transposed: bool,
+    token_offsets: Tensor | None = None,
+    residual: Tensor | None = None,
+    recompute: bool = False,
+    weight_gradients: WeightGradients | None = None,
+    lora_up: LoRA | LoRAHalves | None = None,
+    lora_down: LoRA | None = None,
+    out: Tensor | None = None,
+    expert_map: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`routed_experts`, and the int32 (E + 1) offsets of the sorted rows."""
+    expect_dims("x", x, 2, what="(tokens, hidden)")
+    _expect_later(recompute, weight_gradients)
+    expect_routing(x, topk_ids, topk_weights, token_offsets)
+    topk_ids = local_ids(topk_ids, expert_map)
     given = w_up, w_down, b_up, b_down
     x, *layer, gradient = layer_arguments(x, *given, activation, order, transposed, routed=True)
     residual = _residual(residual, x)
     scores = topk_weights.to(score_dtype(x.dtype)).contiguous()
     ids = topk_ids.contiguous()
+    low = _low_rank(lora_up, lora_down, x, layer)
+    gradient = gradient or scores.requires_grad or (low is not None and low.wants_gradient)
+    keep = torch.is_grad_enabled() and gradient
     if out is not None:
         slots = {"topk_ids": ids, "topk_weights": scores, "token_offsets": token_offsets}
-        _expect_out(out, x, layer, residual=residual, **slots)
-        return out, moe_forward_out(x, *slots.values(), residual, *layer, out)
-    keep = torch.is_grad_enabled() and (gradient or scores.requires_grad)
+        expect_out(out, x, layer, residual=residual, **slots)
+        if low is None:
+            return out, moe_forward_out(x, *slots.values(), residual, *layer, out)
+    if low is not None:
+        sink, parameters = weight_gradients if keep else None, ()
+        if sink is not None:
+            parameters = _parameters(sink, *given, order)
+        places = sorted_places(ids, scores, w_down.shape[0], token_offsets)
+        rows = experts_with_lora(
+            x, scores, residual, layer, low, places, keep, recompute, sink, parameters
+        )
+        return rows if out is None else out.copy_(rows), places.offsets
     if keep and weight_gradients is not None:
         parameters = _parameters(weight_gradients, *given, order)
         tokens = None, None, ids, scores, token_offsets, residual
@@ -227,7 +260,7 @@ def routed_layer(
     x, *layer, gradient = layer_arguments(x, *given, activation, order, transposed, routed=True)
     residual = _residual(residual, x)
     if out is not None:
-        _expect_out(out, x, layer, residual=residual, **{"router.weight": router_weight})
+        expect_out(out, x, layer, residual=residual, **{"router.weight": router_weight})
         w_up, _, *rest = layer
         return out, moe_layer_out(*tokens, residual, w_up, *rest, out)
     keep = torch.is_grad_enabled() and (gradient or router_weight.requires_grad)
@@ -246,25 +279,14 @@ def _expect_later(recompute: bool, weight_gradients: WeightGradients | None) -> 
         expect_sink(weight_gradients)
 
 
-def _local_ids(topk_ids: Tensor, expert_map: Tensor | None) -> Tensor:
-    """The places of the slots' experts in the weights at hand; -1 where they are not there."""
-    if expert_map is None:
-        return topk_ids
-    expect_dims("expert_map", expert_map, 1, what="(experts of all ranks,)")
-    expect_indices("expert_map", expert_map, topk_ids, torch.int32, x_name="topk_ids")
-    if not expert_map.numel():
-        raise ValueError("expert_map: expected at least one expert, got shape (0,)")
-    known = topk_ids.clamp(0, expert_map.numel() - 1)
-    return expert_map[known].masked_fill(topk_ids != known, -1)
-
-
-def _expect_out(out: Tensor, x: Tensor, layer: list, **operands: Tensor | None) -> None:
-    """Raise unless the layer's output can be written to out."""
-    expect_shape("out", out, tuple(x.shape), "(tokens, hidden)")
-    expect_like("out", out, x)
-    expect_rows("out", out)
-    names = "w_up", "w_up[0] (gate)", "w_down", "b_up", "b_down"
-    expect_free(out, {"x": x, **dict(zip(names, layer, strict=False)), **operands})
+def _low_rank(
+    lora_up: LoRA | LoRAHalves | None, lora_down: LoRA | None, x: Tensor, layer: list
+) -> LowRank | None:
+    """Checked, in the dtype of x, which is cast already."""
+    if lora_up is None and lora_down is None:
+        return None
+    _, w_gate, w_down, _, _, *flags = layer
+    return low_rank(lora_up, lora_down, x, w_down, LayerFlags(*flags), w_gate is not None)
 
 
 def _residual(residual: Tensor | None, x: Tensor) -> Tensor | None:
@@ -291,6 +313,8 @@ def experts_mlp(
     transposed: bool = False,
     recompute: bool = False,
     weight_gradients: WeightGradients | None = None,
+    lora_up: LoRA | LoRAHalves | None = None,
+    lora_down: LoRA | None = None,
 ) -> Tensor:
     """The expert MLP on rows that the caller has sorted by expert.
 
@@ -303,7 +327,8 @@ def experts_mlp(
     offsets : torch.Tensor
         int32 (E + 1): where each expert's rows begin, and where the last one's end. Rows at or past
         offsets[E] belong to nobody: their result and gradient are zero.
-    w_up, w_down, b_up, b_down, activation, order, transposed, recompute, weight_gradients
+    w_up, w_down, b_up, b_down, activation, order, transposed, recompute, weight_gradients, \
+lora_up, lora_down
         As in `routed_experts`, but for up to 4,096 experts on a GPU, too.
 
     Returns
@@ -324,7 +349,16 @@ def experts_mlp(
     )
     expect_offsets("offsets", offsets, x)
     expect_shape("offsets", offsets, (w_down.shape[0] + 1,), "it holds starts and the last end")
-    keep = torch.is_grad_enabled() and gradient
+    low = _low_rank(lora_up, lora_down, x, layer)
+    keep = torch.is_grad_enabled() and (gradient or (low is not None and low.wants_gradient))
+    if low is not None:
+        sink, parameters = weight_gradients if keep else None, ()
+        if sink is not None:
+            parameters = _parameters(sink, *given, order)
+        places = Places(offsets, None, None, None, None)
+        return experts_with_lora(
+            x, None, None, layer, low, places, keep, recompute, sink, parameters
+        )
     if keep and weight_gradients is not None:
         parameters = _parameters(weight_gradients, *given, order)
         return Experts.apply(

@@ -250,8 +250,8 @@ class MoE(nn.Module):
         if self.routing.applied_to == "input":
             rows, row_scores = (flat * scores).to(flat.dtype), torch.ones_like(scores)
         tokens = rows, ids, row_scores
-        rest = token_offsets, shared, *later, into
-        rows, offsets = routed_experts_and_offsets(*tokens, *weights, *layout, *rest)
+        rest = token_offsets, shared, *later
+        rows, offsets = routed_experts_and_offsets(*tokens, *weights, *layout, *rest, out=into)
         self._keep_offsets(offsets)
         out = rows.view(x.shape) if out is None else out
         if not return_routing:

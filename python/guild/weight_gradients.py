@@ -9,20 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from guild._torch.autograd import rows_of
-from guild._torch.checks import dtype_name, expect_flags, expect_own_elements
-from guild._torch.gradients import pre_activations
+from guild._torch.checks import dtype_name, expect_all_apart, expect_flags, expect_own_elements
+from guild._torch.gradients import pre_activations, wanted_bits
 from guild._torch.operators import LayerFlags, ops
 from guild._torch.router_gradients import Weighing, router_gradients
 
 _NAMES = ("w_up", "w_up[0] (gate)", "w_down", "b_up", "b_down")
 # Places and names of gradients that one op writes, each to its own target.
 _WRITTEN_TOGETHER = ((1, "w_up[0] (gate)", 0, "w_up[1] (up)"), (3, "b_up", 4, "b_down"))
+
+_REMEMBERED = 1024  # sets of tensors, one a layer, that were found apart
 
 
 class WeightGradients:
@@ -32,7 +34,8 @@ class WeightGradients:
     ----------
     main_grad : bool
         Add them to each parameter's `main_grad`, a float32 tensor of its shape that the caller has
-        made, and leave `.grad` alone. Otherwise they are written to `.grad`, or added to it.
+        made and that shares no element with another, and leave `.grad` alone. Otherwise they are
+        written to `.grad`, or added to it.
     delayed : bool
         Keep what they need until `compute` is called, instead of computing them in backward. Kept
         are, for each backward, the layer's input, the gradients of its output and pre-activations,
@@ -60,10 +63,11 @@ class WeightGradients:
         expect_flags(main_grad=main_grad, delayed=delayed)
         self.main_grad, self.delayed = main_grad, delayed
         self._pending: list[Callable[[], None]] = []
+        self._apart: set[tuple[Any, ...]] = set()
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what is pending, whose gradients go to the parameters of the original alone."""
-        return {**self.__dict__, "_pending": []}
+        return {**self.__dict__, "_pending": [], "_apart": set()}
 
     @property
     def pending(self) -> int:
@@ -99,6 +103,7 @@ class WeightGradients:
                     f"{second}: expected another parameter than {first} with weight_gradients, got "
                     "the same: one gradient would overwrite the other"
                 )
+        wanted: dict[str, Tensor] = {}
         for name, parameter in zip(_NAMES, parameters, strict=True):
             if parameter is None or not parameter.requires_grad:
                 continue
@@ -109,6 +114,36 @@ class WeightGradients:
                 )
             if self.main_grad:
                 _expect_main_grad(name, parameter)
+            if all(
+                parameter is not other for other in wanted.values()
+            ):  # one may be w_up and w_down
+                wanted[name] = parameter
+        if not torch.compiler.is_compiling():  # no memory yet
+            self._expect_apart(wanted)
+
+    def _expect_apart(self, parameters: dict[str, Tensor]) -> None:
+        """Raise ValueError where a gradient shares memory with another, or with a parameter.
+
+        What was found apart is remembered: comparing takes as long as starting a few kernels.
+        """
+        where = "main_grad" if self.main_grad else "grad"
+        targets = {f"{name}.{where}": getattr(p, where) for name, p in parameters.items()}
+        targets = {name: target for name, target in targets.items() if target is not None}
+        if not targets:
+            return
+        tensors = (*parameters.values(), *targets.values())
+        places = None
+        if all(
+            type(t) in (Tensor, torch.nn.Parameter) for t in tensors
+        ):  # others may have no memory
+            places = tuple((t.data_ptr(), t.shape, t.stride()) for t in tensors)
+            if places in self._apart:
+                return
+        expect_all_apart(targets, parameters)
+        if places is not None:
+            if len(self._apart) >= _REMEMBERED:
+                self._apart.clear()
+            self._apart.add(places)
 
     def _target(self, *parameters: Tensor | None) -> tuple[list[Tensor | None], bool]:
         """Tensors to write to, None where nothing is wanted, and whether to add to them."""
@@ -229,6 +264,7 @@ class Experts(torch.autograd.Function):
         x, h, offsets, row_token, slot_row, row_score, token_offsets, *rest = ctx.saved_tensors
         w_up, w_gate, w_down, b_up, b_down, *routed = rest
         want_x, want_router, _, _, want_scores, _, want_residual = ctx.needs_input_grad[3:10]
+        want_scores = want_scores or (bool(routed) and (want_x or want_router))
         h = pre_activations(h, x, offsets, row_token, w_up, w_gate, b_up, ctx.flags)
         dresidual = dout if want_residual else None
         dout = rows_of(dout)
@@ -236,55 +272,86 @@ class Experts(torch.autograd.Function):
         if ctx.sink._takes_with_dh(*parameters[3:]):
             biases, add = ctx.sink._target(*parameters[3:])
             parameters = *parameters[:3], None, None
-        dh, a, parts = ops.down_gradient(
-            dout, h, offsets, row_token, row_score, w_down, *ctx.flags, *biases, add
+        dx, dscores, dh, a = ops.data_gradients(
+            *(dout, h, offsets, row_token, slot_row, row_score, token_offsets),
+            *(w_up, w_gate, w_down, b_down, *ctx.flags),
+            wanted_bits(want_x, want_scores, by_row=bool(routed)),
+            *(*biases, add),
         )
-        kept = _Kept(x, dout, offsets) if slot_row is None else _Kept(x, dout)
-        places = offsets, row_token, row_score
-        ctx.sink._take(
-            partial(_compute, ctx.sink, kept, parameters, ctx.flags, x, dout, dh, a, *places)
-        )
-        dx = dscores = drouter = None
-        if want_scores or (routed and (want_x or want_router)):
-            dscores = ops.score_gradient(
-                parts, slot_row, offsets, dout, b_down, a.shape[1], token_offsets
-            )
-        if want_x:
-            dx = ops.up_gradient(dh, offsets, w_up, w_gate, *ctx.flags.up_weight)
-            if slot_row is None:  # rows of nobody were not written
-                rows = torch.arange(x.shape[0], device=x.device)
-                nobody = (rows < offsets[0]) | (rows >= offsets[-1])
-                dx.masked_fill_(nobody[:, None], 0)
-            elif not routed:
-                dx = ops.combine(dx, slot_row, None, token_offsets)
+        dx, dscores = dx if want_x else None, dscores if want_scores else None
+        drouter = None
         if routed and dscores is not None:
             weight, *routed = routed
             dx, drouter = router_gradients(
                 dx, slot_row, dscores, routed, x, weight, ctx.weighing, want_router
             )
             dscores = None
+        kept = _Kept(x, dout, offsets) if slot_row is None else _Kept(x, dout)
+        operands = _Operands(x, dout, dh, a, offsets, row_token, row_score)
+        ctx.sink._take(partial(_compute, ctx.sink, kept, parameters, ctx.flags, operands))
         return None, None, None, dx, drouter, None, None, dscores, None, dresidual, *nothing
 
 
+class _Operands(NamedTuple):
+    """What weight gradients are made of."""
+
+    x: Tensor  # (T, H), or (R, H) without row_token
+    dout: Tensor  # the same
+    dh: Tensor  # (R, W)
+    a_scaled: Tensor  # (R, I)
+    offsets: Tensor  # (E + 1)
+    row_token: Tensor | None  # (R)
+    row_score: Tensor | None  # (R)
+
+
 @torch.no_grad()
-def _compute(sink, kept, parameters, flags, x, dout, dh, a, offsets, row_token, row_score) -> None:
+def _compute(
+    sink: WeightGradients,
+    kept: _Kept,
+    parameters: tuple[Tensor | None, ...],
+    flags: LayerFlags,
+    operands: _Operands,
+) -> None:
     """dW and db of one backward pass, into the sink's targets."""
     kept.expect_unchanged()
-    w_up, w_gate, w_down, b_up, b_down = parameters
-    (target,), add = sink._target(w_down)
-    if target is not None:
-        ops.down_weight_gradient_out(dout, a, offsets, row_token, target, flags.transposed, add)
-    (target,), add = sink._target(b_down)
-    if target is not None:
-        ops.bias_gradient_out(dout, offsets, row_token, row_score, target, add)
-    (up, gate), add = sink._target(w_up, w_gate)
-    if up is not None or gate is not None:
-        if up is None:  # the step makes both of a pair, in one dtype
-            up = torch.empty_like(w_up, dtype=gate.dtype)
-        if gate is None and w_gate is not None:
-            gate = torch.empty_like(w_gate, dtype=up.dtype)
-        layout = flags.up_weight
-        ops.up_weight_gradient_out(x, dh, offsets, row_token, up, gate, *layout, add)
-    (target,), add = sink._target(b_up)
-    if target is not None:
-        ops.bias_gradient_out(dh, offsets, None, None, target, add)
+    _compute_weights(sink, parameters[:3], flags, operands)
+    *_, b_up, b_down = parameters
+    x, dout, dh, _, offsets, row_token, row_score = operands
+    for bias, sums in (
+        (b_down, (dout, offsets, row_token, row_score)),
+        (b_up, (dh, offsets, None, None)),
+    ):
+        (target,), add = sink._target(bias)
+        if target is not None:
+            ops.bias_gradient_out(*sums, target, add)
+
+
+def _compute_weights(
+    sink: WeightGradients,
+    weights: tuple[Tensor | None, ...],
+    flags: LayerFlags,
+    operands: _Operands,
+) -> None:
+    """dW1 and dW2: in one call where both are written alike, with one schedule."""
+    w_up, w_gate, w_down = weights
+    (down,), add_down = sink._target(w_down)
+    (up, gate), add_up = sink._target(w_up, w_gate)
+    if gate is not None and up is None:  # the step makes both of a pair, in one dtype
+        up = torch.empty_like(w_up, dtype=gate.dtype)
+    if up is not None and gate is None and w_gate is not None:
+        gate = torch.empty_like(w_gate, dtype=up.dtype)
+    together = (
+        up is not None
+        and down is not None
+        and (add_up, up.dtype) == (add_down, down.dtype)
+        and all(w is not w_down for w in (w_up, w_gate))
+    )
+    products = (
+        [(up, gate, down, add_up)]
+        if together
+        else [(None, None, down, add_down), (up, gate, None, add_up)]
+    )
+    rows = operands[:6]  # without the scores
+    for *targets, add in products:
+        if any(t is not None for t in targets):
+            ops.weight_gradients_out(*rows, *targets, *flags.up_weight, add)

@@ -2,7 +2,7 @@
 // db2 are sums of their own afterwards
 #include "check.h"
 #include "cpu/activate.h"
-#include "cpu/views.h"
+#include "cpu/low_rank.h"
 #include "guild/cpu.h"
 #include "processor.h"
 #include "shared/gemm_config.h"
@@ -61,6 +61,7 @@ void gradient_block(DownGradient const& x, Block const& block, Span cols) {
   auto const weights = matrix_of<T>(x.w_down, block.expert).from(0, cols.first);
   F* const g = scratch.take<F>(count * cols.count);
   multiply(rows, operand(scratch, weights, inner, cols.count), g, count, cols.count, inner);
+  add_low_rank<T>(g, x.low_rank.t, x.low_rank.b, x.low_rank.rank, block, cols, scratch);
   F* const row_scratch = scratch.take<F>(3 * cols.count);
   for (int64_t i = 0; i < count; ++i) {
     finish_row<T>(x, block.rows.first + i, cols, g + i * cols.count, row_scratch);

@@ -1,6 +1,6 @@
 // Y = A W2^T + b2
 #include "check.h"
-#include "cpu/views.h"
+#include "cpu/low_rank.h"
 #include "guild/cpu.h"
 #include "processor.h"
 
@@ -19,6 +19,7 @@ void down_block(DownProjection const& x, Block const& block, Span cols) {
   F* const y = scratch.take<F>(count * cols.count);
   multiply(rows, operand(scratch, weights, cols.count, inner).transposed(), y, count, cols.count,
            inner);
+  add_low_rank<T>(y, x.low_rank.t, x.low_rank.b, x.low_rank.rank, block, cols, scratch);
 
   F* const bias = scratch.take<F>(cols.count);
   if (x.bias.data != nullptr) {

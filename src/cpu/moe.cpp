@@ -8,6 +8,7 @@ namespace guild::cpu {
 namespace {
 
 struct Steps {
+  void sort_by_expert(Sort const& x) const { cpu::sort_by_expert(x); }
   void up_projection(UpProjection const& x) const { cpu::up_projection(x); }
   void down_projection(DownProjection const& x) const { cpu::down_projection(x); }
   void combine(Combine const& x) const { cpu::combine(x); }
@@ -32,6 +33,11 @@ void moe_forward(MoeForward const& x) {
 void moe_backward(MoeBackward const& x) {
   check(x);
   compose_backward(x, Steps{});
+}
+
+void moe_weight_gradients(MoeWeightGradients const& x) {
+  check(x);
+  compose_weight_gradients(x, {}, Steps{});
 }
 
 }  // namespace guild::cpu

@@ -80,24 +80,14 @@ class Rounder {
       for (int64_t e = 0; e < x_.experts; ++e) {
         if (member_[t * x_.experts + e]) x_.list_ids[next++] = int32_t(e);
       }
-      weigh(t, first, next);
+      F* const slopes = x_.slopes == nullptr ? nullptr : this->slopes() + first;
+      write_weights(x_.router, logits_.row(t), normalizer_[t], x_.list_ids + first, next - first,
+                    scores() + first, slopes);
     }
     x_.token_offsets[x_.tokens] = int32_t(next);
     std::fill(x_.list_ids + next, x_.list_ids + slots, -1);
     std::fill(scores() + next, scores() + slots, F(0));
     if (x_.slopes != nullptr) std::fill(slopes() + next, slopes() + slots, F(0));
-  }
-
-  // The weights of one list.
-  void weigh(int64_t token, int64_t first, int64_t end) {
-    F const* const logits = logits_.row(token);
-    int32_t const* const ids = x_.list_ids + first;
-    chosen_weights(x_.router, logits, normalizer_[token], ids, end - first, scores() + first);
-    for (int64_t s = first; s < end; ++s) {
-      scores()[s] *= F(x_.router.scale);
-      if (x_.slopes == nullptr) continue;
-      slopes()[s] = weight_slope(x_.router.score, logits[x_.list_ids[s]]);
-    }
   }
 
   F* scores() const { return static_cast<F*>(x_.scores); }

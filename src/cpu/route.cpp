@@ -81,11 +81,7 @@ void route_token(Route const& x, int64_t token) {
   if (x.router.groups > 1) count = keep_best_groups(x.router, key, ids, x.experts);
   std::partial_sort(ids, ids + x.top_k, ids + count, Better<F>{key});
   std::copy_n(ids, x.top_k, x.ids + token * x.top_k);
-  chosen_weights(x.router, logits, all, ids, x.top_k, scores);
-  for (int64_t k = 0; slopes != nullptr && k < x.top_k; ++k) {
-    slopes[k] = weight_slope(x.router.score, logits[ids[k]]);
-  }
-  for (int64_t k = 0; k < x.top_k; ++k) scores[k] *= F(x.router.scale);
+  write_weights(x.router, logits, all, ids, x.top_k, scores, slopes);
 }
 
 // With s the scores, ds their gradients and dot = sum of s ds over the choices:

@@ -25,10 +25,10 @@ struct Normalizer {
   }
 };
 
-// The weights of the `count` chosen, without the router's scale; all: of the token.
+// Writes the weights of the `count` chosen and, unless null, their slopes; all: of the token.
 template <class F>
-void chosen_weights(Router const& router, F const* logits, Normalizer<F> const& all,
-                    int32_t const* ids, int64_t count, F* out) {
+void write_weights(Router const& router, F const* logits, Normalizer<F> const& all,
+                   int32_t const* ids, int64_t count, F* scores, F* slopes) {
   bool const softmax = router.score == Score::softmax, relative = weighs_relatively(router);
   F shift = all.shift, sum = 0;
   if (relative) {
@@ -37,7 +37,7 @@ void chosen_weights(Router const& router, F const* logits, Normalizer<F> const& 
     shift = weight_shift(router.score, top);
   }
   for (int64_t k = 0; k < count; ++k) {
-    sum += out[k] = unscaled_weight(router.score, logits[ids[k]], shift);
+    sum += scores[k] = unscaled_weight(router.score, logits[ids[k]], shift);
   }
   F divisor = relative ? sum : all.sum;
   if (router.renormalize && !relative) {
@@ -46,7 +46,10 @@ void chosen_weights(Router const& router, F const* logits, Normalizer<F> const& 
   }
   if (softmax && all.sum != all.sum) divisor = all.sum;  // NaN
   if (!softmax && divisor == 0) divisor = 1;             // all of them are 0
-  for (int64_t k = 0; k < count; ++k) out[k] /= divisor;
+  for (int64_t k = 0; k < count; ++k) scores[k] = scores[k] / divisor * F(router.scale);
+  for (int64_t k = 0; slopes != nullptr && k < count; ++k) {
+    slopes[k] = weight_slope(router.score, logits[ids[k]]);
+  }
 }
 
 // Whether the sum of p over the chosen is below the floor that the router gives it. ids outside

@@ -1,6 +1,6 @@
 // dX~ = dH W1, by row
 #include "check.h"
-#include "cpu/views.h"
+#include "cpu/low_rank.h"
 #include "guild/cpu.h"
 #include "processor.h"
 
@@ -23,6 +23,7 @@ void gradient_block(UpGradient const& x, Block const& block, Span cols) {
   };
   add_half(x.w_up.gate, gate_half(x.order, x.gated), false);
   if (x.gated) add_half(x.w_up.up, up_half(x.order, inner), true);
+  add_low_rank<T>(dx, x.low_rank.t, x.low_rank.b, x.low_rank.rank, block, cols, scratch);
   auto const out = rows_of<T>(x.dx, x.sizes.hidden);
   store_block(dx, block.rows, cols, out.data, out.stride, 1, false, scratch);
 }

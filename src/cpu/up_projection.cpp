@@ -1,7 +1,7 @@
 // H = X[row_token] W1^T + b1;  A = activation(H)
 #include "check.h"
 #include "cpu/activate.h"
-#include "cpu/views.h"
+#include "cpu/low_rank.h"
 #include "guild/cpu.h"
 #include "processor.h"
 
@@ -12,13 +12,15 @@ namespace {
 // One half of H for a block: rows times the half's weights, plus its bias.
 template <class T>
 Compute<T>* half_product(UpProjection const& x, View<Compute<T>> rows, ConstWeight const& w,
-                         Half half, Block const& block, Span cols, Scratch& scratch) {
+                         ConstWeight const& low_rank, Half half, Block const& block, Span cols,
+                         Scratch& scratch) {
   using F = Compute<T>;
   int64_t const inner = x.sizes.hidden, count = block.rows.count;
   F* const out = scratch.take<F>(count * cols.count);
   auto const weights = matrix_of<T>(w, block.expert).from(cols.first, 0);
   multiply(rows, operand(scratch, weights, cols.count, inner).transposed(), out, count, cols.count,
            inner);
+  add_low_rank<T>(out, x.low_rank.t, low_rank, x.low_rank.rank, block, cols, scratch);
   if (x.bias.data == nullptr) return out;
   int64_t const width = x.sizes.intermediate * (x.activation.gated ? 2 : 1);
   T const* const bias = rows_of<T>(x.bias, width).row(block.expert);
@@ -40,9 +42,11 @@ void up_block(UpProjection const& x, Block const& block, Span cols) {
   auto const rows = gather(scratch, in.data, in.stride, x.routing.row_token, x.sizes.tokens,
                            block.rows.first, block.rows.count, s.hidden);
   Half const halves[] = {gate_half(x.order, gated), up_half(x.order, s.intermediate)};
-  F* const gate = half_product<T>(x, rows, x.w_up.gate, halves[0], block, cols, scratch);
+  F* const gate =
+      half_product<T>(x, rows, x.w_up.gate, x.low_rank.b.gate, halves[0], block, cols, scratch);
   F* const up =
-      gated ? half_product<T>(x, rows, x.w_up.up, halves[1], block, cols, scratch) : nullptr;
+      gated ? half_product<T>(x, rows, x.w_up.up, x.low_rank.b.up, halves[1], block, cols, scratch)
+            : nullptr;
 
   F* const a = scratch.take<F>(cols.count);
   auto const h_out = rows_of<T>(x.h, s.intermediate * (gated ? 2 : 1));

@@ -36,5 +36,6 @@ void bias_gradient(BiasGradient const&, Queue) { absent(); }
 void grouped_gemm(GroupedGemm const&, Queue) { absent(); }
 void moe_forward(MoeForward const&, Queue) { absent(); }
 void moe_backward(MoeBackward const&, Queue) { absent(); }
+void moe_weight_gradients(MoeWeightGradients const&, Queue) { absent(); }
 
 }  // namespace guild::cuda

@@ -1,10 +1,16 @@
 #include "cuda/device.h"
 
 #include <mutex>
+#include <string>
 
 namespace guild::cuda {
 
 namespace {
+
+// Whether the kernels were built for this compute capability (CMakeLists.txt).
+bool supports(int major, int minor) {
+  return std::to_string(major) + "." + std::to_string(minor) == GUILD_COMPUTE_CAPABILITY;
+}
 
 struct Device {
   int multiprocessors = 0, major = 0, minor = 0;
@@ -45,7 +51,7 @@ bool usable(char const** why) {
   } else {
     Device const& d = current_device();
     if (!supports(d.major, d.minor)) {
-      reason = "the current device is not of compute capability 9.0";
+      reason = "the current device is not of compute capability " GUILD_COMPUTE_CAPABILITY;
     }
   }
   if (why != nullptr) *why = reason == nullptr ? "" : reason;

@@ -1,7 +1,7 @@
 // With g = dO[row_token] W2: dH = d activation(s g, H), A' = s A, parts of dS = <g, A>; where they
 // are wanted, db1 and db2 from sums over 64 rows each
 #include "check.h"
-#include "cuda/gate_up.h"
+#include "cuda/low_rank.h"
 #include "cuda/rows/bias_sums.h"
 
 namespace guild::cuda {
@@ -37,7 +37,8 @@ void down_gradient(DownGradient const& x, Queue queue) {
                          .scaled = x.a_scaled,
                          .score_parts = static_cast<float*>(x.score_parts),
                          .dh_sums = wanted(x.db_up, sums.dh),
-                         .a_sums = wanted(x.db_down, sums.dout)},
+                         .a_sums = wanted(x.db_down, sums.dout),
+                         .low_rank = low_rank_operand(x.low_rank, transposed(x.w_down))},
                         queue);
   if (wants_biases(x)) add_bias_sums(x, sums, queue);
 }

@@ -1,11 +1,12 @@
 // Y = A W2^T + b2
 #include "check.h"
-#include "cuda/alignment.h"
-#include "cuda/products.h"
+#include "cuda/low_rank.h"
 
 namespace guild::cuda {
 
-void down_projection(DownProjection const& x, Queue queue) {
+void down_projection(DownProjection const& x, Queue queue) { down_projection(x, nullptr, queue); }
+
+void down_projection(DownProjection const& x, Sort const* sort, Queue const& queue) {
   check(x);
   require_layer(x.sizes, x.dtype);
   require_aligned(x.w_down, "w_down");
@@ -20,9 +21,13 @@ void down_projection(DownProjection const& x, Queue queue) {
                .groups = expert_groups(x.routing.offsets, s.experts, s.rows()),
                .a = x.a,
                .w = {x.w_down, x.w_down},
+               .low_rank = low_rank_operand(x.low_rank, x.w_down),
                .bias = x.bias,
                .d = x.y,
-               .direct = {}},
+               .direct = {},
+               .tokens = s.tokens,
+               .sort = sort,
+               .after_up = x.after_up},
               queue);
 }
 

@@ -2,6 +2,7 @@
 #include "check.h"
 #include "compose.h"
 #include "cuda/alignment.h"
+#include "cuda/products.h"
 #include "guild/cuda.h"
 
 namespace guild::cuda {
@@ -9,8 +10,12 @@ namespace {
 
 struct Steps {
   Queue queue;
-  void up_projection(UpProjection const& x) const { cuda::up_projection(x, queue); }
-  void down_projection(DownProjection const& x) const { cuda::down_projection(x, queue); }
+  Sort const* sort = nullptr;  // left to the products
+  void sort_by_expert(Sort const& x) const {
+    if (sort == nullptr) cuda::sort_by_expert(x, queue);
+  }
+  void up_projection(UpProjection const& x) const { cuda::up_projection(x, sort, queue); }
+  void down_projection(DownProjection const& x) const { cuda::down_projection(x, sort, queue); }
   void combine(Combine const& x) const { cuda::combine(x, queue); }
   void down_gradient(DownGradient const& x) const { cuda::down_gradient(x, queue); }
   void score_gradient(ScoreGradient const& x) const { cuda::score_gradient(x, queue); }
@@ -32,13 +37,21 @@ struct Steps {
 void moe_forward(MoeForward const& x, Queue queue) {
   check(x);
   queue.counter = workspace_of(x).counter;
-  compose_forward(x, Steps{queue});
+  bool const in_products = x.sort != nullptr && products_sort(*x.sort);
+  compose_forward(x, Steps{queue, in_products ? x.sort : nullptr});
 }
 
 void moe_backward(MoeBackward const& x, Queue queue) {
   check(x);
-  queue.counter = workspace_of(x).counter;
+  queue.counter = workspace_of(x).memory.counter;
   compose_backward(x, Steps{queue});
+}
+
+void moe_weight_gradients(MoeWeightGradients const& x, Queue queue) {
+  check(x);
+  ScheduleMemory const memory = workspace_of(x);
+  queue.counter = memory.counter;
+  compose_weight_gradients(x, memory.schedule, Steps{queue});
 }
 
 }  // namespace guild::cuda

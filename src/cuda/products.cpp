@@ -6,15 +6,22 @@
 
 namespace guild::cuda {
 
-void up_product(UpProduct const& product, Queue const& queue) { sm90::up_product(product, queue); }
+void up_product(UpProduct const& product, Queue const& queue) {
+  if (product.low_rank.rank > 0) return sm90::low_rank_up_product(product, queue);
+  sm90::up_product(product, queue);
+}
 void down_gradient_product(DownGradientProduct const& product, Queue const& queue) {
+  if (product.low_rank.rank > 0) return sm90::low_rank_down_gradient_product(product, queue);
   sm90::down_gradient_product(product, queue);
 }
 void row_product(RowProduct const& product, Queue const& queue) {
+  if (product.low_rank.rank > 0) return sm90::low_rank_row_product(product, queue);
   sm90::row_product(product, queue);
 }
 void expert_product(ExpertProduct const& product, Queue const& queue) {
   sm90::expert_product(product, queue);
 }
+
+bool products_sort(Sort const& sort) { return sm90::products_sort(sort); }
 
 }  // namespace guild::cuda

@@ -17,6 +17,13 @@ enum class Pairing : int {
   alternate,  // gate, up, gate, up, ...
 };
 
+// T B^T, added to a product's sums; contiguous along n or rank as the weight is along n or k.
+struct LowRankOperand {
+  ConstRows t;       // (rows, rank)
+  ConstWeight b[2];  // (E, n, rank) for each of the product's weights
+  int64_t rank = 0;  // 0: none
+};
+
 // H = A W^T + bias and activation(H): the up projection.
 struct UpProduct {
   DType dtype = DType::bfloat16;
@@ -31,6 +38,10 @@ struct UpProduct {
   Activation activation;
   Rows h;          // (rows, n), or 2n where paired; null data: not wanted
   Rows activated;  // (rows, n)
+  LowRankOperand low_rank = {};
+  // The sort that makes groups and row_token, which is left to the product; null: it has been run.
+  // Only where products_sort() says so.
+  Sort const* sort = nullptr;
 };
 void up_product(UpProduct const& product, Queue const& queue);
 
@@ -52,6 +63,7 @@ struct DownGradientProduct {
   float* score_parts = nullptr;  // (rows, n / kScoreColumns, rounded up); null: not wanted
   float* dh_sums = nullptr;      // (most_chunks(rows, E), columns of dh), of dh; null: not wanted
   float* a_sums = nullptr;       // (most_chunks(rows, E), k), of s A; null: not wanted
+  LowRankOperand low_rank = {};  // not together with a_sums
 };
 void down_gradient_product(DownGradientProduct const& product, Queue const& queue);
 
@@ -73,9 +85,15 @@ struct RowProduct {
   ConstRows a;                     // (rows, halves * k)
   int halves = 1;                  // the sum runs over W[0], then W[1]
   ConstWeight w[2];                // (E, n, k) as (out, in)
+  LowRankOperand low_rank = {};
   ConstRows bias;                  // (E, n); null data: none
   Rows d;                          // (rows, n)
   DirectOutput direct;             // instead of d where its data is not null
+  int64_t tokens = -1;             // no group is expected to have more rows; -1: not known
+  Sort const* sort = nullptr;      // as in the up product before, which writes its outputs
+  // Whether an up projection on the same groups was launched right before: weights may then be
+  // read while that still runs.
+  bool after_up = false;
 };
 void row_product(RowProduct const& product, Queue const& queue);
 
@@ -94,10 +112,18 @@ struct ExpertProduct {
 };
 void expert_product(ExpertProduct const& product, Queue const& queue);
 
+// Whether the products of a layer's forward sort by themselves, each for its own use, which saves
+// the launch of a sort.
+bool products_sort(Sort const& sort);
+
 // The same matrices the other way round.
 template <class W>
 W transposed(W const& w) {
   return {w.data, w.expert_stride, w.in_stride, w.out_stride};
 }
+
+// The same steps where their products sort; sort null: they do not.
+void up_projection(UpProjection const& step, Sort const* sort, Queue const& queue);
+void down_projection(DownProjection const& step, Sort const* sort, Queue const& queue);
 
 }  // namespace guild::cuda

@@ -1,6 +1,6 @@
 // dX~ = dH W1, by row
 #include "check.h"
-#include "cuda/gate_up.h"
+#include "cuda/low_rank.h"
 
 namespace guild::cuda {
 
@@ -20,6 +20,7 @@ void up_gradient(UpGradient const& x, Queue queue) {
                .a = x.dh,
                .halves = view.halves,
                .w = {transposed(view.w[0]), transposed(view.w[1])},
+               .low_rank = low_rank_operand(x.low_rank, transposed(view.w[0])),
                .bias = {},
                .d = x.dx,
                .direct = {}},

@@ -1,10 +1,12 @@
 // H = X[row_token] W1^T + b1;  A = activation(H)
 #include "check.h"
-#include "cuda/gate_up.h"
+#include "cuda/low_rank.h"
 
 namespace guild::cuda {
 
-void up_projection(UpProjection const& x, Queue queue) {
+void up_projection(UpProjection const& x, Queue queue) { up_projection(x, nullptr, queue); }
+
+void up_projection(UpProjection const& x, Sort const* sort, Queue const& queue) {
   check(x);
   require_layer(x.sizes, x.dtype);
   auto const view =
@@ -28,7 +30,9 @@ void up_projection(UpProjection const& x, Queue queue) {
               .bias = x.bias,
               .activation = x.activation,
               .h = x.h,
-              .activated = x.a},
+              .activated = x.a,
+              .low_rank = low_rank_operand(x, view.w[0]),
+              .sort = sort},
              queue);
 }
 

@@ -3,6 +3,27 @@
 #include "cuda/gate_up.h"
 
 namespace guild::cuda {
+namespace {
+
+// D[e] = (rows of a)^T (rows of b), into experts' matrices of hidden rows; d is set by the caller.
+template <class Step>
+ExpertProduct product_of(Step const& x, ConstRows a, ConstRows b, int64_t columns) {
+  Sizes const& s = x.sizes;
+  return {.dtype = x.dtype,
+          .m = s.hidden,
+          .n = columns,
+          .rows = s.rows(),
+          .tokens = s.tokens,
+          .groups = expert_groups(x.routing.offsets, s.experts, s.rows()),
+          .a = a,
+          .row_token = x.routing.row_token,
+          .b = b,
+          .d_dtype = x.dw_dtype,
+          .accumulate = x.accumulate,
+          .schedule = x.schedule};
+}
+
+}  // namespace
 
 // Only the product's first operand can be gathered, so dW1 is computed as its transpose, X^T dH.
 void up_weight_gradient(UpWeightGradient const& x, Queue queue) {
@@ -17,23 +38,12 @@ void up_weight_gradient(UpWeightGradient const& x, Queue queue) {
                       view.w[0].in_stride == view.w[1].in_stride &&
                       static_cast<char*>(view.w[1].data) - static_cast<char*>(view.w[0].data) ==
                           view.width * view.w[0].out_stride * bytes;
-  ExpertProduct product{.dtype = x.dtype,
-                        .m = s.hidden,
-                        .n = packed ? 2 * view.width : view.width,
-                        .rows = s.rows(),
-                        .tokens = s.tokens,
-                        .groups = expert_groups(x.routing.offsets, s.experts, s.rows()),
-                        .a = x.x,
-                        .row_token = x.routing.row_token,
-                        .b = x.dh,
-                        .d_dtype = x.dw_dtype,
-                        .accumulate = x.accumulate,
-                        .d = transposed(view.w[0]),
-                        .schedule = x.schedule};
+  int64_t const total = view.width * view.halves;
+  ConstRows const dh{x.dh.data, row_stride(x.dh, total)};
+  ExpertProduct product = product_of(x, x.x, dh, packed ? total : view.width);
+  product.d = transposed(view.w[0]);
   int32_t*& taken = product.schedule.taken;
   if (taken != nullptr) ++taken;  // counters: dW2's, then those of dW1's gate and up
-  int64_t const total = view.width * view.halves;
-  product.b.stride = row_stride(x.dh, total);
   expert_product(product, queue);
   if (view.halves == 1 || packed) return;
   product.b.data = static_cast<char const*>(x.dh.data) + element_bytes(x.dtype) * view.width;
@@ -47,21 +57,9 @@ void down_weight_gradient(DownWeightGradient const& x, Queue queue) {
   require_layer(x.sizes, x.dtype);
   require_aligned(x.dout, "dout");
   require_aligned(x.a, "a");
-  Sizes const& s = x.sizes;
-  expert_product({.dtype = x.dtype,
-                  .m = s.hidden,
-                  .n = s.intermediate,
-                  .rows = s.rows(),
-                  .tokens = s.tokens,
-                  .groups = expert_groups(x.routing.offsets, s.experts, s.rows()),
-                  .a = x.dout,
-                  .row_token = x.routing.row_token,
-                  .b = x.a,
-                  .d_dtype = x.dw_dtype,
-                  .accumulate = x.accumulate,
-                  .d = x.dw,
-                  .schedule = x.schedule},
-                 queue);
+  ExpertProduct product = product_of(x, x.dout, x.a, x.sizes.intermediate);
+  product.d = x.dw;
+  expert_product(product, queue);
 }
 
 }  // namespace guild::cuda

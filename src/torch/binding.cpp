@@ -15,6 +15,9 @@ namespace {
 #define GUILD_ACTIVATION \
   "int kind, bool gated, float alpha, float limit, float up_offset, bool clamp_after"
 
+// A term of a step's product: both or none.
+#define GUILD_LOW_RANK ", Tensor? low_rank_t=None, Tensor? low_rank_b=None"
+
 bool cuda_built() { return cuda::built(); }
 
 // Empty where the current CUDA device can be used, otherwise why not.
@@ -58,17 +61,6 @@ void define_layers(Library& m) {
       ", bool interleaved, bool transposed, bool keep) -> (Tensor o, Tensor h, Tensor offsets, "
       "Tensor row_token, Tensor slot_row, Tensor row_score)");
   m.def(
-      "moe_forward_out(Tensor x, Tensor ids, Tensor scores, Tensor? token_offsets, Tensor? "
-      "residual, Tensor w_up, Tensor? w_gate, Tensor w_down, Tensor? b_up, Tensor? "
-      "b_down, " GUILD_ACTIVATION
-      ", bool interleaved, bool transposed, Tensor(a!) out) -> Tensor offsets");
-  m.def(
-      "moe_layer_out(Tensor x, Tensor router, Tensor? selection_bias, Tensor? token_mask, int "
-      "top_k, int score, bool renormalize, float scale, int groups, int top_groups, float "
-      "sum_floor, int group_score, Tensor? residual, Tensor w_up, Tensor w_down, Tensor? b_up, "
-      "Tensor? b_down, " GUILD_ACTIVATION
-      ", bool interleaved, bool transposed, Tensor(a!) out) -> Tensor offsets");
-  m.def(
       "moe_backward(Tensor dout, Tensor x, Tensor h, Tensor offsets, Tensor row_token, Tensor "
       "slot_row, Tensor row_score, Tensor? token_offsets, Tensor w_up, Tensor? w_gate, Tensor "
       "w_down, Tensor? b_down, " GUILD_ACTIVATION
@@ -83,16 +75,38 @@ void define_layers(Library& m) {
       "w_gate, Tensor w_down, " GUILD_ACTIVATION
       ", bool interleaved, bool transposed, int wanted) -> (Tensor dx, Tensor dw_up, Tensor "
       "dw_gate, Tensor dw_down, Tensor db_up, Tensor db_down)");
+  m.def(
+      "data_gradients(Tensor dout, Tensor h, Tensor offsets, Tensor? row_token, Tensor? slot_row, "
+      "Tensor? row_score, Tensor? token_offsets, Tensor w_up, Tensor? w_gate, Tensor w_down, "
+      "Tensor? b_down, " GUILD_ACTIVATION
+      ", bool interleaved, bool transposed, int wanted, Tensor(a!)? db_up=None, Tensor(b!)? "
+      "db_down=None, bool accumulate=False) -> (Tensor dx, Tensor dscores, Tensor dh, Tensor "
+      "a_scaled)");
+}
+
+// Forward without gradients, into a tensor of the caller's.
+void define_inference(Library& m) {
+  m.def(
+      "moe_forward_out(Tensor x, Tensor ids, Tensor scores, Tensor? token_offsets, Tensor? "
+      "residual, Tensor w_up, Tensor? w_gate, Tensor w_down, Tensor? b_up, Tensor? "
+      "b_down, " GUILD_ACTIVATION
+      ", bool interleaved, bool transposed, Tensor(a!) out) -> Tensor offsets");
+  m.def(
+      "moe_layer_out(Tensor x, Tensor router, Tensor? selection_bias, Tensor? token_mask, int "
+      "top_k, int score, bool renormalize, float scale, int groups, int top_groups, float "
+      "sum_floor, int group_score, Tensor? residual, Tensor w_up, Tensor w_down, Tensor? b_up, "
+      "Tensor? b_down, " GUILD_ACTIVATION
+      ", bool interleaved, bool transposed, Tensor(a!) out) -> Tensor offsets");
 }
 
 void define_steps(Library& m) {
   m.def(
       "up_projection(Tensor x, Tensor offsets, Tensor? row_token, Tensor w_up, Tensor? w_gate, "
       "Tensor? b_up, " GUILD_ACTIVATION
-      ", bool interleaved, bool transposed, bool keep) -> (Tensor a, Tensor h)");
+      ", bool interleaved, bool transposed, bool keep" GUILD_LOW_RANK ") -> (Tensor a, Tensor h)");
   m.def(
-      "down_projection(Tensor a, Tensor offsets, Tensor w_down, Tensor? b_down, bool transposed) "
-      "-> Tensor");
+      "down_projection(Tensor a, Tensor offsets, Tensor w_down, Tensor? b_down, bool "
+      "transposed" GUILD_LOW_RANK ") -> Tensor");
   m.def(
       "combine(Tensor y, Tensor slot_row, Tensor? slot_score, Tensor? token_offsets=None, Tensor? "
       "residual=None, Tensor? dlogits=None, Tensor? ids=None, Tensor? router=None) -> Tensor");
@@ -100,14 +114,19 @@ void define_steps(Library& m) {
       "down_gradient(Tensor dout, Tensor h, Tensor offsets, Tensor? row_token, Tensor? row_score, "
       "Tensor w_down, " GUILD_ACTIVATION
       ", bool interleaved, bool transposed, Tensor(a!)? db_up=None, Tensor(b!)? db_down=None, "
-      "bool accumulate=False) -> (Tensor dh, Tensor a_scaled, Tensor score_parts)");
+      "bool accumulate=False" GUILD_LOW_RANK
+      ") -> (Tensor dh, Tensor a_scaled, Tensor score_parts)");
   m.def(
       "score_gradient(Tensor score_parts, Tensor slot_row, Tensor offsets, Tensor dout, Tensor? "
       "b_down, int intermediate, Tensor? token_offsets=None) -> Tensor");
   m.def(
       "up_gradient(Tensor dh, Tensor offsets, Tensor w_up, Tensor? w_gate, bool gated, bool "
-      "interleaved, bool transposed) -> Tensor");
+      "interleaved, bool transposed" GUILD_LOW_RANK ") -> Tensor");
 
+  m.def(
+      "weight_gradients_out(Tensor x, Tensor dout, Tensor dh, Tensor a_scaled, Tensor offsets, "
+      "Tensor? row_token, Tensor(a!)? dw_up, Tensor(b!)? dw_gate, Tensor(c!)? dw_down, bool gated, "
+      "bool interleaved, bool transposed, bool accumulate) -> ()");
   m.def(
       "up_weight_gradient_out(Tensor x, Tensor dh, Tensor offsets, Tensor? row_token, Tensor(a!) "
       "dw_up, Tensor(b!)? dw_gate, bool gated, bool interleaved, bool transposed, bool "
@@ -145,12 +164,14 @@ void implement(Library& m) {
   m.impl("moe_backward", TORCH_BOX(&moe_backward));
   m.impl("experts_forward", TORCH_BOX(&experts_forward));
   m.impl("experts_backward", TORCH_BOX(&experts_backward));
+  m.impl("data_gradients", TORCH_BOX(&data_gradients));
   m.impl("up_projection", TORCH_BOX(&up_projection));
   m.impl("down_projection", TORCH_BOX(&down_projection));
   m.impl("combine", TORCH_BOX(&combine));
   m.impl("down_gradient", TORCH_BOX(&down_gradient));
   m.impl("score_gradient", TORCH_BOX(&score_gradient));
   m.impl("up_gradient", TORCH_BOX(&up_gradient));
+  m.impl("weight_gradients_out", TORCH_BOX(&weight_gradients_out));
   m.impl("up_weight_gradient_out", TORCH_BOX(&up_weight_gradient_out));
   m.impl("down_weight_gradient_out", TORCH_BOX(&down_weight_gradient_out));
   m.impl("bias_gradient_out", TORCH_BOX(&bias_gradient_out));
@@ -165,6 +186,7 @@ void implement(Library& m) {
 
 STABLE_TORCH_LIBRARY(guild, m) {
   guild::binding::define_layers(m);
+  guild::binding::define_inference(m);
   guild::binding::define_steps(m);
 }
 STABLE_TORCH_LIBRARY_IMPL(guild, CPU, m) { guild::binding::implement(m); }

@@ -71,7 +71,7 @@ struct Tokens {
 };
 
 struct Forward {
-  Sorted rows;
+  Sorting rows;
   Tensor h;
 };
 
@@ -85,21 +85,54 @@ Forward run_forward(Place const& place, Tokens const& tokens, Weights const& w,
   Sizes const& s = layer.sizes;
   require(slots.tokens == s.tokens, slots.lists() ? "token_offsets" : "ids", ": expected ",
           s.tokens, " tokens as in x, got ", slots.tokens);
-  Sorted rows = sorted(place, ids, scores, s.experts, score_dtype(layer.dtype), token_offsets);
-  Routing const routing{static_cast<int32_t*>(rows.offsets.data_ptr()),
-                        static_cast<int32_t*>(rows.row_token.data_ptr()),
-                        static_cast<int32_t*>(rows.slot_row.data_ptr()),
-                        rows.row_score.data_ptr(),
-                        scores.data_ptr(),
-                        slots.token_offsets};
+  Sorting rows = sorting(place, ids, scores, s.experts, score_dtype(layer.dtype), token_offsets);
+  Sort const& sort = rows.args;
+  Routing const routing{sort.offsets,   sort.row_token,    sort.slot_row,
+                        sort.row_score, scores.data_ptr(), slots.token_offsets};
   Tensor h = place.empty({keep ? s.rows() : 0, layer.width()}, layer.dtype);
   Tensor const workspace = place.workspace(moe_forward_workspace_bytes(s, layer.dtype));
   MoeForward f = forward_args(place, layer, routing, x, w, b_up, b_down, workspace);
   f.h = {h.data_ptr(), 0};
   f.o = place.rows(o, "out", layer.dtype, {s.tokens, s.hidden});
   f.residual = place.rows(residual, "residual", layer.dtype, {s.tokens, s.hidden});
+  f.sort = &sort;
   place.run(cpu::moe_forward, cuda::moe_forward, f);
   return {rows, h};
+}
+
+// The arguments that all backward calls share; outputs and workspace are the caller's to set.
+MoeBackward backward_args(Place const& place, Layer const& layer, Routing const& routing,
+                          Tensor const& dout, Tensor const& h, Weights const& w,
+                          MaybeTensor const& b_down) {
+  Sizes const& s = layer.sizes;
+  MoeBackward b;
+  b.sizes = s;
+  b.dtype = b.dw_dtype = layer.dtype;
+  b.activation = layer.activation;
+  b.order = layer.order;
+  b.routing = routing;
+  b.dout = place.rows(dout, "dout", layer.dtype, {s.tokens, s.hidden});
+  b.h = place.rows(h, "h", layer.dtype, {s.rows(), layer.width()});
+  UpWeight const up = up_weight_of(place, layer, w.up, w.gate, layer.dtype);
+  b.w_up = {up.gate, up.up};
+  b.w_down = down_weight_of(place, layer, w.down, layer.dtype);
+  b.b_down = place.rows(b_down, "b_down", layer.dtype, {s.experts, s.hidden});
+  return b;
+}
+
+// dX as `wanted` has it: by token, by row, or empty.
+Tensor dx_of(Place const& place, Layer const& layer, bool combined, int64_t wanted) {
+  Sizes const& s = layer.sizes;
+  if (wanted & kRows) return place.empty({s.rows(), s.hidden}, layer.dtype);
+  if (!(wanted & kX)) return place.empty({0}, layer.dtype);
+  Shape const by_token = {s.tokens, s.hidden};
+  // Of sorted rows, those past offsets[E] are not written.
+  return combined ? place.empty(by_token, layer.dtype) : place.zeros(by_token, layer.dtype);
+}
+
+Tensor dscores_of(Place const& place, Layer const& layer, Slots const& slots, int64_t wanted) {
+  DType const dtype = score_dtype(layer.dtype);
+  return wanted & kScores ? slots.empty(place, dtype) : place.empty({0}, dtype);
 }
 
 struct Gradients {
@@ -118,32 +151,17 @@ Gradients run_backward(Place const& place, Layer const& layer, Routing const& ro
   auto const like = [&](int64_t bit, Tensor const& weight) {
     return wanted & bit ? empty_like(weight) : place.empty({0}, dtype);
   };
-  bool const combined = routing.row_token != nullptr, by_row = wanted & kRows;
-  bool const fill = !combined && (wanted & kX);  // rows past offsets[E] are not written
-  Gradients g{fill     ? place.zeros({s.tokens, s.hidden}, dtype)
-              : by_row ? place.empty({s.rows(), s.hidden}, dtype)
-                       : fresh(kX, {s.tokens, s.hidden}),
-              wanted & kScores ? slots.empty(place, score_dtype(dtype))
-                               : place.empty({0}, score_dtype(dtype)),
+  bool const combined = routing.row_token != nullptr;
+  Gradients g{dx_of(place, layer, combined, wanted),
+              dscores_of(place, layer, slots, wanted),
               like(kUp, w.up),
               w.gate.has_value() ? like(kUp, *w.gate) : place.empty({0}, dtype),
               like(kDown, w.down),
               fresh(kUpBias, {s.experts, layer.width()}),
               fresh(kDownBias, {s.experts, s.hidden})};
-  MoeBackward b;
-  b.sizes = s;
-  b.dtype = b.dw_dtype = dtype;
-  b.activation = layer.activation;
-  b.order = layer.order;
-  b.routing = routing;
-  b.dout = place.rows(dout, "dout", dtype, {s.tokens, s.hidden});
+  MoeBackward b = backward_args(place, layer, routing, dout, h, w, b_down);
   b.x = place.rows(x, "x", dtype, {s.tokens, s.hidden});
-  b.h = place.rows(h, "h", dtype, {s.rows(), layer.width()});
-  UpWeight const up = up_weight_of(place, layer, w.up, w.gate, dtype);
-  b.w_up = {up.gate, up.up};
-  b.w_down = down_weight_of(place, layer, w.down, dtype);
-  b.b_down = place.rows(b_down, "b_down", dtype, {s.experts, s.hidden});
-  (by_row ? b.dx_rows : b.dx) = {g.dx.data_ptr(), 0};
+  (wanted & kRows ? b.dx_rows : b.dx) = {g.dx.data_ptr(), 0};
   b.dscores = g.dscores.data_ptr();
   if (wanted & kUp) {
     MaybeTensor const gate = w.gate.has_value() ? MaybeTensor(g.dw_gate) : std::nullopt;
@@ -157,6 +175,22 @@ Gradients run_backward(Place const& place, Layer const& layer, Routing const& ro
   b.workspace = workspace.data_ptr();
   place.run(cpu::moe_backward, cuda::moe_backward, b);
   return g;
+}
+
+// The routing of a backward call: sorted rows, or a token's slots.
+Routing backward_routing(Place const& place, Layer const& layer, Slots const& slots,
+                         Tensor const& offsets, Tensor const& row_token, Tensor const& slot_row,
+                         Tensor const& row_score) {
+  Sizes const& s = layer.sizes;
+  Routing routing;
+  routing.offsets = place.indices(offsets, "offsets", {s.experts + 1});
+  routing.row_token = place.indices(row_token, "row_token", {s.rows()});
+  require(slots.tokens == s.tokens, slots.lists() ? "token_offsets" : "slot_row", ": expected ",
+          s.tokens, " tokens as in x, got ", slots.tokens);
+  routing.slot_row = slots.indices(place, slot_row, "slot_row");
+  routing.token_offsets = slots.token_offsets;
+  routing.row_score = place.packed(row_score, "row_score", score_dtype(layer.dtype), {s.rows()});
+  return routing;
 }
 
 }  // namespace
@@ -218,15 +252,8 @@ Tensors7 moe_backward(Tensor const& dout, Tensor const& x, Tensor const& h, Tens
   Layer const layer =
       layer_of(x, slots, w_down, activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
                {interleaved, transposed});
-  Sizes const& s = layer.sizes;
-  Routing routing;
-  routing.offsets = place.indices(offsets, "offsets", {s.experts + 1});
-  routing.row_token = place.indices(row_token, "row_token", {s.rows()});
-  require(slots.tokens == s.tokens, slots.lists() ? "token_offsets" : "slot_row", ": expected ",
-          s.tokens, " tokens as in x, got ", slots.tokens);
-  routing.slot_row = slots.indices(place, slot_row, "slot_row");
-  routing.token_offsets = slots.token_offsets;
-  routing.row_score = place.packed(row_score, "row_score", score_dtype(layer.dtype), {s.rows()});
+  Routing const routing =
+      backward_routing(place, layer, slots, offsets, row_token, slot_row, row_score);
   Gradients g = run_backward(place, layer, routing, slots, dout, x, h, {w_up, w_gate, w_down},
                              b_down, wanted);
   return {g.dx, g.dscores, g.dw_up, g.dw_gate, g.dw_down, g.db_up, g.db_down};
@@ -269,6 +296,56 @@ Tensors6 experts_backward(Tensor const& dout, Tensor const& x, Tensor const& h,
   Gradients g = run_backward(place, layer, routing, kSortedRows, dout, x, h, {w_up, w_gate, w_down},
                              std::nullopt, wanted & ~int64_t(kScores));
   return {g.dx, g.dw_up, g.dw_gate, g.dw_down, g.db_up, g.db_down};
+}
+
+Tensors4 data_gradients(Tensor const& dout, Tensor const& h, Tensor const& offsets,
+                        MaybeTensor const& row_token, MaybeTensor const& slot_row,
+                        MaybeTensor const& row_score, MaybeTensor const& token_offsets,
+                        Tensor const& w_up, MaybeTensor const& w_gate, Tensor const& w_down,
+                        MaybeTensor const& b_down, int64_t kind, bool gated, double alpha,
+                        double limit, double up_offset, bool clamp_after, bool interleaved,
+                        bool transposed, int64_t wanted, MaybeTensor& db_up, MaybeTensor& db_down,
+                        bool accumulate) {
+  Place const place(dout, "dout");
+  bool const combined = row_token.has_value();
+  require(combined == slot_row.has_value() && combined == row_score.has_value(),
+          "row_token, slot_row, row_score: expected all three or none");
+  require((wanted & ~int64_t(kX | kScores | kRows)) == 0,
+          "wanted: expected dx and dscores alone, got ", wanted);
+  require(combined || !(wanted & (kScores | kRows)),
+          "wanted: expected dx alone of sorted rows, got ", wanted);
+  Slots const slots =
+      combined ? slots_of(place, *slot_row, "slot_row", token_offsets) : kSortedRows;
+  Layer const layer = layer_of(dout, slots, w_down,
+                               activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
+                               {interleaved, transposed});
+  Sizes const& s = layer.sizes;
+  Routing routing;
+  if (combined) {
+    routing = backward_routing(place, layer, slots, offsets, *row_token, *slot_row, *row_score);
+  } else {
+    routing.offsets = place.indices(offsets, "offsets", {s.experts + 1});
+  }
+  Tensor dx = dx_of(place, layer, combined, wanted);
+  Tensor dscores = dscores_of(place, layer, slots, wanted);
+  Tensor dh = place.empty({s.rows(), layer.width()}, layer.dtype);
+  Tensor a_scaled = place.empty({s.rows(), s.intermediate}, layer.dtype);
+  MoeBackward b = backward_args(place, layer, routing, dout, h, {w_up, w_gate, w_down}, b_down);
+  (wanted & kRows ? b.dx_rows : b.dx) = {dx.data_ptr(), 0};
+  b.dscores = dscores.data_ptr();
+  b.dh = {dh.data_ptr(), 0};
+  b.a_scaled = {a_scaled.data_ptr(), 0};
+  b.accumulate = accumulate;
+  bool const biases = db_up.has_value() || db_down.has_value();
+  if (biases)
+    b.dw_dtype = db_up.has_value() ? dtype_of(*db_up, "db_up") : dtype_of(*db_down, "db_down");
+  b.db_up = place.rows(db_up, "db_up", b.dw_dtype, {s.experts, layer.width()});
+  b.db_down = place.rows(db_down, "db_down", b.dw_dtype, {s.experts, s.hidden});
+  Tensor const workspace = place.workspace(moe_backward_workspace_bytes(
+      s, layer.dtype, gated, combined && (wanted & kX), biases, /*keeps=*/true));
+  b.workspace = workspace.data_ptr();
+  place.run(cpu::moe_backward, cuda::moe_backward, b);
+  return {dx, dscores, dh, a_scaled};
 }
 
 }  // namespace guild::binding

@@ -47,12 +47,13 @@ Tensor balance_sums_backward(Tensor const& dshares, Tensor const& dsquares, Tens
 Tensors4 sort_by_expert(Tensor const& ids, Tensor const& scores, int64_t experts,
                         MaybeTensor const& token_offsets);
 
-// The same into tensors that the caller keeps; `scores` and the result's row_score share a type.
-struct Sorted {
-  Tensor offsets, row_token, slot_row, row_score;
+// The same, yet to run: `args` fills the tensors. `scores` and row_score share a type.
+struct Sorting {
+  Sort args;
+  Tensor offsets, row_token, slot_row, row_score, workspace;
 };
-Sorted sorted(Place const& place, Tensor const& ids, Tensor const& scores, int64_t experts,
-              DType scores_dtype, MaybeTensor const& token_offsets);
+Sorting sorting(Place const& place, Tensor const& ids, Tensor const& scores, int64_t experts,
+                DType scores_dtype, MaybeTensor const& token_offsets);
 
 // x (T, H), weight (E, H) -> (T, E) in float32, or float64 (logits.cpp)
 Tensor router_logits(Place const& place, Tensor const& x, Tensor const& weight);
@@ -100,16 +101,32 @@ Tensors6 experts_backward(Tensor const& dout, Tensor const& x, Tensor const& h,
                           Tensor const& w_down, int64_t kind, bool gated, double alpha,
                           double limit, double up_offset, bool clamp_after, bool interleaved,
                           bool transposed, int64_t wanted);
+// Backward without the weights' gradients, of tokens, or of sorted rows without row_token, slot_row
+// and row_score -> dx, dscores, and what the weights' gradients are made of: dh (R, W), a_scaled
+// (R, I). db_up (E, W) and db_down (E, H), of one type, are written, or added to.
+Tensors4 data_gradients(Tensor const& dout, Tensor const& h, Tensor const& offsets,
+                        MaybeTensor const& row_token, MaybeTensor const& slot_row,
+                        MaybeTensor const& row_score, MaybeTensor const& token_offsets,
+                        Tensor const& w_up, MaybeTensor const& w_gate, Tensor const& w_down,
+                        MaybeTensor const& b_down, int64_t kind, bool gated, double alpha,
+                        double limit, double up_offset, bool clamp_after, bool interleaved,
+                        bool transposed, int64_t wanted, MaybeTensor& db_up, MaybeTensor& db_down,
+                        bool accumulate);
 
 // ---- steps.cpp: one step of the layer each ------------------------------------------------------
+
+// low_rank_t (R, rank) and low_rank_b (E, out, rank), both or none: a term of the product, whose
+// columns are out.
 
 // -> a (R, I), h (R, W) or empty
 Tensors2 up_projection(Tensor const& x, Tensor const& offsets, MaybeTensor const& row_token,
                        Tensor const& w_up, MaybeTensor const& w_gate, MaybeTensor const& b_up,
                        int64_t kind, bool gated, double alpha, double limit, double up_offset,
-                       bool clamp_after, bool interleaved, bool transposed, bool keep);
+                       bool clamp_after, bool interleaved, bool transposed, bool keep,
+                       MaybeTensor const& low_rank_t, MaybeTensor const& low_rank_b);
 Tensor down_projection(Tensor const& a, Tensor const& offsets, Tensor const& w_down,
-                       MaybeTensor const& b_down, bool transposed);
+                       MaybeTensor const& b_down, bool transposed, MaybeTensor const& low_rank_t,
+                       MaybeTensor const& low_rank_b);
 // y (R, H), slot_row (T, K), residual (T, H) -> (T, H). dlogits (T, E), ids (T, K) and router (E,
 // H) for the router's part of a gradient: all three or none.
 Tensor combine(Tensor const& y, Tensor const& slot_row, MaybeTensor const& slot_score,
@@ -121,16 +138,26 @@ Tensors3 down_gradient(Tensor const& dout, Tensor const& h, Tensor const& offset
                        MaybeTensor const& row_token, MaybeTensor const& row_score,
                        Tensor const& w_down, int64_t kind, bool gated, double alpha, double limit,
                        double up_offset, bool clamp_after, bool interleaved, bool transposed,
-                       MaybeTensor& db_up, MaybeTensor& db_down, bool accumulate);
+                       MaybeTensor& db_up, MaybeTensor& db_down, bool accumulate,
+                       MaybeTensor const& low_rank_t, MaybeTensor const& low_rank_b);
 // -> dscores (T, K)
 Tensor score_gradient(Tensor const& score_parts, Tensor const& slot_row, Tensor const& offsets,
                       Tensor const& dout, MaybeTensor const& b_down, int64_t intermediate,
                       MaybeTensor const& token_offsets);
 Tensor up_gradient(Tensor const& dh, Tensor const& offsets, Tensor const& w_up,
-                   MaybeTensor const& w_gate, bool gated, bool interleaved, bool transposed);
+                   MaybeTensor const& w_gate, bool gated, bool interleaved, bool transposed,
+                   MaybeTensor const& low_rank_t, MaybeTensor const& low_rank_b);
 
 // ---- weight_gradients.cpp: written into, or added to, the caller's tensors ----------------------
 
+// dw_up (and dw_gate where gate and up are apart), dw_down: what is given, in one type. The rest of
+// backward after data_gradients.
+void weight_gradients_out(Tensor const& x, Tensor const& dout, Tensor const& dh,
+                          Tensor const& a_scaled, Tensor const& offsets,
+                          MaybeTensor const& row_token, MaybeTensor& dw_up, MaybeTensor& dw_gate,
+                          MaybeTensor& dw_down, bool gated, bool interleaved, bool transposed,
+                          bool accumulate);
+// The two of them as steps of their own.
 void up_weight_gradient_out(Tensor const& x, Tensor const& dh, Tensor const& offsets,
                             MaybeTensor const& row_token, Tensor& dw_up, MaybeTensor& dw_gate,
                             bool gated, bool interleaved, bool transposed, bool accumulate);

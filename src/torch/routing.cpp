@@ -136,8 +136,8 @@ Tensors4 round_tokens(Tensor const& logits, Tensor const& ids, MaybeTensor const
   return {scores, list_ids, slopes, token_offsets};
 }
 
-Sorted sorted(Place const& place, Tensor const& ids, Tensor const& scores, int64_t experts,
-              DType scores_dtype, MaybeTensor const& token_offsets) {
+Sorting sorting(Place const& place, Tensor const& ids, Tensor const& scores, int64_t experts,
+                DType scores_dtype, MaybeTensor const& token_offsets) {
   Slots const slots = slots_of(place, ids, "ids", token_offsets);
   Sort args{.tokens = slots.tokens,
             .experts = experts,
@@ -150,24 +150,26 @@ Sorted sorted(Place const& place, Tensor const& ids, Tensor const& scores, int64
   require(ids.is_contiguous(), "ids: expected a contiguous tensor");
   args.ids_are_int64 = is_int64(ids, "ids");
   args.scores = slots.packed(place, scores, "scores", scores_dtype);
-  Sorted out{
-      place.empty_int32({experts + 1}), place.empty_int32({rows}),
+  Sorting out{
+      args,
+      place.empty_int32({experts + 1}),
+      place.empty_int32({rows}),
       slots.lists() ? place.empty_int32({rows}) : place.empty_int32({slots.tokens, slots.top_k}),
-      place.empty({rows}, scores_dtype)};
-  args.offsets = static_cast<int32_t*>(out.offsets.data_ptr());
-  args.row_token = static_cast<int32_t*>(out.row_token.data_ptr());
-  args.slot_row = static_cast<int32_t*>(out.slot_row.data_ptr());
-  args.row_score = out.row_score.data_ptr();
-  Tensor const workspace = place.workspace(sort_workspace_bytes(rows, experts, 1));
-  args.workspace = workspace.data_ptr();
-  place.run(cpu::sort_by_expert, cuda::sort_by_expert, args);
+      place.empty({rows}, scores_dtype),
+      place.workspace(sort_workspace_bytes(rows, experts, 1))};
+  out.args.offsets = static_cast<int32_t*>(out.offsets.data_ptr());
+  out.args.row_token = static_cast<int32_t*>(out.row_token.data_ptr());
+  out.args.slot_row = static_cast<int32_t*>(out.slot_row.data_ptr());
+  out.args.row_score = out.row_score.data_ptr();
+  out.args.workspace = out.workspace.data_ptr();
   return out;
 }
 
 Tensors4 sort_by_expert(Tensor const& ids, Tensor const& scores, int64_t experts,
                         MaybeTensor const& token_offsets) {
   Place const place(ids, "ids");
-  Sorted out = sorted(place, ids, scores, experts, dtype_of(scores, "scores"), token_offsets);
+  Sorting out = sorting(place, ids, scores, experts, dtype_of(scores, "scores"), token_offsets);
+  place.run(cpu::sort_by_expert, cuda::sort_by_expert, out.args);
   return {out.offsets, out.row_token, out.slot_row, out.row_score};
 }
 

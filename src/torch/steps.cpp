@@ -48,6 +48,36 @@ int64_t half_of(int64_t out, bool packed_pair, char const* name) {
   return packed_pair ? out / 2 : out;
 }
 
+// The rank of a term, 0 without one.
+int64_t rank_of(MaybeTensor const& t, MaybeTensor const& b) {
+  require(t.has_value() == b.has_value(), t.has_value() ? "low_rank_b" : "low_rank_t",
+          ": expected a tensor with ", t.has_value() ? "low_rank_t" : "low_rank_b", ", got none");
+  if (!t.has_value()) return 0;
+  require_dims(*t, "low_rank_t", 2);
+  require(t->size(1) > 0, "low_rank_t: expected a rank of 1 and more, got 0");
+  return t->size(1);
+}
+
+// The term of a product with `out` columns.
+LowRankTerm<ConstWeight> term_of(Place const& place, Sizes const& s, DType dtype, int64_t out,
+                                 MaybeTensor const& t, MaybeTensor const& b) {
+  int64_t const rank = rank_of(t, b);
+  if (rank == 0) return {};
+  return {place.rows(*t, "low_rank_t", dtype, {s.rows(), rank}),
+          place.weight(*b, "low_rank_b", dtype, {s.experts, out, rank}, false), rank};
+}
+
+// The up projection's, of gate and up.
+LowRankTerm<ConstUpWeight> term_of(Place const& place, Layer layer, MaybeTensor const& t,
+                                   MaybeTensor const& b) {
+  auto const both = term_of(place, layer.sizes, layer.dtype, layer.width(), t, b);
+  if (both.rank == 0) return {};
+  layer.sizes.hidden = both.rank;
+  layer.transposed = false;
+  UpWeight const halves = up_weight_of(place, layer, *b, std::nullopt, layer.dtype);
+  return {both.t, {halves.gate, halves.up}, both.rank};
+}
+
 // Gives the step the gradients of the biases that it is to make, and what it needs for them.
 Tensor add_biases(Place const& place, Layer const& layer, MaybeTensor const& db_up,
                   MaybeTensor const& db_down, bool accumulate, DownGradient& args) {
@@ -69,7 +99,8 @@ Tensor add_biases(Place const& place, Layer const& layer, MaybeTensor const& db_
 Tensors2 up_projection(Tensor const& x, Tensor const& offsets, MaybeTensor const& row_token,
                        Tensor const& w_up, MaybeTensor const& w_gate, MaybeTensor const& b_up,
                        int64_t kind, bool gated, double alpha, double limit, double up_offset,
-                       bool clamp_after, bool interleaved, bool transposed, bool keep) {
+                       bool clamp_after, bool interleaved, bool transposed, bool keep,
+                       MaybeTensor const& low_rank_t, MaybeTensor const& low_rank_b) {
   Place const place(x, "x");
   require_dims(x, "x", 2);
   int64_t const rows = rows_of(row_token, x);
@@ -88,6 +119,7 @@ Tensors2 up_projection(Tensor const& x, Tensor const& offsets, MaybeTensor const
   UpWeight const up = up_weight_of(place, layer, w_up, w_gate, layer.dtype);
   args.w_up = {up.gate, up.up};
   args.bias = place.rows(b_up, "b_up", layer.dtype, {s.experts, layer.width()});
+  args.low_rank = term_of(place, layer, low_rank_t, low_rank_b);
   Tensor a = place.empty({rows, s.intermediate}, layer.dtype);
   Tensor h = place.empty({keep ? rows : 0, layer.width()}, layer.dtype);
   args.a = {a.data_ptr(), 0};
@@ -97,7 +129,8 @@ Tensors2 up_projection(Tensor const& x, Tensor const& offsets, MaybeTensor const
 }
 
 Tensor down_projection(Tensor const& a, Tensor const& offsets, Tensor const& w_down,
-                       MaybeTensor const& b_down, bool transposed) {
+                       MaybeTensor const& b_down, bool transposed, MaybeTensor const& low_rank_t,
+                       MaybeTensor const& low_rank_b) {
   Place const place(a, "a");
   require_dims(a, "a", 2);
   Layer const layer{sizes_of(w_down, transposed, a.size(0), a.size(0), true),
@@ -113,6 +146,7 @@ Tensor down_projection(Tensor const& a, Tensor const& offsets, Tensor const& w_d
   args.a = place.rows(a, "a", layer.dtype, {s.rows(), s.intermediate});
   args.w_down = down_weight_of(place, layer, w_down, layer.dtype);
   args.bias = place.rows(b_down, "b_down", layer.dtype, {s.experts, s.hidden});
+  args.low_rank = term_of(place, s, layer.dtype, s.hidden, low_rank_t, low_rank_b);
   Tensor y = place.empty({s.rows(), s.hidden}, layer.dtype);
   args.y = {y.data_ptr(), 0};
   place.run_product(cpu::down_projection, cuda::down_projection, args);
@@ -164,7 +198,8 @@ Tensors3 down_gradient(Tensor const& dout, Tensor const& h, Tensor const& offset
                        MaybeTensor const& row_token, MaybeTensor const& row_score,
                        Tensor const& w_down, int64_t kind, bool gated, double alpha, double limit,
                        double up_offset, bool clamp_after, bool interleaved, bool transposed,
-                       MaybeTensor& db_up, MaybeTensor& db_down, bool accumulate) {
+                       MaybeTensor& db_up, MaybeTensor& db_down, bool accumulate,
+                       MaybeTensor const& low_rank_t, MaybeTensor const& low_rank_b) {
   Place const place(dout, "dout");
   require_dims(dout, "dout", 2);
   require_dims(h, "h", 2);
@@ -183,6 +218,7 @@ Tensors3 down_gradient(Tensor const& dout, Tensor const& h, Tensor const& offset
                          {row_token.has_value() ? s.tokens : s.rows(), s.hidden});
   args.w_down = down_weight_of(place, layer, w_down, layer.dtype);
   args.h = place.rows(h, "h", layer.dtype, {s.rows(), layer.width()});
+  args.low_rank = term_of(place, s, layer.dtype, s.intermediate, low_rank_t, low_rank_b);
   Tensor dh = place.empty({s.rows(), layer.width()}, layer.dtype);
   Tensor a_scaled = place.empty({s.rows(), s.intermediate}, layer.dtype);
   Tensor parts = place.empty({s.rows(), score_parts(s)}, score_dtype(layer.dtype));
@@ -224,7 +260,8 @@ Tensor score_gradient(Tensor const& parts, Tensor const& slot_row, Tensor const&
 }
 
 Tensor up_gradient(Tensor const& dh, Tensor const& offsets, Tensor const& w_up,
-                   MaybeTensor const& w_gate, bool gated, bool interleaved, bool transposed) {
+                   MaybeTensor const& w_gate, bool gated, bool interleaved, bool transposed,
+                   MaybeTensor const& low_rank_t, MaybeTensor const& low_rank_b) {
   Place const place(dh, "dh");
   require_dims(dh, "dh", 2);
   Activation activation;
@@ -242,6 +279,7 @@ Tensor up_gradient(Tensor const& dh, Tensor const& offsets, Tensor const& w_up,
   args.dh = place.rows(dh, "dh", layer.dtype, {s.rows(), layer.width()});
   UpWeight const up = up_weight_of(place, layer, w_up, w_gate, layer.dtype);
   args.w_up = {up.gate, up.up};
+  args.low_rank = term_of(place, s, layer.dtype, s.hidden, low_rank_t, low_rank_b);
   Tensor dx = place.empty({s.rows(), s.hidden}, layer.dtype);
   args.dx = {dx.data_ptr(), 0};
   place.run_product(cpu::up_gradient, cuda::up_gradient, args);

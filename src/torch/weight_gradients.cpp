@@ -14,6 +14,42 @@ Routing routing_of(Place const& place, int64_t experts, int64_t rows, Tensor con
   return routing;
 }
 
+// How gate and up lie, and the order of the weights' dimensions.
+struct Layout {
+  bool gated = true, interleaved = false, transposed;
+};
+
+Layer layer_of(Sizes const& sizes, DType dtype, Layout layout) {
+  Layer layer;
+  layer.sizes = sizes;
+  layer.dtype = dtype;
+  layer.activation.gated = layout.gated;
+  layer.order = layout.interleaved ? GateUp::interleaved : GateUp::concatenated;
+  layer.transposed = layout.transposed;
+  return layer;
+}
+
+// What the arguments of all weight gradients have in common.
+template <class Args>
+Args gradient_args(Place const& place, Layer const& layer, Tensor const& offsets,
+                   MaybeTensor const& row_token, DType dw_dtype, bool accumulate) {
+  Args args;
+  args.sizes = layer.sizes;
+  args.dtype = layer.dtype;
+  args.dw_dtype = dw_dtype;
+  args.accumulate = accumulate;
+  args.routing = routing_of(place, layer.sizes.experts, layer.sizes.rows(), offsets, row_token);
+  return args;
+}
+
+// Rows of x or dout: by token where they are gathered.
+Rows input_rows(Place const& place, Layer const& layer, Tensor const& tensor, char const* name,
+                MaybeTensor const& row_token) {
+  Sizes const& s = layer.sizes;
+  return place.rows(tensor, name, layer.dtype,
+                    {row_token.has_value() ? s.tokens : s.rows(), s.hidden});
+}
+
 }  // namespace
 
 void up_weight_gradient_out(Tensor const& x, Tensor const& dh, Tensor const& offsets,
@@ -26,25 +62,17 @@ void up_weight_gradient_out(Tensor const& x, Tensor const& dh, Tensor const& off
   int64_t const rows = dh.size(0), width = dh.size(1);
   require(!gated || width % 2 == 0, "dh: expected an even number of columns (gate and up), got ",
           width);
-  Layer layer;
-  layer.sizes = {.tokens = x.size(0),
-                 .hidden = x.size(1),
-                 .intermediate = gated ? width / 2 : width,
-                 .experts = offsets.size(0) - 1,
-                 .slots = rows};
-  layer.dtype = dtype_of(x, "x");
-  layer.activation.gated = gated;
-  layer.order = interleaved ? GateUp::interleaved : GateUp::concatenated;
-  layer.transposed = transposed;
-  UpWeightGradient args;
-  args.sizes = layer.sizes;
-  args.dtype = layer.dtype;
-  args.dw_dtype = dtype_of(dw_up, "dw_up");
-  args.accumulate = accumulate;
+  Layer const layer = layer_of({.tokens = x.size(0),
+                                .hidden = x.size(1),
+                                .intermediate = gated ? width / 2 : width,
+                                .experts = offsets.size(0) - 1,
+                                .slots = rows},
+                               dtype_of(x, "x"), {gated, interleaved, transposed});
+  auto args = gradient_args<UpWeightGradient>(place, layer, offsets, row_token,
+                                              dtype_of(dw_up, "dw_up"), accumulate);
   args.gated = gated;
   args.order = layer.order;
-  args.routing = routing_of(place, layer.sizes.experts, rows, offsets, row_token);
-  args.x = place.rows(x, "x", layer.dtype, {row_token.has_value() ? x.size(0) : rows, x.size(1)});
+  args.x = input_rows(place, layer, x, "x", row_token);
   args.dh = place.rows(dh, "dh", layer.dtype, {rows, width});
   args.dw = up_weight_of(place, layer, dw_up, dw_gate, args.dw_dtype);
   place.run_product(cpu::up_weight_gradient, cuda::up_weight_gradient, args);
@@ -57,25 +85,52 @@ void down_weight_gradient_out(Tensor const& dout, Tensor const& a, Tensor const&
   require_dims(dout, "dout", 2);
   require_dims(a, "a", 2);
   require_dims(offsets, "offsets", 1);
-  Layer layer;
-  layer.sizes = {.tokens = dout.size(0),
-                 .hidden = dout.size(1),
-                 .intermediate = a.size(1),
-                 .experts = offsets.size(0) - 1,
-                 .slots = a.size(0)};
-  layer.dtype = dtype_of(dout, "dout");
-  layer.transposed = transposed;
-  DownWeightGradient args;
-  args.sizes = layer.sizes;
-  args.dtype = layer.dtype;
-  args.dw_dtype = dtype_of(dw_down, "dw_down");
-  args.accumulate = accumulate;
-  args.routing = routing_of(place, layer.sizes.experts, a.size(0), offsets, row_token);
-  args.dout = place.rows(dout, "dout", layer.dtype,
-                         {row_token.has_value() ? dout.size(0) : a.size(0), dout.size(1)});
+  Layer const layer = layer_of({.tokens = dout.size(0),
+                                .hidden = dout.size(1),
+                                .intermediate = a.size(1),
+                                .experts = offsets.size(0) - 1,
+                                .slots = a.size(0)},
+                               dtype_of(dout, "dout"), {.transposed = transposed});
+  auto args = gradient_args<DownWeightGradient>(place, layer, offsets, row_token,
+                                                dtype_of(dw_down, "dw_down"), accumulate);
+  args.dout = input_rows(place, layer, dout, "dout", row_token);
   args.a = place.rows(a, "a", layer.dtype, {a.size(0), a.size(1)});
   args.dw = down_weight_of(place, layer, dw_down, args.dw_dtype);
   place.run_product(cpu::down_weight_gradient, cuda::down_weight_gradient, args);
+}
+
+void weight_gradients_out(Tensor const& x, Tensor const& dout, Tensor const& dh,
+                          Tensor const& a_scaled, Tensor const& offsets,
+                          MaybeTensor const& row_token, MaybeTensor& dw_up, MaybeTensor& dw_gate,
+                          MaybeTensor& dw_down, bool gated, bool interleaved, bool transposed,
+                          bool accumulate) {
+  Place const place(x, "x");
+  require_dims(x, "x", 2);
+  require_dims(a_scaled, "a_scaled", 2);
+  require_dims(offsets, "offsets", 1);
+  require(dw_up.has_value() || !dw_gate.has_value(), "dw_gate: expected none without dw_up");
+  if (!dw_up.has_value() && !dw_down.has_value()) return;
+  Layer const layer = layer_of({.tokens = x.size(0),
+                                .hidden = x.size(1),
+                                .intermediate = a_scaled.size(1),
+                                .experts = offsets.size(0) - 1,
+                                .slots = a_scaled.size(0)},
+                               dtype_of(x, "x"), {gated, interleaved, transposed});
+  Sizes const& s = layer.sizes;
+  auto args = gradient_args<MoeWeightGradients>(
+      place, layer, offsets, row_token,
+      dw_up.has_value() ? dtype_of(*dw_up, "dw_up") : dtype_of(*dw_down, "dw_down"), accumulate);
+  args.gated = gated;
+  args.order = layer.order;
+  args.x = input_rows(place, layer, x, "x", row_token);
+  args.dout = input_rows(place, layer, dout, "dout", row_token);
+  args.dh = place.rows(dh, "dh", layer.dtype, {s.rows(), layer.width()});
+  args.a_scaled = place.rows(a_scaled, "a_scaled", layer.dtype, {s.rows(), s.intermediate});
+  if (dw_up.has_value()) args.dw_up = up_weight_of(place, layer, *dw_up, dw_gate, args.dw_dtype);
+  if (dw_down.has_value()) args.dw_down = down_weight_of(place, layer, *dw_down, args.dw_dtype);
+  Tensor const workspace = place.workspace(moe_weight_gradients_workspace_bytes(s));
+  args.workspace = workspace.data_ptr();
+  place.run(cpu::moe_weight_gradients, cuda::moe_weight_gradients, args);
 }
 
 void bias_gradient_out(Tensor const& m, Tensor const& offsets, MaybeTensor const& row_token,

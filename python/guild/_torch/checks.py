@@ -132,19 +132,48 @@ def expect_apart(name: str, tensor: Tensor, other_name: str, other: Tensor) -> N
         raise ValueError(f"{name}: expected memory of its own, got some that {other_name} has too")
 
 
+def expect_all_apart(written: dict[str, Tensor], read: dict[str, Tensor]) -> None:
+    """Raise where a tensor that is written to shares memory with another one of either kind."""
+    named = {**read, **written}
+    places = [(*_ends(t), name) for name, t in named.items() if t.numel() and _has_memory(t)]
+    places.sort()
+    for i, (_, end, name) in enumerate(places):
+        for start, _, other in places[i + 1 :]:
+            if start >= end:
+                break
+            first, second = (name, other) if name in written else (other, name)
+            if first in written:
+                expect_apart(first, named[first], second, named[second])
+
+
 def _share_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether they overlap. Columns of one buffer do not; rarer patterns count as if they did."""
+    """Whether some byte belongs to both."""
     if not (a.numel() and b.numel() and a.device == b.device and _has_memory(a, b)):
         return False
-    starts, ends = zip(*((t.data_ptr(), t.data_ptr() + _span(t)) for t in (a, b)), strict=True)
-    if max(starts) >= min(ends):
+    (first, end), (other_first, other_end) = _ends(a), _ends(b)
+    if max(first, other_first) >= min(end, other_end):
         return False
-    # With all strides but a column's multiples of one pitch, each covers a run of every pitch.
-    pitch = math.gcd(*(s for t in (a, b) for s in _outer_strides(t)))
-    if pitch == 0:
-        return True
-    (first, a_run), (second, b_run) = ((t.data_ptr() % pitch, _run(t)) for t in (a, b))
-    return (second - first) % pitch < a_run or (first - second) % pitch < b_run
+    # With i an index of a and j one of b, a byte of both has sum(stride_a i) - sum(stride_b j) =
+    # other_first - first. Where strides are the same, i - j counts alone.
+    ranges: dict[int, list[int]] = {}
+    for tensor, side in ((a, 1), (b, 0)):
+        for size, stride in _byte_steps(tensor):
+            if stride:
+                ranges.setdefault(stride, [0, 0])[side] += (size - 1) * (1 if side else -1)
+    steps = [(stride, *ranges[stride]) for stride in sorted(ranges, reverse=True)]
+    return _has_solution(steps, other_first - first)
+
+
+def _has_solution(steps: list[tuple[int, int, int]], total: int) -> bool:
+    """Whether total is a sum of stride * n, least <= n <= most; steps: (stride, least, most)."""
+    if not steps:
+        return total == 0
+    (stride, least, most), *rest = steps
+    lowest = sum(s * low for s, low, _ in rest)
+    highest = sum(s * high for s, _, high in rest)
+    least = max(least, -((highest - total) // stride))
+    most = min(most, (total - lowest) // stride)
+    return any(_has_solution(rest, total - stride * n) for n in range(least, most + 1))
 
 
 def _has_memory(*tensors: Tensor) -> bool:
@@ -158,22 +187,17 @@ def _has_memory(*tensors: Tensor) -> bool:
     )
 
 
-def _span(t: Tensor) -> int:
-    """Bytes from the first element to the end of the last."""
-    steps = zip(t.shape, t.stride(), strict=True)
-    return t.element_size() * (1 + sum((size - 1) * stride for size, stride in steps))
+def _byte_steps(t: Tensor) -> list[tuple[int, int]]:
+    """(size, stride in bytes) of every dimension, and of the bytes of an element."""
+    width = t.element_size()
+    steps = [(n, stride * width) for n, stride in zip(t.shape, t.stride(), strict=True)]
+    return [*steps, (width, 1)]
 
 
-def _outer_strides(t: Tensor) -> list[int]:
-    """In bytes, of the dimensions other than the contiguous one."""
-    strides = zip(t.shape, t.stride(), strict=True)
-    return [stride * t.element_size() for size, stride in strides if size > 1 and stride != 1]
-
-
-def _run(t: Tensor) -> int:
-    """Bytes of the contiguous dimension."""
-    strides = zip(t.shape, t.stride(), strict=True)
-    return t.element_size() * (1 + sum(size - 1 for size, stride in strides if stride == 1))
+def _ends(t: Tensor) -> tuple[int, int]:
+    """The address of the first byte, and that after the last."""
+    first = t.data_ptr()
+    return first, first + 1 + sum((size - 1) * stride for size, stride in _byte_steps(t))
 
 
 def expect_free(out: Tensor, operands: dict[str, Tensor | None]) -> None:

@@ -20,7 +20,18 @@ from guild.activations import KINDS, ORDERS, Activation
 _FLAGS = (None,) * (len(LayerFlags._fields) + 1)  # gradients of a layer's flags and of `keep`
 
 
-def _wanted(*results: bool) -> int:
+def wanted_bits(
+    dx: bool,
+    dscores: bool,
+    weights: Sequence[bool] = (),
+    by_row: bool = False,
+) -> int:
+    """`wanted` of the backward ops.
+
+    weights: of w_up, w_down, b_up, b_down; by_row: dx (R, H), a row's by itself.
+    """
+    up, down, up_bias, down_bias = weights or (False,) * 4
+    results = dx and not by_row, dscores, up, down, up_bias, down_bias, dx and by_row
     return sum(1 << i for i, result in enumerate(results) if result)
 
 
@@ -95,7 +106,7 @@ def expert_gradients(
     saved: the arguments of moe_backward from x to b_down; by_row: dx (R, H), a row's by itself.
     """
     x, scores, w_up, w_gate, w_down, b_up, b_down = wanted
-    bits = _wanted(x and not by_row, scores, w_up or w_gate, w_down, b_up, b_down, x and by_row)
+    bits = wanted_bits(x, scores, (w_up or w_gate, w_down, b_up, b_down), by_row)
     gradients = ops.moe_backward(dout, *saved, *flags, bits)
     return [g if want else None for g, want in zip(gradients, wanted, strict=True)]
 
@@ -117,7 +128,7 @@ def _experts_gradient(ctx, dout, _):
     saved = x, h, offsets, w_up, w_gate, w_down
     dout = tied(rows_of(dout), b_up)
     x, _, w_up, w_gate, w_down, b_up, b_down = ctx.needs_input_grad[1:8]
-    wanted = _wanted(x, False, w_up or w_gate, w_down, b_up, b_down)
+    wanted = wanted_bits(x, False, (w_up or w_gate, w_down, b_up, b_down))
     dx, dw_up, dw_gate, dw_down, db_up, db_down = ops.experts_backward(
         dout, *saved, *ctx.flags, wanted
     )
@@ -317,6 +328,7 @@ register_without_gradient(
     "balance_sums_backward",
     "bias_gradient_out",
     "combine",
+    "data_gradients",
     "down_gradient",
     "down_projection",
     "down_weight_gradient_out",
@@ -329,4 +341,5 @@ register_without_gradient(
     "up_gradient",
     "up_projection",
     "up_weight_gradient_out",
+    "weight_gradients_out",
 )

@@ -17,7 +17,7 @@ from guild._torch import library
 LIBRARY = library.load()
 ops = torch.ops.guild
 
-# Bits of `wanted` in moe_backward and experts_backward (src/torch/layer.cpp).
+# Bits of `wanted` in moe_backward, experts_backward and data_gradients (src/torch/layer.cpp).
 # WANT_ROWS: dx by row, in place of WANT_X.
 WANT_X, WANT_SCORES, WANT_UP, WANT_DOWN, WANT_UP_BIAS, WANT_DOWN_BIAS, WANT_ROWS = (
     1 << i for i in range(7)
@@ -257,12 +257,39 @@ def _experts_backward(dout, x, h, offsets, w_up, w_gate, w_down, *rest):
     )
 
 
+@_fake("data_gradients")
+def _data_gradients(
+    dout,
+    h,
+    offsets,
+    row_token,
+    slot_row,
+    row_score,
+    token_offsets,
+    w_up,
+    w_gate,
+    w_down,
+    b_down,
+    *rest,
+):
+    flags, wanted = LayerFlags.and_last(rest[: len(LayerFlags._fields) + 1])  # then the biases
+    rows, intermediate = h.shape[0], w_down.shape[1 if flags.transposed else 2]
+    scores = slot_row.shape if wanted & WANT_SCORES else (0,)
+    by_row = (rows, dout.shape[1]) if wanted & WANT_ROWS else (0,)
+    return (
+        dout.new_empty(dout.shape if wanted & WANT_X else by_row),
+        dout.new_empty(scores, dtype=score_dtype(dout.dtype)),
+        dout.new_empty(h.shape),
+        dout.new_empty(rows, intermediate),
+    )
+
+
 # ---- steps --------------------------------------------------------------------------------------
 
 
 @_fake("up_projection")
 def _up_projection(x, offsets, row_token, w_up, w_gate, b_up, *rest):
-    flags, keep = LayerFlags.and_last(rest)
+    flags, keep = LayerFlags.and_last(rest[: len(LayerFlags._fields) + 1])  # then a low-rank term
     rows = x.shape[0] if row_token is None else row_token.shape[0]
     out = w_up.shape[2] if flags.transposed else w_up.shape[1]
     packed = flags.gated and w_gate is None
@@ -271,7 +298,7 @@ def _up_projection(x, offsets, row_token, w_up, w_gate, b_up, *rest):
 
 
 @_fake("down_projection")
-def _down_projection(a, offsets, w_down, b_down, transposed):
+def _down_projection(a, offsets, w_down, b_down, transposed, *low_rank):
     return a.new_empty(a.shape[0], w_down.shape[2 if transposed else 1])
 
 
@@ -306,8 +333,13 @@ def _score_gradient(score_parts, slot_row, offsets, dout, b_down, intermediate, 
 
 
 @_fake("up_gradient")
-def _up_gradient(dh, offsets, w_up, w_gate, gated, interleaved, transposed):
+def _up_gradient(dh, offsets, w_up, w_gate, gated, interleaved, transposed, *low_rank):
     return dh.new_empty(dh.shape[0], w_up.shape[1 if transposed else 2])
+
+
+@_fake("weight_gradients_out")
+def _weight_gradients_out(*args):
+    return None
 
 
 @_fake("up_weight_gradient_out")

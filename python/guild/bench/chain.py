@@ -1,7 +1,8 @@
 """The steps of a layer as calls of their own, each on what the steps before it left.
 
-Every step runs once, in the order of a training step, so that what it reads is there; from then on
-each can be called over and over. Steps and their order: compose.h of the core, and the router's.
+The layer runs once, so that what every step reads is there; from then on each can be called over
+and over. The order of the experts' backward is the core's (compose.h), which leaves its
+intermediate results here; the names below are in that order, the router's steps last.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from guild._torch.gradients import wanted_bits
 from guild._torch.operators import LayerFlags, ops, score_dtype, score_parts
 from guild.activations import as_activation
 from guild.logits import router_logits
@@ -136,11 +138,15 @@ class StepChain:
         self.y = self._down()
 
     def _run_backward(self) -> None:
-        self.dh, self.a_scaled, self._parts = self._down_gradient()
-        self._dscores = self._score_gradient()
-        self._dw_down()
-        self._dw_up()
-        self._dx_rows = self._up_gradient()
+        places = (self.offsets, self.row_token, self.slot_row, self.row_score, None)
+        weights = (self.w_up, None, self.w_down, self.b_down)
+        wanted = wanted_bits(dx=True, dscores=True, by_row=True)
+        biases = (self.db_up, self.db_down)
+        self._dx_rows, self._dscores, self.dh, self.a_scaled = ops.data_gradients(
+            self.dout, self.h, *places, *weights, *self._flags, wanted, *biases
+        )
+        self._weight_gradients(self.dw_up, self.dw_down)
+        _, _, self._parts = self._down_gradient()
         self._dlogits = self._router_gradient()
 
     def _calls(self) -> dict[str, Callable[[], object]]:
@@ -186,12 +192,16 @@ class StepChain:
         return ops.score_gradient(*rows, self.dout, self.b_down, width)
 
     def _dw_down(self) -> None:
-        rows = (self.dout, self.a_scaled, self.offsets, self.row_token)
-        ops.down_weight_gradient_out(*rows, self.dw_down, False, False)
+        self._weight_gradients(None, self.dw_down)
 
     def _dw_up(self) -> None:
-        rows = (self.x, self.dh, self.offsets, self.row_token)
-        ops.up_weight_gradient_out(*rows, self.dw_up, None, True, False, False, False)
+        self._weight_gradients(self.dw_up, None)
+
+    def _weight_gradients(self, dw_up: Tensor | None, dw_down: Tensor | None) -> None:
+        """With the schedule that the layer's backward makes; its time is part of each."""
+        operands = (self.x, self.dout, self.dh, self.a_scaled, self.offsets, self.row_token)
+        layout = self._flags.up_weight
+        ops.weight_gradients_out(*operands, dw_up, None, dw_down, *layout, False)
 
     def _up_gradient(self) -> Tensor:
         return ops.up_gradient(self.dh, self.offsets, self.w_up, None, True, False, False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 
 import torch
-from rich.console import Console
 
 from guild import __version__
 from guild._torch.library import load
@@ -14,7 +13,6 @@ from guild.provenance import commit, driver_version, processor_name
 
 def run_info() -> int:
     """Print the facts; return 0 when Guild's layer runs on this machine, 1 when it does not."""
-    console = Console()
     library, why = library_state()
     kernels = library is not None and torch.ops.guild.cuda_built()
     rows = [
@@ -30,7 +28,7 @@ def run_info() -> int:
         ("CUDA path", cuda_path(library is not None, kernels)),
     ]
     for name, value in rows:
-        console.print(f"{name:<13} {value}", highlight=False, markup=False, soft_wrap=True)
+        print(f"{name:<13} {value}")
     return 0 if library else 1
 
 

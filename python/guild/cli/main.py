@@ -17,6 +17,7 @@ from guild.train.interrupt import INTERRUPTED
 from guild.train.settings import CHOICES, Settings
 
 FAILED, REFUSED = 1, 2
+_PACKAGES = {"matplotlib", "numpy", "rich"}  # pyproject.toml's optional dependencies
 
 _SETTING_HELP = {
     "steps": "optimiser steps",
@@ -340,7 +341,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         return run_info()
     except (ImportError, FloatingPointError) as error:
-        print(f"guild {args.command}: {error}", file=sys.stderr)
+        print(f"guild {args.command}: {error}{_remedy(error)}", file=sys.stderr)
         return FAILED
     except ValueError as error:
         print(f"guild {args.command}: {error}", file=sys.stderr)
@@ -351,6 +352,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"guild {args.command}: interrupted", file=sys.stderr)
         return INTERRUPTED
+
+
+def _remedy(error: Exception) -> str:
+    """What brings a package that the commands need and the library does not."""
+    missing = (getattr(error, "name", None) or "").partition(".")[0]
+    return "; pip install 'guild[cli]' brings it" if missing in _PACKAGES else ""
 
 
 def _describe(error: OSError) -> str:

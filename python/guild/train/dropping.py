@@ -14,7 +14,9 @@ from guild.moe import MoE
 
 
 class DroppingMoE(MoE):
-    """`MoE` whose experts take at most capacity * rows / experts rows each in training.
+    """`MoE` whose experts take at most capacity * slots / experts rows each in training.
+
+    Slots are those of real tokens: padding, which `token_mask` marks, has none.
 
     An expert drops the slots that come last (Switch Transformer, arXiv:2101.03961, section 2.2).
     Evaluation drops nothing.
@@ -41,27 +43,36 @@ class DroppingMoE(MoE):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         ids, scores, token_offsets = super()._route(x, logits, token_mask, shape)
         if self.training:
-            most = max(1, math.ceil(self.capacity * ids.numel() / self.experts))
-            ids = first_slots(ids, scores, self.experts, most)
+            ids = first_slots(ids, scores, self.experts, self._most_slots(ids, token_mask))
         return ids, scores, token_offsets
 
+    def _most_slots(self, ids: Tensor, token_mask: Tensor | None) -> int | Tensor:
+        """Of one expert, at least 1; a tensor on the device where padding is not counted."""
+        if token_mask is None:
+            return max(1, math.ceil(self.capacity * ids.numel() / self.experts))
+        slots = (ids >= 0).sum().double()
+        return (self.capacity * slots / self.experts).ceil().clamp(min=1)
 
-def first_slots(ids: Tensor, scores: Tensor, experts: int, most: int) -> Tensor:
+
+def first_slots(ids: Tensor, scores: Tensor, experts: int, most: int | Tensor) -> Tensor:
     """Ids of which each expert keeps its first `most` slots, -1 in place of the others.
 
     Parameters
     ----------
     ids, scores : torch.Tensor
         int32 and float (tokens, top_k).
-    experts, most : int
-        Number of experts; slots of each.
+    experts : int
+        Number of experts.
+    most : int or torch.Tensor
+        Slots of each; a number on the device may be a scalar tensor.
 
     Returns
     -------
     torch.Tensor
         int32 (tokens, top_k).
     """
-    expect_count("most", most, 0)
+    if not isinstance(most, Tensor):
+        expect_count("most", most, 0)
     offsets, _, slot_row, _ = ops.sort_by_expert(ids, scores.detach(), experts)
     first_row = offsets[:-1].index_select(0, ids.clamp(0, experts - 1).flatten()).view_as(ids)
     return torch.where(slot_row - first_row < most, ids, -1)

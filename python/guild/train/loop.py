@@ -192,6 +192,12 @@ class Training:
         last = steps_of(rows, main.name)[-FINAL_STEPS:]
         if not last:
             raise ValueError(f"resume: {str(self.folder.metrics)!r} has no steps of this run")
+        steps = [[row["step"] for row in steps_of(rows, name)] for name in self.plan.layers]
+        if steps[0] != steps[-1]:
+            raise ValueError(
+                f"resume: {str(self.folder.metrics)!r} has other steps of "
+                f"{self.plan.layers[0]} than of {self.plan.layers[-1]}"
+            )
         summary = {
             "steps": s.steps,
             "tokens": s.steps * s.tokens_per_step,

@@ -119,7 +119,7 @@ class Block(nn.Module):
         """
         if getattr(self.moe, "balance_sums", None) is not None:  # of the choices before rounding
             return self.moe.load_balancing_loss
-        probability = F.linear(moe_input, self.moe.router.weight).float().softmax(-1)
+        probability = self.moe.router(moe_input).float().softmax(-1)
         counts = self.moe.expert_counts.float()
         return counts.numel() * (counts / counts.sum() * probability.flatten(0, -2).mean(0)).sum()
 

@@ -11,9 +11,10 @@ import contextlib
 import fcntl
 import itertools
 import json
+import math
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -155,16 +156,26 @@ class RunFolder:
             return []
         lines = self.metrics.read_bytes().splitlines(keepends=True)
         whole = [line for line in lines if line.endswith(b"\n")]
-        return [self._row(number, line) for number, line in enumerate(whole, 1)]
+        rows: list[dict[str, Any]] = []
+        layers = None
+        for number, line in enumerate(whole, 1):
+            rows.append(self._row(number, line, layers))
+            layers = len(rows[-1].get("load", ())) or layers
+        return rows
 
-    def _row(self, number: int, line: bytes) -> dict[str, Any]:
+    def _row(self, number: int, line: bytes, layers: int | None) -> dict[str, Any]:
+        """One line; layers: the length of `load` in the rows before."""
         try:
             row = json.loads(line)
         except ValueError:
             row = None
-        if not (isinstance(row, dict) and isinstance(row.get("step"), int) and "moe" in row):
+        wrong = _wrong_in(row)
+        if wrong is None and layers and len(row.get("load", ())) not in (0, layers):
+            wrong = f"load: expected a list of length {layers} as before, got {row['load']!r}"
+        if wrong is not None:
             raise ValueError(
                 f"resume: line {number} of {str(self.metrics)!r} is no row of a training run"
+                f"{wrong and f': {wrong}'}"
             )
         return row
 
@@ -257,6 +268,39 @@ class RunFolder:
             if cause is None:
                 raise
             raise OSError(cause.errno, cause.strerror, str(path)) from error
+
+
+def _wrong_in(row: object) -> str | None:
+    """What keeps a line of metrics.jsonl from being a row, as far as rows are read; None: nothing.
+
+    A row is of a training step, with its loss, or of a validation.
+    """
+    if not isinstance(row, dict):
+        return ""
+    asked: dict[str, tuple[Callable[[Any], bool], str]] = {
+        "step": (lambda v: type(v) is int and v >= 0, "an integer of at least 0"),
+        "moe": (lambda v: v in LAYERS, f"one of {', '.join(LAYERS)}"),
+    }
+    if "loss" in row:
+        asked["loss"] = (_is_number, "a finite number")
+        asked["seconds"] = (lambda v: _is_number(v) and v > 0, "a positive number")
+        asked["load"] = (_is_list_of_numbers, "a list of numbers")
+    else:
+        asked["validation_loss"] = (lambda v: type(v) in (int, float), "a number")
+    for name, (is_right, expected) in asked.items():
+        if name not in row:
+            return f"no {name} in it"
+        if not is_right(row[name]):
+            return f"{name}: expected {expected}, got {row[name]!r}"
+    return None
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _is_list_of_numbers(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(map(_is_number, value))
 
 
 def _expect_state(state: dict[str, Any], name: str) -> None:

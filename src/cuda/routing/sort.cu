@@ -24,6 +24,7 @@ namespace {
 
 constexpr int kThreads = int(kSortThreads), kWarps = kThreads / 32;
 constexpr int kCluster = int(kSortCluster), kMostClusters = int(kMostSortChunks) / kCluster;
+static_assert(kCluster <= kMostClusterBlocks);
 constexpr int kAtOnce = 4;  // slots that a thread loads before it uses them
 
 // An id as it is stored. Making one issues the load; expert() waits for it.

@@ -14,8 +14,8 @@ namespace guild::cuda {
 namespace {
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps, kColumns = 32 * 8;
-constexpr int kAtOnce = 4;               // rows that a warp loads before it uses them
-constexpr int kMostBlocks = 8;           // per cluster
+constexpr int kAtOnce = 4;  // rows that a warp loads before it uses them
+constexpr int kMostBlocks = kMostClusterBlocks;
 constexpr int64_t kEnoughBlocks = 1056;  // in all: eight per multiprocessor
 
 // The row of M to add for row r; -1: none.

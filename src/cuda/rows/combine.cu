@@ -10,6 +10,7 @@
 #include "cuda/alignment.h"
 #include "cuda/device.h"
 #include "cuda/element.cuh"
+#include "cuda/sm90/arch/dependence.cuh"
 #include "cuda/warp.cuh"
 #include "shared/routing.h"
 #include "shared/tiles.h"
@@ -45,21 +46,38 @@ __device__ void add(Eight& sum, float factor, Eight const& x) {
 }
 
 constexpr int kThreads = 256;
+constexpr int64_t kFewTokens = 64;
+constexpr int kAtOnce = 8;  // rows that a thread loads before it adds them
 
 template <class T>
 __global__ void __launch_bounds__(kThreads) combine_kernel(Args<T> p) {
+  wait_for_previous();
+  let_next_start();
   int64_t const token = blockIdx.x;
   auto const [begin, end] = slots_of(p.token_offsets, p.rows, p.top_k, token);
   int32_t const* const row_of = p.slot_row + begin;
   int const count = int(end - begin);
-  for (int col = threadIdx.x * 8; col < p.hidden; col += kThreads * 8) {
+  for (int col = (blockIdx.y * kThreads + threadIdx.x) * 8; col < p.hidden;
+       col += gridDim.y * kThreads * 8) {
     Eight sum = p.start(token, col);
-#pragma unroll 4
-    for (int k = 0; k < count; ++k) {
-      int const row = row_of[k];
-      if (unsigned(row) >= unsigned(p.rows)) continue;
-      add(sum, p.slot_score == nullptr ? 1.f : p.slot_score[begin + k],
-          load_eight(p.y.at(row, col)));
+#pragma unroll 1
+    for (int k = 0; k < count; k += kAtOnce) {
+      int row[kAtOnce];
+      float score[kAtOnce];
+      uint4 words[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        row[i] = k + i < count ? row_of[k + i] : -1;
+        score[i] = k + i < count && p.slot_score != nullptr ? p.slot_score[begin + k + i] : 1.f;
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (unsigned(row[i]) < unsigned(p.rows)) words[i] = load_words(p.y.at(row[i], col));
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (unsigned(row[i]) < unsigned(p.rows)) add(sum, score[i], unpack_eight<T>(words[i]));
+      }
     }
     store_eight(p.o.at(token, col), sum);
   }
@@ -235,7 +253,11 @@ void combine_as(Combine const& x, Queue queue) {
                      .tokens = int(s.tokens),
                      .hidden = int(s.hidden)};
   if (x.router.dlogits.data == nullptr) {
-    combine_kernel<T><<<unsigned(s.tokens), kThreads, 0, queue.stream>>>(args);
+    // A token's columns are split over blocks only where tokens are few.
+    int64_t const parts = s.tokens <= kFewTokens ? ceil_div(s.hidden, kThreads * 8) : 1;
+    cuda_check(launch_early(combine_kernel<T>, dim3(unsigned(s.tokens), unsigned(parts)), kThreads,
+                            0, queue.stream, args),
+               "launch of combine");
     return;
   }
   int const slices = int(ceil_div(s.hidden, kSliceColumns));

@@ -131,7 +131,7 @@ struct GroupedProduct {
     constexpr int step_b = kSliceBytes<Loader::kMajorB> / 16;
     wgmma_fence();
 #pragma unroll
-    for (int slice = 0; slice < C.tile_k / 16; ++slice) {
+    for (int slice = 0; slice < C.tile_k / kSliceDepth; ++slice) {
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
         mma_slice<Element, C.tile_n, Loader::kMajorA, Loader::kMajorB>(

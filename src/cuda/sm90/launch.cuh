@@ -83,18 +83,18 @@ void with_config(TileCount const& count, F&& f) {
   }(std::make_integer_sequence<int, int(std::size(kConfigs))>());
 }
 
-// Sets the A operand of an up or down gradient product: by token where the loader gathers.
-template <class T, GemmConfig C, class Params, class X>
-void fill_rows(Params& load, X const& x, char const* name) {
-  if constexpr (requires { load.row; }) {
-    load.a = static_cast<T const*>(x.a.data);
-    load.stride = addressable_stride(x.tokens, row_stride(x.a, x.k), name);
-    load.row = x.row_token;
-    load.tokens = int(x.tokens);
-    load.k = int(x.k);
-  } else {
-    load.a = row_map<T>(x.a, x.rows, x.k, 1, C.tile_m, name);
-  }
+// Sets the A operand of an up or down gradient product: contiguous rows, or gathered by token.
+template <class T, GemmConfig C, Major major, class X>
+void fill_rows(typename TmaRows<T, C, major>::Params& load, X const& x, char const* name) {
+  load.a = row_map<T>(x.a, x.rows, x.k, 1, C.tile_m, name);
+}
+template <class T, GemmConfig C, Major major, class X>
+void fill_rows(typename GatheredRows<T, C, major>::Params& load, X const& x, char const* name) {
+  load.a = static_cast<T const*>(x.a.data);
+  load.stride = addressable_stride(x.tokens, row_stride(x.a, x.k), name);
+  load.row = x.row_token;
+  load.tokens = int(x.tokens);
+  load.k = int(x.k);
 }
 
 // Calls f.template operator()<T, major of the weight, whether A is gathered>().
@@ -124,6 +124,11 @@ using RowLoader = std::conditional_t<gathered, GatheredRows<T, C, major>, TmaRow
 template <GemmConfig C>
 int64_t most_tiles(int64_t rows, int64_t groups, int64_t columns, int64_t tile_n) {
   return (rows / C.cluster_m() + groups) * ceil_div(columns, tile_n);
+}
+
+template <GemmConfig C>
+int64_t most_tiles(int64_t rows, RowTiles const& work) {
+  return most_tiles<C>(rows, work.groups.groups, int64_t(work.across) * work.tile_n, work.tile_n);
 }
 
 // Up to this many waves tiles are scheduled statically: clearing the counter takes 2 us.

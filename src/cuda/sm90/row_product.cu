@@ -1,5 +1,7 @@
+#include "cuda/sm90/decode/decode.h"
 #include "cuda/sm90/launch.cuh"
 #include "cuda/sm90/products.h"
+#include "cuda/sm90/row_params.cuh"
 
 namespace guild::cuda::sm90 {
 namespace {
@@ -7,25 +9,15 @@ namespace {
 template <class T, GemmConfig c, Major major, class Epilogue>
 void launch_row_product(RowProduct const& x, Epilogue const& epilogue, Queue const& queue) {
   using Kernel = GroupedProduct<c, TmaRows<T, c, major>, Epilogue>;
-  int const half_steps = int((x.k + c.tile_k - 1) / c.tile_k);
-  typename Kernel::Params params{};
-  params.work = {.groups = x.groups,
-                 .tile_n = c.tile_n,
-                 .across = int(ceil_div(x.n, c.tile_n)),
-                 .inner = x.halves * half_steps * c.tile_k};
-  params.load.a = row_map<T>(x.a, x.rows, x.k, x.halves, c.tile_m, "a");
-  auto const map = [&](ConstWeight const& w) {
-    return weight_map<T, c, major>(w, x.groups.groups, x.n, x.k, "weight");
-  };
-  params.load.b = {{map(x.w[0]), map(x.w[x.halves - 1])}, false, half_steps};
-  params.epilogue = epilogue;
-  launch<Kernel>(params, most_tiles<c>(x.rows, x.groups.groups, x.n, c.tile_n), queue);
+  auto const params = row_params<Kernel, T, c, major>(x, epilogue);
+  launch<Kernel>(params, most_tiles<c>(x.rows, params.work), queue);
 }
 
 }  // namespace
 
 void row_product(RowProduct const& x, Queue const& queue) {
   if (x.rows == 0) return;
+  if (serves_few_tokens(x)) return decode_row_product(x, queue);
   TileCount const count{.rows = x.rows,
                         .groups = x.groups.groups,
                         .columns = x.n,

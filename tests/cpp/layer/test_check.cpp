@@ -62,6 +62,16 @@ void expect_gradient_dtype(WrongCalls<Args> const& wrong, char const* name, Of o
                [&](Args& x) { std::invoke(of, x) = DType::bfloat16; });
 }
 
+// A low-rank term, whose matrix of `out` rows is called so.
+template <class Args>
+void expect_low_rank(WrongCalls<Args> const& wrong, char const* matrix, int64_t out) {
+  wrong.expect("low_rank.rank: expected 0 to 1073741823, got -1",
+               [](Args& x) { x.low_rank.rank = -1; });
+  wrong.expect("low_rank.t: expected 8 rows of 4, got null", [](Args& x) { x.low_rank.rank = 4; });
+  wrong.expect(text_of(matrix, ": expected 2 matrices of ", out, " x 4, got null"),
+               [](Args& x) { x.low_rank.rank = 4, x.low_rank.t = x.routing.offsets; });
+}
+
 TEST(Check, UpProjection) {
   WrongCalls<UpProjection> const wrong(&Calls::up, cpu::up_projection, cuda::up_projection);
   expect_layer(wrong);
@@ -74,6 +84,10 @@ TEST(Check, UpProjection) {
   wrong.optional_rows("b_up", &UpProjection::bias, 16);
   wrong.optional_rows("h", &UpProjection::h, 16);
   wrong.rows("a", &UpProjection::a, 8, 8);
+  expect_low_rank(wrong, "low_rank.b.gate", 8);
+  wrong.expect("low_rank.b.up: expected 2 matrices of 8 x 4, got null", [](auto& x) {
+    x.low_rank.rank = 4, x.low_rank.t = x.routing.offsets, x.low_rank.b.gate = x.w_up.gate;
+  });
 }
 
 TEST(Check, DownProjection) {
@@ -83,6 +97,7 @@ TEST(Check, DownProjection) {
   wrong.weight("w_down", &DownProjection::w_down, 16, 8);
   wrong.optional_rows("b_down", &DownProjection::bias, 16);
   wrong.rows("y", &DownProjection::y, 8, 16);
+  expect_low_rank(wrong, "low_rank.b", 16);
 }
 
 TEST(Check, Combine) {
@@ -116,6 +131,9 @@ TEST(Check, DownGradient) {
                [](auto& x) { x.db_dtype = DType::bfloat16; });
   wrong.optional_rows("db_up", &DownGradient::db_up, 16);
   wrong.optional_rows("db_down", &DownGradient::db_down, 16);
+  expect_low_rank(wrong, "low_rank.b", 8);
+  wrong.expect("db_down: expected null with a low-rank term, got a pointer",
+               [](auto& x) { x.low_rank = {x.dout, x.w_down, 4}; });
   for (bool const up : {true, false}) {  // either of the two needs it
     wrong.expect("workspace: expected 512 bytes, got null",
                  [=](auto& x) { x.workspace = nullptr, (up ? x.db_up : x.db_down) = {}; });
@@ -143,6 +161,7 @@ TEST(Check, UpGradient) {
   wrong.rows("dh", &UpGradient::dh, 8, 16);
   expect_up_weight(wrong);
   wrong.rows("dx", &UpGradient::dx, 8, 16);
+  expect_low_rank(wrong, "low_rank.b", 16);
 }
 
 TEST(Check, UpWeightGradient) {
@@ -190,6 +209,36 @@ TEST(Check, BiasGradient) {
   wrong.rows("db", &BiasGradient::db, 2, 16);
 }
 
+// A sort that comes with the layer must be a right one, of the layer's sizes, into its arrays.
+void expect_sort(WrongCalls<MoeForward> const& wrong) {
+  auto const expect = [&](char const* message, auto spoil) {
+    wrong.expect(message, [=](MoeForward& x) {
+      static Sort sort;
+      sort = {.tokens = x.sizes.tokens,
+              .experts = x.sizes.experts,
+              .top_k = x.sizes.top_k,
+              .ids = x.routing.offsets,
+              .offsets = const_cast<int32_t*>(x.routing.offsets),
+              .row_token = const_cast<int32_t*>(x.routing.row_token),
+              .slot_row = const_cast<int32_t*>(x.routing.slot_row),
+              .workspace = x.workspace};
+      sort.scores = sort.row_score = const_cast<void*>(x.routing.row_score);
+      spoil(sort);
+      x.sort = &sort;
+    });
+  };
+  expect("ids: expected 8 values, got null", [](Sort& s) { s.ids = nullptr; });
+  char const* const sizes = "sort: expected the sizes of the layer";
+  expect(sizes, [](Sort& s) { ++s.tokens; });
+  expect(sizes, [](Sort& s) { ++s.experts; });
+  expect(sizes, [](Sort& s) { ++s.top_k; });
+  char const* const arrays = "sort: expected routing's arrays as its outputs";
+  expect(arrays, [](Sort& s) { ++s.offsets; });
+  expect(arrays, [](Sort& s) { ++s.row_token; });
+  expect(arrays, [](Sort& s) { ++s.slot_row; });
+  expect(arrays, [](Sort& s) { s.row_score = static_cast<char*>(s.row_score) + 4; });
+}
+
 TEST(Check, MoeForward) {
   WrongCalls<MoeForward> const wrong(&Calls::forward, cpu::moe_forward, cuda::moe_forward);
   expect_layer(wrong);
@@ -209,6 +258,7 @@ TEST(Check, MoeForward) {
                [](auto& x) { x.residual = x.x, x.routing.slot_row = nullptr; });
   wrong.optional_rows("residual", &MoeForward::residual, 16);
   wrong.expect("workspace: expected 1024 bytes, got null", [](auto& x) { x.workspace = nullptr; });
+  expect_sort(wrong);
 }
 
 TEST(Check, MoeBackward) {
@@ -233,7 +283,30 @@ TEST(Check, MoeBackward) {
   wrong.optional_rows("db_up", &MoeBackward::db_up, 16);
   wrong.optional_rows("db_down", &MoeBackward::db_down, 16);
   wrong.pointer("routing.slot_row", kSlotRow);
-  wrong.expect("workspace: expected 2304 bytes, got null", [](auto& x) { x.workspace = nullptr; });
+  wrong.optional_rows("dh", &MoeBackward::dh, 16);
+  wrong.optional_rows("a_scaled", &MoeBackward::a_scaled, 8);
+  wrong.expect("dh: expected a buffer with a_scaled, got null", [](auto& x) { x.dh = {}; });
+  wrong.expect("a_scaled: expected a buffer with dh, got null", [](auto& x) { x.a_scaled = {}; });
+  auto const in_workspace = [](auto& x) { x.workspace = nullptr, x.dh = x.a_scaled = {}; };
+  wrong.expect("workspace: expected 2304 bytes, got null", in_workspace);
+  wrong.expect("workspace: expected 1536 bytes, got null", [](auto& x) { x.workspace = nullptr; });
+}
+
+TEST(Check, MoeWeightGradients) {
+  using Step = MoeWeightGradients;
+  WrongCalls<Step> const wrong(&Calls::weight_gradients, cpu::moe_weight_gradients,
+                               cuda::moe_weight_gradients);
+  expect_layer(wrong);
+  expect_gradient_dtype(wrong, "dw_dtype", &Step::dw_dtype);
+  expect_order(wrong);
+  wrong.rows("x", &Step::x, 4, 16);
+  wrong.rows("dout", &Step::dout, 4, 16);
+  wrong.rows("dh", &Step::dh, 8, 16);
+  wrong.rows("a_scaled", &Step::a_scaled, 8, 8);
+  wrong.output_weight("dw_up.gate", [](Step& x) -> auto& { return x.dw_up.gate; }, 8, 16);
+  wrong.weight("dw_up.up", [](Step& x) -> auto& { return x.dw_up.up; }, 8, 16);
+  wrong.output_weight("dw_down", &Step::dw_down, 16, 8);
+  wrong.expect("workspace: expected 768 bytes, got null", [](auto& x) { x.workspace = nullptr; });
 }
 
 TEST(Check, CudaSaysWhyItCannotRun) {

@@ -134,6 +134,12 @@ TEST(CheckOnCuda, Projections) {
   down.rows("a", &DownProjection::a);
   down.rows("b_down", &DownProjection::bias);
   down.rows("y", &DownProjection::y);
+  down.expect("low_rank.rank: expected a multiple of 8 on CUDA, got 4",
+              [](DownProjection& x) { x.low_rank = {x.a, x.w_down, 4}; });
+  down.expect(
+      "low_rank.b: expected the contiguous dimension that the weight has on CUDA, strides (128, 8, "
+      "1), got (128, 1, 16)",
+      [](DownProjection& x) { x.low_rank = {x.a, {x.w_down.data, 128, 1, 16}, 8}; });
 }
 
 TEST(CheckOnCuda, Combine) {

@@ -1,4 +1,9 @@
 // The composites, forward and backward, against the reference run step by step.
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "guild/cpu.h"
 #include "layer_test.h"
 
 namespace guild::test {
@@ -114,28 +119,40 @@ TEST_P(Moe, Forward) {
   EXPECT_TRUE(kept == o.raw()) << "o differs in inference";
 }
 
+// Inputs, outputs and the call of a whole backward.
+struct BackwardCall {
+  Layer& l;
+  Layer::Input x = l.input(l.input_rows(), l.s.hidden), h = l.input(l.s.rows(), l.p.width());
+  Layer::Input dout = l.input(l.input_rows(), l.s.hidden);
+  Bytes workspace{l.device, moe_backward_workspace_bytes(l.s, l.p.dtype, l.p.gated())};
+  Tensor dx = l.output(l.p.shape.sorted ? l.s.rows() : l.s.tokens, l.s.hidden);
+  UpWeights dw_up{l.device, l.p, l.p.dtype};
+  Tensor dw_down{l.device, l.p.dtype, l.s.experts * l.s.hidden, l.s.intermediate};
+  Tensor db_up{l.device, l.p.dtype, l.s.experts, l.p.width()};
+  Tensor db_down{l.device, l.p.dtype, l.s.experts, l.s.hidden};
+  Tensor dscores{l.device, l.score_dtype(), l.s.tokens, l.s.top_k};
+
+  MoeBackward step(ConstUpWeight const& w_up, ConstWeight const& w_down, ConstRows b_down) {
+    MoeBackward b;
+    b.sizes = l.s, b.dtype = b.dw_dtype = l.p.dtype;
+    b.activation = l.p.act.activation, b.order = l.p.order(), b.routing = l.routing();
+    b.dout = dout.view(), b.x = x.view(), b.h = h.view();
+    b.w_up = w_up, b.w_down = w_down, b.b_down = b_down;
+    b.dx = dx.view(), b.dw_up = dw_up.view();
+    b.dw_down = {dw_down.data(), l.s.hidden * l.s.intermediate, l.s.intermediate, 1};
+    b.db_up = db_up.view(), b.db_down = db_down.view();
+    if (!l.p.shape.sorted) b.dscores = dscores.data();
+    b.workspace = workspace.data();
+    return b;
+  }
+};
+
 TEST_P(Moe, Backward) {
   Layer& l = layer();
   LayerParam const& p = l.p;
-  auto const x = l.input(l.input_rows(), l.s.hidden), h = l.input(l.s.rows(), p.width());
-  auto const dout = l.input(l.input_rows(), l.s.hidden);
-  Bytes workspace(l.device, moe_backward_workspace_bytes(l.s, p.dtype, p.gated()));
-  Tensor dx = l.output(output_rows(), l.s.hidden);
-  UpWeights dw_up(l.device, p, p.dtype);
-  Tensor dw_down(l.device, p.dtype, l.s.experts * l.s.hidden, l.s.intermediate);
-  Tensor db_up(l.device, p.dtype, l.s.experts, p.width());
-  Tensor db_down(l.device, p.dtype, l.s.experts, l.s.hidden);
-  Tensor dscores(l.device, l.score_dtype(), l.s.tokens, l.s.top_k);
-  MoeBackward step;
-  step.sizes = l.s, step.dtype = step.dw_dtype = p.dtype;
-  step.activation = p.act.activation, step.order = p.order(), step.routing = l.routing();
-  step.dout = dout.view(), step.x = x.view(), step.h = h.view();
-  step.w_up = up_view(), step.w_down = down_view(), step.b_down = b_down_.view();
-  step.dx = dx.view(), step.dw_up = dw_up.view();
-  step.dw_down = {dw_down.data(), l.s.hidden * l.s.intermediate, l.s.intermediate, 1};
-  step.db_up = db_up.view(), step.db_down = db_down.view();
-  if (!p.shape.sorted) step.dscores = dscores.data();
-  step.workspace = workspace.data();
+  BackwardCall call{l};
+  auto& [_, x, h, dout, workspace, dx, dw_up, dw_down, db_up, db_down, dscores] = call;
+  MoeBackward step = call.step(up_view(), down_view(), b_down_.view());
   run_twice(step, {&dx, &dw_down, &db_up, &db_down, &dscores});
   EXPECT_TRUE(workspace.canaries_alive()) << "workspace: written past its ends";
 
@@ -170,6 +187,70 @@ TEST_P(Moe, Backward) {
   sum.slot_score = nullptr;
   l.device.run(Combine{l.s, p.dtype, sum, dx_rows.view(), dx.view()});
   EXPECT_TRUE(kept == dx.raw()) << "dx differs when the caller combines";
+}
+
+// Backward up to dH and A', then the weight gradients: the same bits as all at once.
+TEST_P(Moe, WeightGradientsOnTheirOwn) {
+  Layer& l = layer();
+  LayerParam const& p = l.p;
+  BackwardCall call{l};
+  MoeBackward step = call.step(up_view(), down_view(), b_down_.view());
+  l.device.run(step);
+  auto const dx = call.dx.raw(), dw_up = call.dw_up.raw(), dw_down = call.dw_down.raw();
+  auto const db_up = call.db_up.raw(), dscores = call.dscores.raw();
+  for (Tensor* out : {&call.dx, &call.dw_down, &call.db_up, &call.dscores}) out->poison();
+  call.dw_up.poison();
+
+  bool const combines = !p.shape.sorted, biases = true, keeps = true;
+  Bytes less(l.device,
+             moe_backward_workspace_bytes(l.s, p.dtype, p.gated(), combines, biases, keeps));
+  Tensor dh = l.output(l.s.rows(), p.width()), a = l.output(l.s.rows(), l.s.intermediate);
+  step.dh = dh.view(), step.a_scaled = a.view(), step.workspace = less.data();
+  UpWeight const up = std::exchange(step.dw_up, {});
+  Weight const down = std::exchange(step.dw_down, {});
+  l.device.run(step);
+  EXPECT_TRUE(less.canaries_alive()) << "workspace: written past its ends";
+  EXPECT_TRUE(dx == call.dx.raw()) << "dx";
+  EXPECT_TRUE(db_up == call.db_up.raw()) << "db_up";
+  EXPECT_TRUE(p.shape.sorted || dscores == call.dscores.raw()) << "dscores";
+
+  Bytes memory(l.device, moe_weight_gradients_workspace_bytes(l.s));
+  MoeWeightGradients later{l.s,       p.dtype,     p.dtype,       false,        p.gated(),
+                           p.order(), l.routing(), call.x.view(), step.dout,    dh.view(),
+                           a.view(),  up,          down,          memory.data()};
+  l.device.run(later);
+  EXPECT_TRUE(memory.canaries_alive()) << "workspace: written past its ends";
+  EXPECT_TRUE(dw_up == call.dw_up.raw()) << "dw_up";
+  EXPECT_TRUE(dw_down == call.dw_down.raw()) << "dw_down";
+  call.dw_up.poison(), call.dw_down.poison();
+  for (bool const of_up : {true, false}) {  // one alone; the other's operands are not read
+    MoeWeightGradients one = later;
+    if (of_up) one.dw_down = {}, one.dout = {}, one.a_scaled = {};
+    if (!of_up) one.dw_up = {}, one.x = {}, one.dh = {};
+    l.device.run(one);
+  }
+  EXPECT_TRUE(dw_up == call.dw_up.raw()) << "dw_up alone";
+  EXPECT_TRUE(dw_down == call.dw_down.raw()) << "dw_down alone";
+}
+
+// Tokens without a slot, and no workspace: their gradient is zero.
+TEST(MoeWithoutRows, BackwardClearsDx) {
+  float const nowhere[4 * 8] = {};
+  int32_t const offsets[3] = {}, token_offsets[4] = {};
+  float dx[3 * 4];
+  std::fill_n(dx, 12, NAN);
+  MoeBackward b;
+  b.sizes = {.tokens = 3, .hidden = 4, .intermediate = 4, .experts = 2, .slots = 0};
+  b.dtype = b.dw_dtype = DType::float32;
+  b.activation.gated = false;
+  b.routing.offsets = offsets, b.routing.token_offsets = token_offsets;
+  b.dout = b.x = {nowhere};
+  ConstWeight const weight{nowhere, 16, 4, 1};
+  b.w_up = {weight, weight}, b.w_down = weight;
+  b.dx = {dx};
+  ASSERT_EQ(moe_backward_workspace_bytes(b.sizes, b.dtype, false, true, false), 0);
+  cpu::moe_backward(b);
+  for (float const value : dx) EXPECT_EQ(value, 0);
 }
 
 GUILD_LAYER_TESTS(Moe, false);

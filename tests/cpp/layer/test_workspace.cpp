@@ -13,6 +13,7 @@ TEST(Workspace, IsZeroForNothingAndGrowsWithSizes) {
   EXPECT_EQ(moe_backward_workspace_bytes(s, DType::bfloat16, true), 0);
   EXPECT_EQ(sort_workspace_bytes(0, 4, 2), 0);
   EXPECT_EQ(down_gradient_workspace_bytes(s, true), 0);
+  EXPECT_EQ(moe_weight_gradients_workspace_bytes(s), 0);
   s.tokens = int64_t(1) << 29;  // sizes whose products need 64 bits
   EXPECT_GT(moe_forward_workspace_bytes(s, DType::bfloat16), int64_t(1) << 36);
   EXPECT_GT(moe_backward_workspace_bytes(s, DType::bfloat16, true),
@@ -35,6 +36,15 @@ TEST(Workspace, OfBiasesSharesThatOfRows) {
             moe_backward_workspace_bytes(few, DType::bfloat16, true, true, false));
 }
 
+TEST(Workspace, WithoutWhatTheCallerKeeps) {
+  Sizes const s{4096, 512, 256, 8, 2};
+  auto const bytes = [&](bool keeps) {
+    return moe_backward_workspace_bytes(s, DType::bfloat16, true, true, true, keeps);
+  };
+  EXPECT_EQ(bytes(false) - bytes(true), 4096 * 2 * (2 * 256 + 256) * 2);  // dH and A'
+  EXPECT_EQ(moe_weight_gradients_workspace_bytes(s), 3 * 256);
+}
+
 using OfLayer = std::function<void(Sizes const&)>;
 using OfRouter = std::function<void(int64_t tokens, int64_t experts, int64_t top_k)>;
 
@@ -55,7 +65,8 @@ TEST(Workspace, WrongSizesOfLayersAreNamed) {
       [](Sizes const& s) { moe_forward_workspace_bytes(s, DType::float32); },
       [](Sizes const& s) {
         moe_backward_workspace_bytes(s, DType::float32, true, true, /*biases=*/false);
-      }};
+      },
+      [](Sizes const& s) { moe_weight_gradients_workspace_bytes(s); }};
   struct Size {
     char const* name;
     int64_t Sizes::* of;

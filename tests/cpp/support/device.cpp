@@ -36,6 +36,7 @@ struct CpuCalls {
   void operator()(GroupedGemm const& x) const { cpu::grouped_gemm(x); }
   void operator()(MoeForward const& x) const { cpu::moe_forward(x); }
   void operator()(MoeBackward const& x) const { cpu::moe_backward(x); }
+  void operator()(MoeWeightGradients const& x) const { cpu::moe_weight_gradients(x); }
 };
 
 class Cpu : public Device {

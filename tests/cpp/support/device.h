@@ -10,10 +10,11 @@
 
 namespace guild::test {
 
-using AnyStep = std::variant<Route, RouterGradient, TokenRounding, BalanceSums, BalanceGradient,
-                             Sort, UpProjection, DownProjection, Combine, DownGradient,
-                             ScoreGradient, UpGradient, UpWeightGradient, DownWeightGradient,
-                             BiasGradient, GroupedGemm, MoeForward, MoeBackward>;
+using AnyStep =
+    std::variant<Route, RouterGradient, TokenRounding, BalanceSums, BalanceGradient, Sort,
+                 UpProjection, DownProjection, Combine, DownGradient, ScoreGradient, UpGradient,
+                 UpWeightGradient, DownWeightGradient, BiasGradient, GroupedGemm, MoeForward,
+                 MoeBackward, MoeWeightGradients>;
 
 class Device {
  public:

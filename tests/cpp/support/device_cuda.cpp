@@ -33,6 +33,7 @@ struct CudaCalls {
   void operator()(GroupedGemm const& x) const { cuda::grouped_gemm(x); }
   void operator()(MoeForward const& x) const { cuda::moe_forward(x); }
   void operator()(MoeBackward const& x) const { cuda::moe_backward(x); }
+  void operator()(MoeWeightGradients const& x) const { cuda::moe_weight_gradients(x); }
 };
 
 class Cuda : public Device {

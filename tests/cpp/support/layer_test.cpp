@@ -2,21 +2,37 @@
 #include "layer_test.h"
 
 #include "cuda/sm90/forced_config.h"
+#include "shared/gemm_config.h"
 
 namespace guild::test {
 
 void LayerTest::SetUp() {
   char const* why = "";
+  take(ways()[0]);
   layer_.emplace(GetParam().on_cuda ? *cuda_device(&why) : cpu_device(), GetParam());
-  cuda::forced_config = GetParam().config;
 }
 
-void LayerTest::TearDown() { cuda::forced_config = -1; }
+void LayerTest::TearDown() { take({}); }
+
+void LayerTest::take(Way const& way) {
+  cuda::forced_config = way.config;
+  cuda::forced_decode = way.decode;
+}
+
+std::vector<LayerTest::Way> LayerTest::ways() const {
+  LayerParam const& p = GetParam();
+  if (!p.on_cuda) return {{}, {}};
+  if (p.config >= 0) return {{p.config, 0}, {p.config, 0}};
+  std::vector<Way> all{{}, {}, {-1, 1}};
+  for (int config = 0; config < int(std::size(kConfigs)); ++config) all.push_back({config, 0});
+  return all;
+}
 
 void LayerTest::run_twice(AnyStep const& step, std::vector<Tensor*> const& outputs,
                           std::function<void()> fresh) {
   std::vector<std::vector<std::byte>> first;
-  for (int run = 0; run < 2; ++run) {
+  for (int run = 0; Way const& way : ways()) {
+    take(way);
     if (fresh) {
       fresh();
     } else {
@@ -30,7 +46,9 @@ void LayerTest::run_twice(AnyStep const& step, std::vector<Tensor*> const& outpu
         EXPECT_TRUE(first[i] == outputs[i]->raw()) << "output " << i << " differs in a second run";
       }
     }
+    ++run;
   }
+  take(ways()[0]);
 }
 
 std::vector<double> LayerTest::used_rows(Tensor const& t, char const* name) const {

@@ -14,8 +14,9 @@ class LayerTest : public testing::TestWithParam<LayerParam> {
   void SetUp() override;
   void TearDown() override;
 
-  // Runs the step twice, each time into poisoned outputs, and expects the same bits. `fresh` is
-  // called before each run instead of poisoning where an output is added to.
+  // Runs the step twice, on CUDA with the kernels for few tokens and with every GEMM config as
+  // well, each time into poisoned outputs, and expects the same bits. `fresh` is called before each
+  // run instead of poisoning where an output is added to.
   void run_twice(AnyStep const& step, std::vector<Tensor*> const& outputs,
                  std::function<void()> fresh = {});
 
@@ -25,6 +26,12 @@ class LayerTest : public testing::TestWithParam<LayerParam> {
   Layer& layer() { return *layer_; }
 
  private:
+  struct Way {
+    int config = -1, decode = -1;  // forced_config.h
+  };
+  std::vector<Way> ways() const;
+  static void take(Way const& way);
+
   std::optional<Layer> layer_;
 };
 

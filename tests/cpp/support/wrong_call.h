@@ -101,7 +101,16 @@ struct Calls {
     Weight const dw{memory, 128, 16, 1};
     b.dx = {memory, 0}, b.dw_up = {dw, dw}, b.dw_down = {memory, 128, 8, 1};
     b.b_down = {memory}, b.db_up = b.db_down = {memory, 0}, b.dscores = memory;
+    b.dh = b.a_scaled = {memory, 0};
     return b;
+  }
+  MoeWeightGradients weight_gradients() {
+    MoeWeightGradients g;
+    g.sizes = sizes, g.dtype = g.dw_dtype = DType::float32, g.routing = routing;
+    g.x = g.dout = g.dh = g.a_scaled = {memory}, g.workspace = memory;
+    Weight const dw{memory, 128, 16, 1};
+    g.dw_up = {dw, dw}, g.dw_down = {memory, 128, 8, 1};
+    return g;
   }
 };
 

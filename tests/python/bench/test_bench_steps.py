@@ -89,11 +89,13 @@ class Operands(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.bytes: dict[int, int] = {}  # by address
+        self.ops: list[str] = []
 
     def __torch_dispatch__(
         self, op: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         results = op(*args, **(kwargs or {}))
+        self.ops.append(str(op))
         for tensor in tree_leaves((args, kwargs, results)):
             if isinstance(tensor, Tensor):
                 self.bytes[tensor.data_ptr()] = tensor.nbytes
@@ -108,6 +110,10 @@ def bytes_not_moved(chain: StepChain, step: str) -> int:
         unread = 0  # they take no offsets
     if step == "score gradient" and chain.b_down is None:
         unread += chain.dout.nbytes  # dO is there for the bias alone
+    if step == "dW2":
+        unread += chain.x.nbytes + chain.dh.nbytes  # operands of dW1, which the op could make too
+    if step == "dW1":
+        unread += chain.dout.nbytes + chain.a_scaled.nbytes
     if step == "router gradient":
         unread += chain.x.nbytes  # x tells the dtype
     if step == "combine gradient":
@@ -131,6 +137,22 @@ def test_bytes_are_those_of_the_tensors(intermediate: int, dtype: torch.dtype, b
         held[name] = sum(operands.bytes.values()) - bytes_not_moved(chain, name)
         del kept
     assert counted == held
+
+
+@pytest.mark.parametrize("name", ["dW2", "dW1"])
+def test_weight_gradients_are_timed_with_their_schedule(name: str) -> None:
+    """By the op that makes it, and only the gradient that is asked for."""
+    (problem,) = make_problems(TINY, "random", torch.float32, CPU)
+    chain = StepChain(problem)
+    written = {"dW1": chain.dw_up, "dW2": chain.dw_down}
+    right = {step: dw.clone() for step, dw in written.items()}
+    for dw in written.values():
+        dw.fill_(float("nan"))
+    with Operands() as operands:
+        chain.calls[name]()
+    assert operands.ops == ["guild.weight_gradients_out.default"]
+    for step, dw in written.items():
+        assert torch.equal(dw, right[step]) if step == name else dw.isnan().all()
 
 
 def test_yardsticks_count_what_they_do() -> None:

@@ -94,6 +94,7 @@ def _configs(module: ModuleType) -> list[transformers.PreTrainedConfig]:
         if not issubclass(config_class, transformers.PreTrainedConfig):
             continue
         config = config_class()
+        config.allow_global_per_layer_attribute_access = True  # where layers differ
         for name, size in SIZES.items():
             if hasattr(config, name) and not isinstance(getattr(config, name), list):
                 setattr(config, name, size)
@@ -147,6 +148,11 @@ def _activation(gate: Gate | None) -> str:
 def written_table() -> str:
     """The table that stands in the docs."""
     return _TABLE.search(PAGE.read_text())[0]
+
+
+def is_listed(family: Family) -> bool:
+    """Whether it is in that table; later versions of Transformers have others besides."""
+    return f"| `{family.model}` |" in written_table()
 
 
 if __name__ == "__main__":

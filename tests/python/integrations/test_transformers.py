@@ -186,7 +186,7 @@ def test_what_runs_on_a_gpu(case: str, monkeypatch) -> None:
     """With tensors that only say that they are on one."""
     options, count, hidden, words = CUDA_CALLS[case]
     reason = "of this GPU: too old" if case == "another GPU" else ""
-    monkeypatch.setattr(experts_module, "_missing_kernels", lambda device: reason)
+    monkeypatch.setattr(experts_module, "missing_kernels", lambda device: reason)
     monkeypatch.setattr(experts_module, "grouped_mm_experts_forward", lambda *call: "theirs")
     monkeypatch.setattr(experts_module, "routed_experts", lambda x, *_, **__: x)
     monkeypatch.setattr(MixtralExperts.forward, "__wrapped__", lambda *call: "the loop")

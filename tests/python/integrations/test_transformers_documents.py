@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import importlib.util
 import re
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import sys
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="Transformers is not installed")
+transformers = pytest.importorskip("transformers", reason="Transformers is not installed")
 
 from families import PAGE, table, written_table  # noqa: E402
 
@@ -19,11 +20,12 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.M
 
 
 def test_code_runs() -> None:
-    assert len(BLOCKS) == 3
+    assert len(BLOCKS) == 5
     if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the page's example would choose a GPU that Guild has no kernels for")
     options = ["-W", "error:Guild:UserWarning"]
-    code = "\n".join(BLOCKS)
+    with_peft = importlib.util.find_spec("peft") is not None
+    code = "\n".join(b for b in BLOCKS if with_peft or not b.startswith("# needs: PEFT"))
     done = subprocess.run([sys.executable, *options, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -39,5 +41,8 @@ def test_blocks_that_go_on_say_so(block: str) -> None:
     assert bool(borrowed) == block.startswith("# needs: "), borrowed
 
 
+@pytest.mark.skipif(
+    not transformers.__version__.startswith("5.17."), reason="the table is that of 5.17"
+)
 def test_table_of_families_is_up_to_date() -> None:
     assert written_table() == table(), "run tests/python/integrations/families.py"

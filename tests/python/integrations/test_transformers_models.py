@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from functools import cache
 
 import pytest
 import torch
@@ -17,71 +16,9 @@ import guild  # noqa: E402
 import guild.integrations.transformers as guild_transformers  # noqa: E402
 from calls import error  # noqa: E402
 from guild.integrations.transformers import experts as experts_module  # noqa: E402
+from models import CONFIGS, expect_same, make_model, step, tokens  # noqa: E402
 
-VOCABULARY = 64
-SIZES = dict(
-    vocab_size=VOCABULARY,
-    hidden_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=2,
-    num_experts_per_tok=2,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=None,
-)
-CONFIGS = {
-    "MixtralConfig": dict(intermediate_size=24, num_local_experts=4),
-    "GptOssConfig": dict(intermediate_size=24, num_local_experts=4, head_dim=16),
-    "Qwen3MoeConfig": dict(moe_intermediate_size=24, num_experts=4, head_dim=16),
-    "OlmoeConfig": dict(intermediate_size=24, num_experts=4),
-    "GraniteMoeConfig": dict(intermediate_size=24, num_local_experts=4),
-    "DeepseekV3Config": dict(
-        intermediate_size=48,
-        moe_intermediate_size=24,
-        n_routed_experts=8,
-        n_group=2,
-        topk_group=1,
-        first_k_dense_replace=1,
-        q_lora_rank=16,
-        kv_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=16,
-    ),
-}
 models = pytest.mark.parametrize("name", CONFIGS)
-
-
-def make_model(name: str, **options: object) -> transformers.PreTrainedModel:
-    """The same weights at each call."""
-    torch.manual_seed(0)
-    config = getattr(transformers, name)(**SIZES, **CONFIGS[name])
-    model = transformers.AutoModelForCausalLM.from_config(config, **options)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=0.1)
-    return model.float()
-
-
-@cache
-def tokens() -> Tensor:
-    return torch.randint(2, VOCABULARY, (2, 11), generator=torch.Generator().manual_seed(0))
-
-
-def step(model: transformers.PreTrainedModel) -> dict[str, Tensor]:
-    """Logits, and the gradient of every parameter."""
-    model.zero_grad()
-    out = model(tokens(), labels=tokens())
-    out.loss.backward()
-    trained = [(name, p) for name, p in model.named_parameters() if p.grad is not None]
-    return {"logits": out.logits.detach(), **{name: p.grad.clone() for name, p in trained}}
-
-
-def expect_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    for name in theirs:
-        assert error(ours[name], theirs[name]) < 1e-5, name
 
 
 @models

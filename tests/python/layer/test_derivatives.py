@@ -21,7 +21,7 @@ from test_opcheck import CALLS, Inputs, ops
 
 TWICE = {"bias_gradient", "grouped_mm", "pair_down", "pair_up", "router_logits"}
 ONCE = {
-    *("balance_sums", "experts_forward", "moe_forward", "moe_layer"),
+    *("balance_sums", "experts_forward", "lora_forward", "moe_forward", "moe_layer"),
     *("round_tokens", "route", "route_tokens"),
 }
 FLOATS = (torch.float32, torch.bfloat16)
@@ -163,6 +163,15 @@ def expert_weights() -> tuple[Tensor, ...]:
     return tuple(double(*shape, seed=i) for i, shape in enumerate(shapes, 1))
 
 
+def low_rank_operands() -> tuple[Tensor, ...]:
+    shapes = (E * 2, H), (2 * INNER, 2 * E), (E, 3, INNER), (E, H, 3)
+    return tuple(double(*shape, seed=i) for i, shape in enumerate(shapes, 5))
+
+
+def low_rank_terms(a_up: Tensor, b_up: Tensor, a_down: Tensor, b_down: Tensor) -> dict:
+    return {"lora_up": guild.LoRA(a_up, b_up, 0.7), "lora_down": guild.LoRA(a_down, b_down)}
+
+
 def pair(x: Tensor, w_up: Tensor, w_down: Tensor, b_up: Tensor, b_down: Tensor) -> Tensor:
     ends = OFFSETS[1:]
     plain = {"activation": "swiglu"}
@@ -191,6 +200,7 @@ def of_layer(layer: guild.MoE) -> tuple[Callable[..., Tensor], tuple[Tensor, ...
 
 
 IDS = torch.arange(T * K).view(T, K) % E
+FROZEN = expert_weights()
 FUNCTIONS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
     "routed_experts": (
         lambda x, scores, *weights: guild.routed_experts(x, IDS, scores, *weights),
@@ -205,6 +215,18 @@ FUNCTIONS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
     "experts_mlp": (
         lambda x, *weights: guild.experts_mlp(x, OFFSETS, *weights),
         (double(T, H), *expert_weights()),
+    ),
+    "LoRA": (
+        lambda x, scores, *low: guild.routed_experts(
+            *(x, IDS, scores, *FROZEN), **low_rank_terms(*low)
+        ),
+        (double(T, H), double(T, K, seed=7).abs(), *low_rank_operands()),
+    ),
+    "LoRA of sorted rows": (
+        lambda x, *low: guild.experts_mlp(
+            *(x, OFFSETS, *FROZEN), **low_rank_terms(*low), recompute=True
+        ),
+        (double(T, H), *low_rank_operands()),
     ),
     "route": (lambda logits: guild.route(logits, K, score="sigmoid")[1], (double(T, E),)),
     "balance_sums": (balanced, (double(T, E),)),

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import guild
-from guild._torch.gradients import ops
 from wrong_shapes import SHAPES, mlp, pair_down, pair_up, product, right, routed
 from wrong_values import VALUES
 
@@ -183,122 +181,6 @@ def test_odd_sizes_on_a_gpu(gpu: str) -> None:
     moe = guild.MoE(20, 12, 4, 2, device=gpu, dtype=torch.bfloat16)
     with pytest.raises(RuntimeError, match="hidden: expected a multiple of 8 on CUDA, got 20"):
         moe(torch.zeros(3, 20, device=gpu, dtype=torch.bfloat16))
-
-
-# ---- the second line: ops called directly never read out of bounds ------------------------------
-
-FLAGS = (0, True, 1.0, float("inf"), 0.0, False, False, False)
-
-RAW: dict[str, tuple[Callable[[SimpleNamespace], object], str]] = {
-    "w_up": (
-        lambda r: ops.moe_forward(
-            r.x, r.ids, r.weights, None, None, r.up[:3], None, r.down, None, None, *FLAGS, True
-        ),
-        r"w_up: expected shape \(4, 32, 32\), got \(3, 32, 32\)",
-    ),
-    "scores": (
-        lambda r: ops.moe_forward(
-            r.x, r.ids, r.weights.double(), None, None, r.up, None, r.down, None, None, *FLAGS, True
-        ),
-        "scores: expected dtype float32, got float64",
-    ),
-    "h": (
-        lambda r: ops.experts_backward(
-            r.x, r.x, r.x[:2], r.offsets, r.up, None, r.down, *FLAGS, 63
-        ),
-        r"h: expected shape \(6, 32\), got \(2, 32\)",
-    ),
-    "offsets": (
-        lambda r: ops.up_gradient(r.x, r.offs, r.up, None, True, False, False),
-        r"offsets: expected shape \(5,\), got \(4,\)",
-    ),
-    "slot_row": (
-        lambda r: ops.combine(r.x[:, ::2], r.ids[:3].int(), None),
-        r"y: expected contiguous columns \(stride 1\), got strides \(32, 2\)",
-    ),
-    "router": (
-        lambda r: ops.combine(
-            r.x, r.ids[:3].int(), None, None, None, r.x[:3, :4], r.ids[:3].int(), r.up[0]
-        ),
-        r"dlogits: expected shape \(3, 32\), got \(3, 4\)",
-    ),
-    "router alone": (
-        lambda r: ops.combine(r.x, r.ids[:3].int(), None, None, None, None, None, r.up[0]),
-        "dlogits: expected a tensor with router, got none",
-    ),
-    "dlogits alone": (
-        lambda r: ops.combine(r.x, r.ids[:3].int(), None, None, None, r.x[:3]),
-        "dlogits: expected none without router, got a tensor",
-    ),
-    "ids of numbers": (
-        lambda r: ops.sort_by_expert(r.weights, r.weights, 4),
-        "ids: expected dtype int32 or int64",
-    ),
-    "ids of 2 bytes": (
-        lambda r: ops.sort_by_expert(r.ids.short(), r.weights, 4),
-        "ids: expected dtype int32 or int64",
-    ),
-    "seed": (
-        lambda r: ops.round_tokens(
-            r.weights, r.ids[:, :1].int(), r.weights[0, :1].double(), 0, True, 1.0, 3, 4, 0.0
-        ),
-        "seed: expected dtype int64",
-    ),
-    "group_score": (
-        lambda r: ops.route(r.weights, None, None, 1, 0, True, 1.0, 1, 1, 0.0, 2),
-        r"group_score: expected 0 \(top2_sum\) or 1 \(max\), got 2",
-    ),
-    "like": (
-        lambda r: ops.route_backward(
-            r.weights, r.weights, r.ids.int(), None, None, 4, 0, True, 1.0, None, r.ids
-        ),
-        "like: expected dtype bfloat16",
-    ),
-    "kind": (
-        lambda r: ops.experts_forward(
-            r.x, r.offsets, r.up, None, r.down, None, None, 9, *FLAGS[1:], True
-        ),
-        r"activation kind: expected 0 .. 4, got 9",
-    ),
-    "row_token": (
-        lambda r: ops.bias_gradient_out(
-            r.x, r.offsets, r.offsets.long(), None, torch.zeros_like(r.b_down), False
-        ),
-        "row_token: expected dtype int32",
-    ),
-    "db_up": (
-        lambda r: ops.down_gradient(
-            r.x, r.x, r.offsets, None, None, r.down, *FLAGS, torch.zeros_like(r.b_up[:3])
-        ),
-        r"db_up: expected shape \(4, 32\), got \(3, 32\)",
-    ),
-    "db_down": (
-        lambda r: ops.down_gradient(
-            r.x, r.x, r.offsets, None, None, r.down, *FLAGS, r.b_up.float(), r.b_down
-        ),
-        "db_down: expected dtype float32, got bfloat16",
-    ),
-    "db_dtype": (
-        lambda r: ops.down_gradient(
-            r.x, r.x, r.offsets, None, None, r.down, *FLAGS, None, r.b_down.half()
-        ),
-        "db_dtype: expected bfloat16 or float32, got float16",
-    ),
-    "dw_down": (
-        lambda r: ops.down_weight_gradient_out(
-            r.x, r.a, r.offsets, None, torch.zeros_like(r.up), False, False
-        ),
-        r"w_down: expected shape \(4, 32, 16\), got \(4, 32, 32\)",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", list(RAW))
-def test_wrong_raw_call(name: str, device: str) -> None:
-    """The compiled op's own check: exactly our text, as a RuntimeError."""
-    call, message = RAW[name]
-    with pytest.raises(RuntimeError, match=f"^{message}"):
-        call(right(device))
 
 
 def test_num_sms() -> None:

@@ -44,6 +44,13 @@ def lists(case: Any) -> bool:
     return isinstance(case, RoutedCase) and case.slots is not None
 
 
+def lora(case: Any) -> bool:
+    """Of both projections."""
+    weights = getattr(case, "weights", None)
+    terms = getattr(weights, "lora", None)
+    return terms is not None and bool(terms.up or terms.gate) and bool(terms.down)
+
+
 REACHED: dict[str, Callable[[Any], bool]] = {
     "fewer slots than tokens, recompute": lambda c: (
         lists(c) and 0 < c.slots < c.tokens and c.backward.recompute and bool(c.backward.wants)
@@ -60,6 +67,17 @@ REACHED: dict[str, Callable[[Any], bool]] = {
     "one expert": lambda c: isinstance(c, RoutedCase) and c.weights.experts == 1,
     "every expert": lambda c: isinstance(c, RoutedCase) and c.top_k == c.weights.experts > 1,
     "gradients of two passes": lambda c: hasattr(c, "backward") and c.backward.passes == 2,
+    "LoRA of gate and up apart, weight_gradients": lambda c: (
+        lora(c)
+        and c.weights.lora.gate != c.weights.lora.up
+        and c.weights.apart
+        and c.backward.later
+    ),
+    "LoRA of transposed weights, lists": lambda c: lora(c) and c.weights.transposed and lists(c),
+    "LoRA of frozen weights": lambda c: (
+        lora(c) and any("." in n for n in c.backward.wants) and "w_up" not in c.backward.wants
+    ),
+    "LoRA, offsets[0] > 0": lambda c: isinstance(c, SortedCase) and lora(c) and c.lead and c.poison,
     "only gate or up": lambda c: (
         isinstance(c, RoutedCase)
         and c.weights.apart

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch.library import opcheck
 
+from guild import experts  # noqa: F401 - registers every op
 from guild._torch.layer_operator import ops
-from guild._torch.operators import WANT_DOWN_BIAS, WANT_ROWS, WANT_SCORES, WANT_UP
+from guild._torch.operators import WANT_DOWN_BIAS, WANT_ROWS, WANT_SCORES, WANT_UP, WANT_X
 from layers import ACTIVATIONS, Case, Layer, make_layer, pack
 
 # No sentinel ids: opcheck compares every element, and rows that belong to nobody are not written.
@@ -41,6 +42,8 @@ class Inputs:
         self.pair = (layer.up, layer.gate, layer.down)
         self.biases = (self.b_up, layer.down_bias)
         self.routing = (self.offsets, self.row_token, self.slot_row, self.row_score)
+        ranks = {"a_up": (8, 16), "b_up": (16, 8), "a_down": (8, 8), "b_down": (16, 8)}
+        self.low = tuple(torch.randn(4, *s, device=device).to(dtype) for s in ranks.values())
 
 
 def wanting(*tensors: torch.Tensor | None) -> tuple:
@@ -132,28 +135,13 @@ CALLS: dict[str, Callable[[Inputs], Arguments]] = {
         63,
     ),
     "moe_forward_out": lambda i: (
-        i.layer.x,
-        i.layer.ids,
-        i.layer.scores,
-        None,
-        i.layer.dout,
-        *i.weights,
-        *i.biases,
-        *FLAGS,
-        torch.empty_like(i.layer.x),
+        *(i.layer.x, i.layer.ids, i.layer.scores, None, i.layer.dout, *i.weights, *i.biases),
+        *(*FLAGS, torch.empty_like(i.layer.x)),
     ),
     "moe_layer_out": lambda i: (
-        i.layer.x,
-        torch.randn(4, 16, device=i.layer.x.device).to(i.layer.x.dtype),
-        None,
-        None,
-        *(2, 0, True, 1.0, 1, 1, 0.0, 0),
-        i.layer.dout,
-        i.w_up,
-        i.layer.down,
-        *i.biases,
-        *FLAGS,
-        torch.empty_like(i.layer.x),
+        *(i.layer.x, i.layer.down[:, :, 0].contiguous(), None, None),
+        *(2, 0, True, 1.0, 1, 1, 0.0, 0, i.layer.dout, i.w_up, i.layer.down, *i.biases),
+        *(*FLAGS, torch.empty_like(i.layer.x)),
     ),
     "moe_forward transposed": lambda i: (
         *wanting(i.layer.x),
@@ -186,6 +174,42 @@ CALLS: dict[str, Callable[[Inputs], Arguments]] = {
         True,
     ),
     "experts_backward": lambda i: (i.rows, i.rows, i.h, i.offsets, *i.weights, *FLAGS, 61),
+    "data_gradients": lambda i: (
+        *(i.layer.dout, i.h, *i.routing, None, *i.weights, i.layer.down_bias, *FLAGS),
+        WANT_X | WANT_SCORES,
+        torch.zeros_like(i.b_up, dtype=torch.float32),
+        torch.zeros_like(i.layer.down_bias, dtype=torch.float32),
+        True,
+    ),
+    "data_gradients by row": lambda i: (
+        *(i.layer.dout, i.h, *i.routing, None, *i.weights, None, *FLAGS),
+        WANT_ROWS | WANT_SCORES,
+    ),
+    "data_gradients of sorted rows": lambda i: (
+        *(i.rows, i.h, i.offsets, *(None,) * 4, *i.weights, None, *FLAGS),
+        WANT_X,
+        None,
+        torch.zeros_like(i.layer.down_bias),
+    ),
+    "data_gradients for the weights alone": lambda i: (
+        *(i.rows, i.h, i.offsets, *(None,) * 4, *i.weights, None, *FLAGS, 0),
+    ),
+    "lora_forward": lambda i: (
+        *wanting(i.layer.x, i.layer.scores, i.layer.x, *i.weights, *i.biases, *i.low),
+        *(*i.routing, None, *FLAGS, True),
+    ),
+    "lora_forward of sorted rows": lambda i: (
+        *wanting(i.rows, None, None, *i.pair, None, None, *i.low[:2], None, None),
+        *(i.offsets, *(None,) * 4, *FLAGS, True),
+    ),
+    "lora_backward": lambda i: (
+        *(i.layer.dout, i.layer.x, i.h, i.a, *i.weights, *i.biases, *i.low),
+        *(*i.routing, None, *FLAGS, (1 << 11) - 1),
+    ),
+    "lora_backward of sorted rows": lambda i: (
+        *(i.rows, i.rows, i.h, i.a[:0, :0], *i.pair, None, None, None, None, *i.low[2:]),
+        *(i.offsets, *(None,) * 4, *FLAGS, 1 | 1 << 2 | 3 << 9),
+    ),
     "up_projection": lambda i: (
         i.layer.x,
         i.offsets,
@@ -249,6 +273,18 @@ CALLS: dict[str, Callable[[Inputs], Arguments]] = {
         *(True, False, True),
     ),
     "up_gradient": lambda i: (i.h, i.offsets, i.w_up, None, True, False, False),
+    "weight_gradients_out": lambda i: (
+        *(i.layer.x, i.layer.dout, i.h, i.a, i.offsets, i.row_token),
+        torch.zeros_like(i.w_up),
+        None,
+        torch.zeros_like(i.layer.down),
+        *(True, False, False, True),
+    ),
+    "weight_gradients_out of one": lambda i: (
+        *(i.rows, i.rows, i.h, i.a, i.offsets, None, None, None),
+        torch.zeros_like(i.layer.down, dtype=torch.float32),
+        *(True, False, False, False),
+    ),
     "up_weight_gradient_out": lambda i: (
         i.layer.x,
         i.h,

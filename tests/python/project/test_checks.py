@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "scripts"))
 
+import machine  # noqa: E402
 from check_ptxas import read_report  # noqa: E402
 from check_sizes import breaches  # noqa: E402
 from cpp_functions import definitions  # noqa: E402
@@ -37,6 +38,27 @@ ptxas info    : Function properties for _Z6serialmmPfi
     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
 ptxas info    : Used 30 registers, used 0 barriers
 """
+
+
+@pytest.mark.parametrize(
+    ("built_for", "reported", "usable"),
+    [
+        ("9.0", "9.0\n", True),
+        ("9.0", "8.0\n9.0\n", True),
+        ("9.0", "8.9\n", False),
+        ("9.0", "", False),
+        ("8.0", "8.0\n", True),
+    ],
+)
+def test_the_gpu_is_one_that_the_kernels_are_built_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, built_for: str, reported: str, usable: bool
+) -> None:
+    """And CMakeLists.txt alone says which."""
+    assert machine.compute_capability() == "9.0"
+    (tmp_path / "CMakeLists.txt").write_text(f"set(compute_capability {built_for})\n")
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
+    monkeypatch.setattr(machine, "output", lambda *command: reported)
+    assert machine.has_supported_gpu() == usable
 
 
 def test_ptxas_report_is_read_kernel_by_kernel() -> None:

@@ -46,6 +46,25 @@ def test_help_loads_no_torch() -> None:
     assert output == "heavy: set()\n"
 
 
+@pytest.mark.parametrize(
+    ("command", "status", "message"),
+    [
+        ("info", 0, ""),
+        ("bench", 1, "guild bench: .*rich.*; pip install 'guild\\[cli\\]' brings it\n"),
+        ("train", 1, "guild train: .*rich.*; pip install 'guild\\[cli\\]' brings it\n"),
+    ],
+)
+def test_without_the_commands_packages(command: str, status: int, message: str) -> None:
+    """The library and `guild info` need torch alone."""
+    block = "sys.modules |= dict.fromkeys(('matplotlib', 'numpy', 'rich'))"
+    code = f"import sys; {block}; from guild.cli.main import main; sys.exit(main(['{command}']))"
+    run = start("-W", "ignore", "-c", code)
+    output, _ = run.communicate(timeout=60)
+    assert run.returncode == status, output
+    if message:
+        assert re.fullmatch(message, output), output
+
+
 @pytest.mark.parametrize("command", [[], ["train"], ["generate"], ["bench"], ["info"]])
 def test_help(command: list[str], capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit) as end:

@@ -1,4 +1,4 @@
-"""The code in README.md and docs/ runs as it stands there, and versions agree."""
+"""The code in README.md and docs/ runs as it stands there, and what they name is there."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import guild
-
 ROOT = Path(__file__).resolve().parents[3]
 DOCUMENTS = [
-    *("README.md", "CONTRIBUTING.md"),
+    *("README.md", "CONTRIBUTING.md", "CHANGELOG.md"),
     *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs").rglob("*.md"))),
 ]
 
@@ -27,7 +25,7 @@ def code_blocks(document: str, language: str) -> str:
     return "\n".join(re.findall(rf"^```{language}\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/guide.md"])
+@pytest.mark.parametrize("document", ["README.md", "docs/guide.md", "docs/lora.md"])
 def test_python_code_runs(document: str) -> None:
     code = code_blocks(document, "python")
     assert code.count("\n") > 10
@@ -93,9 +91,3 @@ def test_path_to_the_instruction() -> None:
         source = (ROOT / path).read_text()
         names = re.findall(r"`(?:\w+\.)*(\w+)`", what)
         assert [name for name in names if not re.search(rf"\b{name}\b", source)] == [], path
-
-
-def test_version_is_one() -> None:
-    cmake = re.search(r"project\(guild VERSION ([\d.]+)", (ROOT / "CMakeLists.txt").read_text())
-    python = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert cmake[1] == python[1] == guild.__version__

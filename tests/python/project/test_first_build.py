@@ -52,6 +52,9 @@ def clean_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(ROOT / part, tree / part)
     for part in ("CMakeLists.txt", "Makefile", "pyproject.toml"):
         shutil.copy(ROOT / part, tree)
+    package = tree / "python/guild"
+    package.mkdir(parents=True)
+    shutil.copy(ROOT / "python/guild/__init__.py", package)  # has the version
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tree.with_name("bare")])
     return tree
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -71,6 +72,13 @@ def test_public_names() -> None:
         assert getattr(guild, name).__doc__
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         _ = guild.Nothing
+
+
+def test_type_checkers_see_the_public_names() -> None:
+    """The imports for them and the table for everyone else hold the same names."""
+    (seen,) = (n for n in ast.parse(Path(guild.__file__).read_text()).body if isinstance(n, ast.If))
+    imported = {a.asname: line.module for line in seen.body for a in line.names}
+    assert imported == {name: f"guild.{module}" for name, module in guild._MODULE_OF.items()}
 
 
 def test_failed_allocations_on_a_gpu() -> None:

@@ -20,6 +20,7 @@ import guild
 from fuzz_compare import compare, compare_rounded, same_bits
 from fuzz_draw import Backward, Draw, score_dtype
 from fuzz_experts import RoutedCase, SortedCase
+from fuzz_lora import LowRankTerms
 from fuzz_moe import MoECase
 from fuzz_products import PairCase, ProductCase
 from fuzz_routing import RoutingCase
@@ -34,7 +35,7 @@ KINDS = {
     PairCase: 8,
 }
 SIXTEEN = (torch.bfloat16, torch.float16)
-_NAMES = {kind.__name__: kind for kind in (*KINDS, Backward, Weights)}
+_NAMES = {kind.__name__: kind for kind in (*KINDS, Backward, LowRankTerms, Weights)}
 _NAMES |= {"Activation": guild.Activation, "Router": guild.Router, "inf": math.inf, "nan": math.nan}
 
 

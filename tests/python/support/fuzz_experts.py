@@ -22,7 +22,7 @@ from fuzz_draw import (
     without_gradients,
 )
 from fuzz_routing import require
-from fuzz_weights import Weights, exact_leaves
+from fuzz_weights import Weights, exact_leaves, is_low_rank
 from oracle.autograd import gradients
 from oracle.experts import by_rows, routed
 
@@ -102,7 +102,7 @@ class ExpertsCase:
         for name, leaf in inputs.items():
             results |= backward.found(name, leaf, False)
         for name, leaf in weights.items():
-            results |= backward.found(name, leaf, True)
+            results |= backward.found(name, leaf, not is_low_rank(name))
         return results
 
     def place_input(self, name: str, t: Tensor, dtype: torch.dtype, device: str) -> Tensor:
@@ -134,6 +134,8 @@ class ExpertsCase:
             truth.values[name] = gradient + values["before"][name] if before else gradient
             if name in SINKS and not before:
                 truth.zeros[name] = ~filled.view(-1, *(1,) * (gradient.dim() - 1))
+            elif is_low_rank(name):
+                truth.zeros[name] = self.weights.lora.unused(name, filled)
         return truth
 
     def seen(self, given: dict[str, Tensor]) -> Tensor:

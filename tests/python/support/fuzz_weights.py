@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fuzz_draw import Backward, Draw, Values, place
+from fuzz_lora import LowRankTerms
 from guild import Activation
 from oracle.experts import Experts
 
@@ -27,11 +28,13 @@ class Weights:
     b_up: str | None  # "one" or "pair"
     b_down: bool
     layouts: tuple[str, ...]  # of w_up and w_gate, w_down, biases
+    lora: LowRankTerms | None
 
     @staticmethod
     def drawn(draw: Draw) -> Weights:
         activation = draw.activation()
         pair = activation.gated
+        apart = pair and draw.chance(0.35)
         return Weights(
             experts=draw.experts(),
             hidden=draw.width(),
@@ -39,10 +42,11 @@ class Weights:
             activation=activation,
             order=draw.pick("concatenated", "interleaved"),
             transposed=draw.chance(0.4),
-            apart=pair and draw.chance(0.35),
+            apart=apart,
             b_up=draw.pick(None, "one", "pair" if pair else "one"),
             b_down=draw.chance(0.5),
             layouts=(draw.matrices(), draw.matrices(), draw.rows()),
+            lora=LowRankTerms.drawn(draw, apart),
         )
 
     def for_sink(self, later: str | None) -> Weights:
@@ -68,13 +72,18 @@ class Weights:
             shapes["b_up"] = shapes["b_gate"] = (experts, inner)
         if self.b_down:
             shapes["b_down"] = (experts, hidden)
+        if self.lora is not None:
+            shapes |= self.lora.shapes(shapes, self.transposed)
         return shapes
 
     def values(self, values: Values) -> dict[str, Tensor]:
         """Weights in float64, of a size that keeps pre-activations near 1."""
         scales = {"w_up": self.hidden**-0.5, "w_down": self.intermediate**-0.5}
         scales["w_gate"] = scales["w_up"]
-        return {n: values.normal(*s, scale=scales.get(n, 1.0)) for n, s in self.shapes().items()}
+        shapes = self.shapes()
+        low = {n: shapes.pop(n) for n in list(shapes) if is_low_rank(n)}
+        made = {n: values.normal(*s, scale=scales.get(n, 1.0)) for n, s in shapes.items()}
+        return made | (self.lora.values(values, low) if low else {})
 
     def before(self, values: Values, backward: Backward) -> dict[str, Tensor]:
         """Gradients that the weights have before, in float64."""
@@ -94,6 +103,10 @@ class Weights:
         layouts = {"w_up": up, "w_gate": up, "w_down": down}
         leaves = {}
         for name, value in values.items():
+            if is_low_rank(name):
+                leaves[name] = self.lora.leaf(value, dtype, device)
+                backward.prepare(name, leaves[name], before[name], "packed", False)
+                continue
             layout = layouts.get(name, bias)
             leaves[name] = place(value, layout, dtype, device)
             backward.prepare(name, leaves[name], before[name], layout, True)
@@ -105,7 +118,8 @@ class Weights:
         def one_or_pair(up: str, gate: str) -> Any:
             return (leaves[gate], leaves[up]) if gate in leaves else leaves.get(up)
 
-        return {
+        low = {} if self.lora is None else self.lora.arguments(leaves, self.apart)
+        return low | {
             "w_up": one_or_pair("w_up", "w_gate"),
             "w_down": leaves["w_down"],
             "b_up": one_or_pair("b_up", "b_gate"),
@@ -116,7 +130,14 @@ class Weights:
         }
 
     def oracle(self, leaves: dict[str, Tensor]) -> Experts:
+        if self.lora is not None:
+            leaves = self.lora.with_deltas(leaves, self.transposed)
         return Experts.of(leaves, self.activation, self.order, self.transposed)
+
+
+def is_low_rank(name: str) -> bool:
+    """Whether it names a part of a low-rank term: w_up.a and so on."""
+    return "." in name
 
 
 def exact_leaves(values: dict[str, Tensor], wants: tuple[str, ...]) -> dict[str, Tensor]:

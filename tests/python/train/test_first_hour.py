@@ -189,6 +189,19 @@ def test_bad_metrics(
     assert "line 12 of" in refused(run("--resume", "--steps", "12"), capsys)
 
 
+def test_metrics_of_one_layer_of_two(
+    run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Steps that are paired must be there twice."""
+    assert run(*SMALL, "--compare") == 0
+    capsys.readouterr()
+    metrics = tmp_path / "run/metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join(line for line in lines if '"step": 3, ' not in line or "pl" in line))
+    printed = refused(run("--resume", "--steps", "12"), capsys)
+    assert "has other steps of guild than of plain" in printed
+
+
 # ---- folders that cannot be written ------------------------------------------------------------
 
 

@@ -10,7 +10,9 @@ import torch
 
 import guild
 from guild.train.corpus import load_corpus, source_files, standard_library
+from guild.train.dropping import DroppingMoE
 from guild.train.learner import Learner
+from guild.train.model import Block
 from guild.train.plain_moe import PlainMoE
 from guild.train.settings import Settings
 from oracle.experts import Experts
@@ -134,6 +136,35 @@ def test_imbalance_is_one_for_an_even_load() -> None:
     block.moe.router.weight.data[0] = 100 * x[0]
     block.moe.expert_counts = torch.tensor([16, 0, 0, 0])
     assert block.imbalance(x[:1]).item() == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_imbalance_is_of_the_routers_own_logits(dtype: torch.dtype) -> None:
+    """With its bias, and in float32 under autocast too."""
+    moe = guild.MoE(32, 16, 4, 2, router_bias=True)
+    moe.router.bias.data.copy_(torch.tensor([3.0, 0.0, 0.0, -3.0]))
+    block, x = Block(32, 2, moe), torch.randn(2, 8, 32)
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        _, routing = moe(x, return_routing=True)
+        found = block.imbalance(x)
+    share = torch.bincount(routing.ids.flatten(), minlength=4) / routing.ids.numel()
+    mean = routing.logits.flatten(0, 1).softmax(-1).mean(0)
+    torch.testing.assert_close(found, 4 * (share * mean).sum(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("capacity", [0.1, 0.75, 1.0])
+def test_capacity_counts_real_slots_alone(device: str, capacity: float) -> None:
+    """Padding changes neither who is dropped nor the result; also where all is padding."""
+    torch.manual_seed(6)
+    place = {"device": device, "dtype": torch.bfloat16 if device == "cuda" else torch.float32}
+    layer = DroppingMoE(32, 16, 4, 2, capacity=capacity, **place)
+    x, padding = torch.randn(24, 32, **place), torch.full((40, 32), float("nan"), **place)
+    mask = torch.arange(64, device=device) < 24
+    out, padded = layer(x), layer(torch.cat((x, padding)), mask)
+    counts = layer.expert_counts
+    assert torch.equal(padded[:24], out) and not padded[24:].any()
+    assert 0 < counts.max() <= math.ceil(capacity * 48 / 4) < 48
+    assert not layer(padding, mask[24:]).any() and not layer.expert_counts.any()
 
 
 def test_plain_layer_is_the_sum_over_choices() -> None:

@@ -112,7 +112,8 @@ def test_resume_drops_rows_past_the_checkpoint(corpus: Path, tmp_path: Path) -> 
     train(small_settings(), tmp_path, corpus, 1)
     folder = RunFolder(tmp_path)
     done = folder.load_checkpoint()["step"]
-    folder.append([{"step": done + 1, "moe": "guild", "loss": 0.0}])
+    later = {"step": done + 1, "loss": 0.0, "seconds": 1.0, "load": [1.0, 1.0]}
+    folder.append([{**later, "moe": "guild"}])
     with folder.metrics.open("a") as file:
         file.write('{"step": 99, "mo')  # the process died in the middle of a line
     folder.cut_after(done)

@@ -5,7 +5,8 @@
     guild_transformers.register()
     model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="guild")
 
-or, for a script that says nothing of experts, `enable()` before it runs.
+or, for a script that says nothing of experts, `enable()` before it runs. The routers run on Guild,
+too, in a model that was given to `replace_moe_blocks`.
 """
 
 from __future__ import annotations
@@ -22,13 +23,22 @@ except ImportError as error:
         f"interfaces: {error}"
     ) from error
 
-from guild.integrations.transformers.experts import experts_forward
+from guild.integrations.transformers.blocks import replace_moe_blocks, restore_moe_blocks
+from guild.integrations.transformers.experts import adopt_peft, experts_forward
 from guild.integrations.transformers.quantized import fp8_experts_forward
 
 NAME = "guild"
 DEFAULT = "grouped_mm"  # what a model uses that asks for nothing
 
-__all__ = ["disable", "enable", "enabled", "experts_forward", "register"]
+__all__ = [
+    "disable",
+    "enable",
+    "enabled",
+    "experts_forward",
+    "register",
+    "replace_moe_blocks",
+    "restore_moe_blocks",
+]
 
 _displaced = []  # what was registered as the default before enable()
 
@@ -41,6 +51,7 @@ def register() -> None:
     """
     ExpertsInterface.register(NAME, experts_forward)
     FP8ExpertsInterface.register(NAME, fp8_experts_forward)
+    adopt_peft()
 
 
 def enable() -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import (
+    ALL_EXPERTS_FUNCTIONS,
     grouped_mm_experts_forward,
     use_experts_implementation,
 )
@@ -17,18 +18,22 @@ from transformers.integrations.moe import (
 from guild import Activation, routed_experts
 from guild.integrations.transformers.gate import gate_function, gate_of
 from guild.integrations.transformers.messages import say_left, say_unfused
+from guild.integrations.transformers.peft import adopt, lora_of, summed
 from guild.integrations.transformers.unfused import unfused_experts
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _ON_CUDA = (torch.bfloat16, torch.float16)
-_MOST_EXPERTS = {"cpu": 4096, "cuda": 1024}
+MOST_EXPERTS = {"cpu": 4096, "cuda": 1024}
 # Whether torch.compile takes what it is told about a module, here its gate, for a constant.
 COMPILES = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
-_MISALIGNED = "it needs rows of weights that begin at multiples of 16 bytes"
 
 
 def experts_forward(
-    self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    self: nn.Module,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """All experts of a layer of a Transformers model, on Guild's kernels.
 
@@ -43,6 +48,8 @@ def experts_forward(
         to the slots of other ranks, are skipped.
     top_k_weights : torch.Tensor
         (T, K), any floating dtype.
+    residual : torch.Tensor, optional
+        (T, H): added to the result, before that is rounded where one op of Guild's computes it.
 
     Returns
     -------
@@ -55,40 +62,76 @@ def experts_forward(
     Transformers' `grouped_mm`, or the model's own loop where that cannot either. A warning says so
     once. Inside torch.compile it is `grouped_mm`, too, with torch before 2.13.
     """
-    w_up = _local(self.gate_up_proj if self.has_gate else self.up_proj)
-    w_down = _local(self.down_proj)
-    b_up = b_down = None
-    if self.has_bias:
-        b_up = _local(self.gate_up_proj_bias if self.has_gate else self.up_proj_bias)
-        b_down = _local(self.down_proj_bias)
-
-    call = (self, hidden_states, top_k_index, top_k_weights)
-    if torch.compiler.is_compiling() and not COMPILES:
-        return grouped_mm_experts_forward(*call)
-    why_not = _unknown_features(self) or _why_not(hidden_states, w_up, w_down)
-    if why_not:
-        say_left(type(self).__name__, "Transformers' grouped_mm", why_not)
-        return grouped_mm_experts_forward(*call)
-    dtype = _dtype(hidden_states, w_up)
-    any_rows = _takes_any_rows(hidden_states.device.type)
-    if not (any_rows or _begin_at_16_bytes(dtype, w_up, w_down)):
-        say_left(type(self).__name__, "the model's own loop", _MISALIGNED)
-        return type(self).forward.__wrapped__(*call)
+    adopt_peft()
+    w_up, w_down, b_up, b_down = weights_of(self)
+    own = left_to(self, hidden_states, w_up, w_down)
+    if own is not None:
+        ids = top_k_index.long()  # as the model's own loop wants them
+        with summed(self):
+            return _plus(own(self, hidden_states, ids, top_k_weights), residual)
 
     x = hidden_states.contiguous()
-    if not _has_autocast(x):  # under autocast the products cast their operands themselves
+    if not has_autocast(x):  # under autocast the products cast their operands themselves
         x, b_up, b_down = (None if t is None else t.to(w_up.dtype) for t in (x, b_up, b_down))
     layer = (x, top_k_index, top_k_weights, w_up, w_down, b_up, b_down)
-    gate = _gate(self)
+    gate, lora = known_gate(self), lora_of(self)
     if gate is None:
         say_unfused(type(self).__name__)
-        out = unfused_experts(*layer, gate_function(self), self.is_transposed)
-    else:
-        order, *parameters = gate
-        activation = Activation(*parameters)
-        transposed = self.is_transposed
-        out = routed_experts(*layer, activation=activation, order=order, transposed=transposed)
-    return out.to(hidden_states.dtype)
+        out = unfused_experts(*layer, gate_function(self), self.is_transposed, **lora)
+        return _plus(out.to(hidden_states.dtype), residual)
+    activation, order = gate
+    inside = residual is not None and residual.dtype == x.dtype and not has_autocast(x)
+    out = routed_experts(
+        *layer,
+        activation=activation,
+        order=order,
+        transposed=self.is_transposed,
+        residual=residual if inside else None,
+        **lora,
+    ).to(hidden_states.dtype)
+    return out if inside else _plus(out, residual)
+
+
+def adopt_peft() -> None:
+    """Take LoRA of PEFT over where experts run on Guild; nothing before PEFT is imported."""
+    if not torch.compiler.is_compiling():
+        adopt(_runs_on_guild)
+
+
+def _runs_on_guild(experts: nn.Module) -> bool:
+    """Whether the forward of these experts is `experts_forward`."""
+    if hasattr(type(experts), "guild_original"):  # of a block that was replaced
+        return True
+    name = getattr(getattr(experts, "config", None), "_experts_implementation", None)
+    return hasattr(experts, "has_gate") and ALL_EXPERTS_FUNCTIONS.get(name) is experts_forward
+
+
+def weights_of(experts: nn.Module) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """w_up, w_down, b_up, b_down of this rank; no biases where the experts have none."""
+    prefix = "gate_up_proj" if experts.has_gate else "up_proj"
+    w_up, w_down = _local(getattr(experts, prefix)), _local(experts.down_proj)
+    if not experts.has_bias:
+        return w_up, w_down, None, None
+    return w_up, w_down, _local(getattr(experts, f"{prefix}_bias")), _local(experts.down_proj_bias)
+
+
+def left_to(experts: nn.Module, x: Tensor, w_up: Tensor, w_down: Tensor) -> Callable | None:
+    """Whose forward computes these experts where Guild cannot, which is said; None where it can."""
+    if torch.compiler.is_compiling() and not COMPILES:
+        return grouped_mm_experts_forward
+    reason = _unknown_features(experts) or why_not(x, w_up, w_down)
+    if reason:
+        say_left(type(experts).__name__, "Transformers' grouped_mm", reason)
+        return grouped_mm_experts_forward
+    reason = misaligned(x, w_up, w_down)
+    if reason:
+        say_left(type(experts).__name__, "the model's own loop", reason)
+        return type(experts).forward.__wrapped__
+    return None
+
+
+def _plus(out: Tensor, residual: Tensor | None) -> Tensor:
+    return out if residual is None else out + residual
 
 
 def _local(parameter: Tensor) -> Tensor:
@@ -96,7 +139,8 @@ def _local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
-def _has_autocast(x: Tensor) -> bool:
+def has_autocast(x: Tensor) -> bool:
+    """Whether autocast changes the dtype of products with x."""
     return x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type)
 
 
@@ -125,26 +169,33 @@ def _unknown_features(experts: nn.Module) -> str:
     return ""
 
 
-def _why_not(x: Tensor, w_up: Tensor, w_down: Tensor) -> str:
+def why_not(x: Tensor, w_up: Tensor, w_down: Tensor) -> str:
     """Why Guild cannot compute these experts; empty if it can."""
     device = x.device.type
-    if device not in _MOST_EXPERTS:
+    if device not in MOST_EXPERTS:
         return f"it has no kernels for {device} tensors"
     if w_up.dtype not in _FLOATS or w_down.dtype != w_up.dtype:
         return f"it has no kernels for weights in {w_up.dtype} and {w_down.dtype}"
-    if w_down.shape[0] > _MOST_EXPERTS[device]:
-        return f"it takes {_MOST_EXPERTS[device]} experts on a {device} device"
+    if w_down.shape[0] > MOST_EXPERTS[device]:
+        return f"it takes {MOST_EXPERTS[device]} experts on a {device} device"
     if device == "cpu":
         return ""
     dtype = _dtype(x, w_up)
     if dtype not in _ON_CUDA:
         return f"on a CUDA device it computes in bfloat16 and float16, not in {dtype}"
-    return _missing_kernels(x.device.index)
+    return missing_kernels(x.device.index)
 
 
 def _dtype(x: Tensor, weight: Tensor) -> torch.dtype:
     """What the products are computed in."""
-    return torch.get_autocast_dtype(x.device.type) if _has_autocast(x) else weight.dtype
+    return torch.get_autocast_dtype(x.device.type) if has_autocast(x) else weight.dtype
+
+
+def misaligned(x: Tensor, w_up: Tensor, w_down: Tensor) -> str:
+    """What keeps the kernels from reading these weights in place; empty if nothing does."""
+    if _takes_any_rows(x.device.type) or _begin_at_16_bytes(_dtype(x, w_up), w_up, w_down):
+        return ""
+    return "it needs rows of weights that begin at multiples of 16 bytes"
 
 
 def _takes_any_rows(device: str) -> bool:
@@ -160,7 +211,7 @@ def _begin_at_16_bytes(dtype: torch.dtype, *weights: Tensor) -> bool:
 
 
 @torch.compiler.assume_constant_result
-def _missing_kernels(device: int) -> str:
+def missing_kernels(device: int) -> str:
     """Why the CUDA kernels cannot run on this device; empty if they can."""
     return _asked_once(device)
 
@@ -172,8 +223,17 @@ def _asked_once(device: int) -> str:
     return reason and f"of this GPU: {reason}"
 
 
+def known_gate(experts: nn.Module) -> tuple[Activation, str] | None:
+    """The activation that the experts compute, and the order of gate and up; None if not known."""
+    if not torch.compiler.is_compiling():
+        gate = gate_of(experts)
+        return None if gate is None else (gate.activation, gate.order)
+    numbers = _gate_in_numbers(experts)
+    return None if numbers is None else (Activation(*numbers[1:]), numbers[0])
+
+
 @torch.compiler.assume_constant_result
-def _gate(experts: nn.Module) -> tuple | None:
+def _gate_in_numbers(experts: nn.Module) -> tuple | None:
     """`gate_of` in plain numbers, which is all that a compiled function can take as constants."""
     gate = gate_of(experts)
     return None if gate is None else (gate.order, *dataclasses.astuple(gate.activation)[:6])

@@ -14,6 +14,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -58,7 +59,19 @@ def gate_of(experts: nn.Module) -> Gate | None:
 
 def gate_function(experts: nn.Module) -> GateFunction:
     """The module's own function between the products."""
-    return experts._apply_gate if experts.has_gate else experts.act_fn
+    if not _has_gate(experts):
+        return experts.act_fn
+    return getattr(experts, "_apply_gate", None) or partial(_gated, experts.act_fn)
+
+
+def _has_gate(experts: nn.Module) -> bool:
+    """Whether they have one; experts of classes without the interface, such as Llama 4's, do."""
+    return getattr(experts, "has_gate", True)
+
+
+def _gated(act: GateFunction, pre: Tensor) -> Tensor:
+    gate, up = pre.chunk(2, -1)
+    return act(gate) * up
 
 
 def _state(experts: nn.Module) -> tuple:
@@ -72,12 +85,12 @@ def _recognise(experts: nn.Module) -> Gate | None:
     if _has_other_tensors(experts):  # what the gate computes may change as they are trained
         return None
     function = gate_function(experts)
-    orders = ("concatenated", "interleaved") if experts.has_gate else ("concatenated",)
+    orders = ("concatenated", "interleaved") if _has_gate(experts) else ("concatenated",)
     gates = [
         Gate(activation, order)
         for order in orders
         for digits in (5, 12)  # what a float32 gate shows of round parameters, and of others
-        for activation in _candidates(function, order, experts.has_gate, digits)
+        for activation in _candidates(function, order, _has_gate(experts), digits)
     ]
     for tolerance in (_EXACT, _SINGLE):
         for gate in gates:

@@ -23,6 +23,12 @@ def say_unfused(class_name: str) -> None:
     )
 
 
+@torch.compiler.assume_constant_result
+def say_summed(class_name: str, why: str) -> None:
+    """Say that PEFT adds its low-rank terms to the weights of these experts."""
+    _warn(f"Guild leaves the LoRA of {class_name} to PEFT, which adds it to the weights: {why}.")
+
+
 @functools.cache
 def _warn(message: str) -> None:
     warnings.warn(message, stacklevel=4)

@@ -1,7 +1,8 @@
 // Clusters of blocks: their launch, and the shared memory of the others. PTX ISA, sections "mapa",
 // "ld" and "st.async".
 //
-// What needs them outside sm90/: routing/sort.cu and rows/bias_gradient.cu.
+// What needs them outside sm90/: rows/bias_gradient.cu and routing/sort.cu, whose first kernel has
+// its cluster's size in its declaration (__cluster_dims__) because launch_early() starts it.
 #pragma once
 #include <bit>
 #include <utility>
@@ -9,6 +10,10 @@
 #include "cuda/sm90/arch/barrier.cuh"
 
 namespace guild::cuda {
+
+// A cluster of more blocks needs a launch attribute of its own on compute capability 9.0, and may
+// not fit there.
+inline constexpr int kMostClusterBlocks = 8;
 
 // blocks: of all clusters, of `cluster` blocks each. bytes: of dynamic shared memory.
 template <class... Parameters, class... Arguments>

@@ -8,6 +8,11 @@
 
 namespace guild::cuda {
 
+// Loads the map itself, which the first access through it would wait for.
+__device__ inline void prefetch(CUtensorMap const& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
 struct Coordinate {
   int x, y, z;  // x: the contiguous dimension
 };

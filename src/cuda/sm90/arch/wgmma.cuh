@@ -44,28 +44,33 @@ inline constexpr int kSliceBytes =
 
 template <class T, int n, Major a, Major b>
 struct MmaInstruction;
-template <int n, Major a, Major b>
-struct MmaInstruction<__nv_bfloat16, n, a, b> {
-  static constexpr auto kOne = cute::SM90::GMMA::ScaleIn::One;
-  using type = std::conditional_t<
-      n == 256, cute::SM90::GMMA::MMA_64x256x16_F32BF16BF16_SS<a, b, kOne, kOne>,
-      std::conditional_t<n == 192, cute::SM90::GMMA::MMA_64x192x16_F32BF16BF16_SS<a, b, kOne, kOne>,
-                         cute::SM90::GMMA::MMA_64x128x16_F32BF16BF16_SS<a, b, kOne, kOne>>>;
-};
-template <int n, Major a, Major b>
-struct MmaInstruction<__half, n, a, b> {
-  static constexpr auto kOne = cute::SM90::GMMA::ScaleIn::One;
-  using type = std::conditional_t<
-      n == 256, cute::SM90::GMMA::MMA_64x256x16_F32F16F16_SS<a, b, kOne, kOne>,
-      std::conditional_t<n == 192, cute::SM90::GMMA::MMA_64x192x16_F32F16F16_SS<a, b, kOne, kOne>,
-                         cute::SM90::GMMA::MMA_64x128x16_F32F16F16_SS<a, b, kOne, kOne>>>;
-};
+
+#define GUILD_MMA_INSTRUCTION(n)                                                               \
+  template <Major a, Major b>                                                                  \
+  struct MmaInstruction<__nv_bfloat16, n, a, b> {                                              \
+    using type =                                                                               \
+        cute::SM90::GMMA::MMA_64x##n##x16_F32BF16BF16_SS<a, b, cute::SM90::GMMA::ScaleIn::One, \
+                                                         cute::SM90::GMMA::ScaleIn::One>;      \
+  };                                                                                           \
+  template <Major a, Major b>                                                                  \
+  struct MmaInstruction<__half, n, a, b> {                                                     \
+    using type =                                                                               \
+        cute::SM90::GMMA::MMA_64x##n##x16_F32F16F16_SS<a, b, cute::SM90::GMMA::ScaleIn::One,   \
+                                                       cute::SM90::GMMA::ScaleIn::One>;        \
+  };
+GUILD_MMA_INSTRUCTION(8)
+GUILD_MMA_INSTRUCTION(16)
+GUILD_MMA_INSTRUCTION(32)
+GUILD_MMA_INSTRUCTION(64)
+GUILD_MMA_INSTRUCTION(128)
+GUILD_MMA_INSTRUCTION(192)
+GUILD_MMA_INSTRUCTION(256)
+#undef GUILD_MMA_INSTRUCTION
 
 // acc (64 x n) = A B^T + (accumulate ? acc : 0) over one 16-deep slice; asynchronous. a, b: the low
 // words of descriptors.
 template <class T, int n, Major major_a, Major major_b>
 __device__ inline void mma_slice(float (&acc)[n / 2], uint32_t a, uint32_t b, bool accumulate) {
-  static_assert(n == 128 || n == 192 || n == 256, "add the instruction for this width above");
   using Instruction = typename MmaInstruction<T, n, major_a, major_b>::type;
   auto const scale =
       accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero;

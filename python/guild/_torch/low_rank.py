@@ -1,0 +1,357 @@
+"""guild::lora_forward and guild::lora_backward: the layer of experts with low-rank terms.
+
+With t = X[row_token] A1^T and H = X[row_token] W1^T + b1 + t B1^T, A = activation(H), and
+Y = A W2^T + b2 + (A A2^T) B2^T, where B1 and B2 hold the scale. Backward, with s the rows' scores:
+
+    u2 = dO[row_token] B2     g = dO[row_token] W2 + u2 A2       dH = d activation(s g, H), A' = s A
+    dB2 = dO[row_token]^T (A' A2^T)                              dA2 = u2^T A'
+    u1 = dH B1                dX = dH W1 + u1 A1
+    dB1 = dH^T t                                                 dA1 = u1^T X[row_token]
+
+Every product is one of the layer's own steps. A term of rank r is r more of a product's inner
+dimension, [X, t] [W1, B1]^T, which the step adds to its sums before it rounds or activates them.
+What leads to t and u, and what comes of them, are steps on narrow matrices, of r columns.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from guild._torch.autograd import library, register, register_without_gradient, rows_of, tied
+from guild._torch.operators import LayerFlags, ops, score_dtype
+
+_LINEAR = (0, False, 1.0, math.inf, 0.0, False, False, False)  # an up projection read as H alone
+
+
+class LowRank(NamedTuple):
+    """The low-rank operands of a layer, a pair of them None where a projection has none."""
+
+    a_up: Tensor | None  # (E, r1, H)
+    b_up: Tensor | None  # (E, W, r1), times the scale
+    a_down: Tensor | None  # (E, r2, I)
+    b_down: Tensor | None  # (E, H, r2), times the scale
+
+    @property
+    def rank_up(self) -> int:
+        """r1, 0 without a term of the up projection."""
+        return 0 if self.a_up is None else self.a_up.shape[1]
+
+    @property
+    def wants_gradient(self) -> bool:
+        """Whether any of them does."""
+        return any(t is not None and t.requires_grad for t in self)
+
+
+class Weights(NamedTuple):
+    """The weights and biases of a layer, as its ops take them."""
+
+    w_up: Tensor
+    w_gate: Tensor | None
+    w_down: Tensor
+    b_up: Tensor | None
+    b_down: Tensor | None
+
+
+class Places(NamedTuple):
+    """Which rows belong to which expert and token; sorted rows have offsets alone."""
+
+    offsets: Tensor
+    row_token: Tensor | None
+    slot_row: Tensor | None
+    row_score: Tensor | None
+    token_offsets: Tensor | None
+
+
+# ---- steps --------------------------------------------------------------------------------------
+
+
+def _narrow(rows: Tensor, places: Places, weight: Tensor, gathered: bool) -> Tensor:
+    """rows weight_e^T of (E, r, width), by row; gathered: of each row's token."""
+    if gathered and places.row_token is not None:
+        return ops.up_projection(
+            rows, places.offsets, places.row_token, weight, None, None, *_LINEAR, True
+        )[1]
+    return ops.down_projection(rows, places.offsets, weight, None, False)
+
+
+def _like(term: Tensor, weight: Tensor, inputs: int) -> Tensor:
+    """term (E, outputs, r) as a product with this weight reads it, whose inputs are a dimension.
+
+    A kernel reads both along their inputs or both along their outputs.
+    """
+    if not term.is_cuda:
+        return term
+    by_inputs = weight.stride(inputs) == 1 and weight.stride(3 - inputs) != 1
+    return term.contiguous() if by_inputs else term.mT.contiguous().mT
+
+
+def up(
+    x: Tensor, places: Places, weights: Weights, low: LowRank, flags: LayerFlags, keep: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """A (R, I), H (R, W) where it is kept, and t (R, r1) of rows of x."""
+    where = places.offsets, places.row_token
+    layer = weights.w_up, weights.w_gate, weights.b_up
+    t = term = None
+    if low.a_up is not None:
+        t = _narrow(x, places, low.a_up, True)
+        term = _like(low.b_up, weights.w_up, 1 if flags.transposed else 2)
+    return *ops.up_projection(x, *where, *layer, *flags, keep, t, term), t
+
+
+def recomputed(
+    x: Tensor,
+    h: Tensor,
+    t: Tensor,
+    places: Places,
+    weights: Weights,
+    low: LowRank,
+    flags: LayerFlags,
+) -> tuple[Tensor, Tensor]:
+    """H and t: as kept, or computed again from x where forward kept none."""
+    rows = (x if places.row_token is None else places.row_token).shape[0]
+    if h.shape[0] == rows:
+        return h, t
+    _, h, found = up(x, places, weights, low, flags, True)
+    return h, t if found is None else found
+
+
+def down(a: Tensor, places: Places, weights: Weights, low: LowRank, flags: LayerFlags) -> Tensor:
+    """Y (R, H) of the activations."""
+    t = term = None
+    if low.a_down is not None:
+        t = _narrow(a, places, low.a_down, False)
+        term = _like(low.b_down, weights.w_down, 1 if flags.transposed else 2)
+    layer = weights.w_down, weights.b_down, flags.transposed
+    return ops.down_projection(a, places.offsets, *layer, t, term)
+
+
+def down_gradient(
+    dout: Tensor, h: Tensor, places: Places, w_down: Tensor, low: LowRank, flags: LayerFlags
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """dH (R, W), A' (R, I), the scores' partial sums and u2 (R, r2)."""
+    u = term = None
+    if low.a_down is not None:
+        u = _narrow(dout, places, low.b_down.mT, True)
+        term = _like(low.a_down.mT, w_down, 2 if flags.transposed else 1)
+    where = places.offsets, places.row_token, places.row_score
+    no_biases = None, None, False
+    return *ops.down_gradient(dout, h, *where, w_down, *flags, *no_biases, u, term), u
+
+
+def score_gradient(
+    parts: Tensor, dout: Tensor, intermediate: int, places: Places, weights: Weights
+) -> Tensor:
+    """The scores' gradient (T, K) of the partial sums that the down gradient left."""
+    slots = places.slot_row, places.offsets
+    return ops.score_gradient(
+        parts, *slots, dout, weights.b_down, intermediate, places.token_offsets
+    )
+
+
+def x_gradient(
+    dh: Tensor,
+    places: Places,
+    weights: Weights,
+    low: LowRank,
+    flags: LayerFlags,
+    want_x: bool,
+    want_u: bool,
+) -> tuple[Tensor | None, Tensor | None]:
+    """dX, by token or by sorted row, and u1 (R, r1), where each is wanted."""
+    u = None
+    if low.a_up is not None and (want_x or want_u):
+        u = _narrow(dh, places, low.b_up.mT, False)
+    if not want_x:
+        return None, u
+    term = None if u is None else _like(low.a_up.mT, weights.w_up, 2 if flags.transposed else 1)
+    layer = weights.w_up, weights.w_gate, *flags.up_weight
+    dx = ops.up_gradient(dh, places.offsets, *layer, u, term)
+    if places.slot_row is None:
+        return clear_nobodys(dx, places.offsets), u
+    return ops.combine(dx, places.slot_row, None, places.token_offsets), u
+
+
+def low_rank_gradients(
+    x: Tensor,
+    dout: Tensor,
+    dh: Tensor,
+    a_scaled: Tensor,
+    t: Tensor,
+    u_up: Tensor | None,
+    u_down: Tensor | None,
+    places: Places,
+    low: LowRank,
+    wanted: tuple[bool, ...],
+) -> LowRank:
+    """dA and dB of both terms where they are wanted; else None."""
+    offsets, row_token, *_ = places
+    want_a_up, want_b_up, want_a_down, want_b_down = wanted
+    da_up = db_up = da_down = db_down = None
+    if want_a_up:
+        da_up = torch.empty_like(low.a_up)
+        ops.up_weight_gradient_out(x, u_up, offsets, row_token, da_up, None, *(False,) * 4)
+    if want_b_up:
+        db_up = torch.empty_like(low.b_up)
+        ops.down_weight_gradient_out(dh, t, offsets, None, db_up, False, False)
+    if want_a_down:
+        da_down = torch.empty_like(low.a_down)
+        ops.down_weight_gradient_out(u_down, a_scaled, offsets, None, da_down, False, False)
+    if want_b_down:
+        db_down = torch.empty_like(low.b_down)
+        narrow = _narrow(a_scaled, places, low.a_down, False)
+        ops.down_weight_gradient_out(dout, narrow, offsets, row_token, db_down, False, False)
+    return LowRank(da_up, db_up, da_down, db_down)
+
+
+def clear_nobodys(rows: Tensor, offsets: Tensor) -> Tensor:
+    """Zeros in sorted rows before the first expert's and after the last one's, in place."""
+    number = torch.arange(rows.shape[0], device=rows.device)
+    nobody = (number < offsets[0]) | (number >= offsets[-1])
+    return rows.masked_fill_(nobody[:, None], 0)
+
+
+def output(y: Tensor, places: Places, scores: Tensor | None, residual: Tensor | None) -> Tensor:
+    """The layer's output of Y: by token, or by row where rows came sorted."""
+    if places.slot_row is None:
+        return clear_nobodys(y, places.offsets)
+    return ops.combine(y, places.slot_row, scores, places.token_offsets, residual)
+
+
+# ---- ops ----------------------------------------------------------------------------------------
+
+
+def _forward(x, scores, residual, *rest):
+    weights, low, places, flags, keep = _parts(rest)
+    a, h, t = up(x, places, weights, low, flags, keep)
+    out = output(down(a, places, weights, low, flags), places, scores, residual)
+    return out, h, t if keep and t is not None else x.new_empty(0, low.rank_up)
+
+
+def _forward_fake(x, scores, residual, *rest):
+    weights, low, places, flags, keep = _parts(rest)
+    rows = (x if places.row_token is None else places.row_token).shape[0]
+    width = weights.w_down.shape[1 if flags.transposed else 2] * (2 if flags.gated else 1)
+    kept = rows if keep else 0
+    t = x.new_empty(kept if low.rank_up else 0, low.rank_up)
+    return x.new_empty(x.shape), x.new_empty(kept, width), t
+
+
+def _parts(rest):
+    """weights, low-rank operands, places, flags and the last argument, of an op's arguments."""
+    weights, low, places = Weights(*rest[:5]), LowRank(*rest[5:9]), Places(*rest[9:14])
+    return weights, low, places, *LayerFlags.and_last(rest[14:])
+
+
+def _wanted_flags(wanted: int) -> tuple[bool, ...]:
+    """Of x, scores, then of the weights and low-rank operands in the ops' order."""
+    return tuple(bool(wanted & 1 << i) for i in range(2 + 5 + 4))
+
+
+def _backward(dout, x, h, t, *rest):
+    weights, low, places, flags, wanted = _parts(rest)
+    want_x, want_scores, *want = _wanted_flags(wanted)
+    h, t = recomputed(x, h, t, places, weights, low, flags)
+    dh, a, parts, u_down = down_gradient(dout, h, places, weights.w_down, low, flags)
+    dscores = None
+    if want_scores:
+        dscores = score_gradient(parts, dout, a.shape[1], places, weights)
+    dweights = _weight_gradients(x, dout, dh, a, places, weights, flags, want[:5])
+    dx, u_up = x_gradient(dh, places, weights, low, flags, want_x, want[5])
+    dlow = low_rank_gradients(x, dout, dh, a, t, u_up, u_down, places, low, tuple(want[5:]))
+    found = dx, dscores, *dweights, *dlow
+    return tuple(x.new_empty(0) if g is None else g for g in found)
+
+
+def _weight_gradients(x, dout, dh, a, places, weights, flags, wanted):
+    """dW and db where they are wanted; else None."""
+    offsets, row_token, _, row_score, _ = places
+    dw_up = dw_gate = dw_down = db_up = db_down = None
+    if wanted[0] or wanted[1]:
+        dw_up = torch.empty_like(weights.w_up)
+        dw_gate = None if weights.w_gate is None else torch.empty_like(weights.w_gate)
+        layout = flags.up_weight
+        ops.up_weight_gradient_out(x, dh, offsets, row_token, dw_up, dw_gate, *layout, False)
+    if wanted[2]:
+        dw_down = torch.empty_like(weights.w_down)
+        ops.down_weight_gradient_out(dout, a, offsets, row_token, dw_down, flags.transposed, False)
+    if wanted[3]:
+        db_up = weights.b_up.new_empty(weights.b_up.shape)
+        ops.bias_gradient_out(dh, offsets, None, None, db_up, False)
+    if wanted[4]:
+        db_down = weights.b_down.new_empty(weights.b_down.shape)
+        ops.bias_gradient_out(dout, offsets, row_token, row_score, db_down, False)
+    return dw_up, dw_gate, dw_down, db_up, db_down
+
+
+def _backward_fake(dout, x, h, t, *rest):
+    weights, low, places, _, wanted = _parts(rest)
+    want_x, want_scores, *want = _wanted_flags(wanted)
+    if want[0] or want[1]:
+        want[:2] = True, weights.w_gate is not None
+    scores = places.slot_row.shape if want_scores else (0,)
+    made = [
+        torch.empty_like(t) if w else x.new_empty(0)
+        for t, w in zip((*weights, *low), want, strict=True)
+    ]
+    return (
+        x.new_empty(x.shape if want_x else (0,)),
+        x.new_empty(scores, dtype=score_dtype(x.dtype) if want_scores else x.dtype),
+        *made,
+    )
+
+
+def _setup(ctx, inputs, output):
+    x, scores, _, *rest = inputs
+    _, h, t = output
+    weights, low, places, ctx.flags, _ = _parts(rest)
+    ctx.save_for_backward(x, scores, h, t, *weights, *low, *places)
+    ctx.mark_non_differentiable(h, t)
+    ctx.set_materialize_grads(False)
+
+
+def _gradient(ctx, dout, *_):
+    nothing = (None,) * (5 + len(ctx.flags) + 1)  # of places, flags and keep
+    if dout is None:
+        return (*(None,) * 12, *nothing)
+    x, scores, h, t, *rest = ctx.saved_tensors
+    weights, low, places = Weights(*rest[:5]), LowRank(*rest[5:9]), Places(*rest[9:])
+    want_x, want_scores, want_residual, *want = ctx.needs_input_grad[1:13]
+    dresidual = dout if want_residual else None
+    found = [None] * 11
+    wanted = want_x, want_scores, *want
+    if any(wanted):
+        dout = tied(rows_of(dout), scores, weights.b_up)
+        bits = sum(1 << i for i, w in enumerate(wanted) if w)
+        arguments = *weights, *low, *places, *ctx.flags, bits
+        found = ops.lora_backward(dout, x, h, t, *arguments)
+        found = [g if w else None for g, w in zip(found, wanted, strict=True)]
+    dx, dscores, *others = found
+    return dx, dscores, dresidual, *others, *nothing
+
+
+_LAYER = (
+    "Tensor w_up, Tensor? w_gate, Tensor w_down, Tensor? b_up, Tensor? b_down, Tensor? a_up, "
+    "Tensor? lora_b_up, Tensor? a_down, Tensor? lora_b_down, Tensor offsets, Tensor? row_token, "
+    "Tensor? slot_row, Tensor? row_score, Tensor? token_offsets, int kind, bool gated, float "
+    "alpha, float limit, float up_offset, bool clamp_after, bool interleaved, bool transposed"
+)
+library.define(
+    f"lora_forward(Tensor x, Tensor? scores, Tensor? residual, {_LAYER}, bool keep) -> "
+    "(Tensor o, Tensor h, Tensor t)"
+)
+library.define(
+    f"lora_backward(Tensor dout, Tensor x, Tensor h, Tensor t, {_LAYER}, int wanted) -> (Tensor "
+    "dx, Tensor dscores, Tensor dw_up, Tensor dw_gate, Tensor dw_down, Tensor db_up, Tensor "
+    "db_down, Tensor da_up, Tensor dlora_b_up, Tensor da_down, Tensor dlora_b_down)"
+)
+for _key in ("CPU", "CUDA"):
+    library.impl("lora_forward", _forward, _key)
+    library.impl("lora_backward", _backward, _key)
+torch.library.register_fake("guild::lora_forward", lib=library)(_forward_fake)
+torch.library.register_fake("guild::lora_backward", lib=library)(_backward_fake)
+register("lora_forward", _gradient, _setup)
+register_without_gradient("lora_backward")

@@ -1,0 +1,183 @@
+"""The MoE blocks of Transformers that `replace_moe_blocks` knows, and how each of them routes.
+
+Every router here repeats its model's own: the dtype of the product, of the scores and of what comes
+out. Only the steps between, a softmax, a top-k and what follows them in PyTorch, are one op.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from guild import Router, route, router_logits
+
+# Of a router and its tokens (T, hidden): logits (T, experts), scores (T, K), ids (T, K) int32.
+Chosen = tuple[Tensor, Tensor, Tensor]
+
+
+class BlockFamily(NamedTuple):
+    """One class of block, and the classes of its parts."""
+
+    model: str  # the folder in transformers.models
+    block: str
+    router: str
+    experts: str
+    router_name: str  # the block's attribute
+    choose: Callable[[nn.Module, Tensor], Chosen]
+    # Of a router whose logits are float32: how it chooses, for an op that computes them as well.
+    in_one: Callable[[nn.Module], Router] | None = None
+    returns_scores: bool = False  # beside the states
+
+    def classes(self) -> dict[str, type[nn.Module]]:
+        """The classes of block, router and experts."""
+        module = importlib.import_module(f"transformers.models.{self.model}.modeling_{self.model}")
+        return {part: getattr(module, getattr(self, part)) for part in PARTS}
+
+
+PARTS = ("block", "router", "experts")
+
+
+def softmax_in_float32(router: nn.Module, x: Tensor) -> Chosen:
+    """Mixtral's: the scores stay float32."""
+    logits = F.linear(x, router.weight)
+    ids, scores = route(logits.float(), router.top_k)
+    return logits, scores, ids
+
+
+def softmax_as_logits(router: nn.Module, x: Tensor) -> Chosen:
+    """That of Qwen and OLMoE: the scores are rounded to the logits' dtype."""
+    logits = F.linear(x, router.weight)
+    ids, scores = route(logits.float(), router.top_k, renormalize=bool(router.norm_topk_prob))
+    return logits, scores.to(logits.dtype), ids
+
+
+def softmax_of_chosen(router: nn.Module, x: Tensor) -> Chosen:
+    """gpt-oss': with a bias, and a softmax of the chosen logits."""
+    logits = F.linear(x, router.weight, router.bias)
+    ids, scores = route(logits, router.top_k)
+    return logits, scores.to(logits.dtype), ids
+
+
+def grouped_sigmoid(router: nn.Module, x: Tensor) -> Chosen:
+    """DeepSeek-V3's: logits in float32, and a bias for the choice."""
+    if x.dtype in (torch.bfloat16, torch.float16) and router.weight.dtype == x.dtype:
+        logits = router_logits(x, router.weight)
+    else:
+        logits = F.linear(x.float(), router.weight.float())
+    options = grouped_sigmoid_options(router)
+    ids, scores = route(
+        logits,
+        router.top_k,
+        score=options.score,
+        renormalize=options.renormalize,
+        scale=options.scale,
+        selection_bias=router.e_score_correction_bias,
+        groups=options.groups,
+        top_groups=options.top_groups,
+        sum_floor=options.sum_floor,
+    )
+    return logits, scores, ids
+
+
+def grouped_sigmoid_options(router: nn.Module) -> Router:
+    """How DeepSeek-V3's router chooses."""
+    make = _grouped_sigmoid.__wrapped__ if torch.compiler.is_compiling() else _grouped_sigmoid
+    renormalize, scale = bool(router.norm_topk_prob), float(router.routed_scaling_factor)
+    return make(renormalize, scale, router.num_group, router.topk_group)
+
+
+@functools.lru_cache  # a Router checks its options, which a token's decoding would pay for
+def _grouped_sigmoid(renormalize: bool, scale: float, groups: int, top_groups: int) -> Router:
+    return Router(
+        "sigmoid",
+        renormalize,
+        scale,
+        selection_bias=True,
+        groups=groups,
+        top_groups=top_groups,
+        sum_floor=1e-20 if renormalize else 0.0,  # where the model adds as much
+    )
+
+
+def sigmoid_of_chosen(router: nn.Module, x: Tensor) -> Chosen:
+    """Llama 4's, whose scores multiply what goes into the experts."""
+    logits = nn.Linear.forward(router, x)
+    return logits, *scores_of_chosen(router, logits)
+
+
+def scores_of_chosen(router: nn.Module, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores and ids of Llama 4's logits."""
+    ids, scores = route(logits.float(), router.top_k, score="sigmoid", renormalize=False)
+    return scores.to(logits.dtype), ids
+
+
+FAMILIES = (
+    BlockFamily(
+        "mixtral",
+        "MixtralSparseMoeBlock",
+        "MixtralTopKRouter",
+        "MixtralExperts",
+        "gate",
+        softmax_in_float32,
+    ),
+    *(
+        BlockFamily(
+            model,
+            f"{name}SparseMoeBlock",
+            f"{name}TopKRouter",
+            f"{name}Experts",
+            "gate",
+            softmax_as_logits,
+        )
+        for model, name in (
+            ("qwen2_moe", "Qwen2Moe"),
+            ("qwen3_moe", "Qwen3Moe"),
+            ("qwen3_next", "Qwen3Next"),
+            ("olmoe", "Olmoe"),
+        )
+    ),
+    *(
+        BlockFamily(
+            model,
+            f"{name}MoE",
+            f"{name}TopkRouter",
+            f"{name}Experts",
+            "gate",
+            grouped_sigmoid,
+            grouped_sigmoid_options,
+        )
+        for model, name in (("deepseek_v3", "DeepseekV3"), ("glm4_moe", "Glm4Moe"))
+    ),
+    BlockFamily(
+        "gpt_oss",
+        "GptOssMLP",
+        "GptOssTopKRouter",
+        "GptOssExperts",
+        "router",
+        softmax_of_chosen,
+        returns_scores=True,
+    ),
+    BlockFamily(
+        "llama4",
+        "Llama4TextMoe",
+        "Llama4Router",
+        "Llama4TextExperts",
+        "router",
+        sigmoid_of_chosen,
+    ),
+)
+
+
+def family_of(block: nn.Module) -> BlockFamily | None:
+    """The family of a block that is of its class exactly, changed by nobody; else None."""
+    for family in FAMILIES:
+        name = f"transformers.models.{family.model}.modeling_{family.model}"
+        if (type(block).__module__, type(block).__name__) == (name, family.block):
+            return family
+    return None

@@ -1,0 +1,199 @@
+"""What replaced blocks and routers compute: the model's own layer, in fewer passes over memory.
+
+Parts that somebody watches or wraps, with hooks, adapters or another forward, are called as the
+modules that they are; the others run inside the ops of the block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from guild import routed_experts
+from guild.experts import routed_layer
+from guild.integrations.transformers.block_families import (
+    BlockFamily,
+    Chosen,
+    scores_of_chosen,
+)
+from guild.integrations.transformers.experts import (
+    COMPILES,
+    MOST_EXPERTS,
+    experts_forward,
+    has_autocast,
+    known_gate,
+    left_to,
+    misaligned,
+    missing_kernels,
+    weights_of,
+    why_not,
+)
+from guild.integrations.transformers.messages import say_left
+
+Forward = Callable[..., Tensor | tuple[Tensor, ...]]
+
+
+def is_untouched(module: nn.Module, own: type[nn.Module]) -> bool:
+    """Whether a call would be the forward of that class, and nothing besides."""
+    hooks = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+    return (
+        type(module) is own
+        and "forward" not in module.__dict__
+        and not any(hooks)
+        and not _has_any_global_hook()
+    )
+
+
+def router_forward(family: BlockFamily, original: type[nn.Module]) -> Forward:
+    """The router's forward for those who call it: logits, scores and ids as the model's own."""
+
+    def forward(self: nn.Module, hidden_states: Tensor) -> Chosen:
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        if not _routes(family, self, x):
+            return original.forward(self, hidden_states)
+        logits, scores, ids = family.choose(self, x)
+        return logits, scores, ids.long()
+
+    return forward
+
+
+def block_forward(
+    family: BlockFamily, router_class: type[nn.Module], experts_class: type[nn.Module]
+) -> Forward:
+    """The forward of a block whose experts follow the interface; the classes are its parts'."""
+
+    def forward(self: nn.Module, hidden_states: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        x = _with_noise(self, hidden_states)
+        x = x.reshape(-1, x.shape[-1])
+        shared = _shared_output(self, x)
+        router, experts = getattr(self, family.router_name), self.experts
+        fused = is_untouched(experts, experts_class)
+        routes = is_untouched(router, router_class) and _routes(family, router, x)
+        out = _in_one(family, router, experts, x, shared) if fused and routes else None
+        scores = None
+        if out is None:
+            _, scores, ids = family.choose(router, x) if routes else router(x)
+            if fused:
+                out = experts_forward(experts, x, ids, scores, shared)
+            else:
+                out = experts(x, ids.long(), scores)
+                out = out if shared is None else out + shared
+        out = out.view(hidden_states.shape)
+        return (out, scores) if family.returns_scores else out
+
+    return forward
+
+
+def llama4_forward(family: BlockFamily, original: type[nn.Module]) -> Forward:
+    """That of Llama 4's block, whose scores multiply what goes into the experts.
+
+    Its own computes all experts for all tokens, with zeros where a token did not choose the expert.
+    """
+    classes = family.classes()
+
+    def forward(self: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        router, experts = self.router, self.experts
+        activation = _llama4_activation(experts, classes["experts"], x)
+        if activation is None or not _routes(family, router, x):
+            return original.forward(self, hidden_states)
+        if is_untouched(router, classes["router"]):
+            logits, scores, ids = family.choose(router, x)
+        else:
+            _, logits = router(x)
+            scores, ids = scores_of_chosen(router, logits)
+        top_k = ids.shape[1]
+        rows = (x[:, None] * scores[..., None]).view(-1, x.shape[1]).to(experts.down_proj.dtype)
+        shared = self.shared_expert(x)
+        inside = top_k == 1 and shared.dtype == rows.dtype and not has_autocast(x)
+        out = routed_experts(
+            rows,
+            ids.view(-1, 1),
+            torch.ones_like(scores).view(-1, 1),
+            experts.gate_up_proj,
+            experts.down_proj,
+            activation=activation,
+            transposed=True,
+            residual=shared if inside else None,
+        )
+        if not inside:
+            out = shared + out.view(-1, top_k, x.shape[1]).sum(1)
+        return out, logits
+
+    return forward
+
+
+def _routes(family: BlockFamily, router: nn.Module, x: Tensor) -> bool:
+    """Whether Guild routes these tokens as the model would."""
+    device = x.device.type
+    if device not in MOST_EXPERTS or router.weight.shape[0] > MOST_EXPERTS[device]:
+        return False
+    if hasattr(router.weight, "to_local"):  # a DTensor
+        return False
+    if family.in_one and has_autocast(x):  # which rounds the logits meant for float32
+        return False
+    if torch.compiler.is_compiling() and not COMPILES:
+        return False
+    return device == "cpu" or (x.dtype != torch.float64 and not missing_kernels(x.device.index))
+
+
+def _in_one(
+    family: BlockFamily, router: nn.Module, experts: nn.Module, x: Tensor, shared: Tensor | None
+) -> Tensor | None:
+    """Router and experts as one op; None where that would not compute what the model does."""
+    if family.in_one is None or x.dtype == torch.float64:
+        return None
+    weights = w_up, w_down, *_ = weights_of(experts)
+    dtypes = {t.dtype for t in (x, router.weight, shared, *weights) if t is not None}
+    if len(dtypes) > 1 or w_down.shape[0] != router.weight.shape[0]:
+        return None
+    if misaligned(x, router.weight, w_down) or left_to(experts, x, w_up, w_down) is not None:
+        return None
+    gate = known_gate(experts)
+    if gate is None:
+        return None
+    activation, order = gate
+    choice = router.top_k, family.in_one(router), router.e_score_correction_bias, None
+    layer = *weights, activation, shared, False, None, order, experts.is_transposed
+    return routed_layer(x.contiguous(), router.weight, *choice, *layer)[0]
+
+
+def _shared_output(block: nn.Module, x: Tensor) -> Tensor | None:
+    """That of the experts which every token goes through; None without."""
+    shared = getattr(block, "shared_expert", None) or getattr(block, "shared_experts", None)
+    if shared is None:
+        return None
+    gate = getattr(block, "shared_expert_gate", None)
+    return shared(x) if gate is None else F.sigmoid(gate(x)) * shared(x)
+
+
+def _with_noise(block: nn.Module, x: Tensor) -> Tensor:
+    """Mixtral's jitter, of the same random numbers as the model's own."""
+    noise = getattr(block, "jitter_noise", 0.0)
+    if not (block.training and noise > 0):
+        return x
+    return x * torch.empty_like(x).uniform_(1.0 - noise, 1.0 + noise)
+
+
+def _llama4_activation(experts: nn.Module, own: type[nn.Module], x: Tensor) -> str | None:
+    """What stands between the products of these experts; None if Guild does not compute them."""
+    if torch.compiler.is_compiling() and not COMPILES:
+        return None
+    w_up, w_down = experts.gate_up_proj, experts.down_proj
+    if not is_untouched(experts, own) or hasattr(w_up, "to_local"):
+        return None
+    reason = why_not(x, w_up, w_down) or misaligned(x, w_up, w_down)
+    if reason:
+        say_left(type(experts).__name__, "the model", reason)
+        return None
+    gate = known_gate(experts)
+    return gate[0] if gate is not None and gate[1] == "concatenated" else None

@@ -1,0 +1,158 @@
+"""LoRA on experts: low-rank terms beside the weights, never added to them.
+
+    y = x W_e^T + scale (x A_e^T) B_e^T
+
+The paper is arXiv:2106.09685; the layout of A and B is that of PEFT's `target_parameters`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from guild._torch.checks import dtype_name, expect_device, expect_dims, expect_finite, expect_shape
+from guild._torch.low_rank import LowRank
+from guild._torch.operators import LayerFlags
+
+_RANKS_ON_CUDA = 8  # rows of 16-bit elements begin at multiples of 16 bytes, as tensors do
+
+
+@dataclass(frozen=True, eq=False)
+class LoRA:
+    """A low-rank term of one projection of all experts: scale * B_e A_e beside each W_e.
+
+    Parameters
+    ----------
+    a : torch.Tensor
+        (E, r, inputs), or (E r, inputs) as PEFT stores it: row e r + j is row j of expert e. Any
+        floating dtype, in which its gradient comes; it is used in that of the layer.
+    b : torch.Tensor
+        (E, outputs, r), or (outputs, r E) as PEFT stores it: column j E + e is column j of expert
+        e. Outputs are in the order of the weight's own. As many dimensions as `a`.
+    scale : float
+        lora_alpha / r, or lora_alpha / sqrt(r) of rank-stabilised LoRA.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not as described; the message names it.
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, tensor in (("a", self.a), ("b", self.b)):
+            expect_dims(name, tensor, 2, 3)
+            if not tensor.is_floating_point():
+                raise TypeError(
+                    f"{name}: expected a floating dtype, got {dtype_name(tensor.dtype)}"
+                )
+        expect_dims("b", self.b, self.a.dim(), what="as a has")
+        expect_finite("scale", self.scale)
+
+    def operands(
+        self, name: str, experts: int, outputs: int, inputs: int, x: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """A (E, r, inputs) and scale B (E, outputs, r) in x's dtype, checked under `name`.
+
+        Differentiable. B is copied: as PEFT stores it no dimension of an expert's matrix is
+        contiguous, and the scale is multiplied in before the only rounding. On a GPU a rank whose
+        rows do not begin at multiples of 16 bytes is filled up with zeros.
+        """
+        a, b = self.a, self.b
+        for part, tensor in (("a", a), ("b", b)):
+            expect_device(f"{name}.{part}", tensor, x)
+        if a.dim() == 2:
+            rank, rest = divmod(a.shape[0], experts)
+            if rest or not rank:
+                raise ValueError(
+                    f"{name}.a: expected (experts * r, inputs) with {experts} experts, got shape "
+                    f"{tuple(a.shape)}"
+                )
+            expect_shape(f"{name}.a", a, (experts * rank, inputs))
+            expect_shape(f"{name}.b", b, (outputs, rank * experts), "(outputs, r * experts)")
+            a = a.unflatten(0, (experts, rank))
+            b = b.unflatten(1, (rank, experts)).permute(2, 0, 1)
+        else:
+            rank = a.shape[1]
+            if not rank:
+                raise ValueError(f"{name}.a: expected a rank of 1 and more, got {tuple(a.shape)}")
+            expect_shape(f"{name}.a", a, (experts, rank, inputs))
+            expect_shape(f"{name}.b", b, (experts, outputs, rank), "(experts, outputs, r)")
+        if self.scale != 1:
+            b = b.to(torch.promote_types(b.dtype, x.dtype)) * self.scale
+        a, b = a.to(x.dtype), b.to(x.dtype)
+        more = -rank % _RANKS_ON_CUDA if x.is_cuda else 0
+        if more:
+            a, b = F.pad(a, (0, 0, 0, more)), F.pad(b, (0, more))
+        return _packed(a), _packed(b)
+
+
+def _packed(t: Tensor) -> Tensor:
+    """As kernels read it; a view into something larger may begin anywhere."""
+    t = t.contiguous()
+    return t.clone() if t.is_cuda and t.storage_offset() % _RANKS_ON_CUDA else t
+
+
+LoRAHalves = tuple[LoRA | None, LoRA | None]  # gate, up
+
+
+def low_rank(
+    lora_up: LoRA | LoRAHalves | None,
+    lora_down: LoRA | None,
+    x: Tensor,
+    w_down: Tensor,
+    flags: LayerFlags,
+    apart: bool,
+) -> LowRank:
+    """The operands of a layer's low-rank terms, checked; apart: gate and up are two weights."""
+    experts, hidden, intermediate = w_down.shape
+    if flags.transposed:
+        hidden, intermediate = intermediate, hidden
+    width = 2 * intermediate if flags.gated else intermediate
+    a_up = b_up = a_down = b_down = None
+    if apart and lora_up is not None:
+        a_up, b_up = _joined(lora_up, experts, intermediate, hidden, x)
+    elif lora_up is not None:
+        _expect_lora("lora_up", lora_up)
+        a_up, b_up = lora_up.operands("lora_up", experts, width, hidden, x)
+    if lora_down is not None:
+        _expect_lora("lora_down", lora_down)
+        a_down, b_down = lora_down.operands("lora_down", experts, hidden, intermediate, x)
+    return LowRank(a_up, b_up, a_down, b_down)
+
+
+def _joined(
+    halves: LoRAHalves, experts: int, intermediate: int, hidden: int, x: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """The terms of gate and up as one: their ranks side by side, zeros across."""
+    if not isinstance(halves, tuple | list) or len(halves) != 2:
+        got = (
+            f"{len(halves)} of them" if isinstance(halves, tuple | list) else type(halves).__name__
+        )
+        raise ValueError(f"lora_up: expected a pair (gate, up) as w_up is one, got {got}")
+    names = "lora_up[0] (gate)", "lora_up[1] (up)"
+    found = []
+    for name, lora in zip(names, halves, strict=True):
+        if lora is not None:
+            _expect_lora(name, lora)
+            found.append(lora.operands(name, experts, intermediate, hidden, x))
+    if not found:
+        return None, None
+    if len(found) == 1:
+        ((a, b),) = found
+        above = 0 if halves[0] is not None else intermediate
+        return a, F.pad(b, (0, 0, above, intermediate - above))
+    (a_gate, b_gate), (a_up, b_up) = found
+    b_gate, b_up = F.pad(b_gate, (0, a_up.shape[1])), F.pad(b_up, (a_gate.shape[1], 0))
+    return torch.cat((a_gate, a_up), 1), torch.cat((b_gate, b_up), 1)
+
+
+def _expect_lora(name: str, lora: object) -> None:
+    if not isinstance(lora, LoRA):
+        raise TypeError(f"{name}: expected a guild.LoRA, got {type(lora).__name__}")

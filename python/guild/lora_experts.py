@@ -1,0 +1,96 @@
+"""Experts with low-rank terms: what `routed_experts` and `experts_mlp` call where LoRA is given."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from guild._torch import low_rank as steps
+from guild._torch.autograd import rows_of
+from guild._torch.low_rank import LowRank, Places, Weights
+from guild._torch.operators import LayerFlags, ops
+from guild.weight_gradients import WeightGradients, _compute, _Kept, _Operands
+
+_lora_forward = ops.lora_forward.default
+
+
+def sorted_places(
+    ids: Tensor, scores: Tensor, experts: int, token_offsets: Tensor | None
+) -> Places:
+    """Rows of routed tokens, sorted by expert. Gradients of scores do not pass through it."""
+    offsets, row_token, slot_row, row_score = ops.sort_by_expert(
+        ids, scores.detach(), experts, token_offsets
+    )
+    return Places(offsets, row_token, slot_row, row_score, token_offsets)
+
+
+def experts_with_lora(
+    x: Tensor,
+    scores: Tensor | None,
+    residual: Tensor | None,
+    layer: list[Any],
+    low: LowRank,
+    places: Places,
+    keep: bool,
+    recompute: bool,
+    sink: WeightGradients | None,
+    parameters: tuple[Tensor | None, ...],
+) -> Tensor:
+    """The layer's output, (T, H) or, of sorted rows, (R, H).
+
+    layer: weights, biases and flags in the ops' order; keep: whether a gradient is wanted;
+    parameters: whose gradients go to the sink.
+    """
+    weights, flags = layer[:5], layer[5:]
+    arguments = *weights, *low, *places, *flags
+    if sink is not None:
+        return _ExpertsWithSink.apply(sink, parameters, recompute, x, scores, residual, *arguments)
+    return _lora_forward(x, scores, residual, *arguments, keep and not recompute)[0]
+
+
+class _ExpertsWithSink(torch.autograd.Function):
+    """The same with the gradients of weights and biases left to a WeightGradients."""
+
+    @staticmethod
+    def forward(ctx, sink, parameters, recompute, x, scores, residual, *arguments):
+        out, h, t = ops.lora_forward(x, scores, residual, *arguments, not recompute)
+        ctx.sink, ctx.parameters, ctx.flags = sink, parameters, LayerFlags(*arguments[14:])
+        ctx.save_for_backward(x, h, t, *arguments[:14])
+        ctx.set_materialize_grads(False)
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        """dX, dscores and the low-rank gradients; the others go to the sink."""
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                "weight_gradients: expected backward without create_graph=True, for the gradients "
+                "that it writes have no graph; leave weight_gradients out"
+            )
+        nothing = (None,) * (5 + len(ctx.flags))  # of places and flags
+        if dout is None:
+            return (*(None,) * 15, *nothing)
+        x, h, t, *rest = ctx.saved_tensors
+        weights, low, places = Weights(*rest[:5]), LowRank(*rest[5:9]), Places(*rest[9:])
+        want_x, want_scores, want_residual = ctx.needs_input_grad[3:6]
+        want_low = ctx.needs_input_grad[11:15]
+        h, t = steps.recomputed(x, h, t, places, weights, low, ctx.flags)
+        dresidual = dout if want_residual else None
+        dout = rows_of(dout)
+        dh, a, parts, u_down = steps.down_gradient(dout, h, places, weights.w_down, low, ctx.flags)
+        routed = places.slot_row is not None
+        kept = _Kept(x, dout) if routed else _Kept(x, dout, places.offsets)
+        where = places.offsets, places.row_token, places.row_score
+        operands = _Operands(x, dout, dh, a, *where)
+        ctx.sink._take(partial(_compute, ctx.sink, kept, ctx.parameters, ctx.flags, operands))
+        dscores = None
+        if want_scores:
+            dscores = steps.score_gradient(parts, dout, a.shape[1], places, weights)
+        dx, u_up = steps.x_gradient(dh, places, weights, low, ctx.flags, want_x, want_low[0])
+        dlow = steps.low_rank_gradients(
+            x, dout, dh, a, t, u_up, u_down, places, low, tuple(want_low)
+        )
+        return None, None, None, dx, dscores, dresidual, *(None,) * 5, *dlow, *nothing

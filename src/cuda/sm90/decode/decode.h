@@ -1,0 +1,21 @@
+// Products for few tokens, bound by reading weights: product.cuh. Where the host expects them to be
+// faster than those of sm90/kernel.cuh, up_product() and row_product() call them; the results have
+// the same bits.
+#pragma once
+#include "cuda/products.h"
+
+namespace guild::cuda::sm90 {
+
+// Up to this many slots are sorted by every block for itself, which compares all pairs.
+inline constexpr int kMostSlotsInBlock = 256;
+
+bool serves_few_tokens(UpProduct const& product);
+void decode_up_product(UpProduct const& product, Queue const& queue);
+
+// No group is expected to have more rows.
+inline int64_t most_tokens(RowProduct const& x) { return x.tokens >= 0 ? x.tokens : x.rows; }
+
+bool serves_few_tokens(RowProduct const& product);
+void decode_row_product(RowProduct const& product, Queue const& queue);
+
+}  // namespace guild::cuda::sm90

@@ -1,0 +1,168 @@
+// Which experts have rows and where these begin, found by every block for itself: from the offsets
+// of a sort, or from the slots' ids, which saves the launch of the sort where slots are few.
+#pragma once
+#include "cuda/alignment.h"
+#include "cuda/sm90/arch/dependence.cuh"
+#include "cuda/sm90/decode/decode.h"
+#include "cuda/warp.cuh"
+#include "guild/routing.h"
+#include "shared/tiles.h"
+
+namespace guild::cuda::sm90 {
+
+struct PlanArgs {
+  Groups groups;  // of the experts' rows; not read where slots are sorted by the block
+  Sort sort;      // ids null: the slots are sorted already
+  bool writes;    // whether one block writes the sort's outputs
+};
+
+// Threads of the block that builds the plan, all of which call its functions together.
+inline constexpr int kPlanThreads = 160, kPlanWarps = kPlanThreads / 32;
+
+// In shared memory. A group is an expert that has rows.
+struct Plan {
+  union {
+    int end[kMostRouted + 1];  // end[0]: where the first group begins; end[g + 1]: where g ends
+    struct {
+      int ends[kMostSlotsInBlock + 1];  // what the sort needs of them
+      int token[kMostSlotsInBlock];     // of a row
+      int id[kMostSlotsInBlock];        // of a slot; kNoExpert: out of range
+      int first_id[kMostSlotsInBlock];  // of a slot if it is the first of its expert
+    } sorted;                           // where slots are sorted by the block
+  };
+  uint16_t expert[kMostRouted];    // of a group
+  int row_of[kMostSlotsInBlock];   // of a slot, -1 if its id is out of range
+  int count;                       // groups
+  int warp_count[kPlanWarps + 1];  // groups among each warp's experts
+
+  __device__ Groups groups(int rows) const { return {end + 1, count, rows, /*has_start=*/true}; }
+
+  // Finds the groups of the experts' rows.
+  __device__ void find(Groups const& of) {
+    int const warp = warp_index(), lane = threadIdx.x % 32;
+    int const share = (of.groups + kPlanThreads - 1) / kPlanThreads * 32, first = warp * share;
+    int found = 0;
+    for (int e = first; e < first + share; e += 32) {
+      found += __popc(__ballot_sync(~0u, has_rows(of, e + lane)));
+    }
+    int before = count_groups(found, warp, lane);
+    for (int e = first; e < first + share; e += 32) {
+      bool const there = has_rows(of, e + lane);
+      unsigned const all = __ballot_sync(~0u, there);
+      if (there) {
+        int const group = before + __popc(all & ((1u << lane) - 1)), begin = of.start(e + lane);
+        expert[group] = uint16_t(e + lane);
+        end[group + 1] = of.end(e + lane, begin);
+        if (group == 0) end[0] = begin;
+      }
+      before += __popc(all);
+    }
+    __syncthreads();
+  }
+
+  // Sorts the slots by expert, in the order of the slots, and finds the groups of the rows.
+  __device__ void sort(Sort const& x) {
+    int const slots = int(x.tokens * x.top_k);
+    for (int i = threadIdx.x; i < kMostSlotsInBlock; i += kPlanThreads) {
+      sorted.id[i] = i < slots ? id_of(x, i) : kNoExpert;
+    }
+    __syncthreads();
+    int groups = 0;
+    for (int base = 0; base < slots; base += kPlanThreads) {
+      int const i = base + int(threadIdx.x);
+      Place const place = i < slots ? place_of(i, slots) : Place{};
+      if (i < slots) {
+        row_of[i] = place.row;
+        sorted.first_id[i] = place.first ? sorted.id[i] : kNoExpert;
+        if (place.row >= 0) sorted.token[place.row] = i / int(x.top_k);
+      }
+      groups += __syncthreads_count(place.first);
+    }
+    if (threadIdx.x == 0) count = groups, end[0] = 0;
+    __syncthreads();
+    for (int i = threadIdx.x; i < slots; i += kPlanThreads) {
+      if (sorted.first_id[i] == kNoExpert) continue;
+      int group = 0, rows = 0;
+      for (int j = 0; j < slots; ++j)
+        group += sorted.first_id[j] < sorted.id[i], rows += sorted.id[j] == sorted.id[i];
+      expert[group] = uint16_t(sorted.id[i]);
+      end[group + 1] = row_of[i] + rows;
+    }
+    __syncthreads();
+  }
+
+  // Writes what the sort of `x` is asked for.
+  __device__ void store(Sort const& x) const {
+    int const slots = int(x.tokens * x.top_k), rows = end[count];
+    auto const* const score = static_cast<float const*>(x.scores);
+    auto* const row_score = static_cast<float*>(x.row_score);
+    for (int i = threadIdx.x; i < slots; i += kPlanThreads) {
+      int const row = row_of[i];
+      x.slot_row[i] = row;
+      if (row >= 0) {
+        x.row_token[row] = i / int(x.top_k);
+        if (row_score != nullptr) row_score[row] = score[i];
+      }
+      if (i >= rows) {  // no slot has this row
+        x.row_token[i] = 0;
+        if (row_score != nullptr) row_score[i] = 0;
+      }
+    }
+    for (int e = threadIdx.x; e <= x.experts; e += kPlanThreads) {
+      int first = 0;  // the first group of an expert from e on
+      for (int step = kMostSlotsInBlock; step > 0; step /= 2) {
+        if (first + step <= count && expert[first + step - 1] < e) first += step;
+      }
+      x.offsets[e] = end[first];
+    }
+  }
+
+ private:
+  static constexpr int kNoExpert = 1 << 30;
+
+  static __device__ bool has_rows(Groups const& of, int e) {
+    if (e >= of.groups) return false;
+    int const begin = of.start(e);
+    return of.end(e, begin) > begin;
+  }
+  static __device__ int id_of(Sort const& x, int slot) {
+    int64_t const e = x.ids_are_int64 ? static_cast<int64_t const*>(x.ids)[slot]
+                                      : static_cast<int32_t const*>(x.ids)[slot];
+    return e >= 0 && e < x.experts ? int(e) : kNoExpert;
+  }
+  struct Place {
+    int row = -1;        // -1: none, for the id is out of range
+    bool first = false;  // whether no slot before has the same id
+  };
+  __device__ Place place_of(int slot, int slots) const {
+    int const mine = sorted.id[slot];
+    int smaller = 0, same = 0;
+#pragma unroll 4
+    for (int j = 0; j < slots; ++j) {
+      int const other = sorted.id[j];
+      smaller += other < mine;
+      same += other == mine && j < slot;
+    }
+    if (mine == kNoExpert) return {};
+    return {smaller + same, same == 0};
+  }
+
+  // From the groups of each warp: sets `count`; returns those of the warps before.
+  __device__ int count_groups(int found, int warp, int lane) {
+    if (lane == 0) warp_count[warp] = found;
+    __syncthreads();
+    int before = 0, all = 0;
+#pragma unroll
+    for (int w = 0; w < kPlanWarps; ++w) {
+      before += w < warp ? warp_count[w] : 0;
+      all += warp_count[w];
+    }
+    if (threadIdx.x == 0) {
+      count = all;
+      if (all == 0) end[0] = 0;
+    }
+    return before;
+  }
+};
+
+}  // namespace guild::cuda::sm90

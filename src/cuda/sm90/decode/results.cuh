@@ -1,0 +1,206 @@
+// What becomes of a tile's sums where weights are wgmma's M: a thread holds rows of the weight,
+// that is, columns of the results, for two tokens in every eight. Results are turned round in
+// shared memory and stored by rows.
+#pragma once
+#include "cuda/sm90/outputs.cuh"
+
+namespace guild::cuda::sm90 {
+
+// H = X W^T + bias and A = activation(H); or, without `activates`, A = H alone. A tile has `parts`
+// blocks of 64 weight rows, 64 rows apart; or, for Pairing::halves, gate and up of the same
+// columns: a block each, or half a block each where there is one.
+template <class T, int parts, bool activates>
+struct DecodeResults {
+  struct Matrix {
+    T* data;  // null: not wanted
+    int64_t stride;
+  };
+  Matrix h, a;   // h: of `columns` columns, or twice as many for Pairing::halves
+  Bias<T> bias;  // ordered as h
+  int columns;   // weight rows, of one half where there are two
+  Pairing pairing;
+  ActivationOf<float> activation;
+
+  // 64 columns of results by token; rows are padded so that a warp's stores meet no bank twice.
+  template <int tokens>
+  struct Storage {
+    alignas(16) T value[tokens][64 + 8];
+    float up[parts == 1 && activates ? tokens / 2 : 1][64];  // sums of the warps that have up
+  };
+
+  // Fills the accumulators with the bias; false if there is none.
+  template <int count>
+  __device__ bool start(float (&acc)[parts][count], Tile const& tile) const {
+    if (bias.data == nullptr) return false;
+    T const* const row = bias.data + tile.expert * bias.stride;
+#pragma unroll
+    for (int part = 0; part < parts; ++part) {
+#pragma unroll
+      for (int below = 0; below < 2; ++below) {
+        Place const at = place_of(part, fragment_row(threadIdx.x) + 8 * below, tile);
+        float const value = at.col < columns ? to_float(row[at.first + at.col]) : 0.f;
+#pragma unroll
+        for (int i = 0; i < count; ++i) {
+          if (i % 4 / 2 == below) acc[part][i] = value;
+        }
+      }
+    }
+    return true;
+  }
+
+  template <int count, class Storage>
+  __device__ void store(float (&acc)[parts][count], Tile const& tile, Storage& storage) const {
+    if constexpr (!activates) {
+#pragma unroll
+      for (int part = 0; part < parts; ++part) {
+        put(a, acc[part], part, tile, storage);
+      }
+    } else {
+      if (h.data != nullptr) {
+#pragma unroll
+        for (int part = 0; part < parts; ++part) put(h, acc[part], part, tile, storage);
+      }
+      store_activated(acc, tile, storage);
+    }
+  }
+
+ private:
+  // Where a row of a block belongs: column `col` of H, from `first` on.
+  struct Place {
+    int first, col;
+  };
+  __device__ Place place_of(int part, int row, Tile const& tile) const {
+    if (pairing != Pairing::halves) return {0, tile.col + 64 * part + row};
+    if constexpr (parts == 2) return {part * columns, tile.col + row};
+    return {row / 32 * columns, tile.col + row % 32};
+  }
+
+  template <int count, class Storage>
+  __device__ void store_activated(float (&acc)[parts][count], Tile const& tile,
+                                  Storage& storage) const {
+    if (parts == 1 && pairing == Pairing::halves) take_up(acc[0], storage);
+    with_family(activation, [&](auto family) {
+      if (pairing == Pairing::alternate) return activate_neighbours<family.value>(acc, tile.rows);
+      auto const act = with_gate(activation, pairing == Pairing::halves);
+      bool const halves = pairing == Pairing::halves;
+#pragma unroll
+      for (int part = 0; part < parts; ++part) {
+        if (halves && part == 1) break;
+#pragma unroll
+        for (int i = 0; i < count; ++i) {
+          if (i % 4 == 0 && 2 * i >= tile.rows) break;
+          float const up = !halves      ? 0.f
+                           : parts == 2 ? acc[parts - 1][i]
+                                        : storage.up[i][threadIdx.x % 64];
+          acc[part][i] = activate<family.value>(act, acc[part][i], up);
+        }
+      }
+    });
+    if (pairing == Pairing::alternate) return put_pairs(acc, tile, storage);
+#pragma unroll
+    for (int part = 0; part < parts; ++part) {
+      if (pairing == Pairing::halves) {
+        if (part == 0) put_columns(a, acc[0], tile.col, parts == 2 ? 64 : 32, tile, storage);
+      } else {
+        put(a, acc[part], part, tile, storage);
+      }
+    }
+  }
+
+  // Passes the sums of up to the warps that have those of gate.
+  template <int count, class Storage>
+  __device__ void take_up(float (&acc)[count], Storage& storage) const {
+    consumers_barrier();
+    if (threadIdx.x >= 64) {
+#pragma unroll
+      for (int i = 0; i < count; ++i) storage.up[i][threadIdx.x % 64] = acc[i];
+    }
+    consumers_barrier();
+  }
+
+  // Weight rows alternate between gate and up, and so do lanes four apart. Of the rows q and q + 8
+  // that a lane has, it keeps one and trades the other, so that each gets a pair: lanes of even q
+  // that of rows q and q + 1, those of odd q that of rows q + 7 and q + 8. The results take the
+  // places of the sums of row q.
+  template <Family family, int count>
+  __device__ void activate_neighbours(float (&acc)[parts][count], int rows) const {
+    auto const act = with_gate(activation, true);
+    bool const odd = threadIdx.x / 4 % 2 != 0;
+#pragma unroll
+    for (auto& part : acc) {
+#pragma unroll
+      for (int i = 0; i < count; ++i) {
+        if (i % 4 == 0 && 2 * i >= rows) break;
+        if (i % 4 >= 2) continue;
+        float const kept = odd ? part[i + 2] : part[i];
+        float const got = __shfl_xor_sync(~0u, odd ? part[i] : part[i + 2], 4);
+        part[i] = activate<family>(act, odd ? got : kept, odd ? kept : got);
+      }
+    }
+  }
+
+  // Stores the columns of A that activate_neighbours() made, 32 a part.
+  template <int count, class Storage>
+  __device__ void put_pairs(float const (&acc)[parts][count], Tile const& tile,
+                            Storage& storage) const {
+    int const q = threadIdx.x % 32 / 4, place = threadIdx.x / 32 * 8 + q / 2 + q % 2 * 4;
+    consumers_barrier();
+#pragma unroll
+    for (int part = 0; part < parts; ++part) {
+#pragma unroll
+      for (int i = 0; i < count; ++i) {
+        if (i % 4 == 0 && 2 * i >= tile.rows) break;
+        if (i % 4 < 2) storage.value[token_of(i)][32 * part + place] = T(acc[part][i]);
+      }
+    }
+    consumers_barrier();
+    int const chunk = threadIdx.x % 8 * kElementsPer16Bytes, col = tile.col / 2 + chunk;
+    if (chunk < 32 * parts && col < columns / 2) copy(a, col, chunk, tile, storage);
+  }
+
+  // Stores a block's 64 rows as columns of H, or of A where that is H.
+  template <int count, class Storage>
+  __device__ void put(Matrix const& to, float const (&acc)[count], int part, Tile const& tile,
+                      Storage& storage) const {
+    stage(acc, tile, storage);
+    int const chunk = threadIdx.x % 8 * kElementsPer16Bytes;
+    Place const at = place_of(part, chunk, tile);
+    if (at.col < columns) copy(to, at.first + at.col, chunk, tile, storage);
+  }
+  // Stores a block's first rows as columns from `col` on.
+  template <int count, class Storage>
+  __device__ void put_columns(Matrix const& to, float const (&acc)[count], int col, int width,
+                              Tile const& tile, Storage& storage) const {
+    stage(acc, tile, storage);
+    int const chunk = threadIdx.x % 8 * kElementsPer16Bytes;
+    if (chunk < width && col + chunk < columns) copy(to, col + chunk, chunk, tile, storage);
+  }
+
+  template <int count, class Storage>
+  __device__ void stage(float const (&acc)[count], Tile const& tile, Storage& storage) const {
+    consumers_barrier();
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+      if (i % 4 == 0 && 2 * i >= tile.rows) break;
+      int const row = fragment_row(threadIdx.x) + i % 4 / 2 * 8;
+      storage.value[token_of(i)][row] = T(acc[i]);
+    }
+    consumers_barrier();
+  }
+
+  // Copies eight columns of each of the tile's rows, from `from` on, to column `to_col`.
+  template <class Storage>
+  __device__ void copy(Matrix const& to, int to_col, int from, Tile const& tile,
+                       Storage const& storage) const {
+    for (int r = threadIdx.x / 8; r < tile.rows; r += 16) {
+      *reinterpret_cast<uint4*>(to.data + (tile.row + r) * to.stride + to_col) =
+          *reinterpret_cast<uint4 const*>(&storage.value[r][from]);
+    }
+  }
+
+  // The token of a thread's i-th sum.
+  static __device__ int token_of(int i) { return i / 4 * 8 + fragment_column(threadIdx.x) + i % 2; }
+  static __device__ void consumers_barrier() { named_barrier(1, 128); }
+};
+
+}  // namespace guild::cuda::sm90

@@ -1,0 +1,45 @@
+// Products by row of few rows: the down projection, grouped_mm.
+#include "cuda/sm90/decode/decode.h"
+#include "cuda/sm90/decode/launch.cuh"
+
+namespace guild::cuda::sm90 {
+namespace {
+
+template <class T, Major major, int tokens>
+void launch_rows(RowProduct const& x, Queue const& queue) {
+  constexpr DecodeShape shape{tokens, tokens <= 16 ? 1 : 2};
+  using Product = DecodeProduct<T, shape, major, false, false>;
+  typename Product::Params p{};
+  p.plan.groups = x.groups;
+  if (x.sort != nullptr) p.plan.sort = *x.sort;
+  p.weight[0] = p.weight[1] = block_map<T, major>(x.w[0], x.groups.groups, x.n, x.k, 64, "weight");
+  p.halves = false;
+  p.across = int(ceil_div(x.n, 64 * shape.parts));
+  p.rows = int(x.rows);
+  p.k = int(x.k);
+  p.early = x.after_up;
+  p.x_map = row_map<T>(x.a, x.rows, x.k, 1, 8, "a");
+  auto& out = p.results;
+  out.a = {static_cast<T*>(x.d.data), row_stride(x.d, x.n)};
+  out.bias = {static_cast<T const*>(x.bias.data), row_stride(x.bias, x.n)};
+  out.columns = int(x.n);
+  out.pairing = Pairing::none;
+  launch_decode<Product>(p, most_decode_tiles(x.rows, x.groups.groups, p.across, tokens), queue);
+}
+
+}  // namespace
+
+void decode_row_product(RowProduct const& x, Queue const& queue) {
+  with_type(x.dtype, [&](auto element) {
+    using T = decltype(element);
+    with_tokens(most_tokens(x), [&]<int tokens> {
+      if (x.w[0].in_stride == 1) {
+        launch_rows<T, Major::K, tokens>(x, queue);
+      } else {
+        launch_rows<T, Major::MN, tokens>(x, queue);
+      }
+    });
+  });
+}
+
+}  // namespace guild::cuda::sm90

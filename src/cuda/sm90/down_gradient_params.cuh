@@ -1,0 +1,35 @@
+// Host side of the down gradient: what its kernels are launched with.
+#pragma once
+#include "cuda/sm90/down_gradient.cuh"
+#include "cuda/sm90/launch.cuh"
+
+namespace guild::cuda {
+
+template <class Kernel, class T, GemmConfig c, Major major>
+typename Kernel::Params down_gradient_params(DownGradientProduct const& x) {
+  int const halves = x.pairing == Pairing::halves ? 2 : 1;
+  int64_t const width = x.n * (x.pairing == Pairing::alternate ? 2 : 1);
+  typename Kernel::Params params{};
+  params.work = {.groups = x.groups,
+                 .tile_n = c.tile_n,
+                 .across = int(ceil_div(x.n, c.tile_n)),
+                 .inner = int(x.k)};
+  fill_rows<T, c, major>(params.load, x, "dout");
+  CUtensorMap const map = weight_map<T, c, major>(x.w, x.groups.groups, x.n, x.k, "w_down");
+  params.load.b = {{map, map}, false, INT32_MAX};
+  auto& out = params.epilogue;
+  out.h = row_map<T>(x.h, x.rows, width, halves, c.tile_m, "h");
+  out.dh = row_output<T>(x.dh, x.rows, width, halves, "dh");
+  out.a = row_output<T>(x.scaled, x.rows, x.n, 1, "a_scaled");
+  out.score = x.score;
+  out.parts = x.score_parts;
+  out.part_count = int(ceil_div(x.n, kScoreColumns));
+  out.dh_sums = x.dh_sums;
+  out.dout_sums = x.a_sums;
+  out.hidden = int(x.k);
+  out.activation = activation_in<float>(x.activation);
+  out.pairing = {x.pairing};
+  return params;
+}
+
+}  // namespace guild::cuda

@@ -1,0 +1,42 @@
+// A loader with a low-rank term: the sum over K goes on with steps of a second pair of operands.
+//
+//   [A, T] [W, B]^T = A W^T + T B^T
+//
+// The steps of A and W are those of the loader beneath. Then come those of T (rows, rank), rows by
+// TMA, which are never gathered, and of B (E, n, rank), another weight. What is missing of a last
+// step TMA fills with zeros in both.
+#pragma once
+#include "cuda/sm90/loaders.cuh"
+
+namespace guild::cuda {
+
+template <OperandLoader Base, GemmConfig C>
+struct WithLowRank : Base {
+  struct Params : Base::Params {
+    int steps;      // of the sum over A and W
+    CUtensorMap t;  // (rank, 1, rows), boxes of 64 x 1 x tile_m
+    WeightLoader<C, Base::kMajorB> low_rank;
+  };
+  // Rows of T past the tile's own are those of the next group.
+  static constexpr bool kClearsRest = false;
+  Params const& p;
+
+  __device__ WithLowRank(Params const& p, typename Base::Storage& storage, int thread)
+      : Base(p, storage, thread), p(p) {}
+
+  __device__ void load(Tile const& tile, int step, char* a, char* b, Barrier& full) {
+    int const beyond = step - p.steps;
+    if (beyond < 0) {
+      Base::load(tile, step, a, b, full);
+      return;
+    }
+    if (this->thread == 0) {
+      full.arrive_expect(C.a_bytes() + C.b_bytes());
+      tma_load(p.t, a, {beyond * C.tile_k, 0, tile.row}, full);
+      p.low_rank.load(tile, beyond, b, full);
+    }
+    if constexpr (Base::kArrivals > 1) full.arrive_when_copied();
+  }
+};
+
+}  // namespace guild::cuda

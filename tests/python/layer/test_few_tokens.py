@@ -1,0 +1,140 @@
+"""Few tokens: a token's output has the same bits alone and in any company, also under CUDA graphs.
+
+On a GPU, kernels are chosen by the number of tokens. All give the same bits, whether the sort runs
+by itself or within the products.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import guild
+from guild._torch.operators import ops
+
+EXPERTS, TOP_K, HIDDEN, WIDTH = 12, 3, 136, 72
+LAYOUTS = {
+    "plain": {},
+    "interleaved": {"order": "interleaved"},
+    "transposed": {"transposed": True},
+    "interleaved, transposed": {"order": "interleaved", "transposed": True},
+    "biases": {"bias": True, "order": "interleaved"},
+    "no gate": {"activation": "gelu_ungated", "bias": True},
+    "gpt_oss": {"activation": "gpt_oss", "order": "interleaved", "bias": True},
+    "pair": {"pair": True},
+}
+
+
+class Experts:
+    """Random experts in one of LAYOUTS, and tokens for them."""
+
+    def __init__(self, device: str, layout: str, dtype: torch.dtype, tokens: int) -> None:
+        options = dict(LAYOUTS[layout])
+        torch.manual_seed(3)
+        width = WIDTH if options.get("activation", "").endswith("_ungated") else 2 * WIDTH
+
+        def draw(*shape: int, scale: float = 1) -> Tensor:
+            return (torch.randn(*shape, dtype=torch.float64) * scale).to(device, dtype)
+
+        up, down = draw(EXPERTS, width, HIDDEN, scale=0.1), draw(EXPERTS, HIDDEN, WIDTH, scale=0.1)
+        if options.get("transposed"):
+            up, down = up.mT.contiguous(), down.mT.contiguous()
+        if options.pop("pair", False):
+            up = up[:, :WIDTH].clone(), up[:, WIDTH:].clone()
+        if options.pop("bias", False):
+            options |= {"b_up": draw(EXPERTS, width), "b_down": draw(EXPERTS, HIDDEN)}
+        self.weights, self.options = (up, down), options
+        self.x = draw(tokens, HIDDEN)
+        ids = torch.rand(tokens, EXPERTS).topk(TOP_K).indices
+        ids[torch.rand(tokens, TOP_K) < 0.1] = -1
+        ids[tokens // 2] = -1  # padding
+        self.ids = ids.to(device, torch.int32)
+        self.scores = torch.rand(tokens, TOP_K).to(device, torch.float32)
+
+    def __call__(self, which: slice | Tensor = slice(None), ids: Tensor | None = None) -> Tensor:
+        ids = self.ids if ids is None else ids
+        with torch.no_grad():
+            return guild.routed_experts(
+                self.x[which], ids[which], self.scores[which], *self.weights, **self.options
+            )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_token_has_the_same_bits_alone_and_in_company(
+    layout: str, dtype: torch.dtype, gpu: str
+) -> None:
+    experts = Experts(gpu, layout, dtype, tokens=2300)  # more than any kernel for few takes
+    everyone = experts()
+    for tokens in (1, 2, 7, 8, 9, 16, 17, 33, 64, 65, 100, 257, 600, 1100):
+        for first in (0, 1150 - tokens // 2):
+            some = slice(first, first + tokens)
+            assert torch.equal(experts(some), everyone[some]), (tokens, first)
+
+
+def test_training_and_inference_have_the_same_bits(gpu: str) -> None:
+    moe = guild.MoE(HIDDEN, WIDTH, EXPERTS, TOP_K, device=gpu, dtype=torch.bfloat16)
+    x = torch.randn(700, HIDDEN, device=gpu, dtype=torch.bfloat16)
+    ids, scores = torch.rand(700, EXPERTS, device=gpu).topk(TOP_K).indices, torch.rand(700, TOP_K)
+    scores = scores.to(gpu)
+    trained = guild.routed_experts(x, ids, scores, moe.w_up, moe.w_down)
+    assert trained.requires_grad
+    with torch.no_grad():
+        for tokens in (1, 5, 40):
+            alone = guild.routed_experts(
+                x[:tokens], ids[:tokens], scores[:tokens], moe.w_up, moe.w_down
+            )
+            assert torch.equal(alone, trained[:tokens])
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 8, 50, 85, 86, 400])
+@pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("keep", [False, True])
+def test_the_layer_sorts_as_the_sort_does(
+    tokens: int, ids_dtype: torch.dtype, keep: bool, device: str
+) -> None:
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    experts = Experts(device, "plain", dtype, tokens)
+    ids = experts.ids.to(ids_dtype)
+    ids[-1, 0] = EXPERTS + 2**20
+    flags = (0, True, 1.0, float("inf"), 0.0, False, False, False, keep)
+    up, down = experts.weights
+    args = experts.x, ids, experts.scores, None, None, up, None, down, None, None
+    _, _, *places = ops.moe_forward(*args, *flags)
+    for place, expected in zip(
+        places, ops.sort_by_expert(ids, experts.scores, EXPERTS, None), strict=True
+    ):
+        assert torch.equal(place, expected)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 8, 20, 100])
+def test_tokens_without_experts(tokens: int, device: str) -> None:
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    experts = Experts(device, "biases", dtype, max(tokens, 1))
+    out = experts(slice(0, tokens), torch.full_like(experts.ids, -1))
+    assert out.shape == (tokens, HIDDEN)
+    assert torch.equal(out, torch.zeros_like(out))
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 33])
+def test_graphs_replay_with_any_routing(tokens: int, gpu: str) -> None:
+    experts = Experts(gpu, "plain", torch.bfloat16, tokens)
+    graph = torch.cuda.CUDAGraph()
+    experts()
+    with torch.cuda.graph(graph):
+        first = experts()
+        experts.x, kept = first, experts.x  # a second layer follows the first
+        second = experts()
+    experts.x = kept
+    for round_ in range(200):
+        torch.manual_seed(round_)
+        ids = torch.rand(tokens, EXPERTS, device=gpu).topk(TOP_K).indices.int()
+        ids[torch.rand(tokens, TOP_K, device=gpu) < round_ % 3 / 2] = -1
+        experts.ids.copy_(ids)
+        experts.scores.uniform_()
+        graph.replay()
+        assert torch.equal(experts(), first)
+        experts.x = first
+        assert torch.equal(experts(), second)
+        experts.x = kept

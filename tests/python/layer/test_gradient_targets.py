@@ -1,0 +1,150 @@
+"""Where WeightGradients put gradients: tensors that are there, in one buffer, shared, or wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from guild import WeightGradients, experts_mlp, routed_experts
+from test_weight_gradients import sorted_case
+
+
+@pytest.fixture(params=["float64", "bfloat16"])
+def dtype(request: pytest.FixtureRequest, device: str) -> torch.dtype:
+    if device == "cuda" and request.param == "float64":
+        pytest.skip("the GPU has no float64")
+    return getattr(torch, request.param)
+
+
+@pytest.mark.parametrize("held", ["gate", "up"])
+def test_a_gradient_that_is_there_is_added_to(device: str, dtype: torch.dtype, held: str) -> None:
+    """Also where the other tensor of a (gate, up) pair has none yet."""
+    case = sorted_case(device, dtype)
+    w_up = (case["gate"], case["up"])
+    more = {"weight_gradients": WeightGradients()}
+    call = (case["x_sorted"], case["offsets"], w_up, case["w_down"])
+    expected = sorted_case(device, dtype)
+    out = experts_mlp(
+        expected["x_sorted"],
+        expected["offsets"],
+        (expected["gate"], expected["up"]),
+        expected["w_down"],
+    )
+    out.sum().backward()
+    case[held].grad = torch.ones_like(case[held])
+    experts_mlp(*call, **more).sum().backward()
+    for name in ("gate", "up"):
+        fresh = expected[name].grad
+        wanted = fresh + 1 if name == held else fresh
+        torch.testing.assert_close(case[name].grad, wanted, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_targets_in_one_buffer(device: str, dtype: torch.dtype, interleaved: bool) -> None:
+    """Gate's and up's sums as the halves of one tensor, or row by row in turn."""
+    sums, expected = torch.zeros(3, 16, 16, device=device), {}
+    for shared in (True, False):
+        case = sorted_case(device, dtype)
+        halves = (sums[:, ::2], sums[:, 1::2]) if interleaved else sums.split(8, 1)
+        for name, half in zip(("gate", "up"), halves, strict=True):
+            case[name].main_grad = half if shared else torch.zeros_like(half)
+        case["w_down"].main_grad = torch.zeros(3, 16, 8, device=device)
+        sink = WeightGradients(main_grad=True)
+        w_up = (case["gate"], case["up"])
+        rows = case["x_sorted"], case["offsets"]
+        experts_mlp(*rows, w_up, case["w_down"], weight_gradients=sink).sum().backward()
+        for name in ("gate", "up", "w_down"):
+            if shared:
+                expected[name] = case[name].main_grad
+            else:
+                assert torch.equal(case[name].main_grad, expected[name])
+
+
+def test_targets_that_come_to_overlap(device: str, dtype: torch.dtype) -> None:
+    """Found apart once, then moved: into each other, and apart again elsewhere."""
+    case = sorted_case(device, dtype)
+    sink = WeightGradients(main_grad=True)
+    apart = torch.zeros(2, 3, 8, 16, device=device)
+    case["w_down"].main_grad = torch.zeros(3, 16, 8, device=device)
+
+    def step() -> None:
+        rows, w_up = (case["x_sorted"], case["offsets"]), (case["gate"], case["up"])
+        experts_mlp(*rows, w_up, case["w_down"], weight_gradients=sink).sum().backward()
+
+    for shared in (False, True, False):
+        case["gate"].main_grad, case["up"].main_grad = apart[0], apart[0 if shared else 1]
+        if shared:
+            with pytest.raises(ValueError, match="main_grad: expected memory of its own"):
+                step()
+        else:
+            step()
+
+
+@pytest.mark.parametrize("main_grad", [False, True])
+@pytest.mark.parametrize("delayed", [False, True])
+def test_one_parameter_as_both_weights(
+    device: str, dtype: torch.dtype, main_grad: bool, delayed: bool
+) -> None:
+    """Its two gradients are added up."""
+    grads = []
+    for sink in (None, WeightGradients(main_grad=main_grad, delayed=delayed)):
+        torch.manual_seed(5)
+        weight = torch.randn(3, 16, 16).to(device, dtype).requires_grad_()
+        weight.main_grad = torch.zeros(3, 16, 16, device=device)
+        x, ids = torch.randn(6, 16).to(device, dtype), torch.arange(6, device=device)[:, None] % 3
+        chosen = ids, torch.ones(6, 1, device=device)
+        more = {"activation": "relu_ungated", "weight_gradients": sink}
+        routed_experts(x, *chosen, weight, weight, **more).sum().backward()
+        if delayed and sink is not None:
+            sink.compute()
+        grads.append(weight.main_grad if main_grad and sink is not None else weight.grad)
+    near = 2e-2 if dtype == torch.bfloat16 else 1e-5
+    torch.testing.assert_close(grads[1].double(), grads[0].double(), rtol=near, atol=10 * near)
+
+
+def wrong(change: str) -> None:
+    x = torch.randn(4, 8)
+    ids, scores = torch.zeros(4, 1, dtype=torch.int32), torch.ones(4, 1)
+    w_up = torch.randn(2, 8, 8, requires_grad=True)
+    w_down = torch.randn(2, 8, 4, requires_grad=True)
+    sink: object = WeightGradients(main_grad=True)
+    if change == "dtype":
+        w_up.main_grad = torch.zeros(2, 8, 8, dtype=torch.float64)
+    elif change == "shape":
+        w_up.main_grad = torch.zeros(2, 8, 4)
+    elif change == "overlap":
+        w_up.main_grad = torch.zeros(1, 8, 8).expand(2, 8, 8)
+    elif change == "two targets":
+        buffer = torch.zeros(2 * 8 * 8 + 2 * 8 * 4 - 1)  # one element too few
+        w_up.main_grad = buffer[: 2 * 8 * 8].view(2, 8, 8)
+        w_down.main_grad = buffer[2 * 8 * 8 - 1 :].view(2, 8, 4)
+    elif change == "the weight itself":
+        w_up.main_grad = w_up.detach()
+        w_down.main_grad = torch.zeros_like(w_down)
+    elif change == "two gradients":
+        sink, w_up.grad = WeightGradients(), torch.zeros_like(w_up)
+        w_down.grad = w_up.grad[:, :, 4:]
+    elif change == "leaf":
+        sink, w_up = WeightGradients(), w_up * 2
+    elif change == "type":
+        sink = "main_grad"
+    routed_experts(x, ids, scores, w_up, w_down, weight_gradients=sink)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("missing", r"w_up\.main_grad: expected a float32 tensor, got None"),
+        ("dtype", r"w_up\.main_grad: expected float32 .* got float64"),
+        ("shape", r"w_up\.main_grad: expected float32 of shape \(2, 8, 8\), .*\(2, 8, 4\)"),
+        ("overlap", r"w_up\.main_grad: expected elements that do not overlap"),
+        ("two targets", r"w_up\.main_grad: expected memory of its own, .*w_down\.main_grad"),
+        ("the weight itself", r"w_up\.main_grad: expected memory of its own, .* w_up has too"),
+        ("two gradients", r"w_up\.grad: expected memory of its own, .*w_down\.grad"),
+        ("leaf", r"w_up: expected a parameter"),
+        ("type", r"weight_gradients: expected guild\.WeightGradients"),
+    ],
+)
+def test_wrong_targets(change: str, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        wrong(change)

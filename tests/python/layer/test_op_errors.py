@@ -1,0 +1,168 @@
+"""The second line: ops called directly, past Python's checks, never read out of bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from guild._torch.gradients import ops
+from guild._torch.operators import WANT_DOWN, WANT_SCORES, WANT_X
+from test_errors import right
+
+FLAGS = (0, True, 1.0, float("inf"), 0.0, False, False, False)
+
+RAW: dict[str, tuple[Callable[[SimpleNamespace], object], str]] = {
+    "w_up": (
+        lambda r: ops.moe_forward(
+            r.x, r.ids, r.weights, None, None, r.up[:3], None, r.down, None, None, *FLAGS, True
+        ),
+        r"w_up: expected shape \(4, 32, 32\), got \(3, 32, 32\)",
+    ),
+    "scores": (
+        lambda r: ops.moe_forward(
+            r.x, r.ids, r.weights.double(), None, None, r.up, None, r.down, None, None, *FLAGS, True
+        ),
+        "scores: expected dtype float32, got float64",
+    ),
+    "h": (
+        lambda r: ops.experts_backward(
+            r.x, r.x, r.x[:2], r.offsets, r.up, None, r.down, *FLAGS, 63
+        ),
+        r"h: expected shape \(6, 32\), got \(2, 32\)",
+    ),
+    "offsets": (
+        lambda r: ops.up_gradient(r.x, r.offs, r.up, None, True, False, False),
+        r"offsets: expected shape \(5,\), got \(4,\)",
+    ),
+    "slot_row": (
+        lambda r: ops.combine(r.x[:, ::2], r.ids[:3].int(), None),
+        r"y: expected contiguous columns \(stride 1\), got strides \(32, 2\)",
+    ),
+    "router": (
+        lambda r: ops.combine(
+            r.x, r.ids[:3].int(), None, None, None, r.x[:3, :4], r.ids[:3].int(), r.up[0]
+        ),
+        r"dlogits: expected shape \(3, 32\), got \(3, 4\)",
+    ),
+    "router alone": (
+        lambda r: ops.combine(r.x, r.ids[:3].int(), None, None, None, None, None, r.up[0]),
+        "dlogits: expected a tensor with router, got none",
+    ),
+    "dlogits alone": (
+        lambda r: ops.combine(r.x, r.ids[:3].int(), None, None, None, r.x[:3]),
+        "dlogits: expected none without router, got a tensor",
+    ),
+    "ids of numbers": (
+        lambda r: ops.sort_by_expert(r.weights, r.weights, 4),
+        "ids: expected dtype int32 or int64",
+    ),
+    "ids of 2 bytes": (
+        lambda r: ops.sort_by_expert(r.ids.short(), r.weights, 4),
+        "ids: expected dtype int32 or int64",
+    ),
+    "seed": (
+        lambda r: ops.round_tokens(
+            r.weights, r.ids[:, :1].int(), r.weights[0, :1].double(), 0, True, 1.0, 3, 4, 0.0
+        ),
+        "seed: expected dtype int64",
+    ),
+    "group_score": (
+        lambda r: ops.route(r.weights, None, None, 1, 0, True, 1.0, 1, 1, 0.0, 2),
+        r"group_score: expected 0 \(top2_sum\) or 1 \(max\), got 2",
+    ),
+    "like": (
+        lambda r: ops.route_backward(
+            r.weights, r.weights, r.ids.int(), None, None, 4, 0, True, 1.0, None, r.ids
+        ),
+        "like: expected dtype bfloat16",
+    ),
+    "kind": (
+        lambda r: ops.experts_forward(
+            r.x, r.offsets, r.up, None, r.down, None, None, 9, *FLAGS[1:], True
+        ),
+        r"activation kind: expected 0 .. 4, got 9",
+    ),
+    "row_token": (
+        lambda r: ops.bias_gradient_out(
+            r.x, r.offsets, r.offsets.long(), None, torch.zeros_like(r.b_down), False
+        ),
+        "row_token: expected dtype int32",
+    ),
+    "db_up": (
+        lambda r: ops.down_gradient(
+            r.x, r.x, r.offsets, None, None, r.down, *FLAGS, torch.zeros_like(r.b_up[:3])
+        ),
+        r"db_up: expected shape \(4, 32\), got \(3, 32\)",
+    ),
+    "db_down": (
+        lambda r: ops.down_gradient(
+            r.x, r.x, r.offsets, None, None, r.down, *FLAGS, r.b_up.float(), r.b_down
+        ),
+        "db_down: expected dtype float32, got bfloat16",
+    ),
+    "db_dtype": (
+        lambda r: ops.down_gradient(
+            r.x, r.x, r.offsets, None, None, r.down, *FLAGS, None, r.b_down.half()
+        ),
+        "db_dtype: expected bfloat16 or float32, got float16",
+    ),
+    "rows that are sorted in part": (
+        lambda r: ops.data_gradients(
+            *(r.x, r.x, r.offsets, r.ids.flatten().int(), None, None, None),
+            *(r.up, None, r.down, None, *FLAGS, WANT_X),
+        ),
+        "row_token, slot_row, row_score: expected all three or none",
+    ),
+    "wanted weights": (
+        lambda r: ops.data_gradients(
+            *(r.x, r.x, r.offsets, *(None,) * 4, r.up, None, r.down, None, *FLAGS),
+            WANT_X | WANT_DOWN,
+        ),
+        "wanted: expected dx and dscores alone, got 9",
+    ),
+    "wanted scores": (
+        lambda r: ops.data_gradients(
+            *(r.x, r.x, r.offsets, *(None,) * 4, r.up, None, r.down, None, *FLAGS), WANT_SCORES
+        ),
+        "wanted: expected dx alone of sorted rows, got 2",
+    ),
+    "a_scaled": (
+        lambda r: ops.weight_gradients_out(
+            *(r.x, r.x, r.x, r.a[:3], r.offsets, None, torch.zeros_like(r.up), None, None),
+            *(True, False, False, False),
+        ),
+        r"x: expected shape \(3, 32\), got \(6, 32\)",
+    ),
+    "dw_gate": (
+        lambda r: ops.weight_gradients_out(
+            *(r.x, r.x, r.x, r.a, r.offsets, None, None, torch.zeros_like(r.up), None),
+            *(True, False, False, False),
+        ),
+        "dw_gate: expected none without dw_up",
+    ),
+    "dw of two dtypes": (
+        lambda r: ops.weight_gradients_out(
+            *(r.x, r.x, r.x, r.a, r.offsets, None),
+            *(torch.zeros_like(r.up), None, torch.zeros_like(r.down, dtype=torch.float32)),
+            *(True, False, False, False),
+        ),
+        "w_down: expected dtype bfloat16, got float32",
+    ),
+    "dw_down": (
+        lambda r: ops.down_weight_gradient_out(
+            r.x, r.a, r.offsets, None, torch.zeros_like(r.up), False, False
+        ),
+        r"w_down: expected shape \(4, 32, 16\), got \(4, 32, 32\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(RAW))
+def test_wrong_raw_call(name: str, device: str) -> None:
+    """The compiled op's own check: exactly our text, as a RuntimeError."""
+    call, message = RAW[name]
+    with pytest.raises(RuntimeError, match=f"^{message}"):
+        call(right(device))
