@@ -19,7 +19,7 @@ from guild._torch.checks import (
 )
 from guild._torch.expert_lists import Listed, is_pair, joined, joined_halves
 from guild._torch.gradient_targets import wanting
-from guild._torch.layer_arguments import Halves
+from guild._torch.layer_arguments import Halves, expect_out
 from guild._torch.low_rank import LowRank
 from guild._torch.operators import LayerFlags, autocast
 from guild.activations import is_interleaved
@@ -80,6 +80,18 @@ def residual_of(residual: Tensor | None, x: Tensor) -> Tensor | None:
     expect_like("residual", residual, x)
     expect_rows("residual", residual)
     return residual
+
+
+def expect_output(
+    out: Tensor, keep: bool, x: Tensor, layer: list, **operands: Tensor | None
+) -> None:
+    """Raise unless the layer's output can be written to out; keep: as `sink_of` says."""
+    expect_out(out, x, layer, **operands)
+    if keep:  # of what comes past autograd, or is made of something else, such as a list
+        raise ValueError(
+            "out: expected None where a gradient is wanted, as a weight wants one (or call under "
+            "torch.no_grad())"
+        )
 
 
 def whole_of(

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from guild._torch import layer_operator  # noqa: F401 - registers the gradients
 from guild._torch.checks import expect_dims, expect_offsets, expect_shape
 from guild._torch.expert_lists import Listed, lie_backwards, reversed_lists
-from guild._torch.layer_arguments import Halves, layer_arguments
+from guild._torch.layer_arguments import Halves, layer_arguments, local_ids
+from guild._torch.layer_operator import moe_forward_out, moe_layer_out
 from guild._torch.low_rank import Places
 from guild._torch.operators import ops, score_dtype
 from guild.activations import Activation
 from guild.expert_arguments import (
     expect_later,
+    expect_output,
     expect_routing,
     low_rank_terms,
     residual_of,
@@ -47,6 +48,8 @@ def routed_experts(
     weight_gradients: WeightGradients | None = None,
     lora_up: LoRA | LoRAHalves | None = None,
     lora_down: LoRA | None = None,
+    out: Tensor | None = None,
+    expert_map: Tensor | None = None,
 ) -> Tensor:
     """Every token through its chosen experts, summed with its weights.
 
@@ -106,6 +109,13 @@ def routed_experts(
         pair (gate, up), of which one may be None. No weight's delta is made, forward or backward.
     lora_down : LoRA, optional
         The same of the down projection.
+    out : torch.Tensor, optional
+        (T, H) in the result's dtype, rows of contiguous columns: written to, and returned. It has
+        no gradient: an error where one is wanted, unless under no_grad(). It shares no memory with
+        what is read.
+    expert_map : torch.Tensor, optional
+        int32 (E of all ranks): topk_ids are places in it, and its values the places of the experts
+        in these weights, or -1 for experts of other ranks, whose slots are skipped.
 
     Returns
     -------
@@ -140,6 +150,8 @@ def routed_experts(
         weight_gradients,
         lora_up,
         lora_down,
+        out,
+        expert_map,
     )[0]
 
 
@@ -160,11 +172,14 @@ def routed_experts_and_offsets(
     weight_gradients: WeightGradients | None = None,
     lora_up: LoRA | LoRAHalves | None = None,
     lora_down: LoRA | None = None,
+    out: Tensor | None = None,
+    expert_map: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`routed_experts`, and the int32 (E + 1) offsets of the sorted rows."""
     expect_dims("x", x, 2, what="(tokens, hidden)")
     expect_later(recompute, weight_gradients)
     expect_routing(x, topk_ids, topk_weights, token_offsets)
+    topk_ids = local_ids(topk_ids, expert_map)
     given = w_up, w_down, b_up, b_down
     has_lora = lora_up is not None or lora_down is not None  # whose terms count from the first
     if not has_lora and lie_backwards(*given):  # count experts from the last: changes no bit
@@ -178,10 +193,16 @@ def routed_experts_and_offsets(
     low = low_rank_terms(lora_up, lora_down, x, layer)
     wanted = gradient or scores.requires_grad or (low is not None and low.wants_gradient)
     keep, sink = sink_of(wanted, weight_gradients, given, order)
+    if out is not None:
+        slots = {"topk_ids": ids, "topk_weights": scores, "token_offsets": token_offsets}
+        expect_output(out, keep, x, layer, residual=residual, **slots)
+        if low is None:
+            return out, moe_forward_out(x, *slots.values(), residual, *layer, out)
     if low is not None:
         places = sorted_places(ids, scores, layer[2].shape[0], token_offsets)
         tokens = x, scores, residual
-        return experts_with_lora(*tokens, layer, low, places, keep, recompute, sink), places.offsets
+        rows = experts_with_lora(*tokens, layer, low, places, keep, recompute, sink)
+        return rows if out is None else out.copy_(rows), places.offsets
     if sink is not None:
         tokens = None, None, ids, scores, token_offsets, residual, None
         return Experts.apply(*sink[:2], recompute, x, *tokens, *layer, *sink.reached)
@@ -207,6 +228,7 @@ def routed_layer(
     weight_gradients: WeightGradients | None,
     order: str,
     transposed: bool,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`route_tokens` and `routed_experts_and_offsets` as one op, of which x gets one gradient."""
     expect_later(recompute, weight_gradients)
@@ -216,6 +238,11 @@ def routed_layer(
     residual = residual_of(residual, x)
     wanted = gradient or router_weight.requires_grad
     keep, sink = sink_of(wanted, weight_gradients, given, order)
+    if out is not None:
+        operands = {"residual": residual, "router.weight": router_weight}
+        expect_output(out, keep, x, layer, **operands)
+        w_up, _, *rest = layer
+        return out, moe_layer_out(*tokens, residual, w_up, *rest, out)
     if sink is not None:
         chosen = x, router_weight, tokens[2:], None, None, None, residual, None
         return Experts.apply(*sink[:2], recompute, *chosen, *layer, *sink.reached)

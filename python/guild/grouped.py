@@ -11,17 +11,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from guild._torch.checks import (
     dtype_name,
-    expect_apart,
     expect_device,
     expect_dims,
     expect_dtype,
     expect_experts,
     expect_finite,
     expect_flag,
+    expect_free,
     expect_like,
     expect_offsets,
     expect_operand,
-    expect_own_elements,
     expect_positive,
     expect_rows,
     expect_shape,
@@ -128,30 +127,9 @@ def grouped_mm(
     if out.dtype not in dtypes or out_dtype not in (None, out.dtype):
         wanted = dtype_name(out_dtype or mat_a.dtype)
         raise TypeError(f"out: expected dtype {wanted} or float32, got {dtype_name(out.dtype)}")
-    _expect_free(out, {"mat_a": mat_a, "mat_b": mat_b, "offs": offs, "bias": bias})
+    expect_free(out, {"mat_a": mat_a, "mat_b": mat_b, "offs": offs, "bias": bias})
     _grouped_mm_out(mat_a, mat_b, offs, bias, out, accumulate)
     return out
-
-
-def _expect_free(out: Tensor, operands: dict[str, Tensor | None]) -> None:
-    """Raise unless out can be written to: nobody's memory but its own, and no gradient."""
-    given = {name: t for name, t in operands.items() if t is not None}
-    if torch.is_grad_enabled():
-        for name, tensor in {**given, "out": out}.items():
-            if tensor.requires_grad:
-                raise ValueError(
-                    f"out: expected None where a gradient is wanted, as {name} wants one (or call "
-                    "under torch.no_grad())"
-                )
-    if torch.compiler.is_compiling():  # no memory yet
-        return
-    if torch._C._are_functorch_transforms_active():
-        raise NotImplementedError(
-            "out: expected None under torch.func's transforms, which do not see writes to it"
-        )
-    expect_own_elements("out", out)
-    for name, tensor in given.items():
-        expect_apart("out", out, name, tensor)
 
 
 def _grouped_shape(mat_a: Tensor, mat_b: Tensor, offs: Tensor | None) -> tuple[int, ...]:

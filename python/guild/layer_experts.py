@@ -50,13 +50,20 @@ def fill_normal(weight: Tensor, std: float, expert_group: ExpertParallel | None)
         expert_group.fill_normal(weight, std)
 
 
-def expert_ops(expert_group: ExpertParallel | None, number: int) -> tuple[Callable, Callable]:
+def expert_ops(
+    expert_group: ExpertParallel | None, number: int, out: Tensor | None = None
+) -> tuple[Callable, Callable]:
     """`routed_layer` and `routed_experts_and_offsets`, here or over the ranks of a group.
 
-    number: of the layer, by which ranks find out that they run different ones.
+    number: of the layer, by which ranks find out that they run different ones; out: what the result
+    is written to, if anything.
     """
     if expert_group is None or expert_group.size == 1:
-        return routed_layer, routed_experts_and_offsets
+        if out is None:
+            return routed_layer, routed_experts_and_offsets
+        return partial(routed_layer, out=out), partial(routed_experts_and_offsets, out=out)
+    if out is not None:
+        raise ValueError("out: expected None with experts on other ranks, got a tensor")
     return (
         partial(expert_group.routed_layer, layer=number),
         partial(expert_group.routed_experts_and_offsets, layer=number),

@@ -200,6 +200,27 @@ def _ends(t: Tensor) -> tuple[int, int]:
     return first, first + 1 + sum((size - 1) * stride for size, stride in _byte_steps(t))
 
 
+def expect_free(out: Tensor, operands: dict[str, Tensor | None]) -> None:
+    """Raise unless out can be written to: nobody's memory but its own, and no gradient."""
+    given = {name: t for name, t in operands.items() if t is not None}
+    if torch.is_grad_enabled():
+        for name, tensor in {**given, "out": out}.items():
+            if tensor.requires_grad:
+                raise ValueError(
+                    f"out: expected None where a gradient is wanted, as {name} wants one (or call "
+                    "under torch.no_grad())"
+                )
+    if torch.compiler.is_compiling():  # no memory yet
+        return
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            "out: expected None under torch.func's transforms, which do not see writes to it"
+        )
+    expect_own_elements("out", out)
+    for name, tensor in given.items():
+        expect_apart("out", out, name, tensor)
+
+
 def expect_logits(logits: Tensor) -> None:
     """Raise unless it is a (tokens, experts) matrix of a floating dtype."""
     expect_dims("logits", logits, 2, what="(tokens, experts)")

@@ -7,7 +7,6 @@ optimiser are all that a checkpoint needs to continue bit for bit on the CPU.
 
 from __future__ import annotations
 
-import codecs
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,9 @@ from guild.provenance import provenance
 
 from .compare import comparison, mean_loss, steps_of, tokens_per_second
 from .corpus import Corpus, load_corpus
+from .generation import Sampling, generate, readable
 from .interrupt import StopRequest
 from .learner import Learner
-from .model import generate
 from .plots import plot_run
 from .progress import TrainingView
 from .run_folder import RunFolder
@@ -32,7 +31,7 @@ from .world import UnwrittenFolder, agreed, writes
 FINAL_STEPS = 50
 FINAL_WINDOWS = 1024
 _CHECK_WINDOWS = 128
-_PROMPT = b'class Reader:\n    """Reads a file."""\n\n    def '
+PROMPT = b'class Reader:\n    """Reads a file."""\n\n    def '
 
 
 @dataclass(frozen=True)
@@ -240,7 +239,7 @@ class Training:
                 "held_out_bytes": self.corpus.held_out.numel(),
                 "digest": self.corpus.digest,
             },
-            "prompt": _PROMPT.decode(),
+            "prompt": PROMPT.decode(),
             "sample": sample,
             **speed_summary(steps_of(rows, main.name)),
         }
@@ -259,11 +258,12 @@ class Training:
     def _sample(self) -> str:
         """What the model writes after the prompt."""
         if self.plan.fsdp:
-            return readable(self.learners[0].sample(_PROMPT, self.plan.sample_bytes))
+            return readable(self.learners[0].sample(PROMPT, self.plan.sample_bytes))
         model, s = self.learners[0].model.eval(), self.settings
         with self.learners[0].autocast():
-            text = generate(model, _PROMPT, self.plan.sample_bytes, s.context, s.seed)
-        return readable(text[len(_PROMPT) :])
+            sampling = Sampling(seed=s.seed)
+            written = generate(model, PROMPT, self.plan.sample_bytes, s.context, sampling)
+        return readable(written.text[len(PROMPT) :])
 
 
 def _learner(name: str, settings: Settings, plan: Plan) -> Learner:
@@ -273,16 +273,6 @@ def _learner(name: str, settings: Settings, plan: Plan) -> Learner:
 
     how = plan.device, plan.dtype, plan.expert_parallel, plan.keep_gathered
     return ShardedLearner(name, settings, *how)
-
-
-def readable(text: bytes) -> str:
-    r"""UTF-8 as text, without the character that the end cuts; anything unprintable as \x.."""
-    decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
-    shown = "".join(
-        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode()
-        for c in decoder.decode(text)
-    )
-    return shown.rstrip()
 
 
 def _check_resumable(state: dict[str, Any], settings: Settings, plan: Plan, corpus: Corpus) -> None:

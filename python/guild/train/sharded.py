@@ -28,6 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from guild.distributed.placement import clip_grad_norm_, distribute_experts, shard_layers
 
 from .corpus import Corpus
+from .generation import Sampling, window_start
 from .head import chunked_cross_entropy
 from .learner import Learner, make_optimizer, moe_factory
 from .model import LanguageModel
@@ -179,19 +180,19 @@ class ShardedLearner(Learner):
         return (mean_of_ranks(total) / (windows // batch)).item()
 
     @torch.no_grad()
-    def sample(self, prompt: bytes, count: int, temperature: float = 0.6) -> bytes:
-        """What the model writes after the prompt; every rank writes the same.
+    def sample(self, prompt: bytes, count: int) -> bytes:
+        """What the model writes after the prompt, as `generate` does; on every rank the same.
 
         Each byte is a forward of the whole context, so that FSDP2's hooks see a forward.
         """
-        s, text = self.settings, list(prompt)
-        draw = torch.Generator().manual_seed(s.seed)
+        s, text = self.settings, bytearray(prompt)
+        sampling = Sampling(seed=s.seed)
         self.model.eval()
-        for _ in range(count):
-            seen = text[-s.context :]
-            window = torch.tensor([seen + [0] * (s.context - len(seen))], device=self.device)
-            logits = self.model(window)[0, len(seen) - 1].float().cpu() / temperature
-            text.append(int(torch.multinomial(logits.softmax(-1), 1, generator=draw)))
+        for noise in sampling.noise(count):
+            seen = text[window_start(len(text), s.context) :]
+            window = torch.tensor([[*seen, *bytes(s.context - len(seen))]], device=self.device)
+            logits = self.model(window)[0, len(seen) - 1].float().cpu()
+            text.append(int(sampling.choose(logits, noise)))
         self.model.train()
         return bytes(text[len(prompt) :])
 

@@ -237,6 +237,8 @@ def arguments(rank: int) -> None:
     layer = guild.MoE(8, 8, 4, 2, expert_group=group_of(4, True), weight_gradients=sink)
     with pytest.raises(ValueError, match="^weight_gradients: "):
         layer(torch.randn(2, 8))
+    with pytest.raises(ValueError, match="^out: expected None with experts on other ranks"):
+        layer(torch.randn(2, 8), out=torch.empty(2, 8))
 
 
 def other_ways(rank: int) -> None:
