@@ -27,6 +27,8 @@ from guild._torch.checks import expect_positive
 from guild.distributed.expert_parallel import TIMEOUT, ExpertParallel
 from guild.moe import MoE
 
+__all__ = ["clip_grad_norm_", "distribute_experts", "shard_layers"]
+
 _EXPERT_WEIGHTS = ("w_up", "w_down", "b_up", "b_down")
 
 
