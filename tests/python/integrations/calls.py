@@ -37,7 +37,7 @@ def results(
     experts.zero_grad()
     x, scores = (t.detach().clone().requires_grad_() for t in (x, scores))
     out = experts(x, ids, scores)
-    weight = torch.linspace(-1, 1, out.numel()).view_as(out).to(out.dtype)
+    weight = torch.linspace(-1, 1, out.numel()).view_as(out).to(out)
     (out * weight).sum().backward()
     trained = [(key, p) for key, p in experts.named_parameters() if p.grad is not None]
     gradients = {f"d {key}": parameter.grad.clone() for key, parameter in trained}

@@ -62,7 +62,7 @@ def results(block: nn.Module, x: Tensor) -> dict[str, Tensor]:
     x = x.clone().requires_grad_()
     out = block(x * 1)
     outs = out if isinstance(out, tuple) else (out,)
-    weights = [torch.linspace(-1, 1, o.numel()).view_as(o).to(o.dtype) for o in outs]
+    weights = [torch.linspace(-1, 1, o.numel()).view_as(o).to(o) for o in outs]
     sum((o * w).sum().double() for o, w in zip(outs, weights, strict=True)).backward()
     trained = {n: p.grad.clone() for n, p in block.named_parameters() if p.grad is not None}
     return {f"out {i}": o.detach() for i, o in enumerate(outs)} | {"d x": x.grad} | trained

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import io
 import pickle
 import warnings
@@ -23,10 +24,20 @@ from guild.integrations.transformers import (  # noqa: E402
     replace_moe_blocks,
     restore_moe_blocks,
 )
+from guild.integrations.transformers.block_families import FAMILIES, BlockFamily  # noqa: E402
 from models import KNOWN, SIGMOID, eager, expect_same, step, tokens  # noqa: E402
 
 models = pytest.mark.parametrize("name", KNOWN)
 QWEN3 = "Qwen3MoeConfig"
+# What some default configs leave out.
+MISSING = {
+    "n_routed_experts": 64,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "shared_expert_intermediate_size": 64,
+}
 
 
 class Ops(TorchDispatchMode):
@@ -163,6 +174,32 @@ def test_blocks_compile_without_a_break(name: str) -> None:
     outs = [out if isinstance(out, tuple) else (out,) for out in (compiled(x), block(x))]
     for a, b in zip(*outs, strict=True):
         assert error(a, b) < 1e-6
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.block)
+def test_every_family_computes_what_guild_does(family: BlockFamily) -> None:
+    """As the model's own config makes it: replacing it tries a tiny copy, gradients included."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert replace_moe_blocks(default_block(family)) == [""]
+
+
+def default_block(family: BlockFamily) -> nn.Module:
+    """Of the default config of the model, or of that of its text; of no memory."""
+    name = f"transformers.models.{family.model}.configuration_{family.model}"
+    module = importlib.import_module(name)
+    for config_class in vars(module).values():
+        if isinstance(config_class, type) and config_class.__module__ == name:
+            config = config_class()
+            for option, value in MISSING.items():
+                if getattr(config, option, None) is None:
+                    setattr(config, option, value)
+            try:
+                with torch.device("meta"):
+                    return family.classes()["block"](config)
+            except (AttributeError, TypeError):  # the config of another part of the model
+                continue
+    raise LookupError(name)
 
 
 # ---- checkpoints and copies ---------------------------------------------------------------------

@@ -15,6 +15,7 @@ import torch
 transformers = pytest.importorskip("transformers", reason="Transformers is not installed")
 
 from families import PAGE, table, written_table  # noqa: E402
+from guild.integrations.transformers.block_families import FAMILIES  # noqa: E402
 
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
 
@@ -46,3 +47,12 @@ def test_blocks_that_go_on_say_so(block: str) -> None:
 )
 def test_table_of_families_is_up_to_date() -> None:
     assert written_table() == table(), "run tests/python/integrations/families.py"
+
+
+def test_table_of_blocks_is_up_to_date() -> None:
+    text = re.search(r"<!-- blocks -->(.*?)<!-- end", PAGE.read_text(), re.DOTALL)[1]
+    rows = [set(re.findall("`(.*?)`", line)) for line in text.splitlines()]
+    plain, in_one, llama4 = (row for row in rows if row)
+    assert llama4 == {"llama4"}
+    assert in_one == {family.model for family in FAMILIES if family.in_one}
+    assert plain == {family.model for family in FAMILIES} - in_one - llama4

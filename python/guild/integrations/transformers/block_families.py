@@ -53,7 +53,8 @@ def softmax_in_float32(router: nn.Module, x: Tensor) -> Chosen:
 def softmax_as_logits(router: nn.Module, x: Tensor) -> Chosen:
     """That of Qwen and OLMoE: the scores are rounded to the logits' dtype."""
     logits = F.linear(x, router.weight)
-    ids, scores = route(logits.float(), router.top_k, renormalize=bool(router.norm_topk_prob))
+    renormalize = bool(getattr(router, "norm_topk_prob", True))
+    ids, scores = route(logits.float(), router.top_k, renormalize=renormalize)
     return logits, scores.to(logits.dtype), ids
 
 
@@ -117,43 +118,52 @@ def scores_of_chosen(router: nn.Module, logits: Tensor) -> tuple[Tensor, Tensor]
     return scores.to(logits.dtype), ids
 
 
+# The folder of each model, and what the names of its classes begin with.
+_MIXTRALS = (("mixtral", "Mixtral"), ("minimax", "MiniMax"))
+_QWENS = (
+    ("qwen2_moe", "Qwen2Moe"),
+    ("qwen3_moe", "Qwen3Moe"),
+    ("qwen3_next", "Qwen3Next"),
+    ("qwen3_5_moe", "Qwen3_5Moe"),
+    ("qwen3_vl_moe", "Qwen3VLMoeText"),
+    ("qwen3_omni_moe", "Qwen3OmniMoeThinkerText"),
+    ("qwen3_omni_moe", "Qwen3OmniMoeTalkerText"),
+    ("qwen4_exp", "Qwen4ExpText"),
+    ("olmoe", "Olmoe"),
+    ("flex_olmo", "FlexOlmo"),
+    ("mellum", "Mellum"),
+)
+_DEEPSEEKS = (
+    ("deepseek_v3", "DeepseekV3"),
+    ("deepseek_v32", "DeepseekV32"),
+    ("dots1", "Dots1"),
+    ("exaone_moe", "ExaoneMoe"),
+    ("glm4_moe", "Glm4Moe"),
+    ("glm4_moe_lite", "Glm4MoeLite"),
+    ("glm4v_moe", "Glm4vMoeText"),
+    ("glm5_next", "Glm5NextText"),
+    ("glm_moe_dsa", "GlmMoeDsa"),
+    ("hy_v4", "HYV4"),
+    ("kimi_linear", "KimiLinear"),
+    ("solar_open", "SolarOpen"),
+)
+
+
+def _like_qwen(model: str, name: str, choose: Callable[[nn.Module, Tensor], Chosen]) -> BlockFamily:
+    parts = f"{name}SparseMoeBlock", f"{name}TopKRouter", f"{name}Experts"
+    return BlockFamily(model, *parts, "gate", choose)
+
+
+def _like_deepseek(model: str, name: str) -> BlockFamily:
+    block = f"{name}SparseMoEBlock" if model == "exaone_moe" else f"{name}MoE"
+    parts = block, f"{name}TopkRouter", f"{name}Experts"
+    return BlockFamily(model, *parts, "gate", grouped_sigmoid, grouped_sigmoid_options)
+
+
 FAMILIES = (
-    BlockFamily(
-        "mixtral",
-        "MixtralSparseMoeBlock",
-        "MixtralTopKRouter",
-        "MixtralExperts",
-        "gate",
-        softmax_in_float32,
-    ),
-    *(
-        BlockFamily(
-            model,
-            f"{name}SparseMoeBlock",
-            f"{name}TopKRouter",
-            f"{name}Experts",
-            "gate",
-            softmax_as_logits,
-        )
-        for model, name in (
-            ("qwen2_moe", "Qwen2Moe"),
-            ("qwen3_moe", "Qwen3Moe"),
-            ("qwen3_next", "Qwen3Next"),
-            ("olmoe", "Olmoe"),
-        )
-    ),
-    *(
-        BlockFamily(
-            model,
-            f"{name}MoE",
-            f"{name}TopkRouter",
-            f"{name}Experts",
-            "gate",
-            grouped_sigmoid,
-            grouped_sigmoid_options,
-        )
-        for model, name in (("deepseek_v3", "DeepseekV3"), ("glm4_moe", "Glm4Moe"))
-    ),
+    *(_like_qwen(*names, softmax_in_float32) for names in _MIXTRALS),
+    *(_like_qwen(*names, softmax_as_logits) for names in _QWENS),
+    *(_like_deepseek(*names) for names in _DEEPSEEKS),
     BlockFamily(
         "gpt_oss",
         "GptOssMLP",

@@ -35,8 +35,9 @@ def replace_moe_blocks(model: nn.Module) -> list[str]:
     """Run the whole MoE blocks of a model on Guild, until `restore_moe_blocks`.
 
     Known are those of Mixtral, Qwen2-MoE, Qwen3-MoE, Qwen3-Next, OLMoE, DeepSeek-V3, GLM4-MoE,
-    gpt-oss and Llama 4. Parameters, their names and values stay: checkpoints load and save as
-    before. Routers compute in the model's own precision, and their logits can be had as before.
+    gpt-oss, Llama 4 and of models that route as these do. Parameters, their names and values stay:
+    checkpoints load and save as before. Routers compute in the model's own precision, and their
+    logits can be had as before.
 
     Parameters
     ----------
