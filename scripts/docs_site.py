@@ -32,7 +32,7 @@ _CODE_OR_LINK = re.compile(
 )
 # What index.md leads to in the column beside every page, in this order; * stands for the rest.
 CONTENTS = {
-    "Guide": ["readme", "guide", "numerics", "integrations/*"],
+    "Guide": ["readme", "guide", "lora", "parallel", "numerics", "integrations/*"],
     "Python": ["api/python/*"],
     "C++": ["api/cpp/*"],
     "Measured": ["measured/*"],

@@ -14,9 +14,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from guild._torch.expert_lists import CopiedWeightsWarning as CopiedWeightsWarning
+    from guild._torch.expert_lists import lay_evenly as lay_evenly
     from guild.activations import Activation as Activation
     from guild.balancing import BalanceSums as BalanceSums
     from guild.balancing import balance_sums as balance_sums
+    from guild.distributed.expert_parallel import ExpertParallel as ExpertParallel
+    from guild.distributed.placement import distribute_experts as distribute_experts
     from guild.experts import experts_mlp as experts_mlp
     from guild.experts import routed_experts as routed_experts
     from guild.grouped import grouped_mm as grouped_mm
@@ -36,8 +40,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _NAMES = {  # as above, for the import when a name is first used
+    "_torch.expert_lists": ("CopiedWeightsWarning", "lay_evenly"),
     "activations": ("Activation",),
     "balancing": ("BalanceSums", "balance_sums"),
+    "distributed.expert_parallel": ("ExpertParallel",),
+    "distributed.placement": ("distribute_experts",),
     "experts": ("experts_mlp", "routed_experts"),
     "grouped": ("grouped_mm", "grouped_mm_downproj", "grouped_mm_swiglu"),
     "layer_routing": ("Routing",),

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from guild._torch import layer_operator  # noqa: F401 - registers the gradients
-from guild._torch.checks import (
-    MOST_EXPERTS,
-    expect_device,
-    expect_dims,
-    expect_flag,
-    expect_indices,
-    expect_like,
-    expect_offsets,
-    expect_rows,
-    expect_shape,
-    expect_tensor,
+from guild._torch.checks import expect_dims, expect_offsets, expect_shape
+from guild._torch.expert_lists import Listed, lie_backwards, reversed_lists
+from guild._torch.layer_arguments import Halves, layer_arguments, local_ids
+from guild._torch.layer_operator import moe_forward_out, moe_layer_out
+from guild._torch.low_rank import Places
+from guild._torch.operators import ops, score_dtype
+from guild.activations import Activation
+from guild.expert_arguments import (
+    expect_later,
+    expect_output,
+    expect_routing,
+    low_rank_terms,
+    residual_of,
+    sink_of,
+    whole_of,
 )
-from guild._torch.layer_arguments import Halves, layer_arguments
-from guild._torch.low_rank import LowRank, Places
-from guild._torch.operators import LayerFlags, autocast, ops, score_dtype
-from guild.activations import Activation, is_interleaved
-from guild.lora import LoRA, LoRAHalves, low_rank
+from guild.lora import LoRA, LoRAHalves
 from guild.lora_experts import experts_with_lora, sorted_places
 from guild.routing import Router, token_arguments
-from guild.weight_gradients import Experts, WeightGradients, expect_sink
+from guild.weight_gradients import Experts, WeightGradients
 
 _moe_forward = ops.moe_forward.default
 _moe_layer = ops.moe_layer.default
@@ -36,10 +34,10 @@ def routed_experts(
     x: Tensor,
     topk_ids: Tensor,
     topk_weights: Tensor,
-    w_up: Tensor | Halves,
-    w_down: Tensor,
-    b_up: Tensor | Halves | None = None,
-    b_down: Tensor | None = None,
+    w_up: Listed | Halves,
+    w_down: Listed,
+    b_up: Listed | Halves | None = None,
+    b_down: Listed | None = None,
     *,
     activation: Activation | str = "silu",
     order: str = "concatenated",
@@ -50,6 +48,8 @@ def routed_experts(
     weight_gradients: WeightGradients | None = None,
     lora_up: LoRA | LoRAHalves | None = None,
     lora_down: LoRA | None = None,
+    out: Tensor | None = None,
+    expert_map: Tensor | None = None,
 ) -> Tensor:
     """Every token through its chosen experts, summed with its weights.
 
@@ -75,6 +75,12 @@ def routed_experts(
         contiguous. Read in place.
     w_down : torch.Tensor
         (E, H, I). E is 1 to 4,096, on a GPU 1 to 1,024.
+
+        Any weight or bias, each of a pair too, may be a list of E tensors, one per expert, and each
+        of them gets its gradient. Tensors that follow each other at one distance in one storage are
+        read in place, as views of one tensor are; so are they here, but not in `experts_mlp` or
+        with LoRA, if all lists lie from the last expert to the first. Any others are copied into
+        one tensor at each call, with a `CopiedWeightsWarning`, and inside torch.compile all are.
     b_up : torch.Tensor or (torch.Tensor, torch.Tensor), optional
         (E, 2I) in the given order, (E, I) without a gate; or a pair of (E, I).
     b_down : torch.Tensor, optional
@@ -103,6 +109,13 @@ def routed_experts(
         pair (gate, up), of which one may be None. No weight's delta is made, forward or backward.
     lora_down : LoRA, optional
         The same of the down projection.
+    out : torch.Tensor, optional
+        (T, H) in the result's dtype, rows of contiguous columns: written to, and returned. It has
+        no gradient: an error where one is wanted, unless under no_grad(). It shares no memory with
+        what is read.
+    expert_map : torch.Tensor, optional
+        int32 (E of all ranks): topk_ids are places in it, and its values the places of the experts
+        in these weights, or -1 for experts of other ranks, whose slots are skipped.
 
     Returns
     -------
@@ -137,44 +150,19 @@ def routed_experts(
         weight_gradients,
         lora_up,
         lora_down,
+        out,
+        expert_map,
     )[0]
-
-
-def expect_routing(
-    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, token_offsets: Tensor | None
-) -> None:
-    """Raise unless ids and weights are those of x's tokens, as `routed_experts` takes them."""
-    if token_offsets is None:
-        expect_dims("topk_ids", topk_ids, 2, what="(tokens, top_k)")
-        if not 1 <= topk_ids.shape[1] <= MOST_EXPERTS:
-            raise ValueError(
-                f"topk_ids: expected 1 to {MOST_EXPERTS} experts of a token, got shape "
-                f"{tuple(topk_ids.shape)}"
-            )
-    else:
-        expect_tensor("token_offsets", token_offsets)
-        expect_dims("topk_ids", topk_ids, 1, what="(slots,) with token_offsets")
-        expect_offsets("token_offsets", token_offsets, x)
-        expect_shape("token_offsets", token_offsets, (x.shape[0] + 1,))
-    expect_indices("topk_ids", topk_ids, x, torch.int32, torch.int64)
-    if token_offsets is None and topk_ids.shape[0] != x.shape[0]:
-        raise ValueError(
-            f"topk_ids: expected {x.shape[0]} tokens as x has, got shape {tuple(topk_ids.shape)}"
-        )
-    expect_shape("topk_weights", topk_weights, tuple(topk_ids.shape))
-    expect_device("topk_weights", topk_weights, x)
-    if not topk_weights.is_floating_point():
-        raise TypeError(f"topk_weights: expected a floating dtype, got {topk_weights.dtype}")
 
 
 def routed_experts_and_offsets(
     x: Tensor,
     topk_ids: Tensor,
     topk_weights: Tensor,
-    w_up: Tensor | Halves,
-    w_down: Tensor,
-    b_up: Tensor | Halves | None,
-    b_down: Tensor | None,
+    w_up: Listed | Halves,
+    w_down: Listed,
+    b_up: Listed | Halves | None,
+    b_down: Listed | None,
     activation: Activation | str,
     order: str,
     transposed: bool,
@@ -184,31 +172,40 @@ def routed_experts_and_offsets(
     weight_gradients: WeightGradients | None = None,
     lora_up: LoRA | LoRAHalves | None = None,
     lora_down: LoRA | None = None,
+    out: Tensor | None = None,
+    expert_map: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`routed_experts`, and the int32 (E + 1) offsets of the sorted rows."""
     expect_dims("x", x, 2, what="(tokens, hidden)")
-    _expect_later(recompute, weight_gradients)
+    expect_later(recompute, weight_gradients)
     expect_routing(x, topk_ids, topk_weights, token_offsets)
+    topk_ids = local_ids(topk_ids, expert_map)
     given = w_up, w_down, b_up, b_down
-    x, *layer, gradient = layer_arguments(x, *given, activation, order, transposed, routed=True)
-    residual = _residual(residual, x)
+    has_lora = lora_up is not None or lora_down is not None  # whose terms count from the first
+    if not has_lora and lie_backwards(*given):  # count experts from the last: changes no bit
+        given = tuple(map(reversed_lists, given))
+        topk_ids = len(given[1]) - 1 - topk_ids
+    whole = whole_of(*given, weight_gradients)
+    x, *layer, gradient = layer_arguments(x, *whole, activation, order, transposed, routed=True)
+    residual = residual_of(residual, x)
     scores = topk_weights.to(score_dtype(x.dtype)).contiguous()
     ids = topk_ids.contiguous()
-    low = _low_rank(lora_up, lora_down, x, layer)
-    gradient = gradient or scores.requires_grad or (low is not None and low.wants_gradient)
-    keep = torch.is_grad_enabled() and gradient
+    low = low_rank_terms(lora_up, lora_down, x, layer)
+    wanted = gradient or scores.requires_grad or (low is not None and low.wants_gradient)
+    keep, sink = sink_of(wanted, weight_gradients, given, order)
+    if out is not None:
+        slots = {"topk_ids": ids, "topk_weights": scores, "token_offsets": token_offsets}
+        expect_output(out, keep, x, layer, residual=residual, **slots)
+        if low is None:
+            return out, moe_forward_out(x, *slots.values(), residual, *layer, out)
     if low is not None:
-        sink, parameters = weight_gradients if keep else None, ()
-        if sink is not None:
-            parameters = _parameters(sink, *given, order)
-        places = sorted_places(ids, scores, w_down.shape[0], token_offsets)
-        return experts_with_lora(
-            x, scores, residual, layer, low, places, keep, recompute, sink, parameters
-        ), places.offsets
-    if keep and weight_gradients is not None:
-        parameters = _parameters(weight_gradients, *given, order)
-        tokens = None, None, ids, scores, token_offsets, residual
-        return Experts.apply(weight_gradients, parameters, recompute, x, *tokens, None, *layer)
+        places = sorted_places(ids, scores, layer[2].shape[0], token_offsets)
+        tokens = x, scores, residual
+        rows = experts_with_lora(*tokens, layer, low, places, keep, recompute, sink)
+        return rows if out is None else out.copy_(rows), places.offsets
+    if sink is not None:
+        tokens = None, None, ids, scores, token_offsets, residual, None
+        return Experts.apply(*sink[:2], recompute, x, *tokens, *layer, *sink.reached)
     keep = keep and not recompute
     out, _, offsets, *_ = _moe_forward(x, ids, scores, token_offsets, residual, *layer, keep)
     return out, offsets
@@ -231,57 +228,35 @@ def routed_layer(
     weight_gradients: WeightGradients | None,
     order: str,
     transposed: bool,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`route_tokens` and `routed_experts_and_offsets` as one op, of which x gets one gradient."""
-    _expect_later(recompute, weight_gradients)
+    expect_later(recompute, weight_gradients)
     tokens = token_arguments(x, router_weight, top_k, router, selection_bias, token_mask)
     given = w_up, w_down, b_up, b_down
     x, *layer, gradient = layer_arguments(x, *given, activation, order, transposed, routed=True)
-    residual = _residual(residual, x)
-    keep = torch.is_grad_enabled() and (gradient or router_weight.requires_grad)
-    if keep and weight_gradients is not None:
-        parameters = _parameters(weight_gradients, *given, order)
+    residual = residual_of(residual, x)
+    wanted = gradient or router_weight.requires_grad
+    keep, sink = sink_of(wanted, weight_gradients, given, order)
+    if out is not None:
+        operands = {"residual": residual, "router.weight": router_weight}
+        expect_output(out, keep, x, layer, **operands)
+        w_up, _, *rest = layer
+        return out, moe_layer_out(*tokens, residual, w_up, *rest, out)
+    if sink is not None:
         chosen = x, router_weight, tokens[2:], None, None, None, residual, None
-        return Experts.apply(weight_gradients, parameters, recompute, *chosen, *layer)
+        return Experts.apply(*sink[:2], recompute, *chosen, *layer, *sink.reached)
     out, _, offsets, *_ = _moe_layer(*tokens, residual, *layer, keep and not recompute)
     return out, offsets
-
-
-def _expect_later(recompute: bool, weight_gradients: WeightGradients | None) -> None:
-    """Raise TypeError unless they are what they should be, wanted gradients or not."""
-    expect_flag("recompute", recompute)
-    if weight_gradients is not None:
-        expect_sink(weight_gradients)
-
-
-def _low_rank(
-    lora_up: LoRA | LoRAHalves | None, lora_down: LoRA | None, x: Tensor, layer: list
-) -> LowRank | None:
-    """Checked, in the dtype of x, which is cast already."""
-    if lora_up is None and lora_down is None:
-        return None
-    _, w_gate, w_down, _, _, *flags = layer
-    return low_rank(lora_up, lora_down, x, w_down, LayerFlags(*flags), w_gate is not None)
-
-
-def _residual(residual: Tensor | None, x: Tensor) -> Tensor | None:
-    """Checked, in the autocast dtype; x is in that already."""
-    if residual is None:
-        return None
-    expect_shape("residual", residual, tuple(x.shape), "(tokens, hidden)")
-    _, residual = autocast(x, residual)
-    expect_like("residual", residual, x)
-    expect_rows("residual", residual)
-    return residual
 
 
 def experts_mlp(
     x_sorted: Tensor,
     offsets: Tensor,
-    w_up: Tensor | Halves,
-    w_down: Tensor,
-    b_up: Tensor | Halves | None = None,
-    b_down: Tensor | None = None,
+    w_up: Listed | Halves,
+    w_down: Listed,
+    b_up: Listed | Halves | None = None,
+    b_down: Listed | None = None,
     activation: Activation | str = "silu",
     *,
     order: str = "concatenated",
@@ -317,55 +292,22 @@ lora_up, lora_down
         If an argument is not as described; the message names it.
     """
     expect_dims("x_sorted", x_sorted, 2, what="(rows, hidden)")
-    _expect_later(recompute, weight_gradients)
+    expect_later(recompute, weight_gradients)
     given = w_up, w_down, b_up, b_down
+    whole = whole_of(*given, weight_gradients)
     x, *layer, gradient = layer_arguments(
-        x_sorted, *given, activation, order, transposed, "x_sorted"
+        x_sorted, *whole, activation, order, transposed, "x_sorted"
     )
+    experts = layer[2].shape[0]
     expect_offsets("offsets", offsets, x)
-    expect_shape("offsets", offsets, (w_down.shape[0] + 1,), "it holds starts and the last end")
-    low = _low_rank(lora_up, lora_down, x, layer)
-    keep = torch.is_grad_enabled() and (gradient or (low is not None and low.wants_gradient))
+    expect_shape("offsets", offsets, (experts + 1,), "it holds starts and the last end")
+    low = low_rank_terms(lora_up, lora_down, x, layer)
+    wanted = gradient or (low is not None and low.wants_gradient)
+    keep, sink = sink_of(wanted, weight_gradients, given, order)
     if low is not None:
-        sink, parameters = weight_gradients if keep else None, ()
-        if sink is not None:
-            parameters = _parameters(sink, *given, order)
         places = Places(offsets, None, None, None, None)
-        return experts_with_lora(
-            x, None, None, layer, low, places, keep, recompute, sink, parameters
-        )
-    if keep and weight_gradients is not None:
-        parameters = _parameters(weight_gradients, *given, order)
-        return Experts.apply(
-            weight_gradients, parameters, recompute, x, *(None,) * 6, offsets, *layer
-        )[0]
+        return experts_with_lora(x, None, None, layer, low, places, keep, recompute, sink)
+    if sink is not None:
+        tokens = (*(None,) * 6, offsets)
+        return Experts.apply(*sink[:2], recompute, x, *tokens, *layer, *sink.reached)[0]
     return _experts_forward(x, offsets, *layer, keep and not recompute)[0]
-
-
-def _parameters(
-    weight_gradients: WeightGradients,
-    w_up: Tensor | Halves,
-    w_down: Tensor,
-    b_up: Tensor | Halves | None,
-    b_down: Tensor | None,
-    order: str,
-) -> tuple[Tensor | None, ...]:
-    """Whose gradients they are: w_up, its gate where that stands apart, w_down, b_up, b_down."""
-    if torch._C._are_functorch_transforms_active():
-        raise NotImplementedError(
-            "weight_gradients: expected None under torch.func's transforms, which return gradients "
-            "where it writes them to parameters"
-        )
-    w_gate = None
-    if isinstance(w_up, tuple | list):
-        w_gate, w_up = w_up
-        if b_up is not None and is_interleaved(order):
-            raise ValueError(
-                "order: expected 'concatenated' for the bias of a pair of weights with "
-                f"weight_gradients, got {order!r}"
-            )
-    if isinstance(b_up, tuple | list):
-        raise ValueError("b_up: expected one tensor with weight_gradients, got a pair")
-    parameters = w_up, w_gate, w_down, b_up, b_down
-    weight_gradients.expect_targets(parameters)
-    return parameters

@@ -11,22 +11,22 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from guild._torch.checks import (
     dtype_name,
-    expect_apart,
     expect_device,
     expect_dims,
     expect_dtype,
     expect_experts,
     expect_finite,
     expect_flag,
+    expect_free,
     expect_like,
     expect_offsets,
     expect_operand,
-    expect_own_elements,
     expect_positive,
     expect_rows,
     expect_shape,
     expect_tensor,
 )
+from guild._torch.expert_lists import Listed, joined
 from guild._torch.gradients import starts
 from guild._torch.operators import autocast, ops
 from guild.activations import Activation, as_activation, is_interleaved
@@ -43,10 +43,10 @@ _pair_down = ops.pair_down.default
 
 
 def grouped_mm(
-    mat_a: Tensor,
-    mat_b: Tensor,
+    mat_a: Listed,
+    mat_b: Listed,
     offs: Tensor | None = None,
-    bias: Tensor | None = None,
+    bias: Listed | None = None,
     out_dtype: torch.dtype | None = None,
     *,
     out: Tensor | None = None,
@@ -65,14 +65,14 @@ def grouped_mm(
 
     Parameters
     ----------
-    mat_a, mat_b : torch.Tensor
+    mat_a, mat_b : torch.Tensor or list of torch.Tensor
         As above, bfloat16 or float16, on the CPU float32 and float64 too; either row- or
-        column-major.
+        column-major. Of 3 dimensions may be a list of E matrices, as in `experts_mlp`.
     offs : torch.Tensor, optional
         int32 (E,): where each group ends along the dimension that groups split; None where they
         split nothing. 1 to 4,096 groups.
-    bias : torch.Tensor, optional
-        (E, N); (E, M) where groups split columns.
+    bias : torch.Tensor or list of torch.Tensor, optional
+        (E, N); (E, M) where groups split columns. Or a list of E vectors.
     out_dtype : torch.dtype, optional
         mat_a's dtype, the default, or float32.
     out : torch.Tensor, optional
@@ -93,6 +93,7 @@ def grouped_mm(
     TypeError, ValueError
         If an argument is not as described; the message names it.
     """
+    mat_a, mat_b, bias = joined("mat_a", mat_a), joined("mat_b", mat_b), joined("bias", bias, 1)
     expect_dims("mat_a", mat_a, 2, 3)
     expect_dims("mat_b", mat_b, 2, 3)
     if bias is not None:
@@ -126,30 +127,9 @@ def grouped_mm(
     if out.dtype not in dtypes or out_dtype not in (None, out.dtype):
         wanted = dtype_name(out_dtype or mat_a.dtype)
         raise TypeError(f"out: expected dtype {wanted} or float32, got {dtype_name(out.dtype)}")
-    _expect_free(out, {"mat_a": mat_a, "mat_b": mat_b, "offs": offs, "bias": bias})
+    expect_free(out, {"mat_a": mat_a, "mat_b": mat_b, "offs": offs, "bias": bias})
     _grouped_mm_out(mat_a, mat_b, offs, bias, out, accumulate)
     return out
-
-
-def _expect_free(out: Tensor, operands: dict[str, Tensor | None]) -> None:
-    """Raise unless out can be written to: nobody's memory but its own, and no gradient."""
-    given = {name: t for name, t in operands.items() if t is not None}
-    if torch.is_grad_enabled():
-        for name, tensor in {**given, "out": out}.items():
-            if tensor.requires_grad:
-                raise ValueError(
-                    f"out: expected None where a gradient is wanted, as {name} wants one (or call "
-                    "under torch.no_grad())"
-                )
-    if torch.compiler.is_compiling():  # no memory yet
-        return
-    if torch._C._are_functorch_transforms_active():
-        raise NotImplementedError(
-            "out: expected None under torch.func's transforms, which do not see writes to it"
-        )
-    expect_own_elements("out", out)
-    for name, tensor in given.items():
-        expect_apart("out", out, name, tensor)
 
 
 def _grouped_shape(mat_a: Tensor, mat_b: Tensor, offs: Tensor | None) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from guild._torch.checks import (
     has_plain_rows,
 )
 from guild._torch.operators import autocast
+from guild.logits import RouterLinear
 from guild.rounding import round_tokens
 from guild.routing import Router, token_flags
 
@@ -43,6 +44,23 @@ class Routing(NamedTuple):
     scores: Tensor
     logits: Tensor
     token_offsets: Tensor | None = None
+
+
+def as_router(router: Router | str | None, experts: int, top_k: int) -> Router:
+    """The router that a layer is told, by name or not; an error where it does not fit the sizes."""
+    if isinstance(router, str):
+        router = Router.named(router)
+    if not isinstance(router, Router | None):
+        raise TypeError(f"router: expected a guild.Router or a name, got {router!r}")
+    router = router or Router()
+    router.expect_sizes(experts, top_k)
+    return router
+
+
+def is_router_plain(layer: nn.Module) -> bool:
+    """Whether calling the router would be the product x weight^T and nothing besides."""
+    router = layer._modules.get("router")  # past __getattr__, which takes its time
+    return isinstance(router, RouterLinear) and router.is_plain()
 
 
 def layer_tokens(
@@ -73,6 +91,19 @@ def layer_tokens(
                 f"{dtype_name(flat.dtype)}"
             )
     return flat, token_mask
+
+
+def output_rows(out: Tensor, x: Tensor) -> Tensor:
+    """The caller's tensor for a layer's output, as (tokens, hidden).
+
+    Raises TypeError or ValueError unless it has x's shape, and such a view.
+    """
+    expect_shape("out", out, tuple(x.shape), "the shape of x")
+    if out.dim() == 2:
+        return out
+    if not out.is_contiguous():
+        raise ValueError(f"out: expected a contiguous tensor, got strides {out.stride()}")
+    return out.view(x.shape[:-1].numel(), x.shape[-1])
 
 
 def router_operands(x: Tensor, router: nn.Module, experts: int) -> tuple[Tensor, Tensor]:

@@ -142,17 +142,14 @@ class RouterLinear(LogitLinear):
 
     def is_plain(self) -> bool:
         """Whether a call is x weight^T and nothing besides: no bias, hook or other forward."""
-        hooks = (
-            self._forward_hooks,
-            self._forward_pre_hooks,
-            self._backward_hooks,
-            self._backward_pre_hooks,
-        )
         return (
             type(self) is RouterLinear  # a parametrisation makes a class of its own
-            and self.bias is None
+            and self._parameters["bias"] is None
             and "forward" not in self.__dict__
-            and not any(hooks)
+            and not self._forward_hooks
+            and not self._forward_pre_hooks
+            and not self._backward_hooks
+            and not self._backward_pre_hooks
             and not _has_any_global_hook()
         )
 
@@ -190,3 +187,19 @@ def selection_bias_of(router: nn.Module) -> Tensor | None:
         if bias is not None:
             return bias
     return None
+
+
+def expected_selection_bias(router: nn.Module, experts: int, w_up: Tensor) -> Tensor:
+    """The selection bias of a layer's router, on the device of w_up.
+
+    Raises ValueError if there is none, or it does not fit.
+    """
+    bias = selection_bias_of(router)
+    if bias is None:
+        raise ValueError(
+            "router.selection_bias: expected a buffer (experts,), as Router(selection_bias=True) "
+            f"asks for, got a {type(router).__name__} without one"
+        )
+    expect_shape("router.selection_bias", bias, (experts,), "(experts,) of the layer")
+    expect_device("router.selection_bias", bias, w_up, "w_up")
+    return bias

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from guild._torch import low_rank as steps
 from guild._torch.autograd import rows_of
+from guild._torch.expert_lists import Versions
 from guild._torch.low_rank import LowRank, Places, Weights
 from guild._torch.operators import LayerFlags, ops
-from guild.weight_gradients import WeightGradients, _compute, _Kept
+from guild.weight_gradients import Kept, Operands, Sink, compute_gradients
 
+_ARGUMENTS = 14 + len(LayerFlags._fields)  # weights, low-rank operands, places, flags
 _lora_forward = ops.lora_forward.default
 
 
@@ -36,18 +38,17 @@ def experts_with_lora(
     places: Places,
     keep: bool,
     recompute: bool,
-    sink: WeightGradients | None,
-    parameters: tuple[Tensor | None, ...],
+    sink: Sink | None,
 ) -> Tensor:
     """The layer's output, (T, H) or, of sorted rows, (R, H).
 
-    layer: weights, biases and flags in the ops' order; keep: whether a gradient is wanted;
-    parameters: whose gradients go to the sink.
+    layer: weights, biases and flags in the ops' order; keep: whether a gradient is wanted.
     """
     weights, flags = layer[:5], layer[5:]
     arguments = *weights, *low, *places, *flags
     if sink is not None:
-        return _ExpertsWithSink.apply(sink, parameters, recompute, x, scores, residual, *arguments)
+        tokens = x, scores, residual
+        return _ExpertsWithSink.apply(*sink[:2], recompute, *tokens, *arguments, *sink.reached)
     return _lora_forward(x, scores, residual, *arguments, keep and not recompute)[0]
 
 
@@ -56,8 +57,11 @@ class _ExpertsWithSink(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, sink, parameters, recompute, x, scores, residual, *arguments):
+        """After the arguments come the parameters that autograd should reach."""
+        arguments, reached = arguments[:_ARGUMENTS], arguments[_ARGUMENTS:]
         out, h, t = ops.lora_forward(x, scores, residual, *arguments, not recompute)
         ctx.sink, ctx.parameters, ctx.flags = sink, parameters, LayerFlags(*arguments[14:])
+        ctx.reached, ctx.versions = reached, Versions("weights", reached)
         ctx.save_for_backward(x, h, t, *arguments[:14])
         ctx.set_materialize_grads(False)
         return out
@@ -72,7 +76,8 @@ class _ExpertsWithSink(torch.autograd.Function):
             )
         nothing = (None,) * (5 + len(ctx.flags))  # of places and flags
         if dout is None:
-            return (*(None,) * 15, *nothing)
+            return (*(None,) * 15, *nothing, *(None,) * len(ctx.reached))
+        ctx.versions.expect_unchanged()
         x, h, t, *rest = ctx.saved_tensors
         weights, low, places = Weights(*rest[:5]), LowRank(*rest[5:9]), Places(*rest[9:])
         want_x, want_scores, want_residual = ctx.needs_input_grad[3:6]
@@ -82,10 +87,11 @@ class _ExpertsWithSink(torch.autograd.Function):
         dout = rows_of(dout)
         dh, a, parts, u_down = steps.down_gradient(dout, h, places, weights.w_down, low, ctx.flags)
         routed = places.slot_row is not None
-        kept = _Kept(x, dout) if routed else _Kept(x, dout, places.offsets)
+        kept = Kept(x, dout) if routed else Kept(x, dout, places.offsets)
         where = places.offsets, places.row_token, places.row_score
-        operands = x, dout, dh, a, *where
-        ctx.sink._take(partial(_compute, ctx.sink, kept, ctx.parameters, ctx.flags, *operands))
+        operands = Operands(x, dout, dh, a, *where)
+        step = partial(compute_gradients, ctx.sink, kept, ctx.parameters, ctx.flags, operands)
+        ctx.sink.take(step)
         dscores = None
         if want_scores:
             dscores = steps.score_gradient(parts, dout, a.shape[1], places, weights)
@@ -93,4 +99,5 @@ class _ExpertsWithSink(torch.autograd.Function):
         dlow = steps.low_rank_gradients(
             x, dout, dh, a, t, u_up, u_down, places, low, tuple(want_low)
         )
-        return None, None, None, dx, dscores, dresidual, *(None,) * 5, *dlow, *nothing
+        late = ctx.sink.gradients_without_meaning(ctx.reached)
+        return None, None, None, dx, dscores, dresidual, *(None,) * 5, *dlow, *nothing, *late

@@ -2,37 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from guild._torch.checks import (
-    FLOATS,
     MOST_EXPERTS,
-    dtype_name,
     expect_choice,
     expect_count,
-    expect_device,
-    expect_dtype,
     expect_flags,
+    expect_float_dtype,
     expect_shape,
 )
 from guild.activations import Activation, as_activation, is_interleaved
 from guild.balancing import BalanceSums, balance_sums, move_selection_bias
-from guild.experts import routed_experts_and_offsets, routed_layer
+from guild.layer_experts import expert_ops, expert_parameters, fill_normal, local_count, local_parts
+from guild.layer_inference import quick_output
 from guild.layer_routing import (
     Routing,
+    as_router,
+    is_router_plain,
     layer_tokens,
     outlives_call,
+    output_rows,
     rounded_lists,
     router_operands,
 )
-from guild.logits import RouterLinear, selection_bias_of
+from guild.logits import RouterLinear, expected_selection_bias
 from guild.routing import Router, route_logits, route_tokens
 from guild.shared_experts import SharedExperts, shared_width
 from guild.weight_gradients import WeightGradients, expect_sink
+
+if TYPE_CHECKING:
+    from guild.distributed.expert_parallel import ExpertParallel
 
 _BALANCE_OVER = (None, "batch", "sequence")
 _LOSSES = ("load_balancing_loss", "z_loss")
@@ -77,6 +81,9 @@ class MoE(nn.Module):
     weight_gradients : WeightGradients, optional
         Where the experts' weight gradients go, and when; the router's and the shared experts' are
         autograd's all the same.
+    expert_group : ExpertParallel, optional
+        Ranks that share the experts: each has experts / ranks of them, here and in `w_up`,
+        `w_down`, `b_up` and `b_down`, and the whole router and shared experts.
 
     Attributes
     ----------
@@ -128,6 +135,7 @@ class MoE(nn.Module):
         shared_gate: bool = False,
         recompute: bool = False,
         weight_gradients: WeightGradients | None = None,
+        expert_group: ExpertParallel | None = None,
     ) -> None:
         super().__init__()
         expect_count("hidden", hidden, 1)
@@ -135,29 +143,24 @@ class MoE(nn.Module):
         expect_count("experts", experts, 1, MOST_EXPERTS)
         expect_count("top_k", top_k, 1, experts)
         shared = shared_width(shared_experts, intermediate, shared_intermediate, shared_gate)
-        if isinstance(router, str):
-            router = Router.named(router)
-        if not isinstance(router, Router | None):
-            raise TypeError(f"router: expected a guild.Router or a name, got {router!r}")
-        (router or Router()).expect_sizes(experts, top_k)
+        router = as_router(router, experts, top_k)
         expect_choice("balance_over", balance_over, _BALANCE_OVER)
         is_interleaved(order)  # or an error
         expect_flags(bias=bias, transposed=transposed, router_bias=router_bias, recompute=recompute)
         if weight_gradients is not None:
             expect_sink(weight_gradients)
-        expect_dtype("dtype", dtype)
-        if dtype is not None and dtype not in FLOATS:
-            raise TypeError(f"dtype: expected a floating dtype, got {dtype_name(dtype)}")
+        expect_float_dtype("dtype", dtype)
         self.hidden, self.intermediate = hidden, intermediate
         self.experts, self.top_k = experts, top_k
         self.activation = as_activation(activation)
         self.order, self.transposed = order, transposed
-        self.routing = router or Router()
+        self.routing = router
         self.recompute, self.weight_gradients = recompute, weight_gradients
+        self.share_experts(expert_group)
         make: dict[str, Any] = {"device": device, "dtype": dtype}
         choice = self.routing.selection_bias
         self.router: nn.Module = RouterLinear(hidden, experts, router_bias, choice, **make)
-        self._make_experts(bias, make)
+        self.w_up, self.w_down, self.b_up, self.b_down = expert_parameters(self, bias, make)
         self.shared = None
         if shared:
             self.shared = SharedExperts(hidden, shared, self.activation, order, shared_gate, **make)
@@ -166,20 +169,16 @@ class MoE(nn.Module):
         self._offsets: Tensor | None = None
         self.reset_parameters()
 
-    def _make_experts(self, bias: bool, make: dict[str, Any]) -> None:
-        experts, width = self.experts, self.activation.width(self.intermediate)
-        up, down = (width, self.hidden), (self.hidden, self.intermediate)
-        if self.transposed:
-            up, down = up[::-1], down[::-1]
-        self.w_up = nn.Parameter(torch.empty(experts, *up, **make))
-        self.w_down = nn.Parameter(torch.empty(experts, *down, **make))
-        self.b_up = nn.Parameter(torch.empty(experts, width, **make)) if bias else None
-        self.b_down = nn.Parameter(torch.empty(experts, self.hidden, **make)) if bias else None
+    def share_experts(self, expert_group: ExpertParallel | None) -> None:
+        """Run on the ranks of a group from now on; the weights are those of this rank's experts."""
+        local_count(expert_group, self.experts)  # or an error
+        self.expert_group = expert_group
+        self._number = 0 if expert_group is None else expert_group.new_layer()
 
     def reset_parameters(self) -> None:
         """Normal weights of variance 1 / inputs; zero biases."""
-        nn.init.normal_(self.w_up, std=self.hidden**-0.5)
-        nn.init.normal_(self.w_down, std=self.intermediate**-0.5)
+        fill_normal(self.w_up, self.hidden**-0.5, self.expert_group)
+        fill_normal(self.w_down, self.intermediate**-0.5, self.expert_group)
         for bias in (self.b_up, self.b_down):
             if bias is not None:
                 nn.init.zeros_(bias)
@@ -188,7 +187,12 @@ class MoE(nn.Module):
                 module.reset_parameters()
 
     def forward(
-        self, x: Tensor, token_mask: Tensor | None = None, *, return_routing: bool = False
+        self,
+        x: Tensor,
+        token_mask: Tensor | None = None,
+        *,
+        return_routing: bool = False,
+        out: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Routing]:
         """The layer's output.
 
@@ -202,6 +206,9 @@ class MoE(nn.Module):
             as is its gradient, whatever gradient comes in there.
         return_routing : bool
             Return (out, `Routing`). Costs the float32 logits.
+        out : torch.Tensor, optional
+            x's shape in the result's dtype, contiguous: written to, and returned; see
+            `routed_experts`. Not with experts on other ranks.
 
         Returns
         -------
@@ -211,23 +218,32 @@ class MoE(nn.Module):
         Raises
         ------
         TypeError, ValueError
-            If the shape, dtype or device of x or token_mask does not fit, or a router of yours
+            If the shape, dtype or device of x, token_mask or out does not fit, or a router of yours
             returns something else than logits.
         """
-        flat, token_mask = layer_tokens(x, token_mask, self.hidden, self.w_up)
+        if token_mask is None and out is None and not return_routing:
+            found = quick_output(self, x)
+            if found is not None:
+                out, self.__dict__["_offsets"] = found  # Module.__setattr__ takes its time
+                return out
+        parts = local_parts(self.expert_group, self.w_up, self.w_down, self.b_up, self.b_down)
+        flat, token_mask = layer_tokens(x, token_mask, self.hidden, parts[0])
+        into = None if out is None else output_rows(out, x)
         shared = None if self.shared is None else self.shared(flat)
         if shared is not None and token_mask is not None:  # nor does its output's gradient count
             shared = shared.masked_fill(~token_mask[:, None], 0)
-        weights = self.w_up, self.w_down, self.b_up, self.b_down, self.activation
+        weights = *parts, self.activation
         layout, later = (self.order, self.transposed), (self.recompute, self.weight_gradients)
+        run_layer, run_experts = expert_ops(self.expert_group, self._number, into)
         if self._routes_in_one() and not return_routing:
             flat, weight = router_operands(flat, self.router, self.experts)
             router = self.top_k, self.routing, self._selection_bias(), token_mask
-            out, offsets = routed_layer(flat, weight, *router, *weights, shared, *later, *layout)
+            rest = shared, *later, *layout
+            rows, offsets = run_layer(flat, weight, *router, *weights, *rest)
             self._keep_offsets(offsets)
-            return out.view(x.shape)
+            return rows.view(x.shape) if out is None else out
         logits = None
-        if return_routing or self._keeps_logits() or not self._is_router_plain():
+        if return_routing or self._keeps_logits() or not is_router_plain(self):
             logits = self._logits(flat)
         ids, scores, token_offsets = self._route(flat, logits, token_mask, x.shape[:-1])
         rows, row_scores = flat, scores
@@ -235,9 +251,9 @@ class MoE(nn.Module):
             rows, row_scores = (flat * scores).to(flat.dtype), torch.ones_like(scores)
         tokens = rows, ids, row_scores
         rest = token_offsets, shared, *later
-        out, offsets = routed_experts_and_offsets(*tokens, *weights, *layout, *rest)
+        rows, offsets = run_experts(*tokens, *weights, *layout, *rest)
         self._keep_offsets(offsets)
-        out = out.view(x.shape)
+        out = rows.view(x.shape) if out is None else out
         if not return_routing:
             return out
         if token_offsets is None:
@@ -252,16 +268,12 @@ class MoE(nn.Module):
             self.balance_over is not None or self.routing.rounding is not None
         )
 
-    def _is_router_plain(self) -> bool:
-        """Whether calling the router would be the product x weight^T and nothing besides."""
-        return isinstance(self.router, RouterLinear) and self.router.is_plain()
-
     def _routes_in_one(self) -> bool:
         """Whether router and experts can be one op: nobody else needs what is between them."""
         return (
             self.routing.applied_to == "output"
             and not self._keeps_logits()
-            and self._is_router_plain()
+            and is_router_plain(self)
         )
 
     def _logits(self, x: Tensor) -> Tensor:
@@ -275,15 +287,7 @@ class MoE(nn.Module):
     def _selection_bias(self) -> Tensor | None:
         if not self.routing.selection_bias:
             return None
-        bias = selection_bias_of(self.router)
-        if bias is None:
-            raise ValueError(
-                "router.selection_bias: expected a buffer (experts,), as Router(selection_bias="
-                f"True) asks for, got a {type(self.router).__name__} without one"
-            )
-        expect_shape("router.selection_bias", bias, (self.experts,), "(experts,) of the layer")
-        expect_device("router.selection_bias", bias, self.w_up, "w_up")
-        return bias
+        return expected_selection_bias(self.router, self.experts, self.w_up)
 
     def _route(
         self, x: Tensor, logits: Tensor | None, token_mask: Tensor | None, shape: torch.Size
@@ -345,6 +349,8 @@ class MoE(nn.Module):
     @property
     def expert_counts(self) -> Tensor | None:
         """int32 (experts,): rows of each expert in the last forward, on its device.
+
+        With an expert_group those of this rank's tokens, on whichever rank the expert is.
 
         None before the first one, and after one inside of torch.func.grad or vmap, whose tensors
         mean nothing outside.

@@ -301,11 +301,12 @@ def token_arguments(
     if selection_bias is not None:
         selection_bias = selection_bias.detach().to(score_dtype(x.dtype))
     token_mask = token_flags(token_mask, x, "x")
+    return x, weight, selection_bias, token_mask, *router_scalars(top_k, router)
+
+
+def router_scalars(top_k: int, router: Router) -> tuple[int | float, ...]:
+    """K and a Router's options in the order of the ops' arguments."""
     return (
-        x,
-        weight,
-        selection_bias,
-        token_mask,
         top_k,
         SCORES.index(router.score),
         router.renormalize,

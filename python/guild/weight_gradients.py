@@ -7,7 +7,7 @@ that sum micro-batches in float32 (`main_grad`), or that fill a pipeline's gaps 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,11 +15,24 @@ import torch
 from torch import Tensor
 
 from guild._torch.autograd import rows_of
-from guild._torch.checks import dtype_name, expect_all_apart, expect_flags, expect_own_elements
+from guild._torch.checks import expect_all_apart, expect_flags
+from guild._torch.expert_lists import Listed, Versions
+from guild._torch.gradient_targets import (
+    distinct,
+    empty_like,
+    expect_targets,
+    follows_contract,
+    meaningless_gradients,
+    members,
+    spread,
+    targets,
+    wanting,
+)
 from guild._torch.gradients import pre_activations, wanted_bits
 from guild._torch.operators import LayerFlags, ops
 from guild._torch.router_gradients import Weighing, router_gradients
 
+_LAYER = 5 + len(LayerFlags._fields)  # arguments of a layer: weights, biases, flags
 _NAMES = ("w_up", "w_up[0] (gate)", "w_down", "b_up", "b_down")
 # Places and names of gradients that one op writes, each to its own target.
 _WRITTEN_TOGETHER = ((1, "w_up[0] (gate)", 0, "w_up[1] (up)"), (3, "b_up", 4, "b_down"))
@@ -33,9 +46,9 @@ class WeightGradients:
     Parameters
     ----------
     main_grad : bool
-        Add them to each parameter's `main_grad`, a float32 tensor of its shape that the caller has
-        made and that shares no element with another, and leave `.grad` alone. Otherwise they are
-        written to `.grad`, or added to it.
+        Add them to each parameter's `main_grad`, a tensor of its shape in float32 (or in its own
+        dtype) that the caller has made and that shares no element with another, and leave `.grad`
+        alone. Otherwise they are written to `.grad`, or added to it.
     delayed : bool
         Keep what they need until `compute` is called, instead of computing them in backward. Kept
         are, for each backward, the layer's input, the gradients of its output and pre-activations,
@@ -48,6 +61,15 @@ class WeightGradients:
     Gradients do not pass through autograd, so hooks on the parameters do not run. Sums are in the
     order of the backward passes, with the same bits in every run. They have no graph either:
     backward with create_graph=True and torch.func's transforms raise NotImplementedError.
+
+    With main_grad=True, parameters that have the attribute `grad_added_to_main_grad` follow the
+    contract of Megatron-Core and Transformer Engine: backward sets it to True and hands autograd a
+    gradient without meaning (zero where `zero_out_wgrad` is true), so their hooks do run, in
+    backward even if delayed. `overwrite_main_grad` and `get_main_grad()` mean what they mean there.
+
+    Weights that are lists of one tensor per expert have a `main_grad` or `.grad` each. They are
+    written in place where they follow each other at one distance in one storage, in the order of
+    the experts; otherwise through a tensor of the size of all, with a `CopiedWeightsWarning`.
 
     Every backward through the layer writes them, whatever it was asked for:
     torch.autograd.grad(out, x) as well, which otherwise leaves parameters alone. Copies and pickles
@@ -87,81 +109,77 @@ class WeightGradients:
             self._pending[0]()
             self._pending.pop(0)
 
-    def _take(self, step: Callable[[], None]) -> None:
+    def take(self, step: Callable[[], None]) -> None:
+        """Run a step that writes gradients: now, or in `compute`."""
         if self.delayed:
             self._pending.append(step)
         else:
             self.compute()
             step()
 
-    def expect_targets(self, parameters: tuple[Tensor | None, ...]) -> None:
+    def expect_targets(self, parameters: tuple[Listed | None, ...]) -> None:
         """Raise ValueError unless gradients can be put where they should go."""
         for i, first, j, second in _WRITTEN_TOGETHER:
-            shared = parameters[i]
-            if shared is not None and shared is parameters[j] and shared.requires_grad:
+            others = {id(t) for t in wanting([parameters[i]])}
+            if any(id(t) in others for t in wanting([parameters[j]])):
                 raise ValueError(
                     f"{second}: expected another parameter than {first} with weight_gradients, got "
                     "the same: one gradient would overwrite the other"
                 )
-        wanted: dict[str, Tensor] = {}
         for name, parameter in zip(_NAMES, parameters, strict=True):
-            if parameter is None or not parameter.requires_grad:
-                continue
-            if not parameter.is_leaf:
-                raise ValueError(
-                    f"{name}: expected a parameter (a leaf tensor) with weight_gradients, got the "
-                    "result of an operation"
-                )
-            if self.main_grad:
-                _expect_main_grad(name, parameter)
-            if all(
-                parameter is not other for other in wanted.values()
-            ):  # one may be w_up and w_down
-                wanted[name] = parameter
+            expect_targets(name, parameter, self.main_grad)
         if not torch.compiler.is_compiling():  # no memory yet
-            self._expect_apart(wanted)
+            self._expect_apart(parameters)
 
-    def _expect_apart(self, parameters: dict[str, Tensor]) -> None:
+    def _expect_apart(self, parameters: tuple[Listed | None, ...]) -> None:
         """Raise ValueError where a gradient shares memory with another, or with a parameter.
 
         What was found apart is remembered: comparing takes as long as starting a few kernels.
         """
         where = "main_grad" if self.main_grad else "grad"
-        targets = {f"{name}.{where}": getattr(p, where) for name, p in parameters.items()}
-        targets = {name: target for name, target in targets.items() if target is not None}
-        if not targets:
+        written, read, seen = {}, {}, set()
+        for name, parameter in zip(_NAMES, parameters, strict=True):
+            wanted = distinct(parameter, seen)  # one may be w_up and w_down
+            gradients = {n: getattr(t, where, None) for n, t in wanted.items()}
+            gradients = {n: g for n, g in gradients.items() if g is not None}
+            read |= spread(name, "", wanted)
+            written |= spread(name, f".{where}", gradients)
+        if not written:
             return
-        tensors = (*parameters.values(), *targets.values())
+        tensors = (*read.values(), *written.values())
         places = None
-        if all(
-            type(t) in (Tensor, torch.nn.Parameter) for t in tensors
-        ):  # others may have no memory
+        if all(type(t) in (Tensor, torch.nn.Parameter) for t in tensors):  # others may have none
             places = tuple((t.data_ptr(), t.shape, t.stride()) for t in tensors)
             if places in self._apart:
                 return
-        expect_all_apart(targets, parameters)
+        expect_all_apart(written, read)
         if places is not None:
             if len(self._apart) >= _REMEMBERED:
                 self._apart.clear()
             self._apart.add(places)
 
-    def _target(self, *parameters: Tensor | None) -> tuple[list[Tensor | None], bool]:
-        """Tensors to write to, None where nothing is wanted, and whether to add to them."""
-        wanted = [p is not None and p.requires_grad for p in parameters]
-        if self.main_grad:
-            return [
-                p.main_grad if w else None for p, w in zip(parameters, wanted, strict=True)
-            ], True
-        fresh = all(p.grad is None for p, w in zip(parameters, wanted, strict=True) if w)
-        for p, w in zip(parameters, wanted, strict=True):
-            if w and p.grad is None:
-                p.grad = torch.empty_like(p) if fresh else torch.zeros_like(p)
-        targets = [p.grad if w else None for p, w in zip(parameters, wanted, strict=True)]
-        return targets, not fresh
+    def reached_by_autograd(self, parameters: tuple[Listed | None, ...]) -> list[Tensor]:
+        """Those of them that backward should start from, though their gradients come past autograd.
 
-    def _takes_with_dh(self, *biases: Tensor | None) -> bool:
+        All tensors of lists, which the ops see as one without a gradient, and those whose hooks
+        somebody waits for.
+        """
+        listed = [t for p in parameters if not isinstance(p, Tensor) for t in members(p)]
+        alone = [p for p in parameters if isinstance(p, Tensor) and follows_contract(p)]
+        return listed + (alone if self.main_grad else [])
+
+    def _targets(self, first: int, *parameters: Listed | None):
+        """`targets` of consecutive parameters, named from the first one's place."""
+        names = _NAMES[first : first + len(parameters)]
+        return targets(self.main_grad, *zip(names, parameters, strict=True))
+
+    def gradients_without_meaning(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
+        """What autograd hands to parameters whose own gradients come past it, mostly None."""
+        return meaningless_gradients(parameters) if self.main_grad else [None] * len(parameters)
+
+    def _takes_with_dh(self, *biases: Listed | None) -> bool:
         """Whether the biases' gradients, of one dtype, come out of the down gradient."""
-        dtypes = {b.dtype for b in biases if b is not None}
+        dtypes = {t.dtype for b in biases for t in members(b)}
         return not self.delayed and (self.main_grad or len(dtypes) < 2)
 
 
@@ -174,21 +192,15 @@ def expect_sink(weight_gradients: object) -> None:
         )
 
 
-def _expect_main_grad(name: str, parameter: Tensor) -> None:
-    main = getattr(parameter, "main_grad", None)
-    if not isinstance(main, Tensor):
-        raise ValueError(f"{name}.main_grad: expected a float32 tensor, got {main!r}")
-    if main.dtype != torch.float32 or main.shape != parameter.shape:
-        raise ValueError(
-            f"{name}.main_grad: expected float32 of shape {tuple(parameter.shape)}, got "
-            f"{dtype_name(main.dtype)} of shape {tuple(main.shape)}"
-        )
-    if main.device != parameter.device:
-        raise ValueError(f"{name}.main_grad: expected device {parameter.device}, got {main.device}")
-    expect_own_elements(f"{name}.main_grad", main)
+class Sink(NamedTuple):
+    """What a layer's backward is told of a WeightGradients."""
+
+    gradients: WeightGradients
+    parameters: tuple[Listed | None, ...]  # as `expect_targets` takes them
+    reached: list[Tensor]  # by autograd: see `reached_by_autograd`
 
 
-class _Kept:
+class Kept:
     """Tensors that are not the layer's own, and their versions when backward used them."""
 
     def __init__(self, x: Tensor, dout: Tensor, offsets: Tensor | None = None) -> None:
@@ -229,7 +241,11 @@ class Experts(torch.autograd.Function):
         offsets,
         *layer,
     ):
-        """(out, offsets) of `routed_experts` (ids, scores) or of `experts_mlp` (offsets)."""
+        """(out, offsets) of `routed_experts` (ids, scores) or of `experts_mlp` (offsets).
+
+        After the layer come the parameters that autograd should reach: see `reached_by_autograd`.
+        """
+        layer, reached = layer[:_LAYER], layer[_LAYER:]
         w_up, w_gate, w_down, b_up, b_down, *flags = layer
         row_token = slot_row = row_score = None
         routed = ()
@@ -245,6 +261,7 @@ class Experts(torch.autograd.Function):
             out, h = ops.experts_forward(x, offsets, *layer, not recompute)
         ctx.sink, ctx.parameters, ctx.flags = sink, parameters, LayerFlags(*flags)
         places = offsets, row_token, slot_row, row_score, token_offsets
+        ctx.reached, ctx.versions = reached, Versions("weights", reached)
         ctx.save_for_backward(x, h, *places, w_up, w_gate, w_down, b_up, b_down, *routed)
         ctx.mark_non_differentiable(offsets)
         ctx.set_materialize_grads(False)
@@ -258,9 +275,9 @@ class Experts(torch.autograd.Function):
                 "weight_gradients: expected backward without create_graph=True, for the gradients "
                 "that it writes have no graph; leave weight_gradients out"
             )
-        nothing = (None,) * (6 + len(ctx.flags))
         if dout is None:
-            return (*(None,) * 10, *nothing)
+            return (None,) * (10 + _LAYER + len(ctx.reached))
+        ctx.versions.expect_unchanged()
         x, h, offsets, row_token, slot_row, row_score, token_offsets, *rest = ctx.saved_tensors
         w_up, w_gate, w_down, b_up, b_down, *routed = rest
         want_x, want_router, _, _, want_scores, _, want_residual = ctx.needs_input_grad[3:10]
@@ -268,16 +285,16 @@ class Experts(torch.autograd.Function):
         h = pre_activations(h, x, offsets, row_token, w_up, w_gate, b_up, ctx.flags)
         dresidual = dout if want_residual else None
         dout = rows_of(dout)
-        parameters, biases, add = ctx.parameters, (None, None), False
+        parameters, biases = ctx.parameters, ()
         if ctx.sink._takes_with_dh(*parameters[3:]):
-            biases, add = ctx.sink._target(*parameters[3:])
+            biases = parameters[3:]
             parameters = *parameters[:3], None, None
-        dx, dscores, dh, a = ops.data_gradients(
-            *(dout, h, offsets, row_token, slot_row, row_score, token_offsets),
-            *(w_up, w_gate, w_down, b_down, *ctx.flags),
-            wanted_bits(want_x, want_scores, by_row=bool(routed)),
-            *(*biases, add),
-        )
+        wanted = wanted_bits(want_x, want_scores, by_row=bool(routed))
+        with ctx.sink._targets(3, *(biases or (None, None))) as (biases, add):
+            dx, dscores, dh, a = ops.data_gradients(
+                *(dout, h, offsets, row_token, slot_row, row_score, token_offsets),
+                *(w_up, w_gate, w_down, b_down, *ctx.flags, wanted, *biases, add),
+            )
         dx, dscores = dx if want_x else None, dscores if want_scores else None
         drouter = None
         if routed and dscores is not None:
@@ -286,13 +303,15 @@ class Experts(torch.autograd.Function):
                 dx, slot_row, dscores, routed, x, weight, ctx.weighing, want_router
             )
             dscores = None
-        kept = _Kept(x, dout, offsets) if slot_row is None else _Kept(x, dout)
-        operands = _Operands(x, dout, dh, a, offsets, row_token, row_score)
-        ctx.sink._take(partial(_compute, ctx.sink, kept, parameters, ctx.flags, operands))
-        return None, None, None, dx, drouter, None, None, dscores, None, dresidual, *nothing
+        kept = Kept(x, dout, offsets) if slot_row is None else Kept(x, dout)
+        operands = Operands(x, dout, dh, a, offsets, row_token, row_score)
+        ctx.sink.take(partial(compute_gradients, ctx.sink, kept, parameters, ctx.flags, operands))
+        late = ctx.sink.gradients_without_meaning(ctx.reached)
+        layer = (None,) * (1 + _LAYER)
+        return None, None, None, dx, drouter, None, None, dscores, None, dresidual, *layer, *late
 
 
-class _Operands(NamedTuple):
+class Operands(NamedTuple):
     """What weight gradients are made of."""
 
     x: Tensor  # (T, H), or (R, H) without row_token
@@ -305,53 +324,54 @@ class _Operands(NamedTuple):
 
 
 @torch.no_grad()
-def _compute(
+def compute_gradients(
     sink: WeightGradients,
-    kept: _Kept,
-    parameters: tuple[Tensor | None, ...],
+    kept: Kept,
+    parameters: tuple[Listed | None, ...],
     flags: LayerFlags,
-    operands: _Operands,
+    operands: Operands,
 ) -> None:
     """dW and db of one backward pass, into the sink's targets."""
     kept.expect_unchanged()
     _compute_weights(sink, parameters[:3], flags, operands)
     *_, b_up, b_down = parameters
     x, dout, dh, _, offsets, row_token, row_score = operands
-    for bias, sums in (
-        (b_down, (dout, offsets, row_token, row_score)),
-        (b_up, (dh, offsets, None, None)),
+    for place, bias, sums in (
+        (4, b_down, (dout, offsets, row_token, row_score)),
+        (3, b_up, (dh, offsets, None, None)),
     ):
-        (target,), add = sink._target(bias)
-        if target is not None:
-            ops.bias_gradient_out(*sums, target, add)
+        with sink._targets(place, bias) as ((target,), add):
+            if target is not None:
+                ops.bias_gradient_out(*sums, target, add)
 
 
 def _compute_weights(
     sink: WeightGradients,
-    weights: tuple[Tensor | None, ...],
+    weights: tuple[Listed | None, ...],
     flags: LayerFlags,
-    operands: _Operands,
+    operands: Operands,
 ) -> None:
     """dW1 and dW2: in one call where both are written alike, with one schedule."""
     w_up, w_gate, w_down = weights
-    (down,), add_down = sink._target(w_down)
-    (up, gate), add_up = sink._target(w_up, w_gate)
-    if gate is not None and up is None:  # the step makes both of a pair, in one dtype
-        up = torch.empty_like(w_up, dtype=gate.dtype)
-    if up is not None and gate is None and w_gate is not None:
-        gate = torch.empty_like(w_gate, dtype=up.dtype)
-    together = (
-        up is not None
-        and down is not None
-        and (add_up, up.dtype) == (add_down, down.dtype)
-        and all(w is not w_down for w in (w_up, w_gate))
-    )
-    products = (
-        [(up, gate, down, add_up)]
-        if together
-        else [(None, None, down, add_down), (up, gate, None, add_up)]
-    )
-    rows = operands[:6]  # without the scores
-    for *targets, add in products:
-        if any(t is not None for t in targets):
-            ops.weight_gradients_out(*rows, *targets, *flags.up_weight, add)
+    down_to, up_to = sink._targets(2, w_down), sink._targets(0, w_up, w_gate)
+    with down_to as ((down,), add_down), up_to as ((up, gate), add_up):
+        if gate is not None and up is None:  # the step makes both of a pair, in one dtype
+            up = empty_like(w_up, gate.dtype)
+        if up is not None and gate is None and w_gate is not None:
+            gate = empty_like(w_gate, up.dtype)
+        ups, downs = ({id(t) for t in wanting(ws)} for ws in ((w_up, w_gate), (w_down,)))
+        together = (
+            up is not None
+            and down is not None
+            and (add_up, up.dtype) == (add_down, down.dtype)
+            and not ups & downs
+        )
+        products = (
+            [(up, gate, down, add_up)]
+            if together
+            else [(None, None, down, add_down), (up, gate, None, add_up)]
+        )
+        rows = operands[:6]  # without the scores
+        for *gradients, add in products:
+            if any(t is not None for t in gradients):
+                ops.weight_gradients_out(*rows, *gradients, *flags.up_weight, add)

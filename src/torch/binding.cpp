@@ -84,6 +84,21 @@ void define_layers(Library& m) {
       "a_scaled)");
 }
 
+// Forward without gradients, into a tensor of the caller's.
+void define_inference(Library& m) {
+  m.def(
+      "moe_forward_out(Tensor x, Tensor ids, Tensor scores, Tensor? token_offsets, Tensor? "
+      "residual, Tensor w_up, Tensor? w_gate, Tensor w_down, Tensor? b_up, Tensor? "
+      "b_down, " GUILD_ACTIVATION
+      ", bool interleaved, bool transposed, Tensor(a!) out) -> Tensor offsets");
+  m.def(
+      "moe_layer_out(Tensor x, Tensor router, Tensor? selection_bias, Tensor? token_mask, int "
+      "top_k, int score, bool renormalize, float scale, int groups, int top_groups, float "
+      "sum_floor, int group_score, Tensor? residual, Tensor w_up, Tensor w_down, Tensor? b_up, "
+      "Tensor? b_down, " GUILD_ACTIVATION
+      ", bool interleaved, bool transposed, Tensor(a!) out) -> Tensor offsets");
+}
+
 void define_steps(Library& m) {
   m.def(
       "up_projection(Tensor x, Tensor offsets, Tensor? row_token, Tensor w_up, Tensor? w_gate, "
@@ -144,6 +159,8 @@ void implement(Library& m) {
   m.impl("balance_sums_backward", TORCH_BOX(&balance_sums_backward));
   m.impl("sort_by_expert", TORCH_BOX(&sort_by_expert));
   m.impl("moe_forward", TORCH_BOX(&moe_forward));
+  m.impl("moe_forward_out", TORCH_BOX(&moe_forward_out));
+  m.impl("moe_layer_out", TORCH_BOX(&moe_layer_out));
   m.impl("moe_backward", TORCH_BOX(&moe_backward));
   m.impl("experts_forward", TORCH_BOX(&experts_forward));
   m.impl("experts_backward", TORCH_BOX(&experts_backward));
@@ -169,6 +186,7 @@ void implement(Library& m) {
 
 STABLE_TORCH_LIBRARY(guild, m) {
   guild::binding::define_layers(m);
+  guild::binding::define_inference(m);
   guild::binding::define_steps(m);
 }
 STABLE_TORCH_LIBRARY_IMPL(guild, CPU, m) { guild::binding::implement(m); }

@@ -63,6 +63,43 @@ MoeForward forward_args(Place const& place, Layer const& layer, Routing const& r
   return f;
 }
 
+// Tokens and where they go.
+struct Tokens {
+  Tensor const &x, &ids, &scores;
+  MaybeTensor const& token_offsets;
+  MaybeTensor const& residual;
+};
+
+struct Forward {
+  Sorting rows;
+  Tensor h;
+};
+
+// Runs forward into o (T, H).
+Forward run_forward(Place const& place, Tokens const& tokens, Weights const& w,
+                    MaybeTensor const& b_up, MaybeTensor const& b_down, Activation activation,
+                    Flags flags, bool keep, Tensor const& o) {
+  auto const& [x, ids, scores, token_offsets, residual] = tokens;
+  Slots const slots = slots_of(place, ids, "ids", token_offsets);
+  Layer const layer = layer_of(x, slots, w.down, activation, flags);
+  Sizes const& s = layer.sizes;
+  require(slots.tokens == s.tokens, slots.lists() ? "token_offsets" : "ids", ": expected ",
+          s.tokens, " tokens as in x, got ", slots.tokens);
+  Sorting rows = sorting(place, ids, scores, s.experts, score_dtype(layer.dtype), token_offsets);
+  Sort const& sort = rows.args;
+  Routing const routing{sort.offsets,   sort.row_token,    sort.slot_row,
+                        sort.row_score, scores.data_ptr(), slots.token_offsets};
+  Tensor h = place.empty({keep ? s.rows() : 0, layer.width()}, layer.dtype);
+  Tensor const workspace = place.workspace(moe_forward_workspace_bytes(s, layer.dtype));
+  MoeForward f = forward_args(place, layer, routing, x, w, b_up, b_down, workspace);
+  f.h = {h.data_ptr(), 0};
+  f.o = place.rows(o, "out", layer.dtype, {s.tokens, s.hidden});
+  f.residual = place.rows(residual, "residual", layer.dtype, {s.tokens, s.hidden});
+  f.sort = &sort;
+  place.run(cpu::moe_forward, cuda::moe_forward, f);
+  return {rows, h};
+}
+
 // The arguments that all backward calls share; outputs and workspace are the caller's to set.
 MoeBackward backward_args(Place const& place, Layer const& layer, Routing const& routing,
                           Tensor const& dout, Tensor const& h, Weights const& w,
@@ -165,29 +202,43 @@ Tensors6 moe_forward(Tensor const& x, Tensor const& ids, Tensor const& scores,
                      double alpha, double limit, double up_offset, bool clamp_after,
                      bool interleaved, bool transposed, bool keep) {
   Place const place(x, "x");
-  Slots const slots = slots_of(place, ids, "ids", token_offsets);
-  Layer const layer =
-      layer_of(x, slots, w_down, activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
-               {interleaved, transposed});
-  Sizes const& s = layer.sizes;
-  require(slots.tokens == s.tokens, slots.lists() ? "token_offsets" : "ids", ": expected ",
-          s.tokens, " tokens as in x, got ", slots.tokens);
-  Sorting const rows =
-      sorting(place, ids, scores, s.experts, score_dtype(layer.dtype), token_offsets);
-  Sort const& sort = rows.args;
-  Routing const routing{sort.offsets,   sort.row_token,    sort.slot_row,
-                        sort.row_score, scores.data_ptr(), slots.token_offsets};
-  Tensor o = place.empty({s.tokens, s.hidden}, layer.dtype);
-  Tensor h = place.empty({keep ? s.rows() : 0, layer.width()}, layer.dtype);
-  Tensor const workspace = place.workspace(moe_forward_workspace_bytes(s, layer.dtype));
-  MoeForward f =
-      forward_args(place, layer, routing, x, {w_up, w_gate, w_down}, b_up, b_down, workspace);
-  f.h = {h.data_ptr(), 0};
-  f.o = {o.data_ptr(), 0};
-  f.residual = place.rows(residual, "residual", layer.dtype, {s.tokens, s.hidden});
-  f.sort = &sort;
-  place.run(cpu::moe_forward, cuda::moe_forward, f);
+  require_dims(x, "x", 2);
+  Tensor o = place.empty({x.size(0), x.size(1)}, dtype_of(x, "x"));
+  auto const [rows, h] =
+      run_forward(place, {x, ids, scores, token_offsets, residual}, {w_up, w_gate, w_down}, b_up,
+                  b_down, activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
+                  {interleaved, transposed}, keep, o);
   return {o, h, rows.offsets, rows.row_token, rows.slot_row, rows.row_score};
+}
+
+Tensor moe_forward_out(Tensor const& x, Tensor const& ids, Tensor const& scores,
+                       MaybeTensor const& token_offsets, MaybeTensor const& residual,
+                       Tensor const& w_up, MaybeTensor const& w_gate, Tensor const& w_down,
+                       MaybeTensor const& b_up, MaybeTensor const& b_down, int64_t kind, bool gated,
+                       double alpha, double limit, double up_offset, bool clamp_after,
+                       bool interleaved, bool transposed, Tensor& out) {
+  Place const place(x, "x");
+  return run_forward(place, {x, ids, scores, token_offsets, residual}, {w_up, w_gate, w_down}, b_up,
+                     b_down, activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
+                     {interleaved, transposed}, /*keep=*/false, out)
+      .rows.offsets;
+}
+
+Tensor moe_layer_out(Tensor const& x, Tensor const& router, MaybeTensor const& selection_bias,
+                     MaybeTensor const& token_mask, int64_t top_k, int64_t score, bool renormalize,
+                     double scale, int64_t groups, int64_t top_groups, double sum_floor,
+                     int64_t group_score, MaybeTensor const& residual, Tensor const& w_up,
+                     Tensor const& w_down, MaybeTensor const& b_up, MaybeTensor const& b_down,
+                     int64_t kind, bool gated, double alpha, double limit, double up_offset,
+                     bool clamp_after, bool interleaved, bool transposed, Tensor& out) {
+  Place const place(x, "x");
+  auto const [scores, ids, slopes] =
+      route(router_logits(place, x, router), selection_bias, token_mask, top_k, score, renormalize,
+            scale, groups, top_groups, sum_floor, group_score);
+  return run_forward(place, {x, ids, scores, std::nullopt, residual}, {w_up, std::nullopt, w_down},
+                     b_up, b_down, activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
+                     {interleaved, transposed}, /*keep=*/false, out)
+      .rows.offsets;
 }
 
 Tensors7 moe_backward(Tensor const& dout, Tensor const& x, Tensor const& h, Tensor const& offsets,

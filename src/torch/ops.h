@@ -55,6 +55,9 @@ struct Sorting {
 Sorting sorting(Place const& place, Tensor const& ids, Tensor const& scores, int64_t experts,
                 DType scores_dtype, MaybeTensor const& token_offsets);
 
+// x (T, H), weight (E, H) -> (T, E) in float32, or float64 (logits.cpp)
+Tensor router_logits(Place const& place, Tensor const& x, Tensor const& weight);
+
 // ---- layer.cpp ----------------------------------------------------------------------------------
 
 // residual (T, H) -> o (T, H), h (R, W) or empty, offsets, row_token, slot_row, row_score
@@ -64,6 +67,21 @@ Tensors6 moe_forward(Tensor const& x, Tensor const& ids, Tensor const& scores,
                      MaybeTensor const& b_up, MaybeTensor const& b_down, int64_t kind, bool gated,
                      double alpha, double limit, double up_offset, bool clamp_after,
                      bool interleaved, bool transposed, bool keep);
+// The same into out (T, H), keeping nothing -> offsets
+Tensor moe_forward_out(Tensor const& x, Tensor const& ids, Tensor const& scores,
+                       MaybeTensor const& token_offsets, MaybeTensor const& residual,
+                       Tensor const& w_up, MaybeTensor const& w_gate, Tensor const& w_down,
+                       MaybeTensor const& b_up, MaybeTensor const& b_down, int64_t kind, bool gated,
+                       double alpha, double limit, double up_offset, bool clamp_after,
+                       bool interleaved, bool transposed, Tensor& out);
+// Router product, route and moe_forward_out: x (T, H), router (E, H) -> offsets
+Tensor moe_layer_out(Tensor const& x, Tensor const& router, MaybeTensor const& selection_bias,
+                     MaybeTensor const& token_mask, int64_t top_k, int64_t score, bool renormalize,
+                     double scale, int64_t groups, int64_t top_groups, double sum_floor,
+                     int64_t group_score, MaybeTensor const& residual, Tensor const& w_up,
+                     Tensor const& w_down, MaybeTensor const& b_up, MaybeTensor const& b_down,
+                     int64_t kind, bool gated, double alpha, double limit, double up_offset,
+                     bool clamp_after, bool interleaved, bool transposed, Tensor& out);
 // -> dx, dscores, dw_up, dw_gate, dw_down, db_up, db_down; wanted: bits of Wanted
 Tensors7 moe_backward(Tensor const& dout, Tensor const& x, Tensor const& h, Tensor const& offsets,
                       Tensor const& row_token, Tensor const& slot_row, Tensor const& row_score,

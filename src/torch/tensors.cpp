@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <atomic>
 #include <climits>
-#include <string>
+#include <ostream>
 
 // A torch without CUDA has no such function; there is no CUDA tensor then to ask for it.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t, void**);
@@ -16,16 +16,20 @@ namespace guild::binding {
 
 namespace {
 
-std::string text(int64_t const* values, int64_t count) {
-  std::string out = "(";
-  for (int64_t i = 0; i < count; ++i) out += (i ? ", " : "") + std::to_string(values[i]);
-  return out + (count == 1 ? ",)" : ")");
-}
+// Sizes as Python prints them; written only into the message of an error.
+struct Text {
+  int64_t const* values;
+  int64_t count;
 
-std::string shape_text(Tensor const& tensor) { return text(tensor.sizes().data(), tensor.dim()); }
-std::string stride_text(Tensor const& tensor) {
-  return text(tensor.strides().data(), tensor.dim());
-}
+  friend std::ostream& operator<<(std::ostream& out, Text const& text) {
+    out << '(';
+    for (int64_t i = 0; i < text.count; ++i) out << (i ? ", " : "") << text.values[i];
+    return out << (text.count == 1 ? ",)" : ")");
+  }
+};
+
+Text shape_text(Tensor const& tensor) { return {tensor.sizes().data(), tensor.dim()}; }
+Text stride_text(Tensor const& tensor) { return {tensor.strides().data(), tensor.dim()}; }
 
 int32_t type_code(Tensor const& tensor) {
   int32_t code = 0;
@@ -51,11 +55,17 @@ char const* type_text(DType dtype) {
   return names[int(dtype)];
 }
 
-std::string device_text(int32_t type, int32_t index) {
-  if (type == aoti_torch_device_type_cpu()) return "cpu";
-  if (type == aoti_torch_device_type_cuda()) return "cuda:" + std::to_string(index);
-  return "device type " + std::to_string(type);
-}
+struct DeviceText {
+  int32_t type, index;
+
+  friend std::ostream& operator<<(std::ostream& out, DeviceText const& device) {
+    if (device.type == aoti_torch_device_type_cpu()) return out << "cpu";
+    if (device.type == aoti_torch_device_type_cuda()) return out << "cuda:" << device.index;
+    return out << "device type " << device.type;
+  }
+};
+
+DeviceText device_text(int32_t type, int32_t index) { return {type, index}; }
 
 // Throws unless the current device, cuda:index, can run the kernels; asks once a device.
 void require_usable_gpu(int32_t index, char const* name) {
@@ -136,7 +146,7 @@ Tensor Place::make(int64_t const* sizes, int64_t dims, int32_t type) const {
   // torch has printed its own reason; its exception cannot cross the stable ABI. Python knows this
   // one by how it begins (python/guild/_torch/library.py).
   require(made, on_cuda_ ? "CUDA out of memory: " : "",
-          "torch could not allocate a tensor of shape ", text(sizes, dims), " on ",
+          "torch could not allocate a tensor of shape ", Text{sizes, dims}, " on ",
           device_text(device_type_, device_index_));
   return Tensor(handle);
 }
@@ -167,7 +177,7 @@ void* Place::data(Tensor const& tensor, char const* name, Shape shape) const {
   for (size_t i = 0; same && i < shape.size(); ++i) {
     same = tensor.size(int64_t(i)) == shape.begin()[i];
   }
-  require(same, name, ": expected shape ", text(shape.begin(), int64_t(shape.size())), ", got ",
+  require(same, name, ": expected shape ", Text{shape.begin(), int64_t(shape.size())}, ", got ",
           shape_text(tensor));
   return tensor.data_ptr();
 }

@@ -43,6 +43,8 @@ class Place {
     on_cuda_ ? cuda(args, queue_) : cpu(args);
   }
 
+  bool on_cuda() const { return on_cuda_; }
+
   // The same for matrix products, with a counter on the queue.
   template <class Args>
   void run_product(void (*cpu)(Args const&), void (*cuda)(Args const&, cuda::Queue),

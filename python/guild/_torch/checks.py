@@ -135,7 +135,7 @@ def expect_apart(name: str, tensor: Tensor, other_name: str, other: Tensor) -> N
 def expect_all_apart(written: dict[str, Tensor], read: dict[str, Tensor]) -> None:
     """Raise where a tensor that is written to shares memory with another one of either kind."""
     named = {**read, **written}
-    places = [(*_ends(t), name) for name, t in named.items() if t.numel() and _has_memory(t)]
+    places = [(*_ends(t), name) for name, t in named.items() if t.numel() and has_memory(t)]
     places.sort()
     for i, (_, end, name) in enumerate(places):
         for start, _, other in places[i + 1 :]:
@@ -148,7 +148,7 @@ def expect_all_apart(written: dict[str, Tensor], read: dict[str, Tensor]) -> Non
 
 def _share_memory(a: Tensor, b: Tensor) -> bool:
     """Whether some byte belongs to both."""
-    if not (a.numel() and b.numel() and a.device == b.device and _has_memory(a, b)):
+    if not (a.numel() and b.numel() and a.device == b.device and has_memory(a, b)):
         return False
     (first, end), (other_first, other_end) = _ends(a), _ends(b)
     if max(first, other_first) >= min(end, other_end):
@@ -176,7 +176,7 @@ def _has_solution(steps: list[tuple[int, int, int]], total: int) -> bool:
     return any(_has_solution(rest, total - stride * n) for n in range(least, most + 1))
 
 
-def _has_memory(*tensors: Tensor) -> bool:
+def has_memory(*tensors: Tensor) -> bool:
     """Not so for meta and fake tensors, nor for wrappers around other tensors."""
     return not any(
         t.is_meta
@@ -198,6 +198,27 @@ def _ends(t: Tensor) -> tuple[int, int]:
     """The address of the first byte, and that after the last."""
     first = t.data_ptr()
     return first, first + 1 + sum((size - 1) * stride for size, stride in _byte_steps(t))
+
+
+def expect_free(out: Tensor, operands: dict[str, Tensor | None]) -> None:
+    """Raise unless out can be written to: nobody's memory but its own, and no gradient."""
+    given = {name: t for name, t in operands.items() if t is not None}
+    if torch.is_grad_enabled():
+        for name, tensor in {**given, "out": out}.items():
+            if tensor.requires_grad:
+                raise ValueError(
+                    f"out: expected None where a gradient is wanted, as {name} wants one (or call "
+                    "under torch.no_grad())"
+                )
+    if torch.compiler.is_compiling():  # no memory yet
+        return
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            "out: expected None under torch.func's transforms, which do not see writes to it"
+        )
+    expect_own_elements("out", out)
+    for name, tensor in given.items():
+        expect_apart("out", out, name, tensor)
 
 
 def expect_logits(logits: Tensor) -> None:
@@ -287,6 +308,13 @@ def expect_dtype(name: str, value: object) -> None:
     """Raise TypeError unless it is None or a torch.dtype."""
     if not isinstance(value, torch.dtype | None):
         raise TypeError(f"{name}: expected a torch.dtype, got {type(value).__name__} {value!r}")
+
+
+def expect_float_dtype(name: str, value: object) -> None:
+    """Raise TypeError unless it is None or a dtype that layers work in."""
+    expect_dtype(name, value)
+    if value is not None and value not in FLOATS:
+        raise TypeError(f"{name}: expected a floating dtype, got {dtype_name(value)}")
 
 
 def expect_count(name: str, value: object, least: int, most: int | None = None) -> None:

@@ -9,6 +9,8 @@ from guild._torch.checks import (
     expect_dims,
     expect_experts,
     expect_flag,
+    expect_free,
+    expect_indices,
     expect_like,
     expect_operand,
     expect_rows,
@@ -110,6 +112,27 @@ def _expect_weights(
     if b_down is not None:
         expect_shape("b_down", b_down, (experts, hidden))
         expect_rows("b_down", b_down)
+
+
+def local_ids(topk_ids: Tensor, expert_map: Tensor | None) -> Tensor:
+    """The places of the slots' experts in the weights at hand; -1 where they are not there."""
+    if expert_map is None:
+        return topk_ids
+    expect_dims("expert_map", expert_map, 1, what="(experts of all ranks,)")
+    expect_indices("expert_map", expert_map, topk_ids, torch.int32, x_name="topk_ids")
+    if not expert_map.numel():
+        raise ValueError("expert_map: expected at least one expert, got shape (0,)")
+    known = topk_ids.clamp(0, expert_map.numel() - 1)
+    return expert_map[known].masked_fill(topk_ids != known, -1)
+
+
+def expect_out(out: Tensor, x: Tensor, layer: list, **operands: Tensor | None) -> None:
+    """Raise unless the layer's output can be written to out."""
+    expect_shape("out", out, tuple(x.shape), "(tokens, hidden)")
+    expect_like("out", out, x)
+    expect_rows("out", out)
+    names = "w_up", "w_up[0] (gate)", "w_down", "b_up", "b_down"
+    expect_free(out, {"x": x, **dict(zip(names, layer, strict=False)), **operands})
 
 
 def _joined_bias(halves: Halves, activation: Activation, interleaved: bool) -> Tensor:

@@ -1,4 +1,5 @@
-"""guild::moe_layer: router product, routing and experts as one op.
+"""guild::moe_layer: router product, routing and experts as one op; and without gradients, into a
+tensor of the caller's, guild::moe_layer_out.
 
 In one op x gets one gradient: the router's part, dlogits W, is added where the experts' rows are
 summed, which costs no time; autograd would add the two in a pass of its own.
@@ -9,7 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from guild._torch.autograd import library, register, rows_of, tied
+from guild._torch.autograd import (
+    library,
+    register,
+    register_without_gradient,
+    rows_of,
+    tied,
+)
 from guild._torch.gradients import expert_gradients, pre_activations
 from guild._torch.operators import LayerFlags, moe_forward_fake, ops
 from guild._torch.router_gradients import (
@@ -87,3 +94,20 @@ for _key in ("CPU", "CUDA"):
     library.impl("moe_layer", _forward, _key)
 torch.library.register_fake("guild::moe_layer", lib=library)(_fake)
 register("moe_layer", _gradient, _setup)
+
+
+moe_layer_out = ops.moe_layer_out.default
+moe_forward_out = ops.moe_forward_out.default
+
+
+@torch.library.register_fake("guild::moe_forward_out", lib=library)
+def _forward_out_fake(x, ids, scores, token_offsets, residual, w_up, w_gate, w_down, *rest):
+    return x.new_empty(w_down.shape[0] + 1, dtype=torch.int32)
+
+
+@torch.library.register_fake("guild::moe_layer_out", lib=library)
+def _layer_out_fake(x, router, *rest):
+    return x.new_empty(router.shape[0] + 1, dtype=torch.int32)
+
+
+register_without_gradient("moe_forward_out", "moe_layer_out")

@@ -17,6 +17,7 @@ from torch import nn
 import guild
 from guild.train.plain_moe import PlainMoE
 
+from .decode.layers import Weights
 from .names import BOUNDS, LIMITED, PRODUCTS
 from .problem import Problem
 
@@ -220,8 +221,8 @@ def layer_module(name: str, problem: Problem) -> nn.Module:
     return module_of(_constructor(name), problem)
 
 
-def module_of(make: Callable[..., nn.Module], problem: Problem) -> nn.Module:
-    """What a constructor of layers makes with a problem's sizes and weights."""
+def module_of(make: Callable[..., nn.Module], problem: Problem | Weights) -> nn.Module:
+    """What a constructor of layers makes with the sizes and weights of a problem or a layer."""
     _, hidden, intermediate, experts, top_k = problem.shape
     with torch.device("meta"):
         module = make(hidden, intermediate, experts, top_k)

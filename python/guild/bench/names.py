@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+DECODE_CANDIDATES = ("guild", "torch")  # and those of files
+PARTS = ("experts", "layer")  # with ids and scores given, and with the router
 PASSES = ("forward", "backward")
 GPU_CANDIDATES = ("guild", "bound", "floor", "compiled", "eager")
 CPU_CANDIDATES = ("guild", "bound", "plain")

@@ -6,16 +6,19 @@ import argparse
 import math
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from guild.provenance import pick_device
 
-from .names import CPU_CANDIDATES, GPU_CANDIDATES, LIMITED
-from .presets import CPU_SHAPES, PRESETS, Shape, parse_shape
-from .problem import ROUTINGS
+from .names import CPU_CANDIDATES, DECODE_CANDIDATES, GPU_CANDIDATES, LIMITED, PARTS
+from .presets import CPU_SHAPES, DECODE_PRESETS, NAMED, PRESETS, Shape, parse_shape
+from .problem import DECODE_ROUTINGS, ROUTINGS
 from .sweep import CPU_RANGES, GPU_RANGES, random_shapes
 
+DECODE_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
+_CPU_TOKENS = (1, 4, 16)
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -41,6 +44,12 @@ class BenchPlan:
         Of the inputs.
     num_sms : int or None
         Multiprocessors of the candidate "guild_sms".
+    tokens : tuple of int
+        At decode, in place of each shape's own; empty for those.
+    parts : tuple of str
+        At decode, names from `names.PARTS`.
+    peers : tuple of Path
+        At decode, files of candidates.
     """
 
     shapes: dict[str, Shape]
@@ -53,6 +62,9 @@ class BenchPlan:
     calls: int | None = None
     seed: int = 0
     num_sms: int | None = None
+    tokens: tuple[int, ...] = ()
+    parts: tuple[str, ...] = PARTS
+    peers: tuple[Path, ...] = ()
 
 
 def plan_bench(args: argparse.Namespace) -> BenchPlan:
@@ -87,7 +99,33 @@ def plan_bench(args: argparse.Namespace) -> BenchPlan:
         calls=args.calls,
         seed=args.seed,
         num_sms=args.num_sms,
+        tokens=_tokens(args, on_gpu),
+        parts=_names("parts", args.parts or ",".join(PARTS), PARTS),
+        peers=tuple(args.peer),
     )
+
+
+def _names(option: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    """The names in "a,b", each once."""
+    names = tuple(dict.fromkeys(text.split(",")))
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{option}: expected some of {', '.join(known)}, got {name!r}")
+    return names
+
+
+def _tokens(args: argparse.Namespace, on_gpu: bool) -> tuple[int, ...]:
+    """Numbers of tokens at decode; none where there are only shapes that say theirs."""
+    if not args.tokens:
+        own = args.thiek and not args.preset
+        return () if own else DECODE_TOKENS if on_gpu else _CPU_TOKENS
+    try:
+        tokens = tuple(dict.fromkeys(int(part) for part in args.tokens.split(",")))
+    except ValueError:
+        raise ValueError(f"tokens: expected whole numbers A,B, got {args.tokens!r}") from None
+    if min(tokens) < 1:
+        raise ValueError(f"tokens: expected at least 1, got {min(tokens)}")
+    return tokens
 
 
 def _require_mode(args: argparse.Namespace) -> None:
@@ -95,10 +133,15 @@ def _require_mode(args: argparse.Namespace) -> None:
     for name in ("bias", "quack"):
         if getattr(args, name) and not args.steps:
             raise ValueError(f"{name}: expected with --steps alone")
-    mode = next((name for name in ("steps", "memory", "rounding") if getattr(args, name)), None)
+    for name in ("tokens", "parts", "peer"):
+        if getattr(args, name) and not args.decode:
+            raise ValueError(f"{name}: expected with --decode alone")
+    modes = ("steps", "memory", "rounding", "decode")
+    mode = next((name for name in modes if getattr(args, name)), None)
     if args.sweep is not None and (args.preset or args.thiek):
         raise ValueError("sweep: expected without --preset and --thiek")
-    for name in ("num_sms",) if args.memory else ("num_sms", "candidates"):
+    chooses = args.memory or args.decode
+    for name in ("num_sms",) if chooses else ("num_sms", "candidates"):
         if getattr(args, name) is not None and mode:
             raise ValueError(f"{name}: expected without --{mode}")
 
@@ -107,13 +150,15 @@ def _seconds(args: argparse.Namespace, on_gpu: bool) -> float:
     """Least time of one call's part of a round, where nothing else is asked for."""
     if args.steps or args.rounding:
         return 0.2 if on_gpu else 0.05
-    if args.sweep is not None:
+    if args.sweep is not None or args.decode:
         return 0.1 if on_gpu else 0.02
     return 0.5 if on_gpu else 0.2
 
 
 def _candidates(args: argparse.Namespace, device: torch.device) -> tuple[str, ...]:
     known = GPU_CANDIDATES if device.type == "cuda" else CPU_CANDIDATES
+    if args.decode:
+        known = DECODE_CANDIDATES
     names = tuple(args.candidates.split(",")) if args.candidates else known
     if args.sweep is not None and not args.candidates:
         names = ("guild", "bound")
@@ -130,13 +175,12 @@ def _candidates(args: argparse.Namespace, device: torch.device) -> tuple[str, ..
 
 
 def _routings(args: argparse.Namespace) -> tuple[str, ...]:
+    known = DECODE_ROUTINGS if args.decode else ROUTINGS
     text = args.routing or ("balanced" if args.steps or args.sweep else "random")
-    names = ROUTINGS if text == "all" else tuple(dict.fromkeys(text.split(",")))
+    names = known if text == "all" else tuple(dict.fromkeys(text.split(",")))
     for name in names:
-        if name not in ROUTINGS:
-            raise ValueError(
-                f"routing: expected some of {', '.join(ROUTINGS)}, or all, got {name!r}"
-            )
+        if name not in known:
+            raise ValueError(f"routing: expected some of {', '.join(known)}, or all, got {name!r}")
     return names
 
 
@@ -152,9 +196,10 @@ def _sweep(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -
 
 def _shapes(args: argparse.Namespace, on_gpu: bool) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {}
+    everything = DECODE_PRESETS if args.decode else PRESETS
     for name in args.preset:
-        named = PRESETS if name == "all" else {name: {**PRESETS, **CPU_SHAPES}[name]}
+        named = everything if name == "all" else {name: NAMED[name]}
         shapes.update(named)
     for text in args.thiek:
         shapes[text] = parse_shape(text)
-    return shapes or (PRESETS if on_gpu else CPU_SHAPES)
+    return shapes or (everything if on_gpu else CPU_SHAPES)

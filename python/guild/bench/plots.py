@@ -1,4 +1,4 @@
-"""The figure of a benchmark: bars of forward and backward time."""
+"""The figures of benchmarks: bars of forward and backward time, lines of latency over tokens."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import matplotlib
 matplotlib.use("Agg")  # no display on a server
 import matplotlib.pyplot as plt  # noqa: E402
 
+from .decode.table import candidate_names, candidate_title  # noqa: E402
 from .names import TITLES  # noqa: E402
 
 _COLOURS = {
@@ -77,3 +78,53 @@ def _plot_bars(
         axis.bar(at, middle, bar, color=_COLOURS[name], yerr=spread, label=label)
         label = None  # one entry in the legend
         axis.text(at, value["high"], f"{middle:.2f}", ha="center", va="bottom", fontsize=7)
+
+
+def plot_decode(record: dict[str, Any], file: Path) -> None:
+    """Latency over the number of tokens, a panel for every shape, routing and part.
+
+    Parameters
+    ----------
+    record : dict
+        What `decode.measure.measure_decode` returns.
+    file : Path
+        The PNG to write.
+    """
+    panels: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = {}
+    for case in record["cases"]:
+        row = panels.setdefault((case["routing"], case["part"]), {})
+        row.setdefault(case["name"], []).append(case)
+    columns = list(dict.fromkeys(case["name"] for case in record["cases"]))
+    size = (1.0 + 3.2 * len(columns), 0.8 + 2.8 * len(panels))
+    figure, axes = plt.subplots(
+        len(panels), len(columns), figsize=size, layout="constrained", squeeze=False
+    )
+    figure.suptitle(f"{record['device']}, {record['dtype']}", fontsize=11)
+    names = candidate_names(record["cases"])
+    for line, ((routing, part), shapes) in zip(axes, panels.items(), strict=True):
+        for axis, column in zip(line, columns, strict=True):
+            _plot_latencies(axis, shapes.get(column, []), names)
+            axis.set_title(f"{column}, {routing}, {part}", fontsize=9)
+        line[0].set_ylabel("us")
+    for axis in axes[-1]:
+        axis.set_xlabel("tokens")
+    axes[0, 0].legend(frameon=False, fontsize=8)
+    figure.savefig(file, dpi=130)
+    plt.close(figure)
+
+
+def _plot_latencies(axis: plt.Axes, cases: list[dict[str, Any]], names: list[str]) -> None:
+    cases = sorted(cases, key=lambda case: case["shape"]["tokens"])
+    tokens = [case["shape"]["tokens"] for case in cases]
+    floors = [case["floor_us"] for case in cases]
+    axis.plot(tokens, floors, color="black", linestyle=":", label="floor")
+    for number, name in enumerate(names):
+        there = [case for case in cases if name in case["figures"]]
+        places = [case["shape"]["tokens"] for case in there]
+        times = [case["figures"][name]["us"]["median"] for case in there]
+        colour = _COLOURS.get(name, f"C{number}")
+        axis.plot(places, times, marker=".", color=colour, label=candidate_title(name))
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.grid(alpha=0.25)
+    axis.spines[["top", "right"]].set_visible(False)

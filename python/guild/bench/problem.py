@@ -16,6 +16,7 @@ from torch import nn
 from .presets import Shape
 
 ROUTINGS = ("balanced", "random", "zipf")
+DECODE_ROUTINGS = ("random", "zipf", "hot", "same")
 # Chosen and other logits stay this far apart, so that rounding in bf16 (steps of 0.03 at 8) flips
 # no choice and every layer routes alike.
 _GAP = 0.25
@@ -59,10 +60,11 @@ class Problem:
 def wanted_logits(
     shape: Shape, routing: str, device: torch.device, generator: torch.Generator
 ) -> torch.Tensor:
-    """Logits float32 (tokens, experts) whose top-k is balanced, random or Zipf distributed.
+    """Logits float32 (tokens, experts) whose top-k is distributed as `routing` says.
 
     "balanced" gives every expert tokens * top_k / experts rows (exactly, where that is whole);
-    "random" chooses uniformly; "zipf" draws without replacement with chances 1 / rank.
+    "random" chooses uniformly; "zipf" draws without replacement with chances 1 / rank; "hot" sends
+    every token to one expert and chooses its others uniformly; "same" chooses once for all tokens.
     """
     size = (shape.tokens, shape.experts)
     if routing == "balanced":
@@ -77,8 +79,14 @@ def wanted_logits(
         rank = torch.randperm(shape.experts, device=device, generator=generator) + 1
         logits = noise - rank.float().log()
         logits -= logits.mean(1, keepdim=True)
+    elif routing in ("hot", "same"):
+        logits = 0.25 * torch.randn(size, device=device, generator=generator)
+        liked = 1 if routing == "hot" else shape.top_k
+        order = torch.randperm(shape.experts, device=device, generator=generator)
+        logits[:, order[:liked]] += 3.0
     else:
-        raise ValueError(f"routing: expected one of {', '.join(ROUTINGS)}, got {routing!r}")
+        known = ", ".join(dict.fromkeys(ROUTINGS + DECODE_ROUTINGS))
+        raise ValueError(f"routing: expected one of {known}, got {routing!r}")
     chosen = logits.topk(shape.top_k, -1).indices
     return logits.scatter_add_(1, chosen, torch.full(chosen.shape, _GAP, device=device))
 
@@ -142,30 +150,48 @@ def _make_problem(
     generator: torch.Generator,
     weights: Problem | None,
 ) -> Problem:
-    t, h, i, e, _ = shape
+    router = orthonormal_router(shape, dtype, device, generator)
+    x = routed_tokens(shape, routing, router, generator)
+    size = shape.tokens, shape.hidden
+    out_gradient = torch.randn(size, dtype=dtype, device=device, generator=generator)
+    if weights is not None:
+        experts = weights.w_up, weights.w_down
+    else:
+        experts = expert_weights(shape, dtype, device, generator)
+    return Problem(shape, x.requires_grad_(), out_gradient, nn.Parameter(router), *experts)
 
-    def normal(*size: int, std: float = 1.0, kind: torch.dtype = dtype) -> torch.Tensor:
-        return torch.randn(size, dtype=kind, device=device, generator=generator).mul_(std)
 
-    rows = torch.linalg.qr(normal(h, e, kind=torch.float32)).Q.mT
-    router = rows.to(dtype)
-    x = normal(t, h, kind=torch.float32)
+def orthonormal_router(
+    shape: Shape, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> torch.Tensor:
+    """Router weights (experts, hidden) whose rows are orthonormal before they are rounded."""
+    size = shape.hidden, shape.experts
+    columns = torch.randn(size, dtype=torch.float32, device=device, generator=generator)
+    return torch.linalg.qr(columns).Q.mT.to(dtype).contiguous()
+
+
+def routed_tokens(
+    shape: Shape, routing: str, router: torch.Tensor, generator: torch.Generator
+) -> torch.Tensor:
+    """x (tokens, hidden), close to normal, that an orthonormal router routes as is asked for."""
+    size, device = (shape.tokens, shape.hidden), router.device
+    x = torch.randn(size, dtype=torch.float32, device=device, generator=generator)
     span = router.float()
     x += (wanted_logits(shape, routing, device, generator) - x @ span.mT) @ span
-    out_gradient = normal(t, h)
-    if weights is not None:
-        w_up, w_down = weights.w_up, weights.w_down
-    else:
-        w_up = nn.Parameter(normal(e, 2 * i, h, std=h**-0.5))
-        w_down = nn.Parameter(normal(e, h, i, std=i**-0.5))
-    return Problem(
-        shape,
-        x.to(dtype).requires_grad_(),
-        out_gradient,
-        nn.Parameter(router.contiguous()),
-        w_up,
-        w_down,
-    )
+    return x.to(router.dtype)
+
+
+def expert_weights(
+    shape: Shape, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> tuple[nn.Parameter, nn.Parameter]:
+    """w_up and w_down, normal of variance 1 / inputs."""
+    _, h, i, e, _ = shape
+
+    def normal(*size: int) -> nn.Parameter:
+        weight = torch.randn(size, dtype=dtype, device=device, generator=generator)
+        return nn.Parameter(weight.mul_(size[-1] ** -0.5))
+
+    return normal(e, 2 * i, h), normal(e, h, i)
 
 
 def _bytes_per_set(shape: Shape, dtype: torch.dtype) -> int:
@@ -184,6 +210,11 @@ def _check_memory(shape: Shape, dtype: torch.dtype) -> None:
     # Weights, their gradients and the bound's results; rows of the plain layer six times over.
     t, h, i, _, k = shape
     needed = 3 * _bytes_per_set(shape, dtype) + 6 * t * k * (h + 2 * i) * dtype.itemsize
+    expect_memory(shape, needed)
+
+
+def expect_memory(shape: Shape, needed: int) -> None:
+    """Raise ValueError if the machine has less than the needed bytes."""
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > there:
         raise ValueError(

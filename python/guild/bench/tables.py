@@ -6,6 +6,7 @@ from typing import Any
 
 from rich.console import RenderableType
 
+from .decode.table import decode_table
 from .layers_table import bench_table
 from .memory_table import memory_table
 from .rounding_table import rounding_table
@@ -13,6 +14,7 @@ from .steps_table import steps_table
 from .sweep_table import sweep_table
 
 _TABLES = {
+    "decode": decode_table,
     "layers": bench_table,
     "memory": memory_table,
     "rounding": rounding_table,

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from guild.bench.plan import plan_bench
 
+_DRAWN = ("layers", "decode")  # modes whose records have a plot
 _LOG_WIDTH = 170  # of a table that goes to a file, where rich would assume 80 columns
 
 
@@ -45,6 +46,10 @@ def run_bench(args: argparse.Namespace) -> int:
         from guild.bench.rounding import measure_rounding
 
         record = measure_rounding(plan, console)
+    elif args.decode:
+        from guild.bench.decode.measure import measure_decode
+
+        record = measure_decode(plan, console)
     else:
         from guild.bench.layers import measure
 
@@ -70,21 +75,29 @@ def _report(args: argparse.Namespace) -> int:
 
     record = read_record(args.report)
     if args.out is not None:
-        if record["mode"] != "layers":
-            raise ValueError(f"out: expected a record of layers to draw, got {record['mode']}")
+        if record["mode"] not in _DRAWN:
+            drawn = " or ".join(_DRAWN)
+            raise ValueError(f"out: expected a record of {drawn} to draw, got {record['mode']}")
         _make_folder(args.out)
     print(json.dumps(record, indent=2) if args.json else report(record))
     if args.out is not None:
-        _draw(record, args.out / "bench.png")
-        Console(stderr=True).print(f"results in {args.out}: bench.png")
+        name = f"{_file_name(record)}.png"
+        _draw(record, args.out / name)
+        Console(stderr=True).print(f"results in {args.out}: {name}")
     return 0
 
 
 def _draw(record: dict[str, Any], file: Path) -> None:
-    from guild.bench.plots import plot_bench
+    from guild.bench.plots import plot_bench, plot_decode
 
+    plot = plot_decode if record["mode"] == "decode" else plot_bench
     with _replacing(file) as unfinished:
-        plot_bench(record, unfinished)
+        plot(record, unfinished)
+
+
+def _file_name(record: dict[str, Any]) -> str:
+    """Of the record's files, without what follows the dot."""
+    return {"layers": "bench"}.get(record["mode"], record["mode"])
 
 
 def _make_folder(out: Path) -> None:
@@ -116,11 +129,11 @@ def _replacing(file: Path) -> Iterator[Path]:
 
 def _write(record: dict[str, Any], out: Path, console: Console) -> None:
     """bench.json and bench.png, or the JSON of another mode under its name."""
-    name = {"layers": "bench"}.get(record["mode"], record["mode"])
+    name = _file_name(record)
     written = [f"{name}.json"]
     with _replacing(out / written[0]) as unfinished:
         unfinished.write_text(json.dumps(record, indent=2) + "\n")
-    if record["mode"] == "layers":
+    if record["mode"] in _DRAWN:
         written.append(f"{name}.png")
         _draw(record, out / written[1])
     console.print(f"results in {out}: {', '.join(written)}")

@@ -1,4 +1,4 @@
-"""The `guild` command: `train`, `bench` and `info`.
+"""The `guild` command: `train`, `generate`, `bench` and `info`.
 
 Only what parsing needs is imported here; torch and matplotlib follow when a command runs, so that
 `guild --help` answers at once.
@@ -12,8 +12,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from guild.bench.presets import CPU_SHAPES, PRESETS
+from guild.bench.presets import CPU_SHAPES, MORE_PRESETS, NAMED, PRESETS
 from guild.train.interrupt import INTERRUPTED
+from guild.train.presets import PRESETS as TRAIN_PRESETS
 from guild.train.settings import CHOICES, Settings
 
 FAILED, REFUSED = 1, 2
@@ -29,6 +30,8 @@ _SETTING_HELP = {
     "experts": "experts a layer",
     "intermediate": "width of one expert",
     "top_k": "experts a token is sent to",
+    "shared": "width of the experts that every token goes through, 0: none",
+    "vocabulary": "rows of the embedding; the text is bytes all the same",
     "lr": "peak learning rate of AdamW",
     "final_lr": "share of it that is left at the end",
     "warmup": "steps of linear rise",
@@ -69,6 +72,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"guild {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_train(commands)
+    _add_generate(commands)
     _add_bench(commands)
     commands.add_parser(
         "info", help="what was built and what this machine can run", formatter_class=_Formatter
@@ -108,6 +112,7 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
     add("--corpus", type=Path, metavar="DIR", help="learn from the .py files of this folder")
     add("--check-every", type=int, metavar="N", help="steps between validations (100)")
     add("--threads", type=int, metavar="N", help="CPU threads (as many as cores)")
+    _add_ranks(train)
     sizes = train.add_argument_group("sizes and schedule")
     for name, value in Settings().as_dict().items():
         sizes.add_argument(
@@ -117,6 +122,46 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
             metavar={int: "N", float: "X"}.get(type(value)),
             help=f"{_SETTING_HELP[name]} ({value})",
         )
+
+
+def _add_ranks(train: argparse.ArgumentParser) -> None:
+    """What torchrun's processes are told: torchrun --nproc-per-node 2 -m guild train --fsdp."""
+    add = train.add_argument_group("several GPUs, started by torchrun").add_argument
+    add("--fsdp", action="store_true", help="train on all ranks, sharded by FSDP2")
+    add("--expert-parallel", type=int, metavar="N", help="N ranks share the experts (1)")
+    add(
+        "--keep-gathered",
+        action="store_true",
+        help="keep weights gathered from forward to backward: faster, more memory",
+    )
+    add("--no-checkpoint", action="store_true", help="write none")
+    add("--preset", choices=tuple(TRAIN_PRESETS), help=f"sizes: {', '.join(TRAIN_PRESETS)}")
+
+
+def _add_generate(commands: argparse._SubParsersAction) -> None:
+    generate = commands.add_parser(
+        "generate",
+        help="continue a text with the model that guild train left",
+        description="Continue a text with the checkpoint of a training run, byte by byte, with a "
+        "key-value cache and, on a GPU, one CUDA graph a byte. The text goes to standard output, "
+        "the speed to standard error.",
+        formatter_class=_Formatter,
+    )
+    add = generate.add_argument
+    add("run", type=Path, metavar="RUN", help="the folder that guild train wrote (runs/train)")
+    add("--prompt", metavar="TEXT", help="what to continue (the trainer's own prompt)")
+    add("--tokens", type=int, default=320, metavar="N", help="bytes to write (320)")
+    add(
+        "--temperature",
+        type=float,
+        default=0.6,
+        metavar="X",
+        help="what logits are divided by; 0 takes the most likely byte (0.6)",
+    )
+    add("--top-k", type=int, default=0, metavar="N", help="choose among the N most likely (all)")
+    add("--seed", type=int, default=0, metavar="N", help="of the choices (0)")
+    add("--device", default="auto", metavar="NAME", help="auto, cpu, cuda or cuda:<index> (auto)")
+    add("--threads", type=int, metavar="N", help="CPU threads (as many as cores)")
 
 
 def _add_bench(commands: argparse._SubParsersAction) -> None:
@@ -136,7 +181,7 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
         type=float,
         metavar="X",
         help="least time of a candidate's pass in a round (0.5 on a GPU, 0.2 on the CPU; "
-        "of a step and with --rounding 0.2 and 0.05)",
+        "of a step and with --rounding 0.2 and 0.05, with --sweep and --decode 0.1 and 0.02)",
     )
     how.add_argument(
         "--calls", type=int, metavar="N", help="calls in a round, in place of --seconds"
@@ -147,7 +192,7 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
         "--out",
         type=Path,
         metavar="DIR",
-        help="write what was measured there, as JSON; for layers a plot too",
+        help="write what was measured there, as JSON; for layers and --decode a plot too",
     )
     results.add_argument("--json", action="store_true", help="print JSON in place of the table")
 
@@ -175,6 +220,12 @@ def _add_modes(bench: argparse.ArgumentParser) -> None:
         "rounding to the nearest tile and with dropping",
     )
     mode.add_argument(
+        "--decode",
+        action="store_true",
+        help="time the layer without gradients on few tokens, in CUDA graphs over several sets of "
+        "weights, beside its floor: the bytes of the experts hit at the read rate of the same run",
+    )
+    mode.add_argument(
         "--sweep",
         type=int,
         metavar="N",
@@ -186,11 +237,37 @@ def _add_modes(bench: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="print a recorded benchmark's tables in Markdown; with --out draw it too",
     )
+    _add_decode(group)
     group.add_argument("--bias", action="store_true", help="with --steps: experts with biases")
     group.add_argument(
         "--quack",
         action="store_true",
         help="with --steps: time the installed QuACK's products in place of recorded figures",
+    )
+
+
+def _add_decode(group: argparse._ArgumentGroup) -> None:
+    """Options of --decode alone."""
+    group.add_argument(
+        "--tokens",
+        metavar="A,B",
+        help="with --decode: tokens of a call (1 to 4096 on a GPU, 1,4,16 on the CPU; of a shape "
+        "of your own its T)",
+    )
+    group.add_argument(
+        "--parts",
+        metavar="A,B",
+        help="with --decode: some of experts (ids and weights given) and layer (with the router); "
+        "both",
+    )
+    group.add_argument(
+        "--peer",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="with --decode: a Python file whose decode_candidates(layers, part) gives more "
+        "candidates by name; may be repeated",
     )
 
 
@@ -201,10 +278,10 @@ def _add_what(bench: argparse.ArgumentParser) -> None:
         "--preset",
         action="append",
         default=[],
-        choices=[*PRESETS, *CPU_SHAPES, "all"],
+        choices=[*NAMED, "all"],
         metavar="NAME",
-        help=f"{', '.join(PRESETS)}, all; for the CPU {', '.join(CPU_SHAPES)}; may be repeated "
-        "(all on a GPU, the latter two on the CPU)",
+        help=f"{', '.join(PRESETS)}, all; more by name: {', '.join(MORE_PRESETS)}; for the CPU "
+        f"{', '.join(CPU_SHAPES)}; may be repeated (all on a GPU, the latter two on the CPU)",
     )
     add(
         "--thiek",
@@ -229,12 +306,14 @@ def _add_what(bench: argparse.ArgumentParser) -> None:
         "--routing",
         metavar="A,B",
         help="how rows spread over experts: some of balanced, random, zipf, or all (random); "
-        "several are timed in the same rounds and compared per row with balanced",
+        "several are timed in the same rounds and compared per row with balanced; with --decode of "
+        "random, zipf, hot (one expert for every token), same (the same experts for all tokens)",
     )
     add(
         "--candidates",
         metavar="A,B",
-        help="of guild, bound, compiled, eager (GPU), plain (CPU); all that the device has",
+        help="of guild, bound, compiled, eager (GPU), plain (CPU), with --decode of guild, torch; "
+        "all that the device has",
     )
     add(
         "--num-sms",
@@ -268,6 +347,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from .train_command import run_train
 
             return run_train(args)
+        if args.command == "generate":
+            from .generate_command import run_generate
+
+            return run_generate(args)
         if args.command == "bench":
             from .bench_command import run_bench
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import io
 import shlex
 import shutil
 import sys
@@ -18,9 +20,20 @@ from rich.text import Text
 from guild.provenance import pick_device
 from guild.train.interrupt import INTERRUPTED, StopRequest
 from guild.train.loop import Plan, Training
+from guild.train.presets import PRESETS
 from guild.train.run_folder import RunFolder
 from guild.train.settings import Settings
+from guild.train.speed import speed_facts
+from guild.train.world import (
+    SharedStop,
+    device_of_rank,
+    is_started_by_torchrun,
+    joined,
+    local_ranks,
+    writes,
+)
 
+_FLAGS = ("fsdp", "keep_gathered")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -33,8 +46,20 @@ def run_train(args: argparse.Namespace) -> int:
             raise ValueError(f"threads: expected at least 1, got {typed['threads']}")
         torch.set_num_threads(typed["threads"])
     settings, plan = plan_run(typed)
+    if plan.fsdp:
+        return _train_on_ranks(settings, plan, typed, console)
     with RunFolder(plan.out).claimed():
         return _train(settings, plan, typed, console)
+
+
+def _train_on_ranks(settings: Settings, plan: Plan, typed: dict[str, Any], console: Console) -> int:
+    """One of the processes that torchrun has started; the first one has folder and console."""
+    plan = dataclasses.replace(plan, device=device_of_rank(plan.device))
+    with joined(plan.device):
+        if writes():
+            with RunFolder(plan.out).claimed():
+                return _train(settings, plan, typed, console)
+        return _train(settings, plan, typed, Console(file=io.StringIO()))
 
 
 def _train(settings: Settings, plan: Plan, typed: dict[str, Any], console: Console) -> int:
@@ -46,13 +71,14 @@ def _train(settings: Settings, plan: Plan, typed: dict[str, Any], console: Conso
             f"on: {resume_command(typed, plan.out)} --steps {2 * settings.steps}",
         )
         return 0
-    with StopRequest() as stop:
+    with SharedStop(plan.device) if plan.fsdp else StopRequest() as stop:
         summary = training.run(stop)
     if summary is None:
         _say(console, f"stopped at step {training.step} of {settings.steps}; to continue:")
         _say(console, f"  {resume_command(typed, plan.out)}")
         return INTERRUPTED
-    show(summary, plan.out, console)
+    if summary:
+        show(summary, plan.out, console)
     return 0
 
 
@@ -62,9 +88,12 @@ def resume_command(typed: dict[str, Any], out: Path) -> str:
     It repeats what the checkpoint does not hold: where the bytes come from, and how to compute.
     """
     words = [*guild_command(), "train", "--resume", "--out", str(out)]
-    for name in ("corpus", "device", "check_every", "threads"):
+    if typed.get("fsdp"):
+        words[:-4] = ["torchrun", "--nproc-per-node", local_ranks(), "-m", "guild"]
+    for name in ("corpus", "device", "check_every", "threads", "expert_parallel"):
         if name in typed:
             words += ["--" + name.replace("_", "-"), str(typed[name])]
+    words += ["--" + name.replace("_", "-") for name in _FLAGS if typed.get(name)]
     return shlex.join(words)
 
 
@@ -98,6 +127,9 @@ def plan_run(typed: dict[str, Any]) -> tuple[Settings, Plan]:
     saved = RunFolder(out).load_checkpoint() if resume else None
     known = Settings().as_dict()
     chosen = {name: typed[name] for name in known if name in typed}
+    if "preset" in typed:
+        chosen = PRESETS[typed["preset"]] | chosen
+    _expect_ranks(typed)
     settings = Settings(**{**(saved["settings"] if saved else {}), **chosen})
     device = pick_device(typed.get("device", "auto"))
     dtype = typed.get("dtype", "auto")
@@ -128,7 +160,27 @@ def plan_run(typed: dict[str, Any]) -> tuple[Settings, Plan]:
         resume=resume,
         corpus=typed.get("corpus"),
         check_every=check_every,
+        fsdp=typed.get("fsdp", False),
+        expert_parallel=typed.get("expert_parallel", 1),
+        keep_gathered=typed.get("keep_gathered", False),
+        checkpoints=not typed.get("no_checkpoint", False),
     )
+
+
+def _expect_ranks(typed: dict[str, Any]) -> None:
+    """Raise for options of several ranks without them."""
+    count = typed.get("expert_parallel", 1)
+    if count < 1:
+        raise ValueError(f"expert_parallel: expected at least 1, got {count}")
+    if typed.get("fsdp"):
+        if typed.get("compare"):
+            raise ValueError("compare: expected one layer at a time with --fsdp")
+        return
+    for name in ("expert_parallel", "keep_gathered"):
+        if typed.get(name):
+            raise ValueError(f"{name}: expected with --fsdp alone")
+    if is_started_by_torchrun():
+        raise ValueError("fsdp: expected --fsdp where torchrun starts several processes")
 
 
 def show(summary: dict[str, Any], out: Path, console: Console) -> None:
@@ -147,6 +199,8 @@ def show(summary: dict[str, Any], out: Path, console: Console) -> None:
         f"{summary['tokens_per_second']:,.0f}",
         f"tokens/s, {summary['training_seconds']:.0f} s for {summary['tokens']:,} tokens",
     )
+    if speed_facts(summary):
+        table.add_row("on a GPU", "", speed_facts(summary))
     table.add_row(
         "expert load",
         f"{summary['busiest_expert_over_mean']:.2f}",

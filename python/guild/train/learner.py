@@ -22,10 +22,15 @@ LAYERS = ("guild", "plain")
 _BETAS = (0.9, 0.95)
 
 
-def moe_factory(name: str, device: torch.device, settings: Settings) -> MoEFactory:
-    """Constructor `(hidden, intermediate, experts, top_k)` of the MoE layer called `name`."""
+def moe_factory(
+    name: str, device: torch.device, settings: Settings, balanced: bool = False
+) -> MoEFactory:
+    """Constructor `(hidden, intermediate, experts, top_k)` of the MoE layer called `name`.
+
+    balanced: Guild's keeps sums for the load-balancing loss with every router.
+    """
     if name == "guild":
-        return _guild_factory(settings)
+        return _guild_factory(settings, balanced)
     if name == "plain":
         from .plain_moe import PlainMoE
 
@@ -35,24 +40,44 @@ def moe_factory(name: str, device: torch.device, settings: Settings) -> MoEFacto
                 "--round and --capacity"
             )
         compiled = device.type == "cuda"
+        if settings.shared:
+            from .plain_shared import PlainSharedMoE
+
+            return functools.partial(PlainSharedMoE, shared=settings.shared, compiled=compiled)
         return lambda *sizes: PlainMoE(*sizes, compiled=compiled)
     raise ValueError(f"moe: expected one of {', '.join(LAYERS)}, got {name!r}")
 
 
-def _guild_factory(s: Settings) -> MoEFactory:
+def _guild_factory(s: Settings, balanced: bool) -> MoEFactory:
     import guild
 
+    shared: dict[str, Any] = {"shared_intermediate": s.shared} if s.shared else {}
     if s.plain_routing:
-        return guild.MoE
+        over = {"balance_over": "batch"} if balanced else {}
+        return functools.partial(guild.MoE, **shared, **over)
     router = guild.Router.named(s.router)
     if s.round != "none":
         router = dataclasses.replace(router, rounding=s.round, tile=s.tile)
-    options: dict[str, Any] = {"router": router, "balance_over": "batch"}
+    options: dict[str, Any] = {"router": router, "balance_over": "batch", **shared}
     if not s.capacity:
         return functools.partial(guild.MoE, **options)
     from .dropping import DroppingMoE
 
     return functools.partial(DroppingMoE, capacity=s.capacity, **options)
+
+
+def make_optimizer(model: LanguageModel, s: Settings) -> torch.optim.AdamW:
+    """AdamW, which lets matrices decay and nothing else."""
+    weights = list(model.parameters())
+    return torch.optim.AdamW(
+        [
+            {"params": [w for w in weights if w.dim() > 1], "weight_decay": s.weight_decay},
+            {"params": [w for w in weights if w.dim() == 1], "weight_decay": 0.0},
+        ],
+        lr=s.lr,
+        betas=_BETAS,
+        fused=True,
+    )
 
 
 class Learner:
@@ -77,20 +102,18 @@ class Learner:
         s = settings
         make_moe = moe_factory(name, device, s)
         model = LanguageModel(
-            s.hidden, s.layers, s.heads, s.intermediate, s.experts, s.top_k, make_moe
+            s.hidden,
+            s.layers,
+            s.heads,
+            s.intermediate,
+            s.experts,
+            s.top_k,
+            make_moe,
+            s.vocabulary,
         )
         model.initialise(s.seed)
         self.model = model.to(device)
-        weights = list(self.model.parameters())
-        self.optimizer = torch.optim.AdamW(
-            [
-                {"params": [w for w in weights if w.dim() > 1], "weight_decay": s.weight_decay},
-                {"params": [w for w in weights if w.dim() == 1], "weight_decay": 0.0},
-            ],
-            lr=s.lr,
-            betas=_BETAS,
-            fused=True,
-        )
+        self.optimizer = make_optimizer(self.model, s)
 
     def round(self, corpus: Corpus, first: int, count: int) -> list[dict[str, Any]]:
         """Train steps `first` .. `first + count - 1` and return one row of measurements for each.

@@ -7,7 +7,6 @@ optimiser are all that a checkpoint needs to continue bit for bit on the CPU.
 
 from __future__ import annotations
 
-import codecs
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,18 +18,20 @@ from guild.provenance import provenance
 
 from .compare import comparison, mean_loss, steps_of, tokens_per_second
 from .corpus import Corpus, load_corpus
+from .generation import Sampling, generate, readable
 from .interrupt import StopRequest
 from .learner import Learner
-from .model import generate
 from .plots import plot_run
 from .progress import TrainingView
 from .run_folder import RunFolder
 from .settings import Settings, changed_fields
+from .speed import speed_summary
+from .world import UnwrittenFolder, agreed, writes
 
 FINAL_STEPS = 50
 FINAL_WINDOWS = 1024
 _CHECK_WINDOWS = 128
-_PROMPT = b'class Reader:\n    """Reads a file."""\n\n    def '
+PROMPT = b'class Reader:\n    """Reads a file."""\n\n    def '
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,14 @@ class Plan:
         Steps between validations, each followed by a checkpoint.
     sample_bytes : int
         Length of the text written at the end.
+    fsdp : bool
+        Train on all ranks that torchrun has started.
+    expert_parallel : int
+        With fsdp, ranks that share the experts.
+    keep_gathered : bool
+        With fsdp, keep weights gathered from forward to backward.
+    checkpoints : bool
+        Whether any are written.
     """
 
     out: Path
@@ -68,6 +77,10 @@ class Plan:
     corpus: Path | None = None
     check_every: int = 100
     sample_bytes: int = 320
+    fsdp: bool = False
+    expert_parallel: int = 1
+    keep_gathered: bool = False
+    checkpoints: bool = True
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -85,13 +98,13 @@ class Training:
 
     def __init__(self, settings: Settings, plan: Plan, console: Console) -> None:
         self.settings, self.plan, self.console = settings, plan, console
-        self.folder = RunFolder(plan.out)
+        self.folder = RunFolder(plan.out) if writes() else UnwrittenFolder(plan.out)
         self.step = 0
         state = self.folder.load_checkpoint() if plan.resume else None
         self.corpus = load_corpus(plan.corpus, settings.context)
         if state is not None:
             _check_resumable(state, settings, plan, self.corpus)
-        self.learners = [Learner(name, settings, plan.device, plan.dtype) for name in plan.layers]
+        self.learners = [_learner(name, settings, plan) for name in plan.layers]
         if state is None:
             self._say_moved(self.folder.start())
         else:
@@ -104,7 +117,9 @@ class Training:
     def is_finished(self) -> bool:
         """Whether the run that is resumed had come to its end and left all of its results."""
         summary = self.folder.read_summary() if self.plan.resume else None
-        return summary is not None and summary.get("steps") == self.step == self.settings.steps
+        return agreed(
+            summary is not None and summary.get("steps") == self.step == self.settings.steps
+        )
 
     def run(self, stop: StopRequest) -> dict[str, Any] | None:
         """Train to the end and return the summary, or None when `stop` came first."""
@@ -116,7 +131,7 @@ class Training:
                 if self.step % self.plan.check_every == 0 and self.step < steps:
                     self._validate(view, _CHECK_WINDOWS)
                     self._save()
-            if self.step == steps and not self._final_validation():
+            if self.step == steps and not agreed(bool(self._final_validation())):
                 self._validate(view, FINAL_WINDOWS)
             self._save()  # after the rows of its step: resuming adds none of them again
         return self._finish() if self.step == steps else None
@@ -154,6 +169,8 @@ class Training:
         }
 
     def _save(self) -> None:
+        if not self.plan.checkpoints:
+            return
         self.folder.save_checkpoint(
             {
                 "step": self.step,
@@ -188,6 +205,9 @@ class Training:
         )
 
     def _finish(self) -> dict[str, Any]:
+        sample = self._sample()
+        if not writes():  # the rank that does has all that follows
+            return {}
         rows, validation = self.folder.rows(), self._final_validation()
         main, s = self.learners[0], self.settings
         last = steps_of(rows, main.name)[-FINAL_STEPS:]
@@ -219,8 +239,9 @@ class Training:
                 "held_out_bytes": self.corpus.held_out.numel(),
                 "digest": self.corpus.digest,
             },
-            "prompt": _PROMPT.decode(),
-            "sample": self._sample(),
+            "prompt": PROMPT.decode(),
+            "sample": sample,
+            **speed_summary(steps_of(rows, main.name)),
         }
         if self.plan.compare:
             plain = self.learners[1].name
@@ -236,20 +257,22 @@ class Training:
 
     def _sample(self) -> str:
         """What the model writes after the prompt."""
+        if self.plan.fsdp:
+            return readable(self.learners[0].sample(PROMPT, self.plan.sample_bytes))
         model, s = self.learners[0].model.eval(), self.settings
         with self.learners[0].autocast():
-            text = generate(model, _PROMPT, self.plan.sample_bytes, s.context, s.seed)
-        return readable(text[len(_PROMPT) :])
+            sampling = Sampling(seed=s.seed)
+            written = generate(model, PROMPT, self.plan.sample_bytes, s.context, sampling)
+        return readable(written.text[len(PROMPT) :])
 
 
-def readable(text: bytes) -> str:
-    r"""UTF-8 as text, without the character that the end cuts; anything unprintable as \x.."""
-    decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
-    shown = "".join(
-        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode()
-        for c in decoder.decode(text)
-    )
-    return shown.rstrip()
+def _learner(name: str, settings: Settings, plan: Plan) -> Learner:
+    if not plan.fsdp:
+        return Learner(name, settings, plan.device, plan.dtype)
+    from .sharded import ShardedLearner
+
+    how = plan.device, plan.dtype, plan.expert_parallel, plan.keep_gathered
+    return ShardedLearner(name, settings, *how)
 
 
 def _check_resumable(state: dict[str, Any], settings: Settings, plan: Plan, corpus: Corpus) -> None:

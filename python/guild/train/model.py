@@ -8,6 +8,7 @@ the plain PyTorch one train in the very same model.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,13 +34,22 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(hidden, 3 * hidden, bias=False)
         self.out = nn.Linear(hidden, hidden, bias=False)
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """x (batch, context, hidden); cos, sin (context, head size / 2)."""
+    def forward(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, past: Past | None = None
+    ) -> torch.Tensor:
+        """x (batch, context, hidden); cos, sin (context, head size / 2).
+
+        With a past, x continues it, and attends to what it holds.
+        """
         batch, context, hidden = x.shape
         qkv = self.qkv(x).view(batch, context, 3, self.heads, hidden // self.heads)
         q, k, v = qkv.transpose(1, 3).unbind(2)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        if past is None:
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            k, v = past.with_new(k, v)
+            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=past.visible)
         return self.out(mixed.transpose(1, 2).reshape(batch, context, hidden))
 
 
@@ -50,10 +60,37 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 
-def rotary_angles(context: int, head_size: int, device: torch.device) -> torch.Tensor:
-    """Angles float32 (context, head_size / 2): position times a geometric series of rates."""
-    rates = torch.arange(head_size // 2, device=device) * (-2.0 / head_size)
-    return torch.arange(context, device=device)[:, None] * _ROTARY_BASE**rates
+def rotary_angles(positions: torch.Tensor, head_size: int) -> torch.Tensor:
+    """Angles float32 (positions, head_size / 2): each times a geometric series of rates."""
+    rates = torch.arange(head_size // 2, device=positions.device) * (-2.0 / head_size)
+    return positions[:, None] * _ROTARY_BASE**rates
+
+
+class Past(NamedTuple):
+    """What one layer's attention has read so far, and where what comes now goes.
+
+    Attributes
+    ----------
+    keys, values : torch.Tensor
+        (batch, heads, context, head size): written to in place.
+    positions : torch.Tensor
+        int64 (new,): places of the new keys and values.
+    visible : torch.Tensor
+        bool (new, context): which places each new one attends to.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    positions: torch.Tensor
+    visible: torch.Tensor
+
+    def with_new(
+        self, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """All keys and values, the new ones (batch, heads, new, head size) among them."""
+        self.keys.index_copy_(2, self.positions, keys.to(self.keys.dtype))
+        self.values.index_copy_(2, self.positions, values.to(self.values.dtype))
+        return self.keys, self.values
 
 
 class Block(nn.Module):
@@ -67,10 +104,10 @@ class Block(nn.Module):
         self.moe = moe
 
     def forward(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, past: Past | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x (batch, context, hidden) -> same shape, and what the MoE layer read."""
-        x = x + self.attention(self.attention_norm(x), cos, sin)
+        x = x + self.attention(self.attention_norm(x), cos, sin, past)
         moe_input = self.moe_norm(x)
         return x + self.moe(moe_input), moe_input
 
@@ -96,6 +133,9 @@ class LanguageModel(nn.Module):
         Sizes; `intermediate` is the width of one expert.
     make_moe : callable
         `(hidden, intermediate, experts, top_k) -> nn.Module`, called once a layer.
+    vocabulary : int
+        Rows of the embedding and of the output's product. Those past the bytes are there to give
+        the products the size that they have in models of words.
     """
 
     def __init__(
@@ -107,10 +147,11 @@ class LanguageModel(nn.Module):
         experts: int,
         top_k: int,
         make_moe: MoEFactory,
+        vocabulary: int = BYTES,
     ) -> None:
         super().__init__()
         self.head_size = hidden // heads
-        self.embedding = nn.Embedding(BYTES, hidden)
+        self.embedding = nn.Embedding(vocabulary, hidden)
         self.blocks = nn.ModuleList(
             Block(hidden, heads, make_moe(hidden, intermediate, experts, top_k))
             for _ in range(layers)
@@ -126,39 +167,89 @@ class LanguageModel(nn.Module):
         sqrt(2 * layers) to keep its variance from growing with depth.
         """
         generator = torch.Generator().manual_seed(seed)
-        residual_scale = (2 * len(self.blocks)) ** -0.5
         for name, weight in sorted(self.named_parameters()):
             if weight.dim() == 1:  # the normalisation's gains
                 weight.fill_(1.0)
                 continue
-            std = weight.shape[-1] ** -0.5  # the embedding's fan-in is that of its tied output
-            if name.endswith(("attention.out.weight", "moe.w_down")):
-                std *= residual_scale
-            weight.copy_(torch.randn(weight.shape, generator=generator) * std)
+            weight.copy_(torch.randn(weight.shape, generator=generator) * self.std_of(name, weight))
+
+    def std_of(self, name: str, weight: torch.Tensor) -> float:
+        """Standard deviation of a matrix's first values."""
+        std = weight.shape[-1] ** -0.5  # the embedding's fan-in is that of its tied output
+        if name.endswith(("attention.out.weight", "moe.w_down", "moe.shared.w_down")):
+            std *= (2 * len(self.blocks)) ** -0.5
+        return std
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """tokens int64 (batch, context) -> logits (batch, context, 256)."""
-        return self._run(tokens)[0]
+        """tokens int64 (batch, context) -> logits of the bytes (batch, context, 256)."""
+        return self._logits(self.hidden_states(tokens)[0])
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return F.linear(hidden, self.embedding.weight[:BYTES])
 
     def loss(
         self, tokens: torch.Tensor, targets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Cross-entropy in nats per byte and mean imbalance of the layers, float32 scalars."""
-        logits, moe_inputs = self._run(tokens)
+        hidden, moe_inputs = self.hidden_states(tokens)
+        logits = F.linear(hidden, self.embedding.weight)
         imbalance = torch.stack(
             [block.imbalance(x) for block, x in zip(self.blocks, moe_inputs, strict=True)]
         )
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()), imbalance.mean()
 
-    def _run(self, tokens: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        angles = rotary_angles(tokens.shape[1], self.head_size, tokens.device)
+    def continued(
+        self, tokens: torch.Tensor, positions: torch.Tensor, cache: torch.Tensor
+    ) -> torch.Tensor:
+        """Logits of tokens that follow those in a cache.
+
+        Parameters
+        ----------
+        tokens : torch.Tensor
+            int64 (batch, new).
+        positions : torch.Tensor
+            int64 (new,): their places in the text. What the cache holds at later places is not
+            read.
+        cache : torch.Tensor
+            (layers, 2, batch, heads, context, head size): keys and values, to which those of the
+            new tokens are added. See `make_cache`.
+
+        Returns
+        -------
+        torch.Tensor
+            (batch, new, 256).
+        """
+        visible = torch.arange(cache.shape[4], device=tokens.device) <= positions[:, None]
+        pasts = [Past(keys, values, positions, visible) for keys, values in cache]
+        return self._logits(self.hidden_states(tokens, positions, pasts)[0])
+
+    def make_cache(self, batch: int, context: int) -> torch.Tensor:
+        """Room for the keys and values of texts of `context` tokens, zeros."""
+        weight, kind = self.embedding.weight, self.embedding.weight.device.type
+        dtype = weight.dtype
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+        heads = weight.shape[1] // self.head_size
+        size = len(self.blocks), 2, batch, heads, context, self.head_size
+        return torch.zeros(size, dtype=dtype, device=weight.device)
+
+    def hidden_states(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        pasts: list[Past] | None = None,
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """What the output's product reads (batch, context, hidden), and what the MoE layers did."""
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        angles = rotary_angles(positions, self.head_size)
         cos, sin = angles.cos(), angles.sin()
         x = self.embedding(tokens)
         moe_inputs = []
-        for block in self.blocks:
-            x, moe_input = block(x, cos, sin)
+        for block, past in zip(self.blocks, pasts or [None] * len(self.blocks), strict=True):
+            x, moe_input = block(x, cos, sin, past)
             moe_inputs.append(moe_input)
-        return F.linear(self.norm(x), self.embedding.weight), moe_inputs
+        return self.norm(x), moe_inputs
 
     def move_selection_biases(self, rate: float) -> None:
         """`MoE.balance` of every layer whose router has a selection bias."""
@@ -169,28 +260,3 @@ class LanguageModel(nn.Module):
     def expert_counts(self) -> torch.Tensor:
         """Rows per expert of the last forward: int (layers, experts), on the model's device."""
         return torch.stack([block.moe.expert_counts for block in self.blocks])
-
-
-@torch.no_grad()
-def generate(
-    model: LanguageModel,
-    prompt: bytes,
-    count: int,
-    context: int,
-    seed: int,
-    temperature: float = 0.6,
-) -> bytes:
-    """Continue `prompt` by `count` sampled bytes, looking back at most `context` bytes.
-
-    Every forward sees `context` bytes, zeros behind the text: what comes later does not change what
-    is read, and one shape is compiled once.
-    """
-    device = model.embedding.weight.device
-    generator = torch.Generator().manual_seed(seed)
-    text = list(prompt)
-    for _ in range(count):
-        seen = text[-context:]
-        window = torch.tensor([seen + [0] * (context - len(seen))], device=device)
-        logits = model(window)[0, len(seen) - 1].float().cpu() / temperature
-        text.append(int(torch.multinomial(logits.softmax(-1), 1, generator=generator)))
-    return bytes(text)

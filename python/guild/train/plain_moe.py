@@ -73,13 +73,24 @@ def plain_moe(
     out, counts : torch.Tensor
         (tokens, hidden) in x's dtype and int64 (experts,) rows per expert.
     """
-    experts = router.shape[0]
     probabilities = F.linear(x, router).float().softmax(-1)
     scores, ids = probabilities.topk(top_k, -1)
-    scores = scores / scores.sum(-1, keepdim=True)
+    return plain_experts(x, ids, scores / scores.sum(-1, keepdim=True), w_up, w_down)
+
+
+def plain_experts(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    scores: torch.Tensor,
+    w_up: torch.Tensor,
+    w_down: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`plain_moe` after its router: ids and scores are (tokens, top_k)."""
+    experts, top_k = w_up.shape[0], ids.shape[1]
     expert_of_row, order = ids.flatten().sort(stable=True)
     # Where each expert's rows end; bincount would copy its size to the host on a GPU.
-    ends = torch.searchsorted(expert_of_row, torch.arange(experts, device=x.device), right=True)
+    bounds = torch.arange(experts, device=x.device, dtype=ids.dtype)
+    ends = torch.searchsorted(expert_of_row, bounds, right=True)
     counts = ends.diff(prepend=ends.new_zeros(1))
     token = order // top_k
     if x.is_cuda:  # compiled, the gradient of x[token] takes half the time of index_select's

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from .settings import Settings
+from .speed import speed_facts
 
 
 class TrainingView:
@@ -69,5 +70,7 @@ class TrainingView:
         self._console.print(f"step {step:>5}  {facts}held out {loss:.3f}", highlight=False)
 
     def _facts(self, row: dict[str, Any]) -> str:
-        speed = self._settings.tokens_per_step / row["seconds"]
-        return f"loss {row['loss']:.3f}  {speed:,.0f} tokens/s  load {max(row['load']):.2f}x"
+        speed = speed_facts(row)
+        if not speed:
+            speed = f"{self._settings.tokens_per_step / row['seconds']:,.0f} tokens/s"
+        return f"loss {row['loss']:.3f}  {speed}  load {max(row['load']):.2f}x"

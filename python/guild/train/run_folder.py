@@ -196,8 +196,13 @@ class RunFolder:
         with self._replacing(self.checkpoint) as file:
             torch.save({"format": _FORMAT, **state}, file)
 
-    def load_checkpoint(self) -> dict[str, Any]:
+    def load_checkpoint(self, option: str = "resume") -> dict[str, Any]:
         """The last checkpoint, its tensors on the CPU.
+
+        Parameters
+        ----------
+        option : str
+            What asks for it, as errors name it: "resume", or "run" of what only reads.
 
         Raises
         ------
@@ -208,27 +213,22 @@ class RunFolder:
             When it cannot be read.
         """
         name = repr(str(self.checkpoint))
+        advice = "; start without --resume" if option == "resume" else ""
         if not self.checkpoint.exists():
-            raise ValueError(
-                f"resume: no checkpoint.pt in {str(self.path)!r}; start without --resume"
-            )
+            raise ValueError(f"{option}: no checkpoint.pt in {str(self.path)!r}{advice}")
         if self.checkpoint.stat().st_size == 0:
-            raise ValueError(f"resume: {name} is empty; start without --resume")
+            raise ValueError(f"{option}: {name} is empty{advice}")
         with self.checkpoint.open("rb") as file, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of pickles that are not torch's
             try:
                 state = torch.load(file, map_location="cpu", weights_only=True)
             except Exception:  # torch raises whatever its readers of damaged files stumble over
-                raise ValueError(
-                    f"resume: {name} is damaged or no checkpoint; start without --resume"
-                ) from None
-        if not isinstance(state, dict) or "format" not in state:
-            raise ValueError(f"resume: {name} is no checkpoint of guild train")
-        if not isinstance(state["format"], int):
-            raise ValueError(f"resume: {name} is no checkpoint of guild train")
+                raise ValueError(f"{option}: {name} is damaged or no checkpoint{advice}") from None
+        if not isinstance(state, dict) or not isinstance(state.get("format"), int):
+            raise ValueError(f"{option}: {name} is no checkpoint of guild train")
         if state["format"] != _FORMAT:
-            raise ValueError(f"resume: {name} has format {state['format']}, expected {_FORMAT}")
-        _expect_state(state, name)
+            raise ValueError(f"{option}: {name} has format {state['format']}, expected {_FORMAT}")
+        _expect_state(state, f"{option}: {name}")
         return state
 
     def write_summary(self, summary: dict[str, Any]) -> None:
@@ -307,17 +307,17 @@ def _expect_state(state: dict[str, Any], name: str) -> None:
     """Raise ValueError unless the state is one that `save_checkpoint` was given."""
     for key, kind in _STATE.items():
         if not isinstance(state.get(key), kind) or isinstance(state[key], bool):
-            raise ValueError(f"resume: {name} is no checkpoint of guild train: no {key} in it")
+            raise ValueError(f"{name} is no checkpoint of guild train: no {key} in it")
     unknown = set(state["settings"]) - set(Settings().as_dict())
     learners = state["learners"]
     if unknown or state["dtype"] not in _DTYPES or not learners or set(learners) - set(LAYERS):
-        raise ValueError(f"resume: {name} was written by another version of guild train")
+        raise ValueError(f"{name} was written by another version of guild train")
     if state["step"] < 0:
-        raise ValueError(f"resume: {name}: step: expected 0 or more, got {state['step']}")
+        raise ValueError(f"{name}: step: expected 0 or more, got {state['step']}")
     try:
         Settings(**state["settings"])
     except (TypeError, ValueError) as error:
-        raise ValueError(f"resume: {name}: {error}") from None
+        raise ValueError(f"{name}: {error}") from None
 
 
 def _is_at(path: Path, file: IO[bytes]) -> bool:

@@ -26,6 +26,7 @@ CHOICES = {
     ),
     "round": ("none", "nearest", "up", "down", "stochastic", "balanced"),
 }
+_BYTES = 256
 _PLAIN_ROUTERS = ("softmax_renormalized", "topk_softmax")
 
 
@@ -43,6 +44,10 @@ class Settings:
         Width and depth of the transformer.
     experts, intermediate, top_k : int
         Number of experts, width of one, experts a token is sent to.
+    shared : int
+        Width of the experts that every token goes through; 0: none.
+    vocabulary : int
+        Rows of the embedding; those past 256 are never a target.
     lr, final_lr : float
         Peak learning rate and the share of it left at the end of the cosine.
     warmup : int
@@ -74,6 +79,8 @@ class Settings:
     experts: int = 8
     intermediate: int = 128
     top_k: int = 2
+    shared: int = 0
+    vocabulary: int = 256
     lr: float = 3e-3
     final_lr: float = 0.05
     warmup: int = 40
@@ -94,7 +101,15 @@ class Settings:
         ).split():
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
-        for name in ("warmup", "weight_decay", "balance", "capacity", "bias_rate", "seed"):
+        for name in (
+            "warmup",
+            "weight_decay",
+            "balance",
+            "capacity",
+            "bias_rate",
+            "seed",
+            "shared",
+        ):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(
                     f"{name}: expected a finite number of 0 or more, got {getattr(self, name)}"
@@ -110,11 +125,13 @@ class Settings:
                 raise ValueError(
                     f"{name}: expected one of {', '.join(known)}, got {getattr(self, name)!r}"
                 )
+        if self.vocabulary < _BYTES:
+            raise ValueError(f"vocabulary: expected at least {_BYTES}, got {self.vocabulary}")
         if self.round != "none" and self.capacity:
             raise ValueError(f"capacity: expected 0 with rounding, got {self.capacity}")
         if self.top_k > self.experts:
             raise ValueError(f"top_k: expected at most experts = {self.experts}, got {self.top_k}")
-        for name in ("hidden", "intermediate"):
+        for name in ("hidden", "intermediate", "shared"):
             if getattr(self, name) % 8:
                 raise ValueError(
                     f"{name}: expected a multiple of 8 (16-byte rows in bf16), "

@@ -49,7 +49,9 @@ def files_of_at_most(size: int) -> Iterator[None]:
     ],
     ids=["file", "below", "nowhere", "process", "system", "long"],
 )
-@pytest.mark.parametrize("mode", [[], ["--steps"], ["--memory"], ["--rounding"], ["--report"]])
+@pytest.mark.parametrize(
+    "mode", [[], ["--steps"], ["--memory"], ["--rounding"], ["--decode"], ["--report"]]
+)
 def test_impossible_folder(
     mode: list[str],
     out: str,
@@ -61,7 +63,8 @@ def test_impossible_folder(
     """Found before anything is measured or printed."""
     for name in ("layers.measure", "steps.measure_steps", "memory.measure_memory"):
         monkeypatch.setattr(f"guild.bench.{name}", pytest.fail)
-    monkeypatch.setattr("guild.bench.rounding.measure_rounding", pytest.fail)
+    for name in ("rounding.measure_rounding", "decode.measure.measure_decode"):
+        monkeypatch.setattr(f"guild.bench.{name}", pytest.fail)
     monkeypatch.setattr("guild.bench.report.report", pytest.fail)
     (tmp_path / "file").write_text("")
     words = ["bench", "--report", str(RECORD)] if mode == ["--report"] else [*QUICK, *mode]

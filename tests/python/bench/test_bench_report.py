@@ -89,7 +89,7 @@ def test_report_of_every_mode(
     printed = capsys.readouterr().out
     assert printed.count("\n| ") >= 2 and "commit" in printed
     assert main(["bench", "--report", str(file), "--out", str(tmp_path)]) == 2
-    assert "out: expected a record of layers to draw" in capsys.readouterr().err
+    assert "out: expected a record of layers or decode to draw" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("file", RECORDED, ids=lambda file: file.stem)

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import termios
 from collections import Counter
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,13 @@ from rich.console import Console, Group
 from rich.table import Table
 
 import guild
+from guild.bench.decode.measure import decode_figures, work_of
+from guild.bench.decode.rates import Rates
 from guild.bench.layers import figures, measure
+from guild.bench.names import PARTS
 from guild.bench.narrow_table import fit
 from guild.bench.plan import BenchPlan
-from guild.bench.presets import PRESETS, Shape
+from guild.bench.presets import DECODE_PRESETS, PRESETS, Shape
 from guild.bench.record import read_record
 from guild.bench.steps_table import step_cells
 from guild.bench.tables import table_of
@@ -51,7 +55,25 @@ def sweep_record() -> dict[str, Any]:
     return {**head, "cases": cases}
 
 
-RECORDS = {**RECORDED, "sweep": sweep_record()}
+def decode_record() -> dict[str, Any]:
+    """Every preset at a few numbers of tokens; its times are made up."""
+    cases = []
+    rates, machine = Rates(4.4e6, 7e8), {"read_tbps": 4.4, "matrix_tflops": 700.0}
+    for name, shape in DECODE_PRESETS.items():
+        for tokens, part in product((1, 64, 4096), PARTS):
+            at = shape._replace(tokens=tokens)
+            case = {"name": name, "shape": at._asdict(), "routing": "random", "part": part}
+            case |= work_of(at, part, torch.bfloat16, float(shape.experts), rates)
+            times = {(n, how): [12.345] for n in ("guild", "torch") for how in ("graph", "eager")}
+            figures = decode_figures(times, case["bytes"], case["floor_us"])
+            for row in figures.values():
+                row |= {"host_us": 34.56}
+                row |= {"router_us": {"median": 3.21}} if part == "layer" else {}
+            cases.append({**case, "machine": machine, "failures": {}, "figures": figures})
+    return {"mode": "decode", "device": "GPU", "dtype": "bfloat16", "rounds": 3, "cases": cases}
+
+
+RECORDS = {**RECORDED, "sweep": sweep_record(), "decode": decode_record()}
 
 
 def newest(kind: str) -> dict[str, Any]:
@@ -72,7 +94,7 @@ def printed(record: dict[str, Any], width: int) -> str:
 
 def test_records_of_every_mode() -> None:
     modes = {record["mode"] for record in RECORDS.values()}
-    assert modes == {"layers", "steps", "memory", "rounding", "sweep"}
+    assert modes == {"layers", "steps", "memory", "rounding", "sweep", "decode"}
 
 
 @pytest.mark.parametrize("width", [80, 100, 139, 140, 170])

@@ -21,6 +21,8 @@ from fuzz_moe import MoECase
 
 PARTS, MOST_SHOWN = 10, 5
 
+pytestmark = pytest.mark.filterwarnings("ignore::guild.CopiedWeightsWarning")  # of lists apart
+
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_layers(part: int, device: str, request: pytest.FixtureRequest) -> None:

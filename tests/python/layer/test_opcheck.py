@@ -134,6 +134,15 @@ CALLS: dict[str, Callable[[Inputs], Arguments]] = {
         *FLAGS,
         63,
     ),
+    "moe_forward_out": lambda i: (
+        *(i.layer.x, i.layer.ids, i.layer.scores, None, i.layer.dout, *i.weights, *i.biases),
+        *(*FLAGS, torch.empty_like(i.layer.x)),
+    ),
+    "moe_layer_out": lambda i: (
+        *(i.layer.x, i.layer.down[:, :, 0].contiguous(), None, None),
+        *(2, 0, True, 1.0, 1, 1, 0.0, 0, i.layer.dout, i.w_up, i.layer.down, *i.biases),
+        *(*FLAGS, torch.empty_like(i.layer.x)),
+    ),
     "moe_forward transposed": lambda i: (
         *wanting(i.layer.x),
         i.layer.ids,

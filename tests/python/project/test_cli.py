@@ -65,7 +65,7 @@ def test_without_the_commands_packages(command: str, status: int, message: str) 
         assert re.fullmatch(message, output), output
 
 
-@pytest.mark.parametrize("command", [[], ["train"], ["bench"], ["info"]])
+@pytest.mark.parametrize("command", [[], ["train"], ["generate"], ["bench"], ["info"]])
 def test_help(command: list[str], capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit) as end:
         main([*command, "--help"])
@@ -73,7 +73,7 @@ def test_help(command: list[str], capsys: pytest.CaptureFixture) -> None:
     assert "usage: guild" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["", "train", "bench", "info"])
+@pytest.mark.parametrize("command", ["", "train", "generate run", "bench", "info"])
 def test_unknown_option_shows_the_commands_own_usage(
     command: str, capsys: pytest.CaptureFixture
 ) -> None:
@@ -81,13 +81,14 @@ def test_unknown_option_shows_the_commands_own_usage(
         main([*command.split(), "--stesp", "9"])
     assert end.value.code == 2
     printed = capsys.readouterr().err
+    command = command.split(" ")[0]
     name = f"guild {command}".rstrip()
     assert printed.startswith(f"usage: {name} [-h]")
     if command:
         assert printed.endswith(f"{name}: error: unrecognized arguments: --stesp 9\n")
 
 
-@pytest.mark.parametrize("command", ["train", "bench"])
+@pytest.mark.parametrize("command", ["train", "generate", "bench"])
 def test_help_calls_numbers_n_or_x(command: str, capsys: pytest.CaptureFixture) -> None:
     """And never by the option's own name once more, as in `--rounds ROUNDS`."""
     with pytest.raises(SystemExit):

@@ -3,19 +3,44 @@
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+import guild
+
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples/python"
+RUNS = [  # file, function, steps
+    ("train_moe", "train", 60, 0.8),
+    ("train_main_grad", "train", 30, 0.8),
+    ("train_sharded_experts", "run", 30, 0.8),
+]
 
 
-def test_train_moe(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A short run of the training loop: the loss falls."""
-    if device == "cpu":
-        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    spec = importlib.util.spec_from_file_location("train_moe", EXAMPLES / "train_moe.py")
+def example(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    losses = module.train(60)
-    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+    return module
+
+
+def test_every_example_is_run() -> None:
+    """Here, or in tests/python/integrations/test_transformers_examples.py."""
+    names = {path.stem for path in EXAMPLES.glob("*.py")}
+    assert {name for name in names if not name.endswith("_transformers")} == {n for n, *_ in RUNS}
+
+
+@pytest.mark.parametrize(("name", "start", "steps", "share"), RUNS)
+def test_the_loss_falls(
+    device: str, monkeypatch: pytest.MonkeyPatch, name: str, start: str, steps: int, share: float
+) -> None:
+    """In a short run, to less than this share of what it was."""
+    if device == "cpu":
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", guild.CopiedWeightsWarning)
+        losses = getattr(example(name), start)(steps)
+    assert len(losses) == steps
+    assert sum(losses[-5:]) < share * sum(losses[:5])

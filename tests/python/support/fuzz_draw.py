@@ -149,6 +149,22 @@ def place(values: Tensor, layout: str, dtype: torch.dtype, device: str) -> Tenso
     return view
 
 
+def without_gradients(how: str | None, like: Tensor, call: Callable[..., Tensor]) -> Tensor:
+    """What a call gives without gradients: `like` itself where `how` is None."""
+    if how is None:
+        return like
+    if how == "inference":
+        with torch.inference_mode():
+            return call()
+    with torch.no_grad():
+        if how == "no_grad":
+            return call()
+        layout = "window" if like.dim() == 2 else "packed"
+        out = place(torch.full_like(like, math.nan), layout, like.dtype, str(like.device))
+        given = call(out=out)
+        return out if given is out else out.new_empty(0)
+
+
 @dataclass(frozen=True)
 class Backward:
     """Which tensors want gradients, where these go, and in how many passes they add up."""

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import guild
-from fuzz_compare import Truth
-from fuzz_draw import Backward, Draw, Outputs, Values, place, score_dtype, total
-from fuzz_weights import Weights, exact_leaves, is_low_rank
+from fuzz_compare import Truth, same_bits
+from fuzz_draw import (
+    Backward,
+    Draw,
+    Outputs,
+    Values,
+    place,
+    score_dtype,
+    total,
+    without_gradients,
+)
+from fuzz_routing import require
+from fuzz_weights import Weights, exact_leaves, is_low_rank, whole_of
 from oracle.autograd import gradients
 from oracle.experts import by_rows, routed
 
@@ -92,7 +102,8 @@ class ExpertsCase:
         for name, leaf in inputs.items():
             results |= backward.found(name, leaf, False)
         for name, leaf in weights.items():
-            results |= backward.found(name, leaf, not is_low_rank(name))
+            whole = whole_of(leaf) if isinstance(leaf, list) else leaf
+            results |= backward.found(name, whole, not is_low_rank(name))
         return results
 
     def place_input(self, name: str, t: Tensor, dtype: torch.dtype, device: str) -> Tensor:
@@ -146,6 +157,8 @@ class RoutedCase(ExpertsCase):
     lead: int  # ... how many before the first list, ...
     spare: int  # ... and after the last
     residual: bool
+    mapped: bool  # ids are places in a map of all ranks' experts
+    without: str | None  # called again without gradients: "no_grad", "inference", "out"
 
     @staticmethod
     def drawn(draw: Draw) -> RoutedCase:
@@ -176,6 +189,8 @@ class RoutedCase(ExpertsCase):
             lead=lead,
             spare=spare,
             residual=residual,
+            mapped=draw.chance(0.2),
+            without=draw.pick(None, None, "no_grad", "inference", "out"),
         )
 
     @property
@@ -246,16 +261,39 @@ class RoutedCase(ExpertsCase):
         return super().place_input(name, t, dtype, device)
 
     def call(self, leaves: dict[str, Tensor], given: dict[str, Tensor], sink: Any) -> Tensor:
+        out = self.routed(leaves, given, sink)
+        again = without_gradients(self.without, out, partial(self.routed, leaves, given, sink))
+        require(not same_bits({"out": out}, {"out": again}), f"{self.without}: other bits")
+        return out
+
+    def routed(self, leaves: dict[str, Tensor], given: dict[str, Tensor], sink: Any, **out: Any):
+        ids, expert_map = given["ids"], None
+        if self.mapped:
+            ids, expert_map = self.mapped_ids(ids)
         return guild.routed_experts(
             given["x"],
-            given["ids"],
+            ids,
             given["scores"],
             **self.weights.arguments(leaves),
             token_offsets=given.get("token_offsets"),
             residual=given.get("residual"),
             recompute=self.backward.recompute,
             weight_gradients=sink,
+            expert_map=expert_map,
+            **out,
         )
+
+    def mapped_ids(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The same experts under other ids, and the map that leads back to them."""
+        experts = self.weights.experts
+        many = 2 * experts + 1
+        order = torch.randperm(many, generator=torch.Generator().manual_seed(self.seed)).to(ids)
+        expert_map = torch.full((many,), -1, dtype=torch.int32, device=ids.device)
+        expert_map[order[:experts].long()] = torch.arange(experts).to(expert_map)
+        places = order[ids.clamp(0, experts - 1).long()]
+        stranger = (ids >= experts) & (ids < many)
+        found = torch.where(stranger, order[experts], ids)
+        return torch.where((ids >= 0) & (ids < experts), places, found), expert_map
 
     def exact(self, leaves: dict[str, Tensor], given: dict[str, Tensor]) -> Tensor:
         token, valid = self.owners(given)

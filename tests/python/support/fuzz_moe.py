@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import guild
-from fuzz_compare import Truth
-from fuzz_draw import Backward, Draw, Outputs, Values, place, total
+from fuzz_compare import Truth, same_bits
+from fuzz_draw import Backward, Draw, Outputs, Values, place, total, without_gradients
 from fuzz_routing import draw_router, require
 from fuzz_weights import exact_leaves
 from guild import Activation, Router
@@ -52,6 +53,7 @@ class MoECase:
     x_layout: str
     backward: Backward
     twice: bool
+    without: str | None  # called before without gradients: "no_grad", "inference", "out"
 
     @staticmethod
     def drawn(draw: Draw) -> MoECase:
@@ -64,7 +66,7 @@ class MoECase:
             experts = named.groups * draw.between(1, 3) if named.groups > 1 else experts
             most = 1 if named.applied_to == "input" else experts // named.groups * named.top_groups
             top_k = min(top_k, most)
-        mask = draw.pick(None, 0.7, 0.7, 0.2, 0.0)
+        mask = draw.pick(None, None, None, 0.7, 0.7, 0.2, 0.0)
         parts = [draw.between(1, 3) for _ in range(draw.pick(0, 1, 1, 2))]
         shared = draw.pick(0, 0, 1, 2, 3)
         case = MoECase(
@@ -89,6 +91,7 @@ class MoECase:
             x_layout=draw.rows(),
             backward=draw.backward((), ()),
             twice=draw.chance(0.15),
+            without=draw.pick(None, "no_grad", "inference", "out"),
         )
         return replace(case, backward=draw.backward(["x", *case.shapes()], SINKS))
 
@@ -195,7 +198,16 @@ class MoECase:
             one = given["passes"][i]
             x = inputs[f"x{i}"] = place(one["x"], self.x_layout, dtype, device)
             x.requires_grad_("x" in self.backward.wants)
-            out = layer(x, None if self.mask is None else one["real"].to(device))
+            mask = None if self.mask is None else one["real"].to(device)
+            before = without_gradients(self.without, x, partial(layer.eval(), x, mask))
+            counts = layer.expert_counts
+            out = layer.train(self.training)(x, mask)
+            if self.without is not None and not self.rounds:
+                pair = (
+                    {"out": before, "counts": counts},
+                    {"out": out, "counts": layer.expert_counts},
+                )
+                require(not same_bits(*pair), f"{self.without}: other bits")
             results[f"out{i}"] = out.detach()
             results[f"counts{i}"] = layer.expert_counts
             outputs = [(out, one["dout"].to(dtype).to(device))]

@@ -29,6 +29,7 @@ class Weights:
     b_down: bool
     layouts: tuple[str, ...]  # of w_up and w_gate, w_down, biases
     lora: LowRankTerms | None
+    lists: str | None  # one tensor per expert: "even", "backwards" or "apart" in memory
 
     @staticmethod
     def drawn(draw: Draw) -> Weights:
@@ -47,6 +48,7 @@ class Weights:
             b_down=draw.chance(0.5),
             layouts=(draw.matrices(), draw.matrices(), draw.rows()),
             lora=LowRankTerms.drawn(draw, apart),
+            lists=draw.pick(None, None, None, None, "even", "backwards", "apart"),
         )
 
     def for_sink(self, later: str | None) -> Weights:
@@ -108,8 +110,10 @@ class Weights:
                 backward.prepare(name, leaves[name], before[name], "packed", False)
                 continue
             layout = layouts.get(name, bias)
-            leaves[name] = place(value, layout, dtype, device)
-            backward.prepare(name, leaves[name], before[name], layout, True)
+            leaf = leaves[name] = place(value, layout, dtype, device)
+            backward.prepare(name, leaf, before[name], layout, True)
+            if self.lists:
+                leaves[name] = members_of(leaf, self.lists)
         return leaves
 
     def arguments(self, leaves: dict[str, Tensor]) -> dict[str, Any]:
@@ -138,6 +142,37 @@ class Weights:
 def is_low_rank(name: str) -> bool:
     """Whether it names a part of a low-rank term: w_up.a and so on."""
     return "." in name
+
+
+def members_of(leaf: Tensor, lists: str) -> list[Tensor]:
+    """A leaf as one leaf per expert, and so the gradients that it has."""
+    members = [part.requires_grad_(leaf.requires_grad) for part in parts_of(leaf.detach(), lists)]
+    for name in ("grad", "main_grad"):
+        gradient = getattr(leaf, name, None)
+        if gradient is not None:
+            for member, part in zip(members, parts_of(gradient, lists), strict=True):
+                setattr(member, name, part)
+    return members
+
+
+def parts_of(whole: Tensor, lists: str) -> list[Tensor]:
+    """In the memory that they have, in the opposite order, or in memory of their own."""
+    if lists == "apart":
+        return [part.clone() for part in whole]
+    if lists == "even":
+        return [part.detach() for part in whole]
+    return [part.detach() for part in whole.flip(0)][::-1]
+
+
+def whole_of(members: list[Tensor]) -> Tensor:
+    """The leaf that members were made of, with the gradients that they have now."""
+    leaf = torch.stack([m.detach() for m in members]).requires_grad_(members[0].requires_grad)
+    for name in ("grad", "main_grad"):
+        gradients = [getattr(m, name, None) for m in members]
+        assert len({g is None for g in gradients}) == 1, f"{name} of some experts alone"
+        if gradients[0] is not None:
+            setattr(leaf, name, torch.stack(gradients))
+    return leaf
 
 
 def exact_leaves(values: dict[str, Tensor], wants: tuple[str, ...]) -> dict[str, Tensor]:

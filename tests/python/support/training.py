@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from guild.train.interrupt import StopRequest
 from guild.train.loop import Plan, Training
 from guild.train.run_folder import RunFolder
 from guild.train.settings import Settings
+from guild.train.world import writes
 
 _FILES = 24
 
@@ -63,6 +65,6 @@ def train(
         }
     )
     stop = StopRequest() if polls is None else StopAfter(polls)
-    with RunFolder(out).claimed():
+    with RunFolder(out).claimed() if writes() else contextlib.nullcontext():
         training = Training(settings, full, Console(file=io.StringIO()))
         return training, training.run(stop)

@@ -12,7 +12,7 @@ import guild
 from guild.train.corpus import load_corpus, source_files, standard_library
 from guild.train.dropping import DroppingMoE
 from guild.train.learner import Learner
-from guild.train.model import Block, generate
+from guild.train.model import Block
 from guild.train.plain_moe import PlainMoE
 from guild.train.settings import Settings
 from oracle.experts import Experts
@@ -165,17 +165,6 @@ def test_capacity_counts_real_slots_alone(device: str, capacity: float) -> None:
     assert torch.equal(padded[:24], out) and not padded[24:].any()
     assert 0 < counts.max() <= math.ceil(capacity * 48 / 4) < 48
     assert not layer(padding, mask[24:]).any() and not layer.expert_counts.any()
-
-
-def test_generate_depends_on_the_seed_alone() -> None:
-    model = model_of()
-    text = generate(model, b"def ", 20, 16, seed=3)
-    assert text[:4] == b"def "
-    assert len(text) == 24
-    assert generate(model, b"def ", 20, 16, seed=3) == text
-    assert generate(model, b"def ", 20, 16, seed=4) != text
-    cold = generate(model, b"def ", 6, 16, seed=0, temperature=1e-4)
-    assert cold == generate(model, b"def ", 6, 64, seed=9, temperature=1e-4)  # padding is not read
 
 
 def test_plain_layer_is_the_sum_over_choices() -> None:

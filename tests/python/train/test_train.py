@@ -16,9 +16,10 @@ import torch
 
 from guild.routing import ROUNDINGS, ROUTERS
 from guild.train.compare import comparison
+from guild.train.generation import readable
 from guild.train.interrupt import StopRequest
 from guild.train.learner import Learner
-from guild.train.loop import FINAL_STEPS, readable
+from guild.train.loop import FINAL_STEPS
 from guild.train.plots import _smooth, plot_run
 from guild.train.run_folder import RunFolder
 from guild.train.settings import CHOICES
@@ -164,7 +165,9 @@ def test_leaves_its_results(corpus: Path, tmp_path: Path) -> None:
     pixels = matplotlib.image.imread(tmp_path / "loss.png")
     assert pixels.shape[0] > 300
     assert pixels[..., :3].std() > 0.01  # something is drawn
-    assert training.learners[0].model.expert_counts().sum().item() == 2 * 2 * 32  # of the sample
+    assert (
+        training.learners[0].model.expert_counts().sum().item() == 2 * 2
+    )  # of the sample's last byte
 
 
 def test_sample_is_readable() -> None:

@@ -1,0 +1,218 @@
+"""The tensors that weight gradients are written to: `.grad` or `main_grad` of a parameter, or of
+each in a list of one parameter per expert.
+
+Parameters may follow the contract of Megatron-Core and Transformer Engine for `main_grad`, which
+its attributes say: `grad_added_to_main_grad` (set to True here, and the parameter gets a gradient
+without meaning through autograd, so that its hooks run), `zero_out_wgrad` (that gradient is zero),
+`overwrite_main_grad` (what is there is not added to) and `get_main_grad()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from guild._torch.checks import dtype_name, expect_own_elements
+from guild._torch.expert_lists import Listed, say_copied, view_of
+
+
+def members(parameter: Listed | None) -> list[Tensor]:
+    """The tensors of a parameter: of a list all, of none none."""
+    if parameter is None:
+        return []
+    return [parameter] if isinstance(parameter, Tensor) else list(parameter)
+
+
+def wanting(parameters: Iterable[Listed | None]) -> list[Tensor]:
+    """All tensors among them that want a gradient."""
+    return [t for p in parameters for t in members(p) if t.requires_grad]
+
+
+def distinct(parameter: Listed | None, seen: set[int]) -> dict[str, Tensor]:
+    """Its tensors that want a gradient and have not been seen, by what follows its name."""
+    alone, found = isinstance(parameter, Tensor), {}
+    for e, tensor in enumerate(members(parameter)):
+        if tensor.requires_grad and id(tensor) not in seen:
+            seen.add(id(tensor))
+            found["" if alone else f"[{e}]"] = tensor
+    return found
+
+
+def spread(name: str, suffix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors under their full names: as one where they lie evenly."""
+    if len(tensors) > 1 and all(type(t) in (Tensor, torch.nn.Parameter) for t in tensors.values()):
+        whole = view_of(list(tensors.values()))
+        if whole is not None:
+            return {f"{name}{suffix}": whole}
+    return {f"{name}{own}{suffix}": t for own, t in tensors.items()}
+
+
+# ---- the contract of main_grad ------------------------------------------------------------------
+
+
+def follows_contract(parameter: Tensor) -> bool:
+    """Whether somebody waits for autograd to reach the parameter."""
+    return hasattr(parameter, "grad_added_to_main_grad")
+
+
+def meaningless_gradients(parameters: Sequence[Tensor]) -> list[Tensor | None]:
+    """What autograd hands to parameters whose gradient is or will be in `main_grad`.
+
+    None for those that nobody waits for. Parameters of one shape share the memory: nobody reads it,
+    or it is zero.
+    """
+    gradients: list[Tensor | None] = [None] * len(parameters)
+    alike: dict[tuple, list[int]] = {}
+    for i, parameter in enumerate(parameters):
+        if parameter.requires_grad and follows_contract(parameter):
+            parameter.grad_added_to_main_grad = True
+            zero = bool(getattr(parameter, "zero_out_wgrad", False))
+            kind = parameter.shape, parameter.stride(), parameter.dtype, zero
+            alike.setdefault(kind, []).append(i)
+    for (*_, zero), places in alike.items():
+        one = (torch.zeros_like if zero else torch.empty_like)(parameters[places[0]].detach())
+        # A view each, which autograd keeps uncopied.
+        for i, view in zip(places, one.expand(len(places), *one.shape).unbind(0), strict=True):
+            gradients[i] = view
+    return gradients
+
+
+def main_grad_of(name: str, parameter: Tensor) -> Tensor:
+    """The tensor to add to; ValueError unless it is there and as it should be."""
+    if hasattr(parameter, "get_main_grad"):
+        parameter.main_grad = parameter.get_main_grad()
+    main = getattr(parameter, "main_grad", None)
+    if type(main) is Tensor and main.dtype is torch.float32 and main.is_contiguous():
+        if main.shape == parameter.shape and main.device == parameter.device:
+            return main  # as a rule, and there may be hundreds
+    if not isinstance(main, Tensor):
+        raise ValueError(f"{name}.main_grad: expected a float32 tensor, got {main!r}")
+    if main.dtype not in (torch.float32, parameter.dtype) or main.shape != parameter.shape:
+        raise ValueError(
+            f"{name}.main_grad: expected float32 of shape {tuple(parameter.shape)}, got "
+            f"{dtype_name(main.dtype)} of shape {tuple(main.shape)}"
+        )
+    if main.device != parameter.device:
+        raise ValueError(f"{name}.main_grad: expected device {parameter.device}, got {main.device}")
+    expect_own_elements(f"{name}.main_grad", main)
+    return main
+
+
+def expect_targets(name: str, parameter: Listed | None, main_grad: bool) -> None:
+    """Raise ValueError unless gradients can be put where they should go."""
+    listed = parameter is not None and not isinstance(parameter, Tensor)
+    for e, tensor in enumerate(members(parameter)):
+        if not tensor.requires_grad:
+            continue
+        own = f"{name}[{e}]" if listed else name
+        if not tensor.is_leaf:
+            raise ValueError(
+                f"{own}: expected a parameter (a leaf tensor) with weight_gradients, got the "
+                "result of an operation"
+            )
+        if main_grad and not hasattr(tensor, "get_main_grad"):  # that one may allocate
+            main_grad_of(own, tensor)
+
+
+def empty_like(parameter: Listed, dtype: torch.dtype) -> Tensor:
+    """A tensor for the gradient of a parameter that wants none."""
+    if isinstance(parameter, Tensor):
+        return torch.empty_like(parameter, dtype=dtype)
+    return parameter[0].new_empty((len(parameter), *parameter[0].shape), dtype=dtype)
+
+
+# ---- targets ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def targets(
+    main_grad: bool, *named: tuple[str, Listed | None]
+) -> Iterator[tuple[list[Tensor | None], bool]]:
+    """Tensors for one op to write to, None where nothing is wanted, and whether it adds to them.
+
+    A list that lies evenly is one tensor in place. Of any other the op writes a tensor of its own,
+    whose parts go to their places at the end.
+    """
+    wanted = [(n, p, [t for t in members(p) if t.requires_grad]) for n, p in named]
+    existing = {
+        id(t): main_grad_of(name, t) if main_grad else t.grad for name, _, ts in wanted for t in ts
+    }
+    fresh = {
+        id(t)
+        for _, _, ts in wanted
+        for t in ts
+        if existing[id(t)] is None or (main_grad and getattr(t, "overwrite_main_grad", False))
+    }
+    add = len(fresh) < len(existing)
+    opened, left = [], []
+    for name, parameter, ts in wanted:
+        if not ts:
+            opened.append(None)
+        elif isinstance(parameter, Tensor):
+            opened.append(_whole(parameter, existing, fresh, add))
+        else:
+            target, parts = _listed(name, members(parameter), existing, fresh, add)
+            opened.append(target)
+            left += parts
+    yield opened, add
+    for tensor, part in left:
+        _put(tensor, part, existing[id(tensor)], id(tensor) in fresh)
+        fresh.discard(id(tensor))  # of a tensor that is there twice, the second part is added
+
+
+def _whole(t: Tensor, existing: dict, fresh: set[int], add: bool) -> Tensor:
+    target = existing[id(t)]
+    if target is None:
+        target = t.grad = (torch.zeros_like if add else torch.empty_like)(t)
+    elif add and id(t) in fresh:
+        target.zero_()
+    return target
+
+
+def _listed(
+    name: str, tensors: list[Tensor], existing: dict, fresh: set[int], add: bool
+) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    """The target of a list, and which part of it is still to be put where."""
+    all_there = [existing.get(id(t)) for t in tensors]
+    shape = (len(tensors), *tensors[0].shape)
+    new = torch.zeros if add else torch.empty
+    dtype, device = tensors[0].dtype, tensors[0].device
+    if len({id(t) for t in tensors}) == len(tensors):
+        if all(t.requires_grad and existing[id(t)] is None for t in tensors):
+            target = new(shape, dtype=dtype, device=device)
+            for t, part in zip(tensors, target, strict=True):
+                t.grad = part
+            return target, []
+        view = None if any(there is None for there in all_there) else view_of(all_there)
+        if view is not None and _apart(view):
+            torch.autograd.graph.increment_version(all_there)
+            for t, there in zip(tensors, all_there, strict=True):
+                if add and id(t) in fresh:
+                    there.zero_()
+            return view, []
+        say_copied(f"{name}'s gradients")
+    dtype = next((there.dtype for there in all_there if there is not None), dtype)
+    target = new(shape, dtype=dtype, device=device)
+    wanted = [(t, part) for t, part in zip(tensors, target, strict=True) if t.requires_grad]
+    return target, wanted
+
+
+def _apart(view: Tensor) -> bool:
+    """Whether the experts' parts do not overlap."""
+    try:
+        expect_own_elements("", view)
+    except ValueError:
+        return False
+    return True
+
+
+def _put(tensor: Tensor, part: Tensor, there: Tensor | None, fresh: bool) -> None:
+    if there is None:
+        tensor.grad = part if tensor.grad is None else tensor.grad.add_(part)
+    elif fresh:
+        there.copy_(part)
+    else:
+        there.add_(part)

@@ -1,0 +1,1 @@
+"""`guild bench --decode`: few tokens, no gradients, beside the speed of the memory."""

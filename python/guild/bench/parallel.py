@@ -1,0 +1,247 @@
+"""Times a layer whose experts are spread over ranks, beside one GPU with a rank's share alone.
+
+    torchrun --nproc-per-node 2 -m guild.bench.parallel --preset qwen30b --out results
+
+Alone, a GPU has E / R experts and as many rows as a rank of R has on average: no communication, the
+same products. Efficiency is that time over the time of the slowest rank, in the same rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import guild
+from guild.provenance import provenance
+
+from .presets import PRESETS, Shape, parse_shape
+from .problem import ROUTINGS, make_problems
+from .timing import free_memory, milliseconds
+
+_TOKENS = 8192  # a rank
+_PRESETS = ("dsv3", "gptoss", "qwen30b")
+_CHECKED_TOKENS = 256
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+class SharedLayer:
+    """A layer's calls to time: with its experts on all ranks of a group, or a share of them alone.
+
+    Parameters
+    ----------
+    shape : Shape
+        Tokens of this rank, and the whole layer's sizes.
+    group : guild.ExpertParallel or None
+        The ranks.
+    routing : str
+        One of `problem.ROUTINGS`.
+    seed : int
+        Of this rank's inputs.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        group: guild.ExpertParallel | None,
+        routing: str,
+        dtype: torch.dtype,
+        device: torch.device,
+        seed: int,
+    ) -> None:
+        # Of the problem's experts, narrow here, only the router is used.
+        problem = make_problems(shape._replace(intermediate=8), routing, dtype, device, seed)[0]
+        place = {"device": device, "dtype": dtype}
+        _, hidden, intermediate, experts, top_k = shape
+        sizes = hidden, intermediate, experts, top_k
+        self.layer = guild.MoE(*sizes, expert_group=group, **place)
+        with torch.no_grad():
+            self.layer.router.weight.copy_(problem.router)
+        self.x, self._dout = problem.x, problem.out_gradient
+        self._leaves = self.x, self.layer.router.weight, self.layer.w_up, self.layer.w_down
+        self._out: torch.Tensor | None = None
+
+    def forward(self) -> torch.Tensor:
+        """One forward that keeps what backward needs."""
+        return self.layer(self.x)
+
+    def backward(self) -> tuple[torch.Tensor, ...]:
+        """Gradients of x, router and experts, of a forward done at the first call."""
+        if self._out is None:
+            self._out = self.forward()
+        return torch.autograd.grad(self._out, self._leaves, self._dout, retain_graph=True)
+
+
+def measure_parallel(
+    shapes: dict[str, Shape],
+    routing: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    rounds: int,
+    seconds: float,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Check, then time every shape on all ranks; the record is the same on all of them.
+
+    Parameters
+    ----------
+    shapes : dict
+        By name; tokens are those of a rank.
+    routing : str
+        One of `problem.ROUTINGS`.
+    dtype, device : torch.dtype, torch.device
+        Of this rank.
+    rounds, seconds : int, float
+        Interleaved rounds, and the least time of a call's part of one.
+    seed : int
+        Of the inputs.
+
+    Returns
+    -------
+    dict
+        `cases` have times in milliseconds, one a round, `efficiency` and `tflops` medians.
+    """
+    group = guild.ExpertParallel()
+    record: dict[str, Any] = {"mode": "parallel", "provenance": provenance(device), "cases": []}
+    record |= {"ranks": group.size, "routing": routing, "rounds": rounds}
+    for name, shape in shapes.items():
+        alone = shape._replace(experts=len(group.local_experts(shape.experts)))
+        arguments = routing, dtype, device, seed + 1000 * group.rank
+        together = SharedLayer(shape, group, *arguments)
+        error = _error(together, group)
+        if not error < 2e-2:
+            raise RuntimeError(f"{name}: the layer over ranks is off by {error:.2g}")
+        calls = _calls(together, SharedLayer(alone, None, *arguments))
+        times = _rounds(calls, rounds, seconds, device)
+        record["cases"].append(
+            {"name": name, "shape": list(shape), "error": error} | _case(times, shape)
+        )
+        del together, calls
+        free_memory(device)
+    return record
+
+
+def _calls(together: SharedLayer, alone: SharedLayer) -> dict[str, Callable[[], object]]:
+    return {
+        "forward": together.forward,
+        "forward alone": alone.forward,
+        "backward": together.backward,
+        "backward alone": alone.backward,
+    }
+
+
+def _rounds(
+    calls: dict[str, Callable[[], object]], rounds: int, seconds: float, device: torch.device
+) -> dict[str, list[list[float]]]:
+    """Milliseconds of each call, by round and rank. All ranks make the same number of calls."""
+    counts = {}
+    for name, call in calls.items():
+        milliseconds(call, 3, device)
+        slowest = max(_of_ranks(milliseconds(call, 5, device)))
+        counts[name] = max(1, round(1e3 * seconds / slowest))
+    times: dict[str, list[list[float]]] = {name: [] for name in calls}
+    for number in range(rounds):
+        for name in reversed(calls) if number % 2 else calls:
+            dist.barrier()
+            times[name].append(_of_ranks(milliseconds(calls[name], counts[name], device)))
+    return times
+
+
+def _of_ranks(value: float) -> list[float]:
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
+def _case(times: dict[str, list[list[float]]], shape: Shape) -> dict[str, Any]:
+    case: dict[str, Any] = {"milliseconds": times, "efficiency": {}, "tflops": {}}
+    for name, flops in zip(("forward", "backward"), shape.flops(), strict=True):
+        slowest = [max(ranks) for ranks in times[name]]
+        alone = [statistics.fmean(ranks) for ranks in times[f"{name} alone"]]
+        ratios = [a / b for a, b in zip(alone, slowest, strict=True)]
+        case["efficiency"][name] = statistics.median(ratios)
+        case["tflops"][name] = flops / statistics.median(slowest) / 1e9
+    return case
+
+
+@torch.no_grad()
+def _error(together: SharedLayer, group: guild.ExpertParallel) -> float:
+    """Of some tokens' output, relative to sums over the ranks of what each one's experts give."""
+    layer, x = together.layer, together.x[:_CHECKED_TOKENS]
+    out, routing = layer(x, return_routing=True)
+    mine = group.local_experts(layer.experts)
+    truth = []
+    for rank in range(group.size):
+        tokens = [t.contiguous().clone() for t in (x, routing.ids, routing.scores)]
+        for tensor in tokens:
+            dist.broadcast(tensor, dist.get_global_rank(group.group, rank), group=group.group)
+        rows, ids, scores = tokens
+        ids = torch.where((ids >= mine.start) & (ids < mine.stop), ids - mine.start, -1)
+        part = guild.routed_experts(rows, ids, scores, layer.w_up, layer.w_down).float()
+        dist.all_reduce(part, group=group.group)
+        truth.append(part)
+    expected = truth[group.rank]
+    return float((out.float() - expected).norm() / expected.norm())
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The command; see the top of the file."""
+    parser = argparse.ArgumentParser(
+        prog="python -m guild.bench.parallel", description=__doc__.splitlines()[0]
+    )
+    add = parser.add_argument
+    add("--preset", action="append", default=[], choices=PRESETS, help=", ".join(_PRESETS))
+    add("--thiek", action="append", default=[], metavar="T,H,I,E,K", help="T: tokens of a rank")
+    add("--tokens", type=int, default=_TOKENS, help=f"of a rank, for presets ({_TOKENS})")
+    add("--routing", default="random", choices=ROUTINGS)
+    add("--dtype", choices=_DTYPES, default="bfloat16")
+    add("--device", choices=("cuda", "cpu"), default="cuda")
+    add("--rounds", type=int, default=7)
+    add("--seconds", type=float, default=0.3, help="least time of a call's part of a round (0.3)")
+    add("--seed", type=int, default=0)
+    add("--out", type=Path, metavar="DIR", help="write parallel.json there")
+    args = parser.parse_args(arguments)
+    names = args.preset or ([] if args.thiek else _PRESETS)
+    shapes = {name: PRESETS[name]._replace(tokens=args.tokens) for name in names}
+    shapes |= {text: parse_shape(text) for text in args.thiek}
+    device = torch.device(args.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(minutes=5))
+    how = args.routing, _DTYPES[args.dtype], device, args.rounds, args.seconds, args.seed
+    record = measure_parallel(shapes, *how)
+    if dist.get_rank() == 0:
+        show(record)
+        if args.out is not None:
+            args.out.mkdir(parents=True, exist_ok=True)
+            (args.out / "parallel.json").write_text(json.dumps(record, indent=2) + "\n")
+    dist.destroy_process_group()
+
+
+def show(record: dict[str, Any]) -> None:
+    """Print a line for each shape and pass."""
+    facts = record["provenance"]
+    print(f"{record['ranks']} ranks, {facts['device']}, {record['routing']} routing")
+    print(f"{'shape':>12} {'pass':>9} {'ms':>8} {'alone':>8} {'efficiency':>10} {'TFLOPS':>7}")
+    for case in record["cases"]:
+        for name in ("forward", "backward"):
+            slowest = statistics.median(max(ranks) for ranks in case["milliseconds"][name])
+            alone = statistics.median(map(statistics.fmean, case["milliseconds"][f"{name} alone"]))
+            figures = f"{slowest:8.3f} {alone:8.3f} {case['efficiency'][name]:10.3f}"
+            print(f"{case['name']:>12} {name:>9} {figures} {case['tflops'][name]:7.1f}")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

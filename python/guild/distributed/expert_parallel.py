@@ -1,0 +1,351 @@
+"""A layer's experts on several ranks: every rank has some of them, and the router.
+
+    1. the router chooses experts for this rank's tokens
+    2. a token's row goes to each rank that has one of them, once
+    3. every rank runs its own experts on the rows that came, and sums a row's results
+    4. the sums go back; where the token is, they are added in the order of the ranks
+
+Backward is the same with the gradients: those of the output as the tokens, those of the tokens as
+the output. Expert weights get the gradient of all ranks' tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from guild._torch.autograd import rows_of
+from guild._torch.checks import (
+    FLOATS,
+    expect_dims,
+    expect_flag,
+    expect_like,
+    expect_positive,
+    expect_shape,
+)
+from guild._torch.layer_arguments import Halves, layer_arguments
+from guild._torch.operators import autocast, ops, score_dtype
+from guild._torch.router_gradients import Weighing
+from guild.activations import Activation
+from guild.distributed.exact import ExactExperts
+from guild.distributed.filling import fill_normal
+from guild.distributed.passage import Collect, Dispatch
+from guild.distributed.ranks import Ranks
+from guild.distributed.traffic import plan_traffic
+from guild.expert_arguments import expect_routing
+from guild.experts import routed_experts_and_offsets
+from guild.routing import Router, route_tokens, token_arguments
+from guild.weight_gradients import WeightGradients, expect_sink
+
+TIMEOUT = 600.0  # as long as torch's process groups with NCCL wait
+
+
+class ExpertParallel:
+    """A group of ranks that share layers' experts: `guild.MoE(..., expert_group=...)`.
+
+    Of E experts rank r of R has r E / R to (r + 1) E / R - 1. Tokens stay with their rank, which
+    may have any number of them, none too; every rank makes the same calls in the same order.
+
+    Parameters
+    ----------
+    group : torch.distributed.ProcessGroup or DeviceMesh, optional
+        The ranks, on one node or several; a mesh of one dimension. Default: all ranks.
+    exact : bool
+        Give the bits that one process gives for all tokens, rank after rank: outputs, gradients of
+        tokens and scores, and expert weights' gradients. More bytes come back: a row for each of a
+        token's experts, in place of one for each rank.
+    timeout : float
+        Seconds after which a rank that does not answer is an error on all others. On a GPU it
+        holds where the host waits, in forward; elsewhere the process group's own limit does.
+
+    Attributes
+    ----------
+    size, rank : int
+        Ranks in the group, and which one this is.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not as described.
+    RuntimeError
+        If torch.distributed is not initialised.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+        *,
+        exact: bool = False,
+        timeout: float = TIMEOUT,
+    ) -> None:
+        expect_flag("exact", exact)
+        expect_positive("timeout", timeout)
+        if not math.isfinite(timeout):
+            raise ValueError(f"timeout: expected a finite number of seconds, got {timeout}")
+        self.exact = exact
+        self._ranks = Ranks(_process_group(group), float(timeout))
+        self._layers = 0
+
+    @property
+    def size(self) -> int:
+        """Ranks in the group."""
+        return self._ranks.size
+
+    @property
+    def rank(self) -> int:
+        """Which one this is."""
+        return self._ranks.rank
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks as a process group."""
+        return self._ranks.group
+
+    def local_experts(self, experts: int) -> range:
+        """The experts of this rank.
+
+        Raises
+        ------
+        ValueError
+            If the ranks cannot have equally many.
+        """
+        if experts % self.size:
+            raise ValueError(
+                f"experts: expected a multiple of {self.size} (ranks of expert_group), got "
+                f"{experts}"
+            )
+        count = experts // self.size
+        return range(self.rank * count, (self.rank + 1) * count)
+
+    @staticmethod
+    def local_parts(*weights: Tensor | None) -> tuple[Tensor | None, ...]:
+        """This rank's parts of weights that are DTensors; others as they are."""
+        return tuple(w.to_local() if isinstance(w, DTensor) else w for w in weights)
+
+    def fill_normal(self, weight: Tensor, std: float) -> None:
+        """First values of this rank's part of a layer's expert weights."""
+        experts = weight.shape[0] * (1 if isinstance(weight, DTensor) else self.size)
+        fill_normal(weight, std, self.local_experts(experts), experts)
+
+    def new_layer(self) -> int:
+        """A number for a layer, by which ranks find out that they run different ones."""
+        self._layers += 1
+        return self._layers
+
+    def routed_experts(
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        w_up: Tensor | Halves,
+        w_down: Tensor,
+        b_up: Tensor | Halves | None = None,
+        b_down: Tensor | None = None,
+        *,
+        activation: Activation | str = "silu",
+        order: str = "concatenated",
+        transposed: bool = False,
+        token_offsets: Tensor | None = None,
+        residual: Tensor | None = None,
+        recompute: bool = False,
+        weight_gradients: WeightGradients | None = None,
+    ) -> Tensor:
+        """`guild.routed_experts` of this rank's tokens, with experts on all ranks of the group.
+
+        Parameters
+        ----------
+        x, topk_ids, topk_weights, token_offsets, residual
+            This rank's, with ids of all E experts.
+        w_up, w_down, b_up, b_down
+            Of this rank's E / ranks experts.
+        activation, order, transposed, recompute, weight_gradients
+            As `guild.routed_experts` takes them; weight_gradients not with exact=True.
+
+        Returns
+        -------
+        torch.Tensor
+            (tokens, hidden).
+
+        Raises
+        ------
+        TypeError, ValueError
+            If an argument is not as described, or differs between ranks where it must not.
+        RuntimeError
+            If a rank is gone or late.
+        """
+        layout = activation, order, transposed
+        later = token_offsets, residual, recompute, weight_gradients
+        tokens = x, topk_ids, topk_weights
+        return self.routed_experts_and_offsets(
+            *tokens, w_up, w_down, b_up, b_down, *layout, *later
+        )[0]
+
+    @torch.compiler.disable  # the number of rows is known on the host alone: a break in the graph
+    def routed_experts_and_offsets(
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        w_up: Tensor | Halves,
+        w_down: Tensor,
+        b_up: Tensor | Halves | None,
+        b_down: Tensor | None,
+        activation: Activation | str,
+        order: str,
+        transposed: bool,
+        token_offsets: Tensor | None = None,
+        residual: Tensor | None = None,
+        recompute: bool = False,
+        weight_gradients: WeightGradients | None = None,
+        *,
+        layer: int = 0,
+    ) -> tuple[Tensor, Tensor]:
+        """`routed_experts`, and int32 (E + 1) offsets of this rank's rows by expert."""
+        expect_dims("x", x, 2, what="(tokens, hidden)")
+        expect_routing(x, topk_ids, topk_weights, token_offsets)
+        given, layout = (w_up, w_down, b_up, b_down), (activation, order, transposed)
+        x, *local, _ = layer_arguments(x, *given, *layout, routed=True)
+        residual = _residual(residual, x)
+        scores = topk_weights.to(score_dtype(x.dtype)).contiguous()
+        ids = topk_ids.contiguous()
+        facts = self._facts(x, scores, local, layer)
+        self._expect_later(recompute, weight_gradients)
+        planned = self._ranks, ids, scores, token_offsets, self.size * local[2].shape[0]
+        traffic, received = plan_traffic(*planned, facts)
+        offsets = _offsets(*planned[1:])
+        if self.exact:
+            keep = bool(facts["gradients"]) and not recompute
+            taken = traffic, received, token_offsets, keep, None
+            return ExactExperts.apply(*taken, x, None, scores, residual, *local), offsets
+        rows, received = Dispatch.apply(x, scores, traffic, received)
+        lists = traffic.token_offsets, None, recompute, weight_gradients
+        sums, _ = routed_experts_and_offsets(rows, traffic.ids, received, *given, *layout, *lists)
+        return Collect.apply(sums, residual, traffic), offsets
+
+    @torch.compiler.disable
+    def routed_layer(
+        self,
+        x: Tensor,
+        router_weight: Tensor,
+        top_k: int,
+        router: Router,
+        selection_bias: Tensor | None,
+        token_mask: Tensor | None,
+        w_up: Tensor,
+        w_down: Tensor,
+        b_up: Tensor | None,
+        b_down: Tensor | None,
+        activation: Activation,
+        residual: Tensor | None,
+        recompute: bool,
+        weight_gradients: WeightGradients | None,
+        order: str,
+        transposed: bool,
+        *,
+        layer: int = 0,
+    ) -> tuple[Tensor, Tensor]:
+        """Router and experts; with exact=True x gets one gradient for both, as in one process."""
+        given, layout = (w_up, w_down, b_up, b_down), (activation, order, transposed)
+        tokens = x, router_weight, top_k, router, selection_bias, token_mask
+        if not self.exact:
+            ids, scores = route_tokens(*tokens)
+            later = None, residual, recompute, weight_gradients
+            routed = x, ids, scores, *given, *layout, *later
+            return self.routed_experts_and_offsets(*routed, layer=layer)
+        arguments = token_arguments(*tokens)
+        x, *local, _ = layer_arguments(x, *given, *layout, routed=True)
+        residual = _residual(residual, x)
+        self._expect_later(recompute, weight_gradients)
+        with torch.no_grad():
+            scores, ids, slopes = ops.route_tokens(*arguments)
+        facts = self._facts(x, router_weight, local, layer)
+        experts = self.size * local[2].shape[0]
+        traffic, received = plan_traffic(self._ranks, ids, scores, None, experts, facts)
+        keep = bool(facts["gradients"]) and not recompute
+        weighing = Weighing.of(arguments[5:])
+        routed = scores, ids, weighing.kept(slopes), weighing
+        taken = traffic, received, None, keep, routed
+        out = ExactExperts.apply(*taken, x, router_weight, scores, residual, *local)
+        return out, _offsets(ids, scores, None, experts)
+
+    def _facts(self, x: Tensor, weighing: Tensor, local: list[Any], layer: int) -> dict[str, int]:
+        """What every rank must agree on; weighing: what the scores' gradient goes to."""
+        w_up, w_gate, w_down, b_up, b_down, kind, *rest = local
+        wants = any(t is not None and t.requires_grad for t in (w_up, w_gate, w_down, b_up, b_down))
+        wants = (x.requires_grad, weighing.requires_grad, wants)
+        gradients = sum(1 << i for i, want in enumerate(wants) if want)
+        return {
+            "layer": layer,
+            "hidden": x.shape[1],
+            "intermediate": w_down.shape[1 if rest[-1] else 2],
+            "experts": self.size * w_down.shape[0],
+            "dtype": FLOATS.index(x.dtype),
+            "activation": kind,
+            "exact": int(self.exact),
+            "gradients": gradients * torch.is_grad_enabled(),
+        }
+
+    def _expect_later(self, recompute: bool, weight_gradients: WeightGradients | None) -> None:
+        expect_flag("recompute", recompute)
+        if weight_gradients is not None:
+            expect_sink(weight_gradients)
+        if self.exact and weight_gradients is not None:
+            raise ValueError(
+                "weight_gradients: expected None with ExpertParallel(exact=True), got "
+                f"{weight_gradients!r}"
+            )
+
+    def __deepcopy__(self, _: dict[int, Any]) -> ExpertParallel:
+        """Itself: copies of a layer are on the same ranks."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "expert_group: a layer with experts on other ranks cannot be pickled; save its "
+            "state_dict()"
+        )
+
+
+def _process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError(
+            "group: expected torch.distributed to be initialised (torchrun, and "
+            "torch.distributed.init_process_group)"
+        )
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"group: expected a mesh of one dimension, got {group.ndim}; take one of them: "
+                'mesh["name"]'
+            )
+        return group.get_group()
+    if group is None:
+        return dist.group.WORLD
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("group: expected one that this rank is in, got one of other ranks")
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"group: expected a ProcessGroup or a DeviceMesh, got {type(group).__name__}"
+        )
+    return group
+
+
+def _residual(residual: Tensor | None, x: Tensor) -> Tensor | None:
+    """Checked, in the autocast dtype; x is in that already."""
+    if residual is None:
+        return None
+    expect_shape("residual", residual, tuple(x.shape), "(tokens, hidden)")
+    (residual,) = autocast(residual)
+    expect_like("residual", residual, x)
+    return rows_of(residual)
+
+
+def _offsets(ids: Tensor, scores: Tensor, token_offsets: Tensor | None, experts: int) -> Tensor:
+    """int32 (E + 1): where each expert's rows of this rank's tokens would begin."""
+    return ops.sort_by_expert(ids, scores, experts, token_offsets)[0]

@@ -1,0 +1,64 @@
+"""Tokens to their experts' ranks and back, for autograd: each is the other's gradient.
+
+Dispatch   rows of x, once to every rank that needs them, and the scores of their slots
+Collect    out[t] = residual[t] + sum over ranks of what became of t there, in rank order, fp32
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from guild._torch.autograd import rows_of
+from guild.distributed.traffic import Traffic
+
+
+class Dispatch(torch.autograd.Function):
+    """(x (tokens, hidden), scores of the slots) -> (rows (M, hidden), scores (P,))."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scores: Tensor, traffic: Traffic, received: Tensor):
+        """received: the scores, which came with the traffic's plan."""
+        ctx.traffic = traffic
+        rows, received = traffic.send_rows(x, "forward"), received.clone()
+        needs = ctx.needs_input_grad
+        ctx.mark_non_differentiable(
+            *(t for t, need in zip((rows, received), needs, strict=False) if not need)
+        )
+        return rows, received
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, drows: Tensor, dreceived: Tensor):
+        """dx and dscores. What is sent depends on what is wanted, which all ranks agreed on."""
+        want_x, want_scores, *_ = ctx.needs_input_grad
+        dx = dscores = None
+        if want_x:
+            dx = ctx.traffic.return_sums(drows, None, "backward")
+        if want_scores:
+            dscores = ctx.traffic.scores_gradient(dreceived)
+        return dx, dscores, None, None
+
+
+class Collect(torch.autograd.Function):
+    """(what became of the received rows (M, hidden), residual) -> (tokens, hidden)."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, residual: Tensor | None, traffic: Traffic) -> Tensor:
+        """The sum over ranks, rounded once."""
+        ctx.traffic = traffic
+        return traffic.return_sums(rows, residual, "forward")
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor):
+        """Rows of dout to where the tokens' experts are."""
+        want_rows, want_residual, _ = ctx.needs_input_grad
+        drows = None
+        if want_rows:
+            ctx.traffic.ranks.agree_backward(ctx.traffic.call, dout)
+            drows = ctx.traffic.send_rows(rows_of(dout), "backward")
+        return drows, dout if want_residual else None, None

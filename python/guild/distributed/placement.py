@@ -1,0 +1,220 @@
+"""Where a model's weights lie: experts over one mesh, the rest over another, by DTensor and FSDP2.
+
+mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("data", "experts"))
+everyone = init_device_mesh("cuda", (8,))
+distribute_experts(model, mesh["experts"])          # Shard(0): E / 4 experts a rank
+for block in model.blocks:
+    shard_layers(block, everyone, mesh["data"])     # FSDP2: experts over 2, routers over 8 ranks
+    fully_shard(block, mesh=everyone)
+fully_shard(model, mesh=everyone)
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from guild._torch.checks import expect_positive
+from guild.distributed.expert_parallel import TIMEOUT, ExpertParallel
+from guild.moe import MoE
+
+_EXPERT_WEIGHTS = ("w_up", "w_down", "b_up", "b_down")
+
+
+def distribute_experts(
+    module: nn.Module, mesh: DeviceMesh, *, exact: bool = False, timeout: float = TIMEOUT
+) -> ExpertParallel:
+    """Share the experts of every `guild.MoE` in a module among the ranks of a mesh.
+
+    The experts' parameters become DTensors, Shard(0) over the mesh, with this rank's part of the
+    values that they have now: every rank has made or loaded the same module, or one on the meta
+    device. Optimisers and torch.distributed.checkpoint take them as they are.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        A model, before `fully_shard`.
+    mesh : DeviceMesh
+        One dimension, whose size divides every layer's number of experts.
+    exact, timeout
+        As `ExpertParallel` takes them.
+
+    Returns
+    -------
+    ExpertParallel
+        The ranks, which all layers share.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not as described, or the module has no such layer or a shared one.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh: expected a DeviceMesh, got {type(mesh).__name__}")
+    group = ExpertParallel(mesh, exact=exact, timeout=timeout)
+    layers = layers_of(module)
+    for layer in layers:
+        group.local_experts(layer.experts)  # or an error, before anything is changed
+        if layer.expert_group is not None or isinstance(layer.w_up, DTensor):
+            raise ValueError(
+                "module: expected layers with all of their experts, before fully_shard, got one "
+                "whose experts are distributed already"
+            )
+    for layer in layers:
+        for name in _EXPERT_WEIGHTS:
+            weight = getattr(layer, name)
+            if weight is not None:
+                # Without a source rank no values are sent: each rank keeps its part of its own.
+                part = distribute_tensor(weight.detach(), mesh, [Shard(0)], src_data_rank=None)
+                setattr(layer, name, nn.Parameter(part, requires_grad=weight.requires_grad))
+        layer.share_experts(group)
+    return group
+
+
+def layers_of(module: nn.Module) -> list[MoE]:
+    """The `guild.MoE` layers of a module.
+
+    Raises
+    ------
+    ValueError
+        If there is none.
+    """
+    layers = [part for part in module.modules() if isinstance(part, MoE)]
+    if not layers:
+        raise ValueError(
+            f"module: expected one with a guild.MoE in it, got a {type(module).__name__} without"
+        )
+    return layers
+
+
+def shard_layers(
+    module: nn.Module, mesh: DeviceMesh, experts_mesh: DeviceMesh, **options: Any
+) -> None:
+    """FSDP2 for every `guild.MoE` of a module whose experts are distributed.
+
+    Experts are sharded over `experts_mesh`, router and shared experts over `mesh`. Gradients are
+    divided by the number of ranks of `mesh`, the experts' too: with losses that are means over as
+    many tokens on every rank, all are those of the mean over all tokens.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        A layer, a block or a model, after `distribute_experts`; the rest of it is left to
+        `fully_shard`.
+    mesh : DeviceMesh
+        All ranks that have other tokens.
+    experts_mesh : DeviceMesh
+        Those of them that have the same experts: the other dimension of the mesh whose one
+        dimension was given to `distribute_experts`.
+    **options
+        As `fully_shard` takes them: mp_policy, reshard_after_forward and so on.
+
+    Raises
+    ------
+    ValueError
+        If the sizes of the meshes do not fit, or experts are not distributed.
+    """
+    for layer in layers_of(module):
+        if layer.expert_group is None:
+            raise ValueError("module: expected layers after distribute_experts, got one before it")
+        ranks = layer.expert_group.size * experts_mesh.size()
+        if mesh.size() != ranks:
+            raise ValueError(
+                f"mesh: expected {ranks} ranks, {layer.expert_group.size} that share the experts "
+                f"times {experts_mesh.size()} of experts_mesh, got {mesh.size()}"
+            )
+        for part in (layer.router, layer.shared, layer):
+            if part is not None:
+                part.register_forward_hook(_own_output)
+        for part in (layer.router, layer.shared):
+            if part is not None:
+                fully_shard(part, mesh=mesh, **options)
+        fully_shard(layer, mesh=experts_mesh, **options)
+        layer.set_gradient_divide_factor(float(ranks))
+        # gloo cannot divide while it sums; one rank does not sum, and would divide twice.
+        if experts_mesh.device_type == "cpu" and experts_mesh.size() > 1:
+            layer.set_force_sum_reduction_for_comms(True)
+
+
+def _own_output(part: nn.Module, arguments: Any, output: Any) -> Any:
+    """The output as no view: an operation that changes one in place would undo FSDP2's hooks."""
+    if isinstance(output, Tensor) and output._is_view():
+        return torch.ops.aten._unsafe_view(output, output.shape)
+    return output
+
+
+def clip_grad_norm_(
+    parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0
+) -> Tensor:
+    """`torch.nn.utils.clip_grad_norm_` for parameters that lie on several meshes.
+
+    The norm is that of all gradients of all ranks. Parameters that are no DTensors count once:
+    they are the same on every rank.
+
+    Parameters
+    ----------
+    parameters : iterable of torch.Tensor
+        DTensors of any meshes, and tensors.
+    max_norm : float
+        Gradients are scaled down to it where their norm is larger.
+    norm_type : float
+        Of the norm; infinite for the largest value.
+
+    Returns
+    -------
+    torch.Tensor
+        The norm before, float32.
+    """
+    expect_positive("max_norm", max_norm)
+    expect_positive("norm_type", norm_type)
+    by_layout: dict[Any, list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            by_layout[_layout(parameter.grad)].append(parameter)
+    if not by_layout:
+        return torch.zeros(())
+    norms = [
+        _norm([p.grad for p in group], layout, norm_type) for layout, group in by_layout.items()
+    ]
+    total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    for group in by_layout.values():
+        torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
+    return total
+
+
+def _layout(grad: Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
+    """The mesh of a gradient, and the dimensions of it that hold different parts."""
+    if not isinstance(grad, DTensor):
+        return None, ()
+    placements = enumerate(grad.placements)
+    return grad.device_mesh, tuple(i for i, place in placements if not place.is_replicate())
+
+
+def _norm(
+    grads: list[Tensor], layout: tuple[DeviceMesh | None, tuple[int, ...]], norm_type: float
+) -> Tensor:
+    """Of the whole gradients, float32, from the parts on this rank and the others."""
+    mesh, dimensions = layout
+    parts = [grad.to_local() if mesh is not None else grad for grad in grads]
+    filled = [part for part in parts if part.numel()]
+    norm = torch.zeros((), device=parts[0].device)
+    if filled:
+        norm = torch.nn.utils.get_total_norm(filled, norm_type).float()
+    for dimension in dimensions:
+        group = mesh.get_group(dimension)
+        if math.isinf(norm_type):
+            dist.all_reduce(norm, dist.ReduceOp.MAX, group)
+        else:
+            norm = norm**norm_type
+            dist.all_reduce(norm, group=group)
+            norm = norm ** (1 / norm_type)
+    return norm

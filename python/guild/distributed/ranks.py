@@ -1,0 +1,255 @@
+"""The ranks of an expert-parallel group: rows between them, agreement, a time limit.
+
+Every message between ranks goes through `Ranks`. Before rows move in forward, all ranks tell each
+other what they are about to do and how many rows follow (`agree`); where two differ, all raise the
+same error. A rank that does not answer ends the others with an error that names it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from guild._torch.checks import FLOATS, dtype_name
+
+_GRACE_SECONDS = 2.0  # in which the ranks that live say so after a failure
+_STORE_SECONDS = 5.0  # a store whose host is dead or stopped is not waited for any longer
+
+_numbers = itertools.count()
+
+
+class Ranks:
+    """A process group, as an expert-parallel layer uses it.
+
+    Parameters
+    ----------
+    group : torch.distributed.ProcessGroup
+        The ranks.
+    timeout : float
+        Seconds that one waits for another.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
+        self.group, self.timeout = group, timeout
+        self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.everyone = dist.get_process_group_ranks(group)  # numbers among all ranks
+        self._number = next(_numbers)  # the same on every rank, as all make them in one order
+        self.calls = 0  # forward passes so far, the same number on every rank
+        self._failure: str | None = None
+        self._doubt: Tensor | None = None  # backward's comparison on a GPU, not yet looked at
+
+    def exchange(
+        self,
+        rows: Tensor,
+        sent: Sequence[int],
+        received: Sequence[int],
+        what: str,
+        capacity: int = 0,
+    ) -> Tensor:
+        """Rows sorted by the rank they go to, for rows sorted by the rank they come from.
+
+        Parameters
+        ----------
+        rows : torch.Tensor
+            (sum of sent, ...).
+        sent, received : sequence of int
+            Rows to and from each rank.
+        what : str
+            For the message of an error.
+        capacity : int
+            Rows that there is room for at least.
+
+        Returns
+        -------
+        torch.Tensor
+            (sum of received or capacity, ...); rows past those received are fresh memory.
+
+        Raises
+        ------
+        RuntimeError
+            If a rank is gone or does not answer in time.
+        """
+        count = sum(received)
+        out = rows.new_empty(max(count, capacity), *rows.shape[1:])
+        self._all_to_all(out[:count], rows.contiguous(), list(received), list(sent), what)
+        return out
+
+    def agree(self, facts: dict[str, int], counts: Tensor) -> tuple[list[list[int]], ...]:
+        """Check that all ranks make the same call, and learn what each will send. Waits for them.
+
+        Parameters
+        ----------
+        facts : dict
+            What must be the same on every rank.
+        counts : torch.Tensor
+            int64 (C, ranks): C numbers for each rank.
+
+        Returns
+        -------
+        sent, received : list
+            `counts`, and what the others have for this rank, (C, ranks) each.
+
+        Raises
+        ------
+        ValueError
+            If ranks differ, the same error on all of them.
+        RuntimeError
+            If a rank is gone or does not answer in time, or if backward passes did not match.
+        """
+        self.calls += 1
+        own = torch.tensor([self.calls, *facts.values()], device=counts.device)
+        sent = torch.cat((own.expand(self.size, -1), counts.t()), 1)
+        received = torch.empty_like(sent)
+        self._all_to_all(received, sent, None, None, "forward")
+        both = torch.stack((sent, received))
+        doubt, self._doubt = self._doubt, None
+        if doubt is not None:
+            both = torch.cat((both, doubt.expand(2, self.size, 1)), 2)
+        sent_rows, received_rows = self._on_host(both).tolist()
+        names = ("call", *facts)
+        _expect_same(names, [row[: len(names)] for row in received_rows])
+        if doubt is not None and any(row[-1] for row in received_rows):
+            raise RuntimeError(_BACKWARD_ORDER)
+        first, last = len(names), len(names) + counts.shape[0]
+        return tuple(
+            [list(column) for column in zip(*(row[first:last] for row in rows), strict=True)]
+            for rows in (sent_rows, received_rows)
+        )
+
+    def agree_backward(self, call: int, like: Tensor) -> None:
+        """Check that all ranks run the backward of the same forward.
+
+        On a GPU the host does not wait: the next `agree` raises.
+
+        Raises
+        ------
+        RuntimeError
+            If not, on all ranks.
+        """
+        own = torch.full((self.size,), call, dtype=torch.int64, device=like.device)
+        others = torch.empty_like(own)
+        self._all_to_all(others, own, None, None, "backward")
+        differs = others != own
+        if not like.is_cuda:
+            if differs.any():
+                raise RuntimeError(f"{_BACKWARD_ORDER}: got call {others.tolist()} by rank")
+            return
+        differs = differs.any()
+        self._doubt = differs if self._doubt is None else self._doubt | differs
+
+    def _all_to_all(
+        self,
+        out: Tensor,
+        rows: Tensor,
+        received: list[int] | None,
+        sent: list[int] | None,
+        what: str,
+    ) -> None:
+        if self._failure is not None:
+            raise RuntimeError(self._failure)
+        try:
+            work = dist.all_to_all_single(
+                out, rows, received, sent, group=self.group, async_op=True
+            )
+            if rows.is_cuda:  # the stream waits; the host keeps the time in `_on_host`
+                work.wait()
+            else:
+                work.wait(timedelta(seconds=self.timeout))
+        except RuntimeError as error:
+            self._fail(what, error)
+
+    def _on_host(self, tensor: Tensor) -> Tensor:
+        """A tensor that depends on the other ranks, on the CPU, within the time limit."""
+        if not tensor.is_cuda:
+            return tensor
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host.copy_(tensor, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+        until = time.monotonic() + self.timeout
+        while not copied.query():  # a wait of the driver's has no limit
+            if time.monotonic() > until:
+                self._fail("forward", TimeoutError("the GPU still waits for the other ranks"))
+        return host
+
+    def _fail(self, what: str, error: Exception) -> NoReturn:
+        silent = self._silent()
+        if silent is None:
+            who = "a rank did not answer, and the store that could say which did not either"
+        elif silent:
+            named = ", ".join(f"rank {r} (rank {self.everyone[r]} of all)" for r in silent)
+            who = f"no answer from {named}"
+        else:
+            who = "the connection failed, or a rank was late, though every rank has reported since"
+        self._failure = (
+            f"expert_group: {who}, in the {what} of call {self.calls}; the time limit is "
+            f"{self.timeout:g} s. The group cannot be used any more: restart all ranks. Cause: "
+            f"{str(error).splitlines()[0] if str(error) else type(error).__name__}"
+        )
+        self._end_kernels()
+        raise RuntimeError(self._failure) from error
+
+    def _end_kernels(self) -> None:
+        """Let a GPU's kernels go that wait for a lost rank, so that the process can end."""
+        with contextlib.suppress(Exception):  # other backends have none
+            abort = getattr(self.group._get_backend(torch.device("cuda")), "abort", None)
+            if abort is not None and dist.get_backend(self.group) == "nccl":
+                abort()
+
+    def _silent(self) -> list[int] | None:
+        """Ranks of the group that do not report after a failure; None if that cannot be known."""
+        found: list[list[int]] = []
+
+        def ask() -> None:
+            store = _store_of(self.group)
+            keys = [f"guild/failed/{self._number}/{r}" for r in self.everyone]
+            store.set(keys[self.rank], "here")
+            until = time.monotonic() + _GRACE_SECONDS
+            while True:
+                silent = [r for r, key in enumerate(keys) if not store.check([key])]
+                if not silent or time.monotonic() > until:
+                    break
+                time.sleep(0.05)
+            found.append(silent)
+
+        def ask_quietly() -> None:
+            try:
+                ask()
+            except Exception:
+                return  # the store is gone with its host
+
+        thread = threading.Thread(target=ask_quietly, daemon=True)
+        thread.start()
+        thread.join(_GRACE_SECONDS + _STORE_SECONDS)
+        return found[0] if found else None
+
+
+_BACKWARD_ORDER = (
+    "expert_group: expected every rank to run the backward passes of the same forward passes in "
+    "the same order"
+)
+
+
+def _store_of(group: dist.ProcessGroup) -> dist.Store:
+    if hasattr(group, "get_group_store"):
+        return group.get_group_store()
+    return dist.distributed_c10d._get_default_store()
+
+
+def _expect_same(names: Sequence[str], by_rank: list[list[int]]) -> None:
+    for name, values in zip(names, zip(*by_rank, strict=True), strict=True):
+        if len(set(values)) > 1:
+            shown = [dtype_name(FLOATS[v]) if name == "dtype" else str(v) for v in values]
+            raise ValueError(
+                f"expert_group: expected the same call on every rank, got {name} "
+                f"{', '.join(f'{v} on rank {r}' for r, v in enumerate(shown))}"
+            )

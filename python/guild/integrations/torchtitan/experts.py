@@ -1,0 +1,144 @@
+"""torchtitan's experts, with the same parameters, on Guild."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import spmd_types as spmd
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torchtitan.distributed.utils import get_spmd_backend
+from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
+from torchtitan.models.common.token_dispatcher import (
+    AllToAllTokenDispatcher,
+    LocalTokenDispatcher,
+)
+from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts, ScaleBiasForward
+
+from guild import Activation, experts_mlp, routed_experts
+
+
+class GuildGroupedExperts(GroupedExperts):
+    """SwiGLU experts of three weights, read in place."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):
+        """That of the experts in whose place these are."""
+
+    def layer(self) -> dict[str, Any]:
+        """This rank's weights and the activation, as Guild takes them, in bfloat16."""
+        return {
+            "w_up": (_local(self.w1_EFD), _local(self.w3_EFD)),
+            "w_down": _local(self.w2_EDF),
+        }
+
+    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
+        """(R, D) rows sorted by expert, through their experts.
+
+        Rows past the sum of num_tokens_per_expert_E belong to nobody, and their results are zero.
+        """
+        if _types_are_checked():
+            return super().forward(x_RD, num_tokens_per_expert_E)
+        return _sorted(self.layer(), x_RD, num_tokens_per_expert_E)
+
+
+class GuildGptOssGroupedExperts(GptOssGroupedExperts):
+    """The experts of gpt-oss: interleaved gate and up, clamped, with biases."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GptOssGroupedExperts.Config):
+        """That of the experts in whose place these are."""
+
+    def layer(self) -> dict[str, Any]:
+        """This rank's weights and the activation, as Guild takes them, in bfloat16."""
+        ranks, weight = 1, self.mlp1_weight_EGD
+        if hasattr(weight, "device_mesh") and "tp" in (weight.device_mesh.mesh_dim_names or ()):
+            ranks = weight.device_mesh["tp"].size()
+        b_down = _local(self.mlp2_bias_ED)
+        return {
+            "w_up": _local(weight),
+            "w_down": _local(self.mlp2_weight_EDF),
+            "b_up": _local(self.mlp1_bias_EG),
+            # Ranks that share an expert add up their results, each with a part of the bias.
+            "b_down": ScaleBiasForward.apply(b_down, ranks, b_down.dtype),
+            "activation": Activation("silu", alpha=1.702, limit=self.swiglu_limit, up_offset=1.0),
+            "order": "interleaved",
+        }
+
+    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
+        """(R, D) rows sorted by expert, through their experts; those of nobody are zero."""
+        if _types_are_checked():
+            return super().forward(x_RD, num_tokens_per_expert_E)
+        return _sorted(self.layer(), x_RD, num_tokens_per_expert_E)
+
+
+class GuildRoutedExperts(RoutedExperts):
+    """Dispatch, experts and combine as one op, where no other rank takes part."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(RoutedExperts.Config):
+        """That of the routed experts in whose place these are."""
+
+    def forward(
+        self,
+        x_BLD: Tensor,
+        topk_scores_BLK: Tensor,
+        topk_expert_ids_BLK: Tensor,
+        num_local_tokens_per_expert_E: Tensor,
+    ) -> Tensor:
+        """(B, L, D) tokens through their experts, summed with their scores."""
+        if _types_are_checked() or not self._is_local():
+            return super().forward(
+                x_BLD, topk_scores_BLK, topk_expert_ids_BLK, num_local_tokens_per_expert_E
+            )
+        top_k = topk_scores_BLK.shape[-1]
+        out = routed_experts(
+            x_BLD.reshape(-1, x_BLD.shape[-1]).bfloat16(),
+            topk_expert_ids_BLK.reshape(-1, top_k),
+            topk_scores_BLK.reshape(-1, top_k),
+            **_in_bfloat16(self.inner_experts.layer()),
+        )
+        return out.type_as(x_BLD).view(x_BLD.shape)
+
+    def _is_local(self) -> bool:
+        dispatcher = self.token_dispatcher
+        return (
+            type(dispatcher) in (LocalTokenDispatcher, AllToAllTokenDispatcher)
+            and getattr(dispatcher, "ep_mesh", None) is None
+            and hasattr(self.inner_experts, "layer")
+        )
+
+
+EXCHANGED = {
+    GroupedExperts.Config: GuildGroupedExperts.Config,
+    GptOssGroupedExperts.Config: GuildGptOssGroupedExperts.Config,
+}
+
+
+def _sorted(layer: dict[str, Any], x: Tensor, rows_per_expert: Tensor) -> Tensor:
+    ends = torch.cumsum(rows_per_expert, dim=0, dtype=torch.int32)
+    out = experts_mlp(x.bfloat16(), F.pad(ends, (1, 0)), **_in_bfloat16(layer))
+    return out.type_as(x)
+
+
+def _in_bfloat16(layer: dict[str, Any]) -> dict[str, Any]:
+    """What the experts compute in whatever the parameters' dtype is, as torchtitan's do."""
+
+    def cast(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(cast, value))
+        return value.bfloat16() if isinstance(value, Tensor) else value
+
+    return {name: cast(value) for name, value in layer.items()}
+
+
+def _local(parameter: Tensor) -> Tensor:
+    """This rank's part of a DTensor."""
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+
+
+def _types_are_checked() -> bool:
+    """Whether torchtitan is following its placement types, of which Guild's ops have none."""
+    return get_spmd_backend() == "spmd_types" and spmd.is_type_checking()

@@ -1,0 +1,202 @@
+"""The module GroupedLinear."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from guild import WeightGradients, grouped_mm
+from guild.integrations.expert_parameters import ExpertParameters, ends_of
+from guild.integrations.transformer_engine.product import grouped_linear
+
+
+class GroupedLinear(ExpertParameters):
+    """One linear layer per group of rows, called as `transformer_engine.pytorch.GroupedLinear` is.
+
+    Parameters
+    ----------
+    num_gemms : int
+        Groups G: experts, for one.
+    in_features, out_features : int
+        Of each. With parallel_mode "column" the second is divided by tp_size, with "row" the first.
+    sequence_parallel, tp_group, tp_size, parallel_mode, ub_name, save_original_input, \
+rng_tracker_name
+        As there: no communication is done here, the dispatcher of tokens does it. The last three
+        make no difference.
+    fuse_wgrad_accumulation : bool
+        Add weight gradients to each parameter's `main_grad`.
+    get_rng_state_tracker : callable, optional
+        Whose `fork(rng_tracker_name)` the parameters are drawn under.
+    init_method : callable, optional
+        Fills a weight in place; a normal distribution of deviation 0.023 if not given.
+    bias, return_bias : bool
+        Whether there are biases; whether they are returned instead of added.
+    params_dtype : torch.dtype, optional
+        torch's default dtype if not given.
+    device : torch.device or str
+        "cuda" if not given; "cpu" and "meta" as well.
+    ub_overlap_rs, ub_overlap_ag : bool
+        Only False.
+    delay_wgrad_compute : bool
+        Compute weight gradients in `backward_dw()`, not in backward.
+
+    Notes
+    -----
+    The parameters are `weight0` .. and `bias0` .., as there, of (out_features, in_features) and
+    (out_features,). They share one storage and are read in place. FP8 recipes have no effect.
+    """
+
+    def __init__(
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: object | None = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable | None = None,
+        init_method: Callable | None = None,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        device: torch.device | str = "cuda",
+        ub_overlap_rs: bool = False,
+        ub_overlap_ag: bool = False,
+        ub_name: str | None = None,
+        delay_wgrad_compute: bool = False,
+        save_original_input: bool = False,
+        rng_tracker_name: str | None = None,
+    ) -> None:
+        super().__init__()
+        if ub_overlap_rs or ub_overlap_ag:
+            raise ValueError("ub_overlap_rs, ub_overlap_ag: expected False, got True")
+        if parallel_mode not in (None, "column", "row"):
+            raise ValueError(
+                f"parallel_mode: expected None, 'column' or 'row', got {parallel_mode!r}"
+            )
+        if parallel_mode == "column":
+            out_features = _divided("out_features", out_features, tp_size)
+        elif parallel_mode == "row":
+            in_features = _divided("in_features", in_features, tp_size)
+        self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
+        self.sequence_parallel, self.parallel_mode = sequence_parallel, parallel_mode
+        self.tp_group, self.tp_size = tp_group, tp_size
+        self.use_bias, self.return_bias = bias, return_bias
+        self.apply_bias = bias and not return_bias
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.delay_wgrad_compute = delay_wgrad_compute
+        self._sink = WeightGradients(main_grad=fuse_wgrad_accumulation, delayed=delay_wgrad_compute)
+        self._past_autograd = fuse_wgrad_accumulation or delay_wgrad_compute
+        self._init_method = init_method or _normal
+        self._tracker = get_rng_state_tracker, rng_tracker_name
+        self._hooks: list[Callable] = []
+        place = {"device": device, "dtype": params_dtype or torch.get_default_dtype()}
+        self._register("weight", torch.empty(num_gemms, out_features, in_features, **place))
+        if bias:
+            self._register("bias", torch.empty(num_gemms, out_features, **place))
+        for parameter in self.parameters():
+            parameter.skip_backward_post_hook = delay_wgrad_compute
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw weights anew and set biases to zero; nothing on the meta device."""
+        get_tracker, name = self._tracker
+        for weight in self._listed("weight"):
+            if weight.is_meta:
+                continue
+            if get_tracker is None:
+                self._init_method(weight)
+            else:
+                with get_tracker().fork(*([name] if name else [])):
+                    self._init_method(weight)
+        for bias in self._listed("bias"):
+            if not bias.is_meta:
+                nn.init.zeros_(bias)
+
+    def set_tensor_parallel_group(self, tp_group: object | None) -> None:
+        """Remember the group; it is not used here."""
+        self.tp_group = tp_group
+
+    def forward(
+        self, inp: Tensor, m_splits: list[int] | Tensor, is_first_microbatch: bool | None = None
+    ) -> Tensor | tuple[Tensor, list[Tensor]]:
+        """Each group of rows through its own layer.
+
+        Parameters
+        ----------
+        inp : torch.Tensor
+            (..., in_features), in the parameters' dtype or under autocast; rows of group 0 first.
+        m_splits : list of int or torch.Tensor
+            How many rows each of the G groups has, as a list or an integer tensor on any device. A
+            tensor on the GPU is not waited for; rows past the groups' are zero.
+        is_first_microbatch
+            Makes no difference.
+
+        Returns
+        -------
+        torch.Tensor or (torch.Tensor, list of torch.Tensor)
+            (..., out_features), and the biases with return_bias.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If dtype, width or the numbers of groups or of rows do not agree; the message names it.
+            The rows of a tensor m_splits are not counted.
+        """
+        if len(m_splits) != self.num_gemms:
+            raise ValueError(
+                f"m_splits: expected {self.num_gemms} numbers of rows, got {len(m_splits)}"
+            )
+        if inp.shape[-1] != self.in_features:
+            raise ValueError(
+                f"inp: expected shape (..., {self.in_features}), got {tuple(inp.shape)}"
+            )
+        x = inp.reshape(-1, self.in_features)
+        if not isinstance(m_splits, Tensor) and sum(m_splits) != x.shape[0]:
+            raise ValueError(
+                f"m_splits: expected {x.shape[0]} rows as inp has, got {sum(m_splits)}"
+            )
+        weights, biases = self._listed("weight"), self._listed("bias")
+        if x.dtype != weights[0].dtype and not torch.is_autocast_enabled(x.device.type):
+            raise TypeError(f"inp: expected dtype {weights[0].dtype}, got {x.dtype}")
+        ends = ends_of(m_splits, x)
+        added = biases if self.apply_bias else []
+        if self._past_autograd:
+            out = grouped_linear(x, ends, weights, added, self._sink)
+        else:
+            out = grouped_mm(x, [w.mT for w in weights], ends, added or None)
+        out = out.view(*inp.shape[:-1], self.out_features)
+        return (out, biases) if self.return_bias else out
+
+    # ---- delayed weight gradients ---------------------------------------------------------------
+
+    def need_backward_dw(self) -> bool:
+        """Whether `backward_dw` is what computes weight gradients."""
+        return self.delay_wgrad_compute
+
+    def backward_dw(self) -> None:
+        """Compute the weight gradients of the backward passes since the last call."""
+        if not self.need_backward_dw():
+            return
+        self._sink.compute()
+        for hook in self._hooks:
+            hook()
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable) -> None:
+        """Have `backward_dw` call this when it is done."""
+        self._hooks.append(hook)
+
+
+def _normal(weight: Tensor) -> None:
+    nn.init.normal_(weight, std=0.023)
+
+
+def _divided(name: str, size: int, parts: int) -> int:
+    if size % parts:
+        raise ValueError(f"{name}: expected a multiple of tp_size {parts}, got {size}")
+    return size // parts

@@ -1,0 +1,79 @@
+"""A grouped linear layer whose weight gradients go to a `guild.WeightGradients`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from guild import WeightGradients, grouped_mm
+from guild._torch.autograd import rows_of
+from guild._torch.expert_lists import Versions, joined
+from guild._torch.gradient_targets import expect_targets, targets, wanting
+from guild._torch.gradients import starts
+from guild._torch.operators import autocast, ops
+from guild.weight_gradients import Kept
+
+
+def grouped_linear(
+    x: Tensor,
+    ends: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    sink: WeightGradients,
+) -> Tensor:
+    """x[rows of e] weights[e]^T + biases[e]; of biases there may be none.
+
+    x: (rows, in); ends: int32 (E,); weights: (out, in) each; biases: (out,) each.
+    """
+    expect_targets("weight", weights, sink.main_grad)
+    expect_targets("bias", biases, sink.main_grad)
+    weight = joined("weight", weights, attached=False)
+    bias = joined("bias", biases, 1, attached=False) if biases else None
+    x, weight, bias = autocast(x, weight, bias)
+    if not (torch.is_grad_enabled() and (x.requires_grad or wanting([weights, biases]))):
+        return grouped_mm(x, weight.mT, ends, bias)
+    return _Linear.apply(sink, len(weights), x, ends, weight, bias, *weights, *biases)
+
+
+class _Linear(torch.autograd.Function):
+    """Backward ends with dX; the weights' gradients are a step of the sink's."""
+
+    @staticmethod
+    def forward(ctx, sink, experts, x, ends, weight, bias, *parameters):
+        ctx.sink, ctx.experts, ctx.parameters = sink, experts, parameters
+        ctx.versions = Versions("weights", parameters)
+        ctx.save_for_backward(x, ends, weight)
+        return grouped_mm(x, weight.mT, ends, bias)
+
+    @staticmethod
+    def backward(ctx, dout):
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                "GroupedLinear: expected backward without create_graph=True where its weight "
+                "gradients are accumulated or delayed"
+            )
+        ctx.versions.expect_unchanged()
+        x, ends, weight = ctx.saved_tensors
+        parameters = ctx.parameters
+        dout = rows_of(dout)
+        dx = ops.grouped_mm(dout, weight, ends, None, False) if ctx.needs_input_grad[2] else None
+        weights, biases = parameters[: ctx.experts], parameters[ctx.experts :]
+        kept = Kept(x, dout)
+        ctx.sink.take(partial(_compute, ctx.sink, kept, x, ends, dout, weights, biases))
+        late = ctx.sink.gradients_without_meaning(parameters)
+        return None, None, dx, None, None, None, *late
+
+
+@torch.no_grad()
+def _compute(sink, kept, x, ends, dout, weights, biases) -> None:
+    """dW[e] = dout[rows of e]^T x[rows of e], and db, into the sink's targets."""
+    kept.expect_unchanged()
+    with targets(sink.main_grad, ("weight", weights)) as ((target,), add):
+        if target is not None:
+            ops.grouped_mm_out(dout.mT, x, ends, None, target, add)
+    with targets(sink.main_grad, ("bias", biases or None)) as ((target,), add):
+        if target is not None:
+            ops.bias_gradient_out(dout, starts(ends), None, None, target, add)

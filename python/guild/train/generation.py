@@ -1,0 +1,206 @@
+"""Text from a trained model, byte by byte, with a key-value cache.
+
+The model looks back at most its context. A text that has filled it goes on with its second half,
+which is read again from the start, so that what a byte follows from is always one forward of the
+bytes before it: with the cache and without, the same text.
+
+On a GPU a byte is one replay of a CUDA graph. The choice is part of it: the noise of all bytes is
+drawn before the first, and the largest of logits / temperature + Gumbel noise is a draw from their
+softmax. So the host waits for the GPU only where the text has filled the context.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import math
+import time
+from typing import NamedTuple
+
+import torch
+
+from .model import BYTES, LanguageModel
+
+
+class Sampling(NamedTuple):
+    """How the next byte is chosen.
+
+    Attributes
+    ----------
+    temperature : float
+        What logits are divided by; 0: the most likely byte.
+    top_k : int
+        Choose among so many of the most likely; 0: all.
+    seed : int
+        Of the choices.
+    """
+
+    temperature: float = 0.6
+    top_k: int = 0
+    seed: int = 0
+
+    def expect_valid(self) -> None:
+        """Raise ValueError, naming the option, unless bytes can be chosen this way."""
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(
+                f"temperature: expected a finite number of 0 or more, got {self.temperature}"
+            )
+        if not 0 <= self.top_k <= BYTES:
+            raise ValueError(f"top_k: expected 0 (all) to {BYTES}, got {self.top_k}")
+        if self.seed < 0:
+            raise ValueError(f"seed: expected 0 or more, got {self.seed}")
+
+    def noise(self, count: int) -> torch.Tensor:
+        """Gumbel noise (count, 256), the same on every machine; zeros at temperature 0."""
+        if self.temperature == 0:
+            return torch.zeros(count, BYTES)
+        generator = torch.Generator().manual_seed(self.seed)
+        return -torch.empty(count, BYTES).exponential_(generator=generator).log()
+
+    def choose(self, logits: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        """Logits and noise (..., 256) -> int64 (...)."""
+        logits = logits.float()
+        if self.temperature == 0:
+            return logits.argmax(-1)
+        if self.top_k:
+            least = logits.topk(self.top_k, -1).values[..., -1:]
+            logits = logits.masked_fill(logits < least, -math.inf)
+        return (logits / self.temperature + noise).argmax(-1)
+
+
+def window_start(length: int, context: int) -> int:
+    """The first byte that the model sees of a text: it moves by half a context at a time."""
+    half = (context + 1) // 2
+    return half * max(0, -(-(length - context) // half))
+
+
+class Written(NamedTuple):
+    """A text and how long it took.
+
+    Attributes
+    ----------
+    text : bytes
+        Prompt and continuation.
+    seconds : float
+        Of the continuation, from the prompt in memory to its last byte.
+    """
+
+    text: bytes
+    seconds: float
+
+
+@torch.no_grad()
+def generate(
+    model: LanguageModel, prompt: bytes, count: int, context: int, sampling: Sampling
+) -> Written:
+    """Continue a text.
+
+    Parameters
+    ----------
+    model : LanguageModel
+        In evaluation mode; under autocast it computes in that.
+    prompt : bytes
+        At least one; of a longer one than the context the end is seen.
+    count : int
+        Bytes to write.
+    context : int
+        How many bytes the model looks back at most.
+    sampling : Sampling
+        How they are chosen.
+
+    Raises
+    ------
+    ValueError
+        If there is nothing to continue or to write, or bytes cannot be chosen in this way.
+    """
+    sampling.expect_valid()
+    if not prompt:
+        raise ValueError("prompt: expected at least one byte, got an empty text")
+    if count < 1:
+        raise ValueError(f"tokens: expected at least 1, got {count}")
+    with _autocast_without_cache(model.embedding.weight.device.type):
+        writer = _Writer(model, count, context, sampling)
+        start = time.perf_counter()
+        text = bytearray(prompt)
+        while writer.made < count:
+            text = bytearray(prompt) + writer.bytes()
+            writer.write(bytes(text[window_start(len(text), context) :]))
+        return Written(prompt + writer.bytes(), time.perf_counter() - start)
+
+
+def readable(text: bytes) -> str:
+    r"""UTF-8 as text, without the character that the end cuts; anything unprintable as \x.."""
+    decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
+    shown = "".join(
+        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode()
+        for c in decoder.decode(text)
+    )
+    return shown.rstrip()
+
+
+def _autocast_without_cache(kind: str) -> contextlib.AbstractContextManager:
+    """The autocast of the surroundings; what a graph casts may not be kept for use outside."""
+    if kind != "cuda" or not torch.is_autocast_enabled(kind):
+        return contextlib.nullcontext()
+    return torch.autocast(kind, torch.get_autocast_dtype(kind), cache_enabled=False)
+
+
+class _Writer:
+    """The cache, the next byte and its place, all on the device; a step moves them on."""
+
+    def __init__(self, model: LanguageModel, count: int, context: int, sampling: Sampling) -> None:
+        self._model, self._context, self._sampling = model, context, sampling
+        device = self._device = model.embedding.weight.device
+        self.made = 0
+        self._cache = model.make_cache(1, context)
+        self._noise = sampling.noise(count).to(device)
+        self._out = torch.zeros(count, dtype=torch.uint8, device=device)
+        self._token = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        # Of the token in the window, and of the byte that it will give in the output.
+        self._position = torch.zeros(1, dtype=torch.int64, device=device)
+        self._number = torch.zeros(1, dtype=torch.int64, device=device)
+        self._replay = self._captured() if device.type == "cuda" and count > 1 else self._step
+
+    def write(self, seen: bytes) -> None:
+        """Read the window, which has room, from its start; write until it or the text is full."""
+        window = torch.tensor([[*seen, *bytes(self._context - len(seen))]], device=self._device)
+        # One shape for every window: what lies behind the text is overwritten before it is read.
+        places = torch.arange(self._context, device=self._device)
+        logits = self._model.continued(window, places, self._cache)
+        self._position.fill_(len(seen) - 1)
+        self._take(logits[:, len(seen) - 1])
+        steps = min(len(self._noise) - self.made - 1, self._context - len(seen))
+        for _ in range(steps):
+            self._replay()
+        self.made += 1 + steps
+
+    def bytes(self) -> bytes:
+        """What was written; waits for it."""
+        return bytes(self._out[: self.made].tolist())
+
+    def _step(self) -> None:
+        logits = self._model.continued(self._token, self._position, self._cache)
+        self._take(logits[:, 0])
+
+    def _take(self, logits: torch.Tensor) -> None:
+        """Choose the next byte by logits (1, 256); it is the next token."""
+        noise = self._noise.index_select(0, self._number)
+        token = self._sampling.choose(logits, noise)
+        self._out.index_copy_(0, self._number, token.to(torch.uint8))
+        self._token.copy_(token[None])
+        self._position += 1
+        self._number += 1
+
+    def _captured(self) -> torch.cuda.CUDAGraph:
+        """A step as a CUDA graph; the steps that making it takes leave no trace."""
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self._step()  # compiles, allocates, picks algorithms
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._step()
+        self._position.zero_()
+        self._number.zero_()
+        return graph.replay

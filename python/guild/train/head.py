@@ -1,0 +1,89 @@
+"""Cross-entropy of a large vocabulary, some tokens at a time: no logits are kept.
+
+    logits = x W^T,  loss = mean over tokens of logsumexp(logits) - logits[target]
+
+Forward computes the gradients as well, of a chunk while its logits are there, so that the product
+is done once. Logits and sums are float32 whatever x and W are.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+_CHUNK_ELEMENTS = 1 << 28  # logits at a time: 1 GiB
+
+
+def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk: int = 0) -> Tensor:
+    """Mean cross-entropy of x (tokens, hidden) W (vocabulary, hidden)^T, a float32 scalar.
+
+    Parameters
+    ----------
+    x, weight : torch.Tensor
+        In one dtype; both get gradients in it.
+    targets : torch.Tensor
+        int64 (tokens,), rows of the weight.
+    chunk : int
+        Tokens at a time; 0: as many as make 2^28 logits.
+    """
+    chunk = chunk or _even_chunk(x.shape[0], max(1, _CHUNK_ELEMENTS // weight.shape[0]))
+    return _ChunkedCrossEntropy.apply(x, weight, targets, chunk)
+
+
+def _even_chunk(tokens: int, most: int) -> int:
+    """At most `most` tokens, so that chunks are equal where that takes at most twice as many."""
+    least = max(1, -(-tokens // most))
+    count = next((n for n in range(least, 2 * least) if tokens % n == 0), least)
+    return max(1, -(-tokens // count))
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
+        wanted = any(ctx.needs_input_grad)
+        total = torch.zeros((), device=x.device)
+        dx = torch.empty_like(x) if wanted else None
+        dweight = torch.zeros(weight.shape, device=x.device) if wanted else None
+        for first in range(0, x.shape[0], chunk):
+            rows = x[first : first + chunk]
+            logits = _product(rows, weight.t())
+            loss, dlogits = _pass(x.is_cuda)(logits, targets[first : first + chunk])
+            total += loss
+            if wanted:
+                dlogits = (dlogits / x.shape[0]).to(x.dtype)
+                dx[first : first + chunk] = dlogits @ weight
+                dweight += _product(dlogits.t(), rows)
+        ctx.save_for_backward(dx, dweight)
+        ctx.dtype = weight.dtype
+        return total / x.shape[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss: Tensor):
+        dx, dweight = ctx.saved_tensors
+        return dx * dloss.to(dx.dtype), (dweight * dloss).to(ctx.dtype), None, None
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a b in float32 of 16-bit operands."""
+    if a.is_cuda and a.dtype != torch.float32:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
+
+
+def loss_and_gradient(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum of the losses, and softmax less one at the target."""
+    sums = logits.logsumexp(1, keepdim=True)
+    is_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
+    loss = (sums.sum() - torch.where(is_target, logits, 0).sum()).float()
+    return loss, (logits - sums).exp() - is_target.float()
+
+
+@functools.cache
+def _pass(compiled: bool) -> Any:
+    """On a GPU compiled: a few passes over the logits in place of a dozen."""
+    return torch.compile(loss_and_gradient) if compiled else loss_and_gradient

@@ -1,0 +1,278 @@
+"""A learner whose weights, gradients and optimiser lie on all ranks, by FSDP2.
+
+Blocks are gathered one at a time, in bfloat16 where that is asked for, and gradients are summed in
+float32. With expert parallelism, experts are not gathered: the ranks of a group share them.
+A checkpoint holds whole tensors, so that any number of ranks goes on with it, one as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from guild.distributed.placement import clip_grad_norm_, distribute_experts, shard_layers
+
+from .corpus import Corpus
+from .generation import Sampling, window_start
+from .head import chunked_cross_entropy
+from .learner import Learner, make_optimizer, moe_factory
+from .model import LanguageModel
+from .settings import Settings
+from .speed import speed_of
+from .world import mean_of_ranks, writes
+
+_ATTENTION = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
+
+
+class ShardedModel(LanguageModel):
+    """The same model with a loss that keeps no logits, and balances the load of all ranks."""
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """As `LanguageModel.loss`, of this rank's tokens; imbalance 0 where nothing measures it."""
+        hidden = self.hidden_states(tokens)[0].flatten(0, 1)
+        loss = chunked_cross_entropy(hidden, self.embedding.weight, targets.flatten())
+        sums = [getattr(block.moe, "balance_sums", None) for block in self.blocks]
+        if not self.training or any(s is None for s in sums):
+            return loss, torch.zeros_like(loss)
+        counts = torch.stack([s.counts for s in sums])
+        dist.all_reduce(counts)  # of all layers at once
+        parts = [
+            s._replace(counts=c).load_balancing_loss() for s, c in zip(sums, counts, strict=True)
+        ]
+        return loss, torch.stack(parts).mean()
+
+
+class ShardedLearner(Learner):
+    """A `Learner` on all ranks of the default process group.
+
+    Parameters
+    ----------
+    name, settings, device, dtype
+        As `Learner` takes them; a step's batch is that of all ranks together. bfloat16: products
+        in it, weights and sums in float32.
+    expert_parallel : int
+        Ranks that share the experts; 1: experts are gathered as all else is.
+    keep_gathered : bool
+        Keep blocks gathered from forward to backward: no second gather, more memory.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        settings: Settings,
+        device: torch.device,
+        dtype: torch.dtype,
+        expert_parallel: int = 1,
+        keep_gathered: bool = False,
+    ) -> None:
+        self.name, self.settings, self.device, self.dtype = name, settings, device, dtype
+        self.ranks = dist.get_world_size()
+        _expect_layout(name, settings, self.ranks, expert_parallel)
+        self.model = self._made()
+        mesh = init_device_mesh(device.type, (self.ranks,))
+        sharded: dict[str, Any] = {"reshard_after_forward": not keep_gathered}
+        if dtype != torch.float32:
+            sharded["mp_policy"] = MixedPrecisionPolicy(
+                param_dtype=dtype, reduce_dtype=torch.float32
+            )
+        experts = None
+        if expert_parallel > 1:
+            shape = self.ranks // expert_parallel, expert_parallel
+            experts = init_device_mesh(device.type, shape, mesh_dim_names=("data", "experts"))
+            distribute_experts(self.model, experts["experts"])
+        blocks = list(self.model.blocks)
+        # With experts on other ranks a block has a graph of its own: it knows its layer's number.
+        limit = torch._dynamo.config.recompile_limit
+        torch._dynamo.config.recompile_limit = max(limit, 2 * len(blocks))
+        for block in blocks:
+            if device.type == "cuda":
+                # The forward alone, so that FSDP2's hooks stay outside of what is compiled.
+                block.forward = torch.compile(block.forward, dynamic=False)
+            if experts is not None:
+                shard_layers(block, mesh, experts["data"], **sharded)
+            fully_shard(block, mesh=mesh, **sharded)
+        fully_shard(self.model, mesh=mesh, **(sharded | {"reshard_after_forward": False}))
+        register_fsdp_forward_method(self.model, "loss")
+        for before, after in zip(blocks[:-1], blocks[1:], strict=True):
+            before.set_modules_to_forward_prefetch([after])
+            after.set_modules_to_backward_prefetch([before])
+        self.optimizer = make_optimizer(self.model, settings)
+
+    def _made(self) -> ShardedModel:
+        """The whole model with its first values, the same on every rank."""
+        s = self.settings
+        factory = moe_factory(self.name, torch.device("cpu"), s, bool(s.balance))
+        sizes = s.hidden, s.layers, s.heads, s.intermediate, s.experts, s.top_k
+        with self.device:
+            model = ShardedModel(*sizes, factory, s.vocabulary)
+        if self.device.type == "cpu":
+            model.initialise(s.seed)
+            return model
+        draw = torch.Generator(self.device).manual_seed(
+            s.seed
+        )  # seconds, where a CPU takes minutes
+        with torch.no_grad():
+            for name, weight in sorted(model.named_parameters()):
+                if weight.dim() == 1:
+                    weight.fill_(1.0)
+                else:
+                    weight.normal_(std=model.std_of(name, weight), generator=draw)
+        return model
+
+    def autocast(self) -> torch.autocast:
+        """None: FSDP2 casts the weights."""
+        return torch.autocast(self.device.type, enabled=False)
+
+    def round(self, corpus: Corpus, first: int, count: int) -> list[dict[str, Any]]:
+        """As `Learner.round`, with the speed of a GPU in each row."""
+        rows = super().round(corpus, first, count)
+        speed = speed_of(self.settings, rows[0]["seconds"], self.ranks, self.device)
+        return [row | speed for row in rows]
+
+    def _step(self, corpus: Corpus, step: int) -> Tensor:
+        s = self.settings
+        inputs, targets = self._own(*corpus.batch(s.seed, step, s.batch, s.context))
+        for group in self.optimizer.param_groups:
+            group["lr"] = s.lr_at(step)
+        if s.round == "stochastic":
+            torch.manual_seed(s.seed * 1_000_003 + step)
+        with self._attention():
+            loss, imbalance = self.model.loss(inputs, targets)
+        self.optimizer.zero_grad()
+        (loss + s.balance * imbalance).backward()
+        norm = clip_grad_norm_(self.model.parameters(), s.clip)
+        self.optimizer.step()
+        self.model.move_selection_biases(s.bias_rate)
+        counts = self.model.expert_counts().float()
+        dist.all_reduce(counts)
+        load = counts.amax(1) / counts.mean(1)
+        rows = counts.sum(1).mean() / (s.tokens_per_step * s.top_k)
+        own = mean_of_ranks(torch.stack((loss.detach(), imbalance.detach())))
+        return torch.cat((own, torch.stack((norm, rows)), load))
+
+    @torch.no_grad()
+    def validate(self, corpus: Corpus, windows: int) -> float:
+        """As `Learner.validate`; every rank has its part of each batch."""
+        batch = self.settings.batch
+        windows = math.ceil(windows / batch) * batch
+        inputs, targets = corpus.held_out_windows(windows, self.settings.context)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.model.eval()
+        with self._attention():
+            for pair in zip(inputs.split(batch), targets.split(batch), strict=True):
+                total += self.model.loss(*self._own(*pair))[0]
+        self.model.train()
+        return (mean_of_ranks(total) / (windows // batch)).item()
+
+    @torch.no_grad()
+    def sample(self, prompt: bytes, count: int) -> bytes:
+        """What the model writes after the prompt, as `generate` does; on every rank the same.
+
+        Each byte is a forward of the whole context, so that FSDP2's hooks see a forward.
+        """
+        s, text = self.settings, bytearray(prompt)
+        sampling = Sampling(seed=s.seed)
+        self.model.eval()
+        for noise in sampling.noise(count):
+            seen = text[window_start(len(text), s.context) :]
+            window = torch.tensor([[*seen, *bytes(s.context - len(seen))]], device=self.device)
+            logits = self.model(window)[0, len(seen) - 1].float().cpu()
+            text.append(int(sampling.choose(logits, noise)))
+        self.model.train()
+        return bytes(text[len(prompt) :])
+
+    def _attention(self) -> contextlib.AbstractContextManager:
+        """On a GPU cuDNN's attention where it can be had, which is the fastest on Hopper."""
+        if self.device.type != "cuda" or self.dtype == torch.float32:
+            return contextlib.nullcontext()
+        kinds = [getattr(SDPBackend, name) for name in _ATTENTION]
+        return sdpa_kernel(kinds, set_priority=True)
+
+    def _own(self, *tensors: Tensor) -> list[Tensor]:
+        """This rank's part of a batch, on its device."""
+        return self._to_device(*(t.chunk(self.ranks)[dist.get_rank()] for t in tensors))
+
+    def state(self) -> dict[str, Any]:
+        """As `Learner.state`, whole tensors on the CPU, on the rank that writes; others help."""
+        optimizer = self.optimizer.state_dict()
+        moments = {i: _whole(held) for i, held in optimizer["state"].items()}
+        return {
+            "model": _whole(self.model.state_dict()),
+            "optimizer": {"state": moments, "param_groups": optimizer["param_groups"]},
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """As `Learner.load`: of a run on any number of ranks."""
+        names = {id(p): n for n, p in self.model.named_parameters()}
+        ordered = [names[id(p)] for g in self.optimizer.param_groups for p in g["params"]]
+        try:
+            saved = state["optimizer"]
+            moments = {
+                "state": {ordered[i]: held for i, held in saved["state"].items()},
+                "param_groups": [
+                    group | {"params": [ordered[i] for i in group["params"]]}
+                    for group in saved["param_groups"]
+                ],
+            }
+            whole = StateDictOptions(full_state_dict=True)
+            set_state_dict(
+                self.model,
+                self.optimizer,
+                model_state_dict=state["model"],
+                optim_state_dict=moments,
+                options=whole,
+            )
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
+            raise ValueError(
+                f"resume: the checkpoint's weights and optimiser do not fit this {self.name} "
+                "model; another version of Guild may have written it"
+            ) from None
+
+
+def _whole(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Tensors of all ranks put together, on the CPU of the rank that writes."""
+    found = {}
+    log = logging.getLogger("torch.distributed.tensor._redistribute")
+    for name, value in tensors.items():
+        if isinstance(value, DTensor):
+            before, log.disabled = log.disabled, True  # it warns of two gathers in place of one
+            value = value.full_tensor()
+            log.disabled = before
+        if isinstance(value, Tensor):
+            value = value.cpu() if writes() else None
+        found[name] = value
+    return found
+
+
+def _expect_layout(name: str, s: Settings, ranks: int, expert_parallel: int) -> None:
+    if s.batch % ranks:
+        raise ValueError(f"batch: expected a multiple of {ranks} (ranks), got {s.batch}")
+    if ranks % expert_parallel:
+        raise ValueError(
+            f"expert_parallel: expected a divisor of {ranks} (ranks), got {expert_parallel}"
+        )
+    if s.experts % expert_parallel:
+        raise ValueError(
+            f"experts: expected a multiple of {expert_parallel} (expert_parallel), got {s.experts}"
+        )
+    if name == "plain" and (expert_parallel > 1 or s.balance):
+        raise ValueError(
+            "moe: expected --balance 0 and no --expert-parallel with the plain layer and --fsdp"
+        )
+    if s.capacity:
+        raise ValueError(f"capacity: expected 0 with --fsdp, got {s.capacity}")

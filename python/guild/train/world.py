@@ -1,0 +1,123 @@
+"""The ranks of a `guild train` that torchrun has started: who writes, and who stops when."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .interrupt import StopRequest
+from .run_folder import RunFolder
+
+_TIMEOUT = timedelta(minutes=10)
+
+
+def is_started_by_torchrun() -> bool:
+    """Whether there are other ranks, or may be."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+@contextlib.contextmanager
+def joined(device: torch.device) -> Iterator[None]:
+    """The process group of all ranks, NCCL on GPUs and gloo elsewhere.
+
+    Raises
+    ------
+    ValueError
+        If torchrun has not started this process.
+    """
+    if dist.is_initialized():
+        yield
+        return
+    if not is_started_by_torchrun():
+        raise ValueError(
+            "fsdp: expected to be started by torchrun, as in torchrun --nproc-per-node 2 -m guild "
+            "train --fsdp"
+        )
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_TIMEOUT)
+    yield  # after an error the others are not waited for: torchrun ends them
+    dist.destroy_process_group()
+
+
+def device_of_rank(device: torch.device) -> torch.device:
+    """The GPU of this rank, where GPUs are wanted."""
+    if device.type != "cuda" or device.index is not None:
+        return device
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def local_ranks() -> str:
+    """How many ranks torchrun has started on this node."""
+    return os.environ.get("LOCAL_WORLD_SIZE", "1")
+
+
+def writes() -> bool:
+    """Whether this rank has the folder and the console: the first one, or the only one."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def agreed(value: bool) -> bool:
+    """What the rank that writes found, on every rank."""
+    if not dist.is_initialized():
+        return value
+    found = [value]
+    dist.broadcast_object_list(found)
+    return found[0]
+
+
+def mean_of_ranks(values: torch.Tensor) -> torch.Tensor:
+    """The mean over all ranks of a tensor of theirs."""
+    dist.all_reduce(values)
+    return values / dist.get_world_size()
+
+
+class SharedStop(StopRequest):
+    """A request that any rank may get and all of them heed, in the same round."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._own, self._device = False, device
+        super().__init__()
+
+    @property
+    def asked(self) -> bool:
+        """Asks all ranks; every one of them calls this as often."""
+        flag = torch.tensor([self._own], dtype=torch.int32, device=self._device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag.item())
+
+    @asked.setter
+    def asked(self, value: bool) -> None:
+        self._own = value
+
+
+class UnwrittenFolder(RunFolder):
+    """A run's folder as the ranks have it that do not write: they read, and wait to be told."""
+
+    @contextlib.contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Nothing to claim."""
+        yield
+
+    def start(self) -> Path | None:
+        """The first rank has made room."""
+        return None
+
+    def append(self, rows: list[dict[str, Any]]) -> None:
+        """The first rank has the same rows."""
+
+    def cut_after(self, step: int) -> None:
+        """The first rank does."""
+
+    def save_checkpoint(self, state: dict[str, Any]) -> None:
+        """The first rank has all of it."""
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        """The first rank does."""

@@ -1,0 +1,265 @@
+"""FSDP2 and DTensor on four ranks: losses of one process, clipping, checkpoints.
+
+Run by test_four_ranks.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+import guild
+from guild.distributed.placement import clip_grad_norm_, shard_layers
+from guild.train.model import LanguageModel
+
+_STEPS, _CLIP = 20, 0.5
+
+
+def model_of(device: str | None = None, **options) -> LanguageModel:
+    """The same one on every rank."""
+    more = {"shared_experts": 1, "bias": True, "device": device} | options
+    model = LanguageModel(32, 2, 2, 16, 8, 2, lambda *sizes: guild.MoE(*sizes, **more))
+    if device is None:
+        model.initialise(0)
+    return model
+
+
+def placed(model: LanguageModel, experts: int, **options) -> LanguageModel:
+    """Experts shared by `experts` ranks at a time, all else by FSDP2."""
+    ranks = dist.get_world_size()
+    everyone = init_device_mesh("cpu", (ranks,))
+    if experts > 1:
+        names = ("data", "experts")
+        mesh = init_device_mesh("cpu", (ranks // experts, experts), mesh_dim_names=names)
+        guild.distribute_experts(model, mesh["experts"])
+    for block in model.blocks:
+        if experts > 1:
+            shard_layers(block, everyone, mesh["data"], **options)
+        fully_shard(block, mesh=everyone, **options)
+    return fully_shard(model, mesh=everyone, **options)
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """Of all ranks."""
+    tokens = torch.randint(0, 256, (8, 17), generator=torch.Generator().manual_seed(step))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(model(inputs).float().flatten(0, 1), targets.flatten())
+
+
+def own(tensor: Tensor) -> Tensor:
+    """This rank's part of a batch."""
+    return tensor.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def mean_of_ranks(loss: Tensor) -> float:
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
+
+
+def train_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, parts: list, clip: Callable
+) -> tuple[Tensor, Tensor]:
+    """Losses of the parts, whose mean is descended, and the norm of the gradient."""
+    losses = []
+    for i, (inputs, targets) in enumerate(parts):
+        if hasattr(model, "set_requires_gradient_sync"):
+            model.set_requires_gradient_sync(i == len(parts) - 1)
+        losses.append(loss_of(model, inputs, targets) / len(parts))
+        losses[-1].backward()
+    norm = clip(model.parameters(), _CLIP)
+    optimizer.step()
+    optimizer.zero_grad()
+    return torch.stack(losses).sum().detach(), norm
+
+
+def losses_are_those_of_one_process(rank: int) -> None:
+    """Over 20 steps, with clipping; experts on one, two and four ranks; summed micro-batches."""
+    for experts in (1, 2, 4):
+        one, many = model_of(), placed(model_of(), experts)
+        assert isinstance(many.blocks[0].moe.w_up, DTensor)
+        alone, together = optimizer_of(one), optimizer_of(many)
+        for step in range(_STEPS if experts == 2 else 3):
+            # Every other step of two micro-batches, of which ranks have their parts.
+            parts = [batch(step)] if step % 2 else [batch(step), batch(100 + step)]
+            truth, norm = train_step(one, alone, parts, nn.utils.clip_grad_norm_)
+            mine = [(own(inputs), own(targets)) for inputs, targets in parts]
+            loss, its_norm = train_step(many, together, mine, clip_grad_norm_)
+            assert abs(mean_of_ranks(loss) / float(truth) - 1) < 1e-6, (experts, step)
+            assert abs(float(its_norm) / float(norm) - 1) < 1e-5, (experts, step)
+            assert norm > _CLIP
+
+
+def every_norm(rank: int) -> None:
+    """The largest value over both meshes, and parameters without gradients left out."""
+    one, many = model_of(), placed(model_of(), 2)
+    loss_of(one, *batch(0)).backward()
+    loss_of(many, *map(own, batch(0))).backward()
+    for kind in (1.0, 3.0, float("inf")):
+        expected = nn.utils.get_total_norm([p.grad for p in one.parameters()], kind)
+        norm = clip_grad_norm_(many.parameters(), 1e9, kind)
+        torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
+    assert clip_grad_norm_([nn.Parameter(torch.ones(2))], 1.0) == 0
+
+
+def mixed_precision(rank: int) -> None:
+    """Products and rows between ranks in bfloat16, sums of gradients and weights in float32."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    router = guild.Router("sigmoid", selection_bias=True)
+    exact = loss_of(model_of(router=router), *batch(0)).detach()
+    many = placed(model_of(router=router), 2, mp_policy=policy)
+    loss = loss_of(many, *map(own, batch(0)))
+    loss.backward()
+    assert abs(mean_of_ranks(loss) / float(exact) - 1) < 1e-2
+    for name, parameter in many.named_parameters():
+        assert parameter.dtype == parameter.grad.dtype == torch.float32, name
+    bias = many.blocks[0].moe.router.selection_bias
+    many.move_selection_biases(0.5)
+    assert bias.dtype == torch.float32 and bias.any()
+
+
+def compiled_blocks(rank: int) -> None:
+    """A block at a time, before FSDP2 is put on it."""
+    one, model = model_of(), model_of()
+    model.blocks[0].compile(backend="eager")
+    loss = loss_of(placed(model, 2), *map(own, batch(0)))
+    loss.backward()
+    assert abs(mean_of_ranks(loss) / float(loss_of(one, *batch(0)).detach()) - 1) < 1e-6
+
+
+def from_the_meta_device(rank: int) -> None:
+    """Nothing is allocated before it is sharded; every expert has values of its own."""
+    torch.manual_seed(0)
+    many = placed(model_of("meta"), 2)
+    many.to_empty(device="cpu")
+    for module in many.modules():
+        if isinstance(module, guild.MoE):
+            module.reset_parameters()
+    experts = many.blocks[0].moe.w_up.detach().full_tensor().flatten(1)
+    assert len(experts.unique(dim=0)) == 8 and abs(float(experts.std()) * 32**0.5 - 1) < 0.1
+
+
+def refusals(rank: int) -> None:
+    """Each wrong argument is named."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "experts"))
+    everyone = init_device_mesh("cpu", (4,))
+    model = model_of()
+    for error, text, call in (
+        (TypeError, "^mesh: ", lambda: guild.distribute_experts(model, 4)),
+        (
+            ValueError,
+            "^group: expected a mesh of one",
+            lambda: guild.distribute_experts(model, mesh),
+        ),
+        (
+            ValueError,
+            "^module: expected one with a guild.MoE",
+            lambda: guild.distribute_experts(nn.Linear(2, 2), everyone),
+        ),
+        (
+            ValueError,
+            "^experts: expected a multiple of 4",
+            lambda: guild.distribute_experts(guild.MoE(8, 8, 6, 2), everyone),
+        ),
+        (
+            ValueError,
+            "after distribute_experts",
+            lambda: shard_layers(model, everyone, mesh["data"]),
+        ),
+    ):
+        with pytest.raises(error, match=text):
+            call()
+    guild.distribute_experts(model, mesh["experts"])
+    with pytest.raises(ValueError, match="distributed already"):
+        guild.distribute_experts(model, mesh["experts"])
+    with pytest.raises(ValueError, match="^mesh: expected 8 ranks"):
+        shard_layers(model, everyone, everyone)
+
+
+def checkpoint_moves(rank: int) -> None:
+    """From four ranks to two, with the optimiser, bit for bit; then both go on alike."""
+    folder = os.environ["GUILD_TEST_FOLDER"]
+    model, optimizer = trained(2)
+    dcp.save(state_of(model, optimizer), checkpoint_id=f"{folder}/saved")
+    truth = whole(state_of(model, optimizer))
+    loss, _ = train_step(model, optimizer, [tuple(map(own, batch(5)))], clip_grad_norm_)
+    truth["loss"] = torch.tensor(mean_of_ranks(loss))
+    dist.barrier()
+    dist.destroy_process_group()
+    if rank > 1:
+        return
+    dist.init_process_group("gloo", f"file://{folder}/two", rank=rank, world_size=2)
+    model, optimizer = trained(1)
+    state = state_of(model, optimizer)
+    for tensor in tensors_in(state).values():
+        (tensor.to_local() if isinstance(tensor, DTensor) else tensor).fill_(7)
+    dcp.load(state, checkpoint_id=f"{folder}/saved")
+    weights, moments = state.values()
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+    found = whole(state_of(model, optimizer))
+    loss, _ = train_step(model, optimizer, [tuple(map(own, batch(5)))], clip_grad_norm_)
+    torch.testing.assert_close(mean_of_ranks(loss), float(truth.pop("loss")), rtol=1e-6, atol=0)
+    assert found.keys() == truth.keys() and len(found) > 60
+    for name, tensor in found.items():
+        assert torch.equal(tensor, truth[name]), name
+
+
+def trained(steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = placed(model_of(), 2)
+    optimizer = optimizer_of(model)
+    for step in range(steps):
+        train_step(model, optimizer, [tuple(map(own, batch(step)))], clip_grad_norm_)
+    return model, optimizer
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict]:
+    weights, moments = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": moments}
+
+
+def whole(state: dict) -> dict[str, Tensor]:
+    """Copies of all tensors, of all ranks."""
+    return {
+        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+        for name, tensor in tensors_in(state).items()
+    }
+
+
+def tensors_in(state: dict, path: str = "") -> dict[str, Tensor]:
+    """All tensors of a nested dict, by path."""
+    found: dict[str, Tensor] = {}
+    for name, value in state.items():
+        if isinstance(value, dict):
+            found |= tensors_in(value, f"{path}{name}/")
+        elif isinstance(value, Tensor):
+            found[path + name] = value
+    return found
+
+
+CHECKS = (
+    losses_are_those_of_one_process,
+    every_norm,
+    mixed_precision,
+    compiled_blocks,
+    from_the_meta_device,
+    refusals,
+    checkpoint_moves,
+)

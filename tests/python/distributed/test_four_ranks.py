@@ -1,0 +1,41 @@
+"""Layers over ranks and models under FSDP2, in four processes that are started once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import guild
+import layer_checks
+import placement_checks
+import training_checks
+from processes import run_on_ranks
+from training import write_corpus
+
+
+def test_four_ranks(
+    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every check on all ranks; the last one takes their process group down."""
+    if request.config.getoption("--cuda-only"):
+        pytest.skip("--cuda-only")
+    monkeypatch.setenv("GUILD_TEST_FOLDER", str(tmp_path))
+    write_corpus(tmp_path / "corpus")
+    settings = training_checks.settings_of("plain")
+    training_checks.run(settings, tmp_path / "plain")
+    training_checks.run(settings, tmp_path / "halfway", polls=2)
+    checks = [*layer_checks.CHECKS, *training_checks.CHECKS, *placement_checks.CHECKS]
+    run_on_ranks(checks, 4, tmp_path / "ranks")
+    # What four ranks began, one process ends.
+    begun = tmp_path / "plain-2"
+    assert len(training_checks.losses_in(begun)) < training_checks.STEPS
+    training_checks.run(settings, begun, resume=True)
+    losses = map(training_checks.losses_in, (begun, tmp_path / "plain"))
+    training_checks.expect_close(*losses)
+
+
+def test_without_process_group() -> None:
+    """An error says what is missing."""
+    with pytest.raises(RuntimeError, match="torch.distributed to be initialised"):
+        guild.ExpertParallel()

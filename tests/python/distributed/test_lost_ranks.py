@@ -1,0 +1,84 @@
+"""A rank that is late or killed ends the others with an error that names it, within the limit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import guild
+
+_RANKS, _LOST, _LIMIT = 3, 1, 1.0
+_MOST_SECONDS = _LIMIT + 12  # with the time to find out who is missing, on a busy machine
+
+
+def expect_error(group: guild.ExpertParallel, layer: guild.MoE, text: str) -> None:
+    """Now, and in every later call at once."""
+    x = torch.randn(4, 16)
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=text):
+        layer(x)
+    assert time.monotonic() - began < _MOST_SECONDS
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=text):
+        layer(x)
+    assert time.monotonic() - began < 0.5
+
+
+def late(rank: int) -> None:
+    """It sleeps past the limit; then its own call fails, too."""
+    group = guild.ExpertParallel(dist.new_group(list(range(_RANKS))), timeout=_LIMIT)
+    layer = guild.MoE(16, 8, 6, 2, expert_group=group)
+    layer(torch.randn(4, 16)).sum().backward()
+    if rank == _LOST:
+        time.sleep(_LIMIT + 3)
+        with pytest.raises(RuntimeError, match="^expert_group: "):
+            layer(torch.randn(4, 16))
+    else:
+        expect_error(group, layer, rf"no answer from rank {_LOST} .*limit is {_LIMIT:g} s")
+
+
+def killed(rank: int) -> None:
+    """In the middle of a step: the others are in backward."""
+    group = guild.ExpertParallel(dist.new_group(list(range(_RANKS))), timeout=_LIMIT)
+    layer = guild.MoE(16, 8, 6, 2, expert_group=group)
+    out = layer(torch.randn(4, 16))
+    if rank == _LOST:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=rf"no answer from rank {_LOST} .*backward of call 1"):
+        out.sum().backward()
+    assert time.monotonic() - began < _MOST_SECONDS
+    expect_error(group, layer, f"no answer from rank {_LOST}")
+
+
+def run(rank: int, folder: str) -> None:
+    """One rank."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{folder}/ranks", rank=rank, world_size=_RANKS)
+    for check in (late, killed):
+        check(rank)
+        (Path(folder) / f"{check.__name__}.{rank}").touch()
+
+
+def test_three_ranks(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Both on all ranks; the processes end."""
+    if request.config.getoption("--cuda-only"):
+        pytest.skip("--cuda-only")
+    context = mp.get_context("spawn")
+    processes = [context.Process(target=run, args=(r, str(tmp_path))) for r in range(_RANKS)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    assert [p.exitcode for p in processes] == [
+        -signal.SIGKILL if rank == _LOST else 0 for rank in range(_RANKS)
+    ]
+    done = {path.name for path in tmp_path.iterdir()} - {"ranks"}
+    assert done == {f"late.{r}" for r in range(_RANKS)} | {"killed.0", "killed.2"}

@@ -1,0 +1,140 @@
+"""`guild train --fsdp` on four ranks: the losses of one process, checkpoints that anyone continues.
+
+Run by test_four_ranks.py, whose process has trained the same model before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from guild.cli.main import main
+from guild.train.settings import Settings
+from guild.train.world import SharedStop
+from training import small_settings, train
+
+STEPS = 20
+_FEW = {"FINAL_WINDOWS": 32, "_CHECK_WINDOWS": 16}
+OPTIONS = {
+    "plain": {"router": "softmax_renormalized", "shared": 16},
+    "biased": {"router": "sigmoid", "round": "nearest", "tile": 4},
+}
+
+
+def settings_of(kind: str, **changes: Any) -> Settings:
+    """A small model."""
+    return small_settings(**{"steps": STEPS, "batch": 8, "layers": 1} | OPTIONS[kind] | changes)
+
+
+def typed(*words: str) -> int:
+    """The exit status of `guild train` with these arguments, and few windows to validate on."""
+    with mock.patch.multiple("guild.train.loop", **_FEW):
+        return main(["train", "--device", "cpu", "--threads", "1", *words])
+
+
+def run(settings: Settings, out: Path, polls: int | None = None, **plan: Any) -> dict | None:
+    """The summary of `guild train` beside the corpus, with few windows to validate on."""
+    with mock.patch.multiple("guild.train.loop", **_FEW):
+        return train(settings, out, out.parent / "corpus", polls, check_every=10, **plan)[1]
+
+
+def losses_in(folder: Path) -> list[float]:
+    """Training losses, then validation losses."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["loss"] for row in rows if "loss" in row]
+    return losses + [row["validation_loss"] for row in rows if "validation_loss" in row]
+
+
+def losses_of_training(rank: int) -> None:
+    """With experts gathered and with experts shared; also after a checkpoint of one process."""
+    folder = Path(os.environ["GUILD_TEST_FOLDER"])
+    for kind, experts in (("plain", 1), ("plain", 2)):
+        out = folder / f"{kind}-{experts}"
+        settings = settings_of(kind)
+        polls = 2 if experts == 2 else None  # interrupted after two rounds; one process goes on
+        summary = run(settings, out, polls, fsdp=True, expert_parallel=experts)
+        if rank == 0 and polls is None:
+            expect_close(losses_in(out), losses_in(folder / kind))
+            assert summary["tokens_per_second_per_gpu"] > 0
+            assert (
+                summary["sample"]
+                == json.loads((folder / kind / "summary.json").read_text())["sample"]
+            )
+    out = folder / "halfway"  # by one process, in the test
+    run(settings_of("plain"), out, fsdp=True, resume=True, expert_parallel=2)
+    if rank == 0:
+        expect_close(losses_in(out), losses_in(folder / "plain"))
+
+
+def other_trainings(rank: int) -> None:
+    """A selection bias and token rounding, whose tiles are a rank's own; bfloat16; plain layers."""
+    folder = Path(os.environ["GUILD_TEST_FOLDER"])
+    settings = settings_of("biased", steps=3)
+    summary = run(settings, folder / "a", fsdp=True, expert_parallel=2)
+    half = {"dtype": torch.bfloat16, "fsdp": True, "checkpoints": False}
+    run(settings_of("plain", steps=3), folder / "b", expert_parallel=2, **half)
+    run(settings_of("plain", steps=3, balance=0.0), folder / "c", moe="plain", **half)
+    if rank == 0:
+        assert 3 < summary["final_train_loss"] < 6
+        b, c = (losses_in(folder / name)[:3] for name in "bc")
+        assert max(abs(x - y) for x, y in zip(b, c, strict=True)) < 0.05
+        assert not (folder / "b" / "checkpoint.pt").exists()
+
+
+def on_the_command_line(rank: int) -> None:
+    """The first rank alone has console and folder; a run that is finished says so."""
+    folder = Path(os.environ["GUILD_TEST_FOLDER"])
+    settings = settings_of("plain", steps=3).as_dict()
+    sizes = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+    where = "--fsdp", "--corpus", str(folder / "corpus"), "--out", str(folder / "e")
+    assert typed(*where, "--expert-parallel", "4", *sizes) == 0
+    assert typed(*where, "--resume") == 0
+    if rank == 0:
+        assert losses_in(folder / "e")[:3] == pytest.approx(losses_in(folder / "b")[:3], rel=0.05)
+    assert typed(*where, "--expert-parallel", "3", *sizes) == 2
+
+
+def one_stops_all(rank: int) -> None:
+    """A signal to any rank, in the same round."""
+    with SharedStop(torch.device("cpu")) as stop:
+        assert not stop.asked
+        if rank == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        assert stop.asked
+
+
+def refused_trainings(rank: int) -> None:
+    """Before anything is written."""
+    folder = Path(os.environ["GUILD_TEST_FOLDER"])
+    for text, changes, plan in (
+        ("^batch: expected a multiple of 4", {"batch": 6}, {}),
+        ("^expert_parallel: expected a divisor of 4", {}, {"expert_parallel": 3}),
+        ("^experts: expected a multiple of 4", {"experts": 6}, {"expert_parallel": 4}),
+        ("^moe: expected --balance 0", {}, {"moe": "plain"}),
+        ("^capacity: ", {"capacity": 1.0}, {}),
+    ):
+        with pytest.raises(ValueError, match=text):
+            run(settings_of("plain", **changes), folder / "d", fsdp=True, **plan)
+    assert not (folder / "d" / "checkpoint.pt").exists()
+
+
+def expect_close(losses: list[float], truth: list[float]) -> None:
+    assert len(losses) == len(truth) > STEPS
+    for one, other in zip(losses, truth, strict=True):
+        assert abs(one / other - 1) < 2e-5, (one, other)
+
+
+CHECKS = (
+    losses_of_training,
+    other_trainings,
+    on_the_command_line,
+    one_stops_all,
+    refused_trainings,
+)

@@ -1,0 +1,212 @@
+"""GroupedLinear beside one torch linear layer per group: called as Transformer Engine's is."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import guild
+from guild._torch.expert_lists import view_of
+from guild.integrations.transformer_engine import GroupedLinear
+
+GROUPS, IN, OUT = 4, 16, 24
+SPLITS = [9, 0, 5, 8]
+
+
+@pytest.fixture(autouse=True)
+def copies_are_errors() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", guild.CopiedWeightsWarning)
+        yield
+
+
+def make(device: str, **more: object) -> GroupedLinear:
+    torch.manual_seed(0)
+    dtype = torch.float64 if device == "cpu" else torch.bfloat16
+    layer = GroupedLinear(GROUPS, IN, OUT, params_dtype=dtype, device=device, **more)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_(std=0.3)
+    return layer
+
+
+def by_hand(layer: GroupedLinear, x: Tensor) -> Tensor:
+    parts = []
+    for e, rows in enumerate(x.split(SPLITS)):
+        bias = getattr(layer, f"bias{e}", None) if layer.apply_bias else None
+        parts.append(F.linear(rows, getattr(layer, f"weight{e}"), bias))
+    return torch.cat(parts)
+
+
+def rows_for(layer: GroupedLinear) -> Tensor:
+    torch.manual_seed(1)
+    weight = layer.weight0
+    return torch.randn(sum(SPLITS), IN, device=weight.device, dtype=weight.dtype).requires_grad_()
+
+
+def close(device: str) -> dict[str, float]:
+    return {"rtol": 1e-9, "atol": 1e-9} if device == "cpu" else {"rtol": 2e-2, "atol": 6e-2}
+
+
+def expected(layer: GroupedLinear) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Result, dX and the parameters' gradients, by hand."""
+    twin = copy.deepcopy(layer)
+    x = rows_for(twin)
+    out = by_hand(twin, x)
+    out.square().sum().backward()
+    gradients = {n: torch.zeros_like(p) for n, p in twin.named_parameters()}
+    found = {n: p.grad for n, p in twin.named_parameters() if p.grad is not None}
+    return out.detach(), x.grad, gradients | found
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_like_linear_layers(device: str, bias: bool, as_tensor: bool) -> None:
+    layer = make(device, bias=bias)
+    out, dx, gradients = expected(layer)
+    x = rows_for(layer)
+    splits = torch.tensor(SPLITS, device=device) if as_tensor else SPLITS
+    ours = layer(x, splits, is_first_microbatch=True)
+    ours.square().sum().backward()
+    torch.testing.assert_close(ours, out, **close(device))
+    torch.testing.assert_close(x.grad, dx, **close(device))
+    for name, parameter in layer.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], **close(device))
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradients_elsewhere_or_later(device: str, fused: bool, delayed: bool) -> None:
+    """Two passes; with delayed gradients `backward_dw` after both, and then the hooks."""
+    layer = make(device, fuse_wgrad_accumulation=fused, delay_wgrad_compute=delayed)
+    _, _, gradients = expected(layer)
+    assert all(p.skip_backward_post_hook is delayed for p in layer.parameters())
+    for kind in ("weight", "bias"):
+        parameters = [getattr(layer, f"{kind}{e}") for e in range(GROUPS)]
+        mains = torch.ones(GROUPS, *parameters[0].shape, device=device)
+        for parameter, main in zip(parameters, mains, strict=True):
+            parameter.main_grad, parameter.grad_added_to_main_grad = main, False
+    called = []
+    layer.register_wgrad_accumulation_and_reduce_hooks(lambda: called.append(1))
+    for _ in range(2):
+        layer(rows_for(layer), SPLITS).square().sum().backward()
+    assert layer.need_backward_dw() is delayed
+    if delayed and fused:
+        assert all((p.main_grad == 1).all() for p in layer.parameters())
+    layer.backward_dw()
+    assert len(called) == delayed
+    for name, parameter in layer.named_parameters():
+        wanted = 2 * gradients[name].float()
+        if fused:
+            assert parameter.grad_added_to_main_grad and parameter.grad is not None
+            got = parameter.main_grad - 1
+        else:
+            assert not parameter.grad_added_to_main_grad
+            got = parameter.grad.float()
+        torch.testing.assert_close(got, wanted, rtol=2e-2, atol=1e-4 if device == "cpu" else 0.2)
+
+
+def test_biases_that_are_returned(device: str) -> None:
+    layer = make(device, return_bias=True)
+    out, biases = layer(rows_for(layer), SPLITS)
+    torch.testing.assert_close(out, by_hand(layer, rows_for(layer)), **close(device))
+    assert [b is getattr(layer, f"bias{e}") for e, b in enumerate(biases)] == [True] * GROUPS
+
+
+def test_rows_past_the_groups(device: str) -> None:
+    """A tensor on the device is not counted: what it leaves over is zero."""
+    layer = make(device)
+    splits = torch.tensor([9, 0, 5, 2], device=device)
+    x = rows_for(layer)
+    out = layer(x, splits)
+    assert not out[16:].any() and out[:16].any()
+    out.sum().backward()
+    assert not x.grad[16:].any()
+
+
+def test_leading_dimensions_and_autocast() -> None:
+    layer = GroupedLinear(2, IN, OUT, device="cpu", fuse_wgrad_accumulation=True)
+    plain = GroupedLinear(2, IN, OUT, device="cpu")
+    plain.load_state_dict(layer.state_dict())
+    for kind, shape in (("weight", (OUT, IN)), ("bias", (OUT,))):
+        for e, main in enumerate(torch.zeros(2, *shape)):
+            getattr(layer, f"{kind}{e}").main_grad = main
+    x = torch.randn(3, 4, IN)
+    outs = []
+    for one in (plain, layer):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            outs.append(one(x, [5, 7]))
+        assert outs[-1].shape == (3, 4, OUT) and outs[-1].dtype == torch.bfloat16
+        outs[-1].float().square().sum().backward()
+    assert torch.equal(*outs)
+    for name, parameter in plain.named_parameters():
+        other = layer.get_parameter(name)
+        torch.testing.assert_close(other.main_grad, parameter.grad, rtol=2e-2, atol=2e-2)
+
+
+def test_state_dict_is_that_of_transformer_engine() -> None:
+    layer = make("cpu")
+    names = {f"{kind}{e}" for kind in ("weight", "bias") for e in range(GROUPS)}
+    state = layer.state_dict()
+    assert set(state) == names
+    state["_extra_state"] = torch.zeros(3)
+    other = make("cpu")
+    other.load_state_dict(state)
+    assert torch.equal(other.weight3, layer.weight3)
+
+
+def moves() -> list[Callable]:
+    return [lambda m: m.bfloat16(), lambda m: m.to_empty(device="cpu"), copy.deepcopy]
+
+
+@pytest.mark.parametrize("move", moves())
+def test_parameters_lie_in_the_experts_order(move: Callable) -> None:
+    """Also after a move, and in a buffer that was filled from the last parameter to the first."""
+    layer = move(make("cpu"))
+    for kind in ("weight", "bias"):
+        assert view_of([getattr(layer, f"{kind}{e}") for e in range(GROUPS)]) is not None
+    parameters = list(layer.parameters())[::-1]
+    buffer = torch.empty(sum(p.numel() for p in parameters), dtype=parameters[0].dtype)
+    begin = 0
+    for p in parameters:
+        p.data = buffer[begin : begin + p.numel()].view(p.shape).copy_(p.data)
+        begin += p.numel()
+    places = [p.data_ptr() for p in parameters]
+    layer.to("cpu")  # nothing moves, so the buffer stays theirs
+    assert [p.data_ptr() for p in parameters] == places
+    for kind in ("weight", "bias"):
+        assert view_of([getattr(layer, f"{kind}{e}") for e in range(GROUPS)]) is not None
+
+
+def test_sizes_and_initial_values() -> None:
+    column = GroupedLinear(2, IN, OUT, device="cpu", parallel_mode="column", tp_size=2)
+    row = GroupedLinear(2, IN, OUT, device="cpu", parallel_mode="row", tp_size=2)
+    assert column.weight0.shape == (OUT // 2, IN) and row.weight1.shape == (OUT, IN // 2)
+    assert not column.bias0.any() and 0.01 < column.weight0.std() < 0.04
+    filled = GroupedLinear(2, IN, OUT, device="cpu", init_method=torch.nn.init.ones_)
+    assert (filled.weight1 == 1).all()
+    assert GroupedLinear(2, IN, OUT, device="meta").weight0.is_meta
+
+
+@pytest.mark.parametrize(
+    ("more", "splits", "x", "message"),
+    [
+        ({"ub_overlap_ag": True}, SPLITS, None, "ub_overlap_rs, ub_overlap_ag: expected False"),
+        ({"parallel_mode": "rows"}, SPLITS, None, "parallel_mode: expected None, 'column' or"),
+        ({"parallel_mode": "row", "tp_size": 3}, SPLITS, None, "in_features: expected a multiple"),
+        ({}, [9, 13], None, "m_splits: expected 4 numbers of rows, got 2"),
+        ({}, [9, 0, 5, 7], None, "m_splits: expected 22 rows as inp has, got 21"),
+        ({}, SPLITS, torch.zeros(22, 8), r"inp: expected shape \(\.\.\., 16\), got \(22, 8\)"),
+        ({}, SPLITS, torch.zeros(22, 16), "inp: expected dtype torch.float64, got torch.float32"),
+    ],
+)
+def test_wrong_arguments(more: dict, splits: list[int], x: Tensor | None, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        layer = make("cpu", **more)
+        layer(rows_for(layer) if x is None else x, splits)

@@ -1,0 +1,395 @@
+"""Weights as lists of one tensor per expert: what is read in place, and where gradients go."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import guild
+from guild import WeightGradients, experts_mlp, grouped_mm, routed_experts
+from guild._torch.expert_lists import view_of
+
+EXPERTS, HIDDEN, INNER = 4, 16, 8
+SHAPES = {
+    "w_up": (EXPERTS, 2 * INNER, HIDDEN),
+    "w_down": (EXPERTS, HIDDEN, INNER),
+    "b_up": (EXPERTS, 2 * INNER),
+    "b_down": (EXPERTS, HIDDEN),
+}
+Layer = dict[str, Tensor]
+Lists = dict[str, list[Tensor]]
+
+
+@pytest.fixture(autouse=True)
+def copies_are_errors() -> None:
+    """A copy that a test did not ask for fails it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", guild.CopiedWeightsWarning)
+        yield
+
+
+def dtype_of(device: str) -> torch.dtype:
+    return torch.float64 if device == "cpu" else torch.bfloat16
+
+
+def whole_layer(device: str) -> Layer:
+    torch.manual_seed(0)
+    return {n: torch.randn(s, device=device, dtype=dtype_of(device)) for n, s in SHAPES.items()}
+
+
+def views(t: Tensor) -> list[Tensor]:
+    """Parameters in one storage, one after the other."""
+    return [torch.nn.Parameter(part) for part in t.clone()]
+
+
+def with_gaps(t: Tensor) -> list[Tensor]:
+    """In one storage, with something else of the same size between each two."""
+    return [torch.nn.Parameter(part) for part in t.repeat_interleave(2, 0)[::2]]
+
+
+def through_data(t: Tensor) -> list[Tensor]:
+    """Parameters made apart, whose memory a buffer of all has become."""
+    made = [torch.nn.Parameter(torch.empty_like(part)) for part in t]
+    buffer = torch.cat([t.new_full((8,), torch.nan), t.flatten()])
+    for i, parameter in enumerate(made):
+        begin = 8 + i * parameter.numel()
+        parameter.data = buffer[begin : begin + parameter.numel()].view(parameter.shape)
+    return made
+
+
+def apart(t: Tensor) -> list[Tensor]:
+    return [torch.nn.Parameter(part.clone()) for part in t]
+
+
+def backwards(t: Tensor) -> list[Tensor]:
+    return views(t.flip(0))[::-1]
+
+
+EVEN = [views, with_gaps, through_data]
+UNEVEN = [apart, backwards]
+
+
+def inputs(device: str) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(1)
+    x = torch.randn(24, HIDDEN, device=device, dtype=dtype_of(device), requires_grad=True)
+    ids = torch.arange(48, device=device).view(24, 2) * 7 % 5  # one expert too many: skipped
+    return x, ids, torch.rand(24, 2, device=device)
+
+
+def sorted_call(layer: dict, device: str, **more: object) -> tuple[Tensor, Tensor]:
+    x, _, _ = inputs(device)
+    offsets = torch.tensor([0, 9, 9, 14, 22], device=device, dtype=torch.int32)
+    return x, experts_mlp(x, offsets, **layer, **more)
+
+
+def routed_call(layer: dict, device: str, **more: object) -> tuple[Tensor, Tensor]:
+    x, ids, scores = inputs(device)
+    return x, routed_experts(x, ids, scores, **layer, **more)
+
+
+CALLS = [sorted_call, routed_call]
+
+
+def expected(call: Callable, layer: Layer, device: str) -> tuple[Tensor, Tensor, Layer]:
+    """Result, x's gradient and the layer's from tensors of all experts."""
+    layer = {n: t.clone().requires_grad_() for n, t in layer.items()}
+    x, out = call(layer, device)
+    out.square().sum().backward()
+    return out.detach(), x.grad, {n: t.grad for n, t in layer.items()}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("made", EVEN)
+def test_even_lists_are_read_in_place(device: str, call: Callable, made: Callable) -> None:
+    """The same bits, and a gradient of its own for each tensor, without a copy of a weight."""
+    layer = whole_layer(device)
+    out, dx, gradients = expected(call, layer, device)
+    lists = {n: made(t) for n, t in layer.items()}
+    x, ours = call(lists, device)
+    assert torch.equal(ours, out)
+    ours.square().sum().backward()
+    assert torch.equal(x.grad, dx)
+    for name, parts in lists.items():
+        assert torch.equal(torch.stack([p.grad for p in parts]), gradients[name]), name
+
+
+@pytest.mark.parametrize("sink", [None, WeightGradients(), WeightGradients(main_grad=True)])
+def test_routed_tokens_read_backwards(device: str, sink: WeightGradients | None) -> None:
+    """Lists from the last expert to the first, main_grads too: in place, and the same bits."""
+    layer = whole_layer(device)
+    out, dx, gradients = expected(routed_call, layer, device)
+    lists = {n: backwards(t) for n, t in layer.items()}
+    for parts in lists.values():
+        buffer = torch.zeros(len(parts), *parts[0].shape, device=device)
+        for part, main in zip(parts, buffer.unbind(0)[::-1], strict=True):
+            part.main_grad = main
+    x, ours = routed_call(lists, device, weight_gradients=sink)
+    assert torch.equal(ours, out)
+    ours.square().sum().backward()
+    assert torch.equal(x.grad, dx)
+    for name, parts in lists.items():
+        if sink is not None and sink.main_grad:
+            got = torch.stack([p.main_grad for p in parts])
+            torch.testing.assert_close(got, gradients[name].float(), rtol=2e-2, atol=1e-3)
+        else:
+            assert torch.equal(torch.stack([p.grad for p in parts]), gradients[name]), name
+
+
+def test_a_pair_read_backwards(device: str) -> None:
+    layer = whole_layer(device)
+    gate, up = (half.contiguous() for half in layer.pop("w_up").chunk(2, 1))
+    outs = []
+    for made in (views, backwards):
+        lists = {n: made(t) for n, t in layer.items()}
+        outs.append(routed_call({**lists, "w_up": (made(gate), made(up))}, device)[1])
+    assert torch.equal(*outs)
+
+
+def test_ids_outside_stay_outside() -> None:
+    """Counted from the last expert, too; those of the least and the greatest numbers as well."""
+    layer = {n: backwards(t) for n, t in whole_layer("cpu").items()}
+    x = torch.randn(6, HIDDEN, dtype=torch.float64)
+    for dtype in (torch.int32, torch.int64):
+        numbers = torch.iinfo(dtype)
+        ids = torch.tensor([[-1], [EXPERTS], [numbers.min], [numbers.max], [-2], [0]], dtype=dtype)
+        out = routed_experts(x, ids, torch.ones(6, 1), **layer)
+        assert not out[:5].any() and out[5].any()
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("made", UNEVEN)
+def test_other_lists_are_copied_with_a_warning(device: str, call: Callable, made: Callable) -> None:
+    layer = whole_layer(device)
+    out, dx, gradients = expected(call, layer, device)
+    lists = {n: made(t) for n, t in layer.items()}
+    lists["w_down"] = apart(layer["w_down"])
+    with pytest.raises(guild.CopiedWeightsWarning, match="w_up: the experts' tensors do not"):
+        call(lists, device)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("default", guild.CopiedWeightsWarning)
+        for _ in range(2):
+            x, ours = call(lists, device)
+    assert len(said) == 4  # one each, though called twice
+    assert {w.filename for w in said} == {__file__}
+    assert torch.equal(ours, out)
+    ours.square().sum().backward()
+    assert torch.equal(x.grad, dx)
+    for name, parts in lists.items():
+        assert torch.equal(torch.stack([p.grad for p in parts]), gradients[name]), name
+    for parts in lists.values():
+        guild.lay_evenly(parts)
+    assert torch.equal(call(lists, device)[1], out)  # in place now
+
+
+def test_lay_evenly_keeps_values_and_identity() -> None:
+    parts = apart(torch.randn(3, 4, 5))
+    values = [p.detach().clone() for p in parts]
+    before = list(parts)
+    guild.lay_evenly(parts)
+    assert all(p is b and torch.equal(p, v) for p, b, v in zip(parts, before, values, strict=True))
+    assert view_of(parts) is not None
+    with pytest.raises(ValueError, match=r"tensors\[1\]: expected shape \(4, 5\)"):
+        guild.lay_evenly([parts[0], torch.randn(4, 6)])
+    with pytest.raises(ValueError, match="tensors: expected one or more"):
+        guild.lay_evenly([])
+
+
+def test_views_stay_inside_the_storage() -> None:
+    """Addresses of one distance are no tensor unless one storage holds them all."""
+    whole = torch.randn(6, 2, 3)
+    parts = list(whole)
+    assert view_of(parts).data_ptr() == whole.data_ptr()
+    assert view_of(parts).shape == (6, 2, 3)
+    assert view_of([whole[0], whole[2], whole[4]]).stride() == (12, 3, 1)
+    assert view_of([whole[0], whole[1], whole[3]]) is None
+    assert view_of([whole[2], whole[1], whole[0]]) is None
+    assert view_of([whole[0], whole[1].mT.contiguous().mT]) is None
+    assert view_of([whole[1], whole[1]]) is None
+    assert view_of([whole[0], whole[1].view(torch.int32)]) is None
+    assert view_of([whole[0], whole[1, :1]]) is None
+    memory = bytearray(2 * 24)  # two storages that touch
+    touching = [torch.frombuffer(memory, dtype=torch.float32, count=6, offset=o) for o in (0, 24)]
+    assert view_of([t.view(2, 3) for t in touching]) is None
+
+
+def test_no_weight_is_copied(device: str) -> None:
+    """Neither forward nor backward holds a tensor as large as a weight, except the gradients."""
+    seen: list[int] = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            for t in out if isinstance(out, tuple | list) else (out,):
+                if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in known:
+                    seen.append(t.untyped_storage().nbytes())
+            return out
+
+    layer = whole_layer(device)
+    lists = {n: views(t) for n, t in layer.items() if n.startswith("w")}
+    known = {parts[0].untyped_storage().data_ptr() for parts in lists.values()}
+    x = torch.randn(1, HIDDEN, device=device, dtype=dtype_of(device), requires_grad=True)
+    offsets = torch.tensor([0, 1, 1, 1, 1], device=device, dtype=torch.int32)
+    with Watch():
+        out = experts_mlp(x, offsets, **lists)
+    smallest = min(t.numel() for n, t in layer.items() if n in lists) * x.element_size()
+    assert seen and max(seen) < smallest
+    seen.clear()
+    with Watch():
+        out.sum().backward()
+    weights = sorted(b for b in set(seen) if b >= smallest)
+    assert weights == sorted(t.numel() * t.element_size() for n, t in layer.items() if n in lists)
+
+
+@pytest.mark.parametrize("sink", [None, WeightGradients(main_grad=True)])
+def test_the_allocator_sees_no_weight(gpu: str, sink: WeightGradients | None) -> None:
+    """Weights of 24 MiB and few rows: forward takes next to nothing, backward the gradients."""
+    place = {"device": gpu, "dtype": torch.bfloat16}
+    whole = torch.randn(8, 2 * 512, 1024, **place), torch.randn(8, 1024, 512, **place)
+    lists = [[torch.nn.Parameter(part) for part in w] for w in whole]
+    for parts, w in zip(lists, whole, strict=True):
+        for part, main in zip(parts, torch.zeros_like(w, dtype=torch.float32), strict=True):
+            part.main_grad = main
+    x = torch.randn(8, 1024, **place, requires_grad=True)
+    offsets = torch.arange(9, device=gpu, dtype=torch.int32)
+
+    def most_of(step: Callable) -> int:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        return torch.cuda.max_memory_allocated() - before
+
+    weights, little, outs = sum(w.nbytes for w in whole), 2 << 20, []
+    more = {"weight_gradients": sink}
+    assert most_of(lambda: outs.append(experts_mlp(x, offsets, *lists, **more))) < little
+    gradients = 0 if sink else weights
+    assert most_of(lambda: outs[0].sum().backward()) < gradients + little
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_pair_of_lists(device: str, call: Callable) -> None:
+    layer = whole_layer(device)
+    gate, up = layer.pop("w_up").chunk(2, 1)
+    b_gate, b_up = layer.pop("b_up").chunk(2, 1)
+    pair = {**layer, "w_up": (gate.contiguous(), up.contiguous()), "b_up": (b_gate, b_up)}
+    _, out = call(pair, device)
+    lists = {
+        **{n: views(t) for n, t in layer.items()},
+        "w_up": (views(gate), views(up)),
+        "b_up": [views(b_gate), views(b_up)],
+    }
+    _, ours = call(lists, device)
+    assert torch.equal(ours, out)
+    ours.sum().backward()
+    assert all(p.grad is not None for half in lists["w_up"] for p in half)
+    assert all(p.grad is not None for half in lists["b_up"] for p in half)
+
+
+def test_some_experts_are_frozen(device: str) -> None:
+    layer = whole_layer(device)
+    _, _, gradients = expected(sorted_call, layer, device)
+    for sink in (None, WeightGradients()):
+        lists = {n: views(t) for n, t in layer.items()}
+        for parts in lists.values():
+            parts[0].requires_grad_(False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", guild.CopiedWeightsWarning)  # of the gradients
+            sorted_call(lists, device, weight_gradients=sink)[1].square().sum().backward()
+        for name, parts in lists.items():
+            assert parts[0].grad is None
+            for part, gradient in zip(parts[1:], gradients[name][1:], strict=True):
+                assert torch.equal(part.grad, gradient), name
+
+
+def test_one_tensor_for_all_experts(device: str) -> None:
+    """Its gradients add up; at no distance from itself, it is copied."""
+    warnings.simplefilter("ignore", guild.CopiedWeightsWarning)
+    layer = whole_layer(device)
+    shared = torch.nn.Parameter(layer["w_down"][0].clone())
+    tied = layer["w_down"][:1].expand(EXPERTS, -1, -1).clone().requires_grad_()
+    sorted_call({**layer, "w_down": tied}, device)[1].sum().backward()
+    lists = {**layer, "w_down": [shared] * EXPERTS}
+    sorted_call(lists, device)[1].sum().backward()
+    wanted = tied.grad.sum(0)
+    bound = (1e-9 if device == "cpu" else 2e-2) * float(wanted.abs().max())  # parts are rounded
+    torch.testing.assert_close(shared.grad, wanted, rtol=0, atol=bound)
+
+
+def test_grouped_mm_of_lists(device: str) -> None:
+    layer = whole_layer(device)
+    x, _, _ = inputs(device)
+    ends = torch.tensor([9, 9, 14, 22], device=device, dtype=torch.int32)
+    whole = layer["w_up"].clone().requires_grad_()
+    out = grouped_mm(x, whole.mT, offs=ends, bias=layer["b_up"])
+    out.sum().backward()
+    parts = views(layer["w_up"])
+    ours = grouped_mm(x, [p.mT for p in parts], offs=ends, bias=layer["b_up"])
+    ours.sum().backward()
+    assert torch.equal(ours, out)
+    assert torch.equal(torch.stack([p.grad for p in parts]), whole.grad)
+    y = torch.randn(HIDDEN, 24, device=device, dtype=dtype_of(device))
+    assert torch.equal(grouped_mm(parts, y, offs=ends), grouped_mm(whole, y, offs=ends))
+
+
+def test_overwritten_before_backward(device: str) -> None:
+    lists = {n: through_data(t) for n, t in whole_layer(device).items()}
+    for sink in (None, WeightGradients()):
+        _, out = sorted_call(lists, device, weight_gradients=sink)
+        with torch.no_grad():
+            lists["w_down"][2].zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
+def test_compiled_and_transformed() -> None:
+    """Where tensors have no addresses the list is stacked: the same result and gradients."""
+    layer = whole_layer("cpu")
+    out, _, gradients = expected(sorted_call, layer, "cpu")
+    lists = {n: views(t) for n, t in layer.items()}
+    x, _, _ = inputs("cpu")
+    offsets = torch.tensor([0, 9, 9, 14, 22], dtype=torch.int32)
+
+    def call(w_up: list[Tensor]) -> Tensor:
+        return experts_mlp(x, offsets, **{**lists, "w_up": w_up})
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    ours = compiled(lists["w_up"])
+    assert torch.equal(ours, out)
+    ours.square().sum().backward()
+    assert torch.equal(torch.stack([p.grad for p in lists["w_up"]]), gradients["w_up"])
+    by_transform = torch.func.grad(lambda w: call(w).square().sum())(
+        [p.detach() for p in lists["w_up"]]
+    )
+    assert torch.equal(torch.stack(by_transform), gradients["w_up"])
+
+
+def test_second_derivative() -> None:
+    """grouped_mm's go through the list."""
+    torch.manual_seed(0)
+    ends = torch.tensor([2, 5], dtype=torch.int32)
+    x = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    parts = views(torch.randn(2, 3, 4, dtype=torch.float64))
+    assert torch.autograd.gradgradcheck(
+        lambda x, *w: grouped_mm(x, list(w), offs=ends), (x, *parts)
+    )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        (lambda w: [*w[:3], w[3][:, :4]], ValueError, r"w_down\[3\]: expected shape \(16, 8\)"),
+        (lambda w: [*w[:3], w[3].float()], TypeError, r"w_down\[3\]: expected dtype float64 as"),
+        (lambda w: w[:3], ValueError, r"w_up: expected shape \(3, 16, 16\), got \(4, 16, 16\)"),
+        (lambda w: [], TypeError, "w_down: expected a torch.Tensor, got list"),
+        (lambda w: ["x", *w[1:]], TypeError, "w_down: expected a torch.Tensor, got list"),
+        (lambda w: [*w[:3], "x"], TypeError, r"w_down\[3\]: expected a torch.Tensor, got str"),
+        (lambda w: [*w[:3], w[3][None]], ValueError, r"w_down\[3\]: expected shape \(16, 8\), got"),
+    ],
+)
+def test_wrong_lists(wrong: Callable, error: type, message: str) -> None:
+    lists = {n: views(t) for n, t in whole_layer("cpu").items()}
+    with pytest.raises(error, match=message):
+        sorted_call({**lists, "w_down": wrong(lists["w_down"])}, "cpu")

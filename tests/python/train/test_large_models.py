@@ -1,0 +1,115 @@
+"""What models of several GPUs need: the loss of a large vocabulary, sizes by name, speed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import guild
+from guild.cli.main import make_parser
+from guild.cli.train_command import plan_run, resume_command
+from guild.train.head import _even_chunk, chunked_cross_entropy
+from guild.train.learner import moe_factory
+from guild.train.model import LanguageModel
+from guild.train.plain_shared import PlainSharedMoE
+from guild.train.presets import PRESETS
+from guild.train.settings import Settings
+from guild.train.speed import flops_per_token, speed_facts, speed_of, speed_summary
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk", [0, 1, 7, 40])
+def test_chunked_cross_entropy(dtype: torch.dtype, chunk: int) -> None:
+    """The loss and gradients of float32 logits, whatever the chunks, the last one short."""
+    draw = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, 16, generator=draw).to(dtype) for n in (33, 50))
+    targets = torch.randint(0, 50, (33,), generator=draw)
+    leaves = [t.clone().requires_grad_() for t in (x, weight)]
+    loss = chunked_cross_entropy(*leaves, targets, chunk)
+    (3 * loss).backward()
+    exact = [t.double().requires_grad_() for t in (x, weight)]
+    truth = F.cross_entropy(F.linear(*exact), targets)
+    (3 * truth).backward()
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss.double(), truth, rtol=1e-6, atol=0)
+    bound = 1e-6 if dtype == torch.float32 else 8e-3
+    for leaf, expected in zip(leaves, exact, strict=True):
+        assert leaf.grad.dtype == dtype
+        assert (leaf.grad - expected.grad).norm() < bound * expected.grad.norm()
+    with torch.no_grad():
+        assert torch.equal(chunked_cross_entropy(x, weight, targets, chunk), loss)
+
+
+def test_chunks_are_even() -> None:
+    """Of one size, where a size divides the tokens."""
+    assert _even_chunk(16384, 2674) == 2048
+    assert [_even_chunk(n, 10) for n in (0, 1, 10, 11, 21, 23)] == [1, 1, 10, 6, 7, 8]
+
+
+def test_sizes_by_name() -> None:
+    """SonicMoE's 7B has the weights and the operations of its paper; all make whole settings."""
+    for preset in PRESETS.values():
+        Settings(**preset)
+    s = Settings(**PRESETS["fine7b"])
+    with torch.device("meta"):
+        factory = moe_factory("guild", torch.device("cpu"), s)
+        sizes = s.hidden, s.layers, s.heads, s.intermediate, s.experts, s.top_k
+        model = LanguageModel(*sizes, factory, s.vocabulary)
+    weights = sum(weight.numel() for weight in model.parameters())
+    assert 6.6e9 < weights < 7e9
+    assert flops_per_token(s) == pytest.approx(8.14e9, rel=5e-3)
+
+
+def test_speed() -> None:
+    """Tokens a second are those of one rank; what is not known is left out."""
+    s = Settings(batch=8, context=100)
+    speed = speed_of(s, 0.5, 4, torch.device("cpu"))
+    assert speed == {"tokens_per_second_per_gpu": 400.0}
+    rows = [speed | {"mfu": m, "memory_gib": g} for m, g in ((0.1, 5.0), (0.3, 7.0), (0.2, 6.0))]
+    assert speed_summary(rows) == speed | {"mfu": 0.2, "memory_gib": 7.0}
+    assert speed_facts(speed_summary(rows)) == "400 tokens/s/GPU  MFU 20.0 %  7.0 GiB"
+    assert speed_summary([{"loss": 1.0}]) == {} and speed_facts({}) == ""
+
+
+def test_plain_layer_with_shared_experts() -> None:
+    """The same layer as Guild's, under the same names."""
+    torch.manual_seed(0)
+    ours = guild.MoE(16, 8, 4, 2, shared_intermediate=24)
+    plain = PlainSharedMoE(16, 8, 4, 2, shared=24)
+    plain.load_state_dict(ours.state_dict())
+    x = torch.randn(3, 10, 16)
+    torch.testing.assert_close(plain(x), ours(x), rtol=1e-5, atol=1e-6)
+
+
+def plan_of(*words: str):
+    return plan_run(vars(make_parser().parse_args(["train", "--device", "cpu", *words])))
+
+
+def test_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A preset's sizes give way to what is typed; options of several ranks want --fsdp."""
+    settings, plan = plan_of("--preset", "fine1b", "--layers", "3", "--fsdp", "--no-checkpoint")
+    assert (settings.hidden, settings.layers, settings.context) == (1024, 3, 4096)
+    assert plan.fsdp and plan.expert_parallel == 1 and not plan.checkpoints
+    for words, text in (
+        (("--expert-parallel", "2"), "^expert_parallel: expected with --fsdp"),
+        (("--keep-gathered",), "^keep_gathered: expected with --fsdp"),
+        (("--fsdp", "--expert-parallel", "0"), "^expert_parallel: expected at least 1"),
+        (("--fsdp", "--compare"), "^compare: "),
+        (("--vocabulary", "100"), "^vocabulary: expected at least 256"),
+        (("--shared", "12"), "^shared: expected a multiple of 8"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            plan_of(*words)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="^fsdp: expected --fsdp where torchrun"):
+        plan_of()
+    command = resume_command({"fsdp": True, "expert_parallel": 2, "keep_gathered": True}, Path("a"))
+    assert command == (
+        "torchrun --nproc-per-node 2 -m guild train --resume --out a --expert-parallel 2 --fsdp "
+        "--keep-gathered"
+    )
