@@ -45,11 +45,11 @@ struct UpProjection {
 struct DownProjection {
   Sizes sizes;
   DType dtype = DType::bfloat16;
-  Routing routing;     // uses offsets
-  ConstRows a;         // (R, I)
-  ConstWeight w_down;  // (E, H, I)
-  ConstRows bias;      // (E, H); null data: none
-  Rows y;              // (R, H) out
+  Routing routing;                         // uses offsets
+  ConstRows a;                             // (R, I)
+  ConstWeight w_down;                      // (E, H, I)
+  ConstRows bias;                          // (E, H); null data: none
+  Rows y;                                  // (R, H) out
   LowRankTerm<ConstWeight> low_rank = {};  // of Y; b: (E, H, rank)
   // Whether the step before on the queue was an up projection with the same offsets: w_down may
   // then be read while that still runs, which hides some of its time where rows are few.

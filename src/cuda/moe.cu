@@ -3,6 +3,7 @@
 #include "compose.h"
 #include "cuda/alignment.h"
 #include "cuda/products.h"
+#include "cuda/rows/combine.h"
 #include "guild/cuda.h"
 
 namespace guild::cuda {
@@ -16,7 +17,7 @@ struct Steps {
   }
   void up_projection(UpProjection const& x) const { cuda::up_projection(x, sort, queue); }
   void down_projection(DownProjection const& x) const { cuda::down_projection(x, sort, queue); }
-  void combine(Combine const& x) const { cuda::combine(x, queue); }
+  void combine(Combine const& x) const { cuda::combine(x, sort != nullptr, queue); }
   void down_gradient(DownGradient const& x) const { cuda::down_gradient(x, queue); }
   void score_gradient(ScoreGradient const& x) const { cuda::score_gradient(x, queue); }
   void up_gradient(UpGradient const& x) const { cuda::up_gradient(x, queue); }

@@ -86,11 +86,11 @@ struct RowProduct {
   int halves = 1;                  // the sum runs over W[0], then W[1]
   ConstWeight w[2];                // (E, n, k) as (out, in)
   LowRankOperand low_rank = {};
-  ConstRows bias;                  // (E, n); null data: none
-  Rows d;                          // (rows, n)
-  DirectOutput direct;             // instead of d where its data is not null
-  int64_t tokens = -1;             // no group is expected to have more rows; -1: not known
-  Sort const* sort = nullptr;      // as in the up product before, which writes its outputs
+  ConstRows bias;              // (E, n); null data: none
+  Rows d;                      // (rows, n)
+  DirectOutput direct;         // instead of d where its data is not null
+  int64_t tokens = -1;         // no group is expected to have more rows; -1: not known
+  Sort const* sort = nullptr;  // as in the up product before, which writes its outputs
   // Whether an up projection on the same groups was launched right before: weights may then be
   // read while that still runs.
   bool after_up = false;

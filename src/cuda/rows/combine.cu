@@ -10,6 +10,7 @@
 #include "cuda/alignment.h"
 #include "cuda/device.h"
 #include "cuda/element.cuh"
+#include "cuda/rows/combine.h"
 #include "cuda/sm90/arch/dependence.cuh"
 #include "cuda/warp.cuh"
 #include "shared/routing.h"
@@ -33,6 +34,7 @@ struct Args {
   float const* slot_score;
   int32_t const* token_offsets;
   int rows, top_k, tokens, hidden;
+  bool early;  // rows and scores of the slots may be read before wait_for_previous()
 
   // The initial value of a token's sum of eight columns.
   __device__ Eight start(int64_t token, int col) const {
@@ -51,7 +53,8 @@ constexpr int kAtOnce = 8;  // rows that a thread loads before it adds them
 
 template <class T>
 __global__ void __launch_bounds__(kThreads) combine_kernel(Args<T> p) {
-  wait_for_previous();
+  bool waits = p.early;
+  if (!waits) wait_for_previous();
   let_next_start();
   int64_t const token = blockIdx.x;
   auto const [begin, end] = slots_of(p.token_offsets, p.rows, p.top_k, token);
@@ -70,6 +73,8 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(Args<T> p) {
         row[i] = k + i < count ? row_of[k + i] : -1;
         score[i] = k + i < count && p.slot_score != nullptr ? p.slot_score[begin + k + i] : 1.f;
       }
+      if (waits) wait_for_previous();
+      waits = false;
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         if (unsigned(row[i]) < unsigned(p.rows)) words[i] = load_words(p.y.at(row[i], col));
@@ -237,7 +242,7 @@ void launch_with_router(Args<T> const& args, RouterArgs<T> const& router, Queue 
 }
 
 template <class T>
-void combine_as(Combine const& x, Queue queue) {
+void combine_as(Combine const& x, bool after_few, Queue const& queue) {
   Sizes const& s = x.sizes;
   auto const matrix = [&](ConstRows const& rows, int64_t width) {
     return Matrix<T const>{static_cast<T const*>(rows.data), row_stride(rows, width)};
@@ -251,7 +256,8 @@ void combine_as(Combine const& x, Queue queue) {
                      .rows = int(s.rows()),
                      .top_k = int(s.top_k),
                      .tokens = int(s.tokens),
-                     .hidden = int(s.hidden)};
+                     .hidden = int(s.hidden),
+                     .early = after_few};
   if (x.router.dlogits.data == nullptr) {
     // A token's columns are split over blocks only where tokens are few.
     int64_t const parts = s.tokens <= kFewTokens ? ceil_div(s.hidden, kThreads * 8) : 1;
@@ -280,7 +286,9 @@ void combine_as(Combine const& x, Queue queue) {
 
 }  // namespace
 
-void combine(Combine const& x, Queue queue) {
+void combine(Combine const& x, Queue queue) { combine(x, false, queue); }
+
+void combine(Combine const& x, bool after_few, Queue const& queue) {
   check(x);
   require_16_bit(x.dtype);
   require_whole_16_bytes(x.sizes.hidden, "hidden");
@@ -292,7 +300,7 @@ void combine(Combine const& x, Queue queue) {
     addressable_stride(x.sizes.rows(), row_stride(x.y, x.sizes.hidden), "y");
   }
   if (x.sizes.tokens == 0) return;
-  with_type(x.dtype, [&](auto element) { combine_as<decltype(element)>(x, queue); });
+  with_type(x.dtype, [&](auto element) { combine_as<decltype(element)>(x, after_few, queue); });
   cuda_check(cudaGetLastError(), "launch of combine");
 }
 

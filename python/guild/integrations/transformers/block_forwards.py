@@ -126,7 +126,8 @@ def llama4_forward(family: BlockFamily, original: type[nn.Module]) -> Forward:
             residual=shared if inside else None,
         )
         if not inside:
-            out = shared + out.view(-1, top_k, x.shape[1]).sum(1)
+            routed = out.view(-1, top_k, x.shape[1]).sum(1)  # in float32 under autocast on a GPU
+            out = (shared + routed).to(shared.dtype)
         return out, logits
 
     return forward

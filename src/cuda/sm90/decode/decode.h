@@ -7,7 +7,7 @@
 namespace guild::cuda::sm90 {
 
 // Up to this many slots are sorted by every block for itself, which compares all pairs.
-inline constexpr int kMostSlotsInBlock = 256;
+inline constexpr int kMostSlotsInBlock = 128;
 
 bool serves_few_tokens(UpProduct const& product);
 void decode_up_product(UpProduct const& product, Queue const& queue);

@@ -20,11 +20,11 @@ struct PlanArgs {
 inline constexpr int kPlanThreads = 160, kPlanWarps = kPlanThreads / 32;
 
 // In shared memory. A group is an expert that has rows.
-struct Plan {
+struct alignas(16) Plan {
   union {
     int end[kMostRouted + 1];  // end[0]: where the first group begins; end[g + 1]: where g ends
     struct {
-      int ends[kMostSlotsInBlock + 1];  // what the sort needs of them
+      int ends[kMostSlotsInBlock + 4];  // what the sort needs of them
       int token[kMostSlotsInBlock];     // of a row
       int id[kMostSlotsInBlock];        // of a slot; kNoExpert: out of range
       int first_id[kMostSlotsInBlock];  // of a slot if it is the first of its expert
@@ -65,28 +65,32 @@ struct Plan {
     int const slots = int(x.tokens * x.top_k);
     for (int i = threadIdx.x; i < kMostSlotsInBlock; i += kPlanThreads) {
       sorted.id[i] = i < slots ? id_of(x, i) : kNoExpert;
+      sorted.first_id[i] = kNoExpert;
     }
     __syncthreads();
     int groups = 0;
     for (int base = 0; base < slots; base += kPlanThreads) {
-      int const i = base + int(threadIdx.x);
-      Place const place = i < slots ? place_of(i, slots) : Place{};
-      if (i < slots) {
-        row_of[i] = place.row;
-        sorted.first_id[i] = place.first ? sorted.id[i] : kNoExpert;
-        if (place.row >= 0) sorted.token[place.row] = i / int(x.top_k);
-      }
-      groups += __syncthreads_count(place.first);
+      int const slot = base + int(threadIdx.x), mine = slot < slots ? sorted.id[slot] : kNoExpert;
+      int smaller = 0, before = 0;  // slots of smaller ids; earlier ones of the same
+      for_each(sorted.id, slots, [&](int j, int other) {
+        smaller += other < mine;
+        before += other == mine && j < slot;
+      });
+      bool const first = mine != kNoExpert && before == 0;
+      if (slot < slots) row_of[slot] = mine == kNoExpert ? -1 : smaller + before;
+      if (mine != kNoExpert) sorted.token[smaller + before] = slot / int(x.top_k);
+      if (first) sorted.first_id[slot] = mine;
+      groups += __syncthreads_count(first);
     }
     if (threadIdx.x == 0) count = groups, end[0] = 0;
-    __syncthreads();
-    for (int i = threadIdx.x; i < slots; i += kPlanThreads) {
-      if (sorted.first_id[i] == kNoExpert) continue;
+    for (int slot = threadIdx.x; slot < slots; slot += kPlanThreads) {
+      int const mine = sorted.first_id[slot];
+      if (mine == kNoExpert) continue;
       int group = 0, rows = 0;
-      for (int j = 0; j < slots; ++j)
-        group += sorted.first_id[j] < sorted.id[i], rows += sorted.id[j] == sorted.id[i];
-      expert[group] = uint16_t(sorted.id[i]);
-      end[group + 1] = row_of[i] + rows;
+      for_each(sorted.first_id, slots, [&](int, int other) { group += other < mine; });
+      for_each(sorted.id, slots, [&](int, int other) { rows += other == mine; });
+      expert[group] = uint16_t(mine);
+      end[group + 1] = row_of[slot] + rows;
     }
     __syncthreads();
   }
@@ -130,21 +134,14 @@ struct Plan {
                                       : static_cast<int32_t const*>(x.ids)[slot];
     return e >= 0 && e < x.experts ? int(e) : kNoExpert;
   }
-  struct Place {
-    int row = -1;        // -1: none, for the id is out of range
-    bool first = false;  // whether no slot before has the same id
-  };
-  __device__ Place place_of(int slot, int slots) const {
-    int const mine = sorted.id[slot];
-    int smaller = 0, same = 0;
+  // Calls f(j, word[j]) for the slots, four at a time; some past the last one as well.
+  template <class F>
+  static __device__ void for_each(int const* word, int slots, F&& f) {
 #pragma unroll 4
-    for (int j = 0; j < slots; ++j) {
-      int const other = sorted.id[j];
-      smaller += other < mine;
-      same += other == mine && j < slot;
+    for (int j = 0; j < slots; j += 4) {
+      int4 const four = *reinterpret_cast<int4 const*>(word + j);
+      f(j, four.x), f(j + 1, four.y), f(j + 2, four.z), f(j + 3, four.w);
     }
-    if (mine == kNoExpert) return {};
-    return {smaller + same, same == 0};
   }
 
   // From the groups of each warp: sets `count`; returns those of the warps before.
