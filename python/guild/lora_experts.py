@@ -12,7 +12,7 @@ from guild._torch import low_rank as steps
 from guild._torch.autograd import rows_of
 from guild._torch.low_rank import LowRank, Places, Weights
 from guild._torch.operators import LayerFlags, ops
-from guild.weight_gradients import WeightGradients, _compute, _Kept
+from guild.weight_gradients import WeightGradients, _compute, _Kept, _Operands
 
 _lora_forward = ops.lora_forward.default
 
@@ -84,8 +84,8 @@ class _ExpertsWithSink(torch.autograd.Function):
         routed = places.slot_row is not None
         kept = _Kept(x, dout) if routed else _Kept(x, dout, places.offsets)
         where = places.offsets, places.row_token, places.row_score
-        operands = x, dout, dh, a, *where
-        ctx.sink._take(partial(_compute, ctx.sink, kept, ctx.parameters, ctx.flags, *operands))
+        operands = _Operands(x, dout, dh, a, *where)
+        ctx.sink._take(partial(_compute, ctx.sink, kept, ctx.parameters, ctx.flags, operands))
         dscores = None
         if want_scores:
             dscores = steps.score_gradient(parts, dout, a.shape[1], places, weights)
