@@ -20,6 +20,7 @@ from guild import LoRA, WeightGradients
 from guild._torch import alignment, low_rank
 from guild._torch.alignment import aligned, missing
 from guild._torch.operators import ops
+from test_compile import assert_same, fresh_compiler  # noqa: F401 - a fixture of these tests too
 
 TOKENS, HIDDEN, INNER = 12, 24, 16
 PRODUCTS = (
@@ -169,3 +170,20 @@ def test_what_reaches_the_steps(
     assert steps.calls > 10
     for one, other in zip(found, given, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("form", [stacked, anywhere])
+def test_compiles(form: Callable[..., LoRA]) -> None:
+    """fullgraph, forward and backward: nothing that is asked of an operand's place is traced."""
+    w_up, w_down = normal(3, INNER * 2, HIDDEN), normal(3, HIDDEN, INNER)
+    offsets = torch.tensor([0, 5, 5, TOKENS], dtype=torch.int32)
+    up, down = form(3, 3, INNER * 2, HIDDEN), form(3, 8, HIDDEN, INNER)
+
+    def call(x: Tensor, *low: Tensor) -> Tensor:
+        terms = {"lora_up": LoRA(*low[:2], 2.0), "lora_down": LoRA(*low[2:])}
+        return guild.experts_mlp(x, offsets, w_up, w_down, **terms)
+
+    inputs = normal(TOKENS, HIDDEN), up.a, up.b, down.a, down.b
+    with as_on_a_gpu() as steps:
+        assert_same(call, tuple(t.requires_grad_() for t in inputs), "aot_eager")
+    assert steps.calls
