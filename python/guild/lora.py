@@ -13,11 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from guild._torch.alignment import missing
 from guild._torch.checks import dtype_name, expect_device, expect_dims, expect_finite, expect_shape
 from guild._torch.low_rank import LowRank
 from guild._torch.operators import LayerFlags
-
-_RANKS_ON_CUDA = 8  # rows of 16-bit elements begin at multiples of 16 bytes, as tensors do
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,16 +86,10 @@ class LoRA:
         if self.scale != 1:
             b = b.to(torch.promote_types(b.dtype, x.dtype)) * self.scale
         a, b = a.to(x.dtype), b.to(x.dtype)
-        more = -rank % _RANKS_ON_CUDA if x.is_cuda else 0
+        more = missing(rank, x)
         if more:
             a, b = F.pad(a, (0, 0, 0, more)), F.pad(b, (0, more))
-        return _packed(a), _packed(b)
-
-
-def _packed(t: Tensor) -> Tensor:
-    """As kernels read it; a view into something larger may begin anywhere."""
-    t = t.contiguous()
-    return t.clone() if t.is_cuda and t.storage_offset() % _RANKS_ON_CUDA else t
+        return a.contiguous(), b.contiguous()
 
 
 LoRAHalves = tuple[LoRA | None, LoRA | None]  # gate, up

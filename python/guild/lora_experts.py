@@ -79,7 +79,8 @@ class _ExpertsWithSink(torch.autograd.Function):
             return (*(None,) * 15, *nothing, *(None,) * len(ctx.reached))
         ctx.versions.expect_unchanged()
         x, h, t, *rest = ctx.saved_tensors
-        weights, low, places = Weights(*rest[:5]), LowRank(*rest[5:9]), Places(*rest[9:])
+        weights, places = Weights(*rest[:5]), Places(*rest[9:])
+        low = LowRank(*rest[5:9]).aligned()
         want_x, want_scores, want_residual = ctx.needs_input_grad[3:6]
         want_low = ctx.needs_input_grad[11:15]
         h, t = steps.recomputed(x, h, t, places, weights, low, ctx.flags)

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from guild._torch.alignment import aligned, needs_alignment
 from guild._torch.autograd import library, register, register_without_gradient, rows_of, tied
 from guild._torch.operators import LayerFlags, ops, score_dtype
 
@@ -44,6 +45,10 @@ class LowRank(NamedTuple):
     def wants_gradient(self) -> bool:
         """Whether any of them does."""
         return any(t is not None and t.requires_grad for t in self)
+
+    def aligned(self) -> LowRank:
+        """The same as the kernels of their device read them."""
+        return LowRank(*(None if t is None else aligned(t) for t in self))
 
 
 class Weights(NamedTuple):
@@ -83,7 +88,7 @@ def _like(term: Tensor, weight: Tensor, inputs: int) -> Tensor:
 
     A kernel reads both along their inputs or both along their outputs.
     """
-    if not term.is_cuda:
+    if not needs_alignment(term):
         return term
     by_inputs = weight.stride(inputs) == 1 and weight.stride(3 - inputs) != 1
     return term.contiguous() if by_inputs else term.mT.contiguous().mT
@@ -226,6 +231,7 @@ def output(y: Tensor, places: Places, scores: Tensor | None, residual: Tensor | 
 
 def _forward(x, scores, residual, *rest):
     weights, low, places, flags, keep = _parts(rest)
+    low = low.aligned()
     a, h, t = up(x, places, weights, low, flags, keep)
     out = output(down(a, places, weights, low, flags), places, scores, residual)
     return out, h, t if keep and t is not None else x.new_empty(0, low.rank_up)
@@ -253,6 +259,7 @@ def _wanted_flags(wanted: int) -> tuple[bool, ...]:
 
 def _backward(dout, x, h, t, *rest):
     weights, low, places, flags, wanted = _parts(rest)
+    low = low.aligned()
     want_x, want_scores, *want = _wanted_flags(wanted)
     h, t = recomputed(x, h, t, places, weights, low, flags)
     dh, a, parts, u_down = down_gradient(dout, h, places, weights.w_down, low, flags)
