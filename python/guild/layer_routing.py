@@ -133,6 +133,11 @@ def rounded_lists(logits: Tensor, ids: Tensor, router: Router) -> tuple[Tensor, 
     )
 
 
+def is_exporting() -> bool:
+    """Whether torch.export traces. torch 2.11's torch.compile takes the function for always true."""
+    return getattr(torch.compiler, "_is_exporting_flag", False)
+
+
 def outlives_call(tensor: Tensor) -> bool:
     """Whether it may be kept: a tensor of torch.func.grad or vmap ends with the function's call."""
     if torch.compiler.is_compiling():

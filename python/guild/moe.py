@@ -23,6 +23,7 @@ from guild.layer_inference import quick_output
 from guild.layer_routing import (
     Routing,
     as_router,
+    is_exporting,
     is_router_plain,
     layer_tokens,
     outlives_call,
@@ -309,14 +310,14 @@ class MoE(nn.Module):
             sums = balance_sums(
                 logits, ids, score=router.score, sequences=sequences, token_mask=token_mask
             )
-            if not torch.compiler.is_exporting():
+            if not is_exporting():
                 self.balance_sums = sums if outlives_call(sums.counts) else None
         if router.rounding is None:
             return ids, scores, None
         return rounded_lists(logits, ids, router)
 
     def _keep_offsets(self, offsets: Tensor) -> None:
-        if not torch.compiler.is_exporting():  # an exported graph keeps nothing
+        if not is_exporting():  # an exported graph keeps nothing
             self._offsets = offsets if outlives_call(offsets) else None
 
     def __getstate__(self) -> dict[str, Any]:

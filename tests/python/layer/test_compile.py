@@ -129,8 +129,8 @@ def test_moe(backend: str, device: str) -> None:
 
     assert_same(call, inputs, backend)
     compiled = torch.compile(moe, fullgraph=True, backend=backend)
-    compiled(x).float().sum().backward()
-    assert int(moe.expert_counts.sum()) == 24
+    compiled(x[:, :3]).float().sum().backward()  # not as many tokens as in the calls before
+    assert int(moe.expert_counts.sum()) == 12
 
 
 def test_input_weighting(device: str) -> None:
