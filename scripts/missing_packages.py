@@ -11,11 +11,19 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+# pip's own copies come last: once pip is imported, setuptools no longer brings its distutils, which
+# torch.compile needs in the tests of the same process.
 try:
     import tomllib
 except ImportError:  # Python 3.10
-    from pip._vendor import tomli as tomllib
-from pip._vendor.packaging.requirements import Requirement
+    try:
+        import tomli as tomllib
+    except ImportError:
+        from pip._vendor import tomli as tomllib
+try:
+    from packaging.requirements import Requirement
+except ImportError:
+    from pip._vendor.packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
 
