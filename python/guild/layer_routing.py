@@ -134,7 +134,7 @@ def rounded_lists(logits: Tensor, ids: Tensor, router: Router) -> tuple[Tensor, 
 
 
 def is_exporting() -> bool:
-    """Whether torch.export traces. torch 2.11's torch.compile takes the function for always true."""
+    """Whether torch.export traces; torch 2.11's own function is always true in torch.compile."""
     return getattr(torch.compiler, "_is_exporting_flag", False)
 
 
