@@ -134,7 +134,8 @@ def rounded_lists(logits: Tensor, ids: Tensor, router: Router) -> tuple[Tensor, 
 
 
 def is_exporting() -> bool:
-    """Whether torch.export traces; torch 2.11's own function is always true in torch.compile."""
+    """Whether torch.export traces."""
+    # Not torch.compiler.is_exporting(): under torch 2.11 that is true in torch.compile, too.
     return getattr(torch.compiler, "_is_exporting_flag", False)
 
 
