@@ -25,7 +25,9 @@ void launch_decode(typename Product::Params const& params, int64_t tiles, Queue 
   cuda_check(cudaFuncSetAttribute(decode_kernel<Product>,
                                   cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
              "shared memory of a product for few tokens");
-  unsigned const blocks = unsigned(std::min<int64_t>(tiles, kAtOnce * multiprocessors(queue)));
+  // On a part of the multiprocessors one block each: two would spread over twice as many.
+  int const at_once = queue.sms > 0 ? 1 : kAtOnce;
+  unsigned const blocks = unsigned(std::min<int64_t>(tiles, at_once * multiprocessors(queue)));
   cuda_check(launch_early(decode_kernel<Product>, dim3(blocks), Product::kThreads, bytes,
                           queue.stream, params),
              "launch of a product for few tokens");
