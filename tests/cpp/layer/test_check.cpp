@@ -227,7 +227,7 @@ void expect_sort(WrongCalls<MoeForward> const& wrong) {
       x.sort = &sort;
     });
   };
-  expect("ids: expected 8 values, got null", [](Sort& s) { s.ids = nullptr; });
+  expect("ids: expected a pointer, got null", [](Sort& s) { s.ids = nullptr; });
   char const* const sizes = "sort: expected the sizes of the layer";
   expect(sizes, [](Sort& s) { ++s.tokens; });
   expect(sizes, [](Sort& s) { ++s.experts; });
