@@ -31,7 +31,7 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor
 
 import guild.integrations.transformers as guild_transformers
-from guild.bench.timing import calls_per_round, median_ratio, milliseconds, summary_of
+from guild.bench.timing import calls_per_round, compared, milliseconds
 from guild.provenance import pick_device, provenance
 
 FULL = dict(
@@ -204,14 +204,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "rank": args.rank,
         "rounds": args.rounds,
         "seconds_per_round": args.seconds,
-        "milliseconds": {
-            what: {name: summary_of(values) for name, values in figures.items()}
-            for what, figures in measured.items()
-        },
-        f"over_{REFERENCE}": {
-            what: {name: median_ratio(v, figures[REFERENCE]) for name, v in figures.items()}
-            for what, figures in measured.items()
-        },
+        **compared(measured, REFERENCE),
         "bytes": {what: peaks(work, call) for what, call in calls.items()} if on_gpu else {},
     }
 

@@ -27,7 +27,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 import guild
 import guild.integrations.transformers as guild_transformers
-from guild.bench.timing import calls_per_round, median_ratio, milliseconds, summary_of
+from guild.bench.timing import calls_per_round, compared, milliseconds
 from guild.provenance import pick_device, provenance
 
 # Of each preset: the class of its config, and sizes. The second has DeepSeek-V3's kind of router,
@@ -247,14 +247,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         | {"batch": work.batch, "length": work.length, "dtype": "bfloat16", "toy": args.toy},
         "rounds": args.rounds,
         "seconds_per_round": args.seconds,
-        "milliseconds": {
-            what: {name: summary_of(values) for name, values in figures.items()}
-            for what, figures in measured.items()
-        },
-        f"over_{REFERENCE}": {
-            what: {name: median_ratio(v, figures[REFERENCE]) for name, v in figures.items()}
-            for what, figures in measured.items()
-        },
+        **compared(measured, REFERENCE),
         "step_peak_bytes": peaks(work, names) if device.type == "cuda" else {},
         "failures": failures,
     }

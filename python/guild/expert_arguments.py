@@ -71,14 +71,21 @@ def low_rank_terms(
     return low_rank(lora_up, lora_down, x, w_down, LayerFlags(*flags), w_gate is not None)
 
 
-def residual_of(residual: Tensor | None, x: Tensor) -> Tensor | None:
-    """Checked, in the autocast dtype; x is in that already."""
+def residual_like(residual: Tensor | None, x: Tensor) -> Tensor | None:
+    """Checked but for its strides, in the autocast dtype; x is in that already."""
     if residual is None:
         return None
     expect_shape("residual", residual, tuple(x.shape), "(tokens, hidden)")
     _, residual = autocast(x, residual)
     expect_like("residual", residual, x)
-    expect_rows("residual", residual)
+    return residual
+
+
+def residual_of(residual: Tensor | None, x: Tensor) -> Tensor | None:
+    """`residual_like`, with rows as the kernels read them."""
+    residual = residual_like(residual, x)
+    if residual is not None:
+        expect_rows("residual", residual)
     return residual
 
 

@@ -129,6 +129,22 @@ def median_ratio(above: list[float], below: list[float]) -> dict[str, float]:
     return summary_of([a / b for a, b in zip(above, below, strict=True)])
 
 
+def compared(
+    measured: dict[str, dict[str, list[float]]], reference: str
+) -> dict[str, dict[str, dict[str, dict[str, float]]]]:
+    """Of times by what was timed and candidate: "milliseconds", and "over_" the reference."""
+    return {
+        "milliseconds": {
+            what: {name: summary_of(values) for name, values in figures.items()}
+            for what, figures in measured.items()
+        },
+        f"over_{reference}": {
+            what: {name: median_ratio(v, figures[reference]) for name, v in figures.items()}
+            for what, figures in measured.items()
+        },
+    }
+
+
 def free_memory(device: torch.device) -> None:
     """Give freed memory back, so that the next candidate finds all of it."""
     gc.collect()

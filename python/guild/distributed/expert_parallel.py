@@ -25,12 +25,10 @@ from guild._torch.checks import (
     FLOATS,
     expect_dims,
     expect_flag,
-    expect_like,
     expect_positive,
-    expect_shape,
 )
 from guild._torch.layer_arguments import Halves, layer_arguments
-from guild._torch.operators import autocast, ops, score_dtype
+from guild._torch.operators import ops, score_dtype
 from guild._torch.router_gradients import Weighing
 from guild.activations import Activation
 from guild.distributed.exact import ExactExperts
@@ -38,10 +36,10 @@ from guild.distributed.filling import fill_normal
 from guild.distributed.passage import Collect, Dispatch
 from guild.distributed.ranks import Ranks
 from guild.distributed.traffic import plan_traffic
-from guild.expert_arguments import expect_routing
+from guild.expert_arguments import expect_later, expect_routing, residual_like
 from guild.experts import routed_experts_and_offsets
 from guild.routing import Router, route_tokens, token_arguments
-from guild.weight_gradients import WeightGradients, expect_sink
+from guild.weight_gradients import WeightGradients
 
 TIMEOUT = 600.0  # as long as torch's process groups with NCCL wait
 
@@ -292,9 +290,7 @@ class ExpertParallel:
         }
 
     def _expect_later(self, recompute: bool, weight_gradients: WeightGradients | None) -> None:
-        expect_flag("recompute", recompute)
-        if weight_gradients is not None:
-            expect_sink(weight_gradients)
+        expect_later(recompute, weight_gradients)
         if self.exact and weight_gradients is not None:
             raise ValueError(
                 "weight_gradients: expected None with ExpertParallel(exact=True), got "
@@ -338,12 +334,8 @@ def _process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.Process
 
 def _residual(residual: Tensor | None, x: Tensor) -> Tensor | None:
     """Checked, in the autocast dtype; x is in that already."""
-    if residual is None:
-        return None
-    expect_shape("residual", residual, tuple(x.shape), "(tokens, hidden)")
-    (residual,) = autocast(residual)
-    expect_like("residual", residual, x)
-    return rows_of(residual)
+    residual = residual_like(residual, x)
+    return None if residual is None else rows_of(residual)
 
 
 def _offsets(ids: Tensor, scores: Tensor, token_offsets: Tensor | None, experts: int) -> Tensor:
