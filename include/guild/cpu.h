@@ -4,6 +4,7 @@
 // for any number of OpenMP threads. float64, float32, bfloat16 and float16.
 #pragma once
 #include "guild/error.h"
+#include "guild/float8.h"
 #include "guild/steps.h"
 
 namespace guild::cpu {
@@ -24,6 +25,9 @@ void up_weight_gradient(UpWeightGradient const& args);
 void down_weight_gradient(DownWeightGradient const& args);
 void bias_gradient(BiasGradient const& args);
 void grouped_gemm(GroupedGemm const& args);
+void quantize_rows(QuantizeRows const& args);
+void quantize_weights(QuantizeWeights const& args);
+void scaled_grouped_gemm(ScaledGroupedGemm const& args);
 void moe_forward(MoeForward const& args);
 void moe_backward(MoeBackward const& args);
 void moe_weight_gradients(MoeWeightGradients const& args);

@@ -34,6 +34,9 @@ void up_weight_gradient(UpWeightGradient const&, Queue) { absent(); }
 void down_weight_gradient(DownWeightGradient const&, Queue) { absent(); }
 void bias_gradient(BiasGradient const&, Queue) { absent(); }
 void grouped_gemm(GroupedGemm const&, Queue) { absent(); }
+void quantize_rows(QuantizeRows const&, Queue) { absent(); }
+void quantize_weights(QuantizeWeights const&, Queue) { absent(); }
+void scaled_grouped_gemm(ScaledGroupedGemm const&, Queue) { absent(); }
 void moe_forward(MoeForward const&, Queue) { absent(); }
 void moe_backward(MoeBackward const&, Queue) { absent(); }
 void moe_weight_gradients(MoeWeightGradients const&, Queue) { absent(); }

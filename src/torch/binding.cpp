@@ -177,6 +177,9 @@ void implement(Library& m) {
   m.impl("bias_gradient_out", TORCH_BOX(&bias_gradient_out));
   m.impl("grouped_mm", TORCH_BOX(&grouped_mm));
   m.impl("grouped_mm_out", TORCH_BOX(&grouped_mm_out));
+  m.impl("quantize_rows_out", TORCH_BOX(&quantize_rows_out));
+  m.impl("quantize_weights_out", TORCH_BOX(&quantize_weights_out));
+  m.impl("scaled_grouped_mm_out", TORCH_BOX(&scaled_grouped_mm_out));
   m.impl("pair_up", TORCH_BOX(&pair_up));
   m.impl("pair_down", TORCH_BOX(&pair_down));
 }

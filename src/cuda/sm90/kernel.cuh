@@ -353,6 +353,12 @@ struct GroupedProduct {
   }
 
   static __device__ void run(Params const& p, SharedStorage& smem) {
+    run(p, smem, [&](Self self) { consume(p, smem, self); });
+  }
+
+  // consumes(self): what a consumer does.
+  template <class F>
+  static __device__ void run(Params const& p, SharedStorage& smem, F&& consumes) {
     if (threadIdx.x == 0) {
       for (int s = 0; s < C.stages; ++s) {
         smem.full[s].init(Loader::kArrivals);
@@ -376,7 +382,7 @@ struct GroupedProduct {
       }
     } else {
       grow_registers<168 + (168 - Loader::kRegisters) / C.consumers>();
-      consume(p, smem, Self());
+      consumes(Self());
     }
     if constexpr (C.cluster > 1) sync();  // no block leaves while another may write to it
   }

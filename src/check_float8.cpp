@@ -1,0 +1,76 @@
+// What is asked of the arguments of quantisation and of products of quantised operands.
+#include "check_parts.h"
+
+namespace guild {
+
+namespace {
+
+void check_format(Float8 format, char const* name) {
+  require(format == Float8::e4m3 || format == Float8::e5m2, name,
+          ": expected 0 (e4m3) or 1 (e5m2), got ", int(format));
+}
+
+void check_element(DType dtype, char const* name) {
+  check_dtype(dtype, name);
+  require(dtype != DType::float64, name, ": expected bfloat16, float16 or float32, got float64");
+}
+
+template <class F>
+void check_scales(BlockScales<F> const& scales, bool needed, char const* name) {
+  check_pointer(scales.data, needed, name);
+  require(scales.expert_stride >= 0 && scales.row_stride >= 0 && scales.col_stride >= 0, name,
+          ": expected strides of at least 0, got (", scales.expert_stride, ", ", scales.row_stride,
+          ", ", scales.col_stride, ")");
+}
+
+void check_kind(ScaleKind kind) {
+  require(kind == ScaleKind::exact || kind == ScaleKind::power_of_two,
+          "scale: expected 0 (exact) or 1 (power of two), got ", int(kind));
+}
+
+}  // namespace
+
+void check(QuantizeRows const& x) {
+  check_size(x.rows, 0, kMostRows, "rows");
+  check_size(x.columns, 1, kMostColumns, "columns");
+  check_element(x.dtype, "dtype");
+  check_format(x.format, "format");
+  check_kind(x.scale);
+  check_rows(x.x, x.rows, x.columns, "x");
+  check_rows(x.codes, x.rows, x.columns, "codes");
+  check_scales(x.scales, x.rows > 0, "scales");
+}
+
+void check(QuantizeWeights const& x) {
+  check_size(x.experts, 1, kMostExperts, "experts");
+  check_size(x.out, 1, kMostColumns, "out");
+  check_size(x.in, 1, kMostColumns, "in");
+  check_element(x.dtype, "dtype");
+  check_format(x.format, "format");
+  check_kind(x.scale);
+  check_weight(x.w, x.experts, x.out, x.in, "w", false);
+  check_weight(x.codes, x.experts, x.out, x.in, "codes", true);
+  if (x.transposed.data != nullptr) {
+    check_weight(x.transposed, x.experts, x.out, x.in, "transposed", true);
+  }
+  check_scales(x.scales, true, "scales");
+}
+
+void check(ScaledGroupedGemm const& x) {
+  check_size(x.m, 0, kMostRows, "m");
+  check_size(x.n, 1, kMostColumns, "n");
+  check_size(x.k, 1, kMostColumns, "k");
+  check_size(x.groups, 1, kMostExperts, "groups");
+  check_format(x.a_format, "a_format");
+  check_format(x.b_format, "b_format");
+  check_element(x.out_dtype, "out_dtype");
+  check_pointer(x.offsets, true, "offsets");
+  check_rows(x.a, x.m, x.k, "a");
+  check_scales(x.a_scales, x.m > 0, "a_scales");
+  check_weight(x.b, x.groups, x.n, x.k, "b", false);
+  require(x.b.in_stride == 1 || x.k == 1, "b: expected K contiguous, got stride ", x.b.in_stride);
+  check_scales(x.b_scales, true, "b_scales");
+  check_rows(x.d, x.m, x.n, "d");
+}
+
+}  // namespace guild
