@@ -1,6 +1,8 @@
 // The CUDA backend's functions in a build without CUDA: they throw.
 #include "guild/cuda.h"
 
+#include "guild/exchange.h"
+
 namespace guild::cuda {
 
 namespace {
@@ -37,5 +39,11 @@ void grouped_gemm(GroupedGemm const&, Queue) { absent(); }
 void moe_forward(MoeForward const&, Queue) { absent(); }
 void moe_backward(MoeBackward const&, Queue) { absent(); }
 void moe_weight_gradients(MoeWeightGradients const&, Queue) { absent(); }
+void publish(Publish const&, Queue) { absent(); }
+void meet(Meet const&, Queue) { absent(); }
+void tables(Tables const&, Queue) { absent(); }
+void pull(Pull const&, Queue) { absent(); }
+void push(Push const&, Queue) { absent(); }
+void push_scores(PushScores const&, Queue) { absent(); }
 
 }  // namespace guild::cuda

@@ -150,6 +150,25 @@ void define_steps(Library& m) {
         GUILD_ACTIVATION ", bool interleaved) -> Tensor");
 }
 
+// Rows between ranks. They write to memory that `peers` points to, which torch does not see.
+void define_exchange(Library& m) {
+  m.def("peer_memory_sizes(int ranks, int[] memory) -> (int, int, int)");
+  m.def(
+      "peer_publish(Tensor peers, int[] memory, Tensor rows, Tensor? ids, Tensor? scores, int "
+      "experts) -> Tensor");
+  m.def(
+      "peer_meet(Tensor peers, int[] memory, bool published, float seconds, int[] facts, "
+      "Tensor(a!) report, Tensor? needed=None, int capacity=0) -> ()");
+  m.def(
+      "peer_tables(Tensor peers, int[] memory, int top_k, int experts, Tensor like) -> (Tensor "
+      "ids, Tensor scores, Tensor tokens)");
+  m.def("peer_pull(Tensor peers, int[] memory, Tensor ids, Tensor like) -> Tensor");
+  m.def(
+      "peer_push(Tensor peers, int[] memory, Tensor y, Tensor row_of, Tensor? scores, Tensor? "
+      "token_offsets, Tensor tokens, bool by_slot) -> ()");
+  m.def("peer_push_scores(Tensor peers, int[] memory, Tensor ids, Tensor scores) -> ()");
+}
+
 // One kernel for both keys: the backend follows from the first tensor's device.
 void implement(Library& m) {
   m.impl("route", TORCH_BOX(&route));
@@ -175,6 +194,12 @@ void implement(Library& m) {
   m.impl("up_weight_gradient_out", TORCH_BOX(&up_weight_gradient_out));
   m.impl("down_weight_gradient_out", TORCH_BOX(&down_weight_gradient_out));
   m.impl("bias_gradient_out", TORCH_BOX(&bias_gradient_out));
+  m.impl("peer_publish", TORCH_BOX(&peer_publish));
+  m.impl("peer_meet", TORCH_BOX(&peer_meet));
+  m.impl("peer_tables", TORCH_BOX(&peer_tables));
+  m.impl("peer_pull", TORCH_BOX(&peer_pull));
+  m.impl("peer_push", TORCH_BOX(&peer_push));
+  m.impl("peer_push_scores", TORCH_BOX(&peer_push_scores));
   m.impl("grouped_mm", TORCH_BOX(&grouped_mm));
   m.impl("grouped_mm_out", TORCH_BOX(&grouped_mm_out));
   m.impl("pair_up", TORCH_BOX(&pair_up));
@@ -188,11 +213,13 @@ STABLE_TORCH_LIBRARY(guild, m) {
   guild::binding::define_layers(m);
   guild::binding::define_inference(m);
   guild::binding::define_steps(m);
+  guild::binding::define_exchange(m);
 }
 STABLE_TORCH_LIBRARY_IMPL(guild, CPU, m) { guild::binding::implement(m); }
 STABLE_TORCH_LIBRARY_IMPL(guild, CUDA, m) { guild::binding::implement(m); }
 STABLE_TORCH_LIBRARY_IMPL(guild, CompositeExplicitAutograd, m) {
   m.impl("cuda_built", TORCH_BOX(&guild::binding::cuda_built));
+  m.impl("peer_memory_sizes", TORCH_BOX(&guild::binding::peer_memory_sizes));
   m.impl("num_sms", TORCH_BOX(&guild::binding::num_sms));
   m.impl("set_num_sms", TORCH_BOX(&guild::binding::set_num_sms));
   m.impl("cuda_reason", TORCH_BOX(&guild::binding::cuda_reason));

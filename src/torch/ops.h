@@ -167,6 +167,29 @@ void down_weight_gradient_out(Tensor const& dout, Tensor const& a, Tensor const&
 void bias_gradient_out(Tensor const& m, Tensor const& offsets, MaybeTensor const& row_token,
                        MaybeTensor const& row_score, Tensor& db, bool accumulate);
 
+// ---- exchange.cpp: see guild/exchange.h ---------------------------------------------------------
+
+// -> bytes of a rank's memory, and where returned rows and scores begin in it
+std::tuple<int64_t, int64_t, int64_t> peer_memory_sizes(int64_t ranks, std::vector<int64_t> memory);
+// rows (T, H), ids (T, K) int32 and scores (T, K), both or none -> token_row (T, ranks), or 0
+Tensor peer_publish(Tensor const& peers, std::vector<int64_t> memory, Tensor const& rows,
+                    MaybeTensor const& ids, MaybeTensor const& scores, int64_t experts);
+// report (5) int64 of the host, pinned; needed (1) int32
+void peer_meet(Tensor const& peers, std::vector<int64_t> memory, bool published, double seconds,
+               std::vector<int64_t> facts, Tensor& report, MaybeTensor const& needed,
+               int64_t capacity);
+// -> ids, scores (ranks * Tm, K), tokens (ranks); like: of the layer's dtype
+Tensors3 peer_tables(Tensor const& peers, std::vector<int64_t> memory, int64_t top_k,
+                     int64_t experts, Tensor const& like);
+// ids (ranks * Tm, K), like (T, H) -> (ranks * Tm, H)
+Tensor peer_pull(Tensor const& peers, std::vector<int64_t> memory, Tensor const& ids,
+                 Tensor const& like);
+void peer_push(Tensor const& peers, std::vector<int64_t> memory, Tensor const& y,
+               Tensor const& row_of, MaybeTensor const& scores, MaybeTensor const& token_offsets,
+               Tensor const& tokens, bool by_slot);
+void peer_push_scores(Tensor const& peers, std::vector<int64_t> memory, Tensor const& ids,
+                      Tensor const& scores);
+
 // ---- products.cpp -------------------------------------------------------------------------------
 
 // The four cases of torch._grouped_mm; offs (E) are END positions.

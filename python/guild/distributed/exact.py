@@ -16,6 +16,7 @@ from guild._torch.autograd import rows_of
 from guild._torch.gradients import expert_gradients, pre_activations
 from guild._torch.operators import LayerFlags, ops
 from guild._torch.router_gradients import Weighing, router_gradients
+from guild.distributed.peer_traffic import PeerTraffic
 from guild.distributed.traffic import Traffic
 
 
@@ -29,7 +30,7 @@ class ExactExperts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        traffic: Traffic,
+        traffic: Traffic | PeerTraffic,
         received: Tensor,
         token_offsets: Tensor | None,
         keep: bool,
@@ -50,7 +51,7 @@ class ExactExperts(torch.autograd.Function):
         up = w_up, w_gate, b_up
         a, h = ops.up_projection(rows, offsets, row_token, *up, *ctx.flags, keep)
         y = ops.down_projection(a, offsets, w_down, b_down, ctx.flags.transposed)
-        y = traffic.return_slots(y.index_select(0, slot_row), "forward")
+        y = traffic.return_rows(y, slot_row, "forward")
         # rows is kept, as the layer keeps x: sending it again would cost as much as it did.
         kept = rows, h, *places, token_offsets, *layer[:5]
         if routed is not None:
@@ -67,7 +68,7 @@ class ExactExperts(torch.autograd.Function):
         traffic = ctx.traffic
         rows, h, offsets, row_token, slot_row, row_score, token_offsets, *rest = ctx.saved_tensors
         w_up, w_gate, w_down, b_up, b_down, *routed = rest
-        traffic.ranks.agree_backward(traffic.call, dout)
+        traffic.begin_backward(dout)
         drows = traffic.send_rows(rows_of(dout), "backward")
         h = pre_activations(h, rows, offsets, row_token, w_up, w_gate, b_up, ctx.flags)
         saved = rows, h, offsets, row_token, slot_row, row_score, traffic.token_offsets
@@ -75,10 +76,8 @@ class ExactExperts(torch.autograd.Function):
         want_dscores = want_scores or (bool(routed) and (want_x or want_router))
         wanted = want_x, want_dscores, *want_layer
         dx, dscores, *dlayer = expert_gradients(saved, drows, ctx.flags, wanted, by_row=True)
-        if want_x:
-            dx = traffic.return_slots(dx.index_select(0, slot_row), "backward")
-        if want_dscores:
-            dscores = traffic.scores_gradient(dscores)
+        if want_x or want_dscores:
+            dx, dscores = traffic.return_gradients(dx, dscores, slot_row)
         drouter = None
         if routed and want_dscores:
             x, weight, *routed = routed

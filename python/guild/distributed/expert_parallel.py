@@ -11,7 +11,6 @@ the output. Expert weights get the gradient of all ranks' tokens.
 
 from __future__ import annotations
 
-import math
 from typing import Any, NoReturn
 
 import torch
@@ -23,7 +22,10 @@ from torch.distributed.tensor import DTensor
 from guild._torch.autograd import rows_of
 from guild._torch.checks import (
     FLOATS,
+    expect_choice,
+    expect_count,
     expect_dims,
+    expect_finite,
     expect_flag,
     expect_positive,
 )
@@ -34,8 +36,10 @@ from guild.activations import Activation
 from guild.distributed.exact import ExactExperts
 from guild.distributed.filling import fill_normal
 from guild.distributed.passage import Collect, Dispatch
-from guild.distributed.ranks import Ranks
-from guild.distributed.traffic import plan_traffic
+from guild.distributed.peer_traffic import PeerTraffic, plan_peer_traffic
+from guild.distributed.peers import Peers, peers_of
+from guild.distributed.ranks import Ranks, process_group_of
+from guild.distributed.traffic import Traffic, plan_traffic
 from guild.expert_arguments import expect_later, expect_routing, residual_like
 from guild.experts import routed_experts_and_offsets
 from guild.routing import Router, route_tokens, token_arguments
@@ -60,7 +64,21 @@ class ExpertParallel:
         token's experts, in place of one for each rank.
     timeout : float
         Seconds after which a rank that does not answer is an error on all others. On a GPU it
-        holds where the host waits, in forward; elsewhere the process group's own limit does.
+        holds where the host waits, in forward; elsewhere the process group's own limit does. With
+        the peer engine it holds everywhere, and the error comes with the next call.
+    engine : {"auto", "peer", "nccl"}
+        How rows travel. "nccl": by all_to_all_single of the process group, whatever its backend,
+        over any number of nodes; the host waits once in forward. "peer": ranks of one host read and
+        write each other's memory, and the host never waits. "auto": peer on GPUs that can, else
+        nccl. Calls with `token_offsets`, as token rounding makes them, always take nccl.
+    max_tokens : int, optional
+        Peer engine: the most tokens of any rank in a call; default: of the first call. More are an
+        error.
+    capacity : float, optional
+        Peer engine: a rank has room for this many times the rows that it would have if all ranks
+        had max_tokens tokens and every rank's experts equally many rows. Where more come, the
+        result is NaN on all ranks and the next call raises. Default: room for any routing, which
+        is `size` times as many.
 
     Attributes
     ----------
@@ -81,13 +99,23 @@ class ExpertParallel:
         *,
         exact: bool = False,
         timeout: float = TIMEOUT,
+        engine: str = "auto",
+        max_tokens: int | None = None,
+        capacity: float | None = None,
     ) -> None:
         expect_flag("exact", exact)
+        expect_choice("engine", engine, ("auto", "peer", "nccl"))
+        if max_tokens is not None:
+            expect_count("max_tokens", max_tokens, 1)
+        if capacity is not None:
+            expect_positive("capacity", capacity)
+            expect_finite("capacity", capacity)
         expect_positive("timeout", timeout)
-        if not math.isfinite(timeout):
-            raise ValueError(f"timeout: expected a finite number of seconds, got {timeout}")
-        self.exact = exact
-        self._ranks = Ranks(_process_group(group), float(timeout))
+        expect_finite("timeout", timeout)
+        self.exact, self._engine = exact, engine
+        self._room = max_tokens, capacity
+        self._peers: dict[torch.device, Peers | None] = {}  # None: the process group's engine
+        self._ranks = Ranks(process_group_of(group), float(timeout))
         self._layers = 0
 
     @property
@@ -104,6 +132,53 @@ class ExpertParallel:
     def group(self) -> dist.ProcessGroup:
         """The ranks as a process group."""
         return self._ranks.group
+
+    def engine(self, device: torch.device | str) -> str:
+        """How rows of tensors on a device travel: "peer" or "nccl".
+
+        All ranks call it, or their first layer, together.
+
+        Raises
+        ------
+        ValueError
+            If engine="peer" was asked for and the ranks cannot reach each other's memory.
+        """
+        return "nccl" if self._peers_on(torch.empty(0, device=device).device) is None else "peer"
+
+    def check(self) -> None:
+        """Wait for the GPU, and raise what has gone wrong in calls of the peer engine so far.
+
+        Raises
+        ------
+        ValueError, RuntimeError
+            As a later call would.
+        """
+        for device, peers in self._peers.items():
+            if peers is not None:
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+                peers.expect_no_failure()
+
+    def _peers_on(self, device: torch.device) -> Peers | None:
+        if device not in self._peers:
+            how = self._engine, *self._room, self.exact
+            self._peers[device] = peers_of(self._ranks, device, *how)
+        return self._peers[device]
+
+    def _plan(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        scores: Tensor,
+        token_offsets: Tensor | None,
+        experts: int,
+        facts: dict[str, int],
+    ) -> tuple[Traffic | PeerTraffic, Tensor]:
+        """Tell every rank what comes -> traffic, scores of this rank's experts."""
+        peers = None if token_offsets is not None else self._peers_on(x.device)
+        if peers is None:
+            return plan_traffic(self._ranks, ids, scores, token_offsets, experts, facts)
+        return plan_peer_traffic(peers, x, ids, scores, experts, facts)
 
     def local_experts(self, experts: int) -> range:
         """The experts of this rank.
@@ -214,9 +289,9 @@ class ExpertParallel:
         ids = topk_ids.contiguous()
         facts = self._facts(x, scores, local, layer)
         self._expect_later(recompute, weight_gradients)
-        planned = self._ranks, ids, scores, token_offsets, self.size * local[2].shape[0]
-        traffic, received = plan_traffic(*planned, facts)
-        offsets = _offsets(*planned[1:])
+        routing = ids, scores, token_offsets, self.size * local[2].shape[0]
+        traffic, received = self._plan(x, *routing, facts)
+        offsets = _offsets(*routing)
         if self.exact:
             keep = bool(facts["gradients"]) and not recompute
             taken = traffic, received, token_offsets, keep, None
@@ -264,7 +339,7 @@ class ExpertParallel:
             scores, ids, slopes = ops.route_tokens(*arguments)
         facts = self._facts(x, router_weight, local, layer)
         experts = self.size * local[2].shape[0]
-        traffic, received = plan_traffic(self._ranks, ids, scores, None, experts, facts)
+        traffic, received = self._plan(x, ids, scores, None, experts, facts)
         keep = bool(facts["gradients"]) and not recompute
         weighing = Weighing.of(arguments[5:])
         routed = scores, ids, weighing.kept(slopes), weighing
@@ -306,30 +381,6 @@ class ExpertParallel:
             "expert_group: a layer with experts on other ranks cannot be pickled; save its "
             "state_dict()"
         )
-
-
-def _process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
-    if not (dist.is_available() and dist.is_initialized()):
-        raise RuntimeError(
-            "group: expected torch.distributed to be initialised (torchrun, and "
-            "torch.distributed.init_process_group)"
-        )
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise ValueError(
-                f"group: expected a mesh of one dimension, got {group.ndim}; take one of them: "
-                'mesh["name"]'
-            )
-        return group.get_group()
-    if group is None:
-        return dist.group.WORLD
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError("group: expected one that this rank is in, got one of other ranks")
-    if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(
-            f"group: expected a ProcessGroup or a DeviceMesh, got {type(group).__name__}"
-        )
-    return group
 
 
 def _residual(residual: Tensor | None, x: Tensor) -> Tensor | None:

@@ -18,6 +18,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from guild._torch.checks import FLOATS, dtype_name
 
@@ -45,6 +46,7 @@ class Ranks:
         self._number = next(_numbers)  # the same on every rank, as all make them in one order
         self.calls = 0  # forward passes so far, the same number on every rank
         self._failure: str | None = None
+        self._error: type[Exception] = RuntimeError
         self._doubt: Tensor | None = None  # backward's comparison on a GPU, not yet looked at
 
     def exchange(
@@ -116,9 +118,10 @@ class Ranks:
             both = torch.cat((both, doubt.expand(2, self.size, 1)), 2)
         sent_rows, received_rows = self._on_host(both).tolist()
         names = ("call", *facts)
-        _expect_same(names, [row[: len(names)] for row in received_rows])
+        for place, name in enumerate(names):
+            expect_same(name, {r: row[place] for r, row in enumerate(received_rows)})
         if doubt is not None and any(row[-1] for row in received_rows):
-            raise RuntimeError(_BACKWARD_ORDER)
+            raise RuntimeError(BACKWARD_ORDER)
         first, last = len(names), len(names) + counts.shape[0]
         return tuple(
             [list(column) for column in zip(*(row[first:last] for row in rows), strict=True)]
@@ -141,10 +144,21 @@ class Ranks:
         differs = others != own
         if not like.is_cuda:
             if differs.any():
-                raise RuntimeError(f"{_BACKWARD_ORDER}: got call {others.tolist()} by rank")
+                raise RuntimeError(f"{BACKWARD_ORDER}: got call {others.tolist()} by rank")
             return
         differs = differs.any()
         self._doubt = differs if self._doubt is None else self._doubt | differs
+
+    def expect_alive(self) -> None:
+        """Raise again what has ended the group."""
+        if self._failure is not None:
+            raise self._error(self._failure)
+
+    def end(self, error: type[Exception], text: str) -> NoReturn:
+        """Raise an error, now and in every later call."""
+        self._failure, self._error = text, error
+        self._end_kernels()
+        raise error(text)
 
     def _all_to_all(
         self,
@@ -154,8 +168,7 @@ class Ranks:
         sent: list[int] | None,
         what: str,
     ) -> None:
-        if self._failure is not None:
-            raise RuntimeError(self._failure)
+        self.expect_alive()
         try:
             work = dist.all_to_all_single(
                 out, rows, received, sent, group=self.group, async_op=True
@@ -233,10 +246,35 @@ class Ranks:
         return found[0] if found else None
 
 
-_BACKWARD_ORDER = (
+BACKWARD_ORDER = (
     "expert_group: expected every rank to run the backward passes of the same forward passes in "
     "the same order"
 )
+
+
+def process_group_of(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
+    """The ranks that a user means; an error names what is wrong with `group`."""
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError(
+            "group: expected torch.distributed to be initialised (torchrun, and "
+            "torch.distributed.init_process_group)"
+        )
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"group: expected a mesh of one dimension, got {group.ndim}; take one of them: "
+                'mesh["name"]'
+            )
+        return group.get_group()
+    if group is None:
+        return dist.group.WORLD
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("group: expected one that this rank is in, got one of other ranks")
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"group: expected a ProcessGroup or a DeviceMesh, got {type(group).__name__}"
+        )
+    return group
 
 
 def _store_of(group: dist.ProcessGroup) -> dist.Store:
@@ -245,11 +283,11 @@ def _store_of(group: dist.ProcessGroup) -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def _expect_same(names: Sequence[str], by_rank: list[list[int]]) -> None:
-    for name, values in zip(names, zip(*by_rank, strict=True), strict=True):
-        if len(set(values)) > 1:
-            shown = [dtype_name(FLOATS[v]) if name == "dtype" else str(v) for v in values]
-            raise ValueError(
-                f"expert_group: expected the same call on every rank, got {name} "
-                f"{', '.join(f'{v} on rank {r}' for r, v in enumerate(shown))}"
-            )
+def expect_same(name: str, by_rank: dict[int, int]) -> None:
+    """Raise ValueError where ranks have not the same value of what is called `name`."""
+    if len(set(by_rank.values())) > 1:
+        text = {r: dtype_name(FLOATS[v]) if name == "dtype" else v for r, v in by_rank.items()}
+        raise ValueError(
+            f"expert_group: expected the same call on every rank, got {name} "
+            f"{', '.join(f'{v} on rank {r}' for r, v in text.items())}"
+        )

@@ -8,6 +8,7 @@ import pytest
 
 import guild
 import layer_checks
+import peer_checks
 import placement_checks
 import training_checks
 from processes import run_on_ranks
@@ -25,7 +26,8 @@ def test_four_ranks(
     settings = training_checks.settings_of("plain")
     training_checks.run(settings, tmp_path / "plain")
     training_checks.run(settings, tmp_path / "halfway", polls=2)
-    checks = [*layer_checks.CHECKS, *training_checks.CHECKS, *placement_checks.CHECKS]
+    checks = [*layer_checks.CHECKS, *peer_checks.CHECKS]
+    checks += [*training_checks.CHECKS, *placement_checks.CHECKS]
     run_on_ranks(checks, 4, tmp_path / "ranks")
     # What four ranks began, one process ends.
     begun = tmp_path / "plain-2"

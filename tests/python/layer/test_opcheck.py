@@ -390,7 +390,7 @@ def test_every_op_is_here() -> None:
     registered = {
         name.removeprefix("guild::").removesuffix(".default")
         for name in torch._C._dispatch_get_all_op_names()
-        if name.startswith("guild::")
+        if name.startswith("guild::") and "::peer_" not in name  # they move what torch cannot see
     }
     assert registered - {"cuda_built", "cuda_reason", "num_sms", "set_num_sms"} == {
         name.split()[0] for name in CALLS
