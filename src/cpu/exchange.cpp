@@ -36,7 +36,7 @@ class Meeting {
     if (x_.needed != nullptr && *x_.needed > x_.capacity) {
       fail(packed(PeerFailure::overflow, m_.rank, m_.rank, 0), *x_.needed);
     }
-    if (failure.load() == 0) arrive(number);
+    arrive(number);  // after a failure too: others report what this rank says
     for (int64_t r = 0; r < m_.ranks && failure.load() == 0; ++r) meet(r, number);
     own_->meetings = number;
     own_->published += x_.published;

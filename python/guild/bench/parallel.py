@@ -125,7 +125,7 @@ def measure_parallel(
         `cases` have times in milliseconds, one a round, `efficiency` and `tflops` medians.
         `engines` are those that were timed; calls of a second one have its name after them.
     """
-    groups = _groups(engine, device)
+    groups = _groups(engine, device, max(shape.tokens for shape in shapes.values()))
     group = next(iter(groups.values()))
     record: dict[str, Any] = {"mode": "parallel", "provenance": provenance(device), "cases": []}
     record |= {"ranks": group.size, "routing": routing, "rounds": rounds}
@@ -149,12 +149,12 @@ def measure_parallel(
     return record
 
 
-def _groups(engine: str, device: torch.device) -> dict[str, guild.ExpertParallel]:
+def _groups(engine: str, device: torch.device, tokens: int) -> dict[str, guild.ExpertParallel]:
     """By engine; what `engine` means here."""
     if engine != "both":
-        group = guild.ExpertParallel(engine=engine)
+        group = guild.ExpertParallel(engine=engine, max_tokens=tokens)
         return {group.engine(device): group}
-    group = guild.ExpertParallel()
+    group = guild.ExpertParallel(max_tokens=tokens)
     if group.engine(device) == "nccl":
         return {"nccl": group}
     return {"peer": group, "nccl": guild.ExpertParallel(engine="nccl")}

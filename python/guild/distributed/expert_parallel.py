@@ -33,12 +33,12 @@ from guild._torch.layer_arguments import Halves, layer_arguments
 from guild._torch.operators import ops, score_dtype
 from guild._torch.router_gradients import Weighing
 from guild.activations import Activation
-from guild.distributed.exact import ExactExperts
 from guild.distributed.filling import fill_normal
 from guild.distributed.passage import Collect, Dispatch
 from guild.distributed.peer_traffic import PeerTraffic, plan_peer_traffic
 from guild.distributed.peers import Peers, peers_of
 from guild.distributed.ranks import Ranks, process_group_of
+from guild.distributed.stepwise import StepwiseExperts
 from guild.distributed.traffic import Traffic, plan_traffic
 from guild.expert_arguments import expect_later, expect_routing, residual_like
 from guild.experts import routed_experts_and_offsets
@@ -292,10 +292,10 @@ class ExpertParallel:
         routing = ids, scores, token_offsets, self.size * local[2].shape[0]
         traffic, received = self._plan(x, *routing, facts)
         offsets = _offsets(*routing)
-        if self.exact:
+        if self.exact or (isinstance(traffic, PeerTraffic) and weight_gradients is None):
             keep = bool(facts["gradients"]) and not recompute
-            taken = traffic, received, token_offsets, keep, None
-            return ExactExperts.apply(*taken, x, None, scores, residual, *local), offsets
+            taken = traffic, received, token_offsets, keep, self.exact, None
+            return StepwiseExperts.apply(*taken, x, None, scores, residual, *local), offsets
         rows, received = Dispatch.apply(x, scores, traffic, received)
         lists = traffic.token_offsets, None, recompute, weight_gradients
         sums, _ = routed_experts_and_offsets(rows, traffic.ids, received, *given, *layout, *lists)
@@ -343,8 +343,8 @@ class ExpertParallel:
         keep = bool(facts["gradients"]) and not recompute
         weighing = Weighing.of(arguments[5:])
         routed = scores, ids, weighing.kept(slopes), weighing
-        taken = traffic, received, None, keep, routed
-        out = ExactExperts.apply(*taken, x, router_weight, scores, residual, *local)
+        taken = traffic, received, None, keep, self.exact, routed
+        out = StepwiseExperts.apply(*taken, x, router_weight, scores, residual, *local)
         return out, _offsets(ids, scores, None, experts)
 
     def _facts(self, x: Tensor, weighing: Tensor, local: list[Any], layer: int) -> dict[str, int]:

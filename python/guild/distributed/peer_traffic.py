@@ -129,8 +129,17 @@ class PeerTraffic:
     def return_sums(self, rows: Tensor, residual: Tensor | None, what: str) -> Tensor:
         """(ranks * max_tokens, width) -> (tokens, width): the sum over the ranks."""
         self.peers.before_return(self.memory)
-        self._push_sums(rows)
+        self._push_sums(rows, None)
         self._meet_after(what)
+        return self._sums(rows, residual)
+
+    def return_weighted(
+        self, rows: Tensor, slot_row: Tensor, scores: Tensor, residual: Tensor | None
+    ) -> Tensor:
+        """Rows by expert, in forward -> (tokens, width): the weighted sum over a token's slots."""
+        self.peers.before_return(self.memory)
+        self._push_sums(rows, slot_row, scores)
+        self._meet_after("forward")
         return self._sums(rows, residual)
 
     def return_rows(self, rows: Tensor, slot_row: Tensor, what: str) -> Tensor:
@@ -141,23 +150,28 @@ class PeerTraffic:
         return self.memory.returned_rows(self.own_ids.numel(), rows)
 
     def return_gradients(
-        self, drows: Tensor | None, dscores: Tensor | None, slot_row: Tensor | None = None
+        self,
+        drows: Tensor | None,
+        dscores: Tensor | None,
+        slot_row: Tensor | None = None,
+        by_slot: bool = False,
     ) -> tuple[Tensor | None, Tensor | None]:
         """What the experts give for rows and slots -> gradients of tokens and scores.
 
-        With slot_row, drows are by expert and come back as from `return_rows`.
+        With slot_row, drows are by expert, and summed on their way; with by_slot too they come back
+        as from `return_rows`.
         """
         self.peers.before_return(self.memory)
-        if drows is not None and slot_row is not None:
+        if drows is not None and by_slot:
             self._push_rows(drows, slot_row)
         elif drows is not None:
-            self._push_sums(drows)
+            self._push_sums(drows, slot_row)
         if dscores is not None:
             pushed = self._by_slot(dscores, 0.0).contiguous()
             ops.peer_push_scores(self._peers, self.memory.numbers, self.by_slot, pushed)
         self._meet_after("backward")
         dx = drows
-        if drows is not None and slot_row is not None:
+        if drows is not None and by_slot:
             dx = self.memory.returned_rows(self.own_ids.numel(), drows)
         elif drows is not None:
             dx = self._sums(drows, None)
@@ -176,11 +190,16 @@ class PeerTraffic:
             return values
         return F.pad(values, (0, 1), value=fill)[self.lists.place]
 
-    def _push_sums(self, rows: Tensor) -> None:
-        every = torch.arange(rows.shape[0], device=rows.device, dtype=torch.int32)
-        here = (self.by_slot >= 0).any(1)
-        row_of = torch.where(here, every, -1)[:, None].contiguous()
-        to = row_of, None, None, self.counts, False
+    def _push_sums(
+        self, rows: Tensor, slot_row: Tensor | None, scores: Tensor | None = None
+    ) -> None:
+        """Sums of a token's rows by expert; without slot_row, rows that are sums already."""
+        lists = self.token_offsets
+        if slot_row is None:
+            every = torch.arange(rows.shape[0], device=rows.device, dtype=torch.int32)
+            here = (self.by_slot >= 0).any(1)
+            slot_row, lists = torch.where(here, every, -1)[:, None].contiguous(), None
+        to = slot_row, scores, lists, self.counts, False
         ops.peer_push(self._peers, self.memory.numbers, rows_of(rows), *to)
 
     def _push_rows(self, rows: Tensor, slot_row: Tensor) -> None:

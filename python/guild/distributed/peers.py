@@ -177,6 +177,7 @@ class Peers:
                 f"expert_group: no answer from rank {rank} (rank {self.ranks.everyone[rank]} of "
                 f"all) to rank {reporter}, {where}; the time limit is {self.ranks.timeout:g} s. "
                 "The group cannot be used any more: restart all ranks",
+                lost=True,
             )
         if failure == _OVERFLOW:
             needed = f", {rows} rows" if rows else ""

@@ -154,10 +154,11 @@ class Ranks:
         if self._failure is not None:
             raise self._error(self._failure)
 
-    def end(self, error: type[Exception], text: str) -> NoReturn:
-        """Raise an error, now and in every later call."""
+    def end(self, error: type[Exception], text: str, lost: bool = False) -> NoReturn:
+        """Raise an error, now and in every later call; lost: a rank is gone."""
         self._failure, self._error = text, error
-        self._end_kernels()
+        if lost:
+            self._end_kernels()
         raise error(text)
 
     def _all_to_all(

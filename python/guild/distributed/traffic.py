@@ -74,15 +74,19 @@ class Traffic:
         return self._return_slots(rows.index_select(0, slot_row), what)
 
     def return_gradients(
-        self, drows: Tensor | None, dscores: Tensor | None, slot_row: Tensor | None = None
+        self,
+        drows: Tensor | None,
+        dscores: Tensor | None,
+        slot_row: Tensor | None = None,
+        by_slot: bool = False,
     ) -> tuple[Tensor | None, Tensor | None]:
         """What the experts give for rows (M, width) and slots (P,) -> gradients of x and scores.
 
-        With slot_row, drows are by expert and come back as from `return_rows`. A score's gradient
+        With by_slot, drows are by expert and come back as from `return_rows`. A score's gradient
         is 0 where its slot went nowhere.
         """
         dx = None
-        if drows is not None and slot_row is not None:
+        if drows is not None and by_slot:
             dx = self.return_rows(drows, slot_row, "backward")
         elif drows is not None:
             dx = self.return_sums(drows, None, "backward")

@@ -86,9 +86,9 @@ __global__ void __launch_bounds__(kThreads) meet_kernel(Meet x, PeerLayout layou
     fail(x, layout, packed(PeerFailure::overflow, x.memory.rank, x.memory.rank, 0));
   }
   __syncthreads();
-  if (r < x.memory.ranks && load_acquire(&control->failure) == 0) {
+  if (r < x.memory.ranks) {  // after a failure too: others report what this rank says
     arrive(x, PeerView(layout, x.memory, r), number);
-    wait(x, layout, control, r, number, limit);
+    if (load_acquire(&control->failure) == 0) wait(x, layout, control, r, number, limit);
   }
   __syncthreads();
   int64_t const word = load_acquire(&control->failure);
