@@ -85,6 +85,13 @@ void check(Push const& x) {
           "by_slot: expected neither scores nor lists of any length");
 }
 
+void check(Collect const& x) {
+  check(x.memory);
+  require_row(x.hidden * element_bytes(x.dtype), x.memory);
+  require(x.tokens >= 0 && x.tokens <= x.memory.tokens, "tokens: expected at most ",
+          x.memory.tokens, " (what the ranks' memory has room for), got ", x.tokens);
+}
+
 void check(PushScores const& x) {
   check(x.memory);
   require_slots(x.top_k, x.memory);

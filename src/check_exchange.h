@@ -10,6 +10,7 @@ void check(Meet const& x);
 void check(Tables const& x);
 void check(Pull const& x);
 void check(Push const& x);
+void check(Collect const& x);
 void check(PushScores const& x);
 
 }  // namespace guild

@@ -11,8 +11,9 @@
 //   ... the experts ...
 //   push      results, into the memory of the rank that they belong to
 //   meet      the barrier
+//   collect   the sum over the ranks of what became of a token
 //
-// after which a rank finds in its own memory what became of its tokens. Nothing waits for another
+// Nothing waits for another
 // rank but meet(), a single block on a GPU, and that for a limited time. What is published
 // alternates between two places, so that the next rows do not wait until everyone has the last.
 #pragma once
@@ -114,6 +115,17 @@ struct Push {
   int32_t const* tokens = nullptr;         // (ranks) of Tables
 };
 
+// After the barrier: o[t] = residual[t] + sum over ranks of row token_row[t, r] that came back, in
+// the order of the ranks, fp32.
+struct Collect {
+  PeerMemory memory;
+  DType dtype = DType::float32;
+  int64_t tokens = 0, hidden = 0;
+  int32_t const* token_row = nullptr;  // (T, ranks) of Publish
+  ConstRows residual;                  // (T, H); null: none
+  void* o = nullptr;                   // (T, H) out, packed
+};
+
 // score[p, k] to score t K + k of r, where ids[p, k] >= 0.
 struct PushScores {
   PeerMemory memory;
@@ -128,6 +140,7 @@ void meet(Meet const& args);
 void tables(Tables const& args);
 void pull(Pull const& args);
 void push(Push const& args);
+void collect(Collect const& args);
 void push_scores(PushScores const& args);
 }  // namespace cpu
 
@@ -137,6 +150,7 @@ void meet(Meet const& args, Queue queue = {});
 void tables(Tables const& args, Queue queue = {});
 void pull(Pull const& args, Queue queue = {});
 void push(Push const& args, Queue queue = {});
+void collect(Collect const& args, Queue queue = {});
 void push_scores(PushScores const& args, Queue queue = {});
 }  // namespace cuda
 

@@ -32,15 +32,18 @@ class Meeting {
 
   void run() {
     Word failure(own_->failure);
+    if (own_->stopped != 0) return;
     int64_t const number = own_->meetings + 1;
     if (x_.needed != nullptr && *x_.needed > x_.capacity) {
       fail(packed(PeerFailure::overflow, m_.rank, m_.rank, 0), *x_.needed);
     }
-    arrive(number);  // after a failure too: others report what this rank says
+    arrive(number);  // others report what this rank says, failed or not
     for (int64_t r = 0; r < m_.ranks && failure.load() == 0; ++r) meet(r, number);
     own_->meetings = number;
     own_->published += x_.published;
-    if (int64_t const word = failure.load(); word != 0) report(word);
+    int64_t const word = failure.load();
+    own_->stopped = word != 0;
+    if (word != 0) report(word);
   }
 
  private:
@@ -134,6 +137,25 @@ void push_token(Push const& x, PeerLayout const& layout, int64_t p) {
   if (any) store(sum, returned + (m.rank * x.tokens[source] + token) * x.hidden, 1, x.hidden);
 }
 
+template <class T>
+void collect_token(Collect const& x, char const* returned, int64_t token) {
+  using F = Compute<T>;
+  Scratch scratch;
+  F* const sum = scratch.take<F>(x.hidden);
+  F* const row = scratch.take<F>(x.hidden);
+  std::fill_n(sum, x.hidden, F(0));
+  if (x.residual.data != nullptr) {
+    load(rows_of<T>(x.residual, x.hidden).row(token), 1, sum, x.hidden);
+  }
+  for (int64_t r = 0; r < x.memory.ranks; ++r) {
+    int32_t const from = x.token_row[token * x.memory.ranks + r];
+    if (from < 0) continue;
+    load(reinterpret_cast<T const*>(returned) + from * x.hidden, 1, row, x.hidden);
+    for (int64_t j = 0; j < x.hidden; ++j) sum[j] += row[j];
+  }
+  store(sum, static_cast<T*>(x.o) + token * x.hidden, 1, x.hidden);
+}
+
 }  // namespace
 
 void publish(Publish const& x) {
@@ -214,6 +236,17 @@ void push(Push const& x) {
   int64_t const tokens = x.memory.ranks * x.memory.tokens;
   with_element(x.dtype, [&]<class T>() {
     parallel(tokens, double(tokens * x.hidden), [&](int64_t p) { push_token<T>(x, layout, p); });
+  });
+}
+
+void collect(Collect const& x) {
+  require_processor();
+  check(x);
+  PeerLayout const layout = layout_of(x.memory);
+  char const* const returned = PeerView(layout, x.memory, x.memory.rank).returned();
+  with_element(x.dtype, [&]<class T>() {
+    parallel(x.tokens, double(x.tokens * x.memory.ranks * x.hidden),
+             [&](int64_t t) { collect_token<T>(x, returned, t); });
   });
 }
 

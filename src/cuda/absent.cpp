@@ -44,6 +44,7 @@ void meet(Meet const&, Queue) { absent(); }
 void tables(Tables const&, Queue) { absent(); }
 void pull(Pull const&, Queue) { absent(); }
 void push(Push const&, Queue) { absent(); }
+void collect(Collect const&, Queue) { absent(); }
 void push_scores(PushScores const&, Queue) { absent(); }
 
 }  // namespace guild::cuda

@@ -23,7 +23,8 @@ struct PeerControl {
   int64_t published;  // of these, after publish(); the last one's place is (published - 1) % 2
   int64_t failure;    // packed(); 0: none. Others write it as well
   int64_t tokens[2];  // that are published
-  int64_t filler[11];
+  int64_t stopped;    // whether a barrier has reported the failure: nothing is sent after it
+  int64_t filler[10];
   PeerMessage inbox[2][kMostRanks];
 };
 

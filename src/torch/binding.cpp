@@ -166,6 +166,9 @@ void define_exchange(Library& m) {
   m.def(
       "peer_push(Tensor peers, int[] memory, Tensor y, Tensor row_of, Tensor? scores, Tensor? "
       "token_offsets, Tensor tokens, bool by_slot) -> ()");
+  m.def(
+      "peer_collect(Tensor peers, int[] memory, Tensor token_row, Tensor like, Tensor? residual) "
+      "-> Tensor");
   m.def("peer_push_scores(Tensor peers, int[] memory, Tensor ids, Tensor scores) -> ()");
 }
 
@@ -199,6 +202,7 @@ void implement(Library& m) {
   m.impl("peer_tables", TORCH_BOX(&peer_tables));
   m.impl("peer_pull", TORCH_BOX(&peer_pull));
   m.impl("peer_push", TORCH_BOX(&peer_push));
+  m.impl("peer_collect", TORCH_BOX(&peer_collect));
   m.impl("peer_push_scores", TORCH_BOX(&peer_push_scores));
   m.impl("grouped_mm", TORCH_BOX(&grouped_mm));
   m.impl("grouped_mm_out", TORCH_BOX(&grouped_mm_out));

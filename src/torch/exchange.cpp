@@ -150,6 +150,24 @@ void peer_push(Tensor const& peers, Numbers memory, Tensor const& y, Tensor cons
   place.run(cpu::push, cuda::push, args);
 }
 
+Tensor peer_collect(Tensor const& peers, Numbers memory, Tensor const& token_row,
+                    Tensor const& like, MaybeTensor const& residual) {
+  Place const place(like, "like");
+  require_dims(like, "like", 2);
+  require_dims(token_row, "token_row", 2);
+  Collect args;
+  args.memory = memory_of(place, peers, memory);
+  args.dtype = dtype_of(like, "like");
+  args.tokens = token_row.size(0);
+  args.hidden = like.size(1);
+  args.token_row = place.indices(token_row, "token_row", {args.tokens, args.memory.ranks});
+  args.residual = place.rows(residual, "residual", args.dtype, {args.tokens, args.hidden});
+  Tensor o = place.empty({args.tokens, args.hidden}, args.dtype);
+  args.o = o.data_ptr();
+  place.run(cpu::collect, cuda::collect, args);
+  return o;
+}
+
 void peer_push_scores(Tensor const& peers, Numbers memory, Tensor const& ids,
                       Tensor const& scores) {
   Place const place(scores, "scores");

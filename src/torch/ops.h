@@ -187,6 +187,9 @@ Tensor peer_pull(Tensor const& peers, std::vector<int64_t> memory, Tensor const&
 void peer_push(Tensor const& peers, std::vector<int64_t> memory, Tensor const& y,
                Tensor const& row_of, MaybeTensor const& scores, MaybeTensor const& token_offsets,
                Tensor const& tokens, bool by_slot);
+// token_row (T, ranks), like: of dtype and width, residual (T, H) -> (T, H)
+Tensor peer_collect(Tensor const& peers, std::vector<int64_t> memory, Tensor const& token_row,
+                    Tensor const& like, MaybeTensor const& residual);
 void peer_push_scores(Tensor const& peers, std::vector<int64_t> memory, Tensor const& ids,
                       Tensor const& scores);
 

@@ -335,6 +335,7 @@ register_without_gradient(
     "experts_backward",
     "grouped_mm_out",
     "moe_backward",
+    "peer_collect",
     "peer_meet",
     "peer_publish",
     "peer_pull",

@@ -216,8 +216,8 @@ class PeerTraffic:
         self.peers.meet(step, facts, memory=self.memory, **about)
 
     def _sums(self, rows: Tensor, residual: Tensor | None) -> Tensor:
-        came = self.memory.returned_rows(self.token_row.numel(), rows)
-        return ops.combine(came, self.token_row, None, None, residual)
+        at = self._peers, self.memory.numbers
+        return ops.peer_collect(*at, self.token_row, rows, residual)
 
 
 @torch.no_grad()  # nothing here has a gradient: `Dispatch` has

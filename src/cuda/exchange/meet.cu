@@ -82,19 +82,21 @@ __global__ void __launch_bounds__(kThreads) meet_kernel(Meet x, PeerLayout layou
   int64_t const number = control->meetings + 1;
   int64_t const needed = x.needed == nullptr ? 0 : *x.needed;
   int const r = int(threadIdx.x);
+  bool const stopped = control->stopped != 0;
   if (r == 0 && needed > x.capacity) {
     fail(x, layout, packed(PeerFailure::overflow, x.memory.rank, x.memory.rank, 0));
   }
   __syncthreads();
-  if (r < x.memory.ranks) {  // after a failure too: others report what this rank says
+  if (r < x.memory.ranks && !stopped) {  // others report what this rank says, failed or not
     arrive(x, PeerView(layout, x.memory, r), number);
     if (load_acquire(&control->failure) == 0) wait(x, layout, control, r, number, limit);
   }
   __syncthreads();
   int64_t const word = load_acquire(&control->failure);
-  if (r == 0) {
+  if (r == 0 && !stopped) {
     control->meetings = number;
     control->published += x.published;
+    control->stopped = word != 0;
     if (word != 0) report(x, word, needed);
   }
   if (word == 0) return;
