@@ -78,7 +78,8 @@ class ExpertParallel:
         Peer engine: a rank has room for this many times the rows that it would have if all ranks
         had max_tokens tokens and every rank's experts equally many rows. Where more come, the
         result is NaN on all ranks and the next call raises. Default: room for any routing, which
-        is `size` times as many.
+        is `size` times as many; with more than two ranks backward then computes the
+        pre-activations again, as with `recompute`.
 
     Attributes
     ----------
@@ -292,6 +293,7 @@ class ExpertParallel:
         routing = ids, scores, token_offsets, self.size * local[2].shape[0]
         traffic, received = self._plan(x, *routing, facts)
         offsets = _offsets(*routing)
+        recompute = recompute or not traffic.keeps_all_rows
         if self.exact or (isinstance(traffic, PeerTraffic) and weight_gradients is None):
             keep = bool(facts["gradients"]) and not recompute
             taken = traffic, received, token_offsets, keep, self.exact, None
@@ -340,7 +342,7 @@ class ExpertParallel:
         facts = self._facts(x, router_weight, local, layer)
         experts = self.size * local[2].shape[0]
         traffic, received = self._plan(x, ids, scores, None, experts, facts)
-        keep = bool(facts["gradients"]) and not recompute
+        keep = bool(facts["gradients"]) and not recompute and traffic.keeps_all_rows
         weighing = Weighing.of(arguments[5:])
         routed = scores, ids, weighing.kept(slopes), weighing
         taken = traffic, received, None, keep, self.exact, routed

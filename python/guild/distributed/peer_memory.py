@@ -85,6 +85,7 @@ class PeerMemory:
         size, self._rows_at, self._scores_at = sizes
         make = _on_gpus if device.type == "cuda" else _in_files
         self._own, self._mapped, addresses = make(group, size, device)
+        _everyone(group, "")  # all have mapped it, and it is zeros
         self.peers = torch.tensor(addresses, dtype=torch.int64, device=device)
 
     def returned_rows(self, count: int, like: Tensor) -> Tensor:
@@ -114,8 +115,6 @@ def _on_gpus(
     own = symmetric.empty(size, dtype=torch.uint8, device=device).zero_()
     torch.cuda.synchronize(device)
     mapped = symmetric.rendezvous(own, group)
-    dist.barrier(group, device_ids=[device.index])  # all are zeros
-    torch.cuda.synchronize(device)
     return own, mapped, list(mapped.buffer_ptrs)
 
 
@@ -126,12 +125,18 @@ def _in_files(
     number, path = tempfile.mkstemp(prefix="guild-", dir=folder)
     os.truncate(number, size)
     os.close(number)
-    paths: list = [None] * dist.get_world_size(group)
-    dist.all_gather_object(paths, path, group=group)
+    paths = _everyone(group, path)
     mapped = [torch.from_file(p, shared=True, size=size, dtype=torch.uint8) for p in paths]
-    dist.barrier(group)
+    _everyone(group, path)  # has opened it
     os.unlink(path)
     return mapped[dist.get_rank(group)], mapped, [m.data_ptr() for m in mapped]
+
+
+def _everyone(group: dist.ProcessGroup, mine: Any) -> list[Any]:
+    """What every rank has; on a GPU all work before is done then."""
+    found: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, mine, group=group)
+    return found
 
 
 def why_not(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -139,9 +144,7 @@ def why_not(group: dist.ProcessGroup, device: torch.device) -> str:
 
     Asks all ranks, so that all take the same decision.
     """
-    mine = _place(device)
-    places: list = [None] * dist.get_world_size(group)
-    dist.all_gather_object(places, mine, group=group)
+    places = _everyone(group, _place(device))
     if len(places) > MOST_RANKS:
         return f"there are more than {MOST_RANKS} ranks"
     if len({kind for kind, *_ in places}) > 1:
@@ -149,11 +152,11 @@ def why_not(group: dist.ProcessGroup, device: torch.device) -> str:
     if len({host for _, host, *_ in places}) > 1:
         return "they are not all on one host"
     reason = next((why for *_, why in places if why), "")
-    devices = [number for _, _, number, _ in places]
-    if not reason and device.type == "cuda":
-        reason = _unreachable(devices, device)
-    reasons: list = [None] * len(places)
-    dist.all_gather_object(reasons, reason, group=group)
+    if device.type != "cuda" or reason:
+        return reason
+    reasons = _everyone(group, _unreachable([number for _, _, number, _ in places], device))
+    if not any(reasons):
+        reasons = _everyone(group, _unmappable(group, device))
     return next((why for why in reasons if why), "")
 
 
@@ -188,4 +191,13 @@ def _unreachable(devices: list[str], device: torch.device) -> str:
         if other is not None and other != device.index:
             if not torch.cuda.can_device_access_peer(device, other):
                 return f"GPU {device.index} cannot reach the memory of GPU {other}"
+    return ""
+
+
+def _unmappable(group: dist.ProcessGroup, device: torch.device) -> str:
+    """What torch says where a container or a driver does not let processes share memory."""
+    try:
+        _on_gpus(group, 1024, device)
+    except RuntimeError as error:
+        return f"mapping it failed: {str(error).splitlines()[0]}"
     return ""

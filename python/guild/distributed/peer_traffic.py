@@ -100,6 +100,11 @@ class PeerTraffic:
         return None if self.lists is None else self.lists.token_offsets
 
     @property
+    def keeps_all_rows(self) -> bool:
+        """Whether backward may keep what there is room for."""
+        return self.peers.keeps_all_rows
+
+    @property
     def slot_place(self) -> Tensor:
         """int32, shape of the own ids: where a slot's row comes back with exact=True, or -1."""
         known = (self.own_ids >= 0) & (self.own_ids < self.experts)

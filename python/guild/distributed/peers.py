@@ -57,6 +57,14 @@ class Peers:
         self._facts: dict[str, int] = {}  # that the ranks compare in forward
         self._returned = False  # since the last rows were published
 
+    @property
+    def keeps_all_rows(self) -> bool:
+        """Whether backward may keep the pre-activations of all rows that there is room for.
+
+        Room for any routing is `size` times what is used: too much to keep for more than two ranks.
+        """
+        return self.capacity is not None or self.ranks.size <= 2
+
     def begin_forward(self, x: Tensor, top_k: int, facts: dict[str, int]) -> PeerMemory:
         """The memory for rows of x. Keeps `facts`, which the barrier compares.
 

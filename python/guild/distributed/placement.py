@@ -33,7 +33,14 @@ _EXPERT_WEIGHTS = ("w_up", "w_down", "b_up", "b_down")
 
 
 def distribute_experts(
-    module: nn.Module, mesh: DeviceMesh, *, exact: bool = False, timeout: float = TIMEOUT
+    module: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    exact: bool = False,
+    timeout: float = TIMEOUT,
+    engine: str = "auto",
+    max_tokens: int | None = None,
+    capacity: float | None = None,
 ) -> ExpertParallel:
     """Share the experts of every `guild.MoE` in a module among the ranks of a mesh.
 
@@ -47,7 +54,7 @@ def distribute_experts(
         A model, before `fully_shard`.
     mesh : DeviceMesh
         One dimension, whose size divides every layer's number of experts.
-    exact, timeout
+    exact, timeout, engine, max_tokens, capacity
         As `ExpertParallel` takes them.
 
     Returns
@@ -62,7 +69,8 @@ def distribute_experts(
     """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh: expected a DeviceMesh, got {type(mesh).__name__}")
-    group = ExpertParallel(mesh, exact=exact, timeout=timeout)
+    room = {"max_tokens": max_tokens, "capacity": capacity}
+    group = ExpertParallel(mesh, exact=exact, timeout=timeout, engine=engine, **room)
     layers = layers_of(module)
     for layer in layers:
         group.local_experts(layer.experts)  # or an error, before anything is changed

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -59,6 +60,7 @@ class Traffic:
     slots: tuple[list[int], list[int]]
     ids: Tensor
     token_offsets: Tensor
+    keeps_all_rows: ClassVar[bool] = True  # there are no more than came
 
     def send_rows(self, matrix: Tensor, what: str) -> Tensor:
         """(tokens, width) -> (M, width): to wherever a token's experts are."""
