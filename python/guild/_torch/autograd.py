@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import wraps
 from typing import Any, NoReturn
 
 import torch
@@ -24,6 +25,21 @@ library = torch.library.Library("guild", "FRAGMENT")
 def rows_of(matrix: Tensor) -> Tensor:
     """A matrix as the kernels read it; `sum().backward()` gives an expanded scalar."""
     return matrix if matrix.is_contiguous() else matrix.contiguous()
+
+
+def below_autograd(function: Callable) -> Callable:
+    """A function through which nothing is differentiated, such as an autograd.Function's own.
+
+    Ops then go past the kernels that this module gives them, which are in Python and take longer
+    than many an op takes to start.
+    """
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return function(*args, **kwargs)
+
+    return call
 
 
 def register(name: str, backward: Callable, setup: Callable) -> None:

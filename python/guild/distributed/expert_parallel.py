@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from guild._torch.autograd import rows_of
+from guild._torch.autograd import below_autograd, rows_of
 from guild._torch.checks import (
     FLOATS,
     expect_choice,
@@ -391,6 +391,7 @@ def _residual(residual: Tensor | None, x: Tensor) -> Tensor | None:
     return None if residual is None else rows_of(residual)
 
 
+@below_autograd
 def _offsets(ids: Tensor, scores: Tensor, token_offsets: Tensor | None, experts: int) -> Tensor:
     """int32 (E + 1): where each expert's rows of this rank's tokens would begin."""
     return ops.sort_by_expert(ids, scores, experts, token_offsets)[0]

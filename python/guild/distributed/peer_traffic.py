@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from guild._torch.autograd import rows_of
+from guild._torch.autograd import below_autograd, rows_of
 from guild._torch.operators import ops
 from guild.distributed.peer_memory import PeerMemory
 from guild.distributed.peers import BACKWARD_RESULTS, FORWARD_RESULTS, Peers
@@ -225,7 +225,7 @@ class PeerTraffic:
         return ops.peer_collect(*at, self.token_row, rows, residual)
 
 
-@torch.no_grad()  # nothing here has a gradient: `Dispatch` has
+@below_autograd
 def plan_peer_traffic(
     peers: Peers,
     x: Tensor,

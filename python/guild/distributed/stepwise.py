@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from guild._torch.autograd import rows_of
+from guild._torch.autograd import below_autograd, rows_of
 from guild._torch.gradients import expert_gradients, pre_activations
 from guild._torch.operators import LayerFlags, ops
 from guild._torch.router_gradients import Weighing, router_gradients
@@ -29,6 +29,7 @@ class StepwiseExperts(torch.autograd.Function):
     """
 
     @staticmethod
+    @below_autograd
     def forward(
         ctx: Any,
         traffic: Traffic | PeerTraffic,
@@ -70,6 +71,7 @@ class StepwiseExperts(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @below_autograd
     def backward(ctx: Any, dout: Tensor):
         """dx, the router's gradient or dscores, the residual's, and those of the weights."""
         want_x, want_router, want_scores, want_residual, *want_layer = ctx.needs_input_grad[6:15]
