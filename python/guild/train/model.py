@@ -46,6 +46,7 @@ class Attention(nn.Module):
         q, k, v = qkv.transpose(1, 3).unbind(2)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if past is None:
+            v = v.contiguous()  # a view would keep all of qkv for backward
             mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
             k, v = past.with_new(k, v)

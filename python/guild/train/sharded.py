@@ -25,6 +25,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from guild.balancing import BalanceSums
 from guild.distributed.placement import clip_grad_norm_, distribute_experts, shard_layers
 
 from .corpus import Corpus
@@ -49,12 +50,9 @@ class ShardedModel(LanguageModel):
         sums = [getattr(block.moe, "balance_sums", None) for block in self.blocks]
         if not self.training or any(s is None for s in sums):
             return loss, torch.zeros_like(loss)
-        counts = torch.stack([s.counts for s in sums])
-        dist.all_reduce(counts)  # of all layers at once
-        parts = [
-            s._replace(counts=c).load_balancing_loss() for s, c in zip(sums, counts, strict=True)
-        ]
-        return loss, torch.stack(parts).mean()
+        of_layers = BalanceSums(*map(torch.cat, zip(*sums, strict=True)))  # each one sequence
+        dist.all_reduce(of_layers.counts)
+        return loss, of_layers.load_balancing_loss()
 
 
 class ShardedLearner(Learner):
@@ -153,10 +151,10 @@ class ShardedLearner(Learner):
             torch.manual_seed(s.seed * 1_000_003 + step)
         with self._attention():
             loss, imbalance = self.model.loss(inputs, targets)
-        self.optimizer.zero_grad()
         (loss + s.balance * imbalance).backward()
         norm = clip_grad_norm_(self.model.parameters(), s.clip)
         self.optimizer.step()
+        self.optimizer.zero_grad()  # before the next forward, which takes the most memory
         self.model.move_selection_biases(s.bias_rate)
         counts = self.model.expert_counts().float()
         dist.all_reduce(counts)
