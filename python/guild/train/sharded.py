@@ -25,14 +25,16 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import guild
 from guild.balancing import BalanceSums
-from guild.distributed.placement import clip_grad_norm_, distribute_experts, shard_layers
+from guild.distributed.placement import distribute_experts, grad_norm, shard_layers
 
 from .corpus import Corpus
 from .generation import Sampling, window_start
 from .head import chunked_cross_entropy
 from .learner import Learner, make_optimizer, moe_factory
 from .model import LanguageModel
+from .reduction import NarrowReduceScatter
 from .settings import Settings
 from .speed import speed_of
 from .world import mean_of_ranks, writes
@@ -97,18 +99,27 @@ class ShardedLearner(Learner):
         # With experts on other ranks a block has a graph of its own: it knows its layer's number.
         limit = torch._dynamo.config.recompile_limit
         torch._dynamo.config.recompile_limit = max(limit, 2 * len(blocks))
+        kept: dict[str, Any] = sharded | {"reshard_after_forward": False}
         for block in blocks:
+            # Backward begins with the last block: it would be gathered again at once.
+            how = kept if block is blocks[-1] else sharded
             if device.type == "cuda":
                 # The forward alone, so that FSDP2's hooks stay outside of what is compiled.
                 block.forward = torch.compile(block.forward, dynamic=False)
             if experts is not None:
-                shard_layers(block, mesh, experts["data"], **sharded)
-            fully_shard(block, mesh=mesh, **sharded)
-        fully_shard(self.model, mesh=mesh, **(sharded | {"reshard_after_forward": False}))
+                shard_layers(block, mesh, experts["data"], **how)
+            fully_shard(block, mesh=mesh, **how)
+        fully_shard(self.model, mesh=mesh, **kept)
+        if dtype != torch.float32 and experts is None:
+            for module in (*blocks, self.model):
+                module.set_custom_reduce_scatter(NarrowReduceScatter(dtype))
         register_fsdp_forward_method(self.model, "loss")
+        self.model.set_modules_to_forward_prefetch(blocks[:1])
         for before, after in zip(blocks[:-1], blocks[1:], strict=True):
             before.set_modules_to_forward_prefetch([after])
             after.set_modules_to_backward_prefetch([before])
+        if device.type == "cuda" and self.ranks > 1:
+            guild.set_num_sms(0, shared=True)  # with the collectives that run beside the products
         self.optimizer = make_optimizer(self.model, settings)
 
     def _made(self) -> ShardedModel:
@@ -152,7 +163,9 @@ class ShardedLearner(Learner):
         with self._attention():
             loss, imbalance = self.model.loss(inputs, targets)
         (loss + s.balance * imbalance).backward()
-        norm = clip_grad_norm_(self.model.parameters(), s.clip)
+        norm = grad_norm(self.model.parameters())
+        # Clipped where they are read: gradients are divided by this number.
+        self.optimizer.grad_scale = ((norm + 1e-6) / s.clip).clamp(min=1)
         self.optimizer.step()
         self.optimizer.zero_grad()  # before the next forward, which takes the most memory
         self.model.move_selection_biases(s.bias_rate)

@@ -14,8 +14,10 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from guild.cli.main import main
+from guild.train.reduction import NarrowReduceScatter
 from guild.train.settings import Settings
 from guild.train.world import SharedStop
 from training import small_settings, train
@@ -125,6 +127,25 @@ def refused_trainings(rank: int) -> None:
     assert not (folder / "d" / "checkpoint.pt").exists()
 
 
+def gradients_are_added_in_float32(rank: int) -> None:
+    """Of bfloat16 ones, whose sums in bfloat16 would be off by 4e-3; means, and sums."""
+    comm, place = NarrowReduceScatter(torch.bfloat16), {"device": torch.device("cpu")}
+    for op, share in ((dist.ReduceOp.AVG, 4), (dist.ReduceOp.SUM, 1)):
+        given = comm.allocate((4 * 50,), dtype=torch.float32, **place)
+        out = comm.allocate((50,), dtype=torch.float32, **place)
+        assert (given.dtype, out.dtype) == (torch.bfloat16, torch.float32)
+        given.copy_(torch.randn(200, generator=torch.Generator().manual_seed(rank)))
+        comm(out, given, dist.group.WORLD, op)
+        of_ranks = [torch.empty_like(given) for _ in range(4)]
+        dist.all_gather(of_ranks, given)
+        truth = sum(g.view(4, 50)[rank].double() for g in of_ranks) / share
+        torch.testing.assert_close(out.double(), truth, rtol=1e-6, atol=1e-6)
+    with pytest.raises(NotImplementedError, match="expected a mean or sum"):
+        comm(out, given, dist.group.WORLD, dist.ReduceOp.MAX)
+    with pytest.raises(RuntimeError, match=r"expected torch.bfloat16 and a result in float32"):
+        comm(out, out, dist.group.WORLD, dist.ReduceOp.SUM)
+
+
 def expect_close(losses: list[float], truth: list[float]) -> None:
     assert len(losses) == len(truth) > STEPS
     for one, other in zip(losses, truth, strict=True):
@@ -136,5 +157,6 @@ CHECKS = (
     other_trainings,
     on_the_command_line,
     one_stops_all,
+    gradients_are_added_in_float32,
     refused_trainings,
 )
