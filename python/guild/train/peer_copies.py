@@ -145,9 +145,10 @@ class CopiedReduceScatter(ReduceScatter):
 
 def can_copy(device: torch.device) -> bool:
     """Whether all ranks are on this host and reach each other's memory; all get the same answer."""
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) == dist.get_world_size() > 1
+    ranks, visible = dist.get_world_size(), torch.cuda.device_count()
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) == ranks > 1 and visible >= ranks
     if here:
-        others = (i for i in range(torch.cuda.device_count()) if i != device.index)
+        others = (i for i in range(visible) if i != device.index)
         here = all(torch.cuda.can_device_access_peer(device.index, i) for i in others)
     flag = torch.tensor([here], dtype=torch.int32, device=device)
     dist.all_reduce(flag, dist.ReduceOp.MIN)
