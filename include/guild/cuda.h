@@ -20,6 +20,9 @@ struct Queue {
   // blocks claim tiles (dynamic scheduling), 1 to 3 % faster where layers are large. Null: static
   // scheduling, with the same results. The composites have one in their workspace.
   int32_t* counter = nullptr;
+  // Other kernels run at the same time, such as communication: blocks of products then claim all
+  // of their tiles from the counter. A block that waits for a multiprocessor keeps none to itself.
+  bool shared = false;
 };
 
 // Whether this build holds CUDA kernels, and whether the current device can run them; otherwise

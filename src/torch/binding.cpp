@@ -32,7 +32,7 @@ void define_layers(Library& m) {
   m.def("cuda_built() -> bool");
   m.def("cuda_reason() -> str");
   m.def("num_sms() -> int");
-  m.def("set_num_sms(int count) -> ()");
+  m.def("set_num_sms(int count, bool shared) -> ()");
   m.def(
       "route(Tensor logits, Tensor? selection_bias, Tensor? token_mask, int top_k, int score, bool "
       "renormalize, float scale, int groups, int top_groups, float sum_floor, int "

@@ -106,10 +106,12 @@ Tensor empty_like(Tensor const& like) { return torch::stable::empty_like(like); 
 
 namespace {
 std::atomic<int> sm_budget{0};
-}
+std::atomic<bool> sms_shared{false};
+}  // namespace
 
-void set_num_sms(int64_t count) {
+void set_num_sms(int64_t count, bool shared) {
   require(count >= 0, "num_sms: expected 0 (all) or more, got ", count);
+  sms_shared.store(shared, std::memory_order_relaxed);
   sm_budget.store(int(std::min(count, int64_t(INT_MAX))), std::memory_order_relaxed);
 }
 
@@ -131,6 +133,7 @@ Place::Place(Tensor const& tensor, char const* name) {
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_index_, &stream));
   queue_.stream = static_cast<CUstream_st*>(stream);
   queue_.sms = int(num_sms());
+  queue_.shared = sms_shared.load(std::memory_order_relaxed);
 }
 
 Tensor Place::make(int64_t const* sizes, int64_t dims, int32_t type) const {

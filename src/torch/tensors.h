@@ -28,7 +28,8 @@ DType dtype_of(Tensor const& tensor, char const* name);
 
 // How many multiprocessors kernels may fill, for every thread of the process: backward runs on
 // threads of its own. 0 is all of them.
-void set_num_sms(int64_t count);
+// shared: other kernels run at the same time (cuda::Queue).
+void set_num_sms(int64_t count, bool shared);
 int64_t num_sms();
 
 // Where a call runs: the device of its first tensor. Holds that device and its current stream for

@@ -185,20 +185,32 @@ def clip_grad_norm_(
         The norm before, float32.
     """
     expect_positive("max_norm", max_norm)
-    expect_positive("norm_type", norm_type)
-    by_layout: dict[Any, list[Tensor]] = defaultdict(list)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            by_layout[_layout(parameter.grad)].append(parameter)
-    if not by_layout:
-        return torch.zeros(())
-    norms = [
-        _norm([p.grad for p in group], layout, norm_type) for layout, group in by_layout.items()
-    ]
-    total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-    for group in by_layout.values():
+    parameters = list(parameters)
+    total = grad_norm(parameters, norm_type)
+    for group in _by_layout(parameters).values():
         torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
     return total
+
+
+def grad_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+    """The norm of the gradients of all ranks, as `clip_grad_norm_` returns it."""
+    expect_positive("norm_type", norm_type)
+    norms = [
+        _norm([p.grad for p in group], layout, norm_type)
+        for layout, group in _by_layout(parameters).items()
+    ]
+    if not norms:
+        return torch.zeros(())
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+
+
+def _by_layout(parameters: Iterable[Tensor]) -> dict[Any, list[Tensor]]:
+    """Those with a gradient, by the `_layout` of that."""
+    found: dict[Any, list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            found[_layout(parameter.grad)].append(parameter)
+    return found
 
 
 def _layout(grad: Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:

@@ -131,8 +131,13 @@ int64_t most_tiles(int64_t rows, RowTiles const& work) {
   return most_tiles<C>(rows, work.groups.groups, int64_t(work.across) * work.tile_n, work.tile_n);
 }
 
-// Up to this many waves tiles are scheduled statically: clearing the counter takes 2 us.
-inline constexpr int kFewWaves = 4;
+// Whether tiles are claimed (dynamic scheduling). Pairs do it unless there are few waves: clearing
+// the counter takes 2 us. Beside other kernels all do, for blocks start at different times there.
+inline bool claims_tiles(Queue const& queue, int cluster, int64_t tiles, int clusters) {
+  constexpr int kFewWaves = 4;
+  if (queue.shared) return tiles > clusters;
+  return cluster > 1 && tiles > kFewWaves * clusters;
+}
 
 // The counter from which clusters claim tiles (dynamic scheduling). Clusters then work on
 // neighbouring tiles at the same time and find each other's operands in L2; with static scheduling
@@ -153,7 +158,7 @@ void launch(typename Kernel::Params params, int64_t tiles, Queue const& queue) {
              "shared memory of a grouped product");
   constexpr int cluster = Kernel::config.cluster;
   int const clusters = std::max(1, multiprocessors(queue) / cluster);
-  if (cluster > 1 && params.work.taken == nullptr && tiles > kFewWaves * clusters) {
+  if (params.work.taken == nullptr && claims_tiles(queue, cluster, tiles, clusters)) {
     params.work.taken = cleared_counter(queue);
   }
   unsigned const blocks = unsigned(std::min<int64_t>(tiles, clusters) * cluster);
