@@ -20,6 +20,7 @@ from guild.expert_arguments import (
     sink_of,
     whole_of,
 )
+from guild.layer_inference import quick_experts
 from guild.lora import LoRA, LoRAHalves
 from guild.lora_experts import experts_with_lora, sorted_places
 from guild.routing import Router, token_arguments
@@ -133,17 +134,13 @@ def routed_experts(
     dtype, and nothing is computed for what wants none, such as frozen weights. The
     method is SonicMoE's (arXiv:2512.14080, section 3).
     """
+    routed = x, topk_ids, topk_weights, w_up, w_down, b_up, b_down, activation, order, transposed
+    if token_offsets is weight_gradients is lora_up is lora_down is out is expert_map is None:
+        found = None if recompute is not False else quick_experts(*routed, residual)
+        if found is not None:
+            return found[0]
     return routed_experts_and_offsets(
-        x,
-        topk_ids,
-        topk_weights,
-        w_up,
-        w_down,
-        b_up,
-        b_down,
-        activation,
-        order,
-        transposed,
+        *routed,
         token_offsets,
         residual,
         recompute,

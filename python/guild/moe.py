@@ -322,7 +322,9 @@ class MoE(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to the last forward, so that copies and pickles work after one."""
-        return {**super().__getstate__(), "balance_sums": None}
+        state = {**super().__getstate__(), "balance_sums": None}
+        state.pop("_prepared", None)
+        return state
 
     @property
     def load_balancing_loss(self) -> Tensor:

@@ -84,7 +84,7 @@ void define_layers(Library& m) {
       "a_scaled)");
 }
 
-// Forward without gradients, into a tensor of the caller's.
+// Forward without gradients: into a tensor of the caller's, and with as few arguments as can be.
 void define_inference(Library& m) {
   m.def(
       "moe_forward_out(Tensor x, Tensor ids, Tensor scores, Tensor? token_offsets, Tensor? "
@@ -97,6 +97,13 @@ void define_inference(Library& m) {
       "sum_floor, int group_score, Tensor? residual, Tensor w_up, Tensor w_down, Tensor? b_up, "
       "Tensor? b_down, " GUILD_ACTIVATION
       ", bool interleaved, bool transposed, Tensor(a!) out) -> Tensor offsets");
+  m.def(
+      "infer_experts(Tensor x, Tensor ids, Tensor scores, Tensor? residual, Tensor w_up, Tensor "
+      "w_down, Tensor? b_up, Tensor? b_down, Tensor settings) -> (Tensor o, Tensor offsets)");
+  m.def(
+      "infer_layer(Tensor x, Tensor router, Tensor? selection_bias, Tensor? residual, Tensor w_up, "
+      "Tensor w_down, Tensor? b_up, Tensor? b_down, Tensor settings) -> (Tensor o, Tensor "
+      "offsets)");
 }
 
 void define_steps(Library& m) {
@@ -161,6 +168,8 @@ void implement(Library& m) {
   m.impl("moe_forward", TORCH_BOX(&moe_forward));
   m.impl("moe_forward_out", TORCH_BOX(&moe_forward_out));
   m.impl("moe_layer_out", TORCH_BOX(&moe_layer_out));
+  m.impl("infer_experts", TORCH_BOX(&infer_experts));
+  m.impl("infer_layer", TORCH_BOX(&infer_layer));
   m.impl("moe_backward", TORCH_BOX(&moe_backward));
   m.impl("experts_forward", TORCH_BOX(&experts_forward));
   m.impl("experts_backward", TORCH_BOX(&experts_backward));

@@ -21,6 +21,14 @@ using Tensors7 = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tens
 // The score of an op's argument, checked.
 Score score_of(int64_t score);
 
+// A router's options, checked for so many experts.
+Router router_of(int64_t score, bool renormalize, double scale, int64_t groups, int64_t top_groups,
+                 double sum_floor, int64_t group_score, int64_t experts);
+
+// The arguments of route but its outputs.
+Route route_of(Place const& place, Tensor const& logits, MaybeTensor const& selection_bias,
+               MaybeTensor const& token_mask, int64_t top_k, Router const& router);
+
 // logits (T, E), selection_bias (E), token_mask (T) bool -> scores (T, K), ids (T, K) int32, slopes
 // (T, K), of softmax (0, K)
 Tensors3 route(Tensor const& logits, MaybeTensor const& selection_bias,
@@ -67,21 +75,6 @@ Tensors6 moe_forward(Tensor const& x, Tensor const& ids, Tensor const& scores,
                      MaybeTensor const& b_up, MaybeTensor const& b_down, int64_t kind, bool gated,
                      double alpha, double limit, double up_offset, bool clamp_after,
                      bool interleaved, bool transposed, bool keep);
-// The same into out (T, H), keeping nothing -> offsets
-Tensor moe_forward_out(Tensor const& x, Tensor const& ids, Tensor const& scores,
-                       MaybeTensor const& token_offsets, MaybeTensor const& residual,
-                       Tensor const& w_up, MaybeTensor const& w_gate, Tensor const& w_down,
-                       MaybeTensor const& b_up, MaybeTensor const& b_down, int64_t kind, bool gated,
-                       double alpha, double limit, double up_offset, bool clamp_after,
-                       bool interleaved, bool transposed, Tensor& out);
-// Router product, route and moe_forward_out: x (T, H), router (E, H) -> offsets
-Tensor moe_layer_out(Tensor const& x, Tensor const& router, MaybeTensor const& selection_bias,
-                     MaybeTensor const& token_mask, int64_t top_k, int64_t score, bool renormalize,
-                     double scale, int64_t groups, int64_t top_groups, double sum_floor,
-                     int64_t group_score, MaybeTensor const& residual, Tensor const& w_up,
-                     Tensor const& w_down, MaybeTensor const& b_up, MaybeTensor const& b_down,
-                     int64_t kind, bool gated, double alpha, double limit, double up_offset,
-                     bool clamp_after, bool interleaved, bool transposed, Tensor& out);
 // -> dx, dscores, dw_up, dw_gate, dw_down, db_up, db_down; wanted: bits of Wanted
 Tensors7 moe_backward(Tensor const& dout, Tensor const& x, Tensor const& h, Tensor const& offsets,
                       Tensor const& row_token, Tensor const& slot_row, Tensor const& row_score,
@@ -112,6 +105,34 @@ Tensors4 data_gradients(Tensor const& dout, Tensor const& h, Tensor const& offse
                         double limit, double up_offset, bool clamp_after, bool interleaved,
                         bool transposed, int64_t wanted, MaybeTensor& db_up, MaybeTensor& db_down,
                         bool accumulate);
+
+// ---- inference.cpp ------------------------------------------------------------------------------
+
+// moe_forward into out (T, H), keeping nothing -> offsets
+Tensor moe_forward_out(Tensor const& x, Tensor const& ids, Tensor const& scores,
+                       MaybeTensor const& token_offsets, MaybeTensor const& residual,
+                       Tensor const& w_up, MaybeTensor const& w_gate, Tensor const& w_down,
+                       MaybeTensor const& b_up, MaybeTensor const& b_down, int64_t kind, bool gated,
+                       double alpha, double limit, double up_offset, bool clamp_after,
+                       bool interleaved, bool transposed, Tensor& out);
+// Router product, route and moe_forward_out: x (T, H), router (E, H) -> offsets
+Tensor moe_layer_out(Tensor const& x, Tensor const& router, MaybeTensor const& selection_bias,
+                     MaybeTensor const& token_mask, int64_t top_k, int64_t score, bool renormalize,
+                     double scale, int64_t groups, int64_t top_groups, double sum_floor,
+                     int64_t group_score, MaybeTensor const& residual, Tensor const& w_up,
+                     Tensor const& w_down, MaybeTensor const& b_up, MaybeTensor const& b_down,
+                     int64_t kind, bool gated, double alpha, double limit, double up_offset,
+                     bool clamp_after, bool interleaved, bool transposed, Tensor& out);
+// The same two into a new tensor -> out (T, H), offsets, with fewer arguments: ids are (T, K), w_up
+// is one tensor, no token is masked. settings, float64 on the CPU: kind, gated, alpha, limit,
+// up_offset, clamp_after, interleaved, transposed; of infer_layer also top_k, score, renormalize,
+// scale, groups, top_groups, sum_floor, group_score.
+Tensors2 infer_experts(Tensor const& x, Tensor const& ids, Tensor const& scores,
+                       MaybeTensor const& residual, Tensor const& w_up, Tensor const& w_down,
+                       MaybeTensor const& b_up, MaybeTensor const& b_down, Tensor const& settings);
+Tensors2 infer_layer(Tensor const& x, Tensor const& router, MaybeTensor const& selection_bias,
+                     MaybeTensor const& residual, Tensor const& w_up, Tensor const& w_down,
+                     MaybeTensor const& b_up, MaybeTensor const& b_down, Tensor const& settings);
 
 // ---- steps.cpp: one step of the layer each ------------------------------------------------------
 

@@ -22,11 +22,23 @@ Router router_of(int64_t score, bool renormalize, double scale, double sum_floor
 
 }  // namespace
 
-Tensors3 route(Tensor const& logits, MaybeTensor const& selection_bias,
-               MaybeTensor const& token_mask, int64_t top_k, int64_t score, bool renormalize,
-               double scale, int64_t groups, int64_t top_groups, double sum_floor,
-               int64_t group_score) {
-  Place const place(logits, "logits");
+Router router_of(int64_t score, bool renormalize, double scale, int64_t groups, int64_t top_groups,
+                 double sum_floor, int64_t group_score, int64_t experts) {
+  Router router = router_of(score, renormalize, scale, sum_floor);
+  require(group_score == 0 || group_score == 1,
+          "group_score: expected 0 (top2_sum) or 1 (max), got ", group_score);
+  router.group_score = GroupScore(group_score);
+  require(groups >= 1 && groups <= experts, "groups: expected 1 to ", experts, " (experts), got ",
+          groups);
+  require(top_groups >= 1 && top_groups <= groups, "top_groups: expected 1 to ", groups,
+          " (groups), got ", top_groups);
+  router.groups = int(groups);
+  router.top_groups = int(top_groups);
+  return router;
+}
+
+Route route_of(Place const& place, Tensor const& logits, MaybeTensor const& selection_bias,
+               MaybeTensor const& token_mask, int64_t top_k, Router const& router) {
   require_dims(logits, "logits", 2);
   int64_t const tokens = logits.size(0), experts = logits.size(1);
   require(top_k >= 1 && top_k <= experts, "top_k: expected 1 to ", experts, " (experts), got ",
@@ -36,16 +48,7 @@ Tensors3 route(Tensor const& logits, MaybeTensor const& selection_bias,
   args.experts = experts;
   args.top_k = top_k;
   args.dtype = dtype_of(logits, "logits");
-  args.router = router_of(score, renormalize, scale, sum_floor);
-  require(group_score == 0 || group_score == 1,
-          "group_score: expected 0 (top2_sum) or 1 (max), got ", group_score);
-  args.router.group_score = GroupScore(group_score);
-  require(groups >= 1 && groups <= experts, "groups: expected 1 to ", experts, " (experts), got ",
-          groups);
-  require(top_groups >= 1 && top_groups <= groups, "top_groups: expected 1 to ", groups,
-          " (groups), got ", top_groups);
-  args.router.groups = int(groups);
-  args.router.top_groups = int(top_groups);
+  args.router = router;
   args.logits = place.rows(logits, "logits", args.dtype, {tokens, experts});
   if (selection_bias.has_value()) {
     args.selection_bias = place.packed(*selection_bias, "selection_bias", args.dtype, {experts});
@@ -53,12 +56,24 @@ Tensors3 route(Tensor const& logits, MaybeTensor const& selection_bias,
   if (token_mask.has_value()) {
     args.token_mask = place.flags(*token_mask, "token_mask", {tokens});
   }
-  Tensor ids = place.empty_int32({tokens, top_k});
-  Tensor scores = place.empty({tokens, top_k}, args.dtype);
+  return args;
+}
+
+Tensors3 route(Tensor const& logits, MaybeTensor const& selection_bias,
+               MaybeTensor const& token_mask, int64_t top_k, int64_t score, bool renormalize,
+               double scale, int64_t groups, int64_t top_groups, double sum_floor,
+               int64_t group_score) {
+  Place const place(logits, "logits");
+  require_dims(logits, "logits", 2);
+  Route args = route_of(place, logits, selection_bias, token_mask, top_k,
+                        router_of(score, renormalize, scale, groups, top_groups, sum_floor,
+                                  group_score, logits.size(1)));
+  Tensor ids = place.empty_int32({args.tokens, top_k});
+  Tensor scores = place.empty({args.tokens, top_k}, args.dtype);
   args.ids = static_cast<int32_t*>(ids.data_ptr());
   args.scores = scores.data_ptr();
   bool const sloped = has_slopes(args.router);
-  Tensor slopes = place.empty({sloped ? tokens : 0, top_k}, args.dtype);
+  Tensor slopes = place.empty({sloped ? args.tokens : 0, top_k}, args.dtype);
   args.slopes = sloped ? slopes.data_ptr() : nullptr;
   place.run(cpu::route, cuda::route, args);
   return {scores, ids, slopes};

@@ -1,5 +1,5 @@
-"""guild::moe_layer: router product, routing and experts as one op; and without gradients, into a
-tensor of the caller's, guild::moe_layer_out.
+"""guild::moe_layer: router product, routing and experts as one op; and ops without gradients:
+guild::moe_layer_out into a tensor of the caller's, guild::infer_layer with few arguments.
 
 In one op x gets one gradient: the router's part, dlogits W, is added where the experts' rows are
 summed, which costs no time; autograd would add the two in a pass of its own.
@@ -98,6 +98,8 @@ register("moe_layer", _gradient, _setup)
 
 moe_layer_out = ops.moe_layer_out.default
 moe_forward_out = ops.moe_forward_out.default
+infer_layer = ops.infer_layer.default
+infer_experts = ops.infer_experts.default
 
 
 @torch.library.register_fake("guild::moe_forward_out", lib=library)
@@ -110,4 +112,14 @@ def _layer_out_fake(x, router, *rest):
     return x.new_empty(router.shape[0] + 1, dtype=torch.int32)
 
 
-register_without_gradient("moe_forward_out", "moe_layer_out")
+@torch.library.register_fake("guild::infer_layer", lib=library)
+def _infer_layer_fake(x, router, *rest):
+    return x.new_empty(x.shape), x.new_empty(router.shape[0] + 1, dtype=torch.int32)
+
+
+@torch.library.register_fake("guild::infer_experts", lib=library)
+def _infer_experts_fake(x, ids, scores, residual, w_up, w_down, *rest):
+    return x.new_empty(x.shape), x.new_empty(w_down.shape[0] + 1, dtype=torch.int32)
+
+
+register_without_gradient("moe_forward_out", "moe_layer_out", "infer_layer", "infer_experts")

@@ -13,6 +13,7 @@
 #include "cuda/alignment.h"
 #include "cuda/device.h"
 #include "cuda/element.cuh"
+#include "cuda/shared_memory.h"
 #include "cuda/sm90/arch/cluster.cuh"
 #include "cuda/sm90/arch/dependence.cuh"
 #include "cuda/warp.cuh"
@@ -253,9 +254,9 @@ void sort_by_expert(Sort const& x, Queue queue) {
     return;
   }
   auto const rank_bytes = [](int64_t experts) { return int((kWarps + 1) * experts * sizeof(int)); };
-  cuda_check(cudaFuncSetAttribute(rank_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  rank_bytes(kMostRouted)),
-             "shared memory of sort_by_expert");
+  static AllowedOn allowed;
+  allow_shared_memory(rank_kernel, rank_bytes(kMostRouted), allowed,
+                      "shared memory of sort_by_expert");
   int64_t const clusters = sort_clusters(slots);
   cuda_check(launch_early(rank_kernel, dim3(unsigned(clusters * kCluster)), kThreads,
                           rank_bytes(x.experts), queue.stream, x, chunk),

@@ -18,6 +18,7 @@ CASE = Case("opcheck", 12, 16, 8, 4, 2, "random", frozenset())
 SCALARS = ACTIVATIONS["gpt_oss"].scalars
 FLAGS = (*SCALARS, False, False)
 TRANSPOSED = (*SCALARS, False, True)
+ROUTER = (2, 0, True, 1.0, 1, 1, 0.0, 0)
 
 Arguments = tuple
 
@@ -39,6 +40,7 @@ class Inputs:
         self.a = torch.randn(24, 8, device=device).to(dtype)
         self.h = torch.randn(24, 16, device=device).to(dtype)
         self.weights = (self.w_up, None, layer.down)
+        self.router = layer.down[:, :, 0].contiguous()
         self.pair = (layer.up, layer.gate, layer.down)
         self.biases = (self.b_up, layer.down_bias)
         self.routing = (self.offsets, self.row_token, self.slot_row, self.row_score)
@@ -133,15 +135,6 @@ CALLS: dict[str, Callable[[Inputs], Arguments]] = {
         i.layer.down_bias,
         *FLAGS,
         63,
-    ),
-    "moe_forward_out": lambda i: (
-        *(i.layer.x, i.layer.ids, i.layer.scores, None, i.layer.dout, *i.weights, *i.biases),
-        *(*FLAGS, torch.empty_like(i.layer.x)),
-    ),
-    "moe_layer_out": lambda i: (
-        *(i.layer.x, i.layer.down[:, :, 0].contiguous(), None, None),
-        *(2, 0, True, 1.0, 1, 1, 0.0, 0, i.layer.dout, i.w_up, i.layer.down, *i.biases),
-        *(*FLAGS, torch.empty_like(i.layer.x)),
     ),
     "moe_forward transposed": lambda i: (
         *wanting(i.layer.x),
@@ -348,33 +341,35 @@ CALLS: dict[str, Callable[[Inputs], Arguments]] = {
         i.layer.x.to(torch.bfloat16), i.layer.down[:, :, 0].to(torch.bfloat16)
     ),
     "moe_layer": lambda i: (
-        *wanting(i.layer.x, i.layer.down[:, :, 0].contiguous()),
-        None,
-        i.logits[:, 0] > -9,
-        2,
-        1,
-        False,
-        1.0,
-        1,
-        1,
-        0.0,
-        0,
+        *wanting(i.layer.x, i.router),
+        *(None, i.logits[:, 0] > -9, 2, 1, False, 1.0, 1, 1, 0.0, 0),
         *wanting(i.layer.x, *i.weights, *i.biases),
         *FLAGS,
         True,
     ),
     "route_tokens": lambda i: (
-        *wanting(i.layer.x, i.layer.down[:, :, 0].contiguous()),
-        None,
-        i.logits[:, 0] > -1,
-        2,
-        0,
-        False,
-        1.0,
-        1,
-        1,
-        0.0,
-        0,
+        *wanting(i.layer.x, i.router),
+        *(None, i.logits[:, 0] > -1, 2, 0, False, 1.0, 1, 1, 0.0, 0),
+    ),
+}
+
+# Without gradients.
+CALLS |= {
+    "moe_forward_out": lambda i: (
+        *(i.layer.x, i.layer.ids, i.layer.scores, None, i.layer.dout, *i.weights, *i.biases),
+        *(*FLAGS, torch.empty_like(i.layer.x)),
+    ),
+    "moe_layer_out": lambda i: (
+        *(i.layer.x, i.router, None, None, *ROUTER, i.layer.dout, i.w_up, i.layer.down, *i.biases),
+        *(*FLAGS, torch.empty_like(i.layer.x)),
+    ),
+    "infer_experts": lambda i: (
+        *(i.layer.x, i.layer.ids, i.layer.scores, i.layer.dout, i.w_up, i.layer.down, *i.biases),
+        torch.tensor(FLAGS, dtype=torch.float64),
+    ),
+    "infer_layer": lambda i: (
+        *(i.layer.x, i.router, None, i.layer.dout, i.w_up, i.layer.down, *i.biases),
+        torch.tensor((*FLAGS, *ROUTER), dtype=torch.float64),
     ),
 }
 
