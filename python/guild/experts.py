@@ -20,7 +20,7 @@ from guild.expert_arguments import (
     sink_of,
     whole_of,
 )
-from guild.layer_inference import quick_experts
+from guild.experts_inference import quick_experts
 from guild.lora import LoRA, LoRAHalves
 from guild.lora_experts import experts_with_lora, sorted_places
 from guild.routing import Router, token_arguments

@@ -1,32 +1,22 @@
-"""Calls without gradients, in as little time of the host as they can take.
-
-At a few tokens a layer takes some ten microseconds of a GPU, less than Python takes to check its
-arguments one by one. Here nothing is checked or prepared twice: one op does what the layer does,
-and compares sizes, types and devices itself. What it refuses, and what it cannot do, goes the long
-way, where each argument has its own message.
-"""
+"""A layer's call without gradients, as experts_inference.py runs `routed_experts`."""
 
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
-from guild._torch.layer_operator import infer_experts, infer_layer
+from guild._torch.layer_operator import infer_layer
 from guild._torch.operators import LayerFlags
-from guild.activations import Activation, as_activation, is_interleaved
+from guild.activations import is_interleaved
+from guild.experts_inference import REFUSED, below_autograd, is_plainly_called, told
 from guild.logits import RouterLinear
 from guild.routing import router_scalars
+from guild.shared_experts import SharedExperts
 
-# Without the wrapper that names torch's errors: whatever is raised is raised again the long way.
-_infer_experts, _infer_layer = (op._op.__wrapped__ for op in (infer_experts, infer_layer))
-_below_autograd = torch._C._AutoDispatchBelowADInplaceOrView  # the results are new: no versions
+_infer_layer = infer_layer._op.__wrapped__  # whatever is raised is raised again the long way
 _PREPARED = "_prepared"
-_PLAIN = frozenset((Tensor, nn.Parameter))
-_REFUSED = (RuntimeError, TypeError, ValueError)
 
 
 def quick_output(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -46,7 +36,7 @@ def quick_output(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
         and type(router) is RouterLinear
         and type(weight := router._parameters["weight"]) is nn.Parameter
         and x.dtype is w_up.dtype
-        and _is_plainly_called(x)
+        and is_plainly_called(x)
         and layer._routes_in_one()
     ):
         return None
@@ -61,69 +51,22 @@ def quick_output(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
     bias = None
     if layer.routing.selection_bias and (bias := router._buffers.get("selection_bias")) is None:
         return None
-    shared = None if layer.shared is None else layer.shared(flat)
+    shared = layer.shared
+    dense = None, None, None  # a residual, or the weights of what is added
+    if type(shared) is SharedExperts and shared.is_plain(layer):
+        dense = None, *shared.weights()
+    elif shared is not None:
+        dense = shared(flat), None, None
     try:
-        rest = shared, w_up, w_down, layer.b_up, layer.b_down, _prepared(layer)
+        rest = *dense, w_up, w_down, layer.b_up, layer.b_down, _prepared(layer)
         if torch.is_inference_mode_enabled():
             out, offsets = _infer_layer(flat, weight, bias, *rest)
         else:
-            with _below_autograd():
+            with below_autograd():
                 out, offsets = _infer_layer(flat, weight, bias, *rest)
-    except _REFUSED:
+    except REFUSED:
         return None
     return out if len(shape) == 2 else out.view(shape), offsets
-
-
-def quick_experts(
-    x: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    w_up: Tensor,
-    w_down: Tensor,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-    activation: Activation | str,
-    order: str,
-    transposed: bool,
-    residual: Tensor | None,
-) -> tuple[Tensor, Tensor] | None:
-    """What `routed_experts` returns and the offsets of the rows, or None: take the long way.
-
-    Called with no other options than these.
-    """
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return None
-    if not (
-        type(x) is type(topk_ids) is type(topk_weights) is Tensor
-        and type(w_up) in _PLAIN
-        and type(w_down) in _PLAIN
-        and (b_up is None or type(b_up) in _PLAIN)
-        and (b_down is None or type(b_down) in _PLAIN)
-        and (residual is None or type(residual) is Tensor)
-        and type(transposed) is bool
-        and topk_ids.dim() == 2
-        and _is_plainly_called(x)
-    ):
-        return None
-    try:
-        settings = _expert_settings(activation, order, transposed)
-        rest = residual, w_up, w_down, b_up, b_down, settings
-        if torch.is_inference_mode_enabled():
-            return _infer_experts(x, topk_ids, topk_weights, *rest)
-        with _below_autograd():
-            return _infer_experts(x, topk_ids, topk_weights, *rest)
-    except _REFUSED:
-        return None
-
-
-def _is_plainly_called(x: Tensor) -> bool:
-    """Whether nothing stands between a call and the op: no transform, tangent or autocast."""
-    return (
-        (x.is_cuda or x.is_cpu)
-        and not torch._C._are_functorch_transforms_active()
-        and forward_ad._current_level < 0
-        and not torch.is_autocast_enabled(x.device.type)
-    )
 
 
 def _prepared(layer: nn.Module) -> Tensor:
@@ -132,20 +75,6 @@ def _prepared(layer: nn.Module) -> Tensor:
     found = layer.__dict__.get(_PREPARED)
     if found is None or found[0] != settings:
         flags = LayerFlags(*layer.activation.scalars, is_interleaved(layer.order), layer.transposed)
-        told = _settings(*flags, *router_scalars(layer.top_k, layer.routing))
-        found = layer.__dict__[_PREPARED] = settings, told
+        numbers = told(*flags, *router_scalars(layer.top_k, layer.routing))
+        found = layer.__dict__[_PREPARED] = settings, numbers
     return found[1]
-
-
-@lru_cache
-def _expert_settings(activation: Activation | str, order: str, transposed: bool) -> Tensor:
-    return _settings(*as_activation(activation).scalars, is_interleaved(order), transposed)
-
-
-def _settings(*values: float) -> Tensor:
-    """Numbers and flags as one tensor, which the host reads."""
-    with torch.inference_mode(False):  # it outlives the mode that it is first asked for in
-        told = torch.tensor(values, dtype=torch.float64, device="cpu")
-    if type(told) is not Tensor:  # under a FakeTensorMode, say
-        raise TypeError(f"settings: expected a torch.Tensor, got {type(told).__name__}")
-    return told

@@ -1,6 +1,8 @@
 // The CUDA backend's functions in a build without CUDA: they throw.
 #include "guild/cuda.h"
 
+#include "cuda/rows/all_rows.h"
+
 namespace guild::cuda {
 
 namespace {
@@ -34,6 +36,7 @@ void up_weight_gradient(UpWeightGradient const&, Queue) { absent(); }
 void down_weight_gradient(DownWeightGradient const&, Queue) { absent(); }
 void bias_gradient(BiasGradient const&, Queue) { absent(); }
 void grouped_gemm(GroupedGemm const&, Queue) { absent(); }
+void all_rows(AllRows const&, Queue) { absent(); }
 void moe_forward(MoeForward const&, Queue) { absent(); }
 void moe_backward(MoeBackward const&, Queue) { absent(); }
 void moe_weight_gradients(MoeWeightGradients const&, Queue) { absent(); }

@@ -101,9 +101,9 @@ void define_inference(Library& m) {
       "infer_experts(Tensor x, Tensor ids, Tensor scores, Tensor? residual, Tensor w_up, Tensor "
       "w_down, Tensor? b_up, Tensor? b_down, Tensor settings) -> (Tensor o, Tensor offsets)");
   m.def(
-      "infer_layer(Tensor x, Tensor router, Tensor? selection_bias, Tensor? residual, Tensor w_up, "
-      "Tensor w_down, Tensor? b_up, Tensor? b_down, Tensor settings) -> (Tensor o, Tensor "
-      "offsets)");
+      "infer_layer(Tensor x, Tensor router, Tensor? selection_bias, Tensor? residual, Tensor? "
+      "shared_up, Tensor? shared_down, Tensor w_up, Tensor w_down, Tensor? b_up, Tensor? b_down, "
+      "Tensor settings) -> (Tensor o, Tensor offsets)");
 }
 
 void define_steps(Library& m) {

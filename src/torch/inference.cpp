@@ -1,5 +1,6 @@
 // Layers without gradients. Nothing is kept, so that all that a call needs beside its result and
 // its offsets lies in one buffer: at a few tokens each allocation counts.
+#include "cuda/rows/all_rows.h"
 #include "shared/workspace.h"
 #include "torch/forward.h"
 #include "torch/ops.h"
@@ -8,48 +9,75 @@ namespace guild::binding {
 
 namespace {
 
-// Parts of the buffer. ids and scores are there where the layer routes its tokens itself.
-struct Scratch {
-  int32_t* ids;                   // (T, K)
-  void* scores;                   // (T, K)
-  int32_t *row_token, *slot_row;  // (R) each
-  void *sort, *products;          // work buffers
+// Up to this size a buffer may live as long as the offsets, which then lie in it.
+constexpr int64_t kSmallBuffer = 1 << 18;
+
+// What a call needs memory for. The sizes of shared experts are those of a layer whose one expert
+// has all rows.
+struct Needs {
+  bool routes;          // the layer chooses its tokens' experts itself
+  Layer const* shared;  // null: none
 };
 
-Scratch carve(Carver& carver, Layer const& layer, bool routes) {
+// Parts of the buffer.
+struct Scratch {
+  int32_t* offsets;                     // (E + 1), first
+  int32_t* ids;                         // (T, K), where the layer routes
+  void* scores;                         // (T, K), where the layer routes
+  int32_t *row_token, *slot_row;        // (R) each
+  void *sort, *products;                // work buffers
+  int32_t* shared_offsets;              // (2)
+  void *shared_rows, *shared_products;  // (T, H), and a work buffer
+};
+
+Scratch carve(Carver& carver, Layer const& layer, Needs const& needs) {
   Sizes const& s = layer.sizes;
-  int64_t const rows = s.rows(), routed = routes ? rows : 0;
+  int64_t const rows = s.rows(), routed = needs.routes ? rows : 0;
   auto const indices = [&](int64_t count) {
     return static_cast<int32_t*>(carver.take(count, sizeof(int32_t)));
   };
   Scratch found{};
+  found.offsets = indices(s.experts + 1);
   found.ids = indices(routed);
   found.scores = carver.take(routed, element_bytes(score_dtype(layer.dtype)));
   found.row_token = indices(rows);
   found.slot_row = indices(rows);
   found.sort = carver.take(sort_workspace_bytes(rows, s.experts, 1));
   found.products = carver.take(moe_forward_workspace_bytes(s, layer.dtype));
+  if (needs.shared == nullptr) return found;
+  found.shared_offsets = indices(2);
+  found.shared_rows = carver.take(s.tokens, s.hidden, element_bytes(layer.dtype));
+  found.shared_products =
+      carver.take(moe_forward_workspace_bytes(needs.shared->sizes, layer.dtype));
   return found;
 }
 
 // The buffer, alive as long as the call is.
 struct Buffer {
   Tensor memory;
+  int64_t bytes;
   Scratch parts;
 
-  Buffer(Place const& place, Layer const& layer, bool routes)
-      : memory(place.workspace(bytes(layer, routes))) {
+  Buffer(Place const& place, Layer const& layer, Needs const& needs)
+      : memory(place.workspace(size(layer, needs))), bytes(size(layer, needs)) {
     Carver carver(memory.data_ptr());
-    parts = carve(carver, layer, routes);
+    parts = carve(carver, layer, needs);
   }
 
  private:
-  static int64_t bytes(Layer const& layer, bool routes) {
+  static int64_t size(Layer const& layer, Needs const& needs) {
     Carver counting(nullptr);
-    carve(counting, layer, routes);
+    carve(counting, layer, needs);
     return counting.used();
   }
 };
+
+// The offsets that a call returns.
+Tensor offsets_in(Place const& place, Buffer const& buffer, Layer const& layer) {
+  int64_t const count = layer.sizes.experts + 1;
+  return buffer.bytes <= kSmallBuffer ? place.first_int32(buffer.memory, count)
+                                      : place.empty_int32({count});
+}
 
 // A token's experts and their weights.
 struct Chosen {
@@ -78,9 +106,10 @@ struct Operands {
 
 // Runs forward into out (T, H); returns the offsets.
 Tensor run(Place const& place, Layer const& layer, Operands const& given, Chosen const& chosen,
-           Scratch const& scratch, Tensor const& out) {
+           Buffer const& buffer, Tensor const& out) {
   Sizes const& s = layer.sizes;
-  Tensor offsets = place.empty_int32({s.experts + 1});
+  Scratch const& scratch = buffer.parts;
+  Tensor offsets = offsets_in(place, buffer, layer);
   Sort const sort{.tokens = s.tokens,
                   .experts = s.experts,
                   .top_k = s.top_k,
@@ -98,10 +127,52 @@ Tensor run(Place const& place, Layer const& layer, Operands const& given, Chosen
   MoeForward f = forward_args(place, layer, routing, given.x, given.w, given.b_up, given.b_down,
                               scratch.products);
   f.o = place.rows(out, "out", layer.dtype, {s.tokens, s.hidden});
-  f.residual = place.rows(given.residual, "residual", layer.dtype, {s.tokens, s.hidden});
+  Rows const shared{scratch.shared_rows, 0};
+  f.residual = shared.data != nullptr
+                   ? shared
+                   : place.rows(given.residual, "residual", layer.dtype, {s.tokens, s.hidden});
   f.sort = &sort;
   place.run(cpu::moe_forward, cuda::moe_forward, f);
   return offsets;
+}
+
+// Experts that every token goes through, as one of all rows.
+struct Shared {
+  Tensor const &w_up, &w_down;  // (W, H) or with a gate (2 W, H); (H, W)
+};
+
+Layer shared_layer(Layer const& layer, Shared const& shared) {
+  require_dims(shared.w_down, "shared.w_down", 2);
+  Layer found = layer;
+  found.sizes.intermediate = shared.w_down.size(1);
+  found.sizes.experts = found.sizes.top_k = 1;
+  found.transposed = false;
+  return found;
+}
+
+// Runs them into buffer.parts.shared_rows.
+void run_shared(Place const& place, Layer const& layer, Tensor const& x, Shared const& shared,
+                Scratch const& scratch) {
+  Sizes const& s = layer.sizes;
+  cuda::AllRows const all{s.tokens, scratch.shared_offsets};
+  place.run<cuda::AllRows>(
+      [](cuda::AllRows const& args) { args.offsets[0] = 0, args.offsets[1] = int32_t(args.rows); },
+      cuda::all_rows, all);
+  MoeForward f;
+  f.sizes = s;
+  f.dtype = layer.dtype;
+  f.activation = layer.activation;
+  f.order = layer.order;
+  f.routing.offsets = scratch.shared_offsets;
+  f.x = place.rows(x, "x", layer.dtype, {s.tokens, s.hidden});
+  void* const up = place.packed(shared.w_up, "shared.w_up", layer.dtype, {layer.width(), s.hidden});
+  f.w_up = up_weight<ConstWeight>(up, s, layer.activation.gated, layer.order, /*transposed=*/false,
+                                  element_bytes(layer.dtype));
+  f.w_down = {place.packed(shared.w_down, "shared.w_down", layer.dtype, {s.hidden, s.intermediate}),
+              s.hidden * s.intermediate, s.intermediate, 1};
+  f.workspace = scratch.shared_products;
+  f.o = {scratch.shared_rows, 0};
+  place.run(cpu::moe_forward, cuda::moe_forward, f);
 }
 
 // The same from the router's product on.
@@ -113,20 +184,23 @@ struct Routed {
 };
 
 Tensor run_layer(Place const& place, Operands const& given, Routed const& by, Activation activation,
-                 Flags flags, Tensor const& out) {
+                 Flags flags, std::optional<Shared> const& shared, Tensor const& out) {
   Layer const layer = layer_of(given.x, {.tokens = given.x.size(0), .top_k = by.top_k},
                                given.w.down, activation, flags);
   Tensor const logits = router_logits(place, given.x, by.weight);
   Route route = route_of(place, logits, by.selection_bias, by.token_mask, by.top_k, by.router);
   require(route.experts == layer.sizes.experts, "router: expected ", layer.sizes.experts,
           " experts as in w_down, got ", route.experts);
-  Buffer const buffer(place, layer, /*routes=*/true);
+  std::optional<Layer> dense;
+  if (shared.has_value()) dense = shared_layer(layer, *shared);
+  Buffer const buffer(place, layer, {.routes = true, .shared = dense ? &*dense : nullptr});
+  if (dense) run_shared(place, *dense, given.x, *shared, buffer.parts);
   route.ids = buffer.parts.ids;
   route.scores = buffer.parts.scores;
   place.run(cpu::route, cuda::route, route);
   Chosen const chosen{
       .ids = route.ids, .ids_are_int64 = false, .scores = route.scores, .token_offsets = nullptr};
-  return run(place, layer, given, chosen, buffer.parts, out);
+  return run(place, layer, given, chosen, buffer, out);
 }
 
 // ---- settings -----------------------------------------------------------------------------------
@@ -179,9 +253,9 @@ Tensor moe_forward_out(Tensor const& x, Tensor const& ids, Tensor const& scores,
       layer_of(x, slots, w_down, activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
                {interleaved, transposed});
   Chosen const chosen = chosen_of(place, layer, slots, ids, scores);
-  Buffer const buffer(place, layer, /*routes=*/false);
-  return run(place, layer, {x, residual, {w_up, w_gate, w_down}, b_up, b_down}, chosen,
-             buffer.parts, out);
+  Buffer const buffer(place, layer, {.routes = false, .shared = nullptr});
+  return run(place, layer, {x, residual, {w_up, w_gate, w_down}, b_up, b_down}, chosen, buffer,
+             out);
 }
 
 Tensor moe_layer_out(Tensor const& x, Tensor const& router, MaybeTensor const& selection_bias,
@@ -198,7 +272,7 @@ Tensor moe_layer_out(Tensor const& x, Tensor const& router, MaybeTensor const& s
                             router.size(0))};
   return run_layer(place, {x, residual, {w_up, std::nullopt, w_down}, b_up, b_down}, by,
                    activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
-                   {interleaved, transposed}, out);
+                   {interleaved, transposed}, std::nullopt, out);
 }
 
 Tensors2 infer_experts(Tensor const& x, Tensor const& ids, Tensor const& scores,
@@ -210,15 +284,15 @@ Tensors2 infer_experts(Tensor const& x, Tensor const& ids, Tensor const& scores,
   Layer const layer = layer_of(x, slots, w_down, told.activation(), told.flags());
   Chosen const chosen = chosen_of(place, layer, slots, ids, scores);
   Tensor const out = rows_like(place, x);
-  Buffer const buffer(place, layer, /*routes=*/false);
-  Tensor const offsets =
-      run(place, layer, {x, residual, {w_up, std::nullopt, w_down}, b_up, b_down}, chosen,
-          buffer.parts, out);
+  Buffer const buffer(place, layer, {.routes = false, .shared = nullptr});
+  Tensor const offsets = run(
+      place, layer, {x, residual, {w_up, std::nullopt, w_down}, b_up, b_down}, chosen, buffer, out);
   return {out, offsets};
 }
 
 Tensors2 infer_layer(Tensor const& x, Tensor const& router, MaybeTensor const& selection_bias,
-                     MaybeTensor const& residual, Tensor const& w_up, Tensor const& w_down,
+                     MaybeTensor const& residual, MaybeTensor const& shared_up,
+                     MaybeTensor const& shared_down, Tensor const& w_up, Tensor const& w_down,
                      MaybeTensor const& b_up, MaybeTensor const& b_down, Tensor const& settings) {
   Place const place(x, "x");
   Settings const told(settings, kOfExperts + kOfRouter);
@@ -226,9 +300,14 @@ Tensors2 infer_layer(Tensor const& x, Tensor const& router, MaybeTensor const& s
   MaybeTensor const all;
   Routed const by{router, selection_bias, /*token_mask=*/all, told.top_k(),
                   told.router(router.size(0))};
+  bool const dense = shared_up.has_value();
+  require(shared_down.has_value() == dense && !(dense && residual.has_value()),
+          "shared_up: expected both weights and no residual, or none");
+  std::optional<Shared> shared;
+  if (dense) shared.emplace(Shared{*shared_up, *shared_down});
   Tensor const out = rows_like(place, x);
   Tensor const offsets = run_layer(place, {x, residual, {w_up, std::nullopt, w_down}, b_up, b_down},
-                                   by, told.activation(), told.flags(), out);
+                                   by, told.activation(), told.flags(), shared, out);
   return {out, offsets};
 }
 

@@ -24,7 +24,10 @@ QUICK: dict[str, dict[str, Any]] = {
     "selection bias": {"router": "sigmoid"},
     "groups": {"router": guild.Router("sigmoid", groups=2, scale=2.5, group_score="max")},
     "dense softmax": {"router": "softmax"},
-    "shared": {"shared_experts": 1, "shared_gate": True},
+    "shared": {"shared_experts": 2},
+    "shared, biases": {"shared_intermediate": 24, "activation": "gpt_oss", "bias": True},
+    "shared, interleaved": {"shared_experts": 1, "order": "interleaved", "transposed": True},
+    "shared with a gate": {"shared_experts": 1, "shared_gate": True},
     "balancing": {"balance_over": "batch"},  # in training it goes the long way
     "sink": {"weight_gradients": guild.WeightGradients(), "recompute": True},
 }
@@ -152,6 +155,29 @@ def test_surroundings_are_noticed(device: str) -> None:
             assert torch.equal(layer(x), plain)
         meta = copy.deepcopy(layer).to("meta")
         assert meta(x.to("meta")).is_meta
+
+
+SHARED_CHANGES: dict[str, Callable[[guild.MoE], object]] = {
+    "in place": lambda m: m.shared.w_up.data.mul_(2),
+    "strides": lambda m: setattr(m.shared.w_down, "data", m.shared.w_down.data.mT.contiguous().mT),
+    "activation": lambda m: setattr(m.shared, "activation", guild.Activation.named("geglu")),
+    "hook": lambda m: m.shared.register_forward_hook(lambda *a: 2 * a[2]),
+    "forward": lambda m: setattr(m.shared, "forward", lambda x: 3 * x),
+    "module": lambda m: setattr(m, "shared", nn.Linear(HIDDEN, HIDDEN)),
+    "none": lambda m: setattr(m, "shared", None),
+}
+
+
+@pytest.mark.parametrize("name", SHARED_CHANGES)
+def test_changes_of_shared_experts_are_noticed(name: str) -> None:
+    layer = layer_of("cpu", shared_experts=1)
+    with torch.no_grad():
+        x = tokens(layer, 3)
+        before = layer(x)
+        SHARED_CHANGES[name](layer)
+        out = layer(x)
+        assert torch.equal(out, long_way(layer, x))
+        assert not torch.equal(out, before) or name == "strides"
 
 
 WRONG: dict[str, Callable[[guild.MoE, Tensor], Tensor]] = {
