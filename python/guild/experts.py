@@ -7,7 +7,7 @@ from torch import Tensor
 from guild._torch.checks import expect_dims, expect_offsets, expect_shape
 from guild._torch.expert_lists import Listed, lie_backwards, reversed_lists
 from guild._torch.layer_arguments import Halves, layer_arguments, local_ids
-from guild._torch.layer_operator import moe_forward_out, moe_layer_out
+from guild._torch.layer_operator import experts_forward_out, moe_forward_out, moe_layer_out
 from guild._torch.low_rank import Places
 from guild._torch.operators import ops, score_dtype
 from guild.activations import Activation
@@ -262,6 +262,7 @@ def experts_mlp(
     weight_gradients: WeightGradients | None = None,
     lora_up: LoRA | LoRAHalves | None = None,
     lora_down: LoRA | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The expert MLP on rows that the caller has sorted by expert.
 
@@ -277,6 +278,9 @@ def experts_mlp(
     w_up, w_down, b_up, b_down, activation, order, transposed, recompute, weight_gradients, \
 lora_up, lora_down
         As in `routed_experts`, but for up to 4,096 experts on a GPU, too.
+    out : torch.Tensor, optional
+        (R, H) in the result's dtype, otherwise as in `routed_experts`. Rows that belong to nobody
+        become zero, too.
 
     Returns
     -------
@@ -301,9 +305,15 @@ lora_up, lora_down
     low = low_rank_terms(lora_up, lora_down, x, layer)
     wanted = gradient or (low is not None and low.wants_gradient)
     keep, sink = sink_of(wanted, weight_gradients, given, order)
+    if out is not None:
+        expect_output(out, keep, x, layer, x_name="x_sorted", offsets=offsets)
+        if low is None:
+            experts_forward_out(x, offsets, *layer, out)
+            return out
     if low is not None:
         places = Places(offsets, None, None, None, None)
-        return experts_with_lora(x, None, None, layer, low, places, keep, recompute, sink)
+        rows = experts_with_lora(x, None, None, layer, low, places, keep, recompute, sink)
+        return rows if out is None else out.copy_(rows)
     if sink is not None:
         tokens = (*(None,) * 6, offsets)
         return Experts.apply(*sink[:2], recompute, x, *tokens, *layer, *sink.reached)[0]

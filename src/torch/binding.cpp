@@ -98,6 +98,10 @@ void define_inference(Library& m) {
       "Tensor? b_down, " GUILD_ACTIVATION
       ", bool interleaved, bool transposed, Tensor(a!) out) -> Tensor offsets");
   m.def(
+      "experts_forward_out(Tensor x, Tensor offsets, Tensor w_up, Tensor? w_gate, Tensor w_down, "
+      "Tensor? b_up, Tensor? b_down, " GUILD_ACTIVATION
+      ", bool interleaved, bool transposed, Tensor(a!) out) -> ()");
+  m.def(
       "infer_experts(Tensor x, Tensor ids, Tensor scores, Tensor? residual, Tensor w_up, Tensor "
       "w_down, Tensor? b_up, Tensor? b_down, Tensor settings) -> (Tensor o, Tensor offsets)");
   m.def(
@@ -172,6 +176,7 @@ void implement(Library& m) {
   m.impl("infer_layer", TORCH_BOX(&infer_layer));
   m.impl("moe_backward", TORCH_BOX(&moe_backward));
   m.impl("experts_forward", TORCH_BOX(&experts_forward));
+  m.impl("experts_forward_out", TORCH_BOX(&experts_forward_out));
   m.impl("experts_backward", TORCH_BOX(&experts_backward));
   m.impl("data_gradients", TORCH_BOX(&data_gradients));
   m.impl("up_projection", TORCH_BOX(&up_projection));

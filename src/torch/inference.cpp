@@ -4,6 +4,7 @@
 #include "shared/workspace.h"
 #include "torch/forward.h"
 #include "torch/ops.h"
+#include "torch/overlap.h"
 
 namespace guild::binding {
 
@@ -253,6 +254,16 @@ Tensor moe_forward_out(Tensor const& x, Tensor const& ids, Tensor const& scores,
       layer_of(x, slots, w_down, activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
                {interleaved, transposed});
   Chosen const chosen = chosen_of(place, layer, slots, ids, scores);
+  require_apart({{"out", out}}, {{"x", x},
+                                 {"ids", ids},
+                                 {"scores", scores},
+                                 {"token_offsets", token_offsets},
+                                 {"residual", residual},
+                                 {"w_up", w_up},
+                                 {"w_gate", w_gate},
+                                 {"w_down", w_down},
+                                 {"b_up", b_up},
+                                 {"b_down", b_down}});
   Buffer const buffer(place, layer, {.routes = false, .shared = nullptr});
   return run(place, layer, {x, residual, {w_up, w_gate, w_down}, b_up, b_down}, chosen, buffer,
              out);
@@ -267,6 +278,15 @@ Tensor moe_layer_out(Tensor const& x, Tensor const& router, MaybeTensor const& s
                      bool clamp_after, bool interleaved, bool transposed, Tensor& out) {
   Place const place(x, "x");
   require_dims(router, "router.weight", 2);
+  require_apart({{"out", out}}, {{"x", x},
+                                 {"router.weight", router},
+                                 {"selection_bias", selection_bias},
+                                 {"token_mask", token_mask},
+                                 {"residual", residual},
+                                 {"w_up", w_up},
+                                 {"w_down", w_down},
+                                 {"b_up", b_up},
+                                 {"b_down", b_down}});
   Routed const by{router, selection_bias, token_mask, top_k,
                   router_of(score, renormalize, scale, groups, top_groups, sum_floor, group_score,
                             router.size(0))};

@@ -1,6 +1,7 @@
 // Whole layers, forward and backward: from tokens with ids and scores, or from rows already sorted.
 #include "torch/forward.h"
 #include "torch/ops.h"
+#include "torch/overlap.h"
 
 namespace guild::binding {
 
@@ -54,6 +55,20 @@ Forward run_forward(Place const& place, Tokens const& tokens, Weights const& w,
   f.sort = &sort;
   place.run(cpu::moe_forward, cuda::moe_forward, f);
   return {rows, h};
+}
+
+// Runs forward of sorted rows into o (R, H), of which those past offsets[E] are not written.
+void run_sorted(Place const& place, Layer const& layer, Tensor const& x, Tensor const& offsets,
+                Weights const& w, MaybeTensor const& b_up, MaybeTensor const& b_down,
+                Tensor const& h, Tensor const& o) {
+  Sizes const& s = layer.sizes;
+  Routing routing;
+  routing.offsets = place.indices(offsets, "offsets", {s.experts + 1});
+  Tensor const workspace = place.workspace(moe_forward_workspace_bytes(s, layer.dtype));
+  MoeForward f = forward_args(place, layer, routing, x, w, b_up, b_down, workspace.data_ptr());
+  f.h = {h.data_ptr(), 0};
+  f.o = place.rows(o, "out", layer.dtype, {s.tokens, s.hidden});
+  place.run(cpu::moe_forward, cuda::moe_forward, f);
 }
 
 // The arguments that all backward calls share; outputs and workspace are the caller's to set.
@@ -194,18 +209,32 @@ Tensors2 experts_forward(Tensor const& x, Tensor const& offsets, Tensor const& w
   Layer const layer = layer_of(x, kSortedRows, w_down,
                                activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
                                {interleaved, transposed});
-  Sizes const& s = layer.sizes;
-  Routing routing;
-  routing.offsets = place.indices(offsets, "offsets", {s.experts + 1});
-  Tensor o = place.zeros({s.tokens, s.hidden}, layer.dtype);
-  Tensor h = place.empty({keep ? s.tokens : 0, layer.width()}, layer.dtype);
-  Tensor const workspace = place.workspace(moe_forward_workspace_bytes(s, layer.dtype));
-  MoeForward f = forward_args(place, layer, routing, x, {w_up, w_gate, w_down}, b_up, b_down,
-                              workspace.data_ptr());
-  f.h = {h.data_ptr(), 0};
-  f.o = {o.data_ptr(), 0};
-  place.run(cpu::moe_forward, cuda::moe_forward, f);
+  Tensor o = place.zeros({layer.sizes.tokens, layer.sizes.hidden}, layer.dtype);
+  Tensor h = place.empty({keep ? layer.sizes.tokens : 0, layer.width()}, layer.dtype);
+  run_sorted(place, layer, x, offsets, {w_up, w_gate, w_down}, b_up, b_down, h, o);
   return {o, h};
+}
+
+void experts_forward_out(Tensor const& x, Tensor const& offsets, Tensor const& w_up,
+                         MaybeTensor const& w_gate, Tensor const& w_down, MaybeTensor const& b_up,
+                         MaybeTensor const& b_down, int64_t kind, bool gated, double alpha,
+                         double limit, double up_offset, bool clamp_after, bool interleaved,
+                         bool transposed, Tensor& out) {
+  Place const place(x, "x");
+  Layer const layer = layer_of(x, kSortedRows, w_down,
+                               activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
+                               {interleaved, transposed});
+  place.rows(out, "out", layer.dtype, {layer.sizes.tokens, layer.sizes.hidden});
+  require_apart({{"out", out}}, {{"x", x},
+                                 {"offsets", offsets},
+                                 {"w_up", w_up},
+                                 {"w_gate", w_gate},
+                                 {"w_down", w_down},
+                                 {"b_up", b_up},
+                                 {"b_down", b_down}});
+  place.clear(out);
+  Tensor const nothing = place.empty({0, layer.width()}, layer.dtype);
+  run_sorted(place, layer, x, offsets, {w_up, w_gate, w_down}, b_up, b_down, nothing, out);
 }
 
 Tensors6 experts_backward(Tensor const& dout, Tensor const& x, Tensor const& h,

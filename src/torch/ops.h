@@ -88,6 +88,12 @@ Tensors2 experts_forward(Tensor const& x, Tensor const& offsets, Tensor const& w
                          MaybeTensor const& b_down, int64_t kind, bool gated, double alpha,
                          double limit, double up_offset, bool clamp_after, bool interleaved,
                          bool transposed, bool keep);
+// The same into out (R, H), keeping nothing.
+void experts_forward_out(Tensor const& x, Tensor const& offsets, Tensor const& w_up,
+                         MaybeTensor const& w_gate, Tensor const& w_down, MaybeTensor const& b_up,
+                         MaybeTensor const& b_down, int64_t kind, bool gated, double alpha,
+                         double limit, double up_offset, bool clamp_after, bool interleaved,
+                         bool transposed, Tensor& out);
 // -> dx (zero past offsets[E]), dw_up, dw_gate, dw_down, db_up, db_down
 Tensors6 experts_backward(Tensor const& dout, Tensor const& x, Tensor const& h,
                           Tensor const& offsets, Tensor const& w_up, MaybeTensor const& w_gate,

@@ -161,8 +161,12 @@ Tensor Place::empty_int32(Shape shape) const {
 
 Tensor Place::zeros(Shape shape, DType dtype) const {
   Tensor tensor = empty(shape, dtype);
-  TORCH_ERROR_CODE_CHECK(aoti_torch_zero_(tensor.get()));
+  clear(tensor);
   return tensor;
+}
+
+void Place::clear(Tensor const& tensor) const {
+  TORCH_ERROR_CODE_CHECK(aoti_torch_zero_(tensor.get()));
 }
 
 Tensor Place::workspace(int64_t bytes) const { return make(&bytes, 1, aoti_torch_dtype_uint8()); }

@@ -98,6 +98,7 @@ register("moe_layer", _gradient, _setup)
 
 moe_layer_out = ops.moe_layer_out.default
 moe_forward_out = ops.moe_forward_out.default
+experts_forward_out = ops.experts_forward_out.default
 infer_layer = ops.infer_layer.default
 infer_experts = ops.infer_experts.default
 
@@ -112,6 +113,11 @@ def _layer_out_fake(x, router, *rest):
     return x.new_empty(router.shape[0] + 1, dtype=torch.int32)
 
 
+@torch.library.register_fake("guild::experts_forward_out", lib=library)
+def _experts_forward_out_fake(*args):
+    return None
+
+
 @torch.library.register_fake("guild::infer_layer", lib=library)
 def _infer_layer_fake(x, router, *rest):
     return x.new_empty(x.shape), x.new_empty(router.shape[0] + 1, dtype=torch.int32)
@@ -122,4 +128,6 @@ def _infer_experts_fake(x, ids, scores, residual, w_up, w_down, *rest):
     return x.new_empty(x.shape), x.new_empty(w_down.shape[0] + 1, dtype=torch.int32)
 
 
-register_without_gradient("moe_forward_out", "moe_layer_out", "infer_layer", "infer_experts")
+register_without_gradient(
+    "moe_forward_out", "moe_layer_out", "experts_forward_out", "infer_layer", "infer_experts"
+)

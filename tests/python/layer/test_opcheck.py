@@ -63,16 +63,7 @@ def down_gradient_arguments(i: Inputs) -> Arguments:
 CALLS: dict[str, Callable[[Inputs], Arguments]] = {
     "route": lambda i: (
         *wanting(i.logits),
-        None,
-        i.logits[:, 0] > -1,
-        2,
-        1,
-        True,
-        1.0,
-        2,
-        1,
-        0.1,
-        1,
+        *(None, i.logits[:, 0] > -1, 2, 1, True, 1.0, 2, 1, 0.1, 1),
     ),
     "route_backward": lambda i: (
         torch.randn_like(i.logits[:, :2]).contiguous(),
@@ -126,15 +117,8 @@ CALLS: dict[str, Callable[[Inputs], Arguments]] = {
         True,
     ),
     "moe_backward": lambda i: (
-        i.layer.dout,
-        i.layer.x,
-        i.h,
-        *i.routing,
-        None,
-        *i.weights,
-        i.layer.down_bias,
-        *FLAGS,
-        63,
+        *(i.layer.dout, i.layer.x, i.h, *i.routing, None),
+        *(*i.weights, i.layer.down_bias, *FLAGS, 63),
     ),
     "moe_forward transposed": lambda i: (
         *wanting(i.layer.x),
@@ -362,6 +346,9 @@ CALLS |= {
     "moe_layer_out": lambda i: (
         *(i.layer.x, i.router, None, None, *ROUTER, i.layer.dout, i.w_up, i.layer.down, *i.biases),
         *(*FLAGS, torch.empty_like(i.layer.x)),
+    ),
+    "experts_forward_out": lambda i: (
+        *(i.rows, i.offsets, *i.weights, *i.biases, *FLAGS, torch.empty_like(i.rows)),
     ),
     "infer_experts": lambda i: (
         *(i.layer.x, i.layer.ids, i.layer.scores, i.layer.dout, i.w_up, i.layer.down, *i.biases),
