@@ -233,8 +233,8 @@ Tensor moe_layer_out(Tensor const& x, Tensor const& router, MaybeTensor const& s
                      bool clamp_after, bool interleaved, bool transposed, Tensor& out) {
   Place const place(x, "x");
   auto const [scores, ids, slopes] =
-      route(router_logits(place, x, router), selection_bias, token_mask, top_k, score, renormalize,
-            scale, groups, top_groups, sum_floor, group_score);
+      route_tokens(x, router, selection_bias, token_mask, top_k, score, renormalize, scale, groups,
+                   top_groups, sum_floor, group_score);
   return run_forward(place, {x, ids, scores, std::nullopt, residual}, {w_up, std::nullopt, w_down},
                      b_up, b_down, activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
                      {interleaved, transposed}, /*keep=*/false, out)

@@ -55,8 +55,36 @@ struct Sorting {
 Sorting sorting(Place const& place, Tensor const& ids, Tensor const& scores, int64_t experts,
                 DType scores_dtype, MaybeTensor const& token_offsets);
 
-// x (T, H), weight (E, H) -> (T, E) in float32, or float64 (logits.cpp)
-Tensor router_logits(Place const& place, Tensor const& x, Tensor const& weight);
+// A route yet to run, but for its logits: `args` fills the tensors.
+struct RouteSizes {
+  int64_t tokens, experts, top_k;
+  DType dtype;  // of the logits and scores
+};
+struct RouterScalars {
+  int64_t score;
+  bool renormalize;
+  double scale;
+  int64_t groups, top_groups;
+  double sum_floor;
+  int64_t group_score;
+};
+struct Routed {
+  Route args;
+  Tensor scores, ids, slopes;
+
+  Routed(Place const& place, RouteSizes const& sizes, MaybeTensor const& selection_bias,
+         MaybeTensor const& token_mask, RouterScalars const& router);
+};
+
+// ---- logits.cpp ---------------------------------------------------------------------------------
+
+// x (T, H), weight (E, H) -> (T, E) in float32, or float64
+Tensor router_logits(Tensor const& x, Tensor const& weight);
+// The same and route, of logits that are not kept
+Tensors3 route_tokens(Tensor const& x, Tensor const& weight, MaybeTensor const& selection_bias,
+                      MaybeTensor const& token_mask, int64_t top_k, int64_t score, bool renormalize,
+                      double scale, int64_t groups, int64_t top_groups, double sum_floor,
+                      int64_t group_score);
 
 // ---- layer.cpp ----------------------------------------------------------------------------------
 
