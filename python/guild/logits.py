@@ -30,6 +30,7 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     16-bit operands are multiplied as they are, and summed and returned in float32: their logits
     have none of the rounding with which torch.nn.functional.linear returns 16 bits, and which
     changes the order of experts whose logits are close. On a GPU there is no float32 copy of x.
+    Of 16-bit operands a token's logits have the same bits whatever the other tokens are.
 
     Parameters
     ----------

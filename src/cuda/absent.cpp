@@ -1,5 +1,6 @@
 // The CUDA backend's functions in a build without CUDA: they throw.
 #include "guild/cuda.h"
+#include "guild/router_logits.h"
 
 #include "cuda/rows/all_rows.h"
 
@@ -18,6 +19,8 @@ bool usable(char const** why) {
 }
 
 void route(Route const&, Queue) { absent(); }
+void router_logits(RouterLogits const&, Queue) { absent(); }
+void route_tokens(RouterLogits const&, Route const&, Queue) { absent(); }
 void router_gradient(RouterGradient const&, Queue) { absent(); }
 void round_tokens(TokenRounding const&, Queue) { absent(); }
 void balance_sums(BalanceSums const&, Queue) { absent(); }

@@ -28,15 +28,23 @@ std::string cuda_reason() {
 
 using Library = torch::stable::detail::StableLibrary;
 
-void define_layers(Library& m) {
+void define_machine(Library& m) {
   m.def("cuda_built() -> bool");
   m.def("cuda_reason() -> str");
   m.def("num_sms() -> int");
   m.def("set_num_sms(int count) -> ()");
+}
+
+void define_routing(Library& m) {
   m.def(
       "route(Tensor logits, Tensor? selection_bias, Tensor? token_mask, int top_k, int score, bool "
       "renormalize, float scale, int groups, int top_groups, float sum_floor, int "
       "group_score) -> (Tensor scores, Tensor ids, Tensor slopes)");
+  m.def("router_logits(Tensor x, Tensor weight) -> Tensor");
+  m.def(
+      "route_tokens(Tensor x, Tensor weight, Tensor? selection_bias, Tensor? token_mask, int "
+      "top_k, int score, bool renormalize, float scale, int groups, int top_groups, float "
+      "sum_floor, int group_score) -> (Tensor scores, Tensor ids, Tensor slopes)");
   m.def(
       "route_backward(Tensor dscores, Tensor scores, Tensor ids, Tensor? slopes, Tensor? logits, "
       "int experts, int score, bool renormalize, float scale, Tensor? token_offsets=None, Tensor? "
@@ -54,7 +62,9 @@ void define_layers(Library& m) {
   m.def(
       "sort_by_expert(Tensor ids, Tensor scores, int experts, Tensor? token_offsets=None) -> "
       "(Tensor offsets, Tensor row_token, Tensor slot_row, Tensor row_score)");
+}
 
+void define_layers(Library& m) {
   m.def(
       "moe_forward(Tensor x, Tensor ids, Tensor scores, Tensor? token_offsets, Tensor? residual, "
       "Tensor w_up, Tensor? w_gate, Tensor w_down, Tensor? b_up, Tensor? b_down, " GUILD_ACTIVATION
@@ -164,6 +174,8 @@ void define_steps(Library& m) {
 // One kernel for both keys: the backend follows from the first tensor's device.
 void implement(Library& m) {
   m.impl("route", TORCH_BOX(&route));
+  m.impl("router_logits", TORCH_BOX(&router_logits));
+  m.impl("route_tokens", TORCH_BOX(&route_tokens));
   m.impl("route_backward", TORCH_BOX(&route_backward));
   m.impl("round_tokens", TORCH_BOX(&round_tokens));
   m.impl("balance_sums", TORCH_BOX(&balance_sums));
@@ -199,6 +211,8 @@ void implement(Library& m) {
 }  // namespace guild::binding
 
 STABLE_TORCH_LIBRARY(guild, m) {
+  guild::binding::define_machine(m);
+  guild::binding::define_routing(m);
   guild::binding::define_layers(m);
   guild::binding::define_inference(m);
   guild::binding::define_steps(m);

@@ -16,8 +16,9 @@ constexpr int64_t kSmallBuffer = 1 << 18;
 // What a call needs memory for. The sizes of shared experts are those of a layer whose one expert
 // has all rows.
 struct Needs {
-  bool routes;          // the layer chooses its tokens' experts itself
-  Layer const* shared;  // null: none
+  bool routes;           // the layer chooses its tokens' experts itself
+  int64_t router_bytes;  // what that takes
+  Layer const* shared;   // null: none
 };
 
 // Parts of the buffer.
@@ -25,6 +26,7 @@ struct Scratch {
   int32_t* offsets;                     // (E + 1), first
   int32_t* ids;                         // (T, K), where the layer routes
   void* scores;                         // (T, K), where the layer routes
+  void* router;                         // a work buffer
   int32_t *row_token, *slot_row;        // (R) each
   void *sort, *products;                // work buffers
   int32_t* shared_offsets;              // (2)
@@ -41,6 +43,7 @@ Scratch carve(Carver& carver, Layer const& layer, Needs const& needs) {
   found.offsets = indices(s.experts + 1);
   found.ids = indices(routed);
   found.scores = carver.take(routed, element_bytes(score_dtype(layer.dtype)));
+  found.router = carver.take(needs.router_bytes);
   found.row_token = indices(rows);
   found.slot_row = indices(rows);
   found.sort = carver.take(sort_workspace_bytes(rows, s.experts, 1));
@@ -177,28 +180,33 @@ void run_shared(Place const& place, Layer const& layer, Tensor const& x, Shared 
 }
 
 // The same from the router's product on.
-struct Routed {
+struct RoutedBy {
   Tensor const& weight;
   MaybeTensor const &selection_bias, &token_mask;
   int64_t top_k;
-  Router router;
+  RouterScalars router;
 };
 
-Tensor run_layer(Place const& place, Operands const& given, Routed const& by, Activation activation,
-                 Flags flags, std::optional<Shared> const& shared, Tensor const& out) {
+Tensor run_layer(Place const& place, Operands const& given, RoutedBy const& by,
+                 Activation activation, Flags flags, std::optional<Shared> const& shared,
+                 Tensor const& out) {
   Layer const layer = layer_of(given.x, {.tokens = given.x.size(0), .top_k = by.top_k},
                                given.w.down, activation, flags);
-  Tensor const logits = router_logits(place, given.x, by.weight);
-  Route route = route_of(place, logits, by.selection_bias, by.token_mask, by.top_k, by.router);
-  require(route.experts == layer.sizes.experts, "router: expected ", layer.sizes.experts,
-          " experts as in w_down, got ", route.experts);
+  RouterProduct product(place, given.x, by.weight);
+  RouteSizes const sizes = product.sizes(by.top_k);
+  Route route = route_of(place, sizes, by.selection_bias, by.token_mask, by.router);
+  require(sizes.experts == layer.sizes.experts, "router: expected ", layer.sizes.experts,
+          " experts as in w_down, got ", sizes.experts);
   std::optional<Layer> dense;
   if (shared.has_value()) dense = shared_layer(layer, *shared);
-  Buffer const buffer(place, layer, {.routes = true, .shared = dense ? &*dense : nullptr});
+  Buffer const buffer(place, layer,
+                      {.routes = true,
+                       .router_bytes = product.workspace_bytes(),
+                       .shared = dense ? &*dense : nullptr});
   if (dense) run_shared(place, *dense, given.x, *shared, buffer.parts);
   route.ids = buffer.parts.ids;
   route.scores = buffer.parts.scores;
-  place.run(cpu::route, cuda::route, route);
+  product.route(place, route, buffer.parts.router);
   Chosen const chosen{
       .ids = route.ids, .ids_are_int64 = false, .scores = route.scores, .token_offsets = nullptr};
   return run(place, layer, given, chosen, buffer, out);
@@ -223,9 +231,8 @@ class Settings {
   }
   Flags flags() const { return {flag(6), flag(7)}; }
   int64_t top_k() const { return whole(8); }
-  Router router(int64_t experts) const {
-    return router_of(whole(9), flag(10), value_[11], whole(12), whole(13), value_[14], whole(15),
-                     experts);
+  RouterScalars router() const {
+    return {whole(9), flag(10), value_[11], whole(12), whole(13), value_[14], whole(15)};
   }
 
  private:
@@ -264,7 +271,7 @@ Tensor moe_forward_out(Tensor const& x, Tensor const& ids, Tensor const& scores,
                                  {"w_down", w_down},
                                  {"b_up", b_up},
                                  {"b_down", b_down}});
-  Buffer const buffer(place, layer, {.routes = false, .shared = nullptr});
+  Buffer const buffer(place, layer, {.routes = false, .router_bytes = 0, .shared = nullptr});
   return run(place, layer, {x, residual, {w_up, w_gate, w_down}, b_up, b_down}, chosen, buffer,
              out);
 }
@@ -277,7 +284,6 @@ Tensor moe_layer_out(Tensor const& x, Tensor const& router, MaybeTensor const& s
                      int64_t kind, bool gated, double alpha, double limit, double up_offset,
                      bool clamp_after, bool interleaved, bool transposed, Tensor& out) {
   Place const place(x, "x");
-  require_dims(router, "router.weight", 2);
   require_apart({{"out", out}}, {{"x", x},
                                  {"router.weight", router},
                                  {"selection_bias", selection_bias},
@@ -287,9 +293,11 @@ Tensor moe_layer_out(Tensor const& x, Tensor const& router, MaybeTensor const& s
                                  {"w_down", w_down},
                                  {"b_up", b_up},
                                  {"b_down", b_down}});
-  Routed const by{router, selection_bias, token_mask, top_k,
-                  router_of(score, renormalize, scale, groups, top_groups, sum_floor, group_score,
-                            router.size(0))};
+  RoutedBy const by{router,
+                    selection_bias,
+                    token_mask,
+                    top_k,
+                    {score, renormalize, scale, groups, top_groups, sum_floor, group_score}};
   return run_layer(place, {x, residual, {w_up, std::nullopt, w_down}, b_up, b_down}, by,
                    activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
                    {interleaved, transposed}, std::nullopt, out);
@@ -304,7 +312,7 @@ Tensors2 infer_experts(Tensor const& x, Tensor const& ids, Tensor const& scores,
   Layer const layer = layer_of(x, slots, w_down, told.activation(), told.flags());
   Chosen const chosen = chosen_of(place, layer, slots, ids, scores);
   Tensor const out = rows_like(place, x);
-  Buffer const buffer(place, layer, {.routes = false, .shared = nullptr});
+  Buffer const buffer(place, layer, {.routes = false, .router_bytes = 0, .shared = nullptr});
   Tensor const offsets = run(
       place, layer, {x, residual, {w_up, std::nullopt, w_down}, b_up, b_down}, chosen, buffer, out);
   return {out, offsets};
@@ -316,10 +324,8 @@ Tensors2 infer_layer(Tensor const& x, Tensor const& router, MaybeTensor const& s
                      MaybeTensor const& b_up, MaybeTensor const& b_down, Tensor const& settings) {
   Place const place(x, "x");
   Settings const told(settings, kOfExperts + kOfRouter);
-  require_dims(router, "router.weight", 2);
   MaybeTensor const all;
-  Routed const by{router, selection_bias, /*token_mask=*/all, told.top_k(),
-                  told.router(router.size(0))};
+  RoutedBy const by{router, selection_bias, /*token_mask=*/all, told.top_k(), told.router()};
   bool const dense = shared_up.has_value();
   require(shared_down.has_value() == dense && !(dense && residual.has_value()),
           "shared_up: expected both weights and no residual, or none");

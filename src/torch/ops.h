@@ -6,6 +6,7 @@
 #pragma once
 #include <tuple>
 
+#include "guild/router_logits.h"
 #include "torch/tensors.h"
 
 namespace guild::binding {
@@ -20,14 +21,6 @@ using Tensors7 = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tens
 
 // The score of an op's argument, checked.
 Score score_of(int64_t score);
-
-// A router's options, checked for so many experts.
-Router router_of(int64_t score, bool renormalize, double scale, int64_t groups, int64_t top_groups,
-                 double sum_floor, int64_t group_score, int64_t experts);
-
-// The arguments of route but its outputs.
-Route route_of(Place const& place, Tensor const& logits, MaybeTensor const& selection_bias,
-               MaybeTensor const& token_mask, int64_t top_k, Router const& router);
 
 // logits (T, E), selection_bias (E), token_mask (T) bool -> scores (T, K), ids (T, K) int32, slopes
 // (T, K), of softmax (0, K)
@@ -63,8 +56,59 @@ struct Sorting {
 Sorting sorting(Place const& place, Tensor const& ids, Tensor const& scores, int64_t experts,
                 DType scores_dtype, MaybeTensor const& token_offsets);
 
-// x (T, H), weight (E, H) -> (T, E) in float32, or float64 (logits.cpp)
-Tensor router_logits(Place const& place, Tensor const& x, Tensor const& weight);
+// A route yet to run, but for its logits and outputs.
+struct RouteSizes {
+  int64_t tokens, experts, top_k;
+  DType dtype;  // of the logits and scores
+};
+struct RouterScalars {
+  int64_t score;
+  bool renormalize;
+  double scale;
+  int64_t groups, top_groups;
+  double sum_floor;
+  int64_t group_score;
+};
+Route route_of(Place const& place, RouteSizes const& sizes, MaybeTensor const& selection_bias,
+               MaybeTensor const& token_mask, RouterScalars const& router);
+
+// The same with new tensors for its outputs.
+struct Routed {
+  Route args;
+  Tensor scores, ids, slopes;
+
+  Routed(Place const& place, RouteSizes const& sizes, MaybeTensor const& selection_bias,
+         MaybeTensor const& token_mask, RouterScalars const& router);
+};
+
+// ---- logits.cpp ---------------------------------------------------------------------------------
+
+// The router's product of x (T, H) and weight (E, H), yet to run; the tensors, copied where they do
+// not lie as the product reads them, must outlive it.
+class RouterProduct {
+ public:
+  RouterProduct(Place const& place, Tensor const& x, Tensor const& weight);
+
+  RouteSizes sizes(int64_t top_k) const;
+  int64_t workspace_bytes() const;
+  // logits in a new tensor, float32, or float64
+  Tensor logits(Place const& place);
+  // Routes by the logits, which are not kept, into the outputs of `route`.
+  void route(Place const& place, Route const& route, void* workspace);
+
+ private:
+  Tensor x_, weight_;
+  RouterLogits args_;
+  bool by_torch_;
+};
+
+// x (T, H), weight (E, H) -> (T, E) in float32, or float64
+Tensor router_logits(Tensor const& x, Tensor const& weight);
+// The same and route, of logits that are not kept
+Tensors3 route_tokens(Tensor const& x, Tensor const& weight, MaybeTensor const& selection_bias,
+                      MaybeTensor const& token_mask, int64_t top_k, int64_t score, bool renormalize,
+                      double scale, int64_t groups, int64_t top_groups, double sum_floor,
+                      int64_t group_score);
 
 // ---- layer.cpp ----------------------------------------------------------------------------------
 

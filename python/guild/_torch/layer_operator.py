@@ -22,7 +22,6 @@ from guild._torch.operators import LayerFlags, moe_forward_fake, ops
 from guild._torch.router_gradients import (
     Weighing,
     route_tokens_fake,
-    route_tokens_forward,
     router_gradients,
 )
 
@@ -32,7 +31,7 @@ _ROUTER = 10  # arguments of route_tokens after x and weight
 def _forward(x: Tensor, weight: Tensor, *rest):
     """route_tokens, then moe_forward: the outputs of both, those of moe_forward first."""
     router, (residual, *layer) = rest[:_ROUTER], rest[_ROUTER:]
-    scores, ids, slopes = route_tokens_forward(x, weight, *router)
+    scores, ids, slopes = ops.route_tokens(x, weight, *router)
     return *ops.moe_forward(x, ids, scores, None, residual, *layer), scores, ids, slopes
 
 

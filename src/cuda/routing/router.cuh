@@ -111,14 +111,23 @@ struct LaneLogits {
     for (float x : value) largest = fmaxf(largest, x);
     return lanes_max<S>(largest);
   }
-  // Sum of exp(logit - shift) over the token's experts.
+  // Sum of exp(logit - shift) over the token's experts: four at a time, then of neighbours, which
+  // gives the same bits for every number of lanes.
   __device__ float sum_of_exp(float shift) const {
-    float sum = 0;
+    constexpr int at_once = S::per_lane < 4 ? S::per_lane : 4, parts = S::per_lane / at_once;
+    float sum[parts] = {};
 #pragma unroll
     for (int i = 0; i < S::per_lane; ++i) {
-      if (i < count) sum += expf(value[i] - shift);
+      if (i < count) sum[i / at_once] += expf(value[i] - shift);
     }
-    return lanes_sum<S>(sum);
+#pragma unroll
+    for (int step = 1; step < parts; step *= 2) {
+#pragma unroll
+      for (int i = 0; i < parts; i += 2 * step) sum[i] += sum[i + step];
+    }
+#pragma unroll
+    for (int step = 1; step < S::lanes; step *= 2) sum[0] += __shfl_xor_sync(~0u, sum[0], step);
+    return sum[0];
   }
 };
 
