@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from guild._torch.layer_operator import infer_experts
+from guild._torch.layer_operator import infer_experts, infer_shared
 from guild.activations import Activation, as_activation, is_interleaved
 
 REFUSED = (RuntimeError, TypeError, ValueError)
 below_autograd = torch._C._AutoDispatchBelowADInplaceOrView  # the results are new: no versions
 # Without the wrapper that names torch's errors: whatever is raised is raised again the long way.
-_infer_experts = infer_experts._op.__wrapped__
+_infer_experts, _infer_shared = (op._op.__wrapped__ for op in (infer_experts, infer_shared))
 _PLAIN = frozenset((Tensor, nn.Parameter))
 
 
@@ -62,6 +62,22 @@ def quick_experts(
             return _infer_experts(x, topk_ids, topk_weights, *rest)
         with below_autograd():
             return _infer_experts(x, topk_ids, topk_weights, *rest)
+    except REFUSED:
+        return None
+
+
+def quick_shared(
+    x: Tensor, w_up: Tensor, w_down: Tensor, activation: Activation, order: str
+) -> Tensor | None:
+    """What shared experts (W, hidden) and (hidden, W) give, or None: take the long way."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return None
+    if not (type(x) is Tensor and {type(w_up), type(w_down)} <= _PLAIN and is_plainly_called(x)):
+        return None
+    try:
+        settings = _expert_settings(activation, order, False)
+        with below_autograd():
+            return _infer_shared(x, w_up, w_down, settings)
     except REFUSED:
         return None
 

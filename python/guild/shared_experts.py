@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from guild._torch.checks import expect_count, expect_flag
 from guild.activations import Activation
 from guild.experts import experts_mlp
+from guild.experts_inference import quick_shared
 from guild.logits import LogitLinear, has_plain_call
 
 
@@ -72,9 +73,11 @@ class SharedExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (tokens, hidden) -> the same shape: one expert that gets every row."""
-        ends = torch.arange(2, device=x.device, dtype=torch.int32) * x.shape[0]
-        weights = self.w_up[None], self.w_down[None]
-        out = experts_mlp(x, ends, *weights, activation=self.activation, order=self.order)
+        out = quick_shared(x, self.w_up, self.w_down, self.activation, self.order)
+        if out is None:
+            ends = torch.arange(2, device=x.device, dtype=torch.int32) * x.shape[0]
+            weights = self.w_up[None], self.w_down[None]
+            out = experts_mlp(x, ends, *weights, activation=self.activation, order=self.order)
         if self.gate is None:
             return out
         return (torch.sigmoid(self.gate(x)) * out).to(out.dtype)

@@ -118,6 +118,7 @@ void define_inference(Library& m) {
       "infer_layer(Tensor x, Tensor router, Tensor? selection_bias, Tensor? residual, Tensor? "
       "shared_up, Tensor? shared_down, Tensor w_up, Tensor w_down, Tensor? b_up, Tensor? b_down, "
       "Tensor settings) -> (Tensor o, Tensor offsets)");
+  m.def("infer_shared(Tensor x, Tensor w_up, Tensor w_down, Tensor settings) -> Tensor");
 }
 
 void define_steps(Library& m) {
@@ -186,6 +187,7 @@ void implement(Library& m) {
   m.impl("moe_layer_out", TORCH_BOX(&moe_layer_out));
   m.impl("infer_experts", TORCH_BOX(&infer_experts));
   m.impl("infer_layer", TORCH_BOX(&infer_layer));
+  m.impl("infer_shared", TORCH_BOX(&infer_shared));
   m.impl("moe_backward", TORCH_BOX(&moe_backward));
   m.impl("experts_forward", TORCH_BOX(&experts_forward));
   m.impl("experts_forward_out", TORCH_BOX(&experts_forward_out));

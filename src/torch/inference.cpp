@@ -13,6 +13,29 @@ namespace {
 // Up to this size a buffer may live as long as the offsets, which then lie in it.
 constexpr int64_t kSmallBuffer = 1 << 18;
 
+// Experts that every token goes through, as one of all rows.
+struct Shared {
+  Tensor const &w_up, &w_down;  // (W, H) or with a gate (2 W, H); (H, W)
+};
+
+Layer shared_layer(Layer layer, Shared const& shared) {
+  require_dims(shared.w_down, "shared.w_down", 2);
+  layer.sizes.intermediate = shared.w_down.size(1);
+  layer.sizes.experts = layer.sizes.top_k = 1;
+  layer.transposed = false;
+  return layer;
+}
+
+struct SharedScratch {
+  int32_t* offsets;  // (2)
+  void* products;    // a work buffer
+};
+
+SharedScratch carve_shared(Carver& carver, Layer const& shared) {
+  auto* const offsets = static_cast<int32_t*>(carver.take(2, sizeof(int32_t)));
+  return {offsets, carver.take(moe_forward_workspace_bytes(shared.sizes, shared.dtype))};
+}
+
 // What a call needs memory for. The sizes of shared experts are those of a layer whose one expert
 // has all rows.
 struct Needs {
@@ -23,14 +46,14 @@ struct Needs {
 
 // Parts of the buffer.
 struct Scratch {
-  int32_t* offsets;                     // (E + 1), first
-  int32_t* ids;                         // (T, K), where the layer routes
-  void* scores;                         // (T, K), where the layer routes
-  void* router;                         // a work buffer
-  int32_t *row_token, *slot_row;        // (R) each
-  void *sort, *products;                // work buffers
-  int32_t* shared_offsets;              // (2)
-  void *shared_rows, *shared_products;  // (T, H), and a work buffer
+  int32_t* offsets;               // (E + 1), first
+  int32_t* ids;                   // (T, K), where the layer routes
+  void* scores;                   // (T, K), where the layer routes
+  void* router;                   // a work buffer
+  int32_t *row_token, *slot_row;  // (R) each
+  void *sort, *products;          // work buffers
+  void* shared_rows;              // (T, H); null without shared experts
+  SharedScratch shared;
 };
 
 Scratch carve(Carver& carver, Layer const& layer, Needs const& needs) {
@@ -49,10 +72,8 @@ Scratch carve(Carver& carver, Layer const& layer, Needs const& needs) {
   found.sort = carver.take(sort_workspace_bytes(rows, s.experts, 1));
   found.products = carver.take(moe_forward_workspace_bytes(s, layer.dtype));
   if (needs.shared == nullptr) return found;
-  found.shared_offsets = indices(2);
   found.shared_rows = carver.take(s.tokens, s.hidden, element_bytes(layer.dtype));
-  found.shared_products =
-      carver.take(moe_forward_workspace_bytes(needs.shared->sizes, layer.dtype));
+  found.shared = carve_shared(carver, *needs.shared);
   return found;
 }
 
@@ -140,25 +161,11 @@ Tensor run(Place const& place, Layer const& layer, Operands const& given, Chosen
   return offsets;
 }
 
-// Experts that every token goes through, as one of all rows.
-struct Shared {
-  Tensor const &w_up, &w_down;  // (W, H) or with a gate (2 W, H); (H, W)
-};
-
-Layer shared_layer(Layer const& layer, Shared const& shared) {
-  require_dims(shared.w_down, "shared.w_down", 2);
-  Layer found = layer;
-  found.sizes.intermediate = shared.w_down.size(1);
-  found.sizes.experts = found.sizes.top_k = 1;
-  found.transposed = false;
-  return found;
-}
-
-// Runs them into buffer.parts.shared_rows.
+// Runs shared experts into o (T, H).
 void run_shared(Place const& place, Layer const& layer, Tensor const& x, Shared const& shared,
-                Scratch const& scratch) {
+                SharedScratch const& scratch, void* o) {
   Sizes const& s = layer.sizes;
-  cuda::AllRows const all{s.tokens, scratch.shared_offsets};
+  cuda::AllRows const all{s.tokens, scratch.offsets};
   place.run<cuda::AllRows>(
       [](cuda::AllRows const& args) { args.offsets[0] = 0, args.offsets[1] = int32_t(args.rows); },
       cuda::all_rows, all);
@@ -167,15 +174,15 @@ void run_shared(Place const& place, Layer const& layer, Tensor const& x, Shared 
   f.dtype = layer.dtype;
   f.activation = layer.activation;
   f.order = layer.order;
-  f.routing.offsets = scratch.shared_offsets;
+  f.routing.offsets = scratch.offsets;
   f.x = place.rows(x, "x", layer.dtype, {s.tokens, s.hidden});
   void* const up = place.packed(shared.w_up, "shared.w_up", layer.dtype, {layer.width(), s.hidden});
   f.w_up = up_weight<ConstWeight>(up, s, layer.activation.gated, layer.order, /*transposed=*/false,
                                   element_bytes(layer.dtype));
   f.w_down = {place.packed(shared.w_down, "shared.w_down", layer.dtype, {s.hidden, s.intermediate}),
               s.hidden * s.intermediate, s.intermediate, 1};
-  f.workspace = scratch.shared_products;
-  f.o = {scratch.shared_rows, 0};
+  f.workspace = scratch.products;
+  f.o = {o, 0};
   place.run(cpu::moe_forward, cuda::moe_forward, f);
 }
 
@@ -203,7 +210,9 @@ Tensor run_layer(Place const& place, Operands const& given, RoutedBy const& by,
                       {.routes = true,
                        .router_bytes = product.workspace_bytes(),
                        .shared = dense ? &*dense : nullptr});
-  if (dense) run_shared(place, *dense, given.x, *shared, buffer.parts);
+  if (dense) {
+    run_shared(place, *dense, given.x, *shared, buffer.parts.shared, buffer.parts.shared_rows);
+  }
   route.ids = buffer.parts.ids;
   route.scores = buffer.parts.scores;
   product.route(place, route, buffer.parts.router);
@@ -335,6 +344,26 @@ Tensors2 infer_layer(Tensor const& x, Tensor const& router, MaybeTensor const& s
   Tensor const offsets = run_layer(place, {x, residual, {w_up, std::nullopt, w_down}, b_up, b_down},
                                    by, told.activation(), told.flags(), shared, out);
   return {out, offsets};
+}
+
+Tensor infer_shared(Tensor const& x, Tensor const& w_up, Tensor const& w_down,
+                    Tensor const& settings) {
+  Place const place(x, "x");
+  Settings const told(settings, kOfExperts);
+  Tensor const out = rows_like(place, x);
+  Layer plain;
+  plain.sizes = {.tokens = x.size(0), .hidden = x.size(1)};
+  plain.dtype = dtype_of(x, "x");
+  plain.activation = told.activation();
+  plain.order = told.flags().interleaved ? GateUp::interleaved : GateUp::concatenated;
+  Shared const shared{w_up, w_down};
+  Layer const layer = shared_layer(plain, shared);
+  Carver counting(nullptr);
+  carve_shared(counting, layer);
+  Tensor const memory = place.workspace(counting.used());
+  Carver carver(memory.data_ptr());
+  run_shared(place, layer, x, shared, carve_shared(carver, layer), out.data_ptr());
+  return out;
 }
 
 }  // namespace guild::binding

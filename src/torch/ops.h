@@ -186,6 +186,9 @@ Tensors2 infer_layer(Tensor const& x, Tensor const& router, MaybeTensor const& s
                      MaybeTensor const& residual, MaybeTensor const& shared_up,
                      MaybeTensor const& shared_down, Tensor const& w_up, Tensor const& w_down,
                      MaybeTensor const& b_up, MaybeTensor const& b_down, Tensor const& settings);
+// Shared experts alone; settings as of infer_experts, weights never transposed.
+Tensor infer_shared(Tensor const& x, Tensor const& w_up, Tensor const& w_down,
+                    Tensor const& settings);
 
 // ---- steps.cpp: one step of the layer each ------------------------------------------------------
 

@@ -100,6 +100,7 @@ moe_forward_out = ops.moe_forward_out.default
 experts_forward_out = ops.experts_forward_out.default
 infer_layer = ops.infer_layer.default
 infer_experts = ops.infer_experts.default
+infer_shared = ops.infer_shared.default
 
 
 @torch.library.register_fake("guild::moe_forward_out", lib=library)
@@ -127,6 +128,10 @@ def _infer_experts_fake(x, ids, scores, residual, w_up, w_down, *rest):
     return x.new_empty(x.shape), x.new_empty(w_down.shape[0] + 1, dtype=torch.int32)
 
 
-register_without_gradient(
-    "moe_forward_out", "moe_layer_out", "experts_forward_out", "infer_layer", "infer_experts"
-)
+@torch.library.register_fake("guild::infer_shared", lib=library)
+def _infer_shared_fake(x, *rest):
+    return x.new_empty(x.shape)
+
+
+register_without_gradient("moe_forward_out", "moe_layer_out", "experts_forward_out")
+register_without_gradient("infer_layer", "infer_experts", "infer_shared")

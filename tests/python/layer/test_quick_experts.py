@@ -183,3 +183,19 @@ def test_no_more_than_two_allocations() -> None:
     with torch.inference_mode():
         guild.routed_experts(**arguments)
         assert len(allocations(lambda: guild.routed_experts(**arguments))) == 2
+
+
+@pytest.mark.parametrize("options", [{}, {"order": "interleaved"}, {"shared_gate": True}])
+def test_shared_experts_alone(options: Given, device: str) -> None:
+    """The module by itself, as an outer model may call it: the bits of its call with gradients."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float64
+    layer = guild.MoE(HIDDEN, INNER, EXPERTS, TOP_K, shared_experts=2, **options, dtype=dtype)
+    layer = layer.to(device)
+    for tokens in (0, 1, 7):
+        x = torch.randn(tokens, HIDDEN).to(device, dtype)
+        wanted = layer.shared(x)
+        assert wanted.requires_grad
+        with torch.no_grad():
+            assert torch.equal(layer.shared(x), wanted)
+            layer.shared.w_up.data = layer.shared.w_up.data.mT.contiguous().mT  # the long way
+            assert torch.equal(layer.shared(x), wanted)
