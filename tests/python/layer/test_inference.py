@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -134,6 +135,17 @@ def test_changes_are_noticed(name: str, device: str) -> None:
         assert not torch.equal(out.float(), before.float()) or name in ("strides", "router")
         twin = copy.deepcopy(layer)
         assert torch.equal(twin(x), out)
+
+
+def test_a_copy_leaves_the_buffer_of_the_last_call() -> None:
+    """Pickles and copies have the counts alone."""
+    layer = layer_of("cpu")
+    with torch.inference_mode():
+        layer(tokens(layer, 40))
+    assert layer._offsets.untyped_storage().nbytes() > 1000
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert twin._offsets.untyped_storage().nbytes() == 4 * (EXPERTS + 1)
+        assert torch.equal(twin.expert_counts, layer.expert_counts)
 
 
 def test_surroundings_are_noticed(device: str) -> None:
