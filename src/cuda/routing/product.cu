@@ -1,50 +1,34 @@
 // The router's product on the GPU: its launch, and the sum of the chunks where no router adds them.
 #include "cuda/routing/product.cuh"
 
-#include "check_parts.h"
 #include "check_router_logits.h"
 #include "cuda/alignment.h"
 #include "cuda/device.h"
+#include "cuda/routing/few.h"
 #include "cuda/routing/logit_parts.cuh"
 #include "cuda/shared_memory.h"
-#include "cuda/sm90/launch.cuh"
-#include "shared/router_product.h"
 
 namespace guild::cuda {
 namespace {
-
-// Up to this many blocks read the same weights where they are fetched early.
-constexpr int64_t kFewTokens = 256;
 
 template <class T, int tokens, int experts>
 void launch_product(RouterLogits const& x, LogitParts const& to, int64_t stride,
                     Queue const& queue) {
   using Product = RouterProduct<T, tokens, experts>;
-  typename Product::Params p{};
-  p.x = row_map<T>(x.x, x.tokens, x.hidden, 1, tokens, "x");
-  p.weight = row_map<T>(x.weight, x.experts, x.hidden, 1, experts, "weight");
+  typename Product::Params p = router_params<Product>(x, to.count);
   p.out = const_cast<float*>(to.data);
   p.part_stride = to.stride;
   p.stride = stride;
-  p.tokens = int(x.tokens);
-  p.experts = int(x.experts);
-  p.across = int(ceil_div(x.experts, experts));
-  p.parts = to.count;
-  p.steps = int(ceil_div(x.hidden, 64));
-  p.chunk = int(router_chunk(x.hidden) / 64);
-  int64_t const tiles = ceil_div(x.tokens, tokens) * p.across * p.parts;
-  check_size(tiles, 0, kMostRows, "tokens * experts in tiles");
-  p.tiles = int(tiles);
   p.in_pairs = stride % 2 == 0 && x.experts % 2 == 0 && reinterpret_cast<uintptr_t>(p.out) % 8 == 0;
-  p.few = x.tokens <= kFewTokens;
   constexpr int bytes = sizeof(typename Product::SharedStorage);
   static AllowedOn allowed;
   allow_shared_memory(router_product_kernel<Product>, bytes, allowed,
                       "shared memory of the router's product");
   int64_t const most = int64_t(Product::kAtOnce) * multiprocessors(queue);
-  cuda_check(launch_early(router_product_kernel<Product>, dim3(unsigned(std::min(tiles, most))),
-                          Product::kThreads, bytes, queue.stream, p),
-             "launch of the router's product");
+  cuda_check(
+      launch_early(router_product_kernel<Product>, dim3(unsigned(std::min<int64_t>(p.tiles, most))),
+                   Product::kThreads, bytes, queue.stream, p),
+      "launch of the router's product");
 }
 
 template <class T>
@@ -56,6 +40,7 @@ void launch_tile(RouterTile const& tile, RouterLogits const& x, LogitParts const
   if (is(64, 16)) return launch_product<T, 64, 16>(x, to, stride, queue);
   if (is(64, 32)) return launch_product<T, 64, 32>(x, to, stride, queue);
   if (is(64, 64)) return launch_product<T, 64, 64>(x, to, stride, queue);
+  if (is(64, 128)) return launch_product<T, 64, 128>(x, to, stride, queue);
   if (is(128, 32)) return launch_product<T, 128, 32>(x, to, stride, queue);
   if (is(128, 64)) return launch_product<T, 128, 64>(x, to, stride, queue);
   launch_product<T, 128, 128>(x, to, stride, queue);
@@ -71,6 +56,8 @@ __global__ void __launch_bounds__(kThreads) add_parts_kernel(LogitParts parts, f
   if (i < parts.stride) logits[i / experts * stride + i % experts] = parts.sum(i);
 }
 
+}  // namespace
+
 void check_on_gpu(RouterLogits const& x) {
   check(x);
   require_16_bit(x.dtype);
@@ -79,8 +66,6 @@ void check_on_gpu(RouterLogits const& x) {
   require_aligned(x.x, "x");
   require_aligned(x.weight, "weight");
 }
-
-}  // namespace
 
 LogitParts multiply_for_router(RouterLogits const& x, Queue const& queue) {
   check_on_gpu(x);

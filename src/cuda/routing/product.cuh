@@ -15,8 +15,14 @@
 #include "cuda/sm90/arch/wgmma.cuh"
 #include "cuda/sm90/cursor.cuh"
 #include "cuda/sm90/fragment.cuh"
+#include "cuda/sm90/launch.cuh"
+#include "guild/router_logits.h"
+#include "shared/router_product.h"
 
 namespace guild::cuda {
+
+// Up to this many tokens a block fetches its weights early: few other blocks read the same.
+inline constexpr int64_t kFewForRouter = 256;
 
 // Fetches a box into L2.
 __device__ inline void prefetch_box(CUtensorMap const& map, Coordinate at) {
@@ -27,6 +33,8 @@ __device__ inline void prefetch_box(CUtensorMap const& map, Coordinate at) {
 
 template <class T, int tile_tokens, int tile_experts>
 struct RouterProduct {
+  using Element = T;
+  static constexpr int kTokens = tile_tokens, kExperts = tile_experts;
   static constexpr int kWarpgroups = tile_tokens / 64, kConsumerWarps = 4 * kWarpgroups;
   static constexpr int kThreads = 32 * (kConsumerWarps + 1);
   // Blocks of a multiprocessor: with 128 experts the accumulators leave no room for two.
@@ -74,8 +82,9 @@ struct RouterProduct {
 
   static __device__ void produce(Params const& p, SharedStorage& smem) {
     if (threadIdx.x % 32 != 0) return;
-    if (p.few) {  // only into L2: whatever ran before may still write them
-      Work const work(p, blockIdx.x);
+    // Only into L2: whatever ran before may still write them.
+    for (int tile = blockIdx.x; p.few && tile < p.tiles; tile += gridDim.x) {
+      Work const work(p, tile);
       for (int step = work.first; step < work.end; ++step) {
         prefetch_box(p.weight, {64 * step, 0, work.expert});
       }
@@ -149,7 +158,9 @@ struct RouterProduct {
     }
   }
 
-  static __device__ void consume(Params const& p, SharedStorage& smem) {
+  // put(tile, work, sum): stores a tile's sums.
+  template <class Put>
+  static __device__ void consume(Params const& p, SharedStorage& smem, Put&& put) {
     wait_for_previous();  // what it read may be overwritten
     Cursor at;
     for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
@@ -163,13 +174,12 @@ struct RouterProduct {
           total[i] = step == work.first ? acc[i] : total[i] + acc[i];
         }
       }
-      store(p, work, total);
+      put(tile, work, total);
     }
   }
 
-  static __device__ void run(Params const& p) {
-    extern __shared__ __align__(1024) char memory[];
-    auto& smem = *reinterpret_cast<SharedStorage*>(memory);
+  template <class Put>
+  static __device__ void run(Params const& p, SharedStorage& smem, Put&& put) {
     let_next_start();
     if (threadIdx.x == 0) {
       prefetch(p.x);
@@ -185,7 +195,7 @@ struct RouterProduct {
     if (threadIdx.x / 32 == kConsumerWarps) {
       produce(p, smem);
     } else {
-      consume(p, smem);
+      consume(p, smem, put);
     }
   }
 };
@@ -193,7 +203,31 @@ struct RouterProduct {
 template <class Product>
 __global__ void __launch_bounds__(Product::kThreads, Product::kAtOnce) router_product_kernel(
     __grid_constant__ typename Product::Params const p) {
-  Product::run(p);
+  extern __shared__ __align__(1024) char memory[];
+  auto& smem = *reinterpret_cast<typename Product::SharedStorage*>(memory);
+  Product::run(p, smem,
+               [&](int, auto const& work, auto const& sum) { Product::store(p, work, sum); });
+}
+
+// The parameters of a product whose sums are in `parts`, but for where they go.
+template <class Product>
+typename Product::Params router_params(RouterLogits const& x, int parts) {
+  using T = typename Product::Element;
+  constexpr int tokens = Product::kTokens, experts = Product::kExperts;
+  typename Product::Params p{};
+  p.x = row_map<T>(x.x, x.tokens, x.hidden, 1, tokens, "x");
+  p.weight = row_map<T>(x.weight, x.experts, x.hidden, 1, experts, "weight");
+  p.tokens = int(x.tokens);
+  p.experts = int(x.experts);
+  p.across = int(ceil_div(x.experts, experts));
+  p.parts = parts;
+  p.steps = int(ceil_div(x.hidden, 64));
+  p.chunk = int(router_chunk(x.hidden) / 64);
+  p.few = x.tokens <= kFewForRouter;
+  int64_t const tiles = ceil_div(x.tokens, tokens) * p.across * parts;
+  require(tiles < int64_t(1) << 31, "tokens: expected fewer than 2^31 tiles, got ", tiles);
+  p.tiles = int(tiles);
+  return p;
 }
 
 }  // namespace guild::cuda

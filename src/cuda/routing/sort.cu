@@ -15,6 +15,7 @@
 #include "cuda/alignment.h"
 #include "cuda/device.h"
 #include "cuda/element.cuh"
+#include "cuda/routing/one_cluster.cuh"
 #include "cuda/shared_memory.h"
 #include "cuda/sm90/arch/cluster.cuh"
 #include "cuda/sm90/arch/dependence.cuh"
@@ -296,25 +297,6 @@ __global__ void __launch_bounds__(kThreads) sort_few_kernel(Sort x) {
   cluster_barrier();  // the other blocks have read `count`
 }
 
-// One cluster of all blocks, started as launch_early() does.
-template <class... Parameters, class... Arguments>
-cudaError_t launch_early_cluster(void (*kernel)(Parameters...), unsigned blocks, int threads,
-                                 int64_t bytes, cudaStream_t stream, Arguments&&... arguments) {
-  cudaLaunchAttribute attributes[2]{};
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim = {blocks, 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(blocks);
-  config.blockDim = dim3(unsigned(threads));
-  config.dynamicSmemBytes = size_t(bytes);
-  config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = blocks > 1 ? 2 : 1;
-  return cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
-}
-
 // Slots per block of the second kernel: a part of the chunk, larger with more experts, for each
 // block adds up all histograms.
 int64_t part_slots(int64_t chunk, int64_t experts) {
@@ -329,7 +311,7 @@ void sort_few(Sort const& x, int64_t slots, Queue const& queue) {
                       "shared memory of sort_by_expert");
   unsigned const blocks = std::bit_ceil(unsigned((slots + kThreads - 1) / kThreads));
   cuda_check(
-      launch_early_cluster(sort_few_kernel, blocks, kThreads, bytes(x.experts), queue.stream, x),
+      launch_one_cluster(sort_few_kernel, blocks, kThreads, bytes(x.experts), queue.stream, x),
       "launch of sort_by_expert");
 }
 

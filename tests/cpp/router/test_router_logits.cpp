@@ -95,7 +95,8 @@ TEST_P(RouterProduct, IsTheSumAndHasItsBitsInAnyCompany) {
 }
 
 TEST_P(RouterProduct, RoutesAsRouteDoes) {
-  for (LogitsCase const& c : {LogitsCase{5, 520, 12}, {300, 4096, 64}, {40, 64, 600}}) {
+  for (LogitsCase const& c :
+       {LogitsCase{5, 1160, 12}, {31, 2056, 130}, {300, 4096, 64}, {40, 64, 600}}) {
     DType const dtype = dtypes().back();
     DType const wide = dtype == DType::float64 ? DType::float64 : DType::float32;
     std::vector<double> values;
@@ -130,7 +131,7 @@ TEST_P(RouterProduct, RoutesAsRouteDoes) {
 
 GUILD_DEVICE_TESTS(RouterProduct);
 
-TEST(RouterTile, IsOfEveryShapeAndSplitWhereTokensAreFew) {
+TEST(RouterTile, IsSplitWhereTokensAreFew) {
   EXPECT_TRUE(choose_router_tile(1, 2048, 128).split);
   EXPECT_TRUE(choose_router_tile(64, 7168, 256).split);
   EXPECT_FALSE(choose_router_tile(32768, 2048, 128).split);
