@@ -90,10 +90,10 @@ def residual_of(residual: Tensor | None, x: Tensor) -> Tensor | None:
 
 
 def expect_output(
-    out: Tensor, keep: bool, x: Tensor, layer: list, **operands: Tensor | None
+    out: Tensor, keep: bool, x: Tensor, layer: list, x_name: str = "x", **operands: Tensor | None
 ) -> None:
     """Raise unless the layer's output can be written to out; keep: as `sink_of` says."""
-    expect_out(out, x, layer, **operands)
+    expect_out(out, x, layer, x_name, **operands)
     if keep:  # of what comes past autograd, or is made of something else, such as a list
         raise ValueError(
             "out: expected None where a gradient is wanted, as a weight wants one (or call under "

@@ -7,7 +7,7 @@ from torch import Tensor
 from guild._torch.checks import expect_dims, expect_offsets, expect_shape
 from guild._torch.expert_lists import Listed, lie_backwards, reversed_lists
 from guild._torch.layer_arguments import Halves, layer_arguments, local_ids
-from guild._torch.layer_operator import moe_forward_out, moe_layer_out
+from guild._torch.layer_operator import experts_forward_out, moe_forward_out, moe_layer_out
 from guild._torch.low_rank import Places
 from guild._torch.operators import ops, score_dtype
 from guild.activations import Activation
@@ -20,6 +20,7 @@ from guild.expert_arguments import (
     sink_of,
     whole_of,
 )
+from guild.experts_inference import quick_experts
 from guild.lora import LoRA, LoRAHalves
 from guild.lora_experts import experts_with_lora, sorted_places
 from guild.routing import Router, token_arguments
@@ -133,17 +134,13 @@ def routed_experts(
     dtype, and nothing is computed for what wants none, such as frozen weights. The
     method is SonicMoE's (arXiv:2512.14080, section 3).
     """
+    routed = x, topk_ids, topk_weights, w_up, w_down, b_up, b_down, activation, order, transposed
+    if token_offsets is weight_gradients is lora_up is lora_down is out is expert_map is None:
+        found = None if recompute is not False else quick_experts(*routed, residual)
+        if found is not None:
+            return found[0]
     return routed_experts_and_offsets(
-        x,
-        topk_ids,
-        topk_weights,
-        w_up,
-        w_down,
-        b_up,
-        b_down,
-        activation,
-        order,
-        transposed,
+        *routed,
         token_offsets,
         residual,
         recompute,
@@ -265,6 +262,7 @@ def experts_mlp(
     weight_gradients: WeightGradients | None = None,
     lora_up: LoRA | LoRAHalves | None = None,
     lora_down: LoRA | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The expert MLP on rows that the caller has sorted by expert.
 
@@ -280,6 +278,9 @@ def experts_mlp(
     w_up, w_down, b_up, b_down, activation, order, transposed, recompute, weight_gradients, \
 lora_up, lora_down
         As in `routed_experts`, but for up to 4,096 experts on a GPU, too.
+    out : torch.Tensor, optional
+        (R, H) in the result's dtype, otherwise as in `routed_experts`. Rows that belong to nobody
+        become zero, too.
 
     Returns
     -------
@@ -304,9 +305,15 @@ lora_up, lora_down
     low = low_rank_terms(lora_up, lora_down, x, layer)
     wanted = gradient or (low is not None and low.wants_gradient)
     keep, sink = sink_of(wanted, weight_gradients, given, order)
+    if out is not None:
+        expect_output(out, keep, x, layer, x_name="x_sorted", offsets=offsets)
+        if low is None:
+            experts_forward_out(x, offsets, *layer, out)
+            return out
     if low is not None:
         places = Places(offsets, None, None, None, None)
-        return experts_with_lora(x, None, None, layer, low, places, keep, recompute, sink)
+        rows = experts_with_lora(x, None, None, layer, low, places, keep, recompute, sink)
+        return rows if out is None else out.copy_(rows)
     if sink is not None:
         tokens = (*(None,) * 6, offsets)
         return Experts.apply(*sink[:2], recompute, x, *tokens, *layer, *sink.reached)[0]

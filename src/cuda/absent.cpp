@@ -1,5 +1,8 @@
 // The CUDA backend's functions in a build without CUDA: they throw.
 #include "guild/cuda.h"
+#include "guild/router_logits.h"
+
+#include "cuda/rows/all_rows.h"
 
 #include "guild/exchange.h"
 
@@ -18,6 +21,8 @@ bool usable(char const** why) {
 }
 
 void route(Route const&, Queue) { absent(); }
+void router_logits(RouterLogits const&, Queue) { absent(); }
+void route_tokens(RouterLogits const&, Route const&, Queue) { absent(); }
 void router_gradient(RouterGradient const&, Queue) { absent(); }
 void round_tokens(TokenRounding const&, Queue) { absent(); }
 void balance_sums(BalanceSums const&, Queue) { absent(); }
@@ -36,6 +41,7 @@ void up_weight_gradient(UpWeightGradient const&, Queue) { absent(); }
 void down_weight_gradient(DownWeightGradient const&, Queue) { absent(); }
 void bias_gradient(BiasGradient const&, Queue) { absent(); }
 void grouped_gemm(GroupedGemm const&, Queue) { absent(); }
+void all_rows(AllRows const&, Queue) { absent(); }
 void moe_forward(MoeForward const&, Queue) { absent(); }
 void moe_backward(MoeBackward const&, Queue) { absent(); }
 void moe_weight_gradients(MoeWeightGradients const&, Queue) { absent(); }

@@ -28,15 +28,23 @@ std::string cuda_reason() {
 
 using Library = torch::stable::detail::StableLibrary;
 
-void define_layers(Library& m) {
+void define_machine(Library& m) {
   m.def("cuda_built() -> bool");
   m.def("cuda_reason() -> str");
   m.def("num_sms() -> int");
   m.def("set_num_sms(int count, bool shared) -> ()");
+}
+
+void define_routing(Library& m) {
   m.def(
       "route(Tensor logits, Tensor? selection_bias, Tensor? token_mask, int top_k, int score, bool "
       "renormalize, float scale, int groups, int top_groups, float sum_floor, int "
       "group_score) -> (Tensor scores, Tensor ids, Tensor slopes)");
+  m.def("router_logits(Tensor x, Tensor weight) -> Tensor");
+  m.def(
+      "route_tokens(Tensor x, Tensor weight, Tensor? selection_bias, Tensor? token_mask, int "
+      "top_k, int score, bool renormalize, float scale, int groups, int top_groups, float "
+      "sum_floor, int group_score) -> (Tensor scores, Tensor ids, Tensor slopes)");
   m.def(
       "route_backward(Tensor dscores, Tensor scores, Tensor ids, Tensor? slopes, Tensor? logits, "
       "int experts, int score, bool renormalize, float scale, Tensor? token_offsets=None, Tensor? "
@@ -54,7 +62,9 @@ void define_layers(Library& m) {
   m.def(
       "sort_by_expert(Tensor ids, Tensor scores, int experts, Tensor? token_offsets=None) -> "
       "(Tensor offsets, Tensor row_token, Tensor slot_row, Tensor row_score)");
+}
 
+void define_layers(Library& m) {
   m.def(
       "moe_forward(Tensor x, Tensor ids, Tensor scores, Tensor? token_offsets, Tensor? residual, "
       "Tensor w_up, Tensor? w_gate, Tensor w_down, Tensor? b_up, Tensor? b_down, " GUILD_ACTIVATION
@@ -84,7 +94,7 @@ void define_layers(Library& m) {
       "a_scaled)");
 }
 
-// Forward without gradients, into a tensor of the caller's.
+// Forward without gradients: into a tensor of the caller's, and with as few arguments as can be.
 void define_inference(Library& m) {
   m.def(
       "moe_forward_out(Tensor x, Tensor ids, Tensor scores, Tensor? token_offsets, Tensor? "
@@ -97,6 +107,18 @@ void define_inference(Library& m) {
       "sum_floor, int group_score, Tensor? residual, Tensor w_up, Tensor w_down, Tensor? b_up, "
       "Tensor? b_down, " GUILD_ACTIVATION
       ", bool interleaved, bool transposed, Tensor(a!) out) -> Tensor offsets");
+  m.def(
+      "experts_forward_out(Tensor x, Tensor offsets, Tensor w_up, Tensor? w_gate, Tensor w_down, "
+      "Tensor? b_up, Tensor? b_down, " GUILD_ACTIVATION
+      ", bool interleaved, bool transposed, Tensor(a!) out) -> ()");
+  m.def(
+      "infer_experts(Tensor x, Tensor ids, Tensor scores, Tensor? residual, Tensor w_up, Tensor "
+      "w_down, Tensor? b_up, Tensor? b_down, Tensor settings) -> (Tensor o, Tensor offsets)");
+  m.def(
+      "infer_layer(Tensor x, Tensor router, Tensor? selection_bias, Tensor? residual, Tensor? "
+      "shared_up, Tensor? shared_down, Tensor w_up, Tensor w_down, Tensor? b_up, Tensor? b_down, "
+      "Tensor settings) -> (Tensor o, Tensor offsets)");
+  m.def("infer_shared(Tensor x, Tensor w_up, Tensor w_down, Tensor settings) -> Tensor");
 }
 
 void define_steps(Library& m) {
@@ -175,6 +197,8 @@ void define_exchange(Library& m) {
 // One kernel for both keys: the backend follows from the first tensor's device.
 void implement(Library& m) {
   m.impl("route", TORCH_BOX(&route));
+  m.impl("router_logits", TORCH_BOX(&router_logits));
+  m.impl("route_tokens", TORCH_BOX(&route_tokens));
   m.impl("route_backward", TORCH_BOX(&route_backward));
   m.impl("round_tokens", TORCH_BOX(&round_tokens));
   m.impl("balance_sums", TORCH_BOX(&balance_sums));
@@ -183,8 +207,12 @@ void implement(Library& m) {
   m.impl("moe_forward", TORCH_BOX(&moe_forward));
   m.impl("moe_forward_out", TORCH_BOX(&moe_forward_out));
   m.impl("moe_layer_out", TORCH_BOX(&moe_layer_out));
+  m.impl("infer_experts", TORCH_BOX(&infer_experts));
+  m.impl("infer_layer", TORCH_BOX(&infer_layer));
+  m.impl("infer_shared", TORCH_BOX(&infer_shared));
   m.impl("moe_backward", TORCH_BOX(&moe_backward));
   m.impl("experts_forward", TORCH_BOX(&experts_forward));
+  m.impl("experts_forward_out", TORCH_BOX(&experts_forward_out));
   m.impl("experts_backward", TORCH_BOX(&experts_backward));
   m.impl("data_gradients", TORCH_BOX(&data_gradients));
   m.impl("up_projection", TORCH_BOX(&up_projection));
@@ -214,6 +242,8 @@ void implement(Library& m) {
 }  // namespace guild::binding
 
 STABLE_TORCH_LIBRARY(guild, m) {
+  guild::binding::define_machine(m);
+  guild::binding::define_routing(m);
   guild::binding::define_layers(m);
   guild::binding::define_inference(m);
   guild::binding::define_steps(m);

@@ -6,6 +6,7 @@
 #pragma once
 #include <tuple>
 
+#include "guild/router_logits.h"
 #include "torch/tensors.h"
 
 namespace guild::binding {
@@ -55,8 +56,59 @@ struct Sorting {
 Sorting sorting(Place const& place, Tensor const& ids, Tensor const& scores, int64_t experts,
                 DType scores_dtype, MaybeTensor const& token_offsets);
 
-// x (T, H), weight (E, H) -> (T, E) in float32, or float64 (logits.cpp)
-Tensor router_logits(Place const& place, Tensor const& x, Tensor const& weight);
+// A route yet to run, but for its logits and outputs.
+struct RouteSizes {
+  int64_t tokens, experts, top_k;
+  DType dtype;  // of the logits and scores
+};
+struct RouterScalars {
+  int64_t score;
+  bool renormalize;
+  double scale;
+  int64_t groups, top_groups;
+  double sum_floor;
+  int64_t group_score;
+};
+Route route_of(Place const& place, RouteSizes const& sizes, MaybeTensor const& selection_bias,
+               MaybeTensor const& token_mask, RouterScalars const& router);
+
+// The same with new tensors for its outputs.
+struct Routed {
+  Route args;
+  Tensor scores, ids, slopes;
+
+  Routed(Place const& place, RouteSizes const& sizes, MaybeTensor const& selection_bias,
+         MaybeTensor const& token_mask, RouterScalars const& router);
+};
+
+// ---- logits.cpp ---------------------------------------------------------------------------------
+
+// The router's product of x (T, H) and weight (E, H), yet to run; the tensors, copied where they do
+// not lie as the product reads them, must outlive it.
+class RouterProduct {
+ public:
+  RouterProduct(Place const& place, Tensor const& x, Tensor const& weight);
+
+  RouteSizes sizes(int64_t top_k) const;
+  int64_t workspace_bytes() const;
+  // logits in a new tensor, float32, or float64
+  Tensor logits(Place const& place);
+  // Routes by the logits, which are not kept, into the outputs of `route`.
+  void route(Place const& place, Route const& route, void* workspace);
+
+ private:
+  Tensor x_, weight_;
+  RouterLogits args_;
+  bool by_torch_;
+};
+
+// x (T, H), weight (E, H) -> (T, E) in float32, or float64
+Tensor router_logits(Tensor const& x, Tensor const& weight);
+// The same and route, of logits that are not kept
+Tensors3 route_tokens(Tensor const& x, Tensor const& weight, MaybeTensor const& selection_bias,
+                      MaybeTensor const& token_mask, int64_t top_k, int64_t score, bool renormalize,
+                      double scale, int64_t groups, int64_t top_groups, double sum_floor,
+                      int64_t group_score);
 
 // ---- layer.cpp ----------------------------------------------------------------------------------
 
@@ -67,21 +119,6 @@ Tensors6 moe_forward(Tensor const& x, Tensor const& ids, Tensor const& scores,
                      MaybeTensor const& b_up, MaybeTensor const& b_down, int64_t kind, bool gated,
                      double alpha, double limit, double up_offset, bool clamp_after,
                      bool interleaved, bool transposed, bool keep);
-// The same into out (T, H), keeping nothing -> offsets
-Tensor moe_forward_out(Tensor const& x, Tensor const& ids, Tensor const& scores,
-                       MaybeTensor const& token_offsets, MaybeTensor const& residual,
-                       Tensor const& w_up, MaybeTensor const& w_gate, Tensor const& w_down,
-                       MaybeTensor const& b_up, MaybeTensor const& b_down, int64_t kind, bool gated,
-                       double alpha, double limit, double up_offset, bool clamp_after,
-                       bool interleaved, bool transposed, Tensor& out);
-// Router product, route and moe_forward_out: x (T, H), router (E, H) -> offsets
-Tensor moe_layer_out(Tensor const& x, Tensor const& router, MaybeTensor const& selection_bias,
-                     MaybeTensor const& token_mask, int64_t top_k, int64_t score, bool renormalize,
-                     double scale, int64_t groups, int64_t top_groups, double sum_floor,
-                     int64_t group_score, MaybeTensor const& residual, Tensor const& w_up,
-                     Tensor const& w_down, MaybeTensor const& b_up, MaybeTensor const& b_down,
-                     int64_t kind, bool gated, double alpha, double limit, double up_offset,
-                     bool clamp_after, bool interleaved, bool transposed, Tensor& out);
 // -> dx, dscores, dw_up, dw_gate, dw_down, db_up, db_down; wanted: bits of Wanted
 Tensors7 moe_backward(Tensor const& dout, Tensor const& x, Tensor const& h, Tensor const& offsets,
                       Tensor const& row_token, Tensor const& slot_row, Tensor const& row_score,
@@ -95,6 +132,12 @@ Tensors2 experts_forward(Tensor const& x, Tensor const& offsets, Tensor const& w
                          MaybeTensor const& b_down, int64_t kind, bool gated, double alpha,
                          double limit, double up_offset, bool clamp_after, bool interleaved,
                          bool transposed, bool keep);
+// The same into out (R, H), keeping nothing.
+void experts_forward_out(Tensor const& x, Tensor const& offsets, Tensor const& w_up,
+                         MaybeTensor const& w_gate, Tensor const& w_down, MaybeTensor const& b_up,
+                         MaybeTensor const& b_down, int64_t kind, bool gated, double alpha,
+                         double limit, double up_offset, bool clamp_after, bool interleaved,
+                         bool transposed, Tensor& out);
 // -> dx (zero past offsets[E]), dw_up, dw_gate, dw_down, db_up, db_down
 Tensors6 experts_backward(Tensor const& dout, Tensor const& x, Tensor const& h,
                           Tensor const& offsets, Tensor const& w_up, MaybeTensor const& w_gate,
@@ -112,6 +155,40 @@ Tensors4 data_gradients(Tensor const& dout, Tensor const& h, Tensor const& offse
                         double limit, double up_offset, bool clamp_after, bool interleaved,
                         bool transposed, int64_t wanted, MaybeTensor& db_up, MaybeTensor& db_down,
                         bool accumulate);
+
+// ---- inference.cpp ------------------------------------------------------------------------------
+
+// moe_forward into out (T, H), keeping nothing -> offsets
+Tensor moe_forward_out(Tensor const& x, Tensor const& ids, Tensor const& scores,
+                       MaybeTensor const& token_offsets, MaybeTensor const& residual,
+                       Tensor const& w_up, MaybeTensor const& w_gate, Tensor const& w_down,
+                       MaybeTensor const& b_up, MaybeTensor const& b_down, int64_t kind, bool gated,
+                       double alpha, double limit, double up_offset, bool clamp_after,
+                       bool interleaved, bool transposed, Tensor& out);
+// Router product, route and moe_forward_out: x (T, H), router (E, H) -> offsets
+Tensor moe_layer_out(Tensor const& x, Tensor const& router, MaybeTensor const& selection_bias,
+                     MaybeTensor const& token_mask, int64_t top_k, int64_t score, bool renormalize,
+                     double scale, int64_t groups, int64_t top_groups, double sum_floor,
+                     int64_t group_score, MaybeTensor const& residual, Tensor const& w_up,
+                     Tensor const& w_down, MaybeTensor const& b_up, MaybeTensor const& b_down,
+                     int64_t kind, bool gated, double alpha, double limit, double up_offset,
+                     bool clamp_after, bool interleaved, bool transposed, Tensor& out);
+// The same two into a new tensor -> out (T, H), offsets, with fewer arguments: ids are (T, K), w_up
+// is one tensor, no token is masked. In place of a residual infer_layer takes the weights of shared
+// experts with the layer's activation and order, (W, H) or with a gate (2 W, H), and (H, W), and
+// runs them. settings, float64 on the CPU: kind, gated, alpha, limit,
+// up_offset, clamp_after, interleaved, transposed; of infer_layer also top_k, score, renormalize,
+// scale, groups, top_groups, sum_floor, group_score.
+Tensors2 infer_experts(Tensor const& x, Tensor const& ids, Tensor const& scores,
+                       MaybeTensor const& residual, Tensor const& w_up, Tensor const& w_down,
+                       MaybeTensor const& b_up, MaybeTensor const& b_down, Tensor const& settings);
+Tensors2 infer_layer(Tensor const& x, Tensor const& router, MaybeTensor const& selection_bias,
+                     MaybeTensor const& residual, MaybeTensor const& shared_up,
+                     MaybeTensor const& shared_down, Tensor const& w_up, Tensor const& w_down,
+                     MaybeTensor const& b_up, MaybeTensor const& b_down, Tensor const& settings);
+// Shared experts alone; settings as of infer_experts, weights never transposed.
+Tensor infer_shared(Tensor const& x, Tensor const& w_up, Tensor const& w_down,
+                    Tensor const& settings);
 
 // ---- steps.cpp: one step of the layer each ------------------------------------------------------
 

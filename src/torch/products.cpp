@@ -1,5 +1,6 @@
 // Level 1: the grouped product in its four cases, and the fused pair on sorted rows.
 #include "torch/ops.h"
+#include "torch/overlap.h"
 
 namespace guild::binding {
 
@@ -75,6 +76,7 @@ void grouped_mm_out(Tensor const& a, Tensor const& b, MaybeTensor const& offs,
   g.accumulate = accumulate;
   stacked_output(g.ragged) ? place.data(out, "out", {g.groups, g.m, g.n})
                            : place.data(out, "out", {g.m, g.n});
+  require_apart({{"out", out}}, {{"mat_a", a}, {"mat_b", b}, {"offs", offs}, {"bias", bias}});
   g.d = operand_of(out);
   place.run_product(cpu::grouped_gemm, cuda::grouped_gemm, g);
 }

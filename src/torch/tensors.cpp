@@ -164,11 +164,23 @@ Tensor Place::empty_int32(Shape shape) const {
 
 Tensor Place::zeros(Shape shape, DType dtype) const {
   Tensor tensor = empty(shape, dtype);
-  TORCH_ERROR_CODE_CHECK(aoti_torch_zero_(tensor.get()));
+  clear(tensor);
   return tensor;
 }
 
+void Place::clear(Tensor const& tensor) const {
+  TORCH_ERROR_CODE_CHECK(aoti_torch_zero_(tensor.get()));
+}
+
 Tensor Place::workspace(int64_t bytes) const { return make(&bytes, 1, aoti_torch_dtype_uint8()); }
+
+Tensor Place::first_int32(Tensor const& buffer, int64_t count) const {
+  int64_t const stride = 1;
+  AtenTensorHandle handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch__alloc_from_pool(buffer.get(), 0, aoti_torch_dtype_int32(), 1,
+                                                     &count, &stride, &handle));
+  return Tensor(handle);
+}
 
 void* Place::data(Tensor const& tensor, char const* name, Shape shape) const {
   int32_t type = 0;

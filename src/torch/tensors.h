@@ -62,7 +62,10 @@ class Place {
   Tensor empty(Shape shape, DType dtype) const;
   Tensor empty_int32(Shape shape) const;
   Tensor zeros(Shape shape, DType dtype) const;
+  void clear(Tensor const& tensor) const;  // to zeros
   Tensor workspace(int64_t bytes) const;
+  // The first `count` int32 of a contiguous buffer on this device, which stays alive with them.
+  Tensor first_int32(Tensor const& buffer, int64_t count) const;
 
   // The data of a tensor on this device with this shape; nothing is said about its strides.
   void* data(Tensor const& tensor, char const* name, Shape shape) const;

@@ -1,6 +1,7 @@
 // Weight and bias gradients into tensors of the caller: written, or added to what is there (fp32
 // accumulation over micro-batches, Megatron's main_grad).
 #include "torch/ops.h"
+#include "torch/overlap.h"
 
 namespace guild::binding {
 
@@ -75,6 +76,8 @@ void up_weight_gradient_out(Tensor const& x, Tensor const& dh, Tensor const& off
   args.x = input_rows(place, layer, x, "x", row_token);
   args.dh = place.rows(dh, "dh", layer.dtype, {rows, width});
   args.dw = up_weight_of(place, layer, dw_up, dw_gate, args.dw_dtype);
+  require_apart({{"dw_up", dw_up}, {"dw_gate", dw_gate}},
+                {{"x", x}, {"dh", dh}, {"offsets", offsets}, {"row_token", row_token}});
   place.run_product(cpu::up_weight_gradient, cuda::up_weight_gradient, args);
 }
 
@@ -96,6 +99,8 @@ void down_weight_gradient_out(Tensor const& dout, Tensor const& a, Tensor const&
   args.dout = input_rows(place, layer, dout, "dout", row_token);
   args.a = place.rows(a, "a", layer.dtype, {a.size(0), a.size(1)});
   args.dw = down_weight_of(place, layer, dw_down, args.dw_dtype);
+  require_apart({{"dw_down", dw_down}},
+                {{"dout", dout}, {"a", a}, {"offsets", offsets}, {"row_token", row_token}});
   place.run_product(cpu::down_weight_gradient, cuda::down_weight_gradient, args);
 }
 
@@ -128,6 +133,9 @@ void weight_gradients_out(Tensor const& x, Tensor const& dout, Tensor const& dh,
   args.a_scaled = place.rows(a_scaled, "a_scaled", layer.dtype, {s.rows(), s.intermediate});
   if (dw_up.has_value()) args.dw_up = up_weight_of(place, layer, *dw_up, dw_gate, args.dw_dtype);
   if (dw_down.has_value()) args.dw_down = down_weight_of(place, layer, *dw_down, args.dw_dtype);
+  require_apart(
+      {{"dw_up", dw_up}, {"dw_gate", dw_gate}, {"dw_down", dw_down}},
+      {{"x", x}, {"dout", dout}, {"dh", dh}, {"a_scaled", a_scaled}, {"offsets", offsets}});
   Tensor const workspace = place.workspace(moe_weight_gradients_workspace_bytes(s));
   args.workspace = workspace.data_ptr();
   place.run(cpu::moe_weight_gradients, cuda::moe_weight_gradients, args);
@@ -153,6 +161,7 @@ void bias_gradient_out(Tensor const& m, Tensor const& offsets, MaybeTensor const
   }
   args.m = place.rows(m, "m", args.dtype, {m.size(0), args.width});
   args.db = place.rows(db, "db", args.db_dtype, {args.experts, args.width});
+  require_apart({{"db", db}}, {{"m", m}, {"offsets", offsets}, {"row_token", row_token}});
   place.run(cpu::bias_gradient, cuda::bias_gradient, args);
 }
 

@@ -17,7 +17,7 @@ from .presets import CPU_SHAPES, DECODE_PRESETS, NAMED, PRESETS, Shape, parse_sh
 from .problem import DECODE_ROUTINGS, ROUTINGS
 from .sweep import CPU_RANGES, GPU_RANGES, random_shapes
 
-DECODE_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
+DECODE_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 512, 1024, 2048, 4096)
 _CPU_TOKENS = (1, 4, 16)
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 

@@ -6,6 +6,7 @@
 
 #include "cuda/alignment.h"
 #include "cuda/device.h"
+#include "cuda/shared_memory.h"
 #include "cuda/sm90/forced_config.h"
 #include "cuda/sm90/kernel.cuh"
 #include "cuda/sm90/tensor_map.h"
@@ -154,8 +155,8 @@ template <class Kernel>
 void launch(typename Kernel::Params params, int64_t tiles, Queue const& queue) {
   if (tiles == 0) return;
   constexpr int bytes = sizeof(typename Kernel::SharedStorage);
-  cuda_check(cudaFuncSetAttribute(run<Kernel>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
-             "shared memory of a grouped product");
+  static AllowedOn allowed;
+  allow_shared_memory(run<Kernel>, bytes, allowed, "shared memory of a grouped product");
   constexpr int cluster = Kernel::config.cluster;
   int const clusters = std::max(1, multiprocessors(queue) / cluster);
   if (params.work.taken == nullptr && claims_tiles(queue, cluster, tiles, clusters)) {

@@ -88,6 +88,26 @@ def test_training_and_inference_have_the_same_bits(gpu: str) -> None:
             assert torch.equal(alone, trained[:tokens])
 
 
+@pytest.mark.parametrize("router", ["softmax_renormalized", "deepseek_v3", "softmax"])
+def test_a_whole_layer_has_the_same_bits_alone_in_company_and_in_training(
+    router: str, gpu: str
+) -> None:
+    """With the router and its product, through the quick way, the long way and autograd."""
+    torch.manual_seed(4)
+    layer = guild.MoE(520, WIDTH, 16, TOP_K, router=router, device=gpu, dtype=torch.bfloat16)
+    x = torch.randn(4096, 520, device=gpu, dtype=torch.bfloat16)
+    trained = layer(x)
+    assert trained.requires_grad
+    with torch.no_grad():
+        for tokens in (1, 2, 7, 8, 9, 16, 33, 64, 65, 100, 257, 600, 1366, 4096):
+            first = (4096 - tokens) // 2
+            some = slice(first, first + tokens)
+            assert torch.equal(layer(x[some]), trained[some]), tokens
+            out, routing = layer(x[some], return_routing=True)
+            assert torch.equal(out, trained[some]), tokens
+            assert routing.ids.shape == (tokens, TOP_K)
+
+
 @pytest.mark.parametrize("tokens", [1, 3, 8, 50, 85, 86, 400])
 @pytest.mark.parametrize("ids_dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("keep", [False, True])

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "cuda/device.h"
+#include "cuda/shared_memory.h"
 #include "cuda/sm90/decode/product.cuh"
 #include "cuda/sm90/launch.cuh"
 
@@ -22,9 +23,9 @@ CUtensorMap block_map(ConstWeight const& w, int64_t experts, int64_t n, int64_t 
 template <class Product>
 void launch_decode(typename Product::Params const& params, int64_t tiles, Queue const& queue) {
   constexpr int bytes = sizeof(typename Product::SharedStorage);
-  cuda_check(cudaFuncSetAttribute(decode_kernel<Product>,
-                                  cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
-             "shared memory of a product for few tokens");
+  static AllowedOn allowed;
+  allow_shared_memory(decode_kernel<Product>, bytes, allowed,
+                      "shared memory of a product for few tokens");
   // On a part of the multiprocessors one block each: two would spread over twice as many.
   int const at_once = queue.sms > 0 ? 1 : kAtOnce;
   unsigned const blocks = unsigned(std::min<int64_t>(tiles, at_once * multiprocessors(queue)));
