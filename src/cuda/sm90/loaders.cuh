@@ -3,7 +3,8 @@
 //   TmaRows        A: contiguous rows: one thread of a warp issues TMA boxes
 //   GatheredRows   A: rows gathered by an index, 16-byte cp.async by the whole warpgroup
 //   TokenColumns   ragged inner dimension: A and B are (rows of the group) x features, A optionally
-//                  gathered by an index; the group's last, ragged step is zero-filled in A and B
+//                  gathered by an index; the group's last, ragged step is zero-filled in A and B,
+//                  up to a multiple of 16 rows
 //
 // Gather by cp.async in the producer: SonicMoE, arXiv:2512.14080, section 4.
 #pragma once
@@ -29,7 +30,8 @@ static_assert(GemmConfig::tile_k == kBoxColumns);
 //   kThreads, kRegisters threads that load, 32 or 128, and the registers of each, of the 168 that a
 //                        thread of the block has on average
 //   kArrivals            arrivals on `full` per stage, all threads together
-//   kClearsRest          rows of A past the tile's own are zeros; else whatever memory holds there
+//   kClearsRest          rows of A past the tile's own, up to a multiple of 64, are zeros; else
+//                        whatever memory holds there
 //   begin(tile)          by each of its threads, before the tile's first step
 //   load(tile, step, a, b, full)
 //                        by each of its threads, when the stage is empty: fills its operands a and
@@ -102,6 +104,22 @@ struct WeightLoader {
   }
 };
 
+// Loads the tile's rows of A, columns from k on, in boxes of 64 rows. A box without rows is not
+// loaded: no consumer reads it.
+template <GemmConfig C>
+__device__ inline void load_rows(CUtensorMap const& map, int k, int half, Tile const& tile, char* a,
+                                 Barrier& full) {
+#pragma unroll 1
+  for (int r = 0; r < tile.rows; r += 64) {
+    tma_load(map, a + r * kRowBytes, {k, half, tile.row + r}, full);
+  }
+}
+// The bytes that load_rows() and WeightLoader bring; a block without rows of a tile needs no B.
+template <GemmConfig C>
+__device__ inline int stage_bytes(Tile const& tile) {
+  return tile.rows <= 0 ? 0 : (tile.rows > 64 ? C.a_bytes() : kBlockBytes) + C.b_bytes();
+}
+
 template <class T, GemmConfig C, Major major_b>
 struct TmaRows {
   using Element = T;
@@ -111,7 +129,7 @@ struct TmaRows {
   static constexpr bool kClearsRest = false;
 
   struct Params {
-    CUtensorMap a;  // (k, halves, rows), boxes of 64 x 1 x tile_m
+    CUtensorMap a;  // (k, halves, rows), boxes of 64 x 1 x 64
     WeightLoader<C, major_b> b;
   };
   struct Storage {};
@@ -122,10 +140,10 @@ struct TmaRows {
   __device__ void begin(Tile const&) {}
   __device__ void load(Tile const& tile, int step, char* a, char* b, Barrier& full) {
     if (thread != 0) return;
-    full.arrive_expect(C.a_bytes() + C.b_bytes());
+    full.arrive_expect(stage_bytes<C>(tile));
     int const half = step >= p.b.half_steps;
-    tma_load(p.a, a, {(step - half * p.b.half_steps) * C.tile_k, half, tile.row}, full);
-    p.b.load(tile, step, b, full);
+    load_rows<C>(p.a, (step - half * p.b.half_steps) * C.tile_k, half, tile, a, full);
+    if (tile.rows > 0) p.b.load(tile, step, b, full);
   }
 };
 
@@ -171,13 +189,15 @@ struct GatheredRows {
     uint32_t const none = k + column < p.k ? kNone : 0;  // at or above it: nothing to copy
     uint32_t const to =
         shared_address(a) + thread / 8 * kRowBytes + ((thread % 8 ^ thread / 8 % 8) * 16);
+    // 64 rows at a time; those that do not exist no consumer reads.
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
+      if (i % 4 == 0 && 16 * i >= tile.rows) break;
       copy_async(to + i * 16 * kRowBytes, units_after(base, from[i]), from[i] < none);
     }
     if (thread == 0) {
-      full.arrive_expect(C.b_bytes());
-      p.b.load(tile, step, b, full);
+      full.arrive_expect(tile.rows > 0 ? C.b_bytes() : 0);
+      if (tile.rows > 0) p.b.load(tile, step, b, full);
     }
     full.arrive_when_copied();
   }
@@ -304,8 +324,10 @@ struct TokenColumns {
     uint32_t const to =
         chunk_address(shared_address(a) + chunk / 8 * kBlockBytes, thread / 16, chunk % 8);
     uint32_t const none = m < p.m ? kNone : 0;  // at or above it: nothing to copy
+    int const left = tile.inner - step * C.tile_k;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
+      if (i % 2 == 0 && 8 * i >= left) break;  // slices that are not multiplied
       uint32_t const row = __shfl_sync(~0u, start, step % 2 * 16 + 2 * i + lane / 16);
       copy_async(to + i * 1024, units_after(p.a + m, row), row < none);
     }
@@ -316,7 +338,7 @@ struct TokenColumns {
   __device__ void copy_b(Tile const& tile, int row, int left, char* b) const {
     constexpr int chunks = C.tile_n / kElementsPer16Bytes;  // of a row
 #pragma unroll 1
-    for (int i = thread; i < C.tile_k * chunks; i += 128) {
+    for (int i = thread; i < (left + 15) / 16 * 16 * chunks; i += 128) {
       int const chunk = i % chunks, r = i / chunks, n = tile.col + chunk * kElementsPer16Bytes;
       bool const valid = r < left && n < p.n;
       T const* from = valid ? p.b + (row + r) * p.b_stride + n : p.b;

@@ -1,0 +1,143 @@
+// The consumers' main loop: a tile's sums over the stages of the ring, by wgmma.
+//
+// A consumer multiplies only what exists: one whose 64 rows of a tile are all absent passes the
+// tile's stages on, and the last step of a ragged sum takes as many slices of 16 as hold data. Both
+// leave the results' bits alone: K is summed in order either way, and what is left out is zeros.
+#pragma once
+#include "cuda/sm90/column_sums.cuh"
+#include "cuda/sm90/cursor.cuh"
+#include "cuda/sm90/loaders.cuh"
+#include "cuda/warp.cuh"
+
+namespace guild::cuda {
+
+struct Self {  // a thread of a consumer
+  int group;   // which consumer, known to the compiler as the same for all lanes of a warp
+  int thread;  // of its 128
+  __device__ Self() : group(warp_index() / 4 - 1), thread(threadIdx.x % 128) {}
+  __device__ bool leads_warp() const { return thread % 32 == 0; }
+};
+
+template <GemmConfig C, OperandLoader Loader, class Int>
+struct MainLoop {
+  using Work = typename Loader::Work;
+  using Cursor = cuda::Cursor<C.stages, Int>;
+
+  // Where tiles may be claimed from a counter, one is claimed only shortly before it is needed.
+  static constexpr bool kClaimsLate = C.cluster > 1 || Work::kHasOrder;
+
+  // wgmma is 64 rows high: a consumer's rows of a tile are this many such parts.
+  static constexpr int kParts = C.consumer_rows() / 64;
+  template <int parts>
+  using Sums = float[parts][C.tile_n / 2];
+
+  static __device__ int steps(Tile const& tile) { return (tile.inner + C.tile_k - 1) / C.tile_k; }
+
+  static __device__ void release(Barrier& empty) {
+    if constexpr (C.cluster == 1) {
+      empty.arrive();
+    } else {
+      for (int block = 0; block < C.cluster; ++block) empty.arrive_at(block);
+    }
+  }
+
+  // Sums the tile over its steps; a stage is released once the next one's products are in flight.
+  // meanwhile(step, takes): runs while each step's products are in flight (once if the sum is
+  // empty); `takes` marks the step at which the next tile is to be taken from the queue.
+  // side: sums of each step's A (column_sums.cuh).
+  template <int parts, class F, class Side = NoSideSums>
+  static __device__ void sum(Sums<parts>& acc, bool started, Cursor& at, Tile const& tile,
+                             auto& smem, Self self, F&& meanwhile, Side side = {}) {
+    int const count = steps(tile);
+    int const first = C.in_turns ? 0 : self.group * kBlockBytes;  // of this consumer's rows of A
+    uint32_t const full = kept(shared_address(smem.full));
+    uint32_t const a = kept(descriptor<Loader::kMajorA>(shared_address(smem.a[0]) + first));
+    uint32_t const b = kept(descriptor<Loader::kMajorB>(shared_address(smem.b[0])));
+    if constexpr (Work::kMayBeEmpty) {
+      if (count == 0) {
+#pragma unroll
+        for (auto& part : acc) clear_registers(part);
+        meanwhile(0, true);
+        return;
+      }
+    }
+    // do-while: only if at least one step is certain does the compiler know that products define
+    // the accumulators.
+    int step = 0;
+#pragma unroll 1
+    do {
+      // No proxy fence for what cp.async wrote, as in CUTLASS's main loop with cp.async. A fence
+      // would also wait for the arrival below at the other block: 150 to 350 cycles per step.
+      Barrier::wait_at(full + at.stage * sizeof(Barrier), at.phase);
+      fence(acc);
+      side.start(shared_address(smem.a[at.stage]) + first);
+      multiply(acc, a + at.stage * (C.a_bytes() / 16), b + at.stage * (C.b_bytes() / 16),
+               started || step > 0, tile.inner - step * C.tile_k);
+      if (step > 0) {
+        wgmma_wait<1>();
+        if (self.leads_warp()) release(smem.empty[at.before(1)]);
+      }
+      side.finish(step);
+      meanwhile(step, kClaimsLate ? step + 1 == count : step == 0);
+      at.advance();
+    } while (++step < count);
+    if (C.in_turns && self.leads_warp()) smem.turn[1 - self.group].arrive();
+    wgmma_wait<0>();
+    fence(acc);
+    if (self.leads_warp()) release(smem.empty[at.before(1)]);
+  }
+
+  // For a consumer that has no rows of a tile: passes its `count` stages on.
+  static __device__ void pass(int count, Cursor& at, auto& smem, Self self) {
+#pragma unroll 1
+    for (int i = 0; i < count; ++i, at.advance()) {
+      smem.full[at.stage].wait(at.phase);
+      if (self.leads_warp()) release(smem.empty[at.stage]);
+    }
+  }
+
+ private:
+  // Issues the products of one stage's first `slices` slices, which run asynchronously. a, b:
+  // descriptors of the operands.
+  template <int slices, int parts>
+  static __device__ void multiply(Sums<parts>& acc, uint32_t a, uint32_t b, bool accumulate) {
+    constexpr int step_a = kSliceBytes<Loader::kMajorA> / 16;
+    constexpr int step_b = kSliceBytes<Loader::kMajorB> / 16;
+    wgmma_fence();
+#pragma unroll
+    for (int slice = 0; slice < slices; ++slice) {
+#pragma unroll
+      for (int part = 0; part < parts; ++part) {
+        mma_slice<typename Loader::Element, C.tile_n, Loader::kMajorA, Loader::kMajorB>(
+            acc[part], a + slice * step_a + part * (kBlockBytes / 16), b + slice * step_b,
+            accumulate || slice > 0);
+      }
+    }
+    wgmma_commit();
+  }
+
+  // The same for as many slices as there is data. left: how much of the sum is left, this stage
+  // included. Each choice is a group of wgmma of its own: ptxas serialises a group with branches.
+  template <int parts>
+  static __device__ void multiply(Sums<parts>& acc, uint32_t a, uint32_t b, bool accumulate,
+                                  int left) {
+    static_assert(C.tile_k == 4 * kSliceDepth);
+    if (!Work::kMayBeEmpty || left > 3 * kSliceDepth) {
+      multiply<4>(acc, a, b, accumulate);
+    } else if (left > 2 * kSliceDepth) {
+      multiply<3>(acc, a, b, accumulate);
+    } else if (left > kSliceDepth) {
+      multiply<2>(acc, a, b, accumulate);
+    } else {
+      multiply<1>(acc, a, b, accumulate);
+    }
+  }
+
+  template <int parts>
+  static __device__ void fence(Sums<parts>& acc) {
+#pragma unroll
+    for (auto& part : acc) fence_registers(part);
+  }
+};
+
+}  // namespace guild::cuda
