@@ -75,14 +75,14 @@ struct TileCount {
   bool ragged = true;
 };
 
-// A tile of at most 64 rows costs this much of a whole one's sum: one consumer multiplies, at the
-// pace at which shared memory takes and gives B.
+// In products by row a tile of at most 64 rows costs this much of a whole one's sum, but in turns:
+// one consumer multiplies, at the pace at which shared memory takes and gives B.
 inline constexpr double kHalfTile = 0.65;
 
-// What the last rows of tiles of one group of `rows` rows cost, and all before: tiles that blocks
-// spend time on, those of blocks that idle beside a partner included.
-inline double tiles_of(GemmConfig const& c, int64_t rows, int64_t across) {
-  auto const cost = [](int64_t rows) { return rows > 64 ? 1 : rows > 0 ? kHalfTile : 0; };
+// Tiles that blocks spend time on for one group of `rows` rows, those of blocks that idle beside a
+// partner included. half: what a tile of at most 64 rows counts.
+inline double tiles_of(GemmConfig const& c, int64_t rows, int64_t across, double half) {
+  auto const cost = [&](int64_t rows) { return rows > 64 ? 1 : rows > 0 ? half : 0; };
   MatrixTiles const tiles{.rows = int(rows),
                           .across = int(across),
                           .tile_m = c.cluster_m(),
@@ -103,14 +103,15 @@ inline double tiles_of(GemmConfig const& c, int64_t rows, int64_t across) {
 // deviation.
 inline double expected_tiles(GemmConfig const& c, TileCount const& x) {
   int64_t const across = (x.columns + c.tile_n - 1) / c.tile_n;
-  if (!x.ragged) return double(x.groups) * tiles_of(c, x.rows, across);
+  if (!x.ragged) return double(x.groups) * tiles_of(c, x.rows, across, /*half=*/1);
+  double const half = c.in_turns ? 1 : kHalfTile;
   // The normal distribution in eight parts of the same weight: their middles.
   constexpr double kMiddles[] = {-1.534, -.887, -.489, -.157, .157, .489, .887, 1.534};
   double const mean = double(x.rows) / double(x.groups), spread = std::sqrt(mean);
   double sum = 0;
   for (double const middle : kMiddles) {
     double const rows = std::max(0., mean + middle * spread);
-    sum += tiles_of(c, int64_t(rows + .5), across);
+    sum += tiles_of(c, int64_t(rows + .5), across, half);
   }
   return double(x.groups) * sum / std::size(kMiddles);
 }

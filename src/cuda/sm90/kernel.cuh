@@ -41,8 +41,7 @@ struct GroupedProduct {
   using Loop =
       MainLoop<C, Loader, std::conditional_t<stores_at_once<Epilogue, C.tile_n>(), int, unsigned>>;
   using Cursor = typename Loop::Cursor;
-  template <int parts>
-  using Sums = typename Loop::template Sums<parts>;
+  using Sums = typename Loop::Sums;
   static constexpr bool kClaimsLate = Loop::kClaimsLate;
   // Whether a loading warp schedules the tiles; else an idle warp of the producer does.
   static constexpr bool kLoaderSchedules = Loader::kThreads == 128 || kClaimsLate;
@@ -142,7 +141,7 @@ struct GroupedProduct {
   }
 
   // Lets the epilogue fill the accumulators; false: it has not, the sum begins at 0.
-  static __device__ bool start(Params const& p, auto& acc, Tile const& tile, Self self) {
+  static __device__ bool start(Params const& p, Sums& acc, Tile const& tile, Self self) {
     bool started = false;
 #pragma unroll
     for (auto& part : acc) {
@@ -154,7 +153,7 @@ struct GroupedProduct {
 
   // A storing epilogue: what its parcel defers of a tile is stored beside the next one's products.
   static __device__ void consume_storing(Params const& p, SharedStorage& smem, Self self) {
-    Sums<1> acc;
+    Sums acc;
     auto& storage = smem.epilogue[self.group];
     typename Epilogue::template Parcel<C.tile_n> parcel;
     Cursor at;
@@ -165,7 +164,7 @@ struct GroupedProduct {
     if (!stores_at_once<Epilogue, C.tile_n>() && !more) return;
     for (; more; tile = following) {
       Tile const part = row_block(tile, self.group);
-      if (part.rows > 0) {
+      if (!Loop::kSkipsRows || part.rows > 0) {
         bool const started = start(p, acc, tile, self);
         Loop::sum(acc, started, at, tile, smem, self, [&](int, bool takes) {
           if (takes) more = smem.tiles.take(tiles, following);
@@ -188,7 +187,7 @@ struct GroupedProduct {
 
   // A reading epilogue: its matrix comes through the ring after the products.
   static __device__ void consume_reading(Params const& p, SharedStorage& smem, Self self) {
-    Sums<1> acc;
+    Sums acc;
     typename Epilogue::State state;
     auto& storage = smem.epilogue[self.group];
     p.epilogue.prepare(storage, self.thread);
@@ -228,7 +227,7 @@ struct GroupedProduct {
   static __device__ void consume_in_turns(Params const& p, SharedStorage& smem, Self self) {
     static_assert(C.consumers == 2);
     auto& storage = smem.epilogue[self.group];
-    Sums<Loop::kParts> acc;
+    Sums acc;
     Cursor at;
     QueueEnd tiles;
     Tile tile;
@@ -241,11 +240,7 @@ struct GroupedProduct {
       bool const started = start(p, acc, tile, self);
       smem.turn[self.group].wait(phase);
       phase ^= 1;
-      if (tile.rows > 64) {
-        Loop::sum(acc, started, at, tile, smem, self, [](int, bool) {});
-      } else {
-        Loop::sum(reinterpret_cast<Sums<1>&>(acc), started, at, tile, smem, self, [](int, bool) {});
-      }
+      Loop::sum(acc, started, at, tile, smem, self, [](int, bool) {});
 #pragma unroll
       for (int i = 0; i < Loop::kParts; ++i) {
         typename Epilogue::template Parcel<C.tile_n> parcel;

@@ -324,12 +324,17 @@ struct TokenColumns {
     uint32_t const to =
         chunk_address(shared_address(a) + chunk / 8 * kBlockBytes, thread / 16, chunk % 8);
     uint32_t const none = m < p.m ? kNone : 0;  // at or above it: nothing to copy
-    int const left = tile.inner - step * C.tile_k;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      if (i % 2 == 0 && 8 * i >= left) break;  // slices that are not multiplied
+    auto const copy = [&](int i) {
       uint32_t const row = __shfl_sync(~0u, start, step % 2 * 16 + 2 * i + lane / 16);
       copy_async(to + i * 1024, units_after(p.a + m, row), row < none);
+    };
+    int const left = tile.inner - step * C.tile_k;
+    if (left >= C.tile_k) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) copy(i);
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < (left + 15) / 16 * 2; ++i) copy(i);  // the slices that are multiplied
     }
   }
 

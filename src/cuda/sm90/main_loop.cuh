@@ -1,8 +1,8 @@
 // The consumers' main loop: a tile's sums over the stages of the ring, by wgmma.
 //
-// A consumer multiplies only what exists: one whose 64 rows of a tile are all absent passes the
-// tile's stages on, and the last step of a ragged sum takes as many slices of 16 as hold data. Both
-// leave the results' bits alone: K is summed in order either way, and what is left out is zeros.
+// In products by row a consumer whose 64 rows of a tile are all absent passes the tile's stages on;
+// the last step of a ragged sum takes as many slices of 16 as hold data. Both leave the results'
+// bits alone: K is summed in order either way, and what is left out is zeros.
 #pragma once
 #include "cuda/sm90/column_sums.cuh"
 #include "cuda/sm90/cursor.cuh"
@@ -26,10 +26,14 @@ struct MainLoop {
   // Where tiles may be claimed from a counter, one is claimed only shortly before it is needed.
   static constexpr bool kClaimsLate = C.cluster > 1 || Work::kHasOrder;
 
+  // Whether a consumer without rows multiplies nothing. Not where tiles are dealt out to consumers
+  // in turns, nor in weight gradients: blocks with short tiles run ahead there, and operands that
+  // the others still need leave L2, which costs up to 40 and 11 % (docs/measured/experiments.md).
+  static constexpr bool kSkipsRows = !C.in_turns && !Work::kMayBeEmpty;
+
   // wgmma is 64 rows high: a consumer's rows of a tile are this many such parts.
   static constexpr int kParts = C.consumer_rows() / 64;
-  template <int parts>
-  using Sums = float[parts][C.tile_n / 2];
+  using Sums = float[kParts][C.tile_n / 2];
 
   static __device__ int steps(Tile const& tile) { return (tile.inner + C.tile_k - 1) / C.tile_k; }
 
@@ -45,9 +49,9 @@ struct MainLoop {
   // meanwhile(step, takes): runs while each step's products are in flight (once if the sum is
   // empty); `takes` marks the step at which the next tile is to be taken from the queue.
   // side: sums of each step's A (column_sums.cuh).
-  template <int parts, class F, class Side = NoSideSums>
-  static __device__ void sum(Sums<parts>& acc, bool started, Cursor& at, Tile const& tile,
-                             auto& smem, Self self, F&& meanwhile, Side side = {}) {
+  template <class F, class Side = NoSideSums>
+  static __device__ void sum(Sums& acc, bool started, Cursor& at, Tile const& tile, auto& smem,
+                             Self self, F&& meanwhile, Side side = {}) {
     int const count = steps(tile);
     int const first = C.in_turns ? 0 : self.group * kBlockBytes;  // of this consumer's rows of A
     uint32_t const full = kept(shared_address(smem.full));
@@ -99,15 +103,15 @@ struct MainLoop {
  private:
   // Issues the products of one stage's first `slices` slices, which run asynchronously. a, b:
   // descriptors of the operands.
-  template <int slices, int parts>
-  static __device__ void multiply(Sums<parts>& acc, uint32_t a, uint32_t b, bool accumulate) {
+  template <int slices>
+  static __device__ void multiply(Sums& acc, uint32_t a, uint32_t b, bool accumulate) {
     constexpr int step_a = kSliceBytes<Loader::kMajorA> / 16;
     constexpr int step_b = kSliceBytes<Loader::kMajorB> / 16;
     wgmma_fence();
 #pragma unroll
     for (int slice = 0; slice < slices; ++slice) {
 #pragma unroll
-      for (int part = 0; part < parts; ++part) {
+      for (int part = 0; part < kParts; ++part) {
         mma_slice<typename Loader::Element, C.tile_n, Loader::kMajorA, Loader::kMajorB>(
             acc[part], a + slice * step_a + part * (kBlockBytes / 16), b + slice * step_b,
             accumulate || slice > 0);
@@ -118,9 +122,7 @@ struct MainLoop {
 
   // The same for as many slices as there is data. left: how much of the sum is left, this stage
   // included. Each choice is a group of wgmma of its own: ptxas serialises a group with branches.
-  template <int parts>
-  static __device__ void multiply(Sums<parts>& acc, uint32_t a, uint32_t b, bool accumulate,
-                                  int left) {
+  static __device__ void multiply(Sums& acc, uint32_t a, uint32_t b, bool accumulate, int left) {
     static_assert(C.tile_k == 4 * kSliceDepth);
     if (!Work::kMayBeEmpty || left > 3 * kSliceDepth) {
       multiply<4>(acc, a, b, accumulate);
@@ -133,8 +135,7 @@ struct MainLoop {
     }
   }
 
-  template <int parts>
-  static __device__ void fence(Sums<parts>& acc) {
+  static __device__ void fence(Sums& acc) {
 #pragma unroll
     for (auto& part : acc) fence_registers(part);
   }

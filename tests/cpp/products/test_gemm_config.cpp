@@ -52,7 +52,7 @@ TEST(ChooseConfig, TakesTurnsWhereThatIsFaster) {
 TEST(ChooseConfig, TilesByHand) {
   GemmConfig const alone{128, 256, 4}, pair{128, 256, 4, 2};
   auto const tiles = [](GemmConfig const& c, int64_t rows, int64_t columns) {
-    return expected_tiles(c, {.rows = rows, .groups = 1, .columns = columns, .ragged = false});
+    return tiles_of(c, rows, ceil_div(columns, c.tile_n), kHalfTile);
   };
   EXPECT_DOUBLE_EQ(tiles(alone, 0, 600), 0);
   EXPECT_DOUBLE_EQ(tiles(alone, 65, 600), 3);
@@ -62,9 +62,14 @@ TEST(ChooseConfig, TilesByHand) {
   EXPECT_DOUBLE_EQ(tiles(pair, 420, 600), 4 * 3);  // the second of the pair has 36 rows of 128
   EXPECT_DOUBLE_EQ(tiles(pair, 420, 512), 2 * 2 + (1 + kHalfTile) * 2);  // split, as none idles
   EXPECT_DOUBLE_EQ(tiles(pair, 512, 600), 4 * 3);
+  TileCount const whole{.rows = 300, .groups = 4, .columns = 600, .ragged = false};
+  EXPECT_DOUBLE_EQ(expected_tiles(alone, whole), 4 * 3 * 3);  // weight gradients know no halves
+  EXPECT_DOUBLE_EQ(expected_tiles(pair, whole), 4 * (2 * 3 + 4));
   // Ragged: 640 rows a group, give or take 25, are 5 tiles and, in half of the groups, half a tile.
   TileCount const ragged{.rows = 2560, .groups = 4, .columns = 256};
   EXPECT_DOUBLE_EQ(expected_tiles(alone, ragged), 4 * (5 + kHalfTile / 2));
+  GemmConfig const turns{128, 256, 4, 1, 2, true};  // nor do tiles in turns
+  EXPECT_DOUBLE_EQ(expected_tiles(turns, ragged), 4 * (5 + 1 / 2.));
   // 96 rows a group, give or take 10, are a tile: few are as small as 64.
   TileCount const small{.rows = 384, .groups = 4, .columns = 256};
   EXPECT_DOUBLE_EQ(expected_tiles(alone, small), 4);
