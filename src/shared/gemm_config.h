@@ -128,10 +128,7 @@ constexpr double waves(double tiles, int at_once) {
 // Expected time, up to a factor.
 inline double expected_cost(BuiltConfig const& built, Product product, TileCount const& x) {
   GemmConfig const& c = built.config;
-  // The last step of a ragged sum is as deep as its slices of 16 that hold data: half a slice more
-  // than there is, on average.
-  double const steps = product == Product::experts ? (double(x.inner) + 8) / c.tile_k
-                                                   : double((x.inner + c.tile_k - 1) / c.tile_k);
+  double const steps = double((x.inner + c.tile_k - 1) / c.tile_k);
   double const sum = built.step_cost[int(product)] * steps * c.tile_m * c.tile_n / 32;
   double const tiles = expected_tiles(c, x);
   double const own = sum + built.outside;  // a consumer's time per tile

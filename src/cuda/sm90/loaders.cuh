@@ -3,8 +3,7 @@
 //   TmaRows        A: contiguous rows: one thread of a warp issues TMA boxes
 //   GatheredRows   A: rows gathered by an index, 16-byte cp.async by the whole warpgroup
 //   TokenColumns   ragged inner dimension: A and B are (rows of the group) x features, A optionally
-//                  gathered by an index; the group's last, ragged step is zero-filled in A and B,
-//                  up to a multiple of 16 rows
+//                  gathered by an index; the group's last, ragged step is zero-filled in A and B
 //
 // Gather by cp.async in the producer: SonicMoE, arXiv:2512.14080, section 4.
 #pragma once
@@ -324,17 +323,10 @@ struct TokenColumns {
     uint32_t const to =
         chunk_address(shared_address(a) + chunk / 8 * kBlockBytes, thread / 16, chunk % 8);
     uint32_t const none = m < p.m ? kNone : 0;  // at or above it: nothing to copy
-    auto const copy = [&](int i) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
       uint32_t const row = __shfl_sync(~0u, start, step % 2 * 16 + 2 * i + lane / 16);
       copy_async(to + i * 1024, units_after(p.a + m, row), row < none);
-    };
-    int const left = tile.inner - step * C.tile_k;
-    if (left >= C.tile_k) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i) copy(i);
-    } else {
-#pragma unroll 1
-      for (int i = 0; i < (left + 15) / 16 * 2; ++i) copy(i);  // the slices that are multiplied
     }
   }
 
@@ -343,7 +335,7 @@ struct TokenColumns {
   __device__ void copy_b(Tile const& tile, int row, int left, char* b) const {
     constexpr int chunks = C.tile_n / kElementsPer16Bytes;  // of a row
 #pragma unroll 1
-    for (int i = thread; i < (left + 15) / 16 * 16 * chunks; i += 128) {
+    for (int i = thread; i < C.tile_k * chunks; i += 128) {
       int const chunk = i % chunks, r = i / chunks, n = tile.col + chunk * kElementsPer16Bytes;
       bool const valid = r < left && n < p.n;
       T const* from = valid ? p.b + (row + r) * p.b_stride + n : p.b;

@@ -1,8 +1,6 @@
 // The consumers' main loop: a tile's sums over the stages of the ring, by wgmma.
 //
-// In products by row a consumer whose 64 rows of a tile are all absent passes the tile's stages on;
-// the last step of a ragged sum takes as many slices of 16 as hold data. Both leave the results'
-// bits alone: K is summed in order either way, and what is left out is zeros.
+// In products by row a consumer whose 64 rows of a tile are all absent passes the tile's stages on.
 #pragma once
 #include "cuda/sm90/column_sums.cuh"
 #include "cuda/sm90/cursor.cuh"
@@ -76,7 +74,7 @@ struct MainLoop {
       fence(acc);
       side.start(shared_address(smem.a[at.stage]) + first);
       multiply(acc, a + at.stage * (C.a_bytes() / 16), b + at.stage * (C.b_bytes() / 16),
-               started || step > 0, tile.inner - step * C.tile_k);
+               started || step > 0);
       if (step > 0) {
         wgmma_wait<1>();
         if (self.leads_warp()) release(smem.empty[at.before(1)]);
@@ -101,15 +99,13 @@ struct MainLoop {
   }
 
  private:
-  // Issues the products of one stage's first `slices` slices, which run asynchronously. a, b:
-  // descriptors of the operands.
-  template <int slices>
+  // Issues one stage's products, which run asynchronously. a, b: descriptors of its operands.
   static __device__ void multiply(Sums& acc, uint32_t a, uint32_t b, bool accumulate) {
     constexpr int step_a = kSliceBytes<Loader::kMajorA> / 16;
     constexpr int step_b = kSliceBytes<Loader::kMajorB> / 16;
     wgmma_fence();
 #pragma unroll
-    for (int slice = 0; slice < slices; ++slice) {
+    for (int slice = 0; slice < C.tile_k / kSliceDepth; ++slice) {
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
         mma_slice<typename Loader::Element, C.tile_n, Loader::kMajorA, Loader::kMajorB>(
@@ -118,21 +114,6 @@ struct MainLoop {
       }
     }
     wgmma_commit();
-  }
-
-  // The same for as many slices as there is data. left: how much of the sum is left, this stage
-  // included. Each choice is a group of wgmma of its own: ptxas serialises a group with branches.
-  static __device__ void multiply(Sums& acc, uint32_t a, uint32_t b, bool accumulate, int left) {
-    static_assert(C.tile_k == 4 * kSliceDepth);
-    if (!Work::kMayBeEmpty || left > 3 * kSliceDepth) {
-      multiply<4>(acc, a, b, accumulate);
-    } else if (left > 2 * kSliceDepth) {
-      multiply<3>(acc, a, b, accumulate);
-    } else if (left > kSliceDepth) {
-      multiply<2>(acc, a, b, accumulate);
-    } else {
-      multiply<1>(acc, a, b, accumulate);
-    }
   }
 
   static __device__ void fence(Sums& acc) {
