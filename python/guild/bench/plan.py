@@ -12,7 +12,8 @@ import torch
 
 from guild.provenance import pick_device
 
-from .names import CPU_CANDIDATES, DECODE_CANDIDATES, GPU_CANDIDATES, LIMITED, PARTS
+from . import sonicmoe
+from .names import CPU_CANDIDATES, DECODE_CANDIDATES, GPU_CANDIDATES, LIMITED, PARTS, SONICMOE
 from .presets import CPU_SHAPES, DECODE_PRESETS, NAMED, PRESETS, Shape, parse_shape
 from .problem import DECODE_ROUTINGS, ROUTINGS
 from .sweep import CPU_RANGES, GPU_RANGES, random_shapes
@@ -144,6 +145,8 @@ def _require_mode(args: argparse.Namespace) -> None:
     for name in ("num_sms",) if chooses else ("num_sms", "candidates"):
         if getattr(args, name) is not None and mode:
             raise ValueError(f"{name}: expected without --{mode}")
+    if args.sonicmoe and mode:
+        raise ValueError(f"sonicmoe: expected without --{mode}")
 
 
 def _seconds(args: argparse.Namespace, on_gpu: bool) -> float:
@@ -167,6 +170,10 @@ def _candidates(args: argparse.Namespace, device: torch.device) -> tuple[str, ..
             raise ValueError(
                 f"candidates: expected some of {', '.join(known)} on {device}, got {name!r}"
             )
+    if args.sonicmoe:
+        if device.type != "cuda" or not sonicmoe.importable():
+            raise ValueError("sonicmoe: expected a GPU and the package sonicmoe")
+        names = (*names, SONICMOE)
     if args.num_sms is None:
         return names
     if device.type != "cuda":
@@ -176,7 +183,8 @@ def _candidates(args: argparse.Namespace, device: torch.device) -> tuple[str, ..
 
 def _routings(args: argparse.Namespace) -> tuple[str, ...]:
     known = DECODE_ROUTINGS if args.decode else ROUTINGS
-    text = args.routing or ("balanced" if args.steps or args.sweep else "random")
+    alone = args.steps or args.memory or args.rounding or args.decode or args.sweep is not None
+    text = args.routing or ("balanced" if args.steps else "random" if alone else "random,balanced")
     names = known if text == "all" else tuple(dict.fromkeys(text.split(",")))
     for name in names:
         if name not in known:

@@ -18,7 +18,7 @@ typename Kernel::Params down_gradient_params(DownGradientProduct const& x) {
   CUtensorMap const map = weight_map<T, c, major>(x.w, x.groups.groups, x.n, x.k, "w_down");
   params.load.b = {{map, map}, false, INT32_MAX};
   auto& out = params.epilogue;
-  out.h = row_map<T>(x.h, x.rows, width, halves, c.tile_m, "h");
+  out.h = row_map<T>(x.h, x.rows, width, halves, 64, "h");
   out.dh = row_output<T>(x.dh, x.rows, width, halves, "dh");
   out.a = row_output<T>(x.scaled, x.rows, x.n, 1, "a_scaled");
   out.score = x.score;

@@ -87,7 +87,7 @@ void with_config(TileCount const& count, F&& f) {
 // Sets the A operand of an up or down gradient product: contiguous rows, or gathered by token.
 template <class T, GemmConfig C, Major major, class X>
 void fill_rows(typename TmaRows<T, C, major>::Params& load, X const& x, char const* name) {
-  load.a = row_map<T>(x.a, x.rows, x.k, 1, C.tile_m, name);
+  load.a = row_map<T>(x.a, x.rows, x.k, 1, 64, name);
 }
 template <class T, GemmConfig C, Major major, class X>
 void fill_rows(typename GatheredRows<T, C, major>::Params& load, X const& x, char const* name) {

@@ -22,7 +22,7 @@ void add_low_rank(Params& params, LowRankOperand const& x, int64_t rows, int64_t
     return weight_map<T, c, major>(b, params.work.groups.groups, columns, x.rank, "low_rank.b");
   };
   params.load.steps = int(ceil_div(params.work.inner, c.tile_k));
-  params.load.t = row_map<T>(x.t, rows, x.rank, 1, c.tile_m, "low_rank.t");
+  params.load.t = row_map<T>(x.t, rows, x.rank, 1, 64, "low_rank.t");
   params.load.low_rank = {{map(x.b[0]), map(x.b[1])}, pair_columns, INT32_MAX};
   params.work.inner = params.load.steps * c.tile_k + int(x.rank);
 }

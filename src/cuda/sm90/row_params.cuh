@@ -12,7 +12,7 @@ typename Kernel::Params row_params(RowProduct const& x, Epilogue const& epilogue
                  .tile_n = c.tile_n,
                  .across = int(ceil_div(x.n, c.tile_n)),
                  .inner = x.halves * half_steps * c.tile_k};
-  params.load.a = row_map<T>(x.a, x.rows, x.k, x.halves, c.tile_m, "a");
+  params.load.a = row_map<T>(x.a, x.rows, x.k, x.halves, 64, "a");
   auto const map = [&](ConstWeight const& w) {
     return weight_map<T, c, major>(w, x.groups.groups, x.n, x.k, "weight");
   };
