@@ -17,6 +17,7 @@ bool usable(char const** why) {
   return false;
 }
 
+void copy_indices(int32_t const*, int64_t, int32_t*, Queue) { absent(); }
 void route(Route const&, Queue) { absent(); }
 void router_gradient(RouterGradient const&, Queue) { absent(); }
 void round_tokens(TokenRounding const&, Queue) { absent(); }

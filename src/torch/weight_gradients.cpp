@@ -54,7 +54,8 @@ Rows input_rows(Place const& place, Layer const& layer, Tensor const& tensor, ch
 
 void up_weight_gradient_out(Tensor const& x, Tensor const& dh, Tensor const& offsets,
                             MaybeTensor const& row_token, Tensor& dw_up, MaybeTensor& dw_gate,
-                            bool gated, bool interleaved, bool transposed, bool accumulate) {
+                            bool gated, bool interleaved, bool transposed, bool accumulate,
+                            MaybeTensor const& experts_at) {
   Place const place(x, "x");
   require_dims(x, "x", 2);
   require_dims(dh, "dh", 2);
@@ -62,12 +63,13 @@ void up_weight_gradient_out(Tensor const& x, Tensor const& dh, Tensor const& off
   int64_t const rows = dh.size(0), width = dh.size(1);
   require(!gated || width % 2 == 0, "dh: expected an even number of columns (gate and up), got ",
           width);
-  Layer const layer = layer_of({.tokens = x.size(0),
-                                .hidden = x.size(1),
-                                .intermediate = gated ? width / 2 : width,
-                                .experts = offsets.size(0) - 1,
-                                .slots = rows},
-                               dtype_of(x, "x"), {gated, interleaved, transposed});
+  Layer layer = layer_of({.tokens = x.size(0),
+                          .hidden = x.size(1),
+                          .intermediate = gated ? width / 2 : width,
+                          .experts = offsets.size(0) - 1,
+                          .slots = rows},
+                         dtype_of(x, "x"), {gated, interleaved, transposed});
+  layer.experts_at = place.lists(experts_at, "experts_at", Layer::kLists, layer.sizes.experts);
   auto args = gradient_args<UpWeightGradient>(place, layer, offsets, row_token,
                                               dtype_of(dw_up, "dw_up"), accumulate);
   args.gated = gated;
@@ -80,17 +82,18 @@ void up_weight_gradient_out(Tensor const& x, Tensor const& dh, Tensor const& off
 
 void down_weight_gradient_out(Tensor const& dout, Tensor const& a, Tensor const& offsets,
                               MaybeTensor const& row_token, Tensor& dw_down, bool transposed,
-                              bool accumulate) {
+                              bool accumulate, MaybeTensor const& experts_at) {
   Place const place(dout, "dout");
   require_dims(dout, "dout", 2);
   require_dims(a, "a", 2);
   require_dims(offsets, "offsets", 1);
-  Layer const layer = layer_of({.tokens = dout.size(0),
-                                .hidden = dout.size(1),
-                                .intermediate = a.size(1),
-                                .experts = offsets.size(0) - 1,
-                                .slots = a.size(0)},
-                               dtype_of(dout, "dout"), {.transposed = transposed});
+  Layer layer = layer_of({.tokens = dout.size(0),
+                          .hidden = dout.size(1),
+                          .intermediate = a.size(1),
+                          .experts = offsets.size(0) - 1,
+                          .slots = a.size(0)},
+                         dtype_of(dout, "dout"), {.transposed = transposed});
+  layer.experts_at = place.lists(experts_at, "experts_at", Layer::kLists, layer.sizes.experts);
   auto args = gradient_args<DownWeightGradient>(place, layer, offsets, row_token,
                                                 dtype_of(dw_down, "dw_down"), accumulate);
   args.dout = input_rows(place, layer, dout, "dout", row_token);
@@ -103,20 +106,21 @@ void weight_gradients_out(Tensor const& x, Tensor const& dout, Tensor const& dh,
                           Tensor const& a_scaled, Tensor const& offsets,
                           MaybeTensor const& row_token, MaybeTensor& dw_up, MaybeTensor& dw_gate,
                           MaybeTensor& dw_down, bool gated, bool interleaved, bool transposed,
-                          bool accumulate) {
+                          bool accumulate, MaybeTensor const& experts_at) {
   Place const place(x, "x");
   require_dims(x, "x", 2);
   require_dims(a_scaled, "a_scaled", 2);
   require_dims(offsets, "offsets", 1);
   require(dw_up.has_value() || !dw_gate.has_value(), "dw_gate: expected none without dw_up");
   if (!dw_up.has_value() && !dw_down.has_value()) return;
-  Layer const layer = layer_of({.tokens = x.size(0),
-                                .hidden = x.size(1),
-                                .intermediate = a_scaled.size(1),
-                                .experts = offsets.size(0) - 1,
-                                .slots = a_scaled.size(0)},
-                               dtype_of(x, "x"), {gated, interleaved, transposed});
+  Layer layer = layer_of({.tokens = x.size(0),
+                          .hidden = x.size(1),
+                          .intermediate = a_scaled.size(1),
+                          .experts = offsets.size(0) - 1,
+                          .slots = a_scaled.size(0)},
+                         dtype_of(x, "x"), {gated, interleaved, transposed});
   Sizes const& s = layer.sizes;
+  layer.experts_at = place.lists(experts_at, "experts_at", Layer::kLists, layer.sizes.experts);
   auto args = gradient_args<MoeWeightGradients>(
       place, layer, offsets, row_token,
       dw_up.has_value() ? dtype_of(*dw_up, "dw_up") : dtype_of(*dw_down, "dw_down"), accumulate);

@@ -1,4 +1,4 @@
-// Host side of the products for few tokens: tensor maps and launches.
+// Host side of the products for few tokens: launches.
 #pragma once
 #include <algorithm>
 
@@ -7,16 +7,6 @@
 #include "cuda/sm90/launch.cuh"
 
 namespace guild::cuda::sm90 {
-
-// Weights (E, n, k) in boxes of 64 of k and `rows` of n, 64 where n is contiguous.
-template <class T, Major major>
-CUtensorMap block_map(ConstWeight const& w, int64_t experts, int64_t n, int64_t k, int rows,
-                      char const* name) {
-  MapShape const shape = major == Major::K
-                             ? MapShape{k, n, experts, w.out_stride, w.expert_stride, 64, rows, 1}
-                             : MapShape{n, k, experts, w.in_stride, w.expert_stride, 64, 64, 1};
-  return tensor_map(w.data, dtype_of<T>(), shape, name);
-}
 
 // tiles: an upper bound.
 template <class Product>
