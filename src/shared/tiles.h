@@ -45,9 +45,7 @@ GUILD_HD constexpr int64_t ceil_div(int64_t x, int64_t y) { return (x + y - 1) /
 
 // Which of several matrices at one distance is matrix `index` of a list: expert_at of a weight,
 // where that is not null.
-GUILD_HD int placed(int32_t const* at, int index) {
-  return at == nullptr ? index : at[index];
-}
+GUILD_HD int placed(int32_t const* at, int index) { return at == nullptr ? index : at[index]; }
 
 struct Groups {
   int32_t const* ends;  // (groups); null: every group has total / groups

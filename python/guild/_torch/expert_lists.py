@@ -69,6 +69,16 @@ class Placed(NamedTuple):
         return Placed(self.tensor.mT, self.at)
 
 
+@torch.library.register_fake("guild::expert_view")
+def _fake_view(first: Tensor, experts: int, stride: int) -> Tensor:
+    return first.new_empty_strided((experts, *first.shape), (stride, *first.stride()))
+
+
+@torch.library.register_fake("guild::expert_table")
+def _fake_table(like: Tensor, indices: Tensor) -> Tensor:
+    return like.new_empty(indices.shape, dtype=torch.int32)
+
+
 def table_of(*placed: Placed | None) -> Tensor | None:
     """What ops take as `experts_at`: int32, a row for each; None where no list needs one."""
     uneven = [p for p in placed if p is not None and p.at is not None]

@@ -374,16 +374,6 @@ def _bias_gradient_out(*args):
 # ---- grouped products ---------------------------------------------------------------------------
 
 
-@_fake("expert_view")
-def _expert_view(first, experts, stride):
-    return first.new_empty_strided((experts, *first.shape), (stride, *first.stride()))
-
-
-@_fake("expert_table")
-def _expert_table(like, indices):
-    return _empty_int32(like, *indices.shape)
-
-
 @_fake("grouped_mm")
 def _grouped_mm(mat_a, mat_b, offs, bias, float_out, *lists):
     rows, columns = mat_a.shape[-2], mat_b.shape[-1]

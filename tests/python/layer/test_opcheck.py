@@ -346,33 +346,9 @@ CALLS: dict[str, Callable[[Inputs], Arguments]] = {
         *SCALARS,
         True,
     ),
-    "moe_forward of lists": lambda i: (
-        *wanting(i.layer.x),
-        i.layer.ids,
-        *wanting(i.layer.scores),
-        None,
-        None,
-        *wanting(*i.weights, *i.biases),
-        *FLAGS,
-        True,
-        i.places,
-    ),
-    "experts_forward of lists": lambda i: (
-        *wanting(i.rows),
-        i.offsets,
-        *wanting(*i.weights, *i.biases),
-        *FLAGS,
-        True,
-        i.places,
-    ),
-    "grouped_mm of lists": lambda i: (
-        *wanting(i.rows, i.w_up.mT),
-        i.offsets[1:],
-        None,
-        False,
-        None,
-        i.places[:1],
-    ),
+    "moe_forward of lists": lambda i: (*CALLS["moe_forward"](i), i.places),
+    "lora_forward of lists": lambda i: (*CALLS["lora_forward"](i), i.places),
+    "grouped_mm of lists": lambda i: (*CALLS["grouped_mm"](i), None, i.places[:1]),
     "router_logits": lambda i: wanting(
         i.layer.x.to(torch.bfloat16), i.layer.down[:, :, 0].to(torch.bfloat16)
     ),
@@ -421,5 +397,6 @@ def test_every_op_is_here() -> None:
         for name in torch._C._dispatch_get_all_op_names()
         if name.startswith("guild::") and "::peer_" not in name  # they move what torch cannot see
     }
-    settings = {"cuda_built", "cuda_reason", "num_sms", "set_num_sms"}
-    assert registered - settings - {"expert_view"} == {name.split()[0] for name in CALLS}
+    assert registered - {"cuda_built", "cuda_reason", "num_sms", "set_num_sms", "expert_view"} == {
+        name.split()[0] for name in CALLS
+    }
