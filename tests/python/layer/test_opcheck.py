@@ -43,7 +43,6 @@ class Inputs:
         self.biases = (self.b_up, layer.down_bias)
         self.routing = (self.offsets, self.row_token, self.slot_row, self.row_score)
         ranks = {"a_up": (8, 16), "b_up": (16, 8), "a_down": (8, 8), "b_down": (16, 8)}
-        self.places = torch.tensor([[2, 0, 3, 1]] * 3, dtype=torch.int32, device=device)
         self.low = tuple(torch.randn(4, *s, device=device).to(dtype) for s in ranks.values())
 
 
@@ -346,9 +345,7 @@ CALLS: dict[str, Callable[[Inputs], Arguments]] = {
         *SCALARS,
         True,
     ),
-    "moe_forward of lists": lambda i: (*CALLS["moe_forward"](i), i.places),
-    "lora_forward of lists": lambda i: (*CALLS["lora_forward"](i), i.places),
-    "grouped_mm of lists": lambda i: (*CALLS["grouped_mm"](i), None, i.places[:1]),
+    "moe_forward of lists": lambda i: (*CALLS["moe_forward"](i), i.offsets[:1].repeat(3, 4)),
     "router_logits": lambda i: wanting(
         i.layer.x.to(torch.bfloat16), i.layer.down[:, :, 0].to(torch.bfloat16)
     ),
