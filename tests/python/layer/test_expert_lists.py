@@ -17,6 +17,7 @@ from listed_layers import (
     EVEN,
     EXPERTS,
     HIDDEN,
+    SHAPES,
     UNEVEN,
     apart,
     backwards,
@@ -302,3 +303,17 @@ def test_wrong_lists(wrong: Callable, error: type, message: str) -> None:
     lists = {n: views(t) for n, t in whole_layer("cpu").items()}
     with pytest.raises(error, match=message):
         sorted_call({**lists, "w_down": wrong(lists["w_down"])}, "cpu")
+
+
+def test_one_expert_whose_stride_means_nothing(device: str) -> None:
+    """What one matrix's distance from the next would be may be any number."""
+    x, _, _ = inputs(device)
+    up, down = (torch.randn(s[1:], device=device, dtype=x.dtype) for s in list(SHAPES.values())[:2])
+    offsets = torch.tensor([0, 24], device=device, dtype=torch.int32)
+    wanted = experts_mlp(x, offsets, up[None], down[None])
+    odd = [t.as_strided((1, *t.shape), (13, *t.stride())) for t in (up, down)]
+    assert torch.equal(experts_mlp(x, offsets, *odd), wanted)
+    ends = offsets[1:]
+    product = grouped_mm(x, up[None].mT, offs=ends)
+    assert torch.equal(grouped_mm(x, odd[0].mT, offs=ends), product)
+    assert torch.equal(grouped_mm(x[None], odd[0].mT), product[None])
