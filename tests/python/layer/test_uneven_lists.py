@@ -11,7 +11,7 @@ from torch import Tensor
 
 import guild
 import listed_layers
-from guild import WeightGradients, grouped_mm, routed_experts
+from guild import WeightGradients, experts_mlp, grouped_mm, routed_experts
 from guild._torch.expert_lists import placed
 from listed_layers import (
     CALLS,
@@ -292,9 +292,14 @@ def test_uneven_lists_in_a_cuda_graph(gpu: str, call: Callable) -> None:
         for part in parts:
             part.main_grad = torch.zeros_like(part, dtype=torch.float32)
     sink = WeightGradients(main_grad=True)
+    x, ids, scores = inputs(gpu)
+    offsets = torch.tensor([0, 9, 9, 14, 22], device=gpu, dtype=torch.int32)
 
     def step() -> Tensor:
-        out = call(lists, gpu, weight_gradients=sink)[1]
+        if call is sorted_call:
+            out = experts_mlp(x, offsets, **lists, weight_gradients=sink)
+        else:
+            out = routed_experts(x, ids, scores, **lists, weight_gradients=sink)
         out.sum().backward()
         return out
 
