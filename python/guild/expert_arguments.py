@@ -132,16 +132,16 @@ def whole_of(
 
     The second result is `experts_at`, which tells where tensors are that lie at no one distance.
     """
+    given = w_up, w_down, b_up, b_down
+    if all(value is None or isinstance(value, Tensor) for value in given):  # as a rule
+        return given, None
     attached = weight_gradients is None  # otherwise autograd reaches the list past it
     up = joined_halves("w_up", w_up, 2, attached)
     down = joined("w_down", w_down, 2, attached)
     biases = joined_halves("b_up", b_up, 1, attached), joined("b_down", b_down, 1, attached)
-    gate = None
-    if not isinstance(up, Placed):
-        gate, up = up
-    return tuple(map(_tensors, (up if gate is None else (gate, up), down, *biases))), table_of(
-        up, gate, down
-    )
+    whole = tuple(_tensors(value) for value in (up, down, *biases))
+    gate, up = (None, up) if isinstance(up, Placed) else up
+    return whole, table_of(up, gate, down)
 
 
 def _tensors(value: Placed | tuple[Placed, ...]) -> Tensor | tuple[Tensor, ...]:

@@ -80,9 +80,14 @@ def _fake_table(like: Tensor, indices: Tensor) -> Tensor:
 
 
 def table_of(*placed: Placed | None) -> Tensor | None:
-    """What ops take as `experts_at`: int32, a row for each; None where no list needs one."""
+    """What ops take as `experts_at`: int32, a row for each; None where no list needs one.
+
+    Nor is there one for lists of different lengths, which checks of their shapes do not let pass.
+    """
+    if all(p is None or p.at is None for p in placed):
+        return None
     uneven = [p for p in placed if p is not None and p.at is not None]
-    if not uneven:
+    if len({len(p.at) for p in uneven}) > 1:
         return None
     values = array("i")
     for p in placed:

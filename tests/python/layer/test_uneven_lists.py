@@ -268,6 +268,17 @@ def test_lists_that_a_gpu_cannot_read_are_copied_with_a_warning(gpu: str) -> Non
             assert torch.equal(sorted_call(lists, gpu)[1], out)
 
 
+@pytest.mark.parametrize("call", CALLS)
+def test_uneven_lists_of_different_lengths(device: str, call: Callable) -> None:
+    lists = {n: apart(t) for n, t in whole_layer(device).items()}
+    fewer = {**lists, "w_down": lists["w_down"][:3]}
+    with pytest.raises(ValueError, match=r"w_up: expected shape \(3, 16, 16\), got \(4, 16, 16\)"):
+        call(fewer, device)
+    whole = {**lists, "w_down": torch.stack(lists["w_down"])[:3]}
+    with pytest.raises(ValueError, match=r"w_up: expected shape \(3, 16, 16\), got \(4, 16, 16\)"):
+        call(whole, device)
+
+
 def test_where_the_tensors_of_a_list_are() -> None:
     whole = torch.randn(6, 2, 3)
     found = placed([whole[4], whole[1], whole[2]])
