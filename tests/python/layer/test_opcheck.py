@@ -330,7 +330,6 @@ CALLS: dict[str, Callable[[Inputs], Arguments]] = {
         torch.zeros(24, 8, device=i.rows.device),
         True,
     ),
-    "expert_table": lambda i: (i.rows, torch.tensor([[2, 0, 1]], dtype=torch.int32)),
     "pair_up": lambda i: (
         *wanting(i.rows, i.w_up.mT),
         i.offsets,
@@ -388,12 +387,11 @@ def test_op(name: str, device: str) -> None:
 
 
 def test_every_op_is_here() -> None:
-    """A new op needs a line in CALLS; expert_view owns no memory, which opcheck does not know."""
+    """A new op needs a line in CALLS, unless it makes no tensor or is for addresses alone."""
     registered = {
         name.removeprefix("guild::").removesuffix(".default")
         for name in torch._C._dispatch_get_all_op_names()
         if name.startswith("guild::") and "::peer_" not in name  # they move what torch cannot see
     }
-    assert registered - {"cuda_built", "cuda_reason", "num_sms", "set_num_sms", "expert_view"} == {
-        name.split()[0] for name in CALLS
-    }
+    others = "cuda_built", "cuda_reason", "num_sms", "set_num_sms", "expert_table", "expert_view"
+    assert registered - {*others} == {name.split()[0] for name in CALLS}
