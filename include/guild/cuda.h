@@ -30,6 +30,10 @@ struct Queue {
 bool built();
 bool usable(char const** why = nullptr);
 
+// Copies `count` indices from host memory, such as a weight's expert_at. They are read during the
+// call and travel as arguments of kernels, which a captured graph keeps.
+void copy_indices(int32_t const* from, int64_t count, int32_t* to, Queue queue = {});
+
 void route(Route const& args, Queue queue = {});
 void router_gradient(RouterGradient const& args, Queue queue = {});
 void round_tokens(TokenRounding const& args, Queue queue = {});

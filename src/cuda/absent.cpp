@@ -20,6 +20,7 @@ bool usable(char const** why) {
   return false;
 }
 
+void copy_indices(int32_t const*, int64_t, int32_t*, Queue) { absent(); }
 void route(Route const&, Queue) { absent(); }
 void router_logits(RouterLogits const&, Queue) { absent(); }
 void route_tokens(RouterLogits const&, Route const&, Queue) { absent(); }

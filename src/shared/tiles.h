@@ -43,6 +43,10 @@ GUILD_HD Tile row_block(Tile tile, int index) {
 // x / y, rounded up; for x >= 0 and y > 0.
 GUILD_HD constexpr int64_t ceil_div(int64_t x, int64_t y) { return (x + y - 1) / y; }
 
+// Which of several matrices at one distance is matrix `index` of a list: expert_at of a weight,
+// where that is not null.
+GUILD_HD int placed(int32_t const* at, int index) { return at == nullptr ? index : at[index]; }
+
 struct Groups {
   int32_t const* ends;  // (groups); null: every group has total / groups
   int groups, total;

@@ -18,6 +18,9 @@ namespace {
 // A term of a step's product: both or none.
 #define GUILD_LOW_RANK ", Tensor? low_rank_t=None, Tensor? low_rank_b=None"
 
+// Weights that are lists of matrices at no one distance; see ops.h.
+#define GUILD_LISTS ", Tensor? experts_at=None"
+
 bool cuda_built() { return cuda::built(); }
 
 // Empty where the current CUDA device can be used, otherwise why not.
@@ -68,29 +71,33 @@ void define_layers(Library& m) {
   m.def(
       "moe_forward(Tensor x, Tensor ids, Tensor scores, Tensor? token_offsets, Tensor? residual, "
       "Tensor w_up, Tensor? w_gate, Tensor w_down, Tensor? b_up, Tensor? b_down, " GUILD_ACTIVATION
-      ", bool interleaved, bool transposed, bool keep) -> (Tensor o, Tensor h, Tensor offsets, "
+      ", bool interleaved, bool transposed, bool keep" GUILD_LISTS
+      ") -> (Tensor o, Tensor h, Tensor offsets, "
       "Tensor row_token, Tensor slot_row, Tensor row_score)");
   m.def(
       "moe_backward(Tensor dout, Tensor x, Tensor h, Tensor offsets, Tensor row_token, Tensor "
       "slot_row, Tensor row_score, Tensor? token_offsets, Tensor w_up, Tensor? w_gate, Tensor "
       "w_down, Tensor? b_down, " GUILD_ACTIVATION
-      ", bool interleaved, bool transposed, int wanted) -> (Tensor dx, Tensor dscores, Tensor "
+      ", bool interleaved, bool transposed, int wanted" GUILD_LISTS
+      ") -> (Tensor dx, Tensor dscores, Tensor "
       "dw_up, Tensor dw_gate, Tensor dw_down, Tensor db_up, Tensor db_down)");
   m.def(
       "experts_forward(Tensor x, Tensor offsets, Tensor w_up, Tensor? w_gate, Tensor w_down, "
       "Tensor? b_up, Tensor? b_down, " GUILD_ACTIVATION
-      ", bool interleaved, bool transposed, bool keep) -> (Tensor o, Tensor h)");
+      ", bool interleaved, bool transposed, bool keep" GUILD_LISTS ") -> (Tensor o, Tensor h)");
   m.def(
       "experts_backward(Tensor dout, Tensor x, Tensor h, Tensor offsets, Tensor w_up, Tensor? "
       "w_gate, Tensor w_down, " GUILD_ACTIVATION
-      ", bool interleaved, bool transposed, int wanted) -> (Tensor dx, Tensor dw_up, Tensor "
+      ", bool interleaved, bool transposed, int wanted" GUILD_LISTS
+      ") -> (Tensor dx, Tensor dw_up, Tensor "
       "dw_gate, Tensor dw_down, Tensor db_up, Tensor db_down)");
   m.def(
       "data_gradients(Tensor dout, Tensor h, Tensor offsets, Tensor? row_token, Tensor? slot_row, "
       "Tensor? row_score, Tensor? token_offsets, Tensor w_up, Tensor? w_gate, Tensor w_down, "
       "Tensor? b_down, " GUILD_ACTIVATION
       ", bool interleaved, bool transposed, int wanted, Tensor(a!)? db_up=None, Tensor(b!)? "
-      "db_down=None, bool accumulate=False) -> (Tensor dx, Tensor dscores, Tensor dh, Tensor "
+      "db_down=None, bool accumulate=False" GUILD_LISTS
+      ") -> (Tensor dx, Tensor dscores, Tensor dh, Tensor "
       "a_scaled)");
 }
 
@@ -99,8 +106,8 @@ void define_inference(Library& m) {
   m.def(
       "moe_forward_out(Tensor x, Tensor ids, Tensor scores, Tensor? token_offsets, Tensor? "
       "residual, Tensor w_up, Tensor? w_gate, Tensor w_down, Tensor? b_up, Tensor? "
-      "b_down, " GUILD_ACTIVATION
-      ", bool interleaved, bool transposed, Tensor(a!) out) -> Tensor offsets");
+      "b_down, " GUILD_ACTIVATION ", bool interleaved, bool transposed, Tensor(a!) out" GUILD_LISTS
+      ") -> Tensor offsets");
   m.def(
       "moe_layer_out(Tensor x, Tensor router, Tensor? selection_bias, Tensor? token_mask, int "
       "top_k, int score, bool renormalize, float scale, int groups, int top_groups, float "
@@ -110,7 +117,7 @@ void define_inference(Library& m) {
   m.def(
       "experts_forward_out(Tensor x, Tensor offsets, Tensor w_up, Tensor? w_gate, Tensor w_down, "
       "Tensor? b_up, Tensor? b_down, " GUILD_ACTIVATION
-      ", bool interleaved, bool transposed, Tensor(a!) out) -> ()");
+      ", bool interleaved, bool transposed, Tensor(a!) out" GUILD_LISTS ") -> ()");
   m.def(
       "infer_experts(Tensor x, Tensor ids, Tensor scores, Tensor? residual, Tensor w_up, Tensor "
       "w_down, Tensor? b_up, Tensor? b_down, Tensor settings) -> (Tensor o, Tensor offsets)");
@@ -125,10 +132,11 @@ void define_steps(Library& m) {
   m.def(
       "up_projection(Tensor x, Tensor offsets, Tensor? row_token, Tensor w_up, Tensor? w_gate, "
       "Tensor? b_up, " GUILD_ACTIVATION
-      ", bool interleaved, bool transposed, bool keep" GUILD_LOW_RANK ") -> (Tensor a, Tensor h)");
+      ", bool interleaved, bool transposed, bool keep" GUILD_LOW_RANK GUILD_LISTS
+      ") -> (Tensor a, Tensor h)");
   m.def(
       "down_projection(Tensor a, Tensor offsets, Tensor w_down, Tensor? b_down, bool "
-      "transposed" GUILD_LOW_RANK ") -> Tensor");
+      "transposed" GUILD_LOW_RANK GUILD_LISTS ") -> Tensor");
   m.def(
       "combine(Tensor y, Tensor slot_row, Tensor? slot_score, Tensor? token_offsets=None, Tensor? "
       "residual=None, Tensor? dlogits=None, Tensor? ids=None, Tensor? router=None) -> Tensor");
@@ -136,36 +144,38 @@ void define_steps(Library& m) {
       "down_gradient(Tensor dout, Tensor h, Tensor offsets, Tensor? row_token, Tensor? row_score, "
       "Tensor w_down, " GUILD_ACTIVATION
       ", bool interleaved, bool transposed, Tensor(a!)? db_up=None, Tensor(b!)? db_down=None, "
-      "bool accumulate=False" GUILD_LOW_RANK
+      "bool accumulate=False" GUILD_LOW_RANK GUILD_LISTS
       ") -> (Tensor dh, Tensor a_scaled, Tensor score_parts)");
   m.def(
       "score_gradient(Tensor score_parts, Tensor slot_row, Tensor offsets, Tensor dout, Tensor? "
       "b_down, int intermediate, Tensor? token_offsets=None) -> Tensor");
   m.def(
       "up_gradient(Tensor dh, Tensor offsets, Tensor w_up, Tensor? w_gate, bool gated, bool "
-      "interleaved, bool transposed" GUILD_LOW_RANK ") -> Tensor");
+      "interleaved, bool transposed" GUILD_LOW_RANK GUILD_LISTS ") -> Tensor");
 
   m.def(
       "weight_gradients_out(Tensor x, Tensor dout, Tensor dh, Tensor a_scaled, Tensor offsets, "
       "Tensor? row_token, Tensor(a!)? dw_up, Tensor(b!)? dw_gate, Tensor(c!)? dw_down, bool gated, "
-      "bool interleaved, bool transposed, bool accumulate) -> ()");
+      "bool interleaved, bool transposed, bool accumulate" GUILD_LISTS ") -> ()");
   m.def(
       "up_weight_gradient_out(Tensor x, Tensor dh, Tensor offsets, Tensor? row_token, Tensor(a!) "
       "dw_up, Tensor(b!)? dw_gate, bool gated, bool interleaved, bool transposed, bool "
-      "accumulate) -> ()");
+      "accumulate" GUILD_LISTS ") -> ()");
   m.def(
       "down_weight_gradient_out(Tensor dout, Tensor a, Tensor offsets, Tensor? row_token, "
-      "Tensor(a!) dw_down, bool transposed, bool accumulate) -> ()");
+      "Tensor(a!) dw_down, bool transposed, bool accumulate" GUILD_LISTS ") -> ()");
   m.def(
       "bias_gradient_out(Tensor m, Tensor offsets, Tensor? row_token, Tensor? row_score, "
       "Tensor(a!) db, bool accumulate) -> ()");
 
+  m.def("expert_view(Tensor first, int experts, int stride) -> Tensor");
+  m.def("expert_table(Tensor like, Tensor indices) -> Tensor");
   m.def(
-      "grouped_mm(Tensor mat_a, Tensor mat_b, Tensor? offs, Tensor? bias, bool float_out) -> "
-      "Tensor");
+      "grouped_mm(Tensor mat_a, Tensor mat_b, Tensor? offs, Tensor? bias, bool float_out, Tensor? "
+      "a_at=None, Tensor? b_at=None) -> Tensor");
   m.def(
       "grouped_mm_out(Tensor mat_a, Tensor mat_b, Tensor? offs, Tensor? bias, Tensor(a!) out, "
-      "bool accumulate) -> ()");
+      "bool accumulate, Tensor? a_at=None, Tensor? b_at=None, Tensor? out_at=None) -> ()");
   m.def("pair_up(Tensor x, Tensor w_up, Tensor offsets, Tensor? bias, " GUILD_ACTIVATION
         ", bool interleaved) -> (Tensor a, Tensor h)");
   m.def("pair_down(Tensor a, Tensor? aux, Tensor w_down, Tensor offsets, Tensor? bias, "  //
@@ -232,6 +242,8 @@ void implement(Library& m) {
   m.impl("peer_push", TORCH_BOX(&peer_push));
   m.impl("peer_collect", TORCH_BOX(&peer_collect));
   m.impl("peer_push_scores", TORCH_BOX(&peer_push_scores));
+  m.impl("expert_view", TORCH_BOX(&expert_view));
+  m.impl("expert_table", TORCH_BOX(&expert_table));
   m.impl("grouped_mm", TORCH_BOX(&grouped_mm));
   m.impl("grouped_mm_out", TORCH_BOX(&grouped_mm_out));
   m.impl("pair_up", TORCH_BOX(&pair_up));

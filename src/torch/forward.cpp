@@ -3,8 +3,8 @@
 
 namespace guild::binding {
 
-Layer layer_of(Tensor const& x, Slots const& slots, Tensor const& w_down, Activation activation,
-               Flags flags) {
+Layer layer_of(Place const& place, Tensor const& x, Slots const& slots, Tensor const& w_down,
+               Activation activation, Flags flags) {
   require_dims(x, "x", 2);
   require_dims(w_down, "w_down", 3);
   Sizes const sizes{.tokens = x.size(0),
@@ -13,8 +13,12 @@ Layer layer_of(Tensor const& x, Slots const& slots, Tensor const& w_down, Activa
                     .experts = w_down.size(0),
                     .top_k = slots.top_k,
                     .slots = slots.count};
-  return {sizes, dtype_of(x, "x"), activation,
-          flags.interleaved ? GateUp::interleaved : GateUp::concatenated, flags.transposed};
+  return {sizes,
+          dtype_of(x, "x"),
+          activation,
+          flags.interleaved ? GateUp::interleaved : GateUp::concatenated,
+          flags.transposed,
+          place.lists(flags.experts_at, "experts_at", Layer::kLists, sizes.experts)};
 }
 
 MoeForward forward_args(Place const& place, Layer const& layer, Routing const& routing,

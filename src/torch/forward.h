@@ -7,10 +7,11 @@ namespace guild::binding {
 
 struct Flags {
   bool interleaved, transposed;
+  MaybeTensor const& experts_at;
 };
 
-Layer layer_of(Tensor const& x, Slots const& slots, Tensor const& w_down, Activation activation,
-               Flags flags);
+Layer layer_of(Place const& place, Tensor const& x, Slots const& slots, Tensor const& w_down,
+               Activation activation, Flags flags);
 
 struct Weights {
   Tensor const& up;

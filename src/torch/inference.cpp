@@ -197,7 +197,7 @@ struct RoutedBy {
 Tensor run_layer(Place const& place, Operands const& given, RoutedBy const& by,
                  Activation activation, Flags flags, std::optional<Shared> const& shared,
                  Tensor const& out) {
-  Layer const layer = layer_of(given.x, {.tokens = given.x.size(0), .top_k = by.top_k},
+  Layer const layer = layer_of(place, given.x, {.tokens = given.x.size(0), .top_k = by.top_k},
                                given.w.down, activation, flags);
   RouterProduct product(place, given.x, by.weight);
   RouteSizes const sizes = product.sizes(by.top_k);
@@ -238,7 +238,7 @@ class Settings {
   Activation activation() const {
     return activation_of(whole(0), flag(1), value_[2], value_[3], value_[4], flag(5));
   }
-  Flags flags() const { return {flag(6), flag(7)}; }
+  Flags flags() const { return {flag(6), flag(7), no_lists_}; }
   int64_t top_k() const { return whole(8); }
   RouterScalars router() const {
     return {whole(9), flag(10), value_[11], whole(12), whole(13), value_[14], whole(15)};
@@ -249,6 +249,7 @@ class Settings {
   bool flag(int i) const { return value_[i] != 0; }
 
   double const* value_;
+  MaybeTensor no_lists_;
 };
 
 Tensor rows_like(Place const& place, Tensor const& x) {
@@ -263,21 +264,22 @@ Tensor moe_forward_out(Tensor const& x, Tensor const& ids, Tensor const& scores,
                        Tensor const& w_up, MaybeTensor const& w_gate, Tensor const& w_down,
                        MaybeTensor const& b_up, MaybeTensor const& b_down, int64_t kind, bool gated,
                        double alpha, double limit, double up_offset, bool clamp_after,
-                       bool interleaved, bool transposed, Tensor& out) {
+                       bool interleaved, bool transposed, Tensor& out,
+                       MaybeTensor const& experts_at) {
   Place const place(x, "x");
   Slots const slots = slots_of(place, ids, "ids", token_offsets);
-  Layer const layer =
-      layer_of(x, slots, w_down, activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
-               {interleaved, transposed});
+  Layer const layer = layer_of(place, x, slots, w_down,
+                               activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
+                               {interleaved, transposed, experts_at});
   Chosen const chosen = chosen_of(place, layer, slots, ids, scores);
   require_apart({{"out", out}}, {{"x", x},
                                  {"ids", ids},
                                  {"scores", scores},
                                  {"token_offsets", token_offsets},
                                  {"residual", residual},
-                                 {"w_up", w_up},
-                                 {"w_gate", w_gate},
-                                 {"w_down", w_down},
+                                 {"w_up", own_memory(w_up, experts_at)},
+                                 {"w_gate", own_memory(w_gate, experts_at)},
+                                 {"w_down", own_memory(w_down, experts_at)},
                                  {"b_up", b_up},
                                  {"b_down", b_down}});
   Buffer const buffer(place, layer, {.routes = false, .router_bytes = 0, .shared = nullptr});
@@ -309,7 +311,7 @@ Tensor moe_layer_out(Tensor const& x, Tensor const& router, MaybeTensor const& s
                     {score, renormalize, scale, groups, top_groups, sum_floor, group_score}};
   return run_layer(place, {x, residual, {w_up, std::nullopt, w_down}, b_up, b_down}, by,
                    activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
-                   {interleaved, transposed}, std::nullopt, out);
+                   {interleaved, transposed, std::nullopt}, std::nullopt, out);
 }
 
 Tensors2 infer_experts(Tensor const& x, Tensor const& ids, Tensor const& scores,
@@ -318,7 +320,7 @@ Tensors2 infer_experts(Tensor const& x, Tensor const& ids, Tensor const& scores,
   Place const place(x, "x");
   Settings const told(settings, kOfExperts);
   Slots const slots = slots_of(place, ids, "ids", std::nullopt);
-  Layer const layer = layer_of(x, slots, w_down, told.activation(), told.flags());
+  Layer const layer = layer_of(place, x, slots, w_down, told.activation(), told.flags());
   Chosen const chosen = chosen_of(place, layer, slots, ids, scores);
   Tensor const out = rows_like(place, x);
   Buffer const buffer(place, layer, {.routes = false, .router_bytes = 0, .shared = nullptr});

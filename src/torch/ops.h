@@ -2,7 +2,9 @@
 //
 // Conventions: offsets (E + 1) are int32 row positions; w_gate is given where gate and up are two
 // tensors and w_up is up alone; `interleaved` is the order of gate and up in w_up, h, dh and b_up;
-// `transposed` weights are (E, in, out). Outputs that are not asked for are empty tensors.
+// `transposed` weights are (E, in, out); experts_at is int32 (3, E), guild::Weight::expert_at of
+// w_up, w_gate and w_down, or of their gradients where these are arguments; none: of no weight.
+// Outputs that are not asked for are empty tensors.
 #pragma once
 #include <tuple>
 
@@ -118,32 +120,33 @@ Tensors6 moe_forward(Tensor const& x, Tensor const& ids, Tensor const& scores,
                      Tensor const& w_up, MaybeTensor const& w_gate, Tensor const& w_down,
                      MaybeTensor const& b_up, MaybeTensor const& b_down, int64_t kind, bool gated,
                      double alpha, double limit, double up_offset, bool clamp_after,
-                     bool interleaved, bool transposed, bool keep);
+                     bool interleaved, bool transposed, bool keep, MaybeTensor const& experts_at);
 // -> dx, dscores, dw_up, dw_gate, dw_down, db_up, db_down; wanted: bits of Wanted
 Tensors7 moe_backward(Tensor const& dout, Tensor const& x, Tensor const& h, Tensor const& offsets,
                       Tensor const& row_token, Tensor const& slot_row, Tensor const& row_score,
                       MaybeTensor const& token_offsets, Tensor const& w_up,
                       MaybeTensor const& w_gate, Tensor const& w_down, MaybeTensor const& b_down,
                       int64_t kind, bool gated, double alpha, double limit, double up_offset,
-                      bool clamp_after, bool interleaved, bool transposed, int64_t wanted);
+                      bool clamp_after, bool interleaved, bool transposed, int64_t wanted,
+                      MaybeTensor const& experts_at);
 // Rows already sorted: x (R, H) -> o (R, H), zero past offsets[E], and h.
 Tensors2 experts_forward(Tensor const& x, Tensor const& offsets, Tensor const& w_up,
                          MaybeTensor const& w_gate, Tensor const& w_down, MaybeTensor const& b_up,
                          MaybeTensor const& b_down, int64_t kind, bool gated, double alpha,
                          double limit, double up_offset, bool clamp_after, bool interleaved,
-                         bool transposed, bool keep);
+                         bool transposed, bool keep, MaybeTensor const& experts_at);
 // The same into out (R, H), keeping nothing.
 void experts_forward_out(Tensor const& x, Tensor const& offsets, Tensor const& w_up,
                          MaybeTensor const& w_gate, Tensor const& w_down, MaybeTensor const& b_up,
                          MaybeTensor const& b_down, int64_t kind, bool gated, double alpha,
                          double limit, double up_offset, bool clamp_after, bool interleaved,
-                         bool transposed, Tensor& out);
+                         bool transposed, Tensor& out, MaybeTensor const& experts_at);
 // -> dx (zero past offsets[E]), dw_up, dw_gate, dw_down, db_up, db_down
 Tensors6 experts_backward(Tensor const& dout, Tensor const& x, Tensor const& h,
                           Tensor const& offsets, Tensor const& w_up, MaybeTensor const& w_gate,
                           Tensor const& w_down, int64_t kind, bool gated, double alpha,
                           double limit, double up_offset, bool clamp_after, bool interleaved,
-                          bool transposed, int64_t wanted);
+                          bool transposed, int64_t wanted, MaybeTensor const& experts_at);
 // Backward without the weights' gradients, of tokens, or of sorted rows without row_token, slot_row
 // and row_score -> dx, dscores, and what the weights' gradients are made of: dh (R, W), a_scaled
 // (R, I). db_up (E, W) and db_down (E, H), of one type, are written, or added to.
@@ -154,7 +157,7 @@ Tensors4 data_gradients(Tensor const& dout, Tensor const& h, Tensor const& offse
                         MaybeTensor const& b_down, int64_t kind, bool gated, double alpha,
                         double limit, double up_offset, bool clamp_after, bool interleaved,
                         bool transposed, int64_t wanted, MaybeTensor& db_up, MaybeTensor& db_down,
-                        bool accumulate);
+                        bool accumulate, MaybeTensor const& experts_at);
 
 // ---- inference.cpp ------------------------------------------------------------------------------
 
@@ -164,7 +167,8 @@ Tensor moe_forward_out(Tensor const& x, Tensor const& ids, Tensor const& scores,
                        Tensor const& w_up, MaybeTensor const& w_gate, Tensor const& w_down,
                        MaybeTensor const& b_up, MaybeTensor const& b_down, int64_t kind, bool gated,
                        double alpha, double limit, double up_offset, bool clamp_after,
-                       bool interleaved, bool transposed, Tensor& out);
+                       bool interleaved, bool transposed, Tensor& out,
+                       MaybeTensor const& experts_at);
 // Router product, route and moe_forward_out: x (T, H), router (E, H) -> offsets
 Tensor moe_layer_out(Tensor const& x, Tensor const& router, MaybeTensor const& selection_bias,
                      MaybeTensor const& token_mask, int64_t top_k, int64_t score, bool renormalize,
@@ -200,10 +204,11 @@ Tensors2 up_projection(Tensor const& x, Tensor const& offsets, MaybeTensor const
                        Tensor const& w_up, MaybeTensor const& w_gate, MaybeTensor const& b_up,
                        int64_t kind, bool gated, double alpha, double limit, double up_offset,
                        bool clamp_after, bool interleaved, bool transposed, bool keep,
-                       MaybeTensor const& low_rank_t, MaybeTensor const& low_rank_b);
+                       MaybeTensor const& low_rank_t, MaybeTensor const& low_rank_b,
+                       MaybeTensor const& experts_at);
 Tensor down_projection(Tensor const& a, Tensor const& offsets, Tensor const& w_down,
                        MaybeTensor const& b_down, bool transposed, MaybeTensor const& low_rank_t,
-                       MaybeTensor const& low_rank_b);
+                       MaybeTensor const& low_rank_b, MaybeTensor const& experts_at);
 // y (R, H), slot_row (T, K), residual (T, H) -> (T, H). dlogits (T, E), ids (T, K) and router (E,
 // H) for the router's part of a gradient: all three or none.
 Tensor combine(Tensor const& y, Tensor const& slot_row, MaybeTensor const& slot_score,
@@ -216,14 +221,16 @@ Tensors3 down_gradient(Tensor const& dout, Tensor const& h, Tensor const& offset
                        Tensor const& w_down, int64_t kind, bool gated, double alpha, double limit,
                        double up_offset, bool clamp_after, bool interleaved, bool transposed,
                        MaybeTensor& db_up, MaybeTensor& db_down, bool accumulate,
-                       MaybeTensor const& low_rank_t, MaybeTensor const& low_rank_b);
+                       MaybeTensor const& low_rank_t, MaybeTensor const& low_rank_b,
+                       MaybeTensor const& experts_at);
 // -> dscores (T, K)
 Tensor score_gradient(Tensor const& score_parts, Tensor const& slot_row, Tensor const& offsets,
                       Tensor const& dout, MaybeTensor const& b_down, int64_t intermediate,
                       MaybeTensor const& token_offsets);
 Tensor up_gradient(Tensor const& dh, Tensor const& offsets, Tensor const& w_up,
                    MaybeTensor const& w_gate, bool gated, bool interleaved, bool transposed,
-                   MaybeTensor const& low_rank_t, MaybeTensor const& low_rank_b);
+                   MaybeTensor const& low_rank_t, MaybeTensor const& low_rank_b,
+                   MaybeTensor const& experts_at);
 
 // ---- weight_gradients.cpp: written into, or added to, the caller's tensors ----------------------
 
@@ -233,14 +240,15 @@ void weight_gradients_out(Tensor const& x, Tensor const& dout, Tensor const& dh,
                           Tensor const& a_scaled, Tensor const& offsets,
                           MaybeTensor const& row_token, MaybeTensor& dw_up, MaybeTensor& dw_gate,
                           MaybeTensor& dw_down, bool gated, bool interleaved, bool transposed,
-                          bool accumulate);
+                          bool accumulate, MaybeTensor const& experts_at);
 // The two of them as steps of their own.
 void up_weight_gradient_out(Tensor const& x, Tensor const& dh, Tensor const& offsets,
                             MaybeTensor const& row_token, Tensor& dw_up, MaybeTensor& dw_gate,
-                            bool gated, bool interleaved, bool transposed, bool accumulate);
+                            bool gated, bool interleaved, bool transposed, bool accumulate,
+                            MaybeTensor const& experts_at);
 void down_weight_gradient_out(Tensor const& dout, Tensor const& a, Tensor const& offsets,
                               MaybeTensor const& row_token, Tensor& dw_down, bool transposed,
-                              bool accumulate);
+                              bool accumulate, MaybeTensor const& experts_at);
 void bias_gradient_out(Tensor const& m, Tensor const& offsets, MaybeTensor const& row_token,
                        MaybeTensor const& row_score, Tensor& db, bool accumulate);
 
@@ -272,11 +280,20 @@ void peer_push_scores(Tensor const& peers, std::vector<int64_t> memory, Tensor c
 
 // ---- products.cpp -------------------------------------------------------------------------------
 
-// The four cases of torch._grouped_mm; offs (E) are END positions.
+// experts' matrices (E, rows, columns) as `first`, which lie `stride` elements apart in whatever
+// memory follows: the caller keeps that alive.
+Tensor expert_view(Tensor const& first, int64_t experts, int64_t stride);
+// indices, int32 on the CPU, on the device of `like`.
+Tensor expert_table(Tensor const& like, Tensor const& indices);
+
+// The four cases of torch._grouped_mm; offs (E) are END positions. a_at, b_at, out_at: int32 (1,
+// E), guild::GroupedGemm::Operand::group_at of each.
 Tensor grouped_mm(Tensor const& a, Tensor const& b, MaybeTensor const& offs,
-                  MaybeTensor const& bias, bool float_out);
+                  MaybeTensor const& bias, bool float_out, MaybeTensor const& a_at,
+                  MaybeTensor const& b_at);
 void grouped_mm_out(Tensor const& a, Tensor const& b, MaybeTensor const& offs,
-                    MaybeTensor const& bias, Tensor& out, bool accumulate);
+                    MaybeTensor const& bias, Tensor& out, bool accumulate, MaybeTensor const& a_at,
+                    MaybeTensor const& b_at, MaybeTensor const& out_at);
 // The fused pair on sorted rows, weights (E, in, out): x -> a (zero past offsets[E]) and h.
 Tensors2 pair_up(Tensor const& x, Tensor const& w_up, Tensor const& offsets,
                  MaybeTensor const& bias, int64_t kind, bool gated, double alpha, double limit,

@@ -14,6 +14,12 @@ struct Named {
       : name(name), tensor(tensor.has_value() ? &*tensor : nullptr) {}
 };
 
+// A weight to compare, unless it is a list of matrices between which others' memory lies; those are
+// compared one by one in Python.
+inline MaybeTensor own_memory(MaybeTensor const& weight, MaybeTensor const& experts_at) {
+  return experts_at.has_value() ? std::nullopt : weight;
+}
+
 // Throws, naming both, where a tensor that is written shares a byte with another argument, or two
 // of its own elements share one. All are on one device.
 void require_apart(std::initializer_list<Named> written, std::initializer_list<Named> read);

@@ -42,6 +42,22 @@ def below_autograd(function: Callable) -> Callable:
     return call
 
 
+def without_lists(ctx: Any, experts_at: Tensor | None, *weights: Tensor | None) -> tuple:
+    """What save_for_backward takes of an op's weights, and experts_at, to be read off `with_lists`.
+
+    A view of a list at no one distance is not among it: a hook of saved tensors could move it away
+    from the tensors that experts_at finds. ctx keeps such views itself.
+    """
+    ctx.experts_at = experts_at
+    ctx.lists = None if experts_at is None else weights
+    return weights if experts_at is None else (None,) * len(weights)
+
+
+def with_lists(ctx: Any, *saved: Tensor | None) -> tuple:
+    """The op's weights from what was saved of them."""
+    return saved if ctx.lists is None else ctx.lists
+
+
 def register(name: str, backward: Callable, setup: Callable) -> None:
     """Give an op its gradient, as torch.library.register_autograd does.
 

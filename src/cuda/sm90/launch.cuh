@@ -46,16 +46,33 @@ RowOutput<T> row_output(Rows rows, int64_t count, int64_t columns, int halves, c
   return out;
 }
 
-// Expert weights (E, n, k) as the B operand of C's tiles.
-template <class T, GemmConfig C, Major major>
-CUtensorMap weight_map(ConstWeight const& w, int64_t experts, int64_t n, int64_t k,
+// How many experts' matrices a map of them spans. Those with a place of their own may be at any.
+template <class W>
+int64_t places(W const& w, int64_t experts) {
+  return w.expert_at == nullptr ? experts : INT32_MAX;
+}
+
+// Expert weights (E, n, k) in boxes of 64 of k and `rows` of n, 64 where n is contiguous.
+template <class T, Major major>
+CUtensorMap weight_map(ConstWeight const& w, int64_t experts, int64_t n, int64_t k, int rows,
                        char const* name) {
   constexpr int box = kBoxColumns;
-  MapShape const shape =
-      major == Major::K
-          ? MapShape{k, n, experts, w.out_stride, w.expert_stride, box, C.tile_n / 2, 1}
-          : MapShape{n, k, experts, w.in_stride, w.expert_stride, box, C.tile_k, 1};
+  int64_t const z = places(w, experts);
+  MapShape const shape = major == Major::K
+                             ? MapShape{k, n, z, w.out_stride, w.expert_stride, box, rows, 1}
+                             : MapShape{n, k, z, w.in_stride, w.expert_stride, box, box, 1};
   return tensor_map(w.data, dtype_of<T>(), shape, name);
+}
+
+// The B operand of C's tiles from one or two weights (E, n, k); see WeightLoader.
+template <class T, GemmConfig C, Major major>
+WeightLoader<C, major> weight_loader(ConstWeight const& first, ConstWeight const& second,
+                                     int64_t experts, int64_t n, int64_t k, bool pair_columns,
+                                     int half_steps, char const* name) {
+  auto const map = [&](ConstWeight const& w) {
+    return weight_map<T, major>(w, experts, n, k, C.tile_n / 2, name);
+  };
+  return {{map(first), map(second)}, pair_columns, half_steps, {first.expert_at, second.expert_at}};
 }
 
 // Calls f(std::integral_constant<Known, known>{}).

@@ -79,12 +79,15 @@ __device__ inline void load_b(Multicast, CUtensorMap const& map, char* to, Coord
 }
 
 // Expert weights as B: (E, n, k) K-major or (E, k, n) MN-major. Two maps serve gate | up: as two
-// column halves of the tile (pair_columns) or as two halves of the sum (half_steps).
+// column halves of the tile (pair_columns) or as two halves of the sum (half_steps). The third
+// coordinate of a map is the expert, or what expert_at has for it: one thread reads that before
+// each load, long before anyone waits for the stage.
 template <GemmConfig C, Major major>
 struct WeightLoader {
   CUtensorMap map[2];
   bool pair_columns;  // the second half of the tile's columns comes from map[1], same columns
   int half_steps;     // the sum's steps over map[0], before those over map[1]
+  int32_t const* expert_at[2];  // of each map; null: the expert itself
 
   static constexpr int kHalf = C.tile_n / 2;
 
@@ -94,11 +97,10 @@ struct WeightLoader {
     int const k = (step - half * half_steps) * C.tile_k;
     for_own_boxes<C, width>(tile, [&](int c, auto multicast) {
       bool const second = pair_columns && c >= kHalf;
-      CUtensorMap const& m = map[half | int(second)];
-      int const n = tile.col + c - (second ? kHalf : 0);
-      Coordinate const at =
-          major == Major::K ? Coordinate{k, n, tile.expert} : Coordinate{n, k, tile.expert};
-      load_b<C>(multicast, m, to + c * kRowBytes, at, full);
+      int const which = half | int(second);
+      int const n = tile.col + c - (second ? kHalf : 0), e = placed(expert_at[which], tile.expert);
+      Coordinate const at = major == Major::K ? Coordinate{k, n, e} : Coordinate{n, k, e};
+      load_b<C>(multicast, map[which], to + c * kRowBytes, at, full);
     });
   }
 };

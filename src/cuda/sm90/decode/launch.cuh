@@ -1,4 +1,4 @@
-// Host side of the products for few tokens: tensor maps and launches.
+// Host side of the products for few tokens: launches.
 #pragma once
 #include <algorithm>
 
@@ -13,9 +13,10 @@ namespace guild::cuda::sm90 {
 template <class T, Major major>
 CUtensorMap block_map(ConstWeight const& w, int64_t experts, int64_t n, int64_t k, int rows,
                       char const* name) {
+  int64_t const z = places(w, experts);
   MapShape const shape = major == Major::K
-                             ? MapShape{k, n, experts, w.out_stride, w.expert_stride, 64, rows, 1}
-                             : MapShape{n, k, experts, w.in_stride, w.expert_stride, 64, 64, 1};
+                             ? MapShape{k, n, z, w.out_stride, w.expert_stride, 64, rows, 1}
+                             : MapShape{n, k, z, w.in_stride, w.expert_stride, 64, 64, 1};
   return streamed_map(w.data, dtype_of<T>(), shape, name);
 }
 

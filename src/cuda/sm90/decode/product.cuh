@@ -27,9 +27,10 @@ struct DecodeProduct {
 
   struct Params {
     PlanArgs plan;
-    CUtensorMap weight[2];  // boxes of 64 x 64, or of 32 rows with kHalfBoxes
-    bool halves;            // weight[1] has the same rows of up; else the rows that follow
-    int across, rows, k;    // tiles side by side; rows of X and of the results
+    CUtensorMap weight[2];        // boxes of 64 x 64, or of 32 rows with kHalfBoxes
+    int32_t const* expert_at[2];  // the third coordinate of each map; null: the expert itself
+    bool halves;                  // weight[1] has the same rows of up; else the rows that follow
+    int across, rows, k;          // tiles side by side; rows of X and of the results
     // The weights and the plan's input were complete when the kernel before this one let it start.
     bool early;
     T const* x;  // gathered: (tokens, k)
@@ -90,8 +91,8 @@ struct DecodeProduct {
       int const k = 64 * (index * S.steps() + (S.parts == 1 ? i : 0));
       auto const load = [&](bool second, int rows, char* to) {
         int const row = tile.col + (second && !p.halves ? rows : 0);
-        Coordinate const at =
-            major == Major::K ? Coordinate{k, row, expert} : Coordinate{row, k, expert};
+        int const e = placed(p.expert_at[second], expert);
+        Coordinate const at = major == Major::K ? Coordinate{k, row, e} : Coordinate{row, k, e};
         tma_load_once(p.weight[second], to, at, full, policy);
       };
       if constexpr (kHalfBoxes) {

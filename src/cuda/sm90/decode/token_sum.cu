@@ -33,7 +33,9 @@ void launch_token_sum(TokenSum const& x, Queue const& queue) {
 }  // namespace
 
 bool token_sum(TokenSum const& x, Queue const& queue) {
-  if (x.sort.tokens != 1 || x.sort.top_k > 16 || x.w.in_stride != 1) return false;
+  if (x.sort.tokens != 1 || x.sort.top_k > 16 || x.w.in_stride != 1 || x.w.expert_at != nullptr) {
+    return false;
+  }
   with_type(x.dtype, [&](auto element) {
     using T = decltype(element);
     if (x.sort.top_k <= 8) {
