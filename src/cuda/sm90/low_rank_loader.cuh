@@ -19,6 +19,7 @@ struct WithLowRank : Base {
   };
   // Rows of T past the tile's own are those of the next group.
   static constexpr bool kClearsRest = false;
+  static constexpr int kRegisters = Base::kThreads == 128 ? 56 : Base::kRegisters;
   Params const& p;
 
   __device__ WithLowRank(Params const& p, typename Base::Storage& storage, int thread)
