@@ -76,7 +76,7 @@ def test_a_token_has_the_same_bits_alone_and_in_company(
 @pytest.mark.parametrize("top_k", [1, 2, 5, 8, 9, 16, 17])
 @pytest.mark.parametrize("residual", [False, True])
 def test_one_token_with_any_number_of_experts(top_k: int, residual: bool, gpu: str) -> None:
-    """Some ids twice, some out of range; kernels of their own serve up to 16."""
+    """Some ids twice, some out of range; a kernel of its own serves up to eight."""
     experts = Experts(gpu, "biases", torch.bfloat16, tokens=200)
     experts.ids = torch.randint(-1, EXPERTS, (200, top_k), device=gpu, dtype=torch.int32)
     experts.scores = torch.randn(200, top_k, device=gpu)

@@ -33,17 +33,10 @@ void launch_token_sum(TokenSum const& x, Queue const& queue) {
 }  // namespace
 
 bool token_sum(TokenSum const& x, Queue const& queue) {
-  if (x.sort.tokens != 1 || x.sort.top_k > 16 || x.w.in_stride != 1 || x.w.expert_at != nullptr) {
+  if (x.sort.tokens != 1 || x.sort.top_k > 8 || x.w.in_stride != 1 || x.w.expert_at != nullptr) {
     return false;
   }
-  with_type(x.dtype, [&](auto element) {
-    using T = decltype(element);
-    if (x.sort.top_k <= 8) {
-      launch_token_sum<T, 8>(x, queue);
-    } else {
-      launch_token_sum<T, 16>(x, queue);
-    }
-  });
+  with_type(x.dtype, [&](auto element) { launch_token_sum<decltype(element), 8>(x, queue); });
   return true;
 }
 

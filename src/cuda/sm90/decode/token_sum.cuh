@@ -13,7 +13,7 @@
 
 namespace guild::cuda::sm90 {
 
-// most: slots that the token may have, 8 or 16.
+// most: slots that the token may have, a multiple of 8.
 template <class T, int most>
 struct TokenSumKernel {
   static constexpr int kThreads = kPlanThreads, kPadded = 64 + 8;
