@@ -10,8 +10,8 @@ run, and products beside them slow down by more than that.
 
 Buffers are used in turns. What makes it safe to write to one again is the next collective's
 barrier, where a rank arrives only after it has read what it needed. FSDP2 lets a reduction's
-copy-in wait for the reduction before; with two modules gathered ahead, a gather's copy-in waits
-for the third gather before it.
+copy-in wait for the reduction before; with one module gathered ahead, a gather's copy-in waits for
+the second gather before it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 _TIMEOUT_MS = 600_000
-_GATHERS, _REDUCTIONS = 4, 2  # buffers of each
+_GATHERS, _REDUCTIONS = 3, 2  # buffers of each
 
 
 Buffers = list[tuple[Tensor, Any]]

@@ -120,7 +120,7 @@ class ShardedLearner(Learner):
         register_fsdp_forward_method(self.model, "loss")
         self.model.set_modules_to_forward_prefetch(blocks[:1])
         for i, block in enumerate(blocks):
-            block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 3])
+            block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 2])
             block.set_modules_to_backward_prefetch(blocks[max(0, i - 1) : i])
         if device.type == "cuda" and self.ranks > 1:
             guild.set_num_sms(0, shared=True)  # with the collectives that run beside the products
