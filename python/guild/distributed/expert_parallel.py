@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 
 from guild._torch.autograd import below_autograd, rows_of
 from guild._torch.checks import (
-    FLOATS,
     expect_choice,
     expect_count,
     expect_finite,
@@ -30,15 +29,15 @@ from guild._torch.checks import (
 )
 from guild._torch.expert_lists import Listed
 from guild._torch.layer_arguments import Halves, layer_arguments
-from guild._torch.low_rank import LowRank
-from guild._torch.operators import LayerFlags, ops
+from guild._torch.operators import ops
 from guild._torch.router_gradients import Weighing
 from guild.activations import Activation
+from guild.distributed.facts import facts_of
 from guild.distributed.filling import fill_normal
 from guild.distributed.passage import Collect, Dispatch
 from guild.distributed.peer_traffic import PeerTraffic, plan_peer_traffic
 from guild.distributed.peers import Peers, peers_of
-from guild.distributed.ranks import Ranks, process_group_of, word_of
+from guild.distributed.ranks import Ranks, process_group_of
 from guild.distributed.stepwise import StepwiseExperts
 from guild.distributed.traffic import Traffic, plan_traffic
 from guild.expert_arguments import expect_later, residual_like
@@ -296,7 +295,7 @@ class ExpertParallel:
         tokens = x, topk_ids, topk_weights
         call = routed_call(*tokens, *layout[0], *layout[1], *later, over_ranks=True)
         residual = _residual(residual, call.x)
-        facts = self._facts(call.x, call.scores, call.layer, layer, call.low)
+        facts = facts_of(self.size, self.exact, call.x, call.scores, call.layer, layer, call.low)
         slots = call.ids, call.scores, token_offsets, self.size * call.layer[2].shape[0]
         traffic, received = self._plan(call.x, *slots, facts)
         recompute = recompute or not traffic.keeps_all_rows
@@ -350,7 +349,7 @@ class ExpertParallel:
         self._expect_plain(weight_gradients)
         with torch.no_grad():
             scores, ids, slopes = ops.route_tokens(*arguments)
-        facts = self._facts(x, router_weight, local, layer)
+        facts = facts_of(self.size, self.exact, x, router_weight, local, layer)
         experts = self.size * local[2].shape[0]
         traffic, received = self._plan(x, ids, scores, None, experts, facts)
         keep = bool(facts["gradients"]) and not recompute and traffic.keeps_all_rows
@@ -360,30 +359,6 @@ class ExpertParallel:
         with self._ranks.in_step("forward"):
             out = StepwiseExperts.apply(*taken, x, router_weight, scores, residual, *local)
             return out, _offsets(ids, scores, None, experts)
-
-    def _facts(
-        self, x: Tensor, weighing: Tensor, local: list[Any], layer: int, low: LowRank | None = None
-    ) -> dict[str, int]:
-        """What every rank must agree on; weighing: what the scores' gradient goes to."""
-        w_up, w_gate, w_down, b_up, b_down, *flags = local
-        flags = LayerFlags(*flags)
-        kind = flags.kind + 16 * flags.gated + 32 * flags.clamp_after
-        wants = any(t is not None and t.requires_grad for t in (w_up, w_gate, w_down, b_up, b_down))
-        terms = low is not None and low.wants_gradient
-        wants = (x.requires_grad, weighing.requires_grad, wants, terms)
-        gradients = sum(1 << i for i, want in enumerate(wants) if want)
-        return {
-            "layer": layer,
-            "hidden": x.shape[1],
-            "intermediate": w_down.shape[1 if flags.transposed else 2],
-            "experts": self.size * w_down.shape[0],
-            "dtype": FLOATS.index(x.dtype),
-            "(activation, up_offset)": word_of(kind, flags.up_offset),
-            "(alpha, limit)": word_of(flags.alpha, flags.limit),
-            "bias and LoRA": (b_up is not None) + 2 * (b_down is not None) + 4 * (low is not None),
-            "exact": int(self.exact),
-            "gradients": gradients * torch.is_grad_enabled(),
-        }
 
     def _expect_plain(self, weight_gradients: WeightGradients | None, *lora: Any) -> None:
         """Raise where exact=True does not have what is asked for."""
