@@ -23,10 +23,10 @@ from processes import gathered
 _EXPERTS, _HIDDEN, _INNER, _RANK = 8, 16, 12, 3
 
 
-def new_group(exact: bool = False) -> guild.ExpertParallel:
+def new_group(exact: bool = False, engine: str = "nccl") -> guild.ExpertParallel:
     """Of all ranks, and of nobody else: what goes wrong in it stays there."""
     everyone = dist.new_group(list(range(dist.get_world_size())))
-    return guild.ExpertParallel(everyone, exact=exact, timeout=60.0)
+    return guild.ExpertParallel(everyone, exact=exact, timeout=60.0, engine=engine)
 
 
 def terms() -> dict[str, Tensor]:
@@ -76,11 +76,13 @@ def lists_and_low_rank(rank: int) -> None:
     local = group.local_experts(_EXPERTS)
     mine, rows = slice(local.start, local.stop), slice(before, before + len(own["x"]))
     warnings.simplefilter("ignore", guild.CopiedWeightsWarning)  # this process has no pytest
+    engines = group, new_group(engine="peer")
     for lists, lora in ((True, False), (False, True), (True, True)):
         truth = run(guild.routed_experts, joined, slice(None), False, lora)
-        for name, value in run(group.routed_experts, own, mine, lists, lora).items():
-            part = rows if name in ("out", "x") else mine
-            torch.testing.assert_close(value, truth[name][part], rtol=1e-10, atol=1e-10, msg=name)
+        for ranks in engines:
+            for name, value in run(ranks.routed_experts, own, mine, lists, lora).items():
+                part, close = rows if name in ("out", "x") else mine, {"rtol": 1e-10, "atol": 1e-10}
+                torch.testing.assert_close(value, truth[name][part], **close, msg=name)
     exact = new_group(exact=True)
     with pytest.raises(ValueError, match=r"^lora_up: expected None with ExpertParallel\(exact="):
         run(exact.routed_experts, own, mine, False, True)
