@@ -6,15 +6,14 @@ from torch import Tensor
 
 from guild._torch.checks import expect_dims, expect_offsets, expect_shape
 from guild._torch.expert_lists import Listed
-from guild._torch.layer_arguments import Halves, layer_arguments, local_ids
+from guild._torch.layer_arguments import Halves, layer_arguments
 from guild._torch.layer_operator import experts_forward_out, moe_forward_out, moe_layer_out
 from guild._torch.low_rank import Places
-from guild._torch.operators import ops, score_dtype
+from guild._torch.operators import ops
 from guild.activations import Activation
 from guild.expert_arguments import (
     expect_later,
     expect_output,
-    expect_routing,
     low_rank_terms,
     residual_of,
     sink_of,
@@ -23,6 +22,7 @@ from guild.expert_arguments import (
 from guild.experts_inference import quick_experts
 from guild.lora import LoRA, LoRAHalves
 from guild.lora_experts import experts_with_lora, sorted_places
+from guild.routed_call import RoutedCall, routed_call
 from guild.routing import Router, token_arguments
 from guild.weight_gradients import Experts, WeightGradients
 
@@ -172,19 +172,22 @@ def routed_experts_and_offsets(
     expert_map: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`routed_experts`, and the int32 (E + 1) offsets of the sorted rows."""
-    expect_dims("x", x, 2, what="(tokens, hidden)")
-    expect_later(recompute, weight_gradients)
-    expect_routing(x, topk_ids, topk_weights, token_offsets)
-    topk_ids = local_ids(topk_ids, expert_map)
     given = w_up, w_down, b_up, b_down
-    whole, experts_at = whole_of(*given, weight_gradients)
-    x, *layer, gradient = layer_arguments(x, *whole, activation, order, transposed, routed=True)
-    residual = residual_of(residual, x)
-    scores = topk_weights.to(score_dtype(x.dtype)).contiguous()
-    ids = topk_ids.contiguous()
-    low = low_rank_terms(lora_up, lora_down, x, layer)
-    wanted = gradient or scores.requires_grad or (low is not None and low.wants_gradient)
-    keep, sink = sink_of(wanted, weight_gradients, given, order)
+    later = token_offsets, residual, recompute, weight_gradients, lora_up, lora_down, expert_map
+    tokens = x, topk_ids, topk_weights
+    call = routed_call(*tokens, *given, activation, order, transposed, *later)
+    return run_routed(call, recompute, weight_gradients, out)
+
+
+def run_routed(
+    call: RoutedCall,
+    recompute: bool,
+    weight_gradients: WeightGradients | None,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`routed_experts_and_offsets` of arguments that are checked."""
+    x, ids, scores, token_offsets, residual, layer, low, given, order, _, experts_at = call
+    keep, sink = sink_of(call.wants_gradient, weight_gradients, given, order)
     if out is not None:
         slots = {"topk_ids": ids, "topk_weights": scores, "token_offsets": token_offsets}
         lists = None if experts_at is None else given

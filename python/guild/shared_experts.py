@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from guild._torch.checks import expect_count, expect_flag
+from guild._torch.checks import expect_count, expect_flag, has_plain_rows
 from guild.activations import Activation
 from guild.experts import experts_mlp
 from guild.experts_inference import quick_shared
@@ -73,6 +73,8 @@ class SharedExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (tokens, hidden) -> the same shape: one expert that gets every row."""
+        if x.dim() == 2 and not has_plain_rows(x):
+            x = x.contiguous()
         out = quick_shared(x, self.w_up, self.w_down, self.activation, self.order)
         if out is None:
             ends = torch.arange(2, device=x.device, dtype=torch.int32) * x.shape[0]

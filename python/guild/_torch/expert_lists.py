@@ -277,6 +277,13 @@ def stacked_like(weight: Tensor) -> Tensor:
     return weight.new_empty(experts, columns, rows).mT
 
 
+def stacked(value: object, dims: int = 2) -> object:
+    """A list of experts' tensors as one new tensor, each of a pair too; anything else as it is."""
+    if is_list(value, dims):
+        return torch.stack(list(value))
+    return tuple(stacked(half, dims) for half in value) if is_pair(value, dims) else value
+
+
 def touching(out: Tensor, name: str, value: object) -> dict[str, Tensor]:
     """What may share memory with `out`, by name: of a list, or of a pair, or a tensor itself."""
     if isinstance(value, Tensor):

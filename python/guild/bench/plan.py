@@ -20,6 +20,7 @@ from .sweep import CPU_RANGES, GPU_RANGES, random_shapes
 
 DECODE_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 512, 1024, 2048, 4096)
 _CPU_TOKENS = (1, 4, 16)
+_MOST_TOKENS = 65536  # at decode
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -124,8 +125,9 @@ def _tokens(args: argparse.Namespace, on_gpu: bool) -> tuple[int, ...]:
         tokens = tuple(dict.fromkeys(int(part) for part in args.tokens.split(",")))
     except ValueError:
         raise ValueError(f"tokens: expected whole numbers A,B, got {args.tokens!r}") from None
-    if min(tokens) < 1:
-        raise ValueError(f"tokens: expected at least 1, got {min(tokens)}")
+    for count in tokens:
+        if not 1 <= count <= _MOST_TOKENS:
+            raise ValueError(f"tokens: expected 1 to {_MOST_TOKENS}, got {count}")
     return tokens
 
 

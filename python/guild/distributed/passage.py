@@ -38,6 +38,9 @@ class Dispatch(torch.autograd.Function):
     def backward(ctx: Any, drows: Tensor, dreceived: Tensor):
         """dx and dscores. What is sent depends on what is wanted, which all ranks agreed on."""
         want_x, want_scores, *_ = ctx.needs_input_grad
+        # gloo ends the process where messages do not match; the peer engine has its own barriers.
+        if isinstance(ctx.traffic, Traffic) and not drows.is_cuda:
+            ctx.traffic.ranks.agree_backward(ctx.traffic.call, drows, half=2)
         drows, dreceived = drows if want_x else None, dreceived if want_scores else None
         dx, dscores = ctx.traffic.return_gradients(drows, dreceived)
         return dx, dscores, None, None

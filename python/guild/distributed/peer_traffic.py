@@ -19,6 +19,7 @@ from guild._torch.autograd import below_autograd, rows_of
 from guild._torch.operators import ops
 from guild.distributed.peer_memory import PeerMemory
 from guild.distributed.peers import BACKWARD_RESULTS, FORWARD_RESULTS, Peers
+from guild.distributed.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,11 @@ class PeerTraffic:
     by_slot: Tensor
     counts: Tensor
     lists: Lists | None
+
+    @property
+    def ranks(self) -> Ranks:
+        """Who takes part."""
+        return self.peers.ranks
 
     @property
     def ids(self) -> Tensor:

@@ -85,7 +85,8 @@ class StepwiseExperts(torch.autograd.Function):
         saved = *saved, w_up, w_gate, w_down, b_down
         want_dscores = want_scores or (bool(routed) and (want_x or want_router))
         wanted = want_x, want_dscores, *want_layer
-        dx, dscores, *dlayer = expert_gradients(saved, drows, ctx.flags, wanted, by_row=True)
+        with traffic.ranks.in_step("backward"):
+            dx, dscores, *dlayer = expert_gradients(saved, drows, ctx.flags, wanted, by_row=True)
         by_slot = want_x and ctx.exact
         if want_x or want_dscores:
             dx, dscores = traffic.return_gradients(dx, dscores, slot_row, by_slot)

@@ -257,7 +257,8 @@ def test_times_are_of_one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     ("words", "message"),
     [
         ("--tokens 1,x", "tokens: expected whole numbers A,B, got '1,x'"),
-        ("--tokens 0", "tokens: expected at least 1, got 0"),
+        ("--tokens 0", "tokens: expected 1 to 65536, got 0"),
+        (f"--tokens 1,{10**20}", f"tokens: expected 1 to 65536, got {10**20}"),
         ("--parts router", "parts: expected some of experts, layer, got 'router'"),
         ("--routing balanced", "routing: expected some of random, zipf, hot, same, or all, got"),
         ("--candidates bound", "candidates: expected some of guild, torch on cpu, got 'bound'"),

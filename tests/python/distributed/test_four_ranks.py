@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import call_checks
 import guild
 import layer_checks
 import peer_checks
@@ -26,8 +27,8 @@ def test_four_ranks(
     settings = training_checks.settings_of("plain")
     training_checks.run(settings, tmp_path / "plain")
     training_checks.run(settings, tmp_path / "halfway", polls=2)
-    checks = [*layer_checks.CHECKS, *peer_checks.CHECKS]
-    checks += [*training_checks.CHECKS, *placement_checks.CHECKS]
+    modules = layer_checks, peer_checks, call_checks, training_checks, placement_checks
+    checks = [check for module in modules for check in module.CHECKS]
     run_on_ranks(checks, 4, tmp_path / "ranks")
     # What four ranks began, one process ends.
     begun = tmp_path / "plain-2"

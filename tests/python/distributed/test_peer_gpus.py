@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
 import peer_checks
-from processes import run_on_ranks, run_one
+from processes import run_on_ranks, run_one, start_ranks
 
 
 def ranks_of(gpu: str) -> int:
@@ -35,15 +34,9 @@ def test_killed_rank(
         pytest.skip(f"no two GPUs: {gpu_reason}")
     if backend == "gloo" and request.config.getoption("--cuda-only"):
         pytest.skip("--cuda-only")
-    context = mp.get_context("spawn")
-    processes = [
-        context.Process(
-            target=run_one, args=(rank, [peer_checks.killed], 2, str(tmp_path), backend)
-        )
-        for rank in range(2)
-    ]
-    for process in processes:
-        process.start()
+    how = "spawn" if backend == "nccl" else "forkserver"
+    killed = [peer_checks.killed], 2, str(tmp_path), backend
+    processes = start_ranks(run_one, 2, *killed, how=how).processes
     for process in processes:
         process.join(60)
     assert [p.exitcode for p in processes] == [0, -signal.SIGKILL]

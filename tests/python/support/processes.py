@@ -1,15 +1,39 @@
-"""Runs checks in several processes that are started once for all of them."""
+"""Runs checks in several processes that are started once for all of them.
+
+On the CPU they are forks of one process that has imported what takes long, so that it is imported
+once. Where they use GPUs each is a new one: CUDA does not survive a fork.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 Check = Callable[[int], object]  # anything but None: a rank is lost, nobody waits for it
+
+_IMPORTED_ONCE = "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "guild"
+
+
+def start_ranks(
+    function: Callable[..., None], ranks: int, *arguments: Any, how: str = "forkserver"
+) -> torch.multiprocessing.ProcessContext:
+    """Processes that run function(rank, *arguments) with this one's environment variables."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(list(_IMPORTED_ONCE))
+    given = function, dict(os.environ), arguments
+    return mp.start_processes(_call, given, ranks, join=False, start_method=how)
+
+
+def _call(rank: int, function: Callable[..., None], environment: dict, arguments: tuple) -> None:
+    os.environ.update(environment)  # those of the process that is forked are older
+    torch.set_num_threads(1)
+    function(rank, *arguments)
 
 
 def run_on_ranks(checks: Sequence[Check], ranks: int, folder: Path, backend: str = "gloo") -> None:
@@ -27,7 +51,10 @@ def run_on_ranks(checks: Sequence[Check], ranks: int, folder: Path, backend: str
         How they reach each other; with NCCL each rank has a GPU.
     """
     folder.mkdir(exist_ok=True)
-    mp.spawn(run_one, (list(checks), ranks, str(folder), backend), nprocs=ranks)
+    how = "forkserver" if backend == "gloo" else "spawn"
+    processes = start_ranks(run_one, ranks, list(checks), ranks, str(folder), backend, how=how)
+    while not processes.join():
+        pass
     done = {path.name for path in folder.iterdir() if path.suffix == ".done"}
     expected = {f"{check.__name__}.{rank}.done" for check in checks for rank in range(ranks)}
     assert done == expected, expected - done
