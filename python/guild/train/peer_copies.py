@@ -25,7 +25,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
+
+from guild.train.reduction import NarrowReduceScatter
 
 _TIMEOUT_MS = 600_000
 _GATHERS, _REDUCTIONS = 3, 2  # buffers of each
@@ -99,7 +101,7 @@ class CopiedGather(AllGather):
             output_tensor[peer * count : (peer + 1) * count].copy_(part)
 
 
-class CopiedReduceScatter(ReduceScatter):
+class CopiedReduceScatter(NarrowReduceScatter):
     """For `FSDPModule.set_custom_reduce_scatter`: one for all modules; reduce_dtype is float32.
 
     Parameters
@@ -111,17 +113,11 @@ class CopiedReduceScatter(ReduceScatter):
     """
 
     def __init__(self, turns: Turns, dtype: torch.dtype) -> None:
-        self._turns, self._dtype = turns, dtype
-        self._has_input = False
+        super().__init__(dtype)
+        self._turns = turns
 
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        """FSDP2 asks for what it copies the gradients to, then for the result, in turns."""
-        self._has_input = not self._has_input
-        if self._has_input:
-            return self._turns.take(size, self._dtype)
-        return torch.empty(*size, dtype=dtype, device=device)
+    def _input(self, size: Sequence[int | torch.SymInt], device: torch.device) -> Tensor:
+        return self._turns.take(size, self._dtype)
 
     def __call__(
         self,

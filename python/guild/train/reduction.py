@@ -34,7 +34,12 @@ class NarrowReduceScatter(ReduceScatter):
     ) -> Tensor:
         """FSDP2 asks for what it copies the gradients to, then for the result, in turns."""
         self._has_input = not self._has_input
-        return torch.empty(*size, dtype=self._dtype if self._has_input else dtype, device=device)
+        if self._has_input:
+            return self._input(size, device)
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def _input(self, size: Sequence[int | torch.SymInt], device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=self._dtype, device=device)
 
     def __call__(
         self,

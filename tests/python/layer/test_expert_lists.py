@@ -21,6 +21,7 @@ from listed_layers import (
     UNEVEN,
     apart,
     backwards,
+    copies_are_errors,  # noqa: F401 - a fixture of every test here
     dtype_of,
     expected,
     inputs,
@@ -30,14 +31,6 @@ from listed_layers import (
     views,
     whole_layer,
 )
-
-
-@pytest.fixture(autouse=True)
-def copies_are_errors() -> None:
-    """A copy that a test did not ask for fails it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", guild.CopiedWeightsWarning)
-        yield
 
 
 @pytest.mark.parametrize("call", CALLS)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 
+import pytest
 import torch
 from torch import Tensor
 
-from guild import experts_mlp, routed_experts
+from guild import CopiedWeightsWarning, experts_mlp, routed_experts
 
 EXPERTS, HIDDEN, INNER = 4, 16, 8
 SHAPES = {
@@ -18,6 +20,14 @@ SHAPES = {
 }
 Layer = dict[str, Tensor]
 Lists = dict[str, list[Tensor]]
+
+
+@pytest.fixture(autouse=True)
+def copies_are_errors() -> Iterator[None]:
+    """A copy that a test did not ask for fails it; for modules that import this."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CopiedWeightsWarning)
+        yield
 
 
 def dtype_of(device: str) -> torch.dtype:
