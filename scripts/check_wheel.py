@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from machine import ROOT, VENV_PYTHON, find_nvcc, output, say, stop
@@ -158,9 +159,12 @@ def main() -> None:
     facts = [os.environ.get("GUILD_COMMIT", HEAD), version, str(with_cuda)]
     if not run_programs(VENV_PYTHON, site, facts, PYTHONPATH=str(site)):
         stop("the wheel does not work with the torch of .venv: see above")
-    check_example(site)
-    check_sdist()
-    try_torches(wheel, FOLDER, facts, arguments.all_torches)
+    # pip downloads and unpacks on one core while the compiler has the other.
+    with ThreadPoolExecutor(1) as beside:
+        torches = beside.submit(try_torches, wheel, FOLDER, facts, arguments.all_torches)
+        check_example(site)
+        check_sdist()
+        torches.result()
 
 
 if __name__ == "__main__":

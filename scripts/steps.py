@@ -5,7 +5,8 @@
     steps.py wheel --all-torches    options go on to the one step named
 
 Each step's output goes to the screen and to build/logs/STEP.log. A step that this machine cannot
-run is reported as skipped, with the reason.
+run is reported as skipped, with the reason. The Python tests keep one core busy; the steps between
+them and the wheel run beside them, and the tests' output follows when they are done.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import IO
 
@@ -48,6 +50,8 @@ class Step:
     obstacle: Callable[[], str] = lambda: ""
     independent: bool = False  # run every command even if one before it fails
     has_gpu_cases: bool = False
+    one_core: bool = False  # the steps after it may run beside it
+    changes_library: bool = False  # which what runs beside it may have loaded
 
 
 def cpp_files() -> list[str]:
@@ -133,6 +137,7 @@ STEPS = {
         lambda: [[PYTHON, "-m", "pytest", "--durations=5"]],
         needs_build=True,
         has_gpu_cases=True,
+        one_core=True,
     ),
     "sanitize": Step("C++ tests under ASan and UBSan", sanitize, obstacle=no_gtest),
     "example": Step("C++ example through find_package(guild)", example, needs_build=True),
@@ -140,19 +145,21 @@ STEPS = {
         "the wheel and the sdist build and work on their own",
         lambda: [[PYTHON, "scripts/check_wheel.py"]],
         needs_build=True,
+        changes_library=True,
     ),
 }
 
 
-def run(name: str, options: list[str]) -> str:
+def run(name: str, options: list[str], show: Callable[[str], object]) -> str:
     """Run one step, its last command with the options; returns "passed", "FAILED" or "skipped"."""
     step = STEPS[name]
-    say(f"\n== {name}: {step.title}")
+    show(f"\n== {name}: {step.title}\n")
     if reason := step.obstacle():
-        say(f"SKIPPED: {reason}")
+        show(f"SKIPPED: {reason}\n")
         return "skipped"
     if step.has_gpu_cases and not has_supported_gpu():
-        say(f"no GPU of compute capability {compute_capability()} here: the GPU cases are skipped")
+        capability = compute_capability()
+        show(f"no GPU of compute capability {capability} here: the GPU cases are skipped\n")
     environment = os.environ | {
         "PATH": f"{VENV / 'bin'}:{os.environ['PATH']}",
         "GUILD_LIBRARY": str(LIBRARY),
@@ -164,23 +171,65 @@ def run(name: str, options: list[str]) -> str:
     with open(LOGS / f"{name}.log", "w") as log:
         *before, last = step.commands()
         for command in [*before, [*last, *options]]:
-            if run_command(command, environment, log):
+            if run_command(command, environment, log, show):
                 result = "FAILED"
                 if not step.independent:
                     break
     return result
 
 
-def run_command(command: list[str], environment: dict[str, str], log: IO[str]) -> int:
-    """Run a command, its output to the screen and to the log; returns its exit status."""
+def run_command(
+    command: list[str], environment: dict[str, str], log: IO[str], show: Callable[[str], object]
+) -> int:
+    """Run a command, its output shown and to the log; returns its exit status."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
     with subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **pipes) as process:
         for line in process.stdout:
-            print(line, end="", flush=True)
+            show(line)
             log.write(line)
     if process.returncode:
-        say(f"exit status {process.returncode}: {' '.join(command)[:200]}")
+        show(f"exit status {process.returncode}: {' '.join(command)[:200]}\n")
     return process.returncode
+
+
+def to_screen(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def timed(name: str, options: list[str], show: Callable[[str], object]) -> tuple[str, float]:
+    """What `run` returns, and in how many seconds."""
+    began = time.monotonic()
+    return run(name, options, show), time.monotonic() - began
+
+
+def run_steps(names: list[str], options: list[str]) -> dict[str, tuple[str, float]]:
+    """Run steps in order, one beside those after it where the machine has a core for each.
+
+    A GPU's tests have the machine to themselves: they measure its memory and its time.
+    """
+    company = (os.cpu_count() or 1) > 1 and not has_supported_gpu()
+    results: dict[str, tuple[str, float]] = {}
+    beside: dict[str, tuple[Future, list[str]]] = {}
+
+    def finish() -> None:
+        for name, (future, lines) in beside.items():
+            results[name] = future.result()
+            to_screen("".join(lines))
+        beside.clear()
+
+    with ThreadPoolExecutor(1) as pool:
+        for name in names:
+            given = options if name == names[-1] else []
+            if company and STEPS[name].one_core and name != names[-1]:
+                say(f"\n== {name} runs beside the next steps")
+                lines: list[str] = []
+                beside[name] = pool.submit(timed, name, given, lines.append), lines
+                continue
+            if STEPS[name].changes_library:
+                finish()
+            results[name] = timed(name, given, to_screen)
+        finish()
+    return {name: results[name] for name in names}
 
 
 def closing_lines(name: str) -> list[str]:
@@ -204,11 +253,7 @@ def main() -> int:
     # A shell's background job ignores Ctrl-C, and so would the tests of what Ctrl-C does.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     start = time.monotonic()
-    results: dict[str, tuple[str, float]] = {}
-    for name in names:
-        began = time.monotonic()
-        given = options if name == names[-1] else []
-        results[name] = run(name, given), time.monotonic() - began
+    results = run_steps(names, options)
     say(f"\n== summary, {(time.monotonic() - start) / 60:.1f} min")
     for name, (result, seconds) in results.items():
         say(f"{name:10} {result:8} {seconds:6.0f} s  {STEPS[name].title}")

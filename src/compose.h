@@ -124,21 +124,21 @@ void compose_forward(MoeForward const& f, Steps const& steps) {
                        .h = f.h,
                        .a = a});
   Rows const y = combined ? Rows{w.y, 0} : f.o;
-  steps.down_projection({.sizes = f.sizes,
-                         .dtype = f.dtype,
-                         .routing = f.routing,
-                         .a = a,
-                         .w_down = f.w_down,
-                         .bias = f.b_down,
-                         .y = y,
-                         .after_up = true});
-  if (!combined) return;
-  steps.combine({.sizes = f.sizes,
-                 .dtype = f.dtype,
-                 .routing = f.routing,
-                 .y = y,
-                 .o = f.o,
-                 .residual = f.residual});
+  DownProjection const down{.sizes = f.sizes,
+                            .dtype = f.dtype,
+                            .routing = f.routing,
+                            .a = a,
+                            .w_down = f.w_down,
+                            .bias = f.b_down,
+                            .y = y,
+                            .after_up = true};
+  if (!combined) return steps.down_projection(down);
+  steps.down_and_combine(down, {.sizes = f.sizes,
+                                .dtype = f.dtype,
+                                .routing = f.routing,
+                                .y = y,
+                                .o = f.o,
+                                .residual = f.residual});
 }
 
 // memory: of the schedule, which is made here.

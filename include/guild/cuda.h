@@ -21,12 +21,19 @@ struct Queue {
   // blocks claim tiles (dynamic scheduling), 1 to 3 % faster where layers are large. Null: static
   // scheduling, with the same results. The composites have one in their workspace.
   int32_t* counter = nullptr;
+  // Other kernels run at the same time, such as communication: blocks of products then claim all
+  // of their tiles from the counter. A block that waits for a multiprocessor keeps none to itself.
+  bool shared = false;
 };
 
 // Whether this build holds CUDA kernels, and whether the current device can run them; otherwise
 // `why` (if given) says what is missing.
 bool built();
 bool usable(char const** why = nullptr);
+
+// Copies `count` indices from host memory, such as a weight's expert_at. They are read during the
+// call and travel as arguments of kernels, which a captured graph keeps.
+void copy_indices(int32_t const* from, int64_t count, int32_t* to, Queue queue = {});
 
 void route(Route const& args, Queue queue = {});
 void router_gradient(RouterGradient const& args, Queue queue = {});

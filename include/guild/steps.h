@@ -195,6 +195,7 @@ struct GroupedGemm {
   struct Operand {  // element (e, i, j) at data[e * group_stride + i * row_stride + j * col_stride]
     void* data = nullptr;
     int64_t group_stride = 0, row_stride = 0, col_stride = 1;
+    int32_t const* group_at = nullptr;  // (E) stands for e, as expert_at of a weight; null: e
   };
   Ragged ragged = Ragged::rows;
   int64_t m = 0, n = 0, k = 0, groups = 0;  // m, n, k: totals, ragged dimension included

@@ -38,22 +38,28 @@ struct ConstRows {
 };
 
 // One matrix per expert, seen as (E, out, in) whatever its order in memory: element (e, o, i) lies
-// at data[e * expert_stride + o * out_stride + i * in_stride].
+// at data[e * expert_stride + o * out_stride + i * in_stride]. Matrices that do not follow each
+// other at one distance have expert_at, (E) in the backend's memory: expert_at[e] >= 0 then stands
+// for e, with a distance that divides all of theirs.
 struct Weight {
   void* data = nullptr;
   int64_t expert_stride = 0, out_stride = 0, in_stride = 1;
+  int32_t const* expert_at = nullptr;
 };
 struct ConstWeight {
   void const* data = nullptr;
   int64_t expert_stride = 0, out_stride = 0, in_stride = 1;
+  int32_t const* expert_at = nullptr;
   ConstWeight() = default;
-  ConstWeight(void const* data, int64_t expert_stride, int64_t out_stride, int64_t in_stride)
-      : data(data), expert_stride(expert_stride), out_stride(out_stride), in_stride(in_stride) {}
+  ConstWeight(void const* data, int64_t expert_stride, int64_t out_stride, int64_t in_stride,
+              int32_t const* expert_at = nullptr)
+      : data(data),
+        expert_stride(expert_stride),
+        out_stride(out_stride),
+        in_stride(in_stride),
+        expert_at(expert_at) {}
   ConstWeight(Weight w)
-      : data(w.data),
-        expert_stride(w.expert_stride),
-        out_stride(w.out_stride),
-        in_stride(w.in_stride) {}
+      : ConstWeight(w.data, w.expert_stride, w.out_stride, w.in_stride, w.expert_at) {}
 };
 
 // How gate and up lie among the 2I columns of the pre-activations H, their gradient and the bias

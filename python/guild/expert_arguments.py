@@ -17,7 +17,15 @@ from guild._torch.checks import (
     expect_shape,
     expect_tensor,
 )
-from guild._torch.expert_lists import Listed, is_pair, joined, joined_halves
+from guild._torch.expert_lists import (
+    Listed,
+    Placed,
+    is_pair,
+    joined,
+    joined_halves,
+    table_of,
+    touching,
+)
 from guild._torch.gradient_targets import wanting
 from guild._torch.layer_arguments import Halves, expect_out
 from guild._torch.low_rank import LowRank
@@ -90,10 +98,23 @@ def residual_of(residual: Tensor | None, x: Tensor) -> Tensor | None:
 
 
 def expect_output(
-    out: Tensor, keep: bool, x: Tensor, layer: list, **operands: Tensor | None
+    out: Tensor,
+    keep: bool,
+    x: Tensor,
+    layer: list,
+    x_name: str = "x",
+    lists: tuple | None = None,
+    **operands: Tensor | None,
 ) -> None:
-    """Raise unless the layer's output can be written to out; keep: as `sink_of` says."""
-    expect_out(out, x, layer, **operands)
+    """Raise unless the layer's output can be written to out; keep: as `sink_of` says.
+
+    lists: weights as the caller gave them where a view of a list among them spans other memory too.
+    """
+    if lists is not None and isinstance(out, Tensor):
+        w_up, w_down, *_ = lists
+        operands |= touching(out, "w_up", w_up) | touching(out, "w_down", w_down)
+        layer = [None, None, None, *layer[3:]]
+    expect_out(out, x, layer, x_name, **operands)
     if keep:  # of what comes past autograd, or is made of something else, such as a list
         raise ValueError(
             "out: expected None where a gradient is wanted, as a weight wants one (or call under "
@@ -107,15 +128,25 @@ def whole_of(
     b_up: Listed | Halves | None,
     b_down: Listed | None,
     weight_gradients: WeightGradients | None,
-) -> tuple:
-    """The same with each list of experts' tensors as one tensor."""
+) -> tuple[tuple, Tensor | None]:
+    """The same with each list of experts' tensors as one tensor, and what ops take beside them.
+
+    The second result is `experts_at`, which tells where tensors are that lie at no one distance.
+    """
+    given = w_up, w_down, b_up, b_down
+    if all(value is None or isinstance(value, Tensor) for value in given):  # as a rule
+        return given, None
     attached = weight_gradients is None  # otherwise autograd reaches the list past it
-    return (
-        joined_halves("w_up", w_up, 2, attached),
-        joined("w_down", w_down, 2, attached),
-        joined_halves("b_up", b_up, 1, attached),
-        joined("b_down", b_down, 1, attached),
-    )
+    up = joined_halves("w_up", w_up, 2, attached)
+    down = joined("w_down", w_down, 2, attached)
+    biases = joined_halves("b_up", b_up, 1, attached), joined("b_down", b_down, 1, attached)
+    whole = tuple(_tensors(value) for value in (up, down, *biases))
+    gate, up = (None, up) if isinstance(up, Placed) else up
+    return whole, table_of(up, gate, down)
+
+
+def _tensors(value: Placed | tuple[Placed, ...]) -> Tensor | tuple[Tensor, ...]:
+    return value.tensor if isinstance(value, Placed) else tuple(half.tensor for half in value)
 
 
 def sink_of(

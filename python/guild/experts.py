@@ -5,23 +5,24 @@ from __future__ import annotations
 from torch import Tensor
 
 from guild._torch.checks import expect_dims, expect_offsets, expect_shape
-from guild._torch.expert_lists import Listed, lie_backwards, reversed_lists
-from guild._torch.layer_arguments import Halves, layer_arguments, local_ids
-from guild._torch.layer_operator import moe_forward_out, moe_layer_out
+from guild._torch.expert_lists import Listed
+from guild._torch.layer_arguments import Halves, layer_arguments
+from guild._torch.layer_operator import experts_forward_out, moe_forward_out, moe_layer_out
 from guild._torch.low_rank import Places
-from guild._torch.operators import ops, score_dtype
+from guild._torch.operators import ops
 from guild.activations import Activation
 from guild.expert_arguments import (
     expect_later,
     expect_output,
-    expect_routing,
     low_rank_terms,
     residual_of,
     sink_of,
     whole_of,
 )
+from guild.experts_inference import quick_experts
 from guild.lora import LoRA, LoRAHalves
 from guild.lora_experts import experts_with_lora, sorted_places
+from guild.routed_call import RoutedCall, routed_call
 from guild.routing import Router, token_arguments
 from guild.weight_gradients import Experts, WeightGradients
 
@@ -77,10 +78,9 @@ def routed_experts(
         (E, H, I). E is 1 to 4,096, on a GPU 1 to 1,024.
 
         Any weight or bias, each of a pair too, may be a list of E tensors, one per expert, and each
-        of them gets its gradient. Tensors that follow each other at one distance in one storage are
-        read in place, as views of one tensor are; so are they here, but not in `experts_mlp` or
-        with LoRA, if all lists lie from the last expert to the first. Any others are copied into
-        one tensor at each call, with a `CopiedWeightsWarning`, and inside torch.compile all are.
+        of them gets its gradient. Weights are read in place wherever they are, but copied into one
+        tensor at each call inside torch.compile, and with a `CopiedWeightsWarning` under an
+        autocast that casts them and on a GPU where they are not 16-byte aligned.
     b_up : torch.Tensor or (torch.Tensor, torch.Tensor), optional
         (E, 2I) in the given order, (E, I) without a gate; or a pair of (E, I).
     b_down : torch.Tensor, optional
@@ -133,17 +133,13 @@ def routed_experts(
     dtype, and nothing is computed for what wants none, such as frozen weights. The
     method is SonicMoE's (arXiv:2512.14080, section 3).
     """
+    routed = x, topk_ids, topk_weights, w_up, w_down, b_up, b_down, activation, order, transposed
+    if token_offsets is weight_gradients is lora_up is lora_down is out is expert_map is None:
+        found = None if recompute is not False else quick_experts(*routed, residual)
+        if found is not None:
+            return found[0]
     return routed_experts_and_offsets(
-        x,
-        topk_ids,
-        topk_weights,
-        w_up,
-        w_down,
-        b_up,
-        b_down,
-        activation,
-        order,
-        transposed,
+        *routed,
         token_offsets,
         residual,
         recompute,
@@ -176,38 +172,39 @@ def routed_experts_and_offsets(
     expert_map: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`routed_experts`, and the int32 (E + 1) offsets of the sorted rows."""
-    expect_dims("x", x, 2, what="(tokens, hidden)")
-    expect_later(recompute, weight_gradients)
-    expect_routing(x, topk_ids, topk_weights, token_offsets)
-    topk_ids = local_ids(topk_ids, expert_map)
     given = w_up, w_down, b_up, b_down
-    has_lora = lora_up is not None or lora_down is not None  # whose terms count from the first
-    if not has_lora and lie_backwards(*given):  # count experts from the last: changes no bit
-        given = tuple(map(reversed_lists, given))
-        topk_ids = len(given[1]) - 1 - topk_ids
-    whole = whole_of(*given, weight_gradients)
-    x, *layer, gradient = layer_arguments(x, *whole, activation, order, transposed, routed=True)
-    residual = residual_of(residual, x)
-    scores = topk_weights.to(score_dtype(x.dtype)).contiguous()
-    ids = topk_ids.contiguous()
-    low = low_rank_terms(lora_up, lora_down, x, layer)
-    wanted = gradient or scores.requires_grad or (low is not None and low.wants_gradient)
-    keep, sink = sink_of(wanted, weight_gradients, given, order)
+    later = token_offsets, residual, recompute, weight_gradients, lora_up, lora_down, expert_map
+    tokens = x, topk_ids, topk_weights
+    call = routed_call(*tokens, *given, activation, order, transposed, *later)
+    return run_routed(call, recompute, weight_gradients, out)
+
+
+def run_routed(
+    call: RoutedCall,
+    recompute: bool,
+    weight_gradients: WeightGradients | None,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`routed_experts_and_offsets` of arguments that are checked."""
+    x, ids, scores, token_offsets, residual, layer, low, given, order, _, experts_at = call
+    keep, sink = sink_of(call.wants_gradient, weight_gradients, given, order)
     if out is not None:
         slots = {"topk_ids": ids, "topk_weights": scores, "token_offsets": token_offsets}
-        expect_output(out, keep, x, layer, residual=residual, **slots)
+        lists = None if experts_at is None else given
+        expect_output(out, keep, x, layer, lists=lists, residual=residual, **slots)
         if low is None:
-            return out, moe_forward_out(x, *slots.values(), residual, *layer, out)
+            return out, moe_forward_out(x, *slots.values(), residual, *layer, out, experts_at)
     if low is not None:
         places = sorted_places(ids, scores, layer[2].shape[0], token_offsets)
         tokens = x, scores, residual
-        rows = experts_with_lora(*tokens, layer, low, places, keep, recompute, sink)
+        rows = experts_with_lora(*tokens, layer, low, places, keep, recompute, sink, experts_at)
         return rows if out is None else out.copy_(rows), places.offsets
     if sink is not None:
         tokens = None, None, ids, scores, token_offsets, residual, None
-        return Experts.apply(*sink[:2], recompute, x, *tokens, *layer, *sink.reached)
+        return Experts.apply(*sink[:2], recompute, x, *tokens, experts_at, *layer, *sink.reached)
+    slots = ids, scores, token_offsets
     keep = keep and not recompute
-    out, _, offsets, *_ = _moe_forward(x, ids, scores, token_offsets, residual, *layer, keep)
+    out, _, offsets, *_ = _moe_forward(x, *slots, residual, *layer, keep, experts_at)
     return out, offsets
 
 
@@ -244,7 +241,7 @@ def routed_layer(
         w_up, _, *rest = layer
         return out, moe_layer_out(*tokens, residual, w_up, *rest, out)
     if sink is not None:
-        chosen = x, router_weight, tokens[2:], None, None, None, residual, None
+        chosen = x, router_weight, tokens[2:], None, None, None, residual, None, None
         return Experts.apply(*sink[:2], recompute, *chosen, *layer, *sink.reached)
     out, _, offsets, *_ = _moe_layer(*tokens, residual, *layer, keep and not recompute)
     return out, offsets
@@ -265,6 +262,7 @@ def experts_mlp(
     weight_gradients: WeightGradients | None = None,
     lora_up: LoRA | LoRAHalves | None = None,
     lora_down: LoRA | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The expert MLP on rows that the caller has sorted by expert.
 
@@ -280,6 +278,9 @@ def experts_mlp(
     w_up, w_down, b_up, b_down, activation, order, transposed, recompute, weight_gradients, \
 lora_up, lora_down
         As in `routed_experts`, but for up to 4,096 experts on a GPU, too.
+    out : torch.Tensor, optional
+        (R, H) in the result's dtype, otherwise as in `routed_experts`. Rows that belong to nobody
+        become zero, too.
 
     Returns
     -------
@@ -294,7 +295,7 @@ lora_up, lora_down
     expect_dims("x_sorted", x_sorted, 2, what="(rows, hidden)")
     expect_later(recompute, weight_gradients)
     given = w_up, w_down, b_up, b_down
-    whole = whole_of(*given, weight_gradients)
+    whole, experts_at = whole_of(*given, weight_gradients)
     x, *layer, gradient = layer_arguments(
         x_sorted, *whole, activation, order, transposed, "x_sorted"
     )
@@ -304,10 +305,18 @@ lora_up, lora_down
     low = low_rank_terms(lora_up, lora_down, x, layer)
     wanted = gradient or (low is not None and low.wants_gradient)
     keep, sink = sink_of(wanted, weight_gradients, given, order)
+    if out is not None:
+        lists = None if experts_at is None else given
+        expect_output(out, keep, x, layer, "x_sorted", lists, offsets=offsets)
+        if low is None:
+            experts_forward_out(x, offsets, *layer, out, experts_at)
+            return out
     if low is not None:
         places = Places(offsets, None, None, None, None)
-        return experts_with_lora(x, None, None, layer, low, places, keep, recompute, sink)
+        rows = x, None, None
+        rows = experts_with_lora(*rows, layer, low, places, keep, recompute, sink, experts_at)
+        return rows if out is None else out.copy_(rows)
     if sink is not None:
-        tokens = (*(None,) * 6, offsets)
+        tokens = (*(None,) * 6, offsets, experts_at)
         return Experts.apply(*sink[:2], recompute, x, *tokens, *layer, *sink.reached)[0]
-    return _experts_forward(x, offsets, *layer, keep and not recompute)[0]
+    return _experts_forward(x, offsets, *layer, keep and not recompute, experts_at)[0]

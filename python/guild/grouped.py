@@ -26,7 +26,7 @@ from guild._torch.checks import (
     expect_shape,
     expect_tensor,
 )
-from guild._torch.expert_lists import Listed, joined
+from guild._torch.expert_lists import Listed, joined, table_of, touching
 from guild._torch.gradients import starts
 from guild._torch.operators import autocast, ops
 from guild.activations import Activation, as_activation, is_interleaved
@@ -67,7 +67,8 @@ def grouped_mm(
     ----------
     mat_a, mat_b : torch.Tensor or list of torch.Tensor
         As above, bfloat16 or float16, on the CPU float32 and float64 too; either row- or
-        column-major. Of 3 dimensions may be a list of E matrices, as in `experts_mlp`.
+        column-major. Of 3 dimensions may be a list of E matrices, read where they are as in
+        `routed_experts`.
     offs : torch.Tensor, optional
         int32 (E,): where each group ends along the dimension that groups split; None where they
         split nothing. 1 to 4,096 groups.
@@ -93,7 +94,9 @@ def grouped_mm(
     TypeError, ValueError
         If an argument is not as described; the message names it.
     """
-    mat_a, mat_b, bias = joined("mat_a", mat_a), joined("mat_b", mat_b), joined("bias", bias, 1)
+    given = {"mat_a": mat_a, "mat_b": mat_b}
+    a, b = (joined(name, value) for name, value in given.items())
+    mat_a, mat_b, bias = a.tensor, b.tensor, joined("bias", bias, 1).tensor
     expect_dims("mat_a", mat_a, 2, 3)
     expect_dims("mat_b", mat_b, 2, 3)
     if bias is not None:
@@ -121,14 +124,19 @@ def grouped_mm(
         if accumulate:
             raise ValueError("accumulate: expected False without out, got True")
         as_float = out_dtype == torch.float32 and mat_a.dtype != torch.float32
-        return _grouped_mm(mat_a, mat_b, offs, bias, as_float)
+        return _grouped_mm(mat_a, mat_b, offs, bias, as_float, table_of(a), table_of(b))
     expect_shape("out", out, shape)
     expect_device("out", out, mat_a, "mat_a")
     if out.dtype not in dtypes or out_dtype not in (None, out.dtype):
         wanted = dtype_name(out_dtype or mat_a.dtype)
         raise TypeError(f"out: expected dtype {wanted} or float32, got {dtype_name(out.dtype)}")
-    expect_free(out, {"mat_a": mat_a, "mat_b": mat_b, "offs": offs, "bias": bias})
-    _grouped_mm_out(mat_a, mat_b, offs, bias, out, accumulate)
+    read = {"mat_a": mat_a, "mat_b": mat_b, "offs": offs, "bias": bias}
+    for name, found in (("mat_a", a), ("mat_b", b)):
+        if found.at is not None:  # a view that spans other memory too
+            del read[name]
+            read |= touching(out, name, given[name])
+    expect_free(out, read)
+    _grouped_mm_out(mat_a, mat_b, offs, bias, out, accumulate, table_of(a), table_of(b))
     return out
 
 

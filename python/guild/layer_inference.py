@@ -1,28 +1,21 @@
-"""A layer's call without gradients, in as little time of the host as it can take.
-
-At a few tokens a layer takes some ten microseconds of a GPU, less than Python takes to check its
-arguments one by one. Here nothing is checked or prepared twice: one op does what the layer does,
-and compares sizes, types and devices itself. What it refuses, and what it cannot do, goes the long
-way, where each argument has its own message.
-"""
+"""A layer's call without gradients, as experts_inference.py runs `routed_experts`."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
-from guild._torch.layer_operator import moe_layer_out
+from guild._torch.layer_operator import infer_layer
 from guild._torch.operators import LayerFlags
 from guild.activations import is_interleaved
+from guild.experts_inference import REFUSED, below_autograd, is_plainly_called, told
 from guild.logits import RouterLinear
 from guild.routing import router_scalars
+from guild.shared_experts import SharedExperts
 
-# Without the wrapper that names torch's errors: whatever is raised is raised again the long way.
-_moe_layer_out = moe_layer_out._op.__wrapped__
+_infer_layer = infer_layer._op.__wrapped__  # whatever is raised is raised again the long way
 _PREPARED = "_prepared"
 
 
@@ -42,42 +35,46 @@ def quick_output(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
         and type(w_up) is type(w_down) is nn.Parameter
         and type(router) is RouterLinear
         and type(weight := router._parameters["weight"]) is nn.Parameter
-        and (x.is_cuda or x.is_cpu)
         and x.dtype is w_up.dtype
-        and (x.dim() == 2 or x.is_contiguous())
-        and not torch._C._are_functorch_transforms_active()
-        and forward_ad._current_level < 0
-        and not torch.is_autocast_enabled(x.device.type)
+        and is_plainly_called(x)
         and layer._routes_in_one()
     ):
         return None
-    *shape, hidden = x.shape or (0,)
-    if hidden != layer.hidden or weight.shape[0] != layer.experts:
+    shape = x.shape
+    if not shape or shape[-1] != layer.hidden or weight.shape[0] != layer.experts:
         return None
-    flat = x if len(shape) == 1 else x.view(math.prod(shape), hidden)
-    scalars, flags = _prepared(layer)
+    flat = x
+    if len(shape) != 2:
+        if not x.is_contiguous():
+            return None
+        flat = x.view(math.prod(shape[:-1]), layer.hidden)
     bias = None
     if layer.routing.selection_bias and (bias := router._buffers.get("selection_bias")) is None:
         return None
-    shared = None if layer.shared is None else layer.shared(flat)
-    weights = w_up, w_down, layer.b_up, layer.b_down
-    out = torch.empty_like(flat, memory_format=torch.contiguous_format)
+    shared = layer.shared
+    dense = None, None, None  # a residual, or the weights of what is added
+    if type(shared) is SharedExperts and shared.is_plain(layer):
+        dense = None, *shared.weights()
+    elif shared is not None:
+        dense = shared(flat), None, None
     try:
-        with torch._C._AutoDispatchBelowADInplaceOrView():  # out is new: nobody keeps its version
-            offsets = _moe_layer_out(
-                flat, weight, bias, None, *scalars, shared, *weights, *flags, out
-            )
-    except RuntimeError:
+        rest = *dense, w_up, w_down, layer.b_up, layer.b_down, _prepared(layer)
+        if torch.is_inference_mode_enabled():
+            out, offsets = _infer_layer(flat, weight, bias, *rest)
+        else:
+            with below_autograd():
+                out, offsets = _infer_layer(flat, weight, bias, *rest)
+    except REFUSED:
         return None
-    return out if len(shape) == 1 else out.view(x.shape), offsets
+    return out if len(shape) == 2 else out.view(shape), offsets
 
 
-def _prepared(layer: nn.Module) -> tuple[tuple[Any, ...], LayerFlags]:
+def _prepared(layer: nn.Module) -> Tensor:
     """The layer's settings as the op takes them, made again when one of them is another."""
     settings = layer.top_k, layer.routing, layer.activation, layer.order, layer.transposed
     found = layer.__dict__.get(_PREPARED)
     if found is None or found[0] != settings:
         flags = LayerFlags(*layer.activation.scalars, is_interleaved(layer.order), layer.transposed)
-        found = settings, router_scalars(layer.top_k, layer.routing), flags
-        layer.__dict__[_PREPARED] = found
-    return found[1:]
+        numbers = told(*flags, *router_scalars(layer.top_k, layer.routing))
+        found = layer.__dict__[_PREPARED] = settings, numbers
+    return found[1]

@@ -30,6 +30,7 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     16-bit operands are multiplied as they are, and summed and returned in float32: their logits
     have none of the rounding with which torch.nn.functional.linear returns 16 bits, and which
     changes the order of experts whose logits are close. On a GPU there is no float32 copy of x.
+    Of 16-bit operands a token's logits have the same bits whatever the other tokens are.
 
     Parameters
     ----------
@@ -84,6 +85,18 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
             *x.shape[:-1], experts
         )
     return logits if bias is None else logits + bias.to(logits.dtype)
+
+
+def has_plain_call(module: nn.Module) -> bool:
+    """Whether calling a module is its class's forward alone: without hooks or another forward."""
+    return (
+        "forward" not in module.__dict__
+        and not module._forward_hooks
+        and not module._forward_pre_hooks
+        and not module._backward_hooks
+        and not module._backward_pre_hooks
+        and not _has_any_global_hook()
+    )
 
 
 class LogitLinear(nn.Linear):
@@ -145,12 +158,7 @@ class RouterLinear(LogitLinear):
         return (
             type(self) is RouterLinear  # a parametrisation makes a class of its own
             and self._parameters["bias"] is None
-            and "forward" not in self.__dict__
-            and not self._forward_hooks
-            and not self._forward_pre_hooks
-            and not self._backward_hooks
-            and not self._backward_pre_hooks
-            and not _has_any_global_hook()
+            and has_plain_call(self)
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RouterLinear:

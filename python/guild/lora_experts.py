@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from guild._torch import low_rank as steps
-from guild._torch.autograd import rows_of
+from guild._torch.autograd import rows_of, with_lists, without_lists
 from guild._torch.expert_lists import Versions
 from guild._torch.low_rank import LowRank, Places, Weights
 from guild._torch.operators import LayerFlags, ops
@@ -39,30 +39,34 @@ def experts_with_lora(
     keep: bool,
     recompute: bool,
     sink: Sink | None,
+    experts_at: Tensor | None,
 ) -> Tensor:
     """The layer's output, (T, H) or, of sorted rows, (R, H).
 
-    layer: weights, biases and flags in the ops' order; keep: whether a gradient is wanted.
+    layer: weights, biases and flags in the ops' order; keep: whether a gradient is wanted;
+    experts_at: of weights that are lists, as the ops take it.
     """
     weights, flags = layer[:5], layer[5:]
     arguments = *weights, *low, *places, *flags
     if sink is not None:
         tokens = x, scores, residual
-        return _ExpertsWithSink.apply(*sink[:2], recompute, *tokens, *arguments, *sink.reached)
-    return _lora_forward(x, scores, residual, *arguments, keep and not recompute)[0]
+        own = *sink[:2], recompute, experts_at
+        return _ExpertsWithSink.apply(*own, *tokens, *arguments, *sink.reached)
+    return _lora_forward(x, scores, residual, *arguments, keep and not recompute, experts_at)[0]
 
 
 class _ExpertsWithSink(torch.autograd.Function):
     """The same with the gradients of weights and biases left to a WeightGradients."""
 
     @staticmethod
-    def forward(ctx, sink, parameters, recompute, x, scores, residual, *arguments):
+    def forward(ctx, sink, parameters, recompute, experts_at, x, scores, residual, *arguments):
         """After the arguments come the parameters that autograd should reach."""
         arguments, reached = arguments[:_ARGUMENTS], arguments[_ARGUMENTS:]
-        out, h, t = ops.lora_forward(x, scores, residual, *arguments, not recompute)
+        out, h, t = ops.lora_forward(x, scores, residual, *arguments, not recompute, experts_at)
         ctx.sink, ctx.parameters, ctx.flags = sink, parameters, LayerFlags(*arguments[14:])
         ctx.reached, ctx.versions = reached, Versions("weights", reached)
-        ctx.save_for_backward(x, h, t, *arguments[:14])
+        weights = without_lists(ctx, experts_at, *arguments[:3])
+        ctx.save_for_backward(x, h, t, *weights, *arguments[3:14])
         ctx.set_materialize_grads(False)
         return out
 
@@ -76,17 +80,18 @@ class _ExpertsWithSink(torch.autograd.Function):
             )
         nothing = (None,) * (5 + len(ctx.flags))  # of places and flags
         if dout is None:
-            return (*(None,) * 15, *nothing, *(None,) * len(ctx.reached))
+            return (*(None,) * 16, *nothing, *(None,) * len(ctx.reached))
         ctx.versions.expect_unchanged()
         x, h, t, *rest = ctx.saved_tensors
-        weights, places = Weights(*rest[:5]), Places(*rest[9:])
+        weights = Weights(*with_lists(ctx, *rest[:3]), *rest[3:5], ctx.experts_at)
+        places = Places(*rest[9:])
         low = LowRank(*rest[5:9]).aligned()
-        want_x, want_scores, want_residual = ctx.needs_input_grad[3:6]
-        want_low = ctx.needs_input_grad[11:15]
+        want_x, want_scores, want_residual = ctx.needs_input_grad[4:7]
+        want_low = ctx.needs_input_grad[12:16]
         h, t = steps.recomputed(x, h, t, places, weights, low, ctx.flags)
         dresidual = dout if want_residual else None
         dout = rows_of(dout)
-        dh, a, parts, u_down = steps.down_gradient(dout, h, places, weights.w_down, low, ctx.flags)
+        dh, a, parts, u_down = steps.down_gradient(dout, h, places, weights, low, ctx.flags)
         routed = places.slot_row is not None
         kept = Kept(x, dout) if routed else Kept(x, dout, places.offsets)
         where = places.offsets, places.row_token, places.row_score
@@ -101,4 +106,5 @@ class _ExpertsWithSink(torch.autograd.Function):
             x, dout, dh, a, t, u_up, u_down, places, low, tuple(want_low)
         )
         late = ctx.sink.gradients_without_meaning(ctx.reached)
-        return None, None, None, dx, dscores, dresidual, *(None,) * 5, *dlow, *nothing, *late
+        own = (None,) * 4
+        return *own, dx, dscores, dresidual, *(None,) * 5, *dlow, *nothing, *late

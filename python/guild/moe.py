@@ -322,7 +322,9 @@ class MoE(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to the last forward, so that copies and pickles work after one."""
-        return {**super().__getstate__(), "balance_sums": None}
+        offsets = None if self._offsets is None else self._offsets.clone()  # out of its buffer
+        last = {"balance_sums": None, "_offsets": offsets, "_prepared": None}
+        return {**super().__getstate__(), **last}
 
     @property
     def load_balancing_loss(self) -> Tensor:

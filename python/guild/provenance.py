@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+MOST_THREADS = 4096
+
 
 def commit() -> str | None:
     """Commit of Guild's sources, with "+changes" when they were edited; None where nobody knows.
@@ -74,6 +76,19 @@ def provenance(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
     }
+
+
+def set_threads(count: int) -> None:
+    """Let torch use so many CPU threads.
+
+    Raises
+    ------
+    ValueError
+        If no processor has so many.
+    """
+    if not 1 <= count <= MOST_THREADS:
+        raise ValueError(f"threads: expected 1 to {MOST_THREADS}, got {count}")
+    torch.set_num_threads(count)
 
 
 def pick_device(name: str) -> torch.device:

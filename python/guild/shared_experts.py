@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from guild._torch.checks import expect_count, expect_flag
+from guild._torch.checks import expect_count, expect_flag, has_plain_rows
 from guild.activations import Activation
 from guild.experts import experts_mlp
-from guild.logits import LogitLinear
+from guild.experts_inference import quick_shared
+from guild.logits import LogitLinear, has_plain_call
 
 
 class SharedExperts(nn.Module):
@@ -55,11 +56,30 @@ class SharedExperts(nn.Module):
         if self.gate is not None:
             self.gate.reset_parameters()
 
+    def weights(self) -> tuple[Tensor, Tensor]:
+        """w_up and w_down, past __getattr__, which takes its time."""
+        return self._parameters["w_up"], self._parameters["w_down"]
+
+    def is_plain(self, layer: nn.Module) -> bool:
+        """Whether a call is the MLP and nothing besides, with a layer's activation and order."""
+        return (
+            type(self) is SharedExperts  # a parametrisation makes a class of its own
+            and self.gate is None
+            and self.activation == layer.activation
+            and self.order == layer.order
+            and all(type(weight) is nn.Parameter for weight in self.weights())
+            and has_plain_call(self)
+        )
+
     def forward(self, x: Tensor) -> Tensor:
         """x (tokens, hidden) -> the same shape: one expert that gets every row."""
-        ends = torch.arange(2, device=x.device, dtype=torch.int32) * x.shape[0]
-        weights = self.w_up[None], self.w_down[None]
-        out = experts_mlp(x, ends, *weights, activation=self.activation, order=self.order)
+        if x.dim() == 2 and not has_plain_rows(x):
+            x = x.contiguous()
+        out = quick_shared(x, self.w_up, self.w_down, self.activation, self.order)
+        if out is None:
+            ends = torch.arange(2, device=x.device, dtype=torch.int32) * x.shape[0]
+            weights = self.w_up[None], self.w_down[None]
+            out = experts_mlp(x, ends, *weights, activation=self.activation, order=self.order)
         if self.gate is None:
             return out
         return (torch.sigmoid(self.gate(x)) * out).to(out.dtype)

@@ -1,8 +1,8 @@
-"""How many multiprocessors Guild's kernels may fill: fewer leave room for communication."""
+"""How many multiprocessors Guild's kernels may fill, and whether they have them to themselves."""
 
 from __future__ import annotations
 
-from guild._torch.checks import expect_count
+from guild._torch.checks import expect_count, expect_flags
 from guild._torch.operators import ops
 
 
@@ -11,7 +11,7 @@ def num_sms() -> int:
     return ops.num_sms()
 
 
-def set_num_sms(count: int) -> None:
+def set_num_sms(count: int, *, shared: bool | None = None) -> None:
     """Limit the grouped products to `count` multiprocessors of each GPU.
 
     Holds for the whole process from the next launch on, on every thread, as backward runs on
@@ -22,11 +22,17 @@ def set_num_sms(count: int) -> None:
     ----------
     count : int
         0 or more; 0, or more than the GPU has, is all of them.
+    shared : bool, optional
+        Whether other kernels run at the same time, such as communication. Products then deal their
+        tiles out one by one, to whichever block is free: one that finds its multiprocessor taken
+        starts late and has less to do. Results have the same bits. Default: if count is not 0.
 
     Raises
     ------
     TypeError, ValueError
-        If count is no whole number, or negative.
+        If count is no whole number, or negative, or shared no bool.
     """
     expect_count("count", count, 0)
-    ops.set_num_sms(count)
+    shared = count != 0 if shared is None else shared
+    expect_flags(shared=shared)
+    ops.set_num_sms(count, shared)

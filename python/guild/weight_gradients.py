@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from guild._torch.autograd import rows_of
+from guild._torch.autograd import rows_of, with_lists, without_lists
 from guild._torch.checks import expect_all_apart, expect_flags
-from guild._torch.expert_lists import Listed, Versions
+from guild._torch.expert_lists import Listed, Versions, table_of
 from guild._torch.gradient_targets import (
     distinct,
     empty_like,
@@ -67,9 +67,10 @@ class WeightGradients:
     gradient without meaning (zero where `zero_out_wgrad` is true), so their hooks do run, in
     backward even if delayed. `overwrite_main_grad` and `get_main_grad()` mean what they mean there.
 
-    Weights that are lists of one tensor per expert have a `main_grad` or `.grad` each. They are
-    written in place where they follow each other at one distance in one storage, in the order of
-    the experts; otherwise through a tensor of the size of all, with a `CopiedWeightsWarning`.
+    Weights that are lists of one tensor per expert have a `main_grad` or `.grad` each, which are
+    written in place wherever they are. Where some of a list's tensors want no gradient, or one is
+    there twice, they are written through a tensor of the size of all, with a
+    `CopiedWeightsWarning`.
 
     Every backward through the layer writes them, whatever it was asked for:
     torch.autograd.grad(out, x) as well, which otherwise leaves parameters alone. Copies and pickles
@@ -239,6 +240,7 @@ class Experts(torch.autograd.Function):
         token_offsets,
         residual,
         offsets,
+        experts_at,
         *layer,
     ):
         """(out, offsets) of `routed_experts` (ids, scores) or of `experts_mlp` (offsets).
@@ -255,14 +257,15 @@ class Experts(torch.autograd.Function):
             routed = router_weight, scores, ids, ctx.weighing.kept(slopes)
         if offsets is None:
             out, h, offsets, row_token, slot_row, row_score = ops.moe_forward(
-                x, ids, scores, token_offsets, residual, *layer, not recompute
+                x, ids, scores, token_offsets, residual, *layer, not recompute, experts_at
             )
         else:
-            out, h = ops.experts_forward(x, offsets, *layer, not recompute)
+            out, h = ops.experts_forward(x, offsets, *layer, not recompute, experts_at)
         ctx.sink, ctx.parameters, ctx.flags = sink, parameters, LayerFlags(*flags)
         places = offsets, row_token, slot_row, row_score, token_offsets
         ctx.reached, ctx.versions = reached, Versions("weights", reached)
-        ctx.save_for_backward(x, h, *places, w_up, w_gate, w_down, b_up, b_down, *routed)
+        weights = without_lists(ctx, experts_at, w_up, w_gate, w_down)
+        ctx.save_for_backward(x, h, *places, *weights, b_up, b_down, *routed)
         ctx.mark_non_differentiable(offsets)
         ctx.set_materialize_grads(False)
         return out, offsets
@@ -276,13 +279,15 @@ class Experts(torch.autograd.Function):
                 "that it writes have no graph; leave weight_gradients out"
             )
         if dout is None:
-            return (None,) * (10 + _LAYER + len(ctx.reached))
+            return (None,) * (12 + _LAYER + len(ctx.reached))
         ctx.versions.expect_unchanged()
         x, h, offsets, row_token, slot_row, row_score, token_offsets, *rest = ctx.saved_tensors
-        w_up, w_gate, w_down, b_up, b_down, *routed = rest
+        w_up, w_gate, w_down = with_lists(ctx, *rest[:3])
+        b_up, b_down, *routed = rest[3:]
         want_x, want_router, _, _, want_scores, _, want_residual = ctx.needs_input_grad[3:10]
         want_scores = want_scores or (bool(routed) and (want_x or want_router))
-        h = pre_activations(h, x, offsets, row_token, w_up, w_gate, b_up, ctx.flags)
+        lists = ctx.experts_at
+        h = pre_activations(h, x, offsets, row_token, w_up, w_gate, b_up, ctx.flags, lists)
         dresidual = dout if want_residual else None
         dout = rows_of(dout)
         parameters, biases = ctx.parameters, ()
@@ -293,7 +298,10 @@ class Experts(torch.autograd.Function):
         with ctx.sink._targets(3, *(biases or (None, None))) as (biases, add):
             dx, dscores, dh, a = ops.data_gradients(
                 *(dout, h, offsets, row_token, slot_row, row_score, token_offsets),
-                *(w_up, w_gate, w_down, b_down, *ctx.flags, wanted, *biases, add),
+                *(w_up, w_gate, w_down, b_down, *ctx.flags, wanted),
+                *(bias and bias.tensor for bias in biases),
+                add,
+                lists,
             )
         dx, dscores = dx if want_x else None, dscores if want_scores else None
         drouter = None
@@ -307,7 +315,7 @@ class Experts(torch.autograd.Function):
         operands = Operands(x, dout, dh, a, offsets, row_token, row_score)
         ctx.sink.take(partial(compute_gradients, ctx.sink, kept, parameters, ctx.flags, operands))
         late = ctx.sink.gradients_without_meaning(ctx.reached)
-        layer = (None,) * (1 + _LAYER)
+        layer = (None,) * (2 + _LAYER)
         return None, None, None, dx, drouter, None, None, dscores, None, dresidual, *layer, *late
 
 
@@ -342,7 +350,7 @@ def compute_gradients(
     ):
         with sink._targets(place, bias) as ((target,), add):
             if target is not None:
-                ops.bias_gradient_out(*sums, target, add)
+                ops.bias_gradient_out(*sums, target.tensor, add)
 
 
 def _compute_weights(
@@ -356,14 +364,14 @@ def _compute_weights(
     down_to, up_to = sink._targets(2, w_down), sink._targets(0, w_up, w_gate)
     with down_to as ((down,), add_down), up_to as ((up, gate), add_up):
         if gate is not None and up is None:  # the step makes both of a pair, in one dtype
-            up = empty_like(w_up, gate.dtype)
+            up = empty_like(w_up, gate.tensor.dtype)
         if up is not None and gate is None and w_gate is not None:
-            gate = empty_like(w_gate, up.dtype)
+            gate = empty_like(w_gate, up.tensor.dtype)
         ups, downs = ({id(t) for t in wanting(ws)} for ws in ((w_up, w_gate), (w_down,)))
         together = (
             up is not None
             and down is not None
-            and (add_up, up.dtype) == (add_down, down.dtype)
+            and (add_up, up.tensor.dtype) == (add_down, down.tensor.dtype)
             and not ups & downs
         )
         products = (
@@ -373,5 +381,7 @@ def _compute_weights(
         )
         rows = operands[:6]  # without the scores
         for *gradients, add in products:
-            if any(t is not None for t in gradients):
-                ops.weight_gradients_out(*rows, *gradients, *flags.up_weight, add)
+            if any(g is not None for g in gradients):
+                dw = [g and g.tensor for g in gradients]
+                lists = table_of(*gradients)
+                ops.weight_gradients_out(*rows, *dw, *flags.up_weight, add, lists)

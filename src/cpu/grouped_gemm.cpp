@@ -42,8 +42,8 @@ std::vector<Group> groups_of(GroupedGemm const& x) {
 // An operand as (rows, cols) of one group; the group counts only where there is one matrix a group.
 template <class T>
 View<T> view_of(GroupedGemm::Operand const& o, int64_t group, bool stacked) {
-  return {static_cast<T*>(o.data) + (stacked ? group * o.group_stride : 0), o.row_stride,
-          o.col_stride};
+  return {static_cast<T*>(o.data) + (stacked ? start_of(group, o.group_stride, o.group_at) : 0),
+          o.row_stride, o.col_stride};
 }
 
 // C = A B over the group's k, in pieces that keep the converted operands small.
@@ -92,7 +92,8 @@ void product_block(GroupedGemm const& x, Group const& g, Span rows, Span cols) {
     if (x.bias.data != nullptr) add_bias<T>(x, g, rows, cols, c, scratch);
   }
   bool const stacked = x.ragged == Ragged::inner || x.ragged == Ragged::none;
-  D* const out = static_cast<D*>(x.d.data) + (stacked ? g.index * x.d.group_stride : 0);
+  D* const out =
+      static_cast<D*>(x.d.data) + (stacked ? start_of(g.index, x.d.group_stride, x.d.group_at) : 0);
   store_block(c, rows, cols, out, x.d.row_stride, x.d.col_stride, x.accumulate, scratch);
 }
 

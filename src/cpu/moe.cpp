@@ -12,6 +12,10 @@ struct Steps {
   void up_projection(UpProjection const& x) const { cpu::up_projection(x); }
   void down_projection(DownProjection const& x) const { cpu::down_projection(x); }
   void combine(Combine const& x) const { cpu::combine(x); }
+  void down_and_combine(DownProjection const& down, Combine const& sum) const {
+    down_projection(down);
+    combine(sum);
+  }
   void down_gradient(DownGradient const& x) const { cpu::down_gradient(x); }
   void score_gradient(ScoreGradient const& x) const { cpu::score_gradient(x); }
   void up_gradient(UpGradient const& x) const { cpu::up_gradient(x); }

@@ -23,10 +23,16 @@ TypedRows<T> rows_of(Rows const& rows, int64_t width) {
   return {static_cast<T*>(rows.data), rows.stride == 0 ? width : rows.stride};
 }
 
+// Where one of several matrices begins, in elements from the first.
+inline int64_t start_of(int64_t index, int64_t stride, int32_t const* at) {
+  return placed(at, int(index)) * stride;
+}
+
 // One expert's weight as (out, in).
 template <class T>
 View<T> matrix_of(ConstWeight const& w, int64_t expert) {
-  return {static_cast<T const*>(w.data) + expert * w.expert_stride, w.out_stride, w.in_stride};
+  return {static_cast<T const*>(w.data) + start_of(expert, w.expert_stride, w.expert_at),
+          w.out_stride, w.in_stride};
 }
 
 // Where one half of the pre-activations lies in a row: column i at [first + i * stride].

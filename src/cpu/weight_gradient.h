@@ -42,7 +42,7 @@ void weight_gradient_block(RowSource<T> const& left, RowSource<T> const& right, 
     auto const r = right.block(scratch, rows, ins);
     multiply(l.transposed(), r, c, outs.count, ins.count, rows.count, part.first > 0);
   }
-  D* const out = static_cast<D*>(dw.data) + expert.expert * dw.expert_stride;
+  D* const out = static_cast<D*>(dw.data) + start_of(expert.expert, dw.expert_stride, dw.expert_at);
   store_block(c, outs, ins, out, dw.out_stride, dw.in_stride, add, scratch);
 }
 

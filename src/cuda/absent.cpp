@@ -1,5 +1,10 @@
 // The CUDA backend's functions in a build without CUDA: they throw.
 #include "guild/cuda.h"
+#include "guild/router_logits.h"
+
+#include "cuda/rows/all_rows.h"
+
+#include "guild/exchange.h"
 
 namespace guild::cuda {
 
@@ -15,7 +20,10 @@ bool usable(char const** why) {
   return false;
 }
 
+void copy_indices(int32_t const*, int64_t, int32_t*, Queue) { absent(); }
 void route(Route const&, Queue) { absent(); }
+void router_logits(RouterLogits const&, Queue) { absent(); }
+void route_tokens(RouterLogits const&, Route const&, Queue) { absent(); }
 void router_gradient(RouterGradient const&, Queue) { absent(); }
 void round_tokens(TokenRounding const&, Queue) { absent(); }
 void balance_sums(BalanceSums const&, Queue) { absent(); }
@@ -37,8 +45,16 @@ void grouped_gemm(GroupedGemm const&, Queue) { absent(); }
 void quantize_rows(QuantizeRows const&, Queue) { absent(); }
 void quantize_weights(QuantizeWeights const&, Queue) { absent(); }
 void scaled_grouped_gemm(ScaledGroupedGemm const&, Queue) { absent(); }
+void all_rows(AllRows const&, Queue) { absent(); }
 void moe_forward(MoeForward const&, Queue) { absent(); }
 void moe_backward(MoeBackward const&, Queue) { absent(); }
 void moe_weight_gradients(MoeWeightGradients const&, Queue) { absent(); }
+void publish(Publish const&, Queue) { absent(); }
+void meet(Meet const&, Queue) { absent(); }
+void tables(Tables const&, Queue) { absent(); }
+void pull(Pull const&, Queue) { absent(); }
+void push(Push const&, Queue) { absent(); }
+void collect(Collect const&, Queue) { absent(); }
+void push_scores(PushScores const&, Queue) { absent(); }
 
 }  // namespace guild::cuda

@@ -8,7 +8,8 @@
 namespace guild::cuda {
 
 inline void cuda_check(cudaError_t e, char const* what) {
-  require(e == cudaSuccess, what, ": ", cudaGetErrorName(e), ": ", cudaGetErrorString(e));
+  if (e == cudaSuccess) return;  // before the driver is asked for names
+  require(false, what, ": ", cudaGetErrorName(e), ": ", cudaGetErrorString(e));
 }
 
 // Multiprocessors that a launch on this queue may fill.

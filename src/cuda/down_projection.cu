@@ -1,6 +1,7 @@
 // Y = A W2^T + b2
 #include "check.h"
 #include "cuda/low_rank.h"
+#include "cuda/token_sum.h"
 
 namespace guild::cuda {
 
@@ -29,6 +30,29 @@ void down_projection(DownProjection const& x, Sort const* sort, Queue const& que
                .sort = sort,
                .after_up = x.after_up},
               queue);
+}
+
+bool down_with_sum(DownProjection const& down, Combine const& sum, Sort const& sort,
+                   Queue const& queue) {
+  Sizes const& s = down.sizes;
+  if (s.tokens != 1 || down.low_rank.rank > 0 || sum.router.dlogits.data != nullptr) return false;
+  check(down);
+  check(sum);
+  require_layer(s, down.dtype);
+  require_aligned(down.w_down, "w_down");
+  require_aligned(down.a, "a");
+  require_aligned(down.bias, "b_down");
+  return token_sum({.dtype = down.dtype,
+                    .n = s.hidden,
+                    .k = s.intermediate,
+                    .sort = sort,
+                    .a = down.a,
+                    .w = down.w_down,
+                    .bias = down.bias,
+                    .score = static_cast<float const*>(sum.routing.slot_score),
+                    .residual = sum.residual.data,
+                    .o = sum.o.data},
+                   queue);
 }
 
 }  // namespace guild::cuda

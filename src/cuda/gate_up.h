@@ -32,6 +32,7 @@ GateUpView<W> gate_up_view(GatedWeight<W> const& weight, Sizes const& sizes, boo
       static_cast<char const*>(weight.up.data) - static_cast<char const*>(weight.gate.data);
   require(weight.gate.out_stride % 2 == 0 && weight.gate.out_stride == weight.up.out_stride &&
               weight.gate.in_stride == weight.up.in_stride &&
+              weight.gate.expert_at == weight.up.expert_at &&
               distance == packed.out_stride * element_bytes,
           name, ": expected alternating gate and up rows for interleaved pre-activations on CUDA");
   return {{packed, packed}, 2 * width, 1, pairing};

@@ -13,7 +13,9 @@ namespace {
 using Ragged = GroupedGemm::Ragged;
 using Operand = GroupedGemm::Operand;
 
-Operand flipped(Operand const& x) { return {x.data, x.group_stride, x.col_stride, x.row_stride}; }
+Operand flipped(Operand const& x) {
+  return {x.data, x.group_stride, x.col_stride, x.row_stride, x.group_at};
+}
 
 bool aligned(Operand const& x, int64_t row_stride) {
   return reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && row_stride % 8 == 0 &&
@@ -22,7 +24,7 @@ bool aligned(Operand const& x, int64_t row_stride) {
 
 // B as expert weights (E, n, k), if one of its dimensions is contiguous and aligned.
 bool weight_of(Operand const& b, ConstWeight& w) {
-  w = {b.data, b.group_stride, b.col_stride, b.row_stride};
+  w = {b.data, b.group_stride, b.col_stride, b.row_stride, b.group_at};
   if (w.in_stride == 1) return aligned(b, w.out_stride);
   return w.out_stride == 1 && aligned(b, w.in_stride);
 }
@@ -34,8 +36,10 @@ bool bias_fits(ConstRows const& bias, int64_t n) {
 // For groups that split rows, where A and D of all groups form one matrix each; false if it cannot.
 bool try_row_product(GroupedGemm const& x, Groups const& groups, int64_t rows, Queue queue) {
   ConstWeight w;
-  bool const joined = x.ragged != Ragged::none || (x.a.group_stride == x.m * x.a.row_stride &&
-                                                   x.d.group_stride == x.m * x.d.row_stride);
+  bool const apart = x.a.group_at != nullptr || x.d.group_at != nullptr;
+  bool const joined =
+      !apart && (x.ragged != Ragged::none || (x.a.group_stride == x.m * x.a.row_stride &&
+                                              x.d.group_stride == x.m * x.d.row_stride));
   if (!joined || x.a.col_stride != 1 || !aligned(x.a, x.a.row_stride) || !weight_of(x.b, w) ||
       !bias_fits(x.bias, x.n) || x.n % 2 != 0) {
     return false;
@@ -82,7 +86,7 @@ bool try_expert_product(GroupedGemm const& x, Groups const& groups, Queue queue)
                   .b = {x.b.data, x.b.row_stride},
                   .d_dtype = x.out_dtype,
                   .accumulate = x.accumulate,
-                  .d = {x.d.data, x.d.group_stride, x.d.row_stride, x.d.col_stride}},
+                  .d = {x.d.data, x.d.group_stride, x.d.row_stride, x.d.col_stride, x.d.group_at}},
                  queue);
   return true;
 }

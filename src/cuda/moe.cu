@@ -4,6 +4,7 @@
 #include "cuda/alignment.h"
 #include "cuda/products.h"
 #include "cuda/rows/combine.h"
+#include "cuda/token_sum.h"
 #include "guild/cuda.h"
 
 namespace guild::cuda {
@@ -18,6 +19,11 @@ struct Steps {
   void up_projection(UpProjection const& x) const { cuda::up_projection(x, sort, queue); }
   void down_projection(DownProjection const& x) const { cuda::down_projection(x, sort, queue); }
   void combine(Combine const& x) const { cuda::combine(x, sort != nullptr, queue); }
+  void down_and_combine(DownProjection const& down, Combine const& sum) const {
+    if (sort != nullptr && down_with_sum(down, sum, *sort, queue)) return;
+    down_projection(down);
+    combine(sum);
+  }
   void down_gradient(DownGradient const& x) const { cuda::down_gradient(x, queue); }
   void score_gradient(ScoreGradient const& x) const { cuda::score_gradient(x, queue); }
   void up_gradient(UpGradient const& x) const { cuda::up_gradient(x, queue); }

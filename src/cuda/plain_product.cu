@@ -79,6 +79,10 @@ __device__ void store_tile(PlainProduct const& p, Sums const& sums, int64_t star
   }
 }
 
+__device__ inline int64_t start_of(GroupedGemm::Operand const& x, int group) {
+  return placed(x.group_at, group) * x.group_stride;
+}
+
 template <class T, class Work>
 __global__ void __launch_bounds__(kThreads, 2) plain_kernel(PlainProduct p, Work work) {
   __shared__ Slabs<T> slabs;
@@ -88,11 +92,11 @@ __global__ void __launch_bounds__(kThreads, 2) plain_kernel(PlainProduct p, Work
     // Rows of A and D count from their group's first where groups have a stride of their own.
     int64_t const row = tile.row - int64_t(tile.expert) * p.rows_per_group;
     int64_t const a_at =
-        tile.expert * p.a.group_stride + row * p.a.row_stride + tile.inner_row * p.a.col_stride;
-    int64_t const b_at = tile.expert * p.b.group_stride + tile.inner_row * p.b.row_stride +
-                         tile.col * p.b.col_stride;
+        start_of(p.a, tile.expert) + row * p.a.row_stride + tile.inner_row * p.a.col_stride;
+    int64_t const b_at =
+        start_of(p.b, tile.expert) + tile.inner_row * p.b.row_stride + tile.col * p.b.col_stride;
     int64_t const d_at =
-        tile.expert * p.d.group_stride + row * p.d.row_stride + tile.col * p.d.col_stride;
+        start_of(p.d, tile.expert) + row * p.d.row_stride + tile.col * p.d.col_stride;
     bool const biased = p.bias.data != nullptr && tile.inner > 0;  // an empty sum is zero
     T const* const bias =
         !biased ? nullptr

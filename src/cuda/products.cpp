@@ -2,6 +2,7 @@
 // admits. A second architecture is chosen here, by the current device.
 #include "cuda/products.h"
 
+#include "cuda/sm90/decode/decode.h"
 #include "cuda/sm90/products.h"
 
 namespace guild::cuda {
@@ -26,5 +27,8 @@ void scaled_row_product(ScaledRowProduct const& product, Queue const& queue) {
 }
 
 bool products_sort(Sort const& sort) { return sm90::products_sort(sort); }
+bool token_sum(TokenSum const& product, Queue const& queue) {
+  return sm90::token_sum(product, queue);
+}
 
 }  // namespace guild::cuda

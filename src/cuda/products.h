@@ -74,6 +74,7 @@ struct DirectOutput {
   int64_t group_stride = 0, row_stride = 0, col_stride = 1;
   bool is_float = false, accumulate = false;
   int columns = 0;
+  int32_t const* group_at = nullptr;  // stands for the group above; null: it stands for itself
 };
 
 // D[r] = sum over k of A[r, k] W[expert of r, n, k] + bias: the down projection, the up gradient
@@ -119,7 +120,7 @@ bool products_sort(Sort const& sort);
 // The same matrices the other way round.
 template <class W>
 W transposed(W const& w) {
-  return {w.data, w.expert_stride, w.in_stride, w.out_stride};
+  return {w.data, w.expert_stride, w.in_stride, w.out_stride, w.expert_at};
 }
 
 // The same steps where their products sort; sort null: they do not.

@@ -36,6 +36,7 @@ void up_weight_gradient(UpWeightGradient const& x, Queue queue) {
   auto const view = gate_up_view(x.dw, s, x.gated, x.order, bytes, "dw_up");
   bool const packed = view.halves == 2 && view.w[0].out_stride == view.w[1].out_stride &&
                       view.w[0].in_stride == view.w[1].in_stride &&
+                      view.w[0].expert_at == view.w[1].expert_at &&
                       static_cast<char*>(view.w[1].data) - static_cast<char*>(view.w[0].data) ==
                           view.width * view.w[0].out_stride * bytes;
   int64_t const total = view.width * view.halves;

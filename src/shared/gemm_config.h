@@ -1,9 +1,13 @@
 // GemmConfig: what a grouped GEMM must know at compile time, as one plain value. kConfigs are those
 // that are built; choose_config() picks one for a product by a cost model.
 #pragma once
+#include <algorithm>
+#include <cmath>
 #include <cstdint>
+#include <iterator>
 
 #include "shared/dtype.h"
+#include "shared/tiles.h"
 
 namespace guild {
 
@@ -71,18 +75,45 @@ struct TileCount {
   bool ragged = true;
 };
 
-// Tiles that blocks spend time on, empty ones included. A ragged group fills half of its last row
-// tile on average. With clusters of two, every other group ends with a single row tile, whose
-// columns are taken in pairs: one block idles if their number is odd.
-constexpr double expected_tiles(GemmConfig const& c, TileCount const& x) {
-  int64_t const across = (x.columns + c.tile_n - 1) / c.tile_n;
-  double const idle = c.cluster == 2 ? double(across % 2) : 0;
-  if (x.ragged) {
-    double const down = double(x.rows) / c.tile_m + double(x.groups) / 2;
-    return down * double(across) + idle * double(x.groups) / 2;
+// In products by row a tile of at most 64 rows costs this much of a whole one's sum, but in turns:
+// one consumer multiplies, at the pace at which shared memory takes and gives B.
+inline constexpr double kHalfTile = 0.65;
+
+// Tiles that blocks spend time on for one group of `rows` rows, those of blocks that idle beside a
+// partner included. half: what a tile of at most 64 rows counts.
+inline double tiles_of(GemmConfig const& c, int64_t rows, int64_t across, double half) {
+  auto const cost = [&](int64_t rows) { return rows > 64 ? 1 : rows > 0 ? half : 0; };
+  MatrixTiles const tiles{.rows = int(rows),
+                          .across = int(across),
+                          .tile_m = c.cluster_m(),
+                          .tail_m = c.cluster == 2 ? c.tile_m : 0,
+                          .band = 1,
+                          .tile_n = c.tile_n};
+  int const tail = tiles.tail();
+  if (c.cluster == 2) {
+    double const apart = cost(std::min(tail, c.tile_m)) + cost(tail - c.tile_m);
+    return 2. * tiles.down() * double(across) + apart * 2 * double((across + 1) / 2);
   }
-  int64_t const down = (x.rows + c.tile_m - 1) / c.tile_m;
-  return double(x.groups) * (double(down * across) + (down % 2 != 0 ? idle : 0));
+  int64_t const whole = rows / c.tile_m;
+  return (double(whole) + cost(rows - whole * c.tile_m)) * double(across);
+}
+
+// The same for all groups. Groups that share rows in unknown parts have as many as a router that
+// chooses at random gives them: on average their share, with its square root as the standard
+// deviation.
+inline double expected_tiles(GemmConfig const& c, TileCount const& x) {
+  int64_t const across = (x.columns + c.tile_n - 1) / c.tile_n;
+  if (!x.ragged) return double(x.groups) * tiles_of(c, x.rows, across, /*half=*/1);
+  double const half = c.in_turns ? 1 : kHalfTile;
+  // The normal distribution in eight parts of the same weight: their middles.
+  constexpr double kMiddles[] = {-1.534, -.887, -.489, -.157, .157, .489, .887, 1.534};
+  double const mean = double(x.rows) / double(x.groups), spread = std::sqrt(mean);
+  double sum = 0;
+  for (double const middle : kMiddles) {
+    double const rows = std::max(0., mean + middle * spread);
+    sum += tiles_of(c, int64_t(rows + .5), across, half);
+  }
+  return double(x.groups) * sum / std::size(kMiddles);
 }
 
 // Waves of a persistent launch, that is, tiles per block, if a block works on `at_once` tiles at a
@@ -95,7 +126,7 @@ constexpr double waves(double tiles, int at_once) {
 }
 
 // Expected time, up to a factor.
-constexpr double expected_cost(BuiltConfig const& built, Product product, TileCount const& x) {
+inline double expected_cost(BuiltConfig const& built, Product product, TileCount const& x) {
   GemmConfig const& c = built.config;
   double const steps = double((x.inner + c.tile_k - 1) / c.tile_k);
   double const sum = built.step_cost[int(product)] * steps * c.tile_m * c.tile_n / 32;
@@ -109,7 +140,7 @@ constexpr double expected_cost(BuiltConfig const& built, Product product, TileCo
 }
 
 // The config that is expected to take the least time, as its index in kConfigs.
-constexpr int choose_config(Product product, TileCount const& count) {
+inline int choose_config(Product product, TileCount const& count) {
   int best = -1;
   double least = 0;
   for (int i = 0; i < int(sizeof kConfigs / sizeof *kConfigs); ++i) {

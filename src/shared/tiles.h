@@ -43,6 +43,10 @@ GUILD_HD Tile row_block(Tile tile, int index) {
 // x / y, rounded up; for x >= 0 and y > 0.
 GUILD_HD constexpr int64_t ceil_div(int64_t x, int64_t y) { return (x + y - 1) / y; }
 
+// Which of several matrices at one distance is matrix `index` of a list: expert_at of a weight,
+// where that is not null.
+GUILD_HD int placed(int32_t const* at, int index) { return at == nullptr ? index : at[index]; }
+
 struct Groups {
   int32_t const* ends;  // (groups); null: every group has total / groups
   int groups, total;
@@ -81,26 +85,38 @@ GUILD_HD TilePlace place_in_bands(int index, int down, int across, int band) {
   return {local / width, first + local % width};
 }
 
-// The tiles of one matrix of `rows` rows and `across` tiles side by side. If the last row of tiles
-// has at most tail_m rows, it is walked two tiles at a time, with `apart` set.
+// The tiles of one matrix of `rows` rows and `across` tiles side by side, each of tile_m rows. With
+// tail_m, half of that, what a last row of tiles does not fill is walked in tiles of tail_m rows,
+// of which two neighbours are one, with `apart` set: all of it, if tail_m rows hold it, or if
+// another half of tail_m does and no block idles for it.
 struct MatrixTiles {
   int rows, across, tile_m, tail_m, band, tile_n;
 
-  GUILD_HD int tail() const { return rows % tile_m <= tail_m ? rows % tile_m : 0; }
+  GUILD_HD int tail() const {
+    if (tail_m == 0) return 0;
+    int const left = rows % tile_m, most = across % 2 == 0 ? tail_m + tail_m / 2 : tail_m;
+    return left <= most ? left : 0;
+  }
   GUILD_HD int down() const { return (rows - tail() + tile_m - 1) / tile_m; }
-  GUILD_HD int count() const { return down() * across + (tail() > 0 ? (across + 1) / 2 : 0); }
+  GUILD_HD int count() const {
+    int const tails = tail() > tail_m ? 2 : int(tail() > 0);
+    return down() * across + tails * pairs_across();
+  }
   GUILD_HD Tile at(int index) const {
-    int const together = down() * across;
-    if (index >= together) {
-      return {.row = rows - tail(),
-              .col = (index - together) * 2 * tile_n,
-              .rows = tail(),
+    int const apart = index - down() * across;
+    if (tail_m > 0 && apart >= 0) {
+      int const second = int(apart >= pairs_across()), left = tail() - second * tail_m;
+      return {.row = rows - left,
+              .col = (apart - second * pairs_across()) * 2 * tile_n,
+              .rows = left < tail_m ? left : tail_m,
               .apart = true};
     }
     TilePlace const place = place_in_bands(index, down(), across, band);
     int const row = place.row * tile_m, left = rows - row;
     return {.row = row, .col = place.col * tile_n, .rows = left < tile_m ? left : tile_m};
   }
+
+  GUILD_HD int pairs_across() const { return (across + 1) / 2; }
 };
 
 // Groups split the rows of D: each has its rows of A and a B of its own.

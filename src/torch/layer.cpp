@@ -1,5 +1,7 @@
 // Whole layers, forward and backward: from tokens with ids and scores, or from rows already sorted.
+#include "torch/forward.h"
 #include "torch/ops.h"
+#include "torch/overlap.h"
 
 namespace guild::binding {
 
@@ -17,51 +19,6 @@ enum Wanted : int64_t {
 };
 
 constexpr Slots kSortedRows{.tokens = 0, .top_k = 1};  // one a row
-
-struct Flags {
-  bool interleaved, transposed;
-};
-
-Layer layer_of(Tensor const& x, Slots const& slots, Tensor const& w_down, Activation activation,
-               Flags flags) {
-  require_dims(x, "x", 2);
-  require_dims(w_down, "w_down", 3);
-  Sizes const sizes{.tokens = x.size(0),
-                    .hidden = x.size(1),
-                    .intermediate = w_down.size(flags.transposed ? 1 : 2),
-                    .experts = w_down.size(0),
-                    .top_k = slots.top_k,
-                    .slots = slots.count};
-  return {sizes, dtype_of(x, "x"), activation,
-          flags.interleaved ? GateUp::interleaved : GateUp::concatenated, flags.transposed};
-}
-
-struct Weights {
-  Tensor const& up;
-  MaybeTensor const& gate;
-  Tensor const& down;
-};
-
-// The arguments that all forward calls share; o and h are made by the caller.
-MoeForward forward_args(Place const& place, Layer const& layer, Routing const& routing,
-                        Tensor const& x, Weights const& w, MaybeTensor const& b_up,
-                        MaybeTensor const& b_down, Tensor const& workspace) {
-  Sizes const& s = layer.sizes;
-  MoeForward f;
-  f.sizes = s;
-  f.dtype = layer.dtype;
-  f.activation = layer.activation;
-  f.order = layer.order;
-  f.routing = routing;
-  f.x = place.rows(x, "x", layer.dtype, {s.tokens, s.hidden});
-  UpWeight const up = up_weight_of(place, layer, w.up, w.gate, layer.dtype);
-  f.w_up = {up.gate, up.up};
-  f.w_down = down_weight_of(place, layer, w.down, layer.dtype);
-  f.b_up = place.rows(b_up, "b_up", layer.dtype, {s.experts, layer.width()});
-  f.b_down = place.rows(b_down, "b_down", layer.dtype, {s.experts, s.hidden});
-  f.workspace = workspace.data_ptr();
-  return f;
-}
 
 // Tokens and where they go.
 struct Tokens {
@@ -81,7 +38,7 @@ Forward run_forward(Place const& place, Tokens const& tokens, Weights const& w,
                     Flags flags, bool keep, Tensor const& o) {
   auto const& [x, ids, scores, token_offsets, residual] = tokens;
   Slots const slots = slots_of(place, ids, "ids", token_offsets);
-  Layer const layer = layer_of(x, slots, w.down, activation, flags);
+  Layer const layer = layer_of(place, x, slots, w.down, activation, flags);
   Sizes const& s = layer.sizes;
   require(slots.tokens == s.tokens, slots.lists() ? "token_offsets" : "ids", ": expected ",
           s.tokens, " tokens as in x, got ", slots.tokens);
@@ -91,13 +48,27 @@ Forward run_forward(Place const& place, Tokens const& tokens, Weights const& w,
                         sort.row_score, scores.data_ptr(), slots.token_offsets};
   Tensor h = place.empty({keep ? s.rows() : 0, layer.width()}, layer.dtype);
   Tensor const workspace = place.workspace(moe_forward_workspace_bytes(s, layer.dtype));
-  MoeForward f = forward_args(place, layer, routing, x, w, b_up, b_down, workspace);
+  MoeForward f = forward_args(place, layer, routing, x, w, b_up, b_down, workspace.data_ptr());
   f.h = {h.data_ptr(), 0};
   f.o = place.rows(o, "out", layer.dtype, {s.tokens, s.hidden});
   f.residual = place.rows(residual, "residual", layer.dtype, {s.tokens, s.hidden});
   f.sort = &sort;
   place.run(cpu::moe_forward, cuda::moe_forward, f);
   return {rows, h};
+}
+
+// Runs forward of sorted rows into o (R, H), of which those past offsets[E] are not written.
+void run_sorted(Place const& place, Layer const& layer, Tensor const& x, Tensor const& offsets,
+                Weights const& w, MaybeTensor const& b_up, MaybeTensor const& b_down,
+                Tensor const& h, Tensor const& o) {
+  Sizes const& s = layer.sizes;
+  Routing routing;
+  routing.offsets = place.indices(offsets, "offsets", {s.experts + 1});
+  Tensor const workspace = place.workspace(moe_forward_workspace_bytes(s, layer.dtype));
+  MoeForward f = forward_args(place, layer, routing, x, w, b_up, b_down, workspace.data_ptr());
+  f.h = {h.data_ptr(), 0};
+  f.o = place.rows(o, "out", layer.dtype, {s.tokens, s.hidden});
+  place.run(cpu::moe_forward, cuda::moe_forward, f);
 }
 
 // The arguments that all backward calls share; outputs and workspace are the caller's to set.
@@ -148,15 +119,18 @@ Gradients run_backward(Place const& place, Layer const& layer, Routing const& ro
   auto const fresh = [&](int64_t bit, Shape shape) {
     return wanted & bit ? place.empty(shape, dtype) : place.empty({0}, dtype);
   };
-  auto const like = [&](int64_t bit, Tensor const& weight) {
-    return wanted & bit ? empty_like(weight) : place.empty({0}, dtype);
+  Layer own = layer;  // of gradients, each list in one tensor
+  own.experts_at = nullptr;
+  auto const like = [&](int64_t bit, Tensor const& weight, int list) {
+    if (!(wanted & bit)) return place.empty({0}, dtype);
+    return layer.expert_at(list) == nullptr ? empty_like(weight) : place.stacked_like(weight);
   };
   bool const combined = routing.row_token != nullptr;
   Gradients g{dx_of(place, layer, combined, wanted),
               dscores_of(place, layer, slots, wanted),
-              like(kUp, w.up),
-              w.gate.has_value() ? like(kUp, *w.gate) : place.empty({0}, dtype),
-              like(kDown, w.down),
+              like(kUp, w.up, Layer::kUp),
+              w.gate.has_value() ? like(kUp, *w.gate, Layer::kGate) : place.empty({0}, dtype),
+              like(kDown, w.down, Layer::kDown),
               fresh(kUpBias, {s.experts, layer.width()}),
               fresh(kDownBias, {s.experts, s.hidden})};
   MoeBackward b = backward_args(place, layer, routing, dout, h, w, b_down);
@@ -165,9 +139,9 @@ Gradients run_backward(Place const& place, Layer const& layer, Routing const& ro
   b.dscores = g.dscores.data_ptr();
   if (wanted & kUp) {
     MaybeTensor const gate = w.gate.has_value() ? MaybeTensor(g.dw_gate) : std::nullopt;
-    b.dw_up = up_weight_of(place, layer, g.dw_up, gate, dtype);
+    b.dw_up = up_weight_of(place, own, g.dw_up, gate, dtype);
   }
-  if (wanted & kDown) b.dw_down = down_weight_of(place, layer, g.dw_down, dtype);
+  if (wanted & kDown) b.dw_down = down_weight_of(place, own, g.dw_down, dtype);
   b.db_up = {g.db_up.data_ptr(), 0};
   b.db_down = {g.db_down.data_ptr(), 0};
   Tensor const workspace = place.workspace(moe_backward_workspace_bytes(
@@ -200,45 +174,15 @@ Tensors6 moe_forward(Tensor const& x, Tensor const& ids, Tensor const& scores,
                      Tensor const& w_up, MaybeTensor const& w_gate, Tensor const& w_down,
                      MaybeTensor const& b_up, MaybeTensor const& b_down, int64_t kind, bool gated,
                      double alpha, double limit, double up_offset, bool clamp_after,
-                     bool interleaved, bool transposed, bool keep) {
+                     bool interleaved, bool transposed, bool keep, MaybeTensor const& experts_at) {
   Place const place(x, "x");
   require_dims(x, "x", 2);
   Tensor o = place.empty({x.size(0), x.size(1)}, dtype_of(x, "x"));
   auto const [rows, h] =
       run_forward(place, {x, ids, scores, token_offsets, residual}, {w_up, w_gate, w_down}, b_up,
                   b_down, activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
-                  {interleaved, transposed}, keep, o);
+                  {interleaved, transposed, experts_at}, keep, o);
   return {o, h, rows.offsets, rows.row_token, rows.slot_row, rows.row_score};
-}
-
-Tensor moe_forward_out(Tensor const& x, Tensor const& ids, Tensor const& scores,
-                       MaybeTensor const& token_offsets, MaybeTensor const& residual,
-                       Tensor const& w_up, MaybeTensor const& w_gate, Tensor const& w_down,
-                       MaybeTensor const& b_up, MaybeTensor const& b_down, int64_t kind, bool gated,
-                       double alpha, double limit, double up_offset, bool clamp_after,
-                       bool interleaved, bool transposed, Tensor& out) {
-  Place const place(x, "x");
-  return run_forward(place, {x, ids, scores, token_offsets, residual}, {w_up, w_gate, w_down}, b_up,
-                     b_down, activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
-                     {interleaved, transposed}, /*keep=*/false, out)
-      .rows.offsets;
-}
-
-Tensor moe_layer_out(Tensor const& x, Tensor const& router, MaybeTensor const& selection_bias,
-                     MaybeTensor const& token_mask, int64_t top_k, int64_t score, bool renormalize,
-                     double scale, int64_t groups, int64_t top_groups, double sum_floor,
-                     int64_t group_score, MaybeTensor const& residual, Tensor const& w_up,
-                     Tensor const& w_down, MaybeTensor const& b_up, MaybeTensor const& b_down,
-                     int64_t kind, bool gated, double alpha, double limit, double up_offset,
-                     bool clamp_after, bool interleaved, bool transposed, Tensor& out) {
-  Place const place(x, "x");
-  auto const [scores, ids, slopes] =
-      route(router_logits(place, x, router), selection_bias, token_mask, top_k, score, renormalize,
-            scale, groups, top_groups, sum_floor, group_score);
-  return run_forward(place, {x, ids, scores, std::nullopt, residual}, {w_up, std::nullopt, w_down},
-                     b_up, b_down, activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
-                     {interleaved, transposed}, /*keep=*/false, out)
-      .rows.offsets;
 }
 
 Tensors7 moe_backward(Tensor const& dout, Tensor const& x, Tensor const& h, Tensor const& offsets,
@@ -246,12 +190,13 @@ Tensors7 moe_backward(Tensor const& dout, Tensor const& x, Tensor const& h, Tens
                       MaybeTensor const& token_offsets, Tensor const& w_up,
                       MaybeTensor const& w_gate, Tensor const& w_down, MaybeTensor const& b_down,
                       int64_t kind, bool gated, double alpha, double limit, double up_offset,
-                      bool clamp_after, bool interleaved, bool transposed, int64_t wanted) {
+                      bool clamp_after, bool interleaved, bool transposed, int64_t wanted,
+                      MaybeTensor const& experts_at) {
   Place const place(x, "x");
   Slots const slots = slots_of(place, slot_row, "slot_row", token_offsets);
-  Layer const layer =
-      layer_of(x, slots, w_down, activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
-               {interleaved, transposed});
+  Layer const layer = layer_of(place, x, slots, w_down,
+                               activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
+                               {interleaved, transposed, experts_at});
   Routing const routing =
       backward_routing(place, layer, slots, offsets, row_token, slot_row, row_score);
   Gradients g = run_backward(place, layer, routing, slots, dout, x, h, {w_up, w_gate, w_down},
@@ -263,34 +208,48 @@ Tensors2 experts_forward(Tensor const& x, Tensor const& offsets, Tensor const& w
                          MaybeTensor const& w_gate, Tensor const& w_down, MaybeTensor const& b_up,
                          MaybeTensor const& b_down, int64_t kind, bool gated, double alpha,
                          double limit, double up_offset, bool clamp_after, bool interleaved,
-                         bool transposed, bool keep) {
+                         bool transposed, bool keep, MaybeTensor const& experts_at) {
   Place const place(x, "x");
-  Layer const layer = layer_of(x, kSortedRows, w_down,
+  Layer const layer = layer_of(place, x, kSortedRows, w_down,
                                activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
-                               {interleaved, transposed});
-  Sizes const& s = layer.sizes;
-  Routing routing;
-  routing.offsets = place.indices(offsets, "offsets", {s.experts + 1});
-  Tensor o = place.zeros({s.tokens, s.hidden}, layer.dtype);
-  Tensor h = place.empty({keep ? s.tokens : 0, layer.width()}, layer.dtype);
-  Tensor const workspace = place.workspace(moe_forward_workspace_bytes(s, layer.dtype));
-  MoeForward f =
-      forward_args(place, layer, routing, x, {w_up, w_gate, w_down}, b_up, b_down, workspace);
-  f.h = {h.data_ptr(), 0};
-  f.o = {o.data_ptr(), 0};
-  place.run(cpu::moe_forward, cuda::moe_forward, f);
+                               {interleaved, transposed, experts_at});
+  Tensor o = place.zeros({layer.sizes.tokens, layer.sizes.hidden}, layer.dtype);
+  Tensor h = place.empty({keep ? layer.sizes.tokens : 0, layer.width()}, layer.dtype);
+  run_sorted(place, layer, x, offsets, {w_up, w_gate, w_down}, b_up, b_down, h, o);
   return {o, h};
+}
+
+void experts_forward_out(Tensor const& x, Tensor const& offsets, Tensor const& w_up,
+                         MaybeTensor const& w_gate, Tensor const& w_down, MaybeTensor const& b_up,
+                         MaybeTensor const& b_down, int64_t kind, bool gated, double alpha,
+                         double limit, double up_offset, bool clamp_after, bool interleaved,
+                         bool transposed, Tensor& out, MaybeTensor const& experts_at) {
+  Place const place(x, "x");
+  Layer const layer = layer_of(place, x, kSortedRows, w_down,
+                               activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
+                               {interleaved, transposed, experts_at});
+  place.rows(out, "out", layer.dtype, {layer.sizes.tokens, layer.sizes.hidden});
+  require_apart({{"out", out}}, {{"x", x},
+                                 {"offsets", offsets},
+                                 {"w_up", own_memory(w_up, experts_at)},
+                                 {"w_gate", own_memory(w_gate, experts_at)},
+                                 {"w_down", own_memory(w_down, experts_at)},
+                                 {"b_up", b_up},
+                                 {"b_down", b_down}});
+  place.clear(out);
+  Tensor const nothing = place.empty({0, layer.width()}, layer.dtype);
+  run_sorted(place, layer, x, offsets, {w_up, w_gate, w_down}, b_up, b_down, nothing, out);
 }
 
 Tensors6 experts_backward(Tensor const& dout, Tensor const& x, Tensor const& h,
                           Tensor const& offsets, Tensor const& w_up, MaybeTensor const& w_gate,
                           Tensor const& w_down, int64_t kind, bool gated, double alpha,
                           double limit, double up_offset, bool clamp_after, bool interleaved,
-                          bool transposed, int64_t wanted) {
+                          bool transposed, int64_t wanted, MaybeTensor const& experts_at) {
   Place const place(x, "x");
-  Layer const layer = layer_of(x, kSortedRows, w_down,
+  Layer const layer = layer_of(place, x, kSortedRows, w_down,
                                activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
-                               {interleaved, transposed});
+                               {interleaved, transposed, experts_at});
   Routing routing;
   routing.offsets = place.indices(offsets, "offsets", {layer.sizes.experts + 1});
   Gradients g = run_backward(place, layer, routing, kSortedRows, dout, x, h, {w_up, w_gate, w_down},
@@ -305,7 +264,7 @@ Tensors4 data_gradients(Tensor const& dout, Tensor const& h, Tensor const& offse
                         MaybeTensor const& b_down, int64_t kind, bool gated, double alpha,
                         double limit, double up_offset, bool clamp_after, bool interleaved,
                         bool transposed, int64_t wanted, MaybeTensor& db_up, MaybeTensor& db_down,
-                        bool accumulate) {
+                        bool accumulate, MaybeTensor const& experts_at) {
   Place const place(dout, "dout");
   bool const combined = row_token.has_value();
   require(combined == slot_row.has_value() && combined == row_score.has_value(),
@@ -316,9 +275,9 @@ Tensors4 data_gradients(Tensor const& dout, Tensor const& h, Tensor const& offse
           "wanted: expected dx alone of sorted rows, got ", wanted);
   Slots const slots =
       combined ? slots_of(place, *slot_row, "slot_row", token_offsets) : kSortedRows;
-  Layer const layer = layer_of(dout, slots, w_down,
+  Layer const layer = layer_of(place, dout, slots, w_down,
                                activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
-                               {interleaved, transposed});
+                               {interleaved, transposed, experts_at});
   Sizes const& s = layer.sizes;
   Routing routing;
   if (combined) {

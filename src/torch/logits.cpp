@@ -1,9 +1,11 @@
-// The router's product on its way into a layer, by the products that training routes by.
+// The router's product: by Guild's own kernels, whose bits do not depend on the number of tokens,
+// and where these do not serve, by PyTorch's.
 #include <torch/csrc/stable/c/shim.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <array>
 
+#include "guild/router_logits.h"
 #include "torch/ops.h"
 
 namespace guild::binding {
@@ -22,25 +24,112 @@ Tensor product_in_float32(Tensor const& a, Tensor const& b) {
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-Tensor product(Tensor const& a, Tensor const& b) {
-  return torch::stable::matmul(a, torch::stable::transpose(b, 0, 1));
+// PyTorch's products: of float32 and float64, whose gradients PyTorch makes from the same, and on a
+// GPU of sizes that have no rows on 16-byte boundaries or more experts than a router there.
+bool needs_torch(Place const& place, RouterLogits const& x) {
+  bool const narrow = x.dtype == DType::bfloat16 || x.dtype == DType::float16;
+  return !narrow || x.hidden == 0 || x.experts == 0 ||
+         (place.on_cuda() && (x.hidden % 8 != 0 || x.experts > 1024));
 }
+
+Tensor product_of_torch(Place const& place, DType dtype, Tensor const& x, Tensor const& weight) {
+  bool const narrow = dtype == DType::bfloat16 || dtype == DType::float16;
+  if (narrow && place.on_cuda()) return product_in_float32(x, weight);
+  auto const as_float32 = [&](Tensor const& tensor) {
+    return narrow ? torch::stable::to(tensor, ScalarType::Float) : tensor;
+  };
+  return torch::stable::matmul(as_float32(x), torch::stable::transpose(as_float32(weight), 0, 1));
+}
+
+// The matrix where it lies if the products read it there, otherwise copied.
+Tensor with_plain_rows(Place const& place, Tensor const& matrix) {
+  bool const rows = matrix.size(1) <= 1 || matrix.stride(1) == 1;
+  bool const apart = matrix.size(0) <= 1 || matrix.stride(0) >= matrix.size(1);
+  auto const address = reinterpret_cast<uintptr_t>(matrix.data_ptr());
+  bool const aligned =
+      !place.on_cuda() || (address % 16 == 0 && (matrix.size(0) <= 1 || matrix.stride(0) % 8 == 0));
+  if (rows && apart && aligned) return matrix;
+  Tensor copy = torch::stable::new_empty(matrix, {matrix.size(0), matrix.size(1)});
+  torch::stable::copy_(copy, matrix);
+  return copy;
+}
+
+// Arguments of both steps at once.
+struct RoutedProduct {
+  RouterLogits const& product;
+  Route const& route;
+};
 
 }  // namespace
 
-// The same calls as router_logits_forward in python/guild/_torch/router_gradients.py makes, so that
-// a token is routed by the same bits in training and inference.
-Tensor router_logits(Place const& place, Tensor const& x, Tensor const& weight) {
+RouterProduct::RouterProduct(Place const& place, Tensor const& x, Tensor const& weight)
+    : x_(x), weight_(weight) {
   require_dims(x, "x", 2);
   require_dims(weight, "router.weight", 2);
-  DType const dtype = dtype_of(x, "x");
-  place.typed(weight, "router.weight", dtype, {weight.size(0), x.size(1)});
-  if (dtype == DType::float32 || dtype == DType::float64) return product(x, weight);
-  if (place.on_cuda()) return product_in_float32(x, weight);
-  auto const as_float32 = [](Tensor const& tensor) {
-    return torch::stable::to(tensor, ScalarType::Float);
-  };
-  return product(as_float32(x), as_float32(weight));
+  args_.tokens = x.size(0);
+  args_.hidden = x.size(1);
+  args_.experts = weight.size(0);
+  args_.dtype = dtype_of(x, "x");
+  place.typed(weight, "router.weight", args_.dtype, {args_.experts, args_.hidden});
+  by_torch_ = needs_torch(place, args_);
+  if (by_torch_) return;
+  x_ = with_plain_rows(place, x);
+  weight_ = with_plain_rows(place, weight);
+  args_.x = place.rows(x_, "x", args_.dtype, {args_.tokens, args_.hidden});
+  args_.weight = place.rows(weight_, "router.weight", args_.dtype, {args_.experts, args_.hidden});
+}
+
+RouteSizes RouterProduct::sizes(int64_t top_k) const {
+  return {args_.tokens, args_.experts, top_k, score_dtype(args_.dtype)};
+}
+
+int64_t RouterProduct::workspace_bytes() const {
+  if (by_torch_) return 0;
+  return router_logits_workspace_bytes(args_.tokens, args_.hidden, args_.experts, args_.dtype);
+}
+
+Tensor RouterProduct::logits(Place const& place) {
+  if (by_torch_) return product_of_torch(place, args_.dtype, x_, weight_);
+  Tensor found = place.empty({args_.tokens, args_.experts}, DType::float32);
+  args_.logits = {found.data_ptr(), 0};
+  Tensor const workspace = place.workspace(workspace_bytes());
+  args_.workspace = workspace.data_ptr();
+  place.run(cpu::router_logits, cuda::router_logits, args_);
+  return found;
+}
+
+void RouterProduct::route(Place const& place, Route const& given, void* workspace) {
+  if (by_torch_) {
+    Tensor const found = logits(place);
+    Route args = given;
+    args.logits = place.rows(found, "logits", args.dtype, {args.tokens, args.experts});
+    place.run(cpu::route, cuda::route, args);
+    return;
+  }
+  args_.workspace = workspace;
+  place.run<RoutedProduct>([](RoutedProduct const& a) { cpu::route_tokens(a.product, a.route); },
+                           [](RoutedProduct const& a, cuda::Queue queue) {
+                             cuda::route_tokens(a.product, a.route, queue);
+                           },
+                           {args_, given});
+}
+
+Tensor router_logits(Tensor const& x, Tensor const& weight) {
+  Place const place(x, "x");
+  return RouterProduct(place, x, weight).logits(place);
+}
+
+Tensors3 route_tokens(Tensor const& x, Tensor const& weight, MaybeTensor const& selection_bias,
+                      MaybeTensor const& token_mask, int64_t top_k, int64_t score, bool renormalize,
+                      double scale, int64_t groups, int64_t top_groups, double sum_floor,
+                      int64_t group_score) {
+  Place const place(x, "x");
+  RouterProduct product(place, x, weight);
+  Routed routed(place, product.sizes(top_k), selection_bias, token_mask,
+                {score, renormalize, scale, groups, top_groups, sum_floor, group_score});
+  Tensor const workspace = place.workspace(product.workspace_bytes());
+  product.route(place, routed.args, workspace.data_ptr());
+  return {routed.scores, routed.ids, routed.slopes};
 }
 
 }  // namespace guild::binding

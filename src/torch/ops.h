@@ -2,10 +2,13 @@
 //
 // Conventions: offsets (E + 1) are int32 row positions; w_gate is given where gate and up are two
 // tensors and w_up is up alone; `interleaved` is the order of gate and up in w_up, h, dh and b_up;
-// `transposed` weights are (E, in, out). Outputs that are not asked for are empty tensors.
+// `transposed` weights are (E, in, out); experts_at is int32 (3, E), guild::Weight::expert_at of
+// w_up, w_gate and w_down, or of their gradients where these are arguments; none: of no weight.
+// Outputs that are not asked for are empty tensors.
 #pragma once
 #include <tuple>
 
+#include "guild/router_logits.h"
 #include "torch/tensors.h"
 
 namespace guild::binding {
@@ -55,8 +58,59 @@ struct Sorting {
 Sorting sorting(Place const& place, Tensor const& ids, Tensor const& scores, int64_t experts,
                 DType scores_dtype, MaybeTensor const& token_offsets);
 
-// x (T, H), weight (E, H) -> (T, E) in float32, or float64 (logits.cpp)
-Tensor router_logits(Place const& place, Tensor const& x, Tensor const& weight);
+// A route yet to run, but for its logits and outputs.
+struct RouteSizes {
+  int64_t tokens, experts, top_k;
+  DType dtype;  // of the logits and scores
+};
+struct RouterScalars {
+  int64_t score;
+  bool renormalize;
+  double scale;
+  int64_t groups, top_groups;
+  double sum_floor;
+  int64_t group_score;
+};
+Route route_of(Place const& place, RouteSizes const& sizes, MaybeTensor const& selection_bias,
+               MaybeTensor const& token_mask, RouterScalars const& router);
+
+// The same with new tensors for its outputs.
+struct Routed {
+  Route args;
+  Tensor scores, ids, slopes;
+
+  Routed(Place const& place, RouteSizes const& sizes, MaybeTensor const& selection_bias,
+         MaybeTensor const& token_mask, RouterScalars const& router);
+};
+
+// ---- logits.cpp ---------------------------------------------------------------------------------
+
+// The router's product of x (T, H) and weight (E, H), yet to run; the tensors, copied where they do
+// not lie as the product reads them, must outlive it.
+class RouterProduct {
+ public:
+  RouterProduct(Place const& place, Tensor const& x, Tensor const& weight);
+
+  RouteSizes sizes(int64_t top_k) const;
+  int64_t workspace_bytes() const;
+  // logits in a new tensor, float32, or float64
+  Tensor logits(Place const& place);
+  // Routes by the logits, which are not kept, into the outputs of `route`.
+  void route(Place const& place, Route const& route, void* workspace);
+
+ private:
+  Tensor x_, weight_;
+  RouterLogits args_;
+  bool by_torch_;
+};
+
+// x (T, H), weight (E, H) -> (T, E) in float32, or float64
+Tensor router_logits(Tensor const& x, Tensor const& weight);
+// The same and route, of logits that are not kept
+Tensors3 route_tokens(Tensor const& x, Tensor const& weight, MaybeTensor const& selection_bias,
+                      MaybeTensor const& token_mask, int64_t top_k, int64_t score, bool renormalize,
+                      double scale, int64_t groups, int64_t top_groups, double sum_floor,
+                      int64_t group_score);
 
 // ---- layer.cpp ----------------------------------------------------------------------------------
 
@@ -66,41 +120,33 @@ Tensors6 moe_forward(Tensor const& x, Tensor const& ids, Tensor const& scores,
                      Tensor const& w_up, MaybeTensor const& w_gate, Tensor const& w_down,
                      MaybeTensor const& b_up, MaybeTensor const& b_down, int64_t kind, bool gated,
                      double alpha, double limit, double up_offset, bool clamp_after,
-                     bool interleaved, bool transposed, bool keep);
-// The same into out (T, H), keeping nothing -> offsets
-Tensor moe_forward_out(Tensor const& x, Tensor const& ids, Tensor const& scores,
-                       MaybeTensor const& token_offsets, MaybeTensor const& residual,
-                       Tensor const& w_up, MaybeTensor const& w_gate, Tensor const& w_down,
-                       MaybeTensor const& b_up, MaybeTensor const& b_down, int64_t kind, bool gated,
-                       double alpha, double limit, double up_offset, bool clamp_after,
-                       bool interleaved, bool transposed, Tensor& out);
-// Router product, route and moe_forward_out: x (T, H), router (E, H) -> offsets
-Tensor moe_layer_out(Tensor const& x, Tensor const& router, MaybeTensor const& selection_bias,
-                     MaybeTensor const& token_mask, int64_t top_k, int64_t score, bool renormalize,
-                     double scale, int64_t groups, int64_t top_groups, double sum_floor,
-                     int64_t group_score, MaybeTensor const& residual, Tensor const& w_up,
-                     Tensor const& w_down, MaybeTensor const& b_up, MaybeTensor const& b_down,
-                     int64_t kind, bool gated, double alpha, double limit, double up_offset,
-                     bool clamp_after, bool interleaved, bool transposed, Tensor& out);
+                     bool interleaved, bool transposed, bool keep, MaybeTensor const& experts_at);
 // -> dx, dscores, dw_up, dw_gate, dw_down, db_up, db_down; wanted: bits of Wanted
 Tensors7 moe_backward(Tensor const& dout, Tensor const& x, Tensor const& h, Tensor const& offsets,
                       Tensor const& row_token, Tensor const& slot_row, Tensor const& row_score,
                       MaybeTensor const& token_offsets, Tensor const& w_up,
                       MaybeTensor const& w_gate, Tensor const& w_down, MaybeTensor const& b_down,
                       int64_t kind, bool gated, double alpha, double limit, double up_offset,
-                      bool clamp_after, bool interleaved, bool transposed, int64_t wanted);
+                      bool clamp_after, bool interleaved, bool transposed, int64_t wanted,
+                      MaybeTensor const& experts_at);
 // Rows already sorted: x (R, H) -> o (R, H), zero past offsets[E], and h.
 Tensors2 experts_forward(Tensor const& x, Tensor const& offsets, Tensor const& w_up,
                          MaybeTensor const& w_gate, Tensor const& w_down, MaybeTensor const& b_up,
                          MaybeTensor const& b_down, int64_t kind, bool gated, double alpha,
                          double limit, double up_offset, bool clamp_after, bool interleaved,
-                         bool transposed, bool keep);
+                         bool transposed, bool keep, MaybeTensor const& experts_at);
+// The same into out (R, H), keeping nothing.
+void experts_forward_out(Tensor const& x, Tensor const& offsets, Tensor const& w_up,
+                         MaybeTensor const& w_gate, Tensor const& w_down, MaybeTensor const& b_up,
+                         MaybeTensor const& b_down, int64_t kind, bool gated, double alpha,
+                         double limit, double up_offset, bool clamp_after, bool interleaved,
+                         bool transposed, Tensor& out, MaybeTensor const& experts_at);
 // -> dx (zero past offsets[E]), dw_up, dw_gate, dw_down, db_up, db_down
 Tensors6 experts_backward(Tensor const& dout, Tensor const& x, Tensor const& h,
                           Tensor const& offsets, Tensor const& w_up, MaybeTensor const& w_gate,
                           Tensor const& w_down, int64_t kind, bool gated, double alpha,
                           double limit, double up_offset, bool clamp_after, bool interleaved,
-                          bool transposed, int64_t wanted);
+                          bool transposed, int64_t wanted, MaybeTensor const& experts_at);
 // Backward without the weights' gradients, of tokens, or of sorted rows without row_token, slot_row
 // and row_score -> dx, dscores, and what the weights' gradients are made of: dh (R, W), a_scaled
 // (R, I). db_up (E, W) and db_down (E, H), of one type, are written, or added to.
@@ -111,7 +157,42 @@ Tensors4 data_gradients(Tensor const& dout, Tensor const& h, Tensor const& offse
                         MaybeTensor const& b_down, int64_t kind, bool gated, double alpha,
                         double limit, double up_offset, bool clamp_after, bool interleaved,
                         bool transposed, int64_t wanted, MaybeTensor& db_up, MaybeTensor& db_down,
-                        bool accumulate);
+                        bool accumulate, MaybeTensor const& experts_at);
+
+// ---- inference.cpp ------------------------------------------------------------------------------
+
+// moe_forward into out (T, H), keeping nothing -> offsets
+Tensor moe_forward_out(Tensor const& x, Tensor const& ids, Tensor const& scores,
+                       MaybeTensor const& token_offsets, MaybeTensor const& residual,
+                       Tensor const& w_up, MaybeTensor const& w_gate, Tensor const& w_down,
+                       MaybeTensor const& b_up, MaybeTensor const& b_down, int64_t kind, bool gated,
+                       double alpha, double limit, double up_offset, bool clamp_after,
+                       bool interleaved, bool transposed, Tensor& out,
+                       MaybeTensor const& experts_at);
+// Router product, route and moe_forward_out: x (T, H), router (E, H) -> offsets
+Tensor moe_layer_out(Tensor const& x, Tensor const& router, MaybeTensor const& selection_bias,
+                     MaybeTensor const& token_mask, int64_t top_k, int64_t score, bool renormalize,
+                     double scale, int64_t groups, int64_t top_groups, double sum_floor,
+                     int64_t group_score, MaybeTensor const& residual, Tensor const& w_up,
+                     Tensor const& w_down, MaybeTensor const& b_up, MaybeTensor const& b_down,
+                     int64_t kind, bool gated, double alpha, double limit, double up_offset,
+                     bool clamp_after, bool interleaved, bool transposed, Tensor& out);
+// The same two into a new tensor -> out (T, H), offsets, with fewer arguments: ids are (T, K), w_up
+// is one tensor, no token is masked. In place of a residual infer_layer takes the weights of shared
+// experts with the layer's activation and order, (W, H) or with a gate (2 W, H), and (H, W), and
+// runs them. settings, float64 on the CPU: kind, gated, alpha, limit,
+// up_offset, clamp_after, interleaved, transposed; of infer_layer also top_k, score, renormalize,
+// scale, groups, top_groups, sum_floor, group_score.
+Tensors2 infer_experts(Tensor const& x, Tensor const& ids, Tensor const& scores,
+                       MaybeTensor const& residual, Tensor const& w_up, Tensor const& w_down,
+                       MaybeTensor const& b_up, MaybeTensor const& b_down, Tensor const& settings);
+Tensors2 infer_layer(Tensor const& x, Tensor const& router, MaybeTensor const& selection_bias,
+                     MaybeTensor const& residual, MaybeTensor const& shared_up,
+                     MaybeTensor const& shared_down, Tensor const& w_up, Tensor const& w_down,
+                     MaybeTensor const& b_up, MaybeTensor const& b_down, Tensor const& settings);
+// Shared experts alone; settings as of infer_experts, weights never transposed.
+Tensor infer_shared(Tensor const& x, Tensor const& w_up, Tensor const& w_down,
+                    Tensor const& settings);
 
 // ---- steps.cpp: one step of the layer each ------------------------------------------------------
 
@@ -123,10 +204,11 @@ Tensors2 up_projection(Tensor const& x, Tensor const& offsets, MaybeTensor const
                        Tensor const& w_up, MaybeTensor const& w_gate, MaybeTensor const& b_up,
                        int64_t kind, bool gated, double alpha, double limit, double up_offset,
                        bool clamp_after, bool interleaved, bool transposed, bool keep,
-                       MaybeTensor const& low_rank_t, MaybeTensor const& low_rank_b);
+                       MaybeTensor const& low_rank_t, MaybeTensor const& low_rank_b,
+                       MaybeTensor const& experts_at);
 Tensor down_projection(Tensor const& a, Tensor const& offsets, Tensor const& w_down,
                        MaybeTensor const& b_down, bool transposed, MaybeTensor const& low_rank_t,
-                       MaybeTensor const& low_rank_b);
+                       MaybeTensor const& low_rank_b, MaybeTensor const& experts_at);
 // y (R, H), slot_row (T, K), residual (T, H) -> (T, H). dlogits (T, E), ids (T, K) and router (E,
 // H) for the router's part of a gradient: all three or none.
 Tensor combine(Tensor const& y, Tensor const& slot_row, MaybeTensor const& slot_score,
@@ -139,14 +221,16 @@ Tensors3 down_gradient(Tensor const& dout, Tensor const& h, Tensor const& offset
                        Tensor const& w_down, int64_t kind, bool gated, double alpha, double limit,
                        double up_offset, bool clamp_after, bool interleaved, bool transposed,
                        MaybeTensor& db_up, MaybeTensor& db_down, bool accumulate,
-                       MaybeTensor const& low_rank_t, MaybeTensor const& low_rank_b);
+                       MaybeTensor const& low_rank_t, MaybeTensor const& low_rank_b,
+                       MaybeTensor const& experts_at);
 // -> dscores (T, K)
 Tensor score_gradient(Tensor const& score_parts, Tensor const& slot_row, Tensor const& offsets,
                       Tensor const& dout, MaybeTensor const& b_down, int64_t intermediate,
                       MaybeTensor const& token_offsets);
 Tensor up_gradient(Tensor const& dh, Tensor const& offsets, Tensor const& w_up,
                    MaybeTensor const& w_gate, bool gated, bool interleaved, bool transposed,
-                   MaybeTensor const& low_rank_t, MaybeTensor const& low_rank_b);
+                   MaybeTensor const& low_rank_t, MaybeTensor const& low_rank_b,
+                   MaybeTensor const& experts_at);
 
 // ---- weight_gradients.cpp: written into, or added to, the caller's tensors ----------------------
 
@@ -156,24 +240,60 @@ void weight_gradients_out(Tensor const& x, Tensor const& dout, Tensor const& dh,
                           Tensor const& a_scaled, Tensor const& offsets,
                           MaybeTensor const& row_token, MaybeTensor& dw_up, MaybeTensor& dw_gate,
                           MaybeTensor& dw_down, bool gated, bool interleaved, bool transposed,
-                          bool accumulate);
+                          bool accumulate, MaybeTensor const& experts_at);
 // The two of them as steps of their own.
 void up_weight_gradient_out(Tensor const& x, Tensor const& dh, Tensor const& offsets,
                             MaybeTensor const& row_token, Tensor& dw_up, MaybeTensor& dw_gate,
-                            bool gated, bool interleaved, bool transposed, bool accumulate);
+                            bool gated, bool interleaved, bool transposed, bool accumulate,
+                            MaybeTensor const& experts_at);
 void down_weight_gradient_out(Tensor const& dout, Tensor const& a, Tensor const& offsets,
                               MaybeTensor const& row_token, Tensor& dw_down, bool transposed,
-                              bool accumulate);
+                              bool accumulate, MaybeTensor const& experts_at);
 void bias_gradient_out(Tensor const& m, Tensor const& offsets, MaybeTensor const& row_token,
                        MaybeTensor const& row_score, Tensor& db, bool accumulate);
 
+// ---- exchange.cpp: see guild/exchange.h ---------------------------------------------------------
+
+// -> bytes of a rank's memory, and where returned rows and scores begin in it
+std::tuple<int64_t, int64_t, int64_t> peer_memory_sizes(int64_t ranks, std::vector<int64_t> memory);
+// rows (T, H), ids (T, K) int32 and scores (T, K), both or none -> token_row (T, ranks), or 0
+Tensor peer_publish(Tensor const& peers, std::vector<int64_t> memory, Tensor const& rows,
+                    MaybeTensor const& ids, MaybeTensor const& scores, int64_t experts);
+// report (5) int64 of the host, pinned; needed (1) int32
+void peer_meet(Tensor const& peers, std::vector<int64_t> memory, bool published, double seconds,
+               std::vector<int64_t> facts, Tensor& report, MaybeTensor const& needed,
+               int64_t capacity);
+// -> ids, scores (ranks * Tm, K), tokens (ranks); like: of the layer's dtype
+Tensors3 peer_tables(Tensor const& peers, std::vector<int64_t> memory, int64_t top_k,
+                     int64_t experts, Tensor const& like);
+// ids (ranks * Tm, K), like (T, H) -> (ranks * Tm, H)
+Tensor peer_pull(Tensor const& peers, std::vector<int64_t> memory, Tensor const& ids,
+                 Tensor const& like);
+void peer_push(Tensor const& peers, std::vector<int64_t> memory, Tensor const& y,
+               Tensor const& row_of, MaybeTensor const& scores, MaybeTensor const& token_offsets,
+               Tensor const& tokens, bool by_slot);
+// token_row (T, ranks), like: of dtype and width, residual (T, H) -> (T, H)
+Tensor peer_collect(Tensor const& peers, std::vector<int64_t> memory, Tensor const& token_row,
+                    Tensor const& like, MaybeTensor const& residual);
+void peer_push_scores(Tensor const& peers, std::vector<int64_t> memory, Tensor const& ids,
+                      Tensor const& scores);
+
 // ---- products.cpp -------------------------------------------------------------------------------
 
-// The four cases of torch._grouped_mm; offs (E) are END positions.
+// experts' matrices (E, rows, columns) as `first`, which lie `stride` elements apart in whatever
+// memory follows: the caller keeps that alive.
+Tensor expert_view(Tensor const& first, int64_t experts, int64_t stride);
+// indices, int32 on the CPU, on the device of `like`.
+Tensor expert_table(Tensor const& like, Tensor const& indices);
+
+// The four cases of torch._grouped_mm; offs (E) are END positions. a_at, b_at, out_at: int32 (1,
+// E), guild::GroupedGemm::Operand::group_at of each.
 Tensor grouped_mm(Tensor const& a, Tensor const& b, MaybeTensor const& offs,
-                  MaybeTensor const& bias, bool float_out);
+                  MaybeTensor const& bias, bool float_out, MaybeTensor const& a_at,
+                  MaybeTensor const& b_at);
 void grouped_mm_out(Tensor const& a, Tensor const& b, MaybeTensor const& offs,
-                    MaybeTensor const& bias, Tensor& out, bool accumulate);
+                    MaybeTensor const& bias, Tensor& out, bool accumulate, MaybeTensor const& a_at,
+                    MaybeTensor const& b_at, MaybeTensor const& out_at);
 // The fused pair on sorted rows, weights (E, in, out): x -> a (zero past offsets[E]) and h.
 Tensors2 pair_up(Tensor const& x, Tensor const& w_up, Tensor const& offsets,
                  MaybeTensor const& bias, int64_t kind, bool gated, double alpha, double limit,

@@ -1,5 +1,6 @@
 // Level 1: the grouped product in its four cases, and the fused pair on sorted rows.
 #include "torch/ops.h"
+#include "torch/overlap.h"
 
 namespace guild::binding {
 
@@ -9,9 +10,9 @@ using Ragged = GroupedGemm::Ragged;
 using Operand = GroupedGemm::Operand;
 
 // (rows, cols), or (groups, rows, cols) where there are three dimensions.
-Operand operand_of(Tensor const& t) {
+Operand operand_of(Tensor const& t, int32_t const* group_at = nullptr) {
   int64_t const d = t.dim();
-  return {t.data_ptr(), d == 3 ? t.stride(0) : 0, t.stride(d - 2), t.stride(d - 1)};
+  return {t.data_ptr(), d == 3 ? matrix_stride(t) : 0, t.stride(d - 2), t.stride(d - 1), group_at};
 }
 
 // Case and sizes from the number of dimensions of a and b.
@@ -35,7 +36,8 @@ GroupedGemm shape_of(Tensor const& a, Tensor const& b, MaybeTensor const& offs) 
 
 // Fills in everything but the output, checking shapes, types and devices.
 GroupedGemm product_of(Place const& place, Tensor const& a, Tensor const& b,
-                       MaybeTensor const& offs, MaybeTensor const& bias) {
+                       MaybeTensor const& offs, MaybeTensor const& bias, MaybeTensor const& a_at,
+                       MaybeTensor const& b_at) {
   GroupedGemm g = shape_of(a, b, offs);
   g.dtype = dtype_of(a, "mat_a");
   auto const check = [&](Tensor const& t, char const* name, int64_t rows, int64_t cols) {
@@ -44,8 +46,8 @@ GroupedGemm product_of(Place const& place, Tensor const& a, Tensor const& b,
   };
   check(a, "mat_a", g.m, g.k);
   check(b, "mat_b", g.k, g.n);
-  g.a = operand_of(a);
-  g.b = operand_of(b);
+  g.a = operand_of(a, place.lists(a_at, "a_at", 1, g.groups));
+  g.b = operand_of(b, place.lists(b_at, "b_at", 1, g.groups));
   if (offs.has_value()) g.offsets = place.indices(*offs, "offs", {g.groups});
   g.bias = place.rows(bias, "bias", g.dtype, {g.groups, g.ragged == Ragged::columns ? g.m : g.n});
   return g;
@@ -55,10 +57,29 @@ bool stacked_output(Ragged ragged) { return ragged == Ragged::inner || ragged ==
 
 }  // namespace
 
+Tensor expert_view(Tensor const& first, int64_t experts, int64_t stride) {
+  Place const place(first, "first");
+  require_dims(first, "first", 2);
+  return place.view(first, {experts, first.size(0), first.size(1)},
+                    {stride, first.stride(0), first.stride(1)});
+}
+
+Tensor expert_table(Tensor const& like, Tensor const& indices) {
+  require_dims(indices, "indices", 2);
+  int64_t const lists = indices.size(0), experts = indices.size(1);
+  int32_t const* const from =
+      Place(indices, "indices").indices(indices, "indices", {lists, experts});
+  Place const place(like, "like");
+  Tensor table = place.empty_int32({lists, experts});
+  place.copy_indices(from, lists * experts, static_cast<int32_t*>(table.data_ptr()));
+  return table;
+}
+
 Tensor grouped_mm(Tensor const& a, Tensor const& b, MaybeTensor const& offs,
-                  MaybeTensor const& bias, bool float_out) {
+                  MaybeTensor const& bias, bool float_out, MaybeTensor const& a_at,
+                  MaybeTensor const& b_at) {
   Place const place(a, "mat_a");
-  GroupedGemm g = product_of(place, a, b, offs, bias);
+  GroupedGemm g = product_of(place, a, b, offs, bias, a_at, b_at);
   g.out_dtype = float_out ? DType::float32 : g.dtype;
   Tensor out = stacked_output(g.ragged) ? place.empty({g.groups, g.m, g.n}, g.out_dtype)
                                         : place.empty({g.m, g.n}, g.out_dtype);
@@ -68,14 +89,19 @@ Tensor grouped_mm(Tensor const& a, Tensor const& b, MaybeTensor const& offs,
 }
 
 void grouped_mm_out(Tensor const& a, Tensor const& b, MaybeTensor const& offs,
-                    MaybeTensor const& bias, Tensor& out, bool accumulate) {
+                    MaybeTensor const& bias, Tensor& out, bool accumulate, MaybeTensor const& a_at,
+                    MaybeTensor const& b_at, MaybeTensor const& out_at) {
   Place const place(a, "mat_a");
-  GroupedGemm g = product_of(place, a, b, offs, bias);
+  GroupedGemm g = product_of(place, a, b, offs, bias, a_at, b_at);
   g.out_dtype = dtype_of(out, "out");
   g.accumulate = accumulate;
   stacked_output(g.ragged) ? place.data(out, "out", {g.groups, g.m, g.n})
                            : place.data(out, "out", {g.m, g.n});
-  g.d = operand_of(out);
+  // Matrices of lists lie among memory of others: what Python compares is each of them.
+  if (!a_at.has_value() && !b_at.has_value() && !out_at.has_value()) {
+    require_apart({{"out", out}}, {{"mat_a", a}, {"mat_b", b}, {"offs", offs}, {"bias", bias}});
+  }
+  g.d = operand_of(out, place.lists(out_at, "out_at", 1, g.groups));
   place.run_product(cpu::grouped_gemm, cuda::grouped_gemm, g);
 }
 

@@ -22,6 +22,53 @@ Router router_of(int64_t score, bool renormalize, double scale, double sum_floor
 
 }  // namespace
 
+Router router_of(RouterScalars const& told, int64_t experts) {
+  Router router = router_of(told.score, told.renormalize, told.scale, told.sum_floor);
+  require(told.group_score == 0 || told.group_score == 1,
+          "group_score: expected 0 (top2_sum) or 1 (max), got ", told.group_score);
+  router.group_score = GroupScore(told.group_score);
+  require(told.groups >= 1 && told.groups <= experts, "groups: expected 1 to ", experts,
+          " (experts), got ", told.groups);
+  require(told.top_groups >= 1 && told.top_groups <= told.groups, "top_groups: expected 1 to ",
+          told.groups, " (groups), got ", told.top_groups);
+  router.groups = int(told.groups);
+  router.top_groups = int(told.top_groups);
+  return router;
+}
+
+Route route_of(Place const& place, RouteSizes const& sizes, MaybeTensor const& selection_bias,
+               MaybeTensor const& token_mask, RouterScalars const& router) {
+  auto const [tokens, experts, top_k, dtype] = sizes;
+  require(top_k >= 1 && top_k <= experts, "top_k: expected 1 to ", experts, " (experts), got ",
+          top_k);
+  Route args;
+  args.tokens = tokens;
+  args.experts = experts;
+  args.top_k = top_k;
+  args.dtype = dtype;
+  args.router = router_of(router, experts);
+  if (selection_bias.has_value()) {
+    args.selection_bias = place.packed(*selection_bias, "selection_bias", dtype, {experts});
+  }
+  if (token_mask.has_value()) {
+    args.token_mask = place.flags(*token_mask, "token_mask", {tokens});
+  }
+  return args;
+}
+
+Routed::Routed(Place const& place, RouteSizes const& sizes, MaybeTensor const& selection_bias,
+               MaybeTensor const& token_mask, RouterScalars const& router)
+    : args(route_of(place, sizes, selection_bias, token_mask, router)) {
+  auto const [tokens, experts, top_k, dtype] = sizes;
+  bool const sloped = has_slopes(args.router);
+  ids = place.empty_int32({tokens, top_k});
+  scores = place.empty({tokens, top_k}, dtype);
+  slopes = place.empty({sloped ? tokens : 0, top_k}, dtype);
+  args.ids = static_cast<int32_t*>(ids.data_ptr());
+  args.scores = scores.data_ptr();
+  args.slopes = sloped ? slopes.data_ptr() : nullptr;
+}
+
 Tensors3 route(Tensor const& logits, MaybeTensor const& selection_bias,
                MaybeTensor const& token_mask, int64_t top_k, int64_t score, bool renormalize,
                double scale, int64_t groups, int64_t top_groups, double sum_floor,
@@ -29,39 +76,12 @@ Tensors3 route(Tensor const& logits, MaybeTensor const& selection_bias,
   Place const place(logits, "logits");
   require_dims(logits, "logits", 2);
   int64_t const tokens = logits.size(0), experts = logits.size(1);
-  require(top_k >= 1 && top_k <= experts, "top_k: expected 1 to ", experts, " (experts), got ",
-          top_k);
-  Route args;
-  args.tokens = tokens;
-  args.experts = experts;
-  args.top_k = top_k;
-  args.dtype = dtype_of(logits, "logits");
-  args.router = router_of(score, renormalize, scale, sum_floor);
-  require(group_score == 0 || group_score == 1,
-          "group_score: expected 0 (top2_sum) or 1 (max), got ", group_score);
-  args.router.group_score = GroupScore(group_score);
-  require(groups >= 1 && groups <= experts, "groups: expected 1 to ", experts, " (experts), got ",
-          groups);
-  require(top_groups >= 1 && top_groups <= groups, "top_groups: expected 1 to ", groups,
-          " (groups), got ", top_groups);
-  args.router.groups = int(groups);
-  args.router.top_groups = int(top_groups);
-  args.logits = place.rows(logits, "logits", args.dtype, {tokens, experts});
-  if (selection_bias.has_value()) {
-    args.selection_bias = place.packed(*selection_bias, "selection_bias", args.dtype, {experts});
-  }
-  if (token_mask.has_value()) {
-    args.token_mask = place.flags(*token_mask, "token_mask", {tokens});
-  }
-  Tensor ids = place.empty_int32({tokens, top_k});
-  Tensor scores = place.empty({tokens, top_k}, args.dtype);
-  args.ids = static_cast<int32_t*>(ids.data_ptr());
-  args.scores = scores.data_ptr();
-  bool const sloped = has_slopes(args.router);
-  Tensor slopes = place.empty({sloped ? tokens : 0, top_k}, args.dtype);
-  args.slopes = sloped ? slopes.data_ptr() : nullptr;
-  place.run(cpu::route, cuda::route, args);
-  return {scores, ids, slopes};
+  DType const dtype = dtype_of(logits, "logits");
+  Routed routed(place, {tokens, experts, top_k, dtype}, selection_bias, token_mask,
+                {score, renormalize, scale, groups, top_groups, sum_floor, group_score});
+  routed.args.logits = place.rows(logits, "logits", dtype, {tokens, experts});
+  place.run(cpu::route, cuda::route, routed.args);
+  return {routed.scores, routed.ids, routed.slopes};
 }
 
 Tensor route_backward(Tensor const& dscores, Tensor const& scores, Tensor const& ids,

@@ -37,6 +37,11 @@ GateUp order_of(bool interleaved) {
   return interleaved ? GateUp::interleaved : GateUp::concatenated;
 }
 
+// The steps' experts_at; w: one of the weights.
+int32_t const* lists_of(Place const& place, MaybeTensor const& experts_at, Tensor const& w) {
+  return place.lists(experts_at, "experts_at", Layer::kLists, w.size(0));
+}
+
 int64_t rows_of(MaybeTensor const& row_token, Tensor const& by_row) {
   return row_token.has_value() ? row_token->size(0) : by_row.size(0);
 }
@@ -74,6 +79,7 @@ LowRankTerm<ConstUpWeight> term_of(Place const& place, Layer layer, MaybeTensor 
   if (both.rank == 0) return {};
   layer.sizes.hidden = both.rank;
   layer.transposed = false;
+  layer.experts_at = nullptr;  // of the weights
   UpWeight const halves = up_weight_of(place, layer, *b, std::nullopt, layer.dtype);
   return {both.t, {halves.gate, halves.up}, both.rank};
 }
@@ -100,13 +106,17 @@ Tensors2 up_projection(Tensor const& x, Tensor const& offsets, MaybeTensor const
                        Tensor const& w_up, MaybeTensor const& w_gate, MaybeTensor const& b_up,
                        int64_t kind, bool gated, double alpha, double limit, double up_offset,
                        bool clamp_after, bool interleaved, bool transposed, bool keep,
-                       MaybeTensor const& low_rank_t, MaybeTensor const& low_rank_b) {
+                       MaybeTensor const& low_rank_t, MaybeTensor const& low_rank_b,
+                       MaybeTensor const& experts_at) {
   Place const place(x, "x");
   require_dims(x, "x", 2);
   int64_t const rows = rows_of(row_token, x);
-  Layer layer{sizes_of(w_up, transposed, x.size(0), rows, false), dtype_of(x, "x"),
+  Layer layer{sizes_of(w_up, transposed, x.size(0), rows, false),
+              dtype_of(x, "x"),
               activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
-              order_of(interleaved), transposed};
+              order_of(interleaved),
+              transposed,
+              lists_of(place, experts_at, w_up)};
   Sizes& s = layer.sizes;
   s.intermediate = half_of(s.intermediate, gated && !w_gate.has_value(), "w_up");
   UpProjection args;
@@ -130,14 +140,15 @@ Tensors2 up_projection(Tensor const& x, Tensor const& offsets, MaybeTensor const
 
 Tensor down_projection(Tensor const& a, Tensor const& offsets, Tensor const& w_down,
                        MaybeTensor const& b_down, bool transposed, MaybeTensor const& low_rank_t,
-                       MaybeTensor const& low_rank_b) {
+                       MaybeTensor const& low_rank_b, MaybeTensor const& experts_at) {
   Place const place(a, "a");
   require_dims(a, "a", 2);
   Layer const layer{sizes_of(w_down, transposed, a.size(0), a.size(0), true),
                     dtype_of(a, "a"),
                     {},
                     GateUp::concatenated,
-                    transposed};
+                    transposed,
+                    lists_of(place, experts_at, w_down)};
   Sizes const& s = layer.sizes;
   DownProjection args;
   args.sizes = s;
@@ -199,14 +210,17 @@ Tensors3 down_gradient(Tensor const& dout, Tensor const& h, Tensor const& offset
                        Tensor const& w_down, int64_t kind, bool gated, double alpha, double limit,
                        double up_offset, bool clamp_after, bool interleaved, bool transposed,
                        MaybeTensor& db_up, MaybeTensor& db_down, bool accumulate,
-                       MaybeTensor const& low_rank_t, MaybeTensor const& low_rank_b) {
+                       MaybeTensor const& low_rank_t, MaybeTensor const& low_rank_b,
+                       MaybeTensor const& experts_at) {
   Place const place(dout, "dout");
   require_dims(dout, "dout", 2);
   require_dims(h, "h", 2);
   Layer const layer{sizes_of(w_down, transposed, dout.size(0), h.size(0), true),
                     dtype_of(dout, "dout"),
                     activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
-                    order_of(interleaved), transposed};
+                    order_of(interleaved),
+                    transposed,
+                    lists_of(place, experts_at, w_down)};
   Sizes const& s = layer.sizes;
   DownGradient args;
   args.sizes = s;
@@ -261,13 +275,18 @@ Tensor score_gradient(Tensor const& parts, Tensor const& slot_row, Tensor const&
 
 Tensor up_gradient(Tensor const& dh, Tensor const& offsets, Tensor const& w_up,
                    MaybeTensor const& w_gate, bool gated, bool interleaved, bool transposed,
-                   MaybeTensor const& low_rank_t, MaybeTensor const& low_rank_b) {
+                   MaybeTensor const& low_rank_t, MaybeTensor const& low_rank_b,
+                   MaybeTensor const& experts_at) {
   Place const place(dh, "dh");
   require_dims(dh, "dh", 2);
   Activation activation;
   activation.gated = gated;
-  Layer layer{sizes_of(w_up, transposed, dh.size(0), dh.size(0), false), dtype_of(dh, "dh"),
-              activation, order_of(interleaved), transposed};
+  Layer layer{sizes_of(w_up, transposed, dh.size(0), dh.size(0), false),
+              dtype_of(dh, "dh"),
+              activation,
+              order_of(interleaved),
+              transposed,
+              lists_of(place, experts_at, w_up)};
   Sizes& s = layer.sizes;
   s.intermediate = half_of(s.intermediate, gated && !w_gate.has_value(), "w_up");
   UpGradient args;

@@ -104,12 +104,19 @@ void require_dims(Tensor const& tensor, char const* name, int64_t dims) {
 
 Tensor empty_like(Tensor const& like) { return torch::stable::empty_like(like); }
 
-namespace {
-std::atomic<int> sm_budget{0};
+int64_t matrix_stride(Tensor const& tensor) {
+  if (tensor.size(0) != 1) return tensor.stride(0);
+  return std::max(tensor.size(1) * tensor.stride(1), tensor.size(2) * tensor.stride(2));
 }
 
-void set_num_sms(int64_t count) {
+namespace {
+std::atomic<int> sm_budget{0};
+std::atomic<bool> sms_shared{false};
+}  // namespace
+
+void set_num_sms(int64_t count, bool shared) {
   require(count >= 0, "num_sms: expected 0 (all) or more, got ", count);
+  sms_shared.store(shared, std::memory_order_relaxed);
   sm_budget.store(int(std::min(count, int64_t(INT_MAX))), std::memory_order_relaxed);
 }
 
@@ -131,6 +138,7 @@ Place::Place(Tensor const& tensor, char const* name) {
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_index_, &stream));
   queue_.stream = static_cast<CUstream_st*>(stream);
   queue_.sms = int(num_sms());
+  queue_.shared = sms_shared.load(std::memory_order_relaxed);
 }
 
 Tensor Place::make(int64_t const* sizes, int64_t dims, int32_t type) const {
@@ -140,8 +148,12 @@ Tensor Place::make(int64_t const* sizes, int64_t dims, int32_t type) const {
     strides[i] = step;
     step *= sizes[i] > 1 ? sizes[i] : 1;
   }
+  return make(sizes, strides.data(), dims, type);
+}
+
+Tensor Place::make(int64_t const* sizes, int64_t const* strides, int64_t dims, int32_t type) const {
   AtenTensorHandle handle = nullptr;
-  bool const made = aoti_torch_empty_strided(dims, sizes, strides.data(), type, device_type_,
+  bool const made = aoti_torch_empty_strided(dims, sizes, strides, type, device_type_,
                                              device_index_, &handle) == TORCH_SUCCESS;
   // torch has printed its own reason; its exception cannot cross the stable ABI. Python knows this
   // one by how it begins (python/guild/_torch/library.py).
@@ -161,11 +173,45 @@ Tensor Place::empty_int32(Shape shape) const {
 
 Tensor Place::zeros(Shape shape, DType dtype) const {
   Tensor tensor = empty(shape, dtype);
-  TORCH_ERROR_CODE_CHECK(aoti_torch_zero_(tensor.get()));
+  clear(tensor);
   return tensor;
 }
 
+void Place::clear(Tensor const& tensor) const {
+  TORCH_ERROR_CODE_CHECK(aoti_torch_zero_(tensor.get()));
+}
+
 Tensor Place::workspace(int64_t bytes) const { return make(&bytes, 1, aoti_torch_dtype_uint8()); }
+
+Tensor Place::first_int32(Tensor const& buffer, int64_t count) const {
+  int64_t const stride = 1;
+  AtenTensorHandle handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch__alloc_from_pool(buffer.get(), 0, aoti_torch_dtype_int32(), 1,
+                                                     &count, &stride, &handle));
+  return Tensor(handle);
+}
+
+Tensor Place::stacked_like(Tensor const& weight) const {
+  int64_t const rows = weight.size(1), columns = weight.size(2);
+  bool const by_columns = weight.stride(1) < weight.stride(2);
+  int64_t const strides[] = {rows * columns, by_columns ? 1 : columns, by_columns ? rows : 1};
+  return make(weight.sizes().data(), strides, 3, type_code(weight));
+}
+
+Tensor Place::view(Tensor const& first, Shape sizes, Shape strides) const {
+  int32_t type = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(first.get(), &type));
+  AtenTensorHandle handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_create_tensor_from_blob(
+      first.data_ptr(), int64_t(sizes.size()), sizes.begin(), strides.begin(),
+      /*storage_offset=*/0, type, device_type_, device_index_, &handle));
+  return Tensor(handle);
+}
+
+void Place::copy_indices(int32_t const* from, int64_t count, int32_t* to) const {
+  if (on_cuda_) return cuda::copy_indices(from, count, to, queue_);
+  std::copy_n(from, count, to);
+}
 
 void* Place::data(Tensor const& tensor, char const* name, Shape shape) const {
   int32_t type = 0;
@@ -212,6 +258,11 @@ int64_t const* Place::seed(Tensor const& tensor, char const* name) const {
   return static_cast<int64_t const*>(pointer);
 }
 
+int32_t const* Place::lists(MaybeTensor const& tensor, char const* name, int64_t lists,
+                            int64_t experts) const {
+  return tensor.has_value() ? indices(*tensor, name, {lists, experts}) : nullptr;
+}
+
 uint8_t* Place::flags(Tensor const& tensor, char const* name, Shape shape) const {
   void* const pointer = data(tensor, name, shape);
   require(type_code(tensor) == aoti_torch_dtype_bool(), name, ": expected dtype bool, got torch ",
@@ -247,7 +298,7 @@ Rows Place::rows(MaybeTensor const& tensor, char const* name, DType dtype, Shape
 Weight Place::weight(Tensor const& tensor, char const* name, DType dtype, Shape shape,
                      bool transposed) const {
   void* const pointer = typed(tensor, name, dtype, shape);
-  return {pointer, tensor.stride(0), tensor.stride(transposed ? 2 : 1),
+  return {pointer, matrix_stride(tensor), tensor.stride(transposed ? 2 : 1),
           tensor.stride(transposed ? 1 : 2)};
 }
 
@@ -264,16 +315,18 @@ UpWeight up_weight_of(Place const& place, Layer const& layer, Tensor const& w_up
                       MaybeTensor const& w_gate, DType dtype) {
   Sizes const& s = layer.sizes;
   int64_t const width = w_gate.has_value() ? s.intermediate : layer.width();
-  auto const view = [&](Tensor const& tensor, char const* name) {
-    return layer.transposed
-               ? place.weight(tensor, name, dtype, {s.experts, s.hidden, width}, true)
-               : place.weight(tensor, name, dtype, {s.experts, width, s.hidden}, false);
+  auto const view = [&](Tensor const& tensor, char const* name, int list) {
+    Weight weight = layer.transposed
+                        ? place.weight(tensor, name, dtype, {s.experts, s.hidden, width}, true)
+                        : place.weight(tensor, name, dtype, {s.experts, width, s.hidden}, false);
+    weight.expert_at = layer.expert_at(list);
+    return weight;
   };
   if (w_gate.has_value()) {
     require(layer.activation.gated, "w_gate: expected none with an activation without a gate");
-    return {view(*w_gate, "w_gate"), view(w_up, "w_up")};
+    return {view(*w_gate, "w_gate", Layer::kGate), view(w_up, "w_up", Layer::kUp)};
   }
-  Weight gate = view(w_up, "w_up");
+  Weight gate = view(w_up, "w_up", Layer::kUp);
   Weight up = gate;
   if (!layer.activation.gated) return {gate, up};
   bool const alternate = layer.order == GateUp::interleaved;
@@ -287,9 +340,12 @@ UpWeight up_weight_of(Place const& place, Layer const& layer, Tensor const& w_up
 
 Weight down_weight_of(Place const& place, Layer const& layer, Tensor const& w_down, DType dtype) {
   Sizes const& s = layer.sizes;
-  return layer.transposed
-             ? place.weight(w_down, "w_down", dtype, {s.experts, s.intermediate, s.hidden}, true)
-             : place.weight(w_down, "w_down", dtype, {s.experts, s.hidden, s.intermediate}, false);
+  Weight weight =
+      layer.transposed
+          ? place.weight(w_down, "w_down", dtype, {s.experts, s.intermediate, s.hidden}, true)
+          : place.weight(w_down, "w_down", dtype, {s.experts, s.hidden, s.intermediate}, false);
+  weight.expert_at = layer.expert_at(Layer::kDown);
+  return weight;
 }
 
 Slots slots_of(Place const& place, Tensor const& tensor, char const* name,

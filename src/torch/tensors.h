@@ -28,7 +28,8 @@ DType dtype_of(Tensor const& tensor, char const* name);
 
 // How many multiprocessors kernels may fill, for every thread of the process: backward runs on
 // threads of its own. 0 is all of them.
-void set_num_sms(int64_t count);
+// shared: other kernels run at the same time (cuda::Queue).
+void set_num_sms(int64_t count, bool shared);
 int64_t num_sms();
 
 // Where a call runs: the device of its first tensor. Holds that device and its current stream for
@@ -61,7 +62,18 @@ class Place {
   Tensor empty(Shape shape, DType dtype) const;
   Tensor empty_int32(Shape shape) const;
   Tensor zeros(Shape shape, DType dtype) const;
+  void clear(Tensor const& tensor) const;  // to zeros
   Tensor workspace(int64_t bytes) const;
+  // The first `count` int32 of a contiguous buffer on this device, which stays alive with them.
+  Tensor first_int32(Tensor const& buffer, int64_t count) const;
+
+  // A new tensor of a weight's shape, one matrix after the other, each laid out as in it.
+  Tensor stacked_like(Tensor const& weight) const;
+
+  // A tensor over memory from the first element of another on; it owns nothing.
+  Tensor view(Tensor const& first, Shape sizes, Shape strides) const;
+
+  void copy_indices(int32_t const* from, int64_t count, int32_t* to) const;  // from the host
 
   // The data of a tensor on this device with this shape; nothing is said about its strides.
   void* data(Tensor const& tensor, char const* name, Shape shape) const;
@@ -75,12 +87,16 @@ class Place {
   // ... of rows with contiguous columns.
   Rows rows(Tensor const& tensor, char const* name, DType dtype, Shape shape) const;
   Rows rows(MaybeTensor const& tensor, char const* name, DType dtype, Shape shape) const;
+  // int32 (lists, experts), or null.
+  int32_t const* lists(MaybeTensor const& tensor, char const* name, int64_t lists,
+                       int64_t experts) const;
   // ... of one matrix per expert, (experts, out, in), or (experts, in, out) if transposed.
   Weight weight(Tensor const& tensor, char const* name, DType dtype, Shape shape,
                 bool transposed) const;
 
  private:
   Tensor make(int64_t const* sizes, int64_t dims, int32_t type) const;
+  Tensor make(int64_t const* sizes, int64_t const* strides, int64_t dims, int32_t type) const;
 
   bool on_cuda_ = false;
   int32_t device_type_ = 0, device_index_ = 0;
@@ -95,9 +111,15 @@ struct Layer {
   DType dtype;
   Activation activation;
   GateUp order;
-  bool transposed;  // weights are (E, in, out)
+  bool transposed;                      // weights are (E, in, out)
+  int32_t const* experts_at = nullptr;  // (3, E): expert_at of w_up, w_gate and w_down
 
   int64_t width() const { return sizes.intermediate * (activation.gated ? 2 : 1); }
+
+  enum List { kUp, kGate, kDown, kLists };  // of experts_at
+  int32_t const* expert_at(int list) const {
+    return experts_at == nullptr ? nullptr : experts_at + list * sizes.experts;
+  }
 };
 
 Activation activation_of(int64_t kind, bool gated, double alpha, double limit, double up_offset,
@@ -128,5 +150,9 @@ void require_dims(Tensor const& tensor, char const* name, int64_t dims);
 
 // A new tensor laid out in memory as `like` is, where that is dense.
 Tensor empty_like(Tensor const& like);
+
+// The distance of the matrices of (matrices, rows, columns); of one alone, which has none, such
+// that what is aligned stays so.
+int64_t matrix_stride(Tensor const& tensor);
 
 }  // namespace guild::binding

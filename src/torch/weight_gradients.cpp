@@ -1,6 +1,7 @@
 // Weight and bias gradients into tensors of the caller: written, or added to what is there (fp32
 // accumulation over micro-batches, Megatron's main_grad).
 #include "torch/ops.h"
+#include "torch/overlap.h"
 
 namespace guild::binding {
 
@@ -54,7 +55,8 @@ Rows input_rows(Place const& place, Layer const& layer, Tensor const& tensor, ch
 
 void up_weight_gradient_out(Tensor const& x, Tensor const& dh, Tensor const& offsets,
                             MaybeTensor const& row_token, Tensor& dw_up, MaybeTensor& dw_gate,
-                            bool gated, bool interleaved, bool transposed, bool accumulate) {
+                            bool gated, bool interleaved, bool transposed, bool accumulate,
+                            MaybeTensor const& experts_at) {
   Place const place(x, "x");
   require_dims(x, "x", 2);
   require_dims(dh, "dh", 2);
@@ -62,12 +64,13 @@ void up_weight_gradient_out(Tensor const& x, Tensor const& dh, Tensor const& off
   int64_t const rows = dh.size(0), width = dh.size(1);
   require(!gated || width % 2 == 0, "dh: expected an even number of columns (gate and up), got ",
           width);
-  Layer const layer = layer_of({.tokens = x.size(0),
-                                .hidden = x.size(1),
-                                .intermediate = gated ? width / 2 : width,
-                                .experts = offsets.size(0) - 1,
-                                .slots = rows},
-                               dtype_of(x, "x"), {gated, interleaved, transposed});
+  Layer layer = layer_of({.tokens = x.size(0),
+                          .hidden = x.size(1),
+                          .intermediate = gated ? width / 2 : width,
+                          .experts = offsets.size(0) - 1,
+                          .slots = rows},
+                         dtype_of(x, "x"), {gated, interleaved, transposed});
+  layer.experts_at = place.lists(experts_at, "experts_at", Layer::kLists, layer.sizes.experts);
   auto args = gradient_args<UpWeightGradient>(place, layer, offsets, row_token,
                                               dtype_of(dw_up, "dw_up"), accumulate);
   args.gated = gated;
@@ -75,27 +78,33 @@ void up_weight_gradient_out(Tensor const& x, Tensor const& dh, Tensor const& off
   args.x = input_rows(place, layer, x, "x", row_token);
   args.dh = place.rows(dh, "dh", layer.dtype, {rows, width});
   args.dw = up_weight_of(place, layer, dw_up, dw_gate, args.dw_dtype);
+  require_apart(
+      {{"dw_up", own_memory(dw_up, experts_at)}, {"dw_gate", own_memory(dw_gate, experts_at)}},
+      {{"x", x}, {"dh", dh}, {"offsets", offsets}, {"row_token", row_token}});
   place.run_product(cpu::up_weight_gradient, cuda::up_weight_gradient, args);
 }
 
 void down_weight_gradient_out(Tensor const& dout, Tensor const& a, Tensor const& offsets,
                               MaybeTensor const& row_token, Tensor& dw_down, bool transposed,
-                              bool accumulate) {
+                              bool accumulate, MaybeTensor const& experts_at) {
   Place const place(dout, "dout");
   require_dims(dout, "dout", 2);
   require_dims(a, "a", 2);
   require_dims(offsets, "offsets", 1);
-  Layer const layer = layer_of({.tokens = dout.size(0),
-                                .hidden = dout.size(1),
-                                .intermediate = a.size(1),
-                                .experts = offsets.size(0) - 1,
-                                .slots = a.size(0)},
-                               dtype_of(dout, "dout"), {.transposed = transposed});
+  Layer layer = layer_of({.tokens = dout.size(0),
+                          .hidden = dout.size(1),
+                          .intermediate = a.size(1),
+                          .experts = offsets.size(0) - 1,
+                          .slots = a.size(0)},
+                         dtype_of(dout, "dout"), {.transposed = transposed});
+  layer.experts_at = place.lists(experts_at, "experts_at", Layer::kLists, layer.sizes.experts);
   auto args = gradient_args<DownWeightGradient>(place, layer, offsets, row_token,
                                                 dtype_of(dw_down, "dw_down"), accumulate);
   args.dout = input_rows(place, layer, dout, "dout", row_token);
   args.a = place.rows(a, "a", layer.dtype, {a.size(0), a.size(1)});
   args.dw = down_weight_of(place, layer, dw_down, args.dw_dtype);
+  require_apart({{"dw_down", own_memory(dw_down, experts_at)}},
+                {{"dout", dout}, {"a", a}, {"offsets", offsets}, {"row_token", row_token}});
   place.run_product(cpu::down_weight_gradient, cuda::down_weight_gradient, args);
 }
 
@@ -103,20 +112,21 @@ void weight_gradients_out(Tensor const& x, Tensor const& dout, Tensor const& dh,
                           Tensor const& a_scaled, Tensor const& offsets,
                           MaybeTensor const& row_token, MaybeTensor& dw_up, MaybeTensor& dw_gate,
                           MaybeTensor& dw_down, bool gated, bool interleaved, bool transposed,
-                          bool accumulate) {
+                          bool accumulate, MaybeTensor const& experts_at) {
   Place const place(x, "x");
   require_dims(x, "x", 2);
   require_dims(a_scaled, "a_scaled", 2);
   require_dims(offsets, "offsets", 1);
   require(dw_up.has_value() || !dw_gate.has_value(), "dw_gate: expected none without dw_up");
   if (!dw_up.has_value() && !dw_down.has_value()) return;
-  Layer const layer = layer_of({.tokens = x.size(0),
-                                .hidden = x.size(1),
-                                .intermediate = a_scaled.size(1),
-                                .experts = offsets.size(0) - 1,
-                                .slots = a_scaled.size(0)},
-                               dtype_of(x, "x"), {gated, interleaved, transposed});
+  Layer layer = layer_of({.tokens = x.size(0),
+                          .hidden = x.size(1),
+                          .intermediate = a_scaled.size(1),
+                          .experts = offsets.size(0) - 1,
+                          .slots = a_scaled.size(0)},
+                         dtype_of(x, "x"), {gated, interleaved, transposed});
   Sizes const& s = layer.sizes;
+  layer.experts_at = place.lists(experts_at, "experts_at", Layer::kLists, layer.sizes.experts);
   auto args = gradient_args<MoeWeightGradients>(
       place, layer, offsets, row_token,
       dw_up.has_value() ? dtype_of(*dw_up, "dw_up") : dtype_of(*dw_down, "dw_down"), accumulate);
@@ -128,6 +138,11 @@ void weight_gradients_out(Tensor const& x, Tensor const& dout, Tensor const& dh,
   args.a_scaled = place.rows(a_scaled, "a_scaled", layer.dtype, {s.rows(), s.intermediate});
   if (dw_up.has_value()) args.dw_up = up_weight_of(place, layer, *dw_up, dw_gate, args.dw_dtype);
   if (dw_down.has_value()) args.dw_down = down_weight_of(place, layer, *dw_down, args.dw_dtype);
+  require_apart(
+      {{"dw_up", own_memory(dw_up, experts_at)},
+       {"dw_gate", own_memory(dw_gate, experts_at)},
+       {"dw_down", own_memory(dw_down, experts_at)}},
+      {{"x", x}, {"dout", dout}, {"dh", dh}, {"a_scaled", a_scaled}, {"offsets", offsets}});
   Tensor const workspace = place.workspace(moe_weight_gradients_workspace_bytes(s));
   args.workspace = workspace.data_ptr();
   place.run(cpu::moe_weight_gradients, cuda::moe_weight_gradients, args);
@@ -153,6 +168,7 @@ void bias_gradient_out(Tensor const& m, Tensor const& offsets, MaybeTensor const
   }
   args.m = place.rows(m, "m", args.dtype, {m.size(0), args.width});
   args.db = place.rows(db, "db", args.db_dtype, {args.experts, args.width});
+  require_apart({{"db", db}}, {{"m", m}, {"offsets", offsets}, {"row_token", row_token}});
   place.run(cpu::bias_gradient, cuda::bias_gradient, args);
 }
 

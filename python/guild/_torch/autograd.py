@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import wraps
 from typing import Any, NoReturn
 
 import torch
@@ -24,6 +25,37 @@ library = torch.library.Library("guild", "FRAGMENT")
 def rows_of(matrix: Tensor) -> Tensor:
     """A matrix as the kernels read it; `sum().backward()` gives an expanded scalar."""
     return matrix if matrix.is_contiguous() else matrix.contiguous()
+
+
+def below_autograd(function: Callable) -> Callable:
+    """A function through which nothing is differentiated, such as an autograd.Function's own.
+
+    Ops then go past the kernels that this module gives them, which are in Python and take longer
+    than many an op takes to start.
+    """
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
+            return function(*args, **kwargs)
+
+    return call
+
+
+def without_lists(ctx: Any, experts_at: Tensor | None, *weights: Tensor | None) -> tuple:
+    """What save_for_backward takes of an op's weights, and experts_at, to be read off `with_lists`.
+
+    A view of a list at no one distance is not among it: a hook of saved tensors could move it away
+    from the tensors that experts_at finds. ctx keeps such views itself.
+    """
+    ctx.experts_at = experts_at
+    ctx.lists = None if experts_at is None else weights
+    return weights if experts_at is None else (None,) * len(weights)
+
+
+def with_lists(ctx: Any, *saved: Tensor | None) -> tuple:
+    """The op's weights from what was saved of them."""
+    return saved if ctx.lists is None else ctx.lists
 
 
 def register(name: str, backward: Callable, setup: Callable) -> None:

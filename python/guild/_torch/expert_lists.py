@@ -1,15 +1,19 @@
 """Weights that come as one tensor per expert, read as one tensor without copying them.
 
 Tensors of one storage with one distance between neighbours are a strided view of that storage. Any
-others are copied into one tensor at each call, with a warning; so are all inside torch.compile and
-under torch.func's transforms, where tensors have no addresses.
+others are a view whose distance divides all of theirs, beside the place of each in units of it
+(`Placed`). What cannot be seen so is copied into one tensor at each call, with a warning; so are
+all inside torch.compile and under torch.func's transforms, where tensors have no addresses.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
+from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,10 +21,12 @@ from torch import Tensor
 from guild._torch.checks import (
     dtype_name,
     expect_device,
+    expect_own_elements,
     expect_shape,
     expect_tensor,
     has_memory,
 )
+from guild._torch.operators import is_cast, ops
 
 Listed = Tensor | Sequence[Tensor]
 
@@ -28,7 +34,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)  # no fake ones, no wrappers
 
 
 class CopiedWeightsWarning(UserWarning):
-    """Tensors of a list of experts' weights or gradients do not lie evenly, and are copied.
+    """Tensors of a list of experts' weights or gradients cannot be used in place, and are copied.
 
     `warnings.simplefilter("error", guild.CopiedWeightsWarning)` makes it an error.
     """
@@ -47,59 +53,77 @@ def is_pair(value: object, dims: int = 2) -> bool:
     return isinstance(value, list | tuple) and not is_list(value, dims)
 
 
-def joined(name: str, value: Listed, dims: int = 2, attached: bool = True) -> Tensor:
+class Placed(NamedTuple):
+    """Experts' matrices as one tensor (E, rows, columns), and where those of a list are.
+
+    Matrix e is at e strides of the tensor's first dimension from its beginning, or at `at[e]` where
+    that is not None: then only ops that are told so may read the tensor, which keeps nothing alive.
+    """
+
+    tensor: Tensor
+    at: array | None = None
+
+    @property
+    def mT(self) -> Placed:  # noqa: N802 - as torch's
+        """Every matrix transposed."""
+        return Placed(self.tensor.mT, self.at)
+
+
+@torch.library.register_fake("guild::expert_view")
+def _fake_view(first: Tensor, experts: int, stride: int) -> Tensor:
+    return first.new_empty_strided((experts, *first.shape), (stride, *first.stride()))
+
+
+@torch.library.register_fake("guild::expert_table")
+def _fake_table(like: Tensor, indices: Tensor) -> Tensor:
+    return like.new_empty(indices.shape, dtype=torch.int32)
+
+
+def table_of(*placed: Placed | None) -> Tensor | None:
+    """What ops take as `experts_at`: int32, a row for each; None where no list needs one.
+
+    Nor is there one for lists of different lengths, which checks of their shapes do not let pass.
+    """
+    if all(p is None or p.at is None for p in placed):
+        return None
+    uneven = [p for p in placed if p is not None and p.at is not None]
+    if len({len(p.at) for p in uneven}) > 1:
+        return None
+    values = array("i")
+    for p in placed:
+        values.extend(range(len(uneven[0].at)) if p is None or p.at is None else p.at)
+    rows = torch.frombuffer(values, dtype=torch.int32).view(len(placed), -1)
+    return ops.expert_table(uneven[0].tensor, rows)
+
+
+def joined(name: str, value: Listed | Placed, dims: int = 2, attached: bool = True) -> Placed:
     """A list of experts' tensors as one; anything else as it is.
 
     attached: gradients go to each tensor of the list.
     """
-    if not is_list(value, dims):
+    if isinstance(value, Placed):
         return value
+    if not is_list(value, dims):
+        return Placed(value)
     tensors = list(value)
     _expect_alike(name, tensors)
     if not (attached and torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
         with torch.no_grad():
             return _joined(name, tensors)
     if not _have_addresses(tensors):
-        return torch.stack(tensors)
-    return _Joined.apply(name, *tensors)
+        return Placed(torch.stack(tensors))
+    found = _joined(name, tensors)
+    return Placed(_Joined.apply(name, found, *tensors), found.at)
 
 
-def joined_halves(name: str, value: object, dims: int = 2, attached: bool = True) -> object:
+def joined_halves(
+    name: str, value: object, dims: int = 2, attached: bool = True
+) -> Placed | tuple[Placed, ...]:
     """`joined` of a weight that may be a pair (gate, up), each a tensor or a list."""
     if not is_pair(value, dims) or len(value) != 2:
         return joined(name, value, dims, attached)
     names = (f"{name}[0] (gate)", f"{name}[1] (up)")
     return tuple(joined(n, half, dims, attached) for n, half in zip(names, value, strict=True))
-
-
-def lie_backwards(*values: object) -> bool:
-    """Whether all are lists, or pairs of lists, that are read in place from the last to the first.
-
-    Buffers that are filled from the last parameter to the first leave them so.
-    """
-    lists = []
-    for value in values:
-        halves = value if isinstance(value, list | tuple) and len(value) == 2 else ()
-        if is_list(value) or is_list(value, 1):
-            lists.append(value)
-        elif halves and all(is_list(half) or is_list(half, 1) for half in halves):
-            lists += halves
-        elif value is not None:
-            return False
-    return bool(lists) and all(
-        len(ts) > 1
-        and _have_addresses(ts)
-        and ts[0].data_ptr() > ts[1].data_ptr()
-        and view_of(list(ts)[::-1]) is not None
-        for ts in lists
-    )
-
-
-def reversed_lists(value: object) -> object:
-    """The last expert first; None is None."""
-    if value is None or is_list(value) or is_list(value, 1):
-        return value and list(value)[::-1]
-    return tuple(list(half)[::-1] for half in value)
 
 
 class Versions:
@@ -119,37 +143,42 @@ class Versions:
 
 
 class _Joined(torch.autograd.Function):
-    """One tensor of many, and one gradient for each of them."""
+    """One tensor of many, made already, and one gradient for each of them."""
 
     @staticmethod
-    def forward(ctx, name, *tensors):
+    def forward(ctx, name, found, *tensors):
         ctx.versions = Versions(name, tensors)
-        return _joined(name, tensors)
+        return found.tensor
 
     @staticmethod
     def backward(ctx, gradient):
         ctx.versions.expect_unchanged()
-        wanted = ctx.needs_input_grad[1:]
+        wanted = ctx.needs_input_grad[2:]
         parts = gradient.unbind(0)
-        return None, *(part if w else None for part, w in zip(parts, wanted, strict=True))
+        return None, None, *(part if w else None for part, w in zip(parts, wanted, strict=True))
 
 
-def _joined(name: str, tensors: Sequence[Tensor]) -> Tensor:
+@torch.no_grad()
+def _joined(name: str, tensors: Sequence[Tensor]) -> Placed:
     if not _have_addresses(tensors):
-        return torch.stack(tuple(tensors))
+        return Placed(torch.stack(tuple(tensors)))
     view = view_of(tensors)
-    if view is None:
+    if view is not None:
+        return Placed(view)
+    if tensors[0].dim() == 1:  # a bias: a small fraction of a weight
+        return Placed(torch.stack(tuple(tensors)))
+    found = None if is_cast(tensors[0]) else placed(tensors)
+    if found is None:
         say_copied(name)
-        return torch.stack(tuple(tensors))
-    return view
+        return Placed(torch.stack(tuple(tensors)))
+    return found
 
 
 def say_copied(name: str) -> None:
     """Warn that a list costs a copy of itself."""
     warnings.warn(
-        f"{name}: the experts' tensors do not follow each other at one distance in one storage, so "
-        "each call copies them into one tensor; make them views of one, as "
-        "guild.lay_evenly does once",
+        f"{name}: the experts' tensors cannot be used where they are, so each call copies them; "
+        "make them views of one tensor, as guild.lay_evenly does once",
         CopiedWeightsWarning,
         stacklevel=_depth_of_caller(),
     )
@@ -187,6 +216,96 @@ def view_of(tensors: Sequence[Tensor]) -> Tensor | None:
     if first.numel() == 0 or (last + 1) * size > first.untyped_storage().nbytes():
         return None
     return first.as_strided((len(tensors), *first.shape), (step, *strides))
+
+
+_UNIT = 16  # bytes: weights and their distances are multiples on a GPU
+_MOST_STRIDE, _MOST_PLACES = 1 << 40, 1 << 31  # of a tensor map, and of int32
+
+
+def placed(tensors: Sequence[Tensor], written: bool = False) -> Placed | None:
+    """Tensors anywhere in memory as one; None where they differ, or no distance divides theirs.
+
+    written: they are an op's outputs, which must not overlap; of inputs a GPU asks for more.
+    """
+    first = tensors[0].detach()
+    size, shape, strides, dtype = first.element_size(), first.shape, first.stride(), first.dtype
+    if not first.numel() or any(
+        t.stride() != strides or t.shape != shape or t.dtype is not dtype for t in tensors
+    ):
+        return None
+    begins = [t.data_ptr() for t in tensors]
+    lowest = min(begins)
+    gaps = [begin - lowest for begin in begins]
+    unit = _UNIT if first.is_cuda and not written else size
+    if first.is_cuda and not written and not (lowest % _UNIT == 0 and _reads_in_place(first)):
+        return None
+    length = size * (1 + _last_element(first))
+    if written and not _fit(first, sorted(gaps), length):
+        return None
+    step = math.gcd(*gaps) or -(-length // _UNIT) * _UNIT  # of one tensor for all, any
+    while step >= _MOST_STRIDE and step // 2 % unit == 0:
+        step //= 2
+    if step % unit or step >= _MOST_STRIDE or max(gaps) // step >= _MOST_PLACES:
+        return None
+    base = tensors[gaps.index(0)].detach()
+    view = ops.expert_view(base, len(tensors), step // size)
+    return Placed(view, array("i", [gap // step for gap in gaps]))
+
+
+def _reads_in_place(matrix: Tensor) -> bool:
+    """Whether its strides are those that the GPU's products take."""
+    rows, columns = matrix.stride()
+    return 1 in (rows, columns) and max(rows, columns) * matrix.element_size() % _UNIT == 0
+
+
+def _fit(matrix: Tensor, gaps: list[int], length: int) -> bool:
+    """Whether matrices like this one, `length` bytes from end to end, do not overlap."""
+    if any(b - a < length for a, b in zip(gaps, gaps[1:], strict=False)):
+        return False
+    try:
+        expect_own_elements("", matrix)
+    except ValueError:
+        return False
+    return True
+
+
+def stacked_like(weight: Tensor) -> Tensor:
+    """A new tensor of a weight's shape, one matrix after the other, each laid out as in it."""
+    experts, rows, columns = weight.shape
+    if weight.stride(1) >= weight.stride(2):
+        return weight.new_empty(experts, rows, columns)
+    return weight.new_empty(experts, columns, rows).mT
+
+
+def stacked(value: object, dims: int = 2) -> object:
+    """A list of experts' tensors as one new tensor, each of a pair too; anything else as it is."""
+    if is_list(value, dims):
+        return torch.stack(list(value))
+    return tuple(stacked(half, dims) for half in value) if is_pair(value, dims) else value
+
+
+def touching(out: Tensor, name: str, value: object) -> dict[str, Tensor]:
+    """What may share memory with `out`, by name: of a list, or of a pair, or a tensor itself."""
+    if isinstance(value, Tensor):
+        return {name: value}
+    if is_pair(value):
+        names = f"{name}[0] (gate)", f"{name}[1] (up)"
+        halves = (touching(out, n, half) for n, half in zip(names, value, strict=True))
+        return {n: t for found in halves for n, t in found.items()}
+    if not _have_addresses([out, *value]):
+        return {}
+    length, most = (t.element_size() * (1 + _last_element(t)) for t in (value[0], out))
+    begin = out.data_ptr()
+    return {
+        f"{name}[{e}]": t
+        for e, t in enumerate(value)
+        if t.data_ptr() < begin + most and begin < t.data_ptr() + length
+    }
+
+
+def _last_element(tensor: Tensor) -> int:
+    sides = zip(tensor.shape, tensor.stride(), strict=True)
+    return sum((n - 1) * stride for n, stride in sides)
 
 
 def _have_addresses(tensors: Sequence[Tensor]) -> bool:

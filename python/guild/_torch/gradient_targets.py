@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from guild._torch.checks import dtype_name, expect_own_elements
-from guild._torch.expert_lists import Listed, say_copied, view_of
+from guild._torch.expert_lists import Listed, Placed, placed, say_copied, view_of
 
 
 def members(parameter: Listed | None) -> list[Tensor]:
@@ -117,11 +117,11 @@ def expect_targets(name: str, parameter: Listed | None, main_grad: bool) -> None
             main_grad_of(own, tensor)
 
 
-def empty_like(parameter: Listed, dtype: torch.dtype) -> Tensor:
+def empty_like(parameter: Listed, dtype: torch.dtype) -> Placed:
     """A tensor for the gradient of a parameter that wants none."""
     if isinstance(parameter, Tensor):
-        return torch.empty_like(parameter, dtype=dtype)
-    return parameter[0].new_empty((len(parameter), *parameter[0].shape), dtype=dtype)
+        return Placed(torch.empty_like(parameter, dtype=dtype))
+    return Placed(parameter[0].new_empty((len(parameter), *parameter[0].shape), dtype=dtype))
 
 
 # ---- targets ------------------------------------------------------------------------------------
@@ -130,11 +130,11 @@ def empty_like(parameter: Listed, dtype: torch.dtype) -> Tensor:
 @contextmanager
 def targets(
     main_grad: bool, *named: tuple[str, Listed | None]
-) -> Iterator[tuple[list[Tensor | None], bool]]:
+) -> Iterator[tuple[list[Placed | None], bool]]:
     """Tensors for one op to write to, None where nothing is wanted, and whether it adds to them.
 
-    A list that lies evenly is one tensor in place. Of any other the op writes a tensor of its own,
-    whose parts go to their places at the end.
+    A list is written in place. Where that cannot be the op writes a tensor of its own, whose parts
+    go to their places at the end.
     """
     wanted = [(n, p, [t for t in members(p) if t.requires_grad]) for n, p in named]
     existing = {
@@ -152,7 +152,7 @@ def targets(
         if not ts:
             opened.append(None)
         elif isinstance(parameter, Tensor):
-            opened.append(_whole(parameter, existing, fresh, add))
+            opened.append(Placed(_whole(parameter, existing, fresh, add)))
         else:
             target, parts = _listed(name, members(parameter), existing, fresh, add)
             opened.append(target)
@@ -174,30 +174,51 @@ def _whole(t: Tensor, existing: dict, fresh: set[int], add: bool) -> Tensor:
 
 def _listed(
     name: str, tensors: list[Tensor], existing: dict, fresh: set[int], add: bool
-) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+) -> tuple[Placed, list[tuple[Tensor, Tensor]]]:
     """The target of a list, and which part of it is still to be put where."""
-    all_there = [existing.get(id(t)) for t in tensors]
     shape = (len(tensors), *tensors[0].shape)
     new = torch.zeros if add else torch.empty
     dtype, device = tensors[0].dtype, tensors[0].device
-    if len({id(t) for t in tensors}) == len(tensors):
-        if all(t.requires_grad and existing[id(t)] is None for t in tensors):
+    if len({id(t) for t in tensors}) == len(tensors) and all(t.requires_grad for t in tensors):
+        if all(existing[id(t)] is None for t in tensors):
             target = new(shape, dtype=dtype, device=device)
             for t, part in zip(tensors, target, strict=True):
                 t.grad = part
-            return target, []
-        view = None if any(there is None for there in all_there) else view_of(all_there)
-        if view is not None and _apart(view):
-            torch.autograd.graph.increment_version(all_there)
-            for t, there in zip(tensors, all_there, strict=True):
-                if add and id(t) in fresh:
-                    there.zero_()
-            return view, []
+            return Placed(target), []
+        found = _in_place(tensors, existing, fresh, add)
+        if found is not None:
+            return found, []
+    there = [existing[id(t)] for t in tensors if existing.get(id(t)) is not None]
+    if there and len(shape) > 2:  # of a bias it costs next to nothing
         say_copied(f"{name}'s gradients")
-    dtype = next((there.dtype for there in all_there if there is not None), dtype)
+    dtype = there[0].dtype if there else dtype
     target = new(shape, dtype=dtype, device=device)
     wanted = [(t, part) for t, part in zip(tensors, target, strict=True) if t.requires_grad]
-    return target, wanted
+    return Placed(target), wanted
+
+
+def _in_place(tensors: list[Tensor], existing: dict, fresh: set[int], add: bool) -> Placed | None:
+    """Where the gradients of a list are, as one tensor; None if nothing describes that."""
+    for t in tensors:
+        if existing[id(t)] is None:  # as some others have one, which are added to
+            existing[id(t)] = t.grad = torch.zeros_like(t)
+            fresh.discard(id(t))
+    there = [existing[id(t)] for t in tensors]
+    if not all(type(t) is Tensor for t in there):
+        return None
+    view = view_of(there)
+    if view is not None and _apart(view):
+        found = Placed(view)
+    elif there[0].dim() == 2:
+        found = placed(there, written=True)
+    else:
+        found = None
+    if found is not None:
+        torch.autograd.graph.increment_version(there)
+        for t, own in zip(tensors, there, strict=True):
+            if add and id(t) in fresh:
+                own.zero_()
+    return found
 
 
 def _apart(view: Tensor) -> bool:

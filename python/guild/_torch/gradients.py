@@ -13,11 +13,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from guild._torch import router_gradients  # noqa: F401 - registers the router's gradients
-from guild._torch.autograd import library, register, register_without_gradient, rows_of, tied
+from guild._torch.autograd import (
+    library,
+    register,
+    register_without_gradient,
+    rows_of,
+    tied,
+    with_lists,
+    without_lists,
+)
 from guild._torch.operators import LayerFlags, ops
 from guild.activations import KINDS, ORDERS, Activation
 
-_FLAGS = (None,) * (len(LayerFlags._fields) + 1)  # gradients of a layer's flags and of `keep`
+_FLAGS = (None,) * (len(LayerFlags._fields) + 2)  # gradients of flags, `keep` and experts_at
 
 
 def wanted_bits(
@@ -47,18 +55,21 @@ def pre_activations(
     w_gate: Tensor | None,
     b_up: Tensor | None,
     flags: LayerFlags,
+    experts_at: Tensor | None = None,
 ) -> Tensor:
     """H (R, W): as kept, or computed again from x where forward kept none."""
     rows = (x if row_token is None else row_token).shape[0]
     if h.shape[0] == rows:
         return h
-    return ops.up_projection(x, offsets, row_token, w_up, w_gate, b_up, *flags, True)[1]
+    layer = w_up, w_gate, b_up, *flags
+    return ops.up_projection(x, offsets, row_token, *layer, True, experts_at=experts_at)[1]
 
 
 def _moe_setup(ctx, inputs, output):
     x, _, scores, token_offsets, _, w_up, w_gate, w_down, b_up, b_down, *rest = inputs
     _, h, offsets, row_token, slot_row, row_score = output
     ctx.flags, _ = LayerFlags.and_last(rest)
+    weights = without_lists(ctx, LayerFlags.experts_at(rest), w_up, w_gate, w_down)
     ctx.save_for_backward(
         scores,
         b_up,
@@ -69,9 +80,7 @@ def _moe_setup(ctx, inputs, output):
         slot_row,
         row_score,
         token_offsets,
-        w_up,
-        w_gate,
-        w_down,
+        *weights,
         b_down,
     )
     ctx.mark_non_differentiable(h, offsets, row_token, slot_row, row_score)
@@ -86,11 +95,13 @@ def _moe_gradient(ctx, dout, *_):
     dx = dscores = None
     dlayer = [None] * len(layer)
     if any(wanted):
-        scores, b_up, x, h, offsets, row_token, *saved = ctx.saved_tensors
-        h = pre_activations(h, x, offsets, row_token, *saved[3:5], b_up, ctx.flags)
-        saved = x, h, offsets, row_token, *saved
+        scores, b_up, x, h, offsets, row_token, *places, b_down = ctx.saved_tensors
+        places, weights = places[:3], with_lists(ctx, *places[3:])
+        lists = ctx.experts_at
+        h = pre_activations(h, x, offsets, row_token, *weights[:2], b_up, ctx.flags, lists)
+        saved = x, h, offsets, row_token, *places, *weights, b_down
         by_all = tied(rows_of(dout), scores, b_up)
-        dx, dscores, *dlayer = expert_gradients(saved, by_all, ctx.flags, wanted)
+        dx, dscores, *dlayer = expert_gradients(saved, by_all, ctx.flags, wanted, experts_at=lists)
     return dx, None, dscores, None, dout if residual else None, *dlayer, *_FLAGS
 
 
@@ -100,6 +111,7 @@ def expert_gradients(
     flags: LayerFlags,
     wanted: Sequence[bool],
     by_row: bool = False,
+    experts_at: Tensor | None = None,
 ) -> list[Tensor | None]:
     """dx, dscores, dw_up, dw_gate, dw_down, db_up and db_down, None where not wanted.
 
@@ -107,7 +119,7 @@ def expert_gradients(
     """
     x, scores, w_up, w_gate, w_down, b_up, b_down = wanted
     bits = wanted_bits(x, scores, (w_up or w_gate, w_down, b_up, b_down), by_row)
-    gradients = ops.moe_backward(dout, *saved, *flags, bits)
+    gradients = ops.moe_backward(dout, *saved, *flags, bits, experts_at)
     return [g if want else None for g, want in zip(gradients, wanted, strict=True)]
 
 
@@ -115,7 +127,8 @@ def _experts_setup(ctx, inputs, output):
     x, offsets, w_up, w_gate, w_down, b_up, _, *rest = inputs
     _, h = output
     ctx.flags, _ = LayerFlags.and_last(rest)
-    ctx.save_for_backward(b_up, x, h, offsets, w_up, w_gate, w_down)
+    weights = without_lists(ctx, LayerFlags.experts_at(rest), w_up, w_gate, w_down)
+    ctx.save_for_backward(b_up, x, h, offsets, *weights)
     ctx.mark_non_differentiable(h)
     ctx.set_materialize_grads(False)
 
@@ -123,14 +136,15 @@ def _experts_setup(ctx, inputs, output):
 def _experts_gradient(ctx, dout, _):
     if dout is None:
         return (*(None,) * 7, *_FLAGS)
-    b_up, x, h, offsets, w_up, w_gate, w_down = ctx.saved_tensors
-    h = pre_activations(h, x, offsets, None, w_up, w_gate, b_up, ctx.flags)
-    saved = x, h, offsets, w_up, w_gate, w_down
+    b_up, x, h, offsets, *weights = ctx.saved_tensors
+    weights = with_lists(ctx, *weights)
+    h = pre_activations(h, x, offsets, None, *weights[:2], b_up, ctx.flags, ctx.experts_at)
+    saved = x, h, offsets, *weights
     dout = tied(rows_of(dout), b_up)
     x, _, w_up, w_gate, w_down, b_up, b_down = ctx.needs_input_grad[1:8]
     wanted = wanted_bits(x, False, (w_up or w_gate, w_down, b_up, b_down))
     dx, dw_up, dw_gate, dw_down, db_up, db_down = ops.experts_backward(
-        dout, *saved, *ctx.flags, wanted
+        dout, *saved, *ctx.flags, wanted, ctx.experts_at
     )
     return (
         dx if x else None,
@@ -190,18 +204,23 @@ def starts(offs: Tensor) -> Tensor:
 
 
 def _grouped_mm_setup(ctx, inputs, output):
-    mat_a, mat_b, offs, _, _ = inputs
-    ctx.save_for_backward(mat_a, mat_b, offs)
+    mat_a, mat_b, offs, _, _, *lists = inputs
+    ctx.a_at, ctx.b_at = (*lists, None, None)[:2]
+    ctx.a = None if ctx.a_at is None else mat_a  # not saved: see `without_lists`
+    ctx.b = None if ctx.b_at is None else mat_b
+    saved = mat_a if ctx.a is None else None, mat_b if ctx.b is None else None
+    ctx.save_for_backward(*saved, offs)
 
 
 def _grouped_mm_gradient(ctx, dout):
     mat_a, mat_b, offs = ctx.saved_tensors
+    mat_a, mat_b = mat_a if ctx.a is None else ctx.a, mat_b if ctx.b is None else ctx.b
     want_a, want_b, _, want_bias = ctx.needs_input_grad[1:5]
     dout = rows_of(dout.to(mat_a.dtype))
-    da = ops.grouped_mm(dout, mat_b.mT, offs, None, False) if want_a else None
-    db = ops.grouped_mm(mat_a.mT, dout, offs, None, False) if want_b else None
+    da = ops.grouped_mm(dout, mat_b.mT, offs, None, False, None, ctx.b_at) if want_a else None
+    db = ops.grouped_mm(mat_a.mT, dout, offs, None, False, ctx.a_at) if want_b else None
     dbias = _grouped_bias_gradient(mat_a, mat_b, offs, dout) if want_bias else None
-    return da, db, None, dbias, None
+    return da, db, None, dbias, None, None, None
 
 
 def _groups(mat_a: Tensor, mat_b: Tensor, offs: Tensor | None) -> int:
@@ -332,9 +351,18 @@ register_without_gradient(
     "down_gradient",
     "down_projection",
     "down_weight_gradient_out",
+    "expert_table",
+    "expert_view",
     "experts_backward",
     "grouped_mm_out",
     "moe_backward",
+    "peer_collect",
+    "peer_meet",
+    "peer_publish",
+    "peer_pull",
+    "peer_push",
+    "peer_push_scores",
+    "peer_tables",
     "quantize_rows_out",
     "quantize_weights_out",
     "route_backward",

@@ -126,13 +126,13 @@ def local_ids(topk_ids: Tensor, expert_map: Tensor | None) -> Tensor:
     return expert_map[known].masked_fill(topk_ids != known, -1)
 
 
-def expect_out(out: Tensor, x: Tensor, layer: list, **operands: Tensor | None) -> None:
+def expect_out(out: Tensor, x: Tensor, layer: list, x_name: str, **operands: Tensor | None) -> None:
     """Raise unless the layer's output can be written to out."""
-    expect_shape("out", out, tuple(x.shape), "(tokens, hidden)")
-    expect_like("out", out, x)
+    expect_shape("out", out, tuple(x.shape), f"the shape of {x_name}")
+    expect_like("out", out, x, x_name)
     expect_rows("out", out)
     names = "w_up", "w_up[0] (gate)", "w_down", "b_up", "b_down"
-    expect_free(out, {"x": x, **dict(zip(names, layer, strict=False)), **operands})
+    expect_free(out, {x_name: x, **dict(zip(names, layer, strict=False)), **operands})
 
 
 def _joined_bias(halves: Halves, activation: Activation, interleaved: bool) -> Tensor:

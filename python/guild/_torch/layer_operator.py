@@ -1,5 +1,5 @@
-"""guild::moe_layer: router product, routing and experts as one op; and without gradients, into a
-tensor of the caller's, guild::moe_layer_out.
+"""guild::moe_layer: router product, routing and experts as one op; and ops without gradients:
+guild::moe_layer_out into a tensor of the caller's, guild::infer_layer with few arguments.
 
 In one op x gets one gradient: the router's part, dlogits W, is added where the experts' rows are
 summed, which costs no time; autograd would add the two in a pass of its own.
@@ -22,7 +22,6 @@ from guild._torch.operators import LayerFlags, moe_forward_fake, ops
 from guild._torch.router_gradients import (
     Weighing,
     route_tokens_fake,
-    route_tokens_forward,
     router_gradients,
 )
 
@@ -32,7 +31,7 @@ _ROUTER = 10  # arguments of route_tokens after x and weight
 def _forward(x: Tensor, weight: Tensor, *rest):
     """route_tokens, then moe_forward: the outputs of both, those of moe_forward first."""
     router, (residual, *layer) = rest[:_ROUTER], rest[_ROUTER:]
-    scores, ids, slopes = route_tokens_forward(x, weight, *router)
+    scores, ids, slopes = ops.route_tokens(x, weight, *router)
     return *ops.moe_forward(x, ids, scores, None, residual, *layer), scores, ids, slopes
 
 
@@ -98,6 +97,10 @@ register("moe_layer", _gradient, _setup)
 
 moe_layer_out = ops.moe_layer_out.default
 moe_forward_out = ops.moe_forward_out.default
+experts_forward_out = ops.experts_forward_out.default
+infer_layer = ops.infer_layer.default
+infer_experts = ops.infer_experts.default
+infer_shared = ops.infer_shared.default
 
 
 @torch.library.register_fake("guild::moe_forward_out", lib=library)
@@ -110,4 +113,25 @@ def _layer_out_fake(x, router, *rest):
     return x.new_empty(router.shape[0] + 1, dtype=torch.int32)
 
 
-register_without_gradient("moe_forward_out", "moe_layer_out")
+@torch.library.register_fake("guild::experts_forward_out", lib=library)
+def _experts_forward_out_fake(*args):
+    return None
+
+
+@torch.library.register_fake("guild::infer_layer", lib=library)
+def _infer_layer_fake(x, router, *rest):
+    return x.new_empty(x.shape), x.new_empty(router.shape[0] + 1, dtype=torch.int32)
+
+
+@torch.library.register_fake("guild::infer_experts", lib=library)
+def _infer_experts_fake(x, ids, scores, residual, w_up, w_down, *rest):
+    return x.new_empty(x.shape), x.new_empty(w_down.shape[0] + 1, dtype=torch.int32)
+
+
+@torch.library.register_fake("guild::infer_shared", lib=library)
+def _infer_shared_fake(x, *rest):
+    return x.new_empty(x.shape)
+
+
+register_without_gradient("moe_forward_out", "moe_layer_out", "experts_forward_out")
+register_without_gradient("infer_layer", "infer_experts", "infer_shared")

@@ -22,7 +22,16 @@ import torch
 from torch import Tensor
 
 from guild._torch.alignment import aligned, needs_alignment
-from guild._torch.autograd import library, register, register_without_gradient, rows_of, tied
+from guild._torch.autograd import (
+    library,
+    register,
+    register_without_gradient,
+    rows_of,
+    tied,
+    with_lists,
+    without_lists,
+)
+from guild._torch.expert_lists import stacked_like
 from guild._torch.operators import LayerFlags, ops, score_dtype
 
 _LINEAR = (0, False, 1.0, math.inf, 0.0, False, False, False)  # an up projection read as H alone
@@ -59,6 +68,7 @@ class Weights(NamedTuple):
     w_down: Tensor
     b_up: Tensor | None
     b_down: Tensor | None
+    experts_at: Tensor | None = None  # of w_up, w_gate and w_down: see src/torch/ops.h
 
 
 class Places(NamedTuple):
@@ -104,7 +114,7 @@ def up(
     if low.a_up is not None:
         t = _narrow(x, places, low.a_up, True)
         term = _like(low.b_up, weights.w_up, 1 if flags.transposed else 2)
-    return *ops.up_projection(x, *where, *layer, *flags, keep, t, term), t
+    return *ops.up_projection(x, *where, *layer, *flags, keep, t, term, weights.experts_at), t
 
 
 def recomputed(
@@ -131,20 +141,20 @@ def down(a: Tensor, places: Places, weights: Weights, low: LowRank, flags: Layer
         t = _narrow(a, places, low.a_down, False)
         term = _like(low.b_down, weights.w_down, 1 if flags.transposed else 2)
     layer = weights.w_down, weights.b_down, flags.transposed
-    return ops.down_projection(a, places.offsets, *layer, t, term)
+    return ops.down_projection(a, places.offsets, *layer, t, term, weights.experts_at)
 
 
 def down_gradient(
-    dout: Tensor, h: Tensor, places: Places, w_down: Tensor, low: LowRank, flags: LayerFlags
+    dout: Tensor, h: Tensor, places: Places, weights: Weights, low: LowRank, flags: LayerFlags
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dH (R, W), A' (R, I), the scores' partial sums and u2 (R, r2)."""
     u = term = None
     if low.a_down is not None:
         u = _narrow(dout, places, low.b_down.mT, True)
-        term = _like(low.a_down.mT, w_down, 2 if flags.transposed else 1)
-    where = places.offsets, places.row_token, places.row_score
-    no_biases = None, None, False
-    return *ops.down_gradient(dout, h, *where, w_down, *flags, *no_biases, u, term), u
+        term = _like(low.a_down.mT, weights.w_down, 2 if flags.transposed else 1)
+    rows = dout, h, places.offsets, places.row_token, places.row_score
+    more = None, None, False, u, term, weights.experts_at  # no biases
+    return *ops.down_gradient(*rows, weights.w_down, *flags, *more), u
 
 
 def score_gradient(
@@ -174,7 +184,7 @@ def x_gradient(
         return None, u
     term = None if u is None else _like(low.a_up.mT, weights.w_up, 2 if flags.transposed else 1)
     layer = weights.w_up, weights.w_gate, *flags.up_weight
-    dx = ops.up_gradient(dh, places.offsets, *layer, u, term)
+    dx = ops.up_gradient(dh, places.offsets, *layer, u, term, weights.experts_at)
     if places.slot_row is None:
         return clear_nobodys(dx, places.offsets), u
     return ops.combine(dx, places.slot_row, None, places.token_offsets), u
@@ -248,7 +258,8 @@ def _forward_fake(x, scores, residual, *rest):
 
 def _parts(rest):
     """weights, low-rank operands, places, flags and the last argument, of an op's arguments."""
-    weights, low, places = Weights(*rest[:5]), LowRank(*rest[5:9]), Places(*rest[9:14])
+    weights = Weights(*rest[:5], LayerFlags.experts_at(rest[14:]))
+    low, places = LowRank(*rest[5:9]), Places(*rest[9:14])
     return weights, low, places, *LayerFlags.and_last(rest[14:])
 
 
@@ -262,7 +273,7 @@ def _backward(dout, x, h, t, *rest):
     low = low.aligned()
     want_x, want_scores, *want = _wanted_flags(wanted)
     h, t = recomputed(x, h, t, places, weights, low, flags)
-    dh, a, parts, u_down = down_gradient(dout, h, places, weights.w_down, low, flags)
+    dh, a, parts, u_down = down_gradient(dout, h, places, weights, low, flags)
     dscores = None
     if want_scores:
         dscores = score_gradient(parts, dout, a.shape[1], places, weights)
@@ -278,12 +289,12 @@ def _weight_gradients(x, dout, dh, a, places, weights, flags, wanted):
     offsets, row_token, _, row_score, _ = places
     dw_up = dw_gate = dw_down = db_up = db_down = None
     if wanted[0] or wanted[1]:
-        dw_up = torch.empty_like(weights.w_up)
-        dw_gate = None if weights.w_gate is None else torch.empty_like(weights.w_gate)
+        dw_up = stacked_like(weights.w_up)
+        dw_gate = None if weights.w_gate is None else stacked_like(weights.w_gate)
         layout = flags.up_weight
         ops.up_weight_gradient_out(x, dh, offsets, row_token, dw_up, dw_gate, *layout, False)
     if wanted[2]:
-        dw_down = torch.empty_like(weights.w_down)
+        dw_down = stacked_like(weights.w_down)
         ops.down_weight_gradient_out(dout, a, offsets, row_token, dw_down, flags.transposed, False)
     if wanted[3]:
         db_up = weights.b_up.new_empty(weights.b_up.shape)
@@ -302,7 +313,7 @@ def _backward_fake(dout, x, h, t, *rest):
     scores = places.slot_row.shape if want_scores else (0,)
     made = [
         torch.empty_like(t) if w else x.new_empty(0)
-        for t, w in zip((*weights, *low), want, strict=True)
+        for t, w in zip((*weights[:5], *low), want, strict=True)
     ]
     return (
         x.new_empty(x.shape if want_x else (0,)),
@@ -315,17 +326,19 @@ def _setup(ctx, inputs, output):
     x, scores, _, *rest = inputs
     _, h, t = output
     weights, low, places, ctx.flags, _ = _parts(rest)
-    ctx.save_for_backward(x, scores, h, t, *weights, *low, *places)
+    kept = without_lists(ctx, weights.experts_at, *weights[:3])
+    ctx.save_for_backward(x, scores, h, t, *kept, *weights[3:5], *low, *places)
     ctx.mark_non_differentiable(h, t)
     ctx.set_materialize_grads(False)
 
 
 def _gradient(ctx, dout, *_):
-    nothing = (None,) * (5 + len(ctx.flags) + 1)  # of places, flags and keep
+    nothing = (None,) * (5 + len(ctx.flags) + 2)  # of places, flags, keep and experts_at
     if dout is None:
         return (*(None,) * 12, *nothing)
     x, scores, h, t, *rest = ctx.saved_tensors
-    weights, low, places = Weights(*rest[:5]), LowRank(*rest[5:9]), Places(*rest[9:])
+    weights = Weights(*with_lists(ctx, *rest[:3]), *rest[3:5])
+    low, places = LowRank(*rest[5:9]), Places(*rest[9:])
     want_x, want_scores, want_residual, *want = ctx.needs_input_grad[1:13]
     dresidual = dout if want_residual else None
     found = [None] * 11
@@ -333,7 +346,7 @@ def _gradient(ctx, dout, *_):
     if any(wanted):
         dout = tied(rows_of(dout), scores, weights.b_up)
         bits = sum(1 << i for i, w in enumerate(wanted) if w)
-        arguments = *weights, *low, *places, *ctx.flags, bits
+        arguments = *weights[:5], *low, *places, *ctx.flags, bits, ctx.experts_at
         found = ops.lora_backward(dout, x, h, t, *arguments)
         found = [g if w else None for g, w in zip(found, wanted, strict=True)]
     dx, dscores, *others = found
@@ -347,13 +360,14 @@ _LAYER = (
     "alpha, float limit, float up_offset, bool clamp_after, bool interleaved, bool transposed"
 )
 library.define(
-    f"lora_forward(Tensor x, Tensor? scores, Tensor? residual, {_LAYER}, bool keep) -> "
-    "(Tensor o, Tensor h, Tensor t)"
+    f"lora_forward(Tensor x, Tensor? scores, Tensor? residual, {_LAYER}, bool keep, Tensor? "
+    "experts_at=None) -> (Tensor o, Tensor h, Tensor t)"
 )
 library.define(
-    f"lora_backward(Tensor dout, Tensor x, Tensor h, Tensor t, {_LAYER}, int wanted) -> (Tensor "
-    "dx, Tensor dscores, Tensor dw_up, Tensor dw_gate, Tensor dw_down, Tensor db_up, Tensor "
-    "db_down, Tensor da_up, Tensor dlora_b_up, Tensor da_down, Tensor dlora_b_down)"
+    f"lora_backward(Tensor dout, Tensor x, Tensor h, Tensor t, {_LAYER}, int wanted, Tensor? "
+    "experts_at=None) -> (Tensor dx, Tensor dscores, Tensor dw_up, Tensor dw_gate, Tensor dw_down, "
+    "Tensor db_up, Tensor db_down, Tensor da_up, Tensor dlora_b_up, Tensor da_down, Tensor "
+    "dlora_b_down)"
 )
 for _key in ("CPU", "CUDA"):
     library.impl("lora_forward", _forward, _key)

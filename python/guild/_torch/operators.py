@@ -42,9 +42,14 @@ class LayerFlags(NamedTuple):
 
     @staticmethod
     def and_last(arguments: Sequence[Any]) -> tuple[LayerFlags, Any]:
-        """From the end of an op's arguments: the flags, and the one argument after them."""
-        *flags, last = arguments
-        return LayerFlags(*flags), last
+        """The flags at the beginning of an op's last arguments, and the one that follows them."""
+        count = len(LayerFlags._fields)
+        return LayerFlags(*arguments[:count]), arguments[count]
+
+    @staticmethod
+    def experts_at(arguments: Sequence[Any]) -> Tensor | None:
+        """Of the same: what follows those, None where it was left out."""
+        return next(iter(arguments[len(LayerFlags._fields) + 1 :]), None)
 
     @property
     def up_weight(self) -> tuple[bool, bool, bool]:
@@ -73,10 +78,19 @@ def autocast(x: Tensor, *others: Tensor | None) -> tuple[Tensor | None, ...]:
     if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
         return operands
     dtype = torch.get_autocast_dtype(kind)
-    return tuple(
-        t.to(dtype) if t is not None and t.is_floating_point() and t.dtype != torch.float64 else t
-        for t in operands
-    )
+    return tuple(t.to(dtype) if t is not None and _is_cast(t) else t for t in operands)
+
+
+def is_cast(x: Tensor) -> bool:
+    """Whether `autocast` converts it."""
+    kind = x.device.type
+    if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
+        return False
+    return _is_cast(x) and x.dtype != torch.get_autocast_dtype(kind)
+
+
+def _is_cast(x: Tensor) -> bool:
+    return x.is_floating_point() and x.dtype != torch.float64
 
 
 def _fake(name: str) -> Callable:
@@ -272,7 +286,7 @@ def _data_gradients(
     b_down,
     *rest,
 ):
-    flags, wanted = LayerFlags.and_last(rest[: len(LayerFlags._fields) + 1])  # then the biases
+    flags, wanted = LayerFlags.and_last(rest)  # then the biases
     rows, intermediate = h.shape[0], w_down.shape[1 if flags.transposed else 2]
     scores = slot_row.shape if wanted & WANT_SCORES else (0,)
     by_row = (rows, dout.shape[1]) if wanted & WANT_ROWS else (0,)
@@ -289,7 +303,7 @@ def _data_gradients(
 
 @_fake("up_projection")
 def _up_projection(x, offsets, row_token, w_up, w_gate, b_up, *rest):
-    flags, keep = LayerFlags.and_last(rest[: len(LayerFlags._fields) + 1])  # then a low-rank term
+    flags, keep = LayerFlags.and_last(rest)  # then a low-rank term
     rows = x.shape[0] if row_token is None else row_token.shape[0]
     out = w_up.shape[2] if flags.transposed else w_up.shape[1]
     packed = flags.gated and w_gate is None
@@ -361,7 +375,7 @@ def _bias_gradient_out(*args):
 
 
 @_fake("grouped_mm")
-def _grouped_mm(mat_a, mat_b, offs, bias, float_out):
+def _grouped_mm(mat_a, mat_b, offs, bias, float_out, *lists):
     rows, columns = mat_a.shape[-2], mat_b.shape[-1]
     stacked = mat_a.dim() == mat_b.dim()
     groups = mat_a.shape[0] if mat_a.dim() == 3 else offs.shape[0] if stacked else 0

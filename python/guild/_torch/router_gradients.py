@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from guild._torch.autograd import library, register, rows_of
@@ -111,16 +110,6 @@ def _balance_gradient(ctx, dshares, dsquares, _):
 # ---- the router's product -----------------------------------------------------------------------
 
 
-def router_logits_forward(x: Tensor, weight: Tensor) -> Tensor:
-    """x weight^T: float32 of 16-bit operands, without a float32 copy of x on the GPU."""
-    with torch.autocast(x.device.type, enabled=False):
-        if x.dtype in (torch.float32, torch.float64):
-            return F.linear(x, weight)
-        if x.is_cuda:
-            return torch.mm(x, weight.t(), out_dtype=torch.float32)
-        return x.float() @ weight.float().t()
-
-
 def _router_logits_setup(ctx, inputs, output):
     ctx.save_for_backward(*inputs)
 
@@ -135,11 +124,6 @@ def _router_logits_gradient(ctx, dlogits):
     return _logits_gradient(ctx, *ctx.saved_tensors, dlogits)
 
 
-def route_tokens_forward(x, weight, *rest):
-    """route of the logits x weight^T."""
-    return ops.route(router_logits_forward(x, weight), *rest)
-
-
 def _route_tokens_setup(ctx, inputs, output):
     x, weight, _, _, _, *router = inputs
     _keep_routing(ctx, Weighing.of(router), output, x, weight)
@@ -150,7 +134,10 @@ def _route_tokens_logits_gradient(dscores, routed, x, weight, weighing):
 
     The logits are not kept: a gradient that needs them computes them again, bit for bit.
     """
-    logits = router_logits_forward(x, weight) if weighing.needs_logits else None
+    logits = None
+    if weighing.needs_logits:
+        with torch.autocast(x.device.type, enabled=False):
+            logits = ops.router_logits(x, weight)
     return _weights_gradient(dscores, routed, logits, weight.shape[0], weighing, like=x)
 
 
@@ -177,17 +164,6 @@ def _route_tokens_gradient(ctx, dscores, *_):
     *routed, x, weight = ctx.saved_tensors
     dlogits = _route_tokens_logits_gradient(dscores, routed, x, weight, ctx.weighing)
     return *_logits_gradient(ctx, x, weight, dlogits), *nothing
-
-
-library.define("router_logits(Tensor x, Tensor weight) -> Tensor")
-library.define(
-    "route_tokens(Tensor x, Tensor weight, Tensor? selection_bias, Tensor? token_mask, int top_k, "
-    "int score, bool renormalize, float scale, int groups, int top_groups, float sum_floor, int "
-    "group_score) -> (Tensor scores, Tensor ids, Tensor slopes)"
-)
-for _key in ("CPU", "CUDA"):
-    library.impl("router_logits", router_logits_forward, _key)
-    library.impl("route_tokens", route_tokens_forward, _key)
 
 
 @torch.library.register_fake("guild::router_logits", lib=library)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -17,8 +18,9 @@ from torch import nn
 import guild
 from guild.train.plain_moe import PlainMoE
 
+from . import sonicmoe
 from .decode.layers import Weights
-from .names import BOUNDS, LIMITED, PRODUCTS
+from .names import BOUNDS, LIMITED, PRODUCTS, SONICMOE
 from .problem import Problem
 
 
@@ -28,7 +30,7 @@ class Layer:
     Parameters
     ----------
     name : str
-        "guild", "guild_sms", "compiled", "eager" or "plain".
+        "guild", "guild_sms", "compiled", "eager" or "plain"; a subclass has its own.
     problems : list of Problem
         Input sets that the calls go round.
     """
@@ -39,9 +41,13 @@ class Layer:
             # The backward pass is timed repeatedly on one recorded forward, so it may not reuse the
             # memory of what the forward saved.
             torch._functorch.config.donated_buffer = False
-        self._modules = [layer_module(name, problem) for problem in problems]
+        self._modules = [self.module(problem) for problem in problems]
         self._turn = itertools.cycle(range(len(problems)))
         self._recorded: Iterator[tuple[torch.Tensor, Problem]] | None = None
+
+    def module(self, problem: Problem) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The layer with a problem's sizes and weights."""
+        return layer_module(self.name, problem)
 
     def forward(self) -> torch.Tensor:
         """One forward pass that keeps what the backward pass needs."""
@@ -86,6 +92,24 @@ class LimitedLayer(Layer):
         """As `Layer.results`."""
         with _sms(self._num_sms):
             return super().results()
+
+
+class SonicMoELayer(Layer):
+    """SonicMoE's layer, with a copy of w_up in its order."""
+
+    def __init__(self, problems: list[Problem]) -> None:
+        turned = [nn.Parameter(sonicmoe.in_turn(p.w_up.detach())) for p in problems]
+        theirs = [replace(p, w_up=w) for p, w in zip(problems, turned, strict=True)]
+        super().__init__(SONICMOE, theirs)
+
+    def module(self, problem: Problem) -> Callable[[torch.Tensor], torch.Tensor]:
+        """As `Layer.module`."""
+        return sonicmoe.layer_of(problem)
+
+    def results(self) -> tuple[torch.Tensor, ...]:
+        """As `Layer.results`, the gradient of w_up in the problem's order."""
+        out, dx, dw_router, dw_up, dw_down = super().results()
+        return out, dx, dw_router, sonicmoe.in_halves(dw_up), dw_down
 
 
 @contextmanager
@@ -207,6 +231,8 @@ def make_candidate(name: str, problems: list[Problem], num_sms: int | None = Non
     """The candidate called `name` over these inputs."""
     if name in BOUNDS:
         return Bound(problems) if name == "bound" else Floor(problems)
+    if name == SONICMOE:
+        return SonicMoELayer(problems)
     return LimitedLayer(problems, num_sms) if name == LIMITED else Layer(name, problems)
 
 

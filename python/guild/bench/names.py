@@ -8,8 +8,9 @@ PASSES = ("forward", "backward")
 GPU_CANDIDATES = ("guild", "bound", "floor", "compiled", "eager")
 CPU_CANDIDATES = ("guild", "bound", "plain")
 BOUNDS = ("bound", "floor")  # no layers: products and copies whatever the routing
-BASELINES = ("compiled", "eager", "plain")  # layers that are not Guild's
 LIMITED = "guild_sms"  # Guild's layer on fewer multiprocessors, with --num-sms
+SONICMOE = "sonicmoe"  # SonicMoE's layer, with --sonicmoe
+BASELINES = ("compiled", "eager", "plain", SONICMOE)  # layers that are not Guild's
 # The matrix products of a layer, in the order of `Bound.products`: two forward, four backward.
 PRODUCTS = ("up", "down", "down gradient", "dW2", "up gradient", "dW1")
 TITLES = {
@@ -20,4 +21,5 @@ TITLES = {
     "compiled": "torch compiled",
     "eager": "torch eager",
     "plain": "plain PyTorch",
+    SONICMOE: "SonicMoE",
 }

@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 -m guild.bench.parallel --preset qwen30b --out results
 
 Alone, a GPU has E / R experts and as many rows as a rank of R has on average: no communication, the
-same products. Efficiency is that time over the time of the slowest rank, in the same rounds.
+same products. Efficiency is that time over the time of the slowest rank, in the same rounds, in
+which both engines take turns where ranks reach each other's memory.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from .timing import free_memory, milliseconds
 _TOKENS = 8192  # a rank
 _PRESETS = ("dsv3", "gptoss", "qwen30b")
 _CHECKED_TOKENS = 256
+_ENGINES = ("both", "auto", "peer", "nccl")
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -47,6 +49,8 @@ class SharedLayer:
         One of `problem.ROUTINGS`.
     seed : int
         Of this rank's inputs.
+    like : SharedLayer, optional
+        Another one, whose weights this one has.
     """
 
     def __init__(
@@ -57,15 +61,22 @@ class SharedLayer:
         dtype: torch.dtype,
         device: torch.device,
         seed: int,
+        like: SharedLayer | None = None,
     ) -> None:
         # Of the problem's experts, narrow here, only the router is used.
         problem = make_problems(shape._replace(intermediate=8), routing, dtype, device, seed)[0]
         place = {"device": device, "dtype": dtype}
         _, hidden, intermediate, experts, top_k = shape
         sizes = hidden, intermediate, experts, top_k
-        self.layer = guild.MoE(*sizes, expert_group=group, **place)
-        with torch.no_grad():
-            self.layer.router.weight.copy_(problem.router)
+        if like is None:
+            self.layer = guild.MoE(*sizes, expert_group=group, **place)
+            with torch.no_grad():
+                self.layer.router.weight.copy_(problem.router)
+        else:
+            self.layer = guild.MoE(*sizes, expert_group=group, device="meta", dtype=dtype)
+            for name, weight in like.layer.named_parameters():
+                owner, _, last = name.rpartition(".")
+                setattr(self.layer.get_submodule(owner), last, weight)
         self.x, self._dout = problem.x, problem.out_gradient
         self._leaves = self.x, self.layer.router.weight, self.layer.w_up, self.layer.w_down
         self._out: torch.Tensor | None = None
@@ -89,6 +100,7 @@ def measure_parallel(
     rounds: int,
     seconds: float,
     seed: int = 0,
+    engine: str = "auto",
 ) -> dict[str, Any]:
     """Check, then time every shape on all ranks; the record is the same on all of them.
 
@@ -104,39 +116,60 @@ def measure_parallel(
         Interleaved rounds, and the least time of a call's part of one.
     seed : int
         Of the inputs.
+    engine : str
+        Of `guild.ExpertParallel`; "both": the peer engine, where the ranks can, and nccl.
 
     Returns
     -------
     dict
         `cases` have times in milliseconds, one a round, `efficiency` and `tflops` medians.
+        `engines` are those that were timed; calls of a second one have its name after them.
     """
-    group = guild.ExpertParallel()
+    groups = _groups(engine, device, max(shape.tokens for shape in shapes.values()))
+    group = next(iter(groups.values()))
     record: dict[str, Any] = {"mode": "parallel", "provenance": provenance(device), "cases": []}
     record |= {"ranks": group.size, "routing": routing, "rounds": rounds}
+    record["engines"] = list(groups)
     for name, shape in shapes.items():
         alone = shape._replace(experts=len(group.local_experts(shape.experts)))
         arguments = routing, dtype, device, seed + 1000 * group.rank
-        together = SharedLayer(shape, group, *arguments)
-        error = _error(together, group)
+        layers: list[SharedLayer] = []
+        for one in groups.values():
+            layers.append(SharedLayer(shape, one, *arguments, *layers[:1]))
+        error = max(_error(layer, group) for layer in layers)
         if not error < 2e-2:
             raise RuntimeError(f"{name}: the layer over ranks is off by {error:.2g}")
-        calls = _calls(together, SharedLayer(alone, None, *arguments))
+        calls = _calls(layers, list(groups), SharedLayer(alone, None, *arguments))
         times = _rounds(calls, rounds, seconds, device)
         record["cases"].append(
             {"name": name, "shape": list(shape), "error": error} | _case(times, shape)
         )
-        del together, calls
+        del layers, calls
         free_memory(device)
     return record
 
 
-def _calls(together: SharedLayer, alone: SharedLayer) -> dict[str, Callable[[], object]]:
-    return {
-        "forward": together.forward,
-        "forward alone": alone.forward,
-        "backward": together.backward,
-        "backward alone": alone.backward,
-    }
+def _groups(engine: str, device: torch.device, tokens: int) -> dict[str, guild.ExpertParallel]:
+    """By engine; what `engine` means here."""
+    if engine != "both":
+        group = guild.ExpertParallel(engine=engine, max_tokens=tokens)
+        return {group.engine(device): group}
+    group = guild.ExpertParallel(max_tokens=tokens)
+    if group.engine(device) == "nccl":
+        return {"nccl": group}
+    return {"peer": group, "nccl": guild.ExpertParallel(engine="nccl")}
+
+
+def _calls(
+    layers: list[SharedLayer], engines: list[str], alone: SharedLayer
+) -> dict[str, Callable[[], object]]:
+    calls: dict[str, Callable[[], object]] = {}
+    for name in ("forward", "backward"):
+        calls[name] = getattr(layers[0], name)
+        for engine, layer in zip(engines[1:], layers[1:], strict=True):
+            calls[f"{name} {engine}"] = getattr(layer, name)
+        calls[f"{name} alone"] = getattr(alone, name)
+    return calls
 
 
 def _rounds(
@@ -164,12 +197,16 @@ def _of_ranks(value: float) -> list[float]:
 
 def _case(times: dict[str, list[list[float]]], shape: Shape) -> dict[str, Any]:
     case: dict[str, Any] = {"milliseconds": times, "efficiency": {}, "tflops": {}}
-    for name, flops in zip(("forward", "backward"), shape.flops(), strict=True):
-        slowest = [max(ranks) for ranks in times[name]]
+    flops = dict(zip(("forward", "backward"), shape.flops(), strict=True))
+    for call, by_round in times.items():
+        name, _, what = call.partition(" ")
+        if what == "alone":
+            continue
+        slowest = [max(ranks) for ranks in by_round]
         alone = [statistics.fmean(ranks) for ranks in times[f"{name} alone"]]
         ratios = [a / b for a, b in zip(alone, slowest, strict=True)]
-        case["efficiency"][name] = statistics.median(ratios)
-        case["tflops"][name] = flops / statistics.median(slowest) / 1e9
+        case["efficiency"][call] = statistics.median(ratios)
+        case["tflops"][call] = flops[name] / statistics.median(slowest) / 1e9
     return case
 
 
@@ -203,6 +240,7 @@ def main(arguments: list[str] | None = None) -> None:
     add("--thiek", action="append", default=[], metavar="T,H,I,E,K", help="T: tokens of a rank")
     add("--tokens", type=int, default=_TOKENS, help=f"of a rank, for presets ({_TOKENS})")
     add("--routing", default="random", choices=ROUTINGS)
+    add("--engine", default="both", choices=_ENGINES, help="both where ranks of one host can")
     add("--dtype", choices=_DTYPES, default="bfloat16")
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--rounds", type=int, default=7)
@@ -220,7 +258,7 @@ def main(arguments: list[str] | None = None) -> None:
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(minutes=5))
     how = args.routing, _DTYPES[args.dtype], device, args.rounds, args.seconds, args.seed
-    record = measure_parallel(shapes, *how)
+    record = measure_parallel(shapes, *how, args.engine)
     if dist.get_rank() == 0:
         show(record)
         if args.out is not None:
@@ -232,14 +270,16 @@ def main(arguments: list[str] | None = None) -> None:
 def show(record: dict[str, Any]) -> None:
     """Print a line for each shape and pass."""
     facts = record["provenance"]
-    print(f"{record['ranks']} ranks, {facts['device']}, {record['routing']} routing")
-    print(f"{'shape':>12} {'pass':>9} {'ms':>8} {'alone':>8} {'efficiency':>10} {'TFLOPS':>7}")
+    engines = " and ".join(record["engines"])
+    print(f"{record['ranks']} ranks, {facts['device']}, {record['routing']} routing, {engines}")
+    print(f"{'shape':>12} {'pass':>13} {'ms':>8} {'alone':>8} {'efficiency':>10} {'TFLOPS':>7}")
     for case in record["cases"]:
-        for name in ("forward", "backward"):
-            slowest = statistics.median(max(ranks) for ranks in case["milliseconds"][name])
+        for call, efficiency in case["efficiency"].items():
+            name = call.partition(" ")[0]
+            slowest = statistics.median(max(ranks) for ranks in case["milliseconds"][call])
             alone = statistics.median(map(statistics.fmean, case["milliseconds"][f"{name} alone"]))
-            figures = f"{slowest:8.3f} {alone:8.3f} {case['efficiency'][name]:10.3f}"
-            print(f"{case['name']:>12} {name:>9} {figures} {case['tflops'][name]:7.1f}")
+            figures = f"{slowest:8.3f} {alone:8.3f} {efficiency:10.3f}"
+            print(f"{case['name']:>12} {call:>13} {figures} {case['tflops'][call]:7.1f}")
     sys.stdout.flush()
 
 

@@ -12,13 +12,15 @@ import torch
 
 from guild.provenance import pick_device
 
-from .names import CPU_CANDIDATES, DECODE_CANDIDATES, GPU_CANDIDATES, LIMITED, PARTS
+from . import sonicmoe
+from .names import CPU_CANDIDATES, DECODE_CANDIDATES, GPU_CANDIDATES, LIMITED, PARTS, SONICMOE
 from .presets import CPU_SHAPES, DECODE_PRESETS, NAMED, PRESETS, Shape, parse_shape
 from .problem import DECODE_ROUTINGS, ROUTINGS
 from .sweep import CPU_RANGES, GPU_RANGES, random_shapes
 
-DECODE_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
+DECODE_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 512, 1024, 2048, 4096)
 _CPU_TOKENS = (1, 4, 16)
+_MOST_TOKENS = 65536  # at decode
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -123,8 +125,9 @@ def _tokens(args: argparse.Namespace, on_gpu: bool) -> tuple[int, ...]:
         tokens = tuple(dict.fromkeys(int(part) for part in args.tokens.split(",")))
     except ValueError:
         raise ValueError(f"tokens: expected whole numbers A,B, got {args.tokens!r}") from None
-    if min(tokens) < 1:
-        raise ValueError(f"tokens: expected at least 1, got {min(tokens)}")
+    for count in tokens:
+        if not 1 <= count <= _MOST_TOKENS:
+            raise ValueError(f"tokens: expected 1 to {_MOST_TOKENS}, got {count}")
     return tokens
 
 
@@ -144,6 +147,8 @@ def _require_mode(args: argparse.Namespace) -> None:
     for name in ("num_sms",) if chooses else ("num_sms", "candidates"):
         if getattr(args, name) is not None and mode:
             raise ValueError(f"{name}: expected without --{mode}")
+    if args.sonicmoe and mode:
+        raise ValueError(f"sonicmoe: expected without --{mode}")
 
 
 def _seconds(args: argparse.Namespace, on_gpu: bool) -> float:
@@ -167,6 +172,10 @@ def _candidates(args: argparse.Namespace, device: torch.device) -> tuple[str, ..
             raise ValueError(
                 f"candidates: expected some of {', '.join(known)} on {device}, got {name!r}"
             )
+    if args.sonicmoe:
+        if device.type != "cuda" or not sonicmoe.importable():
+            raise ValueError("sonicmoe: expected a GPU and the package sonicmoe")
+        names = (*names, SONICMOE)
     if args.num_sms is None:
         return names
     if device.type != "cuda":
@@ -176,7 +185,8 @@ def _candidates(args: argparse.Namespace, device: torch.device) -> tuple[str, ..
 
 def _routings(args: argparse.Namespace) -> tuple[str, ...]:
     known = DECODE_ROUTINGS if args.decode else ROUTINGS
-    text = args.routing or ("balanced" if args.steps or args.sweep else "random")
+    alone = args.steps or args.memory or args.rounding or args.decode or args.sweep is not None
+    text = args.routing or ("balanced" if args.steps else "random" if alone else "random,balanced")
     names = known if text == "all" else tuple(dict.fromkeys(text.split(",")))
     for name in names:
         if name not in known:

@@ -11,7 +11,7 @@ matplotlib.use("Agg")  # no display on a server
 import matplotlib.pyplot as plt  # noqa: E402
 
 from .decode.table import candidate_names, candidate_title  # noqa: E402
-from .names import TITLES  # noqa: E402
+from .names import PASSES, TITLES  # noqa: E402
 
 _COLOURS = {
     "guild": "#1f5fa8",
@@ -19,6 +19,7 @@ _COLOURS = {
     "plain": "#d9822b",
     "compiled": "#d9822b",
     "eager": "#c9b458",
+    "sonicmoe": "#7a4fa3",
     "bound": "#999999",
     "floor": "#cccccc",
 }
@@ -30,7 +31,7 @@ def plot_bench(record: dict[str, Any], file: Path) -> None:
     Parameters
     ----------
     record : dict
-        What `layers.measure` returns.
+        What `layers.measure` returns; each of its routings gets a panel for either pass.
     file : Path
         The PNG to write.
     """
@@ -38,21 +39,26 @@ def plot_bench(record: dict[str, Any], file: Path) -> None:
     relative = bool(cases) and all("bound" in case["figures"] for case in cases)
     names = [n for n in TITLES if any(n in c["figures"] for c in cases)]
     names = [n for n in names if not (relative and n == "bound")]
-    width = max(5.0, 1.6 + 0.55 * len(cases) * max(1, len(names)))
-    figure, axes = plt.subplots(2, 1, figsize=(width, 7.0), layout="constrained", sharex=True)
+    routings = list(dict.fromkeys(case["routing"] for case in cases)) or [""]
+    most = max((sum(c["routing"] == r for c in cases) for r in routings), default=0)
+    size = (max(5.0, 1.6 + 0.55 * most * max(1, len(names))), 3.5 * 2 * len(routings))
+    figure, axes = plt.subplots(
+        2 * len(routings), 1, figsize=size, layout="constrained", squeeze=False
+    )
     figure.suptitle(f"{record['device']}, {record['dtype']}", fontsize=11)
-    for axis, direction in zip(axes, ("forward", "backward"), strict=True):
+    panels = [(routing, direction) for routing in routings for direction in PASSES]
+    for axis, (routing, direction) in zip(axes[:, 0], panels, strict=True):
+        shown = [case for case in cases if case["routing"] == routing]
         for place, name in enumerate(names):
-            _plot_bars(axis, cases, name, direction, place, len(names), relative)
+            _plot_bars(axis, shown, name, direction, place, len(names), relative)
+        axis.set_title(f"{routing} routing", fontsize=9)
         axis.set_ylabel(f"{direction}, " + ("time over the bound" if relative else "ms"))
         if relative:
             axis.axhline(1.0, color="black", linewidth=0.8)
         axis.grid(axis="y", alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
-    several = len({case["routing"] for case in cases}) > 1
-    labels = [c["name"] + (f"\n{c['routing']}" if several else "") for c in cases]
-    axes[1].set_xticks(range(len(cases)), labels, fontsize=9)
-    axes[0].legend(frameon=False, fontsize=9, ncols=len(names) or 1)
+        axis.set_xticks(range(len(shown)), [case["name"] for case in shown], fontsize=9)
+    axes[0, 0].legend(frameon=False, fontsize=9, ncols=len(names) or 1)
     figure.savefig(file, dpi=130)
     plt.close(figure)
 

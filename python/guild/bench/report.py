@@ -10,10 +10,11 @@ from typing import Any
 from rich.console import Group
 from rich.table import Table
 
-from .names import PASSES, TITLES
+from .names import PASSES, SONICMOE, TITLES
 from .tables import table_of
 
 _TITLES = {"compiled": "torch", "plain": "plain PyTorch", "eager": "torch eager"}
+_SONICMOE = f"{TITLES[SONICMOE]} / Guild"
 
 
 def report(record: dict[str, Any]) -> str:
@@ -49,16 +50,20 @@ def short_table(record: dict[str, Any]) -> str:
     baseline = _baseline(record)
     title = _TITLES[baseline]
     headings = ["preset", "T, H, I, E, K", "Guild", title, f"{title} / Guild", "over bound"]
+    with_sonicmoe = _has(record, SONICMOE)
+    headings += [_SONICMOE] if with_sonicmoe else []
     rows = []
     for case in _timed(record):
         guild = _guild(case)
+        theirs = [_pair(guild, ("speedup_over", SONICMOE), 2)] if with_sonicmoe else []
         rows.append(
             [
-                *_name(case),
+                *_name(case, record),
                 _pair(guild, ("ms",), 2),
                 _pair(case["figures"].get(baseline), ("ms",), 2),
                 _pair(guild, ("speedup_over", baseline), 2),
                 _pair(guild, ("over_bound",), 2),
+                *theirs,
             ]
         )
     return _markdown(headings, rows)
@@ -74,8 +79,9 @@ def full_table(record: dict[str, Any]) -> str:
         f"{title} {baseline} ms" if title == "torch" else f"{title} ms",
     ]
     headings = ["preset", "T, H, I, E, K", *names, "over bound", f"{title} / Guild", "TFLOPS"]
-    with_floor = any("floor" in case["figures"] for case in _timed(record))
+    with_floor, with_sonicmoe = _has(record, "floor"), _has(record, SONICMOE)
     headings += [f"{TITLES['floor']}, over bound"] if with_floor else []
+    headings += [f"{TITLES[SONICMOE]} ms", _SONICMOE] if with_sonicmoe else []
     rows = []
     for case in _timed(record):
         guild, figures = _guild(case), case["figures"]
@@ -86,7 +92,9 @@ def full_table(record: dict[str, Any]) -> str:
         ]
         tflops = " / ".join(f"{guild[which]['tflops']:.0f}" for which in PASSES)
         floor = [_pair(figures.get("floor"), ("over_bound",), 2)] if with_floor else []
-        rows.append([*_name(case), *times, *ratios, tflops, *floor])
+        theirs = [_pair(figures.get(SONICMOE), ("ms",), 3)] if with_sonicmoe else []
+        theirs += [_pair(guild, ("speedup_over", SONICMOE), 2)] if with_sonicmoe else []
+        rows.append([*_name(case, record), *times, *ratios, tflops, *floor, *theirs])
     return _markdown(headings, rows)
 
 
@@ -104,7 +112,7 @@ def routing_table(record: dict[str, Any]) -> str:
         guild = _guild(case)
         per_row = " / ".join(f"{guild[which]['ms_per_1000_rows']:.4g}" for which in PASSES)
         load = f"{case['busiest_expert_over_mean']:.2f}"
-        rows.append([*_name(case), load, per_row, _pair(guild, ("over_balanced",), 3)])
+        rows.append([*_name(case, record), load, per_row, _pair(guild, ("over_balanced",), 3)])
     return _markdown(headings, rows)
 
 
@@ -123,8 +131,14 @@ def _baseline(record: dict[str, Any]) -> str:
     return "compiled"
 
 
-def _name(case: dict[str, Any]) -> list[str]:
-    routing = "" if case["routing"] == "balanced" else f", {case['routing']}"
+def _has(record: dict[str, Any], candidate: str) -> bool:
+    return any(candidate in case["figures"] for case in _timed(record))
+
+
+def _name(case: dict[str, Any], record: dict[str, Any]) -> list[str]:
+    """Preset and sizes; the routing too, unless all are balanced."""
+    plain = all(other["routing"] == "balanced" for other in record["cases"])
+    routing = "" if plain else f", {case['routing']}"
     return [case["name"] + routing, ", ".join(map(str, case["shape"].values()))]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from guild.provenance import device_name, pick_device
+from guild.provenance import device_name, pick_device, set_threads
 from guild.train.generation import Sampling, generate, readable, window_start
 from guild.train.learner import moe_factory
 from guild.train.loop import PROMPT
@@ -21,9 +21,7 @@ from guild.train.settings import Settings
 def run_generate(args: argparse.Namespace) -> int:
     """Print the prompt and what the model writes after it; how fast goes to standard error."""
     if args.threads is not None:
-        if args.threads < 1:
-            raise ValueError(f"threads: expected at least 1, got {args.threads}")
-        torch.set_num_threads(args.threads)
+        set_threads(args.threads)
     prompt = prompt_bytes(args.prompt)
     sampling = Sampling(args.temperature, args.top_k, args.seed)
     sampling.expect_valid()

@@ -229,7 +229,7 @@ def _add_modes(bench: argparse.ArgumentParser) -> None:
         "--sweep",
         type=int,
         metavar="N",
-        help="time N random shapes beside the bound, balanced unless said otherwise",
+        help="time N random shapes beside the bound, random routing unless said otherwise",
     )
     mode.add_argument(
         "--report",
@@ -305,9 +305,10 @@ def _add_what(bench: argparse.ArgumentParser) -> None:
     add(
         "--routing",
         metavar="A,B",
-        help="how rows spread over experts: some of balanced, random, zipf, or all (random); "
-        "several are timed in the same rounds and compared per row with balanced; with --decode of "
-        "random, zipf, hot (one expert for every token), same (the same experts for all tokens)",
+        help="how rows spread over experts: some of balanced, random, zipf, or all (layers random "
+        "and balanced, --steps balanced, else random); several are timed in the same rounds and "
+        "compared per row with balanced; with --decode of random, zipf, hot (one expert for every "
+        "token), same (the same experts for all tokens)",
     )
     add(
         "--candidates",
@@ -320,6 +321,11 @@ def _add_what(bench: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="time Guild on N multiprocessors of the GPU as well",
+    )
+    add(
+        "--sonicmoe",
+        action="store_true",
+        help="time the installed SonicMoE's own layer as well",
     )
 
 

@@ -17,7 +17,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from guild.provenance import pick_device
+from guild.provenance import pick_device, set_threads
 from guild.train.interrupt import INTERRUPTED, StopRequest
 from guild.train.loop import Plan, Training
 from guild.train.presets import PRESETS
@@ -42,9 +42,7 @@ def run_train(args: argparse.Namespace) -> int:
     console = Console()
     typed = vars(args)
     if "threads" in typed:
-        if typed["threads"] < 1:
-            raise ValueError(f"threads: expected at least 1, got {typed['threads']}")
-        torch.set_num_threads(typed["threads"])
+        set_threads(typed["threads"])
     settings, plan = plan_run(typed)
     if plan.fsdp:
         return _train_on_ranks(settings, plan, typed, console)

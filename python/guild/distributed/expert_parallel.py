@@ -11,7 +11,6 @@ the output. Expert weights get the gradient of all ranks' tokens.
 
 from __future__ import annotations
 
-import math
 from typing import Any, NoReturn
 
 import torch
@@ -20,24 +19,31 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from guild._torch.autograd import rows_of
+from guild._torch.autograd import below_autograd, rows_of
 from guild._torch.checks import (
-    FLOATS,
-    expect_dims,
+    expect_choice,
+    expect_count,
+    expect_finite,
     expect_flag,
     expect_positive,
 )
+from guild._torch.expert_lists import Listed, stacked
 from guild._torch.layer_arguments import Halves, layer_arguments
-from guild._torch.operators import ops, score_dtype
+from guild._torch.operators import ops
 from guild._torch.router_gradients import Weighing
 from guild.activations import Activation
-from guild.distributed.exact import ExactExperts
+from guild.distributed.facts import facts_of
 from guild.distributed.filling import fill_normal
 from guild.distributed.passage import Collect, Dispatch
-from guild.distributed.ranks import Ranks
-from guild.distributed.traffic import plan_traffic
-from guild.expert_arguments import expect_later, expect_routing, residual_like
-from guild.experts import routed_experts_and_offsets
+from guild.distributed.peer_traffic import PeerTraffic, plan_peer_traffic
+from guild.distributed.peers import Peers, peers_of
+from guild.distributed.ranks import Ranks, process_group_of
+from guild.distributed.stepwise import StepwiseExperts
+from guild.distributed.traffic import Traffic, plan_traffic
+from guild.expert_arguments import expect_later, residual_like
+from guild.experts import run_routed
+from guild.lora import LoRA, LoRAHalves
+from guild.routed_call import routed_call
 from guild.routing import Router, route_tokens, token_arguments
 from guild.weight_gradients import WeightGradients
 
@@ -60,7 +66,22 @@ class ExpertParallel:
         token's experts, in place of one for each rank.
     timeout : float
         Seconds after which a rank that does not answer is an error on all others. On a GPU it
-        holds where the host waits, in forward; elsewhere the process group's own limit does.
+        holds where the host waits, in forward; elsewhere the process group's own limit does. With
+        the peer engine it holds everywhere, and the error comes with the next call.
+    engine : {"auto", "peer", "nccl"}
+        How rows travel. "nccl": by all_to_all_single of the process group, whatever its backend,
+        over any number of nodes; the host waits once in forward. "peer": ranks of one host read and
+        write each other's memory, and the host never waits. "auto": peer on GPUs that can, else
+        nccl. Calls with `token_offsets`, as token rounding makes them, always take nccl.
+    max_tokens : int, optional
+        Peer engine: the most tokens of any rank in a call; default: of the first call. More are an
+        error.
+    capacity : float, optional
+        Peer engine: a rank has room for this many times the rows that it would have if all ranks
+        had max_tokens tokens and every rank's experts equally many rows. Where more come, the
+        result is NaN on all ranks and the next call raises. Default: room for any routing, which
+        is `size` times as many; with more than two ranks backward then computes the
+        pre-activations again, as with `recompute`.
 
     Attributes
     ----------
@@ -81,13 +102,23 @@ class ExpertParallel:
         *,
         exact: bool = False,
         timeout: float = TIMEOUT,
+        engine: str = "auto",
+        max_tokens: int | None = None,
+        capacity: float | None = None,
     ) -> None:
         expect_flag("exact", exact)
+        expect_choice("engine", engine, ("auto", "peer", "nccl"))
+        if max_tokens is not None:
+            expect_count("max_tokens", max_tokens, 1)
+        if capacity is not None:
+            expect_positive("capacity", capacity)
+            expect_finite("capacity", capacity)
         expect_positive("timeout", timeout)
-        if not math.isfinite(timeout):
-            raise ValueError(f"timeout: expected a finite number of seconds, got {timeout}")
-        self.exact = exact
-        self._ranks = Ranks(_process_group(group), float(timeout))
+        expect_finite("timeout", timeout)
+        self.exact, self._engine = exact, engine
+        self._room = max_tokens, capacity
+        self._peers: dict[torch.device, Peers | None] = {}  # None: the process group's engine
+        self._ranks = Ranks(process_group_of(group), float(timeout))
         self._layers = 0
 
     @property
@@ -104,6 +135,53 @@ class ExpertParallel:
     def group(self) -> dist.ProcessGroup:
         """The ranks as a process group."""
         return self._ranks.group
+
+    def engine(self, device: torch.device | str) -> str:
+        """How rows of tensors on a device travel: "peer" or "nccl".
+
+        All ranks call it, or their first layer, together.
+
+        Raises
+        ------
+        ValueError
+            If engine="peer" was asked for and the ranks cannot reach each other's memory.
+        """
+        return "nccl" if self._peers_on(torch.empty(0, device=device).device) is None else "peer"
+
+    def check(self) -> None:
+        """Wait for the GPU, and raise what has gone wrong in calls of the peer engine so far.
+
+        Raises
+        ------
+        ValueError, RuntimeError
+            As a later call would.
+        """
+        for device, peers in self._peers.items():
+            if peers is not None:
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+                peers.expect_no_failure()
+
+    def _peers_on(self, device: torch.device) -> Peers | None:
+        if device not in self._peers:
+            how = self._engine, *self._room, self.exact
+            self._peers[device] = peers_of(self._ranks, device, *how)
+        return self._peers[device]
+
+    def _plan(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        scores: Tensor,
+        token_offsets: Tensor | None,
+        experts: int,
+        facts: dict[str, int],
+    ) -> tuple[Traffic | PeerTraffic, Tensor]:
+        """Tell every rank what comes -> traffic, scores of this rank's experts."""
+        peers = None if token_offsets is not None else self._peers_on(x.device)
+        if peers is None:
+            return plan_traffic(self._ranks, ids, scores, token_offsets, experts, facts)
+        return plan_peer_traffic(peers, x, ids, scores, experts, facts)
 
     def local_experts(self, experts: int) -> range:
         """The experts of this rank.
@@ -141,10 +219,10 @@ class ExpertParallel:
         x: Tensor,
         topk_ids: Tensor,
         topk_weights: Tensor,
-        w_up: Tensor | Halves,
-        w_down: Tensor,
-        b_up: Tensor | Halves | None = None,
-        b_down: Tensor | None = None,
+        w_up: Listed | Halves,
+        w_down: Listed,
+        b_up: Listed | Halves | None = None,
+        b_down: Listed | None = None,
         *,
         activation: Activation | str = "silu",
         order: str = "concatenated",
@@ -153,6 +231,8 @@ class ExpertParallel:
         residual: Tensor | None = None,
         recompute: bool = False,
         weight_gradients: WeightGradients | None = None,
+        lora_up: LoRA | LoRAHalves | None = None,
+        lora_down: LoRA | None = None,
     ) -> Tensor:
         """`guild.routed_experts` of this rank's tokens, with experts on all ranks of the group.
 
@@ -161,9 +241,11 @@ class ExpertParallel:
         x, topk_ids, topk_weights, token_offsets, residual
             This rank's, with ids of all E experts.
         w_up, w_down, b_up, b_down
-            Of this rank's E / ranks experts.
-        activation, order, transposed, recompute, weight_gradients
-            As `guild.routed_experts` takes them; weight_gradients not with exact=True.
+            Of this rank's E / ranks experts. With exact=True lists are copied unless they lie
+            evenly.
+        activation, order, transposed, recompute, weight_gradients, lora_up, lora_down
+            As `guild.routed_experts` takes them, terms of this rank's experts; weight_gradients and
+            LoRA not with exact=True.
 
         Returns
         -------
@@ -178,7 +260,7 @@ class ExpertParallel:
             If a rank is gone or late.
         """
         layout = activation, order, transposed
-        later = token_offsets, residual, recompute, weight_gradients
+        later = token_offsets, residual, recompute, weight_gradients, lora_up, lora_down
         tokens = x, topk_ids, topk_weights
         return self.routed_experts_and_offsets(
             *tokens, w_up, w_down, b_up, b_down, *layout, *later
@@ -190,10 +272,10 @@ class ExpertParallel:
         x: Tensor,
         topk_ids: Tensor,
         topk_weights: Tensor,
-        w_up: Tensor | Halves,
-        w_down: Tensor,
-        b_up: Tensor | Halves | None,
-        b_down: Tensor | None,
+        w_up: Listed | Halves,
+        w_down: Listed,
+        b_up: Listed | Halves | None,
+        b_down: Listed | None,
         activation: Activation | str,
         order: str,
         transposed: bool,
@@ -201,30 +283,38 @@ class ExpertParallel:
         residual: Tensor | None = None,
         recompute: bool = False,
         weight_gradients: WeightGradients | None = None,
+        lora_up: LoRA | LoRAHalves | None = None,
+        lora_down: LoRA | None = None,
         *,
         layer: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """`routed_experts`, and int32 (E + 1) offsets of this rank's rows by expert."""
-        expect_dims("x", x, 2, what="(tokens, hidden)")
-        expect_routing(x, topk_ids, topk_weights, token_offsets)
-        given, layout = (w_up, w_down, b_up, b_down), (activation, order, transposed)
-        x, *local, _ = layer_arguments(x, *given, *layout, routed=True)
-        residual = _residual(residual, x)
-        scores = topk_weights.to(score_dtype(x.dtype)).contiguous()
-        ids = topk_ids.contiguous()
-        facts = self._facts(x, scores, local, layer)
-        self._expect_later(recompute, weight_gradients)
-        planned = self._ranks, ids, scores, token_offsets, self.size * local[2].shape[0]
-        traffic, received = plan_traffic(*planned, facts)
-        offsets = _offsets(*planned[1:])
-        if self.exact:
-            keep = bool(facts["gradients"]) and not recompute
-            taken = traffic, received, token_offsets, keep, None
-            return ExactExperts.apply(*taken, x, None, scores, residual, *local), offsets
-        rows, received = Dispatch.apply(x, scores, traffic, received)
-        lists = traffic.token_offsets, None, recompute, weight_gradients
-        sums, _ = routed_experts_and_offsets(rows, traffic.ids, received, *given, *layout, *lists)
-        return Collect.apply(sums, residual, traffic), offsets
+        self._expect_plain(weight_gradients, lora_up, lora_down)
+        layout = (w_up, w_down, b_up, b_down), (activation, order, transposed)
+        later = token_offsets, None, recompute, weight_gradients, lora_up, lora_down
+        tokens = x, topk_ids, topk_weights
+        call = routed_call(*tokens, *layout[0], *layout[1], *later)
+        if self.exact and call.experts_at is not None:
+            given = *map(stacked, (w_up, w_down)), stacked(b_up, 1), stacked(b_down, 1)
+            call = routed_call(*tokens, *given, *layout[1], *later)
+        residual = _residual(residual, call.x)
+        facts = facts_of(self.size, self.exact, call.x, call.scores, call.layer, layer, call.low)
+        slots = call.ids, call.scores, token_offsets, self.size * call.layer[2].shape[0]
+        traffic, received = self._plan(call.x, *slots, facts)
+        recompute = recompute or not traffic.keeps_all_rows
+        whole = isinstance(traffic, PeerTraffic) and weight_gradients is None
+        whole = whole and call.low is None and call.experts_at is None
+        with self._ranks.in_step("forward"):
+            offsets = _offsets(*slots)
+            if self.exact or whole:
+                keep = bool(facts["gradients"]) and not recompute
+                taken = traffic, received, token_offsets, keep, self.exact, None
+                rows = call.x, None, call.scores, residual
+                return StepwiseExperts.apply(*taken, *rows, *call.layer), offsets
+            rows, received = Dispatch.apply(call.x, call.scores, traffic, received)
+            slots = {"ids": traffic.ids, "scores": received, "token_offsets": traffic.token_offsets}
+            sums, _ = run_routed(call._replace(x=rows, **slots), recompute, weight_gradients)
+            return Collect.apply(sums, residual, traffic), offsets
 
     @torch.compiler.disable
     def routed_layer(
@@ -259,43 +349,30 @@ class ExpertParallel:
         arguments = token_arguments(*tokens)
         x, *local, _ = layer_arguments(x, *given, *layout, routed=True)
         residual = _residual(residual, x)
-        self._expect_later(recompute, weight_gradients)
+        expect_later(recompute, weight_gradients)
+        self._expect_plain(weight_gradients)
         with torch.no_grad():
             scores, ids, slopes = ops.route_tokens(*arguments)
-        facts = self._facts(x, router_weight, local, layer)
+        facts = facts_of(self.size, self.exact, x, router_weight, local, layer)
         experts = self.size * local[2].shape[0]
-        traffic, received = plan_traffic(self._ranks, ids, scores, None, experts, facts)
-        keep = bool(facts["gradients"]) and not recompute
+        traffic, received = self._plan(x, ids, scores, None, experts, facts)
+        keep = bool(facts["gradients"]) and not recompute and traffic.keeps_all_rows
         weighing = Weighing.of(arguments[5:])
         routed = scores, ids, weighing.kept(slopes), weighing
-        taken = traffic, received, None, keep, routed
-        out = ExactExperts.apply(*taken, x, router_weight, scores, residual, *local)
-        return out, _offsets(ids, scores, None, experts)
+        taken = traffic, received, None, keep, self.exact, routed
+        with self._ranks.in_step("forward"):
+            out = StepwiseExperts.apply(*taken, x, router_weight, scores, residual, *local)
+            return out, _offsets(ids, scores, None, experts)
 
-    def _facts(self, x: Tensor, weighing: Tensor, local: list[Any], layer: int) -> dict[str, int]:
-        """What every rank must agree on; weighing: what the scores' gradient goes to."""
-        w_up, w_gate, w_down, b_up, b_down, kind, *rest = local
-        wants = any(t is not None and t.requires_grad for t in (w_up, w_gate, w_down, b_up, b_down))
-        wants = (x.requires_grad, weighing.requires_grad, wants)
-        gradients = sum(1 << i for i, want in enumerate(wants) if want)
-        return {
-            "layer": layer,
-            "hidden": x.shape[1],
-            "intermediate": w_down.shape[1 if rest[-1] else 2],
-            "experts": self.size * w_down.shape[0],
-            "dtype": FLOATS.index(x.dtype),
-            "activation": kind,
-            "exact": int(self.exact),
-            "gradients": gradients * torch.is_grad_enabled(),
-        }
-
-    def _expect_later(self, recompute: bool, weight_gradients: WeightGradients | None) -> None:
-        expect_later(recompute, weight_gradients)
-        if self.exact and weight_gradients is not None:
-            raise ValueError(
-                "weight_gradients: expected None with ExpertParallel(exact=True), got "
-                f"{weight_gradients!r}"
-            )
+    def _expect_plain(self, weight_gradients: WeightGradients | None, *lora: Any) -> None:
+        """Raise where exact=True does not have what is asked for."""
+        given = {"weight_gradients": weight_gradients}
+        given |= dict(zip(("lora_up", "lora_down"), lora, strict=False))
+        for name, value in given.items():
+            if self.exact and value is not None:
+                raise ValueError(
+                    f"{name}: expected None with ExpertParallel(exact=True), got {value!r:.200}"
+                )
 
     def __deepcopy__(self, _: dict[int, Any]) -> ExpertParallel:
         """Itself: copies of a layer are on the same ranks."""
@@ -308,36 +385,13 @@ class ExpertParallel:
         )
 
 
-def _process_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
-    if not (dist.is_available() and dist.is_initialized()):
-        raise RuntimeError(
-            "group: expected torch.distributed to be initialised (torchrun, and "
-            "torch.distributed.init_process_group)"
-        )
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise ValueError(
-                f"group: expected a mesh of one dimension, got {group.ndim}; take one of them: "
-                'mesh["name"]'
-            )
-        return group.get_group()
-    if group is None:
-        return dist.group.WORLD
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError("group: expected one that this rank is in, got one of other ranks")
-    if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(
-            f"group: expected a ProcessGroup or a DeviceMesh, got {type(group).__name__}"
-        )
-    return group
-
-
 def _residual(residual: Tensor | None, x: Tensor) -> Tensor | None:
     """Checked, in the autocast dtype; x is in that already."""
     residual = residual_like(residual, x)
     return None if residual is None else rows_of(residual)
 
 
+@below_autograd
 def _offsets(ids: Tensor, scores: Tensor, token_offsets: Tensor | None, experts: int) -> Tensor:
     """int32 (E + 1): where each expert's rows of this rank's tokens would begin."""
     return ops.sort_by_expert(ids, scores, experts, token_offsets)[0]

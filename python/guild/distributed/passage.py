@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from guild._torch.autograd import rows_of
+from guild.distributed.peer_traffic import PeerTraffic
 from guild.distributed.traffic import Traffic
 
 
@@ -20,7 +21,9 @@ class Dispatch(torch.autograd.Function):
     """(x (tokens, hidden), scores of the slots) -> (rows (M, hidden), scores (P,))."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scores: Tensor, traffic: Traffic, received: Tensor):
+    def forward(
+        ctx: Any, x: Tensor, scores: Tensor, traffic: Traffic | PeerTraffic, received: Tensor
+    ):
         """received: the scores, which came with the traffic's plan."""
         ctx.traffic = traffic
         rows, received = traffic.send_rows(x, "forward"), received.clone()
@@ -35,11 +38,11 @@ class Dispatch(torch.autograd.Function):
     def backward(ctx: Any, drows: Tensor, dreceived: Tensor):
         """dx and dscores. What is sent depends on what is wanted, which all ranks agreed on."""
         want_x, want_scores, *_ = ctx.needs_input_grad
-        dx = dscores = None
-        if want_x:
-            dx = ctx.traffic.return_sums(drows, None, "backward")
-        if want_scores:
-            dscores = ctx.traffic.scores_gradient(dreceived)
+        # gloo ends the process where messages do not match; the peer engine has its own barriers.
+        if isinstance(ctx.traffic, Traffic) and not drows.is_cuda:
+            ctx.traffic.ranks.agree_backward(ctx.traffic.call, drows, half=2)
+        drows, dreceived = drows if want_x else None, dreceived if want_scores else None
+        dx, dscores = ctx.traffic.return_gradients(drows, dreceived)
         return dx, dscores, None, None
 
 
@@ -47,7 +50,9 @@ class Collect(torch.autograd.Function):
     """(what became of the received rows (M, hidden), residual) -> (tokens, hidden)."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, residual: Tensor | None, traffic: Traffic) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, residual: Tensor | None, traffic: Traffic | PeerTraffic
+    ) -> Tensor:
         """The sum over ranks, rounded once."""
         ctx.traffic = traffic
         return traffic.return_sums(rows, residual, "forward")
@@ -59,6 +64,6 @@ class Collect(torch.autograd.Function):
         want_rows, want_residual, _ = ctx.needs_input_grad
         drows = None
         if want_rows:
-            ctx.traffic.ranks.agree_backward(ctx.traffic.call, dout)
+            ctx.traffic.begin_backward(dout)
             drows = ctx.traffic.send_rows(rows_of(dout), "backward")
         return drows, dout if want_residual else None, None

@@ -33,7 +33,14 @@ _EXPERT_WEIGHTS = ("w_up", "w_down", "b_up", "b_down")
 
 
 def distribute_experts(
-    module: nn.Module, mesh: DeviceMesh, *, exact: bool = False, timeout: float = TIMEOUT
+    module: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    exact: bool = False,
+    timeout: float = TIMEOUT,
+    engine: str = "auto",
+    max_tokens: int | None = None,
+    capacity: float | None = None,
 ) -> ExpertParallel:
     """Share the experts of every `guild.MoE` in a module among the ranks of a mesh.
 
@@ -47,7 +54,7 @@ def distribute_experts(
         A model, before `fully_shard`.
     mesh : DeviceMesh
         One dimension, whose size divides every layer's number of experts.
-    exact, timeout
+    exact, timeout, engine, max_tokens, capacity
         As `ExpertParallel` takes them.
 
     Returns
@@ -62,7 +69,8 @@ def distribute_experts(
     """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh: expected a DeviceMesh, got {type(mesh).__name__}")
-    group = ExpertParallel(mesh, exact=exact, timeout=timeout)
+    room = {"max_tokens": max_tokens, "capacity": capacity}
+    group = ExpertParallel(mesh, exact=exact, timeout=timeout, engine=engine, **room)
     layers = layers_of(module)
     for layer in layers:
         group.local_experts(layer.experts)  # or an error, before anything is changed
@@ -177,20 +185,32 @@ def clip_grad_norm_(
         The norm before, float32.
     """
     expect_positive("max_norm", max_norm)
-    expect_positive("norm_type", norm_type)
-    by_layout: dict[Any, list[Tensor]] = defaultdict(list)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            by_layout[_layout(parameter.grad)].append(parameter)
-    if not by_layout:
-        return torch.zeros(())
-    norms = [
-        _norm([p.grad for p in group], layout, norm_type) for layout, group in by_layout.items()
-    ]
-    total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-    for group in by_layout.values():
+    parameters = list(parameters)
+    total = grad_norm(parameters, norm_type)
+    for group in _by_layout(parameters).values():
         torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
     return total
+
+
+def grad_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+    """The norm of the gradients of all ranks, as `clip_grad_norm_` returns it."""
+    expect_positive("norm_type", norm_type)
+    norms = [
+        _norm([p.grad for p in group], layout, norm_type)
+        for layout, group in _by_layout(parameters).items()
+    ]
+    if not norms:
+        return torch.zeros(())
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+
+
+def _by_layout(parameters: Iterable[Tensor]) -> dict[Any, list[Tensor]]:
+    """Those with a gradient, by the `_layout` of that."""
+    found: dict[Any, list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            found[_layout(parameter.grad)].append(parameter)
+    return found
 
 
 def _layout(grad: Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:

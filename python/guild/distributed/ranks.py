@@ -1,28 +1,38 @@
 """The ranks of an expert-parallel group: rows between them, agreement, a time limit.
 
-Every message between ranks goes through `Ranks`. Before rows move in forward, all ranks tell each
-other what they are about to do and how many rows follow (`agree`); where two differ, all raise the
-same error. A rank that does not answer ends the others with an error that names it.
+Every message between ranks goes through `Ranks`. Before rows move, in forward and in each half of
+backward, all ranks tell each other what they are about to do, and in forward how many rows follow
+(`agree`, `agree_backward`); where two differ, all raise the same error. These first messages are of
+one size, so that a rank that skipped a pass meets the others in the one that they are in. A rank
+that does not answer ends the others with an error that names it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from guild._torch.checks import FLOATS, dtype_name
 
 _GRACE_SECONDS = 2.0  # in which the ranks that live say so after a failure
 _STORE_SECONDS = 5.0  # a store whose host is dead or stopped is not waited for any longer
+_WORDS = 24  # of the first message of a pass
+_END_OF_RECOMPUTATION = getattr(torch.utils.checkpoint, "_StopRecomputationError", ())
+
+PASSES = "forward", "backward of the output", "backward of the tokens"
 
 _numbers = itertools.count()
 
@@ -45,6 +55,7 @@ class Ranks:
         self._number = next(_numbers)  # the same on every rank, as all make them in one order
         self.calls = 0  # forward passes so far, the same number on every rank
         self._failure: str | None = None
+        self._error: type[Exception] = RuntimeError
         self._doubt: Tensor | None = None  # backward's comparison on a GPU, not yet looked at
 
     def exchange(
@@ -105,9 +116,11 @@ class Ranks:
         RuntimeError
             If a rank is gone or does not answer in time, or if backward passes did not match.
         """
+        self._expect_group()
         self.calls += 1
-        own = torch.tensor([self.calls, *facts.values()], device=counts.device)
+        own = torch.tensor([0, self.calls, *facts.values()], device=counts.device)
         sent = torch.cat((own.expand(self.size, -1), counts.t()), 1)
+        sent = F.pad(sent, (0, _WORDS - sent.shape[1]))
         received = torch.empty_like(sent)
         self._all_to_all(received, sent, None, None, "forward")
         both = torch.stack((sent, received))
@@ -115,36 +128,77 @@ class Ranks:
         if doubt is not None:
             both = torch.cat((both, doubt.expand(2, self.size, 1)), 2)
         sent_rows, received_rows = self._on_host(both).tolist()
-        names = ("call", *facts)
-        _expect_same(names, [row[: len(names)] for row in received_rows])
+        _expect_same_pass(received_rows, [0])
+        names = ("pass", "call", *facts)
+        for place, name in enumerate(names):
+            expect_same(name, {r: row[place] for r, row in enumerate(received_rows)})
         if doubt is not None and any(row[-1] for row in received_rows):
-            raise RuntimeError(_BACKWARD_ORDER)
+            raise RuntimeError(BACKWARD_ORDER)
         first, last = len(names), len(names) + counts.shape[0]
         return tuple(
             [list(column) for column in zip(*(row[first:last] for row in rows), strict=True)]
             for rows in (sent_rows, received_rows)
         )
 
-    def agree_backward(self, call: int, like: Tensor) -> None:
+    def agree_backward(self, call: int, like: Tensor, half: int = 1) -> None:
         """Check that all ranks run the backward of the same forward.
 
-        On a GPU the host does not wait: the next `agree` raises.
+        half: 1 for the gradient of the output, 2 for that of the tokens, which a rank may leave out
+        whose autograd.grad() is of the weights alone. On a GPU the host does not wait: the next
+        `agree` raises.
 
         Raises
         ------
         RuntimeError
             If not, on all ranks.
         """
-        own = torch.full((self.size,), call, dtype=torch.int64, device=like.device)
+        self._expect_group()
+        own = torch.tensor([half, call], device=like.device)
+        own = F.pad(own, (0, _WORDS - own.shape[0])).expand(self.size, -1).contiguous()
         others = torch.empty_like(own)
         self._all_to_all(others, own, None, None, "backward")
-        differs = others != own
         if not like.is_cuda:
-            if differs.any():
-                raise RuntimeError(f"{_BACKWARD_ORDER}: got call {others.tolist()} by rank")
+            _expect_same_pass(others.tolist(), [0, 1])
             return
-        differs = differs.any()
+        differs = (others != own).any()
         self._doubt = differs if self._doubt is None else self._doubt | differs
+
+    @contextlib.contextmanager
+    def in_step(self, what: str) -> Iterator[None]:
+        """Between two messages of a pass: after an error here the other ranks wait in vain."""
+        try:
+            yield
+        except BaseException as error:
+            # A checkpoint ends its second forward by raising once it has what it needs, on all
+            # ranks at the same place.
+            if self._failure is None and not isinstance(error, _END_OF_RECOMPUTATION):
+                self._failure = (
+                    f"expert_group: this rank raised {type(error).__name__} in the {what} of call "
+                    f"{self.calls}, where the others wait for it. The group cannot be used any "
+                    "more: restart all ranks"
+                )
+            raise
+
+    def _expect_group(self) -> None:
+        try:
+            dist.get_process_group_ranks(self.group)
+        except (KeyError, ValueError, RuntimeError, AttributeError) as error:
+            raise RuntimeError(
+                "expert_group: its process group has been destroyed; make the ExpertParallel and "
+                "its layers after torch.distributed.init_process_group()"
+            ) from error
+
+    def expect_alive(self) -> None:
+        """Raise again what has ended the group."""
+        if self._failure is not None:
+            raise self._error(self._failure)
+
+    def end(self, error: type[Exception], text: str, lost: bool = False) -> NoReturn:
+        """Raise an error, now and in every later call; lost: a rank is gone."""
+        self._failure, self._error = text, error
+        if lost:
+            self._end_kernels()
+        raise error(text)
 
     def _all_to_all(
         self,
@@ -154,8 +208,7 @@ class Ranks:
         sent: list[int] | None,
         what: str,
     ) -> None:
-        if self._failure is not None:
-            raise RuntimeError(self._failure)
+        self.expect_alive()
         try:
             work = dist.all_to_all_single(
                 out, rows, received, sent, group=self.group, async_op=True
@@ -233,10 +286,35 @@ class Ranks:
         return found[0] if found else None
 
 
-_BACKWARD_ORDER = (
-    "expert_group: expected every rank to run the backward passes of the same forward passes in "
-    "the same order"
+BACKWARD_ORDER = (
+    "expert_group: expected every rank to run the same forward and backward passes in the same "
+    "order"
 )
+
+
+def process_group_of(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
+    """The ranks that a user means; an error names what is wrong with `group`."""
+    if not (dist.is_available() and dist.is_initialized()):
+        raise RuntimeError(
+            "group: expected torch.distributed to be initialised (torchrun, and "
+            "torch.distributed.init_process_group)"
+        )
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"group: expected a mesh of one dimension, got {group.ndim}; take one of them: "
+                'mesh["name"]'
+            )
+        return group.get_group()
+    if group is None:
+        return dist.group.WORLD
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("group: expected one that this rank is in, got one of other ranks")
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"group: expected a ProcessGroup or a DeviceMesh, got {type(group).__name__}"
+        )
+    return group
 
 
 def _store_of(group: dist.ProcessGroup) -> dist.Store:
@@ -245,11 +323,40 @@ def _store_of(group: dist.ProcessGroup) -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def _expect_same(names: Sequence[str], by_rank: list[list[int]]) -> None:
-    for name, values in zip(names, zip(*by_rank, strict=True), strict=True):
-        if len(set(values)) > 1:
-            shown = [dtype_name(FLOATS[v]) if name == "dtype" else str(v) for v in values]
-            raise ValueError(
-                f"expert_group: expected the same call on every rank, got {name} "
-                f"{', '.join(f'{v} on rank {r}' for r, v in enumerate(shown))}"
-            )
+def _by_rank(shown: dict[int, object]) -> str:
+    return ", ".join(f"{value} on rank {rank}" for rank, value in shown.items())
+
+
+def _expect_same_pass(by_rank: list[list[int]], words: Sequence[int]) -> None:
+    """Raise RuntimeError where these words differ, of which 0 is the pass and 1 its call."""
+    if any(row[word] != by_rank[0][word] for row in by_rank for word in words):
+        shown = {r: f"{PASSES[row[0]]} of call {row[1]}" for r, row in enumerate(by_rank)}
+        raise RuntimeError(f"{BACKWARD_ORDER}, got {_by_rank(shown)}")
+
+
+def word_of(first: float, second: float) -> int:
+    """Two numbers as a fact's integer, in single precision."""
+    return int.from_bytes(struct.pack("<ff", first, second), "little", signed=True)
+
+
+def numbers_of(word: int) -> str:
+    """What `word_of` packed, to be shown."""
+    first, second = struct.unpack("<ff", word.to_bytes(8, "little", signed=True))
+    return f"({first:g}, {second:g})"
+
+
+# How a fact that is no plain number is shown.
+_SHOWN = {
+    "dtype": lambda number: dtype_name(FLOATS[number]),
+    "(alpha, limit)": numbers_of,
+    "(activation, up_offset)": numbers_of,
+}
+
+
+def expect_same(name: str, by_rank: dict[int, int]) -> None:
+    """Raise ValueError where ranks have not the same value of what is called `name`."""
+    if len(set(by_rank.values())) > 1:
+        shown = {r: _SHOWN.get(name, str)(v) for r, v in by_rank.items()}
+        raise ValueError(
+            f"expert_group: expected the same call on every rank, got {name} {_by_rank(shown)}"
+        )

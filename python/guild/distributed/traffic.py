@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -59,6 +60,7 @@ class Traffic:
     slots: tuple[list[int], list[int]]
     ids: Tensor
     token_offsets: Tensor
+    keeps_all_rows: ClassVar[bool] = True  # there are no more than came
 
     def send_rows(self, matrix: Tensor, what: str) -> Tensor:
         """(tokens, width) -> (M, width): to wherever a token's experts are."""
@@ -69,16 +71,41 @@ class Traffic:
         rows = self.ranks.exchange(rows, *reversed(self.rows), what)
         return ops.combine(rows, self.token_rows, None, self.row_lists, residual)
 
-    def return_slots(self, values: Tensor, what: str) -> Tensor:
+    def return_rows(self, rows: Tensor, slot_row: Tensor, what: str) -> Tensor:
+        """Rows by expert -> (slots, width), to be read at `slot_place`."""
+        return self._return_slots(rows.index_select(0, slot_row), what)
+
+    def return_gradients(
+        self,
+        drows: Tensor | None,
+        dscores: Tensor | None,
+        slot_row: Tensor | None = None,
+        by_slot: bool = False,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """What the experts give for rows (M, width) and slots (P,) -> gradients of x and scores.
+
+        With by_slot, drows are by expert and come back as from `return_rows`. A score's gradient
+        is 0 where its slot went nowhere.
+        """
+        dx = None
+        if drows is not None and by_slot:
+            dx = self.return_rows(drows, slot_row, "backward")
+        elif drows is not None:
+            dx = self.return_sums(drows, None, "backward")
+        if dscores is None:
+            return dx, None
+        mine = self._return_slots(dscores, "backward")[: self.sent_slots.shape[0]]
+        out = mine.new_zeros(self.slot_place.numel()).index_copy_(0, self.sent_slots, mine)
+        return dx, out.view(self.slot_place.shape)
+
+    def begin_backward(self, like: Tensor) -> None:
+        """Check that all ranks run the backward of this forward."""
+        self.ranks.agree_backward(self.call, like)
+
+    def _return_slots(self, values: Tensor, what: str) -> Tensor:
         """(P, ...) -> (slots, ...): those that are sent, in order, then fresh memory."""
         sent, received = reversed(self.slots)
         return self.ranks.exchange(values, sent, received, what, self.slot_place.numel())
-
-    def scores_gradient(self, dscores: Tensor) -> Tensor:
-        """(P,) from the experts -> the shape of the ids, 0 where a slot went nowhere."""
-        mine = self.return_slots(dscores, "backward")[: self.sent_slots.shape[0]]
-        out = mine.new_zeros(self.slot_place.numel())
-        return out.index_copy_(0, self.sent_slots, mine).view(self.slot_place.shape)
 
 
 def plan_traffic(

@@ -20,6 +20,9 @@ from typing import NamedTuple
 import torch
 
 from .model import BYTES, LanguageModel
+from .settings import MOST_SEED
+
+MOST_BYTES = 2**20  # to write at once: the noise of all their choices is there from the start
 
 
 class Sampling(NamedTuple):
@@ -47,8 +50,8 @@ class Sampling(NamedTuple):
             )
         if not 0 <= self.top_k <= BYTES:
             raise ValueError(f"top_k: expected 0 (all) to {BYTES}, got {self.top_k}")
-        if self.seed < 0:
-            raise ValueError(f"seed: expected 0 or more, got {self.seed}")
+        if not 0 <= self.seed <= MOST_SEED:
+            raise ValueError(f"seed: expected 0 to {MOST_SEED}, got {self.seed}")
 
     def noise(self, count: int) -> torch.Tensor:
         """Gumbel noise (count, 256), the same on every machine; zeros at temperature 0."""
@@ -116,8 +119,8 @@ def generate(
     sampling.expect_valid()
     if not prompt:
         raise ValueError("prompt: expected at least one byte, got an empty text")
-    if count < 1:
-        raise ValueError(f"tokens: expected at least 1, got {count}")
+    if not 1 <= count <= MOST_BYTES:
+        raise ValueError(f"tokens: expected 1 to {MOST_BYTES}, got {count}")
     with _autocast_without_cache(model.embedding.weight.device.type):
         writer = _Writer(model, count, context, sampling)
         start = time.perf_counter()

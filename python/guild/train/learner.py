@@ -166,10 +166,10 @@ class Learner:
             torch.manual_seed(s.seed * 1_000_003 + step)
         with self.autocast():
             loss, imbalance = self.model.loss(inputs, targets)
-        self.optimizer.zero_grad()
         (loss + s.balance * imbalance).backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.clip)
         self.optimizer.step()
+        self.optimizer.zero_grad()  # before the next forward, which takes the most memory
         self.model.move_selection_biases(s.bias_rate)
         counts = self.model.expert_counts().float()
         load = counts.amax(1) / counts.mean(1)

@@ -92,6 +92,11 @@ class Plan:
         """Steps between two looks at the clock; more on a GPU, which a look makes wait."""
         return 20 if self.device.type == "cuda" else 5
 
+    @property
+    def first_steps(self) -> int:
+        """Those of the first round: few on a GPU, where they compile and count for no median."""
+        return 2 if self.device.type == "cuda" else self.round_steps
+
 
 class Training:
     """One call of `guild train`, from the corpus to the summary, in a folder claimed for it."""
@@ -99,7 +104,7 @@ class Training:
     def __init__(self, settings: Settings, plan: Plan, console: Console) -> None:
         self.settings, self.plan, self.console = settings, plan, console
         self.folder = RunFolder(plan.out) if writes() else UnwrittenFolder(plan.out)
-        self.step = 0
+        self.step = self.rounds = 0  # rounds: of this call
         state = self.folder.load_checkpoint() if plan.resume else None
         self.corpus = load_corpus(plan.corpus, settings.context)
         if state is not None:
@@ -139,9 +144,11 @@ class Training:
     def _round(self, view: TrainingView) -> None:
         check_every = self.plan.check_every
         to_check = check_every - self.step % check_every
-        count = min(self.plan.round_steps, to_check, self.settings.steps - self.step)
+        most = self.plan.round_steps if self.rounds else self.plan.first_steps
+        count = min(most, to_check, self.settings.steps - self.step)
         # Swapped every round, so that neither learner always runs on the other's warm caches.
-        swapped = (self.step // self.plan.round_steps) % 2 == 1
+        swapped = self.rounds % 2 == 1
+        self.rounds += 1
         rows: dict[str, list[dict[str, Any]]] = {}
         for learner in reversed(self.learners) if swapped else self.learners:
             rows[learner.name] = learner.round(self.corpus, self.step, count)

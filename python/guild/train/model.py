@@ -43,8 +43,11 @@ class Attention(nn.Module):
         """
         batch, context, hidden = x.shape
         qkv = self.qkv(x).view(batch, context, 3, self.heads, hidden // self.heads)
-        q, k, v = qkv.transpose(1, 3).unbind(2)
+        q, k, v = qkv.unbind(2)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        # By token until here, so that nothing is transposed in memory; a view of qkv would keep
+        # all of it for backward.
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v.contiguous()))
         if past is None:
             mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
@@ -54,9 +57,12 @@ class Attention(nn.Module):
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn the pairs (j, j + half) of the last dimension by the angle of their position."""
+    """Turn the pairs (j, j + half) of the last dimension by the angle of their position.
+
+    x (batch, context, heads, head size); cos, sin (context, head size / 2).
+    """
     a, b = x.chunk(2, -1)
-    cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+    cos, sin = cos.to(x.dtype)[:, None], sin.to(x.dtype)[:, None]
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 

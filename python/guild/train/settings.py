@@ -26,6 +26,8 @@ CHOICES = {
     ),
     "round": ("none", "nearest", "up", "down", "stochastic", "balanced"),
 }
+MOST_SEED = 2**62
+
 _BYTES = 256
 _PLAIN_ROUTERS = ("softmax_renormalized", "topk_softmax")
 
@@ -114,6 +116,8 @@ class Settings:
                 raise ValueError(
                     f"{name}: expected a finite number of 0 or more, got {getattr(self, name)}"
                 )
+        if self.seed > MOST_SEED:
+            raise ValueError(f"seed: expected 0 to {MOST_SEED}, got {self.seed}")
         for name in ("lr", "clip"):
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):

@@ -8,6 +8,7 @@ A checkpoint holds whole tensors, so that any number of ranks goes on with it, o
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import math
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
+    FSDPModule,
     MixedPrecisionPolicy,
     fully_shard,
     register_fsdp_forward_method,
@@ -25,13 +27,17 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from guild.distributed.placement import clip_grad_norm_, distribute_experts, shard_layers
+import guild
+from guild.balancing import BalanceSums
+from guild.distributed.placement import distribute_experts, grad_norm, shard_layers
 
 from .corpus import Corpus
 from .generation import Sampling, window_start
 from .head import chunked_cross_entropy
 from .learner import Learner, make_optimizer, moe_factory
 from .model import LanguageModel
+from .peer_copies import can_copy, use_copies
+from .reduction import NarrowReduceScatter
 from .settings import Settings
 from .speed import speed_of
 from .world import mean_of_ranks, writes
@@ -49,12 +55,9 @@ class ShardedModel(LanguageModel):
         sums = [getattr(block.moe, "balance_sums", None) for block in self.blocks]
         if not self.training or any(s is None for s in sums):
             return loss, torch.zeros_like(loss)
-        counts = torch.stack([s.counts for s in sums])
-        dist.all_reduce(counts)  # of all layers at once
-        parts = [
-            s._replace(counts=c).load_balancing_loss() for s, c in zip(sums, counts, strict=True)
-        ]
-        return loss, torch.stack(parts).mean()
+        of_layers = BalanceSums(*map(torch.cat, zip(*sums, strict=True)))  # each one sequence
+        dist.all_reduce(of_layers.counts)
+        return loss, of_layers.load_balancing_loss()
 
 
 class ShardedLearner(Learner):
@@ -68,7 +71,8 @@ class ShardedLearner(Learner):
     expert_parallel : int
         Ranks that share the experts; 1: experts are gathered as all else is.
     keep_gathered : bool
-        Keep blocks gathered from forward to backward: no second gather, more memory.
+        Keep all blocks gathered from forward to backward, not only the last ones: no second
+        gather, more memory.
     """
 
     def __init__(
@@ -85,7 +89,7 @@ class ShardedLearner(Learner):
         _expect_layout(name, settings, self.ranks, expert_parallel)
         self.model = self._made()
         mesh = init_device_mesh(device.type, (self.ranks,))
-        sharded: dict[str, Any] = {"reshard_after_forward": not keep_gathered}
+        sharded: dict[str, Any] = {"reshard_after_forward": True}
         if dtype != torch.float32:
             sharded["mp_policy"] = MixedPrecisionPolicy(
                 param_dtype=dtype, reduce_dtype=torch.float32
@@ -99,19 +103,36 @@ class ShardedLearner(Learner):
         # With experts on other ranks a block has a graph of its own: it knows its layer's number.
         limit = torch._dynamo.config.recompile_limit
         torch._dynamo.config.recompile_limit = max(limit, 2 * len(blocks))
-        for block in blocks:
+        kept: dict[str, Any] = sharded | {"reshard_after_forward": False}
+        resharded = 0 if keep_gathered else len(blocks) - _kept(len(blocks), self.ranks)
+        for i, block in enumerate(blocks):
+            how = sharded if i < resharded else kept
             if device.type == "cuda":
                 # The forward alone, so that FSDP2's hooks stay outside of what is compiled.
                 block.forward = torch.compile(block.forward, dynamic=False)
             if experts is not None:
-                shard_layers(block, mesh, experts["data"], **sharded)
-            fully_shard(block, mesh=mesh, **sharded)
-        fully_shard(self.model, mesh=mesh, **(sharded | {"reshard_after_forward": False}))
+                shard_layers(block, mesh, experts["data"], **how)
+            fully_shard(block, mesh=mesh, **how)
+        fully_shard(self.model, mesh=mesh, **kept)
+        self.mapped_bytes = 0
+        if dtype != torch.float32 and experts is None:
+            self._choose_communication([*blocks, self.model])
         register_fsdp_forward_method(self.model, "loss")
-        for before, after in zip(blocks[:-1], blocks[1:], strict=True):
-            before.set_modules_to_forward_prefetch([after])
-            after.set_modules_to_backward_prefetch([before])
+        self.model.set_modules_to_forward_prefetch(blocks[:1])
+        for i, block in enumerate(blocks):
+            block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 2])
+            block.set_modules_to_backward_prefetch(blocks[max(0, i - 1) : i])
+        if device.type == "cuda" and self.ranks > 1:
+            guild.set_num_sms(0, shared=True)  # with the collectives that run beside the products
         self.optimizer = make_optimizer(self.model, settings)
+
+    def _choose_communication(self, modules: list[FSDPModule]) -> None:
+        """Gradients travel in the products' dtype; on one host copy engines move everything."""
+        if self.device.type == "cuda" and can_copy(self.device):
+            self.mapped_bytes = use_copies(modules, dist.group.WORLD, self.dtype, self.device)
+            return
+        for module in modules:
+            module.set_custom_reduce_scatter(NarrowReduceScatter(self.dtype))
 
     def _made(self) -> ShardedModel:
         """The whole model with its first values, the same on every rank."""
@@ -140,8 +161,17 @@ class ShardedLearner(Learner):
 
     def round(self, corpus: Corpus, first: int, count: int) -> list[dict[str, Any]]:
         """As `Learner.round`, with the speed of a GPU in each row."""
-        rows = super().round(corpus, first, count)
+        was_enabled = gc.isenabled()
+        gc.collect()
+        gc.disable()  # a collection holds all ranks up, each at another time
+        try:
+            rows = super().round(corpus, first, count)
+        finally:
+            if was_enabled:
+                gc.enable()
         speed = speed_of(self.settings, rows[0]["seconds"], self.ranks, self.device)
+        if self.mapped_bytes:  # torch's own count leaves them out
+            speed["memory_gib"] += self.mapped_bytes / 2**30
         return [row | speed for row in rows]
 
     def _step(self, corpus: Corpus, step: int) -> Tensor:
@@ -153,10 +183,12 @@ class ShardedLearner(Learner):
             torch.manual_seed(s.seed * 1_000_003 + step)
         with self._attention():
             loss, imbalance = self.model.loss(inputs, targets)
-        self.optimizer.zero_grad()
         (loss + s.balance * imbalance).backward()
-        norm = clip_grad_norm_(self.model.parameters(), s.clip)
+        norm = grad_norm(self.model.parameters())
+        # Clipped where they are read: gradients are divided by this number.
+        self.optimizer.grad_scale = ((norm + 1e-6) / s.clip).clamp(min=1)
         self.optimizer.step()
+        self.optimizer.zero_grad()  # before the next forward, which takes the most memory
         self.model.move_selection_biases(s.bias_rate)
         counts = self.model.expert_counts().float()
         dist.all_reduce(counts)
@@ -242,6 +274,15 @@ class ShardedLearner(Learner):
                 f"resume: the checkpoint's weights and optimiser do not fit this {self.name} "
                 "model; another version of Guild may have written it"
             ) from None
+
+
+def _kept(blocks: int, ranks: int) -> int:
+    """How many of the last blocks, which backward needs first, stay gathered after forward.
+
+    They take a tenth of the memory that a rank's weights, gradients and moments do: of P weights
+    16 P / ranks bytes, beside 2 P gathered in 16 bits.
+    """
+    return min(blocks, max(1, int(0.8 * blocks / ranks)))
 
 
 def _whole(tensors: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 //
 //   sums      one block per chunk of a sequence's tokens: each thread sums its experts over its
 //             tokens, then the block adds up its threads in order
-//   add up    adds up the chunks of each sequence in order
+//   add up    adds up the chunks of each sequence, always in the same order
 //
 // Only integers are added atomically, so two runs give the same bits.
 #include "check.h"
@@ -100,23 +100,37 @@ __global__ void __launch_bounds__(kRouterThreads, sums_at_once(S::per_lane)) bal
   }
 }
 
-// One thread per expert of a sequence, and one for its squares.
-__global__ void __launch_bounds__(kRouterThreads) add_up_kernel(BalanceSums x,
-                                                                BalanceWorkspace partial,
-                                                                int64_t chunks) {
-  int64_t const at = int64_t(blockIdx.x) * kRouterThreads + threadIdx.x;
-  int64_t const sequence = at / (x.experts + 1), e = at % (x.experts + 1);
-  if (sequence >= x.sequences) return;
+// A block adds up 32 columns, experts of a sequence and one column for its squares: each warp a
+// slice of the chunks, then one warp the slices.
+constexpr int kSlices = 16;
+
+__global__ void __launch_bounds__(32 * kSlices) add_up_kernel(BalanceSums x,
+                                                              BalanceWorkspace partial,
+                                                              int64_t chunks, int blocks) {
+  __shared__ float sums[kSlices][32];
+  __shared__ int counts[kSlices][32];
+  int const lane = int(threadIdx.x % 32), slice = int(threadIdx.x / 32);
+  int64_t const sequence = blockIdx.x / blocks, e = blockIdx.x % blocks * 32 + lane;
+  int64_t const length = (chunks + kSlices - 1) / kSlices;
+  int64_t const from = min(slice * length, chunks), to = min(from + length, chunks);
   float sum = 0;
   int count = 0;
 #pragma unroll 8
-  for (int64_t chunk = sequence * chunks; chunk < (sequence + 1) * chunks; ++chunk) {
+  for (int64_t chunk = sequence * chunks + from; chunk < sequence * chunks + to; ++chunk) {
     if (e == x.experts) {
       sum += static_cast<float const*>(partial.squares)[chunk];
-    } else {
+    } else if (e < x.experts) {
       sum += static_cast<float const*>(partial.shares)[chunk * x.experts + e];
       count += static_cast<int const*>(partial.counts)[chunk * x.experts + e];
     }
+  }
+  sums[slice][lane] = sum;
+  counts[slice][lane] = count;
+  __syncthreads();
+  if (slice != 0 || e > x.experts) return;
+  for (int other = 1; other < kSlices; ++other) {
+    sum += sums[other][lane];
+    count += counts[other][lane];
   }
   if (e == x.experts) {
     static_cast<float*>(x.squares)[sequence] = sum;
@@ -177,9 +191,9 @@ void balance_sums(BalanceSums const& x, Queue queue) {
           x, partial, stride, chunks, deal);
     });
   }
-  int64_t const sums = x.sequences * (x.experts + 1);
-  add_up_kernel<<<unsigned((sums + kRouterThreads - 1) / kRouterThreads), kRouterThreads, 0,
-                  queue.stream>>>(x, partial, chunks);
+  int const blocks = int(x.experts / 32 + 1);  // of a sequence: experts + 1 columns
+  add_up_kernel<<<unsigned(x.sequences * blocks), 32 * kSlices, 0, queue.stream>>>(x, partial,
+                                                                                   chunks, blocks);
   cuda_check(cudaGetLastError(), "launch of balance_sums");
 }
 

@@ -120,6 +120,28 @@ struct LaneLogits {
     }
     return lanes_sum<S>(sum);
   }
+  // The same by sums of neighbours, which gives the same bits for every number of lanes.
+  __device__ float sum_by_neighbours(float shift) const {
+    constexpr int at_once = S::per_lane < 4 ? 2 : 4, parts = S::per_lane / at_once;
+    auto const pair = [&](int i) {
+      float const first = i < count ? expf(value[i] - shift) : 0.f;
+      return first + (i + 1 < count ? expf(value[i + 1] - shift) : 0.f);
+    };
+    float sum[parts];
+#pragma unroll
+    for (int i = 0; i < parts; ++i) {
+      sum[i] = pair(at_once * i);
+      if (at_once == 4) sum[i] += pair(at_once * i + 2);
+    }
+#pragma unroll
+    for (int step = 1; step < parts; step *= 2) {
+#pragma unroll
+      for (int i = 0; i < parts; i += 2 * step) sum[i] += sum[i + step];
+    }
+#pragma unroll
+    for (int step = 1; step < S::lanes; step *= 2) sum[0] += __shfl_xor_sync(~0u, sum[0], step);
+    return sum[0];
+  }
 };
 
 // The factor that normalises the chosen experts' unscaled_weight()s: to a sum of 1 or, below the
@@ -141,11 +163,9 @@ unsigned router_blocks(int64_t tokens) {
   return unsigned((tokens + S::tokens - 1) / S::tokens);
 }
 
-// Calls f(TokenShape, Deal) with the fewest lanes and registers that fit the experts and groups:
-// most of a warp's work is the same for any number of tokens, so a warp should have many. UpTo128:
-// the shape for 65 to 128 experts.
-template <class UpTo128 = TokenShape<16, 8>, class F>
-void with_shape(int64_t experts, int groups, bool by_four, F&& f) {
+// Calls f(shape, Deal) with the first of the shapes that fits the experts and groups.
+template <class... Shapes, class F>
+void with_first_of(int64_t experts, int groups, bool by_four, F&& f) {
   require_routable(experts);
   int const part = int(experts) / groups;
   Deal deal{int(experts), part, 0, by_four && part % 4 == 0};
@@ -155,11 +175,27 @@ void with_shape(int64_t experts, int groups, bool by_four, F&& f) {
     return part <= shape.per_lane << deal.log_lanes;
   };
   auto const run = [&](auto shape) { return fits(shape) && (f(shape, deal), true); };
-  bool const done = run(TokenShape<4, 2>{}) || run(TokenShape<8, 4>{}) || run(TokenShape<8, 8>{}) ||
-                    run(UpTo128{}) || run(TokenShape<16, 16>{}) || run(TokenShape<32, 16>{}) ||
-                    run(TokenShape<32, 32>{});
+  bool const done = (run(Shapes{}) || ...);
   require(done, "router.groups: expected groups of at most ",
           32 * std::bit_floor(unsigned(32 / groups)), " experts on CUDA, got ", part);
 }
+
+// The same with the fewest lanes and registers: most of a warp's work is the same for any number of
+// tokens, so a warp should have many. UpTo128: the shape for 65 to 128 experts.
+template <class UpTo128 = TokenShape<16, 8>, class F>
+void with_shape(int64_t experts, int groups, bool by_four, F&& f) {
+  with_first_of<TokenShape<4, 2>, TokenShape<8, 4>, TokenShape<8, 8>, UpTo128, TokenShape<16, 16>,
+                TokenShape<32, 16>, TokenShape<32, 32>>(experts, groups, by_four, f);
+}
+
+// With a warp a token, which takes the least time where tokens are few.
+template <class F>
+void with_whole_warp(int64_t experts, int groups, bool by_four, F&& f) {
+  with_first_of<TokenShape<32, 2>, TokenShape<32, 4>, TokenShape<32, 8>, TokenShape<32, 16>,
+                TokenShape<32, 32>>(experts, groups, by_four, f);
+}
+
+// Up to this many choices, every shape adds a token's weights in the same order.
+inline constexpr int64_t kMostAlike = 16;
 
 }  // namespace guild::cuda

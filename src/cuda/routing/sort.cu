@@ -1,4 +1,5 @@
-// Stable counting sort of slots by expert. Two kernels: one block per chunk of slots, then a few:
+// Stable counting sort of slots by expert. Up to 4,096 slots: one cluster of blocks, a slot a
+// thread. More: two kernels, with one block per chunk of slots, then a few:
 //
 //   rank      numbers the chunk's slots of each expert; each cluster adds up its blocks' histograms
 //   scatter   adds up the clusters' histograms, all of them for the offsets, and those before its
@@ -8,11 +9,14 @@
 // come before the chunk. Ranks follow from a fixed order of warps and from warp votes, and only
 // integers are added atomically, so the result is the same in every run.
 #include <algorithm>
+#include <bit>
 
 #include "check.h"
 #include "cuda/alignment.h"
 #include "cuda/device.h"
 #include "cuda/element.cuh"
+#include "cuda/routing/one_cluster.cuh"
+#include "cuda/shared_memory.h"
 #include "cuda/sm90/arch/cluster.cuh"
 #include "cuda/sm90/arch/dependence.cuh"
 #include "cuda/warp.cuh"
@@ -104,6 +108,22 @@ __device__ void rank_slots(Sort const& x, int* next, int64_t begin, int64_t end,
   }
 }
 
+// Turns each warp's rows of an expert into those of the warps before; writes their sum to `count`.
+__device__ void add_up_warps(int experts, int* next, int* count) {
+#pragma unroll 1
+  for (int e = threadIdx.x; e < experts; e += kThreads) {
+    int rows[kWarps], before = 0;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) rows[w] = next[w * experts + e];
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      next[w * experts + e] = before;
+      before += rows[w];
+    }
+    count[e] = before;
+  }
+}
+
 // Sets slot_row to each slot's rank among the chunk's slots of its expert.
 __global__ void __cluster_dims__(kCluster) __launch_bounds__(kThreads)
 rank_kernel(Sort x, int64_t chunk) {
@@ -129,18 +149,7 @@ rank_kernel(Sort x, int64_t chunk) {
     }
   }
   __syncthreads();
-#pragma unroll 1
-  for (int e = threadIdx.x; e < experts; e += kThreads) {
-    int rows[kWarps], before = 0;
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) rows[w] = next[w * experts + e];
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-      next[w * experts + e] = before;
-      before += rows[w];
-    }
-    count[e] = before;
-  }
+  add_up_warps(experts, next, count);
   cluster_barrier();
   let_next_start();
   add_up_cluster(x, count);
@@ -148,36 +157,32 @@ rank_kernel(Sort x, int64_t chunk) {
   cluster_barrier();  // the other blocks have read `count`
 }
 
-// Writes the first row of the chunk's slots of each expert to first_row, (E), and returns the
-// number of rows. The first block also writes each expert's first row to the offsets.
-__device__ int find_first_rows(Sort const& x, int clusters, int* first_row) {
+// An expert's rows, and those among them that come before the block's slots.
+struct ExpertRows {
+  int total = 0, earlier = 0;
+};
+
+// Writes the first row of the block's slots of each expert to first_row, (E), and returns the
+// number of rows. rows_of(e): of an expert. The first block also writes each expert's first row to
+// the offsets.
+template <class RowsOf>
+__device__ int find_first_rows(Sort const& x, RowsOf&& rows_of, int* first_row) {
   __shared__ int warp_sum[kWarps];
   int const warp = threadIdx.x / 32, lane = threadIdx.x % 32, experts = int(x.experts);
-  int const mine = blockIdx.x / kCluster;
   bool const first_block = blockIdx.x == 0 && blockIdx.y == 0;
   int carry = 0;
 #pragma unroll 1
   for (int base = 0; base < experts; base += kThreads) {
     int const e = base + int(threadIdx.x);
-    int count[kMostClusters], total = 0, earlier = 0;
-    if (e < experts) {
-      earlier = counts_before(x, clusters, blockIdx.x)[e];
-#pragma unroll
-      for (int c = 0; c < kMostClusters; ++c) count[c] = c < clusters ? cluster_counts(x, c)[e] : 0;
-#pragma unroll
-      for (int c = 0; c < kMostClusters; ++c) {
-        total += count[c];
-        earlier += c < mine ? count[c] : 0;
-      }
-    }
-    int const inclusive = warp_scan(total);
+    ExpertRows const rows = e < experts ? rows_of(e) : ExpertRows{};
+    int const inclusive = warp_scan(rows.total);
     if (lane == 31) warp_sum[warp] = inclusive;
     __syncthreads();
     int const sums = warp_scan(lane < kWarps ? warp_sum[lane] : 0);
     int const before_warp = __shfl_sync(~0u, sums, max(warp - 1, 0));
-    int const first = carry + (warp == 0 ? 0 : before_warp) + inclusive - total;
+    int const first = carry + (warp == 0 ? 0 : before_warp) + inclusive - rows.total;
     carry += __shfl_sync(~0u, sums, kWarps - 1);
-    if (e < experts) first_row[e] = first + earlier;
+    if (e < experts) first_row[e] = first + rows.earlier;
     if (e < experts && first_block) x.offsets[e] = first;
     __syncthreads();
   }
@@ -200,6 +205,18 @@ __device__ Slot load_slot(Sort const& x, int64_t slot, int64_t end, SlotSpan con
   return s;
 }
 
+// row: the slot's, or -1.
+__device__ void put_slot(Sort const& x, int64_t slot, int row, float score) {
+  x.slot_row[slot] = row;
+  if (row < 0) return;
+  x.row_token[row] = int(token_of(x.token_offsets, x.tokens, x.top_k, slot));
+  if (x.row_score != nullptr) static_cast<float*>(x.row_score)[row] = score;
+}
+__device__ void clear_row(Sort const& x, int64_t row) {
+  x.row_token[row] = 0;
+  if (x.row_score != nullptr) static_cast<float*>(x.row_score)[row] = 0;
+}
+
 // Blocks with the same blockIdx.x share a chunk, `part` slots each. Every instruction runs a few
 // times only, so loops stay rolled: fetching more code would take longer than running it.
 __global__ void __launch_bounds__(kThreads) scatter_kernel(Sort x, int64_t chunk, int64_t part,
@@ -212,24 +229,72 @@ __global__ void __launch_bounds__(kThreads) scatter_kernel(Sort x, int64_t chunk
   SlotSpan const used = used_slots(x);
   int64_t slot = begin + threadIdx.x;
   Slot s = load_slot(x, slot, end, used);
-  int const rows = find_first_rows(x, clusters, first_row);
+  auto const rows_of = [&](int e) {
+    ExpertRows rows{0, counts_before(x, clusters, blockIdx.x)[e]};
+    int count[kMostClusters];
+#pragma unroll
+    for (int c = 0; c < kMostClusters; ++c) count[c] = c < clusters ? cluster_counts(x, c)[e] : 0;
+#pragma unroll
+    for (int c = 0; c < kMostClusters; ++c) {
+      rows.total += count[c];
+      rows.earlier += c < int(blockIdx.x) / kCluster ? count[c] : 0;
+    }
+    return rows;
+  };
+  int const rows = find_first_rows(x, rows_of, first_row);
 #pragma unroll 1
   while (slot < end) {
-    int const expert = s.id.expert(x), row = expert >= 0 ? first_row[expert] + s.rank : -1;
-    x.slot_row[slot] = row;
-    if (row >= 0) {
-      x.row_token[row] = int(token_of(x.token_offsets, x.tokens, x.top_k, slot));
-      if (x.row_score != nullptr) static_cast<float*>(x.row_score)[row] = s.score;
-    }
+    int const expert = s.id.expert(x);
+    put_slot(x, slot, expert >= 0 ? first_row[expert] + s.rank : -1, s.score);
     slot += kThreads;
     s = load_slot(x, slot, end, used);
   }
   // Rows without a slot come last; the block of slot r clears row r.
 #pragma unroll 1
   for (int64_t row = max(begin, int64_t(rows)) + threadIdx.x; row < end; row += kThreads) {
-    x.row_token[row] = 0;
-    if (x.row_score != nullptr) static_cast<float*>(x.row_score)[row] = 0;
+    clear_row(x, row);
   }
+}
+
+// The whole sort by one cluster, whose blocks have kThreads slots each.
+__global__ void __launch_bounds__(kThreads) sort_few_kernel(Sort x) {
+  extern __shared__ int memory[];  // (E) rows of the block; (E) its first rows; (kWarps, E)
+  int const experts = int(x.experts), warp = threadIdx.x / 32, blocks = int(gridDim.x);
+  int *const count = memory, *const first_row = memory + experts, *const next = first_row + experts;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < kWarps * experts; i += kThreads) next[i] = 0;
+  wait_for_previous();
+  let_next_start();
+  int64_t const slot = int64_t(blockIdx.x) * kThreads + threadIdx.x, slots = slot_count(x);
+  RawId const raw = load_id(x, slot, used_slots(x));
+  bool const scored = slot < slots && x.scores != nullptr;
+  float const score = scored ? static_cast<float const*>(x.scores)[slot] : 0.f;
+  __syncthreads();
+  int const id = raw.expert(x);
+  unsigned const same = __match_any_sync(~0u, id), lower = (1u << threadIdx.x % 32) - 1;
+  if (id >= 0 && (same & lower) == 0) next[warp * experts + id] = __popc(same);
+  __syncthreads();
+  add_up_warps(experts, next, count);
+  cluster_barrier();
+  auto const rows_of = [&](int e) {
+    ExpertRows rows;
+    int of_block[kCluster];
+#pragma unroll
+    for (int r = 0; r < kCluster; ++r) of_block[r] = r < blocks ? load_from_block(&count[e], r) : 0;
+#pragma unroll
+    for (int r = 0; r < kCluster; ++r) {
+      rows.total += of_block[r];
+      rows.earlier += r < int(blockIdx.x) ? of_block[r] : 0;
+    }
+    return rows;
+  };
+  int const rows = find_first_rows(x, rows_of, first_row);
+  if (slot < slots) {
+    int const before = id >= 0 ? next[warp * experts + id] + __popc(same & lower) : 0;
+    put_slot(x, slot, id >= 0 ? first_row[id] + before : -1, score);
+    if (slot >= rows) clear_row(x, slot);
+  }
+  cluster_barrier();  // the other blocks have read `count`
 }
 
 // Slots per block of the second kernel: a part of the chunk, larger with more experts, for each
@@ -239,24 +304,23 @@ int64_t part_slots(int64_t chunk, int64_t experts) {
   return (chunk + fill - 1) / fill * kThreads;
 }
 
-}  // namespace
+void sort_few(Sort const& x, int64_t slots, Queue const& queue) {
+  auto const bytes = [](int64_t experts) { return int((kWarps + 2) * experts * sizeof(int)); };
+  static AllowedOn allowed;
+  allow_shared_memory(sort_few_kernel, bytes(kMostRouted), allowed,
+                      "shared memory of sort_by_expert");
+  unsigned const blocks = std::bit_ceil(unsigned((slots + kThreads - 1) / kThreads));
+  cuda_check(
+      launch_one_cluster(sort_few_kernel, blocks, kThreads, bytes(x.experts), queue.stream, x),
+      "launch of sort_by_expert");
+}
 
-void sort_by_expert(Sort const& x, Queue queue) {
-  check(x);
-  require(x.scores == nullptr || x.score_dtype == DType::float32,
-          "score_dtype: expected float32 on CUDA");
-  require_routable(x.experts);
-  int64_t const slots = slot_count(x), chunk = sort_chunk_slots(slots);
-  if (slots == 0) {
-    cuda_check(cudaMemsetAsync(x.offsets, 0, (x.experts + 1) * sizeof(int32_t), queue.stream),
-               "clearing the offsets");
-    return;
-  }
+void sort_many(Sort const& x, int64_t slots, Queue const& queue) {
+  int64_t const chunk = sort_chunk_slots(slots), clusters = sort_clusters(slots);
   auto const rank_bytes = [](int64_t experts) { return int((kWarps + 1) * experts * sizeof(int)); };
-  cuda_check(cudaFuncSetAttribute(rank_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  rank_bytes(kMostRouted)),
-             "shared memory of sort_by_expert");
-  int64_t const clusters = sort_clusters(slots);
+  static AllowedOn allowed;
+  allow_shared_memory(rank_kernel, rank_bytes(kMostRouted), allowed,
+                      "shared memory of sort_by_expert");
   cuda_check(launch_early(rank_kernel, dim3(unsigned(clusters * kCluster)), kThreads,
                           rank_bytes(x.experts), queue.stream, x, chunk),
              "launch of sort_by_expert");
@@ -265,6 +329,24 @@ void sort_by_expert(Sort const& x, Queue queue) {
   cuda_check(launch_early(scatter_kernel, blocks, kThreads, x.experts * sizeof(int), queue.stream,
                           x, chunk, part, int(clusters)),
              "launch of sort_by_expert");
+}
+
+}  // namespace
+
+void sort_by_expert(Sort const& x, Queue queue) {
+  check(x);
+  require(x.scores == nullptr || x.score_dtype == DType::float32,
+          "score_dtype: expected float32 on CUDA");
+  require_routable(x.experts);
+  int64_t const slots = slot_count(x);
+  if (slots == 0) {
+    cuda_check(cudaMemsetAsync(x.offsets, 0, (x.experts + 1) * sizeof(int32_t), queue.stream),
+               "clearing the offsets");
+  } else if (slots <= kCluster * kThreads) {
+    sort_few(x, slots, queue);
+  } else {
+    sort_many(x, slots, queue);
+  }
 }
 
 }  // namespace guild::cuda

@@ -11,6 +11,7 @@
 #include "cuda/device.h"
 #include "cuda/element.cuh"
 #include "cuda/rows/combine.h"
+#include "cuda/shared_memory.h"
 #include "cuda/sm90/arch/dependence.cuh"
 #include "cuda/warp.cuh"
 #include "shared/routing.h"
@@ -98,6 +99,7 @@ struct RouterArgs {
 
 constexpr int kSliceColumns = 256;  // at most: eight per lane
 constexpr int kWarps = 24;          // of a block, the only one of its multiprocessor
+constexpr int kMostSharedBytes = 227 * 1024;
 
 // A lane's slot of a token, loaded in two steps, two tokens ahead: load() its row and id, one token
 // later follow() them to where the row begins and to dlogit. Neither waits for what it loads.
@@ -234,8 +236,8 @@ template <class T, bool in_shared, int slots>
 void launch_with_router(Args<T> const& args, RouterArgs<T> const& router, Queue queue) {
   auto const kernel = combine_router_kernel<T, in_shared, slots>;
   int const bytes = in_shared ? (router.experts + 1) * router.width * int(sizeof(T)) : 0;
-  cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
-             "shared memory of combine");
+  static AllowedOn allowed;
+  allow_shared_memory(kernel, kMostSharedBytes, allowed, "shared memory of combine");
   int const most = int(ceil_div(args.tokens, kWarps));
   int const groups = std::clamp(multiprocessors(queue) / router.slices, 1, most);
   kernel<<<groups * router.slices, 32 * kWarps, bytes, queue.stream>>>(args, router);
@@ -274,7 +276,7 @@ void combine_as(Combine const& x, bool after_few, Queue const& queue) {
                              .experts = int(s.experts),
                              .slices = slices,
                              .width = width};
-  bool const fits = (s.experts + 1) * width * int64_t(sizeof(T)) <= 227 * 1024;
+  bool const fits = (s.experts + 1) * width * int64_t(sizeof(T)) <= kMostSharedBytes;
   if (fits && x.routing.token_offsets == nullptr && s.top_k <= 4) {
     launch_with_router<T, true, 4>(args, router, queue);
   } else if (fits) {

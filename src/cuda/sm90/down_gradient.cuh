@@ -18,7 +18,7 @@ namespace guild::cuda {
 
 template <class T, Known known>
 struct DownGradientEpilogue {
-  CUtensorMap h;       // (columns, halves, rows), boxes of 64 x 1 x 128
+  CUtensorMap h;       // (columns, halves, rows), boxes of 64 x 1 x 64
   RowOutput<T> dh;     // columns = I in two halves, 2I interleaved, or I
   RowOutput<T> a;      // A', columns = I; absent where not wanted
   float const* score;  // (R); null: 1
@@ -52,8 +52,14 @@ struct DownGradientEpilogue {
   // H of 64 columns of the tile: a box of gate and one of up; two boxes of 32 pairs; or, without a
   // gate, one box.
   __device__ void load(Tile const& tile, int unit, char* to, Barrier& full) const {
-    full.arrive_expect(boxes() * kBoxBytes);
-    for (int i = 0; i < boxes(); ++i) tma_load(h, to + i * kBoxBytes, place(tile, unit, i), full);
+    full.arrive_expect(boxes() * (tile.rows > 64 ? kBoxBytes : tile.rows > 0 ? kBlockBytes : 0));
+#pragma unroll 1
+    for (int row = 0; row < tile.rows; row += 64, to += kBlockBytes) {
+      for (int i = 0; i < boxes(); ++i) {
+        Coordinate const at = place(tile, unit, i);
+        tma_load(h, to + i * kBoxBytes, {at.x, at.y, at.z + row}, full);
+      }
+    }
   }
 
   template <int n>

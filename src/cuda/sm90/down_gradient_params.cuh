@@ -15,10 +15,10 @@ typename Kernel::Params down_gradient_params(DownGradientProduct const& x) {
                  .across = int(ceil_div(x.n, c.tile_n)),
                  .inner = int(x.k)};
   fill_rows<T, c, major>(params.load, x, "dout");
-  CUtensorMap const map = weight_map<T, c, major>(x.w, x.groups.groups, x.n, x.k, "w_down");
-  params.load.b = {{map, map}, false, INT32_MAX};
+  params.load.b =
+      weight_loader<T, c, major>(x.w, x.w, x.groups.groups, x.n, x.k, false, INT32_MAX, "w_down");
   auto& out = params.epilogue;
-  out.h = row_map<T>(x.h, x.rows, width, halves, c.tile_m, "h");
+  out.h = row_map<T>(x.h, x.rows, width, halves, 64, "h");
   out.dh = row_output<T>(x.dh, x.rows, width, halves, "dh");
   out.a = row_output<T>(x.scaled, x.rows, x.n, 1, "a_scaled");
   out.score = x.score;

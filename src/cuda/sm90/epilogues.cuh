@@ -210,6 +210,7 @@ struct StoreExpert {
   CUtensorMap map;  // (columns, rows, E), or (rows, columns, E) where transposed
   bool transposed;  // rows of D are contiguous in memory, not columns
   int columns;
+  int32_t const* expert_at;  // the map's third coordinate; null: the expert itself
 
   using Storage = StoreBoxes;
   template <int n>
@@ -233,11 +234,12 @@ struct StoreExpert {
       }
     }
     boxes.send(thread, [&] {
+      int const e = placed(expert_at, tile.expert);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         int const col = tile.col + 128 * half + 64 * i;
         int const x = transposed ? tile.row : col, y = transposed ? col : tile.row;
-        if (col < columns) tma_store(map, boxes.box[i], Coordinate{x, y, tile.expert});
+        if (col < columns) tma_store(map, boxes.box[i], Coordinate{x, y, e});
       }
     });
   }

@@ -34,19 +34,19 @@ void launch_expert_product(ExpertProduct const& x, Epilogue const& epilogue, Que
 bool has_boxes(ExpertProduct const& x) {
   bool const transposed = x.d.in_stride != 1;
   return x.d_dtype == x.dtype && !x.accumulate && x.d.expert_stride % 8 == 0 &&
+         reinterpret_cast<uintptr_t>(x.d.data) % 16 == 0 &&
          (transposed ? x.d.out_stride == 1 && x.d.in_stride % 8 == 0 : x.d.out_stride % 8 == 0);
 }
 
 template <class T>
 StoreExpert<T> boxes_of_experts(ExpertProduct const& x) {
   bool const transposed = x.d.in_stride != 1;
-  MapShape const shape =
-      transposed
-          ? MapShape{x.m, x.n, x.groups.groups, x.d.in_stride, x.d.expert_stride, kBoxColumns,
-                     64,  1}
-          : MapShape{x.n, x.m, x.groups.groups, x.d.out_stride, x.d.expert_stride, kBoxColumns,
-                     64,  1};
-  return {tensor_map(x.d.data, x.dtype, shape, "dw"), transposed, int(x.n)};
+  constexpr int box = kBoxColumns;
+  int64_t const z = places(x.d, x.groups.groups);
+  MapShape const shape = transposed
+                             ? MapShape{x.m, x.n, z, x.d.in_stride, x.d.expert_stride, box, 64, 1}
+                             : MapShape{x.n, x.m, z, x.d.out_stride, x.d.expert_stride, box, 64, 1};
+  return {tensor_map(x.d.data, x.dtype, shape, "dw"), transposed, int(x.n), x.d.expert_at};
 }
 
 }  // namespace
@@ -63,9 +63,14 @@ void expert_product(ExpertProduct const& x, Queue const& queue) {
       if (has_boxes(x)) {
         launch_expert_product<T, c>(x, boxes_of_experts<T>(x), queue);
       } else {
-        DirectOutput const d{x.d.data,      x.d.expert_stride,           x.d.out_stride,
-                             x.d.in_stride, x.d_dtype == DType::float32, x.accumulate,
-                             int(x.n)};
+        DirectOutput const d{x.d.data,
+                             x.d.expert_stride,
+                             x.d.out_stride,
+                             x.d.in_stride,
+                             x.d_dtype == DType::float32,
+                             x.accumulate,
+                             int(x.n),
+                             x.d.expert_at};
         launch_expert_product<T, c>(x, StoreDirect<T>{d, {}}, queue);
       }
     });

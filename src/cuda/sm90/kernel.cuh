@@ -17,10 +17,8 @@
 //
 // Ragged tiles over packed tokens: SonicMoE (arXiv:2512.14080). Warp roles: CUTLASS.
 #pragma once
-#include "cuda/sm90/column_sums.cuh"
-#include "cuda/sm90/cursor.cuh"
 #include "cuda/sm90/epilogues.cuh"
-#include "cuda/sm90/loaders.cuh"
+#include "cuda/sm90/main_loop.cuh"
 #include "cuda/sm90/tile_queue.cuh"
 
 namespace guild::cuda {
@@ -40,8 +38,11 @@ struct GroupedProduct {
 
   static constexpr bool kReads = ReadingEpilogue<Epilogue, C.tile_n>;
   static_assert(!(kReads && C.in_turns), "consumers that take turns cannot read a matrix");
-  // Where tiles may be claimed from a counter, one is claimed only shortly before it is needed.
-  static constexpr bool kClaimsLate = C.cluster > 1 || Work::kHasOrder;
+  using Loop =
+      MainLoop<C, Loader, std::conditional_t<stores_at_once<Epilogue, C.tile_n>(), int, unsigned>>;
+  using Cursor = typename Loop::Cursor;
+  using Sums = typename Loop::Sums;
+  static constexpr bool kClaimsLate = Loop::kClaimsLate;
   // Whether a loading warp schedules the tiles; else an idle warp of the producer does.
   static constexpr bool kLoaderSchedules = Loader::kThreads == 128 || kClaimsLate;
   using Tiles = TileQueue<4 * C.consumers + Loader::kThreads / 32>;
@@ -57,10 +58,6 @@ struct GroupedProduct {
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024, "too many stages for shared memory");
 
-  using Cursor =
-      cuda::Cursor<C.stages,
-                   std::conditional_t<stores_at_once<Epilogue, C.tile_n>(), int, unsigned>>;
-
   static __device__ TileGuide<Work, C> guide_of(Params const& p) {
     Work work = p.work;
     work.tile_m = C.cluster_m();  // constants, so that the walk divides by shifting
@@ -68,15 +65,6 @@ struct GroupedProduct {
     work.band = kBand;
     return TileGuide<Work, C>(work);
   }
-
-  static __device__ void release(Barrier& empty) {
-    if constexpr (C.cluster == 1) {
-      empty.arrive();
-    } else {
-      for (int block = 0; block < C.cluster; ++block) empty.arrive_at(block);
-    }
-  }
-  static __device__ int steps(Tile const& tile) { return (tile.inner + C.tile_k - 1) / C.tile_k; }
 
   // With kClaimsLate: how many steps before its end a tile's sum claims the next tile, which takes
   // a trip to global memory.
@@ -95,7 +83,7 @@ struct GroupedProduct {
     };
     announce();
     for (Tile tile; smem.tiles.take(tiles, tile);) {
-      int const count = steps(tile), next = kClaimsLate ? max(count - kClaimAhead, 0) : 0;
+      int const count = Loop::steps(tile), next = kClaimsLate ? max(count - kClaimAhead, 0) : 0;
       loader.begin(tile);
       if (Work::kMayBeEmpty && count == 0) announce();
       for (int step = 0; step < count; ++step, at.advance()) {
@@ -114,90 +102,12 @@ struct GroupedProduct {
     }
   }
 
-  struct Self {  // a thread of a consumer
-    int group;   // which consumer, known to the compiler as the same for all lanes of a warp
-    int thread;  // of its 128
-    __device__ Self() : group(warp_index() / 4 - 1), thread(threadIdx.x % 128) {}
-    __device__ bool leads_warp() const { return thread % 32 == 0; }
-  };
-
-  // wgmma is 64 rows high: a consumer's rows of a tile are this many such parts.
-  static constexpr int kParts = C.consumer_rows() / 64;
-  using Accumulator = float[kParts][C.tile_n / 2];
-
-  // Issues one stage's products, which run asynchronously. a, b: descriptors of its operands.
-  static __device__ void multiply(Accumulator& acc, uint32_t a, uint32_t b, bool accumulate) {
-    constexpr int step_a = kSliceBytes<Loader::kMajorA> / 16;
-    constexpr int step_b = kSliceBytes<Loader::kMajorB> / 16;
-    wgmma_fence();
-#pragma unroll
-    for (int slice = 0; slice < C.tile_k / kSliceDepth; ++slice) {
-#pragma unroll
-      for (int part = 0; part < kParts; ++part) {
-        mma_slice<Element, C.tile_n, Loader::kMajorA, Loader::kMajorB>(
-            acc[part], a + slice * step_a + part * (kBlockBytes / 16), b + slice * step_b,
-            accumulate || slice > 0);
-      }
-    }
-    wgmma_commit();
-  }
-
-  static __device__ void fence(Accumulator& acc) {
-#pragma unroll
-    for (auto& part : acc) fence_registers(part);
-  }
-
-  // Sums the tile over its steps; a stage is released once the next one's products are in flight.
-  // meanwhile(step, takes): runs while each step's products are in flight (once if the sum is
-  // empty); `takes` marks the step at which the next tile is to be taken from the queue.
-  // side: sums of each step's A (column_sums.cuh).
-  template <class F, class Side = NoSideSums>
-  static __device__ void sum(Accumulator& acc, bool started, Cursor& at, Tile const& tile,
-                             SharedStorage& smem, Self self, F&& meanwhile, Side side = {}) {
-    int const count = steps(tile);
-    int const first = C.in_turns ? 0 : self.group * kBlockBytes;  // of this consumer's rows of A
-    uint32_t const full = kept(shared_address(smem.full));
-    uint32_t const a = kept(descriptor<Loader::kMajorA>(shared_address(smem.a[0]) + first));
-    uint32_t const b = kept(descriptor<Loader::kMajorB>(shared_address(smem.b[0])));
-    if constexpr (Work::kMayBeEmpty) {
-      if (count == 0) {
-#pragma unroll
-        for (auto& part : acc) clear_registers(part);
-        meanwhile(0, true);
-        return;
-      }
-    }
-    // do-while: only if at least one step is certain does the compiler know that products define
-    // the accumulators.
-    int step = 0;
-    do {
-      // No proxy fence for what cp.async wrote, as in CUTLASS's main loop with cp.async. A fence
-      // would also wait for the arrival below at the other block: 150 to 350 cycles per step.
-      Barrier::wait_at(full + at.stage * sizeof(Barrier), at.phase);
-      fence(acc);
-      side.start(shared_address(smem.a[at.stage]) + first);
-      multiply(acc, a + at.stage * (C.a_bytes() / 16), b + at.stage * (C.b_bytes() / 16),
-               started || step > 0);
-      if (step > 0) {
-        wgmma_wait<1>();
-        if (self.leads_warp()) release(smem.empty[at.before(1)]);
-      }
-      side.finish(step);
-      meanwhile(step, kClaimsLate ? step + 1 == count : step == 0);
-      at.advance();
-    } while (++step < count);
-    if (C.in_turns && self.leads_warp()) smem.turn[1 - self.group].arrive();
-    wgmma_wait<0>();
-    fence(acc);
-    if (self.leads_warp()) release(smem.empty[at.before(1)]);
-  }
-
   // pending: the stage that TMA stores issued by this thread may still read, -1 if none. The first
   // thread of each warp waits for its own stores, then releases the stage for its warp.
   static __device__ void release_stored(int& pending, SharedStorage& smem, Self self) {
     if (self.leads_warp() && pending >= 0) {
       tma_store_wait<0>();
-      release(smem.empty[pending]);
+      Loop::release(smem.empty[pending]);
     }
     pending = -1;
   }
@@ -216,24 +126,22 @@ struct GroupedProduct {
       if (unit >= units) break;
       int const storer = unit % 4 * 32;
       smem.full[at.stage].wait(at.phase);
-      if (part.rows > 0) {
-        p.epilogue.store_unit(acc, smem.a[at.stage] + share, smem.b[at.stage] + share, state, part,
-                              unit, self.thread, storer, smem.epilogue[self.group]);
-      }
+      p.epilogue.store_unit(acc, smem.a[at.stage] + share, smem.b[at.stage] + share, state, part,
+                            unit, self.thread, storer, smem.epilogue[self.group]);
 #pragma unroll
       for (int i = 0; i + 32 < C.tile_n / 2; ++i) acc[i] = acc[i + 32];
       release_stored(pending, smem, self);
       if (self.thread == storer) {
         pending = at.stage;
       } else if (self.leads_warp()) {
-        release(smem.empty[at.stage]);
+        Loop::release(smem.empty[at.stage]);
       }
     }
-    if (part.rows > 0) p.epilogue.finish(state, part, self.thread);
+    p.epilogue.finish(state, part, self.thread);
   }
 
   // Lets the epilogue fill the accumulators; false: it has not, the sum begins at 0.
-  static __device__ bool start(Params const& p, Accumulator& acc, Tile const& tile, Self self) {
+  static __device__ bool start(Params const& p, Sums& acc, Tile const& tile, Self self) {
     bool started = false;
 #pragma unroll
     for (auto& part : acc) {
@@ -244,8 +152,8 @@ struct GroupedProduct {
   }
 
   // A storing epilogue: what its parcel defers of a tile is stored beside the next one's products.
-  static __device__ void consume_storing(Params const& p, Accumulator& acc, SharedStorage& smem,
-                                         Self self) {
+  static __device__ void consume_storing(Params const& p, SharedStorage& smem, Self self) {
+    Sums acc;
     auto& storage = smem.epilogue[self.group];
     typename Epilogue::template Parcel<C.tile_n> parcel;
     Cursor at;
@@ -255,25 +163,31 @@ struct GroupedProduct {
     // Says that the loop runs, as a do-while would: kernels were measured with the code this gives.
     if (!stores_at_once<Epilogue, C.tile_n>() && !more) return;
     for (; more; tile = following) {
-      bool const started = start(p, acc, tile, self);
-      sum(acc, started, at, tile, smem, self, [&](int, bool takes) {
-        if (takes) more = smem.tiles.take(tiles, following);
-        if (parcel.left()) parcel.step(p.epilogue, storage, self.thread);
-      });
+      Tile const part = row_block(tile, self.group);
+      if (!Loop::kSkipsRows || part.rows > 0) {
+        bool const started = start(p, acc, tile, self);
+        Loop::sum(acc, started, at, tile, smem, self, [&](int, bool takes) {
+          if (takes) more = smem.tiles.take(tiles, following);
+          if (parcel.left()) parcel.step(p.epilogue, storage, self.thread);
+        });
+      } else {
+        Loop::pass(Loop::steps(tile), at, smem, self);
+        more = smem.tiles.take(tiles, following);
+      }
       // Stores the rest of the tile before, then begins with this one; after the last tile, stores
       // the rest of that as well. A loop, so that the code of step() is there only once more.
       for (bool begun = false;; begun = true) {
         while (parcel.left()) parcel.step(p.epilogue, storage, self.thread);
         if (begun) break;
-        parcel.begin(p.epilogue, acc[0], storage, row_block(tile, self.group), self.thread);
+        parcel.begin(p.epilogue, acc[0], storage, part, self.thread);
         if (more) break;
       }
     }
   }
 
   // A reading epilogue: its matrix comes through the ring after the products.
-  static __device__ void consume_reading(Params const& p, Accumulator& acc, SharedStorage& smem,
-                                         Self self) {
+  static __device__ void consume_reading(Params const& p, SharedStorage& smem, Self self) {
+    Sums acc;
     typename Epilogue::State state;
     auto& storage = smem.epilogue[self.group];
     p.epilogue.prepare(storage, self.thread);
@@ -283,6 +197,12 @@ struct GroupedProduct {
     Tile tile, following;
     for (bool more = smem.tiles.take(tiles, tile); more; tile = following) {
       Tile const rows = row_block(tile, self.group);
+      if (rows.rows <= 0) {
+        release_stored(pending, smem, self);
+        Loop::pass(Loop::steps(tile) + p.epilogue.units(tile), at, smem, self);
+        more = smem.tiles.take(tiles, following);
+        continue;
+      }
       p.epilogue.begin(state, rows, self.thread);
       bool const started = start(p, acc, tile, self);
       auto const meanwhile = [&](int step, bool takes) {
@@ -291,10 +211,10 @@ struct GroupedProduct {
       };
       if (p.epilogue.wants_side_sums(rows)) {
         int const rest = Loader::kClearsRest ? 64 : rows.rows;
-        sum(acc, started, at, tile, smem, self, meanwhile,
-            p.epilogue.side_sums(storage, rows, rest, self.thread));
+        Loop::sum(acc, started, at, tile, smem, self, meanwhile,
+                  p.epilogue.side_sums(storage, rows, rest, self.thread));
       } else {
-        sum(acc, started, at, tile, smem, self, meanwhile);
+        Loop::sum(acc, started, at, tile, smem, self, meanwhile);
       }
       finish(p, acc[0], at, pending, rows, state, smem, self);
     }
@@ -304,42 +224,41 @@ struct GroupedProduct {
   // of the other. A consumer waits for the stages of its tile only once the other has got the last
   // stage of the tile before: a barrier's parity tells a phase from its neighbours only, so no
   // thread may wait more than one phase ahead.
-  static __device__ void consume_in_turns(Params const& p, Accumulator& acc, SharedStorage& smem,
-                                          Self self) {
+  static __device__ void consume_in_turns(Params const& p, SharedStorage& smem, Self self) {
     static_assert(C.consumers == 2);
     auto& storage = smem.epilogue[self.group];
+    Sums acc;
     Cursor at;
     QueueEnd tiles;
     Tile tile;
     if (self.group == 1) {
       if (!smem.tiles.take(tiles, tile)) return;
-      at.advance(steps(tile));
+      at.advance(Loop::steps(tile));
     }
     uint32_t phase = self.group ^ 1;  // parity to wait for; consumer 0's first turn needs no wait
     while (smem.tiles.take(tiles, tile)) {
       bool const started = start(p, acc, tile, self);
       smem.turn[self.group].wait(phase);
       phase ^= 1;
-      sum(acc, started, at, tile, smem, self, [](int, bool) {});
+      Loop::sum(acc, started, at, tile, smem, self, [](int, bool) {});
 #pragma unroll
-      for (int i = 0; i < kParts; ++i) {
+      for (int i = 0; i < Loop::kParts; ++i) {
         typename Epilogue::template Parcel<C.tile_n> parcel;
         parcel.begin(p.epilogue, acc[i], storage, row_block(tile, i), self.thread);
         while (parcel.left()) parcel.step(p.epilogue, storage, self.thread);
       }
       if (!smem.tiles.take(tiles, tile)) break;
-      at.advance(steps(tile));  // over the other consumer's tile
+      at.advance(Loop::steps(tile));  // over the other consumer's tile
     }
   }
 
   static __device__ void consume(Params const& p, SharedStorage& smem, Self self) {
-    Accumulator acc;
     if constexpr (kReads) {
-      consume_reading(p, acc, smem, self);
+      consume_reading(p, smem, self);
     } else if constexpr (C.in_turns) {
-      consume_in_turns(p, acc, smem, self);
+      consume_in_turns(p, smem, self);
     } else {
-      consume_storing(p, acc, smem, self);
+      consume_storing(p, smem, self);
     }
     if (self.leads_warp()) tma_store_wait<0>();  // shared memory must outlive the last store
   }

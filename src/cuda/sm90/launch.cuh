@@ -6,6 +6,7 @@
 
 #include "cuda/alignment.h"
 #include "cuda/device.h"
+#include "cuda/shared_memory.h"
 #include "cuda/sm90/forced_config.h"
 #include "cuda/sm90/kernel.cuh"
 #include "cuda/sm90/tensor_map.h"
@@ -45,16 +46,33 @@ RowOutput<T> row_output(Rows rows, int64_t count, int64_t columns, int halves, c
   return out;
 }
 
-// Expert weights (E, n, k) as the B operand of C's tiles.
-template <class T, GemmConfig C, Major major>
-CUtensorMap weight_map(ConstWeight const& w, int64_t experts, int64_t n, int64_t k,
+// How many experts' matrices a map of them spans. Those with a place of their own may be at any.
+template <class W>
+int64_t places(W const& w, int64_t experts) {
+  return w.expert_at == nullptr ? experts : INT32_MAX;
+}
+
+// Expert weights (E, n, k) in boxes of 64 of k and `rows` of n, 64 where n is contiguous.
+template <class T, Major major>
+CUtensorMap weight_map(ConstWeight const& w, int64_t experts, int64_t n, int64_t k, int rows,
                        char const* name) {
   constexpr int box = kBoxColumns;
-  MapShape const shape =
-      major == Major::K
-          ? MapShape{k, n, experts, w.out_stride, w.expert_stride, box, C.tile_n / 2, 1}
-          : MapShape{n, k, experts, w.in_stride, w.expert_stride, box, C.tile_k, 1};
+  int64_t const z = places(w, experts);
+  MapShape const shape = major == Major::K
+                             ? MapShape{k, n, z, w.out_stride, w.expert_stride, box, rows, 1}
+                             : MapShape{n, k, z, w.in_stride, w.expert_stride, box, box, 1};
   return tensor_map(w.data, dtype_of<T>(), shape, name);
+}
+
+// The B operand of C's tiles from one or two weights (E, n, k); see WeightLoader.
+template <class T, GemmConfig C, Major major>
+WeightLoader<C, major> weight_loader(ConstWeight const& first, ConstWeight const& second,
+                                     int64_t experts, int64_t n, int64_t k, bool pair_columns,
+                                     int half_steps, char const* name) {
+  auto const map = [&](ConstWeight const& w) {
+    return weight_map<T, major>(w, experts, n, k, C.tile_n / 2, name);
+  };
+  return {{map(first), map(second)}, pair_columns, half_steps, {first.expert_at, second.expert_at}};
 }
 
 // Calls f(std::integral_constant<Known, known>{}).
@@ -86,7 +104,7 @@ void with_config(TileCount const& count, F&& f) {
 // Sets the A operand of an up or down gradient product: contiguous rows, or gathered by token.
 template <class T, GemmConfig C, Major major, class X>
 void fill_rows(typename TmaRows<T, C, major>::Params& load, X const& x, char const* name) {
-  load.a = row_map<T>(x.a, x.rows, x.k, 1, C.tile_m, name);
+  load.a = row_map<T>(x.a, x.rows, x.k, 1, 64, name);
 }
 template <class T, GemmConfig C, Major major, class X>
 void fill_rows(typename GatheredRows<T, C, major>::Params& load, X const& x, char const* name) {
@@ -131,8 +149,13 @@ int64_t most_tiles(int64_t rows, RowTiles const& work) {
   return most_tiles<C>(rows, work.groups.groups, int64_t(work.across) * work.tile_n, work.tile_n);
 }
 
-// Up to this many waves tiles are scheduled statically: clearing the counter takes 2 us.
-inline constexpr int kFewWaves = 4;
+// Whether tiles are claimed (dynamic scheduling). Pairs do it unless there are few waves: clearing
+// the counter takes 2 us. Beside other kernels all do, for blocks start at different times there.
+inline bool claims_tiles(Queue const& queue, int cluster, int64_t tiles, int clusters) {
+  constexpr int kFewWaves = 4;
+  if (queue.shared) return tiles > clusters;
+  return cluster > 1 && tiles > kFewWaves * clusters;
+}
 
 // The counter from which clusters claim tiles (dynamic scheduling). Clusters then work on
 // neighbouring tiles at the same time and find each other's operands in L2; with static scheduling
@@ -149,11 +172,11 @@ template <class Kernel>
 void launch(typename Kernel::Params params, int64_t tiles, Queue const& queue) {
   if (tiles == 0) return;
   constexpr int bytes = sizeof(typename Kernel::SharedStorage);
-  cuda_check(cudaFuncSetAttribute(run<Kernel>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
-             "shared memory of a grouped product");
+  static AllowedOn allowed;
+  allow_shared_memory(run<Kernel>, bytes, allowed, "shared memory of a grouped product");
   constexpr int cluster = Kernel::config.cluster;
   int const clusters = std::max(1, multiprocessors(queue) / cluster);
-  if (cluster > 1 && params.work.taken == nullptr && tiles > kFewWaves * clusters) {
+  if (params.work.taken == nullptr && claims_tiles(queue, cluster, tiles, clusters)) {
     params.work.taken = cleared_counter(queue);
   }
   unsigned const blocks = unsigned(std::min<int64_t>(tiles, clusters) * cluster);

@@ -29,7 +29,8 @@ static_assert(GemmConfig::tile_k == kBoxColumns);
 //   kThreads, kRegisters threads that load, 32 or 128, and the registers of each, of the 168 that a
 //                        thread of the block has on average
 //   kArrivals            arrivals on `full` per stage, all threads together
-//   kClearsRest          rows of A past the tile's own are zeros; else whatever memory holds there
+//   kClearsRest          rows of A past the tile's own, up to a multiple of 64, are zeros; else
+//                        whatever memory holds there
 //   begin(tile)          by each of its threads, before the tile's first step
 //   load(tile, step, a, b, full)
 //                        by each of its threads, when the stage is empty: fills its operands a and
@@ -78,12 +79,15 @@ __device__ inline void load_b(Multicast, CUtensorMap const& map, char* to, Coord
 }
 
 // Expert weights as B: (E, n, k) K-major or (E, k, n) MN-major. Two maps serve gate | up: as two
-// column halves of the tile (pair_columns) or as two halves of the sum (half_steps).
+// column halves of the tile (pair_columns) or as two halves of the sum (half_steps). The third
+// coordinate of a map is the expert, or what expert_at has for it: one thread reads that before
+// each load, long before anyone waits for the stage.
 template <GemmConfig C, Major major>
 struct WeightLoader {
   CUtensorMap map[2];
   bool pair_columns;  // the second half of the tile's columns comes from map[1], same columns
   int half_steps;     // the sum's steps over map[0], before those over map[1]
+  int32_t const* expert_at[2];  // of each map; null: the expert itself
 
   static constexpr int kHalf = C.tile_n / 2;
 
@@ -93,14 +97,29 @@ struct WeightLoader {
     int const k = (step - half * half_steps) * C.tile_k;
     for_own_boxes<C, width>(tile, [&](int c, auto multicast) {
       bool const second = pair_columns && c >= kHalf;
-      CUtensorMap const& m = map[half | int(second)];
-      int const n = tile.col + c - (second ? kHalf : 0);
-      Coordinate const at =
-          major == Major::K ? Coordinate{k, n, tile.expert} : Coordinate{n, k, tile.expert};
-      load_b<C>(multicast, m, to + c * kRowBytes, at, full);
+      int const which = half | int(second);
+      int const n = tile.col + c - (second ? kHalf : 0), e = placed(expert_at[which], tile.expert);
+      Coordinate const at = major == Major::K ? Coordinate{k, n, e} : Coordinate{n, k, e};
+      load_b<C>(multicast, map[which], to + c * kRowBytes, at, full);
     });
   }
 };
+
+// Loads the tile's rows of A, columns from k on, in boxes of 64 rows. A box without rows is not
+// loaded: no consumer reads it.
+template <GemmConfig C>
+__device__ inline void load_rows(CUtensorMap const& map, int k, int half, Tile const& tile, char* a,
+                                 Barrier& full) {
+#pragma unroll 1
+  for (int r = 0; r < tile.rows; r += 64) {
+    tma_load(map, a + r * kRowBytes, {k, half, tile.row + r}, full);
+  }
+}
+// The bytes that load_rows() and WeightLoader bring; a block without rows of a tile needs no B.
+template <GemmConfig C>
+__device__ inline int stage_bytes(Tile const& tile) {
+  return tile.rows <= 0 ? 0 : (tile.rows > 64 ? C.a_bytes() : kBlockBytes) + C.b_bytes();
+}
 
 template <class T, GemmConfig C, Major major_b>
 struct TmaRows {
@@ -111,7 +130,7 @@ struct TmaRows {
   static constexpr bool kClearsRest = false;
 
   struct Params {
-    CUtensorMap a;  // (k, halves, rows), boxes of 64 x 1 x tile_m
+    CUtensorMap a;  // (k, halves, rows), boxes of 64 x 1 x 64
     WeightLoader<C, major_b> b;
   };
   struct Storage {};
@@ -122,10 +141,10 @@ struct TmaRows {
   __device__ void begin(Tile const&) {}
   __device__ void load(Tile const& tile, int step, char* a, char* b, Barrier& full) {
     if (thread != 0) return;
-    full.arrive_expect(C.a_bytes() + C.b_bytes());
+    full.arrive_expect(stage_bytes<C>(tile));
     int const half = step >= p.b.half_steps;
-    tma_load(p.a, a, {(step - half * p.b.half_steps) * C.tile_k, half, tile.row}, full);
-    p.b.load(tile, step, b, full);
+    load_rows<C>(p.a, (step - half * p.b.half_steps) * C.tile_k, half, tile, a, full);
+    if (tile.rows > 0) p.b.load(tile, step, b, full);
   }
 };
 
@@ -171,13 +190,15 @@ struct GatheredRows {
     uint32_t const none = k + column < p.k ? kNone : 0;  // at or above it: nothing to copy
     uint32_t const to =
         shared_address(a) + thread / 8 * kRowBytes + ((thread % 8 ^ thread / 8 % 8) * 16);
+    // 64 rows at a time; those that do not exist no consumer reads.
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
+      if (i % 4 == 0 && 16 * i >= tile.rows) break;
       copy_async(to + i * 16 * kRowBytes, units_after(base, from[i]), from[i] < none);
     }
     if (thread == 0) {
-      full.arrive_expect(C.b_bytes());
-      p.b.load(tile, step, b, full);
+      full.arrive_expect(tile.rows > 0 ? C.b_bytes() : 0);
+      if (tile.rows > 0) p.b.load(tile, step, b, full);
     }
     full.arrive_when_copied();
   }

@@ -18,12 +18,11 @@ template <class T, Major major, class Params>
 void add_low_rank(Params& params, LowRankOperand const& x, int64_t rows, int64_t columns,
                   bool pair_columns) {
   constexpr GemmConfig c = kLowRankConfig;
-  auto const map = [&](ConstWeight const& b) {
-    return weight_map<T, c, major>(b, params.work.groups.groups, columns, x.rank, "low_rank.b");
-  };
   params.load.steps = int(ceil_div(params.work.inner, c.tile_k));
-  params.load.t = row_map<T>(x.t, rows, x.rank, 1, c.tile_m, "low_rank.t");
-  params.load.low_rank = {{map(x.b[0]), map(x.b[1])}, pair_columns, INT32_MAX};
+  params.load.t = row_map<T>(x.t, rows, x.rank, 1, 64, "low_rank.t");
+  params.load.low_rank =
+      weight_loader<T, c, major>(x.b[0], x.b[1], params.work.groups.groups, columns, x.rank,
+                                 pair_columns, INT32_MAX, "low_rank.b");
   params.work.inner = params.load.steps * c.tile_k + int(x.rank);
 }
 

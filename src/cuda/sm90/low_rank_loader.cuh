@@ -14,11 +14,12 @@ template <OperandLoader Base, GemmConfig C>
 struct WithLowRank : Base {
   struct Params : Base::Params {
     int steps;      // of the sum over A and W
-    CUtensorMap t;  // (rank, 1, rows), boxes of 64 x 1 x tile_m
+    CUtensorMap t;  // (rank, 1, rows), boxes of 64 x 1 x 64
     WeightLoader<C, Base::kMajorB> low_rank;
   };
   // Rows of T past the tile's own are those of the next group.
   static constexpr bool kClearsRest = false;
+  static constexpr int kRegisters = Base::kThreads == 128 ? 56 : Base::kRegisters;
   Params const& p;
 
   __device__ WithLowRank(Params const& p, typename Base::Storage& storage, int thread)
@@ -31,9 +32,9 @@ struct WithLowRank : Base {
       return;
     }
     if (this->thread == 0) {
-      full.arrive_expect(C.a_bytes() + C.b_bytes());
-      tma_load(p.t, a, {beyond * C.tile_k, 0, tile.row}, full);
-      p.low_rank.load(tile, beyond, b, full);
+      full.arrive_expect(stage_bytes<C>(tile));
+      load_rows<C>(p.t, beyond * C.tile_k, 0, tile, a, full);
+      if (tile.rows > 0) p.low_rank.load(tile, beyond, b, full);
     }
     if constexpr (Base::kArrivals > 1) full.arrive_when_copied();
   }

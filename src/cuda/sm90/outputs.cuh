@@ -11,7 +11,7 @@ namespace guild::cuda {
 template <class T, int n>
 __device__ inline void store_direct(DirectOutput const& out, float const (&acc)[n / 2], int group,
                                     int row, int col, int valid, int thread) {
-  int64_t const start = group * out.group_stride;
+  int64_t const start = placed(out.group_at, group) * out.group_stride;
 #pragma unroll
   for (int i = 0; i < n / 2; ++i) {
     int const r = fragment_row(thread) + i % 4 / 2 * 8;

@@ -12,11 +12,9 @@ typename Kernel::Params row_params(RowProduct const& x, Epilogue const& epilogue
                  .tile_n = c.tile_n,
                  .across = int(ceil_div(x.n, c.tile_n)),
                  .inner = x.halves * half_steps * c.tile_k};
-  params.load.a = row_map<T>(x.a, x.rows, x.k, x.halves, c.tile_m, "a");
-  auto const map = [&](ConstWeight const& w) {
-    return weight_map<T, c, major>(w, x.groups.groups, x.n, x.k, "weight");
-  };
-  params.load.b = {{map(x.w[0]), map(x.w[x.halves - 1])}, false, half_steps};
+  params.load.a = row_map<T>(x.a, x.rows, x.k, x.halves, 64, "a");
+  params.load.b = weight_loader<T, c, major>(x.w[0], x.w[x.halves - 1], x.groups.groups, x.n, x.k,
+                                             false, half_steps, "weight");
   params.epilogue = epilogue;
   return params;
 }

@@ -4,8 +4,10 @@
 #include "shared/dtype.h"
 
 namespace guild::cuda {
+namespace {
 
-CUtensorMap tensor_map(void const* data, DType dtype, MapShape const& s, char const* name) {
+CUtensorMap encoded(void const* data, DType dtype, MapShape const& s, char const* name,
+                    CUtensorMapL2promotion promotion) {
   static auto const encode = [] {
     void* f = nullptr;
     cudaDriverEntryPointQueryResult found;
@@ -27,8 +29,8 @@ CUtensorMap tensor_map(void const* data, DType dtype, MapShape const& s, char co
   CUtensorMap map;
   auto const try_encode = [&] {
     return encode(&map, type, s.w > 0 ? 4 : 3, base, shape, strides, box, step,
-                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, promotion,
+                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };
   auto status = try_encode();
   if (status == CUDA_ERROR_INVALID_CONTEXT) {  // the thread's first call: make the context current
@@ -41,6 +43,15 @@ CUtensorMap tensor_map(void const* data, DType dtype, MapShape const& s, char co
           s.z, ", ", s.y, ", ", s.x, ") with strides (", s.z_stride, ", ", s.y_stride,
           ", 1) at address ", base, " (tensor map error ", int(status), ")");
   return map;
+}
+
+}  // namespace
+
+CUtensorMap tensor_map(void const* data, DType dtype, MapShape const& s, char const* name) {
+  return encoded(data, dtype, s, name, CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
+}
+CUtensorMap streamed_map(void const* data, DType dtype, MapShape const& s, char const* name) {
+  return encoded(data, dtype, s, name, CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
 }
 
 }  // namespace guild::cuda

@@ -17,10 +17,8 @@ typename Kernel::Params up_params(UpProduct const& x) {
                  .across = int(ceil_div(columns, tile_n)),
                  .inner = int(x.k)};
   fill_rows<T, c, major>(params.load, x, "x");
-  auto const map = [&](ConstWeight const& w) {
-    return weight_map<T, c, major>(w, x.groups.groups, columns, x.k, "w_up");
-  };
-  params.load.b = {{map(x.w[0]), map(x.w[1])}, halves, INT32_MAX};
+  params.load.b = weight_loader<T, c, major>(x.w[0], x.w[1], x.groups.groups, columns, x.k, halves,
+                                             INT32_MAX, "w_up");
   auto& out = params.epilogue;
   out.h = row_output<T>(x.h, x.rows, columns, count, "h");
   out.a = row_output<T>(x.activated, x.rows, x.n, 1, "a");

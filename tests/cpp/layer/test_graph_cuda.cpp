@@ -209,12 +209,14 @@ TEST(Queue, FewerMultiprocessorsGiveTheSameBits) {
   LayerStep step(*device, graph_case());
   step.logits.set(step.layer.random(300, 8, 2, DType::float32).values);
   std::vector<std::vector<std::byte>> expected;
-  for (int sms : {0, 1, 7}) {
-    step.poison();
-    step.enqueue({nullptr, sms});
-    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
-    if (sms == 0) expected = step.results();
-    EXPECT_TRUE(step.results() == expected) << sms << " multiprocessors";
+  for (bool shared : {false, true}) {
+    for (int sms : {0, 1, 7}) {
+      step.poison();
+      step.enqueue({.sms = sms, .shared = shared});
+      ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+      if (expected.empty()) expected = step.results();
+      EXPECT_TRUE(step.results() == expected) << sms << " multiprocessors, shared: " << shared;
+    }
   }
 }
 

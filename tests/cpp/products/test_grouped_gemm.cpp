@@ -72,9 +72,11 @@ std::vector<double> product(Problem const& p, Stack const& a, Stack const& b, St
     for (int64_t i = m0; i < m1; ++i) {
       for (int64_t j = n0; j < n1; ++j) {
         F sum = 0;
-        for (int64_t k = k0; k < k1; ++k) {
-          sum += F(a.at(stacked(a, e), i, k)) * F(b.at(stacked(b, e), k, j));
-        }
+        // One pointer and step each: sanitizers check every product of an index.
+        double const* x = a.values.data() + a.index(stacked(a, e), i, 0);
+        double const* y = b.values.data() + b.index(stacked(b, e), 0, j);
+        int64_t const x_step = a.flipped ? a.rows : 1, y_step = b.flipped ? 1 : b.cols;
+        for (int64_t k = k0; k < k1; ++k) sum += F(x[k * x_step]) * F(y[k * y_step]);
         if (k0 == k1) continue;  // an empty sum: nothing is added, not even the bias
         if (p.bias) sum += F(bias.at(0, e, p.ragged == Ragged::columns ? i : j));
         double& out = d[start.index(stacked(start, e), i, j)];

@@ -313,6 +313,31 @@ TEST(Cuda, AForcedConfigIsTaken) {
   }
 }
 
+// Blocks alone claim tiles, too, where other kernels run at the same time.
+TEST(Cuda, AllConfigsClaimSharedTiles) {
+  char const* why = nullptr;
+  Device* const device = cuda_device(&why);
+  if (device == nullptr) GTEST_SKIP() << why;
+  RowProducts products{Layer(*device, layer_of("shared", {700, 520, 520, 2, 2}))};
+  Indices<int32_t> counter(*device, 1);
+  for (int config = 0; config < int(std::size(kConfigs)); ++config) {
+    SCOPED_TRACE(testing::Message() << "config " << config);
+    counter.set({77});
+    std::vector<int32_t> counts;
+    cuda::forced_config = config;
+    auto const dealt = products.run({.sms = 6}, counter, counts);
+    EXPECT_EQ(counts, std::vector<int32_t>(4, 77));
+    counts.clear();
+    auto const claimed =
+        products.run({.sms = 6, .counter = counter.data(), .shared = true}, counter, counts);
+    cuda::forced_config = -1;
+    for (size_t i = 0; i < claimed.size(); ++i) {
+      EXPECT_TRUE(claimed[i] == dealt[i]) << "result " << i;
+    }
+    for (int32_t count : counts) EXPECT_NE(count, 77);
+  }
+}
+
 }  // namespace
 
 }  // namespace guild::test

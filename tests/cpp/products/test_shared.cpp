@@ -12,7 +12,6 @@
 #include "shared/activation.h"
 #include "shared/bias_sums.h"
 #include "shared/exponential.h"
-#include "shared/gemm_config.h"
 #include "shared/routing.h"
 #include "shared/sorting.h"
 #include "shared/tiles.h"
@@ -113,115 +112,6 @@ std::vector<int32_t> random_ends(std::mt19937& random, int groups, int& total) {
   return ends;
 }
 
-GemmConfig chosen(Product product, TileCount const& count) {
-  return kConfigs[choose_config(product, count)].config;
-}
-
-// Blocks go in pairs unless a group's last row tile would often leave one of a pair without work.
-TEST(ChooseConfig, WeighsIdleBlocksAgainstSharedLoads) {
-  auto const cluster = [](int64_t rows, int64_t groups, int64_t columns, bool ragged) {
-    return chosen(Product::up, {rows, groups, columns, /*inner=*/4096, ragged}).cluster;
-  };
-  EXPECT_EQ(cluster(32768 * 8, 128, 1024, true), 2);
-  EXPECT_EQ(cluster(32768 * 4, 128, 256, true), 1);
-  EXPECT_EQ(cluster(32768 * 8, 8, 256, true), 2);
-  EXPECT_EQ(cluster(64 * 128, 128, 512, true), 2);
-  EXPECT_EQ(cluster(64 * 128, 128, 768, true), 1);
-  EXPECT_EQ(cluster(0, 1, 512, true), 2);
-  EXPECT_EQ(cluster(4096, 8, 256, false), 2);
-  EXPECT_EQ(cluster(128, 128, 512, false), 2);
-  EXPECT_EQ(cluster(128, 128, 256, false), 1);
-}
-
-// As measured on an H200: tiles in turns for short sums, and where 256 columns leave many empty.
-TEST(ChooseConfig, TakesTurnsWhereThatIsFaster) {
-  struct Case {
-    int64_t rows, groups, columns, inner;
-    bool in_turns;
-  };
-  for (Case const& c : {Case{196608, 128, 1536, 2 * 256, true},  // up gradient of fine7b
-                        Case{262144, 64, 2048, 1024, false},     // down projections: olmoe,
-                        Case{262144, 128, 4096, 1024, false},    // sonic30b,
-                        Case{98304, 128, 2880, 2880, true},      // gptoss: 11.25 tiles of 256,
-                        Case{32768, 8, 4096, 14336, false}}) {   // mixtral
-    TileCount const count{c.rows, c.groups, c.columns, c.inner};
-    EXPECT_EQ(chosen(Product::rows, count).in_turns, c.in_turns) << c.columns << " " << c.inner;
-    EXPECT_FALSE(chosen(Product::up, count).in_turns);
-  }
-}
-
-// Counted by hand: 1000 rows are 7.8 tiles of 128, 4 groups leave half a one each; 600 columns are
-// 3 tiles of 256, an odd number, of which a pair leaves one idle in every other group.
-TEST(ChooseConfig, TilesByHand) {
-  GemmConfig const alone{128, 256, 4}, pair{128, 256, 4, 2};
-  TileCount const ragged{.rows = 1000, .groups = 4, .columns = 600};
-  EXPECT_DOUBLE_EQ(expected_tiles(alone, ragged), (7.8125 + 2) * 3);
-  EXPECT_DOUBLE_EQ(expected_tiles(pair, ragged), (7.8125 + 2) * 3 + 2);
-  TileCount const even{.rows = 1000, .groups = 4, .columns = 512};
-  EXPECT_DOUBLE_EQ(expected_tiles(pair, even), (7.8125 + 2) * 2);
-  // Not ragged: 300 rows of each group are 3 tiles, the last of which a pair takes by columns.
-  TileCount const whole{.rows = 300, .groups = 4, .columns = 600, .ragged = false};
-  EXPECT_DOUBLE_EQ(expected_tiles(alone, whole), 4 * 3 * 3);
-  EXPECT_DOUBLE_EQ(expected_tiles(pair, whole), 4 * (3 * 3 + 1));
-  TileCount const paired{.rows = 512, .groups = 4, .columns = 600, .ragged = false};
-  EXPECT_DOUBLE_EQ(expected_tiles(pair, paired), 4 * 4 * 3);
-}
-
-// 132 blocks: whole waves up to the seventh, then half a wave more than the tiles fill.
-TEST(ChooseConfig, WavesByHand) {
-  EXPECT_EQ(waves(0, 1), 0);
-  EXPECT_EQ(waves(1, 1), 1);
-  EXPECT_EQ(waves(132, 1), 1);
-  EXPECT_EQ(waves(133, 1), 2);
-  EXPECT_EQ(waves(132 * 6 + 1, 1), 7);
-  EXPECT_EQ(waves(132 * 7 + 33, 1), 7.75);
-  EXPECT_EQ(waves(132 * 8, 1), 8.5);
-  EXPECT_EQ(waves(66, 2), 0.5);  // two tiles at once: half of a wave
-  EXPECT_EQ(waves(67, 2), 1);
-  EXPECT_EQ(waves(132 * 8, 2), 8.25);
-}
-
-// A step of 128 x 256 costs 1024 cycles, of 128 x 192 768; 130 terms of a sum are 3 steps of 64.
-TEST(ChooseConfig, CostsByHand) {
-  BuiltConfig const alone{{128, 256, 4}, {1.5, 1, 1.25, 1, 1}, 400};
-  BuiltConfig const turns{{128, 192, 4, 1, 2, true}, {1}, 3500};
-  TileCount const one_round{.rows = 1000, .groups = 4, .columns = 256, .inner = 130};
-  EXPECT_DOUBLE_EQ(expected_cost(alone, Product::rows, one_round), 1.5 * 3 * 1024 + 400);
-  EXPECT_DOUBLE_EQ(expected_cost(alone, Product::up, one_round), 1.25 * 3 * 1024 + 400);
-  // 62.5 tiles of rows and half a one, times 4 of 256 columns: 252 tiles, two rounds.
-  TileCount const two_rounds{.rows = 8000, .groups = 1, .columns = 1024, .inner = 130};
-  EXPECT_DOUBLE_EQ(expected_cost(alone, Product::rows, two_rounds), 2 * (1.5 * 3 * 1024 + 400));
-  // In turns: 63 times 6 of 192 columns, 378 tiles in 6 halves of rounds. Consumers hide what is
-  // outside of their sums, unless half of all that a tile takes is longer.
-  EXPECT_DOUBLE_EQ(expected_cost(turns, Product::rows, two_rounds), 3 * (3 * 768 + 3500) / 2.0);
-  // 19.6 tiles are one for some consumers, which is half a round.
-  EXPECT_DOUBLE_EQ(expected_cost(turns, Product::rows, one_round), (3 * 768 + 3500) / 4.0);
-  TileCount long_sums = two_rounds;
-  long_sums.inner = 6400;
-  EXPECT_DOUBLE_EQ(expected_cost(turns, Product::rows, long_sums), 3 * 100 * 768);
-}
-
-// No config that serves the product costs less, as the tests above count it.
-TEST(ChooseConfig, TakesTheLeastCost) {
-  std::mt19937 random(3);
-  for (int trial = 0; trial < 1000; ++trial) {
-    TileCount const count{.rows = int64_t(random() % 100000),
-                          .groups = int64_t(1 + random() % 384),
-                          .columns = int64_t(8 + random() % 8000),
-                          .inner = int64_t(random() % 8000),
-                          .ragged = random() % 2 != 0};
-    for (Product const product :
-         {Product::rows, Product::direct, Product::up, Product::down_gradient, Product::experts}) {
-      BuiltConfig const& choice = kConfigs[choose_config(product, count)];
-      EXPECT_TRUE(choice.serves(product));
-      for (BuiltConfig const& other : kConfigs) {
-        if (!other.serves(product)) continue;
-        EXPECT_LE(expected_cost(choice, product, count), expected_cost(other, product, count));
-      }
-    }
-  }
-}
-
 // The rectangle of elements that a tile covers, each counted in `hits`.
 void count_hits(Tile const& t, TileSize c, int columns, std::vector<int>& hits, int64_t first) {
   for (int row = t.row; row < t.row + t.rows; ++row) {
@@ -308,6 +198,26 @@ TEST(RowTiles, TakeALastRowOfTilesApart) {
   });
   EXPECT_EQ(shares, 2 * (3 + 2));
   EXPECT_EQ(idle, 1);
+}
+
+// 129 to 192 rows as well, if no block idles: 128 of them and at most 64, which cost half a tile.
+TEST(RowTiles, TakeTwoLastRowsOfTilesApart) {
+  for (int const rows : {384, 385, 448, 449}) {
+    for (int const across : {3, 4}) {
+      SCOPED_TRACE(testing::Message() << rows << " rows, " << across << " tiles across");
+      int32_t const ends[] = {rows};
+      RowTiles const work{
+          .groups = {ends, 1, rows}, .tile_n = 256, .across = across, .inner = 64, .band = 8};
+      int apart = 0, small = 0;
+      for_each_share(work, 1, 2, {128, 256}, [&](Tile const& t) {
+        apart += t.apart && t.rows > 0;
+        small += t.apart && t.rows > 0 && t.rows <= 64;
+      });
+      bool const split = rows > 384 && rows <= 448 && across == 4;
+      EXPECT_EQ(apart, rows == 384 ? across : split ? 2 * across : 0);
+      EXPECT_EQ(small, split ? across : 0);
+    }
+  }
 }
 
 TEST(Groups, KeepAnyEndsInsideTheBuffer) {

@@ -174,9 +174,18 @@ std::vector<LayerParam> config_params() {
   sorted = gathered;
   sorted.name = "sorted_pairs", sorted.sizes.tokens = 920, sorted.sizes.top_k = 1;
   sorted.sorted = true;
+  // Every number of rows at which a last tile or a last step takes another way.
+  Case tails = gathered;
+  tails.name = "tails", tails.sizes = {400, 328, 168, 13, 2};
+  tails.routing = "0|1|15|16|17|63|64|65|127|128|129|0|175";
+  Case sorted_tails = tails;
+  sorted_tails.name = "sorted_tails", sorted_tails.sizes.tokens = 800;
+  sorted_tails.sizes.top_k = 1, sorted_tails.sorted = true;
   LayerParam const variants[] = {
       {gathered, act("swiglu"), Layout::concatenated, true},
       {sorted, act("silu"), Layout::concatenated_transposed, false},
+      {tails, act("swiglu"), Layout::concatenated, false},
+      {sorted_tails, act("gpt_oss"), Layout::interleaved_transposed, true},
       {gathered, act("silu"), Layout::concatenated, true},
       {sorted, act("gpt_oss"), Layout::interleaved, true},
       {gathered, act("gpt_oss"), Layout::interleaved_transposed, false},
@@ -184,7 +193,7 @@ std::vector<LayerParam> config_params() {
   };
   for (int config = 0; config < int(std::size(kConfigs)); ++config) {
     // The kernels of pairs are many, and no other case is large enough for them.
-    int const count = kConfigs[config].config.cluster > 1 ? int(std::size(variants)) : 2;
+    int const count = kConfigs[config].config.cluster > 1 ? int(std::size(variants)) : 4;
     for (int i = 0; i < count; ++i) {
       LayerParam p = variants[i];
       p.config = config;

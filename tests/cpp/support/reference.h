@@ -215,11 +215,14 @@ struct Reference {
   Matrix weight_gradient(int64_t outs, int64_t ins, Left left, Right right, Matrix const& start,
                          DType stored) const {
     std::vector<F> sum(s.experts * outs * ins);
+    std::vector<F> inputs(ins);
     for (int64_t r = 0; r < rowing.used(); ++r) {
-      F* const dw = &sum[rowing.row_expert[r] * outs * ins];
-      for (int64_t o = 0; o < outs; ++o) {
+      for (int64_t i = 0; i < ins; ++i) inputs[i] = F(right(r, i));
+      F const* const x = inputs.data();
+      F* dw = sum.data() + rowing.row_expert[r] * outs * ins;
+      for (int64_t o = 0; o < outs; ++o, dw += ins) {
         F const l = F(left(r, o));
-        for (int64_t i = 0; i < ins; ++i) dw[o * ins + i] += l * F(right(r, i));
+        for (int64_t i = 0; i < ins; ++i) dw[i] += l * x[i];
       }
     }
     Matrix dw(s.experts * outs, ins);

@@ -10,6 +10,7 @@
 #include <string>
 
 #include "check.h"
+#include "check_router_logits.h"
 #include "guild/guild.h"
 
 namespace guild::test {
@@ -62,6 +63,9 @@ struct Calls {
     return {8, 16, 2, DType::bfloat16, DType::float32, false, routing, {memory}, {memory, 0}, 4};
   }
   Route route() { return {4, 8, 2, DType::float32, {}, {memory}, nullptr, index, memory, nullptr}; }
+  RouterLogits router_logits() {
+    return {4, 16, 8, DType::bfloat16, {memory}, {memory}, {memory, 0}, memory};
+  }
   RouterGradient router_gradient() {
     return {4, 8, 2, DType::float32, {}, index, memory, nullptr, memory, {}, {memory, 0}};
   }

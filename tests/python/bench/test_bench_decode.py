@@ -16,6 +16,7 @@ from rich.console import Console
 import guild
 from guild.bench.decode import measure as bench_decode
 from guild.bench.decode.candidates import expected_output, own_candidate
+from guild.bench.decode.changes import add_changes
 from guild.bench.decode.layers import (
     experts_hit,
     layer_count,
@@ -139,6 +140,23 @@ def test_figures_by_hand() -> None:
     assert "guild_over" not in found["guild"]
 
 
+def test_changes_by_hand() -> None:
+    """Steps over tokens, whatever the order of the cases; skew beside random routing."""
+
+    def case(routing: str, tokens: int, floor: float, **times: float) -> dict[str, Any]:
+        figures = {name: {"us": {"median": us}} for name, us in times.items()}
+        head = {"name": "tiny", "part": "layer", "routing": routing, "floor_us": floor}
+        return {**head, "shape": {"tokens": tokens}, "figures": figures}
+
+    random, zipf = case("random", 1, 2.0, guild=4.0, other=9.0), case("zipf", 1, 1.0, guild=3.0)
+    later = case("random", 8, 6.0, guild=24.0)
+    add_changes([later, zipf, random])
+    assert later["figures"]["guild"]["step"] == pytest.approx(2.0)
+    assert zipf["figures"]["guild"]["skew"] == pytest.approx(1.5)
+    assert random["figures"]["guild"].keys() == {"us"} == random["figures"]["other"].keys()
+    assert "step" not in zipf["figures"]["guild"] and "skew" not in later["figures"]["guild"]
+
+
 def test_sets_and_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A set's next use comes after four times the cache; weights leave room; graphs are long."""
     gpu = torch.device("cuda")
@@ -189,12 +207,15 @@ def test_record_table_and_plot(tmp_path: Path) -> None:
         assert list(case["failures"]) == (["doubled"] if alone else [])
         assert ("router_us" in case["figures"]["guild"]) != alone
         assert case["figures"]["torch"]["guild_over"]["median"] > 0
+        assert ("step" in case["figures"]["guild"]) == (case["shape"]["tokens"] == 5)
+        assert ("skew" in case["figures"]["guild"]) == (case["routing"] == "same")
     assert record["cases"][-1]["experts_hit"] == TINY.top_k
     assert "wrong out: relative error 1.0" in record["cases"][0]["failures"]["doubled"]
     console = quiet()
     console.print(decode_table(record))
     text = console.file.getvalue()
     assert "with the router" in text and "Guild / loops" in text and "failed" in text
+    assert "step" in text and "skew" in text
     assert "same routing" in report(record | {"driver": "1"})
     plot_decode(record, tmp_path / "decode.png")
     assert matplotlib.image.imread(tmp_path / "decode.png")[..., :3].std() > 0.05
@@ -236,7 +257,8 @@ def test_times_are_of_one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     ("words", "message"),
     [
         ("--tokens 1,x", "tokens: expected whole numbers A,B, got '1,x'"),
-        ("--tokens 0", "tokens: expected at least 1, got 0"),
+        ("--tokens 0", "tokens: expected 1 to 65536, got 0"),
+        (f"--tokens 1,{10**20}", f"tokens: expected 1 to 65536, got {10**20}"),
         ("--parts router", "parts: expected some of experts, layer, got 'router'"),
         ("--routing balanced", "routing: expected some of random, zipf, hot, same, or all, got"),
         ("--candidates bound", "candidates: expected some of guild, torch on cpu, got 'bound'"),

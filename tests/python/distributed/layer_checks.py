@@ -31,12 +31,15 @@ _CASES = 24
 
 
 @functools.cache
-def group_of(size: int, exact: bool = False) -> guild.ExpertParallel:
+def group_of(
+    size: int, exact: bool = False, engine: str = "nccl", capacity: float | None = None
+) -> guild.ExpertParallel:
     """All four ranks, or this rank's pair."""
-    if size == _RANKS:
-        return guild.ExpertParallel(exact=exact, timeout=_LIMIT)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
-    return guild.ExpertParallel(mesh["ep"], exact=exact, timeout=_LIMIT)
+    group = None
+    if size != _RANKS:
+        group = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))["ep"]
+    room = {"engine": engine, "max_tokens": 64, "capacity": capacity}
+    return guild.ExpertParallel(group, exact=exact, timeout=_LIMIT, **room)
 
 
 def random_layers(rank: int) -> None:
@@ -44,14 +47,16 @@ def random_layers(rank: int) -> None:
     for seed in range(_CASES):
         exact, size = seed % 2 == 1, (2, 4)[seed // 2 % 2]
         case = ParallelCase.drawn(seed, size)
-        failures = case.failures(group_of(size, exact))
-        assert not failures, (rank, seed, exact, case, failures)
+        how = (("nccl", None), ("peer", None), ("peer", float(2 * size)))[seed // 4 % 3]
+        failures = case.failures(group_of(size, exact, *how))
+        assert not failures, (rank, seed, exact, how, case, failures)
 
 
 def exact_bits(rank: int) -> None:
     """All that one process gives for the tokens of all ranks, experts' gradients included."""
     for seed in range(12):
-        draw, group = Draw(seed), group_of((2, 4)[seed % 2], exact=True)
+        draw, size = Draw(seed), (2, 4)[seed % 2]
+        group = group_of(size, True, ("nccl", "peer")[seed // 2 % 2])
         dtype = (torch.float32, torch.bfloat16, torch.float64)[seed // 2 % 3]
         options = {
             "activation": draw.activation(),
@@ -219,6 +224,9 @@ def arguments(rank: int) -> None:
         (ValueError, "^timeout: ", lambda: guild.ExpertParallel(timeout=-1.0)),
         (ValueError, "^timeout: ", lambda: guild.ExpertParallel(timeout=float("inf"))),
         (TypeError, "^exact: ", lambda: guild.ExpertParallel(exact=1)),
+        (ValueError, "^engine: ", lambda: guild.ExpertParallel(engine="pigeon")),
+        (ValueError, "^max_tokens: ", lambda: guild.ExpertParallel(max_tokens=0)),
+        (ValueError, "^capacity: ", lambda: guild.ExpertParallel(capacity=-1.0)),
         (TypeError, "^expert_group: ", lambda: guild.MoE(8, 8, 4, 2, expert_group="ep")),
         (ValueError, "^experts: .* 4 ", lambda: guild.MoE(8, 8, 6, 2, expert_group=group)),
     ):

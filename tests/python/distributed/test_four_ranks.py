@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+import call_checks
 import guild
 import layer_checks
+import peer_checks
 import placement_checks
 import training_checks
 from processes import run_on_ranks
@@ -25,7 +27,8 @@ def test_four_ranks(
     settings = training_checks.settings_of("plain")
     training_checks.run(settings, tmp_path / "plain")
     training_checks.run(settings, tmp_path / "halfway", polls=2)
-    checks = [*layer_checks.CHECKS, *training_checks.CHECKS, *placement_checks.CHECKS]
+    modules = layer_checks, peer_checks, call_checks, training_checks, placement_checks
+    checks = [check for module in modules for check in module.CHECKS]
     run_on_ranks(checks, 4, tmp_path / "ranks")
     # What four ranks began, one process ends.
     begun = tmp_path / "plain-2"

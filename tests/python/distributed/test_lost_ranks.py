@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import guild
+from processes import start_ranks
 
 _RANKS, _LOST, _LIMIT = 3, 1, 1.0
 _MOST_SECONDS = _LIMIT + 12  # with the time to find out who is missing, on a busy machine
@@ -60,7 +60,6 @@ def killed(rank: int) -> None:
 
 def run(rank: int, folder: str) -> None:
     """One rank."""
-    torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/ranks", rank=rank, world_size=_RANKS)
     for check in (late, killed):
         check(rank)
@@ -71,10 +70,7 @@ def test_three_ranks(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """Both on all ranks; the processes end."""
     if request.config.getoption("--cuda-only"):
         pytest.skip("--cuda-only")
-    context = mp.get_context("spawn")
-    processes = [context.Process(target=run, args=(r, str(tmp_path))) for r in range(_RANKS)]
-    for process in processes:
-        process.start()
+    processes = start_ranks(run, _RANKS, str(tmp_path)).processes
     for process in processes:
         process.join(120)
     assert [p.exitcode for p in processes] == [

@@ -6,6 +6,7 @@ Run by test_four_ranks.py, whose process has trained the same model before.
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 from pathlib import Path
@@ -14,9 +15,14 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from guild.cli.main import main
+from guild.train.corpus import load_corpus
+from guild.train.peer_copies import CopiedReduceScatter, Turns, use_copies
+from guild.train.reduction import NarrowReduceScatter
 from guild.train.settings import Settings
+from guild.train.sharded import ShardedLearner
 from guild.train.world import SharedStop
 from training import small_settings, train
 
@@ -125,6 +131,68 @@ def refused_trainings(rank: int) -> None:
     assert not (folder / "d" / "checkpoint.pt").exists()
 
 
+def gradients_are_added_in_float32(rank: int) -> None:
+    """Of bfloat16 ones, whose sums in bfloat16 would be off by 4e-3; means, and sums."""
+    comm, place = NarrowReduceScatter(torch.bfloat16), {"device": torch.device("cpu")}
+    for op, share in ((dist.ReduceOp.AVG, 4), (dist.ReduceOp.SUM, 1)):
+        given = comm.allocate((4 * 50,), dtype=torch.float32, **place)
+        out = comm.allocate((50,), dtype=torch.float32, **place)
+        assert (given.dtype, out.dtype) == (torch.bfloat16, torch.float32)
+        given.copy_(torch.randn(200, generator=torch.Generator().manual_seed(rank)))
+        comm(out, given, dist.group.WORLD, op)
+        of_ranks = [torch.empty_like(given) for _ in range(4)]
+        dist.all_gather(of_ranks, given)
+        truth = sum(g.view(4, 50)[rank].double() for g in of_ranks) / share
+        torch.testing.assert_close(out.double(), truth, rtol=1e-6, atol=1e-6)
+    with pytest.raises(NotImplementedError, match="expected a mean or sum"):
+        comm(out, given, dist.group.WORLD, dist.ReduceOp.MAX)
+    with pytest.raises(RuntimeError, match=r"expected torch.bfloat16 and a result in float32"):
+        comm(out, out, dist.group.WORLD, dist.ReduceOp.SUM)
+
+
+class FilesOfRanks:
+    """A buffer of each rank in a file, with the interface of torch's symmetric memory."""
+
+    def __init__(self, folder: Path, name: str, size: int) -> None:
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        paths = [folder / f"{name}-{rank}" for rank in range(self.world_size)]
+        paths[self.rank].write_bytes(bytes(size))
+        dist.barrier()
+        self.of_ranks = [torch.from_file(str(p), True, size, dtype=torch.uint8) for p in paths]
+
+    def barrier(self, timeout_ms: int) -> None:
+        assert timeout_ms > 0
+        dist.barrier()
+
+    def get_buffer(self, peer: int, sizes: tuple, dtype: torch.dtype, offset: int) -> torch.Tensor:
+        buffer = self.of_ranks[peer].view(dtype)
+        return buffer[offset : offset + math.prod(sizes)].view(sizes)
+
+
+def copies_in_place_of_collectives(rank: int) -> None:
+    """The same bits as by gathers and exchanges, step after step, in one process's buffers too."""
+    folder, cpu = Path(os.environ["GUILD_TEST_FOLDER"]), torch.device("cpu")
+
+    def make(count: int, size: int, group: dist.ProcessGroup, device: torch.device) -> list:
+        found = [FilesOfRanks(folder, f"copies{count}-{i}", size) for i in range(count)]
+        return [(files.of_ranks[rank], files) for files in found]
+
+    settings, losses = settings_of("plain", steps=6, layers=4), []
+    corpus = load_corpus(folder / "corpus", settings.context)
+    for copies in (False, True):
+        learner = ShardedLearner("guild", settings, cpu, torch.bfloat16)
+        modules = [*learner.model.blocks, learner.model]
+        if copies:
+            size = use_copies(modules, dist.group.WORLD, torch.bfloat16, cpu, make)
+            assert size % 5 == 0 and size > 0  # three for gathers, two for exchanges
+        losses.append([row["loss"] for row in learner.round(corpus, 0, 6)])
+    assert losses[0] == losses[1]
+    comm = CopiedReduceScatter(Turns(make(1, 64, dist.group.WORLD, cpu)), torch.bfloat16)
+    given, out = (comm.allocate((8,), dtype=torch.float32, device=cpu) for _ in range(2))
+    with pytest.raises(NotImplementedError, match="expected a mean"):
+        comm(out, given, dist.group.WORLD, dist.ReduceOp.SUM)
+
+
 def expect_close(losses: list[float], truth: list[float]) -> None:
     assert len(losses) == len(truth) > STEPS
     for one, other in zip(losses, truth, strict=True):
@@ -136,5 +204,7 @@ CHECKS = (
     other_trainings,
     on_the_command_line,
     one_stops_all,
+    gradients_are_added_in_float32,
+    copies_in_place_of_collectives,
     refused_trainings,
 )

@@ -1,8 +1,8 @@
 """Guild's experts in Megatron-Core's own MoE layer, beside SequentialMLP.
 
-Without a GPU the layer runs on the CPU in one process over gloo, and two names of Megatron-Core's
-are patched: it asks CUDA for the device, and looks for a GEMM of Transformer Engine's that it
-defines only where that is installed.
+Without a GPU the layer runs on the CPU in one process over gloo, and three names are patched:
+Megatron-Core asks CUDA for the device, waits for it before it saves, and looks for a GEMM of
+Transformer Engine's that it defines only where that is installed.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +25,7 @@ from guild._torch.expert_lists import view_of
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("megatron.core", reason="megatron-core is not installed")
-    from megatron.core import parallel_state
+    from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.activations import quick_gelu, squared_relu
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -52,6 +53,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(moe_utils, "te_general_gemm", None, raising=False)
     with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
         warnings.simplefilter("error", guild.CopiedWeightsWarning)
@@ -246,6 +248,36 @@ def test_distributed_checkpoints_are_interchangeable(
     for kind, data in wanted.items():
         if isinstance(data, Tensor) and "_extra_state" not in kind[0]:
             assert torch.equal(got[kind], data), kind
+
+
+@pytest.mark.parametrize("metadata", [None, {"singleton_local_shards": True}])
+@pytest.mark.parametrize("variant", ["swiglu", "bias"])
+@pytest.mark.parametrize("saved_by_guild", [False, True])
+def test_through_a_distributed_checkpoint_on_disk(
+    variant: str, metadata: dict[str, Any] | None, saved_by_guild: bool, tmp_path: Path
+) -> None:
+    """What one layer's experts save with Megatron-Core the other's load, into uneven memory too."""
+
+    def state_of(layer: MoELayer) -> dict[str, Any]:
+        return layer.sharded_state_dict("decoder.mlp.", (), metadata and {**metadata})
+
+    plain, ours = layers(**VARIANTS[variant])
+    saver, loader = (ours, plain) if saved_by_guild else (plain, ours)
+    wanted = {name: parameter.detach().clone() for name, parameter in experts_of(plain).items()}
+    dist_checkpointing.save(state_of(saver), str(tmp_path))
+    with torch.no_grad():
+        for parameter in loader.parameters():
+            parameter.zero_()
+    if loader is ours:
+        for parameter in ours.experts.parameters():
+            parameter.data = parameter.data.clone()
+    out = run(saver)[0]
+    loaded = dist_checkpointing.load(state_of(loader), str(tmp_path))
+    found = {name.removeprefix("decoder.mlp."): value for name, value in loaded.items()}
+    loader.load_state_dict(found)
+    for name, parameter in experts_of(loader).items():
+        assert torch.equal(parameter, wanted[name]), name
+    same(run(loader)[0], out)
 
 
 def test_ranks_have_their_place_in_a_checkpoint() -> None:

@@ -348,14 +348,15 @@ def test_gradient_checkpointing() -> None:
 
 
 def test_compiled() -> None:
-    """torch.compile of experts with terms, in one graph: the eager bits."""
+    """torch.compile of experts with terms, in one graph; an older torch runs Transformers' own."""
     torch._dynamo.reset()
     block = adapted(make_experts(MIXTRAL), "gate_up_proj", "down_proj")
     call = inputs()
     block.config._experts_implementation = "guild"
     expected = block(*call)
     compiled = torch.compile(block, backend="aot_eager", fullgraph=experts_module.COMPILES)
-    torch.testing.assert_close(compiled(*call), expected, rtol=1e-6, atol=1e-6)
+    limit = 1e-6 if experts_module.COMPILES else 1e-4
+    torch.testing.assert_close(compiled(*call), expected, rtol=limit, atol=limit)
 
 
 def test_names_in_use() -> None:

@@ -189,6 +189,8 @@ def test_num_sms() -> None:
         guild.set_num_sms(-1)
     with pytest.raises(TypeError, match="count: expected an int, got float 1.5"):
         guild.set_num_sms(1.5)
+    with pytest.raises(TypeError, match="shared: expected True or False, got 1"):
+        guild.set_num_sms(8, shared=1)
     assert guild.num_sms() == 0
     guild.set_num_sms(116)
     assert guild.num_sms() == 116

@@ -12,99 +12,30 @@ from torch import Tensor
 import guild
 from guild import WeightGradients, experts_mlp, grouped_mm, routed_experts
 from guild._torch.expert_lists import view_of
-
-EXPERTS, HIDDEN, INNER = 4, 16, 8
-SHAPES = {
-    "w_up": (EXPERTS, 2 * INNER, HIDDEN),
-    "w_down": (EXPERTS, HIDDEN, INNER),
-    "b_up": (EXPERTS, 2 * INNER),
-    "b_down": (EXPERTS, HIDDEN),
-}
-Layer = dict[str, Tensor]
-Lists = dict[str, list[Tensor]]
-
-
-@pytest.fixture(autouse=True)
-def copies_are_errors() -> None:
-    """A copy that a test did not ask for fails it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", guild.CopiedWeightsWarning)
-        yield
-
-
-def dtype_of(device: str) -> torch.dtype:
-    return torch.float64 if device == "cpu" else torch.bfloat16
-
-
-def whole_layer(device: str) -> Layer:
-    torch.manual_seed(0)
-    return {n: torch.randn(s, device=device, dtype=dtype_of(device)) for n, s in SHAPES.items()}
-
-
-def views(t: Tensor) -> list[Tensor]:
-    """Parameters in one storage, one after the other."""
-    return [torch.nn.Parameter(part) for part in t.clone()]
-
-
-def with_gaps(t: Tensor) -> list[Tensor]:
-    """In one storage, with something else of the same size between each two."""
-    return [torch.nn.Parameter(part) for part in t.repeat_interleave(2, 0)[::2]]
-
-
-def through_data(t: Tensor) -> list[Tensor]:
-    """Parameters made apart, whose memory a buffer of all has become."""
-    made = [torch.nn.Parameter(torch.empty_like(part)) for part in t]
-    buffer = torch.cat([t.new_full((8,), torch.nan), t.flatten()])
-    for i, parameter in enumerate(made):
-        begin = 8 + i * parameter.numel()
-        parameter.data = buffer[begin : begin + parameter.numel()].view(parameter.shape)
-    return made
-
-
-def apart(t: Tensor) -> list[Tensor]:
-    return [torch.nn.Parameter(part.clone()) for part in t]
-
-
-def backwards(t: Tensor) -> list[Tensor]:
-    return views(t.flip(0))[::-1]
-
-
-EVEN = [views, with_gaps, through_data]
-UNEVEN = [apart, backwards]
-
-
-def inputs(device: str) -> tuple[Tensor, Tensor, Tensor]:
-    torch.manual_seed(1)
-    x = torch.randn(24, HIDDEN, device=device, dtype=dtype_of(device), requires_grad=True)
-    ids = torch.arange(48, device=device).view(24, 2) * 7 % 5  # one expert too many: skipped
-    return x, ids, torch.rand(24, 2, device=device)
-
-
-def sorted_call(layer: dict, device: str, **more: object) -> tuple[Tensor, Tensor]:
-    x, _, _ = inputs(device)
-    offsets = torch.tensor([0, 9, 9, 14, 22], device=device, dtype=torch.int32)
-    return x, experts_mlp(x, offsets, **layer, **more)
-
-
-def routed_call(layer: dict, device: str, **more: object) -> tuple[Tensor, Tensor]:
-    x, ids, scores = inputs(device)
-    return x, routed_experts(x, ids, scores, **layer, **more)
-
-
-CALLS = [sorted_call, routed_call]
-
-
-def expected(call: Callable, layer: Layer, device: str) -> tuple[Tensor, Tensor, Layer]:
-    """Result, x's gradient and the layer's from tensors of all experts."""
-    layer = {n: t.clone().requires_grad_() for n, t in layer.items()}
-    x, out = call(layer, device)
-    out.square().sum().backward()
-    return out.detach(), x.grad, {n: t.grad for n, t in layer.items()}
+from listed_layers import (
+    CALLS,
+    EVEN,
+    EXPERTS,
+    HIDDEN,
+    SHAPES,
+    UNEVEN,
+    apart,
+    backwards,
+    copies_are_errors,  # noqa: F401 - a fixture of every test here
+    dtype_of,
+    expected,
+    inputs,
+    scattered,
+    sorted_call,
+    through_data,
+    views,
+    whole_layer,
+)
 
 
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("made", EVEN)
-def test_even_lists_are_read_in_place(device: str, call: Callable, made: Callable) -> None:
+@pytest.mark.parametrize("made", EVEN + UNEVEN)
+def test_lists_are_read_in_place(device: str, call: Callable, made: Callable) -> None:
     """The same bits, and a gradient of its own for each tensor, without a copy of a weight."""
     layer = whole_layer(device)
     out, dx, gradients = expected(call, layer, device)
@@ -117,38 +48,6 @@ def test_even_lists_are_read_in_place(device: str, call: Callable, made: Callabl
         assert torch.equal(torch.stack([p.grad for p in parts]), gradients[name]), name
 
 
-@pytest.mark.parametrize("sink", [None, WeightGradients(), WeightGradients(main_grad=True)])
-def test_routed_tokens_read_backwards(device: str, sink: WeightGradients | None) -> None:
-    """Lists from the last expert to the first, main_grads too: in place, and the same bits."""
-    layer = whole_layer(device)
-    out, dx, gradients = expected(routed_call, layer, device)
-    lists = {n: backwards(t) for n, t in layer.items()}
-    for parts in lists.values():
-        buffer = torch.zeros(len(parts), *parts[0].shape, device=device)
-        for part, main in zip(parts, buffer.unbind(0)[::-1], strict=True):
-            part.main_grad = main
-    x, ours = routed_call(lists, device, weight_gradients=sink)
-    assert torch.equal(ours, out)
-    ours.square().sum().backward()
-    assert torch.equal(x.grad, dx)
-    for name, parts in lists.items():
-        if sink is not None and sink.main_grad:
-            got = torch.stack([p.main_grad for p in parts])
-            torch.testing.assert_close(got, gradients[name].float(), rtol=2e-2, atol=1e-3)
-        else:
-            assert torch.equal(torch.stack([p.grad for p in parts]), gradients[name]), name
-
-
-def test_a_pair_read_backwards(device: str) -> None:
-    layer = whole_layer(device)
-    gate, up = (half.contiguous() for half in layer.pop("w_up").chunk(2, 1))
-    outs = []
-    for made in (views, backwards):
-        lists = {n: made(t) for n, t in layer.items()}
-        outs.append(routed_call({**lists, "w_up": (made(gate), made(up))}, device)[1])
-    assert torch.equal(*outs)
-
-
 def test_ids_outside_stay_outside() -> None:
     """Counted from the last expert, too; those of the least and the greatest numbers as well."""
     layer = {n: backwards(t) for n, t in whole_layer("cpu").items()}
@@ -158,31 +57,6 @@ def test_ids_outside_stay_outside() -> None:
         ids = torch.tensor([[-1], [EXPERTS], [numbers.min], [numbers.max], [-2], [0]], dtype=dtype)
         out = routed_experts(x, ids, torch.ones(6, 1), **layer)
         assert not out[:5].any() and out[5].any()
-
-
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("made", UNEVEN)
-def test_other_lists_are_copied_with_a_warning(device: str, call: Callable, made: Callable) -> None:
-    layer = whole_layer(device)
-    out, dx, gradients = expected(call, layer, device)
-    lists = {n: made(t) for n, t in layer.items()}
-    lists["w_down"] = apart(layer["w_down"])
-    with pytest.raises(guild.CopiedWeightsWarning, match="w_up: the experts' tensors do not"):
-        call(lists, device)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("default", guild.CopiedWeightsWarning)
-        for _ in range(2):
-            x, ours = call(lists, device)
-    assert len(said) == 4  # one each, though called twice
-    assert {w.filename for w in said} == {__file__}
-    assert torch.equal(ours, out)
-    ours.square().sum().backward()
-    assert torch.equal(x.grad, dx)
-    for name, parts in lists.items():
-        assert torch.equal(torch.stack([p.grad for p in parts]), gradients[name]), name
-    for parts in lists.values():
-        guild.lay_evenly(parts)
-    assert torch.equal(call(lists, device)[1], out)  # in place now
 
 
 def test_lay_evenly_keeps_values_and_identity() -> None:
@@ -216,7 +90,8 @@ def test_views_stay_inside_the_storage() -> None:
     assert view_of([t.view(2, 3) for t in touching]) is None
 
 
-def test_no_weight_is_copied(device: str) -> None:
+@pytest.mark.parametrize("made", [views, scattered])
+def test_no_weight_is_copied(device: str, made: Callable) -> None:
     """Neither forward nor backward holds a tensor as large as a weight, except the gradients."""
     seen: list[int] = []
 
@@ -229,7 +104,7 @@ def test_no_weight_is_copied(device: str) -> None:
             return out
 
     layer = whole_layer(device)
-    lists = {n: views(t) for n, t in layer.items() if n.startswith("w")}
+    lists = {n: made(t) for n, t in layer.items() if n.startswith("w")}
     known = {parts[0].untyped_storage().data_ptr() for parts in lists.values()}
     x = torch.randn(1, HIDDEN, device=device, dtype=dtype_of(device), requires_grad=True)
     offsets = torch.tensor([0, 1, 1, 1, 1], device=device, dtype=torch.int32)
@@ -244,15 +119,21 @@ def test_no_weight_is_copied(device: str) -> None:
     assert weights == sorted(t.numel() * t.element_size() for n, t in layer.items() if n in lists)
 
 
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("even", [True, False])
 @pytest.mark.parametrize("sink", [None, WeightGradients(main_grad=True)])
-def test_the_allocator_sees_no_weight(gpu: str, sink: WeightGradients | None) -> None:
+def test_the_allocator_sees_no_weight(
+    gpu: str, sink: WeightGradients | None, even: bool, call: Callable
+) -> None:
     """Weights of 24 MiB and few rows: forward takes next to nothing, backward the gradients."""
     place = {"device": gpu, "dtype": torch.bfloat16}
     whole = torch.randn(8, 2 * 512, 1024, **place), torch.randn(8, 1024, 512, **place)
-    lists = [[torch.nn.Parameter(part) for part in w] for w in whole]
+    lists = [views(w) if even else apart(w) for w in whole]
     for parts, w in zip(lists, whole, strict=True):
-        for part, main in zip(parts, torch.zeros_like(w, dtype=torch.float32), strict=True):
-            part.main_grad = main
+        buffer = torch.zeros_like(w, dtype=torch.float32)
+        for part, main in zip(parts, buffer if even else apart(buffer), strict=True):
+            part.main_grad = main.detach()
+    del buffer
     x = torch.randn(8, 1024, **place, requires_grad=True)
     offsets = torch.arange(9, device=gpu, dtype=torch.int32)
 
@@ -262,9 +143,15 @@ def test_the_allocator_sees_no_weight(gpu: str, sink: WeightGradients | None) ->
         step()
         return torch.cuda.max_memory_allocated() - before
 
+    def run() -> Tensor:
+        more = {"weight_gradients": sink}
+        if call is sorted_call:
+            return experts_mlp(x, offsets, *lists, **more)
+        ids = torch.arange(8, device=gpu)[:, None]
+        return routed_experts(x, ids, torch.ones(8, 1, device=gpu), *lists, **more)
+
     weights, little, outs = sum(w.nbytes for w in whole), 2 << 20, []
-    more = {"weight_gradients": sink}
-    assert most_of(lambda: outs.append(experts_mlp(x, offsets, *lists, **more))) < little
+    assert most_of(lambda: outs.append(run())) < little
     gradients = 0 if sink else weights
     assert most_of(lambda: outs[0].sum().backward()) < gradients + little
 
@@ -305,8 +192,7 @@ def test_some_experts_are_frozen(device: str) -> None:
 
 
 def test_one_tensor_for_all_experts(device: str) -> None:
-    """Its gradients add up; at no distance from itself, it is copied."""
-    warnings.simplefilter("ignore", guild.CopiedWeightsWarning)
+    """Its gradients add up."""
     layer = whole_layer(device)
     shared = torch.nn.Parameter(layer["w_down"][0].clone())
     tied = layer["w_down"][:1].expand(EXPERTS, -1, -1).clone().requires_grad_()
@@ -318,20 +204,36 @@ def test_one_tensor_for_all_experts(device: str) -> None:
     torch.testing.assert_close(shared.grad, wanted, rtol=0, atol=bound)
 
 
-def test_grouped_mm_of_lists(device: str) -> None:
+@pytest.mark.parametrize("made", [views, *UNEVEN])
+def test_grouped_mm_of_lists(device: str, made: Callable) -> None:
     layer = whole_layer(device)
     x, _, _ = inputs(device)
     ends = torch.tensor([9, 9, 14, 22], device=device, dtype=torch.int32)
     whole = layer["w_up"].clone().requires_grad_()
     out = grouped_mm(x, whole.mT, offs=ends, bias=layer["b_up"])
     out.sum().backward()
-    parts = views(layer["w_up"])
+    parts = made(layer["w_up"])
     ours = grouped_mm(x, [p.mT for p in parts], offs=ends, bias=layer["b_up"])
     ours.sum().backward()
     assert torch.equal(ours, out)
     assert torch.equal(torch.stack([p.grad for p in parts]), whole.grad)
     y = torch.randn(HIDDEN, 24, device=device, dtype=dtype_of(device))
-    assert torch.equal(grouped_mm(parts, y, offs=ends), grouped_mm(whole, y, offs=ends))
+    results = []
+    for left in (parts, whole):
+        y.requires_grad_().grad = None
+        results.append(grouped_mm(left, y, offs=ends))
+        results[-1].square().sum().backward()
+        results.append(y.grad)
+    assert torch.equal(results[0], results[2]) and torch.equal(results[1], results[3])
+    right = made(layer["w_up"].mT.contiguous())
+    both, all_left = grouped_mm(parts, right), grouped_mm(whole, torch.stack(right))
+    assert torch.equal(both, all_left)
+    assert torch.equal(
+        grouped_mm(
+            x.detach(), [p.mT for p in made(layer["w_up"])], offs=ends, out_dtype=torch.float32
+        ).double(),
+        grouped_mm(x.detach(), whole.mT, offs=ends, out_dtype=torch.float32).double(),
+    )
 
 
 def test_overwritten_before_backward(device: str) -> None:
@@ -371,10 +273,11 @@ def test_second_derivative() -> None:
     torch.manual_seed(0)
     ends = torch.tensor([2, 5], dtype=torch.int32)
     x = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
-    parts = views(torch.randn(2, 3, 4, dtype=torch.float64))
-    assert torch.autograd.gradgradcheck(
-        lambda x, *w: grouped_mm(x, list(w), offs=ends), (x, *parts)
-    )
+    for made in (views, apart):
+        parts = made(torch.randn(2, 3, 4, dtype=torch.float64))
+        assert torch.autograd.gradgradcheck(
+            lambda x, *w: grouped_mm(x, list(w), offs=ends), (x, *parts)
+        )
 
 
 @pytest.mark.parametrize(
@@ -393,3 +296,17 @@ def test_wrong_lists(wrong: Callable, error: type, message: str) -> None:
     lists = {n: views(t) for n, t in whole_layer("cpu").items()}
     with pytest.raises(error, match=message):
         sorted_call({**lists, "w_down": wrong(lists["w_down"])}, "cpu")
+
+
+def test_one_expert_whose_stride_means_nothing(device: str) -> None:
+    """What one matrix's distance from the next would be may be any number."""
+    x, _, _ = inputs(device)
+    up, down = (torch.randn(s[1:], device=device, dtype=x.dtype) for s in list(SHAPES.values())[:2])
+    offsets = torch.tensor([0, 24], device=device, dtype=torch.int32)
+    wanted = experts_mlp(x, offsets, up[None], down[None])
+    odd = [t.as_strided((1, *t.shape), (13, *t.stride())) for t in (up, down)]
+    assert torch.equal(experts_mlp(x, offsets, *odd), wanted)
+    ends = offsets[1:]
+    product = grouped_mm(x, up[None].mT, offs=ends)
+    assert torch.equal(grouped_mm(x, odd[0].mT, offs=ends), product)
+    assert torch.equal(grouped_mm(x[None], odd[0].mT), product[None])

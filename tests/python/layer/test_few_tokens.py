@@ -73,6 +73,24 @@ def test_a_token_has_the_same_bits_alone_and_in_company(
             assert torch.equal(experts(some), everyone[some]), (tokens, first)
 
 
+@pytest.mark.parametrize("top_k", [1, 2, 5, 8, 9, 16, 17])
+@pytest.mark.parametrize("residual", [False, True])
+def test_one_token_with_any_number_of_experts(top_k: int, residual: bool, gpu: str) -> None:
+    """Some ids twice, some out of range; a kernel of its own serves up to eight."""
+    experts = Experts(gpu, "biases", torch.bfloat16, tokens=200)
+    experts.ids = torch.randint(-1, EXPERTS, (200, top_k), device=gpu, dtype=torch.int32)
+    experts.scores = torch.randn(200, top_k, device=gpu)
+    added = torch.randn_like(experts.x) if residual else None
+    if residual:
+        experts.options["residual"] = added
+    everyone = experts()
+    for token in range(0, 200, 7):
+        one = slice(token, token + 1)
+        if added is not None:
+            experts.options["residual"] = added[one]
+        assert torch.equal(experts(one), everyone[one]), token
+
+
 def test_training_and_inference_have_the_same_bits(gpu: str) -> None:
     moe = guild.MoE(HIDDEN, WIDTH, EXPERTS, TOP_K, device=gpu, dtype=torch.bfloat16)
     x = torch.randn(700, HIDDEN, device=gpu, dtype=torch.bfloat16)
@@ -86,6 +104,26 @@ def test_training_and_inference_have_the_same_bits(gpu: str) -> None:
                 x[:tokens], ids[:tokens], scores[:tokens], moe.w_up, moe.w_down
             )
             assert torch.equal(alone, trained[:tokens])
+
+
+@pytest.mark.parametrize("router", ["softmax_renormalized", "deepseek_v3", "softmax"])
+def test_a_whole_layer_has_the_same_bits_alone_in_company_and_in_training(
+    router: str, gpu: str
+) -> None:
+    """With the router and its product, through the quick way, the long way and autograd."""
+    torch.manual_seed(4)
+    layer = guild.MoE(520, WIDTH, 16, TOP_K, router=router, device=gpu, dtype=torch.bfloat16)
+    x = torch.randn(4096, 520, device=gpu, dtype=torch.bfloat16)
+    trained = layer(x)
+    assert trained.requires_grad
+    with torch.no_grad():
+        for tokens in (1, 2, 7, 8, 9, 16, 33, 64, 65, 100, 257, 600, 1366, 4096):
+            first = (4096 - tokens) // 2
+            some = slice(first, first + tokens)
+            assert torch.equal(layer(x[some]), trained[some]), tokens
+            out, routing = layer(x[some], return_routing=True)
+            assert torch.equal(out, trained[some]), tokens
+            assert routing.ids.shape == (tokens, TOP_K)
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 8, 50, 85, 86, 400])
@@ -117,8 +155,8 @@ def test_tokens_without_experts(tokens: int, device: str) -> None:
     assert torch.equal(out, torch.zeros_like(out))
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 33])
-def test_graphs_replay_with_any_routing(tokens: int, gpu: str) -> None:
+@pytest.mark.parametrize(("tokens", "rounds"), [(1, 10_000), (8, 200), (33, 200)])
+def test_graphs_replay_with_any_routing(tokens: int, rounds: int, gpu: str) -> None:
     experts = Experts(gpu, "plain", torch.bfloat16, tokens)
     graph = torch.cuda.CUDAGraph()
     experts()
@@ -127,14 +165,15 @@ def test_graphs_replay_with_any_routing(tokens: int, gpu: str) -> None:
         experts.x, kept = first, experts.x  # a second layer follows the first
         second = experts()
     experts.x = kept
-    for round_ in range(200):
-        torch.manual_seed(round_)
+    differ = torch.zeros((), dtype=torch.bool, device=gpu)
+    for round_ in range(rounds):
         ids = torch.rand(tokens, EXPERTS, device=gpu).topk(TOP_K).indices.int()
         ids[torch.rand(tokens, TOP_K, device=gpu) < round_ % 3 / 2] = -1
         experts.ids.copy_(ids)
         experts.scores.uniform_()
         graph.replay()
-        assert torch.equal(experts(), first)
+        differ |= (experts() != first).any()
         experts.x = first
-        assert torch.equal(experts(), second)
+        differ |= (experts() != second).any()
         experts.x = kept
+    assert first.isfinite().all() and not differ

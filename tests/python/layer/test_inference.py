@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +25,10 @@ QUICK: dict[str, dict[str, Any]] = {
     "selection bias": {"router": "sigmoid"},
     "groups": {"router": guild.Router("sigmoid", groups=2, scale=2.5, group_score="max")},
     "dense softmax": {"router": "softmax"},
-    "shared": {"shared_experts": 1, "shared_gate": True},
+    "shared": {"shared_experts": 2},
+    "shared, biases": {"shared_intermediate": 24, "activation": "gpt_oss", "bias": True},
+    "shared, interleaved": {"shared_experts": 1, "order": "interleaved", "transposed": True},
+    "shared with a gate": {"shared_experts": 1, "shared_gate": True},
     "balancing": {"balance_over": "batch"},  # in training it goes the long way
     "sink": {"weight_gradients": guild.WeightGradients(), "recompute": True},
 }
@@ -133,6 +137,17 @@ def test_changes_are_noticed(name: str, device: str) -> None:
         assert torch.equal(twin(x), out)
 
 
+def test_a_copy_leaves_the_buffer_of_the_last_call() -> None:
+    """Pickles and copies have the counts alone."""
+    layer = layer_of("cpu")
+    with torch.inference_mode():
+        layer(tokens(layer, 40))
+    assert layer._offsets.untyped_storage().nbytes() > 1000
+    for twin in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert twin._offsets.untyped_storage().nbytes() == 4 * (EXPERTS + 1)
+        assert torch.equal(twin.expert_counts, layer.expert_counts)
+
+
 def test_surroundings_are_noticed(device: str) -> None:
     """Autocast, functorch, subclasses and modes go the long way or are seen by it."""
     layer = layer_of(device)
@@ -152,6 +167,29 @@ def test_surroundings_are_noticed(device: str) -> None:
             assert torch.equal(layer(x), plain)
         meta = copy.deepcopy(layer).to("meta")
         assert meta(x.to("meta")).is_meta
+
+
+SHARED_CHANGES: dict[str, Callable[[guild.MoE], object]] = {
+    "in place": lambda m: m.shared.w_up.data.mul_(2),
+    "strides": lambda m: setattr(m.shared.w_down, "data", m.shared.w_down.data.mT.contiguous().mT),
+    "activation": lambda m: setattr(m.shared, "activation", guild.Activation.named("geglu")),
+    "hook": lambda m: m.shared.register_forward_hook(lambda *a: 2 * a[2]),
+    "forward": lambda m: setattr(m.shared, "forward", lambda x: 3 * x),
+    "module": lambda m: setattr(m, "shared", nn.Linear(HIDDEN, HIDDEN)),
+    "none": lambda m: setattr(m, "shared", None),
+}
+
+
+@pytest.mark.parametrize("name", SHARED_CHANGES)
+def test_changes_of_shared_experts_are_noticed(name: str) -> None:
+    layer = layer_of("cpu", shared_experts=1)
+    with torch.no_grad():
+        x = tokens(layer, 3)
+        before = layer(x)
+        SHARED_CHANGES[name](layer)
+        out = layer(x)
+        assert torch.equal(out, long_way(layer, x))
+        assert not torch.equal(out, before) or name == "strides"
 
 
 WRONG: dict[str, Callable[[guild.MoE, Tensor], Tensor]] = {

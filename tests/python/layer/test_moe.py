@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+from typing import Any
 
 import pytest
 import torch
@@ -302,3 +303,16 @@ def test_checkpointed_activations(device: str) -> None:
     (plain_dx,) = torch.autograd.grad(moe(x).sum(), x)
     (dx,) = torch.autograd.grad(checkpoint(moe, x, use_reentrant=False).sum(), x)
     assert torch.equal(dx, plain_dx)
+
+
+@pytest.mark.parametrize("gate", [False, True])
+@pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_rows_of_any_strides_go_through_shared_experts(gate: bool, context: Any) -> None:
+    """Columns that are not contiguous, one row for all tokens."""
+    torch.manual_seed(0)
+    layer = guild.MoE(16, 8, 4, 2, shared_experts=1, shared_gate=gate)
+    for x in (torch.randn(16, 5).t(), torch.randn(1, 16).expand(5, 16)):
+        with context():
+            got, expected = layer(x), layer(x.contiguous())
+            assert torch.equal(got, expected)
+            assert torch.equal(layer.shared(x), layer.shared(x.contiguous()))

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import guild
+from processes import run_on_ranks
 
 _RANKS, _STEPS, _RATE = 2, 6, 1e-2
 
@@ -129,24 +129,11 @@ CHECKS = (
 )
 
 
-def run_checks(rank: int, folder: str) -> None:
-    """All checks on one rank; what failed is written into the folder."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{folder}/ranks", rank=rank, world_size=_RANKS)
-    for check in CHECKS:
-        check(rank)
-        (Path(folder) / f"{check.__name__}.{rank}").touch()
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 def test_two_ranks(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """Every check on both ranks."""
     if request.config.getoption("--cuda-only"):
         pytest.skip("--cuda-only")
-    mp.spawn(run_checks, (str(tmp_path),), nprocs=_RANKS)
-    done = {path.name for path in tmp_path.iterdir()} - {"ranks"}
-    assert done == {f"{check.__name__}.{rank}" for check in CHECKS for rank in range(_RANKS)}
+    run_on_ranks(CHECKS, _RANKS, tmp_path)
 
 
 def test_without_ranks() -> None:

@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 
 import guild
+from guild._torch.operators import ops
+from guild.routing import router_scalars
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -42,6 +44,58 @@ def test_against_float64(
     for value, gradient in zip(got, truth, strict=True):
         assert value.dtype == dtype
         assert (value.double() - gradient).norm() <= unit * gradient.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=named)
+@pytest.mark.parametrize(("hidden", "experts"), [(72, 5), (520, 37), (4104, 8)])
+def test_a_token_has_the_same_bits_in_any_company(
+    hidden: int, experts: int, dtype: torch.dtype, device: str
+) -> None:
+    """Whatever the number of tokens, the token's place, and the strides of its row."""
+    torch.manual_seed(1)
+    x = torch.randn(1000, hidden, dtype=torch.float64).to(device, dtype)
+    weight = torch.randn(experts, hidden, dtype=torch.float64).to(device, dtype)
+    everyone = guild.router_logits(x, weight)
+    for tokens in (1, 2, 7, 8, 17, 64, 65, 130, 300):
+        for first in (0, 500 - tokens // 2, 1000 - tokens):
+            some = slice(first, first + tokens)
+            assert torch.equal(guild.router_logits(x[some], weight), everyone[some]), tokens
+    wide = torch.empty(1000, hidden + 24, device=device, dtype=dtype)
+    wide[:, :hidden] = x
+    shifted = torch.empty(1000 * hidden + 1, device=device, dtype=dtype)[1:].view(1000, hidden)
+    shifted.copy_(x)
+    for view in (wide[:, :hidden], shifted, x.t().contiguous().t(), x.view(10, 100, hidden)):
+        assert torch.equal(guild.router_logits(view, weight).view(1000, experts), everyone)
+    row = x[:1].expand(300, hidden)
+    assert torch.equal(guild.router_logits(row, weight), everyone[:1].expand(300, experts))
+    assert torch.equal(guild.router_logits(x, weight.t().contiguous().t()), everyone)
+
+
+@pytest.mark.parametrize("name", ["softmax", "deepseek_v3", "ernie4_5", "deepseek_v4"])
+def test_in_one_op_with_the_choice(name: str, device: str) -> None:
+    """The layer's op chooses as `guild.route` does on logits of their own, also at padding."""
+    torch.manual_seed(2)
+    router = guild.Router.named(name)
+    x = torch.randn(300, 520, device=device).bfloat16()
+    weight = torch.randn(48, 520, device=device).bfloat16() / 520**0.5
+    bias = torch.randn(48, device=device) / 10 if router.selection_bias else None
+    mask = torch.rand(300, device=device) < 0.8
+    logits = guild.router_logits(x, weight)
+    for tokens in (0, 1, 3, 64, 300):
+        for some in (None, mask[:tokens]):
+            arguments = bias, some, *router_scalars(6, router)
+            got = ops.route_tokens(x[:tokens], weight, *arguments)
+            for value, expected in zip(got, ops.route(logits[:tokens], *arguments), strict=True):
+                assert torch.equal(value, expected)
+
+
+def test_sizes_that_have_no_fast_product(device: str) -> None:
+    """Rows of odd lengths, more experts than a GPU routes: right all the same."""
+    for hidden, experts in ((33, 4), (64, 1100)):
+        x = torch.randn(20, hidden, device=device).bfloat16()
+        weight = torch.randn(experts, hidden, device=device).bfloat16()
+        logits = guild.router_logits(x, weight)
+        torch.testing.assert_close(logits, x.float() @ weight.float().t(), atol=1e-3, rtol=1e-4)
 
 
 def test_autocast(device: str) -> None:

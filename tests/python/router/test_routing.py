@@ -134,3 +134,21 @@ def test_padded_tokens(device: str) -> None:
     assert int(moe.expert_counts.sum()) == 2 * 4
     torch.testing.assert_close(out, moe(x) * mask.view(2, 3, 1))
     assert not out[~mask.view(2, 3)].any()
+
+
+@pytest.mark.parametrize("name", ["softmax", "ernie4_5", "deepseek_v2", "sqrtsoftplus"])
+@pytest.mark.parametrize("experts, top_k", [(72, 6), (128, 12), (128, 20)])
+def test_a_token_has_the_same_bits_in_any_company(
+    name: str, experts: int, top_k: int, device: str
+) -> None:
+    """Also beyond 4,096 tokens, from where a GPU gives each token fewer lanes."""
+    router = ROUTERS[name]
+    torch.manual_seed(top_k)
+    if experts // router.groups * router.top_groups < top_k:
+        top_k = 6
+    logits, bias = torch.randn(4100, experts, device=device) * 3, bias_of(router, experts, device)
+    everyone = guild.route(logits, top_k, selection_bias=bias, **options(router))
+    for some in (slice(0, 1), slice(7, 107), slice(2000, 4096)):
+        alone = guild.route(logits[some], top_k, selection_bias=bias, **options(router))
+        for value, expected in zip(alone, everyone, strict=True):
+            assert torch.equal(value, expected[some])

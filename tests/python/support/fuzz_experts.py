@@ -41,6 +41,7 @@ class ExpertsCase:
     dout: str  # "packed", "window", "flipped" or "expanded", one number for all
     poison: bool  # NaN wherever nobody may look
     twice: bool
+    without: str | None  # called again without gradients: "no_grad", "inference", "out"
 
     def values(self, dtype: torch.dtype) -> Inputs:
         """Inputs in float64: of the weights, of each pass."""
@@ -55,7 +56,16 @@ class ExpertsCase:
         raise NotImplementedError
 
     def call(self, leaves: dict[str, Tensor], given: dict[str, Tensor], sink: Any) -> Tensor:
-        """Guild's function."""
+        """Guild's function, which gives the same bits without gradients."""
+        out = self.run_layer(leaves, given, sink)
+        again = without_gradients(self.without, out, partial(self.run_layer, leaves, given, sink))
+        require(not same_bits({"out": out}, {"out": again}), f"{self.without}: other bits")
+        return out
+
+    def run_layer(
+        self, leaves: dict[str, Tensor], given: dict[str, Tensor], sink: Any, **out: Any
+    ) -> Tensor:
+        """Guild's function, called once."""
         raise NotImplementedError
 
     def exact(self, leaves: dict[str, Tensor], given: dict[str, Tensor]) -> Tensor:
@@ -158,7 +168,6 @@ class RoutedCase(ExpertsCase):
     spare: int  # ... and after the last
     residual: bool
     mapped: bool  # ids are places in a map of all ranks' experts
-    without: str | None  # called again without gradients: "no_grad", "inference", "out"
 
     @staticmethod
     def drawn(draw: Draw) -> RoutedCase:
@@ -260,13 +269,9 @@ class RoutedCase(ExpertsCase):
             return place(t, layout, stored or score_dtype(dtype), device)
         return super().place_input(name, t, dtype, device)
 
-    def call(self, leaves: dict[str, Tensor], given: dict[str, Tensor], sink: Any) -> Tensor:
-        out = self.routed(leaves, given, sink)
-        again = without_gradients(self.without, out, partial(self.routed, leaves, given, sink))
-        require(not same_bits({"out": out}, {"out": again}), f"{self.without}: other bits")
-        return out
-
-    def routed(self, leaves: dict[str, Tensor], given: dict[str, Tensor], sink: Any, **out: Any):
+    def run_layer(
+        self, leaves: dict[str, Tensor], given: dict[str, Tensor], sink: Any, **out: Any
+    ) -> Tensor:
         ids, expert_map = given["ids"], None
         if self.mapped:
             ids, expert_map = self.mapped_ids(ids)
@@ -338,6 +343,7 @@ class SortedCase(ExpertsCase):
             rows=draw.tokens(),
             lead=draw.pick(0, 0, draw.between(1, 20)),
             spare=draw.pick(0, 0, draw.between(1, 20)),
+            without=draw.pick(None, None, "no_grad", "out"),
         )
 
     @cached_property
@@ -360,13 +366,16 @@ class SortedCase(ExpertsCase):
         offsets = torch.cat((ends.new_zeros(1), ends)) + self.lead
         return {"x": x, "dout": dout, "offsets": offsets.to(torch.int32)}
 
-    def call(self, leaves: dict[str, Tensor], given: dict[str, Tensor], sink: Any) -> Tensor:
+    def run_layer(
+        self, leaves: dict[str, Tensor], given: dict[str, Tensor], sink: Any, **out: Any
+    ) -> Tensor:
         return guild.experts_mlp(
             given["x"],
             given["offsets"],
             **self.weights.arguments(leaves),
             recompute=self.backward.recompute,
             weight_gradients=sink,
+            **out,
         )
 
     def exact(self, leaves: dict[str, Tensor], given: dict[str, Tensor]) -> Tensor:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from fuzz_draw import Backward, Draw, Outputs, Values, place, total, without_gra
 from fuzz_routing import draw_router, require
 from fuzz_weights import exact_leaves
 from guild import Activation, Router
+from guild.rounding import _seed as guild_seed
 from guild.routing import ROUTERS
 from oracle.autograd import gradients
 from oracle.experts import Experts
@@ -191,7 +193,7 @@ class MoECase:
     def run(self, given: dict[str, Any], device: str, dtype: torch.dtype) -> dict[str, Tensor]:
         sink = self.backward.sink()
         layer = self.layer(given, device, dtype, sink)
-        torch.manual_seed(self.seed)  # for "stochastic"
+        torch.manual_seed(self.seed)
         results, inputs = {}, {}
 
         def step(i: int) -> Outputs:
@@ -218,7 +220,8 @@ class MoECase:
                     outputs.append((loss, torch.full_like(loss, weight)))
             return outputs
 
-        self.backward.run(step, sink)
+        with mock.patch("guild.rounding._seed", seed_of_any_device):
+            self.backward.run(step, sink)
         for name, leaf in inputs.items():
             results |= self.backward.found(name, leaf, False)
         for name, leaf in layer.named_parameters():
@@ -289,6 +292,15 @@ class MoECase:
             truth.values[name] = gradient + given["before"][name] if before else gradient
             if name in sizes:
                 truth.scales[name] = sizes[name]
+
+
+def seed_of_any_device(seed: None, logits: Tensor) -> Tensor:
+    """The seed of "stochastic" rounding, drawn by the CPU's generator for every device.
+
+    A GPU's own generator has other numbers; the reference on the CPU would then round other experts
+    up, and its error would be that of another layer.
+    """
+    return guild_seed(seed, logits.cpu()).to(logits.device)
 
 
 def gradients_kept(loss: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 import guild
 from fuzz_compare import Truth
 from fuzz_draw import Draw, Values, backward, place, total
+from fuzz_weights import members_of, whole_of
 from guild import Activation
 from oracle import autograd
 from oracle.experts import activate, halves
@@ -50,6 +52,7 @@ class ProductCase:
     poison: bool
     wants: tuple[str, ...]
     twice: bool
+    lists: str | None  # matrices of groups as a list: see fuzz_weights.parts_of
 
     @staticmethod
     def drawn(draw: Draw) -> ProductCase:
@@ -76,6 +79,7 @@ class ProductCase:
             poison=draw.chance(0.5),
             wants=() if given else draw.some(["a", "b", "bias"] if bias else ["a", "b"]),
             twice=draw.chance(0.15),
+            lists=draw.pick(None, None, None, "even", "backwards", "apart", "uneven"),
         )
 
     @property
@@ -134,9 +138,17 @@ class ProductCase:
             options["accumulate"] = self.accumulate
         elif self.float_result:
             options = {"out_dtype": torch.float32}
-        a, b = operands["a"], operands["b"]
-        out = guild.grouped_mm(a, b, offs, operands.get("bias"), **options)
+        listed = {
+            n: members_of(t, self.lists)
+            for n, t in operands.items()
+            if self.lists is not None and t.dim() == 3
+        }
+        a, b, bias = ({**operands, **listed}.get(n) for n in ("a", "b", "bias"))
+        with warnings.catch_warnings():  # of sizes whose lists a GPU cannot read in place
+            warnings.simplefilter("ignore", guild.CopiedWeightsWarning)
+            out = guild.grouped_mm(a, b, offs, bias, **options)
         backward([(out, place(given["dout"], self.layouts[2], out.dtype, device))])
+        operands |= {n: whole_of(members) for n, members in listed.items()}
         results = {n: t.grad for n, t in operands.items() if t.grad is not None}
         return results | {"out": out.detach()}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,7 @@ class Weights:
     b_down: bool
     layouts: tuple[str, ...]  # of w_up and w_gate, w_down, biases
     lora: LowRankTerms | None
-    lists: str | None  # one tensor per expert: "even", "backwards" or "apart" in memory
+    lists: str | None  # one tensor per expert in memory: see parts_of
 
     @staticmethod
     def drawn(draw: Draw) -> Weights:
@@ -48,7 +49,7 @@ class Weights:
             b_down=draw.chance(0.5),
             layouts=(draw.matrices(), draw.matrices(), draw.rows()),
             lora=LowRankTerms.drawn(draw, apart),
-            lists=draw.pick(None, None, None, None, "even", "backwards", "apart"),
+            lists=draw.pick(None, None, None, None, "even", "backwards", "apart", "uneven"),
         )
 
     def for_sink(self, later: str | None) -> Weights:
@@ -156,12 +157,33 @@ def members_of(leaf: Tensor, lists: str) -> list[Tensor]:
 
 
 def parts_of(whole: Tensor, lists: str) -> list[Tensor]:
-    """In the memory that they have, in the opposite order, or in memory of their own."""
+    """As lists of tensors that lie somewhere.
+
+    "even": where they are; "backwards": the opposite order; "apart": each in memory of its own;
+    "uneven": in one storage, some 16 bytes apart, the odd ones first.
+    """
+    if lists == "uneven":
+        return _uneven_parts([part.clone() for part in whole])
     if lists == "apart":
         return [part.clone() for part in whole]
     if lists == "even":
         return [part.detach() for part in whole]
     return [part.detach() for part in whole.flip(0)][::-1]
+
+
+def _uneven_parts(parts: list[Tensor]) -> list[Tensor]:
+    width = 16 // parts[0].element_size()
+    room = -(-parts[0].numel() // width) * width + 3 * width
+    buffer = parts[0].new_full((len(parts) * room,), math.nan)
+    order = [*range(1, len(parts), 2), *range(0, len(parts), 2)]
+    made = {}
+    for i, e in enumerate(order):
+        begin = i * room + e % 3 * width
+        own = buffer[begin:].as_strided(
+            parts[e].shape, parts[e].stride(), buffer[begin:].storage_offset()
+        )
+        made[e] = own.copy_(parts[e])
+    return [made[e] for e in range(len(parts))]
 
 
 def whole_of(members: list[Tensor]) -> Tensor:

@@ -1,18 +1,42 @@
-"""Runs checks in several processes that reach each other by gloo, started once for all of them."""
+"""Runs checks in several processes that are started once for all of them.
+
+On the CPU they are forks of one process that has imported what takes long, so that it is imported
+once. Where they use GPUs each is a new one: CUDA does not survive a fork.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-Check = Callable[[int], None]
+Check = Callable[[int], object]  # anything but None: a rank is lost, nobody waits for it
+
+_IMPORTED_ONCE = "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "guild"
 
 
-def run_on_ranks(checks: Sequence[Check], ranks: int, folder: Path) -> None:
+def start_ranks(
+    function: Callable[..., None], ranks: int, *arguments: Any, how: str = "forkserver"
+) -> torch.multiprocessing.ProcessContext:
+    """Processes that run function(rank, *arguments) with this one's environment variables."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(list(_IMPORTED_ONCE))
+    given = function, dict(os.environ), arguments
+    return mp.start_processes(_call, given, ranks, join=False, start_method=how)
+
+
+def _call(rank: int, function: Callable[..., None], environment: dict, arguments: tuple) -> None:
+    os.environ.update(environment)  # those of the process that is forked are older
+    torch.set_num_threads(1)
+    function(rank, *arguments)
+
+
+def run_on_ranks(checks: Sequence[Check], ranks: int, folder: Path, backend: str = "gloo") -> None:
     """Run every check on every rank; raise what one of them raised.
 
     Parameters
@@ -23,21 +47,30 @@ def run_on_ranks(checks: Sequence[Check], ranks: int, folder: Path) -> None:
         How many processes.
     folder : Path
         An empty one, for what they tell each other and for notes of what is done.
+    backend : {"gloo", "nccl"}
+        How they reach each other; with NCCL each rank has a GPU.
     """
     folder.mkdir(exist_ok=True)
-    mp.spawn(_run, (list(checks), ranks, str(folder)), nprocs=ranks)
+    how = "forkserver" if backend == "gloo" else "spawn"
+    processes = start_ranks(run_one, ranks, list(checks), ranks, str(folder), backend, how=how)
+    while not processes.join():
+        pass
     done = {path.name for path in folder.iterdir() if path.suffix == ".done"}
     expected = {f"{check.__name__}.{rank}.done" for check in checks for rank in range(ranks)}
     assert done == expected, expected - done
 
 
-def _run(rank: int, checks: list[Check], ranks: int, folder: str) -> None:
+def run_one(rank: int, checks: list[Check], ranks: int, folder: str, backend: str) -> None:
+    """One rank's part of `run_on_ranks`."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{folder}/ranks", rank=rank, world_size=ranks)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, f"file://{folder}/ranks", rank=rank, world_size=ranks)
+    lost = False
     for check in checks:
-        check(rank)
+        lost = check(rank) is not None or lost
         (Path(folder) / f"{check.__name__}.{rank}.done").touch()
-    if dist.is_initialized():
+    if dist.is_initialized() and not lost:
         dist.barrier()
         dist.destroy_process_group()
 

@@ -124,11 +124,11 @@ def test_choices_follow_the_softmax() -> None:
     ("prompt", "count", "sampling", "message"),
     [
         (b"", 1, Sampling(), "prompt: expected at least one byte, got an empty text"),
-        (b"a", 0, Sampling(), "tokens: expected at least 1, got 0"),
+        (b"a", 0, Sampling(), "tokens: expected 1 to 1048576, got 0"),
         (b"a", 1, Sampling(-1.0), "temperature: expected a finite number of 0 or more, got -1.0"),
         (b"a", 1, Sampling(float("nan")), "temperature: expected .* got nan"),
         (b"a", 1, Sampling(top_k=257), r"top_k: expected 0 \(all\) to 256, got 257"),
-        (b"a", 1, Sampling(seed=-1), "seed: expected 0 or more, got -1"),
+        (b"a", 1, Sampling(seed=-1), f"seed: expected 0 to {2**62}, got -1"),
     ],
 )
 def test_wrong_calls(prompt: bytes, count: int, sampling: Sampling, message: str) -> None:
@@ -186,11 +186,13 @@ def test_command(run: Path, capsys: pytest.CaptureFixture) -> None:
     ("words", "message"),
     [
         ("{run} --prompt=", "prompt: expected at least one character, got an empty text"),
-        ("{run} --tokens 0", "tokens: expected at least 1, got 0"),
+        ("{run} --tokens 0", "tokens: expected 1 to 1048576, got 0"),
+        ("{run} --tokens 1048577", "tokens: expected 1 to 1048576, got 1048577"),
         ("{run} --temperature -1", "temperature: expected a finite number of 0 or more, got -1.0"),
         ("{run} --top-k 300", "top_k: expected 0 (all) to 256, got 300"),
-        ("{run} --seed -1", "seed: expected 0 or more, got -1"),
-        ("{run} --threads 0", "threads: expected at least 1, got 0"),
+        ("{run} --seed -1", f"seed: expected 0 to {2**62}, got -1"),
+        (f"{{run}} --seed {2**63}", f"seed: expected 0 to {2**62}, got {2**63}"),
+        ("{run} --threads 0", "threads: expected 1 to 4096, got 0"),
         ("{run} --device tpu", "device: expected auto, cpu, cuda or cuda:<index>, got 'tpu'"),
         ("/nowhere", "run: expected a folder that guild train wrote, got '/nowhere'"),
         ("{run}/checkpoint.pt", "run: expected a folder that guild train wrote, got"),

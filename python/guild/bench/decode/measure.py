@@ -34,6 +34,7 @@ from guild.bench.timing import (
 )
 
 from .candidates import Candidate, expected_output, own_candidate, peer_of
+from .changes import add_changes
 from .layers import (
     DecodeLayer,
     Weights,
@@ -78,6 +79,7 @@ def measure_decode(plan: BenchPlan, console: Console) -> dict[str, Any]:
                     cases += _measure_tokens(case, weights, rates, peers, generator, plan, console)
             del weights
             free_memory(plan.device)
+    add_changes(cases)
     return {**record_head(plan), "mode": "decode", "cases": cases}
 
 

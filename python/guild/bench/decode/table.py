@@ -10,6 +10,13 @@ from rich.table import Table
 Case = dict[str, Any]
 _PARTS = {"experts": "experts alone", "layer": "with the router"}
 _OWN = {"guild": "Guild"}
+# Figures that not every case has, and their headings.
+_OPTIONAL = {
+    "host_us": ["eager us", "host us"],
+    "router_us": ["router us"],
+    "step": ["step"],
+    "skew": ["skew"],
+}
 
 
 def decode_table(record: dict[str, Any]) -> Group:
@@ -42,55 +49,59 @@ def _table(cases: list[Case], record: dict[str, Any]) -> Table:
     sizes = ",".join(str(value) for name, value in first["shape"].items() if name != "tokens")
     machine = first["machine"]
     names = candidate_names(cases)
-    eager = any("host_us" in row for case in cases for row in case["figures"].values())
-    router = any("router_us" in row for case in cases for row in case["figures"].values())
+    given = {key for case in cases for row in case["figures"].values() for key in row}
+    shown = [key for key in _OPTIONAL if key in given]
     table = Table(
         title=f"{first['name']} ({sizes}), {first['routing']} routing, {_PARTS[first['part']]}, "
         f"{record['dtype']}, {record['device']}, medians of {record['rounds']} rounds",
-        caption="; ".join(_notes(machine, eager, router)),
+        caption="; ".join(_notes(machine, shown)),
     )
     for heading in ("T", "experts hit", "floor us"):
         table.add_column(heading, justify="right", no_wrap=True)
     for name in names:
-        for heading in _headings(name, eager, router, "guild" in names):
+        for heading in _headings(name, shown, "guild" in names):
             table.add_column(heading, justify="right")
     for case in cases:
         cells = [str(case["shape"]["tokens"]), f"{case['experts_hit']:.0f}"]
         compute = " c" if case["bound_by"] == "compute" else ""
         cells.append(f"{case['floor_us']:.4g}{compute}")
         for name in names:
-            cells += _cells(case, name, len(_headings(name, eager, router, "guild" in names)))
+            cells += _cells(case, name, shown, len(_headings(name, shown, "guild" in names)))
         table.add_row(*cells)
     return table
 
 
-def _notes(machine: dict[str, Any], eager: bool, router: bool) -> list[str]:
+def _notes(machine: dict[str, Any], shown: list[str]) -> list[str]:
     """What the columns are that the table has."""
     notes = [
         f"floor: bytes of the experts hit, tokens and output at {machine['read_tbps']:.3g} TB/s, "
         f"or FLOPs at {machine['matrix_tflops']:.3g} TFLOPS where that takes longer (c)",
         "of floor: the floor's share of the time",
     ]
-    if eager:
+    if "host_us" in shown:
         notes.append("times in CUDA graphs (*: not captured); eager: the same calls one by one")
         notes.append("host: what the host takes to queue a call")
-    if router:
+    if "router_us" in shown:
         notes.append("router: what it adds to the experts alone")
+    if "step" in shown:
+        notes.append("step: the time's growth since the line before over the floor's")
+    if "skew" in shown:
+        notes.append("skew: the time over that of random routing, over the same of the floor")
     return notes
 
 
-def _headings(name: str, eager: bool, router: bool, guild: bool) -> list[str]:
+def _headings(name: str, shown: list[str], guild: bool) -> list[str]:
     headings = [f"{candidate_title(name)} us", "of floor"]
     if name == "guild":
         headings.append("TB/s")
-    headings += ["eager us", "host us"] if eager else []
-    headings += ["router us"] if router else []
+    for key in shown:
+        headings += _OPTIONAL[key]
     if guild and name != "guild":
         headings.append(f"Guild / {candidate_title(name)}")
     return headings
 
 
-def _cells(case: Case, name: str, count: int) -> list[str]:
+def _cells(case: Case, name: str, shown: list[str], count: int) -> list[str]:
     """A candidate's figures in the order of its headings."""
     row = case["figures"].get(name)
     if row is None:
@@ -102,10 +113,16 @@ def _cells(case: Case, name: str, count: int) -> list[str]:
     cells.append(f"{row['share_of_floor']['median']:.3f}")
     if name == "guild":
         cells.append(f"{row['tbps']:.3g}")
-    if "host_us" in row:
-        cells += [f"{row['eager_us']['median']:.4g}", f"{row['host_us']:.1f}"]
-    if "router_us" in row:
-        cells.append(f"{row['router_us']['median']:+.1f}")
+    for key in shown:
+        cells += _optional(key, row) if key in row else [""] * len(_OPTIONAL[key])
     if "guild_over" in row:
         cells.append(f"{row['guild_over']['median']:.3f}")
     return cells
+
+
+def _optional(key: str, row: dict[str, Any]) -> list[str]:
+    if key == "host_us":
+        return [f"{row['eager_us']['median']:.4g}", f"{row['host_us']:.1f}"]
+    if key == "router_us":
+        return [f"{row['router_us']['median']:+.1f}"]
+    return [f"{row[key]:.2f}"]

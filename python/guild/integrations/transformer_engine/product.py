@@ -10,7 +10,7 @@ from torch import Tensor
 
 from guild import WeightGradients, grouped_mm
 from guild._torch.autograd import rows_of
-from guild._torch.expert_lists import Versions, joined
+from guild._torch.expert_lists import Placed, Versions, joined, table_of
 from guild._torch.gradient_targets import expect_targets, targets, wanting
 from guild._torch.gradients import starts
 from guild._torch.operators import autocast, ops
@@ -30,9 +30,10 @@ def grouped_linear(
     """
     expect_targets("weight", weights, sink.main_grad)
     expect_targets("bias", biases, sink.main_grad)
-    weight = joined("weight", weights, attached=False)
-    bias = joined("bias", biases, 1, attached=False) if biases else None
+    weight, at = joined("weight", weights, attached=False)
+    bias = joined("bias", biases, 1, attached=False).tensor if biases else None
     x, weight, bias = autocast(x, weight, bias)
+    weight = Placed(weight, at)
     if not (torch.is_grad_enabled() and (x.requires_grad or wanting([weights, biases]))):
         return grouped_mm(x, weight.mT, ends, bias)
     return _Linear.apply(sink, len(weights), x, ends, weight, bias, *weights, *biases)
@@ -45,7 +46,8 @@ class _Linear(torch.autograd.Function):
     def forward(ctx, sink, experts, x, ends, weight, bias, *parameters):
         ctx.sink, ctx.experts, ctx.parameters = sink, experts, parameters
         ctx.versions = Versions("weights", parameters)
-        ctx.save_for_backward(x, ends, weight)
+        ctx.weight = weight
+        ctx.save_for_backward(x, ends)
         return grouped_mm(x, weight.mT, ends, bias)
 
     @staticmethod
@@ -56,10 +58,13 @@ class _Linear(torch.autograd.Function):
                 "gradients are accumulated or delayed"
             )
         ctx.versions.expect_unchanged()
-        x, ends, weight = ctx.saved_tensors
+        x, ends = ctx.saved_tensors
+        weight, lists = ctx.weight.tensor, table_of(ctx.weight)
         parameters = ctx.parameters
         dout = rows_of(dout)
-        dx = ops.grouped_mm(dout, weight, ends, None, False) if ctx.needs_input_grad[2] else None
+        dx = None
+        if ctx.needs_input_grad[2]:
+            dx = ops.grouped_mm(dout, weight, ends, None, False, None, lists)
         weights, biases = parameters[: ctx.experts], parameters[ctx.experts :]
         kept = Kept(x, dout)
         ctx.sink.take(partial(_compute, ctx.sink, kept, x, ends, dout, weights, biases))
@@ -73,7 +78,8 @@ def _compute(sink, kept, x, ends, dout, weights, biases) -> None:
     kept.expect_unchanged()
     with targets(sink.main_grad, ("weight", weights)) as ((target,), add):
         if target is not None:
-            ops.grouped_mm_out(dout.mT, x, ends, None, target, add)
+            lists = None, None, table_of(target)
+            ops.grouped_mm_out(dout.mT, x, ends, None, target.tensor, add, *lists)
     with targets(sink.main_grad, ("bias", biases or None)) as ((target,), add):
         if target is not None:
-            ops.bias_gradient_out(dout, starts(ends), None, None, target, add)
+            ops.bias_gradient_out(dout, starts(ends), None, None, target.tensor, add)

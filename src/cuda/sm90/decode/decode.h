@@ -3,6 +3,7 @@
 // the same bits.
 #pragma once
 #include "cuda/products.h"
+#include "cuda/token_sum.h"
 
 namespace guild::cuda::sm90 {
 
@@ -17,5 +18,7 @@ inline int64_t most_tokens(RowProduct const& x) { return x.tokens >= 0 ? x.token
 
 bool serves_few_tokens(RowProduct const& product);
 void decode_row_product(RowProduct const& product, Queue const& queue);
+
+bool token_sum(TokenSum const& product, Queue const& queue);
 
 }  // namespace guild::cuda::sm90

@@ -1,8 +1,9 @@
-// Host side of the products for few tokens: tensor maps and launches.
+// Host side of the products for few tokens: launches.
 #pragma once
 #include <algorithm>
 
 #include "cuda/device.h"
+#include "cuda/shared_memory.h"
 #include "cuda/sm90/decode/product.cuh"
 #include "cuda/sm90/launch.cuh"
 
@@ -12,25 +13,31 @@ namespace guild::cuda::sm90 {
 template <class T, Major major>
 CUtensorMap block_map(ConstWeight const& w, int64_t experts, int64_t n, int64_t k, int rows,
                       char const* name) {
+  int64_t const z = places(w, experts);
   MapShape const shape = major == Major::K
-                             ? MapShape{k, n, experts, w.out_stride, w.expert_stride, 64, rows, 1}
-                             : MapShape{n, k, experts, w.in_stride, w.expert_stride, 64, 64, 1};
-  return tensor_map(w.data, dtype_of<T>(), shape, name);
+                             ? MapShape{k, n, z, w.out_stride, w.expert_stride, 64, rows, 1}
+                             : MapShape{n, k, z, w.in_stride, w.expert_stride, 64, 64, 1};
+  return streamed_map(w.data, dtype_of<T>(), shape, name);
 }
 
-// tiles: an upper bound.
-template <class Product>
-void launch_decode(typename Product::Params const& params, int64_t tiles, Queue const& queue) {
-  constexpr int bytes = sizeof(typename Product::SharedStorage);
-  cuda_check(cudaFuncSetAttribute(decode_kernel<Product>,
-                                  cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
-             "shared memory of a product for few tokens");
+// Launches as many blocks as `tiles`, an upper bound, can occupy at the same time. allowed: of this
+// kernel, shared_memory.h.
+template <class Params>
+void launch_few(void (*kernel)(Params), AllowedOn& allowed, int bytes, Params const& params,
+                int64_t tiles, Queue const& queue) {
+  allow_shared_memory(kernel, bytes, allowed, "shared memory of a product for few tokens");
   // On a part of the multiprocessors one block each: two would spread over twice as many.
   int const at_once = queue.sms > 0 ? 1 : kAtOnce;
   unsigned const blocks = unsigned(std::min<int64_t>(tiles, at_once * multiprocessors(queue)));
-  cuda_check(launch_early(decode_kernel<Product>, dim3(blocks), Product::kThreads, bytes,
-                          queue.stream, params),
+  cuda_check(launch_early(kernel, dim3(blocks), kPlanThreads, bytes, queue.stream, params),
              "launch of a product for few tokens");
+}
+
+template <class Product>
+void launch_decode(typename Product::Params const& params, int64_t tiles, Queue const& queue) {
+  static AllowedOn allowed;
+  launch_few(decode_kernel<Product>, allowed, int(sizeof(typename Product::SharedStorage)), params,
+             tiles, queue);
 }
 
 // An upper bound on the number of tiles, over experts of unknown sizes.

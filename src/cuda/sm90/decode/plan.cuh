@@ -2,6 +2,7 @@
 // of a sort, or from the slots' ids, which saves the launch of the sort where slots are few.
 #pragma once
 #include "cuda/alignment.h"
+#include "cuda/sm90/arch/barrier.cuh"
 #include "cuda/sm90/arch/dependence.cuh"
 #include "cuda/sm90/decode/decode.h"
 #include "cuda/warp.cuh"
@@ -17,28 +18,42 @@ struct PlanArgs {
 };
 
 // Threads of the block that builds the plan, all of which call its functions together.
-inline constexpr int kPlanThreads = 160, kPlanWarps = kPlanThreads / 32;
+inline constexpr int kPlanThreads = 160, kPlanLanes = 32, kPlanWarps = kPlanThreads / kPlanLanes;
 
-// In shared memory. A group is an expert that has rows.
-struct alignas(16) Plan {
-  union {
-    int end[kMostRouted + 1];  // end[0]: where the first group begins; end[g + 1]: where g ends
-    struct {
-      int ends[kMostSlotsInBlock + 4];  // what the sort needs of them
-      int token[kMostSlotsInBlock];     // of a row
-      int id[kMostSlotsInBlock];        // of a slot; kNoExpert: out of range
-      int first_id[kMostSlotsInBlock];  // of a slot if it is the first of its expert
-    } sorted;                           // where slots are sorted by the block
+// The experts that have rows: groups.
+struct Plan {
+  int const* end;          // end[0]: where the first group begins; end[g + 1]: where g ends
+  uint16_t const* expert;  // of a group
+  int const* token;        // of a row, where slots are sorted by the block
+  int count;               // groups
+
+  __device__ Groups groups(int rows) const { return {end + 1, count, rows, /*has_start=*/true}; }
+};
+
+// Makes the plan, in shared memory.
+struct alignas(16) Planner {
+  struct OfWarp {
+    int end[kPlanLanes + 1], token[kPlanLanes];
+    uint16_t expert[kPlanLanes];
   };
-  uint16_t expert[kMostRouted];    // of a group
+  struct OfBlock {
+    int ends[kMostSlotsInBlock + 4];
+    int token[kMostSlotsInBlock];
+    int id[kMostSlotsInBlock];        // of a slot; kNoExpert: out of range
+    int first_id[kMostSlotsInBlock];  // of a slot if it is the first of its expert
+  };
+  union {
+    int end[kMostRouted + 1];
+    OfBlock sorted;              // where slots are sorted by the block
+    OfWarp by_warp[kPlanWarps];  // where each warp sorts them for itself
+  };
+  uint16_t expert[kMostRouted];
   int row_of[kMostSlotsInBlock];   // of a slot, -1 if its id is out of range
   int count;                       // groups
   int warp_count[kPlanWarps + 1];  // groups among each warp's experts
 
-  __device__ Groups groups(int rows) const { return {end + 1, count, rows, /*has_start=*/true}; }
-
   // Finds the groups of the experts' rows.
-  __device__ void find(Groups const& of) {
+  __device__ Plan find(Groups const& of) {
     int const warp = warp_index(), lane = threadIdx.x % 32;
     int const share = (of.groups + kPlanThreads - 1) / kPlanThreads * 32, first = warp * share;
     int found = 0;
@@ -58,10 +73,80 @@ struct alignas(16) Plan {
       before += __popc(all);
     }
     __syncthreads();
+    return {end, expert, nullptr, count};
   }
 
   // Sorts the slots by expert, in the order of the slots, and finds the groups of the rows.
-  __device__ void sort(Sort const& x) {
+  __device__ Plan sort(Sort const& x) {
+    return x.tokens * x.top_k <= kPlanLanes ? sort_in_warp(x) : sort_in_block(x);
+  }
+
+  // The same for up to 32 slots, one a lane. Every warp does this for itself: none waits for
+  // another.
+  __device__ Plan sort_in_warp(Sort const& x) {
+    OfWarp& own = by_warp[warp_index()];
+    int const slots = int(x.tokens * x.top_k), lane = threadIdx.x % 32;
+    int const mine = lane < slots ? id_of(x, lane) : kNoExpert;
+    bool const there = mine != kNoExpert;
+    int smaller = 0, before = 0, rows = 0;  // slots of smaller ids; earlier ones of the same; all
+#pragma unroll 8
+    for (int j = 0; j < slots; ++j) {
+      int const other = __shfl_sync(~0u, mine, j);
+      smaller += other < mine;
+      before += other == mine && j < lane;
+      rows += other == mine;
+    }
+    unsigned const firsts = __ballot_sync(~0u, there && before == 0);
+    int group = 0;
+#pragma unroll 8
+    for (int j = 0; j < slots; ++j) {
+      int const other = __shfl_sync(~0u, mine, j);
+      group += (firsts >> j & 1) != 0 && other < mine;
+    }
+    if (threadIdx.x < slots) row_of[lane] = there ? smaller + before : -1;
+    if (lane == 0) own.end[0] = 0;
+    if (there) own.token[smaller + before] = lane / int(x.top_k);
+    if (firsts >> lane & 1) {
+      own.expert[group] = uint16_t(mine);
+      own.end[group + 1] = smaller + rows;
+    }
+    __syncwarp();
+    return {own.end, own.expert, own.token, __popc(firsts)};
+  }
+
+  // Writes what the sort of `x`, which made the plan, is asked for. Called by the first `threads`
+  // threads together.
+  template <int threads>
+  __device__ void store(Sort const& x, Plan const& plan) const {
+    named_barrier(1, threads);
+    int const slots = int(x.tokens * x.top_k), rows = plan.end[plan.count];
+    auto const* const score = static_cast<float const*>(x.scores);
+    auto* const row_score = static_cast<float*>(x.row_score);
+    for (int i = threadIdx.x; i < slots; i += threads) {
+      int const row = row_of[i];
+      x.slot_row[i] = row;
+      if (row >= 0) {
+        x.row_token[row] = i / int(x.top_k);
+        if (row_score != nullptr) row_score[row] = score[i];
+      }
+      if (i >= rows) {  // no slot has this row
+        x.row_token[i] = 0;
+        if (row_score != nullptr) row_score[i] = 0;
+      }
+    }
+    for (int e = threadIdx.x; e <= x.experts; e += threads) {
+      int first = 0;  // the first group of an expert from e on
+      for (int step = kMostSlotsInBlock; step > 0; step /= 2) {
+        if (first + step <= plan.count && plan.expert[first + step - 1] < e) first += step;
+      }
+      x.offsets[e] = plan.end[first];
+    }
+  }
+
+ private:
+  static constexpr int kNoExpert = 1 << 30;
+
+  __device__ Plan sort_in_block(Sort const& x) {
     int const slots = int(x.tokens * x.top_k);
     for (int i = threadIdx.x; i < kMostSlotsInBlock; i += kPlanThreads) {
       sorted.id[i] = i < slots ? id_of(x, i) : kNoExpert;
@@ -93,36 +178,8 @@ struct alignas(16) Plan {
       end[group + 1] = row_of[slot] + rows;
     }
     __syncthreads();
+    return {end, expert, sorted.token, count};
   }
-
-  // Writes what the sort of `x` is asked for.
-  __device__ void store(Sort const& x) const {
-    int const slots = int(x.tokens * x.top_k), rows = end[count];
-    auto const* const score = static_cast<float const*>(x.scores);
-    auto* const row_score = static_cast<float*>(x.row_score);
-    for (int i = threadIdx.x; i < slots; i += kPlanThreads) {
-      int const row = row_of[i];
-      x.slot_row[i] = row;
-      if (row >= 0) {
-        x.row_token[row] = i / int(x.top_k);
-        if (row_score != nullptr) row_score[row] = score[i];
-      }
-      if (i >= rows) {  // no slot has this row
-        x.row_token[i] = 0;
-        if (row_score != nullptr) row_score[i] = 0;
-      }
-    }
-    for (int e = threadIdx.x; e <= x.experts; e += kPlanThreads) {
-      int first = 0;  // the first group of an expert from e on
-      for (int step = kMostSlotsInBlock; step > 0; step /= 2) {
-        if (first + step <= count && expert[first + step - 1] < e) first += step;
-      }
-      x.offsets[e] = end[first];
-    }
-  }
-
- private:
-  static constexpr int kNoExpert = 1 << 30;
 
   static __device__ bool has_rows(Groups const& of, int e) {
     if (e >= of.groups) return false;

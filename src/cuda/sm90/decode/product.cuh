@@ -13,39 +13,24 @@
 #pragma once
 #include "cuda/products.h"
 #include "cuda/sm90/arch/copy.cuh"
-#include "cuda/sm90/arch/wgmma.cuh"
-#include "cuda/sm90/cursor.cuh"
 #include "cuda/sm90/decode/plan.cuh"
 #include "cuda/sm90/decode/results.cuh"
+#include "cuda/sm90/decode/ring.cuh"
 #include "cuda/sm90/tile_queue.cuh"
 
 namespace guild::cuda::sm90 {
 
-// Blocks that share a multiprocessor, of one product or of two: the next one fills its ring while
-// this one ends.
-inline constexpr int kAtOnce = 2;
-
-// tokens: most rows of X of a tile. parts: blocks of 64 rows of the weight that are summed at the
-// same time, each 64 deep; with one part a stage holds two steps of it instead.
-struct DecodeShape {
-  int tokens, parts;
-
-  static constexpr int kStageWeights = 2 * kBlockBytes;
-  constexpr int steps() const { return 2 / parts; }                 // of a stage
-  constexpr int token_bytes() const { return tokens * kRowBytes; }  // of a step
-  constexpr int stage_bytes() const { return kStageWeights + steps() * token_bytes(); }
-};
-
 template <class T, DecodeShape S, Major major, bool gathered, bool activates>
 struct DecodeProduct {
-  static constexpr int kThreads = kPlanThreads, kConsumerWarps = 4;
+  static constexpr int kThreads = kPlanThreads;
   static constexpr int kArrivals = gathered ? 33 : 1;
 
   struct Params {
     PlanArgs plan;
-    CUtensorMap weight[2];  // boxes of 64 x 64, or of 32 rows with kHalfBoxes
-    bool halves;            // weight[1] has the same rows of up; else the rows that follow
-    int across, rows, k;    // tiles side by side; rows of X and of the results
+    CUtensorMap weight[2];        // boxes of 64 x 64, or of 32 rows with kHalfBoxes
+    int32_t const* expert_at[2];  // the third coordinate of each map; null: the expert itself
+    bool halves;                  // weight[1] has the same rows of up; else the rows that follow
+    int across, rows, k;          // tiles side by side; rows of X and of the results
     // The weights and the plan's input were complete when the kernel before this one let it start.
     bool early;
     T const* x;  // gathered: (tokens, k)
@@ -60,19 +45,16 @@ struct DecodeProduct {
   static constexpr bool kHalfBoxes = activates && S.parts == 1;
   static_assert(!kHalfBoxes || major == Major::K);
 
-  static constexpr int kStages = (102 * 1024) / S.stage_bytes();
-  struct Stage {
-    alignas(1024) char weight[2][kBlockBytes];
-    char x[S.steps()][S.token_bytes()];
-  };
+  using Ring = sm90::Ring<T, S, major>;
+  using Stage = typename Ring::Stage;
+  using Cursor = typename Ring::Cursor;
+  static constexpr int kStages = Ring::kStages;
   struct SharedStorage {
-    Stage stage[kStages];
+    Ring ring;
     typename DecodeResults<T, S.parts, activates>::template Storage<S.tokens> results;
-    Plan plan;
-    Barrier full[kStages], empty[kStages];
+    Planner planner;
   };
   static_assert(sizeof(SharedStorage) <= 226 * 1024 / kAtOnce, "too many stages");
-  using Cursor = cuda::Cursor<kStages, int>;
 
   // What the next kernel may rely on before it waits: all kernels before this one have completed.
   static __device__ void start_in_turn() {
@@ -101,6 +83,7 @@ struct DecodeProduct {
   // One thread: announces a stage's bytes and issues its weights.
   static __device__ void load_weights(Params const& p, Stage& stage, Barrier& full, int expert,
                                       Tile const& tile, int index) {
+    uint64_t const policy = evict_first();
     int const of_x = gathered ? 0 : S.steps() * width_of(tile) * kRowBytes;
     full.arrive_expect(DecodeShape::kStageWeights + of_x);
 #pragma unroll
@@ -108,9 +91,9 @@ struct DecodeProduct {
       int const k = 64 * (index * S.steps() + (S.parts == 1 ? i : 0));
       auto const load = [&](bool second, int rows, char* to) {
         int const row = tile.col + (second && !p.halves ? rows : 0);
-        Coordinate const at =
-            major == Major::K ? Coordinate{k, row, expert} : Coordinate{row, k, expert};
-        tma_load(p.weight[second], to, at, full);
+        int const e = placed(p.expert_at[second], expert);
+        Coordinate const at = major == Major::K ? Coordinate{k, row, e} : Coordinate{row, k, e};
+        tma_load_once(p.weight[second], to, at, full, policy);
       };
       if constexpr (kHalfBoxes) {
         load(false, 32, stage.weight[i]);
@@ -125,18 +108,22 @@ struct DecodeProduct {
   struct Rows {
     static constexpr int kMost = S.tokens / 4;
     uint32_t from[kMost];
+    int token[kMost];
 
-    __device__ void begin(Params const& p, Plan const& plan, Tile const& tile) {
+    // Starts to load what begin() will need: memory that is busy answers late.
+    __device__ void find(Params const& p, Plan const& plan, Tile const& tile) {
 #pragma unroll
       for (int i = 0; i < kMost; ++i) {
         int const r = threadIdx.x % 32 / 8 + 4 * i;
-        if (4 * i >= width_of(tile)) break;
-        int token = -1;
-        if (r < tile.rows) {
-          token = p.plan.sort.ids != nullptr ? plan.sorted.token[tile.row + r]
-                                             : p.row_token[tile.row + r];
-        }
-        from[i] = unsigned(token) < unsigned(p.tokens) ? uint32_t(token) * p.stride : kNone;
+        token[i] = -1;
+        if (r >= tile.rows) continue;
+        token[i] = plan.token != nullptr ? plan.token[tile.row + r] : p.row_token[tile.row + r];
+      }
+    }
+    __device__ void begin(Params const& p) {
+#pragma unroll
+      for (int i = 0; i < kMost; ++i) {
+        from[i] = unsigned(token[i]) < unsigned(p.tokens) ? uint32_t(token[i]) * p.stride : kNone;
       }
     }
     __device__ void load(Params const& p, Stage& stage, Tile const& tile, int index) const {
@@ -155,6 +142,12 @@ struct DecodeProduct {
     }
   };
 
+  static __device__ void gather(Params const& p, Rows const& rows, Stage& stage, Barrier& full,
+                                Tile const& tile, int index) {
+    rows.load(p, stage, tile, index);
+    full.arrive_when_copied();
+  }
+
   // Where rows of X lie packed: boxes of 8 rows, one a lane.
   static __device__ void load_rows(Params const& p, Stage& stage, Barrier& full, Tile const& tile,
                                    int index) {
@@ -165,80 +158,59 @@ struct DecodeProduct {
              {64 * (index * S.steps() + step), 0, tile.row + 8 * box}, full);
   }
 
-  static __device__ void produce(Params const& p, SharedStorage& smem) {
-    Plan const& plan = smem.plan;
-    RowTiles const work = work_of(p, plan);
-    int const lane = threadIdx.x % 32, count = stages_of(p);
-    int ahead = 0;  // stages whose weights are under way
-    TileFinder<RowTiles> first(work, blockIdx.x, gridDim.x);
-    for (Tile tile; ahead < kStages && first.next(tile);) {
-      for (int i = 0; i < count && ahead < kStages; ++i, ++ahead) {
-        if (lane == 0) {
-          load_weights(p, smem.stage[ahead], smem.full[ahead], plan.expert[tile.expert], tile, i);
-        }
+  // Fills the ring with weights, ahead of X, which the kernel before is still making; returns the
+  // number of stages.
+  static __device__ int fill_early(Params const& p, Ring& ring, Plan const& plan) {
+    int const count = stages_of(p);
+    int filled = 0;
+    TileFinder<RowTiles> finder(work_of(p, plan), blockIdx.x, gridDim.x);
+    for (Tile tile; filled < kStages && finder.next(tile);) {
+      for (int i = 0; i < count && filled < kStages; ++i, ++filled) {
+        if (threadIdx.x % 32 != 0) continue;
+        load_weights(p, ring.stage[filled], ring.full[filled], plan.expert[tile.expert], tile, i);
       }
     }
-    if (p.early) wait_for_previous();
-    TileFinder<RowTiles> finder(work, blockIdx.x, gridDim.x);
-    Cursor at;
-    Rows rows;
-    for (Tile tile; finder.next(tile);) {
-      if constexpr (gathered) rows.begin(p, plan, tile);
-      int const expert = plan.expert[tile.expert];
-      for (int i = 0; i < count; ++i, at.advance(), --ahead) {
-        Stage& stage = smem.stage[at.stage];
-        Barrier& full = smem.full[at.stage];
-        if (ahead <= 0) {
-          smem.empty[at.stage].wait(at.phase ^ 1);
-          if (lane == 0) load_weights(p, stage, full, expert, tile, i);
-        }
-        if constexpr (gathered) {
-          rows.load(p, stage, tile, i);
-          full.arrive_when_copied();
-        } else {
-          __syncwarp();  // bytes are announced first
-          load_rows(p, stage, full, tile, i);
-        }
-      }
-    }
+    wait_for_previous();
+    return filled;
   }
 
-  template <int width>
-  static __device__ void sum(float (&acc)[S.parts][width / 2], bool started, Cursor& at, int count,
-                             SharedStorage& smem) {
-    constexpr int step_a = kSliceBytes<major> / 16, step_b = kSliceBytes<Major::K> / 16;
-    bool const leads = threadIdx.x % 32 == 0;
-    uint32_t const stage0 = kept(shared_address(&smem.stage[0]));
-    int i = 0;
-    do {
-      smem.full[at.stage].wait(at.phase);
-      uint32_t const base = stage0 + at.stage * uint32_t(sizeof(Stage));
-      uint32_t const a = descriptor<major>(base);
-      uint32_t const b = descriptor<Major::K>(base + DecodeShape::kStageWeights);
-#pragma unroll
-      for (auto& part : acc) fence_registers(part);
-      wgmma_fence();
-#pragma unroll
-      for (int slice = 0; slice < 4 * S.steps(); ++slice) {
-        int const step = slice / 4, within = slice % 4;
-#pragma unroll
-        for (int part = 0; part < S.parts; ++part) {
-          mma_slice<T, width, major, Major::K>(
-              acc[part], a + (step + part) * (kBlockBytes / 16) + within * step_a,
-              b + step * (S.token_bytes() / 16) + within * step_b, started || i > 0 || slice > 0);
+  static __device__ void produce(Params const& p, Ring& ring, Plan const& plan) {
+    int ahead = p.early ? fill_early(p, ring, plan) : 0;  // stages whose weights are under way
+    int const lane = threadIdx.x % 32, count = stages_of(p);
+    int filled = 0;  // stages of the first round
+    TileFinder<RowTiles> finder(work_of(p, plan), blockIdx.x, gridDim.x);
+    Cursor at;
+    Rows rows;
+    Tile tile, next;
+    bool more = finder.next(next);
+    if constexpr (gathered) {
+      if (more) rows.find(p, plan, next);
+    }
+    while (more) {
+      tile = next;
+      more = finder.next(next);
+      if constexpr (gathered) {
+        rows.begin(p);
+        if (more) rows.find(p, plan, next);
+      }
+      int const expert = plan.expert[tile.expert];
+      for (int i = 0; i < count; ++i, at.advance(), --ahead) {
+        Stage& stage = ring.stage[at.stage];
+        Barrier& full = ring.full[at.stage];
+        if (ahead <= 0) ring.empty[at.stage].wait(at.phase ^ 1);
+        // What fills the ring first waits behind none of it.
+        bool const gathers_first = gathered && filled < kStages;
+        if (gathers_first) gather(p, rows, stage, full, tile, i);
+        if (ahead <= 0 && lane == 0) load_weights(p, stage, full, expert, tile, i);
+        if constexpr (!gathered) {
+          __syncwarp();  // bytes are announced first
+          load_rows(p, stage, full, tile, i);
+        } else if (!gathers_first) {
+          gather(p, rows, stage, full, tile, i);
         }
+        filled += gathers_first;
       }
-      wgmma_commit();
-      if (i > 0) {
-        wgmma_wait<1>();
-        if (leads) smem.empty[at.before(1)].arrive();
-      }
-      at.advance();
-    } while (++i < count);
-    wgmma_wait<0>();
-#pragma unroll
-    for (auto& part : acc) fence_registers(part);
-    if (leads) smem.empty[at.before(1)].arrive();
+    }
   }
 
   template <int width>
@@ -248,13 +220,15 @@ struct DecodeProduct {
 #pragma unroll
     for (auto& part : acc) forget_registers(part);
     bool const started = p.results.start(acc, tile);
-    sum<width>(acc, started, at, count, smem);
+    smem.ring.template sum<width>(acc, started, at, count);
     p.results.store(acc, tile, smem.results);
   }
 
-  static __device__ void consume(Params const& p, SharedStorage& smem) {
-    Plan const& plan = smem.plan;
+  static __device__ void consume(Params const& p, SharedStorage& smem, Plan const& plan) {
     if (p.early) start_in_turn();
+    if (p.plan.writes && blockIdx.x + 1 == gridDim.x) {
+      smem.planner.template store<32 * kConsumerWarps>(p.plan.sort, plan);
+    }
     TileFinder<RowTiles> finder(work_of(p, plan), blockIdx.x, gridDim.x);
     int const count = stages_of(p);
     Cursor at;
@@ -280,24 +254,16 @@ struct DecodeProduct {
       prefetch(p.weight[0]);
       prefetch(p.weight[1]);
       if (!gathered) prefetch(p.x_map);
-#pragma unroll
-      for (int i = 0; i < kStages; ++i) {
-        smem.full[i].init(kArrivals);
-        smem.empty[i].init(kConsumerWarps);
-      }
-      fence_barrier_init();
+      smem.ring.init(kArrivals);
     }
+    __syncthreads();  // while kernels before still run
     if (!p.early) start_in_turn();
-    if (p.plan.sort.ids != nullptr) {
-      smem.plan.sort(p.plan.sort);
-      if (p.plan.writes && blockIdx.x + 1 == gridDim.x) smem.plan.store(p.plan.sort);
-    } else {
-      smem.plan.find(p.plan.groups);
-    }
+    bool const sorts = p.plan.sort.ids != nullptr;
+    Plan const plan = sorts ? smem.planner.sort(p.plan.sort) : smem.planner.find(p.plan.groups);
     if (warp_index() == kConsumerWarps) {
-      produce(p, smem);
+      produce(p, smem.ring, plan);
     } else {
-      consume(p, smem);
+      consume(p, smem, plan);
     }
   }
 };

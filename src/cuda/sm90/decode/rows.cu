@@ -13,6 +13,7 @@ void launch_rows(RowProduct const& x, Queue const& queue) {
   p.plan.groups = x.groups;
   if (x.sort != nullptr) p.plan.sort = *x.sort;
   p.weight[0] = p.weight[1] = block_map<T, major>(x.w[0], x.groups.groups, x.n, x.k, 64, "weight");
+  p.expert_at[0] = p.expert_at[1] = x.w[0].expert_at;
   p.halves = false;
   p.across = int(ceil_div(x.n, 64 * shape.parts));
   p.rows = int(x.rows);

@@ -18,6 +18,7 @@ void launch_up(UpProduct const& x, Queue const& queue) {
   for (int i = 0; i < 2; ++i) {
     p.weight[i] = block_map<T, major>(x.w[i], x.groups.groups, columns, x.k,
                                       Product::kHalfBoxes ? 32 : 64, "w_up");
+    p.expert_at[i] = x.w[i].expert_at;
   }
   p.halves = halves;
   p.across = int(ceil_div(columns, 64 * shape.parts / (halves ? 2 : 1)));

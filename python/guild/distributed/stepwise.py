@@ -1,7 +1,8 @@
-"""The layer over ranks with the bits of one process that has all tokens.
+"""The layer over ranks a step at a time, where its results do not come back as sums by row.
 
-A token's rows come back one by one, not summed by rank, and are added where the token is, in the
-order of its experts: more bytes back than with sums by rank, in forward and in backward.
+exact     a token's rows come back one by one, and are added where the token is, in the order of its
+          experts: the bits of one process that has all tokens. More bytes come back.
+peers     a token's rows are summed straight into the memory of the rank that the token is on.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from guild._torch.autograd import rows_of
+from guild._torch.autograd import below_autograd, rows_of
 from guild._torch.gradients import expert_gradients, pre_activations
 from guild._torch.operators import LayerFlags, ops
 from guild._torch.router_gradients import Weighing, router_gradients
+from guild.distributed.peer_traffic import PeerTraffic
 from guild.distributed.traffic import Traffic
 
 
-class ExactExperts(torch.autograd.Function):
+class StepwiseExperts(torch.autograd.Function):
     """(x, router's weight, scores, residual, weights) -> (tokens, hidden).
 
     With a router, ids and scores are those that it chose, and x gets one gradient for both, as in
@@ -27,12 +29,14 @@ class ExactExperts(torch.autograd.Function):
     """
 
     @staticmethod
+    @below_autograd
     def forward(
         ctx: Any,
-        traffic: Traffic,
+        traffic: Traffic | PeerTraffic,
         received: Tensor,
         token_offsets: Tensor | None,
         keep: bool,
+        exact: bool,
         routed: tuple[Tensor, Tensor, Tensor | None, Weighing] | None,
         x: Tensor,
         router_weight: Tensor | None,
@@ -40,9 +44,13 @@ class ExactExperts(torch.autograd.Function):
         residual: Tensor | None,
         *layer: Any,
     ) -> Tensor:
-        """received: the scores that came with the traffic's plan; keep: the pre-activations."""
+        """received: the scores that came with the traffic's plan; keep: the pre-activations.
+
+        exact: results come back row by row, otherwise summed, which PeerTraffic alone can.
+        """
         w_up, w_gate, w_down, b_up, b_down, *flags = layer
         ctx.traffic, ctx.flags, ctx.weighing = traffic, LayerFlags(*flags), None
+        ctx.exact = exact
         rows = traffic.send_rows(x, "forward")
         local = w_down.shape[0]
         places = ops.sort_by_expert(traffic.ids, received, local, traffic.token_offsets)
@@ -50,43 +58,46 @@ class ExactExperts(torch.autograd.Function):
         up = w_up, w_gate, b_up
         a, h = ops.up_projection(rows, offsets, row_token, *up, *ctx.flags, keep)
         y = ops.down_projection(a, offsets, w_down, b_down, ctx.flags.transposed)
-        y = traffic.return_slots(y.index_select(0, slot_row), "forward")
         # rows is kept, as the layer keeps x: sending it again would cost as much as it did.
         kept = rows, h, *places, token_offsets, *layer[:5]
         if routed is not None:
             scores, ids, slopes, ctx.weighing = routed
             kept = *kept, x, router_weight, scores, ids, slopes
         ctx.save_for_backward(*kept)
+        if not exact:
+            return traffic.return_weighted(y, slot_row, received, residual)
+        y = traffic.return_rows(y, slot_row, "forward")
         return ops.combine(y, traffic.slot_place, scores, token_offsets, residual)
 
     @staticmethod
     @once_differentiable
+    @below_autograd
     def backward(ctx: Any, dout: Tensor):
         """dx, the router's gradient or dscores, the residual's, and those of the weights."""
-        want_x, want_router, want_scores, want_residual, *want_layer = ctx.needs_input_grad[5:14]
+        want_x, want_router, want_scores, want_residual, *want_layer = ctx.needs_input_grad[6:15]
         traffic = ctx.traffic
         rows, h, offsets, row_token, slot_row, row_score, token_offsets, *rest = ctx.saved_tensors
         w_up, w_gate, w_down, b_up, b_down, *routed = rest
-        traffic.ranks.agree_backward(traffic.call, dout)
+        traffic.begin_backward(dout)
         drows = traffic.send_rows(rows_of(dout), "backward")
         h = pre_activations(h, rows, offsets, row_token, w_up, w_gate, b_up, ctx.flags)
         saved = rows, h, offsets, row_token, slot_row, row_score, traffic.token_offsets
         saved = *saved, w_up, w_gate, w_down, b_down
         want_dscores = want_scores or (bool(routed) and (want_x or want_router))
         wanted = want_x, want_dscores, *want_layer
-        dx, dscores, *dlayer = expert_gradients(saved, drows, ctx.flags, wanted, by_row=True)
-        if want_x:
-            dx = traffic.return_slots(dx.index_select(0, slot_row), "backward")
-        if want_dscores:
-            dscores = traffic.scores_gradient(dscores)
+        with traffic.ranks.in_step("backward"):
+            dx, dscores, *dlayer = expert_gradients(saved, drows, ctx.flags, wanted, by_row=True)
+        by_slot = want_x and ctx.exact
+        if want_x or want_dscores:
+            dx, dscores = traffic.return_gradients(dx, dscores, slot_row, by_slot)
         drouter = None
         if routed and want_dscores:
             x, weight, *routed = routed
             arguments = dx, traffic.slot_place, dscores, routed, x, weight
             dx, drouter = router_gradients(*arguments, ctx.weighing, want_router)
             dscores = None
-        elif want_x:
+        elif by_slot:
             dx = ops.combine(dx, traffic.slot_place, None, token_offsets)
         dresidual = dout if want_residual else None
         nothing = (None,) * len(ctx.flags)
-        return *(None,) * 5, dx, drouter, dscores, dresidual, *dlayer, *nothing
+        return *(None,) * 6, dx, drouter, dscores, dresidual, *dlayer, *nothing

@@ -1,0 +1,157 @@
+// Rows of tokens between ranks that read and write each other's memory: the GPUs of one host with
+// peer access, or processes that share memory.
+//
+// Every rank has one piece of memory, laid out alike and mapped by all others. A layer's tokens go
+// through it in two halves, each with a barrier in the middle:
+//
+//   publish   this rank's rows, and in forward its routing, into its own memory
+//   meet      the barrier
+//   tables    everyone's routing, with this rank's experts numbered from 0 and others' -1
+//   pull      rows of all ranks that have an expert here, each once
+//   ... the experts ...
+//   push      results, into the memory of the rank that they belong to
+//   meet      the barrier
+//   collect   the sum over the ranks of what became of a token
+//
+// Nothing waits for another
+// rank but meet(), a single block on a GPU, and that for a limited time. What is published
+// alternates between two places, so that the next rows do not wait until everyone has the last.
+#pragma once
+#include "guild/cuda.h"
+#include "guild/types.h"
+
+namespace guild {
+
+inline constexpr int kMostRanks = 32;
+inline constexpr int kMostFacts = 14;
+
+// The memory that ranks share. Calls of any size up to these may use it.
+struct PeerMemory {
+  int64_t ranks = 1, rank = 0;
+  int64_t tokens = 0;     // Tm: the most of any rank
+  int64_t top_k = 1;      // the most choices of a token
+  int64_t row_bytes = 0;  // of the widest row
+  int64_t returned = 1;   // the most rows that come back for one token, in units of Tm
+  // (ranks) where each rank's memory lies for this one, 16-byte aligned; for CUDA, device memory.
+  void* const* peers = nullptr;
+};
+
+// How large each rank's memory is; all zeros at first.
+int64_t peer_memory_bytes(PeerMemory const& memory);
+// Where what came back for this rank's tokens begins in it: rows, and gradients of scores.
+int64_t returned_rows_offset(PeerMemory const& memory);
+int64_t returned_scores_offset(PeerMemory const& memory);
+
+// Why the ranks cannot go on.
+enum class PeerFailure : int { none, late, differs, overflow };
+
+// What a failure leaves for the host, in host memory that the device writes to.
+struct PeerReport {
+  int64_t failure = 0;   // PeerFailure; written last
+  int64_t rank = 0;      // that is late, differs or had too many rows
+  int64_t reporter = 0;  // who noticed first
+  int64_t fact = 0;      // which one differs
+  int64_t rows = 0;      // that would have been needed
+};
+
+// Rows and, with ids, the routing of this rank's tokens. T <= Tm.
+struct Publish {
+  PeerMemory memory;
+  int64_t tokens = 0, top_k = 1;
+  int64_t experts = 1;  // of all ranks
+  int64_t row_bytes = 0, score_bytes = 4;
+  void const* rows = nullptr;    // (T) rows
+  int64_t row_stride = 0;        // bytes from one to the next
+  int32_t const* ids = nullptr;  // (T, K) of all experts; others are skipped; null: none
+  void const* scores = nullptr;  // (T, K)
+  int32_t* token_row = nullptr;  // (T, ranks) out: r T + t where token t has an expert on r, or -1
+};
+
+// Waits until all ranks are here, and compares `facts`. Where they differ, where a rank is late or
+// one of them had too many rows, every rank's report says so, what came back becomes NaN, and
+// nothing is pulled or pushed any more.
+struct Meet {
+  PeerMemory memory;
+  bool published = false;  // the barrier after publish
+  double seconds = 0;      // that it waits
+  int64_t count = 0;       // facts
+  int64_t facts[kMostFacts] = {};
+  PeerReport* report = nullptr;
+  // (1) null: not asked. Rows that were needed, of which there was room for `capacity`.
+  int32_t const* needed = nullptr;
+  int64_t capacity = 0;
+};
+
+// Everyone's routing; slots of tokens that a rank does not have are -1.
+struct Tables {
+  PeerMemory memory;
+  int64_t top_k = 1, experts = 1, score_bytes = 4;
+  int32_t* ids = nullptr;     // (ranks * Tm, K) out: of this rank's experts, or -1
+  void* scores = nullptr;     // (ranks * Tm, K) out; 0 where the id is -1
+  int32_t* tokens = nullptr;  // (ranks) out
+};
+
+// Row r Tm + t is that of rank r's token t where it has an expert here, otherwise zeros.
+struct Pull {
+  PeerMemory memory;
+  int64_t top_k = 1, row_bytes = 0;
+  int32_t const* ids = nullptr;  // (ranks * Tm, K) of Tables
+  void* rows = nullptr;          // (ranks * Tm) rows out, packed
+};
+
+// Results to the ranks that they belong to:
+//   by token   sum over k of score[p, k] * y[row_of[p, k]], fp32, to row (this rank) T_r + t of r
+//   by slot    y[row_of[p, k]] to row t K + k of r
+// with p = r Tm + t. A token without a row here has no result.
+struct Push {
+  PeerMemory memory;
+  DType dtype = DType::float32;
+  int64_t hidden = 0, rows = 0, top_k = 1;
+  bool by_slot = false;
+  ConstRows y;                             // (rows, H)
+  int32_t const* row_of = nullptr;         // (ranks * Tm, K), -1: none; with lists (slots)
+  void const* scores = nullptr;            // the same shape; null: 1; not by slot
+  int32_t const* token_offsets = nullptr;  // (ranks * Tm + 1) of lists of `rows` slots, or null
+  int32_t const* tokens = nullptr;         // (ranks) of Tables
+};
+
+// After the barrier: o[t] = residual[t] + sum over ranks of row token_row[t, r] that came back, in
+// the order of the ranks, fp32.
+struct Collect {
+  PeerMemory memory;
+  DType dtype = DType::float32;
+  int64_t tokens = 0, hidden = 0;
+  int32_t const* token_row = nullptr;  // (T, ranks) of Publish
+  ConstRows residual;                  // (T, H); null: none
+  void* o = nullptr;                   // (T, H) out, packed
+};
+
+// score[p, k] to score t K + k of r, where ids[p, k] >= 0.
+struct PushScores {
+  PeerMemory memory;
+  int64_t top_k = 1, score_bytes = 4;
+  int32_t const* ids = nullptr;  // (ranks * Tm, K) of Tables
+  void const* scores = nullptr;  // (ranks * Tm, K)
+};
+
+namespace cpu {
+void publish(Publish const& args);
+void meet(Meet const& args);
+void tables(Tables const& args);
+void pull(Pull const& args);
+void push(Push const& args);
+void collect(Collect const& args);
+void push_scores(PushScores const& args);
+}  // namespace cpu
+
+namespace cuda {
+void publish(Publish const& args, Queue queue = {});
+void meet(Meet const& args, Queue queue = {});
+void tables(Tables const& args, Queue queue = {});
+void pull(Pull const& args, Queue queue = {});
+void push(Push const& args, Queue queue = {});
+void collect(Collect const& args, Queue queue = {});
+void push_scores(PushScores const& args, Queue queue = {});
+}  // namespace cuda
+
+}  // namespace guild

@@ -1,0 +1,43 @@
+// The router's product, alone and followed by the choice of experts. Sizes and null as in steps.h.
+#pragma once
+#include "guild/cuda.h"
+#include "guild/routing.h"
+#include "guild/types.h"
+
+namespace guild {
+
+// logits = x weight^T, summed and returned in float32 of 16-bit operands.
+//
+// The sum over H is cut into chunks whose size depends on H alone; each is summed in order, and the
+// chunks are added in order. So the bits of a token's logits depend neither on the number of tokens
+// nor on its place among them, and on a GPU neither on how many experts there are.
+struct RouterLogits {
+  int64_t tokens = 0, hidden = 0, experts = 0;
+  DType dtype = DType::bfloat16;  // of x and weight; logits are float32, or float64 in float64
+  ConstRows x;                    // (T, H)
+  ConstRows weight;               // (E, H)
+  Rows logits;                    // (T, E) out
+  void* workspace = nullptr;      // router_logits_workspace_bytes()
+};
+
+int64_t router_logits_workspace_bytes(int64_t tokens, int64_t hidden, int64_t experts, DType dtype);
+
+namespace cpu {
+
+void router_logits(RouterLogits const& args);
+
+// Routes by the product's logits, which are not kept: product.logits and route.logits are null.
+void route_tokens(RouterLogits const& product, Route const& route);
+
+}  // namespace cpu
+
+namespace cuda {
+
+// bfloat16 or float16; at most 1,024 experts.
+void router_logits(RouterLogits const& args, Queue queue = {});
+
+void route_tokens(RouterLogits const& product, Route const& route, Queue queue = {});
+
+}  // namespace cuda
+
+}  // namespace guild

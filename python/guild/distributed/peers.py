@@ -1,0 +1,246 @@
+"""The ranks of a group on one host: the memory that they share, and its barriers.
+
+The hosts of all ranks meet only for what is new: a layer's first call, and more memory. All else is
+compared in barriers on the device, and what goes wrong there is found in a report, by a later call.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from guild._torch.autograd import rows_of
+from guild._torch.operators import ops
+from guild.distributed.peer_memory import PeerMemory, Room, why_not
+from guild.distributed.ranks import BACKWARD_ORDER, Ranks, expect_same
+
+_LATE, _OVERFLOW = 1, 3  # guild::PeerFailure; 2: ranks differ
+_STEPS = ("forward", "forward's results", "backward", "backward's results", "a wait")
+FORWARD, FORWARD_RESULTS, BACKWARD, BACKWARD_RESULTS, WAIT = range(len(_STEPS))
+_BEYOND = "tokens beyond max_tokens"
+
+
+class Peers:
+    """The ranks of a group on one host, the memory that they share, and its barriers.
+
+    Parameters
+    ----------
+    ranks : Ranks
+        For what the hosts have to agree on: new layers and more memory.
+    device : torch.device
+        Of this rank.
+    max_tokens : int, optional
+        The most of any rank; default: what is needed at the first call.
+    capacity : float, optional
+        Rows of experts that a rank has room for, in units of its even share.
+    exact : bool
+        Results come back row by row.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        device: torch.device,
+        max_tokens: int | None,
+        capacity: float | None,
+        exact: bool,
+    ) -> None:
+        self.ranks, self.device, self.max_tokens = ranks, device, max_tokens
+        self.capacity, self.exact = capacity, exact
+        self.memory: PeerMemory | None = None
+        self._all: list[PeerMemory] = []  # captured graphs may use earlier ones
+        self._known: set[tuple[int, ...]] = set()
+        pinned = device.type == "cuda"
+        self._report = torch.zeros(5, dtype=torch.int64, pin_memory=pinned)
+        self._facts: dict[str, int] = {}  # that the ranks compare in forward
+        self._returned = False  # since the last rows were published
+
+    @property
+    def keeps_all_rows(self) -> bool:
+        """Whether backward may keep the pre-activations of all rows that there is room for.
+
+        Room for any routing is `size` times what is used: too much to keep for more than two ranks.
+        """
+        return self.capacity is not None or self.ranks.size <= 2
+
+    def begin_forward(self, x: Tensor, top_k: int, facts: dict[str, int]) -> PeerMemory:
+        """The memory for rows of x. Keeps `facts`, which the barrier compares.
+
+        Raises
+        ------
+        ValueError, RuntimeError
+            If ranks differ or one is gone, in this call or an earlier one.
+        """
+        self.expect_no_failure()
+        tokens = x.shape[0]
+        facts = {"call": 0, **facts, "top_k": top_k}
+        memory = self._memory_for(x, top_k, facts)
+        facts["call"] = self.ranks.calls
+        facts[_BEYOND] = tokens if tokens > self.max_tokens else 0
+        self._facts = facts
+        if facts[_BEYOND]:
+            self.meet(FORWARD, facts, published=True, wait=False)
+            raise ValueError(
+                f"x: expected at most {self.max_tokens} tokens (max_tokens of ExpertParallel), got "
+                f"{tokens}"
+            )
+        return memory
+
+    def publish_forward(
+        self, x: Tensor, memory: PeerMemory, ids: Tensor, scores: Tensor, experts: int
+    ) -> Tensor:
+        """Tokens and their routing, then the barrier; what `ops.peer_publish` gives."""
+        self._returned = False
+        routing = ids, scores, experts
+        token_row = ops.peer_publish(memory.peers, memory.numbers, rows_of(x), *routing)
+        self.meet(FORWARD, self._facts, memory=memory, published=True)
+        return token_row
+
+    def publish_backward(self, rows: Tensor, memory: PeerMemory, call: int) -> None:
+        """Gradients of a forward's output, then the barrier."""
+        self._returned = False
+        ops.peer_publish(memory.peers, memory.numbers, rows_of(rows), None, None, 1)
+        self.meet(BACKWARD, {"call": call}, memory=memory, published=True)
+
+    def before_return(self, memory: PeerMemory) -> None:
+        """Two returns in a row: what came back first must have been read everywhere."""
+        if self._returned:
+            self.meet(WAIT, {"call": self.ranks.calls}, memory=memory)
+        self._returned = True
+
+    def meet(
+        self,
+        step: int,
+        facts: dict[str, int],
+        *,
+        memory: PeerMemory | None = None,
+        published: bool = False,
+        needed: Tensor | None = None,
+        capacity: int = 0,
+        wait: bool = True,
+    ) -> None:
+        """The barrier. On the CPU a failure raises here, on a GPU in a later call."""
+        memory = memory or self.memory
+        values = [step, *facts.values()]
+        ops.peer_meet(
+            memory.peers,
+            memory.numbers,
+            published,
+            self.ranks.timeout,
+            values,
+            self._report,
+            needed,
+            capacity,
+        )
+        if self.device.type == "cpu" and wait:
+            self.expect_no_failure()
+
+    def expect_no_failure(self) -> None:
+        """Raise what a barrier has found, without waiting for the GPU.
+
+        Raises
+        ------
+        ValueError, RuntimeError
+            See `ExpertParallel`.
+        """
+        self.ranks.expect_alive()
+        failure = int(self._report[0])
+        if failure:
+            self._raise(failure)
+
+    def _memory_for(self, x: Tensor, top_k: int, facts: dict[str, int]) -> PeerMemory:
+        """Where this call's rows go. Ranks agree on the host on layers that are new."""
+        tokens, size = x.shape[0], self.ranks.size
+        key = tuple(facts[name] for name in ("layer", "hidden", "dtype", "top_k", "experts"))
+        if key in self._known and self.memory is not None:
+            self.ranks.calls += 1
+            return self.memory
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "expert_group: expected a layer's first call before it is captured in a CUDA graph"
+            )
+        told = torch.full((1, size), tokens, dtype=torch.int64, device=x.device)
+        named = {name: value for name, value in facts.items() if name != "call"}
+        given = {"max_tokens": self.max_tokens or 0}
+        _, (everyone,) = self.ranks.agree(named | given, told)
+        self._known.add(key)
+        self.max_tokens = self.max_tokens or max(*everyone, 1)
+        returned = max(size, top_k) if self.exact else size
+        room = Room(self.max_tokens, top_k, x.shape[1] * x.element_size(), returned)
+        if self.memory is None or not self.memory.room.holds(room):
+            room = room if self.memory is None else room.joined(self.memory.room)
+            self.memory = PeerMemory(self.ranks.group, room, self.device)
+            self._all.append(self.memory)
+        return self.memory
+
+    def _raise(self, failure: int) -> NoReturn:
+        _, rank, reporter, fact, rows = self._report.tolist()
+        step, call, by_rank = self._arrivals()
+        where = f"in the {_STEPS[step]} of call {call}"
+        if failure == _LATE:
+            self.ranks.end(
+                RuntimeError,
+                f"expert_group: no answer from rank {rank} (rank {self.ranks.everyone[rank]} of "
+                f"all) to rank {reporter}, {where}; the time limit is {self.ranks.timeout:g} s. "
+                "The group cannot be used any more: restart all ranks",
+                lost=True,
+            )
+        if failure == _OVERFLOW:
+            needed = f", {rows} rows" if rows else ""
+            self.ranks.end(
+                RuntimeError,
+                f"capacity: expected room for all rows of rank {rank}{needed}, {where}, got "
+                f"{self.capacity:g} times an even share. The group cannot be used any more: "
+                "restart all ranks with a larger capacity, or with None",
+            )
+        names = ["step", *self._facts]
+        if fact < 2:
+            self.ranks.end(RuntimeError, f"{BACKWARD_ORDER}: {where}, other than rank {rank}")
+        try:
+            expect_same(names[fact], {r: values[fact] for r, values in by_rank.items()})
+        except ValueError as error:
+            self.ranks.end(ValueError, str(error))
+        self.ranks.end(
+            ValueError,
+            f"expert_group: expected the same call on every rank, got another {names[fact]} on "
+            f"rank {rank}",
+        )
+
+    def _arrivals(self) -> tuple[int, int, dict[int, list[int]]]:
+        """Step and call of the last barrier, and what the ranks said there that have come."""
+        control = self.memory.control()
+        number = int(control[0])
+        inbox = control[16:].view(2, -1, 16)[number % 2, : self.ranks.size].tolist()
+        by_rank = {r: words for r, words in enumerate(inbox) if words[-1] == number}
+        step, call = by_rank.get(self.ranks.rank, inbox[self.ranks.rank])[:2]
+        return step, call, by_rank
+
+
+def peers_of(
+    ranks: Ranks,
+    device: torch.device,
+    engine: str,
+    max_tokens: int | None,
+    capacity: float | None,
+    exact: bool,
+) -> Peers | None:
+    """The peer engine on a device; None where rows travel by the process group.
+
+    Asks all ranks where there is a choice. Parameters as in `ExpertParallel`.
+
+    Raises
+    ------
+    ValueError
+        If engine="peer" was asked for and the ranks cannot reach each other's memory.
+    """
+    if engine == "nccl" or (engine == "auto" and device.type != "cuda"):
+        return None
+    why = why_not(ranks.group, device)
+    if why and engine == "peer":
+        raise ValueError(
+            f"engine: expected ranks that reach each other's memory for 'peer', got some that do "
+            f"not: {why}"
+        )
+    return None if why else Peers(ranks, device, max_tokens, capacity, exact)

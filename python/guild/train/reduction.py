@@ -1,0 +1,61 @@
+"""FSDP2's sum of gradients over ranks: they travel in 16 bits and are added in float32.
+
+    all_to_all:  rank r gets part r of every rank's gradients, in their own dtype
+    mean:        of the parts, in rank order, in float32
+
+A reduce-scatter in float32 gives the same sums, but copies and sends twice the bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+
+
+class NarrowReduceScatter(ReduceScatter):
+    """For `FSDPModule.set_custom_reduce_scatter`, with a policy whose reduce_dtype is float32.
+
+    Parameters
+    ----------
+    dtype : torch.dtype
+        Of the gradients.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._has_input = False
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """FSDP2 asks for what it copies the gradients to, then for the result, in turns."""
+        self._has_input = not self._has_input
+        if self._has_input:
+            return self._input(size, device)
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def _input(self, size: Sequence[int | torch.SymInt], device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=self._dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp,
+        async_op: bool = False,
+    ) -> None:
+        """Write the mean, or where that is asked for the sum, of this rank's part."""
+        dtypes = input_tensor.dtype, output_tensor.dtype
+        if async_op or op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
+            raise NotImplementedError(f"expected a mean or sum to wait for, got {op}")
+        if dtypes != (self._dtype, torch.float32):
+            raise RuntimeError(f"expected {self._dtype} and a result in float32, got {dtypes}")
+        parts = torch.empty_like(input_tensor)
+        dist.all_to_all_single(parts, input_tensor, group=group)
+        add = torch.mean if op == dist.ReduceOp.AVG else torch.sum
+        add(parts.view(group.size(), -1), 0, dtype=torch.float32, out=output_tensor)

@@ -1,0 +1,16 @@
+// Checks of the arguments of guild/exchange.h, for both backends.
+#pragma once
+#include "guild/exchange.h"
+
+namespace guild {
+
+void check(PeerMemory const& memory);
+void check(Publish const& x);
+void check(Meet const& x);
+void check(Tables const& x);
+void check(Pull const& x);
+void check(Push const& x);
+void check(Collect const& x);
+void check(PushScores const& x);
+
+}  // namespace guild

@@ -1,0 +1,52 @@
+// What is asked of the arguments of the router's product, and how much workspace it takes.
+#include "check_router_logits.h"
+
+#include "check_parts.h"
+#include "shared/router_product.h"
+#include "shared/workspace.h"
+
+namespace guild {
+
+namespace {
+
+void check_product_sizes(int64_t tokens, int64_t hidden, int64_t experts) {
+  check_size(tokens, 0, kMostRows, "tokens");
+  check_size(hidden, 1, kMostColumns, "hidden");
+  check_size(experts, 1, kMostExperts, "experts");
+}
+
+}  // namespace
+
+void check(RouterLogits const& x) {
+  check_product_sizes(x.tokens, x.hidden, x.experts);
+  check_dtype(x.dtype, "dtype");
+  check_rows(x.x, x.tokens, x.hidden, "x");
+  check_rows(x.weight, x.experts, x.hidden, "weight");
+  check_optional_rows(x.logits, x.experts, "logits");
+  check_pointer(x.workspace, x.tokens > 0, "workspace");
+}
+
+void check_pair(RouterLogits const& product, Route const& route) {
+  require(product.logits.data == nullptr, "product.logits: expected null, for they are not kept");
+  require(route.logits.data == nullptr, "logits: expected null, for the product makes them");
+  require(route.tokens == product.tokens, "tokens: expected ", product.tokens,
+          " as the product has, got ", route.tokens);
+  require(route.experts == product.experts, "experts: expected ", product.experts,
+          " as the product has, got ", route.experts);
+  DType const dtype = product.dtype == DType::float64 ? DType::float64 : DType::float32;
+  require(route.dtype == dtype, "dtype: expected ", name_of(dtype),
+          " as the product's logits, got ", name_of(route.dtype));
+}
+
+int64_t router_logits_workspace_bytes(int64_t tokens, int64_t hidden, int64_t experts,
+                                      DType dtype) {
+  check_product_sizes(tokens, std::max<int64_t>(hidden, 1), std::max<int64_t>(experts, 1));
+  check_dtype(dtype, "dtype");
+  bool const split = choose_router_tile(tokens, hidden, experts).split;
+  Carver carver(nullptr);
+  carver.take(tokens, experts, split ? router_chunks(hidden) : 1,
+              dtype == DType::float64 ? sizeof(double) : sizeof(float));
+  return carver.used();
+}
+
+}  // namespace guild

@@ -1,0 +1,13 @@
+// The checks of the router's product. See check.h.
+#pragma once
+#include "check.h"
+#include "guild/router_logits.h"
+
+namespace guild {
+
+void check(RouterLogits const& x);
+
+// Of a product whose logits are routed and not kept.
+void check_pair(RouterLogits const& product, Route const& route);
+
+}  // namespace guild

@@ -1,0 +1,118 @@
+// The barrier between ranks: one block, so that whatever other ranks are waiting for can run beside
+// it, NCCL's kernels too.
+//
+// Thread r sends this rank's arrival to rank r's inbox and waits for rank r's in its own. What
+// kernels before on this stream wrote, peers' memory included, is there for whoever has acquired
+// the arrival. PTX ISA, section "Memory Consistency Model".
+#include <climits>
+
+#include "check_exchange.h"
+#include "cuda/device.h"
+#include "shared/peer_memory.h"
+
+namespace guild::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+
+__device__ void store_release(int64_t* to, int64_t value) {
+  asm volatile("st.release.sys.global.b64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
+}
+
+__device__ int64_t load_acquire(int64_t const* from) {
+  int64_t value;
+  asm volatile("ld.acquire.sys.global.b64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
+  return value;
+}
+
+__device__ int64_t nanoseconds() {
+  int64_t time;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time));
+  return time;
+}
+
+// Tells everyone; the first failure counts.
+__device__ void fail(Meet const& x, PeerLayout const& layout, int64_t word) {
+  for (int r = 0; r < x.memory.ranks; ++r) {
+    int64_t* const to = &PeerView(layout, x.memory, r).control()->failure;
+    auto* const unsigned_to = reinterpret_cast<unsigned long long*>(to);
+    atomicCAS_system(unsigned_to, 0ull, static_cast<unsigned long long>(word));
+  }
+}
+
+__device__ void arrive(Meet const& x, PeerView const& peer, int64_t number) {
+  PeerMessage& message = peer.control()->inbox[number & 1][x.memory.rank];
+  for (int i = 0; i < kMostFacts; ++i) message.facts[i] = x.facts[i];
+  __threadfence_system();
+  store_release(&message.arrived, number);
+}
+
+__device__ void wait(Meet const& x, PeerLayout const& layout, PeerControl* own, int r,
+                     int64_t number, int64_t limit) {
+  PeerMessage const& message = own->inbox[number & 1][r];
+  int64_t const began = nanoseconds();
+  while (load_acquire(&message.arrived) < number) {
+    if (load_acquire(&own->failure) != 0) return;
+    if (nanoseconds() - began > limit) {
+      return fail(x, layout, packed(PeerFailure::late, r, x.memory.rank, 0));
+    }
+    __nanosleep(40);
+  }
+  for (int i = 0; i < x.count; ++i) {
+    if (message.facts[i] != x.facts[i]) {
+      return fail(x, layout, packed(PeerFailure::differs, r, x.memory.rank, i));
+    }
+  }
+}
+
+// For the host, in its memory.
+__device__ void report(Meet const& x, int64_t word, int64_t rows) {
+  PeerReport const found = unpacked(word, rows);
+  x.report->rank = found.rank;
+  x.report->reporter = found.reporter;
+  x.report->fact = found.fact;
+  x.report->rows = found.rows;
+  __threadfence_system();
+  store_release(&x.report->failure, found.failure);
+}
+
+__global__ void __launch_bounds__(kThreads) meet_kernel(Meet x, PeerLayout layout, int64_t limit) {
+  PeerView const own(layout, x.memory, x.memory.rank);
+  PeerControl* const control = own.control();
+  int64_t const number = control->meetings + 1;
+  int64_t const needed = x.needed == nullptr ? 0 : *x.needed;
+  int const r = int(threadIdx.x);
+  bool const stopped = control->stopped != 0;
+  if (r == 0 && needed > x.capacity) {
+    fail(x, layout, packed(PeerFailure::overflow, x.memory.rank, x.memory.rank, 0));
+  }
+  __syncthreads();
+  if (r < x.memory.ranks && !stopped) {  // others report what this rank says, failed or not
+    arrive(x, PeerView(layout, x.memory, r), number);
+    if (load_acquire(&control->failure) == 0) wait(x, layout, control, r, number, limit);
+  }
+  __syncthreads();
+  int64_t const word = load_acquire(&control->failure);
+  if (r == 0 && !stopped) {
+    control->meetings = number;
+    control->published += x.published;
+    control->stopped = word != 0;
+    if (word != 0) report(x, word, needed);
+  }
+  if (word == 0) return;
+  uint4 const nan = {~0u, ~0u, ~0u, ~0u};
+  int64_t const units = (layout.bytes - layout.returned) / int64_t(sizeof(uint4));
+  for (int64_t i = r; i < units; i += kThreads) reinterpret_cast<uint4*>(own.returned())[i] = nan;
+}
+
+}  // namespace
+
+void meet(Meet const& x, Queue queue) {
+  check(x);
+  double const limit = x.seconds * 1e9;
+  meet_kernel<<<1, kThreads, 0, queue.stream>>>(x, layout_of(x.memory),
+                                                limit < 9e18 ? int64_t(limit) : LLONG_MAX);
+  cuda_check(cudaGetLastError(), "launch of meet");
+}
+
+}  // namespace guild::cuda

@@ -1,0 +1,95 @@
+// The router's product on the GPU: its launch, and the sum of the chunks where no router adds them.
+#include "cuda/routing/product.cuh"
+
+#include "check_router_logits.h"
+#include "cuda/alignment.h"
+#include "cuda/device.h"
+#include "cuda/routing/few.h"
+#include "cuda/routing/logit_parts.cuh"
+#include "cuda/shared_memory.h"
+
+namespace guild::cuda {
+namespace {
+
+template <class T, int tokens, int experts>
+void launch_product(RouterLogits const& x, LogitParts const& to, int64_t stride,
+                    Queue const& queue) {
+  using Product = RouterProduct<T, tokens, experts>;
+  typename Product::Params p = router_params<Product>(x, to.count);
+  p.out = const_cast<float*>(to.data);
+  p.part_stride = to.stride;
+  p.stride = stride;
+  p.in_pairs = stride % 2 == 0 && x.experts % 2 == 0 && reinterpret_cast<uintptr_t>(p.out) % 8 == 0;
+  constexpr int bytes = sizeof(typename Product::SharedStorage);
+  static AllowedOn allowed;
+  allow_shared_memory(router_product_kernel<Product>, bytes, allowed,
+                      "shared memory of the router's product");
+  int64_t const most = int64_t(Product::kAtOnce) * multiprocessors(queue);
+  cuda_check(
+      launch_early(router_product_kernel<Product>, dim3(unsigned(std::min<int64_t>(p.tiles, most))),
+                   Product::kThreads, bytes, queue.stream, p),
+      "launch of the router's product");
+}
+
+template <class T>
+void launch_tile(RouterTile const& tile, RouterLogits const& x, LogitParts const& to,
+                 int64_t stride, Queue const& queue) {
+  auto const is = [&](int tokens, int experts) {
+    return tile.tokens == tokens && tile.experts == experts;
+  };
+  if (is(64, 16)) return launch_product<T, 64, 16>(x, to, stride, queue);
+  if (is(64, 32)) return launch_product<T, 64, 32>(x, to, stride, queue);
+  if (is(64, 64)) return launch_product<T, 64, 64>(x, to, stride, queue);
+  if (is(64, 128)) return launch_product<T, 64, 128>(x, to, stride, queue);
+  if (is(128, 32)) return launch_product<T, 128, 32>(x, to, stride, queue);
+  if (is(128, 64)) return launch_product<T, 128, 64>(x, to, stride, queue);
+  launch_product<T, 128, 128>(x, to, stride, queue);
+}
+
+constexpr int kThreads = 256;
+
+__global__ void __launch_bounds__(kThreads) add_parts_kernel(LogitParts parts, float* logits,
+                                                             int64_t stride, int experts) {
+  wait_for_previous();
+  let_next_start();
+  int64_t const i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
+  if (i < parts.stride) logits[i / experts * stride + i % experts] = parts.sum(i);
+}
+
+}  // namespace
+
+void check_on_gpu(RouterLogits const& x) {
+  check(x);
+  require_16_bit(x.dtype);
+  require_routable(x.experts);
+  require_whole_16_bytes(x.hidden, "hidden");
+  require_aligned(x.x, "x");
+  require_aligned(x.weight, "weight");
+}
+
+LogitParts multiply_for_router(RouterLogits const& x, Queue const& queue) {
+  check_on_gpu(x);
+  RouterTile const tile = choose_router_tile(x.tokens, x.hidden, x.experts);
+  int const count = tile.split ? int(router_chunks(x.hidden)) : 1;
+  bool const direct = count == 1 && x.logits.data != nullptr;
+  LogitParts const to{static_cast<float*>(direct ? x.logits.data : x.workspace),
+                      x.tokens * x.experts, count};
+  if (x.tokens == 0) return to;
+  int64_t const stride = direct ? row_stride(x.logits, x.experts) : x.experts;
+  with_type(x.dtype,
+            [&](auto element) { launch_tile<decltype(element)>(tile, x, to, stride, queue); });
+  return to;
+}
+
+void router_logits(RouterLogits const& x, Queue queue) {
+  require(x.logits.data != nullptr || x.tokens == 0, "logits: expected a pointer, got null");
+  LogitParts const parts = multiply_for_router(x, queue);
+  if (x.tokens == 0 || parts.count == 1) return;
+  unsigned const blocks = unsigned(ceil_div(parts.stride, kThreads));
+  cuda_check(launch_early(add_parts_kernel, dim3(blocks), kThreads, 0, queue.stream, parts,
+                          static_cast<float*>(x.logits.data), row_stride(x.logits, x.experts),
+                          int(x.experts)),
+             "launch of the router's product");
+}
+
+}  // namespace guild::cuda

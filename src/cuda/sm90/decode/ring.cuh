@@ -1,0 +1,116 @@
+// The ring of stages that weights and rows of X pass through, and the sum of a tile over K.
+#pragma once
+#include "cuda/sm90/arch/copy.cuh"
+#include "cuda/sm90/arch/wgmma.cuh"
+#include "cuda/sm90/cursor.cuh"
+#include "cuda/warp.cuh"
+
+namespace guild::cuda::sm90 {
+
+// Blocks that share a multiprocessor, of one product or of two: the next one fills its ring while
+// this one ends.
+inline constexpr int kAtOnce = 2;
+
+// tokens: most rows of X of a tile. parts: blocks of 64 rows of the weight that are summed at the
+// same time, each 64 deep; with one part a stage holds two steps of it instead.
+struct DecodeShape {
+  int tokens, parts;
+
+  static constexpr int kStageWeights = 2 * kBlockBytes;
+  constexpr int steps() const { return 2 / parts; }                 // of a stage
+  constexpr int token_bytes() const { return tokens * kRowBytes; }  // of a step
+  constexpr int stage_bytes() const { return kStageWeights + steps() * token_bytes(); }
+};
+
+inline constexpr int kConsumerWarps = 4;
+
+// Loads a box that is read once: what other kernels left in L2 stays there.
+__device__ inline void tma_load_once(CUtensorMap const& map, void* to, Coordinate at, Barrier& done,
+                                     uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(shared_address(to)),
+      "l"(&map), "r"(shared_address(&done.word)), "r"(at.x), "r"(at.y), "r"(at.z), "l"(policy)
+      : "memory");
+}
+__device__ inline uint64_t evict_first() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+// In shared memory.
+template <class T, DecodeShape S, Major major>
+struct Ring {
+  static constexpr int kStages = (102 * 1024) / S.stage_bytes();
+  struct Stage {
+    alignas(1024) char weight[2][kBlockBytes];
+    char x[S.steps()][S.token_bytes()];
+  };
+  using Cursor = cuda::Cursor<kStages, int>;
+  // Whether consumers free a stage before they wait for the next. Else a stage less is under way,
+  // but short products overlap.
+  static constexpr bool kFreesAtOnce = S.tokens < 64;
+
+  Stage stage[kStages];
+  Barrier full[kStages], empty[kStages];
+
+  // One thread. arrivals: of the producer's warp for a stage.
+  __device__ void init(int arrivals) {
+#pragma unroll
+    for (int i = 0; i < kStages; ++i) {
+      full[i].init(arrivals);
+      empty[i].init(kConsumerWarps);
+    }
+    fence_barrier_init();
+  }
+
+  // The consumers: sums `count` stages, from the accumulators' values on if `started`.
+  template <int width>
+  __device__ void sum(float (&acc)[S.parts][width / 2], bool started, Cursor& at, int count) {
+    constexpr int step_a = kSliceBytes<major> / 16, step_b = kSliceBytes<Major::K> / 16;
+    bool const leads = threadIdx.x % 32 == 0;
+    uint32_t const stage0 = kept(shared_address(&stage[0]));
+    int i = 0;
+    do {
+      full[at.stage].wait(at.phase);
+      uint32_t const base = stage0 + at.stage * uint32_t(sizeof(Stage));
+      uint32_t const a = descriptor<major>(base);
+      uint32_t const b = descriptor<Major::K>(base + DecodeShape::kStageWeights);
+#pragma unroll
+      for (auto& part : acc) fence_registers(part);
+      wgmma_fence();
+#pragma unroll
+      for (int slice = 0; slice < 4 * S.steps(); ++slice) {
+        int const step = slice / 4, within = slice % 4;
+#pragma unroll
+        for (int part = 0; part < S.parts; ++part) {
+          mma_slice<T, width, major, Major::K>(
+              acc[part], a + (step + part) * (kBlockBytes / 16) + within * step_a,
+              b + step * (S.token_bytes() / 16) + within * step_b, started || i > 0 || slice > 0);
+        }
+      }
+      wgmma_commit();
+      if constexpr (kFreesAtOnce) {
+        finish(acc, at.stage);
+      } else if (i > 0) {
+        wgmma_wait<1>();
+        if (leads) empty[at.before(1)].arrive();
+      }
+      at.advance();
+    } while (++i < count);
+    if constexpr (!kFreesAtOnce) finish(acc, at.before(1));
+  }
+
+ private:
+  // Waits for the products and frees the stage of the last.
+  template <int count>
+  __device__ void finish(float (&acc)[S.parts][count], int last) {
+    wgmma_wait<0>();
+#pragma unroll
+    for (auto& part : acc) fence_registers(part);
+    if (threadIdx.x % 32 == 0) empty[last].arrive();
+  }
+};
+
+}  // namespace guild::cuda::sm90

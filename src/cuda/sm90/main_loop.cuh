@@ -1,0 +1,125 @@
+// The consumers' main loop: a tile's sums over the stages of the ring, by wgmma.
+//
+// In products by row a consumer whose 64 rows of a tile are all absent passes the tile's stages on.
+#pragma once
+#include "cuda/sm90/column_sums.cuh"
+#include "cuda/sm90/cursor.cuh"
+#include "cuda/sm90/loaders.cuh"
+#include "cuda/warp.cuh"
+
+namespace guild::cuda {
+
+struct Self {  // a thread of a consumer
+  int group;   // which consumer, known to the compiler as the same for all lanes of a warp
+  int thread;  // of its 128
+  __device__ Self() : group(warp_index() / 4 - 1), thread(threadIdx.x % 128) {}
+  __device__ bool leads_warp() const { return thread % 32 == 0; }
+};
+
+template <GemmConfig C, OperandLoader Loader, class Int>
+struct MainLoop {
+  using Work = typename Loader::Work;
+  using Cursor = cuda::Cursor<C.stages, Int>;
+
+  // Where tiles may be claimed from a counter, one is claimed only shortly before it is needed.
+  static constexpr bool kClaimsLate = C.cluster > 1 || Work::kHasOrder;
+
+  // Whether a consumer without rows multiplies nothing. Not where tiles are dealt out to consumers
+  // in turns, nor in weight gradients: blocks with short tiles run ahead there, and operands that
+  // the others still need leave L2, which costs up to 40 and 11 % (docs/measured/experiments.md).
+  static constexpr bool kSkipsRows = !C.in_turns && !Work::kMayBeEmpty;
+
+  // wgmma is 64 rows high: a consumer's rows of a tile are this many such parts.
+  static constexpr int kParts = C.consumer_rows() / 64;
+  using Sums = float[kParts][C.tile_n / 2];
+
+  static __device__ int steps(Tile const& tile) { return (tile.inner + C.tile_k - 1) / C.tile_k; }
+
+  static __device__ void release(Barrier& empty) {
+    if constexpr (C.cluster == 1) {
+      empty.arrive();
+    } else {
+      for (int block = 0; block < C.cluster; ++block) empty.arrive_at(block);
+    }
+  }
+
+  // Sums the tile over its steps; a stage is released once the next one's products are in flight.
+  // meanwhile(step, takes): runs while each step's products are in flight (once if the sum is
+  // empty); `takes` marks the step at which the next tile is to be taken from the queue.
+  // side: sums of each step's A (column_sums.cuh).
+  template <class F, class Side = NoSideSums>
+  static __device__ void sum(Sums& acc, bool started, Cursor& at, Tile const& tile, auto& smem,
+                             Self self, F&& meanwhile, Side side = {}) {
+    int const count = steps(tile);
+    int const first = C.in_turns ? 0 : self.group * kBlockBytes;  // of this consumer's rows of A
+    uint32_t const full = kept(shared_address(smem.full));
+    uint32_t const a = kept(descriptor<Loader::kMajorA>(shared_address(smem.a[0]) + first));
+    uint32_t const b = kept(descriptor<Loader::kMajorB>(shared_address(smem.b[0])));
+    if constexpr (Work::kMayBeEmpty) {
+      if (count == 0) {
+#pragma unroll
+        for (auto& part : acc) clear_registers(part);
+        meanwhile(0, true);
+        return;
+      }
+    }
+    // do-while: only if at least one step is certain does the compiler know that products define
+    // the accumulators.
+    int step = 0;
+#pragma unroll 1
+    do {
+      // No proxy fence for what cp.async wrote, as in CUTLASS's main loop with cp.async. A fence
+      // would also wait for the arrival below at the other block: 150 to 350 cycles per step.
+      Barrier::wait_at(full + at.stage * sizeof(Barrier), at.phase);
+      fence(acc);
+      side.start(shared_address(smem.a[at.stage]) + first);
+      multiply(acc, a + at.stage * (C.a_bytes() / 16), b + at.stage * (C.b_bytes() / 16),
+               started || step > 0);
+      if (step > 0) {
+        wgmma_wait<1>();
+        if (self.leads_warp()) release(smem.empty[at.before(1)]);
+      }
+      side.finish(step);
+      meanwhile(step, kClaimsLate ? step + 1 == count : step == 0);
+      at.advance();
+    } while (++step < count);
+    if (C.in_turns && self.leads_warp()) smem.turn[1 - self.group].arrive();
+    wgmma_wait<0>();
+    fence(acc);
+    if (self.leads_warp()) release(smem.empty[at.before(1)]);
+  }
+
+  // For a consumer that has no rows of a tile: passes its `count` stages on.
+  static __device__ void pass(int count, Cursor& at, auto& smem, Self self) {
+#pragma unroll 1
+    for (int i = 0; i < count; ++i, at.advance()) {
+      smem.full[at.stage].wait(at.phase);
+      if (self.leads_warp()) release(smem.empty[at.stage]);
+    }
+  }
+
+ private:
+  // Issues one stage's products, which run asynchronously. a, b: descriptors of its operands.
+  static __device__ void multiply(Sums& acc, uint32_t a, uint32_t b, bool accumulate) {
+    constexpr int step_a = kSliceBytes<Loader::kMajorA> / 16;
+    constexpr int step_b = kSliceBytes<Loader::kMajorB> / 16;
+    wgmma_fence();
+#pragma unroll
+    for (int slice = 0; slice < C.tile_k / kSliceDepth; ++slice) {
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        mma_slice<typename Loader::Element, C.tile_n, Loader::kMajorA, Loader::kMajorB>(
+            acc[part], a + slice * step_a + part * (kBlockBytes / 16), b + slice * step_b,
+            accumulate || slice > 0);
+      }
+    }
+    wgmma_commit();
+  }
+
+  static __device__ void fence(Sums& acc) {
+#pragma unroll
+    for (auto& part : acc) fence_registers(part);
+  }
+};
+
+}  // namespace guild::cuda

@@ -1,0 +1,88 @@
+// How a rank's memory is laid out that all ranks can reach: guild/exchange.h. Host and device.
+//
+//   control    counters, the failure, and an inbox for every rank's arrival, two deep
+//   ids, scores, rows   what is published, two places
+//   returned            what came back for this rank's tokens, and gradients of their scores
+//
+// A barrier's message may be overwritten two barriers later: a rank gets there only after this one
+// has arrived at the barrier between, which it does when it has read all messages of the first.
+#pragma once
+#include "guild/exchange.h"
+#include "shared/host_device.h"
+
+namespace guild {
+
+struct PeerMessage {
+  int64_t facts[kMostFacts];
+  int64_t late;     // nothing else is read where it is not 0
+  int64_t arrived;  // the barrier's number; written last
+};
+
+struct PeerControl {
+  int64_t meetings;   // barriers passed
+  int64_t published;  // of these, after publish(); the last one's place is (published - 1) % 2
+  int64_t failure;    // packed(); 0: none. Others write it as well
+  int64_t tokens[2];  // that are published
+  int64_t stopped;    // whether a barrier has reported the failure: nothing is sent after it
+  int64_t filler[10];
+  PeerMessage inbox[2][kMostRanks];
+};
+
+// A failure in one word, so that another rank can write it at once.
+GUILD_HD int64_t packed(PeerFailure failure, int64_t rank, int64_t reporter, int64_t fact) {
+  return int64_t(failure) | rank << 8 | reporter << 16 | fact << 24;
+}
+GUILD_HD PeerReport unpacked(int64_t word, int64_t rows) {
+  return {word & 255, word >> 8 & 255, word >> 16 & 255, word >> 24 & 255, rows};
+}
+
+// Bytes from the beginning of a rank's memory, and the whole.
+struct PeerLayout {
+  int64_t ids, id_bytes, scores, score_bytes, rows, rows_bytes, returned, returned_scores, bytes;
+};
+GUILD_HD int64_t whole_units(int64_t bytes) { return (bytes + 255) / 256 * 256; }
+GUILD_HD PeerLayout layout_of(PeerMemory const& m) {
+  PeerLayout l;
+  l.id_bytes = whole_units(m.tokens * m.top_k * 4);
+  l.score_bytes = whole_units(m.tokens * m.top_k * 8);
+  l.rows_bytes = whole_units(m.tokens * m.row_bytes);
+  l.ids = whole_units(int64_t(sizeof(PeerControl)));
+  l.scores = l.ids + 2 * l.id_bytes;
+  l.rows = l.scores + 2 * l.score_bytes;
+  l.returned = l.rows + 2 * l.rows_bytes;
+  l.returned_scores = l.returned + whole_units(m.returned * m.tokens * m.row_bytes);
+  l.bytes = l.returned_scores + l.score_bytes;
+  return l;
+}
+
+// One rank's memory, seen from this one.
+struct PeerView {
+  PeerLayout const& layout;
+  char* base;
+
+  GUILD_HD PeerView(PeerLayout const& layout, PeerMemory const& m, int64_t rank)
+      : layout(layout), base(static_cast<char*>(m.peers[rank])) {}
+  GUILD_HD PeerControl* control() const { return reinterpret_cast<PeerControl*>(base); }
+  GUILD_HD int32_t* ids(int64_t place) const {
+    return reinterpret_cast<int32_t*>(base + layout.ids + place * layout.id_bytes);
+  }
+  GUILD_HD char* scores(int64_t place) const {
+    return base + layout.scores + place * layout.score_bytes;
+  }
+  GUILD_HD char* rows(int64_t place) const {
+    return base + layout.rows + place * layout.rows_bytes;
+  }
+  GUILD_HD char* returned() const { return base + layout.returned; }
+  GUILD_HD char* returned_scores() const { return base + layout.returned_scores; }
+};
+
+// The place that publish() writes to, and the one that it has written to before the last barrier.
+GUILD_HD int64_t next_place(PeerControl const* own) { return own->published & 1; }
+GUILD_HD int64_t last_place(PeerControl const* own) { return (own->published - 1) & 1; }
+
+// Whether an id of all experts is one of rank r's, of `local` experts each.
+GUILD_HD bool lives_on(int64_t id, int64_t r, int64_t local) {
+  return id >= r * local && id < (r + 1) * local;
+}
+
+}  // namespace guild

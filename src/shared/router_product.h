@@ -1,0 +1,69 @@
+// How the router's product is cut up: its sums into chunks, which give the logits their bits and
+// depend on H alone; and the work of a GPU into blocks, which change no bit.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+
+#include "shared/tiles.h"
+
+namespace guild {
+
+// A chunk of a sum over H is summed in order by one accumulator; then the chunks are added in
+// order.
+constexpr int64_t router_chunk(int64_t hidden) { return hidden <= 4096 ? 512 : 1024; }
+constexpr int64_t router_chunks(int64_t hidden) {
+  return std::max<int64_t>(1, ceil_div(hidden, router_chunk(hidden)));
+}
+
+// A block's tokens and experts. split: it has one chunk of their sums, else all of them.
+struct RouterTile {
+  int tokens, experts;
+  bool split;
+};
+
+inline constexpr RouterTile kRouterTiles[] = {
+    {64, 16, true},   {64, 32, true},   {64, 64, true},   {128, 32, true},  {128, 64, true},
+    {64, 128, true},  {128, 128, true}, {64, 16, false},  {64, 32, false},  {64, 64, false},
+    {128, 32, false}, {128, 64, false}, {64, 128, false}, {128, 128, false}};
+
+// Up to this many experts the router can add the chunks itself.
+inline constexpr int64_t kMostSplitExperts = 512;
+
+// Microseconds that the product is expected to take on an H200: the slowest of what one
+// multiprocessor loads and what passes through its shared memory, what L2 delivers to all, and what
+// memory does; and the way of the chunks' sums through L2.
+inline double expected_router_time(RouterTile const& tile, int64_t tokens, int64_t hidden,
+                                   int64_t experts) {
+  constexpr double kPort = 110e3, kShared = 180e3, kCache = 6.5e6, kMemory = 4.4e6;
+  constexpr double kPartRate = 4e6, kTile = 0.5, kSplit = 0.5;
+  constexpr int64_t kMultiprocessors = 132;
+  int64_t const chunks = tile.split ? router_chunks(hidden) : 1;
+  int64_t const tiles = ceil_div(tokens, tile.tokens) * ceil_div(experts, tile.experts) * chunks;
+  double const depth = double(tile.split ? std::min(hidden, router_chunk(hidden)) : hidden);
+  double const loaded =
+      2 * depth *
+      double(std::min<int64_t>(tokens, tile.tokens) + std::min<int64_t>(experts, tile.experts));
+  double const read = 2 * depth * (tile.tokens + tile.tokens / 64 * tile.experts);
+  double const written = 2 * depth * (tile.tokens + tile.experts);
+  double const tile_time = std::max(loaded / kPort, (read + written) / kShared) + kTile;
+  double const waves = double(ceil_div(tiles, kMultiprocessors));
+  double const memory = 2 * double(hidden) * double(tokens + experts) / kMemory;
+  double const parts = 8 * double(chunks * tokens) * double(experts) / kPartRate + kSplit;
+  return std::max({waves * tile_time, double(tiles) * loaded / kCache, memory}) +
+         (tile.split ? parts : 0);
+}
+
+// The tile that is expected to be fastest. Of tiles that are not split for few tokens one block
+// would read a whole row of the weight.
+inline RouterTile choose_router_tile(int64_t tokens, int64_t hidden, int64_t experts) {
+  RouterTile best = kRouterTiles[7];
+  double least = expected_router_time(best, tokens, hidden, experts);
+  for (RouterTile const& tile : kRouterTiles) {
+    if (tile.split && experts > kMostSplitExperts) continue;
+    double const time = expected_router_time(tile, tokens, hidden, experts);
+    if (time < least) best = tile, least = time;
+  }
+  return best;
+}
+
+}  // namespace guild

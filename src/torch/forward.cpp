@@ -1,0 +1,44 @@
+// See forward.h.
+#include "torch/forward.h"
+
+namespace guild::binding {
+
+Layer layer_of(Place const& place, Tensor const& x, Slots const& slots, Tensor const& w_down,
+               Activation activation, Flags flags) {
+  require_dims(x, "x", 2);
+  require_dims(w_down, "w_down", 3);
+  Sizes const sizes{.tokens = x.size(0),
+                    .hidden = x.size(1),
+                    .intermediate = w_down.size(flags.transposed ? 1 : 2),
+                    .experts = w_down.size(0),
+                    .top_k = slots.top_k,
+                    .slots = slots.count};
+  return {sizes,
+          dtype_of(x, "x"),
+          activation,
+          flags.interleaved ? GateUp::interleaved : GateUp::concatenated,
+          flags.transposed,
+          place.lists(flags.experts_at, "experts_at", Layer::kLists, sizes.experts)};
+}
+
+MoeForward forward_args(Place const& place, Layer const& layer, Routing const& routing,
+                        Tensor const& x, Weights const& w, MaybeTensor const& b_up,
+                        MaybeTensor const& b_down, void* workspace) {
+  Sizes const& s = layer.sizes;
+  MoeForward f;
+  f.sizes = s;
+  f.dtype = layer.dtype;
+  f.activation = layer.activation;
+  f.order = layer.order;
+  f.routing = routing;
+  f.x = place.rows(x, "x", layer.dtype, {s.tokens, s.hidden});
+  UpWeight const up = up_weight_of(place, layer, w.up, w.gate, layer.dtype);
+  f.w_up = {up.gate, up.up};
+  f.w_down = down_weight_of(place, layer, w.down, layer.dtype);
+  f.b_up = place.rows(b_up, "b_up", layer.dtype, {s.experts, layer.width()});
+  f.b_down = place.rows(b_down, "b_down", layer.dtype, {s.experts, s.hidden});
+  f.workspace = workspace;
+  return f;
+}
+
+}  // namespace guild::binding

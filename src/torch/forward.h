@@ -1,0 +1,27 @@
+// What all forward calls of a layer share: its sizes read off the tensors, and the core's
+// arguments.
+#pragma once
+#include "torch/tensors.h"
+
+namespace guild::binding {
+
+struct Flags {
+  bool interleaved, transposed;
+  MaybeTensor const& experts_at;
+};
+
+Layer layer_of(Place const& place, Tensor const& x, Slots const& slots, Tensor const& w_down,
+               Activation activation, Flags flags);
+
+struct Weights {
+  Tensor const& up;
+  MaybeTensor const& gate;
+  Tensor const& down;
+};
+
+// Outputs are made by the caller.
+MoeForward forward_args(Place const& place, Layer const& layer, Routing const& routing,
+                        Tensor const& x, Weights const& w, MaybeTensor const& b_up,
+                        MaybeTensor const& b_down, void* workspace);
+
+}  // namespace guild::binding

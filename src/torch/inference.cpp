@@ -1,0 +1,371 @@
+// Layers without gradients. Nothing is kept, so that all that a call needs beside its result and
+// its offsets lies in one buffer: at a few tokens each allocation counts.
+#include "cuda/rows/all_rows.h"
+#include "shared/workspace.h"
+#include "torch/forward.h"
+#include "torch/ops.h"
+#include "torch/overlap.h"
+
+namespace guild::binding {
+
+namespace {
+
+// Up to this size a buffer may live as long as the offsets, which then lie in it.
+constexpr int64_t kSmallBuffer = 1 << 18;
+
+// Experts that every token goes through, as one of all rows.
+struct Shared {
+  Tensor const &w_up, &w_down;  // (W, H) or with a gate (2 W, H); (H, W)
+};
+
+Layer shared_layer(Layer layer, Shared const& shared) {
+  require_dims(shared.w_down, "shared.w_down", 2);
+  layer.sizes.intermediate = shared.w_down.size(1);
+  layer.sizes.experts = layer.sizes.top_k = 1;
+  layer.transposed = false;
+  return layer;
+}
+
+struct SharedScratch {
+  int32_t* offsets;  // (2)
+  void* products;    // a work buffer
+};
+
+SharedScratch carve_shared(Carver& carver, Layer const& shared) {
+  auto* const offsets = static_cast<int32_t*>(carver.take(2, sizeof(int32_t)));
+  return {offsets, carver.take(moe_forward_workspace_bytes(shared.sizes, shared.dtype))};
+}
+
+// What a call needs memory for. The sizes of shared experts are those of a layer whose one expert
+// has all rows.
+struct Needs {
+  bool routes;           // the layer chooses its tokens' experts itself
+  int64_t router_bytes;  // what that takes
+  Layer const* shared;   // null: none
+};
+
+// Parts of the buffer.
+struct Scratch {
+  int32_t* offsets;               // (E + 1), first
+  int32_t* ids;                   // (T, K), where the layer routes
+  void* scores;                   // (T, K), where the layer routes
+  void* router;                   // a work buffer
+  int32_t *row_token, *slot_row;  // (R) each
+  void *sort, *products;          // work buffers
+  void* shared_rows;              // (T, H); null without shared experts
+  SharedScratch shared;
+};
+
+Scratch carve(Carver& carver, Layer const& layer, Needs const& needs) {
+  Sizes const& s = layer.sizes;
+  int64_t const rows = s.rows(), routed = needs.routes ? rows : 0;
+  auto const indices = [&](int64_t count) {
+    return static_cast<int32_t*>(carver.take(count, sizeof(int32_t)));
+  };
+  Scratch found{};
+  found.offsets = indices(s.experts + 1);
+  found.ids = indices(routed);
+  found.scores = carver.take(routed, element_bytes(score_dtype(layer.dtype)));
+  found.router = carver.take(needs.router_bytes);
+  found.row_token = indices(rows);
+  found.slot_row = indices(rows);
+  found.sort = carver.take(sort_workspace_bytes(rows, s.experts, 1));
+  found.products = carver.take(moe_forward_workspace_bytes(s, layer.dtype));
+  if (needs.shared == nullptr) return found;
+  found.shared_rows = carver.take(s.tokens, s.hidden, element_bytes(layer.dtype));
+  found.shared = carve_shared(carver, *needs.shared);
+  return found;
+}
+
+// The buffer, alive as long as the call is.
+struct Buffer {
+  Tensor memory;
+  int64_t bytes;
+  Scratch parts;
+
+  Buffer(Place const& place, Layer const& layer, Needs const& needs)
+      : memory(place.workspace(size(layer, needs))), bytes(size(layer, needs)) {
+    Carver carver(memory.data_ptr());
+    parts = carve(carver, layer, needs);
+  }
+
+ private:
+  static int64_t size(Layer const& layer, Needs const& needs) {
+    Carver counting(nullptr);
+    carve(counting, layer, needs);
+    return counting.used();
+  }
+};
+
+// The offsets that a call returns.
+Tensor offsets_in(Place const& place, Buffer const& buffer, Layer const& layer) {
+  int64_t const count = layer.sizes.experts + 1;
+  return buffer.bytes <= kSmallBuffer ? place.first_int32(buffer.memory, count)
+                                      : place.empty_int32({count});
+}
+
+// A token's experts and their weights.
+struct Chosen {
+  void const* ids;
+  bool ids_are_int64;
+  void const* scores;
+  int32_t const* token_offsets;
+};
+
+Chosen chosen_of(Place const& place, Layer const& layer, Slots const& slots, Tensor const& ids,
+                 Tensor const& scores) {
+  require(slots.tokens == layer.sizes.tokens, slots.lists() ? "token_offsets" : "ids",
+          ": expected ", layer.sizes.tokens, " tokens as in x, got ", slots.tokens);
+  void const* const data = slots.data(place, ids, "ids");
+  require(ids.is_contiguous(), "ids: expected a contiguous tensor");
+  return {data, is_int64(ids, "ids"),
+          slots.packed(place, scores, "scores", score_dtype(layer.dtype)), slots.token_offsets};
+}
+
+struct Operands {
+  Tensor const& x;
+  MaybeTensor const& residual;
+  Weights w;
+  MaybeTensor const &b_up, &b_down;
+};
+
+// Runs forward into out (T, H); returns the offsets.
+Tensor run(Place const& place, Layer const& layer, Operands const& given, Chosen const& chosen,
+           Buffer const& buffer, Tensor const& out) {
+  Sizes const& s = layer.sizes;
+  Scratch const& scratch = buffer.parts;
+  Tensor offsets = offsets_in(place, buffer, layer);
+  Sort const sort{.tokens = s.tokens,
+                  .experts = s.experts,
+                  .top_k = s.top_k,
+                  .score_dtype = score_dtype(layer.dtype),
+                  .ids_are_int64 = chosen.ids_are_int64,
+                  .ids = chosen.ids,
+                  .offsets = static_cast<int32_t*>(offsets.data_ptr()),
+                  .row_token = scratch.row_token,
+                  .slot_row = scratch.slot_row,
+                  .workspace = scratch.sort,
+                  .slots = s.slots,
+                  .token_offsets = chosen.token_offsets};
+  Routing const routing{sort.offsets,          sort.row_token, sort.slot_row,
+                        /*row_score=*/nullptr, chosen.scores,  chosen.token_offsets};
+  MoeForward f = forward_args(place, layer, routing, given.x, given.w, given.b_up, given.b_down,
+                              scratch.products);
+  f.o = place.rows(out, "out", layer.dtype, {s.tokens, s.hidden});
+  Rows const shared{scratch.shared_rows, 0};
+  f.residual = shared.data != nullptr
+                   ? shared
+                   : place.rows(given.residual, "residual", layer.dtype, {s.tokens, s.hidden});
+  f.sort = &sort;
+  place.run(cpu::moe_forward, cuda::moe_forward, f);
+  return offsets;
+}
+
+// Runs shared experts into o (T, H).
+void run_shared(Place const& place, Layer const& layer, Tensor const& x, Shared const& shared,
+                SharedScratch const& scratch, void* o) {
+  Sizes const& s = layer.sizes;
+  cuda::AllRows const all{s.tokens, scratch.offsets};
+  place.run<cuda::AllRows>(
+      [](cuda::AllRows const& args) { args.offsets[0] = 0, args.offsets[1] = int32_t(args.rows); },
+      cuda::all_rows, all);
+  MoeForward f;
+  f.sizes = s;
+  f.dtype = layer.dtype;
+  f.activation = layer.activation;
+  f.order = layer.order;
+  f.routing.offsets = scratch.offsets;
+  f.x = place.rows(x, "x", layer.dtype, {s.tokens, s.hidden});
+  void* const up = place.packed(shared.w_up, "shared.w_up", layer.dtype, {layer.width(), s.hidden});
+  f.w_up = up_weight<ConstWeight>(up, s, layer.activation.gated, layer.order, /*transposed=*/false,
+                                  element_bytes(layer.dtype));
+  f.w_down = {place.packed(shared.w_down, "shared.w_down", layer.dtype, {s.hidden, s.intermediate}),
+              s.hidden * s.intermediate, s.intermediate, 1};
+  f.workspace = scratch.products;
+  f.o = {o, 0};
+  place.run(cpu::moe_forward, cuda::moe_forward, f);
+}
+
+// The same from the router's product on.
+struct RoutedBy {
+  Tensor const& weight;
+  MaybeTensor const &selection_bias, &token_mask;
+  int64_t top_k;
+  RouterScalars router;
+};
+
+Tensor run_layer(Place const& place, Operands const& given, RoutedBy const& by,
+                 Activation activation, Flags flags, std::optional<Shared> const& shared,
+                 Tensor const& out) {
+  Layer const layer = layer_of(place, given.x, {.tokens = given.x.size(0), .top_k = by.top_k},
+                               given.w.down, activation, flags);
+  RouterProduct product(place, given.x, by.weight);
+  RouteSizes const sizes = product.sizes(by.top_k);
+  Route route = route_of(place, sizes, by.selection_bias, by.token_mask, by.router);
+  require(sizes.experts == layer.sizes.experts, "router: expected ", layer.sizes.experts,
+          " experts as in w_down, got ", sizes.experts);
+  std::optional<Layer> dense;
+  if (shared.has_value()) dense = shared_layer(layer, *shared);
+  Buffer const buffer(place, layer,
+                      {.routes = true,
+                       .router_bytes = product.workspace_bytes(),
+                       .shared = dense ? &*dense : nullptr});
+  if (dense) {
+    run_shared(place, *dense, given.x, *shared, buffer.parts.shared, buffer.parts.shared_rows);
+  }
+  route.ids = buffer.parts.ids;
+  route.scores = buffer.parts.scores;
+  product.route(place, route, buffer.parts.router);
+  Chosen const chosen{
+      .ids = route.ids, .ids_are_int64 = false, .scores = route.scores, .token_offsets = nullptr};
+  return run(place, layer, given, chosen, buffer, out);
+}
+
+// ---- settings -----------------------------------------------------------------------------------
+
+constexpr int kOfExperts = 8, kOfRouter = 8;
+
+// What a layer is told beside its tensors: one argument of an op takes the host less time than 16.
+// In the order of the ops' arguments; python/guild/layer_inference.py writes them.
+class Settings {
+ public:
+  Settings(Tensor const& tensor, int64_t count) {
+    bool const plain = tensor.is_cpu() && tensor.dim() == 1 && tensor.size(0) == count &&
+                       tensor.is_contiguous() && dtype_of(tensor, "settings") == DType::float64;
+    require(plain, "settings: expected a contiguous float64 CPU tensor of ", count, " numbers");
+    value_ = static_cast<double const*>(tensor.data_ptr());
+  }
+  Activation activation() const {
+    return activation_of(whole(0), flag(1), value_[2], value_[3], value_[4], flag(5));
+  }
+  Flags flags() const { return {flag(6), flag(7), no_lists_}; }
+  int64_t top_k() const { return whole(8); }
+  RouterScalars router() const {
+    return {whole(9), flag(10), value_[11], whole(12), whole(13), value_[14], whole(15)};
+  }
+
+ private:
+  int64_t whole(int i) const { return int64_t(value_[i]); }
+  bool flag(int i) const { return value_[i] != 0; }
+
+  double const* value_;
+  MaybeTensor no_lists_;
+};
+
+Tensor rows_like(Place const& place, Tensor const& x) {
+  require_dims(x, "x", 2);
+  return place.empty({x.size(0), x.size(1)}, dtype_of(x, "x"));
+}
+
+}  // namespace
+
+Tensor moe_forward_out(Tensor const& x, Tensor const& ids, Tensor const& scores,
+                       MaybeTensor const& token_offsets, MaybeTensor const& residual,
+                       Tensor const& w_up, MaybeTensor const& w_gate, Tensor const& w_down,
+                       MaybeTensor const& b_up, MaybeTensor const& b_down, int64_t kind, bool gated,
+                       double alpha, double limit, double up_offset, bool clamp_after,
+                       bool interleaved, bool transposed, Tensor& out,
+                       MaybeTensor const& experts_at) {
+  Place const place(x, "x");
+  Slots const slots = slots_of(place, ids, "ids", token_offsets);
+  Layer const layer = layer_of(place, x, slots, w_down,
+                               activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
+                               {interleaved, transposed, experts_at});
+  Chosen const chosen = chosen_of(place, layer, slots, ids, scores);
+  require_apart({{"out", out}}, {{"x", x},
+                                 {"ids", ids},
+                                 {"scores", scores},
+                                 {"token_offsets", token_offsets},
+                                 {"residual", residual},
+                                 {"w_up", own_memory(w_up, experts_at)},
+                                 {"w_gate", own_memory(w_gate, experts_at)},
+                                 {"w_down", own_memory(w_down, experts_at)},
+                                 {"b_up", b_up},
+                                 {"b_down", b_down}});
+  Buffer const buffer(place, layer, {.routes = false, .router_bytes = 0, .shared = nullptr});
+  return run(place, layer, {x, residual, {w_up, w_gate, w_down}, b_up, b_down}, chosen, buffer,
+             out);
+}
+
+Tensor moe_layer_out(Tensor const& x, Tensor const& router, MaybeTensor const& selection_bias,
+                     MaybeTensor const& token_mask, int64_t top_k, int64_t score, bool renormalize,
+                     double scale, int64_t groups, int64_t top_groups, double sum_floor,
+                     int64_t group_score, MaybeTensor const& residual, Tensor const& w_up,
+                     Tensor const& w_down, MaybeTensor const& b_up, MaybeTensor const& b_down,
+                     int64_t kind, bool gated, double alpha, double limit, double up_offset,
+                     bool clamp_after, bool interleaved, bool transposed, Tensor& out) {
+  Place const place(x, "x");
+  require_apart({{"out", out}}, {{"x", x},
+                                 {"router.weight", router},
+                                 {"selection_bias", selection_bias},
+                                 {"token_mask", token_mask},
+                                 {"residual", residual},
+                                 {"w_up", w_up},
+                                 {"w_down", w_down},
+                                 {"b_up", b_up},
+                                 {"b_down", b_down}});
+  RoutedBy const by{router,
+                    selection_bias,
+                    token_mask,
+                    top_k,
+                    {score, renormalize, scale, groups, top_groups, sum_floor, group_score}};
+  return run_layer(place, {x, residual, {w_up, std::nullopt, w_down}, b_up, b_down}, by,
+                   activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
+                   {interleaved, transposed, std::nullopt}, std::nullopt, out);
+}
+
+Tensors2 infer_experts(Tensor const& x, Tensor const& ids, Tensor const& scores,
+                       MaybeTensor const& residual, Tensor const& w_up, Tensor const& w_down,
+                       MaybeTensor const& b_up, MaybeTensor const& b_down, Tensor const& settings) {
+  Place const place(x, "x");
+  Settings const told(settings, kOfExperts);
+  Slots const slots = slots_of(place, ids, "ids", std::nullopt);
+  Layer const layer = layer_of(place, x, slots, w_down, told.activation(), told.flags());
+  Chosen const chosen = chosen_of(place, layer, slots, ids, scores);
+  Tensor const out = rows_like(place, x);
+  Buffer const buffer(place, layer, {.routes = false, .router_bytes = 0, .shared = nullptr});
+  Tensor const offsets = run(
+      place, layer, {x, residual, {w_up, std::nullopt, w_down}, b_up, b_down}, chosen, buffer, out);
+  return {out, offsets};
+}
+
+Tensors2 infer_layer(Tensor const& x, Tensor const& router, MaybeTensor const& selection_bias,
+                     MaybeTensor const& residual, MaybeTensor const& shared_up,
+                     MaybeTensor const& shared_down, Tensor const& w_up, Tensor const& w_down,
+                     MaybeTensor const& b_up, MaybeTensor const& b_down, Tensor const& settings) {
+  Place const place(x, "x");
+  Settings const told(settings, kOfExperts + kOfRouter);
+  MaybeTensor const all;
+  RoutedBy const by{router, selection_bias, /*token_mask=*/all, told.top_k(), told.router()};
+  bool const dense = shared_up.has_value();
+  require(shared_down.has_value() == dense && !(dense && residual.has_value()),
+          "shared_up: expected both weights and no residual, or none");
+  std::optional<Shared> shared;
+  if (dense) shared.emplace(Shared{*shared_up, *shared_down});
+  Tensor const out = rows_like(place, x);
+  Tensor const offsets = run_layer(place, {x, residual, {w_up, std::nullopt, w_down}, b_up, b_down},
+                                   by, told.activation(), told.flags(), shared, out);
+  return {out, offsets};
+}
+
+Tensor infer_shared(Tensor const& x, Tensor const& w_up, Tensor const& w_down,
+                    Tensor const& settings) {
+  Place const place(x, "x");
+  Settings const told(settings, kOfExperts);
+  Tensor const out = rows_like(place, x);
+  Layer plain;
+  plain.sizes = {.tokens = x.size(0), .hidden = x.size(1)};
+  plain.dtype = dtype_of(x, "x");
+  plain.activation = told.activation();
+  plain.order = told.flags().interleaved ? GateUp::interleaved : GateUp::concatenated;
+  Shared const shared{w_up, w_down};
+  Layer const layer = shared_layer(plain, shared);
+  Carver counting(nullptr);
+  carve_shared(counting, layer);
+  Tensor const memory = place.workspace(counting.used());
+  Carver carver(memory.data_ptr());
+  run_shared(place, layer, x, shared, carve_shared(carver, layer), out.data_ptr());
+  return out;
+}
+
+}  // namespace guild::binding

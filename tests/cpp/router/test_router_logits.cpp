@@ -1,0 +1,182 @@
+// The router's product: against sums in float64, with the same bits in any company, and followed by
+// the choice of experts.
+#include <random>
+
+#include "device_test.h"
+#include "guild/router_logits.h"
+#include "reference.h"
+#include "shared/router_product.h"
+#include "wrong_call.h"
+
+namespace guild::test {
+
+namespace {
+
+struct LogitsCase {
+  int64_t tokens, hidden, experts;
+};
+
+// Sums of one chunk and of several, whole and not; tiles of every shape, full and not.
+constexpr LogitsCase kCases[] = {{1, 8, 1},      {70, 72, 5},     {300, 520, 37}, {9, 4104, 60},
+                                 {200, 2880, 8}, {33, 1024, 520}, {1100, 256, 16}};
+
+class RouterProduct : public DeviceTest {
+ protected:
+  Tensor random(DType dtype, int64_t rows, int64_t cols, int64_t stride, std::vector<double>& to) {
+    std::normal_distribution<double> normal;
+    to.resize(rows * cols);
+    for (double& v : to) v = round_to(dtype, normal(random_));
+    Tensor t(device(), dtype, rows, cols, stride);
+    t.set(to);
+    return t;
+  }
+  void run(RouterLogits const& x) const {
+    on_cuda() ? cuda::router_logits(x) : cpu::router_logits(x);
+  }
+  // The logits of tokens first .. first + count.
+  std::vector<double> logits(RouterLogits x, int64_t first, int64_t count, int64_t row_bytes) {
+    DType const dtype = x.dtype == DType::float64 ? DType::float64 : DType::float32;
+    Tensor out(device(), dtype, count, x.experts, x.experts + 3);
+    Bytes const workspace(device(),
+                          router_logits_workspace_bytes(count, x.hidden, x.experts, x.dtype));
+    x.tokens = count;
+    x.x = {static_cast<char const*>(x.x.data) + first * row_bytes, x.x.stride};
+    x.logits = out.view(), x.workspace = workspace.data();
+    run(x);
+    out.expect_untouched_from(count, "logits");
+    EXPECT_TRUE(workspace.canaries_alive());
+    return out.get();
+  }
+  void check(LogitsCase const& c, DType dtype);
+
+  std::mt19937 random_{5};
+};
+
+void RouterProduct::check(LogitsCase const& c, DType dtype) {
+  std::vector<double> x, w;
+  Tensor const x_in = random(dtype, c.tokens, c.hidden, c.hidden + 8, x);
+  Tensor const w_in = random(dtype, c.experts, c.hidden, c.hidden + 16, w);
+  RouterLogits args;
+  args.hidden = c.hidden, args.experts = c.experts, args.dtype = dtype;
+  args.x = x_in.view(), args.weight = w_in.view();
+  int64_t const row_bytes = (c.hidden + 8) * bytes_of(dtype);
+  auto const all = logits(args, 0, c.tokens, row_bytes);
+
+  double const unit = dtype == DType::float64 ? 0x1p-52 : 0x1p-23;
+  for (int64_t t = 0; t < c.tokens; ++t) {
+    for (int64_t e = 0; e < c.experts; ++e) {
+      double sum = 0, size = 0;
+      for (int64_t k = 0; k < c.hidden; ++k) {
+        double const product = x[t * c.hidden + k] * w[e * c.hidden + k];
+        sum += product, size += std::abs(product);
+      }
+      double const allowed = unit * size * (4 + double(router_chunk(c.hidden)) / 16);
+      ASSERT_NEAR(all[t * c.experts + e], sum, allowed) << "token " << t << ", expert " << e;
+    }
+  }
+  for (int64_t const count : {1, 2, 9, 64, 65, 130}) {
+    if (count > c.tokens) break;
+    for (int64_t const first : {int64_t(0), (c.tokens - count) / 2, c.tokens - count}) {
+      auto const some = logits(args, first, count, row_bytes);
+      EXPECT_TRUE(std::equal(some.begin(), some.end(), all.begin() + first * c.experts))
+          << count << " tokens from " << first;
+    }
+  }
+}
+
+TEST_P(RouterProduct, IsTheSumAndHasItsBitsInAnyCompany) {
+  for (LogitsCase const& c : kCases) {
+    for (DType const dtype : dtypes()) {
+      SCOPED_TRACE(text_of(c.tokens, " tokens of ", c.hidden, ", ", c.experts, " experts, dtype ",
+                           int(dtype)));
+      check(c, dtype);
+    }
+  }
+}
+
+TEST_P(RouterProduct, RoutesAsRouteDoes) {
+  for (LogitsCase const& c :
+       {LogitsCase{5, 1160, 12}, {31, 2056, 130}, {300, 4096, 64}, {40, 64, 600}}) {
+    DType const dtype = dtypes().back();
+    DType const wide = dtype == DType::float64 ? DType::float64 : DType::float32;
+    std::vector<double> values;
+    Tensor const x_in = random(dtype, c.tokens, c.hidden, 0, values);
+    Tensor const w_in = random(dtype, c.experts, c.hidden, 0, values);
+    Bytes const workspace(device(),
+                          router_logits_workspace_bytes(c.tokens, c.hidden, c.experts, dtype));
+    RouterLogits product{c.tokens,    c.hidden,    c.experts, dtype,
+                         x_in.view(), w_in.view(), {},        workspace.data()};
+    std::vector<double> scores[2];
+    std::vector<int32_t> chosen[2];
+    for (bool const together : {false, true}) {
+      Tensor const logits(device(), wide, c.tokens, c.experts), out(device(), wide, c.tokens, 4);
+      Indices<int32_t> const ids(device(), std::vector<int32_t>(c.tokens * 4, -7));
+      Route route;
+      route.tokens = c.tokens, route.experts = c.experts, route.top_k = 4, route.dtype = wide;
+      route.ids = ids.data(), route.scores = out.view().data;
+      if (together) {
+        product.logits = {};
+        on_cuda() ? cuda::route_tokens(product, route) : cpu::route_tokens(product, route);
+      } else {
+        product.logits = logits.view(), route.logits = logits.view();
+        run(product);
+        device().run(route);
+      }
+      scores[together] = out.get(), chosen[together] = ids.get();
+    }
+    EXPECT_EQ(chosen[0], chosen[1]);
+    EXPECT_EQ(scores[0], scores[1]);
+  }
+}
+
+GUILD_DEVICE_TESTS(RouterProduct);
+
+TEST(RouterTile, IsSplitWhereTokensAreFew) {
+  EXPECT_TRUE(choose_router_tile(1, 2048, 128).split);
+  EXPECT_TRUE(choose_router_tile(64, 7168, 256).split);
+  EXPECT_FALSE(choose_router_tile(32768, 2048, 128).split);
+  EXPECT_FALSE(choose_router_tile(1, 2048, 1000).split);  // no router adds so many chunks
+  EXPECT_EQ(choose_router_tile(1, 2048, 128).tokens, 64);
+  EXPECT_EQ(choose_router_tile(16384, 7168, 256).experts, 128);
+}
+
+TEST(Check, RouterLogits) {
+  WrongCalls<RouterLogits> const wrong(&Calls::router_logits, cpu::router_logits,
+                                       cuda::router_logits);
+  wrong.size("tokens", &RouterLogits::tokens, 0, 2147483647);
+  wrong.size("hidden", &RouterLogits::hidden, 1, 1073741823);
+  wrong.size("experts", &RouterLogits::experts, 1, 4096);
+  wrong.dtype("dtype", &RouterLogits::dtype);
+  wrong.rows("x", &RouterLogits::x, 4, 16);
+  wrong.rows("weight", &RouterLogits::weight, 8, 16);
+  wrong.optional_rows("logits", &RouterLogits::logits, 8);
+  wrong.pointer("workspace", &RouterLogits::workspace);
+}
+
+TEST(Check, RouteTokens) {
+  Calls calls;
+  auto const expect = [&](char const* message, auto&& spoil) {
+    RouterLogits product = calls.router_logits();
+    Route route = calls.route();
+    product.logits = {}, route.logits = {};
+    spoil(product, route);
+    try {
+      cpu::route_tokens(product, route);
+      ADD_FAILURE() << "no error: " << message;
+    } catch (Error const& error) {
+      EXPECT_STREQ(error.what(), message);
+    }
+  };
+  expect("product.logits: expected null, for they are not kept",
+         [&](auto& p, auto&) { p.logits.data = calls.memory; });
+  expect("logits: expected null, for the product makes them",
+         [&](auto&, auto& r) { r.logits = {calls.memory}; });
+  expect("tokens: expected 4 as the product has, got 3", [](auto&, auto& r) { r.tokens = 3; });
+  expect("experts: expected 8 as the product has, got 9", [](auto&, auto& r) { r.experts = 9; });
+  expect("dtype: expected float32 as the product's logits, got float64",
+         [](auto&, auto& r) { r.dtype = DType::float64; });
+}
+
+}  // namespace
+
+}  // namespace guild::test

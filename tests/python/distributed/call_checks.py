@@ -1,0 +1,185 @@
+"""Calls of a layer over ranks: experts as lists and with LoRA, and ranks that call otherwise.
+
+Run by test_four_ranks.py.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import guild
+from layer_checks import tokens_of, weights_of
+from processes import gathered
+
+_EXPERTS, _HIDDEN, _INNER, _RANK = 8, 16, 12, 3
+
+
+def new_group(exact: bool = False, engine: str = "nccl") -> guild.ExpertParallel:
+    """Of all ranks, and of nobody else: what goes wrong in it stays there."""
+    everyone = dist.new_group(list(range(dist.get_world_size())))
+    return guild.ExpertParallel(everyone, exact=exact, timeout=60.0, engine=engine)
+
+
+def terms() -> dict[str, Tensor]:
+    """A and B of both projections, of every expert."""
+    draw = torch.Generator().manual_seed(2)
+    shapes = {
+        "up_a": (_RANK, _HIDDEN),
+        "up_b": (2 * _INNER, _RANK),
+        "down_a": (_RANK, _INNER),
+        "down_b": (_HIDDEN, _RANK),
+    }
+    return {n: torch.randn(_EXPERTS, *s, generator=draw).double() for n, s in shapes.items()}
+
+
+def run(call: Callable, tokens: dict, experts: slice, lists: bool, lora: bool) -> dict:
+    """Output and every gradient; lists: w_up's in order in memory, w_down's in reverse."""
+    names = "w_up", "w_down", "b_up", "b_down"
+    whole = weights_of(_EXPERTS, guild.Activation(), True, torch.float64)
+    leaves = dict(zip(names, (w[experts].clone() for w in whole), strict=True))
+    leaves |= {n: t[experts].clone() for n, t in terms().items()} if lora else {}
+    given: dict[str, Any] = {n: t.requires_grad_() for n, t in leaves.items()}
+    if lists:
+        flipped = leaves["w_down"].detach().flip(0)
+        leaves["w_down"] = [t.requires_grad_() for t in reversed(flipped.unbind())]
+        given["w_down"], given["w_up"] = leaves["w_down"], list(leaves["w_up"].unbind())
+    options = {n: given[n] for n in names}
+    if lora:
+        options["lora_up"] = guild.LoRA(given["up_a"], given["up_b"], 0.5)
+        options["lora_down"] = guild.LoRA(given["down_a"], given["down_b"])
+    x = tokens["x"].clone().requires_grad_()
+    out = call(x, tokens["ids"], tokens["scores"], **options)
+    out.backward(tokens["dout"])
+    found = {"out": out.detach(), "x": x.grad}
+    for name, leaf in leaves.items():
+        gradients = [t.grad for t in leaf] if isinstance(leaf, list) else leaf.grad
+        found[name] = torch.stack(gradients) if isinstance(leaf, list) else gradients
+    return found
+
+
+def lists_and_low_rank(rank: int) -> None:
+    """Against one process with all tokens."""
+    group = new_group()
+    own = tokens_of(rank, (7, 0, 9, 1)[rank], torch.float64, lists=False)
+    everyone = {name: gathered(tensor) for name, tensor in own.items()}
+    joined = {name: torch.cat(tensors) for name, tensors in everyone.items()}
+    before = sum(len(x) for x in everyone["x"][:rank])
+    local = group.local_experts(_EXPERTS)
+    mine, rows = slice(local.start, local.stop), slice(before, before + len(own["x"]))
+    warnings.simplefilter("ignore", guild.CopiedWeightsWarning)  # this process has no pytest
+    engines = group, new_group(engine="peer")
+    for lists, lora in ((True, False), (False, True), (True, True)):
+        truth = run(guild.routed_experts, joined, slice(None), False, lora)
+        for ranks in engines:
+            for name, value in run(ranks.routed_experts, own, mine, lists, lora).items():
+                part, close = rows if name in ("out", "x") else mine, {"rtol": 1e-10, "atol": 1e-10}
+                torch.testing.assert_close(value, truth[name][part], **close, msg=name)
+    exact = new_group(exact=True)
+    with pytest.raises(ValueError, match=r"^lora_up: expected None with ExpertParallel\(exact="):
+        run(exact.routed_experts, own, mine, False, True)
+    got = run(exact.routed_experts, own, mine, True, False)
+    truth = run(guild.routed_experts, joined, slice(None), False, False)
+    torch.testing.assert_close(got["w_down"], truth["w_down"][mine])
+    lora = rank == 2
+    with pytest.raises(ValueError, match="got bias and LoRA 3 on rank 0, 3 on rank 1, 7 on rank 2"):
+        run(group.routed_experts, own, mine, False, lora)
+
+
+def other_activations(rank: int) -> None:
+    """Experts that would compute something else on one rank."""
+    group = new_group()
+    for text, one, others in (
+        (
+            "(alpha, limit) (1, inf) on rank 0, (1, inf) on rank 1, (1.5, inf)",
+            {"alpha": 1.5},
+            {},
+        ),
+        ("(alpha, limit) (1, inf) on rank 0, (1, inf) on rank 1, (1, 7) on", {"limit": 7.0}, {}),
+        (
+            "(activation, up_offset) (16, 0) on rank 0, (16, 0) on rank 1, (0",
+            {"gated": False},
+            {},
+        ),
+    ):
+        activation = guild.Activation(**(one if rank == 2 else others))
+        layer = guild.MoE(16, 8, 8, 2, activation, expert_group=group)
+        with pytest.raises(ValueError, match=f"^expert_group: .* got {re.escape(text)}"):
+            layer(torch.randn(3, 16))
+    layer = guild.MoE(16, 8, 8, 2, bias=rank == 1, expert_group=group)
+    with pytest.raises(ValueError, match="got bias and LoRA 0 on rank 0, 3 on rank 1"):
+        layer(torch.randn(3, 16))
+
+
+class InAHookError(Exception):
+    """Of a user's own."""
+
+
+def one_pass_less(rank: int) -> None:
+    """Rank 1 skips a forward or backward pass, or raises in it: all have the same error."""
+
+    def step(layer: guild.MoE, skips: bool, how: str) -> None:
+        out, x = layer(torch.randn(3 + rank, 16)), torch.randn(40 * rank, 16)
+        if how == "forward":
+            if not skips:
+                layer(x)
+            out.sum().backward()
+            return
+        if skips and how == "raises":
+            out.register_hook(mock.Mock(side_effect=InAHookError))
+            with pytest.raises(InAHookError):
+                out.sum().backward()
+        elif skips and how == "part":
+            torch.autograd.grad(out.sum(), layer.w_up)
+        elif not skips:
+            out.sum().backward()
+        layer(x)
+
+    for how, text in (
+        ("forward", "forward of call 2 on rank 0, backward of the output of call 1 on rank 1"),
+        ("backward", "backward of the output of call 1 on rank 0, forward of call 2 on rank 1"),
+        ("raises", "backward of the output of call 1 on rank 0, forward of call 2 on rank 1"),
+        ("part", "backward of the tokens of call 1 on rank 0, forward of call 2 on rank 1"),
+    ):
+        layer = guild.MoE(16, 8, 8, 2, expert_group=new_group())
+        with pytest.raises(RuntimeError, match=f"^expert_group: .* the same order, got {text}"):
+            step(layer, rank == 1, how)
+
+
+def middle_of_a_step(rank: int) -> None:
+    """A rank that fails between two messages says so in every later call."""
+    layer = guild.MoE(16, 8, 8, 2, expert_group=new_group())
+    ranks = layer.expert_group._ranks
+    with pytest.raises(InAHookError), ranks.in_step("forward"):
+        raise InAHookError
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="this rank raised InAHookError in the forward of"):
+            layer(torch.randn(2, 16))
+
+
+def destroyed(rank: int) -> None:
+    """A group that is gone is an error, not a message to nobody."""
+    layer = guild.MoE(16, 8, 8, 2, expert_group=new_group())
+    out = layer(torch.randn(2, 16))
+    dist.destroy_process_group(layer.expert_group.group)
+    with pytest.raises(RuntimeError, match="^expert_group: its process group has been destroyed"):
+        layer(torch.randn(2, 16))
+    with pytest.raises(RuntimeError, match="^expert_group: its process group has been destroyed"):
+        out.sum().backward()
+
+
+CHECKS = (
+    lists_and_low_rank,
+    other_activations,
+    one_pass_less,
+    middle_of_a_step,
+    destroyed,
+)

@@ -1,0 +1,272 @@
+"""The peer engine beside the process group's and one process, on CPU ranks or one GPU a rank.
+
+Run by test_four_ranks.py and test_peer_gpus.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import guild
+from processes import gathered
+
+MOST_TOKENS, EXPERTS, TOP_K = 96, 8, 3
+HIDDEN, INTERMEDIATE = 64, 48
+LATE = 1.5  # seconds
+
+
+def device() -> torch.device:
+    """This rank's."""
+    if dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+@functools.cache
+def group_of(engine: str, exact: bool = False, capacity: float | None = None):
+    """All ranks."""
+    room = {"max_tokens": MOST_TOKENS, "capacity": capacity}
+    return guild.ExpertParallel(exact=exact, timeout=60.0, engine=engine, **room)
+
+
+class Step:
+    """A rank's experts and tokens, and a step over them by any engine."""
+
+    def __init__(self, seed: int, tokens: int, skew: bool = False) -> None:
+        here, size, rank = device(), dist.get_world_size(), dist.get_rank()
+        self.dtype = torch.bfloat16 if here.type == "cuda" else torch.float32
+        draw = torch.Generator().manual_seed(seed)
+        shapes = (EXPERTS, 2 * INTERMEDIATE, HIDDEN), (EXPERTS, HIDDEN, INTERMEDIATE)
+        self.whole = [self.on_device(torch.randn(s, generator=draw) / 8) for s in shapes]
+        local = EXPERTS // size
+        mine = slice(rank * local, (rank + 1) * local)
+        self.weights = [w[mine].clone().requires_grad_() for w in self.whole]
+        self.x, self.scores, self.dout = (torch.empty(0),) * 3
+        self.ids = torch.empty(0)
+        self.draw(seed, tokens, skew)
+
+    def on_device(self, values: Tensor) -> Tensor:
+        """In the layer's dtype."""
+        return values.to(device(), self.dtype)
+
+    def draw(self, seed: int, tokens: int, skew: bool = False) -> None:
+        """New tokens; skew: all of them go to the first rank's experts. Some ids are nobody's."""
+        draw = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
+        experts = EXPERTS // dist.get_world_size() if skew else EXPERTS
+        self.x = self.on_device(torch.randn(tokens, HIDDEN, generator=draw)).requires_grad_()
+        self.dout = self.on_device(torch.randn(tokens, HIDDEN, generator=draw))
+        ids = torch.rand(tokens, EXPERTS, generator=draw).argsort(1)[:, :TOP_K] % experts
+        ids[torch.rand(ids.shape, generator=draw) < 0.1] = -1
+        self.ids = ids.int().to(device())
+        scores = torch.rand(tokens, TOP_K, generator=draw).to(device())
+        self.scores = scores.requires_grad_()
+
+    def run(self, group: guild.ExpertParallel, recompute: bool = False) -> list[Tensor]:
+        """Output and gradients of x, scores and weights."""
+        routing = self.x, self.ids, self.scores
+        out = group.routed_experts(*routing, *self.weights, residual=self.dout, recompute=recompute)
+        leaves = self.x, self.scores, *self.weights
+        return [out.detach(), *torch.autograd.grad(out, leaves, self.dout)]
+
+    def alone(self) -> list[Tensor]:
+        """What one process gives for the tokens of all ranks; this rank's part of it."""
+        size, rank = dist.get_world_size(), dist.get_rank()
+        everyone = [gathered(t) for t in (self.x, self.scores, self.dout, self.ids)]
+        joined = [torch.cat([t.to(device()) for t in ts]) for ts in everyone]
+        x, scores, dout, ids = joined
+        x, scores = x.requires_grad_(), scores.requires_grad_()
+        whole = [w.clone().requires_grad_() for w in self.whole]
+        out = guild.routed_experts(x, ids, scores, *whole, residual=dout)
+        gradients = torch.autograd.grad(out, (x, scores, *whole), dout)
+        counts = [t.shape[0] for t in everyone[0]]
+        first = sum(counts[:rank])
+        local = EXPERTS // size
+        rows, experts = slice(first, first + counts[rank]), slice(rank * local, (rank + 1) * local)
+        parts = [rows, rows, rows, experts, experts]
+        return [t[part] for t, part in zip((out.detach(), *gradients), parts, strict=True)]
+
+
+def expect_equal(got: list[Tensor], expected: list[Tensor], what: object) -> None:
+    """Bit for bit."""
+    names = ("out", "x", "scores", "w_up", "w_down")
+    for name, value, truth in zip(names, got, expected, strict=True):
+        assert torch.equal(value, truth), (what, name, (value - truth).abs().max())
+
+
+def tokens_of(rank: int, seed: int) -> int:
+    """Of any number, none too."""
+    return ((40, 0, 96, 7), (0, 96, 1, 30), (64, 64, 64, 64), (0, 0, 0, 0))[seed % 4][rank % 4]
+
+
+def same_as_process_group(rank: int) -> None:
+    """The same bits as rows sent by all_to_all_single, however tokens are routed."""
+    for seed in range(8):
+        step = Step(seed, tokens_of(rank, seed), skew=seed % 3 == 2)
+        expected = step.run(group_of("nccl"))
+        for capacity in (None, 1.0 * dist.get_world_size()):
+            got = step.run(group_of("peer", capacity=capacity), recompute=seed % 2 == 1)
+            expect_equal(got, expected, (rank, seed, capacity))
+
+
+def same_as_one_process(rank: int) -> None:
+    """exact=True gives the bits of one process."""
+    for seed in range(4):
+        step = Step(seed, tokens_of(rank, seed), skew=seed == 1)
+        expected = step.alone()
+        expect_equal(step.run(group_of("peer", True)), expected, (rank, seed))
+        close = step.run(group_of("peer"))
+        for value, truth in zip(close, expected, strict=True):
+            error = (value - truth).float().norm()
+            assert error <= 1e-2 * truth.float().norm() + 1e-6, (rank, seed, error)
+
+
+def two_layers(rank: int) -> None:
+    """Results do not lie in the memory that the next layer uses."""
+    first, second = Step(1, 20), Step(2, 20)
+    group = group_of("peer")
+    kept = first.run(group)
+    copies = [t.clone() for t in kept]
+    second.run(group)
+    expect_equal(kept, copies, rank)
+
+
+def too_many_rows(rank: int) -> None:
+    """More rows than there is room for: NaN where it can be seen, and an error on every rank."""
+    group = guild.ExpertParallel(engine="peer", capacity=0.2, max_tokens=MOST_TOKENS, timeout=60.0)
+    step = Step(3, MOST_TOKENS, skew=True)
+    text = raised(RuntimeError, lambda: nan_then_check(group, step))
+    assert "capacity: expected room for all rows of rank 0" in text, text
+    assert text == raised(RuntimeError, lambda: step.run(group))
+
+
+def nan_then_check(group: guild.ExpertParallel, step: Step) -> None:
+    """A forward whose result is NaN, then what went wrong."""
+    with torch.no_grad():
+        out = group.routed_experts(step.x, step.ids, step.scores, *step.weights)
+    used = (step.ids >= 0).any(1)
+    assert out[used].isnan().all()
+    group.check()
+
+
+def too_many_tokens(rank: int) -> None:
+    """On one rank: an error that names them on all."""
+    group = guild.ExpertParallel(engine="peer", max_tokens=16, timeout=60.0)
+    step = Step(4, 16)
+    step.run(group)
+    dist.barrier()  # a rank that is still in this step would have the next one's error in it
+    step.draw(4, 17 if rank == 1 else 3)
+
+    def run_and_check() -> None:
+        step.run(group)
+        group.check()
+
+    text = raised(ValueError, run_and_check)
+    if rank == 1:
+        assert text.startswith("x: expected at most 16 tokens"), text
+    else:
+        assert "tokens beyond max_tokens" in text and "17 on rank 1" in text, text
+
+
+def raised(kind: type[Exception], call: Callable[[], object]) -> str:
+    """The message of the error that a call raises."""
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"expected {kind.__name__}")
+
+
+def replays(rank: int) -> None:
+    """A step as one CUDA graph, with new tokens and routing at every replay."""
+    if device().type != "cuda":
+        return
+    count = int(os.environ.get("GUILD_REPLAYS", "1000"))
+    step, group = Step(5, 64), group_of("peer")
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step.run(group)
+    side.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    fixed = [step.x, step.ids, step.scores, step.dout]
+    with torch.cuda.graph(graph, stream=side):
+        results = step.run(group)
+    other = Step(5, 64)
+    other.weights = step.weights
+    for number in range(count):
+        other.draw(number, 64, skew=number % 5 == 4)
+        with torch.no_grad():
+            new = other.x, other.ids, other.scores, other.dout
+            for to, values in zip(fixed, new, strict=True):
+                to.copy_(values)
+        graph.replay()
+        if number % 25 in (0, 4):
+            expect_equal(results, other.run(group_of("nccl")), (rank, number))
+    group.check()
+
+
+def beside_collectives(rank: int) -> None:
+    """NCCL's kernels run on another stream all the time."""
+    if device().type != "cuda":
+        return
+    others, side = dist.new_group(), torch.cuda.Stream()
+    small = torch.ones(4 << 20, device=device())
+    large = torch.empty(small.numel() * dist.get_world_size(), device=device())
+    step = Step(6, 64)
+    expected = step.run(group_of("nccl"))
+    torch.cuda.synchronize()
+    dist.barrier()
+    for number in range(200):
+        with torch.cuda.stream(side):
+            dist.all_gather_into_tensor(large, small, group=others)
+        if number % 7 == rank:
+            time.sleep(0.002)
+        got = step.run(group_of("peer"))
+        with torch.cuda.stream(side):
+            dist.reduce_scatter_tensor(small, large, group=others, op=dist.ReduceOp.AVG)
+    expect_equal(got, expected, rank)
+    side.synchronize()
+    group_of("peer").check()
+
+
+def killed(rank: int) -> str:
+    """The last rank is gone: the others find out in time."""
+    group = guild.ExpertParallel(engine="peer", max_tokens=MOST_TOKENS, timeout=LATE)
+    step = Step(7, 16)
+    step.run(group)
+    lost = dist.get_world_size() - 1
+    dist.barrier()
+    if rank == lost:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+
+    def until_noticed() -> None:
+        for _ in itertools.count():
+            step.run(group)
+            group.check()
+
+    text = raised(RuntimeError, until_noticed)
+    assert f"no answer from rank {lost} (rank {lost} of all)" in text, text
+    assert time.monotonic() - began < LATE + 5
+    assert text == raised(RuntimeError, lambda: step.run(group))
+    return text
+
+
+CHECKS = (
+    same_as_process_group,
+    same_as_one_process,
+    two_layers,
+    too_many_rows,
+    too_many_tokens,
+    replays,
+    beside_collectives,
+)

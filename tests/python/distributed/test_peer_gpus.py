@@ -1,0 +1,43 @@
+"""The peer engine on two or more GPUs of one host, and without one of its ranks."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+import peer_checks
+from processes import run_on_ranks, run_one, start_ranks
+
+
+def ranks_of(gpu: str) -> int:
+    """How many ranks there can be; each has a GPU and as many experts."""
+    count = min(torch.cuda.device_count(), 4)
+    if count < 2:
+        pytest.skip("one GPU: the peer engine needs two")
+    return count if peer_checks.EXPERTS % count == 0 else 2
+
+
+def test_gpus(gpu: str, tmp_path: Path) -> None:
+    """Every check on all ranks."""
+    run_on_ranks(peer_checks.CHECKS, ranks_of(gpu), tmp_path / "ranks", "nccl")
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_killed_rank(
+    backend: str, request: pytest.FixtureRequest, tmp_path: Path, gpu_reason: str
+) -> None:
+    """The other rank ends with an error that names it."""
+    if backend == "nccl" and (gpu_reason or torch.cuda.device_count() < 2):
+        pytest.skip(f"no two GPUs: {gpu_reason}")
+    if backend == "gloo" and request.config.getoption("--cuda-only"):
+        pytest.skip("--cuda-only")
+    how = "spawn" if backend == "nccl" else "forkserver"
+    killed = [peer_checks.killed], 2, str(tmp_path), backend
+    processes = start_ranks(run_one, 2, *killed, how=how).processes
+    for process in processes:
+        process.join(60)
+    assert [p.exitcode for p in processes] == [0, -signal.SIGKILL]
+    assert (tmp_path / "killed.0.done").exists()

@@ -1,0 +1,85 @@
+"""The order in which `make test` runs its steps, and what it does where one fails."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import steps  # noqa: E402
+
+# Ends well once the other file is there, and leaves its own.
+WAITS_FOR = """
+import pathlib, sys, time
+for _ in range(500):
+    if pathlib.Path(sys.argv[1]).exists():
+        break
+    time.sleep(0.01)
+else:
+    sys.exit("nobody came")
+print("after", sys.argv[1])
+pathlib.Path(sys.argv[2]).touch()
+"""
+
+
+@pytest.fixture
+def three_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """`slow` ends after `beside`; `wheel` may not begin before `slow` is done."""
+
+    def commands(awaited: str, own: str) -> list[list[str]]:
+        return [[sys.executable, "-c", WAITS_FOR, str(tmp_path / awaited), str(tmp_path / own)]]
+
+    (tmp_path / "there").touch()
+    made = {
+        "slow": steps.Step("", lambda: commands("beside", "slow"), one_core=True),
+        "beside": steps.Step("", lambda: commands("there", "beside")),
+        "wheel": steps.Step("", lambda: commands("slow", "wheel"), changes_library=True),
+    }
+    monkeypatch.setattr(steps, "STEPS", made)
+    monkeypatch.setattr(steps, "LOGS", tmp_path / "logs")
+    monkeypatch.setattr(steps, "has_supported_gpu", lambda: False)
+    monkeypatch.setattr(steps.os, "cpu_count", lambda: 2)
+    return list(made)
+
+
+def test_a_step_of_one_core_runs_beside_the_next(
+    three_steps: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Its output is shown in one piece, before what needs it to be over."""
+    results = steps.run_steps(three_steps, [])
+    assert {name: result for name, (result, _) in results.items()} == dict.fromkeys(
+        three_steps, "passed"
+    )
+    shown = capsys.readouterr().out
+    places = [shown.index(f"after {tmp_path / name}") for name in ("there", "beside", "slow")]
+    assert places == sorted(places)
+    assert (tmp_path / "logs/slow.log").read_text() == f"after {tmp_path / 'beside'}\n"
+
+
+def test_a_failure_beside_others_counts(
+    three_steps: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing = steps.Step("", lambda: [["false"], ["true"]], one_core=True)
+    monkeypatch.setitem(steps.STEPS, "slow", failing)
+    results = steps.run_steps(three_steps[:2], [])
+    assert [results[name][0] for name in three_steps[:2]] == ["FAILED", "passed"]
+
+
+@pytest.mark.parametrize(("cores", "gpu"), [(1, False), (2, True)])
+def test_one_after_the_other(
+    cores: int, gpu: bool, three_steps: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On one core, and where a GPU's tests measure it."""
+    monkeypatch.setattr(steps.os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(steps, "has_supported_gpu", lambda: gpu)
+    begun = []
+    for name, step in steps.STEPS.items():
+        quick = replace(step, commands=lambda name=name: begun.append(name) or [["true"]])
+        monkeypatch.setitem(steps.STEPS, name, quick)
+    results = steps.run_steps(three_steps, [])
+    assert begun == list(results) == three_steps
