@@ -52,7 +52,7 @@ struct StoreRowsAtOnce {
 template <GemmConfig C, OperandLoader Loader, class Epilogue, Codes codes>
 struct ScaledProduct : GroupedProduct<C, Loader, Epilogue> {
   using Base = GroupedProduct<C, Loader, Epilogue>;
-  using typename Base::Cursor, typename Base::Self, typename Base::SharedStorage;
+  using typename Base::Cursor, typename Base::Loop, typename Base::SharedStorage;
   static_assert(!C.in_turns && C.consumer_rows() == 64);
 
   struct Params : Base::Params {
@@ -117,7 +117,7 @@ struct ScaledProduct : GroupedProduct<C, Loader, Epilogue> {
   template <class F>
   static __device__ void sum(Params const& p, float (&sums)[C.tile_n / 2], Cursor& at,
                              Tile const& tile, SharedStorage& smem, Self self, F&& meanwhile) {
-    int const count = Base::steps(tile);
+    int const count = Loop::steps(tile);
     uint32_t const full = kept(shared_address(smem.full));
     uint32_t const a =
         kept(descriptor<Major::K>(shared_address(smem.a[0]) + self.group * kBlockBytes));
@@ -140,10 +140,10 @@ struct ScaledProduct : GroupedProduct<C, Loader, Epilogue> {
         fence_registers(wave);
         multiply(wave, a + at.stage * (C.a_bytes() / 16),
                  b + at.stage * (C.b_bytes() / 16) + w * (2 * kBlockBytes / 16));
-        if (w == 0) meanwhile(Base::kClaimsLate ? step + 1 == count : step == 0);
+        if (w == 0) meanwhile(Loop::kClaimsLate ? step + 1 == count : step == 0);
         wgmma_wait<0>();
         fence_registers(wave);
-        if (w == kWaves - 1 && self.leads_warp()) Base::release(smem.empty[at.stage]);
+        if (w == kWaves - 1 && self.leads_warp()) Loop::release(smem.empty[at.stage]);
         promote(sums + 64 * w, wave, now.row[0] * block[w], now.row[1] * block[w]);
       }
       now = next;
@@ -159,11 +159,17 @@ struct ScaledProduct : GroupedProduct<C, Loader, Epilogue> {
     QueueEnd tiles;
     Tile tile, following;
     for (bool more = smem.tiles.take(tiles, tile); more; tile = following) {
+      Tile const part = row_block(tile, self.group);
+      if (part.rows <= 0) {
+        Loop::pass(Loop::steps(tile), at, smem, self);
+        more = smem.tiles.take(tiles, following);
+        continue;
+      }
       sum(p, sums, at, tile, smem, self, [&](bool takes) {
         if (takes) more = smem.tiles.take(tiles, following);
       });
       typename Epilogue::template Parcel<C.tile_n> parcel;
-      parcel.begin(p.epilogue, sums, storage, row_block(tile, self.group), self.thread);
+      parcel.begin(p.epilogue, sums, storage, part, self.thread);
     }
     if (self.leads_warp()) tma_store_wait<0>();  // shared memory must outlive the last store
   }

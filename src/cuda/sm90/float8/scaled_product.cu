@@ -21,9 +21,9 @@ void launch_scaled(ScaledRowProduct const& x, Epilogue const& epilogue, Queue co
                  .inner = int(pairs)};
   ConstRows const a{x.a.data, row_stride(x.a, x.k) / 2};
   ConstWeight const b{x.b.data, x.b.expert_stride / 2, x.b.out_stride / 2, 1};
-  params.load.a = row_map<Pair>(a, x.rows, pairs, 1, kConfig.tile_m, "a");
-  auto const map = weight_map<Pair, kConfig, Major::K>(b, x.groups.groups, x.n, pairs, "b");
-  params.load.b = {{map, map}, false, int(ceil_div(pairs, kConfig.tile_k))};
+  params.load.a = row_map<Pair>(a, x.rows, pairs, 1, 64, "a");
+  params.load.b = weight_loader<Pair, kConfig, Major::K>(
+      b, b, x.groups.groups, x.n, pairs, false, int(ceil_div(pairs, kConfig.tile_k)), "b");
   params.epilogue = epilogue;
   params.a_scales = x.a_scales;
   params.b_scales = x.b_scales;
