@@ -205,6 +205,24 @@ void define_exchange(Library& m) {
 }
 
 // One kernel for both keys: the backend follows from the first tensor's device.
+void define_float8(Library& m) {
+  m.def(
+      "quantize_rows_out(Tensor x, int format, int scale, Tensor(a!) codes, Tensor(b!) scales) -> "
+      "()");
+  m.def(
+      "quantize_weights_out(Tensor w, int format, int scale, Tensor(a!) codes, Tensor(b!)? "
+      "transposed, Tensor(c!) scales) -> ()");
+  m.def(
+      "scaled_grouped_mm_out(Tensor a, Tensor a_scales, int a_format, Tensor b, Tensor b_scales, "
+      "int b_format, Tensor offs, Tensor(a!) out) -> ()");
+}
+
+void implement_float8(Library& m) {
+  m.impl("quantize_rows_out", TORCH_BOX(&quantize_rows_out));
+  m.impl("quantize_weights_out", TORCH_BOX(&quantize_weights_out));
+  m.impl("scaled_grouped_mm_out", TORCH_BOX(&scaled_grouped_mm_out));
+}
+
 void implement(Library& m) {
   m.impl("route", TORCH_BOX(&route));
   m.impl("router_logits", TORCH_BOX(&router_logits));
@@ -246,9 +264,6 @@ void implement(Library& m) {
   m.impl("expert_table", TORCH_BOX(&expert_table));
   m.impl("grouped_mm", TORCH_BOX(&grouped_mm));
   m.impl("grouped_mm_out", TORCH_BOX(&grouped_mm_out));
-  m.impl("quantize_rows_out", TORCH_BOX(&quantize_rows_out));
-  m.impl("quantize_weights_out", TORCH_BOX(&quantize_weights_out));
-  m.impl("scaled_grouped_mm_out", TORCH_BOX(&scaled_grouped_mm_out));
   m.impl("pair_up", TORCH_BOX(&pair_up));
   m.impl("pair_down", TORCH_BOX(&pair_down));
 }
@@ -263,9 +278,16 @@ STABLE_TORCH_LIBRARY(guild, m) {
   guild::binding::define_inference(m);
   guild::binding::define_steps(m);
   guild::binding::define_exchange(m);
+  guild::binding::define_float8(m);
 }
-STABLE_TORCH_LIBRARY_IMPL(guild, CPU, m) { guild::binding::implement(m); }
-STABLE_TORCH_LIBRARY_IMPL(guild, CUDA, m) { guild::binding::implement(m); }
+STABLE_TORCH_LIBRARY_IMPL(guild, CPU, m) {
+  guild::binding::implement(m);
+  guild::binding::implement_float8(m);
+}
+STABLE_TORCH_LIBRARY_IMPL(guild, CUDA, m) {
+  guild::binding::implement(m);
+  guild::binding::implement_float8(m);
+}
 STABLE_TORCH_LIBRARY_IMPL(guild, CompositeExplicitAutograd, m) {
   m.impl("cuda_built", TORCH_BOX(&guild::binding::cuda_built));
   m.impl("peer_memory_sizes", TORCH_BOX(&guild::binding::peer_memory_sizes));
