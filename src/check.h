@@ -36,5 +36,7 @@ void check(MoeWeightGradients const& x);
 void check(QuantizeRows const& x);
 void check(QuantizeWeights const& x);
 void check(ScaledGroupedGemm const& x);
+void check(ScaledUp const& x);
+void check(ScaledDownGradient const& x);
 
 }  // namespace guild

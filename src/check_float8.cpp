@@ -23,6 +23,12 @@ void check_scales(BlockScales<F> const& scales, bool needed, char const* name) {
           ", ", scales.col_stride, ")");
 }
 
+// A weight's codes whose products run over `in`.
+void check_codes(ConstWeight const& w, int64_t experts, int64_t out, int64_t in, char const* name) {
+  check_weight(w, experts, out, in, name, false);
+  require(w.in_stride == 1 || in == 1, name, ": expected H contiguous, got stride ", w.in_stride);
+}
+
 void check_kind(ScaleKind kind) {
   require(kind == ScaleKind::exact || kind == ScaleKind::power_of_two,
           "scale: expected 0 (exact) or 1 (power of two), got ", int(kind));
@@ -61,16 +67,77 @@ void check(ScaledGroupedGemm const& x) {
   check_size(x.n, 1, kMostColumns, "n");
   check_size(x.k, 1, kMostColumns, "k");
   check_size(x.groups, 1, kMostExperts, "groups");
+  check_size(x.halves, 1, 2, "halves");
   check_format(x.a_format, "a_format");
   check_format(x.b_format, "b_format");
   check_element(x.out_dtype, "out_dtype");
   check_pointer(x.offsets, true, "offsets");
-  check_rows(x.a, x.m, x.k, "a");
+  check_rows(x.a, x.m, x.halves * x.k, "a");
   check_scales(x.a_scales, x.m > 0, "a_scales");
-  check_weight(x.b, x.groups, x.n, x.k, "b", false);
-  require(x.b.in_stride == 1 || x.k == 1, "b: expected K contiguous, got stride ", x.b.in_stride);
+  check_weight(x.b, x.groups, x.n, x.halves * x.k, "b", false);
+  require(x.b.in_stride == 1 || x.halves * x.k == 1, "b: expected K contiguous, got stride ",
+          x.b.in_stride);
   check_scales(x.b_scales, true, "b_scales");
   check_rows(x.d, x.m, x.n, "d");
+  check_optional_rows(x.bias, x.n, "bias");
+}
+
+void check(ScaledUp const& x) {
+  Sizes const& s = x.sizes;
+  bool const gated = x.activation.gated;
+  bool const any = s.rows() > 0;
+  check_layer(s, x.dtype, x.routing);
+  check_element(x.dtype, "dtype");
+  check_activation(x.activation);
+  check_order(x.order);
+  check_format(x.x_format, "x_format");
+  check_format(x.w_format, "w_format");
+  check_format(x.format, "format");
+  check_kind(x.scale);
+  check_rows(x.x, input_rows(s, x.routing), s.hidden, "x");
+  check_scales(x.x_scales, input_rows(s, x.routing) > 0, "x_scales");
+  check_codes(x.w_up.gate, s.experts, s.intermediate, s.hidden, "w_up.gate");
+  check_scales(x.w_scales.gate, true, "w_scales.gate");
+  if (gated) {
+    check_codes(x.w_up.up, s.experts, s.intermediate, s.hidden, "w_up.up");
+    check_scales(x.w_scales.up, true, "w_scales.up");
+  }
+  check_optional_rows(x.bias, width(s, gated), "b_up");
+  check_optional_rows(x.h, width(s, gated), "h");
+  check_optional_rows(x.h_codes, width(s, gated), "h_codes");
+  check_scales(x.h_scales, any && x.h_codes.data != nullptr, "h_scales");
+  check_rows(x.a, s.rows(), s.intermediate, "a");
+  check_scales(x.a_scales, any, "a_scales");
+}
+
+void check(ScaledDownGradient const& x) {
+  Sizes const& s = x.sizes;
+  bool const gated = x.activation.gated;
+  bool const any = s.rows() > 0;
+  check_layer(s, x.dtype, x.routing);
+  check_element(x.dtype, "dtype");
+  check_activation(x.activation);
+  check_order(x.order);
+  check_format(x.dout_format, "dout_format");
+  check_format(x.w_format, "w_format");
+  check_format(x.h_format, "h_format");
+  check_format(x.format, "format");
+  check_kind(x.scale);
+  check_rows(x.dout, input_rows(s, x.routing), s.hidden, "dout");
+  check_scales(x.dout_scales, input_rows(s, x.routing) > 0, "dout_scales");
+  check_weight(x.w_down, s.experts, s.hidden, s.intermediate, "w_down", false);
+  require(x.w_down.out_stride == 1 || s.hidden == 1, "w_down: expected H contiguous, got stride ",
+          x.w_down.out_stride);
+  check_scales(x.w_scales, true, "w_scales");
+  require(x.h.data == nullptr || x.h_codes.data == nullptr,
+          "h_codes: expected null with h, got a pointer");
+  if (x.h_codes.data == nullptr) check_rows(x.h, s.rows(), width(s, gated), "h");
+  check_optional_rows(x.h_codes, width(s, gated), "h_codes");
+  check_scales(x.h_scales, any && x.h_codes.data != nullptr, "h_scales");
+  check_rows(x.dh_codes, s.rows(), width(s, gated), "dh_codes");
+  check_scales(x.dh_scales, any, "dh_scales");
+  check_optional_rows(x.dh, width(s, gated), "dh");
+  check_optional_rows(x.a_scaled, s.intermediate, "a_scaled");
 }
 
 }  // namespace guild

@@ -28,6 +28,8 @@ void grouped_gemm(GroupedGemm const& args);
 void quantize_rows(QuantizeRows const& args);
 void quantize_weights(QuantizeWeights const& args);
 void scaled_grouped_gemm(ScaledGroupedGemm const& args);
+void scaled_up(ScaledUp const& args);
+void scaled_down_gradient(ScaledDownGradient const& args);
 void moe_forward(MoeForward const& args);
 void moe_backward(MoeBackward const& args);
 void moe_weight_gradients(MoeWeightGradients const& args);

@@ -5,7 +5,7 @@
 // scale. Rows have a scale for every 128 columns, weights for every 128 x 128 elements. Both are
 // DeepSeek-V3's, arXiv:2412.19437, section 3.3.
 #pragma once
-#include "guild/types.h"
+#include "guild/steps.h"
 
 namespace guild {
 
@@ -60,19 +60,80 @@ struct QuantizeWeights {
   Scales scales;      // (E, ceil(out / 128), ceil(in / 128)) out
 };
 
-// D = A B^T for groups of rows: A (M, K) with 1x128 scales, B (E, N, K) with 128x128 scales. Blocks
-// of 128 along K are summed one after the other, each scaled by the product of its two scales.
-// offsets are END positions (E), as GroupedGemm has them; rows of no group are zeros.
+// D = A B^T + bias for groups of rows: A (M, K) with 1x128 scales, B (E, N, K) with 128x128 scales.
+// Blocks of 128 along K are summed one after the other, each scaled by the product of its two
+// scales. offsets are END positions (E), as GroupedGemm has them; rows of no group are zeros, with
+// a bias too.
+//
+// halves = 2: A is (M, 2K) and B (E, N, 2K), and each half of K has blocks of its own, the last of
+// which may be smaller. Scales are (M, 2 ceil(K / 128)) and (E, ceil(N / 128), 2 ceil(K / 128)),
+// the first half's blocks before the second's. The gradient of the up projection's input is such
+// a product, of dH and W1, whose gate and up parts are quantised apart.
 struct ScaledGroupedGemm {
-  int64_t m = 0, n = 0, k = 0, groups = 0;
+  int64_t m = 0, n = 0, k = 0, groups = 0;  // k: of one half
+  int64_t halves = 1;                       // 1 or 2
   Float8 a_format = Float8::e4m3, b_format = Float8::e4m3;
-  DType out_dtype = DType::bfloat16;  // bfloat16, float16, float32
+  DType out_dtype = DType::bfloat16;  // of d and bias: bfloat16, float16, float32
   int32_t const* offsets = nullptr;   // (E)
   ConstRows a;                        // (M, K) codes
   ConstScales a_scales;               // (M, ceil(K / 128)); expert_stride is not read
   ConstWeight b;                      // (E, N, K) codes, K contiguous
   ConstScales b_scales;               // (E, ceil(N / 128), ceil(K / 128))
   Rows d;                             // (M, N) out
+  ConstRows bias = {};                // (E, N); null data: none
+};
+
+// Symbols below as in steps.h. Rows of quantised values of two halves, H and dH, hold the gate's I
+// columns before those of up, whatever the order of their 16-bit copies, and each half has blocks
+// of its own: scales are (R, 2 ceil(I / 128)). Without a gate there is one half.
+
+// H = X[row_token] W1^T + b1;  A = activation(H), which is quantised as QuantizeRows does it from
+// the float32 values; H is rounded to dtype, or quantised, beside it.
+struct ScaledUp {
+  Sizes sizes;
+  DType dtype = DType::bfloat16;  // of bias and h: bfloat16, float16, float32
+  Activation activation;
+  GateUp order = GateUp::concatenated;  // of h and bias
+  Routing routing;                      // uses offsets, row_token
+  Float8 x_format = Float8::e4m3, w_format = Float8::e4m3;
+  Float8 format = Float8::e4m3;  // of a and h_codes
+  ScaleKind scale = ScaleKind::exact;
+  ConstRows x;                        // (T, H) codes, or (R, H) where row_token is null
+  ConstScales x_scales;               // (T or R, ceil(H / 128)); expert_stride is not read
+  ConstUpWeight w_up;                 // (E, I, H) codes twice, H contiguous
+  GatedWeight<ConstScales> w_scales;  // (E, ceil(I / 128), ceil(H / 128)) twice
+  ConstRows bias;                     // (E, W); null data: none
+  Rows h;                             // (R, W) out; null data: not kept
+  Rows h_codes;                       // (R, W) out, in halves; null data: not kept
+  Scales h_scales;                    // (R, halves * ceil(I / 128)) out, where h_codes are
+  Rows a;                             // (R, I) codes, out
+  Scales a_scales;                    // (R, ceil(I / 128)) out
+};
+
+// With g = dO[row_token] W2 (not scaled), s = row_score and A recomputed from H:
+//   dH = d activation(s * g, H), quantised;   score_parts = partial sums of <g, A> over I
+// and where the weight gradients are products of 16-bit values, dH and A' = s * A in dtype.
+struct ScaledDownGradient {
+  Sizes sizes;
+  DType dtype = DType::bfloat16;  // of h, dh and a_scaled: bfloat16, float16, float32
+  Activation activation;
+  GateUp order = GateUp::concatenated;  // of h and dh
+  Routing routing;                      // uses offsets, row_token, row_score
+  Float8 dout_format = Float8::e4m3, w_format = Float8::e4m3, h_format = Float8::e4m3;
+  Float8 format = Float8::e4m3;  // of dh_codes
+  ScaleKind scale = ScaleKind::exact;
+  ConstRows dout;               // (T, H) codes, or (R, H) where row_token is null
+  ConstScales dout_scales;      // (T or R, ceil(H / 128)); expert_stride is not read
+  ConstWeight w_down;           // (E, H, I) codes, H contiguous
+  ConstScales w_scales;         // (E, ceil(H / 128), ceil(I / 128))
+  ConstRows h;                  // (R, W); null data: h_codes
+  ConstRows h_codes;            // (R, W) in halves; read where h is null
+  ConstScales h_scales;         // (R, halves * ceil(I / 128))
+  Rows dh_codes;                // (R, W) out, in halves
+  Scales dh_scales;             // (R, halves * ceil(I / 128)) out
+  Rows dh;                      // (R, W) out; null data: not wanted
+  Rows a_scaled;                // (R, I) out; null data: not wanted
+  void* score_parts = nullptr;  // float32 (R, score_parts(sizes)) out; null: no dS
 };
 
 }  // namespace guild

@@ -45,6 +45,8 @@ void grouped_gemm(GroupedGemm const&, Queue) { absent(); }
 void quantize_rows(QuantizeRows const&, Queue) { absent(); }
 void quantize_weights(QuantizeWeights const&, Queue) { absent(); }
 void scaled_grouped_gemm(ScaledGroupedGemm const&, Queue) { absent(); }
+void scaled_up(ScaledUp const&, Queue) { absent(); }
+void scaled_down_gradient(ScaledDownGradient const&, Queue) { absent(); }
 void all_rows(AllRows const&, Queue) { absent(); }
 void moe_forward(MoeForward const&, Queue) { absent(); }
 void moe_backward(MoeBackward const&, Queue) { absent(); }

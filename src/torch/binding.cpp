@@ -214,13 +214,28 @@ void define_float8(Library& m) {
       "transposed, Tensor(c!) scales) -> ()");
   m.def(
       "scaled_grouped_mm_out(Tensor a, Tensor a_scales, int a_format, Tensor b, Tensor b_scales, "
-      "int b_format, Tensor offs, Tensor(a!) out) -> ()");
+      "int b_format, Tensor offs, Tensor(a!) out, int halves=1, Tensor? bias=None) -> ()");
+  m.def(
+      "scaled_up_out(Tensor x, Tensor x_scales, int x_format, Tensor offsets, Tensor? row_token, "
+      "Tensor w_up, Tensor up_scales, Tensor? w_gate, Tensor? gate_scales, Tensor? b_up, int kind, "
+      "bool gated, float alpha, float limit, float up_offset, bool clamp_after, bool interleaved, "
+      "int format, int scale, Tensor(a!)? h, Tensor(b!)? h_codes, Tensor(c!)? h_scales, Tensor(d!) "
+      "a, "
+      "Tensor(e!) a_scales) -> ()");
+  m.def(
+      "scaled_down_gradient_out(Tensor dout, Tensor dout_scales, int dout_format, Tensor offsets, "
+      "Tensor? row_token, Tensor? row_score, Tensor w_down, Tensor w_scales, Tensor? h, Tensor? "
+      "h_codes, Tensor? h_scales, int kind, bool gated, float alpha, float limit, float up_offset, "
+      "bool clamp_after, bool interleaved, int format, int scale, Tensor(a!) dh_codes, Tensor(b!) "
+      "dh_scales, Tensor(c!)? dh, Tensor(d!)? a_scaled, Tensor(e!)? score_parts) -> ()");
 }
 
 void implement_float8(Library& m) {
   m.impl("quantize_rows_out", TORCH_BOX(&quantize_rows_out));
   m.impl("quantize_weights_out", TORCH_BOX(&quantize_weights_out));
   m.impl("scaled_grouped_mm_out", TORCH_BOX(&scaled_grouped_mm_out));
+  m.impl("scaled_up_out", TORCH_BOX(&scaled_up_out));
+  m.impl("scaled_down_gradient_out", TORCH_BOX(&scaled_down_gradient_out));
 }
 
 void implement(Library& m) {

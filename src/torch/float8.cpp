@@ -1,40 +1,9 @@
 // Quantisation by blocks, and the grouped product of quantised operands.
+#include "torch/float8.h"
+
 #include "torch/ops.h"
 
 namespace guild::binding {
-
-namespace {
-
-int64_t blocks_of(int64_t size) { return (size + kScaleBlock - 1) / kScaleBlock; }
-
-Float8 format_of(int64_t format, char const* name) {
-  require(format == 0 || format == 1, name, ": expected 0 (e4m3) or 1 (e5m2), got ", format);
-  return Float8(format);
-}
-ScaleKind kind_of(int64_t kind) {
-  require(kind == 0 || kind == 1, "scale: expected 0 (exact) or 1 (power of two), got ", kind);
-  return ScaleKind(kind);
-}
-
-Scales scales_of(Place const& place, Tensor const& t, char const* name, Shape shape) {
-  auto* const data = static_cast<float*>(place.typed(t, name, DType::float32, shape));
-  int64_t const d = t.dim();
-  return {data, d == 3 ? t.stride(0) : 0, t.stride(d - 2), t.stride(d - 1)};
-}
-ConstScales as_read(Scales const& s) {
-  return {s.data, s.expert_stride, s.row_stride, s.col_stride};
-}
-
-// Rows of codes with contiguous columns.
-Rows codes_of(Place const& place, Tensor const& t, char const* name, int64_t rows,
-              int64_t columns) {
-  void* const data = place.bytes(t, name, {rows, columns});
-  require(columns <= 1 || t.stride(1) == 1, name,
-          ": expected contiguous columns (stride 1), got stride ", t.stride(1));
-  return {data, rows <= 1 ? 0 : t.stride(0)};
-}
-
-}  // namespace
 
 void quantize_rows_out(Tensor const& x, int64_t format, int64_t scale, Tensor& codes,
                        Tensor& scales) {
@@ -44,11 +13,11 @@ void quantize_rows_out(Tensor const& x, int64_t format, int64_t scale, Tensor& c
   args.rows = x.size(0);
   args.columns = x.size(1);
   args.dtype = dtype_of(x, "x");
-  args.format = format_of(format, "format");
-  args.scale = kind_of(scale);
+  args.format = float8_of(format, "format");
+  args.scale = scale_kind_of(scale);
   args.x = place.rows(x, "x", args.dtype, {args.rows, args.columns});
   args.codes = codes_of(place, codes, "codes", args.rows, args.columns);
-  args.scales = scales_of(place, scales, "scales", {args.rows, blocks_of(args.columns)});
+  args.scales = scales_of(place, scales, "scales", {args.rows, scale_blocks(args.columns)});
   place.run(cpu::quantize_rows, cuda::quantize_rows, args);
 }
 
@@ -61,8 +30,8 @@ void quantize_weights_out(Tensor const& w, int64_t format, int64_t scale, Tensor
   args.out = w.size(1);
   args.in = w.size(2);
   args.dtype = dtype_of(w, "w");
-  args.format = format_of(format, "format");
-  args.scale = kind_of(scale);
+  args.format = float8_of(format, "format");
+  args.scale = scale_kind_of(scale);
   args.w = place.weight(w, "w", args.dtype, {args.experts, args.out, args.in}, false);
   args.codes = {place.bytes(codes, "codes", {args.experts, args.out, args.in}), codes.stride(0),
                 codes.stride(1), codes.stride(2)};
@@ -70,34 +39,40 @@ void quantize_weights_out(Tensor const& w, int64_t format, int64_t scale, Tensor
     args.transposed = {place.bytes(*transposed, "transposed", {args.experts, args.in, args.out}),
                        transposed->stride(0), transposed->stride(2), transposed->stride(1)};
   }
-  args.scales =
-      scales_of(place, scales, "scales", {args.experts, blocks_of(args.out), blocks_of(args.in)});
+  args.scales = scales_of(place, scales, "scales",
+                          {args.experts, scale_blocks(args.out), scale_blocks(args.in)});
   place.run(cpu::quantize_weights, cuda::quantize_weights, args);
 }
 
 void scaled_grouped_mm_out(Tensor const& a, Tensor const& a_scales, int64_t a_format,
                            Tensor const& b, Tensor const& b_scales, int64_t b_format,
-                           Tensor const& offs, Tensor& out) {
+                           Tensor const& offs, Tensor& out, int64_t halves,
+                           MaybeTensor const& bias) {
   Place const place(a, "a");
   require_dims(a, "a", 2);
   require_dims(b, "b", 3);
+  int64_t const inner = a.size(1);
+  require((halves == 1 || halves == 2) && inner % halves == 0,
+          "halves: expected 1, or 2 of as many columns, got ", halves, " of ", inner, " columns");
   ScaledGroupedGemm args;
   args.m = a.size(0);
-  args.k = a.size(1);
+  args.k = inner / halves;
+  args.halves = halves;
   args.groups = b.size(0);
   args.n = b.size(1);
-  args.a_format = format_of(a_format, "a_format");
-  args.b_format = format_of(b_format, "b_format");
+  args.a_format = float8_of(a_format, "a_format");
+  args.b_format = float8_of(b_format, "b_format");
   args.out_dtype = dtype_of(out, "out");
   args.offsets = place.indices(offs, "offs", {args.groups});
-  args.a = codes_of(place, a, "a", args.m, args.k);
-  int64_t const blocks = blocks_of(args.k);
+  args.a = codes_of(place, a, "a", args.m, inner);
+  int64_t const blocks = halves * scale_blocks(args.k);
   args.a_scales = as_read(scales_of(place, a_scales, "a_scales", {args.m, blocks}));
-  args.b = {place.bytes(b, "b", {args.groups, args.n, args.k}), b.stride(0), b.stride(1),
+  args.b = {place.bytes(b, "b", {args.groups, args.n, inner}), b.stride(0), b.stride(1),
             b.stride(2)};
   args.b_scales =
-      as_read(scales_of(place, b_scales, "b_scales", {args.groups, blocks_of(args.n), blocks}));
+      as_read(scales_of(place, b_scales, "b_scales", {args.groups, scale_blocks(args.n), blocks}));
   args.d = place.rows(out, "out", args.out_dtype, {args.m, args.n});
+  args.bias = place.rows(bias, "bias", args.out_dtype, {args.groups, args.n});
   place.run_product(cpu::scaled_grouped_gemm, cuda::scaled_grouped_gemm, args);
 }
 
