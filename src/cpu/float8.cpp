@@ -18,10 +18,9 @@ F* scale_at(BlockScales<F> const& s, int64_t expert, int64_t i, int64_t j) {
 
 // The largest absolute value; NaN and infinity count above all others.
 float largest_of(float const* x, int64_t count, float largest) {
-  for (int64_t i = 0; i < count; ++i) {
+  for (int64_t i = 0; i < count && !std::isnan(largest); ++i) {
     float const size = std::abs(x[i]);
     if (!(size <= largest)) largest = size;
-    if (std::isnan(largest)) break;
   }
   return largest;
 }
