@@ -106,10 +106,9 @@ inline void add_scaled_sums(ScaledRows const& a, ScaledMatrix const& b, Span row
 
 // The largest absolute value of x and `largest`; NaN and infinity count above all others.
 inline float largest_of(float const* x, int64_t count, float largest) {
-  for (int64_t i = 0; i < count; ++i) {
+  for (int64_t i = 0; i < count && !std::isnan(largest); ++i) {
     float const size = std::abs(x[i]);
     if (!(size <= largest)) largest = size;
-    if (std::isnan(largest)) break;
   }
   return largest;
 }

@@ -388,10 +388,6 @@ def _grouped_mm_out(*args):
     return None
 
 
-for _name in ("quantize_rows_out", "quantize_weights_out", "scaled_grouped_mm_out"):
-    _fake(_name)(lambda *args: None)
-
-
 @_fake("pair_up")
 def _pair_up(x, w_up, offsets, bias, kind, gated, *rest):
     width = w_up.shape[2]

@@ -18,14 +18,15 @@ def _block_scale(largest, dtype, scale):
     size = largest.where(finite, torch.ones(())).clamp(min=2.0**-100)
     limit = _largest(dtype)
     if scale == "exact":
-        to_value, to_code = size / limit, limit / size
+        # limit / size with a number on the left is reciprocal(size) * limit in torch.
+        to_value, to_code = size / limit, torch.full_like(size, limit) / size
     else:
         fraction, exponent = torch.frexp(size)  # size = fraction * 2**exponent, in [0.5, 1)
         above = fraction > 1.75 / 2
         log2_limit = 8 if dtype == torch.float8_e4m3fn else 15
         power = exponent - 1 - log2_limit + above.int()
-        to_value = torch.ldexp(torch.ones(()), power)
-        to_code = torch.ldexp(torch.ones(()), -power)
+        to_value = torch.ldexp(torch.ones_like(size), power)
+        to_code = torch.ldexp(torch.ones_like(size), -power)
     nan = torch.tensor(float("nan"))
     return to_value.where(finite, nan), to_code.where(finite, nan)
 
@@ -56,7 +57,7 @@ def _with_corners(x):
         flat[3, :128] *= 1e-36
         flat[4, :128] *= 2.0**-110
     flat[5, 3] = float("nan")
-    flat[6, 130] = float("inf")
+    flat[6, -1] = float("inf")
     flat[7, 0] = 448.0
     return x
 

@@ -1,9 +1,4 @@
-"""FP8: quantisation by blocks, and the grouped product of quantised operands.
-
-Scales multiply, as torch's do: an element is its code times the scale of its block. Rows have a
-scale for every 128 columns, weights for every 128 x 128 elements (DeepSeek-V3, arXiv:2412.19437,
-section 3.3).
-"""
+"""Rows and expert weights as codes of one byte and a scale a block."""
 
 from __future__ import annotations
 
@@ -15,23 +10,15 @@ from torch import Tensor
 from guild._torch.checks import (
     dtype_name,
     expect_choice,
-    expect_device,
     expect_dims,
     expect_flag,
-    expect_shape,
     expect_tensor,
 )
 from guild._torch.operators import ops
+from guild.float8.formats import ELEMENTS, FORMATS, SCALES, blocks
 
 _quantize_rows_out = ops.quantize_rows_out.default
 _quantize_weights_out = ops.quantize_weights_out.default
-_scaled_grouped_mm_out = ops.scaled_grouped_mm_out.default
-
-# In the order of guild::Float8 and guild::ScaleKind.
-_FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
-_SCALES = ("exact", "power_of_two")
-_ELEMENTS = (torch.bfloat16, torch.float16, torch.float32)
-_BLOCK = 128
 
 
 class Quantized(NamedTuple):
@@ -87,7 +74,7 @@ def quantize(
     format_, kind = _settings("x", x, dtype, scale)
     rows, columns = x.shape
     codes = torch.empty(rows, columns, dtype=dtype, device=x.device)
-    scales = torch.empty(rows, _blocks(columns), dtype=torch.float32, device=x.device)
+    scales = torch.empty(rows, blocks(columns), dtype=torch.float32, device=x.device)
     with torch.no_grad():
         _quantize_rows_out(x, format_, kind, codes.view(torch.uint8), scales)
     return Quantized(codes, scales)
@@ -129,7 +116,7 @@ def quantize_weights(
     device = weight.device
     codes = torch.empty(experts, out, inner, dtype=dtype, device=device)
     turned = torch.empty(experts, inner, out, dtype=dtype, device=device) if transposed else None
-    scales = torch.empty(experts, _blocks(out), _blocks(inner), dtype=torch.float32, device=device)
+    scales = torch.empty(experts, blocks(out), blocks(inner), dtype=torch.float32, device=device)
     with torch.no_grad():
         _quantize_weights_out(
             weight,
@@ -142,108 +129,10 @@ def quantize_weights(
     return Quantized(codes, scales, turned)
 
 
-def scaled_grouped_mm(
-    mat_a: Tensor,
-    mat_b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    offs: Tensor,
-    out_dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:
-    """The grouped product of quantised rows and quantised weights.
-
-    In the shape of torch.nn.functional.scaled_grouped_mm with the recipes BlockWise1x128 and
-    BlockWise128x128. Every 128 products along K are summed apart and added in float32, scaled.
-
-    Parameters
-    ----------
-    mat_a : torch.Tensor
-        (M, K), float8_e4m3fn or float8_e5m2, columns contiguous.
-    mat_b : torch.Tensor
-        (E, K, N), float8_e4m3fn (e5m2 too on the CPU), K contiguous: ``weights.mT``.
-    scale_a : torch.Tensor
-        float32 (M, ceil(K / 128)), any strides.
-    scale_b : torch.Tensor
-        float32 (E, ceil(K / 128), ceil(N / 128)), any strides.
-    offs : torch.Tensor
-        int32 (E,): where each group of rows ends.
-    out_dtype : torch.dtype
-        bfloat16, float16 or float32.
-
-    Returns
-    -------
-    torch.Tensor
-        (M, N). Rows at or past offs[-1] are zeros. Has no gradient.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If an argument is not as described, and on CUDA if K is no multiple of 16 or an operand
-        does not lie on 16-byte boundaries; the message names it.
-    """
-    expect_dims("mat_a", mat_a, 2)
-    expect_dims("mat_b", mat_b, 3)
-    for name, tensor in (("mat_a", mat_a), ("mat_b", mat_b)):
-        if tensor.dtype not in _FORMATS:
-            raise TypeError(
-                f"{name}: expected dtype float8_e4m3fn or float8_e5m2, got "
-                f"{dtype_name(tensor.dtype)}"
-            )
-    (rows, inner), (experts, depth, columns) = mat_a.shape, mat_b.shape
-    if depth != inner:
-        raise ValueError(f"mat_b: expected {inner} rows as mat_a has columns, got {depth}")
-    if experts == 0 or inner == 0 or columns == 0:
-        raise ValueError(f"mat_b: expected sizes of at least 1, got shape {tuple(mat_b.shape)}")
-    if (mat_b.stride(1) != 1 and inner > 1) or (mat_a.stride(1) != 1 and inner > 1):
-        raise ValueError(
-            f"mat_a, mat_b: expected K contiguous, got strides {mat_a.stride()} and "
-            f"{mat_b.stride()}"
-        )
-    blocks = _blocks(inner)
-    for name, tensor, shape in (
-        ("scale_a", scale_a, (rows, blocks)),
-        ("scale_b", scale_b, (experts, blocks, _blocks(columns))),
-    ):
-        expect_shape(name, tensor, shape)
-        if tensor.dtype != torch.float32:
-            raise TypeError(f"{name}: expected dtype float32, got {dtype_name(tensor.dtype)}")
-    expect_shape("offs", offs, (experts,))
-    if offs.dtype != torch.int32 or not offs.is_contiguous():
-        raise TypeError(f"offs: expected contiguous int32, got {dtype_name(offs.dtype)}")
-    for name, tensor in (
-        ("mat_b", mat_b),
-        ("scale_a", scale_a),
-        ("scale_b", scale_b),
-        ("offs", offs),
-    ):
-        expect_device(name, tensor, mat_a, "mat_a")
-    if out_dtype not in _ELEMENTS:
-        raise TypeError(
-            f"out_dtype: expected bfloat16, float16 or float32, got {dtype_name(out_dtype)}"
-        )
-    out = torch.empty(rows, columns, dtype=out_dtype, device=mat_a.device)
-    with torch.no_grad():
-        _scaled_grouped_mm_out(
-            mat_a.view(torch.uint8),
-            scale_a,
-            _FORMATS.index(mat_a.dtype),
-            mat_b.mT.view(torch.uint8),
-            scale_b.mT,
-            _FORMATS.index(mat_b.dtype),
-            offs,
-            out,
-        )
-    return out
-
-
-def _blocks(size: int) -> int:
-    return (size + _BLOCK - 1) // _BLOCK
-
-
 def _settings(name: str, tensor: Tensor, dtype: torch.dtype, scale: str) -> tuple[int, int]:
     """The op's numbers for a format and a kind of scale, checked with what they are for."""
     expect_tensor(name, tensor)
-    if tensor.dtype not in _ELEMENTS:
+    if tensor.dtype not in ELEMENTS:
         raise TypeError(
             f"{name}: expected dtype bfloat16, float16 or float32, got {dtype_name(tensor.dtype)}"
         )
@@ -251,11 +140,11 @@ def _settings(name: str, tensor: Tensor, dtype: torch.dtype, scale: str) -> tupl
         raise ValueError(f"{name}: expected sizes of at least 1, got shape {tuple(tensor.shape)}")
     if tensor.dim() == 2 and tensor.shape[1] > 1 and tensor.stride(1) != 1:
         raise ValueError(f"{name}: expected contiguous columns, got strides {tensor.stride()}")
-    if dtype not in _FORMATS:
+    if dtype not in FORMATS:
         raise TypeError(
             f"dtype: expected float8_e4m3fn or float8_e5m2, got {dtype_name(dtype)}"
             if isinstance(dtype, torch.dtype)
             else f"dtype: expected a torch.dtype, got {dtype!r}"
         )
-    expect_choice("scale", scale, _SCALES)
-    return _FORMATS.index(dtype), _SCALES.index(scale)
+    expect_choice("scale", scale, SCALES)
+    return FORMATS.index(dtype), SCALES.index(scale)

@@ -1,0 +1,13 @@
+"""FP8: quantisation by blocks, and the grouped product of quantised operands.
+
+Scales multiply, as torch's do: an element is its code times the scale of its block. Rows have a
+scale for every 128 columns, weights for every 128 x 128 elements (DeepSeek-V3, arXiv:2412.19437,
+section 3.3).
+"""
+
+from guild.float8.grouped import scaled_grouped_mm as scaled_grouped_mm
+from guild.float8.quantization import Quantized as Quantized
+from guild.float8.quantization import quantize as quantize
+from guild.float8.quantization import quantize_weights as quantize_weights
+
+__all__ = ["Quantized", "quantize", "quantize_weights", "scaled_grouped_mm"]
