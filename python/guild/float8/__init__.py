@@ -5,9 +5,11 @@ scale for every 128 columns, weights for every 128 x 128 elements (DeepSeek-V3, 
 section 3.3).
 """
 
+from guild.float8.experts import FP8Weights as FP8Weights
 from guild.float8.grouped import scaled_grouped_mm as scaled_grouped_mm
 from guild.float8.quantization import Quantized as Quantized
 from guild.float8.quantization import quantize as quantize
 from guild.float8.quantization import quantize_weights as quantize_weights
+from guild.float8.settings import FP8 as FP8
 
-__all__ = ["Quantized", "quantize", "quantize_weights", "scaled_grouped_mm"]
+__all__ = ["FP8", "FP8Weights", "Quantized", "quantize", "quantize_weights", "scaled_grouped_mm"]
