@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from guild.float8 import Quantized as Quantized
     from guild.float8 import quantize as quantize
     from guild.float8 import quantize_weights as quantize_weights
+    from guild.float8 import refresh_fp8 as refresh_fp8
     from guild.float8 import scaled_grouped_mm as scaled_grouped_mm
     from guild.grouped import grouped_mm as grouped_mm
     from guild.grouped import grouped_mm_downproj as grouped_mm_downproj

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
 from guild._torch.checks import expect_dims, expect_offsets, expect_shape
@@ -22,15 +20,13 @@ from guild.expert_arguments import (
     whole_of,
 )
 from guild.experts_inference import quick_experts
+from guild.float8.experts import FP8Weights, expect_alone, routed_experts_in_fp8
+from guild.float8.settings import FP8
 from guild.lora import LoRA, LoRAHalves
 from guild.lora_experts import experts_with_lora, sorted_places
 from guild.routed_call import RoutedCall, routed_call
 from guild.routing import Router, token_arguments
 from guild.weight_gradients import Experts, WeightGradients
-
-if TYPE_CHECKING:
-    from guild.float8.experts import FP8Weights
-    from guild.float8.settings import FP8
 
 _moe_forward = ops.moe_forward.default
 _moe_layer = ops.moe_layer.default
@@ -190,8 +186,6 @@ def routed_experts_and_offsets(
     later = token_offsets, residual, recompute, weight_gradients, lora_up, lora_down, expert_map
     tokens = x, topk_ids, topk_weights
     if fp8 is not None:
-        from guild.float8.experts import expect_alone, routed_experts_in_fp8
-
         others = {"weight_gradients": weight_gradients, "lora_up": lora_up, "lora_down": lora_down}
         expect_alone(**others)
         rest = activation, order, transposed, token_offsets, residual, recompute, expert_map

@@ -21,6 +21,7 @@ from guild._torch.float8_steps import (
     data_gradients,
     forward,
     quantized_rows,
+    row_scales,
     up_step,
 )
 from guild._torch.operators import LayerFlags, ops
@@ -138,7 +139,7 @@ def _forward_fake(
     if keep:
         h = x.new_empty(rows, halves * size, dtype=torch.uint8 if recipe.save_codes else x.dtype)
         if recipe.save_codes:
-            scales = scores.new_empty(rows, halves * blocks(size))
+            scales = row_scales(scores, rows, size, halves)
 
     def indices(*shape: int) -> Tensor:
         return x.new_empty(shape, dtype=torch.int32)

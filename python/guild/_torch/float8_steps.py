@@ -85,6 +85,11 @@ def quantized_rows(x: Tensor, format_: int, scales: int) -> Codes:
     return made
 
 
+def row_scales(like: Tensor, rows: int, size: int, halves: int) -> Tensor:
+    """(rows, halves * ceil(size / 128)), the rows of a block side by side, as products like it."""
+    return like.new_empty(halves * blocks(size), rows).t()
+
+
 def up_step(
     x: Codes,
     places: Places,
@@ -98,10 +103,10 @@ def up_step(
     """A (R, I) as codes, and H where it is kept."""
     rows, size = places.row_token.shape[0], halves[0].codes.shape[1]
     width, like = len(halves) * size, x.scales
-    a = Codes(like.new_empty(rows, size, dtype=torch.uint8), like.new_empty(rows, blocks(size)))
+    a = Codes(like.new_empty(rows, size, dtype=torch.uint8), row_scales(like, rows, size, 1))
     kept = Kept(None)
     if keep and recipe.save_codes:
-        scales = like.new_empty(rows, len(halves) * blocks(size))
+        scales = row_scales(like, rows, size, len(halves))
         kept = Kept(like.new_empty(rows, width, dtype=torch.uint8), scales)
     elif keep:
         kept = Kept(like.new_empty(rows, width, dtype=dtype))
@@ -177,7 +182,7 @@ def data_gradients(
     parts = scores.new_empty(rows, score_parts(size)) if wanted.scores else None
     dh_codes = Codes(
         dout.new_empty(rows, halves * size, dtype=torch.uint8),
-        scores.new_empty(rows, halves * blocks(size)),
+        row_scales(scores, rows, size, halves),
     )
     ops.scaled_down_gradient_out(
         *(*given, recipe.gradients, places.offsets, places.row_token, scores),

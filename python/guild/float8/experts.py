@@ -74,11 +74,19 @@ class FP8Weights:
         self._masters, self._flags = layer[:3], LayerFlags(*layer[5:])
         self.codes = quantized_experts(*self._masters, self._flags, fp8)
 
-    @torch.no_grad()
     def refresh(self) -> None:
         """Quantise the weights again, into the same memory, without a host wait."""
-        scale = SCALES.index(self.fp8.scales)
-        _quantize_out(*self._masters, *self._flags.up_weight, scale, *self.codes)
+        self._write(*self._masters)
+
+    def refresh_from(self, w_up: Tensor, w_down: Tensor) -> None:
+        """The same of other weights like them, which later calls of `refresh` read, too."""
+        self._masters = [w_up, None, w_down]
+        self.refresh()
+
+    @torch.no_grad()
+    def _write(self, w_up: Tensor, w_gate: Tensor | None, w_down: Tensor) -> None:
+        layout = *self._flags.up_weight, SCALES.index(self.fp8.scales)
+        _quantize_out(w_up, w_gate, w_down, *layout, *self.codes)
 
 
 def quantized_experts(
