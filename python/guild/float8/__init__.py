@@ -5,9 +5,20 @@ scale for every 128 columns, weights for every 128 x 128 elements (DeepSeek-V3, 
 section 3.3).
 """
 
+from guild.float8.chunks import Chunks as Chunks
+from guild.float8.chunks import chunk_product as chunk_product
+from guild.float8.chunks import quantize_chunks as quantize_chunks
 from guild.float8.grouped import scaled_grouped_mm as scaled_grouped_mm
 from guild.float8.quantization import Quantized as Quantized
 from guild.float8.quantization import quantize as quantize
 from guild.float8.quantization import quantize_weights as quantize_weights
 
-__all__ = ["Quantized", "quantize", "quantize_weights", "scaled_grouped_mm"]
+__all__ = [
+    "Chunks",
+    "Quantized",
+    "chunk_product",
+    "quantize",
+    "quantize_chunks",
+    "quantize_weights",
+    "scaled_grouped_mm",
+]
