@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from guild._torch import float8_layer  # noqa: F401 - registers the ops
-from guild._torch.checks import expect_dims, expect_tensor
-from guild._torch.expert_lists import Listed, say_copied, stacked
+from guild._torch import float8_layer, float8_weights  # noqa: F401 - register the ops
+from guild._torch.checks import expect_dims, expect_flag
+from guild._torch.expert_lists import Listed
 from guild._torch.float8_steps import QuantizedExperts
 from guild._torch.layer_arguments import Halves, layer_arguments, local_ids
 from guild._torch.operators import LayerFlags, ops, score_dtype
@@ -64,15 +64,16 @@ class FP8Weights:
     ) -> None:
         if not isinstance(fp8, FP8):
             raise TypeError(f"fp8: expected guild.FP8, got {type(fp8).__name__} {fp8!r}")
-        expect_tensor("w_down", w_down)
+        with torch.no_grad():
+            (w_up, w_down, *_), at = whole_of(w_up, w_down, None, None, None)
         expect_dims("w_down", w_down, 3, what="(experts, hidden, intermediate)")
+        expect_flag("transposed", transposed)
         sample = w_down.new_empty(0, w_down.shape[2 if transposed else 1])
-        _, *layer, _ = layer_arguments(
-            sample, w_up, w_down, None, None, activation, order, transposed, masters=True
-        )
+        layout = activation, order, transposed
+        _, *layer, _ = layer_arguments(sample, w_up, w_down, None, None, *layout, masters=True)
         self.fp8 = fp8
-        self._masters, self._flags = layer[:3], LayerFlags(*layer[5:])
-        self.codes = quantized_experts(*self._masters, self._flags, fp8)
+        self._masters, self._flags, self._experts_at = layer[:3], LayerFlags(*layer[5:]), at
+        self.codes = quantized_experts(*self._masters, self._flags, at, fp8)
 
     def refresh(self) -> None:
         """Quantise the weights again, into the same memory, without a host wait."""
@@ -85,16 +86,22 @@ class FP8Weights:
 
     @torch.no_grad()
     def _write(self, w_up: Tensor, w_gate: Tensor | None, w_down: Tensor) -> None:
-        layout = *self._flags.up_weight, SCALES.index(self.fp8.scales)
+        layout = *self._flags.up_weight, self._experts_at, SCALES.index(self.fp8.scales)
         _quantize_out(w_up, w_gate, w_down, *layout, *self.codes)
 
 
 def quantized_experts(
-    w_up: Tensor, w_gate: Tensor | None, w_down: Tensor, flags: LayerFlags, fp8: FP8
+    w_up: Tensor,
+    w_gate: Tensor | None,
+    w_down: Tensor,
+    flags: LayerFlags,
+    experts_at: Tensor | None,
+    fp8: FP8,
 ) -> QuantizedExperts:
     """Masters, as the ops take them, as codes in both orders."""
     with torch.no_grad():
-        made = _quantize(w_up, w_gate, w_down, *flags.up_weight, SCALES.index(fp8.scales))
+        layout = *flags.up_weight, experts_at, SCALES.index(fp8.scales)
+        made = _quantize(w_up, w_gate, w_down, *layout)
     return QuantizedExperts(*made)
 
 
@@ -141,7 +148,7 @@ def routed_experts_in_fp8(
     expect_later(recompute, None)
     expect_routing(x, topk_ids, topk_weights, token_offsets)
     topk_ids = local_ids(topk_ids, expert_map)
-    whole = _whole(w_up, w_down, b_up, b_down)
+    whole, experts_at = whole_of(w_up, w_down, b_up, b_down, None)
     x, *layer, gradient = layer_arguments(
         x, *whole, activation, order, transposed, routed=True, masters=True
     )
@@ -153,7 +160,7 @@ def routed_experts_in_fp8(
     weights, settings = layer[:3], fp8 if isinstance(fp8, FP8) else fp8.fp8
     expect_aligned(x, weights[2].shape[1 if transposed else 2])
     codes = (
-        quantized_experts(*weights, flags, fp8)
+        quantized_experts(*weights, flags, experts_at, fp8)
         if isinstance(fp8, FP8)
         else _expect_codes(fp8.codes, weights[2], flags, x)
     )
@@ -164,7 +171,7 @@ def routed_experts_in_fp8(
     if out is not None:
         operands = {"topk_ids": topk_ids, "topk_weights": scores, "residual": residual}
         expect_output(out, wanted, x, layer, **operands)
-    made, _, _, offsets, *_ = _experts(
+    made, _, _, _, _, offsets, *_ = _experts(
         x,
         *slots,
         residual,
@@ -173,18 +180,9 @@ def routed_experts_in_fp8(
         *flags,
         *settings.recipe(),
         wanted and not recompute,
+        experts_at,
     )
     return made if out is None else out.copy_(made), offsets
-
-
-def _whole(*given: Listed | Halves | None) -> tuple:
-    """The same with each list of experts' tensors as one tensor."""
-    whole, experts_at = whole_of(*given, None)
-    if experts_at is None:
-        return whole
-    say_copied("w_up, w_down")
-    w_up, w_down, *_ = given
-    return stacked(w_up), stacked(w_down), *whole[2:]
 
 
 def _expect_codes(

@@ -25,6 +25,8 @@ RECIPES = {
     "exact": FP8(),
     "e5m2, powers of two": FP8(gradients="e5m2", scales="power_of_two"),
     "saved as codes": FP8(save="fp8"),
+    "all products": FP8(wgrad="fp8"),
+    "all products, powers of two": FP8(wgrad="fp8", gradients="e5m2", scales="power_of_two"),
 }
 
 
@@ -84,8 +86,7 @@ def test_error_is_the_recipes(name: str, activation: str, device: str) -> None:
 def test_recompute_and_layouts_have_the_same_bits(dtype: torch.dtype, device: str) -> None:
     """However weights lie, and whether H is kept or made again."""
     layer = make_layer(TINY, ACTIVATIONS["swiglu"], dtype, device)
-    for save in ("bf16", "fp8"):
-        fp8 = FP8(save=save)
+    for fp8 in (FP8(), FP8(save="fp8"), FP8(wgrad="fp8", scales="power_of_two")):
         first = run(layer, fp8)
         for layout, recompute in product(LAYOUTS, (False, True)):
             again = run(layer, fp8, layout, recompute=recompute)

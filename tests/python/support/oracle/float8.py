@@ -11,6 +11,7 @@ from torch import Tensor
 from oracle.experts import Experts, activate
 
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 BLOCK = 128
 
 
@@ -46,8 +47,7 @@ class Recipe:
         """Rows of gradients."""
         if self.fp8 is None:
             return x
-        name = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[self.fp8.gradients]
-        return rounded(x, 1, name, self.fp8.scales)
+        return rounded(x, 1, FORMATS[self.fp8.gradients], self.fp8.scales)
 
     def weight(self, w: Tensor) -> Tensor:
         """(E, out, in)."""
@@ -58,6 +58,13 @@ class Recipe:
         if self.fp8 is None:
             return h
         return self.rows(h) if self.fp8.save == "fp8" else self.short(h)
+
+    def chunks(self, x: Tensor, gradient: bool) -> Tensor:
+        """An expert's rows as the weight gradients' sums over them read them."""
+        if self.fp8 is None or self.fp8.wgrad == "bf16":
+            return x
+        name = self.fp8.gradients if gradient else "e4m3"
+        return rounded(x, BLOCK, FORMATS[name], self.fp8.scales)
 
     def short(self, x: Tensor) -> Tensor:
         """As the layer's dtype has it."""
@@ -103,10 +110,12 @@ def layer_in_fp8(
             dscores = dscores + dout[tokens] @ experts.down_bias[e]
             made["down_bias"][e] = (s * dout[tokens]).sum(0)
         made["dscores"][tokens, slots] = dscores
-        made["down"][e] = dout[tokens].T @ recipe.short(s * a)
+        turned = recipe.chunks(dout[tokens], True), recipe.chunks(recipe.short(s * a), False)
+        made["down"][e] = turned[0].T @ turned[1]
         dx = 0
         for n, d in dh.items():
-            made[n][e] = recipe.short(d).T @ x[tokens]
+            turned = recipe.chunks(recipe.short(d), True), recipe.chunks(x[tokens], False)
+            made[n][e] = turned[0].T @ turned[1]
             if f"{n}_bias" in made:
                 made[f"{n}_bias"][e] = recipe.short(d).sum(0)
             dx = dx + recipe.gradient(d) @ coarse[n][e]
