@@ -67,36 +67,50 @@ def chunked(
 
 def chunk_products(
     operands: Chunked,
-    up: tuple[Tensor, Tensor | None] | None,
+    up: Tensor | None,
+    gate: Tensor | None,
     down: Tensor | None,
     flags: LayerFlags,
+    pair: bool,
     accumulate: tuple[bool, bool] = (False, False),
     experts_at: Tensor | None = None,
 ) -> None:
-    """dW1 into up (w_up and w_gate, as the layer has them), dW2 into down."""
-    rows = operands.places.row_token.shape[0]
+    """dW1 into up and gate, and dW2 into down, unless None.
 
-    def product(a: Codes, b: Codes, out: Tensor, add: bool, at: Tensor | None) -> None:
-        ops.chunk_product_out(
-            *(*a, operands.gradients, *b, operands.places.offsets, rows, out, add, at)
-        )
+    pair: gate is a tensor of its own. accumulate: to add to up and gate, and to down. experts_at:
+    of up, gate and down.
+    """
+    rows, offsets = operands.places.row_token.shape[0], operands.places.offsets
 
-    at = [None] * 3 if experts_at is None else [experts_at[i : i + 1] for i in range(3)]
-    if up is not None:
-        w_up, w_gate = up
-        targets = halves_of(w_up, w_gate, flags.up_weight)
-        size = targets[0].shape[1]
-        for i, target in enumerate(targets):
+    def product(a: Codes, b: Codes, out: Tensor, add: bool, list_: int) -> None:
+        at = None if experts_at is None else experts_at[list_ : list_ + 1]
+        ops.chunk_product_out(*a, operands.gradients, *b, offsets, rows, out, add, at)
+
+    targets = _up_targets(up, gate, flags, pair)
+    for i, (target, list_) in enumerate(targets):
+        if target is not None:
             codes, scales = operands.dh
+            size = codes.shape[1] // len(targets)
             half = Codes(
                 codes[:, i * size : (i + 1) * size],
                 scales[:, i * blocks(size) : (i + 1) * blocks(size)],
             )
-            where = at[1] if i == 0 and w_gate is not None else at[0]
-            product(half, operands.x, target, accumulate[0], where)
+            product(half, operands.x, target, accumulate[0], list_)
     if down is not None:
         out = down.mT if flags.transposed else down
-        product(operands.dout, operands.a_scaled, out, accumulate[1], at[2])
+        product(operands.dout, operands.a_scaled, out, accumulate[1], 2)
+
+
+def _up_targets(
+    up: Tensor | None, gate: Tensor | None, flags: LayerFlags, pair: bool
+) -> list[tuple[Tensor | None, int]]:
+    """Where the gate's gradient (if there is one) and up's go, and in which list that is."""
+    if up is not None and not pair:
+        return [(half, 0) for half in halves_of(up, None, flags.up_weight)]
+    both = [(gate, 1), (up, 0)] if flags.gated else [(up, 0)]
+    if flags.transposed:
+        return [(None if t is None else t.mT, list_) for t, list_ in both]
+    return both
 
 
 def weight_gradients(
@@ -123,7 +137,7 @@ def weight_gradients(
         down = like(w_down)
     if recipe.wgrad_codes:
         operands = chunked(made, x, dout, places, 2 if flags.gated else 1, recipe)
-        chunk_products(operands, None if up is None else (up, gate), down, flags)
+        chunk_products(operands, up, gate, down, flags, w_gate is not None)
         return up, gate, down
     rows = places.offsets, places.row_token
     layout = flags.up_weight

@@ -63,7 +63,7 @@ def _forward(x, ids, scores, token_offsets, residual, w_up, w_gate, w_down, b_up
     experts, flags, recipe, keep = _settings(rest)
     tokens = x, ids, scores, token_offsets, residual
     down = Codes(experts.down, experts.down_scales)
-    flags, b_up = _in_halves(flags, recipe, b_up)
+    flags, b_up = in_halves(flags, recipe, b_up)
     biases = b_up, b_down
     out, kept, codes, places = forward(tokens, experts.halves(), down, biases, flags, recipe, keep)
     codes = codes if recipe.keeps_codes else (None, None)
@@ -126,7 +126,7 @@ def _gradient(ctx, dout, *_):
     return dx, None, dscores, None, dout if residual else None, *dlayer, *nothing
 
 
-def _in_halves(
+def in_halves(
     flags: LayerFlags, recipe: Recipe, b_up: Tensor | None
 ) -> tuple[LayerFlags, Tensor | None]:
     """Flags and bias of an H whose gate comes before up, as chunks of codes want dH to be."""
@@ -163,10 +163,10 @@ def _backward(dout, x, token_offsets, h, h_scales, codes, x_scales, *rest):
     recipe, (keep, lists, wanted) = _taken(Recipe, rest, _RECIPE)
     wanted = Wanted(*wanted)
     layout = flags
-    flags, in_halves = _in_halves(flags, recipe, b_up)
+    flags, bias = in_halves(flags, recipe, b_up)
     source = Codes(codes, x_scales) if recipe.keeps_codes else x
     kept = Kept(h, h_scales if recipe.save_codes else None)
-    again = source, places, experts, in_halves, flags, recipe, dout.dtype
+    again = source, places, experts, bias, flags, recipe, dout.dtype
     kept = kept_or_again(kept, keep, *again)
     about = places, token_offsets, experts, b_down, flags, recipe, wanted
     made = data_gradients(dout, kept, *about)

@@ -17,10 +17,13 @@ from guild.expert_arguments import (
     expect_output,
     expect_routing,
     residual_of,
+    sink_of,
     whole_of,
 )
 from guild.float8.formats import SCALES
 from guild.float8.settings import FP8
+from guild.float8.sinks import Float8Experts
+from guild.weight_gradients import WeightGradients
 
 _ALIGNED = 16  # bytes: what a row of codes begins at on a GPU
 
@@ -135,6 +138,7 @@ def routed_experts_in_fp8(
     token_offsets: Tensor | None,
     residual: Tensor | None,
     recompute: bool,
+    weight_gradients: WeightGradients | None,
     expert_map: Tensor | None,
     fp8: FP8 | FP8Weights,
     out: Tensor | None = None,
@@ -145,10 +149,11 @@ def routed_experts_in_fp8(
             f"fp8: expected guild.FP8 or guild.FP8Weights, got {type(fp8).__name__} {fp8!r}"
         )
     expect_dims("x", x, 2, what="(tokens, hidden)")
-    expect_later(recompute, None)
+    expect_later(recompute, weight_gradients)
+    given = w_up, w_down, b_up, b_down
     expect_routing(x, topk_ids, topk_weights, token_offsets)
     topk_ids = local_ids(topk_ids, expert_map)
-    whole, experts_at = whole_of(w_up, w_down, b_up, b_down, None)
+    whole, experts_at = whole_of(*given, weight_gradients)
     x, *layer, gradient = layer_arguments(
         x, *whole, activation, order, transposed, routed=True, masters=True
     )
@@ -166,11 +171,18 @@ def routed_experts_in_fp8(
     )
     residual = residual_of(residual, x)
     scores = topk_weights.to(score_dtype(x.dtype)).contiguous()
-    wanted = torch.is_grad_enabled() and (gradient or scores.requires_grad)
     slots = topk_ids.contiguous(), scores, token_offsets
+    wanted, sink = sink_of(gradient or scores.requires_grad, weight_gradients, given, order)
     if out is not None:
         operands = {"topk_ids": topk_ids, "topk_weights": scores, "residual": residual}
         expect_output(out, wanted, x, layer, **operands)
+    if sink is not None:
+        tokens = slots[0], token_offsets, codes
+        how = flags, settings.recipe(), experts_at
+        rest = *layer[:5], *sink.reached
+        return Float8Experts.apply(
+            *(*sink[:2], not recompute, *how, x, scores, tokens, residual), *rest
+        )
     made, _, _, _, _, offsets, *_ = _experts(
         x,
         *slots,

@@ -191,3 +191,39 @@ def test_lists_of_weights_get_their_gradients(device: str) -> None:
         out.backward(layer.dout)
     for name in ("w_up", "w_down"):
         assert torch.equal(torch.stack([p.grad for p in apart[name]]), whole[name].grad)
+
+
+@pytest.mark.parametrize("how", [{}, {"delayed": True}, {"main_grad": True}])
+@pytest.mark.parametrize("wgrad", ["bf16", "fp8"])
+@pytest.mark.parametrize("layout", ["interleaved", "separate", "concatenated_transposed"])
+def test_gradients_past_autograd(wgrad: str, layout: str, how: dict, device: str) -> None:
+    """Into `.grad` with the same bits, now or later, or summed in float32 over two passes."""
+    layer = make_layer(TINY, ACTIVATIONS["swiglu"], torch.bfloat16, device)
+    fp8 = FP8(wgrad=wgrad, scales="power_of_two")
+    want, given = layer.arguments(layout), layer.arguments(layout)
+    flat = [t for v in given.values() for t in (v if isinstance(v, tuple) else (v,))]
+    wanted = [t for v in want.values() for t in (v if isinstance(v, tuple) else (v,))]
+    sink = guild.WeightGradients(**how)
+    passes = 2 if sink.main_grad else 1
+    xs = [layer.x.detach().requires_grad_() for _ in range(2)]
+    out = guild.routed_experts(xs[0], layer.ids, layer.scores, **want, fp8=fp8)
+    out.backward(layer.dout)
+    for t in flat:
+        if sink.main_grad and isinstance(t, Tensor):
+            t.main_grad = torch.zeros(t.shape, device=device)
+    for _ in range(passes):
+        got = guild.routed_experts(
+            xs[1], layer.ids, layer.scores, **given, fp8=fp8, weight_gradients=sink
+        )
+        xs[1].grad = None
+        got.backward(layer.dout)
+    sink.compute()
+    assert torch.equal(got, out)
+    assert torch.equal(xs[0].grad, xs[1].grad)
+    for mine, autograds in zip(flat, wanted, strict=True):
+        if isinstance(mine, Tensor) and sink.main_grad:
+            torch.testing.assert_close(
+                mine.main_grad, 2 * autograds.grad.float(), rtol=8e-3, atol=1e-2
+            )
+        elif isinstance(mine, Tensor):
+            assert torch.equal(mine.grad, autograds.grad)
