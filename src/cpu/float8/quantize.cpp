@@ -1,6 +1,6 @@
 // Quantisation by blocks.
 #include "check.h"
-#include "cpu/scaled_sums.h"
+#include "cpu/float8/scaled_sums.h"
 #include "guild/cpu.h"
 #include "processor.h"
 

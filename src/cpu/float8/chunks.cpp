@@ -1,6 +1,6 @@
 // Rows quantised as chunks, and their products, the weight gradients.
 #include "check_float8_chunks.h"
-#include "cpu/scaled_sums.h"
+#include "cpu/float8/scaled_sums.h"
 #include "guild/cpu.h"
 #include "processor.h"
 
