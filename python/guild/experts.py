@@ -186,8 +186,8 @@ def routed_experts_and_offsets(
     tokens = x, topk_ids, topk_weights
     if fp8 is not None:
         expect_alone(lora_up=lora_up, lora_down=lora_down)
-        rest = activation, order, transposed, *later[:4], expert_map
-        return routed_experts_in_fp8(*tokens, *given, *rest, fp8, out)
+        layout = activation, order, transposed
+        return routed_experts_in_fp8(tokens, given, layout, *later[:4], expert_map, fp8, out)
     call = routed_call(*tokens, *given, activation, order, transposed, *later)
     return run_routed(call, recompute, weight_gradients, out)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from guild._torch import float8_layer, float8_weights  # noqa: F401 - register the ops
-from guild._torch.checks import expect_dims, expect_flag
+from guild._torch.checks import dtype_name, expect_dims, expect_flag
 from guild._torch.expert_lists import Listed
 from guild._torch.float8_steps import QuantizedExperts
 from guild._torch.layer_arguments import Halves, layer_arguments, local_ids
@@ -26,6 +26,7 @@ from guild.float8.sinks import Float8Experts
 from guild.weight_gradients import WeightGradients
 
 _ALIGNED = 16  # bytes: what a row of codes begins at on a GPU
+_MASTERS = 5  # arguments of a layer: weights and biases
 
 _experts = ops.float8_experts.default
 _quantize = ops.float8_weights.default
@@ -115,8 +116,13 @@ def expect_alone(**others: object) -> None:
             raise NotImplementedError(f"{name}: expected None with fp8, got {value!r}")
 
 
-def expect_aligned(x: Tensor, intermediate: int) -> None:
-    """Raise ValueError unless rows of codes begin where the GPU's products can read them."""
+def expect_rows_of_codes(x: Tensor, intermediate: int) -> None:
+    """Raise unless x has 16 bits, and rows of codes begin where the GPU's products read them."""
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        raise TypeError(
+            f"x: expected bfloat16 or float16 with fp8, got {dtype_name(x.dtype)}; of the layer "
+            "only weights may be float32"
+        )
     for name, size in (("hidden", x.shape[1]), ("intermediate", intermediate)):
         if x.is_cuda and size % _ALIGNED:
             raise ValueError(
@@ -125,76 +131,63 @@ def expect_aligned(x: Tensor, intermediate: int) -> None:
 
 
 def routed_experts_in_fp8(
-    x: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    w_up: Listed | Halves,
-    w_down: Listed,
-    b_up: Listed | Halves | None,
-    b_down: Listed | None,
-    activation: Activation | str,
-    order: str,
-    transposed: bool,
+    tokens: tuple[Tensor, Tensor, Tensor],
+    given: tuple[Listed | Halves | None, ...],
+    layout: tuple[Activation | str, str, bool],
     token_offsets: Tensor | None,
     residual: Tensor | None,
     recompute: bool,
     weight_gradients: WeightGradients | None,
     expert_map: Tensor | None,
     fp8: FP8 | FP8Weights,
-    out: Tensor | None = None,
+    out: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """`guild.experts.routed_experts_and_offsets` in FP8."""
+    """`guild.experts.routed_experts_and_offsets` in FP8; given: weights and biases."""
+    _expect_settings(fp8)
+    expect_dims("x", tokens[0], 2, what="(tokens, hidden)")
+    expect_later(recompute, weight_gradients)
+    expect_routing(*tokens, token_offsets)
+    x, topk_ids, topk_weights = tokens
+    topk_ids = local_ids(topk_ids, expert_map)
+    whole, experts_at = whole_of(*given, weight_gradients)
+    x, *layer, gradient = layer_arguments(x, *whole, *layout, routed=True, masters=True)
+    flags = LayerFlags(*layer[_MASTERS:])
+    expect_rows_of_codes(x, layer[2].shape[1 if flags.transposed else 2])
+    if isinstance(fp8, FP8Weights):
+        codes, fp8 = _expect_codes(fp8.codes, layer[2], flags, x), fp8.fp8
+    else:
+        codes = quantized_experts(*layer[:3], flags, experts_at, fp8)
+    residual = residual_of(residual, x)
+    scores = topk_weights.to(score_dtype(x.dtype)).contiguous()
+    ids = topk_ids.contiguous()
+    wanted = gradient or scores.requires_grad
+    wanted, sink = sink_of(wanted, weight_gradients, given, layout[1])
+    if out is not None:
+        operands = {"topk_ids": ids, "topk_weights": scores, "residual": residual}
+        lists = None if experts_at is None else given
+        expect_output(out, wanted, x, layer, lists=lists, **operands)
+    masters = layer[:_MASTERS]
+    if sink is not None:
+        how = *sink[:2], not recompute, flags, fp8.recipe(), experts_at
+        slots = scores, (ids, token_offsets, codes), residual
+        return Float8Experts.apply(*how, x, *slots, *masters, *sink.reached)
+    settings = *codes, *flags, *fp8.recipe(), wanted and not recompute, experts_at
+    made, _, _, _, _, offsets, *_ = _experts(
+        x, ids, scores, token_offsets, residual, *masters, *settings
+    )
+    return made if out is None else out.copy_(made), offsets
+
+
+def _expect_settings(fp8: object) -> None:
     if not isinstance(fp8, FP8 | FP8Weights):
         raise TypeError(
             f"fp8: expected guild.FP8 or guild.FP8Weights, got {type(fp8).__name__} {fp8!r}"
         )
-    expect_dims("x", x, 2, what="(tokens, hidden)")
-    expect_later(recompute, weight_gradients)
-    given = w_up, w_down, b_up, b_down
-    expect_routing(x, topk_ids, topk_weights, token_offsets)
-    topk_ids = local_ids(topk_ids, expert_map)
-    whole, experts_at = whole_of(*given, weight_gradients)
-    x, *layer, gradient = layer_arguments(
-        x, *whole, activation, order, transposed, routed=True, masters=True
-    )
-    if x.dtype not in (torch.bfloat16, torch.float16):
-        raise TypeError(
-            f"x: expected bfloat16 or float16 with fp8, got {x.dtype}; float32 weights may stay"
+    if isinstance(fp8, FP8) and fp8.cached:
+        raise ValueError(
+            "fp8: expected FP8 without cached in a call of routed_experts, which keeps nothing; "
+            "pass guild.FP8Weights"
         )
-    flags = LayerFlags(*layer[5:])
-    weights, settings = layer[:3], fp8 if isinstance(fp8, FP8) else fp8.fp8
-    expect_aligned(x, weights[2].shape[1 if transposed else 2])
-    codes = (
-        quantized_experts(*weights, flags, experts_at, fp8)
-        if isinstance(fp8, FP8)
-        else _expect_codes(fp8.codes, weights[2], flags, x)
-    )
-    residual = residual_of(residual, x)
-    scores = topk_weights.to(score_dtype(x.dtype)).contiguous()
-    slots = topk_ids.contiguous(), scores, token_offsets
-    wanted, sink = sink_of(gradient or scores.requires_grad, weight_gradients, given, order)
-    if out is not None:
-        operands = {"topk_ids": topk_ids, "topk_weights": scores, "residual": residual}
-        expect_output(out, wanted, x, layer, **operands)
-    if sink is not None:
-        tokens = slots[0], token_offsets, codes
-        how = flags, settings.recipe(), experts_at
-        rest = *layer[:5], *sink.reached
-        return Float8Experts.apply(
-            *(*sink[:2], not recompute, *how, x, scores, tokens, residual), *rest
-        )
-    made, _, _, _, _, offsets, *_ = _experts(
-        x,
-        *slots,
-        residual,
-        *layer[:5],
-        *codes,
-        *flags,
-        *settings.recipe(),
-        wanted and not recompute,
-        experts_at,
-    )
-    return made if out is None else out.copy_(made), offsets
 
 
 def _expect_codes(
