@@ -220,6 +220,12 @@ def _add_modes(bench: argparse.ArgumentParser) -> None:
         "rounding to the nearest tile and with dropping",
     )
     mode.add_argument(
+        "--fp8",
+        action="store_true",
+        help="time the layer in FP8 beside 16 bits in the same rounds, with the quantisation of "
+        "its weights as a line of its own, and the steps of one; random routing",
+    )
+    mode.add_argument(
         "--decode",
         action="store_true",
         help="time the layer without gradients on few tokens, in CUDA graphs over several sets of "

@@ -16,8 +16,8 @@ from guild._torch.checks import (
     expect_tensor,
 )
 from guild._torch.expert_lists import Listed, Placed, is_pair, joined, joined_halves, table_of
+from guild._torch.float8_formats import FORMATS, SCALES, blocks, expect_elements, expect_format
 from guild._torch.operators import ops
-from guild.float8.formats import FORMATS, SCALES, blocks, expect_elements, expect_format
 
 _quantize_rows_out = ops.quantize_rows_out.default
 _quantize_weights_out = ops.quantize_weights_out.default
