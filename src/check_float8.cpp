@@ -1,40 +1,7 @@
 // What is asked of the arguments of quantisation and of products of quantised operands.
-#include "check_parts.h"
+#include "check_float8_parts.h"
 
 namespace guild {
-
-namespace {
-
-void check_format(Float8 format, char const* name) {
-  require(format == Float8::e4m3 || format == Float8::e5m2, name,
-          ": expected 0 (e4m3) or 1 (e5m2), got ", int(format));
-}
-
-void check_element(DType dtype, char const* name) {
-  check_dtype(dtype, name);
-  require(dtype != DType::float64, name, ": expected bfloat16, float16 or float32, got float64");
-}
-
-template <class F>
-void check_scales(BlockScales<F> const& scales, bool needed, char const* name) {
-  check_pointer(scales.data, needed, name);
-  require(scales.expert_stride >= 0 && scales.row_stride >= 0 && scales.col_stride >= 0, name,
-          ": expected strides of at least 0, got (", scales.expert_stride, ", ", scales.row_stride,
-          ", ", scales.col_stride, ")");
-}
-
-// A weight's codes whose products run over `in`.
-void check_codes(ConstWeight const& w, int64_t experts, int64_t out, int64_t in, char const* name) {
-  check_weight(w, experts, out, in, name, false);
-  require(w.in_stride == 1 || in == 1, name, ": expected H contiguous, got stride ", w.in_stride);
-}
-
-void check_kind(ScaleKind kind) {
-  require(kind == ScaleKind::exact || kind == ScaleKind::power_of_two,
-          "scale: expected 0 (exact) or 1 (power of two), got ", int(kind));
-}
-
-}  // namespace
 
 void check(QuantizeRows const& x) {
   check_size(x.rows, 0, kMostRows, "rows");
@@ -54,10 +21,13 @@ void check(QuantizeWeights const& x) {
   check_element(x.dtype, "dtype");
   check_format(x.format, "format");
   check_kind(x.scale);
-  check_weight(x.w, x.experts, x.out, x.in, "w", false);
-  check_weight(x.codes, x.experts, x.out, x.in, "codes", true);
+  check_weight(x.w.gate, x.experts, x.out, x.in, "w", false);
+  if (x.halves() == 2) check_weight(x.w.up, x.experts, x.out, x.in, "up", false);
+  int64_t const rows = x.halves() * x.out;
+  check_size(rows, 1, kMostColumns, "out, of both halves");
+  check_weight(x.codes, x.experts, rows, x.in, "codes", true);
   if (x.transposed.data != nullptr) {
-    check_weight(x.transposed, x.experts, x.out, x.in, "transposed", true);
+    check_weight(x.transposed, x.experts, rows, x.in, "transposed", true);
   }
   check_scales(x.scales, true, "scales");
 }

@@ -5,6 +5,7 @@
 #pragma once
 #include "guild/error.h"
 #include "guild/float8.h"
+#include "guild/float8_chunks.h"
 #include "guild/steps.h"
 
 namespace guild::cpu {
@@ -27,6 +28,8 @@ void bias_gradient(BiasGradient const& args);
 void grouped_gemm(GroupedGemm const& args);
 void quantize_rows(QuantizeRows const& args);
 void quantize_weights(QuantizeWeights const& args);
+void quantize_chunks(QuantizeChunks const& args);
+void chunk_product(ChunkProduct const& args);
 void scaled_grouped_gemm(ScaledGroupedGemm const& args);
 void scaled_up(ScaledUp const& args);
 void scaled_down_gradient(ScaledDownGradient const& args);

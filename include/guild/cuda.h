@@ -7,6 +7,7 @@
 #pragma once
 #include "guild/error.h"
 #include "guild/float8.h"
+#include "guild/float8_chunks.h"
 #include "guild/steps.h"
 
 struct CUstream_st;  // *CUstream_st is cudaStream_t
@@ -56,6 +57,8 @@ void bias_gradient(BiasGradient const& args, Queue queue = {});
 void grouped_gemm(GroupedGemm const& args, Queue queue = {});
 void quantize_rows(QuantizeRows const& args, Queue queue = {});
 void quantize_weights(QuantizeWeights const& args, Queue queue = {});
+void quantize_chunks(QuantizeChunks const& args, Queue queue = {});
+void chunk_product(ChunkProduct const& args, Queue queue = {});
 void scaled_grouped_gemm(ScaledGroupedGemm const& args, Queue queue = {});
 void scaled_up(ScaledUp const& args, Queue queue = {});
 void scaled_down_gradient(ScaledDownGradient const& args, Queue queue = {});

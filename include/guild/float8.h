@@ -48,16 +48,20 @@ struct QuantizeRows {
 };
 
 // The same for expert weights (E, out, in), a scale for every 128 x 128 elements; the codes also
-// with the two dimensions exchanged, for products that sum over `out`.
+// with the two dimensions exchanged, for products that sum over `out`. A gated weight has two
+// halves, which are quantised apart, so that no block lies in both: `out` is the size of one, and
+// in codes and scales the gate's rows come first, wherever the two lie in w.
 struct QuantizeWeights {
   int64_t experts = 0, out = 0, in = 0;
   DType dtype = DType::bfloat16;
   Float8 format = Float8::e4m3;
   ScaleKind scale = ScaleKind::exact;
-  ConstWeight w;      // (E, out, in)
-  Weight codes;       // (E, out, in) out, in contiguous
-  Weight transposed;  // (E, out, in) out, `out` contiguous; null data: not wanted
-  Scales scales;      // (E, ceil(out / 128), ceil(in / 128)) out
+  ConstUpWeight w;    // (E, out, in); up with null data: there is no second half
+  Weight codes;       // (E, halves * out, in) out, in contiguous
+  Weight transposed;  // (E, halves * out, in) out, `out` contiguous; null data: not wanted
+  Scales scales;      // (E, halves * ceil(out / 128), ceil(in / 128)) out
+
+  int64_t halves() const { return w.up.data == nullptr ? 1 : 2; }
 };
 
 // D = A B^T + bias for groups of rows: A (M, K) with 1x128 scales, B (E, N, K) with 128x128 scales.

@@ -20,6 +20,8 @@ from guild.expert_arguments import (
     whole_of,
 )
 from guild.experts_inference import quick_experts
+from guild.float8.experts import FP8Weights, expect_alone, routed_experts_in_fp8
+from guild.float8.settings import FP8
 from guild.lora import LoRA, LoRAHalves
 from guild.lora_experts import experts_with_lora, sorted_places
 from guild.routed_call import RoutedCall, routed_call
@@ -51,6 +53,7 @@ def routed_experts(
     lora_down: LoRA | None = None,
     out: Tensor | None = None,
     expert_map: Tensor | None = None,
+    fp8: FP8 | FP8Weights | None = None,
 ) -> Tensor:
     """Every token through its chosen experts, summed with its weights.
 
@@ -116,6 +119,9 @@ def routed_experts(
     expert_map : torch.Tensor, optional
         int32 (E of all ranks): topk_ids are places in it, and its values the places of the experts
         in these weights, or -1 for experts of other ranks, whose slots are skipped.
+    fp8 : FP8 or FP8Weights, optional
+        Run the products in FP8: with weights that are quantised in this call, or were before. x is
+        bfloat16 or float16 then, and weights may be float32. Not with low-rank terms.
 
     Returns
     -------
@@ -134,7 +140,8 @@ def routed_experts(
     method is SonicMoE's (arXiv:2512.14080, section 3).
     """
     routed = x, topk_ids, topk_weights, w_up, w_down, b_up, b_down, activation, order, transposed
-    if token_offsets is weight_gradients is lora_up is lora_down is out is expert_map is None:
+    later = token_offsets, weight_gradients, lora_up, lora_down, out, expert_map, fp8
+    if all(value is None for value in later):
         found = None if recompute is not False else quick_experts(*routed, residual)
         if found is not None:
             return found[0]
@@ -148,6 +155,7 @@ def routed_experts(
         lora_down,
         out,
         expert_map,
+        fp8,
     )[0]
 
 
@@ -170,11 +178,16 @@ def routed_experts_and_offsets(
     lora_down: LoRA | None = None,
     out: Tensor | None = None,
     expert_map: Tensor | None = None,
+    fp8: FP8 | FP8Weights | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`routed_experts`, and the int32 (E + 1) offsets of the sorted rows."""
     given = w_up, w_down, b_up, b_down
     later = token_offsets, residual, recompute, weight_gradients, lora_up, lora_down, expert_map
     tokens = x, topk_ids, topk_weights
+    if fp8 is not None:
+        expect_alone(lora_up=lora_up, lora_down=lora_down)
+        layout = activation, order, transposed
+        return routed_experts_in_fp8(tokens, given, layout, *later[:4], expert_map, fp8, out)
     call = routed_call(*tokens, *given, activation, order, transposed, *later)
     return run_routed(call, recompute, weight_gradients, out)
 

@@ -44,6 +44,8 @@ void bias_gradient(BiasGradient const&, Queue) { absent(); }
 void grouped_gemm(GroupedGemm const&, Queue) { absent(); }
 void quantize_rows(QuantizeRows const&, Queue) { absent(); }
 void quantize_weights(QuantizeWeights const&, Queue) { absent(); }
+void quantize_chunks(QuantizeChunks const&, Queue) { absent(); }
+void chunk_product(ChunkProduct const&, Queue) { absent(); }
 void scaled_grouped_gemm(ScaledGroupedGemm const&, Queue) { absent(); }
 void scaled_up(ScaledUp const&, Queue) { absent(); }
 void scaled_down_gradient(ScaledDownGradient const&, Queue) { absent(); }

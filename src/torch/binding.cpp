@@ -7,6 +7,7 @@
 #include <string>
 
 #include "torch/ops.h"
+#include "torch/quantize.h"
 
 namespace guild::binding {
 namespace {
@@ -28,8 +29,6 @@ std::string cuda_reason() {
   char const* why = "";
   return cuda::usable(&why) ? "" : why;
 }
-
-using Library = torch::stable::detail::StableLibrary;
 
 void define_machine(Library& m) {
   m.def("cuda_built() -> bool");
@@ -207,12 +206,6 @@ void define_exchange(Library& m) {
 // One kernel for both keys: the backend follows from the first tensor's device.
 void define_float8(Library& m) {
   m.def(
-      "quantize_rows_out(Tensor x, int format, int scale, Tensor(a!) codes, Tensor(b!) scales) -> "
-      "()");
-  m.def(
-      "quantize_weights_out(Tensor w, int format, int scale, Tensor(a!) codes, Tensor(b!)? "
-      "transposed, Tensor(c!) scales) -> ()");
-  m.def(
       "scaled_grouped_mm_out(Tensor a, Tensor a_scales, int a_format, Tensor b, Tensor b_scales, "
       "int b_format, Tensor offs, Tensor(a!) out, int halves=1, Tensor? bias=None) -> ()");
   m.def(
@@ -231,8 +224,6 @@ void define_float8(Library& m) {
 }
 
 void implement_float8(Library& m) {
-  m.impl("quantize_rows_out", TORCH_BOX(&quantize_rows_out));
-  m.impl("quantize_weights_out", TORCH_BOX(&quantize_weights_out));
   m.impl("scaled_grouped_mm_out", TORCH_BOX(&scaled_grouped_mm_out));
   m.impl("scaled_up_out", TORCH_BOX(&scaled_up_out));
   m.impl("scaled_down_gradient_out", TORCH_BOX(&scaled_down_gradient_out));
@@ -294,14 +285,17 @@ STABLE_TORCH_LIBRARY(guild, m) {
   guild::binding::define_steps(m);
   guild::binding::define_exchange(m);
   guild::binding::define_float8(m);
+  guild::binding::define_quantisers(m);
 }
 STABLE_TORCH_LIBRARY_IMPL(guild, CPU, m) {
   guild::binding::implement(m);
   guild::binding::implement_float8(m);
+  guild::binding::implement_quantisers(m);
 }
 STABLE_TORCH_LIBRARY_IMPL(guild, CUDA, m) {
   guild::binding::implement(m);
   guild::binding::implement_float8(m);
+  guild::binding::implement_quantisers(m);
 }
 STABLE_TORCH_LIBRARY_IMPL(guild, CompositeExplicitAutograd, m) {
   m.impl("cuda_built", TORCH_BOX(&guild::binding::cuda_built));

@@ -1,48 +1,9 @@
-// Quantisation by blocks, and the grouped product of quantised operands.
+// The grouped product of quantised operands.
 #include "torch/float8.h"
 
 #include "torch/ops.h"
 
 namespace guild::binding {
-
-void quantize_rows_out(Tensor const& x, int64_t format, int64_t scale, Tensor& codes,
-                       Tensor& scales) {
-  Place const place(x, "x");
-  require_dims(x, "x", 2);
-  QuantizeRows args;
-  args.rows = x.size(0);
-  args.columns = x.size(1);
-  args.dtype = dtype_of(x, "x");
-  args.format = float8_of(format, "format");
-  args.scale = scale_kind_of(scale);
-  args.x = place.rows(x, "x", args.dtype, {args.rows, args.columns});
-  args.codes = codes_of(place, codes, "codes", args.rows, args.columns);
-  args.scales = scales_of(place, scales, "scales", {args.rows, scale_blocks(args.columns)});
-  place.run(cpu::quantize_rows, cuda::quantize_rows, args);
-}
-
-void quantize_weights_out(Tensor const& w, int64_t format, int64_t scale, Tensor& codes,
-                          MaybeTensor& transposed, Tensor& scales) {
-  Place const place(w, "w");
-  require_dims(w, "w", 3);
-  QuantizeWeights args;
-  args.experts = w.size(0);
-  args.out = w.size(1);
-  args.in = w.size(2);
-  args.dtype = dtype_of(w, "w");
-  args.format = float8_of(format, "format");
-  args.scale = scale_kind_of(scale);
-  args.w = place.weight(w, "w", args.dtype, {args.experts, args.out, args.in}, false);
-  args.codes = {place.bytes(codes, "codes", {args.experts, args.out, args.in}), codes.stride(0),
-                codes.stride(1), codes.stride(2)};
-  if (transposed.has_value()) {
-    args.transposed = {place.bytes(*transposed, "transposed", {args.experts, args.in, args.out}),
-                       transposed->stride(0), transposed->stride(2), transposed->stride(1)};
-  }
-  args.scales = scales_of(place, scales, "scales",
-                          {args.experts, scale_blocks(args.out), scale_blocks(args.in)});
-  place.run(cpu::quantize_weights, cuda::quantize_weights, args);
-}
 
 void scaled_grouped_mm_out(Tensor const& a, Tensor const& a_scales, int64_t a_format,
                            Tensor const& b, Tensor const& b_scales, int64_t b_format,

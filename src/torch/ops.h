@@ -308,13 +308,6 @@ Tensor pair_down(Tensor const& a, MaybeTensor const& aux, Tensor const& w_down,
 
 // Codes are passed as uint8; formats and scales are the values of Float8 and ScaleKind.
 
-// x (rows, columns) -> codes (rows, columns), scales (rows, ceil(columns / 128)) float32
-void quantize_rows_out(Tensor const& x, int64_t format, int64_t scale, Tensor& codes,
-                       Tensor& scales);
-// w (E, out, in) -> codes (E, out, in), in contiguous; transposed (E, in, out), out contiguous;
-// scales (E, ceil(out / 128), ceil(in / 128)) float32
-void quantize_weights_out(Tensor const& w, int64_t format, int64_t scale, Tensor& codes,
-                          MaybeTensor& transposed, Tensor& scales);
 // a (M, K), a_scales (M, ceil(K / 128)), b (E, N, K), b_scales (E, ceil(N / 128), ceil(K / 128)),
 // offs (E) ends -> out (M, N)
 void scaled_grouped_mm_out(Tensor const& a, Tensor const& a_scales, int64_t a_format,

@@ -6,8 +6,13 @@ import torch
 
 from guild._torch.autograd import register_without_gradient
 
-QUANTISERS = ("quantize_rows_out", "quantize_weights_out")
-PRODUCTS = ("scaled_grouped_mm_out", "scaled_up_out", "scaled_down_gradient_out")
+QUANTISERS = ("quantize_rows_out", "quantize_weights_out", "quantize_chunks_out")
+PRODUCTS = (
+    "chunk_product_out",
+    "scaled_grouped_mm_out",
+    "scaled_up_out",
+    "scaled_down_gradient_out",
+)
 
 for _name in (*QUANTISERS, *PRODUCTS):
     torch.library.register_fake(f"guild::{_name}")(lambda *args: None)

@@ -8,14 +8,16 @@ import torch
 from torch import Tensor
 
 from guild._torch.checks import (
-    dtype_name,
     expect_choice,
     expect_dims,
-    expect_flag,
+    expect_flags,
+    expect_like,
+    expect_shape,
     expect_tensor,
 )
+from guild._torch.expert_lists import Listed, Placed, is_pair, joined, joined_halves, table_of
 from guild._torch.operators import ops
-from guild.float8.formats import ELEMENTS, FORMATS, SCALES, blocks
+from guild.float8.formats import FORMATS, SCALES, blocks, expect_elements, expect_format
 
 _quantize_rows_out = ops.quantize_rows_out.default
 _quantize_weights_out = ops.quantize_weights_out.default
@@ -81,70 +83,107 @@ def quantize(
 
 
 def quantize_weights(
-    weight: Tensor,
+    weight: Listed | tuple[Listed, Listed],
     dtype: torch.dtype = torch.float8_e4m3fn,
     *,
     scale: str = "exact",
     transposed: bool = False,
+    gated: bool = False,
+    interleaved: bool = False,
 ) -> Quantized:
     """Quantise expert weights, with a scale for every 128 x 128 elements.
 
+    Whatever the layout of the weights, codes lie in one: the rows of `out` one after the other, of
+    a gated weight all of the gate's before all of up's. Gate and up share no block.
+
     Parameters
     ----------
-    weight : torch.Tensor
-        (E, out, in), bfloat16, float16 or float32, with any strides.
+    weight : torch.Tensor, list of torch.Tensor, or a pair of either
+        (E, out, in), bfloat16, float16 or float32, with any strides; or a list of E matrices
+        (out, in); or (gate, up), which is a gated weight.
     dtype, scale :
         As in `quantize`.
     transposed : bool
         Write the codes in the other order as well, for products that sum over `out`.
+    gated : bool
+        The rows of `out` are gate and up.
+    interleaved : bool
+        Of one gated weight: gate and up alternate. Otherwise up follows the gate.
 
     Returns
     -------
     Quantized
         codes (E, out, in), contiguous, scales (E, ceil(out / 128), ceil(in / 128)), and transposed
-        (E, in, out) or None.
+        (E, in, out) or None. Of a gated weight, out is that of both halves and scales are
+        (E, 2 * ceil(out / 2 / 128), ceil(in / 128)).
 
     Raises
     ------
     TypeError, ValueError
         If an argument is not as described; the message names it.
     """
-    expect_dims("weight", weight, 3)
-    expect_flag("transposed", transposed)
-    format_, kind = _settings("weight", weight, dtype, scale)
-    experts, out, inner = weight.shape
-    device = weight.device
-    codes = torch.empty(experts, out, inner, dtype=dtype, device=device)
-    turned = torch.empty(experts, inner, out, dtype=dtype, device=device) if transposed else None
-    scales = torch.empty(experts, blocks(out), blocks(inner), dtype=torch.float32, device=device)
+    expect_flags(transposed=transposed, gated=gated, interleaved=interleaved)
+    gate, up = _halves(weight, gated or is_pair(weight), interleaved)
+    name = "weight" if up is None or not is_pair(weight) else "weight[0] (gate)"
+    format_, kind = _settings(name, gate.tensor, dtype, scale)
+    experts, out, inner = gate.tensor.shape
+    device = gate.tensor.device
+    halves = 1 if up is None else 2
+    codes = torch.empty(experts, halves * out, inner, dtype=dtype, device=device)
+    turned = None
+    if transposed:
+        turned = torch.empty(experts, inner, halves * out, dtype=dtype, device=device)
+    scales = torch.empty(
+        experts, halves * blocks(out), blocks(inner), dtype=torch.float32, device=device
+    )
     with torch.no_grad():
         _quantize_weights_out(
-            weight,
+            gate.tensor,
             format_,
             kind,
             codes.view(torch.uint8),
             None if turned is None else turned.view(torch.uint8),
             scales,
+            None if up is None else up.tensor,
+            table_of(gate) if up is None else table_of(gate, up),
         )
     return Quantized(codes, scales, turned)
+
+
+def _halves(weight: object, gated: bool, interleaved: bool) -> tuple[Placed, Placed | None]:
+    """The weight as (E, out, in), and the second half of a gated one."""
+    if is_pair(weight):
+        if len(weight) != 2:
+            raise ValueError(f"weight: expected a pair (gate, up), got {len(weight)} of them")
+        if interleaved:
+            raise ValueError("interleaved: expected False for a pair (gate, up), got True")
+        gate, up = joined_halves("weight", weight, attached=False)
+        expect_dims("weight[0] (gate)", gate.tensor, 3)
+        expect_shape("weight[1] (up)", up.tensor, tuple(gate.tensor.shape), "as the gate has")
+        expect_like("weight[1] (up)", up.tensor, gate.tensor, "weight[0] (gate)")
+        return gate, up
+    whole = joined("weight", weight, attached=False)
+    expect_dims("weight", whole.tensor, 3)
+    if not gated:
+        if interleaved:
+            raise ValueError("interleaved: expected False for a weight without a gate, got True")
+        return whole, None
+    rows = whole.tensor.shape[1]
+    if rows % 2:
+        raise ValueError(f"weight: expected an even number of rows (gate and up), got {rows}")
+    half, step = (1, 2) if interleaved else (rows // 2, 1)
+    halves = whole.tensor[:, : rows - half : step], whole.tensor[:, half::step]
+    return Placed(halves[0], whole.at), Placed(halves[1], whole.at)
 
 
 def _settings(name: str, tensor: Tensor, dtype: torch.dtype, scale: str) -> tuple[int, int]:
     """The op's numbers for a format and a kind of scale, checked with what they are for."""
     expect_tensor(name, tensor)
-    if tensor.dtype not in ELEMENTS:
-        raise TypeError(
-            f"{name}: expected dtype bfloat16, float16 or float32, got {dtype_name(tensor.dtype)}"
-        )
+    expect_elements(name, tensor)
     if 0 in tensor.shape[1:] or (tensor.dim() == 3 and tensor.shape[0] == 0):
         raise ValueError(f"{name}: expected sizes of at least 1, got shape {tuple(tensor.shape)}")
     if tensor.dim() == 2 and tensor.shape[1] > 1 and tensor.stride(1) != 1:
         raise ValueError(f"{name}: expected contiguous columns, got strides {tensor.stride()}")
-    if dtype not in FORMATS:
-        raise TypeError(
-            f"dtype: expected float8_e4m3fn or float8_e5m2, got {dtype_name(dtype)}"
-            if isinstance(dtype, torch.dtype)
-            else f"dtype: expected a torch.dtype, got {dtype!r}"
-        )
+    expect_format("dtype", dtype)
     expect_choice("scale", scale, SCALES)
     return FORMATS.index(dtype), SCALES.index(scale)

@@ -99,6 +99,38 @@ def test_weights_are_quantised_bit_for_bit(shape, transposed, dtype, scale, devi
         assert got.transposed is None
 
 
+def _layouts(gate, up, device):
+    """A gated weight in every layout, with how quantize_weights is told of it."""
+    packed = torch.cat([gate, up], 1)
+    alternating = torch.stack([gate, up], 2).flatten(1, 2)
+    apart = [torch.zeros(2, *m.shape, dtype=m.dtype, device=device)[1].copy_(m) for m in packed]
+    yield packed.to(device), {"gated": True}
+    yield packed.mT.contiguous().to(device).mT, {"gated": True}
+    yield alternating.to(device), {"gated": True, "interleaved": True}
+    yield alternating.mT.contiguous().to(device).mT, {"gated": True, "interleaved": True}
+    yield (gate.to(device), up.to(device)), {}
+    yield (gate.mT.contiguous().to(device).mT, up.to(device)), {}
+    yield list(packed.to(device)), {"gated": True}
+    yield apart[::-1][::-1], {"gated": True}
+    yield (list(gate.to(device)), list(up.to(device))), {}
+
+
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("element", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", [(3, 136, 264), (2, 128, 72), (2, 45, 130)])
+def test_gated_weights_of_any_layout_become_one(shape, element, dtype, device):
+    torch.manual_seed(5)
+    gate, up = torch.randn(shape).to(element), torch.randn(shape).to(element) * 2
+    gate[0, 3, 5], up[-1, 0, 0] = float("nan"), float("-inf")
+    halves = [_reference(w, dtype, "power_of_two", 128) for w in (gate, up)]
+    codes, scales = (torch.cat(parts, 1) for parts in zip(*halves, strict=True))
+    for i, (weight, told) in enumerate(_layouts(gate, up, device)):
+        got = guild.quantize_weights(weight, dtype, scale="power_of_two", transposed=True, **told)
+        _same(got.codes.float().cpu(), codes, f"codes of layout {i}")
+        _same(got.transposed.float().cpu().mT, codes, f"transposed of layout {i}")
+        _same(got.scales.cpu(), scales, f"scales of layout {i}")
+
+
 def _dequantised(codes, scales, rows):
     tall = scales.double().repeat_interleave(rows, -2).repeat_interleave(128, -1)
     return codes.double() * tall[..., : codes.shape[-2], : codes.shape[-1]]
@@ -193,6 +225,10 @@ def test_wrong_quantisations_are_named():
         (lambda: guild.quantize(x, scale="e8m0"), "scale: expected"),
         (lambda: guild.quantize(x[None]), "x: expected 2 dimensions"),
         (lambda: guild.quantize_weights(x), "weight: expected 3 dimensions"),
+        (lambda: guild.quantize_weights((x[None], x[None, :2])), r"weight\[1\] \(up\): expected"),
+        (lambda: guild.quantize_weights(x[None, :3], gated=True), "weight: expected an even"),
+        (lambda: guild.quantize_weights(x[None], interleaved=True), "interleaved: expected False"),
+        (lambda: guild.quantize_weights(x[None], gated=1), "gated: expected True or False"),
         (lambda: guild.quantize_weights(x[:, :0][None]), "weight: expected sizes of at least 1"),
     ):
         with pytest.raises((TypeError, ValueError), match=error):

@@ -2,7 +2,7 @@
 // A' = s * A and the score parts <g, A>
 #include "check.h"
 #include "cpu/activate.h"
-#include "cpu/scaled_sums.h"
+#include "cpu/float8/scaled_sums.h"
 #include "guild/cpu.h"
 #include "processor.h"
 #include "shared/gemm_config.h"

@@ -1,6 +1,6 @@
 // Quantisation by blocks.
 #include "check.h"
-#include "cpu/scaled_sums.h"
+#include "cpu/float8/scaled_sums.h"
 #include "guild/cpu.h"
 #include "processor.h"
 
@@ -20,9 +20,12 @@ void quantize_row(QuantizeRows const& x, int64_t r) {
   }
 }
 
+// The block of one half at `out`; its rows of codes begin at row `first`, its scales at row
+// `block`.
 template <class T>
-void quantize_block(QuantizeWeights const& x, int64_t expert, Span out, Span in) {
-  View<T> const w = matrix_of<T>(x.w, expert).from(out.first, in.first);
+void quantize_block(QuantizeWeights const& x, ConstWeight const& half, int64_t expert, Span out,
+                    Span in, int64_t first, int64_t block) {
+  View<T> const w = matrix_of<T>(half, expert).from(out.first, in.first);
   float value[kScaleBlock];
   float largest = 0;
   for (int64_t o = 0; o < out.count; ++o) {
@@ -30,7 +33,8 @@ void quantize_block(QuantizeWeights const& x, int64_t expert, Span out, Span in)
     largest = largest_of(value, in.count, largest);
   }
   auto const scale = block_scale(largest, x.format, x.scale);
-  *scale_at(x.scales, expert, out.first / kScaleBlock, in.first / kScaleBlock) = scale.to_value;
+  *scale_at(x.scales, expert, block + out.first / kScaleBlock, in.first / kScaleBlock) =
+      scale.to_value;
   for (int64_t o = 0; o < out.count; ++o) {
     load(w.at(o, 0), w.col_stride, value, in.count);
     for (int64_t i = 0; i < in.count; ++i) {
@@ -38,7 +42,7 @@ void quantize_block(QuantizeWeights const& x, int64_t expert, Span out, Span in)
       for (Weight const* to : {&x.codes, &x.transposed}) {
         if (to->data == nullptr) continue;
         static_cast<uint8_t*>(
-            to->data)[expert * to->expert_stride + (out.first + o) * to->out_stride +
+            to->data)[expert * to->expert_stride + (first + out.first + o) * to->out_stride +
                       (in.first + i) * to->in_stride] = code;
       }
     }
@@ -59,11 +63,16 @@ void quantize_weights(QuantizeWeights const& x) {
   require_processor();
   check(x);
   auto const out = spans(x.out, kScaleBlock), in = spans(x.in, kScaleBlock);
-  int64_t const down = int64_t(out.size()), across = int64_t(in.size());
+  int64_t const down = int64_t(out.size()), across = int64_t(in.size()), of_half = down * across;
+  int64_t const halves = x.halves();
   with_narrow_element(x.dtype, [&]<class T> {
-    parallel(x.experts * down * across, double(x.experts * x.out * x.in), [&](int64_t i) {
-      quantize_block<T>(x, i / (down * across), out[i / across % down], in[i % across]);
-    });
+    parallel(x.experts * halves * of_half, double(x.experts * halves * x.out * x.in),
+             [&](int64_t i) {
+               bool const second = i / of_half % halves == 1;
+               quantize_block<T>(x, second ? x.w.up : x.w.gate, i / of_half / halves,
+                                 out[i / across % down], in[i % across], second ? x.out : 0,
+                                 second ? down : 0);
+             });
   });
 }
 

@@ -1,6 +1,6 @@
 // D = A B^T + bias for groups of rows of quantised operands.
 #include "check.h"
-#include "cpu/scaled_sums.h"
+#include "cpu/float8/scaled_sums.h"
 #include "guild/cpu.h"
 #include "processor.h"
 
