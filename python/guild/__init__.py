@@ -59,6 +59,7 @@ _NAMES = {  # as above, for the import when a name is first used
         "Quantized",
         "quantize",
         "quantize_weights",
+        "refresh_fp8",
         "scaled_grouped_mm",
     ),
     "grouped": ("grouped_mm", "grouped_mm_downproj", "grouped_mm_swiglu"),

@@ -121,8 +121,7 @@ def routed_experts(
         in these weights, or -1 for experts of other ranks, whose slots are skipped.
     fp8 : FP8 or FP8Weights, optional
         Run the products in FP8: with weights that are quantised in this call, or were before. x is
-        bfloat16 or float16 then, and weights may be float32. Not with weight_gradients and
-        low-rank terms.
+        bfloat16 or float16 then, and weights may be float32. Not with low-rank terms.
 
     Returns
     -------
@@ -186,10 +185,9 @@ def routed_experts_and_offsets(
     later = token_offsets, residual, recompute, weight_gradients, lora_up, lora_down, expert_map
     tokens = x, topk_ids, topk_weights
     if fp8 is not None:
-        others = {"weight_gradients": weight_gradients, "lora_up": lora_up, "lora_down": lora_down}
-        expect_alone(**others)
-        rest = activation, order, transposed, token_offsets, residual, recompute, expert_map
-        return routed_experts_in_fp8(*tokens, *given, *rest, fp8, out)
+        expect_alone(lora_up=lora_up, lora_down=lora_down)
+        layout = activation, order, transposed
+        return routed_experts_in_fp8(tokens, given, layout, *later[:4], expert_map, fp8, out)
     call = routed_call(*tokens, *given, activation, order, transposed, *later)
     return run_routed(call, recompute, weight_gradients, out)
 

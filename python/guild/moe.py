@@ -96,8 +96,7 @@ class MoE(nn.Module):
         `w_down`, `b_up` and `b_down`, and the whole router and shared experts.
     fp8 : FP8, optional
         Run the experts' products in FP8, of weights that are quantised in each forward unless it
-        says `cached`; router and shared experts stay as they are. Not with weight_gradients and
-        expert_group.
+        says `cached`; router and shared experts stay as they are. Not with expert_group.
 
     Attributes
     ----------

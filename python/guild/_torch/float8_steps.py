@@ -15,6 +15,7 @@ from guild._torch.operators import LayerFlags, ops, score_parts
 from guild.float8.formats import blocks
 
 _E4M3 = 0
+_POWER_OF_TWO = 1
 
 
 class Recipe(NamedTuple):
@@ -24,6 +25,11 @@ class Recipe(NamedTuple):
     scales: int  # guild::ScaleKind of activations and gradients
     save_codes: bool  # keep H as codes
     wgrad_codes: bool  # weights' gradients are products of codes
+
+    @property
+    def keeps_codes(self) -> bool:
+        """Whether backward needs X's codes and not X: those with powers of two can be regrouped."""
+        return self.wgrad_codes and self.scales == _POWER_OF_TWO
 
 
 class Codes(NamedTuple):
@@ -128,8 +134,8 @@ def forward(
     flags: LayerFlags,
     recipe: Recipe,
     keep: bool,
-) -> tuple[Tensor, Kept, Places]:
-    """O (T, H); tokens: x, ids, scores, token_offsets and residual of moe_forward."""
+) -> tuple[Tensor, Kept, Codes, Places]:
+    """O (T, H) and X's codes; tokens: x, ids, scores, token_offsets and residual of moe_forward."""
     x, ids, scores, token_offsets, residual = tokens
     experts, hidden, _ = down.codes.shape
     places = Places(*ops.sort_by_expert(ids, scores, experts, token_offsets))
@@ -138,7 +144,7 @@ def forward(
     a, kept = up_step(codes, places, halves, b_up, flags, recipe, x.dtype, keep)
     y = x.new_empty(places.row_token.shape[0], hidden)
     ops.scaled_grouped_mm_out(*a, _E4M3, *down, _E4M3, places.ends, y, 1, b_down)
-    return ops.combine(y, places.slot_row, scores, token_offsets, residual), kept, places
+    return ops.combine(y, places.slot_row, scores, token_offsets, residual), kept, codes, places
 
 
 class Wanted(NamedTuple):

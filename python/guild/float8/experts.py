@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from guild._torch import float8_layer  # noqa: F401 - registers the ops
-from guild._torch.checks import expect_dims, expect_tensor
-from guild._torch.expert_lists import Listed, say_copied, stacked
+from guild._torch import float8_layer, float8_weights  # noqa: F401 - register the ops
+from guild._torch.checks import dtype_name, expect_dims, expect_flag
+from guild._torch.expert_lists import Listed
 from guild._torch.float8_steps import QuantizedExperts
 from guild._torch.layer_arguments import Halves, layer_arguments, local_ids
 from guild._torch.operators import LayerFlags, ops, score_dtype
@@ -17,12 +17,16 @@ from guild.expert_arguments import (
     expect_output,
     expect_routing,
     residual_of,
+    sink_of,
     whole_of,
 )
 from guild.float8.formats import SCALES
 from guild.float8.settings import FP8
+from guild.float8.sinks import Float8Experts
+from guild.weight_gradients import WeightGradients
 
 _ALIGNED = 16  # bytes: what a row of codes begins at on a GPU
+_MASTERS = 5  # arguments of a layer: weights and biases
 
 _experts = ops.float8_experts.default
 _quantize = ops.float8_weights.default
@@ -64,15 +68,16 @@ class FP8Weights:
     ) -> None:
         if not isinstance(fp8, FP8):
             raise TypeError(f"fp8: expected guild.FP8, got {type(fp8).__name__} {fp8!r}")
-        expect_tensor("w_down", w_down)
+        with torch.no_grad():
+            (w_up, w_down, *_), at = whole_of(w_up, w_down, None, None, None)
         expect_dims("w_down", w_down, 3, what="(experts, hidden, intermediate)")
+        expect_flag("transposed", transposed)
         sample = w_down.new_empty(0, w_down.shape[2 if transposed else 1])
-        _, *layer, _ = layer_arguments(
-            sample, w_up, w_down, None, None, activation, order, transposed, masters=True
-        )
+        layout = activation, order, transposed
+        _, *layer, _ = layer_arguments(sample, w_up, w_down, None, None, *layout, masters=True)
         self.fp8 = fp8
-        self._masters, self._flags = layer[:3], LayerFlags(*layer[5:])
-        self.codes = quantized_experts(*self._masters, self._flags, fp8)
+        self._masters, self._flags, self._experts_at = layer[:3], LayerFlags(*layer[5:]), at
+        self.codes = quantized_experts(*self._masters, self._flags, at, fp8)
 
     def refresh(self) -> None:
         """Quantise the weights again, into the same memory, without a host wait."""
@@ -85,16 +90,22 @@ class FP8Weights:
 
     @torch.no_grad()
     def _write(self, w_up: Tensor, w_gate: Tensor | None, w_down: Tensor) -> None:
-        layout = *self._flags.up_weight, SCALES.index(self.fp8.scales)
+        layout = *self._flags.up_weight, self._experts_at, SCALES.index(self.fp8.scales)
         _quantize_out(w_up, w_gate, w_down, *layout, *self.codes)
 
 
 def quantized_experts(
-    w_up: Tensor, w_gate: Tensor | None, w_down: Tensor, flags: LayerFlags, fp8: FP8
+    w_up: Tensor,
+    w_gate: Tensor | None,
+    w_down: Tensor,
+    flags: LayerFlags,
+    experts_at: Tensor | None,
+    fp8: FP8,
 ) -> QuantizedExperts:
     """Masters, as the ops take them, as codes in both orders."""
     with torch.no_grad():
-        made = _quantize(w_up, w_gate, w_down, *flags.up_weight, SCALES.index(fp8.scales))
+        layout = *flags.up_weight, experts_at, SCALES.index(fp8.scales)
+        made = _quantize(w_up, w_gate, w_down, *layout)
     return QuantizedExperts(*made)
 
 
@@ -105,8 +116,13 @@ def expect_alone(**others: object) -> None:
             raise NotImplementedError(f"{name}: expected None with fp8, got {value!r}")
 
 
-def expect_aligned(x: Tensor, intermediate: int) -> None:
-    """Raise ValueError unless rows of codes begin where the GPU's products can read them."""
+def expect_rows_of_codes(x: Tensor, intermediate: int) -> None:
+    """Raise unless x has 16 bits, and rows of codes begin where the GPU's products read them."""
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        raise TypeError(
+            f"x: expected bfloat16 or float16 with fp8, got {dtype_name(x.dtype)}; of the layer "
+            "only weights may be float32"
+        )
     for name, size in (("hidden", x.shape[1]), ("intermediate", intermediate)):
         if x.is_cuda and size % _ALIGNED:
             raise ValueError(
@@ -115,76 +131,63 @@ def expect_aligned(x: Tensor, intermediate: int) -> None:
 
 
 def routed_experts_in_fp8(
-    x: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    w_up: Listed | Halves,
-    w_down: Listed,
-    b_up: Listed | Halves | None,
-    b_down: Listed | None,
-    activation: Activation | str,
-    order: str,
-    transposed: bool,
+    tokens: tuple[Tensor, Tensor, Tensor],
+    given: tuple[Listed | Halves | None, ...],
+    layout: tuple[Activation | str, str, bool],
     token_offsets: Tensor | None,
     residual: Tensor | None,
     recompute: bool,
+    weight_gradients: WeightGradients | None,
     expert_map: Tensor | None,
     fp8: FP8 | FP8Weights,
-    out: Tensor | None = None,
+    out: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """`guild.experts.routed_experts_and_offsets` in FP8."""
-    if not isinstance(fp8, FP8 | FP8Weights):
-        raise TypeError(
-            f"fp8: expected guild.FP8 or guild.FP8Weights, got {type(fp8).__name__} {fp8!r}"
-        )
-    expect_dims("x", x, 2, what="(tokens, hidden)")
-    expect_later(recompute, None)
-    expect_routing(x, topk_ids, topk_weights, token_offsets)
+    """`guild.experts.routed_experts_and_offsets` in FP8; given: weights and biases."""
+    _expect_settings(fp8)
+    expect_dims("x", tokens[0], 2, what="(tokens, hidden)")
+    expect_later(recompute, weight_gradients)
+    expect_routing(*tokens, token_offsets)
+    x, topk_ids, topk_weights = tokens
     topk_ids = local_ids(topk_ids, expert_map)
-    whole = _whole(w_up, w_down, b_up, b_down)
-    x, *layer, gradient = layer_arguments(
-        x, *whole, activation, order, transposed, routed=True, masters=True
-    )
-    if x.dtype not in (torch.bfloat16, torch.float16):
-        raise TypeError(
-            f"x: expected bfloat16 or float16 with fp8, got {x.dtype}; float32 weights may stay"
-        )
-    flags = LayerFlags(*layer[5:])
-    weights, settings = layer[:3], fp8 if isinstance(fp8, FP8) else fp8.fp8
-    expect_aligned(x, weights[2].shape[1 if transposed else 2])
-    codes = (
-        quantized_experts(*weights, flags, fp8)
-        if isinstance(fp8, FP8)
-        else _expect_codes(fp8.codes, weights[2], flags, x)
-    )
+    whole, experts_at = whole_of(*given, weight_gradients)
+    x, *layer, gradient = layer_arguments(x, *whole, *layout, routed=True, masters=True)
+    flags = LayerFlags(*layer[_MASTERS:])
+    expect_rows_of_codes(x, layer[2].shape[1 if flags.transposed else 2])
+    if isinstance(fp8, FP8Weights):
+        codes, fp8 = _expect_codes(fp8.codes, layer[2], flags, x), fp8.fp8
+    else:
+        codes = quantized_experts(*layer[:3], flags, experts_at, fp8)
     residual = residual_of(residual, x)
     scores = topk_weights.to(score_dtype(x.dtype)).contiguous()
-    wanted = torch.is_grad_enabled() and (gradient or scores.requires_grad)
-    slots = topk_ids.contiguous(), scores, token_offsets
+    ids = topk_ids.contiguous()
+    wanted = gradient or scores.requires_grad
+    wanted, sink = sink_of(wanted, weight_gradients, given, layout[1])
     if out is not None:
-        operands = {"topk_ids": topk_ids, "topk_weights": scores, "residual": residual}
-        expect_output(out, wanted, x, layer, **operands)
-    made, _, _, offsets, *_ = _experts(
-        x,
-        *slots,
-        residual,
-        *layer[:5],
-        *codes,
-        *flags,
-        *settings.recipe(),
-        wanted and not recompute,
+        operands = {"topk_ids": ids, "topk_weights": scores, "residual": residual}
+        lists = None if experts_at is None else given
+        expect_output(out, wanted, x, layer, lists=lists, **operands)
+    masters = layer[:_MASTERS]
+    if sink is not None:
+        how = *sink[:2], not recompute, flags, fp8.recipe(), experts_at
+        slots = scores, (ids, token_offsets, codes), residual
+        return Float8Experts.apply(*how, x, *slots, *masters, *sink.reached)
+    settings = *codes, *flags, *fp8.recipe(), wanted and not recompute, experts_at
+    made, _, _, _, _, offsets, *_ = _experts(
+        x, ids, scores, token_offsets, residual, *masters, *settings
     )
     return made if out is None else out.copy_(made), offsets
 
 
-def _whole(*given: Listed | Halves | None) -> tuple:
-    """The same with each list of experts' tensors as one tensor."""
-    whole, experts_at = whole_of(*given, None)
-    if experts_at is None:
-        return whole
-    say_copied("w_up, w_down")
-    w_up, w_down, *_ = given
-    return stacked(w_up), stacked(w_down), *whole[2:]
+def _expect_settings(fp8: object) -> None:
+    if not isinstance(fp8, FP8 | FP8Weights):
+        raise TypeError(
+            f"fp8: expected guild.FP8 or guild.FP8Weights, got {type(fp8).__name__} {fp8!r}"
+        )
+    if isinstance(fp8, FP8) and fp8.cached:
+        raise ValueError(
+            "fp8: expected FP8 without cached in a call of routed_experts, which keeps nothing; "
+            "pass guild.FP8Weights"
+        )
 
 
 def _expect_codes(
