@@ -286,16 +286,19 @@ STABLE_TORCH_LIBRARY(guild, m) {
   guild::binding::define_exchange(m);
   guild::binding::define_float8(m);
   guild::binding::define_quantisers(m);
+  guild::binding::define_microscaling(m);
 }
 STABLE_TORCH_LIBRARY_IMPL(guild, CPU, m) {
   guild::binding::implement(m);
   guild::binding::implement_float8(m);
   guild::binding::implement_quantisers(m);
+  guild::binding::implement_microscaling(m);
 }
 STABLE_TORCH_LIBRARY_IMPL(guild, CUDA, m) {
   guild::binding::implement(m);
   guild::binding::implement_float8(m);
   guild::binding::implement_quantisers(m);
+  guild::binding::implement_microscaling(m);
 }
 STABLE_TORCH_LIBRARY_IMPL(guild, CompositeExplicitAutograd, m) {
   m.impl("cuda_built", TORCH_BOX(&guild::binding::cuda_built));

@@ -12,6 +12,13 @@
 //                         128), scales (R / 128 + E, halves * ceil(columns / 128)) float32
 //   chunk_product_out     a (slots, out, 128), b (slots, in, 128), of chunks of `rows` rows -> out
 //                         (E, out, in) of any strides, added to where accumulate
+//   quantize_micro_out    x (rows, columns), values of Microscaling, MicroRounding and ScaleOrder
+//   ->
+//                         codes (rows, columns), or (rows, columns / 2) of NVFP4; scales
+//                         (micro_scale_bytes); global (1) float32 of NVFP4, read where given
+//   regroup_micro_out     x (rows, columns), x_scales (rows, ceil(columns / 32)) bytes -> codes
+//   (rows,
+//                         columns), scales (rows, ceil(columns / 128)) float32
 #pragma once
 #include "torch/tensors.h"
 
@@ -21,5 +28,7 @@ using Library = torch::stable::detail::StableLibrary;
 
 void define_quantisers(Library& m);
 void implement_quantisers(Library& m);
+void define_microscaling(Library& m);
+void implement_microscaling(Library& m);
 
 }  // namespace guild::binding

@@ -6,7 +6,13 @@ import torch
 
 from guild._torch.autograd import register_without_gradient
 
-QUANTISERS = ("quantize_rows_out", "quantize_weights_out", "quantize_chunks_out")
+QUANTISERS = (
+    "quantize_chunks_out",
+    "quantize_micro_out",
+    "quantize_rows_out",
+    "quantize_weights_out",
+    "regroup_micro_out",
+)
 PRODUCTS = (
     "chunk_product_out",
     "scaled_grouped_mm_out",

@@ -11,6 +11,7 @@ from guild.float8.chunks import quantize_chunks as quantize_chunks
 from guild.float8.experts import FP8Weights as FP8Weights
 from guild.float8.grouped import scaled_grouped_mm as scaled_grouped_mm
 from guild.float8.kept import refresh_fp8 as refresh_fp8
+from guild.float8.microscaling import regroup as regroup
 from guild.float8.quantization import Quantized as Quantized
 from guild.float8.quantization import quantize as quantize
 from guild.float8.quantization import quantize_weights as quantize_weights
@@ -26,5 +27,6 @@ __all__ = [
     "quantize_chunks",
     "quantize_weights",
     "refresh_fp8",
+    "regroup",
     "scaled_grouped_mm",
 ]

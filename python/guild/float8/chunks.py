@@ -98,7 +98,7 @@ def quantize_chunks(
     """
     scales = None
     if isinstance(x, Quantized):
-        codes, scales, _ = x
+        codes, scales = x[:2]
         expect_dims("x.codes", codes, 2)
         dtype = codes.dtype
         expect_format("x.codes", dtype)
