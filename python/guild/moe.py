@@ -250,8 +250,7 @@ class MoE(nn.Module):
             shared = shared.masked_fill(~token_mask[:, None], 0)
         weights = *parts, self.activation
         layout, later = (self.order, self.transposed), (self.recompute, self.weight_gradients)
-        fp8 = layer_fp8(self)
-        run_layer, run_experts = expert_ops(self.expert_group, self._number, into, fp8)
+        run_layer, run_experts = expert_ops(self.expert_group, self._number, into, layer_fp8(self))
         if self._routes_in_one() and not return_routing:
             flat, weight = router_operands(flat, self.router, self.experts)
             router = self.top_k, self.routing, self._selection_bias(), token_mask
@@ -262,9 +261,7 @@ class MoE(nn.Module):
         logits = None
         if return_routing or self._keeps_logits() or not is_router_plain(self):
             logits = self._logits(flat)
-        ids, scores, token_offsets = choices(
-            self, flat, logits, self._selection_bias(), token_mask, x.shape[:-1]
-        )
+        ids, scores, token_offsets = self._route(flat, logits, token_mask, x.shape[:-1])
         rows, row_scores = flat, scores
         if self.routing.applied_to == "input":
             rows, row_scores = (flat * scores).to(flat.dtype), torch.ones_like(scores)
@@ -309,6 +306,11 @@ class MoE(nn.Module):
             return None
         return expected_selection_bias(self.router, self.experts, self.w_up)
 
+    def _route(
+        self, x: Tensor, logits: Tensor | None, token_mask: Tensor | None, shape: torch.Size
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        return choices(self, x, logits, self._selection_bias(), token_mask, shape)
+
     def _keep_offsets(self, offsets: Tensor) -> None:
         if not is_exporting():  # an exported graph keeps nothing
             self._offsets = offsets if outlives_call(offsets) else None
@@ -317,8 +319,7 @@ class MoE(nn.Module):
         """Without what belongs to the last forward, so that copies and pickles work after one."""
         offsets = None if self._offsets is None else self._offsets.clone()  # out of its buffer
         last = {"balance_sums": None, "_offsets": offsets, "_prepared": None}
-        last["_fp8_weights"] = KeptWeights()
-        return {**super().__getstate__(), **last}
+        return {**super().__getstate__(), **last, "_fp8_weights": KeptWeights()}
 
     @property
     def load_balancing_loss(self) -> Tensor:
@@ -393,6 +394,6 @@ class MoE(nn.Module):
         """The sizes, for print(module)."""
         return (
             f"hidden={self.hidden}, intermediate={self.intermediate}, experts={self.experts}, "
-            f"top_k={self.top_k}, activation={self.activation}, bias={self.b_up is not None}"
-            + ("" if self.fp8 is None else f", fp8={self.fp8}")
+            f"top_k={self.top_k}, activation={self.activation}, bias={self.b_up is not None}, "
+            f"fp8={self.fp8}"
         )

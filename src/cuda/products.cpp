@@ -22,9 +22,6 @@ void row_product(RowProduct const& product, Queue const& queue) {
 void expert_product(ExpertProduct const& product, Queue const& queue) {
   sm90::expert_product(product, queue);
 }
-void scaled_row_product(ScaledRowProduct const& product, Queue const& queue) {
-  sm90::scaled_row_product(product, queue);
-}
 
 bool products_sort(Sort const& sort) { return sm90::products_sort(sort); }
 bool token_sum(TokenSum const& product, Queue const& queue) {

@@ -127,20 +127,4 @@ W transposed(W const& w) {
 void up_projection(UpProjection const& step, Sort const* sort, Queue const& queue);
 void down_projection(DownProjection const& step, Sort const* sort, Queue const& queue);
 
-// D = A B^T for groups of rows, of FP8 codes and their scales (guild/float8.h). K is a multiple
-// of 16.
-struct ScaledRowProduct {
-  DType out_dtype = DType::bfloat16;  // bfloat16 or float16 for d, any for direct
-  Float8 a_format = Float8::e4m3;     // B is e4m3
-  int64_t rows = 0, n = 0, k = 0;
-  Groups groups;
-  ConstRows a;           // (rows, k)
-  ConstScales a_scales;  // (rows, ceil(k / 128))
-  ConstWeight b;         // (E, n, k), k contiguous
-  ConstScales b_scales;  // (E, ceil(n / 128), ceil(k / 128))
-  Rows d;                // (rows, n); null data: results go to direct
-  DirectOutput direct;
-};
-void scaled_row_product(ScaledRowProduct const& product, Queue const& queue);
-
 }  // namespace guild::cuda

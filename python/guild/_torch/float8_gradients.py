@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from guild._torch.expert_lists import stacked_like
+from guild._torch.float8_formats import BLOCK, blocks
 from guild._torch.float8_steps import Codes, DataGradients, Places, Recipe
 from guild._torch.float8_weights import halves_of
 from guild._torch.operators import LayerFlags, ops
-from guild.float8.formats import BLOCK, blocks
 
 _E4M3 = 0
 

@@ -19,6 +19,7 @@ from guild._torch.autograd import (
     without_lists,
 )
 from guild._torch.expert_lists import stacked_like
+from guild._torch.float8_formats import blocks
 from guild._torch.float8_gradients import bias_gradients, weight_gradients
 from guild._torch.float8_steps import (
     Codes,
@@ -34,7 +35,6 @@ from guild._torch.float8_steps import (
     up_step,
 )
 from guild._torch.operators import LayerFlags, ops
-from guild.float8.formats import blocks
 
 _FLAGS = len(LayerFlags._fields)
 _CODES = len(QuantizedExperts._fields)

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from guild._torch.float8_formats import blocks
 from guild._torch.operators import LayerFlags, ops, score_parts
-from guild.float8.formats import blocks
 
 _E4M3 = 0
 _POWER_OF_TWO = 1

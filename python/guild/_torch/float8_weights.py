@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from guild._torch.autograd import library, register_without_gradient
+from guild._torch.float8_formats import blocks
 from guild._torch.float8_steps import QuantizedExperts
 from guild._torch.operators import ops
-from guild.float8.formats import blocks
 
 
 def halves_of(

@@ -21,8 +21,7 @@ from guild._torch.checks import (
     expect_tensor,
 )
 from guild._torch.expert_lists import Placed, table_of
-from guild._torch.operators import ops
-from guild.float8.formats import (
+from guild._torch.float8_formats import (
     BLOCK,
     FORMATS,
     SCALES,
@@ -31,6 +30,7 @@ from guild.float8.formats import (
     expect_format,
     expect_scales,
 )
+from guild._torch.operators import ops
 from guild.float8.quantization import Quantized
 
 _quantize_chunks_out = ops.quantize_chunks_out.default

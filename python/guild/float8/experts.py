@@ -8,6 +8,7 @@ from torch import Tensor
 from guild._torch import float8_layer, float8_weights  # noqa: F401 - register the ops
 from guild._torch.checks import dtype_name, expect_dims, expect_flag
 from guild._torch.expert_lists import Listed
+from guild._torch.float8_formats import SCALES
 from guild._torch.float8_steps import QuantizedExperts
 from guild._torch.layer_arguments import Halves, layer_arguments, local_ids
 from guild._torch.operators import LayerFlags, ops, score_dtype
@@ -20,7 +21,6 @@ from guild.expert_arguments import (
     sink_of,
     whole_of,
 )
-from guild.float8.formats import SCALES
 from guild.float8.settings import FP8
 from guild.float8.sinks import Float8Experts
 from guild.weight_gradients import WeightGradients

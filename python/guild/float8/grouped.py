@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from guild._torch.checks import dtype_name, expect_device, expect_dims, expect_shape
+from guild._torch.float8_formats import ELEMENTS, FORMATS, blocks
 from guild._torch.operators import ops
-from guild.float8.formats import ELEMENTS, FORMATS, blocks
 
 _scaled_grouped_mm_out = ops.scaled_grouped_mm_out.default
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 import torch
 from torch import Tensor, nn
 
@@ -11,7 +13,7 @@ from guild.float8.settings import FP8
 
 
 class KeptWeights:
-    """Codes of w_up and w_down, of one module.
+    """Codes of w_up and w_down, of one module; `codes` is None before its first forward.
 
     They are made in the forward that follows `refresh`, for that is where FSDP has gathered the
     weights. Versions tell of a forgotten refresh where torch counts them; it does not in CUDA
@@ -19,9 +21,16 @@ class KeptWeights:
     """
 
     def __init__(self) -> None:
-        self._codes: FP8Weights | None = None
+        self.codes: FP8Weights | None = None
         self._stale = True
         self._versions: tuple[int, ...] = ()
+
+    def share(self, other: KeptWeights, fp8: FP8) -> None:
+        """Use the codes that another module of the same weights has, in the same memory."""
+        if other.codes is None or other.codes.fp8.scales != fp8.scales:
+            raise ValueError("other: expected codes of weights with the same kind of scales")
+        self.codes, self._stale, self._versions = copy(other.codes), False, other._versions
+        self.codes.fp8 = fp8
 
     def refresh(self) -> None:
         """Let the next call of `of` quantise."""
@@ -37,12 +46,12 @@ class KeptWeights:
         transposed: bool,
     ) -> FP8Weights:
         """The codes of these weights, in the memory of the last ones where they fit."""
-        found, versions = self._codes, _versions(w_up, w_down)
+        found, versions = self.codes, _versions(w_up, w_down)
         if found is None or found.fp8 != fp8 or found.codes.down.device != w_down.device:
             found = FP8Weights(
                 fp8, w_up, w_down, activation=activation, order=order, transposed=transposed
             )
-            self._codes = found
+            self.codes = found
         elif self._stale:
             found.refresh_from(w_up, w_down)
         elif versions != self._versions:

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from guild._torch.checks import dtype_name, expect_device, expect_dims, expect_shape
+from guild._torch.float8_formats import FORMATS, blocks, expect_format, expect_scales
 from guild._torch.operators import ops
-from guild.float8.formats import FORMATS, blocks, expect_format, expect_scales
 
 _quantize_micro_out = ops.quantize_micro_out.default
 _regroup_micro_out = ops.regroup_micro_out.default

@@ -15,8 +15,8 @@ from guild._torch.checks import (
     expect_shape,
 )
 from guild._torch.expert_lists import Listed, Placed, is_pair, joined, joined_halves, table_of
+from guild._torch.float8_formats import FORMATS, SCALES, blocks, expect_elements, expect_format
 from guild._torch.operators import ops
-from guild.float8.formats import FORMATS, SCALES, blocks, expect_elements, expect_format
 from guild.float8.microscaling import ORDERS, ROUNDINGS, quantize_micro
 
 # Kinds of scale of each format, the default first.

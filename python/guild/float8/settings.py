@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from guild._torch.checks import expect_choice, expect_flag
+from guild._torch.float8_formats import SCALES
 from guild._torch.float8_steps import Recipe
-from guild.float8.formats import SCALES
 
 _GRADIENTS = ("e4m3", "e5m2")
 _SAVED = ("bf16", "fp8")

@@ -86,7 +86,10 @@ class Float8Experts(torch.autograd.Function):
         kept = kept_or_again(Kept(h, h_scales if recipe.save_codes else None), ctx.keep, *again)
         w_up, w_gate, w_down, *biases = (bool(wanting([p])) for p in ctx.parameters)
         want_x, want_scores = ctx.needs_input_grad[6:8]
-        wanted = Wanted(want_x, want_scores, w_up or w_gate, w_down, *biases)
+        up, down = w_up or w_gate, w_down
+        if not recipe.wgrad_codes:  # one op makes both, of operands that must be there
+            up = down = up or down
+        wanted = Wanted(want_x, want_scores, up, down, *biases)
         made = data_gradients(
             dout, kept, places, token_offsets, experts, b_down, flags, recipe, wanted
         )

@@ -24,7 +24,7 @@
 namespace guild::cuda {
 
 template <GemmConfig C, OperandLoader Loader, class Epilogue>
-  requires StoringEpilogue<Epilogue, C.tile_n> || ReadingEpilogue<Epilogue, C.tile_n>
+  requires TileEpilogue<Epilogue, C.tile_n>
 struct GroupedProduct {
   using Element = typename Loader::Element;
   using Work = typename Loader::Work;
@@ -36,7 +36,7 @@ struct GroupedProduct {
     Epilogue epilogue;
   };
 
-  static constexpr bool kReads = ReadingEpilogue<Epilogue, C.tile_n>;
+  static constexpr bool kReads = LoadsUnits<Epilogue>;
   static_assert(!(kReads && C.in_turns), "consumers that take turns cannot read a matrix");
   using Loop =
       MainLoop<C, Loader, std::conditional_t<stores_at_once<Epilogue, C.tile_n>(), int, unsigned>>;

@@ -13,7 +13,6 @@ void low_rank_up_product(UpProduct const& product, Queue const& queue);
 void low_rank_down_gradient_product(DownGradientProduct const& product, Queue const& queue);
 void low_rank_row_product(RowProduct const& product, Queue const& queue);  // not to `direct`
 void expert_product(ExpertProduct const& product, Queue const& queue);
-void scaled_row_product(ScaledRowProduct const& product, Queue const& queue);
 bool products_sort(Sort const& sort);
 
 }  // namespace guild::cuda::sm90

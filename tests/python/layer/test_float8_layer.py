@@ -14,10 +14,11 @@ from torch.utils.checkpoint import checkpoint
 import guild
 from guild import FP8
 from layers import ACTIVATIONS, LAYOUTS, Case, Layer, make_layer
-from oracle.experts import Experts, halves
-from oracle.float8 import Recipe, layer_in_fp8
+from oracle.experts import Experts, halves, routed
+from oracle.float8 import Recipe, routed_in_fp8
 
 LEAST = 4e-3  # of relative error: what rounding to 16 bits adds where nothing else does
+NAMES = "gate", "up", "down", "gate_bias", "up_bias", "down_bias"  # of a Layer and of Experts
 SMALL = Case("small", 150, 256, 208, 4, 2, "sentinel", frozenset({"strided"}))
 TINY = Case("tiny", 40, 144, 80, 3, 2, "random", frozenset())
 
@@ -52,21 +53,29 @@ def run(layer: Layer, fp8: FP8 | None, layout: str = "concatenated", **how) -> d
     return {n: t.detach().double().cpu() for n, t in made.items() if t is not None}
 
 
-def recipe_of(layer: Layer, fp8: FP8 | None) -> dict[str, Tensor]:
-    """The same in plain torch, in float64 all along without fp8."""
-
-    def exact(t: Tensor | None) -> Tensor | None:
-        return None if t is None else t.detach().double().cpu()
-
-    names = "gate", "up", "down", "gate_bias", "up_bias", "down_bias"
-    experts = Experts(layer.activation, *(exact(getattr(layer, n)) for n in names))
-    tokens = exact(layer.x), layer.ids.cpu(), exact(layer.scores)
-    return layer_in_fp8(*tokens, experts, exact(layer.dout), Recipe(fp8, layer.x.dtype))
+def exact(layer: Layer, fp8: FP8 | None) -> dict[str, Tensor]:
+    """The same in plain torch, in float64: by a recipe, or without any."""
+    leaves = {}
+    for name in ("x", "scores", *NAMES):
+        tensor = getattr(layer, name)
+        leaves[name] = None if tensor is None else tensor.detach().double().cpu().requires_grad_()
+    experts = Experts(layer.activation, *(leaves[n] for n in NAMES))
+    ids = layer.ids.flatten().cpu()
+    token = torch.arange(layer.x.shape[0]).repeat_interleave(layer.ids.shape[1])
+    slots = torch.nonzero((ids >= 0) & (ids < layer.down.shape[0])).flatten()
+    tokens = leaves["x"], token[slots], ids[slots], leaves["scores"].flatten()[slots]
+    if fp8 is None:
+        out = routed(experts, *tokens)
+    else:
+        out = routed_in_fp8(experts, *tokens, Recipe(fp8, layer.x.dtype))
+    out.backward(layer.dout.double().cpu())
+    made = {"o": out.detach(), "dx": leaves["x"].grad, "dscores": leaves["scores"].grad}
+    return made | {n: leaves[n].grad for n in NAMES if leaves[n] is not None}
 
 
 def expect_as_good(got: dict[str, Tensor], layer: Layer, fp8: FP8) -> None:
     """Errors against float64 are at most 1.05 of the simulated recipe's."""
-    truth, recipe = recipe_of(layer, None), recipe_of(layer, fp8)
+    truth, recipe = exact(layer, None), exact(layer, fp8)
     assert set(got) == set(truth)
     for name, want in truth.items():
         size = want.norm()

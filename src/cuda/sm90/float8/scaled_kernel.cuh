@@ -13,41 +13,7 @@
 
 namespace guild::cuda {
 
-// StoreRows without a rest that waits for the next tile: its registers are the waves' here.
-template <class T>
-struct StoreRowsAtOnce {
-  StoreRows<T> rows;
-
-  using Storage = StoreBoxes;
-  template <int n>
-  struct Parcel {
-    static constexpr int kMostSteps = 0;
-
-    __device__ bool left() const { return false; }
-    __device__ void begin(StoreRowsAtOnce const& e, float const (&acc)[n / 2], StoreBoxes& boxes,
-                          Tile const& tile, int thread) {
-      if (tile.rows <= 0) return;
-      put<0>(e, acc, boxes, tile, thread);
-      if (n > 128 && tile.col + 128 < e.rows.width()) put<1>(e, acc, boxes, tile, thread);
-    }
-    __device__ void step(StoreRowsAtOnce const&, StoreBoxes&, int) {}
-
-   private:
-    template <int half>
-    static __device__ void put(StoreRowsAtOnce const& e, float const (&acc)[n / 2],
-                               StoreBoxes& boxes, Tile const& tile, int thread) {
-      HalfWords word;
-#pragma unroll
-      for (int i = 0; i < 2; ++i) pack_box<T>(word[i], acc + 64 * half + 32 * i);
-      e.rows.template put<n>(word, half, boxes, tile, thread);
-    }
-  };
-
-  template <int n>
-  __device__ bool start(float (&)[n / 2], Tile const&, int) const {
-    return false;
-  }
-};
+using CodePair = __nv_bfloat16;  // two codes, as the loaders and TMA see them
 
 template <GemmConfig C, OperandLoader Loader, class Epilogue, Codes codes>
 struct ScaledProduct : GroupedProduct<C, Loader, Epilogue> {
@@ -56,12 +22,46 @@ struct ScaledProduct : GroupedProduct<C, Loader, Epilogue> {
   static_assert(!C.in_turns && C.consumer_rows() == 64);
 
   struct Params : Base::Params {
-    ConstScales a_scales, b_scales;
-    int rows, n_blocks;  // of A, and blocks of scales in a column of B
+    ConstScales a_scales;
+    // Of the first weight that WeightLoader has; with pair_columns, those of the second weight lie
+    // `second_scales` after them, with the same strides.
+    ConstScales b_scales;
+    uint32_t second_scales;
+    int rows, n_blocks;  // of D, and blocks of scales in a column of B
   };
 
   static constexpr int kWaves = C.tile_n / 128;
   static_assert(kWaves <= 2);
+  static constexpr bool kGathers = requires(Params const& p) { p.load.row; };
+
+  // Loads issued here: the compiler would move them to where the value is used, steps later.
+  static __device__ float load_now(float const* from) {
+    float value;
+    asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(value) : "l"(from));
+    return value;
+  }
+  static __device__ int load_now(int32_t const* from) {
+    int value;
+    asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(value) : "l"(from));
+    return value;
+  }
+
+  // The rows of A that a thread's two rows of a tile are; -1: zeros.
+  struct OwnRows {
+    int row[2];
+
+    __device__ OwnRows() {}
+    __device__ OwnRows(Params const& p, Tile const& tile, Self self) {
+#pragma unroll
+      for (int below = 0; below < 2; ++below) {
+        int const r = tile.row + 64 * self.group + fragment_row(self.thread) + 8 * below;
+        row[below] = min(r, p.rows - 1);
+        if constexpr (kGathers) {
+          row[below] = load_now(p.load.row + row[below]);
+        }
+      }
+    }
+  };
 
   // A thread's scales of one step: of its two rows, and of a wave's weight block, which even lanes
   // have of the first wave and odd ones of the second. A value that is the same for all lanes would
@@ -69,31 +69,41 @@ struct ScaledProduct : GroupedProduct<C, Loader, Epilogue> {
   struct StepScales {
     float row[2], block;
   };
+  // Offsets of 32 bits, and steps from the parameters: registers are short.
   struct ScaleReader {
-    float const *row, *block;
-    int64_t row_step, block_step;
-    int64_t second_row;
+    uint32_t row[2], block;
+    bool present[2];
 
-    __device__ ScaleReader(Params const& p, Tile const& tile, Self self) {
-      int const r = tile.row + 64 * self.group + fragment_row(self.thread), last = p.rows - 1;
-      int64_t const first = min(r, last) * p.a_scales.row_stride;
-      second_row = min(r + 8, last) * p.a_scales.row_stride - first;
-      row = p.a_scales.data + first;
-      row_step = p.a_scales.col_stride;
-      int const column = tile.col / 128 + (kWaves == 2 ? self.thread % 2 : 0);
-      block = p.b_scales.data + tile.expert * p.b_scales.expert_stride +
-              min(column, p.n_blocks - 1) * p.b_scales.row_stride;
-      block_step = p.b_scales.col_stride;
+    __device__ ScaleReader(Params const& p, OwnRows const& own, Tile const& tile, Self self) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        int at = own.row[i];
+        present[i] = true;
+        if constexpr (kGathers) {
+          present[i] = unsigned(at) < unsigned(p.load.tokens);
+          if (!present[i]) at = 0;
+        }
+        row[i] = uint32_t(at) * uint32_t(p.a_scales.row_stride);
+      }
+      int const second = kWaves == 2 ? self.thread % 2 : 0;
+      bool const apart = p.load.b.pair_columns;
+      int const column = min(tile.col / 128 + (apart ? 0 : second), p.n_blocks - 1);
+      block = uint32_t(tile.expert) * uint32_t(p.b_scales.expert_stride) +
+              uint32_t(column) * uint32_t(p.b_scales.row_stride) +
+              (apart && second ? uint32_t(p.second_scales) : 0);
     }
-    __device__ void advance() { row += row_step, block += block_step; }
-    __device__ StepScales load() const {
-      return {{load_now(row), load_now(row + second_row)}, load_now(block)};
+    __device__ void advance(Params const& p) {
+      row[0] += uint32_t(p.a_scales.col_stride);
+      row[1] += uint32_t(p.a_scales.col_stride);
+      block += uint32_t(p.b_scales.col_stride);
     }
-    // Issued here: the compiler would move the load to where the value is used, two steps later.
-    static __device__ float load_now(float const* from) {
-      float value;
-      asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(value) : "l"(from));
-      return value;
+    __device__ StepScales load(Params const& p) const {
+      float first = load_now(p.a_scales.data + row[0]), second = load_now(p.a_scales.data + row[1]);
+      if constexpr (kGathers) {
+        first = present[0] ? first : 0.f;
+        second = present[1] ? second : 0.f;
+      }
+      return {{first, second}, load_now(p.b_scales.data + block)};
     }
   };
 
@@ -116,21 +126,23 @@ struct ScaledProduct : GroupedProduct<C, Loader, Epilogue> {
   // Sums the tile over its steps; meanwhile() as in kernel.cuh. Scales are loaded two steps ahead.
   template <class F>
   static __device__ void sum(Params const& p, float (&sums)[C.tile_n / 2], Cursor& at,
-                             Tile const& tile, SharedStorage& smem, Self self, F&& meanwhile) {
+                             Tile const& tile, OwnRows const& own, SharedStorage& smem, Self self,
+                             F&& meanwhile) {
     int const count = Loop::steps(tile);
     uint32_t const full = kept(shared_address(smem.full));
     uint32_t const a =
         kept(descriptor<Major::K>(shared_address(smem.a[0]) + self.group * kBlockBytes));
     uint32_t const b = kept(descriptor<Major::K>(shared_address(smem.b[0])));
-    ScaleReader reader(p, tile, self);
-    StepScales now = reader.load();
-    if (count > 1) reader.advance();
-    StepScales next = reader.load();
+    ScaleReader reader(p, own, tile, self);
+    StepScales now = reader.load(p);
+    if (count > 1) reader.advance(p);
+    StepScales next = reader.load(p);
     clear_registers(sums);
+    p.epilogue.template start<C.tile_n>(sums, tile, self.thread);
     int step = 0;
     do {
-      if (step + 2 < count) reader.advance();
-      StepScales const after = reader.load();
+      if (step + 2 < count) reader.advance(p);
+      StepScales const after = reader.load(p);
       float const block[2] = {__shfl_sync(~0u, now.block, 0), __shfl_sync(~0u, now.block, 1)};
       Barrier::wait_at(full + at.stage * sizeof(Barrier), at.phase);
       Wave wave;
@@ -152,26 +164,73 @@ struct ScaledProduct : GroupedProduct<C, Loader, Epilogue> {
     } while (++step < count);
   }
 
+  // A reading epilogue, two units of 64 columns at a time, a block of scales. Their stages are
+  // released when both are stored. Units' sums are always the first ones: the others shift down.
+  static __device__ void finish(Params const& p, float (&sums)[C.tile_n / 2], Cursor& at,
+                                Tile const& part, auto& storage, SharedStorage& smem, Self self) {
+    Epilogue const& e = p.epilogue;
+    int const share = self.group * kBlockBytes, units = e.units(part);
+    typename Epilogue::State state;
+    e.begin(state, part, self.thread);
+#pragma unroll(Epilogue::kCopies)
+    for (int first = 0; first < C.tile_n / 64; first += 2) {
+      if (first >= units) break;
+      uint32_t stage[2] = {0, 0};
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (first + i < units) {
+          smem.full[at.stage].wait(at.phase);
+          stage[i] = shared_address(smem.b[at.stage] + share);
+          e.read_unit(sums + 32 * i, stage[i], state, part, first + i, self.thread, storage);
+          at.advance();
+        } else {
+          e.clear_unit(sums + 32 * i);
+        }
+      }
+      e.store_units(sums, stage, part, first, self.thread, storage);
+      __syncwarp();
+      if (self.leads_warp()) {
+        Loop::release(smem.empty[at.before(1)]);
+        if (stage[1] != 0) Loop::release(smem.empty[at.before(2)]);
+      }
+#pragma unroll
+      for (int i = 0; i + 64 < C.tile_n / 2; ++i) sums[i] = sums[i + 64];
+    }
+    e.finish(state, part, self.thread);
+  }
+
   static __device__ void consume(Params const& p, SharedStorage& smem, Self self) {
     float sums[C.tile_n / 2];
     auto& storage = smem.epilogue[self.group];
     Cursor at;
     QueueEnd tiles;
     Tile tile, following;
-    for (bool more = smem.tiles.take(tiles, tile); more; tile = following) {
+    bool more = smem.tiles.take(tiles, tile);
+    OwnRows own(p, tile, self);
+    for (; more; tile = following) {
       Tile const part = row_block(tile, self.group);
       if (part.rows <= 0) {
-        Loop::pass(Loop::steps(tile), at, smem, self);
+        int units = 0;
+        if constexpr (Base::kReads) units = p.epilogue.units(tile);
+        Loop::pass(Loop::steps(tile) + units, at, smem, self);
         more = smem.tiles.take(tiles, following);
+        own = OwnRows(p, following, self);
         continue;
       }
-      sum(p, sums, at, tile, smem, self, [&](bool takes) {
+      sum(p, sums, at, tile, own, smem, self, [&](bool takes) {
         if (takes) more = smem.tiles.take(tiles, following);
       });
-      typename Epilogue::template Parcel<C.tile_n> parcel;
-      parcel.begin(p.epilogue, sums, storage, part, self.thread);
+      own = OwnRows(p, following, self);  // loaded while results are stored
+      // Else what epilogues derive from the thread would be computed before the sum, and spill.
+      Self late = self;
+      late.thread = int(kept(uint32_t(self.thread)));
+      if constexpr (Base::kReads) {
+        finish(p, sums, at, part, storage, smem, late);
+      } else {
+        typename Epilogue::template Parcel<C.tile_n> parcel;
+        parcel.begin(p.epilogue, sums, storage, part, late.thread);
+      }
     }
-    if (self.leads_warp()) tma_store_wait<0>();  // shared memory must outlive the last store
   }
 
   static __device__ void run(Params const& p, SharedStorage& smem) {

@@ -1,56 +1,52 @@
-#include "cuda/sm90/float8/scaled_kernel.cuh"
-#include "cuda/sm90/launch.cuh"
-#include "cuda/sm90/products.h"
+#include "cuda/float8/products.h"
+#include "cuda/sm90/float8/launch.cuh"
+#include "cuda/sm90/float8/store_rows.cuh"
 
-namespace guild::cuda::sm90 {
+namespace guild::cuda {
 namespace {
 
-// A pair of blocks loads a third less from L2, as in kConfigs; it is what was measured fastest.
-constexpr GemmConfig kConfig{.tile_m = 128, .tile_n = 256, .stages = 4, .cluster = 2};
-
 template <Codes codes, class Epilogue>
-void launch_scaled(ScaledRowProduct const& x, Epilogue const& epilogue, Queue const& queue) {
-  // The loaders see two codes as one element.
-  using Pair = __nv_bfloat16;
+void launch_rows(ScaledRowProduct const& x, Epilogue const& epilogue, Queue const& queue) {
+  using Loader = CodeLoader<false>;
+  using Kernel = ScaledProduct<kScaledConfig, Loader, Epilogue, codes>;
+  constexpr GemmConfig c = kScaledConfig;
   int64_t const pairs = x.k / 2;
-  using Kernel = ScaledProduct<kConfig, TmaRows<Pair, kConfig, Major::K>, Epilogue, codes>;
+  int const half_steps = int(ceil_div(pairs, c.tile_k));
   typename Kernel::Params params{};
   params.work = {.groups = x.groups,
-                 .tile_n = kConfig.tile_n,
-                 .across = int(ceil_div(x.n, kConfig.tile_n)),
-                 .inner = int(pairs)};
-  ConstRows const a{x.a.data, row_stride(x.a, x.k) / 2};
-  ConstWeight const b{x.b.data, x.b.expert_stride / 2, x.b.out_stride / 2, 1};
-  params.load.a = row_map<Pair>(a, x.rows, pairs, 1, 64, "a");
-  params.load.b = weight_loader<Pair, kConfig, Major::K>(
-      b, b, x.groups.groups, x.n, pairs, false, int(ceil_div(pairs, kConfig.tile_k)), "b");
+                 .tile_n = c.tile_n,
+                 .across = int(ceil_div(x.n, c.tile_n)),
+                 .inner = int(x.halves) * half_steps * c.tile_k};
+  ConstWeight const first = in_pairs(x.b);
+  ConstWeight second = first;
+  if (x.halves == 2) second.data = static_cast<char const*>(x.b.data) + x.k;
+  params.load.a = row_map<CodePair>(in_pairs(x.a, x.halves * x.k), x.rows, pairs, int(x.halves),
+                                    64, "a");
+  params.load.b = weight_loader<CodePair, c, Major::K>(first, second, x.groups.groups, x.n, pairs,
+                                                       false, half_steps, "b");
   params.epilogue = epilogue;
   params.a_scales = x.a_scales;
   params.b_scales = x.b_scales;
-  params.rows = int(x.rows);
   params.n_blocks = int(ceil_div(x.n, kScaleBlock));
-  launch<Kernel>(params, most_tiles<kConfig>(x.rows, params.work), queue);
+  launch_scaled<Kernel>(params, x.rows, queue);
 }
 
 }  // namespace
 
 void scaled_row_product(ScaledRowProduct const& x, Queue const& queue) {
   if (x.rows == 0) return;
-  auto const launch_with = [&](auto const& epilogue) {
-    if (x.a_format == Float8::e4m3) {
-      launch_scaled<Codes::e4m3_e4m3>(x, epilogue, queue);
-    } else {
-      launch_scaled<Codes::e5m2_e4m3>(x, epilogue, queue);
-    }
-  };
-  with_type(x.out_dtype, [&](auto element) {
+  with_type(x.element, [&](auto element) {
     using T = decltype(element);
-    if (x.direct.data != nullptr) {
-      launch_with(StoreDirect<T>{x.direct, {}});
-    } else {
-      launch_with(StoreRowsAtOnce<T>{{row_output<T>(x.d, x.rows, x.n, 1, "d"), {}}});
-    }
+    Bias<T> const bias{static_cast<T const*>(x.bias.data), row_stride(x.bias, x.n)};
+    with_codes(x.a_format, [&](auto codes) {
+      if (x.direct.data != nullptr) {
+        launch_rows<codes.value>(x, StoreDirect<T>{x.direct, bias}, queue);
+      } else {
+        StoreRowsAtOnce<T> const rows{byte_rows(x.d, x.n, sizeof(T)), int(x.n), bias};
+        launch_rows<codes.value>(x, rows, queue);
+      }
+    });
   });
 }
 
-}  // namespace guild::cuda::sm90
+}  // namespace guild::cuda

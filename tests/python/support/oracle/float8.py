@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,90 +35,146 @@ def rounded(
 
 @dataclass(frozen=True)
 class Recipe:
-    """A guild.FP8, or None of it: then float64 all along."""
+    """A guild.FP8."""
 
     fp8: Any
     dtype: torch.dtype  # of the layer's 16-bit values
 
     def rows(self, x: Tensor) -> Tensor:
         """Rows of activations."""
-        return x if self.fp8 is None else rounded(x, 1, scales=self.fp8.scales)
+        return rounded(x, 1, scales=self.fp8.scales)
 
     def gradient(self, x: Tensor) -> Tensor:
         """Rows of gradients."""
-        if self.fp8 is None:
-            return x
         return rounded(x, 1, FORMATS[self.fp8.gradients], self.fp8.scales)
 
     def weight(self, w: Tensor) -> Tensor:
         """(E, out, in)."""
-        return w if self.fp8 is None else rounded(w, BLOCK, scales=self.fp8.scales)
+        return rounded(w, BLOCK, scales=self.fp8.scales)
 
     def kept(self, h: Tensor) -> Tensor:
         """Pre-activations as backward finds them."""
-        if self.fp8 is None:
-            return h
         return self.rows(h) if self.fp8.save == "fp8" else self.short(h)
 
     def chunks(self, x: Tensor, gradient: bool) -> Tensor:
         """An expert's rows as the weight gradients' sums over them read them."""
-        if self.fp8 is None or self.fp8.wgrad == "bf16":
+        if self.fp8.wgrad == "bf16":
             return x
         name = self.fp8.gradients if gradient else "e4m3"
         return rounded(x, BLOCK, FORMATS[name], self.fp8.scales)
 
     def short(self, x: Tensor) -> Tensor:
         """As the layer's dtype has it."""
-        return x if self.fp8 is None else x.to(self.dtype).double()
+        return x.to(self.dtype).double()
 
 
-def layer_in_fp8(
-    x: Tensor, ids: Tensor, scores: Tensor, experts: Experts, dout: Tensor, recipe: Recipe
-) -> dict[str, Tensor]:
-    """Output and gradients of a layer of float64 tensors, by expert in a plain loop.
+class _Routed(torch.autograd.Function):
+    """`routed_in_fp8` of tensors alone, expert by expert in a plain loop."""
 
-    ids outside [0, E) are skipped. Weight gradients are those of an `Experts`, by its names.
-    """
-    weights = {n: getattr(experts, n) for n in ("gate", "up", "down")}
-    coarse = {n: None if w is None else recipe.weight(w) for n, w in weights.items()}
-    made = {n: torch.zeros_like(w) for n, w in weights.items() if w is not None}
-    for name in ("gate_bias", "up_bias", "down_bias"):
-        if getattr(experts, name) is not None:
-            made[name] = torch.zeros_like(getattr(experts, name))
-    made |= {n: torch.zeros_like(t) for n, t in (("o", x), ("dx", x), ("dscores", scores))}
-    x_codes, dout_codes = recipe.rows(x), recipe.gradient(dout)
-    for e in range(experts.down.shape[0]):
-        tokens, slots = (ids == e).nonzero(as_tuple=True)
-        s = scores[tokens, slots][:, None]
-        h = {n: x_codes[tokens] @ coarse[n][e].T for n in ("gate", "up") if n in made}
-        for n in h:
-            if f"{n}_bias" in made:
-                h[n] = h[n] + getattr(experts, f"{n}_bias")[e]
-        a = activate(experts.activation, h.get("gate", h["up"]), h["up"] if "gate" in h else None)
-        y = recipe.rows(a) @ coarse["down"][e].T
-        if experts.down_bias is not None:
-            y = y + experts.down_bias[e]
-        made["o"].index_add_(0, tokens, s * recipe.short(y))
-        kept = {n: recipe.kept(t).requires_grad_() for n, t in h.items()}
-        g = dout_codes[tokens] @ coarse["down"][e]
-        a = activate(
-            experts.activation, kept.get("gate", kept["up"]), kept["up"] if "gate" in h else None
-        )
-        dh = dict(zip(kept, torch.autograd.grad(a, list(kept.values()), s * g), strict=True))
-        a = a.detach()
-        dscores = (g * a).sum(1)
-        if experts.down_bias is not None:
-            dscores = dscores + dout[tokens] @ experts.down_bias[e]
-            made["down_bias"][e] = (s * dout[tokens]).sum(0)
-        made["dscores"][tokens, slots] = dscores
-        turned = recipe.chunks(dout[tokens], True), recipe.chunks(recipe.short(s * a), False)
-        made["down"][e] = turned[0].T @ turned[1]
-        dx = 0
-        for n, d in dh.items():
-            turned = recipe.chunks(recipe.short(d), True), recipe.chunks(x[tokens], False)
-            made[n][e] = turned[0].T @ turned[1]
-            if f"{n}_bias" in made:
-                made[f"{n}_bias"][e] = recipe.short(d).sum(0)
-            dx = dx + recipe.gradient(d) @ coarse[n][e]
-        made["dx"].index_add_(0, tokens, recipe.short(dx))
-    return made
+    @staticmethod
+    def forward(ctx, recipe, activation, token, ids, x, scores, *weights):
+        ctx.save_for_backward(token, ids, x, scores, *weights)
+        ctx.recipe, ctx.activation = recipe, activation
+        out = torch.zeros_like(x)
+        for slots, expert in _by_expert(recipe, activation, token, ids, x, *weights):
+            y = expert.down(recipe.rows(expert.activated(expert.h())))
+            out.index_add_(0, token[slots], scores[slots, None] * recipe.short(y))
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        recipe = ctx.recipe
+        token, ids, x, scores, *weights = ctx.saved_tensors
+        dx, dscores = torch.zeros_like(x), torch.zeros_like(scores)
+        dweights = [None if w is None else torch.zeros_like(w) for w in weights]
+        codes = recipe.gradient(dout)
+        for slots, expert in _by_expert(recipe, ctx.activation, token, ids, x, *weights):
+            rows, s = token[slots], scores[slots, None]
+            h = [recipe.kept(t).requires_grad_() for t in expert.h()]
+            with torch.enable_grad():
+                a = expert.activated(h)
+            g = codes[rows] @ expert.down_codes
+            dh = torch.autograd.grad(a, h, s * g)
+            a, by_row = a.detach(), dout[rows]
+            dscores[slots] = (g * a).sum(1) + by_row @ expert.down_bias
+            turned = recipe.chunks(by_row, True), recipe.chunks(recipe.short(s * a), False)
+            made = [*(None,) * (2 - len(dh)), *(recipe.short(d) for d in dh)]
+            x_rows = recipe.chunks(x[rows], False)
+            found = [None if d is None else recipe.chunks(d, True).T @ x_rows for d in made]
+            found += [turned[0].T @ turned[1], *(None if d is None else d.sum(0) for d in made)]
+            for to, value in zip(dweights, [*found, (s * by_row).sum(0)], strict=True):
+                if to is not None:
+                    to[expert.index] = value
+            dx_rows = sum(recipe.gradient(d) @ w for d, w in zip(dh, expert.up_codes, strict=True))
+            dx.index_add_(0, rows, recipe.short(dx_rows))
+        return None, None, None, None, dx, dscores, *dweights
+
+
+@dataclass
+class _Expert:
+    """One expert's rows and weights as the recipe has them."""
+
+    index: int
+    activation: Any
+    rows: Tensor
+    up_codes: list[Tensor]  # gate, if there is one, and up
+    up_biases: list[Tensor | float]
+    down_codes: Tensor
+    down_bias: Tensor
+
+    def h(self) -> list[Tensor]:
+        """Pre-activations."""
+        both = zip(self.up_codes, self.up_biases, strict=True)
+        return [self.rows @ w.T + b for w, b in both]
+
+    def activated(self, h: list[Tensor]) -> Tensor:
+        """A"""
+        return activate(self.activation, h[0], h[1] if len(h) > 1 else None)
+
+    def down(self, a: Tensor) -> Tensor:
+        """Y"""
+        return a @ self.down_codes.T + self.down_bias
+
+
+def _by_expert(
+    recipe: Recipe,
+    activation: Any,
+    token: Tensor,
+    ids: Tensor,
+    x: Tensor,
+    gate: Tensor | None,
+    up: Tensor,
+    down: Tensor,
+    *biases: Tensor | None,
+) -> Iterator[tuple[Tensor, _Expert]]:
+    """Each expert's slots, and the expert, where it has any."""
+    halves = [recipe.weight(w) for w in (gate, up) if w is not None]
+    codes, down = recipe.rows(x), recipe.weight(down)
+    hidden_zeros = x.new_zeros(down.shape[:2])
+    gate_bias, up_bias, down_bias = biases
+    down_bias = hidden_zeros if down_bias is None else down_bias
+    for e in range(down.shape[0]):
+        slots = torch.nonzero(ids == e).flatten()
+        if slots.numel():
+            of_up = [b for b in (gate_bias, up_bias) if b is not None] or [None] * len(halves)
+            yield (
+                slots,
+                _Expert(
+                    e,
+                    activation,
+                    codes[token[slots]],
+                    [w[e] for w in halves],
+                    [0.0 if b is None else b[e] for b in of_up],
+                    down[e],
+                    down_bias[e],
+                ),
+            )
+
+
+def routed_in_fp8(
+    experts: Experts, x: Tensor, token: Tensor, ids: Tensor, scores: Tensor, recipe: Recipe
+) -> Tensor:
+    """`oracle.experts.routed` by a recipe, with its gradients."""
+    names = "gate", "up", "down", "gate_bias", "up_bias", "down_bias"
+    weights = (getattr(experts, name) for name in names)
+    return _Routed.apply(recipe, experts.activation, token, ids, x, scores, *weights)
