@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from guild._torch.float8_formats import blocks
+from guild._torch.float8_formats import BLOCK, blocks
 from guild._torch.operators import LayerFlags, ops, score_parts
 
 _E4M3 = 0
@@ -80,6 +80,19 @@ class Kept(NamedTuple):
     def arguments(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """h, h_codes and h_scales of the ops."""
         return (self.h, None, None) if self.scales is None else (None, self.h, self.scales)
+
+
+def in_16_bits(kept: Kept, flags: LayerFlags, dtype: torch.dtype) -> Kept:
+    """H of codes as `dtype` has it, gate and up in the flags' order."""
+    halves = 2 if flags.gated else 1
+    values = kept.h.view(torch.float8_e4m3fn).to(dtype).unflatten(1, (halves, -1))
+    scales = kept.scales.to(dtype).unflatten(1, (halves, -1))
+    size = values.shape[2]
+    if size % BLOCK == 0:
+        h = (values.unflatten(2, (-1, BLOCK)) * scales[..., None]).flatten(2)
+    else:
+        h = values * scales.repeat_interleave(BLOCK, 2)[..., :size]
+    return Kept((h.mT if flags.gated and flags.interleaved else h).flatten(1))
 
 
 def quantized_rows(x: Tensor, format_: int, scales: int) -> Codes:
@@ -182,6 +195,8 @@ def data_gradients(
     rows, (_, hidden, size) = places.row_token.shape[0], experts.down.shape
     halves = experts.up_scales.shape[1]
     scores = places.row_score
+    if kept.scales is not None and dout.is_cuda:  # whose kernel reads 16 bits
+        kept = in_16_bits(kept, flags, dout.dtype)
     given = quantized_rows(dout, recipe.gradients, recipe.scales)
     dh = dout.new_empty(rows, halves * size) if wanted.up or wanted.up_bias else None
     a_scaled = dout.new_empty(rows, size) if wanted.down else None

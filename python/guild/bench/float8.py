@@ -55,6 +55,10 @@ class Float8Layer(Layer):
         """As `Layer.module`."""
         return module_of(partial(guild.MoE, fp8=self._fp8), problem)
 
+    def weights(self) -> guild.FP8Weights:
+        """The first input set's, which its forward has made."""
+        return self._modules[0]._fp8_weights.codes
+
     def saved_bytes(self) -> int:
         """Of what forward keeps for backward beside parameters and their codes."""
         problem, module = self._problems[0], self._modules[0]
@@ -97,13 +101,14 @@ def measure_float8(plan: BenchPlan, console: Console) -> dict[str, Any]:
                 problems = make_problems(shape, routing, plan.dtype, plan.device, plan.seed)
                 case = {"name": name, "shape": shape._asdict(), "routing": routing, "failures": {}}
                 layers = _checked(problems, plan, case, console)
-                calls = _calls(layers, problems[0])
-                steps = step_calls(problems[0], RECIPES["fp8"]) if "fp8" in layers else {}
-                calls |= {("steps", step): call for step, call in steps.items()}
+                calls = _calls(layers)
+                if "fp8" in layers:
+                    steps = step_calls(problems[0], layers["fp8"].weights())
+                    calls |= {("steps", step): call for step, call in steps.items()}
                 times = interleaved(calls, plan.rounds, plan.seconds, plan.device, plan.calls)
                 case["figures"] = figures(times, shape)
             cases.append(case)
-            del problems, layers, calls, steps
+            del problems, layers, calls
             free_memory(plan.device)
     return {**record_head(plan), "mode": "fp8", "cases": cases}
 
@@ -133,17 +138,22 @@ def _checked(
 
 
 def _calls(
-    layers: dict[str, Float8Layer], problem: Problem
+    layers: dict[str, Float8Layer],
 ) -> dict[tuple[str, str], Callable[[], object]]:
     """By recipe and pass; the quantisation of weights is one for all recipes."""
     calls: dict[tuple[str, str], Callable[[], object]] = {}
     for name, layer in layers.items():
         calls[name, "forward"], calls[name, "backward"] = layer.forward, layer.backward
-    fp8 = next((RECIPES[name] for name in layers if RECIPES[name] is not None), None)
-    if fp8 is not None:  # codes of its own: those of a layer may not change before its backward
-        weights = guild.FP8Weights(fp8, problem.w_up.detach(), problem.w_down.detach())
-        calls[_WEIGHTS] = weights.refresh
+    weights = next((layer.weights() for name, layer in layers.items() if RECIPES[name]), None)
+    if weights is not None:
+        calls[_WEIGHTS] = partial(_quantise, weights)
     return calls
+
+
+def _quantise(weights: guild.FP8Weights) -> None:
+    """Write the codes again, which backward may use all the same: they are what they were."""
+    with torch.autograd._unsafe_preserve_version_counter(tuple(weights.codes)):
+        weights.refresh()
 
 
 def figures(times: dict[tuple[str, str], list[float]], shape: Shape) -> dict[str, Any]:

@@ -18,11 +18,10 @@ from .problem import Problem
 
 
 @torch.no_grad()
-def step_calls(problem: Problem, fp8: guild.FP8) -> dict[str, Callable[[], object]]:
+def step_calls(problem: Problem, weights: guild.FP8Weights) -> dict[str, Callable[[], object]]:
     """By name, in the order that a layer runs them; all weight gradients are made."""
-    recipe = fp8.recipe()
+    recipe, experts = weights.fp8.recipe(), weights.codes
     flags = LayerFlags(*Activation.named("silu").scalars, False, False)
-    experts = guild.FP8Weights(fp8, problem.w_up.detach(), problem.w_down.detach()).codes
     x, dout = problem.x.detach(), problem.out_gradient
     logits = guild.router_logits(x, problem.router.detach())
     ids, scores = guild.route(logits, problem.shape.top_k)

@@ -21,7 +21,7 @@ from guild.expert_arguments import (
     sink_of,
     whole_of,
 )
-from guild.float8.settings import FP8
+from guild.float8.settings import FP8, warn_where_slow
 from guild.float8.sinks import Float8Experts
 from guild.weight_gradients import WeightGradients
 
@@ -152,7 +152,9 @@ def routed_experts_in_fp8(
     whole, experts_at = whole_of(*given, weight_gradients)
     x, *layer, gradient = layer_arguments(x, *whole, *layout, routed=True, masters=True)
     flags = LayerFlags(*layer[_MASTERS:])
-    expect_rows_of_codes(x, layer[2].shape[1 if flags.transposed else 2])
+    size = layer[2].shape[1 if flags.transposed else 2]
+    expect_rows_of_codes(x, size)
+    warn_where_slow(x, size, topk_ids.numel(), layer[2].shape[0])
     if isinstance(fp8, FP8Weights):
         codes, fp8 = _expect_codes(fp8.codes, layer[2], flags, x), fp8.fp8
     else:
