@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from guild._torch.expert_lists import placed
 from guild.float8 import Chunks, Quantized, chunk_product, quantize, quantize_chunks
 from oracle.quantised import chunks, slots
 
@@ -149,6 +150,23 @@ def test_product_of_chunks(counts, out, inner, accumulate, a_dtype, out_dtype, d
         bound = size * (2.0**-12 if got.is_cuda else 2.0**-20)
         bound = bound + want.abs() * torch.finfo(out_dtype).eps + torch.finfo(out_dtype).tiny
         assert ((got.double().cpu() - want).abs() <= bound).all(), lay
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+def test_product_into_matrices_anywhere_in_memory(out_dtype, device):
+    torch.manual_seed(5)
+    counts, rows = (130, 0, 20), 150
+    offsets = _offsets(counts, device)
+    a = quantize_chunks(torch.randn(rows, 64, device=device), offsets)
+    b = quantize_chunks(torch.randn(rows, 48, device=device), offsets)
+    memory = torch.ones(9, 64, 48, dtype=out_dtype, device=device)
+    matrices = [memory[5], memory[1], memory[7]]
+    want = torch.ones(3, 64, 48, dtype=out_dtype, device=device)
+    for accumulate in (False, True):
+        chunk_product(a, b, offsets, rows, placed(matrices, True), accumulate=accumulate)
+        chunk_product(a, b, offsets, rows, want, accumulate=accumulate)
+        assert torch.equal(torch.stack(matrices), want)
+    assert (memory[[0, 2, 3, 4, 6, 8]] == 1).all()
 
 
 def test_halves_of_columns_are_products_of_their_own(device):
