@@ -296,8 +296,21 @@ Tensors4 data_gradients(Tensor const& dout, Tensor const& h, Tensor const& offse
   b.a_scaled = {a_scaled.data_ptr(), 0};
   b.accumulate = accumulate;
   bool const biases = db_up.has_value() || db_down.has_value();
-  if (biases)
+  if (biases) {
     b.dw_dtype = db_up.has_value() ? dtype_of(*db_up, "db_up") : dtype_of(*db_down, "db_down");
+    require_apart({{"db_up", db_up}, {"db_down", db_down}},
+                  {{"dout", dout},
+                   {"h", h},
+                   {"offsets", offsets},
+                   {"row_token", row_token},
+                   {"slot_row", slot_row},
+                   {"row_score", row_score},
+                   {"token_offsets", token_offsets},
+                   {"w_up", own_memory(w_up, experts_at)},
+                   {"w_gate", own_memory(w_gate, experts_at)},
+                   {"w_down", own_memory(w_down, experts_at)},
+                   {"b_down", b_down}});
+  }
   b.db_up = place.rows(db_up, "db_up", b.dw_dtype, {s.experts, layer.width()});
   b.db_down = place.rows(db_down, "db_down", b.dw_dtype, {s.experts, s.hidden});
   Tensor const workspace = place.workspace(moe_backward_workspace_bytes(
