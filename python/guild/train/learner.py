@@ -66,18 +66,16 @@ def _guild_factory(s: Settings, balanced: bool) -> MoEFactory:
     return functools.partial(DroppingMoE, capacity=s.capacity, **options)
 
 
-def make_optimizer(model: LanguageModel, s: Settings) -> torch.optim.AdamW:
-    """AdamW, which lets matrices decay and nothing else."""
+def optimizer_options(
+    model: LanguageModel, s: Settings
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Groups and options of AdamW, which lets matrices decay and nothing else."""
     weights = list(model.parameters())
-    return torch.optim.AdamW(
-        [
-            {"params": [w for w in weights if w.dim() > 1], "weight_decay": s.weight_decay},
-            {"params": [w for w in weights if w.dim() == 1], "weight_decay": 0.0},
-        ],
-        lr=s.lr,
-        betas=_BETAS,
-        fused=True,
-    )
+    groups: list[dict[str, Any]] = [
+        {"params": [w for w in weights if w.dim() > 1], "weight_decay": s.weight_decay},
+        {"params": [w for w in weights if w.dim() == 1], "weight_decay": 0.0},
+    ]
+    return groups, {"lr": s.lr, "betas": _BETAS}
 
 
 class Learner:
@@ -113,7 +111,8 @@ class Learner:
         )
         model.initialise(s.seed)
         self.model = model.to(device)
-        self.optimizer = make_optimizer(self.model, s)
+        groups, options = optimizer_options(self.model, s)
+        self.optimizer = torch.optim.AdamW(groups, **options, fused=True)
 
     def round(self, corpus: Corpus, first: int, count: int) -> list[dict[str, Any]]:
         """Train steps `first` .. `first + count - 1` and return one row of measurements for each.

@@ -100,7 +100,16 @@ class Past(NamedTuple):
 
 
 class Block(nn.Module):
-    """Attention and MoE, each behind a normalisation and added to the residual stream."""
+    """Attention and MoE, each behind a normalisation and added to the residual stream.
+
+    Attributes
+    ----------
+    returns_moe_input : bool
+        Whether `forward` does, for `imbalance`; compiled, backward then has a gradient of it to
+        fill with zeros and to add where nothing else uses it.
+    """
+
+    returns_moe_input = True
 
     def __init__(self, hidden: int, heads: int, moe: nn.Module) -> None:
         super().__init__()
@@ -111,11 +120,11 @@ class Block(nn.Module):
 
     def forward(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, past: Past | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """x (batch, context, hidden) -> same shape, and what the MoE layer read."""
         x = x + self.attention(self.attention_norm(x), cos, sin, past)
         moe_input = self.moe_norm(x)
-        return x + self.moe(moe_input), moe_input
+        return x + self.moe(moe_input), moe_input if self.returns_moe_input else None
 
     def imbalance(self, moe_input: torch.Tensor) -> torch.Tensor:
         """Load-balancing loss of the last forward: 1 for a perfectly even load, float32 scalar.
@@ -244,7 +253,7 @@ class LanguageModel(nn.Module):
         tokens: torch.Tensor,
         positions: torch.Tensor | None = None,
         pasts: list[Past] | None = None,
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
         """What the output's product reads (batch, context, hidden), and what the MoE layers did."""
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)

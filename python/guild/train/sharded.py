@@ -29,16 +29,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import guild
 from guild.balancing import BalanceSums
-from guild.distributed.placement import distribute_experts, grad_norm, shard_layers
+from guild.distributed.placement import distribute_experts, shard_layers
 
 from .corpus import Corpus
 from .generation import Sampling, window_start
 from .head import chunked_cross_entropy
-from .learner import Learner, make_optimizer, moe_factory
+from .learner import Learner, moe_factory, optimizer_options
+from .mapped import can_map
 from .model import LanguageModel
-from .peer_copies import can_copy, use_copies
+from .peer_copies import use_copies
 from .reduction import NarrowReduceScatter
 from .settings import Settings
+from .shard_adamw import ShardAdamW, local_norm
 from .speed import speed_of
 from .world import mean_of_ranks, writes
 
@@ -48,15 +50,23 @@ _ATTENTION = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH
 class ShardedModel(LanguageModel):
     """The same model with a loss that keeps no logits, and balances the load of all ranks."""
 
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        for block in self.blocks:
+            block.returns_moe_input = False  # the loss is of the layers' own sums
+
     def loss(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """As `LanguageModel.loss`, of this rank's tokens; imbalance 0 where nothing measures it."""
         hidden = self.hidden_states(tokens)[0].flatten(0, 1)
-        loss = chunked_cross_entropy(hidden, self.embedding.weight, targets.flatten())
         sums = [getattr(block.moe, "balance_sums", None) for block in self.blocks]
         if not self.training or any(s is None for s in sums):
+            loss = chunked_cross_entropy(hidden, self.embedding.weight, targets.flatten())
             return loss, torch.zeros_like(loss)
         of_layers = BalanceSums(*map(torch.cat, zip(*sums, strict=True)))  # each one sequence
-        dist.all_reduce(of_layers.counts)
+        sum_of_ranks = dist.all_reduce(of_layers.counts, async_op=True)
+        # In the meantime, so that a rank that is ahead does not wait for the others.
+        loss = chunked_cross_entropy(hidden, self.embedding.weight, targets.flatten())
+        sum_of_ranks.wait()
         return loss, of_layers.load_balancing_loss()
 
 
@@ -114,9 +124,10 @@ class ShardedLearner(Learner):
                 shard_layers(block, mesh, experts["data"], **how)
             fully_shard(block, mesh=mesh, **how)
         fully_shard(self.model, mesh=mesh, **kept)
-        self.mapped_bytes = 0
+        self.mapped_bytes, self.weights = 0, None
+        modules = [*blocks, self.model]
         if dtype != torch.float32 and experts is None:
-            self._choose_communication([*blocks, self.model])
+            self._choose_communication(modules)
         register_fsdp_forward_method(self.model, "loss")
         self.model.set_modules_to_forward_prefetch(blocks[:1])
         for i, block in enumerate(blocks):
@@ -124,12 +135,15 @@ class ShardedLearner(Learner):
             block.set_modules_to_backward_prefetch(blocks[max(0, i - 1) : i])
         if device.type == "cuda" and self.ranks > 1:
             guild.set_num_sms(0, shared=True)  # with the collectives that run beside the products
-        self.optimizer = make_optimizer(self.model, settings)
+        groups, options = optimizer_options(self.model, settings)
+        copies = {} if self.weights is None else self.weights.parts
+        self.optimizer = ShardAdamW(groups, _own_parameters(modules), copies, **options)
 
     def _choose_communication(self, modules: list[FSDPModule]) -> None:
         """Gradients travel in the products' dtype; on one host copy engines move everything."""
-        if self.device.type == "cuda" and can_copy(self.device):
-            self.mapped_bytes = use_copies(modules, dist.group.WORLD, self.dtype, self.device)
+        if can_map(self.device):
+            how = dist.group.WORLD, self.dtype, self.device
+            self.weights, self.mapped_bytes = use_copies(modules, *how)
             return
         for module in modules:
             module.set_custom_reduce_scatter(NarrowReduceScatter(self.dtype))
@@ -170,7 +184,7 @@ class ShardedLearner(Learner):
             if was_enabled:
                 gc.enable()
         speed = speed_of(self.settings, rows[0]["seconds"], self.ranks, self.device)
-        if self.mapped_bytes:  # torch's own count leaves them out
+        if "memory_gib" in speed:  # torch's own count leaves mapped memory out
             speed["memory_gib"] += self.mapped_bytes / 2**30
         return [row | speed for row in rows]
 
@@ -184,18 +198,22 @@ class ShardedLearner(Learner):
         with self._attention():
             loss, imbalance = self.model.loss(inputs, targets)
         (loss + s.balance * imbalance).backward()
-        norm = grad_norm(self.model.parameters())
+        counts = self.model.expert_counts().float()
+        # Every part of a gradient is on one rank alone.
+        squares = local_norm(self.model.parameters()) ** 2
+        own = torch.stack((squares, *(x.detach() / self.ranks for x in (loss, imbalance))))
+        of_ranks = torch.cat((own, counts.flatten()))
+        dist.all_reduce(of_ranks)
+        norm, counts = of_ranks[0].sqrt(), of_ranks[3:].view(counts.shape)
         # Clipped where they are read: gradients are divided by this number.
         self.optimizer.grad_scale = ((norm + 1e-6) / s.clip).clamp(min=1)
-        self.optimizer.step()
+        with contextlib.nullcontext() if self.weights is None else self.weights.replaced():
+            self.optimizer.step()
         self.optimizer.zero_grad()  # before the next forward, which takes the most memory
         self.model.move_selection_biases(s.bias_rate)
-        counts = self.model.expert_counts().float()
-        dist.all_reduce(counts)
         load = counts.amax(1) / counts.mean(1)
         rows = counts.sum(1).mean() / (s.tokens_per_step * s.top_k)
-        own = mean_of_ranks(torch.stack((loss.detach(), imbalance.detach())))
-        return torch.cat((own, torch.stack((norm, rows)), load))
+        return torch.cat((of_ranks[1:3], torch.stack((norm, rows)), load))
 
     @torch.no_grad()
     def validate(self, corpus: Corpus, windows: int) -> float:
@@ -269,11 +287,23 @@ class ShardedLearner(Learner):
                 optim_state_dict=moments,
                 options=whole,
             )
+            if self.weights is not None:
+                self.weights.refresh()
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
             raise ValueError(
                 f"resume: the checkpoint's weights and optimiser do not fit this {self.name} "
                 "model; another version of Guild may have written it"
             ) from None
+
+
+def _own_parameters(modules: list[FSDPModule]) -> list[list[torch.nn.Parameter]]:
+    """Of each module those that no module before it has."""
+    seen: set[torch.nn.Parameter] = set()
+    found = []
+    for module in modules:
+        found.append([p for p in module.parameters() if p not in seen])
+        seen.update(found[-1])
+    return found
 
 
 def _kept(blocks: int, ranks: int) -> int:
