@@ -40,11 +40,6 @@ class Place:
     module: GatheredModule | None = None  # which has it, or is being gathered there
     free: Any = None  # event: the module before has been computed
 
-    @property
-    def bytes(self) -> int:
-        """Its size."""
-        return sum(w.numel() * w.itemsize for w in self.weights)
-
 
 @dataclass
 class Copies:

@@ -163,17 +163,40 @@ class Learner:
             group["lr"] = s.lr_at(step)
         if s.round == "stochastic":  # its seeds come from here, so that a run can be resumed
             torch.manual_seed(s.seed * 1_000_003 + step)
-        with self.autocast():
-            loss, imbalance = self.model.loss(inputs, targets)
-        (loss + s.balance * imbalance).backward()
+        loss, imbalance, counts = self._gradients(inputs, targets)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()  # before the next forward, which takes the most memory
-        self.model.move_selection_biases(s.bias_rate)
-        counts = self.model.expert_counts().float()
+        self.model.move_selection_biases(s.bias_rate, counts)
+        counts = counts.float()
         load = counts.amax(1) / counts.mean(1)
         rows = counts.sum(1).mean() / (s.tokens_per_step * s.top_k)
-        return torch.cat((torch.stack((loss.detach(), imbalance.detach(), norm, rows)), load))
+        return torch.cat((torch.stack((loss, imbalance, norm, rows)), load))
+
+    def _gradients(
+        self, inputs: torch.Tensor, targets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Forward and backward of all windows, a part of them at a time.
+
+        Returns
+        -------
+        tuple
+            Means over the parts of loss and imbalance, and the rows per expert of all of them,
+            int (layers, experts).
+        """
+        parts, found = self.settings.accumulate, []
+        for x, y in zip(inputs.chunk(parts), targets.chunk(parts), strict=True):
+            self._before_part(last=len(found) + 1 == parts)
+            with self.autocast():
+                loss, imbalance = self.model.loss(x, y)
+            ((loss + self.settings.balance * imbalance) / parts).backward()
+            values = torch.stack((loss.detach(), imbalance.detach()))
+            found.append((values / parts, self.model.expert_counts()))
+        values, counts = (sum(each[1:], each[0]) for each in zip(*found, strict=True))
+        return values[0], values[1], counts
+
+    def _before_part(self, last: bool) -> None:
+        """Before the forward of a part of a step's windows, the last of them or another."""
 
     @torch.no_grad()
     def validate(self, corpus: Corpus, windows: int) -> float:

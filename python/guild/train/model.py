@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from guild.balancing import move_selection_bias
+
 BYTES = 256
 _ROTARY_BASE = 10_000.0
 
@@ -266,11 +268,15 @@ class LanguageModel(nn.Module):
             moe_inputs.append(moe_input)
         return self.norm(x), moe_inputs
 
-    def move_selection_biases(self, rate: float) -> None:
-        """`MoE.balance` of every layer whose router has a selection bias."""
-        for block in self.blocks:
-            if hasattr(block.moe.router, "selection_bias"):
-                block.moe.balance(rate)
+    def move_selection_biases(self, rate: float, counts: torch.Tensor) -> None:
+        """Move every layer's, if its router has one, against a load (layers, experts).
+
+        As `guild.MoE.balance`, which knows the load of the last forward alone.
+        """
+        for block, rows in zip(self.blocks, counts, strict=True):
+            bias = getattr(block.moe.router, "selection_bias", None)
+            if bias is not None:
+                move_selection_bias(bias, rows, rate, None)
 
     def expert_counts(self) -> torch.Tensor:
         """Rows per expert of the last forward: int (layers, experts), on the model's device."""

@@ -114,7 +114,9 @@ class ShardedLearner(Learner):
         limit = torch._dynamo.config.recompile_limit
         torch._dynamo.config.recompile_limit = max(limit, 2 * len(blocks))
         kept: dict[str, Any] = sharded | {"reshard_after_forward": False}
-        resharded = 0 if keep_gathered else len(blocks) - _kept(len(blocks), self.ranks)
+        copies = dtype != torch.float32 and experts is None and can_map(device)
+        last = 1 if copies else _kept(len(blocks), self.ranks)
+        resharded = 0 if keep_gathered else len(blocks) - last
         for i, block in enumerate(blocks):
             how = sharded if i < resharded else kept
             if device.type == "cuda":
@@ -126,8 +128,11 @@ class ShardedLearner(Learner):
         fully_shard(self.model, mesh=mesh, **kept)
         self.mapped_bytes, self.weights = 0, None
         modules = [*blocks, self.model]
-        if dtype != torch.float32 and experts is None:
-            self._choose_communication(modules)
+        if copies:
+            where = dist.group.WORLD, dtype, device
+            self.weights, self.mapped_bytes = use_copies(modules, *where)
+        elif dtype != torch.float32 and experts is None:
+            self._send_narrow(modules)
         register_fsdp_forward_method(self.model, "loss")
         self.model.set_modules_to_forward_prefetch(blocks[:1])
         for i, block in enumerate(blocks):
@@ -136,17 +141,15 @@ class ShardedLearner(Learner):
         if device.type == "cuda" and self.ranks > 1:
             guild.set_num_sms(0, shared=True)  # with the collectives that run beside the products
         groups, options = optimizer_options(self.model, settings)
-        copies = {} if self.weights is None else self.weights.parts
-        self.optimizer = ShardAdamW(groups, _own_parameters(modules), copies, **options)
+        parts = {} if self.weights is None else self.weights.parts
+        self.optimizer = ShardAdamW(groups, _own_parameters(modules), parts, **options)
 
-    def _choose_communication(self, modules: list[FSDPModule]) -> None:
-        """Gradients travel in the products' dtype; on one host copy engines move everything."""
-        if can_map(self.device):
-            how = dist.group.WORLD, self.dtype, self.device
-            self.weights, self.mapped_bytes = use_copies(modules, *how)
-            return
+    def _send_narrow(self, modules: list[FSDPModule]) -> None:
+        """Gradients travel in the products' dtype, as backward makes them."""
+        # Sums of several parts are float32, and would lose what a bfloat16 does not hold.
+        dtype = self.dtype if self.settings.accumulate == 1 else torch.float32
         for module in modules:
-            module.set_custom_reduce_scatter(NarrowReduceScatter(self.dtype))
+            module.set_custom_reduce_scatter(NarrowReduceScatter(dtype))
 
     def _made(self) -> ShardedModel:
         """The whole model with its first values, the same on every rank."""
@@ -169,9 +172,21 @@ class ShardedLearner(Learner):
                     weight.normal_(std=model.std_of(name, weight), generator=draw)
         return model
 
-    def autocast(self) -> torch.autocast:
-        """None: FSDP2 casts the weights."""
-        return torch.autocast(self.device.type, enabled=False)
+    def autocast(self) -> contextlib.AbstractContextManager:
+        """None: FSDP2 casts the weights. On a GPU cuDNN's attention, the fastest on Hopper."""
+        if self.device.type != "cuda" or self.dtype == torch.float32:
+            return contextlib.nullcontext()
+        kinds = [getattr(SDPBackend, name) for name in _ATTENTION]
+        return sdpa_kernel(kinds, set_priority=True)
+
+    def _before_part(self, last: bool) -> None:
+        """Across hosts gradients travel once a step, where copies do it with every part.
+
+        FSDP2 adds parts up in float32 before they travel, whole on every rank; after they have, in
+        each rank's own part.
+        """
+        if self.settings.accumulate > 1 and self.weights is None:
+            self.model.set_requires_gradient_sync(last)
 
     def round(self, corpus: Corpus, first: int, count: int) -> list[dict[str, Any]]:
         """As `Learner.round`, with the speed of a GPU in each row."""
@@ -195,24 +210,21 @@ class ShardedLearner(Learner):
             group["lr"] = s.lr_at(step)
         if s.round == "stochastic":
             torch.manual_seed(s.seed * 1_000_003 + step)
-        with self._attention():
-            loss, imbalance = self.model.loss(inputs, targets)
-        (loss + s.balance * imbalance).backward()
-        counts = self.model.expert_counts().float()
+        loss, imbalance, counts = self._gradients(inputs, targets)
         # Every part of a gradient is on one rank alone.
         squares = local_norm(self.model.parameters()) ** 2
-        own = torch.stack((squares, *(x.detach() / self.ranks for x in (loss, imbalance))))
-        of_ranks = torch.cat((own, counts.flatten()))
+        own = torch.stack((squares, loss / self.ranks, imbalance / self.ranks))
+        of_ranks = torch.cat((own, counts.flatten().float()))
         dist.all_reduce(of_ranks)
-        norm, counts = of_ranks[0].sqrt(), of_ranks[3:].view(counts.shape)
+        norm, of_all = of_ranks[0].sqrt(), of_ranks[3:].view(counts.shape)
         # Clipped where they are read: gradients are divided by this number.
         self.optimizer.grad_scale = ((norm + 1e-6) / s.clip).clamp(min=1)
         with contextlib.nullcontext() if self.weights is None else self.weights.replaced():
             self.optimizer.step()
         self.optimizer.zero_grad()  # before the next forward, which takes the most memory
-        self.model.move_selection_biases(s.bias_rate)
-        load = counts.amax(1) / counts.mean(1)
-        rows = counts.sum(1).mean() / (s.tokens_per_step * s.top_k)
+        self.model.move_selection_biases(s.bias_rate, counts)
+        load = of_all.amax(1) / of_all.mean(1)
+        rows = of_all.sum(1).mean() / (s.tokens_per_step * s.top_k)
         return torch.cat((of_ranks[1:3], torch.stack((norm, rows)), load))
 
     @torch.no_grad()
@@ -223,7 +235,7 @@ class ShardedLearner(Learner):
         inputs, targets = corpus.held_out_windows(windows, self.settings.context)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         self.model.eval()
-        with self._attention():
+        with self.autocast():
             for pair in zip(inputs.split(batch), targets.split(batch), strict=True):
                 total += self.model.loss(*self._own(*pair))[0]
         self.model.train()
@@ -245,13 +257,6 @@ class ShardedLearner(Learner):
             text.append(int(sampling.choose(logits, noise)))
         self.model.train()
         return bytes(text[len(prompt) :])
-
-    def _attention(self) -> contextlib.AbstractContextManager:
-        """On a GPU cuDNN's attention where it can be had, which is the fastest on Hopper."""
-        if self.device.type != "cuda" or self.dtype == torch.float32:
-            return contextlib.nullcontext()
-        kinds = [getattr(SDPBackend, name) for name in _ATTENTION]
-        return sdpa_kernel(kinds, set_priority=True)
 
     def _own(self, *tensors: Tensor) -> list[Tensor]:
         """This rank's part of a batch, on its device."""
@@ -307,7 +312,7 @@ def _own_parameters(modules: list[FSDPModule]) -> list[list[torch.nn.Parameter]]
 
 
 def _kept(blocks: int, ranks: int) -> int:
-    """How many of the last blocks, which backward needs first, stay gathered after forward.
+    """How many of the last blocks, which backward needs first, stay gathered where NCCL gathers.
 
     They take a tenth of the memory that a rank's weights, gradients and moments do: of P weights
     16 P / ranks bytes, beside 2 P gathered in 16 bits.
@@ -331,8 +336,11 @@ def _whole(tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def _expect_layout(name: str, s: Settings, ranks: int, expert_parallel: int) -> None:
-    if s.batch % ranks:
-        raise ValueError(f"batch: expected a multiple of {ranks} (ranks), got {s.batch}")
+    if s.batch % (ranks * s.accumulate):
+        times = "ranks" if s.accumulate == 1 else f"{ranks} ranks, accumulate {s.accumulate}"
+        raise ValueError(
+            f"batch: expected a multiple of {ranks * s.accumulate} ({times}), got {s.batch}"
+        )
     if ranks % expert_parallel:
         raise ValueError(
             f"expert_parallel: expected a divisor of {ranks} (ranks), got {expert_parallel}"

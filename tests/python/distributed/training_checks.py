@@ -13,6 +13,7 @@ import json
 import math
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -127,6 +128,7 @@ def refused_trainings(rank: int) -> None:
     folder = Path(os.environ["GUILD_TEST_FOLDER"])
     for text, changes, plan in (
         ("^batch: expected a multiple of 4", {"batch": 6}, {}),
+        (r"^batch: expected a multiple of 16 \(4 ranks, accumulate 4\)", {"accumulate": 4}, {}),
         ("^expert_parallel: expected a divisor of 4", {}, {"expert_parallel": 3}),
         ("^experts: expected a multiple of 4", {"experts": 6}, {"expert_parallel": 4}),
         ("^moe: expected --balance 0", {}, {"moe": "plain"}),
@@ -227,6 +229,46 @@ def by_files() -> contextlib.AbstractContextManager:
     )
 
 
+def parts_of_a_batch(rank: int) -> None:
+    """Its losses; exchanges send their sum in float32 once a step, copies each part as it is."""
+    corpus = load_corpus(Path(os.environ["GUILD_TEST_FOLDER"]) / "corpus", 32)
+    alone, half, wide = contextlib.nullcontext, torch.bfloat16, torch.float32
+    truth: dict[torch.dtype, list[float]] = {}
+    for dtype, parts, how, sent in (
+        (wide, 1, alone, []),  # by FSDP2's own reductions
+        (wide, 2, alone, []),
+        (half, 1, alone, [half] * 6),
+        (half, 2, alone, [wide] * 6),
+        (half, 2, by_files, [half] * 12),
+    ):
+        settings = settings_of("plain", steps=3, balance=0.0, accumulate=parts)
+        with how():
+            learner = ShardedLearner("guild", settings, CPU, dtype)
+        with reductions() as seen:
+            losses = [row["loss"] for row in learner.round(corpus, 0, 3)]
+        assert seen == sent
+        limit = 2e-5 if dtype == wide else 2e-3
+        for one, other in zip(losses, truth.setdefault(dtype, losses), strict=True):
+            assert abs(one / other - 1) < limit, (parts, losses, truth)
+
+
+@contextlib.contextmanager
+def reductions() -> Iterator[list[torch.dtype]]:
+    """The dtypes in which gradients of a module are sent within."""
+    seen: list[torch.dtype] = []
+    allocate = NarrowReduceScatter._input, CopiedReduceScatter._input
+
+    def noted(own: NarrowReduceScatter, *arguments: Any, **how: Any) -> torch.Tensor:
+        seen.append(own._dtype)
+        return allocate[isinstance(own, CopiedReduceScatter)](own, *arguments, **how)
+
+    with (
+        mock.patch.object(NarrowReduceScatter, "_input", noted),
+        mock.patch.object(CopiedReduceScatter, "_input", noted),
+    ):
+        yield seen
+
+
 def a_sum_for_ranks_is_refused(rank: int) -> None:
     """The reduction that copies is for means."""
     files = FilesOfRanks(Path(os.environ["GUILD_TEST_FOLDER"]), "sum", 64)
@@ -249,6 +291,7 @@ CHECKS = (
     one_stops_all,
     gradients_are_added_in_float32,
     copies_in_place_of_collectives,
+    parts_of_a_batch,
     a_sum_for_ranks_is_refused,
     refused_trainings,
 )
