@@ -39,17 +39,14 @@ class Attention(nn.Module):
     def forward(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, past: Past | None = None
     ) -> torch.Tensor:
-        """x (batch, context, hidden); cos, sin (context, head size / 2).
+        """x (batch, context, hidden); cos, sin as `rotary_tables` makes them.
 
         With a past, x continues it, and attends to what it holds.
         """
         batch, context, hidden = x.shape
         qkv = self.qkv(x).view(batch, context, 3, self.heads, hidden // self.heads)
-        q, k, v = qkv.unbind(2)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        # By token until here, so that nothing is transposed in memory; a view of qkv would keep
-        # all of it for backward.
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v.contiguous()))
+        # In one piece, which is read and written once, and by token: nothing is transposed.
+        q, k, v = (t.transpose(1, 2) for t in rotate(qkv, cos, sin).unbind(2))
         if past is None:
             mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
@@ -58,20 +55,38 @@ class Attention(nn.Module):
         return self.out(mixed.transpose(1, 2).reshape(batch, context, hidden))
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn the pairs (j, j + half) of the last dimension by the angle of their position.
+def rotate(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turn the pairs (j, j + half) of the last dimension of q and k; v stays as it is.
 
-    x (batch, context, heads, head size); cos, sin (context, head size / 2).
+    qkv (batch, context, 3, heads, head size); cos, sin as `rotary_tables` makes them.
     """
-    a, b = x.chunk(2, -1)
-    cos, sin = cos.to(x.dtype)[:, None], sin.to(x.dtype)[:, None]
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+    swapped = qkv.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
+    return qkv * cos.to(qkv.dtype) + swapped * sin.to(qkv.dtype)
 
 
 def rotary_angles(positions: torch.Tensor, head_size: int) -> torch.Tensor:
     """Angles float32 (positions, head_size / 2): each times a geometric series of rates."""
     rates = torch.arange(head_size // 2, device=positions.device) * (-2.0 / head_size)
     return positions[:, None] * _ROTARY_BASE**rates
+
+
+def rotary_tables(
+    positions: torch.Tensor, head_size: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Factors of q, k and v, and of them with the halves of a head swapped: by position.
+
+    Returns
+    -------
+    tuple of torch.Tensor
+        (positions, 3, 1, head_size) in dtype: cosines for q and k, ones for v; sines, those of the
+        first half negative, and zeros.
+    """
+    angles = rotary_angles(positions, head_size)
+    cos, sin = angles.cos(), angles.sin()
+    cos, sin = torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)
+    cos = torch.stack((cos, cos, torch.ones_like(cos)), 1)
+    sin = torch.stack((sin, sin, torch.zeros_like(sin)), 1)
+    return cos[:, :, None].to(dtype), sin[:, :, None].to(dtype)
 
 
 class Past(NamedTuple):
@@ -259,9 +274,8 @@ class LanguageModel(nn.Module):
         """What the output's product reads (batch, context, hidden), and what the MoE layers did."""
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
-        angles = rotary_angles(positions, self.head_size)
-        cos, sin = angles.cos(), angles.sin()
         x = self.embedding(tokens)
+        cos, sin = rotary_tables(positions, self.head_size, x.dtype)
         moe_inputs = []
         for block, past in zip(self.blocks, pasts or [None] * len(self.blocks), strict=True):
             x, moe_input = block(x, cos, sin, past)
