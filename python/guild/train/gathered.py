@@ -17,7 +17,7 @@ has been computed.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -162,7 +162,7 @@ class GatheredWeights:
     ) -> None:
         of_modules = [parameters_of(module) for module in modules]
         every = [own for parameters in of_modules for own in parameters.fsdp_params]
-        starts, total = _starts(own._sharded_param_data.numel() for own in every)
+        starts, total = starts_of(own._sharded_param_data.numel() for own in every)
         ((buffer, self._mapped),) = make(1, total * dtype.itemsize, group, device)
         self.mapped_bytes, self._dtype = total * dtype.itemsize, dtype
         self._device = of_modules[0].device_handle
@@ -170,7 +170,7 @@ class GatheredWeights:
         self._every = every
         self._starts = {id(own): start for own, start in zip(every, starts, strict=True)}
         flat = buffer.view(dtype)
-        self._own = [flat[at : at + _count(own)] for own, at in zip(every, starts, strict=True)]
+        self._own = [flat[at : at + count_of(own)] for own, at in zip(every, starts, strict=True)]
         places = _Places(group.size(), dtype, device)
         self._modules = [
             GatheredModule(parameters, place, self._copies_to(place, parameters), self._stream)
@@ -187,7 +187,7 @@ class GatheredWeights:
     def _copies_to(self, place: Place, parameters: Any) -> Copies:
         copies, mapped = Copies(), self._mapped
         for own, weight in zip(parameters.fsdp_params, place.weights, strict=True):
-            count, start = _count(own), self._starts[id(own)]
+            count, start = count_of(own), self._starts[id(own)]
             for rank in (*others(mapped), mapped.rank):
                 # .data: autograd must not take a gather for a change of what it has saved.
                 to = weight.data[rank * count : (rank + 1) * count]
@@ -223,7 +223,7 @@ class _Places:
 
     def of(self, parameters: Any) -> Place:
         """Of its own for a module that is kept, else one of two."""
-        sizes = tuple(_count(own) * self._ranks for own in parameters.fsdp_params)
+        sizes = tuple(count_of(own) * self._ranks for own in parameters.fsdp_params)
         if parameters.post_forward_mesh_info is None:
             return self._new(sizes)
         turns = self._in_turns.setdefault(sizes, [])
@@ -242,12 +242,12 @@ def parameters_of(module: FSDPModule) -> Any:
     return module._get_fsdp_state()._fsdp_param_group
 
 
-def _count(own: Any) -> int:
+def count_of(own: Any) -> int:
     """Elements of a rank's part, padded to those of the others."""
     return own._sharded_param_data.numel()
 
 
-def _starts(counts: Iterator[int]) -> tuple[list[int], int]:
+def starts_of(counts: Iterable[int]) -> tuple[list[int], int]:
     """Where parts begin, one after the other, and where the last one ends."""
     starts, end = [], 0
     for count in counts:

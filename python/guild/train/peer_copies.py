@@ -1,17 +1,18 @@
-"""FSDP2's sums of gradients on one host by copy engines: no multiprocessor moves a byte.
+"""FSDP2's communication on one host by copy engines; here its sums of gradients.
 
-    copy-in writes gradients, a part for each rank | barrier | copies of this rank's parts from the
-    others, their mean in float32
+    parts of gradients for each other rank to a buffer | barrier | copies of this rank's parts from
+    the others' buffers | their mean with its own part, in float32
 
 NCCL's kernels take up to a fifth of a GPU as long as they run, and products beside them slow down
-by more than that. Buffers are used in turns. What makes it safe to write to one again is the next
-reduction's barrier, where a rank arrives only after it has read what it needed: FSDP2 lets a
-reduction's copy-in wait for the reduction before.
+by more than that. All of it is on a stream of its own; what it leaves to multiprocessors is the
+mean. FSDP2 itself copies the gradients to a buffer first, beside nothing.
+
+Two buffers are used in turns. What makes it safe to write to one again is the barrier of the sum in
+between, where a rank arrives only after it has read what it needed.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,72 +20,127 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from .gathered import GatheredWeights, parameters_of
-from .mapped import TIMEOUT_MS, Buffers, MakeBuffers, mapped_buffers, others
-from .reduction import NarrowReduceScatter, add_up
+from .gathered import Copies, GatheredWeights, count_of, parameters_of, starts_of
+from .mapped import TIMEOUT_MS, MakeBuffers, mapped_buffers, others
+from .reduction import add_up
 
-_REDUCTIONS = 2  # buffers
+_BUFFERS = 2
 
-
-class Turns:
-    """Buffers that all ranks have mapped, used one after the other."""
-
-    def __init__(self, buffers: Buffers) -> None:
-        self._own = [own for own, _ in buffers]
-        self._mapped = {own.data_ptr(): mapped for own, mapped in buffers}
-        self._next = 0
-
-    def take(self, size: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A view of the next buffer."""
-        own = self._own[self._next]
-        self._next = (self._next + 1) % len(self._own)
-        return own[: math.prod(size) * dtype.itemsize].view(dtype).view(*size)
-
-    def meet(self, buffer: Tensor) -> Any:
-        """Wait for all ranks, whose buffers are filled then; what maps theirs."""
-        mapped = self._mapped[buffer.data_ptr()]
-        mapped.barrier(timeout_ms=TIMEOUT_MS)
-        return mapped
+Gradients = list[tuple[Any, Tensor]]  # FSDP2's record of a parameter, and its whole gradient
 
 
-class CopiedReduceScatter(NarrowReduceScatter):
-    """For `FSDPModule.set_custom_reduce_scatter`: one for all modules; reduce_dtype is float32.
+class SummedGradients:
+    """The gradients of modules under FSDP2, made means over the ranks by copies.
 
     Parameters
     ----------
-    turns : Turns
-        Buffers for gradients.
-    dtype : torch.dtype
-        Of the gradients.
+    modules, group, dtype, device, make
+        As `GatheredWeights` takes them; dtype: of the gradients.
     """
 
-    def __init__(self, turns: Turns, dtype: torch.dtype) -> None:
-        super().__init__(dtype)
-        self._turns = turns
-
-    def _input(self, size: Sequence[int | torch.SymInt], device: torch.device) -> Tensor:
-        return self._turns.take(size, self._dtype)
-
-    def __call__(
+    def __init__(
         self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
+        modules: Sequence[FSDPModule],
         group: dist.ProcessGroup,
-        op: dist.ReduceOp,
-        async_op: bool = False,
+        dtype: torch.dtype,
+        device: torch.device,
+        make: MakeBuffers = mapped_buffers,
     ) -> None:
-        """Write the mean of this rank's part."""
-        if async_op or op != dist.ReduceOp.AVG:
-            raise NotImplementedError(f"expected a mean to wait for, got {op}")
-        mapped, count = self._turns.meet(input_tensor), output_tensor.numel()
-        at, ranks = mapped.rank * count, mapped.world_size
-        theirs = iter(input_tensor.new_empty((ranks - 1, count)))
-        parts = {mapped.rank: input_tensor[at : at + count]}
+        of_modules = [parameters_of(module) for module in modules]
+        sizes = (starts_of(map(count_of, p.fsdp_params))[1] for p in of_modules)
+        self.mapped_bytes = _BUFFERS * max(sizes) * group.size() * dtype.itemsize
+        buffers = make(_BUFFERS, self.mapped_bytes // _BUFFERS, group, device)
+        self._buffers = [(buffer.view(dtype), mapped) for buffer, mapped in buffers]
+        self._dtype, self._device = dtype, of_modules[0].device_handle
+        self._stream = self._device.Stream(priority=-1)
+        self._under_way: tuple[Any, Gradients] | None = None  # its end, and what it still reads
+        for parameters in of_modules:
+            _ReducedModule(parameters, self)
+
+    def wait(self) -> None:
+        """Let what follows on the current stream wait for all sums, and free what they read."""
+        if self._under_way is not None:
+            self._device.current_stream().wait_event(self._under_way[0])
+            self._under_way = None
+
+    def add(self, gradients: Gradients) -> None:
+        """Start to sum a module's gradients; each parameter's own one is the mean then."""
+        self.wait()
+        self._stream.wait_stream(self._device.current_stream())
+        with self._device.stream(self._stream):
+            self._add(gradients)
+            event = self._device.Event()
+            event.record(self._stream)
+        self._under_way = event, gradients
+
+    def _add(self, gradients: Gradients) -> None:
+        buffer, mapped = self._buffers[0]
+        self._buffers.reverse()
+        counts = [count_of(own) for own, _ in gradients]
+        starts, total = starts_of(counts)
+        mine, copies, waiting = [], Copies(), []
+        for (_, gradient), count, start in zip(gradients, counts, starts, strict=True):
+            pieces = [_piece(gradient, rank, count) for rank in range(mapped.world_size)]
+            mine.append(pieces[mapped.rank])
+            for rank in others(mapped):
+                at = rank * total + start
+                copies.add(buffer[at : at + pieces[rank].numel()], pieces[rank])
+        copies.make()
+        mapped.barrier(timeout_ms=TIMEOUT_MS)
+        of_ranks = self._parts_of_ranks(mapped, total)
+        out, means, parts = torch.empty(total, device=buffer.device), [], []
+        for (own, _), piece, start in zip(gradients, mine, starts, strict=True):
+            here = slice(start, start + piece.numel())
+            mean = out[here]
+            if piece.numel():
+                means.append(mean)
+                ranks = range(mapped.world_size)
+                parts.append([of_ranks[r][here] if r in of_ranks else piece for r in ranks])
+            waiting.append((own, mean))
+        if means:
+            add_up(parts, 1 / mapped.world_size, means)
+        for own, mean in waiting:
+            _accumulate(own, mean)
+
+    def _parts_of_ranks(self, mapped: Any, total: int) -> dict[int, Tensor]:
+        """What the other ranks have for this one, by rank."""
+        found = {}
         for peer in others(mapped):
-            part = mapped.get_buffer(peer, (count,), input_tensor.dtype, at)
-            parts[peer] = next(theirs).copy_(part)
-        add_up([parts[rank] for rank in range(ranks)], 1 / ranks, output_tensor)
+            theirs = mapped.get_buffer(peer, (total,), self._dtype, mapped.rank * total)
+            found[peer] = torch.empty_like(theirs).copy_(theirs)
+        return found
+
+
+class _ReducedModule:
+    """Does in place of FSDP2 what follows a module's backward."""
+
+    def __init__(self, parameters: Any, sums: SummedGradients) -> None:
+        self._parameters, self._sums = parameters, sums
+        self._finalize = parameters.finalize_backward
+        parameters.post_backward = self.reduce
+        parameters.finalize_backward = self.finish
+
+    @torch.no_grad()
+    def reduce(self, *unused: Any) -> None:
+        """Let go of the weights, and start to sum their gradients."""
+        parameters = self._parameters
+        parameters._training_state = TrainingState.POST_BACKWARD
+        gradients: Gradients = []
+        for own in parameters.fsdp_params:
+            weight = own.unsharded_param
+            if weight.grad is not None:
+                gradients.append((own, weight.grad))
+                weight.grad = None
+        parameters.reshard()
+        if gradients:
+            self._sums.add(gradients)
+
+    def finish(self) -> None:
+        """After backward: the optimiser reads the sums."""
+        self._sums.wait()
+        self._finalize()
 
 
 def use_copies(
@@ -96,17 +152,26 @@ def use_copies(
 ) -> tuple[GatheredWeights, int]:
     """Let modules communicate by copies.
 
-    modules: after fully_shard, the one around the others last.
+    modules: after fully_shard over all ranks, those of the group.
 
     Returns
     -------
     tuple
         The weights, and the bytes of this rank's memory that torch's own count leaves out.
     """
-    of_modules = [[p._sharded_param_data for p in parameters_of(m).fsdp_params] for m in modules]
-    size = max(sum(p.numel() for p in own) for own in of_modules) * group.size() * dtype.itemsize
-    reduce = CopiedReduceScatter(Turns(make(_REDUCTIONS, size, group, device)), dtype)
-    for module in modules:
-        module.set_custom_reduce_scatter(reduce)
+    sums = SummedGradients(modules, group, dtype, device, make)
     weights = GatheredWeights(modules, group, dtype, device, make)
-    return weights, weights.mapped_bytes + _REDUCTIONS * size
+    return weights, weights.mapped_bytes + sums.mapped_bytes
+
+
+def _piece(gradient: Tensor, rank: int, count: int) -> Tensor:
+    """A rank's part, flat; the last ones may be shorter, or empty."""
+    return gradient.flatten()[rank * count : (rank + 1) * count]
+
+
+def _accumulate(own: Any, mean: Tensor) -> None:
+    """Add to the gradient of this rank's part, or make it."""
+    if own.sharded_param.grad is None:
+        own.sharded_param.grad = own.to_sharded_dtensor(mean.view(own.sharded_size))
+    else:
+        own.sharded_param.grad._local_tensor += mean.view(own.sharded_size)
