@@ -25,6 +25,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from .gathered import Copies, GatheredWeights, count_of, parameters_of, starts_of
 from .mapped import TIMEOUT_MS, MakeBuffers, mapped_buffers, others
 from .reduction import add_up
+from .shard_adamw import norm_of
 
 _BUFFERS = 2
 
@@ -38,6 +39,11 @@ class SummedGradients:
     ----------
     modules, group, dtype, device, make
         As `GatheredWeights` takes them; dtype: of the gradients.
+
+    Attributes
+    ----------
+    mapped_bytes : int
+        Memory that torch's own count leaves out.
     """
 
     def __init__(
@@ -55,6 +61,7 @@ class SummedGradients:
         self._buffers = [(buffer.view(dtype), mapped) for buffer, mapped in buffers]
         self._dtype, self._device = dtype, of_modules[0].device_handle
         self._stream = self._device.Stream(priority=-1)
+        self._norms: list[Tensor] = []  # of means, on this rank
         self._under_way: tuple[Any, Gradients] | None = None  # its end, and what it still reads
         for parameters in of_modules:
             _ReducedModule(parameters, self)
@@ -64,6 +71,11 @@ class SummedGradients:
         if self._under_way is not None:
             self._device.current_stream().wait_event(self._under_way[0])
             self._under_way = None
+
+    def norm(self) -> Tensor:
+        """Of all means since the last call, this rank's part; taken beside backward."""
+        norms, self._norms = self._norms, []
+        return norm_of(norms)
 
     def add(self, gradients: Gradients) -> None:
         """Start to sum a module's gradients; each parameter's own one is the mean then."""
@@ -101,6 +113,7 @@ class SummedGradients:
             waiting.append((own, mean))
         if means:
             add_up(parts, 1 / mapped.world_size, means)
+            self._norms += torch._foreach_norm(means)
         for own, mean in waiting:
             _accumulate(own, mean)
 
@@ -149,19 +162,10 @@ def use_copies(
     dtype: torch.dtype,
     device: torch.device,
     make: MakeBuffers = mapped_buffers,
-) -> tuple[GatheredWeights, int]:
-    """Let modules communicate by copies.
-
-    modules: after fully_shard over all ranks, those of the group.
-
-    Returns
-    -------
-    tuple
-        The weights, and the bytes of this rank's memory that torch's own count leaves out.
-    """
-    sums = SummedGradients(modules, group, dtype, device, make)
-    weights = GatheredWeights(modules, group, dtype, device, make)
-    return weights, weights.mapped_bytes + sums.mapped_bytes
+) -> tuple[GatheredWeights, SummedGradients]:
+    """Let modules communicate by copies; they are under `fully_shard` over all ranks of a group."""
+    how = modules, group, dtype, device, make
+    return GatheredWeights(*how), SummedGradients(*how)
 
 
 def _piece(gradient: Tensor, rank: int, count: int) -> Tensor:

@@ -111,7 +111,12 @@ def local_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     filled = [part for part in parts if part.numel()]
     if not filled:
         return torch.zeros((), device=parts[0].device if parts else None)
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(filled)))
+    return norm_of(torch._foreach_norm(filled))
+
+
+def norm_of(norms: Sequence[Tensor]) -> Tensor:
+    """Of several tensors from their norms, in any order the same but for float64's rounding."""
+    return torch.linalg.vector_norm(torch.stack(norms), dtype=torch.float64).float()
 
 
 def _part(tensor: Tensor) -> Tensor:

@@ -126,11 +126,11 @@ class ShardedLearner(Learner):
                 shard_layers(block, mesh, experts["data"], **how)
             fully_shard(block, mesh=mesh, **how)
         fully_shard(self.model, mesh=mesh, **kept)
-        self.mapped_bytes, self.weights = 0, None
+        self.weights = self.sums = None  # with copies
         modules = [*blocks, self.model]
         if copies:
             where = dist.group.WORLD, dtype, device
-            self.weights, self.mapped_bytes = use_copies(modules, *where)
+            self.weights, self.sums = use_copies(modules, *where)
         elif dtype != torch.float32 and experts is None:
             self._send_narrow(modules)
         register_fsdp_forward_method(self.model, "loss")
@@ -200,7 +200,8 @@ class ShardedLearner(Learner):
                 gc.enable()
         speed = speed_of(self.settings, rows[0]["seconds"], self.ranks, self.device)
         if "memory_gib" in speed:  # torch's own count leaves mapped memory out
-            speed["memory_gib"] += self.mapped_bytes / 2**30
+            mapped = [own.mapped_bytes for own in (self.weights, self.sums) if own is not None]
+            speed["memory_gib"] += sum(mapped) / 2**30
         return [row | speed for row in rows]
 
     def _step(self, corpus: Corpus, step: int) -> Tensor:
@@ -212,8 +213,7 @@ class ShardedLearner(Learner):
             torch.manual_seed(s.seed * 1_000_003 + step)
         loss, imbalance, counts = self._gradients(inputs, targets)
         # Every part of a gradient is on one rank alone.
-        squares = local_norm(self.model.parameters()) ** 2
-        own = torch.stack((squares, loss / self.ranks, imbalance / self.ranks))
+        own = torch.stack((self._own_norm() ** 2, loss / self.ranks, imbalance / self.ranks))
         of_ranks = torch.cat((own, counts.flatten().float()))
         dist.all_reduce(of_ranks)
         norm, of_all = of_ranks[0].sqrt(), of_ranks[3:].view(counts.shape)
@@ -226,6 +226,14 @@ class ShardedLearner(Learner):
         load = of_all.amax(1) / of_all.mean(1)
         rows = of_all.sum(1).mean() / (s.tokens_per_step * s.top_k)
         return torch.cat((of_ranks[1:3], torch.stack((norm, rows)), load))
+
+    def _own_norm(self) -> Tensor:
+        """Of the gradients on this rank."""
+        if self.sums is not None:
+            norm = self.sums.norm()
+            if self.settings.accumulate == 1:
+                return norm  # else of the parts, not of their sum
+        return local_norm(self.model.parameters())
 
     @torch.no_grad()
     def validate(self, corpus: Corpus, windows: int) -> float:
