@@ -45,8 +45,11 @@ class Attention(nn.Module):
         """
         batch, context, hidden = x.shape
         qkv = self.qkv(x).view(batch, context, 3, self.heads, hidden // self.heads)
-        # In one piece, which is read and written once, and by token: nothing is transposed.
-        q, k, v = (t.transpose(1, 2) for t in rotate(qkv, cos, sin).unbind(2))
+        q, k, v = qkv.unbind(2)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        # By token until here, so that nothing is transposed in memory; a view of qkv would keep
+        # all of it for backward.
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v.contiguous()))
         if past is None:
             mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
@@ -55,13 +58,14 @@ class Attention(nn.Module):
         return self.out(mixed.transpose(1, 2).reshape(batch, context, hidden))
 
 
-def rotate(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn the pairs (j, j + half) of the last dimension of q and k; v stays as it is.
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turn the pairs (j, j + half) of the last dimension by the angle of their position.
 
-    qkv (batch, context, 3, heads, head size); cos, sin as `rotary_tables` makes them.
+    x (batch, context, heads, head size); cos, sin as `rotary_tables` makes them. Compiled, forward
+    and backward are one expression over x each, without parts to put together.
     """
-    swapped = qkv.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
-    return qkv * cos.to(qkv.dtype) + swapped * sin.to(qkv.dtype)
+    swapped = x.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
+    return x * cos.to(x.dtype) + swapped * sin.to(x.dtype)
 
 
 def rotary_angles(positions: torch.Tensor, head_size: int) -> torch.Tensor:
@@ -73,20 +77,17 @@ def rotary_angles(positions: torch.Tensor, head_size: int) -> torch.Tensor:
 def rotary_tables(
     positions: torch.Tensor, head_size: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Factors of q, k and v, and of them with the halves of a head swapped: by position.
+    """Factors of a head, and of it with its halves swapped, by position.
 
     Returns
     -------
     tuple of torch.Tensor
-        (positions, 3, 1, head_size) in dtype: cosines for q and k, ones for v; sines, those of the
-        first half negative, and zeros.
+        (positions, 1, head_size) in dtype: cosines, and sines, those of the first half negative.
     """
     angles = rotary_angles(positions, head_size)
     cos, sin = angles.cos(), angles.sin()
     cos, sin = torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)
-    cos = torch.stack((cos, cos, torch.ones_like(cos)), 1)
-    sin = torch.stack((sin, sin, torch.zeros_like(sin)), 1)
-    return cos[:, :, None].to(dtype), sin[:, :, None].to(dtype)
+    return cos[:, None].to(dtype), sin[:, None].to(dtype)
 
 
 class Past(NamedTuple):
