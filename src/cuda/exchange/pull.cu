@@ -1,9 +1,12 @@
 // What ranks tell each other, and rows from those that have them: publish, tables, pull.
 //
 // A warp copies a row, 16 bytes a lane and eight of them in flight: with all warps of the GPU about
-// as many bytes as NVLink's bandwidth times its latency needs, many times over. Rows of different
-// ranks alternate, so that links and own memory are busy at once. Peers' memory is read with plain
-// loads: the kernels start after the barrier, and no first-level cache holds anything older.
+// as many bytes as NVLink's bandwidth times its latency needs, many times over. Beside products a
+// few multiprocessors do, so a block of pull() takes one whole. Rows of different ranks alternate,
+// so that links and own memory are busy at once. Peers' memory is read with plain loads: the
+// kernels start after the barrier, and no first-level cache holds anything older.
+#include <algorithm>
+
 #include "check_exchange.h"
 #include "cuda/alignment.h"
 #include "cuda/device.h"
@@ -14,22 +17,25 @@ namespace guild::cuda {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
+constexpr int kPullThreads = 1024, kPullWarps = kPullThreads / 32;
 constexpr int kAtOnce = 8;  // 16-byte words that a lane loads before it stores them
 
 __device__ void copy_row(void* to, void const* from, int units) {
   int const lane = threadIdx.x % 32;
-  uint4* const target = static_cast<uint4*>(to);
-  uint4 const* const source = static_cast<uint4 const*>(from);
-  for (int base = lane; base < units; base += 32 * kAtOnce) {
+  uint4* target = static_cast<uint4*>(to) + lane;
+  uint4 const* source = static_cast<uint4 const*>(from) + lane;
+  for (int left = units - lane; left > 0; left -= 32 * kAtOnce) {
     uint4 words[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      if (base + 32 * i < units) words[i] = source[base + 32 * i];
+      if (32 * i < left) words[i] = source[32 * i];
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      if (base + 32 * i < units) target[base + 32 * i] = words[i];
+      if (32 * i < left) target[32 * i] = words[i];
     }
+    source += 32 * kAtOnce;
+    target += 32 * kAtOnce;
   }
 }
 
@@ -85,24 +91,37 @@ __global__ void __launch_bounds__(kThreads) tables_kernel(Tables x, PeerLayout l
   static_cast<float*>(x.scores)[r * slots + i] = here ? score : 0.f;
 }
 
-// A warp for each row; rows of all ranks alternate, beginning with the next rank's.
-__global__ void __launch_bounds__(kThreads) pull_kernel(Pull x, PeerLayout layout) {
+// Row i in the order in which warps take them: rows of all ranks alternate, beginning with the next
+// rank's.
+__device__ void pull_row(Pull const& x, PeerLayout const& layout, bool failed, int i) {
   PeerMemory const& m = x.memory;
-  int64_t const i = blockIdx.x * int64_t(kWarps) + threadIdx.x / 32;
-  int const lane = threadIdx.x % 32;
-  if (i >= m.ranks * m.tokens) return;
-  int64_t const t = i / m.ranks, r = (i + m.rank + 1) % m.ranks, p = r * m.tokens + t;
-  PeerControl const* const own = PeerView(layout, m, m.rank).control();
-  bool const failed = own->failure != 0;
-  bool here = false;
-  for (int k = lane; k < x.top_k; k += 32) here |= x.ids[p * x.top_k + k] >= 0;
-  here = __any_sync(~0u, here) && !failed;
+  int const t = i / int(m.ranks), r = (i + int(m.rank) + 1) % int(m.ranks);
+  int64_t const p = r * m.tokens + t;
+  unsigned least = ~0u;  // of the token's experts here; -1 as unsigned: none
+  for (int k = threadIdx.x % 32; k < x.top_k; k += 32) {
+    least = min(least, unsigned(x.ids[p * x.top_k + k]));
+  }
+  least = __reduce_min_sync(~0u, least);
+  bool const here = int(least) >= 0;
+  bool const first = here && (r == m.rank || least < unsigned(x.first_experts));
+  if (x.part != Part::whole && first != (x.part == Part::first)) return;
   char* const to = static_cast<char*>(x.rows) + p * x.row_bytes;
   int const units = int(x.row_bytes / 16);
-  if (here) {
+  if (here && !failed) {
+    PeerControl const* const own = PeerView(layout, m, m.rank).control();
     copy_row(to, PeerView(layout, m, r).rows(last_place(own)) + t * x.row_bytes, units);
   } else {
     fill_row(to, units, failed ? ~0u : 0u);
+  }
+}
+
+// A warp for a row at a time.
+__global__ void __launch_bounds__(kPullThreads) pull_kernel(Pull x, PeerLayout layout) {
+  bool const failed = PeerView(layout, x.memory, x.memory.rank).control()->failure != 0;
+  int const rows = int(x.memory.ranks * x.memory.tokens);  // check() says that an int holds it
+  for (int i = int(blockIdx.x * kPullWarps + threadIdx.x / 32); i < rows;
+       i += int(gridDim.x) * kPullWarps) {
+    pull_row(x, layout, failed, i);
   }
 }
 
@@ -137,8 +156,8 @@ void pull(Pull const& x, Queue queue) {
   require_units(x.row_bytes, "row_bytes");
   int64_t const rows = x.memory.ranks * x.memory.tokens;
   if (rows == 0) return;
-  pull_kernel<<<unsigned(ceil_div(rows, kWarps)), kThreads, 0, queue.stream>>>(x,
-                                                                               layout_of(x.memory));
+  int64_t const blocks = std::min<int64_t>(ceil_div(rows, kPullWarps), multiprocessors(queue));
+  pull_kernel<<<unsigned(blocks), kPullThreads, 0, queue.stream>>>(x, layout_of(x.memory));
   cuda_check(cudaGetLastError(), "launch of pull");
 }
 
