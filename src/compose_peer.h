@@ -19,9 +19,9 @@ enum class Line : int { main, link, side };
 //   whole     all, while nothing else runs
 //   pull      the few that rows on their way here take beside products
 //   push      those that sums on their way to other ranks take
+//   beside_pull, beside_push   all but those
 //   shared    all that are free
-//   rest      all but those of push, which has not begun yet
-enum class Room : int { whole, pull, push, shared, rest };
+enum class Room : int { whole, pull, push, beside_pull, beside_push, shared };
 
 // A weight's or a bias's experts from `first` on.
 inline ConstWeight from_expert(ConstWeight w, int64_t first, int64_t element) {
@@ -97,7 +97,7 @@ void pull_and_run(Lines& lines, Pull const& pull, Step const& step, int64_t firs
   lines.wait(Line::side, lines.mark(Line::main));
   lines.wait(Line::side, lines.mark(Line::link));
   lines.wait(Line::main, arrived);
-  lines.run(Line::main, of_experts(step, 0, first), Room::shared);
+  lines.run(Line::main, of_experts(step, 0, first), Room::beside_pull);
   lines.run(Line::side, of_experts(step, first, experts - first), Room::shared);
   lines.wait(Line::main, lines.mark(Line::side));
 }
@@ -113,7 +113,7 @@ void run_and_push(Lines& lines, DownProjection const& down, Push const& push, in
   auto const begin = lines.mark(Line::main);
   lines.run(Line::main, of_experts(down, 0, first), Room::whole);
   lines.wait(Line::side, begin);
-  lines.run(Line::side, of_experts(down, first, last), Room::rest);
+  lines.run(Line::side, of_experts(down, first, last), Room::beside_push);
   int32_t const* const first_rows = down.routing.offsets + first;
   lines.wait(Line::link, lines.mark(Line::main));
   lines.run(Line::link, part_of(push, Part::first, first_rows), Room::push);
@@ -192,7 +192,7 @@ void run_down_gradient(PeerBackward const& b, BackwardWorkspace const& w, int64_
     UpProjection again = b.again;
     again.a = {w.a_scaled};  // not in use yet
     lines.run(Line::link, b.pull, Room::pull);
-    lines.run(Line::main, again, Room::shared);
+    lines.run(Line::main, again, Room::beside_pull);
     lines.wait(Line::main, lines.mark(Line::link));
     return lines.run(Line::main, down, Room::whole);
   }
@@ -240,8 +240,8 @@ void compose_peer_backward(PeerBackward const& b, Lines& lines) {
     lines.wait(Line::link, lines.mark(Line::main));
     lines.run(Line::link, b.push, wants_up || wants_down ? Room::push : Room::whole);
   }
-  if (wants_down) lines.run(Line::main, down, rows ? Room::shared : Room::whole);
-  if (wants_up) lines.run(Line::main, up, rows && !wants_down ? Room::shared : Room::whole);
+  if (wants_down) lines.run(Line::main, down, rows ? Room::beside_push : Room::whole);
+  if (wants_up) lines.run(Line::main, up, rows && !wants_down ? Room::beside_push : Room::whole);
   lines.wait(Line::main, lines.mark(Line::link));
   if (!rows && !scores) return;
   lines.run(Line::main, b.returned);

@@ -29,7 +29,7 @@ bool pulls(Pull const& x, int64_t p) {
   if (x.part == Part::whole) return true;
   int32_t const* const ids = x.ids + p * x.top_k;
   auto const early = [&](int32_t id) { return id >= 0 && id < x.first_experts; };
-  bool const own = p / x.memory.tokens == x.memory.rank && any_here(ids, x.top_k);
+  bool const own = p / x.memory.tokens == x.memory.rank;
   return (own || std::any_of(ids, ids + x.top_k, early)) == (x.part == Part::first);
 }
 

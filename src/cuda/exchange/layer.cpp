@@ -11,7 +11,7 @@ namespace {
 
 // As many as keep a link busy beside products: docs/measured/ranks.md. A sum reads several rows for
 // each that it sends.
-constexpr int kPullMultiprocessors = 12, kPushMultiprocessors = 16;
+constexpr int kPullMultiprocessors = 16, kPushMultiprocessors = 24;
 
 // Events for the marks of a call; a call on the same thread uses them again, as what waits for an
 // event waits for what was before it then.
@@ -92,10 +92,13 @@ class Lines {
     if (!apart_) return main_;
     Queue queue = line == Line::main ? main_ : line == Line::link ? link_ : side_;
     if (room == Room::whole) return queue;
-    int const all = multiprocessors(main_), push = std::min(kPushMultiprocessors, all / 2);
-    if (room == Room::pull) queue.sms = std::min(kPullMultiprocessors, all / 2);
+    int const all = multiprocessors(main_), most = all / 2;
+    int const pull = std::min(kPullMultiprocessors, most);
+    int const push = std::min(kPushMultiprocessors, most);
+    if (room == Room::pull) queue.sms = pull;
     if (room == Room::push) queue.sms = push;
-    if (room == Room::rest) queue.sms = all - push;
+    if (room == Room::beside_pull) queue.sms = all - pull;
+    if (room == Room::beside_push) queue.sms = all - push;
     queue.shared = true;
     return queue;
   }

@@ -8,6 +8,7 @@
 #include "cuda/alignment.h"
 #include "cuda/device.h"
 #include "cuda/element.cuh"
+#include "cuda/exchange/pool.cuh"
 #include "cuda/exchange/push_sums.h"
 #include "shared/peer_memory.h"
 #include "shared/routing.h"
@@ -19,14 +20,6 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kAtOnce = 4;  // rows that a thread loads before it adds them
 
-// A token of the pool, in the order in which blocks take them.
-struct PoolToken {
-  int64_t token, source, place;
-
-  __device__ PoolToken(PeerMemory const& m, int64_t i)
-      : token(i / m.ranks), source((i + m.rank + 1) % m.ranks), place(source * m.tokens + token) {}
-};
-
 __device__ bool failed(PeerLayout const& layout, PeerMemory const& m) {
   return PeerView(layout, m, m.rank).control()->failure != 0;
 }
@@ -36,13 +29,13 @@ template <class T>
 __global__ void __launch_bounds__(kThreads) push_slots_kernel(Push x, PeerLayout layout,
                                                               int64_t stride) {
   PeerMemory const& m = x.memory;
-  PoolToken const at(m, blockIdx.x);
+  PoolToken const at(m, int(blockIdx.x), /*others=*/false);
   if (failed(layout, m)) return;
   T* const out = reinterpret_cast<T*>(PeerView(layout, m, at.source).returned()) +
                  at.token * x.top_k * x.hidden;
   T const* const y = static_cast<T const*>(x.y.data);
   for (int k = 0; k < x.top_k; ++k) {
-    int const row = x.row_of[at.place * x.top_k + k];
+    int const row = x.row_of[at.place(m) * x.top_k + k];
     if (unsigned(row) >= unsigned(x.rows)) continue;
     for (int col = threadIdx.x * 8; col < x.hidden; col += kThreads * 8) {
       *reinterpret_cast<uint4*>(out + k * x.hidden + col) = load_words(y + row * stride + col);

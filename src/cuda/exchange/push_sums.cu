@@ -9,6 +9,7 @@
 
 #include "cuda/alignment.h"
 #include "cuda/element.cuh"
+#include "cuda/exchange/pool.cuh"
 #include "cuda/exchange/push_sums.h"
 #include "cuda/shared_memory.h"
 #include "cuda/sm90/arch/barrier.cuh"
@@ -32,17 +33,16 @@ __device__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
 }
 
-// A token of the pool, in the order in which warps take them; and lane l's of its slots, l from
-// slot `first` on.
+// A token and lane l's of its slots, number l from `first` on.
 struct TokenSlots {
-  int token, source;
+  PoolToken at;
   SlotSpan slots;
   int row = -1;
   float score = 1;
 
-  __device__ TokenSlots(Push const& x, int i)
-      : token(i / int(x.memory.ranks)), source((i + int(x.memory.rank) + 1) % int(x.memory.ranks)) {
-    slots = slots_of(x.token_offsets, x.rows, x.top_k, source * x.memory.tokens + token);
+  __device__ TokenSlots(Push const& x, int i, bool others)
+      : at(x.memory, i, others),
+        slots(slots_of(x.token_offsets, x.rows, x.top_k, at.place(x.memory))) {
     look_up(x, 0);
   }
   __device__ void look_up(Push const& x, int64_t first) {
@@ -55,7 +55,7 @@ struct TokenSlots {
   // Whether a call for a part of the tokens pushes this one.
   __device__ bool is_in(Push const& x, int first_rows) {
     if (x.part == Part::whole) return true;
-    bool late = source == int(x.memory.rank);
+    bool late = at.source == int(x.memory.rank);
     for (int64_t first = 0; slots.begin + first < slots.end && !late; first += 32) {
       if (first > 0) look_up(x, first);
       late = __any_sync(~0u, row >= first_rows);
@@ -157,18 +157,19 @@ __global__ void __launch_bounds__(kThreads) push_kernel(Push x, PeerLayout layou
   int const warp = int(threadIdx.x) / 32, units = int(x.hidden / 8);
   Staging const staging{staged + warp * kSteps * kAtOnce * 32 + threadIdx.x % 32};
   int const first_rows = x.part == Part::whole ? 0 : *x.first_rows;
-  int const tokens = int(m.ranks * m.tokens);  // check() says that an int holds it
+  bool const others = x.part == Part::first;
+  int const tokens = PoolToken::count(m, others);
   int i = int(blockIdx.x) * kWarps + warp, step = int(gridDim.x) * kWarps;
   if (i >= tokens) return;
   T const* const y = static_cast<T const*>(x.y.data);
-  for (TokenSlots token(x, i); i < tokens; i += step) {
-    TokenSlots next(x, min(i + step, tokens - 1));  // on its way while this one is added
+  for (TokenSlots token(x, i, others); i < tokens; i += step) {
+    TokenSlots next(x, min(i + step, tokens - 1), others);  // on its way while this one is added
     bool const few = token.slots.end - token.slots.begin <= 32;
     unsigned const there = __ballot_sync(~0u, token.row >= 0);
     if ((there != 0 || !few) && token.is_in(x, first_rows)) {
-      int64_t const to = m.rank * x.tokens[token.source] + token.token;
+      int64_t const to = m.rank * x.tokens[token.at.source] + token.at.token;
       T* const out =
-          reinterpret_cast<T*>(PeerView(layout, m, token.source).returned()) + to * x.hidden;
+          reinterpret_cast<T*>(PeerView(layout, m, token.at.source).returned()) + to * x.hidden;
       if (few) {
         push_few(out, y, stride, units, token, there, staging);
       } else {
