@@ -2,42 +2,12 @@
 // in check_routing.cpp.
 #include "check.h"
 
-#include <cmath>
-
 #include "check_parts.h"
 #include "compose.h"
 
 namespace guild {
 
 namespace {
-
-int64_t width(Sizes const& s, bool gated) { return s.intermediate * (gated ? 2 : 1); }
-
-// Rows of x or dout: by token where row_token is given, else by row.
-int64_t input_rows(Sizes const& s, Routing const& routing) {
-  return routing.row_token == nullptr ? s.rows() : s.tokens;
-}
-
-void check_layer(Sizes const& s, DType dtype, Routing const& routing) {
-  check_sizes(s);
-  check_dtype(dtype, "dtype");
-  check_pointer(routing.offsets, true, "routing.offsets");
-}
-
-void check_activation(Activation const& a) {
-  auto const kind = int(a.kind);
-  require(kind >= 0 && kind <= int(Activation::Kind::relu_squared),
-          "activation.kind: expected 0 to 4, got ", kind);
-  require(std::isfinite(a.alpha), "activation.alpha: expected a finite number, got ", a.alpha);
-  require(a.limit > 0, "activation.limit: expected a positive number, got ", a.limit);
-  require(std::isfinite(a.up_offset), "activation.up_offset: expected a finite number, got ",
-          a.up_offset);
-}
-
-void check_order(GateUp order) {
-  require(order == GateUp::concatenated || order == GateUp::interleaved,
-          "order: expected 0 (concatenated) or 1 (interleaved), got ", int(order));
-}
 
 template <class W>
 void check_up_weight(GatedWeight<W> const& w, Sizes const& s, bool gated, char const* gate_name,

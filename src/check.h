@@ -5,6 +5,7 @@
 // src/cuda/alignment.h.
 #pragma once
 #include "guild/error.h"
+#include "guild/float8.h"
 #include "guild/steps.h"
 
 namespace guild {
@@ -32,5 +33,10 @@ void check(GroupedGemm const& x);
 void check(MoeForward const& x);
 void check(MoeBackward const& x);
 void check(MoeWeightGradients const& x);
+void check(QuantizeRows const& x);
+void check(QuantizeWeights const& x);
+void check(ScaledGroupedGemm const& x);
+void check(ScaledUp const& x);
+void check(ScaledDownGradient const& x);
 
 }  // namespace guild

@@ -1,5 +1,7 @@
 // The single conditions that check() is made of: sizes, element types, pointers, rows, weights.
 #pragma once
+#include <cmath>
+
 #include "check.h"
 
 namespace guild {
@@ -89,6 +91,34 @@ inline void check_weight(ConstWeight const& w, int64_t experts, int64_t out, int
   require((rows_apart || cols_apart) && matrices_apart, name,
           ": expected strides of matrices that do not overlap, ", experts, " of ", out, " x ", in,
           ", got (", w.expert_stride, ", ", w.out_stride, ", ", w.in_stride, ")");
+}
+
+inline int64_t width(Sizes const& s, bool gated) { return s.intermediate * (gated ? 2 : 1); }
+
+// Rows of x or dout: by token where row_token is given, else by row.
+inline int64_t input_rows(Sizes const& s, Routing const& routing) {
+  return routing.row_token == nullptr ? s.rows() : s.tokens;
+}
+
+inline void check_layer(Sizes const& s, DType dtype, Routing const& routing) {
+  check_sizes(s);
+  check_dtype(dtype, "dtype");
+  check_pointer(routing.offsets, true, "routing.offsets");
+}
+
+inline void check_activation(Activation const& a) {
+  auto const kind = int(a.kind);
+  require(kind >= 0 && kind <= int(Activation::Kind::relu_squared),
+          "activation.kind: expected 0 to 4, got ", kind);
+  require(std::isfinite(a.alpha), "activation.alpha: expected a finite number, got ", a.alpha);
+  require(a.limit > 0, "activation.limit: expected a positive number, got ", a.limit);
+  require(std::isfinite(a.up_offset), "activation.up_offset: expected a finite number, got ",
+          a.up_offset);
+}
+
+inline void check_order(GateUp order) {
+  require(order == GateUp::concatenated || order == GateUp::interleaved,
+          "order: expected 0 (concatenated) or 1 (interleaved), got ", int(order));
 }
 
 }  // namespace guild

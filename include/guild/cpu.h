@@ -4,6 +4,8 @@
 // for any number of OpenMP threads. float64, float32, bfloat16 and float16.
 #pragma once
 #include "guild/error.h"
+#include "guild/float8.h"
+#include "guild/float8_chunks.h"
 #include "guild/steps.h"
 
 namespace guild::cpu {
@@ -24,6 +26,13 @@ void up_weight_gradient(UpWeightGradient const& args);
 void down_weight_gradient(DownWeightGradient const& args);
 void bias_gradient(BiasGradient const& args);
 void grouped_gemm(GroupedGemm const& args);
+void quantize_rows(QuantizeRows const& args);
+void quantize_weights(QuantizeWeights const& args);
+void quantize_chunks(QuantizeChunks const& args);
+void chunk_product(ChunkProduct const& args);
+void scaled_grouped_gemm(ScaledGroupedGemm const& args);
+void scaled_up(ScaledUp const& args);
+void scaled_down_gradient(ScaledDownGradient const& args);
 void moe_forward(MoeForward const& args);
 void moe_backward(MoeBackward const& args);
 void moe_weight_gradients(MoeWeightGradients const& args);

@@ -6,6 +6,8 @@
 // are multiples of 8. Capturable in a CUDA graph; deterministic.
 #pragma once
 #include "guild/error.h"
+#include "guild/float8.h"
+#include "guild/float8_chunks.h"
 #include "guild/steps.h"
 
 struct CUstream_st;  // *CUstream_st is cudaStream_t
@@ -53,6 +55,13 @@ void up_weight_gradient(UpWeightGradient const& args, Queue queue = {});
 void down_weight_gradient(DownWeightGradient const& args, Queue queue = {});
 void bias_gradient(BiasGradient const& args, Queue queue = {});
 void grouped_gemm(GroupedGemm const& args, Queue queue = {});
+void quantize_rows(QuantizeRows const& args, Queue queue = {});
+void quantize_weights(QuantizeWeights const& args, Queue queue = {});
+void quantize_chunks(QuantizeChunks const& args, Queue queue = {});
+void chunk_product(ChunkProduct const& args, Queue queue = {});
+void scaled_grouped_gemm(ScaledGroupedGemm const& args, Queue queue = {});
+void scaled_up(ScaledUp const& args, Queue queue = {});
+void scaled_down_gradient(ScaledDownGradient const& args, Queue queue = {});
 void moe_forward(MoeForward const& args, Queue queue = {});
 void moe_backward(MoeBackward const& args, Queue queue = {});
 void moe_weight_gradients(MoeWeightGradients const& args, Queue queue = {});

@@ -23,6 +23,14 @@ if TYPE_CHECKING:
     from guild.distributed.placement import distribute_experts as distribute_experts
     from guild.experts import experts_mlp as experts_mlp
     from guild.experts import routed_experts as routed_experts
+    from guild.float8 import FP8 as FP8
+    from guild.float8 import FP8Weights as FP8Weights
+    from guild.float8 import Quantized as Quantized
+    from guild.float8 import SlowFP8Warning as SlowFP8Warning
+    from guild.float8 import quantize as quantize
+    from guild.float8 import quantize_weights as quantize_weights
+    from guild.float8 import refresh_fp8 as refresh_fp8
+    from guild.float8 import scaled_grouped_mm as scaled_grouped_mm
     from guild.grouped import grouped_mm as grouped_mm
     from guild.grouped import grouped_mm_downproj as grouped_mm_downproj
     from guild.grouped import grouped_mm_swiglu as grouped_mm_swiglu
@@ -46,6 +54,16 @@ _NAMES = {  # as above, for the import when a name is first used
     "distributed.expert_parallel": ("ExpertParallel",),
     "distributed.placement": ("distribute_experts",),
     "experts": ("experts_mlp", "routed_experts"),
+    "float8": (
+        "FP8",
+        "FP8Weights",
+        "Quantized",
+        "SlowFP8Warning",
+        "quantize",
+        "quantize_weights",
+        "refresh_fp8",
+        "scaled_grouped_mm",
+    ),
     "grouped": ("grouped_mm", "grouped_mm_downproj", "grouped_mm_swiglu"),
     "layer_routing": ("Routing",),
     "logits": ("router_logits",),

@@ -13,6 +13,8 @@ from guild.experts import routed_experts_and_offsets, routed_layer
 
 if TYPE_CHECKING:
     from guild.distributed.expert_parallel import ExpertParallel
+    from guild.float8.experts import FP8Weights
+    from guild.float8.settings import FP8
 
 
 def local_count(expert_group: ExpertParallel | None, experts: int) -> int:
@@ -51,23 +53,39 @@ def fill_normal(weight: Tensor, std: float, expert_group: ExpertParallel | None)
 
 
 def expert_ops(
-    expert_group: ExpertParallel | None, number: int, out: Tensor | None = None
+    expert_group: ExpertParallel | None,
+    number: int,
+    out: Tensor | None = None,
+    fp8: FP8 | FP8Weights | None = None,
 ) -> tuple[Callable, Callable]:
     """`routed_layer` and `routed_experts_and_offsets`, here or over the ranks of a group.
 
     number: of the layer, by which ranks find out that they run different ones; out: what the result
-    is written to, if anything.
+    is written to, if anything; fp8: how, or with what weights, experts run in FP8.
     """
     if expert_group is None or expert_group.size == 1:
-        if out is None:
-            return routed_layer, routed_experts_and_offsets
-        return partial(routed_layer, out=out), partial(routed_experts_and_offsets, out=out)
+        given: dict[str, Any] = {} if out is None else {"out": out}
+        given |= {} if fp8 is None else {"fp8": fp8}
+        return partial(routed_layer, **given), partial(routed_experts_and_offsets, **given)
+    if fp8 is not None:
+        raise NotImplementedError(
+            "fp8: expected None with experts on other ranks (expert_group), got guild.FP8"
+        )
     if out is not None:
         raise ValueError("out: expected None with experts on other ranks, got a tensor")
     return (
         partial(expert_group.routed_layer, layer=number),
         partial(expert_group.routed_experts_and_offsets, layer=number),
     )
+
+
+def layer_fp8(layer: nn.Module) -> FP8 | FP8Weights | None:
+    """What a guild.MoE tells `routed_experts` of FP8."""
+    fp8 = layer.fp8
+    if fp8 is None or not fp8.cached:
+        return fp8
+    layout = layer.activation, layer.order, layer.transposed
+    return layer._fp8_weights.of(fp8, layer.w_up, layer.w_down, *layout)
 
 
 def local_parts(

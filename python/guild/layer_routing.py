@@ -16,9 +16,10 @@ from guild._torch.checks import (
     has_plain_rows,
 )
 from guild._torch.operators import autocast
+from guild.balancing import balance_sums
 from guild.logits import RouterLinear
 from guild.rounding import round_tokens
-from guild.routing import Router, token_flags
+from guild.routing import Router, route_logits, route_tokens, token_flags
 
 
 class Routing(NamedTuple):
@@ -55,6 +56,38 @@ def as_router(router: Router | str | None, experts: int, top_k: int) -> Router:
     router = router or Router()
     router.expect_sizes(experts, top_k)
     return router
+
+
+def choices(
+    layer: nn.Module,
+    x: Tensor,
+    logits: Tensor | None,
+    bias: Tensor | None,
+    token_mask: Tensor | None,
+    shape: torch.Size,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Ids and scores of x, and token_offsets of lists; notes what balancing needs.
+
+    logits: None where only ids and scores are needed. bias: of the selection. shape: of the tokens.
+    """
+    router: Router = layer.routing
+    if logits is None:
+        x, weight = router_operands(x, layer.router, layer.experts)
+        return *route_tokens(x, weight, layer.top_k, router, bias, token_mask), None
+    ids, scores = route_logits(logits, layer.top_k, router, bias, token_mask)
+    if not layer.training:
+        return ids, scores, None
+    over = layer.balance_over
+    if over is not None:
+        sequences = shape[:-1].numel() if over == "sequence" and x.shape[0] else 1
+        sums = balance_sums(
+            logits, ids, score=router.score, sequences=sequences, token_mask=token_mask
+        )
+        if not is_exporting():
+            layer.balance_sums = sums if outlives_call(sums.counts) else None
+    if router.rounding is None:
+        return ids, scores, None
+    return rounded_lists(logits, ids, router)
 
 
 def is_router_plain(layer: nn.Module) -> bool:

@@ -17,22 +17,31 @@ from guild._torch.checks import (
     expect_shape,
 )
 from guild.activations import Activation, as_activation, is_interleaved
-from guild.balancing import BalanceSums, balance_sums, move_selection_bias
-from guild.layer_experts import expert_ops, expert_parameters, fill_normal, local_count, local_parts
+from guild.balancing import BalanceSums, move_selection_bias
+from guild.float8.kept import KeptWeights
+from guild.float8.settings import FP8, expect_fp8
+from guild.layer_experts import (
+    expert_ops,
+    expert_parameters,
+    fill_normal,
+    layer_fp8,
+    local_count,
+    local_parts,
+)
 from guild.layer_inference import quick_output
 from guild.layer_routing import (
     Routing,
     as_router,
+    choices,
     is_exporting,
     is_router_plain,
     layer_tokens,
     outlives_call,
     output_rows,
-    rounded_lists,
     router_operands,
 )
 from guild.logits import RouterLinear, expected_selection_bias
-from guild.routing import Router, route_logits, route_tokens
+from guild.routing import Router
 from guild.shared_experts import SharedExperts, shared_width
 from guild.weight_gradients import WeightGradients, expect_sink
 
@@ -85,6 +94,9 @@ class MoE(nn.Module):
     expert_group : ExpertParallel, optional
         Ranks that share the experts: each has experts / ranks of them, here and in `w_up`,
         `w_down`, `b_up` and `b_down`, and the whole router and shared experts.
+    fp8 : FP8, optional
+        Run the experts' products in FP8, of weights that are quantised in each forward unless it
+        says `cached`; router and shared experts stay as they are. Not with expert_group.
 
     Attributes
     ----------
@@ -137,6 +149,7 @@ class MoE(nn.Module):
         recompute: bool = False,
         weight_gradients: WeightGradients | None = None,
         expert_group: ExpertParallel | None = None,
+        fp8: FP8 | None = None,
     ) -> None:
         super().__init__()
         expect_count("hidden", hidden, 1)
@@ -157,6 +170,8 @@ class MoE(nn.Module):
         self.order, self.transposed = order, transposed
         self.routing = router
         self.recompute, self.weight_gradients = recompute, weight_gradients
+        expect_fp8(fp8)
+        self.fp8, self._fp8_weights = fp8, KeptWeights()
         self.share_experts(expert_group)
         make: dict[str, Any] = {"device": device, "dtype": dtype}
         choice = self.routing.selection_bias
@@ -235,8 +250,9 @@ class MoE(nn.Module):
             shared = shared.masked_fill(~token_mask[:, None], 0)
         weights = *parts, self.activation
         layout, later = (self.order, self.transposed), (self.recompute, self.weight_gradients)
-        run_layer, run_experts = expert_ops(self.expert_group, self._number, into)
-        if self._routes_in_one() and not return_routing:
+        run_layer, run_experts = expert_ops(self.expert_group, self._number, into, layer_fp8(self))
+        apart = self.fp8 is not None and not (self.weight_gradients is into is None)
+        if self._routes_in_one() and not return_routing and not apart:
             flat, weight = router_operands(flat, self.router, self.experts)
             router = self.top_k, self.routing, self._selection_bias(), token_mask
             rest = shared, *later, *layout
@@ -293,28 +309,7 @@ class MoE(nn.Module):
     def _route(
         self, x: Tensor, logits: Tensor | None, token_mask: Tensor | None, shape: torch.Size
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Ids and scores of x, and token_offsets of lists; notes what balancing needs.
-
-        logits: None where only ids and scores are needed. shape: of the tokens.
-        """
-        bias, router = self._selection_bias(), self.routing
-        if logits is None:
-            x, weight = router_operands(x, self.router, self.experts)
-            return *route_tokens(x, weight, self.top_k, router, bias, token_mask), None
-        ids, scores = route_logits(logits, self.top_k, router, bias, token_mask)
-        if not self.training:
-            return ids, scores, None
-        over = self.balance_over
-        if over is not None:
-            sequences = shape[:-1].numel() if over == "sequence" and x.shape[0] else 1
-            sums = balance_sums(
-                logits, ids, score=router.score, sequences=sequences, token_mask=token_mask
-            )
-            if not is_exporting():
-                self.balance_sums = sums if outlives_call(sums.counts) else None
-        if router.rounding is None:
-            return ids, scores, None
-        return rounded_lists(logits, ids, router)
+        return choices(self, x, logits, self._selection_bias(), token_mask, shape)
 
     def _keep_offsets(self, offsets: Tensor) -> None:
         if not is_exporting():  # an exported graph keeps nothing
@@ -324,7 +319,7 @@ class MoE(nn.Module):
         """Without what belongs to the last forward, so that copies and pickles work after one."""
         offsets = None if self._offsets is None else self._offsets.clone()  # out of its buffer
         last = {"balance_sums": None, "_offsets": offsets, "_prepared": None}
-        return {**super().__getstate__(), **last}
+        return {**super().__getstate__(), **last, "_fp8_weights": KeptWeights()}
 
     @property
     def load_balancing_loss(self) -> Tensor:
@@ -391,9 +386,14 @@ class MoE(nn.Module):
             raise RuntimeError("balance: expected a forward before it, got none")
         move_selection_bias(self._selection_bias(), counts, rate, group)
 
+    def refresh_fp8(self) -> None:
+        """Let the next forward quantise the weights anew: see `guild.refresh_fp8`."""
+        self._fp8_weights.refresh()
+
     def extra_repr(self) -> str:
         """The sizes, for print(module)."""
         return (
             f"hidden={self.hidden}, intermediate={self.intermediate}, experts={self.experts}, "
-            f"top_k={self.top_k}, activation={self.activation}, bias={self.b_up is not None}"
+            f"top_k={self.top_k}, activation={self.activation}, bias={self.b_up is not None}, "
+            f"fp8={self.fp8}"
         )

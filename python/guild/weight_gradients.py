@@ -342,8 +342,14 @@ def compute_gradients(
     """dW and db of one backward pass, into the sink's targets."""
     kept.expect_unchanged()
     _compute_weights(sink, parameters[:3], flags, operands)
-    *_, b_up, b_down = parameters
-    x, dout, dh, _, offsets, row_token, row_score = operands
+    compute_biases(sink, *parameters[3:], operands)
+
+
+def compute_biases(
+    sink: WeightGradients, b_up: Listed | None, b_down: Listed | None, operands: Operands
+) -> None:
+    """db of one backward pass, into the sink's targets."""
+    _, dout, dh, _, offsets, row_token, row_score = operands
     for place, bias, sums in (
         (4, b_down, (dout, offsets, row_token, row_score)),
         (3, b_up, (dh, offsets, None, None)),

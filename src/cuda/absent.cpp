@@ -1,5 +1,6 @@
 // The CUDA backend's functions in a build without CUDA: they throw.
 #include "guild/cuda.h"
+#include "guild/microscaling.h"
 #include "guild/router_logits.h"
 
 #include "cuda/rows/all_rows.h"
@@ -42,6 +43,15 @@ void up_weight_gradient(UpWeightGradient const&, Queue) { absent(); }
 void down_weight_gradient(DownWeightGradient const&, Queue) { absent(); }
 void bias_gradient(BiasGradient const&, Queue) { absent(); }
 void grouped_gemm(GroupedGemm const&, Queue) { absent(); }
+void quantize_rows(QuantizeRows const&, Queue) { absent(); }
+void quantize_weights(QuantizeWeights const&, Queue) { absent(); }
+void quantize_micro(QuantizeMicro const&, Queue) { absent(); }
+void regroup_micro(RegroupMicro const&, Queue) { absent(); }
+void quantize_chunks(QuantizeChunks const&, Queue) { absent(); }
+void chunk_product(ChunkProduct const&, Queue) { absent(); }
+void scaled_grouped_gemm(ScaledGroupedGemm const&, Queue) { absent(); }
+void scaled_up(ScaledUp const&, Queue) { absent(); }
+void scaled_down_gradient(ScaledDownGradient const&, Queue) { absent(); }
 void all_rows(AllRows const&, Queue) { absent(); }
 void moe_forward(MoeForward const&, Queue) { absent(); }
 void moe_backward(MoeBackward const&, Queue) { absent(); }

@@ -5,6 +5,7 @@
 #include "cuda/device.h"
 #include "cuda/plain_product.h"
 #include "cuda/products.h"
+#include "cuda/rows/clear_tail.h"
 
 namespace guild::cuda {
 namespace {
@@ -90,21 +91,6 @@ bool try_expert_product(GroupedGemm const& x, Groups const& groups, Queue queue)
   return true;
 }
 
-// Writes zeros to rows that belong to no group.
-__global__ void clear_tail(Operand d, int32_t const* last, int rows, int n, bool is_float) {
-  int const first = max(*last, 0);
-  int64_t const count = int64_t(max(rows - first, 0)) * n;
-  for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < count;
-       i += int64_t(gridDim.x) * blockDim.x) {
-    int64_t const at = (first + i / n) * d.row_stride + i % n * d.col_stride;
-    if (is_float) {
-      static_cast<float*>(d.data)[at] = 0;
-    } else {
-      static_cast<uint16_t*>(d.data)[at] = 0;
-    }
-  }
-}
-
 }  // namespace
 
 void grouped_gemm(GroupedGemm const& args, Queue queue) {
@@ -128,9 +114,14 @@ void grouped_gemm(GroupedGemm const& args, Queue queue) {
   if (rows == 0 || x.n == 0) return;
   Groups const groups{x.offsets, int(x.groups), int(sum_groups ? x.k : rows)};
   if (ragged_rows && !x.accumulate) {
-    clear_tail<<<unsigned(multiprocessors(queue)), 256, 0, queue.stream>>>(
-        x.d, x.offsets + x.groups - 1, int(rows), int(x.n), x.out_dtype == DType::float32);
-    cuda_check(cudaGetLastError(), "launch of grouped_gemm's zero fill");
+    clear_tail({.d = x.d.data,
+                .row_stride = x.d.row_stride,
+                .col_stride = x.d.col_stride,
+                .last = x.offsets + x.groups - 1,
+                .rows = rows,
+                .n = x.n,
+                .element_bytes = x.out_dtype == DType::float32 ? 4 : 2},
+               queue);
   }
   if (sum_groups ? try_expert_product(x, groups, queue)
                  : x.k > 0 && try_row_product(x, groups, rows, queue)) {

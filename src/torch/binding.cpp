@@ -7,6 +7,7 @@
 #include <string>
 
 #include "torch/ops.h"
+#include "torch/quantize.h"
 
 namespace guild::binding {
 namespace {
@@ -28,8 +29,6 @@ std::string cuda_reason() {
   char const* why = "";
   return cuda::usable(&why) ? "" : why;
 }
-
-using Library = torch::stable::detail::StableLibrary;
 
 void define_machine(Library& m) {
   m.def("cuda_built() -> bool");
@@ -221,6 +220,31 @@ void define_exchange(Library& m) {
 }
 
 // One kernel for both keys: the backend follows from the first tensor's device.
+void define_float8(Library& m) {
+  m.def(
+      "scaled_grouped_mm_out(Tensor a, Tensor a_scales, int a_format, Tensor b, Tensor b_scales, "
+      "int b_format, Tensor offs, Tensor(a!) out, int halves=1, Tensor? bias=None) -> ()");
+  m.def(
+      "scaled_up_out(Tensor x, Tensor x_scales, int x_format, Tensor offsets, Tensor? row_token, "
+      "Tensor w_up, Tensor up_scales, Tensor? w_gate, Tensor? gate_scales, Tensor? b_up, int kind, "
+      "bool gated, float alpha, float limit, float up_offset, bool clamp_after, bool interleaved, "
+      "int format, int scale, Tensor(a!)? h, Tensor(b!)? h_codes, Tensor(c!)? h_scales, Tensor(d!) "
+      "a, "
+      "Tensor(e!) a_scales) -> ()");
+  m.def(
+      "scaled_down_gradient_out(Tensor dout, Tensor dout_scales, int dout_format, Tensor offsets, "
+      "Tensor? row_token, Tensor? row_score, Tensor w_down, Tensor w_scales, Tensor? h, Tensor? "
+      "h_codes, Tensor? h_scales, int kind, bool gated, float alpha, float limit, float up_offset, "
+      "bool clamp_after, bool interleaved, int format, int scale, Tensor(a!) dh_codes, Tensor(b!) "
+      "dh_scales, Tensor(c!)? dh, Tensor(d!)? a_scaled, Tensor(e!)? score_parts) -> ()");
+}
+
+void implement_float8(Library& m) {
+  m.impl("scaled_grouped_mm_out", TORCH_BOX(&scaled_grouped_mm_out));
+  m.impl("scaled_up_out", TORCH_BOX(&scaled_up_out));
+  m.impl("scaled_down_gradient_out", TORCH_BOX(&scaled_down_gradient_out));
+}
+
 void implement(Library& m) {
   m.impl("route", TORCH_BOX(&route));
   m.impl("router_logits", TORCH_BOX(&router_logits));
@@ -278,9 +302,22 @@ STABLE_TORCH_LIBRARY(guild, m) {
   guild::binding::define_inference(m);
   guild::binding::define_steps(m);
   guild::binding::define_exchange(m);
+  guild::binding::define_float8(m);
+  guild::binding::define_quantisers(m);
+  guild::binding::define_microscaling(m);
 }
-STABLE_TORCH_LIBRARY_IMPL(guild, CPU, m) { guild::binding::implement(m); }
-STABLE_TORCH_LIBRARY_IMPL(guild, CUDA, m) { guild::binding::implement(m); }
+STABLE_TORCH_LIBRARY_IMPL(guild, CPU, m) {
+  guild::binding::implement(m);
+  guild::binding::implement_float8(m);
+  guild::binding::implement_quantisers(m);
+  guild::binding::implement_microscaling(m);
+}
+STABLE_TORCH_LIBRARY_IMPL(guild, CUDA, m) {
+  guild::binding::implement(m);
+  guild::binding::implement_float8(m);
+  guild::binding::implement_quantisers(m);
+  guild::binding::implement_microscaling(m);
+}
 STABLE_TORCH_LIBRARY_IMPL(guild, CompositeExplicitAutograd, m) {
   m.impl("cuda_built", TORCH_BOX(&guild::binding::cuda_built));
   m.impl("peer_memory_sizes", TORCH_BOX(&guild::binding::peer_memory_sizes));

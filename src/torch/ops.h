@@ -335,4 +335,36 @@ Tensor pair_down(Tensor const& a, MaybeTensor const& aux, Tensor const& w_down,
                  Tensor const& offsets, MaybeTensor const& bias, int64_t kind, bool gated,
                  double alpha, double limit, double up_offset, bool clamp_after, bool interleaved);
 
+// ---- float8.cpp ---------------------------------------------------------------------------------
+
+// Codes are passed as uint8; formats and scales are the values of Float8 and ScaleKind.
+
+// a (M, K), a_scales (M, ceil(K / 128)), b (E, N, K), b_scales (E, ceil(N / 128), ceil(K / 128)),
+// offs (E) ends -> out (M, N)
+void scaled_grouped_mm_out(Tensor const& a, Tensor const& a_scales, int64_t a_format,
+                           Tensor const& b, Tensor const& b_scales, int64_t b_format,
+                           Tensor const& offs, Tensor& out, int64_t halves,
+                           MaybeTensor const& bias);
+
+// x (T or R, H) codes, w_up, w_gate (E, I, H) codes, H contiguous -> a (R, I) codes; h (R, W) in
+// the dtype of b_up and h, or h_codes (R, W), gate before up; scales as in guild/float8.h
+void scaled_up_out(Tensor const& x, Tensor const& x_scales, int64_t x_format, Tensor const& offsets,
+                   MaybeTensor const& row_token, Tensor const& w_up, Tensor const& up_scales,
+                   MaybeTensor const& w_gate, MaybeTensor const& gate_scales,
+                   MaybeTensor const& b_up, int64_t kind, bool gated, double alpha, double limit,
+                   double up_offset, bool clamp_after, bool interleaved, int64_t format,
+                   int64_t scale, MaybeTensor& h, MaybeTensor& h_codes, MaybeTensor& h_scales,
+                   Tensor& a, Tensor& a_scales);
+// dout (T or R, H) codes, w_down (E, H, I) codes, H contiguous; h as above -> dh_codes (R, W), gate
+// before up; dh (R, W), a_scaled (R, I) in one dtype, that of h where given; score_parts float32
+void scaled_down_gradient_out(Tensor const& dout, Tensor const& dout_scales, int64_t dout_format,
+                              Tensor const& offsets, MaybeTensor const& row_token,
+                              MaybeTensor const& row_score, Tensor const& w_down,
+                              Tensor const& w_scales, MaybeTensor const& h,
+                              MaybeTensor const& h_codes, MaybeTensor const& h_scales, int64_t kind,
+                              bool gated, double alpha, double limit, double up_offset,
+                              bool clamp_after, bool interleaved, int64_t format, int64_t scale,
+                              Tensor& dh_codes, Tensor& dh_scales, MaybeTensor& dh,
+                              MaybeTensor& a_scaled, MaybeTensor& score_parts);
+
 }  // namespace guild::binding

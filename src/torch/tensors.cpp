@@ -272,6 +272,13 @@ uint8_t* Place::flags(Tensor const& tensor, char const* name, Shape shape) const
   return static_cast<uint8_t*>(pointer);
 }
 
+uint8_t* Place::bytes(Tensor const& tensor, char const* name, Shape shape) const {
+  void* const pointer = data(tensor, name, shape);
+  require(type_code(tensor) == aoti_torch_dtype_uint8(), name,
+          ": expected dtype uint8 (a view of the codes), got torch type ", type_code(tensor));
+  return static_cast<uint8_t*>(pointer);
+}
+
 Rows Place::rows(Tensor const& tensor, char const* name, DType dtype, Shape shape) const {
   void* const pointer = typed(tensor, name, dtype, shape);
   require(shape.size() == 2, name, ": expected 2 dimensions, got shape ", shape_text(tensor));

@@ -82,6 +82,7 @@ class Place {
   void* packed(Tensor const& tensor, char const* name, DType dtype, Shape shape) const;
   int32_t* indices(Tensor const& tensor, char const* name, Shape shape) const;
   uint8_t* flags(Tensor const& tensor, char const* name, Shape shape) const;  // of bool
+  uint8_t* bytes(Tensor const& tensor, char const* name, Shape shape) const;  // uint8, any strides
   int64_t const* seed(Tensor const& tensor, char const* name) const;          // int64 (1)
   // ... of rows with contiguous columns.
   Rows rows(Tensor const& tensor, char const* name, DType dtype, Shape shape) const;

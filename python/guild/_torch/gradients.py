@@ -12,7 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from guild._torch import router_gradients  # noqa: F401 - registers the router's gradients
+from guild._torch import (
+    float8_operators,  # noqa: F401 - registers FP8's ops
+    router_gradients,  # noqa: F401 - registers the router's gradients
+)
 from guild._torch.autograd import (
     library,
     register,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from guild._torch.checks import (
+    expect_device,
     expect_dims,
     expect_experts,
     expect_flag,
@@ -36,8 +37,12 @@ def layer_arguments(
     transposed: bool,
     x_name: str = "x",
     routed: bool = False,
+    masters: bool = False,
 ) -> tuple:
-    """Checked, cast arguments of an op, and at the end whether any of them wants a gradient."""
+    """Checked, cast arguments of an op, and at the end whether any of them wants a gradient.
+
+    masters: weights are read by a quantiser alone, so they stay as they are and may be float32.
+    """
     activation = as_activation(activation)
     interleaved = is_interleaved(order)
     expect_flag("transposed", transposed)
@@ -61,12 +66,21 @@ def layer_arguments(
         raise ValueError(f"w_down: expected sizes of 1 and more, got shape {tuple(w_down.shape)}")
     _expect_weights(x, w_up, w_gate, w_down, b_up, b_down, activation, transposed, x_name)
     operands = autocast(x, w_up, w_gate, w_down, b_up, b_down)
+    if masters:
+        weights = (
+            w if w is None or w.dtype == torch.float32 else o
+            for w, o in zip((w_up, w_gate, w_down), operands[1:4], strict=True)
+        )
+        operands = operands[0], *weights, *operands[4:]
     x, w_up, w_gate, w_down, b_up, b_down = operands
     expect_operand(x_name, x)
     gradient = False
     for name, tensor in zip(_NAMES, operands, strict=True):
         if tensor is not None:
-            expect_like(name, tensor, x, x_name)
+            if masters and name.startswith("w_") and tensor.dtype == torch.float32:
+                expect_device(name, tensor, x, x_name)
+            else:
+                expect_like(name, tensor, x, x_name)
             gradient = gradient or tensor.requires_grad
     expect_rows(x_name, x)
     flags = LayerFlags(*activation.scalars, interleaved, transposed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 DECODE_CANDIDATES = ("guild", "torch")  # and those of files
 PARTS = ("experts", "layer")  # with ids and scores given, and with the router
 PASSES = ("forward", "backward")
+FP8_PASSES = (*PASSES, "both")
 GPU_CANDIDATES = ("guild", "bound", "floor", "compiled", "eager")
 CPU_CANDIDATES = ("guild", "bound", "plain")
 BOUNDS = ("bound", "floor")  # no layers: products and copies whatever the routing

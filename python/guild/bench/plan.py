@@ -87,8 +87,10 @@ def plan_bench(args: argparse.Namespace) -> BenchPlan:
     seconds = _seconds(args, on_gpu) if args.seconds is None else args.seconds
     if not (seconds > 0 and math.isfinite(seconds)):
         raise ValueError(f"seconds: expected a positive number, got {seconds}")
-    name = "bfloat16" if on_gpu else "float32"
+    name = "bfloat16" if on_gpu or args.fp8 else "float32"
     dtype = _DTYPES[name if args.dtype == "auto" else args.dtype]
+    if args.fp8 and dtype == torch.float32:
+        raise ValueError("dtype: expected bfloat16 or float16 with --fp8, got float32")
     swept = args.sweep is not None
     return BenchPlan(
         shapes=_sweep(args, device, dtype) if swept else _shapes(args, on_gpu),
@@ -139,7 +141,7 @@ def _require_mode(args: argparse.Namespace) -> None:
     for name in ("tokens", "parts", "peer"):
         if getattr(args, name) and not args.decode:
             raise ValueError(f"{name}: expected with --decode alone")
-    modes = ("steps", "memory", "rounding", "decode")
+    modes = ("steps", "memory", "rounding", "decode", "fp8")
     mode = next((name for name in modes if getattr(args, name)), None)
     if args.sweep is not None and (args.preset or args.thiek):
         raise ValueError("sweep: expected without --preset and --thiek")
@@ -153,7 +155,7 @@ def _require_mode(args: argparse.Namespace) -> None:
 
 def _seconds(args: argparse.Namespace, on_gpu: bool) -> float:
     """Least time of one call's part of a round, where nothing else is asked for."""
-    if args.steps or args.rounding:
+    if args.steps or args.rounding or args.fp8:
         return 0.2 if on_gpu else 0.05
     if args.sweep is not None or args.decode:
         return 0.1 if on_gpu else 0.02
@@ -185,7 +187,8 @@ def _candidates(args: argparse.Namespace, device: torch.device) -> tuple[str, ..
 
 def _routings(args: argparse.Namespace) -> tuple[str, ...]:
     known = DECODE_ROUTINGS if args.decode else ROUTINGS
-    alone = args.steps or args.memory or args.rounding or args.decode or args.sweep is not None
+    modes = args.steps, args.memory, args.rounding, args.decode, args.fp8
+    alone = any(modes) or args.sweep is not None
     text = args.routing or ("balanced" if args.steps else "random" if alone else "random,balanced")
     names = known if text == "all" else tuple(dict.fromkeys(text.split(",")))
     for name in names:

@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import RenderableType
 
 from .decode.table import decode_table
+from .float8_table import float8_table
 from .layers_table import bench_table
 from .memory_table import memory_table
 from .rounding_table import rounding_table
@@ -15,6 +16,7 @@ from .sweep_table import sweep_table
 
 _TABLES = {
     "decode": decode_table,
+    "fp8": float8_table,
     "layers": bench_table,
     "memory": memory_table,
     "rounding": rounding_table,

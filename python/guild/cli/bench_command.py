@@ -46,6 +46,10 @@ def run_bench(args: argparse.Namespace) -> int:
         from guild.bench.rounding import measure_rounding
 
         record = measure_rounding(plan, console)
+    elif args.fp8:
+        from guild.bench.float8 import measure_float8
+
+        record = measure_float8(plan, console)
     elif args.decode:
         from guild.bench.decode.measure import measure_decode
 

@@ -103,12 +103,13 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         action="store_true",
         help="train the same model with a plain PyTorch layer beside it, step by step",
     )
-    add("--moe", choices=("guild", "plain"), help="layer to train (guild)")
+    add("--fp8", action="store_true", help="train Guild's layers in FP8 and in bfloat16, in turn")
+    add("--moe", choices=("guild", "plain", "fp8"), help="layer to train (guild)")
     add("--device", metavar="NAME", help="auto, cpu, cuda or cuda:<index> (auto)")
     add(
         "--dtype",
         choices=("auto", "float32", "bfloat16"),
-        help="auto is float32 on the CPU and bfloat16 autocast on a GPU",
+        help="auto is float32 on the CPU and bfloat16 autocast on a GPU and in FP8",
     )
     add("--corpus", type=Path, metavar="DIR", help="learn from the .py files of this folder")
     add("--check-every", type=int, metavar="N", help="steps between validations (100)")
@@ -219,6 +220,11 @@ def _add_modes(bench: argparse.ArgumentParser) -> None:
         action="store_true",
         help="time routing alone and the layer's forward and backward with top-k, with token "
         "rounding to the nearest tile and with dropping",
+    )
+    mode.add_argument(
+        "--fp8",
+        action="store_true",
+        help="time the layer in FP8 beside 16 bits, and the quantisation of its weights; random",
     )
     mode.add_argument(
         "--decode",

@@ -20,6 +20,7 @@ from rich.text import Text
 from guild.provenance import pick_device, set_threads
 from guild.train.interrupt import INTERRUPTED, StopRequest
 from guild.train.loop import Plan, Training
+from guild.train.names import NAMES
 from guild.train.presets import PRESETS
 from guild.train.run_folder import RunFolder
 from guild.train.settings import Settings
@@ -132,16 +133,23 @@ def plan_run(typed: dict[str, Any]) -> tuple[Settings, Plan]:
     device = pick_device(typed.get("device", "auto"))
     dtype = typed.get("dtype", "auto")
     compare, moe = typed.get("compare"), typed.get("moe")
-    if compare and moe == "plain":
+    fp8 = typed.get("fp8", False)
+    if compare and moe in ("plain", "fp8"):
         raise ValueError("moe: --compare trains both layers, leave --moe out")
+    if fp8 and (compare or moe):
+        raise ValueError("fp8: --fp8 trains two layers, leave --compare and --moe out")
     if saved:
         trained = list(saved["learners"])
-        compare = len(trained) > 1 if compare is None else compare
+        fp8 = fp8 or ("fp8" in trained and len(trained) > 1 and moe is None and not compare)
+        compare = len(trained) > 1 and not fp8 if compare is None else compare
         moe = trained[0] if moe is None else moe
         if dtype == "auto":
             dtype = saved["dtype"].removeprefix("torch.")
     if dtype == "auto":
-        dtype = "bfloat16" if device.type == "cuda" else "float32"
+        narrow = device.type == "cuda" or fp8 or moe == "fp8"
+        dtype = "bfloat16" if narrow else "float32"
+    if dtype == "float32" and (fp8 or moe == "fp8"):
+        raise ValueError("dtype: expected bfloat16 in FP8, got float32")
     if device.type == "cuda" and dtype == "float32" and moe != "plain":
         raise ValueError(
             "dtype: expected bfloat16 on a GPU (Guild's kernels are 16-bit), got float32"
@@ -155,6 +163,7 @@ def plan_run(typed: dict[str, Any]) -> tuple[Settings, Plan]:
         dtype=_DTYPES[dtype],
         moe=moe or "guild",
         compare=bool(compare),
+        fp8=fp8,
         resume=resume,
         corpus=typed.get("corpus"),
         check_every=check_every,
@@ -173,6 +182,8 @@ def _expect_ranks(typed: dict[str, Any]) -> None:
     if typed.get("fsdp"):
         if typed.get("compare"):
             raise ValueError("compare: expected one layer at a time with --fsdp")
+        if typed.get("fp8") or typed.get("moe") == "fp8":
+            raise ValueError("fp8: expected without --fsdp")
         return
     for name in ("expert_parallel", "keep_gathered"):
         if typed.get(name):
@@ -205,7 +216,7 @@ def show(summary: dict[str, Any], out: Path, console: Console) -> None:
         "rows of the busiest expert over the mean, worst layer",
     )
     if "compare" in summary:
-        _add_comparison(table, summary["compare"])
+        _add_comparison(table, summary["compare"], summary["moe"])
     console.print(table)
     for title, text in (("prompt", "prompt"), ("written by the model", "sample")):
         console.print(Panel(Text(summary[text].rstrip()), title=title, expand=False))
@@ -213,23 +224,26 @@ def show(summary: dict[str, Any], out: Path, console: Console) -> None:
     _say(console, f"results in {out}: {files}")
 
 
-def _add_comparison(table: Table, found: dict[str, Any]) -> None:
+def _add_comparison(table: Table, found: dict[str, Any], first: str) -> None:
+    second = "guild" if first == "fp8" else "plain"
+    ours, theirs = NAMES[first], NAMES[second]
     low, high = found["step_time_ratio_quartiles"]
     table.add_row(
-        "Guild's step",
-        f"{found['guild_step_ms']:.1f} ms",
-        f"{found['guild_tokens_per_second']:,.0f} tokens/s",
+        f"{ours}: step",
+        f"{found[f'{first}_step_ms']:.1f} ms",
+        f"{found[f'{first}_tokens_per_second']:,.0f} tokens/s",
     )
     table.add_row(
-        "plain PyTorch's",
-        f"{found['plain_step_ms']:.1f} ms",
-        f"{found['plain_tokens_per_second']:,.0f} tokens/s, training loss "
-        f"{found['plain_train_loss']:.3f}, validation loss {found['plain_validation_loss']:.3f}",
+        f"{theirs}: step",
+        f"{found[f'{second}_step_ms']:.1f} ms",
+        f"{found[f'{second}_tokens_per_second']:,.0f} tokens/s, training loss "
+        f"{found[f'{second}_train_loss']:.3f}, validation loss "
+        f"{found[f'{second}_validation_loss']:.3f}",
     )
     table.add_row(
         "time ratio",
         f"{found['step_time_ratio']:.3f}",
-        f"Guild over plain PyTorch, quartiles {low:.3f} to {high:.3f}",
+        f"{ours} over {theirs}, quartiles {low:.3f} to {high:.3f}",
     )
     table.add_row(
         "loss difference",

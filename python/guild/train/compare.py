@@ -1,7 +1,7 @@
-"""What `guild train --compare` concludes from the two interleaved runs: speeds and agreement.
+"""What `guild train --compare` and `--fp8` conclude from two interleaved runs: speeds, agreement.
 
-Both models train in one process, a round of Guild's and a round of plain PyTorch's in turn, with
-the order swapped every round. Step times are compared within a round, so a machine that speeds up
+Both models train in one process, a round of the first and a round of the second in turn, with the
+order swapped every round. Step times are compared within a round, so a machine that speeds up
 or slows down during the run moves both sides of a ratio.
 """
 
@@ -31,30 +31,33 @@ def tokens_per_second(rows: Rows, moe: str, tokens_per_step: int) -> float:
     return tokens_per_step / statistics.median(row["seconds"] for row in steps_of(rows, moe))
 
 
-def loss_differences(rows: Rows) -> list[float]:
-    """Guild's loss minus plain PyTorch's, step by step, in nats per byte."""
-    pairs = zip(steps_of(rows, "guild"), steps_of(rows, "plain"), strict=True)
+def loss_differences(rows: Rows, layers: tuple[str, str] = ("guild", "plain")) -> list[float]:
+    """The first layer's loss minus the second's, step by step, in nats per byte."""
+    pairs = zip(*(steps_of(rows, moe) for moe in layers), strict=True)
     return [ours["loss"] - theirs["loss"] for ours, theirs in pairs]
 
 
-def comparison(rows: Rows, tokens_per_step: int) -> dict[str, Any]:
+def comparison(
+    rows: Rows, tokens_per_step: int, layers: tuple[str, str] = ("guild", "plain")
+) -> dict[str, Any]:
     """Speeds, their ratio and the agreement of the two curves.
 
     Returns
     -------
     dict
-        `step_time_ratio` is the median over the steps of Guild's time over plain PyTorch's, its
-        spread the first and the third quartile; times in milliseconds, losses in nats per byte.
+        `step_time_ratio` is the median over the steps of the first layer's time over the second's,
+        its spread the first and the third quartile; times in milliseconds, losses in nats per byte.
     """
-    ours, theirs = steps_of(rows, "guild"), steps_of(rows, "plain")
+    ours, theirs = (steps_of(rows, moe) for moe in layers)
+    first, second = layers
     ratios = [a["seconds"] / b["seconds"] for a, b in zip(ours, theirs, strict=True)]
     quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-    early = [abs(value) for value in loss_differences(rows)[:AGREEMENT_STEPS]]
+    early = [abs(value) for value in loss_differences(rows, layers)[:AGREEMENT_STEPS]]
     return {
-        "guild_step_ms": 1e3 * statistics.median(row["seconds"] for row in ours),
-        "plain_step_ms": 1e3 * statistics.median(row["seconds"] for row in theirs),
-        "guild_tokens_per_second": tokens_per_second(rows, "guild", tokens_per_step),
-        "plain_tokens_per_second": tokens_per_second(rows, "plain", tokens_per_step),
+        f"{first}_step_ms": 1e3 * statistics.median(row["seconds"] for row in ours),
+        f"{second}_step_ms": 1e3 * statistics.median(row["seconds"] for row in theirs),
+        f"{first}_tokens_per_second": tokens_per_second(rows, first, tokens_per_step),
+        f"{second}_tokens_per_second": tokens_per_second(rows, second, tokens_per_step),
         "step_time_ratio": statistics.median(ratios),
         "step_time_ratio_quartiles": [quartiles[0], quartiles[2]],
         "largest_loss_difference": max(early),

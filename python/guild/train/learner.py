@@ -1,7 +1,7 @@
 """One model being trained: its MoE layer, optimiser, steps, validation and what they measured.
 
-`guild train` drives one learner, `--compare` two: they start from the same weights and see the
-same bytes, and differ in nothing but the MoE layer.
+`guild train` drives one learner, `--compare` and `--fp8` two: they start from the same weights and
+see the same bytes, and differ in nothing but the MoE layer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .corpus import Corpus
 from .model import LanguageModel, MoEFactory
 from .settings import Settings
 
-LAYERS = ("guild", "plain")
+LAYERS = ("guild", "plain", "fp8")
 _BETAS = (0.9, 0.95)
 
 
@@ -29,8 +29,8 @@ def moe_factory(
 
     balanced: Guild's keeps sums for the load-balancing loss with every router.
     """
-    if name == "guild":
-        return _guild_factory(settings, balanced)
+    if name in ("guild", "fp8"):
+        return _guild_factory(settings, balanced, name == "fp8")
     if name == "plain":
         from .plain_moe import PlainMoE
 
@@ -48,10 +48,14 @@ def moe_factory(
     raise ValueError(f"moe: expected one of {', '.join(LAYERS)}, got {name!r}")
 
 
-def _guild_factory(s: Settings, balanced: bool) -> MoEFactory:
+def _guild_factory(s: Settings, balanced: bool, fp8: bool) -> MoEFactory:
     import guild
 
     shared: dict[str, Any] = {"shared_intermediate": s.shared} if s.shared else {}
+    if fp8:
+        if s.capacity:
+            raise ValueError(f"capacity: expected 0 in FP8, got {s.capacity}")
+        shared["fp8"] = guild.FP8(wgrad="fp8", scales="power_of_two", cached=True)
     if s.plain_routing:
         over = {"balance_over": "batch"} if balanced else {}
         return functools.partial(guild.MoE, **shared, **over)
@@ -84,7 +88,7 @@ class Learner:
     Parameters
     ----------
     name : str
-        Which MoE layer: "guild" or "plain".
+        Which MoE layer: one of `LAYERS`.
     settings : Settings
         Sizes and schedule.
     device : torch.device
@@ -166,6 +170,7 @@ class Learner:
         loss, imbalance, counts = self._gradients(inputs, targets)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.clip)
         self.optimizer.step()
+        self.model.refresh_fp8()
         self.optimizer.zero_grad()  # before the next forward, which takes the most memory
         self.model.move_selection_biases(s.bias_rate, counts)
         counts = counts.float()

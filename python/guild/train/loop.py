@@ -47,9 +47,11 @@ class Plan:
     dtype : torch.dtype
         float32, or bfloat16 for autocast.
     moe : str
-        Layer to train: "guild" or "plain".
+        Layer to train: "guild", "plain" or "fp8".
     compare : bool
         Train both, interleaved; the checkpoint then holds both.
+    fp8 : bool
+        Train Guild in FP8 and in 16 bits, interleaved in the same way.
     resume : bool
         Continue from the folder's checkpoint; else a run that is there is moved aside.
     corpus : Path or None
@@ -73,6 +75,7 @@ class Plan:
     dtype: torch.dtype
     moe: str = "guild"
     compare: bool = False
+    fp8: bool = False
     resume: bool = False
     corpus: Path | None = None
     check_every: int = 100
@@ -85,6 +88,8 @@ class Plan:
     @property
     def layers(self) -> tuple[str, ...]:
         """The MoE layers that are trained, the one that is sampled from first."""
+        if self.fp8:
+            return "fp8", "guild"
         return ("guild", "plain") if self.compare else (self.moe,)
 
     @property
@@ -250,12 +255,12 @@ class Training:
             "sample": sample,
             **speed_summary(steps_of(rows, main.name)),
         }
-        if self.plan.compare:
-            plain = self.learners[1].name
+        if len(self.learners) > 1:
+            first, second = self.plan.layers
             summary["compare"] = {
-                **comparison(rows, s.tokens_per_step),
-                "plain_train_loss": mean_loss(rows, plain, FINAL_STEPS),
-                "plain_validation_loss": validation[plain],
+                **comparison(rows, s.tokens_per_step, (first, second)),
+                f"{second}_train_loss": mean_loss(rows, second, FINAL_STEPS),
+                f"{second}_validation_loss": validation[second],
             }
         title = f"{s.steps} steps on {summary['device']}, {summary['dtype']}"
         plot_run(rows, title, self.folder.plot)
@@ -304,7 +309,7 @@ def _check_resumable(state: dict[str, Any], settings: Settings, plan: Plan, corp
     if set(state["learners"]) != set(plan.layers):
         raise ValueError(
             f"resume: the checkpoint holds {' and '.join(state['learners'])}, this run trains "
-            f"{' and '.join(plan.layers)}; give the same --moe and --compare as before"
+            f"{' and '.join(plan.layers)}; give the same --moe, --compare and --fp8 as before"
         )
     if state["corpus"] != corpus.digest:
         raise ValueError(

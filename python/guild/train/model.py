@@ -206,6 +206,12 @@ class LanguageModel(nn.Module):
                 continue
             weight.copy_(torch.randn(weight.shape, generator=generator) * self.std_of(name, weight))
 
+    def refresh_fp8(self) -> None:
+        """Say that the weights are others now; what has them as codes makes these again."""
+        for block in self.blocks:
+            if hasattr(block.moe, "refresh_fp8"):
+                block.moe.refresh_fp8()
+
     def std_of(self, name: str, weight: torch.Tensor) -> float:
         """Standard deviation of a matrix's first values."""
         std = weight.shape[-1] ** -0.5  # the embedding's fan-in is that of its tied output

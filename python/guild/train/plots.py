@@ -12,9 +12,9 @@ import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
 
 from .compare import loss_differences, steps_of  # noqa: E402
+from .names import NAMES  # noqa: E402
 
-_COLOURS = {"guild": "#1f5fa8", "plain": "#d9822b"}
-_NAMES = {"guild": "Guild", "plain": "plain PyTorch"}
+_COLOURS = {"fp8": "#2a8a4a", "guild": "#1f5fa8", "plain": "#d9822b"}
 _SMOOTHING = 25
 
 
@@ -44,14 +44,14 @@ def plot_run(rows: list[dict[str, Any]], title: str, file: Path) -> None:
     file : Path
         The PNG to write.
     """
-    runs = [moe for moe in _NAMES if steps_of(rows, moe)]
+    runs = [moe for moe in NAMES if steps_of(rows, moe)]
     panels = 3 if len(runs) == 2 else 2
     figure, axes = plt.subplots(1, panels, figsize=(5.2 * panels, 4.2), layout="constrained")
     figure.suptitle(title, fontsize=11)
     _plot_loss(axes[0], rows, runs)
     _plot_load(axes[1], rows, runs[0])
     if panels == 3:
-        _plot_difference(axes[2], rows)
+        _plot_difference(axes[2], rows, (runs[0], runs[1]))
     for axis in axes:
         axis.set_xlabel("step")
         axis.grid(alpha=0.25)
@@ -68,14 +68,14 @@ def _plot_loss(axis: plt.Axes, rows: list[dict[str, Any]], runs: list[str]) -> N
         # The second curve is dashed: where the two agree, both stay visible.
         style = "-" if moe == runs[0] else "--"
         axis.plot(steps, losses, color=_COLOURS[moe], alpha=0.2, linewidth=0.7)
-        axis.plot(steps, _smooth(losses), style, color=_COLOURS[moe], label=f"{_NAMES[moe]}, train")
+        axis.plot(steps, _smooth(losses), style, color=_COLOURS[moe], label=f"{NAMES[moe]}, train")
         checks = [row for row in rows if row["moe"] == moe and "validation_loss" in row]
         axis.plot(
             [row["step"] for row in checks],
             [row["validation_loss"] for row in checks],
             "o" if moe == runs[0] else "x",
             color=_COLOURS[moe],
-            label=f"{_NAMES[moe]}, held out",
+            label=f"{NAMES[moe]}, held out",
         )
     axis.set_title("loss", fontsize=10)
     axis.set_ylabel("nats per byte")
@@ -87,14 +87,14 @@ def _plot_load(axis: plt.Axes, rows: list[dict[str, Any]], moe: str) -> None:
     for layer, loads in enumerate(zip(*(row["load"] for row in run), strict=True)):
         axis.plot(steps, _smooth(list(loads)), label=f"layer {layer}")
     axis.axhline(1.0, color="grey", linewidth=0.8, linestyle=":")
-    axis.set_title(f"expert load, {_NAMES[moe]}", fontsize=10)
+    axis.set_title(f"expert load, {NAMES[moe]}", fontsize=10)
     axis.set_ylabel("busiest expert / mean (1 is even)")
 
 
-def _plot_difference(axis: plt.Axes, rows: list[dict[str, Any]]) -> None:
-    difference = np.abs(loss_differences(rows))
+def _plot_difference(axis: plt.Axes, rows: list[dict[str, Any]], layers: tuple[str, str]) -> None:
+    difference = np.abs(loss_differences(rows, layers))
     steps = np.arange(1, len(difference) + 1)
-    label, equal = "|Guild - plain|", int((difference == 0).sum())
+    label, equal = f"|{' - '.join(NAMES[moe] for moe in layers)}|", int((difference == 0).sum())
     if equal:  # a logarithm has no place for them
         label += f", not drawn where 0 ({equal} of {len(difference)} steps)"
     drawn = np.where(difference > 0, difference, np.nan)

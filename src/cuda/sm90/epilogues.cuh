@@ -85,15 +85,19 @@ constexpr bool stores_at_once() {
 //
 // prepare(storage, thread) is called once, before the first tile; kCopies is how many copies of
 // store_unit()'s code the loop over units is unrolled to.
+template <class E>
+concept LoadsUnits = requires(E const& e, char* stage, Barrier& full, Tile const& tile, int i) {
+  { e.units(tile) } -> std::same_as<int>;
+  e.load(tile, i, stage, full);
+};
+
 template <class E, int n>
 concept ReadingEpilogue =
-    TileEpilogue<E, n> &&
+    TileEpilogue<E, n> && LoadsUnits<E> &&
     requires(E const& e, typename E::State& state, typename E::Storage& storage,
              float (&sums)[n / 2], char* stage, Barrier& full, Tile const& tile, int i) {
       { E::kCopies } -> std::convertible_to<int>;
       e.prepare(storage, i);
-      { e.units(tile) } -> std::same_as<int>;
-      e.load(tile, i, stage, full);
       e.begin(state, tile, i);
       { e.wants_side_sums(tile) } -> std::same_as<bool>;
       e.side_sums(storage, tile, i, i);

@@ -24,7 +24,7 @@
 namespace guild::cuda {
 
 template <GemmConfig C, OperandLoader Loader, class Epilogue>
-  requires StoringEpilogue<Epilogue, C.tile_n> || ReadingEpilogue<Epilogue, C.tile_n>
+  requires TileEpilogue<Epilogue, C.tile_n>
 struct GroupedProduct {
   using Element = typename Loader::Element;
   using Work = typename Loader::Work;
@@ -36,7 +36,7 @@ struct GroupedProduct {
     Epilogue epilogue;
   };
 
-  static constexpr bool kReads = ReadingEpilogue<Epilogue, C.tile_n>;
+  static constexpr bool kReads = LoadsUnits<Epilogue>;
   static_assert(!(kReads && C.in_turns), "consumers that take turns cannot read a matrix");
   using Loop =
       MainLoop<C, Loader, std::conditional_t<stores_at_once<Epilogue, C.tile_n>(), int, unsigned>>;
@@ -272,6 +272,12 @@ struct GroupedProduct {
   }
 
   static __device__ void run(Params const& p, SharedStorage& smem) {
+    run(p, smem, [&](Self self) { consume(p, smem, self); });
+  }
+
+  // consumes(self): what a consumer does.
+  template <class F>
+  static __device__ void run(Params const& p, SharedStorage& smem, F&& consumes) {
     if (threadIdx.x == 0) {
       for (int s = 0; s < C.stages; ++s) {
         smem.full[s].init(Loader::kArrivals);
@@ -295,7 +301,7 @@ struct GroupedProduct {
       }
     } else {
       grow_registers<168 + (168 - Loader::kRegisters) / C.consumers>();
-      consume(p, smem, Self());
+      consumes(Self());
     }
     if constexpr (C.cluster > 1) sync();  // no block leaves while another may write to it
   }

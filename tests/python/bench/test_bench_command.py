@@ -50,7 +50,8 @@ def files_of_at_most(size: int) -> Iterator[None]:
     ids=["file", "below", "nowhere", "process", "system", "long"],
 )
 @pytest.mark.parametrize(
-    "mode", [[], ["--steps"], ["--memory"], ["--rounding"], ["--decode"], ["--report"]]
+    "mode",
+    [[], ["--steps"], ["--memory"], ["--rounding"], ["--decode"], ["--fp8"], ["--report"]],
 )
 def test_impossible_folder(
     mode: list[str],
@@ -65,6 +66,7 @@ def test_impossible_folder(
         monkeypatch.setattr(f"guild.bench.{name}", pytest.fail)
     for name in ("rounding.measure_rounding", "decode.measure.measure_decode"):
         monkeypatch.setattr(f"guild.bench.{name}", pytest.fail)
+    monkeypatch.setattr("guild.bench.float8.measure_float8", pytest.fail)
     monkeypatch.setattr("guild.bench.report.report", pytest.fail)
     (tmp_path / "file").write_text("")
     words = ["bench", "--report", str(RECORD)] if mode == ["--report"] else [*QUICK, *mode]

@@ -74,7 +74,9 @@ def test_markdown_of_a_table() -> None:
     assert markdown_tables(table) == ["sizes\n\n| name | ms |\n|---|---:|\n| a | 1 |"]
 
 
-@pytest.mark.parametrize("mode", [["--steps"], ["--memory"], ["--rounding"], ["--sweep", "2"]])
+@pytest.mark.parametrize(
+    "mode", [["--steps"], ["--memory"], ["--rounding"], ["--fp8"], ["--sweep", "2"]]
+)
 def test_report_of_every_mode(
     mode: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

@@ -96,7 +96,7 @@ def test_no_module_imports_itself_round_a_corner() -> None:
 def test_the_library_imports_nothing_above_it() -> None:
     """The library stands alone; training and integrations on it, the benchmark on training."""
     imports = imports_in(PACKAGE)
-    assert {folder_of(name) for name in imports} == {"", "_torch", "distributed", *ABOVE}
+    assert {folder_of(name) for name in imports} == {"", "_torch", "distributed", "float8", *ABOVE}
     assert strangers_in({n: i for n, i in imports.items() if n != "guild.__main__"}) == []
 
 

@@ -1,7 +1,8 @@
 """Random layers: each by Guild and by an oracle in plain torch, compared by the numerics rule.
 
 On the CPU in float64, to the last digits; on a GPU in bf16 and fp16, where the CPU backend's error
-in the same dtype is the measure. Every case follows from its seed:
+in the same dtype is the measure; in FP8 that of the recipe in plain torch. Every case follows from
+its seed:
 
     python tests/python/support/fuzz.py --count 2000                 the long form
     python tests/python/support/fuzz.py --first 17 --count 1         case 17 again
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 import guild
-from fuzz_compare import compare, compare_rounded, same_bits
+from fuzz_compare import compare, compare_recipe, compare_rounded, same_bits
 from fuzz_draw import Backward, Draw, score_dtype
 from fuzz_experts import RoutedCase, SortedCase
 from fuzz_lora import LowRankTerms
@@ -25,6 +26,7 @@ from fuzz_moe import MoECase
 from fuzz_products import PairCase, ProductCase
 from fuzz_routing import RoutingCase
 from fuzz_weights import Weights
+from oracle.float8 import Recipe
 
 KINDS = {
     RoutedCase: 30,  # of 100
@@ -36,7 +38,13 @@ KINDS = {
 }
 SIXTEEN = (torch.bfloat16, torch.float16)
 _NAMES = {kind.__name__: kind for kind in (*KINDS, Backward, LowRankTerms, Weights)}
-_NAMES |= {"Activation": guild.Activation, "Router": guild.Router, "inf": math.inf, "nan": math.nan}
+_NAMES |= {
+    "Activation": guild.Activation,
+    "Router": guild.Router,
+    "FP8": guild.FP8,
+    "inf": math.inf,
+    "nan": math.nan,
+}
 
 
 def drawn(seed: int, device: str) -> Any:
@@ -57,7 +65,9 @@ def failures_of(case: Any, device: str, dtype: torch.dtype = torch.float64) -> l
         values = case.values(dtype)
         got = case.run(values, device, dtype)
         truth = case.truth(values, got)
-        if dtype in SIXTEEN:
+        if getattr(case, "fp8", None) is not None:
+            failures = compare_recipe(got, truth, case.truth(values, got, Recipe(case.fp8, dtype)))
+        elif dtype in SIXTEEN:
             rounded = case.run(values, "cpu", dtype)
             stored = score_dtype(dtype) if isinstance(case, RoutingCase) else dtype
             failures = compare_rounded(got, truth, rounded, case.truth(values, rounded), stored)
@@ -75,7 +85,8 @@ def failures_of(case: Any, device: str, dtype: torch.dtype = torch.float64) -> l
 def failures_of_seed(seed: int, device: str) -> list[str]:
     """The same for the case of a seed, in its dtype, with what it takes to see it again."""
     case = drawn(seed, device)
-    dtype = SIXTEEN[seed % 2] if device == "cuda" else torch.float64
+    narrow = device == "cuda" or getattr(case, "fp8", None) is not None
+    dtype = SIXTEEN[seed % 2] if narrow else torch.float64
     failures = failures_of(case, device, dtype)
     again = f"python tests/python/support/fuzz.py --first {seed} --count 1 --device {device}"
     return [again, f"{dtype}, {case!r}", *failures] if failures else []

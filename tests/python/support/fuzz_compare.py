@@ -88,6 +88,23 @@ def compare_rounded(
     return failures
 
 
+def compare_recipe(got: dict[str, Tensor], truth: Truth, recipe: Truth) -> list[str]:
+    """What is wrong with results of a layer in FP8, beside what its recipe makes in float64.
+
+    A code that is rounded the other way may be all that a small tensor has of an error, so an
+    eighth of the result is allowed in any case.
+    """
+    failures = structure(got, truth)
+    if failures:
+        return failures
+    for name, value in got.items():
+        allowed = max(1.3 * error_of(recipe.values[name], name, truth), 0.125)
+        error = error_of(value, name, truth)
+        if not error <= allowed:
+            failures.append(f"{name}: relative error {error:.2e}, at most {allowed:.2e} expected")
+    return failures
+
+
 def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
     """Results of two runs that differ."""
     failures = [f"{name}: only one of two runs has it" for name in one.keys() ^ other.keys()]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from guild import Activation, WeightGradients
+from guild import FP8, Activation, WeightGradients
 
 KINDS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 PRESETS = ("silu", "quick_gelu", "gpt_oss", "relu2_ungated")
@@ -48,10 +48,10 @@ class Draw:
         probability = self.pick(1.0, 1.0, 0.7, 0.7, 0.3, 0.0)
         return tuple(name for name in names if self.chance(probability))
 
-    def width(self) -> int:
-        """H or I: mostly small, now and then past a tile of the kernels."""
+    def width(self, unit: int = 8) -> int:
+        """H or I: mostly small, now and then past a tile of the kernels; unit: of a GPU's."""
         if self.aligned:
-            return 8 * (self.between(17, 40) if self.chance(0.15) else self.between(1, 9))
+            return unit * (self.between(17, 40) if self.chance(0.15) else self.between(1, 9))
         return self.between(60, 140) if self.chance(0.05) else self.between(1, 20)
 
     def tokens(self) -> int:
@@ -84,6 +84,17 @@ class Draw:
         return self.pick("packed", "packed", "window", "flipped", "every_second") if (
             self.aligned or self.chance(0.9)
         ) else "scattered"  # fmt: skip
+
+    def fp8(self, probability: float) -> FP8 | None:
+        """How a layer runs in FP8; mostly not."""
+        if not self.chance(probability):
+            return None
+        return FP8(
+            wgrad=self.pick("bf16", "fp8"),
+            gradients=self.pick("e4m3", "e4m3", "e5m2"),
+            scales=self.pick("exact", "power_of_two"),
+            save=self.pick("bf16", "bf16", "fp8"),
+        )
 
     def rows(self) -> str:
         """A layout of rows whose columns are contiguous."""

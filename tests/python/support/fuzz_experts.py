@@ -25,6 +25,7 @@ from fuzz_routing import require
 from fuzz_weights import Weights, exact_leaves, is_low_rank, whole_of
 from oracle.autograd import gradients
 from oracle.experts import by_rows, routed
+from oracle.float8 import Recipe, routed_in_fp8
 
 SINKS = ("w_up", "w_gate", "w_down", "b_up", "b_gate", "b_down")
 Inputs = dict[str, Any]
@@ -68,8 +69,8 @@ class ExpertsCase:
         """Guild's function, called once."""
         raise NotImplementedError
 
-    def exact(self, leaves: dict[str, Tensor], given: dict[str, Tensor]) -> Tensor:
-        """The oracle's."""
+    def exact(self, leaves: Inputs, given: Inputs, recipe: Recipe | None) -> Tensor:
+        """The oracle's; of a layer in FP8, what its recipe makes of it."""
         raise NotImplementedError
 
     def zeros(self, given: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
@@ -124,8 +125,8 @@ class ExpertsCase:
             return t.to(device)
         return place(t, self.x_layout, dtype, device)
 
-    def truth(self, values: Inputs, got: dict[str, Tensor]) -> Truth:
-        """The oracle's results."""
+    def truth(self, values: Inputs, got: dict[str, Tensor], recipe: Recipe | None = None) -> Truth:
+        """The oracle's results, of float64 unless there is a recipe."""
         wants = self.backward.wants
         weights = exact_leaves(values["weights"], wants)
         leaves = {n: t for n, t in weights.items() if n in wants}
@@ -134,7 +135,7 @@ class ExpertsCase:
         for i, tensors in enumerate(values["passes"]):
             given = tensors | exact_leaves({n: tensors[n] for n in self.inputs}, wants)
             leaves |= {f"{n}{i}": given[n] for n in self.inputs if n in wants}
-            out = self.exact(weights, given)
+            out = self.exact(weights, given, recipe)
             truth.values[f"out{i}"] = out.detach()
             outputs.append((out, self.seen(given)))
             zeros, has_rows = self.zeros(given)
@@ -168,10 +169,14 @@ class RoutedCase(ExpertsCase):
     spare: int  # ... and after the last
     residual: bool
     mapped: bool  # ids are places in a map of all ranks' experts
+    fp8: guild.FP8 | None = None
 
     @staticmethod
     def drawn(draw: Draw) -> RoutedCase:
         weights, tokens = Weights.drawn(draw), draw.tokens()
+        fp8 = draw.fp8(0.25)
+        if fp8 is not None:
+            weights = weights.for_fp8(draw.aligned)
         top_k = draw.top_k(weights.experts)
         slots, lead, spare = None, 0, 0
         if draw.chance(0.45):
@@ -199,6 +204,7 @@ class RoutedCase(ExpertsCase):
             spare=spare,
             residual=residual,
             mapped=draw.chance(0.2),
+            fp8=fp8,
             without=draw.pick(None, None, "no_grad", "inference", "out"),
         )
 
@@ -285,6 +291,7 @@ class RoutedCase(ExpertsCase):
             recompute=self.backward.recompute,
             weight_gradients=sink,
             expert_map=expert_map,
+            fp8=self.fp8,
             **out,
         )
 
@@ -300,12 +307,13 @@ class RoutedCase(ExpertsCase):
         found = torch.where(stranger, order[experts], ids)
         return torch.where((ids >= 0) & (ids < experts), places, found), expert_map
 
-    def exact(self, leaves: dict[str, Tensor], given: dict[str, Tensor]) -> Tensor:
+    def exact(self, leaves: Inputs, given: Inputs, recipe: Recipe | None) -> Tensor:
         token, valid = self.owners(given)
         slots = torch.nonzero(valid).flatten()
         ids = given["ids"].flatten()[slots].long()
         scores = given["scores"].flatten().index_select(0, slots)
-        out = routed(self.weights.oracle(leaves), given["x"], token[slots], ids, scores)
+        rows = self.weights.oracle(leaves), given["x"], token[slots], ids, scores
+        out = routed(*rows) if recipe is None else routed_in_fp8(*rows, recipe)
         return out + given["residual"] if self.residual else out
 
     def zeros(self, given: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
@@ -378,7 +386,7 @@ class SortedCase(ExpertsCase):
             **out,
         )
 
-    def exact(self, leaves: dict[str, Tensor], given: dict[str, Tensor]) -> Tensor:
+    def exact(self, leaves: Inputs, given: Inputs, recipe: Recipe | None) -> Tensor:
         return by_rows(self.weights.oracle(leaves), given["x"], given["offsets"].tolist())
 
     def seen(self, given: dict[str, Tensor]) -> Tensor:

@@ -60,6 +60,13 @@ class Weights:
         b_up = self.b_up and "one"
         return Weights(**{**vars(self), "order": order, "b_up": b_up})
 
+    def for_fp8(self, aligned: bool) -> Weights:
+        """Weights of a layer in FP8; aligned: for a GPU."""
+        unit = 16 if aligned else 1
+        hidden, inner = (-(-n // unit) * unit for n in (self.hidden, self.intermediate))
+        changed = {"hidden": hidden, "intermediate": inner, "lora": None}
+        return Weights(**{**vars(self), **changed})
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         experts, hidden, inner = self.experts, self.hidden, self.intermediate
         out = inner if self.apart else self.activation.width(inner)

@@ -198,7 +198,7 @@ def test_plot_of_differences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     plot_run(rows, "title", tmp_path / "loss.png")
     (line,) = drawn[0].axes[2].get_lines()
     assert np.isnan(line.get_ydata()).tolist() == [True, False, True, False]
-    assert line.get_label() == "|Guild - plain|, not drawn where 0 (2 of 4 steps)"
+    assert line.get_label() == "|Guild - plain PyTorch|, not drawn where 0 (2 of 4 steps)"
 
 
 def test_both_layers_start_equal() -> None:

@@ -79,6 +79,23 @@ __device__ inline void mma_slice(float (&acc)[n / 2], uint32_t a, uint32_t b, bo
   }(std::make_index_sequence<n / 2>{});
 }
 
+// FP8 operands, whose slices are 32 deep and whose rows of 128 bytes hold 128 elements; both
+// K-major.
+enum class Codes : int { e4m3_e4m3, e5m2_e4m3 };  // of A and B
+
+template <Codes codes>
+__device__ inline void mma_codes(float (&acc)[64], uint32_t a, uint32_t b, bool accumulate) {
+  using namespace cute::SM90::GMMA;
+  constexpr auto one = ScaleIn::One;
+  using Instruction =
+      std::conditional_t<codes == Codes::e4m3_e4m3, MMA_64x128x32_F32E4M3E4M3_SS_TN<one, one>,
+                         MMA_64x128x32_F32E5M2E4M3_SS_TN<one, one>>;
+  auto const scale = accumulate ? ScaleOut::One : ScaleOut::Zero;
+  [&]<size_t... i>(std::index_sequence<i...>) {
+    Instruction::fma(whole_descriptor(a), whole_descriptor(b), acc[i]..., scale);
+  }(std::make_index_sequence<64>{});
+}
+
 // The same with 8 columns of B, for sums beside a product: A is MN-major, B K-major.
 template <class T>
 __device__ inline void mma_narrow(float (&acc)[4], uint32_t a, uint32_t b, bool accumulate) {

@@ -1,0 +1,143 @@
+// FP8: matrices quantised block by block, and their grouped product.
+//
+// A quantised matrix is codes of one byte, in the formats of the OCP 8-bit floating point
+// specification as torch names them, and float32 scales: an element is its code times its block's
+// scale. Rows have a scale for every 128 columns, weights for every 128 x 128 elements. Both are
+// DeepSeek-V3's, arXiv:2412.19437, section 3.3.
+#pragma once
+#include "guild/steps.h"
+
+namespace guild {
+
+enum class Float8 : int {
+  e4m3,  // float8_e4m3fn: largest 448, no infinities
+  e5m2,  // float8_e5m2: largest 57,344
+};
+
+// How a block's scale follows from its largest absolute value, with L the format's largest:
+//   exact          that value / L
+//   power_of_two   the smallest power of two that is not below it
+enum class ScaleKind : int { exact, power_of_two };
+
+// Elements that share a scale, along a row and, of a weight, along a column. The last block of a
+// dimension may be smaller.
+inline constexpr int64_t kScaleBlock = 128;
+
+// One scale a block: element (e, i, j) at data[e * expert_stride + i * row_stride + j *
+// col_stride].
+template <class F>
+struct BlockScales {
+  F* data = nullptr;
+  int64_t expert_stride = 0, row_stride = 0, col_stride = 1;
+};
+using Scales = BlockScales<float>;
+using ConstScales = BlockScales<float const>;
+
+// Codes and scales of a matrix (rows, columns), a scale for every 128 columns of a row: codes are
+// the elements times 1 / scale, rounded to the nearest even. In a block whose largest absolute
+// value is below 2^-100 it counts as 2^-100. A block that holds an infinity or a NaN gets NaN for
+// its scale and its codes.
+struct QuantizeRows {
+  int64_t rows = 0, columns = 0;
+  DType dtype = DType::bfloat16;  // of x: bfloat16, float16, float32
+  Float8 format = Float8::e4m3;
+  ScaleKind scale = ScaleKind::exact;
+  ConstRows x;    // (rows, columns)
+  Rows codes;     // (rows, columns) out
+  Scales scales;  // (rows, ceil(columns / 128)) out; expert_stride is not read
+};
+
+// The same for expert weights (E, out, in), a scale for every 128 x 128 elements; the codes also
+// with the two dimensions exchanged, for products that sum over `out`. A gated weight has two
+// halves, which are quantised apart, so that no block lies in both: `out` is the size of one, and
+// in codes and scales the gate's rows come first, wherever the two lie in w.
+struct QuantizeWeights {
+  int64_t experts = 0, out = 0, in = 0;
+  DType dtype = DType::bfloat16;
+  Float8 format = Float8::e4m3;
+  ScaleKind scale = ScaleKind::exact;
+  ConstUpWeight w;    // (E, out, in); up with null data: there is no second half
+  Weight codes;       // (E, halves * out, in) out, in contiguous
+  Weight transposed;  // (E, halves * out, in) out, `out` contiguous; null data: not wanted
+  Scales scales;      // (E, halves * ceil(out / 128), ceil(in / 128)) out
+
+  int64_t halves() const { return w.up.data == nullptr ? 1 : 2; }
+};
+
+// D = A B^T + bias for groups of rows: A (M, K) with 1x128 scales, B (E, N, K) with 128x128 scales.
+// Blocks of 128 along K are summed one after the other, each scaled by the product of its two
+// scales. offsets are END positions (E), as GroupedGemm has them; rows of no group are zeros, with
+// a bias too.
+//
+// halves = 2: A is (M, 2K) and B (E, N, 2K), and each half of K has blocks of its own, the last of
+// which may be smaller. Scales are (M, 2 ceil(K / 128)) and (E, ceil(N / 128), 2 ceil(K / 128)),
+// the first half's blocks before the second's. The gradient of the up projection's input is such
+// a product, of dH and W1, whose gate and up parts are quantised apart.
+struct ScaledGroupedGemm {
+  int64_t m = 0, n = 0, k = 0, groups = 0;  // k: of one half
+  int64_t halves = 1;                       // 1 or 2
+  Float8 a_format = Float8::e4m3, b_format = Float8::e4m3;
+  DType out_dtype = DType::bfloat16;  // of d and bias: bfloat16, float16, float32
+  int32_t const* offsets = nullptr;   // (E)
+  ConstRows a;                        // (M, K) codes
+  ConstScales a_scales;               // (M, ceil(K / 128)); expert_stride is not read
+  ConstWeight b;                      // (E, N, K) codes, K contiguous
+  ConstScales b_scales;               // (E, ceil(N / 128), ceil(K / 128))
+  Rows d;                             // (M, N) out
+  ConstRows bias = {};                // (E, N); null data: none
+};
+
+// Symbols below as in steps.h. Rows of quantised values of two halves, H and dH, hold the gate's I
+// columns before those of up, whatever the order of their 16-bit copies, and each half has blocks
+// of its own: scales are (R, 2 ceil(I / 128)). Without a gate there is one half.
+
+// H = X[row_token] W1^T + b1;  A = activation(H), which is quantised as QuantizeRows does it from
+// the float32 values; H is rounded to dtype, or quantised, beside it.
+struct ScaledUp {
+  Sizes sizes;
+  DType dtype = DType::bfloat16;  // of bias and h: bfloat16, float16, float32
+  Activation activation;
+  GateUp order = GateUp::concatenated;  // of h and bias
+  Routing routing;                      // uses offsets, row_token
+  Float8 x_format = Float8::e4m3, w_format = Float8::e4m3;
+  Float8 format = Float8::e4m3;  // of a and h_codes
+  ScaleKind scale = ScaleKind::exact;
+  ConstRows x;                        // (T, H) codes, or (R, H) where row_token is null
+  ConstScales x_scales;               // (T or R, ceil(H / 128)); expert_stride is not read
+  ConstUpWeight w_up;                 // (E, I, H) codes twice, H contiguous
+  GatedWeight<ConstScales> w_scales;  // (E, ceil(I / 128), ceil(H / 128)) twice
+  ConstRows bias;                     // (E, W); null data: none
+  Rows h;                             // (R, W) out; null data: not kept
+  Rows h_codes;                       // (R, W) out, in halves; null data: not kept
+  Scales h_scales;                    // (R, halves * ceil(I / 128)) out, where h_codes are
+  Rows a;                             // (R, I) codes, out
+  Scales a_scales;                    // (R, ceil(I / 128)) out
+};
+
+// With g = dO[row_token] W2 (not scaled), s = row_score and A recomputed from H:
+//   dH = d activation(s * g, H), quantised;   score_parts = partial sums of <g, A> over I
+// and where the weight gradients are products of 16-bit values, dH and A' = s * A in dtype.
+struct ScaledDownGradient {
+  Sizes sizes;
+  DType dtype = DType::bfloat16;  // of h, dh and a_scaled: bfloat16, float16, float32
+  Activation activation;
+  GateUp order = GateUp::concatenated;  // of h and dh
+  Routing routing;                      // uses offsets, row_token, row_score
+  Float8 dout_format = Float8::e4m3, w_format = Float8::e4m3, h_format = Float8::e4m3;
+  Float8 format = Float8::e4m3;  // of dh_codes
+  ScaleKind scale = ScaleKind::exact;
+  ConstRows dout;               // (T, H) codes, or (R, H) where row_token is null
+  ConstScales dout_scales;      // (T or R, ceil(H / 128)); expert_stride is not read
+  ConstWeight w_down;           // (E, H, I) codes, H contiguous
+  ConstScales w_scales;         // (E, ceil(H / 128), ceil(I / 128))
+  ConstRows h;                  // (R, W); null data: h_codes
+  ConstRows h_codes;            // (R, W) in halves; read where h is null
+  ConstScales h_scales;         // (R, halves * ceil(I / 128))
+  Rows dh_codes;                // (R, W) out, in halves
+  Scales dh_scales;             // (R, halves * ceil(I / 128)) out
+  Rows dh;                      // (R, W) out; null data: not wanted
+  Rows a_scaled;                // (R, I) out; null data: not wanted
+  void* score_parts = nullptr;  // float32 (R, score_parts(sizes)) out; null: no dS
+};
+
+}  // namespace guild

@@ -1,0 +1,87 @@
+// Microscaling formats: rows of narrow codes with a narrow scale for every 32 or 16 of them.
+//
+//   MXFP8   FP8 codes (e4m3 or e5m2), an E8M0 scale for every 32: OCP Microscaling Formats (MX)
+//           Specification 1.0
+//   NVFP4   E2M1 codes, two a byte with the first in the low half, an e4m3 scale for every 16, and
+//           one float32 scale above all of these
+//
+// Blocks lie along a row; its last one may be shorter. An element is its code times its block's
+// scale, and in NVFP4 times the scale above.
+#pragma once
+#include "guild/cuda.h"
+#include "guild/float8.h"
+
+namespace guild {
+
+enum class Microscaling : int { mxfp8_e4m3, mxfp8_e5m2, nvfp4 };
+
+constexpr int64_t micro_block(Microscaling format) {
+  return format == Microscaling::nvfp4 ? 16 : 32;
+}
+
+// How MXFP8's scale follows from a block's largest absolute value, with L the format's largest:
+//   floor   that value's power of two over L's, as the specification says; what is then above L
+//           becomes L
+//   ceil    the smallest power of two that is not below the value / L
+enum class MicroRounding : int { floor, ceil };
+
+// The order of scales (rows, blocks):
+//   rows      row by row
+//   swizzled  as cuBLAS takes them ("1D Block Scaling Factors Layout"): tiles of 128 rows x 4
+//             blocks of 512 bytes each, tile after tile along a row, with scale (r, b) of a tile at
+//             r % 32 * 16 + r / 32 * 4 + b. Scales that fill up the last tiles are zeros.
+enum class ScaleOrder : int { rows, swizzled };
+
+// Bytes of the scales of a matrix.
+constexpr int64_t micro_scale_bytes(int64_t rows, int64_t columns, Microscaling format,
+                                    ScaleOrder order) {
+  int64_t const block = micro_block(format), blocks = (columns + block - 1) / block;
+  if (order == ScaleOrder::rows) return rows * blocks;
+  return (rows + 127) / 128 * 128 * ((blocks + 3) / 4 * 4);
+}
+
+// Rows quantised to one of the formats, rounded to the nearest even, what is above the largest code
+// to that. A block that holds an infinity or a NaN gets NaN for its scale, and NaN or, of E2M1,
+// zeros for its codes.
+//
+// NVFP4's block scale is e4m3(largest of the block / 6 / global scale). The global scale is given,
+// or the largest absolute value of all finite blocks / 2688, at least 2^-100 / 2688; codes are
+// rounded from elements times 1 / (block scale * global scale), and zeros where that scale is zero.
+struct QuantizeMicro {
+  int64_t rows = 0, columns = 0;  // columns: even for NVFP4
+  DType dtype = DType::bfloat16;  // of x: bfloat16, float16, float32
+  Microscaling format = Microscaling::mxfp8_e4m3;
+  MicroRounding rounding = MicroRounding::floor;  // of MXFP8's scales
+  ScaleOrder order = ScaleOrder::rows;
+  ConstRows x;                // (rows, columns)
+  Rows codes;                 // (rows, columns) bytes out, half as many for NVFP4
+  uint8_t* scales = nullptr;  // micro_scale_bytes() out
+  float* global = nullptr;    // (1) of NVFP4: read where given, else written if there are rows
+  bool global_given = false;
+  uint32_t* workspace = nullptr;  // (1) of NVFP4 on CUDA, where global is not given
+};
+
+// Codes with an E8M0 scale for every 32 columns as codes of the same format with a float32 scale
+// for every 128: the largest of the four. Codes of the other three are multiplied by the quotient
+// and rounded again, which is exact unless the result is subnormal: in e4m3 if an element is at
+// least 2^-14 of the largest that its block could hold.
+struct RegroupMicro {
+  int64_t rows = 0, columns = 0;
+  Float8 format = Float8::e4m3;
+  ConstRows x;                        // (rows, columns) codes
+  uint8_t const* x_scales = nullptr;  // (rows, ceil(columns / 32)), row by row
+  Rows codes;                         // (rows, columns) out
+  Scales scales;                      // (rows, ceil(columns / 128)) out
+};
+
+namespace cpu {
+void quantize_micro(QuantizeMicro const& args);
+void regroup_micro(RegroupMicro const& args);
+}  // namespace cpu
+
+namespace cuda {
+void quantize_micro(QuantizeMicro const& args, Queue queue = {});
+void regroup_micro(RegroupMicro const& args, Queue queue = {});
+}  // namespace cuda
+
+}  // namespace guild

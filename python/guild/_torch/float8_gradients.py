@@ -1,0 +1,177 @@
+"""Gradients of the weights of a layer in FP8: of 16-bit values, or of chunks of codes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from guild._torch.expert_lists import stacked_like
+from guild._torch.float8_formats import BLOCK, blocks
+from guild._torch.float8_steps import Codes, DataGradients, Places, Recipe
+from guild._torch.float8_weights import halves_of
+from guild._torch.operators import LayerFlags, ops
+
+_E4M3 = 0
+
+
+class Chunked(NamedTuple):
+    """What weight gradients in FP8 are made of; None where no wanted gradient reads it."""
+
+    x: Codes | None
+    dout: Codes | None
+    dh: Codes | None  # halves of columns
+    a_scaled: Codes | None
+    places: Places
+    gradients: int  # the format of dout and dh
+
+
+def chunks_of(
+    x: Tensor | Codes, places: Places, gathered: bool, halves: int, format_: int, scales: int
+) -> Codes:
+    """Rows, by token or already sorted, as `guild.float8.quantize_chunks` turns them."""
+    codes, x_scales = x if isinstance(x, Codes) else (x, None)
+    columns, experts = codes.shape[1], places.offsets.shape[0] - 1
+    slots = places.row_token.shape[0] // BLOCK + experts
+    made = Codes(
+        codes.new_empty(slots, columns, BLOCK, dtype=torch.uint8),
+        codes.new_empty(slots, halves * blocks(columns // halves), dtype=torch.float32),
+    )
+    row_token = places.row_token if gathered else None
+    ops.quantize_chunks_out(
+        *(codes, x_scales, places.offsets, row_token), *(halves, format_, scales), *made
+    )
+    return made
+
+
+def chunked(
+    made: DataGradients,
+    x: Tensor | Codes,
+    dout: Tensor,
+    places: Places,
+    halves: int,
+    recipe: Recipe,
+) -> Chunked:
+    """The operands of the weights' gradients as chunks."""
+    x_chunks = dout_chunks = dh = a = None
+    gradient = recipe.gradients, recipe.scales
+    if made.dh is not None:
+        x_chunks = chunks_of(x, places, True, 1, _E4M3, recipe.scales)
+        dh = chunks_of(made.dh, places, False, halves, *gradient)
+    if made.a_scaled is not None:
+        dout_chunks = chunks_of(dout, places, True, 1, *gradient)
+        a = chunks_of(made.a_scaled, places, False, 1, _E4M3, recipe.scales)
+    return Chunked(x_chunks, dout_chunks, dh, a, places, recipe.gradients)
+
+
+def chunk_products(
+    operands: Chunked,
+    up: Tensor | None,
+    gate: Tensor | None,
+    down: Tensor | None,
+    flags: LayerFlags,
+    pair: bool,
+    accumulate: tuple[bool, bool] = (False, False),
+    experts_at: Tensor | None = None,
+) -> None:
+    """dW1 into up and gate, and dW2 into down, unless None.
+
+    pair: gate is a tensor of its own. accumulate: to add to up and gate, and to down. experts_at:
+    of up, gate and down.
+    """
+    rows, offsets = operands.places.row_token.shape[0], operands.places.offsets
+
+    def product(a: Codes, b: Codes, out: Tensor, add: bool, list_: int) -> None:
+        at = None if experts_at is None else experts_at[list_ : list_ + 1]
+        ops.chunk_product_out(*a, operands.gradients, *b, offsets, rows, out, add, at)
+
+    targets = _up_targets(up, gate, flags, pair)
+    for i, (target, list_) in enumerate(targets):
+        if target is not None:
+            codes, scales = operands.dh
+            size = codes.shape[1] // len(targets)
+            half = Codes(
+                codes[:, i * size : (i + 1) * size],
+                scales[:, i * blocks(size) : (i + 1) * blocks(size)],
+            )
+            product(half, operands.x, target, accumulate[0], list_)
+    if down is not None:
+        out = down.mT if flags.transposed else down
+        product(operands.dout, operands.a_scaled, out, accumulate[1], 2)
+
+
+def _up_targets(
+    up: Tensor | None, gate: Tensor | None, flags: LayerFlags, pair: bool
+) -> list[tuple[Tensor | None, int]]:
+    """Where the gate's gradient (if there is one) and up's go, and in which list that is."""
+    if up is not None and not pair:
+        return [(half, 0) for half in halves_of(up, None, flags.up_weight)]
+    both = [(gate, 1), (up, 0)] if flags.gated else [(up, 0)]
+    if flags.transposed:
+        return [(None if t is None else t.mT, list_) for t, list_ in both]
+    return both
+
+
+def weight_gradients(
+    made: DataGradients,
+    x: Tensor | Codes,
+    dout: Tensor,
+    places: Places,
+    weights: tuple[Tensor, Tensor | None, Tensor],
+    flags: LayerFlags,
+    recipe: Recipe,
+    wanted: tuple[bool, bool],
+    lists: bool = False,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """dw_up, dw_gate and dw_down, each in its weight's dtype and layout.
+
+    wanted: those of up, and of down; lists: weights are views of lists at no one distance.
+    """
+    w_up, w_gate, w_down = weights
+    like = stacked_like if lists else torch.empty_like
+    up = gate = down = None
+    if wanted[0]:
+        up, gate = like(w_up), None if w_gate is None else like(w_gate)
+    if wanted[1]:
+        down = like(w_down)
+    if recipe.wgrad_codes:
+        operands = chunked(made, x, dout, places, 2 if flags.gated else 1, recipe)
+        chunk_products(operands, up, gate, down, flags, w_gate is not None)
+        return up, gate, down
+    rows = places.offsets, places.row_token
+    layout = flags.up_weight
+    made_gate = gate if gate is None or gate.dtype == up.dtype else gate.to(up.dtype)
+    if up is not None and down is not None and up.dtype == down.dtype:
+        operands = x, dout, made.dh, made.a_scaled, *rows
+        ops.weight_gradients_out(*operands, up, made_gate, down, *layout, False)
+    else:
+        if up is not None:
+            ops.up_weight_gradient_out(x, made.dh, *rows, up, made_gate, *layout, False)
+        if down is not None:
+            operands = dout, made.a_scaled, *rows
+            ops.down_weight_gradient_out(*operands, down, flags.transposed, False)
+    if gate is not None and made_gate is not gate:
+        gate.copy_(made_gate)
+    return up, gate, down
+
+
+def bias_gradients(
+    made: DataGradients,
+    dout: Tensor,
+    places: Places,
+    biases: tuple[Tensor | None, Tensor | None],
+    wanted: tuple[bool, bool],
+) -> tuple[Tensor | None, Tensor | None]:
+    """db_up and db_down."""
+    b_up, b_down = biases
+    db_up = db_down = None
+    if wanted[0]:
+        db_up = torch.empty_like(b_up, memory_format=torch.contiguous_format)
+        ops.bias_gradient_out(made.dh, places.offsets, None, None, db_up, False)
+    if wanted[1]:
+        db_down = torch.empty_like(b_down, memory_format=torch.contiguous_format)
+        ops.bias_gradient_out(
+            dout, places.offsets, places.row_token, places.row_score, db_down, False
+        )
+    return db_up, db_down

@@ -1,0 +1,227 @@
+"""A layer of quantised experts as a sequence of ops: what forward and backward are made of.
+
+Codes are uint8 here, E4M3 but for the gradients' where `Recipe.gradients` says so. Weights lie as
+`QuantizedExperts` has them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from guild._torch.float8_formats import BLOCK, blocks
+from guild._torch.operators import LayerFlags, ops, score_parts
+
+_E4M3 = 0
+_POWER_OF_TWO = 1
+
+
+class Recipe(NamedTuple):
+    """A `guild.FP8` as the ops take it."""
+
+    gradients: int  # guild::Float8 of dO and dH
+    scales: int  # guild::ScaleKind of activations and gradients
+    save_codes: bool  # keep H as codes
+    wgrad_codes: bool  # weights' gradients are products of codes
+    reads_x: bool = False  # X is kept for another's gradient anyway
+
+    @property
+    def keeps_codes(self) -> bool:
+        """Whether backward needs X's codes and not X: those with powers of two can be regrouped."""
+        return self.wgrad_codes and self.scales == _POWER_OF_TWO and not self.reads_x
+
+
+class Codes(NamedTuple):
+    """Codes of rows or weights, and their scales."""
+
+    codes: Tensor
+    scales: Tensor
+
+
+class QuantizedExperts(NamedTuple):
+    """Weights of one layer in both orders; halves: 2 with a gate, which comes first, else 1."""
+
+    up: Tensor  # (E, halves * I, H)
+    up_transposed: Tensor  # (E, H, halves * I)
+    up_scales: Tensor  # (E, halves, ceil(I / 128), ceil(H / 128))
+    down: Tensor  # (E, H, I)
+    down_transposed: Tensor  # (E, I, H)
+    down_scales: Tensor  # (E, ceil(H / 128), ceil(I / 128))
+
+    def halves(self) -> list[Codes]:
+        """Gate and up, or up alone, each (E, I, H)."""
+        count, size = self.up_scales.shape[1], self.down.shape[2]
+        return [
+            Codes(self.up[:, i * size : (i + 1) * size], self.up_scales[:, i]) for i in range(count)
+        ]
+
+
+class Places(NamedTuple):
+    """Which rows are whose: the results of sort_by_expert."""
+
+    offsets: Tensor
+    row_token: Tensor
+    slot_row: Tensor
+    row_score: Tensor
+
+    @property
+    def ends(self) -> Tensor:
+        """Where each expert's rows end."""
+        return self.offsets[1:]
+
+
+class Kept(NamedTuple):
+    """Pre-activations for backward: H in 16 bits, or as codes with scales."""
+
+    h: Tensor | None
+    scales: Tensor | None = None
+
+    def arguments(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """h, h_codes and h_scales of the ops."""
+        return (self.h, None, None) if self.scales is None else (None, self.h, self.scales)
+
+
+def in_16_bits(kept: Kept, flags: LayerFlags, dtype: torch.dtype) -> Kept:
+    """H of codes as `dtype` has it, gate and up in the flags' order."""
+    halves = 2 if flags.gated else 1
+    values = kept.h.view(torch.float8_e4m3fn).to(dtype).unflatten(1, (halves, -1))
+    scales = kept.scales.to(dtype).unflatten(1, (halves, -1))
+    size = values.shape[2]
+    if size % BLOCK == 0:
+        h = (values.unflatten(2, (-1, BLOCK)) * scales[..., None]).flatten(2)
+    else:
+        h = values * scales.repeat_interleave(BLOCK, 2)[..., :size]
+    return Kept((h.mT if flags.gated and flags.interleaved else h).flatten(1))
+
+
+def quantized_rows(x: Tensor, format_: int, scales: int) -> Codes:
+    """Rows with a scale for every 128 columns."""
+    rows, columns = x.shape
+    codes = x.new_empty(rows, columns, dtype=torch.uint8)
+    made = Codes(codes, x.new_empty(rows, blocks(columns), dtype=torch.float32))
+    ops.quantize_rows_out(x, format_, scales, *made)
+    return made
+
+
+def row_scales(like: Tensor, rows: int, size: int, halves: int) -> Tensor:
+    """(rows, halves * ceil(size / 128)), the rows of a block side by side, as products like it."""
+    return like.new_empty(halves * blocks(size), rows).t()
+
+
+def up_step(
+    x: Codes,
+    places: Places,
+    halves: list[Codes],
+    b_up: Tensor | None,
+    flags: LayerFlags,
+    recipe: Recipe,
+    dtype: torch.dtype,
+    keep: bool,
+) -> tuple[Codes, Kept]:
+    """A (R, I) as codes, and H where it is kept."""
+    rows, size = places.row_token.shape[0], halves[0].codes.shape[1]
+    width, like = len(halves) * size, x.scales
+    a = Codes(like.new_empty(rows, size, dtype=torch.uint8), row_scales(like, rows, size, 1))
+    kept = Kept(None)
+    if keep and recipe.save_codes:
+        scales = row_scales(like, rows, size, len(halves))
+        kept = Kept(like.new_empty(rows, width, dtype=torch.uint8), scales)
+    elif keep:
+        kept = Kept(like.new_empty(rows, width, dtype=dtype))
+    *gate, up = halves
+    ops.scaled_up_out(
+        *(*x, _E4M3, places.offsets, places.row_token),
+        *(*up, *(gate[0] if gate else (None, None)), b_up),
+        *(*flags[:-1], _E4M3, recipe.scales),
+        *(*kept.arguments(), *a),
+    )
+    return a, kept
+
+
+def forward(
+    tokens: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
+    halves: list[Codes],
+    down: Codes,
+    biases: tuple[Tensor | None, Tensor | None],
+    flags: LayerFlags,
+    recipe: Recipe,
+    keep: bool,
+) -> tuple[Tensor, Kept, Codes, Places]:
+    """O (T, H) and X's codes; tokens: x, ids, scores, token_offsets and residual of moe_forward."""
+    x, ids, scores, token_offsets, residual = tokens
+    experts, hidden, _ = down.codes.shape
+    places = Places(*ops.sort_by_expert(ids, scores, experts, token_offsets))
+    b_up, b_down = biases
+    codes = quantized_rows(x, _E4M3, recipe.scales)
+    a, kept = up_step(codes, places, halves, b_up, flags, recipe, x.dtype, keep)
+    y = x.new_empty(places.row_token.shape[0], hidden)
+    ops.scaled_grouped_mm_out(*a, _E4M3, *down, _E4M3, places.ends, y, 1, b_down)
+    return ops.combine(y, places.slot_row, scores, token_offsets, residual), kept, codes, places
+
+
+class Wanted(NamedTuple):
+    """Which gradients are."""
+
+    x: bool
+    scores: bool
+    up: bool
+    down: bool
+    up_bias: bool
+    down_bias: bool
+
+
+class DataGradients(NamedTuple):
+    """Results of backward but for the weights', None where not wanted."""
+
+    dx: Tensor | None  # (T, H), or (R, H) by row
+    dscores: Tensor | None
+    dh: Tensor | None  # (R, W) in 16 bits, where the weights' gradients are made of it
+    a_scaled: Tensor | None  # (R, I)
+
+
+def data_gradients(
+    dout: Tensor,
+    kept: Kept,
+    places: Places,
+    token_offsets: Tensor | None,
+    experts: QuantizedExperts,
+    b_down: Tensor | None,
+    flags: LayerFlags,
+    recipe: Recipe,
+    wanted: Wanted,
+    by_row: bool = False,
+) -> DataGradients:
+    """dX, dscores and what the weights' gradients are made of; by_row: dX (R, H), not summed."""
+    rows, (_, hidden, size) = places.row_token.shape[0], experts.down.shape
+    halves = experts.up_scales.shape[1]
+    scores = places.row_score
+    if kept.scales is not None and dout.is_cuda:  # whose kernel reads 16 bits
+        kept = in_16_bits(kept, flags, dout.dtype)
+    given = quantized_rows(dout, recipe.gradients, recipe.scales)
+    dh = dout.new_empty(rows, halves * size) if wanted.up or wanted.up_bias else None
+    a_scaled = dout.new_empty(rows, size) if wanted.down else None
+    parts = scores.new_empty(rows, score_parts(size)) if wanted.scores else None
+    dh_codes = Codes(
+        dout.new_empty(rows, halves * size, dtype=torch.uint8),
+        row_scales(scores, rows, size, halves),
+    )
+    ops.scaled_down_gradient_out(
+        *(*given, recipe.gradients, places.offsets, places.row_token, scores),
+        *(experts.down_transposed.mT, experts.down_scales, *kept.arguments()),
+        *(*flags[:-1], recipe.gradients, recipe.scales, *dh_codes, dh, a_scaled, parts),
+    )
+    dscores = dx = None
+    if parts is not None:
+        about = places.slot_row, places.offsets, dout, b_down, size, token_offsets
+        dscores = ops.score_gradient(parts, *about)
+    if wanted.x:
+        dx = dout.new_empty(rows, hidden)
+        weight = experts.up_transposed, experts.up_scales.flatten(1, 2).mT
+        ops.scaled_grouped_mm_out(
+            *dh_codes, recipe.gradients, *weight, _E4M3, places.ends, dx, halves
+        )
+        if not by_row:
+            dx = ops.combine(dx, places.slot_row, None, token_offsets)
+    return DataGradients(dx, dscores, dh, a_scaled)

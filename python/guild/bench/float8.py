@@ -1,0 +1,194 @@
+"""`guild bench --fp8`: layers in FP8 beside 16 bits, and the quantisation of their weights.
+
+All are checked first: 16 bits by the usual rule, FP8 by one of its own. Then forward, backward and
+the weights' quantisation are timed in the same rounds. A layer's own times leave the quantisation
+of weights out, which a training step needs once, however many micro-batches it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from torch import Tensor, nn
+
+import guild
+
+from .candidates import Layer, module_of
+from .float8_steps import step_calls
+from .names import FP8_PASSES
+from .plan import BenchPlan
+from .presets import Shape
+from .problem import Problem, make_problems
+from .record import record_head
+from .reference import relative_errors, require_right
+from .timing import free_memory, interleaved, median_ratio, summary_of
+
+RECIPES: dict[str, guild.FP8 | None] = {
+    "bf16": None,
+    "fp8, 16-bit dW": guild.FP8(scales="power_of_two", cached=True),
+    "fp8": guild.FP8(wgrad="fp8", scales="power_of_two", cached=True),
+    "fp8, H in fp8": guild.FP8(wgrad="fp8", scales="power_of_two", save="fp8", cached=True),
+}
+_WEIGHTS = "weights", "quantised"  # among what is timed
+MOST_ERROR = 0.15  # relative, of a result in FP8: 0.04 to 0.09 where nothing is wrong
+
+
+class Float8Layer(Layer):
+    """Guild's layer by one of the recipes."""
+
+    def __init__(
+        self, name: str, problems: list[Problem], codes_of: Float8Layer | None = None
+    ) -> None:
+        """codes_of: a layer with the same weights and scales, whose codes are these, too."""
+        self._fp8 = RECIPES[name]
+        super().__init__(name, problems)
+        for i, module in enumerate(self._modules):
+            if codes_of is not None:
+                module._fp8_weights.share(codes_of._modules[i]._fp8_weights, self._fp8)
+
+    def module(self, problem: Problem) -> Callable[[Tensor], Tensor]:
+        """As `Layer.module`."""
+        return module_of(partial(guild.MoE, fp8=self._fp8), problem)
+
+    def weights(self) -> guild.FP8Weights:
+        """The first input set's, which its forward has made."""
+        return self._modules[0]._fp8_weights.codes
+
+    def saved_bytes(self) -> int:
+        """Of what forward keeps for backward beside parameters and their codes."""
+        problem, module = self._problems[0], self._modules[0]
+        module(problem.x)
+        known = {t.untyped_storage().data_ptr() for t in _owned(module)}
+        kept: dict[int, int] = {}
+
+        def note(t: Tensor) -> Tensor:
+            storage = t.untyped_storage()
+            if storage.data_ptr() not in known:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+            out = module(problem.x)
+        del out
+        return sum(kept.values())
+
+
+def _owned(module: nn.Module) -> list[Tensor]:
+    codes = module._fp8_weights.codes
+    return [*module.parameters(), *(() if codes is None else codes.codes)]
+
+
+def measure_float8(plan: BenchPlan, console: Console) -> dict[str, Any]:
+    """Check and time every shape and routing of the plan.
+
+    Returns
+    -------
+    dict
+        The record: provenance, and a case for every shape and routing with `errors` and
+        `saved_bytes` by recipe and its `figures`: by recipe and pass ("forward", "backward",
+        "both") `ms` and `speedup` over 16 bits, and `with_weights`, the speed-up where every
+        micro-batch is a step; `weights`, their quantisation; and `steps`, milliseconds by step.
+    """
+    cases = []
+    for name, shape in plan.shapes.items():
+        for routing in plan.routings:
+            with console.status(f"{name}, {routing} routing"):
+                problems = make_problems(shape, routing, plan.dtype, plan.device, plan.seed)
+                case = {"name": name, "shape": shape._asdict(), "routing": routing, "failures": {}}
+                layers = _checked(problems, plan, case, console)
+                calls = _calls(layers)
+                if "fp8" in layers:
+                    steps = step_calls(problems[0], layers["fp8"].weights())
+                    calls |= {("steps", step): call for step, call in steps.items()}
+                times = interleaved(calls, plan.rounds, plan.seconds, plan.device, plan.calls)
+                case["figures"] = figures(times, shape)
+            cases.append(case)
+            del problems, layers, calls
+            free_memory(plan.device)
+    return {**record_head(plan), "mode": "fp8", "cases": cases}
+
+
+def _checked(
+    problems: list[Problem], plan: BenchPlan, case: dict[str, Any], console: Console
+) -> dict[str, Float8Layer]:
+    """The recipes that work and are right; notes errors and failures in the case."""
+    layers: dict[str, Float8Layer] = {}
+    case["errors"], case["saved_bytes"] = {}, {}
+    for name, fp8 in RECIPES.items():
+        try:
+            layer = Float8Layer(name, problems, next(iter(list(layers.values())[1:]), None))
+            errors, _ = relative_errors(problems[0], layer.results())
+            case["errors"][name] = errors
+            if fp8 is None:
+                require_right(errors, plan.dtype)
+            elif not max(errors.values()) <= MOST_ERROR:
+                raise ArithmeticError(f"wrong: errors {errors}, expected at most {MOST_ERROR}")
+            case["saved_bytes"][name] = layer.saved_bytes()
+            layers[name] = layer
+        except (RuntimeError, ArithmeticError, TypeError, ValueError) as error:
+            case["failures"][name] = str(error).strip().splitlines()[0]
+            console.print(f"[red]{case['name']}, {name}:[/] {escape(case['failures'][name])}")
+        free_memory(plan.device)
+    return layers
+
+
+def _calls(
+    layers: dict[str, Float8Layer],
+) -> dict[tuple[str, str], Callable[[], object]]:
+    """By recipe and pass; the quantisation of weights is one for all recipes."""
+    calls: dict[tuple[str, str], Callable[[], object]] = {}
+    for name, layer in layers.items():
+        calls[name, "forward"], calls[name, "backward"] = layer.forward, layer.backward
+    weights = next((layer.weights() for name, layer in layers.items() if RECIPES[name]), None)
+    if weights is not None:
+        calls[_WEIGHTS] = partial(_quantise, weights)
+    return calls
+
+
+def _quantise(weights: guild.FP8Weights) -> None:
+    """Write the codes again, which backward may use all the same: they are what they were."""
+    with torch.autograd._unsafe_preserve_version_counter(tuple(weights.codes)):
+        weights.refresh()
+
+
+def figures(times: dict[tuple[str, str], list[float]], shape: Shape) -> dict[str, Any]:
+    """Milliseconds of each round to medians, TFLOPS and speed-ups over 16 bits."""
+    found: dict[str, Any] = {}
+    forward, backward = shape.flops()
+    flops = {"forward": forward, "backward": backward, "both": forward + backward}
+    recipes = [name for name, part in times if part == "forward"]
+    taken = {
+        name: {
+            "forward": times[name, "forward"],
+            "backward": times[name, "backward"],
+            "both": _sums(times[name, "forward"], times[name, "backward"]),
+        }
+        for name in recipes
+    }
+    for name in recipes:
+        rows: dict[str, Any] = {}
+        for part in FP8_PASSES:
+            rows[part] = {"ms": summary_of(taken[name][part]), "rounds_ms": taken[name][part]}
+            rows[part]["tflops"] = flops[part] / rows[part]["ms"]["median"] / 1e9
+            if name != "bf16" and "bf16" in taken:
+                rows[part]["speedup"] = median_ratio(taken["bf16"][part], taken[name][part])
+        if name != "bf16" and "bf16" in taken and _WEIGHTS in times:
+            each = _sums(taken[name]["both"], times[_WEIGHTS])
+            rows["with_weights"] = median_ratio(taken["bf16"]["both"], each)
+        found[name] = rows
+    weights = times.get(_WEIGHTS)
+    if weights is not None:
+        found["weights"] = {"ms": summary_of(weights), "rounds_ms": weights}
+    found["steps"] = {
+        step: summary_of(values) for (part, step), values in times.items() if part == "steps"
+    }
+    return found
+
+
+def _sums(a: list[float], b: list[float]) -> list[float]:
+    return [x + y for x, y in zip(a, b, strict=True)]

@@ -1,0 +1,48 @@
+"""The steps of a layer in FP8, each as a call of its own to time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+import guild
+from guild._torch.float8_gradients import chunk_products, chunked
+from guild._torch.float8_layer import quantized_rows
+from guild._torch.float8_steps import Codes, Wanted, data_gradients, forward, up_step
+from guild._torch.operators import LayerFlags, ops
+from guild.activations import Activation
+
+from .problem import Problem
+
+
+@torch.no_grad()
+def step_calls(problem: Problem, weights: guild.FP8Weights) -> dict[str, Callable[[], object]]:
+    """By name, in the order that a layer runs them; all weight gradients are made."""
+    recipe, experts = weights.fp8.recipe(), weights.codes
+    flags = LayerFlags(*Activation.named("silu").scalars, False, False)
+    x, dout = problem.x.detach(), problem.out_gradient
+    logits = guild.router_logits(x, problem.router.detach())
+    ids, scores = guild.route(logits, problem.shape.top_k)
+    down = Codes(experts.down, experts.down_scales)
+    tokens = x, ids, scores, None, None
+    nothing = None, None
+    _, kept, codes, places = forward(tokens, experts.halves(), down, nothing, flags, recipe, True)
+    wanted = Wanted(True, True, True, True, False, False)
+    about = dout, kept, places, None, experts, None, flags, recipe
+    made = data_gradients(*about, wanted)
+    rows = torch.empty(places.row_token.shape[0], x.shape[1], dtype=x.dtype, device=x.device)
+    a, _ = up_step(codes, places, experts.halves(), None, flags, recipe, x.dtype, False)
+    operands = chunked(made, codes, dout, places, 2, recipe)
+    up, low = torch.empty_like(problem.w_up), torch.empty_like(problem.w_down)
+    return {
+        "quantise X": partial(quantized_rows, x, 0, recipe.scales),
+        "up": partial(up_step, codes, places, experts.halves(), None, flags, recipe, x.dtype, True),
+        "down": partial(ops.scaled_grouped_mm_out, *a, 0, *down, 0, places.ends, rows),
+        "combine": partial(ops.combine, rows, places.slot_row, scores, None, None),
+        "down gradient": partial(data_gradients, *about, wanted._replace(x=False, scores=False)),
+        "data gradients": partial(data_gradients, *about, wanted),
+        "chunks": partial(chunked, made, codes, dout, places, 2, recipe),
+        "dW1, dW2": partial(chunk_products, operands, up, None, low, flags, False),
+    }

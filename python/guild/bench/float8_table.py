@@ -1,0 +1,72 @@
+"""The tables that `guild bench --fp8` prints: layers by recipe, and the steps of one in FP8."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+
+from .names import FP8_PASSES
+
+_MIB = 1 << 20
+
+
+def float8_table(record: dict[str, Any]) -> Group:
+    """Lay out a record of layers in FP8.
+
+    Parameters
+    ----------
+    record : dict
+        What `float8.measure_float8` returns.
+    """
+    where = f"{record['device']}, {record['dtype']}, torch {record['torch']}"
+    layers = Table(
+        title=f"{where}: layers in FP8 beside 16 bits, router and quantisation of tokens included",
+        caption="x: times as fast as 16 bits in the same rounds; x with weights: both passes "
+        "where each micro-batch is a step",
+    )
+    for heading in ("shape", "routing", "recipe"):
+        layers.add_column(heading, no_wrap=True)
+    headings = [f"{part} {unit}" for part in FP8_PASSES for unit in ("ms", "x")]
+    more = ("TFLOPS", "x with weights", "saved MiB", "error O", "error dW1")
+    for heading in (*headings, *more):
+        layers.add_column(heading, justify="right")
+    steps = Table(title=f"{where}: the steps of a layer in FP8")
+    for heading in ("shape", "step"):
+        steps.add_column(heading, no_wrap=True)
+    steps.add_column("us", justify="right")
+    for case in record["cases"]:
+        _add_layers(layers, case)
+        _add_steps(steps, case)
+    return Group(layers, steps)
+
+
+def _add_layers(table: Table, case: dict[str, Any]) -> None:
+    for place, name in enumerate(case["saved_bytes"]):
+        found = case["figures"][name]
+        first = ["", ""] if place else [case["name"], case["routing"]]
+        cells = []
+        for part in FP8_PASSES:
+            cells += [f"{found[part]['ms']['median']:.3f}", _ratio(found[part].get("speedup"))]
+        cells += [
+            f"{found['both']['tflops']:.0f}",
+            _ratio(found.get("with_weights")),
+            f"{case['saved_bytes'][name] / _MIB:.1f}",
+            *(f"{case['errors'][name][n]:.1e}" for n in ("out", "w_up_gradient")),
+        ]
+        table.add_row(*first, name, *cells)
+    if "weights" in case["figures"]:
+        ms = case["figures"]["weights"]["ms"]["median"]
+        table.add_row("", "", "weights, once a step", "", "", "", "", f"{ms:.3f}")
+    table.add_section()
+
+
+def _add_steps(table: Table, case: dict[str, Any]) -> None:
+    for place, (step, ms) in enumerate(case["figures"]["steps"].items()):
+        table.add_row("" if place else case["name"], step, f"{1e3 * ms['median']:.1f}")
+    table.add_section()
+
+
+def _ratio(found: dict[str, float] | None) -> str:
+    return "" if found is None else f"{found['median']:.2f}"

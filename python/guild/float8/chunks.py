@@ -1,0 +1,230 @@
+"""Rows as chunks, 128 rows of a group turned, and the weight gradients that are products of these.
+
+Chunk j of group e, whose rows begin at o, is in slot o // 128 + e + j: no group is padded and no
+count leaves the device.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from guild._torch.checks import (
+    dtype_name,
+    expect_choice,
+    expect_device,
+    expect_dims,
+    expect_flag,
+    expect_shape,
+    expect_tensor,
+)
+from guild._torch.expert_lists import Placed, table_of
+from guild._torch.float8_formats import (
+    BLOCK,
+    FORMATS,
+    SCALES,
+    blocks,
+    expect_elements,
+    expect_format,
+    expect_scales,
+)
+from guild._torch.operators import ops
+from guild.float8.quantization import Quantized
+
+_quantize_chunks_out = ops.quantize_chunks_out.default
+_chunk_product_out = ops.chunk_product_out.default
+
+
+class Chunks(NamedTuple):
+    """Quantised rows by 128 rows of a group, turned.
+
+    Parameters
+    ----------
+    codes : torch.Tensor
+        (slots, columns, 128), float8_e4m3fn or float8_e5m2, contiguous; slots = rows // 128 +
+        groups. Rows of a group's last chunk that do not exist are zeros, slots of no chunk hold
+        anything.
+    scales : torch.Tensor
+        float32 (slots, halves * ceil(columns / halves / 128)).
+    """
+
+    codes: Tensor
+    scales: Tensor
+
+    def columns(self, first: int, count: int) -> Chunks:
+        """Some of the columns, from a multiple of 128 on or from the second half's first."""
+        codes, block = self.codes[:, first : first + count], blocks(first)
+        return Chunks(codes, self.scales[:, block : block + blocks(count)])
+
+
+def quantize_chunks(
+    x: Tensor | Quantized,
+    offsets: Tensor,
+    row_token: Tensor | None = None,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    *,
+    scale: str = "power_of_two",
+    halves: int = 1,
+) -> Chunks:
+    """Quantise rows as chunks, with a scale for each 128 rows x 128 columns.
+
+    Parameters
+    ----------
+    x : torch.Tensor or Quantized
+        (rows, columns), bfloat16, float16 or float32, columns contiguous. Or what `guild.quantize`
+        made of it with scale="power_of_two": a block then gets the largest scale of its rows and
+        the codes are shifted, exactly unless they become subnormal. The result is that of the
+        codes' values.
+    offsets : torch.Tensor
+        int32 (groups + 1): group e has the rows offsets[e] .. offsets[e + 1].
+    row_token : torch.Tensor, optional
+        int32 (rows): which row of x each row is; x then has a row for each token. Rows of a token
+        that does not exist are zeros.
+    dtype, scale :
+        As in `guild.quantize`; of codes, what they are.
+    halves : int
+        2 where the columns are gate and up, which then share no block.
+
+    Returns
+    -------
+    Chunks
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not as described; the message names it.
+    """
+    scales = None
+    if isinstance(x, Quantized):
+        codes, scales = x[:2]
+        expect_dims("x.codes", codes, 2)
+        dtype = codes.dtype
+        expect_format("x.codes", dtype)
+        expect_shape("x.scales", scales, (codes.shape[0], _width_in_blocks(codes, halves)))
+        expect_scales("x.scales", scales)
+        x = codes.view(torch.uint8)
+    else:
+        expect_dims("x", x, 2)
+        expect_elements("x", x)
+    expect_format("dtype", dtype)
+    expect_choice("scale", scale, SCALES)
+    width = _width_in_blocks(x, halves)
+    rows = _expect_rows(x, offsets, row_token)
+    slots = chunk_slots(rows, offsets.shape[0] - 1)
+    codes = torch.empty(slots, x.shape[1], BLOCK, dtype=dtype, device=x.device)
+    made = torch.empty(slots, width, dtype=torch.float32, device=x.device)
+    with torch.no_grad():
+        _quantize_chunks_out(
+            x,
+            scales,
+            offsets,
+            row_token,
+            halves,
+            FORMATS.index(dtype),
+            SCALES.index(scale),
+            codes.view(torch.uint8),
+            made,
+        )
+    return Chunks(codes, made)
+
+
+def chunk_product(
+    a: Chunks,
+    b: Chunks,
+    offsets: Tensor,
+    rows: int,
+    out: Tensor | Placed,
+    *,
+    accumulate: bool = False,
+) -> None:
+    """Sum over the rows of each group: out[e] = A^T B, a weight's gradient.
+
+    Parameters
+    ----------
+    a, b : Chunks
+        Of (rows, n) and (rows, k); b is float8_e4m3fn. Both were made with these offsets.
+    offsets : torch.Tensor
+        int32 (groups + 1).
+    rows : int
+        What the offsets divide, those of no group included.
+    out : torch.Tensor
+        (groups, n, k), bfloat16, float16 or float32, any strides: written, or added to. Groups
+        without rows get zeros, or are left alone.
+    accumulate : bool
+        Add to `out`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If an argument is not as described; the message names it.
+    """
+    placed = out if isinstance(out, Placed) else Placed(out)
+    expect_flag("accumulate", accumulate)
+    expect_dims("offsets", offsets, 1)
+    groups = offsets.shape[0] - 1
+    slots = chunk_slots(rows, groups)
+    for name, chunks in (("a", a), ("b", b)):
+        expect_dims(f"{name}.codes", chunks.codes, 3)
+        expect_format(f"{name}.codes", chunks.codes.dtype)
+        columns = chunks.codes.shape[1]
+        expect_shape(f"{name}.codes", chunks.codes, (slots, columns, BLOCK))
+        expect_shape(f"{name}.scales", chunks.scales, (slots, blocks(columns)))
+        expect_scales(f"{name}.scales", chunks.scales)
+    if b.codes.dtype != torch.float8_e4m3fn:
+        raise TypeError(f"b.codes: expected dtype float8_e4m3fn, got {dtype_name(b.codes.dtype)}")
+    shape = (groups, a.codes.shape[1], b.codes.shape[1])
+    expect_shape("out", placed.tensor, shape)
+    expect_elements("out", placed.tensor)
+    for name, tensor in (
+        ("a.scales", a.scales),
+        ("b.codes", b.codes),
+        ("b.scales", b.scales),
+        ("offsets", offsets),
+        ("out", placed.tensor),
+    ):
+        expect_device(name, tensor, a.codes, "a.codes")
+    with torch.no_grad():
+        _chunk_product_out(
+            a.codes.view(torch.uint8),
+            a.scales,
+            FORMATS.index(a.codes.dtype),
+            b.codes.view(torch.uint8),
+            b.scales,
+            offsets,
+            rows,
+            placed.tensor,
+            accumulate,
+            table_of(placed),
+        )
+
+
+def chunk_slots(rows: int, groups: int) -> int:
+    """Slots for the chunks of `rows` rows in groups of any sizes."""
+    return rows // BLOCK + groups
+
+
+def _width_in_blocks(x: Tensor, halves: int) -> int:
+    if halves not in (1, 2) or x.shape[1] % halves or not x.shape[1]:
+        raise ValueError(
+            f"halves: expected 1, or 2 of as many columns, got {halves!r} of {x.shape[1]} columns"
+        )
+    return halves * blocks(x.shape[1] // halves)
+
+
+def _expect_rows(x: Tensor, offsets: Tensor, row_token: Tensor | None) -> int:
+    """How many rows there are; offsets and row_token are checked."""
+    if x.shape[1] > 1 and x.stride(1) != 1:
+        raise ValueError(f"x: expected contiguous columns, got strides {x.stride()}")
+    for name, tensor in (("offsets", offsets), ("row_token", row_token)):
+        if tensor is None:
+            continue
+        expect_tensor(name, tensor)
+        expect_dims(name, tensor, 1)
+        if tensor.dtype != torch.int32 or not tensor.is_contiguous():
+            raise TypeError(f"{name}: expected contiguous int32, got {dtype_name(tensor.dtype)}")
+        expect_device(name, tensor, x, "x")
+    if offsets.shape[0] < 2:
+        raise ValueError(f"offsets: expected 2 elements or more, got {offsets.shape[0]}")
+    return x.shape[0] if row_token is None else row_token.shape[0]

@@ -1,0 +1,140 @@
+"""A layer in FP8 whose weights' gradients go where a `guild.WeightGradients` says."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from guild._torch.autograd import rows_of, without_lists
+from guild._torch.expert_lists import Listed, Versions, table_of
+from guild._torch.float8_gradients import Chunked, chunk_products, chunked
+from guild._torch.float8_layer import in_halves, kept_or_again
+from guild._torch.float8_steps import (
+    Codes,
+    Kept,
+    Places,
+    QuantizedExperts,
+    Wanted,
+    data_gradients,
+)
+from guild._torch.gradient_targets import wanting
+from guild._torch.operators import LayerFlags, ops
+from guild.weight_gradients import Kept as Unchanged
+from guild.weight_gradients import Operands, WeightGradients, compute_biases, compute_gradients
+
+_MASTERS = 5  # weights and biases
+_ARGUMENTS = 10  # before those
+
+
+class Float8Experts(torch.autograd.Function):
+    """guild::float8_experts with gradients of weights and biases past autograd."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        sink,
+        parameters,
+        keep,
+        flags,
+        recipe,
+        experts_at,
+        x,
+        scores,
+        tokens,
+        residual,
+        *rest,
+    ):
+        """(out, offsets); tokens: ids, token_offsets, and the weights' codes.
+
+        rest: weights and biases, and the parameters that autograd should reach.
+        """
+        (ids, token_offsets, experts), masters = tokens, rest[:_MASTERS]
+        slots = ids, scores, token_offsets
+        settings = *experts, *flags, *recipe, keep, experts_at
+        out, *kept = ops.float8_experts(x, *slots, residual, *masters, *settings)
+        ctx.sink, ctx.parameters, ctx.keep = sink, parameters, keep
+        ctx.flags, ctx.recipe, ctx.reached = flags, recipe, rest[_MASTERS:]
+        ctx.versions = Versions("weights", ctx.reached)
+        without_lists(ctx, experts_at)
+        saved = None if recipe.keeps_codes else x, token_offsets, *kept, *experts
+        ctx.save_for_backward(*saved, *masters[3:])
+        offsets = kept[4]
+        ctx.mark_non_differentiable(offsets)
+        ctx.set_materialize_grads(False)
+        return out, offsets
+
+    @staticmethod
+    def backward(ctx, dout, _):
+        """dX and dscores; the weights' gradients go to the sink."""
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                "weight_gradients: expected backward without create_graph=True, for the gradients "
+                "that it writes have no graph; leave weight_gradients out"
+            )
+        if dout is None:
+            return (None,) * (_ARGUMENTS + _MASTERS + len(ctx.reached))
+        ctx.versions.expect_unchanged()
+        x, token_offsets, h, h_scales, codes, x_scales, *rest = ctx.saved_tensors
+        places, rest = Places(*rest[:4]), rest[4:]
+        *experts, b_up, b_down = rest
+        experts, recipe = QuantizedExperts(*experts), ctx.recipe
+        flags, b_up = in_halves(ctx.flags, recipe, b_up)
+        dresidual = dout if ctx.needs_input_grad[9] else None
+        dout, source = rows_of(dout), Codes(codes, x_scales) if recipe.keeps_codes else x
+        again = source, places, experts, b_up, flags, recipe, dout.dtype
+        kept = kept_or_again(Kept(h, h_scales if recipe.save_codes else None), ctx.keep, *again)
+        w_up, w_gate, w_down, *biases = (bool(wanting([p])) for p in ctx.parameters)
+        want_x, want_scores = ctx.needs_input_grad[6:8]
+        up, down = w_up or w_gate, w_down
+        if not recipe.wgrad_codes:  # one op makes both, of operands that must be there
+            up = down = up or down
+        wanted = Wanted(want_x, want_scores, up, down, *biases)
+        made = data_gradients(
+            dout, kept, places, token_offsets, experts, b_down, flags, recipe, wanted
+        )
+        routed = places.offsets, places.row_token, places.row_score
+        if recipe.wgrad_codes:
+            products = chunked(made, source, dout, places, experts.up_scales.shape[1], recipe)
+            sums = Operands(None, dout, made.dh if wanted.up_bias else None, None, *routed)
+            about = products, sums, flags != ctx.flags
+            step = partial(_compute_of_codes, ctx.sink, ctx.parameters, ctx.flags, *about)
+        else:
+            operands = Operands(x, dout, made.dh, made.a_scaled, *routed)
+            kept = Unchanged(x, dout)
+            step = partial(compute_gradients, ctx.sink, kept, ctx.parameters, flags, operands)
+        ctx.sink.take(step)
+        late = ctx.sink.gradients_without_meaning(ctx.reached)
+        nothing = (None,) * 6
+        return *nothing, made.dx, made.dscores, None, dresidual, *(None,) * _MASTERS, *late
+
+
+@torch.no_grad()
+def _compute_of_codes(
+    sink: WeightGradients,
+    parameters: tuple[Listed | None, ...],
+    flags: LayerFlags,
+    products: Chunked,
+    sums: Operands,
+    turned: bool,
+) -> None:
+    """dW and db of one backward pass, into the sink's targets.
+
+    turned: dH's columns are not in b_up's order.
+    """
+    w_up, w_gate, w_down, b_up, b_down = parameters
+    down_to, up_to = sink._targets(2, w_down), sink._targets(0, w_up, w_gate)
+    with down_to as ((down,), add_down), up_to as ((up, gate), add_up):
+        table = table_of(up, gate, down)
+        targets = [None if t is None else t.tensor for t in (up, gate, down)]
+        pair = w_gate is not None
+        chunk_products(products, *targets, flags, pair, (add_up, add_down), table)
+    compute_biases(sink, None if turned else b_up, b_down, sums)
+    if not turned:
+        return
+    with sink._targets(3, b_up) as ((target,), add):
+        if target is not None:
+            db = torch.empty_like(target.tensor, memory_format=torch.contiguous_format)
+            ops.bias_gradient_out(sums.dh, sums.offsets, None, None, db, False)
+            db = torch.stack(db.chunk(2, 1), 2).flatten(1)
+            target.tensor.add_(db) if add else target.tensor.copy_(db)

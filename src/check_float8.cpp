@@ -1,0 +1,113 @@
+// What is asked of the arguments of quantisation and of products of quantised operands.
+#include "check_float8_parts.h"
+
+namespace guild {
+
+void check(QuantizeRows const& x) {
+  check_size(x.rows, 0, kMostRows, "rows");
+  check_size(x.columns, 1, kMostColumns, "columns");
+  check_element(x.dtype, "dtype");
+  check_format(x.format, "format");
+  check_kind(x.scale);
+  check_rows(x.x, x.rows, x.columns, "x");
+  check_rows(x.codes, x.rows, x.columns, "codes");
+  check_scales(x.scales, x.rows > 0, "scales");
+}
+
+void check(QuantizeWeights const& x) {
+  check_size(x.experts, 1, kMostExperts, "experts");
+  check_size(x.out, 1, kMostColumns, "out");
+  check_size(x.in, 1, kMostColumns, "in");
+  check_element(x.dtype, "dtype");
+  check_format(x.format, "format");
+  check_kind(x.scale);
+  check_weight(x.w.gate, x.experts, x.out, x.in, "w", false);
+  if (x.halves() == 2) check_weight(x.w.up, x.experts, x.out, x.in, "up", false);
+  int64_t const rows = x.halves() * x.out;
+  check_size(rows, 1, kMostColumns, "out, of both halves");
+  check_weight(x.codes, x.experts, rows, x.in, "codes", true);
+  if (x.transposed.data != nullptr) {
+    check_weight(x.transposed, x.experts, rows, x.in, "transposed", true);
+  }
+  check_scales(x.scales, true, "scales");
+}
+
+void check(ScaledGroupedGemm const& x) {
+  check_size(x.m, 0, kMostRows, "m");
+  check_size(x.n, 1, kMostColumns, "n");
+  check_size(x.k, 1, kMostColumns, "k");
+  check_size(x.groups, 1, kMostExperts, "groups");
+  check_size(x.halves, 1, 2, "halves");
+  check_format(x.a_format, "a_format");
+  check_format(x.b_format, "b_format");
+  check_element(x.out_dtype, "out_dtype");
+  check_pointer(x.offsets, true, "offsets");
+  check_rows(x.a, x.m, x.halves * x.k, "a");
+  check_scales(x.a_scales, x.m > 0, "a_scales");
+  check_weight(x.b, x.groups, x.n, x.halves * x.k, "b", false);
+  require(x.b.in_stride == 1 || x.halves * x.k == 1, "b: expected K contiguous, got stride ",
+          x.b.in_stride);
+  check_scales(x.b_scales, true, "b_scales");
+  check_rows(x.d, x.m, x.n, "d");
+  check_optional_rows(x.bias, x.n, "bias");
+}
+
+void check(ScaledUp const& x) {
+  Sizes const& s = x.sizes;
+  bool const gated = x.activation.gated;
+  bool const any = s.rows() > 0;
+  check_layer(s, x.dtype, x.routing);
+  check_element(x.dtype, "dtype");
+  check_activation(x.activation);
+  check_order(x.order);
+  check_format(x.x_format, "x_format");
+  check_format(x.w_format, "w_format");
+  check_format(x.format, "format");
+  check_kind(x.scale);
+  check_rows(x.x, input_rows(s, x.routing), s.hidden, "x");
+  check_scales(x.x_scales, input_rows(s, x.routing) > 0, "x_scales");
+  check_codes(x.w_up.gate, s.experts, s.intermediate, s.hidden, "w_up.gate");
+  check_scales(x.w_scales.gate, true, "w_scales.gate");
+  if (gated) {
+    check_codes(x.w_up.up, s.experts, s.intermediate, s.hidden, "w_up.up");
+    check_scales(x.w_scales.up, true, "w_scales.up");
+  }
+  check_optional_rows(x.bias, width(s, gated), "b_up");
+  check_optional_rows(x.h, width(s, gated), "h");
+  check_optional_rows(x.h_codes, width(s, gated), "h_codes");
+  check_scales(x.h_scales, any && x.h_codes.data != nullptr, "h_scales");
+  check_rows(x.a, s.rows(), s.intermediate, "a");
+  check_scales(x.a_scales, any, "a_scales");
+}
+
+void check(ScaledDownGradient const& x) {
+  Sizes const& s = x.sizes;
+  bool const gated = x.activation.gated;
+  bool const any = s.rows() > 0;
+  check_layer(s, x.dtype, x.routing);
+  check_element(x.dtype, "dtype");
+  check_activation(x.activation);
+  check_order(x.order);
+  check_format(x.dout_format, "dout_format");
+  check_format(x.w_format, "w_format");
+  check_format(x.h_format, "h_format");
+  check_format(x.format, "format");
+  check_kind(x.scale);
+  check_rows(x.dout, input_rows(s, x.routing), s.hidden, "dout");
+  check_scales(x.dout_scales, input_rows(s, x.routing) > 0, "dout_scales");
+  check_weight(x.w_down, s.experts, s.hidden, s.intermediate, "w_down", false);
+  require(x.w_down.out_stride == 1 || s.hidden == 1, "w_down: expected H contiguous, got stride ",
+          x.w_down.out_stride);
+  check_scales(x.w_scales, true, "w_scales");
+  require(x.h.data == nullptr || x.h_codes.data == nullptr,
+          "h_codes: expected null with h, got a pointer");
+  if (x.h_codes.data == nullptr) check_rows(x.h, s.rows(), width(s, gated), "h");
+  check_optional_rows(x.h_codes, width(s, gated), "h_codes");
+  check_scales(x.h_scales, any && x.h_codes.data != nullptr, "h_scales");
+  check_rows(x.dh_codes, s.rows(), width(s, gated), "dh_codes");
+  check_scales(x.dh_scales, any, "dh_scales");
+  check_optional_rows(x.dh, width(s, gated), "dh");
+  check_optional_rows(x.a_scaled, s.intermediate, "a_scaled");
+}
+
+}  // namespace guild

@@ -1,0 +1,49 @@
+#include "check_float8_chunks.h"
+
+#include "check_float8_parts.h"
+
+namespace guild {
+
+void check(QuantizeChunks const& x) {
+  check_size(x.rows, 0, kMostRows, "rows");
+  check_size(x.groups, 1, kMostExperts, "groups");
+  check_size(x.columns, 1, kMostColumns, "columns");
+  check_size(x.halves, 1, 2, "halves");
+  bool const gathers = x.row_token != nullptr, has_codes = x.x_scales.data != nullptr;
+  int64_t const height = gathers ? x.tokens : x.rows;
+  check_size(height, 0, kMostRows, "tokens");
+  check_element(x.dtype, "dtype");
+  check_format(x.format, "format");
+  if (!has_codes) check_kind(x.scale);
+  check_pointer(x.offsets, true, "offsets");
+  check_rows(x.x, height, x.halves * x.columns, "x");
+  check_scales(x.x_scales, false, "x_scales");
+  check_pointer(x.codes, true, "codes");
+  check_scales(x.scales, true, "scales");
+}
+
+namespace {
+
+void check_chunks(ConstChunks const& x, int64_t columns, char const* name) {
+  check_pointer(x.codes, true, name);
+  require(x.slot_stride == 0 || x.slot_stride >= columns * kScaleBlock, name,
+          ": expected slots at least ", columns * kScaleBlock, " apart, or 0, got ", x.slot_stride);
+  check_scales(x.scales, true, name);
+}
+
+}  // namespace
+
+void check(ChunkProduct const& x) {
+  check_size(x.rows, 0, kMostRows, "rows");
+  check_size(x.groups, 1, kMostExperts, "groups");
+  check_size(x.out, 1, kMostColumns, "out");
+  check_size(x.in, 1, kMostColumns, "in");
+  check_format(x.a_format, "a_format");
+  check_element(x.d_dtype, "d_dtype");
+  check_pointer(x.offsets, true, "offsets");
+  check_chunks(x.a, x.out, "a");
+  check_chunks(x.b, x.in, "b");
+  check_weight(x.d, x.groups, x.out, x.in, "d", true);
+}
+
+}  // namespace guild

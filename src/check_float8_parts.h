@@ -1,0 +1,37 @@
+// The conditions on formats, scales and codes that checks of FP8 steps are made of.
+#pragma once
+#include "check_parts.h"
+
+namespace guild {
+
+inline void check_format(Float8 format, char const* name) {
+  require(format == Float8::e4m3 || format == Float8::e5m2, name,
+          ": expected 0 (e4m3) or 1 (e5m2), got ", int(format));
+}
+
+inline void check_element(DType dtype, char const* name) {
+  check_dtype(dtype, name);
+  require(dtype != DType::float64, name, ": expected bfloat16, float16 or float32, got float64");
+}
+
+template <class F>
+void check_scales(BlockScales<F> const& scales, bool needed, char const* name) {
+  check_pointer(scales.data, needed, name);
+  require(scales.expert_stride >= 0 && scales.row_stride >= 0 && scales.col_stride >= 0, name,
+          ": expected strides of at least 0, got (", scales.expert_stride, ", ", scales.row_stride,
+          ", ", scales.col_stride, ")");
+}
+
+// A weight's codes whose products run over `in`.
+inline void check_codes(ConstWeight const& w, int64_t experts, int64_t out, int64_t in,
+                        char const* name) {
+  check_weight(w, experts, out, in, name, false);
+  require(w.in_stride == 1 || in == 1, name, ": expected H contiguous, got stride ", w.in_stride);
+}
+
+inline void check_kind(ScaleKind kind) {
+  require(kind == ScaleKind::exact || kind == ScaleKind::power_of_two,
+          "scale: expected 0 (exact) or 1 (power of two), got ", int(kind));
+}
+
+}  // namespace guild

@@ -1,0 +1,25 @@
+// chunk_product(): tensor-core kernels, which ask for operands that TMA can load.
+#include "check_float8_chunks.h"
+#include "cuda/alignment.h"
+#include "cuda/sm90/float8/chunk_product.h"
+
+namespace guild::cuda {
+
+namespace {
+
+void require_boxes(ConstChunks const& x, char const* name) {
+  require(reinterpret_cast<uintptr_t>(x.codes) % 16 == 0 && x.slot_stride % 16 == 0, name,
+          ": expected 16-byte aligned codes on CUDA, got slots ", x.slot_stride,
+          " apart at address ", static_cast<void const*>(x.codes));
+}
+
+}  // namespace
+
+void chunk_product(ChunkProduct const& x, Queue queue) {
+  check(x);
+  require_boxes(x.a, "a");
+  require_boxes(x.b, "b");
+  sm90::chunk_product(x, queue);
+}
+
+}  // namespace guild::cuda

@@ -1,0 +1,35 @@
+// What the products of FP8 codes require of their arguments: operands that TMA can load.
+#pragma once
+#include "cuda/alignment.h"
+#include "guild/float8.h"
+
+namespace guild::cuda {
+
+inline constexpr int64_t kCodesPer16Bytes = 16;
+
+inline void require_codes_width(int64_t size, char const* name) {
+  require(size % kCodesPer16Bytes == 0, name, ": expected a multiple of ", kCodesPer16Bytes,
+          " on CUDA, got ", size);
+}
+
+// Data and strides, in codes, on 16-byte boundaries.
+inline void require_codes(void const* data, int64_t stride, int64_t matrix_stride,
+                          char const* name) {
+  bool const aligned = reinterpret_cast<uintptr_t>(data) % 16 == 0 &&
+                       stride % kCodesPer16Bytes == 0 && matrix_stride % kCodesPer16Bytes == 0;
+  require(aligned, name, ": expected 16-byte aligned data and strides on CUDA, got strides (",
+          matrix_stride, ", ", stride, ") at address ", data);
+}
+inline void require_codes(ConstRows const& rows, char const* name) {
+  if (rows.data != nullptr) require_codes(rows.data, rows.stride, 0, name);
+}
+// A weight whose products run over `in`, which is contiguous.
+inline void require_codes(ConstWeight const& w, int64_t experts, char const* name) {
+  require_codes(w.data, w.out_stride, experts == 1 ? 0 : w.expert_stride, name);
+}
+
+inline void require_e4m3(Float8 format, char const* name) {
+  require(format == Float8::e4m3, name, ": expected 0 (e4m3) on CUDA, got 1 (e5m2)");
+}
+
+}  // namespace guild::cuda

@@ -1,0 +1,51 @@
+// scaled_up() and scaled_down_gradient(): their arguments as the tensor-core kernels take them.
+#include "check.h"
+#include "cuda/alignment.h"
+#include "cuda/float8/products.h"
+#include "cuda/float8/require.h"
+
+namespace guild::cuda {
+namespace {
+
+void require_sizes(Sizes const& s, DType dtype) {
+  require_16_bit(dtype);
+  require_codes_width(s.hidden, "hidden");
+  require_codes_width(s.intermediate, "intermediate");
+}
+
+}  // namespace
+
+void scaled_up(ScaledUp const& x, Queue queue) {
+  check(x);
+  Sizes const& s = x.sizes;
+  require_sizes(s, x.dtype);
+  require_e4m3(x.x_format, "x_format");
+  require_e4m3(x.w_format, "w_format");
+  require_codes(x.x, "x");
+  require_codes(x.w_up.gate, s.experts, "w_up.gate");
+  if (x.activation.gated) require_codes(x.w_up.up, s.experts, "w_up.up");
+  require_codes(x.h_codes, "h_codes");
+  require_codes(x.a, "a");
+  require_aligned(x.bias, "b_up");
+  require_aligned(x.h, "h");
+  require(x.h.data == nullptr || x.h_codes.data == nullptr,
+          "h_codes: expected null with h on CUDA, got a pointer");
+  scaled_up_product(x, queue);
+}
+
+void scaled_down_gradient(ScaledDownGradient const& x, Queue queue) {
+  check(x);
+  Sizes const& s = x.sizes;
+  require_sizes(s, x.dtype);
+  require_e4m3(x.w_format, "w_format");
+  require(x.h.data != nullptr, "h: expected a pointer on CUDA, where h_codes are not read");
+  require_codes(x.dout, "dout");
+  require_codes(transposed(x.w_down), s.experts, "w_down");
+  require_codes(x.dh_codes, "dh_codes");
+  require_aligned(x.h, "h");
+  require_aligned(x.dh, "dh");
+  require_aligned(x.a_scaled, "a_scaled");
+  scaled_down_gradient_product(x, queue);
+}
+
+}  // namespace guild::cuda

@@ -1,0 +1,230 @@
+// The weight gradients' product of FP8 chunks (guild/float8_chunks.h): kernel.cuh's tiles and warp
+// roles, a step for each chunk.
+//
+// A stage holds one chunk of both operands, 128 rows deep and K-major as they lie in memory, so
+// every box is whole. Its products of 64 x 128 go to 64 registers of their own and are added to the
+// tile's sums, times the product of the two blocks' scales: one factor for all of them.
+//
+// TMA sees two codes as one element of two bytes.
+#pragma once
+#include "cuda/sm90/kernel.cuh"
+#include "guild/float8_chunks.h"
+
+namespace guild::cuda {
+
+// Groups split chunks; a tile's inner_row is the slot of its group's first one, and `inner` counts
+// pairs of codes.
+struct ChunkTiles : InnerTiles {
+  GUILD_HD Tile at(int index, int group, int begin, int end) const {
+    Tile tile = InnerTiles::at(index, group, begin, end);
+    tile.inner = (end - begin + 1) / 2;
+    tile.inner_row = begin / int(kScaleBlock) + group;
+    return tile;
+  }
+};
+
+// Loads a chunk's columns, 64 codes wide rows of 128 bytes.
+template <GemmConfig C>
+struct ChunkColumns {
+  using Element = __nv_bfloat16;
+  using Work = ChunkTiles;
+  static constexpr Major kMajorA = Major::K, kMajorB = Major::K;
+  static constexpr int kThreads = 32, kArrivals = 1, kRegisters = 40;
+  static constexpr bool kClearsRest = false;
+  static constexpr int kBoxRows = C.tile_n / C.cluster > 128 ? 128 : C.tile_n / C.cluster;
+
+  struct Params {
+    CUtensorMap a, b;  // (64, columns, slots), boxes of 64 x 64 of A, 64 x kBoxRows of B
+  };
+  struct Storage {};
+  Params const& p;
+  int const thread;
+
+  __device__ ChunkColumns(Params const& p, Storage&, int thread) : p(p), thread(thread) {}
+  __device__ void begin(Tile const&) {}
+  __device__ void load(Tile const& tile, int step, char* a, char* b, Barrier& full) {
+    if (thread != 0) return;
+    full.arrive_expect(stage_bytes<C>(tile));
+    if (tile.rows <= 0) return;
+    int const slot = tile.inner_row + step;
+#pragma unroll 1
+    for (int r = 0; r < tile.rows; r += 64) {
+      tma_load(p.a, a + r * kRowBytes, {0, tile.row + r, slot}, full);
+    }
+    for_own_boxes<C, kBoxRows>(tile, [&](int c, auto multicast) {
+      load_b<C>(multicast, p.b, b + c * kRowBytes, {0, tile.col + c, slot}, full);
+    });
+  }
+};
+
+// StoreExpert without a rest that waits for the next tile: its registers are the waves' here.
+template <class T>
+struct StoreExpertAtOnce {
+  StoreExpert<T> experts;
+
+  using Storage = StoreBoxes;
+  template <int n>
+  struct Parcel {
+    static constexpr int kMostSteps = 0;
+
+    __device__ bool left() const { return false; }
+    __device__ void begin(StoreExpertAtOnce const& e, float const (&acc)[n / 2], StoreBoxes& boxes,
+                          Tile const& tile, int thread) {
+      if (tile.rows <= 0) return;
+      put<0>(e, acc, boxes, tile, thread);
+      if (n > 128 && tile.col + 128 < e.experts.width()) put<1>(e, acc, boxes, tile, thread);
+    }
+    __device__ void step(StoreExpertAtOnce const&, StoreBoxes&, int) {}
+
+   private:
+    template <int half>
+    static __device__ void put(StoreExpertAtOnce const& e, float const (&acc)[n / 2],
+                               StoreBoxes& boxes, Tile const& tile, int thread) {
+      HalfWords word;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) pack_box<T>(word[i], acc + 64 * half + 32 * i);
+      e.experts.template put<n>(word, half, boxes, tile, thread);
+    }
+  };
+
+  template <int n>
+  __device__ bool start(float (&)[n / 2], Tile const&, int) const {
+    return false;
+  }
+};
+
+template <GemmConfig C, class Epilogue, Codes codes>
+struct ChunkSums : GroupedProduct<C, ChunkColumns<C>, Epilogue> {
+  using Base = GroupedProduct<C, ChunkColumns<C>, Epilogue>;
+  using typename Base::Cursor, typename Base::Loop, typename Base::SharedStorage;
+  static_assert(!C.in_turns && C.consumer_rows() == 64);
+
+  struct Params : Base::Params {
+    ConstScales a_scales, b_scales;
+    int b_blocks;     // blocks of columns of B
+    bool accumulate;  // groups without rows are left alone
+  };
+
+  static constexpr int kWaves = C.tile_n / 128;
+  static_assert(kWaves <= 2);
+  using Wave = float[64];
+
+  // The scales of one step, from the first to the last: A's, and of a wave's block of B, which even
+  // lanes have of the first wave and odd ones of the second. A value that is the same for all lanes
+  // would go to a uniform register, for which ptxas waits before the step's products are issued.
+  struct StepScales {
+    float a, b;
+  };
+  struct ScaleReader {
+    float const *a, *b;
+    int64_t a_step, b_step;
+
+    __device__ ScaleReader(Params const& p, Tile const& tile, Self self) {
+      int const column = tile.col / int(kScaleBlock) + (kWaves == 2 ? self.thread % 2 : 0);
+      a_step = p.a_scales.row_stride;
+      b_step = p.b_scales.row_stride;
+      a = p.a_scales.data + tile.inner_row * a_step +
+          tile.row / int(kScaleBlock) * p.a_scales.col_stride;
+      b = p.b_scales.data + tile.inner_row * b_step +
+          min(column, p.b_blocks - 1) * p.b_scales.col_stride;
+    }
+    __device__ void advance() { a += a_step, b += b_step; }
+    __device__ StepScales load() const { return {load_now(a), load_now(b)}; }
+    // Issued here: the compiler would move the load to where the value is used, two steps later.
+    static __device__ float load_now(float const* from) {
+      float value;
+      asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(value) : "l"(from));
+      return value;
+    }
+  };
+
+  static __device__ void multiply(Wave& wave, uint32_t a, uint32_t b) {
+    wgmma_fence();
+#pragma unroll
+    for (int slice = 0; slice < 4; ++slice) {
+      mma_codes<codes>(wave, a + slice * 2, b + slice * 2, slice > 0);
+    }
+    wgmma_commit();
+  }
+
+  static __device__ void promote(float* sums, Wave const& wave, float factor) {
+#pragma unroll
+    for (int i = 0; i < 64; ++i) sums[i] = fmaf(wave[i], factor, sums[i]);
+  }
+
+  // Sums the tile over its `count` chunks, at least one; meanwhile() as in kernel.cuh. Scales are
+  // loaded two steps ahead.
+  template <class F>
+  static __device__ void sum(Params const& p, int count, float (&sums)[C.tile_n / 2], Cursor& at,
+                             Tile const& tile, SharedStorage& smem, Self self, F&& meanwhile) {
+    uint32_t const full = kept(shared_address(smem.full));
+    uint32_t const a =
+        kept(descriptor<Major::K>(shared_address(smem.a[0]) + self.group * kBlockBytes));
+    uint32_t const b = kept(descriptor<Major::K>(shared_address(smem.b[0])));
+    ScaleReader reader(p, tile, self);
+    StepScales now = reader.load();
+    if (count > 1) reader.advance();
+    StepScales next = reader.load();
+    int step = 0;
+#pragma unroll 1
+    do {
+      if (step + 2 < count) reader.advance();
+      StepScales const after = reader.load();
+      float const both = now.a * now.b;
+      float const factor[2] = {__shfl_sync(~0u, both, 0), __shfl_sync(~0u, both, 1)};
+      Barrier::wait_at(full + at.stage * sizeof(Barrier), at.phase);
+      Wave wave;
+      forget_registers(wave);
+#pragma unroll
+      for (int w = 0; w < kWaves; ++w) {
+        fence_registers(wave);
+        multiply(wave, a + at.stage * (C.a_bytes() / 16),
+                 b + at.stage * (C.b_bytes() / 16) + w * (2 * kBlockBytes / 16));
+        if (w == 0) meanwhile(Loop::kClaimsLate ? step + 1 == count : step == 0);
+        wgmma_wait<0>();
+        fence_registers(wave);
+        if (w == kWaves - 1 && self.leads_warp()) Loop::release(smem.empty[at.stage]);
+        promote(sums + 64 * w, wave, factor[w]);
+      }
+      now = next;
+      next = after;
+      at.advance();
+    } while (++step < count);
+  }
+
+  static __device__ void consume(Params const& p, SharedStorage& smem, Self self) {
+    float sums[C.tile_n / 2];
+    auto& storage = smem.epilogue[self.group];
+    Cursor at;
+    QueueEnd tiles;
+    Tile tile, following;
+    for (bool more = smem.tiles.take(tiles, tile); more; tile = following) {
+      Tile const part = row_block(tile, self.group);
+      int const count = Loop::steps(tile);
+      auto const take = [&](bool takes) {
+        if (takes) more = smem.tiles.take(tiles, following);
+      };
+      if (part.rows <= 0) {
+        Loop::pass(count, at, smem, self);
+        take(true);
+        continue;
+      }
+      clear_registers(sums);
+      if (count > 0) {
+        sum(p, count, sums, at, tile, smem, self, take);
+      } else {
+        take(true);
+        if (p.accumulate) continue;
+      }
+      typename Epilogue::template Parcel<C.tile_n> parcel;
+      parcel.begin(p.epilogue, sums, storage, part, self.thread);
+    }
+    if (self.leads_warp()) tma_store_wait<0>();  // shared memory must outlive the last store
+  }
+
+  static __device__ void run(Params const& p, SharedStorage& smem) {
+    Base::run(p, smem, [&](Self self) { consume(p, smem, self); });
+  }
+};
+
+}  // namespace guild::cuda

@@ -1,0 +1,85 @@
+#include "cuda/sm90/float8/chunk_product.h"
+
+#include "cuda/sm90/float8/chunk_kernel.cuh"
+#include "cuda/sm90/launch.cuh"
+
+namespace guild::cuda::sm90 {
+namespace {
+
+// A pair of blocks loads a third less from L2, as in kConfigs.
+constexpr GemmConfig kConfig{.tile_m = 128, .tile_n = 256, .stages = 4, .cluster = 2};
+
+CUtensorMap chunk_map(ConstChunks const& x, int64_t columns, int64_t slots, int box_rows,
+                      char const* name) {
+  constexpr int64_t pairs = kScaleBlock / 2;
+  int64_t const slot = x.slot_stride == 0 ? columns * kScaleBlock : x.slot_stride;
+  return tensor_map(x.codes, DType::bfloat16,
+                    {pairs, columns, slots, pairs, slot / 2, int(pairs), box_rows, 1}, name);
+}
+
+template <Codes codes, class Epilogue>
+void launch_chunks(ChunkProduct const& x, Epilogue const& epilogue, Queue const& queue) {
+  using Kernel = ChunkSums<kConfig, Epilogue, codes>;
+  int64_t const slots = chunk_slots(x.rows, x.groups);
+  typename Kernel::Params params{};
+  ChunkTiles& work = params.work;
+  work.groups = expert_groups(x.offsets, x.groups, x.rows);
+  work.tile_n = kConfig.tile_n;
+  work.rows = int(x.out);
+  work.across = int(ceil_div(x.in, kConfig.tile_n));
+  params.load.a = chunk_map(x.a, x.out, slots, 64, "a");
+  params.load.b = chunk_map(x.b, x.in, slots, ChunkColumns<kConfig>::kBoxRows, "b");
+  params.epilogue = epilogue;
+  params.a_scales = x.a.scales;
+  params.b_scales = x.b.scales;
+  params.b_blocks = int(ceil_div(x.in, kScaleBlock));
+  params.accumulate = x.accumulate;
+  launch<Kernel>(params, x.groups * ceil_div(x.out, kConfig.cluster_m()) * work.across, queue);
+}
+
+template <class Epilogue>
+void launch_format(ChunkProduct const& x, Epilogue const& epilogue, Queue const& queue) {
+  if (x.a_format == Float8::e4m3) {
+    launch_chunks<Codes::e4m3_e4m3>(x, epilogue, queue);
+  } else {
+    launch_chunks<Codes::e5m2_e4m3>(x, epilogue, queue);
+  }
+}
+
+// Where TMA can write the groups' matrices.
+bool has_boxes(ChunkProduct const& x) {
+  bool const transposed = x.d.in_stride != 1;
+  return x.d_dtype != DType::float32 && !x.accumulate && x.d.expert_stride % 8 == 0 &&
+         reinterpret_cast<uintptr_t>(x.d.data) % 16 == 0 &&
+         (transposed ? x.d.out_stride == 1 && x.d.in_stride % 8 == 0 : x.d.out_stride % 8 == 0);
+}
+
+template <class T>
+StoreExpertAtOnce<T> boxes_of_groups(ChunkProduct const& x) {
+  bool const transposed = x.d.in_stride != 1;
+  constexpr int box = kBoxColumns;
+  int64_t const z = places(x.d, x.groups), stride = x.d.expert_stride;
+  MapShape const shape = transposed ? MapShape{x.out, x.in, z, x.d.in_stride, stride, box, 64, 1}
+                                    : MapShape{x.in, x.out, z, x.d.out_stride, stride, box, 64, 1};
+  return {{tensor_map(x.d.data, x.d_dtype, shape, "out"), transposed, int(x.in), x.d.expert_at}};
+}
+
+}  // namespace
+
+void chunk_product(ChunkProduct const& x, Queue const& queue) {
+  with_type(x.d_dtype, [&](auto element) {
+    using T = decltype(element);
+    if (has_boxes(x)) return launch_format(x, boxes_of_groups<T>(x), queue);
+    DirectOutput const d{.data = x.d.data,
+                         .group_stride = x.d.expert_stride,
+                         .row_stride = x.d.out_stride,
+                         .col_stride = x.d.in_stride,
+                         .is_float = x.d_dtype == DType::float32,
+                         .accumulate = x.accumulate,
+                         .columns = int(x.in),
+                         .group_at = x.d.expert_at};
+    launch_format(x, StoreDirect<T>{d, {}}, queue);
+  });
+}
+
+}  // namespace guild::cuda::sm90

@@ -1,0 +1,145 @@
+// The up projection's epilogue with quantised results: from the pre-activations H of a tile, gate
+// and up of 128 columns or, without a gate, 256 columns, to the codes and scales of activation(H).
+//
+// A block of A's scales is a tile's columns, or half of them, so that a row's largest value is known
+// to a quad. H is stored from the same registers first, rounded or quantised itself.
+#pragma once
+#include "cuda/sm90/epilogues.cuh"
+#include "cuda/sm90/float8/quantized_fragment.cuh"
+
+namespace guild::cuda {
+
+// What is kept of H.
+enum class Kept : int { nothing, rounded, codes };
+
+template <class T, Known known>
+struct ScaledActivate {
+  Kept kept;
+  GateUpRows<T> h;     // (R, W)
+  CodeOutput h_codes;  // (R, W) in halves
+  CodeOutput a;        // (R, I)
+  Bias<T> bias;        // (E, W), ordered as h
+  int columns;         // of A
+  ActivationOf<float> activation;
+  KnownPairing<known> pairing;  // of h and bias; in a tile gate and up are always halves
+
+  using Storage = StoreBoxes;
+
+  template <int n>
+  __device__ bool start(float (&acc)[n / 2], Tile const& tile, int thread) const {
+    if (bias.data == nullptr) return false;
+    int const e = tile.expert, col = tile.col;
+    if (pairing == Pairing::alternate) {
+      fill_alternating(acc, e, col, thread);
+    } else if (pairing == Pairing::halves) {
+      bias.template fill<n / 2>(acc, e, 0, col, columns, thread);
+      bias.template fill<n / 2>(acc + n / 4, e, columns, col, columns, thread);
+    } else {
+      bias.template fill<n>(acc, e, 0, col, columns, thread);
+    }
+    return true;
+  }
+
+  template <int n>
+  struct Parcel {
+    static_assert(n == 256);
+    static constexpr int kMostSteps = 0;
+
+    __device__ bool left() const { return false; }
+    __device__ void begin(ScaledActivate const& e, float (&acc)[n / 2], StoreBoxes& boxes,
+                          Tile const& tile, int thread) {
+      if (e.pairing == Pairing::none) {
+        e.template store_alone<0>(acc, boxes, tile, thread);
+        e.template store_alone<1>(acc, boxes, tile, thread);
+      } else {
+        e.store_gated(acc, boxes, tile, thread);
+      }
+    }
+    __device__ void step(ScaledActivate const&, StoreBoxes&, int) {}
+  };
+
+ private:
+  // Gate and up of 128 columns; A overwrites gate.
+  __device__ void store_gated(float (&acc)[128], StoreBoxes const& boxes, Tile const& tile,
+                              int thread) const {
+    float *const gate = acc, *const up = acc + 64;
+    keep(gate, up, boxes, tile, tile.col, thread);
+#pragma unroll
+    for (int part = 0; part < 2; ++part) {
+      activate_pairs(gate + 32 * part, up + 32 * part, columns - tile.col - 64 * part);
+    }
+    put_codes(a, gate, boxes.address(0), tile, tile.col, 0, thread);
+  }
+
+  // Block `block` of 128 columns without a gate; A overwrites H.
+  template <int block>
+  __device__ void store_alone(float (&acc)[128], StoreBoxes const& boxes, Tile const& tile,
+                              int thread) const {
+    float* const value = acc + 64 * block;
+    int const col = tile.col + 128 * block;
+    if (col >= columns) return;
+    keep(value, value, boxes, tile, col, thread);
+    activate_alone(value, columns - col);
+    put_codes(a, value, boxes.address(0), tile, col, 0, thread);
+  }
+
+  __device__ void keep(float const* gate, float const* up, StoreBoxes const& boxes,
+                       Tile const& tile, int col, int thread) const {
+    if (kept == Kept::rounded) {
+      if (pairing == Pairing::alternate) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          h.put_alternating(gate + 32 * i, up + 32 * i, boxes, tile, col + 64 * i, thread);
+        }
+      } else {
+        h.put_half(0, gate, boxes, tile, col, thread);
+        if (pairing == Pairing::halves) h.put_half(1, up, boxes, tile, col, thread);
+      }
+    }
+    if (kept == Kept::codes) {
+      put_codes(h_codes, gate, boxes.address(0), tile, col, 0, thread);
+      if (pairing != Pairing::none) {
+        put_codes(h_codes, up, boxes.address(1), tile, col, 1, thread);
+      }
+    }
+  }
+
+  __device__ void fill_alternating(float* acc, int expert, int col, int thread) const {
+    T const* const row = bias.data + expert * bias.stride;
+#pragma unroll
+    for (int block = 0; block < 16; ++block) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        int const c = col + 8 * block + fragment_column(thread) + i;
+        float2 const b = c < columns ? unpack<T>(*reinterpret_cast<uint32_t const*>(row + 2 * c))
+                                     : float2{0.f, 0.f};
+        acc[4 * block + i] = acc[4 * block + 2 + i] = b.x;
+        acc[64 + 4 * block + i] = acc[64 + 4 * block + 2 + i] = b.y;
+      }
+    }
+  }
+
+  // 64 columns. The early exit every 16 columns keeps the compiler from interleaving all columns,
+  // which would spill.
+  __device__ void activate_pairs(float* gate, float const* up, int left) const {
+    with_known_family<known>(activation, [&, act = with_gate(activation, true)](auto family) {
+#pragma unroll
+      for (int i = 0; i < 32; ++i) {
+        if (i % 8 == 0 && 2 * i >= left) break;
+        gate[i] = activate<family.value>(act, gate[i], up[i]);
+      }
+    });
+  }
+  // 128 columns.
+  __device__ void activate_alone(float* value, int left) const {
+    with_known_family<known>(activation, [&, act = with_gate(activation, false)](auto family) {
+#pragma unroll
+      for (int i = 0; i < 64; ++i) {
+        if (i % 8 == 0 && 2 * i >= left) break;
+        value[i] = activate<family.value>(act, value[i], 0.f);
+      }
+    });
+  }
+};
+
+}  // namespace guild::cuda

@@ -1,0 +1,241 @@
+// The grouped product of FP8 codes: kernel.cuh's tiles, loads and warp roles with another sum.
+//
+// A step is 128 deep, as deep as a block of scales. Its products of 64 rows and 128 columns, a
+// wave, go to 64 registers of their own, from which they are added to the tile's sums, scaled by
+// the product of the row's and the weight block's scales ("promotion": DeepSeek-V3,
+// arXiv:2412.19437, section 3.3.2). While one consumer adds, the other one's wave keeps the tensor
+// cores busy.
+//
+// The loaders see two codes as one element of two bytes.
+#pragma once
+#include "cuda/sm90/kernel.cuh"
+#include "guild/float8.h"
+
+namespace guild::cuda {
+
+using CodePair = __nv_bfloat16;  // two codes, as the loaders and TMA see them
+
+template <GemmConfig C, OperandLoader Loader, class Epilogue, Codes codes>
+struct ScaledProduct : GroupedProduct<C, Loader, Epilogue> {
+  using Base = GroupedProduct<C, Loader, Epilogue>;
+  using typename Base::Cursor, typename Base::Loop, typename Base::SharedStorage;
+  static_assert(!C.in_turns && C.consumer_rows() == 64);
+
+  struct Params : Base::Params {
+    ConstScales a_scales;
+    // Of the first weight that WeightLoader has; with pair_columns, those of the second weight lie
+    // `second_scales` after them, with the same strides.
+    ConstScales b_scales;
+    uint32_t second_scales;
+    int rows, n_blocks;  // of D, and blocks of scales in a column of B
+  };
+
+  static constexpr int kWaves = C.tile_n / 128;
+  static_assert(kWaves <= 2);
+  static constexpr bool kGathers = requires(Params const& p) { p.load.row; };
+
+  // Loads issued here: the compiler would move them to where the value is used, steps later.
+  static __device__ float load_now(float const* from) {
+    float value;
+    asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(value) : "l"(from));
+    return value;
+  }
+  static __device__ int load_now(int32_t const* from) {
+    int value;
+    asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(value) : "l"(from));
+    return value;
+  }
+
+  // The rows of A that a thread's two rows of a tile are; -1: zeros.
+  struct OwnRows {
+    int row[2];
+
+    __device__ OwnRows() {}
+    __device__ OwnRows(Params const& p, Tile const& tile, Self self) {
+#pragma unroll
+      for (int below = 0; below < 2; ++below) {
+        int const r = tile.row + 64 * self.group + fragment_row(self.thread) + 8 * below;
+        row[below] = min(r, p.rows - 1);
+        if constexpr (kGathers) {
+          row[below] = load_now(p.load.row + row[below]);
+        }
+      }
+    }
+  };
+
+  // A thread's scales of one step: of its two rows, and of a wave's weight block, which even lanes
+  // have of the first wave and odd ones of the second. A value that is the same for all lanes would
+  // go to a uniform register, for which ptxas waits before the step's products are issued.
+  struct StepScales {
+    float row[2], block;
+  };
+  // Offsets of 32 bits, and steps from the parameters: registers are short.
+  struct ScaleReader {
+    uint32_t row[2], block;
+    bool present[2];
+
+    __device__ ScaleReader(Params const& p, OwnRows const& own, Tile const& tile, Self self) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        int at = own.row[i];
+        present[i] = true;
+        if constexpr (kGathers) {
+          present[i] = unsigned(at) < unsigned(p.load.tokens);
+          if (!present[i]) at = 0;
+        }
+        row[i] = uint32_t(at) * uint32_t(p.a_scales.row_stride);
+      }
+      int const second = kWaves == 2 ? self.thread % 2 : 0;
+      bool const apart = p.load.b.pair_columns;
+      int const column = min(tile.col / 128 + (apart ? 0 : second), p.n_blocks - 1);
+      block = uint32_t(tile.expert) * uint32_t(p.b_scales.expert_stride) +
+              uint32_t(column) * uint32_t(p.b_scales.row_stride) +
+              (apart && second ? uint32_t(p.second_scales) : 0);
+    }
+    __device__ void advance(Params const& p) {
+      row[0] += uint32_t(p.a_scales.col_stride);
+      row[1] += uint32_t(p.a_scales.col_stride);
+      block += uint32_t(p.b_scales.col_stride);
+    }
+    __device__ StepScales load(Params const& p) const {
+      float first = load_now(p.a_scales.data + row[0]), second = load_now(p.a_scales.data + row[1]);
+      if constexpr (kGathers) {
+        first = present[0] ? first : 0.f;
+        second = present[1] ? second : 0.f;
+      }
+      return {{first, second}, load_now(p.b_scales.data + block)};
+    }
+  };
+
+  using Wave = float[64];
+
+  static __device__ void multiply(Wave& wave, uint32_t a, uint32_t b) {
+    wgmma_fence();
+#pragma unroll
+    for (int slice = 0; slice < 4; ++slice) {
+      mma_codes<codes>(wave, a + slice * 2, b + slice * 2, slice > 0);
+    }
+    wgmma_commit();
+  }
+
+  static __device__ void promote(float* sums, Wave const& wave, float upper, float lower) {
+#pragma unroll
+    for (int i = 0; i < 64; ++i) sums[i] = fmaf(wave[i], i % 4 < 2 ? upper : lower, sums[i]);
+  }
+
+  // Sums the tile over its steps; meanwhile() as in kernel.cuh. Scales are loaded two steps ahead.
+  template <class F>
+  static __device__ void sum(Params const& p, float (&sums)[C.tile_n / 2], Cursor& at,
+                             Tile const& tile, OwnRows const& own, SharedStorage& smem, Self self,
+                             F&& meanwhile) {
+    int const count = Loop::steps(tile);
+    uint32_t const full = kept(shared_address(smem.full));
+    uint32_t const a =
+        kept(descriptor<Major::K>(shared_address(smem.a[0]) + self.group * kBlockBytes));
+    uint32_t const b = kept(descriptor<Major::K>(shared_address(smem.b[0])));
+    ScaleReader reader(p, own, tile, self);
+    StepScales now = reader.load(p);
+    if (count > 1) reader.advance(p);
+    StepScales next = reader.load(p);
+    clear_registers(sums);
+    p.epilogue.template start<C.tile_n>(sums, tile, self.thread);
+    int step = 0;
+    do {
+      if (step + 2 < count) reader.advance(p);
+      StepScales const after = reader.load(p);
+      float const block[2] = {__shfl_sync(~0u, now.block, 0), __shfl_sync(~0u, now.block, 1)};
+      Barrier::wait_at(full + at.stage * sizeof(Barrier), at.phase);
+      Wave wave;
+      forget_registers(wave);
+#pragma unroll
+      for (int w = 0; w < kWaves; ++w) {
+        fence_registers(wave);
+        multiply(wave, a + at.stage * (C.a_bytes() / 16),
+                 b + at.stage * (C.b_bytes() / 16) + w * (2 * kBlockBytes / 16));
+        if (w == 0) meanwhile(Loop::kClaimsLate ? step + 1 == count : step == 0);
+        wgmma_wait<0>();
+        fence_registers(wave);
+        if (w == kWaves - 1 && self.leads_warp()) Loop::release(smem.empty[at.stage]);
+        promote(sums + 64 * w, wave, now.row[0] * block[w], now.row[1] * block[w]);
+      }
+      now = next;
+      next = after;
+      at.advance();
+    } while (++step < count);
+  }
+
+  // A reading epilogue, two units of 64 columns at a time, a block of scales. Their stages are
+  // released when both are stored. Units' sums are always the first ones: the others shift down.
+  static __device__ void finish(Params const& p, float (&sums)[C.tile_n / 2], Cursor& at,
+                                Tile const& part, auto& storage, SharedStorage& smem, Self self) {
+    Epilogue const& e = p.epilogue;
+    int const share = self.group * kBlockBytes, units = e.units(part);
+    typename Epilogue::State state;
+    e.begin(state, part, self.thread);
+#pragma unroll(Epilogue::kCopies)
+    for (int first = 0; first < C.tile_n / 64; first += 2) {
+      if (first >= units) break;
+      uint32_t stage[2] = {0, 0};
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (first + i < units) {
+          smem.full[at.stage].wait(at.phase);
+          stage[i] = shared_address(smem.b[at.stage] + share);
+          e.read_unit(sums + 32 * i, stage[i], state, part, first + i, self.thread, storage);
+          at.advance();
+        } else {
+          e.clear_unit(sums + 32 * i);
+        }
+      }
+      e.store_units(sums, stage, part, first, self.thread, storage);
+      __syncwarp();
+      if (self.leads_warp()) {
+        Loop::release(smem.empty[at.before(1)]);
+        if (stage[1] != 0) Loop::release(smem.empty[at.before(2)]);
+      }
+#pragma unroll
+      for (int i = 0; i + 64 < C.tile_n / 2; ++i) sums[i] = sums[i + 64];
+    }
+    e.finish(state, part, self.thread);
+  }
+
+  static __device__ void consume(Params const& p, SharedStorage& smem, Self self) {
+    float sums[C.tile_n / 2];
+    auto& storage = smem.epilogue[self.group];
+    Cursor at;
+    QueueEnd tiles;
+    Tile tile, following;
+    bool more = smem.tiles.take(tiles, tile);
+    OwnRows own(p, tile, self);
+    for (; more; tile = following) {
+      Tile const part = row_block(tile, self.group);
+      if (part.rows <= 0) {
+        int units = 0;
+        if constexpr (Base::kReads) units = p.epilogue.units(tile);
+        Loop::pass(Loop::steps(tile) + units, at, smem, self);
+        more = smem.tiles.take(tiles, following);
+        own = OwnRows(p, following, self);
+        continue;
+      }
+      sum(p, sums, at, tile, own, smem, self, [&](bool takes) {
+        if (takes) more = smem.tiles.take(tiles, following);
+      });
+      own = OwnRows(p, following, self);  // loaded while results are stored
+      // Else what epilogues derive from the thread would be computed before the sum, and spill.
+      Self late = self;
+      late.thread = int(kept(uint32_t(self.thread)));
+      if constexpr (Base::kReads) {
+        finish(p, sums, at, part, storage, smem, late);
+      } else {
+        typename Epilogue::template Parcel<C.tile_n> parcel;
+        parcel.begin(p.epilogue, sums, storage, part, late.thread);
+      }
+    }
+  }
+
+  static __device__ void run(Params const& p, SharedStorage& smem) {
+    Base::run(p, smem, [&](Self self) { consume(p, smem, self); });
+  }
+};
+
+}  // namespace guild::cuda

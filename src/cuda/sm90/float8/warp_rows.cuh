@@ -1,0 +1,85 @@
+// Results stored by each warp for itself: its 16 rows of a box go to shared memory and, 16 bytes a
+// lane, from there to global memory.
+//
+// TMA stores would have to be waited for before the boxes are written again, while loads for the
+// next tile are queued before them: 2,000 cycles a tile, during which no products run, since a
+// consumer has no registers left to put anything off (docs/measured/float8.md).
+#pragma once
+#include "cuda/products.h"
+#include "cuda/sm90/fragment.cuh"
+
+namespace guild::cuda {
+
+// A matrix of whole 16-byte chunks, rows on 16-byte boundaries. A box is 64 rows of 128 bytes.
+struct ByteRows {
+  char* data;
+  int64_t stride;  // bytes
+
+  // Stores the warp's 16 rows of a box from byte `col` on, up to byte `end`, of the tile's rows.
+  // Called by whole warps, each when it has written its rows; it may write them again afterwards.
+  __device__ void store(uint32_t box, Tile const& tile, int col, int end, int thread) const {
+    int const first = thread / 32 * 16 + thread % 32 / 8, chunk = thread % 8;
+    __syncwarp();
+    if (col + 16 * chunk < end) {
+      char* const to = data + (tile.row + first) * stride + col + 16 * chunk;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        uint32_t const from = chunk_address(box, first + 4 * i, chunk);
+        if (first + 4 * i < tile.rows) copy_16_bytes(to + 4 * i * stride, from);
+      }
+    }
+    __syncwarp();
+  }
+};
+
+// Gate and up columns, in halves or alternating, or `columns` columns without a gate.
+template <class T>
+struct GateUpRows {
+  ByteRows rows;
+  int columns;  // of one of them
+
+  // Stores the tile's 128 columns from `col` on, 64 values a thread, of gate (half 0) or up; not for
+  // alternating columns.
+  __device__ void put_half(int half, float const* value, StoreBoxes const& boxes, Tile const& tile,
+                           int col, int thread) const {
+    int const begin = half * kBytes * columns;
+#pragma unroll
+    for (int part = 0; part < 2; ++part) {
+      uint32_t const box = boxes.address(part);
+      if (col + 64 * part >= columns) break;
+      fragment_to_box<T>(box, value + 32 * part, thread);
+      rows.store(box, tile, begin + kBytes * (col + 64 * part), begin + kBytes * columns, thread);
+    }
+  }
+
+  // The same with 64 columns of gate and up, 32 values a thread of each, alternating.
+  __device__ void put_alternating(float const* gate, float const* up, StoreBoxes const& boxes,
+                                  Tile const& tile, int col, int thread) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      uint32_t const box = boxes.address(i);
+      alternating_to_box(box, gate + 16 * i, up + 16 * i, thread);
+      rows.store(box, tile, kBytes * (2 * col + 64 * i), 2 * kBytes * columns, thread);
+    }
+  }
+
+ private:
+  static constexpr int kBytes = sizeof(T);
+
+  // 32 columns of gate and up as 64 alternating ones: a thread's two of each are 8 bytes.
+  static __device__ void alternating_to_box(uint32_t box, float const* gate, float const* up,
+                                            int thread) {
+    int const column = 2 * fragment_column(thread);
+    uint32_t const start = chunk_address(box, fragment_row(thread), column / 8) + column % 8 * 2;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      int const block = i / 2, below = i % 2;
+      float const *const g = gate + 4 * block + 2 * below, *const u = up + 4 * block + 2 * below;
+      asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"((start ^ (block * 32)) + below * 1024),
+                   "r"(pack<T>(g[0], u[0])), "r"(pack<T>(g[1], u[1]))
+                   : "memory");
+    }
+  }
+};
+
+}  // namespace guild::cuda

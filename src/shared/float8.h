@@ -1,0 +1,81 @@
+// The arithmetic of FP8 blocks: a block's scale, and how codes are rounded and read. Tested on the
+// CPU; kernels encode with the hardware's conversion, which rounds in the same way.
+#pragma once
+#include <bit>
+#include <cstdint>
+#include <limits>
+
+#include "guild/float8.h"
+#include "shared/host_device.h"
+
+namespace guild {
+
+GUILD_HD float largest_of(Float8 format) { return format == Float8::e4m3 ? 448.f : 57344.f; }
+
+// What elements are multiplied by to get codes, and codes to get elements.
+struct BlockScale {
+  float to_code, to_value;
+};
+
+inline constexpr float kLeastLargest = 0x1p-100f;
+
+// largest: the block's largest absolute value, NaN or infinity if one of its elements is that.
+GUILD_HD BlockScale block_scale(float largest, Float8 format, ScaleKind kind) {
+  float const limit = largest_of(format);
+  if (!(largest <= std::numeric_limits<float>::max())) {
+    float const nan = std::numeric_limits<float>::quiet_NaN();
+    return {nan, nan};
+  }
+  if (largest < kLeastLargest) largest = kLeastLargest;
+  if (kind == ScaleKind::exact) return {limit / largest, largest / limit};
+  // Both formats' largest value is 1.75 times a power of two.
+  uint32_t const bits = std::bit_cast<uint32_t>(largest);
+  bool const above = (bits & 0x7fffff) > 0x600000;
+  int const log2_limit = format == Float8::e4m3 ? 8 : 15;
+  int const exponent = int(bits >> 23) - 127 - log2_limit + (above ? 1 : 0);
+  return {std::bit_cast<float>(uint32_t(127 - exponent) << 23),
+          std::bit_cast<float>(uint32_t(127 + exponent) << 23)};
+}
+
+// Mantissa bits, exponent bias, and the code of the largest value.
+struct Float8Format {
+  int mantissa, bias;
+  uint8_t largest, nan;
+};
+GUILD_HD Float8Format format_of(Float8 format) {
+  return format == Float8::e4m3 ? Float8Format{3, 7, 0x7e, 0x7f} : Float8Format{2, 15, 0x7b, 0x7f};
+}
+
+// The nearest code, ties to the even one; beyond the largest value the largest one.
+GUILD_HD uint8_t encode_float8(float x, Float8 format) {
+  Float8Format const f = format_of(format);
+  uint32_t const bits = std::bit_cast<uint32_t>(x), magnitude = bits & 0x7fffffff;
+  uint8_t const sign = uint8_t(bits >> 24 & 0x80);
+  if (magnitude > 0x7f800000) return f.nan;                  // the hardware drops a NaN's sign
+  int const exponent = int(magnitude >> 23) - 127 + f.bias;  // in the format, if it is normal
+  int const drop = 23 - f.mantissa + (exponent < 1 ? 1 - exponent : 0);
+  if (drop > 24) return sign;
+  uint32_t const significand = (magnitude & 0x7fffff) | 0x800000;
+  uint32_t const half = 1u << (drop - 1), odd = significand >> drop & 1;
+  uint32_t code = (significand + half - 1 + odd) >> drop;
+  if (exponent >= 1) code += uint32_t(exponent - 1) << f.mantissa;
+  return uint8_t(sign | (code < f.largest ? code : f.largest));
+}
+
+GUILD_HD float decode_float8(uint8_t code, Float8 format) {
+  Float8Format const f = format_of(format);
+  int const magnitude = code & 0x7f, exponent = magnitude >> f.mantissa;
+  int const fraction = magnitude & ((1 << f.mantissa) - 1);
+  float const sign = code & 0x80 ? -1.f : 1.f;
+  if (format == Float8::e4m3 ? magnitude == 0x7f : magnitude > 0x7c) {
+    return std::numeric_limits<float>::quiet_NaN();
+  }
+  if (magnitude == 0x7c && format == Float8::e5m2) {
+    return sign * std::numeric_limits<float>::infinity();
+  }
+  int const significand = exponent == 0 ? fraction : fraction | 1 << f.mantissa;
+  int const power = (exponent == 0 ? 1 : exponent) - f.bias - f.mantissa;
+  return sign * float(significand) * std::bit_cast<float>(uint32_t(127 + power) << 23);
+}
+
+}  // namespace guild

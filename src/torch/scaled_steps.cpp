@@ -1,0 +1,155 @@
+// The steps of a layer of quantised operands as ops.
+#include "torch/float8.h"
+#include "torch/ops.h"
+
+namespace guild::binding {
+
+namespace {
+
+// The first of these dtypes; bfloat16 without any.
+DType element_of(std::initializer_list<MaybeTensor const*> tensors) {
+  for (MaybeTensor const* t : tensors) {
+    if (t->has_value()) return dtype_of(**t, "h");
+  }
+  return DType::bfloat16;
+}
+
+// Sizes of a step on the rows of `by_row`, gathered from those of x or the same ones; w is
+// (E, out, in).
+Sizes sizes_of(Tensor const& x, MaybeTensor const& row_token, Tensor const& w, bool down) {
+  require_dims(x, down ? "dout" : "x", 2);
+  require_dims(w, down ? "w_down" : "w_up", 3);
+  Sizes s;
+  s.tokens = x.size(0);
+  s.slots = row_token.has_value() ? row_token->size(0) : x.size(0);
+  s.experts = w.size(0);
+  s.hidden = w.size(down ? 1 : 2);
+  s.intermediate = w.size(down ? 2 : 1);
+  return s;
+}
+
+Routing routing_of(Place const& place, Sizes const& s, Tensor const& offsets,
+                   MaybeTensor const& row_token, MaybeTensor const& row_score) {
+  Routing routing;
+  routing.offsets = place.indices(offsets, "offsets", {s.experts + 1});
+  if (row_token.has_value()) {
+    routing.row_token = place.indices(*row_token, "row_token", {s.rows()});
+  }
+  if (row_score.has_value()) {
+    routing.row_score = place.packed(*row_score, "row_score", DType::float32, {s.rows()});
+  }
+  return routing;
+}
+
+// Codes of quantised values in halves, with their scales; nothing where they are absent.
+struct Halves {
+  Rows codes;
+  Scales scales;
+};
+Halves halves_of(Place const& place, MaybeTensor const& codes, MaybeTensor const& scales,
+                 char const* name, char const* scales_name, Sizes const& s, int64_t halves) {
+  require(codes.has_value() == scales.has_value(), codes.has_value() ? scales_name : name,
+          ": expected a tensor with ", codes.has_value() ? name : scales_name, ", got none");
+  if (!codes.has_value()) return {};
+  return {
+      codes_of(place, *codes, name, s.rows(), halves * s.intermediate),
+      scales_of(place, *scales, scales_name, {s.rows(), halves * scale_blocks(s.intermediate)})};
+}
+
+}  // namespace
+
+void scaled_up_out(Tensor const& x, Tensor const& x_scales, int64_t x_format, Tensor const& offsets,
+                   MaybeTensor const& row_token, Tensor const& w_up, Tensor const& up_scales,
+                   MaybeTensor const& w_gate, MaybeTensor const& gate_scales,
+                   MaybeTensor const& b_up, int64_t kind, bool gated, double alpha, double limit,
+                   double up_offset, bool clamp_after, bool interleaved, int64_t format,
+                   int64_t scale, MaybeTensor& h, MaybeTensor& h_codes, MaybeTensor& h_scales,
+                   Tensor& a, Tensor& a_scales) {
+  Place const place(x, "x");
+  Sizes const s = sizes_of(x, row_token, w_up, false);
+  int64_t const halves = gated ? 2 : 1, width = halves * s.intermediate;
+  require(gated == w_gate.has_value() && gated == gate_scales.has_value(),
+          "w_gate, gate_scales: expected tensors with a gate, and none without");
+  ScaledUp args;
+  args.sizes = s;
+  args.dtype = element_of({&h, &b_up});
+  args.activation = activation_of(kind, gated, alpha, limit, up_offset, clamp_after);
+  args.order = interleaved ? GateUp::interleaved : GateUp::concatenated;
+  args.routing = routing_of(place, s, offsets, row_token, std::nullopt);
+  args.x_format = float8_of(x_format, "x_format");
+  args.format = float8_of(format, "format");
+  args.scale = scale_kind_of(scale);
+  args.x = codes_of(place, x, "x", s.tokens, s.hidden);
+  args.x_scales =
+      as_read(scales_of(place, x_scales, "x_scales", {s.tokens, scale_blocks(s.hidden)}));
+  auto const weight = [&](Tensor const& w, char const* name) -> ConstWeight {
+    return {place.bytes(w, name, {s.experts, s.intermediate, s.hidden}), w.stride(0), w.stride(1),
+            w.stride(2)};
+  };
+  auto const weight_scales = [&](Tensor const& t, char const* name) {
+    Shape const shape{s.experts, scale_blocks(s.intermediate), scale_blocks(s.hidden)};
+    return as_read(scales_of(place, t, name, shape));
+  };
+  args.w_up.gate = weight(gated ? *w_gate : w_up, gated ? "w_gate" : "w_up");
+  args.w_scales.gate = weight_scales(gated ? *gate_scales : up_scales, "gate_scales");
+  if (gated) {
+    args.w_up.up = weight(w_up, "w_up");
+    args.w_scales.up = weight_scales(up_scales, "up_scales");
+  }
+  args.bias = place.rows(b_up, "b_up", args.dtype, {s.experts, width});
+  args.h = place.rows(h, "h", args.dtype, {s.rows(), width});
+  Halves const kept = halves_of(place, h_codes, h_scales, "h_codes", "h_scales", s, halves);
+  args.h_codes = kept.codes;
+  args.h_scales = kept.scales;
+  args.a = codes_of(place, a, "a", s.rows(), s.intermediate);
+  args.a_scales = scales_of(place, a_scales, "a_scales", {s.rows(), scale_blocks(s.intermediate)});
+  place.run_product(cpu::scaled_up, cuda::scaled_up, args);
+}
+
+void scaled_down_gradient_out(Tensor const& dout, Tensor const& dout_scales, int64_t dout_format,
+                              Tensor const& offsets, MaybeTensor const& row_token,
+                              MaybeTensor const& row_score, Tensor const& w_down,
+                              Tensor const& w_scales, MaybeTensor const& h,
+                              MaybeTensor const& h_codes, MaybeTensor const& h_scales, int64_t kind,
+                              bool gated, double alpha, double limit, double up_offset,
+                              bool clamp_after, bool interleaved, int64_t format, int64_t scale,
+                              Tensor& dh_codes, Tensor& dh_scales, MaybeTensor& dh,
+                              MaybeTensor& a_scaled, MaybeTensor& parts) {
+  Place const place(dout, "dout");
+  Sizes const s = sizes_of(dout, row_token, w_down, true);
+  int64_t const halves = gated ? 2 : 1, width = halves * s.intermediate;
+  require(h.has_value() != h_codes.has_value(), "h: expected a tensor, or h_codes and h_scales");
+  ScaledDownGradient args;
+  args.sizes = s;
+  args.dtype = element_of({&h, &dh, &a_scaled});
+  args.activation = activation_of(kind, gated, alpha, limit, up_offset, clamp_after);
+  args.order = interleaved ? GateUp::interleaved : GateUp::concatenated;
+  args.routing = routing_of(place, s, offsets, row_token, row_score);
+  args.dout_format = float8_of(dout_format, "dout_format");
+  args.format = float8_of(format, "format");
+  args.scale = scale_kind_of(scale);
+  args.dout = codes_of(place, dout, "dout", s.tokens, s.hidden);
+  args.dout_scales =
+      as_read(scales_of(place, dout_scales, "dout_scales", {s.tokens, scale_blocks(s.hidden)}));
+  args.w_down = {place.bytes(w_down, "w_down", {s.experts, s.hidden, s.intermediate}),
+                 w_down.stride(0), w_down.stride(1), w_down.stride(2)};
+  args.w_scales =
+      as_read(scales_of(place, w_scales, "w_scales",
+                        {s.experts, scale_blocks(s.hidden), scale_blocks(s.intermediate)}));
+  args.h = place.rows(h, "h", args.dtype, {s.rows(), width});
+  Halves const kept = halves_of(place, h_codes, h_scales, "h_codes", "h_scales", s, halves);
+  args.h_codes = kept.codes;
+  args.h_scales = as_read(kept.scales);
+  Halves const out = halves_of(place, dh_codes, dh_scales, "dh_codes", "dh_scales", s, halves);
+  args.dh_codes = out.codes;
+  args.dh_scales = out.scales;
+  args.dh = place.rows(dh, "dh", args.dtype, {s.rows(), width});
+  args.a_scaled = place.rows(a_scaled, "a_scaled", args.dtype, {s.rows(), s.intermediate});
+  if (parts.has_value()) {
+    args.score_parts =
+        place.packed(*parts, "score_parts", DType::float32, {s.rows(), score_parts(s)});
+  }
+  place.run_product(cpu::scaled_down_gradient, cuda::scaled_down_gradient, args);
+}
+
+}  // namespace guild::binding

@@ -1,0 +1,240 @@
+"""Rows quantised as chunks, and the weight gradients that are products of chunks."""
+
+import pytest
+import torch
+
+from guild.float8 import Chunks, Quantized, chunk_product, quantize, quantize_chunks
+
+FORMATS = [torch.float8_e4m3fn, torch.float8_e5m2]
+COUNTS = [(300, 0, 5, 128), (0, 0), (1,), (129, 127, 256, 0, 60)]
+
+
+def _offsets(counts, device="cpu"):
+    return torch.tensor([0, *counts], device=device).cumsum(0).to(torch.int32)
+
+
+def _chunks(counts):
+    """(slot, first row, rows) of every chunk."""
+    begin = 0
+    for e, count in enumerate(counts):
+        for j in range(-(-count // 128)):
+            yield begin // 128 + e + j, begin + 128 * j, min(128, count - 128 * j)
+        begin += count
+
+
+def _power_of_two(largest, dtype):
+    """The smallest power of two that brings `largest` into the format's range."""
+    least, limit = torch.tensor(2.0**-100), torch.finfo(dtype).max
+    power = torch.frexp(largest.maximum(least) / limit)
+    return torch.ldexp(torch.ones_like(largest), power.exponent - (power.mantissa == 0.5).int())
+
+
+def _reference(x, counts, dtype, halves):
+    """Codes as float32 and power-of-two scales of rows that exist."""
+    width = x.shape[1] // halves
+    parts = [
+        x[:, h * width + c : h * width + min(c + 128, width)]
+        for h in range(halves)
+        for c in range(0, width, 128)
+    ]
+    for slot, first, rows in _chunks(counts):
+        for block, part in enumerate(parts):
+            value = part[first : first + rows].float()
+            if torch.isfinite(value).all():
+                scale = _power_of_two(value.abs().amax(), dtype)
+            else:
+                scale = torch.tensor(float("nan"))
+            codes = torch.zeros(part.shape[1], 128)
+            codes[:, :rows] = (value / scale).T
+            yield slot, block, codes.to(dtype).float(), scale
+
+
+def _expect(got, x, counts, dtype, halves):
+    """The chunks of x bit for bit."""
+    codes, scales = got.codes.float().cpu(), got.scales.cpu()
+    width = x.shape[1] // halves
+    blocks = -(-width // 128)
+    for slot, block, want, scale in _reference(x, counts, dtype, halves):
+        first = block // blocks * width + block % blocks * 128
+        found = codes[slot, first : first + want.shape[0]]
+        torch.testing.assert_close(found, want, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(scales[slot, block], scale, rtol=0, atol=0, equal_nan=True)
+
+
+def _with_corners(x):
+    """Rows and blocks of zeros, of tiny and of large values, one with a NaN, one an infinity."""
+    rows, columns = x.shape
+    x[rows // 2 :, : columns // 2] *= 2.0**-12
+    x[::7] *= 2.0**-20
+    x[::5] = 0
+    x[:, columns - 1] *= 2.0**9
+    if rows > 200 and columns > 130:
+        x[3, 5], x[201, 129] = float("nan"), float("inf")
+    return x
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize(
+    ("element", "columns", "halves"),
+    [
+        (torch.bfloat16, 256, 1),
+        (torch.bfloat16, 400, 2),
+        (torch.float16, 136, 1),
+        (torch.float32, 131, 1),
+        (torch.bfloat16, 74, 2),
+    ],
+)
+def test_rows_become_chunks(counts, dtype, element, columns, halves, device):
+    torch.manual_seed(0)
+    x = _with_corners(torch.randn(sum(counts), columns)).to(element)
+    got = quantize_chunks(x.to(device), _offsets(counts, device), dtype=dtype, halves=halves)
+    slots = sum(counts) // 128 + len(counts)
+    assert got.codes.shape == (slots, columns, 128)
+    _expect(got, x, counts, dtype, halves)
+
+
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("dtype", FORMATS)
+@pytest.mark.parametrize("columns", [256, 200, 77])
+def test_codes_become_chunks(counts, dtype, columns, device):
+    """Chunks of codes are those of the codes' values."""
+    torch.manual_seed(1)
+    rows = sum(counts)
+    x = _with_corners(torch.randn(rows, columns)).to(torch.bfloat16)
+    by_row = quantize(x.to(device), dtype, scale="power_of_two")
+    got = quantize_chunks(by_row, _offsets(counts, device))
+    wide = by_row.scales.cpu().repeat_interleave(128, 1)[:, :columns]
+    value = by_row.codes.float().cpu() * wide
+    for slot, first, count in _chunks(counts):
+        for block in range(-(-columns // 128)):
+            part = slice(128 * block, min(128 * block + 128, columns))
+            scale = by_row.scales[first : first + count, block].cpu()
+            scale = scale.amax()  # NaN where one is
+            torch.testing.assert_close(
+                got.scales[slot, block].cpu(), scale, rtol=0, atol=0, equal_nan=True
+            )
+            want = torch.zeros(part.stop - part.start, 128)
+            want[:, :count] = (value[first : first + count, part] / scale).T
+            found = got.codes[slot, part].float().cpu()
+            want = want.to(dtype).float()
+            torch.testing.assert_close(found, want, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("of_codes", [False, True])
+def test_rows_are_gathered(of_codes, device):
+    torch.manual_seed(2)
+    counts, tokens, columns = (150, 0, 70), 40, 200
+    x = torch.randn(tokens, columns).to(torch.bfloat16)
+    row_token = torch.randint(-1, tokens + 1, (sum(counts),), dtype=torch.int32)
+    inside = (row_token >= 0) & (row_token < tokens)
+    rows = torch.where(inside[:, None], x[row_token.clamp(0, tokens - 1).long()], 0)
+    offsets = _offsets(counts, device)
+
+    def source(t):
+        return quantize(t.to(device), scale="power_of_two") if of_codes else t.to(device)
+
+    got = quantize_chunks(source(x), offsets, row_token.to(device))
+    want = quantize_chunks(source(rows), offsets)
+    for slot, _, _ in _chunks(counts):
+        assert torch.equal(got.codes[slot].view(torch.uint8), want.codes[slot].view(torch.uint8))
+        assert torch.equal(got.scales[slot], want.scales[slot])
+
+
+def _values(chunks, slot, count):
+    """The rows of a slot in float64."""
+    codes = chunks.codes[slot, :, :count].double().cpu()
+    scales = chunks.scales[slot].double().cpu()
+    return (codes * scales.repeat_interleave(128)[: codes.shape[0], None]).T
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("a_dtype", FORMATS)
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize(
+    ("counts", "out", "inner"),
+    [
+        ((300, 0, 5, 128), 264, 136),
+        ((0, 129), 40, 400),
+        ((64,), 640, 256),
+    ],
+)
+def test_product_of_chunks(counts, out, inner, accumulate, a_dtype, out_dtype, device):
+    torch.manual_seed(3)
+    rows, groups = sum(counts), len(counts)
+    offsets = _offsets(counts, device)
+    a = quantize_chunks(torch.randn(rows, out, device=device), offsets, dtype=a_dtype)
+    b = quantize_chunks(torch.randn(rows, inner, device=device), offsets, scale="exact")
+    for lay in ("rows", "columns", "alternate"):
+        start = torch.randn(groups, out, inner).to(out_dtype)
+        if lay == "rows":
+            got = start.clone().to(device)
+        elif lay == "columns":
+            got = start.mT.contiguous().to(device).mT
+        else:
+            got = torch.stack([start, start], 2).to(device).flatten(1, 2)[:, ::2]
+        chunk_product(a, b, offsets, rows, got, accumulate=accumulate)
+        want = torch.zeros(groups, out, inner, dtype=torch.float64)
+        size, begin = torch.zeros_like(want), 0
+        for e, count in enumerate(counts):
+            for j in range(-(-count // 128)):
+                slot, here = begin // 128 + e + j, min(128, count - 128 * j)
+                left, right = _values(a, slot, here), _values(b, slot, here)
+                want[e] += left.T @ right
+                size[e] += left.T.abs() @ right.abs()
+            begin += count
+        if accumulate:
+            want += start.double()
+        # Tensor cores keep 13 bits of what they add to a sum of at most 128 products.
+        bound = size * (2.0**-12 if got.is_cuda else 2.0**-20)
+        bound = bound + want.abs() * torch.finfo(out_dtype).eps + torch.finfo(out_dtype).tiny
+        assert ((got.double().cpu() - want).abs() <= bound).all(), lay
+
+
+def test_halves_of_columns_are_products_of_their_own(device):
+    torch.manual_seed(4)
+    counts, rows = (130, 20), 150
+    offsets = _offsets(counts, device)
+    x = torch.randn(rows, 400, device=device)
+    both = quantize_chunks(x, offsets, halves=2)
+    b = quantize_chunks(torch.randn(rows, 64, device=device), offsets)
+    for first in (0, 200):
+        alone = quantize_chunks(x[:, first : first + 200].contiguous(), offsets)
+        results = [torch.empty(2, 200, 64, device=device) for _ in range(2)]
+        for a, out in zip((both.columns(first, 200), alone), results, strict=True):
+            chunk_product(a, b, offsets, rows, out)
+        assert torch.equal(*results)
+
+
+def test_wrong_calls_are_named():
+    offsets = _offsets((100, 28))
+    x = torch.randn(128, 64)
+    good = quantize_chunks(x, offsets)
+    out = torch.empty(2, 64, 64)
+    codes = quantize(x)
+    for call, error in (
+        (lambda: quantize_chunks(x.double(), offsets), "x: expected dtype bfloat16"),
+        (lambda: quantize_chunks(x.T, offsets), "x: expected contiguous columns"),
+        (lambda: quantize_chunks(x, offsets.long()), "offsets: expected contiguous int32"),
+        (lambda: quantize_chunks(x, offsets[:1]), "offsets: expected 2 elements"),
+        (lambda: quantize_chunks(x, offsets, halves=3), "halves: expected 1, or 2"),
+        (lambda: quantize_chunks(x, offsets, scale="e8m0"), "scale: expected"),
+        (lambda: quantize_chunks(x, offsets, dtype=torch.int8), "dtype: expected float8"),
+        (lambda: quantize_chunks(x, offsets, offsets[None]), "row_token: expected 1 dim"),
+        (
+            lambda: quantize_chunks(Quantized(codes.codes, codes.scales.half()), offsets),
+            "x.scales: expected dtype float32",
+        ),
+        (lambda: chunk_product(good, good, offsets, 500, out), r"a.codes: expected shape \(5, "),
+        (
+            lambda: chunk_product(good, good, offsets, 128, out[:, :8]),
+            r"out: expected shape \(2, 64, 64\)",
+        ),
+        (
+            lambda: chunk_product(good, Chunks(good.codes, good.scales[:, :0]), offsets, 128, out),
+            "b.scales: expected shape",
+        ),
+        (lambda: chunk_product(good, good, offsets, 128, out.double()), "out: expected dtype"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=error):
+            call()
