@@ -75,6 +75,17 @@ Gradients run_backward(Place const& place, Layer const& layer, Routing const& ro
   return g;
 }
 
+// The caller's gradients of biases, both of one dtype; false: none is wanted.
+bool set_bias_targets(Place const& place, Layer const& layer, MaybeTensor const& db_up,
+                      MaybeTensor const& db_down, MoeBackward& b) {
+  if (!db_up.has_value() && !db_down.has_value()) return false;
+  Sizes const& s = layer.sizes;
+  b.dw_dtype = db_up.has_value() ? dtype_of(*db_up, "db_up") : dtype_of(*db_down, "db_down");
+  b.db_up = place.rows(db_up, "db_up", b.dw_dtype, {s.experts, layer.width()});
+  b.db_down = place.rows(db_down, "db_down", b.dw_dtype, {s.experts, s.hidden});
+  return true;
+}
+
 }  // namespace
 
 Tensors6 moe_forward(Tensor const& x, Tensor const& ids, Tensor const& scores,
@@ -203,9 +214,8 @@ Tensors4 data_gradients(Tensor const& dout, Tensor const& h, Tensor const& offse
   b.dh = {dh.data_ptr(), 0};
   b.a_scaled = {a_scaled.data_ptr(), 0};
   b.accumulate = accumulate;
-  bool const biases = db_up.has_value() || db_down.has_value();
+  bool const biases = set_bias_targets(place, layer, db_up, db_down, b);
   if (biases) {
-    b.dw_dtype = db_up.has_value() ? dtype_of(*db_up, "db_up") : dtype_of(*db_down, "db_down");
     require_apart({{"db_up", db_up}, {"db_down", db_down}},
                   {{"dout", dout},
                    {"h", h},
@@ -219,8 +229,6 @@ Tensors4 data_gradients(Tensor const& dout, Tensor const& h, Tensor const& offse
                    {"w_down", own_memory(w_down, experts_at)},
                    {"b_down", b_down}});
   }
-  b.db_up = place.rows(db_up, "db_up", b.dw_dtype, {s.experts, layer.width()});
-  b.db_down = place.rows(db_down, "db_down", b.dw_dtype, {s.experts, s.hidden});
   Tensor const workspace = place.workspace(moe_backward_workspace_bytes(
       s, layer.dtype, gated, combined && (wanted & kX), biases, /*keeps=*/true));
   b.workspace = workspace.data_ptr();
