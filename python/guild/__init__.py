@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from guild.float8 import FP8 as FP8
     from guild.float8 import FP8Weights as FP8Weights
     from guild.float8 import Quantized as Quantized
+    from guild.float8 import SlowFP8Warning as SlowFP8Warning
     from guild.float8 import quantize as quantize
     from guild.float8 import quantize_weights as quantize_weights
     from guild.float8 import refresh_fp8 as refresh_fp8
@@ -57,6 +58,7 @@ _NAMES = {  # as above, for the import when a name is first used
         "FP8",
         "FP8Weights",
         "Quantized",
+        "SlowFP8Warning",
         "quantize",
         "quantize_weights",
         "refresh_fp8",

@@ -20,7 +20,18 @@ from guild.expert_arguments import (
     whole_of,
 )
 from guild.experts_inference import quick_experts
-from guild.float8.experts import FP8Weights, expect_alone, routed_experts_in_fp8
+from guild.float8.checkpoints import (
+    Given,
+    are_codes,
+    expect_no_gradient,
+    routed_experts_of_codes,
+)
+from guild.float8.experts import (
+    FP8Weights,
+    expect_alone,
+    routed_experts_in_fp8,
+    routed_layer_in_fp8,
+)
 from guild.float8.settings import FP8
 from guild.lora import LoRA, LoRAHalves
 from guild.lora_experts import experts_with_lora, sorted_places
@@ -79,6 +90,10 @@ def routed_experts(
         contiguous. Read in place.
     w_down : torch.Tensor
         (E, H, I). E is 1 to 4,096, on a GPU 1 to 1,024.
+
+        Weights may be codes instead, `Quantized` of float8_e4m3fn with blocks of 128 x 128, as
+        checkpoints in FP8 have them: w_up a pair (gate, up) of (E, I, H), or one of both where 128
+        divides I. They are read in place, x is quantised at each call, and there is no gradient.
 
         Any weight or bias, each of a pair too, may be a list of E tensors, one per expert, and each
         of them gets its gradient. Weights are read in place wherever they are, but copied into one
@@ -141,7 +156,7 @@ def routed_experts(
     """
     routed = x, topk_ids, topk_weights, w_up, w_down, b_up, b_down, activation, order, transposed
     later = token_offsets, weight_gradients, lora_up, lora_down, out, expert_map, fp8
-    if all(value is None for value in later):
+    if all(value is None for value in later) and not are_codes(w_up, w_down):
         found = None if recompute is not False else quick_experts(*routed, residual)
         if found is not None:
             return found[0]
@@ -184,6 +199,12 @@ def routed_experts_and_offsets(
     given = w_up, w_down, b_up, b_down
     later = token_offsets, residual, recompute, weight_gradients, lora_up, lora_down, expert_map
     tokens = x, topk_ids, topk_weights
+    if are_codes(w_up, w_down):
+        expect_alone(lora_up=lora_up, lora_down=lora_down, weight_gradients=weight_gradients)
+        expect_no_gradient(x, topk_weights, residual, b_down)
+        layout = activation, order, transposed
+        rest = layout, token_offsets, residual, expert_map, fp8, out
+        return routed_experts_of_codes(tokens, Given(*given), *rest)
     if fp8 is not None:
         expect_alone(lora_up=lora_up, lora_down=lora_down)
         layout = activation, order, transposed
@@ -239,11 +260,15 @@ def routed_layer(
     order: str,
     transposed: bool,
     out: Tensor | None = None,
+    fp8: FP8 | FP8Weights | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`route_tokens` and `routed_experts_and_offsets` as one op, of which x gets one gradient."""
     expect_later(recompute, weight_gradients)
     tokens = token_arguments(x, router_weight, top_k, router, selection_bias, token_mask)
     given = w_up, w_down, b_up, b_down
+    if fp8 is not None:
+        layout = activation, order, transposed
+        return routed_layer_in_fp8(tokens, given, layout, residual, recompute, fp8)
     x, *layer, gradient = layer_arguments(x, *given, activation, order, transposed, routed=True)
     residual = residual_of(residual, x)
     wanted = gradient or router_weight.requires_grad

@@ -180,11 +180,11 @@ def say_copied(name: str) -> None:
         f"{name}: the experts' tensors cannot be used where they are, so each call copies them; "
         "make them views of one tensor, as guild.lay_evenly does once",
         CopiedWeightsWarning,
-        stacklevel=_depth_of_caller(),
+        stacklevel=depth_of_caller(),
     )
 
 
-def _depth_of_caller() -> int:
+def depth_of_caller() -> int:
     """How many calls up the code is that is neither Guild's nor torch's."""
     depth, frame = 1, sys._getframe(1)
     while frame.f_back is not None:

@@ -13,6 +13,8 @@ SCALES = ("exact", "power_of_two")
 ELEMENTS = (torch.bfloat16, torch.float16, torch.float32)
 BLOCK = 128
 
+LEAST_WIDTH, LEAST_ROWS = 512, 256  # of an expert, for FP8 to pay
+
 
 def blocks(size: int) -> int:
     """Blocks of scales along a dimension."""

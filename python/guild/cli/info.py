@@ -7,6 +7,7 @@ import platform
 import torch
 
 from guild import __version__
+from guild._torch.float8_formats import LEAST_ROWS, LEAST_WIDTH
 from guild._torch.library import load
 from guild.provenance import commit, driver_version, processor_name
 
@@ -26,6 +27,7 @@ def run_info() -> int:
         ("CUDA kernels", "built in (sm_90a)" if kernels else "not built in"),
         ("CPU path", "used for CPU tensors" if library else "not used: no library"),
         ("CUDA path", cuda_path(library is not None, kernels)),
+        ("FP8", fp8_path(cuda_path(library is not None, kernels))),
     ]
     for name, value in rows:
         print(f"{name:<13} {value}")
@@ -52,6 +54,16 @@ def gpu_lines() -> list[str]:
             f"{gpu.multi_processor_count} SMs, compute capability {gpu.major}.{gpu.minor}"
         )
     return lines or ["none that torch sees"]
+
+
+def fp8_path(cuda: str) -> str:
+    """Where layers in FP8 run, and from what sizes on they pay."""
+    if cuda.startswith("not"):
+        return "CPU tensors alone, as a reference"
+    return (
+        "CPU and CUDA tensors; hardly faster than 16 bits with experts narrower than "
+        f"{LEAST_WIDTH} or of fewer than {LEAST_ROWS} rows"
+    )
 
 
 def cuda_path(loaded: bool, kernels: bool) -> str:

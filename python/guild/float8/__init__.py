@@ -16,12 +16,14 @@ from guild.float8.quantization import Quantized as Quantized
 from guild.float8.quantization import quantize as quantize
 from guild.float8.quantization import quantize_weights as quantize_weights
 from guild.float8.settings import FP8 as FP8
+from guild.float8.settings import SlowFP8Warning as SlowFP8Warning
 
 __all__ = [
     "FP8",
     "Chunks",
     "FP8Weights",
     "Quantized",
+    "SlowFP8Warning",
     "chunk_product",
     "quantize",
     "quantize_chunks",

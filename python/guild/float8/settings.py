@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from guild._torch.checks import expect_choice, expect_flag
-from guild._torch.float8_formats import SCALES
+from guild._torch.expert_lists import depth_of_caller
+from guild._torch.float8_formats import LEAST_ROWS, LEAST_WIDTH, SCALES
 from guild._torch.float8_steps import Recipe
 
+_warned: list[str] = []
 _GRADIENTS = ("e4m3", "e5m2")
 _SAVED = ("bf16", "fp8")
 _WGRADS = ("bf16", "fp8")
@@ -63,7 +69,29 @@ class FP8:
             SCALES.index(self.scales),
             self.save == "fp8",
             self.wgrad == "fp8",
+            False,
         )
+
+
+class SlowFP8Warning(UserWarning):
+    """A layer has sizes at which FP8 takes about as long as 16 bits, or longer."""
+
+
+def warn_where_slow(x: Tensor, intermediate: int, rows: int, experts: int) -> None:
+    """Say so once, on a GPU, where products are too small for FP8 to pay."""
+    if not x.is_cuda or torch.compiler.is_compiling():
+        return
+    if intermediate < LEAST_WIDTH:
+        _warn(f"experts of width {intermediate}; expected {LEAST_WIDTH} or more")
+    elif rows < LEAST_ROWS * experts:
+        _warn(f"{rows} rows for {experts} experts; expected {LEAST_ROWS} or more each")
+
+
+def _warn(what: str) -> None:
+    if not _warned:
+        _warned.append(what)
+        message = f"fp8: hardly faster than 16 bits, or slower, with {what}"
+        warnings.warn(message, SlowFP8Warning, stacklevel=depth_of_caller())
 
 
 def expect_fp8(fp8: object) -> None:

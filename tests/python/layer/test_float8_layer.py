@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import guild
 from guild import FP8
+from guild.float8 import settings
 from layers import ACTIVATIONS, LAYOUTS, Case, Layer, make_layer
 from oracle.experts import Experts, halves, routed
 from oracle.float8 import Recipe, routed_in_fp8
@@ -83,8 +84,13 @@ def expect_as_good(got: dict[str, Tensor], layer: Layer, fp8: FP8) -> None:
         assert error <= max(1.05 * allowed, LEAST), (name, float(error), float(allowed))
 
 
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("activation", ACTIVATIONS)
+EVERY = "all products, powers of two"  # what runs with every activation; three run in each way
+WAYS = [(name, a) for name in RECIPES for a in ("swiglu", "gpt_oss", "relu_squared")]
+
+
+@pytest.mark.parametrize(
+    ("name", "activation"), dict.fromkeys([*WAYS, *((EVERY, a) for a in ACTIVATIONS)])
+)
 def test_error_is_the_recipes(name: str, activation: str, device: str) -> None:
     """O, dX, dS, dW and db against float64, of every activation."""
     layer = make_layer(SMALL, ACTIVATIONS[activation], torch.bfloat16, device)
@@ -236,3 +242,44 @@ def test_gradients_past_autograd(wgrad: str, layout: str, how: dict, device: str
             )
         elif isinstance(mine, Tensor):
             assert torch.equal(mine.grad, autograds.grad)
+
+
+def test_a_step_in_a_cuda_graph(device: str) -> None:
+    """Forward and backward, captured with their quantisation, follow the weights in each replay."""
+    if device == "cpu":
+        pytest.skip("for a GPU")
+    layer = module(device, fp8=FP8(wgrad="fp8", scales="power_of_two", cached=True))
+    x = torch.randn(60, 64, device=device).bfloat16().requires_grad_()
+    wants = [x, layer.w_up, layer.w_down, layer.router.weight]
+
+    def step() -> tuple[Tensor, ...]:
+        guild.refresh_fp8(layer)
+        out = layer(x)
+        return out, *torch.autograd.grad(out.float().square().sum(), wants)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for _ in range(2):
+        graph.replay()
+        for got, want in zip(captured, step(), strict=True):
+            assert torch.equal(got, want)
+        with torch.no_grad():
+            layer.w_up.mul_(1.5)
+
+
+def test_small_products_are_told_of_once(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """Where FP8 does not pay, on a GPU; the CPU is no place for it anyway."""
+    monkeypatch.setattr(settings, "_warned", [])
+    layer, x = module(device, fp8=FP8()), torch.randn(20, 64, device=device).bfloat16()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            layer(x)
+    told = [str(w.message) for w in found if issubclass(w.category, guild.SlowFP8Warning)]
+    assert len(told) == (1 if device == "cuda" else 0)
+    assert all("experts of width 48; expected 512 or more" in text for text in told)

@@ -1,0 +1,169 @@
+"""`guild.routed_experts` of weights that are codes already, as FP8 checkpoints have them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from guild._torch.checks import (
+    MOST_ROUTED_ON_CUDA,
+    dtype_name,
+    expect_device,
+    expect_dims,
+    expect_like,
+    expect_rows,
+    expect_shape,
+)
+from guild._torch.float8_formats import blocks
+from guild._torch.float8_steps import Codes, forward
+from guild._torch.layer_arguments import expect_out, local_ids
+from guild._torch.operators import LayerFlags, autocast, score_dtype
+from guild.activations import Activation, as_activation, is_interleaved
+from guild.expert_arguments import expect_routing, residual_of
+from guild.float8.experts import expect_rows_of_codes
+from guild.float8.quantization import Quantized
+from guild.float8.settings import FP8
+
+
+class Given(NamedTuple):
+    """Weights and biases as `guild.routed_experts` takes them."""
+
+    w_up: Quantized | tuple[Quantized, Quantized]
+    w_down: Quantized
+    b_up: Tensor | tuple[Tensor, Tensor] | None
+    b_down: Tensor | None
+
+
+def are_codes(w_up: object, w_down: object) -> bool:
+    """Whether one of them is quantised."""
+    pair = w_up if type(w_up) in (tuple, list) else ()
+    return any(isinstance(w, Quantized) for w in (w_up, w_down, *pair))
+
+
+@torch.no_grad()
+def routed_experts_of_codes(
+    tokens: tuple[Tensor, Tensor, Tensor],
+    given: Given,
+    layout: tuple[Activation | str, str, bool],
+    token_offsets: Tensor | None,
+    residual: Tensor | None,
+    expert_map: Tensor | None,
+    fp8: FP8 | None,
+    out: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Output and the int32 (E + 1) offsets of the sorted rows; tokens: x, ids and weights."""
+    fp8 = FP8() if fp8 is None else fp8
+    if not isinstance(fp8, FP8):
+        raise TypeError(f"fp8: expected guild.FP8 with quantised weights, got {type(fp8).__name__}")
+    x, topk_ids, topk_weights = tokens
+    expect_dims("x", x, 2, what="(tokens, hidden)")
+    expect_routing(*tokens, token_offsets)
+    topk_ids = local_ids(topk_ids, expert_map)
+    (x,) = autocast(x)
+    expect_rows("x", x)
+    activation, order, transposed = as_activation(layout[0]), layout[1], layout[2]
+    if transposed or is_interleaved(order):
+        raise ValueError(
+            "order, transposed: expected 'concatenated' and False with quantised weights, got "
+            f"{order!r} and {transposed!r}"
+        )
+    down = _codes("w_down", given.w_down, x)
+    experts, hidden, size = down.codes.shape
+    if x.is_cuda and experts > MOST_ROUTED_ON_CUDA:
+        raise ValueError(f"w_down: expected at most {MOST_ROUTED_ON_CUDA} experts, got {experts}")
+    if hidden != x.shape[1]:
+        raise ValueError(f"w_down: expected {x.shape[1]} rows as x has columns, got {hidden}")
+    expect_rows_of_codes(x, size)
+    halves = _halves(given.w_up, activation, (experts, size, hidden), x)
+    biases = _biases(given, activation.width(size), (experts, hidden), x)
+    residual = residual_of(residual, x)
+    scores = topk_weights.to(score_dtype(x.dtype)).contiguous()
+    slots = topk_ids.contiguous(), scores, token_offsets
+    if out is not None:
+        expect_out(out, x, [], "x", residual=residual, topk_ids=topk_ids, topk_weights=scores)
+    flags = LayerFlags(*activation.scalars, False, False)
+    operands = (x, *slots, residual), halves, down, biases, flags
+    made, _, _, places = forward(*operands, fp8.recipe(), False)
+    return made if out is None else out.copy_(made), places.offsets
+
+
+def expect_no_gradient(x: Tensor, *others: Tensor | None) -> None:
+    """Raise ValueError where a gradient is wanted."""
+    wanted = any(t is not None and t.requires_grad for t in (x, *others))
+    if torch.is_grad_enabled() and wanted:
+        raise ValueError(
+            "w_up, w_down: quantised weights have no gradients and hand none on; call under "
+            "torch.no_grad(), or pass the weights themselves with fp8=guild.FP8()"
+        )
+
+
+def _codes(name: str, weight: object, x: Tensor) -> Codes:
+    """A weight's codes as bytes, and its scales, checked."""
+    if not isinstance(weight, Quantized):
+        raise TypeError(
+            f"{name}: expected guild.Quantized as the other weights are, got "
+            f"{type(weight).__name__}"
+        )
+    codes, scales, *_ = weight
+    expect_dims(f"{name}.codes", codes, 3, what="(experts, out, in)")
+    if codes.dtype != torch.float8_e4m3fn:
+        raise TypeError(
+            f"{name}.codes: expected dtype float8_e4m3fn, got {dtype_name(codes.dtype)}"
+        )
+    experts, out, inner = codes.shape
+    if not codes.numel() or (inner > 1 and codes.stride(2) != 1):
+        raise ValueError(
+            f"{name}.codes: expected sizes of at least 1 and contiguous rows, got shape "
+            f"{tuple(codes.shape)} with strides {codes.stride()}"
+        )
+    expect_shape(f"{name}.scales", scales, (experts, blocks(out), blocks(inner)))
+    if scales.dtype != torch.float32:
+        raise TypeError(f"{name}.scales: expected dtype float32, got {dtype_name(scales.dtype)}")
+    for part, tensor in (("codes", codes), ("scales", scales)):
+        expect_device(f"{name}.{part}", tensor, x)
+    return Codes(codes.view(torch.uint8), scales)
+
+
+def _halves(
+    w_up: object, activation: Activation, shape: tuple[int, int, int], x: Tensor
+) -> list[Codes]:
+    """Gate (if there is one) and up, (E, I, H) each."""
+    experts, size, hidden = shape
+    if isinstance(w_up, Quantized):
+        packed = _codes("w_up", w_up, x)
+        expect_shape("w_up.codes", packed.codes, (experts, activation.width(size), hidden))
+        if not activation.gated:
+            return [packed]
+        if size % 128:
+            raise ValueError(
+                "w_up: expected a pair (gate, up) of guild.Quantized, or one tensor of a multiple "
+                f"of 128 rows each, got {size} rows each, whose blocks of scales they would share"
+            )
+        return [Codes(*both) for both in zip(*(t.chunk(2, 1) for t in packed), strict=True)]
+    if type(w_up) not in (tuple, list) or len(w_up) != 2 or not activation.gated:
+        wanted = "a pair (gate, up) of guild.Quantized" if activation.gated else "guild.Quantized"
+        raise TypeError(f"w_up: expected {wanted}, got {type(w_up).__name__}")
+    names = "w_up[0] (gate)", "w_up[1] (up)"
+    halves = [_codes(name, half, x) for name, half in zip(names, w_up, strict=True)]
+    for name, half in zip(names, halves, strict=True):
+        expect_shape(f"{name}.codes", half.codes, shape)
+    return halves
+
+
+def _biases(
+    given: Given, width: int, down: tuple[int, int], x: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """b_up (E, W) and b_down (E, H) in x's dtype."""
+    b_up = given.b_up
+    if type(b_up) in (tuple, list):
+        b_up = torch.cat(tuple(b_up), 1)
+    _, *biases = autocast(x, b_up, given.b_down)
+    shapes = (down[0], width), down
+    for name, bias, shape in zip(("b_up", "b_down"), biases, shapes, strict=True):
+        if bias is not None:
+            expect_shape(name, bias, shape)
+            expect_like(name, bias, x)
+            expect_rows(name, bias)
+    return biases[0], biases[1]
