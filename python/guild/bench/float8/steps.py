@@ -14,7 +14,7 @@ from guild._torch.float8_steps import Codes, Wanted, data_gradients, forward, up
 from guild._torch.operators import LayerFlags, ops
 from guild.activations import Activation
 
-from .problem import Problem
+from ..problem import Problem
 
 
 @torch.no_grad()
