@@ -73,6 +73,8 @@ void check(Pull const& x) {
   check(x.memory);
   require_row(x.row_bytes, x.memory);
   require(x.top_k >= 1, "top_k: expected 1 or more, got ", x.top_k);
+  require(x.part == Part::whole || x.first_experts >= 0, "first_experts: expected 0 or more, got ",
+          x.first_experts);
 }
 
 void check(Push const& x) {
@@ -83,6 +85,8 @@ void check(Push const& x) {
           " rows a token in the ranks' memory, got ", x.memory.returned);
   require(!x.by_slot || (x.token_offsets == nullptr && x.scores == nullptr),
           "by_slot: expected neither scores nor lists of any length");
+  require(x.part == Part::whole || (!x.by_slot && x.first_rows != nullptr),
+          "first_rows: expected a number of rows, and not by_slot, with a part of a push");
 }
 
 void check(Collect const& x) {
@@ -96,6 +100,14 @@ void check(PushScores const& x) {
   check(x.memory);
   require_slots(x.top_k, x.memory);
   require_scores(x.score_bytes);
+}
+
+void check(ReturnedScores const& x) {
+  check(x.memory);
+  require_scores(x.score_bytes);
+  require(x.slots >= 0 && x.slots <= x.memory.tokens * x.memory.top_k, "slots: expected at most ",
+          x.memory.tokens * x.memory.top_k, " (what the ranks' memory has room for), got ",
+          x.slots);
 }
 
 int64_t peer_memory_bytes(PeerMemory const& memory) {

@@ -12,5 +12,6 @@ void check(Pull const& x);
 void check(Push const& x);
 void check(Collect const& x);
 void check(PushScores const& x);
+void check(ReturnedScores const& x);
 
 }  // namespace guild

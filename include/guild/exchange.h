@@ -13,9 +13,9 @@
 //   meet      the barrier
 //   collect   the sum over the ranks of what became of a token
 //
-// Nothing waits for another
-// rank but meet(), a single block on a GPU, and that for a limited time. What is published
-// alternates between two places, so that the next rows do not wait until everyone has the last.
+// Nothing waits for another rank but meet(), a single block on a GPU, and that for a limited time.
+// What is published alternates between two places, so that the next rows do not wait until everyone
+// has the last. guild/peer_layer.h has the whole layer, with rows on their way while products run.
 #pragma once
 #include "guild/cuda.h"
 #include "guild/types.h"
@@ -91,18 +91,29 @@ struct Tables {
   int32_t* tokens = nullptr;  // (ranks) out
 };
 
+// A step that goes over all tokens may do so in two calls, which do together what one does.
+enum class Part : int { whole, first, rest };
+
 // Row r Tm + t is that of rank r's token t where it has an expert here, otherwise zeros.
+//
+// In two calls, the first pulls this rank's own tokens and those that have one of the first experts
+// here; the products of these experts then need no other rows.
 struct Pull {
   PeerMemory memory;
   int64_t top_k = 1, row_bytes = 0;
   int32_t const* ids = nullptr;  // (ranks * Tm, K) of Tables
   void* rows = nullptr;          // (ranks * Tm) rows out, packed
+  Part part = Part::whole;
+  int64_t first_experts = 0;  // how many are the first; not with the whole
 };
 
 // Results to the ranks that they belong to:
 //   by token   sum over k of score[p, k] * y[row_of[p, k]], fp32, to row (this rank) T_r + t of r
 //   by slot    y[row_of[p, k]] to row t K + k of r
 // with p = r Tm + t. A token without a row here has no result.
+//
+// In two calls, the first pushes what other ranks' tokens need of the first rows alone, for which
+// it does not read the others. Not by slot.
 struct Push {
   PeerMemory memory;
   DType dtype = DType::float32;
@@ -113,6 +124,8 @@ struct Push {
   void const* scores = nullptr;            // the same shape; null: 1; not by slot
   int32_t const* token_offsets = nullptr;  // (ranks * Tm + 1) of lists of `rows` slots, or null
   int32_t const* tokens = nullptr;         // (ranks) of Tables
+  Part part = Part::whole;
+  int32_t const* first_rows = nullptr;  // (1) how many are the first; not with the whole
 };
 
 // After the barrier: o[t] = residual[t] + sum over ranks of row token_row[t, r] that came back, in
@@ -134,6 +147,14 @@ struct PushScores {
   void const* scores = nullptr;  // (ranks * Tm, K)
 };
 
+// Gradients of scores that come back for this rank's slots. clear_scores() comes before the barrier
+// after which they are pushed: slots that nobody pushes then have zeros.
+struct ReturnedScores {
+  PeerMemory memory;
+  int64_t slots = 0, score_bytes = 4;
+  void* scores = nullptr;  // (slots) out of collect_scores()
+};
+
 namespace cpu {
 void publish(Publish const& args);
 void meet(Meet const& args);
@@ -142,6 +163,8 @@ void pull(Pull const& args);
 void push(Push const& args);
 void collect(Collect const& args);
 void push_scores(PushScores const& args);
+void clear_scores(ReturnedScores const& args);
+void collect_scores(ReturnedScores const& args);
 }  // namespace cpu
 
 namespace cuda {
@@ -152,6 +175,8 @@ void pull(Pull const& args, Queue queue = {});
 void push(Push const& args, Queue queue = {});
 void collect(Collect const& args, Queue queue = {});
 void push_scores(PushScores const& args, Queue queue = {});
+void clear_scores(ReturnedScores const& args, Queue queue = {});
+void collect_scores(ReturnedScores const& args, Queue queue = {});
 }  // namespace cuda
 
 }  // namespace guild

@@ -26,7 +26,12 @@ from guild.float8.checkpoints import (
     expect_no_gradient,
     routed_experts_of_codes,
 )
-from guild.float8.experts import FP8Weights, expect_alone, routed_experts_in_fp8
+from guild.float8.experts import (
+    FP8Weights,
+    expect_alone,
+    routed_experts_in_fp8,
+    routed_layer_in_fp8,
+)
 from guild.float8.settings import FP8
 from guild.lora import LoRA, LoRAHalves
 from guild.lora_experts import experts_with_lora, sorted_places
@@ -255,11 +260,15 @@ def routed_layer(
     order: str,
     transposed: bool,
     out: Tensor | None = None,
+    fp8: FP8 | FP8Weights | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`route_tokens` and `routed_experts_and_offsets` as one op, of which x gets one gradient."""
     expect_later(recompute, weight_gradients)
     tokens = token_arguments(x, router_weight, top_k, router, selection_bias, token_mask)
     given = w_up, w_down, b_up, b_down
+    if fp8 is not None:
+        layout = activation, order, transposed
+        return routed_layer_in_fp8(tokens, given, layout, residual, recompute, fp8)
     x, *layer, gradient = layer_arguments(x, *given, activation, order, transposed, routed=True)
     residual = residual_of(residual, x)
     wanted = gradient or router_weight.requires_grad

@@ -65,8 +65,8 @@ def expert_ops(
     """
     if expert_group is None or expert_group.size == 1:
         given: dict[str, Any] = {} if out is None else {"out": out}
-        in_steps = given if fp8 is None else given | {"fp8": fp8}
-        return partial(routed_layer, **given), partial(routed_experts_and_offsets, **in_steps)
+        given |= {} if fp8 is None else {"fp8": fp8}
+        return partial(routed_layer, **given), partial(routed_experts_and_offsets, **given)
     if fp8 is not None:
         raise NotImplementedError(
             "fp8: expected None with experts on other ranks (expert_group), got guild.FP8"

@@ -30,7 +30,7 @@ def quick_output(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
     router, parameters = layer._modules.get("router"), layer._parameters
     w_up, w_down = parameters.get("w_up"), parameters.get("w_down")
     if not (
-        layer.expert_group is None
+        layer.expert_group is layer.fp8 is None
         and type(x) is Tensor
         and type(w_up) is type(w_down) is nn.Parameter
         and type(router) is RouterLinear

@@ -251,7 +251,8 @@ class MoE(nn.Module):
         weights = *parts, self.activation
         layout, later = (self.order, self.transposed), (self.recompute, self.weight_gradients)
         run_layer, run_experts = expert_ops(self.expert_group, self._number, into, layer_fp8(self))
-        if self._routes_in_one() and not return_routing:
+        apart = self.fp8 is not None and not (self.weight_gradients is into is None)
+        if self._routes_in_one() and not return_routing and not apart:
             flat, weight = router_operands(flat, self.router, self.experts)
             router = self.top_k, self.routing, self._selection_bias(), token_mask
             rest = shared, *later, *layout
@@ -288,7 +289,6 @@ class MoE(nn.Module):
         """Whether router and experts can be one op: nobody else needs what is between them."""
         return (
             self.routing.applied_to == "output"
-            and self.fp8 is None
             and not self._keeps_logits()
             and is_router_plain(self)
         )

@@ -24,6 +24,24 @@ bool any_here(int32_t const* ids, int64_t count) {
   return std::any_of(ids, ids + count, [](int32_t id) { return id >= 0; });
 }
 
+// Whether this call pulls the row of token p of all ranks'.
+bool pulls(Pull const& x, int64_t p) {
+  if (x.part == Part::whole) return true;
+  int32_t const* const ids = x.ids + p * x.top_k;
+  auto const early = [&](int32_t id) { return id >= 0 && id < x.first_experts; };
+  bool const own = p / x.memory.tokens == x.memory.rank;
+  return (own || std::any_of(ids, ids + x.top_k, early)) == (x.part == Part::first);
+}
+
+// Whether this call pushes the sum of token p, which has these slots.
+bool pushes(Push const& x, int64_t p, int64_t begin, int64_t end) {
+  if (x.part == Part::whole) return true;
+  auto const late = [&](int32_t row) { return row >= *x.first_rows && row < x.rows; };
+  bool const own = p / x.memory.tokens == x.memory.rank;
+  bool const first = !own && std::none_of(x.row_of + begin, x.row_of + end, late);
+  return first == (x.part == Part::first);
+}
+
 // The barrier of one rank.
 class Meeting {
  public:
@@ -121,6 +139,7 @@ void push_token(Push const& x, PeerLayout const& layout, int64_t p) {
     }
     return;
   }
+  if (!pushes(x, p, slots.begin, slots.end)) return;
   Scratch scratch;
   F* const sum = scratch.take<F>(x.hidden);
   F* const row = scratch.take<F>(x.hidden);
@@ -218,6 +237,7 @@ void pull(Pull const& x) {
   int64_t const place = last_place(PeerView(layout, m, m.rank).control());
   bool const none = failed(layout, m);
   for (int64_t p = 0; p < m.ranks * m.tokens; ++p) {
+    if (!pulls(x, p)) continue;
     char* const to = static_cast<char*>(x.rows) + p * x.row_bytes;
     if (none || !any_here(x.ids + p * x.top_k, x.top_k)) {
       std::memset(to, none ? 0xff : 0, size_t(x.row_bytes));
@@ -262,6 +282,21 @@ void push_scores(PushScores const& x) {
     std::memcpy(to + i % slots * x.score_bytes,
                 static_cast<char const*>(x.scores) + i * x.score_bytes, size_t(x.score_bytes));
   }
+}
+
+void clear_scores(ReturnedScores const& x) {
+  check(x);
+  PeerLayout const layout = layout_of(x.memory);
+  if (failed(layout, x.memory)) return;  // they stay NaN
+  char* const scores = PeerView(layout, x.memory, x.memory.rank).returned_scores();
+  std::memset(scores, 0, size_t(x.slots * x.score_bytes));
+}
+
+void collect_scores(ReturnedScores const& x) {
+  check(x);
+  char const* const scores =
+      PeerView(layout_of(x.memory), x.memory, x.memory.rank).returned_scores();
+  std::memcpy(x.scores, scores, size_t(x.slots * x.score_bytes));
 }
 
 }  // namespace guild::cpu

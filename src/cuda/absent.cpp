@@ -5,7 +5,7 @@
 
 #include "cuda/rows/all_rows.h"
 
-#include "guild/exchange.h"
+#include "guild/peer_layer.h"
 
 namespace guild::cuda {
 
@@ -63,5 +63,9 @@ void pull(Pull const&, Queue) { absent(); }
 void push(Push const&, Queue) { absent(); }
 void collect(Collect const&, Queue) { absent(); }
 void push_scores(PushScores const&, Queue) { absent(); }
+void clear_scores(ReturnedScores const&, Queue) { absent(); }
+void collect_scores(ReturnedScores const&, Queue) { absent(); }
+void peer_forward(PeerForward const&, Queue) { absent(); }
+void peer_backward(PeerBackward const&, Queue) { absent(); }
 
 }  // namespace guild::cuda

@@ -201,6 +201,22 @@ void define_exchange(Library& m) {
       "peer_collect(Tensor peers, int[] memory, Tensor token_row, Tensor like, Tensor? residual) "
       "-> Tensor");
   m.def("peer_push_scores(Tensor peers, int[] memory, Tensor ids, Tensor scores) -> ()");
+  m.def(
+      "peer_forward(Tensor peers, int[] memory, float seconds, int[] facts, int[] facts_returned, "
+      "Tensor(a!) report, int[] streams, Tensor x, Tensor ids, Tensor scores, int experts, Tensor? "
+      "residual, Tensor w_up, Tensor? w_gate, Tensor w_down, Tensor? b_up, Tensor? "
+      "b_down, " GUILD_ACTIVATION
+      ", bool interleaved, bool transposed, bool keep) -> (Tensor o, Tensor rows, Tensor h, Tensor "
+      "offsets, Tensor row_token, Tensor slot_row, Tensor row_score, Tensor token_row, Tensor "
+      "by_slot, Tensor counts, Tensor own_offsets)");
+  m.def(
+      "peer_backward(Tensor peers, int[] memory, float seconds, int[] facts, int[] facts_returned, "
+      "Tensor(a!) report, int[] streams, Tensor dout, Tensor rows, Tensor h, Tensor offsets, "
+      "Tensor row_token, Tensor slot_row, Tensor row_score, Tensor token_row, Tensor by_slot, "
+      "Tensor counts, Tensor w_up, Tensor? w_gate, Tensor w_down, Tensor? b_up, Tensor? "
+      "b_down, " GUILD_ACTIVATION
+      ", bool interleaved, bool transposed, int wanted) -> (Tensor dx, Tensor dscores, Tensor "
+      "dw_up, Tensor dw_gate, Tensor dw_down, Tensor db_up, Tensor db_down)");
 }
 
 // One kernel for both keys: the backend follows from the first tensor's device.
@@ -266,6 +282,8 @@ void implement(Library& m) {
   m.impl("peer_push", TORCH_BOX(&peer_push));
   m.impl("peer_collect", TORCH_BOX(&peer_collect));
   m.impl("peer_push_scores", TORCH_BOX(&peer_push_scores));
+  m.impl("peer_forward", TORCH_BOX(&peer_forward));
+  m.impl("peer_backward", TORCH_BOX(&peer_backward));
   m.impl("expert_view", TORCH_BOX(&expert_view));
   m.impl("expert_table", TORCH_BOX(&expert_table));
   m.impl("grouped_mm", TORCH_BOX(&grouped_mm));

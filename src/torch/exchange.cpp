@@ -2,7 +2,7 @@
 //
 // `peers` (ranks) int64 are the addresses of every rank's memory; `memory` is rank, tokens, top_k,
 // row_bytes and returned of PeerMemory.
-#include "guild/exchange.h"
+#include "torch/exchange.h"
 
 #include <algorithm>
 
@@ -11,8 +11,6 @@
 namespace guild::binding {
 
 namespace {
-
-using Numbers = std::vector<int64_t>;
 
 PeerMemory memory_of(int64_t ranks, Numbers const& m) {
   require(m.size() == 5, "memory: expected 5 numbers, got ", m.size());
@@ -24,6 +22,8 @@ PeerMemory memory_of(int64_t ranks, Numbers const& m) {
           .returned = m[4]};
 }
 
+}  // namespace
+
 PeerMemory memory_of(Place const& place, Tensor const& peers, Numbers const& m) {
   static_assert(sizeof(void*) == sizeof(int64_t));
   require_dims(peers, "peers", 1);
@@ -34,59 +34,65 @@ PeerMemory memory_of(Place const& place, Tensor const& peers, Numbers const& m) 
   return memory;
 }
 
-int64_t bytes_of(DType dtype) { return element_bytes(dtype); }
-
-}  // namespace
-
 std::tuple<int64_t, int64_t, int64_t> peer_memory_sizes(int64_t ranks, Numbers memory) {
   PeerMemory const m = memory_of(ranks, memory);
   return {peer_memory_bytes(m), returned_rows_offset(m), returned_scores_offset(m)};
 }
 
-Tensor peer_publish(Tensor const& peers, Numbers memory, Tensor const& rows, MaybeTensor const& ids,
-                    MaybeTensor const& scores, int64_t experts) {
-  Place const place(rows, "rows");
+Published publish_of(Place const& place, PeerMemory const& memory, Tensor const& rows,
+                     MaybeTensor const& ids, MaybeTensor const& scores, int64_t experts) {
   require_dims(rows, "rows", 2);
   int64_t const tokens = rows.size(0), hidden = rows.size(1);
   DType const dtype = dtype_of(rows, "rows");
   Rows const view = place.rows(rows, "rows", dtype, {tokens, hidden});
-  Publish args{.memory = memory_of(place, peers, memory),
+  Publish args{.memory = memory,
                .tokens = tokens,
-               .row_bytes = hidden * bytes_of(dtype),
+               .row_bytes = hidden * element_bytes(dtype),
                .rows = view.data,
-               .row_stride = (view.stride == 0 ? hidden : view.stride) * bytes_of(dtype)};
-  Tensor token_row = place.empty_int32({ids.has_value() ? tokens : 0, args.memory.ranks});
+               .row_stride = (view.stride == 0 ? hidden : view.stride) * element_bytes(dtype)};
+  Tensor token_row = place.empty_int32({ids.has_value() ? tokens : 0, memory.ranks});
   if (ids.has_value()) {
     require_dims(*ids, "ids", 2);
     require(scores.has_value(), "scores: expected a tensor with ids, got None");
     args.top_k = ids->size(1);
     args.experts = experts;
     DType const score = score_dtype(dtype);
-    args.score_bytes = bytes_of(score);
+    args.score_bytes = element_bytes(score);
     args.ids = place.indices(*ids, "ids", {tokens, args.top_k});
     args.scores = place.packed(*scores, "scores", score, {tokens, args.top_k});
     args.token_row = static_cast<int32_t*>(token_row.data_ptr());
   }
-  place.run(cpu::publish, cuda::publish, args);
-  return token_row;
+  return {args, token_row};
 }
 
-void peer_meet(Tensor const& peers, Numbers memory, bool published, double seconds, Numbers facts,
-               Tensor& report, MaybeTensor const& needed, int64_t capacity) {
-  Place const place(peers, "peers");
+Meet meet_of(PeerMemory const& memory, double seconds, Numbers const& facts, Tensor const& report) {
   require(facts.size() <= size_t(kMostFacts), "facts: expected at most ", kMostFacts, ", got ",
           facts.size());
   Place const host(report, "report");
   require(!host.on_cuda() && is_int64(report, "report"),
           "report: expected a CPU tensor of int64, pinned where peers are on a GPU");
-  Meet args{.memory = memory_of(place, peers, memory),
-            .published = published,
-            .seconds = seconds,
-            .count = int64_t(facts.size()),
-            .capacity = capacity};
+  Meet args{.memory = memory, .seconds = seconds, .count = int64_t(facts.size())};
   std::copy(facts.begin(), facts.end(), args.facts);
   args.report = static_cast<PeerReport*>(
       host.data(report, "report", {int64_t(sizeof(PeerReport) / sizeof(int64_t))}));
+  return args;
+}
+
+Tensor peer_publish(Tensor const& peers, Numbers memory, Tensor const& rows, MaybeTensor const& ids,
+                    MaybeTensor const& scores, int64_t experts) {
+  Place const place(rows, "rows");
+  Published const found =
+      publish_of(place, memory_of(place, peers, memory), rows, ids, scores, experts);
+  place.run(cpu::publish, cuda::publish, found.args);
+  return found.token_row;
+}
+
+void peer_meet(Tensor const& peers, Numbers memory, bool published, double seconds, Numbers facts,
+               Tensor& report, MaybeTensor const& needed, int64_t capacity) {
+  Place const place(peers, "peers");
+  Meet args = meet_of(memory_of(place, peers, memory), seconds, facts, report);
+  args.published = published;
+  args.capacity = capacity;
   if (needed.has_value()) args.needed = place.indices(*needed, "needed", {1});
   place.run(cpu::meet, cuda::meet, args);
 }
@@ -98,7 +104,7 @@ Tensors3 peer_tables(Tensor const& peers, Numbers memory, int64_t top_k, int64_t
   Tables args{.memory = memory_of(place, peers, memory),
               .top_k = top_k,
               .experts = experts,
-              .score_bytes = bytes_of(score)};
+              .score_bytes = element_bytes(score)};
   int64_t const tokens = args.memory.ranks * args.memory.tokens;
   Tensor ids = place.empty_int32({tokens, top_k}), scores = place.empty({tokens, top_k}, score);
   Tensor counts = place.empty_int32({args.memory.ranks});
@@ -116,7 +122,7 @@ Tensor peer_pull(Tensor const& peers, Numbers memory, Tensor const& ids, Tensor 
   DType const dtype = dtype_of(like, "like");
   Pull args{.memory = memory_of(place, peers, memory),
             .top_k = ids.size(1),
-            .row_bytes = like.size(1) * bytes_of(dtype)};
+            .row_bytes = like.size(1) * element_bytes(dtype)};
   int64_t const tokens = args.memory.ranks * args.memory.tokens;
   args.ids = place.indices(ids, "ids", {tokens, args.top_k});
   Tensor rows = place.empty({tokens, like.size(1)}, dtype);
@@ -175,7 +181,7 @@ void peer_push_scores(Tensor const& peers, Numbers memory, Tensor const& ids,
   DType const dtype = dtype_of(scores, "scores");
   PushScores args{.memory = memory_of(place, peers, memory),
                   .top_k = ids.size(1),
-                  .score_bytes = bytes_of(dtype)};
+                  .score_bytes = element_bytes(dtype)};
   int64_t const tokens = args.memory.ranks * args.memory.tokens;
   args.ids = place.indices(ids, "ids", {tokens, args.top_k});
   args.scores = place.packed(scores, "scores", dtype, {tokens, args.top_k});

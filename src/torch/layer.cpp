@@ -1,4 +1,5 @@
 // Whole layers, forward and backward: from tokens with ids and scores, or from rows already sorted.
+#include "torch/backward.h"
 #include "torch/forward.h"
 #include "torch/ops.h"
 #include "torch/overlap.h"
@@ -6,17 +7,6 @@
 namespace guild::binding {
 
 namespace {
-
-// Bits of `wanted`. kRows: dx by row, not summed over a token's rows, in place of kX.
-enum Wanted : int64_t {
-  kX = 1,
-  kScores = 2,
-  kUp = 4,
-  kDown = 8,
-  kUpBias = 16,
-  kDownBias = 32,
-  kRows = 64
-};
 
 constexpr Slots kSortedRows{.tokens = 0, .top_k = 1};  // one a row
 
@@ -71,100 +61,29 @@ void run_sorted(Place const& place, Layer const& layer, Tensor const& x, Tensor 
   place.run(cpu::moe_forward, cuda::moe_forward, f);
 }
 
-// The arguments that all backward calls share; outputs and workspace are the caller's to set.
-MoeBackward backward_args(Place const& place, Layer const& layer, Routing const& routing,
-                          Tensor const& dout, Tensor const& h, Weights const& w,
-                          MaybeTensor const& b_down) {
-  Sizes const& s = layer.sizes;
-  MoeBackward b;
-  b.sizes = s;
-  b.dtype = b.dw_dtype = layer.dtype;
-  b.activation = layer.activation;
-  b.order = layer.order;
-  b.routing = routing;
-  b.dout = place.rows(dout, "dout", layer.dtype, {s.tokens, s.hidden});
-  b.h = place.rows(h, "h", layer.dtype, {s.rows(), layer.width()});
-  UpWeight const up = up_weight_of(place, layer, w.up, w.gate, layer.dtype);
-  b.w_up = {up.gate, up.up};
-  b.w_down = down_weight_of(place, layer, w.down, layer.dtype);
-  b.b_down = place.rows(b_down, "b_down", layer.dtype, {s.experts, s.hidden});
-  return b;
-}
-
-// dX as `wanted` has it: by token, by row, or empty.
-Tensor dx_of(Place const& place, Layer const& layer, bool combined, int64_t wanted) {
-  Sizes const& s = layer.sizes;
-  if (wanted & kRows) return place.empty({s.rows(), s.hidden}, layer.dtype);
-  if (!(wanted & kX)) return place.empty({0}, layer.dtype);
-  Shape const by_token = {s.tokens, s.hidden};
-  // Of sorted rows, those past offsets[E] are not written.
-  return combined ? place.empty(by_token, layer.dtype) : place.zeros(by_token, layer.dtype);
-}
-
-Tensor dscores_of(Place const& place, Layer const& layer, Slots const& slots, int64_t wanted) {
-  DType const dtype = score_dtype(layer.dtype);
-  return wanted & kScores ? slots.empty(place, dtype) : place.empty({0}, dtype);
-}
-
-struct Gradients {
-  Tensor dx, dscores, dw_up, dw_gate, dw_down, db_up, db_down;
-};
-
 // Runs backward into new tensors.
 Gradients run_backward(Place const& place, Layer const& layer, Routing const& routing,
                        Slots const& slots, Tensor const& dout, Tensor const& x, Tensor const& h,
                        Weights const& w, MaybeTensor const& b_down, int64_t wanted) {
-  Sizes const& s = layer.sizes;
-  DType const dtype = layer.dtype;
-  auto const fresh = [&](int64_t bit, Shape shape) {
-    return wanted & bit ? place.empty(shape, dtype) : place.empty({0}, dtype);
-  };
-  Layer own = layer;  // of gradients, each list in one tensor
-  own.experts_at = nullptr;
-  auto const like = [&](int64_t bit, Tensor const& weight, int list) {
-    if (!(wanted & bit)) return place.empty({0}, dtype);
-    return layer.expert_at(list) == nullptr ? empty_like(weight) : place.stacked_like(weight);
-  };
+  auto [g, b] = backward_call(place, layer, routing, slots, dout, x, h, w, b_down, wanted);
   bool const combined = routing.row_token != nullptr;
-  Gradients g{dx_of(place, layer, combined, wanted),
-              dscores_of(place, layer, slots, wanted),
-              like(kUp, w.up, Layer::kUp),
-              w.gate.has_value() ? like(kUp, *w.gate, Layer::kGate) : place.empty({0}, dtype),
-              like(kDown, w.down, Layer::kDown),
-              fresh(kUpBias, {s.experts, layer.width()}),
-              fresh(kDownBias, {s.experts, s.hidden})};
-  MoeBackward b = backward_args(place, layer, routing, dout, h, w, b_down);
-  b.x = place.rows(x, "x", dtype, {s.tokens, s.hidden});
-  (wanted & kRows ? b.dx_rows : b.dx) = {g.dx.data_ptr(), 0};
-  b.dscores = g.dscores.data_ptr();
-  if (wanted & kUp) {
-    MaybeTensor const gate = w.gate.has_value() ? MaybeTensor(g.dw_gate) : std::nullopt;
-    b.dw_up = up_weight_of(place, own, g.dw_up, gate, dtype);
-  }
-  if (wanted & kDown) b.dw_down = down_weight_of(place, own, g.dw_down, dtype);
-  b.db_up = {g.db_up.data_ptr(), 0};
-  b.db_down = {g.db_down.data_ptr(), 0};
-  Tensor const workspace = place.workspace(moe_backward_workspace_bytes(
-      s, dtype, layer.activation.gated, combined && (wanted & kX), wanted & (kUpBias | kDownBias)));
+  Tensor const workspace = place.workspace(
+      moe_backward_workspace_bytes(layer.sizes, layer.dtype, layer.activation.gated,
+                                   combined && (wanted & kX), wanted & (kUpBias | kDownBias)));
   b.workspace = workspace.data_ptr();
   place.run(cpu::moe_backward, cuda::moe_backward, b);
   return g;
 }
 
-// The routing of a backward call: sorted rows, or a token's slots.
-Routing backward_routing(Place const& place, Layer const& layer, Slots const& slots,
-                         Tensor const& offsets, Tensor const& row_token, Tensor const& slot_row,
-                         Tensor const& row_score) {
+// The caller's gradients of biases, both of one dtype; false: none is wanted.
+bool set_bias_targets(Place const& place, Layer const& layer, MaybeTensor const& db_up,
+                      MaybeTensor const& db_down, MoeBackward& b) {
+  if (!db_up.has_value() && !db_down.has_value()) return false;
   Sizes const& s = layer.sizes;
-  Routing routing;
-  routing.offsets = place.indices(offsets, "offsets", {s.experts + 1});
-  routing.row_token = place.indices(row_token, "row_token", {s.rows()});
-  require(slots.tokens == s.tokens, slots.lists() ? "token_offsets" : "slot_row", ": expected ",
-          s.tokens, " tokens as in x, got ", slots.tokens);
-  routing.slot_row = slots.indices(place, slot_row, "slot_row");
-  routing.token_offsets = slots.token_offsets;
-  routing.row_score = place.packed(row_score, "row_score", score_dtype(layer.dtype), {s.rows()});
-  return routing;
+  b.dw_dtype = db_up.has_value() ? dtype_of(*db_up, "db_up") : dtype_of(*db_down, "db_down");
+  b.db_up = place.rows(db_up, "db_up", b.dw_dtype, {s.experts, layer.width()});
+  b.db_down = place.rows(db_down, "db_down", b.dw_dtype, {s.experts, s.hidden});
+  return true;
 }
 
 }  // namespace
@@ -295,11 +214,21 @@ Tensors4 data_gradients(Tensor const& dout, Tensor const& h, Tensor const& offse
   b.dh = {dh.data_ptr(), 0};
   b.a_scaled = {a_scaled.data_ptr(), 0};
   b.accumulate = accumulate;
-  bool const biases = db_up.has_value() || db_down.has_value();
-  if (biases)
-    b.dw_dtype = db_up.has_value() ? dtype_of(*db_up, "db_up") : dtype_of(*db_down, "db_down");
-  b.db_up = place.rows(db_up, "db_up", b.dw_dtype, {s.experts, layer.width()});
-  b.db_down = place.rows(db_down, "db_down", b.dw_dtype, {s.experts, s.hidden});
+  bool const biases = set_bias_targets(place, layer, db_up, db_down, b);
+  if (biases) {
+    require_apart({{"db_up", db_up}, {"db_down", db_down}},
+                  {{"dout", dout},
+                   {"h", h},
+                   {"offsets", offsets},
+                   {"row_token", row_token},
+                   {"slot_row", slot_row},
+                   {"row_score", row_score},
+                   {"token_offsets", token_offsets},
+                   {"w_up", own_memory(w_up, experts_at)},
+                   {"w_gate", own_memory(w_gate, experts_at)},
+                   {"w_down", own_memory(w_down, experts_at)},
+                   {"b_down", b_down}});
+  }
   Tensor const workspace = place.workspace(moe_backward_workspace_bytes(
       s, layer.dtype, gated, combined && (wanted & kX), biases, /*keeps=*/true));
   b.workspace = workspace.data_ptr();

@@ -278,6 +278,37 @@ Tensor peer_collect(Tensor const& peers, std::vector<int64_t> memory, Tensor con
 void peer_push_scores(Tensor const& peers, std::vector<int64_t> memory, Tensor const& ids,
                       Tensor const& scores);
 
+// ---- peer_layer.cpp: see guild/peer_layer.h -----------------------------------------------------
+
+// o (T, H); what backward needs: rows (ranks * Tm, H), h (R, W) or (0, W), offsets, row_token,
+// slot_row (ranks * Tm, K), row_score, token_row (T, ranks), by_slot (ranks * Tm, K) and counts
+// (ranks) of Tables; offsets (E of all ranks + 1) of this rank's tokens
+using PeerForwardTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
+                                      Tensor, Tensor, Tensor, Tensor>;
+// facts of both barriers, as peer_meet takes them; streams: link and side of PeerStreams, or none.
+// ids (T, K) int32 of all ranks' `experts`; weights are this rank's.
+PeerForwardTensors peer_forward(Tensor const& peers, std::vector<int64_t> memory, double seconds,
+                                std::vector<int64_t> facts, std::vector<int64_t> facts_returned,
+                                Tensor& report, std::vector<int64_t> streams, Tensor const& x,
+                                Tensor const& ids, Tensor const& scores, int64_t experts,
+                                MaybeTensor const& residual, Tensor const& w_up,
+                                MaybeTensor const& w_gate, Tensor const& w_down,
+                                MaybeTensor const& b_up, MaybeTensor const& b_down, int64_t kind,
+                                bool gated, double alpha, double limit, double up_offset,
+                                bool clamp_after, bool interleaved, bool transposed, bool keep);
+// -> dx (T, H), dscores (T, K), dw_up, dw_gate, dw_down, db_up, db_down. wanted: as of
+// moe_backward, with WANT_ROWS for dx.
+Tensors7 peer_backward(Tensor const& peers, std::vector<int64_t> memory, double seconds,
+                       std::vector<int64_t> facts, std::vector<int64_t> facts_returned,
+                       Tensor& report, std::vector<int64_t> streams, Tensor const& dout,
+                       Tensor const& rows, Tensor const& h, Tensor const& offsets,
+                       Tensor const& row_token, Tensor const& slot_row, Tensor const& row_score,
+                       Tensor const& token_row, Tensor const& by_slot, Tensor const& counts,
+                       Tensor const& w_up, MaybeTensor const& w_gate, Tensor const& w_down,
+                       MaybeTensor const& b_up, MaybeTensor const& b_down, int64_t kind, bool gated,
+                       double alpha, double limit, double up_offset, bool clamp_after,
+                       bool interleaved, bool transposed, int64_t wanted);
+
 // ---- products.cpp -------------------------------------------------------------------------------
 
 // experts' matrices (E, rows, columns) as `first`, which lie `stride` elements apart in whatever

@@ -2,6 +2,7 @@
 //
 // As in the core, rows at or past offsets[E] of an output are not written.
 #include "torch/ops.h"
+#include "torch/overlap.h"
 
 namespace guild::binding {
 
@@ -240,6 +241,15 @@ Tensors3 down_gradient(Tensor const& dout, Tensor const& h, Tensor const& offset
   args.a_scaled = {a_scaled.data_ptr(), 0};
   args.score_parts = parts.data_ptr();
   Tensor const workspace = add_biases(place, layer, db_up, db_down, accumulate, args);
+  require_apart({{"db_up", db_up}, {"db_down", db_down}},
+                {{"dout", dout},
+                 {"h", h},
+                 {"offsets", offsets},
+                 {"row_token", row_token},
+                 {"row_score", row_score},
+                 {"w_down", own_memory(w_down, experts_at)},
+                 {"low_rank_t", low_rank_t},
+                 {"low_rank_b", low_rank_b}});
   place.run_product(cpu::down_gradient, cuda::down_gradient, args);
   return {dh, a_scaled, parts};
 }

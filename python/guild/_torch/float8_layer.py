@@ -51,7 +51,7 @@ def _given(result: Tensor | None, like: Tensor) -> Tensor:
     return like.new_empty(0) if result is None else result
 
 
-def _settings(rest: tuple) -> tuple[QuantizedExperts, LayerFlags, Recipe, bool]:
+def settings_of(rest: tuple) -> tuple[QuantizedExperts, LayerFlags, Recipe, bool]:
     """The arguments that follow a layer's biases, but for experts_at."""
     experts, rest = _taken(QuantizedExperts, rest, _CODES)
     flags, rest = _taken(LayerFlags, rest, _FLAGS)
@@ -60,7 +60,7 @@ def _settings(rest: tuple) -> tuple[QuantizedExperts, LayerFlags, Recipe, bool]:
 
 
 def _forward(x, ids, scores, token_offsets, residual, w_up, w_gate, w_down, b_up, b_down, *rest):
-    experts, flags, recipe, keep = _settings(rest)
+    experts, flags, recipe, keep = settings_of(rest)
     tokens = x, ids, scores, token_offsets, residual
     down = Codes(experts.down, experts.down_scales)
     flags, b_up = in_halves(flags, recipe, b_up)
@@ -70,10 +70,10 @@ def _forward(x, ids, scores, token_offsets, residual, w_up, w_gate, w_down, b_up
     return out, *(_given(t, x) for t in (*kept, *codes)), *places
 
 
-def _forward_fake(
+def experts_fake(
     x, ids, scores, token_offsets, residual, w_up, w_gate, w_down, b_up, b_down, *rest
 ):
-    experts, _, recipe, keep = _settings(rest)
+    experts, _, recipe, keep = settings_of(rest)
     (count, hidden, size), halves = experts.down.shape, experts.up_scales.shape[1]
     rows = ids.numel()
     h = scales = codes = x_scales = None
@@ -96,7 +96,7 @@ def _forward_fake(
 def _setup(ctx, inputs, output):
     x, _, _, token_offsets, _, w_up, w_gate, w_down, b_up, b_down, *rest = inputs
     _, *kept = output
-    experts, ctx.flags, ctx.recipe, ctx.keep = _settings(tuple(rest))
+    experts, ctx.flags, ctx.recipe, ctx.keep = settings_of(tuple(rest))
     experts_at = rest[_CODES + _FLAGS + _RECIPE + 1 :]
     masters = without_lists(ctx, experts_at[0] if experts_at else None, w_up, w_gate, w_down)
     tokens = None if ctx.recipe.keeps_codes else x, token_offsets
@@ -119,7 +119,8 @@ def _gradient(ctx, dout, *_):
         saved = ctx.saved_tensors
         saved, masters = saved[:-3], with_lists(ctx, *saved[-3:])
         by_all = tied(rows_of(dout), *saved[-2:])
-        settings = *ctx.flags, *ctx.recipe, ctx.keep, ctx.experts_at is not None, list(wanted)
+        lists = ctx.experts_at is not None
+        settings = *ctx.flags, *ctx.recipe, ctx.keep, lists, False, list(wanted)
         made = ops.float8_backward(by_all, *saved, *masters, *settings)
         needs = want_x, want_scores, up, gate, down, up_bias, down_bias
         dx, dscores, *dlayer = (g if want else None for g, want in zip(made, needs, strict=True))
@@ -160,7 +161,7 @@ def _backward(dout, x, token_offsets, h, h_scales, codes, x_scales, *rest):
     experts, (b_up, b_down, *masters) = _taken(QuantizedExperts, rest, _CODES)
     masters, rest = tuple(masters[:3]), masters[3:]
     flags, rest = _taken(LayerFlags, rest, _FLAGS)
-    recipe, (keep, lists, wanted) = _taken(Recipe, rest, _RECIPE)
+    recipe, (keep, lists, by_row, wanted) = _taken(Recipe, rest, _RECIPE)
     wanted = Wanted(*wanted)
     layout = flags
     flags, bias = in_halves(flags, recipe, b_up)
@@ -169,7 +170,7 @@ def _backward(dout, x, token_offsets, h, h_scales, codes, x_scales, *rest):
     again = source, places, experts, bias, flags, recipe, dout.dtype
     kept = kept_or_again(kept, keep, *again)
     about = places, token_offsets, experts, b_down, flags, recipe, wanted
-    made = data_gradients(dout, kept, *about)
+    made = data_gradients(dout, kept, *about, by_row)
     want = wanted.up, wanted.down
     operands = made, source, dout, places
     weights = weight_gradients(*operands, masters, layout, recipe, want, lists)
@@ -182,16 +183,17 @@ def _backward(dout, x, token_offsets, h, h_scales, codes, x_scales, *rest):
 
 
 def _backward_fake(dout, x, token_offsets, h, h_scales, codes, x_scales, *rest):
-    _, _, slot_row, row_score, *rest = rest
+    _, row_token, slot_row, row_score, *rest = rest
     b_up, b_down, w_up, w_gate, w_down = rest[_CODES : _CODES + 5]
-    *_, lists, (want_x, want_scores, up, down, up_bias, down_bias) = rest
+    *_, lists, by_row, (want_x, want_scores, up, down, up_bias, down_bias) = rest
 
     def like(tensor: Tensor | None, want: bool, make=torch.empty_like) -> Tensor:
         return _given(make(tensor) if want and tensor is not None else None, dout)
 
     weight = stacked_like if lists else torch.empty_like
+    rows = row_token.shape[0] if by_row else dout.shape[0]
     return (
-        like(dout, want_x),
+        _given(dout.new_empty(rows, dout.shape[1]) if want_x else None, dout),
         _given(row_score.new_empty(slot_row.shape) if want_scores else None, dout),
         like(w_up, up, weight),
         like(w_gate, up, weight),
@@ -202,28 +204,29 @@ def _backward_fake(dout, x, token_offsets, h, h_scales, codes, x_scales, *rest):
 
 
 _CODE_ARGUMENTS = ", ".join(f"Tensor {name}" for name in QuantizedExperts._fields)
-_SETTINGS = (
+SETTINGS = (
     "int kind, bool gated, float alpha, float limit, float up_offset, bool clamp_after, bool "
     "interleaved, bool transposed, int gradients, int scales, bool save_codes, bool wgrad_codes, "
-    "bool keep"
+    "bool reads_x, bool keep"
 )
 _KEPT = (
     "Tensor h, Tensor h_scales, Tensor x_codes, Tensor x_scales, Tensor offsets, Tensor row_token, "
     "Tensor slot_row, Tensor row_score"
 )
 _MASTERS, _BIASES = "Tensor w_up, Tensor? w_gate, Tensor w_down", "Tensor? b_up, Tensor? b_down"
+MASTERS_AND_BIASES = f"{_MASTERS}, {_BIASES}, {_CODE_ARGUMENTS}"
 library.define(
     "float8_experts(Tensor x, Tensor ids, Tensor scores, Tensor? token_offsets, Tensor? residual, "
-    f"{_MASTERS}, {_BIASES}, {_CODE_ARGUMENTS}, {_SETTINGS}, Tensor? experts_at=None) -> (Tensor "
+    f"{MASTERS_AND_BIASES}, {SETTINGS}, Tensor? experts_at=None) -> (Tensor "
     f"o, {_KEPT})"
 )
 library.define(
     f"float8_backward(Tensor dout, Tensor? x, Tensor? token_offsets, {_KEPT}, {_CODE_ARGUMENTS}, "
-    f"{_BIASES}, {_MASTERS}, {_SETTINGS}, bool lists, bool[] wanted) -> (Tensor dx, Tensor dscores,"
-    " Tensor dw_up, Tensor dw_gate, Tensor dw_down, Tensor db_up, Tensor db_down)"
+    f"{_BIASES}, {_MASTERS}, {SETTINGS}, bool lists, bool by_row, bool[] wanted) -> (Tensor dx, "
+    "Tensor dscores, Tensor dw_up, Tensor dw_gate, Tensor dw_down, Tensor db_up, Tensor db_down)"
 )
 for _name, _function, _shapes in (
-    ("float8_experts", _forward, _forward_fake),
+    ("float8_experts", _forward, experts_fake),
     ("float8_backward", _backward, _backward_fake),
 ):
     for _key in ("CPU", "CUDA"):

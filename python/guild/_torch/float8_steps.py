@@ -25,11 +25,17 @@ class Recipe(NamedTuple):
     scales: int  # guild::ScaleKind of activations and gradients
     save_codes: bool  # keep H as codes
     wgrad_codes: bool  # weights' gradients are products of codes
+    reads_x: bool = False  # X is kept for another's gradient anyway
+
+    @property
+    def regroups(self) -> bool:
+        """Whether weights' gradients read codes that are there: with powers of two, exactly."""
+        return self.wgrad_codes and self.scales == _POWER_OF_TWO
 
     @property
     def keeps_codes(self) -> bool:
-        """Whether backward needs X's codes and not X: those with powers of two can be regrouped."""
-        return self.wgrad_codes and self.scales == _POWER_OF_TWO
+        """Whether backward needs X's codes and not X."""
+        return self.regroups and not self.reads_x
 
 
 class Codes(NamedTuple):
@@ -174,10 +180,12 @@ class Wanted(NamedTuple):
 class DataGradients(NamedTuple):
     """Results of backward but for the weights', None where not wanted."""
 
-    dx: Tensor | None  # (T, H)
+    dx: Tensor | None  # (T, H), or (R, H) by row
     dscores: Tensor | None
-    dh: Tensor | None  # (R, W) in 16 bits, where the weights' gradients are made of it
+    dh: Tensor | None  # (R, W) in 16 bits, where anything is made of it
     a_scaled: Tensor | None  # (R, I)
+    dh_codes: Codes
+    dout_codes: Codes
 
 
 def data_gradients(
@@ -190,15 +198,17 @@ def data_gradients(
     flags: LayerFlags,
     recipe: Recipe,
     wanted: Wanted,
+    by_row: bool = False,
 ) -> DataGradients:
-    """dX, dscores and what the weights' gradients are made of."""
+    """dX, dscores and what the weights' gradients are made of; by_row: dX (R, H), not summed."""
     rows, (_, hidden, size) = places.row_token.shape[0], experts.down.shape
     halves = experts.up_scales.shape[1]
     scores = places.row_score
     if kept.scales is not None and dout.is_cuda:  # whose kernel reads 16 bits
         kept = in_16_bits(kept, flags, dout.dtype)
     given = quantized_rows(dout, recipe.gradients, recipe.scales)
-    dh = dout.new_empty(rows, halves * size) if wanted.up or wanted.up_bias else None
+    from_dh = (wanted.up and not recipe.regroups) or wanted.up_bias
+    dh = dout.new_empty(rows, halves * size) if from_dh else None
     a_scaled = dout.new_empty(rows, size) if wanted.down else None
     parts = scores.new_empty(rows, score_parts(size)) if wanted.scores else None
     dh_codes = Codes(
@@ -215,10 +225,11 @@ def data_gradients(
         about = places.slot_row, places.offsets, dout, b_down, size, token_offsets
         dscores = ops.score_gradient(parts, *about)
     if wanted.x:
-        by_row = dout.new_empty(rows, hidden)
+        dx = dout.new_empty(rows, hidden)
         weight = experts.up_transposed, experts.up_scales.flatten(1, 2).mT
         ops.scaled_grouped_mm_out(
-            *dh_codes, recipe.gradients, *weight, _E4M3, places.ends, by_row, halves
+            *dh_codes, recipe.gradients, *weight, _E4M3, places.ends, dx, halves
         )
-        dx = ops.combine(by_row, places.slot_row, None, token_offsets)
-    return DataGradients(dx, dscores, dh, a_scaled)
+        if not by_row:
+            dx = ops.combine(dx, places.slot_row, None, token_offsets)
+    return DataGradients(dx, dscores, dh, a_scaled, dh_codes, given)

@@ -27,12 +27,13 @@ from guild.provenance import provenance
 
 from .presets import PRESETS, Shape, parse_shape
 from .problem import ROUTINGS, make_problems
+from .symmetric import TORCH, SymmetricLayer, use_nvshmem
 from .timing import free_memory, milliseconds
 
 _TOKENS = 8192  # a rank
 _PRESETS = ("dsv3", "gptoss", "qwen30b")
 _CHECKED_TOKENS = 256
-_ENGINES = ("both", "auto", "peer", "nccl")
+_ENGINES = ("both", "auto", "peer", "nccl", TORCH)
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -117,7 +118,8 @@ def measure_parallel(
     seed : int
         Of the inputs.
     engine : str
-        Of `guild.ExpertParallel`; "both": the peer engine, where the ranks can, and nccl.
+        Of `guild.ExpertParallel`; "both": the peer engine, where the ranks can, and nccl; "torch":
+        forward alone by torch's all-to-all in symmetric memory, instead of them.
 
     Returns
     -------
@@ -125,6 +127,8 @@ def measure_parallel(
         `cases` have times in milliseconds, one a round, `efficiency` and `tflops` medians.
         `engines` are those that were timed; calls of a second one have its name after them.
     """
+    if engine == TORCH:
+        use_nvshmem()
     groups = _groups(engine, device, max(shape.tokens for shape in shapes.values()))
     group = next(iter(groups.values()))
     record: dict[str, Any] = {"mode": "parallel", "provenance": provenance(device), "cases": []}
@@ -137,9 +141,14 @@ def measure_parallel(
         for one in groups.values():
             layers.append(SharedLayer(shape, one, *arguments, *layers[:1]))
         error = max(_error(layer, group) for layer in layers)
+        by_itself = SharedLayer(alone, None, *arguments)
+        calls = _calls(layers, list(groups), by_itself)
+        if engine == TORCH:
+            other = SymmetricLayer(shape, layers[0].layer, layers[0].x)
+            error = max(error, _distance(other.forward(), layers[0].layer(layers[0].x)))
+            calls = {"forward": other.forward, "forward alone": by_itself.forward}
         if not error < 2e-2:
             raise RuntimeError(f"{name}: the layer over ranks is off by {error:.2g}")
-        calls = _calls(layers, list(groups), SharedLayer(alone, None, *arguments))
         times = _rounds(calls, rounds, seconds, device)
         record["cases"].append(
             {"name": name, "shape": list(shape), "error": error} | _case(times, shape)
@@ -151,6 +160,8 @@ def measure_parallel(
 
 def _groups(engine: str, device: torch.device, tokens: int) -> dict[str, guild.ExpertParallel]:
     """By engine; what `engine` means here."""
+    if engine == TORCH:  # whose weights and result it is compared with
+        return {TORCH: guild.ExpertParallel(engine="nccl")}
     if engine != "both":
         group = guild.ExpertParallel(engine=engine, max_tokens=tokens)
         return {group.engine(device): group}
@@ -226,7 +237,12 @@ def _error(together: SharedLayer, group: guild.ExpertParallel) -> float:
         part = guild.routed_experts(rows, ids, scores, layer.w_up, layer.w_down).float()
         dist.all_reduce(part, group=group.group)
         truth.append(part)
-    expected = truth[group.rank]
+    return _distance(out, truth[group.rank])
+
+
+@torch.no_grad()
+def _distance(out: torch.Tensor, expected: torch.Tensor) -> float:
+    expected = expected.float()
     return float((out.float() - expected).norm() / expected.norm())
 
 
@@ -240,7 +256,7 @@ def main(arguments: list[str] | None = None) -> None:
     add("--thiek", action="append", default=[], metavar="T,H,I,E,K", help="T: tokens of a rank")
     add("--tokens", type=int, default=_TOKENS, help=f"of a rank, for presets ({_TOKENS})")
     add("--routing", default="random", choices=ROUTINGS)
-    add("--engine", default="both", choices=_ENGINES, help="both where ranks of one host can")
+    add("--engine", default="both", choices=_ENGINES, help="both: where ranks of one host can")
     add("--dtype", choices=_DTYPES, default="bfloat16")
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--rounds", type=int, default=7)

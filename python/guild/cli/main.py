@@ -24,6 +24,7 @@ _SETTING_HELP = {
     "steps": "optimiser steps",
     "batch": "windows a step",
     "context": "bytes a window",
+    "accumulate": "parts that a step's windows are divided into, one after the other",
     "hidden": "width of the model",
     "layers": "blocks of attention and MoE",
     "heads": "attention heads",

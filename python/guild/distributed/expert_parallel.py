@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from guild._torch.autograd import below_autograd, rows_of
 from guild._torch.checks import (
     expect_choice,
     expect_count,
@@ -32,15 +31,22 @@ from guild._torch.layer_arguments import Halves, layer_arguments
 from guild._torch.operators import ops
 from guild._torch.router_gradients import Weighing
 from guild.activations import Activation
+from guild.distributed.call_arguments import (
+    expect_absent,
+    expect_plain,
+    own_offsets,
+    residual_rows,
+)
 from guild.distributed.facts import facts_of
 from guild.distributed.filling import fill_normal
 from guild.distributed.passage import Collect, Dispatch
+from guild.distributed.peer_layer import PeerExperts
 from guild.distributed.peer_traffic import PeerTraffic, plan_peer_traffic
 from guild.distributed.peers import Peers, peers_of
 from guild.distributed.ranks import Ranks, process_group_of
 from guild.distributed.stepwise import StepwiseExperts
 from guild.distributed.traffic import Traffic, plan_traffic
-from guild.expert_arguments import expect_later, residual_like
+from guild.expert_arguments import expect_later
 from guild.experts import run_routed
 from guild.lora import LoRA, LoRAHalves
 from guild.routed_call import routed_call
@@ -233,6 +239,8 @@ class ExpertParallel:
         weight_gradients: WeightGradients | None = None,
         lora_up: LoRA | LoRAHalves | None = None,
         lora_down: LoRA | None = None,
+        out: None = None,
+        expert_map: None = None,
     ) -> Tensor:
         """`guild.routed_experts` of this rank's tokens, with experts on all ranks of the group.
 
@@ -246,6 +254,8 @@ class ExpertParallel:
         activation, order, transposed, recompute, weight_gradients, lora_up, lora_down
             As `guild.routed_experts` takes them, terms of this rank's experts; weight_gradients and
             LoRA not with exact=True.
+        out, expert_map
+            Not with experts on other ranks: results are new tensors, ids those of all experts.
 
         Returns
         -------
@@ -259,6 +269,7 @@ class ExpertParallel:
         RuntimeError
             If a rank is gone or late.
         """
+        expect_absent(out=out, expert_map=expert_map)
         layout = activation, order, transposed
         later = token_offsets, residual, recompute, weight_gradients, lora_up, lora_down
         tokens = x, topk_ids, topk_weights
@@ -289,7 +300,7 @@ class ExpertParallel:
         layer: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """`routed_experts`, and int32 (E + 1) offsets of this rank's rows by expert."""
-        self._expect_plain(weight_gradients, lora_up, lora_down)
+        expect_plain(self.exact, weight_gradients, lora_up, lora_down)
         layout = (w_up, w_down, b_up, b_down), (activation, order, transposed)
         later = token_offsets, None, recompute, weight_gradients, lora_up, lora_down
         tokens = x, topk_ids, topk_weights
@@ -297,15 +308,20 @@ class ExpertParallel:
         if self.exact and call.experts_at is not None:
             given = *map(stacked, (w_up, w_down)), stacked(b_up, 1), stacked(b_down, 1)
             call = routed_call(*tokens, *given, *layout[1], *later)
-        residual = _residual(residual, call.x)
+        residual = residual_rows(residual, call.x)
         facts = facts_of(self.size, self.exact, call.x, call.scores, call.layer, layer, call.low)
         slots = call.ids, call.scores, token_offsets, self.size * call.layer[2].shape[0]
+        peers = None if token_offsets is not None else self._peers_on(call.x.device)
+        plain = weight_gradients is None and call.low is None and call.experts_at is None
+        if plain and peers is not None and not self.exact and peers.capacity is None:
+            keep = bool(facts["gradients"]) and not recompute and peers.keeps_all_rows
+            taken = peers, facts, call.ids, slots[-1], keep
+            return PeerExperts.apply(*taken, call.x, call.scores, residual, *call.layer)
         traffic, received = self._plan(call.x, *slots, facts)
         recompute = recompute or not traffic.keeps_all_rows
-        whole = isinstance(traffic, PeerTraffic) and weight_gradients is None
-        whole = whole and call.low is None and call.experts_at is None
+        whole = plain and isinstance(traffic, PeerTraffic)
         with self._ranks.in_step("forward"):
-            offsets = _offsets(*slots)
+            offsets = own_offsets(*slots)
             if self.exact or whole:
                 keep = bool(facts["gradients"]) and not recompute
                 taken = traffic, received, token_offsets, keep, self.exact, None
@@ -348,9 +364,9 @@ class ExpertParallel:
             return self.routed_experts_and_offsets(*routed, layer=layer)
         arguments = token_arguments(*tokens)
         x, *local, _ = layer_arguments(x, *given, *layout, routed=True)
-        residual = _residual(residual, x)
+        residual = residual_rows(residual, x)
         expect_later(recompute, weight_gradients)
-        self._expect_plain(weight_gradients)
+        expect_plain(self.exact, weight_gradients)
         with torch.no_grad():
             scores, ids, slopes = ops.route_tokens(*arguments)
         facts = facts_of(self.size, self.exact, x, router_weight, local, layer)
@@ -362,17 +378,7 @@ class ExpertParallel:
         taken = traffic, received, None, keep, self.exact, routed
         with self._ranks.in_step("forward"):
             out = StepwiseExperts.apply(*taken, x, router_weight, scores, residual, *local)
-            return out, _offsets(ids, scores, None, experts)
-
-    def _expect_plain(self, weight_gradients: WeightGradients | None, *lora: Any) -> None:
-        """Raise where exact=True does not have what is asked for."""
-        given = {"weight_gradients": weight_gradients}
-        given |= dict(zip(("lora_up", "lora_down"), lora, strict=False))
-        for name, value in given.items():
-            if self.exact and value is not None:
-                raise ValueError(
-                    f"{name}: expected None with ExpertParallel(exact=True), got {value!r:.200}"
-                )
+            return out, own_offsets(ids, scores, None, experts)
 
     def __deepcopy__(self, _: dict[int, Any]) -> ExpertParallel:
         """Itself: copies of a layer are on the same ranks."""
@@ -383,15 +389,3 @@ class ExpertParallel:
             "expert_group: a layer with experts on other ranks cannot be pickled; save its "
             "state_dict()"
         )
-
-
-def _residual(residual: Tensor | None, x: Tensor) -> Tensor | None:
-    """Checked, in the autocast dtype; x is in that already."""
-    residual = residual_like(residual, x)
-    return None if residual is None else rows_of(residual)
-
-
-@below_autograd
-def _offsets(ids: Tensor, scores: Tensor, token_offsets: Tensor | None, experts: int) -> Tensor:
-    """int32 (E + 1): where each expert's rows of this rank's tokens would begin."""
-    return ops.sort_by_expert(ids, scores, experts, token_offsets)[0]

@@ -56,6 +56,9 @@ class Peers:
         self._report = torch.zeros(5, dtype=torch.int64, pin_memory=pinned)
         self._facts: dict[str, int] = {}  # that the ranks compare in forward
         self._returned = False  # since the last rows were published
+        self._streams: list[torch.cuda.Stream] = []  # beside that of the calls
+        if pinned:  # a higher priority for rows on their way
+            self._streams = [torch.cuda.Stream(device, priority=p) for p in (-1, 0)]
 
     @property
     def keeps_all_rows(self) -> bool:
@@ -103,6 +106,20 @@ class Peers:
         self._returned = False
         ops.peer_publish(memory.peers, memory.numbers, rows_of(rows), None, None, 1)
         self.meet(BACKWARD, {"call": call}, memory=memory, published=True)
+
+    def barriers(
+        self, step: int, results: int, call: int
+    ) -> tuple[float, list[int], list[int], Tensor, list[int]]:
+        """What `ops.peer_forward` and `peer_backward` take for their barriers, and streams."""
+        facts = self._facts if step == FORWARD else {"call": call}
+        streams = [stream.cuda_stream for stream in self._streams]
+        return self.ranks.timeout, [step, *facts.values()], [results, call], self._report, streams
+
+    def after_call(self, returned: bool = True) -> None:
+        """After these ops. On the CPU a failure raises here, on a GPU in a later call."""
+        self._returned = returned
+        if self.device.type == "cpu":
+            self.expect_no_failure()
 
     def before_return(self, memory: PeerMemory) -> None:
         """Two returns in a row: what came back first must have been read everywhere."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from guild._torch import float8_layer, float8_weights  # noqa: F401 - register the ops
+from guild._torch import float8_moe, float8_weights  # noqa: F401 - register the ops
 from guild._torch.checks import dtype_name, expect_dims, expect_flag
 from guild._torch.expert_lists import Listed
 from guild._torch.float8_formats import SCALES
@@ -29,6 +29,7 @@ _ALIGNED = 16  # bytes: what a row of codes begins at on a GPU
 _MASTERS = 5  # arguments of a layer: weights and biases
 
 _experts = ops.float8_experts.default
+_moe = ops.float8_moe.default
 _quantize = ops.float8_weights.default
 _quantize_out = ops.float8_weights_out.default
 
@@ -72,7 +73,8 @@ class FP8Weights:
             (w_up, w_down, *_), at = whole_of(w_up, w_down, None, None, None)
         expect_dims("w_down", w_down, 3, what="(experts, hidden, intermediate)")
         expect_flag("transposed", transposed)
-        sample = w_down.new_empty(0, w_down.shape[2 if transposed else 1])
+        narrow = torch.bfloat16 if w_down.dtype == torch.float32 else w_down.dtype
+        sample = w_down.new_empty(0, w_down.shape[2 if transposed else 1], dtype=narrow)
         layout = activation, order, transposed
         _, *layer, _ = layer_arguments(sample, w_up, w_down, None, None, *layout, masters=True)
         self.fp8 = fp8
@@ -151,14 +153,7 @@ def routed_experts_in_fp8(
     topk_ids = local_ids(topk_ids, expert_map)
     whole, experts_at = whole_of(*given, weight_gradients)
     x, *layer, gradient = layer_arguments(x, *whole, *layout, routed=True, masters=True)
-    flags = LayerFlags(*layer[_MASTERS:])
-    size = layer[2].shape[1 if flags.transposed else 2]
-    expect_rows_of_codes(x, size)
-    warn_where_slow(x, size, topk_ids.numel(), layer[2].shape[0])
-    if isinstance(fp8, FP8Weights):
-        codes, fp8 = _expect_codes(fp8.codes, layer[2], flags, x), fp8.fp8
-    else:
-        codes = quantized_experts(*layer[:3], flags, experts_at, fp8)
+    codes, flags, fp8 = _codes_of(x, layer, experts_at, topk_ids.numel(), fp8)
     residual = residual_of(residual, x)
     scores = topk_weights.to(score_dtype(x.dtype)).contiguous()
     ids = topk_ids.contiguous()
@@ -178,6 +173,38 @@ def routed_experts_in_fp8(
         x, ids, scores, token_offsets, residual, *masters, *settings
     )
     return made if out is None else out.copy_(made), offsets
+
+
+def routed_layer_in_fp8(
+    tokens: tuple,
+    given: tuple[Listed | Halves | None, ...],
+    layout: tuple[Activation | str, str, bool],
+    residual: Tensor | None,
+    recompute: bool,
+    fp8: FP8 | FP8Weights,
+) -> tuple[Tensor, Tensor]:
+    """`guild.experts.routed_layer` in FP8; tokens: arguments of the op route_tokens."""
+    x, router_weight, *router = tokens
+    x, *layer, gradient = layer_arguments(x, *given, *layout, routed=True, masters=True)
+    codes, flags, fp8 = _codes_of(x, layer, None, router[2] * x.shape[0], fp8)
+    keep = torch.is_grad_enabled() and (gradient or router_weight.requires_grad) and not recompute
+    settings = *codes, *flags, *fp8.recipe()._replace(reads_x=True), keep
+    residual = residual_of(residual, x)
+    made = _moe(x, router_weight, *router, residual, *layer[:_MASTERS], *settings)
+    return made[0], made[3]
+
+
+def _codes_of(
+    x: Tensor, layer: list, experts_at: Tensor | None, rows: int, fp8: FP8 | FP8Weights
+) -> tuple[QuantizedExperts, LayerFlags, FP8]:
+    """The weights' codes, made now or before; layer: as `layer_arguments` returns it."""
+    flags, w_down = LayerFlags(*layer[_MASTERS:]), layer[2]
+    size = w_down.shape[1 if flags.transposed else 2]
+    expect_rows_of_codes(x, size)
+    warn_where_slow(x, size, rows, w_down.shape[0])
+    if isinstance(fp8, FP8Weights):
+        return _expect_codes(fp8.codes, w_down, flags, x), flags, fp8.fp8
+    return quantized_experts(*layer[:3], flags, experts_at, fp8), flags, fp8
 
 
 def _expect_settings(fp8: object) -> None:

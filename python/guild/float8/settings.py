@@ -69,6 +69,7 @@ class FP8:
             SCALES.index(self.scales),
             self.save == "fp8",
             self.wgrad == "fp8",
+            False,
         )
 
 

@@ -70,18 +70,16 @@ def _guild_factory(s: Settings, balanced: bool, fp8: bool) -> MoEFactory:
     return functools.partial(DroppingMoE, capacity=s.capacity, **options)
 
 
-def make_optimizer(model: LanguageModel, s: Settings) -> torch.optim.AdamW:
-    """AdamW, which lets matrices decay and nothing else."""
+def optimizer_options(
+    model: LanguageModel, s: Settings
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Groups and options of AdamW, which lets matrices decay and nothing else."""
     weights = list(model.parameters())
-    return torch.optim.AdamW(
-        [
-            {"params": [w for w in weights if w.dim() > 1], "weight_decay": s.weight_decay},
-            {"params": [w for w in weights if w.dim() == 1], "weight_decay": 0.0},
-        ],
-        lr=s.lr,
-        betas=_BETAS,
-        fused=True,
-    )
+    groups: list[dict[str, Any]] = [
+        {"params": [w for w in weights if w.dim() > 1], "weight_decay": s.weight_decay},
+        {"params": [w for w in weights if w.dim() == 1], "weight_decay": 0.0},
+    ]
+    return groups, {"lr": s.lr, "betas": _BETAS}
 
 
 class Learner:
@@ -117,7 +115,8 @@ class Learner:
         )
         model.initialise(s.seed)
         self.model = model.to(device)
-        self.optimizer = make_optimizer(self.model, s)
+        groups, options = optimizer_options(self.model, s)
+        self.optimizer = torch.optim.AdamW(groups, **options, fused=True)
 
     def round(self, corpus: Corpus, first: int, count: int) -> list[dict[str, Any]]:
         """Train steps `first` .. `first + count - 1` and return one row of measurements for each.
@@ -168,18 +167,41 @@ class Learner:
             group["lr"] = s.lr_at(step)
         if s.round == "stochastic":  # its seeds come from here, so that a run can be resumed
             torch.manual_seed(s.seed * 1_000_003 + step)
-        with self.autocast():
-            loss, imbalance = self.model.loss(inputs, targets)
-        (loss + s.balance * imbalance).backward()
+        loss, imbalance, counts = self._gradients(inputs, targets)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.clip)
         self.optimizer.step()
         self.model.refresh_fp8()
         self.optimizer.zero_grad()  # before the next forward, which takes the most memory
-        self.model.move_selection_biases(s.bias_rate)
-        counts = self.model.expert_counts().float()
+        self.model.move_selection_biases(s.bias_rate, counts)
+        counts = counts.float()
         load = counts.amax(1) / counts.mean(1)
         rows = counts.sum(1).mean() / (s.tokens_per_step * s.top_k)
-        return torch.cat((torch.stack((loss.detach(), imbalance.detach(), norm, rows)), load))
+        return torch.cat((torch.stack((loss, imbalance, norm, rows)), load))
+
+    def _gradients(
+        self, inputs: torch.Tensor, targets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Forward and backward of all windows, a part of them at a time.
+
+        Returns
+        -------
+        tuple
+            Means over the parts of loss and imbalance, and the rows per expert of all of them,
+            int (layers, experts).
+        """
+        parts, found = self.settings.accumulate, []
+        for x, y in zip(inputs.chunk(parts), targets.chunk(parts), strict=True):
+            self._before_part(last=len(found) + 1 == parts)
+            with self.autocast():
+                loss, imbalance = self.model.loss(x, y)
+            ((loss + self.settings.balance * imbalance) / parts).backward()
+            values = torch.stack((loss.detach(), imbalance.detach()))
+            found.append((values / parts, self.model.expert_counts()))
+        values, counts = (sum(each[1:], each[0]) for each in zip(*found, strict=True))
+        return values[0], values[1], counts
+
+    def _before_part(self, last: bool) -> None:
+        """Before the forward of a part of a step's windows, the last of them or another."""
 
     @torch.no_grad()
     def validate(self, corpus: Corpus, windows: int) -> float:

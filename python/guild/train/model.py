@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from guild.balancing import move_selection_bias
+
 BYTES = 256
 _ROTARY_BASE = 10_000.0
 
@@ -37,7 +39,7 @@ class Attention(nn.Module):
     def forward(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, past: Past | None = None
     ) -> torch.Tensor:
-        """x (batch, context, hidden); cos, sin (context, head size / 2).
+        """x (batch, context, hidden); cos, sin as `rotary_tables` makes them.
 
         With a past, x continues it, and attends to what it holds.
         """
@@ -59,17 +61,33 @@ class Attention(nn.Module):
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Turn the pairs (j, j + half) of the last dimension by the angle of their position.
 
-    x (batch, context, heads, head size); cos, sin (context, head size / 2).
+    x (batch, context, heads, head size); cos, sin as `rotary_tables` makes them. Compiled, forward
+    and backward are one expression over x each, without parts to put together.
     """
-    a, b = x.chunk(2, -1)
-    cos, sin = cos.to(x.dtype)[:, None], sin.to(x.dtype)[:, None]
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+    swapped = x.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
+    return x * cos.to(x.dtype) + swapped * sin.to(x.dtype)
 
 
 def rotary_angles(positions: torch.Tensor, head_size: int) -> torch.Tensor:
     """Angles float32 (positions, head_size / 2): each times a geometric series of rates."""
     rates = torch.arange(head_size // 2, device=positions.device) * (-2.0 / head_size)
     return positions[:, None] * _ROTARY_BASE**rates
+
+
+def rotary_tables(
+    positions: torch.Tensor, head_size: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Factors of a head, and of it with its halves swapped, by position.
+
+    Returns
+    -------
+    tuple of torch.Tensor
+        (positions, 1, head_size) in dtype: cosines, and sines, those of the first half negative.
+    """
+    angles = rotary_angles(positions, head_size)
+    cos, sin = angles.cos(), angles.sin()
+    cos, sin = torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)
+    return cos[:, None].to(dtype), sin[:, None].to(dtype)
 
 
 class Past(NamedTuple):
@@ -100,7 +118,16 @@ class Past(NamedTuple):
 
 
 class Block(nn.Module):
-    """Attention and MoE, each behind a normalisation and added to the residual stream."""
+    """Attention and MoE, each behind a normalisation and added to the residual stream.
+
+    Attributes
+    ----------
+    returns_moe_input : bool
+        Whether `forward` does, for `imbalance`; compiled, backward then has a gradient of it to
+        fill with zeros and to add where nothing else uses it.
+    """
+
+    returns_moe_input = True
 
     def __init__(self, hidden: int, heads: int, moe: nn.Module) -> None:
         super().__init__()
@@ -111,11 +138,11 @@ class Block(nn.Module):
 
     def forward(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, past: Past | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """x (batch, context, hidden) -> same shape, and what the MoE layer read."""
         x = x + self.attention(self.attention_norm(x), cos, sin, past)
         moe_input = self.moe_norm(x)
-        return x + self.moe(moe_input), moe_input
+        return x + self.moe(moe_input), moe_input if self.returns_moe_input else None
 
     def imbalance(self, moe_input: torch.Tensor) -> torch.Tensor:
         """Load-balancing loss of the last forward: 1 for a perfectly even load, float32 scalar.
@@ -250,24 +277,27 @@ class LanguageModel(nn.Module):
         tokens: torch.Tensor,
         positions: torch.Tensor | None = None,
         pasts: list[Past] | None = None,
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
         """What the output's product reads (batch, context, hidden), and what the MoE layers did."""
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device)
-        angles = rotary_angles(positions, self.head_size)
-        cos, sin = angles.cos(), angles.sin()
         x = self.embedding(tokens)
+        cos, sin = rotary_tables(positions, self.head_size, x.dtype)
         moe_inputs = []
         for block, past in zip(self.blocks, pasts or [None] * len(self.blocks), strict=True):
             x, moe_input = block(x, cos, sin, past)
             moe_inputs.append(moe_input)
         return self.norm(x), moe_inputs
 
-    def move_selection_biases(self, rate: float) -> None:
-        """`MoE.balance` of every layer whose router has a selection bias."""
-        for block in self.blocks:
-            if hasattr(block.moe.router, "selection_bias"):
-                block.moe.balance(rate)
+    def move_selection_biases(self, rate: float, counts: torch.Tensor) -> None:
+        """Move every layer's, if its router has one, against a load (layers, experts).
+
+        As `guild.MoE.balance`, which knows the load of the last forward alone.
+        """
+        for block, rows in zip(self.blocks, counts, strict=True):
+            bias = getattr(block.moe.router, "selection_bias", None)
+            if bias is not None:
+                move_selection_bias(bias, rows, rate, None)
 
     def expert_counts(self) -> torch.Tensor:
         """Rows per expert of the last forward: int (layers, experts), on the model's device."""

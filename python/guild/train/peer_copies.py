@@ -1,160 +1,159 @@
-"""FSDP2's communication on one host by copy engines: no multiprocessor moves a byte.
+"""FSDP2's communication on one host by copy engines; here its sums of gradients.
 
-Ranks map each other's buffers (torch's symmetric memory). A collective is a barrier, a kernel of
-one block, and a copy from each peer; NCCL's kernels take up to a fifth of a GPU as long as they
-run, and products beside them slow down by more than that.
+    parts of gradients for each other rank to a buffer | barrier | copies of this rank's parts from
+    the others' buffers | their mean with its own part, in float32
 
-    gather:  copy-in writes this rank's part of a buffer | barrier | copies of the others' parts
-    reduce:  copy-in writes gradients, a part for each rank | barrier | copies of this rank's parts,
-             their mean in float32
+NCCL's kernels take up to a fifth of a GPU as long as they run, and products beside them slow down
+by more than that. All of it is on a stream of its own; what it leaves to multiprocessors is the
+mean. FSDP2 itself copies the gradients to a buffer first, beside nothing.
 
-Buffers are used in turns. What makes it safe to write to one again is the next collective's
-barrier, where a rank arrives only after it has read what it needed. FSDP2 lets a reduction's
-copy-in wait for the reduction before; with one module gathered ahead, a gather's copy-in waits for
-the second gather before it.
+Two buffers are used in turns. What makes it safe to write to one again is the barrier of the sum in
+between, where a rank arrives only after it has read what it needed.
 """
 
 from __future__ import annotations
 
-import math
-import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from guild.train.reduction import NarrowReduceScatter
+from .gathered import Copies, GatheredWeights, count_of, parameters_of, starts_of
+from .mapped import TIMEOUT_MS, MakeBuffers, mapped_buffers, others
+from .reduction import add_up
+from .shard_adamw import norm_of
 
-_TIMEOUT_MS = 600_000
-_GATHERS, _REDUCTIONS = 3, 2  # buffers of each
+_BUFFERS = 2
 
-
-Buffers = list[tuple[Tensor, Any]]
-
-
-def mapped_buffers(
-    count: int, size: int, group: dist.ProcessGroup, device: torch.device
-) -> Buffers:
-    """`count` buffers of `size` bytes, each with what maps the other ranks'; made by all ranks."""
-    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # objects that nothing here uses
-    from torch.distributed import _symmetric_memory as symmetric
-
-    own = [symmetric.empty(size, dtype=torch.uint8, device=device) for _ in range(count)]
-    return [(buffer, symmetric.rendezvous(buffer, group)) for buffer in own]
+Gradients = list[tuple[Any, Tensor]]  # FSDP2's record of a parameter, and its whole gradient
 
 
-class Turns:
-    """Buffers that all ranks have mapped, used one after the other."""
-
-    def __init__(self, buffers: Buffers) -> None:
-        self._own = [own for own, _ in buffers]
-        self._mapped = {own.data_ptr(): mapped for own, mapped in buffers}
-        self._next = 0
-
-    def take(self, size: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A view of the next buffer."""
-        own = self._own[self._next]
-        self._next = (self._next + 1) % len(self._own)
-        return own[: math.prod(size) * dtype.itemsize].view(dtype).view(*size)
-
-    def meet(self, buffer: Tensor) -> Any:
-        """Wait for all ranks, whose buffers are filled then; what maps theirs."""
-        mapped = self._mapped[buffer.data_ptr()]
-        mapped.barrier(timeout_ms=_TIMEOUT_MS)
-        return mapped
-
-
-def _others(mapped: Any) -> list[int]:
-    """Each rank begins with the one after it, so that no two read from the same."""
-    return [(mapped.rank + step) % mapped.world_size for step in range(1, mapped.world_size)]
-
-
-class CopiedGather(AllGather):
-    """For `FSDPModule.set_custom_all_gather`: one for all modules, whose gathers take turns."""
-
-    def __init__(self, turns: Turns) -> None:
-        self._turns = turns
-
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        """What all parts are gathered in; FSDP2 writes this rank's."""
-        return self._turns.take(size, dtype)
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> None:
-        """Copy the other ranks' parts."""
-        if async_op:
-            raise NotImplementedError("expected a gather to wait for, got an asynchronous one")
-        mapped, count = self._turns.meet(output_tensor), input_tensor.numel()
-        for peer in _others(mapped):
-            part = mapped.get_buffer(peer, (count,), output_tensor.dtype, peer * count)
-            output_tensor[peer * count : (peer + 1) * count].copy_(part)
-
-
-class CopiedReduceScatter(NarrowReduceScatter):
-    """For `FSDPModule.set_custom_reduce_scatter`: one for all modules; reduce_dtype is float32.
+class SummedGradients:
+    """The gradients of modules under FSDP2, made means over the ranks by copies.
 
     Parameters
     ----------
-    turns : Turns
-        Buffers for gradients.
-    dtype : torch.dtype
-        Of the gradients.
+    modules, group, dtype, device, make
+        As `GatheredWeights` takes them; dtype: of the gradients.
+
+    Attributes
+    ----------
+    mapped_bytes : int
+        Memory that torch's own count leaves out.
     """
 
-    def __init__(self, turns: Turns, dtype: torch.dtype) -> None:
-        super().__init__(dtype)
-        self._turns = turns
-
-    def _input(self, size: Sequence[int | torch.SymInt], device: torch.device) -> Tensor:
-        return self._turns.take(size, self._dtype)
-
-    def __call__(
+    def __init__(
         self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
+        modules: Sequence[FSDPModule],
         group: dist.ProcessGroup,
-        op: dist.ReduceOp,
-        async_op: bool = False,
+        dtype: torch.dtype,
+        device: torch.device,
+        make: MakeBuffers = mapped_buffers,
     ) -> None:
-        """Write the mean of this rank's part."""
-        if async_op or op != dist.ReduceOp.AVG:
-            raise NotImplementedError(f"expected a mean to wait for, got {op}")
-        mapped, count = self._turns.meet(input_tensor), output_tensor.numel()
-        parts = torch.empty_like(input_tensor).view(-1, count)
-        at = mapped.rank * count
-        parts[mapped.rank].copy_(input_tensor[at : at + count])
-        for peer in _others(mapped):
-            parts[peer].copy_(mapped.get_buffer(peer, (count,), input_tensor.dtype, at))
-        torch.mean(parts, 0, dtype=torch.float32, out=output_tensor)
+        of_modules = [parameters_of(module) for module in modules]
+        sizes = (starts_of(map(count_of, p.fsdp_params))[1] for p in of_modules)
+        self.mapped_bytes = _BUFFERS * max(sizes) * group.size() * dtype.itemsize
+        buffers = make(_BUFFERS, self.mapped_bytes // _BUFFERS, group, device)
+        self._buffers = [(buffer.view(dtype), mapped) for buffer, mapped in buffers]
+        self._dtype, self._device = dtype, of_modules[0].device_handle
+        self._stream = self._device.Stream(priority=-1)
+        self._norms: list[Tensor] = []  # of means, on this rank
+        self._under_way: tuple[Any, Gradients] | None = None  # its end, and what it still reads
+        for parameters in of_modules:
+            _ReducedModule(parameters, self)
+
+    def wait(self) -> None:
+        """Let what follows on the current stream wait for all sums, and free what they read."""
+        if self._under_way is not None:
+            self._device.current_stream().wait_event(self._under_way[0])
+            self._under_way = None
+
+    def norm(self) -> Tensor:
+        """Of all means since the last call, this rank's part; taken beside backward."""
+        norms, self._norms = self._norms, []
+        return norm_of(norms)
+
+    def add(self, gradients: Gradients) -> None:
+        """Start to sum a module's gradients; each parameter's own one is the mean then."""
+        self.wait()
+        self._stream.wait_stream(self._device.current_stream())
+        with self._device.stream(self._stream):
+            self._add(gradients)
+            event = self._device.Event()
+            event.record(self._stream)
+        self._under_way = event, gradients
+
+    def _add(self, gradients: Gradients) -> None:
+        buffer, mapped = self._buffers[0]
+        self._buffers.reverse()
+        counts = [count_of(own) for own, _ in gradients]
+        starts, total = starts_of(counts)
+        mine, copies, waiting = [], Copies(), []
+        for (_, gradient), count, start in zip(gradients, counts, starts, strict=True):
+            pieces = [_piece(gradient, rank, count) for rank in range(mapped.world_size)]
+            mine.append(pieces[mapped.rank])
+            for rank in others(mapped):
+                at = rank * total + start
+                copies.add(buffer[at : at + pieces[rank].numel()], pieces[rank])
+        copies.make()
+        mapped.barrier(timeout_ms=TIMEOUT_MS)
+        of_ranks = self._parts_of_ranks(mapped, total)
+        out, means, parts = torch.empty(total, device=buffer.device), [], []
+        for (own, _), piece, start in zip(gradients, mine, starts, strict=True):
+            here = slice(start, start + piece.numel())
+            mean = out[here]
+            if piece.numel():
+                means.append(mean)
+                ranks = range(mapped.world_size)
+                parts.append([of_ranks[r][here] if r in of_ranks else piece for r in ranks])
+            waiting.append((own, mean))
+        if means:
+            add_up(parts, 1 / mapped.world_size, means)
+            self._norms += torch._foreach_norm(means)
+        for own, mean in waiting:
+            _accumulate(own, mean)
+
+    def _parts_of_ranks(self, mapped: Any, total: int) -> dict[int, Tensor]:
+        """What the other ranks have for this one, by rank."""
+        found = {}
+        for peer in others(mapped):
+            theirs = mapped.get_buffer(peer, (total,), self._dtype, mapped.rank * total)
+            found[peer] = torch.empty_like(theirs).copy_(theirs)
+        return found
 
 
-def can_copy(device: torch.device) -> bool:
-    """Whether all ranks are on this host and reach each other's memory; all get the same answer."""
-    ranks, visible = dist.get_world_size(), torch.cuda.device_count()
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) == ranks > 1 and visible >= ranks
-    if here:
-        others = (i for i in range(visible) if i != device.index)
-        here = all(torch.cuda.can_device_access_peer(device.index, i) for i in others)
-    flag = torch.tensor([here], dtype=torch.int32, device=device)
-    dist.all_reduce(flag, dist.ReduceOp.MIN)
-    return bool(flag.item())
+class _ReducedModule:
+    """Does in place of FSDP2 what follows a module's backward."""
 
+    def __init__(self, parameters: Any, sums: SummedGradients) -> None:
+        self._parameters, self._sums = parameters, sums
+        self._finalize = parameters.finalize_backward
+        parameters.post_backward = self.reduce
+        parameters.finalize_backward = self.finish
 
-def gathered_bytes(parameters: Iterable[Tensor], ranks: int, dtype: torch.dtype) -> int:
-    """What FSDP2 gathers of them, each padded to a multiple of the ranks."""
-    shapes = (p.shape for p in parameters)
-    return sum(math.ceil(s[0] / ranks) * ranks * math.prod(s[1:]) * dtype.itemsize for s in shapes)
+    @torch.no_grad()
+    def reduce(self, *unused: Any) -> None:
+        """Let go of the weights, and start to sum their gradients."""
+        parameters = self._parameters
+        parameters._training_state = TrainingState.POST_BACKWARD
+        gradients: Gradients = []
+        for own in parameters.fsdp_params:
+            weight = own.unsharded_param
+            if weight.grad is not None:
+                gradients.append((own, weight.grad))
+                weight.grad = None
+        parameters.reshard()
+        if gradients:
+            self._sums.add(gradients)
+
+    def finish(self) -> None:
+        """After backward: the optimiser reads the sums."""
+        self._sums.wait()
+        self._finalize()
 
 
 def use_copies(
@@ -162,19 +161,21 @@ def use_copies(
     group: dist.ProcessGroup,
     dtype: torch.dtype,
     device: torch.device,
-    make: Callable[..., Buffers] = mapped_buffers,
-) -> int:
-    """Let modules communicate by copies; the bytes that this takes of each rank's memory.
+    make: MakeBuffers = mapped_buffers,
+) -> tuple[GatheredWeights, SummedGradients]:
+    """Let modules communicate by copies; they are under `fully_shard` over all ranks of a group."""
+    how = modules, group, dtype, device, make
+    return GatheredWeights(*how), SummedGradients(*how)
 
-    modules: after fully_shard, the one around the others last.
-    """
-    inside = {id(p) for module in modules[:-1] for p in module.parameters()}
-    of_modules = [list(module.parameters()) for module in modules[:-1]]
-    of_modules.append([p for p in modules[-1].parameters() if id(p) not in inside])
-    size = max(gathered_bytes(own, group.size(), dtype) for own in of_modules)
-    gather = CopiedGather(Turns(make(_GATHERS, size, group, device)))
-    reduce = CopiedReduceScatter(Turns(make(_REDUCTIONS, size, group, device)), dtype)
-    for module in modules:
-        module.set_custom_all_gather(gather)
-        module.set_custom_reduce_scatter(reduce)
-    return (_GATHERS + _REDUCTIONS) * size
+
+def _piece(gradient: Tensor, rank: int, count: int) -> Tensor:
+    """A rank's part, flat; the last ones may be shorter, or empty."""
+    return gradient.flatten()[rank * count : (rank + 1) * count]
+
+
+def _accumulate(own: Any, mean: Tensor) -> None:
+    """Add to the gradient of this rank's part, or make it."""
+    if own.sharded_param.grad is None:
+        own.sharded_param.grad = own.to_sharded_dtensor(mean.view(own.sharded_size))
+    else:
+        own.sharded_param.grad._local_tensor += mean.view(own.sharded_size)

@@ -42,6 +42,8 @@ class Settings:
         Optimiser steps; the learning rate's schedule ends with the last one.
     batch, context : int
         Windows a step and bytes a window.
+    accumulate : int
+        Parts that a step's windows are divided into, of one forward and backward each.
     hidden, layers, heads : int
         Width and depth of the transformer.
     experts, intermediate, top_k : int
@@ -75,6 +77,7 @@ class Settings:
     steps: int = 700
     batch: int = 16
     context: int = 128
+    accumulate: int = 1
     hidden: int = 128
     layers: int = 3
     heads: int = 4
@@ -99,7 +102,7 @@ class Settings:
     def __post_init__(self) -> None:
         self._expect_types()
         for name in (
-            "steps batch context hidden layers heads experts intermediate top_k tile"
+            "steps batch context accumulate hidden layers heads experts intermediate top_k tile"
         ).split():
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
@@ -116,6 +119,10 @@ class Settings:
                 raise ValueError(
                     f"{name}: expected a finite number of 0 or more, got {getattr(self, name)}"
                 )
+        if self.batch % self.accumulate:
+            raise ValueError(
+                f"batch: expected a multiple of {self.accumulate} (accumulate), got {self.batch}"
+            )
         if self.seed > MOST_SEED:
             raise ValueError(f"seed: expected 0 to {MOST_SEED}, got {self.seed}")
         for name in ("lr", "clip"):

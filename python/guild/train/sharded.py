@@ -29,34 +29,47 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import guild
 from guild.balancing import BalanceSums
-from guild.distributed.placement import distribute_experts, grad_norm, shard_layers
+from guild.distributed.placement import distribute_experts, shard_layers
 
 from .corpus import Corpus
 from .generation import Sampling, window_start
 from .head import chunked_cross_entropy
-from .learner import Learner, make_optimizer, moe_factory
+from .learner import Learner, moe_factory, optimizer_options
+from .mapped import can_map
 from .model import LanguageModel
-from .peer_copies import can_copy, use_copies
+from .peer_copies import use_copies
 from .reduction import NarrowReduceScatter
 from .settings import Settings
+from .shard_adamw import ShardAdamW, local_norm
 from .speed import speed_of
 from .world import mean_of_ranks, writes
 
+# The gradients of q, k and v are written each to its place in that of qkv; in one kernel, which
+# chooses between them for every element, they take twice as long.
+_COMPILE = {"max_pointwise_cat_inputs": 0}
 _ATTENTION = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
 
 
 class ShardedModel(LanguageModel):
     """The same model with a loss that keeps no logits, and balances the load of all ranks."""
 
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        for block in self.blocks:
+            block.returns_moe_input = False  # the loss is of the layers' own sums
+
     def loss(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """As `LanguageModel.loss`, of this rank's tokens; imbalance 0 where nothing measures it."""
         hidden = self.hidden_states(tokens)[0].flatten(0, 1)
-        loss = chunked_cross_entropy(hidden, self.embedding.weight, targets.flatten())
         sums = [getattr(block.moe, "balance_sums", None) for block in self.blocks]
         if not self.training or any(s is None for s in sums):
+            loss = chunked_cross_entropy(hidden, self.embedding.weight, targets.flatten())
             return loss, torch.zeros_like(loss)
         of_layers = BalanceSums(*map(torch.cat, zip(*sums, strict=True)))  # each one sequence
-        dist.all_reduce(of_layers.counts)
+        sum_of_ranks = dist.all_reduce(of_layers.counts, async_op=True)
+        # In the meantime, so that a rank that is ahead does not wait for the others.
+        loss = chunked_cross_entropy(hidden, self.embedding.weight, targets.flatten())
+        sum_of_ranks.wait()
         return loss, of_layers.load_balancing_loss()
 
 
@@ -104,19 +117,25 @@ class ShardedLearner(Learner):
         limit = torch._dynamo.config.recompile_limit
         torch._dynamo.config.recompile_limit = max(limit, 2 * len(blocks))
         kept: dict[str, Any] = sharded | {"reshard_after_forward": False}
-        resharded = 0 if keep_gathered else len(blocks) - _kept(len(blocks), self.ranks)
+        copies = dtype != torch.float32 and experts is None and can_map(device)
+        last = 1 if copies else _kept(len(blocks), self.ranks)
+        resharded = 0 if keep_gathered else len(blocks) - last
         for i, block in enumerate(blocks):
             how = sharded if i < resharded else kept
             if device.type == "cuda":
                 # The forward alone, so that FSDP2's hooks stay outside of what is compiled.
-                block.forward = torch.compile(block.forward, dynamic=False)
+                block.forward = torch.compile(block.forward, dynamic=False, options=_COMPILE)
             if experts is not None:
                 shard_layers(block, mesh, experts["data"], **how)
             fully_shard(block, mesh=mesh, **how)
         fully_shard(self.model, mesh=mesh, **kept)
-        self.mapped_bytes = 0
-        if dtype != torch.float32 and experts is None:
-            self._choose_communication([*blocks, self.model])
+        self.weights = self.sums = None  # with copies
+        modules = [*blocks, self.model]
+        if copies:
+            where = dist.group.WORLD, dtype, device
+            self.weights, self.sums = use_copies(modules, *where)
+        elif dtype != torch.float32 and experts is None:
+            self._send_narrow(modules)
         register_fsdp_forward_method(self.model, "loss")
         self.model.set_modules_to_forward_prefetch(blocks[:1])
         for i, block in enumerate(blocks):
@@ -124,15 +143,16 @@ class ShardedLearner(Learner):
             block.set_modules_to_backward_prefetch(blocks[max(0, i - 1) : i])
         if device.type == "cuda" and self.ranks > 1:
             guild.set_num_sms(0, shared=True)  # with the collectives that run beside the products
-        self.optimizer = make_optimizer(self.model, settings)
+        groups, options = optimizer_options(self.model, settings)
+        parts = {} if self.weights is None else self.weights.parts
+        self.optimizer = ShardAdamW(groups, _own_parameters(modules), parts, **options)
 
-    def _choose_communication(self, modules: list[FSDPModule]) -> None:
-        """Gradients travel in the products' dtype; on one host copy engines move everything."""
-        if self.device.type == "cuda" and can_copy(self.device):
-            self.mapped_bytes = use_copies(modules, dist.group.WORLD, self.dtype, self.device)
-            return
+    def _send_narrow(self, modules: list[FSDPModule]) -> None:
+        """Gradients travel in the products' dtype, as backward makes them."""
+        # Sums of several parts are float32, and would lose what a bfloat16 does not hold.
+        dtype = self.dtype if self.settings.accumulate == 1 else torch.float32
         for module in modules:
-            module.set_custom_reduce_scatter(NarrowReduceScatter(self.dtype))
+            module.set_custom_reduce_scatter(NarrowReduceScatter(dtype))
 
     def _made(self) -> ShardedModel:
         """The whole model with its first values, the same on every rank."""
@@ -155,9 +175,21 @@ class ShardedLearner(Learner):
                     weight.normal_(std=model.std_of(name, weight), generator=draw)
         return model
 
-    def autocast(self) -> torch.autocast:
-        """None: FSDP2 casts the weights."""
-        return torch.autocast(self.device.type, enabled=False)
+    def autocast(self) -> contextlib.AbstractContextManager:
+        """None: FSDP2 casts the weights. On a GPU cuDNN's attention, the fastest on Hopper."""
+        if self.device.type != "cuda" or self.dtype == torch.float32:
+            return contextlib.nullcontext()
+        kinds = [getattr(SDPBackend, name) for name in _ATTENTION]
+        return sdpa_kernel(kinds, set_priority=True)
+
+    def _before_part(self, last: bool) -> None:
+        """Across hosts gradients travel once a step, where copies do it with every part.
+
+        FSDP2 adds parts up in float32 before they travel, whole on every rank; after they have, in
+        each rank's own part.
+        """
+        if self.settings.accumulate > 1 and self.weights is None:
+            self.model.set_requires_gradient_sync(last)
 
     def round(self, corpus: Corpus, first: int, count: int) -> list[dict[str, Any]]:
         """As `Learner.round`, with the speed of a GPU in each row."""
@@ -170,8 +202,9 @@ class ShardedLearner(Learner):
             if was_enabled:
                 gc.enable()
         speed = speed_of(self.settings, rows[0]["seconds"], self.ranks, self.device)
-        if self.mapped_bytes:  # torch's own count leaves them out
-            speed["memory_gib"] += self.mapped_bytes / 2**30
+        if "memory_gib" in speed:  # torch's own count leaves mapped memory out
+            mapped = [own.mapped_bytes for own in (self.weights, self.sums) if own is not None]
+            speed["memory_gib"] += sum(mapped) / 2**30
         return [row | speed for row in rows]
 
     def _step(self, corpus: Corpus, step: int) -> Tensor:
@@ -181,21 +214,29 @@ class ShardedLearner(Learner):
             group["lr"] = s.lr_at(step)
         if s.round == "stochastic":
             torch.manual_seed(s.seed * 1_000_003 + step)
-        with self._attention():
-            loss, imbalance = self.model.loss(inputs, targets)
-        (loss + s.balance * imbalance).backward()
-        norm = grad_norm(self.model.parameters())
+        loss, imbalance, counts = self._gradients(inputs, targets)
+        # Every part of a gradient is on one rank alone.
+        own = torch.stack((self._own_norm() ** 2, loss / self.ranks, imbalance / self.ranks))
+        of_ranks = torch.cat((own, counts.flatten().float()))
+        dist.all_reduce(of_ranks)
+        norm, of_all = of_ranks[0].sqrt(), of_ranks[3:].view(counts.shape)
         # Clipped where they are read: gradients are divided by this number.
         self.optimizer.grad_scale = ((norm + 1e-6) / s.clip).clamp(min=1)
-        self.optimizer.step()
+        with contextlib.nullcontext() if self.weights is None else self.weights.replaced():
+            self.optimizer.step()
         self.optimizer.zero_grad()  # before the next forward, which takes the most memory
-        self.model.move_selection_biases(s.bias_rate)
-        counts = self.model.expert_counts().float()
-        dist.all_reduce(counts)
-        load = counts.amax(1) / counts.mean(1)
-        rows = counts.sum(1).mean() / (s.tokens_per_step * s.top_k)
-        own = mean_of_ranks(torch.stack((loss.detach(), imbalance.detach())))
-        return torch.cat((own, torch.stack((norm, rows)), load))
+        self.model.move_selection_biases(s.bias_rate, counts)
+        load = of_all.amax(1) / of_all.mean(1)
+        rows = of_all.sum(1).mean() / (s.tokens_per_step * s.top_k)
+        return torch.cat((of_ranks[1:3], torch.stack((norm, rows)), load))
+
+    def _own_norm(self) -> Tensor:
+        """Of the gradients on this rank."""
+        if self.sums is not None:
+            norm = self.sums.norm()
+            if self.settings.accumulate == 1:
+                return norm  # else of the parts, not of their sum
+        return local_norm(self.model.parameters())
 
     @torch.no_grad()
     def validate(self, corpus: Corpus, windows: int) -> float:
@@ -205,7 +246,7 @@ class ShardedLearner(Learner):
         inputs, targets = corpus.held_out_windows(windows, self.settings.context)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         self.model.eval()
-        with self._attention():
+        with self.autocast():
             for pair in zip(inputs.split(batch), targets.split(batch), strict=True):
                 total += self.model.loss(*self._own(*pair))[0]
         self.model.train()
@@ -227,13 +268,6 @@ class ShardedLearner(Learner):
             text.append(int(sampling.choose(logits, noise)))
         self.model.train()
         return bytes(text[len(prompt) :])
-
-    def _attention(self) -> contextlib.AbstractContextManager:
-        """On a GPU cuDNN's attention where it can be had, which is the fastest on Hopper."""
-        if self.device.type != "cuda" or self.dtype == torch.float32:
-            return contextlib.nullcontext()
-        kinds = [getattr(SDPBackend, name) for name in _ATTENTION]
-        return sdpa_kernel(kinds, set_priority=True)
 
     def _own(self, *tensors: Tensor) -> list[Tensor]:
         """This rank's part of a batch, on its device."""
@@ -269,6 +303,8 @@ class ShardedLearner(Learner):
                 optim_state_dict=moments,
                 options=whole,
             )
+            if self.weights is not None:
+                self.weights.refresh()
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError):
             raise ValueError(
                 f"resume: the checkpoint's weights and optimiser do not fit this {self.name} "
@@ -276,8 +312,18 @@ class ShardedLearner(Learner):
             ) from None
 
 
+def _own_parameters(modules: list[FSDPModule]) -> list[list[torch.nn.Parameter]]:
+    """Of each module those that no module before it has."""
+    seen: set[torch.nn.Parameter] = set()
+    found = []
+    for module in modules:
+        found.append([p for p in module.parameters() if p not in seen])
+        seen.update(found[-1])
+    return found
+
+
 def _kept(blocks: int, ranks: int) -> int:
-    """How many of the last blocks, which backward needs first, stay gathered after forward.
+    """How many of the last blocks, which backward needs first, stay gathered where NCCL gathers.
 
     They take a tenth of the memory that a rank's weights, gradients and moments do: of P weights
     16 P / ranks bytes, beside 2 P gathered in 16 bits.
@@ -301,8 +347,11 @@ def _whole(tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def _expect_layout(name: str, s: Settings, ranks: int, expert_parallel: int) -> None:
-    if s.batch % ranks:
-        raise ValueError(f"batch: expected a multiple of {ranks} (ranks), got {s.batch}")
+    if s.batch % (ranks * s.accumulate):
+        times = "ranks" if s.accumulate == 1 else f"{ranks} ranks, accumulate {s.accumulate}"
+        raise ValueError(
+            f"batch: expected a multiple of {ranks * s.accumulate} ({times}), got {s.batch}"
+        )
     if ranks % expert_parallel:
         raise ValueError(
             f"expert_parallel: expected a divisor of {ranks} (ranks), got {expert_parallel}"

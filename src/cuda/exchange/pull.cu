@@ -1,12 +1,16 @@
 // What ranks tell each other, and rows from those that have them: publish, tables, pull.
 //
-// A warp copies a row, 16 bytes a lane and eight of them in flight: with all warps of the GPU about
-// as many bytes as NVLink's bandwidth times its latency needs, many times over. Rows of different
-// ranks alternate, so that links and own memory are busy at once. Peers' memory is read with plain
-// loads: the kernels start after the barrier, and no first-level cache holds anything older.
+// A warp copies a row, 16 bytes a lane and several of them in flight: with all warps of the GPU
+// many times as many bytes as NVLink's bandwidth times its latency needs. Beside products a few
+// multiprocessors do, so a block of pull() takes one whole. Rows of different ranks alternate,
+// so that links and own memory are busy at once. Peers' memory is read with plain loads: the
+// kernels start after the barrier, and no first-level cache holds anything older.
+#include <algorithm>
+
 #include "check_exchange.h"
 #include "cuda/alignment.h"
 #include "cuda/device.h"
+#include "cuda/exchange/pool.cuh"
 #include "shared/peer_memory.h"
 #include "shared/tiles.h"
 
@@ -14,22 +18,26 @@ namespace guild::cuda {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
-constexpr int kAtOnce = 8;  // 16-byte words that a lane loads before it stores them
+constexpr int kPullThreads = 1024, kPullWarps = kPullThreads / 32;
 
+// kAtOnce: 16-byte words that a lane loads before it stores them.
+template <int kAtOnce>
 __device__ void copy_row(void* to, void const* from, int units) {
   int const lane = threadIdx.x % 32;
-  uint4* const target = static_cast<uint4*>(to);
-  uint4 const* const source = static_cast<uint4 const*>(from);
-  for (int base = lane; base < units; base += 32 * kAtOnce) {
+  uint4* target = static_cast<uint4*>(to) + lane;
+  uint4 const* source = static_cast<uint4 const*>(from) + lane;
+  for (int left = units - lane; left > 0; left -= 32 * kAtOnce) {
     uint4 words[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      if (base + 32 * i < units) words[i] = source[base + 32 * i];
+      if (32 * i < left) words[i] = source[32 * i];
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      if (base + 32 * i < units) target[base + 32 * i] = words[i];
+      if (32 * i < left) target[32 * i] = words[i];
     }
+    source += 32 * kAtOnce;
+    target += 32 * kAtOnce;
   }
 }
 
@@ -48,8 +56,8 @@ __global__ void __launch_bounds__(kThreads) publish_kernel(Publish x, PeerLayout
   int const lane = threadIdx.x % 32;
   if (t == 0 && lane == 0) own.control()->tokens[place] = x.tokens;
   if (t >= x.tokens) return;
-  copy_row(own.rows(place) + t * x.row_bytes, static_cast<char const*>(x.rows) + t * x.row_stride,
-           int(x.row_bytes / 16));
+  copy_row<8>(own.rows(place) + t * x.row_bytes,
+              static_cast<char const*>(x.rows) + t * x.row_stride, int(x.row_bytes / 16));
   if (x.ids == nullptr) return;
   int32_t const* const ids = x.ids + t * x.top_k;
   float const* const scores = static_cast<float const*>(x.scores) + t * x.top_k;
@@ -85,24 +93,39 @@ __global__ void __launch_bounds__(kThreads) tables_kernel(Tables x, PeerLayout l
   static_cast<float*>(x.scores)[r * slots + i] = here ? score : 0.f;
 }
 
-// A warp for each row; rows of all ranks alternate, beginning with the next rank's.
-__global__ void __launch_bounds__(kThreads) pull_kernel(Pull x, PeerLayout layout) {
+// The least of the token's experts that this lane sees; -1 as unsigned: none here.
+__device__ unsigned least_expert(Pull const& x, int64_t place) {
+  unsigned least = ~0u;
+  for (int k = threadIdx.x % 32; k < x.top_k; k += 32) {
+    least = min(least, unsigned(x.ids[place * x.top_k + k]));
+  }
+  return least;
+}
+
+// A warp for a row at a time.
+__global__ void __launch_bounds__(kPullThreads) pull_kernel(Pull x, PeerLayout layout) {
   PeerMemory const& m = x.memory;
-  int64_t const i = blockIdx.x * int64_t(kWarps) + threadIdx.x / 32;
-  int const lane = threadIdx.x % 32;
-  if (i >= m.ranks * m.tokens) return;
-  int64_t const t = i / m.ranks, r = (i + m.rank + 1) % m.ranks, p = r * m.tokens + t;
   PeerControl const* const own = PeerView(layout, m, m.rank).control();
-  bool const failed = own->failure != 0;
-  bool here = false;
-  for (int k = lane; k < x.top_k; k += 32) here |= x.ids[p * x.top_k + k] >= 0;
-  here = __any_sync(~0u, here) && !failed;
-  char* const to = static_cast<char*>(x.rows) + p * x.row_bytes;
+  bool const failed = own->failure != 0, others = x.part == Part::rest;
+  int64_t const from_place = layout.rows + last_place(own) * layout.rows_bytes;
+  int const rows = PoolToken::count(m, others), step = int(gridDim.x) * kPullWarps;
   int const units = int(x.row_bytes / 16);
-  if (here) {
-    copy_row(to, PeerView(layout, m, r).rows(last_place(own)) + t * x.row_bytes, units);
-  } else {
-    fill_row(to, units, failed ? ~0u : 0u);
+  int i = int(blockIdx.x) * kPullWarps + int(threadIdx.x) / 32;
+  if (i >= rows) return;
+  unsigned lane_least = least_expert(x, PoolToken(m, i, others).place(m));
+  for (; i < rows; i += step) {
+    PoolToken const at(m, i, others);
+    unsigned const least = __reduce_min_sync(~0u, lane_least);
+    lane_least = least_expert(x, PoolToken(m, min(i + step, rows - 1), others).place(m));
+    bool const first = at.source == int(m.rank) || least < unsigned(x.first_experts);
+    if (x.part != Part::whole && first != (x.part == Part::first)) continue;
+    char* const to = static_cast<char*>(x.rows) + at.place(m) * x.row_bytes;
+    if (int(least) >= 0 && !failed) {
+      char const* const from = static_cast<char const*>(m.peers[at.source]) + from_place;
+      copy_row<4>(to, from + at.token * x.row_bytes, units);
+    } else {
+      fill_row(to, units, failed ? ~0u : 0u);
+    }
   }
 }
 
@@ -137,8 +160,8 @@ void pull(Pull const& x, Queue queue) {
   require_units(x.row_bytes, "row_bytes");
   int64_t const rows = x.memory.ranks * x.memory.tokens;
   if (rows == 0) return;
-  pull_kernel<<<unsigned(ceil_div(rows, kWarps)), kThreads, 0, queue.stream>>>(x,
-                                                                               layout_of(x.memory));
+  int64_t const blocks = std::min<int64_t>(ceil_div(rows, kPullWarps), multiprocessors(queue));
+  pull_kernel<<<unsigned(blocks), kPullThreads, 0, queue.stream>>>(x, layout_of(x.memory));
   cuda_check(cudaGetLastError(), "launch of pull");
 }
 

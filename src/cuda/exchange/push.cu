@@ -1,13 +1,15 @@
 // Results to the ranks whose tokens they are, straight into their memory: sums over a token's rows
-// here, rows by themselves, and gradients of scores; and the sum of what came from all ranks.
+// here (push_sums.cu), rows by themselves, and gradients of scores; and the sum of what came from
+// all ranks.
 //
-// A block takes a token, a thread eight of its columns. Tokens of different
-// ranks alternate, so that links and own memory are busy at once. Stores to a peer are not waited
-// for; that they have arrived is what the barrier's release says.
+// Tokens of different ranks alternate, so that links and own memory are busy at once. Stores to a
+// peer are not waited for; that they have arrived is what the barrier's release says.
 #include "check_exchange.h"
 #include "cuda/alignment.h"
 #include "cuda/device.h"
 #include "cuda/element.cuh"
+#include "cuda/exchange/pool.cuh"
+#include "cuda/exchange/push_sums.h"
 #include "shared/peer_memory.h"
 #include "shared/routing.h"
 #include "shared/tiles.h"
@@ -18,74 +20,8 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kAtOnce = 4;  // rows that a thread loads before it adds them
 
-// A token of the pool, in the order in which blocks take them.
-struct PoolToken {
-  int64_t token, source, place;
-
-  __device__ PoolToken(PeerMemory const& m, int64_t i)
-      : token(i / m.ranks), source((i + m.rank + 1) % m.ranks), place(source * m.tokens + token) {}
-};
-
 __device__ bool failed(PeerLayout const& layout, PeerMemory const& m) {
   return PeerView(layout, m, m.rank).control()->failure != 0;
-}
-
-// Adds rows of y, weighted, that the warp's lanes hold: lane k has the row and score of a slot, and
-// `there` says which lanes have one. Only those are read, kAtOnce at a time, in their order.
-template <class T>
-__device__ void add_slots(Eight& sum, T const* y, int64_t stride, int own_row, float own_score,
-                          unsigned there) {
-  while (there != 0) {
-    uint4 words[kAtOnce];
-    float score[kAtOnce];
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      int const lane = there != 0 ? __ffs(int(there)) - 1 : -1;
-      int64_t const row = __shfl_sync(~0u, own_row, max(lane, 0));
-      score[i] = __shfl_sync(~0u, own_score, max(lane, 0));
-      words[i] = {};
-      if (lane >= 0) words[i] = load_words(y + row * stride);
-      score[i] = lane >= 0 ? score[i] : 0.f;
-      there &= there - 1;
-    }
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      Eight const e = unpack_eight<T>(words[i]);
-#pragma unroll
-      for (int j = 0; j < 8; ++j) sum.value[j] += score[i] * e.value[j];
-    }
-  }
-}
-
-// blockDim.x, a multiple of 32, is about the columns over 8, or an even part of them.
-template <class T>
-__global__ void __launch_bounds__(kThreads, 4) push_kernel(Push x, PeerLayout layout,
-                                                           int64_t stride) {
-  PeerMemory const& m = x.memory;
-  PoolToken const at(m, blockIdx.x);
-  auto const [begin, end] = slots_of(x.token_offsets, x.rows, x.top_k, at.place);
-  bool const none = failed(layout, m);
-  int64_t const to = m.rank * x.tokens[at.source] + at.token;
-  T* const out = reinterpret_cast<T*>(PeerView(layout, m, at.source).returned()) + to * x.hidden;
-  T const* const y = static_cast<T const*>(x.y.data);
-  int const lane = threadIdx.x % 32;
-  int const round = ceil_div(int(x.hidden / 8), int(blockDim.x));
-  for (int i = 0; i < round; ++i) {  // all lanes, for they pass rows to each other
-    int const col = min((i * int(blockDim.x) + int(threadIdx.x)) * 8, int(x.hidden) - 8);
-    Eight sum{};
-    bool any = false;
-    for (int64_t first = begin; first < end; first += 32) {
-      int64_t const slot = first + lane;
-      int const row = slot < end ? x.row_of[slot] : -1;
-      float score = 1.f;
-      if (x.scores != nullptr && slot < end) score = static_cast<float const*>(x.scores)[slot];
-      unsigned const there = __ballot_sync(~0u, unsigned(row) < unsigned(x.rows));
-      any |= there != 0;
-      add_slots(sum, y + col, stride, row, score, there);
-    }
-    if (!any || none) return;
-    store_eight(out + col, sum);
-  }
 }
 
 // Each slot's row by itself.
@@ -93,13 +29,13 @@ template <class T>
 __global__ void __launch_bounds__(kThreads) push_slots_kernel(Push x, PeerLayout layout,
                                                               int64_t stride) {
   PeerMemory const& m = x.memory;
-  PoolToken const at(m, blockIdx.x);
+  PoolToken const at(m, int(blockIdx.x), /*others=*/false);
   if (failed(layout, m)) return;
   T* const out = reinterpret_cast<T*>(PeerView(layout, m, at.source).returned()) +
                  at.token * x.top_k * x.hidden;
   T const* const y = static_cast<T const*>(x.y.data);
   for (int k = 0; k < x.top_k; ++k) {
-    int const row = x.row_of[at.place * x.top_k + k];
+    int const row = x.row_of[at.place(m) * x.top_k + k];
     if (unsigned(row) >= unsigned(x.rows)) continue;
     for (int col = threadIdx.x * 8; col < x.hidden; col += kThreads * 8) {
       *reinterpret_cast<uint4*>(out + k * x.hidden + col) = load_words(y + row * stride + col);
@@ -151,6 +87,28 @@ __global__ void __launch_bounds__(kThreads) push_scores_kernel(PushScores x, Pee
   to[i] = static_cast<float const*>(x.scores)[at];
 }
 
+// With x.scores to there, without it zeros into the memory that others push to.
+__global__ void __launch_bounds__(kThreads) own_scores_kernel(ReturnedScores x, PeerLayout layout) {
+  int64_t const i = blockIdx.x * int64_t(kThreads) + threadIdx.x;
+  if (i >= x.slots) return;
+  PeerView const own(layout, x.memory, x.memory.rank);
+  float* const returned = reinterpret_cast<float*>(own.returned_scores());
+  if (x.scores == nullptr) {
+    returned[i] = 0;
+  } else {
+    static_cast<float*>(x.scores)[i] = returned[i];
+  }
+}
+
+void run_own_scores(ReturnedScores const& x, Queue const& queue) {
+  check(x);
+  require(x.score_bytes == 4, "score_bytes: expected 4 on CUDA, got ", x.score_bytes);
+  if (x.slots == 0) return;
+  own_scores_kernel<<<unsigned(ceil_div(x.slots, kThreads)), kThreads, 0, queue.stream>>>(
+      x, layout_of(x.memory));
+  cuda_check(cudaGetLastError(), "launch of a copy of scores");
+}
+
 }  // namespace
 
 void push(Push const& x, Queue queue) {
@@ -158,16 +116,13 @@ void push(Push const& x, Queue queue) {
   require_16_bit(x.dtype);
   require_whole_16_bytes(x.hidden, "hidden");
   require_aligned(x.y, "y");
-  int64_t const blocks = x.memory.ranks * x.memory.tokens, stride = row_stride(x.y, x.hidden);
-  if (blocks == 0) return;
+  int64_t const tokens = x.memory.ranks * x.memory.tokens, stride = row_stride(x.y, x.hidden);
+  if (tokens == 0) return;
   PeerLayout const layout = layout_of(x.memory);
-  // As many threads in each pass over the columns.
-  int64_t const units = x.hidden / 8, passes = ceil_div(units, kThreads);
-  int64_t const threads = x.by_slot ? kThreads : ceil_div(ceil_div(units, passes), 32) * 32;
+  if (!x.by_slot) return push_sums(x, queue);
   with_type(x.dtype, [&](auto element) {
-    auto const kernel =
-        x.by_slot ? push_slots_kernel<decltype(element)> : push_kernel<decltype(element)>;
-    kernel<<<unsigned(blocks), unsigned(threads), 0, queue.stream>>>(x, layout, stride);
+    push_slots_kernel<decltype(element)>
+        <<<unsigned(tokens), kThreads, 0, queue.stream>>>(x, layout, stride);
   });
   cuda_check(cudaGetLastError(), "launch of push");
 }
@@ -197,5 +152,13 @@ void push_scores(PushScores const& x, Queue queue) {
   push_scores_kernel<<<blocks, kThreads, 0, queue.stream>>>(x, layout_of(x.memory));
   cuda_check(cudaGetLastError(), "launch of push_scores");
 }
+
+void clear_scores(ReturnedScores const& x, Queue queue) {
+  ReturnedScores cleared = x;
+  cleared.scores = nullptr;
+  run_own_scores(cleared, queue);
+}
+
+void collect_scores(ReturnedScores const& x, Queue queue) { run_own_scores(x, queue); }
 
 }  // namespace guild::cuda

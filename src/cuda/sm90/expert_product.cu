@@ -15,16 +15,16 @@ void launch_expert_product(ExpertProduct const& x, Epilogue const& epilogue, Que
   params.work.order = x.schedule.order;
   params.work.taken = x.schedule.taken;
   auto& load = params.load;
-  load.a = static_cast<T const*>(x.a.data);
   load.row = x.row_token;
-  load.tokens = int(x.row_token == nullptr ? x.rows : x.tokens);
-  load.a_stride = addressable_stride(load.tokens, row_stride(x.a, x.m), "x or dout");
-  load.m = int(x.m);
-  load.n = int(x.n);
-  load.b = static_cast<T const*>(x.b.data);
-  load.b_stride = row_stride(x.b, x.n);
-  load.b_map = row_map<T>(x.b, x.rows, x.n, 1, 64, "b");
-  if (x.row_token == nullptr) load.a_map = row_map<T>(x.a, x.rows, x.m, 1, 64, "a");
+  if (x.row_token == nullptr) {
+    load.a_map = clipped_map<T>(x.a, x.rows, x.m, "a");
+  } else {
+    load.a = static_cast<T const*>(x.a.data);
+    load.tokens = int(x.tokens);
+    load.a_stride = addressable_stride(x.tokens, row_stride(x.a, x.m), "x or dout");
+    load.m = int(x.m);
+  }
+  load.b_map = clipped_map<T>(x.b, x.rows, x.n, "b");
   params.epilogue = epilogue;
   launch<Kernel>(params, x.groups.groups * ceil_div(x.m, c.cluster_m()) * params.work.across,
                  queue);

@@ -22,6 +22,29 @@ CUtensorMap row_map(ConstRows rows, int64_t count, int64_t columns, int halves, 
                     {columns, halves, count, columns, stride, kBoxColumns, 1, box_rows}, name);
 }
 
+// Rows in boxes of 64 x 64 x 1 x 1 that can end before 64 rows; ClippedCoordinate (arch/copy.cuh)
+// says how they are addressed. A step of the last dimension is 2^34 bytes less one row. So its
+// coordinate kClip stands for 2^64 bytes, where addresses wrap, less kClip rows, and the map's base
+// is the matrix itself. It must be: for a box wholly past the columns TMA touches the base, and
+// faults where no memory is. Triton's ragged descriptors wrap in the same way.
+template <class T>
+CUtensorMap clipped_map(ConstRows rows, int64_t count, int64_t columns, char const* name) {
+  int64_t const stride = row_stride(rows, columns);
+  constexpr int64_t wrap = (int64_t(1) << 34) / kElementBytes;
+  return tensor_map(rows.data, dtype_of<T>(),
+                    {.x = columns,
+                     .y = kClip,
+                     .z = count + 1,
+                     .y_stride = stride,
+                     .z_stride = stride,
+                     .box_x = kBoxColumns,
+                     .box_y = 64,
+                     .box_z = 1,
+                     .w = int64_t(kClip) + 1,
+                     .w_stride = wrap - stride},
+                    name);
+}
+
 // The map's base lies 64 rows before the matrix, as RowOutput describes; store() addresses the
 // tile's own rows only.
 template <class T>

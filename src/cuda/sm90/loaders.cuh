@@ -3,7 +3,7 @@
 //   TmaRows        A: contiguous rows: one thread of a warp issues TMA boxes
 //   GatheredRows   A: rows gathered by an index, 16-byte cp.async by the whole warpgroup
 //   TokenColumns   ragged inner dimension: A and B are (rows of the group) x features, A optionally
-//                  gathered by an index; the group's last, ragged step is zero-filled in A and B
+//                  gathered by an index; what a group's last step lacks is zeros in A and B
 //
 // Gather by cp.async in the producer: SonicMoE, arXiv:2512.14080, section 4.
 #pragma once
@@ -75,6 +75,16 @@ __device__ inline void load_b(Multicast, CUtensorMap const& map, char* to, Coord
     tma_load_multicast(map, to, at, full, (1 << C.cluster) - 1);
   } else {
     tma_load(map, to, at, full);
+  }
+}
+
+template <GemmConfig C, class Multicast>
+__device__ inline void load_clipped(Multicast, CUtensorMap const& map, char* to,
+                                    ClippedCoordinate at, Barrier& full) {
+  if constexpr (Multicast::value) {
+    tma_load_clipped_multicast(map, to, at, full, (1 << C.cluster) - 1);
+  } else {
+    tma_load_clipped(map, to, at, full);
   }
 }
 
@@ -222,13 +232,11 @@ struct TokenColumns {
   static constexpr int kArrivals = kThreads + 1;  // every thread's copies, and TMA
 
   struct Params {
-    T const* a;          // (tokens or rows, m)
+    int32_t const* row;  // (rows) which row of a; null: a_map's same row, and no a
+    T const* a;          // (tokens, m)
     uint32_t a_stride;   // 16 bytes from row to row
-    int32_t const* row;  // (rows of b) which row of a; null: the same row
-    int tokens, m, n;
-    T const* b;  // (rows, n)
-    int64_t b_stride;
-    CUtensorMap a_map, b_map;  // (m or n, 1, rows), boxes of 64 x 1 x 64; a_map only without row
+    int tokens, m;
+    CUtensorMap a_map, b_map;  // clipped_map() of (rows, m) and (rows, n)
   };
   static_assert(C.tile_m == 128 && C.tile_k == 64, "half a warp copies a row of A, a warp 16 rows");
   // Each warp's ring of token buffers, a pair of steps each.
@@ -255,44 +263,46 @@ struct TokenColumns {
       : p(p), thread(thread), tokens(shared_address(&storage.token[thread / 32][0][thread % 32])) {}
 
   __device__ void begin(Tile const& tile) {
-    if (p.row != nullptr) {
-      int token[kTokensAhead / 2 + 1];
+    if (p.row == nullptr) return;
+    int token[kTokensAhead / 2 + 1];
 #pragma unroll
-      for (int pair = 0; pair <= kTokensAhead / 2; ++pair) {
-        int const r = row_of(2 * pair);
-        token[pair] = r < tile.inner ? p.row[tile.inner_row + r] : 0;
-      }
+    for (int pair = 0; pair <= kTokensAhead / 2; ++pair) {
+      int const r = row_of(2 * pair);
+      token[pair] = r < tile.inner ? p.row[tile.inner_row + r] : 0;
+    }
 #pragma unroll
-      for (int pair = 0; pair <= kTokensAhead / 2; ++pair) {
-        store_shared(buffer(2 * pair), token[pair]);
-      }
+    for (int pair = 0; pair <= kTokensAhead / 2; ++pair) {
+      store_shared(buffer(2 * pair), token[pair]);
     }
     start = place(tile, 0);
   }
 
   __device__ void load(Tile const& tile, int step, char* a, char* b, Barrier& full) {
-    int const row = tile.inner_row + step * C.tile_k, left = tile.inner - step * C.tile_k;
-    bool const whole = left >= C.tile_k, a_by_tma = whole && p.row == nullptr;
+    // `left` is always positive. Without it ptxas makes a second loop over the steps, for A without
+    // a gather, and takes the warps of both for diverged.
+    int const left = tile.inner - step * C.tile_k;
+    bool const a_by_tma = left > 0 && p.row == nullptr;
     if (thread == 0) {
-      full.arrive_expect((whole ? C.b_bytes() : 0) + (a_by_tma ? C.a_bytes() : 0));
-      if (whole) {
-        for_own_boxes<C, 64>(tile, [&](int c, auto multicast) {
-          load_b<C>(multicast, p.b_map, b + c * kRowBytes, {tile.col + c, 0, row}, full);
-        });
-      }
+      full.arrive_expect(C.b_bytes() + (a_by_tma ? C.a_bytes() : 0));
+      // What the last step lacks TMA fills with zeros.
+      int const r = kClip - left, end = tile.inner_row + tile.inner;
+      for_own_boxes<C, 64>(tile, [&](int c, auto multicast) {
+        load_clipped<C>(multicast, p.b_map, b + c * kRowBytes, {tile.col + c, r, end}, full);
+      });
       if (a_by_tma) {
 #pragma unroll
         for (int c = 0; c < C.tile_m; c += 64) {
-          tma_load(p.a_map, a + c * kRowBytes, {tile.row + c, 0, row}, full);
+          tma_load_clipped(p.a_map, a + c * kRowBytes, {tile.row + c, r, end}, full);
         }
       }
     }
     __syncwarp();
-    if (!a_by_tma) copy_a(tile, step, a);
-    if (!whole) copy_b(tile, row, left, b);
-    if (step % 2 == 1) {
-      load_tokens(tile, step + 1 + kTokensAhead);
-      start = place(tile, step + 1);
+    if (!a_by_tma) {
+      copy_a(tile, step, a);
+      if (step % 2 == 1) {
+        load_tokens(tile, step + 1 + kTokensAhead);
+        start = place(tile, step + 1);
+      }
     }
     full.arrive_when_copied();
   }
@@ -309,13 +319,13 @@ struct TokenColumns {
 
   __device__ void load_tokens(Tile const& tile, int even) const {
     int const r = row_of(even);
-    if (p.row != nullptr && r < tile.inner) {
+    if (r < tile.inner) {
       copy_word_async(buffer(even), p.row + tile.inner_row + r);
     }
   }
   __device__ uint32_t place(Tile const& tile, int even) const {
     int const r = row_of(even);
-    int const token = p.row == nullptr ? tile.inner_row + r : load_shared(buffer(even));
+    int const token = load_shared(buffer(even));
     bool const inside = r < tile.inner && unsigned(token) < unsigned(p.tokens);
     return inside ? uint32_t(token) * p.a_stride : kNone;
   }
@@ -329,20 +339,6 @@ struct TokenColumns {
     for (int i = 0; i < 8; ++i) {
       uint32_t const row = __shfl_sync(~0u, start, step % 2 * 16 + 2 * i + lane / 16);
       copy_async(to + i * 1024, units_after(p.a + m, row), row < none);
-    }
-  }
-
-  // A ragged step of B, without TMA, which would load rows of the next group: A's zeros do not
-  // cancel a NaN in them.
-  __device__ void copy_b(Tile const& tile, int row, int left, char* b) const {
-    constexpr int chunks = C.tile_n / kElementsPer16Bytes;  // of a row
-#pragma unroll 1
-    for (int i = thread; i < C.tile_k * chunks; i += 128) {
-      int const chunk = i % chunks, r = i / chunks, n = tile.col + chunk * kElementsPer16Bytes;
-      bool const valid = r < left && n < p.n;
-      T const* from = valid ? p.b + (row + r) * p.b_stride + n : p.b;
-      copy_async(chunk_address(shared_address(b) + chunk / 8 * kBlockBytes, r, chunk % 8), from,
-                 valid);
     }
   }
 };

@@ -29,6 +29,11 @@ struct MainLoop {
   // the others still need leave L2, which costs up to 40 and 11 % (docs/measured/experiments.md).
   static constexpr bool kSkipsRows = !C.in_turns && !Work::kMayBeEmpty;
 
+  // Where groups split the inner dimension, half of a sum's last step is missing on average. Only
+  // its slices of 16 that exist are multiplied, behind the loop over whole steps: a choice within
+  // that costs more than it saves (docs/measured/experiments.md).
+  static constexpr bool kRaggedSums = Work::kMayBeEmpty;
+
   // wgmma is 64 rows high: a consumer's rows of a tile are this many such parts.
   static constexpr int kParts = C.consumer_rows() / 64;
   using Sums = float[kParts][C.tile_n / 2];
@@ -44,7 +49,7 @@ struct MainLoop {
   }
 
   // Sums the tile over its steps; a stage is released once the next one's products are in flight.
-  // meanwhile(step, takes): runs while each step's products are in flight (once if the sum is
+  // meanwhile(step, takes): runs while each whole step's products are in flight (once if the sum is
   // empty); `takes` marks the step at which the next tile is to be taken from the queue.
   // side: sums of each step's A (column_sums.cuh).
   template <class F, class Side = NoSideSums>
@@ -65,6 +70,7 @@ struct MainLoop {
     }
     // do-while: only if at least one step is certain does the compiler know that products define
     // the accumulators.
+    int const whole = kRaggedSums ? max(tile.inner / C.tile_k, 1) : count;
     int step = 0;
 #pragma unroll 1
     do {
@@ -80,9 +86,18 @@ struct MainLoop {
         if (self.leads_warp()) release(smem.empty[at.before(1)]);
       }
       side.finish(step);
-      meanwhile(step, kClaimsLate ? step + 1 == count : step == 0);
+      meanwhile(step, kClaimsLate ? step + 1 == whole : step == 0);
       at.advance();
-    } while (++step < count);
+    } while (++step < whole);
+    if (whole < count) {
+      Barrier::wait_at(full + at.stage * sizeof(Barrier), at.phase);
+      fence(acc);
+      multiply_rest(acc, a + at.stage * (C.a_bytes() / 16), b + at.stage * (C.b_bytes() / 16),
+                    tile.inner % C.tile_k);
+      wgmma_wait<1>();
+      if (self.leads_warp()) release(smem.empty[at.before(1)]);
+      at.advance();
+    }
     if (C.in_turns && self.leads_warp()) smem.turn[1 - self.group].arrive();
     wgmma_wait<0>();
     fence(acc);
@@ -99,21 +114,37 @@ struct MainLoop {
   }
 
  private:
-  // Issues one stage's products, which run asynchronously. a, b: descriptors of its operands.
+  static constexpr int kSliceA = kSliceBytes<Loader::kMajorA> / 16;
+  static constexpr int kSliceB = kSliceBytes<Loader::kMajorB> / 16;
+
+  // Issues the products of one slice of a stage. a, b: descriptors of its operands.
+  static __device__ void multiply_slice(Sums& acc, uint32_t a, uint32_t b, bool accumulate) {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      mma_slice<typename Loader::Element, C.tile_n, Loader::kMajorA, Loader::kMajorB>(
+          acc[part], a + part * (kBlockBytes / 16), b, accumulate);
+    }
+  }
+
+  // Issues one stage's products, which run asynchronously.
   static __device__ void multiply(Sums& acc, uint32_t a, uint32_t b, bool accumulate) {
-    constexpr int step_a = kSliceBytes<Loader::kMajorA> / 16;
-    constexpr int step_b = kSliceBytes<Loader::kMajorB> / 16;
     wgmma_fence();
 #pragma unroll
     for (int slice = 0; slice < C.tile_k / kSliceDepth; ++slice) {
-#pragma unroll
-      for (int part = 0; part < kParts; ++part) {
-        mma_slice<typename Loader::Element, C.tile_n, Loader::kMajorA, Loader::kMajorB>(
-            acc[part], a + slice * step_a + part * (kBlockBytes / 16), b + slice * step_b,
-            accumulate || slice > 0);
-      }
+      multiply_slice(acc, a + slice * kSliceA, b + slice * kSliceB, accumulate || slice > 0);
     }
     wgmma_commit();
+  }
+
+  // The same for the first `depth` of a stage, added to what the sums hold: whole slices, whose
+  // operands are zeros past `depth`. At least the last slice is in flight when this returns.
+  static __device__ void multiply_rest(Sums& acc, uint32_t a, uint32_t b, int depth) {
+#pragma unroll 1
+    for (; depth > 0; depth -= kSliceDepth, a += kSliceA, b += kSliceB) {
+      wgmma_fence();
+      multiply_slice(acc, a, b, true);
+      wgmma_commit();
+    }
   }
 
   static __device__ void fence(Sums& acc) {

@@ -1,5 +1,8 @@
 // Gradients of weights and biases against the reference: written or added, in the layer's type or
 // in float32, in every layout.
+#include <cmath>
+#include <limits>
+
 #include "layer_test.h"
 
 namespace guild::test {
@@ -134,6 +137,43 @@ TEST_P(WeightGradients, DownBias) {
               {&db}, [&] { mode.add ? db.set(before.values) : db.poison(); });
     db.expect_untouched_from(l.s.experts, "db_down");
     expect_gradient(db.get(), 1, l.s.hidden, left, right, before, mode, "db_down");
+  }
+}
+
+// An expert's last step ends where the next one's rows begin.
+TEST_P(WeightGradients, NanStaysInItsExpert) {
+  Layer& l = layer();
+  LayerParam const& p = l.p;
+  double const nan = std::numeric_limits<double>::quiet_NaN();
+  auto dout = l.input(l.input_rows(), l.s.hidden), a = l.input(l.s.rows(), l.s.intermediate);
+  int64_t const size = l.s.hidden * l.s.intermediate;
+  Tensor dw(l.device, p.dtype, l.s.experts * l.s.hidden, l.s.intermediate);
+  Weight const out{dw.data(), size, l.s.intermediate, 1};
+  DownWeightGradient const step{l.s,         p.dtype,     p.dtype,  false,
+                                l.routing(), dout.view(), a.view(), out};
+  run_twice(step, {&dw});
+  auto const clean = dw.get();
+  // Every other expert that has rows; of a gathered dO rows are those of tokens, not of experts.
+  std::vector<bool> spoilt(l.s.experts);
+  bool next = false;
+  for (int64_t e = 0; e < l.s.experts; ++e) {
+    int64_t const begin = l.rowing.offsets[e], end = l.rowing.offsets[e + 1];
+    if (begin == end) continue;
+    spoilt[e] = next, next = !next;
+    for (int64_t r = begin; spoilt[e] && r < end; ++r) {
+      for (int64_t j = 0; j < a.host.cols; ++j) a.host(r, j) = nan;
+      for (int64_t j = 0; p.shape.sorted && j < dout.host.cols; ++j) dout.host(r, j) = nan;
+    }
+  }
+  a.device->set(a.host.values), dout.device->set(dout.host.values);
+  run_twice(step, {&dw});
+  auto const dirty = dw.get();
+  for (int64_t i = 0; i < l.s.experts * size; ++i) {
+    if (spoilt[i / size]) {
+      ASSERT_TRUE(std::isnan(dirty[i])) << "NaN was lost in dw_down of expert " << i / size;
+    } else {
+      ASSERT_EQ(dirty[i], clean[i]) << "dw_down of expert " << i / size;
+    }
   }
 }
 

@@ -247,6 +247,12 @@ def arguments(rank: int) -> None:
         layer(torch.randn(2, 8))
     with pytest.raises(ValueError, match="^out: expected None with experts on other ranks"):
         layer(torch.randn(2, 8), out=torch.empty(2, 8))
+    tokens = torch.randn(2, 8), torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, 1)
+    weights = torch.randn(1, 16, 8), torch.randn(1, 8, 8)
+    absent = {"out": torch.empty(2, 8), "expert_map": torch.zeros(4, dtype=torch.int32)}
+    for name, value in absent.items():
+        with pytest.raises(ValueError, match=f"^{name}: expected None with experts on other"):
+            group.routed_experts(*tokens, *weights, **{name: value})
 
 
 def other_ways(rank: int) -> None:

@@ -11,6 +11,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,8 +20,21 @@ from torch import Tensor
 import guild
 from processes import gathered
 
-MOST_TOKENS, EXPERTS, TOP_K = 96, 8, 3
-HIDDEN, INTERMEDIATE = 64, 48
+MOST_TOKENS = 96
+
+
+class Sizes(NamedTuple):
+    """Of a layer."""
+
+    experts: int
+    top_k: int
+    hidden: int
+    intermediate: int
+
+
+SMALL = Sizes(8, 3, 64, 48)
+LARGE = Sizes(16, 4, 2048, 512)  # with LARGE_TOKENS, products are divided on a GPU
+LARGE_TOKENS = 4096
 LATE = 1.5  # seconds
 
 
@@ -32,22 +46,26 @@ def device() -> torch.device:
 
 
 @functools.cache
-def group_of(engine: str, exact: bool = False, capacity: float | None = None):
+def group_of(
+    engine: str, exact: bool = False, capacity: float | None = None, tokens: int = MOST_TOKENS
+):
     """All ranks."""
-    room = {"max_tokens": MOST_TOKENS, "capacity": capacity}
+    room = {"max_tokens": tokens, "capacity": capacity}
     return guild.ExpertParallel(exact=exact, timeout=60.0, engine=engine, **room)
 
 
 class Step:
     """A rank's experts and tokens, and a step over them by any engine."""
 
-    def __init__(self, seed: int, tokens: int, skew: bool = False) -> None:
+    def __init__(self, seed: int, tokens: int, skew: bool = False, sizes: Sizes = SMALL) -> None:
+        self.sizes = sizes
         here, size, rank = device(), dist.get_world_size(), dist.get_rank()
         self.dtype = torch.bfloat16 if here.type == "cuda" else torch.float32
         draw = torch.Generator().manual_seed(seed)
-        shapes = (EXPERTS, 2 * INTERMEDIATE, HIDDEN), (EXPERTS, HIDDEN, INTERMEDIATE)
+        experts, _, hidden, intermediate = sizes
+        shapes = (experts, 2 * intermediate, hidden), (experts, hidden, intermediate)
         self.whole = [self.on_device(torch.randn(s, generator=draw) / 8) for s in shapes]
-        local = EXPERTS // size
+        local = experts // size
         mine = slice(rank * local, (rank + 1) * local)
         self.weights = [w[mine].clone().requires_grad_() for w in self.whole]
         self.x, self.scores, self.dout = (torch.empty(0),) * 3
@@ -61,13 +79,14 @@ class Step:
     def draw(self, seed: int, tokens: int, skew: bool = False) -> None:
         """New tokens; skew: all of them go to the first rank's experts. Some ids are nobody's."""
         draw = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
-        experts = EXPERTS // dist.get_world_size() if skew else EXPERTS
-        self.x = self.on_device(torch.randn(tokens, HIDDEN, generator=draw)).requires_grad_()
-        self.dout = self.on_device(torch.randn(tokens, HIDDEN, generator=draw))
-        ids = torch.rand(tokens, EXPERTS, generator=draw).argsort(1)[:, :TOP_K] % experts
+        every, top_k, hidden, _ = self.sizes
+        experts = every // dist.get_world_size() if skew else every
+        self.x = self.on_device(torch.randn(tokens, hidden, generator=draw)).requires_grad_()
+        self.dout = self.on_device(torch.randn(tokens, hidden, generator=draw))
+        ids = torch.rand(tokens, every, generator=draw).argsort(1)[:, :top_k] % experts
         ids[torch.rand(ids.shape, generator=draw) < 0.1] = -1
         self.ids = ids.int().to(device())
-        scores = torch.rand(tokens, TOP_K, generator=draw).to(device())
+        scores = torch.rand(tokens, top_k, generator=draw).to(device())
         self.scores = scores.requires_grad_()
 
     def run(self, group: guild.ExpertParallel, recompute: bool = False) -> list[Tensor]:
@@ -89,7 +108,7 @@ class Step:
         gradients = torch.autograd.grad(out, (x, scores, *whole), dout)
         counts = [t.shape[0] for t in everyone[0]]
         first = sum(counts[:rank])
-        local = EXPERTS // size
+        local = self.sizes.experts // size
         rows, experts = slice(first, first + counts[rank]), slice(rank * local, (rank + 1) * local)
         parts = [rows, rows, rows, experts, experts]
         return [t[part] for t, part in zip((out.detach(), *gradients), parts, strict=True)]
@@ -115,6 +134,19 @@ def same_as_process_group(rank: int) -> None:
         for capacity in (None, 1.0 * dist.get_world_size()):
             got = step.run(group_of("peer", capacity=capacity), recompute=seed % 2 == 1)
             expect_equal(got, expected, (rank, seed, capacity))
+
+
+def divided_products(rank: int) -> None:
+    """The same bits where rows travel while products run, which small ones are too short for."""
+    if device().type != "cuda":
+        return
+    for seed in range(4):
+        tokens = LARGE_TOKENS if seed % 2 == 0 else LARGE_TOKENS // (rank + 1)
+        step = Step(seed, tokens, skew=seed == 2, sizes=LARGE)
+        expected = step.run(group_of("nccl"))
+        for recompute in (False, True):
+            got = step.run(group_of("peer", tokens=LARGE_TOKENS), recompute)
+            expect_equal(got, expected, (rank, seed, recompute))
 
 
 def same_as_one_process(rank: int) -> None:
@@ -263,6 +295,7 @@ def killed(rank: int) -> str:
 
 CHECKS = (
     same_as_process_group,
+    divided_products,
     same_as_one_process,
     two_layers,
     too_many_rows,

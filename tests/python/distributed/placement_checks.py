@@ -132,7 +132,7 @@ def mixed_precision(rank: int) -> None:
     for name, parameter in many.named_parameters():
         assert parameter.dtype == parameter.grad.dtype == torch.float32, name
     bias = many.blocks[0].moe.router.selection_bias
-    many.move_selection_biases(0.5)
+    many.move_selection_biases(0.5, many.expert_counts())
     assert bias.dtype == torch.float32 and bias.any()
 
 

@@ -17,7 +17,7 @@ def ranks_of(gpu: str) -> int:
     count = min(torch.cuda.device_count(), 4)
     if count < 2:
         pytest.skip("one GPU: the peer engine needs two")
-    return count if peer_checks.EXPERTS % count == 0 else 2
+    return count if peer_checks.SMALL.experts % count == 0 else 2
 
 
 def test_gpus(gpu: str, tmp_path: Path) -> None:

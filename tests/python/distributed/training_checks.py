@@ -5,10 +5,15 @@ Run by test_four_ranks.py, whose process has trained the same model before.
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import functools
+import itertools
 import json
 import math
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,7 +24,8 @@ import torch.distributed as dist
 
 from guild.cli.main import main
 from guild.train.corpus import load_corpus
-from guild.train.peer_copies import CopiedReduceScatter, Turns, use_copies
+from guild.train.gathered import parameters_of
+from guild.train.peer_copies import SummedGradients, use_copies
 from guild.train.reduction import NarrowReduceScatter
 from guild.train.settings import Settings
 from guild.train.sharded import ShardedLearner
@@ -27,6 +33,7 @@ from guild.train.world import SharedStop
 from training import small_settings, train
 
 STEPS = 20
+CPU = torch.device("cpu")
 _FEW = {"FINAL_WINDOWS": 32, "_CHECK_WINDOWS": 16}
 OPTIONS = {
     "plain": {"router": "softmax_renormalized", "shared": 16},
@@ -121,6 +128,7 @@ def refused_trainings(rank: int) -> None:
     folder = Path(os.environ["GUILD_TEST_FOLDER"])
     for text, changes, plan in (
         ("^batch: expected a multiple of 4", {"batch": 6}, {}),
+        (r"^batch: expected a multiple of 16 \(4 ranks, accumulate 4\)", {"accumulate": 4}, {}),
         ("^expert_parallel: expected a divisor of 4", {}, {"expert_parallel": 3}),
         ("^experts: expected a multiple of 4", {"experts": 6}, {"expert_parallel": 4}),
         ("^moe: expected --balance 0", {}, {"moe": "plain"}),
@@ -170,27 +178,101 @@ class FilesOfRanks:
 
 
 def copies_in_place_of_collectives(rank: int) -> None:
-    """The same bits as by gathers and exchanges, step after step, in one process's buffers too."""
-    folder, cpu = Path(os.environ["GUILD_TEST_FOLDER"]), torch.device("cpu")
+    """The same bits as by gathers and exchanges, after a validation and a checkpoint too."""
+    # Six experts and 258 rows: some ranks have less of them, or none.
+    uneven = {"experts": 6, "vocabulary": 258}
+    settings, found = settings_of("plain", steps=6, layers=5, **uneven), []
+    corpus = load_corpus(Path(os.environ["GUILD_TEST_FOLDER"]) / "corpus", settings.context)
+    for how in (contextlib.nullcontext, by_files):
+        with how():
+            learners = [ShardedLearner("guild", settings, CPU, torch.bfloat16) for _ in range(2)]
+        first, second = learners
+        rows = first.round(corpus, 0, 3)
+        losses = [first.validate(corpus, 8)]
+        state = [copy.deepcopy(first.state())]  # whole on the first rank
+        dist.broadcast_object_list(state)
+        second.load(state[0])
+        rows += first.round(corpus, 3, 3) + second.round(corpus, 3, 3)
+        found.append([row["loss"] for row in rows] + losses)
+        assert (first.weights is None) == (how is contextlib.nullcontext)
+    assert found[0] == found[1]
+    assert found[0][3:6] == found[0][6:9]
+    weights_in_turns(first)
+
+
+def weights_in_turns(learner: ShardedLearner) -> None:
+    """A place is refused while another module has it, and what nobody waited for is given up."""
+    blocks = [parameters_of(block) for block in learner.model.blocks]
+    blocks[0].unshard()
+    with pytest.raises(RuntimeError, match="before those of the module that has their place"):
+        blocks[2].unshard()
+    blocks[1].unshard()
+    with learner.weights.replaced():
+        pass
+    for block in (blocks[2], blocks[1]):
+        block.unshard()
+        block.wait_for_unshard()
+        assert block.is_unsharded
+        block.reshard()
+    assert learner.weights.mapped_bytes > 0
+
+
+def by_files() -> contextlib.AbstractContextManager:
+    """Learners made within communicate by copies, from memory that is mapped from files."""
+    folder, number = Path(os.environ["GUILD_TEST_FOLDER"]), itertools.count()
 
     def make(count: int, size: int, group: dist.ProcessGroup, device: torch.device) -> list:
-        found = [FilesOfRanks(folder, f"copies{count}-{i}", size) for i in range(count)]
-        return [(files.of_ranks[rank], files) for files in found]
+        found = [FilesOfRanks(folder, f"copies{next(number)}", size) for _ in range(count)]
+        return [(files.of_ranks[files.rank], files) for files in found]
 
-    settings, losses = settings_of("plain", steps=6, layers=4), []
-    corpus = load_corpus(folder / "corpus", settings.context)
-    for copies in (False, True):
-        learner = ShardedLearner("guild", settings, cpu, torch.bfloat16)
-        modules = [*learner.model.blocks, learner.model]
-        if copies:
-            size = use_copies(modules, dist.group.WORLD, torch.bfloat16, cpu, make)
-            assert size % 5 == 0 and size > 0  # three for gathers, two for exchanges
-        losses.append([row["loss"] for row in learner.round(corpus, 0, 6)])
-    assert losses[0] == losses[1]
-    comm = CopiedReduceScatter(Turns(make(1, 64, dist.group.WORLD, cpu)), torch.bfloat16)
-    given, out = (comm.allocate((8,), dtype=torch.float32, device=cpu) for _ in range(2))
-    with pytest.raises(NotImplementedError, match="expected a mean"):
-        comm(out, given, dist.group.WORLD, dist.ReduceOp.SUM)
+    copies = functools.partial(use_copies, make=make)
+    return mock.patch.multiple(
+        "guild.train.sharded", can_map=lambda device: True, use_copies=copies
+    )
+
+
+def parts_of_a_batch(rank: int) -> None:
+    """Its losses; exchanges send their sum in float32 once a step, copies each part as it is."""
+    corpus = load_corpus(Path(os.environ["GUILD_TEST_FOLDER"]) / "corpus", 32)
+    alone, half, wide = contextlib.nullcontext, torch.bfloat16, torch.float32
+    truth: dict[torch.dtype, list[float]] = {}
+    for dtype, parts, how, sent in (
+        (wide, 1, alone, []),  # by FSDP2's own reductions
+        (wide, 2, alone, []),
+        (half, 1, alone, [half] * 6),
+        (half, 2, alone, [wide] * 6),
+        (half, 2, by_files, [half] * 12),
+    ):
+        settings = settings_of("plain", steps=3, balance=0.0, accumulate=parts)
+        with how():
+            learner = ShardedLearner("guild", settings, CPU, dtype)
+        with reductions() as seen:
+            losses = [row["loss"] for row in learner.round(corpus, 0, 3)]
+        assert seen == sent
+        limit = 2e-5 if dtype == wide else 2e-3
+        for one, other in zip(losses, truth.setdefault(dtype, losses), strict=True):
+            assert abs(one / other - 1) < limit, (parts, losses, truth)
+
+
+@contextlib.contextmanager
+def reductions() -> Iterator[list[torch.dtype]]:
+    """The dtypes in which gradients of a module are sent within."""
+    seen: list[torch.dtype] = []
+    exchange, copies = NarrowReduceScatter._input, SummedGradients.add
+
+    def exchanged(own: NarrowReduceScatter, *arguments: Any) -> torch.Tensor:
+        seen.append(own._dtype)
+        return exchange(own, *arguments)
+
+    def copied(own: SummedGradients, gradients: list) -> None:
+        seen.append(gradients[0][1].dtype)
+        copies(own, gradients)
+
+    with (
+        mock.patch.object(NarrowReduceScatter, "_input", exchanged),
+        mock.patch.object(SummedGradients, "add", copied),
+    ):
+        yield seen
 
 
 def expect_close(losses: list[float], truth: list[float]) -> None:
@@ -206,5 +288,6 @@ CHECKS = (
     one_stops_all,
     gradients_are_added_in_float32,
     copies_in_place_of_collectives,
+    parts_of_a_batch,
     refused_trainings,
 )

@@ -125,10 +125,14 @@ def test_terms_in_float32_over_bf16_weights() -> None:
     call = x.bfloat16(), ids, scores
     theirs, ours = both(block, *call)
     truth = results("eager", exact, call[0].double(), ids, scores.double())
+    total = [0.0, 0.0]
     for name, true in truth.items():
         assert ours[name].dtype == theirs[name].dtype
-        off = [(t[name].double() - true).norm() / true.norm() for t in (ours, theirs)]
-        assert off[0] <= 1.5 * off[1], name
+        off = [float((t[name].double() - true).norm() / true.norm()) for t in (ours, theirs)]
+        # A gradient of few elements is off by chance alone.
+        assert off[0] <= 4 * off[1], name
+        total = [t + o for t, o in zip(total, off, strict=True)]
+    assert total[0] <= 1.25 * total[1]
 
 
 # ---- adapters -----------------------------------------------------------------------------------

@@ -109,6 +109,19 @@ RAW: dict[str, tuple[Callable[[SimpleNamespace], object], str]] = {
         ),
         "db_dtype: expected bfloat16 or float32, got float16",
     ),
+    "db_up over dout": (
+        lambda r: ops.down_gradient(
+            *(r.x, r.x, r.offsets, None, None, r.down, *FLAGS, r.x[:4]),
+        ),
+        "db_up: expected memory of its own, got some that dout has too",
+    ),
+    "db_down over db_up": (
+        lambda r: ops.data_gradients(
+            *(r.x, r.x, r.offsets, *(None,) * 4, r.up, None, r.down, None, *FLAGS, 0),
+            *(both := torch.zeros_like(r.b_up), both),
+        ),
+        "db_down: expected memory of its own, got some that db_up has too",
+    ),
     "rows that are sorted in part": (
         lambda r: ops.data_gradients(
             *(r.x, r.x, r.offsets, r.ids.flatten().int(), None, None, None),

@@ -48,10 +48,10 @@ class Draw:
         probability = self.pick(1.0, 1.0, 0.7, 0.7, 0.3, 0.0)
         return tuple(name for name in names if self.chance(probability))
 
-    def width(self) -> int:
-        """H or I: mostly small, now and then past a tile of the kernels."""
+    def width(self, unit: int = 8) -> int:
+        """H or I: mostly small, now and then past a tile of the kernels; unit: of a GPU's."""
         if self.aligned:
-            return 8 * (self.between(17, 40) if self.chance(0.15) else self.between(1, 9))
+            return unit * (self.between(17, 40) if self.chance(0.15) else self.between(1, 9))
         return self.between(60, 140) if self.chance(0.05) else self.between(1, 20)
 
     def tokens(self) -> int:

@@ -21,6 +21,7 @@ from guild.rounding import _seed as guild_seed
 from guild.routing import ROUTERS
 from oracle.autograd import gradients
 from oracle.experts import Experts
+from oracle.float8 import Recipe
 from oracle.layer import Layer, moe
 
 NAMED = {name: Router.named(name) for name in ROUTERS}
@@ -56,6 +57,7 @@ class MoECase:
     backward: Backward
     twice: bool
     without: str | None  # called before without gradients: "no_grad", "inference", "out"
+    fp8: guild.FP8 | None = None
 
     @staticmethod
     def drawn(draw: Draw) -> MoECase:
@@ -71,11 +73,12 @@ class MoECase:
         mask = draw.pick(None, None, None, 0.7, 0.7, 0.2, 0.0)
         parts = [draw.between(1, 3) for _ in range(draw.pick(0, 1, 1, 2))]
         shared = draw.pick(0, 0, 1, 2, 3)
+        fp8 = draw.fp8(0.25)
         case = MoECase(
             seed=draw.seed(),
             shape=(*parts, draw.tokens() // math.prod(parts)),
-            hidden=draw.width(),
-            intermediate=draw.width(),
+            hidden=draw.width(16 if fp8 else 8),
+            intermediate=draw.width(16 if fp8 else 8),
             experts=experts,
             top_k=top_k,
             activation=draw.activation(),
@@ -94,6 +97,7 @@ class MoECase:
             backward=draw.backward((), ()),
             twice=draw.chance(0.15),
             without=draw.pick(None, "no_grad", "inference", "out"),
+            fp8=fp8,
         )
         return replace(case, backward=draw.backward(["x", *case.shapes()], SINKS))
 
@@ -180,6 +184,7 @@ class MoECase:
             shared_gate=self.shared_gate,
             recompute=self.backward.recompute,
             weight_gradients=sink,
+            fp8=self.fp8,
         ).train(self.training)
         parameters = dict(made.named_parameters())
         require(parameters.keys() == self.shapes().keys(), f"parameters: got {[*parameters]}")
@@ -234,6 +239,7 @@ class MoECase:
         one: dict[str, Tensor],
         given: dict[str, Any],
         counts: Tensor | None = None,
+        recipe: Recipe | None = None,
     ) -> Layer:
         """The oracle's layer; counts: Guild's, where rounding leaves a choice."""
         return moe(
@@ -248,9 +254,12 @@ class MoECase:
             self.rounds,
             self.order,
             counts,
+            recipe,
         )
 
-    def truth(self, given: dict[str, Any], got: dict[str, Tensor]) -> Truth:
+    def truth(
+        self, given: dict[str, Any], got: dict[str, Tensor], recipe: Recipe | None = None
+    ) -> Truth:
         wants = self.backward.wants
         weights = exact_leaves(given["weights"], wants)
         leaves = {n: t for n, t in weights.items() if n in wants}
@@ -260,7 +269,7 @@ class MoECase:
             if "x" in wants:
                 leaves[f"x{i}"] = one["x"]
             counts = got[f"counts{i}"].cpu() if self.rounds else None
-            layer = self.exact(weights, one, given, counts)
+            layer = self.exact(weights, one, given, counts, recipe)
             if self.rounds:
                 least, most = layer.rounded
                 require(((counts == least) | (counts == most)).all(), "expert_counts: whole tiles")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from guild.train.corpus import Corpus
@@ -86,3 +87,18 @@ def test_validation_is_of_plain_top_k() -> None:
         losses[rounding] = learner.validate(two_part_corpus(), 8)
         assert learner.model.training
     assert losses["none"] == losses["up"]
+
+
+def test_parts_of_a_batch() -> None:
+    """Losses, gradients and the load that moves selection biases are those of the whole batch."""
+    rows, biases = [], []
+    for parts in (1, 4):
+        settings = small_settings(accumulate=parts, balance=0.0, router="sigmoid")
+        learner = Learner("guild", settings, CPU, torch.float32)
+        rows.append(learner.round(two_part_corpus(), 0, 3))
+        biases.append([block.moe.router.selection_bias for block in learner.model.blocks])
+    for one, other in zip(*rows, strict=True):
+        for name in ("loss", "gradient_norm", "load", "rows_over_choices"):
+            assert one[name] == pytest.approx(other[name], rel=2e-5)
+    for one, other in zip(*biases, strict=True):
+        assert one.any() and torch.equal(one, other)

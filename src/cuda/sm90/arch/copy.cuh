@@ -36,6 +36,33 @@ __device__ inline void tma_load_multicast(CUtensorMap const& map, void* to, Coor
       : "memory");
 }
 
+// Rows of a matrix in boxes that end where a group of rows ends. A clipped map (launch.cuh) has the
+// dimensions (columns, r, end, wrap) and sees row r + end - kClip at (., r, end, kClip), for r
+// below kClip. So the box of the rows from `end` - n on begins at r = kClip - n, and what of it
+// lies at or past row `end` is outside of the map: zeros.
+inline constexpr int kClip = 1 << 30;
+struct ClippedCoordinate {
+  int x, r, end;
+};
+__device__ inline void tma_load_clipped(CUtensorMap const& map, void* to, ClippedCoordinate at,
+                                        Barrier& done) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(shared_address(to)),
+      "l"(&map), "r"(shared_address(&done.word)), "r"(at.x), "r"(at.r), "r"(at.end), "r"(kClip)
+      : "memory");
+}
+__device__ inline void tma_load_clipped_multicast(CUtensorMap const& map, void* to,
+                                                  ClippedCoordinate at, Barrier& done,
+                                                  uint16_t blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(shared_address(to)),
+      "l"(&map), "r"(shared_address(&done.word)), "r"(at.x), "r"(at.r), "r"(at.end), "r"(kClip),
+      "h"(blocks)
+      : "memory");
+}
+
 // Elements outside the map are not written.
 __device__ inline void tma_store(CUtensorMap const& map, void const* from, Coordinate at) {
   asm volatile(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .experts import Experts, affine, routed
+from .float8 import Recipe, routed_in_fp8
 from .routing import (
     Balance,
     balance,
@@ -52,6 +53,7 @@ def moe(
     rounding: bool,
     order: str,
     counts: Tensor | None = None,
+    recipe: Recipe | None = None,
 ) -> Layer:
     """guild.MoE on tokens x (T, H), of which those numbered `real` are no padding.
 
@@ -76,9 +78,10 @@ def moe(
     token, slot_ids = torch.nonzero(members, as_tuple=True)
     scores = weigh(router, logits, token, slot_ids)
     if router.applied_to == "input":  # one slot a token, in order
-        out = routed(experts, tokens * scores[:, None], token, slot_ids, torch.ones_like(scores))
+        slots = tokens * scores[:, None], token, slot_ids, torch.ones_like(scores)
     else:
-        out = routed(experts, tokens, token, slot_ids, scores)
+        slots = tokens, token, slot_ids, scores
+    out = routed(experts, *slots) if recipe is None else routed_in_fp8(experts, *slots, recipe)
     if "shared.w_up" in leaves:
         out = out + shared_experts(leaves, experts.activation, order, tokens)
     out = torch.zeros_like(x, requires_grad=False).index_add(0, real, out)

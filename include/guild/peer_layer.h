@@ -1,0 +1,61 @@
+// A layer whose experts are spread over ranks that reach each other's memory, forward and backward:
+// the steps of guild/exchange.h and guild/steps.h in one call.
+//
+// On CUDA rows are on their way while products run. The rows that the first experts need are pulled
+// first; while these are multiplied, a few multiprocessors pull the others. The last experts'
+// results come last; while these are multiplied, sums of other experts' results are pushed. In
+// backward gradients of tokens are pushed while the weights' are made. No result depends on it.
+#pragma once
+#include "guild/exchange.h"
+#include "guild/steps.h"
+
+namespace guild {
+
+// Two more streams for a call on CUDA, which joins them, so that a graph that captures the call
+// captures them too. Null: everything runs on the call's own stream.
+struct PeerStreams {
+  CUstream_st* link = nullptr;  // rows on their way; of a higher priority than the others
+  CUstream_st* side = nullptr;  // the second part of a product
+  int32_t* counter = nullptr;   // (1) of the products on `side`: see cuda::Queue
+};
+
+struct PeerForward {
+  Publish publish;
+  Meet published;  // the barrier after it
+  Tables tables;
+  Pull pull;
+  // Of all ranks' tokens (ranks * Tm) and this rank's experts, with the sort; x: what is pulled.
+  // Neither o nor residual is used.
+  MoeForward layer;
+  Push push;  // y is in the layer's workspace
+  Meet returned;
+  Collect collect;
+  Sort own = {};  // of this rank's tokens by all experts, for its offsets; null: not wanted
+  PeerStreams streams = {};
+};
+
+struct PeerBackward {
+  Publish publish;  // dO
+  Meet published;
+  Pull pull;
+  UpProjection again = {};  // makes layer.h, of which forward kept none; h.data null: it did
+  MoeBackward layer;        // as in forward; dx_rows and not dx, dscores by slot of all ranks'
+  Push push;                // dx_rows, where these are wanted
+  PushScores scores;        // dscores, where these are wanted
+  Meet returned;            // where either is
+  Collect collect;
+  ReturnedScores own_scores;
+  PeerStreams streams = {};
+};
+
+namespace cpu {
+void peer_forward(PeerForward const& args);
+void peer_backward(PeerBackward const& args);
+}  // namespace cpu
+
+namespace cuda {
+void peer_forward(PeerForward const& args, Queue queue = {});
+void peer_backward(PeerBackward const& args, Queue queue = {});
+}  // namespace cuda
+
+}  // namespace guild

@@ -1,0 +1,90 @@
+"""guild::float8_moe: router and experts in FP8 as one op, of which x gets one gradient.
+
+As guild::moe_layer is in 16 bits: the router's part of dX is added where the experts' rows are
+summed. X is kept for the router's gradient, so X's codes are not.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from guild._torch.autograd import library, register, rows_of, tied
+from guild._torch.float8_layer import MASTERS_AND_BIASES, SETTINGS, experts_fake, settings_of
+from guild._torch.float8_steps import Places, QuantizedExperts, Recipe, Wanted
+from guild._torch.operators import LayerFlags, ops
+from guild._torch.router_gradients import Weighing, route_tokens_fake, router_gradients
+
+_ROUTER = 10  # arguments of route_tokens after x and weight
+_MASTERS = 5  # weights and biases
+_REST = len(QuantizedExperts._fields) + len(LayerFlags._fields) + len(Recipe._fields) + 1
+
+
+def _forward(x: Tensor, weight: Tensor, *rest):
+    router, (residual, *layer) = rest[:_ROUTER], rest[_ROUTER:]
+    scores, ids, slopes = ops.route_tokens(x, weight, *router)
+    out, h, h_scales, _, _, *places = ops.float8_experts(x, ids, scores, None, residual, *layer)
+    return out, h, h_scales, *places, scores, ids, slopes
+
+
+def _fake(x: Tensor, weight: Tensor, *rest):
+    router, (residual, *layer) = rest[:_ROUTER], rest[_ROUTER:]
+    scores, ids, slopes = route_tokens_fake(x, weight, *router)
+    out, h, h_scales, _, _, *places = experts_fake(x, ids, scores, None, residual, *layer)
+    return out, h, h_scales, *places, scores, ids, slopes
+
+
+def _setup(ctx, inputs, output):
+    x, weight, _, _, _, *router = inputs[: 2 + _ROUTER]
+    _, w_up, w_gate, w_down, b_up, b_down, *rest = inputs[2 + _ROUTER :]
+    _, h, h_scales, *places, scores, ids, slopes = output
+    experts, ctx.flags, ctx.recipe, ctx.keep = settings_of(tuple(rest))
+    ctx.weighing = Weighing.of(router)
+    routed = weight, scores, ids, ctx.weighing.kept(slopes)
+    layer = b_up, b_down, w_up, w_gate, w_down
+    ctx.save_for_backward(x, h, h_scales, *places, *experts, *layer, *routed)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _gradient(ctx, dout, *_):
+    nothing = (None,) * _REST
+    if dout is None:
+        return (*(None,) * (2 + _ROUTER + 1 + _MASTERS), *nothing)
+    x, h, h_scales, *saved, weight, scores, ids, slopes = ctx.saved_tensors
+    b_up = saved[-5]
+    want_x, want_weight, *_ = needs = ctx.needs_input_grad[1:]
+    want_residual, up, gate, down, up_bias, down_bias = needs[2 + _ROUTER : 8 + _ROUTER]
+    wanted = Wanted(want_x, want_x or want_weight, up or gate, down, up_bias, down_bias)
+    dx = dweight = None
+    dlayer = (None,) * _MASTERS
+    if any(wanted):
+        by_all = tied(rows_of(dout), weight, b_up)
+        codes = x.new_empty(0), x.new_empty(0)
+        settings = *ctx.flags, *ctx.recipe, ctx.keep, False, True, list(wanted)
+        made = ops.float8_backward(by_all, x, None, h, h_scales, *codes, *saved, *settings)
+        dx_rows, dscores, *dlayer = made
+        layer_needs = up, gate, down, up_bias, down_bias
+        dlayer = (g if want else None for g, want in zip(dlayer, layer_needs, strict=True))
+        if wanted.scores:
+            slot_row = Places(*saved[:4]).slot_row
+            routed = scores, ids, slopes
+            rows = dx_rows if want_x else None
+            dx, dweight = router_gradients(
+                rows, slot_row, dscores, routed, x, weight, ctx.weighing, want_weight
+            )
+    dresidual = dout if want_residual else None
+    return dx, dweight, *(None,) * _ROUTER, dresidual, *dlayer, *nothing
+
+
+library.define(
+    "float8_moe(Tensor x, Tensor weight, Tensor? selection_bias, Tensor? token_mask, int top_k, "
+    "int score, bool renormalize, float scale, int groups, int top_groups, float sum_floor, int "
+    f"group_score, Tensor? residual, {MASTERS_AND_BIASES}, {SETTINGS}) -> (Tensor o, Tensor h, "
+    "Tensor h_scales, Tensor offsets, Tensor row_token, Tensor slot_row, Tensor row_score, Tensor "
+    "scores, Tensor ids, Tensor slopes)"
+)
+for _key in ("CPU", "CUDA"):
+    library.impl("float8_moe", _forward, _key)
+torch.library.register_fake("guild::float8_moe", lib=library)(_fake)
+register("float8_moe", _gradient, _setup)

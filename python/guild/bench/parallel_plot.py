@@ -1,0 +1,124 @@
+"""Draws records of `guild.bench.parallel`: TFLOPS a GPU over the shapes, engines side by side.
+
+    python -m guild.bench.parallel_plot results/parallel.json other.json --out parallel.png
+
+Engines of several records, timed in runs of their own, stand beside each other; the GPU that has a
+rank's share of the experts alone is the mean of those runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")  # no display on a server
+import matplotlib.pyplot as plt  # noqa: E402
+
+from .names import PASSES  # noqa: E402
+from .presets import Shape  # noqa: E402
+
+_ALONE = "alone"
+_ENGINES = {
+    "nccl": ("engine nccl", "#c9b458"),
+    "torch": ("torch's all-to-all in symmetric memory", "#d9822b"),
+    "peer": ("engine peer", "#1f5fa8"),
+    _ALONE: ("one GPU alone, nothing sent", "#999999"),
+}
+
+Figures = dict[str, dict[str, dict[str, float]]]
+
+
+def figures_of(records: list[dict[str, Any]]) -> Figures:
+    """TFLOPS by pass, engine and shape; of a shape in several records the last, alone their mean.
+
+    Parameters
+    ----------
+    records : list of dict
+        What `parallel.measure_parallel` returns.
+
+    Returns
+    -------
+    dict
+        Engines in the order of the plot, without those that no record has.
+    """
+    found: Figures = {name: {engine: {} for engine in _ENGINES} for name in PASSES}
+    alone: dict[tuple[str, str], list[float]] = {}
+    for record in records:
+        for case in record["cases"]:
+            flops = dict(zip(PASSES, Shape(*case["shape"]).flops(), strict=True))
+            for call, by_round in case["milliseconds"].items():
+                name, _, engine = call.partition(" ")
+                if engine == _ALONE:
+                    times = [statistics.fmean(ranks) for ranks in by_round]
+                    tflops = flops[name] / statistics.median(times) / 1e9
+                    alone.setdefault((name, case["name"]), []).append(tflops)
+                else:
+                    engine = engine or record["engines"][0]
+                    found[name][engine][case["name"]] = case["tflops"][call]
+    for (name, shape), values in alone.items():
+        found[name][_ALONE][shape] = statistics.fmean(values)
+    return {
+        name: {engine: values for engine, values in engines.items() if values}
+        for name, engines in found.items()
+    }
+
+
+def plot_parallel(records: list[dict[str, Any]], file: Path) -> None:
+    """A panel for either pass, a group of bars for each shape.
+
+    Parameters
+    ----------
+    records : list of dict
+        See `figures_of`.
+    file : Path
+        The PNG to write.
+    """
+    figures = {name: engines for name, engines in figures_of(records).items() if engines}
+    shapes = list(dict.fromkeys(case["name"] for record in records for case in record["cases"]))
+    engines = list(dict.fromkeys(engine for found in figures.values() for engine in found))
+    size = (max(6.0, 1.5 + 0.5 * len(shapes) * len(engines)), 3.3 * len(figures))
+    figure, axes = plt.subplots(len(figures), 1, figsize=size, layout="constrained", squeeze=False)
+    first = records[0]
+    device = first["provenance"]["device"]
+    figure.suptitle(f"{first['ranks']} x {device}, {first['routing']} routing", fontsize=11)
+    bar = 0.8 / len(engines)
+    for axis, (name, found) in zip(axes[:, 0], figures.items(), strict=True):
+        for place, engine in enumerate(engines):
+            title, colour = _ENGINES[engine]
+            for number, shape in enumerate(shapes):
+                if shape not in found.get(engine, {}):
+                    continue
+                at, value = number + (place - (len(engines) - 1) / 2) * bar, found[engine][shape]
+                axis.bar(at, value, bar, color=colour, label=title)
+                axis.text(at, value, f"{value:.0f}", ha="center", va="bottom", fontsize=7)
+                title = None  # one entry in the legend
+        axis.set_ylabel(f"{name}, TFLOPS a GPU")
+        axis.grid(axis="y", alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.set_xticks(range(len(shapes)), shapes, fontsize=9)
+    handles, titles = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, titles, frameon=False, fontsize=8, ncols=2, loc="outside lower center")
+    figure.savefig(file, dpi=130)
+    plt.close(figure)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The command; see the top of the file."""
+    parser = argparse.ArgumentParser(
+        prog="python -m guild.bench.parallel_plot", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "records", nargs="+", type=Path, help="files that guild.bench.parallel wrote"
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="PNG")
+    args = parser.parse_args(arguments)
+    plot_parallel([json.loads(file.read_text()) for file in args.records], args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""Arguments of a call over ranks: what is refused, and what is worked out of them beforehand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from guild._torch.autograd import below_autograd, rows_of
+from guild._torch.operators import ops
+from guild.expert_arguments import residual_like
+
+
+def expect_plain(exact: bool, weight_gradients: Any, *lora: Any) -> None:
+    """Raise where exact=True does not have what is asked for."""
+    given = {"weight_gradients": weight_gradients}
+    given |= dict(zip(("lora_up", "lora_down"), lora, strict=False))
+    for name, value in given.items():
+        if exact and value is not None:
+            raise ValueError(
+                f"{name}: expected None with ExpertParallel(exact=True), got {value!r:.200}"
+            )
+
+
+def expect_absent(**given: Any) -> None:
+    """Raise where a call over ranks does not have what `guild.routed_experts` has."""
+    for name, value in given.items():
+        if value is not None:
+            what = "a tensor" if isinstance(value, Tensor) else f"{value!r:.200}"
+            raise ValueError(f"{name}: expected None with experts on other ranks, got {what}")
+
+
+def residual_rows(residual: Tensor | None, x: Tensor) -> Tensor | None:
+    """Checked, in the autocast dtype; x is in that already."""
+    residual = residual_like(residual, x)
+    return None if residual is None else rows_of(residual)
+
+
+@below_autograd
+def own_offsets(ids: Tensor, scores: Tensor, token_offsets: Tensor | None, experts: int) -> Tensor:
+    """int32 (E + 1): where each expert's rows of this rank's tokens would begin."""
+    return ops.sort_by_expert(ids, scores, experts, token_offsets)[0]

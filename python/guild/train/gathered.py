@@ -1,0 +1,256 @@
+"""FSDP2's gathers on one host by copy engines, from 16-bit copies straight into the weights.
+
+    optimiser:  barrier | this rank's part of every weight, and its 16-bit copy | barrier
+    gather:     each rank's part of a weight to its place in the whole one
+
+All ranks map each other's 16-bit copies, and between two steps of the optimiser these do not
+change. So a gather waits for no rank, casts nothing, and copies each byte once, to where products
+read it; no multiprocessor takes part. FSDP2 itself casts to a buffer, copies to another, gathers
+there and copies from there into the weights, on multiprocessors.
+
+The whole weights of a module lie in a place of its own if FSDP2 keeps them from forward to
+backward. The other modules take turns with two places for each list of sizes: while one module
+computes, the next one is gathered. A place is written to again after the module that had it last
+has been computed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from .mapped import TIMEOUT_MS, MakeBuffers, mapped_buffers, others
+
+_ALIGNED = 128  # elements at which a part begins
+_SMALL = 1 << 18  # elements below which one kernel copies all of a module's weights of that kind
+
+
+@dataclass
+class Place:
+    """Memory for the whole weights of a module, one flat tensor for each."""
+
+    weights: list[Tensor]
+    module: GatheredModule | None = None  # which has it, or is being gathered there
+    free: Any = None  # event: the module before has been computed
+
+
+@dataclass
+class Copies:
+    """What a gather copies: pairs of a place and a rank's part that goes there."""
+
+    large: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    small: tuple[list[Tensor], list[Tensor]] = field(default_factory=lambda: ([], []))
+
+    def add(self, to: Tensor, part: Tensor) -> None:
+        """One more pair."""
+        if part.numel() >= _SMALL:
+            self.large.append((to, part))
+        else:
+            self.small[0].append(to)
+            self.small[1].append(part)
+
+    def make(self) -> None:
+        """Copy all."""
+        for to, part in self.large:
+            to.copy_(part)
+        if self.small[0]:
+            torch._foreach_copy_(*self.small)
+
+
+class GatheredModule:
+    """Does in place of FSDP2 what gathers a module's weights and lets go of them."""
+
+    def __init__(self, parameters: Any, place: Place, copies: Copies, stream: Any) -> None:
+        self._parameters, self._place, self._copies = parameters, place, copies
+        self._stream, self._device = stream, parameters.device_handle
+        self._arrived: Any = None  # event: gathered, and nobody has waited for it
+        for own, weight in zip(parameters.fsdp_params, place.weights, strict=True):
+            own.all_gather_outputs = [weight]
+            own.init_unsharded_param()
+            own.all_gather_outputs = []  # FSDP2 would free them
+        self._put_away = parameters._to_sharded
+        parameters.unshard = self.gather
+        parameters.wait_for_unshard = self.wait
+        parameters._to_sharded = self.let_go
+
+    @torch.no_grad()
+    def gather(self, async_op: bool = False) -> None:
+        """Start to gather, if that is not done."""
+        if self._arrived is not None or self._parameters.is_unsharded:
+            return
+        place = self._place
+        if place.module not in (None, self):
+            raise RuntimeError(
+                "guild train: a module's weights were asked for before those of the module that "
+                "has their place were let go"
+            )
+        place.module = self
+        if place.free is not None:
+            self._stream.wait_event(place.free)
+        with self._device.stream(self._stream):
+            self._copies.make()
+        self._arrived = self._event(self._stream)
+
+    def wait(self) -> None:
+        """Let what follows on the current stream wait for the weights."""
+        if self._arrived is None:
+            return
+        self._device.current_stream().wait_event(self._arrived)
+        self._arrived = None
+        self._parameters._to_unsharded()
+
+    def let_go(self) -> None:
+        """The weights are not needed by anything after what is on the current stream."""
+        if not self._parameters.is_unsharded:
+            return
+        self._put_away()
+        self._leave(self._event(self._device.current_stream()))
+
+    def forget(self) -> None:
+        """Leave the place if a gather was started that nobody has waited for."""
+        if self._arrived is not None:
+            self._leave(self._arrived)
+            self._arrived = None
+
+    def _leave(self, free: Any) -> None:
+        self._place.module, self._place.free = None, free
+
+    def _event(self, stream: Any) -> Any:
+        event = self._device.Event()
+        event.record(stream)
+        return event
+
+
+class GatheredWeights:
+    """The weights of modules under FSDP2, gathered by copies; made by all ranks.
+
+    Parameters
+    ----------
+    modules : sequence of FSDPModule
+        After `fully_shard` over all ranks.
+    group : torch.distributed.ProcessGroup
+        All ranks.
+    dtype : torch.dtype
+        Of the copies, and of the weights that products read.
+    device : torch.device
+        Of this rank.
+    make : callable
+        Makes memory that all ranks map, as `mapped_buffers` does.
+
+    Attributes
+    ----------
+    parts : dict of torch.nn.Parameter to torch.Tensor
+        This rank's 16-bit copy, flat and padded, of its part of each parameter.
+    mapped_bytes : int
+        Memory that torch's own count leaves out.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[FSDPModule],
+        group: dist.ProcessGroup,
+        dtype: torch.dtype,
+        device: torch.device,
+        make: MakeBuffers = mapped_buffers,
+    ) -> None:
+        of_modules = [parameters_of(module) for module in modules]
+        every = [own for parameters in of_modules for own in parameters.fsdp_params]
+        starts, total = starts_of(own._sharded_param_data.numel() for own in every)
+        ((buffer, self._mapped),) = make(1, total * dtype.itemsize, group, device)
+        self.mapped_bytes, self._dtype = total * dtype.itemsize, dtype
+        self._device = of_modules[0].device_handle
+        self._stream = self._device.Stream(priority=-1)
+        self._every = every
+        self._starts = {id(own): start for own, start in zip(every, starts, strict=True)}
+        flat = buffer.view(dtype)
+        self._own = [flat[at : at + count_of(own)] for own, at in zip(every, starts, strict=True)]
+        places = _Places(group.size(), dtype, device)
+        self._modules = [
+            GatheredModule(parameters, place, self._copies_to(place, parameters), self._stream)
+            for parameters, place in ((p, places.of(p)) for p in of_modules)
+        ]
+        self.refresh()
+
+    @property
+    def parts(self) -> dict[nn.Parameter, Tensor]:
+        """See the class."""
+        pairs = zip(self._every, self._own, strict=True)
+        return {own.sharded_param: part for own, part in pairs}
+
+    def _copies_to(self, place: Place, parameters: Any) -> Copies:
+        copies, mapped = Copies(), self._mapped
+        for own, weight in zip(parameters.fsdp_params, place.weights, strict=True):
+            count, start = count_of(own), self._starts[id(own)]
+            for rank in (*others(mapped), mapped.rank):
+                # .data: autograd must not take a gather for a change of what it has saved.
+                to = weight.data[rank * count : (rank + 1) * count]
+                copies.add(to, mapped.get_buffer(rank, (count,), self._dtype, start))
+        return copies
+
+    @contextlib.contextmanager
+    def replaced(self) -> Iterator[None]:
+        """Within, this rank's parts may be written to: nobody reads them."""
+        current = self._device.current_stream()
+        for module in self._modules:
+            module.forget()
+        current.wait_stream(self._stream)
+        self._mapped.barrier(timeout_ms=TIMEOUT_MS)
+        yield
+        self._mapped.barrier(timeout_ms=TIMEOUT_MS)
+        self._stream.wait_stream(current)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Copy the weights anew, after something else than the optimiser has changed them."""
+        with self.replaced():
+            torch._foreach_copy_(self._own, [own._sharded_param_data for own in self._every])
+
+
+class _Places:
+    """Gives each module the place of its weights."""
+
+    def __init__(self, ranks: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._ranks, self._how = ranks, {"dtype": dtype, "device": device}
+        self._in_turns: dict[tuple[int, ...], list[Place]] = {}
+        self._taken: dict[tuple[int, ...], int] = {}
+
+    def of(self, parameters: Any) -> Place:
+        """Of its own for a module that is kept, else one of two."""
+        sizes = tuple(count_of(own) * self._ranks for own in parameters.fsdp_params)
+        if parameters.post_forward_mesh_info is None:
+            return self._new(sizes)
+        turns = self._in_turns.setdefault(sizes, [])
+        number = self._taken.get(sizes, 0)
+        self._taken[sizes] = number + 1
+        if number < 2:
+            turns.append(self._new(sizes))
+        return turns[number % 2]
+
+    def _new(self, sizes: tuple[int, ...]) -> Place:
+        return Place([torch.empty(size, **self._how) for size in sizes])
+
+
+def parameters_of(module: FSDPModule) -> Any:
+    """FSDP2's record of the parameters that a module gathers together."""
+    return module._get_fsdp_state()._fsdp_param_group
+
+
+def count_of(own: Any) -> int:
+    """Elements of a rank's part, padded to those of the others."""
+    return own._sharded_param_data.numel()
+
+
+def starts_of(counts: Iterable[int]) -> tuple[list[int], int]:
+    """Where parts begin, one after the other, and where the last one ends."""
+    starts, end = [], 0
+    for count in counts:
+        starts.append(end)
+        end += -(-count // _ALIGNED) * _ALIGNED
+    return starts, end

@@ -1,0 +1,163 @@
+"""AdamW of DTensors, each rank on its own parts: one pass over a module's weights at a time.
+
+    g = gradient / scale,  m += (1 - b1) (g - m),  v += (1 - b2) (g^2 - v)
+    w = (1 - lr decay) w - lr / (1 - b1^t) m / (sqrt(v / (1 - b2^t)) + eps)
+
+The same pass writes what w is in 16 bits where gathers read it. torch's fused AdamW goes through
+DTensor for every weight, which takes a host longer than a GPU needs for the step, and writes
+gradients that it has scaled.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+class ShardAdamW(torch.optim.AdamW):
+    """`torch.optim.AdamW` with the same state, of parameters that lie on all ranks by DTensor.
+
+    Parameters
+    ----------
+    groups : iterable of dict
+        Of parameters, as torch's optimisers take them.
+    modules : sequence of sequence of torch.nn.Parameter
+        The parameters of each module, which are updated together.
+    copies : mapping of torch.nn.Parameter to torch.Tensor
+        Where a parameter's part on this rank is written to in another dtype as well: flat, as
+        large as the part or larger.
+    **options
+        As AdamW takes them: lr, betas, eps.
+
+    Attributes
+    ----------
+    grad_scale : torch.Tensor or None
+        What gradients are divided by where they are read.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        modules: Sequence[Sequence[nn.Parameter]],
+        copies: Mapping[nn.Parameter, Tensor],
+        **options: Any,
+    ) -> None:
+        super().__init__(groups, fused=True, **options)  # as its state says of one process
+        self.grad_scale: Tensor | None = None
+        self._module_of = {p: i for i, module in enumerate(modules) for p in module}
+        self._copies = copies
+        self._steps: int | None = None  # as the state has them; None: not known yet
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Update every parameter that has a gradient."""
+        if closure is not None:
+            raise NotImplementedError("closure: expected None")
+        first = next(p for group in self.param_groups for p in group["params"])
+        if self._steps is None:
+            self._steps = int(self.state[first]["step"]) if self.state[first] else 0
+        self._steps += 1
+        scale = torch.ones((), device=first.device) if self.grad_scale is None else self.grad_scale
+        for group in self.param_groups:
+            numbers = _numbers(group, self._steps, first.device)
+            given = [p for p in group["params"] if p.grad is not None]
+            for p in given:
+                if not self.state[p]:
+                    self._begin(p)
+            if given:
+                torch._foreach_add_([self.state[p]["step"] for p in given], 1)
+            for parameters in self._by_module(given):
+                lists = tuple(zip(*map(self._tensors, parameters), strict=True))
+                _update(first.is_cuda)(lists, numbers, scale, group["betas"], group["eps"])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's."""
+        super().load_state_dict(state_dict)
+        self._steps = None
+
+    def _by_module(self, parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+        """Those with a part on this rank."""
+        found: dict[int, list[nn.Parameter]] = {}
+        for p in parameters:
+            if _part(p).numel():
+                found.setdefault(self._module_of[p], []).append(p)
+        return list(found.values())
+
+    def _begin(self, parameter: nn.Parameter) -> None:
+        self.state[parameter] = {
+            "step": torch.zeros((), device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
+
+    def _tensors(self, parameter: nn.Parameter) -> tuple[Tensor, ...]:
+        """This rank's parts: weight, gradient, both moments, and the copy if there is one."""
+        state, weight = self.state[parameter], _part(parameter)
+        moments = _part(state["exp_avg"]), _part(state["exp_avg_sq"])
+        copy = self._copies.get(parameter)
+        copies = () if copy is None else (copy[: weight.numel()].view(weight.shape),)
+        return weight, _part(parameter.grad), *moments, *copies
+
+
+def local_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """Of the gradients' parts on this rank, a float32 scalar."""
+    parts = [_part(p.grad) for p in parameters if p.grad is not None]
+    filled = [part for part in parts if part.numel()]
+    if not filled:
+        return torch.zeros((), device=parts[0].device if parts else None)
+    return norm_of(torch._foreach_norm(filled))
+
+
+def norm_of(norms: Sequence[Tensor]) -> Tensor:
+    """Of several tensors from their norms, in any order the same but for float64's rounding."""
+    return torch.linalg.vector_norm(torch.stack(norms), dtype=torch.float64).float()
+
+
+def _part(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _numbers(group: dict[str, Any], steps: int, device: torch.device) -> Tensor:
+    """Float32 (3,): what decay leaves, the step's size, and one over the root of v's correction."""
+    lr, (first, second) = group["lr"], group["betas"]
+    values = (
+        1 - lr * group["weight_decay"],
+        lr / (1 - first**steps),
+        1 / math.sqrt(1 - second**steps),
+    )
+    numbers = torch.tensor(values)
+    # Pinned, so that the host does not wait for the device.
+    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers
+
+
+def _update_lists(
+    lists: tuple[tuple[Tensor, ...], ...],
+    numbers: Tensor,
+    scale: Tensor,
+    betas: tuple[float, float],
+    eps: float,
+) -> None:
+    """See the equations above; lists: weights, gradients, m, v, and copies if there are any."""
+    kept, size, correction = numbers.unbind()
+    for weight, gradient, first, second, *copy in zip(*lists, strict=True):
+        g = gradient / scale
+        m = first + (1 - betas[0]) * (g - first)
+        v = second + (1 - betas[1]) * (g * g - second)
+        updated = kept * weight - size * m / (v.sqrt() * correction + eps)
+        first.copy_(m)
+        second.copy_(v)
+        weight.copy_(updated)
+        if copy:
+            copy[0].copy_(updated)
+
+
+@functools.cache
+def _update(compiled: bool) -> Callable[..., None]:
+    """On a GPU one kernel for each weight; every block has the same sizes and is compiled once."""
+    return torch.compile(_update_lists, dynamic=False) if compiled else _update_lists

@@ -1,0 +1,252 @@
+// The composites of guild/peer_layer.h: which steps run on which line, and what waits for what.
+//
+// Written once for both backends. Lines has
+//
+//   run(line, step, room)   starts a step behind what the line has
+//   mark(line), wait(line, mark)   what a line starts from now on comes after the mark
+//   first(load)             how many experts are the first of a product; all: it is not divided
+//   apart(bool)             whether lines are streams of their own, or all are the main one
+#pragma once
+#include "compose.h"
+#include "guild/peer_layer.h"
+#include "shared/peer_overlap.h"
+
+namespace guild {
+
+enum class Line : int { main, link, side };
+
+// Multiprocessors that a step fills:
+//   whole     all, while nothing else runs
+//   pull      the few that rows on their way here take beside products
+//   push      those that sums on their way to other ranks take
+//   beside_pull, beside_push   all but those
+//   shared    all that are free
+enum class Room : int { whole, pull, push, beside_pull, beside_push, shared };
+
+// A weight's or a bias's experts from `first` on.
+inline ConstWeight from_expert(ConstWeight w, int64_t first, int64_t element) {
+  if (w.expert_at != nullptr) {
+    w.expert_at += first;
+  } else if (w.data != nullptr) {
+    w.data = static_cast<char const*>(w.data) + first * w.expert_stride * element;
+  }
+  return w;
+}
+inline ConstRows from_expert(ConstRows b, int64_t first, int64_t width, int64_t element) {
+  int64_t const stride = b.stride == 0 ? width : b.stride;
+  if (b.data != nullptr) b.data = static_cast<char const*>(b.data) + first * stride * element;
+  return b;
+}
+
+// A step for `count` experts from `first` on.
+inline UpProjection of_experts(UpProjection x, int64_t first, int64_t count) {
+  int64_t const element = element_bytes(x.dtype);
+  x.sizes.experts = count;
+  x.routing.offsets += first;
+  x.w_up = {from_expert(x.w_up.gate, first, element), from_expert(x.w_up.up, first, element)};
+  int64_t const width = x.sizes.intermediate * (x.activation.gated ? 2 : 1);
+  x.bias = from_expert(x.bias, first, width, element);
+  return x;
+}
+inline DownProjection of_experts(DownProjection x, int64_t first, int64_t count) {
+  int64_t const element = element_bytes(x.dtype);
+  x.sizes.experts = count;
+  x.routing.offsets += first;
+  x.w_down = from_expert(x.w_down, first, element);
+  x.bias = from_expert(x.bias, first, x.sizes.hidden, element);
+  return x;
+}
+inline DownGradient of_experts(DownGradient x, int64_t first, int64_t count) {
+  x.sizes.experts = count;
+  x.routing.offsets += first;
+  x.w_down = from_expert(x.w_down, first, element_bytes(x.dtype));
+  return x;
+}
+
+inline Pull part_of(Pull x, Part part, int64_t first) {
+  x.part = part;
+  x.first_experts = first;
+  return x;
+}
+inline Push part_of(Push x, Part part, int32_t const* first_rows) {
+  x.part = part;
+  x.first_rows = first_rows;
+  return x;
+}
+
+inline PeerLoad load_of(PeerMemory const& memory, Sizes const& s, DType dtype) {
+  return {.ranks = memory.ranks,
+          .tokens = memory.tokens,
+          .experts = s.experts,
+          .top_k = s.top_k,
+          .row_bytes = s.hidden * element_bytes(dtype),
+          .inner = s.hidden};
+}
+
+// Rows to where `step` needs them, then the step. The link's line begins where the main one is.
+template <class Lines, class Step>
+void pull_and_run(Lines& lines, Pull const& pull, Step const& step, int64_t first) {
+  int64_t const experts = step.sizes.experts;
+  if (first == experts) {
+    lines.run(Line::main, pull, Room::whole);
+    return lines.run(Line::main, step, Room::whole);
+  }
+  lines.run(Line::link, part_of(pull, Part::first, first), Room::whole);
+  auto const arrived = lines.mark(Line::link);
+  lines.run(Line::link, part_of(pull, Part::rest, first), Room::pull);
+  lines.wait(Line::side, lines.mark(Line::main));
+  lines.wait(Line::side, lines.mark(Line::link));
+  lines.wait(Line::main, arrived);
+  lines.run(Line::main, of_experts(step, 0, first), Room::beside_pull);
+  lines.run(Line::side, of_experts(step, first, experts - first), Room::shared);
+  lines.wait(Line::main, lines.mark(Line::side));
+}
+
+// The down projection, then sums to where they belong.
+template <class Lines>
+void run_and_push(Lines& lines, DownProjection const& down, Push const& push, int64_t last) {
+  int64_t const experts = down.sizes.experts, first = experts - last;
+  if (first == 0) {
+    lines.run(Line::main, down, Room::whole);
+    return lines.run(Line::main, push, Room::whole);
+  }
+  auto const begin = lines.mark(Line::main);
+  lines.run(Line::main, of_experts(down, 0, first), Room::whole);
+  lines.wait(Line::side, begin);
+  lines.run(Line::side, of_experts(down, first, last), Room::beside_push);
+  int32_t const* const first_rows = down.routing.offsets + first;
+  lines.wait(Line::link, lines.mark(Line::main));
+  lines.run(Line::link, part_of(push, Part::first, first_rows), Room::push);
+  lines.wait(Line::main, lines.mark(Line::side));
+  lines.wait(Line::main, lines.mark(Line::link));
+  lines.run(Line::main, part_of(push, Part::rest, first_rows), Room::whole);
+}
+
+template <class Lines>
+void compose_peer_forward(PeerForward const& f, Lines& lines) {
+  MoeForward const& layer = f.layer;
+  ForwardWorkspace const w = workspace_of(layer);
+  int64_t const experts = layer.sizes.experts;
+  PeerLoad load = load_of(f.push.memory, layer.sizes, layer.dtype);
+  load.columns = layer.sizes.intermediate;
+  int64_t const last = lines.first(load);
+  load.columns *= layer.activation.gated ? 2 : 1;
+  int64_t const first = lines.first(load);
+  lines.apart(first < experts || last < experts);
+  lines.run(Line::main, f.publish);
+  if (f.own.offsets != nullptr) {
+    lines.wait(Line::side, lines.mark(Line::main));
+    lines.run(Line::side, f.own);
+  }
+  lines.run(Line::main, f.published);
+  lines.run(Line::main, f.tables);
+  lines.wait(Line::link, lines.mark(Line::main));
+  lines.run(Line::main, *layer.sort);
+  UpProjection const up{.sizes = layer.sizes,
+                        .dtype = layer.dtype,
+                        .activation = layer.activation,
+                        .order = layer.order,
+                        .routing = layer.routing,
+                        .x = layer.x,
+                        .w_up = layer.w_up,
+                        .bias = layer.b_up,
+                        .h = layer.h,
+                        .a = {w.a}};
+  pull_and_run(lines, f.pull, up, first);
+  Push push = f.push;
+  push.y = {w.y};
+  DownProjection const down{.sizes = layer.sizes,
+                            .dtype = layer.dtype,
+                            .routing = layer.routing,
+                            .a = Rows{w.a},
+                            .w_down = layer.w_down,
+                            .bias = layer.b_down,
+                            .y = {w.y}};
+  run_and_push(lines, down, push, last);
+  lines.run(Line::main, f.returned);
+  lines.run(Line::main, f.collect);
+  lines.wait(Line::main, lines.mark(Line::side));  // the sort of own tokens at least
+}
+
+// dH, A' and the parts of dS, with the rows of dO that they are made of.
+template <class Lines>
+void run_down_gradient(PeerBackward const& b, BackwardWorkspace const& w, int64_t first,
+                       Lines& lines) {
+  MoeBackward const& layer = b.layer;
+  DownGradient const down{.sizes = layer.sizes,
+                          .dtype = layer.dtype,
+                          .activation = layer.activation,
+                          .order = layer.order,
+                          .routing = layer.routing,
+                          .dout = layer.dout,
+                          .w_down = layer.w_down,
+                          .h = layer.h,
+                          .dh = {w.dh},
+                          .a_scaled = {w.a_scaled},
+                          .score_parts = layer.dscores != nullptr ? w.score_parts : nullptr,
+                          .db_up = layer.db_up,
+                          .db_down = layer.db_down,
+                          .db_dtype = layer.dw_dtype,
+                          .workspace = w.dx_rows};
+  if (b.again.h.data != nullptr) {  // while which all rows arrive
+    UpProjection again = b.again;
+    again.a = {w.a_scaled};  // not in use yet
+    lines.run(Line::link, b.pull, Room::pull);
+    lines.run(Line::main, again, Room::beside_pull);
+    lines.wait(Line::main, lines.mark(Line::link));
+    return lines.run(Line::main, down, Room::whole);
+  }
+  // Gradients of biases are summed in memory that two products at once would share.
+  pull_and_run(lines, b.pull, down, wants_biases(layer) ? layer.sizes.experts : first);
+}
+
+template <class Lines>
+void compose_peer_backward(PeerBackward const& b, Lines& lines) {
+  MoeBackward const& layer = b.layer;
+  BackwardWorkspace const w = workspace_of(layer);
+  bool const rows = layer.dx_rows.data != nullptr, scores = layer.dscores != nullptr;
+  PeerLoad load = load_of(b.pull.memory, layer.sizes, layer.dtype);
+  load.columns = layer.sizes.intermediate;
+  int64_t const first = lines.first(load);
+  lines.apart(first < layer.sizes.experts);
+  lines.run(Line::main, b.publish);
+  if (scores) lines.clear(b.own_scores);
+  lines.run(Line::main, b.published);
+  lines.wait(Line::link, lines.mark(Line::main));
+  run_down_gradient(b, w, first, lines);
+  if (scores) {
+    lines.run(Line::main, ScoreGradient{.sizes = layer.sizes,
+                                        .dtype = layer.dtype,
+                                        .routing = layer.routing,
+                                        .score_parts = w.score_parts,
+                                        .dout = layer.dout,
+                                        .bias = layer.b_down,
+                                        .dscores = layer.dscores});
+    lines.run(Line::main, b.scores);
+  }
+  MoeWeightGradients up = weight_gradients_of(layer, {w.dh}, {w.a_scaled}), down = up;
+  up.workspace = down.workspace = w.memory.schedule.order;  // whose layout is that of this part
+  up.dw_down = {}, down.dw_up = {};
+  bool const wants_up = up.dw_up.gate.data != nullptr, wants_down = down.dw_down.data != nullptr;
+  if (rows) {
+    lines.run(Line::main, UpGradient{.sizes = layer.sizes,
+                                     .dtype = layer.dtype,
+                                     .gated = layer.activation.gated,
+                                     .order = layer.order,
+                                     .routing = layer.routing,
+                                     .dh = Rows{w.dh},
+                                     .w_up = layer.w_up,
+                                     .dx = layer.dx_rows});
+    lines.wait(Line::link, lines.mark(Line::main));
+    lines.run(Line::link, b.push, wants_up || wants_down ? Room::push : Room::whole);
+  }
+  if (wants_down) lines.run(Line::main, down, rows ? Room::beside_push : Room::whole);
+  if (wants_up) lines.run(Line::main, up, rows && !wants_down ? Room::beside_push : Room::whole);
+  lines.wait(Line::main, lines.mark(Line::link));
+  if (!rows && !scores) return;
+  lines.run(Line::main, b.returned);
+  if (rows) lines.run(Line::main, b.collect);
+  if (scores) lines.run(Line::main, b.own_scores);
+}
+
+}  // namespace guild

@@ -1,0 +1,124 @@
+// The composites over ranks on the GPU: src/compose_peer.h on three streams.
+#include <array>
+#include <vector>
+
+#include "compose_peer.h"
+#include "cuda/device.h"
+
+namespace guild::cuda {
+
+namespace {
+
+// As many as keep a link busy beside products: docs/measured/ranks.md. A sum reads several rows for
+// each that it sends.
+constexpr int kPullMultiprocessors = 16, kPushMultiprocessors = 24;
+
+// Events for the marks of a call; a call on the same thread uses them again, as what waits for an
+// event waits for what was before it then.
+class Events {
+ public:
+  cudaEvent_t next() {
+    int device = 0;
+    cuda_check(cudaGetDevice(&device), "current CUDA device");
+    if (size_t(device) >= of_device_.size()) of_device_.resize(size_t(device) + 1);
+    Ring& ring = of_device_[size_t(device)];
+    cudaEvent_t& event = ring.events[ring.next++ % ring.events.size()];
+    if (event == nullptr) {
+      cuda_check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "an event");
+    }
+    return event;
+  }
+
+ private:
+  struct Ring {
+    std::array<cudaEvent_t, 32> events{};
+    size_t next = 0;
+  };
+  std::vector<Ring> of_device_;
+};
+
+class Lines {
+ public:
+  Lines(PeerStreams const& streams, Queue const& queue) : main_(queue), link_(queue), side_(queue) {
+    has_streams_ = streams.link != nullptr && streams.side != nullptr;
+    if (!has_streams_) return;
+    link_.stream = streams.link;
+    side_.stream = streams.side;
+    side_.counter = streams.counter;
+    side_.shared = true;
+  }
+
+  void run(Line line, Publish const& x) { publish(x, of(line)); }
+  void run(Line line, Meet const& x) { meet(x, of(line)); }
+  void run(Line line, Tables const& x) { tables(x, of(line)); }
+  void run(Line line, Sort const& x) { sort_by_expert(x, of(line)); }
+  void run(Line line, Pull const& x, Room room) { pull(x, of(line, room)); }
+  void run(Line line, UpProjection const& x, Room room) { up_projection(x, of(line, room)); }
+  void run(Line line, DownProjection const& x, Room room) { down_projection(x, of(line, room)); }
+  void run(Line line, Push const& x, Room room) { push(x, of(line, room)); }
+  void run(Line line, Collect const& x) { collect(x, of(line)); }
+  void run(Line line, DownGradient const& x, Room room) { down_gradient(x, of(line, room)); }
+  void run(Line line, ScoreGradient const& x) { score_gradient(x, of(line)); }
+  void run(Line line, PushScores const& x) { push_scores(x, of(line)); }
+  void run(Line line, UpGradient const& x) { up_gradient(x, of(line)); }
+  void run(Line line, MoeWeightGradients const& x, Room room) {
+    moe_weight_gradients(x, of(line, room));
+  }
+  void run(Line line, ReturnedScores const& x) { collect_scores(x, of(line)); }
+  void clear(ReturnedScores const& x) { clear_scores(x, main_); }
+
+  struct Mark {
+    cudaEvent_t event = nullptr;
+  };
+  Mark mark(Line line) {
+    if (!apart_) return {};
+    static thread_local Events events;
+    Mark const mark{events.next()};
+    cuda_check(cudaEventRecord(mark.event, of(line).stream), "recording an event");
+    return mark;
+  }
+  void wait(Line line, Mark const& mark) {
+    if (!apart_) return;
+    cuda_check(cudaStreamWaitEvent(of(line).stream, mark.event, 0), "waiting for an event");
+  }
+
+  int64_t first(PeerLoad const& load) const {
+    return has_streams_ ? first_experts(load) : load.experts;
+  }
+  void apart(bool apart) { apart_ = apart; }
+
+ private:
+  Queue of(Line line, Room room = Room::whole) const {
+    if (!apart_) return main_;
+    Queue queue = line == Line::main ? main_ : line == Line::link ? link_ : side_;
+    if (room == Room::whole) return queue;
+    int const all = multiprocessors(main_), most = all / 2;
+    int const pull = std::min(kPullMultiprocessors, most);
+    int const push = std::min(kPushMultiprocessors, most);
+    if (room == Room::pull) queue.sms = pull;
+    if (room == Room::push) queue.sms = push;
+    if (room == Room::beside_pull) queue.sms = all - pull;
+    if (room == Room::beside_push) queue.sms = all - push;
+    queue.shared = true;
+    return queue;
+  }
+
+  Queue main_, link_, side_;
+  bool has_streams_ = false, apart_ = false;
+};
+
+}  // namespace
+
+void peer_forward(PeerForward const& x, Queue queue) {
+  queue.counter = workspace_of(x.layer).counter;
+  Lines lines(x.streams, queue);
+  compose_peer_forward(x, lines);
+}
+
+void peer_backward(PeerBackward const& x, Queue queue) {
+  queue.counter = workspace_of(x.layer).memory.counter;
+  Lines lines(x.streams, queue);
+  compose_peer_backward(x, lines);
+}
+
+}  // namespace guild::cuda

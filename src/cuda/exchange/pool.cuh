@@ -1,0 +1,25 @@
+// The order in which warps take the tokens of all ranks.
+#pragma once
+#include "guild/exchange.h"
+
+namespace guild::cuda {
+
+// Token i in that order; `others`: of other ranks' tokens alone. Those of one number follow each
+// other, so that links and own memory are busy at once, beginning with any rank: a warp that takes
+// every n-th token would find those of one rank alone otherwise.
+struct PoolToken {
+  int token, source;
+
+  __device__ PoolToken(PeerMemory const& m, int i, bool others) {
+    int const ranks = int(m.ranks), of_each = others ? ranks - 1 : ranks;
+    token = i / of_each;
+    unsigned const any = unsigned(token) * 0x9e3779b1u >> 16;
+    source = (int(m.rank) + 1 + int((unsigned(i) + any) % unsigned(of_each))) % ranks;
+  }
+  __device__ static int count(PeerMemory const& m, bool others) {
+    return int((m.ranks - (others ? 1 : 0)) * m.tokens);  // check() says that an int holds it
+  }
+  __device__ int64_t place(PeerMemory const& m) const { return source * m.tokens + token; }
+};
+
+}  // namespace guild::cuda

@@ -1,0 +1,46 @@
+// What all backward calls of a layer share: which gradients are wanted, the tensors for them, and
+// the core's arguments.
+#pragma once
+#include "torch/forward.h"
+
+namespace guild::binding {
+
+// Bits of `wanted`. kRows: dx by row, not summed over a token's rows, in place of kX.
+enum Wanted : int64_t {
+  kX = 1,
+  kScores = 2,
+  kUp = 4,
+  kDown = 8,
+  kUpBias = 16,
+  kDownBias = 32,
+  kRows = 64
+};
+
+// The arguments that all backward calls share; outputs and workspace are the caller's to set.
+MoeBackward backward_args(Place const& place, Layer const& layer, Routing const& routing,
+                          Tensor const& dout, Tensor const& h, Weights const& w,
+                          MaybeTensor const& b_down);
+
+// dX as `wanted` has it: by token, by row, or empty.
+Tensor dx_of(Place const& place, Layer const& layer, bool combined, int64_t wanted);
+Tensor dscores_of(Place const& place, Layer const& layer, Slots const& slots, int64_t wanted);
+
+struct Gradients {
+  Tensor dx, dscores, dw_up, dw_gate, dw_down, db_up, db_down;
+};
+
+// A call into new tensors, but for its workspace.
+struct BackwardCall {
+  Gradients gradients;
+  MoeBackward args;
+};
+BackwardCall backward_call(Place const& place, Layer const& layer, Routing const& routing,
+                           Slots const& slots, Tensor const& dout, Tensor const& x, Tensor const& h,
+                           Weights const& w, MaybeTensor const& b_down, int64_t wanted);
+
+// The routing of a backward call: sorted rows, or a token's slots.
+Routing backward_routing(Place const& place, Layer const& layer, Slots const& slots,
+                         Tensor const& offsets, Tensor const& row_token, Tensor const& slot_row,
+                         Tensor const& row_score);
+
+}  // namespace guild::binding

@@ -1,0 +1,26 @@
+// The arguments of guild/exchange.h that its ops and those of a whole layer share.
+#pragma once
+#include <vector>
+
+#include "guild/exchange.h"
+#include "torch/tensors.h"
+
+namespace guild::binding {
+
+using Numbers = std::vector<int64_t>;
+
+// peers (ranks) int64 addresses; numbers: rank, tokens, top_k, row_bytes and returned.
+PeerMemory memory_of(Place const& place, Tensor const& peers, Numbers const& numbers);
+
+struct Published {
+  Publish args;
+  Tensor token_row;  // (T, ranks); without ids (0, ranks)
+};
+// rows (T, H), ids (T, K) int32 and scores (T, K), both or none
+Published publish_of(Place const& place, PeerMemory const& memory, Tensor const& rows,
+                     MaybeTensor const& ids, MaybeTensor const& scores, int64_t experts);
+
+// report (5) int64 of the host
+Meet meet_of(PeerMemory const& memory, double seconds, Numbers const& facts, Tensor const& report);
+
+}  // namespace guild::binding

@@ -1,0 +1,227 @@
+// A layer over ranks that reach each other's memory: guild/peer_layer.h on tensors.
+#include "guild/peer_layer.h"
+
+#include "torch/backward.h"
+#include "torch/exchange.h"
+#include "torch/ops.h"
+
+namespace guild::binding {
+
+namespace {
+
+// Raw streams (link, side), or nothing; the counter is kept by the caller.
+PeerStreams streams_of(Numbers const& streams, Tensor const& counter) {
+  require(streams.empty() || streams.size() == 2, "streams: expected 0 or 2, got ", streams.size());
+  if (streams.empty()) return {};
+  return {reinterpret_cast<CUstream_st*>(streams[0]), reinterpret_cast<CUstream_st*>(streams[1]),
+          static_cast<int32_t*>(counter.data_ptr())};
+}
+
+// The layer that this rank's experts are: tokens are those of all ranks.
+Layer whole_layer(Place const& place, PeerMemory const& memory, Tensor const& x, int64_t top_k,
+                  Tensor const& w_down, Activation const& activation, bool interleaved,
+                  bool transposed) {
+  Slots const slots{.tokens = memory.ranks * memory.tokens, .top_k = top_k};
+  Layer layer =
+      layer_of(place, x, slots, w_down, activation, {interleaved, transposed, std::nullopt});
+  layer.sizes.tokens = slots.tokens;
+  return layer;
+}
+
+Pull pull_of(PeerMemory const& memory, Tensor const& ids, Tensor const& rows, DType dtype) {
+  return {.memory = memory,
+          .top_k = ids.size(1),
+          .row_bytes = rows.size(1) * element_bytes(dtype),
+          .ids = static_cast<int32_t const*>(ids.data_ptr()),
+          .rows = rows.data_ptr()};
+}
+
+Push push_of(PeerMemory const& memory, Sizes const& s, DType dtype, int32_t const* slot_row,
+             int32_t const* counts) {
+  return {.memory = memory,
+          .dtype = dtype,
+          .hidden = s.hidden,
+          .rows = s.rows(),
+          .top_k = s.top_k,
+          .y = {},
+          .row_of = slot_row,
+          .tokens = counts};
+}
+
+Tables tables_of(PeerMemory const& memory, int64_t top_k, int64_t experts, DType score,
+                 Tensor const& ids, Tensor const& scores, Tensor const& counts) {
+  return {.memory = memory,
+          .top_k = top_k,
+          .experts = experts,
+          .score_bytes = element_bytes(score),
+          .ids = static_cast<int32_t*>(ids.data_ptr()),
+          .scores = scores.data_ptr(),
+          .tokens = static_cast<int32_t*>(counts.data_ptr())};
+}
+
+Collect collect_of(PeerMemory const& memory, DType dtype, Tensor const& o, int32_t const* token_row,
+                   Rows residual) {
+  return {.memory = memory,
+          .dtype = dtype,
+          .tokens = o.size(0),
+          .hidden = o.size(1),
+          .token_row = token_row,
+          .residual = residual,
+          .o = o.data_ptr()};
+}
+
+// Scores of the slots whose rows were pulled.
+PushScores push_scores_of(Pull const& pull, DType score, void const* scores) {
+  return {.memory = pull.memory,
+          .top_k = pull.top_k,
+          .score_bytes = element_bytes(score),
+          .ids = pull.ids,
+          .scores = scores};
+}
+
+// The up projection that makes h.
+UpProjection again_of(Layer const& layer, Routing const& routing, MoeForward const& forward,
+                      Tensor const& h) {
+  return {.sizes = layer.sizes,
+          .dtype = layer.dtype,
+          .activation = layer.activation,
+          .order = layer.order,
+          .routing = routing,
+          .x = forward.x,
+          .w_up = forward.w_up,
+          .bias = forward.b_up,
+          .h = {h.data_ptr(), 0},
+          .a = {}};
+}
+
+// Both barriers of a pass.
+template <class Pass>
+void set_barriers(Pass& pass, PeerMemory const& memory, double seconds, Numbers const& facts,
+                  Numbers const& facts_returned, Tensor const& report) {
+  pass.published = meet_of(memory, seconds, facts, report);
+  pass.published.published = true;
+  pass.returned = meet_of(memory, seconds, facts_returned, report);
+}
+
+}  // namespace
+
+PeerForwardTensors peer_forward(Tensor const& peers, Numbers memory, double seconds, Numbers facts,
+                                Numbers facts_returned, Tensor& report, Numbers streams,
+                                Tensor const& x, Tensor const& ids, Tensor const& scores,
+                                int64_t experts, MaybeTensor const& residual, Tensor const& w_up,
+                                MaybeTensor const& w_gate, Tensor const& w_down,
+                                MaybeTensor const& b_up, MaybeTensor const& b_down, int64_t kind,
+                                bool gated, double alpha, double limit, double up_offset,
+                                bool clamp_after, bool interleaved, bool transposed, bool keep) {
+  Place const place(x, "x");
+  PeerMemory const m = memory_of(place, peers, memory);
+  Published const published = publish_of(place, m, x, ids, scores, experts);
+  int64_t const top_k = published.args.top_k, tokens = published.args.tokens;
+  Layer const layer = whole_layer(place, m, x, top_k, w_down,
+                                  activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
+                                  interleaved, transposed);
+  Sizes const& s = layer.sizes;
+  require(s.experts * m.ranks == experts, "w_down: expected ", experts / m.ranks, " experts, got ",
+          s.experts);
+  DType const dtype = layer.dtype, score = score_dtype(dtype);
+  Tensor by_slot = place.empty_int32({s.tokens, top_k}), counts = place.empty_int32({m.ranks});
+  Tensor const received = place.empty({s.tokens, top_k}, score);
+  Tensor rows = place.empty({s.tokens, s.hidden}, dtype);
+  Tensor h = place.empty({keep ? s.rows() : 0, layer.width()}, dtype);
+  Tensor o = place.empty({tokens, s.hidden}, dtype);
+  Sorting sort = sorting(place, by_slot, received, s.experts, score, std::nullopt);
+  Sorting own = sorting(place, ids, scores, experts, score, std::nullopt);
+  Tensor const workspace = place.workspace(moe_forward_workspace_bytes(s, dtype));
+  Tensor const counter = place.empty_int32({1});
+
+  PeerForward f;
+  f.publish = published.args;
+  f.streams = streams_of(streams, counter);
+  set_barriers(f, m, seconds, facts, facts_returned, report);
+  f.tables = tables_of(m, top_k, experts, score, by_slot, received, counts);
+  f.pull = pull_of(m, by_slot, rows, dtype);
+  Routing const routing{sort.args.offsets, sort.args.row_token, sort.args.slot_row,
+                        sort.args.row_score, received.data_ptr()};
+  f.layer = forward_args(place, layer, routing, rows, {w_up, w_gate, w_down}, b_up, b_down,
+                         workspace.data_ptr());
+  f.layer.h = {h.data_ptr(), 0};
+  f.layer.sort = &sort.args;
+  f.push = push_of(m, s, dtype, sort.args.slot_row, f.tables.tokens);
+  f.push.scores = received.data_ptr();
+  f.collect = collect_of(m, dtype, o, static_cast<int32_t*>(published.token_row.data_ptr()),
+                         place.rows(residual, "residual", dtype, {tokens, s.hidden}));
+  f.own = own.args;
+  place.run(cpu::peer_forward, cuda::peer_forward, f);
+  return {o,
+          rows,
+          h,
+          sort.offsets,
+          sort.row_token,
+          sort.slot_row,
+          sort.row_score,
+          published.token_row,
+          by_slot,
+          counts,
+          own.offsets};
+}
+
+Tensors7 peer_backward(Tensor const& peers, Numbers memory, double seconds, Numbers facts,
+                       Numbers facts_returned, Tensor& report, Numbers streams, Tensor const& dout,
+                       Tensor const& rows, Tensor const& h, Tensor const& offsets,
+                       Tensor const& row_token, Tensor const& slot_row, Tensor const& row_score,
+                       Tensor const& token_row, Tensor const& by_slot, Tensor const& counts,
+                       Tensor const& w_up, MaybeTensor const& w_gate, Tensor const& w_down,
+                       MaybeTensor const& b_up, MaybeTensor const& b_down, int64_t kind, bool gated,
+                       double alpha, double limit, double up_offset, bool clamp_after,
+                       bool interleaved, bool transposed, int64_t wanted) {
+  Place const place(dout, "dout");
+  PeerMemory const m = memory_of(place, peers, memory);
+  require_dims(by_slot, "by_slot", 2);
+  int64_t const top_k = by_slot.size(1), tokens = dout.size(0);
+  Layer const layer = whole_layer(place, m, rows, top_k, w_down,
+                                  activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
+                                  interleaved, transposed);
+  Sizes const& s = layer.sizes;
+  DType const dtype = layer.dtype, score = score_dtype(dtype);
+  Slots const slots = slots_of(place, slot_row, "slot_row", std::nullopt);
+  Routing const routing =
+      backward_routing(place, layer, slots, offsets, row_token, slot_row, row_score);
+  Weights const w{w_up, w_gate, w_down};
+  bool const again = h.size(0) == 0, wants_rows = wanted & kRows, wants_scores = wanted & kScores;
+  Tensor const made = again ? place.empty({s.rows(), layer.width()}, dtype) : h;
+  Tensor const pulled = place.empty({s.tokens, s.hidden}, dtype);
+  auto [g, args] = backward_call(place, layer, routing, slots, pulled, rows, made, w, b_down,
+                                 wanted & ~int64_t(kX));
+  Tensor dx = place.empty({wants_rows ? tokens : 0, s.hidden}, dtype);
+  Tensor dscores = place.empty({wants_scores ? tokens : 0, top_k}, score);
+  Tensor const workspace = place.workspace(moe_backward_workspace_bytes(
+      s, dtype, gated, /*combines=*/false, wanted & (kUpBias | kDownBias)));
+  args.workspace = workspace.data_ptr();
+  Tensor const counter = place.empty_int32({1});
+
+  PeerBackward b;
+  b.publish = publish_of(place, m, dout, std::nullopt, std::nullopt, 1).args;
+  b.layer = args;
+  b.streams = streams_of(streams, counter);
+  set_barriers(b, m, seconds, facts, facts_returned, report);
+  place.indices(by_slot, "by_slot", {s.tokens, top_k});
+  b.pull = pull_of(m, by_slot, pulled, dtype);
+  if (again) {
+    b.again = again_of(layer, routing,
+                       forward_args(place, layer, routing, rows, w, b_up, b_down, nullptr), made);
+  }
+  int32_t const* const tokens_of = place.indices(counts, "counts", {m.ranks});
+  b.push = push_of(m, s, dtype, routing.slot_row, tokens_of);
+  b.push.y = args.dx_rows;
+  b.scores = push_scores_of(b.pull, score, args.dscores);
+  b.collect =
+      collect_of(m, dtype, dx, place.indices(token_row, "token_row", {tokens, m.ranks}), Rows{});
+  b.own_scores = {.memory = m,
+                  .slots = tokens * top_k,
+                  .score_bytes = element_bytes(score),
+                  .scores = dscores.data_ptr()};
+  place.run(cpu::peer_backward, cuda::peer_backward, b);
+  return {dx, dscores, g.dw_up, g.dw_gate, g.dw_down, g.db_up, g.db_down};
+}
+
+}  // namespace guild::binding
