@@ -38,9 +38,11 @@ struct MicroArgs {
 };
 
 // The largest magnitude among the threads of a block.
-template <int threads, class T>
-__device__ uint32_t largest_of_scale(Raw<T> const& raw) {
-  uint32_t largest = largest_magnitude<T>(raw);
+template <int threads>
+__device__ uint32_t largest_of_block(Eight const& e) {
+  uint32_t largest = 0;
+#pragma unroll
+  for (float const value : e.value) largest = max(largest, magnitude(value));
 #pragma unroll
   for (int lanes = threads / 2; lanes > 0; lanes /= 2) {
     largest = max(largest, __shfl_xor_sync(~0u, largest, lanes));
@@ -131,7 +133,7 @@ __global__ void __launch_bounds__(kThreads) micro_kernel(MicroArgs const a) {
 #pragma unroll
   for (int i = 0; i < kAtOnce; ++i) {
     Eight const e = unpack_raw<T>(raw[i]);
-    float const largest = __uint_as_float(largest_of_scale<U::kOfBlock>(raw[i]));
+    float const largest = __uint_as_float(largest_of_block<U::kOfBlock>(e));
     MicroScale scale;
     if constexpr (micro == Microscaling::nvfp4) {
       scale = nvfp4_scale(largest, global);
@@ -165,7 +167,7 @@ __global__ void __launch_bounds__(kThreads) largest_kernel(MicroArgs const a) {
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      uint32_t const of_block = largest_of_scale<U::kOfBlock>(raw[i]);
+      uint32_t const of_block = largest_of_block<U::kOfBlock>(unpack_raw<T>(raw[i]));
       if (of_block < 0x7f800000) largest = max(largest, of_block);
     }
   }

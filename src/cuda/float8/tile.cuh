@@ -141,28 +141,15 @@ __device__ inline Raw<T> load_raw(T const* from, int64_t distance, int count, bo
 // ---- the tile's scale
 // ----------------------------------------------------------------------------
 
-// The largest magnitude of eight elements.
-template <class T>
-__device__ inline uint32_t largest_magnitude(Raw<T> const& raw) {
-  uint4 const& w = raw.words[0];
-  if constexpr (sizeof(T) == 2) {  // two at a time
-    constexpr uint32_t mask = 0x7fff7fff;
-    uint32_t const both =
-        __vmaxu2(__vmaxu2(w.x & mask, w.y & mask), __vmaxu2(w.z & mask, w.w & mask));
-    uint16_t const largest = uint16_t(max(both & 0xffff, both >> 16));
-    return magnitude(float(reinterpret_cast<T const&>(largest)));
-  } else {
-    constexpr uint32_t mask = 0x7fffffff;
-    uint4 const& v = raw.words[1];
-    uint32_t const first = max(max(w.x & mask, w.y & mask), max(w.z & mask, w.w & mask));
-    return max(first, max(max(v.x & mask, v.y & mask), max(v.z & mask, v.w & mask)));
-  }
-}
 template <class T>
 __device__ inline uint32_t largest_magnitude(Raw<T> const (&raw)[kPatch]) {
   uint32_t largest = 0;
 #pragma unroll
-  for (auto const& row : raw) largest = max(largest, largest_magnitude<T>(row));
+  for (auto const& row : raw) {
+    Eight const e = unpack_raw<T>(row);
+#pragma unroll
+    for (float const x : e.value) largest = max(largest, magnitude(x));
+  }
   return largest;
 }
 
