@@ -94,7 +94,7 @@ def printed(record: dict[str, Any], width: int) -> str:
 
 def test_records_of_every_mode() -> None:
     modes = {record["mode"] for record in RECORDS.values()}
-    assert modes == {"layers", "steps", "memory", "rounding", "sweep", "decode"}
+    assert modes == {"layers", "steps", "memory", "rounding", "sweep", "decode", "fp8"}
 
 
 @pytest.mark.parametrize("width", [80, 100, 139, 140, 170])

@@ -40,12 +40,54 @@ class Operands:
     def floats(self, *shape: int) -> Tensor:
         return self.out(*shape, dtype=torch.float32)
 
+    def masters(self) -> tuple[Tensor, None, Tensor]:
+        """w_up (E, 2I, H), no w_gate, w_down (E, H, I)."""
+        up = self.elements(_EXPERTS, 2 * _INTERMEDIATE, _HIDDEN)
+        return up, None, self.elements(_EXPERTS, _HIDDEN, _INTERMEDIATE)
+
+    def experts(self, made: bool = True) -> tuple[Tensor, ...]:
+        """A layer's weights as codes, or memory for them."""
+        codes, scales = (self.codes, self.scales) if made else (self.bytes, self.floats)
+        size, both = _INTERMEDIATE, 2 * _INTERMEDIATE
+        return (
+            *(codes(_EXPERTS, both, _HIDDEN), codes(_EXPERTS, _HIDDEN, both)),
+            *(scales(_EXPERTS, 2, 1, 1), codes(_EXPERTS, _HIDDEN, size)),
+            *(codes(_EXPERTS, size, _HIDDEN), scales(_EXPERTS, 1, 1)),
+        )
+
+    def routing(self) -> tuple[Tensor, Tensor]:
+        """ids and scores (T, 1)"""
+        ids = torch.arange(_ROWS, device=self.device, dtype=torch.int32)[:, None] % _EXPERTS
+        return ids, self.scales(_ROWS, 1)
+
+    def places(self) -> tuple[Tensor, ...]:
+        """offsets, row_token, slot_row and row_score of sorted tokens."""
+        rows = torch.arange(_ROWS, device=self.device, dtype=torch.int32)
+        return self.offsets, rows, rows[:, None].clone(), self.scales(_ROWS)
+
 
 # By the op's name, and what is special about the call where an op has several.
 FLOAT8_CALLS: dict[str, Callable[[Operands], tuple]] = {
     "chunk_product_out": lambda o: (
         *(o.codes(2, 32, 128), o.scales(2, 1), 0, o.codes(2, 16, 128), o.scales(2, 1)),
         *(o.offsets, _ROWS, o.floats(2, 32, 16), True),
+    ),
+    "float8_backward": lambda o: (
+        *(o.x, o.elements(_ROWS, _HIDDEN), None, o.h, o.floats(0), o.bytes(0), o.floats(0)),
+        *(*o.places(), *o.experts(), None, None, *o.masters()),
+        *(*_FLAGS, False, 0, 0, False, False, True, True, False, False, [True] * 4 + [False] * 2),
+    ),
+    "float8_experts": lambda o: (
+        *(o.x, *o.routing(), None, None, *o.masters(), None, None, *o.experts()),
+        *(*_FLAGS, False, 0, 1, True, True, False, True),
+    ),
+    "float8_moe": lambda o: (
+        *(o.x, o.elements(_EXPERTS, _HIDDEN), None, None, 1, 0, True, 1.0, 1, 1, 0.0, 0, None),
+        *(*o.masters(), None, None, *o.experts(), *_FLAGS, False, 0, 1, False, True, True, True),
+    ),
+    "float8_weights": lambda o: (*o.masters(), True, False, False, None, 1),
+    "float8_weights_out": lambda o: (
+        *(*o.masters(), True, True, False, None, 0, *o.experts(made=False)),
     ),
     "quantize_chunks_out": lambda o: (
         *(o.x, None, o.offsets, None, 2, 0, 1, o.bytes(2, 32, 128), o.floats(2, 2)),

@@ -17,7 +17,7 @@ WRONG_ROWS = {
     '{"moe": "guild"}': "no step in it",
     '{"step": true, "moe": "guild"}': "step: expected an integer of at least 0, got True",
     '{"step": 1.5, "moe": "guild"}': "step: expected an integer of at least 0, got 1.5",
-    '{"step": 1, "moe": ["guild"]}': "moe: expected one of guild, plain, got ['guild']",
+    '{"step": 1, "moe": ["guild"]}': "moe: expected one of guild, plain, fp8, got ['guild']",
     '{"step": 1, "moe": "guild"}': "no validation_loss in it",
     '{"step": 1, "moe": "guild", "validation_loss": "low"}': "expected a number, got 'low'",
     **{
