@@ -3,6 +3,7 @@
 #include "guild/cpu.h"
 #include "guild/cuda.h"
 #include "guild/error.h"
+#include "guild/microscaling.h"
 #include "guild/router_logits.h"
 #include "guild/steps.h"
 #include "guild/types.h"

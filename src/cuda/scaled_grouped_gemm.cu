@@ -15,6 +15,9 @@ void scaled_grouped_gemm(ScaledGroupedGemm const& x, Queue queue) {
   require_e4m3(x.b_format, "b_format");
   require_codes(x.a, "a");
   require_codes(x.b, x.groups, "b");
+  int64_t const blocks = x.halves * scale_blocks(x.k);
+  require_scales(x.a_scales, 1, x.m, blocks, "a_scales");
+  require_scales(x.b_scales, x.groups, scale_blocks(x.n), blocks, "b_scales");
   if (x.bias.data != nullptr) {
     require(!is_float, "bias: expected none with float32 results on CUDA");
     require_aligned(x.bias, "bias");

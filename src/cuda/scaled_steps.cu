@@ -23,7 +23,18 @@ void scaled_up(ScaledUp const& x, Queue queue) {
   require_e4m3(x.w_format, "w_format");
   require_codes(x.x, "x");
   require_codes(x.w_up.gate, s.experts, "w_up.gate");
-  if (x.activation.gated) require_codes(x.w_up.up, s.experts, "w_up.up");
+  int64_t const rows = x.routing.row_token == nullptr ? s.rows() : s.tokens;
+  require_scales(x.x_scales, 1, rows, scale_blocks(s.hidden), "x_scales");
+  ConstScales const &gate = x.w_scales.gate, &up = x.w_scales.up;
+  require_scales(gate, s.experts, scale_blocks(s.intermediate), scale_blocks(s.hidden), "w_scales");
+  if (x.activation.gated) {
+    require_codes(x.w_up.up, s.experts, "w_up.up");
+    require(gate.expert_stride == up.expert_stride && gate.row_stride == up.row_stride &&
+                gate.col_stride == up.col_stride,
+            "w_scales: expected the same strides of gate and up on CUDA, got (", gate.expert_stride,
+            ", ", gate.row_stride, ", ", gate.col_stride, ") and (", up.expert_stride, ", ",
+            up.row_stride, ", ", up.col_stride, ")");
+  }
   require_codes(x.h_codes, "h_codes");
   require_codes(x.a, "a");
   require_aligned(x.bias, "b_up");
@@ -40,6 +51,10 @@ void scaled_down_gradient(ScaledDownGradient const& x, Queue queue) {
   require_e4m3(x.w_format, "w_format");
   require(x.h.data != nullptr, "h: expected a pointer on CUDA, where h_codes are not read");
   require_codes(x.dout, "dout");
+  int64_t const rows = x.routing.row_token == nullptr ? s.rows() : s.tokens;
+  require_scales(x.dout_scales, 1, rows, scale_blocks(s.hidden), "dout_scales");
+  require_scales(x.w_scales, s.experts, scale_blocks(s.hidden), scale_blocks(s.intermediate),
+                 "w_scales");
   require_codes(transposed(x.w_down), s.experts, "w_down");
   require_codes(x.dh_codes, "dh_codes");
   require_aligned(x.h, "h");

@@ -52,15 +52,18 @@ def chunked(
     places: Places,
     halves: int,
     recipe: Recipe,
+    up: bool,
 ) -> Chunked:
-    """The operands of the weights' gradients as chunks."""
+    """The operands of the weights' gradients as chunks; up: dW1's among them."""
     x_chunks = dout_chunks = dh = a = None
     gradient = recipe.gradients, recipe.scales
-    if made.dh is not None:
+    if up:
         x_chunks = chunks_of(x, places, True, 1, _E4M3, recipe.scales)
-        dh = chunks_of(made.dh, places, False, halves, *gradient)
+        source = made.dh_codes if recipe.regroups else made.dh
+        dh = chunks_of(source, places, False, halves, *gradient)
     if made.a_scaled is not None:
-        dout_chunks = chunks_of(dout, places, True, 1, *gradient)
+        source = made.dout_codes if recipe.regroups else dout
+        dout_chunks = chunks_of(source, places, True, 1, *gradient)
         a = chunks_of(made.a_scaled, places, False, 1, _E4M3, recipe.scales)
     return Chunked(x_chunks, dout_chunks, dh, a, places, recipe.gradients)
 
@@ -136,7 +139,7 @@ def weight_gradients(
     if wanted[1]:
         down = like(w_down)
     if recipe.wgrad_codes:
-        operands = chunked(made, x, dout, places, 2 if flags.gated else 1, recipe)
+        operands = chunked(made, x, dout, places, 2 if flags.gated else 1, recipe, wanted[0])
         chunk_products(operands, up, gate, down, flags, w_gate is not None)
         return up, gate, down
     rows = places.offsets, places.row_token

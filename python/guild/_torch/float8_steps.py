@@ -28,9 +28,14 @@ class Recipe(NamedTuple):
     reads_x: bool = False  # X is kept for another's gradient anyway
 
     @property
+    def regroups(self) -> bool:
+        """Whether weights' gradients read codes that are there: with powers of two, exactly."""
+        return self.wgrad_codes and self.scales == _POWER_OF_TWO
+
+    @property
     def keeps_codes(self) -> bool:
-        """Whether backward needs X's codes and not X: those with powers of two can be regrouped."""
-        return self.wgrad_codes and self.scales == _POWER_OF_TWO and not self.reads_x
+        """Whether backward needs X's codes and not X."""
+        return self.regroups and not self.reads_x
 
 
 class Codes(NamedTuple):
@@ -177,8 +182,10 @@ class DataGradients(NamedTuple):
 
     dx: Tensor | None  # (T, H), or (R, H) by row
     dscores: Tensor | None
-    dh: Tensor | None  # (R, W) in 16 bits, where the weights' gradients are made of it
+    dh: Tensor | None  # (R, W) in 16 bits, where anything is made of it
     a_scaled: Tensor | None  # (R, I)
+    dh_codes: Codes
+    dout_codes: Codes
 
 
 def data_gradients(
@@ -200,7 +207,8 @@ def data_gradients(
     if kept.scales is not None and dout.is_cuda:  # whose kernel reads 16 bits
         kept = in_16_bits(kept, flags, dout.dtype)
     given = quantized_rows(dout, recipe.gradients, recipe.scales)
-    dh = dout.new_empty(rows, halves * size) if wanted.up or wanted.up_bias else None
+    from_dh = (wanted.up and not recipe.regroups) or wanted.up_bias
+    dh = dout.new_empty(rows, halves * size) if from_dh else None
     a_scaled = dout.new_empty(rows, size) if wanted.down else None
     parts = scores.new_empty(rows, score_parts(size)) if wanted.scores else None
     dh_codes = Codes(
@@ -224,4 +232,4 @@ def data_gradients(
         )
         if not by_row:
             dx = ops.combine(dx, places.slot_row, None, token_offsets)
-    return DataGradients(dx, dscores, dh, a_scaled)
+    return DataGradients(dx, dscores, dh, a_scaled, dh_codes, given)

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import RenderableType
 
 from .decode.table import decode_table
-from .float8_table import float8_table
+from .float8.table import float8_table
 from .layers_table import bench_table
 from .memory_table import memory_table
 from .rounding_table import rounding_table

@@ -47,7 +47,7 @@ def run_bench(args: argparse.Namespace) -> int:
 
         record = measure_rounding(plan, console)
     elif args.fp8:
-        from guild.bench.float8 import measure_float8
+        from guild.bench.float8.measure import measure_float8
 
         record = measure_float8(plan, console)
     elif args.decode:

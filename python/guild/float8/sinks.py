@@ -95,7 +95,7 @@ class Float8Experts(torch.autograd.Function):
         )
         routed = places.offsets, places.row_token, places.row_score
         if recipe.wgrad_codes:
-            products = chunked(made, source, dout, places, experts.up_scales.shape[1], recipe)
+            products = chunked(made, source, dout, places, experts.up_scales.shape[1], recipe, up)
             sums = Operands(None, dout, made.dh if wanted.up_bias else None, None, *routed)
             about = products, sums, flags != ctx.flags
             step = partial(_compute_of_codes, ctx.sink, ctx.parameters, ctx.flags, *about)

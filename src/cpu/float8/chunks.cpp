@@ -50,6 +50,7 @@ void read_elements(QuantizeChunks const& x, Chunk const& chunk, int64_t column, 
   }
   auto const scale = block_scale(largest, x.format, x.scale);
   for (int64_t i = 0; i < chunk.count; ++i) {
+    if (source_row(x, chunk.first + i) < 0) continue;  // zeros, whatever the scale
     for (int64_t j = 0; j < count; ++j) block.value[i][j] *= scale.to_code;
   }
   block.scale = scale.to_value;

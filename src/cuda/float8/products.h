@@ -8,9 +8,10 @@ namespace guild::cuda {
 
 // D = A B^T + bias for groups of rows.
 struct ScaledRowProduct {
-  DType element = DType::bfloat16;  // bfloat16 or float16: of d, of bias, and of direct if not float
-  Float8 a_format = Float8::e4m3;   // B is e4m3
-  int64_t rows = 0, n = 0, k = 0;   // k: of one half
+  DType element =
+      DType::bfloat16;             // bfloat16 or float16: of d, of bias, and of direct if not float
+  Float8 a_format = Float8::e4m3;  // B is e4m3
+  int64_t rows = 0, n = 0, k = 0;  // k: of one half
   int64_t halves = 1;
   Groups groups;
   ConstRows a;           // (rows, halves * k)

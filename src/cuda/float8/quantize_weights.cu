@@ -24,7 +24,7 @@ struct WeightTiles {
 };
 
 struct WeightStorage {
-  TurnedTile tile;
+  TurnedTile<kScaleBlock> tile;
   uint32_t largest[kTileThreads / 32];
 };
 
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 2 ? 4 : 2) weights_
     store_patch(codes, to, rows, columns);
   }
   if (x.turned.data == nullptr) return;
-  smem.tile.put(codes);
+  smem.tile.put(patch_column(), codes);
   __syncthreads();
   CodeRows to = x.turned;
   to.data += expert * x.turned_expert_stride + column * to.stride + row;

@@ -28,6 +28,17 @@ inline void require_codes(ConstWeight const& w, int64_t experts, char const* nam
   require_codes(w.data, w.out_stride, experts == 1 ? 0 : w.expert_stride, name);
 }
 
+// Scales (matrices, rows, columns), whose elements kernels count with 32 bits.
+inline void require_scales(ConstScales const& s, int64_t matrices, int64_t rows, int64_t columns,
+                           char const* name) {
+  int64_t const last =
+      (matrices - 1) * s.expert_stride + (rows - 1) * s.row_stride + (columns - 1) * s.col_stride;
+  require(last < int64_t(1) << 32, name,
+          ": expected fewer than 2^32 elements on CUDA, got strides (", s.expert_stride, ", ",
+          s.row_stride, ", ", s.col_stride, ")");
+}
+inline int64_t scale_blocks(int64_t size) { return (size + kScaleBlock - 1) / kScaleBlock; }
+
 inline void require_e4m3(Float8 format, char const* name) {
   require(format == Float8::e4m3, name, ": expected 0 (e4m3) on CUDA, got 1 (e5m2)");
 }

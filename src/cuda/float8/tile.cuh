@@ -201,12 +201,16 @@ __device__ inline uint4 turn_four(uint32_t r0, uint32_t r1, uint32_t r2, uint32_
           __byte_perm(c, d, 0x7632)};
 }
 
-// A tile of codes in shared memory, its columns as rows of 128 bytes. Pieces of 8 bytes are
-// exchanged within a row so that neither the patches nor the rows meet in a bank.
+// A tile of 128 x `width` codes in shared memory, its columns as rows of 128 bytes; 16 threads side
+// by side have its columns. Pieces of 8 bytes are exchanged within a row so that neither patches
+// nor rows meet in a bank.
+template <int width>
 struct TurnedTile {
-  alignas(16) uint8_t bytes[kScaleBlock * kScaleBlock];
+  static constexpr int kOfThread = width / 16;  // columns
+  alignas(16) uint8_t bytes[width * kScaleBlock];
 
-  __device__ void put(PatchCodes const& codes) {
+  // Eight rows, from patch_row() on, of eight columns.
+  __device__ void put(int column, PatchCodes const& codes) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       uint32_t r[kPatch];
@@ -214,36 +218,36 @@ struct TurnedTile {
       for (int i = 0; i < kPatch; ++i) r[i] = half ? codes[i].y : codes[i].x;
       uint4 const low = turn_four(r[0], r[1], r[2], r[3]);
       uint4 const high = turn_four(r[4], r[5], r[6], r[7]);
-      int const column = patch_column() + 4 * half;
-      put(column, {low.x, high.x});
-      put(column + 1, {low.y, high.y});
-      put(column + 2, {low.z, high.z});
-      put(column + 3, {low.w, high.w});
+      put(column + 4 * half, uint2{low.x, high.x});
+      put(column + 4 * half + 1, uint2{low.y, high.y});
+      put(column + 4 * half + 2, uint2{low.z, high.z});
+      put(column + 4 * half + 3, uint2{low.w, high.w});
     }
   }
 
   // 16 codes of a column from row 16 * unit on.
   __device__ uint4 take(int column, int unit) const {
     uint4 const words = *reinterpret_cast<uint4 const*>(bytes + at(column, unit));
-    return column < kScaleBlock / 2 ? words : uint4{words.z, words.w, words.x, words.y};
+    return column < width / 2 ? words : uint4{words.z, words.w, words.x, words.y};
   }
 
  private:
   static __device__ int at(int column, int unit) {
-    return column * kScaleBlock + (unit ^ column / 8 % 8) * 16;
+    return column * int(kScaleBlock) + (unit ^ column / kOfThread % 8) * 16;
   }
   __device__ void put(int column, uint2 const& eight) {
-    int const piece = patch_row() / 8, second = piece % 2 ^ column / (kScaleBlock / 2);
+    int const piece = patch_row() / 8, second = piece % 2 ^ column / (width / 2);
     *reinterpret_cast<uint2*>(bytes + at(column, piece / 2) + 8 * second) = eight;
   }
 };
 
 // Stores the turned tile, of which `rows` x `columns` exist before turning.
-__device__ inline void store_turned(TurnedTile const& tile, CodeRows const& to, int rows,
+template <int width>
+__device__ inline void store_turned(TurnedTile<width> const& tile, CodeRows const& to, int rows,
                                     int columns) {
   int const unit = int(threadIdx.x) % 8, left = rows - 16 * unit;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < width / (kTileThreads / 8); ++i) {
     int const column = int(threadIdx.x) / 8 + i * (kTileThreads / 8);
     if (column >= columns || left <= 0) continue;
     uint4 const words = tile.take(column, unit);

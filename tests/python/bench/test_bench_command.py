@@ -66,7 +66,7 @@ def test_impossible_folder(
         monkeypatch.setattr(f"guild.bench.{name}", pytest.fail)
     for name in ("rounding.measure_rounding", "decode.measure.measure_decode"):
         monkeypatch.setattr(f"guild.bench.{name}", pytest.fail)
-    monkeypatch.setattr("guild.bench.float8.measure_float8", pytest.fail)
+    monkeypatch.setattr("guild.bench.float8.measure.measure_float8", pytest.fail)
     monkeypatch.setattr("guild.bench.report.report", pytest.fail)
     (tmp_path / "file").write_text("")
     words = ["bench", "--report", str(RECORD)] if mode == ["--report"] else [*QUICK, *mode]

@@ -10,9 +10,9 @@ import torch
 from rich.console import Console
 
 import guild
-from guild.bench import float8 as bench_float8
-from guild.bench.float8 import RECIPES, figures, measure_float8
-from guild.bench.float8_table import float8_table
+from guild.bench.float8 import measure as bench_float8
+from guild.bench.float8.measure import RECIPES, figures, measure_float8
+from guild.bench.float8.table import float8_table
 from guild.bench.plan import BenchPlan
 from guild.bench.presets import Shape
 

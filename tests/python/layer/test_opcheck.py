@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.library import opcheck
 
+from float8_calls import FLOAT8_CALLS
 from guild import experts  # noqa: F401 - registers every op
 from guild._torch.layer_operator import ops
 from guild._torch.operators import WANT_DOWN_BIAS, WANT_ROWS, WANT_SCORES, WANT_UP, WANT_X
@@ -383,4 +384,4 @@ def test_every_op_is_here() -> None:
         if name.startswith("guild::") and "::peer_" not in name  # they move what torch cannot see
     }
     others = "cuda_built", "cuda_reason", "num_sms", "set_num_sms", "expert_table", "expert_view"
-    assert registered - {*others} == {name.split()[0] for name in CALLS}
+    assert registered - {*others} == {name.split()[0] for name in (*CALLS, *FLOAT8_CALLS)}

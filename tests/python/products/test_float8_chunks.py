@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from guild._torch.expert_lists import placed
 from guild.float8 import Chunks, Quantized, chunk_product, quantize, quantize_chunks
+from oracle.quantised import chunks, slots
 
 FORMATS = [torch.float8_e4m3fn, torch.float8_e5m2]
 COUNTS = [(300, 0, 5, 128), (0, 0), (1,), (129, 127, 256, 0, 60)]
@@ -13,51 +15,11 @@ def _offsets(counts, device="cpu"):
     return torch.tensor([0, *counts], device=device).cumsum(0).to(torch.int32)
 
 
-def _chunks(counts):
-    """(slot, first row, rows) of every chunk."""
-    begin = 0
-    for e, count in enumerate(counts):
-        for j in range(-(-count // 128)):
-            yield begin // 128 + e + j, begin + 128 * j, min(128, count - 128 * j)
-        begin += count
-
-
-def _power_of_two(largest, dtype):
-    """The smallest power of two that brings `largest` into the format's range."""
-    least, limit = torch.tensor(2.0**-100), torch.finfo(dtype).max
-    power = torch.frexp(largest.maximum(least) / limit)
-    return torch.ldexp(torch.ones_like(largest), power.exponent - (power.mantissa == 0.5).int())
-
-
-def _reference(x, counts, dtype, halves):
-    """Codes as float32 and power-of-two scales of rows that exist."""
-    width = x.shape[1] // halves
-    parts = [
-        x[:, h * width + c : h * width + min(c + 128, width)]
-        for h in range(halves)
-        for c in range(0, width, 128)
-    ]
-    for slot, first, rows in _chunks(counts):
-        for block, part in enumerate(parts):
-            value = part[first : first + rows].float()
-            if torch.isfinite(value).all():
-                scale = _power_of_two(value.abs().amax(), dtype)
-            else:
-                scale = torch.tensor(float("nan"))
-            codes = torch.zeros(part.shape[1], 128)
-            codes[:, :rows] = (value / scale).T
-            yield slot, block, codes.to(dtype).float(), scale
-
-
 def _expect(got, x, counts, dtype, halves):
     """The chunks of x bit for bit."""
     codes, scales = got.codes.float().cpu(), got.scales.cpu()
-    width = x.shape[1] // halves
-    blocks = -(-width // 128)
-    for slot, block, want, scale in _reference(x, counts, dtype, halves):
-        first = block // blocks * width + block % blocks * 128
-        found = codes[slot, first : first + want.shape[0]]
-        torch.testing.assert_close(found, want, rtol=0, atol=0, equal_nan=True)
+    for slot, block, part, want, scale in chunks(x, counts, dtype, "power_of_two", halves):
+        torch.testing.assert_close(codes[slot, part], want, rtol=0, atol=0, equal_nan=True)
         torch.testing.assert_close(scales[slot, block], scale, rtol=0, atol=0, equal_nan=True)
 
 
@@ -89,8 +51,7 @@ def test_rows_become_chunks(counts, dtype, element, columns, halves, device):
     torch.manual_seed(0)
     x = _with_corners(torch.randn(sum(counts), columns)).to(element)
     got = quantize_chunks(x.to(device), _offsets(counts, device), dtype=dtype, halves=halves)
-    slots = sum(counts) // 128 + len(counts)
-    assert got.codes.shape == (slots, columns, 128)
+    assert got.codes.shape == (sum(counts) // 128 + len(counts), columns, 128)
     _expect(got, x, counts, dtype, halves)
 
 
@@ -106,7 +67,7 @@ def test_codes_become_chunks(counts, dtype, columns, device):
     got = quantize_chunks(by_row, _offsets(counts, device))
     wide = by_row.scales.cpu().repeat_interleave(128, 1)[:, :columns]
     value = by_row.codes.float().cpu() * wide
-    for slot, first, count in _chunks(counts):
+    for slot, first, count in slots(counts):
         for block in range(-(-columns // 128)):
             part = slice(128 * block, min(128 * block + 128, columns))
             scale = by_row.scales[first : first + count, block].cpu()
@@ -136,7 +97,7 @@ def test_rows_are_gathered(of_codes, device):
 
     got = quantize_chunks(source(x), offsets, row_token.to(device))
     want = quantize_chunks(source(rows), offsets)
-    for slot, _, _ in _chunks(counts):
+    for slot, _, _ in slots(counts):
         assert torch.equal(got.codes[slot].view(torch.uint8), want.codes[slot].view(torch.uint8))
         assert torch.equal(got.scales[slot], want.scales[slot])
 
@@ -189,6 +150,23 @@ def test_product_of_chunks(counts, out, inner, accumulate, a_dtype, out_dtype, d
         bound = size * (2.0**-12 if got.is_cuda else 2.0**-20)
         bound = bound + want.abs() * torch.finfo(out_dtype).eps + torch.finfo(out_dtype).tiny
         assert ((got.double().cpu() - want).abs() <= bound).all(), lay
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+def test_product_into_matrices_anywhere_in_memory(out_dtype, device):
+    torch.manual_seed(5)
+    counts, rows = (130, 0, 20), 150
+    offsets = _offsets(counts, device)
+    a = quantize_chunks(torch.randn(rows, 64, device=device), offsets)
+    b = quantize_chunks(torch.randn(rows, 48, device=device), offsets)
+    memory = torch.ones(9, 64, 48, dtype=out_dtype, device=device)
+    matrices = [memory[5], memory[1], memory[7]]
+    want = torch.ones(3, 64, 48, dtype=out_dtype, device=device)
+    for accumulate in (False, True):
+        chunk_product(a, b, offsets, rows, placed(matrices, True), accumulate=accumulate)
+        chunk_product(a, b, offsets, rows, want, accumulate=accumulate)
+        assert torch.equal(torch.stack(matrices), want)
+    assert (memory[[0, 2, 3, 4, 6, 8]] == 1).all()
 
 
 def test_halves_of_columns_are_products_of_their_own(device):

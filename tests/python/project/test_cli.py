@@ -203,14 +203,14 @@ def test_train_compare_prints_both_speeds(tmp_path: Path, capsys: pytest.Capture
 def test_train_in_fp8_beside_bf16(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Both curves in one run, which can be continued; the losses are near each other, not equal."""
     out = ["--out", str(tmp_path / "run"), "--corpus", str(write_corpus(tmp_path / "corpus"))]
-    assert main(["train", "--fp8", "--steps", "6", *SMALL, *out]) == 0
+    assert main(["train", "--fp8", "--steps", "3", *SMALL, *out]) == 0
     printed = capsys.readouterr().out
     for line in ("Guild in FP8: step", "Guild: step", "Guild in FP8 over Guild"):
         assert line in printed
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert summary["moe"] == "fp8" and summary["dtype"] == "bfloat16"
     assert 0 < summary["compare"]["largest_loss_difference"] < 0.2
-    assert main(["train", "--resume", "--steps", "8", *out]) == 0
+    assert main(["train", "--resume", "--steps", "4", *out]) == 0
     capsys.readouterr()
     for words, message in (
         (["--fp8", "--compare"], "fp8: --fp8 trains two layers"),

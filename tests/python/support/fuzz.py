@@ -24,17 +24,19 @@ from fuzz_experts import RoutedCase, SortedCase
 from fuzz_lora import LowRankTerms
 from fuzz_moe import MoECase
 from fuzz_products import PairCase, ProductCase
+from fuzz_quantised import QuantisedCase
 from fuzz_routing import RoutingCase
 from fuzz_weights import Weights
 from oracle.float8 import Recipe
 
 KINDS = {
-    RoutedCase: 30,  # of 100
-    MoECase: 30,
+    RoutedCase: 29,  # of 100
+    MoECase: 29,
     SortedCase: 15,
     RoutingCase: 9,
     ProductCase: 8,
-    PairCase: 8,
+    PairCase: 7,
+    QuantisedCase: 3,
 }
 SIXTEEN = (torch.bfloat16, torch.float16)
 _NAMES = {kind.__name__: kind for kind in (*KINDS, Backward, LowRankTerms, Weights)}

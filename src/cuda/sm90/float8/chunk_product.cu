@@ -1,5 +1,7 @@
 #include "cuda/sm90/float8/chunk_product.h"
 
+#include <utility>
+
 #include "cuda/sm90/float8/chunk_kernel.cuh"
 #include "cuda/sm90/launch.cuh"
 
@@ -64,20 +66,34 @@ StoreExpertAtOnce<T> boxes_of_groups(ChunkProduct const& x) {
   return {{tensor_map(x.d.data, x.d_dtype, shape, "out"), transposed, int(x.in), x.d.expert_at}};
 }
 
+// The same matrices as products of the operands exchanged, where those may be.
+ChunkProduct along_columns(ChunkProduct x) {
+  if (x.d.in_stride == 1 || x.d.out_stride != 1 || x.a_format != Float8::e4m3) return x;
+  std::swap(x.a, x.b);
+  std::swap(x.out, x.in);
+  std::swap(x.d.out_stride, x.d.in_stride);
+  return x;
+}
+
 }  // namespace
 
-void chunk_product(ChunkProduct const& x, Queue const& queue) {
+void chunk_product(ChunkProduct const& product, Queue const& queue) {
+  ChunkProduct const x = along_columns(product);
+  DirectOutput const d{.data = x.d.data,
+                       .group_stride = x.d.expert_stride,
+                       .row_stride = x.d.out_stride,
+                       .col_stride = x.d.in_stride,
+                       .is_float = x.d_dtype == DType::float32,
+                       .accumulate = x.accumulate,
+                       .columns = int(x.in),
+                       .group_at = x.d.expert_at};
+  bool const pairs = d.is_float && d.col_stride == 1 && d.columns % 2 == 0 &&
+                     reinterpret_cast<uintptr_t>(d.data) % 8 == 0 && d.row_stride % 2 == 0 &&
+                     d.group_stride % 2 == 0;
+  if (pairs) return launch_format(x, StoreFloats{d}, queue);
   with_type(x.d_dtype, [&](auto element) {
     using T = decltype(element);
     if (has_boxes(x)) return launch_format(x, boxes_of_groups<T>(x), queue);
-    DirectOutput const d{.data = x.d.data,
-                         .group_stride = x.d.expert_stride,
-                         .row_stride = x.d.out_stride,
-                         .col_stride = x.d.in_stride,
-                         .is_float = x.d_dtype == DType::float32,
-                         .accumulate = x.accumulate,
-                         .columns = int(x.in),
-                         .group_at = x.d.expert_at};
     launch_format(x, StoreDirect<T>{d, {}}, queue);
   });
 }

@@ -57,8 +57,8 @@ __device__ inline void codes_to_box(uint32_t box, float const* value, float uppe
   }
 }
 
-// Quantises the tile's 128 columns from `col` of `half` on, 64 values a thread, and stores them. The
-// warp's rows of `box` are free to be written.
+// Quantises the tile's 128 columns from `col` of `half` on, 64 values a thread, and stores them.
+// The warp's rows of `box` are free to be written.
 __device__ inline void put_codes(CodeOutput const& out, float const* value, uint32_t box,
                                  Tile const& tile, int col, int half, int thread) {
   constexpr int kBlock = kScaleBlock;

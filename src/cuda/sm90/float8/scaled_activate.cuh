@@ -1,8 +1,8 @@
 // The up projection's epilogue with quantised results: from the pre-activations H of a tile, gate
 // and up of 128 columns or, without a gate, 256 columns, to the codes and scales of activation(H).
 //
-// A block of A's scales is a tile's columns, or half of them, so that a row's largest value is known
-// to a quad. H is stored from the same registers first, rounded or quantised itself.
+// A block of A's scales is a tile's columns, or half of them, so that a row's largest value is
+// known to a quad. H is stored from the same registers first, rounded or quantised itself.
 #pragma once
 #include "cuda/sm90/epilogues.cuh"
 #include "cuda/sm90/float8/quantized_fragment.cuh"

@@ -1,7 +1,8 @@
 // The down gradient's epilogue with quantised results: from g = dO W2 and the pre-activations H of
 // the same tile to
 //
-//   dH = d activation(s g, H) as codes and scales,  dS: the sum of g A, one part per tile of columns
+//   dH = d activation(s g, H) as codes and scales,  dS: the sum of g A, one part per tile of
+//   columns
 //
 // and, where the weight gradients are products of 16-bit values, dH and A' = s A rounded. H comes
 // through the ring of stages, 64 columns of the tile at a time; two of them are a block of scales.
@@ -69,15 +70,16 @@ struct ScaledDownGradientEpilogue {
     }
   }
 
-  // Turns the 32 sums g of a unit into the gradients of gate, stores its A' and leaves the gradients
-  // of up where H was, in float32: 64 registers more would spill.
+  // Turns the 32 sums g of a unit into the gradients of gate, stores its A' and leaves the
+  // gradients of up where H was, in float32: 64 registers more would spill.
   __device__ void read_unit(float* g, uint32_t stage, State& rows, Tile const& tile, int unit,
                             int thread, StoreBoxes const& boxes) const {
     int const col = tile.col + 64 * unit, left = columns - col;
     uint32_t const box = boxes.address(unit % 2);
     with_known_family<known>(activation, [&](auto family) {
       if (pairing == Pairing::none) {
-        differentiate<family.value>(with_gate(activation, false), g, stage, box, rows, left, thread);
+        differentiate<family.value>(with_gate(activation, false), g, stage, box, rows, left,
+                                    thread);
       } else {
         auto const act = with_constants<known>(with_gate(activation, true));
         differentiate<family.value>(act, g, stage, box, rows, left, thread);
@@ -86,14 +88,8 @@ struct ScaledDownGradientEpilogue {
     if (a.data != nullptr) a.store(box, tile, kBytes * col, kBytes * columns, thread);
   }
 
-  // A unit past the last column.
-  static __device__ void clear_unit(float* g) {
-#pragma unroll
-    for (int i = 0; i < 32; ++i) g[i] = 0;
-  }
-
   // Stores the gradients of the two units from `unit` on. stage: where read_unit() has left those
-  // of up; 0: there is no such unit.
+  // of up; 0: there is no such unit, whose sums are zeros then, or NaN where the first unit's are.
   __device__ void store_units(float const* gate, uint32_t const (&stage)[2], Tile const& tile,
                               int unit, int thread, StoreBoxes const& boxes) const {
     int const col = tile.col + 64 * unit;
@@ -219,15 +215,13 @@ struct ScaledDownGradientEpilogue {
     for (int block = 0; block < 8; block += 2) {
       float up[8] = {};
       if (8 * block < left) {
-        // Else the compiler multiplies all columns by their scores first, which spills.
-#pragma unroll
-        for (int i = 4 * block; i < 4 * block + 8; ++i) asm volatile("" : "+f"(g[i]));
         Hidden const hidden = read_hidden(stage, block, thread);
         uint32_t a_word[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           float2 const x = unpack<T>(hidden.gate[i]), u = unpack<T>(hidden.up[i]);
           float* const v = g + 4 * block + 2 * i;
+          asm volatile("" : "+f"(v[0]), "+f"(v[1]));
           float const low = at_element<family>(act, rows, i % 2, v[0], up[2 * i], x.x, u.x);
           float const high = at_element<family>(act, rows, i % 2, v[1], up[2 * i + 1], x.y, u.y);
           a_word[i] = pack<T>(low, high);
@@ -244,10 +238,10 @@ struct ScaledDownGradientEpilogue {
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(
-                       own_bytes(stage, block, i, thread)),
-                   "f"(up[4 * i]), "f"(up[4 * i + 1]), "f"(up[4 * i + 2]), "f"(up[4 * i + 3])
-                   : "memory");
+      asm volatile(
+          "st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(own_bytes(stage, block, i, thread)),
+          "f"(up[4 * i]), "f"(up[4 * i + 1]), "f"(up[4 * i + 2]), "f"(up[4 * i + 3])
+          : "memory");
     }
   }
 };

@@ -23,11 +23,9 @@ struct ScaledProduct : GroupedProduct<C, Loader, Epilogue> {
 
   struct Params : Base::Params {
     ConstScales a_scales;
-    // Of the first weight that WeightLoader has; with pair_columns, those of the second weight lie
-    // `second_scales` after them, with the same strides.
-    ConstScales b_scales;
-    uint32_t second_scales;
-    int rows, n_blocks;  // of D, and blocks of scales in a column of B
+    ConstScales b_scales;        // of the first weight that WeightLoader has
+    float const* second_scales;  // with pair_columns those of the second, with the same strides
+    int rows, n_blocks;          // of D, and blocks of scales in a column of B
   };
 
   static constexpr int kWaves = C.tile_n / 128;
@@ -72,7 +70,7 @@ struct ScaledProduct : GroupedProduct<C, Loader, Epilogue> {
   // Offsets of 32 bits, and steps from the parameters: registers are short.
   struct ScaleReader {
     uint32_t row[2], block;
-    bool present[2];
+    bool present[2], second;  // second: `block` is of the second weight's scales
 
     __device__ ScaleReader(Params const& p, OwnRows const& own, Tile const& tile, Self self) {
 #pragma unroll
@@ -85,12 +83,11 @@ struct ScaledProduct : GroupedProduct<C, Loader, Epilogue> {
         }
         row[i] = uint32_t(at) * uint32_t(p.a_scales.row_stride);
       }
-      int const second = kWaves == 2 ? self.thread % 2 : 0;
-      bool const apart = p.load.b.pair_columns;
-      int const column = min(tile.col / 128 + (apart ? 0 : second), p.n_blocks - 1);
+      bool const odd = kWaves == 2 && self.thread % 2 == 1;
+      second = odd && p.load.b.pair_columns;
+      int const column = tile.col / 128 + int(odd && !second);
       block = uint32_t(tile.expert) * uint32_t(p.b_scales.expert_stride) +
-              uint32_t(column) * uint32_t(p.b_scales.row_stride) +
-              (apart && second ? uint32_t(p.second_scales) : 0);
+              uint32_t(min(column, p.n_blocks - 1)) * uint32_t(p.b_scales.row_stride);
     }
     __device__ void advance(Params const& p) {
       row[0] += uint32_t(p.a_scales.col_stride);
@@ -98,12 +95,13 @@ struct ScaledProduct : GroupedProduct<C, Loader, Epilogue> {
       block += uint32_t(p.b_scales.col_stride);
     }
     __device__ StepScales load(Params const& p) const {
-      float first = load_now(p.a_scales.data + row[0]), second = load_now(p.a_scales.data + row[1]);
+      float upper = load_now(p.a_scales.data + row[0]), lower = load_now(p.a_scales.data + row[1]);
       if constexpr (kGathers) {
-        first = present[0] ? first : 0.f;
-        second = present[1] ? second : 0.f;
+        upper = present[0] ? upper : 0.f;
+        lower = present[1] ? lower : 0.f;
       }
-      return {{first, second}, load_now(p.b_scales.data + block)};
+      float const* const weights = second ? p.second_scales : p.b_scales.data;
+      return {{upper, lower}, load_now(weights + block)};
     }
   };
 
@@ -183,11 +181,10 @@ struct ScaledProduct : GroupedProduct<C, Loader, Epilogue> {
           stage[i] = shared_address(smem.b[at.stage] + share);
           e.read_unit(sums + 32 * i, stage[i], state, part, first + i, self.thread, storage);
           at.advance();
-        } else {
-          e.clear_unit(sums + 32 * i);
         }
       }
-      e.store_units(sums, stage, part, first, self.thread, storage);
+      int const thread = int(kept(uint32_t(self.thread)));  // as in consume()
+      e.store_units(sums, stage, part, first, thread, storage);
       __syncwarp();
       if (self.leads_warp()) {
         Loop::release(smem.empty[at.before(1)]);
@@ -209,23 +206,27 @@ struct ScaledProduct : GroupedProduct<C, Loader, Epilogue> {
     OwnRows own(p, tile, self);
     for (; more; tile = following) {
       Tile const part = row_block(tile, self.group);
+      if constexpr (!kGathers) own = OwnRows(p, tile, self);
       if (part.rows <= 0) {
         int units = 0;
         if constexpr (Base::kReads) units = p.epilogue.units(tile);
         Loop::pass(Loop::steps(tile) + units, at, smem, self);
         more = smem.tiles.take(tiles, following);
-        own = OwnRows(p, following, self);
+        if constexpr (kGathers) own = OwnRows(p, following, self);
         continue;
       }
       sum(p, sums, at, tile, own, smem, self, [&](bool takes) {
         if (takes) more = smem.tiles.take(tiles, following);
       });
-      own = OwnRows(p, following, self);  // loaded while results are stored
+      if constexpr (kGathers) own = OwnRows(p, following, self);  // loaded beside the stores
       // Else what epilogues derive from the thread would be computed before the sum, and spill.
       Self late = self;
       late.thread = int(kept(uint32_t(self.thread)));
       if constexpr (Base::kReads) {
         finish(p, sums, at, part, storage, smem, late);
+        // Tells the compiler that all lanes have the same values, which it keeps apart then.
+        at.stage = __shfl_sync(~0u, at.stage, 0);
+        at.phase = __shfl_sync(~0u, at.phase, 0);
       } else {
         typename Epilogue::template Parcel<C.tile_n> parcel;
         parcel.begin(p.epilogue, sums, storage, part, late.thread);

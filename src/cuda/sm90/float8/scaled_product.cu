@@ -20,8 +20,8 @@ void launch_rows(ScaledRowProduct const& x, Epilogue const& epilogue, Queue cons
   ConstWeight const first = in_pairs(x.b);
   ConstWeight second = first;
   if (x.halves == 2) second.data = static_cast<char const*>(x.b.data) + x.k;
-  params.load.a = row_map<CodePair>(in_pairs(x.a, x.halves * x.k), x.rows, pairs, int(x.halves),
-                                    64, "a");
+  params.load.a =
+      row_map<CodePair>(in_pairs(x.a, x.halves * x.k), x.rows, pairs, int(x.halves), 64, "a");
   params.load.b = weight_loader<CodePair, c, Major::K>(first, second, x.groups.groups, x.n, pairs,
                                                        false, half_steps, "b");
   params.epilogue = epilogue;

@@ -9,8 +9,7 @@ namespace {
 template <class T, bool gathered, Known known>
 void launch_up(ScaledUp const& x, Pairing pairing, Queue const& queue) {
   constexpr GemmConfig c = kScaledConfig;
-  using Kernel = ScaledProduct<c, CodeLoader<gathered>, ScaledActivate<T, known>,
-                               Codes::e4m3_e4m3>;
+  using Kernel = ScaledProduct<c, CodeLoader<gathered>, ScaledActivate<T, known>, Codes::e4m3_e4m3>;
   Sizes const& s = x.sizes;
   bool const gated = x.activation.gated;
   int const halves = gated ? 2 : 1, tile_n = c.tile_n / halves;
@@ -27,7 +26,7 @@ void launch_up(ScaledUp const& x, Pairing pairing, Queue const& queue) {
                                                        INT32_MAX, "w_up");
   params.a_scales = x.x_scales;
   params.b_scales = x.w_scales.gate;
-  if (gated) params.second_scales = uint32_t(x.w_scales.up.data - x.w_scales.gate.data);
+  params.second_scales = x.w_scales.up.data;
   params.n_blocks = int(ceil_div(columns, kScaleBlock));
   auto& out = params.epilogue;
   out.kept = x.h.data != nullptr         ? Kept::rounded

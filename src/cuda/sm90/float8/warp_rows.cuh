@@ -38,8 +38,8 @@ struct GateUpRows {
   ByteRows rows;
   int columns;  // of one of them
 
-  // Stores the tile's 128 columns from `col` on, 64 values a thread, of gate (half 0) or up; not for
-  // alternating columns.
+  // Stores the tile's 128 columns from `col` on, 64 values a thread, of gate (half 0) or up; not
+  // for alternating columns.
   __device__ void put_half(int half, float const* value, StoreBoxes const& boxes, Tile const& tile,
                            int col, int thread) const {
     int const begin = half * kBytes * columns;

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oracle.experts import Experts, activate
+from .experts import Experts, activate
 
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}

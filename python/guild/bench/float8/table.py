@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Group
 from rich.table import Table
 
-from .names import FP8_PASSES
+from ..names import FP8_PASSES
 
 _MIB = 1 << 20
 
@@ -18,7 +18,7 @@ def float8_table(record: dict[str, Any]) -> Group:
     Parameters
     ----------
     record : dict
-        What `float8.measure_float8` returns.
+        What `measure.measure_float8` returns.
     """
     where = f"{record['device']}, {record['dtype']}, torch {record['torch']}"
     layers = Table(

@@ -14,7 +14,7 @@ from guild._torch.float8_steps import Codes, Wanted, data_gradients, forward, up
 from guild._torch.operators import LayerFlags, ops
 from guild.activations import Activation
 
-from .problem import Problem
+from ..problem import Problem
 
 
 @torch.no_grad()
@@ -34,7 +34,7 @@ def step_calls(problem: Problem, weights: guild.FP8Weights) -> dict[str, Callabl
     made = data_gradients(*about, wanted)
     rows = torch.empty(places.row_token.shape[0], x.shape[1], dtype=x.dtype, device=x.device)
     a, _ = up_step(codes, places, experts.halves(), None, flags, recipe, x.dtype, False)
-    operands = chunked(made, codes, dout, places, 2, recipe)
+    operands = chunked(made, codes, dout, places, 2, recipe, True)
     up, low = torch.empty_like(problem.w_up), torch.empty_like(problem.w_down)
     return {
         "quantise X": partial(quantized_rows, x, 0, recipe.scales),
@@ -43,6 +43,6 @@ def step_calls(problem: Problem, weights: guild.FP8Weights) -> dict[str, Callabl
         "combine": partial(ops.combine, rows, places.slot_row, scores, None, None),
         "down gradient": partial(data_gradients, *about, wanted._replace(x=False, scores=False)),
         "data gradients": partial(data_gradients, *about, wanted),
-        "chunks": partial(chunked, made, codes, dout, places, 2, recipe),
+        "chunks": partial(chunked, made, codes, dout, places, 2, recipe, True),
         "dW1, dW2": partial(chunk_products, operands, up, None, low, flags, False),
     }

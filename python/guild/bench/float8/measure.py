@@ -18,15 +18,15 @@ from torch import Tensor, nn
 
 import guild
 
-from .candidates import Layer, module_of
-from .float8_steps import step_calls
-from .names import FP8_PASSES
-from .plan import BenchPlan
-from .presets import Shape
-from .problem import Problem, make_problems
-from .record import record_head
-from .reference import relative_errors, require_right
-from .timing import free_memory, interleaved, median_ratio, summary_of
+from ..candidates import Layer, module_of
+from ..names import FP8_PASSES
+from ..plan import BenchPlan
+from ..presets import Shape
+from ..problem import Problem, make_problems
+from ..record import record_head
+from ..reference import relative_errors, require_right
+from ..timing import free_memory, interleaved, median_ratio, summary_of
+from .steps import step_calls
 
 RECIPES: dict[str, guild.FP8 | None] = {
     "bf16": None,

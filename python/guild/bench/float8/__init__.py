@@ -1,0 +1,1 @@
+"""`guild bench --fp8`: what it measures, and the tables of a record."""

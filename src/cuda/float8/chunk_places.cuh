@@ -1,0 +1,60 @@
+// Which rows a thread block turns: those of the chunk in its slot.
+#pragma once
+#include "guild/float8_chunks.h"
+#include "shared/tiles.h"
+
+namespace guild::cuda {
+
+// The rows of a slot's chunk; count is 0 where it has none.
+struct ChunkRows {
+  int first, count;
+};
+
+// Called by all threads of the block, `rows` in shared memory. Groups' slots rise with their
+// number, so at most one thread finds its own.
+__device__ inline void find_chunk(Groups const& groups, int slot, ChunkRows& rows) {
+  if (threadIdx.x == 0) rows.count = 0;
+  __syncthreads();
+  for (int group = threadIdx.x; group < groups.groups; group += blockDim.x) {
+    int const begin = groups.start(group), end = groups.end(group, begin);
+    int const chunk = slot - (begin / int(kScaleBlock) + group);
+    int const left = end - begin - chunk * int(kScaleBlock);
+    if (chunk >= 0 && left > 0) {
+      rows.first = begin + chunk * int(kScaleBlock);
+      rows.count = min(left, int(kScaleBlock));
+    }
+  }
+  __syncthreads();
+}
+
+// Where row `index` of the chunk is in x; -1: it is zeros.
+__device__ inline int source_row(ChunkRows const& rows, int index, int32_t const* row_token,
+                                 int tokens) {
+  if (index >= rows.count) return -1;
+  int const row = rows.first + index;
+  if (row_token == nullptr) return row;
+  int const token = row_token[row];
+  return unsigned(token) < unsigned(tokens) ? token : -1;
+}
+
+// What both kernels write, and where from.
+struct ChunkArgs {
+  Groups groups;
+  void const* x;
+  int64_t x_stride;
+  float const* x_scales;
+  int64_t x_scale_row_stride, x_scale_column_stride;
+  int32_t const* row_token;
+  int tokens;
+  int columns, halves, blocks;  // of a half: columns, blocks of them
+  uint8_t* codes;
+  float* scales;
+  int64_t scale_slot_stride, scale_column_stride;
+
+  // Columns of the slot's chunk from `column` of all on.
+  __device__ uint8_t* place(int slot, int64_t column) const {
+    return codes + (slot * (int64_t(halves) * columns) + column) * kScaleBlock;
+  }
+};
+
+}  // namespace guild::cuda
