@@ -3,6 +3,7 @@
 #include "guild/router_logits.h"
 
 #include "cuda/rows/all_rows.h"
+#include "cuda/shared_expert.h"
 
 #include "guild/exchange.h"
 
@@ -44,6 +45,9 @@ void bias_gradient(BiasGradient const&, Queue) { absent(); }
 void grouped_gemm(GroupedGemm const&, Queue) { absent(); }
 void all_rows(AllRows const&, Queue) { absent(); }
 void moe_forward(MoeForward const&, Queue) { absent(); }
+bool shared_rides(Sizes const&) { return false; }
+int64_t moe_forward_workspace_bytes(Sizes const&, DType, int64_t) { absent(); }
+void moe_forward(MoeForward const&, SharedExpert const&, Queue) { absent(); }
 void moe_backward(MoeBackward const&, Queue) { absent(); }
 void moe_weight_gradients(MoeWeightGradients const&, Queue) { absent(); }
 void publish(Publish const&, Queue) { absent(); }
