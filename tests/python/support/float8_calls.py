@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from guild._torch.gradients import ops  # registers every op
+
 # Activation and order of gate and up: LayerFlags without the last.
 _FLAGS = (0, True, 1.0, float("inf"), 0.0, False, False)
 _ROWS, _HIDDEN, _INTERMEDIATE, _EXPERTS = 12, 32, 16, 2
@@ -34,6 +36,21 @@ class Operands:
     def out(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.zeros(*shape, dtype=dtype, device=self.device)
 
+    def masters(self) -> tuple[Tensor, None, Tensor]:
+        """w_up, no w_gate, w_down."""
+        up = self.elements(_EXPERTS, 2 * _INTERMEDIATE, _HIDDEN)
+        return up, None, self.elements(_EXPERTS, _HIDDEN, _INTERMEDIATE)
+
+    def layer(self) -> tuple[tuple, tuple]:
+        """Masters, and their codes."""
+        masters = self.masters()
+        return masters, ops.float8_weights(*masters, True, False, False, None, 0)
+
+    def routed(self) -> tuple[Tensor, Tensor]:
+        """ids and scores of two experts a token."""
+        ids = torch.tensor([[0, 1]], dtype=torch.int32, device=self.device).repeat(_ROWS, 1)
+        return ids, self.scales(_ROWS, 2)
+
     def bytes(self, *shape: int) -> Tensor:
         return self.out(*shape, dtype=torch.uint8)
 
@@ -41,11 +58,43 @@ class Operands:
         return self.out(*shape, dtype=torch.float32)
 
 
+# After the flags: transposed, then the recipe, and whether H is kept.
+_SETTINGS = (*_FLAGS, False, 0, 0, False, False, True, True)
+
+
+def experts_arguments(o: Operands) -> tuple:
+    """Of a layer without residual and biases."""
+    masters, codes = o.layer()
+    return (o.x, *o.routed(), None, None, *masters, None, None, *codes, *_SETTINGS, None)
+
+
+def backward_arguments(o: Operands) -> tuple:
+    """All gradients but the biases'."""
+    arguments = experts_arguments(o)
+    masters, codes = arguments[5:8], arguments[10:16]
+    _, *kept = ops.float8_experts(*arguments)
+    wanted = [True] * 4 + [False] * 2
+    dout = o.elements(_ROWS, _HIDDEN)
+    given = dout, o.x, None, *kept, *codes, None, None, *masters
+    return (*given, *_SETTINGS, False, False, wanted)
+
+
 # By the op's name, and what is special about the call where an op has several.
 FLOAT8_CALLS: dict[str, Callable[[Operands], tuple]] = {
     "chunk_product_out": lambda o: (
         *(o.codes(2, 32, 128), o.scales(2, 1), 0, o.codes(2, 16, 128), o.scales(2, 1)),
         *(o.offsets, _ROWS, o.floats(2, 32, 16), True),
+    ),
+    "float8_backward": backward_arguments,
+    "float8_experts": experts_arguments,
+    "float8_moe": lambda o: (
+        *(o.x, o.elements(_EXPERTS, _HIDDEN), None, None, 2, 0, True, 1.0, 1, 1, 0.0, 0, None),
+        *experts_arguments(o)[5:-1],
+    ),
+    "float8_weights": lambda o: (*o.masters(), True, False, False, None, 0),
+    "float8_weights_out": lambda o: (
+        *(*o.masters(), True, False, False, None, 0),
+        *(torch.zeros_like(t) for t in o.layer()[1]),
     ),
     "quantize_chunks_out": lambda o: (
         *(o.x, None, o.offsets, None, 2, 0, 1, o.bytes(2, 32, 128), o.floats(2, 2)),
