@@ -15,7 +15,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-TOOLS = ("memcheck", "racecheck", "initcheck")
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 QUICK = "Quick/*cuda*"  # the cases marked `quick` in tests/cases.csv
 
 
@@ -36,7 +36,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("tests", type=Path, help="the program guild_tests")
     parser.add_argument("--filter", default=QUICK, help=f"which tests (default: {QUICK})")
-    parser.add_argument("--tool", choices=TOOLS, action="append", help="default: all three")
+    parser.add_argument("--tool", choices=TOOLS, action="append", help="default: all")
     options = parser.parse_args()
     sanitizer, failed = find_sanitizer(), []
     tests = [str(options.tests.resolve()), "--gtest_brief=1", f"--gtest_filter={options.filter}"]

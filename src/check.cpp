@@ -69,7 +69,11 @@ void check(Combine const& x) {
   check_rows(x.y, s.rows(), s.hidden, "y");
   check_rows(x.o, s.tokens, s.hidden, "o");
   check_optional_rows(x.residual, s.hidden, "residual");
+  require(x.residual_scale == nullptr || x.residual.data != nullptr,
+          "residual_scale: expected null without a residual, got a pointer");
   if (x.router.dlogits.data == nullptr) return;
+  require(x.residual_scale == nullptr,
+          "residual_scale: expected null with a router's part, got a pointer");
   require(x.routing.slot_score == nullptr,
           "routing.slot_score: expected null with a router's part, got a pointer");
   check_optional_rows(x.router.dlogits, s.experts, "router.dlogits");
@@ -188,6 +192,8 @@ void check(MoeForward const& x) {
   check_rows(x.o, has_slots(x.routing) ? s.tokens : s.rows(), s.hidden, "o");
   require(x.residual.data == nullptr || has_slots(x.routing),
           "residual: expected null where rows are not combined, got a pointer");
+  require(x.residual_scale == nullptr || x.residual.data != nullptr,
+          "residual_scale: expected null without a residual, got a pointer");
   check_optional_rows(x.residual, s.hidden, "residual");
   check_workspace(x.workspace, moe_forward_workspace_bytes(s, x.dtype));
   if (x.sort != nullptr) check_sort_of(*x.sort, x);

@@ -85,8 +85,6 @@ void check(Push const& x) {
           " rows a token in the ranks' memory, got ", x.memory.returned);
   require(!x.by_slot || (x.token_offsets == nullptr && x.scores == nullptr),
           "by_slot: expected neither scores nor lists of any length");
-  require(x.part == Part::whole || (!x.by_slot && x.first_rows != nullptr),
-          "first_rows: expected a number of rows, and not by_slot, with a part of a push");
 }
 
 void check(Collect const& x) {

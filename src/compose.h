@@ -30,13 +30,18 @@ constexpr bool wants_biases(Step const& x) {
 
 struct ForwardWorkspace {
   void *a, *y;       // (R, I), (R, H); y unused where rows are not combined
-  int32_t* counter;  // of the queue
+  int32_t* counter;  // of the queue, and another
+  void* shared_a;    // (T, shared), right after a
 };
-inline ForwardWorkspace carve_forward(Carver& carver, Sizes const& s, DType dtype) {
+// shared: the width of shared experts that are computed together with the others, or 0.
+inline ForwardWorkspace carve_forward(Carver& carver, Sizes const& s, DType dtype,
+                                      int64_t shared = 0) {
   int64_t const bytes = element_bytes(dtype), rows = s.rows();
-  void* const a = carver.take(rows, s.intermediate, bytes);
+  int64_t const own = rows * s.intermediate, more = s.tokens * shared;
+  auto* const a = static_cast<char*>(carver.take(own + more, bytes));
   void* const y = carver.take(rows, s.hidden, bytes);
-  return {a, y, static_cast<int32_t*>(carver.take(rows > 0 ? sizeof(int32_t) : 0))};
+  auto* const counter = static_cast<int32_t*>(carver.take(rows > 0 ? 2 * sizeof(int32_t) : 0));
+  return {a, y, counter, a == nullptr ? nullptr : a + own * bytes};
 }
 
 // The down gradient's workspace: sums of the columns of dH and of s dO per chunk of rows, float32.
@@ -108,9 +113,8 @@ inline ScheduleMemory workspace_of(MoeWeightGradients const& g) {
 }
 
 template <class Steps>
-void compose_forward(MoeForward const& f, Steps const& steps) {
+void compose_forward(MoeForward const& f, ForwardWorkspace const& w, Steps const& steps) {
   if (f.sort != nullptr) steps.sort_by_expert(*f.sort);
-  ForwardWorkspace const w = workspace_of(f);
   Rows const a{w.a, 0};
   bool const combined = has_slots(f.routing);
   steps.up_projection({.sizes = f.sizes,
@@ -138,7 +142,8 @@ void compose_forward(MoeForward const& f, Steps const& steps) {
                                 .routing = f.routing,
                                 .y = y,
                                 .o = f.o,
-                                .residual = f.residual});
+                                .residual = f.residual,
+                                .residual_scale = f.residual_scale});
 }
 
 // memory: of the schedule, which is made here.

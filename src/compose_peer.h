@@ -48,14 +48,6 @@ inline UpProjection of_experts(UpProjection x, int64_t first, int64_t count) {
   x.bias = from_expert(x.bias, first, width, element);
   return x;
 }
-inline DownProjection of_experts(DownProjection x, int64_t first, int64_t count) {
-  int64_t const element = element_bytes(x.dtype);
-  x.sizes.experts = count;
-  x.routing.offsets += first;
-  x.w_down = from_expert(x.w_down, first, element);
-  x.bias = from_expert(x.bias, first, x.sizes.hidden, element);
-  return x;
-}
 inline DownGradient of_experts(DownGradient x, int64_t first, int64_t count) {
   x.sizes.experts = count;
   x.routing.offsets += first;
@@ -68,12 +60,6 @@ inline Pull part_of(Pull x, Part part, int64_t first) {
   x.first_experts = first;
   return x;
 }
-inline Push part_of(Push x, Part part, int32_t const* first_rows) {
-  x.part = part;
-  x.first_rows = first_rows;
-  return x;
-}
-
 inline PeerLoad load_of(PeerMemory const& memory, Sizes const& s, DType dtype) {
   return {.ranks = memory.ranks,
           .tokens = memory.tokens,
@@ -102,37 +88,14 @@ void pull_and_run(Lines& lines, Pull const& pull, Step const& step, int64_t firs
   lines.wait(Line::main, lines.mark(Line::side));
 }
 
-// The down projection, then sums to where they belong.
-template <class Lines>
-void run_and_push(Lines& lines, DownProjection const& down, Push const& push, int64_t last) {
-  int64_t const experts = down.sizes.experts, first = experts - last;
-  if (first == 0) {
-    lines.run(Line::main, down, Room::whole);
-    return lines.run(Line::main, push, Room::whole);
-  }
-  auto const begin = lines.mark(Line::main);
-  lines.run(Line::main, of_experts(down, 0, first), Room::whole);
-  lines.wait(Line::side, begin);
-  lines.run(Line::side, of_experts(down, first, last), Room::beside_push);
-  int32_t const* const first_rows = down.routing.offsets + first;
-  lines.wait(Line::link, lines.mark(Line::main));
-  lines.run(Line::link, part_of(push, Part::first, first_rows), Room::push);
-  lines.wait(Line::main, lines.mark(Line::side));
-  lines.wait(Line::main, lines.mark(Line::link));
-  lines.run(Line::main, part_of(push, Part::rest, first_rows), Room::whole);
-}
-
 template <class Lines>
 void compose_peer_forward(PeerForward const& f, Lines& lines) {
   MoeForward const& layer = f.layer;
   ForwardWorkspace const w = workspace_of(layer);
-  int64_t const experts = layer.sizes.experts;
   PeerLoad load = load_of(f.push.memory, layer.sizes, layer.dtype);
-  load.columns = layer.sizes.intermediate;
-  int64_t const last = lines.first(load);
-  load.columns *= layer.activation.gated ? 2 : 1;
+  load.columns = layer.sizes.intermediate * (layer.activation.gated ? 2 : 1);
   int64_t const first = lines.first(load);
-  lines.apart(first < experts || last < experts);
+  lines.apart(first < layer.sizes.experts);
   lines.run(Line::main, f.publish);
   if (f.own.offsets != nullptr) {
     lines.wait(Line::side, lines.mark(Line::main));
@@ -153,8 +116,6 @@ void compose_peer_forward(PeerForward const& f, Lines& lines) {
                         .h = layer.h,
                         .a = {w.a}};
   pull_and_run(lines, f.pull, up, first);
-  Push push = f.push;
-  push.y = {w.y};
   DownProjection const down{.sizes = layer.sizes,
                             .dtype = layer.dtype,
                             .routing = layer.routing,
@@ -162,7 +123,10 @@ void compose_peer_forward(PeerForward const& f, Lines& lines) {
                             .w_down = layer.w_down,
                             .bias = layer.b_down,
                             .y = {w.y}};
-  run_and_push(lines, down, push, last);
+  lines.run(Line::main, down, Room::whole);
+  Push push = f.push;
+  push.y = {w.y};
+  lines.run(Line::main, push, Room::whole);
   lines.run(Line::main, f.returned);
   lines.run(Line::main, f.collect);
   lines.wait(Line::main, lines.mark(Line::side));  // the sort of own tokens at least

@@ -91,7 +91,7 @@ struct Tables {
   int32_t* tokens = nullptr;  // (ranks) out
 };
 
-// A step that goes over all tokens may do so in two calls, which do together what one does.
+// What a call does of a step: all of it, or one of two parts.
 enum class Part : int { whole, first, rest };
 
 // Row r Tm + t is that of rank r's token t where it has an expert here, otherwise zeros.
@@ -111,9 +111,6 @@ struct Pull {
 //   by token   sum over k of score[p, k] * y[row_of[p, k]], fp32, to row (this rank) T_r + t of r
 //   by slot    y[row_of[p, k]] to row t K + k of r
 // with p = r Tm + t. A token without a row here has no result.
-//
-// In two calls, the first pushes what other ranks' tokens need of the first rows alone, for which
-// it does not read the others. Not by slot.
 struct Push {
   PeerMemory memory;
   DType dtype = DType::float32;
@@ -124,8 +121,6 @@ struct Push {
   void const* scores = nullptr;            // the same shape; null: 1; not by slot
   int32_t const* token_offsets = nullptr;  // (ranks * Tm + 1) of lists of `rows` slots, or null
   int32_t const* tokens = nullptr;         // (ranks) of Tables
-  Part part = Part::whole;
-  int32_t const* first_rows = nullptr;  // (1) how many are the first; not with the whole
 };
 
 // After the barrier: o[t] = residual[t] + sum over ranks of row token_row[t, r] that came back, in

@@ -2,9 +2,8 @@
 // the steps of guild/exchange.h and guild/steps.h in one call.
 //
 // On CUDA rows are on their way while products run. The rows that the first experts need are pulled
-// first; while these are multiplied, a few multiprocessors pull the others. The last experts'
-// results come last; while these are multiplied, sums of other experts' results are pushed. In
-// backward gradients of tokens are pushed while the weights' are made. No result depends on it.
+// first; while these are multiplied, a few multiprocessors pull the others. In backward gradients
+// of tokens are pushed while the weights' are made. No result depends on it.
 #pragma once
 #include "guild/exchange.h"
 #include "guild/steps.h"

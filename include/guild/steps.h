@@ -75,6 +75,8 @@ struct Combine {
   Rows o;                   // (T, H) out
   ConstRows residual = {};  // (T, H), may be o itself; null data: none
   RouterPart router = {};   // only without slot_score
+  // (T), score_dtype(): what the residual is multiplied by, the products rounded; null: 1.
+  void const* residual_scale = nullptr;
 };
 
 // ---- backward -----------------------------------------------------------------------------------
@@ -228,6 +230,7 @@ struct MoeForward {
   // The sort that makes `routing`, to run first: its outputs are routing's arrays. On CUDA the
   // products do it themselves where slots are few. Null: routing is made already.
   Sort const* sort = nullptr;
+  void const* residual_scale = nullptr;  // (T), of combine; null: 1
 };
 
 // down gradient with db1 and db2, score gradient, dW2, dW1, up gradient, combine gradient. Outputs

@@ -52,11 +52,11 @@ def quick_output(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
     if layer.routing.selection_bias and (bias := router._buffers.get("selection_bias")) is None:
         return None
     shared = layer.shared
-    dense = None, None, None  # a residual, or the weights of what is added
+    dense = None, None, None, None  # a residual; or weights and scale of what is added
     if type(shared) is SharedExperts and shared.is_plain(layer):
-        dense = None, *shared.weights()
+        dense = None, *shared.weights(), shared.scale(flat)
     elif shared is not None:
-        dense = shared(flat), None, None
+        dense = shared(flat), None, None, None
     try:
         rest = *dense, w_up, w_down, layer.b_up, layer.b_down, _prepared(layer)
         if torch.is_inference_mode_enabled():

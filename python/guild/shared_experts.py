@@ -60,11 +60,14 @@ class SharedExperts(nn.Module):
         """w_up and w_down, past __getattr__, which takes its time."""
         return self._parameters["w_up"], self._parameters["w_down"]
 
+    def scale(self, x: Tensor) -> Tensor | None:
+        """What each token's results are multiplied by, (tokens, 1); None without a gate."""
+        return None if self.gate is None else torch.sigmoid(self.gate(x))
+
     def is_plain(self, layer: nn.Module) -> bool:
-        """Whether a call is the MLP and nothing besides, with a layer's activation and order."""
+        """Whether a call is the MLP and its scale alone, with a layer's activation and order."""
         return (
             type(self) is SharedExperts  # a parametrisation makes a class of its own
-            and self.gate is None
             and self.activation == layer.activation
             and self.order == layer.order
             and all(type(weight) is nn.Parameter for weight in self.weights())
@@ -80,9 +83,8 @@ class SharedExperts(nn.Module):
             ends = torch.arange(2, device=x.device, dtype=torch.int32) * x.shape[0]
             weights = self.w_up[None], self.w_down[None]
             out = experts_mlp(x, ends, *weights, activation=self.activation, order=self.order)
-        if self.gate is None:
-            return out
-        return (torch.sigmoid(self.gate(x)) * out).to(out.dtype)
+        scale = self.scale(x)
+        return out if scale is None else (scale * out).to(out.dtype)
 
 
 def shared_width(

@@ -1,4 +1,5 @@
-// O[t] = residual[t] + sum over k of slot_score[t, k] * Y[slot_row[t, k]] + the router's part
+// O[t] = residual_scale[t] * residual[t] + sum over k of slot_score[t, k] * Y[slot_row[t, k]] + the
+// router's part
 #include "check.h"
 #include "cpu/views.h"
 #include "guild/cpu.h"
@@ -28,6 +29,13 @@ void combine_token(Combine const& x, int64_t token) {
     std::fill_n(sum, hidden, F(0));
   } else {
     load(rows_of<T>(x.residual, hidden).row(token), 1, sum, hidden);
+    if (x.residual_scale != nullptr) {
+      F const scale = static_cast<F const*>(x.residual_scale)[token];
+      T* const rounded = scratch.take<T>(hidden);
+      for (int64_t j = 0; j < hidden; ++j) sum[j] *= scale;
+      store(sum, rounded, 1, hidden);
+      load(rounded, 1, sum, hidden);
+    }
   }
   auto const slots = slots_of(x.routing.token_offsets, x.sizes.rows(), x.sizes.top_k, token);
   for (int64_t slot = slots.begin; slot < slots.end; ++slot) {

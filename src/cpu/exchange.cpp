@@ -33,15 +33,6 @@ bool pulls(Pull const& x, int64_t p) {
   return (own || std::any_of(ids, ids + x.top_k, early)) == (x.part == Part::first);
 }
 
-// Whether this call pushes the sum of token p, which has these slots.
-bool pushes(Push const& x, int64_t p, int64_t begin, int64_t end) {
-  if (x.part == Part::whole) return true;
-  auto const late = [&](int32_t row) { return row >= *x.first_rows && row < x.rows; };
-  bool const own = p / x.memory.tokens == x.memory.rank;
-  bool const first = !own && std::none_of(x.row_of + begin, x.row_of + end, late);
-  return first == (x.part == Part::first);
-}
-
 // The barrier of one rank.
 class Meeting {
  public:
@@ -139,7 +130,6 @@ void push_token(Push const& x, PeerLayout const& layout, int64_t p) {
     }
     return;
   }
-  if (!pushes(x, p, slots.begin, slots.end)) return;
   Scratch scratch;
   F* const sum = scratch.take<F>(x.hidden);
   F* const row = scratch.take<F>(x.hidden);

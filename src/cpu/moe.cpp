@@ -31,7 +31,7 @@ struct Steps {
 
 void moe_forward(MoeForward const& x) {
   check(x);
-  compose_forward(x, Steps{});
+  compose_forward(x, workspace_of(x), Steps{});
 }
 
 void moe_backward(MoeBackward const& x) {

@@ -5,9 +5,12 @@
 
 namespace guild::cuda {
 
-void down_projection(DownProjection const& x, Queue queue) { down_projection(x, nullptr, queue); }
+void down_projection(DownProjection const& x, Queue queue) {
+  down_projection(x, nullptr, {}, queue);
+}
 
-void down_projection(DownProjection const& x, Sort const* sort, Queue const& queue) {
+void down_projection(DownProjection const& x, Sort const* sort, SharedRows const& shared,
+                     Queue const& queue) {
   check(x);
   require_layer(x.sizes, x.dtype);
   require_aligned(x.w_down, "w_down");
@@ -28,13 +31,15 @@ void down_projection(DownProjection const& x, Sort const* sort, Queue const& que
                .direct = {},
                .tokens = s.tokens,
                .sort = sort,
-               .after_up = x.after_up},
+               .after_up = x.after_up,
+               .shared = shared},
               queue);
 }
 
 bool down_with_sum(DownProjection const& down, Combine const& sum, Sort const& sort,
-                   Queue const& queue) {
+                   SharedExpert const* shared, Queue const& queue) {
   Sizes const& s = down.sizes;
+  if (shared != nullptr && shared->intermediate != s.intermediate) return false;
   if (s.tokens != 1 || down.low_rank.rank > 0 || sum.router.dlogits.data != nullptr) return false;
   check(down);
   check(sum);
@@ -50,8 +55,11 @@ bool down_with_sum(DownProjection const& down, Combine const& sum, Sort const& s
                     .w = down.w_down,
                     .bias = down.bias,
                     .score = static_cast<float const*>(sum.routing.slot_score),
-                    .residual = sum.residual.data,
-                    .o = sum.o.data},
+                    .residual = shared != nullptr ? nullptr : sum.residual.data,
+                    .residual_scale = static_cast<float const*>(sum.residual_scale),
+                    .o = sum.o.data,
+                    .shared = shared != nullptr,
+                    .shared_w = shared != nullptr ? shared->w_down : ConstWeight{}},
                    queue);
 }
 

@@ -2,25 +2,51 @@
 #include "check.h"
 #include "compose.h"
 #include "cuda/alignment.h"
+#include "cuda/gate_up.h"
 #include "cuda/products.h"
 #include "cuda/rows/combine.h"
+#include "cuda/shared_expert.h"
 #include "cuda/token_sum.h"
 #include "guild/cuda.h"
 
 namespace guild::cuda {
 namespace {
 
+// Shared experts in a layer's launches.
+struct Riding {
+  SharedExpert const* expert = nullptr;  // null: none
+  void* a = nullptr;                     // (T, W), their activations
+  GateUpView<ConstWeight> up = {};
+
+  SharedUp of_up() const {
+    if (expert == nullptr) return {};
+    return {.n = expert->intermediate, .w = {up.w[0], up.w[1]}, .activated = {a}};
+  }
+  SharedRows of_down() const {
+    if (expert == nullptr) return {};
+    return {.k = expert->intermediate, .w = expert->w_down, .a = {a}, .d = {expert->o}};
+  }
+};
+
 struct Steps {
   Queue queue;
   Sort const* sort = nullptr;  // left to the products
+  Riding shared = {};
   void sort_by_expert(Sort const& x) const {
     if (sort == nullptr) cuda::sort_by_expert(x, queue);
   }
-  void up_projection(UpProjection const& x) const { cuda::up_projection(x, sort, queue); }
-  void down_projection(DownProjection const& x) const { cuda::down_projection(x, sort, queue); }
-  void combine(Combine const& x) const { cuda::combine(x, sort != nullptr, queue); }
+  void up_projection(UpProjection const& x) const {
+    cuda::up_projection(x, sort, shared.of_up(), queue);
+  }
+  void down_projection(DownProjection const& x) const {
+    cuda::down_projection(x, sort, shared.of_down(), queue);
+  }
+  void combine(Combine const& x) const {
+    cuda::combine(x, {.after_few = sort != nullptr, .residual_too = shared.expert != nullptr},
+                  queue);
+  }
   void down_and_combine(DownProjection const& down, Combine const& sum) const {
-    if (sort != nullptr && down_with_sum(down, sum, *sort, queue)) return;
+    if (sort != nullptr && down_with_sum(down, sum, *sort, shared.expert, queue)) return;
     down_projection(down);
     combine(sum);
   }
@@ -39,13 +65,40 @@ struct Steps {
   }
 };
 
+bool sorts_in_products(MoeForward const& x) { return x.sort != nullptr && products_sort(*x.sort); }
+
 }  // namespace
 
 void moe_forward(MoeForward const& x, Queue queue) {
   check(x);
-  queue.counter = workspace_of(x).counter;
-  bool const in_products = x.sort != nullptr && products_sort(*x.sort);
-  compose_forward(x, Steps{queue, in_products ? x.sort : nullptr});
+  ForwardWorkspace const w = workspace_of(x);
+  queue.counter = w.counter;
+  compose_forward(x, w, Steps{queue, sorts_in_products(x) ? x.sort : nullptr});
+}
+
+bool shared_rides(Sizes const& sizes) { return are_for_few_tokens(sizes); }
+
+int64_t moe_forward_workspace_bytes(Sizes const& sizes, DType dtype, int64_t shared) {
+  Carver carver(nullptr);
+  carve_forward(carver, sizes, dtype, shared);
+  return carver.used();
+}
+
+void moe_forward(MoeForward const& given, SharedExpert const& shared, Queue queue) {
+  MoeForward x = given;
+  x.residual = {shared.o, 0};
+  check(x);
+  Carver carver(x.workspace);
+  ForwardWorkspace const w = carve_forward(carver, x.sizes, x.dtype, shared.intermediate);
+  queue.counter = w.counter;
+  Sizes own = x.sizes;
+  own.intermediate = shared.intermediate;
+  Riding const riding{&shared, w.shared_a,
+                      gate_up_view(shared.w_up, own, x.activation.gated, x.order,
+                                   element_bytes(x.dtype), "shared.w_up")};
+  for (ConstWeight const& part : riding.up.w) require_aligned(part, "shared.w_up");
+  require_aligned(shared.w_down, "shared.w_down");
+  compose_forward(x, w, Steps{queue, sorts_in_products(x) ? x.sort : nullptr, riding});
 }
 
 void moe_backward(MoeBackward const& x, Queue queue) {

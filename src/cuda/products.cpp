@@ -24,6 +24,7 @@ void expert_product(ExpertProduct const& product, Queue const& queue) {
 }
 
 bool products_sort(Sort const& sort) { return sm90::products_sort(sort); }
+bool are_for_few_tokens(Sizes const& sizes) { return sm90::are_for_few_tokens(sizes); }
 bool token_sum(TokenSum const& product, Queue const& queue) {
   return sm90::token_sum(product, queue);
 }

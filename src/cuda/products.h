@@ -24,6 +24,20 @@ struct LowRankOperand {
   int64_t rank = 0;  // 0: none
 };
 
+// Experts that every token goes through, in the launch of a product for few tokens; n and k are
+// their own, 0 where there are none. Weights (1, n, k) are contiguous along k; there is no bias.
+struct SharedUp {
+  int64_t n = 0;
+  ConstWeight w[2];  // as in the product
+  Rows activated;    // (tokens, n)
+};
+struct SharedRows {
+  int64_t k = 0;
+  ConstWeight w;
+  ConstRows a;  // (tokens, k)
+  Rows d;       // (tokens, n)
+};
+
 // H = A W^T + bias and activation(H): the up projection.
 struct UpProduct {
   DType dtype = DType::bfloat16;
@@ -42,6 +56,7 @@ struct UpProduct {
   // The sort that makes groups and row_token, which is left to the product; null: it has been run.
   // Only where products_sort() says so.
   Sort const* sort = nullptr;
+  SharedUp shared = {};  // only where shared_rides() says so
 };
 void up_product(UpProduct const& product, Queue const& queue);
 
@@ -95,6 +110,7 @@ struct RowProduct {
   // Whether an up projection on the same groups was launched right before: weights may then be
   // read while that still runs.
   bool after_up = false;
+  SharedRows shared = {};  // as in the up product before
 };
 void row_product(RowProduct const& product, Queue const& queue);
 
@@ -117,14 +133,20 @@ void expert_product(ExpertProduct const& product, Queue const& queue);
 // the launch of a sort.
 bool products_sort(Sort const& sort);
 
+// Whether the products of a layer's forward are those for few tokens, which take shared experts
+// along if weights are contiguous as theirs are.
+bool are_for_few_tokens(Sizes const& sizes);
+
 // The same matrices the other way round.
 template <class W>
 W transposed(W const& w) {
   return {w.data, w.expert_stride, w.in_stride, w.out_stride, w.expert_at};
 }
 
-// The same steps where their products sort; sort null: they do not.
-void up_projection(UpProjection const& step, Sort const* sort, Queue const& queue);
-void down_projection(DownProjection const& step, Sort const* sort, Queue const& queue);
+// The same steps where their products sort, sort null: they do not, and with shared experts.
+void up_projection(UpProjection const& step, Sort const* sort, SharedUp const& shared,
+                   Queue const& queue);
+void down_projection(DownProjection const& step, Sort const* sort, SharedRows const& shared,
+                     Queue const& queue);
 
 }  // namespace guild::cuda

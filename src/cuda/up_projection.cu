@@ -4,9 +4,10 @@
 
 namespace guild::cuda {
 
-void up_projection(UpProjection const& x, Queue queue) { up_projection(x, nullptr, queue); }
+void up_projection(UpProjection const& x, Queue queue) { up_projection(x, nullptr, {}, queue); }
 
-void up_projection(UpProjection const& x, Sort const* sort, Queue const& queue) {
+void up_projection(UpProjection const& x, Sort const* sort, SharedUp const& shared,
+                   Queue const& queue) {
   check(x);
   require_layer(x.sizes, x.dtype);
   auto const view =
@@ -32,7 +33,8 @@ void up_projection(UpProjection const& x, Sort const* sort, Queue const& queue) 
               .h = x.h,
               .activated = x.a,
               .low_rank = low_rank_operand(x, view.w[0]),
-              .sort = sort},
+              .sort = sort,
+              .shared = shared},
              queue);
 }
 

@@ -75,9 +75,11 @@ struct TileCount {
   bool ragged = true;
 };
 
-// In products by row a tile of at most 64 rows costs this much of a whole one's sum, but in turns:
-// one consumer multiplies, at the pace at which shared memory takes and gives B.
-inline constexpr double kHalfTile = 0.65;
+// In products by row a tile of at most 64 rows costs pairs this much of a whole one, as fitted: one
+// consumer multiplies, at the pace at which shared memory takes and gives B. In turns both do.
+// Blocks alone save as much, but lose it again: tiles are dealt out, and those with short ones run
+// ahead.
+inline constexpr double kHalfTile = 0.85;
 
 // Tiles that blocks spend time on for one group of `rows` rows, those of blocks that idle beside a
 // partner included. half: what a tile of at most 64 rows counts.
@@ -104,7 +106,7 @@ inline double tiles_of(GemmConfig const& c, int64_t rows, int64_t across, double
 inline double expected_tiles(GemmConfig const& c, TileCount const& x) {
   int64_t const across = (x.columns + c.tile_n - 1) / c.tile_n;
   if (!x.ragged) return double(x.groups) * tiles_of(c, x.rows, across, /*half=*/1);
-  double const half = c.in_turns ? 1 : kHalfTile;
+  double const half = c.cluster == 2 ? kHalfTile : 1;
   // The normal distribution in eight parts of the same weight: their middles.
   constexpr double kMiddles[] = {-1.534, -.887, -.489, -.157, .157, .489, .887, 1.534};
   double const mean = double(x.rows) / double(x.groups), spread = std::sqrt(mean);
@@ -125,6 +127,14 @@ constexpr double waves(double tiles, int at_once) {
   return (of_each < 7 * at_once ? whole : of_each + 0.5) / at_once;
 }
 
+// The same where the number of tiles is not known: the mean over up to 5 % fewer and more.
+inline double expected_waves(double tiles, int at_once) {
+  constexpr double kParts[] = {.95, .975, 1, 1.025, 1.05};
+  double sum = 0;
+  for (double const part : kParts) sum += waves(tiles * part, at_once);
+  return sum / std::size(kParts);
+}
+
 // Expected time, up to a factor.
 inline double expected_cost(BuiltConfig const& built, Product product, TileCount const& x) {
   GemmConfig const& c = built.config;
@@ -132,7 +142,8 @@ inline double expected_cost(BuiltConfig const& built, Product product, TileCount
   double const sum = built.step_cost[int(product)] * steps * c.tile_m * c.tile_n / 32;
   double const tiles = expected_tiles(c, x);
   double const own = sum + built.outside;  // a consumer's time per tile
-  double const count = waves(tiles, c.in_turns ? c.consumers : 1);
+  int const at_once = c.in_turns ? c.consumers : 1;
+  double const count = x.ragged ? expected_waves(tiles, at_once) : waves(tiles, at_once);
   if (!c.in_turns) return count * own;
   // The tensor cores serve one sum at a time; a consumer takes every other tile.
   double const per_tile = own / c.consumers;

@@ -2,8 +2,7 @@
 //
 // Of e of a rank's experts, a share of about 1 - (1 - e / E)^K of all tokens has one, E being all
 // ranks' experts. The rows of these tokens travel while nothing else runs. The others' travel while
-// the products of the e experts run, and what these do not hide is waited for. The last experts'
-// results, which hide the way back of the others', are the same the other way round.
+// the products of the e experts run, and what these do not hide is waited for.
 #pragma once
 #include <algorithm>
 #include <cmath>

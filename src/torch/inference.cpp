@@ -1,10 +1,12 @@
 // Layers without gradients. Nothing is kept, so that all that a call needs beside its result and
 // its offsets lies in one buffer: at a few tokens each allocation counts.
 #include "cuda/rows/all_rows.h"
+#include "cuda/shared_expert.h"
 #include "shared/workspace.h"
 #include "torch/forward.h"
 #include "torch/ops.h"
 #include "torch/overlap.h"
+#include "torch/settings.h"
 
 namespace guild::binding {
 
@@ -16,6 +18,7 @@ constexpr int64_t kSmallBuffer = 1 << 18;
 // Experts that every token goes through, as one of all rows.
 struct Shared {
   Tensor const &w_up, &w_down;  // (W, H) or with a gate (2 W, H); (H, W)
+  MaybeTensor const& scale;     // (T, 1) scores: what their results are multiplied by
 };
 
 Layer shared_layer(Layer layer, Shared const& shared) {
@@ -42,6 +45,7 @@ struct Needs {
   bool routes;           // the layer chooses its tokens' experts itself
   int64_t router_bytes;  // what that takes
   Layer const* shared;   // null: none
+  bool rides = false;    // shared experts are run together with the others
 };
 
 // Parts of the buffer.
@@ -53,7 +57,7 @@ struct Scratch {
   int32_t *row_token, *slot_row;  // (R) each
   void *sort, *products;          // work buffers
   void* shared_rows;              // (T, H); null without shared experts
-  SharedScratch shared;
+  SharedScratch shared;           // where they are run apart
 };
 
 Scratch carve(Carver& carver, Layer const& layer, Needs const& needs) {
@@ -70,10 +74,13 @@ Scratch carve(Carver& carver, Layer const& layer, Needs const& needs) {
   found.row_token = indices(rows);
   found.slot_row = indices(rows);
   found.sort = carver.take(sort_workspace_bytes(rows, s.experts, 1));
-  found.products = carver.take(moe_forward_workspace_bytes(s, layer.dtype));
+  int64_t const riding = needs.rides ? needs.shared->sizes.intermediate : 0;
+  found.products =
+      carver.take(needs.rides ? cuda::moe_forward_workspace_bytes(s, layer.dtype, riding)
+                              : moe_forward_workspace_bytes(s, layer.dtype));
   if (needs.shared == nullptr) return found;
   found.shared_rows = carver.take(s.tokens, s.hidden, element_bytes(layer.dtype));
-  found.shared = carve_shared(carver, *needs.shared);
+  if (!needs.rides) found.shared = carve_shared(carver, *needs.shared);
   return found;
 }
 
@@ -127,6 +134,8 @@ struct Operands {
   MaybeTensor const& residual;
   Weights w;
   MaybeTensor const &b_up, &b_down;
+  void const* residual_scale = nullptr;
+  cuda::SharedExpert const* riding = nullptr;  // null: none, or run already
 };
 
 // Runs forward into out (T, H); returns the offsets.
@@ -156,9 +165,28 @@ Tensor run(Place const& place, Layer const& layer, Operands const& given, Chosen
   f.residual = shared.data != nullptr
                    ? shared
                    : place.rows(given.residual, "residual", layer.dtype, {s.tokens, s.hidden});
+  f.residual_scale = given.residual_scale;
   f.sort = &sort;
-  place.run(cpu::moe_forward, cuda::moe_forward, f);
+  if (given.riding == nullptr) {
+    place.run(cpu::moe_forward, cuda::moe_forward, f);
+  } else {
+    f.residual = {};
+    cuda::moe_forward(f, *given.riding, place.queue());
+  }
   return offsets;
+}
+
+cuda::SharedExpert shared_expert(Place const& place, Layer const& layer, Shared const& shared,
+                                 void* o) {
+  Sizes const& s = layer.sizes;
+  void* const up = place.packed(shared.w_up, "shared.w_up", layer.dtype, {layer.width(), s.hidden});
+  void* const down =
+      place.packed(shared.w_down, "shared.w_down", layer.dtype, {s.hidden, s.intermediate});
+  return {.intermediate = s.intermediate,
+          .w_up = up_weight<ConstWeight>(up, s, layer.activation.gated, layer.order,
+                                         /*transposed=*/false, element_bytes(layer.dtype)),
+          .w_down = {down, s.hidden * s.intermediate, s.intermediate, 1},
+          .o = o};
 }
 
 // Runs shared experts into o (T, H).
@@ -176,11 +204,9 @@ void run_shared(Place const& place, Layer const& layer, Tensor const& x, Shared 
   f.order = layer.order;
   f.routing.offsets = scratch.offsets;
   f.x = place.rows(x, "x", layer.dtype, {s.tokens, s.hidden});
-  void* const up = place.packed(shared.w_up, "shared.w_up", layer.dtype, {layer.width(), s.hidden});
-  f.w_up = up_weight<ConstWeight>(up, s, layer.activation.gated, layer.order, /*transposed=*/false,
-                                  element_bytes(layer.dtype));
-  f.w_down = {place.packed(shared.w_down, "shared.w_down", layer.dtype, {s.hidden, s.intermediate}),
-              s.hidden * s.intermediate, s.intermediate, 1};
+  cuda::SharedExpert const expert = shared_expert(place, layer, shared, o);
+  f.w_up = expert.w_up;
+  f.w_down = expert.w_down;
   f.workspace = scratch.products;
   f.o = {o, 0};
   place.run(cpu::moe_forward, cuda::moe_forward, f);
@@ -194,9 +220,11 @@ struct RoutedBy {
   RouterScalars router;
 };
 
-Tensor run_layer(Place const& place, Operands const& given, RoutedBy const& by,
-                 Activation activation, Flags flags, std::optional<Shared> const& shared,
-                 Tensor const& out) {
+// Whether a weight (E, out, in) is contiguous along its last dimension, as shared experts' are.
+bool has_rows(Tensor const& weight) { return weight.size(2) == 1 || weight.stride(2) == 1; }
+
+Tensor run_layer(Place const& place, Operands given, RoutedBy const& by, Activation activation,
+                 Flags flags, std::optional<Shared> const& shared, Tensor const& out) {
   Layer const layer = layer_of(place, given.x, {.tokens = given.x.size(0), .top_k = by.top_k},
                                given.w.down, activation, flags);
   RouterProduct product(place, given.x, by.weight);
@@ -206,12 +234,23 @@ Tensor run_layer(Place const& place, Operands const& given, RoutedBy const& by,
           " experts as in w_down, got ", sizes.experts);
   std::optional<Layer> dense;
   if (shared.has_value()) dense = shared_layer(layer, *shared);
+  bool const rides = dense && place.on_cuda() && !layer.transposed && has_rows(given.w.up) &&
+                     has_rows(given.w.down) && cuda::shared_rides(layer.sizes);
   Buffer const buffer(place, layer,
                       {.routes = true,
                        .router_bytes = product.workspace_bytes(),
-                       .shared = dense ? &*dense : nullptr});
-  if (dense) {
+                       .shared = dense ? &*dense : nullptr,
+                       .rides = rides});
+  cuda::SharedExpert riding;
+  if (rides) {
+    riding = shared_expert(place, *dense, *shared, buffer.parts.shared_rows);
+    given.riding = &riding;
+  } else if (dense) {
     run_shared(place, *dense, given.x, *shared, buffer.parts.shared, buffer.parts.shared_rows);
+  }
+  if (dense && shared->scale.has_value()) {
+    given.residual_scale = place.packed(*shared->scale, "shared_scale", score_dtype(layer.dtype),
+                                        {layer.sizes.tokens, 1});
   }
   route.ids = buffer.parts.ids;
   route.scores = buffer.parts.scores;
@@ -220,37 +259,6 @@ Tensor run_layer(Place const& place, Operands const& given, RoutedBy const& by,
       .ids = route.ids, .ids_are_int64 = false, .scores = route.scores, .token_offsets = nullptr};
   return run(place, layer, given, chosen, buffer, out);
 }
-
-// ---- settings -----------------------------------------------------------------------------------
-
-constexpr int kOfExperts = 8, kOfRouter = 8;
-
-// What a layer is told beside its tensors: one argument of an op takes the host less time than 16.
-// In the order of the ops' arguments; python/guild/layer_inference.py writes them.
-class Settings {
- public:
-  Settings(Tensor const& tensor, int64_t count) {
-    bool const plain = tensor.is_cpu() && tensor.dim() == 1 && tensor.size(0) == count &&
-                       tensor.is_contiguous() && dtype_of(tensor, "settings") == DType::float64;
-    require(plain, "settings: expected a contiguous float64 CPU tensor of ", count, " numbers");
-    value_ = static_cast<double const*>(tensor.data_ptr());
-  }
-  Activation activation() const {
-    return activation_of(whole(0), flag(1), value_[2], value_[3], value_[4], flag(5));
-  }
-  Flags flags() const { return {flag(6), flag(7), no_lists_}; }
-  int64_t top_k() const { return whole(8); }
-  RouterScalars router() const {
-    return {whole(9), flag(10), value_[11], whole(12), whole(13), value_[14], whole(15)};
-  }
-
- private:
-  int64_t whole(int i) const { return int64_t(value_[i]); }
-  bool flag(int i) const { return value_[i] != 0; }
-
-  double const* value_;
-  MaybeTensor no_lists_;
-};
 
 Tensor rows_like(Place const& place, Tensor const& x) {
   require_dims(x, "x", 2);
@@ -331,17 +339,19 @@ Tensors2 infer_experts(Tensor const& x, Tensor const& ids, Tensor const& scores,
 
 Tensors2 infer_layer(Tensor const& x, Tensor const& router, MaybeTensor const& selection_bias,
                      MaybeTensor const& residual, MaybeTensor const& shared_up,
-                     MaybeTensor const& shared_down, Tensor const& w_up, Tensor const& w_down,
-                     MaybeTensor const& b_up, MaybeTensor const& b_down, Tensor const& settings) {
+                     MaybeTensor const& shared_down, MaybeTensor const& shared_scale,
+                     Tensor const& w_up, Tensor const& w_down, MaybeTensor const& b_up,
+                     MaybeTensor const& b_down, Tensor const& settings) {
   Place const place(x, "x");
   Settings const told(settings, kOfExperts + kOfRouter);
   MaybeTensor const all;
   RoutedBy const by{router, selection_bias, /*token_mask=*/all, told.top_k(), told.router()};
   bool const dense = shared_up.has_value();
-  require(shared_down.has_value() == dense && !(dense && residual.has_value()),
+  require(shared_down.has_value() == dense && !(dense && residual.has_value()) &&
+              (dense || !shared_scale.has_value()),
           "shared_up: expected both weights and no residual, or none");
   std::optional<Shared> shared;
-  if (dense) shared.emplace(Shared{*shared_up, *shared_down});
+  if (dense) shared.emplace(Shared{*shared_up, *shared_down, shared_scale});
   Tensor const out = rows_like(place, x);
   Tensor const offsets = run_layer(place, {x, residual, {w_up, std::nullopt, w_down}, b_up, b_down},
                                    by, told.activation(), told.flags(), shared, out);
@@ -358,7 +368,8 @@ Tensor infer_shared(Tensor const& x, Tensor const& w_up, Tensor const& w_down,
   plain.dtype = dtype_of(x, "x");
   plain.activation = told.activation();
   plain.order = told.flags().interleaved ? GateUp::interleaved : GateUp::concatenated;
-  Shared const shared{w_up, w_down};
+  MaybeTensor const no_scale;
+  Shared const shared{w_up, w_down, no_scale};
   Layer const layer = shared_layer(plain, shared);
   Carver counting(nullptr);
   carve_shared(counting, layer);

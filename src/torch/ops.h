@@ -180,16 +180,17 @@ Tensor moe_layer_out(Tensor const& x, Tensor const& router, MaybeTensor const& s
 // The same two into a new tensor -> out (T, H), offsets, with fewer arguments: ids are (T, K), w_up
 // is one tensor, no token is masked. In place of a residual infer_layer takes the weights of shared
 // experts with the layer's activation and order, (W, H) or with a gate (2 W, H), and (H, W), and
-// runs them. settings, float64 on the CPU: kind, gated, alpha, limit,
-// up_offset, clamp_after, interleaved, transposed; of infer_layer also top_k, score, renormalize,
-// scale, groups, top_groups, sum_floor, group_score.
+// runs them; shared_scale, (T, 1) as scores are, is what their results are multiplied by. settings,
+// float64 on the CPU: kind, gated, alpha, limit, up_offset, clamp_after, interleaved, transposed;
+// of infer_layer also top_k, score, renormalize, scale, groups, top_groups, sum_floor, group_score.
 Tensors2 infer_experts(Tensor const& x, Tensor const& ids, Tensor const& scores,
                        MaybeTensor const& residual, Tensor const& w_up, Tensor const& w_down,
                        MaybeTensor const& b_up, MaybeTensor const& b_down, Tensor const& settings);
 Tensors2 infer_layer(Tensor const& x, Tensor const& router, MaybeTensor const& selection_bias,
                      MaybeTensor const& residual, MaybeTensor const& shared_up,
-                     MaybeTensor const& shared_down, Tensor const& w_up, Tensor const& w_down,
-                     MaybeTensor const& b_up, MaybeTensor const& b_down, Tensor const& settings);
+                     MaybeTensor const& shared_down, MaybeTensor const& shared_scale,
+                     Tensor const& w_up, Tensor const& w_down, MaybeTensor const& b_up,
+                     MaybeTensor const& b_down, Tensor const& settings);
 // Shared experts alone; settings as of infer_experts, weights never transposed.
 Tensor infer_shared(Tensor const& x, Tensor const& w_up, Tensor const& w_down,
                     Tensor const& settings);

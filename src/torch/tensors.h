@@ -45,6 +45,7 @@ class Place {
   }
 
   bool on_cuda() const { return on_cuda_; }
+  cuda::Queue const& queue() const { return queue_; }
 
   // The same for matrix products, with a counter on the queue.
   template <class Args>

@@ -1,9 +1,10 @@
 """A layer over ranks on torch's own all-to-all in symmetric memory, to time beside Guild's engines.
 
-`torch.ops.symm_mem.all_to_all_vdev_2d` takes rows sorted by expert, with as many for each expert as
-a tensor on the GPU says, and leaves them sorted by expert where the experts are; the host waits for
-nothing. A token's row goes once for each of its experts. It needs torch's NVSHMEM backend, one for
-the whole process, so Guild's peer engine, which needs another, is timed in a run of its own.
+`torch.ops.symm_mem.all_to_all_vdev` sends rows sorted by rank, as many to each as a tensor on the
+GPU says, and the host waits for nothing. A token's row goes once for each of its experts, with the
+expert's number. (all_to_all_vdev_2d, which sorts by expert on the way, takes 16 experts a rank at
+most.) It needs torch's NVSHMEM backend, one for the whole process, so Guild's peer engine, which
+needs another, is timed in a run of its own.
 """
 
 from __future__ import annotations
@@ -65,30 +66,40 @@ class SymmetricLayer:
             symmetric.rendezvous(made, self._group)
             return made
 
-        whole = {"device": x.device, "dtype": torch.int64}
-        self._sent = shared(slots, shape.hidden, **place)
-        self._came = shared(2 * slots, shape.hidden, **place)  # with room for uneven routing
-        self._made = shared(2 * slots, shape.hidden, **place)
-        self._back = shared(slots, shape.hidden, **place)
-        self._counts = shared(shape.experts, **whole)
-        self._places = shared(2, shape.experts, **whole)
-        self._back_places = shared(2, shape.experts, **whole)
+        numbers = {"device": x.device, "dtype": torch.int32}
+        counts = {"device": x.device, "dtype": torch.int64}
+        most = 2 * slots  # room for uneven routing
+        self._sent, self._came = (
+            shared(slots, shape.hidden, **place),
+            shared(most, shape.hidden, **place),
+        )
+        self._made, self._back = (
+            shared(most, shape.hidden, **place),
+            shared(slots, shape.hidden, **place),
+        )
+        self._ids_sent, self._ids_came = shared(slots, 4, **numbers), shared(most, 4, **numbers)
+        self._counts = shared(self._ranks, **counts)
+        self._came_at, self._back_at, self._ids_at = (
+            shared(2, self._ranks, **counts) for _ in range(3)
+        )
+        self._ones = torch.ones(most, 1, device=x.device)
 
     @torch.no_grad()
     def forward(self) -> Tensor:
         """(tokens, hidden)."""
-        layer, name = self.layer, self._group.group_name
+        layer, send = self.layer, torch.ops.symm_mem.all_to_all_vdev
+        name, local = self._group.group_name, layer.w_down.shape[0]
         router = layer.router.weight, layer.top_k, layer.routing, None, None
         ids, scores = route_tokens(self.x, *router)
         offsets, row_token, slot_row, _ = ops.sort_by_expert(ids, scores, self._experts)
         torch.index_select(self.x, 0, row_token, out=self._sent)
-        self._counts.copy_(offsets.diff())
-        to_experts = self._sent, self._came, self._counts, self._places, name
-        torch.ops.symm_mem.all_to_all_vdev_2d(*to_experts)
-        ends = self._places[0].view(-1, self._ranks).sum(1).cumsum(0)
-        starts = torch.nn.functional.pad(ends, (1, 0)).int()
-        weights = layer.w_up, layer.w_down, None, None, layer.activation
-        guild.experts_mlp(self._came, starts, *weights, out=self._made)
-        to_tokens = self._made, self._back, self._places, self._back_places, name
-        torch.ops.symm_mem.all_to_all_vdev_2d_offset(*to_tokens)
+        self._counts.copy_(offsets[::local].diff())
+        self._ids_sent[slot_row.flatten().long()] = ids.view(-1, 1) % local
+        self._ids_came.fill_(-1)
+        send(self._sent, self._came, self._counts, self._came_at, name)
+        send(self._ids_sent, self._ids_came, self._counts, self._ids_at, name)
+        here = self._ids_came[:, :1].contiguous()
+        rows = guild.routed_experts(self._came, here, self._ones, layer.w_up, layer.w_down)
+        self._made.copy_(rows)
+        send(self._made, self._back, self._came_at[0], self._back_at, name)
         return ops.combine(self._back, slot_row, scores, None, None)

@@ -61,24 +61,19 @@ def quantize(
 ) -> Quantized:
     """Quantise rows, with a scale for every 128 columns of each, or to a microscaling format.
 
-    ============= ========= ======================== ========= =========================
-    format        block     codes                    scales    scale
-    ============= ========= ======================== ========= =========================
-    "blockwise"   1 x 128   `dtype`                  float32   "exact" or "power_of_two"
-    "mxfp8"       1 x 32    `dtype`                  E8M0      "floor" or "ceil"
-    "nvfp4"       1 x 16    E2M1, two a byte         e4m3
-    ============= ========= ======================== ========= =========================
-
     Elements are divided by their block's scale and rounded to the nearest even, to the format's
     largest where they are beyond that. The CPU and CUDA give the same bits.
 
-    - blockwise: a scale is the block's largest absolute value over the largest of `dtype`, or the
+    - "blockwise": blocks of 1 x 128, codes of `dtype`, float32 scales. With scale="exact" a scale
+      is the block's largest absolute value over the largest of `dtype`, with "power_of_two" the
       smallest power of two that is not below it. In a block below 2**-100 that value counts as
       2**-100.
-    - mxfp8 (OCP Microscaling Formats Specification 1.0): a scale is 2 to the power of
-      floor(log2(largest absolute value)) minus that of the largest of `dtype`, at least 2**-127;
-      with "ceil" the smallest power of two that brings the block into the format's range.
-    - nvfp4: e4m3(largest absolute value / 6 / global_scale).
+    - "mxfp8" (OCP Microscaling Formats Specification 1.0): blocks of 1 x 32, codes of `dtype`, E8M0
+      scales. With scale="floor" a scale is 2 to the power of floor(log2(largest absolute value))
+      minus that of the largest of `dtype`, at least 2**-127; with "ceil" the smallest power of two
+      that brings the block into the format's range.
+    - "nvfp4": blocks of 1 x 16, E2M1 codes, two a byte, e4m3 scales: e4m3(largest absolute value
+      / 6 / global_scale).
 
     A block that holds an infinity or a NaN gets NaN for its scale and, but for E2M1, which has none
     and gets zeros, for its codes.

@@ -25,10 +25,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from .mapped import TIMEOUT_MS, MakeBuffers, mapped_buffers, others
 
 _ALIGNED = 128  # elements at which a part begins
+_REPLACED = (  # what this file and peer_copies.py call, or do in place of FSDP2
+    (FSDPParamGroup, "unshard wait_for_unshard reshard post_backward finalize_backward"),
+    (FSDPParamGroup, "is_unsharded _to_sharded _to_unsharded"),
+    (FSDPParam, "init_unsharded_param unsharded_param to_sharded_dtensor"),
+)
 _SMALL = 1 << 18  # elements below which one kernel copies all of a module's weights of that kind
 
 
@@ -235,6 +242,11 @@ class _Places:
 
     def _new(self, sizes: tuple[int, ...]) -> Place:
         return Place([torch.empty(size, **self._how) for size in sizes])
+
+
+def knows_fsdp() -> bool:
+    """Whether this torch's FSDP2 has what copies replace; none of it is public."""
+    return all(hasattr(kind, name) for kind, names in _REPLACED for name in names.split())
 
 
 def parameters_of(module: FSDPModule) -> Any:

@@ -32,6 +32,7 @@ from guild.balancing import BalanceSums
 from guild.distributed.placement import distribute_experts, shard_layers
 
 from .corpus import Corpus
+from .gathered import knows_fsdp
 from .generation import Sampling, window_start
 from .head import chunked_cross_entropy
 from .learner import Learner, moe_factory, optimizer_options
@@ -117,7 +118,7 @@ class ShardedLearner(Learner):
         limit = torch._dynamo.config.recompile_limit
         torch._dynamo.config.recompile_limit = max(limit, 2 * len(blocks))
         kept: dict[str, Any] = sharded | {"reshard_after_forward": False}
-        copies = dtype != torch.float32 and experts is None and can_map(device)
+        copies = dtype != torch.float32 and experts is None and knows_fsdp() and can_map(device)
         last = 1 if copies else _kept(len(blocks), self.ranks)
         resharded = 0 if keep_gathered else len(blocks) - last
         for i, block in enumerate(blocks):

@@ -11,7 +11,7 @@ namespace {
 
 // As many as keep a link busy beside products: docs/measured/ranks.md. A sum reads several rows for
 // each that it sends.
-constexpr int kPullMultiprocessors = 16, kPushMultiprocessors = 24;
+constexpr int kPullMultiprocessors = 16, kPushMultiprocessors = 16;
 
 // Events for the marks of a call; a call on the same thread uses them again, as what waits for an
 // event waits for what was before it then.

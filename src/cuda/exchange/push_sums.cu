@@ -40,8 +40,8 @@ struct TokenSlots {
   int row = -1;
   float score = 1;
 
-  __device__ TokenSlots(Push const& x, int i, bool others)
-      : at(x.memory, i, others),
+  __device__ TokenSlots(Push const& x, int i)
+      : at(x.memory, i, /*others=*/false),
         slots(slots_of(x.token_offsets, x.rows, x.top_k, at.place(x.memory))) {
     look_up(x, 0);
   }
@@ -51,17 +51,6 @@ struct TokenSlots {
     row = there ? x.row_of[slot] : -1;
     if (unsigned(row) >= unsigned(x.rows)) row = -1;
     if (x.scores != nullptr) score = there ? static_cast<float const*>(x.scores)[slot] : 0.f;
-  }
-  // Whether a call for a part of the tokens pushes this one.
-  __device__ bool is_in(Push const& x, int first_rows) {
-    if (x.part == Part::whole) return true;
-    bool late = at.source == int(x.memory.rank);
-    for (int64_t first = 0; slots.begin + first < slots.end && !late; first += 32) {
-      if (first > 0) look_up(x, first);
-      late = __any_sync(~0u, row >= first_rows);
-    }
-    if (slots.begin + 32 < slots.end) look_up(x, 0);
-    return late == (x.part == Part::rest);
   }
 };
 
@@ -156,17 +145,15 @@ __global__ void __launch_bounds__(kThreads) push_kernel(Push x, PeerLayout layou
   if (PeerView(layout, m, m.rank).control()->failure != 0) return;
   int const warp = int(threadIdx.x) / 32, units = int(x.hidden / 8);
   Staging const staging{staged + warp * kSteps * kAtOnce * 32 + threadIdx.x % 32};
-  int const first_rows = x.part == Part::whole ? 0 : *x.first_rows;
-  bool const others = x.part == Part::first;
-  int const tokens = PoolToken::count(m, others);
+  int const tokens = PoolToken::count(m, /*others=*/false);
   int i = int(blockIdx.x) * kWarps + warp, step = int(gridDim.x) * kWarps;
   if (i >= tokens) return;
   T const* const y = static_cast<T const*>(x.y.data);
-  for (TokenSlots token(x, i, others); i < tokens; i += step) {
-    TokenSlots next(x, min(i + step, tokens - 1), others);  // on its way while this one is added
+  for (TokenSlots token(x, i); i < tokens; i += step) {
+    TokenSlots next(x, min(i + step, tokens - 1));  // on its way while this one is added
     bool const few = token.slots.end - token.slots.begin <= 32;
     unsigned const there = __ballot_sync(~0u, token.row >= 0);
-    if ((there != 0 || !few) && token.is_in(x, first_rows)) {
+    if (there != 0 || !few) {
       int64_t const to = m.rank * x.tokens[token.at.source] + token.at.token;
       T* const out =
           reinterpret_cast<T*>(PeerView(layout, m, token.at.source).returned()) + to * x.hidden;

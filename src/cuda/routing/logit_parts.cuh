@@ -10,11 +10,22 @@ struct LogitParts {
   int64_t stride;  // elements from one part to the next
   int count;
 
+  // All parts, eight at a time, are under way before the first is added.
   __device__ float sum(int64_t i) const {
-    float const* from = data + i;
-    float sum = *from;
-#pragma unroll 8
-    for (int part = 1; part < count; ++part) sum += *(from += stride);
+    constexpr int kAtOnce = 8;
+    float sum = 0;
+#pragma unroll 1
+    for (int first = 0; first < count; first += kAtOnce) {
+      float value[kAtOnce];
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        if (first + k < count) value[k] = data[(first + k) * stride + i];
+      }
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        if (first + k < count) sum = first + k == 0 ? value[k] : sum + value[k];
+      }
+    }
     return sum;
   }
 };

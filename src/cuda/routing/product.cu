@@ -4,12 +4,20 @@
 #include "check_router_logits.h"
 #include "cuda/alignment.h"
 #include "cuda/device.h"
-#include "cuda/routing/few.h"
 #include "cuda/routing/logit_parts.cuh"
 #include "cuda/shared_memory.h"
 
 namespace guild::cuda {
 namespace {
+
+void check_on_gpu(RouterLogits const& x) {
+  check(x);
+  require_16_bit(x.dtype);
+  require_routable(x.experts);
+  require_whole_16_bytes(x.hidden, "hidden");
+  require_aligned(x.x, "x");
+  require_aligned(x.weight, "weight");
+}
 
 template <class T, int tokens, int experts>
 void launch_product(RouterLogits const& x, LogitParts const& to, int64_t stride,
@@ -57,15 +65,6 @@ __global__ void __launch_bounds__(kThreads) add_parts_kernel(LogitParts parts, f
 }
 
 }  // namespace
-
-void check_on_gpu(RouterLogits const& x) {
-  check(x);
-  require_16_bit(x.dtype);
-  require_routable(x.experts);
-  require_whole_16_bytes(x.hidden, "hidden");
-  require_aligned(x.x, "x");
-  require_aligned(x.weight, "weight");
-}
 
 LogitParts multiply_for_router(RouterLogits const& x, Queue const& queue) {
   check_on_gpu(x);

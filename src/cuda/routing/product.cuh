@@ -158,9 +158,7 @@ struct RouterProduct {
     }
   }
 
-  // put(tile, work, sum): stores a tile's sums.
-  template <class Put>
-  static __device__ void consume(Params const& p, SharedStorage& smem, Put&& put) {
+  static __device__ void consume(Params const& p, SharedStorage& smem) {
     wait_for_previous();  // what it read may be overwritten
     Cursor at;
     for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
@@ -174,12 +172,13 @@ struct RouterProduct {
           total[i] = step == work.first ? acc[i] : total[i] + acc[i];
         }
       }
-      put(tile, work, total);
+      store(p, work, total);
     }
   }
 
-  template <class Put>
-  static __device__ void run(Params const& p, SharedStorage& smem, Put&& put) {
+  static __device__ void run(Params const& p) {
+    extern __shared__ __align__(1024) char memory[];
+    auto& smem = *reinterpret_cast<SharedStorage*>(memory);
     let_next_start();
     if (threadIdx.x == 0) {
       prefetch(p.x);
@@ -195,7 +194,7 @@ struct RouterProduct {
     if (threadIdx.x / 32 == kConsumerWarps) {
       produce(p, smem);
     } else {
-      consume(p, smem, put);
+      consume(p, smem);
     }
   }
 };
@@ -203,10 +202,7 @@ struct RouterProduct {
 template <class Product>
 __global__ void __launch_bounds__(Product::kThreads, Product::kAtOnce) router_product_kernel(
     __grid_constant__ typename Product::Params const p) {
-  extern __shared__ __align__(1024) char memory[];
-  auto& smem = *reinterpret_cast<typename Product::SharedStorage*>(memory);
-  Product::run(p, smem,
-               [&](int, auto const& work, auto const& sum) { Product::store(p, work, sum); });
+  Product::run(p);
 }
 
 // The parameters of a product whose sums are in `parts`, but for where they go.

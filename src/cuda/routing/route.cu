@@ -5,7 +5,6 @@
 
 #include "check.h"
 #include "check_router_logits.h"
-#include "cuda/routing/few.h"
 #include "cuda/routing/logit_parts.cuh"
 #include "cuda/sm90/arch/dependence.cuh"
 #include "shared/tiles.h"
@@ -107,7 +106,6 @@ void route_tokens(RouterLogits const& product, Route const& x, Queue queue) {
   Route routed = x;
   routed.logits = {product.workspace};
   check(routed);
-  if (route_few(product, routed, queue)) return;
   LogitParts const parts = multiply_for_router(product, queue);
   if (parts.count == 1) return route(routed, queue);
   if (x.tokens > 0) route_parts(routed, parts, queue);

@@ -1,4 +1,5 @@
-// O[t] = residual[t] + sum over k of slot_score[t, k] * Y[slot_row[t, k]], and the router's part.
+// O[t] = residual_scale[t] * residual[t] + sum over k of slot_score[t, k] * Y[slot_row[t, k]], and
+// the router's part.
 //
 // Without the router's part: one block per token, eight columns per thread, in fp32 with k
 // ascending. With it, a block keeps a slice of the router's weights in shared memory, all experts
@@ -34,12 +35,20 @@ struct Args {
   int32_t const* slot_row;
   float const* slot_score;
   int32_t const* token_offsets;
+  float const* residual_scale;  // of a token; null: 1
   int rows, top_k, tokens, hidden;
   bool early;  // rows and scores of the slots may be read before wait_for_previous()
+  bool late;   // the residual may not
 
   // The initial value of a token's sum of eight columns.
   __device__ Eight start(int64_t token, int col) const {
-    return residual.data == nullptr ? Eight{} : load_eight(residual.at(token, col));
+    if (residual.data == nullptr) return Eight{};
+    Eight first = load_eight(residual.at(token, col));
+    if (residual_scale == nullptr) return first;
+    float const factor = residual_scale[token];
+#pragma unroll
+    for (float& value : first.value) value = to_float(T(factor * value));
+    return first;
   }
 };
 
@@ -63,7 +72,8 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(Args<T> p) {
   int const count = int(end - begin);
   for (int col = (blockIdx.y * kThreads + threadIdx.x) * 8; col < p.hidden;
        col += gridDim.y * kThreads * 8) {
-    Eight sum = p.start(token, col);
+    bool const starts = !(waits && p.late);
+    Eight sum = starts ? p.start(token, col) : Eight{};
 #pragma unroll 1
     for (int k = 0; k < count; k += kAtOnce) {
       int row[kAtOnce];
@@ -76,6 +86,7 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(Args<T> p) {
       }
       if (waits) wait_for_previous();
       waits = false;
+      if (k == 0 && !starts) sum = p.start(token, col);
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         if (unsigned(row[i]) < unsigned(p.rows)) words[i] = load_words(p.y.at(row[i], col));
@@ -244,7 +255,7 @@ void launch_with_router(Args<T> const& args, RouterArgs<T> const& router, Queue 
 }
 
 template <class T>
-void combine_as(Combine const& x, bool after_few, Queue const& queue) {
+void combine_as(Combine const& x, CombineAfter const& after, Queue const& queue) {
   Sizes const& s = x.sizes;
   auto const matrix = [&](ConstRows const& rows, int64_t width) {
     return Matrix<T const>{static_cast<T const*>(rows.data), row_stride(rows, width)};
@@ -255,11 +266,13 @@ void combine_as(Combine const& x, bool after_few, Queue const& queue) {
                      .slot_row = x.routing.slot_row,
                      .slot_score = static_cast<float const*>(x.routing.slot_score),
                      .token_offsets = x.routing.token_offsets,
+                     .residual_scale = static_cast<float const*>(x.residual_scale),
                      .rows = int(s.rows()),
                      .top_k = int(s.top_k),
                      .tokens = int(s.tokens),
                      .hidden = int(s.hidden),
-                     .early = after_few};
+                     .early = after.after_few,
+                     .late = after.residual_too};
   if (x.router.dlogits.data == nullptr) {
     // A token's columns are split over blocks only where tokens are few.
     int64_t const parts = s.tokens <= kFewTokens ? ceil_div(s.hidden, kThreads * 8) : 1;
@@ -288,9 +301,9 @@ void combine_as(Combine const& x, bool after_few, Queue const& queue) {
 
 }  // namespace
 
-void combine(Combine const& x, Queue queue) { combine(x, false, queue); }
+void combine(Combine const& x, Queue queue) { combine(x, {}, queue); }
 
-void combine(Combine const& x, bool after_few, Queue const& queue) {
+void combine(Combine const& x, CombineAfter const& after, Queue const& queue) {
   check(x);
   require_16_bit(x.dtype);
   require_whole_16_bytes(x.sizes.hidden, "hidden");
@@ -302,7 +315,7 @@ void combine(Combine const& x, bool after_few, Queue const& queue) {
     addressable_stride(x.sizes.rows(), row_stride(x.y, x.sizes.hidden), "y");
   }
   if (x.sizes.tokens == 0) return;
-  with_type(x.dtype, [&](auto element) { combine_as<decltype(element)>(x, after_few, queue); });
+  with_type(x.dtype, [&](auto element) { combine_as<decltype(element)>(x, after, queue); });
   cuda_check(cudaGetLastError(), "launch of combine");
 }
 

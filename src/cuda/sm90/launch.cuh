@@ -76,15 +76,12 @@ int64_t places(W const& w, int64_t experts) {
 }
 
 // Expert weights (E, n, k) in boxes of 64 of k and `rows` of n, 64 where n is contiguous.
-template <class T, Major major>
-CUtensorMap weight_map(ConstWeight const& w, int64_t experts, int64_t n, int64_t k, int rows,
-                       char const* name) {
+template <Major major>
+MapShape weight_shape(ConstWeight const& w, int64_t experts, int64_t n, int64_t k, int rows) {
   constexpr int box = kBoxColumns;
   int64_t const z = places(w, experts);
-  MapShape const shape = major == Major::K
-                             ? MapShape{k, n, z, w.out_stride, w.expert_stride, box, rows, 1}
-                             : MapShape{n, k, z, w.in_stride, w.expert_stride, box, box, 1};
-  return tensor_map(w.data, dtype_of<T>(), shape, name);
+  return major == Major::K ? MapShape{k, n, z, w.out_stride, w.expert_stride, box, rows, 1}
+                           : MapShape{n, k, z, w.in_stride, w.expert_stride, box, box, 1};
 }
 
 // The B operand of C's tiles from one or two weights (E, n, k); see WeightLoader.
@@ -93,7 +90,8 @@ WeightLoader<C, major> weight_loader(ConstWeight const& first, ConstWeight const
                                      int64_t experts, int64_t n, int64_t k, bool pair_columns,
                                      int half_steps, char const* name) {
   auto const map = [&](ConstWeight const& w) {
-    return weight_map<T, major>(w, experts, n, k, C.tile_n / 2, name);
+    return tensor_map(w.data, dtype_of<T>(), weight_shape<major>(w, experts, n, k, C.tile_n / 2),
+                      name);
   };
   return {{map(first), map(second)}, pair_columns, half_steps, {first.expert_at, second.expert_at}};
 }

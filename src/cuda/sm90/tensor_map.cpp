@@ -1,12 +1,24 @@
 #include "cuda/sm90/tensor_map.h"
 
+#include <array>
+
 #include "cuda/device.h"
+#include "cuda/sm90/stage_map.h"
 #include "shared/dtype.h"
 
 namespace guild::cuda {
 namespace {
 
-CUtensorMap encoded(void const* data, DType dtype, MapShape const& s, char const* name,
+constexpr int kMostRank = 5;
+
+// Strides are those of the dimensions after the first, which is contiguous.
+struct Boxes {
+  int rank;
+  std::array<int64_t, kMostRank> shape, stride;
+  std::array<int, kMostRank> box;
+};
+
+CUtensorMap encoded(void const* data, DType dtype, Boxes const& s, char const* name,
                     CUtensorMapL2promotion promotion) {
   static auto const encode = [] {
     void* f = nullptr;
@@ -18,17 +30,19 @@ CUtensorMap encoded(void const* data, DType dtype, MapShape const& s, char const
   }();
   // For an empty matrix any valid map will do: it is never used.
   void* const base = data == nullptr ? reinterpret_cast<void*>(16) : const_cast<void*>(data);
-  auto const extent = [](int64_t n) { return cuuint64_t(n > 0 ? n : 1); };
-  cuuint64_t const shape[] = {extent(s.x), extent(s.y), extent(s.z), extent(s.w)};
-  auto const bytes = [](int64_t stride) { return cuuint64_t(kElementBytes * stride); };
-  cuuint64_t const strides[] = {bytes(s.y_stride), bytes(s.z_stride), bytes(s.w_stride)};
-  cuuint32_t const box[] = {cuuint32_t(s.box_x), cuuint32_t(s.box_y), cuuint32_t(s.box_z), 1};
-  cuuint32_t const step[] = {1, 1, 1, 1};
+  cuuint64_t shape[kMostRank], strides[kMostRank];
+  cuuint32_t box[kMostRank], step[kMostRank];
+  for (int i = 0; i < s.rank; ++i) {
+    shape[i] = cuuint64_t(s.shape[i] > 0 ? s.shape[i] : 1);
+    strides[i] = cuuint64_t(kElementBytes * s.stride[i]);
+    box[i] = cuuint32_t(s.box[i]);
+    step[i] = 1;
+  }
   auto const type =
       dtype == DType::float16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   CUtensorMap map;
   auto const try_encode = [&] {
-    return encode(&map, type, s.w > 0 ? 4 : 3, base, shape, strides, box, step,
+    return encode(&map, type, cuuint32_t(s.rank), base, shape, strides, box, step,
                   CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, promotion,
                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };
@@ -40,18 +54,32 @@ CUtensorMap encoded(void const* data, DType dtype, MapShape const& s, char const
     status = try_encode();
   }
   require(status == CUDA_SUCCESS, name, ": expected 16-byte aligned data and strides, got shape (",
-          s.z, ", ", s.y, ", ", s.x, ") with strides (", s.z_stride, ", ", s.y_stride,
-          ", 1) at address ", base, " (tensor map error ", int(status), ")");
+          s.shape[2], ", ", s.shape[1], ", ", s.shape[0], ") with strides (", s.stride[1], ", ",
+          s.stride[0], ", 1) at address ", base, " (tensor map error ", int(status), ")");
   return map;
+}
+
+Boxes boxes_of(MapShape const& s) {
+  return {.rank = s.w > 0 ? 4 : 3,
+          .shape = {s.x, s.y, s.z, s.w},
+          .stride = {s.y_stride, s.z_stride, s.w_stride},
+          .box = {s.box_x, s.box_y, s.box_z, 1}};
 }
 
 }  // namespace
 
 CUtensorMap tensor_map(void const* data, DType dtype, MapShape const& s, char const* name) {
-  return encoded(data, dtype, s, name, CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
+  return encoded(data, dtype, boxes_of(s), name, CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
 }
 CUtensorMap streamed_map(void const* data, DType dtype, MapShape const& s, char const* name) {
-  return encoded(data, dtype, s, name, CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
+  return encoded(data, dtype, boxes_of(s), name, CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
+}
+CUtensorMap stage_map(void const* data, DType dtype, StageShape const& s, char const* name) {
+  Boxes const boxes{.rank = 5,
+                    .shape = {64, s.rows, s.parts, s.steps, s.experts},
+                    .stride = {s.row_stride, s.part_stride, 64, s.expert_stride},
+                    .box = {64, s.box_rows, int(s.parts), s.box_steps, 1}};
+  return encoded(data, dtype, boxes, name, CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
 }
 
 }  // namespace guild::cuda

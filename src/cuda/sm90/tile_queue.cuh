@@ -36,6 +36,9 @@ class TileFinder {
     return true;
   }
 
+  // All tiles, once next() has returned false.
+  __device__ int count() const { return tiles; }
+
  private:
   __device__ int owner_of(int lane) const {
     if constexpr (Work::kHasOrder) {

@@ -109,6 +109,10 @@ TEST(Check, Combine) {
   wrong.rows("y", &Combine::y, 8, 16);
   wrong.rows("o", &Combine::o, 4, 16);
   wrong.optional_rows("residual", &Combine::residual, 16);
+  wrong.expect("residual_scale: expected null without a residual, got a pointer",
+               [](auto& x) { x.residual = {}, x.residual_scale = x.y.data; });
+  wrong.expect("residual_scale: expected null with a router's part, got a pointer",
+               [](auto& x) { x.residual = x.o, x.residual_scale = x.y.data; });
   wrong.expect("routing.slot_score: expected null with a router's part, got a pointer",
                [](auto& x) { x.routing.slot_score = x.y.data; });
   wrong.optional_rows("router.dlogits", [](Combine& x) -> auto& { return x.router.dlogits; }, 2);
@@ -257,6 +261,8 @@ TEST(Check, MoeForward) {
   wrong.expect("residual: expected null where rows are not combined, got a pointer",
                [](auto& x) { x.residual = x.x, x.routing.slot_row = nullptr; });
   wrong.optional_rows("residual", &MoeForward::residual, 16);
+  wrong.expect("residual_scale: expected null without a residual, got a pointer",
+               [](auto& x) { x.residual = {}, x.residual_scale = x.x.data; });
   wrong.expect("workspace: expected 1024 bytes, got null", [](auto& x) { x.workspace = nullptr; });
   expect_sort(wrong);
 }

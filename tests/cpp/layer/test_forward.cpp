@@ -107,6 +107,32 @@ TEST_P(Forward, CombineWithResidual) {
   EXPECT_TRUE(o.get() == in_place.get()) << "o differs where it was the residual";
 }
 
+// The same bits as with a residual that is scaled and rounded before.
+TEST_P(Forward, CombineWithScaledResidual) {
+  Layer& l = layer();
+  LayerParam const& p = l.p;
+  if (p.shape.sorted) return;
+  auto const y = l.input(l.s.rows(), l.s.hidden), residual = l.input(l.s.tokens, l.s.hidden);
+  auto const scale =
+      l.input_of(l.random(l.s.tokens, 1, 1, l.score_dtype()), l.score_dtype(), /*strided=*/false);
+  Matrix scaled = residual.host;
+  for (int64_t t = 0; t < l.s.tokens; ++t) {
+    for (int64_t j = 0; j < l.s.hidden; ++j) {
+      double const product = round_to(l.score_dtype(), scale.host(t, 0) * scaled(t, j));
+      scaled(t, j) = round_to(p.dtype, product);
+    }
+  }
+  auto const before = l.input_of(scaled, p.dtype, /*strided=*/true);
+  Tensor o = l.output(l.s.tokens, l.s.hidden), wanted = l.output(l.s.tokens, l.s.hidden);
+  Combine step{l.s, p.dtype, l.routing(), y.view(), wanted.view(), before.view()};
+  l.device.run(step);
+  step.o = o.view(), step.residual = residual.view();
+  step.residual_scale = scale.device->data();
+  run_twice(step, {&o});
+  o.expect_untouched_from(l.s.tokens, "o");
+  EXPECT_TRUE(o.get() == wanted.get());
+}
+
 GUILD_LAYER_TESTS(Forward, false);
 GUILD_LAYER_TESTS(ForwardLayouts, true);
 

@@ -65,11 +65,13 @@ TEST(ChooseConfig, TilesByHand) {
   TileCount const whole{.rows = 300, .groups = 4, .columns = 600, .ragged = false};
   EXPECT_DOUBLE_EQ(expected_tiles(alone, whole), 4 * 3 * 3);  // weight gradients know no halves
   EXPECT_DOUBLE_EQ(expected_tiles(pair, whole), 4 * (2 * 3 + 4));
-  // Ragged: 640 rows a group, give or take 25, are 5 tiles and, in half of the groups, half a tile.
-  TileCount const ragged{.rows = 2560, .groups = 4, .columns = 256};
-  EXPECT_DOUBLE_EQ(expected_tiles(alone, ragged), 4 * (5 + kHalfTile / 2));
-  GemmConfig const turns{128, 256, 4, 1, 2, true};  // nor do tiles in turns
-  EXPECT_DOUBLE_EQ(expected_tiles(turns, ragged), 4 * (5 + 1 / 2.));
+  // Ragged: 640 rows a group, give or take 25, are 5 tiles and, in half of the groups, one more,
+  // which counts half for pairs only. Two columns of tiles leave no block of a pair idle there.
+  TileCount const ragged{.rows = 2560, .groups = 4, .columns = 512};
+  EXPECT_DOUBLE_EQ(expected_tiles(pair, ragged), 4 * 2 * (5 + kHalfTile / 2));
+  EXPECT_DOUBLE_EQ(expected_tiles(alone, ragged), 4 * 2 * (5 + 1 / 2.));
+  GemmConfig const turns{128, 256, 4, 1, 2, true};
+  EXPECT_DOUBLE_EQ(expected_tiles(turns, ragged), 4 * 2 * (5 + 1 / 2.));
   // 96 rows a group, give or take 10, are a tile: few are as small as 64.
   TileCount const small{.rows = 384, .groups = 4, .columns = 256};
   EXPECT_DOUBLE_EQ(expected_tiles(alone, small), 4);
@@ -88,6 +90,8 @@ TEST(ChooseConfig, WavesByHand) {
   EXPECT_EQ(waves(66, 2), 0.5);  // two tiles at once: half of a wave
   EXPECT_EQ(waves(67, 2), 1);
   EXPECT_EQ(waves(132 * 8, 2), 8.25);
+  // 251 to 277 tiles are two waves and, of the upper two fifths, three.
+  EXPECT_DOUBLE_EQ(expected_waves(264, 1), 2.4);
 }
 
 // A step of 128 x 256 costs 1024 cycles, of 128 x 192 768; 130 terms of a sum are 3 steps of 64.
@@ -97,10 +101,10 @@ TEST(ChooseConfig, CostsByHand) {
   TileCount const one_round{.rows = 1000, .groups = 4, .columns = 256, .inner = 130};
   EXPECT_DOUBLE_EQ(expected_cost(alone, Product::rows, one_round), 1.5 * 3 * 1024 + 400);
   EXPECT_DOUBLE_EQ(expected_cost(alone, Product::up, one_round), 1.25 * 3 * 1024 + 400);
-  // 62.5 tiles of rows and half a one, times 4 of 256 columns: 252 tiles, two rounds.
-  TileCount const two_rounds{.rows = 8000, .groups = 1, .columns = 1024, .inner = 130};
+  // 60 tiles of rows, the last in part, times 4 of 256 columns: 240 tiles, two rounds.
+  TileCount const two_rounds{.rows = 7600, .groups = 1, .columns = 1024, .inner = 130};
   EXPECT_DOUBLE_EQ(expected_cost(alone, Product::rows, two_rounds), 2 * (1.5 * 3 * 1024 + 400));
-  // In turns: 63 times 6 of 192 columns, 378 tiles in 6 halves of rounds. Consumers hide what is
+  // In turns: 60 times 6 of 192 columns, 360 tiles in 6 halves of rounds. Consumers hide what is
   // outside of their sums, unless half of all that a tile takes is longer.
   EXPECT_DOUBLE_EQ(expected_cost(turns, Product::rows, two_rounds), 3 * (3 * 768 + 3500) / 2.0);
   // 19.6 tiles are one for some consumers, which is half a round.

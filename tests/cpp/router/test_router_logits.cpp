@@ -140,6 +140,23 @@ TEST(RouterTile, IsSplitWhereTokensAreFew) {
   EXPECT_EQ(choose_router_tile(16384, 7168, 256).experts, 128);
 }
 
+// The fastest in bench/results/2026-11-23-h200-router-tiles.json, where others take a quarter more.
+TEST(RouterTile, IsTheFastestMeasured) {
+  auto const expect = [](int64_t tokens, int64_t hidden, int64_t experts, RouterTile const& best) {
+    RouterTile const tile = choose_router_tile(tokens, hidden, experts);
+    EXPECT_TRUE(tile.tokens == best.tokens && tile.experts == best.experts &&
+                tile.split == best.split)
+        << tokens << " tokens, " << hidden << ", " << experts << " experts: " << tile.tokens
+        << " x " << tile.experts << (tile.split ? " split" : "");
+  };
+  expect(4096, 7168, 256, {64, 128, false});
+  expect(8192, 7168, 256, {128, 128, false});
+  expect(8192, 2048, 128, {64, 128, false});
+  expect(8192, 2880, 128, {64, 128, false});
+  expect(8192, 2048, 64, {64, 64, false});
+  expect(16384, 4096, 8, {64, 16, false});
+}
+
 TEST(Check, RouterLogits) {
   WrongCalls<RouterLogits> const wrong(&Calls::router_logits, cpu::router_logits,
                                        cuda::router_logits);

@@ -1,14 +1,22 @@
-"""The plot of layers over ranks: whose figures stand where."""
+"""Layers over ranks: whose figures stand where in the plot; torch's all-to-all around experts."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+from torch import Tensor
+from torch.distributed import _symmetric_memory as symmetric
 
+import guild
 from guild.bench.parallel_plot import figures_of, main
+from guild.bench.presets import Shape
+from guild.bench.symmetric import SymmetricLayer
+from processes import run_on_ranks
 
 ROOT = Path(__file__).resolve().parents[3]
 RECORDED = ROOT / "bench" / "results" / "2026-11-23-h200x2-parallel.json"
@@ -41,3 +49,26 @@ def test_plot(tmp_path: Path) -> None:
     assert all(alone[c["name"]] > c["tflops"]["forward"] for c in record["cases"])
     main([str(RECORDED), "--out", str(tmp_path / "plot.png")])
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def send(rows: Tensor, out: Tensor, counts: Tensor, places: Tensor, _: str) -> None:
+    """all_to_all_vdev to this rank alone."""
+    count = int(counts.sum())
+    out[:count] = rows[:count]
+    places[0], places[1] = counts, 0
+
+
+def symmetric_layer(rank: int) -> None:
+    """Rows sorted by rank, their experts' numbers and what comes back fit together."""
+    shape, layer = Shape(32, 16, 8, 4, 2), guild.MoE(16, 8, 4, 2)
+    x = torch.randn(shape.tokens, shape.hidden)
+    memory = {"empty": torch.zeros, "rendezvous": lambda *_: None}
+    ops = mock.Mock(all_to_all_vdev=send)
+    with mock.patch.multiple(symmetric, **memory), mock.patch.object(torch.ops, "symm_mem", ops):
+        out = SymmetricLayer(shape, layer, x).forward()
+    torch.testing.assert_close(out, layer(x))
+
+
+def test_symmetric_layer(tmp_path: Path) -> None:
+    """On one rank, in place of GPUs that share memory."""
+    run_on_ranks([symmetric_layer], 1, tmp_path / "ranks")

@@ -21,10 +21,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from guild.cli.main import main
 from guild.train.corpus import load_corpus
-from guild.train.gathered import parameters_of
+from guild.train.gathered import knows_fsdp, parameters_of
 from guild.train.peer_copies import SummedGradients, use_copies
 from guild.train.reduction import NarrowReduceScatter
 from guild.train.settings import Settings
@@ -215,6 +216,10 @@ def weights_in_turns(learner: ShardedLearner) -> None:
         assert block.is_unsharded
         block.reshard()
     assert learner.weights.mapped_bytes > 0
+    assert knows_fsdp()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(FSDPParamGroup, "finalize_backward")
+        assert not knows_fsdp()
 
 
 def by_files() -> contextlib.AbstractContextManager:

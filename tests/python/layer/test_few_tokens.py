@@ -177,3 +177,28 @@ def test_graphs_replay_with_any_routing(tokens: int, rounds: int, gpu: str) -> N
         differ |= (experts() != second).any()
         experts.x = kept
     assert first.isfinite().all() and not differ
+
+
+SHARED = {
+    "as wide": {"shared_experts": 1},
+    "wider, gate": {"shared_experts": 2, "shared_gate": True},
+    "as wide, gate": {"shared_experts": 1, "shared_gate": True, "order": "interleaved"},
+    "narrow": {"shared_intermediate": 40, "activation": "gelu_ungated", "bias": True},
+    "transposed": {"shared_experts": 1, "shared_gate": True, "transposed": True},
+}
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 8, 9, 12])
+@pytest.mark.parametrize("shared", SHARED)
+def test_shared_experts_have_the_bits_of_training(shared: str, top_k: int, gpu: str) -> None:
+    """Where few tokens take them along as well; a gate is one number a token."""
+    for dtype in (torch.bfloat16, torch.float16):
+        torch.manual_seed(4)
+        sizes = {"hidden": HIDDEN, "intermediate": WIDTH, "experts": EXPERTS, "top_k": top_k}
+        layer = guild.MoE(**sizes, **SHARED[shared], device=gpu, dtype=dtype)
+        x = torch.randn(300, HIDDEN, device=gpu).to(dtype)
+        everyone = layer(x)
+        for tokens in (1, 2, 7, 8, 9, 16, 17, 33, 64, 65, 128, 300):
+            with torch.no_grad():
+                assert torch.equal(layer(x[:tokens]), everyone[:tokens]), (tokens, dtype)
+                assert torch.equal(layer(x[-tokens:]), everyone[-tokens:]), (tokens, dtype)

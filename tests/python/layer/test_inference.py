@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import guild
 from guild.layer_inference import quick_output
+from guild.logits import LogitLinear
 
 HIDDEN, INNER, EXPERTS, TOP_K = 16, 8, 4, 2
 
@@ -29,6 +30,11 @@ QUICK: dict[str, dict[str, Any]] = {
     "shared, biases": {"shared_intermediate": 24, "activation": "gpt_oss", "bias": True},
     "shared, interleaved": {"shared_experts": 1, "order": "interleaved", "transposed": True},
     "shared with a gate": {"shared_experts": 1, "shared_gate": True},
+    "shared with a gate, no other": {
+        "shared_intermediate": 40,
+        "shared_gate": True,
+        "activation": "gelu_ungated",
+    },
     "balancing": {"balance_over": "batch"},  # in training it goes the long way
     "sink": {"weight_gradients": guild.WeightGradients(), "recompute": True},
 }
@@ -175,6 +181,11 @@ SHARED_CHANGES: dict[str, Callable[[guild.MoE], object]] = {
     "activation": lambda m: setattr(m.shared, "activation", guild.Activation.named("geglu")),
     "hook": lambda m: m.shared.register_forward_hook(lambda *a: 2 * a[2]),
     "forward": lambda m: setattr(m.shared, "forward", lambda x: 3 * x),
+    "gate": lambda m: setattr(m.shared, "gate", LogitLinear(HIDDEN, 1, False)),
+    "gate's hook": lambda m: (
+        setattr(m.shared, "gate", LogitLinear(HIDDEN, 1, False)),
+        m.shared.gate.register_forward_hook(lambda *a: a[2].double() - 1),
+    ),
     "module": lambda m: setattr(m, "shared", nn.Linear(HIDDEN, HIDDEN)),
     "none": lambda m: setattr(m, "shared", None),
 }

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from guild._torch.gradients import ops  # registers every op
+
 # Activation and order of gate and up: LayerFlags without the last.
 _FLAGS = (0, True, 1.0, float("inf"), 0.0, False, False)
 _ROWS, _HIDDEN, _INTERMEDIATE, _EXPERTS = 12, 32, 16, 2
@@ -34,36 +36,47 @@ class Operands:
     def out(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.zeros(*shape, dtype=dtype, device=self.device)
 
+    def masters(self) -> tuple[Tensor, None, Tensor]:
+        """w_up, no w_gate, w_down."""
+        up = self.elements(_EXPERTS, 2 * _INTERMEDIATE, _HIDDEN)
+        return up, None, self.elements(_EXPERTS, _HIDDEN, _INTERMEDIATE)
+
+    def layer(self) -> tuple[tuple, tuple]:
+        """Masters, and their codes."""
+        masters = self.masters()
+        return masters, ops.float8_weights(*masters, True, False, False, None, 0)
+
+    def routed(self) -> tuple[Tensor, Tensor]:
+        """ids and scores of two experts a token."""
+        ids = torch.tensor([[0, 1]], dtype=torch.int32, device=self.device).repeat(_ROWS, 1)
+        return ids, self.scales(_ROWS, 2)
+
     def bytes(self, *shape: int) -> Tensor:
         return self.out(*shape, dtype=torch.uint8)
 
     def floats(self, *shape: int) -> Tensor:
         return self.out(*shape, dtype=torch.float32)
 
-    def masters(self) -> tuple[Tensor, None, Tensor]:
-        """w_up (E, 2I, H), no w_gate, w_down (E, H, I)."""
-        up = self.elements(_EXPERTS, 2 * _INTERMEDIATE, _HIDDEN)
-        return up, None, self.elements(_EXPERTS, _HIDDEN, _INTERMEDIATE)
 
-    def experts(self, made: bool = True) -> tuple[Tensor, ...]:
-        """A layer's weights as codes, or memory for them."""
-        codes, scales = (self.codes, self.scales) if made else (self.bytes, self.floats)
-        size, both = _INTERMEDIATE, 2 * _INTERMEDIATE
-        return (
-            *(codes(_EXPERTS, both, _HIDDEN), codes(_EXPERTS, _HIDDEN, both)),
-            *(scales(_EXPERTS, 2, 1, 1), codes(_EXPERTS, _HIDDEN, size)),
-            *(codes(_EXPERTS, size, _HIDDEN), scales(_EXPERTS, 1, 1)),
-        )
+# After the flags: transposed, then the recipe, and whether H is kept.
+_SETTINGS = (*_FLAGS, False, 0, 0, False, False, True, True)
 
-    def routing(self) -> tuple[Tensor, Tensor]:
-        """ids and scores (T, 1)"""
-        ids = torch.arange(_ROWS, device=self.device, dtype=torch.int32)[:, None] % _EXPERTS
-        return ids, self.scales(_ROWS, 1)
 
-    def places(self) -> tuple[Tensor, ...]:
-        """offsets, row_token, slot_row and row_score of sorted tokens."""
-        rows = torch.arange(_ROWS, device=self.device, dtype=torch.int32)
-        return self.offsets, rows, rows[:, None].clone(), self.scales(_ROWS)
+def experts_arguments(o: Operands) -> tuple:
+    """Of a layer without residual and biases."""
+    masters, codes = o.layer()
+    return (o.x, *o.routed(), None, None, *masters, None, None, *codes, *_SETTINGS, None)
+
+
+def backward_arguments(o: Operands) -> tuple:
+    """All gradients but the biases'."""
+    arguments = experts_arguments(o)
+    masters, codes = arguments[5:8], arguments[10:16]
+    _, *kept = ops.float8_experts(*arguments)
+    wanted = [True] * 4 + [False] * 2
+    dout = o.elements(_ROWS, _HIDDEN)
+    given = dout, o.x, None, *kept, *codes, None, None, *masters
+    return (*given, *_SETTINGS, False, False, wanted)
 
 
 # By the op's name, and what is special about the call where an op has several.
@@ -72,22 +85,16 @@ FLOAT8_CALLS: dict[str, Callable[[Operands], tuple]] = {
         *(o.codes(2, 32, 128), o.scales(2, 1), 0, o.codes(2, 16, 128), o.scales(2, 1)),
         *(o.offsets, _ROWS, o.floats(2, 32, 16), True),
     ),
-    "float8_backward": lambda o: (
-        *(o.x, o.elements(_ROWS, _HIDDEN), None, o.h, o.floats(0), o.bytes(0), o.floats(0)),
-        *(*o.places(), *o.experts(), None, None, *o.masters()),
-        *(*_FLAGS, False, 0, 0, False, False, True, True, False, False, [True] * 4 + [False] * 2),
-    ),
-    "float8_experts": lambda o: (
-        *(o.x, *o.routing(), None, None, *o.masters(), None, None, *o.experts()),
-        *(*_FLAGS, False, 0, 1, True, True, False, True),
-    ),
+    "float8_backward": backward_arguments,
+    "float8_experts": experts_arguments,
     "float8_moe": lambda o: (
-        *(o.x, o.elements(_EXPERTS, _HIDDEN), None, None, 1, 0, True, 1.0, 1, 1, 0.0, 0, None),
-        *(*o.masters(), None, None, *o.experts(), *_FLAGS, False, 0, 1, False, True, True, True),
+        *(o.x, o.elements(_EXPERTS, _HIDDEN), None, None, 2, 0, True, 1.0, 1, 1, 0.0, 0, None),
+        *experts_arguments(o)[5:-1],
     ),
-    "float8_weights": lambda o: (*o.masters(), True, False, False, None, 1),
+    "float8_weights": lambda o: (*o.masters(), True, False, False, None, 0),
     "float8_weights_out": lambda o: (
-        *(*o.masters(), True, True, False, None, 0, *o.experts(made=False)),
+        *(*o.masters(), True, False, False, None, 0),
+        *(torch.zeros_like(t) for t in o.layer()[1]),
     ),
     "quantize_chunks_out": lambda o: (
         *(o.x, None, o.offsets, None, 2, 0, 1, o.bytes(2, 32, 128), o.floats(2, 2)),

@@ -28,6 +28,10 @@ bool serves_few_tokens(RowProduct const& x) {
   return able && are_few(most_tokens(x), x.rows, x.groups.groups);
 }
 
+bool are_for_few_tokens(Sizes const& x) {
+  return x.rows() > 0 && x.experts <= kMostRouted && are_few(x.tokens, x.rows(), x.experts);
+}
+
 bool products_sort(Sort const& x) {
   int64_t const slots = x.tokens * x.top_k;
   bool const plain = x.slots < 0 && (x.scores == nullptr || x.score_dtype == DType::float32);

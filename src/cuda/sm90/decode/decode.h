@@ -13,6 +13,11 @@ inline constexpr int kMostSlotsInBlock = 128;
 bool serves_few_tokens(UpProduct const& product);
 void decode_up_product(UpProduct const& product, Queue const& queue);
 
+// The counter from which a launch's blocks claim tiles, or -1 if it has none: product.cuh. `out` is
+// what the launch writes, and its own for that time; so is the counter, which stays out's. A single
+// token has too few tiles: claiming them takes longer than it saves.
+int claims_of(void const* out, int64_t tokens);
+
 // No group is expected to have more rows.
 inline int64_t most_tokens(RowProduct const& x) { return x.tokens >= 0 ? x.tokens : x.rows; }
 

@@ -6,18 +6,56 @@
 #include "cuda/shared_memory.h"
 #include "cuda/sm90/decode/product.cuh"
 #include "cuda/sm90/launch.cuh"
+#include "cuda/sm90/stage_map.h"
 
 namespace guild::cuda::sm90 {
 
-// Weights (E, n, k) in boxes of 64 of k and `rows` of n, 64 where n is contiguous.
+// Weights (E, n, k), read once, in boxes of 64 of k and `rows` of n, 64 where n is contiguous.
 template <class T, Major major>
 CUtensorMap block_map(ConstWeight const& w, int64_t experts, int64_t n, int64_t k, int rows,
                       char const* name) {
-  int64_t const z = places(w, experts);
-  MapShape const shape = major == Major::K
-                             ? MapShape{k, n, z, w.out_stride, w.expert_stride, 64, rows, 1}
-                             : MapShape{n, k, z, w.in_stride, w.expert_stride, 64, 64, 1};
-  return streamed_map(w.data, dtype_of<T>(), shape, name);
+  return streamed_map(w.data, dtype_of<T>(), weight_shape<major>(w, experts, n, k, rows), name);
+}
+
+// The weights of a product, gate and up if `halves`. A stage is loaded by one instruction where its
+// rows and steps lie evenly.
+template <class Product, class T, Major major>
+typename Product::Source weight_source(ConstWeight const& first, ConstWeight const& second,
+                                       int64_t experts, int64_t n, int64_t k, bool halves,
+                                       char const* name) {
+  constexpr DecodeShape shape = Product::kShape;
+  typename Product::Source to{};
+  int64_t const apart =
+      (static_cast<char const*>(second.data) - static_cast<char const*>(first.data)) /
+      kElementBytes;
+  bool const evenly = !halves || (apart > 0 && first.out_stride == second.out_stride &&
+                                  first.expert_stride == second.expert_stride);
+  bool const in_order = first.expert_at == nullptr && second.expert_at == nullptr;
+  to.by_stage = major == Major::K && k % 64 == 0 && in_order && evenly;
+  if (to.by_stage) {
+    int const parts = halves ? 2 : 1;
+    to.stage = stage_map(first.data, dtype_of<T>(),
+                         {.rows = n,
+                          .parts = parts,
+                          .steps = k / 64,
+                          .experts = experts,
+                          .row_stride = first.out_stride,
+                          .part_stride = halves ? apart : first.out_stride,
+                          .expert_stride = first.expert_stride,
+                          .box_rows = shape.rows / parts,
+                          .box_steps = shape.steps()},
+                         name);
+    return to;
+  }
+  to.part[0] = block_map<T, major>(first, experts, n, k, Product::kBoxRows, name);
+  to.part[1] = block_map<T, major>(second, experts, n, k, Product::kBoxRows, name);
+  return to;
+}
+
+template <class Product>
+__global__ void __launch_bounds__(Product::kThreads, kAtOnce) decode_kernel(
+    __grid_constant__ typename Product::Params const p) {
+  Product::run(p);
 }
 
 // Launches as many blocks as `tiles`, an upper bound, can occupy at the same time. allowed: of this
@@ -41,19 +79,22 @@ void launch_decode(typename Product::Params const& params, int64_t tiles, Queue 
 }
 
 // An upper bound on the number of tiles, over experts of unknown sizes.
-inline int64_t most_decode_tiles(int64_t rows, int64_t groups, int64_t across, int tokens) {
-  return (rows / tokens + std::min(rows, groups)) * across;
+template <class Params>
+int64_t most_decode_tiles(Params const& p, int64_t groups, int tokens) {
+  int64_t const rows = p.rows, shared = ceil_div(p.shared.rows, tokens) * p.shared.across;
+  return (rows / tokens + std::min(rows, groups)) * p.across + shared;
 }
 
-// Calls f.template operator()<most rows of a tile>(): no expert has more than `rows`.
+// Calls f.template operator()<most rows of a tile>(): no expert is expected to have more than
+// `most` of all `rows`. Small tiles keep more weights under way and are worth it for most experts,
+// as long as few of these need several.
 template <class F>
-void with_tokens(int64_t rows, F&& f) {
-  if (rows <= 8) {
+void with_tokens(int64_t most, int64_t rows, int64_t experts, F&& f) {
+  constexpr int64_t kSmall = 10;  // rows an expert: measured on an H200, docs/measured/
+  if (most <= 8) {
     f.template operator()<8>();
-  } else if (rows <= 16) {
+  } else if (most <= 16 || rows <= kSmall * experts) {
     f.template operator()<16>();
-  } else if (rows <= 32) {
-    f.template operator()<32>();
   } else {
     f.template operator()<64>();
   }

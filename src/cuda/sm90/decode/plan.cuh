@@ -18,7 +18,7 @@ struct PlanArgs {
 };
 
 // Threads of the block that builds the plan, all of which call its functions together.
-inline constexpr int kPlanThreads = 160, kPlanLanes = 32, kPlanWarps = kPlanThreads / kPlanLanes;
+inline constexpr int kPlanThreads = 192, kPlanLanes = 32, kPlanWarps = kPlanThreads / kPlanLanes;
 
 // The experts that have rows: groups.
 struct Plan {

@@ -1,18 +1,24 @@
 // A grouped product for few tokens: bound by reading each weight once, from memory.
 //
 // Operands are swapped: 64 rows of a weight are wgmma's M, the rows of X are its N, 8 to 64 of
-// them. A block has one producer warp, which streams weights through a deep ring of stages without
-// ever waiting for a tile to end, and one warpgroup that multiplies and stores. K is summed in
-// order by one accumulator, in slices of 16, so that results have the bits of sm90/kernel.cuh.
+// them. A block has a warp that streams weights through a deep ring of stages without ever waiting
+// for a tile to end, one that adds the rows of X, and one warpgroup that multiplies and stores. K
+// is summed in order by one accumulator, in slices of 16, so that results have the bits of
+// sm90/kernel.cuh.
+//
+// Shared experts, which have all tokens' rows, ride along: their tiles come first.
 //
 //   warps 0 .. 3   consumers
-//   warp 4         producer: weights by TMA; X gathered by cp.async, or by TMA where rows lie
-//   packed
+//   warp 4         weights, by TMA; finds the block's tiles and passes them on through a queue
+//   warp 5         rows of X, gathered by cp.async, or by TMA where they lie packed
+//
+// One warp for both would issue instructions more slowly than memory answers.
 //
 // Swapped operands: DeepGEMM, vLLM (docs/papers.md).
 #pragma once
 #include "cuda/products.h"
 #include "cuda/sm90/arch/copy.cuh"
+#include "cuda/sm90/decode/claims.h"
 #include "cuda/sm90/decode/plan.cuh"
 #include "cuda/sm90/decode/results.cuh"
 #include "cuda/sm90/decode/ring.cuh"
@@ -20,16 +26,28 @@
 
 namespace guild::cuda::sm90 {
 
-template <class T, DecodeShape S, Major major, bool gathered, bool activates>
+// Dynamic scheduling: how many tiles a launch's blocks have claimed beside each one's first. 0
+// before a launch and after it: the block that gets the last number sees to that.
+[[maybe_unused]] static __device__ int32_t claimed[kClaimCounters];
+
+template <class T, DecodeShape S, Major major, bool gathered, bool activates,
+          int stage_bytes = S.stage_bytes()>
 struct DecodeProduct {
   static constexpr int kThreads = kPlanThreads;
-  static constexpr int kArrivals = gathered ? 33 : 1;
+  static constexpr DecodeShape kShape = S;
+  static constexpr int kArrivals = gathered ? 33 : 2;
 
+  // Of weights.
+  struct Source {
+    CUtensorMap part[2];  // boxes of 64 x kBoxRows
+    CUtensorMap stage;    // boxes that fill a stage
+    bool by_stage;        // stage is there
+  };
   struct Params {
     PlanArgs plan;
-    CUtensorMap weight[2];        // boxes of 64 x 64, or of 32 rows with kHalfBoxes
-    int32_t const* expert_at[2];  // the third coordinate of each map; null: the expert itself
-    bool halves;                  // weight[1] has the same rows of up; else the rows that follow
+    Source weight;
+    int32_t const* expert_at[2];  // which matrix is an expert's; null: they are in order
+    bool halves;                  // part[1] has the same rows of up; else the rows that follow
     int across, rows, k;          // tiles side by side; rows of X and of the results
     // The weights and the plan's input were complete when the kernel before this one let it start.
     bool early;
@@ -38,23 +56,33 @@ struct DecodeProduct {
     int32_t const* row_token;
     int tokens;
     CUtensorMap x_map;  // else: (k, 1, rows), boxes of 64 x 1 x 8
-    DecodeResults<T, S.parts, activates> results;
+    int claims;  // which of `claimed` is this launch's; -1: every block takes every n-th tile
+    DecodeResults<T, S, activates> results;
+    struct Shared {
+      Source weight;
+      CUtensorMap x_map;
+      int rows, across, k;  // rows: of X and of the results; 0: there are none
+    } shared;
   };
 
-  // Whether gate and up share a block.
-  static constexpr bool kHalfBoxes = activates && S.parts == 1;
-  static_assert(!kHalfBoxes || major == Major::K);
+  // Rows of the weight in a box: where gate and up share a block, half of its rows.
+  static constexpr int kBoxRows = std::min(64, activates ? S.rows / 2 : S.rows);
+  static_assert(kBoxRows == 64 || major == Major::K);
 
-  using Ring = sm90::Ring<T, S, major>;
+  using Ring = sm90::Ring<stage_bytes>;
   using Stage = typename Ring::Stage;
   using Cursor = typename Ring::Cursor;
   static constexpr int kStages = Ring::kStages;
+  using Storage = typename DecodeResults<T, S, activates>::template Storage<S.tokens>;
+  using Announced = TileQueue<kConsumerWarps + 1>;
   struct SharedStorage {
     Ring ring;
-    typename DecodeResults<T, S.parts, activates>::template Storage<S.tokens> results;
+    Storage results;
     Planner planner;
+    Announced queue;
   };
   static_assert(sizeof(SharedStorage) <= 226 * 1024 / kAtOnce, "too many stages");
+  static_assert(sizeof(SharedStorage) >= sizeof(Ring) + read_after(S));
 
   // What the next kernel may rely on before it waits: all kernels before this one have completed.
   static __device__ void start_in_turn() {
@@ -63,44 +91,78 @@ struct DecodeProduct {
   }
 
   static __device__ RowTiles work_of(Params const& p, Plan const& plan) {
-    constexpr int width = 64 * S.parts;
     return {.groups = plan.groups(p.rows),
-            .tile_n = p.halves ? width / 2 : width,
+            .tile_n = p.halves ? S.rows / 2 : S.rows,
             .across = p.across,
             .inner = p.k,
             .tile_m = S.tokens,
             .tail_m = 0,
             .band = 1};  // the tiles that share weights follow each other
   }
-  static __device__ int stages_of(Params const& p) {
-    return (p.k + 64 * S.steps() - 1) / (64 * S.steps());
-  }
+  // Finds tiles by their numbers, with a whole warp.
+  class Tiles {
+   public:
+    __device__ Tiles(Params const& p, Plan const& plan)
+        : p(p), plan(plan), finder(work_of(p, plan), 0, 0) {
+      high = (p.shared.rows + S.tokens - 1) / S.tokens;
+      shared = high * p.shared.across;
+    }
+
+    // False where there are fewer; else `number` must be greater than any before.
+    __device__ bool find(int number, Tile& tile) {
+      if (number < shared) {
+        int const row = number % high * S.tokens;
+        tile = {.expert = kSharedExpert,
+                .row = row,
+                .col = number / high * finder.work.tile_n,
+                .rows = min(p.shared.rows - row, S.tokens)};
+        return true;
+      }
+      finder.go_to(number - shared);
+      bool const found = finder.next(tile);
+      if (found) tile.expert = plan.expert[tile.expert];
+      return found;
+    }
+    // All tiles, once find() has returned false.
+    __device__ int count() const { return shared + finder.count(); }
+
+   private:
+    Params const& p;
+    Plan const& plan;
+    TileFinder<RowTiles> finder;
+    int high, shared;  // tiles of shared experts: one upon another; in all
+  };
+  static __device__ Tile no_more() { return {.expert = -1}; }
+
   // Rows that are loaded and multiplied for a tile.
   static __device__ int width_of(Tile const& tile) {
     return tile.rows <= 8 ? 8 : tile.rows <= 16 ? 16 : tile.rows <= 32 ? 32 : 64;
   }
+  static __device__ int stages_of(Params const& p, Tile const& tile) {
+    int const k = tile.expert == kSharedExpert ? p.shared.k : p.k;
+    return (k + 64 * S.steps() - 1) / (64 * S.steps());
+  }
 
-  // One thread: announces a stage's bytes and issues its weights.
-  static __device__ void load_weights(Params const& p, Stage& stage, Barrier& full, int expert,
-                                      Tile const& tile, int index) {
-    uint64_t const policy = evict_first();
-    int const of_x = gathered ? 0 : S.steps() * width_of(tile) * kRowBytes;
-    full.arrive_expect(DecodeShape::kStageWeights + of_x);
+  // One thread: announces the bytes of a stage's weights and issues them.
+  static __device__ void load_weights(Params const& p, Stage& stage, Barrier& full,
+                                      Tile const& tile, int index, uint64_t policy) {
+    bool const shared = tile.expert == kSharedExpert;
+    Source const& from = shared ? p.shared.weight : p.weight;
+    full.arrive_expect(S.weight_bytes());
+    if (from.by_stage) {
+      tma_load_stage(from.stage, stage.weight,
+                     {tile.col, index * S.steps(), shared ? 0 : tile.expert}, full, policy);
+      return;
+    }
+    constexpr int boxes = S.rows / kBoxRows;  // of a step
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      int const k = 64 * (index * S.steps() + (S.parts == 1 ? i : 0));
-      auto const load = [&](bool second, int rows, char* to) {
-        int const row = tile.col + (second && !p.halves ? rows : 0);
-        int const e = placed(p.expert_at[second], expert);
-        Coordinate const at = major == Major::K ? Coordinate{k, row, e} : Coordinate{row, k, e};
-        tma_load_once(p.weight[second], to, at, full, policy);
-      };
-      if constexpr (kHalfBoxes) {
-        load(false, 32, stage.weight[i]);
-        load(true, 32, stage.weight[i] + kBlockBytes / 2);
-      } else {
-        load(S.parts == 2 && i == 1, 64, stage.weight[i]);
-      }
+    for (int i = 0; i < S.steps() * boxes; ++i) {
+      int const k = 64 * (index * S.steps() + i / boxes);
+      bool const second = i % boxes != 0;
+      int const row = tile.col + (second && !p.halves ? kBoxRows : 0);
+      int const e = shared ? 0 : placed(p.expert_at[second], tile.expert);
+      Coordinate const at = major == Major::K ? Coordinate{k, row, e} : Coordinate{row, k, e};
+      tma_load_once(from.part[second], stage.weight + i * kBoxRows * kRowBytes, at, full, policy);
     }
   }
 
@@ -108,22 +170,26 @@ struct DecodeProduct {
   struct Rows {
     static constexpr int kMost = S.tokens / 4;
     uint32_t from[kMost];
-    int token[kMost];
+    int token[(S.tokens + 31) / 32];  // of row lane + 32 i
 
     // Starts to load what begin() will need: memory that is busy answers late.
     __device__ void find(Params const& p, Plan const& plan, Tile const& tile) {
 #pragma unroll
-      for (int i = 0; i < kMost; ++i) {
-        int const r = threadIdx.x % 32 / 8 + 4 * i;
+      for (int i = 0; i < (S.tokens + 31) / 32; ++i) {
+        int const r = threadIdx.x % 32 + 32 * i;
         token[i] = -1;
         if (r >= tile.rows) continue;
-        token[i] = plan.token != nullptr ? plan.token[tile.row + r] : p.row_token[tile.row + r];
+        token[i] = tile.expert == kSharedExpert ? tile.row + r
+                   : plan.token != nullptr      ? plan.token[tile.row + r]
+                                                : p.row_token[tile.row + r];
       }
     }
     __device__ void begin(Params const& p) {
 #pragma unroll
       for (int i = 0; i < kMost; ++i) {
-        from[i] = unsigned(token[i]) < unsigned(p.tokens) ? uint32_t(token[i]) * p.stride : kNone;
+        int const lane = (threadIdx.x % 32 / 8 + 4 * i) % 32;
+        int const found = __shfl_sync(~0u, token[i / 8], lane);
+        from[i] = unsigned(found) < unsigned(p.tokens) ? uint32_t(found) * p.stride : kNone;
       }
     }
     __device__ void load(Params const& p, Stage& stage, Tile const& tile, int index) const {
@@ -131,7 +197,7 @@ struct DecodeProduct {
 #pragma unroll
       for (int s = 0; s < S.steps(); ++s) {
         int const k = 64 * (index * S.steps() + s) + lane % 8 * kElementsPer16Bytes;
-        uint32_t const none = k < p.k ? kNone : 0, to = shared_address(stage.x[s]);
+        uint32_t const none = k < p.k ? kNone : 0, to = shared_address(stage.template x<S>(s));
 #pragma unroll
         for (int i = 0; i < kMost; ++i) {
           if (4 * i >= width) break;
@@ -142,86 +208,125 @@ struct DecodeProduct {
     }
   };
 
-  static __device__ void gather(Params const& p, Rows const& rows, Stage& stage, Barrier& full,
-                                Tile const& tile, int index) {
-    rows.load(p, stage, tile, index);
-    full.arrive_when_copied();
-  }
-
-  // Where rows of X lie packed: boxes of 8 rows, one a lane.
+  // Where rows of X lie packed: announces a stage's bytes and issues boxes of 8 rows, one a lane.
   static __device__ void load_rows(Params const& p, Stage& stage, Barrier& full, Tile const& tile,
                                    int index) {
     int const lane = threadIdx.x % 32, boxes = width_of(tile) / 8;
+    if (lane == 0) full.arrive_expect(S.steps() * boxes * 8 * kRowBytes);
+    __syncwarp();
     if (lane >= boxes * S.steps()) return;
     int const step = lane / boxes, box = lane % boxes;
-    tma_load(p.x_map, stage.x[step] + box * 8 * kRowBytes,
+    CUtensorMap const& map = tile.expert == kSharedExpert ? p.shared.x_map : p.x_map;
+    tma_load(map, stage.template x<S>(step) + box * 8 * kRowBytes,
              {64 * (index * S.steps() + step), 0, tile.row + 8 * box}, full);
   }
 
-  // Fills the ring with weights, ahead of X, which the kernel before is still making; returns the
-  // number of stages.
-  static __device__ int fill_early(Params const& p, Ring& ring, Plan const& plan) {
-    int const count = stages_of(p);
-    int filled = 0;
-    TileFinder<RowTiles> finder(work_of(p, plan), blockIdx.x, gridDim.x);
-    for (Tile tile; filled < kStages && finder.next(tile);) {
-      for (int i = 0; i < count && filled < kStages; ++i, ++filled) {
-        if (threadIdx.x % 32 != 0) continue;
-        load_weights(p, ring.stage[filled], ring.full[filled], plan.expert[tile.expert], tile, i);
+  // The numbers of the block's tiles: of the first, and claimed or every n-th from then on.
+  struct Numbers {
+    int now = blockIdx.x, after;
+
+    // Starts to find out the number that follows.
+    __device__ void ask(Params const& p) {
+      after = now + int(gridDim.x);
+      if (p.claims < 0) return;
+      if (threadIdx.x % 32 == 0) after = int(gridDim.x) + atomicAdd(&claimed[p.claims], 1);
+    }
+    __device__ void answer() { now = __shfl_sync(~0u, after, 0); }
+
+    // There is no such tile. As many blocks find that as have had a first tile, so that there are
+    // as many claims as tiles.
+    __device__ void fail(Params const& p, int tiles) const {
+      if (p.claims >= 0 && now == int(gridDim.x) + tiles - 1) claimed[p.claims] = 0;
+    }
+  };
+
+  // Before this many stages of a tile are left, the next is found: claiming it and then looking up
+  // its rows each wait for memory.
+  static constexpr int kAskedAhead = 5, kFoundAhead = 3;
+  static __device__ int found_at(int count) { return max(0, count - kFoundAhead); }
+
+  // The warp that loads weights. It says which tiles the block has, the next one a little ahead.
+  static __device__ void load(Params const& p, SharedStorage& smem, Plan const& plan) {
+    Ring& ring = smem.ring;
+    bool const leads = threadIdx.x % 32 == 0;
+    uint64_t const policy = evict_first();
+    Tiles tiles(p, plan);
+    Numbers numbers;
+    Cursor at;
+    QueueEnd end;
+    Tile tile, next;
+    bool waits = p.early, more = tiles.find(numbers.now, next);
+    smem.queue.put(end, more ? next : no_more());
+    while (more) {
+      tile = next;
+      int const count = stages_of(p, tile);
+      int asks_at = max(0, count - kAskedAhead), finds_at = found_at(count);
+      // Claims wait for the kernel before: first the ring is filled.
+      if (waits) asks_at = finds_at = max(finds_at, min(count, kStages) - 1);
+      for (int i = 0; i < count; ++i, at.advance()) {
+        ring.empty[at.stage].wait(at.phase ^ 1);
+        if (leads) {
+          load_weights(p, ring.stage[at.stage], ring.full[at.stage], tile, i, policy);
+        }
+        if (i == asks_at) {
+          if (waits && p.claims >= 0) wait_for_previous();
+          waits = waits && p.claims < 0;
+          numbers.ask(p);
+        }
+        if (i != finds_at) continue;
+        numbers.answer();
+        more = tiles.find(numbers.now, next);
+        if (!more) numbers.fail(p, tiles.count());
+        smem.queue.wait_for_free(end);
+        smem.queue.put(end, more ? next : no_more());
       }
     }
-    wait_for_previous();
-    return filled;
   }
 
-  static __device__ void produce(Params const& p, Ring& ring, Plan const& plan) {
-    int ahead = p.early ? fill_early(p, ring, plan) : 0;  // stages whose weights are under way
-    int const lane = threadIdx.x % 32, count = stages_of(p);
-    int filled = 0;  // stages of the first round
-    TileFinder<RowTiles> finder(work_of(p, plan), blockIdx.x, gridDim.x);
+  // The warp that loads rows of X.
+  static __device__ void gather(Params const& p, SharedStorage& smem, Plan const& plan) {
+    if (p.early) wait_for_previous();
+    Ring& ring = smem.ring;
     Cursor at;
+    QueueEnd end;
     Rows rows;
     Tile tile, next;
-    bool more = finder.next(next);
+    bool more = smem.queue.take(end, next);
     if constexpr (gathered) {
       if (more) rows.find(p, plan, next);
     }
     while (more) {
       tile = next;
-      more = finder.next(next);
-      if constexpr (gathered) {
-        rows.begin(p);
-        if (more) rows.find(p, plan, next);
-      }
-      int const expert = plan.expert[tile.expert];
-      for (int i = 0; i < count; ++i, at.advance(), --ahead) {
+      if constexpr (gathered) rows.begin(p);
+      int const count = stages_of(p, tile);
+      for (int i = 0; i < count; ++i, at.advance()) {
         Stage& stage = ring.stage[at.stage];
         Barrier& full = ring.full[at.stage];
-        if (ahead <= 0) ring.empty[at.stage].wait(at.phase ^ 1);
-        // What fills the ring first waits behind none of it.
-        bool const gathers_first = gathered && filled < kStages;
-        if (gathers_first) gather(p, rows, stage, full, tile, i);
-        if (ahead <= 0 && lane == 0) load_weights(p, stage, full, expert, tile, i);
-        if constexpr (!gathered) {
-          __syncwarp();  // bytes are announced first
+        ring.empty[at.stage].wait(at.phase ^ 1);
+        if constexpr (gathered) {
+          rows.load(p, stage, tile, i);
+          full.arrive_when_copied();
+        } else {
           load_rows(p, stage, full, tile, i);
-        } else if (!gathers_first) {
-          gather(p, rows, stage, full, tile, i);
         }
-        filled += gathers_first;
+        if (i != found_at(count)) continue;
+        more = smem.queue.take(end, next);
+        if constexpr (gathered) {
+          if (more) rows.find(p, plan, next);
+        }
       }
     }
   }
 
   template <int width>
-  static __device__ void consume_tile(Params const& p, Cursor& at, Tile const& tile, int count,
-                                      SharedStorage& smem) {
-    float acc[S.parts][width / 2];
+  static __device__ void consume_tile(Params const& p, Cursor& at, Tile const& tile, Ring& ring,
+                                      Storage& storage) {
+    float acc[S.parts()][width / 2];
 #pragma unroll
     for (auto& part : acc) forget_registers(part);
     bool const started = p.results.start(acc, tile);
-    smem.ring.template sum<width>(acc, started, at, count);
-    p.results.store(acc, tile, smem.results);
+    ring.template sum<T, S, major, width>(acc, started, at, stages_of(p, tile));
+    p.results.store(acc, tile, storage);
   }
 
   static __device__ void consume(Params const& p, SharedStorage& smem, Plan const& plan) {
@@ -229,20 +334,18 @@ struct DecodeProduct {
     if (p.plan.writes && blockIdx.x + 1 == gridDim.x) {
       smem.planner.template store<32 * kConsumerWarps>(p.plan.sort, plan);
     }
-    TileFinder<RowTiles> finder(work_of(p, plan), blockIdx.x, gridDim.x);
-    int const count = stages_of(p);
     Cursor at;
-    for (Tile tile; finder.next(tile);) {
+    QueueEnd end;
+    for (Tile tile; smem.queue.take(end, tile);) {
       int const width = width_of(tile);
-      tile.expert = plan.expert[tile.expert];
       if (width == 8) {
-        consume_tile<8>(p, at, tile, count, smem);
+        consume_tile<8>(p, at, tile, smem.ring, smem.results);
       } else if (S.tokens >= 16 && width == 16) {
-        consume_tile<std::min(16, S.tokens)>(p, at, tile, count, smem);
+        consume_tile<std::min(16, S.tokens)>(p, at, tile, smem.ring, smem.results);
       } else if (S.tokens >= 32 && width == 32) {
-        consume_tile<std::min(32, S.tokens)>(p, at, tile, count, smem);
+        consume_tile<std::min(32, S.tokens)>(p, at, tile, smem.ring, smem.results);
       } else if (S.tokens >= 64) {
-        consume_tile<std::min(64, S.tokens)>(p, at, tile, count, smem);
+        consume_tile<std::min(64, S.tokens)>(p, at, tile, smem.ring, smem.results);
       }
     }
   }
@@ -251,27 +354,28 @@ struct DecodeProduct {
     extern __shared__ __align__(1024) char memory[];
     auto& smem = *reinterpret_cast<SharedStorage*>(memory);
     if (threadIdx.x == 0) {
-      prefetch(p.weight[0]);
-      prefetch(p.weight[1]);
+      if (p.weight.by_stage) {
+        prefetch(p.weight.stage);
+      } else {
+        prefetch(p.weight.part[0]);
+        prefetch(p.weight.part[1]);
+      }
       if (!gathered) prefetch(p.x_map);
       smem.ring.init(kArrivals);
+      smem.queue.init(0);
     }
     __syncthreads();  // while kernels before still run
     if (!p.early) start_in_turn();
     bool const sorts = p.plan.sort.ids != nullptr;
     Plan const plan = sorts ? smem.planner.sort(p.plan.sort) : smem.planner.find(p.plan.groups);
     if (warp_index() == kConsumerWarps) {
-      produce(p, smem.ring, plan);
+      load(p, smem, plan);
+    } else if (warp_index() > kConsumerWarps) {
+      gather(p, smem, plan);
     } else {
       consume(p, smem, plan);
     }
   }
 };
-
-template <class Product>
-__global__ void __launch_bounds__(Product::kThreads, kAtOnce) decode_kernel(
-    __grid_constant__ typename Product::Params const p) {
-  Product::run(p);
-}
 
 }  // namespace guild::cuda::sm90

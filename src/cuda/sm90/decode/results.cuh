@@ -2,43 +2,57 @@
 // that is, columns of the results, for two tokens in every eight. Results are turned round in
 // shared memory and stored by rows.
 #pragma once
+#include "cuda/sm90/decode/ring.cuh"
 #include "cuda/sm90/outputs.cuh"
 
 namespace guild::cuda::sm90 {
 
-// H = X W^T + bias and A = activation(H); or, without `activates`, A = H alone. A tile has `parts`
-// blocks of 64 weight rows, 64 rows apart; or, for Pairing::halves, gate and up of the same
-// columns: a block each, or half a block each where there is one.
-template <class T, int parts, bool activates>
+// What a tile has as its expert where it is the shared experts'.
+inline constexpr int kSharedExpert = 1 << 20;
+
+// H = X W^T + bias and A = activation(H); or, without `activates`, A = H alone. The rows of the
+// weight that a tile has follow each other; or, for Pairing::halves, are gate and up of the same
+// columns: the first half and the second.
+template <class T, DecodeShape S, bool activates>
 struct DecodeResults {
+  static constexpr int parts = S.parts(), kHalf = S.rows / 2;
   struct Matrix {
     T* data;  // null: not wanted
     int64_t stride;
   };
-  Matrix h, a;   // h: of `columns` columns, or twice as many for Pairing::halves
-  Bias<T> bias;  // ordered as h
-  int columns;   // weight rows, of one half where there are two
+  struct Target {
+    Matrix h, a;   // h: of `columns` columns, or twice as many for Pairing::halves
+    Bias<T> bias;  // ordered as h
+    int columns;   // weight rows, of one half where there are two
+  };
+  Target target[2];  // of the experts, of the shared ones
   Pairing pairing;
   ActivationOf<float> activation;
 
   // 64 columns of results by token; rows are padded so that a warp's stores meet no bank twice.
   template <int tokens>
   struct Storage {
-    alignas(16) T value[tokens][64 + 8];
-    float up[parts == 1 && activates ? tokens / 2 : 1][64];  // sums of the warps that have up
+    union {
+      alignas(16) T value[tokens][64 + 8];
+      // Before that, sums of the warps that have up, where they are not those that have gate.
+      float up[parts == 1 && activates ? tokens / 2 : 1][parts == 1 ? 2 * kHalf : 1];
+    };
   };
 
   // Fills the accumulators with the bias; false if there is none.
   template <int count>
   __device__ bool start(float (&acc)[parts][count], Tile const& tile) const {
-    if (bias.data == nullptr) return false;
-    T const* const row = bias.data + tile.expert * bias.stride;
+    Target const& to = of(tile);
+    if (to.bias.data == nullptr) return false;
+    T const* const row = to.bias.data + tile.expert * to.bias.stride;
 #pragma unroll
     for (int part = 0; part < parts; ++part) {
 #pragma unroll
       for (int below = 0; below < 2; ++below) {
-        Place const at = place_of(part, fragment_row(threadIdx.x) + 8 * below, tile);
-        float const value = at.col < columns ? to_float(row[at.first + at.col]) : 0.f;
+        int const within = fragment_row(threadIdx.x) + 8 * below;
+        Place const at = place_of(part, within, tile);
+        bool const there = within < S.rows && at.col < to.columns;
+        float const value = there ? to_float(row[at.first + at.col]) : 0.f;
 #pragma unroll
         for (int i = 0; i < count; ++i) {
           if (i % 4 / 2 == below) acc[part][i] = value;
@@ -53,9 +67,10 @@ struct DecodeResults {
     if constexpr (!activates) {
 #pragma unroll
       for (int part = 0; part < parts; ++part) {
-        put(a, acc[part], part, tile, storage);
+        put(of(tile).a, acc[part], part, tile, storage);
       }
     } else {
+      Matrix const& h = of(tile).h;
       if (h.data != nullptr) {
 #pragma unroll
         for (int part = 0; part < parts; ++part) put(h, acc[part], part, tile, storage);
@@ -65,14 +80,18 @@ struct DecodeResults {
   }
 
  private:
+  __device__ Target const& of(Tile const& tile) const {
+    return target[tile.expert == kSharedExpert];
+  }
+
   // Where a row of a block belongs: column `col` of H, from `first` on.
   struct Place {
     int first, col;
   };
   __device__ Place place_of(int part, int row, Tile const& tile) const {
     if (pairing != Pairing::halves) return {0, tile.col + 64 * part + row};
-    if constexpr (parts == 2) return {part * columns, tile.col + row};
-    return {row / 32 * columns, tile.col + row % 32};
+    if constexpr (parts == 2) return {part * of(tile).columns, tile.col + row};
+    return {row / kHalf * of(tile).columns, tile.col + row % kHalf};
   }
 
   template <int count, class Storage>
@@ -91,7 +110,7 @@ struct DecodeResults {
           if (i % 4 == 0 && 2 * i >= tile.rows) break;
           float const up = !halves      ? 0.f
                            : parts == 2 ? acc[parts - 1][i]
-                                        : storage.up[i][threadIdx.x % 64];
+                                        : storage.up[i][threadIdx.x % (2 * kHalf)];
           acc[part][i] = activate<family.value>(act, acc[part][i], up);
         }
       }
@@ -100,9 +119,9 @@ struct DecodeResults {
 #pragma unroll
     for (int part = 0; part < parts; ++part) {
       if (pairing == Pairing::halves) {
-        if (part == 0) put_columns(a, acc[0], tile.col, parts == 2 ? 64 : 32, tile, storage);
+        if (part == 0) put_columns(of(tile).a, acc[0], tile.col, kHalf, tile, storage);
       } else {
-        put(a, acc[part], part, tile, storage);
+        put(of(tile).a, acc[part], part, tile, storage);
       }
     }
   }
@@ -111,9 +130,9 @@ struct DecodeResults {
   template <int count, class Storage>
   __device__ void take_up(float (&acc)[count], Storage& storage) const {
     consumers_barrier();
-    if (threadIdx.x >= 64) {
+    if (warp_index() / (kHalf / 16) == 1) {
 #pragma unroll
-      for (int i = 0; i < count; ++i) storage.up[i][threadIdx.x % 64] = acc[i];
+      for (int i = 0; i < count; ++i) storage.up[i][threadIdx.x % (2 * kHalf)] = acc[i];
     }
     consumers_barrier();
   }
@@ -139,7 +158,7 @@ struct DecodeResults {
     }
   }
 
-  // Stores the columns of A that activate_neighbours() made, 32 a part.
+  // Stores the columns of A that activate_neighbours() made.
   template <int count, class Storage>
   __device__ void put_pairs(float const (&acc)[parts][count], Tile const& tile,
                             Storage& storage) const {
@@ -155,17 +174,18 @@ struct DecodeResults {
     }
     consumers_barrier();
     int const chunk = threadIdx.x % 8 * kElementsPer16Bytes, col = tile.col / 2 + chunk;
-    if (chunk < 32 * parts && col < columns / 2) copy(a, col, chunk, tile, storage);
+    if (chunk < kHalf && col < of(tile).columns / 2) copy(of(tile).a, col, chunk, tile, storage);
   }
 
-  // Stores a block's 64 rows as columns of H, or of A where that is H.
+  // Stores a block's rows as columns of H, or of A where that is H.
   template <int count, class Storage>
   __device__ void put(Matrix const& to, float const (&acc)[count], int part, Tile const& tile,
                       Storage& storage) const {
     stage(acc, tile, storage);
     int const chunk = threadIdx.x % 8 * kElementsPer16Bytes;
     Place const at = place_of(part, chunk, tile);
-    if (at.col < columns) copy(to, at.first + at.col, chunk, tile, storage);
+    if (chunk < S.rows && at.col < of(tile).columns)
+      copy(to, at.first + at.col, chunk, tile, storage);
   }
   // Stores a block's first rows as columns from `col` on.
   template <int count, class Storage>
@@ -173,7 +193,8 @@ struct DecodeResults {
                               Tile const& tile, Storage& storage) const {
     stage(acc, tile, storage);
     int const chunk = threadIdx.x % 8 * kElementsPer16Bytes;
-    if (chunk < width && col + chunk < columns) copy(to, col + chunk, chunk, tile, storage);
+    if (chunk < width && col + chunk < of(tile).columns)
+      copy(to, col + chunk, chunk, tile, storage);
   }
 
   template <int count, class Storage>

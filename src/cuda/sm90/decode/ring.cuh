@@ -11,15 +11,17 @@ namespace guild::cuda::sm90 {
 // this one ends.
 inline constexpr int kAtOnce = 2;
 
-// tokens: most rows of X of a tile. parts: blocks of 64 rows of the weight that are summed at the
-// same time, each 64 deep; with one part a stage holds two steps of it instead.
+// tokens: most rows of X of a tile. rows: of the weight, 128 at most. A stage holds as many steps,
+// each 64 deep, as make up to 128 rows.
 struct DecodeShape {
-  int tokens, parts;
+  int tokens, rows;
 
-  static constexpr int kStageWeights = 2 * kBlockBytes;
-  constexpr int steps() const { return 2 / parts; }                 // of a stage
-  constexpr int token_bytes() const { return tokens * kRowBytes; }  // of a step
-  constexpr int stage_bytes() const { return kStageWeights + steps() * token_bytes(); }
+  constexpr int parts() const { return (rows + 63) / 64; }          // accumulators, of 64 rows each
+  constexpr int steps() const { return 128 / rows; }                // of a stage
+  constexpr int step_bytes() const { return rows * kRowBytes; }     // weights of a step
+  constexpr int token_bytes() const { return tokens * kRowBytes; }  // rows of X of a step
+  constexpr int weight_bytes() const { return steps() * step_bytes(); }  // of a stage
+  constexpr int stage_bytes() const { return steps() * (step_bytes() + token_bytes()); }
 };
 
 inline constexpr int kConsumerWarps = 4;
@@ -33,24 +35,41 @@ __device__ inline void tma_load_once(CUtensorMap const& map, void* to, Coordinat
       "l"(&map), "r"(shared_address(&done.word)), "r"(at.x), "r"(at.y), "r"(at.z), "l"(policy)
       : "memory");
 }
+// The same for a whole stage: stage_map.h.
+struct StageCoordinate {
+  int row, step, expert;
+};
+__device__ inline void tma_load_stage(CUtensorMap const& map, void* to, StageCoordinate at,
+                                      Barrier& done, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4, %3, %5, %6}], [%2], %7;" ::"r"(shared_address(to)),
+      "l"(&map), "r"(shared_address(&done.word)), "r"(0), "r"(at.row), "r"(at.step), "r"(at.expert),
+      "l"(policy)
+      : "memory");
+}
 __device__ inline uint64_t evict_first() {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
 
-// In shared memory.
-template <class T, DecodeShape S, Major major>
+// wgmma reads 64 rows at a time. Where a tile has fewer, the others are what comes next, and what
+// they give is not looked at. Past the last stage that is up to so many bytes.
+constexpr int read_after(DecodeShape s) { return s.parts() * kBlockBytes - s.step_bytes(); }
+
+// In shared memory, with stages for one shape or several. A stage begins with its weights.
+template <int stage_bytes>
 struct Ring {
-  static constexpr int kStages = (102 * 1024) / S.stage_bytes();
+  static constexpr int kStages = (102 * 1024) / stage_bytes;
   struct Stage {
-    alignas(1024) char weight[2][kBlockBytes];
-    char x[S.steps()][S.token_bytes()];
+    alignas(1024) char weight[stage_bytes];
+    template <DecodeShape S>
+    __device__ char* x(int step) {
+      return weight + S.weight_bytes() + step * S.token_bytes();
+    }
   };
   using Cursor = cuda::Cursor<kStages, int>;
-  // Whether consumers free a stage before they wait for the next. Else a stage less is under way,
-  // but short products overlap.
-  static constexpr bool kFreesAtOnce = S.tokens < 64;
 
   Stage stage[kStages];
   Barrier full[kStages], empty[kStages];
@@ -66,8 +85,11 @@ struct Ring {
   }
 
   // The consumers: sums `count` stages, from the accumulators' values on if `started`.
-  template <int width>
-  __device__ void sum(float (&acc)[S.parts][width / 2], bool started, Cursor& at, int count) {
+  template <class T, DecodeShape S, Major major, int width>
+  __device__ void sum(float (&acc)[S.parts()][width / 2], bool started, Cursor& at, int count) {
+    // Whether consumers free a stage before they wait for the next. Else a stage less is under way,
+    // but short products overlap.
+    constexpr bool kFreesAtOnce = width < 64;
     constexpr int step_a = kSliceBytes<major> / 16, step_b = kSliceBytes<Major::K> / 16;
     bool const leads = threadIdx.x % 32 == 0;
     uint32_t const stage0 = kept(shared_address(&stage[0]));
@@ -76,7 +98,7 @@ struct Ring {
       full[at.stage].wait(at.phase);
       uint32_t const base = stage0 + at.stage * uint32_t(sizeof(Stage));
       uint32_t const a = descriptor<major>(base);
-      uint32_t const b = descriptor<Major::K>(base + DecodeShape::kStageWeights);
+      uint32_t const b = descriptor<Major::K>(base + S.weight_bytes());
 #pragma unroll
       for (auto& part : acc) fence_registers(part);
       wgmma_fence();
@@ -84,9 +106,9 @@ struct Ring {
       for (int slice = 0; slice < 4 * S.steps(); ++slice) {
         int const step = slice / 4, within = slice % 4;
 #pragma unroll
-        for (int part = 0; part < S.parts; ++part) {
+        for (int part = 0; part < S.parts(); ++part) {
           mma_slice<T, width, major, Major::K>(
-              acc[part], a + (step + part) * (kBlockBytes / 16) + within * step_a,
+              acc[part], a + (step * S.step_bytes() + part * kBlockBytes) / 16 + within * step_a,
               b + step * (S.token_bytes() / 16) + within * step_b, started || i > 0 || slice > 0);
         }
       }
@@ -104,8 +126,8 @@ struct Ring {
 
  private:
   // Waits for the products and frees the stage of the last.
-  template <int count>
-  __device__ void finish(float (&acc)[S.parts][count], int last) {
+  template <int parts, int count>
+  __device__ void finish(float (&acc)[parts][count], int last) {
     wgmma_wait<0>();
 #pragma unroll
     for (auto& part : acc) fence_registers(part);

@@ -1,10 +1,11 @@
 // The down projection of a single token together with the sum over its experts, which saves the
 // launch of combine: O = residual + sum over k of score[k] * (A[row of k] W[expert of k]^T + bias).
+// Shared experts as wide as the others are one more of them, whose results are the residual.
 //
 // The token's experts share wgmma's M: `width` rows of the weight of each lie side by side in a
-// block of 64. Its N is all rows of A, of which an expert needs its own; what it makes of the
-// others is not looked at. So a block holds a few columns of all experts' results, and adds them up
-// as combine does: rounded to T, in fp32, k ascending.
+// tile. Its N is all rows of A, of which an expert needs its own; what it makes of the others is
+// not looked at. So a tile holds a few columns of all experts' results, and adds them up as combine
+// does: rounded to T, in fp32, k ascending.
 #pragma once
 #include "cuda/sm90/arch/copy.cuh"
 #include "cuda/sm90/decode/plan.cuh"
@@ -13,12 +14,11 @@
 
 namespace guild::cuda::sm90 {
 
-// most: slots that the token may have, a multiple of 8.
-template <class T, int most>
+// S.tokens: slots that the token may have. S.rows: of all experts' weights in a tile.
+template <class T, DecodeShape S, int stage_bytes = S.stage_bytes()>
 struct TokenSumKernel {
-  static constexpr int kThreads = kPlanThreads, kPadded = 64 + 8;
-  static constexpr DecodeShape kShape{most, 1};
-  using Ring = sm90::Ring<T, kShape, Major::K>;
+  static constexpr int kThreads = kPlanThreads, kPadded = 64 * S.parts() + 8, most = S.tokens;
+  using Ring = sm90::Ring<stage_bytes>;
   using Stage = typename Ring::Stage;
   using Cursor = typename Ring::Cursor;
 
@@ -27,11 +27,14 @@ struct TokenSumKernel {
     float const* score;  // of a slot; null: 1
     CUtensorMap weight;  // boxes of 64 x `width`
     CUtensorMap a_map;   // (k, 1, rows), boxes of 64 x 1 x 8
-    int width;           // rows of an expert's weight in a block
+    int width;           // rows of an expert's weight in a tile
     int across, columns, k;
     Bias<T> bias;
-    T const* residual;  // null: none
+    T const* residual;            // null: none
+    float const* residual_scale;  // null: 1
     T* o;
+    bool shared;                // whether there are shared experts; row top_k of A is theirs
+    CUtensorMap shared_weight;  // as weight
   };
 
   // What the sum needs of a slot.
@@ -39,66 +42,79 @@ struct TokenSumKernel {
     int at;  // of its results of the block's first column, in `value`; -1: id out of range
     float score;
   };
+  struct Working {
+    T value[most][kPadded];  // (rows of A, rows of the tile), padded
+    Term term[most];
+  };
   struct SharedStorage {
     Ring ring;
-    T value[most][kPadded];  // (rows of A, rows of the block), padded
-    Term term[most];
+    Working working;
     Planner planner;
   };
   static_assert(sizeof(SharedStorage) <= 226 * 1024 / kAtOnce, "too many stages");
+  static_assert(sizeof(SharedStorage) >= sizeof(Ring) + read_after(S));
 
   static __device__ int stages_of(Params const& p) {
-    return (p.k + 64 * kShape.steps() - 1) / (64 * kShape.steps());
+    return (p.k + 64 * S.steps() - 1) / (64 * S.steps());
   }
 
   // The producer's warp: announces a stage's bytes and issues its weights, a box a lane.
   static __device__ void load_weights(Params const& p, Plan const& plan, Stage& stage,
                                       Barrier& full, int tile, int index) {
     int const lane = threadIdx.x % 32, box = p.width * kRowBytes;
-    int const boxes = plan.count * kShape.steps();
-    if (lane == 0) full.arrive_expect(boxes * box + kShape.steps() * kShape.token_bytes());
+    int const groups = plan.count + p.shared, boxes = groups * S.steps();
+    if (lane == 0) full.arrive_expect(boxes * box);
     __syncwarp();
     if (lane >= boxes) return;
-    int const step = lane / plan.count, group = lane % plan.count;
-    tma_load_once(p.weight, stage.weight[step] + group * box,
-                  {64 * (index * kShape.steps() + step), tile * p.width, plan.expert[group]}, full,
-                  evict_first());
+    int const step = lane / groups, group = lane % groups;
+    bool const shared = group == plan.count;
+    tma_load_once(
+        shared ? p.shared_weight : p.weight, stage.weight + step * S.step_bytes() + group * box,
+        {64 * (index * S.steps() + step), tile * p.width, shared ? 0 : plan.expert[group]}, full,
+        evict_first());
   }
 
-  static __device__ void produce(Params const& p, Ring& ring, Plan const& plan) {
-    int const lane = threadIdx.x % 32, count = stages_of(p);
-    int ahead = 0;  // stages whose weights are under way
-    for (int tile = blockIdx.x; tile < p.across && ahead < Ring::kStages; tile += gridDim.x) {
-      for (int i = 0; i < count && ahead < Ring::kStages; ++i, ++ahead) {
-        load_weights(p, plan, ring.stage[ahead], ring.full[ahead], tile, i);
-      }
-    }
-    wait_for_previous();
-    Cursor at;
+  // Calls f(tile, index) for each stage of the block's tiles.
+  template <class F>
+  static __device__ void for_each_stage(Params const& p, F&& f) {
+    int const count = stages_of(p);
     for (int tile = blockIdx.x; tile < p.across; tile += gridDim.x) {
-      for (int i = 0; i < count; ++i, at.advance(), --ahead) {
-        Stage& stage = ring.stage[at.stage];
-        Barrier& full = ring.full[at.stage];
-        if (ahead <= 0) {
-          ring.empty[at.stage].wait(at.phase ^ 1);
-          load_weights(p, plan, stage, full, tile, i);
-        }
-        if (lane < kShape.steps() * most / 8) {
-          int const step = lane / (most / 8), box = lane % (most / 8);
-          tma_load(p.a_map, stage.x[step] + box * 8 * kRowBytes,
-                   {64 * (i * kShape.steps() + step), 0, 8 * box}, full);
-        }
-      }
+      for (int i = 0; i < count; ++i) f(tile, i);
     }
+  }
+
+  // The warp that loads weights, from stage `at` on.
+  static __device__ void load(Params const& p, Ring& ring, Plan const& plan, Cursor at) {
+    for_each_stage(p, [&](int tile, int i) {
+      ring.empty[at.stage].wait(at.phase ^ 1);
+      load_weights(p, plan, ring.stage[at.stage], ring.full[at.stage], tile, i);
+      at.advance();
+    });
+  }
+
+  // The warp that loads A, once it is there.
+  static __device__ void load_rows(Params const& p, Ring& ring, Cursor at) {
+    int const lane = threadIdx.x % 32, step = lane / (most / 8), box = lane % (most / 8);
+    for_each_stage(p, [&](int, int i) {
+      Barrier& full = ring.full[at.stage];
+      ring.empty[at.stage].wait(at.phase ^ 1);
+      if (lane == 0) full.arrive_expect(S.steps() * S.token_bytes());
+      __syncwarp();
+      if (lane < S.steps() * most / 8) {
+        tma_load(p.a_map, ring.stage[at.stage].template x<S>(step) + box * 8 * kRowBytes,
+                 {64 * (i * S.steps() + step), 0, 8 * box}, full);
+      }
+      at.advance();
+    });
   }
 
   // Fills the accumulators with the experts' biases; false if there are none.
-  static __device__ bool start(Params const& p, Plan const& plan, float (&acc)[most / 2],
+  static __device__ bool start(Params const& p, Plan const& plan, float (&acc)[S.parts()][most / 2],
                                int tile) {
     if (p.bias.data == nullptr) return false;
 #pragma unroll
-    for (int below = 0; below < 2; ++below) {
-      int const row = fragment_row(threadIdx.x) + 8 * below, group = row / p.width;
+    for (int half = 0; half < 2 * S.parts(); ++half) {
+      int const row = row_of(half / 2, half % 2), group = row / p.width;
       int const col = tile * p.width + row % p.width;
       float value = 0;
       if (group < plan.count && col < p.columns) {
@@ -106,34 +122,41 @@ struct TokenSumKernel {
       }
 #pragma unroll
       for (int i = 0; i < most / 2; ++i) {
-        if (i % 4 / 2 == below) acc[i] = value;
+        if (i % 4 / 2 == half % 2) acc[half / 2][i] = value;
       }
     }
     return true;
   }
 
-  static __device__ void find_terms(Params const& p, Plan const& plan, SharedStorage& smem) {
+  static __device__ void find_terms(Params const& p, Plan const& plan, Planner const& planner,
+                                    Working& smem) {
     int const slot = threadIdx.x;
     if (slot >= p.sort.top_k) return;
-    int const row = smem.planner.row_of[slot];
+    int const row = planner.row_of[slot];
     int group = 0;
     while (row >= 0 && plan.end[group + 1] <= row) ++group;
     smem.term[slot] = {row < 0 ? -1 : row * kPadded + group * p.width,
                        p.score == nullptr ? 1.f : p.score[slot]};
   }
 
-  static __device__ void store(Params const& p, float const (&acc)[most / 2], int tile,
-                               SharedStorage& smem) {
+  static __device__ void store(Params const& p, Plan const& plan,
+                               float const (&acc)[S.parts()][most / 2], int tile, Working& smem) {
     consumers_barrier();
 #pragma unroll
-    for (int i = 0; i < most / 2; ++i) {
-      int const row = fragment_row(threadIdx.x) + i % 4 / 2 * 8;
-      smem.value[i / 4 * 8 + fragment_column(threadIdx.x) + i % 2][row] = T(acc[i]);
+    for (int part = 0; part < S.parts(); ++part) {
+#pragma unroll
+      for (int i = 0; i < most / 2; ++i) {
+        int const token = i / 4 * 8 + fragment_column(threadIdx.x) + i % 2;
+        smem.value[token][row_of(part, i % 4 / 2)] = T(acc[part][i]);
+      }
     }
     consumers_barrier();
     int const own = threadIdx.x, col = tile * p.width + own;
     if (own >= p.width || col >= p.columns) return;
-    float sum = p.residual == nullptr ? 0.f : to_float(p.residual[col]);
+    float sum = p.shared ? to_float(smem.value[p.sort.top_k][plan.count * p.width + own])
+                : p.residual != nullptr ? to_float(p.residual[col])
+                                        : 0.f;
+    if (p.residual_scale != nullptr) sum = to_float(T(*p.residual_scale * sum));
     for (int k = 0; k < p.sort.top_k; ++k) {
       Term const term = smem.term[k];
       if (term.at >= 0) sum += term.score * to_float((&smem.value[0][0])[term.at + own]);
@@ -142,17 +165,28 @@ struct TokenSumKernel {
   }
 
   static __device__ void consume(Params const& p, SharedStorage& smem, Plan const& plan) {
-    find_terms(p, plan, smem);
+    find_terms(p, plan, smem.planner, smem.working);
     wait_for_previous();
     let_next_start();
+    sum_up(p, smem.ring, smem.working, plan, {});
+  }
+
+  static __device__ void consume_from(Params const& p, Ring& ring, Working& working,
+                                      Planner const& planner, Plan const& plan, Cursor at) {
+    find_terms(p, plan, planner, working);
+    sum_up(p, ring, working, plan, at);
+  }
+
+  static __device__ void sum_up(Params const& p, Ring& ring, Working& working, Plan const& plan,
+                                Cursor at) {
     int const count = stages_of(p);
-    Cursor at;
     for (int tile = blockIdx.x; tile < p.across; tile += gridDim.x) {
-      float acc[1][most / 2];
-      forget_registers(acc[0]);
-      bool const started = start(p, plan, acc[0], tile);
-      smem.ring.template sum<most>(acc, started, at, count);
-      store(p, acc[0], tile, smem);
+      float acc[S.parts()][most / 2];
+#pragma unroll
+      for (auto& part : acc) forget_registers(part);
+      bool const started = start(p, plan, acc, tile);
+      ring.template sum<T, S, Major::K, most>(acc, started, at, count);
+      store(p, plan, acc, tile, working);
     }
   }
 
@@ -162,25 +196,26 @@ struct TokenSumKernel {
     if (threadIdx.x == 0) {
       prefetch(p.weight);
       prefetch(p.a_map);
-      smem.ring.init(/*arrivals=*/1);
+      smem.ring.init(/*arrivals=*/2);
     }
     __syncthreads();
     Plan const plan = smem.planner.sort_in_warp(p.sort);
     if (warp_index() == kConsumerWarps) {
-      produce(p, smem.ring, plan);
+      load(p, smem.ring, plan, {});
+    } else if (warp_index() > kConsumerWarps) {
+      wait_for_previous();
+      load_rows(p, smem.ring, {});
     } else {
       consume(p, smem, plan);
     }
   }
 
  private:
+  // Row of a tile: of a thread's sums, or the one 8 further down.
+  static __device__ int row_of(int part, int below) {
+    return 64 * part + fragment_row(threadIdx.x) + 8 * below;
+  }
   static __device__ void consumers_barrier() { named_barrier(1, 32 * kConsumerWarps); }
 };
-
-template <class T, int most>
-__global__ void __launch_bounds__(kPlanThreads, kAtOnce) token_sum_kernel(
-    __grid_constant__ typename TokenSumKernel<T, most>::Params const p) {
-  TokenSumKernel<T, most>::run(p);
-}
 
 }  // namespace guild::cuda::sm90

@@ -8,20 +8,20 @@ namespace {
 template <class T, Major major, bool gathered, int tokens>
 void launch_up(UpProduct const& x, Queue const& queue) {
   // Small tiles where there are few of them.
-  constexpr DecodeShape shape{tokens, tokens == 8 && major == Major::K ? 1 : 2};
+  constexpr int rows = tokens == 8 ? 32 : tokens == 16 ? 64 : 128;
+  constexpr DecodeShape shape{tokens, major == Major::K ? rows : 128};
   using Product = DecodeProduct<T, shape, major, gathered, true>;
   bool const halves = x.pairing == Pairing::halves;
   int64_t const columns = x.pairing == Pairing::alternate ? 2 * x.n : x.n;
   typename Product::Params p{};
   p.plan.groups = x.groups;
   if (x.sort != nullptr) p.plan.sort = *x.sort, p.plan.writes = true;
-  for (int i = 0; i < 2; ++i) {
-    p.weight[i] = block_map<T, major>(x.w[i], x.groups.groups, columns, x.k,
-                                      Product::kHalfBoxes ? 32 : 64, "w_up");
-    p.expert_at[i] = x.w[i].expert_at;
-  }
+  p.weight = weight_source<Product, T, major>(x.w[0], x.w[1], x.groups.groups, columns, x.k, halves,
+                                              "w_up");
+  for (int i = 0; i < 2; ++i) p.expert_at[i] = x.w[i].expert_at;
   p.halves = halves;
-  p.across = int(ceil_div(columns, 64 * shape.parts / (halves ? 2 : 1)));
+  int const across = shape.rows / (halves ? 2 : 1);  // of a tile
+  p.across = int(ceil_div(columns, across));
   p.rows = int(x.rows);
   p.k = int(x.k);
   if constexpr (gathered) {
@@ -32,15 +32,28 @@ void launch_up(UpProduct const& x, Queue const& queue) {
   } else {
     p.x_map = row_map<T>(x.a, x.rows, x.k, 1, 8, "x");
   }
-  auto& out = p.results;
+  p.claims = claims_of(x.activated.data, x.tokens);
+  auto& out = p.results.target[0];
   out.h = {static_cast<T*>(x.h.data), row_stride(x.h, columns * (halves ? 2 : 1))};
   out.a = {static_cast<T*>(x.activated.data), row_stride(x.activated, x.n)};
   out.bias = {static_cast<T const*>(x.bias.data), row_stride(x.bias, columns * (halves ? 2 : 1))};
   out.columns = int(columns);
-  out.pairing = x.pairing;
-  out.activation = activation_in<float>(x.activation);
-  if (known_of(x.activation, x.pairing) == Known::swiglu) out.activation.up_offset = -0.f;
-  launch_decode<Product>(p, most_decode_tiles(x.rows, x.groups.groups, p.across, tokens), queue);
+  p.results.pairing = x.pairing;
+  p.results.activation = activation_in<float>(x.activation);
+  if (known_of(x.activation, x.pairing) == Known::swiglu) p.results.activation.up_offset = -0.f;
+  if (x.shared.n > 0) {
+    int64_t const width = x.pairing == Pairing::alternate ? 2 * x.shared.n : x.shared.n;
+    auto& shared = p.shared;
+    shared.weight = weight_source<Product, T, major>(x.shared.w[0], x.shared.w[1], 1, width, x.k,
+                                                     halves, "shared.w_up");
+    shared.rows = int(x.tokens);
+    shared.across = int(ceil_div(width, across));
+    shared.k = p.k;
+    p.results.target[1].a = {static_cast<T*>(x.shared.activated.data),
+                             row_stride(x.shared.activated, x.shared.n)};
+    p.results.target[1].columns = int(width);
+  }
+  launch_decode<Product>(p, most_decode_tiles(p, x.groups.groups, tokens), queue);
 }
 
 }  // namespace
@@ -48,7 +61,7 @@ void launch_up(UpProduct const& x, Queue const& queue) {
 void decode_up_product(UpProduct const& x, Queue const& queue) {
   with_product(x.dtype, x.w[0].in_stride == 1, x.row_token != nullptr,
                [&]<class T, Major major, bool gathered> {
-                 with_tokens(x.tokens,
+                 with_tokens(x.tokens, x.rows, x.groups.groups,
                              [&]<int tokens> { launch_up<T, major, gathered, tokens>(x, queue); });
                });
 }

@@ -15,7 +15,7 @@ enum class Kept : int { nothing, rounded, codes };
 template <class T, Known known>
 struct ScaledActivate {
   Kept kept;
-  GateUpRows<T> h;     // (R, W)
+  RowOutput<T> h;      // columns = I in two halves, 2I interleaved, or I
   CodeOutput h_codes;  // (R, W) in halves
   CodeOutput a;        // (R, I)
   Bias<T> bias;        // (E, W), ordered as h
@@ -59,15 +59,23 @@ struct ScaledActivate {
   };
 
  private:
-  // Gate and up of 128 columns; A overwrites gate.
+  // Gate and up of 128 columns; A overwrites gate. Half of H is read by TMA while A is computed of
+  // it.
   __device__ void store_gated(float (&acc)[128], StoreBoxes const& boxes, Tile const& tile,
                               int thread) const {
     float *const gate = acc, *const up = acc + 64;
-    keep(gate, up, boxes, tile, tile.col, thread);
+    if (kept == Kept::codes) {
+      put_codes(h_codes, gate, boxes.address(0), tile, tile.col, 0, thread);
+      put_codes(h_codes, up, boxes.address(1), tile, tile.col, 1, thread);
+    }
 #pragma unroll
     for (int part = 0; part < 2; ++part) {
-      activate_pairs(gate + 32 * part, up + 32 * part, columns - tile.col - 64 * part);
+      float *const g = gate + 32 * part, *const u = up + 32 * part;
+      int const col = tile.col + 64 * part;
+      if (kept == Kept::rounded && col < columns) put_h(g, u, boxes, tile, col, thread);
+      activate_pairs(g, u, columns - col);
     }
+    if (kept == Kept::rounded) boxes.wait(thread);
     put_codes(a, gate, boxes.address(0), tile, tile.col, 0, thread);
   }
 
@@ -78,30 +86,33 @@ struct ScaledActivate {
     float* const value = acc + 64 * block;
     int const col = tile.col + 128 * block;
     if (col >= columns) return;
-    keep(value, value, boxes, tile, col, thread);
+    if (kept == Kept::codes) put_codes(h_codes, value, boxes.address(0), tile, col, 0, thread);
+    if (kept == Kept::rounded) put_h(value, value + 32, boxes, tile, col, thread);
     activate_alone(value, columns - col);
+    if (kept == Kept::rounded) boxes.wait(thread);
     put_codes(a, value, boxes.address(0), tile, col, 0, thread);
   }
 
-  __device__ void keep(float const* gate, float const* up, StoreBoxes const& boxes,
-                       Tile const& tile, int col, int thread) const {
-    if (kept == Kept::rounded) {
-      if (pairing == Pairing::alternate) {
+  // Stores 64 columns of gate and of up or, without a gate, 128 columns.
+  __device__ void put_h(float const* first, float const* second, StoreBoxes const& boxes,
+                        Tile const& tile, int col, int thread) const {
+    bool const alternates = pairing == Pairing::alternate, alone = pairing == Pairing::none;
+    boxes.wait(thread);
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          h.put_alternating(gate + 32 * i, up + 32 * i, boxes, tile, col + 64 * i, thread);
-        }
+    for (int i = 0; i < 2; ++i) {
+      if (alternates) {
+        alternating_to_box<T>(boxes.address(i), first + 16 * i, second + 16 * i, thread);
       } else {
-        h.put_half(0, gate, boxes, tile, col, thread);
-        if (pairing == Pairing::halves) h.put_half(1, up, boxes, tile, col, thread);
+        fragment_to_box<T>(boxes.address(i), i == 0 ? first : second, thread);
       }
     }
-    if (kept == Kept::codes) {
-      put_codes(h_codes, gate, boxes.address(0), tile, col, 0, thread);
-      if (pairing != Pairing::none) {
-        put_codes(h_codes, up, boxes.address(1), tile, col, 1, thread);
+    boxes.send(thread, [&] {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        int const at = alternates ? 2 * col + 64 * i : alone ? col + 64 * i : col;
+        if (at < h.columns) h.store(boxes.box[i], tile, at, pairing == Pairing::halves ? i : 0);
       }
-    }
+    });
   }
 
   __device__ void fill_alternating(float* acc, int expert, int col, int thread) const {

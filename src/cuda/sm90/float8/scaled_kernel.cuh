@@ -224,18 +224,21 @@ struct ScaledProduct : GroupedProduct<C, Loader, Epilogue> {
       late.thread = int(kept(uint32_t(self.thread)));
       if constexpr (Base::kReads) {
         finish(p, sums, at, part, storage, smem, late);
-        // Tells the compiler that all lanes have the same values, which it keeps apart then.
-        at.stage = __shfl_sync(~0u, at.stage, 0);
-        at.phase = __shfl_sync(~0u, at.phase, 0);
       } else {
         typename Epilogue::template Parcel<C.tile_n> parcel;
         parcel.begin(p.epilogue, sums, storage, part, late.thread);
       }
+      // Tells the compiler that all lanes have the same values, which it takes for different now.
+      at.stage = __shfl_sync(~0u, at.stage, 0);
+      at.phase = __shfl_sync(~0u, at.phase, 0);
     }
   }
 
   static __device__ void run(Params const& p, SharedStorage& smem) {
-    Base::run(p, smem, [&](Self self) { consume(p, smem, self); });
+    Base::run(p, smem, [&](Self self) {
+      consume(p, smem, self);
+      if (self.leads_warp()) tma_store_wait<0>();  // shared memory must outlive the last store
+    });
   }
 };
 

@@ -42,8 +42,8 @@ void scaled_row_product(ScaledRowProduct const& x, Queue const& queue) {
       if (x.direct.data != nullptr) {
         launch_rows<codes.value>(x, StoreDirect<T>{x.direct, bias}, queue);
       } else {
-        StoreRowsAtOnce<T> const rows{byte_rows(x.d, x.n, sizeof(T)), int(x.n), bias};
-        launch_rows<codes.value>(x, rows, queue);
+        StoreRows<T> const rows{row_output<T>(x.d, x.rows, x.n, 1, "d"), bias};
+        launch_rows<codes.value>(x, StoreRowsAtOnce<T>{rows}, queue);
       }
     });
   });

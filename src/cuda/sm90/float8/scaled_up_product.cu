@@ -32,7 +32,8 @@ void launch_up(ScaledUp const& x, Pairing pairing, Queue const& queue) {
   out.kept = x.h.data != nullptr         ? Kept::rounded
              : x.h_codes.data != nullptr ? Kept::codes
                                          : Kept::nothing;
-  out.h = {byte_rows(x.h, halves * columns, sizeof(T)), int(columns)};
+  bool const apart = pairing == Pairing::halves;
+  out.h = row_output<T>(x.h, s.rows(), apart ? columns : halves * columns, apart ? 2 : 1, "h");
   out.h_codes = code_output(x.h_codes, x.h_scales, columns, halves, x.format, x.scale);
   out.a = code_output(x.a, x.a_scales, columns, 1, x.format, x.scale);
   out.bias = {static_cast<T const*>(x.bias.data), row_stride(x.bias, halves * columns)};

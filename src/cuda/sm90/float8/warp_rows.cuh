@@ -1,9 +1,8 @@
 // Results stored by each warp for itself: its 16 rows of a box go to shared memory and, 16 bytes a
 // lane, from there to global memory.
 //
-// TMA stores would have to be waited for before the boxes are written again, while loads for the
-// next tile are queued before them: 2,000 cycles a tile, during which no products run, since a
-// consumer has no registers left to put anything off (docs/measured/float8.md).
+// TMA stores are faster where the boxes are not needed again at once (docs/measured/float8.md). The
+// down gradient has up to seven boxes of results for 128 columns, and room for two.
 #pragma once
 #include "cuda/products.h"
 #include "cuda/sm90/fragment.cuh"
@@ -32,6 +31,22 @@ struct ByteRows {
   }
 };
 
+// 32 columns of gate and up as 64 alternating ones: a thread's two of each are 8 bytes.
+template <class T>
+__device__ inline void alternating_to_box(uint32_t box, float const* gate, float const* up,
+                                          int thread) {
+  int const column = 2 * fragment_column(thread);
+  uint32_t const start = chunk_address(box, fragment_row(thread), column / 8) + column % 8 * 2;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    int const block = i / 2, below = i % 2;
+    float const *const g = gate + 4 * block + 2 * below, *const u = up + 4 * block + 2 * below;
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"((start ^ (block * 32)) + below * 1024),
+                 "r"(pack<T>(g[0], u[0])), "r"(pack<T>(g[1], u[1]))
+                 : "memory");
+  }
+}
+
 // Gate and up columns, in halves or alternating, or `columns` columns without a gate.
 template <class T>
 struct GateUpRows {
@@ -58,28 +73,13 @@ struct GateUpRows {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       uint32_t const box = boxes.address(i);
-      alternating_to_box(box, gate + 16 * i, up + 16 * i, thread);
+      alternating_to_box<T>(box, gate + 16 * i, up + 16 * i, thread);
       rows.store(box, tile, kBytes * (2 * col + 64 * i), 2 * kBytes * columns, thread);
     }
   }
 
  private:
   static constexpr int kBytes = sizeof(T);
-
-  // 32 columns of gate and up as 64 alternating ones: a thread's two of each are 8 bytes.
-  static __device__ void alternating_to_box(uint32_t box, float const* gate, float const* up,
-                                            int thread) {
-    int const column = 2 * fragment_column(thread);
-    uint32_t const start = chunk_address(box, fragment_row(thread), column / 8) + column % 8 * 2;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      int const block = i / 2, below = i % 2;
-      float const *const g = gate + 4 * block + 2 * below, *const u = up + 4 * block + 2 * below;
-      asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"((start ^ (block * 32)) + below * 1024),
-                   "r"(pack<T>(g[0], u[0])), "r"(pack<T>(g[1], u[1]))
-                   : "memory");
-    }
-  }
 };
 
 }  // namespace guild::cuda

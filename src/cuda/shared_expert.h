@@ -1,0 +1,27 @@
+// Shared experts within the launches of a layer of few tokens, for inference.
+#pragma once
+#include "guild/cuda.h"
+
+namespace guild::cuda {
+
+// What moe_forward() adds for a layer's shared experts, one MLP that every token goes through: the
+// results are those of a forward of its own, rounded, and the layer's residual. Weights are
+// contiguous along their last dimension; activation and order are the layer's.
+struct SharedExpert {
+  int64_t intermediate = 0;  // W
+  ConstUpWeight w_up;        // (1, W, H) twice
+  ConstWeight w_down;        // (1, H, W)
+  void* o = nullptr;         // (T, H), a work buffer
+};
+
+// Whether shared experts of any width ride along in the launches of such a layer, whose weights are
+// contiguous along their last dimension.
+bool shared_rides(Sizes const& sizes);
+
+int64_t moe_forward_workspace_bytes(Sizes const& sizes, DType dtype, int64_t shared);
+
+// Only where shared_rides(), for inference of tokens with top_k slots each. The layer's residual is
+// null, its workspace of the size above.
+void moe_forward(MoeForward const& layer, SharedExpert const& shared, Queue queue);
+
+}  // namespace guild::cuda

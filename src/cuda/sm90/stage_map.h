@@ -1,0 +1,18 @@
+// How TMA sees weights of which a kernel for few tokens loads a whole stage at a time.
+#pragma once
+#include <cuda.h>
+
+#include "guild/types.h"
+
+namespace guild::cuda {
+
+// Matrices (experts, rows, 64 steps), contiguous along the last dimension, of one part or of two,
+// which lie side by side in a box. Strides in elements.
+struct StageShape {
+  int64_t rows, parts, steps, experts, row_stride, part_stride, expert_stride;
+  int box_rows, box_steps;  // a box has all parts
+};
+// For what is read once, as streamed_map() of tensor_map.h.
+CUtensorMap stage_map(void const* data, DType dtype, StageShape const& shape, char const* name);
+
+}  // namespace guild::cuda
