@@ -49,7 +49,8 @@ void scaled_down_gradient(ScaledDownGradient const& x, Queue queue) {
   Sizes const& s = x.sizes;
   require_sizes(s, x.dtype);
   require_e4m3(x.w_format, "w_format");
-  require(x.h.data != nullptr, "h: expected a pointer on CUDA, where h_codes are not read");
+  require(s.rows() == 0 || x.h.data != nullptr,
+          "h: expected a pointer on CUDA, where h_codes are not read");
   require_codes(x.dout, "dout");
   int64_t const rows = x.routing.row_token == nullptr ? s.rows() : s.tokens;
   require_scales(x.dout_scales, 1, rows, scale_blocks(s.hidden), "dout_scales");
