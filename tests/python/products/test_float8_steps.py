@@ -29,7 +29,9 @@ from oracle.float8 import rounded
 
 CASE = Case("steps", 300, 256, 272, 5, 2, "sentinel", frozenset())
 POWER_OF_TWO = 1
-MOST_OTHER_CODES = {"cpu": 1e-3, "cuda": 5e-3}  # share; tensor cores sum with fewer bits
+# The share of codes. Hopper's tensor cores keep 13 bits while they sum FP8: in a simulation of that
+# 0.2 to 0.9 % of these steps' codes are others.
+MOST_OTHER_CODES = {"cpu": 1e-3, "cuda": 1.5e-2}
 
 
 def plain(codes: Codes, halves: int = 1) -> Tensor:
