@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from guild._torch import low_rank as steps
-from guild._torch.autograd import rows_of, with_lists, without_lists
+from guild._torch.autograd import expect_no_graph, rows_of, with_lists, without_lists
 from guild._torch.expert_lists import Versions
 from guild._torch.low_rank import LowRank, Places, Weights
 from guild._torch.operators import LayerFlags, ops
@@ -73,11 +73,7 @@ class _ExpertsWithSink(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout):
         """dX, dscores and the low-rank gradients; the others go to the sink."""
-        if torch.is_grad_enabled():
-            raise NotImplementedError(
-                "weight_gradients: expected backward without create_graph=True, for the gradients "
-                "that it writes have no graph; leave weight_gradients out"
-            )
+        expect_no_graph()
         nothing = (None,) * (5 + len(ctx.flags))  # of places and flags
         if dout is None:
             return (*(None,) * 16, *nothing, *(None,) * len(ctx.reached))

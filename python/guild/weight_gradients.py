@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from guild._torch.autograd import rows_of, with_lists, without_lists
+from guild._torch.autograd import expect_no_graph, rows_of, with_lists, without_lists
 from guild._torch.checks import expect_all_apart, expect_flags
 from guild._torch.expert_lists import Listed, Versions, table_of
 from guild._torch.gradient_targets import (
@@ -273,11 +273,7 @@ class Experts(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout, _):
         """dX, dscores and the router's gradient; the weight gradients go to the sink."""
-        if torch.is_grad_enabled():
-            raise NotImplementedError(
-                "weight_gradients: expected backward without create_graph=True, for the gradients "
-                "that it writes have no graph; leave weight_gradients out"
-            )
+        expect_no_graph()
         if dout is None:
             return (None,) * (12 + _LAYER + len(ctx.reached))
         ctx.versions.expect_unchanged()

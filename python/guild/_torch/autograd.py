@@ -27,6 +27,15 @@ def rows_of(matrix: Tensor) -> Tensor:
     return matrix if matrix.is_contiguous() else matrix.contiguous()
 
 
+def expect_no_graph() -> None:
+    """Raise in a backward of which a graph is wanted, where gradients go to `weight_gradients`."""
+    if torch.is_grad_enabled():
+        raise NotImplementedError(
+            "weight_gradients: expected backward without create_graph=True, for the gradients "
+            "that it writes have no graph; leave weight_gradients out"
+        )
+
+
 def below_autograd(function: Callable) -> Callable:
     """A function through which nothing is differentiated, such as an autograd.Function's own.
 

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from guild._torch.autograd import rows_of, without_lists
+from guild._torch.autograd import expect_no_graph, rows_of, without_lists
 from guild._torch.expert_lists import Listed, Versions, table_of
 from guild._torch.float8_gradients import Chunked, chunk_products, chunked
 from guild._torch.float8_layer import in_halves, kept_or_again
@@ -67,11 +67,7 @@ class Float8Experts(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout, _):
         """dX and dscores; the weights' gradients go to the sink."""
-        if torch.is_grad_enabled():
-            raise NotImplementedError(
-                "weight_gradients: expected backward without create_graph=True, for the gradients "
-                "that it writes have no graph; leave weight_gradients out"
-            )
+        expect_no_graph()
         if dout is None:
             return (None,) * (_ARGUMENTS + _MASTERS + len(ctx.reached))
         ctx.versions.expect_unchanged()
