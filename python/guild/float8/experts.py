@@ -69,26 +69,56 @@ class FP8Weights:
     ) -> None:
         if not isinstance(fp8, FP8):
             raise TypeError(f"fp8: expected guild.FP8, got {type(fp8).__name__} {fp8!r}")
+        expect_flag("transposed", transposed)
+        self.fp8, self._layout = fp8, (activation, order, transposed)
+        self._take(w_up, w_down)
+        # Codes outlive inference mode and may be saved for backward.
+        if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                self.codes = self._made()
+        else:
+            self.codes = self._made()
+
+    def _take(self, w_up: Listed | Halves, w_down: Listed) -> None:
+        self._given = w_up, w_down
         with torch.no_grad():
             (w_up, w_down, *_), at = whole_of(w_up, w_down, None, None, None)
         expect_dims("w_down", w_down, 3, what="(experts, hidden, intermediate)")
-        expect_flag("transposed", transposed)
+        expect_quantisable(w_down)
+        transposed = self._layout[2]
         narrow = torch.bfloat16 if w_down.dtype == torch.float32 else w_down.dtype
         sample = w_down.new_empty(0, w_down.shape[2 if transposed else 1], dtype=narrow)
-        layout = activation, order, transposed
-        _, *layer, _ = layer_arguments(sample, w_up, w_down, None, None, *layout, masters=True)
-        self.fp8 = fp8
+        given = sample, w_up, w_down, None, None, *self._layout
+        _, *layer, _ = layer_arguments(*given, masters=True)
         self._masters, self._flags, self._experts_at = layer[:3], LayerFlags(*layer[5:]), at
-        self.codes = quantized_experts(*self._masters, self._flags, at, fp8)
+
+    def _made(self) -> QuantizedExperts:
+        return quantized_experts(*self._masters, self._flags, self._experts_at, self.fp8)
 
     def refresh(self) -> None:
         """Quantise the weights again, into the same memory, without a host wait."""
+        if self._experts_at is not None:  # each of a list may lie elsewhere by now
+            self._take(*self._given)
         self._write(*self._masters)
 
     def refresh_from(self, w_up: Tensor, w_down: Tensor) -> None:
         """The same of other weights like them, which later calls of `refresh` read, too."""
-        self._masters = [w_up, None, w_down]
+        self._given, self._masters = (w_up, w_down), [w_up, None, w_down]
         self.refresh()
+
+    def expect_layout(self, flags: LayerFlags) -> None:
+        """Raise ValueError unless a call says of the weights what was said here."""
+        mine = self._flags
+        for name, said, found in (
+            ("order", flags.interleaved and flags.gated, mine.interleaved and mine.gated),
+            ("transposed", flags.transposed, mine.transposed),
+        ):
+            if said != found:
+                words = ("concatenated", "interleaved") if name == "order" else (False, True)
+                raise ValueError(
+                    f"{name}: expected {words[found]!r} as the FP8Weights have it, got "
+                    f"{words[said]!r}"
+                )
 
     @torch.no_grad()
     def _write(self, w_up: Tensor, w_gate: Tensor | None, w_down: Tensor) -> None:
@@ -111,11 +141,20 @@ def quantized_experts(
     return QuantizedExperts(*made)
 
 
+def expect_quantisable(w_down: Tensor) -> None:
+    """Raise TypeError unless weights of this dtype can be masters."""
+    if w_down.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise TypeError(
+            "w_down: expected bfloat16, float16 or float32 with fp8, got "
+            f"{dtype_name(w_down.dtype)}"
+        )
+
+
 def expect_alone(**others: object) -> None:
     """Raise NotImplementedError naming an option that does not go together with fp8."""
     for name, value in others.items():
         if value is not None:
-            raise NotImplementedError(f"{name}: expected None with fp8, got {value!r}")
+            raise NotImplementedError(f"{name}: expected None with fp8, got {type(value).__name__}")
 
 
 def expect_rows_of_codes(x: Tensor, intermediate: int) -> None:
@@ -203,6 +242,7 @@ def _codes_of(
     expect_rows_of_codes(x, size)
     warn_where_slow(x, size, rows, w_down.shape[0])
     if isinstance(fp8, FP8Weights):
+        fp8.expect_layout(flags)
         return _expect_codes(fp8.codes, w_down, flags, x), flags, fp8.fp8
     return quantized_experts(*layer[:3], flags, experts_at, fp8), flags, fp8
 

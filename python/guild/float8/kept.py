@@ -16,20 +16,24 @@ class KeptWeights:
     """Codes of w_up and w_down, of one module; `codes` is None before its first forward.
 
     They are made in the forward that follows `refresh`, for that is where FSDP has gathered the
-    weights. Versions tell of a forgotten refresh where torch counts them; it does not in CUDA
-    graphs, nor of weights that FSDP gathers.
+    weights, and where other tensors have become the weights. Versions tell of a forgotten refresh
+    where torch counts them; it does not in CUDA graphs, in compiled code, nor of weights that FSDP
+    gathers.
     """
 
     def __init__(self) -> None:
         self.codes: FP8Weights | None = None
         self._stale = True
+        self._layout: tuple = ()
+        self._tensors: tuple[int, ...] = ()
         self._versions: tuple[int, ...] = ()
 
     def share(self, other: KeptWeights, fp8: FP8) -> None:
         """Use the codes that another module of the same weights has, in the same memory."""
         if other.codes is None or other.codes.fp8.scales != fp8.scales:
             raise ValueError("other: expected codes of weights with the same kind of scales")
-        self.codes, self._stale, self._versions = copy(other.codes), False, other._versions
+        self.codes, self._stale, self._layout = copy(other.codes), False, other._layout
+        self._tensors, self._versions = other._tensors, other._versions
         self.codes.fp8 = fp8
 
     def refresh(self) -> None:
@@ -47,21 +51,29 @@ class KeptWeights:
     ) -> FP8Weights:
         """The codes of these weights, in the memory of the last ones where they fit."""
         found, versions = self.codes, _versions(w_up, w_down)
-        if found is None or found.fp8 != fp8 or found.codes.down.device != w_down.device:
+        tensors = () if torch.compiler.is_compiling() else (id(w_up), id(w_down))
+        layout = w_up.shape, w_down.shape, w_down.device, activation.gated, order, transposed
+        if found is None or found.fp8 != fp8 or layout != self._layout:
             found = FP8Weights(
                 fp8, w_up, w_down, activation=activation, order=order, transposed=transposed
             )
-            self.codes = found
-        elif self._stale:
+            self.codes, self._layout, self._stale = found, layout, True
+        elif self._stale or _differ(tensors, self._tensors):
             found.refresh_from(w_up, w_down)
-        elif versions != self._versions:
+            self._stale = True
+        elif _differ(versions, self._versions):
             raise RuntimeError(
                 "fp8: expected refresh_fp8() between an update of the weights and the next forward "
                 "with FP8(cached=True), got weights that were written since they were quantised"
             )
-        if self._stale or versions != self._versions:
-            self._stale, self._versions = False, versions
+        if self._stale:
+            self._stale, self._tensors, self._versions = False, tensors, versions
         return found
+
+
+def _differ(some: tuple[int, ...], others: tuple[int, ...]) -> bool:
+    """Whether both are known and not the same."""
+    return bool(some) and bool(others) and some != others
 
 
 def _versions(*weights: Tensor) -> tuple[int, ...]:

@@ -1,0 +1,124 @@
+"""Codes that are kept over calls: of which weights they are, and when they are made again."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import guild
+
+EXPERTS, HIDDEN, SIZE, TOKENS = 4, 96, 80, 37
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def layer_of(device: str) -> guild.MoE:
+    given = {"fp8": guild.FP8(cached=True), "dtype": torch.bfloat16, "device": device}
+    return guild.MoE(HIDDEN, SIZE, EXPERTS, 2, **given)
+
+
+def tokens_of(device: str) -> Tensor:
+    return torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16, device=device)
+
+
+def expect_near_bf16(layer: guild.MoE, x: Tensor, out: Tensor) -> None:
+    """As near as FP8 comes to the same weights in 16 bits."""
+    layer.fp8 = None
+    exact = layer(x).double()
+    assert (out.double() - exact).norm() < 0.1 * exact.norm()
+
+
+def test_codes_made_in_inference_mode_train(device: str) -> None:
+    layer, x = layer_of(device), tokens_of(device)
+    with torch.inference_mode():
+        layer(x)
+    for _ in range(2):
+        guild.refresh_fp8(layer)
+        layer(x).sum().backward()
+        with torch.inference_mode():
+            guild.refresh_fp8(layer)
+            layer(x)
+    expect_near_bf16(layer, x, copy.deepcopy(layer)(x))
+
+
+@pytest.mark.parametrize("first", ["compiled", "eager"])
+def test_compiled_and_eager_calls(first: str, device: str) -> None:
+    """What one of them cannot count is no sign of an update to the other."""
+    layer, x = layer_of(device), tokens_of(device)
+    calls = [torch.compile(layer, backend="eager", fullgraph=True), layer]
+    results = [call(x) for call in (calls if first == "compiled" else calls[::-1])]
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("how", ["assigned", "parameter", "functional"])
+def test_other_tensors_become_the_weights(how: str, device: str) -> None:
+    """They are quantised, whatever their version counters say."""
+    layer, x = layer_of(device), tokens_of(device)
+    layer(x)
+    if how == "assigned":
+        layer.load_state_dict(layer_of(device).state_dict(), assign=True)
+    elif how == "parameter":
+        layer.w_up = nn.Parameter(torch.randn_like(layer.w_up))
+    else:
+        zeros = {"w_up": torch.zeros_like(layer.w_up)}
+        assert not torch.func.functional_call(layer, zeros, (x,)).any()
+    expect_near_bf16(layer, x, layer(x))
+
+
+@pytest.mark.parametrize("changed", ["order", "size"])
+def test_another_layout(changed: str, device: str) -> None:
+    layer, x = layer_of(device), tokens_of(device)
+    layer(x)
+    if changed == "order":
+        layer.order = "interleaved"
+    else:
+        layer.w_up = nn.Parameter(torch.randn_like(layer.w_up[:, :128]))
+        layer.w_down = nn.Parameter(torch.randn_like(layer.w_down[..., :64]))
+    guild.refresh_fp8(layer)
+    expect_near_bf16(layer, x, layer(x))
+
+
+def test_forgotten_refresh(device: str) -> None:
+    layer, x = layer_of(device), tokens_of(device)
+    layer(x)
+    with torch.no_grad():
+        layer.w_up.neg_()
+    with pytest.raises(RuntimeError, match="fp8: expected refresh_fp8"):
+        layer(x)
+
+
+def routed(device: str) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Tensor]:
+    layer, x = layer_of(device), tokens_of(device)
+    ids = torch.randint(0, EXPERTS, (TOKENS, 1), device=device)
+    given = x, ids, torch.ones(TOKENS, 1, device=device)
+    return given, layer.w_up.detach(), layer.w_down.detach()
+
+
+def test_lists_that_moved(device: str) -> None:
+    """refresh() reads the tensors of a list where they lie then."""
+    given, *weights = routed(device)
+    lists = [[nn.Parameter(one.clone()) for one in weight] for weight in weights]
+    kept = guild.FP8Weights(guild.FP8(), *lists)
+    for one in (*lists[0], *lists[1]):
+        one.data = one.data * 0.5
+    kept.refresh()
+    with torch.no_grad():
+        found = guild.routed_experts(*given, *lists, fp8=kept)
+        exact = guild.routed_experts(*given, *lists)
+    assert (found - exact).double().norm() < 0.1 * exact.double().norm()
+
+
+@pytest.mark.parametrize("option", [{"order": "interleaved"}, {"transposed": True}])
+def test_call_says_another_layout(option: dict, device: str) -> None:
+    given, w_up, w_down = routed(device)
+    kept = guild.FP8Weights(guild.FP8(), w_up, w_down)
+    if "transposed" in option:
+        w_up, w_down = w_up.mT, w_down.mT
+    with pytest.raises(ValueError, match=f"^{next(iter(option))}: expected .* as the FP8Weights"):
+        guild.routed_experts(*given, w_up, w_down, fp8=kept, **option)
