@@ -2,6 +2,21 @@
 #include "check_float8_parts.h"
 
 namespace guild {
+namespace {
+
+// What both steps that quantise their results are told.
+template <class Step>
+void check_scaled_step(Step const& x) {
+  check_layer(x.sizes, x.dtype, x.routing);
+  check_element(x.dtype, "dtype");
+  check_activation(x.activation);
+  check_order(x.order);
+  check_format(x.w_format, "w_format");
+  check_format(x.format, "format");
+  check_kind(x.scale);
+}
+
+}  // namespace
 
 void check(QuantizeRows const& x) {
   check_size(x.rows, 0, kMostRows, "rows");
@@ -56,14 +71,8 @@ void check(ScaledUp const& x) {
   Sizes const& s = x.sizes;
   bool const gated = x.activation.gated;
   bool const any = s.rows() > 0;
-  check_layer(s, x.dtype, x.routing);
-  check_element(x.dtype, "dtype");
-  check_activation(x.activation);
-  check_order(x.order);
+  check_scaled_step(x);
   check_format(x.x_format, "x_format");
-  check_format(x.w_format, "w_format");
-  check_format(x.format, "format");
-  check_kind(x.scale);
   check_rows(x.x, input_rows(s, x.routing), s.hidden, "x");
   check_scales(x.x_scales, input_rows(s, x.routing) > 0, "x_scales");
   check_codes(x.w_up.gate, s.experts, s.intermediate, s.hidden, "w_up.gate");
@@ -84,15 +93,9 @@ void check(ScaledDownGradient const& x) {
   Sizes const& s = x.sizes;
   bool const gated = x.activation.gated;
   bool const any = s.rows() > 0;
-  check_layer(s, x.dtype, x.routing);
-  check_element(x.dtype, "dtype");
-  check_activation(x.activation);
-  check_order(x.order);
+  check_scaled_step(x);
   check_format(x.dout_format, "dout_format");
-  check_format(x.w_format, "w_format");
   check_format(x.h_format, "h_format");
-  check_format(x.format, "format");
-  check_kind(x.scale);
   check_rows(x.dout, input_rows(s, x.routing), s.hidden, "dout");
   check_scales(x.dout_scales, input_rows(s, x.routing) > 0, "dout_scales");
   check_weight(x.w_down, s.experts, s.hidden, s.intermediate, "w_down", false);

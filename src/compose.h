@@ -112,30 +112,76 @@ inline ScheduleMemory workspace_of(MoeWeightGradients const& g) {
   return carve_schedule(carver, g.sizes);
 }
 
+// The steps' arguments, of a whole layer's.
+inline UpProjection up_projection_of(MoeForward const& f, Rows a) {
+  return {.sizes = f.sizes,
+          .dtype = f.dtype,
+          .activation = f.activation,
+          .order = f.order,
+          .routing = f.routing,
+          .x = f.x,
+          .w_up = f.w_up,
+          .bias = f.b_up,
+          .h = f.h,
+          .a = a};
+}
+inline DownProjection down_projection_of(MoeForward const& f, Rows a, Rows y) {
+  return {.sizes = f.sizes,
+          .dtype = f.dtype,
+          .routing = f.routing,
+          .a = a,
+          .w_down = f.w_down,
+          .bias = f.b_down,
+          .y = y};
+}
+inline DownGradient down_gradient_of(MoeBackward const& b, Rows dh, Rows a_scaled,
+                                     BackwardWorkspace const& w) {
+  return {.sizes = b.sizes,
+          .dtype = b.dtype,
+          .activation = b.activation,
+          .order = b.order,
+          .routing = b.routing,
+          .dout = b.dout,
+          .w_down = b.w_down,
+          .h = b.h,
+          .dh = dh,
+          .a_scaled = a_scaled,
+          .score_parts = b.dscores != nullptr ? w.score_parts : nullptr,
+          .db_up = b.db_up,
+          .db_down = b.db_down,
+          .db_dtype = b.dw_dtype,
+          .accumulate = b.accumulate,
+          .workspace = w.dx_rows};
+}
+inline ScoreGradient score_gradient_of(MoeBackward const& b, BackwardWorkspace const& w) {
+  return {.sizes = b.sizes,
+          .dtype = b.dtype,
+          .routing = b.routing,
+          .score_parts = w.score_parts,
+          .dout = b.dout,
+          .bias = b.b_down,
+          .dscores = b.dscores};
+}
+inline UpGradient up_gradient_of(MoeBackward const& b, Rows dh, Rows dx) {
+  return {.sizes = b.sizes,
+          .dtype = b.dtype,
+          .gated = b.activation.gated,
+          .order = b.order,
+          .routing = b.routing,
+          .dh = dh,
+          .w_up = b.w_up,
+          .dx = dx};
+}
+
 template <class Steps>
 void compose_forward(MoeForward const& f, ForwardWorkspace const& w, Steps const& steps) {
   if (f.sort != nullptr) steps.sort_by_expert(*f.sort);
   Rows const a{w.a, 0};
   bool const combined = has_slots(f.routing);
-  steps.up_projection({.sizes = f.sizes,
-                       .dtype = f.dtype,
-                       .activation = f.activation,
-                       .order = f.order,
-                       .routing = f.routing,
-                       .x = f.x,
-                       .w_up = f.w_up,
-                       .bias = f.b_up,
-                       .h = f.h,
-                       .a = a});
+  steps.up_projection(up_projection_of(f, a));
   Rows const y = combined ? Rows{w.y, 0} : f.o;
-  DownProjection const down{.sizes = f.sizes,
-                            .dtype = f.dtype,
-                            .routing = f.routing,
-                            .a = a,
-                            .w_down = f.w_down,
-                            .bias = f.b_down,
-                            .y = y,
-                            .after_up = true};
+  DownProjection down = down_projection_of(f, a, y);
+  down.after_up = true;
   if (!combined) return steps.down_projection(down);
   steps.down_and_combine(down, {.sizes = f.sizes,
                                 .dtype = f.dtype,
@@ -203,45 +249,14 @@ void compose_backward(MoeBackward const& b, Steps const& steps) {
   BackwardWorkspace const w = workspace_of(b);
   bool const keeps = b.dh.data != nullptr;
   Rows const dh = keeps ? b.dh : Rows{w.dh}, a_scaled = keeps ? b.a_scaled : Rows{w.a_scaled};
-  void* const parts = b.dscores != nullptr ? w.score_parts : nullptr;
-  steps.down_gradient({.sizes = b.sizes,
-                       .dtype = b.dtype,
-                       .activation = b.activation,
-                       .order = b.order,
-                       .routing = b.routing,
-                       .dout = b.dout,
-                       .w_down = b.w_down,
-                       .h = b.h,
-                       .dh = dh,
-                       .a_scaled = a_scaled,
-                       .score_parts = parts,
-                       .db_up = b.db_up,
-                       .db_down = b.db_down,
-                       .db_dtype = b.dw_dtype,
-                       .accumulate = b.accumulate,
-                       .workspace = w.dx_rows});
-  if (b.dscores != nullptr) {
-    steps.score_gradient({.sizes = b.sizes,
-                          .dtype = b.dtype,
-                          .routing = b.routing,
-                          .score_parts = parts,
-                          .dout = b.dout,
-                          .bias = b.b_down,
-                          .dscores = b.dscores});
-  }
+  steps.down_gradient(down_gradient_of(b, dh, a_scaled, w));
+  if (b.dscores != nullptr) steps.score_gradient(score_gradient_of(b, w));
   compose_weight_gradients(weight_gradients_of(b, dh, a_scaled), w.memory.schedule, steps);
   Rows const dx_rows = combines_rows(b)            ? Rows{w.dx_rows, 0}
                        : b.dx_rows.data != nullptr ? b.dx_rows
                                                    : b.dx;
   if (dx_rows.data == nullptr && !combines_rows(b)) return;  // without rows the sums are zeros
-  steps.up_gradient({.sizes = b.sizes,
-                     .dtype = b.dtype,
-                     .gated = b.activation.gated,
-                     .order = b.order,
-                     .routing = b.routing,
-                     .dh = dh,
-                     .w_up = b.w_up,
-                     .dx = dx_rows});
+  steps.up_gradient(up_gradient_of(b, dh, dx_rows));
   if (!combines_rows(b)) return;
   Routing sum = b.routing;
   sum.slot_score = nullptr;

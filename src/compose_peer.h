@@ -105,25 +105,8 @@ void compose_peer_forward(PeerForward const& f, Lines& lines) {
   lines.run(Line::main, f.tables);
   lines.wait(Line::link, lines.mark(Line::main));
   lines.run(Line::main, *layer.sort);
-  UpProjection const up{.sizes = layer.sizes,
-                        .dtype = layer.dtype,
-                        .activation = layer.activation,
-                        .order = layer.order,
-                        .routing = layer.routing,
-                        .x = layer.x,
-                        .w_up = layer.w_up,
-                        .bias = layer.b_up,
-                        .h = layer.h,
-                        .a = {w.a}};
-  pull_and_run(lines, f.pull, up, first);
-  DownProjection const down{.sizes = layer.sizes,
-                            .dtype = layer.dtype,
-                            .routing = layer.routing,
-                            .a = Rows{w.a},
-                            .w_down = layer.w_down,
-                            .bias = layer.b_down,
-                            .y = {w.y}};
-  lines.run(Line::main, down, Room::whole);
+  pull_and_run(lines, f.pull, up_projection_of(layer, {w.a}), first);
+  lines.run(Line::main, down_projection_of(layer, {w.a}, {w.y}), Room::whole);
   Push push = f.push;
   push.y = {w.y};
   lines.run(Line::main, push, Room::whole);
@@ -137,21 +120,7 @@ template <class Lines>
 void run_down_gradient(PeerBackward const& b, BackwardWorkspace const& w, int64_t first,
                        Lines& lines) {
   MoeBackward const& layer = b.layer;
-  DownGradient const down{.sizes = layer.sizes,
-                          .dtype = layer.dtype,
-                          .activation = layer.activation,
-                          .order = layer.order,
-                          .routing = layer.routing,
-                          .dout = layer.dout,
-                          .w_down = layer.w_down,
-                          .h = layer.h,
-                          .dh = {w.dh},
-                          .a_scaled = {w.a_scaled},
-                          .score_parts = layer.dscores != nullptr ? w.score_parts : nullptr,
-                          .db_up = layer.db_up,
-                          .db_down = layer.db_down,
-                          .db_dtype = layer.dw_dtype,
-                          .workspace = w.dx_rows};
+  DownGradient const down = down_gradient_of(layer, {w.dh}, {w.a_scaled}, w);
   if (b.again.h.data != nullptr) {  // while which all rows arrive
     UpProjection again = b.again;
     again.a = {w.a_scaled};  // not in use yet
@@ -179,13 +148,7 @@ void compose_peer_backward(PeerBackward const& b, Lines& lines) {
   lines.wait(Line::link, lines.mark(Line::main));
   run_down_gradient(b, w, first, lines);
   if (scores) {
-    lines.run(Line::main, ScoreGradient{.sizes = layer.sizes,
-                                        .dtype = layer.dtype,
-                                        .routing = layer.routing,
-                                        .score_parts = w.score_parts,
-                                        .dout = layer.dout,
-                                        .bias = layer.b_down,
-                                        .dscores = layer.dscores});
+    lines.run(Line::main, score_gradient_of(layer, w));
     lines.run(Line::main, b.scores);
   }
   MoeWeightGradients up = weight_gradients_of(layer, {w.dh}, {w.a_scaled}), down = up;
@@ -193,14 +156,7 @@ void compose_peer_backward(PeerBackward const& b, Lines& lines) {
   up.dw_down = {}, down.dw_up = {};
   bool const wants_up = up.dw_up.gate.data != nullptr, wants_down = down.dw_down.data != nullptr;
   if (rows) {
-    lines.run(Line::main, UpGradient{.sizes = layer.sizes,
-                                     .dtype = layer.dtype,
-                                     .gated = layer.activation.gated,
-                                     .order = layer.order,
-                                     .routing = layer.routing,
-                                     .dh = Rows{w.dh},
-                                     .w_up = layer.w_up,
-                                     .dx = layer.dx_rows});
+    lines.run(Line::main, up_gradient_of(layer, {w.dh}, layer.dx_rows));
     lines.wait(Line::link, lines.mark(Line::main));
     lines.run(Line::link, b.push, wants_up || wants_down ? Room::push : Room::whole);
   }
