@@ -41,7 +41,8 @@ def plot_bench(record: dict[str, Any], file: Path) -> None:
     names = [n for n in names if not (relative and n == "bound")]
     routings = list(dict.fromkeys(case["routing"] for case in cases)) or [""]
     most = max((sum(c["routing"] == r for c in cases) for r in routings), default=0)
-    size = (max(5.0, 1.6 + 0.55 * most * max(1, len(names))), 3.5 * 2 * len(routings))
+    height = 3.5 if len(routings) == 1 else 2.6
+    size = (max(5.0, 1.6 + 0.55 * most * max(1, len(names))), height * 2 * len(routings))
     figure, axes = plt.subplots(
         2 * len(routings), 1, figsize=size, layout="constrained", squeeze=False
     )

@@ -46,23 +46,36 @@ def markdown_tables(laid_out: Table | Group) -> list[str]:
 
 
 def short_table(record: dict[str, Any]) -> str:
-    """README's table: Guild, the baseline, and the two ratios; forward / backward."""
+    """README's table: Guild, the baseline, and the two ratios; forward / backward.
+
+    With several routings the first one leads, and Guild with balanced routing stands beside it.
+    """
     baseline = _baseline(record)
     title = _TITLES[baseline]
-    headings = ["preset", "T, H, I, E, K", "Guild", title, f"{title} / Guild", "over bound"]
+    routings = list(dict.fromkeys(case["routing"] for case in record["cases"]))
+    beside = "balanced" if "balanced" in routings[1:] else None
+    guilds, overs = ["Guild"], ["over bound"]
+    if beside:
+        guilds = [f"Guild, {routings[0]}", beside]
+        overs = [f"over bound, {routings[0]}", beside]
+    headings = ["preset", "T, H, I, E, K", *guilds, title, f"{title} / Guild", *overs]
     with_sonicmoe = _has(record, SONICMOE)
     headings += [_SONICMOE] if with_sonicmoe else []
+    others = {c["name"]: _guild(c) for c in _timed(record) if c["routing"] == beside}
     rows = []
     for case in _timed(record):
-        guild = _guild(case)
-        theirs = [_pair(guild, ("speedup_over", SONICMOE), 2)] if with_sonicmoe else []
+        if beside and case["routing"] != routings[0]:
+            continue
+        shown = [_guild(case), *([others.get(case["name"])] if beside else [])]
+        theirs = [_pair(shown[0], ("speedup_over", SONICMOE), 2)] if with_sonicmoe else []
         rows.append(
             [
-                *_name(case, record),
-                _pair(guild, ("ms",), 2),
+                case["name"] if beside else _name(case, record)[0],
+                _sizes(case),
+                *(_pair(guild, ("ms",), 2) for guild in shown),
                 _pair(case["figures"].get(baseline), ("ms",), 2),
-                _pair(guild, ("speedup_over", baseline), 2),
-                _pair(guild, ("over_bound",), 2),
+                _pair(shown[0], ("speedup_over", baseline), 2),
+                *(_pair(guild, ("over_bound",), 2) for guild in shown),
                 *theirs,
             ]
         )
@@ -139,7 +152,11 @@ def _name(case: dict[str, Any], record: dict[str, Any]) -> list[str]:
     """Preset and sizes; the routing too, unless all are balanced."""
     plain = all(other["routing"] == "balanced" for other in record["cases"])
     routing = "" if plain else f", {case['routing']}"
-    return [case["name"] + routing, ", ".join(map(str, case["shape"].values()))]
+    return [case["name"] + routing, _sizes(case)]
+
+
+def _sizes(case: dict[str, Any]) -> str:
+    return ", ".join(map(str, case["shape"].values()))
 
 
 def _pair(figures: dict[str, Any] | None, path: tuple[str, ...], digits: int) -> str:

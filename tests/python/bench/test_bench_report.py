@@ -24,6 +24,7 @@ from guild.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[3]
 RECORDED = sorted((ROOT / "bench/results").glob("*-balanced.json"))
+RECORDED += sorted((ROOT / "bench/results").glob("*-h200-layers.json"))
 TINY = Shape(tokens=48, hidden=32, intermediate=16, experts=8, top_k=2)
 
 
@@ -64,6 +65,27 @@ def test_report_of_layers() -> None:
         assert len({line.count("|") for line in table.splitlines()}) == 1
     del record["cases"][0]["figures"]["plain"], record["cases"][0]["figures"]["guild"]
     assert "| tiny |" not in report(record)
+
+
+def test_short_table_of_two_routings() -> None:
+    """A line a shape: the first routing leads, and Guild's figures with balanced stand beside."""
+    record = tiny_record("random", "balanced")
+    random, balanced = (case["figures"]["guild"] for case in record["cases"])
+
+    def pair(figures: dict[str, Any], name: str) -> str:
+        return " / ".join(f"{figures[p][name]['median']:.2f}" for p in ("forward", "backward"))
+
+    for number, figures in enumerate((random, balanced)):
+        for which in figures:
+            figures[which]["ms"]["median"] = 2.0 + number
+            figures[which]["over_bound"]["median"] = 4.0 + number
+    headings, _, *lines = short_table(record).splitlines()
+    assert "| Guild, random | balanced | plain PyTorch |" in headings
+    assert headings.endswith("| over bound, random | balanced |")
+    assert len(lines) == 1 and lines[0].startswith("| tiny | 48, 32, 16, 8, 2 | 2.00 / 2.00 | 3.00")
+    assert lines[0].endswith(f"| {pair(random, 'over_bound')} | {pair(balanced, 'over_bound')} |")
+    del record["cases"][1]["figures"]["guild"]
+    assert short_table(record).splitlines()[2].endswith("| 4.00 / 4.00 |  |")
 
 
 def test_markdown_of_a_table() -> None:
