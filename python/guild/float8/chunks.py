@@ -14,11 +14,12 @@ from torch import Tensor
 from guild._torch.checks import (
     dtype_name,
     expect_choice,
+    expect_count,
     expect_device,
     expect_dims,
     expect_flag,
+    expect_own_elements,
     expect_shape,
-    expect_tensor,
 )
 from guild._torch.expert_lists import Placed, table_of
 from guild._torch.float8_formats import (
@@ -105,6 +106,8 @@ def quantize_chunks(
         expect_shape("x.scales", scales, (codes.shape[0], _width_in_blocks(codes, halves)))
         expect_scales("x.scales", scales)
         x = codes.view(torch.uint8)
+    elif not isinstance(x, Tensor):
+        raise TypeError(f"x: expected a torch.Tensor or guild.Quantized, got {type(x).__name__}")
     else:
         expect_dims("x", x, 2)
         expect_elements("x", x)
@@ -162,21 +165,20 @@ def chunk_product(
     """
     placed = out if isinstance(out, Placed) else Placed(out)
     expect_flag("accumulate", accumulate)
-    expect_dims("offsets", offsets, 1)
-    groups = offsets.shape[0] - 1
+    expect_count("rows", rows, 0)
+    groups = _expect_offsets(offsets)
     slots = chunk_slots(rows, groups)
     for name, chunks in (("a", a), ("b", b)):
-        expect_dims(f"{name}.codes", chunks.codes, 3)
-        expect_format(f"{name}.codes", chunks.codes.dtype)
-        columns = chunks.codes.shape[1]
-        expect_shape(f"{name}.codes", chunks.codes, (slots, columns, BLOCK))
-        expect_shape(f"{name}.scales", chunks.scales, (slots, blocks(columns)))
-        expect_scales(f"{name}.scales", chunks.scales)
+        if not isinstance(chunks, Chunks):
+            raise TypeError(f"{name}: expected guild.float8.Chunks, got {type(chunks).__name__}")
+        _expect_chunks(name, chunks, slots, f"{rows} rows in {groups} groups have {slots} slots")
     if b.codes.dtype != torch.float8_e4m3fn:
         raise TypeError(f"b.codes: expected dtype float8_e4m3fn, got {dtype_name(b.codes.dtype)}")
     shape = (groups, a.codes.shape[1], b.codes.shape[1])
     expect_shape("out", placed.tensor, shape)
     expect_elements("out", placed.tensor)
+    if isinstance(out, Tensor):
+        expect_own_elements("out", out)
     for name, tensor in (
         ("a.scales", a.scales),
         ("b.codes", b.codes),
@@ -205,10 +207,28 @@ def chunk_slots(rows: int, groups: int) -> int:
     return rows // BLOCK + groups
 
 
-def _width_in_blocks(x: Tensor, halves: int) -> int:
-    if halves not in (1, 2) or x.shape[1] % halves or not x.shape[1]:
+def _expect_chunks(name: str, chunks: Chunks, slots: int, hint: str) -> None:
+    codes, scales = chunks
+    expect_dims(f"{name}.codes", codes, 3)
+    expect_format(f"{name}.codes", codes.dtype)
+    columns = codes.shape[1]
+    if columns == 0:
+        raise ValueError(f"{name}.codes: expected columns, got shape {tuple(codes.shape)}")
+    expect_shape(f"{name}.codes", codes, (slots, columns, BLOCK), hint)
+    if codes.stride()[1:] != (BLOCK, 1):
         raise ValueError(
-            f"halves: expected 1, or 2 of as many columns, got {halves!r} of {x.shape[1]} columns"
+            f"{name}.codes: expected the {BLOCK} codes of a column contiguous and columns {BLOCK} "
+            f"apart, got strides {codes.stride()}"
+        )
+    expect_shape(f"{name}.scales", scales, (slots, blocks(columns)))
+    expect_scales(f"{name}.scales", scales)
+
+
+def _width_in_blocks(x: Tensor, halves: int) -> int:
+    expect_count("halves", halves, 1, 2)
+    if x.shape[1] % halves or not x.shape[1]:
+        raise ValueError(
+            f"halves: expected 1, or 2 of as many columns, got {halves} of {x.shape[1]} columns"
         )
     return halves * blocks(x.shape[1] // halves)
 
@@ -217,14 +237,26 @@ def _expect_rows(x: Tensor, offsets: Tensor, row_token: Tensor | None) -> int:
     """How many rows there are; offsets and row_token are checked."""
     if x.shape[1] > 1 and x.stride(1) != 1:
         raise ValueError(f"x: expected contiguous columns, got strides {x.stride()}")
-    for name, tensor in (("offsets", offsets), ("row_token", row_token)):
-        if tensor is None:
-            continue
-        expect_tensor(name, tensor)
-        expect_dims(name, tensor, 1)
-        if tensor.dtype != torch.int32 or not tensor.is_contiguous():
-            raise TypeError(f"{name}: expected contiguous int32, got {dtype_name(tensor.dtype)}")
-        expect_device(name, tensor, x, "x")
+    _expect_offsets(offsets)
+    expect_device("offsets", offsets, x, "x")
+    if row_token is None:
+        return x.shape[0]
+    _expect_int32("row_token", row_token)
+    expect_device("row_token", row_token, x, "x")
+    return row_token.shape[0]
+
+
+def _expect_offsets(offsets: Tensor) -> int:
+    """How many groups they divide rows into."""
+    _expect_int32("offsets", offsets)
     if offsets.shape[0] < 2:
         raise ValueError(f"offsets: expected 2 elements or more, got {offsets.shape[0]}")
-    return x.shape[0] if row_token is None else row_token.shape[0]
+    return offsets.shape[0] - 1
+
+
+def _expect_int32(name: str, tensor: Tensor) -> None:
+    expect_dims(name, tensor, 1)
+    if tensor.dtype != torch.int32:
+        raise TypeError(f"{name}: expected contiguous int32, got {dtype_name(tensor.dtype)}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name}: expected contiguous int32, got strides {tensor.stride()}")

@@ -34,6 +34,15 @@ struct CpuCalls {
   void operator()(DownWeightGradient const& x) const { cpu::down_weight_gradient(x); }
   void operator()(BiasGradient const& x) const { cpu::bias_gradient(x); }
   void operator()(GroupedGemm const& x) const { cpu::grouped_gemm(x); }
+  void operator()(QuantizeRows const& x) const { cpu::quantize_rows(x); }
+  void operator()(QuantizeWeights const& x) const { cpu::quantize_weights(x); }
+  void operator()(QuantizeChunks const& x) const { cpu::quantize_chunks(x); }
+  void operator()(ChunkProduct const& x) const { cpu::chunk_product(x); }
+  void operator()(ScaledGroupedGemm const& x) const { cpu::scaled_grouped_gemm(x); }
+  void operator()(ScaledUp const& x) const { cpu::scaled_up(x); }
+  void operator()(ScaledDownGradient const& x) const { cpu::scaled_down_gradient(x); }
+  void operator()(QuantizeMicro const& x) const { cpu::quantize_micro(x); }
+  void operator()(RegroupMicro const& x) const { cpu::regroup_micro(x); }
   void operator()(MoeForward const& x) const { cpu::moe_forward(x); }
   void operator()(MoeBackward const& x) const { cpu::moe_backward(x); }
   void operator()(MoeWeightGradients const& x) const { cpu::moe_weight_gradients(x); }

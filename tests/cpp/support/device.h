@@ -5,6 +5,8 @@
 #include <variant>
 #include <vector>
 
+#include "guild/float8_chunks.h"
+#include "guild/microscaling.h"
 #include "guild/steps.h"
 #include "number.h"
 
@@ -13,8 +15,10 @@ namespace guild::test {
 using AnyStep =
     std::variant<Route, RouterGradient, TokenRounding, BalanceSums, BalanceGradient, Sort,
                  UpProjection, DownProjection, Combine, DownGradient, ScoreGradient, UpGradient,
-                 UpWeightGradient, DownWeightGradient, BiasGradient, GroupedGemm, MoeForward,
-                 MoeBackward, MoeWeightGradients>;
+                 UpWeightGradient, DownWeightGradient, BiasGradient, GroupedGemm, QuantizeRows,
+                 QuantizeWeights, QuantizeChunks, ChunkProduct, ScaledGroupedGemm, ScaledUp,
+                 ScaledDownGradient, QuantizeMicro, RegroupMicro, MoeForward, MoeBackward,
+                 MoeWeightGradients>;
 
 class Device {
  public:

@@ -31,6 +31,15 @@ struct CudaCalls {
   void operator()(DownWeightGradient const& x) const { cuda::down_weight_gradient(x); }
   void operator()(BiasGradient const& x) const { cuda::bias_gradient(x); }
   void operator()(GroupedGemm const& x) const { cuda::grouped_gemm(x); }
+  void operator()(QuantizeRows const& x) const { cuda::quantize_rows(x); }
+  void operator()(QuantizeWeights const& x) const { cuda::quantize_weights(x); }
+  void operator()(QuantizeChunks const& x) const { cuda::quantize_chunks(x); }
+  void operator()(ChunkProduct const& x) const { cuda::chunk_product(x); }
+  void operator()(ScaledGroupedGemm const& x) const { cuda::scaled_grouped_gemm(x); }
+  void operator()(ScaledUp const& x) const { cuda::scaled_up(x); }
+  void operator()(ScaledDownGradient const& x) const { cuda::scaled_down_gradient(x); }
+  void operator()(QuantizeMicro const& x) const { cuda::quantize_micro(x); }
+  void operator()(RegroupMicro const& x) const { cuda::regroup_micro(x); }
   void operator()(MoeForward const& x) const { cuda::moe_forward(x); }
   void operator()(MoeBackward const& x) const { cuda::moe_backward(x); }
   void operator()(MoeWeightGradients const& x) const { cuda::moe_weight_gradients(x); }

@@ -14,7 +14,7 @@ import torch
 
 import oracle
 from fuzz import drawn, failures_of_seed, from_repr
-from fuzz_compare import Truth, compare, same_bits
+from fuzz_compare import Truth, compare, compare_recipe, same_bits
 from fuzz_draw import Values, place
 from fuzz_experts import RoutedCase, SortedCase
 from fuzz_moe import MoECase
@@ -41,6 +41,15 @@ def test_a_printed_case_is_the_case(device_kind: str) -> None:
     for seed in range(200):
         text = repr(drawn(seed, device_kind))
         assert text == repr(drawn(seed, device_kind)) == repr(from_repr(text))
+
+
+def test_parts_in_16_bits_err_as_in_16_bits() -> None:
+    """A fifth off where the recipe is exact: fine if the layer without FP8 is half as far off."""
+    truth = Truth({"x": torch.ones(100, dtype=torch.float64)})
+    off = [{"x": torch.full((100,), 1 + part)} for part in (0.2, 0.11, 0.09)]
+    assert len(compare_recipe(off[0], truth, truth)) == 1
+    assert compare_recipe(off[0], truth, truth, off[1]) == []
+    assert len(compare_recipe(off[0], truth, truth, off[2])) == 1
 
 
 def lists(case: Any) -> bool:

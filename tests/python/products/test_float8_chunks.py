@@ -184,18 +184,16 @@ def test_halves_of_columns_are_products_of_their_own(device):
         assert torch.equal(*results)
 
 
-def test_wrong_calls_are_named():
-    offsets = _offsets((100, 28))
-    x = torch.randn(128, 64)
-    good = quantize_chunks(x, offsets)
-    out = torch.empty(2, 64, 64)
-    codes = quantize(x)
+def test_wrong_rows_are_named():
+    offsets, x = _offsets((100, 28)), torch.randn(128, 64)
+    codes, good = quantize(x), quantize_chunks(x, offsets)
     for call, error in (
         (lambda: quantize_chunks(x.double(), offsets), "x: expected dtype bfloat16"),
         (lambda: quantize_chunks(x.T, offsets), "x: expected contiguous columns"),
         (lambda: quantize_chunks(x, offsets.long()), "offsets: expected contiguous int32"),
         (lambda: quantize_chunks(x, offsets[:1]), "offsets: expected 2 elements"),
-        (lambda: quantize_chunks(x, offsets, halves=3), "halves: expected 1, or 2"),
+        (lambda: quantize_chunks(x, offsets, halves=3), "halves: expected 1 to 2, got 3"),
+        (lambda: quantize_chunks(x[:, :63].clone(), offsets, halves=2), "1, or 2 of as many"),
         (lambda: quantize_chunks(x, offsets, scale="e8m0"), "scale: expected"),
         (lambda: quantize_chunks(x, offsets, dtype=torch.int8), "dtype: expected float8"),
         (lambda: quantize_chunks(x, offsets, offsets[None]), "row_token: expected 1 dim"),
@@ -203,6 +201,18 @@ def test_wrong_calls_are_named():
             lambda: quantize_chunks(Quantized(codes.codes, codes.scales.half()), offsets),
             "x.scales: expected dtype float32",
         ),
+        (lambda: quantize_chunks(x, offsets, halves=2.0), "halves: expected an int, got float 2.0"),
+        (lambda: quantize_chunks(tuple(good), offsets), "x: expected a torch.Tensor or guild.Q"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=error):
+            call()
+
+
+def test_wrong_products_are_named():
+    offsets, x = _offsets((100, 28)), torch.randn(128, 64)
+    good, out = quantize_chunks(x, offsets), torch.empty(2, 64, 64)
+    of_good = good, offsets, 128
+    for call, error in (
         (lambda: chunk_product(good, good, offsets, 500, out), r"a.codes: expected shape \(5, "),
         (
             lambda: chunk_product(good, good, offsets, 128, out[:, :8]),
@@ -213,6 +223,34 @@ def test_wrong_calls_are_named():
             "b.scales: expected shape",
         ),
         (lambda: chunk_product(good, good, offsets, 128, out.double()), "out: expected dtype"),
+        (lambda: chunk_product(good.codes, good, offsets, 128, out), "a: expected guild.float8.C"),
+        (lambda: chunk_product(good, None, offsets, 128, out), "b: expected guild.float8.Chunks"),
+        (lambda: chunk_product(good, good, offsets, 128.0, out), "rows: expected an int, got flo"),
+        (lambda: chunk_product(good, good, offsets, -1, out), "rows: expected at least 0, got -1"),
+        (
+            lambda: chunk_product(good, good, offsets, 500, out),
+            r"got \(3, 64, 128\); 500 rows in 2 groups have 5 slots",
+        ),
+        (lambda: chunk_product(good, good, offsets.long(), 128, out), "offsets: .* got int64"),
+        (
+            lambda: chunk_product(good, good, offsets.repeat(2)[::2], 128, out),
+            r"offsets: expected contiguous int32, got strides \(2,\)",
+        ),
+        (lambda: chunk_product(good, good, offsets[:1], 128, out), "offsets: expected 2 elements"),
+        (
+            lambda: chunk_product(good, good.columns(0, 0), offsets, 128, out),
+            r"b.codes: expected columns, got shape \(3, 0, 128\)",
+        ),
+        (
+            lambda: chunk_product(
+                Chunks(good.codes.mT.contiguous().mT, good.scales), *of_good, out
+            ),
+            "a.codes: expected the 128 codes of a column contiguous",
+        ),
+        (
+            lambda: chunk_product(good, *of_good, out[:1].expand(2, 64, 64)),
+            "out: expected elements that do not overlap",
+        ),
     ):
         with pytest.raises((TypeError, ValueError), match=error):
             call()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -68,7 +69,11 @@ def failures_of(case: Any, device: str, dtype: torch.dtype = torch.float64) -> l
         got = case.run(values, device, dtype)
         truth = case.truth(values, got)
         if getattr(case, "fp8", None) is not None:
-            failures = compare_recipe(got, truth, case.truth(values, got, Recipe(case.fp8, dtype)))
+            recipe = case.truth(values, got, Recipe(case.fp8, dtype))
+            failures = compare_recipe(got, truth, recipe)
+            if failures:
+                narrow = replace(case, fp8=None).run(values, "cpu", dtype)
+                failures = compare_recipe(got, truth, recipe, narrow)
         elif dtype in SIXTEEN:
             rounded = case.run(values, "cpu", dtype)
             stored = score_dtype(dtype) if isinstance(case, RoutingCase) else dtype

@@ -1,5 +1,7 @@
 """`guild bench --fp8`: layers in FP8 beside 16 bits, and the quantisation of their weights.
 
+Beside them, on a GPU, the same layer with PyTorch's FP8 products, a scale for each row.
+
 All are checked first: 16 bits by the usual rule, FP8 by one of its own. Then forward, backward and
 the weights' quantisation are timed in the same rounds. A layer's own times leave the quantisation
 of weights out, which a training step needs once, however many micro-batches it has.
@@ -14,7 +16,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.markup import escape
-from torch import Tensor, nn
+from torch import Tensor
 
 import guild
 
@@ -26,6 +28,8 @@ from ..problem import Problem, make_problems
 from ..record import record_head
 from ..reference import relative_errors, require_right
 from ..timing import free_memory, interleaved, median_ratio, summary_of
+from .rowwise import RowwiseLayer, why_not
+from .rowwise_passes import Passes, torch_passes, torchao_passes
 from .steps import step_calls
 
 RECIPES: dict[str, guild.FP8 | None] = {
@@ -34,6 +38,7 @@ RECIPES: dict[str, guild.FP8 | None] = {
     "fp8": guild.FP8(wgrad="fp8", scales="power_of_two", cached=True),
     "fp8, H in fp8": guild.FP8(wgrad="fp8", scales="power_of_two", save="fp8", cached=True),
 }
+_FASTEST = "fp8"  # of them: what peers are compared with
 _WEIGHTS = "weights", "quantised"  # among what is timed
 MOST_ERROR = 0.15  # relative, of a result in FP8: 0.04 to 0.09 where nothing is wrong
 
@@ -44,12 +49,15 @@ class Float8Layer(Layer):
     def __init__(
         self, name: str, problems: list[Problem], codes_of: Float8Layer | None = None
     ) -> None:
-        """codes_of: a layer with the same weights and scales, whose codes are these, too."""
+        """codes_of: a layer with the same weights and scales, whose codes are these, too.
+
+        Of those input sets that it has run with.
+        """
         self._fp8 = RECIPES[name]
         super().__init__(name, problems)
-        for i, module in enumerate(self._modules):
-            if codes_of is not None:
-                module._fp8_weights.share(codes_of._modules[i]._fp8_weights, self._fp8)
+        for own, other in zip(self._modules, codes_of._modules if codes_of else (), strict=False):
+            if other._fp8_weights.codes is not None:
+                own._fp8_weights.share(other._fp8_weights, self._fp8)
 
     def module(self, problem: Problem) -> Callable[[Tensor], Tensor]:
         """As `Layer.module`."""
@@ -59,28 +67,11 @@ class Float8Layer(Layer):
         """The first input set's, which its forward has made."""
         return self._modules[0]._fp8_weights.codes
 
-    def saved_bytes(self) -> int:
-        """Of what forward keeps for backward beside parameters and their codes."""
-        problem, module = self._problems[0], self._modules[0]
-        module(problem.x)
-        known = {t.untyped_storage().data_ptr() for t in _owned(module)}
-        kept: dict[int, int] = {}
-
-        def note(t: Tensor) -> Tensor:
-            storage = t.untyped_storage()
-            if storage.data_ptr() not in known:
-                kept[storage.data_ptr()] = storage.nbytes()
-            return t
-
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
-            out = module(problem.x)
-        del out
-        return sum(kept.values())
-
-
-def _owned(module: nn.Module) -> list[Tensor]:
-    codes = module._fp8_weights.codes
-    return [*module.parameters(), *(() if codes is None else codes.codes)]
+    def owned(self) -> list[Tensor]:
+        """What stands beside what a forward keeps: parameters and their codes."""
+        module = self._modules[0]
+        codes = module._fp8_weights.codes
+        return [*module.parameters(), *(() if codes is None else codes.codes)]
 
 
 def measure_float8(plan: BenchPlan, console: Console) -> dict[str, Any]:
@@ -93,14 +84,16 @@ def measure_float8(plan: BenchPlan, console: Console) -> dict[str, Any]:
         `saved_bytes` by recipe and its `figures`: by recipe and pass ("forward", "backward",
         "both") `ms` and `speedup` over 16 bits, and `with_weights`, the speed-up where every
         micro-batch is a step; `weights`, their quantisation; and `steps`, milliseconds by step.
+        A layer with PyTorch's products is called by its peer's name, has its own `weights`, and
+        `guild`: how many times as fast Guild's FP8 is, `both` and `with_weights`.
     """
-    cases = []
+    cases, peers = [], _peers(plan, console)
     for name, shape in plan.shapes.items():
         for routing in plan.routings:
             with console.status(f"{name}, {routing} routing"):
                 problems = make_problems(shape, routing, plan.dtype, plan.device, plan.seed)
                 case = {"name": name, "shape": shape._asdict(), "routing": routing, "failures": {}}
-                layers = _checked(problems, plan, case, console)
+                layers = _checked(problems, plan, case, console, peers)
                 calls = _calls(layers)
                 if "fp8" in layers:
                     steps = step_calls(problems[0], layers["fp8"].weights())
@@ -113,22 +106,43 @@ def measure_float8(plan: BenchPlan, console: Console) -> dict[str, Any]:
     return {**record_head(plan), "mode": "fp8", "cases": cases}
 
 
+def _peers(plan: BenchPlan, console: Console) -> dict[str, Passes]:
+    """What quantises for PyTorch's products, by the name of the candidate; says what is missing."""
+    reason = why_not(plan.device.type, plan.dtype)
+    if reason is not None:
+        console.print(f"without PyTorch's layers in FP8: {reason}")
+        return {}
+    found = {"torch rowwise": torch_passes()}
+    torchao = torchao_passes()
+    if torchao is None:
+        console.print("without torchao's quantising kernels: torchao 0.18 is not installed")
+        return found
+    return {**found, "torchao rowwise": torchao}
+
+
 def _checked(
-    problems: list[Problem], plan: BenchPlan, case: dict[str, Any], console: Console
-) -> dict[str, Float8Layer]:
-    """The recipes that work and are right; notes errors and failures in the case."""
-    layers: dict[str, Float8Layer] = {}
+    problems: list[Problem],
+    plan: BenchPlan,
+    case: dict[str, Any],
+    console: Console,
+    peers: dict[str, Passes],
+) -> dict[str, Float8Layer | RowwiseLayer]:
+    """The layers that work and are right; notes errors and failures in the case."""
+    layers: dict[str, Float8Layer | RowwiseLayer] = {}
     case["errors"], case["saved_bytes"] = {}, {}
-    for name, fp8 in RECIPES.items():
+    for name in (*RECIPES, *peers):
         try:
-            layer = Float8Layer(name, problems, next(iter(list(layers.values())[1:]), None))
+            if name in peers:
+                layer = RowwiseLayer(name, problems, peers[name], layers.get(next(iter(peers))))
+            else:
+                layer = Float8Layer(name, problems, next(iter(list(layers.values())[1:]), None))
             errors, _ = relative_errors(problems[0], layer.results())
             case["errors"][name] = errors
-            if fp8 is None:
+            if RECIPES.get(name, peers) is None:
                 require_right(errors, plan.dtype)
             elif not max(errors.values()) <= MOST_ERROR:
                 raise ArithmeticError(f"wrong: errors {errors}, expected at most {MOST_ERROR}")
-            case["saved_bytes"][name] = layer.saved_bytes()
+            case["saved_bytes"][name] = _saved_bytes(layer)
             layers[name] = layer
         except (RuntimeError, ArithmeticError, TypeError, ValueError) as error:
             case["failures"][name] = str(error).strip().splitlines()[0]
@@ -137,14 +151,34 @@ def _checked(
     return layers
 
 
+def _saved_bytes(layer: Float8Layer | RowwiseLayer) -> int:
+    """Of what forward keeps for backward beside parameters and their codes."""
+    layer.forward()
+    known = {t.untyped_storage().data_ptr() for t in layer.owned()}
+    kept: dict[int, int] = {}
+
+    def note(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+        out = layer.forward()
+    del out
+    return sum(kept.values())
+
+
 def _calls(
-    layers: dict[str, Float8Layer],
+    layers: dict[str, Float8Layer | RowwiseLayer],
 ) -> dict[tuple[str, str], Callable[[], object]]:
-    """By recipe and pass; the quantisation of weights is one for all recipes."""
+    """By candidate and pass; the quantisation of weights is one for all recipes of Guild's."""
     calls: dict[tuple[str, str], Callable[[], object]] = {}
     for name, layer in layers.items():
         calls[name, "forward"], calls[name, "backward"] = layer.forward, layer.backward
-    weights = next((layer.weights() for name, layer in layers.items() if RECIPES[name]), None)
+        if isinstance(layer, RowwiseLayer):
+            calls["weights", name] = layer.quantise
+    weights = next((layer.weights() for name, layer in layers.items() if RECIPES.get(name)), None)
     if weights is not None:
         calls[_WEIGHTS] = partial(_quantise, weights)
     return calls
@@ -177,9 +211,18 @@ def figures(times: dict[tuple[str, str], list[float]], shape: Shape) -> dict[str
             rows[part]["tflops"] = flops[part] / rows[part]["ms"]["median"] / 1e9
             if name != "bf16" and "bf16" in taken:
                 rows[part]["speedup"] = median_ratio(taken["bf16"][part], taken[name][part])
-        if name != "bf16" and "bf16" in taken and _WEIGHTS in times:
-            each = _sums(taken[name]["both"], times[_WEIGHTS])
+        each = _with_weights(times, taken, name)
+        if each is not None and "bf16" in taken:
             rows["with_weights"] = median_ratio(taken["bf16"]["both"], each)
+        if ("weights", name) in times:  # a peer
+            own = times["weights", name]
+            rows["weights"] = {"ms": summary_of(own), "rounds_ms": own}
+            ours = _with_weights(times, taken, _FASTEST)
+            if ours is not None:
+                rows["guild"] = {
+                    "both": median_ratio(taken[name]["both"], taken[_FASTEST]["both"]),
+                    "with_weights": median_ratio(each, ours),
+                }
         found[name] = rows
     weights = times.get(_WEIGHTS)
     if weights is not None:
@@ -188,6 +231,16 @@ def figures(times: dict[tuple[str, str], list[float]], shape: Shape) -> dict[str
         step: summary_of(values) for (part, step), values in times.items() if part == "steps"
     }
     return found
+
+
+def _with_weights(
+    times: dict[tuple[str, str], list[float]], taken: dict[str, dict[str, list[float]]], name: str
+) -> list[float] | None:
+    """Both passes and the quantisation of weights; None where either was not timed."""
+    weights = times.get(("weights", name), times.get(_WEIGHTS))
+    if name == "bf16" or name not in taken or weights is None:
+        return None
+    return _sums(taken[name]["both"], weights)
 
 
 def _sums(a: list[float], b: list[float]) -> list[float]:

@@ -1,4 +1,4 @@
-"""The tables that `guild bench --fp8` prints: layers by recipe, and the steps of one in FP8."""
+"""The tables of `guild bench --fp8`: layers by recipe, beside PyTorch's, and their steps."""
 
 from __future__ import annotations
 
@@ -36,10 +36,19 @@ def float8_table(record: dict[str, Any]) -> Group:
     for heading in ("shape", "step"):
         steps.add_column(heading, no_wrap=True)
     steps.add_column("us", justify="right")
+    peers = Table(
+        title=f"{where}: Guild in FP8 beside layers with PyTorch's products, a scale a row",
+        caption="Guild x: how many times as fast Guild is in the same rounds",
+    )
+    for heading in ("shape", "routing", "peer"):
+        peers.add_column(heading, no_wrap=True)
+    for heading in ("both ms", "Guild x", "weights ms", "Guild x with weights"):
+        peers.add_column(heading, justify="right")
     for case in record["cases"]:
         _add_layers(layers, case)
         _add_steps(steps, case)
-    return Group(layers, steps)
+        _add_peers(peers, case)
+    return Group(layers, *([peers] if peers.row_count else []), steps)
 
 
 def _add_layers(table: Table, case: dict[str, Any]) -> None:
@@ -60,6 +69,17 @@ def _add_layers(table: Table, case: dict[str, Any]) -> None:
         ms = case["figures"]["weights"]["ms"]["median"]
         table.add_row("", "", "weights, once a step", "", "", "", "", f"{ms:.3f}")
     table.add_section()
+
+
+def _add_peers(table: Table, case: dict[str, Any]) -> None:
+    peers = {name: found for name, found in case["figures"].items() if "guild" in found}
+    for place, (name, found) in enumerate(peers.items()):
+        first = ["", ""] if place else [case["name"], case["routing"]]
+        both, weights = (found[part]["ms"]["median"] for part in ("both", "weights"))
+        ours = [_ratio(found["guild"][part]) for part in ("both", "with_weights")]
+        table.add_row(*first, name, f"{both:.3f}", ours[0], f"{weights:.3f}", ours[1])
+    if peers:
+        table.add_section()
 
 
 def _add_steps(table: Table, case: dict[str, Any]) -> None:
