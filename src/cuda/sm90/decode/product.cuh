@@ -134,10 +134,8 @@ struct DecodeProduct {
   };
   static __device__ Tile no_more() { return {.expert = -1}; }
 
-  // Rows that are loaded and multiplied for a tile.
-  static __device__ int width_of(Tile const& tile) {
-    return tile.rows <= 8 ? 8 : tile.rows <= 16 ? 16 : tile.rows <= 32 ? 32 : 64;
-  }
+  // Rows that are loaded for a tile. What is multiplied beside them is not looked at.
+  static __device__ int loaded_rows(Tile const& tile) { return (tile.rows + 7) / 8 * 8; }
   static __device__ int stages_of(Params const& p, Tile const& tile) {
     int const k = tile.expert == kSharedExpert ? p.shared.k : p.k;
     return (k + 64 * S.steps() - 1) / (64 * S.steps());
@@ -193,14 +191,14 @@ struct DecodeProduct {
       }
     }
     __device__ void load(Params const& p, Stage& stage, Tile const& tile, int index) const {
-      int const lane = threadIdx.x % 32, width = width_of(tile);
+      int const lane = threadIdx.x % 32, rows = loaded_rows(tile);
 #pragma unroll
       for (int s = 0; s < S.steps(); ++s) {
         int const k = 64 * (index * S.steps() + s) + lane % 8 * kElementsPer16Bytes;
         uint32_t const none = k < p.k ? kNone : 0, to = shared_address(stage.template x<S>(s));
 #pragma unroll
         for (int i = 0; i < kMost; ++i) {
-          if (4 * i >= width) break;
+          if (4 * i >= rows) break;
           copy_async(chunk_address(to, lane / 8 + 4 * i, lane % 8), units_after(p.x + k, from[i]),
                      from[i] < none);
         }
@@ -211,7 +209,7 @@ struct DecodeProduct {
   // Where rows of X lie packed: announces a stage's bytes and issues boxes of 8 rows, one a lane.
   static __device__ void load_rows(Params const& p, Stage& stage, Barrier& full, Tile const& tile,
                                    int index) {
-    int const lane = threadIdx.x % 32, boxes = width_of(tile) / 8;
+    int const lane = threadIdx.x % 32, boxes = loaded_rows(tile) / 8;
     if (lane == 0) full.arrive_expect(S.steps() * boxes * 8 * kRowBytes);
     __syncwarp();
     if (lane >= boxes * S.steps()) return;
@@ -337,12 +335,11 @@ struct DecodeProduct {
     Cursor at;
     QueueEnd end;
     for (Tile tile; smem.queue.take(end, tile);) {
-      int const width = width_of(tile);
-      if (width == 8) {
+      if (tile.rows <= 8) {
         consume_tile<8>(p, at, tile, smem.ring, smem.results);
-      } else if (S.tokens >= 16 && width == 16) {
+      } else if (S.tokens >= 16 && tile.rows <= 16) {
         consume_tile<std::min(16, S.tokens)>(p, at, tile, smem.ring, smem.results);
-      } else if (S.tokens >= 32 && width == 32) {
+      } else if (S.tokens >= 32 && tile.rows <= 32) {
         consume_tile<std::min(32, S.tokens)>(p, at, tile, smem.ring, smem.results);
       } else if (S.tokens >= 64) {
         consume_tile<std::min(64, S.tokens)>(p, at, tile, smem.ring, smem.results);

@@ -7,7 +7,7 @@ namespace {
 
 template <class T, Major major, int tokens>
 void launch_rows(RowProduct const& x, Queue const& queue) {
-  constexpr DecodeShape shape{tokens, tokens <= 16 ? 64 : 128};
+  constexpr DecodeShape shape{tokens, 64};
   using Product = DecodeProduct<T, shape, major, false, false>;
   typename Product::Params p{};
   p.plan.groups = x.groups;

@@ -7,9 +7,8 @@ namespace {
 
 template <class T, Major major, bool gathered, int tokens>
 void launch_up(UpProduct const& x, Queue const& queue) {
-  // Small tiles where there are few of them.
-  constexpr int rows = tokens == 8 ? 32 : tokens == 16 ? 64 : 128;
-  constexpr DecodeShape shape{tokens, major == Major::K ? rows : 128};
+  // The smallest where there are few of them.
+  constexpr DecodeShape shape{tokens, major != Major::K ? 128 : tokens == 8 ? 32 : 64};
   using Product = DecodeProduct<T, shape, major, gathered, true>;
   bool const halves = x.pairing == Pairing::halves;
   int64_t const columns = x.pairing == Pairing::alternate ? 2 * x.n : x.n;
