@@ -4,17 +4,19 @@
 
 Alone, a GPU has E / R experts and as many rows as a rank of R has on average: no communication, the
 same products. Efficiency is that time over the time of the slowest rank, in the same rounds, in
-which both engines take turns where ranks reach each other's memory.
+which both engines take turns where ranks reach each other's memory, and with `--beside` what other
+libraries have for it.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ import torch.distributed as dist
 import guild
 from guild.provenance import provenance
 
+from .dispatchers import DISPATCHERS, why_not
 from .presets import PRESETS, Shape, parse_shape
 from .problem import ROUTINGS, make_problems
 from .symmetric import TORCH, SymmetricLayer, use_nvshmem
@@ -78,19 +81,30 @@ class SharedLayer:
             for name, weight in like.layer.named_parameters():
                 owner, _, last = name.rpartition(".")
                 setattr(self.layer.get_submodule(owner), last, weight)
+        self.call: Callable[[torch.Tensor], torch.Tensor] = self.layer
         self.x, self._dout = problem.x, problem.out_gradient
         self._leaves = self.x, self.layer.router.weight, self.layer.w_up, self.layer.w_down
         self._out: torch.Tensor | None = None
 
     def forward(self) -> torch.Tensor:
         """One forward that keeps what backward needs."""
-        return self.layer(self.x)
+        return self.call(self.x)
+
+    def sent_by(self, call: Callable[[torch.Tensor], torch.Tensor]) -> SharedLayer:
+        """The same tokens and weights with `call` in place of the layer."""
+        other = copy.copy(self)
+        other.call, other._out = call, None
+        return other
 
     def backward(self) -> tuple[torch.Tensor, ...]:
         """Gradients of x, router and experts, of a forward done at the first call."""
         if self._out is None:
             self._out = self.forward()
         return torch.autograd.grad(self._out, self._leaves, self._dout, retain_graph=True)
+
+    def forget(self) -> None:
+        """The forward that `backward` has kept."""
+        self._out = None
 
 
 def measure_parallel(
@@ -102,6 +116,7 @@ def measure_parallel(
     seconds: float,
     seed: int = 0,
     engine: str = "auto",
+    beside: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Check, then time every shape on all ranks; the record is the same on all of them.
 
@@ -119,13 +134,16 @@ def measure_parallel(
         Of the inputs.
     engine : str
         Of `guild.ExpertParallel`; "both": the peer engine, where the ranks can, and nccl; "torch":
-        forward alone by torch's all-to-all in symmetric memory, instead of them.
+        torch's all-to-all in symmetric memory, instead of them.
+    beside : sequence of str
+        Names of `DISPATCHERS`, timed beside the engines in the same rounds.
 
     Returns
     -------
     dict
         `cases` have times in milliseconds, one a round, `efficiency` and `tflops` medians.
-        `engines` are those that were timed; calls of a second one have its name after them.
+        `engines` are those that were timed; calls of all but the first have its name after them.
+        `skipped` says why which of `beside` were not.
     """
     if engine == TORCH:
         use_nvshmem()
@@ -133,7 +151,10 @@ def measure_parallel(
     group = next(iter(groups.values()))
     record: dict[str, Any] = {"mode": "parallel", "provenance": provenance(device), "cases": []}
     record |= {"ranks": group.size, "routing": routing, "rounds": rounds}
-    record["engines"] = list(groups)
+    reasons = {name: why_not(name, device) for name in beside}
+    record["skipped"] = {name: reason for name, reason in reasons.items() if reason}
+    beside = [name for name in beside if not reasons[name]]
+    record["engines"] = [*groups, *beside]
     for name, shape in shapes.items():
         alone = shape._replace(experts=len(group.local_experts(shape.experts)))
         arguments = routing, dtype, device, seed + 1000 * group.rank
@@ -141,21 +162,35 @@ def measure_parallel(
         for one in groups.values():
             layers.append(SharedLayer(shape, one, *arguments, *layers[:1]))
         error = max(_error(layer, group) for layer in layers)
-        by_itself = SharedLayer(alone, None, *arguments)
-        calls = _calls(layers, list(groups), by_itself)
-        if engine == TORCH:
-            other = SymmetricLayer(shape, layers[0].layer, layers[0].x)
-            error = max(error, _distance(other.forward(), layers[0].layer(layers[0].x)))
-            calls = {"forward": other.forward, "forward alone": by_itself.forward}
+        others = _others(shape, layers[0], [TORCH] if engine == TORCH else beside)
+        error = max([error, *(_difference(other, layers[0]) for other in others)])
         if not error < 2e-2:
-            raise RuntimeError(f"{name}: the layer over ranks is off by {error:.2g}")
+            raise RuntimeError(f"{name}: a layer over ranks is off by {error:.2g}")
+        layers = others if engine == TORCH else [*layers, *others]
+        calls = _calls(layers, record["engines"], SharedLayer(alone, None, *arguments))
         times = _rounds(calls, rounds, seconds, device)
         record["cases"].append(
             {"name": name, "shape": list(shape), "error": error} | _case(times, shape)
         )
-        del layers, calls
+        del layers, others, calls
         free_memory(device)
     return record
+
+
+def _others(shape: Shape, layer: SharedLayer, names: Sequence[str]) -> list[SharedLayer]:
+    """The same tokens and weights, sent by others."""
+    made = []
+    for name in names:
+        kind = SymmetricLayer if name == TORCH else DISPATCHERS[name][0]
+        made.append(layer.sent_by(kind(shape, layer.layer)))
+    return made
+
+
+def _difference(layer: SharedLayer, like: SharedLayer) -> float:
+    """Of output and gradients of this rank, relative; the largest."""
+    found, expected = ([one.forward().detach(), *one.backward()] for one in (layer, like))
+    like.forget()
+    return max(map(_distance, found, expected))
 
 
 def _groups(engine: str, device: torch.device, tokens: int) -> dict[str, guild.ExpertParallel]:
@@ -257,6 +292,8 @@ def main(arguments: list[str] | None = None) -> None:
     add("--tokens", type=int, default=_TOKENS, help=f"of a rank, for presets ({_TOKENS})")
     add("--routing", default="random", choices=ROUTINGS)
     add("--engine", default="both", choices=_ENGINES, help="both: where ranks of one host can")
+    names = (*DISPATCHERS, "all")
+    add("--beside", action="append", default=[], choices=names, help="others in the same rounds")
     add("--dtype", choices=_DTYPES, default="bfloat16")
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--rounds", type=int, default=7)
@@ -274,7 +311,10 @@ def main(arguments: list[str] | None = None) -> None:
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(minutes=5))
     how = args.routing, _DTYPES[args.dtype], device, args.rounds, args.seconds, args.seed
-    record = measure_parallel(shapes, *how, args.engine)
+    beside = list(DISPATCHERS) if "all" in args.beside else list(dict.fromkeys(args.beside))
+    if beside and args.engine == TORCH:
+        parser.error("--beside: not with --engine torch, which needs a run of its own")
+    record = measure_parallel(shapes, *how, args.engine, beside)
     if dist.get_rank() == 0:
         show(record)
         if args.out is not None:
@@ -288,14 +328,16 @@ def show(record: dict[str, Any]) -> None:
     facts = record["provenance"]
     engines = " and ".join(record["engines"])
     print(f"{record['ranks']} ranks, {facts['device']}, {record['routing']} routing, {engines}")
-    print(f"{'shape':>12} {'pass':>13} {'ms':>8} {'alone':>8} {'efficiency':>10} {'TFLOPS':>7}")
+    for name, reason in record["skipped"].items():
+        print(f"{name}: not timed, {reason}")
+    print(f"{'shape':>12} {'pass':>25} {'ms':>8} {'alone':>8} {'efficiency':>10} {'TFLOPS':>7}")
     for case in record["cases"]:
         for call, efficiency in case["efficiency"].items():
             name = call.partition(" ")[0]
             slowest = statistics.median(max(ranks) for ranks in case["milliseconds"][call])
             alone = statistics.median(map(statistics.fmean, case["milliseconds"][f"{name} alone"]))
             figures = f"{slowest:8.3f} {alone:8.3f} {efficiency:10.3f}"
-            print(f"{case['name']:>12} {call:>13} {figures} {case['tflops'][call]:7.1f}")
+            print(f"{case['name']:>12} {call:>25} {figures} {case['tflops'][call]:7.1f}")
     sys.stdout.flush()
 
 

@@ -25,7 +25,11 @@ from .presets import Shape  # noqa: E402
 _ALONE = "alone"
 _ENGINES = {
     "nccl": ("engine nccl", "#c9b458"),
+    "torchtitan": ("torchtitan, all-to-all", "#b07aa1"),
+    "torchtitan-async": ("torchtitan, MinimalAsyncEP", "#8c6bb1"),
     "torch": ("torch's all-to-all in symmetric memory", "#d9822b"),
+    "deepep": ("DeepEP", "#7fb77e"),
+    "deepep-static": ("DeepEP, the host waits for nothing", "#3f8f4f"),
     "peer": ("engine peer", "#1f5fa8"),
     _ALONE: ("one GPU alone, nothing sent", "#999999"),
 }

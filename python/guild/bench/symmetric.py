@@ -2,23 +2,26 @@
 
 `torch.ops.symm_mem.all_to_all_vdev` sends rows sorted by rank, as many to each as a tensor on the
 GPU says, and the host waits for nothing. A token's row goes once for each of its experts, with the
-expert's number. (all_to_all_vdev_2d, which sorts by expert on the way, takes 16 experts a rank at
-most.) It needs torch's NVSHMEM backend, one for the whole process, so Guild's peer engine, which
-needs another, is timed in a run of its own.
+expert's number and score. (all_to_all_vdev_2d, which sorts by expert on the way, takes less than 16
+experts a rank.) It needs torch's NVSHMEM backend, one for the whole process, so Guild's peer
+engine, which needs another, is timed in a run of its own.
 """
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 import guild
 from guild._torch.operators import ops
-from guild.routing import route_tokens
 
+from .dispatchers import DispatchedLayer
 from .presets import Shape
 
 TORCH = "torch"  # the engine's name
@@ -40,66 +43,116 @@ def use_nvshmem() -> None:
     symmetric.set_backend("NVSHMEM")
 
 
-class SymmetricLayer:
-    """Forward of a layer with torch's all-to-all and Guild's router, experts and sum.
+class SymmetricLayer(DispatchedLayer):
+    """With torch's all-to-all; memory is for twice the rows of balanced routing.
 
-    Parameters
-    ----------
-    shape : Shape
-        Tokens of this rank, and the whole layer's sizes.
-    layer : guild.MoE
-        Whose router and weights it has: this rank's experts.
-    x : torch.Tensor
-        (tokens, hidden).
+    One forward pass is kept for backward: a later one of other tokens writes over its rows.
     """
 
-    def __init__(self, shape: Shape, layer: guild.MoE, x: Tensor) -> None:
-        from torch.distributed import _symmetric_memory as symmetric
-
-        self.layer, self.x = layer, x
-        self._group, self._ranks = dist.group.WORLD, dist.get_world_size()
-        self._experts, slots = shape.experts, shape.tokens * shape.top_k
-        place = {"device": x.device, "dtype": x.dtype}
-
-        def shared(*sizes: int, **how: object) -> Tensor:
-            made = symmetric.empty(*sizes, **how)
-            symmetric.rendezvous(made, self._group)
-            return made
-
-        numbers = {"device": x.device, "dtype": torch.int32}
-        counts = {"device": x.device, "dtype": torch.int64}
-        most = 2 * slots  # room for uneven routing
-        self._sent, self._came = (
-            shared(slots, shape.hidden, **place),
-            shared(most, shape.hidden, **place),
+    def __init__(self, shape: Shape, layer: guild.MoE) -> None:
+        super().__init__(shape, layer)
+        slots, ranks = shape.tokens * shape.top_k, dist.get_world_size()
+        most, device, dtype = 2 * slots, layer.w_down.device, layer.w_down.dtype
+        self.sent, self.back = (_shared(device, dtype, slots, shape.hidden) for _ in range(2))
+        # Rows that come, gradients of the output that come, results that leave.
+        self.rows, self.gradients, self.made = (
+            _shared(device, dtype, most, shape.hidden) for _ in range(3)
         )
-        self._made, self._back = (
-            shared(most, shape.hidden, **place),
-            shared(slots, shape.hidden, **place),
+        # The expert's number here and the score, or its gradient.
+        self.notes_sent, self.notes_back = (
+            _shared(device, torch.int32, slots, 4) for _ in range(2)
         )
-        self._ids_sent, self._ids_came = shared(slots, 4, **numbers), shared(most, 4, **numbers)
-        self._counts = shared(self._ranks, **counts)
-        self._came_at, self._back_at, self._ids_at = (
-            shared(2, self._ranks, **counts) for _ in range(3)
+        self.notes, self.notes_made = (_shared(device, torch.int32, most, 4) for _ in range(2))
+        self.counts = _shared(device, torch.int64, ranks)
+        self.came, self.returned, self.again = (
+            _shared(device, torch.int64, 2, ranks) for _ in range(3)
         )
-        self._ones = torch.ones(most, 1, device=x.device)
 
-    @torch.no_grad()
-    def forward(self) -> Tensor:
-        """(tokens, hidden)."""
-        layer, send = self.layer, torch.ops.symm_mem.all_to_all_vdev
-        name, local = self._group.group_name, layer.w_down.shape[0]
-        router = layer.router.weight, layer.top_k, layer.routing, None, None
-        ids, scores = route_tokens(self.x, *router)
-        offsets, row_token, slot_row, _ = ops.sort_by_expert(ids, scores, self._experts)
-        torch.index_select(self.x, 0, row_token, out=self._sent)
-        self._counts.copy_(offsets[::local].diff())
-        self._ids_sent[slot_row.flatten().long()] = ids.view(-1, 1) % local
-        self._ids_came.fill_(-1)
-        send(self._sent, self._came, self._counts, self._came_at, name)
-        send(self._ids_sent, self._ids_came, self._counts, self._ids_at, name)
-        here = self._ids_came[:, :1].contiguous()
-        rows = guild.routed_experts(self._came, here, self._ones, layer.w_up, layer.w_down)
-        self._made.copy_(rows)
-        send(self._made, self._back, self._came_at[0], self._back_at, name)
-        return ops.combine(self._back, slot_row, scores, None, None)
+    def routed(self, x: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
+        """As `DispatchedLayer.routed`."""
+        trip = _Trip(self)
+        rows, ids, scores = _Dispatch.apply(x, scores, ids, trip)
+        results = guild.routed_experts(rows, ids, scores, self.layer.w_up, self.layer.w_down)
+        return _Combine.apply(results, trip)
+
+
+def _shared(device: torch.device, dtype: torch.dtype, *size: int) -> Tensor:
+    from torch.distributed import _symmetric_memory as symmetric
+
+    made = symmetric.empty(*size, device=device, dtype=dtype)
+    symmetric.rendezvous(made, dist.group.WORLD)
+    return made
+
+
+@dataclass
+class _Trip:
+    """Where one forward pass's rows go; a row of `sent` for each slot, sorted by expert."""
+
+    layer: SymmetricLayer
+    row_token: Tensor | None = None  # (slots)
+    slot_row: Tensor | None = None  # (tokens, top_k)
+
+    def there(self, tokens: Tensor, to: Tensor) -> None:
+        """Rows of tokens to the ranks of their experts."""
+        layer = self.layer
+        torch.index_select(tokens, 0, self.row_token, out=layer.sent)
+        _send(layer.sent, to, layer.counts, layer.came)
+
+    def and_back(self, results: Tensor) -> Tensor:
+        """Sums of what experts have made of a token's rows."""
+        layer = self.layer
+        layer.made.copy_(results)
+        _send(layer.made, layer.back, layer.came[0], layer.returned)
+        return ops.combine(layer.back, self.slot_row, None, None, None)
+
+
+def _send(rows: Tensor, out: Tensor, counts: Tensor, places: Tensor) -> None:
+    name = dist.group.WORLD.group_name
+    torch.ops.symm_mem.all_to_all_vdev(rows, out, counts, places, name)
+
+
+class _Dispatch(torch.autograd.Function):
+    """Tokens to rows here, with the number of their expert here and their score."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, x: Tensor, scores: Tensor, ids: Tensor, trip: _Trip
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        layer, local = trip.layer, trip.layer.layer.w_down.shape[0]
+        sorted_slots = ops.sort_by_expert(ids, scores, layer.shape.experts)
+        offsets, trip.row_token, trip.slot_row, _ = sorted_slots
+        layer.counts.copy_(offsets[::local].diff())
+        ctx.places = places = trip.slot_row.flatten().long()
+        layer.notes_sent[places, 0] = ids.flatten() % local
+        layer.notes_sent.view(torch.float32)[places, 1] = scores.flatten()
+        layer.notes.fill_(-1)  # rows that do not come have no expert
+        trip.there(x, layer.rows)
+        _send(layer.notes_sent, layer.notes, layer.counts, layer.again)
+        ctx.trip = trip
+        here = layer.notes[:, :1].clone()
+        ctx.mark_non_differentiable(here)
+        return layer.rows.detach(), here, layer.notes.view(torch.float32)[:, 1:2].clone()
+
+    @staticmethod
+    def backward(ctx: Any, drows: Tensor, _: None, dscores: Tensor) -> tuple:
+        layer = ctx.trip.layer
+        layer.notes_made.view(torch.float32)[:, 1:2] = dscores
+        dx = ctx.trip.and_back(drows)
+        _send(layer.notes_made, layer.notes_back, layer.came[0], layer.again)
+        dscores = layer.notes_back.view(torch.float32)[ctx.places, 1]
+        return dx, dscores.view(ctx.trip.slot_row.shape), None, None
+
+
+class _Combine(torch.autograd.Function):
+    """Rows here to their tokens, where they are added."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, results: Tensor, trip: _Trip) -> Tensor:
+        ctx.trip = trip
+        return trip.and_back(results)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple:
+        layer = ctx.trip.layer
+        ctx.trip.there(dout, layer.gradients)
+        return layer.gradients.detach(), None

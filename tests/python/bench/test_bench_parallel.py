@@ -1,18 +1,30 @@
-"""Layers over ranks: whose figures stand where in the plot; torch's all-to-all around experts."""
+"""Layers over ranks: whose figures stand where in the plot; others' ways of sending tokens."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric
 
 import guild
+from guild.bench.dispatchers import (
+    DISPATCHERS,
+    AsyncTorchtitanLayer,
+    DispatchedLayer,
+    TorchtitanLayer,
+)
+from guild.bench.parallel import measure_parallel
 from guild.bench.parallel_plot import figures_of, main
 from guild.bench.presets import Shape
 from guild.bench.symmetric import SymmetricLayer
@@ -51,6 +63,20 @@ def test_plot(tmp_path: Path) -> None:
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
+def same_as_layer(make: Callable[[Shape, guild.MoE], DispatchedLayer]) -> None:
+    """Output and gradients with somebody else's way of sending are those of guild.MoE."""
+    shape, layer = Shape(32, 16, 8, 4, 2), guild.MoE(16, 8, 4, 2)
+    x = torch.randn(shape.tokens, shape.hidden, requires_grad=True)
+    leaves = x, layer.router.weight, layer.w_up, layer.w_down
+    found = []
+    for call in (make(shape, layer), layer):
+        out = call(x)
+        grads = torch.autograd.grad(out, leaves, x.detach().roll(1, 0), retain_graph=True)
+        found.append((out, *grads))
+    for got, expected in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
 def send(rows: Tensor, out: Tensor, counts: Tensor, places: Tensor, _: str) -> None:
     """all_to_all_vdev to this rank alone."""
     count = int(counts.sum())
@@ -59,16 +85,77 @@ def send(rows: Tensor, out: Tensor, counts: Tensor, places: Tensor, _: str) -> N
 
 
 def symmetric_layer(rank: int) -> None:
-    """Rows sorted by rank, their experts' numbers and what comes back fit together."""
-    shape, layer = Shape(32, 16, 8, 4, 2), guild.MoE(16, 8, 4, 2)
-    x = torch.randn(shape.tokens, shape.hidden)
+    """Rows sorted by rank, their experts' numbers and scores and what comes back fit together."""
     memory = {"empty": torch.zeros, "rendezvous": lambda *_: None}
     ops = mock.Mock(all_to_all_vdev=send)
     with mock.patch.multiple(symmetric, **memory), mock.patch.object(torch.ops, "symm_mem", ops):
-        out = SymmetricLayer(shape, layer, x).forward()
-    torch.testing.assert_close(out, layer(x))
+        same_as_layer(SymmetricLayer)
 
 
-def test_symmetric_layer(tmp_path: Path) -> None:
+class OneRank:
+    """DeepEP's buffer between this rank and itself, which turns the order of rows round."""
+
+    get_dispatch_config = get_combine_config = staticmethod(
+        lambda _: SimpleNamespace(get_nvl_buffer_size_hint=lambda *sizes: sizes[0])
+    )
+
+    def __init__(self, group: dist.ProcessGroup, size: int) -> None:
+        assert size == 16 * 4  # a row's bytes, of the sizes above
+
+    def get_dispatch_layout(self, ids: Tensor, experts: int) -> tuple:
+        counts = torch.bincount(ids.flatten(), minlength=experts)
+        return torch.tensor([len(ids)]), None, counts, ids.new_ones(len(ids), 1).bool(), None
+
+    def dispatch(self, x: Tensor, handle: tuple | None = None, **facts: Any) -> tuple:
+        rows = handle[0] if handle else max(len(x), facts["num_worst_tokens"])
+        sent = x.new_full((rows, x.shape[1]), torch.nan)
+        sent[: len(x)] = x.flip(0)
+        if handle:
+            return sent, None, None, None, None, None
+        assert facts["num_tokens_per_expert"].sum() == facts["topk_idx"].numel()
+        ids = facts["topk_idx"].new_full((rows, facts["topk_idx"].shape[1]), -1)
+        ids[: len(x)] = facts["topk_idx"].flip(0)
+        scores = torch.zeros(ids.shape)
+        scores[: len(x)] = facts["topk_weights"].flip(0)
+        return sent, ids, scores, [], (rows, len(x)), None
+
+    def combine(self, x: Tensor, handle: tuple, topk_weights: Tensor | None = None) -> tuple:
+        mine = slice(0, handle[1])
+        weights = None if topk_weights is None else topk_weights[mine].flip(0)
+        return x[mine].flip(0), weights, None
+
+
+def deepep_layer(rank: int) -> None:
+    """With room for the tokens that come, and for more."""
+    module = SimpleNamespace(Buffer=OneRank)
+    with mock.patch.dict(sys.modules, {"deep_ep": module}):
+        same_as_layer(DISPATCHERS["deepep"][0])
+        with mock.patch.object(dist, "get_world_size", return_value=2):
+            same_as_layer(DISPATCHERS["deepep-static"][0])
+
+
+def torchtitan_layer(rank: int) -> None:
+    """Where it is installed; how rows travel is its matter."""
+    if importlib.util.find_spec("torchtitan") is not None:
+        same_as_layer(DISPATCHERS["torchtitan"][0])
+        with mock.patch.object(
+            AsyncTorchtitanLayer, "make_dispatcher", TorchtitanLayer.make_dispatcher
+        ):
+            same_as_layer(AsyncTorchtitanLayer)
+
+
+def absent_packages(rank: int) -> None:
+    """Those that are not there are skipped, and the record says why."""
+    shapes, device = {"toy": Shape(16, 32, 8, 8, 2)}, torch.device("cpu")
+    with mock.patch.object(importlib.util, "find_spec", return_value=None):
+        record = measure_parallel(
+            shapes, "random", torch.float32, device, 1, 0.001, beside=["deepep", "torchtitan"]
+        )
+    assert record["engines"] == ["nccl"] and set(record["skipped"]) == {"deepep", "torchtitan"}
+    assert record["skipped"]["deepep"] == "the package deep_ep is not installed"
+
+
+def test_dispatched_layers(tmp_path: Path) -> None:
     """On one rank, in place of GPUs that share memory."""
-    run_on_ranks([symmetric_layer], 1, tmp_path / "ranks")
+    checks = [symmetric_layer, deepep_layer, torchtitan_layer, absent_packages]
+    run_on_ranks(checks, 1, tmp_path / "ranks")

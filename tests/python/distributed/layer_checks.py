@@ -312,7 +312,8 @@ def benchmark(rank: int) -> None:
     """It checks the layer, and every rank has the same record."""
     shape = {"toy": Shape(16, 32, 8, 8, 2)}
     how = "random", torch.float32, torch.device("cpu"), 2, 0.001
-    record = measure_parallel(shape, *how)
+    record = measure_parallel(shape, *how, beside=["torchtitan"])  # where it is installed
+    assert ("torchtitan" in record["engines"]) != ("torchtitan" in record["skipped"])
     (case,) = record["cases"]
     assert case["error"] < 1e-5 and 0 < case["efficiency"]["forward"] < 1
     assert len(set(_texts(repr(case["milliseconds"])))) == 1

@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import guild
 from processes import gathered
@@ -270,27 +272,114 @@ def beside_collectives(rank: int) -> None:
     group_of("peer").check()
 
 
-def killed(rank: int) -> str:
-    """The last rank is gone: the others find out in time."""
+def lost(
+    rank: int,
+    last: Callable[[guild.ExpertParallel, Step], object],
+    captured: bool = False,
+) -> str:
+    """The last rank is gone, killed right after it has begun `last`: the others find out in time.
+
+    captured: they are replaying a graph of the step, else they go on with steps.
+    """
     group = guild.ExpertParallel(engine="peer", max_tokens=MOST_TOKENS, timeout=LATE)
     step = Step(7, 16)
     step.run(group)
-    lost = dist.get_world_size() - 1
+    run = functools.partial(step.run, group)
+    if captured:
+        run = captured_step(group, step).replay
+    gone = dist.get_world_size() - 1
     dist.barrier()
-    if rank == lost:
+    if rank == gone:
+        run() if captured else last(group, step)
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
 
     def until_noticed() -> None:
         for _ in itertools.count():
-            step.run(group)
+            run()
             group.check()
 
     text = raised(RuntimeError, until_noticed)
-    assert f"no answer from rank {lost} (rank {lost} of all)" in text, text
+    assert f"no answer from rank {gone} (rank {gone} of all)" in text, text
     assert time.monotonic() - began < LATE + 5
     assert text == raised(RuntimeError, lambda: step.run(group))
     return text
+
+
+def killed(rank: int) -> str:
+    """Between two steps."""
+    return lost(rank, lambda *_: None)
+
+
+def forward(group: guild.ExpertParallel, step: Step) -> Tensor:
+    """Of a step."""
+    return group.routed_experts(step.x, step.ids, step.scores, *step.weights)
+
+
+def killed_in_forward(rank: int) -> str:
+    """With its kernels on the GPU, which nobody has waited for."""
+    return lost(rank, forward)
+
+
+def killed_in_backward(rank: int) -> str:
+    """The same, after a forward pass that is done."""
+
+    def backward(group: guild.ExpertParallel, step: Step) -> None:
+        out = forward(group, step)
+        torch.cuda.synchronize()
+        out.backward(step.dout)
+
+    return lost(rank, backward)
+
+
+def killed_in_replay(rank: int) -> str:
+    """The same, of a graph."""
+    return lost(rank, lambda *_: None, captured=True)
+
+
+def captured_step(group: guild.ExpertParallel, step: Step) -> torch.cuda.CUDAGraph:
+    """A graph of a step, on a stream of its own."""
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(side):
+        step.run(group)
+    side.synchronize()
+    with torch.cuda.graph(graph, stream=side):
+        step.run(group)
+    return graph
+
+
+def beside_sharded_blocks(rank: int) -> None:
+    """FSDP2 gathers and reduces the other weights of blocks whose experts are on all ranks."""
+    if device().type != "cuda":
+        return
+    sizes, mesh = (256, 128, 16, 4), init_device_mesh("cuda", (dist.get_world_size(),))
+    losses = []
+    for engine in ("nccl", "peer"):
+        torch.manual_seed(1)
+        group = guild.ExpertParallel(engine=engine, max_tokens=512, timeout=60.0)
+        model = torch.nn.Sequential()
+        for _ in range(4):
+            experts = guild.MoE(*sizes, expert_group=group, dtype=torch.bfloat16)
+            model += torch.nn.Sequential(torch.nn.Linear(256, 256, dtype=torch.bfloat16), experts)
+        model.to(device())
+        kept = {w for m in model[1::2] for w in (m.w_up, m.w_down)}
+        for block in model:
+            fully_shard(block, mesh=mesh, ignored_params=kept)
+        fully_shard(model, mesh=mesh, ignored_params=kept)
+        adam = torch.optim.AdamW(model.parameters(), foreach=False)
+        draw = torch.Generator().manual_seed(rank)
+        found = []
+        for number in range(60):
+            x = torch.randn(512 - 64 * rank, 256, generator=draw).to(device(), torch.bfloat16)
+            loss = (model(x) - x).square().mean()
+            loss.backward()
+            adam.step()
+            adam.zero_grad()
+            found.append(loss.detach())
+            if number % 7 == rank:
+                time.sleep(0.002)
+        losses.append(torch.stack(found).tolist())
+    assert losses[0] == losses[1] and losses[0][-1] < losses[0][0], losses
 
 
 CHECKS = (
@@ -302,4 +391,6 @@ CHECKS = (
     too_many_tokens,
     replays,
     beside_collectives,
+    beside_sharded_blocks,
 )
+KILLED = (killed, killed_in_forward, killed_in_backward, killed_in_replay)
