@@ -39,24 +39,30 @@ inline constexpr int kProducts = 5;
 
 struct BuiltConfig {
   GemmConfig config;
-  double step_cost[kProducts];  // of one step of a sum, relative to the best; 0: cannot be used
+  double step_cost[kProducts];  // of one step of a sum, relative to a pair; 0: cannot be used
   double outside;               // cycles that a consumer spends on a tile outside of its sum
+  // What a tile of at most 64 rows takes of a whole one's time, in products by row: one consumer
+  // multiplies, at the pace at which shared memory takes and gives B.
+  double half = 1;
 
   constexpr bool serves(Product product) const { return step_cost[int(product)] > 0; }
 };
 
 // The configs that are built. Add a row only with a measurement (docs/measured/).
 inline constexpr BuiltConfig kConfigs[] = {
-    // A pair of blocks loads a third less from L2, which saves the up projection 2 to 10 %, but
-    // each waits for the other. Not for Product::direct, whose wgmma ptxas serialises (C7515);
-    // weight gradients stored element by element are not affected.
-    {{.tile_m = 128, .tile_n = 256, .stages = 4, .cluster = 2}, {1, 0, 1, 1, 1}, 900},
+    // A pair of blocks loads a third less from L2, but each waits for the other. Not for
+    // Product::direct, whose wgmma ptxas serialises (C7515); weight gradients stored element by
+    // element are not affected.
+    {{.tile_m = 128, .tile_n = 256, .stages = 4, .cluster = 2}, {1, 0, 1, 1, 1}, 900, .7},
     // A single block leaves no partner idle where rows are few and the columns of tiles odd.
-    {{.tile_m = 128, .tile_n = 256, .stages = 4}, {1.05, 1, 1.05, 1.03, 1.02}, 400},
-    // With in_turns, packing and stores overlap the other consumer's products, which pays where
-    // sums are short: fine7b's up gradient 0.53 to 0.50 ms. Not with gathered rows: narrower tiles
-    // would gather them more often.
-    {{.tile_m = 128, .tile_n = 192, .stages = 4, .consumers = 2, .in_turns = true}, {1.045}, 3500},
+    {{.tile_m = 128, .tile_n = 256, .stages = 4}, {1.005, 1, .995, 1.01, 1.02}, 400, .8},
+    // With in_turns, packing and stores overlap the other consumer's products, and narrower tiles
+    // leave fewer columns empty: 2,880 are 15 tiles of 192, but 12 of 256. Gathered rows would be
+    // gathered more often.
+    {{.tile_m = 128, .tile_n = 192, .stages = 4, .consumers = 2, .in_turns = true},
+     {1.055},
+     4500,
+     .9},
 };
 
 // Columns of a tile of the down gradient, over which it sums <g, A> to one part of dS.
@@ -74,12 +80,6 @@ struct TileCount {
   int64_t rows = 0, groups = 0, columns = 0, inner = 0;
   bool ragged = true;
 };
-
-// In products by row a tile of at most 64 rows costs pairs this much of a whole one, as fitted: one
-// consumer multiplies, at the pace at which shared memory takes and gives B. In turns both do.
-// Blocks alone save as much, but lose it again: tiles are dealt out, and those with short ones run
-// ahead.
-inline constexpr double kHalfTile = 0.85;
 
 // Tiles that blocks spend time on for one group of `rows` rows, those of blocks that idle beside a
 // partner included. half: what a tile of at most 64 rows counts.
@@ -103,17 +103,17 @@ inline double tiles_of(GemmConfig const& c, int64_t rows, int64_t across, double
 // The same for all groups. Groups that share rows in unknown parts have as many as a router that
 // chooses at random gives them: on average their share, with its square root as the standard
 // deviation.
-inline double expected_tiles(GemmConfig const& c, TileCount const& x) {
+inline double expected_tiles(BuiltConfig const& built, TileCount const& x) {
+  GemmConfig const& c = built.config;
   int64_t const across = (x.columns + c.tile_n - 1) / c.tile_n;
   if (!x.ragged) return double(x.groups) * tiles_of(c, x.rows, across, /*half=*/1);
-  double const half = c.cluster == 2 ? kHalfTile : 1;
   // The normal distribution in eight parts of the same weight: their middles.
   constexpr double kMiddles[] = {-1.534, -.887, -.489, -.157, .157, .489, .887, 1.534};
   double const mean = double(x.rows) / double(x.groups), spread = std::sqrt(mean);
   double sum = 0;
   for (double const middle : kMiddles) {
     double const rows = std::max(0., mean + middle * spread);
-    sum += tiles_of(c, int64_t(rows + .5), across, half);
+    sum += tiles_of(c, int64_t(rows + .5), across, built.half);
   }
   return double(x.groups) * sum / std::size(kMiddles);
 }
@@ -140,7 +140,7 @@ inline double expected_cost(BuiltConfig const& built, Product product, TileCount
   GemmConfig const& c = built.config;
   double const steps = double((x.inner + c.tile_k - 1) / c.tile_k);
   double const sum = built.step_cost[int(product)] * steps * c.tile_m * c.tile_n / 32;
-  double const tiles = expected_tiles(c, x);
+  double const tiles = expected_tiles(built, x);
   double const own = sum + built.outside;  // a consumer's time per tile
   int const at_once = c.in_turns ? c.consumers : 1;
   double const count = x.ragged ? expected_waves(tiles, at_once) : waves(tiles, at_once);

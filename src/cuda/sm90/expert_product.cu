@@ -1,5 +1,6 @@
 #include "cuda/sm90/launch.cuh"
 #include "cuda/sm90/products.h"
+#include "cuda/sm90/store_floats.cuh"
 
 namespace guild::cuda::sm90 {
 namespace {
@@ -57,20 +58,24 @@ void expert_product(ExpertProduct const& x, Queue const& queue) {
                         .columns = x.n,
                         .inner = x.rows / x.groups.groups,
                         .ragged = false};
+  DirectOutput const d{.data = x.d.data,
+                       .group_stride = x.d.expert_stride,
+                       .row_stride = x.d.out_stride,
+                       .col_stride = x.d.in_stride,
+                       .is_float = x.d_dtype == DType::float32,
+                       .accumulate = x.accumulate,
+                       .columns = int(x.n),
+                       .group_at = x.d.expert_at};
   with_type(x.dtype, [&](auto element) {
     using T = decltype(element);
     with_config<Product::experts>(count, [&]<GemmConfig c> {
       if (has_boxes(x)) {
         launch_expert_product<T, c>(x, boxes_of_experts<T>(x), queue);
+      } else if (stores_floats<Along::columns>(d)) {
+        launch_expert_product<T, c>(x, StoreFloats<Along::columns>{d}, queue);
+      } else if (stores_floats<Along::rows>(d)) {
+        launch_expert_product<T, c>(x, StoreFloats<Along::rows>{d}, queue);
       } else {
-        DirectOutput const d{x.d.data,
-                             x.d.expert_stride,
-                             x.d.out_stride,
-                             x.d.in_stride,
-                             x.d_dtype == DType::float32,
-                             x.accumulate,
-                             int(x.n),
-                             x.d.expert_at};
         launch_expert_product<T, c>(x, StoreDirect<T>{d, {}}, queue);
       }
     });

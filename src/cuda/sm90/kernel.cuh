@@ -1,8 +1,8 @@
 // D[group] = epilogue(A[group] B[group]^T) for every group, in one persistent launch.
 //
 //   warpgroup 0      producer: fills a ring of stages, 64 deep each (loaders.cuh); one of its warps
-//                    schedules the tiles and hands them to the others (tile_queue.cuh), see
-//                    kLoaderSchedules
+//                    schedules the tiles and hands them to the others (tile_queue.cuh): one that
+//                    loads, if all four do, else an idle one
 //   warpgroups 1..   consumers: wgmma into registers, then the epilogue (epilogues.cuh), each on 64
 //                    rows of every tile or, with C.in_turns, on every other tile alone
 //
@@ -42,9 +42,7 @@ struct GroupedProduct {
       MainLoop<C, Loader, std::conditional_t<stores_at_once<Epilogue, C.tile_n>(), int, unsigned>>;
   using Cursor = typename Loop::Cursor;
   using Sums = typename Loop::Sums;
-  static constexpr bool kClaimsLate = Loop::kClaimsLate;
-  // Whether a loading warp schedules the tiles; else an idle warp of the producer does.
-  static constexpr bool kLoaderSchedules = Loader::kThreads == 128 || kClaimsLate;
+  static constexpr bool kLoaderSchedules = Loader::kThreads == 128;
   using Tiles = TileQueue<4 * C.consumers + Loader::kThreads / 32>;
   struct SharedStorage {
     alignas(1024) char a[C.stages][C.a_bytes()];
@@ -54,6 +52,7 @@ struct GroupedProduct {
     Barrier full[C.stages];     // Loader::kArrivals, and the bytes of TMA
     Barrier empty[C.stages];    // one arrival per consumer warp of the cluster that reads the stage
     Barrier turn[C.consumers];  // in_turns: this consumer may read the stages of its tile
+    Barrier wanted;             // by the loader: the next tile, of an idle warp that schedules
     Tiles tiles;
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024, "too many stages for shared memory");
@@ -66,8 +65,8 @@ struct GroupedProduct {
     return TileGuide<Work, C>(work);
   }
 
-  // With kClaimsLate: how many steps before its end a tile's sum claims the next tile, which takes
-  // a trip to global memory.
+  // How many steps before the end of a tile's sum the next tile is claimed, which takes a trip to
+  // global memory. A tile that is claimed sooner could have gone to a block that is free.
   static constexpr int kClaimAhead = 8;
 
   static __device__ void produce(Params const& p, SharedStorage& smem, int thread) {
@@ -76,18 +75,20 @@ struct GroupedProduct {
     QueueEnd tiles;
     [[maybe_unused]] auto guide = guide_of(p);
     [[maybe_unused]] int const warp = warp_index();
-    auto const announce = [&] {
+    auto const want_next = [&] {
       if constexpr (kLoaderSchedules) {
         if (warp == 0) guide.announce(smem.tiles);
+      } else {
+        if (thread == 0) smem.wanted.arrive();
       }
     };
-    announce();
+    if constexpr (kLoaderSchedules) want_next();
     for (Tile tile; smem.tiles.take(tiles, tile);) {
-      int const count = Loop::steps(tile), next = kClaimsLate ? max(count - kClaimAhead, 0) : 0;
+      int const count = Loop::steps(tile);
       loader.begin(tile);
-      if (Work::kMayBeEmpty && count == 0) announce();
+      if (Work::kMayBeEmpty && count == 0) want_next();
       for (int step = 0; step < count; ++step, at.advance()) {
-        if (step == next) announce();
+        if (count - step == min(count, kClaimAhead)) want_next();
         smem.empty[at.stage].wait(at.phase ^ 1);
         loader.load(tile, step, smem.a[at.stage], smem.b[at.stage], smem.full[at.stage]);
       }
@@ -240,7 +241,12 @@ struct GroupedProduct {
       bool const started = start(p, acc, tile, self);
       smem.turn[self.group].wait(phase);
       phase ^= 1;
-      Loop::sum(acc, started, at, tile, smem, self, [](int, bool) {});
+      // Of at most 64 rows the first part is all.
+      if (Loop::kSkipsRows && tile.rows <= 64) {
+        Loop::template sum<1>(acc, started, at, tile, smem, self, [](int, bool) {});
+      } else {
+        Loop::sum(acc, started, at, tile, smem, self, [](int, bool) {});
+      }
 #pragma unroll
       for (int i = 0; i < Loop::kParts; ++i) {
         typename Epilogue::template Parcel<C.tile_n> parcel;
@@ -261,6 +267,16 @@ struct GroupedProduct {
       consume_storing(p, smem, self);
     }
     if (self.leads_warp()) tma_store_wait<0>();  // shared memory must outlive the last store
+  }
+
+  // The idle warp that schedules: one tile after the other as the queue has room, but where tiles
+  // are claimed no sooner than the loader wants them.
+  static __device__ void schedule(Params const& p, SharedStorage& smem) {
+    auto guide = guide_of(p);
+    bool const claims = p.work.taken != nullptr;
+    for (uint32_t phase = 0; guide.announce(smem.tiles); phase ^= 1) {
+      if (claims) smem.wanted.wait(phase);
+    }
   }
 
   static __device__ void sync() {
@@ -284,6 +300,7 @@ struct GroupedProduct {
         smem.empty[s].init(4 * (C.in_turns ? 1 : C.consumers) * C.cluster);
       }
       for (Barrier& turn : smem.turn) turn.init(4);
+      smem.wanted.init(1);
       bool const tells = C.cluster > 1 && p.work.taken != nullptr && cluster_rank() == 0;
       smem.tiles.init(tells ? C.cluster : 0);
       fence_barrier_init();
@@ -295,9 +312,7 @@ struct GroupedProduct {
       if (warp < Loader::kThreads / 32) {
         produce(p, smem, threadIdx.x);
       } else if (!kLoaderSchedules && warp == Loader::kThreads / 32) {
-        auto guide = guide_of(p);
-        while (guide.announce(smem.tiles)) {
-        }
+        schedule(p, smem);
       }
     } else {
       grow_registers<168 + (168 - Loader::kRegisters) / C.consumers>();

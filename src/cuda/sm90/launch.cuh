@@ -170,12 +170,11 @@ int64_t most_tiles(int64_t rows, RowTiles const& work) {
   return most_tiles<C>(rows, work.groups.groups, int64_t(work.across) * work.tile_n, work.tile_n);
 }
 
-// Whether tiles are claimed (dynamic scheduling). Pairs do it unless there are few waves: clearing
-// the counter takes 2 us. Beside other kernels all do, for blocks start at different times there.
-inline bool claims_tiles(Queue const& queue, int cluster, int64_t tiles, int clusters) {
+// Whether tiles are claimed (dynamic scheduling), unless there are few waves: clearing the counter
+// takes 2 us. Beside other kernels that is no reason, for blocks start at different times there.
+inline bool claims_tiles(Queue const& queue, int64_t tiles, int clusters) {
   constexpr int kFewWaves = 4;
-  if (queue.shared) return tiles > clusters;
-  return cluster > 1 && tiles > kFewWaves * clusters;
+  return tiles > (queue.shared ? 1 : kFewWaves) * clusters;
 }
 
 // The counter from which clusters claim tiles (dynamic scheduling). Clusters then work on
@@ -197,7 +196,7 @@ void launch(typename Kernel::Params params, int64_t tiles, Queue const& queue) {
   allow_shared_memory(run<Kernel>, bytes, allowed, "shared memory of a grouped product");
   constexpr int cluster = Kernel::config.cluster;
   int const clusters = std::max(1, multiprocessors(queue) / cluster);
-  if (params.work.taken == nullptr && claims_tiles(queue, cluster, tiles, clusters)) {
+  if (params.work.taken == nullptr && claims_tiles(queue, tiles, clusters)) {
     params.work.taken = cleared_counter(queue);
   }
   unsigned const blocks = unsigned(std::min<int64_t>(tiles, clusters) * cluster);

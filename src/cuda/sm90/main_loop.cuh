@@ -21,13 +21,10 @@ struct MainLoop {
   using Work = typename Loader::Work;
   using Cursor = cuda::Cursor<C.stages, Int>;
 
-  // Where tiles may be claimed from a counter, one is claimed only shortly before it is needed.
-  static constexpr bool kClaimsLate = C.cluster > 1 || Work::kHasOrder;
-
-  // Whether a consumer without rows multiplies nothing. Not where tiles are dealt out to consumers
-  // in turns, nor in weight gradients: blocks with short tiles run ahead there, and operands that
-  // the others still need leave L2, which costs up to 40 and 11 % (docs/measured/experiments.md).
-  static constexpr bool kSkipsRows = !C.in_turns && !Work::kMayBeEmpty;
+  // Whether rows that a tile of at most 64 lacks are not multiplied. Not in weight gradients:
+  // blocks with short tiles run ahead there, and operands that the others still need leave L2,
+  // which costs up to 11 % (docs/measured/experiments.md).
+  static constexpr bool kSkipsRows = !Work::kMayBeEmpty;
 
   // Where groups split the inner dimension, half of a sum's last step is missing on average. Only
   // its slices of 16 that exist are multiplied, behind the loop over whole steps: a choice within
@@ -52,7 +49,8 @@ struct MainLoop {
   // meanwhile(step, takes): runs while each whole step's products are in flight (once if the sum is
   // empty); `takes` marks the step at which the next tile is to be taken from the queue.
   // side: sums of each step's A (column_sums.cuh).
-  template <class F, class Side = NoSideSums>
+  // parts: how many of its parts of 64 rows the consumer multiplies.
+  template <int parts = kParts, class F, class Side = NoSideSums>
   static __device__ void sum(Sums& acc, bool started, Cursor& at, Tile const& tile, auto& smem,
                              Self self, F&& meanwhile, Side side = {}) {
     int const count = steps(tile);
@@ -79,21 +77,21 @@ struct MainLoop {
       Barrier::wait_at(full + at.stage * sizeof(Barrier), at.phase);
       fence(acc);
       side.start(shared_address(smem.a[at.stage]) + first);
-      multiply(acc, a + at.stage * (C.a_bytes() / 16), b + at.stage * (C.b_bytes() / 16),
-               started || step > 0);
+      multiply<parts>(acc, a + at.stage * (C.a_bytes() / 16), b + at.stage * (C.b_bytes() / 16),
+                      started || step > 0);
       if (step > 0) {
         wgmma_wait<1>();
         if (self.leads_warp()) release(smem.empty[at.before(1)]);
       }
       side.finish(step);
-      meanwhile(step, kClaimsLate ? step + 1 == whole : step == 0);
+      meanwhile(step, step + 1 == whole);
       at.advance();
     } while (++step < whole);
     if (whole < count) {
       Barrier::wait_at(full + at.stage * sizeof(Barrier), at.phase);
       fence(acc);
-      multiply_rest(acc, a + at.stage * (C.a_bytes() / 16), b + at.stage * (C.b_bytes() / 16),
-                    tile.inner % C.tile_k);
+      multiply_rest<parts>(acc, a + at.stage * (C.a_bytes() / 16),
+                           b + at.stage * (C.b_bytes() / 16), tile.inner % C.tile_k);
       wgmma_wait<1>();
       if (self.leads_warp()) release(smem.empty[at.before(1)]);
       at.advance();
@@ -118,31 +116,34 @@ struct MainLoop {
   static constexpr int kSliceB = kSliceBytes<Loader::kMajorB> / 16;
 
   // Issues the products of one slice of a stage. a, b: descriptors of its operands.
+  template <int parts>
   static __device__ void multiply_slice(Sums& acc, uint32_t a, uint32_t b, bool accumulate) {
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
+    for (int part = 0; part < parts; ++part) {
       mma_slice<typename Loader::Element, C.tile_n, Loader::kMajorA, Loader::kMajorB>(
           acc[part], a + part * (kBlockBytes / 16), b, accumulate);
     }
   }
 
   // Issues one stage's products, which run asynchronously.
+  template <int parts>
   static __device__ void multiply(Sums& acc, uint32_t a, uint32_t b, bool accumulate) {
     wgmma_fence();
 #pragma unroll
     for (int slice = 0; slice < C.tile_k / kSliceDepth; ++slice) {
-      multiply_slice(acc, a + slice * kSliceA, b + slice * kSliceB, accumulate || slice > 0);
+      multiply_slice<parts>(acc, a + slice * kSliceA, b + slice * kSliceB, accumulate || slice > 0);
     }
     wgmma_commit();
   }
 
   // The same for the first `depth` of a stage, added to what the sums hold: whole slices, whose
   // operands are zeros past `depth`. At least the last slice is in flight when this returns.
+  template <int parts>
   static __device__ void multiply_rest(Sums& acc, uint32_t a, uint32_t b, int depth) {
 #pragma unroll 1
     for (; depth > 0; depth -= kSliceDepth, a += kSliceA, b += kSliceB) {
       wgmma_fence();
-      multiply_slice(acc, a, b, true);
+      multiply_slice<parts>(acc, a, b, true);
       wgmma_commit();
     }
   }

@@ -7,24 +7,45 @@
 
 namespace guild::cuda {
 
-// Stores 64 x n values, `valid` rows of them, at (group, row, col).
+// Stores 64 x n values, `valid` rows of them, at (group, row, col) of matrices of V. Where they are
+// added to what is there, some are read before the first is written: a trip to memory for each
+// would take longer than the tile's sums.
+template <class V, int n>
+__device__ inline void store_values(DirectOutput const& out, float const (&acc)[n / 2], int group,
+                                    int row, int col, int valid, int thread) {
+  int const r = fragment_row(thread), c = col + fragment_column(thread);
+  V* const first = static_cast<V*>(out.data) + placed(out.group_at, group) * out.group_stride +
+                   (row + r) * out.row_stride + c * out.col_stride;
+  // How far below and beside the thread's first value its value i lies (fragment.cuh).
+  auto const down = [](int i) { return i % 4 / 2 * 8; };
+  auto const across = [](int i) { return i / 4 * 8 + i % 2; };
+  auto const exists = [&](int i) { return r + down(i) < valid && c + across(i) < out.columns; };
+  auto const place = [&](int i) {
+    return first + down(i) * out.row_stride + across(i) * out.col_stride;
+  };
+  constexpr int kAtATime = 16;
+#pragma unroll
+  for (int begin = 0; begin < n / 2; begin += kAtATime) {
+    V old[kAtATime];
+#pragma unroll
+    for (int i = 0; i < kAtATime; ++i) {
+      old[i] = out.accumulate && exists(begin + i) ? *place(begin + i) : V(0.f);
+    }
+#pragma unroll
+    for (int i = 0; i < kAtATime; ++i) {
+      if (exists(begin + i)) *place(begin + i) = V(acc[begin + i] + float(old[i]));
+    }
+  }
+}
+
+// The same, of float32 or T.
 template <class T, int n>
 __device__ inline void store_direct(DirectOutput const& out, float const (&acc)[n / 2], int group,
                                     int row, int col, int valid, int thread) {
-  int64_t const start = placed(out.group_at, group) * out.group_stride;
-#pragma unroll
-  for (int i = 0; i < n / 2; ++i) {
-    int const r = fragment_row(thread) + i % 4 / 2 * 8;
-    int const c = col + i / 4 * 8 + fragment_column(thread) + i % 2;
-    if (r >= valid || c >= out.columns) continue;
-    int64_t const at = start + (row + r) * out.row_stride + c * out.col_stride;
-    if (out.is_float) {
-      float* const to = static_cast<float*>(out.data) + at;
-      *to = acc[i] + (out.accumulate ? *to : 0.f);
-    } else {
-      T* const to = static_cast<T*>(out.data) + at;
-      *to = T(acc[i] + (out.accumulate ? float(*to) : 0.f));
-    }
+  if (out.is_float) {
+    store_values<float, n>(out, acc, group, row, col, valid, thread);
+  } else {
+    store_values<T, n>(out, acc, group, row, col, valid, thread);
   }
 }
 

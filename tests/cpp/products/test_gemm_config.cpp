@@ -15,31 +15,31 @@ GemmConfig chosen(Product product, TileCount const& count) {
 
 // Blocks go in pairs unless a group's last row tile would often leave one of a pair without work.
 TEST(ChooseConfig, WeighsIdleBlocksAgainstSharedLoads) {
-  auto const cluster = [](int64_t rows, int64_t groups, int64_t columns, bool ragged) {
-    return chosen(Product::up, {rows, groups, columns, /*inner=*/4096, ragged}).cluster;
+  auto const cluster = [](Product product, int64_t rows, int64_t groups, int64_t columns) {
+    bool const ragged = product != Product::experts;
+    return chosen(product, {rows, groups, columns, /*inner=*/4096, ragged}).cluster;
   };
-  EXPECT_EQ(cluster(32768 * 8, 128, 1024, true), 2);
-  EXPECT_EQ(cluster(64 * 128, 128, 256, true), 1);
-  EXPECT_EQ(cluster(32768 * 8, 8, 256, true), 2);
-  EXPECT_EQ(cluster(64 * 128, 128, 512, true), 2);
-  EXPECT_EQ(cluster(64 * 128, 128, 768, true), 1);
-  EXPECT_EQ(cluster(0, 1, 512, true), 2);
-  EXPECT_EQ(cluster(4096, 8, 256, false), 2);
-  EXPECT_EQ(cluster(128, 128, 512, false), 2);
-  EXPECT_EQ(cluster(128, 128, 256, false), 1);
+  EXPECT_EQ(cluster(Product::rows, 32768 * 8, 128, 1024), 2);
+  EXPECT_EQ(cluster(Product::rows, 64 * 128, 128, 256), 1);
+  EXPECT_EQ(cluster(Product::rows, 64 * 128, 128, 768), 1);
+  EXPECT_EQ(cluster(Product::rows, 0, 1, 512), 2);
+  EXPECT_EQ(cluster(Product::experts, 4096, 8, 256), 2);
+  EXPECT_EQ(cluster(Product::experts, 128, 128, 512), 2);
+  EXPECT_EQ(cluster(Product::experts, 128, 128, 256), 1);
 }
 
-// As measured on an H200: tiles in turns for short sums, and where 256 columns leave many empty.
+// As measured on an H200: tiles in turns where those of 256 columns leave many empty.
 TEST(ChooseConfig, TakesTurnsWhereThatIsFaster) {
   struct Case {
     int64_t rows, groups, columns, inner;
     bool in_turns;
   };
-  for (Case const& c : {Case{196608, 128, 1536, 2 * 256, true},  // up gradient of fine7b
-                        Case{262144, 64, 2048, 1024, false},     // down projections: olmoe,
-                        Case{262144, 128, 4096, 1024, false},    // sonic30b,
-                        Case{98304, 128, 2880, 2880, true},      // gptoss: 11.25 tiles of 256,
-                        Case{32768, 8, 4096, 14336, false}}) {   // mixtral
+  for (Case const& c : {Case{196608, 128, 1536, 2 * 256, false},  // up gradient of fine7b
+                        Case{131390, 366, 2112, 960, true},       // down projections: 8.25 tiles,
+                        Case{262144, 64, 2048, 1024, false},      // olmoe,
+                        Case{262144, 128, 4096, 1024, false},     // sonic30b,
+                        Case{98304, 128, 2880, 2880, true},       // gptoss: 11.25 tiles of 256,
+                        Case{32768, 8, 4096, 14336, false}}) {    // mixtral
     TileCount const count{c.rows, c.groups, c.columns, c.inner};
     EXPECT_EQ(chosen(Product::rows, count).in_turns, c.in_turns) << c.columns << " " << c.inner;
     EXPECT_FALSE(chosen(Product::up, count).in_turns);
@@ -50,28 +50,28 @@ TEST(ChooseConfig, TakesTurnsWhereThatIsFaster) {
 // an odd number, of which a pair leaves one idle where a group's last row of tiles is split by
 // columns.
 TEST(ChooseConfig, TilesByHand) {
-  GemmConfig const alone{128, 256, 4}, pair{128, 256, 4, 2};
-  auto const tiles = [](GemmConfig const& c, int64_t rows, int64_t columns) {
-    return tiles_of(c, rows, ceil_div(columns, c.tile_n), kHalfTile);
+  BuiltConfig const alone{{128, 256, 4}, {}, 0, .75}, pair{{128, 256, 4, 2}, {}, 0, .875};
+  auto const tiles = [](BuiltConfig const& c, int64_t rows, int64_t columns) {
+    return tiles_of(c.config, rows, ceil_div(columns, c.config.tile_n), c.half);
   };
   EXPECT_DOUBLE_EQ(tiles(alone, 0, 600), 0);
   EXPECT_DOUBLE_EQ(tiles(alone, 65, 600), 3);
-  EXPECT_DOUBLE_EQ(tiles(alone, 300, 600), (2 + kHalfTile) * 3);
-  EXPECT_DOUBLE_EQ(tiles(pair, 300, 600), 2 * 3 + kHalfTile * 4);
+  EXPECT_DOUBLE_EQ(tiles(alone, 300, 600), 2.75 * 3);
+  EXPECT_DOUBLE_EQ(tiles(pair, 300, 600), 2 * 3 + .875 * 4);
   EXPECT_DOUBLE_EQ(tiles(pair, 330, 600), 2 * 3 + 4);
   EXPECT_DOUBLE_EQ(tiles(pair, 420, 600), 4 * 3);  // the second of the pair has 36 rows of 128
-  EXPECT_DOUBLE_EQ(tiles(pair, 420, 512), 2 * 2 + (1 + kHalfTile) * 2);  // split, as none idles
+  EXPECT_DOUBLE_EQ(tiles(pair, 420, 512), 2 * 2 + 1.875 * 2);  // split, as none idles
   EXPECT_DOUBLE_EQ(tiles(pair, 512, 600), 4 * 3);
   TileCount const whole{.rows = 300, .groups = 4, .columns = 600, .ragged = false};
   EXPECT_DOUBLE_EQ(expected_tiles(alone, whole), 4 * 3 * 3);  // weight gradients know no halves
   EXPECT_DOUBLE_EQ(expected_tiles(pair, whole), 4 * (2 * 3 + 4));
-  // Ragged: 640 rows a group, give or take 25, are 5 tiles and, in half of the groups, one more,
-  // which counts half for pairs only. Two columns of tiles leave no block of a pair idle there.
+  // Ragged: 640 rows a group, give or take 25, are 5 tiles and, in half of the groups, half a tile
+  // more. Two columns of tiles leave no block of a pair idle there.
   TileCount const ragged{.rows = 2560, .groups = 4, .columns = 512};
-  EXPECT_DOUBLE_EQ(expected_tiles(pair, ragged), 4 * 2 * (5 + kHalfTile / 2));
-  EXPECT_DOUBLE_EQ(expected_tiles(alone, ragged), 4 * 2 * (5 + 1 / 2.));
-  GemmConfig const turns{128, 256, 4, 1, 2, true};
-  EXPECT_DOUBLE_EQ(expected_tiles(turns, ragged), 4 * 2 * (5 + 1 / 2.));
+  EXPECT_DOUBLE_EQ(expected_tiles(pair, ragged), 4 * 2 * (5 + .875 / 2));
+  EXPECT_DOUBLE_EQ(expected_tiles(alone, ragged), 4 * 2 * (5 + .75 / 2));
+  BuiltConfig const turns{{128, 256, 4, 1, 2, true}, {}, 0, .5};
+  EXPECT_DOUBLE_EQ(expected_tiles(turns, ragged), 4 * 2 * (5 + .5 / 2));
   // 96 rows a group, give or take 10, are a tile: few are as small as 64.
   TileCount const small{.rows = 384, .groups = 4, .columns = 256};
   EXPECT_DOUBLE_EQ(expected_tiles(alone, small), 4);

@@ -145,7 +145,7 @@ struct ChunkSums : GroupedProduct<C, ChunkColumns<C>, Epilogue> {
         fence_registers(wave);
         multiply(wave, a + at.stage * (C.a_bytes() / 16),
                  b + at.stage * (C.b_bytes() / 16) + w * (2 * kBlockBytes / 16));
-        if (w == 0) meanwhile(Loop::kClaimsLate ? step + 1 == count : step == 0);
+        if (w == 0) meanwhile(step + 1 == count);
         wgmma_wait<0>();
         fence_registers(wave);
         if (w == kWaves - 1 && self.leads_warp()) Loop::release(smem.empty[at.stage]);

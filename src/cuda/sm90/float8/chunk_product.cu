@@ -4,6 +4,7 @@
 
 #include "cuda/sm90/float8/chunk_kernel.cuh"
 #include "cuda/sm90/launch.cuh"
+#include "cuda/sm90/store_floats.cuh"
 
 namespace guild::cuda::sm90 {
 namespace {
@@ -87,10 +88,9 @@ void chunk_product(ChunkProduct const& product, Queue const& queue) {
                        .accumulate = x.accumulate,
                        .columns = int(x.in),
                        .group_at = x.d.expert_at};
-  bool const pairs = d.is_float && d.col_stride == 1 && d.columns % 2 == 0 &&
-                     reinterpret_cast<uintptr_t>(d.data) % 8 == 0 && d.row_stride % 2 == 0 &&
-                     d.group_stride % 2 == 0;
-  if (pairs) return launch_format(x, StoreFloats{d}, queue);
+  if (stores_floats<Along::columns>(d)) {
+    return launch_format(x, StoreFloats<Along::columns>{d}, queue);
+  }
   with_type(x.d_dtype, [&](auto element) {
     using T = decltype(element);
     if (has_boxes(x)) return launch_format(x, boxes_of_groups<T>(x), queue);

@@ -41,48 +41,4 @@ struct StoreExpertAtOnce {
   }
 };
 
-// One float32 matrix per group, columns contiguous and in pairs of 8 bytes. Where results are
-// added, many are read before the first is written: a trip to memory each would take longer than
-// the tile's sums.
-struct StoreFloats {
-  DirectOutput d;
-
-  struct Storage {};
-  template <int n>
-  using Parcel = AllAtOnce<n, StoreFloats>;
-
-  template <int n>
-  __device__ bool start(float (&)[n / 2], Tile const&, int) const {
-    return false;
-  }
-  template <int n>
-  __device__ void store(float const (&acc)[n / 2], Tile const& tile, int thread) const {
-    int const row = fragment_row(thread), column = tile.col + fragment_column(thread);
-    float* const first = static_cast<float*>(d.data) +
-                         placed(d.group_at, tile.expert) * d.group_stride +
-                         (tile.row + row) * d.row_stride + column;
-    constexpr int kPairs = 16;  // at a time
-#pragma unroll
-    for (int begin = 0; begin < n / 4; begin += kPairs) {
-      float2 sum[kPairs];
-      auto const exists = [&](int i) {
-        return row + i % 2 * 8 < tile.rows && column + i / 2 * 8 < d.columns;
-      };
-      auto const place = [&](int i) {
-        return reinterpret_cast<float2*>(first + i % 2 * 8 * d.row_stride + i / 2 * 8);
-      };
-#pragma unroll
-      for (int i = 0; i < kPairs; ++i) {
-        bool const reads = d.accumulate && exists(begin + i);
-        sum[i] = reads ? *place(begin + i) : float2{0, 0};
-      }
-#pragma unroll
-      for (int i = 0; i < kPairs; ++i) {
-        float const* const value = acc + 2 * (begin + i);
-        if (exists(begin + i)) *place(begin + i) = {value[0] + sum[i].x, value[1] + sum[i].y};
-      }
-    }
-  }
-};
-
 }  // namespace guild::cuda
