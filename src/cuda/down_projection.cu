@@ -40,7 +40,7 @@ bool down_with_sum(DownProjection const& down, Combine const& sum, Sort const& s
                    SharedExpert const* shared, Queue const& queue) {
   Sizes const& s = down.sizes;
   if (shared != nullptr && shared->intermediate != s.intermediate) return false;
-  if (s.tokens != 1 || down.low_rank.rank > 0 || sum.router.dlogits.data != nullptr) return false;
+  if (down.low_rank.rank > 0 || sum.router.dlogits.data != nullptr) return false;
   check(down);
   check(sum);
   require_layer(s, down.dtype);
@@ -55,9 +55,9 @@ bool down_with_sum(DownProjection const& down, Combine const& sum, Sort const& s
                     .w = down.w_down,
                     .bias = down.bias,
                     .score = static_cast<float const*>(sum.routing.slot_score),
-                    .residual = shared != nullptr ? nullptr : sum.residual.data,
+                    .residual = shared != nullptr ? ConstRows{} : sum.residual,
                     .residual_scale = static_cast<float const*>(sum.residual_scale),
-                    .o = sum.o.data,
+                    .o = sum.o,
                     .shared = shared != nullptr,
                     .shared_w = shared != nullptr ? shared->w_down : ConstWeight{}},
                    queue);

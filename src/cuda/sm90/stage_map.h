@@ -15,4 +15,12 @@ struct StageShape {
 // For what is read once, as streamed_map() of tensor_map.h.
 CUtensorMap stage_map(void const* data, DType dtype, StageShape const& shape, char const* name);
 
+// Matrices of one part as (experts, rows / 8, steps, 8, 64): in a box, the steps of eight rows
+// follow each other. rows and box_rows are multiples of 8.
+struct GroupShape {
+  int64_t rows, steps, experts, row_stride, expert_stride;
+  int box_rows, box_steps;
+};
+CUtensorMap group_map(void const* data, DType dtype, GroupShape const& shape, char const* name);
+
 }  // namespace guild::cuda

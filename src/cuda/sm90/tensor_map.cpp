@@ -81,5 +81,12 @@ CUtensorMap stage_map(void const* data, DType dtype, StageShape const& s, char c
                     .box = {64, s.box_rows, int(s.parts), s.box_steps, 1}};
   return encoded(data, dtype, boxes, name, CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
 }
+CUtensorMap group_map(void const* data, DType dtype, GroupShape const& s, char const* name) {
+  Boxes const boxes{.rank = 5,
+                    .shape = {64, 8, s.steps, s.rows / 8, s.experts},
+                    .stride = {s.row_stride, 64, 8 * s.row_stride, s.expert_stride},
+                    .box = {64, 8, s.box_steps, s.box_rows / 8, 1}};
+  return encoded(data, dtype, boxes, name, CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
+}
 
 }  // namespace guild::cuda

@@ -91,6 +91,35 @@ def test_one_token_with_any_number_of_experts(top_k: int, residual: bool, gpu: s
         assert torch.equal(experts(one), everyone[one]), token
 
 
+@pytest.mark.parametrize("top_k", [1, 2, 8, 10])
+@pytest.mark.parametrize("width", [72, 320])
+def test_a_few_tokens_with_any_number_of_experts(top_k: int, width: int, gpu: str) -> None:
+    """The down projection adds up the experts of up to four tokens, if columns are many enough."""
+    torch.manual_seed(top_k)
+    hidden, dtype = 2048, torch.bfloat16
+    w_up = torch.randn(EXPERTS, 2 * width, hidden, device=gpu, dtype=dtype) * 0.1
+    w_down = torch.randn(EXPERTS, hidden, width, device=gpu, dtype=dtype) * 0.1
+    b_down = torch.randn(EXPERTS, hidden, device=gpu, dtype=dtype)
+    x = torch.randn(200, hidden, device=gpu, dtype=dtype)
+    scores = torch.randn(200, top_k, device=gpu)
+    ids = torch.randint(-1, EXPERTS, (200, top_k), device=gpu, dtype=torch.int32)
+    ids[100:110] = 3  # more rows of one expert than a pass has
+    ids[150:160] = -1
+
+    def call(some: slice, residual: Tensor | None) -> Tensor:
+        added = None if residual is None else residual[some]
+        options = {"b_down": b_down, "residual": added}
+        return guild.routed_experts(x[some], ids[some], scores[some], w_up, w_down, **options)
+
+    with torch.no_grad():
+        for residual in (None, torch.randn_like(x)):
+            everyone = call(slice(None), residual)
+            for tokens in (2, 3, 4, 5):
+                for first in (0, 20, 99, 103, 149, 152, 190):
+                    some = slice(first, first + tokens)
+                    assert torch.equal(call(some, residual), everyone[some]), (tokens, first)
+
+
 def test_training_and_inference_have_the_same_bits(gpu: str) -> None:
     moe = guild.MoE(HIDDEN, WIDTH, EXPERTS, TOP_K, device=gpu, dtype=torch.bfloat16)
     x = torch.randn(700, HIDDEN, device=gpu, dtype=torch.bfloat16)

@@ -7,16 +7,15 @@
 
 namespace guild::cuda::sm90 {
 
-// Up to this many slots are sorted by every block for itself, which compares all pairs.
+// Up to this many slots are sorted by every block for itself.
 inline constexpr int kMostSlotsInBlock = 128;
 
 bool serves_few_tokens(UpProduct const& product);
 void decode_up_product(UpProduct const& product, Queue const& queue);
 
 // The counter from which a launch's blocks claim tiles, or -1 if it has none: product.cuh. `out` is
-// what the launch writes, and its own for that time; so is the counter, which stays out's. A single
-// token has too few tiles: claiming them takes longer than it saves.
-int claims_of(void const* out, int64_t tokens);
+// what the launch writes, and its own for that time; so is the counter, which stays out's.
+int claims_of(void const* out);
 
 // No group is expected to have more rows.
 inline int64_t most_tokens(RowProduct const& x) { return x.tokens >= 0 ? x.tokens : x.rows; }

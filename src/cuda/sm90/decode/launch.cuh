@@ -74,8 +74,7 @@ void launch_few(void (*kernel)(Params), AllowedOn& allowed, int bytes, Params co
 template <class Product>
 void launch_decode(typename Product::Params const& params, int64_t tiles, Queue const& queue) {
   static AllowedOn allowed;
-  launch_few(decode_kernel<Product>, allowed, int(sizeof(typename Product::SharedStorage)), params,
-             tiles, queue);
+  launch_few(decode_kernel<Product>, allowed, Product::kBytes, params, tiles, queue);
 }
 
 // An upper bound on the number of tiles, over experts of unknown sizes.

@@ -19,6 +19,8 @@ struct PlanArgs {
 
 // Threads of the block that builds the plan, all of which call its functions together.
 inline constexpr int kPlanThreads = 192, kPlanLanes = 32, kPlanWarps = kPlanThreads / kPlanLanes;
+// Up to this many slots are sorted by every warp for itself, which compares all pairs.
+inline constexpr int kMostSlotsInWarp = 16;
 
 // The experts that have rows: groups.
 struct Plan {
@@ -26,6 +28,7 @@ struct Plan {
   uint16_t const* expert;  // of a group
   int const* token;        // of a row, where slots are sorted by the block
   int count;               // groups
+  bool flat = false;       // no group has more than eight rows
 
   __device__ Groups groups(int rows) const { return {end + 1, count, rows, /*has_start=*/true}; }
 };
@@ -37,17 +40,20 @@ struct alignas(16) Planner {
     uint16_t expert[kPlanLanes];
   };
   struct OfBlock {
-    int ends[kMostSlotsInBlock + 4];
-    int token[kMostSlotsInBlock];
-    int id[kMostSlotsInBlock];        // of a slot; kNoExpert: out of range
-    int first_id[kMostSlotsInBlock];  // of a slot if it is the first of its expert
+    uint16_t expert[kMostSlotsInBlock];
+    int end[kMostSlotsInBlock + 1], token[kMostSlotsInBlock];
   };
   union {
     int end[kMostRouted + 1];
-    OfBlock sorted;              // where slots are sorted by the block
-    OfWarp by_warp[kPlanWarps];  // where each warp sorts them for itself
+    OfWarp by_warp[kPlanWarps];  // where each warp sorts the slots for itself
+    // Where the block sorts them: of an expert, a byte for each of the four warps that have slots.
+    // How many of the warp's slots are its, then the first row of these.
+    unsigned bytes[kMostRouted];
   };
-  uint16_t expert[kMostRouted];
+  union {
+    uint16_t expert[kMostRouted];
+    OfBlock sorted;
+  };
   int row_of[kMostSlotsInBlock];   // of a slot, -1 if its id is out of range
   int count;                       // groups
   int warp_count[kPlanWarps + 1];  // groups among each warp's experts
@@ -78,10 +84,10 @@ struct alignas(16) Planner {
 
   // Sorts the slots by expert, in the order of the slots, and finds the groups of the rows.
   __device__ Plan sort(Sort const& x) {
-    return x.tokens * x.top_k <= kPlanLanes ? sort_in_warp(x) : sort_in_block(x);
+    return x.tokens * x.top_k <= kMostSlotsInWarp ? sort_in_warp(x) : sort_in_block(x);
   }
 
-  // The same for up to 32 slots, one a lane. Every warp does this for itself: none waits for
+  // The same for up to 16 slots, one a lane. Every warp does this for itself: none waits for
   // another.
   __device__ Plan sort_in_warp(Sort const& x) {
     OfWarp& own = by_warp[warp_index()];
@@ -97,11 +103,13 @@ struct alignas(16) Planner {
       rows += other == mine;
     }
     unsigned const firsts = __ballot_sync(~0u, there && before == 0);
-    int group = 0;
-#pragma unroll 8
-    for (int j = 0; j < slots; ++j) {
-      int const other = __shfl_sync(~0u, mine, j);
-      group += (firsts >> j & 1) != 0 && other < mine;
+    int group = smaller;
+    if (__any_sync(~0u, there && before > 0)) {
+      group = 0;
+      for (int j = 0; j < slots; ++j) {
+        int const other = __shfl_sync(~0u, mine, j);
+        group += (firsts >> j & 1) != 0 && other < mine;
+      }
     }
     if (threadIdx.x < slots) row_of[lane] = there ? smaller + before : -1;
     if (lane == 0) own.end[0] = 0;
@@ -111,7 +119,7 @@ struct alignas(16) Planner {
       own.end[group + 1] = smaller + rows;
     }
     __syncwarp();
-    return {own.end, own.expert, own.token, __popc(firsts)};
+    return {own.end, own.expert, own.token, __popc(firsts), !__any_sync(~0u, there && rows > 8)};
   }
 
   // Writes what the sort of `x`, which made the plan, is asked for. Called by the first `threads`
@@ -146,39 +154,66 @@ struct alignas(16) Planner {
  private:
   static constexpr int kNoExpert = 1 << 30;
 
+  // Counts each expert's slots, a byte for each warp with slots, which makes the ranks stable, and
+  // adds up over experts.
   __device__ Plan sort_in_block(Sort const& x) {
-    int const slots = int(x.tokens * x.top_k);
-    for (int i = threadIdx.x; i < kMostSlotsInBlock; i += kPlanThreads) {
-      sorted.id[i] = i < slots ? id_of(x, i) : kNoExpert;
-      sorted.first_id[i] = kNoExpert;
+    int const slots = int(x.tokens * x.top_k), experts = int(x.experts), slot = threadIdx.x;
+    int const warp = warp_index(), lane = threadIdx.x % 32;
+    int const mine = slot < slots ? id_of(x, slot) : kNoExpert;
+    for (int e = threadIdx.x; e < experts; e += kPlanThreads) bytes[e] = 0;
+    __syncthreads();
+    unsigned const same = __match_any_sync(~0u, mine), earlier = same & ((1u << lane) - 1);
+    if (mine != kNoExpert && earlier == 0) {
+      reinterpret_cast<uint8_t*>(&bytes[mine])[warp] = uint8_t(__popc(same));
     }
     __syncthreads();
-    int groups = 0;
-    for (int base = 0; base < slots; base += kPlanThreads) {
-      int const slot = base + int(threadIdx.x), mine = slot < slots ? sorted.id[slot] : kNoExpert;
-      int smaller = 0, before = 0;  // slots of smaller ids; earlier ones of the same
-      for_each(sorted.id, slots, [&](int j, int other) {
-        smaller += other < mine;
-        before += other == mine && j < slot;
-      });
-      bool const first = mine != kNoExpert && before == 0;
-      if (slot < slots) row_of[slot] = mine == kNoExpert ? -1 : smaller + before;
-      if (mine != kNoExpert) sorted.token[smaller + before] = slot / int(x.top_k);
-      if (first) sorted.first_id[slot] = mine;
-      groups += __syncthreads_count(first);
+    bool const high = find_starts(experts, warp, lane);
+    if (slot < slots) {
+      int row = -1;
+      if (mine != kNoExpert) {
+        row = int(bytes[mine] >> 8 * warp & 255) + __popc(earlier);
+        sorted.token[row] = slot / int(x.top_k);
+      }
+      row_of[slot] = row;
     }
-    if (threadIdx.x == 0) count = groups, end[0] = 0;
-    for (int slot = threadIdx.x; slot < slots; slot += kPlanThreads) {
-      int const mine = sorted.first_id[slot];
-      if (mine == kNoExpert) continue;
-      int group = 0, rows = 0;
-      for_each(sorted.first_id, slots, [&](int, int other) { group += other < mine; });
-      for_each(sorted.id, slots, [&](int, int other) { rows += other == mine; });
-      expert[group] = uint16_t(mine);
-      end[group + 1] = row_of[slot] + rows;
-    }
+    bool const flat = __syncthreads_or(high) == 0;
+    return {sorted.end, sorted.expert, sorted.token, count, flat};
+  }
+
+  // From the counts: the first rows, and the groups. Whether one of the thread's experts has more
+  // than eight rows.
+  __device__ bool find_starts(int experts, int warp, int lane) {
+    int const share = (experts + kPlanThreads - 1) / kPlanThreads;
+    int const first = threadIdx.x * share, last = min(experts, first + share);
+    int own = 0;  // rows, and groups in the upper half
+    for (int e = first; e < last; ++e) own += counted(e);
+    int const through = warp_scan(own);
+    if (lane == 31) warp_count[warp] = through;
     __syncthreads();
-    return {end, expert, sorted.token, count};
+    int before = through - own, all = 0;
+#pragma unroll
+    for (int w = 0; w < kPlanWarps; ++w) {
+      before += w < warp ? warp_count[w] : 0;
+      all += warp_count[w];
+    }
+    bool high = false;
+    for (int e = first; e < last; ++e) {
+      int const here = counted(e), row = before & 0xffff, group = before >> 16;
+      bytes[e] = bytes[e] * 0x01010100u + unsigned(row) * 0x01010101u;
+      if (here != 0) {
+        sorted.expert[group] = uint16_t(e);
+        sorted.end[group + 1] = row + (here & 0xffff);
+      }
+      before += here;
+      high |= (here & 0xffff) > 8;
+    }
+    if (threadIdx.x == 0) count = all >> 16, sorted.end[0] = 0;
+    __syncthreads();
+    return high;
+  }
+  __device__ int counted(int e) const {
+    int const rows = int(__dp4a(bytes[e], 0x01010101u, 0u));
+    return rows == 0 ? 0 : rows + (1 << 16);
   }
 
   static __device__ bool has_rows(Groups const& of, int e) {
@@ -191,16 +226,6 @@ struct alignas(16) Planner {
                                       : static_cast<int32_t const*>(x.ids)[slot];
     return e >= 0 && e < x.experts ? int(e) : kNoExpert;
   }
-  // Calls f(j, word[j]) for the slots, four at a time; some past the last one as well.
-  template <class F>
-  static __device__ void for_each(int const* word, int slots, F&& f) {
-#pragma unroll 4
-    for (int j = 0; j < slots; j += 4) {
-      int4 const four = *reinterpret_cast<int4 const*>(word + j);
-      f(j, four.x), f(j + 1, four.y), f(j + 2, four.z), f(j + 3, four.w);
-    }
-  }
-
   // From the groups of each warp: sets `count`; returns those of the warps before.
   __device__ int count_groups(int found, int warp, int lane) {
     if (lane == 0) warp_count[warp] = found;

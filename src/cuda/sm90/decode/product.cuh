@@ -81,8 +81,9 @@ struct DecodeProduct {
     Planner planner;
     Announced queue;
   };
-  static_assert(sizeof(SharedStorage) <= 226 * 1024 / kAtOnce, "too many stages");
-  static_assert(sizeof(SharedStorage) >= sizeof(Ring) + read_after(S));
+  static constexpr int kBytes = int(sizeof(SharedStorage));
+  static_assert(kBytes <= 226 * 1024 / kAtOnce, "too many stages");
+  static_assert(kBytes >= sizeof(Ring) + read_after(S));
 
   // What the next kernel may rely on before it waits: all kernels before this one have completed.
   static __device__ void start_in_turn() {
@@ -118,15 +119,31 @@ struct DecodeProduct {
                 .rows = min(p.shared.rows - row, S.tokens)};
         return true;
       }
+      if (in_row()) return find_in_row(number - shared, tile);
       finder.go_to(number - shared);
       bool const found = finder.next(tile);
       if (found) tile.expert = plan.expert[tile.expert];
       return found;
     }
     // All tiles, once find() has returned false.
-    __device__ int count() const { return shared + finder.count(); }
+    __device__ int count() const {
+      return shared + (in_row() ? plan.count * p.across : finder.count());
+    }
 
    private:
+    // Whether no group has a tile below another, so that there is nothing to search.
+    __device__ bool in_row() const { return S.tokens == 8 && plan.flat; }
+    __device__ bool find_in_row(int number, Tile& tile) const {
+      int const group = number / p.across;
+      if (group >= plan.count) return false;
+      int const begin = plan.end[group];
+      tile = {.expert = plan.expert[group],
+              .row = begin,
+              .col = (number - group * p.across) * finder.work.tile_n,
+              .rows = plan.end[group + 1] - begin};
+      return true;
+    }
+
     Params const& p;
     Plan const& plan;
     TileFinder<RowTiles> finder;

@@ -11,16 +11,16 @@ namespace guild::cuda::sm90 {
 // this one ends.
 inline constexpr int kAtOnce = 2;
 
-// tokens: most rows of X of a tile. rows: of the weight, 128 at most. A stage holds as many steps,
-// each 64 deep, as make up to 128 rows.
+// tokens: most rows of X of a tile. rows: of the weight, 128 at most. A stage holds `depth` steps,
+// each 64 deep; 0: as many as make up to 128 rows.
 struct DecodeShape {
-  int tokens, rows;
+  int tokens, rows, depth = 0;
 
-  constexpr int parts() const { return (rows + 63) / 64; }          // accumulators, of 64 rows each
-  constexpr int steps() const { return 128 / rows; }                // of a stage
-  constexpr int step_bytes() const { return rows * kRowBytes; }     // weights of a step
-  constexpr int token_bytes() const { return tokens * kRowBytes; }  // rows of X of a step
-  constexpr int weight_bytes() const { return steps() * step_bytes(); }  // of a stage
+  constexpr int parts() const { return (rows + 63) / 64; }  // accumulators, of 64 rows each
+  constexpr int steps() const { return depth > 0 ? depth : 128 / rows; }  // of a stage
+  constexpr int step_bytes() const { return rows * kRowBytes; }           // weights of a step
+  constexpr int token_bytes() const { return tokens * kRowBytes; }        // rows of X of a step
+  constexpr int weight_bytes() const { return steps() * step_bytes(); }   // of a stage
   constexpr int stage_bytes() const { return steps() * (step_bytes() + token_bytes()); }
 };
 
@@ -48,6 +48,16 @@ __device__ inline void tma_load_stage(CUtensorMap const& map, void* to, StageCoo
       "l"(policy)
       : "memory");
 }
+// The same by group_map() of stage_map.h. row: in eights.
+__device__ inline void tma_load_groups(CUtensorMap const& map, void* to, StageCoordinate at,
+                                       Barrier& done, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %3, %4, %5, %6}], [%2], %7;" ::"r"(shared_address(to)),
+      "l"(&map), "r"(shared_address(&done.word)), "r"(0), "r"(at.step), "r"(at.row), "r"(at.expert),
+      "l"(policy)
+      : "memory");
+}
 __device__ inline uint64_t evict_first() {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -57,6 +67,25 @@ __device__ inline uint64_t evict_first() {
 // wgmma reads 64 rows at a time. Where a tile has fewer, the others are what comes next, and what
 // they give is not looked at. Past the last stage that is up to so many bytes.
 constexpr int read_after(DecodeShape s) { return s.parts() * kBlockBytes - s.step_bytes(); }
+
+// The same where a stage comes by group_map(): the distance of groups of eight rows is that of all
+// steps.
+constexpr int group_bytes(DecodeShape s) { return s.steps() * 8 * kRowBytes; }
+constexpr int read_after_groups(DecodeShape s) {
+  return std::max(0, s.parts() * 8 * group_bytes(s) - s.stage_bytes());
+}
+
+// mma_slice() with `apart` bytes between a's groups of eight rows.
+template <class T, int n, Major major, int apart>
+__device__ inline void mma_groups(float (&acc)[n / 2], uint32_t a, uint32_t b, bool accumulate) {
+  using namespace cute::SM90::GMMA;
+  using Instruction = typename MmaInstruction<T, n, major, Major::K>::type;
+  constexpr uint64_t moved = uint64_t(apart - 1024) / 16 << 32;
+  auto const scale = accumulate ? ScaleOut::One : ScaleOut::Zero;
+  [&]<size_t... i>(std::index_sequence<i...>) {
+    Instruction::fma(whole_descriptor(a) + moved, whole_descriptor(b), acc[i]..., scale);
+  }(std::make_index_sequence<n / 2>{});
+}
 
 // In shared memory, with stages for one shape or several. A stage begins with its weights.
 template <int stage_bytes>
@@ -84,13 +113,16 @@ struct Ring {
     fence_barrier_init();
   }
 
-  // The consumers: sums `count` stages, from the accumulators' values on if `started`.
-  template <class T, DecodeShape S, Major major, int width>
+  // The consumers: sums `count` stages, from the accumulators' values on if `started`. grouped: the
+  // weights came by group_map().
+  template <class T, DecodeShape S, Major major, int width, bool grouped = false>
   __device__ void sum(float (&acc)[S.parts()][width / 2], bool started, Cursor& at, int count) {
     // Whether consumers free a stage before they wait for the next. Else a stage less is under way,
     // but short products overlap.
-    constexpr bool kFreesAtOnce = width < 64;
+    constexpr bool kFreesAtOnce = width < 64 && !grouped;
     constexpr int step_a = kSliceBytes<major> / 16, step_b = kSliceBytes<Major::K> / 16;
+    constexpr int apart = grouped ? group_bytes(S) : 8 * kRowBytes;
+    constexpr int step_bytes = grouped ? 8 * kRowBytes : S.step_bytes();
     bool const leads = threadIdx.x % 32 == 0;
     uint32_t const stage0 = kept(shared_address(&stage[0]));
     int i = 0;
@@ -107,8 +139,8 @@ struct Ring {
         int const step = slice / 4, within = slice % 4;
 #pragma unroll
         for (int part = 0; part < S.parts(); ++part) {
-          mma_slice<T, width, major, Major::K>(
-              acc[part], a + (step * S.step_bytes() + part * kBlockBytes) / 16 + within * step_a,
+          mma_groups<T, width, major, apart>(
+              acc[part], a + (step * step_bytes + part * 8 * apart) / 16 + within * step_a,
               b + step * (S.token_bytes() / 16) + within * step_b, started || i > 0 || slice > 0);
         }
       }

@@ -1,37 +1,62 @@
+#include <bit>
+
 #include "cuda/sm90/decode/decode.h"
 #include "cuda/sm90/decode/launch.cuh"
 #include "cuda/sm90/decode/token_sum.cuh"
+#include "cuda/sm90/forced_config.h"
 
 namespace guild::cuda::sm90 {
 namespace {
 
+// Weights (E, n, k) in stages of `width` rows, or in boxes of eight where these do not lie evenly.
+template <class Kernel, class T, DecodeShape shape>
+typename Kernel::Source sum_source(ConstWeight const& w, int64_t experts, TokenSum const& x,
+                                   int width, char const* name) {
+  if (x.k % 64 != 0 || x.n % 8 != 0) {
+    return {.map = block_map<T, Major::K>(w, experts, x.n, x.k, 8, name), .by_group = false};
+  }
+  return {.map = group_map(w.data, dtype_of<T>(),
+                           {.rows = x.n,
+                            .steps = x.k / 64,
+                            .experts = experts,
+                            .row_stride = w.out_stride,
+                            .expert_stride = w.expert_stride,
+                            .box_rows = width,
+                            .box_steps = shape.steps()},
+                           name),
+          .by_group = true};
+}
+
 template <class T, DecodeShape shape>
 void launch_token_sum(TokenSum const& x, Queue const& queue) {
   using Kernel = TokenSumKernel<T, shape>;
-  int64_t const slots = x.sort.top_k, terms = slots + x.shared;
+  int64_t const terms = x.sort.tokens * x.sort.top_k + x.shared;
   typename Kernel::Params p{};
-  p.width = 64;
-  while (p.width * terms > shape.rows) p.width /= 2;
+  int width = Kernel::kMostWidth;
+  while (width > 8 && width * terms > shape.rows) width /= 2;
+  p.width_log2 = std::countr_zero(unsigned(width));
   p.sort = x.sort;
   p.score = x.score;
-  p.weight = block_map<T, Major::K>(x.w, x.sort.experts, x.n, x.k, p.width, "w_down");
+  p.weight = sum_source<Kernel, T, shape>(x.w, x.sort.experts, x, width, "w_down");
   p.a_map = row_map<T>(x.a, terms, x.k, 1, 8, "a");
-  p.across = int(ceil_div(x.n, p.width));
+  p.across = int(ceil_div(x.n, width));
   p.columns = int(x.n);
   p.k = int(x.k);
   p.bias = {static_cast<T const*>(x.bias.data), row_stride(x.bias, x.n)};
-  p.residual = static_cast<T const*>(x.residual);
-  p.o = static_cast<T*>(x.o);
+  p.residual = static_cast<T const*>(x.residual.data);
+  p.residual_stride = row_stride(x.residual, x.n);
+  p.o = static_cast<T*>(x.o.data);
+  p.o_stride = row_stride(x.o, x.n);
   p.residual_scale = x.residual_scale;
   p.shared = x.shared;
   if (x.shared) {
-    p.shared_weight = block_map<T, Major::K>(x.shared_w, 1, x.n, x.k, p.width, "shared.w_down");
+    p.shared_weight = sum_source<Kernel, T, shape>(x.shared_w, 1, x, width, "shared.w_down");
   }
   launch_decode<Kernel>(p, p.across, queue);
 }
 
-// Calls f.template operator()<shape>() with one that holds eight rows of each weight or more. With
-// long sums, 16 rows of two weights read faster than 32, of which there are too few; 8 do not.
+// Calls f.template operator()<shape>() with one that holds eight rows of each weight of a single
+// token, or takes those of several in passes.
 template <class F>
 void with_terms(int64_t terms, F&& f) {
   if (terms <= 2) {
@@ -39,19 +64,32 @@ void with_terms(int64_t terms, F&& f) {
   } else if (terms <= 8) {
     f.template operator()<DecodeShape{8, 64}>();
   } else if (terms <= 10) {
-    f.template operator()<DecodeShape{16, 80}>();
+    f.template operator()<DecodeShape{16, 80, 2}>();
+  } else if (terms <= 16) {
+    f.template operator()<DecodeShape{16, 64}>();
   } else {
-    f.template operator()<DecodeShape{16, 128}>();
+    f.template operator()<DecodeShape{32, 64}>();
   }
+}
+
+// Whether tiles of eight columns keep all blocks at work until the end, or nearly: several tokens'
+// sums are late otherwise (docs/measured/).
+bool fill_evenly(int64_t columns, Queue const& queue) {
+  if (forced_decode == 1) return true;
+  int64_t const tiles = ceil_div(columns, 8), blocks = kAtOnce * multiprocessors(queue);
+  return 10 * tiles >= 9 * blocks * ceil_div(tiles, blocks);
 }
 
 }  // namespace
 
 bool token_sum(TokenSum const& x, Queue const& queue) {
-  bool const fits = x.sort.tokens == 1 && x.sort.top_k + x.shared <= 16;
+  int64_t const tokens = x.sort.tokens, terms = tokens * x.sort.top_k + x.shared;
+  bool const several =
+      tokens <= 4 && terms <= kMostSummedSlots && !x.shared && fill_evenly(x.n, queue);
+  bool const fits = tokens == 1 ? terms <= 16 : several;
   if (!fits || x.w.in_stride != 1 || x.w.expert_at != nullptr) return false;
   with_type(x.dtype, [&](auto element) {
-    with_terms(x.sort.top_k + x.shared,
+    with_terms(terms,
                [&]<DecodeShape shape> { launch_token_sum<decltype(element), shape>(x, queue); });
   });
   return true;

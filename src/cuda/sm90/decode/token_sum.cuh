@@ -1,11 +1,16 @@
-// The down projection of a single token together with the sum over its experts, which saves the
-// launch of combine: O = residual + sum over k of score[k] * (A[row of k] W[expert of k]^T + bias).
-// Shared experts as wide as the others are one more of them, whose results are the residual.
+// The down projection of a token or a few together with the sum over each one's experts, which
+// saves the launch of combine:
 //
-// The token's experts share wgmma's M: `width` rows of the weight of each lie side by side in a
-// tile. Its N is all rows of A, of which an expert needs its own; what it makes of the others is
-// not looked at. So a tile holds a few columns of all experts' results, and adds them up as combine
-// does: rounded to T, in fp32, k ascending.
+//   O = residual + sum over k of score[k] * (A[row of k] W[expert of k]^T + bias)
+//
+// Shared experts as wide as the others are one more of a single token's, whose results are the
+// residual.
+//
+// The experts share wgmma's M: `width` rows of the weight of each lie side by side in a tile, which
+// takes them in passes, as many at a time as a stage holds. Its N is all rows of A of a pass, of
+// which an expert needs its own; what it makes of the others is not looked at. So a tile holds a
+// few columns of all experts' results, and adds them up as combine does: rounded to T, in fp32, k
+// ascending.
 #pragma once
 #include "cuda/sm90/arch/copy.cuh"
 #include "cuda/sm90/decode/plan.cuh"
@@ -14,207 +19,282 @@
 
 namespace guild::cuda::sm90 {
 
-// S.tokens: slots that the token may have. S.rows: of all experts' weights in a tile.
+// Slots of all tokens, with shared experts, at most: in passes of 32 rows, of 8 or 16.
+inline constexpr int kMostSummedSlots = 40;
+
+// S.tokens: rows of A of a pass. S.rows: of all experts' weights in a stage.
 template <class T, DecodeShape S, int stage_bytes = S.stage_bytes()>
 struct TokenSumKernel {
-  static constexpr int kThreads = kPlanThreads, kPadded = 64 * S.parts() + 8, most = S.tokens;
+  static constexpr int kThreads = kPlanThreads;
   using Ring = sm90::Ring<stage_bytes>;
   using Stage = typename Ring::Stage;
   using Cursor = typename Ring::Cursor;
+  using Sums = float[S.parts()][S.tokens / 2];
+  static constexpr int kHalves = 2 * S.parts();  // of a thread's sums: rows r and r + 8 of a part
+  static constexpr int kMostSlots = S.tokens == 32 ? kMostSummedSlots : S.tokens;
+  // Rows of an expert's weight in a tile: as many slots as a shape is for fill a stage.
+  static constexpr int kMostWidth = S.tokens > 8 ? 8 : S.rows == 32 ? 32 : 16;
 
+  // Of weights.
+  struct Source {
+    CUtensorMap map;  // by group_map(), a stage of an expert's rows; else boxes of 64 x 8
+    bool by_group;
+  };
   struct Params {
-    Sort sort;           // of one token
+    Sort sort;
     float const* score;  // of a slot; null: 1
-    CUtensorMap weight;  // boxes of 64 x `width`
-    CUtensorMap a_map;   // (k, 1, rows), boxes of 64 x 1 x 8
-    int width;           // rows of an expert's weight in a tile
+    Source weight;
+    CUtensorMap a_map;  // (k, 1, rows), boxes of 64 x 1 x 8
+    int width_log2;     // of the rows of an expert's weight in a tile, 8 to kMostWidth
     int across, columns, k;
     Bias<T> bias;
     T const* residual;            // null: none
-    float const* residual_scale;  // null: 1
+    float const* residual_scale;  // of a token; null: 1
     T* o;
-    bool shared;                // whether there are shared experts; row top_k of A is theirs
-    CUtensorMap shared_weight;  // as weight
+    int64_t residual_stride, o_stride;
+    bool shared;           // whether there are shared experts; row top_k of A is theirs
+    Source shared_weight;  // as weight
+
+    __device__ int width() const { return 1 << width_log2; }
+    __device__ int stages() const { return (k + 64 * S.steps() - 1) / (64 * S.steps()); }
   };
 
   // What the sum needs of a slot.
   struct Term {
-    int at;  // of its results of the block's first column, in `value`; -1: id out of range
+    int row;  // of A; -1: id out of range
     float score;
   };
   struct Working {
-    T value[most][kPadded];  // (rows of A, rows of the tile), padded
-    Term term[most];
+    T value[kMostSlots][kMostWidth + 8];  // of a row of A, its own expert's; padded
+    Term term[kMostSlots];
   };
   struct SharedStorage {
     Ring ring;
     Working working;
     Planner planner;
   };
-  static_assert(sizeof(SharedStorage) <= 226 * 1024 / kAtOnce, "too many stages");
-  static_assert(sizeof(SharedStorage) >= sizeof(Ring) + read_after(S));
+  static constexpr int kBytes =
+      std::max(int(sizeof(SharedStorage)), int(sizeof(Ring)) + read_after_groups(S));
+  static_assert(kBytes <= 226 * 1024 / kAtOnce, "too many stages");
 
-  static __device__ int stages_of(Params const& p) {
-    return (p.k + 64 * S.steps() - 1) / (64 * S.steps());
-  }
-
-  // The producer's warp: announces a stage's bytes and issues its weights, a box a lane.
-  static __device__ void load_weights(Params const& p, Plan const& plan, Stage& stage,
-                                      Barrier& full, int tile, int index) {
-    int const lane = threadIdx.x % 32, box = p.width * kRowBytes;
-    int const groups = plan.count + p.shared, boxes = groups * S.steps();
-    if (lane == 0) full.arrive_expect(boxes * box);
-    __syncwarp();
-    if (lane >= boxes) return;
-    int const step = lane / groups, group = lane % groups;
-    bool const shared = group == plan.count;
-    tma_load_once(
-        shared ? p.shared_weight : p.weight, stage.weight + step * S.step_bytes() + group * box,
-        {64 * (index * S.steps() + step), tile * p.width, shared ? 0 : plan.expert[group]}, full,
-        evict_first());
-  }
-
-  // Calls f(tile, index) for each stage of the block's tiles.
+  // Some groups of the plan, after which come the shared experts, and rows of A that are theirs.
+  struct Pass {
+    int tile, first, last, row, rows;
+  };
+  // Calls f(Pass) for all of a block. A pass has more groups' rows than S.tokens only if a token
+  // names an expert twice; then it is made again for the next of them.
   template <class F>
-  static __device__ void for_each_stage(Params const& p, F&& f) {
-    int const count = stages_of(p);
+  static __device__ void for_each_pass(Params const& p, Plan const& plan, F&& f) {
+    int const groups = plan.count + p.shared, most = S.rows >> p.width_log2;
+    int const count = (groups + most - 1) / most;
+    int const each = count > 1 ? (groups + count - 1) / count : groups;
     for (int tile = blockIdx.x; tile < p.across; tile += gridDim.x) {
-      for (int i = 0; i < count; ++i) f(tile, i);
+      for (int first = 0; first < groups; first += each) {
+        int const last = min(groups, first + each), end = rows_of(p, plan, last - 1).end;
+        for (int row = rows_of(p, plan, first).begin; row < end; row += S.tokens) {
+          f(Pass{tile, first, last, row, min(S.tokens, end - row)});
+        }
+      }
     }
   }
 
-  // The warp that loads weights, from stage `at` on.
-  static __device__ void load(Params const& p, Ring& ring, Plan const& plan, Cursor at) {
-    for_each_stage(p, [&](int tile, int i) {
-      ring.empty[at.stage].wait(at.phase ^ 1);
-      load_weights(p, plan, ring.stage[at.stage], ring.full[at.stage], tile, i);
-      at.advance();
+  struct Rows {
+    int begin, end;
+  };
+  // The rows of A of a group.
+  static __device__ Rows rows_of(Params const& p, Plan const& plan, int group) {
+    if (group < plan.count) return {plan.end[group], plan.end[group + 1]};
+    return {int(p.sort.top_k), int(p.sort.top_k) + 1};
+  }
+
+  // The warp that loads weights: an expert's of a stage a lane, or a box.
+  static __device__ void load(Params const& p, Plan const& plan, Ring& ring) {
+    Cursor at;
+    int const lane = threadIdx.x % 32, count = p.stages(),
+              each = S.steps() * kRowBytes << p.width_log2;
+    uint64_t const policy = evict_first();
+    for_each_pass(p, plan, [&](Pass const& pass) {
+      int const group = pass.first + lane, groups = pass.last - pass.first;
+      bool const shared = group == plan.count;
+      int const expert = lane < groups && !shared ? plan.expert[group] : 0;
+      CUtensorMap const& map = (shared ? p.shared_weight : p.weight).map;
+      int const row = pass.tile << (p.width_log2 - 3);
+      for (int i = 0; i < count; ++i, at.advance()) {
+        Barrier& full = ring.full[at.stage];
+        ring.empty[at.stage].wait(at.phase ^ 1);
+        if (lane == 0) full.arrive_expect(groups * each);
+        __syncwarp();
+        if (!p.weight.by_group) {
+          load_boxes(p, plan, ring.stage[at.stage], full, pass, i, policy);
+        } else if (lane < groups) {
+          tma_load_groups(map, ring.stage[at.stage].weight + lane * each,
+                          {row, i * S.steps(), expert}, full, policy);
+        }
+        __syncwarp();
+      }
     });
+  }
+  // The same by boxes of 64 x 8.
+  static __device__ void load_boxes(Params const& p, Plan const& plan, Stage& stage, Barrier& full,
+                                    Pass const& pass, int index, uint64_t policy) {
+    int const boxes = (S.steps() << p.width_log2) / 8;  // of an expert
+    for (int i = threadIdx.x % 32; i < (pass.last - pass.first) * boxes; i += 32) {
+      int const group = pass.first + i / boxes, row = i % boxes / S.steps(), step = i % S.steps();
+      bool const shared = group == plan.count;
+      tma_load_once((shared ? p.shared_weight : p.weight).map, stage.weight + i * 8 * kRowBytes,
+                    {64 * (index * S.steps() + step), (pass.tile << p.width_log2) + 8 * row,
+                     shared ? 0 : plan.expert[group]},
+                    full, policy);
+    }
   }
 
   // The warp that loads A, once it is there.
-  static __device__ void load_rows(Params const& p, Ring& ring, Cursor at) {
-    int const lane = threadIdx.x % 32, step = lane / (most / 8), box = lane % (most / 8);
-    for_each_stage(p, [&](int, int i) {
-      Barrier& full = ring.full[at.stage];
-      ring.empty[at.stage].wait(at.phase ^ 1);
-      if (lane == 0) full.arrive_expect(S.steps() * S.token_bytes());
-      __syncwarp();
-      if (lane < S.steps() * most / 8) {
-        tma_load(p.a_map, ring.stage[at.stage].template x<S>(step) + box * 8 * kRowBytes,
-                 {64 * (i * S.steps() + step), 0, 8 * box}, full);
+  static __device__ void load_rows(Params const& p, Plan const& plan, Ring& ring) {
+    Cursor at;
+    int const lane = threadIdx.x % 32, step = lane % S.steps(), box = lane / S.steps();
+    int const count = p.stages();
+    for_each_pass(p, plan, [&](Pass const& pass) {
+      int const boxes = (pass.rows + 7) / 8;
+      for (int i = 0; i < count; ++i, at.advance()) {
+        Barrier& full = ring.full[at.stage];
+        ring.empty[at.stage].wait(at.phase ^ 1);
+        if (lane == 0) full.arrive_expect(S.steps() * boxes * 8 * kRowBytes);
+        __syncwarp();
+        if (box < boxes) {
+          tma_load(p.a_map, ring.stage[at.stage].template x<S>(step) + box * 8 * kRowBytes,
+                   {64 * (i * S.steps() + step), 0, pass.row + 8 * box}, full);
+        }
+        __syncwarp();
       }
-      at.advance();
     });
   }
 
+  // What a thread has of a pass: which group's sums each half holds.
+  struct Own {
+    int group[kHalves], col[kHalves];  // of the tile
+    Rows rows[kHalves];                // of the group, counted from the pass's first
+
+    __device__ Own(Params const& p, Plan const& plan, Pass const& pass) {
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) {
+        int const row = 64 * (half / 2) + fragment_row(threadIdx.x) + 8 * (half % 2);
+        group[half] = pass.first + (row >> p.width_log2);
+        col[half] = row & (p.width() - 1);
+        rows[half] = {0, 0};
+        if (group[half] >= pass.last) continue;
+        Rows const all = rows_of(p, plan, group[half]);
+        rows[half] = {all.begin - pass.row, all.end - pass.row};
+      }
+    }
+  };
+
   // Fills the accumulators with the experts' biases; false if there are none.
-  static __device__ bool start(Params const& p, Plan const& plan, float (&acc)[S.parts()][most / 2],
-                               int tile) {
+  static __device__ bool start(Params const& p, Plan const& plan, Sums& acc, Pass const& pass,
+                               Own const& own) {
     if (p.bias.data == nullptr) return false;
 #pragma unroll
-    for (int half = 0; half < 2 * S.parts(); ++half) {
-      int const row = row_of(half / 2, half % 2), group = row / p.width;
-      int const col = tile * p.width + row % p.width;
+    for (int half = 0; half < kHalves; ++half) {
+      int const col = (pass.tile << p.width_log2) + own.col[half], group = own.group[half];
       float value = 0;
-      if (group < plan.count && col < p.columns) {
+      if (group < min(pass.last, plan.count) && col < p.columns) {
         value = to_float(p.bias.data[plan.expert[group] * p.bias.stride + col]);
       }
 #pragma unroll
-      for (int i = 0; i < most / 2; ++i) {
+      for (int i = 0; i < S.tokens / 2; ++i) {
         if (i % 4 / 2 == half % 2) acc[half / 2][i] = value;
       }
     }
     return true;
   }
 
-  static __device__ void find_terms(Params const& p, Plan const& plan, Planner const& planner,
-                                    Working& smem) {
-    int const slot = threadIdx.x;
-    if (slot >= p.sort.top_k) return;
-    int const row = planner.row_of[slot];
-    int group = 0;
-    while (row >= 0 && plan.end[group + 1] <= row) ++group;
-    smem.term[slot] = {row < 0 ? -1 : row * kPadded + group * p.width,
-                       p.score == nullptr ? 1.f : p.score[slot]};
-  }
-
-  static __device__ void store(Params const& p, Plan const& plan,
-                               float const (&acc)[S.parts()][most / 2], int tile, Working& smem) {
-    consumers_barrier();
+  // Keeps what the experts of a pass make of their own rows.
+  static __device__ void keep(Sums const& acc, Pass const& pass, Own const& own, Working& smem) {
 #pragma unroll
-    for (int part = 0; part < S.parts(); ++part) {
+    for (int half = 0; half < kHalves; ++half) {
 #pragma unroll
-      for (int i = 0; i < most / 2; ++i) {
-        int const token = i / 4 * 8 + fragment_column(threadIdx.x) + i % 2;
-        smem.value[token][row_of(part, i % 4 / 2)] = T(acc[part][i]);
+      for (int i = 0; i < S.tokens / 2; ++i) {
+        int const row = i / 4 * 8 + fragment_column(threadIdx.x) + i % 2;
+        Rows const rows = own.rows[half];
+        if (i % 4 / 2 == half % 2 && row >= rows.begin && row < rows.end) {
+          smem.value[pass.row + row][own.col[half]] = T(acc[half / 2][i]);
+        }
       }
     }
-    consumers_barrier();
-    int const own = threadIdx.x, col = tile * p.width + own;
-    if (own >= p.width || col >= p.columns) return;
-    float sum = p.shared ? to_float(smem.value[p.sort.top_k][plan.count * p.width + own])
-                : p.residual != nullptr ? to_float(p.residual[col])
-                                        : 0.f;
-    if (p.residual_scale != nullptr) sum = to_float(T(*p.residual_scale * sum));
-    for (int k = 0; k < p.sort.top_k; ++k) {
-      Term const term = smem.term[k];
-      if (term.at >= 0) sum += term.score * to_float((&smem.value[0][0])[term.at + own]);
-    }
-    p.o[col] = T(sum);
   }
 
-  static __device__ void consume(Params const& p, SharedStorage& smem, Plan const& plan) {
-    find_terms(p, plan, smem.planner, smem.working);
+  static __device__ void find_terms(Params const& p, Planner const& planner, Working& smem) {
+    for (int i = threadIdx.x; i < p.sort.tokens * p.sort.top_k; i += 32 * kConsumerWarps) {
+      smem.term[i] = {planner.row_of[i], p.score == nullptr ? 1.f : p.score[i]};
+    }
+  }
+
+  static __device__ void store(Params const& p, int tile, Working const& smem) {
+    int const tokens = int(p.sort.tokens), top_k = int(p.sort.top_k);
+    for (int i = threadIdx.x; i < tokens << p.width_log2; i += 32 * kConsumerWarps) {
+      int const t = i >> p.width_log2, own = i & (p.width() - 1);
+      int const col = (tile << p.width_log2) + own;
+      if (col >= p.columns) continue;
+      float sum = p.shared                ? to_float(smem.value[top_k][own])
+                  : p.residual != nullptr ? to_float(p.residual[t * p.residual_stride + col])
+                                          : 0.f;
+      if (p.residual_scale != nullptr) sum = to_float(T(p.residual_scale[t] * sum));
+      for (int k = 0; k < top_k; ++k) {
+        Term const term = smem.term[t * top_k + k];
+        if (term.row >= 0) sum += term.score * to_float(smem.value[term.row][own]);
+      }
+      p.o[t * p.o_stride + col] = T(sum);
+    }
+  }
+
+  static __device__ void consume(Params const& p, Plan const& plan, SharedStorage& smem) {
+    find_terms(p, smem.planner, smem.working);
     wait_for_previous();
     let_next_start();
-    sum_up(p, smem.ring, smem.working, plan, {});
-  }
-
-  static __device__ void consume_from(Params const& p, Ring& ring, Working& working,
-                                      Planner const& planner, Plan const& plan, Cursor at) {
-    find_terms(p, plan, planner, working);
-    sum_up(p, ring, working, plan, at);
-  }
-
-  static __device__ void sum_up(Params const& p, Ring& ring, Working& working, Plan const& plan,
-                                Cursor at) {
-    int const count = stages_of(p);
-    for (int tile = blockIdx.x; tile < p.across; tile += gridDim.x) {
-      float acc[S.parts()][most / 2];
+    int const count = p.stages();
+    Cursor at;
+    int tile = blockIdx.x;
+    // Once all of a tile's values are there: its results.
+    auto const end_tile = [&] {
+      consumers_barrier();
+      store(p, tile, smem.working);
+      consumers_barrier();
+    };
+    for_each_pass(p, plan, [&](Pass const& pass) {
+      if (pass.tile != tile) end_tile();
+      tile = pass.tile;
+      Sums acc;
 #pragma unroll
       for (auto& part : acc) forget_registers(part);
-      bool const started = start(p, plan, acc, tile);
-      ring.template sum<T, S, Major::K, most>(acc, started, at, count);
-      store(p, plan, acc, tile, working);
-    }
+      Own const own(p, plan, pass);
+      bool const started = start(p, plan, acc, pass, own);
+      smem.ring.template sum<T, S, Major::K, S.tokens, true>(acc, started, at, count);
+      keep(acc, pass, own, smem.working);
+    });
+    if (plan.count + p.shared > 0) return end_tile();
+    for (; tile < p.across; tile += gridDim.x) end_tile();  // no expert at all
   }
 
   static __device__ void run(Params const& p) {
     extern __shared__ __align__(1024) char memory[];
     auto& smem = *reinterpret_cast<SharedStorage*>(memory);
     if (threadIdx.x == 0) {
-      prefetch(p.weight);
+      prefetch(p.weight.map);
       prefetch(p.a_map);
       smem.ring.init(/*arrivals=*/2);
     }
     __syncthreads();
-    Plan const plan = smem.planner.sort_in_warp(p.sort);
+    Plan const plan = smem.planner.sort(p.sort);
     if (warp_index() == kConsumerWarps) {
-      load(p, smem.ring, plan, {});
+      load(p, plan, smem.ring);
     } else if (warp_index() > kConsumerWarps) {
       wait_for_previous();
-      load_rows(p, smem.ring, {});
+      load_rows(p, plan, smem.ring);
     } else {
-      consume(p, smem, plan);
+      consume(p, plan, smem);
     }
   }
 
  private:
-  // Row of a tile: of a thread's sums, or the one 8 further down.
-  static __device__ int row_of(int part, int below) {
-    return 64 * part + fragment_row(threadIdx.x) + 8 * below;
-  }
   static __device__ void consumers_barrier() { named_barrier(1, 32 * kConsumerWarps); }
 };
 
