@@ -9,7 +9,7 @@ namespace {
 
 // Measured on an H200 over the presets of `guild bench` and 1 to 4,096 tokens (docs/measured/).
 // Up to so many rows an expert on average they are faster.
-constexpr int64_t kFewRows = 22;
+constexpr int64_t kFewRows = 28;
 // Up to so many where experts are small: the other kernels' tiles are larger, and so is what they
 // lose around them.
 constexpr int64_t kMoreRows = 40, kSmallBytes = 32 << 20;
