@@ -24,13 +24,12 @@ MoeBackward backward_args(Place const& place, Layer const& layer, Routing const&
 }
 
 // dX as `wanted` has it: by token, by row, or empty.
-Tensor dx_of(Place const& place, Layer const& layer, bool combined, int64_t wanted) {
+Tensor dx_of(Place const& place, Layer const& layer, Routing const& routing, int64_t wanted) {
   Sizes const& s = layer.sizes;
   if (wanted & kRows) return place.empty({s.rows(), s.hidden}, layer.dtype);
   if (!(wanted & kX)) return place.empty({0}, layer.dtype);
-  Shape const by_token = {s.tokens, s.hidden};
-  // Of sorted rows, those past offsets[E] are not written.
-  return combined ? place.empty(by_token, layer.dtype) : place.zeros(by_token, layer.dtype);
+  if (routing.row_token != nullptr) return place.empty({s.tokens, s.hidden}, layer.dtype);
+  return sorted_rows(place, {s.tokens, s.hidden}, layer.dtype, routing.offsets, s.experts);
 }
 
 Tensor dscores_of(Place const& place, Layer const& layer, Slots const& slots, int64_t wanted) {
@@ -52,8 +51,7 @@ BackwardCall backward_call(Place const& place, Layer const& layer, Routing const
     if (!(wanted & bit)) return place.empty({0}, dtype);
     return layer.expert_at(list) == nullptr ? empty_like(weight) : place.stacked_like(weight);
   };
-  bool const combined = routing.row_token != nullptr;
-  Gradients g{dx_of(place, layer, combined, wanted),
+  Gradients g{dx_of(place, layer, routing, wanted),
               dscores_of(place, layer, slots, wanted),
               like(kUp, w.up, Layer::kUp),
               w.gate.has_value() ? like(kUp, *w.gate, Layer::kGate) : place.empty({0}, dtype),

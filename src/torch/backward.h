@@ -22,7 +22,7 @@ MoeBackward backward_args(Place const& place, Layer const& layer, Routing const&
                           MaybeTensor const& b_down);
 
 // dX as `wanted` has it: by token, by row, or empty.
-Tensor dx_of(Place const& place, Layer const& layer, bool combined, int64_t wanted);
+Tensor dx_of(Place const& place, Layer const& layer, Routing const& routing, int64_t wanted);
 Tensor dscores_of(Place const& place, Layer const& layer, Slots const& slots, int64_t wanted);
 
 struct Gradients {

@@ -1,6 +1,8 @@
 // See forward.h.
 #include "torch/forward.h"
 
+#include "cuda/rows/clear_tail.h"
+
 namespace guild::binding {
 
 Layer layer_of(Place const& place, Tensor const& x, Slots const& slots, Tensor const& w_down,
@@ -19,6 +21,27 @@ Layer layer_of(Place const& place, Tensor const& x, Slots const& slots, Tensor c
           flags.interleaved ? GateUp::interleaved : GateUp::concatenated,
           flags.transposed,
           place.lists(flags.experts_at, "experts_at", Layer::kLists, sizes.experts)};
+}
+
+void clear_outside(Place const& place, Tensor const& rows, int32_t const* offsets,
+                   int64_t experts) {
+  if (!place.on_cuda()) return place.clear(rows);
+  cuda::clear_tail({.d = rows.data_ptr(),
+                    .row_stride = rows.stride(0),
+                    .col_stride = rows.stride(1),
+                    .last = offsets + experts,
+                    .rows = rows.size(0),
+                    .n = rows.size(1),
+                    .element_bytes = int(element_bytes(dtype_of(rows, "rows"))),
+                    .first = offsets},
+                   place.queue());
+}
+
+Tensor sorted_rows(Place const& place, Shape shape, DType dtype, int32_t const* offsets,
+                   int64_t experts) {
+  Tensor const made = place.empty(shape, dtype);
+  clear_outside(place, made, offsets, experts);
+  return made;
 }
 
 MoeForward forward_args(Place const& place, Layer const& layer, Routing const& routing,

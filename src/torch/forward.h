@@ -19,6 +19,12 @@ struct Weights {
   Tensor const& down;
 };
 
+// Rows for the results of sorted ones: zeros where no expert has them, which no product writes.
+// offsets: (E + 1).
+void clear_outside(Place const& place, Tensor const& rows, int32_t const* offsets, int64_t experts);
+Tensor sorted_rows(Place const& place, Shape shape, DType dtype, int32_t const* offsets,
+                   int64_t experts);
+
 // Outputs are made by the caller.
 MoeForward forward_args(Place const& place, Layer const& layer, Routing const& routing,
                         Tensor const& x, Weights const& w, MaybeTensor const& b_up,

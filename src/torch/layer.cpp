@@ -132,7 +132,9 @@ Tensors2 experts_forward(Tensor const& x, Tensor const& offsets, Tensor const& w
   Layer const layer = layer_of(place, x, kSortedRows, w_down,
                                activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
                                {interleaved, transposed, experts_at});
-  Tensor o = place.zeros({layer.sizes.tokens, layer.sizes.hidden}, layer.dtype);
+  Sizes const& s = layer.sizes;
+  int32_t const* const bounds = place.indices(offsets, "offsets", {s.experts + 1});
+  Tensor o = sorted_rows(place, {s.tokens, s.hidden}, layer.dtype, bounds, s.experts);
   Tensor h = place.empty({keep ? layer.sizes.tokens : 0, layer.width()}, layer.dtype);
   run_sorted(place, layer, x, offsets, {w_up, w_gate, w_down}, b_up, b_down, h, o);
   return {o, h};
@@ -147,7 +149,9 @@ void experts_forward_out(Tensor const& x, Tensor const& offsets, Tensor const& w
   Layer const layer = layer_of(place, x, kSortedRows, w_down,
                                activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
                                {interleaved, transposed, experts_at});
-  place.rows(out, "out", layer.dtype, {layer.sizes.tokens, layer.sizes.hidden});
+  Sizes const& s = layer.sizes;
+  place.rows(out, "out", layer.dtype, {s.tokens, s.hidden});
+  int32_t const* const bounds = place.indices(offsets, "offsets", {s.experts + 1});
   require_apart({{"out", out}}, {{"x", x},
                                  {"offsets", offsets},
                                  {"w_up", own_memory(w_up, experts_at)},
@@ -155,7 +159,7 @@ void experts_forward_out(Tensor const& x, Tensor const& offsets, Tensor const& w
                                  {"w_down", own_memory(w_down, experts_at)},
                                  {"b_up", b_up},
                                  {"b_down", b_down}});
-  place.clear(out);
+  clear_outside(place, out, bounds, s.experts);
   Tensor const nothing = place.empty({0, layer.width()}, layer.dtype);
   run_sorted(place, layer, x, offsets, {w_up, w_gate, w_down}, b_up, b_down, nothing, out);
 }
@@ -204,7 +208,7 @@ Tensors4 data_gradients(Tensor const& dout, Tensor const& h, Tensor const& offse
   } else {
     routing.offsets = place.indices(offsets, "offsets", {s.experts + 1});
   }
-  Tensor dx = dx_of(place, layer, combined, wanted);
+  Tensor dx = dx_of(place, layer, routing, wanted);
   Tensor dscores = dscores_of(place, layer, slots, wanted);
   Tensor dh = place.empty({s.rows(), layer.width()}, layer.dtype);
   Tensor a_scaled = place.empty({s.rows(), s.intermediate}, layer.dtype);

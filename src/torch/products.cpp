@@ -1,4 +1,5 @@
 // Level 1: the grouped product in its four cases, and the fused pair on sorted rows.
+#include "torch/forward.h"
 #include "torch/ops.h"
 #include "torch/overlap.h"
 
@@ -135,7 +136,8 @@ Tensors2 pair_up(Tensor const& x, Tensor const& w_up, Tensor const& offsets,
   UpWeight const up = up_weight_of(place, layer, w_up, std::nullopt, layer.dtype);
   args.w_up = {up.gate, up.up};
   args.bias = place.rows(bias, "bias", layer.dtype, {s.experts, width});
-  Tensor a = place.zeros({s.tokens, s.intermediate}, layer.dtype);
+  Tensor a =
+      sorted_rows(place, {s.tokens, s.intermediate}, layer.dtype, args.routing.offsets, s.experts);
   Tensor h = place.empty({s.tokens, width}, layer.dtype);
   args.a = {a.data_ptr(), 0};
   args.h = {h.data_ptr(), 0};

@@ -16,8 +16,9 @@ from torch import nn
 
 from guild.balancing import move_selection_bias
 
+from .rotary import rotary_tables, turned_heads
+
 BYTES = 256
-_ROTARY_BASE = 10_000.0
 
 MoEFactory = Callable[[int, int, int, int], nn.Module]
 
@@ -45,49 +46,14 @@ class Attention(nn.Module):
         """
         batch, context, hidden = x.shape
         qkv = self.qkv(x).view(batch, context, 3, self.heads, hidden // self.heads)
-        q, k, v = qkv.unbind(2)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        # By token until here, so that nothing is transposed in memory; a view of qkv would keep
-        # all of it for backward.
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v.contiguous()))
+        # By token until here, so that nothing is transposed in memory.
+        q, k, v = (t.transpose(1, 2) for t in turned_heads(qkv, cos, sin))
         if past is None:
             mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
             k, v = past.with_new(k, v)
             mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=past.visible)
         return self.out(mixed.transpose(1, 2).reshape(batch, context, hidden))
-
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn the pairs (j, j + half) of the last dimension by the angle of their position.
-
-    x (batch, context, heads, head size); cos, sin as `rotary_tables` makes them. Compiled, forward
-    and backward are one expression over x each, without parts to put together.
-    """
-    swapped = x.unflatten(-1, (2, -1)).flip(-2).flatten(-2)
-    return x * cos.to(x.dtype) + swapped * sin.to(x.dtype)
-
-
-def rotary_angles(positions: torch.Tensor, head_size: int) -> torch.Tensor:
-    """Angles float32 (positions, head_size / 2): each times a geometric series of rates."""
-    rates = torch.arange(head_size // 2, device=positions.device) * (-2.0 / head_size)
-    return positions[:, None] * _ROTARY_BASE**rates
-
-
-def rotary_tables(
-    positions: torch.Tensor, head_size: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Factors of a head, and of it with its halves swapped, by position.
-
-    Returns
-    -------
-    tuple of torch.Tensor
-        (positions, 1, head_size) in dtype: cosines, and sines, those of the first half negative.
-    """
-    angles = rotary_angles(positions, head_size)
-    cos, sin = angles.cos(), angles.sin()
-    cos, sin = torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1)
-    return cos[:, None].to(dtype), sin[:, None].to(dtype)
 
 
 class Past(NamedTuple):

@@ -45,9 +45,6 @@ from .shard_adamw import ShardAdamW, local_norm
 from .speed import speed_of
 from .world import mean_of_ranks, writes
 
-# The gradients of q, k and v are written each to its place in that of qkv; in one kernel, which
-# chooses between them for every element, they take twice as long.
-_COMPILE = {"max_pointwise_cat_inputs": 0}
 _ATTENTION = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
 
 
@@ -125,7 +122,7 @@ class ShardedLearner(Learner):
             how = sharded if i < resharded else kept
             if device.type == "cuda":
                 # The forward alone, so that FSDP2's hooks stay outside of what is compiled.
-                block.forward = torch.compile(block.forward, dynamic=False, options=_COMPILE)
+                block.forward = torch.compile(block.forward, dynamic=False)
             if experts is not None:
                 shard_layers(block, mesh, experts["data"], **how)
             fully_shard(block, mesh=mesh, **how)

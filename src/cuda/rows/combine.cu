@@ -70,8 +70,9 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(Args<T> p) {
   auto const [begin, end] = slots_of(p.token_offsets, p.rows, p.top_k, token);
   int32_t const* const row_of = p.slot_row + begin;
   int const count = int(end - begin);
-  for (int col = (blockIdx.y * kThreads + threadIdx.x) * 8; col < p.hidden;
-       col += gridDim.y * kThreads * 8) {
+  int const threads = int(blockDim.x);
+  for (int col = (int(blockIdx.y) * threads + int(threadIdx.x)) * 8; col < p.hidden;
+       col += int(gridDim.y) * threads * 8) {
     bool const starts = !(waits && p.late);
     Eight sum = starts ? p.start(token, col) : Eight{};
 #pragma unroll 1
@@ -254,6 +255,11 @@ void launch_with_router(Args<T> const& args, RouterArgs<T> const& router, Queue 
   kernel<<<groups * router.slices, 32 * kWarps, bytes, queue.stream>>>(args, router);
 }
 
+// Whole warps, as few as do these columns in as many passes: others would only take their room.
+int threads_of(int64_t columns, int64_t passes) {
+  return int(ceil_div(ceil_div(columns, 8 * passes), 32)) * 32;
+}
+
 template <class T>
 void combine_as(Combine const& x, CombineAfter const& after, Queue const& queue) {
   Sizes const& s = x.sizes;
@@ -275,8 +281,10 @@ void combine_as(Combine const& x, CombineAfter const& after, Queue const& queue)
                      .late = after.residual_too};
   if (x.router.dlogits.data == nullptr) {
     // A token's columns are split over blocks only where tokens are few.
-    int64_t const parts = s.tokens <= kFewTokens ? ceil_div(s.hidden, kThreads * 8) : 1;
-    cuda_check(launch_early(combine_kernel<T>, dim3(unsigned(s.tokens), unsigned(parts)), kThreads,
+    int64_t const passes = ceil_div(s.hidden, kThreads * 8);
+    int64_t const parts = s.tokens <= kFewTokens ? passes : 1;
+    int const threads = threads_of(s.hidden, passes);
+    cuda_check(launch_early(combine_kernel<T>, dim3(unsigned(s.tokens), unsigned(parts)), threads,
                             0, queue.stream, args),
                "launch of combine");
     return;

@@ -14,6 +14,7 @@ from guild.train.dropping import DroppingMoE
 from guild.train.learner import Learner
 from guild.train.model import Block
 from guild.train.plain_moe import PlainMoE
+from guild.train.rotary import rotary_tables, turned_heads, turned_heads_gradient
 from guild.train.settings import Settings
 from oracle.experts import Experts
 from oracle.layer import moe
@@ -125,6 +126,19 @@ def test_positions_matter() -> None:
     with torch.no_grad():
         logits = model(torch.tensor([[7, 9, 9, 9]]))
     assert not torch.allclose(logits[0, 1], logits[0, 2])
+
+
+def test_gradients_of_turned_heads() -> None:
+    """Those that are written in place are those of autograd, of parts of any layout."""
+    tables = rotary_tables(torch.arange(6), 8, torch.float64)
+    qkv = torch.randn(2, 6, 3, 4, 8, dtype=torch.float64, requires_grad=True)
+    parts = [torch.randn(2, 4, 6, 8, dtype=torch.float64).transpose(1, 2) for _ in range(3)]
+    expected = torch.autograd.grad(turned_heads(qkv, *tables), qkv, parts)
+    compiled = torch.compile(turned_heads, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(
+        torch.autograd.grad(compiled(qkv, *tables), qkv, parts), expected, rtol=0, atol=1e-14
+    )
+    torch.library.opcheck(turned_heads_gradient, (*parts, *tables))
 
 
 def test_imbalance_is_one_for_an_even_load() -> None:
