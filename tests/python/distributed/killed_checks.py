@@ -87,6 +87,7 @@ def killed_in_replay(rank: int) -> str:
 def captured_step(group: guild.ExpertParallel, step: Step) -> torch.cuda.CUDAGraph:
     """A graph of a step, on a stream of its own."""
     side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()  # a group's calls run one after the other
     with torch.cuda.stream(side):
         step.run(group)
     side.synchronize()
