@@ -3,7 +3,8 @@
 // Written once for both backends. Lines has
 //
 //   run(line, step, room)   starts a step behind what the line has
-//   mark(line), wait(line, mark)   what a line starts from now on comes after the mark
+//   run_beside(line, copy)  the same on a few multiprocessors; gives the mark of its beginning
+//   there mark(line), wait(line, mark)   what a line starts from now on comes after the mark
 //   first(load)             how many experts are the first of a product; all: it is not divided
 //   apart(bool)             whether lines are streams of their own, or all are the main one
 #pragma once
@@ -15,13 +16,9 @@ namespace guild {
 
 enum class Line : int { main, link, side };
 
-// Multiprocessors that a step fills:
-//   whole     all, while nothing else runs
-//   pull      the few that rows on their way here take beside products
-//   push      those that sums on their way to other ranks take
-//   beside_pull, beside_push   all but those
-//   shared    all that are free
-enum class Room : int { whole, pull, push, beside_pull, beside_push, shared };
+// Multiprocessors that a step fills: all, while nothing else runs, or all that others leave free,
+// now and later.
+enum class Room : int { whole, shared };
 
 // A weight's or a bias's experts from `first` on.
 inline ConstWeight from_expert(ConstWeight w, int64_t first, int64_t element) {
@@ -79,11 +76,12 @@ void pull_and_run(Lines& lines, Pull const& pull, Step const& step, int64_t firs
   }
   lines.run(Line::link, part_of(pull, Part::first, first), Room::whole);
   auto const arrived = lines.mark(Line::link);
-  lines.run(Line::link, part_of(pull, Part::rest, first), Room::pull);
+  auto const begun = lines.run_beside(Line::link, part_of(pull, Part::rest, first));
   lines.wait(Line::side, lines.mark(Line::main));
   lines.wait(Line::side, lines.mark(Line::link));
   lines.wait(Line::main, arrived);
-  lines.run(Line::main, of_experts(step, 0, first), Room::beside_pull);
+  lines.wait(Line::main, begun);  // else the product could keep all multiprocessors
+  lines.run(Line::main, of_experts(step, 0, first), Room::shared);
   lines.run(Line::side, of_experts(step, first, experts - first), Room::shared);
   lines.wait(Line::main, lines.mark(Line::side));
 }
@@ -124,8 +122,8 @@ void run_down_gradient(PeerBackward const& b, BackwardWorkspace const& w, int64_
   if (b.again.h.data != nullptr) {  // while which all rows arrive
     UpProjection again = b.again;
     again.a = {w.a_scaled};  // not in use yet
-    lines.run(Line::link, b.pull, Room::pull);
-    lines.run(Line::main, again, Room::beside_pull);
+    lines.wait(Line::main, lines.run_beside(Line::link, b.pull));
+    lines.run(Line::main, again, Room::shared);
     lines.wait(Line::main, lines.mark(Line::link));
     return lines.run(Line::main, down, Room::whole);
   }
@@ -158,10 +156,14 @@ void compose_peer_backward(PeerBackward const& b, Lines& lines) {
   if (rows) {
     lines.run(Line::main, up_gradient_of(layer, {w.dh}, layer.dx_rows));
     lines.wait(Line::link, lines.mark(Line::main));
-    lines.run(Line::link, b.push, wants_up || wants_down ? Room::push : Room::whole);
+    if (wants_up || wants_down) {
+      lines.wait(Line::main, lines.run_beside(Line::link, b.push));
+    } else {
+      lines.run(Line::link, b.push, Room::whole);
+    }
   }
-  if (wants_down) lines.run(Line::main, down, rows ? Room::beside_push : Room::whole);
-  if (wants_up) lines.run(Line::main, up, rows && !wants_down ? Room::beside_push : Room::whole);
+  if (wants_down) lines.run(Line::main, down, rows ? Room::shared : Room::whole);
+  if (wants_up) lines.run(Line::main, up, rows && !wants_down ? Room::shared : Room::whole);
   lines.wait(Line::main, lines.mark(Line::link));
   if (!rows && !scores) return;
   lines.run(Line::main, b.returned);

@@ -4,6 +4,7 @@
 
 #include "compose_peer.h"
 #include "cuda/device.h"
+#include "cuda/exchange/copies.h"
 
 namespace guild::cuda {
 
@@ -11,7 +12,7 @@ namespace {
 
 // As many as keep a link busy beside products: docs/measured/ranks.md. A sum reads several rows for
 // each that it sends.
-constexpr int kPullMultiprocessors = 16, kPushMultiprocessors = 16;
+constexpr int kPullMultiprocessors = 16, kPushMultiprocessors = 24;
 
 // Events for the marks of a call; a call on the same thread uses them again, as what waits for an
 // event waits for what was before it then.
@@ -72,11 +73,12 @@ class Lines {
   };
   Mark mark(Line line) {
     if (!apart_) return {};
-    static thread_local Events events;
-    Mark const mark{events.next()};
+    Mark const mark = next_mark();
     cuda_check(cudaEventRecord(mark.event, of(line).stream), "recording an event");
     return mark;
   }
+  Mark run_beside(Line line, Pull const& x) { return run_beside(line, x, kPullMultiprocessors); }
+  Mark run_beside(Line line, Push const& x) { return run_beside(line, x, kPushMultiprocessors); }
   void wait(Line line, Mark const& mark) {
     if (!apart_) return;
     cuda_check(cudaStreamWaitEvent(of(line).stream, mark.event, 0), "waiting for an event");
@@ -92,15 +94,28 @@ class Lines {
     if (!apart_) return main_;
     Queue queue = line == Line::main ? main_ : line == Line::link ? link_ : side_;
     if (room == Room::whole) return queue;
-    int const all = multiprocessors(main_), most = all / 2;
-    int const pull = std::min(kPullMultiprocessors, most);
-    int const push = std::min(kPushMultiprocessors, most);
-    if (room == Room::pull) queue.sms = pull;
-    if (room == Room::push) queue.sms = push;
-    if (room == Room::beside_pull) queue.sms = all - pull;
-    if (room == Room::beside_push) queue.sms = all - push;
     queue.shared = true;
     return queue;
+  }
+
+  template <class Copy>
+  Mark run_beside(Line line, Copy const& x, int most) {
+    if (!apart_) {
+      run(line, x, Room::whole);
+      return {};
+    }
+    Queue queue = of(line);
+    queue.sms = std::min(most, multiprocessors(main_) / 2);
+    Mark const begun = next_mark();
+    start(x, queue, begun.event);
+    return begun;
+  }
+  static void start(Pull const& x, Queue const& queue, cudaEvent_t begun) { pull(x, queue, begun); }
+  static void start(Push const& x, Queue const& queue, cudaEvent_t begun) { push(x, queue, begun); }
+
+  static Mark next_mark() {
+    static thread_local Events events;
+    return {events.next()};
   }
 
   Queue main_, link_, side_;

@@ -10,6 +10,8 @@
 #include "check_exchange.h"
 #include "cuda/alignment.h"
 #include "cuda/device.h"
+#include "cuda/exchange/begun.h"
+#include "cuda/exchange/copies.h"
 #include "cuda/exchange/pool.cuh"
 #include "shared/peer_memory.h"
 #include "shared/tiles.h"
@@ -155,14 +157,16 @@ void tables(Tables const& x, Queue queue) {
   cuda_check(cudaGetLastError(), "launch of tables");
 }
 
-void pull(Pull const& x, Queue queue) {
+void pull(Pull const& x, Queue queue) { pull(x, queue, nullptr); }
+
+void pull(Pull const& x, Queue const& queue, cudaEvent_t begun) {
   check(x);
   require_units(x.row_bytes, "row_bytes");
   int64_t const rows = x.memory.ranks * x.memory.tokens;
   if (rows == 0) return;
-  int64_t const blocks = std::min<int64_t>(ceil_div(rows, kPullWarps), multiprocessors(queue));
-  pull_kernel<<<unsigned(blocks), kPullThreads, 0, queue.stream>>>(x, layout_of(x.memory));
-  cuda_check(cudaGetLastError(), "launch of pull");
+  Blocks const blocks{std::min<int64_t>(ceil_div(rows, kPullWarps), multiprocessors(queue)),
+                      kPullThreads, 0};
+  launch(pull_kernel, blocks, queue, begun, x, layout_of(x.memory));
 }
 
 }  // namespace guild::cuda

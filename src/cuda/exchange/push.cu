@@ -8,8 +8,8 @@
 #include "cuda/alignment.h"
 #include "cuda/device.h"
 #include "cuda/element.cuh"
+#include "cuda/exchange/copies.h"
 #include "cuda/exchange/pool.cuh"
-#include "cuda/exchange/push_sums.h"
 #include "shared/peer_memory.h"
 #include "shared/routing.h"
 #include "shared/tiles.h"
@@ -111,7 +111,9 @@ void run_own_scores(ReturnedScores const& x, Queue const& queue) {
 
 }  // namespace
 
-void push(Push const& x, Queue queue) {
+void push(Push const& x, Queue queue) { push(x, queue, nullptr); }
+
+void push(Push const& x, Queue const& queue, cudaEvent_t begun) {
   check(x);
   require_16_bit(x.dtype);
   require_whole_16_bytes(x.hidden, "hidden");
@@ -119,7 +121,7 @@ void push(Push const& x, Queue queue) {
   int64_t const tokens = x.memory.ranks * x.memory.tokens, stride = row_stride(x.y, x.hidden);
   if (tokens == 0) return;
   PeerLayout const layout = layout_of(x.memory);
-  if (!x.by_slot) return push_sums(x, queue);
+  if (!x.by_slot) return push_sums(x, queue, begun);
   with_type(x.dtype, [&](auto element) {
     push_slots_kernel<decltype(element)>
         <<<unsigned(tokens), kThreads, 0, queue.stream>>>(x, layout, stride);

@@ -2,18 +2,19 @@
 //
 //   out[t] = sum over k of score[p, k] * y[row_of[p, k]], in the order of k, fp32
 //
-// A warp takes a token. Its lanes copy 16 bytes of four rows at a time to shared memory, a few
-// steps ahead of the additions, and each adds what it copied: a multiprocessor has more bytes on
-// their way than registers could hold, so that a few of them, beside products, keep a link busy.
+// A warp takes a token, 1,024 bytes of its rows at a time. TMA copies these to the warp's part of
+// shared memory, a few steps ahead of the additions, also of the next token. So a multiprocessor
+// has more bytes on their way than registers could hold, and issues little else than the additions
+// themselves: a few multiprocessors, beside products, keep a link busy.
 #include <algorithm>
 
 #include "cuda/alignment.h"
 #include "cuda/element.cuh"
+#include "cuda/exchange/begun.h"
+#include "cuda/exchange/copies.h"
 #include "cuda/exchange/pool.cuh"
-#include "cuda/exchange/push_sums.h"
 #include "cuda/shared_memory.h"
-#include "cuda/sm90/arch/barrier.cuh"
-#include "cuda/sm90/arch/copy.cuh"
+#include "cuda/sm90/arch/bulk.cuh"
 #include "shared/peer_memory.h"
 #include "shared/routing.h"
 #include "shared/tiles.h"
@@ -21,17 +22,19 @@
 namespace guild::cuda {
 namespace {
 
-constexpr int kThreads = 1024, kWarps = kThreads / 32;
-constexpr int kAtOnce = 4;  // rows of a step
-constexpr int kSteps = 3;   // whose bytes are on their way or being added
-constexpr int kBytes = kWarps * kSteps * kAtOnce * 32 * 16;
+constexpr int kThreads = 512, kWarps = kThreads / 32;
+constexpr int kPiece = 1024;  // bytes of a row in a step
+constexpr int kUnits = kPiece / 16, kOfLane = kUnits / 32;
+constexpr int kSlots = 12;  // pieces of a warp
+constexpr int kMost = 8;    // pieces of a step
+constexpr int kSteps = 4;   // whose pieces are on their way or being added
+constexpr int kAtOnce = 4;  // pieces that a lane loads before it adds them
 
-__device__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Until at most `pending` of the thread's last groups of copies are on their way.
-template <int pending>
-__device__ void wait_for_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
-}
+struct Staging {
+  uint4 pieces[kWarps][kSlots][kUnits];
+  Barrier arrived[kWarps][kSteps];
+};
+constexpr int kBytes = int(sizeof(Staging));
 
 // A token and lane l's of its slots, number l from `first` on.
 struct TokenSlots {
@@ -53,63 +56,6 @@ struct TokenSlots {
     if (x.scores != nullptr) score = there ? static_cast<float const*>(x.scores)[slot] : 0.f;
   }
 };
-
-// This lane's part of the step buffers.
-struct Staging {
-  uint4* own;
-
-  __device__ uint4* at(int step, int k) const { return own + (step * kAtOnce + k) * 32; }
-};
-
-// Up to 32 slots: all of a step's rows are known to the warp.
-template <class T>
-__device__ void push_few(T* out, T const* y, int64_t stride, int units, TokenSlots const& token,
-                         unsigned there, Staging const& staging) {
-  int const lane = threadIdx.x % 32, count = __popc(there);
-  int const from = lane < count ? int(__fns(there, 0, lane + 1)) : 0;
-  int const row = __shfl_sync(~0u, token.row, from);
-  float const score = __shfl_sync(~0u, token.score, from);
-  int const batches = ceil_div(count, kAtOnce), steps = ceil_div(units, 32) * batches;
-  int unit = lane, first = 0, next = 0;  // of the next step to be copied
-  auto const copy = [&] {
-    if (next < steps) {
-#pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) {
-        int const which = first + k;
-        int64_t const r = __shfl_sync(~0u, row, which % 32);
-        bool const valid = which < count && unit < units;
-        T const* const at = y + (valid ? r * stride + unit * 8 : 0);
-        copy_async(shared_address(staging.at(next % kSteps, k)), at, valid);
-      }
-      ++next;
-      first += kAtOnce;
-      if (first >= count) first = 0, unit += 32;
-    }
-    commit_copies();
-  };
-#pragma unroll
-  for (int i = 0; i < kSteps - 1; ++i) copy();
-  Eight sum{};
-  int begin = 0, column = lane;  // of the step to be added
-  for (int step = 0; step < steps; ++step) {
-    wait_for_copies<kSteps - 2>();
-    copy();
-#pragma unroll
-    for (int k = 0; k < kAtOnce; ++k) {
-      float const factor = __shfl_sync(~0u, score, (begin + k) % 32);
-      if (begin + k >= count) continue;
-      Eight const e = unpack_eight<T>(*staging.at(step % kSteps, k));
-#pragma unroll
-      for (int j = 0; j < 8; ++j) sum.value[j] += factor * e.value[j];
-    }
-    begin += kAtOnce;
-    if (begin < count) continue;
-    if (column < units) store_eight(out + column * 8, sum);
-    sum = {};
-    begin = 0;
-    column += 32;
-  }
-}
 
 // Any number of slots, 32 after the other for each column.
 template <class T>
@@ -138,47 +84,189 @@ __device__ void push_many(Push const& x, T* out, T const* y, int64_t stride, int
   }
 }
 
+// A token of at most 32 slots and which of its pieces come next.
+struct Walk {
+  int i = 0;           // the token's number; none: that of all tokens
+  unsigned there = 0;  // slots that have a row here
+  int row = -1;        // of this lane's slot
+  float score = 0;
+  int piece = 0, first = 0;  // of the pieces: which of a row, and from which row on
+
+  __device__ int rows() const { return __popc(there); }
+  __device__ int count() const { return min(kMost, rows() - first); }
+  __device__ void step() {
+    first += kMost;
+    if (first >= rows()) first = 0, ++piece;
+  }
+};
+
+// A warp's tokens, one after the other.
 template <class T>
-__global__ void __launch_bounds__(kThreads) push_kernel(Push x, PeerLayout layout, int64_t stride) {
-  extern __shared__ uint4 staged[];
-  PeerMemory const& m = x.memory;
-  if (PeerView(layout, m, m.rank).control()->failure != 0) return;
-  int const warp = int(threadIdx.x) / 32, units = int(x.hidden / 8);
-  Staging const staging{staged + warp * kSteps * kAtOnce * 32 + threadIdx.x % 32};
-  int const tokens = PoolToken::count(m, /*others=*/false);
-  int i = int(blockIdx.x) * kWarps + warp, step = int(gridDim.x) * kWarps;
-  if (i >= tokens) return;
-  T const* const y = static_cast<T const*>(x.y.data);
-  for (TokenSlots token(x, i); i < tokens; i += step) {
-    TokenSlots next(x, min(i + step, tokens - 1));  // on its way while this one is added
-    bool const few = token.slots.end - token.slots.begin <= 32;
-    unsigned const there = __ballot_sync(~0u, token.row >= 0);
-    if (there != 0 || !few) {
-      int64_t const to = m.rank * x.tokens[token.at.source] + token.at.token;
-      T* const out =
-          reinterpret_cast<T*>(PeerView(layout, m, token.at.source).returned()) + to * x.hidden;
-      if (few) {
-        push_few(out, y, stride, units, token, there, staging);
-      } else {
-        push_many(x, out, y, stride, units, token);
+class Tokens {
+ public:
+  __device__ Tokens(Push const& x, PeerLayout const& layout, T const* y, int64_t stride)
+      : x_(x),
+        layout_(layout),
+        y_(y),
+        stride_(stride),
+        count_(PoolToken::count(x.memory, /*others=*/false)),
+        step_(int(gridDim.x) * kWarps),
+        next_(int(blockIdx.x) * kWarps + int(threadIdx.x) / 32),
+        coming_(x, min(next_, count_ - 1)) {}
+
+  // The next one that has rows here. Those of more than 32 slots are done at once.
+  __device__ Walk next() {
+    while (next_ < count_) {
+      TokenSlots token = coming_;
+      int const i = next_;
+      next_ += step_;
+      coming_ = TokenSlots(x_, min(next_, count_ - 1));  // on its way while this one is added
+      unsigned const there = __ballot_sync(~0u, token.row >= 0);
+      if (token.slots.end - token.slots.begin > 32) {
+        push_many(x_, out_of(token.at), y_, stride_, int(x_.hidden / 8), token);
+      } else if (there != 0) {
+        return {.i = i, .there = there, .row = token.row, .score = token.score};
       }
     }
-    token = next;
+    return {.i = count_};
+  }
+  __device__ bool has(Walk const& walk) const { return walk.i < count_; }
+  __device__ T* out_of(PoolToken const& at) const {
+    int64_t const to = x_.memory.rank * x_.tokens[at.source] + at.token;
+    PeerView const peer(layout_, x_.memory, at.source);
+    return reinterpret_cast<T*>(peer.returned()) + to * x_.hidden;
+  }
+  __device__ T* out_of(Walk const& walk) const {
+    return out_of(PoolToken(x_.memory, walk.i, /*others=*/false));
+  }
+
+ private:
+  Push const& x_;
+  PeerLayout const& layout_;
+  T const* y_;
+  int64_t stride_;
+  int count_, step_, next_;
+  TokenSlots coming_;
+};
+
+// A warp's pieces in shared memory: those of a step follow each other, as do the steps.
+struct Ring {
+  uint4 (*pieces)[kUnits];
+  Barrier* arrived;
+  int head = 0, tail = 0, used = 0;  // pieces
+  unsigned copied = 0, added = 0;    // steps
+
+  __device__ bool fits(int count) const {
+    return used + count <= kSlots && copied - added < unsigned(kSteps);
+  }
+  __device__ static int wrapped(int at) { return at < kSlots ? at : at - kSlots; }
+
+  template <class T>
+  __device__ void copy(Walk const& walk, T const* y, int64_t stride, int row_bytes) {
+    int const lane = threadIdx.x % 32, count = walk.count(), at = walk.piece * kPiece;
+    int const bytes = min(kPiece, row_bytes - at);
+    int const mine = __popc(walk.there & ((1u << lane) - 1)) - walk.first;
+    uint32_t const done = shared_address(&arrived[copied % kSteps].word);
+    if (lane == 0) arrived[copied % kSteps].arrive_expect(unsigned(count * bytes));
+    __syncwarp();
+    if (walk.row >= 0 && mine >= 0 && mine < count) {
+      void const* const from = reinterpret_cast<char const*>(y + walk.row * stride) + at;
+      bulk_load(shared_address(pieces[wrapped(head + mine)]), from, unsigned(bytes), done);
+    }
+    head = wrapped(head + count);
+    used += count;
+    ++copied;
+  }
+
+  // sum += score * piece, in the order of the slots.
+  template <class T>
+  __device__ void add(Walk const& walk, Eight (&sum)[kOfLane]) {
+    int const lane = threadIdx.x % 32, count = walk.count();
+    unsigned left = walk.there;
+    for (int k = 0; k < walk.first; ++k) left &= left - 1;
+    arrived[added % kSteps].wait(added / kSteps % 2);
+    for (int k = 0; k < count; k += kAtOnce) {
+      uint4 words[kAtOnce][kOfLane];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        if (k + j >= count) break;
+        uint4 const* const piece = pieces[wrapped(tail + k + j)] + lane;
+#pragma unroll
+        for (int u = 0; u < kOfLane; ++u) words[j][u] = piece[32 * u];
+      }
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        if (k + j >= count) break;
+        float const factor = __shfl_sync(~0u, walk.score, __ffs(int(left)) - 1);
+        left &= left - 1;
+#pragma unroll
+        for (int u = 0; u < kOfLane; ++u) {
+          Eight const e = unpack_eight<T>(words[j][u]);
+#pragma unroll
+          for (int i = 0; i < 8; ++i) sum[u].value[i] += factor * e.value[i];
+        }
+      }
+    }
+    __syncwarp();  // all lanes have read the pieces
+    tail = wrapped(tail + count);
+    used -= count;
+    ++added;
+  }
+};
+
+template <class T>
+__global__ void __launch_bounds__(kThreads, 1) push_kernel(Push x, PeerLayout layout,
+                                                           int64_t stride) {
+  extern __shared__ __align__(128) unsigned char memory[];
+  Staging& staging = *reinterpret_cast<Staging*>(memory);
+  PeerMemory const& m = x.memory;
+  int const warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
+  if (lane < kSteps) staging.arrived[warp][lane].init(1);
+  fence_barrier_init();
+  __syncwarp();
+  if (PeerView(layout, m, m.rank).control()->failure != 0) return;
+  int const row_bytes = int(x.hidden) * 2, pieces = ceil_div(row_bytes, kPiece);
+  T const* const y = static_cast<T const*>(x.y.data);
+  Tokens<T> tokens(x, layout, y, stride);
+  Ring ring{staging.pieces[warp], staging.arrived[warp]};
+  Walk adding = tokens.next(), copying = adding;
+  Eight sum[kOfLane] = {};
+  while (tokens.has(adding)) {
+    while (tokens.has(copying) && copying.piece < pieces && ring.fits(copying.count())) {
+      ring.copy(copying, y, stride, row_bytes);
+      copying.step();
+      if (copying.piece == pieces && copying.i == adding.i) copying = tokens.next();
+    }
+    ring.template add<T>(adding, sum);
+    int const piece = adding.piece;
+    adding.step();
+    if (adding.piece == piece) continue;
+    T* const out = tokens.out_of(adding) + piece * (kPiece / 2);
+#pragma unroll
+    for (int u = 0; u < kOfLane; ++u) {
+      int const column = 8 * (lane + 32 * u);
+      if (piece * kPiece + column * 2 < row_bytes) store_eight(out + column, sum[u]);
+      sum[u] = {};
+    }
+    if (adding.piece < pieces) continue;
+    adding = copying;  // already another token, or none
+    adding.piece = adding.first = 0;
+    if (copying.piece == pieces) copying = tokens.next();
   }
 }
 
 }  // namespace
 
-void push_sums(Push const& x, Queue const& queue) {
+void push_sums(Push const& x, Queue const& queue, cudaEvent_t begun) {
   int64_t const tokens = x.memory.ranks * x.memory.tokens, stride = row_stride(x.y, x.hidden);
-  int64_t const blocks = std::min<int64_t>(ceil_div(tokens, kWarps), multiprocessors(queue));
+  Blocks const blocks{std::min<int64_t>(ceil_div(tokens, kWarps), multiprocessors(queue)), kThreads,
+                      kBytes};
   with_type(x.dtype, [&](auto element) {
     auto const kernel = push_kernel<decltype(element)>;
     static AllowedOn allowed;
     allow_shared_memory(kernel, kBytes, allowed, "shared memory of push");
-    kernel<<<unsigned(blocks), kThreads, kBytes, queue.stream>>>(x, layout_of(x.memory), stride);
+    launch(kernel, blocks, queue, begun, x, layout_of(x.memory), stride);
   });
-  cuda_check(cudaGetLastError(), "launch of push");
 }
 
 }  // namespace guild::cuda

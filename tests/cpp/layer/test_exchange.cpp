@@ -13,7 +13,7 @@ namespace guild::test {
 
 namespace {
 
-constexpr int64_t kHidden = 2120, kTopK = 3;  // more columns than a pass of 256 threads takes
+constexpr int64_t kHidden = 2120;  // more columns than a pass of 256 threads takes
 
 class Exchange : public DeviceTest {
  protected:
@@ -28,6 +28,7 @@ class Exchange : public DeviceTest {
 
   // Memory for ranks with these tokens each.
   void begin(std::vector<int64_t> const& tokens, DType dtype);
+  void expect_there_and_back(std::vector<int64_t> const& tokens, DType dtype);
   void publish();
   void meet(bool published, std::vector<int64_t> const& facts = {});
   Meet meeting(int64_t r, bool published) const;
@@ -41,16 +42,17 @@ class Exchange : public DeviceTest {
 
   PeerMemory memory(int64_t r) const {
     auto const peers = reinterpret_cast<void* const*>(peers_[0].data());
-    return {ranks(), r, most_, kTopK, row_bytes(), most_back(), peers};
+    return {ranks(), r, most_, top_k_, row_bytes(), most_back(), peers};
   }
   int64_t ranks() const { return int64_t(rank_.size()); }
   int64_t row_bytes() const { return kHidden * bytes_of(dtype_); }
-  int64_t most_back() const { return std::max<int64_t>(int64_t(rank_.size()), kTopK); }
-  int64_t slots() const { return ranks() * most_ * kTopK; }
+  int64_t most_back() const { return std::max<int64_t>(int64_t(rank_.size()), top_k_); }
+  int64_t slots() const { return ranks() * most_ * top_k_; }
 
   // Quarters, so small that all sums are exact in every type.
   Tensor random(DType dtype, int64_t rows, int64_t cols, int64_t stride, double unit) {
-    std::uniform_int_distribution<int> any(-4, 4);
+    int const most = top_k_ > 3 ? 1 : 4;
+    std::uniform_int_distribution<int> any(-most, most);
     std::vector<double> values(rows * cols);
     for (double& v : values) v = any(random_) * unit;
     Tensor t(device(), dtype, rows, cols, stride);
@@ -79,7 +81,7 @@ class Exchange : public DeviceTest {
   static constexpr int64_t kLocal = 5;  // experts of a rank
   std::mt19937 random_{3};
   DType dtype_ = DType::bfloat16;
-  int64_t most_ = 0;
+  int64_t most_ = 0, top_k_ = 3;
   std::vector<Rank> rank_;
   std::vector<Bytes> memory_, report_;
   std::vector<Indices<int64_t>> peers_;
@@ -92,14 +94,14 @@ void Exchange::begin(std::vector<int64_t> const& tokens, DType dtype) {
   int64_t const count = int64_t(tokens.size()), places = count * most_;
   for (int64_t const t : tokens) {
     rank_.push_back(
-        {t, random(dtype, t, kHidden, kHidden + 8, 1), random(DType::float32, t, kTopK, 0, .25),
-         indices(t * kTopK, kLocal * count), Indices<int32_t>(device(), t * count),
-         Indices<int32_t>(device(), places * kTopK), Indices<int32_t>(device(), count),
-         indices(places * kTopK, places), Tensor(device(), DType::float32, places, kTopK),
+        {t, random(dtype, t, kHidden, kHidden + 8, 1), random(DType::float32, t, top_k_, 0, .25),
+         indices(t * top_k_, kLocal * count), Indices<int32_t>(device(), t * count),
+         Indices<int32_t>(device(), places * top_k_), Indices<int32_t>(device(), count),
+         indices(places * top_k_, places), Tensor(device(), DType::float32, places, top_k_),
          Tensor(device(), dtype, places, kHidden),
          random(dtype, places, kHidden, kHidden + 16, 1)});
   }
-  PeerMemory sizes{count, 0, most_, kTopK, row_bytes(), most_back(), nullptr};
+  PeerMemory sizes{count, 0, most_, top_k_, row_bytes(), most_back(), nullptr};
   std::vector<int64_t> at;
   for (int64_t r = 0; r < count; ++r) {
     memory_.emplace_back(device(), peer_memory_bytes(sizes));
@@ -114,7 +116,7 @@ void Exchange::begin(std::vector<int64_t> const& tokens, DType dtype) {
 void Exchange::publish() {
   for (int64_t r = 0; r < ranks(); ++r) {
     Rank const& own = rank_[r];
-    Publish x{memory(r), own.tokens, kTopK, kLocal * ranks(), row_bytes()};
+    Publish x{memory(r), own.tokens, top_k_, kLocal * ranks(), row_bytes()};
     x.rows = own.x.data(), x.row_stride = own.x.view().stride * bytes_of(dtype_);
     x.ids = own.ids.data(), x.scores = own.scores.data(), x.token_row = own.token_row.data();
     on_cuda() ? cuda::publish(x) : cpu::publish(x);
@@ -154,10 +156,14 @@ void Exchange::meet(bool published, std::vector<int64_t> const& facts) {
 void Exchange::pull() {
   for (int64_t r = 0; r < ranks(); ++r) {
     Rank const& own = rank_[r];
-    Tables const tables{
-        memory(r),        kTopK, kLocal * ranks(), 4, own.local_ids.data(), own.local_scores.data(),
-        own.counts.data()};
-    Pull const pull{memory(r), kTopK, row_bytes(), own.local_ids.data(), own.pool.data()};
+    Tables const tables{memory(r),
+                        top_k_,
+                        kLocal * ranks(),
+                        4,
+                        own.local_ids.data(),
+                        own.local_scores.data(),
+                        own.counts.data()};
+    Pull const pull{memory(r), top_k_, row_bytes(), own.local_ids.data(), own.pool.data()};
     on_cuda() ? cuda::tables(tables) : cpu::tables(tables);
     on_cuda() ? cuda::pull(pull) : cpu::pull(pull);
   }
@@ -166,11 +172,11 @@ void Exchange::pull() {
 void Exchange::push(bool by_slot) {
   for (int64_t r = 0; r < ranks(); ++r) {
     Rank const& own = rank_[r];
-    Push x{memory(r), dtype_, kHidden, own.y.rows(), kTopK, by_slot, own.y.view()};
+    Push x{memory(r), dtype_, kHidden, own.y.rows(), top_k_, by_slot, own.y.view()};
     x.row_of = own.row_of.data(), x.tokens = own.counts.data();
     if (!by_slot) x.scores = own.local_scores.data();
     on_cuda() ? cuda::push(x) : cpu::push(x);
-    PushScores const scores{memory(r), kTopK, 4, own.local_ids.data(), own.local_scores.data()};
+    PushScores const scores{memory(r), top_k_, 4, own.local_ids.data(), own.local_scores.data()};
     if (!by_slot) continue;
     on_cuda() ? cuda::push_scores(scores) : cpu::push_scores(scores);
   }
@@ -190,8 +196,8 @@ void Exchange::expect_pulled() {
       auto const all_scores = rank_[s].scores.get(), x = rank_[s].x.get();
       for (int64_t t = 0; t < most_; ++t) {
         bool any = false;
-        for (int64_t k = 0; k < kTopK; ++k) {
-          int64_t const at = (s * most_ + t) * kTopK + k, i = t * kTopK + k;
+        for (int64_t k = 0; k < top_k_; ++k) {
+          int64_t const at = (s * most_ + t) * top_k_ + k, i = t * top_k_ + k;
           bool const here = t < rank_[s].tokens && is_of(all[i], r, kLocal);
           EXPECT_EQ(ids[at], here ? int32_t(all[i] - r * kLocal) : -1) << "slot " << at;
           EXPECT_EQ(scores[at], here ? all_scores[i] : 0) << "slot " << at;
@@ -220,10 +226,10 @@ void Exchange::expect_collected() {
     for (Rank const& from : rank_) {
       auto const row_of = from.row_of.get();
       auto const scores = from.local_scores.get(), y = from.y.get();
-      for (int64_t i = 0; i < own.tokens * kTopK; ++i) {
-        int64_t const slot = s * most_ * kTopK + i;
+      for (int64_t i = 0; i < own.tokens * top_k_; ++i) {
+        int64_t const slot = s * most_ * top_k_ + i;
         for (int64_t j = 0; j < kHidden && row_of[slot] >= 0; ++j) {
-          expected[i / kTopK * kHidden + j] += scores[slot] * y[row_of[slot] * kHidden + j];
+          expected[i / top_k_ * kHidden + j] += scores[slot] * y[row_of[slot] * kHidden + j];
         }
       }
     }
@@ -234,14 +240,14 @@ void Exchange::expect_collected() {
 void Exchange::expect_slots_back() {
   PeerLayout const layout = layout_of(memory(0));
   for (int64_t s = 0; s < ranks(); ++s) {
-    int64_t const count = rank_[s].tokens * kTopK, bytes = bytes_of(dtype_);
+    int64_t const count = rank_[s].tokens * top_k_, bytes = bytes_of(dtype_);
     auto const rows = back<std::byte>(s, layout.returned, count * row_bytes());
     auto const scores = back<float>(s, layout.returned_scores, count);
     for (Rank const& from : rank_) {
       auto const row_of = from.row_of.get();
       auto const y = from.y.get(), sent = from.local_scores.get();
       for (int64_t i = 0; i < count; ++i) {
-        int64_t const slot = s * most_ * kTopK + i;
+        int64_t const slot = s * most_ * top_k_ + i;
         if (row_of[slot] < 0) continue;
         EXPECT_EQ(scores[i], sent[slot]) << "slot " << i;
         for (int64_t j = 0; j < kHidden; ++j) {
@@ -253,24 +259,36 @@ void Exchange::expect_slots_back() {
   }
 }
 
+void Exchange::expect_there_and_back(std::vector<int64_t> const& tokens, DType dtype) {
+  SCOPED_TRACE(text_of(tokens.size(), " ranks, dtype ", int(dtype), ", top_k ", top_k_));
+  begin(tokens, dtype);
+  for (bool const by_slot : {false, true, false}) {
+    publish();
+    meet(true, {top_k_, kHidden});
+    pull();
+    expect_pulled();
+    push(by_slot);
+    meet(false);
+    by_slot ? expect_slots_back() : expect_collected();
+  }
+  for (Bytes const& memory : memory_) EXPECT_TRUE(memory.canaries_alive());
+  EXPECT_EQ(report().failure, 0);
+}
+
 TEST_P(Exchange, BringsRowsAndTakesResultsBack) {
   for (std::vector<int64_t> const& tokens :
        std::vector<std::vector<int64_t>>{{7}, {5, 9}, {33, 0, 12}}) {
     for (DType const dtype : {DType::bfloat16, DType::float16}) {
-      SCOPED_TRACE(text_of(tokens.size(), " ranks, dtype ", int(dtype)));
-      begin(tokens, dtype);
-      for (bool const by_slot : {false, true, false}) {
-        publish();
-        meet(true, {kTopK, kHidden});
-        pull();
-        expect_pulled();
-        push(by_slot);
-        meet(false);
-        by_slot ? expect_slots_back() : expect_collected();
-      }
-      for (Bytes const& memory : memory_) EXPECT_TRUE(memory.canaries_alive());
-      EXPECT_EQ(report().failure, 0);
+      expect_there_and_back(tokens, dtype);
     }
+  }
+}
+
+// Sums of more rows than are copied at a time, and of more slots than a warp has lanes.
+TEST_P(Exchange, AddsManyRows) {
+  for (int64_t const top_k : {12, 32, 41}) {
+    top_k_ = top_k;
+    expect_there_and_back({60, 33}, DType::bfloat16);
   }
 }
 

@@ -6,9 +6,7 @@ Run by test_four_ranks.py and test_peer_gpus.py.
 from __future__ import annotations
 
 import functools
-import itertools
 import os
-import signal
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -37,7 +35,7 @@ class Sizes(NamedTuple):
 SMALL = Sizes(8, 3, 64, 48)
 LARGE = Sizes(16, 4, 2048, 512)  # with LARGE_TOKENS, products are divided on a GPU
 LARGE_TOKENS = 4096
-LATE = 1.5  # seconds
+MANY = Sizes(32, 24, 264, 16), Sizes(96, 40, 64, 16)  # choices of a token
 
 
 def device() -> torch.device:
@@ -149,6 +147,13 @@ def divided_products(rank: int) -> None:
         for recompute in (False, True):
             got = step.run(group_of("peer", tokens=LARGE_TOKENS), recompute)
             expect_equal(got, expected, (rank, seed, recompute))
+
+
+def many_choices(rank: int) -> None:
+    """The same bits where a token has more rows on a rank than are copied at a time."""
+    for seed, sizes in enumerate(MANY):
+        step = Step(seed, 50 + rank, sizes=sizes)
+        expect_equal(step.run(group_of("peer")), step.run(group_of("nccl")), (rank, sizes))
 
 
 def same_as_one_process(rank: int) -> None:
@@ -272,82 +277,6 @@ def beside_collectives(rank: int) -> None:
     group_of("peer").check()
 
 
-def lost(
-    rank: int,
-    last: Callable[[guild.ExpertParallel, Step], object],
-    captured: bool = False,
-) -> str:
-    """The last rank is gone, killed right after it has begun `last`: the others find out in time.
-
-    captured: they are replaying a graph of the step, else they go on with steps.
-    """
-    group = guild.ExpertParallel(engine="peer", max_tokens=MOST_TOKENS, timeout=LATE)
-    step = Step(7, 16)
-    step.run(group)
-    run = functools.partial(step.run, group)
-    if captured:
-        run = captured_step(group, step).replay
-    gone = dist.get_world_size() - 1
-    dist.barrier()
-    if rank == gone:
-        run() if captured else last(group, step)
-        os.kill(os.getpid(), signal.SIGKILL)
-    began = time.monotonic()
-
-    def until_noticed() -> None:
-        for _ in itertools.count():
-            run()
-            group.check()
-
-    text = raised(RuntimeError, until_noticed)
-    assert f"no answer from rank {gone} (rank {gone} of all)" in text, text
-    assert time.monotonic() - began < LATE + 5
-    assert text == raised(RuntimeError, lambda: step.run(group))
-    return text
-
-
-def killed(rank: int) -> str:
-    """Between two steps."""
-    return lost(rank, lambda *_: None)
-
-
-def forward(group: guild.ExpertParallel, step: Step) -> Tensor:
-    """Of a step."""
-    return group.routed_experts(step.x, step.ids, step.scores, *step.weights)
-
-
-def killed_in_forward(rank: int) -> str:
-    """With its kernels on the GPU, which nobody has waited for."""
-    return lost(rank, forward)
-
-
-def killed_in_backward(rank: int) -> str:
-    """The same, after a forward pass that is done."""
-
-    def backward(group: guild.ExpertParallel, step: Step) -> None:
-        out = forward(group, step)
-        torch.cuda.synchronize()
-        out.backward(step.dout)
-
-    return lost(rank, backward)
-
-
-def killed_in_replay(rank: int) -> str:
-    """The same, of a graph."""
-    return lost(rank, lambda *_: None, captured=True)
-
-
-def captured_step(group: guild.ExpertParallel, step: Step) -> torch.cuda.CUDAGraph:
-    """A graph of a step, on a stream of its own."""
-    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    with torch.cuda.stream(side):
-        step.run(group)
-    side.synchronize()
-    with torch.cuda.graph(graph, stream=side):
-        step.run(group)
-    return graph
-
-
 def beside_sharded_blocks(rank: int) -> None:
     """FSDP2 gathers and reduces the other weights of blocks whose experts are on all ranks."""
     if device().type != "cuda":
@@ -371,7 +300,7 @@ def beside_sharded_blocks(rank: int) -> None:
         found = []
         for number in range(60):
             x = torch.randn(512 - 64 * rank, 256, generator=draw).to(device(), torch.bfloat16)
-            loss = (model(x) - x).square().mean()
+            loss = (model(x) - x).float().square().mean()
             loss.backward()
             adam.step()
             adam.zero_grad()
@@ -379,12 +308,13 @@ def beside_sharded_blocks(rank: int) -> None:
             if number % 7 == rank:
                 time.sleep(0.002)
         losses.append(torch.stack(found).tolist())
-    assert losses[0] == losses[1] and losses[0][-1] < losses[0][0], losses
+    assert losses[0] == losses[1], losses
 
 
 CHECKS = (
     same_as_process_group,
     divided_products,
+    many_choices,
     same_as_one_process,
     two_layers,
     too_many_rows,
@@ -393,4 +323,3 @@ CHECKS = (
     beside_collectives,
     beside_sharded_blocks,
 )
-KILLED = (killed, killed_in_forward, killed_in_backward, killed_in_replay)

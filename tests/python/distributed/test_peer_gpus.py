@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import killed_checks
 import peer_checks
 from processes import run_on_ranks, run_one, start_ranks
 
@@ -26,7 +27,7 @@ def test_gpus(gpu: str, tmp_path: Path) -> None:
     run_on_ranks(peer_checks.CHECKS, ranks_of(gpu), tmp_path / "ranks", "nccl")
 
 
-@pytest.mark.parametrize("killed", peer_checks.KILLED)
+@pytest.mark.parametrize("killed", killed_checks.CHECKS)
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_killed_rank(
     backend: str,
@@ -40,7 +41,7 @@ def test_killed_rank(
         pytest.skip(f"no two GPUs: {gpu_reason}")
     if backend == "gloo" and request.config.getoption("--cuda-only"):
         pytest.skip("--cuda-only")
-    if backend == "gloo" and killed is not peer_checks.killed:
+    if backend == "gloo" and killed is not killed_checks.killed:
         pytest.skip("on the CPU a pass is over when the call is")
     how = "spawn" if backend == "nccl" else "forkserver"
     arguments = [killed], 2, str(tmp_path), backend

@@ -1,0 +1,16 @@
+// Whole pieces of memory by TMA, without a map. PTX ISA, section "cp.async.bulk".
+#pragma once
+#include "cuda/sm90/arch/barrier.cuh"
+
+namespace guild::cuda {
+
+// `bytes` to shared memory; they and both addresses are multiples of 16. Completes on `done`.
+__device__ inline void bulk_load(uint32_t to, void const* from, uint32_t bytes, uint32_t done) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(to),
+      "l"(from), "r"(bytes), "r"(done)
+      : "memory");
+}
+
+}  // namespace guild::cuda
