@@ -11,16 +11,16 @@ namespace guild::cuda::sm90 {
 // this one ends.
 inline constexpr int kAtOnce = 2;
 
-// tokens: most rows of X of a tile. rows: of the weight, 128 at most. A stage holds `depth` steps,
-// each 64 deep; 0: as many as make up to 128 rows.
+// tokens: most rows of X of a tile. rows: of the weight, 128 at most. A stage holds as many steps,
+// each 64 deep, as make up to 128 rows.
 struct DecodeShape {
-  int tokens, rows, depth = 0;
+  int tokens, rows;
 
-  constexpr int parts() const { return (rows + 63) / 64; }  // accumulators, of 64 rows each
-  constexpr int steps() const { return depth > 0 ? depth : 128 / rows; }  // of a stage
-  constexpr int step_bytes() const { return rows * kRowBytes; }           // weights of a step
-  constexpr int token_bytes() const { return tokens * kRowBytes; }        // rows of X of a step
-  constexpr int weight_bytes() const { return steps() * step_bytes(); }   // of a stage
+  constexpr int parts() const { return (rows + 63) / 64; }          // accumulators, of 64 rows each
+  constexpr int steps() const { return 128 / rows; }                // of a stage
+  constexpr int step_bytes() const { return rows * kRowBytes; }     // weights of a step
+  constexpr int token_bytes() const { return tokens * kRowBytes; }  // rows of X of a step
+  constexpr int weight_bytes() const { return steps() * step_bytes(); }  // of a stage
   constexpr int stage_bytes() const { return steps() * (step_bytes() + token_bytes()); }
 };
 
@@ -119,7 +119,7 @@ struct Ring {
   __device__ void sum(float (&acc)[S.parts()][width / 2], bool started, Cursor& at, int count) {
     // Whether consumers free a stage before they wait for the next. Else a stage less is under way,
     // but short products overlap.
-    constexpr bool kFreesAtOnce = width < 64 && !grouped;
+    constexpr bool kFreesAtOnce = width < 64;
     constexpr int step_a = kSliceBytes<major> / 16, step_b = kSliceBytes<Major::K> / 16;
     constexpr int apart = grouped ? group_bytes(S) : 8 * kRowBytes;
     constexpr int step_bytes = grouped ? 8 * kRowBytes : S.step_bytes();

@@ -63,8 +63,6 @@ void with_terms(int64_t terms, F&& f) {
     f.template operator()<DecodeShape{8, 32}>();
   } else if (terms <= 8) {
     f.template operator()<DecodeShape{8, 64}>();
-  } else if (terms <= 10) {
-    f.template operator()<DecodeShape{16, 80, 2}>();
   } else if (terms <= 16) {
     f.template operator()<DecodeShape{16, 64}>();
   } else {
