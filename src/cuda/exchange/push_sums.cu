@@ -5,7 +5,7 @@
 // A warp takes a token, 1,024 bytes of its rows at a time. TMA copies these to the warp's part of
 // shared memory, a few steps ahead of the additions, also of the next token. So a multiprocessor
 // has more bytes on their way than registers could hold, and issues little else than the additions
-// themselves: a few multiprocessors, beside products, keep a link busy.
+// themselves.
 #include <algorithm>
 
 #include "cuda/alignment.h"

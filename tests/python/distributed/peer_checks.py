@@ -149,6 +149,25 @@ def divided_products(rank: int) -> None:
             expect_equal(got, expected, (rank, seed, recompute))
 
 
+def divided_replays(rank: int) -> None:
+    """A graph of a step whose rows travel while products run has the same bits, too."""
+    if device().type != "cuda":
+        return
+    step, group = Step(9, LARGE_TOKENS, sizes=LARGE), group_of("peer", tokens=LARGE_TOKENS)
+    expected = step.run(group_of("nccl"))
+    torch.cuda.synchronize()
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(side):
+        step.run(group)
+    side.synchronize()
+    with torch.cuda.graph(graph, stream=side):
+        results = step.run(group)
+    for _ in range(20):
+        graph.replay()
+    expect_equal(results, expected, rank)
+    group.check()
+
+
 def many_choices(rank: int) -> None:
     """The same bits where a token has more rows on a rank than are copied at a time."""
     for seed, sizes in enumerate(MANY):
@@ -314,6 +333,7 @@ def beside_sharded_blocks(rank: int) -> None:
 CHECKS = (
     same_as_process_group,
     divided_products,
+    divided_replays,
     many_choices,
     same_as_one_process,
     two_layers,
