@@ -1,5 +1,7 @@
 // The arithmetic of microscaling blocks, the same on both backends.
 #pragma once
+#include <cmath>
+
 #include "guild/microscaling.h"
 #include "shared/float8.h"
 
@@ -41,27 +43,52 @@ GUILD_HD float nvfp4_global(float largest) {
   return largest / (kLargestE2M1 * 448);
 }
 
-// to_code: 0 where all codes are zeros.
+// What elements are multiplied by to get codes under this block scale; 0 where these are all zeros.
+GUILD_HD float nvfp4_to_code(uint8_t code, float global) {
+  float const scale = decode_float8(code, Float8::e4m3) * global;
+  return scale > 0 ? 1 / scale : 0.f;
+}
+
 GUILD_HD MicroScale nvfp4_scale(float largest, float global) {
   if (!is_finite(largest)) return {kE4M3NaN, 0};
   uint8_t const code = encode_float8(largest / kLargestE2M1 / global, Float8::e4m3);
-  float const scale = decode_float8(code, Float8::e4m3) * global;
-  return {code, scale > 0 ? 1 / scale : 0.f};
+  return {code, nvfp4_to_code(code, global)};
 }
 
-// The nearest of 0, .5, 1, 1.5, 2, 3, 4 and 6, ties to the even code, with the sign in bit 3. Not
-// for NaN.
-GUILD_HD uint8_t encode_e2m1(float x) {
-  uint32_t const bits = std::bit_cast<uint32_t>(x), magnitude = bits & 0x7fffffff;
-  uint32_t code;
-  if (magnitude < 0x3f800000) {  // below 1, in steps of .5: those of floats from 2^22 on
-    code = std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 0x1p22f) & 7;
-  } else {
-    uint32_t const rounded = (magnitude + 0x1fffff + (magnitude >> 22 & 1)) >> 22;
-    code = rounded - (127 << 1) + 2;
-    if (code > 7) code = 7;
+// a / b, rounded as division rounds it, without dividing: `inverse` is 1 / b. The first step leaves
+// a quotient at most one unit off, whose remainder is exact. For powers of a, b and of the quotient
+// far from the ends of float's range: Markstein, IBM J. Res. Dev. 34 (1990), p. 111.
+GUILD_HD float quotient(float a, float b, float inverse) {
+  float q = a * inverse;
+  q = std::fma(std::fma(-b, q, a), inverse, q);
+  return std::fma(std::fma(-b, q, a), inverse, q);
+}
+
+// largest / 6 / global, as two divisions round it; inverse: 1 / global.
+GUILD_HD float nvfp4_ratio(float largest, float global, float inverse) {
+  auto const is_ordinary = [](float x) { return x >= 0x1p-60f && x <= 0x1p60f; };
+  if (!is_ordinary(global) || !(is_ordinary(largest) || largest == 0)) {
+    return largest / kLargestE2M1 / global;
   }
-  return uint8_t(code | (bits >> 28 & 8));
+  return quotient(quotient(largest, kLargestE2M1, 1 / kLargestE2M1), global, inverse);
+}
+
+// In its three low bits, the nearest of 0, .5, 1, 1.5, 2, 3, 4 and 6 to |x|, ties to the even code,
+// the largest for NaN; the bits above may be any. With 2^k the power of two of |x| but at least 1,
+// codes are 2^(k - 1) apart, which are the last bit of 2^k (2^22 + 3): adding that to |x| rounds
+// it. Each k begins two codes further on, and the sum's exponent, twice as large in `>> 22`,
+// counts them.
+GUILD_HD uint32_t e2m1_bits(float x) {
+  float const clipped = std::fmin(std::fabs(x), kLargestE2M1);
+  float const power =
+      std::bit_cast<float>(std::bit_cast<uint32_t>(std::fmax(clipped, 1.f)) & 0x7f800000);
+  uint32_t const sum = std::bit_cast<uint32_t>(std::fma(power, 0x1p22f + 3, clipped));
+  return sum + (sum >> 22);
+}
+
+// The same code alone, with the sign in bit 3.
+GUILD_HD uint8_t encode_e2m1(float x) {
+  return uint8_t((e2m1_bits(x) & 7) | (std::bit_cast<uint32_t>(x) >> 28 & 8));
 }
 
 // Where the scale of (row, block) lies among `blocks` of a row.

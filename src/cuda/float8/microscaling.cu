@@ -22,6 +22,18 @@ struct Unit {
   static constexpr int kColumns = 8 * kOfUnit;
 };
 
+// Division by a number that is known on the host, of numbers below 2^31: Granlund and Montgomery,
+// "Division by invariant integers using multiplication", figure 4.1.
+struct Divisor {
+  unsigned value = 1, factor = 1, shift = 0;
+
+  explicit Divisor(unsigned value) : value(value) {
+    while ((uint64_t(1) << shift) < value) ++shift;
+    factor = unsigned(((uint64_t(1) << 32) * ((uint64_t(1) << shift) - value)) / value + 1);
+  }
+  __device__ unsigned quotient(unsigned x) const { return (__umulhi(x, factor) + x) >> shift; }
+};
+
 // MXFP8's codes.
 constexpr Float8 codes_of(Microscaling micro) {
   return micro == Microscaling::mxfp8_e5m2 ? Float8::e5m2 : Float8::e4m3;
@@ -30,19 +42,36 @@ constexpr Float8 codes_of(Microscaling micro) {
 struct MicroArgs {
   QuantizeMicro x;
   int64_t x_stride, codes_stride;
-  int64_t count;     // of units, those that fill up tiles of scales included
-  unsigned units;    // of a row
-  int64_t blocks;    // of a row
+  unsigned count;    // of units, those that fill up tiles of scales included
+  Divisor units;     // of a row
+  unsigned blocks;   // of a row
   bool wide_codes;   // eight codes are stored at once
   bool wide_scales;  // four scales are
 };
 
-// The largest magnitude among the threads of a block.
-template <int threads>
-__device__ uint32_t largest_of_block(Eight const& e) {
-  uint32_t largest = 0;
+// The largest magnitude of eight elements: two at a time where they have 16 bits.
+template <class T>
+__device__ uint32_t largest_of_eight(Raw<T> const& raw) {
+  if constexpr (sizeof(T) == 2) {
+    constexpr uint32_t mask = 0x7fff7fff;
+    uint4 const& w = raw.words[0];
+    uint32_t const two =
+        __vmaxu2(__vmaxu2(w.x & mask, w.y & mask), __vmaxu2(w.z & mask, w.w & mask));
+    float2 const values = unpack<T>(two);
+    return max(magnitude(values.x), magnitude(values.y));
+  } else {
+    Eight const e = unpack_raw<T>(raw);
+    uint32_t largest = 0;
 #pragma unroll
-  for (float const value : e.value) largest = max(largest, magnitude(value));
+    for (float const value : e.value) largest = max(largest, magnitude(value));
+    return largest;
+  }
+}
+
+// The same among the threads of a block.
+template <int threads, class T>
+__device__ uint32_t largest_of_block(Raw<T> const& raw) {
+  uint32_t largest = largest_of_eight<T>(raw);
 #pragma unroll
   for (int lanes = threads / 2; lanes > 0; lanes /= 2) {
     largest = max(largest, __shfl_xor_sync(~0u, largest, lanes));
@@ -50,12 +79,16 @@ __device__ uint32_t largest_of_block(Eight const& e) {
   return largest;
 }
 
+// Codes and signs are shifted in apart, four bits an element, of which each has its own.
 __device__ uint32_t encode_eight_e2m1(Eight const& e, float factor) {
-  uint32_t word = 0;
-  if (factor == 0) return word;
+  if (factor == 0) return 0;
+  uint32_t codes = 0, signs = 0;
 #pragma unroll
-  for (int i = 0; i < 8; ++i) word |= uint32_t(encode_e2m1(e.value[i] * factor)) << 4 * i;
-  return word;
+  for (int i = 0; i < 8; ++i) {
+    codes = __funnelshift_r(codes, e2m1_bits(e.value[i] * factor), 4);
+    signs = __funnelshift_l(__float_as_uint(e.value[7 - i]), signs, 4);
+  }
+  return (codes & 0x77777777) | (signs & 0x88888888);
 }
 
 // Stores the first `count` of up to eight bytes.
@@ -89,7 +122,8 @@ __device__ void store_codes(MicroArgs const& a, int64_t row, int column, Eight c
 
 // Stores the scale that the threads of a block agree on.
 template <Microscaling micro>
-__device__ void store_scale(MicroArgs const& a, int64_t row, unsigned unit, uint8_t code) {
+__device__ void store_scale(MicroArgs const& a, unsigned index, unsigned row, unsigned unit,
+                            uint8_t code) {
   using U = Unit<micro>;
   int const thread = threadIdx.x % U::kOfUnit, within = thread / U::kOfBlock;
   uint32_t word = uint32_t(code) << 8 * within;
@@ -97,52 +131,91 @@ __device__ void store_scale(MicroArgs const& a, int64_t row, unsigned unit, uint
   for (int lanes = U::kOfBlock; lanes < U::kOfUnit; lanes *= 2) {
     word |= __shfl_xor_sync(~0u, word, lanes);
   }
-  int64_t const block = int64_t(unit) * 4 + within;
-  bool const padded = a.x.order == ScaleOrder::swizzled;
+  if (index >= a.count) return;
   if (a.wide_scales) {
-    if (thread != 0 || (row >= a.x.rows && !padded)) return;
-    *reinterpret_cast<uint32_t*>(a.x.scales + scale_place(a.x.order, row, block, a.blocks)) = word;
-  } else if (thread % U::kOfBlock == 0 && row < a.x.rows && block < a.blocks) {
-    a.x.scales[scale_place(a.x.order, row, block, a.blocks)] = code;
+    if (thread != 0) return;
+    int64_t const at = a.x.order == ScaleOrder::rows
+                           ? int64_t(index) * 4
+                           : scale_place(a.x.order, row, unit * 4, a.blocks);
+    *reinterpret_cast<uint32_t*>(a.x.scales + at) = word;
+  } else if (thread % U::kOfBlock == 0 && unit * 4 + within < a.blocks) {
+    a.x.scales[int64_t(row) * a.blocks + unit * 4 + within] = code;
   }
+}
+
+// A unit's row, which of the row's it is, and this thread's elements of it.
+template <class T, Steps steps, Microscaling micro>
+struct Loaded {
+  unsigned row, unit;
+  Raw<T> raw;
+
+  __device__ int column() const {
+    return int(unit) * Unit<micro>::kColumns + threadIdx.x % Unit<micro>::kOfUnit * 8;
+  }
+  __device__ void load(MicroArgs const& a, unsigned index) {
+    unsigned const last = min(index, a.count - 1);
+    row = a.units.quotient(last);
+    unit = last - row * a.units.value;
+    T const* const from = static_cast<T const*>(a.x.x.data) + row * a.x_stride + column();
+    raw = load_raw<T, steps>(from, 1, row < a.x.rows ? int(a.x.columns) - column() : 0, false);
+  }
+};
+
+// What the codes of a scale multiply elements by, for every scale there is.
+struct ToCode {
+  float of_scale[256];
+
+  __device__ void fill(float global) {
+    static_assert(kThreads == 256);
+    of_scale[threadIdx.x] = nvfp4_to_code(uint8_t(threadIdx.x), global);
+    __syncthreads();
+  }
+};
+
+// nvfp4_scale() without its divisions, with the hardware's conversion, which rounds in the same
+// way.
+__device__ MicroScale scale_of_block(float largest, float global, float inverse,
+                                     ToCode const& to_code) {
+  uint8_t code = kE4M3NaN;
+  if (is_finite(largest)) {
+    float const ratio = nvfp4_ratio(largest, global, inverse);
+    code = __nv_cvt_float_to_fp8(ratio, __NV_SATFINITE, __NV_E4M3);
+  }
+  return {code, to_code.of_scale[code]};
 }
 
 template <class T, Steps steps, Microscaling micro>
 __global__ void __launch_bounds__(kThreads) micro_kernel(MicroArgs const a) {
   using U = Unit<micro>;
-  constexpr int stride = kThreads / U::kOfUnit;
-  int const own = threadIdx.x % U::kOfUnit * 8;
-  int64_t const first = int64_t(blockIdx.x) * (stride * kAtOnce) + threadIdx.x / U::kOfUnit;
-  float global = 1;
-  if constexpr (micro == Microscaling::nvfp4) {
+  constexpr bool narrow = micro == Microscaling::nvfp4;
+  constexpr unsigned stride = kThreads / U::kOfUnit;
+  __shared__ std::conditional_t<narrow, ToCode, char> to_code;
+  unsigned const first = blockIdx.x * (stride * kAtOnce) + threadIdx.x / U::kOfUnit;
+  Loaded<T, steps, micro> loaded[kAtOnce];
+#pragma unroll
+  for (int i = 0; i < kAtOnce; ++i) loaded[i].load(a, first + i * stride);
+  float global = 1, inverse = 1;
+  if constexpr (narrow) {
     global = a.x.global_given ? *a.x.global : nvfp4_global(__uint_as_float(*a.x.workspace));
+    inverse = 1 / global;
+    to_code.fill(global);
     if (!a.x.global_given && blockIdx.x == 0 && threadIdx.x == 0) *a.x.global = global;
   }
-  Raw<T> raw[kAtOnce];
-  int64_t row[kAtOnce];
-  unsigned unit[kAtOnce];
 #pragma unroll
   for (int i = 0; i < kAtOnce; ++i) {
-    int64_t const index = min(first + i * stride, a.count - 1);
-    row[i] = index < 1ll << 32 ? unsigned(index) / a.units : index / a.units;
-    unit[i] = unsigned(index - row[i] * a.units);
-    int const column = int(unit[i]) * U::kColumns + own;
-    T const* const from = static_cast<T const*>(a.x.x.data) + row[i] * a.x_stride + column;
-    raw[i] = load_raw<T, steps>(from, 1, row[i] < a.x.rows ? int(a.x.columns) - column : 0, false);
-  }
-#pragma unroll
-  for (int i = 0; i < kAtOnce; ++i) {
-    Eight const e = unpack_raw<T>(raw[i]);
-    float const largest = __uint_as_float(largest_of_block<U::kOfBlock>(e));
+    auto const& it = loaded[i];
+    float const largest = __uint_as_float(largest_of_block<U::kOfBlock, T>(it.raw));
     MicroScale scale;
-    if constexpr (micro == Microscaling::nvfp4) {
-      scale = nvfp4_scale(largest, global);
+    if constexpr (narrow) {
+      scale = scale_of_block(largest, global, inverse, to_code);
     } else {
       scale = mx_scale(largest, codes_of(micro), a.x.rounding);
     }
-    bool const exists = first + i * stride < a.count;
-    store_scale<micro>(a, exists ? row[i] : a.x.rows + (int64_t(1) << 40), unit[i], scale.code);
-    if (exists) store_codes<micro>(a, row[i], int(unit[i]) * U::kColumns + own, e, scale.to_code);
+    unsigned const index = first + i * stride;
+    store_scale<micro>(a, index, it.row, it.unit, scale.code);
+    if (index < a.count) {
+      store_codes<micro>(a, it.row, it.column(), unpack_raw<T>(it.raw), scale.to_code);
+    }
   }
 }
 
@@ -150,24 +223,17 @@ __global__ void __launch_bounds__(kThreads) micro_kernel(MicroArgs const a) {
 template <class T, Steps steps>
 __global__ void __launch_bounds__(kThreads) largest_kernel(MicroArgs const a) {
   using U = Unit<Microscaling::nvfp4>;
-  constexpr int stride = kThreads / U::kOfUnit;
+  constexpr unsigned stride = kThreads / U::kOfUnit;
   __shared__ uint32_t warps[kTileThreads / 32];
-  int const own = threadIdx.x % U::kOfUnit * 8;
   uint32_t largest = 0;
-  for (int64_t first = int64_t(blockIdx.x) * (stride * kAtOnce) + threadIdx.x / U::kOfUnit;
-       first - threadIdx.x / U::kOfUnit < a.count; first += int64_t(gridDim.x) * stride * kAtOnce) {
-    Raw<T> raw[kAtOnce];
+  for (int64_t block = blockIdx.x; block * stride * kAtOnce < a.count; block += gridDim.x) {
+    unsigned const first = unsigned(block) * (stride * kAtOnce) + threadIdx.x / U::kOfUnit;
+    Loaded<T, steps, Microscaling::nvfp4> loaded[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) loaded[i].load(a, first + i * stride);
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      int64_t const index = min(first + i * stride, a.count - 1);
-      int64_t const row = index < 1ll << 32 ? unsigned(index) / a.units : index / a.units;
-      int const column = int(index - row * a.units) * U::kColumns + own;
-      T const* const from = static_cast<T const*>(a.x.x.data) + row * a.x_stride + column;
-      raw[i] = load_raw<T, steps>(from, 1, row < a.x.rows ? int(a.x.columns) - column : 0, false);
-    }
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      uint32_t const of_block = largest_of_block<U::kOfBlock>(unpack_raw<T>(raw[i]));
+      uint32_t const of_block = largest_of_block<U::kOfBlock, T>(loaded[i].raw);
       if (of_block < 0x7f800000) largest = max(largest, of_block);
     }
   }
@@ -180,7 +246,6 @@ template <class T, Steps steps>
 void launch(MicroArgs const& a, Queue const& queue) {
   auto const run = [&](auto kernel, int of_unit) {
     int64_t const grid = ceil_div(a.count, kThreads / of_unit * kAtOnce);
-    require(grid <= (int64_t(1) << 31) - 1, "rows: expected fewer than 2^31 blocks, got ", grid);
     kernel<<<unsigned(grid), kThreads, 0, queue.stream>>>(a);
   };
   switch (a.x.format) {
@@ -204,8 +269,7 @@ void launch(MicroArgs const& a, Queue const& queue) {
   cuda_check(cudaGetLastError(), "launch of quantize_micro");
 }
 
-// ---- regrouping
-// ----------------------------------------------------------------------------------
+// ---- regrouping ---------------------------------------------------------------------------------
 
 struct RegroupArgs {
   RegroupMicro x;
@@ -268,12 +332,17 @@ void quantize_micro(QuantizeMicro const& x, Queue queue) {
   require(!narrow || x.global_given || x.workspace != nullptr,
           "workspace: expected a pointer for NVFP4, got null");
   int64_t const width = narrow ? x.columns / 2 : x.columns;
+  int64_t const blocks = ceil_div(x.columns, micro_block(x.format)), units = ceil_div(blocks, 4);
+  int64_t const count = (swizzled ? ceil_div(x.rows, 128) * 128 : x.rows) * units;
+  require(count < int64_t(1) << 31, "x: expected fewer than 2^33 blocks, got ", count * 4);
   MicroArgs a{.x = x,
               .x_stride = x.x.stride == 0 ? x.columns : x.x.stride,
-              .codes_stride = x.codes.stride == 0 ? width : x.codes.stride};
-  a.blocks = ceil_div(x.columns, micro_block(x.format));
-  a.units = unsigned(ceil_div(a.blocks, 4));
-  a.count = (swizzled ? ceil_div(x.rows, 128) * 128 : x.rows) * int64_t(a.units);
+              .codes_stride = x.codes.stride == 0 ? width : x.codes.stride,
+              .count = unsigned(count),
+              .units = Divisor(unsigned(units)),
+              .blocks = unsigned(blocks),
+              .wide_codes = false,
+              .wide_scales = false};
   auto const begins = [](void const* data, int bytes) {
     return reinterpret_cast<uintptr_t>(data) % bytes == 0;
   };

@@ -1,7 +1,9 @@
 // The arithmetic of FP8, MXFP8 and NVFP4 blocks: rounding, scales, where scales and chunks lie.
 #include <gtest/gtest.h>
 
+#include <bit>
 #include <cmath>
+#include <random>
 #include <set>
 
 #include "guild/float8_chunks.h"
@@ -119,6 +121,23 @@ TEST(Microscaling, NVFP4ScalesBringTheLargestToSix) {
     EXPECT_EQ(nvfp4_scale(INFINITY, global).code, kE4M3NaN);
   }
   EXPECT_GT(nvfp4_global(0), 0);
+}
+
+TEST(Microscaling, RatiosAreThoseOfTwoDivisions) {
+  std::mt19937_64 random(1);
+  for (int i = 0; i < 400'000; ++i) {
+    // Any two positive floats, and often mantissas of ones, whose inverses are the least exact.
+    auto const any = [&](int exponents) {
+      uint32_t const mantissa = random() % 8 == 0 ? 0x7fffff - random() % 4 : random() % 0x800000;
+      uint32_t const exponent = 127 - exponents / 2 + uint32_t(random() % exponents);
+      return std::bit_cast<float>(exponent << 23 | mantissa);
+    };
+    int const exponents = i % 4 == 0 ? 254 : 40;
+    float const largest = any(exponents), global = any(exponents);
+    ASSERT_EQ(nvfp4_ratio(largest, global, 1 / global), largest / 6 / global)
+        << largest << " over " << global;
+  }
+  EXPECT_EQ(nvfp4_ratio(0, 3, 1 / 3.f), 0);
 }
 
 TEST(Microscaling, SwizzledScalesHaveAPlaceEach) {

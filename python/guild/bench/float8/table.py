@@ -48,7 +48,7 @@ def float8_table(record: dict[str, Any]) -> Group:
         _add_layers(layers, case)
         _add_steps(steps, case)
         _add_peers(peers, case)
-    return Group(layers, *([peers] if peers.row_count else []), steps)
+    return Group(layers, *(table for table in (peers, steps) if table.row_count))
 
 
 def _add_layers(table: Table, case: dict[str, Any]) -> None:
