@@ -111,6 +111,11 @@ void check(ScaledDownGradient const& x) {
   check_scales(x.dh_scales, any, "dh_scales");
   check_optional_rows(x.dh, width(s, gated), "dh");
   check_optional_rows(x.a_scaled, s.intermediate, "a_scaled");
+  bool const dh_chunks = x.dh_chunks.codes != nullptr;
+  require(!dh_chunks || x.scale == ScaleKind::power_of_two,
+          "dh_chunks: expected null with scale 0 (exact), got a pointer");
+  check_scales(x.dh_chunks.scales, any && dh_chunks, "dh_chunks.scales");
+  check_scales(x.a_chunks.scales, any && x.a_chunks.codes != nullptr, "a_chunks.scales");
 }
 
 }  // namespace guild

@@ -114,9 +114,16 @@ struct ScaledUp {
   Scales a_scales;                    // (R, ceil(I / 128)) out
 };
 
+// Chunks of all rows, as QuantizeChunks (guild/float8_chunks.h) writes them.
+struct Chunks {
+  uint8_t* codes = nullptr;  // (slots, columns, 128); null: not wanted
+  Scales scales;             // (slots, halves * ceil(columns of a half / 128))
+};
+
 // With g = dO[row_token] W2 (not scaled), s = row_score and A recomputed from H:
 //   dH = d activation(s * g, H), quantised;   score_parts = partial sums of <g, A> over I
-// and where the weight gradients are products of 16-bit values, dH and A' = s * A in dtype.
+// and what the weight gradients are products of: dH and A' = s * A in dtype, or chunks, with the
+// bits that QuantizeChunks makes of dh_codes and, with powers of two, of A' in dtype.
 struct ScaledDownGradient {
   Sizes sizes;
   DType dtype = DType::bfloat16;  // of h, dh and a_scaled: bfloat16, float16, float32
@@ -137,6 +144,8 @@ struct ScaledDownGradient {
   Scales dh_scales;             // (R, halves * ceil(I / 128)) out
   Rows dh;                      // (R, W) out; null data: not wanted
   Rows a_scaled;                // (R, I) out; null data: not wanted
+  Chunks dh_chunks;             // columns W, in halves; with powers of two alone
+  Chunks a_chunks;              // columns I, e4m3
   void* score_parts = nullptr;  // float32 (R, score_parts(sizes)) out; null: no dS
 };
 

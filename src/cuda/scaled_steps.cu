@@ -49,8 +49,7 @@ void scaled_down_gradient(ScaledDownGradient const& x, Queue queue) {
   Sizes const& s = x.sizes;
   require_sizes(s, x.dtype);
   require_e4m3(x.w_format, "w_format");
-  require(s.rows() == 0 || x.h.data != nullptr,
-          "h: expected a pointer on CUDA, where h_codes are not read");
+  require_e4m3(x.h_format, "h_format");
   require_codes(x.dout, "dout");
   int64_t const rows = x.routing.row_token == nullptr ? s.rows() : s.tokens;
   require_scales(x.dout_scales, 1, rows, scale_blocks(s.hidden), "dout_scales");
@@ -61,6 +60,9 @@ void scaled_down_gradient(ScaledDownGradient const& x, Queue queue) {
   require_aligned(x.h, "h");
   require_aligned(x.dh, "dh");
   require_aligned(x.a_scaled, "a_scaled");
+  require_codes(x.h_codes, "h_codes");
+  require_codes(x.dh_chunks.codes, 0, 0, "dh_chunks");
+  require_codes(x.a_chunks.codes, 0, 0, "a_chunks");
   scaled_down_gradient_product(x, queue);
 }
 

@@ -236,7 +236,9 @@ void define_float8(Library& m) {
       "Tensor? row_token, Tensor? row_score, Tensor w_down, Tensor w_scales, Tensor? h, Tensor? "
       "h_codes, Tensor? h_scales, int kind, bool gated, float alpha, float limit, float up_offset, "
       "bool clamp_after, bool interleaved, int format, int scale, Tensor(a!) dh_codes, Tensor(b!) "
-      "dh_scales, Tensor(c!)? dh, Tensor(d!)? a_scaled, Tensor(e!)? score_parts) -> ()");
+      "dh_scales, Tensor(c!)? dh, Tensor(d!)? a_scaled, Tensor(e!)? score_parts, Tensor(f!)? "
+      "dh_chunks=None, Tensor(g!)? dh_chunk_scales=None, Tensor(h!)? a_chunks=None, Tensor(i!)? "
+      "a_chunk_scales=None) -> ()");
 }
 
 void implement_float8(Library& m) {

@@ -357,7 +357,8 @@ void scaled_up_out(Tensor const& x, Tensor const& x_scales, int64_t x_format, Te
                    int64_t scale, MaybeTensor& h, MaybeTensor& h_codes, MaybeTensor& h_scales,
                    Tensor& a, Tensor& a_scales);
 // dout (T or R, H) codes, w_down (E, H, I) codes, H contiguous; h as above -> dh_codes (R, W), gate
-// before up; dh (R, W), a_scaled (R, I) in one dtype, that of h where given; score_parts float32
+// before up; dh (R, W), a_scaled (R, I) in one dtype, that of h where given; score_parts float32;
+// dh_chunks (slots, W, 128), a_chunks (slots, I, 128), scales as in guild/float8.h
 void scaled_down_gradient_out(Tensor const& dout, Tensor const& dout_scales, int64_t dout_format,
                               Tensor const& offsets, MaybeTensor const& row_token,
                               MaybeTensor const& row_score, Tensor const& w_down,
@@ -366,6 +367,8 @@ void scaled_down_gradient_out(Tensor const& dout, Tensor const& dout_scales, int
                               bool gated, double alpha, double limit, double up_offset,
                               bool clamp_after, bool interleaved, int64_t format, int64_t scale,
                               Tensor& dh_codes, Tensor& dh_scales, MaybeTensor& dh,
-                              MaybeTensor& a_scaled, MaybeTensor& score_parts);
+                              MaybeTensor& a_scaled, MaybeTensor& score_parts,
+                              MaybeTensor& dh_chunks, MaybeTensor& dh_chunk_scales,
+                              MaybeTensor& a_chunks, MaybeTensor& a_chunk_scales);
 
 }  // namespace guild::binding

@@ -1,4 +1,5 @@
 // The steps of a layer of quantised operands as ops.
+#include "guild/float8_chunks.h"
 #include "torch/float8.h"
 #include "torch/ops.h"
 
@@ -41,6 +42,13 @@ Routing routing_of(Place const& place, Sizes const& s, Tensor const& offsets,
   return routing;
 }
 
+// Codes and scales come together.
+void require_both(MaybeTensor const& codes, MaybeTensor const& scales, char const* name,
+                  char const* scales_name) {
+  require(codes.has_value() == scales.has_value(), codes.has_value() ? scales_name : name,
+          ": expected a tensor with ", codes.has_value() ? name : scales_name, ", got none");
+}
+
 // Codes of quantised values in halves, with their scales; nothing where they are absent.
 struct Halves {
   Rows codes;
@@ -48,12 +56,25 @@ struct Halves {
 };
 Halves halves_of(Place const& place, MaybeTensor const& codes, MaybeTensor const& scales,
                  char const* name, char const* scales_name, Sizes const& s, int64_t halves) {
-  require(codes.has_value() == scales.has_value(), codes.has_value() ? scales_name : name,
-          ": expected a tensor with ", codes.has_value() ? name : scales_name, ", got none");
+  require_both(codes, scales, name, scales_name);
   if (!codes.has_value()) return {};
   return {
       codes_of(place, *codes, name, s.rows(), halves * s.intermediate),
       scales_of(place, *scales, scales_name, {s.rows(), halves * scale_blocks(s.intermediate)})};
+}
+
+// Chunks of `halves` parts of I columns; nothing where they are absent.
+Chunks chunks_of(Place const& place, MaybeTensor const& codes, MaybeTensor const& scales,
+                 char const* name, char const* scales_name, Sizes const& s, int64_t halves) {
+  require_both(codes, scales, name, scales_name);
+  if (!codes.has_value()) return {};
+  int64_t const slots = chunk_slots(s.rows(), s.experts);
+  Chunks chunks;
+  chunks.codes = place.bytes(*codes, name, {slots, halves * s.intermediate, kScaleBlock});
+  require(codes->is_contiguous(), name, ": expected a contiguous tensor");
+  chunks.scales =
+      scales_of(place, *scales, scales_name, {slots, halves * scale_blocks(s.intermediate)});
+  return chunks;
 }
 
 }  // namespace
@@ -114,7 +135,9 @@ void scaled_down_gradient_out(Tensor const& dout, Tensor const& dout_scales, int
                               bool gated, double alpha, double limit, double up_offset,
                               bool clamp_after, bool interleaved, int64_t format, int64_t scale,
                               Tensor& dh_codes, Tensor& dh_scales, MaybeTensor& dh,
-                              MaybeTensor& a_scaled, MaybeTensor& parts) {
+                              MaybeTensor& a_scaled, MaybeTensor& parts, MaybeTensor& dh_chunks,
+                              MaybeTensor& dh_chunk_scales, MaybeTensor& a_chunks,
+                              MaybeTensor& a_chunk_scales) {
   Place const place(dout, "dout");
   Sizes const s = sizes_of(dout, row_token, w_down, true);
   int64_t const halves = gated ? 2 : 1, width = halves * s.intermediate;
@@ -145,6 +168,9 @@ void scaled_down_gradient_out(Tensor const& dout, Tensor const& dout_scales, int
   args.dh_scales = out.scales;
   args.dh = place.rows(dh, "dh", args.dtype, {s.rows(), width});
   args.a_scaled = place.rows(a_scaled, "a_scaled", args.dtype, {s.rows(), s.intermediate});
+  args.dh_chunks =
+      chunks_of(place, dh_chunks, dh_chunk_scales, "dh_chunks", "dh_chunk_scales", s, halves);
+  args.a_chunks = chunks_of(place, a_chunks, a_chunk_scales, "a_chunks", "a_chunk_scales", s, 1);
   if (parts.has_value()) {
     args.score_parts =
         place.packed(*parts, "score_parts", DType::float32, {s.rows(), score_parts(s)});

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from guild._torch.expert_lists import stacked_like
-from guild._torch.float8_formats import BLOCK, blocks
-from guild._torch.float8_steps import Codes, DataGradients, Places, Recipe
+from guild._torch.float8_formats import blocks
+from guild._torch.float8_steps import Codes, DataGradients, Places, Recipe, new_chunks
 from guild._torch.float8_weights import halves_of
 from guild._torch.operators import LayerFlags, ops
 
@@ -33,11 +33,7 @@ def chunks_of(
     """Rows, by token or already sorted, as `guild.float8.quantize_chunks` turns them."""
     codes, x_scales = x if isinstance(x, Codes) else (x, None)
     columns, experts = codes.shape[1], places.offsets.shape[0] - 1
-    slots = places.row_token.shape[0] // BLOCK + experts
-    made = Codes(
-        codes.new_empty(slots, columns, BLOCK, dtype=torch.uint8),
-        codes.new_empty(slots, halves * blocks(columns // halves), dtype=torch.float32),
-    )
+    made = new_chunks(codes, places.row_token.shape[0], experts, columns // halves, halves)
     row_token = places.row_token if gathered else None
     ops.quantize_chunks_out(
         *(codes, x_scales, places.offsets, row_token), *(halves, format_, scales), *made
@@ -55,16 +51,18 @@ def chunked(
     up: bool,
 ) -> Chunked:
     """The operands of the weights' gradients as chunks; up: dW1's among them."""
-    x_chunks = dout_chunks = dh = a = None
+    x_chunks = dout_chunks = None
+    dh, a = made.dh_chunks, made.a_chunks
     gradient = recipe.gradients, recipe.scales
     if up:
         x_chunks = chunks_of(x, places, True, 1, _E4M3, recipe.scales)
-        source = made.dh_codes if recipe.regroups else made.dh
-        dh = chunks_of(source, places, False, halves, *gradient)
+        if dh is None:
+            dh = chunks_of(made.dh, places, False, halves, *gradient)
     if made.a_scaled is not None:
+        a = chunks_of(made.a_scaled, places, False, 1, _E4M3, recipe.scales)
+    if a is not None:
         source = made.dout_codes if recipe.regroups else dout
         dout_chunks = chunks_of(source, places, True, 1, *gradient)
-        a = chunks_of(made.a_scaled, places, False, 1, _E4M3, recipe.scales)
     return Chunked(x_chunks, dout_chunks, dh, a, places, recipe.gradients)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from guild._torch.float8_formats import BLOCK, blocks
 from guild._torch.operators import LayerFlags, ops, score_parts
+from guild.activations import Activation
 
 _E4M3 = 0
 _POWER_OF_TWO = 1
@@ -86,6 +87,12 @@ class Kept(NamedTuple):
     def arguments(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """h, h_codes and h_scales of the ops."""
         return (self.h, None, None) if self.scales is None else (None, self.h, self.scales)
+
+
+def reads_codes(flags: LayerFlags) -> bool:
+    """Whether the down gradient's CUDA kernel reads H as codes: with the plain SwiGLU alone."""
+    settings = slice(5)  # without a limit clamp_after means nothing
+    return flags[settings] == Activation.named("silu").scalars[settings]
 
 
 def in_16_bits(kept: Kept, flags: LayerFlags, dtype: torch.dtype) -> Kept:
@@ -186,6 +193,17 @@ class DataGradients(NamedTuple):
     a_scaled: Tensor | None  # (R, I)
     dh_codes: Codes
     dout_codes: Codes
+    dh_chunks: Codes | None  # where weights' gradients are made of what is quantised here
+    a_chunks: Codes | None
+
+
+def new_chunks(like: Tensor, rows: int, experts: int, columns: int, halves: int) -> Codes:
+    """Room for rows as chunks, `halves` parts of `columns` columns."""
+    slots = rows // BLOCK + experts
+    return Codes(
+        like.new_empty(slots, halves * columns, BLOCK, dtype=torch.uint8),
+        like.new_empty(slots, halves * blocks(columns), dtype=torch.float32),
+    )
 
 
 def data_gradients(
@@ -201,15 +219,26 @@ def data_gradients(
     by_row: bool = False,
 ) -> DataGradients:
     """dX, dscores and what the weights' gradients are made of; by_row: dX (R, H), not summed."""
-    rows, (_, hidden, size) = places.row_token.shape[0], experts.down.shape
+    rows, (count, hidden, size) = places.row_token.shape[0], experts.down.shape
     halves = experts.up_scales.shape[1]
     scores = places.row_score
-    if kept.scales is not None and dout.is_cuda:  # whose kernel reads 16 bits
-        kept = in_16_bits(kept, flags, dout.dtype)
+    order = flags
+    if kept.scales is not None and dout.is_cuda:
+        if reads_codes(flags):
+            flags = flags._replace(interleaved=False)  # as codes are
+        else:
+            kept = in_16_bits(kept, flags, dout.dtype)
     given = quantized_rows(dout, recipe.gradients, recipe.scales)
     from_dh = (wanted.up and not recipe.regroups) or wanted.up_bias
     dh = dout.new_empty(rows, halves * size) if from_dh else None
-    a_scaled = dout.new_empty(rows, size) if wanted.down else None
+    a_scaled = dh_chunks = a_chunks = None
+    if recipe.regroups:
+        if wanted.up:
+            dh_chunks = new_chunks(dout, rows, count, size, halves)
+        if wanted.down:
+            a_chunks = new_chunks(dout, rows, count, size, 1)
+    elif wanted.down:
+        a_scaled = dout.new_empty(rows, size)
     parts = scores.new_empty(rows, score_parts(size)) if wanted.scores else None
     dh_codes = Codes(
         dout.new_empty(rows, halves * size, dtype=torch.uint8),
@@ -219,7 +248,11 @@ def data_gradients(
         *(*given, recipe.gradients, places.offsets, places.row_token, scores),
         *(experts.down_transposed.mT, experts.down_scales, *kept.arguments()),
         *(*flags[:-1], recipe.gradients, recipe.scales, *dh_codes, dh, a_scaled, parts),
+        *(dh_chunks or (None, None)),
+        *(a_chunks or (None, None)),
     )
+    if flags != order and dh is not None:
+        dh = dh.unflatten(1, (2, -1)).mT.flatten(1)
     dscores = dx = None
     if parts is not None:
         about = places.slot_row, places.offsets, dout, b_down, size, token_offsets
@@ -232,4 +265,4 @@ def data_gradients(
         )
         if not by_row:
             dx = ops.combine(dx, places.slot_row, None, token_offsets)
-    return DataGradients(dx, dscores, dh, a_scaled, dh_codes, given)
+    return DataGradients(dx, dscores, dh, a_scaled, dh_codes, given, dh_chunks, a_chunks)

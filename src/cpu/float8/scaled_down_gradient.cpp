@@ -1,9 +1,12 @@
 // With g = dO[row_token] W2 of quantised dO and W2: dH = d activation(s * g, H), quantised, beside
 // A' = s * A and the score parts <g, A>
+#include <vector>
+
 #include "check.h"
 #include "cpu/activate.h"
 #include "cpu/float8/scaled_sums.h"
 #include "guild/cpu.h"
+#include "guild/float8_chunks.h"
 #include "processor.h"
 #include "shared/gemm_config.h"
 
@@ -102,6 +105,35 @@ void gradient_block(ScaledDownGradient const& x, Block const& block, Span cols) 
   }
 }
 
+// dH's chunks from its codes, those of A' from its values.
+void store_chunks(ScaledDownGradient const& x) {
+  QuantizeChunks chunks;
+  chunks.rows = x.sizes.rows();
+  chunks.groups = x.sizes.experts;
+  chunks.columns = x.sizes.intermediate;
+  chunks.offsets = x.routing.offsets;
+  if (x.dh_chunks.codes != nullptr) {
+    chunks.halves = x.activation.gated ? 2 : 1;
+    chunks.format = x.format;
+    chunks.x = x.dh_codes;
+    chunks.x_scales = {x.dh_scales.data, x.dh_scales.expert_stride, x.dh_scales.row_stride,
+                       x.dh_scales.col_stride};
+    chunks.codes = x.dh_chunks.codes;
+    chunks.scales = x.dh_chunks.scales;
+    quantize_chunks(chunks);
+  }
+  if (x.a_chunks.codes != nullptr) {
+    chunks.halves = 1;
+    chunks.format = Float8::e4m3;
+    chunks.dtype = x.dtype;
+    chunks.x = x.a_scaled;
+    chunks.x_scales = {};
+    chunks.codes = x.a_chunks.codes;
+    chunks.scales = x.a_chunks.scales;
+    quantize_chunks(chunks);
+  }
+}
+
 }  // namespace
 
 void scaled_down_gradient(ScaledDownGradient const& x) {
@@ -109,8 +141,15 @@ void scaled_down_gradient(ScaledDownGradient const& x) {
   check(x);
   auto const blocks = row_blocks(expert_groups(x.routing.offsets, x.sizes.experts, x.sizes.rows()));
   with_narrow_element(x.dtype, [&]<class T> {
+    ScaledDownGradient made = x;
+    std::vector<T> a_scaled;
+    if (x.a_chunks.codes != nullptr && x.a_scaled.data == nullptr) {
+      a_scaled.resize(x.sizes.rows() * x.sizes.intermediate);
+      made.a_scaled = {a_scaled.data()};
+    }
     parallel_pairs(blocks, spans(x.sizes.intermediate, kBlockColumns), product_work(x.sizes),
-                   [&](Block const& block, Span cols) { gradient_block<T>(x, block, cols); });
+                   [&](Block const& block, Span cols) { gradient_block<T>(made, block, cols); });
+    store_chunks(made);
   });
 }
 

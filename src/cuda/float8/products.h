@@ -27,5 +27,7 @@ void scaled_row_product(ScaledRowProduct const& product, Queue const& queue);
 // The steps themselves: X, W1 and W2 are e4m3, 16-bit values have the step's dtype.
 void scaled_up_product(ScaledUp const& step, Queue const& queue);
 void scaled_down_gradient_product(ScaledDownGradient const& step, Queue const& queue);
+// Where H is codes, with the activation that most models use alone.
+void scaled_down_gradient_of_codes(ScaledDownGradient const& step, Queue const& queue);
 
 }  // namespace guild::cuda

@@ -117,8 +117,10 @@ FLOAT8_CALLS: dict[str, Callable[[Operands], tuple]] = {
     "scaled_down_gradient_out": lambda o: (
         *(o.codes(_ROWS, _HIDDEN), o.scales(_ROWS, 1), 0, o.offsets, None, None),
         *(o.codes(_EXPERTS, _INTERMEDIATE, _HIDDEN).mT, o.scales(_EXPERTS, 1, 1), o.h, None, None),
-        *(*_FLAGS, 0, 0, o.bytes(_ROWS, 2 * _INTERMEDIATE), o.floats(_ROWS, 2)),
+        *(*_FLAGS, 0, 1, o.bytes(_ROWS, 2 * _INTERMEDIATE), o.floats(_ROWS, 2)),
         *(o.out(_ROWS, 2 * _INTERMEDIATE), o.out(_ROWS, _INTERMEDIATE), None),
+        *(o.bytes(2, 2 * _INTERMEDIATE, 128), o.floats(2, 2)),
+        *(o.bytes(2, _INTERMEDIATE, 128), o.floats(2, 1)),
     ),
     "scaled_grouped_mm_out": lambda o: (
         *(o.codes(_ROWS, 32), o.scales(_ROWS, 1), 0, o.codes(2, 16, 32), o.scales(2, 1, 1), 0),

@@ -126,10 +126,6 @@ __device__ inline void copy_16_bytes(void* to, uint32_t from) {
                : "memory");
 }
 
-// Two bytes.
-__device__ inline void store_shared_half(uint32_t address, uint16_t value) {
-  asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(value) : "memory");
-}
 __device__ inline uint32_t load_shared(uint32_t address) {
   uint32_t value;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");

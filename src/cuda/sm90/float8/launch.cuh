@@ -51,7 +51,8 @@ inline ByteRows byte_rows(Rows const& rows, int64_t columns, int bytes) {
 // Codes in `halves` parts of `columns` columns.
 inline CodeOutput code_output(Rows const& codes, Scales const& scales, int64_t columns, int halves,
                               Float8 format, ScaleKind kind) {
-  return {byte_rows(codes, halves * columns, 1), scales, int(columns), format, kind};
+  return {byte_rows(codes, halves * columns, 1), scales, int(columns),
+          int(ceil_div(columns, kScaleBlock)),   format, kind};
 }
 
 template <class Kernel>

@@ -13,9 +13,21 @@ namespace guild::cuda {
 struct CodeOutput {
   ByteRows codes;
   Scales scales;
-  int columns;
+  int columns, blocks;  // of a half
   Float8 format;
   ScaleKind kind;
+};
+
+// A thread's share: word[below][i] holds, of row r or r + 8, its two columns of the fragment's
+// block 2i and its two of block 2i + 1.
+struct CodeWords {
+  uint32_t word[2][8];
+};
+
+// The same with what the rows' scales follow from and are.
+struct QuantizedRows {
+  CodeWords codes;
+  float largest[2], to_value[2];
 };
 
 // The largest absolute value over the columns of rows r and r + 8, the same in all threads of the
@@ -38,49 +50,69 @@ __device__ inline void largest_of_rows(float const* value, float (&largest)[2]) 
 }
 
 template <Float8 format>
-__device__ inline uint16_t encode_pair(float x, float y) {
-  constexpr auto kind = format == Float8::e4m3 ? __NV_E4M3 : __NV_E5M2;
-  return __nv_cvt_float2_to_fp8x2({x, y}, __NV_SATFINITE, kind);
+inline constexpr auto kHardwareFormat = format == Float8::e4m3 ? __NV_E4M3 : __NV_E5M2;
+
+template <Float8 format>
+__device__ inline uint32_t encode_pair(float x, float y) {
+  return __nv_cvt_float2_to_fp8x2({x, y}, __NV_SATFINITE, kHardwareFormat<format>);
 }
 
 template <Float8 format>
-__device__ inline void codes_to_box(uint32_t box, float const* value, float upper, float lower,
-                                    int thread) {
-  uint32_t const row = box + fragment_row(thread) * kRowBytes + fragment_column(thread);
-  int const swizzle = thread % 32 / 4;  // row % 8, of both rows
+__device__ inline void encode(CodeWords& codes, float const* value, float const (&to_code)[2]) {
 #pragma unroll
-  for (int block = 0; block < 16; ++block) {
-    uint32_t const at = row + ((block / 2 ^ swizzle) * 16) + block % 2 * 8;
-    float const* const v = value + 4 * block;
-    store_shared_half(at, encode_pair<format>(v[0] * upper, v[1] * upper));
-    store_shared_half(at + 8 * kRowBytes, encode_pair<format>(v[2] * lower, v[3] * lower));
+  for (int below = 0; below < 2; ++below) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      float const *const v = value + 8 * i + 2 * below, f = to_code[below];
+      codes.word[below][i] =
+          encode_pair<format>(v[0] * f, v[1] * f) | encode_pair<format>(v[4] * f, v[5] * f) << 16;
+    }
   }
 }
 
-// Quantises the tile's 128 columns from `col` of `half` on, 64 values a thread, and stores them.
-// The warp's rows of `box` are free to be written.
-__device__ inline void put_codes(CodeOutput const& out, float const* value, uint32_t box,
-                                 Tile const& tile, int col, int half, int thread) {
-  constexpr int kBlock = kScaleBlock;
-  float largest[2], to_code[2];
-  largest_of_rows(value, largest);
-  int const blocks = (out.columns + kBlock - 1) / kBlock;
-  float* const to = out.scales.data + (half * blocks + col / kBlock) * out.scales.col_stride;
+// Quantises the tile's 128 columns from `col` of `half` on, 64 values a thread, and stores their
+// scales.
+__device__ inline void quantize(QuantizedRows& to, CodeOutput const& out, float const* value,
+                                Tile const& tile, int col, int half, int thread) {
+  float to_code[2];
+  largest_of_rows(value, to.largest);
+  int const block = half * out.blocks + col / int(kScaleBlock);
+  float* const scales = out.scales.data + block * out.scales.col_stride;
 #pragma unroll
   for (int below = 0; below < 2; ++below) {
-    BlockScale const scale = block_scale(largest[below], out.format, out.kind);
+    BlockScale const scale = block_scale(to.largest[below], out.format, out.kind);
     to_code[below] = scale.to_code;
+    to.to_value[below] = scale.to_value;
     int const r = fragment_row(thread) + 8 * below;
     if (thread % 4 == 0 && r < tile.rows) {
-      to[(tile.row + r) * out.scales.row_stride] = scale.to_value;
+      scales[(tile.row + r) * out.scales.row_stride] = scale.to_value;
     }
   }
   if (out.format == Float8::e4m3) {
-    codes_to_box<Float8::e4m3>(box, value, to_code[0], to_code[1], thread);
+    encode<Float8::e4m3>(to.codes, value, to_code);
   } else {
-    codes_to_box<Float8::e5m2>(box, value, to_code[0], to_code[1], thread);
+    encode<Float8::e5m2>(to.codes, value, to_code);
   }
-  out.codes.store(box, tile, half * out.columns + col, (half + 1) * out.columns, thread);
+}
+
+// Stores codes through the warp's rows of `box`, which are free to be written.
+__device__ inline void store_codes(CodeOutput const& out, CodeWords const& codes, uint32_t box,
+                                   Tile const& tile, int col, int half, int thread) {
+  uint32_t const first = matrices_address(box, thread);
+#pragma unroll
+  for (int i = 0; i < 8; i += 2) {
+    store_matrices(first ^ (16 * i), codes.word[0][i], codes.word[1][i], codes.word[0][i + 1],
+                   codes.word[1][i + 1]);
+  }
+  out.codes.store_codes(box, tile, half * out.columns + col, (half + 1) * out.columns, thread);
+}
+
+// Both.
+__device__ inline void put_codes(CodeOutput const& out, float const* value, uint32_t box,
+                                 Tile const& tile, int col, int half, int thread) {
+  QuantizedRows rows;
+  quantize(rows, out, value, tile, col, half, thread);
+  store_codes(out, rows.codes, box, tile, col, half, thread);
 }
 
 }  // namespace guild::cuda

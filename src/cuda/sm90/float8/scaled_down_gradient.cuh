@@ -4,34 +4,44 @@
 //   dH = d activation(s g, H) as codes and scales,  dS: the sum of g A, one part per tile of
 //   columns
 //
-// and, where the weight gradients are products of 16-bit values, dH and A' = s A rounded. H comes
-// through the ring of stages, 64 columns of the tile at a time; two of them are a block of scales.
+// and what the weight gradients are products of: dH and A' = s A rounded, or chunks of both. H
+// comes through the ring of stages, in 16 bits or as codes, 64 columns of the tile at a time; two
+// of them are a block of scales.
 #pragma once
 #include "cuda/sm90/epilogues.cuh"
-#include "cuda/sm90/float8/quantized_fragment.cuh"
+#include "cuda/sm90/float8/hidden_units.cuh"
+#include "cuda/sm90/float8/quantized_chunks.cuh"
 #include "shared/gemm_config.h"
 
 namespace guild::cuda {
 
-template <class T, Known known>
+template <class T, Known known, bool of_codes>
 struct ScaledDownGradientEpilogue {
-  CUtensorMap h;        // (columns, halves, rows), boxes of 64 x 1 x 64
+  using Hidden = HiddenUnits<T, known, of_codes>;
+
+  Hidden hidden;
   int columns;          // I
   CodeOutput dh_codes;  // (R, W) in halves
-  GateUpRows<T> dh;     // (R, W), ordered as h; absent where not wanted
+  GateUpRows<T> dh;     // (R, W), ordered as 16-bit h; absent where not wanted
   ByteRows a;           // A' (R, I); absent where not wanted
-  float const* score;   // (R); null: 1
-  float* parts;         // (R, part_count); null: no dS
+  ChunkOutput dh_chunks, a_chunks;
+  Groups groups;       // whose rows the chunks are of
+  float const* score;  // (R); null: 1
+  float* parts;        // (R, part_count); null: no dS
   int part_count;
   ActivationOf<float> activation;
-  KnownPairing<known> pairing;
 
   static constexpr int kCopies = 1;
-  static constexpr int kBoxBytes = 2 * kBlockBytes;  // 64 columns, 128 rows: both consumers'
 
   using Storage = StoreBoxes;
   struct State {
     float scale[2], dot[2];  // of the rows r and r + 8 that a thread holds
+    float h_scale[2][2];     // of gate and up of these rows, in a block of codes of H
+  };
+  // Where the stages of a block's two units lie: the consumer's parts of the A operands, which hold
+  // nothing, and of the B operands, H. b[1]: 0 where the block has one unit.
+  struct Stages {
+    uint32_t a[2], b[2];
   };
 
   template <int n>
@@ -46,19 +56,8 @@ struct ScaledDownGradientEpilogue {
     return min((columns - first + 63) / 64, kScoreColumns / 64);
   }
 
-  // H of 64 columns of the tile: a box of gate and one of up; two boxes of 32 pairs; or, without a
-  // gate, one box.
   __device__ void load(Tile const& tile, int unit, char* to, Barrier& full) const {
-    full.arrive_expect(boxes() * (tile.rows > 64 ? kBoxBytes : tile.rows > 0 ? kBlockBytes : 0));
-    int const col = tile.col + 64 * unit;
-#pragma unroll 1
-    for (int row = 0; row < tile.rows; row += 64, to += kBlockBytes) {
-      for (int i = 0; i < boxes(); ++i) {
-        bool const halves = pairing == Pairing::halves;
-        int const x = halves ? col : (pairing == Pairing::alternate ? 2 * col : col) + 64 * i;
-        tma_load(h, to + i * kBoxBytes, Coordinate{x, halves ? i : 0, tile.row + row}, full);
-      }
-    }
+    hidden.load(tile, unit, to, full);
   }
 
   __device__ void begin(State& rows, Tile const& tile, int thread) const {
@@ -70,14 +69,19 @@ struct ScaledDownGradientEpilogue {
     }
   }
 
-  // Turns the 32 sums g of a unit into the gradients of gate, stores its A' and leaves the
+  // Before the first of a block's units.
+  __device__ void begin_block(State& rows, Tile const& tile, int unit, int thread) const {
+    hidden.load_scales(rows.h_scale, tile, tile.col + 64 * unit, thread);
+  }
+
+  // Turns the 32 sums g of a unit into the gradients of gate, leaves its A' in a box of T and the
   // gradients of up where H was, in float32: 64 registers more would spill.
   __device__ void read_unit(float* g, uint32_t stage, State& rows, Tile const& tile, int unit,
                             int thread, StoreBoxes const& boxes) const {
     int const col = tile.col + 64 * unit, left = columns - col;
     uint32_t const box = boxes.address(unit % 2);
     with_known_family<known>(activation, [&](auto family) {
-      if (pairing == Pairing::none) {
+      if (hidden.pairing == Pairing::none) {
         differentiate<family.value>(with_gate(activation, false), g, stage, box, rows, left,
                                     thread);
       } else {
@@ -88,29 +92,33 @@ struct ScaledDownGradientEpilogue {
     if (a.data != nullptr) a.store(box, tile, kBytes * col, kBytes * columns, thread);
   }
 
-  // Stores the gradients of the two units from `unit` on. stage: where read_unit() has left those
-  // of up; 0: there is no such unit, whose sums are zeros then, or NaN where the first unit's are.
-  __device__ void store_units(float const* gate, uint32_t const (&stage)[2], Tile const& tile,
-                              int unit, int thread, StoreBoxes const& boxes) const {
+  // Stores the gradients of the two units from `unit` on, and A' as a chunk. Where there is one
+  // unit only, the sums of the second are zeros, or NaN where the first one's are.
+  __device__ void store_units(float const* gate, Stages const& stages, Tile const& tile, int unit,
+                              int thread, StoreBoxes const& boxes, ChunkShare const& share) const {
     int const col = tile.col + 64 * unit;
     if (col >= columns) return;
-    bool const wanted = dh.rows.data != nullptr, alternates = pairing == Pairing::alternate;
-    if (wanted && !alternates) dh.put_half(0, gate, boxes, tile, col, thread);
-    if (wanted && alternates) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        float up[32];
-        load_up(up, stage[i], thread);
-        dh.put_alternating(gate + 32 * i, up, boxes, tile, col + 64 * i, thread);
-      }
+    bool const gated = hidden.pairing != Pairing::none;
+    uint32_t const box[2] = {stages.a[0], stages.b[1] != 0 ? stages.a[1] : boxes.address(1)};
+    QuantizedRows of_gate, of_up;
+    store_pairs(gate, stages, box, tile, col, thread);
+    store_half(0, gate, box, tile, col, thread);
+    quantize(of_gate, dh_codes, gate, tile, col, 0, thread);
+    if (gated) {
+      float up[64];
+      hidden.load_up(up, stages.b[0], thread);
+      hidden.load_up(up + 32, stages.b[1], thread);
+      store_half(1, up, box, tile, col, thread);
+      quantize(of_up, dh_codes, up, tile, col, 1, thread);
     }
-    put_codes(dh_codes, gate, boxes.address(0), tile, col, 0, thread);
-    if (pairing == Pairing::none) return;
-    float up[64];
-    load_up(up, stage[0], thread);
-    load_up(up + 32, stage[1], thread);
-    if (wanted && !alternates) dh.put_half(1, up, boxes, tile, col, thread);
-    put_codes(dh_codes, up, boxes.address(1), tile, col, 1, thread);
+    if (chunks()) {
+      share.tell({magnitude(of_gate, tile, thread), gated ? magnitude(of_up, tile, thread) : 0,
+                  largest_a(tile, col, thread, boxes)},
+                 thread);
+    }
+    store_codes(dh_codes, of_gate.codes, box[0], tile, col, 0, thread);
+    if (gated) store_codes(dh_codes, of_up.codes, box[1], tile, col, 1, thread);
+    if (chunks()) store_chunks(of_gate, of_up, stages, tile, col, thread, boxes, share);
   }
 
   // Sums over the four threads that share a row, in a fixed order, and stores the tile's part.
@@ -131,7 +139,144 @@ struct ScaledDownGradientEpilogue {
  private:
   static constexpr int kBytes = sizeof(T);
 
-  __device__ int boxes() const { return pairing == Pairing::none ? 1 : 2; }
+  __device__ bool chunks() const { return dh_chunks.codes != nullptr || a_chunks.codes != nullptr; }
+
+  // ---- storing a block
+
+  // 16-bit dH of which gate and up alternate.
+  __device__ void store_pairs(float const* gate, Stages const& stages, uint32_t const (&box)[2],
+                              Tile const& tile, int col, int thread) const {
+    if (dh.rows.data == nullptr || hidden.pairing != Pairing::alternate) return;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float up[32];
+      hidden.load_up(up, stages.b[i], thread);
+      dh.put_alternating(gate + 32 * i, up, box, tile, col + 64 * i, thread);
+    }
+  }
+  // One half of any other.
+  __device__ void store_half(int half, float const* value, uint32_t const (&box)[2],
+                             Tile const& tile, int col, int thread) const {
+    if (dh.rows.data == nullptr || hidden.pairing == Pairing::alternate) return;
+    dh.put_half(half, value, box, tile, col, thread);
+  }
+
+  // The largest magnitude of a thread's rows that the tile has.
+  static __device__ uint32_t magnitude(QuantizedRows const& of, Tile const& tile, int thread) {
+    int const left = tile.rows - fragment_row(thread);
+    uint32_t const upper = left > 0 ? __float_as_uint(of.largest[0]) : 0;
+    return max(upper, left > 8 ? __float_as_uint(of.largest[1]) : 0);
+  }
+  // The same of A', as read_unit() has left it in the boxes.
+  __device__ uint32_t largest_a(Tile const& tile, int col, int thread,
+                                StoreBoxes const& boxes) const {
+    if (a_chunks.codes == nullptr) return 0;
+    uint32_t most[2] = {0, 0};
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (col + 16 * i >= columns) break;
+      uint32_t word[4];
+      load_a(word, i, thread, boxes);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        asm("max.u16x2 %0, %0, %1;" : "+r"(most[j % 2]) : "r"(word[j] & 0x7fff7fff));
+      }
+    }
+    uint32_t largest = 0;
+#pragma unroll
+    for (int below = 0; below < 2; ++below) {
+      float2 const both = unpack<T>(most[below]);
+      bool const present = fragment_row(thread) + 8 * below < tile.rows;
+      if (present) largest = max(max(__float_as_uint(both.x), __float_as_uint(both.y)), largest);
+    }
+    return largest;
+  }
+  // 16 columns of A' in T, two neighbours of rows r and r + 8 a word.
+  static __device__ void load_a(uint32_t (&word)[4], int i, int thread, StoreBoxes const& boxes) {
+    load_matrices(matrices_address(boxes.address(i / 4), thread) ^ (i % 4 * 32), word[0], word[1],
+                  word[2], word[3]);
+  }
+
+  __device__ int slot_of(int end_before, Tile const& tile) const {
+    int const begin = min(max(end_before, 0), groups.total);
+    return begin / int(kScaleBlock) + tile.expert + (tile.row - begin) / int(kScaleBlock);
+  }
+
+  // Turned boxes lie where H was, which all of the consumer's warps have read.
+  __device__ void store_chunks(QuantizedRows& of_gate, QuantizedRows& of_up, Stages const& stages,
+                               Tile const& tile, int col, int thread, StoreBoxes const& boxes,
+                               ChunkShare const& share) const {
+    bool const two = stages.b[1] != 0, gated = hidden.pairing != Pairing::none;
+    // One unit's boxes are half as large.
+    uint32_t const box[3] = {stages.b[0], stages.b[0] + Hidden::kBoxBytes,
+                             two ? stages.b[1] : stages.b[0] + kBlockBytes / 2};
+    int const end_before = load_now(groups.ends + tile.expert - 1);
+    Magnitudes const most = share.heard(thread);
+    int const slot = slot_of(end_before, tile);
+    bool const writes = share.group == 0 && thread == 0;
+    if (dh_chunks.codes != nullptr) {
+      turn_rows(of_gate, most.gate, 0, slot, box[0], tile, col, thread, writes);
+      if (gated) turn_rows(of_up, most.up, 1, slot, box[1], tile, col, thread, writes);
+    }
+    if (a_chunks.codes != nullptr) {
+      turn_a(most.a, slot, box[2], two, tile, col, thread, boxes, writes);
+    }
+    warpgroup_barrier();
+    if (dh_chunks.codes != nullptr) {
+      store_turned(box[0], dh_chunks.place(slot, 0, col), columns - col, share, thread);
+      if (gated) {
+        store_turned(box[1], dh_chunks.place(slot, 1, col), columns - col, share, thread);
+      }
+    }
+    if (a_chunks.codes != nullptr) {
+      store_turned(box[2], a_chunks.place(slot, 0, col), columns - col, share, thread);
+    }
+  }
+
+  // Codes by row with the block's scale instead of the rows'.
+  __device__ void turn_rows(QuantizedRows& of, uint32_t most, int half, int slot, uint32_t box,
+                            Tile const& tile, int col, int thread, bool writes) const {
+    BlockScale const scale =
+        block_scale(__uint_as_float(most), dh_codes.format, ScaleKind::power_of_two);
+    float const factor[2] = {of.to_value[0] * scale.to_code, of.to_value[1] * scale.to_code};
+    if (dh_codes.format == Float8::e4m3) {
+      scale_codes<Float8::e4m3>(of.codes, factor);
+    } else {
+      scale_codes<Float8::e5m2>(of.codes, factor);
+    }
+    clear_absent(of.codes, tile, thread);
+    turn_codes(box, of.codes, columns - col, thread);
+    if (writes) dh_chunks.put_scale(slot, half, col, scale.to_value);
+  }
+
+  // A' of one or two units, which read_unit() has left in the boxes.
+  __device__ void turn_a(uint32_t most, int slot, uint32_t to, bool two, Tile const& tile, int col,
+                         int thread, StoreBoxes const& boxes, bool writes) const {
+    BlockScale const scale =
+        block_scale(__uint_as_float(most), Float8::e4m3, ScaleKind::power_of_two);
+    CodeWords codes;
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      codes.word[0][i] = codes.word[1][i] = 0;
+      if (i >= 4 && !two) continue;
+      uint32_t word[4];
+      load_a(word, i, thread, boxes);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        float2 const v = unpack<T>(word[j]);
+        uint32_t const pair = encode_pair<Float8::e4m3>(v.x * scale.to_code, v.y * scale.to_code);
+        codes.word[j % 2][i] |= pair << (j / 2 * 16);
+      }
+    }
+    __syncwarp();
+    clear_absent(codes, tile, thread);
+    turn_codes(to, codes, columns - col, thread);
+    if (writes) a_chunks.put_scale(slot, 0, col, scale.to_value);
+  }
+
+  // ---- reading a unit
 
   // g becomes the gate's gradient; returns A'.
   template <Family family>
@@ -145,103 +290,37 @@ struct ScaledDownGradientEpilogue {
     return s * d.a;
   }
 
-  // H of 16 columns as a thread's g has it: a word holds two neighbours of a row.
-  struct Hidden {
-    uint32_t gate[4], up[4] = {0, 0, 0, 0};
-  };
-
-  // The 16 columns from 8 * block on.
-  __device__ Hidden read_hidden(uint32_t stage, int block, int thread) const {
-    Hidden to;
-    if (pairing == Pairing::alternate) {
-      read_alternating(to, stage, block, thread);
-      return to;
-    }
-    uint32_t const at = matrices_address(stage, thread) ^ (16 * block);
-    load_matrices(at, to.gate[0], to.gate[1], to.gate[2], to.gate[3]);
-    if (pairing == Pairing::halves) {
-      load_matrices(at + kBoxBytes, to.up[0], to.up[1], to.up[2], to.up[3]);
-    }
-    return to;
-  }
-
-  // Columns 2c and 2c + 1 are gate and up of column c: two neighbours of each are 8 bytes.
-  static __device__ void read_alternating(Hidden& to, uint32_t stage, int block, int thread) {
-    int const column = 2 * fragment_column(thread);
-    uint32_t const start = chunk_address(stage, fragment_row(thread), column / 8) + column % 8 * 2;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      int const here = block + i / 2, below = i % 2;
-      uint32_t const at = (start ^ (here % 4 * 32)) + here / 4 * kBoxBytes + below * 1024;
-      uint32_t first, second;
-      asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(first), "=r"(second) : "r"(at));
-      to.gate[i] = __byte_perm(first, second, 0x5410);
-      to.up[i] = __byte_perm(first, second, 0x7632);
-    }
-  }
-
-  // A thread's 16 bytes, i of two, where H of the 16 columns from 8 * block on was.
-  __device__ uint32_t own_bytes(uint32_t stage, int block, int i, int thread) const {
-    uint32_t const at = matrices_address(stage, thread);
-    if (pairing != Pairing::alternate) return (at ^ (16 * block)) + i * kBoxBytes;
-    return (at ^ (16 * (2 * block % 8 + 2 * i))) + block / 4 * kBoxBytes;
-  }
-
-  // What read_unit() has left in a stage; zeros without one.
-  __device__ void load_up(float* up, uint32_t stage, int thread) const {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      float* const v = up + 4 * i;
-      v[0] = v[1] = v[2] = v[3] = 0;
-      if (stage == 0) continue;
-      asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                   : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
-                   : "r"(own_bytes(stage, i / 2 * 2, i % 2, thread)));
-    }
-  }
-
-  // Where word group i of 8 of a thread lies in the rows of its warp in a unit's two boxes.
-  static __device__ uint32_t own_words(uint32_t stage, int i, int thread) {
-    return stage + i / 4 * kBoxBytes + thread / 32 * 2048 + i % 4 * 512 + thread % 32 * 16;
-  }
-
   // The branch every 16 columns keeps the compiler from interleaving all columns.
   template <Family family>
   __device__ __forceinline__ void differentiate(ActivationOf<float> const& act, float* g,
                                                 uint32_t stage, uint32_t box, State& rows, int left,
                                                 int thread) const {
     uint32_t const to = matrices_address(box, thread);
+    typename Hidden::Codes codes;
 #pragma unroll
     for (int block = 0; block < 8; block += 2) {
+      if constexpr (of_codes) {
+        if (block % 4 == 0) hidden.read_codes(codes, stage, block, thread);
+      }
       float up[8] = {};
       if (8 * block < left) {
-        Hidden const hidden = read_hidden(stage, block, thread);
+        typename Hidden::Values const h =
+            hidden.values_at(codes, rows.h_scale, stage, block, thread);
         uint32_t a_word[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          float2 const x = unpack<T>(hidden.gate[i]), u = unpack<T>(hidden.up[i]);
+          float2 const x = h.gate[i], u = h.up[i];
           float* const v = g + 4 * block + 2 * i;
           asm volatile("" : "+f"(v[0]), "+f"(v[1]));
           float const low = at_element<family>(act, rows, i % 2, v[0], up[2 * i], x.x, u.x);
           float const high = at_element<family>(act, rows, i % 2, v[1], up[2 * i + 1], x.y, u.y);
           a_word[i] = pack<T>(low, high);
         }
-        if (a.data != nullptr) {
+        if (a.data != nullptr || a_chunks.codes != nullptr) {
           store_matrices(to ^ (16 * block), a_word[0], a_word[1], a_word[2], a_word[3]);
         }
       }
-      if (act.gated) leave_up(up, stage, block, thread);
-    }
-  }
-
-  __device__ void leave_up(float const (&up)[8], uint32_t stage, int block, int thread) const {
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      asm volatile(
-          "st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(own_bytes(stage, block, i, thread)),
-          "f"(up[4 * i]), "f"(up[4 * i + 1]), "f"(up[4 * i + 2]), "f"(up[4 * i + 3])
-          : "memory");
+      if (act.gated) hidden.leave_up(up, stage, block, thread);
     }
   }
 };

@@ -8,6 +8,7 @@
 //
 // The loaders see two codes as one element of two bytes.
 #pragma once
+#include "cuda/sm90/float8/quantized_chunks.cuh"
 #include "cuda/sm90/kernel.cuh"
 #include "guild/float8.h"
 
@@ -18,8 +19,12 @@ using CodePair = __nv_bfloat16;  // two codes, as the loaders and TMA see them
 template <GemmConfig C, OperandLoader Loader, class Epilogue, Codes codes>
 struct ScaledProduct : GroupedProduct<C, Loader, Epilogue> {
   using Base = GroupedProduct<C, Loader, Epilogue>;
-  using typename Base::Cursor, typename Base::Loop, typename Base::SharedStorage;
+  using typename Base::Cursor, typename Base::Loop;
   static_assert(!C.in_turns && C.consumer_rows() == 64);
+  struct SharedStorage : Base::SharedStorage {
+    ChunkExchange exchange;  // of a reading epilogue
+  };
+  static_assert(sizeof(SharedStorage) <= 227 * 1024, "too many stages for shared memory");
 
   struct Params : Base::Params {
     ConstScales a_scales;
@@ -31,18 +36,6 @@ struct ScaledProduct : GroupedProduct<C, Loader, Epilogue> {
   static constexpr int kWaves = C.tile_n / 128;
   static_assert(kWaves <= 2);
   static constexpr bool kGathers = requires(Params const& p) { p.load.row; };
-
-  // Loads issued here: the compiler would move them to where the value is used, steps later.
-  static __device__ float load_now(float const* from) {
-    float value;
-    asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(value) : "l"(from));
-    return value;
-  }
-  static __device__ int load_now(int32_t const* from) {
-    int value;
-    asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(value) : "l"(from));
-    return value;
-  }
 
   // The rows of A that a thread's two rows of a tile are; -1: zeros.
   struct OwnRows {
@@ -165,35 +158,40 @@ struct ScaledProduct : GroupedProduct<C, Loader, Epilogue> {
   // A reading epilogue, two units of 64 columns at a time, a block of scales. Their stages are
   // released when both are stored. Units' sums are always the first ones: the others shift down.
   static __device__ void finish(Params const& p, float (&sums)[C.tile_n / 2], Cursor& at,
-                                Tile const& part, auto& storage, SharedStorage& smem, Self self) {
+                                Tile const& tile, auto& storage, SharedStorage& smem, Self self) {
     Epilogue const& e = p.epilogue;
-    int const share = self.group * kBlockBytes, units = e.units(part);
+    Tile const part = row_block(tile, self.group);
+    ChunkShare const share{smem.exchange, self.group, tile.rows > 64};
+    int const units = e.units(part);
     typename Epilogue::State state;
-    e.begin(state, part, self.thread);
+    // As in consume(): what is derived from the thread is not kept until it is needed again.
+    auto const thread = [&] { return int(kept(uint32_t(self.thread))); };
+    e.begin(state, part, thread());
 #pragma unroll(Epilogue::kCopies)
     for (int first = 0; first < C.tile_n / 64; first += 2) {
       if (first >= units) break;
-      uint32_t stage[2] = {0, 0};
+      typename Epilogue::Stages stages{};
+      e.begin_block(state, part, first, thread());
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         if (first + i < units) {
           smem.full[at.stage].wait(at.phase);
-          stage[i] = shared_address(smem.b[at.stage] + share);
-          e.read_unit(sums + 32 * i, stage[i], state, part, first + i, self.thread, storage);
+          stages.a[i] = shared_address(smem.a[at.stage] + self.group * kBlockBytes);
+          stages.b[i] = shared_address(smem.b[at.stage] + self.group * kBlockBytes);
+          e.read_unit(sums + 32 * i, stages.b[i], state, part, first + i, thread(), storage);
           at.advance();
         }
       }
-      int const thread = int(kept(uint32_t(self.thread)));  // as in consume()
-      e.store_units(sums, stage, part, first, thread, storage);
+      e.store_units(sums, stages, part, first, thread(), storage, share);
       __syncwarp();
       if (self.leads_warp()) {
         Loop::release(smem.empty[at.before(1)]);
-        if (stage[1] != 0) Loop::release(smem.empty[at.before(2)]);
+        if (stages.b[1] != 0) Loop::release(smem.empty[at.before(2)]);
       }
 #pragma unroll
       for (int i = 0; i + 64 < C.tile_n / 2; ++i) sums[i] = sums[i + 64];
     }
-    e.finish(state, part, self.thread);
+    e.finish(state, part, thread());
   }
 
   static __device__ void consume(Params const& p, SharedStorage& smem, Self self) {
@@ -202,28 +200,41 @@ struct ScaledProduct : GroupedProduct<C, Loader, Epilogue> {
     Cursor at;
     QueueEnd tiles;
     Tile tile, following;
-    bool more = smem.tiles.take(tiles, tile);
+    // Registers are short: a tile without an expert is none, all have the same `inner`, and `apart`
+    // is a bit of `rows` until the tile's turn comes.
+    auto const take = [&](Tile& to) {
+      if (!smem.tiles.take(tiles, to)) to.expert = -1;
+      to.rows |= int(to.apart) << 16;
+    };
+    auto const unpacked = [&](Tile to) {
+      to.apart = to.rows >> 16 != 0;
+      to.rows &= 0xffff;
+      to.inner = p.work.inner;
+      return to;
+    };
+    take(following);
+    tile = unpacked(following);
     OwnRows own(p, tile, self);
-    for (; more; tile = following) {
+    for (; tile.expert >= 0; tile = unpacked(following)) {
       Tile const part = row_block(tile, self.group);
       if constexpr (!kGathers) own = OwnRows(p, tile, self);
       if (part.rows <= 0) {
         int units = 0;
         if constexpr (Base::kReads) units = p.epilogue.units(tile);
         Loop::pass(Loop::steps(tile) + units, at, smem, self);
-        more = smem.tiles.take(tiles, following);
+        take(following);
         if constexpr (kGathers) own = OwnRows(p, following, self);
         continue;
       }
       sum(p, sums, at, tile, own, smem, self, [&](bool takes) {
-        if (takes) more = smem.tiles.take(tiles, following);
+        if (takes) take(following);
       });
       if constexpr (kGathers) own = OwnRows(p, following, self);  // loaded beside the stores
       // Else what epilogues derive from the thread would be computed before the sum, and spill.
       Self late = self;
       late.thread = int(kept(uint32_t(self.thread)));
       if constexpr (Base::kReads) {
-        finish(p, sums, at, part, storage, smem, late);
+        finish(p, sums, at, tile, storage, smem, late);
       } else {
         typename Epilogue::template Parcel<C.tile_n> parcel;
         parcel.begin(p.epilogue, sums, storage, part, late.thread);
@@ -235,6 +246,7 @@ struct ScaledProduct : GroupedProduct<C, Loader, Epilogue> {
   }
 
   static __device__ void run(Params const& p, SharedStorage& smem) {
+    if (threadIdx.x == 0) smem.exchange.init();  // Base's fence and barrier follow
     Base::run(p, smem, [&](Self self) {
       consume(p, smem, self);
       if (self.leads_warp()) tma_store_wait<0>();  // shared memory must outlive the last store

@@ -2,12 +2,38 @@
 // lane, from there to global memory.
 //
 // TMA stores are faster where the boxes are not needed again at once (docs/measured/float8.md). The
-// down gradient has up to seven boxes of results for 128 columns, and room for two.
+// down gradient has up to eight boxes of results for 128 columns, and room for a few.
 #pragma once
 #include "cuda/products.h"
 #include "cuda/sm90/fragment.cuh"
 
 namespace guild::cuda {
+
+// Loads issued here: the compiler would move them to where the value is used, steps later.
+__device__ inline float load_now(float const* from) {
+  float value;
+  asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(value) : "l"(from));
+  return value;
+}
+__device__ inline int load_now(int32_t const* from) {
+  int value;
+  asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(value) : "l"(from));
+  return value;
+}
+
+__device__ inline uint32_t load_shared_half(uint32_t from) {
+  uint16_t half;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(half) : "r"(from) : "memory");
+  return half;
+}
+__device__ inline uint4 load_shared_16(uint32_t from) {
+  uint4 w;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w)
+               : "r"(from)
+               : "memory");
+  return w;
+}
 
 // A matrix of whole 16-byte chunks, rows on 16-byte boundaries. A box is 64 rows of 128 bytes.
 struct ByteRows {
@@ -17,6 +43,25 @@ struct ByteRows {
   // Stores the warp's 16 rows of a box from byte `col` on, up to byte `end`, of the tile's rows.
   // Called by whole warps, each when it has written its rows; it may write them again afterwards.
   __device__ void store(uint32_t box, Tile const& tile, int col, int end, int thread) const {
+    for_each_chunk(box, tile, col, end, thread,
+                   [](char* to, uint32_t from) { copy_16_bytes(to, from); });
+  }
+
+  // The same of codes that lie as a quad's CodeWords (quantized_fragment.cuh) follow each other: of
+  // 16 columns each thread's two of the first 8, then its two of the others.
+  __device__ void store_codes(uint32_t box, Tile const& tile, int col, int end, int thread) const {
+    for_each_chunk(box, tile, col, end, thread, [](char* to, uint32_t from) {
+      uint4 const w = load_shared_16(from);
+      *reinterpret_cast<uint4*>(to) = {__byte_perm(w.x, w.y, 0x5410), __byte_perm(w.z, w.w, 0x5410),
+                                       __byte_perm(w.x, w.y, 0x7632),
+                                       __byte_perm(w.z, w.w, 0x7632)};
+    });
+  }
+
+ private:
+  template <class Copy>
+  __device__ void for_each_chunk(uint32_t box, Tile const& tile, int col, int end, int thread,
+                                 Copy&& copy) const {
     int const first = thread / 32 * 16 + thread % 32 / 8, chunk = thread % 8;
     __syncwarp();
     if (col + 16 * chunk < end) {
@@ -24,7 +69,7 @@ struct ByteRows {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         uint32_t const from = chunk_address(box, first + 4 * i, chunk);
-        if (first + 4 * i < tile.rows) copy_16_bytes(to + 4 * i * stride, from);
+        if (first + 4 * i < tile.rows) copy(to + 4 * i * stride, from);
       }
     }
     __syncwarp();
@@ -55,12 +100,12 @@ struct GateUpRows {
 
   // Stores the tile's 128 columns from `col` on, 64 values a thread, of gate (half 0) or up; not
   // for alternating columns.
-  __device__ void put_half(int half, float const* value, StoreBoxes const& boxes, Tile const& tile,
-                           int col, int thread) const {
+  __device__ void put_half(int half, float const* value, uint32_t const (&boxes)[2],
+                           Tile const& tile, int col, int thread) const {
     int const begin = half * kBytes * columns;
 #pragma unroll
     for (int part = 0; part < 2; ++part) {
-      uint32_t const box = boxes.address(part);
+      uint32_t const box = boxes[part];
       if (col + 64 * part >= columns) break;
       fragment_to_box<T>(box, value + 32 * part, thread);
       rows.store(box, tile, begin + kBytes * (col + 64 * part), begin + kBytes * columns, thread);
@@ -68,11 +113,11 @@ struct GateUpRows {
   }
 
   // The same with 64 columns of gate and up, 32 values a thread of each, alternating.
-  __device__ void put_alternating(float const* gate, float const* up, StoreBoxes const& boxes,
+  __device__ void put_alternating(float const* gate, float const* up, uint32_t const (&boxes)[2],
                                   Tile const& tile, int col, int thread) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      uint32_t const box = boxes.address(i);
+      uint32_t const box = boxes[i];
       alternating_to_box<T>(box, gate + 16 * i, up + 16 * i, thread);
       rows.store(box, tile, kBytes * (2 * col + 64 * i), 2 * kBytes * columns, thread);
     }

@@ -1,0 +1,159 @@
+// Results as FP8 chunks (guild/float8_chunks.h), made where they are quantised by row: a tile's 128
+// rows are a chunk, of which each of the two consumers has 64.
+//
+// A chunk's scale follows from its largest value, so the consumers' warps tell each other theirs. A
+// consumer writes its half of each column: 64 bytes.
+#pragma once
+#include "cuda/sm90/float8/quantized_fragment.cuh"
+
+namespace guild::cuda {
+
+// (slots, halves of `columns` columns, 128) codes and a scale for every 128 columns of a half;
+// codes null: not wanted.
+struct ChunkOutput {
+  uint8_t* codes;
+  Scales scales;
+  int columns, blocks, halves;  // of a half: columns, blocks of them
+
+  __device__ uint8_t* place(int slot, int half, int col) const {
+    return codes + ((int64_t(slot) * halves + half) * columns + col) * kScaleBlock;
+  }
+  __device__ void put_scale(int slot, int half, int col, float scale) const {
+    int const block = half * blocks + col / int(kScaleBlock);
+    scales.data[slot * scales.row_stride + block * scales.col_stride] = scale;
+  }
+};
+
+// Bits of the largest absolute values of a block of gate, up and A': they compare as the values do,
+// with NaN above all.
+struct Magnitudes {
+  uint32_t gate, up, a;
+};
+
+// Largest values of both consumers' rows, in shared memory.
+struct ChunkExchange {
+  uint4 of_warp[3][8];  // two for both consumers in turns, one for the first alone
+  Barrier told;         // of both: by each of their warps
+  uint32_t turn[8];     // of each warp, the parity of its next wait
+
+  __device__ void init() {
+    told.init(8);
+    for (uint32_t& t : turn) t = 0;
+  }
+};
+
+// One consumer's part of a chunk.
+struct ChunkShare {
+  ChunkExchange& exchange;
+  int group;
+  bool both;  // else the chunk's rows are all of the first consumer
+
+  // Called by whole warps.
+  __device__ void tell(Magnitudes const& own, int thread) const {
+    uint32_t const gate = __reduce_max_sync(~0u, own.gate), up = __reduce_max_sync(~0u, own.up);
+    uint32_t const a = __reduce_max_sync(~0u, own.a);
+    if (thread % 32 == 0) {
+      int const warp = 4 * group + thread / 32;
+      exchange.of_warp[both ? exchange.turn[warp] : 2][warp] = uint4{gate, up, a, 0};
+      if (both) exchange.told.arrive();
+    }
+  }
+  // Called by all threads of the consumer; they must meet at a barrier before the next tell().
+  __device__ Magnitudes heard(int thread) const {
+    uint32_t& turn = exchange.turn[4 * group + thread / 32];
+    uint32_t const of = both ? turn : 2;
+    __syncwarp();
+    if (both) {
+      exchange.told.wait(of);
+      if (thread % 32 == 0) turn = of ^ 1;
+    } else {
+      warpgroup_barrier();
+    }
+    Magnitudes most{};
+#pragma unroll
+    for (int warp = 0; warp < 8; ++warp) {
+      if (warp >= 4 && !both) break;
+      uint4 const m = exchange.of_warp[of][warp];
+      most = {max(most.gate, m.x), max(most.up, m.y), max(most.a, m.z)};
+    }
+    return most;
+  }
+};
+
+// Multiplies codes by powers of two of at most 1 and rounds them again. E4M3's products are exact
+// in half precision, or below half of the smallest code.
+template <Float8 format>
+__device__ inline void scale_codes(CodeWords& codes, float const (&factor)[2]) {
+#pragma unroll
+  for (int below = 0; below < 2; ++below) {
+    __half2 const f = __float2half2_rn(factor[below]);
+    auto const scaled = [&](uint32_t pair) -> uint32_t {
+      __half2 const value(
+          __nv_cvt_fp8x2_to_halfraw2(__nv_fp8x2_storage_t(pair & 0xffff), kHardwareFormat<format>));
+      if constexpr (format == Float8::e4m3) {
+        return __nv_cvt_halfraw2_to_fp8x2(__half2_raw(__hmul2(value, f)), __NV_SATFINITE,
+                                          __NV_E4M3);
+      } else {
+        float2 const v = __half22float2(value);
+        return encode_pair<format>(v.x * factor[below], v.y * factor[below]);
+      }
+    };
+#pragma unroll
+    for (uint32_t& word : codes.word[below]) word = scaled(word) | scaled(word >> 16) << 16;
+  }
+}
+
+// Zeros for the rows that a tile does not have.
+__device__ inline void clear_absent(CodeWords& codes, Tile const& tile, int thread) {
+#pragma unroll
+  for (int below = 0; below < 2; ++below) {
+    bool const present = fragment_row(thread) + 8 * below < tile.rows;
+#pragma unroll
+    for (uint32_t& word : codes.word[below]) word = present ? word : 0;
+  }
+}
+
+// A turned box: 128 columns of 64 bytes, two in 128 bytes. Pieces of 16 bytes, a warp's rows, are
+// exchanged so that neither columns nor pieces of one column meet in a bank.
+__device__ inline uint32_t piece_address(uint32_t box, int column, int piece) {
+  int const line = column / 2;
+  return box + line * 128 + (column % 2 * 4 + (piece ^ line % 4)) * 16;
+}
+
+// Writes the first `columns` columns. In a piece rows r and r + 8 follow each other: a thread has
+// both.
+__device__ inline void turn_codes(uint32_t box, CodeWords const& codes, int columns, int thread) {
+  uint32_t const first = piece_address(box, thread % 32, thread / 32);
+#pragma unroll
+  for (int i = 0; i < 8; i += 2) {
+    if (16 * i >= columns) break;
+    uint32_t word[4];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      uint32_t const upper = codes.word[0][i + j], lower = codes.word[1][i + j];
+      word[2 * j] = __byte_perm(upper, lower, 0x5140);
+      word[2 * j + 1] = __byte_perm(upper, lower, 0x7362);
+    }
+    store_matrices_transposed(first + 1024 * i, word[0], word[1], word[2], word[3]);
+  }
+}
+
+// Stores `columns` columns of a turned box that the consumer has written to `to`, the chunk's first
+// of them. Of a consumer that is alone the other's 64 bytes become zeros.
+__device__ inline void store_turned(uint32_t box, uint8_t* to, int columns, ChunkShare const& share,
+                                    int thread) {
+  int const piece = thread % 4;
+  uint8_t* const own = to + 64 * share.group + 16 * piece;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    int const column = thread / 4 + 32 * i;
+    if (column >= columns) break;
+    uint4* const at = reinterpret_cast<uint4*>(own + column * kScaleBlock);
+    uint4 const w = load_shared_16(piece_address(box, column, piece));
+    *at = {__byte_perm(w.x, w.y, 0x6420), __byte_perm(w.z, w.w, 0x6420),
+           __byte_perm(w.x, w.y, 0x7531), __byte_perm(w.z, w.w, 0x7531)};
+    if (!share.both) at[4] = {0, 0, 0, 0};
+  }
+}
+
+}  // namespace guild::cuda
