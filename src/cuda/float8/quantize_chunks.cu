@@ -52,13 +52,16 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 2 ? 4 : 2) elements
   }
   smem.tile.put(patch_column(), codes);
   __syncthreads();
-  store_turned(smem.tile, {x.place(slot, column), kScaleBlock, true}, int(kScaleBlock), columns);
+  store_turned(smem.tile, {x.place(slot, column), kScaleBlock, true, true}, int(kScaleBlock),
+               columns);
 }
 
 // ---- of codes
 // ------------------------------------------------------------------------------------
 
-// A thread has 16 columns of eight rows. Its half of the 256 columns has a scale of its own.
+// A thread has 16 columns of eight rows. Its half of the 256 columns has a scale of its own. Blocks
+// go through all chunks before they go on to other columns: rows that are gathered several times
+// are still in L2 then, since what is written does not stay there.
 constexpr int kWide = 2 * int(kScaleBlock);
 
 struct CodeStorage {
@@ -99,8 +102,7 @@ __device__ float largest_scale(float own, CodeStorage& smem, int half) {
 template <bool aligned, Float8 format>
 __global__ void __launch_bounds__(kTileThreads, 4) codes_kernel(ChunkArgs const x) {
   __shared__ CodeStorage smem;
-  int const pairs = (x.blocks + 1) / 2, across = x.halves * pairs;
-  int const pair = blockIdx.x % across, slot = blockIdx.x / across;
+  int const pairs = (x.blocks + 1) / 2, pair = blockIdx.y, slot = blockIdx.x;
   find_chunk(x.groups, slot, smem.rows);
   if (smem.rows.count == 0) return;
   int const first = pair % pairs * kWide, half = pair / pairs;
@@ -146,14 +148,16 @@ __global__ void __launch_bounds__(kTileThreads, 4) codes_kernel(ChunkArgs const 
   smem.tile.put(own_column, left);
   smem.tile.put(own_column + 8, right);
   __syncthreads();
-  store_turned(smem.tile, {x.place(slot, column), kScaleBlock, true}, int(kScaleBlock), columns);
+  store_turned(smem.tile, {x.place(slot, column), kScaleBlock, true, true}, int(kScaleBlock),
+               columns);
 }
 
 // ---- launch
 // --------------------------------------------------------------------------------------
 
+// across: blocks of threads for a chunk.
 unsigned grid_of(QuantizeChunks const& x, int64_t across) {
-  int64_t const blocks = chunk_slots(x.rows, x.groups) * x.halves * across;
+  int64_t const blocks = chunk_slots(x.rows, x.groups) * across;
   require(blocks <= (int64_t(1) << 31) - 1, "rows: expected fewer than 2^31 blocks, got ", blocks);
   return unsigned(blocks);
 }
@@ -165,7 +169,11 @@ void launch(QuantizeChunks const& x, ChunkArgs const& args, Queue const& queue) 
       bool const aligned = address % 16 == 0 && args.x_stride % 16 == 0 && args.columns % 16 == 0;
       auto const kernel =
           aligned ? codes_kernel<true, format.value> : codes_kernel<false, format.value>;
-      kernel<<<grid_of(x, (args.blocks + 1) / 2), kTileThreads, 0, queue.stream>>>(args);
+      int64_t const across = x.halves * ((args.blocks + 1) / 2);
+      require(across <= 65535, "columns: expected at most 65,535 times 256 of codes on CUDA, got ",
+              x.halves * x.columns);
+      dim3 const grid(grid_of(x, 1), unsigned(across));
+      kernel<<<grid, kTileThreads, 0, queue.stream>>>(args);
       return;
     }
     with_element(x.dtype, [&](auto element) {
@@ -174,7 +182,7 @@ void launch(QuantizeChunks const& x, ChunkArgs const& args, Queue const& queue) 
       bool const aligned = address % 16 == 0 && args.x_stride % unit == 0 && args.columns % 8 == 0;
       auto const kernel = aligned ? elements_kernel<T, Steps::next, format.value>
                                   : elements_kernel<T, Steps::any, format.value>;
-      kernel<<<grid_of(x, args.blocks), kTileThreads, 0, queue.stream>>>(args, x.scale);
+      kernel<<<grid_of(x, x.halves * args.blocks), kTileThreads, 0, queue.stream>>>(args, x.scale);
     });
   });
   cuda_check(cudaGetLastError(), "launch of quantize_chunks");
