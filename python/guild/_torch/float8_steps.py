@@ -92,7 +92,7 @@ class Kept(NamedTuple):
 def reads_codes(flags: LayerFlags) -> bool:
     """Whether the down gradient's CUDA kernel reads H as codes: with the plain SwiGLU alone."""
     settings = slice(5)  # without a limit clamp_after means nothing
-    return flags[settings] == Activation.named("silu").scalars[settings] and not flags.interleaved
+    return flags[settings] == Activation.named("silu").scalars[settings]
 
 
 def in_16_bits(kept: Kept, flags: LayerFlags, dtype: torch.dtype) -> Kept:
@@ -222,8 +222,12 @@ def data_gradients(
     rows, (count, hidden, size) = places.row_token.shape[0], experts.down.shape
     halves = experts.up_scales.shape[1]
     scores = places.row_score
-    if kept.scales is not None and dout.is_cuda and not reads_codes(flags):
-        kept = in_16_bits(kept, flags, dout.dtype)
+    order = flags
+    if kept.scales is not None and dout.is_cuda:
+        if reads_codes(flags):
+            flags = flags._replace(interleaved=False)  # as codes are
+        else:
+            kept = in_16_bits(kept, flags, dout.dtype)
     given = quantized_rows(dout, recipe.gradients, recipe.scales)
     from_dh = (wanted.up and not recipe.regroups) or wanted.up_bias
     dh = dout.new_empty(rows, halves * size) if from_dh else None
@@ -247,6 +251,8 @@ def data_gradients(
         *(dh_chunks or (None, None)),
         *(a_chunks or (None, None)),
     )
+    if flags != order and dh is not None:
+        dh = dh.unflatten(1, (2, -1)).mT.flatten(1)
     dscores = dx = None
     if parts is not None:
         about = places.slot_row, places.offsets, dout, b_down, size, token_offsets

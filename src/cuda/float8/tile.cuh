@@ -166,11 +166,12 @@ __device__ inline uint32_t largest_of_block(uint32_t value, uint32_t (&warps)[kT
 // ---- writing
 // -------------------------------------------------------------------------------------
 
-// A matrix of codes with contiguous columns. aligned: rows begin on 16-byte boundaries.
+// A matrix of codes with contiguous columns. aligned: rows begin on 16-byte boundaries. streams:
+// L2 is better used for what is read than for these.
 struct CodeRows {
   uint8_t* data;
   int64_t stride;
-  bool aligned;
+  bool aligned, streams = false;
 };
 
 // Codes of a thread's patch, row by row.
@@ -253,7 +254,12 @@ __device__ inline void store_turned(TurnedTile<width> const& tile, CodeRows cons
     uint4 const words = tile.take(column, unit);
     uint8_t* const row = to.data + column * to.stride + 16 * unit;
     if (to.aligned && left >= 16) {
-      *reinterpret_cast<uint4*>(row) = words;
+      auto* const all = reinterpret_cast<uint4*>(row);
+      if (to.streams) {
+        __stcs(all, words);
+      } else {
+        *all = words;
+      }
     } else {
       uint32_t const w[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll

@@ -43,8 +43,7 @@ void scaled_row_product(ScaledRowProduct const& x, Queue const& queue) {
         launch_rows<codes.value>(x, StoreDirect<T>{x.direct, bias}, queue);
       } else {
         StoreRows<T> const rows{row_output<T>(x.d, x.rows, x.n, 1, "d"), bias};
-        launch_rows<codes.value>(x, StoreRowsAtOnce<T>{rows, byte_rows(x.d, x.n, sizeof(T))},
-                                 queue);
+        launch_rows<codes.value>(x, StoreRowsAtOnce<T>{rows}, queue);
       }
     });
   });
