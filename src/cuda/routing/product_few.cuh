@@ -8,6 +8,8 @@
 //   warp 1   rows of x, by TMA
 //   warps 0 .. 3 then multiply: tokens are wgmma's M, experts its N
 #pragma once
+#include <algorithm>
+
 #include "cuda/alignment.h"
 #include "cuda/sm90/arch/copy.cuh"
 #include "cuda/sm90/arch/dependence.cuh"
@@ -48,8 +50,12 @@ struct RouterProductOfFew {
   // Dynamic shared memory: rows of x of all steps of a chunk, their weights, a barrier for each
   // piece. wgmma reads 64 rows of a step of x: where it has fewer, the others are what follows, and
   // what they give is not looked at.
+  // At least what lets no two blocks share a multiprocessor: these start while the kernel before
+  // still fills all but a few multiprocessors, and would gather on those few.
+  static constexpr int kAlone = 115 * 1024;
   static constexpr int bytes(int chunk, int rows) {
-    return chunk * (rows * kRowBytes + kWeightBytes) + kMostPieces * int(sizeof(Barrier));
+    return std::max(kAlone,
+                    chunk * (rows * kRowBytes + kWeightBytes) + kMostPieces * int(sizeof(Barrier)));
   }
   static constexpr int kMostBytes = bytes(int(kMostRouterChunk) / 64, kRouterTiles[0].tokens);
 

@@ -5,7 +5,7 @@
 
 #include "check.h"
 #include "check_router_logits.h"
-#include "cuda/routing/logit_parts.cuh"
+#include "cuda/routing/route_few.cuh"
 #include "cuda/sm90/arch/dependence.cuh"
 #include "shared/tiles.h"
 
@@ -93,7 +93,27 @@ int tokens_of_block(int64_t tokens, int most, Queue const& queue) {
   return int(std::min<int64_t>(even, most));
 }
 
+__global__ void __launch_bounds__(RouteOfToken::kMostExperts) route_few_kernel(Route x,
+                                                                               LogitParts parts,
+                                                                               int experts) {
+  __shared__ RouteOfToken smem;
+  let_next_start();
+  wait_for_previous();
+  bool const nan = smem.find_keys(x, parts, experts);
+  if (x.router.groups > 1) smem.close_groups(x.router, experts / x.router.groups);
+  if (threadIdx.x >= 32) return;
+  smem.choose(experts, int(x.top_k));
+  smem.write(x, experts, nan);
+}
+
 void route_parts(Route const& x, LogitParts const& parts, Queue const& queue) {
+  if (serves_few(x)) {
+    int const threads = int(ceil_div(x.experts, 32) * 32);
+    cuda_check(launch_early(route_few_kernel, dim3(unsigned(x.tokens)), threads, 0, queue.stream, x,
+                            parts, int(x.experts)),
+               "launch of route");
+    return;
+  }
   auto const launch = [&](auto shape, Deal const& deal) {
     using S = decltype(shape);
     int const tokens = tokens_of_block(x.tokens, S::tokens, queue);

@@ -97,7 +97,7 @@ TEST_P(RouterProduct, IsTheSumAndHasItsBitsInAnyCompany) {
 
 TEST_P(RouterProduct, RoutesAsRouteDoes) {
   for (LogitsCase const& c :
-       {LogitsCase{5, 1160, 12}, {31, 2056, 130}, {300, 4096, 64}, {40, 64, 600}}) {
+       {LogitsCase{5, 1160, 12}, {31, 2056, 130}, {9, 1152, 300}, {300, 4096, 64}, {40, 64, 600}}) {
     DType const dtype = dtypes().back();
     DType const wide = dtype == DType::float64 ? DType::float64 : DType::float32;
     std::vector<double> values;
