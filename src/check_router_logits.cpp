@@ -28,6 +28,7 @@ void check(RouterLogits const& x) {
 
 void check_pair(RouterLogits const& product, Route const& route) {
   require(product.logits.data == nullptr, "product.logits: expected null, for they are not kept");
+  require(!product.sigmoid, "product.sigmoid: expected false, for the router takes logits");
   require(route.logits.data == nullptr, "logits: expected null, for the product makes them");
   require(route.tokens == product.tokens, "tokens: expected ", product.tokens,
           " as the product has, got ", route.tokens);

@@ -18,6 +18,7 @@ struct RouterLogits {
   ConstRows weight;               // (E, H)
   Rows logits;                    // (T, E) out
   void* workspace = nullptr;      // router_logits_workspace_bytes()
+  bool sigmoid = false;           // whether sigmoid(logits) take their place, as a gate's scores
 };
 
 int64_t router_logits_workspace_bytes(int64_t tokens, int64_t hidden, int64_t experts, DType dtype);

@@ -52,11 +52,12 @@ def quick_output(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
     if layer.routing.selection_bias and (bias := router._buffers.get("selection_bias")) is None:
         return None
     shared = layer.shared
-    dense = None, None, None, None  # a residual; or weights and scale of what is added
+    dense = (None,) * 5  # a residual; or weights and scale of what is added, or the scale's gate
     if type(shared) is SharedExperts and shared.is_plain(layer):
-        dense = None, *shared.weights(), shared.scale(flat)
+        gate = shared.gate_weight(flat)
+        dense = None, *shared.weights(), shared.scale(flat) if gate is None else None, gate
     elif shared is not None:
-        dense = shared(flat), None, None, None
+        dense = shared(flat), None, None, None, None
     try:
         rest = *dense, w_up, w_down, layer.b_up, layer.b_down, _prepared(layer)
         if torch.is_inference_mode_enabled():

@@ -11,6 +11,8 @@ from guild.experts import experts_mlp
 from guild.experts_inference import quick_shared
 from guild.logits import LogitLinear, has_plain_call
 
+_NARROW = frozenset((torch.bfloat16, torch.float16))
+
 
 class SharedExperts(nn.Module):
     """One MLP for every token: shared(x) = act(x W1^T) W2^T.
@@ -63,6 +65,18 @@ class SharedExperts(nn.Module):
     def scale(self, x: Tensor) -> Tensor | None:
         """What each token's results are multiplied by, (tokens, 1); None without a gate."""
         return None if self.gate is None else torch.sigmoid(self.gate(x))
+
+    def gate_weight(self, x: Tensor) -> Tensor | None:
+        """The gate's weight where sigmoid(x weight^T) is all there is to the scale, on a GPU.
+
+        guild::infer_layer computes that itself. On the CPU its bits would not be torch.sigmoid's.
+        """
+        gate = self.gate
+        if type(gate) is not LogitLinear or not x.is_cuda or x.dtype not in _NARROW:
+            return None
+        weight = gate._parameters["weight"]
+        plain = type(weight) is nn.Parameter and gate._parameters["bias"] is None
+        return weight if plain and has_plain_call(gate) else None
 
     def is_plain(self, layer: nn.Module) -> bool:
         """Whether a call is the MLP and its scale alone, with a layer's activation and order."""

@@ -5,6 +5,7 @@
 #include "guild/cpu.h"
 #include "processor.h"
 #include "shared/router_product.h"
+#include "shared/routing.h"
 
 namespace guild::cpu {
 
@@ -89,6 +90,14 @@ void router_logits(RouterLogits const& x) {
   check(x);
   require(x.logits.data != nullptr || x.tokens == 0, "logits: expected a pointer, got null");
   multiply(x, x.logits);
+  if (!x.sigmoid) return;
+  with_element(x.dtype, [&]<class T>() {
+    using F = Compute<T>;
+    for (int64_t t = 0; t < x.tokens; ++t) {
+      F* const row = rows_of<F>(x.logits, x.experts).row(t);
+      for (int64_t e = 0; e < x.experts; ++e) row[e] = F(1) / (F(1) + exact_exp(-row[e]));
+    }
+  });
 }
 
 void route_tokens(RouterLogits const& product, Route const& x) {

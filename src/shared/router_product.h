@@ -10,7 +10,8 @@ namespace guild {
 
 // A chunk of a sum over H is summed in order by one accumulator; then the chunks are added in
 // order.
-constexpr int64_t router_chunk(int64_t hidden) { return hidden <= 4096 ? 512 : 1024; }
+inline constexpr int64_t kMostRouterChunk = 1024;
+constexpr int64_t router_chunk(int64_t hidden) { return hidden <= 4096 ? 512 : kMostRouterChunk; }
 constexpr int64_t router_chunks(int64_t hidden) {
   return std::max<int64_t>(1, ceil_div(hidden, router_chunk(hidden)));
 }
@@ -28,6 +29,11 @@ inline constexpr RouterTile kRouterTiles[] = {
 
 // Up to this many experts the router can add the chunks itself.
 inline constexpr int64_t kMostSplitExperts = 512;
+
+// Whether a kernel of its own serves, whose tile is the first of kRouterTiles.
+constexpr bool few_for_router(int64_t tokens, int64_t hidden, int64_t experts) {
+  return tokens <= kRouterTiles[0].tokens && hidden % 64 == 0 && experts <= kMostSplitExperts;
+}
 
 // Microseconds that the product is expected to take on an H200: the slowest of what one
 // multiprocessor loads and what passes through its shared memory, what L2 delivers to all, and what
@@ -57,6 +63,7 @@ inline double expected_router_time(RouterTile const& tile, int64_t tokens, int64
 // The tile that is expected to be fastest. Of tiles that are not split for few tokens one block
 // would read a whole row of the weight.
 inline RouterTile choose_router_tile(int64_t tokens, int64_t hidden, int64_t experts) {
+  if (few_for_router(tokens, hidden, experts)) return kRouterTiles[0];
   RouterTile best = kRouterTiles[7];
   double least = expected_router_time(best, tokens, hidden, experts);
   for (RouterTile const& tile : kRouterTiles) {

@@ -122,8 +122,9 @@ void define_inference(Library& m) {
       "w_down, Tensor? b_up, Tensor? b_down, Tensor settings) -> (Tensor o, Tensor offsets)");
   m.def(
       "infer_layer(Tensor x, Tensor router, Tensor? selection_bias, Tensor? residual, Tensor? "
-      "shared_up, Tensor? shared_down, Tensor? shared_scale, Tensor w_up, Tensor w_down, Tensor? "
-      "b_up, Tensor? b_down, Tensor settings) -> (Tensor o, Tensor offsets)");
+      "shared_up, Tensor? shared_down, Tensor? shared_scale, Tensor? shared_gate, Tensor w_up, "
+      "Tensor w_down, Tensor? b_up, Tensor? b_down, Tensor settings) -> (Tensor o, Tensor "
+      "offsets)");
   m.def("infer_shared(Tensor x, Tensor w_up, Tensor w_down, Tensor settings) -> Tensor");
 }
 

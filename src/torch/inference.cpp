@@ -19,6 +19,7 @@ constexpr int64_t kSmallBuffer = 1 << 18;
 struct Shared {
   Tensor const &w_up, &w_down;  // (W, H) or with a gate (2 W, H); (H, W)
   MaybeTensor const& scale;     // (T, 1) scores: what their results are multiplied by
+  MaybeTensor const& gate;      // (1, H): what that follows from; at most one of the two
 };
 
 Layer shared_layer(Layer layer, Shared const& shared) {
@@ -42,10 +43,12 @@ SharedScratch carve_shared(Carver& carver, Layer const& shared) {
 // What a call needs memory for. The sizes of shared experts are those of a layer whose one expert
 // has all rows.
 struct Needs {
-  bool routes;           // the layer chooses its tokens' experts itself
-  int64_t router_bytes;  // what that takes
-  Layer const* shared;   // null: none
-  bool rides = false;    // shared experts are run together with the others
+  bool routes;             // the layer chooses its tokens' experts itself
+  int64_t router_bytes;    // what that takes
+  Layer const* shared;     // null: none
+  bool rides = false;      // shared experts are run together with the others
+  bool gated = false;      // their scale is computed
+  int64_t gate_bytes = 0;  // what that takes
 };
 
 // Parts of the buffer.
@@ -57,6 +60,8 @@ struct Scratch {
   int32_t *row_token, *slot_row;  // (R) each
   void *sort, *products;          // work buffers
   void* shared_rows;              // (T, H); null without shared experts
+  void* shared_scale;             // (T, 1), where it is computed
+  void* gate;                     // a work buffer
   SharedScratch shared;           // where they are run apart
 };
 
@@ -80,6 +85,8 @@ Scratch carve(Carver& carver, Layer const& layer, Needs const& needs) {
                               : moe_forward_workspace_bytes(s, layer.dtype));
   if (needs.shared == nullptr) return found;
   found.shared_rows = carver.take(s.tokens, s.hidden, element_bytes(layer.dtype));
+  found.shared_scale = carver.take(needs.gated ? s.tokens : 0, sizeof(float));
+  found.gate = carver.take(needs.gate_bytes);
   if (!needs.rides) found.shared = carve_shared(carver, *needs.shared);
   return found;
 }
@@ -236,11 +243,15 @@ Tensor run_layer(Place const& place, Operands given, RoutedBy const& by, Activat
   if (shared.has_value()) dense = shared_layer(layer, *shared);
   bool const rides = dense && place.on_cuda() && !layer.transposed && has_rows(given.w.up) &&
                      has_rows(given.w.down) && cuda::shared_rides(layer.sizes);
+  std::optional<RouterProduct> gate;
+  if (shared && shared->gate) gate.emplace(place, given.x, *shared->gate);
   Buffer const buffer(place, layer,
                       {.routes = true,
                        .router_bytes = product.workspace_bytes(),
                        .shared = dense ? &*dense : nullptr,
-                       .rides = rides});
+                       .rides = rides,
+                       .gated = gate.has_value(),
+                       .gate_bytes = gate ? gate->workspace_bytes() : 0});
   cuda::SharedExpert riding;
   if (rides) {
     riding = shared_expert(place, *dense, *shared, buffer.parts.shared_rows);
@@ -251,6 +262,10 @@ Tensor run_layer(Place const& place, Operands given, RoutedBy const& by, Activat
   if (dense && shared->scale.has_value()) {
     given.residual_scale = place.packed(*shared->scale, "shared_scale", score_dtype(layer.dtype),
                                         {layer.sizes.tokens, 1});
+  }
+  if (gate) {
+    gate->gate(place, buffer.parts.shared_scale, buffer.parts.gate);
+    given.residual_scale = buffer.parts.shared_scale;
   }
   route.ids = buffer.parts.ids;
   route.scores = buffer.parts.scores;
@@ -340,18 +355,20 @@ Tensors2 infer_experts(Tensor const& x, Tensor const& ids, Tensor const& scores,
 Tensors2 infer_layer(Tensor const& x, Tensor const& router, MaybeTensor const& selection_bias,
                      MaybeTensor const& residual, MaybeTensor const& shared_up,
                      MaybeTensor const& shared_down, MaybeTensor const& shared_scale,
-                     Tensor const& w_up, Tensor const& w_down, MaybeTensor const& b_up,
-                     MaybeTensor const& b_down, Tensor const& settings) {
+                     MaybeTensor const& shared_gate, Tensor const& w_up, Tensor const& w_down,
+                     MaybeTensor const& b_up, MaybeTensor const& b_down, Tensor const& settings) {
   Place const place(x, "x");
   Settings const told(settings, kOfExperts + kOfRouter);
   MaybeTensor const all;
   RoutedBy const by{router, selection_bias, /*token_mask=*/all, told.top_k(), told.router()};
   bool const dense = shared_up.has_value();
   require(shared_down.has_value() == dense && !(dense && residual.has_value()) &&
-              (dense || !shared_scale.has_value()),
+              (dense || !(shared_scale.has_value() || shared_gate.has_value())),
           "shared_up: expected both weights and no residual, or none");
+  require(!(shared_scale.has_value() && shared_gate.has_value()),
+          "shared_gate: expected no shared_scale beside it");
   std::optional<Shared> shared;
-  if (dense) shared.emplace(Shared{*shared_up, *shared_down, shared_scale});
+  if (dense) shared.emplace(Shared{*shared_up, *shared_down, shared_scale, shared_gate});
   Tensor const out = rows_like(place, x);
   Tensor const offsets = run_layer(place, {x, residual, {w_up, std::nullopt, w_down}, b_up, b_down},
                                    by, told.activation(), told.flags(), shared, out);
@@ -369,7 +386,7 @@ Tensor infer_shared(Tensor const& x, Tensor const& w_up, Tensor const& w_down,
   plain.activation = told.activation();
   plain.order = told.flags().interleaved ? GateUp::interleaved : GateUp::concatenated;
   MaybeTensor const no_scale;
-  Shared const shared{w_up, w_down, no_scale};
+  Shared const shared{w_up, w_down, no_scale, no_scale};
   Layer const layer = shared_layer(plain, shared);
   Carver counting(nullptr);
   carve_shared(counting, layer);

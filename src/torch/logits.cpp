@@ -98,6 +98,15 @@ Tensor RouterProduct::logits(Place const& place) {
   return found;
 }
 
+void RouterProduct::gate(Place const& place, void* to, void* workspace) {
+  require(args_.experts == 1, "shared_gate: expected one row, got ", args_.experts);
+  require(!by_torch_, "shared_gate: expected bfloat16 or float16, and on CUDA rows of 16 bytes");
+  args_.logits = {to, 0};
+  args_.workspace = workspace;
+  args_.sigmoid = true;
+  place.run(cpu::router_logits, cuda::router_logits, args_);
+}
+
 void RouterProduct::route(Place const& place, Route const& given, void* workspace) {
   if (by_torch_) {
     Tensor const found = logits(place);

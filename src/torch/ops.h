@@ -95,6 +95,8 @@ class RouterProduct {
   int64_t workspace_bytes() const;
   // logits in a new tensor, float32, or float64
   Tensor logits(Place const& place);
+  // sigmoid(logits) to `to`, (T, 1) float32; of 16-bit operands that the kernels can read.
+  void gate(Place const& place, void* to, void* workspace);
   // Routes by the logits, which are not kept, into the outputs of `route`.
   void route(Place const& place, Route const& route, void* workspace);
 
@@ -180,17 +182,18 @@ Tensor moe_layer_out(Tensor const& x, Tensor const& router, MaybeTensor const& s
 // The same two into a new tensor -> out (T, H), offsets, with fewer arguments: ids are (T, K), w_up
 // is one tensor, no token is masked. In place of a residual infer_layer takes the weights of shared
 // experts with the layer's activation and order, (W, H) or with a gate (2 W, H), and (H, W), and
-// runs them; shared_scale, (T, 1) as scores are, is what their results are multiplied by. settings,
-// float64 on the CPU: kind, gated, alpha, limit, up_offset, clamp_after, interleaved, transposed;
-// of infer_layer also top_k, score, renormalize, scale, groups, top_groups, sum_floor, group_score.
+// runs them; what their results are multiplied by is shared_scale, (T, 1) as scores are, or
+// sigmoid(x shared_gate^T) of 16-bit operands with shared_gate (1, H). settings, float64 on the
+// CPU: kind, gated, alpha, limit, up_offset, clamp_after, interleaved, transposed; of infer_layer
+// also top_k, score, renormalize, scale, groups, top_groups, sum_floor, group_score.
 Tensors2 infer_experts(Tensor const& x, Tensor const& ids, Tensor const& scores,
                        MaybeTensor const& residual, Tensor const& w_up, Tensor const& w_down,
                        MaybeTensor const& b_up, MaybeTensor const& b_down, Tensor const& settings);
 Tensors2 infer_layer(Tensor const& x, Tensor const& router, MaybeTensor const& selection_bias,
                      MaybeTensor const& residual, MaybeTensor const& shared_up,
                      MaybeTensor const& shared_down, MaybeTensor const& shared_scale,
-                     Tensor const& w_up, Tensor const& w_down, MaybeTensor const& b_up,
-                     MaybeTensor const& b_down, Tensor const& settings);
+                     MaybeTensor const& shared_gate, Tensor const& w_up, Tensor const& w_down,
+                     MaybeTensor const& b_up, MaybeTensor const& b_down, Tensor const& settings);
 // Shared experts alone; settings as of infer_experts, weights never transposed.
 Tensor infer_shared(Tensor const& x, Tensor const& w_up, Tensor const& w_down,
                     Tensor const& settings);

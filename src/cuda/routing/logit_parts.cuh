@@ -10,23 +10,33 @@ struct LogitParts {
   int64_t stride;  // elements from one part to the next
   int count;
 
-  // All parts, eight at a time, are under way before the first is added.
-  __device__ float sum(int64_t i) const {
+  // Elements i[0], i[1], ... Parts, eight at a time, are under way before the first is added.
+  template <int elements>
+  __device__ void sum_of(int64_t const (&i)[elements], float (&sum)[elements]) const {
     constexpr int kAtOnce = 8;
-    float sum = 0;
 #pragma unroll 1
     for (int first = 0; first < count; first += kAtOnce) {
-      float value[kAtOnce];
+      float value[kAtOnce][elements];
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
-        if (first + k < count) value[k] = data[(first + k) * stride + i];
+#pragma unroll
+        for (int e = 0; e < elements; ++e) {
+          if (first + k < count) value[k][e] = data[(first + k) * stride + i[e]];
+        }
       }
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
-        if (first + k < count) sum = first + k == 0 ? value[k] : sum + value[k];
+#pragma unroll
+        for (int e = 0; e < elements; ++e) {
+          if (first + k < count) sum[e] = first + k == 0 ? value[k][e] : sum[e] + value[k][e];
+        }
       }
     }
-    return sum;
+  }
+  __device__ float sum(int64_t i) const {
+    float sum[1] = {};
+    sum_of({i}, sum);
+    return sum[0];
   }
 };
 

@@ -19,15 +19,20 @@ void check_on_gpu(RouterLogits const& x) {
   require_aligned(x.weight, "weight");
 }
 
+template <class Params>
+void set_results(Params& p, RouterLogits const& x, LogitParts const& to, int64_t stride) {
+  p.out = const_cast<float*>(to.data);
+  p.part_stride = to.stride;
+  p.stride = stride;
+  p.in_pairs = stride % 2 == 0 && x.experts % 2 == 0 && reinterpret_cast<uintptr_t>(p.out) % 8 == 0;
+}
+
 template <class T, int tokens, int experts>
 void launch_product(RouterLogits const& x, LogitParts const& to, int64_t stride,
                     Queue const& queue) {
   using Product = RouterProduct<T, tokens, experts>;
   typename Product::Params p = router_params<Product>(x, to.count);
-  p.out = const_cast<float*>(to.data);
-  p.part_stride = to.stride;
-  p.stride = stride;
-  p.in_pairs = stride % 2 == 0 && x.experts % 2 == 0 && reinterpret_cast<uintptr_t>(p.out) % 8 == 0;
+  set_results(p, x, to, stride);
   constexpr int bytes = sizeof(typename Product::SharedStorage);
   static AllowedOn allowed;
   allow_shared_memory(router_product_kernel<Product>, bytes, allowed,
@@ -40,8 +45,23 @@ void launch_product(RouterLogits const& x, LogitParts const& to, int64_t stride,
 }
 
 template <class T>
+void launch_few(RouterLogits const& x, LogitParts const& to, int64_t stride, Queue const& queue) {
+  using Product = RouterProductOfFew<T>;
+  typename Product::Params p = few_router_params<T>(x);
+  set_results(p, x, to, stride);
+  static AllowedOn allowed;
+  allow_shared_memory(router_product_of_few_kernel<T>, Product::kMostBytes, allowed,
+                      "shared memory of the router's product");
+  dim3 const blocks(unsigned(ceil_div(x.experts, Product::kExperts)), unsigned(to.count));
+  cuda_check(launch_early(router_product_of_few_kernel<T>, blocks, Product::kThreads,
+                          Product::bytes(p.chunk, p.rows), queue.stream, p),
+             "launch of the router's product");
+}
+
+template <class T>
 void launch_tile(RouterTile const& tile, RouterLogits const& x, LogitParts const& to,
                  int64_t stride, Queue const& queue) {
+  if (few_for_router(x.tokens, x.hidden, x.experts)) return launch_few<T>(x, to, stride, queue);
   auto const is = [&](int tokens, int experts) {
     return tile.tokens == tokens && tile.experts == experts;
   };
@@ -57,11 +77,14 @@ void launch_tile(RouterTile const& tile, RouterLogits const& x, LogitParts const
 constexpr int kThreads = 256;
 
 __global__ void __launch_bounds__(kThreads) add_parts_kernel(LogitParts parts, float* logits,
-                                                             int64_t stride, int experts) {
+                                                             int64_t stride, int experts,
+                                                             bool sigmoid) {
   wait_for_previous();
   let_next_start();
   int64_t const i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
-  if (i < parts.stride) logits[i / experts * stride + i % experts] = parts.sum(i);
+  if (i >= parts.stride) return;
+  float const logit = parts.sum(i);
+  logits[i / experts * stride + i % experts] = sigmoid ? 1.f / (1.f + expf(-logit)) : logit;
 }
 
 }  // namespace
@@ -70,7 +93,7 @@ LogitParts multiply_for_router(RouterLogits const& x, Queue const& queue) {
   check_on_gpu(x);
   RouterTile const tile = choose_router_tile(x.tokens, x.hidden, x.experts);
   int const count = tile.split ? int(router_chunks(x.hidden)) : 1;
-  bool const direct = count == 1 && x.logits.data != nullptr;
+  bool const direct = count == 1 && x.logits.data != nullptr && !x.sigmoid;
   LogitParts const to{static_cast<float*>(direct ? x.logits.data : x.workspace),
                       x.tokens * x.experts, count};
   if (x.tokens == 0) return to;
@@ -83,11 +106,11 @@ LogitParts multiply_for_router(RouterLogits const& x, Queue const& queue) {
 void router_logits(RouterLogits const& x, Queue queue) {
   require(x.logits.data != nullptr || x.tokens == 0, "logits: expected a pointer, got null");
   LogitParts const parts = multiply_for_router(x, queue);
-  if (x.tokens == 0 || parts.count == 1) return;
+  if (x.tokens == 0 || (parts.count == 1 && !x.sigmoid)) return;
   unsigned const blocks = unsigned(ceil_div(parts.stride, kThreads));
   cuda_check(launch_early(add_parts_kernel, dim3(blocks), kThreads, 0, queue.stream, parts,
                           static_cast<float*>(x.logits.data), row_stride(x.logits, x.experts),
-                          int(x.experts)),
+                          int(x.experts), x.sigmoid),
              "launch of the router's product");
 }
 

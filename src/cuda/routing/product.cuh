@@ -10,6 +10,7 @@
 #pragma once
 #include <algorithm>
 
+#include "cuda/routing/product_few.cuh"
 #include "cuda/sm90/arch/copy.cuh"
 #include "cuda/sm90/arch/dependence.cuh"
 #include "cuda/sm90/arch/wgmma.cuh"
@@ -23,13 +24,6 @@ namespace guild::cuda {
 
 // Up to this many tokens a block fetches its weights early: few other blocks read the same.
 inline constexpr int64_t kFewForRouter = 256;
-
-// Fetches a box into L2.
-__device__ inline void prefetch_box(CUtensorMap const& map, Coordinate at) {
-  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];" ::"l"(&map),
-               "r"(at.x), "r"(at.y), "r"(at.z)
-               : "memory");
-}
 
 template <class T, int tile_tokens, int tile_experts>
 struct RouterProduct {

@@ -5,7 +5,7 @@
 
 #include "check.h"
 #include "check_router_logits.h"
-#include "cuda/routing/logit_parts.cuh"
+#include "cuda/routing/route_few.cuh"
 #include "cuda/sm90/arch/dependence.cuh"
 #include "shared/tiles.h"
 
@@ -32,29 +32,59 @@ __global__ void __launch_bounds__(kRouterThreads, blocks_at_once(S::per_lane)) r
   if (seat.token - threadIdx.x % 32 / S::lanes >= x.tokens) return;  // the whole warp
   float const* const row =
       static_cast<float const*>(x.logits.data) + min(seat.token, x.tokens - 1) * stride;
-  route_token(x, deal, seat, row, chosen[seat.token_in_block]);
+  route_token(x, deal, seat, row, /*keys=*/nullptr, chosen[seat.token_in_block]);
+}
+
+// Adds up the logits of some tokens, from element `first` of the product on, with the whole block,
+// and turns them into keys if `keys` is there. Bytes that are waited for together: two elements a
+// thread where there are as many.
+__device__ void add_up_logits(Route const& x, LogitParts const& parts, int64_t first, int count,
+                              int experts, float* logits, float* keys) {
+  auto const* const bias = static_cast<float const*>(x.selection_bias);
+  auto const bias_of = [&](int i) {
+    return keys != nullptr && bias != nullptr ? bias[i % experts] : 0.f;
+  };
+  auto const put = [&](int i, float logit, float bias) {
+    logits[i] = logit;
+    if (keys != nullptr) keys[i] = plain_key(x, logit, bias);
+  };
+  int i = threadIdx.x;
+#pragma unroll 1
+  for (; i + kRouterThreads < count; i += 2 * kRouterThreads) {
+    int const j = i + kRouterThreads;
+    float const biases[] = {bias_of(i), bias_of(j)};
+    float sum[2] = {};
+    parts.sum_of({first + i, first + j}, sum);
+    put(i, sum[0], biases[0]);
+    put(j, sum[1], biases[1]);
+  }
+  if (i < count) {
+    float const bias = bias_of(i);
+    put(i, parts.sum(first + i), bias);
+  }
 }
 
 // The same from a product in parts, which the whole block adds up first. Fewer tokens than a block
 // has room for, so that many blocks share the loads.
 template <class S>
-__global__ void __launch_bounds__(kRouterThreads, blocks_at_once(S::per_lane)) route_parts_kernel(
-    Route x, LogitParts parts, int tokens_of_block, Deal deal) {
+__global__ void __launch_bounds__(kRouterThreads, std::min(4, blocks_at_once(S::per_lane)))
+route_parts_kernel(Route x, LogitParts parts, int tokens_of_block, Deal deal) {
   __shared__ uint32_t chosen[S::tokens][S::experts];
-  extern __shared__ __align__(16) float logits[];  // (tokens_of_block, E)
+  extern __shared__ __align__(16) float logits[];  // (tokens_of_block, E), followed by their keys
   let_next_start();
   Seat<S> seat;
   int64_t const first = int64_t(blockIdx.x) * tokens_of_block;
   int const tokens = int(min(int64_t(tokens_of_block), x.tokens - first));
   wait_for_previous();
-  for (int i = threadIdx.x; i < tokens * deal.experts; i += kRouterThreads) {
-    logits[i] = parts.sum(first * deal.experts + i);
-  }
+  int const experts = deal.experts;
+  float* const keys = has_plain_keys(x) ? logits + tokens_of_block * experts : nullptr;
+  add_up_logits(x, parts, first * experts, tokens * experts, experts, logits, keys);
   __syncthreads();
   if (seat.token_in_block - int(threadIdx.x % 32) / S::lanes >= tokens) return;  // the whole warp
   seat.token = seat.token_in_block < tokens ? first + seat.token_in_block : x.tokens;
-  float const* const row = logits + min(seat.token_in_block, tokens - 1) * deal.experts;
-  route_token(x, deal, seat, row, chosen[seat.token_in_block]);
+  int const row = min(seat.token_in_block, tokens - 1) * experts;
+  route_token(x, deal, seat, logits + row, keys == nullptr ? nullptr : keys + row,
+              chosen[seat.token_in_block]);
 }
 
 // As many blocks as there are tokens, up to two for each multiprocessor.
@@ -63,13 +93,34 @@ int tokens_of_block(int64_t tokens, int most, Queue const& queue) {
   return int(std::min<int64_t>(even, most));
 }
 
+__global__ void __launch_bounds__(RouteOfToken::kMostExperts) route_few_kernel(Route x,
+                                                                               LogitParts parts,
+                                                                               int experts) {
+  __shared__ RouteOfToken smem;
+  let_next_start();
+  wait_for_previous();
+  bool const nan = smem.find_keys(x, parts, experts);
+  if (x.router.groups > 1) smem.close_groups(x.router, experts / x.router.groups);
+  if (threadIdx.x >= 32) return;
+  smem.choose(experts, int(x.top_k));
+  smem.write(x, experts, nan);
+}
+
 void route_parts(Route const& x, LogitParts const& parts, Queue const& queue) {
+  if (serves_few(x)) {
+    int const threads = int(ceil_div(x.experts, 32) * 32);
+    cuda_check(launch_early(route_few_kernel, dim3(unsigned(x.tokens)), threads, 0, queue.stream, x,
+                            parts, int(x.experts)),
+               "launch of route");
+    return;
+  }
   auto const launch = [&](auto shape, Deal const& deal) {
     using S = decltype(shape);
     int const tokens = tokens_of_block(x.tokens, S::tokens, queue);
-    int64_t const bytes = tokens * x.experts * int64_t(sizeof(float));
+    int64_t const rows = has_plain_keys(x) ? 2 * tokens : tokens;
     cuda_check(launch_early(route_parts_kernel<S>, dim3(unsigned(ceil_div(x.tokens, tokens))),
-                            kRouterThreads, bytes, queue.stream, x, parts, tokens, deal),
+                            kRouterThreads, rows * x.experts * sizeof(float), queue.stream, x,
+                            parts, tokens, deal),
                "launch of route");
   };
   bool const by_four = x.experts % 4 == 0;

@@ -192,15 +192,28 @@ __device__ void write_choices(Route const& x, Seat<S> const& seat, LaneLogits<S>
   }
 }
 
-// row: the logits of this thread's token; chosen: room for the ids of its choices.
+// Whether an expert's key follows from its own logit alone, but is not that logit.
+GUILD_HD bool has_plain_keys(Route const& x) {
+  return !ranked_by_logit(x) && x.router.score != Score::softmax;
+}
+__device__ inline float plain_key(Route const& x, float logit, float bias) {
+  float const key = unscaled_weight(x.router.score, logit, 0.f);
+  return x.selection_bias != nullptr ? key + bias : key;
+}
+
+// row: the logits of this thread's token; keys: theirs if they are known, else null; chosen: room
+// for the ids of its choices.
 template <class S>
 __device__ void route_token(Route const& x, Deal const& deal, Seat<S> const& seat, float const* row,
-                            uint32_t* chosen) {
+                            float const* keys, uint32_t* chosen) {
   LaneLogits<S> const logits(deal, seat, row);
   uint32_t orders[S::per_lane];
   bool const nan = any_nan(logits.value), full = deal.experts == S::experts;
   if (ranked_by_logit(x)) {
     orders_of(logits.value, logits.count, full && !nan, orders);
+  } else if (keys != nullptr) {
+    LaneLogits<S> const key(deal, seat, keys);
+    orders_of(key.value, key.count, full && !any_nan(key.value), orders);
   } else {
     float key[S::per_lane];
     keys_of_p(x, logits, key);

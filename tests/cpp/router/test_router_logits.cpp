@@ -17,8 +17,9 @@ struct LogitsCase {
 };
 
 // Sums of one chunk and of several, whole and not; tiles of every shape, full and not.
-constexpr LogitsCase kCases[] = {{1, 8, 1},      {70, 72, 5},     {300, 520, 37}, {9, 4104, 60},
-                                 {200, 2880, 8}, {33, 1024, 520}, {1100, 256, 16}};
+constexpr LogitsCase kCases[] = {{1, 8, 1},       {70, 72, 5},    {300, 520, 37},
+                                 {9, 4104, 60},   {200, 2880, 8}, {33, 1024, 520},
+                                 {1100, 256, 16}, {67, 4160, 61}, {130, 64, 40}};
 
 class RouterProduct : public DeviceTest {
  protected:
@@ -74,7 +75,7 @@ void RouterProduct::check(LogitsCase const& c, DType dtype) {
       ASSERT_NEAR(all[t * c.experts + e], sum, allowed) << "token " << t << ", expert " << e;
     }
   }
-  for (int64_t const count : {1, 2, 9, 64, 65, 130}) {
+  for (int64_t const count : {1, 2, 9, 31, 64, 65, 130}) {
     if (count > c.tokens) break;
     for (int64_t const first : {int64_t(0), (c.tokens - count) / 2, c.tokens - count}) {
       auto const some = logits(args, first, count, row_bytes);
@@ -96,7 +97,7 @@ TEST_P(RouterProduct, IsTheSumAndHasItsBitsInAnyCompany) {
 
 TEST_P(RouterProduct, RoutesAsRouteDoes) {
   for (LogitsCase const& c :
-       {LogitsCase{5, 1160, 12}, {31, 2056, 130}, {300, 4096, 64}, {40, 64, 600}}) {
+       {LogitsCase{5, 1160, 12}, {31, 2056, 130}, {9, 1152, 300}, {300, 4096, 64}, {40, 64, 600}}) {
     DType const dtype = dtypes().back();
     DType const wide = dtype == DType::float64 ? DType::float64 : DType::float32;
     std::vector<double> values;
@@ -129,11 +130,31 @@ TEST_P(RouterProduct, RoutesAsRouteDoes) {
   }
 }
 
+TEST_P(RouterProduct, GivesAGatesScores) {
+  for (LogitsCase const& c : {LogitsCase{5, 64, 1}, LogitsCase{40, 1160, 1}, {300, 4096, 3}}) {
+    for (DType const dtype : dtypes()) {
+      std::vector<double> values;
+      Tensor const x_in = random(dtype, c.tokens, c.hidden, 0, values);
+      Tensor const w_in = random(dtype, c.experts, c.hidden, 0, values);
+      RouterLogits args{c.tokens, c.hidden, c.experts, dtype, x_in.view(), w_in.view(), {}, {}};
+      auto const plain = logits(args, 0, c.tokens, 0);
+      args.sigmoid = true;
+      auto const scores = logits(args, 0, c.tokens, 0);
+      double const allowed = dtype == DType::float64 ? 0x1p-50 : 0x1p-21;
+      for (size_t i = 0; i < plain.size(); ++i) {
+        double const expected = 1 / (1 + std::exp(-plain[i]));
+        ASSERT_NEAR(scores[i], expected, allowed * expected + 1e-37) << "logit " << plain[i];
+      }
+    }
+  }
+}
+
 GUILD_DEVICE_TESTS(RouterProduct);
 
 TEST(RouterTile, IsSplitWhereTokensAreFew) {
   EXPECT_TRUE(choose_router_tile(1, 2048, 128).split);
   EXPECT_TRUE(choose_router_tile(64, 7168, 256).split);
+  EXPECT_EQ(choose_router_tile(64, 7168, 256).experts, 16);  // the tile of few_for_router()
   EXPECT_FALSE(choose_router_tile(32768, 2048, 128).split);
   EXPECT_FALSE(choose_router_tile(1, 2048, 1000).split);  // no router adds so many chunks
   EXPECT_EQ(choose_router_tile(1, 2048, 128).tokens, 64);
@@ -186,6 +207,8 @@ TEST(Check, RouteTokens) {
   };
   expect("product.logits: expected null, for they are not kept",
          [&](auto& p, auto&) { p.logits.data = calls.memory; });
+  expect("product.sigmoid: expected false, for the router takes logits",
+         [](auto& p, auto&) { p.sigmoid = true; });
   expect("logits: expected null, for the product makes them",
          [&](auto&, auto& r) { r.logits = {calls.memory}; });
   expect("tokens: expected 4 as the product has, got 3", [](auto&, auto& r) { r.tokens = 3; });

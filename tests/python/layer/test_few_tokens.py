@@ -135,14 +135,16 @@ def test_training_and_inference_have_the_same_bits(gpu: str) -> None:
             assert torch.equal(alone, trained[:tokens])
 
 
-@pytest.mark.parametrize("router", ["softmax_renormalized", "deepseek_v3", "softmax"])
+@pytest.mark.parametrize(
+    ("router", "hidden"), [("softmax_renormalized", 576), ("deepseek_v3", 1088), ("softmax", 520)]
+)
 def test_a_whole_layer_has_the_same_bits_alone_in_company_and_in_training(
-    router: str, gpu: str
+    router: str, hidden: int, gpu: str
 ) -> None:
     """With the router and its product, through the quick way, the long way and autograd."""
     torch.manual_seed(4)
-    layer = guild.MoE(520, WIDTH, 16, TOP_K, router=router, device=gpu, dtype=torch.bfloat16)
-    x = torch.randn(4096, 520, device=gpu, dtype=torch.bfloat16)
+    layer = guild.MoE(hidden, WIDTH, 16, TOP_K, router=router, device=gpu, dtype=torch.bfloat16)
+    x = torch.randn(4096, hidden, device=gpu, dtype=torch.bfloat16)
     trained = layer(x)
     assert trained.requires_grad
     with torch.no_grad():
@@ -206,6 +208,35 @@ def test_graphs_replay_with_any_routing(tokens: int, rounds: int, gpu: str) -> N
         differ |= (experts() != second).any()
         experts.x = kept
     assert first.isfinite().all() and not differ
+
+
+@pytest.mark.parametrize(("tokens", "rounds"), [(1, 10_000), (5, 200), (33, 200)])
+def test_graphs_of_whole_layers_replay_as_they_run(tokens: int, rounds: int, gpu: str) -> None:
+    """Two layers: the router with its product, the experts, and shared ones behind a gate."""
+    torch.manual_seed(5)
+    options = {"shared_experts": 1, "shared_gate": True, "device": gpu, "dtype": torch.bfloat16}
+    layers = [guild.MoE(192, WIDTH, EXPERTS, TOP_K, **options).eval() for _ in range(2)]
+    x, chosen = torch.randn(tokens, 192, device=gpu, dtype=torch.bfloat16), set()
+
+    def run() -> tuple[Tensor, Tensor]:
+        first = layers[0](x)
+        return first, layers[1](first)
+
+    differ = torch.zeros((), dtype=torch.bool, device=gpu)
+    with torch.no_grad():
+        run()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = run()
+        for round_ in range(rounds):
+            x.normal_()
+            graph.replay()
+            for had, wanted in zip(captured, run(), strict=True):
+                differ |= (had != wanted).any()
+            if round_ % 100 == 0:
+                chosen.add(tuple(layers[0](x, return_routing=True)[1].ids.flatten().tolist()))
+    assert not differ
+    assert captured[1].isfinite().all() and len(chosen) > 1
 
 
 SHARED = {

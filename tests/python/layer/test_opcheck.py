@@ -357,15 +357,15 @@ CALLS |= {
         torch.tensor(FLAGS, dtype=torch.float64),
     ),
     "infer_layer": lambda i: (
-        *(i.layer.x, i.router, None, i.layer.dout, None, None, None, i.w_up, i.layer.down),
-        *(*i.biases, torch.tensor((*FLAGS, *ROUTER), dtype=torch.float64)),
+        *(i.layer.x, i.router, None, i.layer.dout, None, None, None, None, i.w_up),
+        *(i.layer.down, *i.biases, torch.tensor((*FLAGS, *ROUTER), dtype=torch.float64)),
     ),
     "infer_shared": lambda i: (
         *(i.layer.x, i.w_up[0], i.layer.down[0], torch.tensor(FLAGS, dtype=torch.float64)),
     ),
     "infer_layer with shared experts": lambda i: (
-        *(i.layer.x, i.router, None, None, i.w_up[0], i.layer.down[0], None, i.w_up),
-        i.layer.down,
+        *(i.layer.x, i.router, None, None, i.w_up[0], i.layer.down[0], None, None),
+        *(i.w_up, i.layer.down),
         *(None, None, torch.tensor((*FLAGS, *ROUTER), dtype=torch.float64)),
     ),
 }

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 import guild
 from guild._torch.operators import ops
-from guild.routing import router_scalars
+from guild.routing import SCORES, router_scalars
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -202,3 +204,32 @@ def test_no_inputs(dtype: torch.dtype) -> None:
     assert logits.shape == (2, 3, 4) and not logits.any()
     logits.sum().backward()
     assert x.grad.shape == x.shape and weight.grad.shape == weight.shape
+
+
+@pytest.mark.parametrize("logits", ["random", "alike", "same", "nan"])
+def test_few_tokens_are_routed_as_their_logits_are(logits: str, device: str) -> None:
+    """By every kind of router, ties and NaN included, where few tokens have their own kernels."""
+    torch.manual_seed(6)
+    place = {"device": device, "dtype": torch.bfloat16}
+    routers = itertools.product((257, 320, 512), SCORES, (False, True), (1, 4), (False, True))
+    for experts, score, renormalize, groups, biased in routers:
+        if experts % groups:
+            continue
+        x, weight = torch.randn(5, 576, **place), torch.randn(experts, 576, **place) / 24
+        if logits == "alike":
+            x, weight = x.sign() * (x.abs() > 2), weight.sign() * (weight.abs() > 0.1)
+        elif logits == "same":
+            weight[:] = weight[0]
+        elif logits == "nan":
+            weight[experts // 3], x[2] = float("nan"), float("nan")
+        bias = torch.randn(experts, device=device) / 20 if biased else None
+        mask = torch.tensor([True, True, False, True, True], device=device)
+        top_groups = max(1, groups // 2)
+        router = guild.Router(
+            score, renormalize, 2.5, biased, groups, top_groups, group_score="max"
+        )
+        scalars = router_scalars(10, router)
+        found = ops.route_tokens(x, weight, bias, mask, *scalars)
+        wanted = ops.route(ops.router_logits(x, weight), bias, mask, *scalars)
+        for one, other in zip(found, wanted, strict=True):
+            assert torch.equal(one.nan_to_num(-7.0), other.nan_to_num(-7.0)), (experts, router)

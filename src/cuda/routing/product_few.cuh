@@ -1,0 +1,177 @@
+// The router's product of a few tokens, with the bits of product.cuh.
+//
+// A block has one chunk of the sums of a few experts, and room for all that it reads: everything is
+// under way before the first of it is multiplied, and takes two instructions for every kSteps of
+// 64 along H. At these sizes issuing them one by one would take longer than memory does.
+//
+//   warp 0   weights, by TMA
+//   warp 1   rows of x, by TMA
+//   warps 0 .. 3 then multiply: tokens are wgmma's M, experts its N
+#pragma once
+#include <algorithm>
+
+#include "cuda/alignment.h"
+#include "cuda/sm90/arch/copy.cuh"
+#include "cuda/sm90/arch/dependence.cuh"
+#include "cuda/sm90/arch/wgmma.cuh"
+#include "cuda/sm90/fragment.cuh"
+#include "cuda/sm90/tensor_map.h"
+#include "guild/router_logits.h"
+#include "shared/router_product.h"
+
+namespace guild::cuda {
+
+// Fetches a box into L2.
+__device__ inline void prefetch_box(CUtensorMap const& map, Coordinate at) {
+  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];" ::"l"(&map),
+               "r"(at.x), "r"(at.y), "r"(at.z)
+               : "memory");
+}
+
+template <class T>
+struct RouterProductOfFew {
+  static constexpr int kExperts = 16, kThreads = 128;
+  static constexpr int kSteps = 4;  // of a piece, 64 deep
+  static constexpr int kMostPieces = int(kMostRouterChunk) / 64 / kSteps;
+  static constexpr int kWeightBytes = kExperts * kRowBytes;  // of a step
+
+  struct Params {
+    CUtensorMap x, weight;  // (steps, tokens or experts, 64); boxes of kSteps x all rows x 64
+    float* out;             // (parts, tokens, experts)
+    int64_t part_stride;
+    int64_t stride;  // of a token
+    int tokens, experts;
+    int rows;       // of x in a step: tokens, padded to eights
+    int steps;      // of H
+    int chunk;      // steps of a chunk
+    bool in_pairs;  // whether two neighbouring logits can be stored at a time
+  };
+
+  // Dynamic shared memory: rows of x of all steps of a chunk, their weights, a barrier for each
+  // piece. wgmma reads 64 rows of a step of x: where it has fewer, the others are what follows, and
+  // what they give is not looked at.
+  // At least what lets no two blocks share a multiprocessor: these start while the kernel before
+  // still fills all but a few multiprocessors, and would gather on those few.
+  static constexpr int kAlone = 115 * 1024;
+  static constexpr int bytes(int chunk, int rows) {
+    return std::max(kAlone,
+                    chunk * (rows * kRowBytes + kWeightBytes) + kMostPieces * int(sizeof(Barrier)));
+  }
+  static constexpr int kMostBytes = bytes(int(kMostRouterChunk) / 64, kRouterTiles[0].tokens);
+
+  static __device__ void multiply(float (&acc)[kExperts / 2], Params const& p, int count,
+                                  Barrier* full, uint32_t x, uint32_t weight) {
+    constexpr int slice_step = kSliceBytes<Major::K> / 16;
+    fence_registers(acc);
+    for (int step = 0; step < count; ++step) {
+      if (step % kSteps == 0) full[step / kSteps].wait(0);
+      uint32_t const a = descriptor<Major::K>(x + step * p.rows * kRowBytes);
+      uint32_t const b = descriptor<Major::K>(weight + step * kWeightBytes);
+      wgmma_fence();
+#pragma unroll
+      for (int slice = 0; slice < 4; ++slice) {
+        mma_slice<T, kExperts, Major::K, Major::K>(acc, a + slice * slice_step,
+                                                   b + slice * slice_step, step > 0 || slice > 0);
+      }
+      wgmma_commit();
+    }
+    wgmma_wait<0>();
+    fence_registers(acc);
+  }
+
+  static __device__ void store(Params const& p, int part, int first_expert,
+                               float const (&sum)[kExperts / 2]) {
+#pragma unroll
+    for (int below = 0; below < 2; ++below) {
+      int const token = fragment_row(threadIdx.x) + 8 * below;
+      if (token >= p.tokens) continue;
+      float* const row = p.out + part * p.part_stride + token * p.stride;
+#pragma unroll
+      for (int block = 0; block < kExperts / 8; ++block) {
+        int const expert = first_expert + 8 * block + fragment_column(threadIdx.x);
+        float const first = sum[4 * block + 2 * below], second = sum[4 * block + 2 * below + 1];
+        if (p.in_pairs && expert < p.experts) {
+          *reinterpret_cast<float2*>(row + expert) = {first, second};
+        } else {
+          if (expert < p.experts) row[expert] = first;
+          if (expert + 1 < p.experts) row[expert + 1] = second;
+        }
+      }
+    }
+  }
+
+  // Blocks: (tiles of experts, chunks).
+  static __device__ void run(Params const& p) {
+    extern __shared__ __align__(1024) char memory[];
+    char *const x = memory, *const weight = x + p.chunk * p.rows * kRowBytes;
+    auto* const full = reinterpret_cast<Barrier*>(weight + p.chunk * kWeightBytes);
+    int const part = blockIdx.y, first = part * p.chunk, expert = blockIdx.x * kExperts;
+    int const count = min(p.chunk, p.steps - first);
+    let_next_start();
+    if (threadIdx.x == 0) {
+      prefetch(p.weight);
+      prefetch(p.x);
+#pragma unroll
+      for (int i = 0; i < kMostPieces; ++i) full[i].init(2);
+      fence_barrier_init();
+      // Only into L2: whatever ran before may still write them.
+      for (int i = 0; i < count; i += kSteps) prefetch_box(p.weight, {0, expert, first + i});
+    }
+    __syncthreads();
+    wait_for_previous();
+    bool const loads_weights = threadIdx.x == 0;
+    if (loads_weights || threadIdx.x == 32) {
+      CUtensorMap const& map = loads_weights ? p.weight : p.x;
+      int const step_bytes = loads_weights ? kWeightBytes : p.rows * kRowBytes;
+      char* const to = loads_weights ? weight : x;
+      for (int i = 0; i < count; i += kSteps) {
+        Barrier& barrier = full[i / kSteps];
+        barrier.arrive_expect(kSteps * step_bytes);
+        tma_load(map, to + i * step_bytes, {0, loads_weights ? expert : 0, first + i}, barrier);
+      }
+    }
+    __syncwarp();
+    float acc[kExperts / 2];
+    forget_registers(acc);
+    multiply(acc, p, count, full, kept(shared_address(x)), kept(shared_address(weight)));
+    store(p, part, expert, acc);
+  }
+};
+
+template <class T>
+__global__ void __launch_bounds__(RouterProductOfFew<T>::kThreads) router_product_of_few_kernel(
+    __grid_constant__ typename RouterProductOfFew<T>::Params const p) {
+  RouterProductOfFew<T>::run(p);
+}
+
+// A matrix (rows, H) as steps: boxes of `box_rows` rows and kSteps steps.
+template <class T>
+CUtensorMap steps_map(ConstRows rows, int64_t count, int64_t hidden, int box_rows,
+                      char const* name) {
+  return tensor_map(rows.data, dtype_of<T>(),
+                    {.x = 64,
+                     .y = count,
+                     .z = hidden / 64,
+                     .y_stride = row_stride(rows, hidden),
+                     .z_stride = 64,
+                     .box_x = 64,
+                     .box_y = box_rows,
+                     .box_z = RouterProductOfFew<T>::kSteps},
+                    name);
+}
+
+// The parameters, but for where results go.
+template <class T>
+typename RouterProductOfFew<T>::Params few_router_params(RouterLogits const& x) {
+  typename RouterProductOfFew<T>::Params p{};
+  p.tokens = int(x.tokens);
+  p.experts = int(x.experts);
+  p.rows = int(ceil_div(x.tokens, 8) * 8);
+  p.steps = int(x.hidden / 64);
+  p.chunk = int(router_chunk(x.hidden) / 64);
+  p.x = steps_map<T>(x.x, x.tokens, x.hidden, p.rows, "x");
+  p.weight = steps_map<T>(x.weight, x.experts, x.hidden, RouterProductOfFew<T>::kExperts, "weight");
+  return p;
+}
+
+}  // namespace guild::cuda
