@@ -3,7 +3,6 @@
 #include <limits>
 
 #include "layer_test.h"
-#include "shared/gemm_config.h"
 
 namespace guild::test {
 
@@ -241,8 +240,8 @@ TEST_P(BiasSums, NanStaysInItsExpert) {
   expect(dirty_down, clean_down, l.s.hidden, "db_down");
 }
 
-// Long sums, which pairs of blocks take: tiles of both, of one, apart, ragged in each, and rows of
-// nobody at the end.
+// Long sums. In the configs of pairs of blocks they have tiles of both blocks, of one, apart,
+// ragged in each, and rows of nobody at the end.
 std::vector<LayerParam> long_sums() {
   char const* why = "";
   std::vector<LayerParam> all;
@@ -263,11 +262,6 @@ std::vector<LayerParam> long_sums() {
     }
   }
   return all;
-}
-
-TEST(BiasSumsOfPairs, ArePairsOfBlocks) {
-  TileCount const count{.rows = 1620, .groups = 9, .columns = 520, .inner = 1280};
-  EXPECT_EQ(kConfigs[choose_config(Product::down_gradient, count)].config.cluster, 2);
 }
 
 GUILD_LAYER_TESTS(BiasSums, false);

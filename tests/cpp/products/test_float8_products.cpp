@@ -49,15 +49,18 @@ std::vector<uint8_t> unsigned_codes(std::vector<uint8_t> codes) {
   return codes;
 }
 
-// kept: the part of the terms' size by which a sum may be off.
+// The part of the terms' size by which a sum may be off: tensor cores keep 13 bits of each sum of
+// 32 terms, and cut the rest off.
+constexpr double kKept = 0x1p-11;
+
 void expect_near(std::vector<Left> const& got, std::vector<Left> const& want,
-                 std::vector<Left> const& size, DType dtype, double kept) {
+                 std::vector<Left> const& size, DType dtype) {
   int64_t const bytes = bytes_of(dtype), count = int64_t(got[0].bytes.size()) / bytes;
   for (int64_t i = 0; i < count; ++i) {
     double const g = decode(dtype, &got[0].bytes[i * bytes]);
     double const w = decode(dtype, &want[0].bytes[i * bytes]);
     double const s = decode(DType::float32, &size[0].bytes[i * 4]);
-    double const bound = kept * s + precision(dtype) * std::abs(w) + 1e-30;
+    double const bound = kKept * s + precision(dtype) * std::abs(w) + 1e-30;
     ASSERT_LE(std::abs(g - w), bound) << "element " << i << ": " << g << ", on the CPU " << w;
   }
 }
@@ -69,7 +72,8 @@ TEST_P(Float8Products, Rows) {
   for (int64_t const k : {16, 272, 720}) {
     for (int64_t const halves : {1, 2}) {
       for (DType const dtype : {DType::bfloat16, DType::float16, DType::float32}) {
-        bool const bias = ++turn % 2, turned = turn % 3 == 0;
+        // CUDA adds biases to 16-bit results alone.
+        bool const bias = ++turn % 2 && dtype != DType::float32, turned = turn % 3 == 0;
         auto const format = Float8(turn / 2 % 2);
         int64_t const across = halves * blocks(k), down = blocks(n);
         auto const a = codes(m * halves * k, format);
@@ -96,7 +100,7 @@ TEST_P(Float8Products, Rows) {
         SCOPED_TRACE(testing::Message() << "K " << k << " x " << halves << ", turn " << turn);
         auto const got = left_by(device(), fill(false)), want = left_by(cpu_device(), fill(false));
         auto const size = left_by(cpu_device(), fill(true));
-        expect_near(got, want, size, dtype, 0x1p-11);
+        expect_near(got, want, size, dtype);
         std::vector<std::byte> const zeros(kSpare * n * bytes_of(dtype));
         auto const& bytes = got[0].bytes;
         EXPECT_TRUE(std::equal(zeros.begin(), zeros.end(), bytes.end() - int64_t(zeros.size())));
@@ -168,7 +172,7 @@ TEST_P(Float8Products, Chunks) {
         };
         SCOPED_TRACE(testing::Message() << out << " x " << in << ", turn " << turn);
         auto const got = left_by(device(), fill(false)), want = left_by(cpu_device(), fill(false));
-        expect_near(got, want, left_by(cpu_device(), fill(true)), dtype, 0x1p-12);
+        expect_near(got, want, left_by(cpu_device(), fill(true)), dtype);
       }
     }
   }
