@@ -19,8 +19,9 @@ struct Queue {
   CUstream_st* stream = nullptr;
   int sms = 0;  // 0: all
   // One int of device memory for products on this stream, with any value: a counter from which
-  // blocks claim tiles (dynamic scheduling), 1 to 3 % faster where layers are large. Null: static
-  // scheduling, with the same results. The composites have one in their workspace.
+  // blocks claim tiles (dynamic scheduling), faster where layers are large, most so where experts
+  // have unequal loads. Null: static scheduling, with the same results. The composites have one in
+  // their workspace.
   int32_t* counter = nullptr;
   // Other kernels run at the same time, such as communication: blocks of products then claim all
   // of their tiles from the counter. A block that waits for a multiprocessor keeps none to itself.

@@ -1,3 +1,4 @@
+#include "cuda/sm90/expert_matrices.cuh"
 #include "cuda/sm90/launch.cuh"
 #include "cuda/sm90/products.h"
 #include "cuda/sm90/store_floats.cuh"
@@ -31,25 +32,6 @@ void launch_expert_product(ExpertProduct const& x, Epilogue const& epilogue, Que
                  queue);
 }
 
-// Where TMA can write the expert's matrices.
-bool has_boxes(ExpertProduct const& x) {
-  bool const transposed = x.d.in_stride != 1;
-  return x.d_dtype == x.dtype && !x.accumulate && x.d.expert_stride % 8 == 0 &&
-         reinterpret_cast<uintptr_t>(x.d.data) % 16 == 0 &&
-         (transposed ? x.d.out_stride == 1 && x.d.in_stride % 8 == 0 : x.d.out_stride % 8 == 0);
-}
-
-template <class T>
-StoreExpert<T> boxes_of_experts(ExpertProduct const& x) {
-  bool const transposed = x.d.in_stride != 1;
-  constexpr int box = kBoxColumns;
-  int64_t const z = places(x.d, x.groups.groups);
-  MapShape const shape = transposed
-                             ? MapShape{x.m, x.n, z, x.d.in_stride, x.d.expert_stride, box, 64, 1}
-                             : MapShape{x.n, x.m, z, x.d.out_stride, x.d.expert_stride, box, 64, 1};
-  return {tensor_map(x.d.data, x.dtype, shape, "dw"), transposed, int(x.n), x.d.expert_at};
-}
-
 }  // namespace
 
 void expert_product(ExpertProduct const& x, Queue const& queue) {
@@ -58,19 +40,13 @@ void expert_product(ExpertProduct const& x, Queue const& queue) {
                         .columns = x.n,
                         .inner = x.rows / x.groups.groups,
                         .ragged = false};
-  DirectOutput const d{.data = x.d.data,
-                       .group_stride = x.d.expert_stride,
-                       .row_stride = x.d.out_stride,
-                       .col_stride = x.d.in_stride,
-                       .is_float = x.d_dtype == DType::float32,
-                       .accumulate = x.accumulate,
-                       .columns = int(x.n),
-                       .group_at = x.d.expert_at};
+  ExpertMatrices const matrices{x.d, x.d_dtype, x.accumulate, x.groups.groups, x.m, x.n};
+  DirectOutput const d = matrices.direct();
   with_type(x.dtype, [&](auto element) {
     using T = decltype(element);
     with_config<Product::experts>(count, [&]<GemmConfig c> {
-      if (has_boxes(x)) {
-        launch_expert_product<T, c>(x, boxes_of_experts<T>(x), queue);
+      if (matrices.have_boxes()) {
+        launch_expert_product<T, c>(x, matrices.boxes<T>("dw"), queue);
       } else if (stores_floats<Along::columns>(d)) {
         launch_expert_product<T, c>(x, StoreFloats<Along::columns>{d}, queue);
       } else if (stores_floats<Along::rows>(d)) {

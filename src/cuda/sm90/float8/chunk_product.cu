@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "cuda/sm90/expert_matrices.cuh"
 #include "cuda/sm90/float8/chunk_kernel.cuh"
 #include "cuda/sm90/launch.cuh"
 #include "cuda/sm90/store_floats.cuh"
@@ -49,25 +50,7 @@ void launch_format(ChunkProduct const& x, Epilogue const& epilogue, Queue const&
   }
 }
 
-// Where TMA can write the groups' matrices.
-bool has_boxes(ChunkProduct const& x) {
-  bool const transposed = x.d.in_stride != 1;
-  return x.d_dtype != DType::float32 && !x.accumulate && x.d.expert_stride % 8 == 0 &&
-         reinterpret_cast<uintptr_t>(x.d.data) % 16 == 0 &&
-         (transposed ? x.d.out_stride == 1 && x.d.in_stride % 8 == 0 : x.d.out_stride % 8 == 0);
-}
-
-template <class T>
-StoreExpertAtOnce<T> boxes_of_groups(ChunkProduct const& x) {
-  bool const transposed = x.d.in_stride != 1;
-  constexpr int box = kBoxColumns;
-  int64_t const z = places(x.d, x.groups), stride = x.d.expert_stride;
-  MapShape const shape = transposed ? MapShape{x.out, x.in, z, x.d.in_stride, stride, box, 64, 1}
-                                    : MapShape{x.in, x.out, z, x.d.out_stride, stride, box, 64, 1};
-  return {{tensor_map(x.d.data, x.d_dtype, shape, "out"), transposed, int(x.in), x.d.expert_at}};
-}
-
-// The same matrices as products of the operands exchanged, where those may be.
+// The matrices as products of the operands exchanged, where those may be.
 ChunkProduct along_columns(ChunkProduct x) {
   if (x.d.in_stride == 1 || x.d.out_stride != 1 || x.a_format != Float8::e4m3) return x;
   std::swap(x.a, x.b);
@@ -80,20 +63,17 @@ ChunkProduct along_columns(ChunkProduct x) {
 
 void chunk_product(ChunkProduct const& product, Queue const& queue) {
   ChunkProduct const x = along_columns(product);
-  DirectOutput const d{.data = x.d.data,
-                       .group_stride = x.d.expert_stride,
-                       .row_stride = x.d.out_stride,
-                       .col_stride = x.d.in_stride,
-                       .is_float = x.d_dtype == DType::float32,
-                       .accumulate = x.accumulate,
-                       .columns = int(x.in),
-                       .group_at = x.d.expert_at};
+  ExpertMatrices const matrices{x.d, x.d_dtype, x.accumulate, x.groups, x.out, x.in};
+  DirectOutput const d = matrices.direct();
   if (stores_floats<Along::columns>(d)) {
     return launch_format(x, StoreFloats<Along::columns>{d}, queue);
   }
   with_type(x.d_dtype, [&](auto element) {
     using T = decltype(element);
-    if (has_boxes(x)) return launch_format(x, boxes_of_groups<T>(x), queue);
+    if (matrices.have_boxes()) {
+      StoreExpertAtOnce<T> const boxes{matrices.boxes<T>("out")};
+      return launch_format(x, boxes, queue);
+    }
     launch_format(x, StoreDirect<T>{d, {}}, queue);
   });
 }
