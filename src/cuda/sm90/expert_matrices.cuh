@@ -1,12 +1,84 @@
-// The matrices of weight gradients, one per group, as the host hands them to the kernels.
+// The matrices of weight gradients, one per group: how the host hands them to the kernels, and the
+// epilogue of those in float32, which are mostly added to what is there.
 #pragma once
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/products.h"
 #include "cuda/sm90/epilogues.cuh"
 #include "cuda/sm90/launch.cuh"
 
-namespace guild::cuda::sm90 {
+namespace guild::cuda {
+
+// The dimension in which a matrix is contiguous.
+enum class Along { columns, rows };
+
+// One float32 matrix per group: contiguous along columns, which come in pairs of 8 bytes, or along
+// rows. A warp touches whole sectors of 32 bytes either way. Where results are added, many are read
+// before the first is written: a trip to memory each would take longer than the tile's sums.
+template <Along along>
+struct StoreFloats {
+  DirectOutput d;
+
+  struct Storage {};
+  template <int n>
+  using Parcel = AllAtOnce<n, StoreFloats>;
+
+  template <int n>
+  __device__ bool start(float (&)[n / 2], Tile const&, int) const {
+    return false;
+  }
+  template <int n>
+  __device__ void store(float const (&acc)[n / 2], Tile const& tile, int thread) const {
+    // What an instruction moves for a thread: two neighbours of a row, or one value.
+    using Value = std::conditional_t<along == Along::columns, float2, float>;
+    constexpr int kEach = sizeof(Value) / sizeof(float), kAtATime = 32 / kEach;
+    int const row = fragment_row(thread), column = tile.col + fragment_column(thread);
+    int64_t const row_stride = along == Along::columns ? d.row_stride : 1;
+    int64_t const col_stride = along == Along::columns ? 1 : d.col_stride;
+    float* const first = static_cast<float*>(d.data) +
+                         placed(d.group_at, tile.expert) * d.group_stride +
+                         (tile.row + row) * row_stride + column * col_stride;
+    // How far below and beside the thread's first sum its sum i lies (fragment.cuh).
+    auto const down = [](int i) { return i % 4 / 2 * 8; };
+    auto const across = [](int i) { return i / 4 * 8 + i % 2; };
+    auto const exists = [&](int i) {
+      return row + down(i) < tile.rows && column + across(i) < d.columns;
+    };
+    auto const place = [&](int i) {
+      return reinterpret_cast<Value*>(first + down(i) * row_stride + across(i) * col_stride);
+    };
+#pragma unroll
+    for (int begin = 0; begin < n / 2; begin += kAtATime * kEach) {
+      Value old[kAtATime];
+#pragma unroll
+      for (int i = 0; i < kAtATime; ++i) {
+        int const at = begin + kEach * i;
+        old[i] = d.accumulate && exists(at) ? *place(at) : Value{};
+      }
+#pragma unroll
+      for (int i = 0; i < kAtATime; ++i) {
+        int const at = begin + kEach * i;
+        if (!exists(at)) continue;
+        if constexpr (along == Along::columns) {
+          *place(at) = {acc[at] + old[i].x, acc[at + 1] + old[i].y};
+        } else {
+          *place(at) = acc[at] + old[i];
+        }
+      }
+    }
+  }
+};
+
+// Whether StoreFloats can store a matrix, taken as contiguous along columns or along rows.
+template <Along along>
+bool stores_floats(DirectOutput const& d) {
+  if (along == Along::rows) return d.is_float && d.row_stride == 1;
+  return d.is_float && d.col_stride == 1 && d.columns % 2 == 0 && d.row_stride % 2 == 0 &&
+         d.group_stride % 2 == 0 && reinterpret_cast<uintptr_t>(d.data) % 8 == 0;
+}
+
+namespace sm90 {
 
 struct ExpertMatrices {
   Weight d;
@@ -48,4 +120,5 @@ struct ExpertMatrices {
   }
 };
 
-}  // namespace guild::cuda::sm90
+}  // namespace sm90
+}  // namespace guild::cuda

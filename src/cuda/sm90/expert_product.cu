@@ -1,7 +1,6 @@
 #include "cuda/sm90/expert_matrices.cuh"
 #include "cuda/sm90/launch.cuh"
 #include "cuda/sm90/products.h"
-#include "cuda/sm90/store_floats.cuh"
 
 namespace guild::cuda::sm90 {
 namespace {

@@ -5,7 +5,6 @@
 #include "cuda/sm90/expert_matrices.cuh"
 #include "cuda/sm90/float8/chunk_kernel.cuh"
 #include "cuda/sm90/launch.cuh"
-#include "cuda/sm90/store_floats.cuh"
 
 namespace guild::cuda::sm90 {
 namespace {
