@@ -35,27 +35,21 @@ __device__ inline void tma_load_once(CUtensorMap const& map, void* to, Coordinat
       "l"(&map), "r"(shared_address(&done.word)), "r"(at.x), "r"(at.y), "r"(at.z), "l"(policy)
       : "memory");
 }
-// The same for a whole stage: stage_map.h.
+// The same for a whole stage by stage_map(), or one by group_map() of stage_map.h, where `row`
+// counts eights.
 struct StageCoordinate {
   int row, step, expert;
 };
+enum class StageBox { stage, group };
+template <StageBox box = StageBox::stage>
 __device__ inline void tma_load_stage(CUtensorMap const& map, void* to, StageCoordinate at,
                                       Barrier& done, uint64_t policy) {
+  constexpr bool by_group = box == StageBox::group;
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1, {%3, %4, %3, %5, %6}], [%2], %7;" ::"r"(shared_address(to)),
-      "l"(&map), "r"(shared_address(&done.word)), "r"(0), "r"(at.row), "r"(at.step), "r"(at.expert),
-      "l"(policy)
-      : "memory");
-}
-// The same by group_map() of stage_map.h. row: in eights.
-__device__ inline void tma_load_groups(CUtensorMap const& map, void* to, StageCoordinate at,
-                                       Barrier& done, uint64_t policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1, {%3, %3, %4, %5, %6}], [%2], %7;" ::"r"(shared_address(to)),
-      "l"(&map), "r"(shared_address(&done.word)), "r"(0), "r"(at.step), "r"(at.row), "r"(at.expert),
-      "l"(policy)
+      "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(shared_address(to)),
+      "l"(&map), "r"(shared_address(&done.word)), "r"(0), "r"(by_group ? 0 : at.row),
+      "r"(by_group ? at.step : 0), "r"(by_group ? at.row : at.step), "r"(at.expert), "l"(policy)
       : "memory");
 }
 __device__ inline uint64_t evict_first() {

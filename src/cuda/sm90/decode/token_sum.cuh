@@ -127,8 +127,8 @@ struct TokenSumKernel {
         if (!p.weight.by_group) {
           load_boxes(p, plan, ring.stage[at.stage], full, pass, i, policy);
         } else if (lane < groups) {
-          tma_load_groups(map, ring.stage[at.stage].weight + lane * each,
-                          {row, i * S.steps(), expert}, full, policy);
+          tma_load_stage<StageBox::group>(map, ring.stage[at.stage].weight + lane * each,
+                                          {row, i * S.steps(), expert}, full, policy);
         }
         __syncwarp();
       }
