@@ -10,8 +10,10 @@ namespace guild::test {
 
 namespace {
 
-// Tensor cores keep 13 bits while they sum, which moves .2 to .9 % of codes in a simulation.
-constexpr double kMostOtherCodes = .015;
+// Tensor cores cut terms off 13 bits below the largest. In a simulation that moves .2 to .9 % of
+// codes, and small values by up to 0x1.2p-13 of the largest that a block can hold; with 12 bits it
+// would be 2 % and 0x1.bp-11.
+constexpr double kMostOtherCodes = .015, kLost = 0x1p-11;
 
 int64_t blocks(int64_t size) { return (size + kScaleBlock - 1) / kScaleBlock; }
 
@@ -114,6 +116,23 @@ class Float8Steps : public testing::TestWithParam<StepParam> {
     cpu_device().run(q);
     return made;
   }
+  // H (R, W) in halves, as codes whose scales are powers of two.
+  Quantised codes_of(std::vector<std::byte> const& h) const {
+    int64_t const count = s.rows(), halves = GetParam().halves(), across = blocks(s.intermediate);
+    Quantised made{std::vector<uint8_t>(count * width()),
+                   std::vector<float>(count * halves * across)};
+    for (int64_t half = 0; half < halves; ++half) {
+      int64_t const begin = half * s.intermediate;
+      QuantizeRows q;
+      q.rows = count, q.columns = s.intermediate, q.dtype = GetParam().dtype();
+      q.scale = ScaleKind::power_of_two;
+      q.x = {h.data() + begin * bytes_of(q.dtype), width()},
+      q.codes = {&made.codes[begin], width()};
+      q.scales = {&made.scales[half * across], 0, halves * across, 1};
+      cpu_device().run(q);
+    }
+    return made;
+  }
   Routing routing(Operands& m) const {
     Routing r;
     r.offsets = m.in(rowing.offsets);
@@ -121,6 +140,45 @@ class Float8Steps : public testing::TestWithParam<StepParam> {
     if (gathers()) r.row_token = m.in(rowing.row_token);
     return r;
   }
+
+  // A down gradient without what is wanted beside dH's codes.
+  ScaledDownGradient down_gradient(Operands& m, Quantised const& dout, Quantised const& w) const {
+    StepParam const& p = GetParam();
+    int64_t const of_h = p.halves() * blocks(s.intermediate), across = blocks(s.intermediate);
+    ScaledDownGradient d;
+    d.sizes = s, d.dtype = p.dtype(), d.activation = p.act().activation, d.order = p.order();
+    d.routing = routing(m), d.scale = p.scale();
+    d.dout_format = d.format = p.gradients();
+    d.dout = {m.in(dout.codes)}, d.dout_scales = {m.in(dout.scales), 0, blocks(s.hidden), 1};
+    d.w_down = {m.in(w.codes), s.hidden * s.intermediate, 1, s.hidden};
+    d.w_scales = {m.in(w.scales), blocks(s.hidden) * across, across, 1};
+    d.dh_codes = {m.out<uint8_t>("dh", s.rows() * width())};
+    d.dh_scales = {m.out<float>("dh_scales", s.rows() * of_h), 0, of_h, 1};
+    return d;
+  }
+  // Room for dH and A' in the layer's dtype.
+  void want_values(ScaledDownGradient& d, Operands& m) const {
+    int64_t const size = bytes_of(d.dtype);
+    d.dh = {m.out<std::byte>("dh_values", s.rows() * width() * size)};
+    d.a_scaled = {m.out<std::byte>("a_scaled", s.rows() * s.intermediate * size)};
+  }
+  Chunks chunks(Operands& m, char const* codes, char const* scales, int64_t halves) const {
+    int64_t const slots = chunk_slots(s.rows(), s.experts),
+                  across = halves * blocks(s.intermediate);
+    auto* const room = m.out<uint8_t>(codes, slots * halves * s.intermediate * kScaleBlock);
+    return {room, {m.out<float>(scales, slots * across), 0, across, 1}};
+  }
+  QuantizeChunks quantiser(Operands& m, int64_t halves, Float8 format) const {
+    QuantizeChunks q;
+    q.rows = s.rows(), q.groups = s.experts, q.columns = s.intermediate, q.halves = halves;
+    q.dtype = GetParam().dtype(), q.format = format, q.offsets = m.in(rowing.offsets);
+    Chunks const room = chunks(m, "chunks", "chunk_scales", halves);
+    q.codes = room.codes, q.scales = room.scales;
+    return q;
+  }
+  // In slots that hold a chunk; the others were not written.
+  void expect_chunks(std::vector<Left> const& got, std::string const& name,
+                     std::vector<Left> const& want) const;
 
   void expect_codes(std::vector<Left> const& got, std::vector<Left> const& want, char const* name,
                     int64_t columns, Float8 format) const;
@@ -167,9 +225,9 @@ void Float8Steps::expect_codes(std::vector<Left> const& got, std::vector<Left> c
       ASSERT_TRUE(same) << "row " << r << ", column " << c << ": scale " << scale << ", on the CPU "
                         << their_scale;
       // A neighbour is at most an eighth or, with two bits, a quarter away. Small values are what
-      // larger terms leave, of whose sums tensor cores keep 13 bits.
+      // larger terms leave.
       double const step = std::max(std::abs(w) / (format == Float8::e4m3 ? 7 : 3),
-                                   std::max(scale, their_scale) * largest_of(format) * 0x1p-13);
+                                   std::max(scale, their_scale) * largest_of(format) * kLost);
       ASSERT_LE(std::abs(g - w), step) << "row " << r << ", column " << c;
       other += mine[at] != theirs[at];
     }
@@ -230,27 +288,38 @@ TEST_P(Float8Steps, Up) {
   if (keeps && !keeps_codes) expect_values(got, want, "h", width(), p.dtype(), 0x1p-8);
 }
 
+void Float8Steps::expect_chunks(std::vector<Left> const& got, std::string const& name,
+                                std::vector<Left> const& want) const {
+  int64_t const slots = chunk_slots(s.rows(), s.experts);
+  std::vector<bool> used(slots);
+  for (int64_t e = 0; e < s.experts; ++e) {
+    int64_t const begin = rowing.offsets[e], count = rowing.offsets[e + 1] - begin;
+    for (int64_t j = 0; j < blocks(count); ++j) used[begin / kScaleBlock + e + j] = true;
+  }
+  for (char const* const part : {"s", "_scales"}) {
+    SCOPED_TRACE(name + part);
+    auto const& mine = named(got, name + part).bytes;
+    auto const& theirs = named(want, std::string("chunk") + part).bytes;
+    ASSERT_EQ(mine.size(), theirs.size());
+    size_t const size = mine.size() / size_t(slots);
+    for (int64_t slot = 0; slot < slots; ++slot) {
+      auto const first = mine.begin() + slot * int64_t(size), other = theirs.begin() + slot * size;
+      bool const same = std::equal(first, first + size, other);
+      ASSERT_TRUE(same) << "slot " << slot << (used[slot] ? "" : ", which no chunk has");
+    }
+  }
+}
+
 TEST_P(Float8Steps, DownGradient) {
   StepParam const& p = GetParam();
   auto const dout = rows(s.hidden, p.gradients(), 1);
   auto const w = weights(1, s.hidden, s.intermediate, true, 2);
   auto const h = normal(p.dtype(), s.rows(), width(), 3);
-  int64_t const of_h = p.halves() * blocks(s.intermediate), across = blocks(s.intermediate);
   auto const fill = [&](Operands& m) -> AnyStep {
-    ScaledDownGradient d;
-    d.sizes = s, d.dtype = p.dtype(), d.activation = p.act().activation, d.order = p.order();
-    d.routing = routing(m), d.scale = p.scale();
-    d.dout_format = d.format = p.gradients();
-    d.dout = {m.in(dout.codes)}, d.dout_scales = {m.in(dout.scales), 0, blocks(s.hidden), 1};
-    d.w_down = {m.in(w.codes), s.hidden * s.intermediate, 1, s.hidden};
-    d.w_scales = {m.in(w.scales), blocks(s.hidden) * across, across, 1};
+    ScaledDownGradient d = down_gradient(m, dout, w);
     d.h = {m.in(h)};
-    d.dh_codes = {m.out<uint8_t>("dh", s.rows() * width())};
-    d.dh_scales = {m.out<float>("dh_scales", s.rows() * of_h), 0, of_h, 1};
     if (p.variant == 2) return d;
-    int64_t const size = bytes_of(p.dtype());
-    d.dh = {m.out<std::byte>("dh_values", s.rows() * width() * size)};
-    d.a_scaled = {m.out<std::byte>("a_scaled", s.rows() * s.intermediate * size)};
+    want_values(d, m);
     d.score_parts = m.out<std::byte>("score_parts", s.rows() * score_parts(s) * 4);
     return d;
   };
@@ -260,6 +329,56 @@ TEST_P(Float8Steps, DownGradient) {
   expect_values(got, want, "dh_values", width(), p.dtype(), 0x1p-7);
   expect_values(got, want, "a_scaled", s.intermediate, p.dtype(), 0x1p-7);
   expect_values(got, want, "score_parts", score_parts(s), DType::float32, .01);
+}
+
+// The chunks of a step are, bit by bit, those of the quantiser, made of what the step makes
+// beside them, whether that is wanted or not; with H in 16 bits and, where CUDA reads them, codes.
+TEST_P(Float8Steps, ChunksOfTheDownGradient) {
+  StepParam const& p = GetParam();
+  auto const dout = rows(s.hidden, p.gradients(), 1);
+  auto const w = weights(1, s.hidden, s.intermediate, true, 2);
+  auto const h = normal(p.dtype(), s.rows(), width(), 3);
+  auto const h_codes = codes_of(h);
+  int64_t const of_h = p.halves() * blocks(s.intermediate);
+  for (bool const reads_codes : {false, true}) {
+    if (reads_codes && p.variant != 0) continue;
+    SCOPED_TRACE(reads_codes ? "H of codes" : "H in 16 bits");
+    auto const made = [&](bool has_values, bool has_chunks) {
+      return left_by(device(), [&](Operands& m) -> AnyStep {
+        ScaledDownGradient d = down_gradient(m, dout, w);
+        d.scale = ScaleKind::power_of_two;
+        if (reads_codes) {
+          d.h_codes = {m.in(h_codes.codes)}, d.h_scales = {m.in(h_codes.scales), 0, of_h, 1};
+        } else {
+          d.h = {m.in(h)};
+        }
+        if (has_values) want_values(d, m);
+        if (!has_chunks) return d;
+        d.dh_chunks = chunks(m, "dh_chunks", "dh_chunk_scales", p.halves());
+        d.a_chunks = chunks(m, "a_chunks", "a_chunk_scales", 1);
+        return d;
+      });
+    };
+    auto const apart = made(true, false);
+    auto const dh = named(apart, "dh").as<uint8_t>();
+    auto const dh_scales = named(apart, "dh_scales").as<float>();
+    auto const of_dh = left_by(cpu_device(), [&](Operands& m) {
+      QuantizeChunks q = quantiser(m, p.halves(), p.gradients());
+      q.x = {m.in(dh)}, q.x_scales = {m.in(dh_scales), 0, of_h, 1};
+      return q;
+    });
+    auto const of_a = left_by(cpu_device(), [&](Operands& m) {
+      QuantizeChunks q = quantiser(m, 1, Float8::e4m3);
+      q.x = {m.in(named(apart, "a_scaled").bytes)};
+      return q;
+    });
+    for (bool const has_values : {false, true}) {
+      auto const got = made(has_values, true);
+      expect_chunks(got, "dh_chunk", of_dh);
+      expect_chunks(got, "a_chunk", of_a);
+      EXPECT_EQ(named(got, "dh").bytes, named(apart, "dh").bytes);
+    }
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Quick, Float8Steps, testing::ValuesIn(step_params(true)),

@@ -10,6 +10,8 @@
 #include <string>
 
 #include "check.h"
+#include "check_float8_chunks.h"
+#include "check_microscaling.h"
 #include "check_router_logits.h"
 #include "guild/guild.h"
 
@@ -115,6 +117,67 @@ struct Calls {
     Weight const dw{memory, 128, 16, 1};
     g.dw_up = {dw, dw}, g.dw_down = {memory, 128, 8, 1};
     return g;
+  }
+  // FP8. Scales of rows, and of weights of one block.
+  float scale[8] = {};
+  uint8_t* codes = reinterpret_cast<uint8_t*>(memory);
+  Scales scales{scale, 0, 1, 1};
+  ConstScales block_scales{scale, 1, 1, 1};
+
+  QuantizeRows quantize_rows() {
+    QuantizeRows q;
+    q.rows = 4, q.columns = 16, q.x = {memory}, q.codes = {memory, 0}, q.scales = scales;
+    return q;
+  }
+  QuantizeWeights quantize_weights() {
+    QuantizeWeights q;
+    q.experts = 2, q.out = 8, q.in = 16, q.w = {weight, weight}, q.scales = scales;
+    q.codes = {memory, 256, 16, 1}, q.transposed = {memory, 256, 1, 16};
+    return q;
+  }
+  QuantizeChunks quantize_chunks() {
+    QuantizeChunks q;
+    q.rows = 8, q.groups = 2, q.columns = 16, q.tokens = 4, q.offsets = q.row_token = index;
+    q.x = {memory}, q.codes = codes, q.scales = scales;
+    return q;
+  }
+  ChunkProduct chunk_product() {
+    ChunkProduct p;
+    p.rows = 8, p.groups = 2, p.out = 8, p.in = 16, p.offsets = index;
+    p.a = p.b = {codes, 0, block_scales}, p.d = {memory, 128, 16, 1};
+    return p;
+  }
+  ScaledGroupedGemm scaled_gemm() {
+    ScaledGroupedGemm g;
+    g.m = 4, g.n = 8, g.k = 16, g.groups = 2, g.offsets = index;
+    g.a = {memory}, g.a_scales = g.b_scales = block_scales, g.b = weight, g.d = {memory, 0};
+    return g;
+  }
+  ScaledUp scaled_up() {
+    ScaledUp u;
+    u.sizes = sizes, u.routing = routing, u.x = {memory}, u.x_scales = block_scales;
+    u.w_up = {weight, weight}, u.w_scales = {block_scales, block_scales};
+    u.a = {memory, 0}, u.a_scales = scales;
+    return u;
+  }
+  ScaledDownGradient scaled_down_gradient() {
+    ScaledDownGradient d;
+    d.sizes = sizes, d.routing = routing, d.scale = ScaleKind::power_of_two;
+    d.dout = d.h = {memory}, d.dout_scales = d.w_scales = block_scales;
+    d.w_down = {memory, 128, 1, 16}, d.dh_codes = {memory, 0}, d.dh_scales = scales;
+    d.dh_chunks = d.a_chunks = {codes, scales};
+    return d;
+  }
+  QuantizeMicro quantize_micro() {
+    QuantizeMicro q;
+    q.rows = 4, q.columns = 16, q.x = {memory}, q.codes = {memory, 0}, q.scales = codes;
+    return q;
+  }
+  RegroupMicro regroup_micro() {
+    RegroupMicro r;
+    r.rows = 4, r.columns = 16, r.x = {memory}, r.x_scales = codes, r.codes = {memory, 0};
+    r.scales = scales;
+    return r;
   }
 };
 

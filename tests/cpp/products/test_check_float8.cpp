@@ -1,0 +1,235 @@
+// Wrong calls of FP8 steps: each throws an Error that names the argument, its value and what was
+// expected, and touches no memory.
+#include "wrong_call.h"
+
+namespace guild::test {
+
+namespace {
+
+// Formats, kinds of scales and element types, by their names.
+template <class Args, class Of>
+void expect_format(WrongCalls<Args> const& wrong, char const* name, Of of) {
+  wrong.expect(text_of(name, ": expected 0 (e4m3) or 1 (e5m2), got 2"),
+               [&](Args& x) { std::invoke(of, x) = Float8(2); });
+}
+
+template <class Args>
+void expect_kind(WrongCalls<Args> const& wrong) {
+  wrong.expect("scale: expected 0 (exact) or 1 (power of two), got 2",
+               [](Args& x) { x.scale = ScaleKind(2); });
+}
+
+template <class Args, class Of>
+void expect_element(WrongCalls<Args> const& wrong, char const* name, Of of) {
+  wrong.dtype(name, of);
+  wrong.expect(text_of(name, ": expected bfloat16, float16 or float32, got float64"),
+               [&](Args& x) { std::invoke(of, x) = DType::float64; });
+}
+
+template <class Args, class Of>
+void expect_scale_strides(WrongCalls<Args> const& wrong, char const* name, Of of) {
+  wrong.expect(text_of(name, ": expected strides of at least 0, got (0, -1, 1)"), [&](Args& x) {
+    auto& scales = std::invoke(of, x);
+    scales.expert_stride = 0, scales.row_stride = -1, scales.col_stride = 1;
+  });
+}
+
+template <class Args, class Of>
+void expect_scales(WrongCalls<Args> const& wrong, char const* name, Of of) {
+  wrong.pointer(name, [=](Args& x) -> auto& { return std::invoke(of, x).data; });
+  expect_scale_strides(wrong, name, of);
+}
+
+TEST(CheckFloat8, QuantizeRows) {
+  using Q = QuantizeRows;
+  WrongCalls<Q> const wrong(&Calls::quantize_rows, cpu::quantize_rows, cuda::quantize_rows);
+  wrong.size("rows", &Q::rows, 0, 2147483647);
+  wrong.size("columns", &Q::columns, 1, 1073741823);
+  expect_element(wrong, "dtype", &Q::dtype);
+  expect_format(wrong, "format", &Q::format);
+  expect_kind(wrong);
+  wrong.rows("x", &Q::x, 4, 16);
+  wrong.rows("codes", &Q::codes, 4, 16);
+  expect_scales(wrong, "scales", &Q::scales);
+}
+
+TEST(CheckFloat8, QuantizeWeights) {
+  using Q = QuantizeWeights;
+  WrongCalls<Q> const wrong(&Calls::quantize_weights, cpu::quantize_weights,
+                            cuda::quantize_weights);
+  wrong.size("experts", &Q::experts, 1, 4096);
+  wrong.size("out", &Q::out, 1, 1073741823);
+  wrong.size("in", &Q::in, 1, 1073741823);
+  expect_element(wrong, "dtype", &Q::dtype);
+  expect_format(wrong, "format", &Q::format);
+  expect_kind(wrong);
+  wrong.weight("w", [](Q& x) -> auto& { return x.w.gate; }, 8, 16);
+  wrong.expect("up: expected strides of at least 0, got (-1, 16, 1)",
+               [](Q& x) { x.w.up.expert_stride = -1; });
+  wrong.output_weight("codes", &Q::codes, 16, 16);
+  wrong.output_weight("transposed", &Q::transposed, 16, 16);
+  expect_scales(wrong, "scales", &Q::scales);
+}
+
+TEST(CheckFloat8, QuantizeChunks) {
+  using Q = QuantizeChunks;
+  WrongCalls<Q> const wrong(&Calls::quantize_chunks, cpu::quantize_chunks, cuda::quantize_chunks);
+  wrong.size("rows", &Q::rows, 0, 2147483647);
+  wrong.size("tokens", &Q::tokens, 0, 2147483647);
+  wrong.size("groups", &Q::groups, 1, 4096);
+  wrong.size("columns", &Q::columns, 1, 1073741823);
+  wrong.size("halves", &Q::halves, 1, 2);
+  expect_element(wrong, "dtype", &Q::dtype);
+  expect_format(wrong, "format", &Q::format);
+  expect_kind(wrong);
+  wrong.pointer("offsets", &Q::offsets);
+  wrong.rows("x", &Q::x, 4, 16);
+  expect_scale_strides(wrong, "x_scales", &Q::x_scales);
+  wrong.pointer("codes", &Q::codes);
+  expect_scales(wrong, "scales", &Q::scales);
+}
+
+TEST(CheckFloat8, ChunkProduct) {
+  using P = ChunkProduct;
+  WrongCalls<P> const wrong(&Calls::chunk_product, cpu::chunk_product, cuda::chunk_product);
+  wrong.size("rows", &P::rows, 0, 2147483647);
+  wrong.size("groups", &P::groups, 1, 4096);
+  wrong.size("out", &P::out, 1, 1073741823);
+  wrong.size("in", &P::in, 1, 1073741823);
+  expect_format(wrong, "a_format", &P::a_format);
+  expect_element(wrong, "d_dtype", &P::d_dtype);
+  wrong.pointer("offsets", &P::offsets);
+  for (bool const first : {true, false}) {
+    auto const of = [=](P& x) -> auto& { return first ? x.a : x.b; };
+    char const* const name = first ? "a" : "b";
+    int const least = (first ? 8 : 16) * 128;
+    wrong.pointer(name, [=](P& x) -> auto& { return of(x).codes; });
+    wrong.expect(
+        text_of(name, ": expected slots at least ", least, " apart, or 0, got ", least - 1),
+        [=](P& x) { of(x).slot_stride = least - 1; });
+    expect_scales(wrong, name, [=](P& x) -> auto& { return of(x).scales; });
+  }
+  wrong.output_weight("d", &P::d, 8, 16);
+}
+
+TEST(CheckFloat8, ScaledGroupedGemm) {
+  using G = ScaledGroupedGemm;
+  WrongCalls<G> const wrong(&Calls::scaled_gemm, cpu::scaled_grouped_gemm,
+                            cuda::scaled_grouped_gemm);
+  wrong.size("m", &G::m, 0, 2147483647);
+  wrong.size("n", &G::n, 1, 1073741823);
+  wrong.size("k", &G::k, 1, 1073741823);
+  wrong.size("groups", &G::groups, 1, 4096);
+  wrong.size("halves", &G::halves, 1, 2);
+  expect_format(wrong, "a_format", &G::a_format);
+  expect_format(wrong, "b_format", &G::b_format);
+  expect_element(wrong, "out_dtype", &G::out_dtype);
+  wrong.pointer("offsets", &G::offsets);
+  wrong.rows("a", &G::a, 4, 16);
+  expect_scales(wrong, "a_scales", &G::a_scales);
+  wrong.weight("b", &G::b, 8, 16);
+  wrong.expect("b: expected K contiguous, got stride 8", [](G& x) { x.b = {x.b.data, 128, 1, 8}; });
+  expect_scales(wrong, "b_scales", &G::b_scales);
+  wrong.rows("d", &G::d, 4, 8);
+  wrong.optional_rows("bias", &G::bias, 8);
+}
+
+// What both steps of a layer are asked for.
+template <class Args>
+void expect_step(WrongCalls<Args> const& wrong) {
+  wrong.sizes();
+  expect_element(wrong, "dtype", &Args::dtype);
+  wrong.pointer("routing.offsets", [](Args& x) -> auto& { return x.routing.offsets; });
+  wrong.expect("activation.kind: expected 0 to 4, got 5",
+               [](Args& x) { x.activation.kind = Activation::Kind(5); });
+  wrong.expect("order: expected 0 (concatenated) or 1 (interleaved), got 2",
+               [](Args& x) { x.order = GateUp(2); });
+  expect_format(wrong, "w_format", &Args::w_format);
+  expect_format(wrong, "format", &Args::format);
+  expect_kind(wrong);
+}
+
+TEST(CheckFloat8, ScaledUp) {
+  using U = ScaledUp;
+  WrongCalls<U> const wrong(&Calls::scaled_up, cpu::scaled_up, cuda::scaled_up);
+  expect_step(wrong);
+  expect_format(wrong, "x_format", &U::x_format);
+  wrong.rows("x", &U::x, 4, 16);
+  expect_scales(wrong, "x_scales", &U::x_scales);
+  for (bool const first : {true, false}) {
+    std::string const part = first ? "gate" : "up";
+    auto const of = [=](U& x) -> auto& { return first ? x.w_up.gate : x.w_up.up; };
+    wrong.weight(("w_up." + part).c_str(), of, 8, 16);
+    wrong.expect("w_up." + part + ": expected H contiguous, got stride 8",
+                 [=](U& x) { of(x) = {of(x).data, 128, 1, 8}; });
+    expect_scales(wrong, ("w_scales." + part).c_str(),
+                  [=](U& x) -> auto& { return first ? x.w_scales.gate : x.w_scales.up; });
+  }
+  wrong.optional_rows("b_up", &U::bias, 16);
+  wrong.optional_rows("h", &U::h, 16);
+  wrong.optional_rows("h_codes", &U::h_codes, 16);
+  wrong.expect("h_scales: expected a pointer, got null", [](U& x) { x.h_codes = x.a; });
+  wrong.rows("a", &U::a, 8, 8);
+  expect_scales(wrong, "a_scales", &U::a_scales);
+}
+
+TEST(CheckFloat8, ScaledDownGradient) {
+  using D = ScaledDownGradient;
+  WrongCalls<D> const wrong(&Calls::scaled_down_gradient, cpu::scaled_down_gradient,
+                            cuda::scaled_down_gradient);
+  expect_step(wrong);
+  expect_format(wrong, "dout_format", &D::dout_format);
+  expect_format(wrong, "h_format", &D::h_format);
+  wrong.rows("dout", &D::dout, 4, 16);
+  expect_scales(wrong, "dout_scales", &D::dout_scales);
+  wrong.weight("w_down", &D::w_down, 16, 8);
+  wrong.expect("w_down: expected H contiguous, got stride 8",
+               [](D& x) { x.w_down = {x.w_down.data, 128, 8, 1}; });
+  expect_scales(wrong, "w_scales", &D::w_scales);
+  wrong.rows("h", &D::h, 8, 16);
+  wrong.expect("h_codes: expected null with h, got a pointer", [](D& x) { x.h_codes = x.h; });
+  wrong.expect("h_scales: expected a pointer, got null", [](D& x) { x.h_codes = x.h, x.h = {}; });
+  wrong.rows("dh_codes", &D::dh_codes, 8, 16);
+  expect_scales(wrong, "dh_scales", &D::dh_scales);
+  wrong.optional_rows("dh", &D::dh, 16);
+  wrong.optional_rows("a_scaled", &D::a_scaled, 8);
+  wrong.expect("dh_chunks: expected null with scale 0 (exact), got a pointer",
+               [](D& x) { x.scale = ScaleKind::exact; });
+  expect_scales(wrong, "dh_chunks.scales", [](D& x) -> auto& { return x.dh_chunks.scales; });
+  expect_scales(wrong, "a_chunks.scales", [](D& x) -> auto& { return x.a_chunks.scales; });
+}
+
+TEST(CheckFloat8, QuantizeMicro) {
+  using Q = QuantizeMicro;
+  WrongCalls<Q> const wrong(&Calls::quantize_micro, cpu::quantize_micro, cuda::quantize_micro);
+  wrong.size("rows", &Q::rows, 0, 2147483647);
+  wrong.size("columns", &Q::columns, 1, 1073741823);
+  expect_element(wrong, "dtype", &Q::dtype);
+  wrong.expect("format: expected 0 to 2, got 3", [](Q& x) { x.format = Microscaling(3); });
+  wrong.expect("columns: expected an even number for NVFP4, got 15",
+               [](Q& x) { x.format = Microscaling::nvfp4, x.columns = 15; });
+  wrong.expect("rounding: expected 0 (floor) or 1 (ceil), got 2",
+               [](Q& x) { x.rounding = MicroRounding(2); });
+  wrong.expect("order: expected 0 (rows) or 1 (swizzled), got 2",
+               [](Q& x) { x.order = ScaleOrder(2); });
+  wrong.rows("x", &Q::x, 4, 16);
+  wrong.rows("codes", &Q::codes, 4, 16);
+  wrong.pointer("scales", &Q::scales);
+  wrong.expect("global: expected a pointer, got null",
+               [](Q& x) { x.format = Microscaling::nvfp4; });
+}
+
+TEST(CheckFloat8, RegroupMicro) {
+  using R = RegroupMicro;
+  WrongCalls<R> const wrong(&Calls::regroup_micro, cpu::regroup_micro, cuda::regroup_micro);
+  wrong.size("rows", &R::rows, 0, 2147483647);
+  wrong.size("columns", &R::columns, 1, 1073741823);
+  expect_format(wrong, "format", &R::format);
+  wrong.rows("x", &R::x, 4, 16);
+  wrong.pointer("x_scales", &R::x_scales);
+  wrong.rows("codes", &R::codes, 4, 16);
+  expect_scales(wrong, "scales", &R::scales);
+}
+
+}  // namespace
+}  // namespace guild::test
