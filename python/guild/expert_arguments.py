@@ -7,6 +7,7 @@ from torch import Tensor
 
 from guild._torch.checks import (
     MOST_EXPERTS,
+    dtype_name,
     expect_device,
     expect_dims,
     expect_flag,
@@ -59,7 +60,9 @@ def expect_routing(
     expect_shape("topk_weights", topk_weights, tuple(topk_ids.shape))
     expect_device("topk_weights", topk_weights, x)
     if not topk_weights.is_floating_point():
-        raise TypeError(f"topk_weights: expected a floating dtype, got {topk_weights.dtype}")
+        raise TypeError(
+            f"topk_weights: expected a floating dtype, got {dtype_name(topk_weights.dtype)}"
+        )
 
 
 def expect_later(recompute: bool, weight_gradients: WeightGradients | None) -> None:

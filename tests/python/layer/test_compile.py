@@ -155,6 +155,17 @@ def test_other_numbers_of_tokens(device: str) -> None:
         torch.testing.assert_close(compiled(x), moe(x), rtol=0, atol=0)
 
 
+def test_sizes_of_weights_are_unknown(device: str) -> None:
+    """dynamic=True where weights are inputs, too, and w_up is square."""
+    ids, inputs = layer_inputs(device)
+    call = torch.compile(guild.routed_experts, fullgraph=True, backend="eager", dynamic=True)
+    x, scores, *weights = inputs
+    assert weights[0].shape[1] == weights[0].shape[2]
+    assert torch.equal(
+        call(x, ids, scores, *weights), guild.routed_experts(x, ids, scores, *weights)
+    )
+
+
 def test_export(device: str) -> None:
     """torch.export sees one graph too."""
     moe = moe_of(device).eval()

@@ -45,7 +45,7 @@ VALUES: dict[str, Wrong] = {
     "weights of integers": (
         lambda r: routed(r, topk_weights=r.ids),
         TypeError,
-        "topk_weights: expected a floating dtype, got torch.int64",
+        "topk_weights: expected a floating dtype, got int64",
     ),
     "long offs": (
         lambda r: product(r, offs=r.offs.long()),
