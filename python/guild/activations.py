@@ -13,7 +13,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from guild._torch.checks import expect_finite, expect_flag, expect_positive
+from guild._torch.checks import (
+    dtype_name,
+    expect_finite,
+    expect_flag,
+    expect_positive,
+    expect_tensor,
+)
 
 KINDS = ("silu", "gelu_tanh", "gelu", "relu", "relu2")  # in the order of guild::Activation::Kind
 ORDERS = ("concatenated", "interleaved")
@@ -88,7 +94,7 @@ class Activation:
         ValueError
             If there is none.
         """
-        if name not in PRESETS:
+        if not isinstance(name, str) or name not in PRESETS:
             raise ValueError(f"activation: expected one of {', '.join(PRESETS)}, got {name!r}")
         return PRESETS[name]
 
@@ -148,14 +154,22 @@ class Activation:
         return dh.to(h.dtype)
 
     def _halves(self, h: torch.Tensor, order: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+        expect_tensor("h", h)
+        interleaved = is_interleaved(order)
+        if not h.is_floating_point():
+            raise TypeError(f"h: expected a floating dtype, got {dtype_name(h.dtype)}")
+        if self.gated and (h.dim() == 0 or h.shape[-1] % 2):
+            raise ValueError(
+                f"h: expected gate and up, an even number of columns, got shape {tuple(h.shape)}"
+            )
         if h.dtype != torch.float64:
             h = h.float()
         if not self.gated:
             return h, None
-        if order == "concatenated":
-            gate, up = h.chunk(2, -1)
-            return gate, up
-        return h[..., 0::2], h[..., 1::2]
+        if interleaved:
+            return h[..., 0::2], h[..., 1::2]
+        gate, up = h.chunk(2, -1)
+        return gate, up
 
 
 def _value_and_slope(

@@ -13,6 +13,7 @@ from guild._torch.checks import (
     expect_choice,
     expect_choices_of,
     expect_count,
+    expect_finite,
     expect_logits,
 )
 from guild._torch.operators import ops
@@ -158,7 +159,9 @@ def move_selection_bias(
 ) -> None:
     """Lower the bias of experts above the mean count of all ranks by `rate`, raise the others'.
 
-    Sums and comparisons are of integers: every rank moves its bias by the same bits.
+    Sums and comparisons are of integers: every rank moves its bias by the same bits. Raises
+    TypeError or ValueError unless `rate` is a finite number.
     """
+    expect_finite("rate", rate)
     counts = counts_of_ranks(counts.long(), group)
     bias += rate * torch.sign(counts.sum() - counts * counts.numel())

@@ -86,6 +86,7 @@ def is_plainly_called(x: Tensor) -> bool:
     """Whether nothing stands between a call and the op: no transform, tangent or autocast."""
     return (
         (x.is_cuda or x.is_cpu)
+        and not x.is_nested
         and not torch._C._are_functorch_transforms_active()
         and forward_ad._current_level < 0
         and not torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu")

@@ -118,7 +118,7 @@ def grouped_mm(
     dtypes = (None, mat_a.dtype, torch.float32)
     if out_dtype not in dtypes:
         raise TypeError(
-            f"out_dtype: expected {dtype_name(mat_a.dtype)} or float32, got {dtype_name(out_dtype)}"
+            f"out_dtype: expected {_or_float32(mat_a.dtype)}, got {dtype_name(out_dtype)}"
         )
     if out is None:
         if accumulate:
@@ -128,8 +128,8 @@ def grouped_mm(
     expect_shape("out", out, shape)
     expect_device("out", out, mat_a, "mat_a")
     if out.dtype not in dtypes or out_dtype not in (None, out.dtype):
-        wanted = dtype_name(out_dtype or mat_a.dtype)
-        raise TypeError(f"out: expected dtype {wanted} or float32, got {dtype_name(out.dtype)}")
+        wanted = _or_float32(mat_a.dtype) if out_dtype is None else dtype_name(out_dtype)
+        raise TypeError(f"out: expected dtype {wanted}, got {dtype_name(out.dtype)}")
     read = {"mat_a": mat_a, "mat_b": mat_b, "offs": offs, "bias": bias}
     for name, found in (("mat_a", a), ("mat_b", b)):
         if found.at is not None:  # a view that spans other memory too
@@ -138,6 +138,10 @@ def grouped_mm(
     expect_free(out, read)
     _grouped_mm_out(mat_a, mat_b, offs, bias, out, accumulate, table_of(a), table_of(b))
     return out
+
+
+def _or_float32(dtype: torch.dtype) -> str:
+    return "float32" if dtype == torch.float32 else f"{dtype_name(dtype)} or float32"
 
 
 def _grouped_shape(mat_a: Tensor, mat_b: Tensor, offs: Tensor | None) -> tuple[int, ...]:

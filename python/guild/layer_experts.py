@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from guild.experts import routed_experts_and_offsets, routed_layer
+from guild.float8.settings import expect_fp8
 
 if TYPE_CHECKING:
     from guild.distributed.expert_parallel import ExpertParallel
@@ -82,6 +83,7 @@ def expert_ops(
 def layer_fp8(layer: nn.Module) -> FP8 | FP8Weights | None:
     """What a guild.MoE tells `routed_experts` of FP8."""
     fp8 = layer.fp8
+    expect_fp8(fp8)
     if fp8 is None or not fp8.cached:
         return fp8
     layout = layer.activation, layer.order, layer.transposed

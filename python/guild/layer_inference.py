@@ -12,7 +12,7 @@ from guild._torch.operators import LayerFlags
 from guild.activations import is_interleaved
 from guild.experts_inference import REFUSED, below_autograd, is_plainly_called, told
 from guild.logits import RouterLinear
-from guild.routing import router_scalars
+from guild.routing import Router, router_scalars
 from guild.shared_experts import SharedExperts
 
 _infer_layer = infer_layer._op.__wrapped__  # whatever is raised is raised again the long way
@@ -31,6 +31,7 @@ def quick_output(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
     w_up, w_down = parameters.get("w_up"), parameters.get("w_down")
     if not (
         layer.expert_group is layer.fp8 is None
+        and isinstance(layer.routing, Router)
         and type(x) is Tensor
         and type(w_up) is type(w_down) is nn.Parameter
         and type(router) is RouterLinear
@@ -65,7 +66,7 @@ def quick_output(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
         else:
             with below_autograd():
                 out, offsets = _infer_layer(flat, weight, bias, *rest)
-    except REFUSED:
+    except (*REFUSED, AttributeError):  # of an activation that is a name, say
         return None
     return out if len(shape) == 2 else out.view(shape), offsets
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from guild._torch.checks import (
     dtype_name,
     expect_device,
+    expect_flag,
     expect_like,
     expect_shape,
     expect_tensor,
@@ -58,6 +59,13 @@ def as_router(router: Router | str | None, experts: int, top_k: int) -> Router:
     return router
 
 
+def expect_call(routing: object, return_routing: object) -> None:
+    """Raise TypeError where a layer was given something else than a Router since, or no flag."""
+    if not isinstance(routing, Router):
+        raise TypeError(f"routing: expected a guild.Router, got {routing!r}")
+    expect_flag("return_routing", return_routing)
+
+
 def choices(
     layer: nn.Module,
     x: Tensor,
@@ -104,6 +112,7 @@ def layer_tokens(
     Raises TypeError or ValueError unless x and the mask fit the layer and each other.
     """
     expect_tensor("x", x)
+    expect_tensor("w_up", w_up)
     if x.dim() == 0 or x.shape[-1] != hidden:
         raise ValueError(f"x: expected shape (..., {hidden}) (hidden), got {tuple(x.shape)}")
     expect_device("x", x, w_up, "w_up")

@@ -33,6 +33,7 @@ from guild.layer_routing import (
     Routing,
     as_router,
     choices,
+    expect_call,
     is_exporting,
     is_router_plain,
     layer_tokens,
@@ -166,9 +167,8 @@ class MoE(nn.Module):
         expect_float_dtype("dtype", dtype)
         self.hidden, self.intermediate = hidden, intermediate
         self.experts, self.top_k = experts, top_k
-        self.activation = as_activation(activation)
+        self.activation, self.routing = as_activation(activation), router
         self.order, self.transposed = order, transposed
-        self.routing = router
         self.recompute, self.weight_gradients = recompute, weight_gradients
         expect_fp8(fp8)
         self.fp8, self._fp8_weights = fp8, KeptWeights()
@@ -237,11 +237,12 @@ class MoE(nn.Module):
             If the shape, dtype or device of x, token_mask or out does not fit, or a router of yours
             returns something else than logits.
         """
-        if token_mask is None and out is None and not return_routing:
+        if token_mask is None and out is None and return_routing is False:
             found = quick_output(self, x)
             if found is not None:
                 out, self.__dict__["_offsets"] = found  # Module.__setattr__ takes its time
                 return out
+        expect_call(self.routing, return_routing)
         parts = local_parts(self.expert_group, self.w_up, self.w_down, self.b_up, self.b_down)
         flat, token_mask = layer_tokens(x, token_mask, self.hidden, parts[0])
         into = None if out is None else output_rows(out, x)
@@ -266,9 +267,8 @@ class MoE(nn.Module):
         rows, row_scores = flat, scores
         if self.routing.applied_to == "input":
             rows, row_scores = (flat * scores).to(flat.dtype), torch.ones_like(scores)
-        tokens = rows, ids, row_scores
-        rest = token_offsets, shared, *later
-        rows, offsets = run_experts(*tokens, *weights, *layout, *rest)
+        rest = *weights, *layout, token_offsets, shared, *later
+        rows, offsets = run_experts(rows, ids, row_scores, *rest)
         self._keep_offsets(offsets)
         out = rows.view(x.shape) if out is None else out
         if not return_routing:
@@ -376,8 +376,8 @@ class MoE(nn.Module):
         ------
         RuntimeError
             If the layer has no selection bias, or there was no forward yet.
-        ValueError
-            If a router of yours lacks the bias, or this rank is not in the group.
+        TypeError, ValueError
+            If rate is no finite number, a router lacks the bias, or this rank is not in the group.
         """
         if not self.routing.selection_bias:
             raise RuntimeError("router: expected Router(selection_bias=True), got one without")

@@ -29,9 +29,12 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def expect_tensor(name: str, value: object) -> None:
-    """Raise unless it is a tensor."""
+    """Raise unless it is a tensor with strides."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
+    if value.is_nested or value.layout is not torch.strided:
+        kind = "a nested one" if value.is_nested else f"one of layout {value.layout}"
+        raise TypeError(f"{name}: expected a dense tensor, got {kind}")
 
 
 def expect_dims(name: str, tensor: Tensor, *dims: int, what: str = "") -> None:

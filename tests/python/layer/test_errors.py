@@ -86,6 +86,20 @@ def test_what_is_no_tensor(function: str, name: str, value: object, device: str)
         call(r, **{name: value})
 
 
+@pytest.mark.parametrize("function", list(REQUIRED))
+def test_what_is_not_dense(function: str, device: str) -> None:
+    """Sparse and nested tensors have no rows that a kernel could read."""
+    call, names = REQUIRED[function]
+    dense = torch.ones(2, 2, device=device)
+    for name in (*names, *OPTIONAL[function]):
+        for value, kind in (
+            (dense.to_sparse(), "one of layout torch.sparse_coo"),
+            (torch.nested.nested_tensor([dense, dense[:1]]), "a nested one"),
+        ):
+            with pytest.raises(TypeError, match=f"^{name}: expected a dense tensor, got {kind}"):
+                call(right(device), **{name: value})
+
+
 @pytest.mark.parametrize("call", [routed, mlp])
 @pytest.mark.parametrize("half", [0, 1])
 @pytest.mark.parametrize("name", ["w_up", "b_up"])
@@ -214,7 +228,15 @@ NUMBERS: dict[str, tuple[Callable[..., object], tuple[str, ...]]] = {
         lambda **g: guild.grouped_mm_downproj(*PAIR, **g),
         ("swiglu_alpha", "swiglu_limit", "up_offset"),
     ),
+    "balance": (lambda **g: called_layer().balance(**g), ("rate",)),
 }
+
+
+def called_layer() -> guild.MoE:
+    """With a selection bias, after a forward."""
+    layer = guild.MoE(4, 4, 4, 2, router="sigmoid")
+    layer(ROWS)
+    return layer
 
 
 @pytest.mark.parametrize("function", list(NUMBERS))
@@ -240,6 +262,7 @@ FLAGGED: dict[str, tuple[Callable[..., object], tuple[str, ...]]] = {
     "grouped_mm": (lambda **g: guild.grouped_mm(*PAIR, **g), ("accumulate",)),
     "routed_experts": (lambda **g: routed(right("cpu"), **g), ("transposed", "recompute")),
     "experts_mlp": (lambda **g: mlp(right("cpu"), **g), ("transposed", "recompute")),
+    "MoE": (lambda **g: called_layer()(ROWS, **g), ("return_routing",)),
 }
 
 
@@ -260,6 +283,34 @@ def test_what_is_no_sink(call: Callable[..., object], value: object) -> None:
     """Whether a gradient is wanted or not."""
     with torch.no_grad(), pytest.raises(TypeError, match=r"^weight_gradients: expected guild\.W"):
         call(right("cpu"), weight_gradients=value)
+
+
+def test_steps_that_are_no_numbers() -> None:
+    """A selection bias of NaN would choose the same experts ever after."""
+    layer = called_layer()
+    for rate in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"^rate: expected a finite number, got {rate}"):
+            layer.balance(rate)
+    assert not layer.router.selection_bias.any()
+
+
+def test_pre_activations_in_plain_torch() -> None:
+    """What has no gate and up, or would be rounded to whole numbers."""
+    silu = guild.Activation("silu")
+    for h, error, message in (
+        (torch.ones(2, 4, dtype=torch.int64), TypeError, "h: expected a floating dtype, got int64"),
+        (torch.ones(2, 5), ValueError, r"h: expected gate and up, .* got shape \(2, 5\)"),
+        (torch.ones(()), ValueError, r"h: expected gate and up, .* got shape \(\)"),
+        ([1.0], TypeError, "h: expected a torch.Tensor, got list"),
+    ):
+        with pytest.raises(error, match=f"^{message}"):
+            silu(h)
+        with pytest.raises(error, match=f"^{message}"):
+            silu.gradient(h, h)
+    with pytest.raises(ValueError, match="^order: expected 'concatenated' or 'interleaved'"):
+        silu(torch.ones(2, 4), "mixed")
+    with pytest.raises(ValueError, match="^activation: expected one of"):
+        guild.Activation.named(["silu"])
 
 
 def test_out_dtype_by_name() -> None:

@@ -300,6 +300,30 @@ def test_wrong_option(name: str) -> None:
         guild.MoE(24, 16, 6, 2, **options)
 
 
+@pytest.mark.parametrize("gradients", [True, False])
+def test_options_assigned_later(gradients: bool) -> None:
+    """With gradients and without, on either way through the layer."""
+    layer, x = guild.MoE(24, 16, 6, 2), torch.randn(5, 24)
+    other = guild.MoE(24, 16, 6, 2, "relu")
+    other.load_state_dict(layer.state_dict())
+    with torch.set_grad_enabled(gradients):
+        layer(x)
+        layer.activation = "relu"
+        assert torch.equal(layer(x), other(x))
+        for name, value, message in (
+            ("activation", "swish", "activation: expected one of silu"),
+            ("routing", "sigmoid", r"routing: expected a guild\.Router, got 'sigmoid'"),
+            ("fp8", True, r"fp8: expected guild\.FP8, got bool True"),
+            ("w_up", None, r"w_up: expected a torch\.Tensor, got NoneType"),
+        ):
+            before = getattr(layer, name)
+            setattr(layer, name, value)
+            with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+                layer(x)
+            setattr(layer, name, before)
+        assert torch.equal(layer(x), other(x))
+
+
 def test_wrong_dtype_with_shared_experts() -> None:
     """x is what is wrong, not the first weight that it meets."""
     moe = make("qwen3_next")
