@@ -201,7 +201,8 @@ def routed_experts_and_offsets(
     tokens = x, topk_ids, topk_weights
     if are_codes(w_up, w_down):
         expect_alone(lora_up=lora_up, lora_down=lora_down, weight_gradients=weight_gradients)
-        expect_no_gradient(x, topk_weights, residual, b_down)
+        expect_no_gradient(x, topk_weights, residual, b_up, b_down)
+        expect_later(recompute, None)
         layout = activation, order, transposed
         rest = layout, token_offsets, residual, expert_map, fp8, out
         return routed_experts_of_codes(tokens, Given(*given), *rest)

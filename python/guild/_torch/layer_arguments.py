@@ -58,7 +58,7 @@ def layer_arguments(
             b_up = torch.cat((b_up[:, 0::2], b_up[:, 1::2]), 1)
         interleaved = False  # as the pre-activations of two tensors are kept
     if isinstance(b_up, tuple | list):
-        b_up = _joined_bias(b_up, activation, interleaved)
+        b_up = joined_bias(b_up, activation, interleaved)
     expect_tensor("w_up", w_up)
     expect_dims("w_down", w_down, 3, what="(experts, hidden, intermediate)")
     expect_experts("w_down", w_down, w_down.shape[0], routed, "experts")
@@ -149,7 +149,8 @@ def expect_out(out: Tensor, x: Tensor, layer: list, x_name: str, **operands: Ten
     expect_free(out, {x_name: x, **dict(zip(names, layer, strict=False)), **operands})
 
 
-def _joined_bias(halves: Halves, activation: Activation, interleaved: bool) -> Tensor:
+def joined_bias(halves: Halves, activation: Activation, interleaved: bool) -> Tensor:
+    """The biases of gate and up as one (E, 2I), checked beside each other."""
     if not activation.gated or len(halves) != 2:
         wanted = "a pair (gate, up)" if activation.gated else "one tensor without a gate"
         raise ValueError(f"b_up: expected {wanted}, got {len(halves)} tensors")

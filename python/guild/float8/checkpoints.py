@@ -15,10 +15,11 @@ from guild._torch.checks import (
     expect_like,
     expect_rows,
     expect_shape,
+    expect_tensor,
 )
 from guild._torch.float8_formats import blocks
 from guild._torch.float8_steps import Codes, forward
-from guild._torch.layer_arguments import expect_out, local_ids
+from guild._torch.layer_arguments import expect_out, joined_bias, local_ids
 from guild._torch.operators import LayerFlags, autocast, score_dtype
 from guild.activations import Activation, as_activation, is_interleaved
 from guild.expert_arguments import expect_routing, residual_of
@@ -77,22 +78,25 @@ def routed_experts_of_codes(
         raise ValueError(f"w_down: expected {x.shape[1]} rows as x has columns, got {hidden}")
     expect_rows_of_codes(x, size)
     halves = _halves(given.w_up, activation, (experts, size, hidden), x)
-    biases = _biases(given, activation.width(size), (experts, hidden), x)
+    biases = _biases(given, activation, size, (experts, hidden), x)
     residual = residual_of(residual, x)
     scores = topk_weights.to(score_dtype(x.dtype)).contiguous()
     slots = topk_ids.contiguous(), scores, token_offsets
     if out is not None:
-        expect_out(out, x, [], "x", residual=residual, topk_ids=topk_ids, topk_weights=scores)
+        read = {"residual": residual, "topk_ids": topk_ids, "topk_weights": scores}
+        read |= {"b_up": biases[0], "b_down": biases[1], "w_down.codes": down.codes}
+        read |= {f"w_up.codes[{i}]": half.codes for i, half in enumerate(halves)}
+        expect_out(out, x, [], "x", **read)
     flags = LayerFlags(*activation.scalars, False, False)
     operands = (x, *slots, residual), halves, down, biases, flags
     made, _, _, places = forward(*operands, fp8.recipe(), False)
     return made if out is None else out.copy_(made), places.offsets
 
 
-def expect_no_gradient(x: Tensor, *others: Tensor | None) -> None:
-    """Raise ValueError where a gradient is wanted."""
-    wanted = any(t is not None and t.requires_grad for t in (x, *others))
-    if torch.is_grad_enabled() and wanted:
+def expect_no_gradient(*given: object) -> None:
+    """Raise ValueError where one of these tensors, or of pairs among them, wants a gradient."""
+    parts = (t for value in given for t in (value if type(value) in (tuple, list) else (value,)))
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in parts):
         raise ValueError(
             "w_up, w_down: quantised weights have no gradients and hand none on; call under "
             "torch.no_grad(), or pass the weights themselves with fp8=guild.FP8()"
@@ -153,14 +157,17 @@ def _halves(
 
 
 def _biases(
-    given: Given, width: int, down: tuple[int, int], x: Tensor
+    given: Given, activation: Activation, size: int, down: tuple[int, int], x: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
     """b_up (E, W) and b_down (E, H) in x's dtype."""
     b_up = given.b_up
     if type(b_up) in (tuple, list):
-        b_up = torch.cat(tuple(b_up), 1)
+        b_up = joined_bias(b_up, activation, False)
+    for name, bias in (("b_up", b_up), ("b_down", given.b_down)):
+        if bias is not None:
+            expect_tensor(name, bias)
     _, *biases = autocast(x, b_up, given.b_down)
-    shapes = (down[0], width), down
+    shapes = (down[0], activation.width(size)), down
     for name, bias, shape in zip(("b_up", "b_down"), biases, shapes, strict=True):
         if bias is not None:
             expect_shape(name, bias, shape)

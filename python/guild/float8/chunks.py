@@ -105,6 +105,7 @@ def quantize_chunks(
         expect_format("x.codes", dtype)
         expect_shape("x.scales", scales, (codes.shape[0], _width_in_blocks(codes, halves)))
         expect_scales("x.scales", scales)
+        expect_device("x.scales", scales, codes, "x.codes")
         x = codes.view(torch.uint8)
     elif not isinstance(x, Tensor):
         raise TypeError(f"x: expected a torch.Tensor or guild.Quantized, got {type(x).__name__}")
@@ -179,6 +180,8 @@ def chunk_product(
     expect_elements("out", placed.tensor)
     if isinstance(out, Tensor):
         expect_own_elements("out", out)
+        if out.requires_grad and torch.is_grad_enabled():
+            raise ValueError("out: expected a tensor that wants no gradient")
     for name, tensor in (
         ("a.scales", a.scales),
         ("b.codes", b.codes),

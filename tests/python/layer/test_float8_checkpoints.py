@@ -72,6 +72,11 @@ def test_packed_codes_are_the_same(device: str) -> None:
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
 
 
+def memory_of(codes: Tensor, x: Tensor) -> Tensor:
+    """Some of it, as a tensor like x."""
+    return codes.view(torch.uint8).flatten()[: 2 * x.numel()].view(x.dtype).view(x.shape)
+
+
 def test_wrong_codes_are_named(device: str) -> None:
     """Each of another kind, shape or use than it can have."""
     layer = make_layer(CASE, ACTIVATIONS["swiglu"], torch.bfloat16, device)
@@ -95,14 +100,38 @@ def test_wrong_codes_are_named(device: str) -> None:
         ({"transposed": True}, ValueError, "order, transposed: expected"),
         ({"lora_down": object()}, NotImplementedError, "lora_down: expected None with fp8"),
         ({"fp8": "fp8"}, TypeError, "fp8: expected guild.FP8 with quantised weights, got str"),
+        ({"recompute": 1}, TypeError, "recompute: expected True or False, got 1"),
+        (
+            {"b_up": (None, layer.up_bias)},
+            TypeError,
+            r"b_up\[0\] \(gate\): expected a torch.Tensor",
+        ),
+        ({"b_up": (layer.up_bias,)}, ValueError, r"b_up: expected a pair \(gate, up\), got 1"),
+        ({"b_down": 3}, TypeError, "b_down: expected a torch.Tensor, got int"),
+        (
+            {"out": memory_of(down.codes, layer.x)},
+            ValueError,
+            "out: expected memory of its own, .* w_d",
+        ),
+        (
+            {"out": memory_of(up.codes, layer.x)},
+            ValueError,
+            "out: expected memory of its own, .* w_u",
+        ),
     ]
     for changed, error, message in cases:
         given = {"w_up": (gate, up), "w_down": down} | changed
         with torch.no_grad(), pytest.raises(error, match=message):
             guild.routed_experts(*rows, **given)
     x = layer.x.detach().requires_grad_()
-    with pytest.raises(ValueError, match="quantised weights have no gradients"):
-        guild.routed_experts(x, *rows[1:], (gate, up), down)
+    wants = {"b_up": torch.cat((layer.gate_bias, layer.up_bias), 1).requires_grad_()}
+    pair = {"b_up": (layer.gate_bias, layer.up_bias.detach().requires_grad_())}
+    for tokens, more in ((x, {}), (layer.x, wants), (layer.x, pair)):
+        with pytest.raises(ValueError, match="quantised weights have no gradients"):
+            guild.routed_experts(tokens, *rows[1:], (gate, up), down, **more)
+    quantised = guild.quantize(layer.x)
+    with pytest.raises(TypeError, match=r"^x: expected a torch\.Tensor, got Quantized"):
+        guild.routed_experts(quantised, *rows[1:], (gate, up), down)
     packed = as_weight(checkpoint(torch.cat((layer.gate, layer.up), 1)))
     with torch.no_grad(), pytest.raises(ValueError, match="w_up: expected a pair .* of 128 rows"):
         guild.routed_experts(*rows, packed, down)

@@ -252,11 +252,20 @@ def test_gradients_past_autograd(wgrad: str, layout: str, how: dict, device: str
             assert torch.equal(mine.grad, autograds.grad)
 
 
-def test_a_step_in_a_cuda_graph(device: str) -> None:
+STEPS = {
+    "codes kept": FP8(wgrad="fp8", scales="power_of_two", cached=True),
+    "H of codes": FP8(wgrad="fp8", scales="power_of_two", save="fp8"),
+    "exact scales": FP8(wgrad="fp8", gradients="e5m2"),
+    "16-bit dW": FP8(save="fp8"),
+}
+
+
+@pytest.mark.parametrize("name", list(STEPS))
+def test_a_step_in_a_cuda_graph(name: str, device: str) -> None:
     """Forward and backward, captured with their quantisation, follow the weights in each replay."""
     if device == "cpu":
         pytest.skip("for a GPU")
-    layer = module(device, fp8=FP8(wgrad="fp8", scales="power_of_two", cached=True))
+    layer = module(device, fp8=STEPS[name])
     x = torch.randn(60, 64, device=device).bfloat16().requires_grad_()
     wants = [x, layer.w_up, layer.w_down, layer.router.weight]
 

@@ -201,6 +201,10 @@ def test_wrong_rows_are_named():
             lambda: quantize_chunks(Quantized(codes.codes, codes.scales.half()), offsets),
             "x.scales: expected dtype float32",
         ),
+        (
+            lambda: quantize_chunks(Quantized(codes.codes, codes.scales.to("meta")), offsets),
+            "x.scales: expected a tensor on cpu as x.codes is, got one on meta",
+        ),
         (lambda: quantize_chunks(x, offsets, halves=2.0), "halves: expected an int, got float 2.0"),
         (lambda: quantize_chunks(tuple(good), offsets), "x: expected a torch.Tensor or guild.Q"),
     ):
@@ -223,6 +227,10 @@ def test_wrong_products_are_named():
             "b.scales: expected shape",
         ),
         (lambda: chunk_product(good, good, offsets, 128, out.double()), "out: expected dtype"),
+        (
+            lambda: chunk_product(good, good, offsets, 128, out.clone().requires_grad_()),
+            "out: expected a tensor that wants no gradient",
+        ),
         (lambda: chunk_product(good.codes, good, offsets, 128, out), "a: expected guild.float8.C"),
         (lambda: chunk_product(good, None, offsets, 128, out), "b: expected guild.float8.Chunks"),
         (lambda: chunk_product(good, good, offsets, 128.0, out), "rows: expected an int, got flo"),
