@@ -26,12 +26,15 @@ inline ConstScales as_read(Scales const& s) {
   return {s.data, s.expert_stride, s.row_stride, s.col_stride};
 }
 
-// Rows of codes with contiguous columns.
+// Rows of codes with contiguous columns. A stride of 0 would mean packed rows to a step.
 inline Rows codes_of(Place const& place, Tensor const& t, char const* name, int64_t rows,
                      int64_t columns) {
   void* const data = place.bytes(t, name, {rows, columns});
   require(columns <= 1 || t.stride(1) == 1, name,
           ": expected contiguous columns (stride 1), got stride ", t.stride(1));
+  require(rows <= 1 || t.stride(0) >= columns, name,
+          ": expected rows that do not overlap, got strides (", t.stride(0), ", ", t.stride(1),
+          ")");
   return {data, rows <= 1 ? 0 : t.stride(0)};
 }
 

@@ -106,6 +106,8 @@ ConstChunks chunks_of(Place const& place, Tensor const& codes, char const* name,
   require(codes.stride(2) == 1 && (columns <= 1 || codes.stride(1) == kScaleBlock), name,
           ": expected the 128 codes of a column contiguous and columns 128 apart, got strides (",
           codes.stride(0), ", ", codes.stride(1), ", ", codes.stride(2), ")");
+  require(slots <= 1 || codes.stride(0) >= columns * kScaleBlock, name,
+          ": expected slots that do not overlap, got stride ", codes.stride(0));
   chunks.slot_stride = slots <= 1 ? 0 : codes.stride(0);
   chunks.scales = as_read(scales_of(place, scales, scales_name, {slots, scale_blocks(columns)}));
   return chunks;

@@ -260,6 +260,8 @@ Tensor score_gradient(Tensor const& parts, Tensor const& slot_row, Tensor const&
   Place const place(dout, "dout");
   require_dims(dout, "dout", 2);
   Slots const slots = slots_of(place, slot_row, "slot_row", token_offsets);
+  require(slots.tokens == dout.size(0), "slot_row: expected ", dout.size(0),
+          " tokens as dout has, got ", slots.tokens);
   require_dims(offsets, "offsets", 1);
   ScoreGradient args;
   Sizes& s = args.sizes;

@@ -19,6 +19,7 @@ from guild._torch.checks import (
     expect_dims,
     expect_flag,
     expect_own_elements,
+    expect_rows,
     expect_shape,
 )
 from guild._torch.expert_lists import Placed, table_of
@@ -238,8 +239,7 @@ def _width_in_blocks(x: Tensor, halves: int) -> int:
 
 def _expect_rows(x: Tensor, offsets: Tensor, row_token: Tensor | None) -> int:
     """How many rows there are; offsets and row_token are checked."""
-    if x.shape[1] > 1 and x.stride(1) != 1:
-        raise ValueError(f"x: expected contiguous columns, got strides {x.stride()}")
+    expect_rows("x", x)
     _expect_offsets(offsets)
     expect_device("offsets", offsets, x, "x")
     if row_token is None:

@@ -5,7 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from guild._torch.checks import dtype_name, expect_device, expect_dims, expect_shape
+from guild._torch.checks import (
+    dtype_name,
+    expect_device,
+    expect_dims,
+    expect_rows,
+    expect_shape,
+)
 from guild._torch.float8_formats import ELEMENTS, FORMATS, blocks
 from guild._torch.operators import ops
 
@@ -86,11 +92,9 @@ def _check(mat_a: Tensor, mat_b: Tensor, scale_a: Tensor, scale_b: Tensor, offs:
         raise ValueError(f"mat_b: expected {inner} rows as mat_a has columns, got {depth}")
     if experts == 0 or inner == 0 or columns == 0:
         raise ValueError(f"mat_b: expected sizes of at least 1, got shape {tuple(mat_b.shape)}")
-    if (mat_b.stride(1) != 1 and inner > 1) or (mat_a.stride(1) != 1 and inner > 1):
-        raise ValueError(
-            f"mat_a, mat_b: expected K contiguous, got strides {mat_a.stride()} and "
-            f"{mat_b.stride()}"
-        )
+    expect_rows("mat_a", mat_a)
+    if mat_b.stride(1) != 1 and inner > 1:
+        raise ValueError(f"mat_b: expected K contiguous, got strides {mat_b.stride()}")
     depth_blocks = blocks(inner)
     for name, tensor, shape in (
         ("scale_a", scale_a, (rows, depth_blocks)),

@@ -5,7 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from guild._torch.checks import dtype_name, expect_device, expect_dims, expect_shape
+from guild._torch.checks import (
+    dtype_name,
+    expect_device,
+    expect_dims,
+    expect_rows,
+    expect_shape,
+)
 from guild._torch.float8_formats import FORMATS, blocks, expect_format, expect_scales
 from guild._torch.operators import ops
 
@@ -86,8 +92,7 @@ def regroup(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     rows, columns = codes.shape
     if columns == 0:
         raise ValueError(f"codes: expected columns, got shape {tuple(codes.shape)}")
-    if columns > 1 and codes.stride(1) != 1:
-        raise ValueError(f"codes: expected contiguous columns, got strides {codes.stride()}")
+    expect_rows("codes", codes)
     expect_shape("scales", scales, (rows, -(-columns // 32)))
     if scales.dtype != torch.float8_e8m0fnu:
         raise TypeError(f"scales: expected dtype float8_e8m0fnu, got {dtype_name(scales.dtype)}")

@@ -12,6 +12,7 @@ from guild._torch.checks import (
     expect_dims,
     expect_flags,
     expect_like,
+    expect_rows,
     expect_shape,
 )
 from guild._torch.expert_lists import Listed, Placed, is_pair, joined, joined_halves, table_of
@@ -236,6 +237,6 @@ def _expect_source(name: str, tensor: Tensor, dtype: torch.dtype) -> None:
     expect_elements(name, tensor)
     if 0 in tensor.shape[1:] or (tensor.dim() == 3 and tensor.shape[0] == 0):
         raise ValueError(f"{name}: expected sizes of at least 1, got shape {tuple(tensor.shape)}")
-    if tensor.dim() == 2 and tensor.shape[1] > 1 and tensor.stride(1) != 1:
-        raise ValueError(f"{name}: expected contiguous columns, got strides {tensor.stride()}")
+    if tensor.dim() == 2:
+        expect_rows(name, tensor)
     expect_format("dtype", dtype)

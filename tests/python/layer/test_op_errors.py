@@ -12,6 +12,17 @@ from guild._torch.gradients import ops
 from guild._torch.operators import WANT_DOWN, WANT_SCORES, WANT_X
 from test_errors import right
 
+
+def codes_of(r: SimpleNamespace, *shape: int) -> torch.Tensor:
+    """Codes of zeros."""
+    return torch.zeros(shape, dtype=torch.uint8, device=r.x.device)
+
+
+def floats_of(r: SimpleNamespace, *shape: int) -> torch.Tensor:
+    """Scales."""
+    return torch.ones(shape, device=r.x.device)
+
+
 FLAGS = (0, True, 1.0, float("inf"), 0.0, False, False, False)
 
 RAW: dict[str, tuple[Callable[[SimpleNamespace], object], str]] = {
@@ -163,6 +174,27 @@ RAW: dict[str, tuple[Callable[[SimpleNamespace], object], str]] = {
             *(True, False, False, False),
         ),
         "w_down: expected dtype bfloat16, got float32",
+    ),
+    "tokens of slot_row": (
+        lambda r: ops.score_gradient(
+            r.x.new_zeros(12, 1).float(), r.ids[:3].int(), r.offsets, r.x, None, 16
+        ),
+        "slot_row: expected 6 tokens as dout has, got 3",
+    ),
+    "codes of one row": (
+        lambda r: ops.scaled_grouped_mm_out(
+            *(codes_of(r, 1, 32).expand(6, 32), floats_of(r, 6, 1), 0),
+            *(codes_of(r, 4, 16, 32), floats_of(r, 4, 1, 1), 0, r.offs, r.x.new_empty(6, 16)),
+        ),
+        r"a: expected rows that do not overlap, got strides \(0, 1\)",
+    ),
+    "chunks of one slot": (
+        lambda r: ops.chunk_product_out(
+            *(codes_of(r, 1, 32, 128).expand(4, 32, 128), floats_of(r, 4, 1), 0),
+            *(codes_of(r, 4, 16, 128), floats_of(r, 4, 1), r.offsets, 6, r.x.new_empty(4, 32, 16)),
+            False,
+        ),
+        "a: expected slots that do not overlap, got stride 0",
     ),
     "dw_down": (
         lambda r: ops.down_weight_gradient_out(

@@ -165,6 +165,7 @@ def _operands():
     ("name", "value", "error"),
     [
         ("mat_a", torch.randn(4, 32), "mat_a: expected dtype float8"),
+        ("mat_a", torch.ones(1, 32).to(torch.float8_e4m3fn).expand(4, 32), "mat_a: expected rows"),
         ("mat_b", torch.zeros(2, 33, 8).to(torch.float8_e4m3fn), "mat_b: expected 32 rows"),
         ("mat_b", torch.zeros(2, 32, 8).to(torch.float8_e4m3fn), "expected K contiguous"),
         ("scale_a", torch.ones(4, 2), r"scale_a: expected shape \(4, 1\)"),
@@ -182,7 +183,8 @@ def test_wrong_quantisations_are_named():
     x = torch.randn(4, 32)
     for call, error in (
         (lambda: guild.quantize(x.double()), "x: expected dtype bfloat16"),
-        (lambda: guild.quantize(x.T), "x: expected contiguous columns"),
+        (lambda: guild.quantize(x.T), "x: expected rows with contiguous columns"),
+        (lambda: guild.quantize(x[:1].expand(4, 32)), r"x: expected rows .* strides \(0, 1\)"),
         (lambda: guild.quantize(x, torch.int8), "dtype: expected float8_e4m3fn"),
         (lambda: guild.quantize(x, scale="e8m0"), "scale: expected"),
         (lambda: guild.quantize(x[None]), "x: expected 2 dimensions"),

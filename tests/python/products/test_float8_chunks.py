@@ -189,7 +189,13 @@ def test_wrong_rows_are_named():
     codes, good = quantize(x), quantize_chunks(x, offsets)
     for call, error in (
         (lambda: quantize_chunks(x.double(), offsets), "x: expected dtype bfloat16"),
-        (lambda: quantize_chunks(x.T, offsets), "x: expected contiguous columns"),
+        (lambda: quantize_chunks(x.T, offsets), "x: expected rows with contiguous columns"),
+        (
+            lambda: quantize_chunks(
+                Quantized(codes.codes[:1].expand(128, 64), codes.scales), offsets
+            ),
+            r"x: expected rows .* strides \(0, 1\)",
+        ),
         (lambda: quantize_chunks(x, offsets.long()), "offsets: expected contiguous int32"),
         (lambda: quantize_chunks(x, offsets[:1]), "offsets: expected 2 elements"),
         (lambda: quantize_chunks(x, offsets, halves=3), "halves: expected 1 to 2, got 3"),

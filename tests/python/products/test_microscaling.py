@@ -151,7 +151,14 @@ def test_wrong_calls_are_named():
         (lambda: regroup(x, made.scales), "codes: expected float8_e4m3fn"),
         (lambda: regroup(made.codes, swizzled.scales), r"scales: expected shape \(4, 2\)"),
         (lambda: regroup(made.codes, torch.ones(4, 2)), "scales: expected dtype float8_e8m0fnu"),
-        (lambda: regroup(made.codes.T, made.scales), "codes: expected contiguous columns"),
+        (
+            lambda: regroup(made.codes.T, made.scales),
+            "codes: expected rows with contiguous columns",
+        ),
+        (
+            lambda: regroup(made.codes[:1].expand(4, 64), made.scales),
+            r"codes: expected rows .* strides \(0, 1\)",
+        ),
     ):
         with pytest.raises((TypeError, ValueError), match=error):
             call()
