@@ -238,6 +238,7 @@ struct TokenSumKernel {
                   : p.residual != nullptr ? to_float(p.residual[t * p.residual_stride + col])
                                           : 0.f;
       if (p.residual_scale != nullptr) sum = to_float(T(p.residual_scale[t] * sum));
+#pragma unroll 4
       for (int k = 0; k < top_k; ++k) {
         Term const term = smem.term[t * top_k + k];
         if (term.row >= 0) sum += term.score * to_float(smem.value[term.row][own]);
