@@ -24,6 +24,21 @@ void check(RouterLogits const& x) {
   check_rows(x.weight, x.experts, x.hidden, "weight");
   check_optional_rows(x.logits, x.experts, "logits");
   check_pointer(x.workspace, x.tokens > 0, "workspace");
+  check_optional_rows(x.gate, x.hidden, "gate");
+  bool const gated = x.gate.data != nullptr && x.tokens > 0;
+  check_pointer(x.gate_score, gated, "gate_score");
+  check_pointer(x.gate_workspace, gated, "gate_workspace");
+}
+
+RouterLogits gate_of(RouterLogits const& product) {
+  RouterLogits gate = product;
+  gate.experts = 1;
+  gate.weight = product.gate;
+  gate.gate = {};
+  gate.logits = {product.gate_score};
+  gate.workspace = product.gate_workspace;
+  gate.sigmoid = true;
+  return gate;
 }
 
 void check_pair(RouterLogits const& product, Route const& route) {

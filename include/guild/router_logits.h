@@ -19,7 +19,15 @@ struct RouterLogits {
   Rows logits;                    // (T, E) out
   void* workspace = nullptr;      // router_logits_workspace_bytes()
   bool sigmoid = false;           // whether sigmoid(logits) take their place, as a gate's scores
+
+  // Of route_tokens() alone: a gate beside the router, gate_score = sigmoid(x gate^T). Null: none.
+  ConstRows gate = {};             // (1, H)
+  void* gate_score = nullptr;      // (T) out, float32
+  void* gate_workspace = nullptr;  // router_logits_workspace_bytes() of one expert
 };
+
+// The gate's part of the arguments, as a product of its own.
+RouterLogits gate_of(RouterLogits const& product);
 
 int64_t router_logits_workspace_bytes(int64_t tokens, int64_t hidden, int64_t experts, DType dtype);
 

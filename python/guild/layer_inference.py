@@ -27,7 +27,9 @@ def quick_output(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
     """
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return None
-    router, parameters = layer._modules.get("router"), layer._parameters
+    # Past __getattr__, which takes its time.
+    modules, parameters = layer._modules, layer._parameters
+    router = modules.get("router")
     w_up, w_down = parameters.get("w_up"), parameters.get("w_down")
     if not (
         layer.expert_group is layer.fp8 is None
@@ -52,7 +54,7 @@ def quick_output(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
     bias = None
     if layer.routing.selection_bias and (bias := router._buffers.get("selection_bias")) is None:
         return None
-    shared = layer.shared
+    shared = modules.get("shared") or layer.shared
     dense = (None,) * 5  # a residual; or weights and scale of what is added, or the scale's gate
     if type(shared) is SharedExperts and shared.is_plain(layer):
         gate = shared.gate_weight(flat)

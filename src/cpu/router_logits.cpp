@@ -89,6 +89,7 @@ void router_logits(RouterLogits const& x) {
   require_processor();
   check(x);
   require(x.logits.data != nullptr || x.tokens == 0, "logits: expected a pointer, got null");
+  require(x.gate.data == nullptr, "gate: expected null, for there is no router");
   multiply(x, x.logits);
   if (!x.sigmoid) return;
   with_element(x.dtype, [&]<class T>() {
@@ -109,6 +110,7 @@ void route_tokens(RouterLogits const& product, Route const& x) {
   routed.logits = logits;
   multiply(product, logits);
   route(routed);
+  if (product.gate.data != nullptr) router_logits(gate_of(product));
 }
 
 }  // namespace guild::cpu

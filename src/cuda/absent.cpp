@@ -60,6 +60,7 @@ void moe_forward(MoeForward const&, Queue) { absent(); }
 bool shared_rides(Sizes const&) { return false; }
 int64_t moe_forward_workspace_bytes(Sizes const&, DType, int64_t) { absent(); }
 void moe_forward(MoeForward const&, SharedExpert const&, Queue) { absent(); }
+void moe_forward(MoeForward const&, LayerRouter const&, SharedExpert const*, Queue) { absent(); }
 void moe_backward(MoeBackward const&, Queue) { absent(); }
 void moe_weight_gradients(MoeWeightGradients const&, Queue) { absent(); }
 void publish(Publish const&, Queue) { absent(); }

@@ -1,9 +1,12 @@
 // The composites on the GPU: the steps of src/compose.h on one stream.
+#include <optional>
+
 #include "check.h"
 #include "compose.h"
 #include "cuda/alignment.h"
 #include "cuda/gate_up.h"
 #include "cuda/products.h"
+#include "cuda/routing/route_few.cuh"
 #include "cuda/rows/combine.h"
 #include "cuda/shared_expert.h"
 #include "cuda/token_sum.h"
@@ -30,13 +33,14 @@ struct Riding {
 
 struct Steps {
   Queue queue;
-  Sort const* sort = nullptr;  // left to the products
+  Sort const* sort = nullptr;           // left to the products
+  TokenChoice const* choice = nullptr;  // left to the up product
   Riding shared = {};
   void sort_by_expert(Sort const& x) const {
     if (sort == nullptr) cuda::sort_by_expert(x, queue);
   }
   void up_projection(UpProjection const& x) const {
-    cuda::up_projection(x, sort, shared.of_up(), queue);
+    cuda::up_projection(x, sort, choice, shared.of_up(), queue);
   }
   void down_projection(DownProjection const& x) const {
     cuda::down_projection(x, sort, shared.of_down(), queue);
@@ -67,24 +71,16 @@ struct Steps {
 
 bool sorts_in_products(MoeForward const& x) { return x.sort != nullptr && products_sort(*x.sort); }
 
-}  // namespace
-
-void moe_forward(MoeForward const& x, Queue queue) {
+void forward(MoeForward const& x, TokenChoice const* choice, Queue queue) {
   check(x);
   ForwardWorkspace const w = workspace_of(x);
   queue.counter = w.counter;
-  compose_forward(x, w, Steps{queue, sorts_in_products(x) ? x.sort : nullptr});
+  Sort const* const sort = sorts_in_products(x) ? x.sort : nullptr;
+  compose_forward(x, w, Steps{.queue = queue, .sort = sort, .choice = choice});
 }
 
-bool shared_rides(Sizes const& sizes) { return are_for_few_tokens(sizes); }
-
-int64_t moe_forward_workspace_bytes(Sizes const& sizes, DType dtype, int64_t shared) {
-  Carver carver(nullptr);
-  carve_forward(carver, sizes, dtype, shared);
-  return carver.used();
-}
-
-void moe_forward(MoeForward const& given, SharedExpert const& shared, Queue queue) {
+void forward(MoeForward const& given, SharedExpert const& shared, TokenChoice const* choice,
+             Queue queue) {
   MoeForward x = given;
   x.residual = {shared.o, 0};
   check(x);
@@ -98,7 +94,43 @@ void moe_forward(MoeForward const& given, SharedExpert const& shared, Queue queu
                                    element_bytes(x.dtype), "shared.w_up")};
   for (ConstWeight const& part : riding.up.w) require_aligned(part, "shared.w_up");
   require_aligned(shared.w_down, "shared.w_down");
-  compose_forward(x, w, Steps{queue, sorts_in_products(x) ? x.sort : nullptr, riding});
+  Sort const* const sort = sorts_in_products(x) ? x.sort : nullptr;
+  compose_forward(x, w, Steps{.queue = queue, .sort = sort, .choice = choice, .shared = riding});
+}
+
+// Whether the up product chooses the experts of its token.
+bool chooses_in_product(LayerRouter const& router, MoeForward const& layer) {
+  RouterLogits const& x = router.product;
+  return x.tokens == 1 && few_for_router(x.tokens, x.hidden, x.experts) &&
+         sorts_in_products(layer) && fits_route_of_token(router.route);
+}
+
+}  // namespace
+
+void moe_forward(MoeForward const& x, Queue queue) { forward(x, nullptr, queue); }
+
+void moe_forward(MoeForward const& x, SharedExpert const& shared, Queue queue) {
+  forward(x, shared, nullptr, queue);
+}
+
+void moe_forward(MoeForward const& layer, LayerRouter const& router, SharedExpert const* shared,
+                 Queue queue) {
+  std::optional<TokenChoice> choice;
+  if (chooses_in_product(router, layer)) {
+    choice = choice_of(router.product, router.route, queue);
+  } else {
+    route_tokens(router.product, router.route, queue);
+  }
+  TokenChoice const* const left = choice ? &*choice : nullptr;
+  shared == nullptr ? forward(layer, left, queue) : forward(layer, *shared, left, queue);
+}
+
+bool shared_rides(Sizes const& sizes) { return are_for_few_tokens(sizes); }
+
+int64_t moe_forward_workspace_bytes(Sizes const& sizes, DType dtype, int64_t shared) {
+  Carver carver(nullptr);
+  carve_forward(carver, sizes, dtype, shared);
+  return carver.used();
 }
 
 void moe_backward(MoeBackward const& x, Queue queue) {

@@ -10,6 +10,8 @@
 
 namespace guild::cuda {
 
+struct TokenChoice;  // routing/logit_parts.cuh
+
 // How gate and up are arranged in the columns of the pre-activations.
 enum class Pairing : int {
   none,       // no gate
@@ -56,6 +58,8 @@ struct UpProduct {
   // The sort that makes groups and row_token, which is left to the product; null: it has been run.
   // Only where products_sort() says so.
   Sort const* sort = nullptr;
+  // The choice of the experts that are sorted, left to the product too; null: it has been made.
+  TokenChoice const* choice = nullptr;
   SharedUp shared = {};  // only where shared_rides() says so
 };
 void up_product(UpProduct const& product, Queue const& queue);
@@ -143,9 +147,10 @@ W transposed(W const& w) {
   return {w.data, w.expert_stride, w.in_stride, w.out_stride, w.expert_at};
 }
 
-// The same steps where their products sort, sort null: they do not, and with shared experts.
-void up_projection(UpProjection const& step, Sort const* sort, SharedUp const& shared,
-                   Queue const& queue);
+// The same steps where their products sort and choose, unless sort and choice are null, and with
+// shared experts.
+void up_projection(UpProjection const& step, Sort const* sort, TokenChoice const* choice,
+                   SharedUp const& shared, Queue const& queue);
 void down_projection(DownProjection const& step, Sort const* sort, SharedRows const& shared,
                      Queue const& queue);
 

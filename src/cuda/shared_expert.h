@@ -1,6 +1,7 @@
 // Shared experts within the launches of a layer of few tokens, for inference.
 #pragma once
 #include "guild/cuda.h"
+#include "guild/router_logits.h"
 
 namespace guild::cuda {
 
@@ -23,5 +24,15 @@ int64_t moe_forward_workspace_bytes(Sizes const& sizes, DType dtype, int64_t sha
 // Only where shared_rides(), for inference of tokens with top_k slots each. The layer's residual is
 // null, its workspace of the size above.
 void moe_forward(MoeForward const& layer, SharedExpert const& shared, Queue queue);
+
+// A layer whose tokens' experts are chosen first: the route's ids and scores are the layer's.
+struct LayerRouter {
+  RouterLogits product;
+  Route route;
+};
+// The router, then the layer, with shared experts unless null. A single token's experts are chosen
+// in the layer's own launches where that can be.
+void moe_forward(MoeForward const& layer, LayerRouter const& router, SharedExpert const* shared,
+                 Queue queue);
 
 }  // namespace guild::cuda

@@ -4,10 +4,12 @@
 
 namespace guild::cuda {
 
-void up_projection(UpProjection const& x, Queue queue) { up_projection(x, nullptr, {}, queue); }
+void up_projection(UpProjection const& x, Queue queue) {
+  up_projection(x, nullptr, nullptr, {}, queue);
+}
 
-void up_projection(UpProjection const& x, Sort const* sort, SharedUp const& shared,
-                   Queue const& queue) {
+void up_projection(UpProjection const& x, Sort const* sort, TokenChoice const* choice,
+                   SharedUp const& shared, Queue const& queue) {
   check(x);
   require_layer(x.sizes, x.dtype);
   auto const view =
@@ -34,6 +36,7 @@ void up_projection(UpProjection const& x, Sort const* sort, SharedUp const& shar
               .activated = x.a,
               .low_rank = low_rank_operand(x, view.w[0]),
               .sort = sort,
+              .choice = choice,
               .shared = shared},
              queue);
 }

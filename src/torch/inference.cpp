@@ -2,8 +2,8 @@
 // its offsets lies in one buffer: at a few tokens each allocation counts.
 #include "cuda/rows/all_rows.h"
 #include "cuda/shared_expert.h"
-#include "shared/workspace.h"
 #include "torch/forward.h"
+#include "torch/inference_buffer.h"
 #include "torch/ops.h"
 #include "torch/overlap.h"
 #include "torch/settings.h"
@@ -11,9 +11,6 @@
 namespace guild::binding {
 
 namespace {
-
-// Up to this size a buffer may live as long as the offsets, which then lie in it.
-constexpr int64_t kSmallBuffer = 1 << 18;
 
 // Experts that every token goes through, as one of all rows.
 struct Shared {
@@ -28,94 +25,6 @@ Layer shared_layer(Layer layer, Shared const& shared) {
   layer.sizes.experts = layer.sizes.top_k = 1;
   layer.transposed = false;
   return layer;
-}
-
-struct SharedScratch {
-  int32_t* offsets;  // (2)
-  void* products;    // a work buffer
-};
-
-SharedScratch carve_shared(Carver& carver, Layer const& shared) {
-  auto* const offsets = static_cast<int32_t*>(carver.take(2, sizeof(int32_t)));
-  return {offsets, carver.take(moe_forward_workspace_bytes(shared.sizes, shared.dtype))};
-}
-
-// What a call needs memory for. The sizes of shared experts are those of a layer whose one expert
-// has all rows.
-struct Needs {
-  bool routes;             // the layer chooses its tokens' experts itself
-  int64_t router_bytes;    // what that takes
-  Layer const* shared;     // null: none
-  bool rides = false;      // shared experts are run together with the others
-  bool gated = false;      // their scale is computed
-  int64_t gate_bytes = 0;  // what that takes
-};
-
-// Parts of the buffer.
-struct Scratch {
-  int32_t* offsets;               // (E + 1), first
-  int32_t* ids;                   // (T, K), where the layer routes
-  void* scores;                   // (T, K), where the layer routes
-  void* router;                   // a work buffer
-  int32_t *row_token, *slot_row;  // (R) each
-  void *sort, *products;          // work buffers
-  void* shared_rows;              // (T, H); null without shared experts
-  void* shared_scale;             // (T, 1), where it is computed
-  void* gate;                     // a work buffer
-  SharedScratch shared;           // where they are run apart
-};
-
-Scratch carve(Carver& carver, Layer const& layer, Needs const& needs) {
-  Sizes const& s = layer.sizes;
-  int64_t const rows = s.rows(), routed = needs.routes ? rows : 0;
-  auto const indices = [&](int64_t count) {
-    return static_cast<int32_t*>(carver.take(count, sizeof(int32_t)));
-  };
-  Scratch found{};
-  found.offsets = indices(s.experts + 1);
-  found.ids = indices(routed);
-  found.scores = carver.take(routed, element_bytes(score_dtype(layer.dtype)));
-  found.router = carver.take(needs.router_bytes);
-  found.row_token = indices(rows);
-  found.slot_row = indices(rows);
-  found.sort = carver.take(sort_workspace_bytes(rows, s.experts, 1));
-  int64_t const riding = needs.rides ? needs.shared->sizes.intermediate : 0;
-  found.products =
-      carver.take(needs.rides ? cuda::moe_forward_workspace_bytes(s, layer.dtype, riding)
-                              : moe_forward_workspace_bytes(s, layer.dtype));
-  if (needs.shared == nullptr) return found;
-  found.shared_rows = carver.take(s.tokens, s.hidden, element_bytes(layer.dtype));
-  found.shared_scale = carver.take(needs.gated ? s.tokens : 0, sizeof(float));
-  found.gate = carver.take(needs.gate_bytes);
-  if (!needs.rides) found.shared = carve_shared(carver, *needs.shared);
-  return found;
-}
-
-// The buffer, alive as long as the call is.
-struct Buffer {
-  Tensor memory;
-  int64_t bytes;
-  Scratch parts;
-
-  Buffer(Place const& place, Layer const& layer, Needs const& needs)
-      : memory(place.workspace(size(layer, needs))), bytes(size(layer, needs)) {
-    Carver carver(memory.data_ptr());
-    parts = carve(carver, layer, needs);
-  }
-
- private:
-  static int64_t size(Layer const& layer, Needs const& needs) {
-    Carver counting(nullptr);
-    carve(counting, layer, needs);
-    return counting.used();
-  }
-};
-
-// The offsets that a call returns.
-Tensor offsets_in(Place const& place, Buffer const& buffer, Layer const& layer) {
-  int64_t const count = layer.sizes.experts + 1;
-  return buffer.bytes <= kSmallBuffer ? place.first_int32(buffer.memory, count)
-                                      : place.empty_int32({count});
 }
 
 // A token's experts and their weights.
@@ -143,6 +52,7 @@ struct Operands {
   MaybeTensor const &b_up, &b_down;
   void const* residual_scale = nullptr;
   cuda::SharedExpert const* riding = nullptr;  // null: none, or run already
+  cuda::LayerRouter const* router = nullptr;   // null: it has been run
 };
 
 // Runs forward into out (T, H); returns the offsets.
@@ -174,11 +84,13 @@ Tensor run(Place const& place, Layer const& layer, Operands const& given, Chosen
                    : place.rows(given.residual, "residual", layer.dtype, {s.tokens, s.hidden});
   f.residual_scale = given.residual_scale;
   f.sort = &sort;
-  if (given.riding == nullptr) {
-    place.run(cpu::moe_forward, cuda::moe_forward, f);
-  } else {
-    f.residual = {};
+  if (given.riding != nullptr) f.residual = {};
+  if (given.router != nullptr) {
+    cuda::moe_forward(f, *given.router, given.riding, place.queue());
+  } else if (given.riding != nullptr) {
     cuda::moe_forward(f, *given.riding, place.queue());
+  } else {
+    place.run<MoeForward>(cpu::moe_forward, cuda::moe_forward, f);
   }
   return offsets;
 }
@@ -264,12 +176,17 @@ Tensor run_layer(Place const& place, Operands given, RoutedBy const& by, Activat
                                         {layer.sizes.tokens, 1});
   }
   if (gate) {
-    gate->gate(place, buffer.parts.shared_scale, buffer.parts.gate);
+    product.add_gate(*gate, buffer.parts.shared_scale, buffer.parts.gate);
     given.residual_scale = buffer.parts.shared_scale;
   }
   route.ids = buffer.parts.ids;
   route.scores = buffer.parts.scores;
-  product.route(place, route, buffer.parts.router);
+  std::optional<cuda::LayerRouter> router;
+  if (auto const* const args = product.args(place, buffer.parts.router)) {
+    given.router = &router.emplace(cuda::LayerRouter{*args, route});
+  } else {
+    product.route(place, route, buffer.parts.router);
+  }
   Chosen const chosen{
       .ids = route.ids, .ids_are_int64 = false, .scores = route.scores, .token_offsets = nullptr};
   return run(place, layer, given, chosen, buffer, out);

@@ -98,13 +98,13 @@ Tensor RouterProduct::logits(Place const& place) {
   return found;
 }
 
-void RouterProduct::gate(Place const& place, void* to, void* workspace) {
-  require(args_.experts == 1, "shared_gate: expected one row, got ", args_.experts);
-  require(!by_torch_, "shared_gate: expected bfloat16 or float16, and on CUDA rows of 16 bytes");
-  args_.logits = {to, 0};
-  args_.workspace = workspace;
-  args_.sigmoid = true;
-  place.run(cpu::router_logits, cuda::router_logits, args_);
+void RouterProduct::add_gate(RouterProduct const& gate, void* score, void* workspace) {
+  require(gate.args_.experts == 1, "shared_gate: expected one row, got ", gate.args_.experts);
+  require(!by_torch_ && !gate.by_torch_,
+          "shared_gate: expected bfloat16 or float16, and on CUDA rows of 16 bytes");
+  args_.gate = gate.args_.weight;
+  args_.gate_score = score;
+  args_.gate_workspace = workspace;
 }
 
 void RouterProduct::route(Place const& place, Route const& given, void* workspace) {
@@ -121,6 +121,12 @@ void RouterProduct::route(Place const& place, Route const& given, void* workspac
                              cuda::route_tokens(a.product, a.route, queue);
                            },
                            {args_, given});
+}
+
+RouterLogits const* RouterProduct::args(Place const& place, void* workspace) {
+  if (by_torch_ || !place.on_cuda()) return nullptr;
+  args_.workspace = workspace;
+  return &args_;
 }
 
 Tensor router_logits(Tensor const& x, Tensor const& weight) {

@@ -95,10 +95,12 @@ class RouterProduct {
   int64_t workspace_bytes() const;
   // logits in a new tensor, float32, or float64
   Tensor logits(Place const& place);
-  // sigmoid(logits) to `to`, (T, 1) float32; of 16-bit operands that the kernels can read.
-  void gate(Place const& place, void* to, void* workspace);
+  // route() then also writes sigmoid(x gate^T), (T) in float32, to `score`; of 16-bit operands.
+  void add_gate(RouterProduct const& gate, void* score, void* workspace);
   // Routes by the logits, which are not kept, into the outputs of `route`.
   void route(Place const& place, Route const& route, void* workspace);
+  // The arguments, for kernels on a GPU that run the product themselves; null where PyTorch does.
+  RouterLogits const* args(Place const& place, void* workspace);
 
  private:
   Tensor x_, weight_;

@@ -17,6 +17,7 @@ void check_on_gpu(RouterLogits const& x) {
   require_whole_16_bytes(x.hidden, "hidden");
   require_aligned(x.x, "x");
   require_aligned(x.weight, "weight");
+  if (x.gate.data != nullptr) require_aligned(x.gate, "gate");
 }
 
 template <class Params>
@@ -52,7 +53,8 @@ void launch_few(RouterLogits const& x, LogitParts const& to, int64_t stride, Que
   static AllowedOn allowed;
   allow_shared_memory(router_product_of_few_kernel<T>, Product::kMostBytes, allowed,
                       "shared memory of the router's product");
-  dim3 const blocks(unsigned(ceil_div(x.experts, Product::kExperts)), unsigned(to.count));
+  int64_t const tiles = ceil_div(x.experts, Product::kExperts) + (x.gate.data != nullptr);
+  dim3 const blocks(unsigned(tiles), unsigned(to.count));
   cuda_check(launch_early(router_product_of_few_kernel<T>, blocks, Product::kThreads,
                           Product::bytes(p.chunk, p.rows), queue.stream, p),
              "launch of the router's product");
@@ -84,7 +86,7 @@ __global__ void __launch_bounds__(kThreads) add_parts_kernel(LogitParts parts, f
   int64_t const i = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= parts.stride) return;
   float const logit = parts.sum(i);
-  logits[i / experts * stride + i % experts] = sigmoid ? 1.f / (1.f + expf(-logit)) : logit;
+  logits[i / experts * stride + i % experts] = sigmoid ? sigmoid_of(logit) : logit;
 }
 
 }  // namespace
@@ -105,6 +107,7 @@ LogitParts multiply_for_router(RouterLogits const& x, Queue const& queue) {
 
 void router_logits(RouterLogits const& x, Queue queue) {
   require(x.logits.data != nullptr || x.tokens == 0, "logits: expected a pointer, got null");
+  require(x.gate.data == nullptr, "gate: expected null, for there is no router");
   LogitParts const parts = multiply_for_router(x, queue);
   if (x.tokens == 0 || (parts.count == 1 && !x.sigmoid)) return;
   unsigned const blocks = unsigned(ceil_div(parts.stride, kThreads));

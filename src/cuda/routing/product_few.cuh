@@ -36,6 +36,8 @@ struct RouterProductOfFew {
   static constexpr int kWeightBytes = kExperts * kRowBytes;  // of a step
 
   struct Params {
+    CUtensorMap gate;       // as weight, of one row; after the last tile of experts comes its own
+    float* gate_out;        // (parts, tokens)
     CUtensorMap x, weight;  // (steps, tokens or experts, 64); boxes of kSteps x all rows x 64
     float* out;             // (parts, tokens, experts)
     int64_t part_stride;
@@ -79,49 +81,65 @@ struct RouterProductOfFew {
     fence_registers(acc);
   }
 
-  static __device__ void store(Params const& p, int part, int first_expert,
+  // Where a block's results go, and how many experts have some.
+  struct Target {
+    float* out;
+    int64_t stride;
+    int experts;
+    bool in_pairs;
+
+    __device__ Target(Params const& p, int part, bool gate)
+        : out(gate ? p.gate_out + part * int64_t(p.tokens) : p.out + part * p.part_stride),
+          stride(gate ? 1 : p.stride),
+          experts(gate ? 1 : p.experts),
+          in_pairs(p.in_pairs && !gate) {}
+  };
+
+  static __device__ void store(Target const& to, int tokens, int first_expert,
                                float const (&sum)[kExperts / 2]) {
 #pragma unroll
     for (int below = 0; below < 2; ++below) {
       int const token = fragment_row(threadIdx.x) + 8 * below;
-      if (token >= p.tokens) continue;
-      float* const row = p.out + part * p.part_stride + token * p.stride;
+      if (token >= tokens) continue;
+      float* const row = to.out + token * to.stride;
 #pragma unroll
       for (int block = 0; block < kExperts / 8; ++block) {
         int const expert = first_expert + 8 * block + fragment_column(threadIdx.x);
         float const first = sum[4 * block + 2 * below], second = sum[4 * block + 2 * below + 1];
-        if (p.in_pairs && expert < p.experts) {
+        if (to.in_pairs && expert < to.experts) {
           *reinterpret_cast<float2*>(row + expert) = {first, second};
         } else {
-          if (expert < p.experts) row[expert] = first;
-          if (expert + 1 < p.experts) row[expert + 1] = second;
+          if (expert < to.experts) row[expert] = first;
+          if (expert + 1 < to.experts) row[expert + 1] = second;
         }
       }
     }
   }
 
-  // Blocks: (tiles of experts, chunks).
+  // Blocks: (tiles of experts and the gate's, chunks).
   static __device__ void run(Params const& p) {
     extern __shared__ __align__(1024) char memory[];
     char *const x = memory, *const weight = x + p.chunk * p.rows * kRowBytes;
     auto* const full = reinterpret_cast<Barrier*>(weight + p.chunk * kWeightBytes);
-    int const part = blockIdx.y, first = part * p.chunk, expert = blockIdx.x * kExperts;
+    bool const gate = int(blockIdx.x) * kExperts >= p.experts;
+    CUtensorMap const& rows = gate ? p.gate : p.weight;
+    int const part = blockIdx.y, first = part * p.chunk, expert = gate ? 0 : blockIdx.x * kExperts;
     int const count = min(p.chunk, p.steps - first);
     let_next_start();
     if (threadIdx.x == 0) {
-      prefetch(p.weight);
+      prefetch(rows);
       prefetch(p.x);
 #pragma unroll
       for (int i = 0; i < kMostPieces; ++i) full[i].init(2);
       fence_barrier_init();
       // Only into L2: whatever ran before may still write them.
-      for (int i = 0; i < count; i += kSteps) prefetch_box(p.weight, {0, expert, first + i});
+      for (int i = 0; i < count; i += kSteps) prefetch_box(rows, {0, expert, first + i});
     }
     __syncthreads();
     wait_for_previous();
     bool const loads_weights = threadIdx.x == 0;
     if (loads_weights || threadIdx.x == 32) {
-      CUtensorMap const& map = loads_weights ? p.weight : p.x;
+      CUtensorMap const& map = loads_weights ? rows : p.x;
       int const step_bytes = loads_weights ? kWeightBytes : p.rows * kRowBytes;
       char* const to = loads_weights ? weight : x;
       for (int i = 0; i < count; i += kSteps) {
@@ -134,7 +152,7 @@ struct RouterProductOfFew {
     float acc[kExperts / 2];
     forget_registers(acc);
     multiply(acc, p, count, full, kept(shared_address(x)), kept(shared_address(weight)));
-    store(p, part, expert, acc);
+    store(Target(p, part, gate), p.tokens, expert, acc);
   }
 };
 
@@ -171,6 +189,10 @@ typename RouterProductOfFew<T>::Params few_router_params(RouterLogits const& x) 
   p.chunk = int(router_chunk(x.hidden) / 64);
   p.x = steps_map<T>(x.x, x.tokens, x.hidden, p.rows, "x");
   p.weight = steps_map<T>(x.weight, x.experts, x.hidden, RouterProductOfFew<T>::kExperts, "weight");
+  if (x.gate.data != nullptr) {
+    p.gate = steps_map<T>(x.gate, 1, x.hidden, RouterProductOfFew<T>::kExperts, "gate");
+    p.gate_out = static_cast<float*>(x.gate_workspace);
+  }
   return p;
 }
 

@@ -68,7 +68,7 @@ __device__ void add_up_logits(Route const& x, LogitParts const& parts, int64_t f
 // has room for, so that many blocks share the loads.
 template <class S>
 __global__ void __launch_bounds__(kRouterThreads, std::min(4, blocks_at_once(S::per_lane)))
-route_parts_kernel(Route x, LogitParts parts, int tokens_of_block, Deal deal) {
+route_parts_kernel(Route x, LogitParts parts, GateParts gate, int tokens_of_block, Deal deal) {
   __shared__ uint32_t chosen[S::tokens][S::experts];
   extern __shared__ __align__(16) float logits[];  // (tokens_of_block, E), followed by their keys
   let_next_start();
@@ -79,6 +79,8 @@ route_parts_kernel(Route x, LogitParts parts, int tokens_of_block, Deal deal) {
   int const experts = deal.experts;
   float* const keys = has_plain_keys(x) ? logits + tokens_of_block * experts : nullptr;
   add_up_logits(x, parts, first * experts, tokens * experts, experts, logits, keys);
+  int const from_end = kRouterThreads - 1 - int(threadIdx.x);  // the last warp has time
+  if (gate.score != nullptr && from_end < tokens) gate.write(first + from_end);
   __syncthreads();
   if (seat.token_in_block - int(threadIdx.x % 32) / S::lanes >= tokens) return;  // the whole warp
   seat.token = seat.token_in_block < tokens ? first + seat.token_in_block : x.tokens;
@@ -93,34 +95,35 @@ int tokens_of_block(int64_t tokens, int most, Queue const& queue) {
   return int(std::min<int64_t>(even, most));
 }
 
-__global__ void __launch_bounds__(RouteOfToken::kMostExperts) route_few_kernel(Route x,
-                                                                               LogitParts parts,
-                                                                               int experts) {
+__global__ void __launch_bounds__(RouteOfToken::kThreads) route_few_kernel(Route x,
+                                                                           LogitParts parts,
+                                                                           int experts,
+                                                                           GateParts gate) {
   __shared__ RouteOfToken smem;
   let_next_start();
   wait_for_previous();
-  bool const nan = smem.find_keys(x, parts, experts);
-  if (x.router.groups > 1) smem.close_groups(x.router, experts / x.router.groups);
+  bool const nan = smem.find_keys(x, parts, blockIdx.x, experts);
+  if (threadIdx.x == RouteOfToken::kThreads - 1 && gate.score != nullptr) gate.write(blockIdx.x);
   if (threadIdx.x >= 32) return;
-  smem.choose(experts, int(x.top_k));
-  smem.write(x, experts, nan);
+  smem.choose(x.router, experts, int(x.top_k));
+  smem.write(x, blockIdx.x, experts, nan);
 }
 
-void route_parts(Route const& x, LogitParts const& parts, Queue const& queue) {
-  if (serves_few(x)) {
-    int const threads = int(ceil_div(x.experts, 32) * 32);
-    cuda_check(launch_early(route_few_kernel, dim3(unsigned(x.tokens)), threads, 0, queue.stream, x,
-                            parts, int(x.experts)),
-               "launch of route");
-    return;
-  }
+void route_few(Route const& x, LogitParts const& parts, GateParts const& gate, Queue const& queue) {
+  cuda_check(launch_early(route_few_kernel, dim3(unsigned(x.tokens)), RouteOfToken::kThreads, 0,
+                          queue.stream, x, parts, int(x.experts), gate),
+             "launch of route");
+}
+
+void route_parts(Route const& x, LogitParts const& parts, GateParts const& gate,
+                 Queue const& queue) {
   auto const launch = [&](auto shape, Deal const& deal) {
     using S = decltype(shape);
     int const tokens = tokens_of_block(x.tokens, S::tokens, queue);
     int64_t const rows = has_plain_keys(x) ? 2 * tokens : tokens;
     cuda_check(launch_early(route_parts_kernel<S>, dim3(unsigned(ceil_div(x.tokens, tokens))),
                             kRouterThreads, rows * x.experts * sizeof(float), queue.stream, x,
-                            parts, tokens, deal),
+                            parts, gate, tokens, deal),
                "launch of route");
   };
   bool const by_four = x.experts % 4 == 0;
@@ -129,6 +132,15 @@ void route_parts(Route const& x, LogitParts const& parts, Queue const& queue) {
   } else {
     with_shape(x.experts, x.router.groups, by_four, launch);
   }
+}
+
+// The route as it is run after the product.
+Route checked_pair(RouterLogits const& product, Route const& route) {
+  check_pair(product, route);
+  Route routed = route;
+  routed.logits = {product.workspace};
+  check(routed);
+  return routed;
 }
 
 }  // namespace
@@ -152,14 +164,29 @@ void route(Route const& x, Queue queue) {
   cuda_check(cudaGetLastError(), "launch of route");
 }
 
-void route_tokens(RouterLogits const& product, Route const& x, Queue queue) {
-  check_pair(product, x);
-  Route routed = x;
-  routed.logits = {product.workspace};
-  check(routed);
+TokenChoice choice_of(RouterLogits const& product, Route const& route, Queue const& queue) {
+  Route const routed = checked_pair(product, route);
   LogitParts const parts = multiply_for_router(product, queue);
+  bool const gated = product.gate.data != nullptr;
+  return {parts, gated ? gate_parts(product, parts.count) : GateParts{}, routed};
+}
+
+void route_tokens(RouterLogits const& product, Route const& x, Queue queue) {
+  Route const routed = checked_pair(product, x);
+  bool const few = few_for_router(product.tokens, product.hidden, product.experts);
+  bool const in_parts = serves_few(routed) || router_chunks(product.hidden) > 1;
+  bool const together = product.gate.data != nullptr && x.tokens > 0 && few && in_parts;
+  RouterLogits own = product;
+  if (product.gate.data != nullptr && !together) {
+    router_logits(gate_of(product), queue);
+    own.gate = {};
+  }
+  LogitParts const parts = multiply_for_router(own, queue);
+  if (x.tokens == 0) return;
+  GateParts const gate = together ? gate_parts(product, parts.count) : GateParts{};
+  if (serves_few(routed)) return route_few(routed, parts, gate, queue);
   if (parts.count == 1) return route(routed, queue);
-  if (x.tokens > 0) route_parts(routed, parts, queue);
+  route_parts(routed, parts, gate, queue);
 }
 
 }  // namespace guild::cuda

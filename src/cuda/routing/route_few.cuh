@@ -1,11 +1,12 @@
 // The router of a few tokens, from a product in parts: a block a token, with the results of
 // route.cuh bit for bit. Between layers no instruction is cached, and fetching them takes longer
-// than running them: so loops stay rolled, and the whole is short.
+// than running them: so the whole is short.
 //
-//   all warps   logits, and as integers the keys that experts are ranked by; groups that are closed
-//               get keys of 0
-//   warp 0      no choice is below the K-th of the lanes' largest keys. Usually a few keys are not,
-//               at most one a lane: their ranks are counted. Else K times the largest is taken
+//   all warps   logits, four neighbours a thread, and as integers the keys that experts are ranked
+//               by
+//   warp 0      keys of groups that are closed become 0. No choice is below the K-th of the lanes'
+//               largest keys; usually a few keys are not, at most one a lane: their ranks are
+//               counted. Else K times the largest is taken
 #pragma once
 #include "cuda/routing/logit_parts.cuh"
 #include "cuda/routing/route.cuh"
@@ -17,8 +18,11 @@ namespace guild::cuda {
 // are faster.
 inline constexpr int64_t kMostBlocksOfToken = 256, kMostChoices = 16, kFewExperts = 256;
 
-struct RouteOfToken {
+struct alignas(16) RouteOfToken {
   static constexpr int kMostExperts = int(kMostSplitExperts), kMostGroups = 32;
+  static constexpr int kThreads = kMostExperts / 4;     // at least; the others wait
+  static constexpr int kQuads = kMostExperts / 32 / 4;  // a lane's, each of four neighbours
+  using Keys = uint32_t[kQuads][4];  // a lane's: of quads lane, lane + 32, ...; 0: none
 
   float logit[kMostExperts];
   uint32_t order[kMostExperts];  // of keys; 0: none
@@ -27,101 +31,182 @@ struct RouteOfToken {
   uint32_t candidate[32], candidate_key[32];
 
   static __device__ int lane() { return int(threadIdx.x) % 32; }
+  // Of all lanes together.
+  static __device__ int quads(int experts) { return (experts + 127) / 128; }
 
-  // Of an expert a thread, and zeros up to a multiple of 32. Whether a logit is NaN.
-  __device__ bool find_keys(Route const& x, LogitParts const& parts, int experts) {
-    int const e = threadIdx.x;
-    float sum = 0;
-    if (e < experts) {
-      auto const* const bias = static_cast<float const*>(x.selection_bias);
-      float const of_bias = bias == nullptr ? 0.f : bias[e];
-      logit[e] = sum = parts.sum(blockIdx.x * int64_t(experts) + e);
-      order[e] = order_of(ranked_by_logit(x) ? sum : plain_key(x, sum, of_bias));
-    } else {
-      order[e] = 0;
+  // Of all experts, and keys of 0 up to a whole number of quads a lane. Whether a logit is NaN.
+  __device__ bool find_keys(Route const& x, LogitParts const& parts, int64_t token, int experts) {
+    int const e = 4 * int(threadIdx.x), count = min(4, experts - e);
+    bool nan = false;
+    if (e < 128 * quads(experts)) {
+      float bias[4] = {}, sum[4] = {};
+      auto const* const biases = static_cast<float const*>(x.selection_bias);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (biases != nullptr && i < count) bias[i] = biases[e + i];
+      }
+      parts.sum_of_neighbours(token * experts + e, count, sum);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        logit[e + i] = sum[i];
+        uint32_t const found =
+            order_of(ranked_by_logit(x) ? sum[i] : plain_key(x, sum[i], bias[i]));
+        order[e + i] = i < count ? found : 0;
+        nan |= i < count && sum[i] != sum[i];
+      }
     }
-    return __syncthreads_or(sum != sum) != 0;
+    return __syncthreads_or(nan) != 0;
   }
 
-  // Takes the keys of groups that are not among the best, by their largest key or two.
-  __device__ void close_groups(Router const& router, int part) {
-    int const warp = int(threadIdx.x) / 32, warps = int(blockDim.x) / 32;
-    bool const two = router.group_score == GroupScore::top2_sum && part > 1;
+  // The best experts of the token, in order, to chosen and key. Warp 0.
+  __device__ void choose(Router const& router, int experts, int top_k) {
+    int const count = quads(experts);
+    Keys own = {};
+#pragma unroll
+    for (int q = 0; q < kQuads; ++q) {
+      if (q < count) memcpy(own[q], order + 128 * q + 4 * lane(), sizeof own[q]);
+    }
+    if (router.groups > 1) close_groups(router, experts / router.groups, count, own);
+    uint32_t left = 0, least = 0;
+#pragma unroll
+    for (auto const& quad : own) {
+#pragma unroll
+      for (uint32_t key : quad) left = max(left, key);
+    }
 #pragma unroll 1
-    for (int g = warp; g < router.groups; g += warps) {
-      uint32_t first = 0, second = 0;
+    for (int k = 0; k < top_k; ++k) {
+      least = __reduce_max_sync(~0u, left);
+      left = left == least ? 0 : left;
+    }
+    int const found = gather(own, count, max(least, 1u));
+    if (found > 32) return choose_one_by_one(own, count, top_k);
+    uint32_t const mine = lane() < found ? candidate_key[lane()] : 0;
+    int rank = 0;
+#pragma unroll 4
+    for (int j = 0; j < found; ++j) {
+      uint32_t const other = __shfl_sync(~0u, mine, j);
+      rank += other > mine || (other == mine && j < lane());
+    }
+    if (lane() < found && rank < top_k) chosen[rank] = candidate[lane()], key[rank] = mine;
+    __syncwarp();
+  }
+
+  // Writes ids and weights of the chosen, one a lane. Warp 0.
+  __device__ void write(Route const& x, int64_t token, int experts, bool nan) const {
+    Router const& router = x.router;
+    bool const softmax = router.score == Score::softmax, there = lane() < x.top_k;
+    unsigned const id = there ? chosen[lane()] : 0;
+    float value = -INFINITY, shift = 0, factor = 1, weight = 0;
+    if (there) value = ranked_by_logit(x) ? value_of(key[lane()]) : logit[id];
+    if (weighs_relatively(router)) {
+      shift = weight_shift(router.score, ranked_by_logit(x) ? __shfl_sync(~0u, value, 0)
+                                                            : lanes_max<TokenShape<32, 2>>(value));
+    } else if (softmax) {
+      shift = top_logit(experts);
+      factor = 1.f / sum_by_neighbours(experts, shift);
+    }
+    if (there) weight = unscaled_weight(router.score, value, shift);
+    if (router.renormalize) {
+      factor = factor_of_sum(router, lanes_sum<TokenShape<32, 2>>(weight), factor);
+      if (softmax && nan) factor = NAN;
+    }
+    if (!there) return;
+    bool const real = is_real(x, token);
+    int64_t const slot = token * x.top_k + lane();
+    x.ids[slot] = real ? int(id) : -1;
+    static_cast<float*>(x.scores)[slot] = real ? weight * factor * float(router.scale) : 0.f;
+    if (x.slopes == nullptr) return;
+    static_cast<float*>(x.slopes)[slot] = real ? weight_slope(router.score, logit[id]) : 0.f;
+  }
+
+  static __device__ bool is_real(Route const& x, int64_t token) {
+    return x.token_mask == nullptr || x.token_mask[token] != 0;
+  }
+
+ private:
+  // Takes the keys of groups that are not among the best, by their largest key or two. A group is
+  // one or several neighbouring lanes' quads.
+  __device__ void close_groups(Router const& router, int part, int count, Keys& own) {
+    bool const two = router.group_score == GroupScore::top2_sum;
+#pragma unroll
+    for (int q = 0; q < kQuads; ++q) {
+      if (q >= count) break;
+      uint32_t const* const k = own[q];
+      uint32_t const high = max(k[0], k[1]), low = min(k[0], k[1]);
+      uint32_t const high_too = max(k[2], k[3]), low_too = min(k[2], k[3]);
+      uint32_t first = max(high, high_too);
+      uint32_t second = max(min(high, high_too), max(low, low_too));
 #pragma unroll 1
-      for (int i = lane(); i < part; i += 32) {
-        uint32_t const next = order[g * part + i];
-        second = max(second, min(first, next));
-        first = max(first, next);
-      }
-#pragma unroll 1
-      for (int step = 16; step > 0; step /= 2) {
+      for (int step = part / 8; step > 0; step /= 2) {
         uint32_t const other = __shfl_xor_sync(~0u, first, step);
         uint32_t const other_second = __shfl_xor_sync(~0u, second, step);
         second = max(min(first, other), max(second, other_second));
         first = max(first, other);
       }
-      if (lane() == 0) group[g] = two ? order_of(value_of(first) + value_of(second)) : first;
+      int const e = 128 * q + 4 * lane();
+      if (e % part == 0 && e / part < router.groups) {
+        group[e / part] = two ? order_of(value_of(first) + value_of(second)) : first;
+      }
     }
-    __syncthreads();
-#pragma unroll 1
-    for (int g = warp; g < router.groups; g += warps) {
-      uint32_t const own = group[g], other = lane() < router.groups ? group[lane()] : 0;
-      bool const better = other > own || (other == own && lane() < g);
-      if (__popc(__ballot_sync(~0u, better && lane() < router.groups)) < router.top_groups)
-        continue;
-#pragma unroll 1
-      for (int i = lane(); i < part; i += 32) order[g * part + i] = 0;
+    __syncwarp();
+    int const g = lane();
+    uint32_t const mine = g < router.groups ? group[g] : 0;
+    int better = 0;
+#pragma unroll 4
+    for (int j = 0; j < router.groups; ++j) {
+      uint32_t const other = __shfl_sync(~0u, mine, j);
+      better += other > mine || (other == mine && j < g);
     }
-    __syncthreads();
+    unsigned const open = __ballot_sync(~0u, better < router.top_groups);
+#pragma unroll
+    for (int q = 0; q < kQuads; ++q) {
+      if (q >= count) break;
+      int const at = min((128 * q + 4 * lane()) / part, 31);
+#pragma unroll
+      for (uint32_t& key : own[q]) key = (open >> at & 1) != 0 ? key : 0;
+    }
   }
 
-  // How many lanes have a larger value than this one, or an equal one and come before.
-  static __device__ int rank_of(uint32_t value) {
-    int rank = 0;
-#pragma unroll 4
-    for (int j = 0; j < 32; ++j) {
-      uint32_t const other = __shfl_sync(~0u, value, j);
-      rank += other > value || (other == value && j < lane());
-    }
-    return rank;
-  }
-
-  // The best `top_k`, in order, to chosen and key. Warp 0.
-  __device__ void choose(int experts, int top_k) {
-    uint32_t largest = 0;
-#pragma unroll 4
-    for (int e = lane(); e < experts; e += 32) largest = max(largest, order[e]);
-    unsigned const last = __ballot_sync(~0u, rank_of(largest) == top_k - 1);
-    uint32_t const least = __shfl_sync(~0u, largest, __ffs(int(last)) - 1);
+  // Lists the experts whose keys are at least `least`, the first 32 of them, by id. How many there
+  // are.
+  __device__ int gather(Keys const& own, int count, uint32_t least) {
+    unsigned const below = (1u << lane()) - 1;
     int found = 0;
-#pragma unroll 2
-    for (int first = 0; first < experts; first += 32) {
-      uint32_t const own = order[first + lane()];
-      bool const stays = own != 0 && own >= least;
-      unsigned const all = __ballot_sync(~0u, stays);
-      int const at = found + __popc(all & ((1u << lane()) - 1));
-      if (stays && at < 32) candidate[at] = unsigned(first + lane()), candidate_key[at] = own;
-      found += __popc(all);
+#pragma unroll
+    for (int q = 0; q < kQuads; ++q) {
+      if (q >= count) break;
+      int at = found;
+#pragma unroll
+      for (uint32_t key : own[q]) {
+        unsigned const stay = __ballot_sync(~0u, key >= least);
+        at += __popc(stay & below);
+        found += __popc(stay);
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (own[q][i] < least) continue;
+        if (at < 32)
+          candidate[at] = unsigned(128 * q + 4 * lane() + i), candidate_key[at] = own[q][i];
+        ++at;
+      }
     }
     __syncwarp();
-    if (found > 32) return choose_one_by_one(experts, top_k);
-    uint32_t const own = lane() < found ? candidate_key[lane()] : 0;
-    int const rank = rank_of(own);
-    if (rank < top_k) chosen[rank] = candidate[lane()], key[rank] = own;
-    __syncwarp();
+    return found;
   }
 
-  // The same where many keys are alike.
-  __device__ void choose_one_by_one(int experts, int top_k) {
+  // The same choice where many keys are alike.
+  __device__ void choose_one_by_one(Keys const& own, int count, int top_k) {
+#pragma unroll
+    for (int q = 0; q < kQuads; ++q) {
+      if (q < count) memcpy(order + 128 * q + 4 * lane(), own[q], sizeof own[q]);
+    }
+    __syncwarp();
 #pragma unroll 1
     for (int k = 0; k < top_k; ++k) {
       uint32_t largest = 0;
       unsigned place = 0;
 #pragma unroll 1
-      for (int e = lane(); e < experts; e += 32) {
+      for (int e = lane(); e < 128 * count; e += 32) {
         if (order[e] > largest) largest = order[e], place = unsigned(e);
       }
       uint32_t const top = __reduce_max_sync(~0u, largest);
@@ -153,44 +238,24 @@ struct RouteOfToken {
     for (int step = 1; step < 32; step *= 2) sum_of_32 += __shfl_xor_sync(~0u, sum_of_32, step);
     return sum_of_32;
   }
-
-  // Writes ids and weights of the chosen, one a lane. Warp 0.
-  __device__ void write(Route const& x, int experts, bool nan) const {
-    Router const& router = x.router;
-    bool const softmax = router.score == Score::softmax, there = lane() < x.top_k;
-    unsigned const id = there ? chosen[lane()] : 0;
-    float value = -INFINITY, shift = 0, factor = 1, weight = 0;
-    if (there) value = ranked_by_logit(x) ? value_of(key[lane()]) : logit[id];
-    if (weighs_relatively(router)) {
-      shift = weight_shift(router.score, ranked_by_logit(x) ? __shfl_sync(~0u, value, 0)
-                                                            : lanes_max<TokenShape<32, 2>>(value));
-    } else if (softmax) {
-      shift = top_logit(experts);
-      factor = 1.f / sum_by_neighbours(experts, shift);
-    }
-    if (there) weight = unscaled_weight(router.score, value, shift);
-    if (router.renormalize) {
-      factor = factor_of_sum(router, lanes_sum<TokenShape<32, 2>>(weight), factor);
-      if (softmax && nan) factor = NAN;
-    }
-    if (!there) return;
-    bool const real = x.token_mask == nullptr || x.token_mask[blockIdx.x] != 0;
-    int64_t const slot = blockIdx.x * x.top_k + lane();
-    x.ids[slot] = real ? int(id) : -1;
-    static_cast<float*>(x.scores)[slot] = real ? weight * factor * float(router.scale) : 0.f;
-    if (x.slopes == nullptr) return;
-    static_cast<float*>(x.slopes)[slot] = real ? weight_slope(router.score, logit[id]) : 0.f;
-  }
 };
 
-// Softmax over all experts needs every logit before the first key, or sums them in groups.
-inline bool serves_few(Route const& x) {
-  bool const sized = x.experts > kFewExperts && x.experts <= kMostSplitExperts;
-  bool const softmax = x.router.score == Score::softmax;
+// Whether RouteOfToken can choose. Softmax over all experts needs every logit before the first key,
+// or sums them in groups; groups are lanes' whole quads.
+inline bool fits_route_of_token(Route const& x) {
+  Router const& router = x.router;
+  bool const softmax = router.score == Score::softmax;
   bool const simple = ranked_by_logit(x) || !softmax;
-  bool const sums = softmax && !weighs_relatively(x.router);
-  return sized && x.tokens <= kMostBlocksOfToken && x.top_k <= kMostChoices && simple &&
-         x.router.groups <= (sums ? 1 : RouteOfToken::kMostGroups);
+  bool const sums = softmax && !weighs_relatively(router);
+  int64_t const part = x.experts / router.groups;
+  bool const whole = part % 4 == 0 && part <= 128 && std::has_single_bit(uint64_t(part));
+  return x.experts <= kMostSplitExperts && x.top_k <= kMostChoices && simple &&
+         (router.groups == 1 || (whole && !sums));
+}
+
+// Whether it is the fastest.
+inline bool serves_few(Route const& x) {
+  return x.experts > kFewExperts && x.tokens <= kMostBlocksOfToken && fits_route_of_token(x);
 }
 
 }  // namespace guild::cuda

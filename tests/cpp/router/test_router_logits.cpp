@@ -96,8 +96,12 @@ TEST_P(RouterProduct, IsTheSumAndHasItsBitsInAnyCompany) {
 }
 
 TEST_P(RouterProduct, RoutesAsRouteDoes) {
-  for (LogitsCase const& c :
-       {LogitsCase{5, 1160, 12}, {31, 2056, 130}, {9, 1152, 300}, {300, 4096, 64}, {40, 64, 600}}) {
+  for (LogitsCase const& c : {LogitsCase{5, 1160, 12},
+                              {31, 2056, 130},
+                              {9, 1152, 300},
+                              {7, 1152, 40},
+                              {300, 4096, 64},
+                              {40, 64, 600}}) {
     DType const dtype = dtypes().back();
     DType const wide = dtype == DType::float64 ? DType::float64 : DType::float32;
     std::vector<double> values;
@@ -105,8 +109,19 @@ TEST_P(RouterProduct, RoutesAsRouteDoes) {
     Tensor const w_in = random(dtype, c.experts, c.hidden, 0, values);
     Bytes const workspace(device(),
                           router_logits_workspace_bytes(c.tokens, c.hidden, c.experts, dtype));
-    RouterLogits product{c.tokens,    c.hidden,    c.experts, dtype,
-                         x_in.view(), w_in.view(), {},        workspace.data()};
+    Bytes const gate_workspace(device(),
+                               router_logits_workspace_bytes(c.tokens, c.hidden, 1, dtype));
+    RouterLogits product{.tokens = c.tokens,
+                         .hidden = c.hidden,
+                         .experts = c.experts,
+                         .dtype = dtype,
+                         .x = x_in.view(),
+                         .weight = w_in.view(),
+                         .logits = {},
+                         .workspace = workspace.data()};
+    Tensor const gate = random(dtype, 1, c.hidden, 0, values);
+    Tensor const gates[2] = {Tensor(device(), wide, c.tokens, 1),
+                             Tensor(device(), wide, c.tokens, 1)};
     std::vector<double> scores[2];
     std::vector<int32_t> chosen[2];
     for (bool const together : {false, true}) {
@@ -117,6 +132,8 @@ TEST_P(RouterProduct, RoutesAsRouteDoes) {
       route.ids = ids.data(), route.scores = out.view().data;
       if (together) {
         product.logits = {};
+        product.gate = gate.view(), product.gate_score = gates[1].view().data;
+        product.gate_workspace = gate_workspace.data();
         on_cuda() ? cuda::route_tokens(product, route) : cpu::route_tokens(product, route);
       } else {
         product.logits = logits.view(), route.logits = logits.view();
@@ -125,6 +142,9 @@ TEST_P(RouterProduct, RoutesAsRouteDoes) {
       }
       scores[together] = out.get(), chosen[together] = ids.get();
     }
+    product.gate_score = gates[0].view().data;
+    run(gate_of(product));
+    EXPECT_EQ(gates[0].get(), gates[1].get());
     EXPECT_EQ(chosen[0], chosen[1]);
     EXPECT_EQ(scores[0], scores[1]);
   }
@@ -136,7 +156,13 @@ TEST_P(RouterProduct, GivesAGatesScores) {
       std::vector<double> values;
       Tensor const x_in = random(dtype, c.tokens, c.hidden, 0, values);
       Tensor const w_in = random(dtype, c.experts, c.hidden, 0, values);
-      RouterLogits args{c.tokens, c.hidden, c.experts, dtype, x_in.view(), w_in.view(), {}, {}};
+      RouterLogits args{.tokens = c.tokens,
+                        .hidden = c.hidden,
+                        .experts = c.experts,
+                        .dtype = dtype,
+                        .x = x_in.view(),
+                        .weight = w_in.view(),
+                        .logits = {}};
       auto const plain = logits(args, 0, c.tokens, 0);
       args.sigmoid = true;
       auto const scores = logits(args, 0, c.tokens, 0);
@@ -189,6 +215,7 @@ TEST(Check, RouterLogits) {
   wrong.rows("weight", &RouterLogits::weight, 8, 16);
   wrong.optional_rows("logits", &RouterLogits::logits, 8);
   wrong.pointer("workspace", &RouterLogits::workspace);
+  wrong.optional_rows("gate", &RouterLogits::gate, 16);
 }
 
 TEST(Check, RouteTokens) {

@@ -84,15 +84,17 @@ struct alignas(16) Planner {
 
   // Sorts the slots by expert, in the order of the slots, and finds the groups of the rows.
   __device__ Plan sort(Sort const& x) {
-    return x.tokens * x.top_k <= kMostSlotsInWarp ? sort_in_warp(x) : sort_in_block(x);
+    int const slots = int(x.tokens * x.top_k), lane = threadIdx.x % 32;
+    if (slots > kMostSlotsInWarp) return sort_in_block(x);
+    return sort_in_warp(x, lane < slots ? id_of(x, lane) : kNoExpert);
   }
+  static constexpr int kNoExpert = 1 << 30;
 
-  // The same for up to 16 slots, one a lane. Every warp does this for itself: none waits for
-  // another.
-  __device__ Plan sort_in_warp(Sort const& x) {
+  // The same for up to 16 slots, one a lane, of which `mine` is the expert. Every warp does this
+  // for itself: none waits for another.
+  __device__ Plan sort_in_warp(Sort const& x, int mine) {
     OfWarp& own = by_warp[warp_index()];
     int const slots = int(x.tokens * x.top_k), lane = threadIdx.x % 32;
-    int const mine = lane < slots ? id_of(x, lane) : kNoExpert;
     bool const there = mine != kNoExpert;
     int smaller = 0, before = 0, rows = 0;  // slots of smaller ids; earlier ones of the same; all
 #pragma unroll 8
@@ -152,8 +154,6 @@ struct alignas(16) Planner {
   }
 
  private:
-  static constexpr int kNoExpert = 1 << 30;
-
   // Counts each expert's slots, a byte for each warp with slots, which makes the ranks stable, and
   // adds up over experts.
   __device__ Plan sort_in_block(Sort const& x) {

@@ -18,17 +18,14 @@
 #pragma once
 #include "cuda/products.h"
 #include "cuda/sm90/arch/copy.cuh"
-#include "cuda/sm90/decode/claims.h"
+#include "cuda/sm90/decode/numbers.cuh"
 #include "cuda/sm90/decode/plan.cuh"
+#include "cuda/sm90/decode/plan_by_choice.cuh"
 #include "cuda/sm90/decode/results.cuh"
 #include "cuda/sm90/decode/ring.cuh"
 #include "cuda/sm90/tile_queue.cuh"
 
 namespace guild::cuda::sm90 {
-
-// Dynamic scheduling: how many tiles a launch's blocks have claimed beside each one's first. 0
-// before a launch and after it: the block that gets the last number sees to that.
-[[maybe_unused]] static __device__ int32_t claimed[kClaimCounters];
 
 template <class T, DecodeShape S, Major major, bool gathered, bool activates,
           int stage_bytes = S.stage_bytes()>
@@ -36,6 +33,8 @@ struct DecodeProduct {
   static constexpr int kThreads = kPlanThreads;
   static constexpr DecodeShape kShape = S;
   static constexpr int kArrivals = gathered ? 33 : 2;
+  // Whether the blocks may be asked to choose a single token's experts.
+  static constexpr bool kChooses = activates && gathered && S.tokens == 8;
 
   // Of weights.
   struct Source {
@@ -45,6 +44,7 @@ struct DecodeProduct {
   };
   struct Params {
     PlanArgs plan;
+    std::conditional_t<kChooses, TokenChoice, NoChoice> choice;  // if there: of the plan's slots
     Source weight;
     int32_t const* expert_at[2];  // which matrix is an expert's; null: they are in order
     bool halves;                  // part[1] has the same rows of up; else the rows that follow
@@ -78,7 +78,10 @@ struct DecodeProduct {
   struct SharedStorage {
     Ring ring;
     Storage results;
-    Planner planner;
+    union {
+      Planner planner;
+      RouteOfToken choice;  // before there is a plan
+    };
     Announced queue;
   };
   static constexpr int kBytes = int(sizeof(SharedStorage));
@@ -236,25 +239,6 @@ struct DecodeProduct {
              {64 * (index * S.steps() + step), 0, tile.row + 8 * box}, full);
   }
 
-  // The numbers of the block's tiles: of the first, and claimed or every n-th from then on.
-  struct Numbers {
-    int now = blockIdx.x, after;
-
-    // Starts to find out the number that follows.
-    __device__ void ask(Params const& p) {
-      after = now + int(gridDim.x);
-      if (p.claims < 0) return;
-      if (threadIdx.x % 32 == 0) after = int(gridDim.x) + atomicAdd(&claimed[p.claims], 1);
-    }
-    __device__ void answer() { now = __shfl_sync(~0u, after, 0); }
-
-    // There is no such tile. As many blocks find that as have had a first tile, so that there are
-    // as many claims as tiles.
-    __device__ void fail(Params const& p, int tiles) const {
-      if (p.claims >= 0 && now == int(gridDim.x) + tiles - 1) claimed[p.claims] = 0;
-    }
-  };
-
   // Before this many stages of a tile are left, the next is found: claiming it and then looking up
   // its rows each wait for memory.
   static constexpr int kAskedAhead = 5, kFoundAhead = 3;
@@ -266,7 +250,7 @@ struct DecodeProduct {
     bool const leads = threadIdx.x % 32 == 0;
     uint64_t const policy = evict_first();
     Tiles tiles(p, plan);
-    Numbers numbers;
+    TileNumbers numbers(p.claims);
     Cursor at;
     QueueEnd end;
     Tile tile, next;
@@ -286,12 +270,12 @@ struct DecodeProduct {
         if (i == asks_at) {
           if (waits && p.claims >= 0) wait_for_previous();
           waits = waits && p.claims < 0;
-          numbers.ask(p);
+          numbers.ask();
         }
         if (i != finds_at) continue;
         numbers.answer();
         more = tiles.find(numbers.now, next);
-        if (!more) numbers.fail(p, tiles.count());
+        if (!more) numbers.fail(tiles.count());
         smem.queue.wait_for_free(end);
         smem.queue.put(end, more ? next : no_more());
       }
@@ -364,6 +348,15 @@ struct DecodeProduct {
     }
   }
 
+  static __device__ Plan plan_of(Params const& p, SharedStorage& smem) {
+    if constexpr (kChooses) {
+      if (p.choice.there()) return plan_by_choice(p.choice, p.plan.sort, smem.choice, smem.planner);
+    }
+    if (!p.early) start_in_turn();
+    bool const sorts = p.plan.sort.ids != nullptr;
+    return sorts ? smem.planner.sort(p.plan.sort) : smem.planner.find(p.plan.groups);
+  }
+
   static __device__ void run(Params const& p) {
     extern __shared__ __align__(1024) char memory[];
     auto& smem = *reinterpret_cast<SharedStorage*>(memory);
@@ -379,9 +372,7 @@ struct DecodeProduct {
       smem.queue.init(0);
     }
     __syncthreads();  // while kernels before still run
-    if (!p.early) start_in_turn();
-    bool const sorts = p.plan.sort.ids != nullptr;
-    Plan const plan = sorts ? smem.planner.sort(p.plan.sort) : smem.planner.find(p.plan.groups);
+    Plan const plan = plan_of(p, smem);
     if (warp_index() == kConsumerWarps) {
       load(p, smem, plan);
     } else if (warp_index() > kConsumerWarps) {

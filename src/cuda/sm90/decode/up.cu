@@ -15,6 +15,9 @@ void launch_up(UpProduct const& x, Queue const& queue) {
   typename Product::Params p{};
   p.plan.groups = x.groups;
   if (x.sort != nullptr) p.plan.sort = *x.sort, p.plan.writes = true;
+  if constexpr (Product::kChooses) {
+    if (x.choice != nullptr) p.choice = *x.choice;
+  }
   p.weight = weight_source<Product, T, major>(x.w[0], x.w[1], x.groups.groups, columns, x.k, halves,
                                               "w_up");
   for (int i = 0; i < 2; ++i) p.expert_at[i] = x.w[i].expert_at;
