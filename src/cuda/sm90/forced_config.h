@@ -8,8 +8,8 @@ namespace guild::cuda {
 // that is expected to be fastest. Products that cannot use the config ignore it.
 inline thread_local int forced_config = -1;
 
-// The same for the products for few tokens (decode/): 0 never, 1 wherever they can serve, -1
-// (outside tests) where they are expected to be faster.
+// The same for the products for few tokens (decode/): 0 never, 1 wherever they can serve, 2 in tall
+// tiles wherever these can, -1 (outside tests) where they are expected to be faster.
 inline thread_local int forced_decode = -1;
 
 }  // namespace guild::cuda

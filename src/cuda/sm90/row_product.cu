@@ -17,6 +17,7 @@ void launch_row_product(RowProduct const& x, Epilogue const& epilogue, Queue con
 
 void row_product(RowProduct const& x, Queue const& queue) {
   if (x.rows == 0) return;
+  if (serves_tall(x)) return tall_row_product(x, queue);
   if (serves_few_tokens(x)) return decode_row_product(x, queue);
   TileCount const count{.rows = x.rows,
                         .groups = x.groups.groups,

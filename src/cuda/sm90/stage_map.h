@@ -23,4 +23,13 @@ struct GroupShape {
 };
 CUtensorMap group_map(void const* data, DType dtype, GroupShape const& shape, char const* name);
 
+// Matrices as (experts, rows / 8, parts, 8, k), contiguous along the last dimension: in a box, 64
+// deep, eights of rows of one part and of the other alternate. rows, of a part, and box_rows, of
+// all parts, are multiples of 8.
+struct EightsShape {
+  int64_t k, rows, parts, experts, row_stride, part_stride, eight_stride, expert_stride;
+  int box_rows;
+};
+CUtensorMap eights_map(void const* data, DType dtype, EightsShape const& shape, char const* name);
+
 }  // namespace guild::cuda

@@ -88,5 +88,12 @@ CUtensorMap group_map(void const* data, DType dtype, GroupShape const& s, char c
                     .box = {64, 8, s.box_steps, s.box_rows / 8, 1}};
   return encoded(data, dtype, boxes, name, CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
 }
+CUtensorMap eights_map(void const* data, DType dtype, EightsShape const& s, char const* name) {
+  Boxes const boxes{.rank = 5,
+                    .shape = {s.k, 8, s.parts, s.rows / 8, s.experts},
+                    .stride = {s.row_stride, s.part_stride, s.eight_stride, s.expert_stride},
+                    .box = {64, 8, int(s.parts), s.box_rows / 8 / int(s.parts), 1}};
+  return encoded(data, dtype, boxes, name, CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
+}
 
 }  // namespace guild::cuda

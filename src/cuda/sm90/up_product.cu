@@ -19,6 +19,7 @@ void launch_up(UpProduct const& x, Queue const& queue) {
 
 void up_product(UpProduct const& x, Queue const& queue) {
   if (x.rows == 0) return;
+  if (serves_tall(x)) return tall_up_product(x, queue);
   if (serves_few_tokens(x)) return decode_up_product(x, queue);
   TileCount const count{.rows = x.rows,
                         .groups = x.groups.groups,

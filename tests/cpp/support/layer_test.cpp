@@ -23,7 +23,7 @@ std::vector<LayerTest::Way> LayerTest::ways() const {
   LayerParam const& p = GetParam();
   if (!p.on_cuda) return {{}, {}};
   if (p.config >= 0) return {{p.config, 0}, {p.config, 0}};
-  std::vector<Way> all{{}, {}, {-1, 1}};
+  std::vector<Way> all{{}, {}, {-1, 1}, {-1, 2}};
   for (int config = 0; config < int(std::size(kConfigs)); ++config) all.push_back({config, 0});
   return all;
 }

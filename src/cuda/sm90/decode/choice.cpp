@@ -14,6 +14,10 @@ constexpr int64_t kFewRows = 28;
 // lose around them.
 constexpr int64_t kMoreRows = 40, kSmallBytes = 32 << 20;
 
+// Above so many tokens, and up to so many rows an expert on average, tall tiles are as fast or
+// faster, however few the experts are that all rows go to.
+constexpr int64_t kTallTokens = 64, kTallRowsEach = 160;
+
 // Whatever the size of the experts.
 bool are_few(int64_t rows, int64_t experts) {
   return forced_decode >= 0 ? forced_decode == 1 : rows <= kFewRows * experts;
@@ -26,7 +30,38 @@ bool are_few(int64_t rows, int64_t experts, int64_t n, int64_t k) {
   return forced_decode < 0 && rows <= kMoreRows * experts && bytes <= kSmallBytes;
 }
 
+bool are_tall(int64_t tokens, int64_t rows, int64_t experts) {
+  if (forced_decode >= 0) return forced_decode == 2;
+  return tokens > kTallTokens && rows <= kTallRowsEach * experts;
+}
+
+// Groups whose bounds a block can hold, weights contiguous along k.
+bool can_be_tall(Groups const& groups, ConstWeight const& w) {
+  return groups.ends != nullptr && groups.groups <= kMostRouted && w.in_stride == 1;
+}
+
+// Whether eights of gate and of up can lie side by side in a box.
+bool lie_evenly(ConstWeight const& gate, ConstWeight const& up) {
+  constexpr int64_t most = int64_t(1) << 39;  // bytes that a map's stride can have, or less
+  int64_t const apart = static_cast<char const*>(up.data) - static_cast<char const*>(gate.data);
+  return apart > 0 && apart < most && gate.out_stride == up.out_stride &&
+         gate.expert_stride == up.expert_stride && gate.in_stride == up.in_stride &&
+         gate.expert_at == nullptr && up.expert_at == nullptr;
+}
+
 }  // namespace
+
+bool serves_tall(UpProduct const& x) {
+  bool const able = can_be_tall(x.groups, x.w[0]) && x.h.data == nullptr && x.sort == nullptr &&
+                    x.shared.n == 0 && (x.pairing != Pairing::halves || lie_evenly(x.w[0], x.w[1]));
+  return able && are_tall(x.tokens, x.rows, x.groups.groups);
+}
+
+bool serves_tall(RowProduct const& x) {
+  bool const able = can_be_tall(x.groups, x.w[0]) && x.halves == 1 && x.direct.data == nullptr &&
+                    x.sort == nullptr && x.shared.k == 0;
+  return able && are_tall(most_tokens(x), x.rows, x.groups.groups);
+}
 
 bool serves_few_tokens(UpProduct const& x) {
   return x.groups.groups <= kMostRouted && are_few(x.rows, x.groups.groups, x.n, x.k);

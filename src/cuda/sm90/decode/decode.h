@@ -13,6 +13,12 @@ inline constexpr int kMostSlotsInBlock = 128;
 bool serves_few_tokens(UpProduct const& product);
 void decode_up_product(UpProduct const& product, Queue const& queue);
 
+// The same in tall tiles (tall.cuh): tens to hundreds of rows an expert.
+bool serves_tall(UpProduct const& product);
+void tall_up_product(UpProduct const& product, Queue const& queue);
+bool serves_tall(RowProduct const& product);
+void tall_row_product(RowProduct const& product, Queue const& queue);
+
 // The counter from which a launch's blocks claim tiles, or -1 if it has none: product.cuh. `out` is
 // what the launch writes, and its own for that time; so is the counter, which stays out's.
 int claims_of(void const* out);
