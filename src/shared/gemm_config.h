@@ -44,6 +44,9 @@ struct BuiltConfig {
   // What a tile of at most 64 rows takes of a whole one's time, in products by row: one consumer
   // multiplies, at the pace at which shared memory takes and gives B.
   double half = 1;
+  // What step_cost changes by where tiles are wider than the product, relative, for as many columns
+  // again as the product has. Without columns to multiply blocks alone lose less to pairs.
+  double spare[kProducts] = {};
 
   constexpr bool serves(Product product) const { return step_cost[int(product)] > 0; }
 };
@@ -53,16 +56,20 @@ inline constexpr BuiltConfig kConfigs[] = {
     // A pair of blocks loads a third less from L2, but each waits for the other. Not for
     // Product::direct, whose wgmma ptxas serialises (C7515); weight gradients stored element by
     // element are not affected.
-    {{.tile_m = 128, .tile_n = 256, .stages = 4, .cluster = 2}, {1, 0, 1, 1, 1}, 900, .75},
+    {{.tile_m = 128, .tile_n = 256, .stages = 4, .cluster = 2}, {1, 0, 1, 1, 1}, 300, .9},
     // A single block leaves no partner idle where rows are few and the columns of tiles odd.
-    {{.tile_m = 128, .tile_n = 256, .stages = 4}, {1.04, 1, 1.025, 1.01, 1.02}, 400, .75},
+    {{.tile_m = 128, .tile_n = 256, .stages = 4},
+     {1.06, 1, 1.08, 1.095, 1.03},
+     600,
+     .9,
+     {0, 0, 0, -.3, -.1}},
     // With in_turns, packing and stores overlap the other consumer's products, and narrower tiles
     // leave fewer columns empty: 2,880 are 15 tiles of 192, but 12 of 256. Gathered rows would be
     // gathered more often.
     {{.tile_m = 128, .tile_n = 192, .stages = 4, .consumers = 2, .in_turns = true},
-     {1.045},
-     7000,
-     .9},
+     {1.06},
+     3500,
+     .95},
 };
 
 // Columns of a tile of the down gradient, over which it sums <g, A> to one part of dS.
@@ -139,7 +146,9 @@ inline double expected_waves(double tiles, int at_once) {
 inline double expected_cost(BuiltConfig const& built, Product product, TileCount const& x) {
   GemmConfig const& c = built.config;
   double const steps = double((x.inner + c.tile_k - 1) / c.tile_k);
-  double const sum = built.step_cost[int(product)] * steps * c.tile_m * c.tile_n / 32;
+  double const wide = double(ceil_div(x.columns, c.tile_n) * c.tile_n);
+  double const spare = 1 + built.spare[int(product)] * (wide / double(x.columns) - 1);
+  double const sum = built.step_cost[int(product)] * spare * steps * c.tile_m * c.tile_n / 32;
   double const tiles = expected_tiles(built, x);
   double const own = sum + built.outside;  // a consumer's time per tile
   int const at_once = c.in_turns ? c.consumers : 1;
@@ -162,7 +171,7 @@ inline int choose_config(Product product, TileCount const& count) {
   return best;
 }
 
-// Tiles across a band of the walk (place_in_bands()): 132 blocks cover about 16 x 8 tiles.
+// Tiles across a band of the walk (MatrixTiles): 132 blocks cover about 16 x 8 tiles.
 inline constexpr int kBand = 8;
 
 }  // namespace guild

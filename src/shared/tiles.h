@@ -72,23 +72,14 @@ inline Groups expert_groups(int32_t const* offsets, int64_t experts, int64_t row
   return {offsets + 1, int(experts), int(rows), /*has_start=*/true};
 }
 
-// Where tile `index` of a matrix of down x across tiles lies: the walk goes through bands of `band`
-// columns of tiles, row by row within a band. Blocks that run at the same time then share few rows
-// of A and few columns of B, which stay in L2.
-struct TilePlace {
-  int row, col;
-};
-GUILD_HD TilePlace place_in_bands(int index, int down, int across, int band) {
-  int const first = index / (down * band) * band;
-  int const width = across - first < band ? across - first : band;
-  int const local = index - first * down;
-  return {local / width, first + local % width};
-}
-
 // The tiles of one matrix of `rows` rows and `across` tiles side by side, each of tile_m rows. With
 // tail_m, half of that, what a last row of tiles does not fill is walked in tiles of tail_m rows,
 // of which two neighbours are one, with `apart` set: all of it, if tail_m rows hold it, or if
 // another half of tail_m does and no block idles for it.
+//
+// The walk goes through bands of `band` columns of tiles, an even number with tail_m, row by row
+// within a band. Blocks that run at the same time then share few rows of A and few columns of B,
+// which stay in L2.
 struct MatrixTiles {
   int rows, across, tile_m, tail_m, band, tile_n;
 
@@ -97,26 +88,30 @@ struct MatrixTiles {
     int const left = rows % tile_m, most = across % 2 == 0 ? tail_m + tail_m / 2 : tail_m;
     return left <= most ? left : 0;
   }
+  GUILD_HD int tails() const { return tail() > tail_m ? 2 : int(tail() > 0); }
   GUILD_HD int down() const { return (rows - tail() + tile_m - 1) / tile_m; }
-  GUILD_HD int count() const {
-    int const tails = tail() > tail_m ? 2 : int(tail() > 0);
-    return down() * across + tails * pairs_across();
-  }
+  GUILD_HD int count() const { return in_band(across); }
   GUILD_HD Tile at(int index) const {
-    int const apart = index - down() * across;
-    if (tail_m > 0 && apart >= 0) {
-      int const second = int(apart >= pairs_across()), left = tail() - second * tail_m;
-      return {.row = rows - left,
-              .col = (apart - second * pairs_across()) * 2 * tile_n,
-              .rows = left < tail_m ? left : tail_m,
-              .apart = true};
+    int const bands = across / band, before = index / in_band(band);  // whole ones
+    int const first = (before < bands ? before : bands) * band;
+    int const width = across - first < band ? across - first : band;
+    int const local = index - first / band * in_band(band), apart = local - down() * width;
+    if (apart < 0) {
+      int const row = local / width * tile_m, left = rows - row;
+      return {.row = row,
+              .col = (first + local % width) * tile_n,
+              .rows = left < tile_m ? left : tile_m};
     }
-    TilePlace const place = place_in_bands(index, down(), across, band);
-    int const row = place.row * tile_m, left = rows - row;
-    return {.row = row, .col = place.col * tile_n, .rows = left < tile_m ? left : tile_m};
+    int const second = int(apart >= pairs(width)), left = tail() - second * tail_m;
+    return {.row = rows - left,
+            .col = (first + (apart - second * pairs(width)) * 2) * tile_n,
+            .rows = left < tail_m ? left : tail_m,
+            .apart = true};
   }
 
-  GUILD_HD int pairs_across() const { return (across + 1) / 2; }
+ private:
+  static GUILD_HD int pairs(int width) { return (width + 1) / 2; }
+  GUILD_HD int in_band(int width) const { return down() * width + tails() * pairs(width); }
 };
 
 // Groups split the rows of D: each has its rows of A and a B of its own.
@@ -132,8 +127,14 @@ struct RowTiles {
   static constexpr bool kMayBeEmpty = false;  // no sum is empty: inner > 0
   static constexpr bool kHasOrder = false;    // groups are visited by number
 
+  // All rows of a group that has no more than these stay in L2. Its bands are two columns of tiles
+  // wide, so that tiles with the same columns of B follow each other, last ones of few rows too:
+  // B, which may be larger than L2, is read from memory once.
+  static constexpr int kFewRows = 1024;
+
   GUILD_HD MatrixTiles matrix(int begin, int end) const {
-    return {end - begin, across, tile_m, tail_m, band, tile_n};
+    int const rows = end - begin, width = rows <= kFewRows && band > 2 ? 2 : band;
+    return {rows, across, tile_m, tail_m, width, tile_n};
   }
   GUILD_HD Tile at(int index, int group, int begin, int end) const {
     Tile tile = matrix(begin, end).at(index);

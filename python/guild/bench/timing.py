@@ -1,14 +1,16 @@
-"""Timing in interleaved rounds: A, B, ..., A, B, ..., and medians of what happened side by side.
+"""Timing in interleaved rounds: A, B, ..., B, A, ..., and medians of what happened side by side.
 
 A card's clock moves by 6 to 10 % with its temperature and load, so two figures may only be
-compared when they were taken seconds apart. A round runs one call over and over for a while; the
-order of the calls is reversed every round.
+compared when they were taken seconds apart. A round runs one call after the other, each over and
+over for a while. What ran just before sets the clock too, so the order of the calls is drawn anew
+every round. Many short rounds tell more than few long ones of the same time in all.
 """
 
 from __future__ import annotations
 
 import gc
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Hashable
@@ -80,8 +82,9 @@ def interleaved(
             milliseconds(call, 1, device)  # the first call compiles, allocates, picks algorithms
         counts = dict.fromkeys(calls, calls_a_round)
     times: dict[Name, list[float]] = {name: [] for name in calls}
-    for number in range(rounds):
-        for name in reversed(calls) if number % 2 else calls:
+    draw = random.Random(0)
+    for _ in range(rounds):
+        for name in draw.sample(list(calls), len(calls)):
             times[name].append(milliseconds(calls[name], counts[name], device))
     return times
 

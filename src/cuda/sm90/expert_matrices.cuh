@@ -2,7 +2,6 @@
 // epilogue of those in float32, which are mostly added to what is there.
 #pragma once
 #include <cstdint>
-#include <type_traits>
 
 #include "cuda/products.h"
 #include "cuda/sm90/epilogues.cuh"
@@ -14,8 +13,7 @@ namespace guild::cuda {
 enum class Along { columns, rows };
 
 // One float32 matrix per group: contiguous along columns, which come in pairs of 8 bytes, or along
-// rows. A warp touches whole sectors of 32 bytes either way. Where results are added, many are read
-// before the first is written: a trip to memory each would take longer than the tile's sums.
+// rows. A warp touches whole sectors of 32 bytes either way.
 template <Along along>
 struct StoreFloats {
   DirectOutput d;
@@ -30,42 +28,12 @@ struct StoreFloats {
   }
   template <int n>
   __device__ void store(float const (&acc)[n / 2], Tile const& tile, int thread) const {
-    // What an instruction moves for a thread: two neighbours of a row, or one value.
-    using Value = std::conditional_t<along == Along::columns, float2, float>;
-    constexpr int kEach = sizeof(Value) / sizeof(float), kAtATime = 32 / kEach;
-    int const row = fragment_row(thread), column = tile.col + fragment_column(thread);
-    int64_t const row_stride = along == Along::columns ? d.row_stride : 1;
-    int64_t const col_stride = along == Along::columns ? 1 : d.col_stride;
-    float* const first = static_cast<float*>(d.data) +
-                         placed(d.group_at, tile.expert) * d.group_stride +
-                         (tile.row + row) * row_stride + column * col_stride;
-    // How far below and beside the thread's first sum its sum i lies (fragment.cuh).
-    auto const down = [](int i) { return i % 4 / 2 * 8; };
-    auto const across = [](int i) { return i / 4 * 8 + i % 2; };
-    auto const exists = [&](int i) {
-      return row + down(i) < tile.rows && column + across(i) < d.columns;
-    };
-    auto const place = [&](int i) {
-      return reinterpret_cast<Value*>(first + down(i) * row_stride + across(i) * col_stride);
-    };
-#pragma unroll
-    for (int begin = 0; begin < n / 2; begin += kAtATime * kEach) {
-      Value old[kAtATime];
-#pragma unroll
-      for (int i = 0; i < kAtATime; ++i) {
-        int const at = begin + kEach * i;
-        old[i] = d.accumulate && exists(at) ? *place(at) : Value{};
-      }
-#pragma unroll
-      for (int i = 0; i < kAtATime; ++i) {
-        int const at = begin + kEach * i;
-        if (!exists(at)) continue;
-        if constexpr (along == Along::columns) {
-          *place(at) = {acc[at] + old[i].x, acc[at + 1] + old[i].y};
-        } else {
-          *place(at) = acc[at] + old[i];
-        }
-      }
+    if constexpr (along == Along::columns) {
+      store_values<float2, n>(d, d.row_stride, 1, acc, tile.expert, tile.row, tile.col, tile.rows,
+                              thread);
+    } else {
+      store_values<float, n, 32>(d, 1, d.col_stride, acc, tile.expert, tile.row, tile.col,
+                                 tile.rows, thread);
     }
   }
 };

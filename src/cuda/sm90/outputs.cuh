@@ -1,39 +1,53 @@
 // Results stored from registers, without shared memory and TMA; biases, with which sums start; and
 // what epilogues know of the activation at compile time.
 #pragma once
+#include <type_traits>
+
 #include "cuda/products.h"
 #include "cuda/sm90/fragment.cuh"
 #include "shared/activation.h"
 
 namespace guild::cuda {
 
-// Stores 64 x n values, `valid` rows of them, at (group, row, col) of matrices of V. Where they are
-// added to what is there, some are read before the first is written: a trip to memory for each
-// would take longer than the tile's sums.
-template <class V, int n>
-__device__ inline void store_values(DirectOutput const& out, float const (&acc)[n / 2], int group,
-                                    int row, int col, int valid, int thread) {
+// Stores 64 x n sums, `valid` rows of them, at (group, row, col) of matrices with these strides. A
+// Value is what an instruction moves for a thread: one element or, as float2, two neighbours of a
+// row. Where sums are added to what is there, kAtATime Values are read before the first is written:
+// a trip to memory for each would take longer than the tile's sums.
+template <class Value, int n, int kAtATime = 16>
+__device__ inline void store_values(DirectOutput const& out, int64_t row_stride, int64_t col_stride,
+                                    float const (&acc)[n / 2], int group, int row, int col,
+                                    int valid, int thread) {
+  constexpr bool pairs = std::is_same_v<Value, float2>;
+  using Element = std::conditional_t<pairs, float, Value>;
   int const r = fragment_row(thread), c = col + fragment_column(thread);
-  V* const first = static_cast<V*>(out.data) + placed(out.group_at, group) * out.group_stride +
-                   (row + r) * out.row_stride + c * out.col_stride;
-  // How far below and beside the thread's first value its value i lies (fragment.cuh).
+  Element* const first = static_cast<Element*>(out.data) +
+                         placed(out.group_at, group) * out.group_stride + (row + r) * row_stride +
+                         c * col_stride;
+  // How far below and beside the thread's first sum its sum i lies (fragment.cuh).
   auto const down = [](int i) { return i % 4 / 2 * 8; };
   auto const across = [](int i) { return i / 4 * 8 + i % 2; };
   auto const exists = [&](int i) { return r + down(i) < valid && c + across(i) < out.columns; };
   auto const place = [&](int i) {
-    return first + down(i) * out.row_stride + across(i) * out.col_stride;
+    return reinterpret_cast<Value*>(first + down(i) * row_stride + across(i) * col_stride);
   };
-  constexpr int kAtATime = 16;
+  constexpr int each = pairs ? 2 : 1;
 #pragma unroll
-  for (int begin = 0; begin < n / 2; begin += kAtATime) {
-    V old[kAtATime];
+  for (int begin = 0; begin < n / 2; begin += kAtATime * each) {
+    Value old[kAtATime];
 #pragma unroll
     for (int i = 0; i < kAtATime; ++i) {
-      old[i] = out.accumulate && exists(begin + i) ? *place(begin + i) : V(0.f);
+      int const at = begin + each * i;
+      old[i] = out.accumulate && exists(at) ? *place(at) : Value{};
     }
 #pragma unroll
     for (int i = 0; i < kAtATime; ++i) {
-      if (exists(begin + i)) *place(begin + i) = V(acc[begin + i] + float(old[i]));
+      int const at = begin + each * i;
+      if (!exists(at)) continue;
+      if constexpr (pairs) {
+        *place(at) = {acc[at] + old[i].x, acc[at + 1] + old[i].y};
+      } else {
+        *place(at) = Value(acc[at] + float(old[i]));
+      }
     }
   }
 }
@@ -42,11 +56,11 @@ __device__ inline void store_values(DirectOutput const& out, float const (&acc)[
 template <class T, int n>
 __device__ inline void store_direct(DirectOutput const& out, float const (&acc)[n / 2], int group,
                                     int row, int col, int valid, int thread) {
-  if (out.is_float) {
-    store_values<float, n>(out, acc, group, row, col, valid, thread);
-  } else {
-    store_values<T, n>(out, acc, group, row, col, valid, thread);
-  }
+  auto const store = [&](auto element) {
+    store_values<decltype(element), n>(out, out.row_stride, out.col_stride, acc, group, row, col,
+                                       valid, thread);
+  };
+  out.is_float ? store(float()) : store(T());
 }
 
 // One row of bias per expert; null data: none.

@@ -112,6 +112,10 @@ TEST(ChooseConfig, CostsByHand) {
   TileCount long_sums = two_rounds;
   long_sums.inner = 6400;
   EXPECT_DOUBLE_EQ(expected_cost(turns, Product::rows, long_sums), 3 * 100 * 768);
+  // 128 columns in a tile of 256: as many again as there are.
+  BuiltConfig const narrow{{128, 256, 4}, {1.5}, 400, 1, {-.25}};
+  TileCount const half_tiles{.rows = 1000, .groups = 4, .columns = 128, .inner = 130};
+  EXPECT_DOUBLE_EQ(expected_cost(narrow, Product::rows, half_tiles), .75 * 1.5 * 3 * 1024 + 400);
 }
 
 // No config that serves the product costs less, as the tests above count it.

@@ -150,7 +150,7 @@ TEST(RowTiles, CoverEveryElementOnce) {
                           .tile_n = c.n,
                           .across = int(ceil_div(columns, c.n)),
                           .inner = 64,
-                          .band = int(1 + random() % 9)};
+                          .band = int(1 + random() % 5) * cluster};
       for_each_share(work, blocks, cluster, c, [&](Tile const& t) {
         ASSERT_LE(t.row + t.rows, ends[t.expert]) << "a tile leaks out of its expert";
         ASSERT_LE(t.rows, c.m);
@@ -167,6 +167,7 @@ TEST(InnerTiles, GiveEveryGroupItsWholeOutputAndItsRows) {
   std::mt19937 random(1);
   for (int trial = 0; trial < 300; ++trial) {
     int const groups = 1 + random() % 9, rows = 1 + random() % 400, columns = 1 + random() % 700;
+    int const cluster = 1 + trial % 2;
     TileSize const c = kTileSizes[random() % 4];
     int total = 0;
     auto const ends = random_ends(random, groups, total);
@@ -175,8 +176,8 @@ TEST(InnerTiles, GiveEveryGroupItsWholeOutputAndItsRows) {
                           .tile_n = c.n,
                           .rows = rows,
                           .across = int(ceil_div(columns, c.n)),
-                          .band = 8};
-    for_each_share(work, 1 + random() % 13, 1 + trial % 2, c, [&](Tile const& t) {
+                          .band = int(1 + random() % 5) * cluster};
+    for_each_share(work, 1 + random() % 13, cluster, c, [&](Tile const& t) {
       int const begin = t.expert == 0 ? 0 : ends[t.expert - 1];
       ASSERT_EQ(t.inner_row, begin);
       ASSERT_EQ(t.inner, ends[t.expert] - begin);
@@ -198,6 +199,23 @@ TEST(RowTiles, TakeALastRowOfTilesApart) {
   });
   EXPECT_EQ(shares, 2 * (3 + 2));
   EXPECT_EQ(idle, 1);
+}
+
+// Few rows are walked in bands of two columns of tiles, last tiles inside; more in wide ones.
+TEST(RowTiles, BandsOfFewRowsAreNarrow) {
+  auto const columns_of = [](int rows) {
+    std::vector<int> columns;
+    int32_t const ends[] = {rows};
+    RowTiles const work{
+        .groups = {ends, 1, rows}, .tile_n = 256, .across = 6, .inner = 64, .band = 4};
+    for_each_share(work, 1, 2, {128, 256}, [&](Tile const& t) { columns.push_back(t.col / 256); });
+    return columns;
+  };
+  EXPECT_EQ(columns_of(300),
+            (std::vector<int>{0, 0, 1, 1, 0, 1, 2, 2, 3, 3, 2, 3, 4, 4, 5, 5, 4, 5}));
+  auto const many = columns_of(RowTiles::kFewRows + 1);
+  EXPECT_EQ(std::vector<int>(many.begin(), many.begin() + 8),
+            (std::vector<int>{0, 0, 1, 1, 2, 2, 3, 3}));
 }
 
 // 129 to 192 rows as well, if no block idles: 128 of them and at most 64, which cost half a tile.

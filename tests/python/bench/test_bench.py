@@ -239,12 +239,19 @@ def test_bound_products_alone() -> None:
     assert calls["up"]().shape == (8, 12, 32)
 
 
-def test_rounds_are_interleaved_and_swapped() -> None:
+def test_rounds_are_interleaved_in_orders_drawn_anew() -> None:
     log: list[str] = []
-    calls = {name: (lambda n=name: log.append(n)) for name in "ab"}
-    times = interleaved(calls, rounds=3, seconds=1e-9, device=CPU, calls_a_round=2)
-    assert "".join(log)[-12:] == "aabb" + "bbaa" + "aabb"
-    assert [len(taken) for taken in times.values()] == [3, 3]
+    calls = {name: (lambda n=name: log.append(n)) for name in "abc"}
+    orders = []
+    for _ in range(2):  # the same in every process: ranks take their turns together
+        times = interleaved(calls, rounds=20, seconds=1e-9, device=CPU, calls_a_round=2)
+        orders.append("".join(log)[-120:])
+    assert orders[0] == orders[1]
+    rounds = [orders[0][i : i + 6] for i in range(0, 120, 6)]
+    assert {"".join(sorted(order)) for order in rounds} == {"aabbcc"}
+    assert all(order[::2] == order[1::2] for order in rounds)
+    assert len(set(rounds)) == 6
+    assert [len(taken) for taken in times.values()] == [20, 20, 20]
 
 
 def test_ratios_are_taken_round_by_round() -> None:
