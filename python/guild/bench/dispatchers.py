@@ -228,6 +228,15 @@ DISPATCHERS: dict[str, tuple[Callable[[Shape, guild.MoE], DispatchedLayer], str]
     "torchtitan-async": (AsyncTorchtitanLayer, "torchtitan"),
 }
 
+_DEEPEP_COLUMNS = 256  # that a warp of its combine kernel adds at once, with all 32 lanes
+
+
+def unfit(name: str, shape: Shape) -> str:
+    """Why a dispatcher cannot take a shape; "" if it can."""
+    if name.startswith("deepep") and shape.hidden % _DEEPEP_COLUMNS != 0:
+        return f"DeepEP's combine takes multiples of {_DEEPEP_COLUMNS} columns, not {shape.hidden}"
+    return ""
+
 
 def why_not(name: str, device: torch.device) -> str:
     """Why a dispatcher cannot be timed here, the same on all ranks; "" if it can."""
