@@ -98,6 +98,7 @@ class OneRank:
     get_dispatch_config = get_combine_config = staticmethod(
         lambda _: SimpleNamespace(get_nvl_buffer_size_hint=lambda *sizes: sizes[0])
     )
+    set_num_sms = staticmethod(lambda count: None)
 
     def __init__(self, group: dist.ProcessGroup, size: int) -> None:
         assert size in (16 * 4, 256 * 4)  # bytes of a row
