@@ -21,6 +21,7 @@ namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kPullThreads = 1024, kPullWarps = kPullThreads / 32;
+constexpr int kOwnThreads = 512, kOwnWarps = kOwnThreads / 32;
 
 // kAtOnce: 16-byte words that a lane loads before it stores them.
 template <int kAtOnce>
@@ -75,16 +76,19 @@ __global__ void __launch_bounds__(kThreads) publish_kernel(Publish x, PeerLayout
   }
 }
 
-// A warp for each token that the rank may have.
-__global__ void __launch_bounds__(kThreads) own_rows_kernel(OwnRows x) {
-  int64_t const t = blockIdx.x * int64_t(kWarps) + threadIdx.x / 32;
-  if (t >= x.memory.tokens) return;
-  char* const to = static_cast<char*>(x.rows) + (x.memory.rank * x.memory.tokens + t) * x.row_bytes;
+// A warp for a row at a time. No more blocks than multiprocessors: the barrier runs beside it.
+__global__ void __launch_bounds__(kOwnThreads) own_rows_kernel(OwnRows x) {
   int const units = int(x.row_bytes / 16);
-  if (t < x.tokens) {
-    copy_row<8>(to, static_cast<char const*>(x.from) + t * x.row_stride, units);
-  } else {
-    fill_row(to, units, 0u);
+  char* const own = static_cast<char*>(x.rows) + x.memory.rank * x.memory.tokens * x.row_bytes;
+  int64_t const step = gridDim.x * int64_t(kOwnWarps);
+  int64_t t = blockIdx.x * int64_t(kOwnWarps) + threadIdx.x / 32;
+  for (; t < x.memory.tokens; t += step) {
+    if (t < x.tokens) {
+      copy_row<8>(own + t * x.row_bytes, static_cast<char const*>(x.from) + t * x.row_stride,
+                  units);
+    } else {
+      fill_row(own + t * x.row_bytes, units, 0u);
+    }
   }
 }
 
@@ -224,9 +228,10 @@ void own_rows(OwnRows const& x, Queue queue) {
   check(x);
   require_units(x.row_bytes, "row_bytes");
   require_units(x.row_stride, "row_stride");
-  int64_t const blocks = ceil_div(x.memory.tokens, kWarps);
+  int64_t const blocks =
+      std::min<int64_t>(ceil_div(x.memory.tokens, kOwnWarps), multiprocessors(queue));
   if (blocks == 0) return;
-  own_rows_kernel<<<unsigned(blocks), kThreads, 0, queue.stream>>>(x);
+  own_rows_kernel<<<unsigned(blocks), kOwnThreads, 0, queue.stream>>>(x);
   cuda_check(cudaGetLastError(), "launch of own_rows");
 }
 
