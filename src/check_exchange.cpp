@@ -19,11 +19,6 @@ void require_slots(int64_t top_k, PeerMemory const& memory) {
           " (what the ranks' memory has room for), got ", top_k);
 }
 
-void require_tokens(int64_t tokens, PeerMemory const& memory) {
-  require(tokens >= 0 && tokens <= memory.tokens, "tokens: expected at most ", memory.tokens,
-          " (what the ranks' memory has room for), got ", tokens);
-}
-
 void require_row(int64_t bytes, PeerMemory const& memory) {
   require(bytes >= 1 && bytes <= memory.row_bytes, "row_bytes: expected 1 to ", memory.row_bytes,
           " (what the ranks' memory has room for), got ", bytes);
@@ -50,7 +45,8 @@ void check(PeerMemory const& m) {
 
 void check(Publish const& x) {
   check(x.memory);
-  require_tokens(x.tokens, x.memory);
+  require(x.tokens >= 0 && x.tokens <= x.memory.tokens, "tokens: expected at most ",
+          x.memory.tokens, " (what the ranks' memory has room for), got ", x.tokens);
   require_row(x.row_bytes, x.memory);
   if (x.ids == nullptr) return;
   require_slots(x.top_k, x.memory);
@@ -77,14 +73,8 @@ void check(Pull const& x) {
   check(x.memory);
   require_row(x.row_bytes, x.memory);
   require(x.top_k >= 1, "top_k: expected 1 or more, got ", x.top_k);
-  require(x.turns.count >= 1 && x.turns.count <= kMostTurns, "turns: expected 1 to ", kMostTurns,
-          ", got ", x.turns.count);
-}
-
-void check(OwnRows const& x) {
-  check(x.memory);
-  require_tokens(x.tokens, x.memory);
-  require_row(x.row_bytes, x.memory);
+  require(x.part == Part::whole || x.first_experts >= 0, "first_experts: expected 0 or more, got ",
+          x.first_experts);
 }
 
 void check(Push const& x) {
@@ -100,7 +90,8 @@ void check(Push const& x) {
 void check(Collect const& x) {
   check(x.memory);
   require_row(x.hidden * element_bytes(x.dtype), x.memory);
-  require_tokens(x.tokens, x.memory);
+  require(x.tokens >= 0 && x.tokens <= x.memory.tokens, "tokens: expected at most ",
+          x.memory.tokens, " (what the ranks' memory has room for), got ", x.tokens);
 }
 
 void check(PushScores const& x) {

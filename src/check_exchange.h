@@ -8,7 +8,6 @@ void check(PeerMemory const& memory);
 void check(Publish const& x);
 void check(Meet const& x);
 void check(Tables const& x);
-void check(OwnRows const& x);
 void check(Pull const& x);
 void check(Push const& x);
 void check(Collect const& x);

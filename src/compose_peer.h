@@ -5,8 +5,7 @@
 //   run(line, step, room)   starts a step behind what the line has
 //   run_beside(line, copy)  the same on a few multiprocessors; gives the mark of its beginning
 //   there mark(line), wait(line, mark)   what a line starts from now on comes after the mark
-//   await(line, pull, turn)   and this after the rows of a turn
-//   turns(load)             in which rows arrive; one: the product is not divided
+//   first(load)             how many experts are the first of a product; all: it is not divided
 //   apart(bool)             whether lines are streams of their own, or all are the main one
 #pragma once
 #include "compose.h"
@@ -17,10 +16,9 @@ namespace guild {
 
 enum class Line : int { main, link, side };
 
-// Multiprocessors that a step fills: all, while nothing else runs; all that others leave free, now
-// and later; or all but those of a pull, so that no block of it waits for one: `left`, or `idle`
-// where nothing else runs on them.
-enum class Room : int { whole, shared, left, idle };
+// Multiprocessors that a step fills: all, while nothing else runs, or all that others leave free,
+// now and later.
+enum class Room : int { whole, shared };
 
 // A weight's or a bias's experts from `first` on.
 inline ConstWeight from_expert(ConstWeight w, int64_t first, int64_t element) {
@@ -54,13 +52,10 @@ inline DownGradient of_experts(DownGradient x, int64_t first, int64_t count) {
   return x;
 }
 
-inline OwnRows own_rows_of(Publish const& x, Pull const& pull) {
-  return {.memory = x.memory,
-          .tokens = x.tokens,
-          .row_bytes = x.row_bytes,
-          .from = x.rows,
-          .row_stride = x.row_stride,
-          .rows = pull.rows};
+inline Pull part_of(Pull x, Part part, int64_t first) {
+  x.part = part;
+  x.first_experts = first;
+  return x;
 }
 inline PeerLoad load_of(PeerMemory const& memory, Sizes const& s, DType dtype) {
   return {.ranks = memory.ranks,
@@ -71,47 +66,23 @@ inline PeerLoad load_of(PeerMemory const& memory, Sizes const& s, DType dtype) {
           .inner = s.hidden};
 }
 
-// What publish() sends, and where the product that needs it is divided, this rank's own rows to
-// their place, while ranks wait for each other.
-template <class Lines>
-void publish_and_keep(Lines& lines, Publish const& publish, Pull const& pull,
-                      PeerTurns const& turns) {
-  lines.run(Line::main, publish);
-  if (turns.count == 1) return;
-  lines.wait(Line::side, lines.mark(Line::main));
-  lines.run(Line::side, own_rows_of(publish, pull));
-}
-
-// Rows to where `step` needs them, and the step for the experts of a turn as soon as they are
-// there, on two lines, so that the next begins while the last tiles of one are computed. The link's
-// line begins where the main one is; own rows are on the side's.
+// Rows to where `step` needs them, then the step. The link's line begins where the main one is.
 template <class Lines, class Step>
-void pull_and_run(Lines& lines, Pull const& pull, Step const& step, PeerTurns const& turns) {
-  if (turns.count == 1) {
+void pull_and_run(Lines& lines, Pull const& pull, Step const& step, int64_t first) {
+  int64_t const experts = step.sizes.experts;
+  if (first == experts) {
     lines.run(Line::main, pull, Room::whole);
     return lines.run(Line::main, step, Room::whole);
   }
-  Pull others = pull;
-  others.others = true;
-  others.turns = turns;
-  auto const begun = lines.run_beside(Line::link, others);
-  auto const own = lines.mark(Line::side);
+  lines.run(Line::link, part_of(pull, Part::first, first), Room::whole);
+  auto const arrived = lines.mark(Line::link);
+  auto const begun = lines.run_beside(Line::link, part_of(pull, Part::rest, first));
   lines.wait(Line::side, lines.mark(Line::main));
-  for (Line const line : {Line::main, Line::side}) {
-    lines.wait(line, own);
-    lines.wait(line, begun);  // else products could keep all multiprocessors
-  }
-  int64_t from = 0;
-  for (int turn = 0; turn < turns.count; ++turn) {
-    bool const last = turn + 1 == turns.count;
-    int64_t const until = last ? step.sizes.experts : turns.until[turn];
-    Line const line = turn % 2 == 0 ? Line::main : Line::side;
-    Room const room = last ? Room::shared : turn == 0 ? Room::idle : Room::left;
-    lines.await(line, others, turn);
-    lines.run(line, of_experts(step, from, until - from), room);
-    from = until;
-  }
-  lines.wait(Line::main, lines.mark(Line::link));
+  lines.wait(Line::side, lines.mark(Line::link));
+  lines.wait(Line::main, arrived);
+  lines.wait(Line::main, begun);  // else the product could keep all multiprocessors
+  lines.run(Line::main, of_experts(step, 0, first), Room::shared);
+  lines.run(Line::side, of_experts(step, first, experts - first), Room::shared);
   lines.wait(Line::main, lines.mark(Line::side));
 }
 
@@ -121,10 +92,9 @@ void compose_peer_forward(PeerForward const& f, Lines& lines) {
   ForwardWorkspace const w = workspace_of(layer);
   PeerLoad load = load_of(f.push.memory, layer.sizes, layer.dtype);
   load.columns = layer.sizes.intermediate * (layer.activation.gated ? 2 : 1);
-  PeerTurns const turns = lines.turns(load);
-  lines.apart(turns.count > 1);
-  lines.clear(f.pull);
-  publish_and_keep(lines, f.publish, f.pull, turns);
+  int64_t const first = lines.first(load);
+  lines.apart(first < layer.sizes.experts);
+  lines.run(Line::main, f.publish);
   if (f.own.offsets != nullptr) {
     lines.wait(Line::side, lines.mark(Line::main));
     lines.run(Line::side, f.own);
@@ -133,7 +103,7 @@ void compose_peer_forward(PeerForward const& f, Lines& lines) {
   lines.run(Line::main, f.tables);
   lines.wait(Line::link, lines.mark(Line::main));
   lines.run(Line::main, *layer.sort);
-  pull_and_run(lines, f.pull, up_projection_of(layer, {w.a}), turns);
+  pull_and_run(lines, f.pull, up_projection_of(layer, {w.a}), first);
   lines.run(Line::main, down_projection_of(layer, {w.a}, {w.y}), Room::whole);
   Push push = f.push;
   push.y = {w.y};
@@ -145,7 +115,7 @@ void compose_peer_forward(PeerForward const& f, Lines& lines) {
 
 // dH, A' and the parts of dS, with the rows of dO that they are made of.
 template <class Lines>
-void run_down_gradient(PeerBackward const& b, BackwardWorkspace const& w, PeerTurns const& turns,
+void run_down_gradient(PeerBackward const& b, BackwardWorkspace const& w, int64_t first,
                        Lines& lines) {
   MoeBackward const& layer = b.layer;
   DownGradient const down = down_gradient_of(layer, {w.dh}, {w.a_scaled}, w);
@@ -157,7 +127,8 @@ void run_down_gradient(PeerBackward const& b, BackwardWorkspace const& w, PeerTu
     lines.wait(Line::main, lines.mark(Line::link));
     return lines.run(Line::main, down, Room::whole);
   }
-  pull_and_run(lines, b.pull, down, turns);
+  // Gradients of biases are summed in memory that two products at once would share.
+  pull_and_run(lines, b.pull, down, wants_biases(layer) ? layer.sizes.experts : first);
 }
 
 template <class Lines>
@@ -167,16 +138,13 @@ void compose_peer_backward(PeerBackward const& b, Lines& lines) {
   bool const rows = layer.dx_rows.data != nullptr, scores = layer.dscores != nullptr;
   PeerLoad load = load_of(b.pull.memory, layer.sizes, layer.dtype);
   load.columns = layer.sizes.intermediate;
-  PeerTurns turns = lines.turns(load);
-  lines.apart(turns.count > 1);
-  // Gradients of biases are summed in memory that products at the same time would share.
-  if (b.again.h.data != nullptr || wants_biases(layer)) turns = {};
-  lines.clear(b.pull);
-  publish_and_keep(lines, b.publish, b.pull, turns);
+  int64_t const first = lines.first(load);
+  lines.apart(first < layer.sizes.experts);
+  lines.run(Line::main, b.publish);
   if (scores) lines.clear(b.own_scores);
   lines.run(Line::main, b.published);
   lines.wait(Line::link, lines.mark(Line::main));
-  run_down_gradient(b, w, turns, lines);
+  run_down_gradient(b, w, first, lines);
   if (scores) {
     lines.run(Line::main, score_gradient_of(layer, w));
     lines.run(Line::main, b.scores);

@@ -25,13 +25,6 @@ namespace guild {
 inline constexpr int kMostRanks = 32;
 inline constexpr int kMostFacts = 14;
 
-// How many experts of a rank are served by turn 0, by turns 0 and 1, and so on.
-inline constexpr int kMostTurns = 3;
-struct PeerTurns {
-  int64_t count = 1;
-  int64_t until[kMostTurns - 1] = {};  // of all turns but the last, which serves everyone left
-};
-
 // The memory that ranks share. Calls of any size up to these may use it.
 struct PeerMemory {
   int64_t ranks = 1, rank = 0;
@@ -98,29 +91,20 @@ struct Tables {
   int32_t* tokens = nullptr;  // (ranks) out
 };
 
+// What a call does of a step: all of it, or one of two parts.
+enum class Part : int { whole, first, rest };
+
 // Row r Tm + t is that of rank r's token t where it has an expert here, otherwise zeros.
 //
-// Rows may come in turns: in turn i those of tokens that have one of the first `until[i]` experts
-// here and have not come before, in the last turn all that are left. The products of these experts
-// then need no other rows.
+// In two calls, the first pulls this rank's own tokens and those that have one of the first experts
+// here; the products of these experts then need no other rows.
 struct Pull {
   PeerMemory memory;
   int64_t top_k = 1, row_bytes = 0;
   int32_t const* ids = nullptr;  // (ranks * Tm, K) of Tables
   void* rows = nullptr;          // (ranks * Tm) rows out, packed
-  bool others = false;           // those of other ranks alone
-  PeerTurns turns = {};
-  int32_t* arrived = nullptr;  // (kMostTurns) zeros, on CUDA: blocks that are done with a turn
-};
-
-// This rank's own rows, whether they have an expert here or not, to where pull() has their place.
-// They come from where publish() reads them, so that no barrier need be waited for.
-struct OwnRows {
-  PeerMemory memory;
-  int64_t tokens = 0, row_bytes = 0;
-  void const* from = nullptr;  // (T) rows
-  int64_t row_stride = 0;      // bytes from one to the next
-  void* rows = nullptr;        // (ranks * Tm) rows of which (Tm) are written, packed
+  Part part = Part::whole;
+  int64_t first_experts = 0;  // how many are the first; not with the whole
 };
 
 // Results to the ranks that they belong to:
@@ -171,7 +155,6 @@ void publish(Publish const& args);
 void meet(Meet const& args);
 void tables(Tables const& args);
 void pull(Pull const& args);
-void own_rows(OwnRows const& args);
 void push(Push const& args);
 void collect(Collect const& args);
 void push_scores(PushScores const& args);
@@ -184,7 +167,6 @@ void publish(Publish const& args, Queue queue = {});
 void meet(Meet const& args, Queue queue = {});
 void tables(Tables const& args, Queue queue = {});
 void pull(Pull const& args, Queue queue = {});
-void own_rows(OwnRows const& args, Queue queue = {});
 void push(Push const& args, Queue queue = {});
 void collect(Collect const& args, Queue queue = {});
 void push_scores(PushScores const& args, Queue queue = {});

@@ -25,7 +25,13 @@ bool any_here(int32_t const* ids, int64_t count) {
 }
 
 // Whether this call pulls the row of token p of all ranks'.
-bool pulls(Pull const& x, int64_t p) { return !x.others || p / x.memory.tokens != x.memory.rank; }
+bool pulls(Pull const& x, int64_t p) {
+  if (x.part == Part::whole) return true;
+  int32_t const* const ids = x.ids + p * x.top_k;
+  auto const early = [&](int32_t id) { return id >= 0 && id < x.first_experts; };
+  bool const own = p / x.memory.tokens == x.memory.rank;
+  return (own || std::any_of(ids, ids + x.top_k, early)) == (x.part == Part::first);
+}
 
 // The barrier of one rank.
 class Meeting {
@@ -230,16 +236,6 @@ void pull(Pull const& x) {
       std::memcpy(to, peer.rows(place) + p % m.tokens * x.row_bytes, size_t(x.row_bytes));
     }
   }
-}
-
-void own_rows(OwnRows const& x) {
-  check(x);
-  char* const own = static_cast<char*>(x.rows) + x.memory.rank * x.memory.tokens * x.row_bytes;
-  for (int64_t t = 0; t < x.tokens; ++t) {
-    std::memcpy(own + t * x.row_bytes, static_cast<char const*>(x.from) + t * x.row_stride,
-                size_t(x.row_bytes));
-  }
-  std::memset(own + x.tokens * x.row_bytes, 0, size_t((x.memory.tokens - x.tokens) * x.row_bytes));
 }
 
 void push(Push const& x) {

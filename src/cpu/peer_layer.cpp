@@ -1,5 +1,5 @@
 // The composites over ranks on the CPU: src/compose_peer.h, one step after the other. Products are
-// divided whatever their sizes, so that tests see all parts.
+// divided whatever their sizes, so that tests see both parts.
 #include "compose_peer.h"
 #include "guild/cpu.h"
 
@@ -9,7 +9,6 @@ namespace {
 
 struct Lines {
   void run(Line, Publish const& x) { publish(x); }
-  void run(Line, OwnRows const& x) { own_rows(x); }
   void run(Line, Meet const& x) { meet(x); }
   void run(Line, Tables const& x) { tables(x); }
   void run(Line, Sort const& x) { sort_by_expert(x); }
@@ -25,7 +24,6 @@ struct Lines {
   void run(Line, MoeWeightGradients const& x, Room) { moe_weight_gradients(x); }
   void run(Line, ReturnedScores const& x) { collect_scores(x); }
   void clear(ReturnedScores const& x) { clear_scores(x); }
-  void clear(Pull const&) {}
 
   struct Mark {};
   Mark mark(Line) { return {}; }
@@ -35,11 +33,7 @@ struct Lines {
     return {};
   }
   void wait(Line, Mark) {}
-  void await(Line, Pull const&, int) {}
-  PeerTurns turns(PeerLoad const& load) const {
-    int64_t const e = load.experts;
-    return e < kMostTurns ? PeerTurns{} : PeerTurns{.count = 3, .until = {e / 3, e * 2 / 3}};
-  }
+  int64_t first(PeerLoad const& load) const { return (load.experts + 1) / 2; }
   void apart(bool) {}
 };
 

@@ -66,7 +66,6 @@ void publish(Publish const&, Queue) { absent(); }
 void meet(Meet const&, Queue) { absent(); }
 void tables(Tables const&, Queue) { absent(); }
 void pull(Pull const&, Queue) { absent(); }
-void own_rows(OwnRows const&, Queue) { absent(); }
 void push(Push const&, Queue) { absent(); }
 void collect(Collect const&, Queue) { absent(); }
 void push_scores(PushScores const&, Queue) { absent(); }

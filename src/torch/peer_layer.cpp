@@ -17,13 +17,6 @@ PeerStreams streams_of(Numbers const& streams, Tensor const& counter) {
           static_cast<int32_t*>(counter.data_ptr())};
 }
 
-// Of the products on the side stream, and of a pull's turns.
-Tensor counters(Place const& place) { return place.empty_int32({1 + kMostTurns}); }
-void set_counters(PeerStreams& streams, Pull& pull, Numbers const& given, Tensor const& counters) {
-  streams = streams_of(given, counters);
-  pull.arrived = static_cast<int32_t*>(counters.data_ptr()) + 1;
-}
-
 // The layer that this rank's experts are: tokens are those of all ranks.
 Layer whole_layer(Place const& place, PeerMemory const& memory, Tensor const& x, int64_t top_k,
                   Tensor const& w_down, Activation const& activation, bool interleaved,
@@ -139,14 +132,14 @@ PeerForwardTensors peer_forward(Tensor const& peers, Numbers memory, double seco
   Sorting sort = sorting(place, by_slot, received, s.experts, score, std::nullopt);
   Sorting own = sorting(place, ids, scores, experts, score, std::nullopt);
   Tensor const workspace = place.workspace(moe_forward_workspace_bytes(s, dtype));
-  Tensor const counted = counters(place);
+  Tensor const counter = place.empty_int32({1});
 
   PeerForward f;
   f.publish = published.args;
+  f.streams = streams_of(streams, counter);
   set_barriers(f, m, seconds, facts, facts_returned, report);
   f.tables = tables_of(m, top_k, experts, score, by_slot, received, counts);
   f.pull = pull_of(m, by_slot, rows, dtype);
-  set_counters(f.streams, f.pull, streams, counted);
   Routing const routing{sort.args.offsets, sort.args.row_token, sort.args.slot_row,
                         sort.args.row_score, received.data_ptr()};
   f.layer = forward_args(place, layer, routing, rows, {w_up, w_gate, w_down}, b_up, b_down,
@@ -204,15 +197,15 @@ Tensors7 peer_backward(Tensor const& peers, Numbers memory, double seconds, Numb
   Tensor const workspace = place.workspace(moe_backward_workspace_bytes(
       s, dtype, gated, /*combines=*/false, wanted & (kUpBias | kDownBias)));
   args.workspace = workspace.data_ptr();
-  Tensor const counted = counters(place);
+  Tensor const counter = place.empty_int32({1});
 
   PeerBackward b;
   b.publish = publish_of(place, m, dout, std::nullopt, std::nullopt, 1).args;
   b.layer = args;
+  b.streams = streams_of(streams, counter);
   set_barriers(b, m, seconds, facts, facts_returned, report);
   place.indices(by_slot, "by_slot", {s.tokens, top_k});
   b.pull = pull_of(m, by_slot, pulled, dtype);
-  set_counters(b.streams, b.pull, streams, counted);
   if (again) {
     b.again = again_of(layer, routing,
                        forward_args(place, layer, routing, rows, w, b_up, b_down, nullptr), made);

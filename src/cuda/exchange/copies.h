@@ -12,11 +12,6 @@ namespace guild::cuda {
 void pull(Pull const& x, Queue const& queue, cudaEvent_t begun);
 void push(Push const& x, Queue const& queue, cudaEvent_t begun);
 
-// What comes after await_turn() on `queue` comes after a turn of the rows of pull(x, pulling). That
-// must have begun; nothing else is waited for. clear_turns() comes before it.
-void clear_turns(Pull const& x, Queue const& queue);
-void await_turn(Pull const& x, int turn, Queue const& pulling, Queue const& queue);
-
 // push() by token, of arguments that have been checked.
 void push_sums(Push const& x, Queue const& queue, cudaEvent_t begun);
 

@@ -50,7 +50,6 @@ class Lines {
   }
 
   void run(Line line, Publish const& x) { publish(x, of(line)); }
-  void run(Line line, OwnRows const& x) { own_rows(x, of(line)); }
   void run(Line line, Meet const& x) { meet(x, of(line)); }
   void run(Line line, Tables const& x) { tables(x, of(line)); }
   void run(Line line, Sort const& x) { sort_by_expert(x, of(line)); }
@@ -78,13 +77,6 @@ class Lines {
     cuda_check(cudaEventRecord(mark.event, of(line).stream), "recording an event");
     return mark;
   }
-  // On the link's line, which comes after what the main one has so far.
-  void clear(Pull const& x) {
-    if (!apart_) return;
-    wait(Line::link, mark(Line::main));
-    clear_turns(x, link_);
-  }
-  void await(Line line, Pull const& x, int turn) { await_turn(x, turn, pulls(), of(line)); }
   Mark run_beside(Line line, Pull const& x) { return run_beside(line, x, kPullMultiprocessors); }
   Mark run_beside(Line line, Push const& x) { return run_beside(line, x, kPushMultiprocessors); }
   void wait(Line line, Mark const& mark) {
@@ -92,8 +84,8 @@ class Lines {
     cuda_check(cudaStreamWaitEvent(of(line).stream, mark.event, 0), "waiting for an event");
   }
 
-  PeerTurns turns(PeerLoad const& load) const {
-    return has_streams_ ? turns_of(load) : PeerTurns{};
+  int64_t first(PeerLoad const& load) const {
+    return has_streams_ ? first_experts(load) : load.experts;
   }
   void apart(bool apart) { apart_ = apart; }
 
@@ -102,14 +94,7 @@ class Lines {
     if (!apart_) return main_;
     Queue queue = line == Line::main ? main_ : line == Line::link ? link_ : side_;
     if (room == Room::whole) return queue;
-    if (room != Room::shared) queue.sms = multiprocessors(main_) - pulls().sms;
-    queue.shared = room != Room::idle;
-    if (room == Room::idle) queue.counter = nullptr;  // to clear it takes 5 us
-    return queue;
-  }
-  Queue pulls() const { return beside(link_, kPullMultiprocessors); }
-  Queue beside(Queue queue, int most) const {
-    queue.sms = std::min(most, multiprocessors(main_) / 2);
+    queue.shared = true;
     return queue;
   }
 
@@ -119,8 +104,10 @@ class Lines {
       run(line, x, Room::whole);
       return {};
     }
+    Queue queue = of(line);
+    queue.sms = std::min(most, multiprocessors(main_) / 2);
     Mark const begun = next_mark();
-    start(x, beside(of(line), most), begun.event);
+    start(x, queue, begun.event);
     return begun;
   }
   static void start(Pull const& x, Queue const& queue, cudaEvent_t begun) { pull(x, queue, begun); }

@@ -16,7 +16,7 @@ struct PoolToken {
     unsigned const any = unsigned(token) * 0x9e3779b1u >> 16;
     source = (int(m.rank) + 1 + int((unsigned(i) + any) % unsigned(of_each))) % ranks;
   }
-  __host__ __device__ static int count(PeerMemory const& m, bool others) {
+  __device__ static int count(PeerMemory const& m, bool others) {
     return int((m.ranks - (others ? 1 : 0)) * m.tokens);  // check() says that an int holds it
   }
   __device__ int64_t place(PeerMemory const& m) const { return source * m.tokens + token; }

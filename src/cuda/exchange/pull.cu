@@ -21,7 +21,6 @@ namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kPullThreads = 1024, kPullWarps = kPullThreads / 32;
-constexpr int kOwnThreads = 512, kOwnWarps = kOwnThreads / 32;
 
 // kAtOnce: 16-byte words that a lane loads before it stores them.
 template <int kAtOnce>
@@ -76,22 +75,6 @@ __global__ void __launch_bounds__(kThreads) publish_kernel(Publish x, PeerLayout
   }
 }
 
-// A warp for a row at a time. No more blocks than multiprocessors: the barrier runs beside it.
-__global__ void __launch_bounds__(kOwnThreads) own_rows_kernel(OwnRows x) {
-  int const units = int(x.row_bytes / 16);
-  char* const own = static_cast<char*>(x.rows) + x.memory.rank * x.memory.tokens * x.row_bytes;
-  int64_t const step = gridDim.x * int64_t(kOwnWarps);
-  int64_t t = blockIdx.x * int64_t(kOwnWarps) + threadIdx.x / 32;
-  for (; t < x.memory.tokens; t += step) {
-    if (t < x.tokens) {
-      copy_row<8>(own + t * x.row_bytes, static_cast<char const*>(x.from) + t * x.row_stride,
-                  units);
-    } else {
-      fill_row(own + t * x.row_bytes, units, 0u);
-    }
-  }
-}
-
 // A thread for each slot; blockIdx.y is the rank.
 __global__ void __launch_bounds__(kThreads) tables_kernel(Tables x, PeerLayout layout) {
   PeerMemory const& m = x.memory;
@@ -112,80 +95,40 @@ __global__ void __launch_bounds__(kThreads) tables_kernel(Tables x, PeerLayout l
   static_cast<float*>(x.scores)[r * slots + i] = here ? score : 0.f;
 }
 
-// The turn of a token: that of the least of its experts here. `least`, as unsigned, is -1 where it
-// has none.
-__device__ int turn_of(PeerTurns const& turns, unsigned least) {
-  int turn = 0;
-  while (turn + 1 < turns.count && least >= unsigned(turns.until[turn])) ++turn;
-  return turn;
-}
-
-// Of the tokens that a block has: those of a turn.
-struct Listed {
-  int count;
-  int token[kPullThreads];  // their numbers in the order of the pool
-};
-
-// The block's tokens from number `first` on, one a thread, into the list if it is their turn.
-__device__ void list_tokens(Pull const& x, int first, int count, int turn, Listed& list) {
-  int const i = first + int(threadIdx.x) * int(gridDim.x);
+// The least of the token's experts that this lane sees; -1 as unsigned: none here.
+__device__ unsigned least_expert(Pull const& x, int64_t place) {
   unsigned least = ~0u;
-  if (i < count) {
-    int64_t const place = PoolToken(x.memory, i, x.others).place(x.memory);
-    int32_t const* const ids = x.ids + place * x.top_k;
-    for (int k = 0; k < x.top_k; ++k) least = min(least, unsigned(ids[k]));
+  for (int k = threadIdx.x % 32; k < x.top_k; k += 32) {
+    least = min(least, unsigned(x.ids[place * x.top_k + k]));
   }
-  if (threadIdx.x == 0) list.count = 0;
-  __syncthreads();
-  if (i < count && turn_of(x.turns, least) == turn) {
-    list.token[atomicAdd(&list.count, 1)] = least == ~0u ? ~i : i;
-  }
-  __syncthreads();
+  return least;
 }
 
-// A warp for a row at a time, by turns.
+// A warp for a row at a time.
 __global__ void __launch_bounds__(kPullThreads) pull_kernel(Pull x, PeerLayout layout) {
-  __shared__ Listed list;
   PeerMemory const& m = x.memory;
   PeerControl const* const own = PeerView(layout, m, m.rank).control();
-  bool const failed = own->failure != 0;
+  bool const failed = own->failure != 0, others = x.part == Part::rest;
   int64_t const from_place = layout.rows + last_place(own) * layout.rows_bytes;
-  int const count = PoolToken::count(m, x.others), units = int(x.row_bytes / 16);
-  for (int turn = 0; turn < x.turns.count; ++turn) {
-    for (int first = int(blockIdx.x); first < count; first += int(gridDim.x) * kPullThreads) {
-      list_tokens(x, first, count, turn, list);
-      for (int j = int(threadIdx.x) / 32; j < list.count; j += kPullWarps) {
-        int const i = list.token[j];
-        PoolToken const at(m, i < 0 ? ~i : i, x.others);
-        char* const to = static_cast<char*>(x.rows) + at.place(m) * x.row_bytes;
-        if (i >= 0 && !failed) {
-          char const* const from = static_cast<char const*>(m.peers[at.source]) + from_place;
-          copy_row<4>(to, from + at.token * x.row_bytes, units);
-        } else {
-          fill_row(to, units, failed ? ~0u : 0u);
-        }
-      }
-      __syncthreads();
-    }
-    if (x.turns.count > 1 && threadIdx.x == 0) {
-      __threadfence();
-      atomicAdd(x.arrived + turn, 1);
+  int const rows = PoolToken::count(m, others), step = int(gridDim.x) * kPullWarps;
+  int const units = int(x.row_bytes / 16);
+  int i = int(blockIdx.x) * kPullWarps + int(threadIdx.x) / 32;
+  if (i >= rows) return;
+  unsigned lane_least = least_expert(x, PoolToken(m, i, others).place(m));
+  for (; i < rows; i += step) {
+    PoolToken const at(m, i, others);
+    unsigned const least = __reduce_min_sync(~0u, lane_least);
+    lane_least = least_expert(x, PoolToken(m, min(i + step, rows - 1), others).place(m));
+    bool const first = at.source == int(m.rank) || least < unsigned(x.first_experts);
+    if (x.part != Part::whole && first != (x.part == Part::first)) continue;
+    char* const to = static_cast<char*>(x.rows) + at.place(m) * x.row_bytes;
+    if (int(least) >= 0 && !failed) {
+      char const* const from = static_cast<char const*>(m.peers[at.source]) + from_place;
+      copy_row<4>(to, from + at.token * x.row_bytes, units);
+    } else {
+      fill_row(to, units, failed ? ~0u : 0u);
     }
   }
-}
-
-// The rows are then there for kernels that follow, however these read them.
-__global__ void await_kernel(int32_t const* arrived, int blocks) {
-  int now;
-  do {
-    asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(now) : "l"(arrived) : "memory");
-  } while (now < blocks);
-  asm volatile("fence.proxy.async;" ::: "memory");
-}
-
-int64_t blocks_of(Pull const& x, Queue const& queue) {
-  int64_t const rows = PoolToken::count(x.memory, x.others);
-  return std::min<int64_t>(ceil_div(rows, kPullWarps), multiprocessors(queue));
 }
 
 void require_units(int64_t bytes, char const* name) {
@@ -219,30 +162,11 @@ void pull(Pull const& x, Queue queue) { pull(x, queue, nullptr); }
 void pull(Pull const& x, Queue const& queue, cudaEvent_t begun) {
   check(x);
   require_units(x.row_bytes, "row_bytes");
-  if (PoolToken::count(x.memory, x.others) == 0) return;
-  Blocks const blocks{blocks_of(x, queue), kPullThreads, 0};
+  int64_t const rows = x.memory.ranks * x.memory.tokens;
+  if (rows == 0) return;
+  Blocks const blocks{std::min<int64_t>(ceil_div(rows, kPullWarps), multiprocessors(queue)),
+                      kPullThreads, 0};
   launch(pull_kernel, blocks, queue, begun, x, layout_of(x.memory));
-}
-
-void own_rows(OwnRows const& x, Queue queue) {
-  check(x);
-  require_units(x.row_bytes, "row_bytes");
-  require_units(x.row_stride, "row_stride");
-  int64_t const blocks =
-      std::min<int64_t>(ceil_div(x.memory.tokens, kOwnWarps), multiprocessors(queue));
-  if (blocks == 0) return;
-  own_rows_kernel<<<unsigned(blocks), kOwnThreads, 0, queue.stream>>>(x);
-  cuda_check(cudaGetLastError(), "launch of own_rows");
-}
-
-void clear_turns(Pull const& x, Queue const& queue) {
-  cuda_check(cudaMemsetAsync(x.arrived, 0, kMostTurns * sizeof(int32_t), queue.stream),
-             "clearing the counters of turns");
-}
-
-void await_turn(Pull const& x, int turn, Queue const& pulling, Queue const& queue) {
-  await_kernel<<<1, 1, 0, queue.stream>>>(x.arrived + turn, int(blocks_of(x, pulling)));
-  cuda_check(cudaGetLastError(), "launch of a wait for rows");
 }
 
 }  // namespace guild::cuda

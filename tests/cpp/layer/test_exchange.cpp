@@ -33,10 +33,9 @@ class Exchange : public DeviceTest {
   void meet(bool published, std::vector<int64_t> const& facts = {});
   Meet meeting(int64_t r, bool published) const;
   void arrive(int64_t from, int64_t at, std::vector<int64_t> const& facts);
-  void pull(bool by_turns);
-  void pull_by_turns(Pull pull);
+  void pull();
   void push(bool by_slot);
-  void expect_pulled(bool all_of_own);
+  void expect_pulled();
   void expect_collected();
   void expect_slots_back();
   void expect_stopped(PeerReport const& expected);
@@ -154,28 +153,9 @@ void Exchange::meet(bool published, std::vector<int64_t> const& facts) {
   }
 }
 
-// The others' rows in three turns, and all of this rank's.
-void Exchange::pull_by_turns(Pull pull) {
-  Indices<int32_t> const arrived(device(), std::vector<int32_t>(kMostTurns));
-  pull.others = true;
-  pull.turns = {.count = 3, .until = {1, 3}};
-  pull.arrived = arrived.data();
-  on_cuda() ? cuda::pull(pull) : cpu::pull(pull);
-  Rank const& own = rank_[pull.memory.rank];
-  OwnRows const kept{
-      pull.memory, own.tokens, pull.row_bytes, own.x.data(), own.x.view().stride * bytes_of(dtype_),
-      pull.rows};
-  on_cuda() ? cuda::own_rows(kept) : cpu::own_rows(kept);
-  if (!on_cuda()) return;
-  auto const done = arrived.get();
-  EXPECT_EQ(done[0] > 0, ranks() > 1);  // nobody else has rows
-  EXPECT_EQ(done, std::vector<int32_t>(kMostTurns, done[0]));
-}
-
-void Exchange::pull(bool by_turns) {
+void Exchange::pull() {
   for (int64_t r = 0; r < ranks(); ++r) {
-    Rank& own = rank_[r];
-    own.pool.set(std::vector<double>(own.pool.rows() * kHidden, -9));
+    Rank const& own = rank_[r];
     Tables const tables{memory(r),
                         top_k_,
                         kLocal * ranks(),
@@ -185,11 +165,7 @@ void Exchange::pull(bool by_turns) {
                         own.counts.data()};
     Pull const pull{memory(r), top_k_, row_bytes(), own.local_ids.data(), own.pool.data()};
     on_cuda() ? cuda::tables(tables) : cpu::tables(tables);
-    if (by_turns) {
-      pull_by_turns(pull);
-    } else {
-      on_cuda() ? cuda::pull(pull) : cpu::pull(pull);
-    }
+    on_cuda() ? cuda::pull(pull) : cpu::pull(pull);
   }
 }
 
@@ -209,7 +185,7 @@ void Exchange::push(bool by_slot) {
 // Whether an id is one of the rank's, and its number there.
 bool is_of(int32_t id, int64_t rank, int64_t local) { return id >= 0 && id / local == rank; }
 
-void Exchange::expect_pulled(bool all_of_own) {
+void Exchange::expect_pulled() {
   for (int64_t r = 0; r < ranks(); ++r) {
     Rank const& own = rank_[r];
     auto const ids = own.local_ids.get();
@@ -230,7 +206,6 @@ void Exchange::expect_pulled(bool all_of_own) {
         }
         auto const row = pool.begin() + (s * most_ + t) * kHidden;
         std::vector<double> const zeros(kHidden);
-        any |= all_of_own && s == r && t < rank_[s].tokens;
         auto const expected = any ? x.begin() + t * kHidden : zeros.begin();
         EXPECT_TRUE(std::equal(row, row + kHidden, expected)) << "row " << s << ", " << t;
       }
@@ -290,8 +265,8 @@ void Exchange::expect_there_and_back(std::vector<int64_t> const& tokens, DType d
   for (bool const by_slot : {false, true, false}) {
     publish();
     meet(true, {top_k_, kHidden});
-    pull(/*by_turns=*/by_slot);
-    expect_pulled(/*all_of_own=*/by_slot);
+    pull();
+    expect_pulled();
     push(by_slot);
     meet(false);
     by_slot ? expect_slots_back() : expect_collected();
