@@ -27,7 +27,7 @@ import torch.distributed as dist
 import guild
 from guild.provenance import provenance
 
-from .dispatchers import DISPATCHERS, why_not
+from .dispatchers import DISPATCHERS, unfit, why_not
 from .presets import PRESETS, Shape, parse_shape
 from .problem import ROUTINGS, make_problems
 from .symmetric import TORCH, SymmetricLayer, use_nvshmem
@@ -143,7 +143,7 @@ def measure_parallel(
     dict
         `cases` have times in milliseconds, one a round, `efficiency` and `tflops` medians.
         `engines` are those that were timed; calls of all but the first have its name after them.
-        `skipped` says why which of `beside` were not.
+        `skipped` says why which of `beside` were not, of a case why not on its shape.
     """
     if engine == TORCH:
         use_nvshmem()
@@ -161,16 +161,22 @@ def measure_parallel(
         layers: list[SharedLayer] = []
         for one in groups.values():
             layers.append(SharedLayer(shape, one, *arguments, *layers[:1]))
-        error = max(_error(layer, group) for layer in layers)
-        others = _others(shape, layers[0], [TORCH] if engine == TORCH else beside)
-        error = max([error, *(_difference(other, layers[0]) for other in others)])
-        if not error < 2e-2:
-            raise RuntimeError(f"{name}: a layer over ranks is off by {error:.2g}")
+        reasons = {one: unfit(one, shape) for one in beside}
+        fit = [one for one in beside if not reasons[one]]
+        names = [TORCH] if engine == TORCH else fit
+        others = _others(shape, layers[0], names)
+        errors = [_error(layer, group) for layer in layers]
+        errors += [_difference(other, layers[0]) for other in others]
+        for one, error in zip([*groups, *names], errors, strict=True):
+            if not error < 2e-2:
+                raise RuntimeError(f"{name}: the layer of {one} is off by {error:.2g}")
         layers = others if engine == TORCH else [*layers, *others]
-        calls = _calls(layers, record["engines"], SharedLayer(alone, None, *arguments))
+        calls = _calls(layers, [*groups, *fit], SharedLayer(alone, None, *arguments))
         times = _rounds(calls, rounds, seconds, device)
         record["cases"].append(
-            {"name": name, "shape": list(shape), "error": error} | _case(times, shape)
+            {"name": name, "shape": list(shape), "error": max(errors)}
+            | {"skipped": {one: reason for one, reason in reasons.items() if reason}}
+            | _case(times, shape)
         )
         del layers, others, calls
         free_memory(device)
@@ -332,6 +338,8 @@ def show(record: dict[str, Any]) -> None:
         print(f"{name}: not timed, {reason}")
     print(f"{'shape':>12} {'pass':>25} {'ms':>8} {'alone':>8} {'efficiency':>10} {'TFLOPS':>7}")
     for case in record["cases"]:
+        for name, reason in case["skipped"].items():
+            print(f"{case['name']:>12}: {name} not timed, {reason}")
         for call, efficiency in case["efficiency"].items():
             name = call.partition(" ")[0]
             slowest = statistics.median(max(ranks) for ranks in case["milliseconds"][call])

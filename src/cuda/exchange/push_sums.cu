@@ -32,7 +32,7 @@ constexpr int kAtOnce = 4;  // pieces that a lane loads before it adds them
 
 struct Staging {
   uint4 pieces[kWarps][kSlots][kUnits];
-  Barrier arrived[kWarps][kSteps];
+  Barrier arrived[kWarps][kSteps], added[kWarps][kSteps];  // of steps
 };
 constexpr int kBytes = int(sizeof(Staging));
 
@@ -152,12 +152,12 @@ class Tokens {
 // A warp's pieces in shared memory: those of a step follow each other, as do the steps.
 struct Ring {
   uint4 (*pieces)[kUnits];
-  Barrier* arrived;
-  int head = 0, tail = 0, used = 0;  // pieces
-  unsigned copied = 0, added = 0;    // steps
+  Barrier *arrived, *added;
+  int head = 0, tail = 0, used = 0;          // pieces
+  unsigned copied = 0, read = 0, freed = 0;  // steps
 
   __device__ bool fits(int count) const {
-    return used + count <= kSlots && copied - added < unsigned(kSteps);
+    return used + count <= kSlots && copied - read < unsigned(kSteps);
   }
   __device__ static int wrapped(int at) { return at < kSlots ? at : at - kSlots; }
 
@@ -166,6 +166,9 @@ struct Ring {
     int const lane = threadIdx.x % 32, count = walk.count(), at = walk.piece * kPiece;
     int const bytes = min(kPiece, row_bytes - at);
     int const mine = __popc(walk.there & ((1u << lane) - 1)) - walk.first;
+    // What TMA overwrites has been read: barriers in shared memory order its writes after reads,
+    // __syncwarp() alone does not.
+    for (; freed < read; ++freed) added[freed % kSteps].wait(freed / kSteps % 2);
     uint32_t const done = shared_address(&arrived[copied % kSteps].word);
     if (lane == 0) arrived[copied % kSteps].arrive_expect(unsigned(count * bytes));
     __syncwarp();
@@ -184,7 +187,7 @@ struct Ring {
     int const lane = threadIdx.x % 32, count = walk.count();
     unsigned left = walk.there;
     for (int k = 0; k < walk.first; ++k) left &= left - 1;
-    arrived[added % kSteps].wait(added / kSteps % 2);
+    arrived[read % kSteps].wait(read / kSteps % 2);
     for (int k = 0; k < count; k += kAtOnce) {
       uint4 words[kAtOnce][kOfLane];
 #pragma unroll
@@ -207,10 +210,10 @@ struct Ring {
         }
       }
     }
-    __syncwarp();  // all lanes have read the pieces
+    added[read % kSteps].arrive();
     tail = wrapped(tail + count);
     used -= count;
-    ++added;
+    ++read;
   }
 };
 
@@ -221,14 +224,17 @@ __global__ void __launch_bounds__(kThreads, 1) push_kernel(Push x, PeerLayout la
   Staging& staging = *reinterpret_cast<Staging*>(memory);
   PeerMemory const& m = x.memory;
   int const warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
-  if (lane < kSteps) staging.arrived[warp][lane].init(1);
+  if (lane < kSteps) {
+    staging.arrived[warp][lane].init(1);
+    staging.added[warp][lane].init(32);  // all lanes read
+  }
   fence_barrier_init();
   __syncwarp();
   if (PeerView(layout, m, m.rank).control()->failure != 0) return;
   int const row_bytes = int(x.hidden) * 2, pieces = ceil_div(row_bytes, kPiece);
   T const* const y = static_cast<T const*>(x.y.data);
   Tokens<T> tokens(x, layout, y, stride);
-  Ring ring{staging.pieces[warp], staging.arrived[warp]};
+  Ring ring{staging.pieces[warp], staging.arrived[warp], staging.added[warp]};
   Walk adding = tokens.next(), copying = adding;
   Eight sum[kOfLane] = {};
   while (tokens.has(adding)) {

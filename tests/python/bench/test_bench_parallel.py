@@ -24,7 +24,7 @@ from guild.bench.dispatchers import (
     DispatchedLayer,
     TorchtitanLayer,
 )
-from guild.bench.parallel import measure_parallel
+from guild.bench.parallel import measure_parallel, show
 from guild.bench.parallel_plot import figures_of, main
 from guild.bench.presets import Shape
 from guild.bench.symmetric import SymmetricLayer
@@ -98,9 +98,10 @@ class OneRank:
     get_dispatch_config = get_combine_config = staticmethod(
         lambda _: SimpleNamespace(get_nvl_buffer_size_hint=lambda *sizes: sizes[0])
     )
+    set_num_sms = staticmethod(lambda count: None)
 
     def __init__(self, group: dist.ProcessGroup, size: int) -> None:
-        assert size == 16 * 4  # a row's bytes, of the sizes above
+        assert size in (16 * 4, 256 * 4)  # bytes of a row
 
     def get_dispatch_layout(self, ids: Tensor, experts: int) -> tuple:
         counts = torch.bincount(ids.flatten(), minlength=experts)
@@ -155,7 +156,26 @@ def absent_packages(rank: int) -> None:
     assert record["skipped"]["deepep"] == "the package deep_ep is not installed"
 
 
+def unfit_shapes(rank: int) -> None:
+    """A shape that a library cannot take is timed without it, and its case says why."""
+    shapes = {"narrow": Shape(16, 32, 8, 8, 2), "wide": Shape(16, 256, 8, 8, 2)}
+    module = SimpleNamespace(Buffer=OneRank)
+    with (
+        mock.patch.dict(sys.modules, {"deep_ep": module}),
+        mock.patch("guild.bench.parallel.why_not", return_value=""),
+    ):
+        how = "random", torch.float32, torch.device("cpu"), 1, 0.001
+        record = measure_parallel(shapes, *how, beside=["deepep"])
+    narrow, wide = record["cases"]
+    assert narrow["skipped"] == {
+        "deepep": "DeepEP's combine takes multiples of 256 columns, not 32"
+    }
+    assert "forward deepep" not in narrow["tflops"]
+    assert not wide["skipped"] and wide["tflops"]["forward deepep"] > 0
+    show(record)
+
+
 def test_dispatched_layers(tmp_path: Path) -> None:
     """On one rank, in place of GPUs that share memory."""
-    checks = [symmetric_layer, deepep_layer, torchtitan_layer, absent_packages]
+    checks = [symmetric_layer, deepep_layer, torchtitan_layer, absent_packages, unfit_shapes]
     run_on_ranks(checks, 1, tmp_path / "ranks")
