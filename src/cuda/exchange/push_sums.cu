@@ -166,8 +166,7 @@ struct Ring {
     int const lane = threadIdx.x % 32, count = walk.count(), at = walk.piece * kPiece;
     int const bytes = min(kPiece, row_bytes - at);
     int const mine = __popc(walk.there & ((1u << lane) - 1)) - walk.first;
-    // What TMA overwrites has been read: barriers in shared memory order its writes after reads,
-    // __syncwarp() alone does not.
+    // What TMA overwrites has been read.
     for (; freed < read; ++freed) added[freed % kSteps].wait(freed / kSteps % 2);
     uint32_t const done = shared_address(&arrived[copied % kSteps].word);
     if (lane == 0) arrived[copied % kSteps].arrive_expect(unsigned(count * bytes));
@@ -210,7 +209,9 @@ struct Ring {
         }
       }
     }
-    added[read % kSteps].arrive();
+    fence_async_proxy();  // these reads before what TMA writes to the same place
+    __syncwarp();
+    if (lane == 0) added[read % kSteps].arrive();
     tail = wrapped(tail + count);
     used -= count;
     ++read;
@@ -226,7 +227,7 @@ __global__ void __launch_bounds__(kThreads, 1) push_kernel(Push x, PeerLayout la
   int const warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
   if (lane < kSteps) {
     staging.arrived[warp][lane].init(1);
-    staging.added[warp][lane].init(32);  // all lanes read
+    staging.added[warp][lane].init(1);
   }
   fence_barrier_init();
   __syncwarp();
