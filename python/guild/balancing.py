@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from guild._torch import gradients  # noqa: F401 - registers the gradients
 from guild._torch.checks import (
@@ -138,6 +139,17 @@ def balance_sums(
     else:
         counted = token_mask.view(sequences, -1).sum(1).to(squares.dtype)
     return BalanceSums(counts, shares, squares, counted)
+
+
+def warn_without_gradient(sums: BalanceSums, router: nn.Module) -> None:
+    """Say so where losses that should train a router have no gradient, and train nothing."""
+    wanted = torch.is_grad_enabled() and any(p.requires_grad for p in router.parameters())
+    if wanted and not sums.shares.requires_grad:
+        warnings.warn(
+            "load_balancing_loss, z_loss: no gradient reaches the router, for the layer's last "
+            "forward ran without gradients; with torch.utils.checkpoint pass use_reentrant=False",
+            stacklevel=4,
+        )
 
 
 def counts_of_ranks(counts: Tensor, group: dist.ProcessGroup | None) -> Tensor:

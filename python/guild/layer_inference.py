@@ -13,7 +13,7 @@ from guild.activations import is_interleaved
 from guild.experts_inference import REFUSED, below_autograd, is_plainly_called, told
 from guild.logits import RouterLinear
 from guild.routing import Router, router_scalars
-from guild.shared_experts import SharedExperts
+from guild.shared_experts import SharedExperts, shared_rows
 
 _infer_layer = infer_layer._op.__wrapped__  # whatever is raised is raised again the long way
 _PREPARED = "_prepared"
@@ -37,7 +37,7 @@ def quick_output(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
         and type(x) is Tensor
         and type(w_up) is type(w_down) is nn.Parameter
         and type(router) is RouterLinear
-        and type(weight := router._parameters["weight"]) is nn.Parameter
+        and type(weight := router._parameters.get("weight")) is nn.Parameter
         and x.dtype is w_up.dtype
         and is_plainly_called(x)
         and layer._routes_in_one()
@@ -60,7 +60,7 @@ def quick_output(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
         gate = shared.gate_weight(flat)
         dense = None, *shared.weights(), shared.scale(flat) if gate is None else None, gate
     elif shared is not None:
-        dense = shared(flat), None, None, None, None
+        dense = shared_rows(shared, flat), None, None, None, None
     try:
         rest = *dense, w_up, w_down, layer.b_up, layer.b_down, _prepared(layer)
         if torch.is_inference_mode_enabled():

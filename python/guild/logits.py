@@ -157,7 +157,7 @@ class RouterLinear(LogitLinear):
         """Whether a call is x weight^T and nothing besides: no bias, hook or other forward."""
         return (
             type(self) is RouterLinear  # a parametrisation makes a class of its own
-            and self._parameters["bias"] is None
+            and self._parameters.get("bias", self) is None  # pruned, it is no parameter
             and has_plain_call(self)
         )
 

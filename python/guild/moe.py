@@ -17,7 +17,7 @@ from guild._torch.checks import (
     expect_shape,
 )
 from guild.activations import Activation, as_activation, is_interleaved
-from guild.balancing import BalanceSums, move_selection_bias
+from guild.balancing import BalanceSums, move_selection_bias, warn_without_gradient
 from guild.float8.kept import KeptWeights
 from guild.float8.settings import FP8, expect_fp8
 from guild.layer_experts import (
@@ -43,7 +43,7 @@ from guild.layer_routing import (
 )
 from guild.logits import RouterLinear, expected_selection_bias
 from guild.routing import Router
-from guild.shared_experts import SharedExperts, shared_width
+from guild.shared_experts import SharedExperts, shared_rows, shared_width
 from guild.weight_gradients import WeightGradients, expect_sink
 
 if TYPE_CHECKING:
@@ -246,9 +246,7 @@ class MoE(nn.Module):
         parts = local_parts(self.expert_group, self.w_up, self.w_down, self.b_up, self.b_down)
         flat, token_mask = layer_tokens(x, token_mask, self.hidden, parts[0])
         into = None if out is None else output_rows(out, x)
-        shared = None if self.shared is None else self.shared(flat)
-        if shared is not None and token_mask is not None:  # nor does its output's gradient count
-            shared = shared.masked_fill(~token_mask[:, None], 0)
+        shared = shared_rows(self.shared, flat, token_mask)
         weights = *parts, self.activation
         layout, later = (self.order, self.transposed), (self.recompute, self.weight_gradients)
         run_layer, run_experts = expert_ops(self.expert_group, self._number, into, layer_fp8(self))
@@ -342,6 +340,7 @@ class MoE(nn.Module):
                 'balance_over: expected MoE(balance_over="batch" or "sequence") and a forward in '
                 f"training, got {self.balance_over!r} or none"
             )
+        warn_without_gradient(self.balance_sums, self.router)
         return self.balance_sums
 
     @property

@@ -5,8 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from guild._torch.checks import expect_count, expect_flag, has_plain_rows
-from guild.activations import Activation
+from guild._torch.checks import (
+    expect_count,
+    expect_dims,
+    expect_flag,
+    expect_like,
+    expect_shape,
+    has_plain_rows,
+)
+from guild._torch.operators import autocast
+from guild.activations import Activation, as_activation
 from guild.experts import experts_mlp
 from guild.experts_inference import quick_shared
 from guild.logits import LogitLinear, has_plain_call
@@ -58,13 +66,24 @@ class SharedExperts(nn.Module):
         if self.gate is not None:
             self.gate.reset_parameters()
 
-    def weights(self) -> tuple[Tensor, Tensor]:
-        """w_up and w_down, past __getattr__, which takes its time."""
-        return self._parameters["w_up"], self._parameters["w_down"]
+    def weights(self) -> tuple[Tensor | None, Tensor | None]:
+        """w_up and w_down, past __getattr__, which takes its time; None for what is no parameter.
+
+        torch.nn.utils.prune and its like make plain attributes of them.
+        """
+        return self._parameters.get("w_up"), self._parameters.get("w_down")
 
     def scale(self, x: Tensor) -> Tensor | None:
-        """What each token's results are multiplied by, (tokens, 1); None without a gate."""
-        return None if self.gate is None else torch.sigmoid(self.gate(x))
+        """What each token's results are multiplied by, (tokens, 1); None without a gate.
+
+        Raises TypeError or ValueError unless the gate, which may be a module of the user's, returns
+        a logit a token.
+        """
+        if self.gate is None:
+            return None
+        logits = self.gate(x)
+        expect_shape("shared.gate: logits", logits, (x.shape[0], 1), "(tokens, 1)")
+        return torch.sigmoid(logits)
 
     def gate_weight(self, x: Tensor) -> Tensor | None:
         """The gate's weight where sigmoid(x weight^T) is all there is to the scale, on a GPU.
@@ -74,8 +93,8 @@ class SharedExperts(nn.Module):
         gate = self._modules.get("gate")  # past __getattr__, which takes its time
         if type(gate) is not LogitLinear or not x.is_cuda or x.dtype not in _NARROW:
             return None
-        weight = gate._parameters["weight"]
-        plain = type(weight) is nn.Parameter and gate._parameters["bias"] is None
+        weight = gate._parameters.get("weight")
+        plain = type(weight) is nn.Parameter and gate._parameters.get("bias", gate) is None
         return weight if plain and has_plain_call(gate) else None
 
     def is_plain(self, layer: nn.Module) -> bool:
@@ -94,11 +113,39 @@ class SharedExperts(nn.Module):
             x = x.contiguous()
         out = quick_shared(x, self.w_up, self.w_down, self.activation, self.order)
         if out is None:
+            self._expect_weights(x)
             ends = torch.arange(2, device=x.device, dtype=torch.int32) * x.shape[0]
             weights = self.w_up[None], self.w_down[None]
             out = experts_mlp(x, ends, *weights, activation=self.activation, order=self.order)
         scale = self.scale(x)
         return out if scale is None else (scale * out).to(out.dtype)
+
+    def _expect_weights(self, x: Tensor) -> None:
+        """Raise ValueError unless weights that were put in place of others fit each other and x."""
+        expect_dims("shared.w_down", self.w_down, 2, what="(hidden, W)")
+        hidden, inner = x.shape[-1], self.w_down.shape[1]
+        expect_shape("shared.w_down", self.w_down, (hidden, inner), "(hidden, W)")
+        width = as_activation(self.activation).width(inner)
+        expect_shape("shared.w_up", self.w_up, (width, hidden), f"W is {inner} in shared.w_down")
+
+
+def shared_rows(
+    shared: nn.Module | None, x: Tensor, token_mask: Tensor | None = None
+) -> Tensor | None:
+    """What a layer's shared experts make of x (tokens, hidden), zero at padding; None without.
+
+    Raises TypeError or ValueError unless the module, which may be the user's, returns such rows.
+    """
+    if shared is None:
+        return None
+    rows = shared(x)
+    expect_shape("shared: output", rows, tuple(x.shape), "(tokens, hidden)")
+    _, rows = autocast(x, rows)
+    expect_like("shared: output", rows, x)
+    if not has_plain_rows(rows):
+        rows = rows.contiguous()
+    # Nor does the output's gradient count at padding.
+    return rows if token_mask is None else rows.masked_fill(~token_mask[:, None], 0)
 
 
 def shared_width(

@@ -220,8 +220,9 @@ def show(summary: dict[str, Any], out: Path, console: Console) -> None:
     console.print(table)
     for title, text in (("prompt", "prompt"), ("written by the model", "sample")):
         console.print(Panel(Text(summary[text].rstrip()), title=title, expand=False))
-    files = "loss.png, summary.json, sample.txt, metrics.jsonl, checkpoint.pt"
-    _say(console, f"results in {out}: {files}")
+    files = ("loss.png", "summary.json", "sample.txt", "metrics.jsonl", "checkpoint.pt")
+    there = ", ".join(name for name in files if (out / name).exists())  # --no-checkpoint
+    _say(console, f"results in {out}: {there}")
 
 
 def _add_comparison(table: Table, found: dict[str, Any], first: str) -> None:

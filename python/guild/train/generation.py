@@ -68,7 +68,9 @@ class Sampling(NamedTuple):
         if self.top_k:
             least = logits.topk(self.top_k, -1).values[..., -1:]
             logits = logits.masked_fill(logits < least, -math.inf)
-        return (logits / self.temperature + noise).argmax(-1)
+        # However low the temperature is, the largest logit stays 0, and the others become -inf.
+        below = (logits - logits.amax(-1, keepdim=True)).double()
+        return (below / self.temperature + noise).argmax(-1)
 
 
 def window_start(length: int, context: int) -> int:

@@ -339,6 +339,7 @@ def test_use_guild_finds_the_experts() -> None:
     [
         ({"activation_func": torch.tanh}, "activation_func: expected silu, .*, got tanh"),
         ({"fp8": "hybrid"}, "fp8: expected None with Guild's experts, got 'hybrid'"),
+        ({"fp4": "e2m1"}, "fp4: expected None with Guild's experts, got 'e2m1'"),
         (
             {"fine_grained_activation_offloading": True, "offload_modules": ["moe_act"]},
             "offload_modules: expected neither expert_fc1 nor moe_act",

@@ -116,6 +116,9 @@ def test_choices_follow_the_softmax() -> None:
     expected = (logits / 0.5).softmax(0)
     share = torch.bincount(chosen, minlength=256) / 10_000
     torch.testing.assert_close(share, expected, rtol=0, atol=0.02)
+    for least in (1e-39, 1e-46, 5e-324):  # logits / least is infinite, or least 0 in float32
+        cold = Sampling(temperature=least, seed=1)
+        assert cold.choose(logits.expand(50, 256) + 30, cold.noise(50)).eq(8).all(), least
     two = Sampling(temperature=50.0, top_k=2)
     assert set(two.choose(logits.expand(500, 256), two.noise(500)).tolist()) == {7, 8}
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from guild.cli.main import main
 from guild.routing import ROUNDINGS, ROUTERS
 from guild.train.compare import comparison
 from guild.train.generation import readable
@@ -168,6 +169,17 @@ def test_leaves_its_results(corpus: Path, tmp_path: Path) -> None:
     assert (
         training.learners[0].model.expert_counts().sum().item() == 2 * 2
     )  # of the sample's last byte
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_names_what_it_left(written: bool, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """No checkpoint where there is none."""
+    sizes = "--hidden 16 --layers 1 --heads 2 --experts 2 --intermediate 8 --batch 1 --context 16"
+    call = f"train --steps 1 --device cpu {sizes}{'' if written else ' --no-checkpoint'} --out"
+    assert main([*call.split(), str(tmp_path / "run")]) == 0
+    names = capsys.readouterr().out.rpartition(": ")[2].replace(",", "").split()
+    assert ("checkpoint.pt" in names) == written
+    assert sorted(names) == sorted(file.name for file in (tmp_path / "run").iterdir())
 
 
 def test_sample_is_readable() -> None:

@@ -161,8 +161,8 @@ class GroupedMLP(MegatronModule):
 
 def _expect_supported(config: TransformerConfig, groups: Any) -> None:
     for name in ("fp8", "fp4"):
-        if getattr(config, name, None):
-            raise ValueError(f"{name}: expected None with Guild's experts, got {config.fp8!r}")
+        if asked := getattr(config, name, None):
+            raise ValueError(f"{name}: expected None with Guild's experts, got {asked!r}")
     if config.add_bias_linear and groups.expt_tp.size() > 1:
         raise ValueError(
             "add_bias_linear: expected False where ranks share an expert (expert tensor "

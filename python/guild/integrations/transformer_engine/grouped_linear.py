@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from guild import WeightGradients, grouped_mm
+from guild._torch.checks import dtype_name, expect_count, expect_shape
 from guild.integrations.expert_parameters import ExpertParameters, ends_of
 from guild.integrations.transformer_engine.product import grouped_linear
 
@@ -78,6 +79,9 @@ rng_tracker_name
             raise ValueError(
                 f"parallel_mode: expected None, 'column' or 'row', got {parallel_mode!r}"
             )
+        sizes = {"num_gemms": num_gemms, "in_features": in_features, "out_features": out_features}
+        for name, size in (sizes | {"tp_size": tp_size}).items():
+            expect_count(name, size, 1)
         if parallel_mode == "column":
             out_features = _divided("out_features", out_features, tp_size)
         elif parallel_mode == "row":
@@ -148,10 +152,7 @@ rng_tracker_name
             If dtype, width or the numbers of groups or of rows do not agree; the message names it.
             The rows of a tensor m_splits are not counted.
         """
-        if len(m_splits) != self.num_gemms:
-            raise ValueError(
-                f"m_splits: expected {self.num_gemms} numbers of rows, got {len(m_splits)}"
-            )
+        _expect_splits(m_splits, self.num_gemms)
         if inp.shape[-1] != self.in_features:
             raise ValueError(
                 f"inp: expected shape (..., {self.in_features}), got {tuple(inp.shape)}"
@@ -190,6 +191,21 @@ rng_tracker_name
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable) -> None:
         """Have `backward_dw` call this when it is done."""
         self._hooks.append(hook)
+
+
+def _expect_splits(splits: object, groups: int) -> None:
+    """Raise unless they can be the groups' numbers of rows; those of a tensor are not read."""
+    if isinstance(splits, Tensor):
+        expect_shape("m_splits", splits, (groups,))
+        if splits.is_floating_point() or splits.is_complex() or splits.dtype == torch.bool:
+            raise TypeError(f"m_splits: expected an integer dtype, got {dtype_name(splits.dtype)}")
+        return
+    if not isinstance(splits, list | tuple):
+        raise TypeError(f"m_splits: expected a list or a torch.Tensor, got {splits!r}")
+    if len(splits) != groups:
+        raise ValueError(f"m_splits: expected {groups} numbers of rows, got {len(splits)}")
+    if any(isinstance(n, float) or n < 0 for n in splits):
+        raise ValueError(f"m_splits: expected integers of 0 or more, got {splits}")
 
 
 def _normal(weight: Tensor) -> None:

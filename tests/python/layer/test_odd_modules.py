@@ -1,0 +1,150 @@
+"""Layers whose parts torch or the user has changed: pruned weights, modules in place of Guild's."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import prune, spectral_norm, weight_norm
+from torch.utils.checkpoint import checkpoint
+
+import guild
+
+HIDDEN, INNER, EXPERTS, TOP_K = 16, 8, 4, 2
+
+
+def layer_of(device: str, **options: Any) -> guild.MoE:
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float64
+    options = {"shared_experts": 1, "shared_gate": True, "router_bias": True} | options
+    return guild.MoE(HIDDEN, INNER, EXPERTS, TOP_K, **options, device=device, dtype=dtype)
+
+
+def tokens(layer: guild.MoE, count: int = 5) -> Tensor:
+    return torch.randn(count, HIDDEN, device=layer.w_up.device).to(layer.w_up.dtype)
+
+
+def of_norm(way: Callable) -> Callable:
+    """Its hook draws no new vector in evaluation."""
+    return lambda module, name: way(module, name).eval()
+
+
+WAYS = {
+    "prune": lambda module, name: prune.random_unstructured(module, name, 0.5),
+    "weight_norm": of_norm(weight_norm),
+    "spectral_norm": of_norm(spectral_norm),
+}
+PARTS = ("w_up", "router.weight", "shared.w_up", "shared.w_down", "shared.gate.weight")
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("part", PARTS)
+def test_what_hooks_compute(part: str, way: str, device: str) -> None:
+    """What a hook makes of a weight is no parameter: the same bits with and without gradients."""
+    layer = layer_of(device, router_bias=False).eval()
+    module, _, name = part.rpartition(".")
+    WAYS[way](layer.get_submodule(module), name)
+    x = tokens(layer)
+    wanted = layer(x)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            torch.testing.assert_close(layer(x), wanted.detach(), rtol=0, atol=0)
+    wanted.sum().backward()
+    original = layer.get_parameter(part + ("_orig" if way != "weight_norm" else "_v"))
+    assert original.grad.abs().sum() > 0
+
+
+def test_pruned_bias_of_the_router(device: str) -> None:
+    """It is added all the same."""
+    layer = layer_of(device)
+    nn.init.normal_(layer.router.bias)
+    prune.random_unstructured(layer.router, "bias", 0.5)
+    x = tokens(layer)
+    (_, routing), wanted = layer(x, return_routing=True), layer.router(x)
+    torch.testing.assert_close(routing.logits, wanted, rtol=0, atol=0)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), layer(x, return_routing=True)[0], rtol=0, atol=0)
+
+
+class Rows(nn.Module):
+    """In place of shared experts."""
+
+    def __init__(self, rows: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.rows = rows
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rows(x)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_module_in_place_of_shared_experts(grad: bool, device: str) -> None:
+    """Its output may lie anyhow; what does not fit is named."""
+    layer = layer_of(device)
+    x = tokens(layer)
+    with torch.set_grad_enabled(grad):
+        layer.shared = Rows(lambda x: x)
+        wanted = layer(x)
+        layer.shared = Rows(lambda x: x.t().contiguous().t())
+        torch.testing.assert_close(layer(x), wanted, rtol=0, atol=0)
+        for rows, error, message in (
+            (lambda x: x[:1], ValueError, r"shared: output: expected shape \(5, 16\), got \(1"),
+            (lambda x: x.float(), TypeError, "shared: output: expected dtype .*, got float32"),
+            (lambda x: None, TypeError, "shared: output: expected a torch.Tensor, got NoneType"),
+        ):
+            layer.shared = Rows(rows)
+            with pytest.raises(error, match=message):
+                layer(x)
+    with torch.autocast(device, torch.bfloat16):
+        layer.shared = Rows(lambda x: x.float())
+        assert layer.to(torch.float32)(x.float()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_weights_in_place_of_shared_experts(grad: bool, device: str) -> None:
+    """Wrong ones are named; a gate of as many logits as the layer is wide would pass by chance."""
+    layer = layer_of(device)
+    x = tokens(layer)
+    like = {"device": device, "dtype": x.dtype}
+    with torch.set_grad_enabled(grad):
+        layer.shared.gate.weight = nn.Parameter(torch.randn(HIDDEN, HIDDEN, **like))
+        with pytest.raises(ValueError, match=r"shared.gate: logits: expected shape \(5, 1\)"):
+            layer(x)
+        layer.shared.gate = Rows(lambda x: x[:, 0])
+        with pytest.raises(ValueError, match=r"shared.gate: logits: .*got \(5,\); \(tokens, 1\)"):
+            layer(x)
+        layer.shared.gate = None
+        layer.shared.w_down = nn.Parameter(torch.randn(HIDDEN, INNER - 1, **like))
+        with pytest.raises(ValueError, match=r"shared.w_up: expected shape \(14, 16\), got \(16"):
+            layer(x)
+        layer.shared.w_down = nn.Parameter(torch.randn(1, HIDDEN, INNER, **like))
+        with pytest.raises(ValueError, match="shared.w_down: expected 2 dimensions"):
+            layer(x)
+
+
+def test_losses_without_a_gradient(device: str) -> None:
+    """Under reentrant checkpoints forward runs without gradients, and its losses train nothing."""
+    layer = layer_of(device, balance_over="batch")
+    x = tokens(layer).requires_grad_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoint(layer, x, use_reentrant=False)
+        assert layer.load_balancing_loss.requires_grad
+        with torch.no_grad():
+            layer(x)
+            assert layer.z_loss > 0
+    out = checkpoint(layer, x, use_reentrant=True)
+    for name in ("load_balancing_loss", "z_loss"):
+        with pytest.warns(UserWarning, match="no gradient reaches the router.*use_reentrant=False"):
+            getattr(layer, name)
+    (out.sum()).backward()
+    layer.router.requires_grad_(False)
+    layer(x.detach())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not layer.load_balancing_loss.requires_grad
