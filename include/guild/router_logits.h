@@ -22,7 +22,7 @@ struct RouterLogits {
 
   // Of route_tokens() alone: a gate beside the router, gate_score = sigmoid(x gate^T). Null: none.
   ConstRows gate = {};             // (1, H)
-  void* gate_score = nullptr;      // (T) out, float32
+  void* gate_score = nullptr;      // (T) out, in the logits' dtype
   void* gate_workspace = nullptr;  // router_logits_workspace_bytes() of one expert
 };
 

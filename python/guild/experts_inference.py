@@ -83,12 +83,16 @@ def quick_shared(
 
 
 def is_plainly_called(x: Tensor) -> bool:
-    """Whether nothing stands between a call and the op: no transform, tangent or autocast."""
+    """Whether nothing stands between a call and the op: no transform, tangent, autocast or trace.
+
+    torch.jit.trace, which crashes on an op that refuses its arguments, has noted it by then.
+    """
     return (
         (x.is_cuda or x.is_cpu)
         and not x.is_nested
         and not torch._C._are_functorch_transforms_active()
         and forward_ad._current_level < 0
+        and not torch._C._is_tracing()
         and not torch.is_autocast_enabled("cuda" if x.is_cuda else "cpu")
     )
 

@@ -21,6 +21,7 @@ from .sweep import CPU_RANGES, GPU_RANGES, random_shapes
 DECODE_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 512, 1024, 2048, 4096)
 _CPU_TOKENS = (1, 4, 16)
 _MOST_TOKENS = 65536  # at decode
+_MOST_SEED = 2**62
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -84,6 +85,8 @@ def plan_bench(args: argparse.Namespace) -> BenchPlan:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ValueError(f"{name}: expected at least 1, got {value}")
+    if not 0 <= args.seed <= _MOST_SEED:
+        raise ValueError(f"seed: expected 0 to {_MOST_SEED}, got {args.seed}")
     seconds = _seconds(args, on_gpu) if args.seconds is None else args.seconds
     if not (seconds > 0 and math.isfinite(seconds)):
         raise ValueError(f"seconds: expected a positive number, got {seconds}")

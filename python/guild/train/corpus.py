@@ -7,6 +7,7 @@ when a release adds or drops a module, and no held-out byte is ever trained on.
 
 from __future__ import annotations
 
+import os
 import sysconfig
 import zlib
 from dataclasses import dataclass
@@ -57,7 +58,7 @@ class Corpus:
         inputs, targets : torch.Tensor
             int64 (batch, context); targets are the inputs one byte later.
         """
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+        generator = torch.Generator().manual_seed(step_seed(seed, step))
         last = self.train.numel() - context - 1
         starts = torch.randint(0, last + 1, (batch,), generator=generator)
         return _windows(self.train, starts, context)
@@ -67,6 +68,11 @@ class Corpus:
         last = self.held_out.numel() - context - 1
         starts = torch.linspace(0, last, count, dtype=torch.float64).long()
         return _windows(self.held_out, starts, context)
+
+
+def step_seed(seed: int, step: int) -> int:
+    """Of one step's random numbers, in the 64 bits that torch takes."""
+    return (seed * 1_000_003 + step) % 2**63
 
 
 def _windows(
@@ -91,7 +97,8 @@ def source_files(folder: Path) -> list[Path]:
             continue
         if parts[-1].startswith(_SKIPPED_PREFIXES):
             continue
-        found.append(path)
+        if path.is_file():  # no folder, pipe or link to nothing, as some editors leave
+            found.append(path)
     return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
 
 
@@ -117,7 +124,7 @@ def load_corpus(folder: Path | None = None, context: int = 128) -> Corpus:
     files = source_files(folder)
     for path in files:
         name = path.relative_to(folder).as_posix()
-        held_out = zlib.crc32(name.encode()) % _HELD_OUT_ONE_IN == 0
+        held_out = zlib.crc32(os.fsencode(name)) % _HELD_OUT_ONE_IN == 0
         parts[held_out].append(path.read_bytes())
     train, held_out = b"".join(parts[False]), b"".join(parts[True])
     for what, data in (("training", train), ("held-out", held_out)):

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .corpus import Corpus
+from .corpus import Corpus, step_seed
 from .model import LanguageModel, MoEFactory
 from .settings import Settings
 
@@ -166,7 +166,7 @@ class Learner:
         for group in self.optimizer.param_groups:
             group["lr"] = s.lr_at(step)
         if s.round == "stochastic":  # its seeds come from here, so that a run can be resumed
-            torch.manual_seed(s.seed * 1_000_003 + step)
+            torch.manual_seed(step_seed(s.seed, step))
         loss, imbalance, counts = self._gradients(inputs, targets)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.clip)
         self.optimizer.step()

@@ -31,7 +31,7 @@ import guild
 from guild.balancing import BalanceSums
 from guild.distributed.placement import distribute_experts, shard_layers
 
-from .corpus import Corpus
+from .corpus import Corpus, step_seed
 from .gathered import knows_fsdp
 from .generation import Sampling, window_start
 from .head import chunked_cross_entropy
@@ -211,7 +211,7 @@ class ShardedLearner(Learner):
         for group in self.optimizer.param_groups:
             group["lr"] = s.lr_at(step)
         if s.round == "stochastic":
-            torch.manual_seed(s.seed * 1_000_003 + step)
+            torch.manual_seed(step_seed(s.seed, step))
         loss, imbalance, counts = self._gradients(inputs, targets)
         # Every part of a gradient is on one rank alone.
         own = torch.stack((self._own_norm() ** 2, loss / self.ranks, imbalance / self.ranks))

@@ -24,8 +24,8 @@ def layer_of(device: str, **options: Any) -> guild.MoE:
     return guild.MoE(HIDDEN, INNER, EXPERTS, TOP_K, **options, device=device, dtype=dtype)
 
 
-def tokens(layer: guild.MoE, count: int = 5) -> Tensor:
-    return torch.randn(count, HIDDEN, device=layer.w_up.device).to(layer.w_up.dtype)
+def tokens(layer: guild.MoE, *shape: int) -> Tensor:
+    return torch.randn(*(shape or (5,)), HIDDEN, device=layer.w_up.device).to(layer.w_up.dtype)
 
 
 def of_norm(way: Callable) -> Callable:
@@ -125,6 +125,23 @@ def test_weights_in_place_of_shared_experts(grad: bool, device: str) -> None:
         layer.shared.w_down = nn.Parameter(torch.randn(1, HIDDEN, INNER, **like))
         with pytest.raises(ValueError, match="shared.w_down: expected 2 dimensions"):
             layer(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.*", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("router", ["softmax", "sigmoid", "llama4"])
+def test_traced(router: str, device: str) -> None:
+    """By torch.jit.trace; the quick way of float64 refuses the float32 bias of the choice."""
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float64
+    sizes = HIDDEN, INNER, EXPERTS, 1 if router == "llama4" else TOP_K
+    layer = guild.MoE(
+        *sizes, router=router, shared_experts=1, shared_gate=True, device=device, dtype=dtype
+    ).eval()
+    with torch.no_grad():
+        for shape in ((5,), (2, 3)):
+            traced = torch.jit.trace(layer, tokens(layer, *shape), check_trace=False)
+            x = tokens(layer, 7, *shape[1:])
+            torch.testing.assert_close(traced(x), layer(x), rtol=0, atol=0)
 
 
 def test_losses_without_a_gradient(device: str) -> None:

@@ -117,6 +117,8 @@ def test_help_calls_numbers_n_or_x(command: str, capsys: pytest.CaptureFixture) 
         ("bench --thiek 1,2", "thiek: expected five numbers"),
         ("bench --rounds 0", "rounds: expected at least 1, got 0"),
         ("bench --calls 0", "calls: expected at least 1, got 0"),
+        ("bench --seed -1", f"seed: expected 0 to {2**62}, got -1"),
+        (f"bench --seed {2**64}", f"seed: expected 0 to {2**62}, got {2**64}"),
         ("bench --seconds 0", r"seconds: expected a positive number, got 0\.0"),
         ("bench --bias", "bias: expected with --steps alone"),
         ("bench --steps --num-sms 9", "num_sms: expected without --steps"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from guild.train.learner import Learner
 from guild.train.model import Block
 from guild.train.plain_moe import PlainMoE
 from guild.train.rotary import rotary_tables, turned_heads, turned_heads_gradient
-from guild.train.settings import Settings
+from guild.train.settings import MOST_SEED, Settings
 from oracle.experts import Experts
 from oracle.layer import moe
 from training import small_settings, write_corpus
@@ -58,6 +59,20 @@ def test_corpus_skips_what_differs_between_machines(tmp_path: Path) -> None:
     assert [path.name for path in source_files(tmp_path)] == ["a.py"]
 
 
+def test_corpus_reads_files_alone(tmp_path: Path) -> None:
+    """No folder, pipe or broken link, whatever their names are; names may be any bytes."""
+    folder = write_corpus(tmp_path / "text")
+    expected = load_corpus(folder)
+    (folder / "folder.py").mkdir()
+    os.mkfifo(folder / "pipe.py")
+    (folder / ".#link.py").symlink_to("user@host.1234")
+    (folder / "loop.py").symlink_to("loop.py")
+    found = load_corpus(folder)
+    assert (found.digest, found.files) == (expected.digest, expected.files)
+    Path(os.fsdecode(os.fsencode(folder) + b"/\xff.py")).write_text("x = 1\n")
+    assert load_corpus(folder).files == expected.files + 1
+
+
 def test_corpus_errors(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="corpus: expected a folder"):
         load_corpus(tmp_path / "missing")
@@ -68,6 +83,7 @@ def test_corpus_errors(tmp_path: Path) -> None:
 def test_batches_depend_on_seed_and_step_alone(tmp_path: Path) -> None:
     corpus = load_corpus(write_corpus(tmp_path))
     inputs, targets = corpus.batch(0, 5, 4, 32)
+    assert not torch.equal(corpus.batch(MOST_SEED - 1, 1, 4, 32)[0], corpus.batch(0, 1, 4, 32)[0])
     assert inputs.shape == targets.shape == (4, 32)
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
     corpus.batch(0, 6, 4, 32)
