@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from guild.bench.presets import CPU_SHAPES, MORE_PRESETS, NAMED, PRESETS
+from guild.cli.streams import escape_what_cannot_be_encoded
 from guild.train.interrupt import INTERRUPTED
 from guild.train.presets import PRESETS as TRAIN_PRESETS
 from guild.train.settings import CHOICES, Settings
@@ -350,6 +351,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Exit status: 0; 1 after a run that failed, such as a check of a benchmark; 2 for what could
         not be begun or written: a wrong argument, a bad checkpoint, a full disk; 130 after Ctrl-C.
     """
+    escape_what_cannot_be_encoded()
     args = make_parser().parse_args(arguments)
     # Read when torch loads OpenMP: how long a waiting thread spins before it sleeps. With the
     # default of 300,000 turns a training step takes five times as long where other programs want

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -183,6 +185,17 @@ def test_command(run: Path, capsys: pytest.CaptureFixture) -> None:
     assert (
         len({generated(capsys, *words, "--seed", str(s), "--top-k", "9")[0] for s in (1, 2)}) == 2
     )
+
+
+def test_a_terminal_without_utf8(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its encoding lacks is escaped."""
+    for encoding, expected in (("ascii", rb"\u2192 na\xefve"), ("latin-1", b"\\u2192 na\xefve")):
+        out = io.TextIOWrapper(io.BytesIO(), encoding)
+        monkeypatch.setattr(sys, "stdout", out)
+        words = ["generate", str(run), "--tokens", "1", "--device", "cpu", "--prompt", "→ naïve"]
+        assert main(words) == 0
+        out.flush()
+        assert out.buffer.getvalue().startswith(expected)
 
 
 @pytest.mark.parametrize(
