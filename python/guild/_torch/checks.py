@@ -119,6 +119,11 @@ def has_plain_rows(tensor: Tensor) -> bool:
 
 def expect_own_elements(name: str, tensor: Tensor) -> None:
     """Raise unless each element of a tensor that is written to has a place of its own."""
+    if not torch.compiler.is_compiling() and tensor.is_neg():
+        raise ValueError(
+            f"{name}: expected a tensor whose memory holds its elements, got a view of their "
+            "negatives (Tensor.is_neg())"
+        )
     span = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if tensor.numel() and size > 1 and stride < span:

@@ -315,6 +315,8 @@ def _have_addresses(tensors: Sequence[Tensor]) -> bool:
         or torch._C._are_functorch_transforms_active()
     ):
         return False
+    if any(t.is_neg() for t in tensors):  # their memory holds the opposite numbers
+        return False
     return all(type(t) in _PLAIN for t in tensors) or has_memory(*tensors)
 
 

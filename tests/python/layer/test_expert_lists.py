@@ -48,6 +48,23 @@ def test_lists_are_read_in_place(device: str, call: Callable, made: Callable) ->
         assert torch.equal(torch.stack([p.grad for p in parts]), gradients[name]), name
 
 
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("made", [apart, views])
+def test_views_of_negatives(device: str, call: Callable, made: Callable) -> None:
+    """Whose memory, which kernels would read, holds the opposite numbers; some of a list are."""
+    layer = whole_layer(device)
+    out, dx, gradients = expected(call, layer, device)
+    lists = {n: list(made(t)) for n, t in layer.items()}
+    for parts in lists.values():
+        parts[1::2] = [torch._neg_view(-p.detach()).requires_grad_() for p in parts[1::2]]
+    x, ours = call(lists, device)
+    assert torch.equal(ours, out)
+    ours.square().sum().backward()
+    assert torch.equal(x.grad, dx)
+    for name, parts in lists.items():
+        assert torch.equal(torch.stack([p.grad for p in parts]), gradients[name]), name
+
+
 def test_ids_outside_stay_outside() -> None:
     """Counted from the last expert, too; those of the least and the greatest numbers as well."""
     layer = {n: backwards(t) for n, t in whole_layer("cpu").items()}

@@ -37,6 +37,14 @@ def shared_with(name: str) -> dict[str, Tensor]:
     return {"out": out, name: buffer[WIDTH : WIDTH + size].view(shapes[name])}
 
 
+def test_out_is_a_view_of_negatives() -> None:
+    """Kernels would write the opposite numbers."""
+    out = torch._neg_view(torch.zeros(ROWS, WIDTH))
+    for more in ({}, {"accumulate": True}):
+        with pytest.raises(ValueError, match=r"^out: expected a tensor whose memory holds its el"):
+            square(out=out, **more)
+
+
 @pytest.mark.parametrize("name", ["mat_a", "mat_b", "bias", "offs"])
 def test_out_in_the_memory_of_an_operand(name: str) -> None:
     """Rows would be read after they were written."""
