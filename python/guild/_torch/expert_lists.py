@@ -12,7 +12,7 @@ import math
 import sys
 import warnings
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -353,6 +353,9 @@ def lay_evenly(tensors: Sequence[Tensor]) -> None:
     TypeError, ValueError
         If the tensors differ in shape, dtype or device; the message names the first that does.
     """
+    if isinstance(tensors, Tensor) or not isinstance(tensors, Iterable):
+        kind = type(tensors).__name__
+        raise TypeError(f"tensors: expected a sequence of torch.Tensor, got {kind}")
     tensors = list(tensors)
     if not tensors:
         raise ValueError("tensors: expected one or more, got none")

@@ -85,6 +85,9 @@ def test_lay_evenly_keeps_values_and_identity() -> None:
     assert view_of(parts) is not None
     with pytest.raises(ValueError, match=r"tensors\[1\]: expected shape \(4, 5\)"):
         guild.lay_evenly([parts[0], torch.randn(4, 6)])
+    for wrong, kind in ((None, "NoneType"), (torch.randn(3, 4, 5), "Tensor")):
+        with pytest.raises(TypeError, match=f"tensors: expected a sequence .*, got {kind}"):
+            guild.lay_evenly(wrong)
     with pytest.raises(ValueError, match="tensors: expected one or more"):
         guild.lay_evenly([])
 
