@@ -130,6 +130,12 @@ TEST(CheckFloat8, ScaledGroupedGemm) {
   wrong.weight("b", &G::b, 8, 16);
   wrong.expect("b: expected K contiguous, got stride 8", [](G& x) { x.b = {x.b.data, 128, 1, 8}; });
   expect_scales(wrong, "b_scales", &G::b_scales);
+  // Of four rows, and of two matrices, of one block each.
+  std::string const far = ": expected fewer than 2^32 elements on CUDA, got strides ";
+  wrong.expect_on_cuda("a_scales" + far + "(1, 2147483648, 1)",
+                       [](G& x) { x.a_scales.row_stride = int64_t(1) << 31; });
+  wrong.expect_on_cuda("b_scales" + far + "(4294967296, 1, 1)",
+                       [](G& x) { x.b_scales.expert_stride = int64_t(1) << 32; });
   wrong.rows("d", &G::d, 4, 8);
   wrong.optional_rows("bias", &G::bias, 8);
 }

@@ -19,7 +19,7 @@ namespace guild::test {
 
 // Right calls, over memory that a wrong one must not reach.
 struct Calls {
-  char memory[8] = {};
+  alignas(16) char memory[8] = {};
   int32_t index[8] = {};
   Sizes sizes{4, 16, 8, 2, 2};
   Routing routing{index, index, index, memory, memory};
@@ -207,6 +207,10 @@ class WrongCalls {
   void expect(std::string const& message, Spoil const& spoil) const {
     expect_error(message, spoil, [](Args const& args) { check(args); });
     expect_error(message, spoil, on_cpu_);
+    expect_on_cuda(message, spoil);
+  }
+  // The same of what the CUDA backend alone asks for.
+  void expect_on_cuda(std::string const& message, Spoil const& spoil) const {
     if (!cuda::built()) return;
     expect_error(message, spoil, [this](Args const& args) { on_cuda_(args, {}); });
   }
