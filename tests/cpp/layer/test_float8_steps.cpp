@@ -127,8 +127,8 @@ class Float8Steps : public testing::TestWithParam<StepParam> {
       q.rows = count, q.columns = s.intermediate, q.dtype = GetParam().dtype();
       q.scale = ScaleKind::power_of_two;
       q.x = {h.data() + begin * bytes_of(q.dtype), width()},
-      q.codes = {&made.codes[begin], width()};
-      q.scales = {&made.scales[half * across], 0, halves * across, 1};
+      q.codes = {made.codes.data() + begin, width()};
+      q.scales = {made.scales.data() + half * across, 0, halves * across, 1};
       cpu_device().run(q);
     }
     return made;
