@@ -31,7 +31,7 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor
 
 import guild.integrations.transformers as guild_transformers
-from guild.bench.timing import calls_per_round, compared, milliseconds
+from guild.bench.timing import calls_per_round, compared, drawn_orders, milliseconds
 from guild.provenance import pick_device, provenance
 
 FULL = dict(
@@ -158,8 +158,8 @@ def times(
         with work.running(name):
             counts[name] = calls_per_round(call, seconds, device)
     figures: dict[str, list[float]] = {name: [] for name in CANDIDATES}
-    for number in range(rounds):
-        for name in reversed(CANDIDATES) if number % 2 else CANDIDATES:
+    for order in drawn_orders(CANDIDATES, rounds):
+        for name in order:
             with work.running(name):
                 figures[name].append(milliseconds(call, counts[name], device))
     return figures

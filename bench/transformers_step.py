@@ -27,7 +27,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 import guild
 import guild.integrations.transformers as guild_transformers
-from guild.bench.timing import calls_per_round, compared, milliseconds
+from guild.bench.timing import calls_per_round, compared, drawn_orders, milliseconds
 from guild.provenance import pick_device, provenance
 
 # Of each preset: the class of its config, and sizes. The second has DeepSeek-V3's kind of router,
@@ -205,8 +205,8 @@ def times(
             with running(name, work.model):
                 counts[name] = calls_per_round(call, seconds, device)
         figures: dict[str, list[float]] = {name: [] for name in names}
-        for number in range(rounds):
-            for name in reversed(names) if number % 2 else names:
+        for order in drawn_orders(names, rounds):
+            for name in order:
                 with running(name, work.model):
                     figures[name].append(milliseconds(call, counts[name], device))
         found[what] = figures

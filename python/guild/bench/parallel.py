@@ -31,7 +31,7 @@ from .dispatchers import DISPATCHERS, unfit, why_not
 from .presets import PRESETS, Shape, parse_shape
 from .problem import ROUTINGS, make_problems
 from .symmetric import TORCH, SymmetricLayer, use_nvshmem
-from .timing import free_memory, milliseconds
+from .timing import drawn_orders, free_memory, milliseconds
 
 _TOKENS = 8192  # a rank
 _PRESETS = ("dsv3", "gptoss", "qwen30b")
@@ -234,8 +234,8 @@ def _rounds(
         slowest = max(_of_ranks(milliseconds(call, 5, device)))
         counts[name] = max(1, round(1e3 * seconds / slowest))
     times: dict[str, list[list[float]]] = {name: [] for name in calls}
-    for number in range(rounds):
-        for name in reversed(calls) if number % 2 else calls:
+    for order in drawn_orders(calls, rounds):
+        for name in order:
             dist.barrier()
             times[name].append(_of_ranks(milliseconds(calls[name], counts[name], device)))
     return times

@@ -1,4 +1,4 @@
-"""Timing in interleaved rounds: A, B, ..., B, A, ..., and medians of what happened side by side.
+"""Timing in interleaved rounds, and medians of what happened side by side.
 
 A card's clock moves by 6 to 10 % with its temperature and load, so two figures may only be
 compared when they were taken seconds apart. A round runs one call after the other, each over and
@@ -13,7 +13,7 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import TypeVar
 
 import torch
@@ -46,6 +46,13 @@ def calls_per_round(call: Call, seconds: float, device: torch.device) -> int:
     while (each := milliseconds(call, count, device)) * count < 1e3 * _CALIBRATION_SECONDS:
         count *= 2
     return max(1, math.ceil(1e3 * seconds / each))
+
+
+def drawn_orders(names: Iterable[Name], rounds: int) -> Iterator[list[Name]]:
+    """The names in an order drawn anew for each round: the same orders in every process."""
+    all_names, draw = list(names), random.Random(0)
+    for _ in range(rounds):
+        yield draw.sample(all_names, len(all_names))
 
 
 def interleaved(
@@ -82,9 +89,8 @@ def interleaved(
             milliseconds(call, 1, device)  # the first call compiles, allocates, picks algorithms
         counts = dict.fromkeys(calls, calls_a_round)
     times: dict[Name, list[float]] = {name: [] for name in calls}
-    draw = random.Random(0)
-    for _ in range(rounds):
-        for name in draw.sample(list(calls), len(calls)):
+    for order in drawn_orders(calls, rounds):
+        for name in order:
             times[name].append(milliseconds(calls[name], counts[name], device))
     return times
 

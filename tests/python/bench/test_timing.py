@@ -1,4 +1,4 @@
-"""How times are taken: units, and how many calls a round needs."""
+"""How times are taken: units, how many calls a round needs, and in which order they run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from guild.bench import timing
-from guild.bench.timing import calls_per_round, milliseconds, summary_of
+from guild.bench.timing import calls_per_round, drawn_orders, milliseconds, summary_of
 
 CPU = torch.device("cpu")
 
@@ -50,3 +50,10 @@ def test_events_of_a_gpu_are_milliseconds(gpu: str) -> None:
 
 def test_summary() -> None:
     assert summary_of([5.0, 1.0, 2.0]) == {"median": 2.0, "low": 1.0, "high": 5.0}
+
+
+def test_orders_are_drawn_anew_and_alike_everywhere() -> None:
+    orders = list(drawn_orders("abcd", 24))
+    assert all(sorted(order) == list("abcd") for order in orders)
+    assert len({tuple(order) for order in orders}) > 6
+    assert orders == list(drawn_orders("abcd", 24))
