@@ -93,8 +93,6 @@ struct TokenChoice {
   LogitParts parts;
   GateParts gate;
   Route route;  // ids and scores: written by who chooses
-
-  __device__ bool there() const { return parts.data != nullptr; }
 };
 
 // Multiplies, and leaves the choice to another kernel.

@@ -27,14 +27,14 @@
 
 namespace guild::cuda::sm90 {
 
-template <class T, DecodeShape S, Major major, bool gathered, bool activates,
+// chooses: the blocks choose a single token's experts themselves. In a kernel of its own, since all
+// of a kernel's instructions come from memory where layers follow each other.
+template <class T, DecodeShape S, Major major, bool gathered, bool activates, bool chooses = false,
           int stage_bytes = S.stage_bytes()>
 struct DecodeProduct {
   static constexpr int kThreads = kPlanThreads;
   static constexpr DecodeShape kShape = S;
   static constexpr int kArrivals = gathered ? 33 : 2;
-  // Whether the blocks may be asked to choose a single token's experts.
-  static constexpr bool kChooses = activates && gathered && S.tokens == 8;
 
   // Of weights.
   struct Source {
@@ -44,7 +44,7 @@ struct DecodeProduct {
   };
   struct Params {
     PlanArgs plan;
-    std::conditional_t<kChooses, TokenChoice, NoChoice> choice;  // if there: of the plan's slots
+    std::conditional_t<chooses, TokenChoice, NoChoice> choice;  // of the plan's slots
     Source weight;
     int32_t const* expert_at[2];  // which matrix is an expert's; null: they are in order
     bool halves;                  // part[1] has the same rows of up; else the rows that follow
@@ -80,7 +80,7 @@ struct DecodeProduct {
     Storage results;
     union {
       Planner planner;
-      RouteOfToken choice;  // before there is a plan
+      std::conditional_t<chooses, RouteOfToken, NoChoice> choice;  // before there is a plan
     };
     Announced queue;
   };
@@ -349,12 +349,13 @@ struct DecodeProduct {
   }
 
   static __device__ Plan plan_of(Params const& p, SharedStorage& smem) {
-    if constexpr (kChooses) {
-      if (p.choice.there()) return plan_by_choice(p.choice, p.plan.sort, smem.choice, smem.planner);
+    if constexpr (chooses) {
+      return plan_by_choice(p.choice, p.plan.sort, smem.choice, smem.planner);
+    } else {
+      if (!p.early) start_in_turn();
+      bool const sorts = p.plan.sort.ids != nullptr;
+      return sorts ? smem.planner.sort(p.plan.sort) : smem.planner.find(p.plan.groups);
     }
-    if (!p.early) start_in_turn();
-    bool const sorts = p.plan.sort.ids != nullptr;
-    return sorts ? smem.planner.sort(p.plan.sort) : smem.planner.find(p.plan.groups);
   }
 
   static __device__ void run(Params const& p) {

@@ -5,19 +5,17 @@
 namespace guild::cuda::sm90 {
 namespace {
 
-template <class T, Major major, bool gathered, int tokens>
+template <class T, Major major, bool gathered, int tokens, bool chooses>
 void launch_up(UpProduct const& x, Queue const& queue) {
   // The smallest where there are few of them.
   constexpr DecodeShape shape{tokens, major != Major::K ? 128 : tokens == 8 ? 32 : 64};
-  using Product = DecodeProduct<T, shape, major, gathered, true>;
+  using Product = DecodeProduct<T, shape, major, gathered, true, chooses>;
   bool const halves = x.pairing == Pairing::halves;
   int64_t const columns = x.pairing == Pairing::alternate ? 2 * x.n : x.n;
   typename Product::Params p{};
   p.plan.groups = x.groups;
   if (x.sort != nullptr) p.plan.sort = *x.sort, p.plan.writes = true;
-  if constexpr (Product::kChooses) {
-    if (x.choice != nullptr) p.choice = *x.choice;
-  }
+  if constexpr (chooses) p.choice = *x.choice;
   p.weight = weight_source<Product, T, major>(x.w[0], x.w[1], x.groups.groups, columns, x.k, halves,
                                               "w_up");
   for (int i = 0; i < 2; ++i) p.expert_at[i] = x.w[i].expert_at;
@@ -63,8 +61,12 @@ void launch_up(UpProduct const& x, Queue const& queue) {
 void decode_up_product(UpProduct const& x, Queue const& queue) {
   with_product(x.dtype, x.w[0].in_stride == 1, x.row_token != nullptr,
                [&]<class T, Major major, bool gathered> {
-                 with_tokens(x.tokens, x.rows, x.groups.groups,
-                             [&]<int tokens> { launch_up<T, major, gathered, tokens>(x, queue); });
+                 if constexpr (gathered) {  // a single token is
+                   if (x.choice != nullptr) return launch_up<T, major, true, 8, true>(x, queue);
+                 }
+                 with_tokens(x.tokens, x.rows, x.groups.groups, [&]<int tokens> {
+                   launch_up<T, major, gathered, tokens, false>(x, queue);
+                 });
                });
 }
 
