@@ -81,9 +81,8 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     if x.dtype in (torch.float32, torch.float64):
         logits = F.linear(x, weight)
     else:
-        logits = _router_logits(x.reshape(x.shape[:-1].numel(), hidden), weight).view(
-            *x.shape[:-1], experts
-        )
+        rows = x.flatten(0, -2) if x.dim() > 1 else x[None]  # no number that a trace would keep
+        logits = _router_logits(rows, weight).view(*x.shape[:-1], experts)
     return logits if bias is None else logits + bias.to(logits.dtype)
 
 
