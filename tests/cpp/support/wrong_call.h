@@ -10,6 +10,7 @@
 #include <string>
 
 #include "check.h"
+#include "check_exchange.h"
 #include "check_float8_chunks.h"
 #include "check_microscaling.h"
 #include "check_router_logits.h"
@@ -179,6 +180,22 @@ struct Calls {
     r.scales = scales;
     return r;
   }
+
+  // Of two ranks, with room for 4 tokens of 2 choices each.
+  void* peers[2] = {memory, memory};
+  PeerMemory shared{2, 1, 4, 2, 32, 2, peers};
+
+  Publish publish() { return {shared, 3, 2, 8, 32, 4, memory, 32, index, memory, index}; }
+  Meet meet() { return {shared, false, 1, 0, {}, &report}; }
+  Tables tables() { return {shared, 2, 8, 4, index, memory, index}; }
+  Pull pull() { return {shared, 2, 32, index, memory}; }
+  Push push() {
+    return {shared, DType::bfloat16, 16, 8, 2, false, {memory}, index, memory, nullptr, index};
+  }
+  Collect collect() { return {shared, DType::bfloat16, 3, 16, index, {memory}, memory}; }
+  PushScores push_scores() { return {shared, 2, 4, index, memory}; }
+  ReturnedScores returned_scores() { return {shared, 8, 4, memory}; }
+  PeerReport report;
 };
 
 template <class... Parts>
