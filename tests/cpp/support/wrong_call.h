@@ -122,7 +122,7 @@ struct Calls {
   // FP8. Scales of rows, and of weights of one block.
   float scale[8] = {};
   uint8_t* codes = reinterpret_cast<uint8_t*>(memory);
-  Scales scales{scale, 0, 1, 1};
+  Scales scales{scale, 4, 2, 1};
   ConstScales block_scales{scale, 1, 1, 1};
 
   QuantizeRows quantize_rows() {
@@ -290,6 +290,8 @@ class WrongCalls {
     strides(name, of, apart, {out * in, 1, out - 1});
     strides(name, of, apart, {out * in, in, 0});
     strides(name, of, apart, {0, in, 1});
+    strides(name, of, apart, {out * in, in, 2});  // a row's second half is the next row's first
+    strides(name, of, apart, {in, in, 1});        // and so are matrices
   }
 
   // Sizes of a layer.
