@@ -172,6 +172,11 @@ void check_sort_of(Sort const& sort, MoeForward const& x) {
               sort.slot_row == r.slot_row && sort.row_score == r.row_score &&
               sort.token_offsets == r.token_offsets,
           "sort: expected routing's arrays as its outputs");
+  require(r.row_score == nullptr || sort.scores != nullptr,
+          "sort.scores: expected a pointer with routing.row_score, got null");
+  require(sort.scores == nullptr || sort.score_dtype == score_dtype(x.dtype),
+          "sort.score_dtype: expected ", name_of(score_dtype(x.dtype)), " as the layer has, got ",
+          name_of(sort.score_dtype));
 }
 
 }  // namespace

@@ -13,5 +13,6 @@ void check(Push const& x);
 void check(Collect const& x);
 void check(PushScores const& x);
 void check(ReturnedScores const& x);
+void check_collected(ReturnedScores const& x);  // what collect_scores() asks for beside it
 
 }  // namespace guild

@@ -1,5 +1,6 @@
 // What is asked of the arguments of quantisation and of products of quantised operands.
 #include "check_float8_parts.h"
+#include "guild/float8_chunks.h"
 
 namespace guild {
 namespace {
@@ -26,7 +27,7 @@ void check(QuantizeRows const& x) {
   check_kind(x.scale);
   check_rows(x.x, x.rows, x.columns, "x");
   check_rows(x.codes, x.rows, x.columns, "codes");
-  check_scales(x.scales, x.rows > 0, "scales");
+  check_made_scales(x.scales, 1, x.rows, scale_blocks_of(x.columns), "scales");
 }
 
 void check(QuantizeWeights const& x) {
@@ -44,7 +45,8 @@ void check(QuantizeWeights const& x) {
   if (x.transposed.data != nullptr) {
     check_weight(x.transposed, x.experts, rows, x.in, "transposed", true);
   }
-  check_scales(x.scales, true, "scales");
+  check_made_scales(x.scales, x.experts, x.halves() * scale_blocks_of(x.out), scale_blocks_of(x.in),
+                    "scales");
 }
 
 void check(ScaledGroupedGemm const& x) {
@@ -70,7 +72,6 @@ void check(ScaledGroupedGemm const& x) {
 void check(ScaledUp const& x) {
   Sizes const& s = x.sizes;
   bool const gated = x.activation.gated;
-  bool const any = s.rows() > 0;
   check_scaled_step(x);
   check_format(x.x_format, "x_format");
   check_rows(x.x, input_rows(s, x.routing), s.hidden, "x");
@@ -84,9 +85,12 @@ void check(ScaledUp const& x) {
   check_optional_rows(x.bias, width(s, gated), "b_up");
   check_optional_rows(x.h, width(s, gated), "h");
   check_optional_rows(x.h_codes, width(s, gated), "h_codes");
-  check_scales(x.h_scales, any && x.h_codes.data != nullptr, "h_scales");
+  int64_t const blocks = scale_blocks_of(s.intermediate), halves = gated ? 2 : 1;
+  if (x.h_codes.data != nullptr) {
+    check_made_scales(x.h_scales, 1, s.rows(), halves * blocks, "h_scales");
+  }
   check_rows(x.a, s.rows(), s.intermediate, "a");
-  check_scales(x.a_scales, any, "a_scales");
+  check_made_scales(x.a_scales, 1, s.rows(), blocks, "a_scales");
 }
 
 void check(ScaledDownGradient const& x) {
@@ -108,14 +112,20 @@ void check(ScaledDownGradient const& x) {
   check_optional_rows(x.h_codes, width(s, gated), "h_codes");
   check_scales(x.h_scales, any && x.h_codes.data != nullptr, "h_scales");
   check_rows(x.dh_codes, s.rows(), width(s, gated), "dh_codes");
-  check_scales(x.dh_scales, any, "dh_scales");
+  int64_t const blocks = scale_blocks_of(s.intermediate), halves = gated ? 2 : 1;
+  check_made_scales(x.dh_scales, 1, s.rows(), halves * blocks, "dh_scales");
   check_optional_rows(x.dh, width(s, gated), "dh");
   check_optional_rows(x.a_scaled, s.intermediate, "a_scaled");
   bool const dh_chunks = x.dh_chunks.codes != nullptr;
   require(!dh_chunks || x.scale == ScaleKind::power_of_two,
           "dh_chunks: expected null with scale 0 (exact), got a pointer");
-  check_scales(x.dh_chunks.scales, any && dh_chunks, "dh_chunks.scales");
-  check_scales(x.a_chunks.scales, any && x.a_chunks.codes != nullptr, "a_chunks.scales");
+  int64_t const slots = any ? chunk_slots(s.rows(), s.experts) : 0;
+  if (dh_chunks) {
+    check_made_scales(x.dh_chunks.scales, 1, slots, halves * blocks, "dh_chunks.scales");
+  }
+  if (x.a_chunks.codes != nullptr) {
+    check_made_scales(x.a_chunks.scales, 1, slots, blocks, "a_chunks.scales");
+  }
 }
 
 }  // namespace guild

@@ -19,7 +19,8 @@ void check(QuantizeChunks const& x) {
   check_rows(x.x, height, x.halves * x.columns, "x");
   check_scales(x.x_scales, false, "x_scales");
   check_pointer(x.codes, true, "codes");
-  check_scales(x.scales, true, "scales");
+  check_made_scales(x.scales, 1, chunk_slots(x.rows, x.groups),
+                    x.halves * scale_blocks_of(x.columns), "scales");
 }
 
 namespace {

@@ -22,6 +22,23 @@ void check_scales(BlockScales<F> const& scales, bool needed, char const* name) {
           ", ", scales.col_stride, ")");
 }
 
+// Scales that are written, (experts, rows, columns): each block's at a place of its own.
+inline void check_made_scales(Scales const& scales, int64_t experts, int64_t rows, int64_t columns,
+                              char const* name) {
+  check_scales(scales, experts * rows > 0, name);
+  require(lie_apart({{{experts, scales.expert_stride},
+                      {rows, scales.row_stride},
+                      {columns, scales.col_stride}}}),
+          name, ": expected strides of scales that do not overlap, ", experts, " of ", rows, " x ",
+          columns, ", got (", scales.expert_stride, ", ", scales.row_stride, ", ",
+          scales.col_stride, ")");
+}
+
+// Blocks that one scale each is for, of a dimension's elements.
+inline int64_t scale_blocks_of(int64_t elements) {
+  return (elements + kScaleBlock - 1) / kScaleBlock;
+}
+
 // A weight's codes whose products run over `in`.
 inline void check_codes(ConstWeight const& w, int64_t experts, int64_t out, int64_t in,
                         char const* name) {

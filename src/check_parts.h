@@ -1,5 +1,7 @@
 // The single conditions that check() is made of: sizes, element types, pointers, rows, weights.
 #pragma once
+#include <algorithm>
+#include <array>
 #include <cmath>
 
 #include "check.h"
@@ -76,6 +78,33 @@ inline void check_rows(ConstRows const& rows, int64_t count, int64_t width, char
   check_optional_rows(rows, width, name);
 }
 
+// One dimension of a tensor with strides.
+struct Dimension {
+  int64_t size, stride;
+};
+
+// Whether no two elements share a place: from the smallest stride on, each dimension steps over all
+// that those before it reach.
+inline bool lie_apart(std::array<Dimension, 3> dimensions) {
+  std::ranges::sort(dimensions, {}, &Dimension::stride);
+  __int128 reach = 0;
+  for (auto const& [size, stride] : dimensions) {
+    if (size == 0) return true;
+  }
+  for (auto const& [size, stride] : dimensions) {
+    if (size == 1) continue;
+    if (stride <= reach) return false;
+    reach += __int128(size - 1) * stride;
+  }
+  return true;
+}
+
+// The dimension of several matrices. Where a list says which is where, their stride only has to
+// divide their distances.
+inline Dimension matrices(int64_t count, int64_t stride, int32_t const* at) {
+  return {at == nullptr || stride == 0 ? count : 1, stride};
+}
+
 // An output's elements must not overlap; an input may repeat itself (stride 0).
 inline void check_weight(ConstWeight const& w, int64_t experts, int64_t out, int64_t in,
                          char const* name, bool output) {
@@ -85,12 +114,11 @@ inline void check_weight(ConstWeight const& w, int64_t experts, int64_t out, int
           ": expected strides of at least 0, got (", w.expert_stride, ", ", w.out_stride, ", ",
           w.in_stride, ")");
   if (!output) return;
-  bool const rows_apart = in == 1 || (w.in_stride >= 1 && (out == 1 || w.out_stride >= in));
-  bool const cols_apart = out == 1 || (w.out_stride >= 1 && (in == 1 || w.in_stride >= out));
-  bool const matrices_apart = experts == 1 || w.expert_stride >= 1;
-  require((rows_apart || cols_apart) && matrices_apart, name,
-          ": expected strides of matrices that do not overlap, ", experts, " of ", out, " x ", in,
-          ", got (", w.expert_stride, ", ", w.out_stride, ", ", w.in_stride, ")");
+  require(lie_apart({{matrices(experts, w.expert_stride, w.expert_at),
+                      {out, w.out_stride},
+                      {in, w.in_stride}}}),
+          name, ": expected strides of matrices that do not overlap, ", experts, " of ", out, " x ",
+          in, ", got (", w.expert_stride, ", ", w.out_stride, ", ", w.in_stride, ")");
 }
 
 inline int64_t width(Sizes const& s, bool gated) { return s.intermediate * (gated ? 2 : 1); }

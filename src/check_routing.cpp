@@ -45,14 +45,11 @@ void check_sequences(int64_t tokens, int64_t sequences) {
           sequences);
 }
 
-void check_operand(GroupedGemm::Operand const& o, int64_t elements, bool output, char const* name) {
+void check_operand(GroupedGemm::Operand const& o, int64_t elements, char const* name) {
   require(o.data != nullptr || elements == 0, name, ": expected ", elements, " elements, got null");
   require(o.group_stride >= 0 && o.row_stride >= 0 && o.col_stride >= 0, name,
           ": expected strides of at least 0, got (", o.group_stride, ", ", o.row_stride, ", ",
           o.col_stride, ")");
-  require(!output || elements <= 1 || o.row_stride > 0 || o.col_stride > 0, name,
-          ": expected strides of an output that does not overlap, got (", o.group_stride, ", ",
-          o.row_stride, ", ", o.col_stride, ")");
 }
 
 // What only some routers have: expected with these, null with others.
@@ -167,9 +164,15 @@ void check(GroupedGemm const& x) {
   bool const ragged = x.ragged != Ragged::none;
   check_pointer(x.offsets, ragged, "offsets");
   require(ragged || x.offsets == nullptr, "offsets: expected null where no dimension is ragged");
-  check_operand(x.a, x.m * x.k, false, "a");
-  check_operand(x.b, x.k * x.n, false, "b");
-  check_operand(x.d, x.m * x.n, true, "d");
+  check_operand(x.a, x.m * x.k, "a");
+  check_operand(x.b, x.k * x.n, "b");
+  check_operand(x.d, x.m * x.n, "d");
+  bool const stacked = x.ragged == Ragged::inner || x.ragged == Ragged::none;
+  require(lie_apart({{matrices(stacked ? x.groups : 1, x.d.group_stride, x.d.group_at),
+                      {x.m, x.d.row_stride},
+                      {x.n, x.d.col_stride}}}),
+          "d: expected strides of an output that does not overlap, got (", x.d.group_stride, ", ",
+          x.d.row_stride, ", ", x.d.col_stride, ")");
   check_optional_rows(x.bias, x.ragged == Ragged::columns ? x.m : x.n, "bias");
 }
 

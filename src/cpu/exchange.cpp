@@ -283,7 +283,7 @@ void clear_scores(ReturnedScores const& x) {
 }
 
 void collect_scores(ReturnedScores const& x) {
-  check(x);
+  check_collected(x);
   char const* const scores =
       PeerView(layout_of(x.memory), x.memory, x.memory.rank).returned_scores();
   std::memcpy(x.scores, scores, size_t(x.slots * x.score_bytes));

@@ -161,6 +161,9 @@ void clear_scores(ReturnedScores const& x, Queue queue) {
   run_own_scores(cleared, queue);
 }
 
-void collect_scores(ReturnedScores const& x, Queue queue) { run_own_scores(x, queue); }
+void collect_scores(ReturnedScores const& x, Queue queue) {
+  check_collected(x);
+  run_own_scores(x, queue);
+}
 
 }  // namespace guild::cuda

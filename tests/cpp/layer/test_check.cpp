@@ -241,6 +241,10 @@ void expect_sort(WrongCalls<MoeForward> const& wrong) {
   expect(arrays, [](Sort& s) { ++s.row_token; });
   expect(arrays, [](Sort& s) { ++s.slot_row; });
   expect(arrays, [](Sort& s) { s.row_score = static_cast<char*>(s.row_score) + 4; });
+  expect("sort.scores: expected a pointer with routing.row_score, got null",
+         [](Sort& s) { s.scores = nullptr; });
+  expect("sort.score_dtype: expected float32 as the layer has, got float64",
+         [](Sort& s) { s.score_dtype = DType::float64; });
 }
 
 TEST(Check, MoeForward) {

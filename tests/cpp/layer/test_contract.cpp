@@ -1,10 +1,11 @@
-// What every op promises beside its numbers: the same bits for any number of threads, and NaN that
-// stays in its own row.
+// What every op promises beside its numbers: the same bits for any number of threads, NaN that
+// stays in its own row, and no row beyond the layer's.
 #include <omp.h>
 
 #include <cmath>
 #include <limits>
 
+#include "guild/cpu.h"
 #include "layer_test.h"
 
 namespace guild::test {
@@ -111,6 +112,26 @@ TEST_P(Contract, NanStaysInItsToken) {
 }
 
 GUILD_LAYER_TESTS(Contract, false);
+
+// A slot's row outside [0, R) is none, as -1 is. What lies behind Y is NaN here.
+TEST(SlotsOfNoRow, AddNothing) {
+  constexpr float nan = std::numeric_limits<float>::quiet_NaN();
+  std::vector<int32_t> const slot_row{1, 3, -1, 0};
+  std::vector<float> const y{1, 2, 4, nan}, parts{3, 5, 7, nan};
+  std::vector<int32_t> const token_offsets{0, 2, 3};  // of three slots, and so of three rows
+  std::vector<float> o(2), dscores(3);
+  Combine sum;
+  sum.sizes = {.tokens = 2, .hidden = 1, .intermediate = 1, .experts = 1, .slots = 3};
+  sum.dtype = DType::float32, sum.y = {y.data()}, sum.o = {o.data()};
+  sum.routing.slot_row = slot_row.data(), sum.routing.token_offsets = token_offsets.data();
+  cpu::combine(sum);
+  EXPECT_EQ(o, (std::vector<float>{2, 0}));
+  ScoreGradient scores;
+  scores.sizes = sum.sizes, scores.dtype = DType::float32, scores.routing = sum.routing;
+  scores.score_parts = parts.data(), scores.dscores = dscores.data();
+  cpu::score_gradient(scores);
+  EXPECT_EQ(dscores, (std::vector<float>{5, 0, 0}));
+}
 
 }  // namespace
 

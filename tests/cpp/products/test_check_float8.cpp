@@ -40,6 +40,24 @@ void expect_scales(WrongCalls<Args> const& wrong, char const* name, Of of) {
   expect_scale_strides(wrong, name, of);
 }
 
+// Scales that are written, `rows` x `cols` of `experts`.
+template <class Args, class Of>
+void expect_made_scales(WrongCalls<Args> const& wrong, char const* name, Of of, int64_t experts,
+                        int64_t rows, int64_t cols) {
+  expect_scales(wrong, name, of);
+  auto const expect = [&](int64_t expert, int64_t row, int64_t col) {
+    wrong.expect(text_of(name, ": expected strides of scales that do not overlap, ", experts,
+                         " of ", rows, " x ", cols, ", got (", expert, ", ", row, ", ", col, ")"),
+                 [&](Args& x) {
+                   auto& scales = std::invoke(of, x);
+                   scales.expert_stride = expert, scales.row_stride = row, scales.col_stride = col;
+                 });
+  };
+  expect(0, 0, 1);  // what a struct has whose strides nobody set
+  if (cols > 1) expect(0, cols - 1, 1);
+  if (experts > 1) expect(rows - 1, 1, rows);
+}
+
 TEST(CheckFloat8, QuantizeRows) {
   using Q = QuantizeRows;
   WrongCalls<Q> const wrong(&Calls::quantize_rows, cpu::quantize_rows, cuda::quantize_rows);
@@ -50,7 +68,7 @@ TEST(CheckFloat8, QuantizeRows) {
   expect_kind(wrong);
   wrong.rows("x", &Q::x, 4, 16);
   wrong.rows("codes", &Q::codes, 4, 16);
-  expect_scales(wrong, "scales", &Q::scales);
+  expect_made_scales(wrong, "scales", &Q::scales, 1, 4, 1);
 }
 
 TEST(CheckFloat8, QuantizeWeights) {
@@ -68,7 +86,7 @@ TEST(CheckFloat8, QuantizeWeights) {
                [](Q& x) { x.w.up.expert_stride = -1; });
   wrong.output_weight("codes", &Q::codes, 16, 16);
   wrong.output_weight("transposed", &Q::transposed, 16, 16);
-  expect_scales(wrong, "scales", &Q::scales);
+  expect_made_scales(wrong, "scales", &Q::scales, 2, 2, 1);
 }
 
 TEST(CheckFloat8, QuantizeChunks) {
@@ -86,7 +104,7 @@ TEST(CheckFloat8, QuantizeChunks) {
   wrong.rows("x", &Q::x, 4, 16);
   expect_scale_strides(wrong, "x_scales", &Q::x_scales);
   wrong.pointer("codes", &Q::codes);
-  expect_scales(wrong, "scales", &Q::scales);
+  expect_made_scales(wrong, "scales", &Q::scales, 1, 2, 1);
 }
 
 TEST(CheckFloat8, ChunkProduct) {
@@ -176,7 +194,10 @@ TEST(CheckFloat8, ScaledUp) {
   wrong.optional_rows("h_codes", &U::h_codes, 16);
   wrong.expect("h_scales: expected a pointer, got null", [](U& x) { x.h_codes = x.a; });
   wrong.rows("a", &U::a, 8, 8);
-  expect_scales(wrong, "a_scales", &U::a_scales);
+  expect_made_scales(wrong, "a_scales", &U::a_scales, 1, 8, 1);
+  wrong.expect(
+      "h_scales: expected strides of scales that do not overlap, 1 of 8 x 2, got (4, 1, 1)",
+      [](U& x) { x.h_codes = x.a, x.h_scales = x.a_scales, x.h_scales.row_stride = 1; });
 }
 
 TEST(CheckFloat8, ScaledDownGradient) {
@@ -196,13 +217,15 @@ TEST(CheckFloat8, ScaledDownGradient) {
   wrong.expect("h_codes: expected null with h, got a pointer", [](D& x) { x.h_codes = x.h; });
   wrong.expect("h_scales: expected a pointer, got null", [](D& x) { x.h_codes = x.h, x.h = {}; });
   wrong.rows("dh_codes", &D::dh_codes, 8, 16);
-  expect_scales(wrong, "dh_scales", &D::dh_scales);
+  expect_made_scales(wrong, "dh_scales", &D::dh_scales, 1, 8, 2);
   wrong.optional_rows("dh", &D::dh, 16);
   wrong.optional_rows("a_scaled", &D::a_scaled, 8);
   wrong.expect("dh_chunks: expected null with scale 0 (exact), got a pointer",
                [](D& x) { x.scale = ScaleKind::exact; });
-  expect_scales(wrong, "dh_chunks.scales", [](D& x) -> auto& { return x.dh_chunks.scales; });
-  expect_scales(wrong, "a_chunks.scales", [](D& x) -> auto& { return x.a_chunks.scales; });
+  auto const dh_chunks = [](D& x) -> auto& { return x.dh_chunks.scales; };
+  auto const a_chunks = [](D& x) -> auto& { return x.a_chunks.scales; };
+  expect_made_scales(wrong, "dh_chunks.scales", dh_chunks, 1, 2, 2);
+  expect_made_scales(wrong, "a_chunks.scales", a_chunks, 1, 2, 1);
 }
 
 TEST(CheckFloat8, QuantizeMicro) {
@@ -234,7 +257,7 @@ TEST(CheckFloat8, RegroupMicro) {
   wrong.rows("x", &R::x, 4, 16);
   wrong.pointer("x_scales", &R::x_scales);
   wrong.rows("codes", &R::codes, 4, 16);
-  expect_scales(wrong, "scales", &R::scales);
+  expect_made_scales(wrong, "scales", &R::scales, 1, 4, 1);
 }
 
 }  // namespace

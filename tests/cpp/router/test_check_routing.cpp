@@ -227,6 +227,15 @@ TEST(Check, GroupedGemm) {
   expect_operand(wrong, "d", &GroupedGemm::d, 4 * 8);
   wrong.expect("d: expected strides of an output that does not overlap, got (0, 0, 0)",
                [](auto& x) { x.d.row_stride = x.d.col_stride = 0; });
+  char const* const overlap = "d: expected strides of an output that does not overlap, got ";
+  wrong.expect(text_of(overlap, "(0, 7, 1)"), [](auto& x) { x.d.row_stride = 7; });
+  wrong.expect(text_of(overlap, "(0, 1, 3)"),
+               [](auto& x) { x.d.row_stride = 1, x.d.col_stride = 3; });
+  wrong.expect(text_of(overlap, "(31, 8, 1)"),
+               [](auto& x) { x.ragged = Ragged::inner, x.d.group_stride = 31; });
+  wrong.expect(text_of(overlap, "(0, 8, 1)"), [](auto& x) {
+    x.ragged = Ragged::inner, x.d.group_stride = 0, x.d.group_at = x.offsets;
+  });
   wrong.optional_rows("bias", &GroupedGemm::bias, 8);
   wrong.expect("bias: expected a row stride of at least its width 4, or 0 for packed rows, got 3",
                [](auto& x) { x.ragged = Ragged::columns, x.bias.stride = 3; });

@@ -10,6 +10,7 @@
 #include <string>
 
 #include "check.h"
+#include "check_exchange.h"
 #include "check_float8_chunks.h"
 #include "check_microscaling.h"
 #include "check_router_logits.h"
@@ -121,7 +122,7 @@ struct Calls {
   // FP8. Scales of rows, and of weights of one block.
   float scale[8] = {};
   uint8_t* codes = reinterpret_cast<uint8_t*>(memory);
-  Scales scales{scale, 0, 1, 1};
+  Scales scales{scale, 4, 2, 1};
   ConstScales block_scales{scale, 1, 1, 1};
 
   QuantizeRows quantize_rows() {
@@ -179,6 +180,22 @@ struct Calls {
     r.scales = scales;
     return r;
   }
+
+  // Of two ranks, with room for 4 tokens of 2 choices each.
+  void* peers[2] = {memory, memory};
+  PeerMemory shared{2, 1, 4, 2, 32, 2, peers};
+
+  Publish publish() { return {shared, 3, 2, 8, 32, 4, memory, 32, index, memory, index}; }
+  Meet meet() { return {shared, false, 1, 0, {}, &report}; }
+  Tables tables() { return {shared, 2, 8, 4, index, memory, index}; }
+  Pull pull() { return {shared, 2, 32, index, memory}; }
+  Push push() {
+    return {shared, DType::bfloat16, 16, 8, 2, false, {memory}, index, memory, nullptr, index};
+  }
+  Collect collect() { return {shared, DType::bfloat16, 3, 16, index, {memory}, memory}; }
+  PushScores push_scores() { return {shared, 2, 4, index, memory}; }
+  ReturnedScores returned_scores() { return {shared, 8, 4, memory}; }
+  PeerReport report;
 };
 
 template <class... Parts>
@@ -273,6 +290,8 @@ class WrongCalls {
     strides(name, of, apart, {out * in, 1, out - 1});
     strides(name, of, apart, {out * in, in, 0});
     strides(name, of, apart, {0, in, 1});
+    strides(name, of, apart, {out * in, in, 2});  // a row's second half is the next row's first
+    strides(name, of, apart, {in, in, 1});        // and so are matrices
   }
 
   // Sizes of a layer.

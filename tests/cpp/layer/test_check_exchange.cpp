@@ -1,0 +1,230 @@
+// Wrong calls of the exchange between ranks: each throws an Error that names the argument, its
+// value and what was expected, and touches no memory.
+#include <limits>
+
+#include "wrong_call.h"
+
+namespace guild::test {
+
+namespace {
+
+constexpr int64_t kHuge = int64_t(1) << 60;
+
+// What every call says of the memory that ranks share.
+template <class Args>
+void expect_memory(WrongCalls<Args> const& wrong) {
+  auto const memory = [](Args& x) -> PeerMemory& { return x.memory; };
+  for (int64_t const ranks : {0, 33}) {
+    wrong.expect(text_of("ranks: expected 1 to 32, got ", ranks),
+                 [=](Args& x) { memory(x).ranks = ranks; });
+  }
+  for (int64_t const rank : {-1, 2}) {
+    wrong.expect(text_of("rank: expected 0 to 1, got ", rank),
+                 [=](Args& x) { memory(x).rank = rank; });
+  }
+  wrong.expect(
+      "memory: expected tokens >= 0 and top_k, row_bytes and returned >= 1, got -1, 2, 32 and 2",
+      [=](Args& x) { memory(x).tokens = -1; });
+  // Products that wrap around to something small.
+  for (int64_t const tokens : {int64_t(1) << 31, kHuge, kHuge << 2}) {
+    wrong.expect(text_of("memory: expected at most 2147483647 slots of all ranks "
+                         "(ranks * tokens * top_k), got 2 * ",
+                         tokens, " * 2"),
+                 [=](Args& x) { memory(x).tokens = tokens; });
+  }
+  wrong.expect(text_of("memory: expected at most 2147483647 slots of all ranks "
+                       "(ranks * tokens * top_k), got 2 * 4 * ",
+                       kHuge << 1),
+               [=](Args& x) { memory(x).top_k = kHuge << 1; });
+  wrong.expect(text_of("memory: expected fewer than 2^60 bytes of rows "
+                       "(tokens * row_bytes * returned), got 4 * ",
+                       kHuge << 2, " * 2"),
+               [=](Args& x) { memory(x).row_bytes = kHuge << 2; });
+  wrong.expect(text_of("memory: expected fewer than 2^60 bytes of rows "
+                       "(tokens * row_bytes * returned), got 4 * 32 * ",
+                       kHuge),
+               [=](Args& x) { memory(x).returned = kHuge; });
+  wrong.expect("peers: expected a pointer, got null", [=](Args& x) { memory(x).peers = nullptr; });
+}
+
+template <class Args>
+void expect_slots(WrongCalls<Args> const& wrong) {
+  for (int64_t const top_k : {0, 3}) {
+    wrong.expect(
+        text_of("top_k: expected 1 to 2 (what the ranks' memory has room for), got ", top_k),
+        [=](Args& x) { x.top_k = top_k; });
+  }
+}
+
+template <class Args>
+void expect_experts(WrongCalls<Args> const& wrong) {
+  for (int64_t const experts : {-2, 0, 9}) {
+    wrong.expect(text_of("experts: expected a multiple of 2 (ranks), got ", experts),
+                 [=](Args& x) { x.experts = experts; });
+  }
+  wrong.expect("experts / ranks: expected 1 to 4096, got 4097",
+               [](Args& x) { x.experts = 2 * 4097; });
+}
+
+template <class Args>
+void expect_score_bytes(WrongCalls<Args> const& wrong) {
+  wrong.expect("score_bytes: expected 4 or 8, got 2", [](Args& x) { x.score_bytes = 2; });
+}
+
+template <class Args>
+void expect_row_bytes(WrongCalls<Args> const& wrong) {
+  for (int64_t const bytes : {0, 33}) {
+    wrong.expect(
+        text_of("row_bytes: expected 1 to 32 (what the ranks' memory has room for), got ", bytes),
+        [=](Args& x) { x.row_bytes = bytes; });
+  }
+}
+
+template <class Args>
+void expect_row(WrongCalls<Args> const& wrong) {
+  wrong.dtype("dtype", &Args::dtype);
+  wrong.size("hidden", &Args::hidden, 1, 1073741823);
+  wrong.expect("row_bytes: expected 1 to 32 (what the ranks' memory has room for), got 34",
+               [](Args& x) { x.hidden = 17; });
+}
+
+template <class Args>
+void expect_tokens(WrongCalls<Args> const& wrong) {
+  for (int64_t const tokens : {-1, 5}) {
+    wrong.expect(
+        text_of("tokens: expected at most 4 (what the ranks' memory has room for), got ", tokens),
+        [=](Args& x) { x.tokens = tokens; });
+  }
+}
+
+TEST(CheckExchange, Publish) {
+  WrongCalls<Publish> const wrong(&Calls::publish, cpu::publish, cuda::publish);
+  expect_memory(wrong);
+  expect_tokens(wrong);
+  expect_row_bytes(wrong);
+  wrong.pointer("rows", &Publish::rows);
+  for (int64_t const stride : {-32, 0, 31}) {
+    wrong.expect(text_of("row_stride: expected at least row_bytes, 32, got ", stride),
+                 [=](Publish& x) { x.row_stride = stride; });
+  }
+  expect_slots(wrong);
+  expect_experts(wrong);
+  expect_score_bytes(wrong);
+  wrong.pointer("scores", &Publish::scores);
+  wrong.pointer("token_row", &Publish::token_row);
+}
+
+TEST(CheckExchange, Meet) {
+  WrongCalls<Meet> const wrong(&Calls::meet, cpu::meet, cuda::meet);
+  expect_memory(wrong);
+  wrong.expect("seconds: expected more than 0, got 0", [](Meet& x) { x.seconds = 0; });
+  wrong.expect("seconds: expected more than 0, got nan",
+               [](Meet& x) { x.seconds = std::numeric_limits<double>::quiet_NaN(); });
+  for (int64_t const count : {-1, 15}) {
+    wrong.expect(text_of("facts: expected at most 14, got ", count),
+                 [=](Meet& x) { x.count = count; });
+  }
+  wrong.expect("report: expected memory of the host, got null",
+               [](Meet& x) { x.report = nullptr; });
+}
+
+TEST(CheckExchange, Tables) {
+  WrongCalls<Tables> const wrong(&Calls::tables, cpu::tables, cuda::tables);
+  expect_memory(wrong);
+  expect_slots(wrong);
+  expect_experts(wrong);
+  expect_score_bytes(wrong);
+  wrong.pointer("ids", &Tables::ids);
+  wrong.pointer("scores", &Tables::scores);
+  wrong.pointer("tokens", &Tables::tokens);
+}
+
+TEST(CheckExchange, Pull) {
+  WrongCalls<Pull> const wrong(&Calls::pull, cpu::pull, cuda::pull);
+  expect_memory(wrong);
+  expect_row_bytes(wrong);
+  expect_slots(wrong);
+  wrong.pointer("ids", &Pull::ids);
+  wrong.pointer("rows", &Pull::rows);
+  wrong.expect("part: expected 0 (whole), 1 (first) or 2 (rest), got 3",
+               [](Pull& x) { x.part = Part(3); });
+  wrong.expect("first_experts: expected 0 or more, got -1",
+               [](Pull& x) { x.part = Part::first, x.first_experts = -1; });
+}
+
+TEST(CheckExchange, Push) {
+  WrongCalls<Push> const wrong(&Calls::push, cpu::push, cuda::push);
+  expect_memory(wrong);
+  expect_row(wrong);
+  wrong.size("rows", &Push::rows, 0, 2147483647);
+  expect_slots(wrong);
+  wrong.expect("by_slot: expected neither scores nor lists of any length",
+               [](Push& x) { x.by_slot = true; });
+  for (bool const by_slot : {false, true}) {
+    wrong.expect("returned: expected room for 2 rows a token in the ranks' memory, got 1",
+                 [=](Push& x) {
+                   x.memory.returned = 1, x.by_slot = by_slot;
+                   if (by_slot) x.scores = nullptr;
+                 });
+  }
+  wrong.rows("y", &Push::y, 8, 16);
+  wrong.pointer("row_of", &Push::row_of);
+  wrong.pointer("tokens", &Push::tokens);
+}
+
+TEST(CheckExchange, Collect) {
+  WrongCalls<Collect> const wrong(&Calls::collect, cpu::collect, cuda::collect);
+  expect_memory(wrong);
+  expect_row(wrong);
+  expect_tokens(wrong);
+  wrong.expect("returned: expected room for 2 rows a token in the ranks' memory, got 1",
+               [](Collect& x) { x.memory.returned = 1; });
+  wrong.pointer("token_row", &Collect::token_row);
+  wrong.optional_rows("residual", &Collect::residual, 16);
+  wrong.pointer("o", &Collect::o);
+}
+
+TEST(CheckExchange, PushScores) {
+  WrongCalls<PushScores> const wrong(&Calls::push_scores, cpu::push_scores, cuda::push_scores);
+  expect_memory(wrong);
+  expect_slots(wrong);
+  expect_score_bytes(wrong);
+  wrong.pointer("ids", &PushScores::ids);
+  wrong.pointer("scores", &PushScores::scores);
+}
+
+TEST(CheckExchange, ReturnedScores) {
+  for (bool const collects : {false, true}) {
+    WrongCalls<ReturnedScores> const wrong(&Calls::returned_scores,
+                                           collects ? cpu::collect_scores : cpu::clear_scores,
+                                           collects ? cuda::collect_scores : cuda::clear_scores);
+    expect_memory(wrong);
+    expect_score_bytes(wrong);
+    for (int64_t const slots : {-1, 9}) {
+      wrong.expect(
+          text_of("slots: expected at most 8 (what the ranks' memory has room for), got ", slots),
+          [=](ReturnedScores& x) { x.slots = slots; });
+    }
+  }
+  Calls calls;
+  ReturnedScores args = calls.returned_scores();
+  args.scores = nullptr;
+  EXPECT_THROW(cpu::collect_scores(args), Error);
+}
+
+// The sizes say so too: nobody should allocate what a product that wrapped around came to.
+TEST(CheckExchange, SizesOfMemory) {
+  Calls calls;
+  PeerMemory memory = calls.shared;
+  memory.peers = nullptr;
+  EXPECT_GT(peer_memory_bytes(memory), returned_scores_offset(memory));
+  EXPECT_GT(returned_scores_offset(memory), returned_rows_offset(memory));
+  memory.tokens = kHuge << 1;
+  EXPECT_THROW(peer_memory_bytes(memory), Error);
+  EXPECT_THROW(returned_rows_offset(memory), Error);
+  EXPECT_THROW(returned_scores_offset(memory), Error);
+}
+
+}  // namespace
+
+}  // namespace guild::test
