@@ -3,6 +3,7 @@
 #include "cuda/alignment.h"
 #include "cuda/device.h"
 #include "cuda/float8/chunk_places.cuh"
+#include "cuda/float8/rescale.cuh"
 #include "cuda/float8/tile.cuh"
 
 namespace guild::cuda {
@@ -66,8 +67,8 @@ constexpr int kWide = 2 * int(kScaleBlock);
 
 struct CodeStorage {
   TurnedTile<kWide> tile;
-  int row[kScaleBlock];         // in x; -1: zeros
-  float scale[2][kScaleBlock];  // of each row
+  int row[kScaleBlock];            // in x; -1: zeros
+  float quotient[2][kScaleBlock];  // of each row's scale and the largest one, in both halves
   uint32_t largest[kTileThreads / 32];
   ChunkRows rows;
 };
@@ -84,20 +85,44 @@ __device__ uint4 load_codes(uint8_t const* from, int count) {
   return {word[0], word[1], word[2], word[3]};
 }
 
-// The largest scale of each half of the columns: that of a block of zeros, at least. Thread t has
-// the scale of row t % 128 in half t / 128.
+// The largest of 128 rows' scales in a half of the columns, at least that of a block of zeros:
+// thread t tells that of row t % 128 in half t / 128, and after a barrier all threads may ask.
 template <Float8 format>
-__device__ float largest_scale(float own, CodeStorage& smem, int half) {
+__device__ void tell_scale(float own, CodeStorage& smem) {
   uint32_t const least = magnitude(block_scale(0, format, ScaleKind::power_of_two).to_value);
-  uint32_t largest = __reduce_max_sync(~0u, max(magnitude(own), least));
+  uint32_t const largest = __reduce_max_sync(~0u, max(magnitude(own), least));
   if (threadIdx.x % 32 == 0) smem.largest[threadIdx.x / 32] = largest;
-  __syncthreads();
+}
+__device__ float largest_scale(CodeStorage const& smem, int half) {
+  uint32_t largest = 0;
 #pragma unroll
-  for (int i = 0; i < kTileThreads / 64; ++i) {
-    largest = i == 0 ? smem.largest[half * 4] : max(largest, smem.largest[half * 4 + i]);
-  }
+  for (int i = 0; i < kTileThreads / 64; ++i) largest = max(largest, smem.largest[half * 4 + i]);
   return __uint_as_float(largest);
 }
+
+// Multiplies codes by a quotient of scales, of at most 1, and rounds them again.
+template <Float8 format>
+struct Rescale {
+  float quotient;
+  uint32_t factor;  // the quotient in half precision
+  bool halves;      // which suffices: E4M3 times a power of two
+
+  __device__ explicit Rescale(float quotient) : quotient(quotient) {
+    factor = half_factor(quotient);
+    halves = format == Float8::e4m3 && (__float_as_uint(quotient) & 0x7fffff) == 0;
+  }
+  __device__ uint4 operator()(uint4 const& codes) const {
+    return halves ? uint4{scale_e4m3(codes.x, factor), scale_e4m3(codes.y, factor),
+                          scale_e4m3(codes.z, factor), scale_e4m3(codes.w, factor)}
+                  : uint4{product(codes.x), product(codes.y), product(codes.z), product(codes.w)};
+  }
+
+ private:
+  __device__ uint32_t product(uint32_t four) const {
+    float4 const v = decode_four<format>(four);
+    return encode_four<format>(v.x * quotient, v.y * quotient, v.z * quotient, v.w * quotient);
+  }
+};
 
 template <bool aligned, Float8 format>
 __global__ void __launch_bounds__(kTileThreads, 4) codes_kernel(ChunkArgs const x) {
@@ -107,11 +132,11 @@ __global__ void __launch_bounds__(kTileThreads, 4) codes_kernel(ChunkArgs const 
   if (smem.rows.count == 0) return;
   int const first = pair % pairs * kWide, half = pair / pairs;
   int const columns = min(x.columns - first, kWide), column = half * x.columns + first;
-  int const own_row = threadIdx.x % int(kScaleBlock), own_half = threadIdx.x / int(kScaleBlock);
+  int const own_row = int(threadIdx.x % 128u), own_half = int(threadIdx.x / 128u);
   int const source = source_row(smem.rows, own_row, x.row_token, x.tokens);
   if (own_half == 0) smem.row[own_row] = source;
   __syncthreads();
-  int const own_column = int(threadIdx.x) % 16 * 16;
+  int const own_column = int(threadIdx.x % 16u) * 16;
   uint8_t const* const from = static_cast<uint8_t const*>(x.x) + column + own_column;
   uint4 codes[kPatch];
 #pragma unroll
@@ -125,25 +150,23 @@ __global__ void __launch_bounds__(kTileThreads, 4) codes_kernel(ChunkArgs const 
     scale =
         x.x_scales[source * x.x_scale_row_stride + (block + own_half) * x.x_scale_column_stride];
   }
-  smem.scale[own_half][own_row] = scale;
+  tell_scale<format>(scale, smem);
+  __syncthreads();
+  // Rows that do not exist are zeros, whatever the largest scale.
+  smem.quotient[own_half][own_row] = source < 0 ? 0 : scale / largest_scale(smem, own_half);
   int const side = own_column / int(kScaleBlock);
-  float const of_block = largest_scale<format>(scale, smem, side);
   if (threadIdx.x % 16 % 8 == 0 && patch_row() == 0 && own_column < columns) {
-    x.scales[slot * x.scale_slot_stride + (block + side) * x.scale_column_stride] = of_block;
+    x.scales[slot * x.scale_slot_stride + (block + side) * x.scale_column_stride] =
+        largest_scale(smem, side);
   }
+  __syncthreads();
   PatchCodes left, right;
 #pragma unroll
   for (int i = 0; i < kPatch; ++i) {
-    float const quotient = smem.scale[side][patch_row() + i] / of_block;
-    bool const exists = smem.row[patch_row() + i] >= 0;
-    auto const shift = [&](uint32_t four) {
-      float4 const v = decode_four<format>(four);
-      return exists ? encode_four<format>(v.x * quotient, v.y * quotient, v.z * quotient,
-                                          v.w * quotient)
-                    : 0;
-    };
-    left[i] = {shift(codes[i].x), shift(codes[i].y)};
-    right[i] = {shift(codes[i].z), shift(codes[i].w)};
+    Rescale<format> const rescale(smem.quotient[side][patch_row() + i]);
+    uint4 const all = rescale(codes[i]);
+    left[i] = {all.x, all.y};
+    right[i] = {all.z, all.w};
   }
   smem.tile.put(own_column, left);
   smem.tile.put(own_column + 8, right);

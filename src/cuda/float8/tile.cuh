@@ -15,8 +15,8 @@ namespace guild::cuda {
 
 inline constexpr int kTileThreads = 256, kPatch = 8;
 
-__device__ inline int patch_row() { return int(threadIdx.x) / 16 * kPatch; }
-__device__ inline int patch_column() { return int(threadIdx.x) % 16 * kPatch; }
+__device__ inline int patch_row() { return int(threadIdx.x / 16u) * kPatch; }
+__device__ inline int patch_column() { return int(threadIdx.x % 16u) * kPatch; }
 
 // ---- elements
 // ------------------------------------------------------------------------------------
@@ -210,8 +210,10 @@ struct TurnedTile {
   static constexpr int kOfThread = width / 16;  // columns
   alignas(16) uint8_t bytes[width * kScaleBlock];
 
-  // Eight rows, from patch_row() on, of eight columns.
+  // Eight rows, from patch_row() on, of eight of the thread's columns.
   __device__ void put(int column, PatchCodes const& codes) {
+    int const piece = patch_row() / 8, second = piece % 2 ^ in_second_half(column);
+    uint8_t* const first = bytes + at(column, piece / 2) + 8 * second;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       uint32_t r[kPatch];
@@ -219,26 +221,25 @@ struct TurnedTile {
       for (int i = 0; i < kPatch; ++i) r[i] = half ? codes[i].y : codes[i].x;
       uint4 const low = turn_four(r[0], r[1], r[2], r[3]);
       uint4 const high = turn_four(r[4], r[5], r[6], r[7]);
-      put(column + 4 * half, uint2{low.x, high.x});
-      put(column + 4 * half + 1, uint2{low.y, high.y});
-      put(column + 4 * half + 2, uint2{low.z, high.z});
-      put(column + 4 * half + 3, uint2{low.w, high.w});
+      uint2 const turned[4] = {{low.x, high.x}, {low.y, high.y}, {low.z, high.z}, {low.w, high.w}};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        *reinterpret_cast<uint2*>(first + (4 * half + i) * int(kScaleBlock)) = turned[i];
+      }
     }
   }
 
   // 16 codes of a column from row 16 * unit on.
   __device__ uint4 take(int column, int unit) const {
     uint4 const words = *reinterpret_cast<uint4 const*>(bytes + at(column, unit));
-    return column < width / 2 ? words : uint4{words.z, words.w, words.x, words.y};
+    return in_second_half(column) ? uint4{words.z, words.w, words.x, words.y} : words;
   }
 
  private:
-  static __device__ int at(int column, int unit) {
-    return column * int(kScaleBlock) + (unit ^ column / kOfThread % 8) * 16;
-  }
-  __device__ void put(int column, uint2 const& eight) {
-    int const piece = patch_row() / 8, second = piece % 2 ^ column / (width / 2);
-    *reinterpret_cast<uint2*>(bytes + at(column, piece / 2) + 8 * second) = eight;
+  // Unsigned, so that quotients are shifts.
+  static __device__ int in_second_half(unsigned column) { return column / (width / 2); }
+  static __device__ int at(unsigned column, unsigned unit) {
+    return column * unsigned(kScaleBlock) + (unit ^ column / kOfThread % 8) * 16;
   }
 };
 
@@ -246,10 +247,11 @@ struct TurnedTile {
 template <int width>
 __device__ inline void store_turned(TurnedTile<width> const& tile, CodeRows const& to, int rows,
                                     int columns) {
-  int const unit = int(threadIdx.x) % 8, left = rows - 16 * unit;
+  int const unit = int(threadIdx.x % 8u), left = rows - 16 * unit;
 #pragma unroll
   for (int i = 0; i < width / (kTileThreads / 8); ++i) {
-    int const column = int(threadIdx.x) / 8 + i * (kTileThreads / 8);
+    // Of kTileThreads threads: which half a column is in follows from i then.
+    int const column = int(threadIdx.x % kTileThreads / 8u) + i * (kTileThreads / 8);
     if (column >= columns || left <= 0) continue;
     uint4 const words = tile.take(column, unit);
     uint8_t* const row = to.data + column * to.stride + 16 * unit;

@@ -1,0 +1,37 @@
+// E4M3 codes multiplied by powers of two and rounded again.
+#pragma once
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace guild::cuda {
+
+// A power of two, of at most 1, twice in half precision; below 2^-24 it becomes 0.
+__device__ inline uint32_t half_factor(float power_of_two) {
+  __half2 const both = __float2half2_rn(power_of_two);
+  return reinterpret_cast<uint32_t const&>(both);
+}
+
+// Four codes times such a factor. Products in half precision are exact, or so small that they
+// round to 0 as codes either way. In PTX, since from intrinsics the compiler makes shifts and ORs
+// that the two halves of a word do not need.
+__device__ inline uint32_t scale_e4m3(uint32_t codes, uint32_t factor) {
+  uint32_t scaled;
+  asm("{\n"
+      ".reg .b16 low, high;\n"
+      ".reg .b32 first, second;\n"
+      "mov.b32 {low, high}, %1;\n"
+      "cvt.rn.f16x2.e4m3x2 first, low;\n"
+      "cvt.rn.f16x2.e4m3x2 second, high;\n"
+      "mul.rn.f16x2 first, first, %2;\n"
+      "mul.rn.f16x2 second, second, %2;\n"
+      "cvt.rn.satfinite.e4m3x2.f16x2 low, first;\n"
+      "cvt.rn.satfinite.e4m3x2.f16x2 high, second;\n"
+      "mov.b32 %0, {low, high};\n"
+      "}"
+      : "=r"(scaled)
+      : "r"(codes), "r"(factor));
+  return scaled;
+}
+
+}  // namespace guild::cuda
