@@ -210,8 +210,7 @@ struct Ring {
       }
     }
     fence_async_proxy();  // these reads before what TMA writes to the same place
-    __syncwarp();
-    if (lane == 0) added[read % kSteps].arrive();
+    added[read % kSteps].arrive();
     tail = wrapped(tail + count);
     used -= count;
     ++read;
@@ -227,7 +226,7 @@ __global__ void __launch_bounds__(kThreads, 1) push_kernel(Push x, PeerLayout la
   int const warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
   if (lane < kSteps) {
     staging.arrived[warp][lane].init(1);
-    staging.added[warp][lane].init(1);
+    staging.added[warp][lane].init(32);  // all lanes read
   }
   fence_barrier_init();
   __syncwarp();
