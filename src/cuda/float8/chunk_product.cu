@@ -1,6 +1,6 @@
 // chunk_product(): tensor-core kernels, which ask for operands that TMA can load.
 #include "check_float8_chunks.h"
-#include "cuda/alignment.h"
+#include "cuda/float8/require.h"
 #include "cuda/sm90/float8/chunk_product.h"
 
 namespace guild::cuda {
@@ -17,6 +17,9 @@ void require_boxes(ConstChunks const& x, char const* name) {
 
 void chunk_product(ChunkProduct const& x, Queue queue) {
   check(x);
+  int64_t const slots = chunk_slots(x.rows, x.groups);
+  require_scales(x.a.scales, 1, slots, scale_blocks(x.out), "a.scales");
+  require_scales(x.b.scales, 1, slots, scale_blocks(x.in), "b.scales");
   require_boxes(x.a, "a");
   require_boxes(x.b, "b");
   sm90::chunk_product(x, queue);

@@ -58,6 +58,9 @@ void expect_made_scales(WrongCalls<Args> const& wrong, char const* name, Of of, 
   if (experts > 1) expect(rows - 1, 1, rows);
 }
 
+// What kernels that count scales with 32 bits say of strides that reach too far.
+constexpr char const* kFarScales = ": expected fewer than 2^32 elements on CUDA, got strides ";
+
 TEST(CheckFloat8, QuantizeRows) {
   using Q = QuantizeRows;
   WrongCalls<Q> const wrong(&Calls::quantize_rows, cpu::quantize_rows, cuda::quantize_rows);
@@ -126,6 +129,9 @@ TEST(CheckFloat8, ChunkProduct) {
         text_of(name, ": expected slots at least ", least, " apart, or 0, got ", least - 1),
         [=](P& x) { of(x).slot_stride = least - 1; });
     expect_scales(wrong, name, [=](P& x) -> auto& { return of(x).scales; });
+    // Of two slots and one block of columns.
+    wrong.expect_on_cuda(text_of(name, ".scales", kFarScales, "(1, 4294967296, 1)"),
+                         [=](P& x) { of(x).scales.row_stride = int64_t(1) << 32; });
   }
   wrong.output_weight("d", &P::d, 8, 16);
 }
@@ -149,10 +155,9 @@ TEST(CheckFloat8, ScaledGroupedGemm) {
   wrong.expect("b: expected K contiguous, got stride 8", [](G& x) { x.b = {x.b.data, 128, 1, 8}; });
   expect_scales(wrong, "b_scales", &G::b_scales);
   // Of four rows, and of two matrices, of one block each.
-  std::string const far = ": expected fewer than 2^32 elements on CUDA, got strides ";
-  wrong.expect_on_cuda("a_scales" + far + "(1, 2147483648, 1)",
+  wrong.expect_on_cuda(text_of("a_scales", kFarScales, "(1, 2147483648, 1)"),
                        [](G& x) { x.a_scales.row_stride = int64_t(1) << 31; });
-  wrong.expect_on_cuda("b_scales" + far + "(4294967296, 1, 1)",
+  wrong.expect_on_cuda(text_of("b_scales", kFarScales, "(4294967296, 1, 1)"),
                        [](G& x) { x.b_scales.expert_stride = int64_t(1) << 32; });
   wrong.rows("d", &G::d, 4, 8);
   wrong.optional_rows("bias", &G::bias, 8);

@@ -80,21 +80,24 @@ struct ChunkSums : GroupedProduct<C, ChunkColumns<C>, Epilogue> {
   struct StepScales {
     float a, b;
   };
+  // Offsets of 32 bits (require.h), and steps from the parameters: registers are short.
   struct ScaleReader {
-    float const *a, *b;
-    int64_t a_step, b_step;
+    uint32_t a, b;
 
     __device__ ScaleReader(Params const& p, Tile const& tile, Self self) {
       int const column = tile.col / int(kScaleBlock) + (kWaves == 2 ? self.thread % 2 : 0);
-      a_step = p.a_scales.row_stride;
-      b_step = p.b_scales.row_stride;
-      a = p.a_scales.data + tile.inner_row * a_step +
-          tile.row / int(kScaleBlock) * p.a_scales.col_stride;
-      b = p.b_scales.data + tile.inner_row * b_step +
-          min(column, p.b_blocks - 1) * p.b_scales.col_stride;
+      a = uint32_t(tile.inner_row) * uint32_t(p.a_scales.row_stride) +
+          uint32_t(tile.row / int(kScaleBlock)) * uint32_t(p.a_scales.col_stride);
+      b = uint32_t(tile.inner_row) * uint32_t(p.b_scales.row_stride) +
+          uint32_t(min(column, p.b_blocks - 1)) * uint32_t(p.b_scales.col_stride);
     }
-    __device__ void advance() { a += a_step, b += b_step; }
-    __device__ StepScales load() const { return {load_now(a), load_now(b)}; }
+    __device__ void advance(Params const& p) {
+      a += uint32_t(p.a_scales.row_stride);
+      b += uint32_t(p.b_scales.row_stride);
+    }
+    __device__ StepScales load(Params const& p) const {
+      return {load_now(p.a_scales.data + a), load_now(p.b_scales.data + b)};
+    }
     // Issued here: the compiler would move the load to where the value is used, two steps later.
     static __device__ float load_now(float const* from) {
       float value;
@@ -103,13 +106,27 @@ struct ChunkSums : GroupedProduct<C, ChunkColumns<C>, Epilogue> {
     }
   };
 
+  static constexpr int kSlices = int(kScaleBlock) / 32;  // of a chunk: products are 32 rows deep
+
   static __device__ void multiply(Wave& wave, uint32_t a, uint32_t b) {
     wgmma_fence();
 #pragma unroll
-    for (int slice = 0; slice < 4; ++slice) {
+    for (int slice = 0; slice < kSlices; ++slice) {
       mma_codes<codes>(wave, a + slice * 2, b + slice * 2, slice > 0);
     }
     wgmma_commit();
+  }
+  // The first `slices` of a chunk alone: in a group's last chunk the others may hold no rows.
+  static __device__ void multiply_first(Wave& wave, uint32_t a, uint32_t b, int slices) {
+    wgmma_fence();
+    mma_codes<codes>(wave, a, b, false);
+    wgmma_commit();
+#pragma unroll 1
+    for (int slice = 1; slice < slices; ++slice) {
+      wgmma_fence();
+      mma_codes<codes>(wave, a + slice * 2, b + slice * 2, true);
+      wgmma_commit();
+    }
   }
 
   static __device__ void promote(float* sums, Wave const& wave, float factor) {
@@ -117,44 +134,53 @@ struct ChunkSums : GroupedProduct<C, ChunkColumns<C>, Epilogue> {
     for (int i = 0; i < 64; ++i) sums[i] = fmaf(wave[i], factor, sums[i]);
   }
 
-  // Sums the tile over its `count` chunks, at least one; meanwhile() as in kernel.cuh. Scales are
-  // loaded two steps ahead.
-  template <class F>
+  // Sums the first `waves` times 128 columns of the tile over its `count` chunks, at least one.
+  // Scales are loaded two steps ahead. A last chunk that is not full is added after the loop:
+  // inside it, a number of slices that varies would make ptxas wait for each of a full chunk's
+  // products.
+  template <int waves>
   static __device__ void sum(Params const& p, int count, float (&sums)[C.tile_n / 2], Cursor& at,
-                             Tile const& tile, SharedStorage& smem, Self self, F&& meanwhile) {
+                             Tile const& tile, SharedStorage& smem, Self self) {
     uint32_t const full = kept(shared_address(smem.full));
     uint32_t const a =
         kept(descriptor<Major::K>(shared_address(smem.a[0]) + self.group * kBlockBytes));
     uint32_t const b = kept(descriptor<Major::K>(shared_address(smem.b[0])));
     ScaleReader reader(p, tile, self);
-    StepScales now = reader.load();
-    if (count > 1) reader.advance();
-    StepScales next = reader.load();
-    int step = 0;
-#pragma unroll 1
-    do {
-      if (step + 2 < count) reader.advance();
-      StepScales const after = reader.load();
+    StepScales now = reader.load(p);
+    if (count > 1) reader.advance(p);
+    StepScales next = reader.load(p);
+    auto const add_chunk = [&](auto&& multiply_wave) {
       float const both = now.a * now.b;
       float const factor[2] = {__shfl_sync(~0u, both, 0), __shfl_sync(~0u, both, 1)};
       Barrier::wait_at(full + at.stage * sizeof(Barrier), at.phase);
       Wave wave;
       forget_registers(wave);
 #pragma unroll
-      for (int w = 0; w < kWaves; ++w) {
+      for (int w = 0; w < waves; ++w) {
         fence_registers(wave);
-        multiply(wave, a + at.stage * (C.a_bytes() / 16),
-                 b + at.stage * (C.b_bytes() / 16) + w * (2 * kBlockBytes / 16));
-        if (w == 0) meanwhile(step + 1 == count);
+        multiply_wave(wave, a + at.stage * (C.a_bytes() / 16),
+                      b + at.stage * (C.b_bytes() / 16) + w * (2 * kBlockBytes / 16));
         wgmma_wait<0>();
         fence_registers(wave);
-        if (w == kWaves - 1 && self.leads_warp()) Loop::release(smem.empty[at.stage]);
+        if (w == waves - 1 && self.leads_warp()) Loop::release(smem.empty[at.stage]);
         promote(sums + 64 * w, wave, factor[w]);
       }
+      at.advance();
+    };
+    int const whole = max(tile.inner / C.tile_k, 1);
+    int step = 0;
+#pragma unroll 1
+    do {
+      if (step + 2 < count) reader.advance(p);
+      StepScales const after = reader.load(p);
+      add_chunk([](Wave& wave, uint32_t a, uint32_t b) { multiply(wave, a, b); });
       now = next;
       next = after;
-      at.advance();
-    } while (++step < count);
+    } while (++step < whole);
+    if (whole < count) {
+      int const slices = (tile.inner % C.tile_k + 15) / 16;  // `inner` counts pairs
+      add_chunk([=](Wave& wave, uint32_t a, uint32_t b) { multiply_first(wave, a, b, slices); });
+    }
   }
 
   static __device__ void consume(Params const& p, SharedStorage& smem, Self self) {
@@ -163,26 +189,26 @@ struct ChunkSums : GroupedProduct<C, ChunkColumns<C>, Epilogue> {
     Cursor at;
     QueueEnd tiles;
     Tile tile, following;
-    for (bool more = smem.tiles.take(tiles, tile); more; tile = following) {
+    if (!smem.tiles.take(tiles, tile)) return;
+    for (;; tile = following) {
       Tile const part = row_block(tile, self.group);
       int const count = Loop::steps(tile);
-      auto const take = [&](bool takes) {
-        if (takes) more = smem.tiles.take(tiles, following);
-      };
       if (part.rows <= 0) {
         Loop::pass(count, at, smem, self);
-        take(true);
-        continue;
-      }
-      clear_registers(sums);
-      if (count > 0) {
-        sum(p, count, sums, at, tile, smem, self, take);
       } else {
-        take(true);
-        if (p.accumulate) continue;
+        clear_registers(sums);
+        if (count > 0 && tile.col / int(kScaleBlock) + 1 < p.b_blocks) {
+          sum<kWaves>(p, count, sums, at, tile, smem, self);
+        } else if (count > 0) {
+          sum<1>(p, count, sums, at, tile, smem, self);
+        }
       }
-      typename Epilogue::template Parcel<C.tile_n> parcel;
-      parcel.begin(p.epilogue, sums, storage, part, self.thread);
+      bool const more = smem.tiles.take(tiles, following);
+      if (part.rows > 0 && (count > 0 || !p.accumulate)) {
+        typename Epilogue::template Parcel<C.tile_n> parcel;
+        parcel.begin(p.epilogue, sums, storage, part, self.thread);
+      }
+      if (!more) break;
     }
     if (self.leads_warp()) tma_store_wait<0>();  // shared memory must outlive the last store
   }
