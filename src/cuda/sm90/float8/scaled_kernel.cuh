@@ -114,8 +114,9 @@ struct ScaledProduct : GroupedProduct<C, Loader, Epilogue> {
     for (int i = 0; i < 64; ++i) sums[i] = fmaf(wave[i], i % 4 < 2 ? upper : lower, sums[i]);
   }
 
-  // Sums the tile over its steps; meanwhile() as in kernel.cuh. Scales are loaded two steps ahead.
-  template <class F>
+  // Sums the first `waves` times 128 columns of the tile over its steps; meanwhile() as in
+  // kernel.cuh. Scales are loaded two steps ahead.
+  template <int waves, class F>
   static __device__ void sum(Params const& p, float (&sums)[C.tile_n / 2], Cursor& at,
                              Tile const& tile, OwnRows const& own, SharedStorage& smem, Self self,
                              F&& meanwhile) {
@@ -139,14 +140,14 @@ struct ScaledProduct : GroupedProduct<C, Loader, Epilogue> {
       Wave wave;
       forget_registers(wave);
 #pragma unroll
-      for (int w = 0; w < kWaves; ++w) {
+      for (int w = 0; w < waves; ++w) {
         fence_registers(wave);
         multiply(wave, a + at.stage * (C.a_bytes() / 16),
                  b + at.stage * (C.b_bytes() / 16) + w * (2 * kBlockBytes / 16));
         if (w == 0) meanwhile(step + 1 == count);
         wgmma_wait<0>();
         fence_registers(wave);
-        if (w == kWaves - 1 && self.leads_warp()) Loop::release(smem.empty[at.stage]);
+        if (w == waves - 1 && self.leads_warp()) Loop::release(smem.empty[at.stage]);
         promote(sums + 64 * w, wave, now.row[0] * block[w], now.row[1] * block[w]);
       }
       now = next;
@@ -226,9 +227,15 @@ struct ScaledProduct : GroupedProduct<C, Loader, Epilogue> {
         if constexpr (kGathers) own = OwnRows(p, following, self);
         continue;
       }
-      sum(p, sums, at, tile, own, smem, self, [&](bool takes) {
+      auto const meanwhile = [&](bool takes) {
         if (takes) take(following);
-      });
+      };
+      // Not of other products: their larger code took more time than it saved.
+      if (Base::kReads && tile.col / 128 + 1 >= p.n_blocks) {
+        sum<1>(p, sums, at, tile, own, smem, self, meanwhile);
+      } else {
+        sum<kWaves>(p, sums, at, tile, own, smem, self, meanwhile);
+      }
       if constexpr (kGathers) own = OwnRows(p, following, self);  // loaded beside the stores
       // Else what epilogues derive from the thread would be computed before the sum, and spill.
       Self late = self;
