@@ -3,6 +3,7 @@
 #include <array>
 
 #include "cuda/device.h"
+#include "cuda/sm90/float8/chunk_map.h"
 #include "cuda/sm90/stage_map.h"
 #include "shared/dtype.h"
 
@@ -19,7 +20,8 @@ struct Boxes {
 };
 
 CUtensorMap encoded(void const* data, DType dtype, Boxes const& s, char const* name,
-                    CUtensorMapL2promotion promotion) {
+                    CUtensorMapL2promotion promotion,
+                    CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B) {
   static auto const encode = [] {
     void* f = nullptr;
     cudaDriverEntryPointQueryResult found;
@@ -43,7 +45,7 @@ CUtensorMap encoded(void const* data, DType dtype, Boxes const& s, char const* n
   CUtensorMap map;
   auto const try_encode = [&] {
     return encode(&map, type, cuuint32_t(s.rank), base, shape, strides, box, step,
-                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, promotion,
+                  CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, promotion,
                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };
   auto status = try_encode();
@@ -94,6 +96,15 @@ CUtensorMap eights_map(void const* data, DType dtype, EightsShape const& s, char
                     .stride = {s.row_stride, s.part_stride, s.eight_stride, s.expert_stride},
                     .box = {64, 8, int(s.parts), s.box_rows / 8 / int(s.parts), 1}};
   return encoded(data, dtype, boxes, name, CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
+}
+CUtensorMap turned_map(uint8_t const* codes, int64_t columns, int halves, int64_t slots,
+                       char const* name) {
+  Boxes const boxes{.rank = 4,
+                    .shape = {64, columns, halves, slots},
+                    .stride = {64, 64 * columns, 64 * columns * halves},
+                    .box = {32, 128, 1, 1}};
+  return encoded(codes, DType::bfloat16, boxes, name, CU_TENSOR_MAP_L2_PROMOTION_NONE,
+                 CU_TENSOR_MAP_SWIZZLE_64B);
 }
 
 }  // namespace guild::cuda

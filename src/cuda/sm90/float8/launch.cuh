@@ -42,10 +42,32 @@ void with_codes(Float8 a_format, F&& f) {
   }
 }
 
+// Results by row in one or two halves of `columns` elements of two bytes, stored by warps; absent
+// where data is null.
+inline WarpRows warp_rows(Rows const& rows, int64_t count, int64_t columns, int halves,
+                          char const* name) {
+  WarpRows out{};
+  if (rows.data == nullptr) return out;
+  int64_t const stride = row_stride(rows, columns * halves);
+  out.map = tensor_map(static_cast<CodePair*>(rows.data) - 64 * stride, dtype_of<CodePair>(),
+                       {.x = columns,
+                        .y = halves,
+                        .z = 64,
+                        .y_stride = columns,
+                        .z_stride = stride,
+                        .box_x = kBoxColumns,
+                        .box_y = 1,
+                        .box_z = 16,
+                        .w = count + 64,
+                        .w_stride = stride},
+                       name);
+  out.present = true;
+  return out;
+}
+
 // Results by row, elements of `bytes`; absent where data is null.
 inline ByteRows byte_rows(Rows const& rows, int64_t columns, int bytes) {
-  int64_t const stride = rows.stride == 0 ? columns : rows.stride;
-  return {static_cast<char*>(rows.data), stride * bytes};
+  return {static_cast<char*>(rows.data), row_stride(rows, columns) * bytes};
 }
 
 // Codes in `halves` parts of `columns` columns.

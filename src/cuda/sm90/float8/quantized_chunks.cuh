@@ -4,6 +4,8 @@
 // A chunk's scale follows from its largest value, so the consumers' warps tell each other theirs. A
 // consumer writes its half of each column: 64 bytes.
 #pragma once
+#include "cuda/float8/rescale.cuh"
+#include "cuda/sm90/float8/chunk_map.h"
 #include "cuda/sm90/float8/quantized_fragment.cuh"
 
 namespace guild::cuda {
@@ -11,6 +13,7 @@ namespace guild::cuda {
 // (slots, halves of `columns` columns, 128) codes and a scale for every 128 columns of a half;
 // codes null: not wanted.
 struct ChunkOutput {
+  CUtensorMap map;  // (128, columns, halves, slots), boxes of 64 x 128 x 1 x 1
   uint8_t* codes;
   Scales scales;
   int columns, blocks, halves;  // of a half: columns, blocks of them
@@ -80,31 +83,33 @@ struct ChunkShare {
   }
 };
 
-// Multiplies codes by powers of two of at most 1 and rounds them again. E4M3's products are exact
-// in half precision, or below half of the smallest code.
+// Multiplies codes by powers of two of at most 1 and rounds them again.
 template <Float8 format>
 __device__ inline void scale_codes(CodeWords& codes, float const (&factor)[2]) {
 #pragma unroll
   for (int below = 0; below < 2; ++below) {
-    __half2 const f = __float2half2_rn(factor[below]);
-    auto const scaled = [&](uint32_t pair) -> uint32_t {
+    float const f = factor[below];
+    uint32_t const in_half = half_factor(f);
+    auto const scaled = [f](uint32_t pair) {
       __half2 const value(
           __nv_cvt_fp8x2_to_halfraw2(__nv_fp8x2_storage_t(pair & 0xffff), kHardwareFormat<format>));
-      if constexpr (format == Float8::e4m3) {
-        return __nv_cvt_halfraw2_to_fp8x2(__half2_raw(__hmul2(value, f)), __NV_SATFINITE,
-                                          __NV_E4M3);
-      } else {
-        float2 const v = __half22float2(value);
-        return encode_pair<format>(v.x * factor[below], v.y * factor[below]);
-      }
+      float2 const v = __half22float2(value);
+      return encode_pair<format>(v.x * f, v.y * f);
     };
 #pragma unroll
-    for (uint32_t& word : codes.word[below]) word = scaled(word) | scaled(word >> 16) << 16;
+    for (uint32_t& word : codes.word[below]) {
+      if constexpr (format == Float8::e4m3) {
+        word = scale_e4m3(word, in_half);
+      } else {
+        word = scaled(word) | scaled(word >> 16) << 16;
+      }
+    }
   }
 }
 
 // Zeros for the rows that a tile does not have.
 __device__ inline void clear_absent(CodeWords& codes, Tile const& tile, int thread) {
+  if (tile.rows >= 64) return;
 #pragma unroll
   for (int below = 0; below < 2; ++below) {
     bool const present = fragment_row(thread) + 8 * below < tile.rows;
@@ -113,14 +118,14 @@ __device__ inline void clear_absent(CodeWords& codes, Tile const& tile, int thre
   }
 }
 
-// A turned box: 128 columns of 64 bytes, two in 128 bytes. Pieces of 16 bytes, a warp's rows, are
-// exchanged so that neither columns nor pieces of one column meet in a bank.
+// A turned box: 128 columns of 64 bytes, two in 128 bytes, in TMA's 64-byte swizzle. A warp's rows
+// are a piece of 16 bytes; neither columns nor pieces of one column meet in a bank.
 __device__ inline uint32_t piece_address(uint32_t box, int column, int piece) {
   int const line = column / 2;
   return box + line * 128 + (column % 2 * 4 + (piece ^ line % 4)) * 16;
 }
 
-// Writes the first `columns` columns. In a piece rows r and r + 8 follow each other: a thread has
+// Writes the first `columns` columns, in which rows r and r + 8 follow each other: a thread has
 // both.
 __device__ inline void turn_codes(uint32_t box, CodeWords const& codes, int columns, int thread) {
   uint32_t const first = piece_address(box, thread % 32, thread / 32);
@@ -138,21 +143,36 @@ __device__ inline void turn_codes(uint32_t box, CodeWords const& codes, int colu
   }
 }
 
-// Stores `columns` columns of a turned box that the consumer has written to `to`, the chunk's first
-// of them. Of a consumer that is alone the other's 64 bytes become zeros.
-__device__ inline void store_turned(uint32_t box, uint8_t* to, int columns, ChunkShare const& share,
-                                    int thread) {
-  int const piece = thread % 4;
-  uint8_t* const own = to + 64 * share.group + 16 * piece;
+// Brings the rows of the warp's pieces into order, two pieces at a time: with four some kernels
+// spill.
+__device__ inline void order_rows(uint32_t box, int columns, int thread) {
+  uint32_t const first = piece_address(box, thread % 32, thread / 32);
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    int const column = thread / 4 + 32 * i;
-    if (column >= columns) break;
-    uint4* const at = reinterpret_cast<uint4*>(own + column * kScaleBlock);
-    uint4 const w = load_shared_16(piece_address(box, column, piece));
-    *at = {__byte_perm(w.x, w.y, 0x6420), __byte_perm(w.z, w.w, 0x6420),
-           __byte_perm(w.x, w.y, 0x7531), __byte_perm(w.z, w.w, 0x7531)};
-    if (!share.both) at[4] = {0, 0, 0, 0};
+  for (int i = 0; i < 4; i += 2) {
+    if (32 * i >= columns) break;
+    uint4 piece[2];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) piece[j] = load_shared_16(first + 2048 * (i + j));
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      uint4 const w = piece[j];
+      store_shared_16(first + 2048 * (i + j),
+                      {__byte_perm(w.x, w.y, 0x6420), __byte_perm(w.z, w.w, 0x6420),
+                       __byte_perm(w.x, w.y, 0x7531), __byte_perm(w.z, w.w, 0x7531)});
+    }
+  }
+}
+
+// Stores a turned box that the consumer has written, the chunk's columns of `half` from `col` on.
+// Of a consumer that is alone the other's 64 bytes become zeros.
+__device__ inline void store_turned(ChunkOutput const& out, uint32_t box, int slot, int half,
+                                    int col, ChunkShare const& share, int thread) {
+  if (thread == 0) tma_store_at(out.map, box, 32 * share.group, col, half, slot);
+  if (share.both) return;
+  uint8_t* const other = out.place(slot, half, col) + 64 + thread % 4 * 16;
+#pragma unroll 1
+  for (int i = thread / 4; i < min(out.columns - col, int(kScaleBlock)); i += 32) {
+    *reinterpret_cast<uint4*>(other + i * kScaleBlock) = {0, 0, 0, 0};
   }
 }
 

@@ -30,21 +30,29 @@ struct QuantizedRows {
   float largest[2], to_value[2];
 };
 
+// Makes `most` the larger of it and |x|; NaN if either is NaN.
+__device__ inline void take_larger(float& most, float x) {
+  asm("max.NaN.f32 %0, %0, %1;" : "+f"(most) : "f"(fabsf(x)));
+}
+// What threads of a quad have found, each of its share, the same in all of them.
+__device__ inline void largest_of_quad(float& most) {
+#pragma unroll
+  for (int lanes = 1; lanes < 4; lanes *= 2) {
+    take_larger(most, __shfl_xor_sync(~0u, most, lanes));
+  }
+}
+
 // The largest absolute value over the columns of rows r and r + 8, the same in all threads of the
 // quad; NaN if any is NaN.
 __device__ inline void largest_of_rows(float const* value, float (&largest)[2]) {
-  auto const larger = [](float& most, float x) {
-    asm("max.NaN.f32 %0, %0, %1;" : "+f"(most) : "f"(fabsf(x)));
-  };
 #pragma unroll
   for (int below = 0; below < 2; ++below) {
     float most = 0;
 #pragma unroll
     for (int i = 0; i < 64; ++i) {
-      if (i % 4 / 2 == below) larger(most, value[i]);
+      if (i % 4 / 2 == below) take_larger(most, value[i]);
     }
-#pragma unroll
-    for (int lanes = 1; lanes < 4; lanes *= 2) larger(most, __shfl_xor_sync(~0u, most, lanes));
+    largest_of_quad(most);
     largest[below] = most;
   }
 }
@@ -70,12 +78,10 @@ __device__ inline void encode(CodeWords& codes, float const* value, float const 
   }
 }
 
-// Quantises the tile's 128 columns from `col` of `half` on, 64 values a thread, and stores their
-// scales.
-__device__ inline void quantize(QuantizedRows& to, CodeOutput const& out, float const* value,
-                                Tile const& tile, int col, int half, int thread) {
-  float to_code[2];
-  largest_of_rows(value, to.largest);
+// Stores the scales of the tile's 128 columns from `col` of `half` on, which follow from
+// to.largest, and makes their inverses.
+__device__ inline void put_scales(QuantizedRows& to, float (&to_code)[2], CodeOutput const& out,
+                                  Tile const& tile, int col, int half, int thread) {
   int const block = half * out.blocks + col / int(kScaleBlock);
   float* const scales = out.scales.data + block * out.scales.col_stride;
 #pragma unroll
@@ -88,31 +94,41 @@ __device__ inline void quantize(QuantizedRows& to, CodeOutput const& out, float 
       scales[(tile.row + r) * out.scales.row_stride] = scale.to_value;
     }
   }
+}
+
+// The codes of 64 values a thread.
+__device__ inline void encode(CodeWords& codes, CodeOutput const& out, float const* value,
+                              float const (&to_code)[2]) {
   if (out.format == Float8::e4m3) {
-    encode<Float8::e4m3>(to.codes, value, to_code);
+    encode<Float8::e4m3>(codes, value, to_code);
   } else {
-    encode<Float8::e5m2>(to.codes, value, to_code);
+    encode<Float8::e5m2>(codes, value, to_code);
   }
 }
 
-// Stores codes through the warp's rows of `box`, which are free to be written.
-__device__ inline void store_codes(CodeOutput const& out, CodeWords const& codes, uint32_t box,
-                                   Tile const& tile, int col, int half, int thread) {
+// Writes codes to the warp's rows of `box`, which are free to be written.
+__device__ inline void codes_to_box(CodeWords const& codes, uint32_t box, int thread) {
   uint32_t const first = matrices_address(box, thread);
 #pragma unroll
   for (int i = 0; i < 8; i += 2) {
     store_matrices(first ^ (16 * i), codes.word[0][i], codes.word[1][i], codes.word[0][i + 1],
                    codes.word[1][i + 1]);
   }
-  out.codes.store_codes(box, tile, half * out.columns + col, (half + 1) * out.columns, thread);
 }
 
-// Both.
+// Quantises the tile's 128 columns from `col` of `half` on, 64 values a thread, and stores them
+// through the warp's rows of `box`.
 __device__ inline void put_codes(CodeOutput const& out, float const* value, uint32_t box,
                                  Tile const& tile, int col, int half, int thread) {
   QuantizedRows rows;
-  quantize(rows, out, value, tile, col, half, thread);
-  store_codes(out, rows.codes, box, tile, col, half, thread);
+  float to_code[2];
+  largest_of_rows(value, rows.largest);
+  put_scales(rows, to_code, out, tile, col, half, thread);
+  encode(rows.codes, out, value, to_code);
+  codes_to_box(rows.codes, box, thread);
+  __syncwarp();
+  out.codes.store_codes(box, tile, half * out.columns + col, (half + 1) * out.columns, thread);
+  __syncwarp();
 }
 
 }  // namespace guild::cuda

@@ -23,7 +23,7 @@ struct ScaledDownGradientEpilogue {
   int columns;          // I
   CodeOutput dh_codes;  // (R, W) in halves
   GateUpRows<T> dh;     // (R, W), ordered as 16-bit h; absent where not wanted
-  ByteRows a;           // A' (R, I); absent where not wanted
+  WarpRows a;           // A' (R, I); absent where not wanted
   ChunkOutput dh_chunks, a_chunks;
   Groups groups;       // whose rows the chunks are of
   float const* score;  // (R); null: 1
@@ -37,6 +37,8 @@ struct ScaledDownGradientEpilogue {
   struct State {
     float scale[2], dot[2];  // of the rows r and r + 8 that a thread holds
     float h_scale[2][2];     // of gate and up of these rows, in a block of codes of H
+    // Largest magnitudes of the thread's share of a block, of these rows.
+    float gate[2], up[2], a[2];
   };
   // Where the stages of a block's two units lie: the consumer's parts of the A operands, which hold
   // nothing, and of the B operands, H. b[1]: 0 where the block has one unit.
@@ -72,6 +74,8 @@ struct ScaledDownGradientEpilogue {
   // Before the first of a block's units.
   __device__ void begin_block(State& rows, Tile const& tile, int unit, int thread) const {
     hidden.load_scales(rows.h_scale, tile, tile.col + 64 * unit, thread);
+#pragma unroll
+    for (int below = 0; below < 2; ++below) rows.gate[below] = rows.up[below] = rows.a[below] = 0;
   }
 
   // Turns the 32 sums g of a unit into the gradients of gate, leaves its A' in a box of T and the
@@ -89,35 +93,52 @@ struct ScaledDownGradientEpilogue {
         differentiate<family.value>(act, g, stage, box, rows, left, thread);
       }
     });
-    if (a.data != nullptr) a.store(box, tile, kBytes * col, kBytes * columns, thread);
+    if (a.present && left > 0) a.store(box, tile, col, 0, thread);
   }
 
   // Stores the gradients of the two units from `unit` on, and A' as a chunk. Where there is one
   // unit only, the sums of the second are zeros, or NaN where the first one's are.
-  __device__ void store_units(float const* gate, Stages const& stages, Tile const& tile, int unit,
-                              int thread, StoreBoxes const& boxes, ChunkShare const& share) const {
+  __device__ void store_units(float const* gate, State const& rows, Stages const& stages,
+                              Tile const& tile, int unit, int thread, StoreBoxes const& boxes,
+                              ChunkShare const& share) const {
     int const col = tile.col + 64 * unit;
     if (col >= columns) return;
-    bool const gated = hidden.pairing != Pairing::none;
-    uint32_t const box[2] = {stages.a[0], stages.b[1] != 0 ? stages.a[1] : boxes.address(1)};
+    bool const gated = hidden.pairing != Pairing::none, two = stages.b[1] != 0;
+    if (chunks()) {
+      share.tell({magnitude(rows.gate, tile, thread), magnitude(rows.up, tile, thread),
+                  magnitude_of_rounded(rows.a, tile, thread)},
+                 thread);
+    }
     QuantizedRows of_gate, of_up;
-    store_pairs(gate, stages, box, tile, col, thread);
-    store_half(0, gate, box, tile, col, thread);
-    quantize(of_gate, dh_codes, gate, tile, col, 0, thread);
+    float gate_to_code[2], up_to_code[2];
+#pragma unroll
+    for (int below = 0; below < 2; ++below) {
+      of_gate.largest[below] = rows.gate[below];
+      of_up.largest[below] = rows.up[below];
+      largest_of_quad(of_gate.largest[below]);
+      largest_of_quad(of_up.largest[below]);
+    }
+    put_scales(of_gate, gate_to_code, dh_codes, tile, col, 0, thread);
+    if (gated) put_scales(of_up, up_to_code, dh_codes, tile, col, 1, thread);
+    store_pairs(gate, stages, tile, col, thread, boxes);
+    store_half(0, gate, {stages.a[0], stages.a[1]}, tile, col, thread);
+    encode(of_gate.codes, dh_codes, gate, gate_to_code);
+    // Where gradients of up were is room once they are read.
+    uint32_t const box[2] = {stages.b[0] + Hidden::kBoxBytes,
+                             two ? stages.b[1] + Hidden::kBoxBytes : boxes.address(1)};
     if (gated) {
       float up[64];
       hidden.load_up(up, stages.b[0], thread);
       hidden.load_up(up + 32, stages.b[1], thread);
-      store_half(1, up, box, tile, col, thread);
-      quantize(of_up, dh_codes, up, tile, col, 1, thread);
+      __syncwarp();
+      store_half(1, up, {stages.b[0], stages.b[1]}, tile, col, thread);
+      encode(of_up.codes, dh_codes, up, up_to_code);
+      codes_to_box(of_up.codes, box[1], thread);
     }
-    if (chunks()) {
-      share.tell({magnitude(of_gate, tile, thread), gated ? magnitude(of_up, tile, thread) : 0,
-                  largest_a(tile, col, thread, boxes)},
-                 thread);
-    }
-    store_codes(dh_codes, of_gate.codes, box[0], tile, col, 0, thread);
-    if (gated) store_codes(dh_codes, of_up.codes, box[1], tile, col, 1, thread);
+    codes_to_box(of_gate.codes, box[0], thread);
+    __syncwarp();
+    dh_codes.codes.store_codes(box[0], tile, col, columns, thread);
+    if (gated) dh_codes.codes.store_codes(box[1], tile, columns + col, 2 * columns, thread);
     if (chunks()) store_chunks(of_gate, of_up, stages, tile, col, thread, boxes, share);
   }
 
@@ -137,16 +158,15 @@ struct ScaledDownGradientEpilogue {
   }
 
  private:
-  static constexpr int kBytes = sizeof(T);
-
   __device__ bool chunks() const { return dh_chunks.codes != nullptr || a_chunks.codes != nullptr; }
 
   // ---- storing a block
 
   // 16-bit dH of which gate and up alternate.
-  __device__ void store_pairs(float const* gate, Stages const& stages, uint32_t const (&box)[2],
-                              Tile const& tile, int col, int thread) const {
-    if (dh.rows.data == nullptr || hidden.pairing != Pairing::alternate) return;
+  __device__ void store_pairs(float const* gate, Stages const& stages, Tile const& tile, int col,
+                              int thread, StoreBoxes const& boxes) const {
+    if (dh.pairs.data == nullptr) return;
+    uint32_t const box[2] = {stages.a[0], stages.b[1] != 0 ? stages.a[1] : boxes.address(1)};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float up[32];
@@ -157,40 +177,20 @@ struct ScaledDownGradientEpilogue {
   // One half of any other.
   __device__ void store_half(int half, float const* value, uint32_t const (&box)[2],
                              Tile const& tile, int col, int thread) const {
-    if (dh.rows.data == nullptr || hidden.pairing == Pairing::alternate) return;
-    dh.put_half(half, value, box, tile, col, thread);
+    if (dh.halves.present) dh.put_half(half, value, box, tile, col, thread);
   }
 
-  // The largest magnitude of a thread's rows that the tile has.
-  static __device__ uint32_t magnitude(QuantizedRows const& of, Tile const& tile, int thread) {
+  // The larger magnitude of a thread's two rows, if the tile has them.
+  static __device__ uint32_t magnitude(float const (&of)[2], Tile const& tile, int thread) {
     int const left = tile.rows - fragment_row(thread);
-    uint32_t const upper = left > 0 ? __float_as_uint(of.largest[0]) : 0;
-    return max(upper, left > 8 ? __float_as_uint(of.largest[1]) : 0);
+    uint32_t const upper = left > 0 ? __float_as_uint(of[0]) : 0;
+    return max(upper, left > 8 ? __float_as_uint(of[1]) : 0);
   }
-  // The same of A', as read_unit() has left it in the boxes.
-  __device__ uint32_t largest_a(Tile const& tile, int col, int thread,
-                                StoreBoxes const& boxes) const {
-    if (a_chunks.codes == nullptr) return 0;
-    uint32_t most[2] = {0, 0};
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      if (col + 16 * i >= columns) break;
-      uint32_t word[4];
-      load_a(word, i, thread, boxes);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        asm("max.u16x2 %0, %0, %1;" : "+r"(most[j % 2]) : "r"(word[j] & 0x7fff7fff));
-      }
-    }
-    uint32_t largest = 0;
-#pragma unroll
-    for (int below = 0; below < 2; ++below) {
-      float2 const both = unpack<T>(most[below]);
-      bool const present = fragment_row(thread) + 8 * below < tile.rows;
-      if (present) largest = max(max(__float_as_uint(both.x), __float_as_uint(both.y)), largest);
-    }
-    return largest;
+  // The same of values that are stored as T: the largest is the largest one, rounded.
+  static __device__ uint32_t magnitude_of_rounded(float const (&of)[2], Tile const& tile,
+                                                  int thread) {
+    float2 const rounded = unpack<T>(pack<T>(of[0], of[1]));
+    return magnitude({rounded.x, rounded.y}, tile, thread);
   }
   // 16 columns of A' in T, two neighbours of rows r and r + 8 a word.
   static __device__ void load_a(uint32_t (&word)[4], int i, int thread, StoreBoxes const& boxes) {
@@ -203,14 +203,18 @@ struct ScaledDownGradientEpilogue {
     return begin / int(kScaleBlock) + tile.expert + (tile.row - begin) / int(kScaleBlock);
   }
 
-  // Turned boxes lie where H was, which all of the consumer's warps have read.
+  // Turned boxes of gate and up lie where the stages hold nothing, that of A' where all of the
+  // consumer's warps have read the gradients of up.
   __device__ void store_chunks(QuantizedRows& of_gate, QuantizedRows& of_up, Stages const& stages,
                                Tile const& tile, int col, int thread, StoreBoxes const& boxes,
                                ChunkShare const& share) const {
     bool const two = stages.b[1] != 0, gated = hidden.pairing != Pairing::none;
+    if (dh.present()) {  // whose boxes are those that follow
+      wait_for_stores(thread);
+      warpgroup_barrier();
+    }
     // One unit's boxes are half as large.
-    uint32_t const box[3] = {stages.b[0], stages.b[0] + Hidden::kBoxBytes,
-                             two ? stages.b[1] : stages.b[0] + kBlockBytes / 2};
+    uint32_t const box[2] = {stages.a[0], two ? stages.a[1] : stages.a[0] + kBlockBytes / 2};
     int const end_before = load_now(groups.ends + tile.expert - 1);
     Magnitudes const most = share.heard(thread);
     int const slot = slot_of(end_before, tile);
@@ -218,20 +222,25 @@ struct ScaledDownGradientEpilogue {
     if (dh_chunks.codes != nullptr) {
       turn_rows(of_gate, most.gate, 0, slot, box[0], tile, col, thread, writes);
       if (gated) turn_rows(of_up, most.up, 1, slot, box[1], tile, col, thread, writes);
-    }
-    if (a_chunks.codes != nullptr) {
-      turn_a(most.a, slot, box[2], two, tile, col, thread, boxes, writes);
+      __syncwarp();
+      order_rows(box[0], columns - col, thread);
+      if (gated) order_rows(box[1], columns - col, thread);
+      fence_async_proxy();
     }
     warpgroup_barrier();
     if (dh_chunks.codes != nullptr) {
-      store_turned(box[0], dh_chunks.place(slot, 0, col), columns - col, share, thread);
-      if (gated) {
-        store_turned(box[1], dh_chunks.place(slot, 1, col), columns - col, share, thread);
-      }
+      store_turned(dh_chunks, box[0], slot, 0, col, share, thread);
+      if (gated) store_turned(dh_chunks, box[1], slot, 1, col, share, thread);
     }
     if (a_chunks.codes != nullptr) {
-      store_turned(box[2], a_chunks.place(slot, 0, col), columns - col, share, thread);
+      turn_a(most.a, slot, stages.b[0], two, tile, col, thread, boxes, writes);
+      __syncwarp();
+      order_rows(stages.b[0], columns - col, thread);
+      fence_async_proxy();
+      warpgroup_barrier();
+      store_turned(a_chunks, stages.b[0], slot, 0, col, share, thread);
     }
+    if (thread == 0) tma_store_commit();
   }
 
   // Codes by row with the block's scale instead of the rows'.
@@ -315,8 +324,16 @@ struct ScaledDownGradientEpilogue {
           float const low = at_element<family>(act, rows, i % 2, v[0], up[2 * i], x.x, u.x);
           float const high = at_element<family>(act, rows, i % 2, v[1], up[2 * i + 1], x.y, u.y);
           a_word[i] = pack<T>(low, high);
+          take_larger(rows.gate[i % 2], v[0]);
+          take_larger(rows.gate[i % 2], v[1]);
+          take_larger(rows.a[i % 2], low);
+          take_larger(rows.a[i % 2], high);
+          if (act.gated) {
+            take_larger(rows.up[i % 2], up[2 * i]);
+            take_larger(rows.up[i % 2], up[2 * i + 1]);
+          }
         }
-        if (a.data != nullptr || a_chunks.codes != nullptr) {
+        if (a.present || a_chunks.codes != nullptr) {
           store_matrices(to ^ (16 * block), a_word[0], a_word[1], a_word[2], a_word[3]);
         }
       }

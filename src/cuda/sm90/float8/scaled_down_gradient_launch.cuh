@@ -3,6 +3,7 @@
 #include "cuda/gate_up.h"
 #include "cuda/sm90/float8/launch.cuh"
 #include "cuda/sm90/float8/scaled_down_gradient.cuh"
+#include "guild/float8_chunks.h"
 
 namespace guild::cuda {
 
@@ -21,8 +22,17 @@ CUtensorMap h_map(ScaledDownGradient const& x, Pairing pairing) {
   return row_map<T>(x.h, s.rows(), apart ? columns : halves * columns, apart ? 2 : 1, 64, "h");
 }
 
-inline ChunkOutput chunk_output(Chunks const& chunks, int64_t columns, int halves) {
-  return {chunks.codes, chunks.scales, int(columns), int(ceil_div(columns, kScaleBlock)), halves};
+inline ChunkOutput chunk_output(Chunks const& chunks, Sizes const& s, int halves,
+                                char const* name) {
+  int64_t const columns = s.intermediate, slots = chunk_slots(s.rows(), s.experts);
+  ChunkOutput out{};
+  if (chunks.codes == nullptr) return out;
+  return {turned_map(chunks.codes, columns, halves, slots, name),
+          chunks.codes,
+          chunks.scales,
+          int(columns),
+          int(ceil_div(columns, kScaleBlock)),
+          halves};
 }
 
 template <class T, Known known, bool of_codes>
@@ -39,10 +49,15 @@ ScaledDownGradientEpilogue<T, known, of_codes> epilogue_of(ScaledDownGradient co
                 {pairing}};
   out.columns = int(columns);
   out.dh_codes = code_output(x.dh_codes, x.dh_scales, columns, halves, x.format, x.scale);
-  out.dh = {byte_rows(x.dh, halves * columns, sizeof(T)), int(columns)};
-  out.a = byte_rows(x.a_scaled, columns, sizeof(T));
-  out.dh_chunks = chunk_output(x.dh_chunks, columns, halves);
-  out.a_chunks = chunk_output(x.a_chunks, columns, 1);
+  out.dh.columns = int(columns);
+  if (pairing == Pairing::alternate) {
+    out.dh.pairs = byte_rows(x.dh, halves * columns, sizeof(T));
+  } else {
+    out.dh.halves = warp_rows(x.dh, s.rows(), columns, halves, "dh");
+  }
+  out.a = warp_rows(x.a_scaled, s.rows(), columns, 1, "a_scaled");
+  out.dh_chunks = chunk_output(x.dh_chunks, s, halves, "dh_chunks");
+  out.a_chunks = chunk_output(x.a_chunks, s, 1, "a_chunks");
   out.groups = expert_groups(x.routing.offsets, s.experts, s.rows());
   out.score = static_cast<float const*>(x.routing.row_score);
   out.parts = static_cast<float*>(x.score_parts);

@@ -183,8 +183,8 @@ struct ScaledProduct : GroupedProduct<C, Loader, Epilogue> {
           at.advance();
         }
       }
-      e.store_units(sums, stages, part, first, thread(), storage, share);
-      __syncwarp();
+      e.store_units(sums, state, stages, part, first, thread(), storage, share);
+      wait_for_stores(self.thread);
       if (self.leads_warp()) {
         Loop::release(smem.empty[at.before(1)]);
         if (stages.b[1] != 0) Loop::release(smem.empty[at.before(2)]);

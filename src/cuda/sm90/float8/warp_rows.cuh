@@ -1,10 +1,8 @@
-// Results stored by each warp for itself: its 16 rows of a box go to shared memory and, 16 bytes a
-// lane, from there to global memory.
-//
-// TMA stores are faster where the boxes are not needed again at once (docs/measured/float8.md). The
-// down gradient has up to eight boxes of results for 128 columns, and room for a few.
+// Results stored by each warp for itself: its 16 rows of a box go to shared memory and from there,
+// by TMA, to global memory. No warp waits for another.
 #pragma once
 #include "cuda/products.h"
+#include "cuda/sm90/arch/store.cuh"
 #include "cuda/sm90/fragment.cuh"
 
 namespace guild::cuda {
@@ -34,8 +32,37 @@ __device__ inline uint4 load_shared_16(uint32_t from) {
                : "memory");
   return w;
 }
+__device__ inline void store_shared_16(uint32_t to, uint4 w) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(w.x), "r"(w.y), "r"(w.z),
+               "r"(w.w)
+               : "memory");
+}
 
-// A matrix of whole 16-byte chunks, rows on 16-byte boundaries. A box is 64 rows of 128 bytes.
+// A matrix of whole 16-byte chunks, rows on 16-byte boundaries. A box is 64 rows of 128 bytes, of
+// which each warp stores its 16 when it has written them; their part of the box is free again after
+// wait_for_stores().
+struct WarpRows {
+  CUtensorMap map;  // RowOutput's (fragment.cuh), of boxes of 16 rows, elements of two bytes
+  bool present;
+
+  // Called by whole warps: stores the tile's rows from element `x` of `half` on.
+  __device__ void store(uint32_t box, Tile const& tile, int x, int half, int thread) const {
+    int const first = thread / 32 * 16, rows = min(tile.rows - first, 16);
+    fence_async_proxy();
+    __syncwarp();
+    if (thread % 32 != 0 || rows <= 0) return;
+    tma_store_at(map, box + first * kRowBytes, x, half, 64 - rows, tile.row + first + rows);
+    tma_store_commit();
+  }
+};
+
+// Waits until the warp's stores have read their boxes.
+__device__ inline void wait_for_stores(int thread) {
+  if (thread % 32 == 0) tma_store_wait<0>();
+  __syncwarp();
+}
+
+// A matrix as above that is stored through registers, 16 bytes a lane.
 struct ByteRows {
   char* data;
   int64_t stride;  // bytes
@@ -43,12 +70,15 @@ struct ByteRows {
   // Stores the warp's 16 rows of a box from byte `col` on, up to byte `end`, of the tile's rows.
   // Called by whole warps, each when it has written its rows; it may write them again afterwards.
   __device__ void store(uint32_t box, Tile const& tile, int col, int end, int thread) const {
+    __syncwarp();
     for_each_chunk(box, tile, col, end, thread,
                    [](char* to, uint32_t from) { copy_16_bytes(to, from); });
+    __syncwarp();
   }
 
   // The same of codes that lie as a quad's CodeWords (quantized_fragment.cuh) follow each other: of
-  // 16 columns each thread's two of the first 8, then its two of the others.
+  // 16 columns each thread's two of the first 8, then its two of the others. Without the barriers
+  // of the warp's, before and after.
   __device__ void store_codes(uint32_t box, Tile const& tile, int col, int end, int thread) const {
     for_each_chunk(box, tile, col, end, thread, [](char* to, uint32_t from) {
       uint4 const w = load_shared_16(from);
@@ -63,16 +93,13 @@ struct ByteRows {
   __device__ void for_each_chunk(uint32_t box, Tile const& tile, int col, int end, int thread,
                                  Copy&& copy) const {
     int const first = thread / 32 * 16 + thread % 32 / 8, chunk = thread % 8;
-    __syncwarp();
-    if (col + 16 * chunk < end) {
-      char* const to = data + (tile.row + first) * stride + col + 16 * chunk;
+    if (col + 16 * chunk >= end) return;
+    char* const to = data + (tile.row + first) * stride + col + 16 * chunk;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        uint32_t const from = chunk_address(box, first + 4 * i, chunk);
-        if (first + 4 * i < tile.rows) copy(to + 4 * i * stride, from);
-      }
+    for (int i = 0; i < 4; ++i) {
+      uint32_t const from = chunk_address(box, first + 4 * i, chunk);
+      if (first + 4 * i < tile.rows) copy(to + 4 * i * stride, from);
     }
-    __syncwarp();
   }
 };
 
@@ -95,20 +122,21 @@ __device__ inline void alternating_to_box(uint32_t box, float const* gate, float
 // Gate and up columns, in halves or alternating, or `columns` columns without a gate.
 template <class T>
 struct GateUpRows {
-  ByteRows rows;
+  WarpRows halves;
+  ByteRows pairs;
   int columns;  // of one of them
+
+  __device__ bool present() const { return halves.present || pairs.data != nullptr; }
 
   // Stores the tile's 128 columns from `col` on, 64 values a thread, of gate (half 0) or up; not
   // for alternating columns.
   __device__ void put_half(int half, float const* value, uint32_t const (&boxes)[2],
                            Tile const& tile, int col, int thread) const {
-    int const begin = half * kBytes * columns;
 #pragma unroll
     for (int part = 0; part < 2; ++part) {
-      uint32_t const box = boxes[part];
       if (col + 64 * part >= columns) break;
-      fragment_to_box<T>(box, value + 32 * part, thread);
-      rows.store(box, tile, begin + kBytes * (col + 64 * part), begin + kBytes * columns, thread);
+      fragment_to_box<T>(boxes[part], value + 32 * part, thread);
+      halves.store(boxes[part], tile, col + 64 * part, half, thread);
     }
   }
 
@@ -119,7 +147,7 @@ struct GateUpRows {
     for (int i = 0; i < 2; ++i) {
       uint32_t const box = boxes[i];
       alternating_to_box<T>(box, gate + 16 * i, up + 16 * i, thread);
-      rows.store(box, tile, kBytes * (2 * col + 64 * i), 2 * kBytes * columns, thread);
+      pairs.store(box, tile, kBytes * (2 * col + 64 * i), 2 * kBytes * columns, thread);
     }
   }
 
