@@ -67,7 +67,7 @@ constexpr int kWide = 2 * int(kScaleBlock);
 
 struct CodeStorage {
   TurnedTile<kWide> tile;
-  int row[kScaleBlock];            // in x; -1: zeros
+  int64_t row[kScaleBlock];        // where it begins in x; -1: zeros
   float quotient[2][kScaleBlock];  // of each row's scale and the largest one, in both halves
   uint32_t largest[kTileThreads / 32];
   ChunkRows rows;
@@ -100,29 +100,31 @@ __device__ float largest_scale(CodeStorage const& smem, int half) {
   return __uint_as_float(largest);
 }
 
-// Multiplies codes by a quotient of scales, of at most 1, and rounds them again.
+// Multiplies rows of codes by quotients of scales, of at most 1, and rounds them again.
 template <Float8 format>
-struct Rescale {
-  float quotient;
-  uint32_t factor;  // the quotient in half precision
-  bool halves;      // which suffices: E4M3 times a power of two
-
-  __device__ explicit Rescale(float quotient) : quotient(quotient) {
-    factor = half_factor(quotient);
-    halves = format == Float8::e4m3 && (__float_as_uint(quotient) & 0x7fffff) == 0;
+__device__ void rescale(uint4 (&codes)[kPatch], float const* quotient) {
+  uint32_t mantissas = 0;
+#pragma unroll
+  for (int i = 0; i < kPatch; ++i) mantissas |= __float_as_uint(quotient[i]) & 0x7fffff;
+  if (format == Float8::e4m3 && mantissas == 0) {  // powers of two, or zero
+#pragma unroll
+    for (int i = 0; i < kPatch; ++i) {
+      uint32_t const f = half_factor(quotient[i]);
+      uint4 const c = codes[i];
+      codes[i] = {scale_e4m3(c.x, f), scale_e4m3(c.y, f), scale_e4m3(c.z, f), scale_e4m3(c.w, f)};
+    }
+    return;
   }
-  __device__ uint4 operator()(uint4 const& codes) const {
-    return halves ? uint4{scale_e4m3(codes.x, factor), scale_e4m3(codes.y, factor),
-                          scale_e4m3(codes.z, factor), scale_e4m3(codes.w, factor)}
-                  : uint4{product(codes.x), product(codes.y), product(codes.z), product(codes.w)};
+#pragma unroll
+  for (int i = 0; i < kPatch; ++i) {
+    auto const product = [q = quotient[i]](uint32_t four) {
+      float4 const v = decode_four<format>(four);
+      return encode_four<format>(v.x * q, v.y * q, v.z * q, v.w * q);
+    };
+    uint4 const c = codes[i];
+    codes[i] = {product(c.x), product(c.y), product(c.z), product(c.w)};
   }
-
- private:
-  __device__ uint32_t product(uint32_t four) const {
-    float4 const v = decode_four<format>(four);
-    return encode_four<format>(v.x * quotient, v.y * quotient, v.z * quotient, v.w * quotient);
-  }
-};
+}
 
 template <bool aligned, Float8 format>
 __global__ void __launch_bounds__(kTileThreads, 4) codes_kernel(ChunkArgs const x) {
@@ -134,15 +136,15 @@ __global__ void __launch_bounds__(kTileThreads, 4) codes_kernel(ChunkArgs const 
   int const columns = min(x.columns - first, kWide), column = half * x.columns + first;
   int const own_row = int(threadIdx.x % 128u), own_half = int(threadIdx.x / 128u);
   int const source = source_row(smem.rows, own_row, x.row_token, x.tokens);
-  if (own_half == 0) smem.row[own_row] = source;
+  if (own_half == 0) smem.row[own_row] = source < 0 ? -1 : source * x.x_stride;
   __syncthreads();
   int const own_column = int(threadIdx.x % 16u) * 16;
   uint8_t const* const from = static_cast<uint8_t const*>(x.x) + column + own_column;
   uint4 codes[kPatch];
 #pragma unroll
   for (int i = 0; i < kPatch; ++i) {
-    int const row = smem.row[patch_row() + i];
-    codes[i] = load_codes<aligned>(from + row * x.x_stride, row >= 0 ? columns - own_column : 0);
+    int64_t const row = smem.row[patch_row() + i];
+    codes[i] = load_codes<aligned>(from + row, row >= 0 ? columns - own_column : 0);
   }
   int const block = half * x.blocks + pair % pairs * 2;  // the first of two
   float scale = 0;
@@ -160,13 +162,12 @@ __global__ void __launch_bounds__(kTileThreads, 4) codes_kernel(ChunkArgs const 
         largest_scale(smem, side);
   }
   __syncthreads();
+  rescale<format>(codes, &smem.quotient[side][patch_row()]);
   PatchCodes left, right;
 #pragma unroll
   for (int i = 0; i < kPatch; ++i) {
-    Rescale<format> const rescale(smem.quotient[side][patch_row() + i]);
-    uint4 const all = rescale(codes[i]);
-    left[i] = {all.x, all.y};
-    right[i] = {all.z, all.w};
+    left[i] = {codes[i].x, codes[i].y};
+    right[i] = {codes[i].z, codes[i].w};
   }
   smem.tile.put(own_column, left);
   smem.tile.put(own_column + 8, right);

@@ -229,10 +229,14 @@ struct TurnedTile {
     }
   }
 
-  // 16 codes of a column from row 16 * unit on.
-  __device__ uint4 take(int column, int unit) const {
-    uint4 const words = *reinterpret_cast<uint4 const*>(bytes + at(column, unit));
-    return in_second_half(column) ? uint4{words.z, words.w, words.x, words.y} : words;
+  // 16 codes from row 16 * unit on of column first + i * step, where first < step: how far that
+  // lies from column `first` is known at compile time.
+  template <int step>
+  __device__ uint4 take(int first, int i, int unit) const {
+    static_assert(step == 32 && kOfThread <= step);
+    unsigned const place = at(first, unit) ^ unsigned(i * step / kOfThread % 8 * 16);
+    uint4 const words = *reinterpret_cast<uint4 const*>(bytes + place + i * step * kScaleBlock);
+    return in_second_half(i * step) ? uint4{words.z, words.w, words.x, words.y} : words;
   }
 
  private:
@@ -247,14 +251,15 @@ struct TurnedTile {
 template <int width>
 __device__ inline void store_turned(TurnedTile<width> const& tile, CodeRows const& to, int rows,
                                     int columns) {
+  constexpr int step = kTileThreads / 8;
   int const unit = int(threadIdx.x % 8u), left = rows - 16 * unit;
+  int const first = int(threadIdx.x / 8u % step);  // of kTileThreads: below `step` anyway
+  uint8_t* const start = to.data + first * to.stride + 16 * unit;
 #pragma unroll
-  for (int i = 0; i < width / (kTileThreads / 8); ++i) {
-    // Of kTileThreads threads: which half a column is in follows from i then.
-    int const column = int(threadIdx.x % kTileThreads / 8u) + i * (kTileThreads / 8);
-    if (column >= columns || left <= 0) continue;
-    uint4 const words = tile.take(column, unit);
-    uint8_t* const row = to.data + column * to.stride + 16 * unit;
+  for (int i = 0; i < width / step; ++i) {
+    if (first + i * step >= columns || left <= 0) continue;
+    uint4 const words = tile.template take<step>(first, i, unit);
+    uint8_t* const row = start + i * step * to.stride;
     if (to.aligned && left >= 16) {
       auto* const all = reinterpret_cast<uint4*>(row);
       if (to.streams) {
