@@ -69,7 +69,8 @@ void check(PeerMemory const& m) {
           "memory: expected tokens >= 0 and top_k, row_bytes and returned >= 1, got ", m.tokens,
           ", ", m.top_k, ", ", m.row_bytes, " and ", m.returned);
   int64_t slots = 0, bytes = 0;
-  bool const counted = !__builtin_mul_overflow(m.ranks * m.tokens, m.top_k, &slots);
+  bool const counted = !__builtin_mul_overflow(m.tokens, m.top_k, &slots) &&
+                       !__builtin_mul_overflow(slots, m.ranks, &slots);
   require(m.tokens <= kMostRows && counted && slots <= kMostRows, "memory: expected at most ",
           kMostRows, " slots of all ranks (ranks * tokens * top_k), got ", m.ranks, " * ", m.tokens,
           " * ", m.top_k);
