@@ -23,6 +23,7 @@ from listed_layers import (
     backwards,
     copies_are_errors,  # noqa: F401 - a fixture of every test here
     dtype_of,
+    expect_gradients,
     expected,
     inputs,
     scattered,
@@ -44,8 +45,7 @@ def test_lists_are_read_in_place(device: str, call: Callable, made: Callable) ->
     assert torch.equal(ours, out)
     ours.square().sum().backward()
     assert torch.equal(x.grad, dx)
-    for name, parts in lists.items():
-        assert torch.equal(torch.stack([p.grad for p in parts]), gradients[name]), name
+    expect_gradients(lists, gradients)
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -61,8 +61,7 @@ def test_views_of_negatives(device: str, call: Callable, made: Callable) -> None
     assert torch.equal(ours, out)
     ours.square().sum().backward()
     assert torch.equal(x.grad, dx)
-    for name, parts in lists.items():
-        assert torch.equal(torch.stack([p.grad for p in parts]), gradients[name]), name
+    expect_gradients(lists, gradients)
 
 
 def test_ids_outside_stay_outside() -> None:

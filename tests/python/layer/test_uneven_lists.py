@@ -22,6 +22,7 @@ from listed_layers import (
     apart,
     copies_are_errors,  # noqa: F401 - a fixture of every test here
     dtype_of,
+    expect_gradients,
     expected,
     inputs,
     routed_call,
@@ -140,8 +141,7 @@ def test_uneven_lists_with_options(device: str, delayed: bool, recompute: bool) 
         out.square().sum().backward()
         sink.compute()
         assert torch.equal(x.grad, dx)
-        for name, parts in lists.items():
-            assert torch.equal(torch.stack([p.grad for p in parts]), gradients[name]), name
+        expect_gradients(lists, gradients)
 
 
 def test_uneven_lists_with_lora(device: str) -> None:
@@ -180,8 +180,7 @@ def test_saved_tensors_may_move(device: str) -> None:
         x, ours = routed_call(lists, device)
     ours.square().sum().backward()
     assert torch.equal(x.grad, dx)
-    for name, parts in lists.items():
-        assert torch.equal(torch.stack([p.grad for p in parts]), gradients[name]), name
+    expect_gradients(lists, gradients)
 
 
 def test_out_beside_uneven_lists() -> None:
@@ -232,8 +231,7 @@ def test_lists_that_are_cast_are_copied_with_a_warning(
     assert torch.equal(ours, out)
     ours.square().sum().backward()
     assert torch.equal(x.grad, dx)
-    for name, parts in lists.items():
-        assert torch.equal(torch.stack([p.grad for p in parts]), gradients[name]), name
+    expect_gradients(lists, gradients)
     for parts in lists.values():
         guild.lay_evenly(parts)
     with torch.autocast(device, torch.bfloat16):

@@ -113,3 +113,9 @@ def expected(call: Callable, layer: Layer, device: str) -> tuple[Tensor, Tensor,
     x, out = call(layer, device)
     out.square().sum().backward()
     return out.detach(), x.grad, {n: t.grad for n, t in layer.items()}
+
+
+def expect_gradients(lists: dict[str, list[Tensor]], gradients: Layer) -> None:
+    """Each tensor has a gradient of its own, with the bits of all experts' at once."""
+    for name, parts in lists.items():
+        assert torch.equal(torch.stack([p.grad for p in parts]), gradients[name]), name
