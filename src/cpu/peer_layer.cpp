@@ -1,5 +1,6 @@
 // The composites over ranks on the CPU: src/compose_peer.h, one step after the other. Products are
 // divided whatever their sizes, so that tests see both parts.
+#include "check_peer_layer.h"
 #include "compose_peer.h"
 #include "guild/cpu.h"
 
@@ -40,11 +41,13 @@ struct Lines {
 }  // namespace
 
 void peer_forward(PeerForward const& x) {
+  check(x);
   Lines lines;
   compose_peer_forward(x, lines);
 }
 
 void peer_backward(PeerBackward const& x) {
+  check(x);
   Lines lines;
   compose_peer_backward(x, lines);
 }

@@ -2,6 +2,7 @@
 #include <array>
 #include <vector>
 
+#include "check_peer_layer.h"
 #include "compose_peer.h"
 #include "cuda/device.h"
 #include "cuda/exchange/copies.h"
@@ -125,12 +126,14 @@ class Lines {
 }  // namespace
 
 void peer_forward(PeerForward const& x, Queue queue) {
+  check(x);
   queue.counter = workspace_of(x.layer).counter;
   Lines lines(x.streams, queue);
   compose_peer_forward(x, lines);
 }
 
 void peer_backward(PeerBackward const& x, Queue queue) {
+  check(x);
   queue.counter = workspace_of(x.layer).memory.counter;
   Lines lines(x.streams, queue);
   compose_peer_backward(x, lines);

@@ -2,6 +2,7 @@
 // value and what was expected, and touches no memory.
 #include <limits>
 
+#include "guild/peer_layer.h"
 #include "wrong_call.h"
 
 namespace guild::test {
@@ -210,6 +211,95 @@ TEST(CheckExchange, ReturnedScores) {
   ReturnedScores args = calls.returned_scores();
   args.scores = nullptr;
   EXPECT_THROW(cpu::collect_scores(args), Error);
+}
+
+// What every pass over ranks is asked for: steps that are right by themselves, of one memory.
+template <class Pass>
+void expect_pass(WrongCalls<Pass> const& wrong) {
+  wrong.expect("rows: expected a pointer, got null", [](Pass& x) { x.publish.rows = nullptr; });
+  wrong.expect("seconds: expected more than 0, got 0", [](Pass& x) { x.published.seconds = 0; });
+  wrong.expect("seconds: expected more than 0, got 0", [](Pass& x) { x.returned.seconds = 0; });
+  wrong.expect("ids: expected a pointer, got null", [](Pass& x) { x.pull.ids = nullptr; });
+  wrong.expect("memory: expected the same in all steps", [](Pass& x) { --x.pull.memory.tokens; });
+  wrong.expect("memory: expected the same in all steps", [](Pass& x) { ++x.push.memory.peers; });
+  wrong.expect("memory: expected the same in all steps",
+               [](Pass& x) { x.returned.memory.rank = 0; });
+  wrong.expect("published.published: expected true, for it follows publish",
+               [](Pass& x) { x.published.published = false; });
+  wrong.expect("returned.published: expected false, for it follows push",
+               [](Pass& x) { x.returned.published = true; });
+  wrong.expect("routing.offsets: expected a pointer, got null",
+               [](Pass& x) { x.layer.routing.offsets = nullptr; });
+  wrong.expect("pull.top_k: expected 2 (top_k of the layer), got 1",
+               [](Pass& x) { x.pull.top_k = 1; });
+  wrong.expect("pull.row_bytes: expected 32 (a row's), got 16",
+               [](Pass& x) { x.pull.row_bytes = 16; });
+  wrong.expect("pull.part: expected 0 (whole), got 1", [](Pass& x) { x.pull.part = Part::first; });
+  wrong.expect("push.dtype: expected bfloat16 as the layer has, got float16",
+               [](Pass& x) { x.push.dtype = DType::float16; });
+  wrong.expect("push.hidden: expected 16 (hidden of the layer), got 8",
+               [](Pass& x) { x.push.hidden = 8; });
+  wrong.expect("push.rows: expected 16 (rows of the layer), got 17",
+               [](Pass& x) { x.push.rows = 17; });
+  wrong.expect("push: expected sums by token of K slots",
+               [](Pass& x) { x.push.by_slot = true, x.push.scores = nullptr; });
+  wrong.expect("push.row_of: expected the memory of layer.routing.slot_row",
+               [](Pass& x) { ++x.push.row_of; });
+  wrong.expect("collect.dtype: expected bfloat16 as the layer has, got float16",
+               [](Pass& x) { x.collect.dtype = DType::float16; });
+  wrong.expect("collect.hidden: expected 16 (hidden of the layer), got 8",
+               [](Pass& x) { x.collect.hidden = 8; });
+  wrong.expect("collect.tokens: expected 3 (what is published), got 2",
+               [](Pass& x) { x.collect.tokens = 2; });
+}
+
+TEST(CheckExchange, PeerForward) {
+  using F = PeerForward;
+  WrongCalls<F> const wrong(&Calls::peer_forward, cpu::peer_forward, cuda::peer_forward);
+  expect_pass(wrong);
+  wrong.expect("layer.sort: expected a pointer, got null", [](F& x) { x.layer.sort = nullptr; });
+  wrong.expect("layer.x: expected the memory of pull.rows",
+               [](F& x) { x.layer.x = x.publish.ids; });
+  wrong.expect("layer.x: expected packed rows of 16, got stride 17",
+               [](F& x) { x.layer.x.stride = 17; });
+  wrong.expect("publish.ids: expected a pointer, got null", [](F& x) { x.publish.ids = nullptr; });
+  wrong.expect("experts: expected 4 (all ranks'), got 6", [](F& x) { x.tables.experts = 6; });
+  wrong.expect("top_k: expected 2 (top_k of the layer), got 1", [](F& x) { x.publish.top_k = 1; });
+  wrong.expect("score_bytes: expected 4 (of the layer's scores), got 8",
+               [](F& x) { x.tables.score_bytes = 8; });
+  wrong.expect("layer.sort.ids: expected the memory of tables.ids", [](F& x) { ++x.tables.ids; });
+  wrong.expect("layer.sort.scores: expected the memory of tables.scores",
+               [](F& x) { x.tables.scores = x.tables.ids; });
+  wrong.expect("pull.ids: expected the memory of tables.ids", [](F& x) { ++x.pull.ids; });
+  wrong.expect("push.tokens: expected the memory of tables.tokens", [](F& x) { ++x.push.tokens; });
+  wrong.expect("collect.token_row: expected the memory of publish.token_row",
+               [](F& x) { ++x.collect.token_row; });
+  wrong.expect("ids: expected a pointer, got null", [](F& x) {
+    x.own = *x.layer.sort;
+    x.own.ids = nullptr;
+  });
+}
+
+TEST(CheckExchange, PeerBackward) {
+  using B = PeerBackward;
+  WrongCalls<B> const wrong(&Calls::peer_backward, cpu::peer_backward, cuda::peer_backward);
+  expect_pass(wrong);
+  wrong.expect("layer.dout: expected the memory of pull.rows",
+               [](B& x) { x.layer.dout = x.pull.ids; });
+  wrong.expect("layer.dx: expected null, for dx_rows are pushed",
+               [](B& x) { x.layer.dx = x.layer.dx_rows, x.layer.dx_rows = {}; });
+  wrong.expect("layer.dh: expected null, for the weights' gradients are made of it here",
+               [](B& x) { x.layer.dh = x.layer.a_scaled = x.layer.dx_rows; });
+  wrong.expect(
+      "dtype: expected 0 (float32), 1 (bfloat16), 2 (float16) or 3 (float64), got 7", [](B& x) {
+        x.again.h = x.layer.dx_rows, x.again.sizes = x.layer.sizes, x.again.dtype = DType(7);
+      });
+  wrong.expect("push.y: expected the memory of layer.dx_rows", [](B& x) { x.push.y = x.pull.ids; });
+  wrong.expect("scores.scores: expected the memory of layer.dscores",
+               [](B& x) { x.scores.scores = x.pull.ids; });
+  wrong.expect("score_bytes: expected 4 (of the layer's scores), got 8",
+               [](B& x) { x.own_scores.score_bytes = 8; });
+  wrong.expect("scores: expected a pointer, got null", [](B& x) { x.own_scores.scores = nullptr; });
 }
 
 // The sizes say so too: nobody should allocate what a product that wrapped around came to.

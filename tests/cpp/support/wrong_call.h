@@ -13,6 +13,7 @@
 #include "check_exchange.h"
 #include "check_float8_chunks.h"
 #include "check_microscaling.h"
+#include "check_peer_layer.h"
 #include "check_router_logits.h"
 #include "guild/guild.h"
 
@@ -195,6 +196,27 @@ struct Calls {
   Collect collect() { return {shared, DType::bfloat16, 3, 16, index, {memory}, memory}; }
   PushScores push_scores() { return {shared, 2, 4, index, memory}; }
   ReturnedScores returned_scores() { return {shared, 8, 4, memory}; }
+  PeerForward peer_forward() {
+    MoeForward layer = forward();
+    layer.sizes.tokens = 8, layer.dtype = DType::bfloat16, layer.sort = &of_layer;
+    of_layer = sort();
+    of_layer.tokens = 8, of_layer.experts = 2, of_layer.scores = memory;
+    PeerForward f{publish(), meet(), tables(), pull(), layer, push(), meet(), collect()};
+    f.publish.experts = f.tables.experts = 4, f.push.rows = 16, f.published.published = true;
+    return f;
+  }
+  PeerBackward peer_backward() {
+    PeerBackward b;
+    b.publish = publish(), b.published = b.returned = meet(), b.pull = pull();
+    b.layer = backward(), b.push = push(), b.scores = push_scores();
+    b.published.published = true, b.publish.ids = nullptr;
+    b.layer.sizes.tokens = 8, b.layer.dtype = b.layer.dw_dtype = DType::bfloat16;
+    b.layer.dx_rows = b.layer.dx, b.layer.dx = b.layer.dh = b.layer.a_scaled = {};
+    b.push.rows = 16, b.push.scores = nullptr;
+    b.collect = collect(), b.own_scores = returned_scores();
+    return b;
+  }
+  Sort of_layer;
   PeerReport report;
 };
 

@@ -1,0 +1,159 @@
+#include "check_peer_layer.h"
+
+#include "check_exchange.h"
+#include "check_parts.h"
+#include "shared/dtype.h"
+
+namespace guild {
+
+namespace {
+
+bool same(PeerMemory const& a, PeerMemory const& b) {
+  return a.ranks == b.ranks && a.rank == b.rank && a.tokens == b.tokens && a.top_k == b.top_k &&
+         a.row_bytes == b.row_bytes && a.returned == b.returned && a.peers == b.peers;
+}
+
+template <class... Steps>
+void check_memory(PeerMemory const& memory, Steps const&... steps) {
+  require((same(memory, steps.memory) && ...), "memory: expected the same in all steps");
+}
+
+// A size that a step shares with the layer.
+void check_same(int64_t size, int64_t expected, char const* name, char const* of) {
+  require(size == expected, name, ": expected ", expected, " (", of, "), got ", size);
+}
+
+void check_link(void const* read, void const* written, char const* name, char const* of) {
+  require(read == written, name, ": expected the memory of ", of);
+}
+
+void check_barriers(Meet const& published, Meet const& returned) {
+  require(published.published, "published.published: expected true, for it follows publish");
+  require(!returned.published, "returned.published: expected false, for it follows push");
+}
+
+// The layer is that of all ranks' tokens, of which a row each is pulled.
+void check_pulled(Pull const& pull, Sizes const& s, DType dtype, ConstRows const& rows,
+                  char const* name) {
+  require(s.slots < 0, "layer.sizes.slots: expected -1, got ", s.slots);
+  check_same(s.tokens, pull.memory.ranks * pull.memory.tokens, "layer.sizes.tokens",
+             "ranks * tokens of the memory");
+  check_same(pull.top_k, s.top_k, "pull.top_k", "top_k of the layer");
+  check_same(pull.row_bytes, s.hidden * element_bytes(dtype), "pull.row_bytes", "a row's");
+  require(pull.part == Part::whole, "pull.part: expected 0 (whole), got ", int(pull.part));
+  check_link(rows.data, pull.rows, name, "pull.rows");
+  require(rows.stride == 0 || rows.stride == s.hidden, name, ": expected packed rows of ", s.hidden,
+          ", got stride ", rows.stride);
+}
+
+// What goes back to the ranks: y, which compose_peer.h gives it, by token.
+void check_pushed(Push push, Sizes const& s, DType dtype, Routing const& routing,
+                  ConstRows const& y) {
+  push.y = y;
+  check(push);
+  require(push.dtype == dtype, "push.dtype: expected ", name_of(dtype), " as the layer has, got ",
+          name_of(push.dtype));
+  check_same(push.hidden, s.hidden, "push.hidden", "hidden of the layer");
+  check_same(push.rows, s.rows(), "push.rows", "rows of the layer");
+  check_same(push.top_k, s.top_k, "push.top_k", "top_k of the layer");
+  require(!push.by_slot && push.token_offsets == nullptr,
+          "push: expected sums by token of K slots");
+  check_link(push.row_of, routing.slot_row, "push.row_of", "layer.routing.slot_row");
+}
+
+void check_collected(Collect const& collect, Publish const& publish, int64_t hidden, DType dtype) {
+  check(collect);
+  require(collect.dtype == dtype, "collect.dtype: expected ", name_of(dtype),
+          " as the layer has, got ", name_of(collect.dtype));
+  check_same(collect.hidden, hidden, "collect.hidden", "hidden of the layer");
+  check_same(collect.tokens, publish.tokens, "collect.tokens", "what is published");
+}
+
+// Ids and scores of all ranks' tokens, from publish to the sort.
+void check_routed(PeerForward const& x) {
+  Sizes const& s = x.layer.sizes;
+  int64_t const bytes = element_bytes(score_dtype(x.layer.dtype));
+  check_pointer(x.publish.ids, x.publish.tokens > 0, "publish.ids");
+  for (int64_t const experts : {x.publish.experts, x.tables.experts}) {
+    check_same(experts, s.experts * x.publish.memory.ranks, "experts", "all ranks'");
+  }
+  for (int64_t const top_k : {x.publish.top_k, x.tables.top_k}) {
+    check_same(top_k, s.top_k, "top_k", "top_k of the layer");
+  }
+  for (int64_t const score_bytes : {x.publish.score_bytes, x.tables.score_bytes}) {
+    check_same(score_bytes, bytes, "score_bytes", "of the layer's scores");
+  }
+  Sort const& sort = *x.layer.sort;
+  require(!sort.ids_are_int64, "layer.sort.ids_are_int64: expected false");
+  check_link(sort.ids, x.tables.ids, "layer.sort.ids", "tables.ids");
+  check_link(sort.scores, x.tables.scores, "layer.sort.scores", "tables.scores");
+  check_link(x.pull.ids, x.tables.ids, "pull.ids", "tables.ids");
+  check_link(x.push.tokens, x.tables.tokens, "push.tokens", "tables.tokens");
+}
+
+}  // namespace
+
+void check(PeerForward const& x) {
+  check(x.publish);
+  check(x.published);
+  check(x.tables);
+  check(x.pull);
+  check(x.returned);
+  check_memory(x.publish.memory, x.published, x.tables, x.pull, x.push, x.returned, x.collect);
+  check_barriers(x.published, x.returned);
+  MoeForward layer = x.layer;
+  layer.o = {x.pull.rows}, layer.residual = {}, layer.residual_scale = nullptr;  // not used
+  check(layer);
+  check_pointer(layer.sort, true, "layer.sort");
+  check_pulled(x.pull, layer.sizes, layer.dtype, layer.x, "layer.x");
+  check_routed(x);
+  check_pushed(x.push, layer.sizes, layer.dtype, layer.routing, {layer.workspace});
+  check_collected(x.collect, x.publish, layer.sizes.hidden, layer.dtype);
+  check_link(x.collect.token_row, x.publish.token_row, "collect.token_row", "publish.token_row");
+  if (x.own.offsets != nullptr) check(x.own);
+}
+
+void check(PeerBackward const& x) {
+  MoeBackward const& layer = x.layer;
+  Sizes const& s = layer.sizes;
+  bool const rows = layer.dx_rows.data != nullptr, scores = layer.dscores != nullptr;
+  check(x.publish);
+  check(x.published);
+  check(x.pull);
+  check_memory(x.publish.memory, x.published, x.pull);
+  check(layer);
+  check_pointer(layer.routing.row_token, s.rows() > 0, "layer.routing.row_token");
+  require(layer.dx.data == nullptr, "layer.dx: expected null, for dx_rows are pushed");
+  require(layer.dh.data == nullptr,
+          "layer.dh: expected null, for the weights' gradients are made of it here");
+  check_pulled(x.pull, s, layer.dtype, layer.dout, "layer.dout");
+  if (x.again.h.data != nullptr) {
+    UpProjection again = x.again;
+    again.a = {layer.workspace};  // where it is given its memory
+    check(again);
+    check_link(again.h.data, layer.h.data, "again.h", "layer.h");
+  }
+  if (rows) {
+    check_memory(x.publish.memory, x.push, x.collect);
+    check_pushed(x.push, s, layer.dtype, layer.routing, x.push.y);
+    check_link(x.push.y.data, layer.dx_rows.data, "push.y", "layer.dx_rows");
+    check_collected(x.collect, x.publish, s.hidden, layer.dtype);
+  }
+  if (scores) {
+    check_memory(x.publish.memory, x.scores, x.own_scores);
+    check(x.scores);
+    check_link(x.scores.scores, layer.dscores, "scores.scores", "layer.dscores");
+    check_same(x.scores.top_k, s.top_k, "scores.top_k", "top_k of the layer");
+    check_collected(x.own_scores);
+    for (int64_t const bytes : {x.scores.score_bytes, x.own_scores.score_bytes}) {
+      check_same(bytes, element_bytes(score_dtype(layer.dtype)), "score_bytes",
+                 "of the layer's scores");
+    }
+  }
+  if (!rows && !scores) return;
+  check(x.returned);
+  check_memory(x.publish.memory, x.returned);
+  check_barriers(x.published, x.returned);
+}
+
+}  // namespace guild
