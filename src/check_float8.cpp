@@ -96,8 +96,8 @@ void check(ScaledUp const& x) {
 void check(ScaledDownGradient const& x) {
   Sizes const& s = x.sizes;
   bool const gated = x.activation.gated;
-  bool const any = s.rows() > 0;
   check_scaled_step(x);
+  bool const any = s.rows() > 0;
   check_format(x.dout_format, "dout_format");
   check_format(x.h_format, "h_format");
   check_rows(x.dout, input_rows(s, x.routing), s.hidden, "dout");

@@ -36,7 +36,8 @@ struct PeerMemory {
   void* const* peers = nullptr;
 };
 
-// How large each rank's memory is; all zeros at first.
+// How large each rank's memory is; all zeros at first. These three do not read `peers`; sizes whose
+// product is too large throw Error, as in every call below.
 int64_t peer_memory_bytes(PeerMemory const& memory);
 // Where what came back for this rank's tokens begins in it: rows, and gradients of scores.
 int64_t returned_rows_offset(PeerMemory const& memory);
@@ -61,7 +62,7 @@ struct Publish {
   int64_t experts = 1;  // of all ranks
   int64_t row_bytes = 0, score_bytes = 4;
   void const* rows = nullptr;    // (T) rows
-  int64_t row_stride = 0;        // bytes from one to the next
+  int64_t row_stride = 0;        // bytes from one to the next, at least row_bytes where T > 1
   int32_t const* ids = nullptr;  // (T, K) of all experts; others are skipped; null: none
   void const* scores = nullptr;  // (T, K)
   int32_t* token_row = nullptr;  // (T, ranks) out: r T + t where token t has an expert on r, or -1
@@ -76,7 +77,7 @@ struct Meet {
   double seconds = 0;      // that it waits
   int64_t count = 0;       // facts
   int64_t facts[kMostFacts] = {};
-  PeerReport* report = nullptr;
+  PeerReport* report = nullptr;  // never null
   // (1) null: not asked. Rows that were needed, of which there was room for `capacity`.
   int32_t const* needed = nullptr;
   int64_t capacity = 0;
@@ -104,7 +105,7 @@ struct Pull {
   int32_t const* ids = nullptr;  // (ranks * Tm, K) of Tables
   void* rows = nullptr;          // (ranks * Tm) rows out, packed
   Part part = Part::whole;
-  int64_t first_experts = 0;  // how many are the first; not with the whole
+  int64_t first_experts = 0;  // how many are the first; not read with the whole
 };
 
 // Results to the ranks that they belong to:
@@ -120,7 +121,7 @@ struct Push {
   int32_t const* row_of = nullptr;         // (ranks * Tm, K), -1: none; with lists (slots)
   void const* scores = nullptr;            // the same shape; null: 1; not by slot
   int32_t const* token_offsets = nullptr;  // (ranks * Tm + 1) of lists of `rows` slots, or null
-  int32_t const* tokens = nullptr;         // (ranks) of Tables
+  int32_t const* tokens = nullptr;         // (ranks) of Tables; not read by slot
 };
 
 // After the barrier: o[t] = residual[t] + sum over ranks of row token_row[t, r] that came back, in
@@ -147,7 +148,7 @@ struct PushScores {
 struct ReturnedScores {
   PeerMemory memory;
   int64_t slots = 0, score_bytes = 4;
-  void* scores = nullptr;  // (slots) out of collect_scores()
+  void* scores = nullptr;  // (slots) out of collect_scores(); clear_scores() does not use it
 };
 
 namespace cpu {
