@@ -40,8 +40,8 @@ void check(UpProjection const& x) {
   check_order(x.order);
   check_rows(x.x, input_rows(s, x.routing), s.hidden, "x");
   check_up_weight(x.w_up, s, gated, "w_up.gate", "w_up.up", false);
-  check_optional_rows(x.bias, width(s, gated), "b_up");
-  check_optional_rows(x.h, width(s, gated), "h");
+  check_optional_rows(x.bias, s.experts, width(s, gated), "b_up");
+  check_optional_rows(x.h, s.rows(), width(s, gated), "h");
   check_rows(x.a, s.rows(), s.intermediate, "a");
   check_term(x.low_rank.t, s, x.low_rank.rank);
   if (x.low_rank.rank == 0) return;
@@ -55,7 +55,7 @@ void check(DownProjection const& x) {
   check_layer(s, x.dtype, x.routing);
   check_rows(x.a, s.rows(), s.intermediate, "a");
   check_weight(x.w_down, s.experts, s.hidden, s.intermediate, "w_down", false);
-  check_optional_rows(x.bias, s.hidden, "b_down");
+  check_optional_rows(x.bias, s.experts, s.hidden, "b_down");
   check_rows(x.y, s.rows(), s.hidden, "y");
   check_low_rank(x.low_rank, s, s.hidden);
 }
@@ -68,7 +68,7 @@ void check(Combine const& x) {
   check_pointer(x.routing.slot_row, s.rows() > 0, "routing.slot_row");
   check_rows(x.y, s.rows(), s.hidden, "y");
   check_rows(x.o, s.tokens, s.hidden, "o");
-  check_optional_rows(x.residual, s.hidden, "residual");
+  check_optional_rows(x.residual, s.tokens, s.hidden, "residual");
   require(x.residual_scale == nullptr || x.residual.data != nullptr,
           "residual_scale: expected null without a residual, got a pointer");
   if (x.router.dlogits.data == nullptr) return;
@@ -76,7 +76,7 @@ void check(Combine const& x) {
           "residual_scale: expected null with a router's part, got a pointer");
   require(x.routing.slot_score == nullptr,
           "routing.slot_score: expected null with a router's part, got a pointer");
-  check_optional_rows(x.router.dlogits, s.experts, "router.dlogits");
+  check_optional_rows(x.router.dlogits, s.tokens, s.experts, "router.dlogits");
   check_pointer(x.router.ids, s.rows() > 0, "router.ids");
   check_rows(x.router.weight, s.experts, s.hidden, "router.weight");
 }
@@ -91,14 +91,14 @@ void check(DownGradient const& x) {
   check_weight(x.w_down, s.experts, s.hidden, s.intermediate, "w_down", false);
   check_rows(x.h, s.rows(), width(s, gated), "h");
   check_rows(x.dh, s.rows(), width(s, gated), "dh");
-  check_optional_rows(x.a_scaled, s.intermediate, "a_scaled");
+  check_optional_rows(x.a_scaled, s.rows(), s.intermediate, "a_scaled");
   check_low_rank(x.low_rank, s, s.intermediate);
   require(x.low_rank.rank == 0 || x.db_down.data == nullptr,
           "db_down: expected null with a low-rank term, got a pointer");
   if (!wants_biases(x)) return;
   check_gradient_dtype(x.db_dtype, x.dtype, "db_dtype");
-  check_optional_rows(x.db_up, width(s, gated), "db_up");
-  check_optional_rows(x.db_down, s.hidden, "db_down");
+  check_optional_rows(x.db_up, s.experts, width(s, gated), "db_up");
+  check_optional_rows(x.db_down, s.experts, s.hidden, "db_down");
   check_workspace(x.workspace, down_gradient_workspace_bytes(s, gated));
 }
 
@@ -113,7 +113,7 @@ void check(ScoreGradient const& x) {
   check_pointer(x.dscores, any, "dscores");
   if (x.bias.data == nullptr) return;
   check_pointer(x.routing.offsets, true, "routing.offsets");
-  check_optional_rows(x.bias, s.hidden, "b_down");
+  check_optional_rows(x.bias, s.experts, s.hidden, "b_down");
   check_rows(x.dout, s.tokens, s.hidden, "dout");
 }
 
@@ -191,15 +191,15 @@ void check(MoeForward const& x) {
   check_rows(x.x, input_rows(s, x.routing), s.hidden, "x");
   check_up_weight(x.w_up, s, gated, "w_up.gate", "w_up.up", false);
   check_weight(x.w_down, s.experts, s.hidden, s.intermediate, "w_down", false);
-  check_optional_rows(x.b_up, width(s, gated), "b_up");
-  check_optional_rows(x.b_down, s.hidden, "b_down");
-  check_optional_rows(x.h, width(s, gated), "h");
+  check_optional_rows(x.b_up, s.experts, width(s, gated), "b_up");
+  check_optional_rows(x.b_down, s.experts, s.hidden, "b_down");
+  check_optional_rows(x.h, s.rows(), width(s, gated), "h");
   check_rows(x.o, has_slots(x.routing) ? s.tokens : s.rows(), s.hidden, "o");
   require(x.residual.data == nullptr || has_slots(x.routing),
           "residual: expected null where rows are not combined, got a pointer");
   require(x.residual_scale == nullptr || x.residual.data != nullptr,
           "residual_scale: expected null without a residual, got a pointer");
-  check_optional_rows(x.residual, s.hidden, "residual");
+  check_optional_rows(x.residual, s.tokens, s.hidden, "residual");
   check_workspace(x.workspace, moe_forward_workspace_bytes(s, x.dtype));
   if (x.sort != nullptr) check_sort_of(*x.sort, x);
 }
@@ -217,9 +217,9 @@ void check(MoeBackward const& x) {
   check_rows(x.h, s.rows(), width(s, gated), "h");
   check_up_weight(x.w_up, s, gated, "w_up.gate", "w_up.up", false);
   check_weight(x.w_down, s.experts, s.hidden, s.intermediate, "w_down", false);
-  check_optional_rows(x.b_down, s.hidden, "b_down");
-  check_optional_rows(x.dx, s.hidden, "dx");
-  check_optional_rows(x.dx_rows, s.hidden, "dx_rows");
+  check_optional_rows(x.b_down, s.experts, s.hidden, "b_down");
+  check_optional_rows(x.dx, s.tokens, s.hidden, "dx");
+  check_optional_rows(x.dx_rows, s.rows(), s.hidden, "dx_rows");
   require(x.dx.data == nullptr || x.dx_rows.data == nullptr,
           "dx_rows: expected null with dx, got a pointer");
   if (x.dw_up.gate.data != nullptr) {
@@ -228,13 +228,13 @@ void check(MoeBackward const& x) {
   if (x.dw_down.data != nullptr) {
     check_weight(x.dw_down, s.experts, s.hidden, s.intermediate, "dw_down", true);
   }
-  check_optional_rows(x.db_up, width(s, gated), "db_up");
-  check_optional_rows(x.db_down, s.hidden, "db_down");
+  check_optional_rows(x.db_up, s.experts, width(s, gated), "db_up");
+  check_optional_rows(x.db_down, s.experts, s.hidden, "db_down");
   if (x.dscores != nullptr) {
     check_pointer(x.routing.slot_row, s.rows() > 0, "routing.slot_row");
   }
-  check_optional_rows(x.dh, width(s, gated), "dh");
-  check_optional_rows(x.a_scaled, s.intermediate, "a_scaled");
+  check_optional_rows(x.dh, s.rows(), width(s, gated), "dh");
+  check_optional_rows(x.a_scaled, s.rows(), s.intermediate, "a_scaled");
   bool const keeps = x.dh.data != nullptr;
   require(keeps == (x.a_scaled.data != nullptr), keeps ? "a_scaled" : "dh",
           ": expected a buffer with ", keeps ? "dh" : "a_scaled", ", got null");

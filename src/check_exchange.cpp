@@ -89,6 +89,7 @@ void check(Publish const& x) {
   check_pointer(x.rows, x.tokens > 0, "rows");
   require(x.row_stride >= x.row_bytes || x.tokens <= 1, "row_stride: expected at least row_bytes, ",
           x.row_bytes, ", got ", x.row_stride);
+  check_reach({{{1, 0}, {x.tokens, x.row_stride}, {x.row_bytes, 1}}}, "rows");
   if (x.ids == nullptr) return;
   require_slots(x.top_k, x.memory);
   require_experts(x.experts, x.memory);
@@ -146,7 +147,7 @@ void check(Collect const& x) {
   require_tokens(x.tokens, x.memory);
   require_returned(x.memory.ranks, x.memory);
   check_pointer(x.token_row, x.tokens > 0, "token_row");
-  check_optional_rows(x.residual, x.hidden, "residual");
+  check_optional_rows(x.residual, x.tokens, x.hidden, "residual");
   check_pointer(x.o, x.tokens > 0, "o");
 }
 

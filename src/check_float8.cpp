@@ -60,13 +60,14 @@ void check(ScaledGroupedGemm const& x) {
   check_element(x.out_dtype, "out_dtype");
   check_pointer(x.offsets, true, "offsets");
   check_rows(x.a, x.m, x.halves * x.k, "a");
-  check_scales(x.a_scales, x.m > 0, "a_scales");
+  int64_t const k_blocks = x.halves * scale_blocks_of(x.k);
+  check_scales(x.a_scales, x.m > 0, {1, x.m, k_blocks}, "a_scales");
   check_weight(x.b, x.groups, x.n, x.halves * x.k, "b", false);
   require(x.b.in_stride == 1 || x.halves * x.k == 1, "b: expected K contiguous, got stride ",
           x.b.in_stride);
-  check_scales(x.b_scales, true, "b_scales");
+  check_scales(x.b_scales, true, {x.groups, scale_blocks_of(x.n), k_blocks}, "b_scales");
   check_rows(x.d, x.m, x.n, "d");
-  check_optional_rows(x.bias, x.n, "bias");
+  check_optional_rows(x.bias, x.groups, x.n, "bias");
 }
 
 void check(ScaledUp const& x) {
@@ -75,17 +76,18 @@ void check(ScaledUp const& x) {
   check_scaled_step(x);
   check_format(x.x_format, "x_format");
   check_rows(x.x, input_rows(s, x.routing), s.hidden, "x");
-  check_scales(x.x_scales, input_rows(s, x.routing) > 0, "x_scales");
+  int64_t const tokens = input_rows(s, x.routing), depth = scale_blocks_of(s.hidden);
+  int64_t const blocks = scale_blocks_of(s.intermediate), halves = gated ? 2 : 1;
+  check_scales(x.x_scales, tokens > 0, {1, tokens, depth}, "x_scales");
   check_codes(x.w_up.gate, s.experts, s.intermediate, s.hidden, "w_up.gate");
-  check_scales(x.w_scales.gate, true, "w_scales.gate");
+  check_scales(x.w_scales.gate, true, {s.experts, blocks, depth}, "w_scales.gate");
   if (gated) {
     check_codes(x.w_up.up, s.experts, s.intermediate, s.hidden, "w_up.up");
-    check_scales(x.w_scales.up, true, "w_scales.up");
+    check_scales(x.w_scales.up, true, {s.experts, blocks, depth}, "w_scales.up");
   }
-  check_optional_rows(x.bias, width(s, gated), "b_up");
-  check_optional_rows(x.h, width(s, gated), "h");
-  check_optional_rows(x.h_codes, width(s, gated), "h_codes");
-  int64_t const blocks = scale_blocks_of(s.intermediate), halves = gated ? 2 : 1;
+  check_optional_rows(x.bias, s.experts, width(s, gated), "b_up");
+  check_optional_rows(x.h, s.rows(), width(s, gated), "h");
+  check_optional_rows(x.h_codes, s.rows(), width(s, gated), "h_codes");
   if (x.h_codes.data != nullptr) {
     check_made_scales(x.h_scales, 1, s.rows(), halves * blocks, "h_scales");
   }
@@ -101,21 +103,24 @@ void check(ScaledDownGradient const& x) {
   check_format(x.dout_format, "dout_format");
   check_format(x.h_format, "h_format");
   check_rows(x.dout, input_rows(s, x.routing), s.hidden, "dout");
-  check_scales(x.dout_scales, input_rows(s, x.routing) > 0, "dout_scales");
+  int64_t const tokens = input_rows(s, x.routing), depth = scale_blocks_of(s.hidden);
+  int64_t const blocks = scale_blocks_of(s.intermediate), halves = gated ? 2 : 1;
+  check_scales(x.dout_scales, tokens > 0, {1, tokens, depth}, "dout_scales");
   check_weight(x.w_down, s.experts, s.hidden, s.intermediate, "w_down", false);
   require(x.w_down.out_stride == 1 || s.hidden == 1, "w_down: expected H contiguous, got stride ",
           x.w_down.out_stride);
-  check_scales(x.w_scales, true, "w_scales");
+  check_scales(x.w_scales, true, {s.experts, depth, blocks}, "w_scales");
   require(x.h.data == nullptr || x.h_codes.data == nullptr,
           "h_codes: expected null with h, got a pointer");
   if (x.h_codes.data == nullptr) check_rows(x.h, s.rows(), width(s, gated), "h");
-  check_optional_rows(x.h_codes, width(s, gated), "h_codes");
-  check_scales(x.h_scales, any && x.h_codes.data != nullptr, "h_scales");
+  check_optional_rows(x.h_codes, s.rows(), width(s, gated), "h_codes");
+  bool const has_codes = x.h_codes.data != nullptr;
+  check_scales(x.h_scales, any && has_codes, {1, has_codes ? s.rows() : 0, halves * blocks},
+               "h_scales");
   check_rows(x.dh_codes, s.rows(), width(s, gated), "dh_codes");
-  int64_t const blocks = scale_blocks_of(s.intermediate), halves = gated ? 2 : 1;
   check_made_scales(x.dh_scales, 1, s.rows(), halves * blocks, "dh_scales");
-  check_optional_rows(x.dh, width(s, gated), "dh");
-  check_optional_rows(x.a_scaled, s.intermediate, "a_scaled");
+  check_optional_rows(x.dh, s.rows(), width(s, gated), "dh");
+  check_optional_rows(x.a_scaled, s.rows(), s.intermediate, "a_scaled");
   bool const dh_chunks = x.dh_chunks.codes != nullptr;
   require(!dh_chunks || x.scale == ScaleKind::power_of_two,
           "dh_chunks: expected null with scale 0 (exact), got a pointer");

@@ -17,7 +17,7 @@ void check(QuantizeChunks const& x) {
   if (!has_codes) check_kind(x.scale);
   check_pointer(x.offsets, true, "offsets");
   check_rows(x.x, height, x.halves * x.columns, "x");
-  check_scales(x.x_scales, false, "x_scales");
+  check_scales(x.x_scales, false, {1, height, x.halves * scale_blocks_of(x.columns)}, "x_scales");
   check_pointer(x.codes, true, "codes");
   check_made_scales(x.scales, 1, chunk_slots(x.rows, x.groups),
                     x.halves * scale_blocks_of(x.columns), "scales");
@@ -25,11 +25,12 @@ void check(QuantizeChunks const& x) {
 
 namespace {
 
-void check_chunks(ConstChunks const& x, int64_t columns, char const* name) {
+void check_chunks(ConstChunks const& x, int64_t slots, int64_t columns, char const* name) {
   check_pointer(x.codes, true, name);
   require(x.slot_stride == 0 || x.slot_stride >= columns * kScaleBlock, name,
           ": expected slots at least ", columns * kScaleBlock, " apart, or 0, got ", x.slot_stride);
-  check_scales(x.scales, true, name);
+  check_reach({{{1, 0}, {slots, x.slot_stride}, {columns * kScaleBlock, 1}}}, name);
+  check_scales(x.scales, true, {1, slots, scale_blocks_of(columns)}, name);
 }
 
 }  // namespace
@@ -42,8 +43,9 @@ void check(ChunkProduct const& x) {
   check_format(x.a_format, "a_format");
   check_element(x.d_dtype, "d_dtype");
   check_pointer(x.offsets, true, "offsets");
-  check_chunks(x.a, x.out, "a");
-  check_chunks(x.b, x.in, "b");
+  int64_t const slots = chunk_slots(x.rows, x.groups);
+  check_chunks(x.a, slots, x.out, "a");
+  check_chunks(x.b, slots, x.in, "b");
   check_weight(x.d, x.groups, x.out, x.in, "d", true);
 }
 

@@ -14,29 +14,35 @@ inline void check_element(DType dtype, char const* name) {
   require(dtype != DType::float64, name, ": expected bfloat16, float16 or float32, got float64");
 }
 
+// Blocks that one scale each is for, of a dimension's elements.
+inline int64_t scale_blocks_of(int64_t elements) {
+  return (elements + kScaleBlock - 1) / kScaleBlock;
+}
+
+// Scales (experts, rows, columns), which may repeat.
 template <class F>
-void check_scales(BlockScales<F> const& scales, bool needed, char const* name) {
+void check_scales(BlockScales<F> const& scales, bool needed, std::array<int64_t, 3> sizes,
+                  char const* name) {
   check_pointer(scales.data, needed, name);
   require(scales.expert_stride >= 0 && scales.row_stride >= 0 && scales.col_stride >= 0, name,
           ": expected strides of at least 0, got (", scales.expert_stride, ", ", scales.row_stride,
           ", ", scales.col_stride, ")");
+  auto const& [experts, rows, columns] = sizes;
+  check_reach(
+      {{{experts, scales.expert_stride}, {rows, scales.row_stride}, {columns, scales.col_stride}}},
+      name);
 }
 
 // Scales that are written, (experts, rows, columns): each block's at a place of its own.
 inline void check_made_scales(Scales const& scales, int64_t experts, int64_t rows, int64_t columns,
                               char const* name) {
-  check_scales(scales, experts * rows > 0, name);
+  check_scales(scales, experts * rows > 0, {experts, rows, columns}, name);
   require(lie_apart({{{experts, scales.expert_stride},
                       {rows, scales.row_stride},
                       {columns, scales.col_stride}}}),
           name, ": expected strides of scales that do not overlap, ", experts, " of ", rows, " x ",
           columns, ", got (", scales.expert_stride, ", ", scales.row_stride, ", ",
           scales.col_stride, ")");
-}
-
-// Blocks that one scale each is for, of a dimension's elements.
-inline int64_t scale_blocks_of(int64_t elements) {
-  return (elements + kScaleBlock - 1) / kScaleBlock;
 }
 
 // A weight's codes whose products run over `in`.

@@ -11,6 +11,8 @@ namespace guild {
 // Row and column counts are int32 in the kernels and the index arrays.
 inline constexpr int64_t kMostRows = (int64_t(1) << 31) - 1;
 inline constexpr int64_t kMostColumns = (int64_t(1) << 30) - 1;
+// From the first element of a tensor to its last.
+inline constexpr int64_t kMostReach = int64_t(1) << 59;
 
 inline void check_size(int64_t size, int64_t least, int64_t most, char const* name) {
   require(size >= least && size <= most, name, ": expected ", least, " to ", most, ", got ", size);
@@ -66,22 +68,24 @@ inline void check_pointer(void const* data, bool needed, char const* name) {
   require(data != nullptr || !needed, name, ": expected a pointer, got null");
 }
 
-inline void check_optional_rows(ConstRows const& rows, int64_t width, char const* name) {
-  require(rows.stride == 0 || rows.stride >= width, name,
-          ": expected a row stride of at least its width ", width, ", or 0 for packed rows, got ",
-          rows.stride);
-}
-
-inline void check_rows(ConstRows const& rows, int64_t count, int64_t width, char const* name) {
-  require(rows.data != nullptr || count == 0, name, ": expected ", count, " rows of ", width,
-          ", got null");
-  check_optional_rows(rows, width, name);
-}
-
 // One dimension of a tensor with strides.
 struct Dimension {
   int64_t size, stride;
 };
+
+// Raises where the last element lies so far from the first that offsets, in elements or in bytes,
+// are more than 64 bits hold: no memory is that large.
+inline void check_reach(std::array<Dimension, 3> dimensions, char const* name) {
+  __int128 reach = 0;
+  for (auto const& [size, stride] : dimensions) {
+    if (size <= 0) return;
+    reach += __int128(size - 1) * stride;
+  }
+  auto const& [outer, rows, columns] = dimensions;
+  require(reach < kMostReach, name, ": expected strides that put ", outer.size, " x ", rows.size,
+          " x ", columns.size, " elements less than 2^59 apart, got (", outer.stride, ", ",
+          rows.stride, ", ", columns.stride, ")");
+}
 
 // Whether no two elements share a place: from the smallest stride on, each dimension steps over all
 // that those before it reach.
@@ -105,6 +109,21 @@ inline Dimension matrices(int64_t count, int64_t stride, int32_t const* at) {
   return {at == nullptr || stride == 0 ? count : 1, stride};
 }
 
+inline void check_optional_rows(ConstRows const& rows, int64_t count, int64_t width,
+                                char const* name) {
+  require(rows.stride == 0 || rows.stride >= width, name,
+          ": expected a row stride of at least its width ", width, ", or 0 for packed rows, got ",
+          rows.stride);
+  if (rows.data == nullptr) return;
+  check_reach({{{1, 0}, {count, rows.stride == 0 ? width : rows.stride}, {width, 1}}}, name);
+}
+
+inline void check_rows(ConstRows const& rows, int64_t count, int64_t width, char const* name) {
+  require(rows.data != nullptr || count == 0, name, ": expected ", count, " rows of ", width,
+          ", got null");
+  check_optional_rows(rows, count, width, name);
+}
+
 // An output's elements must not overlap; an input may repeat itself (stride 0).
 inline void check_weight(ConstWeight const& w, int64_t experts, int64_t out, int64_t in,
                          char const* name, bool output) {
@@ -113,12 +132,13 @@ inline void check_weight(ConstWeight const& w, int64_t experts, int64_t out, int
   require(w.expert_stride >= 0 && w.out_stride >= 0 && w.in_stride >= 0, name,
           ": expected strides of at least 0, got (", w.expert_stride, ", ", w.out_stride, ", ",
           w.in_stride, ")");
+  std::array<Dimension, 3> const places{
+      {matrices(experts, w.expert_stride, w.expert_at), {out, w.out_stride}, {in, w.in_stride}}};
+  check_reach(places, name);
   if (!output) return;
-  require(lie_apart({{matrices(experts, w.expert_stride, w.expert_at),
-                      {out, w.out_stride},
-                      {in, w.in_stride}}}),
-          name, ": expected strides of matrices that do not overlap, ", experts, " of ", out, " x ",
-          in, ", got (", w.expert_stride, ", ", w.out_stride, ", ", w.in_stride, ")");
+  require(lie_apart(places), name, ": expected strides of matrices that do not overlap, ", experts,
+          " of ", out, " x ", in, ", got (", w.expert_stride, ", ", w.out_stride, ", ", w.in_stride,
+          ")");
 }
 
 inline int64_t width(Sizes const& s, bool gated) { return s.intermediate * (gated ? 2 : 1); }

@@ -22,9 +22,9 @@ void check(RouterLogits const& x) {
   check_dtype(x.dtype, "dtype");
   check_rows(x.x, x.tokens, x.hidden, "x");
   check_rows(x.weight, x.experts, x.hidden, "weight");
-  check_optional_rows(x.logits, x.experts, "logits");
+  check_optional_rows(x.logits, x.tokens, x.experts, "logits");
   check_pointer(x.workspace, x.tokens > 0, "workspace");
-  check_optional_rows(x.gate, x.hidden, "gate");
+  check_optional_rows(x.gate, 1, x.hidden, "gate");
   bool const gated = x.gate.data != nullptr && x.tokens > 0;
   check_pointer(x.gate_score, gated, "gate_score");
   check_pointer(x.gate_workspace, gated, "gate_workspace");

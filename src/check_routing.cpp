@@ -45,11 +45,17 @@ void check_sequences(int64_t tokens, int64_t sequences) {
           sequences);
 }
 
-void check_operand(GroupedGemm::Operand const& o, int64_t elements, char const* name) {
+void check_operand(GroupedGemm::Operand const& o, int64_t groups, int64_t rows, int64_t columns,
+                   char const* name) {
+  int64_t const elements = rows * columns;
   require(o.data != nullptr || elements == 0, name, ": expected ", elements, " elements, got null");
   require(o.group_stride >= 0 && o.row_stride >= 0 && o.col_stride >= 0, name,
           ": expected strides of at least 0, got (", o.group_stride, ", ", o.row_stride, ", ",
           o.col_stride, ")");
+  check_reach({{matrices(groups, o.group_stride, o.group_at),
+                {rows, o.row_stride},
+                {columns, o.col_stride}}},
+              name);
 }
 
 // What only some routers have: expected with these, null with others.
@@ -84,7 +90,7 @@ void check(RouterGradient const& x) {
   check_with(has_slopes(x.router), x.slopes, any, "slopes", "a sigmoid or sqrt_softplus");
   check_with(needs_logits(x.router), x.logits.data, any, "logits",
              "a softmax, not renormalised, or one with a sum_floor");
-  check_optional_rows(x.logits, x.experts, "logits");
+  check_optional_rows(x.logits, x.tokens, x.experts, "logits");
   check_rows(x.dlogits, x.tokens, x.experts, "dlogits");
   bool const narrow = x.rounded_to == DType::bfloat16 || x.rounded_to == DType::float16;
   require(x.rounded_to == DType::float32 || (narrow && x.dtype == DType::float32),
@@ -164,16 +170,18 @@ void check(GroupedGemm const& x) {
   bool const ragged = x.ragged != Ragged::none;
   check_pointer(x.offsets, ragged, "offsets");
   require(ragged || x.offsets == nullptr, "offsets: expected null where no dimension is ragged");
-  check_operand(x.a, x.m * x.k, "a");
-  check_operand(x.b, x.k * x.n, "b");
-  check_operand(x.d, x.m * x.n, "d");
   bool const stacked = x.ragged == Ragged::inner || x.ragged == Ragged::none;
+  bool const a_stacked = x.ragged == Ragged::columns || x.ragged == Ragged::none;
+  bool const b_stacked = x.ragged == Ragged::rows || x.ragged == Ragged::none;
+  check_operand(x.a, a_stacked ? x.groups : 1, x.m, x.k, "a");
+  check_operand(x.b, b_stacked ? x.groups : 1, x.k, x.n, "b");
+  check_operand(x.d, stacked ? x.groups : 1, x.m, x.n, "d");
   require(lie_apart({{matrices(stacked ? x.groups : 1, x.d.group_stride, x.d.group_at),
                       {x.m, x.d.row_stride},
                       {x.n, x.d.col_stride}}}),
           "d: expected strides of an output that does not overlap, got (", x.d.group_stride, ", ",
           x.d.row_stride, ", ", x.d.col_stride, ")");
-  check_optional_rows(x.bias, x.ragged == Ragged::columns ? x.m : x.n, "bias");
+  check_optional_rows(x.bias, x.groups, x.ragged == Ragged::columns ? x.m : x.n, "bias");
 }
 
 }  // namespace guild

@@ -40,11 +40,23 @@ void expect_scales(WrongCalls<Args> const& wrong, char const* name, Of of) {
   expect_scale_strides(wrong, name, of);
 }
 
+// Scales that are read, of two rows at least.
+template <class Args, class Of>
+void expect_near_scales(WrongCalls<Args> const& wrong, char const* name, Of of, int64_t experts,
+                        int64_t rows, int64_t cols) {
+  int64_t const stride = wrong.kFarStride;
+  wrong.expect(text_of(name, wrong.far(experts, rows, cols), "(0, ", stride, ", 1)"), [&](Args& x) {
+    auto& scales = std::invoke(of, x);
+    scales.expert_stride = 0, scales.row_stride = stride, scales.col_stride = 1;
+  });
+}
+
 // Scales that are written, `rows` x `cols` of `experts`.
 template <class Args, class Of>
 void expect_made_scales(WrongCalls<Args> const& wrong, char const* name, Of of, int64_t experts,
                         int64_t rows, int64_t cols) {
   expect_scales(wrong, name, of);
+  if (rows > 1) expect_near_scales(wrong, name, of, experts, rows, cols);
   auto const expect = [&](int64_t expert, int64_t row, int64_t col) {
     wrong.expect(text_of(name, ": expected strides of scales that do not overlap, ", experts,
                          " of ", rows, " x ", cols, ", got (", expert, ", ", row, ", ", col, ")"),
@@ -128,7 +140,11 @@ TEST(CheckFloat8, ChunkProduct) {
     wrong.expect(
         text_of(name, ": expected slots at least ", least, " apart, or 0, got ", least - 1),
         [=](P& x) { of(x).slot_stride = least - 1; });
-    expect_scales(wrong, name, [=](P& x) -> auto& { return of(x).scales; });
+    auto const scales = [=](P& x) -> auto& { return of(x).scales; };
+    expect_scales(wrong, name, scales);
+    expect_near_scales(wrong, name, scales, 1, 2, 1);
+    wrong.expect(text_of(name, wrong.far(1, 2, least), "(0, ", wrong.kFarStride, ", 1)"),
+                 [=](P& x) { of(x).slot_stride = wrong.kFarStride; });
     // Of two slots and one block of columns.
     wrong.expect_on_cuda(text_of(name, ".scales", kFarScales, "(1, 4294967296, 1)"),
                          [=](P& x) { of(x).scales.row_stride = int64_t(1) << 32; });
@@ -151,6 +167,7 @@ TEST(CheckFloat8, ScaledGroupedGemm) {
   wrong.pointer("offsets", &G::offsets);
   wrong.rows("a", &G::a, 4, 16);
   expect_scales(wrong, "a_scales", &G::a_scales);
+  expect_near_scales(wrong, "a_scales", &G::a_scales, 1, 4, 1);
   wrong.weight("b", &G::b, 8, 16);
   wrong.expect("b: expected K contiguous, got stride 8", [](G& x) { x.b = {x.b.data, 128, 1, 8}; });
   expect_scales(wrong, "b_scales", &G::b_scales);

@@ -204,6 +204,15 @@ void expect_operand(WrongCalls<GroupedGemm> const& wrong, char const* name,
   }
 }
 
+// An operand of `groups` matrices whose rows lie too far apart.
+void expect_near_rows(WrongCalls<GroupedGemm> const& wrong, char const* name,
+                      GroupedGemm::Operand GroupedGemm::* of, int64_t groups, int64_t rows,
+                      int64_t columns) {
+  int64_t const stride = wrong.kFarStride;
+  wrong.expect(text_of(name, wrong.far(groups, rows, columns), "(0, ", stride, ", 1)"),
+               [&](auto& x) { x.*of = {(x.*of).data, 0, stride, 1}; });
+}
+
 TEST(Check, GroupedGemm) {
   using Ragged = GroupedGemm::Ragged;
   WrongCalls<GroupedGemm> const wrong(&Calls::gemm, cpu::grouped_gemm, cuda::grouped_gemm);
@@ -225,6 +234,9 @@ TEST(Check, GroupedGemm) {
   expect_operand(wrong, "a", &GroupedGemm::a, 4 * 16);
   expect_operand(wrong, "b", &GroupedGemm::b, 16 * 8);
   expect_operand(wrong, "d", &GroupedGemm::d, 4 * 8);
+  expect_near_rows(wrong, "a", &GroupedGemm::a, 1, 4, 16);
+  expect_near_rows(wrong, "b", &GroupedGemm::b, 2, 16, 8);
+  expect_near_rows(wrong, "d", &GroupedGemm::d, 1, 4, 8);
   wrong.expect("d: expected strides of an output that does not overlap, got (0, 0, 0)",
                [](auto& x) { x.d.row_stride = x.d.col_stride = 0; });
   char const* const overlap = "d: expected strides of an output that does not overlap, got ";

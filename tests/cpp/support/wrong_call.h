@@ -280,6 +280,13 @@ class WrongCalls {
            [&](Args& x) { std::invoke(of, x) = DType::bfloat16; });
   }
 
+  // What is said of a stride with which offsets need more than 64 bits.
+  static constexpr int64_t kFarStride = int64_t(1) << 62;
+  static std::string far(int64_t count, int64_t rows, int64_t columns) {
+    return text_of(": expected strides that put ", count, " x ", rows, " x ", columns,
+                   " elements less than 2^59 apart, got ");
+  }
+
   // Rows that may be absent are asked for no more than their stride.
   template <class Of>
   void optional_rows(char const* name, Of of, int64_t width) const {
@@ -292,6 +299,10 @@ class WrongCalls {
     expect(text_of(name, ": expected ", count, " rows of ", width, ", got null"),
            [&](Args& x) { std::invoke(of, x).data = nullptr; });
     optional_rows(name, of, width);
+    if (count > 1) {
+      expect(text_of(name, far(1, count, width), "(0, ", kFarStride, ", 1)"),
+             [&](Args& x) { std::invoke(of, x).stride = kFarStride; });
+    }
   }
 
   // A weight of the layer: experts x out x in.
@@ -302,6 +313,12 @@ class WrongCalls {
     strides(name, of, ": expected strides of at least 0", {-1, in, 1});
     strides(name, of, ": expected strides of at least 0", {out * in, -1, 1});
     strides(name, of, ": expected strides of at least 0", {out * in, in, -1});
+    auto const expect_far = [&](Strides const& s) {
+      expect(text_of(name, far(2, out, in), "(", s.expert, ", ", s.out, ", ", s.in, ")"),
+             setting(of, s));
+    };
+    expect_far({kFarStride, in, 1});
+    expect_far({out * in, kFarStride, 1});
   }
   // One that is written: its elements lie apart.
   template <class Of>
@@ -349,10 +366,14 @@ class WrongCalls {
   template <class Of>
   void strides(char const* name, Of of, std::string const& expected, Strides const& s) const {
     expect(text_of(name, expected, ", got (", s.expert, ", ", s.out, ", ", s.in, ")"),
-           [&](Args& x) {
-             auto& weight = std::invoke(of, x);
-             weight.expert_stride = s.expert, weight.out_stride = s.out, weight.in_stride = s.in;
-           });
+           setting(of, s));
+  }
+  template <class Of>
+  static Spoil setting(Of of, Strides const& s) {
+    return [=](Args& x) {
+      auto& weight = std::invoke(of, x);
+      weight.expert_stride = s.expert, weight.out_stride = s.out, weight.in_stride = s.in;
+    };
   }
 
   template <class Run>
