@@ -49,7 +49,8 @@ class DroppingMoE(MoE):
     def _most_slots(self, ids: Tensor, token_mask: Tensor | None) -> int | Tensor:
         """Of one expert, at least 1; a tensor on the device where padding is not counted."""
         if token_mask is None:
-            return max(1, math.ceil(self.capacity * ids.numel() / self.experts))
+            most = math.ceil(min(self.capacity * ids.numel() / self.experts, ids.numel()))
+            return max(1, most)
         slots = (ids >= 0).sum().double()
         return (self.capacity * slots / self.experts).ceil().clamp(min=1)
 

@@ -174,7 +174,7 @@ class Learner:
         self.optimizer.zero_grad()  # before the next forward, which takes the most memory
         self.model.move_selection_biases(s.bias_rate, counts)
         counts = counts.float()
-        load = counts.amax(1) / counts.mean(1)
+        load = busiest_over_mean(counts)
         rows = counts.sum(1).mean() / (s.tokens_per_step * s.top_k)
         return torch.cat((torch.stack((loss, imbalance, norm, rows)), load))
 
@@ -257,3 +257,11 @@ class Learner:
             return list(tensors)
         # Pinned, so that the copy does not stop the host from running ahead.
         return [tensor.pin_memory().to(self.device, non_blocking=True) for tensor in tensors]
+
+
+def busiest_over_mean(counts: torch.Tensor) -> torch.Tensor:
+    """Rows of the busiest expert over the mean, float (layers), of rows (layers, experts).
+
+    0 where no expert has any, as where rounding goes down from fewer rows than a tile.
+    """
+    return counts.amax(1) / counts.mean(1).clamp(min=1 / counts.shape[1])

@@ -35,7 +35,7 @@ from .corpus import Corpus, step_seed
 from .gathered import knows_fsdp
 from .generation import Sampling, window_start
 from .head import chunked_cross_entropy
-from .learner import Learner, moe_factory, optimizer_options
+from .learner import Learner, busiest_over_mean, moe_factory, optimizer_options
 from .mapped import can_map
 from .model import LanguageModel
 from .peer_copies import use_copies
@@ -224,7 +224,7 @@ class ShardedLearner(Learner):
             self.optimizer.step()
         self.optimizer.zero_grad()  # before the next forward, which takes the most memory
         self.model.move_selection_biases(s.bias_rate, counts)
-        load = of_all.amax(1) / of_all.mean(1)
+        load = busiest_over_mean(of_all)
         rows = of_all.sum(1).mean() / (s.tokens_per_step * s.top_k)
         return torch.cat((of_ranks[1:3], torch.stack((norm, rows)), load))
 

@@ -277,8 +277,10 @@ def test_first_ctrl_c_asks_and_the_second_interrupts() -> None:
         {"router": "ernie4_5", "round": "nearest", "tile": 16},
         {"router": "llama4", "top_k": 1},
         {"round": "nearest", "tile": 16},
+        {"round": "down", "tile": 2**20},  # to no rows at all
         {"round": "stochastic", "tile": 8, "router": "softmax"},
         {"capacity": 1.0},
+        {"capacity": 1e300},
     ],
     ids=lambda changes: "-".join(map(str, changes.values())),
 )
@@ -301,7 +303,9 @@ def test_routers_rounding_and_dropping(
         slots = settings.tokens_per_step * settings.top_k
         for row in rows:  # the mean of two layers
             assert round(row["rows_over_choices"] * slots, 2) % (settings.tile / 2) == 0
-    if settings.capacity:
+    if settings.capacity > settings.experts:
+        assert all(row["rows_over_choices"] == 1 for row in rows)
+    elif settings.capacity:
         for row in rows:  # no expert has more than an even share of all choices
             assert sum(1 / load for load in row["load"]) / 2 > row["rows_over_choices"] - 1e-3
         assert any(row["rows_over_choices"] < 1 for row in rows)
