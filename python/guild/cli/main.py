@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from guild.bench.presets import CPU_SHAPES, MORE_PRESETS, NAMED, PRESETS
+from guild.cli.failures import told
 from guild.cli.streams import escape_what_cannot_be_encoded
-from guild.train.interrupt import INTERRUPTED
 from guild.train.presets import PRESETS as TRAIN_PRESETS
 from guild.train.settings import CHOICES, Settings
-
-FAILED, REFUSED = 1, 2
-_PACKAGES = {"matplotlib", "numpy", "rich"}  # pyproject.toml's optional dependencies
 
 _SETTING_HELP = {
     "steps": "optimiser steps",
@@ -66,6 +62,13 @@ class _Parser(argparse.ArgumentParser):
         return found, unknown
 
 
+def _path(text: str) -> Path:
+    """A path of the command line; an unset variable's, "", would be the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("expected a path, got an empty text")
+    return Path(text)
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The command line's grammar."""
     from guild import __version__
@@ -93,7 +96,7 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         argument_default=argparse.SUPPRESS,  # --resume must know what was typed
     )
     add = train.add_argument
-    add("--out", type=Path, metavar="DIR", help="folder of the results (runs/train)")
+    add("--out", type=_path, metavar="DIR", help="folder of the results (runs/train)")
     add(
         "--resume",
         action="store_true",
@@ -112,7 +115,7 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         choices=("auto", "float32", "bfloat16"),
         help="auto is float32 on the CPU and bfloat16 autocast on a GPU and in FP8",
     )
-    add("--corpus", type=Path, metavar="DIR", help="learn from the .py files of this folder")
+    add("--corpus", type=_path, metavar="DIR", help="learn from the .py files of this folder")
     add("--check-every", type=int, metavar="N", help="steps between validations (100)")
     add("--threads", type=int, metavar="N", help="CPU threads (as many as cores)")
     _add_ranks(train)
@@ -151,7 +154,7 @@ def _add_generate(commands: argparse._SubParsersAction) -> None:
         formatter_class=_Formatter,
     )
     add = generate.add_argument
-    add("run", type=Path, metavar="RUN", help="the folder that guild train wrote (runs/train)")
+    add("run", type=_path, metavar="RUN", help="the folder that guild train wrote (runs/train)")
     add("--prompt", metavar="TEXT", help="what to continue (the trainer's own prompt)")
     add("--tokens", type=int, default=320, metavar="N", help="bytes to write (320)")
     add(
@@ -193,7 +196,7 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
     results = bench.add_argument_group("results")
     results.add_argument(
         "--out",
-        type=Path,
+        type=_path,
         metavar="DIR",
         help="write what was measured there, as JSON; for layers and --decode a plot too",
     )
@@ -241,7 +244,7 @@ def _add_modes(bench: argparse.ArgumentParser) -> None:
     )
     mode.add_argument(
         "--report",
-        type=Path,
+        type=_path,
         metavar="FILE",
         help="print a recorded benchmark's tables in Markdown; with --out draw it too",
     )
@@ -270,7 +273,7 @@ def _add_decode(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--peer",
-        type=Path,
+        type=_path,
         action="append",
         default=[],
         metavar="FILE",
@@ -373,27 +376,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from .info import run_info
 
         return run_info()
-    except (ImportError, FloatingPointError) as error:
-        print(f"guild {args.command}: {error}{_remedy(error)}", file=sys.stderr)
-        return FAILED
-    except ValueError as error:
-        print(f"guild {args.command}: {error}", file=sys.stderr)
-        return REFUSED
-    except OSError as error:
-        print(f"guild {args.command}: {_describe(error)}", file=sys.stderr)
-        return REFUSED
-    except KeyboardInterrupt:
-        print(f"guild {args.command}: interrupted", file=sys.stderr)
-        return INTERRUPTED
-
-
-def _remedy(error: Exception) -> str:
-    """What brings a package that the commands need and the library does not."""
-    missing = (getattr(error, "name", None) or "").partition(".")[0]
-    return "; pip install 'guild[cli]' brings it" if missing in _PACKAGES else ""
-
-
-def _describe(error: OSError) -> str:
-    """`runs/a/checkpoint.pt: No space left on device`."""
-    file = "" if error.filename is None else f"{os.fspath(error.filename)}: "
-    return file + (error.strerror or str(error))
+    except (Exception, KeyboardInterrupt) as error:
+        status = told(args.command, error)
+        if status is None:
+            raise
+        return status

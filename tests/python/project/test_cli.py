@@ -10,8 +10,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+import torch
 
 from guild.cli.main import main
 from guild.train.interrupt import INTERRUPTED
@@ -150,6 +152,36 @@ def test_float32_is_for_the_cpu(gpu: str, tmp_path: Path, capsys: pytest.Capture
     words = ["train", "--dtype", "float32", "--device", gpu, "--out", str(tmp_path)]
     assert main(words) == 2
     assert "dtype: expected bfloat16 on a GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate "
+            "memory: you tried to allocate 8 bytes"
+        ),
+        torch.OutOfMemoryError("can't allocate memory: you tried to allocate 8 bytes\nmore"),
+    ],
+)
+def test_no_memory_left(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr("guild.cli.info.run_info", Mock(side_effect=error))
+    assert main(["info"]) == 1
+    expected = "out of memory: can't allocate memory: you tried to allocate 8 bytes"
+    assert capsys.readouterr().err == f"guild info: {expected}\n"
+    monkeypatch.setattr("guild.cli.info.run_info", Mock(side_effect=RuntimeError("a mistake")))
+    with pytest.raises(RuntimeError, match="a mistake"):
+        main(["info"])
+
+
+@pytest.mark.parametrize("command", ["train --out", "train --corpus", "bench --out", "generate"])
+def test_a_path_is_not_empty(command: str, capsys: pytest.CaptureFixture) -> None:
+    """An unset variable's; the current folder would be taken."""
+    with pytest.raises(SystemExit):
+        main([*command.split(), ""])
+    assert "expected a path, got an empty text" in capsys.readouterr().err
 
 
 def test_out_must_be_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

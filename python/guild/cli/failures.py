@@ -1,0 +1,59 @@
+"""What the `guild` command says of an error, and the exit status that goes with it."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from guild.train.interrupt import INTERRUPTED
+
+FAILED, REFUSED = 1, 2
+_PACKAGES = {"matplotlib", "numpy", "rich"}  # pyproject.toml's optional dependencies
+
+
+def told(command: str, error: BaseException) -> int | None:
+    """Say in one line what has gone wrong.
+
+    Returns
+    -------
+    int or None
+        The exit status; None, and nothing said, of an error whose traceback is wanted.
+    """
+    status, line = FAILED, str(error)
+    if isinstance(error, KeyboardInterrupt):
+        status, line = INTERRUPTED, "interrupted"
+    elif isinstance(error, ImportError):
+        line += _remedy(error)
+    elif _is_out_of_memory(error):
+        why = line.strip().partition("\n")[0].rpartition("DefaultCPUAllocator: ")[2]
+        line = f"out of memory: {why}" if why else "out of memory"
+    elif isinstance(error, OSError):
+        status, line = REFUSED, _describe(error)
+    elif isinstance(error, ValueError):
+        status = REFUSED
+    elif not isinstance(error, FloatingPointError):
+        return None
+    print(f"guild {command}: {line}", file=sys.stderr)
+    return status
+
+
+def _remedy(error: ImportError) -> str:
+    """What brings a package that the commands need and the library does not."""
+    missing = (error.name or "").partition(".")[0]
+    return "; pip install 'guild[cli]' brings it" if missing in _PACKAGES else ""
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory of the host or of a GPU ran out: torch has no error of its own for the host's.
+
+    By name, as torch may not be there.
+    """
+    names = {kind.__name__ for kind in type(error).__mro__}
+    allocated = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    return allocated or bool(names & {"MemoryError", "OutOfMemoryError"})
+
+
+def _describe(error: OSError) -> str:
+    """`runs/a/checkpoint.pt: No space left on device`."""
+    file = "" if error.filename is None else f"{os.fspath(error.filename)}: "
+    return file + (error.strerror or str(error))
