@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from guild._torch.autograd import below_autograd, rows_of
 from guild._torch.operators import ops
@@ -20,6 +22,21 @@ def expect_plain(exact: bool, weight_gradients: Any, *lora: Any) -> None:
             raise ValueError(
                 f"{name}: expected None with ExpertParallel(exact=True), got {value!r:.200}"
             )
+
+
+def expect_no_transform(*tensors: Any) -> None:
+    """Raise NotImplementedError where torch.func or forward-mode AD would differentiate the call.
+
+    Before the first message: ranks that have had one wait for the others.
+    """
+    duals = forward_ad._current_level >= 0 and any(
+        isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in tensors
+    )
+    if duals or torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            "expert_group: expected a call outside of torch.func's transforms (grad, vmap, jvp) "
+            "and of forward-mode AD, which do not reach other ranks; use backward()"
+        )
 
 
 def expect_absent(**given: Any) -> None:

@@ -33,6 +33,7 @@ from guild._torch.router_gradients import Weighing
 from guild.activations import Activation
 from guild.distributed.call_arguments import (
     expect_absent,
+    expect_no_transform,
     expect_plain,
     own_offsets,
     residual_rows,
@@ -300,6 +301,7 @@ class ExpertParallel:
         layer: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """`routed_experts`, and int32 (E + 1) offsets of this rank's rows by expert."""
+        expect_no_transform(x, topk_weights, w_up, w_down, b_up, b_down, residual)
         expect_plain(self.exact, weight_gradients, lora_up, lora_down)
         layout = (w_up, w_down, b_up, b_down), (activation, order, transposed)
         later = token_offsets, None, recompute, weight_gradients, lora_up, lora_down
@@ -356,6 +358,7 @@ class ExpertParallel:
     ) -> tuple[Tensor, Tensor]:
         """Router and experts; with exact=True x gets one gradient for both, as in one process."""
         given, layout = (w_up, w_down, b_up, b_down), (activation, order, transposed)
+        expect_no_transform(x, router_weight, *given, residual)
         tokens = x, router_weight, top_k, router, selection_bias, token_mask
         if not self.exact:
             ids, scores = route_tokens(*tokens)

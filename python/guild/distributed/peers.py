@@ -251,9 +251,12 @@ def peers_of(
     ------
     ValueError
         If engine="peer" was asked for and the ranks cannot reach each other's memory.
+    RuntimeError
+        If a rank is gone or late, or in a pass of another engine.
     """
     if engine == "nccl" or (engine == "auto" and device.type != "cuda"):
         return None
+    ranks.meet(device)
     why = why_not(ranks.group, device)
     if why and engine == "peer":
         raise ValueError(

@@ -32,7 +32,7 @@ _STORE_SECONDS = 5.0  # a store whose host is dead or stopped is not waited for 
 _WORDS = 24  # of the first message of a pass
 _END_OF_RECOMPUTATION = getattr(torch.utils.checkpoint, "_StopRecomputationError", ())
 
-PASSES = "forward", "backward of the output", "backward of the tokens"
+PASSES = "forward", "backward of the output", "backward of the tokens", "choice of an engine"
 
 _numbers = itertools.count()
 
@@ -139,6 +139,21 @@ class Ranks:
             [list(column) for column in zip(*(row[first:last] for row in rows), strict=True)]
             for rows in (sent_rows, received_rows)
         )
+
+    def meet(self, device: torch.device) -> None:
+        """Wait for all ranks, before what they choose an engine by, which has no time limit.
+
+        Raises
+        ------
+        RuntimeError
+            If a rank is gone or does not answer in time, or is in a pass already.
+        """
+        self._expect_group()
+        own = torch.tensor([PASSES.index("choice of an engine"), self.calls + 1], device=device)
+        own = F.pad(own, (0, _WORDS - own.shape[0])).expand(self.size, -1).contiguous()
+        others = torch.empty_like(own)
+        self._all_to_all(others, own, None, None, "forward")
+        _expect_same_pass(self._on_host(others).tolist(), [0])
 
     def agree_backward(self, call: int, like: Tensor, half: int = 1) -> None:
         """Check that all ranks run the backward of the same forward.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -119,6 +120,41 @@ def other_activations(rank: int) -> None:
         layer(torch.randn(3, 16))
 
 
+def transforms(rank: int) -> None:
+    """Refused before the first message, so that the group works on."""
+
+    def jvp(layer: guild.MoE, x: Tensor) -> Tensor:
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(x, x)
+            w_up, w_down = layer.w_up.detach(), layer.w_down.detach()
+            ids = torch.zeros(len(x), 1, dtype=torch.int32)
+            return layer.expert_group.routed_experts(dual, ids, x[:, :1], w_up, w_down)
+
+    x = torch.randn(4, 16)
+    for engine in ("nccl", "peer"):
+        layer = guild.MoE(16, 8, 8, 2, expert_group=new_group(engine=engine))
+        for call in (
+            jvp,
+            lambda layer, x: torch.func.grad(lambda x: layer(x).sum())(x),
+            lambda layer, x: torch.func.vmap(layer)(x.view(2, 2, 16)),
+            lambda layer, x: torch.func.jvp(layer, (x,), (x,)),
+        ):
+            with pytest.raises(NotImplementedError, match="^expert_group: .* outside of torch.fun"):
+                call(layer, x)
+        assert torch.isfinite(layer(x)).all()
+
+
+def the_first_call(rank: int) -> None:
+    """Engines that do not match are an error on all ranks, which none waits for in vain."""
+    ranks = list(range(dist.get_world_size()))
+    everyone = dist.new_group(ranks, timeout=timedelta(seconds=20))  # of what has none of its own
+    engine = "peer" if rank else "nccl"
+    layer = guild.MoE(16, 8, 8, 2, expert_group=guild.ExpertParallel(everyone, engine=engine))
+    told = "forward of call 1 on rank 0, choice of an engine of call 1 on rank 1"
+    with pytest.raises(RuntimeError, match=f"^expert_group: .* the same order, got {told}"):
+        layer(torch.randn(3, 16))
+
+
 class InAHookError(Exception):
     """Of a user's own."""
 
@@ -179,6 +215,8 @@ def destroyed(rank: int) -> None:
 CHECKS = (
     lists_and_low_rank,
     other_activations,
+    transforms,
+    the_first_call,
     one_pass_less,
     middle_of_a_step,
     destroyed,
