@@ -61,14 +61,19 @@ class PeerExperts(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    @below_autograd
     def backward(ctx: Any, dout: Tensor | None, _: Tensor | None):
         """dx, dscores, the residual's gradient and those of the weights."""
+        # Unpacked with autograd on: a checkpoint may run its whole forward again for it.
+        return PeerExperts._gradients(ctx, ctx.saved_tensors, dout)
+
+    @staticmethod
+    @below_autograd
+    def _gradients(ctx: Any, saved: tuple[Tensor | None, ...], dout: Tensor | None) -> tuple:
         nothing = (None,) * len(ctx.flags)
         want_x, want_scores, want_residual, *want_layer = ctx.needs_input_grad[5:13]
         w_up, w_gate, w_down, b_up, b_down = want_layer
         weights = w_up or w_gate, w_down, b_up, b_down
-        peers, memory, saved = ctx.peers, ctx.memory, ctx.saved_tensors
+        peers, memory = ctx.peers, ctx.memory
         if dout is None:  # the other ranks' tokens need this one all the same
             rows, token_row = saved[0], saved[6]
             dout = rows.new_zeros(token_row.shape[0], rows.shape[1])

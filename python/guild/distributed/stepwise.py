@@ -71,12 +71,17 @@ class StepwiseExperts(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    @below_autograd
     def backward(ctx: Any, dout: Tensor):
         """dx, the router's gradient or dscores, the residual's, and those of the weights."""
+        # Unpacked with autograd on: a checkpoint may run its whole forward again for it.
+        return StepwiseExperts._gradients(ctx, ctx.saved_tensors, dout)
+
+    @staticmethod
+    @below_autograd
+    def _gradients(ctx: Any, saved: tuple[Tensor | None, ...], dout: Tensor) -> tuple:
         want_x, want_router, want_scores, want_residual, *want_layer = ctx.needs_input_grad[6:15]
         traffic = ctx.traffic
-        rows, h, offsets, row_token, slot_row, row_score, token_offsets, *rest = ctx.saved_tensors
+        rows, h, offsets, row_token, slot_row, row_score, token_offsets, *rest = saved
         w_up, w_gate, w_down, b_up, b_down, *routed = rest
         traffic.begin_backward(dout)
         drows = traffic.send_rows(rows_of(dout), "backward")

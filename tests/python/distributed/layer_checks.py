@@ -292,6 +292,21 @@ def other_ways(rank: int) -> None:
     assert not torch.equal(first, second)
 
 
+def checkpoints(rank: int) -> None:
+    """Whose second forward comes out of the experts' own backward: nothing is saved after them."""
+    for exact, engine in ((False, "nccl"), (True, "nccl"), (False, "peer"), (True, "peer")):
+        torch.manual_seed(3)
+        layer = guild.MoE(16, 8, 4, 2, router_bias=True, expert_group=group_of(4, exact, engine))
+        x = torch.randn(5 + rank, 16)
+        found = []
+        for call in (layer, functools.partial(checkpoint, layer, use_reentrant=False)):
+            layer.zero_grad()
+            leaf = x.clone().requires_grad_()
+            call(leaf).sum().backward()
+            found.append([leaf.grad, *(p.grad for p in layer.parameters())])
+        assert all(map(torch.equal, *found)), (exact, engine)
+
+
 def balance_counts_every_token(rank: int) -> None:
     """The selection bias moves as with all tokens in one process."""
     router = guild.Router("sigmoid", selection_bias=True)
@@ -327,6 +342,7 @@ CHECKS = (
     mismatches,
     arguments,
     other_ways,
+    checkpoints,
     balance_counts_every_token,
     benchmark,
 )
