@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -149,10 +150,17 @@ def shard_layers(
             if part is not None:
                 fully_shard(part, mesh=mesh, **options)
         fully_shard(layer, mesh=experts_mesh, **options)
+        if experts_mesh.size() == 1:
+            # FSDP2 does not sum then, and by the gradients' dtype would divide once or twice.
+            layer.set_all_reduce_hook(partial(_divide, by=float(ranks)))
+            continue
         layer.set_gradient_divide_factor(float(ranks))
-        # gloo cannot divide while it sums; one rank does not sum, and would divide twice.
-        if experts_mesh.device_type == "cpu" and experts_mesh.size() > 1:
+        if experts_mesh.device_type == "cpu":  # gloo cannot divide while it sums
             layer.set_force_sum_reduction_for_comms(True)
+
+
+def _divide(gradients: Tensor, by: float) -> None:
+    gradients.div_(by)
 
 
 def _own_output(part: nn.Module, arguments: Any, output: Any) -> Any:

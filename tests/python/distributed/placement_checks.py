@@ -5,6 +5,7 @@ Run by test_four_ranks.py.
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable
 
@@ -118,6 +119,28 @@ def every_norm(rank: int) -> None:
         norm = clip_grad_norm_(many.parameters(), 1e9, kind)
         torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
     assert clip_grad_norm_([nn.Parameter(torch.ones(2))], 1.0) == 0
+
+
+def gradients_of_any_dtype(rank: int) -> None:
+    """Divided once, also those of experts that are sharded no further, as FSDP2 itself does not."""
+    ranks = dist.get_world_size()
+    for dtype, limit in ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.float16, 2e-2)):
+        x = torch.randn(ranks, 6, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
+        for experts in (2, 4):
+            torch.manual_seed(0)
+            one = guild.MoE(32, 16, 8, 2, bias=True, dtype=dtype)
+            many = copy.deepcopy(one)
+            mesh = init_device_mesh("cpu", (ranks // experts, experts), mesh_dim_names=("d", "e"))
+            guild.distribute_experts(many, mesh["e"])
+            shard_layers(many, init_device_mesh("cpu", (ranks,)), mesh["d"])
+            one(x).mean().backward()
+            many(x[rank]).mean().backward()
+            for (name, leaf), sharded in zip(
+                one.named_parameters(), many.parameters(), strict=True
+            ):
+                found = sharded.grad.full_tensor()
+                off = (found - leaf.grad).norm() / leaf.grad.norm()
+                assert off < limit, (dtype, experts, name, float(off))
 
 
 def mixed_precision(rank: int) -> None:
@@ -257,6 +280,7 @@ def tensors_in(state: dict, path: str = "") -> dict[str, Tensor]:
 CHECKS = (
     losses_are_those_of_one_process,
     every_norm,
+    gradients_of_any_dtype,
     mixed_precision,
     compiled_blocks,
     from_the_meta_device,
