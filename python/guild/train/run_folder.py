@@ -167,7 +167,7 @@ class RunFolder:
         """One line; layers: the length of `load` in the rows before."""
         try:
             row = json.loads(line)
-        except ValueError:
+        except (RecursionError, ValueError):
             row = None
         wrong = _wrong_in(row)
         if wrong is None and layers and len(row.get("load", ())) not in (0, layers):
@@ -244,7 +244,7 @@ class RunFolder:
         """What summary.json holds, or None when there is none that can be read as one."""
         try:
             summary = json.loads(self.summary.read_bytes())
-        except (OSError, ValueError):
+        except (OSError, RecursionError, ValueError):
             return None
         return summary if isinstance(summary, dict) else None
 

@@ -14,6 +14,7 @@ STEP_ROW = {"step": 10, "moe": "guild", "loss": 3.0, "seconds": 0.1, "load": [1.
 WRONG_ROWS = {
     "half a li": "is no row of a training run",
     "[1]": "is no row of a training run",
+    "[" * 100_000: "is no row of a training run",
     '{"moe": "guild"}': "no step in it",
     '{"step": true, "moe": "guild"}': "step: expected an integer of at least 0, got True",
     '{"step": 1.5, "moe": "guild"}': "step: expected an integer of at least 0, got 1.5",
@@ -48,7 +49,7 @@ def test_rows_that_runs_write(tmp_path: Path) -> None:
     assert folder.rows() == rows
 
 
-@pytest.mark.parametrize("line", WRONG_ROWS)
+@pytest.mark.parametrize("line", WRONG_ROWS, ids=lambda line: line[:60])
 def test_wrong_rows_are_named(line: str, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.append([STEP_ROW])
