@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 
 from guild.experts import routed_experts_and_offsets, routed_layer
 from guild.float8.settings import expect_fp8
+from guild.layer_routing import is_exporting
 
 if TYPE_CHECKING:
     from guild.distributed.expert_parallel import ExpertParallel
@@ -86,8 +89,17 @@ def layer_fp8(layer: nn.Module) -> FP8 | FP8Weights | None:
     expect_fp8(fp8)
     if fp8 is None or not fp8.cached:
         return fp8
+    if _is_only_noted():  # codes of then would be constants, or no codes at all
+        return replace(fp8, cached=False)
     layout = layer.activation, layer.order, layer.transposed
     return layer._fp8_weights.of(fp8, layer.w_up, layer.w_down, *layout)
+
+
+def _is_only_noted() -> bool:
+    """Whether torch.export notes this call, or fake tensors stand for its results."""
+    if torch.compiler.is_compiling():
+        return is_exporting()
+    return is_exporting() or detect_fake_mode() is not None
 
 
 def local_parts(

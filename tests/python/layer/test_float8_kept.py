@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import guild
 
@@ -54,6 +55,30 @@ def test_compiled_and_eager_calls(first: str, device: str) -> None:
     calls = [torch.compile(layer, backend="eager", fullgraph=True), layer]
     results = [call(x) for call in (calls if first == "compiled" else calls[::-1])]
     assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("called_before", [False, True])
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported(strict: bool, called_before: bool, device: str) -> None:
+    """The program quantises its own weights, and leaves the layer no codes that hold nothing."""
+    layer, x = layer_of(device), tokens_of(device)
+    with torch.no_grad():
+        if called_before:
+            layer(x)
+        program = torch.export.export(layer, (x,), strict=strict)
+        assert not program.constants
+        for _ in range(2):
+            assert torch.equal(program.module()(x), layer(x))
+            layer.w_up.mul_(-2)  # which the program has, too
+            guild.refresh_fp8(layer)
+
+
+def test_fake_tensors(device: str) -> None:
+    """A call with them leaves no codes of theirs."""
+    layer, x = layer_of(device), tokens_of(device)
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        assert layer(fake.from_tensor(x)).shape == x.shape
+    expect_near_bf16(layer, x, layer(x))
 
 
 @pytest.mark.parametrize("how", ["assigned", "parameter", "functional"])
