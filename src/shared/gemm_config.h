@@ -45,31 +45,33 @@ struct BuiltConfig {
   // multiplies, at the pace at which shared memory takes and gives B.
   double half = 1;
   // What step_cost changes by where tiles are wider than the product, relative, for as many columns
-  // again as the product has. Without columns to multiply blocks alone lose less to pairs.
+  // again as the product has: compared with pairs, blocks alone lose less by it, in turns more.
   double spare[kProducts] = {};
+  double start = 0;  // cycles by which a launch takes longer than one of blocks alone
 
   constexpr bool serves(Product product) const { return step_cost[int(product)] > 0; }
 };
 
 // The configs that are built. Add a row only with a measurement (docs/measured/).
 inline constexpr BuiltConfig kConfigs[] = {
-    // A pair of blocks loads a third less from L2, but each waits for the other. Not for
-    // Product::direct, whose wgmma ptxas serialises (C7515); weight gradients stored element by
-    // element are not affected.
-    {{.tile_m = 128, .tile_n = 256, .stages = 4, .cluster = 2}, {1, 0, 1, 1, 1}, 300, .9},
+    // A pair of blocks loads a third less from L2, but each waits for the other, most of all before
+    // the first tile. Not for Product::direct, whose wgmma ptxas serialises (C7515); weight
+    // gradients stored element by element are not affected.
+    {{.tile_m = 128, .tile_n = 256, .stages = 4, .cluster = 2}, {1, 0, 1, 1, 1}, 200, .9, {}, 4000},
     // A single block leaves no partner idle where rows are few and the columns of tiles odd.
     {{.tile_m = 128, .tile_n = 256, .stages = 4},
-     {1.06, 1, 1.08, 1.095, 1.03},
-     600,
+     {1.02, 1, 1.05, 1.065, 1.04},
+     200,
      .9,
-     {0, 0, 0, -.3, -.1}},
+     {0, 0, 0, -.15, -.06}},
     // With in_turns, packing and stores overlap the other consumer's products, and narrower tiles
     // leave fewer columns empty: 2,880 are 15 tiles of 192, but 12 of 256. Gathered rows would be
     // gathered more often.
     {{.tile_m = 128, .tile_n = 192, .stages = 4, .consumers = 2, .in_turns = true},
-     {1.06},
-     3500,
-     .95},
+     {1.035},
+     3700,
+     .95,
+     {.7}},
 };
 
 // Columns of a tile of the down gradient, over which it sums <g, A> to one part of dS.
@@ -153,10 +155,10 @@ inline double expected_cost(BuiltConfig const& built, Product product, TileCount
   double const own = sum + built.outside;  // a consumer's time per tile
   int const at_once = c.in_turns ? c.consumers : 1;
   double const count = x.ragged ? expected_waves(tiles, at_once) : waves(tiles, at_once);
-  if (!c.in_turns) return count * own;
+  if (!c.in_turns) return built.start + count * own;
   // The tensor cores serve one sum at a time; a consumer takes every other tile.
   double const per_tile = own / c.consumers;
-  return count * (sum > per_tile ? sum : per_tile);
+  return built.start + count * (sum > per_tile ? sum : per_tile);
 }
 
 // The config that is expected to take the least time, as its index in kConfigs.

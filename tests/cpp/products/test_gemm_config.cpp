@@ -22,10 +22,26 @@ TEST(ChooseConfig, WeighsIdleBlocksAgainstSharedLoads) {
   EXPECT_EQ(cluster(Product::rows, 32768 * 8, 128, 1024), 2);
   EXPECT_EQ(cluster(Product::rows, 64 * 128, 128, 256), 1);
   EXPECT_EQ(cluster(Product::rows, 64 * 128, 128, 768), 1);
-  EXPECT_EQ(cluster(Product::rows, 0, 1, 512), 2);
+  EXPECT_EQ(cluster(Product::rows, 0, 1, 512), 1);
   EXPECT_EQ(cluster(Product::experts, 4096, 8, 256), 2);
   EXPECT_EQ(cluster(Product::experts, 128, 128, 512), 2);
   EXPECT_EQ(cluster(Product::experts, 128, 128, 256), 1);
+}
+
+// As measured on an H200: pairs, whose first tile comes later, lose where there are few tiles, and
+// where an expert's 320 columns leave most of a second tile empty.
+TEST(ChooseConfig, TakesPairsWhereThatIsFaster) {
+  auto const cluster = [](Product product, TileCount const& count) {
+    return chosen(product, count).cluster;
+  };
+  EXPECT_EQ(cluster(Product::rows, {2907, 9, 832, 1408}), 1);
+  EXPECT_EQ(cluster(Product::rows, {147150, 225, 832, 2816}), 2);
+  EXPECT_EQ(cluster(Product::up, {2705, 9, 1024, 1344}), 1);
+  EXPECT_EQ(cluster(Product::up, {262144, 128, 1536, 2048}), 2);  // qwen30b
+  EXPECT_EQ(cluster(Product::down_gradient, {285985, 358, 320, 5696}), 1);
+  EXPECT_EQ(cluster(Product::down_gradient, {262144, 128, 768, 2048}), 2);
+  EXPECT_EQ(cluster(Product::experts, {4672, 12, 320, 4506, false}), 1);
+  EXPECT_EQ(cluster(Product::experts, {7168, 256, 2048, 512, false}), 2);  // dsv3
 }
 
 // As measured on an H200: tiles in turns where those of 256 columns leave many empty.
@@ -39,6 +55,7 @@ TEST(ChooseConfig, TakesTurnsWhereThatIsFaster) {
                         Case{262144, 64, 2048, 1024, false},      // olmoe,
                         Case{262144, 128, 4096, 1024, false},     // sonic30b,
                         Case{98304, 128, 2880, 2880, true},       // gptoss: 11.25 tiles of 256,
+                        Case{147150, 225, 832, 2816, false},      // 3.25 tiles, but 4.33 of 192
                         Case{32768, 8, 4096, 14336, false}}) {    // mixtral
     TileCount const count{c.rows, c.groups, c.columns, c.inner};
     EXPECT_EQ(chosen(Product::rows, count).in_turns, c.in_turns) << c.columns << " " << c.inner;
@@ -116,6 +133,10 @@ TEST(ChooseConfig, CostsByHand) {
   BuiltConfig const narrow{{128, 256, 4}, {1.5}, 400, 1, {-.25}};
   TileCount const half_tiles{.rows = 1000, .groups = 4, .columns = 128, .inner = 130};
   EXPECT_DOUBLE_EQ(expected_cost(narrow, Product::rows, half_tiles), .75 * 1.5 * 3 * 1024 + 400);
+  // A pair's launch takes longer, whatever follows.
+  BuiltConfig const pair{{128, 256, 4, 2}, {1}, 400, 1, {}, 5000};
+  EXPECT_DOUBLE_EQ(expected_cost(pair, Product::rows, one_round), 5000 + 3 * 1024 + 400);
+  EXPECT_DOUBLE_EQ(expected_cost(pair, Product::rows, two_rounds), 5000 + 2 * (3 * 1024 + 400));
 }
 
 // No config that serves the product costs less, as the tests above count it.
