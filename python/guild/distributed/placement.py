@@ -143,6 +143,8 @@ def shard_layers(
                 f"mesh: expected {ranks} ranks, {layer.expert_group.size} that share the experts "
                 f"times {experts_mesh.size()} of experts_mesh, got {mesh.size()}"
             )
+        if isinstance(layer.w_up, DTensor):
+            _expect_names(layer.w_up.device_mesh, experts_mesh)
         for part in (layer.router, layer.shared, layer):
             if part is not None:
                 part.register_forward_hook(_own_output)
@@ -161,6 +163,16 @@ def shard_layers(
 
 def _divide(gradients: Tensor, by: float) -> None:
     gradients.div_(by)
+
+
+def _expect_names(*meshes: DeviceMesh) -> None:
+    """Raise ValueError unless they can be dimensions of one mesh, as FSDP2 asks of DTensors."""
+    if any(mesh.mesh_dim_names is None for mesh in meshes):
+        raise ValueError(
+            "experts_mesh: expected a dimension of one mesh with distribute_experts' own, by their "
+            'names, as init_device_mesh(device, (1, ranks), mesh_dim_names=("data", "experts")) '
+            "has where all ranks share the experts; got a mesh without names"
+        )
 
 
 def _own_output(part: nn.Module, arguments: Any, output: Any) -> Any:
