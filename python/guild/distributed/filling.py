@@ -31,7 +31,7 @@ def fill_normal(weight: Tensor, std: float, mine: range, experts: int) -> None:
     elif weight.device.type == "cuda":
         nn.init.normal_(weight, std=std)  # torch's own numbers for whole tensors, kept in parts
     else:  # where torch would draw the same for every part
-        seed = int(torch.randint(2**62, ()))
+        seed = int(torch.randint(2**62, (), device="cpu"))
         coordinates = weight.device_mesh.get_coordinate()
         for coordinate, place in zip(coordinates, weight.placements, strict=True):
             seed = (seed * 4093 + (0 if place.is_replicate() else coordinate + 1)) % 2**62

@@ -126,7 +126,8 @@ def _in_files(
     os.truncate(number, size)
     os.close(number)
     paths = _everyone(group, path)
-    mapped = [torch.from_file(p, shared=True, size=size, dtype=torch.uint8) for p in paths]
+    how: dict[str, Any] = {"shared": True, "size": size, "dtype": torch.uint8, "device": "cpu"}
+    mapped = [torch.from_file(p, **how) for p in paths]
     _everyone(group, path)  # has opened it
     os.unlink(path)
     return mapped[dist.get_rank(group)], mapped, [m.data_ptr() for m in mapped]

@@ -53,7 +53,7 @@ class Peers:
         self._all: list[PeerMemory] = []  # captured graphs may use earlier ones
         self._known: set[tuple[int, ...]] = set()
         pinned = device.type == "cuda"
-        self._report = torch.zeros(5, dtype=torch.int64, pin_memory=pinned)
+        self._report = torch.zeros(5, dtype=torch.int64, device="cpu", pin_memory=pinned)
         self._facts: dict[str, int] = {}  # that the ranks compare in forward
         self._returned = False  # since the last rows were published
         self._streams: list[torch.cuda.Stream] = []  # beside that of the calls

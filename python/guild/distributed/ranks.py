@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -239,7 +239,8 @@ class Ranks:
         """A tensor that depends on the other ranks, on the CPU, within the time limit."""
         if not tensor.is_cuda:
             return tensor
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        where: dict[str, Any] = {"device": "cpu", "pin_memory": True}  # whatever the default is
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, **where)
         host.copy_(tensor, non_blocking=True)
         copied = torch.cuda.Event()
         copied.record()

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import guild
 from layer_checks import tokens_of, weights_of
@@ -144,6 +145,24 @@ def transforms(rank: int) -> None:
         assert torch.isfinite(layer(x)).all()
 
 
+def default_device(rank: int) -> None:
+    """Another one than the tokens': what an engine makes for itself lies where it must."""
+    for engine in ("nccl", "peer"):
+        layer = guild.MoE(16, 8, 8, 2, expert_group=new_group(engine=engine))
+        x = torch.randn(5, 16)
+        with torch.device("meta"):
+            out = layer(x)
+            out.sum().backward()
+        assert torch.equal(out, layer(x)) and layer.w_up.grad.isfinite().all()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    with torch.device("meta"):
+        layer = guild.MoE(16, 8, 8, 2)
+        guild.distribute_experts(layer, mesh)
+        layer.to_empty(device="cpu")
+        layer.reset_parameters()
+    assert torch.isfinite(layer(x)).all()
+
+
 def the_first_call(rank: int) -> None:
     """Engines that do not match are an error on all ranks, which none waits for in vain."""
     ranks = list(range(dist.get_world_size()))
@@ -216,6 +235,7 @@ CHECKS = (
     lists_and_low_rank,
     other_activations,
     transforms,
+    default_device,
     the_first_call,
     one_pass_less,
     middle_of_a_step,
