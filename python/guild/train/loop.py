@@ -263,7 +263,8 @@ class Training:
                 f"{second}_validation_loss": validation[second],
             }
         title = f"{s.steps} steps on {summary['device']}, {summary['dtype']}"
-        plot_run(rows, title, self.folder.plot)
+        with self.folder.replacing(self.folder.plot) as file:
+            plot_run(rows, title, file)
         self.folder.write_summary(summary)  # last: it says that the run is complete
         return summary
 

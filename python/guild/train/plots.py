@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import matplotlib
 
@@ -32,7 +32,7 @@ def _smooth(values: list[float]) -> np.ndarray:
     return (sums[at + reach + 1] - sums[at - reach]) / (2 * reach + 1)
 
 
-def plot_run(rows: list[dict[str, Any]], title: str, file: Path) -> None:
+def plot_run(rows: list[dict[str, Any]], title: str, file: Path | IO[bytes]) -> None:
     """Loss and load balance of a run, and with two runs the difference of their losses.
 
     Parameters
@@ -41,7 +41,7 @@ def plot_run(rows: list[dict[str, Any]], title: str, file: Path) -> None:
         The rows of metrics.jsonl.
     title : str
         First line of the figure.
-    file : Path
+    file : Path or file
         The PNG to write.
     """
     runs = [moe for moe in NAMES if steps_of(rows, moe)]
@@ -57,7 +57,7 @@ def plot_run(rows: list[dict[str, Any]], title: str, file: Path) -> None:
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
         axis.legend(frameon=False, fontsize=9)
-    figure.savefig(file, dpi=130)
+    figure.savefig(file, dpi=130, format="png")
     plt.close(figure)
 
 

@@ -182,7 +182,7 @@ class RunFolder:
     def cut_after(self, step: int) -> None:
         """Drop the rows that are newer than `step`."""
         kept = [row for row in self.rows() if row["step"] <= step]
-        with self._replacing(self.metrics) as file:
+        with self.replacing(self.metrics) as file:
             file.writelines(json.dumps(row).encode() + b"\n" for row in kept)
 
     def save_checkpoint(self, state: dict[str, Any]) -> None:
@@ -193,7 +193,7 @@ class RunFolder:
         OSError
             When it cannot be written; the one before is still there.
         """
-        with self._replacing(self.checkpoint) as file:
+        with self.replacing(self.checkpoint) as file:
             torch.save({"format": _FORMAT, **state}, file)
 
     def load_checkpoint(self, option: str = "resume") -> dict[str, Any]:
@@ -237,7 +237,7 @@ class RunFolder:
             (self.sample, summary["sample"]),
             (self.summary, json.dumps(summary, indent=2) + "\n"),
         ):
-            with self._replacing(path) as file:
+            with self.replacing(path) as file:
                 file.write(text.encode())
 
     def read_summary(self) -> dict[str, Any] | None:
@@ -253,8 +253,14 @@ class RunFolder:
         return path.with_suffix(".unfinished")
 
     @contextlib.contextmanager
-    def _replacing(self, path: Path) -> Iterator[IO[bytes]]:
-        """A file to write that takes the place of `path` when it is complete, else goes."""
+    def replacing(self, path: Path) -> Iterator[IO[bytes]]:
+        """A file to write that takes the place of `path` when it is complete, else goes.
+
+        Raises
+        ------
+        OSError
+            When it cannot be written; what was at the path is still there.
+        """
         unfinished = self._unfinished(path)
         try:
             with unfinished.open("wb") as file:

@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 import pytest
 import torch
@@ -275,13 +276,15 @@ def test_disk_fills_after_the_last_step(
 ) -> None:
     """The results that are missing are made up for, and no row is written twice."""
 
-    def fail(rows: object, title: str, file: Path) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
+    def fail(rows: object, title: str, file: IO[bytes]) -> None:
+        file.write(b"half of it")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
         patch.setattr("guild.train.loop.plot_run", fail)
         assert "loss.png: No space left on device" in refused(run(*SMALL), capsys)
     folder = tmp_path / "run"
+    assert not [path.name for path in folder.iterdir() if path.stem == "loss"]
     metrics = (folder / "metrics.jsonl").read_bytes()
     assert run("--resume") == 0
     assert (folder / "metrics.jsonl").read_bytes() == metrics
