@@ -269,6 +269,8 @@ class ExpertParallel:
             If an argument is not as described, or differs between ranks where it must not.
         RuntimeError
             If a rank is gone or late.
+        NotImplementedError
+            Under torch.func's transforms and forward-mode AD.
         """
         expect_absent(out=out, expert_map=expert_map)
         layout = activation, order, transposed
