@@ -16,6 +16,9 @@ inline constexpr int kSharedExpert = 1 << 20;
 template <class T, DecodeShape S, bool activates>
 struct DecodeResults {
   static constexpr int parts = S.parts(), kHalf = S.rows / 2;
+  // Whether a warp's 16 rows are all of gate or all of up; else its eights are.
+  static constexpr bool kByWarps = kHalf % 16 == 0;
+  static constexpr int kUpPlaces = (kByWarps ? 2 : 4) * kHalf;
   struct Matrix {
     T* data;  // null: not wanted
     int64_t stride;
@@ -34,8 +37,8 @@ struct DecodeResults {
   struct Storage {
     union {
       alignas(16) T value[tokens][64 + 8];
-      // Before that, sums of the warps that have up, where they are not those that have gate.
-      float up[parts == 1 && activates ? tokens / 2 : 1][parts == 1 ? 2 * kHalf : 1];
+      // Before that, sums of up, where other threads have those of gate.
+      float up[parts == 1 && activates ? tokens / 2 : 1][parts == 1 ? kUpPlaces : 1];
     };
   };
 
@@ -108,9 +111,7 @@ struct DecodeResults {
 #pragma unroll
         for (int i = 0; i < count; ++i) {
           if (i % 4 == 0 && 2 * i >= tile.rows) break;
-          float const up = !halves      ? 0.f
-                           : parts == 2 ? acc[parts - 1][i]
-                                        : storage.up[i][threadIdx.x % (2 * kHalf)];
+          float const up = !halves ? 0.f : parts == 2 ? acc[parts - 1][i] : up_of(storage, i);
           acc[part][i] = activate<family.value>(act, acc[part][i], up);
         }
       }
@@ -126,13 +127,29 @@ struct DecodeResults {
     }
   }
 
-  // Passes the sums of up to the warps that have those of gate.
+  // Of a thread's i-th sum: that of up, whether it is of gate or of up itself.
+  template <class Storage>
+  static __device__ auto& up_of(Storage& storage, int i) {
+    if constexpr (kByWarps) return storage.up[i][threadIdx.x % (2 * kHalf)];
+    return storage.up[i / 4 * 2 + i % 2][eight_of(i) % (kHalf / 8) * 32 + threadIdx.x % 32];
+  }
+  // Which eight rows of the tile it is of.
+  static __device__ int eight_of(int i) { return 2 * warp_index() + i % 4 / 2; }
+
+  // Passes the sums of up to the threads that have those of gate.
   template <int count, class Storage>
   __device__ void take_up(float (&acc)[count], Storage& storage) const {
     consumers_barrier();
-    if (warp_index() / (kHalf / 16) == 1) {
+    if constexpr (kByWarps) {
+      if (warp_index() / (kHalf / 16) == 1) {
 #pragma unroll
-      for (int i = 0; i < count; ++i) storage.up[i][threadIdx.x % (2 * kHalf)] = acc[i];
+        for (int i = 0; i < count; ++i) up_of(storage, i) = acc[i];
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < count; ++i) {
+        if (eight_of(i) / (kHalf / 8) == 1) up_of(storage, i) = acc[i];
+      }
     }
     consumers_barrier();
   }
