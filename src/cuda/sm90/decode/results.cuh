@@ -111,7 +111,9 @@ struct DecodeResults {
 #pragma unroll
         for (int i = 0; i < count; ++i) {
           if (i % 4 == 0 && 2 * i >= tile.rows) break;
-          float const up = !halves ? 0.f : parts == 2 ? acc[parts - 1][i] : up_of(storage, i);
+          float const up = !halves      ? 0.f
+                           : parts == 2 ? acc[parts - 1][i]
+                                        : storage.up[up_row(i)][up_place(i)];
           acc[part][i] = activate<family.value>(act, acc[part][i], up);
         }
       }
@@ -127,11 +129,11 @@ struct DecodeResults {
     }
   }
 
-  // Of a thread's i-th sum: that of up, whether it is of gate or of up itself.
-  template <class Storage>
-  static __device__ auto& up_of(Storage& storage, int i) {
-    if constexpr (kByWarps) return storage.up[i][threadIdx.x % (2 * kHalf)];
-    return storage.up[i / 4 * 2 + i % 2][eight_of(i) % (kHalf / 8) * 32 + threadIdx.x % 32];
+  // Where the sums of up lie that go with a thread's i-th sum, be it of gate or of up itself.
+  static __device__ int up_row(int i) { return kByWarps ? i : i / 4 * 2 + i % 2; }
+  static __device__ int up_place(int i) {
+    if constexpr (kByWarps) return threadIdx.x % (2 * kHalf);
+    return eight_of(i) % (kHalf / 8) * 32 + threadIdx.x % 32;
   }
   // Which eight rows of the tile it is of.
   static __device__ int eight_of(int i) { return 2 * warp_index() + i % 4 / 2; }
@@ -143,12 +145,12 @@ struct DecodeResults {
     if constexpr (kByWarps) {
       if (warp_index() / (kHalf / 16) == 1) {
 #pragma unroll
-        for (int i = 0; i < count; ++i) up_of(storage, i) = acc[i];
+        for (int i = 0; i < count; ++i) storage.up[up_row(i)][up_place(i)] = acc[i];
       }
     } else {
 #pragma unroll
       for (int i = 0; i < count; ++i) {
-        if (eight_of(i) / (kHalf / 8) == 1) up_of(storage, i) = acc[i];
+        if (eight_of(i) / (kHalf / 8) == 1) storage.up[up_row(i)][up_place(i)] = acc[i];
       }
     }
     consumers_barrier();
