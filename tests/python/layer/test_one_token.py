@@ -51,6 +51,37 @@ def test_the_experts_are_the_routers(experts: int, logits: str, device: str) -> 
         assert torch.equal(found.nan_to_num(-7.0), wanted.nan_to_num(-7.0)), router
 
 
+@pytest.mark.parametrize(
+    ("activation", "interleaved", "width"),
+    [
+        ("swiglu", False, 512),
+        ("swiglu", True, 520),
+        ("gpt_oss", True, 600),
+        ("relu2_ungated", False, 1112),
+    ],
+)
+def test_ten_experts_whose_tiles_of_more_rows_fit_a_gpu_at_once(
+    activation: str, interleaved: bool, width: int, device: str
+) -> None:
+    """Without ids given the up projection may have larger tiles, with the same bits."""
+    torch.manual_seed(width)
+    flags = LayerFlags(*guild.Activation.named(activation).scalars, interleaved, False)
+    scalars = router_scalars(10, guild.Router())
+    for dtype in (torch.bfloat16, torch.float16):
+        place = {"device": device, "dtype": dtype}
+        x, weight = torch.randn(1, 192, **place), torch.randn(12, 192, **place) / 14
+        w_up = torch.randn(12, (1 + flags.gated) * width, 192, **place) / 14
+        w_down = torch.randn(12, 192, width, **place) / 24
+        scores, ids, _ = ops.route_tokens(x, weight, None, None, *scalars)
+        wanted, found = torch.empty_like(x), torch.empty_like(x)
+        args = None, w_up, None, w_down, None, None, *flags
+        ops.moe_forward_out(x, ids, scores, None, *args, wanted, None)
+        ops.moe_layer_out(
+            x, weight, None, None, *scalars, None, w_up, w_down, None, None, *flags, found
+        )
+        assert torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize("hidden", [64, 1088, 8192])
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_token_has_its_bits_in_any_company(hidden: int, gated: bool, gpu: str) -> None:

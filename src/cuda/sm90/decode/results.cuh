@@ -16,6 +16,9 @@ inline constexpr int kSharedExpert = 1 << 20;
 template <class T, DecodeShape S, bool activates>
 struct DecodeResults {
   static constexpr int parts = S.parts(), kHalf = S.rows / 2;
+  // Whether a warp's 16 rows are all of gate or all of up; else its eights are.
+  static constexpr bool kByWarps = kHalf % 16 == 0;
+  static constexpr int kUpPlaces = (kByWarps ? 2 : 4) * kHalf;
   struct Matrix {
     T* data;  // null: not wanted
     int64_t stride;
@@ -34,8 +37,8 @@ struct DecodeResults {
   struct Storage {
     union {
       alignas(16) T value[tokens][64 + 8];
-      // Before that, sums of the warps that have up, where they are not those that have gate.
-      float up[parts == 1 && activates ? tokens / 2 : 1][parts == 1 ? 2 * kHalf : 1];
+      // Before that, sums of up, where other threads have those of gate.
+      float up[parts == 1 && activates ? tokens / 2 : 1][parts == 1 ? kUpPlaces : 1];
     };
   };
 
@@ -110,7 +113,7 @@ struct DecodeResults {
           if (i % 4 == 0 && 2 * i >= tile.rows) break;
           float const up = !halves      ? 0.f
                            : parts == 2 ? acc[parts - 1][i]
-                                        : storage.up[i][threadIdx.x % (2 * kHalf)];
+                                        : storage.up[up_row(i)][up_place(i)];
           acc[part][i] = activate<family.value>(act, acc[part][i], up);
         }
       }
@@ -126,13 +129,29 @@ struct DecodeResults {
     }
   }
 
-  // Passes the sums of up to the warps that have those of gate.
+  // Where the sums of up lie that go with a thread's i-th sum, be it of gate or of up itself.
+  static __device__ int up_row(int i) { return kByWarps ? i : i / 4 * 2 + i % 2; }
+  static __device__ int up_place(int i) {
+    if constexpr (kByWarps) return threadIdx.x % (2 * kHalf);
+    return eight_of(i) % (kHalf / 8) * 32 + threadIdx.x % 32;
+  }
+  // Which eight rows of the tile it is of.
+  static __device__ int eight_of(int i) { return 2 * warp_index() + i % 4 / 2; }
+
+  // Passes the sums of up to the threads that have those of gate.
   template <int count, class Storage>
   __device__ void take_up(float (&acc)[count], Storage& storage) const {
     consumers_barrier();
-    if (warp_index() / (kHalf / 16) == 1) {
+    if constexpr (kByWarps) {
+      if (warp_index() / (kHalf / 16) == 1) {
 #pragma unroll
-      for (int i = 0; i < count; ++i) storage.up[i][threadIdx.x % (2 * kHalf)] = acc[i];
+        for (int i = 0; i < count; ++i) storage.up[up_row(i)][up_place(i)] = acc[i];
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < count; ++i) {
+        if (eight_of(i) / (kHalf / 8) == 1) storage.up[up_row(i)][up_place(i)] = acc[i];
+      }
     }
     consumers_barrier();
   }

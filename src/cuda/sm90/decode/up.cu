@@ -5,10 +5,15 @@
 namespace guild::cuda::sm90 {
 namespace {
 
-template <class T, Major major, bool gathered, int tokens, bool chooses>
+// Rows of the weight in a tile: the fewest where there are few tokens.
+constexpr int up_rows(int tokens, Major major) {
+  return major != Major::K ? 128 : tokens == 8 ? 32 : 64;
+}
+
+template <class T, Major major, bool gathered, int tokens, bool chooses,
+          int rows = up_rows(tokens, major)>
 void launch_up(UpProduct const& x, Queue const& queue) {
-  // The smallest where there are few of them.
-  constexpr DecodeShape shape{tokens, major != Major::K ? 128 : tokens == 8 ? 32 : 64};
+  constexpr DecodeShape shape{tokens, rows};
   using Product = DecodeProduct<T, shape, major, gathered, true, chooses>;
   bool const halves = x.pairing == Pairing::halves;
   int64_t const columns = x.pairing == Pairing::alternate ? 2 * x.n : x.n;
@@ -56,13 +61,32 @@ void launch_up(UpProduct const& x, Queue const& queue) {
   launch_decode<Product>(p, most_decode_tiles(p, x.groups.groups, tokens), queue);
 }
 
+// Rows of a tile for one token whose experts all blocks choose, if then none has a second tile. All
+// blocks begin at once there, and those with two would end last (docs/measured/).
+constexpr int kMoreRows = 48;
+bool takes_more_rows(UpProduct const& x, Queue const& queue) {
+  constexpr int64_t kManyExperts = 8;  // with four it takes longer
+  auto const fits = [&](int rows) {
+    return x.rows * ceil_div(2 * x.n, rows) <= kAtOnce * multiprocessors(queue);
+  };
+  return x.pairing == Pairing::halves && x.rows >= kManyExperts && x.shared.n == 0 &&
+         fits(kMoreRows) && !fits(up_rows(8, Major::K));
+}
+
 }  // namespace
 
 void decode_up_product(UpProduct const& x, Queue const& queue) {
   with_product(x.dtype, x.w[0].in_stride == 1, x.row_token != nullptr,
                [&]<class T, Major major, bool gathered> {
                  if constexpr (gathered) {  // a single token is
-                   if (x.choice != nullptr) return launch_up<T, major, true, 8, true>(x, queue);
+                   if (x.choice != nullptr) {
+                     if constexpr (major == Major::K) {
+                       if (takes_more_rows(x, queue)) {
+                         return launch_up<T, major, true, 8, true, kMoreRows>(x, queue);
+                       }
+                     }
+                     return launch_up<T, major, true, 8, true>(x, queue);
+                   }
                  }
                  with_tokens(x.tokens, x.rows, x.groups.groups, [&]<int tokens> {
                    launch_up<T, major, gathered, tokens, false>(x, queue);
