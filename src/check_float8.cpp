@@ -27,7 +27,7 @@ void check(QuantizeRows const& x) {
   check_kind(x.scale);
   check_rows(x.x, x.rows, x.columns, "x");
   check_rows(x.codes, x.rows, x.columns, "codes");
-  check_made_scales(x.scales, 1, x.rows, scale_blocks_of(x.columns), "scales");
+  check_made_scales(x.scales, 1, x.rows, scale_blocks(x.columns), "scales");
 }
 
 void check(QuantizeWeights const& x) {
@@ -45,7 +45,7 @@ void check(QuantizeWeights const& x) {
   if (x.transposed.data != nullptr) {
     check_weight(x.transposed, x.experts, rows, x.in, "transposed", true);
   }
-  check_made_scales(x.scales, x.experts, x.halves() * scale_blocks_of(x.out), scale_blocks_of(x.in),
+  check_made_scales(x.scales, x.experts, x.halves() * scale_blocks(x.out), scale_blocks(x.in),
                     "scales");
 }
 
@@ -60,12 +60,12 @@ void check(ScaledGroupedGemm const& x) {
   check_element(x.out_dtype, "out_dtype");
   check_pointer(x.offsets, true, "offsets");
   check_rows(x.a, x.m, x.halves * x.k, "a");
-  int64_t const k_blocks = x.halves * scale_blocks_of(x.k);
+  int64_t const k_blocks = x.halves * scale_blocks(x.k);
   check_scales(x.a_scales, x.m > 0, {1, x.m, k_blocks}, "a_scales");
   check_weight(x.b, x.groups, x.n, x.halves * x.k, "b", false);
   require(x.b.in_stride == 1 || x.halves * x.k == 1, "b: expected K contiguous, got stride ",
           x.b.in_stride);
-  check_scales(x.b_scales, true, {x.groups, scale_blocks_of(x.n), k_blocks}, "b_scales");
+  check_scales(x.b_scales, true, {x.groups, scale_blocks(x.n), k_blocks}, "b_scales");
   check_rows(x.d, x.m, x.n, "d");
   check_optional_rows(x.bias, x.groups, x.n, "bias");
 }
@@ -76,8 +76,8 @@ void check(ScaledUp const& x) {
   check_scaled_step(x);
   check_format(x.x_format, "x_format");
   check_rows(x.x, input_rows(s, x.routing), s.hidden, "x");
-  int64_t const tokens = input_rows(s, x.routing), depth = scale_blocks_of(s.hidden);
-  int64_t const blocks = scale_blocks_of(s.intermediate), halves = gated ? 2 : 1;
+  int64_t const tokens = input_rows(s, x.routing), depth = scale_blocks(s.hidden);
+  int64_t const blocks = scale_blocks(s.intermediate), halves = gated ? 2 : 1;
   check_scales(x.x_scales, tokens > 0, {1, tokens, depth}, "x_scales");
   check_codes(x.w_up.gate, s.experts, s.intermediate, s.hidden, "w_up.gate");
   check_scales(x.w_scales.gate, true, {s.experts, blocks, depth}, "w_scales.gate");
@@ -103,8 +103,8 @@ void check(ScaledDownGradient const& x) {
   check_format(x.dout_format, "dout_format");
   check_format(x.h_format, "h_format");
   check_rows(x.dout, input_rows(s, x.routing), s.hidden, "dout");
-  int64_t const tokens = input_rows(s, x.routing), depth = scale_blocks_of(s.hidden);
-  int64_t const blocks = scale_blocks_of(s.intermediate), halves = gated ? 2 : 1;
+  int64_t const tokens = input_rows(s, x.routing), depth = scale_blocks(s.hidden);
+  int64_t const blocks = scale_blocks(s.intermediate), halves = gated ? 2 : 1;
   check_scales(x.dout_scales, tokens > 0, {1, tokens, depth}, "dout_scales");
   check_weight(x.w_down, s.experts, s.hidden, s.intermediate, "w_down", false);
   require(x.w_down.out_stride == 1 || s.hidden == 1, "w_down: expected H contiguous, got stride ",

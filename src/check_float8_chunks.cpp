@@ -17,10 +17,10 @@ void check(QuantizeChunks const& x) {
   if (!has_codes) check_kind(x.scale);
   check_pointer(x.offsets, true, "offsets");
   check_rows(x.x, height, x.halves * x.columns, "x");
-  check_scales(x.x_scales, false, {1, height, x.halves * scale_blocks_of(x.columns)}, "x_scales");
+  check_scales(x.x_scales, false, {1, height, x.halves * scale_blocks(x.columns)}, "x_scales");
   check_pointer(x.codes, true, "codes");
-  check_made_scales(x.scales, 1, chunk_slots(x.rows, x.groups),
-                    x.halves * scale_blocks_of(x.columns), "scales");
+  check_made_scales(x.scales, 1, chunk_slots(x.rows, x.groups), x.halves * scale_blocks(x.columns),
+                    "scales");
 }
 
 namespace {
@@ -30,7 +30,7 @@ void check_chunks(ConstChunks const& x, int64_t slots, int64_t columns, char con
   require(x.slot_stride == 0 || x.slot_stride >= columns * kScaleBlock, name,
           ": expected slots at least ", columns * kScaleBlock, " apart, or 0, got ", x.slot_stride);
   check_reach({{{1, 0}, {slots, x.slot_stride}, {columns * kScaleBlock, 1}}}, name);
-  check_scales(x.scales, true, {1, slots, scale_blocks_of(columns)}, name);
+  check_scales(x.scales, true, {1, slots, scale_blocks(columns)}, name);
 }
 
 }  // namespace

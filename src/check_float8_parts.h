@@ -1,6 +1,7 @@
 // The conditions on formats, scales and codes that checks of FP8 steps are made of.
 #pragma once
 #include "check_parts.h"
+#include "shared/float8.h"
 
 namespace guild {
 
@@ -12,11 +13,6 @@ inline void check_format(Float8 format, char const* name) {
 inline void check_element(DType dtype, char const* name) {
   check_dtype(dtype, name);
   require(dtype != DType::float64, name, ": expected bfloat16, float16 or float32, got float64");
-}
-
-// Blocks that one scale each is for, of a dimension's elements.
-inline int64_t scale_blocks_of(int64_t elements) {
-  return (elements + kScaleBlock - 1) / kScaleBlock;
 }
 
 // Scales (experts, rows, columns), which may repeat.

@@ -31,7 +31,7 @@ void check(RegroupMicro const& x) {
   check_rows(x.x, x.rows, x.columns, "x");
   check_pointer(x.x_scales, x.rows > 0, "x_scales");
   check_rows(x.codes, x.rows, x.columns, "codes");
-  check_made_scales(x.scales, 1, x.rows, scale_blocks_of(x.columns), "scales");
+  check_made_scales(x.scales, 1, x.rows, scale_blocks(x.columns), "scales");
 }
 
 }  // namespace guild

@@ -45,17 +45,19 @@ void check_sequences(int64_t tokens, int64_t sequences) {
           sequences);
 }
 
-void check_operand(GroupedGemm::Operand const& o, int64_t groups, int64_t rows, int64_t columns,
-                   char const* name) {
+// Returns the operand's dimensions.
+std::array<Dimension, 3> check_operand(GroupedGemm::Operand const& o, int64_t groups, int64_t rows,
+                                       int64_t columns, char const* name) {
   int64_t const elements = rows * columns;
   require(o.data != nullptr || elements == 0, name, ": expected ", elements, " elements, got null");
   require(o.group_stride >= 0 && o.row_stride >= 0 && o.col_stride >= 0, name,
           ": expected strides of at least 0, got (", o.group_stride, ", ", o.row_stride, ", ",
           o.col_stride, ")");
-  check_reach({{matrices(groups, o.group_stride, o.group_at),
-                {rows, o.row_stride},
-                {columns, o.col_stride}}},
-              name);
+  std::array<Dimension, 3> const places{{matrices(groups, o.group_stride, o.group_at),
+                                         {rows, o.row_stride},
+                                         {columns, o.col_stride}}};
+  check_reach(places, name);
+  return places;
 }
 
 // What only some routers have: expected with these, null with others.
@@ -175,10 +177,7 @@ void check(GroupedGemm const& x) {
   bool const b_stacked = x.ragged == Ragged::rows || x.ragged == Ragged::none;
   check_operand(x.a, a_stacked ? x.groups : 1, x.m, x.k, "a");
   check_operand(x.b, b_stacked ? x.groups : 1, x.k, x.n, "b");
-  check_operand(x.d, stacked ? x.groups : 1, x.m, x.n, "d");
-  require(lie_apart({{matrices(stacked ? x.groups : 1, x.d.group_stride, x.d.group_at),
-                      {x.m, x.d.row_stride},
-                      {x.n, x.d.col_stride}}}),
+  require(lie_apart(check_operand(x.d, stacked ? x.groups : 1, x.m, x.n, "d")),
           "d: expected strides of an output that does not overlap, got (", x.d.group_stride, ", ",
           x.d.row_stride, ", ", x.d.col_stride, ")");
   check_optional_rows(x.bias, x.groups, x.ragged == Ragged::columns ? x.m : x.n, "bias");

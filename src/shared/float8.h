@@ -10,6 +10,9 @@
 
 namespace guild {
 
+// Blocks, of a scale each, of a dimension's elements.
+inline int64_t scale_blocks(int64_t elements) { return (elements + kScaleBlock - 1) / kScaleBlock; }
+
 GUILD_HD float largest_of(Float8 format) { return format == Float8::e4m3 ? 448.f : 57344.f; }
 
 // What elements are multiplied by to get codes, and codes to get elements.

@@ -1,10 +1,9 @@
 // What ops of quantised operands read off their tensors: formats, codes and scales.
 #pragma once
+#include "shared/float8.h"
 #include "torch/tensors.h"
 
 namespace guild::binding {
-
-inline int64_t scale_blocks(int64_t size) { return (size + kScaleBlock - 1) / kScaleBlock; }
 
 inline Float8 float8_of(int64_t format, char const* name) {
   require(format == 0 || format == 1, name, ": expected 0 (e4m3) or 1 (e5m2), got ", format);

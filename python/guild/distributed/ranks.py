@@ -148,11 +148,8 @@ class Ranks:
         RuntimeError
             If a rank is gone or does not answer in time, or is in a pass already.
         """
-        self._expect_group()
-        own = torch.tensor([PASSES.index("choice of an engine"), self.calls + 1], device=device)
-        own = F.pad(own, (0, _WORDS - own.shape[0])).expand(self.size, -1).contiguous()
-        others = torch.empty_like(own)
-        self._all_to_all(others, own, None, None, "forward")
+        choice = PASSES.index("choice of an engine")
+        _, others = self._pass_and_call(choice, self.calls + 1, device, "forward")
         _expect_same_pass(self._on_host(others).tolist(), [0])
 
     def agree_backward(self, call: int, like: Tensor, half: int = 1) -> None:
@@ -167,16 +164,23 @@ class Ranks:
         RuntimeError
             If not, on all ranks.
         """
-        self._expect_group()
-        own = torch.tensor([half, call], device=like.device)
-        own = F.pad(own, (0, _WORDS - own.shape[0])).expand(self.size, -1).contiguous()
-        others = torch.empty_like(own)
-        self._all_to_all(others, own, None, None, "backward")
+        own, others = self._pass_and_call(half, call, like.device, "backward")
         if not like.is_cuda:
             _expect_same_pass(others.tolist(), [0, 1])
             return
         differs = (others != own).any()
         self._doubt = differs if self._doubt is None else self._doubt | differs
+
+    def _pass_and_call(
+        self, number: int, call: int, device: torch.device, what: str
+    ) -> tuple[Tensor, Tensor]:
+        """The first message of a pass that says no more: own words and those of the others."""
+        self._expect_group()
+        own = torch.tensor([number, call], device=device)
+        own = F.pad(own, (0, _WORDS - own.shape[0])).expand(self.size, -1).contiguous()
+        others = torch.empty_like(own)
+        self._all_to_all(others, own, None, None, what)
+        return own, others
 
     @contextlib.contextmanager
     def in_step(self, what: str) -> Iterator[None]:

@@ -23,8 +23,6 @@ BlockScales<F> columns_from(BlockScales<F> s, int64_t j) {
   return s;
 }
 
-inline int64_t scale_blocks(int64_t size) { return (size + kScaleBlock - 1) / kScaleBlock; }
-
 // The values of all codes, without their scales.
 inline std::array<float, 256> const& values_of(Float8 format) {
   static auto const tables = [] {

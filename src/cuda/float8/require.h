@@ -1,7 +1,7 @@
 // What the products of FP8 codes require of their arguments: operands that TMA can load.
 #pragma once
 #include "cuda/alignment.h"
-#include "guild/float8.h"
+#include "shared/float8.h"
 
 namespace guild::cuda {
 
@@ -37,7 +37,6 @@ inline void require_scales(ConstScales const& s, int64_t matrices, int64_t rows,
           ": expected fewer than 2^32 elements on CUDA, got strides (", s.expert_stride, ", ",
           s.row_stride, ", ", s.col_stride, ")");
 }
-inline int64_t scale_blocks(int64_t size) { return (size + kScaleBlock - 1) / kScaleBlock; }
 
 inline void require_e4m3(Float8 format, char const* name) {
   require(format == Float8::e4m3, name, ": expected 0 (e4m3) on CUDA, got 1 (e5m2)");

@@ -8,6 +8,7 @@
 // TMA sees two codes as one element of two bytes.
 #pragma once
 #include "cuda/sm90/float8/store_experts.cuh"
+#include "cuda/sm90/float8/warp_rows.cuh"
 #include "cuda/sm90/kernel.cuh"
 #include "guild/float8_chunks.h"
 
@@ -97,12 +98,6 @@ struct ChunkSums : GroupedProduct<C, ChunkColumns<C>, Epilogue> {
     }
     __device__ StepScales load(Params const& p) const {
       return {load_now(p.a_scales.data + a), load_now(p.b_scales.data + b)};
-    }
-    // Issued here: the compiler would move the load to where the value is used, two steps later.
-    static __device__ float load_now(float const* from) {
-      float value;
-      asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(value) : "l"(from));
-      return value;
     }
   };
 
