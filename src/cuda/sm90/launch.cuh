@@ -45,25 +45,30 @@ CUtensorMap clipped_map(ConstRows rows, int64_t count, int64_t columns, char con
                     name);
 }
 
-// The map's base lies 64 rows before the matrix, as RowOutput describes; store() addresses the
-// tile's own rows only.
+// RowOutput's map, with boxes of `box_rows`. Its base lies 64 rows before the matrix, as RowOutput
+// describes; store() addresses the tile's own rows only.
+template <class T>
+CUtensorMap output_map(Rows const& rows, int64_t count, int64_t columns, int halves, int box_rows,
+                       char const* name) {
+  int64_t const stride = row_stride(rows, columns * halves);
+  return tensor_map(static_cast<T*>(rows.data) - 64 * stride, dtype_of<T>(),
+                    {.x = columns,
+                     .y = halves,
+                     .z = 64,
+                     .y_stride = columns,
+                     .z_stride = stride,
+                     .box_x = kBoxColumns,
+                     .box_y = 1,
+                     .box_z = box_rows,
+                     .w = count + 64,
+                     .w_stride = stride},
+                    name);
+}
 template <class T>
 RowOutput<T> row_output(Rows rows, int64_t count, int64_t columns, int halves, char const* name) {
   RowOutput<T> out{};
   if (rows.data == nullptr) return out;
-  int64_t const stride = row_stride(rows, columns * halves);
-  out.map = tensor_map(static_cast<T*>(rows.data) - 64 * stride, dtype_of<T>(),
-                       {.x = columns,
-                        .y = halves,
-                        .z = 64,
-                        .y_stride = columns,
-                        .z_stride = stride,
-                        .box_x = kBoxColumns,
-                        .box_y = 1,
-                        .box_z = 64,
-                        .w = count + 64,
-                        .w_stride = stride},
-                       name);
+  out.map = output_map<T>(rows, count, columns, halves, 64, name);
   out.present = true;
   out.columns = int(columns);
   return out;

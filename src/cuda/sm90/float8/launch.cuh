@@ -48,19 +48,7 @@ inline WarpRows warp_rows(Rows const& rows, int64_t count, int64_t columns, int 
                           char const* name) {
   WarpRows out{};
   if (rows.data == nullptr) return out;
-  int64_t const stride = row_stride(rows, columns * halves);
-  out.map = tensor_map(static_cast<CodePair*>(rows.data) - 64 * stride, dtype_of<CodePair>(),
-                       {.x = columns,
-                        .y = halves,
-                        .z = 64,
-                        .y_stride = columns,
-                        .z_stride = stride,
-                        .box_x = kBoxColumns,
-                        .box_y = 1,
-                        .box_z = 16,
-                        .w = count + 64,
-                        .w_stride = stride},
-                       name);
+  out.map = output_map<CodePair>(rows, count, columns, halves, 16, name);
   out.present = true;
   return out;
 }
