@@ -86,7 +86,7 @@ struct ScoreOperand {
 //                 shared-memory address of the consumer's 64 rows of A
 //   finish(step)  after the step's products are issued: waits for its own group, not for theirs
 //
-// Mostly there are none.
+// Most products have none.
 struct NoSideSums {
   __device__ void start(uint32_t) {}
   __device__ void finish(int) {}
