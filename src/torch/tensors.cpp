@@ -67,7 +67,7 @@ struct DeviceText {
 
 DeviceText device_text(int32_t type, int32_t index) { return {type, index}; }
 
-// Throws unless the current device, cuda:index, can run the kernels; asks once a device.
+// Throws unless the current device, cuda:index, can run the kernels; checks once per device.
 void require_usable_gpu(int32_t index, char const* name) {
   static std::atomic<uint64_t> known{0};
   uint64_t const bit = uint64_t(1) << (index & 63);
