@@ -6,7 +6,7 @@
 //
 //   publish   this rank's rows, and in forward its routing, into its own memory
 //   meet      the barrier
-//   tables    everyone's routing, with this rank's experts numbered from 0 and others' -1
+//   tables    all ranks' routing, with this rank's experts numbered from 0 and others' -1
 //   pull      rows of all ranks that have an expert here, each once
 //   ... the experts ...
 //   push      results, into the memory of the rank that they belong to

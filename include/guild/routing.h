@@ -61,7 +61,7 @@ struct Route {
 };
 
 // dlogits = d(sum(scores * dscores)) / dlogits, in one dense write. Computed from the scores
-// without the logits, unless these are softmax over all experts or the sum has a floor.
+// without the logits, unless the scores are softmax over all experts or the sum has a floor.
 struct RouterGradient {
   int64_t tokens = 0, experts = 0, top_k = 0;
   DType dtype = DType::float32;

@@ -185,8 +185,8 @@ struct BiasGradient {
 // ---- level 1: the bare grouped product ----------------------------------------------------------
 
 // D = A B + bias in the four cases of torch._grouped_mm. As there, offsets are int32 END positions
-// (E): group e spans [e ? offsets[e - 1] : 0, offsets[e]). Strides are in elements and may have any
-// value. Rows and columns of no group are set to zero, and so are groups whose sum over K is empty,
+// (E): group e spans [e ? offsets[e - 1] : 0, offsets[e]). Any strides are allowed, in elements.
+// Rows and columns of no group are set to zero, and so are groups whose sum over K is empty,
 // without the bias; with accumulate both stay unchanged.
 struct GroupedGemm {
   enum class Ragged : int {

@@ -1,4 +1,4 @@
-// How many experts a layer over ranks begins with while rows for the others are still on their way.
+// How many experts a layer over ranks begins with while rows for the others are still in transit.
 //
 // A share of about 1 - (1 - e / E)^K of all tokens has one of a rank's first e experts, where E is
 // the number of all ranks' experts. The rows of these tokens travel while nothing else runs. The

@@ -11,7 +11,7 @@
 //                         halves * ceil(columns / 128)) -> codes (R / 128 + E, halves * columns,
 //                         128), scales (R / 128 + E, halves * ceil(columns / 128)) float32
 //   chunk_product_out     a (slots, out, 128), b (slots, in, 128), of chunks of `rows` rows -> out
-//                         (E, out, in) of any strides, added to where accumulate
+//                         (E, out, in) of any strides, added to if accumulate
 //   quantize_micro_out    x (rows, columns), values of Microscaling, MicroRounding and ScaleOrder
 //                         -> codes (rows, columns), or (rows, columns / 2) of NVFP4; scales
 //                         (micro_scale_bytes); global (1) float32 of NVFP4, read where given

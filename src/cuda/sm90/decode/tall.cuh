@@ -26,7 +26,7 @@
 #include "cuda/sm90/decode/tall_results.cuh"
 #include "cuda/sm90/decode/tall_tiles.h"
 #include "cuda/sm90/tile_queue.cuh"
-// After copy.cuh: it lacks what it includes.
+// Must follow copy.cuh, which includes what this header lacks.
 #include <cute/arch/mma_sm90_gmma_ext.hpp>
 
 namespace guild::cuda {

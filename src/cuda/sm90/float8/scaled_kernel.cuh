@@ -235,7 +235,7 @@ struct ScaledProduct : GroupedProduct<C, Loader, Epilogue> {
       } else {
         sum<kWaves>(p, sums, at, tile, own, smem, self, meanwhile);
       }
-      if constexpr (kGathers) own = OwnRows(p, following, self);  // loaded beside the stores
+      if constexpr (kGathers) own = OwnRows(p, following, self);  // overlaps with the stores
       // Otherwise what epilogues derive from the thread is computed before the sum, and spills.
       Self late = self;
       late.thread = int(kept(uint32_t(self.thread)));
