@@ -1,7 +1,7 @@
-// The CPU backend: the definition of correct, and what runs where there is no GPU.
+// The CPU backend: the reference for correct results, and the fallback where there is no GPU.
 //
 // Every function checks its arguments, throws guild::Error if one is wrong, and is deterministic
-// for any number of OpenMP threads. float64, float32, bfloat16 and float16.
+// for any number of OpenMP threads. Element types: float64, float32, bfloat16 and float16.
 #pragma once
 #include "guild/error.h"
 #include "guild/float8.h"

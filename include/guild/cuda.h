@@ -3,7 +3,7 @@
 // Every function checks its arguments on the host, throws guild::Error if one is wrong, and
 // otherwise only enqueues work on the queue's stream: no allocation, no synchronisation, no read
 // of device memory. All pointers are device pointers, 16-byte aligned, and so is every row: H and I
-// are multiples of 8. Capturable in a CUDA graph; deterministic.
+// are multiples of 8. Calls can be captured in a CUDA graph, and results are deterministic.
 #pragma once
 #include "guild/error.h"
 #include "guild/float8.h"
@@ -18,23 +18,24 @@ namespace guild::cuda {
 struct Queue {
   CUstream_st* stream = nullptr;
   int sms = 0;  // 0: all
-  // One int of device memory for products on this stream, with any value: a counter from which
-  // blocks claim tiles (dynamic scheduling), faster where layers are large, most so where experts
-  // have unequal loads. Null: static scheduling, with the same results. The composites have one in
-  // their workspace.
+  // One int of device memory for products on this stream, with any initial value: a counter from
+  // which blocks claim tiles (dynamic scheduling). That is faster for large layers, most of all
+  // where experts have unequal loads. Null: static scheduling, with the same results. The
+  // composites have a counter in their workspace.
   int32_t* counter = nullptr;
-  // Other kernels run at the same time, such as communication: blocks of products then claim all
-  // of their tiles from the counter. A block that waits for a multiprocessor keeps none to itself.
+  // Whether other kernels, such as communication, run at the same time: blocks of products then
+  // claim all of their tiles from the counter, so that none is held by a block that still waits for
+  // a multiprocessor.
   bool shared = false;
 };
 
-// Whether this build holds CUDA kernels, and whether the current device can run them; otherwise
+// Whether this build has CUDA kernels, and whether the current device can run them; if it cannot,
 // `why` (if given) says what is missing.
 bool built();
 bool usable(char const** why = nullptr);
 
 // Copies `count` indices from host memory, such as a weight's expert_at. They are read during the
-// call and travel as arguments of kernels, which a captured graph keeps.
+// call and passed as kernel arguments, which a captured graph keeps.
 void copy_indices(int32_t const* from, int64_t count, int32_t* to, Queue queue = {});
 
 void route(Route const& args, Queue queue = {});
@@ -49,7 +50,7 @@ void combine(Combine const& args, Queue queue = {});
 void down_gradient(DownGradient const& args, Queue queue = {});
 void score_gradient(ScoreGradient const& args, Queue queue = {});
 void up_gradient(UpGradient const& args, Queue queue = {});
-// Fills both parts of a schedule, in memory of the caller, from routing.offsets.
+// Fills both arrays of a schedule, in the caller's memory, from routing.offsets.
 void schedule_weight_gradients(Sizes const& sizes, Routing const& routing,
                                WeightSchedule const& schedule, Queue queue = {});
 void up_weight_gradient(UpWeightGradient const& args, Queue queue = {});

@@ -7,12 +7,12 @@
 
 namespace guild {
 
-// An argument of the wrong value: says which argument, what came and what was expected.
+// An argument has a wrong value; the message gives its name, its value and what was expected.
 struct Error : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Captures the caller's location; lets require() stay a function and still take a message pack.
+// Captures the caller's location, so that require() can be a function that takes a message pack.
 struct Condition {
   bool holds;
   std::source_location where;

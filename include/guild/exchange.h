@@ -1,21 +1,21 @@
-// Rows of tokens between ranks that read and write each other's memory: the GPUs of one host with
-// peer access, or processes that share memory.
+// Exchange of token rows between ranks that read and write each other's memory: the GPUs of one
+// host with peer access, or processes that share memory.
 //
 // Every rank has one piece of memory, laid out alike and mapped by all others. A layer's tokens go
 // through it in two halves, each with a barrier in the middle:
 //
 //   publish   this rank's rows, and in forward its routing, into its own memory
 //   meet      the barrier
-//   tables    everyone's routing, with this rank's experts numbered from 0 and others' -1
+//   tables    all ranks' routing, with this rank's experts numbered from 0 and others' -1
 //   pull      rows of all ranks that have an expert here, each once
 //   ... the experts ...
 //   push      results, into the memory of the rank that they belong to
 //   meet      the barrier
-//   collect   the sum over the ranks of what became of a token
+//   collect   for each token, the sum of its results over the ranks
 //
-// Nothing waits for another rank but meet(), a single block on a GPU, and that for a limited time.
-// What is published alternates between two places, so that the next rows do not wait until everyone
-// has the last. guild/peer_layer.h has the whole layer, with rows on their way while products run.
+// Only meet(), a single block on a GPU, waits for other ranks, and only for a limited time.
+// Published data is double-buffered, so that the next rows need not wait until every rank has read
+// the last ones. guild/peer_layer.h has the whole layer, where rows travel while products run.
 #pragma once
 #include "guild/cuda.h"
 #include "guild/types.h"
@@ -25,37 +25,37 @@ namespace guild {
 inline constexpr int kMostRanks = 32;
 inline constexpr int kMostFacts = 14;
 
-// The memory that ranks share. Calls of any size up to these may use it.
+// The memory that ranks share. It serves calls of any size up to these.
 struct PeerMemory {
   int64_t ranks = 1, rank = 0;
   int64_t tokens = 0;     // Tm: the most of any rank
   int64_t top_k = 1;      // the most choices of a token
   int64_t row_bytes = 0;  // of the widest row
   int64_t returned = 1;   // the most rows that come back for one token, in units of Tm
-  // (ranks) where each rank's memory lies for this one, 16-byte aligned; for CUDA, device memory.
+  // (ranks) each rank's memory as this rank addresses it, 16-byte aligned; for CUDA, device memory.
   void* const* peers = nullptr;
 };
 
-// How large each rank's memory is; all zeros at first. These three do not read `peers`; sizes whose
-// product is too large throw Error, as in every call below.
+// The size of each rank's memory, which must be zeroed before first use. These three functions do
+// not read `peers`; sizes whose product is too large throw Error, as in every call below.
 int64_t peer_memory_bytes(PeerMemory const& memory);
-// Where what came back for this rank's tokens begins in it: rows, and gradients of scores.
+// The offsets, in bytes, of what came back for this rank's tokens: rows, and gradients of scores.
 int64_t returned_rows_offset(PeerMemory const& memory);
 int64_t returned_scores_offset(PeerMemory const& memory);
 
 // Why the ranks cannot go on.
 enum class PeerFailure : int { none, late, differs, overflow };
 
-// What a failure leaves for the host, in host memory that the device writes to.
+// The record of a failure for the host, in host memory that the device writes to.
 struct PeerReport {
   int64_t failure = 0;   // PeerFailure; written last
-  int64_t rank = 0;      // that is late, differs or had too many rows
-  int64_t reporter = 0;  // who noticed first
-  int64_t fact = 0;      // which one differs
-  int64_t rows = 0;      // that would have been needed
+  int64_t rank = 0;      // the rank that is late, differs or had too many rows
+  int64_t reporter = 0;  // the rank that noticed first
+  int64_t fact = 0;      // index of the fact that differs
+  int64_t rows = 0;      // how many would have been needed
 };
 
-// Rows and, with ids, the routing of this rank's tokens. T <= Tm.
+// Publishes rows and, with ids, the routing of this rank's tokens. T <= Tm.
 struct Publish {
   PeerMemory memory;
   int64_t tokens = 0, top_k = 1;
@@ -63,39 +63,40 @@ struct Publish {
   int64_t row_bytes = 0, score_bytes = 4;
   void const* rows = nullptr;    // (T) rows
   int64_t row_stride = 0;        // bytes from one to the next, at least row_bytes where T > 1
-  int32_t const* ids = nullptr;  // (T, K) of all experts; others are skipped; null: none
+  int32_t const* ids = nullptr;  // (T, K) in [0, experts); others are skipped; null: none
   void const* scores = nullptr;  // (T, K)
   int32_t* token_row = nullptr;  // (T, ranks) out: r T + t where token t has an expert on r, or -1
 };
 
-// Waits until all ranks are here, and compares `facts`. Where they differ, where a rank is late or
-// one of them had too many rows, every rank's report says so, what came back becomes NaN, and
-// nothing is pulled or pushed any more.
+// Waits until all ranks have arrived, and compares their `facts`. If facts differ, if a rank is
+// late or if one had too many rows, every rank's report says so, what came back becomes NaN, and
+// nothing is pulled or pushed from then on.
 struct Meet {
   PeerMemory memory;
   bool published = false;  // the barrier after publish
-  double seconds = 0;      // that it waits
-  int64_t count = 0;       // facts
+  double seconds = 0;      // to wait at most
+  int64_t count = 0;       // number of facts
   int64_t facts[kMostFacts] = {};
   PeerReport* report = nullptr;  // never null
-  // (1) null: not asked. Rows that were needed, of which there was room for `capacity`.
+  // (1) how many rows were needed, where there was room for `capacity`; null: not checked.
   int32_t const* needed = nullptr;
   int64_t capacity = 0;
 };
 
-// Everyone's routing; slots of tokens that a rank does not have are -1.
+// The routing of all ranks' tokens; slots of tokens that a rank does not have are -1.
 struct Tables {
   PeerMemory memory;
   int64_t top_k = 1, experts = 1, score_bytes = 4;
   int32_t* ids = nullptr;     // (ranks * Tm, K) out: of this rank's experts, or -1
   void* scores = nullptr;     // (ranks * Tm, K) out; 0 where the id is -1
-  int32_t* tokens = nullptr;  // (ranks) out
+  int32_t* tokens = nullptr;  // (ranks) out: how many each rank has
 };
 
-// What a call does of a step: all of it, or one of two parts.
+// How much of a step a call does: all of it, or one of two parts.
 enum class Part : int { whole, first, rest };
 
-// Row r Tm + t is that of rank r's token t where it has an expert here, otherwise zeros.
+// Pulls the tokens' rows: row r Tm + t is that of rank r's token t if that has an expert here,
+// otherwise zeros.
 //
 // In two calls, the first pulls this rank's own tokens and those that have one of the first experts
 // here; the products of these experts then need no other rows.
@@ -105,10 +106,10 @@ struct Pull {
   int32_t const* ids = nullptr;  // (ranks * Tm, K) of Tables
   void* rows = nullptr;          // (ranks * Tm) rows out, packed
   Part part = Part::whole;
-  int64_t first_experts = 0;  // how many are the first; not read with the whole
+  int64_t first_experts = 0;  // how many count as the first; not read with Part::whole
 };
 
-// Results to the ranks that they belong to:
+// Pushes results to the ranks that they belong to:
 //   by token   sum over k of score[p, k] * y[row_of[p, k]], fp32, to row (this rank) T_r + t of r
 //   by slot    y[row_of[p, k]] to row t K + k of r
 // with p = r Tm + t. A token without a row here has no result.
@@ -118,8 +119,8 @@ struct Push {
   int64_t hidden = 0, rows = 0, top_k = 1;
   bool by_slot = false;
   ConstRows y;                             // (rows, H)
-  int32_t const* row_of = nullptr;         // (ranks * Tm, K), -1: none; with lists (slots)
-  void const* scores = nullptr;            // the same shape; null: 1; not by slot
+  int32_t const* row_of = nullptr;         // (ranks * Tm, K), or (slots) with lists; -1: none
+  void const* scores = nullptr;            // as row_of; null: 1; not read by slot
   int32_t const* token_offsets = nullptr;  // (ranks * Tm + 1) of lists of `rows` slots, or null
   int32_t const* tokens = nullptr;         // (ranks) of Tables; not read by slot
 };
@@ -135,7 +136,7 @@ struct Collect {
   void* o = nullptr;                   // (T, H) out, packed
 };
 
-// score[p, k] to score t K + k of r, where ids[p, k] >= 0.
+// Pushes score[p, k] to score t K + k of rank r, p = r Tm + t, where ids[p, k] >= 0.
 struct PushScores {
   PeerMemory memory;
   int64_t top_k = 1, score_bytes = 4;
@@ -144,7 +145,7 @@ struct PushScores {
 };
 
 // Gradients of scores that come back for this rank's slots. clear_scores() comes before the barrier
-// after which they are pushed: slots that nobody pushes then have zeros.
+// after which they are pushed, so that slots to which no rank pushes have zeros.
 struct ReturnedScores {
   PeerMemory memory;
   int64_t slots = 0, score_bytes = 4;

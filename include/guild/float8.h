@@ -1,9 +1,9 @@
 // FP8: matrices quantised block by block, and their grouped product.
 //
-// A quantised matrix is codes of one byte, in the formats of the OCP 8-bit floating point
+// A quantised matrix consists of one-byte codes, in the formats of the OCP 8-bit floating point
 // specification as torch names them, and float32 scales: an element is its code times its block's
-// scale. Rows have a scale for every 128 columns, weights for every 128 x 128 elements. Both are
-// DeepSeek-V3's, arXiv:2412.19437, section 3.3.
+// scale. Rows have a scale for every 128 columns, weights for every 128 x 128 elements. Both
+// choices are DeepSeek-V3's, arXiv:2412.19437, section 3.3.
 #pragma once
 #include "guild/steps.h"
 
@@ -16,14 +16,14 @@ enum class Float8 : int {
 
 // How a block's scale follows from its largest absolute value, with L the format's largest:
 //   exact          that value / L
-//   power_of_two   the smallest power of two that is not below it
+//   power_of_two   the smallest power of two that is not below that quotient
 enum class ScaleKind : int { exact, power_of_two };
 
-// Elements that share a scale, along a row and, of a weight, along a column. The last block of a
+// Elements that share a scale along a row and, in a weight, along a column too. The last block of a
 // dimension may be smaller.
 inline constexpr int64_t kScaleBlock = 128;
 
-// One scale a block: element (e, i, j) at data[e * expert_stride + i * row_stride + j *
+// One scale per block: scale (e, i, j) is at data[e * expert_stride + i * row_stride + j *
 // col_stride].
 template <class F>
 struct BlockScales {
@@ -33,10 +33,10 @@ struct BlockScales {
 using Scales = BlockScales<float>;
 using ConstScales = BlockScales<float const>;
 
-// Codes and scales of a matrix (rows, columns), a scale for every 128 columns of a row: codes are
-// the elements times 1 / scale, rounded to the nearest even. In a block whose largest absolute
-// value is below 2^-100 it counts as 2^-100. A block that holds an infinity or a NaN gets NaN for
-// its scale and its codes.
+// Quantises a matrix (rows, columns), with a scale for every 128 columns of a row: codes are the
+// elements times 1 / scale, rounded to nearest, ties to even. A block's largest absolute value
+// counts as 2^-100 if it is less. A block that holds an infinity or a NaN gets NaN for its scale
+// and its codes.
 struct QuantizeRows {
   int64_t rows = 0, columns = 0;
   DType dtype = DType::bfloat16;  // of x: bfloat16, float16, float32
@@ -47,17 +47,17 @@ struct QuantizeRows {
   Scales scales;  // (rows, ceil(columns / 128)) out; expert_stride is not read
 };
 
-// The same for expert weights (E, out, in), a scale for every 128 x 128 elements; the codes also
-// with the two dimensions exchanged, for products that sum over `out`. A gated weight has two
-// halves, which are quantised apart, so that no block lies in both: `out` is the size of one, and
-// in codes and scales the gate's rows come first, wherever the two lie in w.
+// The same for expert weights (E, out, in), with a scale for every 128 x 128 elements; optionally
+// writes the codes transposed too, for products that sum over `out`. The two halves of a gated
+// weight are quantised separately, so that no block lies in both: `out` is the size of one half,
+// and in codes and scales the gate's rows come first, wherever the halves lie in w.
 struct QuantizeWeights {
   int64_t experts = 0, out = 0, in = 0;
   DType dtype = DType::bfloat16;
   Float8 format = Float8::e4m3;
   ScaleKind scale = ScaleKind::exact;
   ConstUpWeight w;    // (E, out, in); up with null data: there is no second half
-  Weight codes;       // (E, halves * out, in) out, in contiguous
+  Weight codes;       // (E, halves * out, in) out, `in` contiguous
   Weight transposed;  // (E, halves * out, in) out, `out` contiguous; null data: not wanted
   Scales scales;      // (E, halves * ceil(out / 128), ceil(in / 128)) out
 
@@ -66,13 +66,13 @@ struct QuantizeWeights {
 
 // D = A B^T + bias for groups of rows: A (M, K) with 1x128 scales, B (E, N, K) with 128x128 scales.
 // Blocks of 128 along K are summed one after the other, each scaled by the product of its two
-// scales. offsets are END positions (E), as GroupedGemm has them; rows of no group are zeros, with
-// a bias too.
+// scales. offsets are END positions (E), as in GroupedGemm; rows of no group are zeros, even with
+// a bias.
 //
-// halves = 2: A is (M, 2K) and B (E, N, 2K), and each half of K has blocks of its own, the last of
+// halves = 2: A is (M, 2K) and B (E, N, 2K), and each half of K has its own blocks, the last of
 // which may be smaller. Scales are (M, 2 ceil(K / 128)) and (E, ceil(N / 128), 2 ceil(K / 128)),
 // the first half's blocks before the second's. The gradient of the up projection's input is such
-// a product, of dH and W1, whose gate and up parts are quantised apart.
+// a product, of dH and W1, whose gate and up parts are quantised separately.
 struct ScaledGroupedGemm {
   int64_t m = 0, n = 0, k = 0, groups = 0;  // k: of one half
   int64_t halves = 1;                       // 1 or 2
@@ -87,12 +87,12 @@ struct ScaledGroupedGemm {
   ConstRows bias = {};                // (E, N); null data: none
 };
 
-// Symbols below as in steps.h. Rows of quantised values of two halves, H and dH, hold the gate's I
-// columns before those of up, whatever the order of their 16-bit copies, and each half has blocks
-// of its own: scales are (R, 2 ceil(I / 128)). Without a gate there is one half.
+// Symbols below are those of steps.h. Quantised rows with two halves, H and dH, hold the gate's I
+// columns before those of up, whatever the order of their 16-bit copies, and each half has its own
+// blocks: scales are (R, 2 ceil(I / 128)). Without a gate there is one half.
 
-// H = X[row_token] W1^T + b1;  A = activation(H), which is quantised as QuantizeRows does it from
-// the float32 values; H is rounded to dtype, or quantised, beside it.
+// H = X[row_token] W1^T + b1;  A = activation(H). A is quantised from the float32 values as
+// QuantizeRows would; H is also rounded to dtype, or quantised, if it is to be kept.
 struct ScaledUp {
   Sizes sizes;
   DType dtype = DType::bfloat16;  // of bias and h: bfloat16, float16, float32
@@ -122,8 +122,8 @@ struct Chunks {
 
 // With g = dO[row_token] W2 (not scaled), s = row_score and A recomputed from H:
 //   dH = d activation(s * g, H), quantised;   score_parts = partial sums of <g, A> over I
-// and what the weight gradients are products of: dH and A' = s * A in dtype, or chunks, with the
-// bits that QuantizeChunks makes of dh_codes and, with powers of two, of A' in dtype.
+// and the operands of the weight gradients: dH and A' = s * A in dtype, or chunks of them, which
+// equal bit for bit what QuantizeChunks makes of dh_codes and, with powers of two, of A' in dtype.
 struct ScaledDownGradient {
   Sizes sizes;
   DType dtype = DType::bfloat16;  // of h, dh and a_scaled: bfloat16, float16, float32
@@ -144,7 +144,7 @@ struct ScaledDownGradient {
   Scales dh_scales;             // (R, halves * ceil(I / 128)) out
   Rows dh;                      // (R, W) out; null data: not wanted
   Rows a_scaled;                // (R, I) out; null data: not wanted
-  Chunks dh_chunks;             // columns W, in halves; with powers of two alone
+  Chunks dh_chunks;             // columns W, in halves; only with powers of two
   Chunks a_chunks;              // columns I, e4m3
   void* score_parts = nullptr;  // float32 (R, score_parts(sizes)) out; null: no dS
 };

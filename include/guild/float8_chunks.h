@@ -1,10 +1,10 @@
 // FP8 operands of sums over rows: weight gradients.
 //
-// Such a product wants both operands with the rows of a group contiguous. A chunk is 128 rows of a
-// group, counted from its first, turned: (columns, 128) codes. Chunk j of group e, which begins at
-// row o, is in slot o / 128 + e + j, so the slots follow from the offsets alone and no group is
-// padded. Rows of a group's last chunk that do not exist are zeros. Slots that belong to no chunk
-// are neither written nor read.
+// Such a product needs both operands with the rows of a group contiguous. A chunk is 128 rows of a
+// group, counted from its first, transposed: (columns, 128) codes. Chunk j of group e, which begins
+// at row o, is in slot o / 128 + e + j, so the slots follow from the offsets alone and no group is
+// padded. Rows that a group's last chunk lacks are zeros. Slots that belong to no chunk are neither
+// written nor read.
 #pragma once
 #include "guild/float8.h"
 
@@ -13,11 +13,11 @@ namespace guild {
 // Slots for the chunks of `rows` rows in `groups` groups.
 constexpr int64_t chunk_slots(int64_t rows, int64_t groups) { return rows / kScaleBlock + groups; }
 
-// Rows quantised as chunks, a scale for each 128 rows x 128 columns. Where x has x_scales, it is
+// Quantises rows as chunks, with a scale for each 128 rows x 128 columns. With x_scales, x holds
 // codes of the same format, with a scale for every 128 columns of a row: a block's scale is then
 // the largest of its rows' scales, at least that of a block of zeros, and codes are multiplied by
 // the quotient of the two and rounded again, which is exact for powers of two unless the result is
-// subnormal. Columns may be two halves, as gate and up are, which share no block.
+// subnormal. Columns may be in two halves, as gate and up are, which share no block.
 struct QuantizeChunks {
   int64_t rows = 0, groups = 0;
   int64_t columns = 0, halves = 1;  // columns: of a half
@@ -36,23 +36,23 @@ struct QuantizeChunks {
                              // not read
 };
 
-// Chunks of one operand, as above; columns from one half or of all where they are one.
+// Chunks of one operand, as above; the columns of one half, or all of them where there is only one.
 struct ConstChunks {
   uint8_t const* codes = nullptr;  // (slots, columns, 128)
   int64_t slot_stride = 0;         // from slot to slot; 0: columns * 128
   ConstScales scales;              // (slots, ceil(columns / 128)); expert_stride is not read
 };
 
-// D[e] = A^T B over the rows of group e: out columns of A, `in` columns of B. Chunks are summed one
+// D[e] = A^T B over the rows of group e; A has `out` columns, B has `in`. Chunks are summed one
 // after the other, each scaled by the product of its two scales. A group without rows gets zeros,
-// or is left alone where results are added.
+// or with accumulate is left unchanged.
 struct ChunkProduct {
   int64_t rows = 0, groups = 0, out = 0, in = 0;
   Float8 a_format = Float8::e4m3;    // b is e4m3
   int32_t const* offsets = nullptr;  // (groups + 1)
   ConstChunks a, b;
   DType d_dtype = DType::bfloat16;  // bfloat16, float16, float32
-  bool accumulate = false;          // D is added to
+  bool accumulate = false;          // add to D instead of writing it
   Weight d;                         // (E, out, in)
 };
 

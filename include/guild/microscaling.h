@@ -2,11 +2,11 @@
 //
 //   MXFP8   FP8 codes (e4m3 or e5m2), an E8M0 scale for every 32: OCP Microscaling Formats (MX)
 //           Specification 1.0
-//   NVFP4   E2M1 codes, two a byte with the first in the low half, an e4m3 scale for every 16, and
-//           one float32 scale above all of these
+//   NVFP4   E2M1 codes, two per byte with the first in the low half, an e4m3 scale for every 16,
+//           and one global float32 scale
 //
-// Blocks lie along a row; its last one may be shorter. An element is its code times its block's
-// scale, and in NVFP4 times the scale above.
+// Blocks lie along a row, whose last block may be shorter. An element is its code times its block's
+// scale and, in NVFP4, times the global scale.
 #pragma once
 #include "guild/cuda.h"
 #include "guild/float8.h"
@@ -20,9 +20,9 @@ constexpr int64_t micro_block(Microscaling format) {
 }
 
 // How MXFP8's scale follows from a block's largest absolute value, with L the format's largest:
-//   floor   that value's power of two over L's, as the specification says; what is then above L
-//           becomes L
-//   ceil    the smallest power of two that is not below the value / L
+//   floor   that value's power of two over L's, as the specification says; values then above L
+//           saturate to L
+//   ceil    the smallest power of two that is not below that value / L
 enum class MicroRounding : int { floor, ceil };
 
 // The order of scales (rows, blocks):
@@ -40,9 +40,9 @@ constexpr int64_t micro_scale_bytes(int64_t rows, int64_t columns, Microscaling 
   return (rows + 127) / 128 * 128 * ((blocks + 3) / 4 * 4);
 }
 
-// Rows quantised to one of the formats, rounded to the nearest even, what is above the largest code
-// to that. A block that holds an infinity or a NaN gets NaN for its scale, and NaN or, of E2M1,
-// zeros for its codes.
+// Quantises rows to one of the formats, rounding to nearest, ties to even, and saturating to the
+// largest code. A block that holds an infinity or a NaN gets NaN for its scale and NaN for its
+// codes, or zeros in E2M1, which has no NaN.
 //
 // NVFP4's block scale is e4m3(largest of the block / 6 / global scale). The global scale is given,
 // or the largest absolute value of all finite blocks / 2688, at least 2^-100 / 2688; codes are
@@ -61,10 +61,10 @@ struct QuantizeMicro {
   uint32_t* workspace = nullptr;  // (1) of NVFP4 on CUDA, where global is not given
 };
 
-// Codes with an E8M0 scale for every 32 columns as codes of the same format with a float32 scale
-// for every 128: the largest of the four. Codes of the other three are multiplied by the quotient
-// and rounded again, which is exact unless the result is subnormal: in e4m3 if an element is at
-// least 2^-14 of the largest that its block could hold.
+// Converts codes with an E8M0 scale for every 32 columns to codes of the same format with a float32
+// scale for every 128: the largest of the four scales. Codes of the other three blocks are
+// multiplied by the quotient of the scales and rounded again. That is exact unless the result is
+// subnormal; in e4m3 an element of at least 2^-14 of the largest its block could hold stays exact.
 struct RegroupMicro {
   int64_t rows = 0, columns = 0;
   Float8 format = Float8::e4m3;

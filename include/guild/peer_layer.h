@@ -1,9 +1,9 @@
 // A layer whose experts are spread over ranks that reach each other's memory, forward and backward:
 // the steps of guild/exchange.h and guild/steps.h in one call.
 //
-// On CUDA rows are on their way while products run. The rows that the first experts need are pulled
-// first; while these are multiplied, a few multiprocessors pull the others. In backward gradients
-// of tokens are pushed while the weights' are made. No result depends on it.
+// On CUDA, rows travel while products run. The rows that the first experts need are pulled first;
+// while these are multiplied, a few multiprocessors pull the others. In backward, the tokens'
+// gradients are pushed while the weights' gradients are computed. The overlap changes no result.
 #pragma once
 #include "guild/exchange.h"
 #include "guild/steps.h"
@@ -13,7 +13,7 @@ namespace guild {
 // Two more streams for a call on CUDA, which joins them, so that a graph that captures the call
 // captures them too. Null: everything runs on the call's own stream.
 struct PeerStreams {
-  CUstream_st* link = nullptr;  // rows on their way; of a higher priority than the others
+  CUstream_st* link = nullptr;  // transfers of rows; of a higher priority than the others
   CUstream_st* side = nullptr;  // the second part of a product
   int32_t* counter = nullptr;   // (1) of the products on `side`: see cuda::Queue
 };
@@ -23,7 +23,7 @@ struct PeerForward {
   Meet published;  // the barrier after it
   Tables tables;
   Pull pull;
-  // Of all ranks' tokens (ranks * Tm) and this rank's experts, with the sort; x: what is pulled.
+  // For all ranks' tokens (ranks * Tm) and this rank's experts, with the sort; x: the pulled rows.
   // Neither o nor residual is used.
   MoeForward layer;
   Push push;  // y is in the layer's workspace
@@ -37,11 +37,11 @@ struct PeerBackward {
   Publish publish;  // dO
   Meet published;
   Pull pull;
-  UpProjection again = {};  // makes layer.h, of which forward kept none; h.data null: it did
-  MoeBackward layer;        // as in forward; dx_rows and not dx, dscores by slot of all ranks'
+  UpProjection again = {};  // recomputes layer.h; null h.data: forward has kept it
+  MoeBackward layer;        // as in forward; dx_rows instead of dx, dscores of all ranks' slots
   Push push;                // dx_rows, where these are wanted
   PushScores scores;        // dscores, where these are wanted
-  Meet returned;            // where either is
+  Meet returned;            // where either is wanted
   Collect collect;
   ReturnedScores own_scores;
   PeerStreams streams = {};

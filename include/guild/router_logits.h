@@ -6,11 +6,11 @@
 
 namespace guild {
 
-// logits = x weight^T, summed and returned in float32 of 16-bit operands.
+// logits = x weight^T; with 16-bit operands, summed and returned in float32.
 //
 // The sum over H is cut into chunks whose size depends on H alone; each is summed in order, and the
-// chunks are added in order. So the bits of a token's logits depend neither on the number of tokens
-// nor on its place among them, and on a GPU neither on how many experts there are.
+// chunks are added in order. So the bits of a token's logits do not depend on the number of tokens
+// or on its position among them, nor, on a GPU, on the number of experts.
 struct RouterLogits {
   int64_t tokens = 0, hidden = 0, experts = 0;
   DType dtype = DType::bfloat16;  // of x and weight; logits are float32, or float64 in float64
@@ -18,9 +18,9 @@ struct RouterLogits {
   ConstRows weight;               // (E, H)
   Rows logits;                    // (T, E) out
   void* workspace = nullptr;      // router_logits_workspace_bytes()
-  bool sigmoid = false;           // whether sigmoid(logits) take their place, as a gate's scores
+  bool sigmoid = false;           // whether to write sigmoid(logits) instead, as a gate's scores
 
-  // Of route_tokens() alone: a gate beside the router, gate_score = sigmoid(x gate^T). Null: none.
+  // Only for route_tokens(): a gate beside the router, gate_score = sigmoid(x gate^T). Null: none.
   ConstRows gate = {};             // (1, H)
   void* gate_score = nullptr;      // (T) out, in the logits' dtype
   void* gate_workspace = nullptr;  // router_logits_workspace_bytes() of one expert
@@ -35,7 +35,7 @@ namespace cpu {
 
 void router_logits(RouterLogits const& args);
 
-// Routes by the product's logits, which are not kept: product.logits and route.logits are null.
+// Routes by the product's logits, which are not kept: product.logits and route.logits must be null.
 void route_tokens(RouterLogits const& product, Route const& route);
 
 }  // namespace cpu

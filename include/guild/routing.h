@@ -7,39 +7,40 @@ namespace guild {
 
 enum class Score : int { softmax, sigmoid, sqrt_softplus };
 
-// What ranks a group of experts: the sum of its two largest keys (DeepSeek-V3, arXiv:2412.19437,
-// section 2.1.2), or its largest (DeepSeek-V2, arXiv:2405.04434, section 2.2.2).
+// What a group of experts is ranked by: the sum of its two largest keys (DeepSeek-V3,
+// arXiv:2412.19437, section 2.1.2), or its largest key (DeepSeek-V2, arXiv:2405.04434, section
+// 2.2.2).
 enum class GroupScore : int { top2_sum, max };
 
 // What a router does with the logits of one token.
 //
 // p is softmax over all experts, sigmoid of each, or sqrt(log(1 + exp(logit))) of each
 // (DeepSeek-V4). Selection: the K largest of p + selection_bias, ties to the smaller id, NaN after
-// every number; where neither a bias nor a sum over a group asks for p itself, the K largest
-// logits, which is the same order without p's rounding. With groups, only experts of the top_groups
-// best groups: equal, consecutive parts of the experts.
+// every number; where neither a bias nor a sum over a group needs p itself, the K largest logits,
+// which is the same order without p's rounding. With groups, which are equal, consecutive parts of
+// the experts, only experts of the top_groups best groups are chosen.
 //
 // Weights: p of the chosen without the bias, divided by max(their sum, sum_floor) if renormalize,
-// times scale. softmax + renormalize equals top-k, then softmax over the chosen. NaN among the
-// logits makes all weights of a softmax NaN; of the other scores, one that is chosen makes its own
-// weight NaN, and all with renormalize. Where all that are chosen have p = 0, which only logits of
-// -infinity have, sigmoids and sqrt_softplus give weights of 0; other infinities follow from the
-// formulas.
+// times scale. softmax + renormalize equals top-k followed by softmax over the chosen. With
+// softmax, a NaN among the logits makes all weights NaN; with the other scores, a NaN that is
+// chosen makes its own weight NaN, and with renormalize all of them. Where all chosen experts have
+// p = 0, which takes logits of -infinity, sigmoid and sqrt_softplus give weights of 0; other
+// infinities follow from the formulas.
 struct Router {
   Score score = Score::softmax;
   bool renormalize = true;
   double scale = 1;
   int groups = 1;      // divides E; at most 32
-  int top_groups = 1;  // groups to choose from: holds at least K experts
+  int top_groups = 1;  // groups to choose from; together they have at least K experts
   GroupScore group_score = GroupScore::top2_sum;
   double sum_floor = 0;  // only with renormalize (ERNIE 4.5: 1e-12)
 };
 
-// Whether p of an expert depends on its own logit alone, and slopes come with the scores.
+// Whether p of an expert depends on its own logit alone; slopes then come with the scores.
 constexpr bool has_slopes(Router const& router) { return router.score != Score::softmax; }
 
-// Whether the gradient of the weights depends on logits of experts that were not chosen, or on more
-// than the scores tell.
+// Whether the gradient of the weights depends on logits of experts that were not chosen, or on
+// something that cannot be derived from the scores.
 constexpr bool needs_logits(Router const& router) {
   return router.renormalize ? router.sum_floor > 0 : router.score == Score::softmax;
 }
@@ -52,15 +53,15 @@ struct Route {
   void const* selection_bias = nullptr;  // (E); null: none
   int32_t* ids = nullptr;                // (T, K) out, best first
   void* scores = nullptr;                // (T, K) out
-  // (T) bytes, null: all tokens. Where 0: padding, whose ids are -1 and scores 0.
+  // (T) bytes: 0 marks padding, whose ids are -1 and scores 0. Null: no token is padding.
   uint8_t const* token_mask = nullptr;
-  // (T, K) out, null: not wanted. d(log p) / dlogit of the chosen, for the gradient: 1 - p of
-  // sigmoids; null with softmax.
+  // (T, K) out: d(log p) / dlogit of the chosen, for the gradient; 1 - p for sigmoid. Null: not
+  // wanted, and always null with softmax.
   void* slopes = nullptr;
 };
 
-// dlogits = d(sum(scores * dscores)) / dlogits, one dense write. From the scores, without the
-// logits, unless these are softmax over all experts or the sum has a floor.
+// dlogits = d(sum(scores * dscores)) / dlogits, in one dense write. Computed from the scores
+// without the logits, unless the scores are softmax over all experts or the sum has a floor.
 struct RouterGradient {
   int64_t tokens = 0, experts = 0, top_k = 0;
   DType dtype = DType::float32;
@@ -98,28 +99,29 @@ struct Sort {
 };
 
 // Token rounding (SonicMoE, arXiv:2512.14080): each expert's count of tokens becomes a
-// multiple of `tile`, by dropping the tokens of the least p among those that chose it, or adding
-// those of the greatest p among the others; ties go to the smaller token. Less than a tile changes
-// in each expert. Fewer are added where there are no more tokens.
+// multiple of `tile`, by dropping the tokens with the least p among those that chose it, or adding
+// those with the greatest p among the others; ties go to the smaller token. Each expert's count
+// changes by less than a tile. Fewer are added if there are no more tokens.
 enum class Rounding : int {
-  nearest,  // half a tile: up
+  nearest,  // half a tile rounds up
   up,
   down,
   stochastic,  // up with the probability rest / tile
   balanced,    // up or down so that running sums over the experts are rounded to nearest
 };
 
-// From the choices of Route to lists of any length, experts ascending in each. Weights are those of
-// Route with the list in place of the choices. Tokens whose first id is outside [0, E) are padding.
+// Turns the choices of Route into lists of any length, with experts ascending in each. Weights are
+// computed as in Route, over the list instead of the K choices. Tokens whose first id is outside
+// [0, E) are padding.
 struct TokenRounding {
   int64_t tokens = 0, experts = 0, top_k = 0;
   DType dtype = DType::float32;
-  Router router;  // not its groups: tokens are added to experts of any group
+  Router router;  // its groups are ignored: tokens are added to experts of any group
   Rounding rounding = Rounding::nearest;
   int64_t tile = 128;
   ConstRows logits;                  // (T, E) as given to Route
   int32_t const* ids = nullptr;      // (T, K) as Route gave them
-  int64_t const* seed = nullptr;     // (1); only stochastic, else null
+  int64_t const* seed = nullptr;     // (1) with Rounding::stochastic, else null
   int32_t* token_offsets = nullptr;  // (T + 1) out
   int32_t* list_ids = nullptr;       // (rounded_slots()) out; -1 past token_offsets[T]
   void* scores = nullptr;            // (rounded_slots()) out; 0 past token_offsets[T]
@@ -127,8 +129,8 @@ struct TokenRounding {
   void* workspace = nullptr;         // rounding_workspace_bytes()
 };
 
-// What balancing needs to know of a router, in one pass over its logits. The tokens are cut into
-// `sequences` equal, consecutive parts, each summed by itself; p is the softmax of a token's
+// The sums that load balancing needs of a router, in one pass over its logits. The tokens are cut
+// into `sequences` equal, consecutive parts, each summed separately; p is the softmax of a token's
 // logits, or their sigmoids or sqrt_softplus divided by the sum of these:
 //   counts[s, e]  how many ids of the sequence are e
 //   shares[s, e]  sum of p[t, e] over its tokens t
@@ -139,8 +141,8 @@ struct BalanceSums {
   DType dtype = DType::float32;
   Score score = Score::softmax;
   ConstRows logits;                     // (T, E)
-  int32_t const* ids = nullptr;         // (T, K); ids outside [0, E) count nowhere
-  uint8_t const* token_mask = nullptr;  // (T); where 0, the token counts nowhere; null: all count
+  int32_t const* ids = nullptr;         // (T, K); ids outside [0, E) are not counted
+  uint8_t const* token_mask = nullptr;  // (T); tokens with 0 are left out; null: all are counted
   void *shares = nullptr, *squares = nullptr;  // (sequences, E), (sequences) out
   int32_t* counts = nullptr;                   // (sequences, E) out
   void* workspace = nullptr;                   // balance_workspace_bytes()

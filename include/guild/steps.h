@@ -1,11 +1,12 @@
 // The arguments of every step of a Mixture-of-Experts layer, forward and backward.
 //
-// The same structs go to guild::cpu::f(args) and guild::cuda::f(args, queue). With T tokens, hidden
-// H, intermediate I, E experts, K choices a token, R = T * K rows, W = 2I with a gate and I
-// without: every matrix has the layer's dtype and is R rows (by row) or T rows (by token) tall.
-// Matrix products accumulate in fp32 (float64 in float64). Null means absent where a comment says
-// so. Rows before offsets[0] and those at or past offsets[E] are neither used nor written, experts
-// without rows get zero gradients, and a row_token outside [0, T) stands for a row of zeros.
+// The same structs go to guild::cpu::f(args) and guild::cuda::f(args, queue). Symbols: T tokens,
+// hidden size H, intermediate size I, E experts, K choices per token, R = T * K rows, and W = 2I
+// with a gate, I without. Every matrix has the layer's dtype and R rows (by row) or T rows (by
+// token). Matrix products accumulate in fp32 (float64 in float64). Null means absent where a
+// comment says so. Rows before offsets[0] and those at or past offsets[E] are neither used nor
+// written, experts without rows get zero gradients, and a row_token outside [0, T) stands for a row
+// of zeros.
 //
 // Algorithm: SonicMoE, arXiv:2512.14080, section 3 (backward from X, H and the routing alone).
 #pragma once
@@ -15,8 +16,8 @@
 namespace guild {
 
 // A low-rank term of a product: T B^T is added to its sums, with T (R, rank) by row and B (E, out,
-// rank), out being the product's columns. On CUDA the rank is a multiple of 8, and B is contiguous
-// along out or rank as the product's weight is along out or in.
+// rank), where out is the product's columns. On CUDA the rank is a multiple of 8, and B is
+// contiguous along `out` or `rank` where the product's weight is along `out` or `in`.
 template <class W>
 struct LowRankTerm {
   ConstRows t;
@@ -51,13 +52,13 @@ struct DownProjection {
   ConstRows bias;                          // (E, H); null data: none
   Rows y;                                  // (R, H) out
   LowRankTerm<ConstWeight> low_rank = {};  // of Y; b: (E, H, rank)
-  // Whether the step before on the queue was an up projection with the same offsets: w_down may
-  // then be read while that still runs, which hides some of its time where rows are few.
+  // Whether the previous step on the queue was an up projection with the same offsets: w_down may
+  // then be read while that still runs, which hides some of the load time where rows are few.
   bool after_up = false;
 };
 
 // sum over k of dlogits[t, ids[t, k]] * weight[ids[t, k]]: the router's part of dX where only the
-// chosen experts' logits have gradients, so where scores are renormalised or sigmoids.
+// chosen experts' logits have gradients, that is, where scores are renormalised or sigmoids.
 struct RouterPart {
   ConstRows dlogits;             // (T, E); null data: no such part
   int32_t const* ids = nullptr;  // (T, K) like slot_row; ids outside [0, E) add nothing
@@ -65,8 +66,8 @@ struct RouterPart {
 };
 
 // O[t] = residual[t] + sum over k of slot_score[t, k] * Y[slot_row[t, k]] + router part, in fp32 in
-// a fixed order; slots at -1 add nothing. Without slot_score: the plain sum, which is the gradient
-// of the gather.
+// a fixed order; slots at -1 add nothing. Without slot_score it is the plain sum, which is the
+// gradient of the gather.
 struct Combine {
   Sizes sizes;
   DType dtype = DType::bfloat16;
@@ -75,7 +76,7 @@ struct Combine {
   Rows o;                   // (T, H) out
   ConstRows residual = {};  // (T, H), may be o itself; null data: none
   RouterPart router = {};   // only without slot_score
-  // (T), score_dtype(): what the residual is multiplied by, the products rounded; null: 1.
+  // (T), score dtype: multiplies the residual; the products are rounded. Null: 1.
   void const* residual_scale = nullptr;
 };
 
@@ -83,7 +84,7 @@ struct Combine {
 
 // With g = dO[row_token] W2 (not scaled), s = row_score and A recomputed from H:
 //   dH = d activation(s * g, H);   A' = s * A;   score_parts = partial sums of <g, A> over I
-// and, over the rows of each expert, the gradients of the biases, as BiasGradient has them:
+// and, over the rows of each expert, the gradients of the biases, as in BiasGradient:
 //   db1 = sum of dH;   db2 = sum of s * dO[row_token]
 struct DownGradient {
   Sizes sizes;
@@ -130,14 +131,14 @@ struct UpGradient {
   LowRankTerm<ConstWeight> low_rank = {};  // of dX~; b: (E, H, rank)
 };
 
-// Dynamic scheduling of the weight gradients, whose sums are as long as experts have rows: blocks
-// claim tiles from a counter, largest experts first. Made by cuda::schedule_weight_gradients for
-// one call each of the two steps below. Null: static scheduling in the experts' order, with the
-// same results.
+// Dynamic scheduling of the weight gradients, whose sums run over an expert's rows and so differ in
+// length: blocks claim tiles from a counter, largest experts first. One filled by
+// cuda::schedule_weight_gradients serves one call of each of the two steps below. Null: static
+// scheduling in the experts' order, with the same results.
 struct WeightSchedule {
   static constexpr int kCounters = 3;
-  int32_t* order = nullptr;  // (E) experts by falling number of rows
-  int32_t* taken = nullptr;  // (kCounters) tiles claimed so far: of dW2, and of dW1's gate and up
+  int32_t* order = nullptr;  // (E) experts by decreasing number of rows
+  int32_t* taken = nullptr;  // (kCounters) tiles claimed so far: of dW2, of dW1's gate, of its up
 };
 
 // dW1[e] = dH[rows of e]^T X[row_token of them]: (E, I, H) twice, written with the given strides.
@@ -168,7 +169,7 @@ struct DownWeightGradient {
   WeightSchedule schedule = {};
 };
 
-// db[e] = sum over rows r of e of row_score[r] * M[row r], or of M[row_token[r]] where gathered.
+// db[e] = sum over rows r of e of row_score[r] * M[r], or * M[row_token[r]] where gathered.
 // db1: M = dH, width W, no score, not gathered. db2: M = dO, width H, scores, gathered.
 struct BiasGradient {
   int64_t rows = 0, width = 0, experts = 0;  // rows: R
@@ -183,10 +184,10 @@ struct BiasGradient {
 
 // ---- level 1: the bare grouped product ----------------------------------------------------------
 
-// D = A B + bias in the four cases of torch._grouped_mm. offsets are int32 END positions (E), as
-// there: group e spans [e ? offsets[e - 1] : 0, offsets[e]). Any strides in elements. Zeros go to
-// rows and columns of no group, and to groups whose sum over K is empty, which get no bias; with
-// accumulate both stay as they are.
+// D = A B + bias in the four cases of torch._grouped_mm. As there, offsets are int32 END positions
+// (E): group e spans [e ? offsets[e - 1] : 0, offsets[e]). Any strides are allowed, in elements.
+// Rows and columns of no group are set to zero, and so are groups whose sum over K is empty,
+// without the bias; with accumulate both stay unchanged.
 struct GroupedGemm {
   enum class Ragged : int {
     rows,     // A (M, K)    B (E, K, N)  D (M, N)      groups split M
@@ -197,7 +198,7 @@ struct GroupedGemm {
   struct Operand {  // element (e, i, j) at data[e * group_stride + i * row_stride + j * col_stride]
     void* data = nullptr;
     int64_t group_stride = 0, row_stride = 0, col_stride = 1;
-    int32_t const* group_at = nullptr;  // (E) stands for e, as expert_at of a weight; null: e
+    int32_t const* group_at = nullptr;  // (E) used in place of e, like Weight::expert_at; null: e
   };
   Ragged ragged = Ragged::rows;
   int64_t m = 0, n = 0, k = 0, groups = 0;  // m, n, k: totals, ragged dimension included
@@ -211,8 +212,8 @@ struct GroupedGemm {
 
 // ---- composites ---------------------------------------------------------------------------------
 
-// sort (if given), up projection, down projection, combine. Where routing.slot_row is null, o has R
-// rows (sorted).
+// Sort (if given), up projection, down projection, combine. Where routing.slot_row is null, o has R
+// rows, in sorted order.
 struct MoeForward {
   Sizes sizes;
   DType dtype = DType::bfloat16;
@@ -226,14 +227,14 @@ struct MoeForward {
   Rows h;                     // (R, W) out, kept for backward; null data: inference
   Rows o;                     // (T, H) out
   void* workspace = nullptr;  // moe_forward_workspace_bytes()
-  ConstRows residual = {};    // (T, H) of combine; null data: none, as where o has R rows
+  ConstRows residual = {};    // (T, H) of combine; null data: none, as it must be if o has R rows
   // The sort that makes `routing`, to run first: its outputs are routing's arrays. On CUDA the
-  // products do it themselves where slots are few. Null: routing is made already.
+  // products do it themselves where slots are few. Null: routing is complete already.
   Sort const* sort = nullptr;
   void const* residual_scale = nullptr;  // (T), of combine; null: 1
 };
 
-// down gradient with db1 and db2, score gradient, dW2, dW1, up gradient, combine gradient. Outputs
+// Down gradient with db1 and db2, score gradient, dW2, dW1, up gradient, combine gradient. Outputs
 // with null data are not computed. With dh and a_scaled, and without dw_up and dw_down, it leaves
 // the weight gradients to MoeWeightGradients.
 struct MoeBackward {
@@ -254,14 +255,14 @@ struct MoeBackward {
   Rows db_up, db_down;        // (E, W), (E, H) out
   void* dscores = nullptr;    // (T, K) out
   void* workspace = nullptr;  // moe_backward_workspace_bytes()
-  Rows dx_rows = {};          // (R, H) out, in place of dx: left for a Combine of the caller's
-  // (R, W), (R, I) out: dH and A', which the weight gradients are made of. Both or neither; null
-  // data: they lie in the workspace.
+  Rows dx_rows = {};          // (R, H) out, instead of dx: the caller runs the Combine
+  // (R, W), (R, I) out: dH and A', the operands of the weight gradients. Both or neither; null
+  // data: they are in the workspace.
   Rows dh = {}, a_scaled = {};
 };
 
-// The schedule of the weight gradients, dW2, dW1: what MoeBackward left out. Outputs with null data
-// are not computed; their operands are not read.
+// The schedule of the weight gradients, dW2, dW1: what MoeBackward has left out. Outputs with null
+// data are not computed; their operands are not read.
 struct MoeWeightGradients {
   Sizes sizes;
   DType dtype = DType::bfloat16;     // of the operands
@@ -278,24 +279,25 @@ struct MoeWeightGradients {
 };
 
 // Bytes of the work buffers above, aligned to 256; the same for both backends. Zero sizes give 0;
-// sizes that no step takes, or whose product no int64_t holds, throw Error.
+// sizes that no step accepts, or whose product overflows int64_t, throw Error.
 int64_t sort_workspace_bytes(int64_t tokens, int64_t experts, int64_t top_k);
 int64_t rounding_workspace_bytes(int64_t tokens, int64_t experts);
 int64_t balance_workspace_bytes(int64_t tokens, int64_t experts, int64_t sequences);
 int64_t down_gradient_workspace_bytes(Sizes const& sizes, bool gated);
 int64_t moe_forward_workspace_bytes(Sizes const& sizes, DType dtype);
-// combines: whether backward makes dx of rows; false with dx_rows, without either, or without
-// slots. biases: whether their gradients are wanted. keeps: whether dh and a_scaled are the
-// caller's.
+// combines: whether backward sums rows to dx; false with dx_rows, with neither of the two, and
+// where rows are not combined by token. biases: whether their gradients are wanted. keeps: whether
+// the caller provides dh and a_scaled.
 int64_t moe_backward_workspace_bytes(Sizes const& sizes, DType dtype, bool gated,
                                      bool combines = true, bool biases = true, bool keeps = false);
 int64_t moe_weight_gradients_workspace_bytes(Sizes const& sizes);
 
-// The most slots that rounding can leave; the length of its lists.
+// The most slots that rounding can produce, which is the length of its lists.
 int64_t rounded_slots(int64_t tokens, int64_t experts, int64_t top_k, Rounding rounding,
                       int64_t tile);
 
-// Partial sums of dS a row: the down gradient's column tiles, summed by the score gradient.
+// Partial sums of dS per row: one for each column tile of the down gradient. The score gradient
+// adds them up.
 int64_t score_parts(Sizes const& sizes);
 
 }  // namespace guild

@@ -11,9 +11,9 @@ namespace guild {
 
 enum class DType : int { float32, bfloat16, float16, float64 };
 
-// The sizes of one layer. A slot is one (token, k-th choice) pair, or an entry of the tokens' lists
-// where these vary in length; a row is a slot after sorting by expert. Buffers of rows hold rows()
-// rows; the first offsets[experts] of them are in use.
+// The sizes of one layer. A slot is one (token, k-th choice) pair, or, where tokens have lists of
+// any length, an entry of these lists; a row is a slot after sorting by expert. Buffers of rows
+// hold rows() rows; the first offsets[experts] of them are in use.
 struct Sizes {
   int64_t tokens = 0;        // T >= 0
   int64_t hidden = 0;        // H >= 1
@@ -37,10 +37,10 @@ struct ConstRows {
   ConstRows(Rows rows) : data(rows.data), stride(rows.stride) {}
 };
 
-// One matrix per expert, seen as (E, out, in) whatever its order in memory: element (e, o, i) lies
-// at data[e * expert_stride + o * out_stride + i * in_stride]. Matrices that do not follow each
-// other at one distance have expert_at, (E) in the backend's memory: expert_at[e] >= 0 then stands
-// for e, with a distance that divides all of theirs.
+// One matrix per expert, seen as (E, out, in) whatever its order in memory: element (e, o, i) is at
+// data[e * expert_stride + o * out_stride + i * in_stride]. Matrices that are not evenly spaced
+// need expert_at, (E) in the backend's memory: expert_at[e] >= 0 then takes the place of e, and
+// expert_stride divides all their distances.
 struct Weight {
   void* data = nullptr;
   int64_t expert_stride = 0, out_stride = 0, in_stride = 1;
@@ -62,8 +62,8 @@ struct ConstWeight {
       : ConstWeight(w.data, w.expert_stride, w.out_stride, w.in_stride, w.expert_at) {}
 };
 
-// How gate and up lie among the 2I columns of the pre-activations H, their gradient and the bias
-// b1:
+// The order of gate and up among the 2I columns of the pre-activations H, their gradient and the
+// bias b1:
 //   concatenated   gate_0 .. gate_{I-1}, up_0 .. up_{I-1}
 //   interleaved    gate_0, up_0, gate_1, up_1, ...
 enum class GateUp : int { concatenated, interleaved };
@@ -77,7 +77,7 @@ struct GatedWeight {
 using UpWeight = GatedWeight<Weight>;
 using ConstUpWeight = GatedWeight<ConstWeight>;
 
-// The halves of one packed tensor of `width` = 2I (gated) or I rows a matrix:
+// The halves of one packed tensor, whose matrices have `width` = 2I (gated) or I rows:
 //   transposed = false   [E, width, H], as torch.nn.Linear stores it
 //   transposed = true    [E, H, width]
 template <class W>
@@ -102,9 +102,9 @@ constexpr GatedWeight<W> up_weight(decltype(W::data) data, Sizes const& sizes, b
 //            gelu, exact              gelu_erf
 //            max(g, 0), max(g, 0)^2   relu, relu_squared
 // limit clamps gate to <= limit and up to [-limit, limit], before act (the default) or, for the
-// gate, after it. Gradients are zero where a clamp cuts; NaN passes through. fp32 throughout
+// gate, after it. Gradients are zero where a clamp is active; NaN passes through. Computed in fp32
 // (float64 in float64). Source of the clamped form: gpt-oss; of the gate: Shazeer,
-// arXiv:2002.05202. Kernels take the same in float.
+// arXiv:2002.05202. F is the type of the parameters: double in the API, float in kernels.
 enum class ActivationKind : int { silu, gelu_tanh, gelu_erf, relu, relu_squared };
 template <class F>
 struct ActivationOf {
@@ -119,8 +119,8 @@ struct ActivationOf {
 using Activation = ActivationOf<double>;
 
 // Which rows belong to which expert and token; written by sort_by_expert(). Index arrays are int32.
-// row_token and slot_row null: the caller's rows are already sorted, row r reads row r of X and dO
-// and nothing is combined. Scores are float32, float64 where the layer's dtype is float64.
+// With row_token and slot_row null the caller's rows are already sorted: row r reads row r of X and
+// dO, and nothing is combined. Scores are float32, or float64 where the layer's dtype is float64.
 struct Routing {
   int32_t const* offsets = nullptr;    // (E + 1) rows of expert e: offsets[e] .. offsets[e + 1]
   int32_t const* row_token = nullptr;  // (R) the token of each row

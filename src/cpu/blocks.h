@@ -1,7 +1,7 @@
 // How the CPU backend cuts a step into blocks of work and spreads them over threads.
 //
-// A block is computed by one thread and its size depends on the arguments alone, so results are the
-// same bits for any number of threads.
+// A block is computed by one thread and its size depends on the arguments alone, so results have
+// the same bits for any number of threads.
 #pragma once
 #include <algorithm>
 #include <cstdint>

@@ -1,5 +1,5 @@
 // O[t] = residual_scale[t] * residual[t] + sum over k of slot_score[t, k] * Y[slot_row[t, k]] + the
-// router's part
+// router's part of a gradient
 #include "check.h"
 #include "cpu/views.h"
 #include "guild/cpu.h"

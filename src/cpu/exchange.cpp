@@ -1,7 +1,7 @@
 // Rows between processes that share memory: guild/exchange.h, in plain loops.
 //
-// Where a GPU's kernels end, so that what they wrote is there for the next, here a call ends; what
-// other ranks wrote is seen after the barrier, whose arrivals are released and acquired.
+// The end of a call makes its writes visible to the next, as the end of a kernel does on a GPU;
+// what other ranks wrote is visible after the barrier, whose arrivals are released and acquired.
 #include <atomic>
 #include <chrono>
 #include <cstring>
@@ -83,7 +83,7 @@ class Meeting {
     }
   }
 
-  // Tells everyone; the first failure counts.
+  // Tells all ranks; the first failure counts.
   void fail(int64_t word, int64_t rows) {
     rows_ = rows;
     for (int64_t r = 0; r < m_.ranks; ++r) {

@@ -10,8 +10,8 @@ namespace {
 
 using Ragged = GroupedGemm::Ragged;
 
-// The part of the product that one group is: D[m, n] = sum over k, each a range of that dimension.
-// What lies past the last group has kNoGroup: zeros.
+// One group's part of the product: D[m, n] = sum over k, each a range of that dimension. What lies
+// past the last group has kNoGroup and is zeros.
 struct Group {
   int64_t index;
   Span m, n, k;
@@ -64,7 +64,7 @@ void sum_products(GroupedGemm const& x, Group const& g, Span rows, Span cols, Co
   }
 }
 
-// C[i, j] += bias[j], or bias[i] where it runs down the rows.
+// C[i, j] += bias[j], or bias[i] for Ragged::columns.
 template <class T>
 void add_bias(GroupedGemm const& x, Group const& g, Span rows, Span cols, Compute<T>* c,
               Scratch& scratch) {

@@ -49,7 +49,7 @@ class Rounder {
  private:
   bool in_range(int32_t id) const { return id >= 0 && id < x_.experts; }
 
-  // Makes the best candidates members of the expert, the others not.
+  // Makes the best candidates members of the expert, and the other candidates not.
   void select(int64_t expert, RoundingTarget target, std::vector<int32_t> const& tokens) {
     std::vector<std::pair<F, int32_t>> candidates;
     for (int32_t t : tokens) {

@@ -33,7 +33,7 @@ struct Better {
   }
 };
 
-// Leaves the experts of the best groups in `ids`; returns how many they are.
+// Leaves the experts of the best groups in `ids`; returns their number.
 template <class F>
 int64_t keep_best_groups(Router const& router, F const* key, int32_t* ids, int64_t experts) {
   int64_t const size = experts / router.groups;

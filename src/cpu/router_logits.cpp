@@ -1,4 +1,4 @@
-// logits = x W^T: the definition of the router's product. Every sum has the same order, and every
+// logits = x W^T: the reference for the router's product. Every sum has the same order, and every
 // token goes through the same loop, so that its bits do not depend on the others.
 #include "check_router_logits.h"
 #include "cpu/views.h"

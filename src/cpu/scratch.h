@@ -1,5 +1,5 @@
-// Memory that a thread keeps for what its current block of work needs, so that a step allocates
-// only the first time a thread sees its largest block.
+// Memory that a thread keeps for its current block of work, so that a step allocates only the first
+// time a thread sees its largest block.
 #pragma once
 #include <algorithm>
 #include <cstddef>

@@ -1,4 +1,5 @@
-// The product both weight gradients are: for each expert, L[rows]^T R[rows], summed over its rows.
+// The product behind both weight gradients: for each expert, L[rows]^T R[rows], summed over its
+// rows.
 #pragma once
 #include "cpu/views.h"
 

@@ -1,5 +1,5 @@
 // Arguments as the CUDA backend takes them, and its own requirements: 16-bit types, rows on 16-byte
-// boundaries, a maximal number of experts.
+// boundaries, a maximum number of experts.
 #pragma once
 #include <cstdint>
 
@@ -24,7 +24,7 @@ inline void require_whole_16_bytes(int64_t size, char const* name) {
           " on CUDA, got ", size);
 }
 
-// data and its row stride (in elements) on 16-byte boundaries.
+// Requires data and its row stride (in elements) to be on 16-byte boundaries.
 inline void require_aligned(void const* data, int64_t stride, char const* name) {
   auto const address = reinterpret_cast<uintptr_t>(data);
   require(address % 16 == 0, name, ": expected 16-byte aligned data on CUDA, got address ",
@@ -45,7 +45,7 @@ inline uint32_t addressable_stride(int64_t rows, int64_t stride, char const* nam
   return uint32_t(units);
 }
 
-// One of the two inner dimensions contiguous, the other on 16-byte boundaries.
+// Requires one of the two inner dimensions to be contiguous, the other on 16-byte boundaries.
 inline void require_aligned(ConstWeight const& w, char const* name) {
   require(w.in_stride == 1 || w.out_stride == 1, name,
           ": expected one contiguous dimension on CUDA, got strides (", w.expert_stride, ", ",

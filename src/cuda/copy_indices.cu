@@ -1,4 +1,4 @@
-// copy_indices(): values of the host that travel to the device as arguments of a kernel.
+// copy_indices(): host values that are passed to the device as arguments of a kernel.
 #include <algorithm>
 #include <iterator>
 

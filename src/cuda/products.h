@@ -55,10 +55,10 @@ struct UpProduct {
   Rows h;          // (rows, n), or 2n where paired; null data: not wanted
   Rows activated;  // (rows, n)
   LowRankOperand low_rank = {};
-  // The sort that makes groups and row_token, which is left to the product; null: it has been run.
+  // The sort that makes groups and row_token, if the product is to run it; null: it has been run.
   // Only where products_sort() says so.
   Sort const* sort = nullptr;
-  // The choice of the experts that are sorted, left to the product too; null: it has been made.
+  // The choice of the experts to sort, if the product is to make it too; null: it has been made.
   TokenChoice const* choice = nullptr;
   SharedUp shared = {};  // only where shared_rides() says so
 };
@@ -86,8 +86,8 @@ struct DownGradientProduct {
 };
 void down_gradient_product(DownGradientProduct const& product, Queue const& queue);
 
-// A matrix per group with any strides, float32 or the operands' type, stored or added to element by
-// element.
+// A matrix per group with any strides, float32 or the operands' type; results are stored or added
+// element by element.
 struct DirectOutput {
   void* data = nullptr;  // element (group, row, col) at the strides below; null: absent
   int64_t group_stride = 0, row_stride = 0, col_stride = 1;
@@ -137,18 +137,18 @@ void expert_product(ExpertProduct const& product, Queue const& queue);
 // the launch of a sort.
 bool products_sort(Sort const& sort);
 
-// Whether the products of a layer's forward are those for few tokens, which take shared experts
-// along if weights are contiguous as theirs are.
+// Whether the products of a layer's forward are those for few tokens, which can compute shared
+// experts too if the layer's weights are contiguous along the same dimension as theirs.
 bool are_for_few_tokens(Sizes const& sizes);
 
-// The same matrices the other way round.
+// The same matrices, transposed.
 template <class W>
 W transposed(W const& w) {
   return {w.data, w.expert_stride, w.in_stride, w.out_stride, w.expert_at};
 }
 
-// The same steps where their products sort and choose, unless sort and choice are null, and with
-// shared experts.
+// The steps of guild/cuda.h whose products also sort and choose, unless sort and choice are null,
+// and compute shared experts.
 void up_projection(UpProjection const& step, Sort const* sort, TokenChoice const* choice,
                    SharedUp const& shared, Queue const& queue);
 void down_projection(DownProjection const& step, Sort const* sort, SharedRows const& shared,

@@ -1,4 +1,4 @@
-// scaled_grouped_gemm(): tensor-core kernels, which ask for operands that TMA can load.
+// scaled_grouped_gemm(): tensor-core kernels, which require operands that TMA can load.
 #include "check.h"
 #include "cuda/alignment.h"
 #include "cuda/device.h"

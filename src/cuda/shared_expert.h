@@ -5,8 +5,8 @@
 
 namespace guild::cuda {
 
-// What moe_forward() adds for a layer's shared experts, one MLP that every token goes through: the
-// results are those of a forward of its own, rounded, and the layer's residual. Weights are
+// What moe_forward() adds for a layer's shared experts, one MLP that every token goes through. Its
+// results, rounded like those of a separate forward, are the layer's residual. Weights are
 // contiguous along their last dimension; activation and order are the layer's.
 struct SharedExpert {
   int64_t intermediate = 0;  // W
@@ -15,8 +15,8 @@ struct SharedExpert {
   void* o = nullptr;         // (T, H), a work buffer
 };
 
-// Whether shared experts of any width ride along in the launches of such a layer, whose weights are
-// contiguous along their last dimension.
+// Whether shared experts of any width can be computed in the launches of a layer of these sizes
+// whose weights are contiguous along their last dimension.
 bool shared_rides(Sizes const& sizes);
 
 int64_t moe_forward_workspace_bytes(Sizes const& sizes, DType dtype, int64_t shared);
@@ -31,7 +31,7 @@ struct LayerRouter {
   Route route;
 };
 // The router, then the layer, with shared experts unless null. A single token's experts are chosen
-// in the layer's own launches where that can be.
+// in the layer's own launches where possible.
 void moe_forward(MoeForward const& layer, LayerRouter const& router, SharedExpert const* shared,
                  Queue queue);
 

@@ -6,11 +6,11 @@
 
 namespace guild::cuda {
 
-// Devices on which a kernel may have its memory already, a bit each: asking takes the host 2 us.
+// Devices on which a kernel has its limit raised already, one bit each: a call takes the host 2 us.
 using AllowedOn = std::atomic<uint64_t>;
 
-// Lets blocks of a kernel have `bytes` of dynamic shared memory on the current device. allowed: a
-// variable of the kernel's own, of static duration; the same `bytes` in every call.
+// Lets blocks of a kernel have `bytes` of dynamic shared memory on the current device. allowed: the
+// kernel's own variable, of static duration. `bytes` must be the same in every call.
 template <class Kernel>
 void allow_shared_memory(Kernel* kernel, int bytes, AllowedOn& allowed, char const* what) {
   int device = 0;

@@ -1,4 +1,4 @@
-// The down projection and combine of a token or a few in one kernel, for inference.
+// The down projection and combine of one or a few tokens in one kernel, for inference.
 #pragma once
 #include "cuda/shared_expert.h"
 
@@ -21,11 +21,11 @@ struct TokenSum {
   bool shared = false;
   ConstWeight shared_w = {};  // (1, n, k)
 };
-// False if no kernel serves it: nothing has been done then.
+// Returns false, with nothing done, if no kernel serves it.
 bool token_sum(TokenSum const& product, Queue const& queue);
 
-// Both steps, as a TokenSum. shared: experts that ride along, or null. False if that cannot be:
-// nothing has been done then.
+// Both steps, as a TokenSum. shared: experts to compute in the same launches, or null. Returns
+// false, with nothing done, if that is not possible.
 bool down_with_sum(DownProjection const& down, Combine const& sum, Sort const& sort,
                    SharedExpert const* shared, Queue const& queue);
 

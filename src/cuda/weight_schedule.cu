@@ -1,4 +1,4 @@
-// The schedule of the weight gradients: experts by falling number of rows, and the counters from
+// The schedule of the weight gradients: experts by decreasing number of rows, and the counters from
 // which blocks claim tiles, set to zero. Longest processing time first: Graham, SIAM Journal on
 // Applied Mathematics 17, 1969.
 #include "cuda/alignment.h"

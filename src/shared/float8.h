@@ -10,7 +10,7 @@
 
 namespace guild {
 
-// Blocks, of a scale each, of a dimension's elements.
+// How many blocks, with one scale each, a dimension of this many elements has.
 inline int64_t scale_blocks(int64_t elements) { return (elements + kScaleBlock - 1) / kScaleBlock; }
 
 GUILD_HD float largest_of(Float8 format) { return format == Float8::e4m3 ? 448.f : 57344.f; }

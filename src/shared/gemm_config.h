@@ -1,5 +1,5 @@
-// GemmConfig: what a grouped GEMM must know at compile time, as one plain value. kConfigs are those
-// that are built; choose_config() picks one for a product by a cost model.
+// GemmConfig: what a grouped GEMM must know at compile time, as one plain value. kConfigs lists
+// those that are built; choose_config() picks one for a product by a cost model.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -41,13 +41,13 @@ struct BuiltConfig {
   GemmConfig config;
   double step_cost[kProducts];  // of one step of a sum, relative to a pair; 0: cannot be used
   double outside;               // cycles that a consumer spends on a tile outside of its sum
-  // What a tile of at most 64 rows takes of a whole one's time, in products by row: one consumer
-  // multiplies, at the pace at which shared memory takes and gives B.
+  // Time of a tile of at most 64 rows relative to a whole one, in products by row: only one
+  // consumer multiplies, bound by writing B to shared memory and reading it from there.
   double half = 1;
-  // What step_cost changes by where tiles are wider than the product, relative, for as many columns
-  // again as the product has: compared with pairs, blocks alone lose less by it, in turns more.
+  // Relative change of step_cost if tiles exceed the product's width by as many columns as it has:
+  // compared with pairs, single blocks lose less by such columns, consumers in turns more.
   double spare[kProducts] = {};
-  double start = 0;  // cycles by which a launch takes longer than one of blocks alone
+  double start = 0;  // cycles by which a launch takes longer than one of single blocks
 
   constexpr bool serves(Product product) const { return step_cost[int(product)] > 0; }
 };
@@ -58,7 +58,7 @@ inline constexpr BuiltConfig kConfigs[] = {
     // the first tile. Not for Product::direct, whose wgmma ptxas serialises (C7515); weight
     // gradients stored element by element are not affected.
     {{.tile_m = 128, .tile_n = 256, .stages = 4, .cluster = 2}, {1, 0, 1, 1, 1}, 200, .9, {}, 4000},
-    // A single block leaves no partner idle where rows are few and the columns of tiles odd.
+    // A single block leaves no partner idle where rows are few and the tile columns odd in number.
     {{.tile_m = 128, .tile_n = 256, .stages = 4},
      {1.02, 1, 1.05, 1.065, 1.04},
      200,
@@ -90,8 +90,8 @@ struct TileCount {
   bool ragged = true;
 };
 
-// Tiles that blocks spend time on for one group of `rows` rows, those of blocks that idle beside a
-// partner included. half: what a tile of at most 64 rows counts.
+// Tiles that blocks spend time on for one group of `rows` rows, including those during which a
+// block idles beside its partner. half: how much a tile of at most 64 rows counts.
 inline double tiles_of(GemmConfig const& c, int64_t rows, int64_t across, double half) {
   auto const cost = [&](int64_t rows) { return rows > 64 ? 1 : rows > 0 ? half : 0; };
   MatrixTiles const tiles{.rows = int(rows),

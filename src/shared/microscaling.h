@@ -43,7 +43,7 @@ GUILD_HD float nvfp4_global(float largest) {
   return largest / (kLargestE2M1 * 448);
 }
 
-// What elements are multiplied by to get codes under this block scale; 0 where these are all zeros.
+// What elements are multiplied by to get codes under this block scale; 0 where all codes are zeros.
 GUILD_HD float nvfp4_to_code(uint8_t code, float global) {
   float const scale = decode_float8(code, Float8::e4m3) * global;
   return scale > 0 ? 1 / scale : 0.f;
@@ -56,8 +56,9 @@ GUILD_HD MicroScale nvfp4_scale(float largest, float global) {
 }
 
 // a / b, rounded as division rounds it, without dividing: `inverse` is 1 / b. The first step leaves
-// a quotient at most one unit off, whose remainder is exact. For powers of a, b and of the quotient
-// far from the ends of float's range: Markstein, IBM J. Res. Dev. 34 (1990), p. 111.
+// a quotient at most one unit off, whose remainder is exact. Valid where the exponents of a, b and
+// the quotient are far from the ends of float's range: Markstein, IBM J. Res. Dev. 34 (1990),
+// p. 111.
 GUILD_HD float quotient(float a, float b, float inverse) {
   float q = a * inverse;
   q = std::fma(std::fma(-b, q, a), inverse, q);
@@ -75,9 +76,9 @@ GUILD_HD float nvfp4_ratio(float largest, float global, float inverse) {
 
 // In its three low bits, the nearest of 0, .5, 1, 1.5, 2, 3, 4 and 6 to |x|, ties to the even code,
 // the largest for NaN; the bits above may be any. With 2^k the power of two of |x| but at least 1,
-// codes are 2^(k - 1) apart, which are the last bit of 2^k (2^22 + 3): adding that to |x| rounds
-// it. Each k begins two codes further on, and the sum's exponent, twice as large in `>> 22`,
-// counts them.
+// codes are 2^(k - 1) apart, which is the last bit of 2^k (2^22 + 3): adding that to |x| rounds it.
+// Each k begins two codes further on, and the sum's exponent, twice as large in `>> 22`, counts
+// them.
 GUILD_HD uint32_t e2m1_bits(float x) {
   float const clipped = std::fmin(std::fabs(x), kLargestE2M1);
   float const power =
@@ -98,7 +99,8 @@ GUILD_HD int64_t scale_place(ScaleOrder order, int64_t row, int64_t block, int64
   return tile * 512 + row % 32 * 16 + row / 32 % 4 * 4 + block % 4;
 }
 
-// What codes with an E8M0 scale are multiplied by under a scale that is not below it.
+// What codes with the E8M0 scale `scale` are multiplied by to have the scale `above`, which is not
+// below it.
 GUILD_HD float e8m0_quotient(uint8_t scale, uint8_t above) {
   if (above == kE8M0NaN) return std::numeric_limits<float>::quiet_NaN();
   int const steps = int(above) - int(scale);

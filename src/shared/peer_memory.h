@@ -1,11 +1,11 @@
-// How a rank's memory is laid out that all ranks can reach: guild/exchange.h. Host and device.
+// The layout of the memory through which ranks exchange rows (guild/exchange.h). Host and device.
 //
 //   control    counters, the failure, and an inbox for every rank's arrival, two deep
 //   ids, scores, rows   what is published, two places
 //   returned            what came back for this rank's tokens, and gradients of their scores
 //
-// A barrier's message may be overwritten two barriers later: a rank gets there only after this one
-// has arrived at the barrier between, which it does when it has read all messages of the first.
+// A barrier's message may be overwritten two barriers later: a rank gets that far only after this
+// one has arrived at the barrier in between, and so has read all messages of the first.
 #pragma once
 #include "guild/exchange.h"
 #include "shared/host_device.h"
@@ -21,7 +21,7 @@ struct PeerMessage {
 struct PeerControl {
   int64_t meetings;   // barriers passed
   int64_t published;  // of these, after publish(); the last one's place is (published - 1) % 2
-  int64_t failure;    // packed(); 0: none. Others write it as well
+  int64_t failure;    // packed(); 0: none. Other ranks write it too
   int64_t tokens[2];  // that are published
   int64_t stopped;    // whether a barrier has reported the failure: nothing is sent after it
   int64_t filler[10];
@@ -76,7 +76,7 @@ struct PeerView {
   GUILD_HD char* returned_scores() const { return base + layout.returned_scores; }
 };
 
-// The place that publish() writes to, and the one that it has written to before the last barrier.
+// The place that publish() writes to next, and the one that it wrote to before the last barrier.
 GUILD_HD int64_t next_place(PeerControl const* own) { return own->published & 1; }
 GUILD_HD int64_t last_place(PeerControl const* own) { return (own->published - 1) & 1; }
 

@@ -1,8 +1,9 @@
-// How many experts a layer over ranks begins with while rows for the others are still on their way.
+// How many experts a layer over ranks begins with while rows for the others are still in transit.
 //
-// Of e of a rank's experts, a share of about 1 - (1 - e / E)^K of all tokens has one, E being all
-// ranks' experts. The rows of these tokens travel while nothing else runs. The others' travel while
-// the products of the e experts run, and what these do not hide is waited for.
+// A share of about 1 - (1 - e / E)^K of all tokens has one of a rank's first e experts, where E is
+// the number of all ranks' experts. The rows of these tokens travel while nothing else runs. The
+// others travel while the products of the e experts run; transfer time not hidden by these is
+// exposed.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -20,7 +21,7 @@ struct PeerLoad {
   double share(int64_t first) const {
     return 1 - std::pow(1 - double(first) / double(experts * ranks), double(top_k));
   }
-  // Microseconds that all rows travel.
+  // Microseconds that the transfer of all rows takes.
   double travel() const {
     return double((ranks - 1) * tokens * row_bytes) * share(experts) / link_bytes;
   }
@@ -35,7 +36,7 @@ struct PeerLoad {
   }
 };
 
-// All of them where it does not pay to divide the product.
+// All experts where it does not pay to divide the product.
 inline int64_t first_experts(PeerLoad const& load) {
   constexpr double kCost = 10;  // microseconds of another launch and its last wave
   int64_t best = load.experts;

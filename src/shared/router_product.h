@@ -16,7 +16,7 @@ constexpr int64_t router_chunks(int64_t hidden) {
   return std::max<int64_t>(1, ceil_div(hidden, router_chunk(hidden)));
 }
 
-// A block's tokens and experts. split: it has one chunk of their sums, else all of them.
+// A block's tokens and experts. split: the block has one chunk of their sums, otherwise all chunks.
 struct RouterTile {
   int tokens, experts;
   bool split;
@@ -30,15 +30,15 @@ inline constexpr RouterTile kRouterTiles[] = {
 // Up to this many experts the router can add the chunks itself.
 inline constexpr int64_t kMostSplitExperts = 512;
 
-// Whether a kernel of its own serves, whose tile is the first of kRouterTiles.
+// Whether the kernel for few tokens serves, whose tile is the first of kRouterTiles.
 constexpr bool few_for_router(int64_t tokens, int64_t hidden, int64_t experts) {
   return tokens <= kRouterTiles[0].tokens && hidden % 64 == 0 && experts <= kMostSplitExperts;
 }
 
-// Microseconds that the product is expected to take on an H200: the slowest of what one
-// multiprocessor loads and what passes through its shared memory, what L2 delivers to all, and what
-// memory does; and the way of the chunks' sums through L2. The constants are those that choose best
-// among the times of all tiles on the presets of `guild bench`, 256 to 32,768 tokens.
+// Microseconds that the product is expected to take on an H200: the longest of the times that one
+// multiprocessor takes for its loads and its shared-memory traffic, L2 for all loads, and memory;
+// plus the transfer of the chunks' sums through L2. The constants are those that choose best among
+// the measured times of all tiles on the presets of `guild bench`, 256 to 32,768 tokens.
 inline double expected_router_time(RouterTile const& tile, int64_t tokens, int64_t hidden,
                                    int64_t experts) {
   constexpr double kPort = 89e3, kShared = 139e3, kCache = 8.9e6, kMemory = 2.86e6;
@@ -60,8 +60,8 @@ inline double expected_router_time(RouterTile const& tile, int64_t tokens, int64
          (tile.split ? parts : 0);
 }
 
-// The tile that is expected to be fastest. Of tiles that are not split for few tokens one block
-// would read a whole row of the weight.
+// The tile that is expected to be fastest. For few tokens, a block of a tile that is not split
+// would read whole rows of the weight.
 inline RouterTile choose_router_tile(int64_t tokens, int64_t hidden, int64_t experts) {
   if (few_for_router(tokens, hidden, experts)) return kRouterTiles[0];
   RouterTile best = kRouterTiles[7];

@@ -37,7 +37,7 @@ GUILD_HD float exact_exp(float x) {
 }
 GUILD_HD double exact_exp(double x) { return exp(x); }
 
-// Roots and quotients; on a GPU within 2 ulp, for the exact versions call slow paths, around which
+// Roots and quotients, on a GPU only within 2 ulp: the exact versions call slow paths, around which
 // registers spill.
 GUILD_HD float square_root(float x) {
 #ifdef __CUDA_ARCH__

@@ -43,8 +43,8 @@ GUILD_HD Tile row_block(Tile tile, int index) {
 // x / y, rounded up; for x >= 0 and y > 0.
 GUILD_HD constexpr int64_t ceil_div(int64_t x, int64_t y) { return (x + y - 1) / y; }
 
-// Which of several matrices at one distance is matrix `index` of a list: expert_at of a weight,
-// where that is not null.
+// Where matrix `index` of a list lies, in units of the distance between matrices: at[index], such
+// as a weight's expert_at, or `index` itself if that is null.
 GUILD_HD int placed(int32_t const* at, int index) { return at == nullptr ? index : at[index]; }
 
 struct Groups {
@@ -72,10 +72,10 @@ inline Groups expert_groups(int32_t const* offsets, int64_t experts, int64_t row
   return {offsets + 1, int(experts), int(rows), /*has_start=*/true};
 }
 
-// The tiles of one matrix of `rows` rows and `across` tiles side by side, each of tile_m rows. With
-// tail_m, half of that, what a last row of tiles does not fill is walked in tiles of tail_m rows,
-// of which two neighbours are one, with `apart` set: all of it, if tail_m rows hold it, or if
-// another half of tail_m does and no block idles for it.
+// The tiles of one matrix of `rows` rows: `across` tiles side by side, of tile_m rows each. With
+// tail_m, half of that, rows that do not fill a last row of tiles get tiles of tail_m rows, of
+// which two neighbours count as one with `apart` set. That is so if these rows are at most tail_m,
+// or at most 1.5 tail_m where no block idles for it.
 //
 // The walk goes through bands of `band` columns of tiles, an even number with tail_m, row by row
 // within a band. Blocks that run at the same time then share few rows of A and few columns of B,
@@ -127,9 +127,9 @@ struct RowTiles {
   static constexpr bool kMayBeEmpty = false;  // no sum is empty: inner > 0
   static constexpr bool kHasOrder = false;    // groups are visited by number
 
-  // All rows of a group that has no more than these stay in L2. Its bands are two columns of tiles
-  // wide, so that tiles with the same columns of B follow each other, last ones of few rows too:
-  // B, which may be larger than L2, is read from memory once.
+  // A group of at most this many rows stays in L2 as a whole. Its bands are two columns of tiles
+  // wide, so that tiles with the same columns of B follow each other, even the last ones of few
+  // rows: B, which may be larger than L2, is read from memory only once.
   static constexpr int kFewRows = 1024;
 
   GUILD_HD MatrixTiles matrix(int begin, int end) const {

@@ -29,7 +29,7 @@ struct Gradients {
   Tensor dx, dscores, dw_up, dw_gate, dw_down, db_up, db_down;
 };
 
-// A call into new tensors, but for its workspace.
+// A call into new tensors, without its workspace.
 struct BackwardCall {
   Gradients gradients;
   MoeBackward args;

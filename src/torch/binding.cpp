@@ -16,15 +16,15 @@ namespace {
 #define GUILD_ACTIVATION \
   "int kind, bool gated, float alpha, float limit, float up_offset, bool clamp_after"
 
-// A term of a step's product: both or none.
+// A low-rank term of a step's product: both or none.
 #define GUILD_LOW_RANK ", Tensor? low_rank_t=None, Tensor? low_rank_b=None"
 
-// Weights that are lists of matrices at no one distance; see ops.h.
+// Weights that are lists of matrices that are not evenly spaced; see ops.h.
 #define GUILD_LISTS ", Tensor? experts_at=None"
 
 bool cuda_built() { return cuda::built(); }
 
-// Empty where the current CUDA device can be used, otherwise why not.
+// Why the current CUDA device cannot be used; empty if it can.
 std::string cuda_reason() {
   char const* why = "";
   return cuda::usable(&why) ? "" : why;
@@ -100,7 +100,7 @@ void define_layers(Library& m) {
       "a_scaled)");
 }
 
-// Forward without gradients: into a tensor of the caller's, and with as few arguments as can be.
+// Forward without gradients: into the caller's tensor, and with as few arguments as possible.
 void define_inference(Library& m) {
   m.def(
       "moe_forward_out(Tensor x, Tensor ids, Tensor scores, Tensor? token_offsets, Tensor? "

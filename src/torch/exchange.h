@@ -20,7 +20,7 @@ struct Published {
 Published publish_of(Place const& place, PeerMemory const& memory, Tensor const& rows,
                      MaybeTensor const& ids, MaybeTensor const& scores, int64_t experts);
 
-// report (5) int64 of the host
+// report (5) int64 on the host
 Meet meet_of(PeerMemory const& memory, double seconds, Numbers const& facts, Tensor const& report);
 
 }  // namespace guild::binding

@@ -25,7 +25,7 @@ inline ConstScales as_read(Scales const& s) {
   return {s.data, s.expert_stride, s.row_stride, s.col_stride};
 }
 
-// Rows of codes with contiguous columns. A stride of 0 would mean packed rows to a step.
+// Rows of codes with contiguous columns. To a step, a stride of 0 would mean packed rows.
 inline Rows codes_of(Place const& place, Tensor const& t, char const* name, int64_t rows,
                      int64_t columns) {
   void* const data = place.bytes(t, name, {rows, columns});

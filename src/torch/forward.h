@@ -19,7 +19,7 @@ struct Weights {
   Tensor const& down;
 };
 
-// Rows for the results of sorted ones: zeros where no expert has them, which no product writes.
+// Clears the rows of a result of sorted rows that belong to no expert, which no product writes.
 // offsets: (E + 1).
 void clear_outside(Place const& place, Tensor const& rows, int32_t const* offsets, int64_t experts);
 Tensor sorted_rows(Place const& place, Shape shape, DType dtype, int32_t const* offsets,

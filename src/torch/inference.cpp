@@ -1,5 +1,5 @@
-// Layers without gradients. Nothing is kept, so that all that a call needs beside its result and
-// its offsets lies in one buffer: at a few tokens each allocation counts.
+// Layers without gradients. Nothing is kept, so all that a call needs besides its result and its
+// offsets lies in one buffer: for a few tokens each allocation counts.
 #include "cuda/rows/all_rows.h"
 #include "cuda/shared_expert.h"
 #include "torch/forward.h"
@@ -12,11 +12,11 @@ namespace guild::binding {
 
 namespace {
 
-// Experts that every token goes through, as one of all rows.
+// Experts that every token goes through, as a single expert of all rows.
 struct Shared {
   Tensor const &w_up, &w_down;  // (W, H) or with a gate (2 W, H); (H, W)
   MaybeTensor const& scale;     // (T, 1) scores: what their results are multiplied by
-  MaybeTensor const& gate;      // (1, H): what that follows from; at most one of the two
+  MaybeTensor const& gate;      // (1, H): what the scale follows from; at most one of the two
 };
 
 Layer shared_layer(Layer layer, Shared const& shared) {

@@ -1,4 +1,4 @@
-// The buffer of a layer without gradients: all that a call needs beside its result.
+// The buffer of a layer without gradients: all that a call needs besides its result.
 #pragma once
 #include "cuda/shared_expert.h"
 #include "shared/workspace.h"
@@ -25,7 +25,7 @@ struct Needs {
   bool routes;             // the layer chooses its tokens' experts itself
   int64_t router_bytes;    // what that takes
   Layer const* shared;     // null: none
-  bool rides = false;      // shared experts are run together with the others
+  bool rides = false;      // shared experts are run in the launches of the others
   bool gated = false;      // their scale is computed
   int64_t gate_bytes = 0;  // what that takes
 };

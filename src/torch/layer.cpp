@@ -47,7 +47,7 @@ Forward run_forward(Place const& place, Tokens const& tokens, Weights const& w,
   return {rows, h};
 }
 
-// Runs forward of sorted rows into o (R, H), of which those past offsets[E] are not written.
+// Runs forward of sorted rows into o (R, H), whose rows past offsets[E] are not written.
 void run_sorted(Place const& place, Layer const& layer, Tensor const& x, Tensor const& offsets,
                 Weights const& w, MaybeTensor const& b_up, MaybeTensor const& b_down,
                 Tensor const& h, Tensor const& o) {
@@ -75,7 +75,7 @@ Gradients run_backward(Place const& place, Layer const& layer, Routing const& ro
   return g;
 }
 
-// The caller's gradients of biases, both of one dtype; false: none is wanted.
+// Sets the caller's gradients of biases, both of one dtype; returns false if none is wanted.
 bool set_bias_targets(Place const& place, Layer const& layer, MaybeTensor const& db_up,
                       MaybeTensor const& db_down, MoeBackward& b) {
   if (!db_up.has_value() && !db_down.has_value()) return false;

@@ -24,8 +24,8 @@ Tensor product_in_float32(Tensor const& a, Tensor const& b) {
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-// PyTorch's products: of float32 and float64, whose gradients PyTorch makes from the same, and on a
-// GPU of sizes that have no rows on 16-byte boundaries or more experts than a router there.
+// Whether PyTorch's product serves: for float32 and float64, whose gradients are PyTorch's too, and
+// on a GPU for rows that are not on 16-byte boundaries or more experts than routing supports.
 bool needs_torch(Place const& place, RouterLogits const& x) {
   bool const narrow = x.dtype == DType::bfloat16 || x.dtype == DType::float16;
   return !narrow || x.hidden == 0 || x.experts == 0 ||
@@ -41,7 +41,7 @@ Tensor product_of_torch(Place const& place, DType dtype, Tensor const& x, Tensor
   return torch::stable::matmul(as_float32(x), torch::stable::transpose(as_float32(weight), 0, 1));
 }
 
-// The matrix where it lies if the products read it there, otherwise copied.
+// The matrix itself if the products can read its layout, otherwise a copy.
 Tensor with_plain_rows(Place const& place, Tensor const& matrix) {
   bool const rows = matrix.size(1) <= 1 || matrix.stride(1) == 1;
   bool const apart = matrix.size(0) <= 1 || matrix.stride(0) >= matrix.size(1);

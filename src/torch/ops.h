@@ -3,8 +3,8 @@
 // Conventions: offsets (E + 1) are int32 row positions; w_gate is given where gate and up are two
 // tensors and w_up is up alone; `interleaved` is the order of gate and up in w_up, h, dh and b_up;
 // `transposed` weights are (E, in, out); experts_at is int32 (3, E), guild::Weight::expert_at of
-// w_up, w_gate and w_down, or of their gradients where these are arguments; none: of no weight.
-// Outputs that are not asked for are empty tensors.
+// w_up, w_gate and w_down, or of their gradients where these are arguments; without it no weight
+// has any. Outputs that are not asked for are empty tensors.
 #pragma once
 #include <tuple>
 
@@ -25,18 +25,18 @@ using Tensors7 = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tens
 Score score_of(int64_t score);
 
 // logits (T, E), selection_bias (E), token_mask (T) bool -> scores (T, K), ids (T, K) int32, slopes
-// (T, K), of softmax (0, K)
+// (T, K), or (0, K) for softmax
 Tensors3 route(Tensor const& logits, MaybeTensor const& selection_bias,
                MaybeTensor const& token_mask, int64_t top_k, int64_t score, bool renormalize,
                double scale, int64_t groups, int64_t top_groups, double sum_floor,
                int64_t group_score);
-// logits (T, E): where needs_logits(router) alone; the result has the dtype of `like`
+// logits (T, E): only where needs_logits(router); the result has the dtype of `like`
 Tensor route_backward(Tensor const& dscores, Tensor const& scores, Tensor const& ids,
                       MaybeTensor const& slopes, MaybeTensor const& logits, int64_t experts,
                       int64_t score, bool renormalize, double scale,
                       MaybeTensor const& token_offsets, MaybeTensor const& like, double sum_floor);
-// ids (T, K) of route, seed (1) int64 on the device -> scores, ids, slopes (or 0) by slot of the
-// tokens' lists, token_offsets (T + 1)
+// ids (T, K) of route, seed (1) int64 on the device -> scores, ids, slopes (or an empty tensor) by
+// slot of the tokens' lists, token_offsets (T + 1)
 Tensors4 round_tokens(Tensor const& logits, Tensor const& ids, MaybeTensor const& seed,
                       int64_t score, bool renormalize, double scale, int64_t rounding, int64_t tile,
                       double sum_floor);
@@ -46,11 +46,11 @@ Tensors3 balance_sums(Tensor const& logits, Tensor const& ids, MaybeTensor const
 Tensor balance_sums_backward(Tensor const& dshares, Tensor const& dsquares, Tensor const& logits,
                              MaybeTensor const& token_mask, int64_t score);
 // -> offsets (E + 1), row_token (R), slot_row as ids, row_score (R). Here and below: with
-// token_offsets (T + 1), tokens have lists of any length and what is (T, K) otherwise is (slots).
+// token_offsets (T + 1), tokens have lists of any length, and (T, K) tensors are (slots) instead.
 Tensors4 sort_by_expert(Tensor const& ids, Tensor const& scores, int64_t experts,
                         MaybeTensor const& token_offsets);
 
-// The same, yet to run: `args` fills the tensors. `scores` and row_score share a type.
+// The same, not yet run: running `args` fills the tensors. `scores` and row_score share a type.
 struct Sorting {
   Sort args;
   Tensor offsets, row_token, slot_row, row_score, workspace;
@@ -58,7 +58,7 @@ struct Sorting {
 Sorting sorting(Place const& place, Tensor const& ids, Tensor const& scores, int64_t experts,
                 DType scores_dtype, MaybeTensor const& token_offsets);
 
-// A route yet to run, but for its logits and outputs.
+// A route not yet run, without its logits and outputs.
 struct RouteSizes {
   int64_t tokens, experts, top_k;
   DType dtype;  // of the logits and scores
@@ -85,8 +85,8 @@ struct Routed {
 
 // ---- logits.cpp ---------------------------------------------------------------------------------
 
-// The router's product of x (T, H) and weight (E, H), yet to run; the tensors, copied where they do
-// not lie as the product reads them, must outlive it.
+// The router's product of x (T, H) and weight (E, H), not yet run; the tensors, which are copied if
+// the product cannot read their layout, must outlive it.
 class RouterProduct {
  public:
   RouterProduct(Place const& place, Tensor const& x, Tensor const& weight);
@@ -151,8 +151,8 @@ Tensors6 experts_backward(Tensor const& dout, Tensor const& x, Tensor const& h,
                           Tensor const& w_down, int64_t kind, bool gated, double alpha,
                           double limit, double up_offset, bool clamp_after, bool interleaved,
                           bool transposed, int64_t wanted, MaybeTensor const& experts_at);
-// Backward without the weights' gradients, of tokens, or of sorted rows without row_token, slot_row
-// and row_score -> dx, dscores, and what the weights' gradients are made of: dh (R, W), a_scaled
+// Backward without the weights' gradients, of tokens or, without row_token, slot_row and row_score,
+// of sorted rows -> dx, dscores, and the operands of the weights' gradients: dh (R, W), a_scaled
 // (R, I). db_up (E, W) and db_down (E, H), of one type, are written, or added to.
 Tensors4 data_gradients(Tensor const& dout, Tensor const& h, Tensor const& offsets,
                         MaybeTensor const& row_token, MaybeTensor const& slot_row,
@@ -182,11 +182,11 @@ Tensor moe_layer_out(Tensor const& x, Tensor const& router, MaybeTensor const& s
                      int64_t kind, bool gated, double alpha, double limit, double up_offset,
                      bool clamp_after, bool interleaved, bool transposed, Tensor& out);
 // The same two into a new tensor -> out (T, H), offsets, with fewer arguments: ids are (T, K), w_up
-// is one tensor, no token is masked. In place of a residual infer_layer takes the weights of shared
-// experts with the layer's activation and order, (W, H) or with a gate (2 W, H), and (H, W), and
-// runs them; what their results are multiplied by is shared_scale, (T, 1) as scores are, or
-// sigmoid(x shared_gate^T) of 16-bit operands with shared_gate (1, H). settings, float64 on the
-// CPU: kind, gated, alpha, limit, up_offset, clamp_after, interleaved, transposed; of infer_layer
+// is one tensor, no token is masked. Instead of a residual, infer_layer can take the weights of
+// shared experts, which it runs with the layer's activation and order: (W, H), or (2 W, H) with a
+// gate, and (H, W). Their results are multiplied by shared_scale, (T, 1) in the scores' dtype, or
+// by sigmoid(x shared_gate^T) of 16-bit operands with shared_gate (1, H). settings, float64 on the
+// CPU: kind, gated, alpha, limit, up_offset, clamp_after, interleaved, transposed; for infer_layer
 // also top_k, score, renormalize, scale, groups, top_groups, sum_floor, group_score.
 Tensors2 infer_experts(Tensor const& x, Tensor const& ids, Tensor const& scores,
                        MaybeTensor const& residual, Tensor const& w_up, Tensor const& w_down,
@@ -196,7 +196,7 @@ Tensors2 infer_layer(Tensor const& x, Tensor const& router, MaybeTensor const& s
                      MaybeTensor const& shared_down, MaybeTensor const& shared_scale,
                      MaybeTensor const& shared_gate, Tensor const& w_up, Tensor const& w_down,
                      MaybeTensor const& b_up, MaybeTensor const& b_down, Tensor const& settings);
-// Shared experts alone; settings as of infer_experts, weights never transposed.
+// Only shared experts; settings as for infer_experts, weights never transposed.
 Tensor infer_shared(Tensor const& x, Tensor const& w_up, Tensor const& w_down,
                     Tensor const& settings);
 
@@ -240,8 +240,8 @@ Tensor up_gradient(Tensor const& dh, Tensor const& offsets, Tensor const& w_up,
 
 // ---- weight_gradients.cpp: written into, or added to, the caller's tensors ----------------------
 
-// dw_up (and dw_gate where gate and up are apart), dw_down: what is given, in one type. The rest of
-// backward after data_gradients.
+// Writes those of dw_up (and dw_gate where gate and up are apart) and dw_down that are given, in
+// one type: the rest of backward after data_gradients.
 void weight_gradients_out(Tensor const& x, Tensor const& dout, Tensor const& dh,
                           Tensor const& a_scaled, Tensor const& offsets,
                           MaybeTensor const& row_token, MaybeTensor& dw_up, MaybeTensor& dw_gate,
@@ -260,12 +260,13 @@ void bias_gradient_out(Tensor const& m, Tensor const& offsets, MaybeTensor const
 
 // ---- exchange.cpp: see guild/exchange.h ---------------------------------------------------------
 
-// -> bytes of a rank's memory, and where returned rows and scores begin in it
+// -> bytes of a rank's memory, and the offsets of returned rows and scores in it
 std::tuple<int64_t, int64_t, int64_t> peer_memory_sizes(int64_t ranks, std::vector<int64_t> memory);
-// rows (T, H), ids (T, K) int32 and scores (T, K), both or none -> token_row (T, ranks), or 0
+// rows (T, H), ids (T, K) int32 and scores (T, K), both or none -> token_row (T, ranks) or (0,
+// ranks)
 Tensor peer_publish(Tensor const& peers, std::vector<int64_t> memory, Tensor const& rows,
                     MaybeTensor const& ids, MaybeTensor const& scores, int64_t experts);
-// report (5) int64 of the host, pinned; needed (1) int32
+// report (5) int64 on the host, pinned; needed (1) int32
 void peer_meet(Tensor const& peers, std::vector<int64_t> memory, bool published, double seconds,
                std::vector<int64_t> facts, Tensor& report, MaybeTensor const& needed,
                int64_t capacity);
@@ -292,7 +293,7 @@ void peer_push_scores(Tensor const& peers, std::vector<int64_t> memory, Tensor c
 using PeerForwardTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
                                       Tensor, Tensor, Tensor, Tensor>;
 // facts of both barriers, as peer_meet takes them; streams: link and side of PeerStreams, or none.
-// ids (T, K) int32 of all ranks' `experts`; weights are this rank's.
+// ids (T, K) int32 among all ranks' `experts`; weights are this rank's.
 PeerForwardTensors peer_forward(Tensor const& peers, std::vector<int64_t> memory, double seconds,
                                 std::vector<int64_t> facts, std::vector<int64_t> facts_returned,
                                 Tensor& report, std::vector<int64_t> streams, Tensor const& x,
@@ -302,7 +303,7 @@ PeerForwardTensors peer_forward(Tensor const& peers, std::vector<int64_t> memory
                                 MaybeTensor const& b_up, MaybeTensor const& b_down, int64_t kind,
                                 bool gated, double alpha, double limit, double up_offset,
                                 bool clamp_after, bool interleaved, bool transposed, bool keep);
-// -> dx (T, H), dscores (T, K), dw_up, dw_gate, dw_down, db_up, db_down. wanted: as of
+// -> dx (T, H), dscores (T, K), dw_up, dw_gate, dw_down, db_up, db_down. wanted: as in
 // moe_backward, with WANT_ROWS for dx.
 Tensors7 peer_backward(Tensor const& peers, std::vector<int64_t> memory, double seconds,
                        std::vector<int64_t> facts, std::vector<int64_t> facts_returned,
@@ -317,10 +318,10 @@ Tensors7 peer_backward(Tensor const& peers, std::vector<int64_t> memory, double 
 
 // ---- products.cpp -------------------------------------------------------------------------------
 
-// experts' matrices (E, rows, columns) as `first`, which lie `stride` elements apart in whatever
-// memory follows: the caller keeps that alive.
+// A view (E, rows, columns) of the experts' matrices, which are shaped like `first` and lie
+// `stride` elements apart from it on; the caller keeps that memory alive.
 Tensor expert_view(Tensor const& first, int64_t experts, int64_t stride);
-// indices, int32 on the CPU, on the device of `like`.
+// Copies indices, int32 on the CPU, to the device of `like`.
 Tensor expert_table(Tensor const& like, Tensor const& indices);
 
 // The four cases of torch._grouped_mm; offs (E) are END positions. a_at, b_at, out_at: int32 (1,
@@ -335,8 +336,8 @@ void grouped_mm_out(Tensor const& a, Tensor const& b, MaybeTensor const& offs,
 Tensors2 pair_up(Tensor const& x, Tensor const& w_up, Tensor const& offsets,
                  MaybeTensor const& bias, int64_t kind, bool gated, double alpha, double limit,
                  double up_offset, bool clamp_after, bool interleaved);
-// a W + bias, zero past offsets[E]. aux and the activation are for its gradient alone: with aux
-// the gradient goes to aux instead of a.
+// a W + bias, zero past offsets[E]. aux and the activation are only for its gradient: with aux the
+// gradient goes to aux instead of a.
 Tensor pair_down(Tensor const& a, MaybeTensor const& aux, Tensor const& w_down,
                  Tensor const& offsets, MaybeTensor const& bias, int64_t kind, bool gated,
                  double alpha, double limit, double up_offset, bool clamp_after, bool interleaved);

@@ -93,7 +93,7 @@ bool share_memory(Tensor const& a, Tensor const& b) {
   return reaches(steps, 0, int64_t(of_b.begin) - int64_t(of_a.begin));
 }
 
-// From the smallest stride on, each dimension steps over all before.
+// Whether, from the smallest stride on, each dimension steps over all elements of those before.
 bool has_own_elements(Tensor const& tensor) {
   if (tensor.numel() == 0) return true;
   std::vector<std::pair<int64_t, int64_t>> dimensions;  // stride, size

@@ -17,7 +17,7 @@ PeerStreams streams_of(Numbers const& streams, Tensor const& counter) {
           static_cast<int32_t*>(counter.data_ptr())};
 }
 
-// The layer that this rank's experts are: tokens are those of all ranks.
+// The layer of this rank's experts: its tokens are those of all ranks.
 Layer whole_layer(Place const& place, PeerMemory const& memory, Tensor const& x, int64_t top_k,
                   Tensor const& w_down, Activation const& activation, bool interleaved,
                   bool transposed) {
@@ -79,7 +79,7 @@ PushScores push_scores_of(Pull const& pull, DType score, void const* scores) {
           .scores = scores};
 }
 
-// The up projection that makes h.
+// The up projection that recomputes h.
 UpProjection again_of(Layer const& layer, Routing const& routing, MoeForward const& forward,
                       Tensor const& h) {
   return {.sizes = layer.sizes,

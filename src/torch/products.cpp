@@ -98,7 +98,7 @@ void grouped_mm_out(Tensor const& a, Tensor const& b, MaybeTensor const& offs,
   g.accumulate = accumulate;
   stacked_output(g.ragged) ? place.data(out, "out", {g.groups, g.m, g.n})
                            : place.data(out, "out", {g.m, g.n});
-  // Matrices of lists lie among memory of others: what Python compares is each of them.
+  // Matrices of a list lie among others' memory: Python compares them one by one.
   if (!a_at.has_value() && !b_at.has_value() && !out_at.has_value()) {
     require_apart({{"out", out}}, {{"mat_a", a}, {"mat_b", b}, {"offs", offs}, {"bias", bias}});
   }

@@ -1,4 +1,4 @@
-// What a layer is told beside its tensors, as one tensor of the host.
+// A layer's settings, that is, its arguments besides tensors, as one tensor on the host.
 #pragma once
 #include "torch/forward.h"
 #include "torch/ops.h"
@@ -7,8 +7,8 @@ namespace guild::binding {
 
 inline constexpr int kOfExperts = 8, kOfRouter = 8;
 
-// What a layer is told beside its tensors: one argument of an op takes the host less time than 16.
-// In the order of the ops' arguments; python/guild/layer_inference.py writes them.
+// The settings in the order of the ops' arguments; python/guild/layer_inference.py writes them. One
+// argument of an op takes the host less time than 16.
 class Settings {
  public:
   Settings(Tensor const& tensor, int64_t count) {

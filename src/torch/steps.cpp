@@ -85,7 +85,7 @@ LowRankTerm<ConstUpWeight> term_of(Place const& place, Layer layer, MaybeTensor 
   return {both.t, {halves.gate, halves.up}, both.rank};
 }
 
-// Gives the step the gradients of the biases that it is to make, and what it needs for them.
+// Sets the gradients of the biases that the step is to compute, and what it needs for them.
 Tensor add_biases(Place const& place, Layer const& layer, MaybeTensor const& db_up,
                   MaybeTensor const& db_down, bool accumulate, DownGradient& args) {
   bool const wanted = db_up.has_value() || db_down.has_value();

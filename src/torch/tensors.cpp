@@ -67,7 +67,7 @@ struct DeviceText {
 
 DeviceText device_text(int32_t type, int32_t index) { return {type, index}; }
 
-// Throws unless the current device, cuda:index, can run the kernels; asks once a device.
+// Throws unless the current device, cuda:index, can run the kernels; checks once per device.
 void require_usable_gpu(int32_t index, char const* name) {
   static std::atomic<uint64_t> known{0};
   uint64_t const bit = uint64_t(1) << (index & 63);
@@ -283,7 +283,7 @@ Rows Place::rows(Tensor const& tensor, char const* name, DType dtype, Shape shap
   void* const pointer = typed(tensor, name, dtype, shape);
   require(shape.size() == 2, name, ": expected 2 dimensions, got shape ", shape_text(tensor));
   int64_t const count = shape.begin()[0], width = shape.begin()[1];
-  bool const packed = count <= 1 || width == 0;  // strides that lead nowhere mean nothing
+  bool const packed = count <= 1 || width == 0;  // the stride between rows is then never used
   require(width <= 1 || count == 0 || tensor.stride(1) == 1, name,
           ": expected contiguous columns (stride 1), got strides ", stride_text(tensor));
   require(packed || tensor.stride(0) >= width, name,

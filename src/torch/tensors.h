@@ -1,7 +1,7 @@
 // Tensors seen as the core's argument structs, and the backend that a call runs on.
 //
 // Nothing here decides anything about the layer: a tensor's type, device, shape and strides are
-// compared with what the argument has to be, and a view of it is made. LibTorch stable ABI of 2.10.
+// compared with what the argument requires, and a view of it is made. LibTorch stable ABI of 2.10.
 #pragma once
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -58,8 +58,8 @@ class Place {
     cuda(args, queue);
   }
 
-  // An uninitialised tensor. Uninitialised memory may hold NaN: whoever asks writes all of it, or
-  // says which rows have no meaning.
+  // An uninitialised tensor. Its memory may hold NaN: the caller must write all of it, or document
+  // which rows have no meaning.
   Tensor empty(Shape shape, DType dtype) const;
   Tensor empty_int32(Shape shape) const;
   Tensor zeros(Shape shape, DType dtype) const;
@@ -68,7 +68,7 @@ class Place {
   // The first `count` int32 of a contiguous buffer on this device, which stays alive with them.
   Tensor first_int32(Tensor const& buffer, int64_t count) const;
 
-  // A new tensor of a weight's shape, one matrix after the other, each laid out as in it.
+  // A new tensor of a weight's shape, one matrix after the other, each laid out as in the weight.
   Tensor stacked_like(Tensor const& weight) const;
 
   // A tensor over memory from the first element of another on; it owns nothing.
@@ -152,8 +152,8 @@ void require_dims(Tensor const& tensor, char const* name, int64_t dims);
 // A new tensor laid out in memory as `like` is, where that is dense.
 Tensor empty_like(Tensor const& like);
 
-// The distance of the matrices of (matrices, rows, columns); of one alone, which has none, such
-// that what is aligned stays so.
+// The distance between the matrices of (matrices, rows, columns); for a single matrix, which has
+// none, a value that keeps what is aligned so.
 int64_t matrix_stride(Tensor const& tensor);
 
 }  // namespace guild::binding

@@ -15,7 +15,7 @@ Routing routing_of(Place const& place, int64_t experts, int64_t rows, Tensor con
   return routing;
 }
 
-// How gate and up lie, and the order of the weights' dimensions.
+// The order of gate and up, and that of the weights' dimensions.
 struct Layout {
   bool gated = true, interleaved = false, transposed;
 };

@@ -24,7 +24,7 @@ std::vector<Chunk> chunks_of(Groups const& groups) {
   return all;
 }
 
-// A block of a chunk before it is turned, and what its elements become codes by.
+// A block of a chunk before it is transposed, and the scale that its codes will have.
 struct ChunkBlock {
   float value[kScaleBlock][kScaleBlock];  // (rows, columns)
   float scale;                            // of the codes
@@ -56,7 +56,7 @@ void read_elements(QuantizeChunks const& x, Chunk const& chunk, int64_t column, 
   block.scale = scale.to_value;
 }
 
-// value: codes times their scale's quotient by the largest; scales of column `scale_column`.
+// value: codes times the quotient of their scale and the largest; scales of column `scale_column`.
 void read_codes(QuantizeChunks const& x, Chunk const& chunk, int64_t column, int64_t scale_column,
                 int64_t count, ChunkBlock& block) {
   auto const rows = rows_of<uint8_t>(x.x, x.halves * x.columns);

@@ -1,4 +1,4 @@
-// With g = dO[row_token] W2 of quantised dO and W2: dH = d activation(s * g, H), quantised, beside
+// With g = dO[row_token] W2 of quantised dO and W2: dH = d activation(s * g, H), quantised, and
 // A' = s * A and the score parts <g, A>
 #include <vector>
 
@@ -29,7 +29,7 @@ int64_t first_block(ScaledDownGradient const& x, int half, Span cols) {
   return half * scale_blocks(x.sizes.intermediate) + cols.first / kScaleBlock;
 }
 
-// One half of a row of H, as it was kept.
+// One half of a row of H, in the form in which it was kept.
 template <class T>
 void load_half(ScaledDownGradient const& x, int half, int64_t row, Span cols, float* to) {
   if (x.h.data != nullptr) {

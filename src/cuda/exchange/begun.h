@@ -1,4 +1,4 @@
-// A launch that tells when all blocks of the kernel run. CUDA Runtime API,
+// A launch that records an event once all blocks of the kernel are running. CUDA Runtime API,
 // "cudaLaunchAttributeLaunchCompletionEvent".
 #pragma once
 #include "cuda/device.h"
@@ -10,7 +10,7 @@ struct Blocks {
   int threads, bytes;  // of one: its threads and dynamic shared memory
 };
 
-// begun: the event that is recorded then, or null.
+// begun: the event to record, or null.
 template <class... Parameters>
 void launch(void (*kernel)(Parameters...), Blocks blocks, Queue const& queue, cudaEvent_t begun,
             Parameters... arguments) {

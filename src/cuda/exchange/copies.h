@@ -1,4 +1,4 @@
-// Rows that travel beside products.
+// Transfers of rows that overlap with products.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -6,13 +6,13 @@
 
 namespace guild::cuda {
 
-// begun: an event that is recorded when all blocks of the kernel have a multiprocessor, or null. A
-// product that waits for it can take all multiprocessors that are left, and the others as soon as
-// the rows have arrived. push() by slot does not record it.
+// begun: an event to record when all blocks of the kernel have a multiprocessor, or null. A product
+// that waits for it can take all multiprocessors that are left, and the others once the rows have
+// arrived. push() by slot does not record it.
 void pull(Pull const& x, Queue const& queue, cudaEvent_t begun);
 void push(Push const& x, Queue const& queue, cudaEvent_t begun);
 
-// push() by token, of arguments that have been checked.
+// push() by token, with arguments that have been checked.
 void push_sums(Push const& x, Queue const& queue, cudaEvent_t begun);
 
 }  // namespace guild::cuda

@@ -11,12 +11,12 @@ namespace guild::cuda {
 
 namespace {
 
-// As many as keep a link busy beside products: docs/measured/ranks.md. A sum reads several rows for
-// each that it sends.
+// As many as keep a link busy while products run: docs/measured/ranks.md. Pushing takes more, since
+// a sum reads several rows for each that it sends.
 constexpr int kPullMultiprocessors = 16, kPushMultiprocessors = 24;
 
-// Events for the marks of a call; a call on the same thread uses them again, as what waits for an
-// event waits for what was before it then.
+// Events for the marks of a call. Later calls on the same thread reuse them: a wait refers to what
+// the event had recorded when the wait was issued.
 class Events {
  public:
   cudaEvent_t next() {

@@ -1,9 +1,9 @@
 // The barrier between ranks: one block, so that whatever other ranks are waiting for can run beside
-// it, NCCL's kernels too.
+// it, including NCCL's kernels.
 //
 // Thread r sends this rank's arrival to rank r's inbox and waits for rank r's in its own. What
-// kernels before on this stream wrote, peers' memory included, is there for whoever has acquired
-// the arrival. PTX ISA, section "Memory Consistency Model".
+// earlier kernels on this stream wrote, also to peers' memory, is visible to every rank that has
+// acquired the arrival. PTX ISA, section "Memory Consistency Model".
 #include <climits>
 
 #include "check_exchange.h"
@@ -31,7 +31,7 @@ __device__ int64_t nanoseconds() {
   return time;
 }
 
-// Tells everyone; the first failure counts.
+// Tells all ranks; the first failure counts.
 __device__ void fail(Meet const& x, PeerLayout const& layout, int64_t word) {
   for (int r = 0; r < x.memory.ranks; ++r) {
     int64_t* const to = &PeerView(layout, x.memory, r).control()->failure;
@@ -65,7 +65,7 @@ __device__ void wait(Meet const& x, PeerLayout const& layout, PeerControl* own, 
   }
 }
 
-// For the host, in its memory.
+// Writes the report for the host, to the host's memory.
 __device__ void report(Meet const& x, int64_t word, int64_t rows) {
   PeerReport const found = unpacked(word, rows);
   x.report->rank = found.rank;

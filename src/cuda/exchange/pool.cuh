@@ -4,9 +4,9 @@
 
 namespace guild::cuda {
 
-// Token i in that order; `others`: of other ranks' tokens alone. Those of one number follow each
-// other, so that links and own memory are busy at once, beginning with any rank: a warp that takes
-// every n-th token would find those of one rank alone otherwise.
+// Token i in that order; `others`: among other ranks' tokens only. All ranks' tokens of one number
+// follow each other, so that links and own memory are busy at once. Which rank comes first varies
+// with the number: otherwise a warp that takes every n-th token might get those of one rank only.
 struct PoolToken {
   int token, source;
 
@@ -17,7 +17,7 @@ struct PoolToken {
     source = (int(m.rank) + 1 + int((unsigned(i) + any) % unsigned(of_each))) % ranks;
   }
   __device__ static int count(PeerMemory const& m, bool others) {
-    return int((m.ranks - (others ? 1 : 0)) * m.tokens);  // check() says that an int holds it
+    return int((m.ranks - (others ? 1 : 0)) * m.tokens);  // check() ensures that it fits
   }
   __device__ int64_t place(PeerMemory const& m) const { return source * m.tokens + token; }
 };

@@ -1,10 +1,10 @@
 // What ranks tell each other, and rows from those that have them: publish, tables, pull.
 //
-// A warp copies a row, 16 bytes a lane and several of them in flight: with all warps of the GPU
-// many times as many bytes as NVLink's bandwidth times its latency needs. Beside products a few
-// multiprocessors do, so a block of pull() takes one whole. Rows of different ranks alternate,
-// so that links and own memory are busy at once. Peers' memory is read with plain loads: the
-// kernels start after the barrier, and no first-level cache holds anything older.
+// A warp copies a row, 16 bytes per lane and several loads in flight. All warps of the GPU would
+// have many times the bytes in flight that NVLink's bandwidth times its latency requires. While
+// products run, a few multiprocessors suffice, so a block of pull() takes a whole one. Rows of
+// different ranks alternate, so that links and own memory are busy at once. Peers' memory is read
+// with plain loads: the kernels start after the barrier, and no first-level cache holds older data.
 #include <algorithm>
 
 #include "check_exchange.h"
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kThreads) tables_kernel(Tables x, PeerLayout l
   static_cast<float*>(x.scores)[r * slots + i] = here ? score : 0.f;
 }
 
-// The least of the token's experts that this lane sees; -1 as unsigned: none here.
+// The smallest of the token's experts that this lane sees; -1 as unsigned: none here.
 __device__ unsigned least_expert(Pull const& x, int64_t place) {
   unsigned least = ~0u;
   for (int k = threadIdx.x % 32; k < x.top_k; k += 32) {

@@ -3,7 +3,7 @@
 // all ranks.
 //
 // Tokens of different ranks alternate, so that links and own memory are busy at once. Stores to a
-// peer are not waited for; that they have arrived is what the barrier's release says.
+// peer are not waited for: the barrier's release guarantees that they have arrived.
 #include "check_exchange.h"
 #include "cuda/alignment.h"
 #include "cuda/device.h"
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kThreads) push_scores_kernel(PushScores x, Pee
   to[i] = static_cast<float const*>(x.scores)[at];
 }
 
-// With x.scores to there, without it zeros into the memory that others push to.
+// With x.scores, copies what came back there; without, clears the memory that others push to.
 __global__ void __launch_bounds__(kThreads) own_scores_kernel(ReturnedScores x, PeerLayout layout) {
   int64_t const i = blockIdx.x * int64_t(kThreads) + threadIdx.x;
   if (i >= x.slots) return;

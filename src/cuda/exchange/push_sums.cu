@@ -1,10 +1,10 @@
-// Sums over a token's rows here to the rank whose token it is: push() by token.
+// push() by token: sends the sum over a token's rows here to the rank whose token it is.
 //
 //   out[t] = sum over k of score[p, k] * y[row_of[p, k]], in the order of k, fp32
 //
 // A warp takes a token, 1,024 bytes of its rows at a time. TMA copies these to the warp's part of
-// shared memory, a few steps ahead of the additions, also of the next token. So a multiprocessor
-// has more bytes on their way than registers could hold, and issues little else than the additions
+// shared memory, a few steps ahead of the additions and on into the next token. So a multiprocessor
+// has more bytes in flight than registers could hold, and issues little but the additions
 // themselves.
 #include <algorithm>
 
@@ -27,7 +27,7 @@ constexpr int kPiece = 1024;  // bytes of a row in a step
 constexpr int kUnits = kPiece / 16, kOfLane = kUnits / 32;
 constexpr int kSlots = 12;  // pieces of a warp
 constexpr int kMost = 8;    // pieces of a step
-constexpr int kSteps = 4;   // whose pieces are on their way or being added
+constexpr int kSteps = 4;   // whose pieces are in flight or being added
 constexpr int kAtOnce = 4;  // pieces that a lane loads before it adds them
 
 struct Staging {
@@ -36,7 +36,7 @@ struct Staging {
 };
 constexpr int kBytes = int(sizeof(Staging));
 
-// A token and lane l's of its slots, number l from `first` on.
+// A token and, in lane l, its slot number first + l.
 struct TokenSlots {
   PoolToken at;
   SlotSpan slots;
@@ -57,7 +57,7 @@ struct TokenSlots {
   }
 };
 
-// Any number of slots, 32 after the other for each column.
+// Any number of slots, 32 at a time for each column.
 template <class T>
 __device__ void push_many(Push const& x, T* out, T const* y, int64_t stride, int units,
                           TokenSlots& token) {
@@ -114,13 +114,13 @@ class Tokens {
         next_(int(blockIdx.x) * kWarps + int(threadIdx.x) / 32),
         coming_(x, min(next_, count_ - 1)) {}
 
-  // The next one that has rows here. Those of more than 32 slots are done at once.
+  // The next token that has rows here. Those with more than 32 slots are summed right here.
   __device__ Walk next() {
     while (next_ < count_) {
       TokenSlots token = coming_;
       int const i = next_;
       next_ += step_;
-      coming_ = TokenSlots(x_, min(next_, count_ - 1));  // on its way while this one is added
+      coming_ = TokenSlots(x_, min(next_, count_ - 1));  // loaded while this one is added
       unsigned const there = __ballot_sync(~0u, token.row >= 0);
       if (token.slots.end - token.slots.begin > 32) {
         push_many(x_, out_of(token.at), y_, stride_, int(x_.hidden / 8), token);
@@ -166,7 +166,7 @@ struct Ring {
     int const lane = threadIdx.x % 32, count = walk.count(), at = walk.piece * kPiece;
     int const bytes = min(kPiece, row_bytes - at);
     int const mine = __popc(walk.there & ((1u << lane) - 1)) - walk.first;
-    // What TMA overwrites has been read.
+    // Waits until what TMA overwrites has been read.
     for (; freed < read; ++freed) added[freed % kSteps].wait(freed / kSteps % 2);
     uint32_t const done = shared_address(&arrived[copied % kSteps].word);
     if (lane == 0) arrived[copied % kSteps].arrive_expect(unsigned(count * bytes));

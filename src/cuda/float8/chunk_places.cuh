@@ -1,4 +1,4 @@
-// Which rows a thread block turns: those of the chunk in its slot.
+// Which rows a thread block transposes: those of the chunk in its slot.
 #pragma once
 #include "guild/float8_chunks.h"
 #include "shared/tiles.h"
@@ -37,7 +37,7 @@ __device__ inline int source_row(ChunkRows const& rows, int index, int32_t const
   return unsigned(token) < unsigned(tokens) ? token : -1;
 }
 
-// What both kernels write, and where from.
+// What both kernels read and write.
 struct ChunkArgs {
   Groups groups;
   void const* x;
@@ -51,7 +51,7 @@ struct ChunkArgs {
   float* scales;
   int64_t scale_slot_stride, scale_column_stride;
 
-  // Columns of the slot's chunk from `column` of all on.
+  // Where the slot's chunk has column `column`, counted over all halves.
   __device__ uint8_t* place(int slot, int64_t column) const {
     return codes + (slot * (int64_t(halves) * columns) + column) * kScaleBlock;
   }

@@ -1,4 +1,4 @@
-// chunk_product(): tensor-core kernels, which ask for operands that TMA can load.
+// chunk_product(): tensor-core kernels, which require operands that TMA can load.
 #include "check_float8_chunks.h"
 #include "cuda/float8/require.h"
 #include "cuda/sm90/float8/chunk_product.h"

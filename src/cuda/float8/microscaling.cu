@@ -79,7 +79,7 @@ __device__ uint32_t largest_of_block(Raw<T> const& raw) {
   return largest;
 }
 
-// Codes and signs are shifted in apart, four bits an element, of which each has its own.
+// Codes and signs are shifted in separately, four bits per element, and then combined.
 __device__ uint32_t encode_eight_e2m1(Eight const& e, float factor) {
   if (factor == 0) return 0;
   uint32_t codes = 0, signs = 0;
@@ -161,7 +161,7 @@ struct Loaded {
   }
 };
 
-// What the codes of a scale multiply elements by, for every scale there is.
+// What elements are multiplied by to get codes, for each of the 256 possible block scales.
 struct ToCode {
   float of_scale[256];
 

@@ -1,6 +1,6 @@
 // The grouped products of FP8 codes (guild/float8.h) as the kernels serve them: what a step fills
 // in once it has checked its arguments. Numbers of columns are multiples of 16 and codes lie on
-// 16-byte boundaries, as TMA needs it.
+// 16-byte boundaries, as TMA requires.
 #pragma once
 #include "cuda/products.h"
 
@@ -27,7 +27,7 @@ void scaled_row_product(ScaledRowProduct const& product, Queue const& queue);
 // The steps themselves: X, W1 and W2 are e4m3, 16-bit values have the step's dtype.
 void scaled_up_product(ScaledUp const& step, Queue const& queue);
 void scaled_down_gradient_product(ScaledDownGradient const& step, Queue const& queue);
-// Where H is codes, with the activation that most models use alone.
+// For H in codes, and only for the activation that most models use.
 void scaled_down_gradient_of_codes(ScaledDownGradient const& step, Queue const& queue);
 
 }  // namespace guild::cuda

@@ -9,8 +9,7 @@
 namespace guild::cuda {
 namespace {
 
-// ---- of elements
-// ---------------------------------------------------------------------------------
+// ---- of elements --------------------------------------------------------------------------------
 
 struct ElementStorage {
   TurnedTile<kScaleBlock> tile;
@@ -57,12 +56,11 @@ __global__ void __launch_bounds__(kTileThreads, sizeof(T) == 2 ? 4 : 2) elements
                columns);
 }
 
-// ---- of codes
-// ------------------------------------------------------------------------------------
+// ---- of codes -----------------------------------------------------------------------------------
 
-// A thread has 16 columns of eight rows. Its half of the 256 columns has a scale of its own. Blocks
-// go through all chunks before they go on to other columns: rows that are gathered several times
-// are still in L2 then, since what is written does not stay there.
+// A thread has 16 columns of eight rows; each half of the 256 columns has its own scale. Blocks go
+// through all chunks before they go on to other columns: rows that are gathered several times are
+// still in L2 then, since results do not stay there.
 constexpr int kWide = 2 * int(kScaleBlock);
 
 struct CodeStorage {
@@ -86,7 +84,7 @@ __device__ uint4 load_codes(uint8_t const* from, int count) {
 }
 
 // The largest of 128 rows' scales in a half of the columns, at least that of a block of zeros:
-// thread t tells that of row t % 128 in half t / 128, and after a barrier all threads may ask.
+// thread t provides that of row t % 128 in half t / 128, and after a barrier all threads may read.
 template <Float8 format>
 __device__ void tell_scale(float own, CodeStorage& smem) {
   uint32_t const least = magnitude(block_scale(0, format, ScaleKind::power_of_two).to_value);
@@ -176,8 +174,7 @@ __global__ void __launch_bounds__(kTileThreads, 4) codes_kernel(ChunkArgs const 
                columns);
 }
 
-// ---- launch
-// --------------------------------------------------------------------------------------
+// ---- launch -------------------------------------------------------------------------------------
 
 // across: blocks of threads for a chunk.
 unsigned grid_of(QuantizeChunks const& x, int64_t across) {

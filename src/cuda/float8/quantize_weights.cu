@@ -1,4 +1,4 @@
-// quantize_weights(): a thread block for each 128 x 128 block, which goes through registers once
+// quantize_weights(): a thread block for each 128 x 128 block, which passes through registers once
 // (tile.cuh).
 #include "check.h"
 #include "cuda/device.h"

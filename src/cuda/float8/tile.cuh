@@ -1,5 +1,5 @@
 // A 128 x 128 tile of a matrix in the registers of a thread block, from which it is quantised with
-// one scale and stored as it is and turned.
+// one scale and stored as it is and transposed ("turned").
 //
 // Thread t has the patch of 8 x 8 elements at row 8 (t / 16) and column 8 (t % 16). Memory is read
 // once, 16 bytes a thread at a time where it is aligned.
@@ -18,8 +18,7 @@ inline constexpr int kTileThreads = 256, kPatch = 8;
 __device__ inline int patch_row() { return int(threadIdx.x / 16u) * kPatch; }
 __device__ inline int patch_column() { return int(threadIdx.x % 16u) * kPatch; }
 
-// ---- elements
-// ------------------------------------------------------------------------------------
+// ---- elements -----------------------------------------------------------------------------------
 
 // The bits of |x|: they compare as the values do, with infinity above these and NaN above that.
 __device__ inline uint32_t magnitude(float x) { return __float_as_uint(x) & 0x7fffffff; }
@@ -71,8 +70,7 @@ void with_format(Float8 format, F&& f) {
   }
 }
 
-// ---- reading
-// -------------------------------------------------------------------------------------
+// ---- reading ------------------------------------------------------------------------------------
 
 // Eight elements of a row as memory has them.
 template <class T>
@@ -138,8 +136,7 @@ __device__ inline Raw<T> load_raw(T const* from, int64_t distance, int count, bo
   return raw;
 }
 
-// ---- the tile's scale
-// ----------------------------------------------------------------------------
+// ---- the tile's scale ---------------------------------------------------------------------------
 
 template <class T>
 __device__ inline uint32_t largest_magnitude(Raw<T> const (&raw)[kPatch]) {
@@ -163,11 +160,10 @@ __device__ inline uint32_t largest_of_block(uint32_t value, uint32_t (&warps)[kT
   return value;
 }
 
-// ---- writing
-// -------------------------------------------------------------------------------------
+// ---- writing ------------------------------------------------------------------------------------
 
 // A matrix of codes with contiguous columns. aligned: rows begin on 16-byte boundaries. streams:
-// L2 is better used for what is read than for these.
+// stores should not keep the codes in L2, which is better used for what is read.
 struct CodeRows {
   uint8_t* data;
   int64_t stride;
@@ -204,7 +200,7 @@ __device__ inline uint4 turn_four(uint32_t r0, uint32_t r1, uint32_t r2, uint32_
 
 // A tile of 128 x `width` codes in shared memory, its columns as rows of 128 bytes; 16 threads side
 // by side have its columns. Pieces of 8 bytes are exchanged within a row so that neither patches
-// nor rows meet in a bank.
+// nor rows cause bank conflicts.
 template <int width>
 struct TurnedTile {
   static constexpr int kOfThread = width / 16;  // columns

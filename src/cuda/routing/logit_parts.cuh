@@ -1,4 +1,4 @@
-// The router's product as the kernels that follow it take it.
+// The router's product as the kernels after it read it.
 #pragma once
 #include "guild/router_logits.h"
 
@@ -10,7 +10,7 @@ struct LogitParts {
   int64_t stride;  // elements from one part to the next
   int count;
 
-  // Elements i[0], i[1], ... Parts, eight at a time, are under way before the first is added.
+  // Elements i[0], i[1], ... Eight parts at a time are in flight before the first is added.
   template <int elements>
   __device__ void sum_of(int64_t const (&i)[elements], float (&sum)[elements]) const {
     constexpr int kAtOnce = 8;
@@ -92,7 +92,7 @@ inline GateParts gate_parts(RouterLogits const& x, int count) {
 struct TokenChoice {
   LogitParts parts;
   GateParts gate;
-  Route route;  // ids and scores: written by who chooses
+  Route route;  // ids and scores: written by the kernel that chooses
 };
 
 // Multiplies, and leaves the choice to another kernel.

@@ -3,7 +3,7 @@
 // Tokens are wgmma's M, experts its N. H is summed in chunks, in slices of 16 by one accumulator
 // that starts at zero; a chunk's sum is then added to those before it in float32. A block has a
 // tile of tokens and experts, and of the sum either all chunks or, where tokens are few, one, which
-// it stores for the next kernel to add. Neither changes a bit, and nor does the shape of a tile.
+// it stores for the next kernel to add. Neither this choice nor a tile's shape changes any bit.
 //
 //   warps 0 .. 4 n - 1   consumers: n warpgroups, 64 tokens each
 //   warp 4 n             producer: x and W by TMA through a ring of stages, each 64 deep
@@ -22,7 +22,7 @@
 
 namespace guild::cuda {
 
-// Up to this many tokens a block fetches its weights early: few other blocks read the same.
+// Up to this many tokens a block fetches its weights early: few other blocks read the same ones.
 inline constexpr int64_t kFewForRouter = 256;
 
 template <class T, int tile_tokens, int tile_experts>
@@ -76,7 +76,7 @@ struct RouterProduct {
 
   static __device__ void produce(Params const& p, SharedStorage& smem) {
     if (threadIdx.x % 32 != 0) return;
-    // Only into L2: whatever ran before may still write them.
+    // Only into L2: an earlier kernel may still be writing them.
     for (int tile = blockIdx.x; p.few && tile < p.tiles; tile += gridDim.x) {
       Work const work(p, tile);
       for (int step = work.first; step < work.end; ++step) {
@@ -199,7 +199,7 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtOnce) router_pr
   Product::run(p);
 }
 
-// The parameters of a product whose sums are in `parts`, but for where they go.
+// The parameters of a product whose sums are in `parts`, except for where they go.
 template <class Product>
 typename Product::Params router_params(RouterLogits const& x, int parts) {
   using T = typename Product::Element;

@@ -1,8 +1,8 @@
 // The router's product of a few tokens, with the bits of product.cuh.
 //
-// A block has one chunk of the sums of a few experts, and room for all that it reads: everything is
-// under way before the first of it is multiplied, and takes two instructions for every kSteps of
-// 64 along H. At these sizes issuing them one by one would take longer than memory does.
+// A block has one chunk of the sums of a few experts, and shared memory for all that it reads: all
+// loads are in flight before the first product, and take two instructions for every kSteps steps of
+// 64 along H. At these sizes, issuing loads for each step would take longer than memory does.
 //
 //   warp 0   weights, by TMA
 //   warp 1   rows of x, by TMA
@@ -50,10 +50,10 @@ struct RouterProductOfFew {
   };
 
   // Dynamic shared memory: rows of x of all steps of a chunk, their weights, a barrier for each
-  // piece. wgmma reads 64 rows of a step of x: where it has fewer, the others are what follows, and
-  // what they give is not looked at.
-  // At least what lets no two blocks share a multiprocessor: these start while the kernel before
-  // still fills all but a few multiprocessors, and would gather on those few.
+  // piece. wgmma reads 64 rows of a step of x: where there are fewer, it reads into what follows,
+  // and those results are ignored.
+  // At least enough that no two blocks share a multiprocessor: blocks start while the previous
+  // kernel still fills all but a few multiprocessors, and would crowd onto those few.
   static constexpr int kAlone = 115 * 1024;
   static constexpr int bytes(int chunk, int rows) {
     return std::max(kAlone,
@@ -132,7 +132,7 @@ struct RouterProductOfFew {
 #pragma unroll
       for (int i = 0; i < kMostPieces; ++i) full[i].init(2);
       fence_barrier_init();
-      // Only into L2: whatever ran before may still write them.
+      // Only into L2: an earlier kernel may still be writing them.
       for (int i = 0; i < count; i += kSteps) prefetch_box(rows, {0, expert, first + i});
     }
     __syncthreads();
@@ -178,7 +178,7 @@ CUtensorMap steps_map(ConstRows rows, int64_t count, int64_t hidden, int box_row
                     name);
 }
 
-// The parameters, but for where results go.
+// The parameters, except for where results go.
 template <class T>
 typename RouterProductOfFew<T>::Params few_router_params(RouterLogits const& x) {
   typename RouterProductOfFew<T>::Params p{};

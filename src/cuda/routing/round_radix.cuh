@@ -18,7 +18,7 @@ inline constexpr int kSelectThreads = 1024;
 // Keys of tokens that are never and of tokens that are always taken; candidates' lie between them.
 inline constexpr uint32_t kNever = 0, kAlways = ~0u;
 
-// Tokens are taken whose key is above `key`, or equal to it at an index before `end`.
+// A token is taken if its key is above `key`, or equal to it at an index before `end`.
 struct Threshold {
   uint32_t key;
   int end;

@@ -15,7 +15,7 @@ namespace {
 // Up to this many tokens do not fill the GPU, and more lanes per token are faster.
 constexpr int64_t kFewTokens = 4096;
 
-// Up to this many, a whole warp per token is.
+// Up to this many tokens, a whole warp per token is faster still.
 constexpr int64_t kFewerTokens = 1024;
 
 // Blocks per multiprocessor: as many as registers allow.
@@ -36,8 +36,8 @@ __global__ void __launch_bounds__(kRouterThreads, blocks_at_once(S::per_lane)) r
 }
 
 // Adds up the logits of some tokens, from element `first` of the product on, with the whole block,
-// and turns them into keys if `keys` is there. Bytes that are waited for together: two elements a
-// thread where there are as many.
+// and writes their keys too unless `keys` is null. For more loads in flight, a thread adds up two
+// elements together where there are enough.
 __device__ void add_up_logits(Route const& x, LogitParts const& parts, int64_t first, int count,
                               int experts, float* logits, float* keys) {
   auto const* const bias = static_cast<float const*>(x.selection_bias);
@@ -64,8 +64,8 @@ __device__ void add_up_logits(Route const& x, LogitParts const& parts, int64_t f
   }
 }
 
-// The same from a product in parts, which the whole block adds up first. Fewer tokens than a block
-// has room for, so that many blocks share the loads.
+// The same from a product in parts, which the whole block adds up first. A block has fewer tokens
+// than it has room for, so that many blocks share the loads.
 template <class S>
 __global__ void __launch_bounds__(kRouterThreads, std::min(4, blocks_at_once(S::per_lane)))
 route_parts_kernel(Route x, LogitParts parts, GateParts gate, int tokens_of_block, Deal deal) {

@@ -1,12 +1,12 @@
-// The router of a few tokens, from a product in parts: a block a token, with the results of
-// route.cuh bit for bit. Between layers no instruction is cached, and fetching them takes longer
-// than running them: so the whole is short.
+// The router of a few tokens, from a product in parts: one block per token, with the results of
+// route.cuh bit for bit. From layer to layer no instruction stays cached, and fetching them takes
+// longer than running them, so the code is kept short.
 //
 //   all warps   logits, four neighbours a thread, and as integers the keys that experts are ranked
 //               by
 //   warp 0      keys of groups that are closed become 0. No choice is below the K-th of the lanes'
-//               largest keys; usually a few keys are not, at most one a lane: their ranks are
-//               counted. Else K times the largest is taken
+//               largest keys; usually only a few keys, at most one per lane, are not: their ranks
+//               are counted. Otherwise the largest is taken K times
 #pragma once
 #include "cuda/routing/logit_parts.cuh"
 #include "cuda/routing/route.cuh"
@@ -14,8 +14,8 @@
 
 namespace guild::cuda {
 
-// Up to so many tokens; a lane has a choice and its weight. With fewer experts route.cu's kernels
-// are faster.
+// Up to this many tokens, and choices: a lane has one and its weight. With fewer experts route.cu's
+// kernels are faster.
 inline constexpr int64_t kMostBlocksOfToken = 256, kMostChoices = 16, kFewExperts = 256;
 
 struct alignas(16) RouteOfToken {
@@ -34,7 +34,8 @@ struct alignas(16) RouteOfToken {
   // Of all lanes together.
   static __device__ int quads(int experts) { return (experts + 127) / 128; }
 
-  // Of all experts, and keys of 0 up to a whole number of quads a lane. Whether a logit is NaN.
+  // Writes logits and keys of all experts, and keys of 0 up to a whole number of quads per lane.
+  // Returns whether a logit is NaN.
   __device__ bool find_keys(Route const& x, LogitParts const& parts, int64_t token, int experts) {
     int const e = 4 * int(threadIdx.x), count = min(4, experts - e);
     bool nan = false;
@@ -58,7 +59,7 @@ struct alignas(16) RouteOfToken {
     return __syncthreads_or(nan) != 0;
   }
 
-  // The best experts of the token, in order, to chosen and key. Warp 0.
+  // Writes the best experts of the token, in order, to chosen and key. Warp 0.
   __device__ void choose(Router const& router, int experts, int top_k) {
     int const count = quads(experts);
     Keys own = {};
@@ -124,8 +125,8 @@ struct alignas(16) RouteOfToken {
   }
 
  private:
-  // Takes the keys of groups that are not among the best, by their largest key or two. A group is
-  // one or several neighbouring lanes' quads.
+  // Clears the keys of groups that are not among the best, ranked by their largest key or two. A
+  // group is the quads of one or several neighbouring lanes.
   __device__ void close_groups(Router const& router, int part, int count, Keys& own) {
     bool const two = router.group_score == GroupScore::top2_sum;
 #pragma unroll
@@ -167,8 +168,8 @@ struct alignas(16) RouteOfToken {
     }
   }
 
-  // Lists the experts whose keys are at least `least`, the first 32 of them, by id. How many there
-  // are.
+  // Lists the experts whose keys are at least `least`, the first 32 of them, by id. Returns how
+  // many there are.
   __device__ int gather(Keys const& own, int count, uint32_t least) {
     unsigned const below = (1u << lane()) - 1;
     int found = 0;
@@ -216,7 +217,7 @@ struct alignas(16) RouteOfToken {
     }
   }
 
-  // Of the token: its largest logit.
+  // The token's largest logit.
   __device__ float top_logit(int experts) const {
     float largest = -INFINITY;
 #pragma unroll 1
@@ -253,7 +254,7 @@ inline bool fits_route_of_token(Route const& x) {
          (router.groups == 1 || (whole && !sums));
 }
 
-// Whether it is the fastest.
+// Whether RouteOfToken is the fastest.
 inline bool serves_few(Route const& x) {
   return x.experts > kFewExperts && x.tokens <= kMostBlocksOfToken && fits_route_of_token(x);
 }

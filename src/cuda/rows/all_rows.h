@@ -1,4 +1,4 @@
-// The offsets of one expert that has all rows, as shared experts are.
+// The offsets of a single expert that has all rows, as for shared experts.
 #pragma once
 #include "guild/cuda.h"
 

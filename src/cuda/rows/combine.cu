@@ -38,7 +38,7 @@ struct Args {
   float const* residual_scale;  // of a token; null: 1
   int rows, top_k, tokens, hidden;
   bool early;  // rows and scores of the slots may be read before wait_for_previous()
-  bool late;   // the residual may not
+  bool late;   // the residual may not be read before it
 
   // The initial value of a token's sum of eight columns.
   __device__ Eight start(int64_t token, int col) const {
@@ -255,7 +255,7 @@ void launch_with_router(Args<T> const& args, RouterArgs<T> const& router, Queue 
   kernel<<<groups * router.slices, 32 * kWarps, bytes, queue.stream>>>(args, router);
 }
 
-// Whole warps, as few as do these columns in as many passes: others would only take their room.
+// The fewest whole warps that cover these columns in as many passes; more would only take up room.
 int threads_of(int64_t columns, int64_t passes) {
   return int(ceil_div(ceil_div(columns, 8 * passes), 32)) * 32;
 }

@@ -1,7 +1,7 @@
 // The up projection's epilogue: from the pre-activations H of a tile to A = activation(H).
 //
 // The activation is applied to the unrounded sums: to one half of the tile at once, to the other,
-// which is kept in registers, beside the next tile's products.
+// which is kept in registers, during the next tile's products.
 #pragma once
 #include "cuda/sm90/epilogues.cuh"
 

@@ -80,13 +80,13 @@ struct ScoreOperand {
   }
 };
 
-// Side sums: sums over each step's A beside the step's products. By all threads of a consumer:
+// Side sums: sums over each step's A alongside its products. Called by all threads of a consumer:
 //
 //   start(a)      before the step's products are issued, as a wgmma group of its own. a: the
 //                 shared-memory address of the consumer's 64 rows of A
 //   finish(step)  after the step's products are issued: waits for its own group, not for theirs
 //
-// Mostly there are none.
+// Most products have none.
 struct NoSideSums {
   __device__ void start(uint32_t) {}
   __device__ void finish(int) {}

@@ -2,8 +2,8 @@
 //
 // kernel.cuh takes two kinds, each with a loop of its own:
 //
-//   StoringEpilogue   results depend on the sums alone; some of the stores are deferred and run
-//                     beside the next tile's products (this file, activate.cuh)
+//   StoringEpilogue   results depend on the sums alone; some of the stores are deferred and overlap
+//                     with the next tile's products (this file, activate.cuh)
 //   ReadingEpilogue   reads a matrix of the tile's size, which the producer loads through the ring
 //                     of stages (down_gradient.cuh)
 //
@@ -62,8 +62,8 @@ constexpr bool stores_at_once() {
   return false;
 }
 
-// Of the matrix it reads, a unit is what belongs to 64 columns of the tile. For each tile, in this
-// order:
+// A unit is the part of the matrix read that belongs to 64 columns of the tile. For each tile, in
+// this order:
 //
 //   units(tile)      how many units follow the tile's products through the ring; the producer and
 //                    the consumers ask, and must get the same answer
@@ -83,8 +83,8 @@ constexpr bool stores_at_once() {
 //   finish(state, rows, thread)
 //                    after the last unit, if rows.rows > 0
 //
-// prepare(storage, thread) is called once, before the first tile; kCopies is how many copies of
-// store_unit()'s code the loop over units is unrolled to.
+// prepare(storage, thread) is called once, before the first tile; kCopies is the factor by which
+// the loop over units is unrolled, and so the number of copies of store_unit()'s code.
 template <class E>
 concept LoadsUnits = requires(E const& e, char* stage, Barrier& full, Tile const& tile, int i) {
   { e.units(tile) } -> std::same_as<int>;
@@ -105,7 +105,7 @@ concept ReadingEpilogue =
       e.finish(state, tile, i);
     };
 
-// Stores a tile of n columns in two halves: the first at once, the second, packed to T, beside the
+// Stores a tile of n columns in two halves: the first at once, the second, packed to T, during the
 // next tile's products. E::put(word, half, ...) writes a half to its boxes and stores them.
 template <class T, int n, class E>
 class TwoHalves {

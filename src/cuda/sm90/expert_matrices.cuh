@@ -1,4 +1,4 @@
-// The matrices of weight gradients, one per group: how the host hands them to the kernels, and the
+// The matrices of weight gradients, one per group: how the host passes them to the kernels, and the
 // epilogue of those in float32, which are mostly added to what is there.
 #pragma once
 #include <cstdint>

@@ -1,8 +1,8 @@
 // D[group] = epilogue(A[group] B[group]^T) for every group, in one persistent launch.
 //
 //   warpgroup 0      producer: fills a ring of stages, 64 deep each (loaders.cuh); one of its warps
-//                    schedules the tiles and hands them to the others (tile_queue.cuh): one that
-//                    loads, if all four do, else an idle one
+//                    schedules the tiles and passes them to the other warps (tile_queue.cuh): a
+//                    loading warp if all four load, otherwise an idle one
 //   warpgroups 1..   consumers: wgmma into registers, then the epilogue (epilogues.cuh), each on 64
 //                    rows of every tile or, with C.in_turns, on every other tile alone
 //
@@ -52,7 +52,7 @@ struct GroupedProduct {
     Barrier full[C.stages];     // Loader::kArrivals, and the bytes of TMA
     Barrier empty[C.stages];    // one arrival per consumer warp of the cluster that reads the stage
     Barrier turn[C.consumers];  // in_turns: this consumer may read the stages of its tile
-    Barrier wanted;             // by the loader: the next tile, of an idle warp that schedules
+    Barrier wanted;             // the loader wants the next tile from the idle warp that schedules
     Tiles tiles;
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024, "too many stages for shared memory");
@@ -65,8 +65,8 @@ struct GroupedProduct {
     return TileGuide<Work, C>(work);
   }
 
-  // How many steps before the end of a tile's sum the next tile is claimed, which takes a trip to
-  // global memory. A tile that is claimed sooner could have gone to a block that is free.
+  // How many steps before the end of a tile's sum the next tile is claimed, which takes a round
+  // trip to global memory. Claimed earlier, it might be kept from a block that is free sooner.
   static constexpr int kClaimAhead = 8;
 
   static __device__ void produce(Params const& p, SharedStorage& smem, int thread) {
@@ -141,7 +141,7 @@ struct GroupedProduct {
     p.epilogue.finish(state, part, self.thread);
   }
 
-  // Lets the epilogue fill the accumulators; false: it has not, the sum begins at 0.
+  // Lets the epilogue fill the accumulators. Returns false if it has not: the sum begins at 0.
   static __device__ bool start(Params const& p, Sums& acc, Tile const& tile, Self self) {
     bool started = false;
 #pragma unroll
@@ -152,7 +152,7 @@ struct GroupedProduct {
     return started;
   }
 
-  // A storing epilogue: what its parcel defers of a tile is stored beside the next one's products.
+  // A storing epilogue: the stores that its parcel defers overlap with the next tile's products.
   static __device__ void consume_storing(Params const& p, SharedStorage& smem, Self self) {
     Sums acc;
     auto& storage = smem.epilogue[self.group];
@@ -221,10 +221,10 @@ struct GroupedProduct {
     }
   }
 
-  // A storing epilogue, every other tile per consumer: the epilogue of one runs beside the products
-  // of the other. A consumer waits for the stages of its tile only once the other has got the last
-  // stage of the tile before: a barrier's parity tells a phase from its neighbours only, so no
-  // thread may wait more than one phase ahead.
+  // A storing epilogue, every other tile per consumer: the epilogue of one overlaps with the
+  // products of the other. A consumer waits for the stages of its tile only once the other has got
+  // the last stage of the tile before: a barrier's parity distinguishes a phase only from its
+  // neighbours, so no thread may wait more than one phase ahead.
   static __device__ void consume_in_turns(Params const& p, SharedStorage& smem, Self self) {
     static_assert(C.consumers == 2);
     auto& storage = smem.epilogue[self.group];
@@ -269,8 +269,8 @@ struct GroupedProduct {
     if (self.leads_warp()) tma_store_wait<0>();  // shared memory must outlive the last store
   }
 
-  // The idle warp that schedules: one tile after the other as the queue has room, but where tiles
-  // are claimed no sooner than the loader wants them.
+  // The idle warp that schedules: announces one tile after the other as the queue has room or,
+  // where tiles are claimed, as the loader wants them.
   static __device__ void schedule(Params const& p, SharedStorage& smem) {
     auto guide = guide_of(p);
     bool const claims = p.work.taken != nullptr;

@@ -74,7 +74,7 @@ RowOutput<T> row_output(Rows rows, int64_t count, int64_t columns, int halves, c
   return out;
 }
 
-// How many experts' matrices a map of them spans. Those with a place of their own may be at any.
+// How many experts' matrices a map of them spans. With expert_at, a matrix may be at any place.
 template <class W>
 int64_t places(W const& w, int64_t experts) {
   return w.expert_at == nullptr ? experts : INT32_MAX;
@@ -175,8 +175,8 @@ int64_t most_tiles(int64_t rows, RowTiles const& work) {
   return most_tiles<C>(rows, work.groups.groups, int64_t(work.across) * work.tile_n, work.tile_n);
 }
 
-// Whether tiles are claimed (dynamic scheduling), unless there are few waves: clearing the counter
-// takes 2 us. Beside other kernels that is no reason, for blocks start at different times there.
+// Whether tiles are claimed (dynamic scheduling). With few waves they are not, since clearing the
+// counter takes 2 us; but next to other kernels they are, since blocks start at different times.
 inline bool claims_tiles(Queue const& queue, int64_t tiles, int clusters) {
   constexpr int kFewWaves = 4;
   return tiles > (queue.shared ? 1 : kFewWaves) * clusters;

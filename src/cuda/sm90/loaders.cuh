@@ -3,7 +3,7 @@
 //   TmaRows        A: contiguous rows: one thread of a warp issues TMA boxes
 //   GatheredRows   A: rows gathered by an index, 16-byte cp.async by the whole warpgroup
 //   TokenColumns   ragged inner dimension: A and B are (rows of the group) x features, A optionally
-//                  gathered by an index; what a group's last step lacks is zeros in A and B
+//                  gathered by an index; rows missing in a group's last step are zeros in A and B
 //
 // Gather by cp.async in the producer: SonicMoE, arXiv:2512.14080, section 4.
 #pragma once
@@ -200,7 +200,7 @@ struct GatheredRows {
     uint32_t const none = k + column < p.k ? kNone : 0;  // at or above it: nothing to copy
     uint32_t const to =
         shared_address(a) + thread / 8 * kRowBytes + ((thread % 8 ^ thread / 8 % 8) * 16);
-    // 64 rows at a time; those that do not exist no consumer reads.
+    // 64 rows at a time; no consumer reads blocks of 64 that do not exist.
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
       if (i % 4 == 0 && 16 * i >= tile.rows) break;
@@ -284,7 +284,7 @@ struct TokenColumns {
     bool const a_by_tma = left > 0 && p.row == nullptr;
     if (thread == 0) {
       full.arrive_expect(C.b_bytes() + (a_by_tma ? C.a_bytes() : 0));
-      // What the last step lacks TMA fills with zeros.
+      // TMA fills the rows missing in the last step with zeros.
       int const r = kClip - left, end = tile.inner_row + tile.inner;
       for_own_boxes<C, 64>(tile, [&](int c, auto multicast) {
         load_clipped<C>(multicast, p.b_map, b + c * kRowBytes, {tile.col + c, r, end}, full);

@@ -1,4 +1,4 @@
-// Host side of the products with a low-rank term: their config, and what their loader needs more.
+// Host side of the products with a low-rank term: their config, and what else their loader needs.
 #pragma once
 #include "cuda/sm90/launch.cuh"
 #include "cuda/sm90/low_rank_loader.cuh"
@@ -12,7 +12,7 @@ static_assert(kLowRankConfig.cluster == 1 && !kLowRankConfig.in_turns);
 template <class Base>
 using LowRankLoader = WithLowRank<Base, kLowRankConfig>;
 
-// Goes on from params of the product without the term. columns: of a weight's tensor map;
+// Adds the term to the params of the product without it. columns: of a weight's tensor map;
 // pair_columns: as in WeightLoader.
 template <class T, Major major, class Params>
 void add_low_rank(Params& params, LowRankOperand const& x, int64_t rows, int64_t columns,

@@ -2,9 +2,9 @@
 //
 //   [A, T] [W, B]^T = A W^T + T B^T
 //
-// The steps of A and W are those of the loader beneath. Then come those of T (rows, rank), rows by
-// TMA, which are never gathered, and of B (E, n, rank), another weight. What is missing of a last
-// step TMA fills with zeros in both.
+// The steps of A and W are those of the underlying loader. Then come those of T (rows, rank), whose
+// rows TMA loads and which are never gathered, and of B (E, n, rank), another weight. TMA fills
+// what the last step lacks with zeros in both.
 #pragma once
 #include "cuda/sm90/loaders.cuh"
 

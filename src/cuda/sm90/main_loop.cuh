@@ -1,6 +1,6 @@
 // The consumers' main loop: a tile's sums over the stages of the ring, by wgmma.
 //
-// In products by row a consumer whose 64 rows of a tile are all absent passes the tile's stages on.
+// In products by row, a consumer without any of its 64 rows of a tile only releases the stages.
 #pragma once
 #include "cuda/sm90/column_sums.cuh"
 #include "cuda/sm90/cursor.cuh"
@@ -102,7 +102,7 @@ struct MainLoop {
     if (self.leads_warp()) release(smem.empty[at.before(1)]);
   }
 
-  // For a consumer that has no rows of a tile: passes its `count` stages on.
+  // For a consumer that has no rows of a tile: releases the tile's `count` stages unused.
   static __device__ void pass(int count, Cursor& at, auto& smem, Self self) {
 #pragma unroll 1
     for (int i = 0; i < count; ++i, at.advance()) {

@@ -1,5 +1,5 @@
 // Results stored from registers, without shared memory and TMA; biases, with which sums start; and
-// what epilogues know of the activation at compile time.
+// what epilogues know about the activation at compile time.
 #pragma once
 #include <type_traits>
 
@@ -12,7 +12,7 @@ namespace guild::cuda {
 // Stores 64 x n sums, `valid` rows of them, at (group, row, col) of matrices with these strides. A
 // Value is what an instruction moves for a thread: one element or, as float2, two neighbours of a
 // row. Where sums are added to what is there, kAtATime Values are read before the first is written:
-// a trip to memory for each would take longer than the tile's sums.
+// a round trip to memory for each would take longer than the tile's sums.
 template <class Value, int n, int kAtATime = 16>
 __device__ inline void store_values(DirectOutput const& out, int64_t row_stride, int64_t col_stride,
                                     float const (&acc)[n / 2], int group, int row, int col,
@@ -94,8 +94,8 @@ struct Bias {
   }
 };
 
-// What a kernel knows of its activation at compile time. Code for all activations in all orders,
-// even if only one of them runs, costs the up projection 4 to 7 % of its cycles.
+// What a kernel knows about its activation at compile time. Code for all activations in all orders
+// costs the up projection 4 to 7 % of its cycles even if only one of them runs.
 enum class Known : int {
   nothing,
   swiglu,  // what most models use: x * sigmoid(x) * up, Pairing::halves

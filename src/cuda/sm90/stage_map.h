@@ -1,4 +1,4 @@
-// How TMA sees weights of which a kernel for few tokens loads a whole stage at a time.
+// Tensor maps of weights of which a kernel for few tokens loads a whole stage at a time.
 #pragma once
 #include <cuda.h>
 

@@ -1,4 +1,4 @@
-// How TMA sees a matrix.
+// Tensor maps, which describe matrices to TMA.
 #pragma once
 #include <cuda.h>
 

@@ -99,7 +99,7 @@ struct TileQueue {
   Barrier ready[QueueEnd::kEntries], free[QueueEnd::kEntries];
   // With dynamic scheduling in a cluster: the number of the tile that the entry will hold, which
   // the block of rank 0 broadcasts. The `free` barriers of that block also count one arrival of
-  // each block, by which it says that it has read its number.
+  // each block, which signals that it has read its number.
   int number[QueueEnd::kEntries];
   Barrier numbered[QueueEnd::kEntries];
 

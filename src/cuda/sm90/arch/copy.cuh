@@ -38,8 +38,8 @@ __device__ inline void tma_load_multicast(CUtensorMap const& map, void* to, Coor
 
 // Rows of a matrix in boxes that end where a group of rows ends. A clipped map (launch.cuh) has the
 // dimensions (columns, r, end, wrap) and sees row r + end - kClip at (., r, end, kClip), for r
-// below kClip. So the box of the rows from `end` - n on begins at r = kClip - n, and what of it
-// lies at or past row `end` is outside of the map: zeros.
+// below kClip. So the box of the rows from `end` - n on begins at r = kClip - n, and its part at or
+// past row `end` is outside of the map and reads as zeros.
 inline constexpr int kClip = 1 << 30;
 struct ClippedCoordinate {
   int x, r, end;

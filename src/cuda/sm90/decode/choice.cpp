@@ -8,13 +8,13 @@ namespace guild::cuda::sm90 {
 namespace {
 
 // Measured on an H200 over the presets of `guild bench` and 1 to 4,096 tokens (docs/measured/).
-// Up to so many rows an expert on average they are faster.
+// Up to this many rows per expert on average, these products are faster.
 constexpr int64_t kFewRows = 28;
-// Up to so many where experts are small: the other kernels' tiles are larger, and so is what they
-// lose around them.
+// Up to this many where experts are small: the other kernels' tiles are larger, and so is the time
+// that they lose around them.
 constexpr int64_t kMoreRows = 40, kSmallBytes = 32 << 20;
 
-// Above so many tokens, and up to so many rows an expert on average, tall tiles are as fast or
+// Above this many tokens, and up to this many rows per expert on average, tall tiles are as fast or
 // faster, however few the experts are that all rows go to.
 constexpr int64_t kTallTokens = 64, kTallRowsEach = 160;
 
@@ -35,7 +35,7 @@ bool are_tall(int64_t tokens, int64_t rows, int64_t experts) {
   return tokens > kTallTokens && rows <= kTallRowsEach * experts;
 }
 
-// Groups whose bounds a block can hold, weights contiguous along k.
+// Whether a block can hold the groups' bounds and weights are contiguous along k.
 bool can_be_tall(Groups const& groups, ConstWeight const& w) {
   return groups.ends != nullptr && groups.groups <= kMostRouted && w.in_stride == 1;
 }

@@ -8,10 +8,10 @@
 namespace guild::cuda::sm90 {
 
 // A launch cannot clear its counter itself: its first blocks would claim before the last one has
-// begun. So counters are left at 0 by who used them last, which needs memory that no one else
-// writes, and two launches that run at the same time, in eager calls or in graphs, need two
-// counters. Addresses of results tell such launches apart: these, too, must not be written by two
-// at the same time.
+// begun. So every launch leaves its counter at 0, which requires memory that nothing else writes,
+// and two launches that run at the same time, in eager calls or in graphs, need two counters. The
+// addresses of their results distinguish such launches, since these must not be written by two at
+// the same time either.
 int claims_of(void const* out) {
   static std::mutex mutex;
   static std::unordered_map<void const*, int> counter_of;

@@ -7,20 +7,21 @@
 
 namespace guild::cuda::sm90 {
 
-// Up to this many slots are sorted by every block for itself.
+// Up to this many slots, every block sorts them for itself.
 inline constexpr int kMostSlotsInBlock = 128;
 
 bool serves_few_tokens(UpProduct const& product);
 void decode_up_product(UpProduct const& product, Queue const& queue);
 
-// The same in tall tiles (tall.cuh): tens to hundreds of rows an expert.
+// The same in tall tiles (tall.cuh): tens to hundreds of rows per expert.
 bool serves_tall(UpProduct const& product);
 void tall_up_product(UpProduct const& product, Queue const& queue);
 bool serves_tall(RowProduct const& product);
 void tall_row_product(RowProduct const& product, Queue const& queue);
 
 // The counter from which a launch's blocks claim tiles, or -1 if it has none: product.cuh. `out` is
-// what the launch writes, and its own for that time; so is the counter, which stays out's.
+// what the launch writes; nothing else may write it at that time, so the counter, which always
+// belongs to the same `out`, is the launch's own too.
 int claims_of(void const* out);
 
 // No group is expected to have more rows.

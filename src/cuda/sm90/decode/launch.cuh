@@ -85,12 +85,12 @@ int64_t most_decode_tiles(Params const& p, int64_t groups, int tokens) {
 }
 
 // Calls f.template operator()<most rows of a tile>(): no expert is expected to have more than
-// `most` of all `rows`. Small tiles keep more weights under way and are worth it as long as few
-// experts need several, which read their weights again, from L2. Rows an expert: measured on an
-// H200, docs/measured/.
+// `most` of all `rows`. Small tiles keep more weights in flight and are worth it as long as few
+// experts need several, which read their weights again, from L2. The limits in rows per expert were
+// measured on an H200, docs/measured/.
 template <class F>
 void with_tokens(int64_t most, int64_t rows, int64_t experts, F&& f) {
-  // A tile of 64 rows costs up to 1 % more, but holds all of an expert's where 64 are the most.
+  // A tile of 64 rows costs up to 1 % more, but holds all rows of an expert if none has more.
   int64_t const some = most <= 64 ? 8 : 20;
   if (most <= 8) {
     f.template operator()<8>();

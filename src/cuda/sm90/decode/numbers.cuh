@@ -4,18 +4,18 @@
 
 namespace guild::cuda::sm90 {
 
-// Dynamic scheduling: how many tiles a launch's blocks have claimed beside each one's first. 0
-// before a launch and after it: the block that gets the last number sees to that.
+// Dynamic scheduling: how many tiles a launch's blocks have claimed besides each one's first. 0
+// before a launch and after it: the block that gets the last number resets it.
 [[maybe_unused]] static __device__ int32_t claimed[kClaimCounters];
 
-// Of the first tile, and claimed or every n-th from then on. A whole warp.
+// The first tile's number, and then claimed ones or every n-th. Called by a whole warp.
 struct TileNumbers {
   int const claims;  // which of `claimed` is this launch's; -1: every block takes every n-th tile
   int now = blockIdx.x, after = 0;
 
   __device__ explicit TileNumbers(int claims) : claims(claims) {}
 
-  // Starts to find out the number that follows.
+  // Starts to fetch the next number.
   __device__ void ask() {
     after = now + int(gridDim.x);
     if (claims < 0) return;
@@ -23,8 +23,8 @@ struct TileNumbers {
   }
   __device__ void answer() { now = __shfl_sync(~0u, after, 0); }
 
-  // There is no such tile. As many blocks find that as have had a first tile, so that there are as
-  // many claims as tiles.
+  // Called when there is no tile of this number. As many blocks find that as have had a first tile,
+  // so that there are as many claims as tiles.
   __device__ void fail(int tiles) const {
     if (claims >= 0 && now == int(gridDim.x) + tiles - 1) claimed[claims] = 0;
   }

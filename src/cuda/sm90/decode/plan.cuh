@@ -46,8 +46,8 @@ struct alignas(16) Planner {
   union {
     int end[kMostRouted + 1];
     OfWarp by_warp[kPlanWarps];  // where each warp sorts the slots for itself
-    // Where the block sorts them: of an expert, a byte for each of the four warps that have slots.
-    // How many of the warp's slots are its, then the first row of these.
+    // Where the block sorts them: for each expert, a byte for each of the four warps with slots,
+    // first how many of the warp's slots are the expert's, then the first row of these.
     unsigned bytes[kMostRouted];
   };
   union {
@@ -90,13 +90,13 @@ struct alignas(16) Planner {
   }
   static constexpr int kNoExpert = 1 << 30;
 
-  // The same for up to 16 slots, one a lane, of which `mine` is the expert. Every warp does this
-  // for itself: none waits for another.
+  // The same for up to 16 slots, one per lane; `mine` is the expert of the lane's slot. Every warp
+  // does this for itself, so none waits for another.
   __device__ Plan sort_in_warp(Sort const& x, int mine) {
     OfWarp& own = by_warp[warp_index()];
     int const slots = int(x.tokens * x.top_k), lane = threadIdx.x % 32;
     bool const there = mine != kNoExpert;
-    int smaller = 0, before = 0, rows = 0;  // slots of smaller ids; earlier ones of the same; all
+    int smaller = 0, before = 0, rows = 0;  // slots of smaller ids; of the same: earlier ones, all
 #pragma unroll 8
     for (int j = 0; j < slots; ++j) {
       int const other = __shfl_sync(~0u, mine, j);
@@ -124,8 +124,8 @@ struct alignas(16) Planner {
     return {own.end, own.expert, own.token, __popc(firsts), !__any_sync(~0u, there && rows > 8)};
   }
 
-  // Writes what the sort of `x`, which made the plan, is asked for. Called by the first `threads`
-  // threads together.
+  // Writes the outputs of the sort of `x`, from which the plan was made. Called by the first
+  // `threads` threads together.
   template <int threads>
   __device__ void store(Sort const& x, Plan const& plan) const {
     named_barrier(1, threads);
@@ -154,7 +154,7 @@ struct alignas(16) Planner {
   }
 
  private:
-  // Counts each expert's slots, a byte for each warp with slots, which makes the ranks stable, and
+  // Counts each expert's slots in each warp, one byte per warp, so that the ranks are stable, and
   // adds up over experts.
   __device__ Plan sort_in_block(Sort const& x) {
     int const slots = int(x.tokens * x.top_k), experts = int(x.experts), slot = threadIdx.x;
@@ -180,8 +180,8 @@ struct alignas(16) Planner {
     return {sorted.end, sorted.expert, sorted.token, count, flat};
   }
 
-  // From the counts: the first rows, and the groups. Whether one of the thread's experts has more
-  // than eight rows.
+  // Finds the first rows and the groups from the counts. Returns whether one of the thread's
+  // experts has more than eight rows.
   __device__ bool find_starts(int experts, int warp, int lane) {
     int const share = (experts + kPlanThreads - 1) / kPlanThreads;
     int const first = threadIdx.x * share, last = min(experts, first + share);

@@ -1,5 +1,5 @@
 // The plan of a single token whose experts every block of the up projection chooses for itself,
-// from the router's product. That saves a launch, which would take longer than all choosing alike.
+// from the router's product. That saves a launch, which would take longer than the repeated choice.
 #pragma once
 #include <type_traits>
 
@@ -12,7 +12,7 @@ namespace guild::cuda::sm90 {
 
 struct NoChoice {};
 
-// Into L2 alone: the kernels before may still write them.
+// Only into L2: earlier kernels may still be writing them.
 __device__ inline void prefetch_biases(Route const& route) {
   auto const* const bias = static_cast<float const*>(route.selection_bias);
   int const first = 32 * int(threadIdx.x);
@@ -20,9 +20,9 @@ __device__ inline void prefetch_biases(Route const& route) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(bias + first));
 }
 
-// The whole block. Waits for the kernel before. The last block writes ids and scores before it lets
-// the next kernel start, which may read them before it waits. `router` and `planner` may share
-// memory.
+// Called by the whole block. Waits for the previous kernel. The last block writes ids and scores
+// before it lets the next kernel start, which may read them before it waits. `router` and `planner`
+// may share memory.
 __device__ inline Plan plan_by_choice(TokenChoice const& choice, Sort const& sort,
                                       RouteOfToken& router, Planner& planner) {
   Route const& route = choice.route;

@@ -6,13 +6,14 @@
 // is summed in order by one accumulator, in slices of 16, so that results have the bits of
 // sm90/kernel.cuh.
 //
-// Shared experts, which have all tokens' rows, ride along: their tiles come first.
+// Shared experts, which have all tokens' rows, are computed in the same launch: their tiles come
+// first.
 //
 //   warps 0 .. 3   consumers
 //   warp 4         weights, by TMA; finds the block's tiles and passes them on through a queue
 //   warp 5         rows of X, gathered by cp.async, or by TMA where they lie packed
 //
-// One warp for both would issue instructions more slowly than memory answers.
+// A single warp for both could not issue instructions as fast as memory delivers.
 //
 // Swapped operands: DeepGEMM, vLLM (docs/papers.md).
 #pragma once
@@ -27,8 +28,8 @@
 
 namespace guild::cuda::sm90 {
 
-// chooses: the blocks choose a single token's experts themselves. In a kernel of its own, since all
-// of a kernel's instructions come from memory where layers follow each other.
+// chooses: the blocks choose a single token's experts themselves. That is a separate kernel, since
+// all of a kernel's instructions come from memory where layers follow each other.
 template <class T, DecodeShape S, Major major, bool gathered, bool activates, bool chooses = false,
           int stage_bytes = S.stage_bytes()>
 struct DecodeProduct {
@@ -49,7 +50,8 @@ struct DecodeProduct {
     int32_t const* expert_at[2];  // which matrix is an expert's; null: they are in order
     bool halves;                  // part[1] has the same rows of up; else the rows that follow
     int across, rows, k;          // tiles side by side; rows of X and of the results
-    // The weights and the plan's input were complete when the kernel before this one let it start.
+    // Whether the weights and the plan's input were complete when the previous kernel let this one
+    // start.
     bool early;
     T const* x;  // gathered: (tokens, k)
     uint32_t stride;
@@ -88,7 +90,7 @@ struct DecodeProduct {
   static_assert(kBytes <= 226 * 1024 / kAtOnce, "too many stages");
   static_assert(kBytes >= sizeof(Ring) + read_after(S));
 
-  // What the next kernel may rely on before it waits: all kernels before this one have completed.
+  // So the next kernel may rely, before it waits, on all kernels before this one being complete.
   static __device__ void start_in_turn() {
     wait_for_previous();
     let_next_start();
@@ -112,7 +114,7 @@ struct DecodeProduct {
       shared = high * p.shared.across;
     }
 
-    // False where there are fewer; else `number` must be greater than any before.
+    // Returns false if there are fewer. `number` must be greater than any before.
     __device__ bool find(int number, Tile& tile) {
       if (number < shared) {
         int const row = number % high * S.tokens;
@@ -154,7 +156,7 @@ struct DecodeProduct {
   };
   static __device__ Tile no_more() { return {.expert = -1}; }
 
-  // Rows that are loaded for a tile. What is multiplied beside them is not looked at.
+  // Rows that are loaded for a tile. Products of other rows are ignored.
   static __device__ int loaded_rows(Tile const& tile) { return (tile.rows + 7) / 8 * 8; }
   static __device__ int stages_of(Params const& p, Tile const& tile) {
     int const k = tile.expert == kSharedExpert ? p.shared.k : p.k;
@@ -190,7 +192,7 @@ struct DecodeProduct {
     uint32_t from[kMost];
     int token[(S.tokens + 31) / 32];  // of row lane + 32 i
 
-    // Starts to load what begin() will need: memory that is busy answers late.
+    // Starts to load what begin() will need: the latency of busy memory is high.
     __device__ void find(Params const& p, Plan const& plan, Tile const& tile) {
 #pragma unroll
       for (int i = 0; i < (S.tokens + 31) / 32; ++i) {
@@ -239,12 +241,12 @@ struct DecodeProduct {
              {64 * (index * S.steps() + step), 0, tile.row + 8 * box}, full);
   }
 
-  // Before this many stages of a tile are left, the next is found: claiming it and then looking up
-  // its rows each wait for memory.
+  // The next tile is claimed and then found when this many stages of a tile are left: claiming it
+  // and looking up its rows each wait for memory.
   static constexpr int kAskedAhead = 5, kFoundAhead = 3;
   static __device__ int found_at(int count) { return max(0, count - kFoundAhead); }
 
-  // The warp that loads weights. It says which tiles the block has, the next one a little ahead.
+  // The warp that loads weights. It announces the block's tiles, the next one a little ahead.
   static __device__ void load(Params const& p, SharedStorage& smem, Plan const& plan) {
     Ring& ring = smem.ring;
     bool const leads = threadIdx.x % 32 == 0;

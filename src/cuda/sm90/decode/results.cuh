@@ -1,22 +1,22 @@
-// What becomes of a tile's sums where weights are wgmma's M: a thread holds rows of the weight,
-// that is, columns of the results, for two tokens in every eight. Results are turned round in
-// shared memory and stored by rows.
+// The epilogue where weights are wgmma's M: a thread holds rows of the weight, that is, columns of
+// the results, for two tokens in every eight. Results are transposed in shared memory and stored by
+// rows.
 #pragma once
 #include "cuda/sm90/decode/ring.cuh"
 #include "cuda/sm90/outputs.cuh"
 
 namespace guild::cuda::sm90 {
 
-// What a tile has as its expert where it is the shared experts'.
+// A tile's expert where the tile is the shared experts'.
 inline constexpr int kSharedExpert = 1 << 20;
 
-// H = X W^T + bias and A = activation(H); or, without `activates`, A = H alone. The rows of the
-// weight that a tile has follow each other; or, for Pairing::halves, are gate and up of the same
-// columns: the first half and the second.
+// H = X W^T + bias and A = activation(H); or, without `activates`, A = H only. A tile's rows of the
+// weight follow each other or, for Pairing::halves, are gate and up of the same columns in its
+// first and second half.
 template <class T, DecodeShape S, bool activates>
 struct DecodeResults {
   static constexpr int parts = S.parts(), kHalf = S.rows / 2;
-  // Whether a warp's 16 rows are all of gate or all of up; else its eights are.
+  // Whether a warp's 16 rows are all of gate or all of up; otherwise each eight of them is.
   static constexpr bool kByWarps = kHalf % 16 == 0;
   static constexpr int kUpPlaces = (kByWarps ? 2 : 4) * kHalf;
   struct Matrix {
@@ -32,7 +32,7 @@ struct DecodeResults {
   Pairing pairing;
   ActivationOf<float> activation;
 
-  // 64 columns of results by token; rows are padded so that a warp's stores meet no bank twice.
+  // 64 columns of results by token; rows are padded so that a warp's stores have no bank conflicts.
   template <int tokens>
   struct Storage {
     union {
@@ -129,13 +129,13 @@ struct DecodeResults {
     }
   }
 
-  // Where the sums of up lie that go with a thread's i-th sum, be it of gate or of up itself.
+  // Where the sum of up lies that belongs to a thread's i-th sum, which may be of gate or of up.
   static __device__ int up_row(int i) { return kByWarps ? i : i / 4 * 2 + i % 2; }
   static __device__ int up_place(int i) {
     if constexpr (kByWarps) return threadIdx.x % (2 * kHalf);
     return eight_of(i) % (kHalf / 8) * 32 + threadIdx.x % 32;
   }
-  // Which eight rows of the tile it is of.
+  // Which eight rows of the tile the sum is of.
   static __device__ int eight_of(int i) { return 2 * warp_index() + i % 4 / 2; }
 
   // Passes the sums of up to the threads that have those of gate.

@@ -7,12 +7,12 @@
 
 namespace guild::cuda::sm90 {
 
-// Blocks that share a multiprocessor, of one product or of two: the next one fills its ring while
-// this one ends.
+// Blocks that share a multiprocessor, of one product or of two: the next product fills its ring
+// while this one ends.
 inline constexpr int kAtOnce = 2;
 
 // tokens: most rows of X of a tile. rows: of the weight, 128 at most. A stage holds as many steps,
-// each 64 deep, as make up to 128 rows.
+// each 64 deep, as fit in 128 rows altogether.
 struct DecodeShape {
   int tokens, rows;
 
@@ -58,8 +58,8 @@ __device__ inline uint64_t evict_first() {
   return policy;
 }
 
-// wgmma reads 64 rows at a time. Where a tile has fewer, the others are what comes next, and what
-// they give is not looked at. Past the last stage that is up to so many bytes.
+// wgmma reads 64 rows at a time. Where a tile has fewer, it reads into what comes next, and those
+// results are ignored. Past the last stage it reads up to this many bytes.
 constexpr int read_after(DecodeShape s) { return s.parts() * kBlockBytes - s.step_bytes(); }
 
 // The same where a stage comes by group_map(): the distance of groups of eight rows is that of all
@@ -111,8 +111,8 @@ struct Ring {
   // weights came by group_map().
   template <class T, DecodeShape S, Major major, int width, bool grouped = false>
   __device__ void sum(float (&acc)[S.parts()][width / 2], bool started, Cursor& at, int count) {
-    // Whether consumers free a stage before they wait for the next. Else a stage less is under way,
-    // but short products overlap.
+    // Whether consumers free a stage before they wait for the next. Otherwise one stage less is in
+    // flight, but short products overlap.
     constexpr bool kFreesAtOnce = width < 64;
     constexpr int step_a = kSliceBytes<major> / 16, step_b = kSliceBytes<Major::K> / 16;
     constexpr int apart = grouped ? group_bytes(S) : 8 * kRowBytes;
@@ -151,7 +151,7 @@ struct Ring {
   }
 
  private:
-  // Waits for the products and frees the stage of the last.
+  // Waits for the products and frees the last stage.
   template <int parts, int count>
   __device__ void finish(float (&acc)[parts][count], int last) {
     wgmma_wait<0>();

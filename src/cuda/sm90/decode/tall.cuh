@@ -1,21 +1,21 @@
-// A grouped product for tens to hundreds of rows an expert, where reading weights takes about as
+// A grouped product for tens to hundreds of rows per expert, where reading weights takes about as
 // long as multiplying.
 //
-// As in product.cuh weights are wgmma's M and rows of X its N. Here a tile has up to 152 rows of X,
-// so that an expert's weights are read once or seldom, and only as many rows are multiplied as
-// there are, in thirty-twos. Few experts with many rows are served as well as many with few, which
-// the host cannot tell apart. K is summed in order by one accumulator: results have the bits of
-// sm90/kernel.cuh.
+// As in product.cuh, weights are wgmma's M and rows of X its N. Here a tile has up to 152 rows of
+// X, so that an expert's weights are read once or a few times, and only existing rows are
+// multiplied, rounded up to thirty-twos. It serves few experts with many rows as well as many with
+// few, which the host cannot tell apart. K is summed in order by one accumulator: results have the
+// bits of sm90/kernel.cuh.
 //
 //   warp 0          weights, by TMA; finds the block's tiles and passes them on through a queue
 //   warps 1 .. 3    rows of X, gathered by cp.async, or by TMA where they lie packed
-//   warps 4 .. 11   consumers, 64 rows of each part of weights for each four
+//   warps 4 .. 11   consumers: two warpgroups, with 64 rows of each part of weights each
 //
-// A stage has two blocks of 128 rows of weights by 64 of K: side by side in a broad tile, in a
-// narrow one two steps of K. One block fills a multiprocessor.
+// A stage has two pieces of 128 rows of weights by 64 of K: side by side in a broad tile, two steps
+// of K in a narrow one. One thread block fills a multiprocessor.
 //
-// What bounds it, beside memory, is how fast L2 answers: of X a broad tile of r rows reads r / 256
-// bytes for each of weights.
+// Besides memory, L2's throughput bounds it: a broad tile of r rows reads r / 256 bytes of X for
+// each byte of weights.
 #pragma once
 #include "cuda/alignment.h"
 #include "cuda/products.h"
@@ -26,7 +26,7 @@
 #include "cuda/sm90/decode/tall_results.cuh"
 #include "cuda/sm90/decode/tall_tiles.h"
 #include "cuda/sm90/tile_queue.cuh"
-// After copy.cuh: it lacks what it includes.
+// Must follow copy.cuh, which includes what this header lacks.
 #include <cute/arch/mma_sm90_gmma_ext.hpp>
 
 namespace guild::cuda {
@@ -131,7 +131,7 @@ struct TallProduct {
     }
   }
 
-  // Before this many stages of a tile are left, the next is claimed and then found.
+  // The next tile is claimed and then found when this many stages of a tile are left.
   static constexpr int kAskedAhead = 5, kFoundAhead = 3;
 
   static __device__ void load_weights(Params const& p, Stage& stage, Barrier& full,
@@ -146,7 +146,7 @@ struct TallProduct {
     }
   }
 
-  // The warp that loads weights. It says which tiles the block has, the next one a little ahead.
+  // The warp that loads weights. It announces the block's tiles, the next one a little ahead.
   static __device__ void load(Params const& p, SharedStorage& smem) {
     bool const leads = threadIdx.x % 32 == 0;
     uint64_t const policy = evict_first();
@@ -193,8 +193,8 @@ struct TallProduct {
     }
   }
 
-  // Three warps that gather rows of X. Each has every third eight of them, of which a lane copies
-  // an eighth of two rows.
+  // Three warps that gather rows of X. Each has every third group of eight rows, of which a lane
+  // copies an eighth of two rows.
   static __device__ void gather(Params const& p, SharedStorage& smem) {
     if (p.early) wait_for_previous();
     int const warp = warp_index() - 1, lane = threadIdx.x % 32;

@@ -1,4 +1,4 @@
-// Host side of the products for tens to hundreds of rows an expert: launches.
+// Host side of the products for tens to hundreds of rows per expert: launches.
 #pragma once
 #include <algorithm>
 
@@ -31,9 +31,8 @@ CUtensorMap tall_weights(ConstWeight const& first, ConstWeight const& second, in
                     name);
 }
 
-// Up to how many rows a group takes narrow tiles. Where tiles are few those of both kinds together
-// end at different times, so that most groups should have the same kind. Measured on an H200,
-// docs/measured/.
+// Up to how many rows a group takes narrow tiles. Where tiles are few, narrow and broad ones end at
+// different times, so most groups should have the same kind. Measured on an H200, docs/measured/.
 inline int narrow_up_to(int64_t rows, int64_t groups, int64_t columns, int part_columns) {
   constexpr int64_t kMany = 1500, kLow = 48;
   bool const many = groups * ceil_div(columns, 2 * part_columns) > kMany;

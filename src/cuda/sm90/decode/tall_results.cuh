@@ -1,8 +1,8 @@
-// What becomes of a tall tile's sums: columns of D or of A = activation(H), turned round in shared
-// memory and stored by TMA, 64 rows at a time.
+// The epilogue of a tall tile: columns of D or of A = activation(H), transposed in shared memory
+// and stored by TMA, 64 rows at a time.
 //
-// A tile has one or two parts of 128 rows of weights, of each 64 for each of two warpgroups. Where
-// they are pairs of gate and up, eights of both alternate, so that a thread has both of its
+// A tile has one or two parts of 128 rows of weights; each of two warpgroups has 64 rows of each.
+// Where they are pairs of gate and up, eights of both alternate, so that a thread has both for its
 // columns.
 #pragma once
 #include "cuda/sm90/decode/tall_tiles.h"
@@ -54,8 +54,8 @@ struct TallResults {
     return true;
   }
 
-  // Results go 64 rows of a part at a time, from a copy of their sums, so that there is one copy of
-  // the code. turn: the box that pairs are to take next.
+  // Stores 64 rows of a part at a time, from a copy of their sums, so that the code exists only
+  // once. turn: the box that pairs are to use next.
   __device__ void store(TallSums const& acc, Tile const& tile, bool broad, Storage& storage,
                         int& turn, int group, int thread) const {
     float sum[32];

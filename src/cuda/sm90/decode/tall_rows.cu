@@ -1,4 +1,4 @@
-// Products by row of tens to hundreds of rows an expert: the down projection, grouped_mm.
+// Products by row of tens to hundreds of rows per expert: the down projection, grouped_mm.
 #include "cuda/sm90/decode/tall_launch.cuh"
 
 namespace guild::cuda::sm90 {

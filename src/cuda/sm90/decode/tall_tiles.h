@@ -1,18 +1,18 @@
-// The tiles of the products for tens to hundreds of rows an expert (tall.cuh). Pure index
+// The tiles of the products for tens to hundreds of rows per expert (tall.cuh). Pure index
 // arithmetic: tested on the CPU.
 #pragma once
 #include "shared/tiles.h"
 
 namespace guild::cuda::sm90 {
 
-// Most rows of X of a tile, and of a narrow one; and of a tile where a group takes more than two:
-// products bound it then, which are fastest with this many.
+// Most rows of X of a tile; of a narrow one; and of a tile where a group takes more than two, and
+// so is bound by its products, which are fastest with this many.
 inline constexpr int kTallRows = 152, kNarrowRows = 64, kFastRows = 128;
 
 // Groups split the rows of D. A group's rows are shared evenly by as few rows of tiles as hold
-// them, so that weights are read as seldom as can be and no tile is left with a few rows. Groups of
-// many rows have broad tiles, of twice as many columns, which read rows of X half as often; others
-// narrow ones, of which more can be shared among the blocks.
+// them, so that weights are read as rarely as possible and no tile is left with a few rows. Groups
+// of many rows have broad tiles, of twice as many columns, which read rows of X half as often;
+// others have narrow ones, of which there are more to share among the blocks.
 struct TallTiles {
   Groups groups;
   int tile_n, columns;  // tile_n: columns of a narrow tile

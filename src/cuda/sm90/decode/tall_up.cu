@@ -1,4 +1,4 @@
-// The up projection of tens to hundreds of rows an expert.
+// The up projection of tens to hundreds of rows per expert.
 #include "cuda/sm90/decode/tall_launch.cuh"
 
 namespace guild::cuda::sm90 {

@@ -55,8 +55,8 @@ void launch_token_sum(TokenSum const& x, Queue const& queue) {
   launch_decode<Kernel>(p, p.across, queue);
 }
 
-// Calls f.template operator()<shape>() with one that holds eight rows of each weight of a single
-// token, or takes those of several in passes.
+// Calls f.template operator()<shape>() with a shape that holds eight rows of each weight of a
+// single token, or takes those of several tokens in passes.
 template <class F>
 void with_terms(int64_t terms, F&& f) {
   if (terms <= 2) {
@@ -70,8 +70,8 @@ void with_terms(int64_t terms, F&& f) {
   }
 }
 
-// Whether tiles of eight columns keep all blocks at work until the end, or nearly: several tokens'
-// sums are late otherwise (docs/measured/).
+// Whether tiles of eight columns keep all blocks busy until the end, or nearly so: otherwise the
+// sums of several tokens take longer (docs/measured/).
 bool fill_evenly(int64_t columns, Queue const& queue) {
   if (forced_decode == 1) return true;
   int64_t const tiles = ceil_div(columns, 8), blocks = kAtOnce * multiprocessors(queue);

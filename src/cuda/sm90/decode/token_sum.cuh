@@ -1,15 +1,15 @@
-// The down projection of a token or a few together with the sum over each one's experts, which
+// The down projection of one or a few tokens together with the sum over each one's experts, which
 // saves the launch of combine:
 //
 //   O = residual + sum over k of score[k] * (A[row of k] W[expert of k]^T + bias)
 //
-// Shared experts as wide as the others are one more of a single token's, whose results are the
-// residual.
+// Shared experts as wide as the others count as one more expert of a single token; their results
+// are the residual.
 //
 // The experts share wgmma's M: `width` rows of the weight of each lie side by side in a tile, which
 // takes them in passes, as many at a time as a stage holds. Its N is all rows of A of a pass, of
-// which an expert needs its own; what it makes of the others is not looked at. So a tile holds a
-// few columns of all experts' results, and adds them up as combine does: rounded to T, in fp32, k
+// which an expert needs its own; its results for the others are ignored. So a tile holds a few
+// columns of all experts' results, and adds them up as combine does: rounded to T, in fp32, k
 // ascending.
 #pragma once
 #include "cuda/sm90/arch/copy.cuh"
@@ -32,7 +32,7 @@ struct TokenSumKernel {
   using Sums = float[S.parts()][S.tokens / 2];
   static constexpr int kHalves = 2 * S.parts();  // of a thread's sums: rows r and r + 8 of a part
   static constexpr int kMostSlots = S.tokens == 32 ? kMostSummedSlots : S.tokens;
-  // Rows of an expert's weight in a tile: as many slots as a shape is for fill a stage.
+  // Rows of an expert's weight in a tile: the most slots that a shape is meant for fill a stage.
   static constexpr int kMostWidth = S.tokens > 8 ? 8 : S.rows == 32 ? 32 : 16;
 
   // Of weights.
@@ -77,12 +77,12 @@ struct TokenSumKernel {
       std::max(int(sizeof(SharedStorage)), int(sizeof(Ring)) + read_after_groups(S));
   static_assert(kBytes <= 226 * 1024 / kAtOnce, "too many stages");
 
-  // Some groups of the plan, after which come the shared experts, and rows of A that are theirs.
+  // Some of the plan's groups, after which the shared experts come, and the rows of A of these.
   struct Pass {
     int tile, first, last, row, rows;
   };
-  // Calls f(Pass) for all of a block. A pass has more groups' rows than S.tokens only if a token
-  // names an expert twice; then it is made again for the next of them.
+  // Calls f(Pass) for all passes of a block. Groups of a pass have more rows than S.tokens only if
+  // a token names an expert twice; the pass is then repeated for the next of these rows.
   template <class F>
   static __device__ void for_each_pass(Params const& p, Plan const& plan, F&& f) {
     int const groups = plan.count + p.shared, most = S.rows >> p.width_log2;
@@ -107,7 +107,7 @@ struct TokenSumKernel {
     return {int(p.sort.top_k), int(p.sort.top_k) + 1};
   }
 
-  // The warp that loads weights: an expert's of a stage a lane, or a box.
+  // The warp that loads weights: a lane loads an expert's share of a stage, or a box.
   static __device__ void load(Params const& p, Plan const& plan, Ring& ring) {
     Cursor at;
     int const lane = threadIdx.x % 32, count = p.stages(),
@@ -207,7 +207,7 @@ struct TokenSumKernel {
     return true;
   }
 
-  // Keeps what the experts of a pass make of their own rows.
+  // Keeps the results of a pass's experts for their own rows.
   static __device__ void keep(Sums const& acc, Pass const& pass, Own const& own, Working& smem) {
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
@@ -254,7 +254,7 @@ struct TokenSumKernel {
     int const count = p.stages();
     Cursor at;
     int tile = blockIdx.x;
-    // Once all of a tile's values are there: its results.
+    // Adds up and stores a tile's results once all of its values are there.
     auto const end_tile = [&] {
       consumers_barrier();
       store(p, tile, smem.working);

@@ -61,8 +61,8 @@ void launch_up(UpProduct const& x, Queue const& queue) {
   launch_decode<Product>(p, most_decode_tiles(p, x.groups.groups, tokens), queue);
 }
 
-// Rows of a tile for one token whose experts all blocks choose, if then none has a second tile. All
-// blocks begin at once there, and those with two would end last (docs/measured/).
+// Rows of a tile for one token whose experts all blocks choose, if that leaves no block with a
+// second tile. All blocks begin at once there, and those with two would end last (docs/measured/).
 constexpr int kMoreRows = 48;
 bool takes_more_rows(UpProduct const& x, Queue const& queue) {
   constexpr int64_t kManyExperts = 8;  // with four it takes longer

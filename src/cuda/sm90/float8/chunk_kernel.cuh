@@ -1,8 +1,8 @@
 // The weight gradients' product of FP8 chunks (guild/float8_chunks.h): kernel.cuh's tiles and warp
-// roles, a step for each chunk.
+// roles, with one step per chunk.
 //
 // A stage holds one chunk of both operands, 128 rows deep and K-major as they lie in memory, so
-// every box is whole. Its products of 64 x 128 go to 64 registers of their own and are added to the
+// every box is whole. Its products of 64 x 128 go to 64 separate registers and are added to the
 // tile's sums, times the product of the two blocks' scales: one factor for all of them.
 //
 // TMA sees two codes as one element of two bytes.
@@ -75,13 +75,13 @@ struct ChunkSums : GroupedProduct<C, ChunkColumns<C>, Epilogue> {
   static_assert(kWaves <= 2);
   using Wave = float[64];
 
-  // The scales of one step, from the first to the last: A's, and of a wave's block of B, which even
-  // lanes have of the first wave and odd ones of the second. A value that is the same for all lanes
-  // would go to a uniform register, for which ptxas waits before the step's products are issued.
+  // The scales of one step: A's, and that of a wave's block of B, where even lanes have the first
+  // wave's and odd lanes the second's. A value that is the same for all lanes would go to a uniform
+  // register, for which ptxas waits before the step's products are issued.
   struct StepScales {
     float a, b;
   };
-  // Offsets of 32 bits (require.h), and steps from the parameters: registers are short.
+  // Offsets of 32 bits (require.h), and strides read from the parameters: registers are scarce.
   struct ScaleReader {
     uint32_t a, b;
 
@@ -111,7 +111,7 @@ struct ChunkSums : GroupedProduct<C, ChunkColumns<C>, Epilogue> {
     }
     wgmma_commit();
   }
-  // The first `slices` of a chunk alone: in a group's last chunk the others may hold no rows.
+  // Only the first `slices` of a chunk: in a group's last chunk the others may hold no rows.
   static __device__ void multiply_first(Wave& wave, uint32_t a, uint32_t b, int slices) {
     wgmma_fence();
     mma_codes<codes>(wave, a, b, false);
@@ -131,8 +131,8 @@ struct ChunkSums : GroupedProduct<C, ChunkColumns<C>, Epilogue> {
 
   // Sums the first `waves` times 128 columns of the tile over its `count` chunks, at least one.
   // Scales are loaded two steps ahead. A last chunk that is not full is added after the loop:
-  // inside it, a number of slices that varies would make ptxas wait for each of a full chunk's
-  // products.
+  // within it, a variable number of slices would make ptxas wait for each product of full chunks
+  // too.
   template <int waves>
   static __device__ void sum(Params const& p, int count, float (&sums)[C.tile_n / 2], Cursor& at,
                              Tile const& tile, SharedStorage& smem, Self self) {

@@ -1,5 +1,5 @@
-// How TMA sees chunks (guild/float8_chunks.h) that a down gradient stores, half of a chunk's rows
-// at a time.
+// The tensor map of chunks (guild/float8_chunks.h) that a down gradient stores, half of a chunk's
+// rows at a time.
 #pragma once
 #include <cuda.h>
 

@@ -49,7 +49,8 @@ void launch_format(ChunkProduct const& x, Epilogue const& epilogue, Queue const&
   }
 }
 
-// The matrices as products of the operands exchanged, where those may be.
+// The same product with its operands exchanged, if that makes D contiguous along its columns and is
+// possible.
 ChunkProduct along_columns(ChunkProduct x) {
   if (x.d.in_stride == 1 || x.d.out_stride != 1 || x.a_format != Float8::e4m3) return x;
   std::swap(x.a, x.b);

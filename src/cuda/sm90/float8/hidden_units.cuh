@@ -1,5 +1,5 @@
-// H of a tile as a down gradient reads it, 64 columns at a time: of 16 bits, or codes with scales
-// by row. Up's gradients, in float32, take its place in shared memory.
+// H of a tile as a down gradient reads it, 64 columns at a time: in 16 bits, or codes with scales
+// by row. The gradients of up, in float32, take its place in shared memory.
 #pragma once
 #include <cuda_fp8.h>
 
@@ -100,7 +100,7 @@ struct HiddenUnits {
     }
   }
 
-  // What was left of a unit; zeros without one.
+  // Loads what leave_up() left of a unit; zeros if there is no unit.
   __device__ void load_up(float* up, uint32_t stage, int thread) const {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {

@@ -6,7 +6,7 @@
 
 namespace guild::cuda {
 
-// A pair of blocks loads a third less from L2, as in kConfigs; it is what was measured fastest.
+// A pair of blocks loads a third less from L2, as in kConfigs; it was measured to be the fastest.
 inline constexpr GemmConfig kScaledConfig{.tile_m = 128, .tile_n = 256, .stages = 4, .cluster = 2};
 
 // Codes as the loaders see them, two in one element.

@@ -1,7 +1,7 @@
 // Results as FP8 chunks (guild/float8_chunks.h), made where they are quantised by row: a tile's 128
 // rows are a chunk, of which each of the two consumers has 64.
 //
-// A chunk's scale follows from its largest value, so the consumers' warps tell each other theirs. A
+// A chunk's scale follows from its largest value, so the consumers' warps exchange theirs. A
 // consumer writes its half of each column: 64 bytes.
 #pragma once
 #include "cuda/float8/rescale.cuh"
@@ -35,7 +35,7 @@ struct Magnitudes {
 
 // Largest values of both consumers' rows, in shared memory.
 struct ChunkExchange {
-  uint4 of_warp[3][8];  // two for both consumers in turns, one for the first alone
+  uint4 of_warp[3][8];  // two, used in turns, for both consumers; one for the first alone
   Barrier told;         // of both: by each of their warps
   uint32_t turn[8];     // of each warp, the parity of its next wait
 
@@ -107,7 +107,7 @@ __device__ inline void scale_codes(CodeWords& codes, float const (&factor)[2]) {
   }
 }
 
-// Zeros for the rows that a tile does not have.
+// Clears the codes of rows that a tile does not have.
 __device__ inline void clear_absent(CodeWords& codes, Tile const& tile, int thread) {
   if (tile.rows >= 64) return;
 #pragma unroll
@@ -118,8 +118,9 @@ __device__ inline void clear_absent(CodeWords& codes, Tile const& tile, int thre
   }
 }
 
-// A turned box: 128 columns of 64 bytes, two in 128 bytes, in TMA's 64-byte swizzle. A warp's rows
-// are a piece of 16 bytes; neither columns nor pieces of one column meet in a bank.
+// A transposed ("turned") box: 128 columns of 64 bytes, two in 128 bytes, in TMA's 64-byte swizzle.
+// A warp's rows are a piece of 16 bytes; neither columns nor pieces of one column have bank
+// conflicts.
 __device__ inline uint32_t piece_address(uint32_t box, int column, int piece) {
   int const line = column / 2;
   return box + line * 128 + (column % 2 * 4 + (piece ^ line % 4)) * 16;
@@ -143,8 +144,7 @@ __device__ inline void turn_codes(uint32_t box, CodeWords const& codes, int colu
   }
 }
 
-// Brings the rows of the warp's pieces into order, two pieces at a time: with four some kernels
-// spill.
+// Puts the rows of the warp's pieces in order, two pieces at a time: with four, some kernels spill.
 __device__ inline void order_rows(uint32_t box, int columns, int thread) {
   uint32_t const first = piece_address(box, thread % 32, thread / 32);
 #pragma unroll
@@ -164,7 +164,7 @@ __device__ inline void order_rows(uint32_t box, int columns, int thread) {
 }
 
 // Stores a turned box that the consumer has written, the chunk's columns of `half` from `col` on.
-// Of a consumer that is alone the other's 64 bytes become zeros.
+// If the consumer is alone, the other one's 64 bytes become zeros.
 __device__ inline void store_turned(ChunkOutput const& out, uint32_t box, int slot, int half,
                                     int col, ChunkShare const& share, int thread) {
   if (thread == 0) tma_store_at(out.map, box, 32 * share.group, col, half, slot);

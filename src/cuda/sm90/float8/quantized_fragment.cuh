@@ -1,5 +1,5 @@
-// Quantisation of results in registers: 64 rows x 128 columns of a fragment (fragment.cuh), one
-// block of scales of each row, of which the four threads of a quad have a share.
+// Quantisation of results in registers: 64 rows x 128 columns of a fragment (fragment.cuh). Each
+// row is one block with one scale, shared by the four threads of a quad.
 #pragma once
 #include <cuda_fp8.h>
 
@@ -24,7 +24,7 @@ struct CodeWords {
   uint32_t word[2][8];
 };
 
-// The same with what the rows' scales follow from and are.
+// The same with the values that the rows' scales follow from, and the scales.
 struct QuantizedRows {
   CodeWords codes;
   float largest[2], to_value[2];
@@ -34,7 +34,7 @@ struct QuantizedRows {
 __device__ inline void take_larger(float& most, float x) {
   asm("max.NaN.f32 %0, %0, %1;" : "+f"(most) : "f"(fabsf(x)));
 }
-// What threads of a quad have found, each of its share, the same in all of them.
+// Combines what the threads of a quad have found in their shares; the same in all of them.
 __device__ inline void largest_of_quad(float& most) {
 #pragma unroll
   for (int lanes = 1; lanes < 4; lanes *= 2) {

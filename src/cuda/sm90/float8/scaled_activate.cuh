@@ -1,8 +1,8 @@
 // The up projection's epilogue with quantised results: from the pre-activations H of a tile, gate
 // and up of 128 columns or, without a gate, 256 columns, to the codes and scales of activation(H).
 //
-// A block of A's scales is a tile's columns, or half of them, so that a row's largest value is
-// known to a quad. H is stored from the same registers first, rounded or quantised itself.
+// A scale of A covers a tile's columns, or half of them, so that a quad knows a row's largest
+// value. H is stored from the same registers first, rounded or quantised itself.
 #pragma once
 #include "cuda/sm90/epilogues.cuh"
 #include "cuda/sm90/float8/quantized_fragment.cuh"
@@ -59,8 +59,7 @@ struct ScaledActivate {
   };
 
  private:
-  // Gate and up of 128 columns; A overwrites gate. Half of H is read by TMA while A is computed of
-  // it.
+  // Gate and up of 128 columns; A overwrites gate. TMA reads half of H while A is computed from it.
   __device__ void store_gated(float (&acc)[128], StoreBoxes const& boxes, Tile const& tile,
                               int thread) const {
     float *const gate = acc, *const up = acc + 64;

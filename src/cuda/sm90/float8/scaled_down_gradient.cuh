@@ -4,9 +4,9 @@
 //   dH = d activation(s g, H) as codes and scales,  dS: the sum of g A, one part per tile of
 //   columns
 //
-// and what the weight gradients are products of: dH and A' = s A rounded, or chunks of both. H
-// comes through the ring of stages, in 16 bits or as codes, 64 columns of the tile at a time; two
-// of them are a block of scales.
+// and the operands of the weight gradients: dH and A' = s A rounded, or chunks of both. H comes
+// through the ring of stages, in 16 bits or as codes, in units of 64 columns of the tile; two units
+// are the columns of one scale.
 #pragma once
 #include "cuda/sm90/epilogues.cuh"
 #include "cuda/sm90/float8/hidden_units.cuh"
@@ -40,8 +40,8 @@ struct ScaledDownGradientEpilogue {
     // Largest magnitudes of the thread's share of a block, of these rows.
     float gate[2], up[2], a[2];
   };
-  // Where the stages of a block's two units lie: the consumer's parts of the A operands, which hold
-  // nothing, and of the B operands, H. b[1]: 0 where the block has one unit.
+  // Where the stages of a block's two units lie: the consumer's parts of the A operands, which are
+  // unused, and of the B operands, which hold H. b[1]: 0 where the block has one unit.
   struct Stages {
     uint32_t a[2], b[2];
   };
@@ -123,7 +123,7 @@ struct ScaledDownGradientEpilogue {
     store_pairs(gate, stages, tile, col, thread, boxes);
     store_half(0, gate, {stages.a[0], stages.a[1]}, tile, col, thread);
     encode(of_gate.codes, dh_codes, gate, gate_to_code);
-    // Where gradients of up were is room once they are read.
+    // Once the gradients of up are read, there is room where they were.
     uint32_t const box[2] = {stages.b[0] + Hidden::kBoxBytes,
                              two ? stages.b[1] + Hidden::kBoxBytes : boxes.address(1)};
     if (gated) {
@@ -203,13 +203,13 @@ struct ScaledDownGradientEpilogue {
     return begin / int(kScaleBlock) + tile.expert + (tile.row - begin) / int(kScaleBlock);
   }
 
-  // Turned boxes of gate and up lie where the stages hold nothing, that of A' where all of the
+  // Turned boxes of gate and up lie in unused parts of the stages, that of A' where all of the
   // consumer's warps have read the gradients of up.
   __device__ void store_chunks(QuantizedRows& of_gate, QuantizedRows& of_up, Stages const& stages,
                                Tile const& tile, int col, int thread, StoreBoxes const& boxes,
                                ChunkShare const& share) const {
     bool const two = stages.b[1] != 0, gated = hidden.pairing != Pairing::none;
-    if (dh.present()) {  // whose boxes are those that follow
+    if (dh.present()) {  // its stores use the same boxes
       wait_for_stores(thread);
       warpgroup_barrier();
     }
@@ -243,7 +243,7 @@ struct ScaledDownGradientEpilogue {
     if (thread == 0) tma_store_commit();
   }
 
-  // Codes by row with the block's scale instead of the rows'.
+  // Turns codes by row, changed to the block's scale from the rows' scales.
   __device__ void turn_rows(QuantizedRows& of, uint32_t most, int half, int slot, uint32_t box,
                             Tile const& tile, int col, int thread, bool writes) const {
     BlockScale const scale =

@@ -1,10 +1,9 @@
 // The grouped product of FP8 codes: kernel.cuh's tiles, loads and warp roles with another sum.
 //
 // A step is 128 deep, as deep as a block of scales. Its products of 64 rows and 128 columns, a
-// wave, go to 64 registers of their own, from which they are added to the tile's sums, scaled by
-// the product of the row's and the weight block's scales ("promotion": DeepSeek-V3,
-// arXiv:2412.19437, section 3.3.2). While one consumer adds, the other one's wave keeps the tensor
-// cores busy.
+// wave, go to 64 separate registers, from which they are added to the tile's sums, scaled by the
+// product of the row's and the weight block's scales ("promotion": DeepSeek-V3, arXiv:2412.19437,
+// section 3.3.2). While one consumer adds, the other one's wave keeps the tensor cores busy.
 //
 // The loaders see two codes as one element of two bytes.
 #pragma once
@@ -37,7 +36,7 @@ struct ScaledProduct : GroupedProduct<C, Loader, Epilogue> {
   static_assert(kWaves <= 2);
   static constexpr bool kGathers = requires(Params const& p) { p.load.row; };
 
-  // The rows of A that a thread's two rows of a tile are; -1: zeros.
+  // Which rows of A a thread's two rows of a tile are; -1: zeros.
   struct OwnRows {
     int row[2];
 
@@ -54,13 +53,13 @@ struct ScaledProduct : GroupedProduct<C, Loader, Epilogue> {
     }
   };
 
-  // A thread's scales of one step: of its two rows, and of a wave's weight block, which even lanes
-  // have of the first wave and odd ones of the second. A value that is the same for all lanes would
+  // A thread's scales of one step: of its two rows, and of a wave's weight block, where even lanes
+  // have the first wave's and odd lanes the second's. A value that is the same for all lanes would
   // go to a uniform register, for which ptxas waits before the step's products are issued.
   struct StepScales {
     float row[2], block;
   };
-  // Offsets of 32 bits, and steps from the parameters: registers are short.
+  // Offsets of 32 bits, and strides read from the parameters, since registers are scarce.
   struct ScaleReader {
     uint32_t row[2], block;
     bool present[2], second;  // second: `block` is of the second weight's scales
@@ -201,8 +200,8 @@ struct ScaledProduct : GroupedProduct<C, Loader, Epilogue> {
     Cursor at;
     QueueEnd tiles;
     Tile tile, following;
-    // Registers are short: a tile without an expert is none, all have the same `inner`, and `apart`
-    // is a bit of `rows` until the tile's turn comes.
+    // To save registers, a tile with expert -1 stands for none, all have the same `inner`, and
+    // `apart` is a bit of `rows` until the tile's turn comes.
     auto const take = [&](Tile& to) {
       if (!smem.tiles.take(tiles, to)) to.expert = -1;
       to.rows |= int(to.apart) << 16;
@@ -230,14 +229,14 @@ struct ScaledProduct : GroupedProduct<C, Loader, Epilogue> {
       auto const meanwhile = [&](bool takes) {
         if (takes) take(following);
       };
-      // Not of other products: their larger code took more time than it saved.
+      // Not in other products, where the larger code took more time than it saved.
       if (Base::kReads && tile.col / 128 + 1 >= p.n_blocks) {
         sum<1>(p, sums, at, tile, own, smem, self, meanwhile);
       } else {
         sum<kWaves>(p, sums, at, tile, own, smem, self, meanwhile);
       }
-      if constexpr (kGathers) own = OwnRows(p, following, self);  // loaded beside the stores
-      // Else what epilogues derive from the thread would be computed before the sum, and spill.
+      if constexpr (kGathers) own = OwnRows(p, following, self);  // overlaps with the stores
+      // Otherwise what epilogues derive from the thread is computed before the sum, and spills.
       Self late = self;
       late.thread = int(kept(uint32_t(self.thread)));
       if constexpr (Base::kReads) {
@@ -246,7 +245,7 @@ struct ScaledProduct : GroupedProduct<C, Loader, Epilogue> {
         typename Epilogue::template Parcel<C.tile_n> parcel;
         parcel.begin(p.epilogue, sums, storage, part, late.thread);
       }
-      // Tells the compiler that all lanes have the same values, which it takes for different now.
+      // Tells the compiler that all lanes have the same values, which it no longer knows here.
       at.stage = __shfl_sync(~0u, at.stage, 0);
       at.phase = __shfl_sync(~0u, at.phase, 0);
     }

@@ -1,11 +1,11 @@
 // Epilogues of the chunks' product that store all of a tile at once: its sums leave no registers
-// for a rest that waits for the next tile.
+// for stores deferred to the next tile.
 #pragma once
 #include "cuda/sm90/epilogues.cuh"
 
 namespace guild::cuda {
 
-// StoreExpert at once.
+// StoreExpert, without deferred stores.
 template <class T>
 struct StoreExpertAtOnce {
   StoreExpert<T> experts;

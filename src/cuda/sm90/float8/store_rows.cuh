@@ -1,5 +1,5 @@
-// D = A B^T + bias, by row: StoreRows of epilogues.cuh without a rest that waits for the next tile,
-// whose registers are the waves' here.
+// D = A B^T + bias, by row: StoreRows of epilogues.cuh without deferred stores, whose registers the
+// waves need here.
 #pragma once
 #include "cuda/sm90/epilogues.cuh"
 

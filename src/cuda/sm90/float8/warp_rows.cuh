@@ -1,5 +1,5 @@
-// Results stored by each warp for itself: its 16 rows of a box go to shared memory and from there,
-// by TMA, to global memory. No warp waits for another.
+// Results that each warp stores for itself: its 16 rows of a box go to shared memory and from
+// there, by TMA, to global memory. No warp waits for another.
 #pragma once
 #include "cuda/products.h"
 #include "cuda/sm90/arch/store.cuh"
@@ -7,7 +7,7 @@
 
 namespace guild::cuda {
 
-// Loads issued here: the compiler would move them to where the value is used, steps later.
+// A load that is issued here: the compiler would move it to where the value is used, steps later.
 __device__ inline float load_now(float const* from) {
   float value;
   asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(value) : "l"(from));
@@ -76,9 +76,9 @@ struct ByteRows {
     __syncwarp();
   }
 
-  // The same of codes that lie as a quad's CodeWords (quantized_fragment.cuh) follow each other: of
-  // 16 columns each thread's two of the first 8, then its two of the others. Without the barriers
-  // of the warp's, before and after.
+  // The same for codes in the order of a quad's CodeWords (quantized_fragment.cuh): of 16 columns,
+  // each thread's two of the first 8, then its two of the others. Without the warp's barriers
+  // before and after.
   __device__ void store_codes(uint32_t box, Tile const& tile, int col, int end, int thread) const {
     for_each_chunk(box, tile, col, end, thread, [](char* to, uint32_t from) {
       uint4 const w = load_shared_16(from);
