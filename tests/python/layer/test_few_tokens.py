@@ -1,4 +1,4 @@
-"""Few tokens: a token's output has the same bits alone and in any company, also under CUDA graphs.
+"""Few tokens: a token's output has the same bits in any batch, also under CUDA graphs.
 
 On a GPU, kernels are chosen by the number of tokens. All give the same bits, whether the sort runs
 by itself or within the products.

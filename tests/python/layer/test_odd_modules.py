@@ -1,4 +1,4 @@
-"""Layers whose parts torch or the user has changed: pruned weights, modules in place of Guild's."""
+"""Layers whose parts torch or the user has changed: pruned weights, modules replacing Guild's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`routed_experts` without gradients: one op with few arguments, the long way's bits and errors."""
+"""`routed_experts` without gradients: one op, few arguments, the slow path's bits and errors."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def given(device: str, tokens: int = 5, dtype: torch.dtype | None = None, **opti
 
 
 def long_way(arguments: Given) -> Tensor:
-    """What a call that keeps nothing quick gives."""
+    """The result of a call on the slow path."""
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(guild.experts, "quick_experts", lambda *_: None)
         return guild.routed_experts(**arguments)
