@@ -35,7 +35,7 @@ QUICK: dict[str, dict[str, Any]] = {
         "shared_gate": True,
         "activation": "gelu_ungated",
     },
-    "balancing": {"balance_over": "batch"},  # in training it goes the long way
+    "balancing": {"balance_over": "batch"},  # in training it takes the slow path
     "sink": {"weight_gradients": guild.WeightGradients(), "recompute": True},
 }
 LONG: dict[str, dict[str, Any]] = {
