@@ -4,7 +4,7 @@
     build/test       everything that compiles here, with the C++ tests
     build/sanitize   the CPU backend and its tests under AddressSanitizer and UBSan
 
-Run by the Python of .venv. CMake is asked again on every run, so a second build takes no time.
+Run by the Python of .venv. CMake is run again each time, so a second build takes no time.
 Extra CMake options come from $GUILD_CMAKE_ARGS.
 """
 
@@ -58,7 +58,7 @@ def options(kind: str) -> dict[str, str]:
 
 
 def run_cmake(*arguments: str, quiet: bool = False) -> bool:
-    """Run CMake, .venv's own if it has one; quiet holds its output back unless it fails."""
+    """Run CMake, .venv's own if it has one; quiet: show its output only if it fails."""
     path = f"{VENV / 'bin'}:{os.environ['PATH']}"
     pipe = subprocess.PIPE if quiet else None
     done = subprocess.run(

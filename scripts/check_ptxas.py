@@ -26,7 +26,7 @@ _INJECTED = re.compile(r"warpgroup\.(?:wait|arrive) is injected")  # slower, not
 
 @dataclass
 class Kernel:
-    """What ptxas said of one function: registers a thread, bytes spilled, bytes of stack."""
+    """What ptxas said of one function: registers per thread, bytes spilled, bytes of stack."""
 
     name: str
     registers: int = 0

@@ -1,6 +1,6 @@
 """Checks the size and naming norms of the house style over the project's source.
 
-Files under 400 lines, functions under 60 (a Python docstring is not counted), lines of at most 100
+Files under 400 lines, functions under 60 (not counting a Python docstring), lines of at most 100
 columns, and none of the names that say nothing: impl, base, manager, helper, utils, common, misc,
 v2. Prints one line per breach and fails if there is one.
 """

@@ -4,8 +4,8 @@
     check_wheel.py --all-torches    the last release of every torch from 2.10 on
 
 The wheel reuses the objects of build/test, so that nothing is compiled twice. It is named after the
-oldest glibc that auditwheel finds it to run on. Checked are its contents, README's quick start and
-a layer with each torch, and the C++ example against the CMake package inside it. The sdist must
+oldest glibc that it runs on, as auditwheel finds. The checks are its contents, README's quick start
+and a layer with each torch, and the C++ example against the CMake package inside it. The sdist must
 hold every file of the repository that it should, and build a wheel without CUDA.
 """
 
@@ -65,7 +65,7 @@ def build_wheel(source: Path, folder: Path, build: Path, **environment: str) -> 
 def audit(wheel: Path) -> str:
     """The platform tag of the oldest systems that a wheel runs on, by the symbols that it needs.
 
-    Stops at a library that is neither torch's nor on every Linux of that tag.
+    Stops at a library that neither belongs to torch nor is on every Linux of that tag.
     """
     report = output(VENV_PYTHON.as_posix(), "-m", "auditwheel", "show", "--json", wheel.as_posix())
     if not report:

@@ -1,8 +1,8 @@
 """Finds functions and types in C++ and CUDA source by its braces, without a compiler.
 
 Made for one house style, not for all of C++: strings and comments are blanked, then every brace
-outside a function is a namespace, a type, a function or an initialiser, told apart by the text
-between it and the statement before.
+outside a function opens a namespace, a type, a function or an initialiser, told apart by the text
+between it and the previous statement.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-# Comments, raw strings, strings, characters and preprocessor lines: none of them holds our braces.
+# Comments, raw strings, strings, characters and preprocessor lines, whose braces do not count.
 _BLANKED = re.compile(
     r"""//[^\n]*|/\*.*?\*/|R"(?P<tag>[^(\s]*)\(.*?\)(?P=tag)"|"(?:\\.|[^"\\\n])*"
     |(?<![0-9a-fA-F])'(?:\\.|[^'\\\n])+'|^[ \t]*\#(?:[^\n]*\\\n)*[^\n]*""",

@@ -1,8 +1,8 @@
 """Writes the C++ API's pages from the public headers, whose comments are the reference.
 
 A header is a first comment, then blocks between blank lines: declarations below the comment that
-describes them. A page shows the first comment as text and every block as it stands in the header,
-under the names that it declares.
+describes them. A page shows the first comment as text and every block as in the header, under the
+names that it declares.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MOST_NAMES = 4  # in a heading
 
 @dataclass(frozen=True)
 class Block:
-    """Declarations that stand together in a header: their names, and the lines as they are."""
+    """Declarations that belong together in a header: their names, and the lines as they are."""
 
     names: list[str]
     text: str
@@ -39,7 +39,7 @@ def first_comment(text: str) -> str:
 
 
 def names_of(block: str) -> list[str]:
-    """The types and functions that a block declares, those inside of a type left out."""
+    """The types and functions that a block declares, except those inside a type."""
     outside = re.sub(r"//[^\n]*", "", block)
     while (flat := re.sub(r"\{[^{}]*\}", ";", outside)) != outside:
         outside = flat
@@ -73,7 +73,7 @@ def _is_open(lines: list[str]) -> bool:
 
 
 def as_text(comment: str) -> str:
-    """A comment as Markdown that reads the same: its signs mean nothing there."""
+    """A comment as Markdown that reads the same: special characters are escaped."""
     return re.sub(r"([\\`*_\[\]<>#|])", r"\\\1", comment)
 
 

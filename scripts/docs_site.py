@@ -25,12 +25,12 @@ DOCS = ROOT / "docs"
 STAGE, SITE = ROOT / "build/docs", ROOT / "build/site"
 PAGES_OF_ROOT = {"readme.md": "README.md", "contributing.md": "CONTRIBUTING.md"}
 PAGES_OF_ROOT |= {"changelog.md": "CHANGELOG.md"}
-# Code, in which brackets are no links, or a link: mark of a picture, text, target.
+# Code, whose brackets are not links, or a link: a picture's mark, text, target.
 _CODE_OR_LINK = re.compile(
     r"^```.*?^```|(?<!`)(`+)(?!`).*?(?<!`)\1(?!`)|(!?)\[((?:[^\]\[`]|`[^`]*`)*)\]\(([^)\s]+)\)",
     re.DOTALL | re.MULTILINE,
 )
-# What index.md leads to in the column beside every page, in this order; * stands for the rest.
+# The navigation column beside every page, in this order; * stands for the rest.
 CONTENTS = {
     "Guide": ["readme", "guide", "lora", "parallel", "numerics", "integrations/*"],
     "Python": ["api/python/*"],
@@ -54,9 +54,9 @@ def place(file: Path) -> str | None:
 
 
 def lead_links(text: str, origin: Path, page: str) -> str:
-    """Lead the links of a document at `origin`, shown on `page`, to where the site has the files.
+    """Point the links of a document at `origin`, shown on `page`, to where the site has the files.
 
-    A link to nothing stays as it is, and Sphinx warns of it.
+    A dead link stays as it is, and Sphinx warns of it.
     """
 
     def replace(match: re.Match[str]) -> str:

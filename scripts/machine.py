@@ -19,7 +19,7 @@ GTEST = VENV / "googletest" / "usr"  # where a plain user's GoogleTest is unpack
 
 
 def say(text: str) -> None:
-    """Print one line of progress at once, also into a pipe."""
+    """Print one line of progress immediately, also into a pipe."""
     print(text, flush=True)
 
 
@@ -35,12 +35,12 @@ def find_nvcc() -> str | None:
 
 
 def compute_capability() -> str:
-    """What the kernels are built for, as CMakeLists.txt says."""
+    """The architecture that the kernels are built for, as CMakeLists.txt says."""
     return re.search(r"set\(compute_capability (\S+)\)", (ROOT / "CMakeLists.txt").read_text())[1]
 
 
 def has_supported_gpu() -> bool:
-    """Whether a GPU is here that the kernels run on."""
+    """Whether there is a GPU that the kernels run on."""
     query = ("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
     return compute_capability() in output(*query).split()
 
@@ -55,7 +55,7 @@ def output(*command: str) -> str:
 
 
 def root_prefix() -> list[str] | None:
-    """What to put before a command that needs root: nothing, sudo, or None where neither works."""
+    """What to put before a command that needs root: nothing, or sudo; None if neither works."""
     if os.geteuid() == 0:
         return []
     if (
@@ -67,7 +67,7 @@ def root_prefix() -> list[str] | None:
 
 
 def apt_install(*packages: str) -> bool:
-    """Install Debian packages for the whole machine; False where that is not possible."""
+    """Install Debian packages for the whole machine; False if that is not possible."""
     prefix = root_prefix()
     if prefix is None or not shutil.which("apt-get"):
         return False
@@ -82,7 +82,7 @@ def apt_install(*packages: str) -> bool:
 
 
 def apt_unpack(folder: Path, *packages: str) -> bool:
-    """Unpack Debian packages into a folder, which takes no root; False where apt is absent.
+    """Unpack Debian packages into a folder, which does not need root; False if apt is absent.
 
     apt gets lists and a cache of its own there, since the machine's may be missing or old.
     """
@@ -93,7 +93,7 @@ def apt_unpack(folder: Path, *packages: str) -> bool:
         (folder / sub).mkdir(parents=True, exist_ok=True)
     apt = ["apt-get", "-qq", "-o", f"Dir::State::lists={folder}/lists"]
     apt += ["-o", f"Dir::Cache={folder}/cache", "-o", "Debug::NoLocking=1"]
-    apt += ["-o", "APT::Sandbox::User=root"]  # else apt, run by root, cannot write here
+    apt += ["-o", "APT::Sandbox::User=root"]  # else apt, if run by root, cannot write here
     quiet = {"cwd": folder, "stdout": subprocess.DEVNULL}
     subprocess.run([*apt, "update"], **quiet)
     done = subprocess.run([*apt, "download", *packages], **quiet).returncode == 0

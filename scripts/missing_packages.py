@@ -1,4 +1,4 @@
-"""Prints which of the project's Python requirements this environment lacks, one a line.
+"""Prints which of the project's Python requirements this environment lacks, one per line.
 
 Run by the Python of .venv, with the names of requirement groups: `run` for the dependencies of the
 package and of its commands, else the name of a dependency group in pyproject.toml. A package of the
@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def read_pins(text: str) -> dict[str, Requirement]:
-    """The pins that hold for this Python, by lower-case name."""
+    """The pins that apply to this Python, by lower-case name."""
     lines = (line.strip() for line in text.splitlines())
     pins = (Requirement(line) for line in lines if line and not line.startswith("#"))
     return {pin.name.lower(): pin for pin in pins if not pin.marker or pin.marker.evaluate()}

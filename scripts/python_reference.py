@@ -1,7 +1,7 @@
 """Writes the Python API's pages: one for each module whose names a package lists in `__all__`.
 
-Signatures and docstrings are read from the source; nothing is imported, so that the compiled
-library and the frameworks that integrations are for need not be there.
+Signatures and docstrings are read from the source; nothing is imported, so neither the compiled
+library nor the frameworks that integrations are for are needed.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def public_packages(package: Path) -> Iterator[tuple[str, Path, list[str]]]:
 
 
 def listed(path: Path) -> list[str]:
-    """The names in a file's `__all__`; none where it has no such list.
+    """The names in a file's `__all__`; none if it has no such list.
 
-    A list that is computed has the names that the file imports for type checkers.
+    For a list that is computed, the names that the file imports for type checkers.
     """
     body = tree_of(path).body
     for node in body:
@@ -57,7 +57,7 @@ def file_of(module: str, package: Path) -> Path:
 
 
 def definition(name: str, path: Path, package: Path) -> tuple[ast.AST, Path]:
-    """Where a module gets a name from: the class, function or assignment, and its file."""
+    """What a module's name refers to: the class, function or assignment, and its file."""
     for node in ast.walk(tree_of(path)):
         if isinstance(node, (ast.ClassDef, *Function)) and node.name == name:
             return node, path
@@ -150,7 +150,7 @@ def pages(package: Path) -> dict[str, str]:
     for name, path, names in public_packages(package):
         for public in names:
             node, file = definition(public, path, package)
-            if path.parent != package:  # what a subpackage offers is one page
+            if path.parent != package:  # a subpackage's names are one page
                 file = path
             parts = file.relative_to(package.parent).with_suffix("").parts
             module = ".".join(parts).removesuffix(".__init__")

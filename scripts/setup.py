@@ -1,7 +1,7 @@
 """Makes .venv with everything that `make train` (run) or `make test` (test) needs.
 
-Run by the machine's own Python, standard library only. Looks at what is there and installs what is
-not: a second run installs nothing, asks no network and takes under a second.
+Run by the machine's own Python, standard library only. Installs only what is missing: a second run
+installs nothing, uses no network and takes under a second.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def venv_is_ours() -> bool:
 
 
 def check_maker() -> None:
-    """Stop when $PYTHON asks for another Python than the one that .venv was made with."""
+    """Stop if $PYTHON asks for another Python than the one that .venv was made with."""
     asked, record = os.environ.get("PYTHON"), VENV / "made-with"
     if not asked or Path(sys.prefix).resolve() == VENV.resolve():
         return
@@ -80,7 +80,7 @@ def has_module(name: str) -> bool:
 
 
 def make_venv() -> None:
-    """Make .venv, with the outer Python's packages in view if torch is among them."""
+    """Make .venv; it sees the outer Python's packages if torch is among them."""
     say(f"  making .venv with Python {platform.python_version()}")
     shutil.rmtree(VENV, ignore_errors=True)
     inside_venv = sys.prefix != sys.base_prefix
@@ -154,7 +154,7 @@ def missing_packages(*groups: str) -> list[str]:
 def link_package() -> None:
     """Let .venv use the package straight from the tree: `import guild` and the command `guild`.
 
-    Tools that came with the outer Python's packages get their place beside it.
+    Tools that came with the outer Python's packages are linked beside it.
     """
     path = venv_packages() / "guild-tree.pth"
     path.write_text(f"{ROOT / 'python'}\n")
@@ -170,7 +170,7 @@ def link_package() -> None:
 
 
 def install_gtest() -> None:
-    """Install GoogleTest; without it the C++ tests are skipped, and say so."""
+    """Install GoogleTest; without it the C++ tests are reported as skipped."""
     if find_gtest() or apt_install("libgtest-dev", "libgmock-dev"):
         return
     if not apt_unpack(GTEST.parent, "libgtest-dev", "libgmock-dev"):

@@ -48,14 +48,14 @@ class Step:
     commands: Callable[[], list[list[str]]]
     needs_build: bool = False
     obstacle: Callable[[], str] = lambda: ""
-    independent: bool = False  # run every command even if one before it fails
+    independent: bool = False  # run every command even if an earlier one fails
     has_gpu_cases: bool = False
     one_core: bool = False  # the steps after it may run beside it
-    changes_library: bool = False  # which what runs beside it may have loaded
+    changes_library: bool = False  # which a step beside it may have loaded
 
 
 def cpp_files() -> list[str]:
-    """Every C++ and CUDA file that clang-format keeps."""
+    """Every C++ and CUDA file that clang-format checks."""
     folders = ("include", "src", "tests", "examples")
     files = (p for folder in folders for p in sorted((ROOT / folder).rglob("*")))
     return [str(p.relative_to(ROOT)) for p in files if p.suffix in (".h", ".cpp", ".cu", ".cuh")]
@@ -163,7 +163,7 @@ def run(name: str, options: list[str], show: Callable[[str], object]) -> str:
     environment = os.environ | {
         "PATH": f"{VENV / 'bin'}:{os.environ['PATH']}",
         "GUILD_LIBRARY": str(LIBRARY),
-        "ASAN_OPTIONS": "detect_leaks=0",  # torch-free tests: what is left at exit is OpenMP's
+        "ASAN_OPTIONS": "detect_leaks=0",  # tests without torch: all that leaks at exit is OpenMP's
         "UBSAN_OPTIONS": "print_stacktrace=1",
     }
     LOGS.mkdir(parents=True, exist_ok=True)
@@ -181,7 +181,7 @@ def run(name: str, options: list[str], show: Callable[[str], object]) -> str:
 def run_command(
     command: list[str], environment: dict[str, str], log: IO[str], show: Callable[[str], object]
 ) -> int:
-    """Run a command, its output shown and to the log; returns its exit status."""
+    """Run a command, showing and logging its output; return its exit status."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
     with subprocess.Popen(command, cwd=ROOT, env=environment, text=True, **pipes) as process:
         for line in process.stdout:
@@ -197,15 +197,15 @@ def to_screen(text: str) -> None:
 
 
 def timed(name: str, options: list[str], show: Callable[[str], object]) -> tuple[str, float]:
-    """What `run` returns, and in how many seconds."""
+    """The result of `run`, and how many seconds it took."""
     began = time.monotonic()
     return run(name, options, show), time.monotonic() - began
 
 
 def run_steps(names: list[str], options: list[str]) -> dict[str, tuple[str, float]]:
-    """Run steps in order, one beside those after it where the machine has a core for each.
+    """Run steps in order, one of them beside those after it if the machine has a core for each.
 
-    A GPU's tests have the machine to themselves: they measure its memory and its time.
+    A GPU's tests have the machine to themselves, as they measure its memory and its time.
     """
     company = (os.cpu_count() or 1) > 1 and not has_supported_gpu()
     results: dict[str, tuple[str, float]] = {}

@@ -1,8 +1,8 @@
 """Tries the wheel with several torches: pip installs both into an empty environment each time.
 
-There README's quick start runs, a layer forward and backward, the same layer under torch.compile,
-and `guild info`; then, with the packages of `guild[cli]`, `guild train`. The library is one file
-for all of them: it uses torch's stable ABI alone.
+Each time README's quick start, a layer forward and backward, the same layer under torch.compile,
+and `guild info` run there; then, with the packages of `guild[cli]`, `guild train`. The library is
+one file for all of them, as it uses only torch's stable ABI.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def newest_of_each_minor(versions: list[str]) -> list[str]:
 
 
 def torches_of_the_index() -> list[str]:
-    """What pip's index offers of torch to this Python."""
+    """The versions of torch that pip's index offers to this Python."""
     text = output(str(VENV_PYTHON), "-m", "pip", "index", "versions", "torch")
     listed = re.search(r"^Available versions: (.*)$", text, re.MULTILINE)
     return newest_of_each_minor(re.split(r",\s*", listed[1])) if listed else []
@@ -81,7 +81,7 @@ def quick_start() -> str:
 
 
 def run_programs(python: Path, folder: Path, facts: list[str], **more: str) -> bool:
-    """Run what needs torch alone by `python`, which finds Guild in `folder` or its packages."""
+    """Run what only needs torch by `python`, which finds Guild in `folder` or its packages."""
     layer = ["-c", LAYER, str(folder), *facts]
     return run_each(python, folder, ["-c", quick_start()], layer, ["-m", "guild", "info"], **more)
 

@@ -159,7 +159,7 @@ Results run_layer(Problem const& p, DType dtype, Place place) {
   f.x = x.rows();
   f.w_up = guild::up_weight<guild::ConstWeight>(w_up.data(), s, true, f.order, false, bytes);
   f.w_down = {w_down.data(), s.hidden * s.intermediate, s.intermediate, 1};
-  f.h = h.rows();  // all that backward needs beside the inputs
+  f.h = h.rows();  // all that backward needs besides the inputs
   f.o = o.rows();
   f.workspace = forward_work.data();
   run(guild::cpu::moe_forward, guild::cuda::moe_forward, f);

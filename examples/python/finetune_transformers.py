@@ -3,10 +3,10 @@
     python examples/python/finetune_transformers.py
     python examples/python/finetune_transformers.py --model Qwen/Qwen3-30B-A3B --lora 16
 
-Without --model it is a tiny random model, on any machine. It learns to spell this file, or that of
---text. With --lora only adapters of that rank are trained, on the weights of the experts and of
-attention, by PEFT (`pip install peft`). But for `register()` and `experts_implementation="guild"`
-it is the loop that one writes without Guild.
+Without --model it is a tiny random model, on any machine. It learns to spell this file, or the file
+given by --text. With --lora only adapters of that rank are trained, on the weights of the experts
+and of attention, by PEFT (`pip install peft`). Except for `register()` and
+`experts_implementation="guild"` it is the loop that one writes without Guild.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TINY = Qwen3MoeConfig(
 
 
 def load(name: str | None, text: str, device: str) -> tuple[PreTrainedModel, Tensor]:
-    """The model, and the text in its tokens (bytes for the tiny one)."""
+    """The model, and the text as its tokens (bytes for the tiny one)."""
     guild.integrations.transformers.register()
     if name is None:
         model = AutoModelForCausalLM.from_config(TINY, experts_implementation="guild")
@@ -46,7 +46,7 @@ def load(name: str | None, text: str, device: str) -> tuple[PreTrainedModel, Ten
 
 
 def with_adapters(model: PreTrainedModel, rank: int) -> torch.nn.Module:
-    """The model under PEFT: its own weights frozen, adapters beside them."""
+    """The model under PEFT: its own weights frozen, adapters added."""
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(

@@ -3,8 +3,8 @@
     python examples/python/generate_transformers.py
     python examples/python/generate_transformers.py --model Qwen/Qwen3-30B-A3B "Once upon a time"
 
-Without --model it is a tiny random model, which babbles in bytes, on any machine. Prompts of any
-lengths go through the model together. Its MoE blocks are replaced as a whole, routers included.
+Without --model it is a tiny random model, which babbles in bytes, on any machine. Prompts of
+different lengths go through the model together. Whole MoE blocks are replaced, routers included.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PROMPTS = ["Once upon a time", "To be, or"]
 
 
 class Bytes:
-    """In place of the tiny model's tokenizer: a token is a byte; short prompts start with zeros."""
+    """Replaces the tiny model's tokenizer: a token is a byte; short prompts start with zeros."""
 
     pad_token_id = 0
 
@@ -42,7 +42,7 @@ class Bytes:
         return {"input_ids": ids, "attention_mask": (ids != 0).long()}
 
     def batch_decode(self, ids: torch.Tensor, **_: object) -> list[str]:
-        """Bytes that are no text come out as question marks."""
+        """Bytes that are not text come out as question marks."""
         return [bytes(row).lstrip(b"\0").decode(errors="replace") for row in ids.tolist()]
 
 
@@ -64,7 +64,7 @@ def load(name: str | None, device: str) -> tuple[PreTrainedModel, Bytes | AutoTo
 def generate(
     model: PreTrainedModel, tokenizer: Bytes | AutoTokenizer, prompts: list[str], tokens: int
 ) -> list[str]:
-    """Each prompt with what the model thinks comes next."""
+    """Each prompt with the model's continuation."""
     if isinstance(tokenizer, Bytes):
         inputs = tokenizer(prompts)
     else:

@@ -2,9 +2,9 @@
 
     python examples/python/train_moe.py [--steps 300]
 
-Runs on a GPU in bfloat16 (autocast, float32 parameters) where there is one, else on the CPU in
+Runs on a GPU in bfloat16 (autocast, float32 parameters) if there is one, else on the CPU in
 float32. The student has its own router and must find a use for every expert; the selection bias
-keeps their load even without a loss of its own.
+keeps their load even without an auxiliary loss.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 Each rank has its part of every batch, and a part of each parameter: FSDP gathers the weights for
 each forward and backward pass. Gate, up and down projection are three parameters, which Guild reads
-in place. The dispatcher sorts tokens by expert and tells how many each has; with expert
+in place. The dispatcher sorts tokens by expert and counts those of each expert; with expert
 parallelism, it would send them to other ranks. torchtitan itself needs no code:
 `--override.imports guild.integrations.torchtitan.fused_grouped_experts`.
 """

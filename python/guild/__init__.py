@@ -6,8 +6,8 @@ Three levels, all differentiable, on CPU and CUDA tensors:
 - `experts_mlp`: the expert MLP on sorted rows
 - `route`, `routed_experts`, `MoE`: the whole layer
 
-Names are loaded when first used, so that `guild info` can say what is missing where the compiled
-library is.
+Names are imported on first use, so that `guild info` can run, and say what is missing, where the
+compiled library is not there.
 """
 
 from importlib import import_module

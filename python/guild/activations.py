@@ -3,7 +3,7 @@
     a = act(gate) * (up + up_offset)          a = act(gate)        without a gate
 
 The kernels compute them; the formulas here in plain torch are what the kernels are tested against,
-and the gradient of a `swiglu_out` that is used on its own.
+and give the gradient of a `swiglu_out` that is used on its own.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Activation:
     alpha : float
         Slope inside SiLU's sigmoid.
     limit : float
-        Clamps gate to <= limit and up to [-limit, limit]. Gradients are zero where it cuts.
+        Clamps gate to <= limit and up to [-limit, limit]. Gradients are zero where it does.
     up_offset : float
         Added to up after its clamp.
     clamp_after : bool
@@ -126,7 +126,7 @@ class Activation:
     def gradient(
         self, h: torch.Tensor, da: torch.Tensor, order: str = "concatenated"
     ) -> torch.Tensor:
-        """The gradient of h given that of the activation.
+        """The gradient of the pre-activations, given that of the result.
 
         Parameters
         ----------
@@ -147,7 +147,7 @@ class Activation:
         value, slope = _value_and_slope(self, gate)
         if up is None:
             return (da * slope).to(h.dtype)
-        inside = ~((up > self.limit) | (up < -self.limit))  # NaN is inside
+        inside = ~((up > self.limit) | (up < -self.limit))  # NaN counts as inside
         dgate = da * slope * (up.clamp(-self.limit, self.limit) + self.up_offset)
         pair = (dgate, da * value * inside)
         dh = torch.cat(pair, -1) if order == "concatenated" else torch.stack(pair, -1).flatten(-2)

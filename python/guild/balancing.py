@@ -24,7 +24,7 @@ _sums = ops.balance_sums.default
 
 
 class BalanceSums(NamedTuple):
-    """What losses on a router's load are made of, by sequence: plain tensors.
+    """Per-sequence sums from which losses on a router's load are computed: plain tensors.
 
     Attributes
     ----------
@@ -45,11 +45,12 @@ class BalanceSums(NamedTuple):
     tokens: Tensor
 
     def load_balancing_loss(self) -> Tensor:
-        """E * sum over experts of f_e P_e, the mean over sequences: 1 where load is even.
+        """E * sum over experts of f_e P_e, averaged over sequences: 1 for an even load.
 
-        f_e is the expert's part of all choices, P_e the mean of its p; gradients go through P_e.
-        One sequence: Switch Transformer (arXiv:2101.03961, equations 4 to 6), also GShard's; more:
-        the sequence-wise loss of DeepSeek-V3 (arXiv:2412.19437, equations 17 to 20).
+        f_e is the expert's share of all choices, P_e the mean of its p; gradients go through P_e.
+        With one sequence this is Switch Transformer's loss (arXiv:2101.03961, equations 4 to 6) and
+        GShard's; with more, DeepSeek-V3's sequence-wise loss (arXiv:2412.19437, equations 17 to
+        20).
         """
         counts = self.counts.to(self.shares.dtype)
         chosen = counts / counts.sum(1, keepdim=True).clamp(min=1)
@@ -64,8 +65,8 @@ class BalanceSums(NamedTuple):
         """The same with the counts of all ranks of a torch.distributed group.
 
         Balances the load of all ranks together instead of each rank's (arXiv:2501.11873). Shares
-        stay this rank's own: with equally many tokens a rank, the mean of the ranks' losses, which
-        is what data parallelism descends, is the loss of all their tokens. Without an initialised
+        stay this rank's own: with equally many tokens per rank, the mean of the ranks' losses,
+        which data parallelism minimises, is the loss of all their tokens. Without an initialised
         process group nothing changes.
 
         Parameters
@@ -105,9 +106,9 @@ def balance_sums(
     ids : torch.Tensor
         int32 (tokens, top_k), as `guild.route` gives them; ids outside [0, experts) do not count.
     score : {"softmax", "sigmoid", "sqrtsoftplus"}
-        What p is: softmax over all experts, or the others' p divided by their sum.
+        What p is: softmax over all experts, or another score divided by its sum over them.
     sequences : int
-        Equal, consecutive parts of the tokens that are summed each by itself.
+        Number of equal, consecutive parts of the tokens; each is summed separately.
     token_mask : torch.Tensor, optional
         bool (tokens,): False marks padding, which does not count.
 
@@ -142,7 +143,7 @@ def balance_sums(
 
 
 def warn_without_gradient(sums: BalanceSums, router: nn.Module) -> None:
-    """Say so where losses that should train a router have no gradient, and train nothing."""
+    """Warn where losses that should train a router have no gradient, and so train nothing."""
     wanted = torch.is_grad_enabled() and any(p.requires_grad for p in router.parameters())
     if wanted and not sums.shares.requires_grad:
         warnings.warn(

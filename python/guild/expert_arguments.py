@@ -1,4 +1,4 @@
-"""What the functions of expert layers are given, checked and as the ops take it."""
+"""Checks the arguments of expert layers and turns them into what the ops take."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from guild.weight_gradients import Sink, WeightGradients, expect_sink
 def expect_routing(
     x: Tensor, topk_ids: Tensor, topk_weights: Tensor, token_offsets: Tensor | None
 ) -> None:
-    """Raise unless ids and weights are those of x's tokens, as `routed_experts` takes them."""
+    """Raise unless ids and weights fit x's tokens, as `routed_experts` takes them."""
     if token_offsets is None:
         expect_dims("topk_ids", topk_ids, 2, what="(tokens, top_k)")
         if not 1 <= topk_ids.shape[1] <= MOST_EXPERTS:
@@ -66,7 +66,7 @@ def expect_routing(
 
 
 def expect_later(recompute: bool, weight_gradients: WeightGradients | None) -> None:
-    """Raise TypeError unless they are what they should be, wanted gradients or not."""
+    """Raise TypeError unless both have the right type, whether or not a gradient is wanted."""
     expect_flag("recompute", recompute)
     if weight_gradients is not None:
         expect_sink(weight_gradients)
@@ -75,7 +75,7 @@ def expect_later(recompute: bool, weight_gradients: WeightGradients | None) -> N
 def low_rank_terms(
     lora_up: LoRA | LoRAHalves | None, lora_down: LoRA | None, x: Tensor, layer: list
 ) -> LowRank | None:
-    """Checked, in the dtype of x, which is cast already."""
+    """The low-rank terms, checked, in the dtype of x, which is already cast."""
     if lora_up is None and lora_down is None:
         return None
     _, w_gate, w_down, _, _, *flags = layer
@@ -83,7 +83,7 @@ def low_rank_terms(
 
 
 def residual_like(residual: Tensor | None, x: Tensor) -> Tensor | None:
-    """Checked but for its strides, in the autocast dtype; x is in that already."""
+    """The residual, checked but for its strides, in the autocast dtype, which x already has."""
     if residual is None:
         return None
     expect_shape("residual", residual, tuple(x.shape), "(tokens, hidden)")
@@ -109,16 +109,16 @@ def expect_output(
     lists: tuple | None = None,
     **operands: Tensor | None,
 ) -> None:
-    """Raise unless the layer's output can be written to out; keep: as `sink_of` says.
+    """Raise unless the layer's output can be written to out; keep: as `sink_of` returns it.
 
-    lists: weights as the caller gave them where a view of a list among them spans other memory too.
+    lists: the caller's weights, if one is a list whose strided view spans other memory too.
     """
     if lists is not None and isinstance(out, Tensor):
         w_up, w_down, *_ = lists
         operands |= touching(out, "w_up", w_up) | touching(out, "w_down", w_down)
         layer = [None, None, None, *layer[3:]]
     expect_out(out, x, layer, x_name, **operands)
-    if keep:  # of what comes past autograd, or is made of something else, such as a list
+    if keep:  # a gradient bypasses autograd, or is that of tensors in a list, say
         raise ValueError(
             "out: expected None where a gradient is wanted, as a weight wants one (or call under "
             "torch.no_grad())"
@@ -132,14 +132,14 @@ def whole_of(
     b_down: Listed | None,
     weight_gradients: WeightGradients | None,
 ) -> tuple[tuple, Tensor | None]:
-    """The same with each list of experts' tensors as one tensor, and what ops take beside them.
+    """Weights and biases with each list of experts' tensors as one tensor, and `experts_at`.
 
-    The second result is `experts_at`, which tells where tensors are that lie at no one distance.
+    `experts_at` tells the ops where the tensors of unevenly spaced lists lie.
     """
     given = w_up, w_down, b_up, b_down
-    if all(value is None or isinstance(value, Tensor) for value in given):  # as a rule
+    if all(value is None or isinstance(value, Tensor) for value in given):  # the usual case
         return given, None
-    attached = weight_gradients is None  # otherwise autograd reaches the list past it
+    attached = weight_gradients is None  # otherwise autograd reaches the list's tensors directly
     up = joined_halves("w_up", w_up, 2, attached)
     down = joined("w_down", w_down, 2, attached)
     biases = joined_halves("b_up", b_up, 1, attached), joined("b_down", b_down, 1, attached)
@@ -155,7 +155,7 @@ def _tensors(value: Placed | tuple[Placed, ...]) -> Tensor | tuple[Tensor, ...]:
 def sink_of(
     wanted: bool, weight_gradients: WeightGradients | None, given: tuple, order: str
 ) -> tuple[bool, Sink | None]:
-    """Whether the layer's backward will run, and where its weight gradients go unless to autograd.
+    """Whether the layer's backward will run, and where its weight gradients go if not to autograd.
 
     wanted: something that autograd sees wants a gradient; given: the weights and biases as the
     caller gave them.
@@ -178,9 +178,9 @@ def _parameters(
     b_down: Listed | None,
     order: str,
 ) -> tuple[tuple[Listed | None, ...], list[Tensor]]:
-    """Whose gradients they are: w_up, its gate where that stands apart, w_down, b_up, b_down.
+    """The parameters: w_up, its gate if that is apart, w_down, b_up, b_down.
 
-    And those of them that autograd should reach.
+    Also those of them that autograd should reach: see `WeightGradients.reached_by_autograd`.
     """
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError(

@@ -66,19 +66,19 @@ def routed_experts(
     expert_map: Tensor | None = None,
     fp8: FP8 | FP8Weights | None = None,
 ) -> Tensor:
-    """Every token through its chosen experts, summed with its weights.
+    """Run every token through its chosen experts and sum their results with its weights.
 
         out[t] = sum over k of topk_weights[t, k] * (act(x[t] W1[e]^T + b1[e]) W2[e]^T + b2[e])
 
-    with e = topk_ids[t, k]. Sorting, gather, both products, activation and combine are one op, as
-    is the whole of backward, which keeps x, the pre-activations and the routing. Nothing waits for
-    the GPU; two runs give the same bits.
+    with e = topk_ids[t, k]. Sorting, gather, both products, activation and combine are one op, and
+    so is backward, for which x, the pre-activations and the routing are kept. The host never waits
+    for the GPU; two runs give the same bits.
 
     Parameters
     ----------
     x : torch.Tensor
-        (tokens T, hidden H): bfloat16 or float16, on the CPU float32 and float64 too. Rows may lie
-        further apart than H.
+        (tokens T, hidden H): bfloat16 or float16; on the CPU float32 and float64 too. Rows may be
+        more than H elements apart.
     topk_ids : torch.Tensor
         (T, K) int32 or int64: experts of each token, K from 1 to 4,096. Ids outside [0, E) are
         skipped, forward and backward.
@@ -86,19 +86,19 @@ def routed_experts(
         (T, K), any floating dtype; used in float32 (float64 if x is).
     w_up : torch.Tensor or (torch.Tensor, torch.Tensor)
         (E, 2I, H) gate and up in the given order, (E, I, H) without a gate; or a pair (gate, up) of
-        (E, I, H) each. x's dtype, any strides on the CPU; on a GPU one of the last two dimensions
-        contiguous. Read in place.
+        (E, I, H) each. In x's dtype; any strides on the CPU, one of the last two dimensions
+        contiguous on a GPU. Read in place.
     w_down : torch.Tensor
         (E, H, I). E is 1 to 4,096, on a GPU 1 to 1,024.
 
-        Weights may be codes instead, `Quantized` of float8_e4m3fn with blocks of 128 x 128, as
-        checkpoints in FP8 have them: w_up a pair (gate, up) of (E, I, H), or one of both where 128
-        divides I. They are read in place, x is quantised at each call, and there is no gradient.
+        Weights may instead be codes, a `Quantized` of float8_e4m3fn with blocks of 128 x 128, as in
+        FP8 checkpoints: w_up as a pair (gate, up) of (E, I, H), or as one (E, 2I, H) if 128 divides
+        I. They are read in place, x is quantised at each call, and there is no gradient.
 
-        Any weight or bias, each of a pair too, may be a list of E tensors, one per expert, and each
-        of them gets its gradient. Weights are read in place wherever they are, but copied into one
-        tensor at each call inside torch.compile, and with a `CopiedWeightsWarning` under an
-        autocast that casts them and on a GPU where they are not 16-byte aligned.
+        Any weight or bias, or half of a pair, may be a list of E tensors, one per expert, each of
+        which gets its own gradient. Weights are read in place wherever they lie. They are copied
+        into one tensor at each call inside torch.compile and, with a `CopiedWeightsWarning`, under
+        an autocast that casts them and on a GPU if they are not 16-byte aligned.
     b_up : torch.Tensor or (torch.Tensor, torch.Tensor), optional
         (E, 2I) in the given order, (E, I) without a gate; or a pair of (E, I).
     b_down : torch.Tensor, optional
@@ -106,37 +106,40 @@ def routed_experts(
     activation : Activation or str
         See `Activation` for the names.
     order : {"concatenated", "interleaved"}
-        Whether the 2I outputs are gate_0 .. gate_{I-1}, up_0 .. or gate_0, up_0, gate_1, ...; of a
-        pair of weights it orders b_up alone.
+        Whether the 2I outputs are gate_0 .. gate_{I-1}, up_0 .. or gate_0, up_0, gate_1, ...; with
+        a pair of weights this applies to b_up alone.
     transposed : bool
         Weights are (E, H, 2I) and (E, I, H) instead.
     token_offsets : torch.Tensor, optional
-        int32 (T + 1): tokens have lists of any length, as `guild.round_tokens` makes them. Token t
-        has the slots token_offsets[t] .. token_offsets[t + 1] of topk_ids and topk_weights, which
-        are (slots,) then; slots at or past token_offsets[T] belong to nobody.
+        int32 (T + 1): tokens have lists of experts of any length, as `guild.round_tokens` makes
+        them. topk_ids and topk_weights are then (slots,): token t has the slots from
+        token_offsets[t] up to token_offsets[t + 1] (exclusive), and slots from token_offsets[T] on
+        are not used.
     residual : torch.Tensor, optional
-        (T, H), in x's dtype: added to a token's sum before that is rounded.
+        (T, H), in x's dtype: added to each token's sum before it is rounded.
     recompute : bool
-        Keep nothing of the experts but x: backward computes the pre-activations, 2 T K I values,
-        again, one up projection more.
+        Keep only x for backward, which computes the pre-activations, 2 T K I values, again with one
+        more up projection.
     weight_gradients : WeightGradients, optional
-        Where the weights' and biases' gradients go, and when; autograd's `.grad` in backward unless
-        given. The weights are then parameters themselves, and b_up is one tensor.
+        Where and when the gradients of weights and biases are written. Default: autograd's `.grad`,
+        in backward. If given, the weights must be parameters themselves, and b_up one tensor.
     lora_up : LoRA or (LoRA, LoRA), optional
-        A low-rank term of the up projection, of as many outputs as w_up has; of a pair of weights a
-        pair (gate, up), of which one may be None. No weight's delta is made, forward or backward.
+        A low-rank term of the up projection, with as many outputs as w_up; for a pair of weights a
+        pair (gate, up), either of which may be None. No delta of a weight's size is made, forward
+        or backward.
     lora_down : LoRA, optional
-        The same of the down projection.
+        The same for the down projection.
     out : torch.Tensor, optional
-        (T, H) in the result's dtype, rows of contiguous columns: written to, and returned. It has
-        no gradient: an error where one is wanted, unless under no_grad(). It shares no memory with
-        what is read.
+        Tensor to write the result to and return: (T, H) in the result's dtype, columns contiguous,
+        sharing no memory with an input. It has no gradient: an error if one is wanted, unless under
+        no_grad().
     expert_map : torch.Tensor, optional
-        int32 (E of all ranks): topk_ids are places in it, and its values the places of the experts
-        in these weights, or -1 for experts of other ranks, whose slots are skipped.
+        int32 (experts of all ranks): maps the ids in topk_ids to experts in these weights, or to -1
+        for experts of other ranks, whose slots are skipped.
     fp8 : FP8 or FP8Weights, optional
-        Run the products in FP8: with weights that are quantised in this call, or were before. x is
-        bfloat16 or float16 then, and weights may be float32. Not with low-rank terms.
+        Run the products in FP8, with weights quantised in this call (`FP8`) or before
+        (`FP8Weights`). x must be bfloat16 or float16; weights may be float32 too. Not with low-rank
+        terms.
 
     Returns
     -------
@@ -151,8 +154,8 @@ def routed_experts(
     Notes
     -----
     Gradients flow to x, topk_weights, weights, biases, residual and low-rank terms, each in its own
-    dtype, and nothing is computed for what wants none, such as frozen weights. The
-    method is SonicMoE's (arXiv:2512.14080, section 3).
+    dtype, and nothing is computed for inputs that want none, such as frozen weights. The method is
+    SonicMoE's (arXiv:2512.14080, section 3).
     """
     routed = x, topk_ids, topk_weights, w_up, w_down, b_up, b_down, activation, order, transposed
     later = token_offsets, weight_gradients, lora_up, lora_down, out, expert_map, fp8
@@ -220,7 +223,7 @@ def run_routed(
     weight_gradients: WeightGradients | None,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`routed_experts_and_offsets` of arguments that are checked."""
+    """`routed_experts_and_offsets` of checked arguments."""
     x, ids, scores, token_offsets, residual, layer, low, given, order, _, experts_at = call
     keep, sink = sink_of(call.wants_gradient, weight_gradients, given, order)
     if out is not None:
@@ -263,7 +266,7 @@ def routed_layer(
     out: Tensor | None = None,
     fp8: FP8 | FP8Weights | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`route_tokens` and `routed_experts_and_offsets` as one op, of which x gets one gradient."""
+    """`route_tokens` and `routed_experts_and_offsets` as one op, with one gradient for x."""
     expect_later(recompute, weight_gradients)
     tokens = token_arguments(x, router_weight, top_k, router, selection_bias, token_mask)
     given = w_up, w_down, b_up, b_down
@@ -313,13 +316,13 @@ def experts_mlp(
         (rows R, hidden H), dtypes as in `routed_experts`.
     offsets : torch.Tensor
         int32 (E + 1): where each expert's rows begin, and where the last one's end. Rows at or past
-        offsets[E] belong to nobody: their result and gradient are zero.
+        offsets[E] belong to no expert: their result and gradient are zero.
     w_up, w_down, b_up, b_down, activation, order, transposed, recompute, weight_gradients, \
 lora_up, lora_down
-        As in `routed_experts`, but for up to 4,096 experts on a GPU, too.
+        As in `routed_experts`, but with up to 4,096 experts on a GPU too.
     out : torch.Tensor, optional
-        (R, H) in the result's dtype, otherwise as in `routed_experts`. Rows that belong to nobody
-        become zero, too.
+        (R, H) in the result's dtype, otherwise as in `routed_experts`. Rows that belong to no
+        expert are set to zero.
 
     Returns
     -------

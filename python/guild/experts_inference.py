@@ -1,9 +1,9 @@
-"""`routed_experts` without gradients, in as little time of the host as it can take.
+"""`routed_experts` without gradients, with as little work on the host as possible.
 
-At a few tokens a layer takes some ten microseconds of a GPU, less than Python takes to check its
-arguments one by one. Here nothing is checked or prepared twice: one op does what the layer does,
-and compares sizes, types and devices itself. What it refuses, and what it cannot do, goes the long
-way, where each argument has its own message.
+With few tokens a layer takes tens of microseconds on a GPU, less than Python takes to check its
+arguments one by one. Here nothing is checked or prepared twice: one op runs the layer, and compares
+sizes, types and devices itself. What it refuses or does not support takes the slow path, where each
+argument has its own error message.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from guild._torch.layer_operator import infer_experts, infer_shared
 from guild.activations import Activation, as_activation, is_interleaved
 
 REFUSED = (RuntimeError, TypeError, ValueError)
-below_autograd = torch._C._AutoDispatchBelowADInplaceOrView  # the results are new: no versions
-# Without the wrapper that names torch's errors: whatever is raised is raised again the long way.
+below_autograd = torch._C._AutoDispatchBelowADInplaceOrView  # results are new: no versions to bump
+# Without the wrapper that translates torch's errors: the slow path raises them again.
 _infer_experts, _infer_shared = (op._op.__wrapped__ for op in (infer_experts, infer_shared))
 _PLAIN = frozenset((Tensor, nn.Parameter))
 
@@ -37,9 +37,9 @@ def quick_experts(
     transposed: bool,
     residual: Tensor | None,
 ) -> tuple[Tensor, Tensor] | None:
-    """What `routed_experts` returns and the offsets of the rows, or None: take the long way.
+    """The result of `routed_experts` and the offsets of the rows; None: take the slow path.
 
-    Called with no other options than these.
+    Called with no options other than these.
     """
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return None
@@ -69,7 +69,7 @@ def quick_experts(
 def quick_shared(
     x: Tensor, w_up: Tensor, w_down: Tensor, activation: Activation, order: str
 ) -> Tensor | None:
-    """What shared experts (W, hidden) and (hidden, W) give, or None: take the long way."""
+    """The output of shared experts (W, hidden) and (hidden, W); None: take the slow path."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return None
     if not (type(x) is Tensor and {type(w_up), type(w_down)} <= _PLAIN and is_plainly_called(x)):
@@ -85,7 +85,7 @@ def quick_shared(
 def is_plainly_called(x: Tensor) -> bool:
     """Whether nothing stands between a call and the op: no transform, tangent, autocast or trace.
 
-    torch.jit.trace, which crashes on an op that refuses its arguments, has noted it by then.
+    torch.jit.trace would crash where the op refuses its arguments, as it has recorded the op.
     """
     return (
         (x.is_cuda or x.is_cpu)
@@ -103,8 +103,8 @@ def _expert_settings(activation: Activation | str, order: str, transposed: bool)
 
 
 def told(*values: float) -> Tensor:
-    """Numbers and flags as one tensor, which the host reads."""
-    with torch.inference_mode(False):  # it outlives the mode that it is first asked for in
+    """Numbers and flags as one tensor on the CPU."""
+    with torch.inference_mode(False):  # it is cached, and outlives the mode of its first caller
         numbers = torch.tensor(values, dtype=torch.float64, device="cpu")
     if type(numbers) is not Tensor:  # under a FakeTensorMode, say
         raise TypeError(f"settings: expected a torch.Tensor, got {type(numbers).__name__}")

@@ -66,22 +66,22 @@ def grouped_mm(
     Parameters
     ----------
     mat_a, mat_b : torch.Tensor or list of torch.Tensor
-        As above, bfloat16 or float16, on the CPU float32 and float64 too; either row- or
-        column-major. Of 3 dimensions may be a list of E matrices, read where they are as in
+        As above, bfloat16 or float16; on the CPU float32 and float64 too; each row- or
+        column-major. One with 3 dimensions may be a list of E matrices, read in place as in
         `routed_experts`.
     offs : torch.Tensor, optional
-        int32 (E,): where each group ends along the dimension that groups split; None where they
-        split nothing. 1 to 4,096 groups.
+        int32 (E,): where each group ends along the dimension that groups split; None if they split
+        nothing. 1 to 4,096 groups.
     bias : torch.Tensor or list of torch.Tensor, optional
         (E, N); (E, M) where groups split columns. Or a list of E vectors.
     out_dtype : torch.dtype, optional
         mat_a's dtype, the default, or float32.
     out : torch.Tensor, optional
-        Where to write the result, instead of a new tensor: of its shape, in mat_a's dtype or
-        float32. Shares no memory with an operand, nor its elements with each other. Has no
-        gradient: an error where an operand, the bias or out wants one, unless under no_grad().
+        Tensor to write the result to: of its shape, in mat_a's dtype or float32. Must not share
+        memory with an operand, nor overlap itself. Has no gradient: an error where an operand, the
+        bias or out wants one, unless under no_grad().
     accumulate : bool
-        Add to `out` instead.
+        Add to `out` instead of overwriting it.
 
     Returns
     -------
@@ -177,9 +177,9 @@ def _grouped_shape(mat_a: Tensor, mat_b: Tensor, offs: Tensor | None) -> tuple[i
 
 
 class _Origin(NamedTuple):
-    """What grouped_mm_swiglu notes of its swiglu_out for grouped_mm_downproj to compare.
+    """What grouped_mm_swiglu records about its swiglu_out for grouped_mm_downproj to check.
 
-    Not under torch.compile, whose graphs cannot look a tensor up.
+    Not under torch.compile, whose graphs cannot look up a tensor.
     """
 
     aux: Tensor
@@ -188,7 +188,7 @@ class _Origin(NamedTuple):
     versions: tuple[int, int] | None
 
 
-# Beside the tensors: an attribute of theirs would be saved and copied with them.
+# Kept apart from the tensors: an attribute of theirs would be saved and copied with them.
 _origins: MutableMapping[Tensor, _Origin] = WeakTensorKeyDictionary()
 
 
@@ -204,7 +204,7 @@ def grouped_mm_swiglu(
     activation: Activation | str | None = None,
     order: str = "interleaved",
 ) -> tuple[Tensor, Tensor]:
-    """Up projection and activation of sorted rows, as the first of a pair.
+    """Up projection and activation of sorted rows, the first op of a pair.
 
         aux = x W_up + bias;   g = min(gate, limit);   u = clamp(up, -limit, limit)
         swiglu_out = g * sigmoid(alpha g) * (u + up_offset)
@@ -217,11 +217,11 @@ def grouped_mm_swiglu(
         (E, H, 2I): row-major, or the transposed view of an (E, 2I, H) parameter; (E, H, I) for an
         activation without a gate. E is 1 to 4,096.
     offs : torch.Tensor
-        int32 (E,): where each expert's rows end. Rows at or past offs[-1] belong to nobody.
+        int32 (E,): where each expert's rows end. Rows at or past offs[-1] belong to no expert.
     bias : torch.Tensor, optional
         (E, 2I), (E, I) without a gate.
     swiglu_alpha, swiglu_limit, up_offset : float, optional
-        Those of gpt-oss if not given: 1.702, 7.0 and 1.0.
+        Default: those of gpt-oss, 1.702, 7.0 and 1.0.
     activation : Activation or str, optional
         Another activation instead ("swiglu" is the plain one); excludes the three above.
     order : {"interleaved", "concatenated"}
@@ -230,12 +230,12 @@ def grouped_mm_swiglu(
     Returns
     -------
     swiglu_out : torch.Tensor
-        (R, I); rows that belong to nobody are zero. Can be used like any other tensor, with a right
-        gradient.
+        (R, I); rows that belong to no expert are zero. Can be used like any other tensor, with a
+        correct gradient.
     aux : torch.Tensor
         (R, 2I), in the same order as W_up's columns: what `grouped_mm_downproj` takes as
-        `aux_biased_acc` to fuse the activation's gradient into its own. Rows that belong to nobody
-        hold no meaning.
+        `aux_biased_acc` to fuse the activation's gradient into its own. Rows that belong to no
+        expert are undefined.
 
     Raises
     ------
@@ -268,7 +268,7 @@ def grouped_mm_downproj(
     activation: Activation | str | None = None,
     order: str = "interleaved",
 ) -> Tensor:
-    """Down projection of sorted rows, as the second of a pair: swiglu_out W_down + bias.
+    """Down projection of sorted rows, the second op of a pair: swiglu_out W_down + bias.
 
     Parameters
     ----------
@@ -285,8 +285,8 @@ def grouped_mm_downproj(
         is fused into this product's, and goes to aux; swiglu_out gets none from here. Without it
         the gradient goes to swiglu_out.
     swiglu_alpha, swiglu_limit, up_offset, activation, order
-        As given to `grouped_mm_swiglu`; used only with `aux_biased_acc`, and compared with what it
-        was made with, except inside torch.compile.
+        As given to `grouped_mm_swiglu`; used only with `aux_biased_acc`, and checked against what
+        it was made with, except inside torch.compile.
 
     Returns
     -------
@@ -327,7 +327,7 @@ def _pair_activation(
     given = {"swiglu_alpha": alpha, "swiglu_limit": limit, "up_offset": up_offset}
     given = {name: value for name, value in given.items() if value is not None}
     if activation is None:
-        for name, value in given.items():  # under the names that they have here
+        for name, value in given.items():  # named as in these functions' signatures
             (expect_positive if name == "swiglu_limit" else expect_finite)(name, value)
         own = {name.removeprefix("swiglu_"): value for name, value in given.items()}
         return Activation("silu", **{**_GPT_OSS, **own})
@@ -369,7 +369,7 @@ def _pair_operands(
 
 
 def _versions(out: Tensor, aux: Tensor) -> tuple[int, int] | None:
-    """How often each was written to; None for a pair of inference mode, which does not count."""
+    """Version counters of both; None for a pair made in inference mode, which counts none."""
     return None if out.is_inference() else (out._version, aux._version)
 
 

@@ -49,7 +49,7 @@ def expert_parameters(
 
 
 def fill_normal(weight: Tensor, std: float, expert_group: ExpertParallel | None) -> None:
-    """Normal values; over ranks other ones on each."""
+    """Fill a weight with normal values; over ranks, different ones on each."""
     if expert_group is None:
         nn.init.normal_(weight, std=std)
     else:
@@ -64,8 +64,8 @@ def expert_ops(
 ) -> tuple[Callable, Callable]:
     """`routed_layer` and `routed_experts_and_offsets`, here or over the ranks of a group.
 
-    number: of the layer, by which ranks find out that they run different ones; out: what the result
-    is written to, if anything; fp8: how, or with what weights, experts run in FP8.
+    number: identifies the layer, so that ranks notice when they run different ones; out: where the
+    result is written, if given; fp8: how, or with which weights, the experts run in FP8.
     """
     if expert_group is None or expert_group.size == 1:
         given: dict[str, Any] = {} if out is None else {"out": out}
@@ -84,19 +84,19 @@ def expert_ops(
 
 
 def layer_fp8(layer: nn.Module) -> FP8 | FP8Weights | None:
-    """What a guild.MoE tells `routed_experts` of FP8."""
+    """The `fp8` argument that a guild.MoE passes to `routed_experts`."""
     fp8 = layer.fp8
     expect_fp8(fp8)
     if fp8 is None or not fp8.cached:
         return fp8
-    if _is_only_noted():  # codes of then would be constants, or no codes at all
+    if _is_only_noted():  # kept codes would become constants, or not exist at all
         return replace(fp8, cached=False)
     layout = layer.activation, layer.order, layer.transposed
     return layer._fp8_weights.of(fp8, layer.w_up, layer.w_down, *layout)
 
 
 def _is_only_noted() -> bool:
-    """Whether torch.export notes this call, or fake tensors stand for its results."""
+    """Whether torch.export is tracing this call, or fake tensors stand for its results."""
     if torch.compiler.is_compiling():
         return is_exporting()
     return is_exporting() or detect_fake_mode() is not None
@@ -105,5 +105,5 @@ def _is_only_noted() -> bool:
 def local_parts(
     expert_group: ExpertParallel | None, *weights: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """This rank's parts of weights that are DTensors; others as they are."""
+    """This rank's parts of weights that are DTensors; other weights as they are."""
     return weights if expert_group is None else expert_group.local_parts(*weights)

@@ -1,4 +1,4 @@
-"""A layer's call without gradients, as experts_inference.py runs `routed_experts`."""
+"""A layer's fast path without gradients, as experts_inference.py has for `routed_experts`."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from guild.logits import RouterLinear
 from guild.routing import Router, router_scalars
 from guild.shared_experts import SharedExperts, shared_rows
 
-_infer_layer = infer_layer._op.__wrapped__  # whatever is raised is raised again the long way
+_infer_layer = infer_layer._op.__wrapped__  # its errors are raised again by the slow path
 _PREPARED = "_prepared"
 
 
 def quick_output(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
-    """A `guild.MoE`'s output in x's shape and the offsets of its rows, or None: take the long way.
+    """A `guild.MoE`'s output in x's shape and the offsets of its rows; None: take the slow path.
 
-    Called without mask, and with nothing else wanted than the output. Weights may change between
-    calls in every way, in place, in type or in device: nothing of them is kept.
+    For calls without a mask that want nothing but the output. Nothing about the weights is kept, so
+    they may change between calls in any way: in place, in type or in device.
     """
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return None
-    # Past __getattr__, which takes its time.
+    # Bypasses Module.__getattr__, which is slow.
     modules, parameters = layer._modules, layer._parameters
     router = modules.get("router")
     w_up, w_down = parameters.get("w_up"), parameters.get("w_down")
@@ -68,13 +68,13 @@ def quick_output(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
         else:
             with below_autograd():
                 out, offsets = _infer_layer(flat, weight, bias, *rest)
-    except (*REFUSED, AttributeError):  # of an activation that is a name, say
+    except (*REFUSED, AttributeError):  # AttributeError: the activation is a name, say
         return None
     return out if len(shape) == 2 else out.view(shape), offsets
 
 
 def _prepared(layer: nn.Module) -> Tensor:
-    """The layer's settings as the op takes them, made again when one of them is another."""
+    """The layer's settings as the op takes them; made again when one of them changes."""
     settings = layer.top_k, layer.routing, layer.activation, layer.order, layer.transposed
     found = layer.__dict__.get(_PREPARED)
     if found is None or found[0] != settings:

@@ -26,8 +26,8 @@ from guild.routing import Router, route_logits, route_tokens, token_flags
 class Routing(NamedTuple):
     """What a layer's router decided: `layer(x, return_routing=True)`.
 
-    Scores and logits are differentiable. With token rounding in training, tokens have lists of any
-    length, as `guild.round_tokens` makes them.
+    Scores and logits are differentiable. With token rounding in training, tokens have lists of
+    experts of any length, as `guild.round_tokens` makes them.
 
     Attributes
     ----------
@@ -36,7 +36,7 @@ class Routing(NamedTuple):
     scores : torch.Tensor
         float32 (float64 in float64) of the same shape: the weights.
     logits : torch.Tensor
-        (..., experts), float32 (float64 in float64) unless the router is a module of yours; 0 at
+        (..., experts), float32 (float64 in float64) unless the router is your own module; 0 at
         padding.
     token_offsets : torch.Tensor or None
         int32 (tokens + 1) with lists.
@@ -49,7 +49,7 @@ class Routing(NamedTuple):
 
 
 def as_router(router: Router | str | None, experts: int, top_k: int) -> Router:
-    """The router that a layer is told, by name or not; an error where it does not fit the sizes."""
+    """The Router that a layer's argument gives, by name or not; checked against the sizes."""
     if isinstance(router, str):
         router = Router.named(router)
     if not isinstance(router, Router | None):
@@ -60,7 +60,7 @@ def as_router(router: Router | str | None, experts: int, top_k: int) -> Router:
 
 
 def expect_call(routing: object, return_routing: object) -> None:
-    """Raise TypeError where a layer was given something else than a Router since, or no flag."""
+    """Raise TypeError if a layer's routing is no longer a Router, or the flag is not a bool."""
     if not isinstance(routing, Router):
         raise TypeError(f"routing: expected a guild.Router, got {routing!r}")
     expect_flag("return_routing", return_routing)
@@ -74,9 +74,9 @@ def choices(
     token_mask: Tensor | None,
     shape: torch.Size,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Ids and scores of x, and token_offsets of lists; notes what balancing needs.
+    """Ids and scores of x, and token_offsets of rounded lists; sets the layer's `balance_sums`.
 
-    logits: None where only ids and scores are needed. bias: of the selection. shape: of the tokens.
+    logits: None where only ids and scores are needed. bias: of the choice. shape: of the tokens.
     """
     router: Router = layer.routing
     if logits is None:
@@ -99,8 +99,8 @@ def choices(
 
 
 def is_router_plain(layer: nn.Module) -> bool:
-    """Whether calling the router would be the product x weight^T and nothing besides."""
-    router = layer._modules.get("router")  # past __getattr__, which takes its time
+    """Whether calling the router would compute x weight^T and nothing else."""
+    router = layer._modules.get("router")  # bypasses __getattr__, which is slow
     return isinstance(router, RouterLinear) and router.is_plain()
 
 
@@ -120,9 +120,9 @@ def layer_tokens(
     if token_mask is not None:
         expect_shape("token_mask", token_mask, tuple(x.shape[:-1]))
         token_mask = token_flags(token_mask.reshape(-1), flat, "x")
-        # Gradients are zero there, but zero times NaN in x would be NaN in those of the weights.
+        # Gradients are zero there, but zero times NaN in x would be NaN in weights' gradients.
         flat = flat.masked_fill(~token_mask[:, None], 0)
-    if not has_plain_rows(flat):  # a reshape has copied those of more dimensions
+    if not has_plain_rows(flat):  # reshape has already copied an x of more dimensions
         flat = flat.contiguous()
     (flat,) = autocast(flat)
     if flat.dtype != w_up.dtype:
@@ -138,7 +138,7 @@ def layer_tokens(
 def output_rows(out: Tensor, x: Tensor) -> Tensor:
     """The caller's tensor for a layer's output, as (tokens, hidden).
 
-    Raises TypeError or ValueError unless it has x's shape, and such a view.
+    Raises TypeError or ValueError unless it has x's shape and can be viewed that way.
     """
     expect_shape("out", out, tuple(x.shape), "the shape of x")
     if out.dim() == 2:
@@ -176,13 +176,13 @@ def rounded_lists(logits: Tensor, ids: Tensor, router: Router) -> tuple[Tensor, 
 
 
 def is_exporting() -> bool:
-    """Whether torch.export traces."""
+    """Whether torch.export is tracing."""
     # Not torch.compiler.is_exporting(): under torch 2.11 that is true in torch.compile, too.
     return getattr(torch.compiler, "_is_exporting_flag", False)
 
 
 def outlives_call(tensor: Tensor) -> bool:
-    """Whether it may be kept: a tensor of torch.func.grad or vmap ends with the function's call."""
+    """Whether a tensor may be kept after the call: those of torch.func.grad or vmap end with it."""
     if torch.compiler.is_compiling():
         return True
     return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)

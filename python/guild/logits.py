@@ -1,4 +1,4 @@
-"""The router's product: x and W of 16 bits to logits of 32, as a function and as modules."""
+"""The router's product, x and W of 16 bits to logits of 32, as a function and as modules."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _router_logits = ops.router_logits.default
 def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Logits x weight^T + bias in float32 (float64 in float64), whatever the operands' dtype.
 
-    16-bit operands are multiplied as they are, and summed and returned in float32: their logits
-    have none of the rounding with which torch.nn.functional.linear returns 16 bits, and which
-    changes the order of experts whose logits are close. On a GPU there is no float32 copy of x.
-    Of 16-bit operands a token's logits have the same bits whatever the other tokens are.
+    16-bit operands are multiplied as they are, and summed and returned in float32.
+    torch.nn.functional.linear would round their logits to 16 bits, which changes the order of
+    experts whose logits are close. On a GPU no float32 copy of x is made. With 16-bit operands a
+    token's logits have the same bits whatever the other tokens are.
 
     Parameters
     ----------
@@ -44,7 +44,8 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     Returns
     -------
     torch.Tensor
-        (..., experts). Under autocast x and weight are cast, the logits are float32 all the same.
+        (..., experts), float32 or float64. Under autocast x and weight are cast, but not the
+        logits.
 
     Raises
     ------
@@ -53,8 +54,8 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
     Notes
     -----
-    Gradients flow to x, weight and bias, each in its own dtype; that of the logits is rounded to
-    x's dtype before it is multiplied.
+    Gradients flow to x, weight and bias, each in its own dtype; the gradient of the logits is
+    rounded to x's dtype before it is multiplied.
     """
     expect_tensor("x", x)
     expect_dims("weight", weight, 2, what="(experts, hidden)")
@@ -81,13 +82,13 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     if x.dtype in (torch.float32, torch.float64):
         logits = F.linear(x, weight)
     else:
-        rows = x.flatten(0, -2) if x.dim() > 1 else x[None]  # no number that a trace would keep
+        rows = x.flatten(0, -2) if x.dim() > 1 else x[None]  # a trace would keep a size as constant
         logits = _router_logits(rows, weight).view(*x.shape[:-1], experts)
     return logits if bias is None else logits + bias.to(logits.dtype)
 
 
 def has_plain_call(module: nn.Module) -> bool:
-    """Whether calling a module is its class's forward alone: without hooks or another forward."""
+    """Whether calling a module runs its class's forward alone: no hooks, no other forward."""
     return (
         "forward" not in module.__dict__
         and not module._forward_hooks
@@ -102,7 +103,7 @@ class LogitLinear(nn.Linear):
     """torch.nn.Linear with the output of `router_logits`, and weights of variance 1 / inputs."""
 
     def reset_parameters(self) -> None:
-        """Normal weights of variance 1 / inputs; a zero bias."""
+        """Draw weights from a normal distribution of variance 1 / inputs; zero the bias."""
         nn.init.normal_(self.weight, std=self.in_features**-0.5)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
@@ -113,11 +114,11 @@ class LogitLinear(nn.Linear):
 
 
 class RouterLinear(LogitLinear):
-    """The router of a `guild.MoE`: hidden states to logits, and the bias of the choice.
+    """The router of a `guild.MoE`: hidden states to logits, and the selection bias.
 
-    A torch.nn.Linear to whatever asks for one (LoRA, hooks, parametrisations). The layer computes
-    the product itself, in one op with the experts, while calling this module would do nothing
-    else (`is_plain`), and calls it otherwise.
+    A torch.nn.Linear for whatever expects one (LoRA, hooks, parametrisations). As long as calling
+    this module would do nothing but the product (`is_plain`), the layer computes that itself, in
+    one op with the experts; otherwise it calls the module.
 
     Parameters
     ----------
@@ -128,7 +129,7 @@ class RouterLinear(LogitLinear):
     selection_bias : bool
         Whether there is a buffer `selection_bias`, (experts,): added to p for the choice alone.
     device, dtype : optional
-        Of the parameters. The selection bias is float32, and stays that when the module is
+        Of the parameters. The selection bias is float32, and stays so when the module is
         converted: `MoE.balance` moves it by steps that vanish in 16 bits.
     """
 
@@ -147,21 +148,21 @@ class RouterLinear(LogitLinear):
             self.register_buffer("selection_bias", zeros)
 
     def reset_parameters(self) -> None:
-        """Normal weights of variance 1 / inputs; zero biases."""
+        """Draw weights from a normal distribution of variance 1 / inputs; zero the biases."""
         super().reset_parameters()
         if "selection_bias" in self._buffers:
             nn.init.zeros_(self.selection_bias)
 
     def is_plain(self) -> bool:
-        """Whether a call is x weight^T and nothing besides: no bias, hook or other forward."""
+        """Whether a call is x weight^T and nothing else: no bias, hook or other forward."""
         return (
-            type(self) is RouterLinear  # a parametrisation makes a class of its own
-            and self._parameters.get("bias", self) is None  # pruned, it is no parameter
+            type(self) is RouterLinear  # a parametrisation creates a subclass
+            and self._parameters.get("bias", self) is None  # when pruned, it is not a parameter
             and has_plain_call(self)
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RouterLinear:
-        """What to(), half() and the like call: the selection bias follows to the device alone."""
+        """Called by to(), half() and the like: the selection bias changes its device alone."""
         bias = self._buffers.get("selection_bias")
 
         def moved(tensor: Tensor) -> Tensor:
@@ -180,7 +181,7 @@ class RouterLinear(LogitLinear):
 def keep_float32(module: nn.Module) -> Tensor | None:
     """The module's selection bias, float32 again if something has converted it; None without."""
     bias = getattr(module, "selection_bias", None)
-    if not isinstance(bias, Tensor):  # a module of the user's may call something else that
+    if not isinstance(bias, Tensor):  # a user's module may use the name for something else
         return None
     if bias.dtype != torch.float32:
         module.selection_bias = bias = bias.float()

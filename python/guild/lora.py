@@ -27,10 +27,10 @@ class LoRA:
     ----------
     a : torch.Tensor
         (E, r, inputs), or (E r, inputs) as PEFT stores it: row e r + j is row j of expert e. Any
-        floating dtype, in which its gradient comes; it is used in that of the layer.
+        floating dtype, which its gradient has too; it is used in that of the layer.
     b : torch.Tensor
         (E, outputs, r), or (outputs, r E) as PEFT stores it: column j E + e is column j of expert
-        e. Outputs are in the order of the weight's own. As many dimensions as `a`.
+        e. Outputs are ordered as in the weight. As many dimensions as `a`.
     scale : float
         lora_alpha / r, or lora_alpha / sqrt(r) of rank-stabilised LoRA.
 
@@ -60,8 +60,8 @@ class LoRA:
         """A (E, r, inputs) and scale B (E, outputs, r) in x's dtype, checked under `name`.
 
         Differentiable. B is copied: as PEFT stores it no dimension of an expert's matrix is
-        contiguous, and the scale is multiplied in before the only rounding. On a GPU a rank whose
-        rows do not begin at multiples of 16 bytes is filled up with zeros.
+        contiguous, and the scale is multiplied in before the only rounding. On a GPU the rank is
+        padded with zeros where its rows would not begin at multiples of 16 bytes.
         """
         a, b = self.a, self.b
         for part, tensor in (("a", a), ("b", b)):

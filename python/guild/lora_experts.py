@@ -22,7 +22,7 @@ _lora_forward = ops.lora_forward.default
 def sorted_places(
     ids: Tensor, scores: Tensor, experts: int, token_offsets: Tensor | None
 ) -> Places:
-    """Rows of routed tokens, sorted by expert. Gradients of scores do not pass through it."""
+    """Rows of routed tokens, sorted by expert. No gradient reaches the scores through it."""
     offsets, row_token, slot_row, row_score = ops.sort_by_expert(
         ids, scores.detach(), experts, token_offsets
     )
@@ -44,7 +44,7 @@ def experts_with_lora(
     """The layer's output, (T, H) or, of sorted rows, (R, H).
 
     layer: weights, biases and flags in the ops' order; keep: whether a gradient is wanted;
-    experts_at: of weights that are lists, as the ops take it.
+    experts_at: for weights that are lists, as the ops take it.
     """
     weights, flags = layer[:5], layer[5:]
     arguments = *weights, *low, *places, *flags
@@ -56,11 +56,11 @@ def experts_with_lora(
 
 
 class _ExpertsWithSink(torch.autograd.Function):
-    """The same with the gradients of weights and biases left to a WeightGradients."""
+    """`experts_with_lora` with the gradients of weights and biases left to a WeightGradients."""
 
     @staticmethod
     def forward(ctx, sink, parameters, recompute, experts_at, x, scores, residual, *arguments):
-        """After the arguments come the parameters that autograd should reach."""
+        """The arguments are followed by the parameters that autograd must reach."""
         arguments, reached = arguments[:_ARGUMENTS], arguments[_ARGUMENTS:]
         out, h, t = ops.lora_forward(x, scores, residual, *arguments, not recompute, experts_at)
         ctx.sink, ctx.parameters, ctx.flags = sink, parameters, LayerFlags(*arguments[14:])

@@ -59,26 +59,26 @@ class MoE(nn.Module):
     Parameters
     ----------
     hidden, intermediate : int
-        Width of the layer and of one expert. On a GPU multiples of 8.
+        Width of the layer and of one expert; multiples of 8 on a GPU.
     experts, top_k : int
-        Experts of the layer and of a token.
+        Number of experts, and how many of them each token goes to.
     activation : Activation or str
-        Between the projections; see `Activation` for the names.
+        Applied between the two projections; see `Activation` for the names.
     bias : bool
         Whether the experts' projections have biases.
     router : Router or str, optional
-        How logits become ids and weights, or a name that `Router.named` knows; softmax,
-        renormalised, unless said otherwise.
+        How logits become expert ids and weights, or a name that `Router.named` knows. Default:
+        softmax, renormalised.
     shared_experts : int
-        Experts that every token goes through, as one dense MLP of shared_experts * intermediate.
+        Experts that every token goes through, as a dense MLP shared_experts * intermediate wide.
     balance_over : {None, "batch", "sequence"}
-        Whether training forwards leave `balance_sums`, of all tokens or of each sequence (x's last
-        dimension but one), for the losses below. Costs the float32 logits, kept for backward.
+        Whether a forward in training computes `balance_sums`, over all tokens or per sequence (x's
+        last dimension but one), for the losses below. Keeps the float32 logits for backward.
     device, dtype : optional
-        Of the parameters, as in torch.nn.Linear. With device="meta" nothing is allocated: follow
-        with `to_empty(device=...)` and `reset_parameters()`.
+        Of the parameters, as in torch.nn.Linear. With device="meta" nothing is allocated: call
+        `to_empty(device=...)` and `reset_parameters()` afterwards.
     order : {"concatenated", "interleaved"}
-        Of gate and up in `w_up`, `b_up` and `shared.w_up`; see `routed_experts`.
+        Order of gate and up in `w_up`, `b_up` and `shared.w_up`; see `routed_experts`.
     transposed : bool
         `w_up` is (experts, hidden, 2 * intermediate), `w_down` (experts, intermediate, hidden).
     router_bias : bool
@@ -86,32 +86,32 @@ class MoE(nn.Module):
     shared_intermediate : int, optional
         Width of the dense MLP, in place of shared_experts * intermediate.
     shared_gate : bool
-        Multiply each token's shared experts by a sigmoid of its own (Qwen2-MoE, Qwen3-Next).
+        Multiply the shared experts' output by one sigmoid per token (Qwen2-MoE, Qwen3-Next).
     recompute : bool
-        Keep nothing of the experts but their input for backward; see `routed_experts`.
+        Keep only the experts' input for backward; see `routed_experts`.
     weight_gradients : WeightGradients, optional
-        Where the experts' weight gradients go, and when; the router's and the shared experts' are
-        autograd's all the same.
+        Where and when the experts' weight gradients are written. Those of the router and the shared
+        experts go through autograd in any case.
     expert_group : ExpertParallel, optional
-        Ranks that share the experts: each has experts / ranks of them, here and in `w_up`,
-        `w_down`, `b_up` and `b_down`, and the whole router and shared experts.
+        Ranks that share the experts: each holds experts / ranks of them in `w_up`, `w_down`, `b_up`
+        and `b_down`, and all of the router and the shared experts.
     fp8 : FP8, optional
-        Run the experts' products in FP8, of weights that are quantised in each forward unless it
-        says `cached`; router and shared experts stay as they are. Not with expert_group.
+        Run the experts' products in FP8. The weights are quantised in each forward unless
+        `fp8.cached`; router and shared experts do not use FP8. Not with expert_group.
 
     Attributes
     ----------
     router : torch.nn.Module
-        A torch.nn.Linear with float32 logits. It may have hooks, parametrisations or a bias of its
-        own, or be replaced or wrapped: (tokens, hidden) -> (tokens, experts). It is called then;
-        as it comes, router and experts are one op.
+        A torch.nn.Linear that returns float32 logits. It may have hooks, parametrisations or a
+        bias, or be replaced or wrapped by another module, (tokens, hidden) -> (tokens, experts); it
+        is then called. Otherwise router and experts run as one op.
     router.weight, router.bias : torch.nn.Parameter
         (experts, hidden); (experts,) with `router_bias`.
     router.selection_bias : torch.Tensor
         float32 (experts,), a buffer; with Router(selection_bias=True). It stays float32 when the
         layer is converted.
     w_up, w_down : torch.nn.Parameter
-        (experts, 2 * intermediate, hidden), gate above up unless `order` says otherwise, or
+        (experts, 2 * intermediate, hidden), gate first unless `order` says otherwise, or
         (experts, intermediate, hidden) without a gate; (experts, hidden, intermediate).
     b_up, b_down : torch.nn.Parameter or None
         (experts, 2 * intermediate) or (experts, intermediate); (experts, hidden).
@@ -120,7 +120,7 @@ class MoE(nn.Module):
     shared.gate.weight : torch.nn.Parameter
         (1, hidden), with `shared_gate`.
     balance_sums : BalanceSums or None
-        Of the last forward in training, with `balance_over`.
+        From the last forward in training, with `balance_over`.
 
     Raises
     ------
@@ -160,7 +160,7 @@ class MoE(nn.Module):
         shared = shared_width(shared_experts, intermediate, shared_intermediate, shared_gate)
         router = as_router(router, experts, top_k)
         expect_choice("balance_over", balance_over, _BALANCE_OVER)
-        is_interleaved(order)  # or an error
+        is_interleaved(order)  # raises unless it is one of the two orders
         expect_flags(bias=bias, transposed=transposed, router_bias=router_bias, recompute=recompute)
         if weight_gradients is not None:
             expect_sink(weight_gradients)
@@ -186,20 +186,20 @@ class MoE(nn.Module):
         self.reset_parameters()
 
     def share_experts(self, expert_group: ExpertParallel | None) -> None:
-        """Run on the ranks of a group from now on; the weights are those of this rank's experts."""
-        local_count(expert_group, self.experts)  # or an error
+        """Run over the ranks of a group from now on, with the weights of this rank's experts."""
+        local_count(expert_group, self.experts)  # raises unless the group can share them
         self.expert_group = expert_group
         self._number = 0 if expert_group is None else expert_group.new_layer()
 
     def reset_parameters(self) -> None:
-        """Normal weights of variance 1 / inputs; zero biases."""
+        """Draw weights from a normal distribution of variance 1 / inputs; zero the biases."""
         fill_normal(self.w_up, self.hidden**-0.5, self.expert_group)
         fill_normal(self.w_down, self.intermediate**-0.5, self.expert_group)
         for bias in (self.b_up, self.b_down):
             if bias is not None:
                 nn.init.zeros_(bias)
         for module in (self.router, self.shared):
-            if hasattr(module, "reset_parameters"):  # a router of the user's may have none
+            if hasattr(module, "reset_parameters"):  # a user's router may have none
                 module.reset_parameters()
 
     def forward(
@@ -218,12 +218,12 @@ class MoE(nn.Module):
             (..., hidden) in the parameters' dtype, or any under autocast.
         token_mask : torch.Tensor, optional
             bool (...), x's shape without the last dimension: False marks padding, which goes to no
-            expert, counts nowhere and may hold anything: it is taken for zeros. Its output is zero,
-            as is its gradient, whatever gradient comes in there.
+            expert, is not counted and may hold any values, NaN too. Its output and its gradient are
+            zero, whatever the gradient of the output is there.
         return_routing : bool
-            Return (out, `Routing`). Costs the float32 logits.
+            Return (out, `Routing`). The float32 logits then take memory.
         out : torch.Tensor, optional
-            x's shape in the result's dtype, contiguous: written to, and returned; see
+            Tensor to write the result to and return: x's shape, the result's dtype, contiguous; see
             `routed_experts`. Not with experts on other ranks.
 
         Returns
@@ -234,13 +234,13 @@ class MoE(nn.Module):
         Raises
         ------
         TypeError, ValueError
-            If the shape, dtype or device of x, token_mask or out does not fit, or a router of yours
-            returns something else than logits.
+            If the shape, dtype or device of x, token_mask or out does not fit, or a router of your
+            own returns something other than logits.
         """
         if token_mask is None and out is None and return_routing is False:
             found = quick_output(self, x)
             if found is not None:
-                out, self.__dict__["_offsets"] = found  # Module.__setattr__ takes its time
+                out, self.__dict__["_offsets"] = found  # Module.__setattr__ is slow
                 return out
         expect_call(self.routing, return_routing)
         parts = local_parts(self.expert_group, self.w_up, self.w_down, self.b_up, self.b_down)
@@ -273,7 +273,7 @@ class MoE(nn.Module):
             return out
         if token_offsets is None:
             ids, scores = (t.view(*x.shape[:-1], self.top_k) for t in (ids, scores))
-        if token_mask is not None:  # nor do gradients of theirs count
+        if token_mask is not None:  # zero at padding, and so are gradients that come in there
             logits = logits.masked_fill(~token_mask[:, None], 0)
         return out, Routing(ids, scores, logits.view(*x.shape[:-1], self.experts), token_offsets)
 
@@ -284,7 +284,7 @@ class MoE(nn.Module):
         )
 
     def _routes_in_one(self) -> bool:
-        """Whether router and experts can be one op: nobody else needs what is between them."""
+        """Whether router and experts can be one op: nothing else needs the routing in between."""
         return (
             self.routing.applied_to == "output"
             and not self._keeps_logits()
@@ -293,7 +293,7 @@ class MoE(nn.Module):
 
     def _logits(self, x: Tensor) -> Tensor:
         """The router called on x."""
-        if type(self.router) is RouterLinear:  # whose own errors call its weight `weight`
+        if type(self.router) is RouterLinear:  # its own errors would name `weight`
             router_operands(x, self.router, self.experts)
         logits = self.router(x)
         expect_shape("router: logits", logits, (x.shape[0], self.experts), "(tokens, experts)")
@@ -314,24 +314,24 @@ class MoE(nn.Module):
             self._offsets = offsets if outlives_call(offsets) else None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what belongs to the last forward, so that copies and pickles work after one."""
-        offsets = None if self._offsets is None else self._offsets.clone()  # out of its buffer
+        """Without the state of the last forward, so that copies and pickles work after one."""
+        offsets = None if self._offsets is None else self._offsets.clone()  # a view of a buffer
         last = {"balance_sums": None, "_offsets": offsets, "_prepared": None}
         return {**super().__getstate__(), **last, "_fp8_weights": KeptWeights()}
 
     @property
     def load_balancing_loss(self) -> Tensor:
-        """Of the last forward in training; `BalanceSums.load_balancing_loss`."""
+        """`BalanceSums.load_balancing_loss` of the last forward in training."""
         return self._kept_sums().load_balancing_loss()
 
     @property
     def z_loss(self) -> Tensor:
-        """Of the last forward in training; `BalanceSums.z_loss`."""
+        """`BalanceSums.z_loss` of the last forward in training."""
         return self._kept_sums().z_loss()
 
     def __getattr__(self, name: str) -> Any:
         if name in _LOSSES and self.balance_sums is None:
-            self._kept_sums()  # its message, which torch.nn.Module's would hide
+            self._kept_sums()  # raises with a message that torch.nn.Module's would hide
         return super().__getattr__(name)
 
     def _kept_sums(self) -> BalanceSums:
@@ -345,38 +345,38 @@ class MoE(nn.Module):
 
     @property
     def expert_counts(self) -> Tensor | None:
-        """int32 (experts,): rows of each expert in the last forward, on its device.
+        """int32 (experts,), on the layer's device: rows of each expert in the last forward.
 
-        With an expert_group those of this rank's tokens, on whichever rank the expert is.
+        With an expert_group: rows of this rank's tokens, for the experts of all ranks.
 
-        None before the first one, and after one inside of torch.func.grad or vmap, whose tensors
-        mean nothing outside.
+        None before the first forward, and after one inside torch.func.grad or vmap, whose tensors
+        are meaningless outside.
         """
         return None if self._offsets is None else self._offsets.diff()
 
     @torch.no_grad()
     def balance(self, rate: float = 1e-3, group: dist.ProcessGroup | None = None) -> None:
-        """Move the selection bias against the load of the last forward, without a host wait.
+        """Move the selection bias against the load of the last forward, without host waits.
 
         Experts with more rows than the mean lose `rate`, those with fewer gain it
-        (arXiv:2408.15664). Call it once a step, after backward. Under torch.distributed the load is
-        that of all ranks of a group, summed on the device, so that their biases stay the same:
-        every rank of the group calls it.
+        (arXiv:2408.15664). Call it once per step, after backward. Under torch.distributed the load
+        is summed over all ranks of a group, on the device, so that their biases stay equal: every
+        rank of the group must call it.
 
         Parameters
         ----------
         rate : float
             Step of the bias, in units of the router's p.
         group : torch.distributed.ProcessGroup, optional
-            The ranks that share this layer's bias. Default: all ranks; where only some have the
-            layer (pipeline parallelism), these.
+            The ranks that share this layer's bias. Default: all ranks. With pipeline parallelism,
+            pass the ranks that have the layer.
 
         Raises
         ------
         RuntimeError
-            If the layer has no selection bias, or there was no forward yet.
+            If the layer has no selection bias, or no forward has run yet.
         TypeError, ValueError
-            If rate is no finite number, a router lacks the bias, or this rank is not in the group.
+            If rate is not finite, the router lacks the bias, or this rank is not in the group.
         """
         if not self.routing.selection_bias:
             raise RuntimeError("router: expected Router(selection_bias=True), got one without")
@@ -386,7 +386,7 @@ class MoE(nn.Module):
         move_selection_bias(self._selection_bias(), counts, rate, group)
 
     def refresh_fp8(self) -> None:
-        """Let the next forward quantise the weights anew: see `guild.refresh_fp8`."""
+        """Make the next forward quantise the weights again: see `guild.refresh_fp8`."""
         self._fp8_weights.refresh()
 
     def extra_repr(self) -> str:

@@ -16,10 +16,10 @@ MOST_THREADS = 4096
 
 
 def commit() -> str | None:
-    """Commit of Guild's sources, with "+changes" when they were edited; None where nobody knows.
+    """Commit of Guild's sources, with "+changes" if they were edited; None where it is not known.
 
-    The environment variable GUILD_COMMIT goes first, for copies that travel without git; then what
-    an installed wheel says of itself, then the checkout.
+    The environment variable GUILD_COMMIT goes first, for copies without git; then the commit that
+    an installed wheel records, then the checkout's.
     """
     if stated := os.environ.get("GUILD_COMMIT"):
         return stated
@@ -27,12 +27,12 @@ def commit() -> str | None:
         return of_wheel.read_text().strip()
     for folder in (Path(__file__).parent, Path.cwd()):
         top = _output("git", "-C", str(folder), "rev-parse", "--show-toplevel")
-        # An installed copy may lie inside somebody else's repository; that commit says nothing.
+        # An installed copy may lie inside another repository, whose commit says nothing.
         if top is None or not (Path(top) / "python" / "guild" / Path(__file__).name).exists():
             continue
         head = _output("git", "-C", top, "rev-parse", "HEAD")
         if head is not None:
-            # Without locks: this must not get in the way of somebody's git at work.
+            # Without locks, so as not to block another git command of the user's.
             status = ("--no-optional-locks", "status", "--porcelain", "--untracked-files=no")
             edited = _output("git", "-C", top, *status)
             return head + ("+changes" if edited else "")
@@ -59,7 +59,7 @@ def driver_version() -> str | None:
 
 
 def device_name(device: torch.device) -> str:
-    """What computes: the GPU's name or the CPU's."""
+    """Name of the GPU or the CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
 
 
@@ -79,12 +79,12 @@ def provenance(device: torch.device) -> dict[str, Any]:
 
 
 def set_threads(count: int) -> None:
-    """Let torch use so many CPU threads.
+    """Let torch use `count` CPU threads.
 
     Raises
     ------
     ValueError
-        If no processor has so many.
+        If count is less than 1 or more than any processor has.
     """
     if not 1 <= count <= MOST_THREADS:
         raise ValueError(f"threads: expected 1 to {MOST_THREADS}, got {count}")

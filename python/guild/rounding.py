@@ -35,10 +35,10 @@ def round_tokens(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Make each expert's count of tokens a multiple of `tile` (SonicMoE's token rounding).
 
-    An expert drops the tokens of least p among those that chose it, or gets those of greatest p
-    among the others; ties go to the smaller token. Less than a tile changes in each expert, and a
-    choice always ranks above what is added. Where there are no more tokens, fewer are added. Tokens
-    then have lists of any length, for `guild.routed_experts(..., token_offsets=...)`.
+    An expert drops the tokens of lowest p that chose it, or gets those of highest p that did not;
+    ties go to the smaller token. Each expert changes by less than a tile, and a choice always ranks
+    above an added token. Where too few tokens are left, fewer are added. Tokens then have lists of
+    experts of any length, for `guild.routed_experts(..., token_offsets=...)`.
 
     Meant for training: evaluate with plain top-k (arXiv:2512.14080).
 
@@ -47,12 +47,12 @@ def round_tokens(
     logits : torch.Tensor
         (tokens T, experts E), as given to `guild.route`.
     ids : torch.Tensor
-        int32 (T, top_k): each token's choices, different ones, from `guild.route`. Tokens whose
+        int32 (T, top_k): each token's choices, distinct, from `guild.route`. Tokens whose
         first id is outside [0, E) are padding.
     rounding : {"nearest", "up", "down", "stochastic", "balanced"}
-        "nearest": half a tile goes up. "stochastic": up with the probability rest / tile.
-        "balanced": so that running sums over the experts are rounded to nearest, which keeps the
-        number of all rows to within half a tile.
+        "nearest": half a tile goes up. "stochastic": up with probability remainder / tile.
+        "balanced": running sums over the experts are rounded to nearest, so that the number of all
+        rows changes by at most half a tile.
     tile : int
         Rows of a tile.
     score, renormalize, scale, sum_floor

@@ -40,7 +40,7 @@ class RoutedCall(NamedTuple):
 
     @property
     def wants_gradient(self) -> bool:
-        """Whether anything that autograd sees does; of a residual it is none of the layer's."""
+        """Whether backward needs anything of the layer; a residual's gradient does not."""
         low = self.low is not None and self.low.wants_gradient
         return self.gradient or self.scores.requires_grad or low
 
@@ -64,7 +64,7 @@ def routed_call(
     lora_down: LoRA | None,
     expert_map: Tensor | None = None,
 ) -> RoutedCall:
-    """Check them as `guild.routed_experts` does."""
+    """Check the arguments as `guild.routed_experts` does."""
     expect_dims("x", x, 2, what="(tokens, hidden)")
     expect_later(recompute, weight_gradients)
     expect_routing(x, topk_ids, topk_weights, token_offsets)

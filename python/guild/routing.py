@@ -46,30 +46,30 @@ class Router:
         p of the logits: softmax over all experts, sigmoid of each, or sqrt(softplus) of each
         (DeepSeek-V4).
     renormalize : bool
-        Divide a token's weights by their sum. With softmax that equals top-k first, softmax over
-        the chosen after. Where all that are chosen have p = 0, sigmoid and sqrtsoftplus give
-        weights of 0.
+        Divide a token's weights by their sum. With softmax this equals a softmax over the top-k
+        logits. If all that are chosen have p = 0, sigmoid and sqrtsoftplus give weights of 0.
     scale : float
         Multiplies the weights.
     selection_bias : bool
-        Keep a bias per expert that is added to p for the choice alone, and that
-        `MoE.balance` moves (DeepSeek-V3's balancing without a loss, arXiv:2408.15664).
+        Keep a bias per expert that is added to p for the choice only and that `MoE.balance` adjusts
+        (DeepSeek-V3's auxiliary-loss-free load balancing, arXiv:2408.15664).
     groups, top_groups : int
         Choose from the best `top_groups` of `groups` equal, consecutive parts of the experts. At
         most 32 groups; 1 and 1: no groups.
     applied_to : {"output", "input"}
-        What the weights multiply: each expert's output, or, for top_k = 1, the token that goes into
+        What the weights multiply: each expert's output or, for top_k = 1, the token that goes into
         the expert (Llama 4).
     rounding : {None, "nearest", "up", "down", "stochastic", "balanced"}
-        In training, round each expert's tokens to whole tiles; see `guild.round_tokens`. Tokens are
-        added to experts of any group.
+        In training, round each expert's tokens to whole tiles; see `guild.round_tokens`. Tokens may
+        be added to experts of any group.
     tile : int
         Rows of a tile.
     group_score : {"top2_sum", "max"}
-        What ranks a group: the sum of its two largest p + bias (DeepSeek-V3, arXiv:2412.19437,
-        section 2.1.2), or its largest (DeepSeek-V2, arXiv:2405.04434, section 2.2.2).
+        How groups are ranked: by the sum of their two largest p + bias (DeepSeek-V3,
+        arXiv:2412.19437, section 2.1.2), or by the largest (DeepSeek-V2, arXiv:2405.04434, section
+        2.2.2).
     sum_floor : float
-        The least that a token's weights are divided by, with `renormalize` (ERNIE 4.5: 1e-12).
+        Lower bound of the sum that `renormalize` divides by (ERNIE 4.5: 1e-12).
 
     Raises
     ------
@@ -105,15 +105,15 @@ class Router:
 
     @staticmethod
     def named(name: str) -> Router:
-        """A router in use.
+        """The router of a well-known model.
 
         Parameters
         ----------
         name : str
             "softmax" (softmax, then top-k: OLMoE, Qwen2-MoE), "softmax_renormalized" (Qwen3-MoE),
-            "topk_softmax" (Mixtral, gpt-oss: the same in other words), "sigmoid" (sigmoid with a
-            selection bias, renormalised), "deepseek_v2" (softmax in 3 of 8 groups by their
-            largest, times 16), "deepseek_v3" ("sigmoid" in 4 of 8 groups, times 2.5),
+            "topk_softmax" (Mixtral, gpt-oss: the same under another name), "sigmoid" (sigmoid with
+            a selection bias, renormalised), "deepseek_v2" (softmax in the 3 of 8 groups with the
+            largest p, times 16), "deepseek_v3" ("sigmoid" in 4 of 8 groups, times 2.5),
             "deepseek_v4" (sqrtsoftplus with a selection bias, renormalised, times 1.5), "ernie4_5"
             (softmax with a selection bias, renormalised with a floor), "llama4" (top-1 sigmoid on
             the input).
@@ -154,17 +154,17 @@ def route(
     group_score: str = "top2_sum",
     sum_floor: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Choose each token's experts and weigh them.
+    """Choose each token's experts and compute their weights.
 
-    Chosen are the top_k largest of p + selection_bias, ties to the smaller id, NaN last; where
-    neither a bias nor a sum over a group asks for p itself, the top_k largest logits, the same
-    order without p's rounding. Weights are p of the chosen, divided by their sum if `renormalize`,
-    times `scale`.
+    The experts with the top_k largest p + selection_bias are chosen, ties going to the smaller id,
+    NaN last. Unless a bias or a sum over a group needs p itself, logits are compared instead: the
+    same order without p's rounding. Weights are p of the chosen, divided by their sum if
+    `renormalize`, times `scale`.
 
     With softmax a NaN logit, chosen or not, makes all weights of its token NaN. With the other
-    scores one that is not chosen changes nothing; one that is, for want of numbers, makes its own
-    weight NaN, and with `renormalize` all of its token's. Ids are different ones in range
-    whatever the logits are.
+    scores a NaN that is not chosen changes nothing; one that is, because too few logits are
+    numbers, makes its own weight NaN, and with `renormalize` all of its token's. Ids are distinct
+    and in range whatever the logits are.
 
     Parameters
     ----------
@@ -175,8 +175,8 @@ def route(
     score : {"softmax", "sigmoid", "sqrtsoftplus"}
         What p is.
     renormalize : bool
-        Whether a token's weights sum to `scale`; to 0 where all that are chosen have p = 0, and
-        p is no softmax.
+        Whether a token's weights sum to `scale`; they are 0 where all that are chosen have p = 0
+        and `score` is not softmax.
     scale : float
         Multiplies the weights.
     selection_bias : torch.Tensor, optional
@@ -187,7 +187,7 @@ def route(
         bool (tokens,): False marks padding, which gets ids -1, scores 0 and no gradient. The layer
         skips such ids.
     group_score, sum_floor
-        What ranks a group, and the least that weights are divided by; see `Router`.
+        As in `Router`.
 
     Returns
     -------
@@ -319,7 +319,7 @@ def router_scalars(top_k: int, router: Router) -> tuple[int | float, ...]:
 
 
 def token_flags(token_mask: Tensor | None, rows: Tensor, name: str) -> Tensor | None:
-    """token_mask as the ops take it, checked beside the argument that has a row a token."""
+    """token_mask as the ops take it, checked against the argument that has a row per token."""
     if token_mask is None:
         return None
     expect_shape("token_mask", token_mask, (rows.shape[0],))
@@ -330,7 +330,7 @@ def token_flags(token_mask: Tensor | None, rows: Tensor, name: str) -> Tensor | 
 
 
 def expect_weighing(renormalize: bool, scale: float, sum_floor: float) -> None:
-    """Raise unless weights can be made this way; a floor needs something that is divided."""
+    """Raise unless the options for weights are valid; a floor needs a sum to divide by."""
     expect_flag("renormalize", renormalize)
     expect_finite("scale", scale)
     expect_number("sum_floor", sum_floor)

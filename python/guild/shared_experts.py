@@ -25,7 +25,7 @@ _NARROW = frozenset((torch.bfloat16, torch.float16))
 class SharedExperts(nn.Module):
     """One MLP for every token: shared(x) = act(x W1^T) W2^T.
 
-    With a gate, sigmoid(x g^T) shared(x): Qwen2-MoE's, one number a token.
+    With a gate, sigmoid(x g^T) shared(x): one factor per token, as in Qwen2-MoE.
 
     Parameters
     ----------
@@ -60,24 +60,24 @@ class SharedExperts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Normal weights of variance 1 / inputs."""
+        """Draw weights from a normal distribution of variance 1 / inputs."""
         for weight in (self.w_up, self.w_down):
             nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
         if self.gate is not None:
             self.gate.reset_parameters()
 
     def weights(self) -> tuple[Tensor | None, Tensor | None]:
-        """w_up and w_down, past __getattr__, which takes its time; None for what is no parameter.
+        """w_up and w_down, bypassing the slow __getattr__; None for one that is not a parameter.
 
-        torch.nn.utils.prune and its like make plain attributes of them.
+        torch.nn.utils.prune and the like make plain attributes of them.
         """
         return self._parameters.get("w_up"), self._parameters.get("w_down")
 
     def scale(self, x: Tensor) -> Tensor | None:
-        """What each token's results are multiplied by, (tokens, 1); None without a gate.
+        """The factor of each token's results, (tokens, 1); None without a gate.
 
-        Raises TypeError or ValueError unless the gate, which may be a module of the user's, returns
-        a logit a token.
+        Raises TypeError or ValueError unless the gate, which may be a user's module, returns one
+        logit per token.
         """
         if self.gate is None:
             return None
@@ -86,11 +86,12 @@ class SharedExperts(nn.Module):
         return torch.sigmoid(logits)
 
     def gate_weight(self, x: Tensor) -> Tensor | None:
-        """The gate's weight where sigmoid(x weight^T) is all there is to the scale, on a GPU.
+        """The gate's weight if, on a GPU, the scale is sigmoid(x weight^T) and nothing else.
 
-        guild::infer_layer computes that itself. On the CPU its bits would not be torch.sigmoid's.
+        guild::infer_layer computes that itself. On the CPU its bits would differ from those of
+        torch.sigmoid.
         """
-        gate = self._modules.get("gate")  # past __getattr__, which takes its time
+        gate = self._modules.get("gate")  # bypasses __getattr__, which is slow
         if type(gate) is not LogitLinear or not x.is_cuda or x.dtype not in _NARROW:
             return None
         weight = gate._parameters.get("weight")
@@ -98,9 +99,9 @@ class SharedExperts(nn.Module):
         return weight if plain and has_plain_call(gate) else None
 
     def is_plain(self, layer: nn.Module) -> bool:
-        """Whether a call is the MLP and its scale alone, with a layer's activation and order."""
+        """Whether a call is only the MLP and its scale, with a layer's activation and order."""
         return (
-            type(self) is SharedExperts  # a parametrisation makes a class of its own
+            type(self) is SharedExperts  # a parametrisation creates a subclass
             and self.activation == layer.activation
             and self.order == layer.order
             and all(type(weight) is nn.Parameter for weight in self.weights())
@@ -121,7 +122,7 @@ class SharedExperts(nn.Module):
         return out if scale is None else (scale * out).to(out.dtype)
 
     def _expect_weights(self, x: Tensor) -> None:
-        """Raise ValueError unless weights that were put in place of others fit each other and x."""
+        """Raise ValueError unless the weights, which may be replaced, fit each other and x."""
         expect_dims("shared.w_down", self.w_down, 2, what="(hidden, W)")
         hidden, inner = x.shape[-1], self.w_down.shape[1]
         expect_shape("shared.w_down", self.w_down, (hidden, inner), "(hidden, W)")
@@ -132,7 +133,7 @@ class SharedExperts(nn.Module):
 def shared_rows(
     shared: nn.Module | None, x: Tensor, token_mask: Tensor | None = None
 ) -> Tensor | None:
-    """What a layer's shared experts make of x (tokens, hidden), zero at padding; None without.
+    """The shared experts' output for x (tokens, hidden), zero at padding; None without them.
 
     Raises TypeError or ValueError unless the module, which may be the user's, returns such rows.
     """
@@ -144,7 +145,7 @@ def shared_rows(
     expect_like("shared: output", rows, x)
     if not has_plain_rows(rows):
         rows = rows.contiguous()
-    # Nor does the output's gradient count at padding.
+    # This zeroes the gradient of the output at padding, too.
     return rows if token_mask is None else rows.masked_fill(~token_mask[:, None], 0)
 
 

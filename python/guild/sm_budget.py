@@ -16,21 +16,22 @@ def set_num_sms(count: int, *, shared: bool | None = None) -> None:
 
     Holds for the whole process from the next launch on, on every thread, as backward runs on
     threads of its own; kernels already captured in a CUDA graph keep theirs. CPU tensors are not
-    concerned.
+    affected.
 
     Parameters
     ----------
     count : int
         0 or more; 0, or more than the GPU has, is all of them.
     shared : bool, optional
-        Whether other kernels run at the same time, such as communication. Products then deal their
-        tiles out one by one, to whichever block is free: one that finds its multiprocessor taken
-        starts late and has less to do. Results have the same bits. Default: if count is not 0.
+        Whether other kernels run at the same time, such as communication. Products then hand out
+        tiles one at a time to whichever block is free, so that a block whose multiprocessor is
+        taken starts late and has less to do. Results have the same bits. Default: if count is not
+        0.
 
     Raises
     ------
     TypeError, ValueError
-        If count is no whole number, or negative, or shared no bool.
+        If count is not an integer or is negative, or shared is not a bool.
     """
     expect_count("count", count, 0)
     shared = count != 0 if shared is None else shared

@@ -1,7 +1,7 @@
 """Weight gradients that go where the caller says, when the caller says.
 
 By default backward writes dW in the weights' dtype and autograd adds it to `.grad`. Training loops
-that sum micro-batches in float32 (`main_grad`), or that fill a pipeline's gaps with dW, pass a
+that sum micro-batches in float32 (`main_grad`), or that fill pipeline bubbles with dW, pass a
 `WeightGradients` instead: backward then ends with dX, and dW is a step of its own.
 """
 
@@ -37,7 +37,7 @@ _NAMES = ("w_up", "w_up[0] (gate)", "w_down", "b_up", "b_down")
 # Places and names of gradients that one op writes, each to its own target.
 _WRITTEN_TOGETHER = ((1, "w_up[0] (gate)", 0, "w_up[1] (up)"), (3, "b_up", 4, "b_down"))
 
-_REMEMBERED = 1024  # sets of tensors, one a layer, that were found apart
+_REMEMBERED = 1024  # sets of tensors, one per layer, that were found to share no memory
 
 
 class WeightGradients:
@@ -46,35 +46,34 @@ class WeightGradients:
     Parameters
     ----------
     main_grad : bool
-        Add them to each parameter's `main_grad`, a tensor of its shape in float32 (or in its own
-        dtype) that the caller has made and that shares no element with another, and leave `.grad`
+        Add them to each parameter's `main_grad`, which the caller allocates: of the parameter's
+        shape, in float32 or the parameter's dtype, sharing no memory with another. `.grad` is left
         alone. Otherwise they are written to `.grad`, or added to it.
     delayed : bool
-        Keep what they need until `compute` is called, instead of computing them in backward. Kept
-        are, for each backward, the layer's input, the gradients of its output and pre-activations,
-        and the activations: 2 R (H + 3I) bytes or so in 16 bits. Tensors of the caller's, the input
-        and the gradient of the output among them, must stay as they are until then: `compute`
-        raises RuntimeError where one was overwritten.
+        Compute them in `compute` instead of in backward. Until then each backward pass keeps the
+        layer's input, the gradients of its output and pre-activations, and the activations: about
+        2 R (H + 3I) bytes in 16 bits. Those that are the caller's tensors, such as the input and
+        the gradient of the output, must not be overwritten before: `compute` raises RuntimeError
+        if one was.
 
     Notes
     -----
-    Gradients do not pass through autograd, so hooks on the parameters do not run. Sums are in the
-    order of the backward passes, with the same bits in every run. They have no graph either:
+    Gradients do not pass through autograd, so hooks on the parameters do not run. They are summed
+    in the order of the backward passes, with the same bits in every run. They have no graph either:
     backward with create_graph=True and torch.func's transforms raise NotImplementedError.
 
     With main_grad=True, parameters that have the attribute `grad_added_to_main_grad` follow the
     contract of Megatron-Core and Transformer Engine: backward sets it to True and hands autograd a
-    gradient without meaning (zero where `zero_out_wgrad` is true), so their hooks do run, in
+    dummy gradient (zero where `zero_out_wgrad` is true), so their hooks do run, in
     backward even if delayed. `overwrite_main_grad` and `get_main_grad()` mean what they mean there.
 
-    Weights that are lists of one tensor per expert have a `main_grad` or `.grad` each, which are
-    written in place wherever they are. Where some of a list's tensors want no gradient, or one is
-    there twice, they are written through a tensor of the size of all, with a
+    Where weights are lists of one tensor per expert, the `main_grad` or `.grad` of each tensor is
+    written in place wherever it lies. If some tensors of a list want no gradient, or one is listed
+    twice, they are written through a temporary of the whole list's size, with a
     `CopiedWeightsWarning`.
 
-    Every backward through the layer writes them, whatever it was asked for:
-    torch.autograd.grad(out, x) as well, which otherwise leaves parameters alone. Copies and pickles
-    of a layer have nothing pending.
+    Every backward through the layer writes them, even that of torch.autograd.grad(out, x), which
+    otherwise leaves parameters alone. Copies and pickles of a layer have nothing pending.
 
     Raises
     ------
@@ -89,12 +88,12 @@ class WeightGradients:
         self._apart: set[tuple[Any, ...]] = set()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what is pending, whose gradients go to the parameters of the original alone."""
+        """Without what is pending: its gradients belong to the original's parameters alone."""
         return {**self.__dict__, "_pending": [], "_apart": set()}
 
     @property
     def pending(self) -> int:
-        """Backward passes whose weight gradients are still to be computed."""
+        """Number of backward passes whose weight gradients have yet to be computed."""
         return len(self._pending)
 
     def compute(self) -> None:
@@ -103,7 +102,7 @@ class WeightGradients:
         Raises
         ------
         RuntimeError
-            If something that a gradient is made of was overwritten since backward; the message
+            If a tensor that a gradient is computed from was overwritten since backward; the message
             names it. That backward pass and later ones stay pending.
         """
         while self._pending:
@@ -119,7 +118,7 @@ class WeightGradients:
             step()
 
     def expect_targets(self, parameters: tuple[Listed | None, ...]) -> None:
-        """Raise ValueError unless gradients can be put where they should go."""
+        """Raise ValueError unless gradients can be written where they should go."""
         for i, first, j, second in _WRITTEN_TOGETHER:
             others = {id(t) for t in wanting([parameters[i]])}
             if any(id(t) in others for t in wanting([parameters[j]])):
@@ -129,18 +128,18 @@ class WeightGradients:
                 )
         for name, parameter in zip(_NAMES, parameters, strict=True):
             expect_targets(name, parameter, self.main_grad)
-        if not torch.compiler.is_compiling():  # no memory yet
+        if not torch.compiler.is_compiling():  # tensors have no memory yet
             self._expect_apart(parameters)
 
     def _expect_apart(self, parameters: tuple[Listed | None, ...]) -> None:
-        """Raise ValueError where a gradient shares memory with another, or with a parameter.
+        """Raise ValueError if a gradient shares memory with another, or with a parameter.
 
-        What was found apart is remembered: comparing takes as long as starting a few kernels.
+        Sets that share none are remembered: comparing takes as long as starting a few kernels.
         """
         where = "main_grad" if self.main_grad else "grad"
         written, read, seen = {}, {}, set()
         for name, parameter in zip(_NAMES, parameters, strict=True):
-            wanted = distinct(parameter, seen)  # one may be w_up and w_down
+            wanted = distinct(parameter, seen)  # one parameter may be both w_up and w_down
             gradients = {n: getattr(t, where, None) for n, t in wanted.items()}
             gradients = {n: g for n, g in gradients.items() if g is not None}
             read |= spread(name, "", wanted)
@@ -149,7 +148,7 @@ class WeightGradients:
             return
         tensors = (*read.values(), *written.values())
         places = None
-        if all(type(t) in (Tensor, torch.nn.Parameter) for t in tensors):  # others may have none
+        if all(type(t) in (Tensor, torch.nn.Parameter) for t in tensors):  # others may lack memory
             places = tuple((t.data_ptr(), t.shape, t.stride()) for t in tensors)
             if places in self._apart:
                 return
@@ -160,10 +159,10 @@ class WeightGradients:
             self._apart.add(places)
 
     def reached_by_autograd(self, parameters: tuple[Listed | None, ...]) -> list[Tensor]:
-        """Those of them that backward should start from, though their gradients come past autograd.
+        """The parameters that autograd must reach although their gradients bypass it.
 
-        All tensors of lists, which the ops see as one without a gradient, and those whose hooks
-        somebody waits for.
+        All tensors of lists, which the ops see as one tensor without a gradient, and parameters
+        whose hooks are relied on.
         """
         listed = [t for p in parameters if not isinstance(p, Tensor) for t in members(p)]
         alone = [p for p in parameters if isinstance(p, Tensor) and follows_contract(p)]
@@ -175,11 +174,11 @@ class WeightGradients:
         return targets(self.main_grad, *zip(names, parameters, strict=True))
 
     def gradients_without_meaning(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
-        """What autograd hands to parameters whose own gradients come past it, mostly None."""
+        """What autograd hands to parameters whose own gradients bypass it, mostly None."""
         return meaningless_gradients(parameters) if self.main_grad else [None] * len(parameters)
 
     def _takes_with_dh(self, *biases: Listed | None) -> bool:
-        """Whether the biases' gradients, of one dtype, come out of the down gradient."""
+        """Whether the op of the down gradient computes those of the biases, too, in one dtype."""
         dtypes = {t.dtype for b in biases for t in members(b)}
         return not self.delayed and (self.main_grad or len(dtypes) < 2)
 
@@ -194,7 +193,7 @@ def expect_sink(weight_gradients: object) -> None:
 
 
 class Sink(NamedTuple):
-    """What a layer's backward is told of a WeightGradients."""
+    """What a layer's backward needs to know of a WeightGradients."""
 
     gradients: WeightGradients
     parameters: tuple[Listed | None, ...]  # as `expect_targets` takes them
@@ -202,7 +201,7 @@ class Sink(NamedTuple):
 
 
 class Kept:
-    """Tensors that are not the layer's own, and their versions when backward used them."""
+    """Tensors that the layer does not own, and their versions when backward used them."""
 
     def __init__(self, x: Tensor, dout: Tensor, offsets: Tensor | None = None) -> None:
         x_name = "x" if offsets is None else "x_sorted"
@@ -221,9 +220,9 @@ class Kept:
 
 
 class Experts(torch.autograd.Function):
-    """The expert layer in steps, of tokens (ids, scores, token_offsets) or of sorted rows.
+    """The expert layer in steps, on tokens (ids, scores, token_offsets) or on sorted rows.
 
-    With a router, the arguments of route_tokens after x: the whole layer, see guild::moe_layer.
+    With `router`, the arguments of route_tokens after x, the whole layer: see guild::moe_layer.
     """
 
     @staticmethod
@@ -245,7 +244,7 @@ class Experts(torch.autograd.Function):
     ):
         """(out, offsets) of `routed_experts` (ids, scores) or of `experts_mlp` (offsets).
 
-        After the layer come the parameters that autograd should reach: see `reached_by_autograd`.
+        The layer is followed by the parameters that autograd must reach: `reached_by_autograd`.
         """
         layer, reached = layer[:_LAYER], layer[_LAYER:]
         w_up, w_gate, w_down, b_up, b_down, *flags = layer
@@ -316,7 +315,7 @@ class Experts(torch.autograd.Function):
 
 
 class Operands(NamedTuple):
-    """What weight gradients are made of."""
+    """What weight gradients are computed from."""
 
     x: Tensor  # (T, H), or (R, H) without row_token
     dout: Tensor  # the same
@@ -361,11 +360,11 @@ def _compute_weights(
     flags: LayerFlags,
     operands: Operands,
 ) -> None:
-    """dW1 and dW2: in one call where both are written alike, with one schedule."""
+    """dW1 and dW2; in one call with one schedule if both are written alike."""
     w_up, w_gate, w_down = weights
     down_to, up_to = sink._targets(2, w_down), sink._targets(0, w_up, w_gate)
     with down_to as ((down,), add_down), up_to as ((up, gate), add_up):
-        if gate is not None and up is None:  # the step makes both of a pair, in one dtype
+        if gate is not None and up is None:  # the op writes both of a pair, in one dtype
             up = empty_like(w_up, gate.tensor.dtype)
         if up is not None and gate is None and w_gate is not None:
             gate = empty_like(w_gate, up.tensor.dtype)

@@ -1,7 +1,7 @@
-"""Devices of the tests: everything runs on the CPU, and again on a GPU where there is a usable one.
+"""Devices of the tests: everything runs on the CPU, and again on a GPU if there is a usable one.
 
-Fresh memory holds huge numbers or NaN throughout, so a test sees every element that a kernel forgot
-to write.
+New memory is filled with huge numbers or NaN, so a test sees every element that a kernel forgot to
+write.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--cuda-only` leaves out what runs on the CPU; `--fuzz` sets how long test_fuzz.py is."""
+    """`--cuda-only` leaves out what runs on the CPU; `--fuzz` sets how long test_fuzz.py runs."""
     parser.addoption("--cuda-only", action="store_true", help="run the tests on the GPU alone")
     count = int(os.environ.get("GUILD_FUZZ", "100"))
     text = "how many random layers test_fuzz.py tries on each device (default: GUILD_FUZZ or 100)"
@@ -23,7 +23,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def missing_gpu() -> str:
-    """Why there is no GPU to test on; empty where there is one."""
+    """Why there is no GPU to test on; empty if there is one."""
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
     return torch.ops.guild.cuda_reason()
@@ -31,7 +31,7 @@ def missing_gpu() -> str:
 
 @pytest.fixture(scope="session")
 def gpu_reason() -> str:
-    """`missing_gpu()`, asked for once."""
+    """`missing_gpu()`, called once."""
     import guild._torch.gradients  # noqa: F401 - loads the library
 
     return missing_gpu()
@@ -60,7 +60,7 @@ def gpu(gpu_reason: str) -> str:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """For thousands of tiny calls one thread is the quickest."""
+    """Use one thread, which is fastest for thousands of tiny calls."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -69,7 +69,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def poisoned_memory() -> None:
-    """Let glibc fill what it allocates with 0xfe: NaN in float16, -1.7e38 in most others."""
+    """Make glibc fill what it allocates with 0xfe: NaN in float16, -1.7e38 in most others."""
     m_perturb, complement_of_fill = -6, 0x01
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

@@ -1,1 +1,1 @@
-"""What torch sees of Guild: the compiled library, its ops, their fake kernels and gradients."""
+"""Guild as torch sees it: the compiled library, its ops, their fake kernels and gradients."""

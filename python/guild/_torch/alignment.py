@@ -1,4 +1,4 @@
-"""Operands as a GPU's kernels read them: rows and matrices that begin at multiples of 16 bytes."""
+"""Operands as GPU kernels read them: rows and matrices that begin at multiples of 16 bytes."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ _ELEMENTS = 8  # of 16 bits
 
 
 def needs_alignment(t: Tensor) -> bool:
-    """Whether the kernels of its device ask for any."""
+    """Whether the kernels of its device require alignment."""
     return t.is_cuda
 
 
 def missing(size: int, beside: Tensor) -> int:
-    """How many zeros a dimension of this size lacks on the device of `beside`."""
+    """How many zeros pad a dimension of this size on the device of `beside`."""
     return -size % _ELEMENTS if needs_alignment(beside) else 0
 
 
 def aligned(t: Tensor) -> Tensor:
     """Matrices (E, m, n) themselves where kernels can read them, else a packed copy.
 
-    n is a multiple already. `contiguous` alone does not do: it allows any stride in a dimension of
-    size 1, which kernels read all the same, and any beginning in what is part of something larger.
-    This reads an address, so it is not for tensors that are traced.
+    n is a multiple already. `contiguous` alone is not enough: it allows any stride in a dimension
+    of size 1, which kernels read all the same, and any start in a part of something larger. This
+    reads an address, so it is not for tensors that are traced.
     """
     _, rows, columns = t.shape
     packed = t.stride() == (rows * columns, columns, 1)

@@ -23,12 +23,12 @@ library = torch.library.Library("guild", "FRAGMENT")
 
 
 def rows_of(matrix: Tensor) -> Tensor:
-    """A matrix as the kernels read it; `sum().backward()` gives an expanded scalar."""
+    """A matrix as the kernels read it; `sum().backward()` passes an expanded scalar."""
     return matrix if matrix.is_contiguous() else matrix.contiguous()
 
 
 def expect_no_graph() -> None:
-    """Raise in a backward of which a graph is wanted, where gradients go to `weight_gradients`."""
+    """Raise in a backward that should build a graph while gradients go to `weight_gradients`."""
     if torch.is_grad_enabled():
         raise NotImplementedError(
             "weight_gradients: expected backward without create_graph=True, for the gradients "
@@ -37,9 +37,9 @@ def expect_no_graph() -> None:
 
 
 def below_autograd(function: Callable) -> Callable:
-    """A function through which nothing is differentiated, such as an autograd.Function's own.
+    """Decorate a function that autograd does not look into, such as an autograd.Function's own.
 
-    Ops then go past the kernels that this module gives them, which are in Python and take longer
+    Ops then bypass the kernels that this module gives them, which are in Python and take longer
     than many an op takes to start.
     """
 
@@ -52,10 +52,10 @@ def below_autograd(function: Callable) -> Callable:
 
 
 def without_lists(ctx: Any, experts_at: Tensor | None, *weights: Tensor | None) -> tuple:
-    """What save_for_backward takes of an op's weights, and experts_at, to be read off `with_lists`.
+    """An op's weights and experts_at for save_for_backward; `with_lists` undoes this.
 
-    A view of a list at no one distance is not among it: a hook of saved tensors could move it away
-    from the tensors that experts_at finds. ctx keeps such views itself.
+    The view of an unevenly spaced list is not among them: a hook on saved tensors could move it
+    away from the tensors that experts_at refers to. ctx keeps such views itself.
     """
     ctx.experts_at = experts_at
     ctx.lists = None if experts_at is None else weights
@@ -63,14 +63,14 @@ def without_lists(ctx: Any, experts_at: Tensor | None, *weights: Tensor | None) 
 
 
 def with_lists(ctx: Any, *saved: Tensor | None) -> tuple:
-    """The op's weights from what was saved of them."""
+    """The op's weights, from what `without_lists` saved."""
     return saved if ctx.lists is None else ctx.lists
 
 
 def register(name: str, backward: Callable, setup: Callable) -> None:
     """Give an op its gradient, as torch.library.register_autograd does.
 
-    That one walks the op's schema in Python at every call, 60 us for the 17 arguments of a layer:
+    torch's walks the op's schema in Python at every call, 60 us for the 17 arguments of a layer:
     more than the op itself takes to start.
     """
 
@@ -81,10 +81,10 @@ def register(name: str, backward: Callable, setup: Callable) -> None:
 
 
 def register_without_gradient(*names: str) -> None:
-    """Let ops' results raise when they are differentiated.
+    """Make these ops' results raise when they are differentiated.
 
-    Ops that write into their arguments raise at once where one of those wants a gradient. They also
-    raise the version of what they write to, so that autograd notices if it was saved before.
+    Ops that write into their arguments raise at once if one of those wants a gradient. They also
+    bump the version of what they write to, so that autograd notices if it was saved before.
     """
     for name in names:
         written = _written(name)
@@ -94,11 +94,11 @@ def register_without_gradient(*names: str) -> None:
 
 
 def _register(name: str, setup: Callable, backward: Callable, refuse: Callable | None = None):
-    """The kernel under the Autograd key; refuse: called in place of it where gradients are wanted.
+    """The kernel under the Autograd key; refuse: called instead if gradients are wanted.
 
-    It records one level's graph, as torch's own kernels do: when it runs, the transforms of
-    torch.func above have been dispatched, and those below follow. torch.autograd.Function.apply
-    would start over.
+    It records one level's graph, as torch's own kernels do: outer transforms of torch.func have
+    been dispatched when it runs, and inner ones follow. torch.autograd.Function.apply would start
+    over.
     """
     op = getattr(ops, name).default
 
@@ -178,10 +178,10 @@ def _count_writes(name: str, written: list[int]) -> None:
 
 
 def tied(value: Tensor, *sources: Tensor | None) -> Tensor:
-    """value, for an op without a derivative whose result depends on `sources` without taking them.
+    """Attach value to `sources`, for an op without a derivative that depends on but lacks them.
 
-    Autograd follows the paths to the inputs that it was asked for: without one from the op's result
-    to each of them it would leave out the op's error, and the term, in silence.
+    Autograd follows the paths to the inputs that it was asked for. Without a path from the op's
+    result to each source it would silently leave out the op's error, and the term.
     """
     if torch.is_grad_enabled():
         for source in sources:

@@ -1,8 +1,8 @@
 """Checks of arguments at the public functions: each error names the argument, its value and what
 was expected.
 
-The compiled ops check again what they need for safety; here is where a mistake gets its clearest
-message. Types that no argument of that name can have raise TypeError, the rest ValueError.
+The compiled ops check again what they need for safety; a mistake gets its clearest message here.
+Types that no argument of that name can have raise TypeError, the rest ValueError.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _ON_CUDA = (torch.bfloat16, torch.float16)
 
-MOST_EXPERTS = 4096  # guild::kMostExperts; of a token, too
+MOST_EXPERTS = 4096  # guild::kMostExperts; also the limit for one token
 MOST_ROUTED_ON_CUDA = 1024  # guild::cuda::kMostRouted
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name without "torch." in front."""
+    """The dtype's name without "torch."."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -49,7 +49,7 @@ def expect_dims(name: str, tensor: Tensor, *dims: int, what: str = "") -> None:
 
 
 def expect_experts(name: str, tensor: Tensor, count: int, routed: bool, what: str) -> None:
-    """Raise ValueError unless a layer can have so many; routed: tokens are sorted by expert."""
+    """Raise ValueError if a layer cannot have so many; routed: tokens are sorted by expert."""
     most = MOST_ROUTED_ON_CUDA if routed and tensor.is_cuda else MOST_EXPERTS
     if not 1 <= count <= most:
         where = " on a CUDA device" if most < MOST_EXPERTS else ""
@@ -69,7 +69,7 @@ def expect_shape(name: str, tensor: Tensor, shape: tuple[int, ...], hint: str = 
 
 
 def expect_operand(name: str, tensor: Tensor) -> None:
-    """Raise unless dtype and device are ones that the products work in."""
+    """Raise unless the products support its dtype and device."""
     if tensor.dtype not in FLOATS:
         raise TypeError(
             f"{name}: expected dtype bfloat16, float16, float32 or float64, got "
@@ -118,7 +118,7 @@ def has_plain_rows(tensor: Tensor) -> bool:
 
 
 def expect_own_elements(name: str, tensor: Tensor) -> None:
-    """Raise unless each element of a tensor that is written to has a place of its own."""
+    """Raise unless no two elements of a tensor that is written to share memory."""
     if not torch.compiler.is_compiling() and tensor.is_neg():
         raise ValueError(
             f"{name}: expected a tensor whose memory holds its elements, got a view of their "
@@ -135,13 +135,13 @@ def expect_own_elements(name: str, tensor: Tensor) -> None:
 
 
 def expect_apart(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
-    """Raise where a tensor that is written to shares memory with another."""
+    """Raise if a tensor that is written to shares memory with another."""
     if _share_memory(tensor, other):
         raise ValueError(f"{name}: expected memory of its own, got some that {other_name} has too")
 
 
 def expect_all_apart(written: dict[str, Tensor], read: dict[str, Tensor]) -> None:
-    """Raise where a tensor that is written to shares memory with another one of either kind."""
+    """Raise if a tensor that is written to shares memory with another one of either kind."""
     named = {**read, **written}
     places = [(*_ends(t), name) for name, t in named.items() if t.numel() and has_memory(t)]
     places.sort()
@@ -155,14 +155,14 @@ def expect_all_apart(written: dict[str, Tensor], read: dict[str, Tensor]) -> Non
 
 
 def _share_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether some byte belongs to both."""
+    """Whether any byte belongs to both."""
     if not (a.numel() and b.numel() and a.device == b.device and has_memory(a, b)):
         return False
     (first, end), (other_first, other_end) = _ends(a), _ends(b)
     if max(first, other_first) >= min(end, other_end):
         return False
-    # With i an index of a and j one of b, a byte of both has sum(stride_a i) - sum(stride_b j) =
-    # other_first - first. Where strides are the same, i - j counts alone.
+    # With i an index of a and j one of b, a common byte has sum(stride_a i) - sum(stride_b j) =
+    # other_first - first. For equal strides only i - j matters.
     ranges: dict[int, list[int]] = {}
     for tensor, side in ((a, 1), (b, 0)):
         for size, stride in _byte_steps(tensor):
@@ -185,7 +185,7 @@ def _has_solution(steps: list[tuple[int, int, int]], total: int) -> bool:
 
 
 def has_memory(*tensors: Tensor) -> bool:
-    """Not so for meta and fake tensors, nor for wrappers around other tensors."""
+    """Whether all have memory: meta and fake tensors and wrappers around other tensors do not."""
     return not any(
         t.is_meta
         or isinstance(t, FakeTensor)
@@ -196,20 +196,20 @@ def has_memory(*tensors: Tensor) -> bool:
 
 
 def _byte_steps(t: Tensor) -> list[tuple[int, int]]:
-    """(size, stride in bytes) of every dimension, and of the bytes of an element."""
+    """(size, stride in bytes) of every dimension, and of the bytes within an element."""
     width = t.element_size()
     steps = [(n, stride * width) for n, stride in zip(t.shape, t.stride(), strict=True)]
     return [*steps, (width, 1)]
 
 
 def _ends(t: Tensor) -> tuple[int, int]:
-    """The address of the first byte, and that after the last."""
+    """The address of the first byte, and the one after the last."""
     first = t.data_ptr()
     return first, first + 1 + sum((size - 1) * stride for size, stride in _byte_steps(t))
 
 
 def expect_free(out: Tensor, operands: dict[str, Tensor | None]) -> None:
-    """Raise unless out can be written to: nobody's memory but its own, and no gradient."""
+    """Raise unless out can be written to: it shares memory with no operand and has no gradient."""
     given = {name: t for name, t in operands.items() if t is not None}
     if torch.is_grad_enabled():
         for name, tensor in {**given, "out": out}.items():
@@ -218,7 +218,7 @@ def expect_free(out: Tensor, operands: dict[str, Tensor | None]) -> None:
                     f"out: expected None where a gradient is wanted, as {name} wants one (or call "
                     "under torch.no_grad())"
                 )
-    if torch.compiler.is_compiling():  # no memory yet
+    if torch.compiler.is_compiling():  # tensors have no memory yet
         return
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError(
@@ -277,8 +277,8 @@ def expect_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 
 
 def expect_number(name: str, value: object) -> None:
-    """Raise unless it is a number, and no tensor: it would get no gradient."""
-    if isinstance(value, float):  # the usual one, before what takes longer to ask
+    """Raise unless it is a number and not a tensor, which would get no gradient."""
+    if isinstance(value, float):  # the usual case, before slower checks
         return
     if isinstance(value, bool | Tensor) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
@@ -307,7 +307,7 @@ def expect_flag(name: str, value: object) -> None:
 
 
 def expect_flags(**values: object) -> None:
-    """`expect_flag` of each."""
+    """`expect_flag` for each."""
     for name, value in values.items():
         expect_flag(name, value)
 

@@ -1,9 +1,10 @@
 """Weights that come as one tensor per expert, read as one tensor without copying them.
 
-Tensors of one storage with one distance between neighbours are a strided view of that storage. Any
-others are a view whose distance divides all of theirs, beside the place of each in units of it
-(`Placed`). What cannot be seen so is copied into one tensor at each call, with a warning; so are
-all inside torch.compile and under torch.func's transforms, where tensors have no addresses.
+Tensors of one storage that are evenly spaced are a strided view of that storage. Any others are a
+view whose stride divides all of their distances, together with the position of each in units of
+that stride (`Placed`). Tensors for which neither is possible are copied into one at each call, with
+a warning; so are all inside torch.compile and under torch.func's transforms, where tensors have no
+addresses.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ from guild._torch.operators import is_cast, ops
 
 Listed = Tensor | Sequence[Tensor]
 
-_PLAIN = (Tensor, torch.nn.Parameter)  # no fake ones, no wrappers
+_PLAIN = (Tensor, torch.nn.Parameter)  # neither fake tensors nor wrappers
 
 
 class CopiedWeightsWarning(UserWarning):
-    """Tensors of a list of experts' weights or gradients cannot be used in place, and are copied.
+    """A list of experts' weights or gradients cannot be used in place, and is copied.
 
     `warnings.simplefilter("error", guild.CopiedWeightsWarning)` makes it an error.
     """
 
 
 def is_list(value: object, dims: int = 2) -> bool:
-    """Whether it is a list of experts' tensors with so many dimensions each: the first has."""
+    """Whether it is a list of experts' tensors; dims: the dimensions of the first."""
     if not isinstance(value, list | tuple | torch.nn.ParameterList) or not len(value):
         return False
     first = value[0]
@@ -49,15 +50,15 @@ def is_list(value: object, dims: int = 2) -> bool:
 
 
 def is_pair(value: object, dims: int = 2) -> bool:
-    """Whether it is a (gate, up) or so, rather than one tensor or a list of experts' tensors."""
+    """Whether it is a pair such as (gate, up), not one tensor or a list of experts' tensors."""
     return isinstance(value, list | tuple) and not is_list(value, dims)
 
 
 class Placed(NamedTuple):
-    """Experts' matrices as one tensor (E, rows, columns), and where those of a list are.
+    """Experts' matrices as one tensor (E, rows, columns), and the positions of those of a list.
 
-    Matrix e is at e strides of the tensor's first dimension from its beginning, or at `at[e]` where
-    that is not None: then only ops that are told so may read the tensor, which keeps nothing alive.
+    Matrix e begins e strides of the first dimension after the tensor's start, or `at[e]` strides if
+    `at` is given: only ops that are told so may then read the tensor, which keeps nothing alive.
     """
 
     tensor: Tensor
@@ -80,9 +81,9 @@ def _fake_table(like: Tensor, indices: Tensor) -> Tensor:
 
 
 def table_of(*placed: Placed | None) -> Tensor | None:
-    """What ops take as `experts_at`: int32, a row for each; None where no list needs one.
+    """The ops' `experts_at`: int32, one row for each weight; None if no list needs one.
 
-    Nor is there one for lists of different lengths, which checks of their shapes do not let pass.
+    Also None for lists of different lengths, which the checks of their shapes reject.
     """
     if all(p is None or p.at is None for p in placed):
         return None
@@ -97,7 +98,7 @@ def table_of(*placed: Placed | None) -> Tensor | None:
 
 
 def joined(name: str, value: Listed | Placed, dims: int = 2, attached: bool = True) -> Placed:
-    """A list of experts' tensors as one; anything else as it is.
+    """A list of experts' tensors as one tensor; anything else as it is.
 
     attached: gradients go to each tensor of the list.
     """
@@ -127,7 +128,7 @@ def joined_halves(
 
 
 class Versions:
-    """How often each of a list of tensors was written to: as saving them, but quick for many."""
+    """Version counters of a list of tensors: as saving them, but fast for many."""
 
     def __init__(self, name: str, tensors: Sequence[Tensor]) -> None:
         self._name, self._tensors = name, tensors
@@ -143,7 +144,7 @@ class Versions:
 
 
 class _Joined(torch.autograd.Function):
-    """One tensor of many, made already, and one gradient for each of them."""
+    """One tensor made of many before, and one gradient for each of them."""
 
     @staticmethod
     def forward(ctx, name, found, *tensors):
@@ -185,7 +186,7 @@ def say_copied(name: str) -> None:
 
 
 def depth_of_caller() -> int:
-    """How many calls up the code is that is neither Guild's nor torch's."""
+    """How many calls up the code is that belongs to neither Guild nor torch."""
     depth, frame = 1, sys._getframe(1)
     while frame.f_back is not None:
         package = frame.f_globals.get("__name__", "").partition(".")[0]
@@ -203,14 +204,14 @@ def view_of(tensors: Sequence[Tensor]) -> Tensor | None:
     size, strides = first.element_size(), first.stride()
     begin, shape, dtype = first.data_ptr(), first.shape, first.dtype
     step, rest = divmod(tensors[1].data_ptr() - begin, size)
-    if step <= 0 or rest:  # kernels want a distance
+    if step <= 0 or rest:  # kernels need a positive stride
         return None
     for e, t in enumerate(tensors):
         if t.data_ptr() != begin + e * step * size or t.stride() != strides:
             return None
         if t.dtype is not dtype or t.shape != shape:
             return None
-    # What lies inside the first one's storage is that storage's memory, whoever else points to it.
+    # What lies inside the first one's storage is that storage's memory, whatever else points there.
     last = first.storage_offset() + (len(tensors) - 1) * step
     last += sum((n - 1) * stride for n, stride in zip(first.shape, strides, strict=True))
     if first.numel() == 0 or (last + 1) * size > first.untyped_storage().nbytes():
@@ -218,14 +219,14 @@ def view_of(tensors: Sequence[Tensor]) -> Tensor | None:
     return first.as_strided((len(tensors), *first.shape), (step, *strides))
 
 
-_UNIT = 16  # bytes: weights and their distances are multiples on a GPU
-_MOST_STRIDE, _MOST_PLACES = 1 << 40, 1 << 31  # of a tensor map, and of int32
+_UNIT = 16  # bytes; on a GPU, addresses and distances are multiples of it
+_MOST_STRIDE, _MOST_PLACES = 1 << 40, 1 << 31  # limits of a tensor map, and of int32
 
 
 def placed(tensors: Sequence[Tensor], written: bool = False) -> Placed | None:
-    """Tensors anywhere in memory as one; None where they differ, or no distance divides theirs.
+    """Tensors anywhere in memory as one; None if they differ, or no stride divides their distances.
 
-    written: they are an op's outputs, which must not overlap; of inputs a GPU asks for more.
+    written: they are an op's outputs, which must not overlap; for inputs a GPU requires more.
     """
     first = tensors[0].detach()
     size, shape, strides, dtype = first.element_size(), first.shape, first.stride(), first.dtype
@@ -242,7 +243,7 @@ def placed(tensors: Sequence[Tensor], written: bool = False) -> Placed | None:
     length = size * (1 + _last_element(first))
     if written and not _fit(first, sorted(gaps), length):
         return None
-    step = math.gcd(*gaps) or -(-length // _UNIT) * _UNIT  # of one tensor for all, any
+    step = math.gcd(*gaps) or -(-length // _UNIT) * _UNIT  # if all are the same tensor, any stride
     while step >= _MOST_STRIDE and step // 2 % unit == 0:
         step //= 2
     if step % unit or step >= _MOST_STRIDE or max(gaps) // step >= _MOST_PLACES:
@@ -253,13 +254,13 @@ def placed(tensors: Sequence[Tensor], written: bool = False) -> Placed | None:
 
 
 def _reads_in_place(matrix: Tensor) -> bool:
-    """Whether its strides are those that the GPU's products take."""
+    """Whether its strides are ones that the GPU's products support."""
     rows, columns = matrix.stride()
     return 1 in (rows, columns) and max(rows, columns) * matrix.element_size() % _UNIT == 0
 
 
 def _fit(matrix: Tensor, gaps: list[int], length: int) -> bool:
-    """Whether matrices like this one, `length` bytes from end to end, do not overlap."""
+    """Whether matrices like this one, each spanning `length` bytes, do not overlap."""
     if any(b - a < length for a, b in zip(gaps, gaps[1:], strict=False)):
         return False
     try:
@@ -270,7 +271,7 @@ def _fit(matrix: Tensor, gaps: list[int], length: int) -> bool:
 
 
 def stacked_like(weight: Tensor) -> Tensor:
-    """A new tensor of a weight's shape, one matrix after the other, each laid out as in it."""
+    """A new tensor of a weight's shape: its matrices one after the other, each with its strides."""
     experts, rows, columns = weight.shape
     if weight.stride(1) >= weight.stride(2):
         return weight.new_empty(experts, rows, columns)
@@ -278,14 +279,14 @@ def stacked_like(weight: Tensor) -> Tensor:
 
 
 def stacked(value: object, dims: int = 2) -> object:
-    """A list of experts' tensors as one new tensor, each of a pair too; anything else as it is."""
+    """A list of experts' tensors as one new tensor, also in a pair; anything else as it is."""
     if is_list(value, dims):
         return torch.stack(list(value))
     return tuple(stacked(half, dims) for half in value) if is_pair(value, dims) else value
 
 
 def touching(out: Tensor, name: str, value: object) -> dict[str, Tensor]:
-    """What may share memory with `out`, by name: of a list, or of a pair, or a tensor itself."""
+    """The tensors of a list, a pair or one tensor that may share memory with `out`, by name."""
     if isinstance(value, Tensor):
         return {name: value}
     if is_pair(value):
@@ -315,7 +316,7 @@ def _have_addresses(tensors: Sequence[Tensor]) -> bool:
         or torch._C._are_functorch_transforms_active()
     ):
         return False
-    if any(t.is_neg() for t in tensors):  # their memory holds the opposite numbers
+    if any(t.is_neg() for t in tensors):  # their memory holds the negated numbers
         return False
     return all(type(t) in _PLAIN for t in tensors) or has_memory(*tensors)
 
@@ -345,8 +346,8 @@ def lay_evenly(tensors: Sequence[Tensor]) -> None:
     ----------
     tensors : sequence of torch.Tensor
         One per expert, of one shape, dtype and device: parameters, say. Each keeps its values and
-        its identity; its memory becomes a part of one contiguous tensor. Call it before anything
-        that holds on to their memory: a distributed wrapper's buffers, a captured CUDA graph.
+        its identity; its memory becomes a part of one contiguous tensor. Call this before anything
+        that holds on to their memory, such as a distributed wrapper's buffers or a CUDA graph.
 
     Raises
     ------

@@ -13,11 +13,11 @@ SCALES = ("exact", "power_of_two")
 ELEMENTS = (torch.bfloat16, torch.float16, torch.float32)
 BLOCK = 128
 
-LEAST_WIDTH, LEAST_ROWS = 512, 256  # of an expert, for FP8 to pay
+LEAST_WIDTH, LEAST_ROWS = 512, 256  # of an expert, for FP8 to pay off
 
 
 def blocks(size: int) -> int:
-    """Blocks of scales along a dimension."""
+    """Blocks along a dimension, one scale each."""
     return (size + BLOCK - 1) // BLOCK
 
 
@@ -32,7 +32,7 @@ def expect_format(name: str, dtype: object) -> None:
 
 
 def expect_elements(name: str, tensor: Tensor) -> None:
-    """Raise TypeError unless it holds what can be quantised."""
+    """Raise TypeError unless its elements can be quantised."""
     if tensor.dtype not in ELEMENTS:
         raise TypeError(
             f"{name}: expected dtype bfloat16, float16 or float32, got {dtype_name(tensor.dtype)}"

@@ -1,4 +1,4 @@
-"""Gradients of the weights of a layer in FP8: of 16-bit values, or of chunks of codes."""
+"""Gradients of the weights of a layer in FP8: from 16-bit values, or from chunks of codes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _E4M3 = 0
 
 
 class Chunked(NamedTuple):
-    """What weight gradients in FP8 are made of; None where no wanted gradient reads it."""
+    """Operands of the weight gradients in FP8; None if no wanted gradient reads it."""
 
     x: Codes | None
     dout: Codes | None
@@ -30,7 +30,7 @@ class Chunked(NamedTuple):
 def chunks_of(
     x: Tensor | Codes, places: Places, gathered: bool, halves: int, format_: int, scales: int
 ) -> Codes:
-    """Rows, by token or already sorted, as `guild.float8.quantize_chunks` turns them."""
+    """Rows, by token or already sorted, as `guild.float8.quantize_chunks` transposes them."""
     codes, x_scales = x if isinstance(x, Codes) else (x, None)
     columns, experts = codes.shape[1], places.offsets.shape[0] - 1
     made = new_chunks(codes, places.row_token.shape[0], experts, columns // halves, halves)
@@ -76,10 +76,10 @@ def chunk_products(
     accumulate: tuple[bool, bool] = (False, False),
     experts_at: Tensor | None = None,
 ) -> None:
-    """dW1 into up and gate, and dW2 into down, unless None.
+    """Write dW1 into up and gate, and dW2 into down, where these are not None.
 
-    pair: gate is a tensor of its own. accumulate: to add to up and gate, and to down. experts_at:
-    of up, gate and down.
+    pair: gate is a tensor of its own. accumulate: whether to add to up and gate, and to down.
+    experts_at: for up, gate and down.
     """
     rows, offsets = operands.places.row_token.shape[0], operands.places.offsets
 
@@ -127,7 +127,7 @@ def weight_gradients(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """dw_up, dw_gate and dw_down, each in its weight's dtype and layout.
 
-    wanted: those of up, and of down; lists: weights are views of lists at no one distance.
+    wanted: whether up's, and down's; lists: weights are views of unevenly spaced lists.
     """
     w_up, w_gate, w_down = weights
     like = stacked_like if lists else torch.empty_like

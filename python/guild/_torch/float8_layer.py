@@ -1,7 +1,7 @@
 """guild::float8_experts: a layer of quantised experts, with its gradient.
 
-Masters may be float32 where x has 16 bits: they are read by the quantiser alone, and their
-gradients are written in their dtype.
+Masters may be float32 where x has 16 bits: only the quantiser reads them, and their gradients have
+their dtype.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ _RECIPE = len(Recipe._fields)
 
 
 def _taken(kind: type, rest: tuple, count: int) -> tuple:
-    """A NamedTuple of the first arguments, and those that follow."""
+    """A NamedTuple made of the first arguments, and the arguments that follow."""
     return kind(*rest[:count]), rest[count:]
 
 
 def _given(result: Tensor | None, like: Tensor) -> Tensor:
-    """A result of an op, which an empty tensor of its own stands for where there is none."""
+    """An op's result, which is an empty tensor where there is none."""
     return like.new_empty(0) if result is None else result
 
 
 def settings_of(rest: tuple) -> tuple[QuantizedExperts, LayerFlags, Recipe, bool]:
-    """The arguments that follow a layer's biases, but for experts_at."""
+    """The arguments that follow a layer's biases, except experts_at."""
     experts, rest = _taken(QuantizedExperts, rest, _CODES)
     flags, rest = _taken(LayerFlags, rest, _FLAGS)
     recipe, (keep, *_) = _taken(Recipe, rest, _RECIPE)
@@ -130,7 +130,7 @@ def _gradient(ctx, dout, *_):
 def in_halves(
     flags: LayerFlags, recipe: Recipe, b_up: Tensor | None
 ) -> tuple[LayerFlags, Tensor | None]:
-    """Flags and bias of an H whose gate comes before up, as chunks of codes want dH to be."""
+    """Flags and bias for an H with gate before up, the order that chunks of dH's codes need."""
     if not (flags.interleaved and flags.gated and recipe.wgrad_codes):
         return flags, b_up
     if b_up is not None:

@@ -1,6 +1,6 @@
-"""guild::float8_moe: router and experts in FP8 as one op, of which x gets one gradient.
+"""guild::float8_moe: router and experts in FP8 as one op, with one gradient for x.
 
-As guild::moe_layer is in 16 bits: the router's part of dX is added where the experts' rows are
+As in guild::moe_layer, in 16 bits, the router's part of dX is added where the experts' rows are
 summed. X is kept for the router's gradient, so X's codes are not.
 """
 

@@ -1,4 +1,4 @@
-"""What torch sees of the FP8 ops that write into their arguments: no results and no gradient."""
+"""Tells torch of the FP8 ops that write into their arguments: no results and no gradient."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A layer of quantised experts as a sequence of ops: what forward and backward are made of.
+"""A layer of quantised experts as a sequence of ops, which forward and backward consist of.
 
-Codes are uint8 here, E4M3 but for the gradients' where `Recipe.gradients` says so. Weights lie as
-`QuantizedExperts` has them.
+Codes are uint8 here: E4M3, except for gradients' where `Recipe.gradients` says otherwise. Weights
+are laid out as in `QuantizedExperts`.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ class Recipe(NamedTuple):
     scales: int  # guild::ScaleKind of activations and gradients
     save_codes: bool  # keep H as codes
     wgrad_codes: bool  # weights' gradients are products of codes
-    reads_x: bool = False  # X is kept for another's gradient anyway
+    reads_x: bool = False  # X is kept for another gradient anyway
 
     @property
     def regroups(self) -> bool:
-        """Whether weights' gradients read codes that are there: with powers of two, exactly."""
+        """Whether weight gradients use existing codes, exactly, as scales are powers of two."""
         return self.wgrad_codes and self.scales == _POWER_OF_TWO
 
     @property
     def keeps_codes(self) -> bool:
-        """Whether backward needs X's codes and not X."""
+        """Whether backward needs X's codes instead of X."""
         return self.regroups and not self.reads_x
 
 
@@ -65,7 +65,7 @@ class QuantizedExperts(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Which rows are whose: the results of sort_by_expert."""
+    """Which expert and token rows belong to: the results of sort_by_expert."""
 
     offsets: Tensor
     row_token: Tensor
@@ -90,13 +90,13 @@ class Kept(NamedTuple):
 
 
 def reads_codes(flags: LayerFlags) -> bool:
-    """Whether the down gradient's CUDA kernel reads H as codes: with the plain SwiGLU alone."""
-    settings = slice(5)  # without a limit clamp_after means nothing
+    """Whether the down gradient's CUDA kernel reads H as codes, as only the plain SwiGLU's does."""
+    settings = slice(5)  # without a limit clamp_after has no effect
     return flags[settings] == Activation.named("silu").scalars[settings]
 
 
 def in_16_bits(kept: Kept, flags: LayerFlags, dtype: torch.dtype) -> Kept:
-    """H of codes as `dtype` has it, gate and up in the flags' order."""
+    """H in `dtype` from its codes, gate and up in the flags' order."""
     halves = 2 if flags.gated else 1
     values = kept.h.view(torch.float8_e4m3fn).to(dtype).unflatten(1, (halves, -1))
     scales = kept.scales.to(dtype).unflatten(1, (halves, -1))
@@ -185,15 +185,15 @@ class Wanted(NamedTuple):
 
 
 class DataGradients(NamedTuple):
-    """Results of backward but for the weights', None where not wanted."""
+    """Results of backward except the weights' gradients; None where not wanted."""
 
     dx: Tensor | None  # (T, H), or (R, H) by row
     dscores: Tensor | None
-    dh: Tensor | None  # (R, W) in 16 bits, where anything is made of it
+    dh: Tensor | None  # (R, W) in 16 bits, if anything reads it
     a_scaled: Tensor | None  # (R, I)
     dh_codes: Codes
     dout_codes: Codes
-    dh_chunks: Codes | None  # where weights' gradients are made of what is quantised here
+    dh_chunks: Codes | None  # if weight gradients read what is quantised here
     a_chunks: Codes | None
 
 
@@ -218,14 +218,14 @@ def data_gradients(
     wanted: Wanted,
     by_row: bool = False,
 ) -> DataGradients:
-    """dX, dscores and what the weights' gradients are made of; by_row: dX (R, H), not summed."""
+    """dX, dscores and operands of the weight gradients; by_row: dX is (R, H), not summed."""
     rows, (count, hidden, size) = places.row_token.shape[0], experts.down.shape
     halves = experts.up_scales.shape[1]
     scores = places.row_score
     order = flags
     if kept.scales is not None and dout.is_cuda:
         if reads_codes(flags):
-            flags = flags._replace(interleaved=False)  # as codes are
+            flags = flags._replace(interleaved=False)  # codes never are
         else:
             kept = in_16_bits(kept, flags, dout.dtype)
     given = quantized_rows(dout, recipe.gradients, recipe.scales)

@@ -53,7 +53,7 @@ def _quantize_out(
     made = QuantizedExperts(*out)
     first, *second = halves_of(w_up, w_gate, (gated, interleaved, transposed))
     up_at = down_at = None
-    if experts_at is not None:  # of w_up, w_gate and w_down
+    if experts_at is not None:  # its rows are for w_up, w_gate and w_down
         down_at = experts_at[2:]
         up_at = experts_at[:1] if not gated else experts_at[[0 if w_gate is None else 1, 0]]
     ops.quantize_weights_out(

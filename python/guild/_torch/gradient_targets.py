@@ -1,10 +1,10 @@
 """The tensors that weight gradients are written to: `.grad` or `main_grad` of a parameter, or of
 each in a list of one parameter per expert.
 
-Parameters may follow the contract of Megatron-Core and Transformer Engine for `main_grad`, which
-its attributes say: `grad_added_to_main_grad` (set to True here, and the parameter gets a gradient
-without meaning through autograd, so that its hooks run), `zero_out_wgrad` (that gradient is zero),
-`overwrite_main_grad` (what is there is not added to) and `get_main_grad()`.
+Parameters may follow the contract of Megatron-Core and Transformer Engine for `main_grad`, given by
+attributes: `grad_added_to_main_grad` (set to True here; autograd hands the parameter a dummy
+gradient so that its hooks run), `zero_out_wgrad` (that dummy is zero), `overwrite_main_grad` (old
+contents are overwritten, not added to) and `get_main_grad()`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from guild._torch.expert_lists import Listed, Placed, placed, say_copied, view_o
 
 
 def members(parameter: Listed | None) -> list[Tensor]:
-    """The tensors of a parameter: of a list all, of none none."""
+    """The tensors of a parameter: all of a list's; none for None."""
     if parameter is None:
         return []
     return [parameter] if isinstance(parameter, Tensor) else list(parameter)
@@ -32,7 +32,7 @@ def wanting(parameters: Iterable[Listed | None]) -> list[Tensor]:
 
 
 def distinct(parameter: Listed | None, seen: set[int]) -> dict[str, Tensor]:
-    """Its tensors that want a gradient and have not been seen, by what follows its name."""
+    """A parameter's tensors that want a gradient and are not in `seen`, by their name's suffix."""
     alone, found = isinstance(parameter, Tensor), {}
     for e, tensor in enumerate(members(parameter)):
         if tensor.requires_grad and id(tensor) not in seen:
@@ -42,7 +42,7 @@ def distinct(parameter: Listed | None, seen: set[int]) -> dict[str, Tensor]:
 
 
 def spread(name: str, suffix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors under their full names: as one where they lie evenly."""
+    """Tensors under their full names; as one tensor if evenly spaced."""
     if len(tensors) > 1 and all(type(t) in (Tensor, torch.nn.Parameter) for t in tensors.values()):
         whole = view_of(list(tensors.values()))
         if whole is not None:
@@ -54,15 +54,15 @@ def spread(name: str, suffix: str, tensors: dict[str, Tensor]) -> dict[str, Tens
 
 
 def follows_contract(parameter: Tensor) -> bool:
-    """Whether somebody waits for autograd to reach the parameter."""
+    """Whether the parameter relies on being reached by autograd."""
     return hasattr(parameter, "grad_added_to_main_grad")
 
 
 def meaningless_gradients(parameters: Sequence[Tensor]) -> list[Tensor | None]:
     """What autograd hands to parameters whose gradient is or will be in `main_grad`.
 
-    None for those that nobody waits for. Parameters of one shape share the memory: nobody reads it,
-    or it is zero.
+    None for those that do not rely on it. Parameters of one shape share the memory, as nobody
+    reads it, or it is zero.
     """
     gradients: list[Tensor | None] = [None] * len(parameters)
     alike: dict[tuple, list[int]] = {}
@@ -81,13 +81,13 @@ def meaningless_gradients(parameters: Sequence[Tensor]) -> list[Tensor | None]:
 
 
 def main_grad_of(name: str, parameter: Tensor) -> Tensor:
-    """The tensor to add to; ValueError unless it is there and as it should be."""
+    """The tensor to add to; ValueError if it is missing or does not fit."""
     if hasattr(parameter, "get_main_grad"):
         parameter.main_grad = parameter.get_main_grad()
     main = getattr(parameter, "main_grad", None)
     if type(main) is Tensor and main.dtype is torch.float32 and main.is_contiguous():
         if main.shape == parameter.shape and main.device == parameter.device:
-            return main  # as a rule, and there may be hundreds
+            return main  # the usual case, checked first as there may be hundreds
     if not isinstance(main, Tensor):
         raise ValueError(f"{name}.main_grad: expected a float32 tensor, got {main!r}")
     if main.dtype not in (torch.float32, parameter.dtype) or main.shape != parameter.shape:
@@ -102,7 +102,7 @@ def main_grad_of(name: str, parameter: Tensor) -> Tensor:
 
 
 def expect_targets(name: str, parameter: Listed | None, main_grad: bool) -> None:
-    """Raise ValueError unless gradients can be put where they should go."""
+    """Raise ValueError unless gradients can be written where they should go."""
     listed = parameter is not None and not isinstance(parameter, Tensor)
     for e, tensor in enumerate(members(parameter)):
         if not tensor.requires_grad:
@@ -113,7 +113,7 @@ def expect_targets(name: str, parameter: Listed | None, main_grad: bool) -> None
                 f"{own}: expected a parameter (a leaf tensor) with weight_gradients, got the "
                 "result of an operation"
             )
-        if main_grad and not hasattr(tensor, "get_main_grad"):  # that one may allocate
+        if main_grad and not hasattr(tensor, "get_main_grad"):  # which may allocate
             main_grad_of(own, tensor)
 
 
@@ -133,8 +133,8 @@ def targets(
 ) -> Iterator[tuple[list[Placed | None], bool]]:
     """Tensors for one op to write to, None where nothing is wanted, and whether it adds to them.
 
-    A list is written in place. Where that cannot be the op writes a tensor of its own, whose parts
-    go to their places at the end.
+    A list is written in place. If that is not possible, the op writes a temporary, whose parts are
+    moved to their places at the end.
     """
     wanted = [(n, p, [t for t in members(p) if t.requires_grad]) for n, p in named]
     existing = {
@@ -160,7 +160,7 @@ def targets(
     yield opened, add
     for tensor, part in left:
         _put(tensor, part, existing[id(tensor)], id(tensor) in fresh)
-        fresh.discard(id(tensor))  # of a tensor that is there twice, the second part is added
+        fresh.discard(id(tensor))  # if a tensor is listed twice, its second part is added
 
 
 def _whole(t: Tensor, existing: dict, fresh: set[int], add: bool) -> Tensor:
@@ -175,7 +175,7 @@ def _whole(t: Tensor, existing: dict, fresh: set[int], add: bool) -> Tensor:
 def _listed(
     name: str, tensors: list[Tensor], existing: dict, fresh: set[int], add: bool
 ) -> tuple[Placed, list[tuple[Tensor, Tensor]]]:
-    """The target of a list, and which part of it is still to be put where."""
+    """The target of a list, and which of its parts are still to be moved where."""
     shape = (len(tensors), *tensors[0].shape)
     new = torch.zeros if add else torch.empty
     dtype, device = tensors[0].dtype, tensors[0].device
@@ -189,7 +189,7 @@ def _listed(
         if found is not None:
             return found, []
     there = [existing[id(t)] for t in tensors if existing.get(id(t)) is not None]
-    if there and len(shape) > 2:  # of a bias it costs next to nothing
+    if there and len(shape) > 2:  # for a bias a copy costs next to nothing
         say_copied(f"{name}'s gradients")
     dtype = there[0].dtype if there else dtype
     target = new(shape, dtype=dtype, device=device)
@@ -198,7 +198,7 @@ def _listed(
 
 
 def _in_place(tensors: list[Tensor], existing: dict, fresh: set[int], add: bool) -> Placed | None:
-    """Where the gradients of a list are, as one tensor; None if nothing describes that."""
+    """The gradients of a list as one tensor; None if no view describes them."""
     for t in tensors:
         if existing[id(t)] is None:  # as some others have one, which are added to
             existing[id(t)] = t.grad = torch.zeros_like(t)

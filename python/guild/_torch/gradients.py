@@ -1,7 +1,7 @@
 """Gradients of the ops: what is saved, and which backward op gives the gradient.
 
-Backward keeps what design calls for and nothing else: the layer's input, the pre-activations, the
-routing, and the weights by reference.
+Backward keeps only the layer's input, the pre-activations, the routing, and the weights by
+reference.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def wanted_bits(
     weights: Sequence[bool] = (),
     by_row: bool = False,
 ) -> int:
-    """`wanted` of the backward ops.
+    """The `wanted` argument of the backward ops.
 
-    weights: of w_up, w_down, b_up, b_down; by_row: dx (R, H), a row's by itself.
+    weights: whether for w_up, w_down, b_up, b_down; by_row: dx is (R, H), one row each.
     """
     up, down, up_bias, down_bias = weights or (False,) * 4
     results = dx and not by_row, dscores, up, down, up_bias, down_bias, dx and by_row
@@ -118,7 +118,7 @@ def expert_gradients(
 ) -> list[Tensor | None]:
     """dx, dscores, dw_up, dw_gate, dw_down, db_up and db_down, None where not wanted.
 
-    saved: the arguments of moe_backward from x to b_down; by_row: dx (R, H), a row's by itself.
+    saved: the arguments of moe_backward from x to b_down; by_row: dx is (R, H), not summed.
     """
     x, scores, w_up, w_gate, w_down, b_up, b_down = wanted
     bits = wanted_bits(x, scores, (w_up or w_gate, w_down, b_up, b_down), by_row)
@@ -179,7 +179,7 @@ def _bias_setup(ctx, inputs, output):
 def _bias_second_gradient(ctx, ddb):
     (offsets,) = ctx.saved_tensors
     rows = torch.arange(ctx.rows, device=ddb.device, dtype=torch.int32)
-    expert = torch.searchsorted(offsets[1:], rows, right=True)  # E where a row is nobody's
+    expert = torch.searchsorted(offsets[1:], rows, right=True)  # E if a row belongs to no expert
     return F.pad(ddb, (0, 0, 0, 1)).index_select(0, expert), None
 
 
@@ -196,7 +196,7 @@ def _bias_fake(m, offsets):
 def bias_gradient(m: Tensor, offsets: Tensor) -> Tensor:
     """Sums of m's rows (R, width) by expert: (E, width) in m's dtype.
 
-    offsets: int32 (E + 1), the first one 0. Can be differentiated.
+    offsets: int32 (E + 1), the first one 0. Differentiable.
     """
     return ops.bias_gradient(m, offsets)
 
@@ -240,7 +240,7 @@ def _grouped_bias_gradient(
         return dout.new_zeros(_groups(mat_a, mat_b, offs), dout.shape[-2 if by_row else -1])
     if offs is None:
         return dout.sum(1)
-    if mat_a.dim() == mat_b.dim():  # groups of an empty sum get none either
+    if mat_a.dim() == mat_b.dim():  # nor do groups with an empty sum
         filled = starts(offs).diff() > 0
         return dout.sum(1) * filled[:, None]
     by_row = dout if mat_b.dim() == 3 else dout.mT.contiguous()
@@ -268,10 +268,10 @@ def _pair_up_gradient(ctx, da, dh):
     nothing = (None,) * 7
     x, w_up, offsets, h = ctx.saved_tensors
     want_x, want_w, _, want_bias = ctx.needs_input_grad[1:5]
-    again = torch.is_grad_enabled()  # then differentiable operations alone
+    again = torch.is_grad_enabled()  # then only differentiable operations
     if da is not None:  # swiglu_out was used on its own
         activation, order = _activation_of(ctx.flags)
-        if again:  # rows of nobody may hold NaN, which times their zero gradients is NaN
+        if again:  # rows of no expert may hold NaN, and NaN times their zero gradients is NaN
             nobody = torch.arange(h.shape[0], device=h.device) >= offsets[-1]
             h = h.masked_fill(nobody[:, None], 0)
         from_a = activation.gradient(h, da, order)
@@ -322,7 +322,7 @@ def _pair_down_kernels(ctx, dout, kept, w_down, offsets, want_a, want_aux, want_
 
 
 def _pair_down_again(ctx, dout, kept, w_down, offsets, want_a, want_aux, want_w):
-    """The same of differentiable operations."""
+    """The same with differentiable operations."""
     a, da, dh, dw = kept, None, None, None
     ends = offsets[1:]
     if want_a or want_aux:

@@ -39,9 +39,9 @@ def layer_arguments(
     routed: bool = False,
     masters: bool = False,
 ) -> tuple:
-    """Checked, cast arguments of an op, and at the end whether any of them wants a gradient.
+    """Checked, cast arguments of an op, followed by whether any of them wants a gradient.
 
-    masters: weights are read by a quantiser alone, so they stay as they are and may be float32.
+    masters: only a quantiser reads the weights, so they are not cast and may be float32.
     """
     activation = as_activation(activation)
     interleaved = is_interleaved(order)
@@ -56,7 +56,7 @@ def layer_arguments(
         w_gate, w_up = w_up
         if interleaved and isinstance(b_up, Tensor) and b_up.dim() == 2:
             b_up = torch.cat((b_up[:, 0::2], b_up[:, 1::2]), 1)
-        interleaved = False  # as the pre-activations of two tensors are kept
+        interleaved = False  # the layout of pre-activations from two tensors
     if isinstance(b_up, tuple | list):
         b_up = joined_bias(b_up, activation, interleaved)
     expect_tensor("w_up", w_up)
@@ -129,7 +129,7 @@ def _expect_weights(
 
 
 def local_ids(topk_ids: Tensor, expert_map: Tensor | None) -> Tensor:
-    """The places of the slots' experts in the weights at hand; -1 where they are not there."""
+    """The indices of the slots' experts in the local weights; -1 for experts not among them."""
     if expert_map is None:
         return topk_ids
     expect_dims("expert_map", expert_map, 1, what="(experts of all ranks,)")

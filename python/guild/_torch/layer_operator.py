@@ -2,7 +2,7 @@
 guild::moe_layer_out into a tensor of the caller's, guild::infer_layer with few arguments.
 
 In one op x gets one gradient: the router's part, dlogits W, is added where the experts' rows are
-summed, which costs no time; autograd would add the two in a pass of its own.
+summed, at no cost in time; autograd would add the two in a separate pass.
 """
 
 from __future__ import annotations

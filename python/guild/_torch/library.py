@@ -15,7 +15,7 @@ _OUT_OF_MEMORY = "CUDA out of memory"
 
 
 def candidates() -> list[Path]:
-    """Where the library may lie, most wanted first.
+    """Where the library may lie, in order of preference.
 
     The file named by the environment variable GUILD_LIBRARY; the package's own folder, where a
     wheel puts it; and in a source checkout build/run and build/test, the newer one first.
@@ -40,7 +40,7 @@ def load() -> Path:
     Raises
     ------
     ImportError
-        If torch is older than 2.10, the library is nowhere to be found, or it does not load.
+        If torch is older than 2.10, the library is not found, or it does not load.
     """
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if version < _OLDEST_TORCH:
@@ -64,10 +64,10 @@ def load() -> Path:
 
 
 def _translate_errors() -> None:
-    """Make failed allocations on a GPU torch's own error, in compiled graphs too.
+    """Turn failed allocations on a GPU into torch's own error, in compiled graphs too.
 
-    An exception of torch cannot cross the stable ABI, so the library raises a RuntimeError that
-    says the same.
+    torch's exceptions cannot cross the stable ABI, so the library raises a RuntimeError with the
+    same text.
     """
     for name in torch._C._dispatch_get_all_op_names():
         space, _, op = name.partition("::")
@@ -78,9 +78,9 @@ def _translate_errors() -> None:
 
 
 def translated(op: Callable, raise_earlier_error: Callable[[], object]) -> Callable:
-    """The op with torch.OutOfMemoryError in place of the library's words for it.
+    """The op, raising torch.OutOfMemoryError in place of the library's RuntimeError.
 
-    raise_earlier_error: an allocation fails after a kernel that failed, too.
+    raise_earlier_error: called first, as an allocation also fails after a kernel that failed.
     """
 
     @wraps(op)

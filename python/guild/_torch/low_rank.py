@@ -8,9 +8,9 @@ Y = A W2^T + b2 + (A A2^T) B2^T, where B1 and B2 hold the scale. Backward, with 
     u1 = dH B1                dX = dH W1 + u1 A1
     dB1 = dH^T t                                                 dA1 = u1^T X[row_token]
 
-Every product is one of the layer's own steps. A term of rank r is r more of a product's inner
-dimension, [X, t] [W1, B1]^T, which the step adds to its sums before it rounds or activates them.
-What leads to t and u, and what comes of them, are steps on narrow matrices, of r columns.
+Every product is one of the layer's own steps. A term of rank r adds r to a product's inner
+dimension, [X, t] [W1, B1]^T, whose sums the step adds before it rounds or activates them. The steps
+that compute t and u, and those that read them, work on narrow matrices of r columns.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from guild._torch.autograd import (
 from guild._torch.expert_lists import stacked_like
 from guild._torch.operators import LayerFlags, ops, score_dtype
 
-_LINEAR = (0, False, 1.0, math.inf, 0.0, False, False, False)  # an up projection read as H alone
+_LINEAR = (0, False, 1.0, math.inf, 0.0, False, False, False)  # an up projection that gives only H
 
 
 class LowRank(NamedTuple):
-    """The low-rank operands of a layer, a pair of them None where a projection has none."""
+    """The low-rank operands of a layer; both of a projection without a term are None."""
 
     a_up: Tensor | None  # (E, r1, H)
     b_up: Tensor | None  # (E, W, r1), times the scale
@@ -52,11 +52,11 @@ class LowRank(NamedTuple):
 
     @property
     def wants_gradient(self) -> bool:
-        """Whether any of them does."""
+        """Whether any of them wants one."""
         return any(t is not None and t.requires_grad for t in self)
 
     def aligned(self) -> LowRank:
-        """The same as the kernels of their device read them."""
+        """The same, aligned as the kernels of their device require."""
         return LowRank(*(None if t is None else aligned(t) for t in self))
 
 
@@ -68,11 +68,11 @@ class Weights(NamedTuple):
     w_down: Tensor
     b_up: Tensor | None
     b_down: Tensor | None
-    experts_at: Tensor | None = None  # of w_up, w_gate and w_down: see src/torch/ops.h
+    experts_at: Tensor | None = None  # for w_up, w_gate and w_down: see src/torch/ops.h
 
 
 class Places(NamedTuple):
-    """Which rows belong to which expert and token; sorted rows have offsets alone."""
+    """Which rows belong to which expert and token; for sorted rows only offsets are given."""
 
     offsets: Tensor
     row_token: Tensor | None
@@ -85,7 +85,7 @@ class Places(NamedTuple):
 
 
 def _narrow(rows: Tensor, places: Places, weight: Tensor, gathered: bool) -> Tensor:
-    """rows weight_e^T of (E, r, width), by row; gathered: of each row's token."""
+    """rows weight_e^T of (E, r, width), by row; gathered: rows are those of each row's token."""
     if gathered and places.row_token is not None:
         return ops.up_projection(
             rows, places.offsets, places.row_token, weight, None, None, *_LINEAR, True
@@ -94,9 +94,10 @@ def _narrow(rows: Tensor, places: Places, weight: Tensor, gathered: bool) -> Ten
 
 
 def _like(term: Tensor, weight: Tensor, inputs: int) -> Tensor:
-    """term (E, outputs, r) as a product with this weight reads it, whose inputs are a dimension.
+    """term (E, outputs, r) in the layout in which a product with this weight reads it.
 
-    A kernel reads both along their inputs or both along their outputs.
+    A kernel reads both contiguous along their inputs, or both along their outputs. inputs: which
+    dimension of the weight that is.
     """
     if not needs_alignment(term):
         return term
@@ -176,7 +177,7 @@ def x_gradient(
     want_x: bool,
     want_u: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """dX, by token or by sorted row, and u1 (R, r1), where each is wanted."""
+    """dX, by token or by sorted row, and u1 (R, r1); None where not wanted."""
     u = None
     if low.a_up is not None and (want_x or want_u):
         u = _narrow(dh, places, low.b_up.mT, False)
@@ -202,7 +203,7 @@ def low_rank_gradients(
     low: LowRank,
     wanted: tuple[bool, ...],
 ) -> LowRank:
-    """dA and dB of both terms where they are wanted; else None."""
+    """dA and dB of both terms; None where not wanted."""
     offsets, row_token, *_ = places
     want_a_up, want_b_up, want_a_down, want_b_down = wanted
     da_up = db_up = da_down = db_down = None
@@ -223,14 +224,14 @@ def low_rank_gradients(
 
 
 def clear_nobodys(rows: Tensor, offsets: Tensor) -> Tensor:
-    """Zeros in sorted rows before the first expert's and after the last one's, in place."""
+    """Zero sorted rows before the first expert's and after the last one's, in place."""
     number = torch.arange(rows.shape[0], device=rows.device)
     nobody = (number < offsets[0]) | (number >= offsets[-1])
     return rows.masked_fill_(nobody[:, None], 0)
 
 
 def output(y: Tensor, places: Places, scores: Tensor | None, residual: Tensor | None) -> Tensor:
-    """The layer's output of Y: by token, or by row where rows came sorted."""
+    """The layer's output from Y: by token, or by row if rows came sorted."""
     if places.slot_row is None:
         return clear_nobodys(y, places.offsets)
     return ops.combine(y, places.slot_row, scores, places.token_offsets, residual)
@@ -257,14 +258,14 @@ def _forward_fake(x, scores, residual, *rest):
 
 
 def _parts(rest):
-    """weights, low-rank operands, places, flags and the last argument, of an op's arguments."""
+    """Split an op's arguments: weights, low-rank operands, places, flags, the last argument."""
     weights = Weights(*rest[:5], LayerFlags.experts_at(rest[14:]))
     low, places = LowRank(*rest[5:9]), Places(*rest[9:14])
     return weights, low, places, *LayerFlags.and_last(rest[14:])
 
 
 def _wanted_flags(wanted: int) -> tuple[bool, ...]:
-    """Of x, scores, then of the weights and low-rank operands in the ops' order."""
+    """Whether x, scores, then the weights and low-rank operands in the ops' order are wanted."""
     return tuple(bool(wanted & 1 << i) for i in range(2 + 5 + 4))
 
 
@@ -285,7 +286,7 @@ def _backward(dout, x, h, t, *rest):
 
 
 def _weight_gradients(x, dout, dh, a, places, weights, flags, wanted):
-    """dW and db where they are wanted; else None."""
+    """dW and db; None where not wanted."""
     offsets, row_token, _, row_score, _ = places
     dw_up = dw_gate = dw_down = db_up = db_down = None
     if wanted[0] or wanted[1]:

@@ -18,12 +18,12 @@ LIBRARY = library.load()
 ops = torch.ops.guild
 
 # Bits of `wanted` in moe_backward, experts_backward and data_gradients (src/torch/layer.cpp).
-# WANT_ROWS: dx by row, in place of WANT_X.
+# WANT_ROWS: dx by row, instead of WANT_X.
 WANT_X, WANT_SCORES, WANT_UP, WANT_DOWN, WANT_UP_BIAS, WANT_DOWN_BIAS, WANT_ROWS = (
     1 << i for i in range(7)
 )
 
-SOFTMAX = 0  # guild::Score::softmax: the one score without slopes
+SOFTMAX = 0  # guild::Score::softmax: the only score without slopes
 
 _SCORE_PART = 256  # columns of A whose <g, A> is one partial sum of dS (guild::score_parts)
 
@@ -31,7 +31,7 @@ _SCORE_PART = 256  # columns of A whose <g, A> is one partial sum of dS (guild::
 class LayerFlags(NamedTuple):
     """How a layer's activation and weights are read, in the order of the ops' arguments."""
 
-    kind: int  # place in activations.KINDS: guild::ActivationKind
+    kind: int  # index in activations.KINDS: guild::ActivationKind
     gated: bool
     alpha: float
     limit: float
@@ -42,18 +42,18 @@ class LayerFlags(NamedTuple):
 
     @staticmethod
     def and_last(arguments: Sequence[Any]) -> tuple[LayerFlags, Any]:
-        """The flags at the beginning of an op's last arguments, and the one that follows them."""
+        """The flags at the beginning of an op's last arguments, and the argument after them."""
         count = len(LayerFlags._fields)
         return LayerFlags(*arguments[:count]), arguments[count]
 
     @staticmethod
     def experts_at(arguments: Sequence[Any]) -> Tensor | None:
-        """Of the same: what follows those, None where it was left out."""
+        """Of the same arguments, the one after those; None if it was left out."""
         return next(iter(arguments[len(LayerFlags._fields) + 1 :]), None)
 
     @property
     def up_weight(self) -> tuple[bool, bool, bool]:
-        """How w_up lies, as the ops that take it without an activation want to know."""
+        """The layout of w_up, for ops that take it without an activation."""
         return self.gated, self.interleaved, self.transposed
 
 
@@ -63,7 +63,7 @@ def score_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def score_parts(intermediate: int) -> int:
-    """Partial sums of dS that the down gradient leaves for a row."""
+    """Number of partial sums of dS that the down gradient leaves for a row."""
     return (intermediate + _SCORE_PART - 1) // _SCORE_PART
 
 
@@ -136,7 +136,7 @@ def _route_backward(
 
 
 def _tokens(by_slot: Tensor, token_offsets: Tensor | None) -> int:
-    """Tokens of (T, K) slots, or of lists of any length."""
+    """The number of tokens of (T, K) slots, or of lists of any length."""
     return by_slot.shape[0] if token_offsets is None else token_offsets.shape[0] - 1
 
 

@@ -1,4 +1,4 @@
-"""Gradients of the router's ops: from the scores, and from the sums that balancing needs."""
+"""Gradients of the router's ops: from the scores, and from the sums used for balancing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from guild._torch.operators import SOFTMAX, ops, route_fake, score_dtype
 
 
 class Weighing(NamedTuple):
-    """How a router's weights follow from its logits: guild::Router without the choice."""
+    """How a router's weights follow from its logits: guild::Router except for the choice."""
 
     score: int
     renormalize: bool
@@ -30,7 +30,7 @@ class Weighing(NamedTuple):
 
     @property
     def needs_logits(self) -> bool:
-        """guild::needs_logits: whether every logit may get a gradient, which depends on all."""
+        """guild::needs_logits: whether every logit may get a gradient that depends on all."""
         return self.sum_floor > 0 if self.renormalize else self.score == SOFTMAX
 
     def kept(self, slopes: Tensor) -> Tensor | None:
@@ -144,8 +144,8 @@ def _route_tokens_logits_gradient(dscores, routed, x, weight, weighing):
 def router_gradients(dx_rows, slot_row, dscores, routed, x, weight, weighing, want_weight):
     """dx of the whole layer from the experts' by row, and dweight; None where not wanted.
 
-    Where all logits have gradients, the router's part is a product; where only the chosen experts'
-    have, it comes with the sum over a token's rows.
+    If all logits have gradients, the router's part is a product; if only those of the chosen
+    experts do, it is added in the sum over a token's rows.
     """
     dlogits = _route_tokens_logits_gradient(dscores, routed, x, weight, weighing)
     dx = None

@@ -32,7 +32,7 @@ class Layer:
     name : str
         "guild", "guild_sms", "compiled", "eager" or "plain"; a subclass has its own.
     problems : list of Problem
-        Input sets that the calls go round.
+        Input sets that the calls cycle through.
     """
 
     def __init__(self, name: str, problems: list[Problem]) -> None:
@@ -50,7 +50,7 @@ class Layer:
         return layer_module(self.name, problem)
 
     def forward(self) -> torch.Tensor:
-        """One forward pass that keeps what the backward pass needs."""
+        """One forward pass, keeping what the backward pass needs."""
         turn = next(self._turn)
         return self._modules[turn](self._problems[turn].x)
 
@@ -127,8 +127,8 @@ class Bound:
 
     Forward: up and down projection. Backward: down gradient, dW2, up gradient, dW1. Every expert
     has T K / E rows, rounded up, so that no row of the layer is left out. Weights are read through
-    other-shaped views of the layer's: the values do not matter here and a second copy would not
-    always fit.
+    differently shaped views of the layer's: the values do not matter here, and a second copy would
+    not always fit.
     """
 
     name = "bound"
@@ -170,7 +170,7 @@ class Bound:
         return [partial(torch.bmm, *pair) for pair in pairs]
 
     def calls(self, out: dict[str, torch.Tensor]) -> dict[str, Callable]:
-        """Each product alone, by name; calls go round the weights, results of `out` go there."""
+        """Each product alone, by name; calls cycle through the weights and write into `out`."""
 
         def turn(place: int, out: torch.Tensor | None) -> Callable:
             return lambda: self.products(*next(self._weights))[place](out=out)
@@ -179,17 +179,18 @@ class Bound:
 
 
 class Floor(Bound):
-    """The bound's products and, one after another, copies of what a fused layer moves beside them.
+    """The bound's products, followed by copies of what a fused layer moves in addition.
 
     Forward: the combine's rows of Y and its output, the router's X and logits, and A, which is
-    written beside H. Backward: the combine's rows of dX and its output, the router's X and the
-    gradient of its logits, and H and its gradient, which the down gradient reads and writes where
-    the bare product writes A's width alone. Copies in memory, half of the bytes read, half written.
+    written in addition to H. Backward: the combine's rows of dX and its output, the router's X and
+    the gradient of its logits, and H and its gradient, which the down gradient reads and writes
+    where the bare product only writes A's width. Copies in memory: half of the bytes read, half
+    written.
 
     Attributes
     ----------
     copied : dict
-        Bytes by pass, read and written together.
+        Bytes by pass, reads and writes together.
     """
 
     name = "floor"
@@ -248,7 +249,7 @@ def layer_module(name: str, problem: Problem) -> nn.Module:
 
 
 def module_of(make: Callable[..., nn.Module], problem: Problem | Weights) -> nn.Module:
-    """What a constructor of layers makes with the sizes and weights of a problem or a layer."""
+    """What a constructor of layers makes from the sizes and weights of a problem or a layer."""
     _, hidden, intermediate, experts, top_k = problem.shape
     with torch.device("meta"):
         module = make(hidden, intermediate, experts, top_k)

@@ -1,8 +1,8 @@
-"""The steps of a layer as calls of their own, each on what the steps before it left.
+"""The steps of a layer as separate calls, each on what the steps before it left.
 
-The layer runs once, so that what every step reads is there; from then on each can be called over
-and over. The order of the experts' backward is the core's (compose.h), which leaves its
-intermediate results here; the names below are in that order, the router's steps last.
+The layer runs once, so that every step's inputs exist; from then on each can be called repeatedly.
+The order of the experts' backward is the core's (compose.h), which leaves its intermediate results
+here; the names below are in that order, the router's steps last.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _RULE = (0, True, 1.0)  # the router's: softmax, renormalised, not scaled
 
 
 class Work(NamedTuple):
-    """What a step cannot do without.
+    """The least that a step has to do.
 
     Attributes
     ----------
@@ -53,7 +53,7 @@ class Work(NamedTuple):
 
 
 def step_work(shape: Shape, dtype: torch.dtype, bias: bool) -> dict[str, Work]:
-    """Work of every step; x and dO count T rows, whatever number of rows is gathered from them."""
+    """Work of every step; x and dO count as T rows, however many rows are gathered from them."""
     t, h, i, e, k = shape
     rows, size, score = t * k, dtype.itemsize, score_dtype(dtype).itemsize
     parts = score_parts(i) * score
@@ -90,20 +90,20 @@ class StepChain:
     Parameters
     ----------
     problem : Problem
-        Inputs; with biases the chain has their gradients.
+        Inputs; with biases, the chain has their gradients too.
 
     Attributes
     ----------
     calls : dict
-        Every step by name, in order; a call computes it anew and returns what it computed.
+        Every step by name, in order; a call repeats it and returns what it computed.
     offsets, row_token, row_score, slot_row : torch.Tensor
         The routing.
     h, a, y, dh, a_scaled : torch.Tensor
-        (R, 2I), (R, I), (R, H), (R, 2I), (R, I): what the steps left.
+        (R, 2I), (R, I), (R, H), (R, 2I), (R, I): results of the steps.
     dw_up, dw_down : torch.Tensor
-        The gradients of the weights, written anew by every call of theirs.
+        The gradients of the weights, overwritten by every call that computes them.
     db_up, db_down : torch.Tensor or None
-        Those of the biases, by every down gradient.
+        The gradients of the biases, overwritten by every down gradient.
     """
 
     @torch.no_grad()
@@ -198,7 +198,7 @@ class StepChain:
         self._weight_gradients(self.dw_up, None)
 
     def _weight_gradients(self, dw_up: Tensor | None, dw_down: Tensor | None) -> None:
-        """With the schedule that the layer's backward makes; its time is part of each."""
+        """With a schedule of its own, as the layer's backward makes one; it is part of the time."""
         operands = (self.x, self.dout, self.dh, self.a_scaled, self.offsets, self.row_token)
         layout = self._flags.up_weight
         ops.weight_gradients_out(*operands, dw_up, None, dw_down, *layout, False)
@@ -221,7 +221,7 @@ class StepChain:
 
 
 def in_turn(chains: list[StepChain]) -> dict[str, Callable[[], object]]:
-    """The steps of several chains, each call going on to the next chain."""
+    """The steps of several chains; each call uses the next chain."""
 
     def turn(name: str) -> Callable[[], object]:
         calls = itertools.cycle([chain.calls[name] for chain in chains])

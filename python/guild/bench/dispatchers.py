@@ -1,6 +1,6 @@
-"""Layers over ranks whose tokens other libraries send, to time beside Guild's engines.
+"""Layers over ranks whose tokens are sent by other libraries, to be timed beside Guild's engines.
 
-Router and experts are Guild's in all of them. What differs is how rows come to the experts, and
+Router and experts are Guild's in all of them. They differ in how rows get to the experts, and
 results back:
 
     deepep            DeepEP 1 on one host: a token goes once to a rank, which adds its experts'
@@ -35,14 +35,14 @@ _DEEPEP_MULTIPROCESSORS = 48
 
 
 class DispatchedLayer:
-    """A layer's router, then `routed`, which a subclass has.
+    """A layer's router, followed by `routed`, which a subclass defines.
 
     Parameters
     ----------
     shape : Shape
         Tokens of this rank, and the whole layer's sizes.
     layer : guild.MoE
-        Whose router and weights it has: this rank's experts.
+        The layer whose router and weights it uses: this rank's experts.
     """
 
     def __init__(self, shape: Shape, layer: guild.MoE) -> None:
@@ -60,7 +60,7 @@ class DispatchedLayer:
 
 
 class DeepEPLayer(DispatchedLayer):
-    """With DeepEP's kernels between the GPUs of one host.
+    """A layer with DeepEP's kernels between the GPUs of one host.
 
     Parameters
     ----------
@@ -75,7 +75,7 @@ class DeepEPLayer(DispatchedLayer):
 
         super().__init__(shape, layer)
         ranks = dist.get_world_size()
-        Buffer.set_num_sms(_DEEPEP_MULTIPROCESSORS)  # what both configs say
+        Buffer.set_num_sms(_DEEPEP_MULTIPROCESSORS)  # as both configs say
         configs = Buffer.get_dispatch_config(ranks), Buffer.get_combine_config(ranks)
         row = shape.hidden * layer.w_down.element_size()
         size = max(config.get_nvl_buffer_size_hint(row, ranks) for config in configs)
@@ -134,7 +134,7 @@ class _Combine(torch.autograd.Function):
 
 
 class TorchtitanLayer(DispatchedLayer):
-    """With torchtitan's all-to-all dispatcher."""
+    """A layer with torchtitan's all-to-all dispatcher."""
 
     def __init__(self, shape: Shape, layer: guild.MoE) -> None:
         from torchtitan.distributed.utils import set_spmd_backend
@@ -176,9 +176,9 @@ class TorchtitanLayer(DispatchedLayer):
 
 
 class AsyncTorchtitanLayer(TorchtitanLayer):
-    """With MinimalAsyncEP, whose rows lie where the next exchange writes.
+    """A layer with MinimalAsyncEP, whose rows lie where the next exchange writes.
 
-    So it wants the whole layer computed again in backward, which is done here, with the one copy of
+    So the whole layer has to be computed again in backward. That is done here, with the one copy of
     rows that the gradients of weights need.
     """
 
@@ -189,7 +189,7 @@ class AsyncTorchtitanLayer(TorchtitanLayer):
             MinimalAsyncEPTokenDispatcher as Dispatcher,
         )
 
-        api._buffer_key = api._buffer_state = None  # else a process has layers of one size alone
+        api._buffer_key = api._buffer_state = None  # else a process supports only one layer size
         config = Dispatcher.Config(
             num_experts=shape.experts,
             top_k=shape.top_k,
@@ -206,7 +206,7 @@ class AsyncTorchtitanLayer(TorchtitanLayer):
 
 
 class _Again(torch.autograd.Function):
-    """`TorchtitanLayer.sent`, of which nothing but the arguments is kept."""
+    """`TorchtitanLayer.sent`, keeping nothing but the arguments."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, layer: TorchtitanLayer, *tensors: Tensor) -> Tensor:
@@ -224,7 +224,7 @@ class _Again(torch.autograd.Function):
         return None, dx, None, dscores, *dweights
 
 
-# What makes a layer, and the package that it needs.
+# The constructor of a layer, and the package that it needs.
 DISPATCHERS: dict[str, tuple[Callable[[Shape, guild.MoE], DispatchedLayer], str]] = {
     "deepep": (partial(DeepEPLayer, static=False), "deep_ep"),
     "deepep-static": (partial(DeepEPLayer, static=True), "deep_ep"),

@@ -1,8 +1,8 @@
 """Whole layers checked and timed side by side: Guild's, the cuBLAS bound, PyTorch's.
 
 For every shape and routing each candidate is checked against a reference, then all are timed in
-interleaved rounds; what fails its check is not timed. Ratios are medians over the rounds. Several
-routings of a shape share their weights and their rounds, so that they can be compared too.
+interleaved rounds; one that fails its check is not timed. Ratios are medians over the rounds.
+Several routings of a shape share their weights and their rounds, so that they can be compared too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def measure(plan: BenchPlan, console: Console) -> dict[str, Any]:
     """
     cases = []
     for name, shape in plan.shapes.items():
-        # Compiled layers of the last shape would count against torch's limit of recompilations.
+        # Compiled layers of the previous shape would count against torch's recompilation limit.
         torch._dynamo.reset()
         cases += _measure_shape(name, shape, plan, console)
     return {**record_head(plan), "mode": "layers", "num_sms": plan.num_sms, "cases": cases}
@@ -43,7 +43,7 @@ def measure(plan: BenchPlan, console: Console) -> dict[str, Any]:
 def _measure_shape(
     name: str, shape: Shape, plan: BenchPlan, console: Console
 ) -> list[dict[str, Any]]:
-    """One case a routing, all timed in the same rounds."""
+    """One case per routing, all timed in the same rounds."""
     cases: dict[str, dict[str, Any]] = {}
     made: dict[str, dict[str, Layer | Bound]] = {}
     problems: list[Problem] | None = None
@@ -60,7 +60,7 @@ def _measure_shape(
                 "failures": {},
                 "errors": {},
             }
-            # A bound knows no routing: one serves them all.
+            # Bounds do not depend on the routing: one serves all.
             bounds = {n: c for found in made.values() for n, c in found.items() if n in BOUNDS}
             made[routing] = bounds
             for candidate in plan.candidates:
@@ -86,14 +86,14 @@ def _make_checked(
     made: dict[str, Layer | Bound],
     console: Console,
 ) -> None:
-    """Add a candidate to `made` if it works and is right; note in the case why it is not."""
+    """Add a candidate to `made` if it runs and is correct; otherwise note why in the case."""
     try:
         layer = make_candidate(candidate, problems, plan.num_sms)
         if isinstance(layer, Layer):
             _check(layer, problems[0], case)
         made[candidate] = layer
     except (RuntimeError, ArithmeticError, TypeError, ValueError) as error:
-        # One candidate out of memory or unsupported must not cost the others' figures.
+        # A candidate that is out of memory or unsupported must not cost the others their figures.
         case["failures"][candidate] = str(error).strip().splitlines()[0]
         message = escape(case["failures"][candidate])
         console.print(f"[red]{case['name']}, {candidate}:[/] {message}")
@@ -110,7 +110,7 @@ def _check(layer: Layer, problem: Problem, case: dict[str, Any]) -> None:
 def _time(
     made: dict[str, dict[str, Layer | Bound]], plan: BenchPlan
 ) -> dict[str, dict[str, dict[str, list[float]]]]:
-    """Milliseconds by routing, candidate and pass; one call that two routings share runs once."""
+    """Milliseconds by routing, candidate and pass; a call shared by routings runs only once."""
     calls = {
         (direction, id(candidate)): getattr(candidate, direction)
         for direction in PASSES
@@ -137,7 +137,7 @@ def figures(
     Parameters
     ----------
     times : dict
-        Milliseconds a call, one a round, by candidate and pass.
+        Milliseconds per call, one per round, by candidate and pass.
     shape : Shape
         Gives the useful operations and the rows.
     balanced : dict, optional
@@ -146,9 +146,10 @@ def figures(
     Returns
     -------
     dict
-        By candidate and pass: `ms`, `tflops`, `ms_per_1000_rows`, and where the bound was timed
-        `over_bound`; with `balanced` also `over_balanced`, the ratio of the times a row. Guild has
-        `speedup_over` each baseline as well, Guild on fewer multiprocessors its ratio `over_guild`.
+        By candidate and pass: `ms`, `tflops`, `ms_per_1000_rows` and, if the bound was timed,
+        `over_bound`; with `balanced` also `over_balanced`, the ratio of the times per row. Guild
+        has `speedup_over` each baseline as well, Guild on fewer multiprocessors its ratio
+        `over_guild`.
     """
     found: dict[str, Any] = {}
     for name, passes in times.items():

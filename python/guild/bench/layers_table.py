@@ -1,4 +1,4 @@
-"""The table that `guild bench` prints: one line a shape, routing and pass."""
+"""The table that `guild bench` prints: one line per shape, routing and pass."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def bench_table(record: dict[str, Any]) -> Table:
 
 
 def _notes(timed: list[str]) -> list[str]:
-    """What the columns are that the table has."""
+    """Explanations of the columns that the table has."""
     notes = ["TFLOPS of useful work (6TKHI forward, 12TKHI backward)"]
     if "bound" in timed:
         notes.append("bound: the bare products, balanced")

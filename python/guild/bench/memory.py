@@ -1,8 +1,8 @@
-"""`guild bench --memory`: what a layer keeps for backward and needs for a moment, in bytes.
+"""`guild bench --memory`: what a layer keeps for backward and needs temporarily, in bytes.
 
-Kept are X, the pre-activations H and the routing: 2TH + 4TKI bytes in 16 bits and at most 24 bytes
-a slot (SonicMoE, arXiv 2512.14080, has no more either). Kept bytes are counted by autograd's hooks,
-each storage once, weights left out; peaks come from torch's CUDA allocator, so the CPU has none.
+X, the pre-activations H and the routing are kept: 2TH + 4TKI bytes in 16 bits and at most 24 bytes
+per slot (as in SonicMoE, arXiv 2512.14080). Kept bytes are counted by autograd's hooks, each
+storage once, weights left out; peaks come from torch's CUDA allocator, so the CPU has none.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .problem import Problem, make_problems
 from .record import record_head
 from .timing import free_memory
 
-_LISTED = 16  # of the kept tensors in a record; plain PyTorch keeps several an expert
+_LISTED = 16  # of the kept tensors in a record; plain PyTorch keeps several per expert
 SLOT_BYTES = 24  # of routing: ids, scores, and the sorted indices both ways
 
 
@@ -49,7 +49,7 @@ def memory_formula(shape: Shape, dtype: torch.dtype) -> dict[str, int]:
 
 
 def saved_tensors(module: nn.Module, x: Tensor) -> list[Tensor]:
-    """What one forward pass keeps for backward: a tensor a storage, parameters left out."""
+    """What one forward pass keeps for backward: one tensor per storage, without parameters."""
     given = {p.untyped_storage().data_ptr() for p in module.parameters()}
     kept: dict[int, Tensor] = {}
 
@@ -60,12 +60,12 @@ def saved_tensors(module: nn.Module, x: Tensor) -> list[Tensor]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        module(x)  # the graph goes, `kept` holds the tensors: no address comes twice
+        module(x)  # the graph is freed, but `kept` holds the tensors: no address is reused
     return list(kept.values())
 
 
 def measure_memory(plan: BenchPlan, console: Console) -> dict[str, Any]:
-    """Measure every layer in the plan; the bound is no layer.
+    """Measure every layer in the plan, but not the bound, which is no layer.
 
     Returns
     -------
@@ -123,7 +123,7 @@ def _differentiate(out: Tensor, problem: Problem) -> tuple[Tensor, ...]:
 
 
 def _peaks(module: nn.Module, problem: Problem) -> dict[str, int]:
-    """The most that each pass allocates at a time, beyond what was there when it began.
+    """The most that each pass allocates at a time, beyond what was there at its start.
 
     The gradients that backward returns are not counted.
     """

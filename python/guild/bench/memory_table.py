@@ -1,4 +1,4 @@
-"""The table that `guild bench --memory` prints: one line a shape and layer."""
+"""The table that `guild bench --memory` prints: one line per shape and layer."""
 
 from __future__ import annotations
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-DECODE_CANDIDATES = ("guild", "torch")  # and those of files
+DECODE_CANDIDATES = ("guild", "torch")  # in addition to those of files
 PARTS = ("experts", "layer")  # with ids and scores given, and with the router
 PASSES = ("forward", "backward")
 FP8_PASSES = (*PASSES, "both")
 GPU_CANDIDATES = ("guild", "bound", "floor", "compiled", "eager")
 CPU_CANDIDATES = ("guild", "bound", "plain")
-BOUNDS = ("bound", "floor")  # no layers: products and copies whatever the routing
+BOUNDS = ("bound", "floor")  # not layers: products and copies that do not depend on the routing
 LIMITED = "guild_sms"  # Guild's layer on fewer multiprocessors, with --num-sms
 SONICMOE = "sonicmoe"  # SonicMoE's layer, with --sonicmoe
 BASELINES = ("compiled", "eager", "plain", SONICMOE)  # layers that are not Guild's

@@ -1,7 +1,7 @@
 """Tables for a terminal that is narrower than they are.
 
-rich takes from the columns of a wide table until every figure is an ellipsis. Here figures stay
-whole: first headings break between words, then the table becomes several, one under the other. Each
+rich shrinks the columns of a wide table until every figure is an ellipsis. Here figures stay whole:
+first headings break between words, then the table becomes several, one under the other. Each
 repeats the columns that name a line and has as many of the others as fit.
 """
 
@@ -20,7 +20,7 @@ _GAP = 2  # between columns without a frame
 
 
 def fit(laid_out: Table | Group, console: Console) -> Group:
-    """The same tables, as they are where the console is wide enough, in parts where it is not.
+    """The same tables, unchanged if the console is wide enough, otherwise in parts.
 
     Columns that may not wrap name the lines and stand first.
     """
@@ -48,7 +48,7 @@ def _fitted(table: Table, width: int) -> Iterator[RenderableType]:
 
 
 def _together(columns: list[Column]) -> list[list[Column]]:
-    """A heading that occurs several times is about the column before it: these stay together."""
+    """Groups of columns: a heading that occurs several times refers to the column before it."""
     headings = [column.header for column in columns]
     groups: list[list[Column]] = []
     for column in columns:
@@ -60,7 +60,7 @@ def _together(columns: list[Column]) -> list[list[Column]]:
 
 
 def _shared_out(groups: list[list[Column]], room: int) -> list[list[Column]]:
-    """As many groups in a part as there is room for, at least one."""
+    """As many groups per part as there is room for, at least one."""
     parts: list[list[Column]] = []
     for group in groups:
         if parts and _taken(parts[-1]) + _taken(group) <= room:
@@ -75,14 +75,14 @@ def _taken(columns: list[Column]) -> int:
 
 
 def _width(column: Column) -> int:
-    """Of the longest cell, or of the heading's longest word."""
+    """Width of the longest cell, or of the heading's longest word."""
     return max(cell_len(str(text)) for text in (*str(column.header).split(), *column.cells))
 
 
 def _part(table: Table, columns: list[Column], empty: Table) -> Table:
-    """Some columns of a table, as wide as they must be."""
+    """Some columns of a table, as wide as they need to be."""
     for column in columns:
-        # What is wider than the whole terminal goes on in the next line.
+        # A cell that is wider than the whole terminal continues in the next line.
         empty.add_column(
             column.header, justify=column.justify, width=_width(column), overflow="fold"
         )

@@ -1,11 +1,11 @@
-"""Times a layer whose experts are spread over ranks, beside one GPU with a rank's share alone.
+"""Times a layer whose experts are spread over ranks, beside one GPU that has only a rank's share.
 
     torchrun --nproc-per-node 2 -m guild.bench.parallel --preset qwen30b --out results
 
 Alone, a GPU has E / R experts and as many rows as a rank of R has on average: no communication, the
-same products. Efficiency is that time over the time of the slowest rank, in the same rounds, in
-which both engines take turns where ranks reach each other's memory, and with `--beside` what other
-libraries have for it.
+same products. Efficiency is that time over the time of the slowest rank, in the same rounds. There
+both engines take turns if ranks reach each other's memory, and with `--beside` what other libraries
+have for it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .problem import ROUTINGS, make_problems
 from .symmetric import TORCH, SymmetricLayer, use_nvshmem
 from .timing import drawn_orders, free_memory, milliseconds
 
-_TOKENS = 8192  # a rank
+_TOKENS = 8192  # per rank
 _PRESETS = ("dsv3", "gptoss", "qwen30b")
 _CHECKED_TOKENS = 256
 _ENGINES = ("both", "auto", "peer", "nccl", TORCH)
@@ -41,7 +41,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 
 
 class SharedLayer:
-    """A layer's calls to time: with its experts on all ranks of a group, or a share of them alone.
+    """A layer's calls to time: with its experts on all ranks of a group, or only a share of them.
 
     Parameters
     ----------
@@ -54,7 +54,7 @@ class SharedLayer:
     seed : int
         Of this rank's inputs.
     like : SharedLayer, optional
-        Another one, whose weights this one has.
+        Another layer, whose weights are used.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class SharedLayer:
         seed: int,
         like: SharedLayer | None = None,
     ) -> None:
-        # Of the problem's experts, narrow here, only the router is used.
+        # Only the router of the problem is used; its experts are narrow to save memory.
         problem = make_problems(shape._replace(intermediate=8), routing, dtype, device, seed)[0]
         place = {"device": device, "dtype": dtype}
         _, hidden, intermediate, experts, top_k = shape
@@ -91,19 +91,19 @@ class SharedLayer:
         return self.call(self.x)
 
     def sent_by(self, call: Callable[[torch.Tensor], torch.Tensor]) -> SharedLayer:
-        """The same tokens and weights with `call` in place of the layer."""
+        """The same tokens and weights with `call` instead of the layer."""
         other = copy.copy(self)
         other.call, other._out = call, None
         return other
 
     def backward(self) -> tuple[torch.Tensor, ...]:
-        """Gradients of x, router and experts, of a forward done at the first call."""
+        """Gradients of x, router and experts, from a forward that the first call runs."""
         if self._out is None:
             self._out = self.forward()
         return torch.autograd.grad(self._out, self._leaves, self._dout, retain_graph=True)
 
     def forget(self) -> None:
-        """The forward that `backward` has kept."""
+        """Drop the forward that `backward` has kept."""
         self._out = None
 
 
@@ -141,9 +141,9 @@ def measure_parallel(
     Returns
     -------
     dict
-        `cases` have times in milliseconds, one a round, `efficiency` and `tflops` medians.
-        `engines` are those that were timed; calls of all but the first have its name after them.
-        `skipped` says why which of `beside` were not, of a case why not on its shape.
+        `cases` have times in milliseconds, one per round, `efficiency` and `tflops` medians.
+        `engines` are those that were timed; calls of all but the first have its name as a suffix.
+        `skipped` says why some of `beside` were not timed; a case's, why not on its shape.
     """
     if engine == TORCH:
         use_nvshmem()
@@ -184,7 +184,7 @@ def measure_parallel(
 
 
 def _others(shape: Shape, layer: SharedLayer, names: Sequence[str]) -> list[SharedLayer]:
-    """The same tokens and weights, sent by others."""
+    """The same tokens and weights, sent by other libraries."""
     made = []
     for name in names:
         kind = SymmetricLayer if name == TORCH else DISPATCHERS[name][0]
@@ -193,15 +193,15 @@ def _others(shape: Shape, layer: SharedLayer, names: Sequence[str]) -> list[Shar
 
 
 def _difference(layer: SharedLayer, like: SharedLayer) -> float:
-    """Of output and gradients of this rank, relative; the largest."""
+    """The largest relative difference of this rank's output and gradients."""
     found, expected = ([one.forward().detach(), *one.backward()] for one in (layer, like))
     like.forget()
     return max(map(_distance, found, expected))
 
 
 def _groups(engine: str, device: torch.device, tokens: int) -> dict[str, guild.ExpertParallel]:
-    """By engine; what `engine` means here."""
-    if engine == TORCH:  # whose weights and result it is compared with
+    """The groups that `engine` stands for, by engine."""
+    if engine == TORCH:  # compared with a layer of the same weights over nccl
         return {TORCH: guild.ExpertParallel(engine="nccl")}
     if engine != "both":
         group = guild.ExpertParallel(engine=engine, max_tokens=tokens)
@@ -264,7 +264,7 @@ def _case(times: dict[str, list[list[float]]], shape: Shape) -> dict[str, Any]:
 
 @torch.no_grad()
 def _error(together: SharedLayer, group: guild.ExpertParallel) -> float:
-    """Of some tokens' output, relative to sums over the ranks of what each one's experts give."""
+    """Relative error of some tokens' output, against sums of all ranks' experts' results."""
     layer, x = together.layer, together.x[:_CHECKED_TOKENS]
     out, routing = layer(x, return_routing=True)
     mine = group.local_experts(layer.experts)

@@ -1,9 +1,9 @@
-"""Draws records of `guild.bench.parallel`: TFLOPS a GPU over the shapes, engines side by side.
+"""Draws records of `guild.bench.parallel`: TFLOPS per GPU over the shapes, engines side by side.
 
     python -m guild.bench.parallel_plot results/parallel.json other.json --out parallel.png
 
-Engines of several records, timed in runs of their own, stand beside each other; the GPU that has a
-rank's share of the experts alone is the mean of those runs.
+Engines of several records, timed in separate runs, stand side by side; the GPU that has only a
+rank's share of the experts is the mean of those runs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Figures = dict[str, dict[str, dict[str, float]]]
 
 
 def figures_of(records: list[dict[str, Any]]) -> Figures:
-    """TFLOPS by pass, engine and shape; of a shape in several records the last, alone their mean.
+    """TFLOPS by pass, engine and shape; the last record of a shape counts, "alone" is the mean.
 
     Parameters
     ----------
@@ -73,7 +73,7 @@ def figures_of(records: list[dict[str, Any]]) -> Figures:
 
 
 def plot_parallel(records: list[dict[str, Any]], file: Path) -> None:
-    """A panel for either pass, a group of bars for each shape.
+    """A panel for each pass, a group of bars for each shape.
 
     Parameters
     ----------

@@ -20,7 +20,7 @@ from .sweep import CPU_RANGES, GPU_RANGES, random_shapes
 
 DECODE_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 512, 1024, 2048, 4096)
 _CPU_TOKENS = (1, 4, 16)
-_MOST_TOKENS = 65536  # at decode
+_MOST_TOKENS = 65536  # with --decode
 _MOST_SEED = 2**62
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -36,19 +36,19 @@ class BenchPlan:
     routings, candidates : tuple of str
         Names from `problem.ROUTINGS` and of `candidates`.
     device, dtype : torch.device, torch.dtype
-        Where and in what the layers compute.
+        Where the layers compute, and in which dtype.
     rounds : int
         Interleaved rounds.
     seconds : float
         Least time of one candidate's pass in a round.
     calls : int or None
-        Calls in a round, in place of `seconds`.
+        Calls in a round, instead of `seconds`.
     seed : int
         Of the inputs.
     num_sms : int or None
         Multiprocessors of the candidate "guild_sms".
     tokens : tuple of int
-        At decode, in place of each shape's own; empty for those.
+        At decode, instead of each shape's own; empty for those.
     parts : tuple of str
         At decode, names from `names.PARTS`.
     peers : tuple of Path
@@ -76,7 +76,7 @@ def plan_bench(args: argparse.Namespace) -> BenchPlan:
     Raises
     ------
     ValueError
-        Naming the argument, its value and what was expected.
+        The message names the argument, its value and what was expected.
     """
     device = pick_device(args.device)
     on_gpu = device.type == "cuda"
@@ -113,7 +113,7 @@ def plan_bench(args: argparse.Namespace) -> BenchPlan:
 
 
 def _names(option: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
-    """The names in "a,b", each once."""
+    """The distinct names in "a,b"."""
     names = tuple(dict.fromkeys(text.split(",")))
     for name in names:
         if name not in known:
@@ -122,7 +122,7 @@ def _names(option: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _tokens(args: argparse.Namespace, on_gpu: bool) -> tuple[int, ...]:
-    """Numbers of tokens at decode; none where there are only shapes that say theirs."""
+    """Numbers of tokens at decode; none if all shapes give their own."""
     if not args.tokens:
         own = args.thiek and not args.preset
         return () if own else DECODE_TOKENS if on_gpu else _CPU_TOKENS
@@ -137,7 +137,7 @@ def _tokens(args: argparse.Namespace, on_gpu: bool) -> tuple[int, ...]:
 
 
 def _require_mode(args: argparse.Namespace) -> None:
-    """Raise for options that the mode has no use for."""
+    """Raise for options that do not apply to the mode."""
     for name in ("bias", "quack"):
         if getattr(args, name) and not args.steps:
             raise ValueError(f"{name}: expected with --steps alone")
@@ -157,7 +157,7 @@ def _require_mode(args: argparse.Namespace) -> None:
 
 
 def _seconds(args: argparse.Namespace, on_gpu: bool) -> float:
-    """Least time of one call's part of a round, where nothing else is asked for."""
+    """Least time of one call's part of a round, unless something else is asked for."""
     if args.steps or args.rounding or args.fp8:
         return 0.2 if on_gpu else 0.05
     if args.sweep is not None or args.decode:
@@ -201,7 +201,7 @@ def _routings(args: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _sweep(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> dict[str, Shape]:
-    """Random shapes that half of the GPU's memory holds, or an eighth of the machine's."""
+    """Random shapes that fit in half of the GPU's memory, or in an eighth of the machine's."""
     if device.type == "cuda":
         limit, ranges = torch.cuda.get_device_properties(device).total_memory // 2, GPU_RANGES
     else:

@@ -33,7 +33,7 @@ PRESETS = {
     "mixtral": Shape(16384, 4096, 14336, 8, 2),
 }
 
-# More of published models, timed when they are named, and at decode.
+# More published models, timed only when named, and at decode.
 MORE_PRESETS = {
     "qwen2moe": Shape(32768, 2048, 1408, 60, 4),
     "qwen3next": Shape(32768, 2048, 512, 512, 10),
@@ -43,8 +43,8 @@ DECODE_PRESETS = {
     for name in ("mixtral", "dsv3", "gptoss", "qwen30b", "qwen2moe", "qwen3next", "olmoe")
 }
 
-# What a machine without a GPU times when nothing is asked for: the trainer's layer, and one whose
-# expert products are large enough to be compute-bound there.
+# What a machine without a GPU times by default: the trainer's layer, and one whose expert products
+# are large enough to be compute-bound there.
 CPU_SHAPES = {
     "trainer": Shape(2048, 128, 128, 8, 2),
     "small": Shape(1024, 512, 256, 16, 4),
@@ -60,7 +60,7 @@ def parse_shape(text: str) -> Shape:
     Raises
     ------
     ValueError
-        Naming the part that is wrong.
+        The message names the part that is wrong.
     """
     parts = text.split(",")
     if len(parts) != 5:

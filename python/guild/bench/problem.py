@@ -17,8 +17,8 @@ from .presets import Shape
 
 ROUTINGS = ("balanced", "random", "zipf")
 DECODE_ROUTINGS = ("random", "zipf", "hot", "same")
-# Chosen and other logits stay this far apart, so that rounding in bf16 (steps of 0.03 at 8) flips
-# no choice and every layer routes alike.
+# Chosen and other logits are at least this far apart, so that rounding in bf16 (steps of 0.03 at 8)
+# changes no choice and every layer routes alike.
 _GAP = 0.25
 _ROTATED_SETS = 16
 
@@ -62,9 +62,10 @@ def wanted_logits(
 ) -> torch.Tensor:
     """Logits float32 (tokens, experts) whose top-k is distributed as `routing` says.
 
-    "balanced" gives every expert tokens * top_k / experts rows (exactly, where that is whole);
-    "random" chooses uniformly; "zipf" draws without replacement with chances 1 / rank; "hot" sends
-    every token to one expert and chooses its others uniformly; "same" chooses once for all tokens.
+    "balanced" gives every expert tokens * top_k / experts rows (exactly, if that is whole);
+    "random" chooses uniformly; "zipf" draws without replacement with probabilities proportional to
+    1 / rank; "hot" sends every token to one expert and chooses its others uniformly; "same" chooses
+    once for all tokens.
     """
     size = (shape.tokens, shape.experts)
     if routing == "balanced":
@@ -74,7 +75,7 @@ def wanted_logits(
     if routing == "random":
         logits = torch.randn(size, device=device, generator=generator)
     elif routing == "zipf":
-        # Gumbel noise on log-chances: its top-k is a draw without replacement.
+        # Gumbel noise on log-probabilities: its top-k is a draw without replacement.
         noise = torch.empty(size, device=device).exponential_(generator=generator).log_().neg_()
         rank = torch.randperm(shape.experts, device=device, generator=generator) + 1
         logits = noise - rank.float().log()
@@ -112,15 +113,15 @@ def make_problems(
     weights_of: list[Problem] | None = None,
     bias: bool = False,
 ) -> list[Problem]:
-    """Inputs for one shape: several sets where a single one would stay in the GPU's L2 cache.
+    """Inputs for one shape: several sets if a single one would stay in the GPU's L2 cache.
 
-    With `weights_of`, problems of the same shape, the experts' weights are those.
+    With `weights_of`, problems of the same shape, the experts' weights are theirs.
 
     Raises
     ------
     ValueError
-        When hidden is smaller than experts (the routing could not be written into x), or when
-        a CPU run would not fit in memory.
+        If hidden is smaller than experts (the routing could not be written into x), or if a CPU run
+        would not fit in memory.
     """
     if shape.hidden < shape.experts:
         raise ValueError(
@@ -164,7 +165,7 @@ def _make_problem(
 def orthonormal_router(
     shape: Shape, dtype: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> torch.Tensor:
-    """Router weights (experts, hidden) whose rows are orthonormal before they are rounded."""
+    """Router weights (experts, hidden) whose rows are orthonormal before rounding."""
     size = shape.hidden, shape.experts
     columns = torch.randn(size, dtype=torch.float32, device=device, generator=generator)
     return torch.linalg.qr(columns).Q.mT.to(dtype).contiguous()
@@ -173,7 +174,7 @@ def orthonormal_router(
 def routed_tokens(
     shape: Shape, routing: str, router: torch.Tensor, generator: torch.Generator
 ) -> torch.Tensor:
-    """x (tokens, hidden), close to normal, that an orthonormal router routes as is asked for."""
+    """x (tokens, hidden), close to normal, that an orthonormal router routes as asked for."""
     size, device = (shape.tokens, shape.hidden), router.device
     x = torch.randn(size, dtype=torch.float32, device=device, generator=generator)
     span = router.float()
@@ -207,7 +208,7 @@ def _set_count(shape: Shape, dtype: torch.dtype, device: torch.device) -> int:
 
 
 def _check_memory(shape: Shape, dtype: torch.dtype) -> None:
-    # Weights, their gradients and the bound's results; rows of the plain layer six times over.
+    # Weights, their gradients and the bound's results; rows of the plain layer counted six times.
     t, h, i, _, k = shape
     needed = 3 * _bytes_per_set(shape, dtype) + 6 * t * k * (h + 2 * i) * dtype.itemsize
     expect_memory(shape, needed)

@@ -1,7 +1,7 @@
 """QuACK, the strongest other grouped products for Hopper: its recorded figures and its kernels.
 
-The figures, quack_h200.json, are of six products with gather and activation fused. Another run's
-are found by the ratio of the two runs' cuBLAS bounds. Where the package `quack` is installed
+The figures, quack_h200.json, are of six products with gather and activation fused. They are scaled
+to another run by the ratio of the two runs' cuBLAS bounds. If the package `quack` is installed
 (quack-kernels, https://github.com/Dao-AILab/quack), the same six can be timed beside Guild's.
 """
 
@@ -19,7 +19,7 @@ from .chain import StepChain
 from .presets import Shape
 from .timing import milliseconds, replayed
 
-# Rows and columns of a tile, and whether two consumers take turns (ping-pong).
+# Rows and columns of a tile, and whether two consumer warp groups take turns (ping-pong).
 _TILES = ((128, 256, False), (256, 192, False), (128, 192, True), (128, 128, True))
 _TRIAL_CALLS = 5
 
@@ -31,12 +31,12 @@ def entry(shape: Shape) -> dict[str, Any] | None:
 
 
 def importable() -> bool:
-    """Whether the package `quack` is there."""
+    """Whether the package `quack` is installed."""
     return importlib.util.find_spec("quack") is not None
 
 
 def products(chain: StepChain) -> dict[str, Callable[..., object]]:
-    """QuACK's six products on a chain's tensors, by step; each takes the tile's config."""
+    """QuACK's six products on a chain's tensors, by step; each takes the config of its tile."""
     from quack.gemm_interface import gemm_act, gemm_dact, gemm_tuned
 
     plain = gemm_tuned.fn
@@ -71,7 +71,7 @@ def products(chain: StepChain) -> dict[str, Callable[..., object]]:
 
 
 def best_calls(chain: StepChain) -> tuple[dict[str, Callable[[], object]], dict[str, str]]:
-    """The six products, each with the tile that won a short trial, and why some have none."""
+    """The six products, each with the fastest tile of a short trial, and why some have none."""
     from quack.gemm_config import GemmConfig
 
     found: dict[str, Callable[[], object]] = {}

@@ -33,7 +33,7 @@ def read_record(file: Path) -> dict[str, Any]:
     Raises
     ------
     ValueError
-        If the file cannot be read or is something else.
+        If the file cannot be read or is not such a record.
     """
     try:
         record = json.loads(file.read_text())
@@ -41,5 +41,5 @@ def read_record(file: Path) -> dict[str, Any]:
         raise ValueError(f"report: expected a JSON file, got {str(file)!r} ({error})") from None
     if not isinstance(record, dict) or "cases" not in record or record.get("schema") != SCHEMA:
         raise ValueError(f"report: expected a record that guild bench wrote, got {str(file)!r}")
-    record.setdefault("mode", "layers")  # of records before there were others
+    record.setdefault("mode", "layers")  # records from before there were other modes
     return record

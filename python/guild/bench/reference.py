@@ -17,20 +17,20 @@ from .problem import Problem
 
 RESULTS = ("out", "x_gradient", "router_gradient", "w_up_gradient", "w_down_gradient")
 BIAS_RESULTS = ("b_up_gradient", "b_down_gradient")
-# Far above the error of a right layer (3e-3 to 8e-3 in bf16), far below that of a wrong one.
+# Far above the error of a correct layer (3e-3 to 8e-3 in bf16), far below that of a wrong one.
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4, torch.float64: 1e-9}
 
 
 class RelativeError:
-    """||got - want|| / ||want|| over parts that arrive one after the other."""
+    """||got - want|| / ||want|| over parts that arrive one after another."""
 
     def __init__(self) -> None:
         self._difference = self._reference = 0.0
 
     def add(self, got: torch.Tensor, want: torch.Tensor, scale: torch.Tensor | None = None) -> None:
-        """Take in one part; a NaN in `got` makes the whole error NaN.
+        """Add one part; a NaN in `got` makes the whole error NaN.
 
-        `scale`, where given, takes the place of `want` below the line.
+        `scale`, if given, replaces `want` in the denominator.
         """
         self._difference += (got.to(want.dtype) - want).double().square().sum().item()
         self._reference += (want if scale is None else scale).double().square().sum().item()
@@ -49,7 +49,7 @@ def relative_errors(
     Parameters
     ----------
     problem : Problem
-        The inputs; ties between the top-k's last choice and the next are excluded there.
+        The inputs; they have no ties between a token's last chosen expert and the next one.
     results : tuple of torch.Tensor
         Output, and gradients of x, router, w_up, w_down, and of the biases where there are any.
 
@@ -95,8 +95,8 @@ def relative_errors(
     errors["x_gradient"].add(got["x_gradient"], x_gradient)
     scale = None
     if problem.shape.top_k == 1:
-        # One renormalised score is always 1, and what is left of its gradient is rounding: measured
-        # against the gradient before the mean was taken off.
+        # One renormalised score is always 1, so its gradient is only rounding. It is measured
+        # against the gradient before the mean was subtracted.
         scale = torch.zeros_like(logits).scatter(1, ids, score_gradient).mT @ x
     errors["router_gradient"].add(got["router_gradient"], of_router, scale)
     counts = torch.bincount(ids.flatten(), minlength=problem.shape.experts)

@@ -1,6 +1,6 @@
 """`guild bench --report FILE`: the Markdown tables of a recorded benchmark, for README and docs.
 
-Nothing is measured: a table in a document is what this prints, never typed by hand.
+Nothing is measured: tables in documents are printed by this, never typed by hand.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def markdown_tables(laid_out: Table | Group) -> list[str]:
 def short_table(record: dict[str, Any]) -> str:
     """README's table: Guild, the baseline, and the two ratios; forward / backward.
 
-    With several routings the first one leads, and Guild with balanced routing stands beside it.
+    With several routings the first one leads, followed by Guild with balanced routing.
     """
     baseline = _baseline(record)
     title = _TITLES[baseline]
@@ -160,7 +160,7 @@ def _sizes(case: dict[str, Any]) -> str:
 
 
 def _pair(figures: dict[str, Any] | None, path: tuple[str, ...], digits: int) -> str:
-    """Forward / backward medians of what lies at `path`; empty where it was not measured."""
+    """Forward / backward medians of what lies at `path`; empty if it was not measured."""
     found = []
     for which in PASSES:
         value: Any = (figures or {}).get(which)

@@ -2,7 +2,7 @@
 
 The same logits are routed by top-k, by token rounding to the nearest tile, and by dropping what
 exceeds an even share of the rows. First routing alone is timed, then forward and backward of the
-whole layer; on a GPU both in CUDA graphs, so that the host's launches are no part of it.
+whole layer; on a GPU both in CUDA graphs, so that the host's launches are not included.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def measure_rounding(plan: BenchPlan, console: Console) -> dict[str, Any]:
     -------
     dict
         The record: provenance, and a case for every shape and routing with `rows` and `tile_rows`
-        (in whole tiles) by way of routing, and its `figures`: by part ("routing", "layer") and way
-        `ms`, and beside top-k `more_us` and `over_top_k`.
+        (in whole tiles) by method of routing, and its `figures`: by part ("routing", "layer") and
+        method `ms`, and relative to top-k `more_us` and `over_top_k`.
     """
     cases = []
     for name, shape in plan.shapes.items():
@@ -59,7 +59,7 @@ def measure_rounding(plan: BenchPlan, console: Console) -> dict[str, Any]:
 
 
 def figures(times: dict[str, list[float]]) -> dict[str, Any]:
-    """Milliseconds of each round, by way of routing, to medians and what they are over top-k."""
+    """Milliseconds of each round, by method of routing, to medians and comparisons with top-k."""
     found = {}
     for name, taken in times.items():
         found[name] = {"ms": summary_of(taken), "rounds_ms": taken}
@@ -73,7 +73,7 @@ def figures(times: dict[str, list[float]]) -> dict[str, Any]:
 def _make_calls(
     problems: list[Problem], case: dict[str, Any], console: Console
 ) -> dict[str, dict[str, Call]]:
-    """By part and way of routing, a call over all problems; notes rows and failures in the case."""
+    """Calls over all problems, by part and method; notes rows and failures in the case."""
     calls: dict[str, dict[str, Call]] = {part: {} for part in PARTS}
     case["rows"], case["tile_rows"] = {}, {}
     chosen: Tensor | None = None  # rows of each expert with top-k
@@ -97,7 +97,7 @@ def _make_calls(
 
 
 def _ways(problem: Problem) -> dict[str, tuple[Callable[[Tensor], object], Callable]]:
-    """By name: routing of logits, and the constructor of the layer that routes like it."""
+    """By method: a routing of logits, and the constructor of the layer that routes like it."""
     tokens, _, _, experts, top_k = problem.shape
     most = max(1, math.ceil(CAPACITY * tokens * top_k / experts))
 
@@ -149,7 +149,7 @@ def _require_nearest(counts: Tensor, chosen: Tensor, tokens: int) -> None:
 def _time(
     calls: dict[str, dict[str, Call]], problems: int, plan: BenchPlan
 ) -> dict[str, dict[str, list[float]]]:
-    """Milliseconds of one routing or one step, by part and way, all in the same rounds."""
+    """Milliseconds of one routing or one step, by part and method, all in the same rounds."""
     flat = {(part, name): call for part in PARTS for name, call in calls[part].items()}
     count = dict.fromkeys(flat, problems)
     if plan.device.type == "cuda":

@@ -1,4 +1,4 @@
-"""The table that `guild bench --rounding` prints: one line a shape and way of routing."""
+"""The table that `guild bench --rounding` prints: one line per shape and method of routing."""
 
 from __future__ import annotations
 

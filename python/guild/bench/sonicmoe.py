@@ -1,7 +1,7 @@
-"""SonicMoE's own layer on Hopper kernels, beside Guild's where the package `sonicmoe` is installed.
+"""SonicMoE's own layer on Hopper kernels, timed beside Guild's if the package `sonicmoe` is there.
 
-https://github.com/Dao-AILab/sonic-moe; its first call compiles, for up to a minute a shape. Its
-weights are [E, 2I, H] with the rows of gate and up in turn.
+https://github.com/Dao-AILab/sonic-moe; its first call compiles, for up to a minute per shape. Its
+weights are [E, 2I, H] with interleaved rows of gate and up.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from .problem import Problem
 
 
 def importable() -> bool:
-    """Whether the package `sonicmoe` is there."""
+    """Whether the package `sonicmoe` is installed."""
     return importlib.util.find_spec("sonicmoe") is not None
 
 
 def in_turn(weight: torch.Tensor) -> torch.Tensor:
-    """(E, 2I, H) with gate's rows before up's as one with the two in turn, a copy."""
+    """A copy of (E, 2I, H) with gate's rows before up's in which the two are interleaved."""
     experts, rows, hidden = weight.shape
     halves = weight.view(experts, 2, rows // 2, hidden)
     return halves.transpose(1, 2).reshape(weight.shape)
 
 
 def in_halves(weight: torch.Tensor) -> torch.Tensor:
-    """What `in_turn` was given."""
+    """The inverse of `in_turn`."""
     experts, rows, hidden = weight.shape
     return weight.view(experts, rows // 2, 2, hidden).transpose(1, 2).reshape(weight.shape)
 
 
 def layer_of(problem: Problem) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Router, top-k and softmax over the chosen, experts, combine; w_up has gate and up in turn."""
+    """Router, top-k and softmax over the chosen, experts, combine; w_up is interleaved."""
     from sonicmoe.enums import ActivationType
     from sonicmoe.functional import moe_TC_softmax_topk_layer
 

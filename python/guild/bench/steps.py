@@ -1,4 +1,4 @@
-"""`guild bench --steps`: every step of the layer alone, beside its floor, cuBLAS and QuACK.
+"""`guild bench --steps`: every step of the layer alone, against its floor, cuBLAS and QuACK.
 
 floor = max(FLOPs / matrix rate, bytes / copy rate), both rates from the same rounds: of one large
 cuBLAS product and of one large copy. On a GPU each step is timed as a CUDA graph of several calls,
@@ -32,12 +32,12 @@ Times = dict[tuple[str, str], list[float]]
 
 
 class Yardsticks:
-    """One large product and one large copy: what the machine can do.
+    """One large product and one large copy, to measure what the machine can do.
 
     Parameters
     ----------
     dtype, device : torch.dtype, torch.device
-        Of the product, and where.
+        Dtype of the product, and where it runs.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -55,7 +55,7 @@ class Yardsticks:
         }
         self.calls: dict[str, Call] = {
             _MATRIX: lambda: torch.mm(a, b, out=out),
-            # A kernel: in a graph copy_ is a node for the copy engine, at half the rate.
+            # A kernel: in a graph copy_ becomes a node for the copy engine, at half the rate.
             _COPY: lambda: torch.neg(source, out=target),
         }
 
@@ -68,9 +68,9 @@ def measure_steps(
     Parameters
     ----------
     plan : BenchPlan
-        Its candidates are not looked at.
+        Its candidates are not used.
     bias : bool
-        Give the experts biases, whose gradients the down gradient then makes beside its own.
+        Give the experts biases, whose gradients the down gradient then computes as well.
     with_quack : bool
         Time QuACK's products too.
 
@@ -82,7 +82,7 @@ def measure_steps(
     Raises
     ------
     ValueError
-        If QuACK is asked for and not installed, or the device is no GPU.
+        If QuACK is asked for and not installed, or the device is not a GPU.
     """
     if with_quack and (plan.device.type != "cuda" or not quack.importable()):
         raise ValueError("quack: expected a GPU and the package quack (quack-kernels)")
@@ -142,7 +142,7 @@ def _measure_case(
 
 
 def _bound(problems: list[Problem], chain: StepChain) -> dict[str, Call]:
-    """cuBLAS's products; the largest two results go where the chain's gradients lay."""
+    """cuBLAS's products; the largest two results overwrite the chain's gradients."""
     _, h, i, e, _ = chain.shape
     out = {"dW1": chain.dw_up.view(e, h, 2 * i), "dW2": chain.dw_down.view(e, i, h)}
     return Bound(problems).calls(out)
@@ -153,7 +153,7 @@ def _median(times: Times, yardstick: str) -> float:
 
 
 def _time(calls: dict[tuple[str, str], Call], plan: BenchPlan, sets: int) -> Times:
-    """Milliseconds a call; a graph goes round all the input sets."""
+    """Milliseconds per call; a graph cycles through all the input sets."""
     if plan.device.type != "cuda":
         return interleaved(calls, plan.rounds, plan.seconds, plan.device, plan.calls)
     pool = torch.cuda.graph_pool_handle()
@@ -161,7 +161,7 @@ def _time(calls: dict[tuple[str, str], Call], plan: BenchPlan, sets: int) -> Tim
     replays: dict[tuple[str, str], Call] = {}
     counts = dict.fromkeys(calls, count)
     for name, call in calls.items():
-        if name[0] == "quack":  # whether its calls can be captured is not Guild's to promise
+        if name[0] == "quack":  # Guild cannot promise that its calls can be captured
             replays[name], counts[name] = replayed(call, count)
         else:
             replays[name] = Replay(call, count, pool)
@@ -177,7 +177,7 @@ def step_figures(
     Parameters
     ----------
     times : dict
-        Milliseconds a call, one a round, by ("yardstick" | "guild" | "bmm" | "quack", step).
+        Milliseconds per call, one per round, by ("yardstick" | "guild" | "bmm" | "quack", step).
     work : dict
         Of the steps and of the two yardsticks.
     recorded : dict, optional
@@ -187,7 +187,7 @@ def step_figures(
     -------
     dict
         `steps`: by name `pass`, `ms`, `flops`, `bytes`, `tflops`, `tbps`, `floor_ms`,
-        `share_of_floor`, and where there is one `bmm_ms`, `over_bmm` and `quack` (`recorded_ms`,
+        `share_of_floor`, and if available `bmm_ms`, `over_bmm` and `quack` (`recorded_ms`,
         `scaled_ms` or `measured_ms`, and `over`, Guild's time over it); `passes`: the sums.
     """
     machine = times["yardstick", _MATRIX], times["yardstick", _COPY]
@@ -232,7 +232,7 @@ def step_figures(
 def _scaled(
     name: str, taken: list[float], bound: list[float], recorded: dict[str, Any]
 ) -> dict[str, Any]:
-    """QuACK's recorded time in this run: times the ratio of the two runs' cuBLAS bounds."""
+    """QuACK's recorded time, scaled to this run by the ratio of the two runs' cuBLAS bounds."""
     entry, then = recorded["ms"][name], recorded["bound_ms"][_PASS_OF[name]]
     scaled = [entry * now / then for now in bound]
     return {

@@ -1,4 +1,4 @@
-"""The tables that `guild bench --steps` prints: one a shape and routing, one line a step."""
+"""The tables that `guild bench --steps` prints: one per shape and routing, one line per step."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _case_table(case: dict[str, Any], record: dict[str, Any]) -> Table:
 
 
 def _about_quack(case: dict[str, Any]) -> str:
-    """What marks QuACK's times that are not of this run, where there are any."""
+    """The note that marks QuACK's times from another run, if there are any."""
     if not any("scaled_ms" in step.get("quack", {}) for step in case["steps"].values()):
         return ""
     return "; ~: QuACK's recorded time, scaled by the ratio of the two runs' cuBLAS bounds"

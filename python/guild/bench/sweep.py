@@ -1,7 +1,7 @@
-"""Random shapes that nobody tuned for: `guild bench --sweep N`.
+"""Random shapes that nothing was tuned for: `guild bench --sweep N`.
 
 Sizes are drawn log-uniformly (top_k uniformly) from a range that covers published models; tokens
-and experts are any whole numbers, so that tiles, chunks and clusters end where they like.
+and experts are any whole numbers, so that tiles, chunks and clusters end anywhere.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _WIDTH_STEP = 64  # hidden and intermediate of every published model are multipl
 
 
 def needed_bytes(shape: Shape, element_bytes: int) -> int:
-    """About what timing a layer beside the bound takes, check included."""
+    """Approximate memory for timing a layer and the bound, check included."""
     t, h, i, e, k = shape
     weights = 3 * (3 * e * i * h)  # themselves, their gradients, the bound's results
     return element_bytes * (weights + t * k * (4 * h + 9 * i) + 14 * t * h)
@@ -44,7 +44,7 @@ def random_shapes(
     Parameters
     ----------
     count, seed : int
-        How many, and of the random numbers.
+        How many shapes, and the seed of the random numbers.
     ranges : dict
         Least and greatest size by name.
     element_bytes : int
@@ -62,7 +62,7 @@ def random_shapes(
     for _ in range(1000 * count):
         shape = _draw_shape(draw, ranges)
         fits = needed_bytes(shape, element_bytes) <= limit_bytes
-        # The routing is written into x, which needs a dimension an expert.
+        # The routing is written into x, which needs one dimension per expert.
         if fits and shape.top_k <= shape.experts <= shape.hidden:
             shapes[str(shape)] = shape
         if len(shapes) == count:

@@ -1,4 +1,4 @@
-"""The table that `guild bench --sweep` prints: one line a shape, and the spread at the end."""
+"""The table that `guild bench --sweep` prints: one line per shape, and the spread at the end."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""A layer over ranks on torch's own all-to-all in symmetric memory, to time beside Guild's engines.
+"""A layer over ranks on torch's all-to-all in symmetric memory, to be timed beside Guild's engines.
 
-`torch.ops.symm_mem.all_to_all_vdev` sends rows sorted by rank, as many to each as a tensor on the
-GPU says, and the host waits for nothing. A token's row goes once for each of its experts, with the
-expert's number and score. (all_to_all_vdev_2d, which sorts by expert on the way, takes less than 16
-experts a rank.) It needs torch's NVSHMEM backend, one for the whole process, so Guild's peer
-engine, which needs another, is timed in a run of its own.
+`torch.ops.symm_mem.all_to_all_vdev` sends rows sorted by rank, with counts from a tensor on the
+GPU, and the host waits for nothing. A token's row goes once for each of its experts, with the
+expert's number and score. (all_to_all_vdev_2d, which sorts by expert on the way, supports fewer
+than 16 experts per rank.) It needs torch's NVSHMEM backend, one for the whole process, so Guild's
+peer engine, which needs another, is timed in a separate run.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ TORCH = "torch"  # the engine's name
 
 
 def use_nvshmem() -> None:
-    """Choose torch's NVSHMEM backend, before any symmetric memory is asked for.
+    """Choose torch's NVSHMEM backend; called before any symmetric memory is allocated.
 
     Raises
     ------
     RuntimeError
-        If this torch has none.
+        If this torch does not have it.
     """
-    os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")  # multicast, which nothing here uses
+    os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")  # multicast is not used here
     from torch.distributed import _symmetric_memory as symmetric
 
     if not (hasattr(symmetric, "is_nvshmem_available") and symmetric.is_nvshmem_available()):
@@ -44,9 +44,9 @@ def use_nvshmem() -> None:
 
 
 class SymmetricLayer(DispatchedLayer):
-    """With torch's all-to-all; memory is for twice the rows of balanced routing.
+    """A layer with torch's all-to-all, and memory for twice the rows of balanced routing.
 
-    One forward pass is kept for backward: a later one of other tokens writes over its rows.
+    One forward pass is kept for backward: a later one of other tokens overwrites its rows.
     """
 
     def __init__(self, shape: Shape, layer: guild.MoE) -> None:
@@ -54,11 +54,11 @@ class SymmetricLayer(DispatchedLayer):
         slots, ranks = shape.tokens * shape.top_k, dist.get_world_size()
         most, device, dtype = 2 * slots, layer.w_down.device, layer.w_down.dtype
         self.sent, self.back = (_shared(device, dtype, slots, shape.hidden) for _ in range(2))
-        # Rows that come, gradients of the output that come, results that leave.
+        # Rows received, gradients of the output received, results to be sent.
         self.rows, self.gradients, self.made = (
             _shared(device, dtype, most, shape.hidden) for _ in range(3)
         )
-        # The expert's number here and the score, or its gradient.
+        # The expert's number on this rank and the score, or its gradient.
         self.notes_sent, self.notes_back = (
             _shared(device, torch.int32, slots, 4) for _ in range(2)
         )
@@ -93,13 +93,13 @@ class _Trip:
     slot_row: Tensor | None = None  # (tokens, top_k)
 
     def there(self, tokens: Tensor, to: Tensor) -> None:
-        """Rows of tokens to the ranks of their experts."""
+        """Send rows of tokens to the ranks of their experts."""
         layer = self.layer
         torch.index_select(tokens, 0, self.row_token, out=layer.sent)
         _send(layer.sent, to, layer.counts, layer.came)
 
     def and_back(self, results: Tensor) -> Tensor:
-        """Sums of what experts have made of a token's rows."""
+        """Send results back, and sum those of a token's rows."""
         layer = self.layer
         layer.made.copy_(results)
         _send(layer.made, layer.back, layer.came[0], layer.returned)
@@ -125,7 +125,7 @@ class _Dispatch(torch.autograd.Function):
         ctx.places = places = trip.slot_row.flatten().long()
         layer.notes_sent[places, 0] = ids.flatten() % local
         layer.notes_sent.view(torch.float32)[places, 1] = scores.flatten()
-        layer.notes.fill_(-1)  # rows that do not come have no expert
+        layer.notes.fill_(-1)  # rows that are not received have no expert
         trip.there(x, layer.rows)
         _send(layer.notes_sent, layer.notes, layer.counts, layer.again)
         ctx.trip = trip

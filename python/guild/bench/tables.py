@@ -1,4 +1,4 @@
-"""A record as a table for the terminal, whatever was measured."""
+"""A record of any mode as a table for the terminal."""
 
 from __future__ import annotations
 

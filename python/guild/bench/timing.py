@@ -1,9 +1,9 @@
-"""Timing in interleaved rounds, and medians of what happened side by side.
+"""Timing in interleaved rounds, and medians of what was timed side by side.
 
-A card's clock moves by 6 to 10 % with its temperature and load, so two figures may only be
-compared when they were taken seconds apart. A round runs one call after the other, each over and
-over for a while. What ran just before sets the clock too, so the order of the calls is drawn anew
-every round. Many short rounds tell more than few long ones of the same time in all.
+A card's clock moves by 6 to 10 % with its temperature and load, so two figures may only be compared
+if they were taken seconds apart. A round runs one call after the other, each repeatedly for a
+while. What ran just before affects the clock too, so the order of the calls is drawn anew every
+round. Many short rounds tell more than few long ones of the same total time.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def milliseconds(call: Call, count: int, device: torch.device) -> float:
 
 
 def calls_per_round(call: Call, seconds: float, device: torch.device) -> int:
-    """How often to call so that a round lasts at least `seconds`; warms the call up as well."""
+    """How often to call so that a round lasts at least `seconds`; also warms the call up."""
     count = 1
     milliseconds(call, 1, device)  # the first call compiles, allocates, picks algorithms
     while (each := milliseconds(call, count, device)) * count < 1e3 * _CALIBRATION_SECONDS:
@@ -49,7 +49,7 @@ def calls_per_round(call: Call, seconds: float, device: torch.device) -> int:
 
 
 def drawn_orders(names: Iterable[Name], rounds: int) -> Iterator[list[Name]]:
-    """The names in an order drawn anew for each round: the same orders in every process."""
+    """The names in a random order, drawn anew for each round: the same in every process."""
     all_names, draw = list(names), random.Random(0)
     for _ in range(rounds):
         yield draw.sample(all_names, len(all_names))
@@ -69,18 +69,18 @@ def interleaved(
     calls : dict
         What to time, by name.
     rounds : int
-        Rounds; one figure a round and call comes out.
+        Number of rounds; each gives one figure per call.
     seconds : float
         Least duration of one call's part of a round.
     device : torch.device
         Where the calls run.
     calls_a_round : int, optional
-        Calls in a round, in place of `seconds`.
+        Calls in a round, instead of `seconds`.
 
     Returns
     -------
     dict
-        Milliseconds a call, one figure a round, in the order of the rounds.
+        Milliseconds per call, one figure per round, in the order of the rounds.
     """
     if calls_a_round is None:
         counts = {name: calls_per_round(call, seconds, device) for name, call in calls.items()}
@@ -96,7 +96,7 @@ def interleaved(
 
 
 class Replay:
-    """A CUDA graph of several calls in a row: calling it costs the host one launch.
+    """A CUDA graph of several calls in a row, for one launch on the host.
 
     Parameters
     ----------
@@ -120,8 +120,8 @@ class Replay:
 
 
 def replayed(call: Call, count: int) -> tuple[Call, int]:
-    """A `Replay` and its number of calls; where they cannot be captured, the call itself and 1."""
-    try:  # a pool of its own: one that a capture failed in takes no other
+    """A `Replay` and its number of calls; the call itself and 1 if it cannot be captured."""
+    try:  # a pool of its own, as a pool in which a capture failed accepts no other
         return Replay(call, count, torch.cuda.graph_pool_handle()), count
     except RuntimeError:
         torch.cuda.synchronize()
@@ -141,7 +141,7 @@ def median_ratio(above: list[float], below: list[float]) -> dict[str, float]:
 def compared(
     measured: dict[str, dict[str, list[float]]], reference: str
 ) -> dict[str, dict[str, dict[str, dict[str, float]]]]:
-    """Of times by what was timed and candidate: "milliseconds", and "over_" the reference."""
+    """Times by what was timed and by candidate: "milliseconds", and "over_" the reference."""
     return {
         "milliseconds": {
             what: {name: summary_of(values) for name, values in figures.items()}

@@ -1,4 +1,4 @@
-"""`guild bench`: what the command line asks for, measured, printed and written."""
+"""`guild bench`: measures what the command line asks for, prints it and writes it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from rich.console import Console
 from guild.bench.plan import plan_bench
 
 _DRAWN = ("layers", "decode")  # modes whose records have a plot
-_LOG_WIDTH = 170  # of a table that goes to a file, where rich would assume 80 columns
+_LOG_WIDTH = 170  # of a table written to a file, for which rich would assume 80 columns
 
 
 def run_bench(args: argparse.Namespace) -> int:
-    """Run what the command line asks for; 1 when a candidate failed or was wrong."""
+    """Run what the command line asks for; return 1 if a candidate failed or was wrong."""
     # With --json, standard output is the JSON alone.
     console = Console(stderr=args.json)
     if not console.is_terminal:
@@ -30,7 +30,7 @@ def run_bench(args: argparse.Namespace) -> int:
         return _report(args)
     plan = plan_bench(args)
     if plan.device.type == "cuda" and plan.device.index is not None:
-        # Events, graphs and memory statistics are those of the current device.
+        # Events, graphs and memory statistics apply to the current device.
         torch.cuda.set_device(plan.device)
     if args.out is not None:
         _make_folder(args.out)
@@ -100,12 +100,12 @@ def _draw(record: dict[str, Any], file: Path) -> None:
 
 
 def _file_name(record: dict[str, Any]) -> str:
-    """Of the record's files, without what follows the dot."""
+    """The name of the record's files, without a suffix."""
     return {"layers": "bench"}.get(record["mode"], record["mode"])
 
 
 def _make_folder(out: Path) -> None:
-    """Make the folder, and find out now, not after the measurement, whether it takes a file."""
+    """Make the folder, and check now, not after the measurement, that it takes files."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
@@ -120,7 +120,7 @@ def _make_folder(out: Path) -> None:
 
 @contextmanager
 def _replacing(file: Path) -> Iterator[Path]:
-    """A path to write to, which then takes the place of `file`; what fails leaves `file` alone."""
+    """A path to write to, which replaces `file` at the end; a failure leaves `file` alone."""
     unfinished = file.with_name(f"{file.stem}.unfinished{file.suffix}")
     try:
         yield unfinished

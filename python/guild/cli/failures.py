@@ -12,12 +12,12 @@ _PACKAGES = {"matplotlib", "numpy", "rich"}  # pyproject.toml's optional depende
 
 
 def told(command: str, error: BaseException) -> int | None:
-    """Say in one line what has gone wrong.
+    """Report in one line what has gone wrong.
 
     Returns
     -------
     int or None
-        The exit status; None, and nothing said, of an error whose traceback is wanted.
+        The exit status; None, with nothing printed, if the error's traceback is wanted.
     """
     status, line = FAILED, str(error)
     if isinstance(error, KeyboardInterrupt):
@@ -38,15 +38,15 @@ def told(command: str, error: BaseException) -> int | None:
 
 
 def _remedy(error: ImportError) -> str:
-    """What brings a package that the commands need and the library does not."""
+    """How to install a package that the commands need and the library does not."""
     missing = (error.name or "").partition(".")[0]
     return "; pip install 'guild[cli]' brings it" if missing in _PACKAGES else ""
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory of the host or of a GPU ran out: torch has no error of its own for the host's.
+    """Whether host or GPU memory ran out: for the host's, torch has no error type of its own.
 
-    By name, as torch may not be there.
+    Compared by name, as torch may not be installed.
     """
     names = {kind.__name__ for kind in type(error).__mro__}
     allocated = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)

@@ -19,7 +19,7 @@ from guild.train.settings import Settings
 
 
 def run_generate(args: argparse.Namespace) -> int:
-    """Print the prompt and what the model writes after it; how fast goes to standard error."""
+    """Print the prompt and what the model writes after it; the speed goes to standard error."""
     if args.threads is not None:
         set_threads(args.threads)
     prompt = prompt_bytes(args.prompt)
@@ -48,12 +48,12 @@ def run_generate(args: argparse.Namespace) -> int:
 
 
 def prompt_bytes(text: str | None) -> bytes:
-    """The prompt in UTF-8, bytes of the command line that are none as they are.
+    """The prompt in UTF-8; bytes of the command line that are not UTF-8 stay as they are.
 
     Raises
     ------
     ValueError
-        If it is empty, or holds what no encoding has bytes for.
+        If it is empty, or holds something that cannot be encoded.
     """
     if text is None:
         return PROMPT
@@ -70,14 +70,14 @@ def prompt_bytes(text: str | None) -> bytes:
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """The checkpoint in a folder that `guild train` wrote; ValueError where there is none."""
+    """The checkpoint in a folder that `guild train` wrote; ValueError if there is none."""
     if not folder.is_dir():
         raise ValueError(f"run: expected a folder that guild train wrote, got {str(folder)!r}")
     return RunFolder(folder).load_checkpoint("run")
 
 
 def trained_model(state: dict[str, Any], settings: Settings, device: torch.device) -> LanguageModel:
-    """The model of a checkpoint, its first learner's weights in Guild's layers.
+    """A checkpoint's model, with its first learner's weights in Guild's layers.
 
     Raises
     ------

@@ -57,7 +57,7 @@ def gpu_lines() -> list[str]:
 
 
 def fp8_path(cuda: str) -> str:
-    """Where layers in FP8 run, and from what sizes on they pay."""
+    """Where layers in FP8 run, and from which sizes on they pay off."""
     if cuda.startswith("not"):
         return "CPU tensors alone, as a reference"
     return (

@@ -51,7 +51,7 @@ class _Formatter(argparse.HelpFormatter):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Answers an option that it does not know with its own usage, a subcommand's too."""
+    """Reports an unknown option with its own usage, also that of a subcommand."""
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -63,7 +63,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _path(text: str) -> Path:
-    """A path of the command line; an unset variable's, "", would be the current folder."""
+    """A path of the command line; "", from an unset variable, would be the current folder."""
     if not text:
         raise argparse.ArgumentTypeError("expected a path, got an empty text")
     return Path(text)
@@ -131,7 +131,7 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_ranks(train: argparse.ArgumentParser) -> None:
-    """What torchrun's processes are told: torchrun --nproc-per-node 2 -m guild train --fsdp."""
+    """Options for torchrun's processes: torchrun --nproc-per-node 2 -m guild train --fsdp."""
     add = train.add_argument_group("several GPUs, started by torchrun").add_argument
     add("--fsdp", action="store_true", help="train on all ranks, sharded by FSDP2")
     add("--expert-parallel", type=int, metavar="N", help="N ranks share the experts (1)")
@@ -204,7 +204,7 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_modes(bench: argparse.ArgumentParser) -> None:
-    """What is measured in place of whole layers."""
+    """Options that measure something other than whole layers."""
     group = bench.add_argument_group("in place of timing whole layers")
     mode = group.add_mutually_exclusive_group()
     mode.add_argument(
@@ -258,7 +258,7 @@ def _add_modes(bench: argparse.ArgumentParser) -> None:
 
 
 def _add_decode(group: argparse._ArgumentGroup) -> None:
-    """Options of --decode alone."""
+    """Options of --decode only."""
     group.add_argument(
         "--tokens",
         metavar="A,B",
@@ -346,19 +346,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Parameters
     ----------
     arguments : sequence of str, optional
-        In place of the process's own.
+        Default: the process's own.
 
     Returns
     -------
     int
-        Exit status: 0; 1 after a run that failed, such as a check of a benchmark; 2 for what could
-        not be begun or written: a wrong argument, a bad checkpoint, a full disk; 130 after Ctrl-C.
+        Exit status: 0; 1 after a run that failed, such as a benchmark's check; 2 for what could not
+        be started or written: a wrong argument, a bad checkpoint, a full disk; 130 after Ctrl-C.
     """
     escape_what_cannot_be_encoded()
     args = make_parser().parse_args(arguments)
     # Read when torch loads OpenMP: how long a waiting thread spins before it sleeps. With the
-    # default of 300,000 turns a training step takes five times as long where other programs want
-    # the cores; with 1,000 it loses nothing on idle ones.
+    # default of 300,000 turns a training step takes five times as long when other programs need the
+    # cores; with 1,000 it loses nothing on idle ones.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     try:
         if args.command == "train":

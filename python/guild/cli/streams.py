@@ -7,10 +7,10 @@ import sys
 
 
 def escape_what_cannot_be_encoded() -> None:
-    r"""Have characters that a stream's encoding lacks, such as lines of tables, come as \x..
+    r"""Write characters that a stream's encoding lacks, such as a table's lines, as \x..
 
-    A locale without UTF-8 would otherwise end a command where it prints the first of them.
+    In a locale without UTF-8 the first of them would otherwise end the command.
     """
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # none where it is closed, or another in its place
+        if isinstance(stream, io.TextIOWrapper):  # it may be closed, or replaced
             stream.reconfigure(errors="backslashreplace")

@@ -39,7 +39,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def run_train(args: argparse.Namespace) -> int:
-    """Train, show what came out, return the exit status."""
+    """Train, show the results, return the exit status."""
     console = Console()
     typed = vars(args)
     if "threads" in typed:
@@ -52,7 +52,7 @@ def run_train(args: argparse.Namespace) -> int:
 
 
 def _train_on_ranks(settings: Settings, plan: Plan, typed: dict[str, Any], console: Console) -> int:
-    """One of the processes that torchrun has started; the first one has folder and console."""
+    """Run as one of torchrun's processes; only the first one has the folder and the console."""
     plan = dataclasses.replace(plan, device=device_of_rank(plan.device))
     with joined(plan.device):
         if writes():
@@ -82,7 +82,7 @@ def _train(settings: Settings, plan: Plan, typed: dict[str, Any], console: Conso
 
 
 def resume_command(typed: dict[str, Any], out: Path) -> str:
-    """The command that continues a run, to be typed as it stands.
+    """The command that continues a run, as it can be typed.
 
     It repeats what the checkpoint does not hold: where the bytes come from, and how to compute.
     """
@@ -97,7 +97,7 @@ def resume_command(typed: dict[str, Any], out: Path) -> str:
 
 
 def guild_command() -> list[str]:
-    """How `guild` is called here: by its name only where the shell finds this very one."""
+    """How to call `guild` here: by its name only if the shell finds this installation."""
     script = Path(sys.executable).parent / "guild"
     if not script.exists():
         return [sys.executable, "-m", "guild"]
@@ -109,7 +109,7 @@ def guild_command() -> list[str]:
 
 
 def _say(console: Console, line: str) -> None:
-    """Print a line that may hold a path or a command, not broken at the terminal's width."""
+    """Print a line that may hold a path or a command, without wrapping it."""
     console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -119,7 +119,7 @@ def plan_run(typed: dict[str, Any]) -> tuple[Settings, Plan]:
     Raises
     ------
     ValueError
-        For a value out of range, a device that is not there, a missing checkpoint.
+        For a value out of range, a device that does not exist, a missing checkpoint.
     """
     out = typed.get("out", Path("runs/train"))
     resume = typed.get("resume", False)
@@ -175,7 +175,7 @@ def plan_run(typed: dict[str, Any]) -> tuple[Settings, Plan]:
 
 
 def _expect_ranks(typed: dict[str, Any]) -> None:
-    """Raise for options of several ranks without them."""
+    """Raise for options that need several ranks if there are none."""
     count = typed.get("expert_parallel", 1)
     if count < 1:
         raise ValueError(f"expert_parallel: expected at least 1, got {count}")

@@ -1,4 +1,4 @@
-"""Arguments of a call over ranks: what is refused, and what is worked out of them beforehand."""
+"""Arguments of a call over ranks: what is not supported, and what is computed from them first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from guild.expert_arguments import residual_like
 
 
 def expect_plain(exact: bool, weight_gradients: Any, *lora: Any) -> None:
-    """Raise where exact=True does not have what is asked for."""
+    """Raise if exact=True does not support what is asked for."""
     given = {"weight_gradients": weight_gradients}
     given |= dict(zip(("lora_up", "lora_down"), lora, strict=False))
     for name, value in given.items():
@@ -27,7 +27,7 @@ def expect_plain(exact: bool, weight_gradients: Any, *lora: Any) -> None:
 def expect_no_transform(*tensors: Any) -> None:
     """Raise NotImplementedError where torch.func or forward-mode AD would differentiate the call.
 
-    Before the first message: ranks that have had one wait for the others.
+    Called before the first message: ranks that had got one would wait for the others.
     """
     duals = forward_ad._current_level >= 0 and any(
         isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in tensors
@@ -40,7 +40,7 @@ def expect_no_transform(*tensors: Any) -> None:
 
 
 def expect_absent(**given: Any) -> None:
-    """Raise where a call over ranks does not have what `guild.routed_experts` has."""
+    """Raise for options of `guild.routed_experts` that calls over ranks do not support."""
     for name, value in given.items():
         if value is not None:
             what = "a tensor" if isinstance(value, Tensor) else f"{value!r:.200}"
@@ -48,7 +48,7 @@ def expect_absent(**given: Any) -> None:
 
 
 def residual_rows(residual: Tensor | None, x: Tensor) -> Tensor | None:
-    """Checked, in the autocast dtype; x is in that already."""
+    """The residual, checked, in the autocast dtype, which x already has."""
     residual = residual_like(residual, x)
     return None if residual is None else rows_of(residual)
 

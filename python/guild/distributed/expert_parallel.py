@@ -1,4 +1,4 @@
-"""A layer's experts on several ranks: every rank has some of them, and the router.
+"""A layer's experts on several ranks: each rank has some of the experts, and all of the router.
 
     1. the router chooses experts for this rank's tokens
     2. a token's row goes to each rank that has one of them, once
@@ -54,35 +54,35 @@ from guild.routed_call import routed_call
 from guild.routing import Router, route_tokens, token_arguments
 from guild.weight_gradients import WeightGradients
 
-TIMEOUT = 600.0  # as long as torch's process groups with NCCL wait
+TIMEOUT = 600.0  # seconds, as in torch's process groups with NCCL
 
 
 class ExpertParallel:
     """A group of ranks that share layers' experts: `guild.MoE(..., expert_group=...)`.
 
-    Of E experts rank r of R has r E / R to (r + 1) E / R - 1. Tokens stay with their rank, which
-    may have any number of them, none too; every rank makes the same calls in the same order.
+    Of E experts rank r of R has r E / R to (r + 1) E / R - 1. Each rank keeps its own tokens, any
+    number of them, even none; every rank must make the same calls in the same order.
 
     Parameters
     ----------
     group : torch.distributed.ProcessGroup or DeviceMesh, optional
         The ranks, on one node or several; a mesh of one dimension. Default: all ranks.
     exact : bool
-        Give the bits that one process gives for all tokens, rank after rank: outputs, gradients of
+        Give the bits that one process gives for all tokens, in rank order: outputs, gradients of
         tokens and scores, and expert weights' gradients. More bytes come back: a row for each of a
-        token's experts, in place of one for each rank.
+        token's experts, instead of one for each rank.
     timeout : float
-        Seconds after which a rank that does not answer is an error on all others. On a GPU it
+        Seconds after which a rank that does not answer is an error on all others. On a GPU this
         holds where the host waits, in forward; elsewhere the process group's own limit does. With
-        the peer engine it holds everywhere, and the error comes with the next call.
+        the peer engine it holds everywhere, and the next call raises the error.
     engine : {"auto", "peer", "nccl"}
-        How rows travel. "nccl": by all_to_all_single of the process group, whatever its backend,
-        over any number of nodes; the host waits once in forward. "peer": ranks of one host read and
-        write each other's memory, and the host never waits. "auto": peer on GPUs that can, else
-        nccl. Calls with `token_offsets`, as token rounding makes them, always take nccl.
+        How rows travel. "nccl": through the process group's all_to_all_single, whatever the
+        backend, over any number of nodes; the host waits once in forward. "peer": ranks of one host
+        read and write each other's memory, and the host never waits. "auto": peer on GPUs that can,
+        else nccl. Calls with `token_offsets`, as token rounding makes them, always take nccl.
     max_tokens : int, optional
-        Peer engine: the most tokens of any rank in a call; default: of the first call. More are an
-        error.
+        Peer engine: the most tokens of any rank in a call; default: that of the first call. More
+        raise an error.
     capacity : float, optional
         Peer engine: a rank has room for this many times the rows that it would have if all ranks
         had max_tokens tokens and every rank's experts equally many rows. Where more come, the
@@ -146,7 +146,7 @@ class ExpertParallel:
     def engine(self, device: torch.device | str) -> str:
         """How rows of tensors on a device travel: "peer" or "nccl".
 
-        All ranks call it, or their first layer, together.
+        All ranks must call it together, or run their first layer together.
 
         Raises
         ------
@@ -156,7 +156,7 @@ class ExpertParallel:
         return "nccl" if self._peers_on(torch.empty(0, device=device).device) is None else "peer"
 
     def check(self) -> None:
-        """Wait for the GPU, and raise what has gone wrong in calls of the peer engine so far.
+        """Wait for the GPU, and raise any error of the peer engine's calls so far.
 
         Raises
         ------
@@ -196,7 +196,7 @@ class ExpertParallel:
         Raises
         ------
         ValueError
-            If the ranks cannot have equally many.
+            If the experts cannot be divided equally.
         """
         if experts % self.size:
             raise ValueError(
@@ -212,12 +212,12 @@ class ExpertParallel:
         return tuple(w.to_local() if isinstance(w, DTensor) else w for w in weights)
 
     def fill_normal(self, weight: Tensor, std: float) -> None:
-        """First values of this rank's part of a layer's expert weights."""
+        """Initialise this rank's part of a layer's expert weights."""
         experts = weight.shape[0] * (1 if isinstance(weight, DTensor) else self.size)
         fill_normal(weight, std, self.local_experts(experts), experts)
 
     def new_layer(self) -> int:
-        """A number for a layer, by which ranks find out that they run different ones."""
+        """A number for a layer, by which ranks notice that they run different ones."""
         self._layers += 1
         return self._layers
 
@@ -250,13 +250,13 @@ class ExpertParallel:
         x, topk_ids, topk_weights, token_offsets, residual
             This rank's, with ids of all E experts.
         w_up, w_down, b_up, b_down
-            Of this rank's E / ranks experts. With exact=True lists are copied unless they lie
-            evenly.
+            Of this rank's E / ranks experts. With exact=True lists are copied unless they are
+            evenly spaced in memory.
         activation, order, transposed, recompute, weight_gradients, lora_up, lora_down
-            As `guild.routed_experts` takes them, terms of this rank's experts; weight_gradients and
-            LoRA not with exact=True.
+            As `guild.routed_experts` takes them, LoRA terms for this rank's experts;
+            weight_gradients and LoRA not with exact=True.
         out, expert_map
-            Not with experts on other ranks: results are new tensors, ids those of all experts.
+            Not with experts on other ranks: results are new tensors, and ids are of all experts.
 
         Returns
         -------
@@ -280,7 +280,7 @@ class ExpertParallel:
             *tokens, w_up, w_down, b_up, b_down, *layout, *later
         )[0]
 
-    @torch.compiler.disable  # the number of rows is known on the host alone: a break in the graph
+    @torch.compiler.disable  # a graph break: only the host knows the number of rows
     def routed_experts_and_offsets(
         self,
         x: Tensor,

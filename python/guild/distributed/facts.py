@@ -22,7 +22,7 @@ def facts_of(
     layer: int,
     low: LowRank | None = None,
 ) -> dict[str, int]:
-    """What every rank must agree on; weighing: what the scores' gradient goes to.
+    """What every rank must agree on; weighing: the tensor that gets the scores' gradient.
 
     size: ranks of the group.
     """

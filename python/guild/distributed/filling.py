@@ -1,4 +1,4 @@
-"""First values of experts that are spread over ranks: other ones for every expert."""
+"""Initial values of experts that are spread over ranks: different for every expert."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 @torch.no_grad()
 def fill_normal(weight: Tensor, std: float, mine: range, experts: int) -> None:
-    """Normal values for this rank's part of the experts, from generators that ranks seed alike.
+    """Normal values for this rank's part of the experts, from generators seeded alike on all ranks.
 
     Generators stay alike: what is drawn after this, such as the router, is the same on all ranks.
 
@@ -20,17 +20,17 @@ def fill_normal(weight: Tensor, std: float, mine: range, experts: int) -> None:
     std : float
         Standard deviation.
     mine, experts : range, int
-        Which experts a tensor has, of how many.
+        Indices of the experts in the tensor, and the number of all experts.
     """
     if not isinstance(weight, DTensor):
         one = torch.empty_like(weight[0])
-        for expert in range(experts):  # all of them, to keep this rank's
+        for expert in range(experts):  # draw all of them, keep this rank's
             one.normal_(std=std)
             if expert in mine:
                 weight[expert - mine.start].copy_(one)
     elif weight.device.type == "cuda":
-        nn.init.normal_(weight, std=std)  # torch's own numbers for whole tensors, kept in parts
-    else:  # where torch would draw the same for every part
+        nn.init.normal_(weight, std=std)  # torch draws the whole tensor's numbers and keeps a part
+    else:  # torch would draw the same numbers for every part
         seed = int(torch.randint(2**62, (), device="cpu"))
         coordinates = weight.device_mesh.get_coordinate()
         for coordinate, place in zip(coordinates, weight.placements, strict=True):

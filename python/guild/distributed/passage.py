@@ -1,7 +1,7 @@
 """Tokens to their experts' ranks and back, for autograd: each is the other's gradient.
 
 Dispatch   rows of x, once to every rank that needs them, and the scores of their slots
-Collect    out[t] = residual[t] + sum over ranks of what became of t there, in rank order, fp32
+Collect    out[t] = residual[t] + sum over ranks of t's results there, in rank order, in float32
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Dispatch(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, scores: Tensor, traffic: Traffic | PeerTraffic, received: Tensor
     ):
-        """received: the scores, which came with the traffic's plan."""
+        """received: the scores, which arrived with the traffic's plan."""
         ctx.traffic = traffic
         rows, received = traffic.send_rows(x, "forward"), received.clone()
         needs = ctx.needs_input_grad
@@ -36,7 +36,7 @@ class Dispatch(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, drows: Tensor, dreceived: Tensor):
-        """dx and dscores. What is sent depends on what is wanted, which all ranks agreed on."""
+        """dx and dscores. All ranks have agreed which are wanted, and only those are sent."""
         want_x, want_scores, *_ = ctx.needs_input_grad
         # gloo ends the process where messages do not match; the peer engine has its own barriers.
         if isinstance(ctx.traffic, Traffic) and not drows.is_cuda:
@@ -47,7 +47,7 @@ class Dispatch(torch.autograd.Function):
 
 
 class Collect(torch.autograd.Function):
-    """(what became of the received rows (M, hidden), residual) -> (tokens, hidden)."""
+    """(results of the received rows (M, hidden), residual) -> (tokens, hidden)."""
 
     @staticmethod
     def forward(
@@ -60,7 +60,7 @@ class Collect(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor):
-        """Rows of dout to where the tokens' experts are."""
+        """Send rows of dout to the ranks of the tokens' experts."""
         want_rows, want_residual, _ = ctx.needs_input_grad
         drows = None
         if want_rows:

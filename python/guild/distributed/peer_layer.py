@@ -1,7 +1,7 @@
 """The layer over ranks that reach each other's memory, in one op forward and one backward.
 
-On a GPU rows are on their way while products run: include/guild/peer_layer.h. What is special,
-results row by row or room for a part of the rows, goes a step at a time: `stepwise`, `passage`.
+On a GPU the transfer of rows overlaps with the products: include/guild/peer_layer.h. Special cases,
+results row by row or room for a part of the rows, run step by step: `stepwise`, `passage`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class PeerExperts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, _: Tensor | None):
         """dx, dscores, the residual's gradient and those of the weights."""
-        # Unpacked with autograd on: a checkpoint may run its whole forward again for it.
+        # Unpacked with autograd enabled: a checkpoint may run its whole forward again here.
         return PeerExperts._gradients(ctx, ctx.saved_tensors, dout)
 
     @staticmethod
@@ -74,7 +74,7 @@ class PeerExperts(torch.autograd.Function):
         w_up, w_gate, w_down, b_up, b_down = want_layer
         weights = w_up or w_gate, w_down, b_up, b_down
         peers, memory = ctx.peers, ctx.memory
-        if dout is None:  # the other ranks' tokens need this one all the same
+        if dout is None:  # the other ranks' tokens need this rank all the same
             rows, token_row = saved[0], saved[6]
             dout = rows.new_zeros(token_row.shape[0], rows.shape[1])
         peers.expect_no_failure()

@@ -24,16 +24,16 @@ MOST_RANKS = 32  # kMostRanks in guild/exchange.h
 
 @dataclass(frozen=True)
 class Room:
-    """What the memory has room for; the same on every rank.
+    """Sizes that the memory has room for; the same on every rank.
 
     Attributes
     ----------
     tokens : int
-        Of a rank.
+        Tokens of a rank.
     top_k : int
         Choices of a token.
     row_bytes : int
-        Of a token's row.
+        Bytes of a token's row.
     returned : int
         Rows that come back for a token.
     """
@@ -54,21 +54,21 @@ class Room:
 
     @property
     def numbers(self) -> tuple[int, int, int, int]:
-        """As the ops take them."""
+        """The sizes as the ops take them."""
         return self.tokens, self.top_k, self.row_bytes, self.returned
 
 
 class PeerMemory:
-    """One piece of memory a rank, all of them mapped here; made by all ranks together.
+    """One piece of memory per rank, all mapped into this process; made by all ranks together.
 
     Parameters
     ----------
     group : torch.distributed.ProcessGroup
         The ranks.
     room : Room
-        For what.
+        What there must be room for.
     device : torch.device
-        Of this rank.
+        This rank's.
 
     Attributes
     ----------
@@ -85,7 +85,7 @@ class PeerMemory:
         size, self._rows_at, self._scores_at = sizes
         make = _on_gpus if device.type == "cuda" else _in_files
         self._own, self._mapped, addresses = make(group, size, device)
-        _everyone(group, "")  # all have mapped it, and it is zeros
+        _everyone(group, "")  # now all have mapped it, and it is zeroed
         self.peers = torch.tensor(addresses, dtype=torch.int64, device=device)
 
     def returned_rows(self, count: int, like: Tensor) -> Tensor:
@@ -128,13 +128,13 @@ def _in_files(
     paths = _everyone(group, path)
     how: dict[str, Any] = {"shared": True, "size": size, "dtype": torch.uint8, "device": "cpu"}
     mapped = [torch.from_file(p, **how) for p in paths]
-    _everyone(group, path)  # has opened it
+    _everyone(group, path)  # now all have opened it
     os.unlink(path)
     return mapped[dist.get_rank(group)], mapped, [m.data_ptr() for m in mapped]
 
 
 def _everyone(group: dist.ProcessGroup, mine: Any) -> list[Any]:
-    """What every rank has; on a GPU all work before is done then."""
+    """Every rank's value; on a GPU all earlier work is then done."""
     found: list = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, mine, group=group)
     return found
@@ -188,7 +188,7 @@ def _unreachable(devices: list[str], device: torch.device) -> str:
         str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())
     }
     for number in devices:
-        other = seen.get(number)  # of GPUs that this process does not see nothing is known
+        other = seen.get(number)  # None for a GPU that this process does not see
         if other is not None and other != device.index:
             if not torch.cuda.can_device_access_peer(device, other):
                 return f"GPU {device.index} cannot reach the memory of GPU {other}"
@@ -196,7 +196,7 @@ def _unreachable(devices: list[str], device: torch.device) -> str:
 
 
 def _unmappable(group: dist.ProcessGroup, device: torch.device) -> str:
-    """What torch says where a container or a driver does not let processes share memory."""
+    """What torch reports if a container or a driver does not let processes share memory."""
     try:
         _on_gpus(group, 1024, device)
     except RuntimeError as error:

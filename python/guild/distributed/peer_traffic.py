@@ -1,9 +1,9 @@
-"""Rows between ranks that reach each other's memory, without a word to the host.
+"""Rows between ranks that reach each other's memory, without involving the host.
 
-Every rank pulls the rows that its experts need out of the others' memory, and pushes the results
-into it: include/guild/exchange.h has the steps. Rows have places that do not depend on the routing
+Every rank pulls the rows that its experts need from the others' memory, and pushes the results into
+it: include/guild/exchange.h has the steps. Rows have places that do not depend on the routing
 (token t of rank r is row r * max_tokens + t), so nothing waits for a count. The only waits are
-barriers of a single block.
+barriers that run in a single block.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from guild.distributed.ranks import Ranks
 
 @dataclass(frozen=True)
 class Lists:
-    """The slots of this rank's experts without gaps, where there is room for a part of them.
+    """The slots of this rank's experts without gaps, used if there is room for only some rows.
 
     Attributes
     ----------
@@ -33,9 +33,9 @@ class Lists:
     ids, token_offsets : torch.Tensor
         int32 (rows,) and (ranks * max_tokens + 1), as `guild.routed_experts` takes them.
     needed : torch.Tensor
-        int32 (1,): rows that there should be room for.
+        int32 (1,): rows that room is needed for.
     rows : int
-        That there is room for.
+        Rows that there is room for.
     """
 
     place: Tensor
@@ -46,7 +46,7 @@ class Lists:
 
     @staticmethod
     def of(ids: Tensor, rows: int) -> Lists:
-        """From ids by slot, -1 where a slot is not for this rank."""
+        """Make them from ids by slot, -1 where a slot is not for this rank."""
         here = ids >= 0
         ends = here.flatten().cumsum(0)
         place = torch.where(here, ends.view(ids.shape) - 1, rows).clamp(max=rows)
@@ -63,19 +63,19 @@ class PeerTraffic:
     Attributes
     ----------
     peers, memory : Peers, PeerMemory
-        Where they go through.
+        The ranks, and the memory that rows pass through.
     call : int
         Number of the forward pass.
     own_ids : torch.Tensor
-        int32 (tokens, top_k): of all experts.
+        int32 (tokens, top_k): ids of all experts.
     experts : int
-        Of all ranks.
+        Number of experts on all ranks.
     token_row : torch.Tensor
         int32 (tokens, ranks): which row comes back from a rank, or -1.
     by_slot : torch.Tensor
         int32 (ranks * max_tokens, top_k): this rank's experts of everyone's tokens, or -1.
     counts : torch.Tensor
-        int32 (ranks,): everyone's tokens.
+        int32 (ranks,): number of tokens of every rank.
     lists : Lists, optional
         With a capacity.
     """
@@ -92,22 +92,22 @@ class PeerTraffic:
 
     @property
     def ranks(self) -> Ranks:
-        """Who takes part."""
+        """The ranks that take part."""
         return self.peers.ranks
 
     @property
     def ids(self) -> Tensor:
-        """Of the slots of this rank's experts, as `guild.routed_experts` takes them."""
+        """Ids of the slots of this rank's experts, as `guild.routed_experts` takes them."""
         return self.by_slot if self.lists is None else self.lists.ids
 
     @property
     def token_offsets(self) -> Tensor | None:
-        """Of the same slots."""
+        """Offsets of the same slots."""
         return None if self.lists is None else self.lists.token_offsets
 
     @property
     def keeps_all_rows(self) -> bool:
-        """Whether backward may keep what there is room for."""
+        """Whether all rows that there is room for may be kept for backward."""
         return self.peers.keeps_all_rows
 
     @property
@@ -125,13 +125,13 @@ class PeerTraffic:
         return packed.scatter_(0, self.lists.place.flatten(), values.flatten())[:-1]
 
     def begin_backward(self, like: Tensor) -> None:
-        """Raise what went wrong before."""
+        """Raise an earlier failure."""
         self.peers.expect_no_failure()
 
     def send_rows(self, matrix: Tensor, what: str) -> Tensor:
         """(tokens, width) -> (ranks * max_tokens, width), zeros where nothing is for this rank.
 
-        In forward they have been published already.
+        In forward the rows are already published.
         """
         if what != "forward":
             self.peers.publish_backward(matrix, self.memory, self.call)
@@ -167,10 +167,10 @@ class PeerTraffic:
         slot_row: Tensor | None = None,
         by_slot: bool = False,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """What the experts give for rows and slots -> gradients of tokens and scores.
+        """Gradients of the experts' rows and slots -> gradients of tokens and scores.
 
-        With slot_row, drows are by expert, and summed on their way; with by_slot too they come back
-        as from `return_rows`.
+        With slot_row, drows are by expert, and are summed on the way; with by_slot too they come
+        back as from `return_rows`.
         """
         self.peers.before_return(self.memory)
         if drows is not None and by_slot:
@@ -196,7 +196,7 @@ class PeerTraffic:
         return self.memory.peers
 
     def _by_slot(self, values: Tensor, fill: float) -> Tensor:
-        """Values as the experts have them, by slot."""
+        """Reorder values from the experts' order to slots."""
         if self.lists is None:
             return values
         return F.pad(values, (0, 1), value=fill)[self.lists.place]
@@ -240,7 +240,7 @@ def plan_peer_traffic(
     experts: int,
     facts: dict[str, int],
 ) -> tuple[PeerTraffic, Tensor]:
-    """Publish rows and routing, and learn everyone's.
+    """Publish this rank's rows and routing, and learn those of all ranks.
 
     Parameters
     ----------
@@ -249,7 +249,7 @@ def plan_peer_traffic(
     x, ids, scores : torch.Tensor
         (tokens, hidden), (tokens, top_k) of all experts, and their weights.
     experts : int
-        Of the layer.
+        Number of the layer's experts.
     facts : dict
         What must be the same on every rank.
 

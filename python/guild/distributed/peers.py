@@ -1,7 +1,7 @@
 """The ranks of a group on one host: the memory that they share, and its barriers.
 
 The hosts of all ranks meet only for what is new: a layer's first call, and more memory. All else is
-compared in barriers on the device, and what goes wrong there is found in a report, by a later call.
+compared in barriers on the device; a later call finds in a report what went wrong there.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class Peers:
     ranks : Ranks
         For what the hosts have to agree on: new layers and more memory.
     device : torch.device
-        Of this rank.
+        This rank's.
     max_tokens : int, optional
-        The most of any rank; default: what is needed at the first call.
+        The most tokens of any rank; default: what the first call needs.
     capacity : float, optional
         Rows of experts that a rank has room for, in units of its even share.
     exact : bool
-        Results come back row by row.
+        Whether results come back row by row.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class Peers:
         self._known: set[tuple[int, ...]] = set()
         pinned = device.type == "cuda"
         self._report = torch.zeros(5, dtype=torch.int64, device="cpu", pin_memory=pinned)
-        self._facts: dict[str, int] = {}  # that the ranks compare in forward
-        self._returned = False  # since the last rows were published
-        self._streams: list[torch.cuda.Stream] = []  # beside that of the calls
-        if pinned:  # a higher priority for rows on their way
+        self._facts: dict[str, int] = {}  # what the ranks compare in forward
+        self._returned = False  # whether anything came back since the last rows were published
+        self._streams: list[torch.cuda.Stream] = []  # in addition to the stream of the calls
+        if pinned:  # the transfer of rows has a higher priority
             self._streams = [torch.cuda.Stream(device, priority=p) for p in (-1, 0)]
 
     @property
@@ -110,19 +110,19 @@ class Peers:
     def barriers(
         self, step: int, results: int, call: int
     ) -> tuple[float, list[int], list[int], Tensor, list[int]]:
-        """What `ops.peer_forward` and `peer_backward` take for their barriers, and streams."""
+        """The barriers and streams that `ops.peer_forward` and `peer_backward` take."""
         facts = self._facts if step == FORWARD else {"call": call}
         streams = [stream.cuda_stream for stream in self._streams]
         return self.ranks.timeout, [step, *facts.values()], [results, call], self._report, streams
 
     def after_call(self, returned: bool = True) -> None:
-        """After these ops. On the CPU a failure raises here, on a GPU in a later call."""
+        """Called after these ops. On the CPU a failure raises here, on a GPU in a later call."""
         self._returned = returned
         if self.device.type == "cpu":
             self.expect_no_failure()
 
     def before_return(self, memory: PeerMemory) -> None:
-        """Two returns in a row: what came back first must have been read everywhere."""
+        """Between two returns in a row: the first must have been read on all ranks."""
         if self._returned:
             self.meet(WAIT, {"call": self.ranks.calls}, memory=memory)
         self._returned = True
@@ -138,7 +138,7 @@ class Peers:
         capacity: int = 0,
         wait: bool = True,
     ) -> None:
-        """The barrier. On the CPU a failure raises here, on a GPU in a later call."""
+        """Run the barrier. On the CPU a failure raises here, on a GPU in a later call."""
         memory = memory or self.memory
         values = [step, *facts.values()]
         ops.peer_meet(
@@ -155,7 +155,7 @@ class Peers:
             self.expect_no_failure()
 
     def expect_no_failure(self) -> None:
-        """Raise what a barrier has found, without waiting for the GPU.
+        """Raise a failure that a barrier has found, without waiting for the GPU.
 
         Raises
         ------
@@ -168,7 +168,7 @@ class Peers:
             self._raise(failure)
 
     def _memory_for(self, x: Tensor, top_k: int, facts: dict[str, int]) -> PeerMemory:
-        """Where this call's rows go. Ranks agree on the host on layers that are new."""
+        """The memory for this call's rows. The hosts agree on layers that are new."""
         tokens, size = x.shape[0], self.ranks.size
         key = tuple(facts[name] for name in ("layer", "hidden", "dtype", "top_k", "experts"))
         if key in self._known and self.memory is not None:
@@ -226,7 +226,7 @@ class Peers:
         )
 
     def _arrivals(self) -> tuple[int, int, dict[int, list[int]]]:
-        """Step and call of the last barrier, and what the ranks said there that have come."""
+        """Step and call of the last barrier, and the words of the ranks that arrived there."""
         control = self.memory.control()
         number = int(control[0])
         inbox = control[16:].view(2, -1, 16)[number % 2, : self.ranks.size].tolist()

@@ -1,4 +1,4 @@
-"""Where a model's weights lie: experts over one mesh, the rest over another, by DTensor and FSDP2.
+"""Where a model's weights lie: experts on one mesh, the rest on another, with DTensor and FSDP2.
 
 mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("data", "experts"))
 everyone = init_device_mesh("cuda", (8,))
@@ -45,9 +45,9 @@ def distribute_experts(
 ) -> ExpertParallel:
     """Share the experts of every `guild.MoE` in a module among the ranks of a mesh.
 
-    The experts' parameters become DTensors, Shard(0) over the mesh, with this rank's part of the
-    values that they have now: every rank has made or loaded the same module, or one on the meta
-    device. Optimisers and torch.distributed.checkpoint take them as they are.
+    The experts' parameters become DTensors, Shard(0) over the mesh, with this rank's part of their
+    present values: every rank must have made or loaded the same module, or one on the meta device.
+    Optimisers and torch.distributed.checkpoint take them as they are.
 
     Parameters
     ----------
@@ -61,7 +61,7 @@ def distribute_experts(
     Returns
     -------
     ExpertParallel
-        The ranks, which all layers share.
+        The group, which all layers share.
 
     Raises
     ------
@@ -74,7 +74,7 @@ def distribute_experts(
     group = ExpertParallel(mesh, exact=exact, timeout=timeout, engine=engine, **room)
     layers = layers_of(module)
     for layer in layers:
-        group.local_experts(layer.experts)  # or an error, before anything is changed
+        group.local_experts(layer.experts)  # raises before anything is changed
         if layer.expert_group is not None or isinstance(layer.w_up, DTensor):
             raise ValueError(
                 "module: expected layers with all of their experts, before fully_shard, got one "
@@ -113,8 +113,8 @@ def shard_layers(
     """FSDP2 for every `guild.MoE` of a module whose experts are distributed.
 
     Experts are sharded over `experts_mesh`, router and shared experts over `mesh`. Gradients are
-    divided by the number of ranks of `mesh`, the experts' too: with losses that are means over as
-    many tokens on every rank, all are those of the mean over all tokens.
+    divided by the number of ranks of `mesh`, the experts' too: if every rank's loss is a mean over
+    equally many tokens, all gradients are those of the mean over all tokens.
 
     Parameters
     ----------
@@ -122,10 +122,10 @@ def shard_layers(
         A layer, a block or a model, after `distribute_experts`; the rest of it is left to
         `fully_shard`.
     mesh : DeviceMesh
-        All ranks that have other tokens.
+        All ranks that have tokens of their own.
     experts_mesh : DeviceMesh
-        Those of them that have the same experts: the other dimension of the mesh whose one
-        dimension was given to `distribute_experts`.
+        Those of them that have the same experts: the other dimension of the mesh that
+        `distribute_experts` got one dimension of.
     **options
         As `fully_shard` takes them: mp_policy, reshard_after_forward and so on.
 
@@ -153,7 +153,7 @@ def shard_layers(
                 fully_shard(part, mesh=mesh, **options)
         fully_shard(layer, mesh=experts_mesh, **options)
         if experts_mesh.size() == 1:
-            # FSDP2 does not sum then, and by the gradients' dtype would divide once or twice.
+            # FSDP2 then does not sum, and would divide once or twice depending on the dtype.
             layer.set_all_reduce_hook(partial(_divide, by=float(ranks)))
             continue
         layer.set_gradient_divide_factor(float(ranks))
@@ -176,7 +176,7 @@ def _expect_names(*meshes: DeviceMesh) -> None:
 
 
 def _own_output(part: nn.Module, arguments: Any, output: Any) -> Any:
-    """The output as no view: an operation that changes one in place would undo FSDP2's hooks."""
+    """The output, not as a view: an operation that changes a view in place undoes FSDP2's hooks."""
     if isinstance(output, Tensor) and output._is_view():
         return torch.ops.aten._unsafe_view(output, output.shape)
     return output
@@ -187,7 +187,7 @@ def clip_grad_norm_(
 ) -> Tensor:
     """`torch.nn.utils.clip_grad_norm_` for parameters that lie on several meshes.
 
-    The norm is that of all gradients of all ranks. Parameters that are no DTensors count once:
+    The norm is that of all gradients of all ranks. Parameters that are not DTensors count once:
     they are the same on every rank.
 
     Parameters
@@ -197,12 +197,12 @@ def clip_grad_norm_(
     max_norm : float
         Gradients are scaled down to it where their norm is larger.
     norm_type : float
-        Of the norm; infinite for the largest value.
+        Order of the norm; infinite for the largest absolute value.
 
     Returns
     -------
     torch.Tensor
-        The norm before, float32.
+        The norm before scaling, float32.
     """
     expect_positive("max_norm", max_norm)
     parameters = list(parameters)
@@ -225,7 +225,7 @@ def grad_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
 
 
 def _by_layout(parameters: Iterable[Tensor]) -> dict[Any, list[Tensor]]:
-    """Those with a gradient, by the `_layout` of that."""
+    """The parameters that have a gradient, by its `_layout`."""
     found: dict[Any, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None:
@@ -234,7 +234,7 @@ def _by_layout(parameters: Iterable[Tensor]) -> dict[Any, list[Tensor]]:
 
 
 def _layout(grad: Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
-    """The mesh of a gradient, and the dimensions of it that hold different parts."""
+    """The mesh of a gradient, and the mesh's dimensions along which parts differ."""
     if not isinstance(grad, DTensor):
         return None, ()
     placements = enumerate(grad.placements)
@@ -244,7 +244,7 @@ def _layout(grad: Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
 def _norm(
     grads: list[Tensor], layout: tuple[DeviceMesh | None, tuple[int, ...]], norm_type: float
 ) -> Tensor:
-    """Of the whole gradients, float32, from the parts on this rank and the others."""
+    """The norm of the whole gradients, float32, from the parts on all ranks."""
     mesh, dimensions = layout
     parts = [grad.to_local() if mesh is not None else grad for grad in grads]
     filled = [part for part in parts if part.numel()]

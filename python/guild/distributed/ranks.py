@@ -2,9 +2,9 @@
 
 Every message between ranks goes through `Ranks`. Before rows move, in forward and in each half of
 backward, all ranks tell each other what they are about to do, and in forward how many rows follow
-(`agree`, `agree_backward`); where two differ, all raise the same error. These first messages are of
-one size, so that a rank that skipped a pass meets the others in the one that they are in. A rank
-that does not answer ends the others with an error that names it.
+(`agree`, `agree_backward`); if two differ, all raise the same error. These first messages all have
+one size, so that a rank that skipped a pass still meets the others in the pass that they are in. A
+rank that does not answer ends the others with an error that names it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from guild._torch.checks import FLOATS, dtype_name
 
-_GRACE_SECONDS = 2.0  # in which the ranks that live say so after a failure
-_STORE_SECONDS = 5.0  # a store whose host is dead or stopped is not waited for any longer
+_GRACE_SECONDS = 2.0  # in which live ranks report after a failure
+_STORE_SECONDS = 5.0  # the longest wait for a store, whose host may be dead or stopped
 _WORDS = 24  # of the first message of a pass
 _END_OF_RECOMPUTATION = getattr(torch.utils.checkpoint, "_StopRecomputationError", ())
 
@@ -45,7 +45,7 @@ class Ranks:
     group : torch.distributed.ProcessGroup
         The ranks.
     timeout : float
-        Seconds that one waits for another.
+        Seconds that one rank waits for another.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
@@ -56,7 +56,7 @@ class Ranks:
         self.calls = 0  # forward passes so far, the same number on every rank
         self._failure: str | None = None
         self._error: type[Exception] = RuntimeError
-        self._doubt: Tensor | None = None  # backward's comparison on a GPU, not yet looked at
+        self._doubt: Tensor | None = None  # backward's comparison on a GPU, not yet checked
 
     def exchange(
         self,
@@ -77,7 +77,7 @@ class Ranks:
         what : str
             For the message of an error.
         capacity : int
-            Rows that there is room for at least.
+        Least number of rows to make room for.
 
         Returns
         -------
@@ -141,7 +141,7 @@ class Ranks:
         )
 
     def meet(self, device: torch.device) -> None:
-        """Wait for all ranks, before what they choose an engine by, which has no time limit.
+        """Wait for all ranks, before they choose an engine in a way that has no time limit.
 
         Raises
         ------
@@ -156,13 +156,13 @@ class Ranks:
         """Check that all ranks run the backward of the same forward.
 
         half: 1 for the gradient of the output, 2 for that of the tokens, which a rank may leave out
-        whose autograd.grad() is of the weights alone. On a GPU the host does not wait: the next
+        if its autograd.grad() is for the weights alone. On a GPU the host does not wait: the next
         `agree` raises.
 
         Raises
         ------
         RuntimeError
-            If not, on all ranks.
+            If they do not, on all ranks.
         """
         own, others = self._pass_and_call(half, call, like.device, "backward")
         if not like.is_cuda:
@@ -174,7 +174,7 @@ class Ranks:
     def _pass_and_call(
         self, number: int, call: int, device: torch.device, what: str
     ) -> tuple[Tensor, Tensor]:
-        """The first message of a pass that says no more: own words and those of the others."""
+        """A pass's first message, with no more to say: this rank's words and the others'."""
         self._expect_group()
         own = torch.tensor([number, call], device=device)
         own = F.pad(own, (0, _WORDS - own.shape[0])).expand(self.size, -1).contiguous()
@@ -184,7 +184,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def in_step(self, what: str) -> Iterator[None]:
-        """Between two messages of a pass: after an error here the other ranks wait in vain."""
+        """Runs between two messages of a pass: an error here leaves the other ranks waiting."""
         try:
             yield
         except BaseException as error:
@@ -208,7 +208,7 @@ class Ranks:
             ) from error
 
     def expect_alive(self) -> None:
-        """Raise again what has ended the group."""
+        """Raise again the error that ended the group."""
         if self._failure is not None:
             raise self._error(self._failure)
 
@@ -249,7 +249,7 @@ class Ranks:
         copied = torch.cuda.Event()
         copied.record()
         until = time.monotonic() + self.timeout
-        while not copied.query():  # a wait of the driver's has no limit
+        while not copied.query():  # a wait in the driver has no time limit
             if time.monotonic() > until:
                 self._fail("forward", TimeoutError("the GPU still waits for the other ranks"))
         return host
@@ -272,7 +272,7 @@ class Ranks:
         raise RuntimeError(self._failure) from error
 
     def _end_kernels(self) -> None:
-        """Let a GPU's kernels go that wait for a lost rank, so that the process can end."""
+        """Release GPU kernels that wait for a lost rank, so that the process can end."""
         with contextlib.suppress(Exception):  # other backends have none
             abort = getattr(self.group._get_backend(torch.device("cuda")), "abort", None)
             if abort is not None and dist.get_backend(self.group) == "nccl":
@@ -313,7 +313,7 @@ BACKWARD_ORDER = (
 
 
 def process_group_of(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup:
-    """The ranks that a user means; an error names what is wrong with `group`."""
+    """The process group that `group` stands for; an error names what is wrong with it."""
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(
             "group: expected torch.distributed to be initialised (torchrun, and "
@@ -360,12 +360,12 @@ def word_of(first: float, second: float) -> int:
 
 
 def numbers_of(word: int) -> str:
-    """What `word_of` packed, to be shown."""
+    """What `word_of` packed, as text."""
     first, second = struct.unpack("<ff", word.to_bytes(8, "little", signed=True))
     return f"({first:g}, {second:g})"
 
 
-# How a fact that is no plain number is shown.
+# How a fact that is not a plain number is shown.
 _SHOWN = {
     "dtype": lambda number: dtype_name(FLOATS[number]),
     "(alpha, limit)": numbers_of,
@@ -374,7 +374,7 @@ _SHOWN = {
 
 
 def expect_same(name: str, by_rank: dict[int, int]) -> None:
-    """Raise ValueError where ranks have not the same value of what is called `name`."""
+    """Raise ValueError unless all ranks have the same value of what is called `name`."""
     if len(set(by_rank.values())) > 1:
         shown = {r: _SHOWN.get(name, str)(v) for r, v in by_rank.items()}
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The layer over ranks a step at a time, where its results do not come back as sums by row.
+"""The layer over ranks step by step, for results that do not come back as sums by row.
 
 exact     a token's rows come back one by one, and are added where the token is, in the order of its
           experts: the bits of one process that has all tokens. More bytes come back.
@@ -46,7 +46,7 @@ class StepwiseExperts(torch.autograd.Function):
     ) -> Tensor:
         """received: the scores that came with the traffic's plan; keep: the pre-activations.
 
-        exact: results come back row by row, otherwise summed, which PeerTraffic alone can.
+        exact: results come back row by row; otherwise summed, which only PeerTraffic can do.
         """
         w_up, w_gate, w_down, b_up, b_down, *flags = layer
         ctx.traffic, ctx.flags, ctx.weighing = traffic, LayerFlags(*flags), None
@@ -58,7 +58,7 @@ class StepwiseExperts(torch.autograd.Function):
         up = w_up, w_gate, b_up
         a, h = ops.up_projection(rows, offsets, row_token, *up, *ctx.flags, keep)
         y = ops.down_projection(a, offsets, w_down, b_down, ctx.flags.transposed)
-        # rows is kept, as the layer keeps x: sending it again would cost as much as it did.
+        # rows is kept, as the layer keeps x: sending it again would cost as much as the first time.
         kept = rows, h, *places, token_offsets, *layer[:5]
         if routed is not None:
             scores, ids, slopes, ctx.weighing = routed

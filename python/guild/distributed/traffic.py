@@ -6,8 +6,8 @@ entry for each of these experts: the expert's number on that rank and the token'
     rows    (token, rank) pairs, sorted by rank, then token; N are sent, M received
     slots   (token, k-th choice) pairs, sorted by rank, then slot; S are sent, P received
 
-The receiver's rows and slots are sorted by the rank they come from. That makes an expert's rows
-those of one process that has all tokens, in its order.
+The receiver's rows and slots are sorted by the rank they come from. So an expert's rows are those
+that one process with all tokens would have, in the same order.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Traffic:
     Attributes
     ----------
     ranks : Ranks
-        Who takes part.
+        The ranks that take part.
     call : int
         Number of the forward pass.
     sent_tokens : torch.Tensor
@@ -60,14 +60,14 @@ class Traffic:
     slots: tuple[list[int], list[int]]
     ids: Tensor
     token_offsets: Tensor
-    keeps_all_rows: ClassVar[bool] = True  # there are no more than came
+    keeps_all_rows: ClassVar[bool] = True  # there are no rows besides those that came
 
     def send_rows(self, matrix: Tensor, what: str) -> Tensor:
-        """(tokens, width) -> (M, width): to wherever a token's experts are."""
+        """(tokens, width) -> (M, width): to the ranks of a token's experts."""
         return self.ranks.exchange(matrix.index_select(0, self.sent_tokens), *self.rows, what)
 
     def return_sums(self, rows: Tensor, residual: Tensor | None, what: str) -> Tensor:
-        """(M, width) -> (tokens, width): the sum of what became of a token's rows."""
+        """(M, width) -> (tokens, width): the sum of a token's results."""
         rows = self.ranks.exchange(rows, *reversed(self.rows), what)
         return ops.combine(rows, self.token_rows, None, self.row_lists, residual)
 
@@ -82,10 +82,10 @@ class Traffic:
         slot_row: Tensor | None = None,
         by_slot: bool = False,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """What the experts give for rows (M, width) and slots (P,) -> gradients of x and scores.
+        """Gradients of the experts' rows (M, width) and slots (P,) -> gradients of x and scores.
 
         With by_slot, drows are by expert and come back as from `return_rows`. A score's gradient
-        is 0 where its slot went nowhere.
+        is 0 where its slot was not sent.
         """
         dx = None
         if drows is not None and by_slot:
@@ -116,7 +116,7 @@ def plan_traffic(
     experts: int,
     facts: dict[str, int],
 ) -> tuple[Traffic, Tensor]:
-    """Tell every rank what comes, and send the slots.
+    """Tell every rank what to expect, and send the slots.
 
     Parameters
     ----------
@@ -127,7 +127,7 @@ def plan_traffic(
     token_offsets : torch.Tensor, optional
         int32 (tokens + 1), as `guild.routed_experts` takes it.
     experts : int
-        Of the layer.
+        Number of the layer's experts.
     facts : dict
         What must be the same on every rank.
 
@@ -189,7 +189,7 @@ def plan_traffic(
 
 
 def _token_of_slots(ids: Tensor, token_offsets: Tensor | None) -> Tensor:
-    """int64 (slots,): the token of each; beyond the last one for slots of nobody."""
+    """int64 (slots,): the token of each; past the last one for slots of no token."""
     places = torch.arange(ids.numel(), device=ids.device)
     if token_offsets is None:
         return places.div(ids.shape[1], rounding_mode="floor")
@@ -211,7 +211,7 @@ def _rows_by_rank(
 
 
 def _by_token(token_row: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The rows of (tokens, ranks) that are there, as lists by token."""
+    """The rows (tokens, ranks) that exist, as lists by token."""
     goes = token_row >= 0
     lists = F.pad(goes.sum(1, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
     place = torch.where(goes.flatten(), goes.flatten().cumsum(0) - 1, -1)

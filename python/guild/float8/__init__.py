@@ -1,4 +1,4 @@
-"""FP8: quantisation by blocks, the grouped product of quantised operands, and layers of them.
+"""FP8: quantisation by blocks, the grouped product of quantised operands, and expert layers in FP8.
 
 Scales multiply, as torch's do: an element is its code times the scale of its block. Rows have a
 scale for every 128 columns, weights for every 128 x 128 elements (DeepSeek-V3, arXiv:2412.19437,

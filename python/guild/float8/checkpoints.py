@@ -1,4 +1,4 @@
-"""`guild.routed_experts` of weights that are codes already, as FP8 checkpoints have them."""
+"""`guild.routed_experts` with weights that are codes already, as in FP8 checkpoints."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def routed_experts_of_codes(
 
 
 def expect_no_gradient(*given: object) -> None:
-    """Raise ValueError where one of these tensors, or of pairs among them, wants a gradient."""
+    """Raise ValueError if one of these tensors, or one in a pair, wants a gradient."""
     parts = (t for value in given for t in (value if type(value) in (tuple, list) else (value,)))
     if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in parts):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Rows as chunks, 128 rows of a group turned, and the weight gradients that are products of these.
+"""Rows as chunks, 128 rows of a group transposed, and weight gradients as products of chunks.
 
 Chunk j of group e, whose rows begin at o, is in slot o // 128 + e + j: no group is padded and no
 count leaves the device.
@@ -40,14 +40,14 @@ _chunk_product_out = ops.chunk_product_out.default
 
 
 class Chunks(NamedTuple):
-    """Quantised rows by 128 rows of a group, turned.
+    """Quantised rows in chunks of 128 rows of a group, transposed.
 
     Parameters
     ----------
     codes : torch.Tensor
         (slots, columns, 128), float8_e4m3fn or float8_e5m2, contiguous; slots = rows // 128 +
-        groups. Rows of a group's last chunk that do not exist are zeros, slots of no chunk hold
-        anything.
+        groups. A group's last chunk is padded with zeros; slots without a chunk hold arbitrary
+        values.
     scales : torch.Tensor
         float32 (slots, halves * ceil(columns / halves / 128)).
     """
@@ -56,7 +56,7 @@ class Chunks(NamedTuple):
     scales: Tensor
 
     def columns(self, first: int, count: int) -> Chunks:
-        """Some of the columns, from a multiple of 128 on or from the second half's first."""
+        """A range of columns that begins at a multiple of 128, or where the second half does."""
         codes, block = self.codes[:, first : first + count], blocks(first)
         return Chunks(codes, self.scales[:, block : block + blocks(count)])
 
@@ -82,12 +82,12 @@ def quantize_chunks(
     offsets : torch.Tensor
         int32 (groups + 1): group e has the rows offsets[e] .. offsets[e + 1].
     row_token : torch.Tensor, optional
-        int32 (rows): which row of x each row is; x then has a row for each token. Rows of a token
-        that does not exist are zeros.
+        int32 (rows): which row of x each row is; x then has one row per token. Rows of tokens that
+        do not exist are zeros.
     dtype, scale :
-        As in `guild.quantize`; of codes, what they are.
+        As in `guild.quantize`; for codes, those that they were made with.
     halves : int
-        2 where the columns are gate and up, which then share no block.
+        2 if the columns are gate and up, which then share no block.
 
     Returns
     -------
@@ -153,7 +153,7 @@ def chunk_product(
     offsets : torch.Tensor
         int32 (groups + 1).
     rows : int
-        What the offsets divide, those of no group included.
+        Number of rows that the offsets divide, including those of no group.
     out : torch.Tensor
         (groups, n, k), bfloat16, float16 or float32, any strides: written, or added to. Groups
         without rows get zeros, or are left alone.
@@ -238,7 +238,7 @@ def _width_in_blocks(x: Tensor, halves: int) -> int:
 
 
 def _expect_rows(x: Tensor, offsets: Tensor, row_token: Tensor | None) -> int:
-    """How many rows there are; offsets and row_token are checked."""
+    """The number of rows; offsets and row_token are checked."""
     expect_rows("x", x)
     _expect_offsets(offsets)
     expect_device("offsets", offsets, x, "x")
@@ -250,7 +250,7 @@ def _expect_rows(x: Tensor, offsets: Tensor, row_token: Tensor | None) -> int:
 
 
 def _expect_offsets(offsets: Tensor) -> int:
-    """How many groups they divide rows into."""
+    """The number of groups that they divide rows into."""
     _expect_int32("offsets", offsets)
     if offsets.shape[0] < 2:
         raise ValueError(f"offsets: expected 2 elements or more, got {offsets.shape[0]}")

@@ -37,7 +37,7 @@ _quantize_out = ops.float8_weights_out.default
 class FP8Weights:
     """The experts' weights as codes, kept over several calls of `guild.routed_experts`.
 
-    They are what micro-batches between two steps of an optimizer share, as ``fp8=``.
+    Micro-batches between two optimizer steps share them, passed as ``fp8=``.
 
     Parameters
     ----------
@@ -48,8 +48,8 @@ class FP8Weights:
 
     Notes
     -----
-    The codes are those of the weights when `refresh` was last called, or at the beginning. Nothing
-    notices a change of the weights: version counters stand still in CUDA graphs and under FSDP.
+    The codes are those of the weights at construction, or at the last call of `refresh`. A change
+    of the weights is not noticed: version counters stand still in CUDA graphs and under FSDP.
 
     Raises
     ------
@@ -97,17 +97,17 @@ class FP8Weights:
 
     def refresh(self) -> None:
         """Quantise the weights again, into the same memory, without a host wait."""
-        if self._experts_at is not None:  # each of a list may lie elsewhere by now
+        if self._experts_at is not None:  # the tensors of a list may have moved since
             self._take(*self._given)
         self._write(*self._masters)
 
     def refresh_from(self, w_up: Tensor, w_down: Tensor) -> None:
-        """The same of other weights like them, which later calls of `refresh` read, too."""
+        """`refresh` from other weights of the same kind, which later calls of it read, too."""
         self._given, self._masters = (w_up, w_down), [w_up, None, w_down]
         self.refresh()
 
     def expect_layout(self, flags: LayerFlags) -> None:
-        """Raise ValueError unless a call says of the weights what was said here."""
+        """Raise ValueError unless a call describes the weights as they were described here."""
         mine = self._flags
         for name, said, found in (
             ("order", flags.interleaved and flags.gated, mine.interleaved and mine.gated),
@@ -134,7 +134,7 @@ def quantized_experts(
     experts_at: Tensor | None,
     fp8: FP8,
 ) -> QuantizedExperts:
-    """Masters, as the ops take them, as codes in both orders."""
+    """Codes, in both orders, of master weights given as the ops take them."""
     with torch.no_grad():
         layout = *flags.up_weight, experts_at, SCALES.index(fp8.scales)
         made = _quantize(w_up, w_gate, w_down, *layout)
@@ -151,7 +151,7 @@ def expect_quantisable(w_down: Tensor) -> None:
 
 
 def expect_alone(**others: object) -> None:
-    """Raise NotImplementedError naming an option that does not go together with fp8."""
+    """Raise NotImplementedError naming an option that cannot be combined with fp8."""
     for name, value in others.items():
         if value is not None:
             raise NotImplementedError(f"{name}: expected None with fp8, got {type(value).__name__}")

@@ -29,7 +29,7 @@ def scaled_grouped_mm(
     """The grouped product of quantised rows and quantised weights.
 
     In the shape of torch.nn.functional.scaled_grouped_mm with the recipes BlockWise1x128 and
-    BlockWise128x128. Every 128 products along K are summed apart and added in float32, scaled.
+    BlockWise128x128. Each 128 products along K are summed separately, scaled and added in float32.
 
     Parameters
     ----------
@@ -54,8 +54,8 @@ def scaled_grouped_mm(
     Raises
     ------
     TypeError, ValueError
-        If an argument is not as described, and on CUDA if K is no multiple of 16 or an operand
-        does not lie on 16-byte boundaries; the message names it.
+        If an argument is not as described, and on CUDA if K is not a multiple of 16 or an operand
+        is not 16-byte aligned; the message names it.
     """
     _check(mat_a, mat_b, scale_a, scale_b, offs)
     if out_dtype not in ELEMENTS:

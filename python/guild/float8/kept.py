@@ -15,10 +15,9 @@ from guild.float8.settings import FP8
 class KeptWeights:
     """Codes of w_up and w_down, of one module; `codes` is None before its first forward.
 
-    They are made in the forward that follows `refresh`, for that is where FSDP has gathered the
-    weights, and where other tensors have become the weights. Versions tell of a forgotten refresh
-    where torch counts them; it does not in CUDA graphs, in compiled code, nor of weights that FSDP
-    gathers.
+    They are made in the forward after `refresh`, since only there has FSDP gathered the weights, or
+    have other tensors become the weights. Versions reveal a forgotten refresh where torch counts
+    them; it does not in CUDA graphs, in compiled code, nor for weights that FSDP gathers.
     """
 
     def __init__(self) -> None:
@@ -37,7 +36,7 @@ class KeptWeights:
         self.codes.fp8 = fp8
 
     def refresh(self) -> None:
-        """Let the next call of `of` quantise."""
+        """Make the next call of `of` quantise."""
         self._stale = True
 
     def of(
@@ -49,7 +48,7 @@ class KeptWeights:
         order: str,
         transposed: bool,
     ) -> FP8Weights:
-        """The codes of these weights, in the memory of the last ones where they fit."""
+        """The codes of these weights, in the memory of the previous ones if they fit there."""
         found, versions = self.codes, _versions(w_up, w_down)
         tensors = () if torch.compiler.is_compiling() else (id(w_up), id(w_down))
         layout = w_up.shape, w_down.shape, w_down.device, activation.gated, order, transposed
@@ -72,7 +71,7 @@ class KeptWeights:
 
 
 def _differ(some: tuple[int, ...], others: tuple[int, ...]) -> bool:
-    """Whether both are known and not the same."""
+    """Whether both are known and differ."""
     return bool(some) and bool(others) and some != others
 
 
@@ -83,11 +82,11 @@ def _versions(*weights: Tensor) -> tuple[int, ...]:
 
 
 def refresh_fp8(model: nn.Module) -> None:
-    """Let every `guild.MoE` in a model quantise its weights anew in the next forward.
+    """Make every `guild.MoE` in a model quantise its weights again in the next forward.
 
     For layers with FP8(cached=True), after each step of the optimizer and after anything else that
-    writes weights. What a CUDA graph captured of a forward quantises in each replay if this was
-    called right before the capture's forward, and in none otherwise.
+    writes weights. A captured CUDA graph of a forward quantises in each replay if this was called
+    right before the captured forward, and otherwise in none.
 
     Parameters
     ----------
@@ -97,7 +96,7 @@ def refresh_fp8(model: nn.Module) -> None:
     Raises
     ------
     TypeError
-        If it is none.
+        If it is not one.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")

@@ -63,12 +63,12 @@ def quantize_micro(
 
 
 def regroup(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """MXFP8 rows as rows with a float32 scale for every 128 columns, which Guild's products take.
+    """Turn MXFP8 rows into what Guild's products take: a float32 scale for every 128 columns.
 
-    The new scale is the largest of four. Codes of the others are multiplied by the quotient of the
-    two, a power of two, and rounded to the nearest even: this is exact unless they become
-    subnormal. In float8_e4m3fn nothing is lost of elements that are at least 2**-14 of the largest
-    value that their new scale allows.
+    The new scale is the largest of four. Codes of the others are multiplied by the ratio of the two
+    scales, a power of two, and rounded to the nearest even: this is exact unless they become
+    subnormal. In float8_e4m3fn elements of at least 2**-14 of the largest value that their new
+    scale allows lose nothing.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Rows and expert weights as narrow codes and a scale a block."""
+"""Rows and expert weights as narrow codes with one scale per block."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def quantize(
 ) -> Quantized:
     """Quantise rows, with a scale for every 128 columns of each, or to a microscaling format.
 
-    Elements are divided by their block's scale and rounded to the nearest even, to the format's
-    largest where they are beyond that. The CPU and CUDA give the same bits.
+    Elements are divided by their block's scale and rounded to the nearest even; those beyond the
+    format's largest value become that. The CPU and CUDA give the same bits.
 
     - "blockwise": blocks of 1 x 128, codes of `dtype`, float32 scales. With scale="exact" a scale
       is the block's largest absolute value over the largest of `dtype`, with "power_of_two" the
-      smallest power of two that is not below it. In a block below 2**-100 that value counts as
+      smallest power of two that is not below it. A largest absolute value below 2**-100 counts as
       2**-100.
     - "mxfp8" (OCP Microscaling Formats Specification 1.0): blocks of 1 x 32, codes of `dtype`, E8M0
       scales. With scale="floor" a scale is 2 to the power of floor(log2(largest absolute value))
@@ -76,8 +76,8 @@ def quantize(
     - "nvfp4": blocks of 1 x 16, E2M1 codes, two a byte, e4m3 scales: e4m3(largest absolute value
       / 6 / global_scale).
 
-    A block that holds an infinity or a NaN gets NaN for its scale and, but for E2M1, which has none
-    and gets zeros, for its codes.
+    A block that holds an infinity or a NaN gets NaN for its scale and its codes; E2M1 has no NaN,
+    so its codes become zeros.
 
     Parameters
     ----------
@@ -94,7 +94,7 @@ def quantize(
         products take them (its "1D Block Scaling Factors Layout").
     global_scale : torch.Tensor, optional
         Of "nvfp4": float32 (1), to be used. By default the largest absolute value of all finite
-        blocks over 6 * 448, at least 2**-100 over that.
+        blocks, at least 2**-100, over 6 * 448.
 
     Returns
     -------
@@ -148,8 +148,8 @@ def quantize_weights(
 ) -> Quantized:
     """Quantise expert weights, with a scale for every 128 x 128 elements.
 
-    Whatever the layout of the weights, codes lie in one: the rows of `out` one after the other, of
-    a gated weight all of the gate's before all of up's. Gate and up share no block.
+    Whatever the layout of the weights, the codes have one: the rows of `out` in order, in a gated
+    weight all of the gate's before all of up's. Gate and up share no block.
 
     Parameters
     ----------
@@ -159,11 +159,11 @@ def quantize_weights(
     dtype, scale :
         As in `quantize`.
     transposed : bool
-        Write the codes in the other order as well, for products that sum over `out`.
+        Also write the codes in the other order, for products that sum over `out`.
     gated : bool
         The rows of `out` are gate and up.
     interleaved : bool
-        Of one gated weight: gate and up alternate. Otherwise up follows the gate.
+        For a gated weight in one tensor: gate and up alternate. Otherwise up follows the gate.
 
     Returns
     -------

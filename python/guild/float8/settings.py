@@ -24,24 +24,24 @@ class FP8:
     """How a layer's products run in FP8, with the experts' weights as masters of 16 or 32 bits.
 
     Tokens, activations and their gradients have a scale for every 128 columns of a row, weights for
-    every 128 x 128 elements, gate and up apart. Sums are float32; the layer's input, its output and
-    its gradients stay as they are without FP8.
+    every 128 x 128 elements, with gate and up separate. Sums are float32; the layer's input, its
+    output and its gradients have the same dtypes as without FP8.
 
     Parameters
     ----------
     wgrad : {"bf16", "fp8"}
-        What the weights' gradients are products of: 16-bit values (of x's dtype), or codes.
+        What the weight gradients' products read: 16-bit values (of x's dtype), or codes.
     gradients : {"e4m3", "e5m2"}
         Format of the output's and the pre-activations' gradients; all else is E4M3.
     scales : {"exact", "power_of_two"}
-        Whether scales are the largest value over the format's, or that rounded up to a power of
-        two. Of weights, too.
+        Whether a scale is a block's largest value over the format's, or that rounded up to a power
+        of two; for weights, too.
     save : {"bf16", "fp8"}
         How the pre-activations are kept for backward: as they are, in x's dtype, or as codes, which
         take half the memory and some of dX's and dW's precision.
     cached : bool
-        Of a `guild.MoE`: quantise its weights in the forward that follows `refresh_fp8()`, and not
-        in every one. Call that after each step of the optimizer.
+        Of a `guild.MoE`: quantise its weights only in the forward that follows `refresh_fp8()`,
+        which is to be called after each step of the optimizer.
 
     Raises
     ------
@@ -63,7 +63,7 @@ class FP8:
         expect_flag("cached", self.cached)
 
     def recipe(self) -> Recipe:
-        """As the ops take it."""
+        """These settings as the ops take them."""
         return Recipe(
             _GRADIENTS.index(self.gradients),
             SCALES.index(self.scales),
@@ -78,7 +78,7 @@ class SlowFP8Warning(UserWarning):
 
 
 def warn_where_slow(x: Tensor, intermediate: int, rows: int, experts: int) -> None:
-    """Say so once, on a GPU, where products are too small for FP8 to pay."""
+    """Warn once, on a GPU, where products are too small for FP8 to pay off."""
     if not x.is_cuda or torch.compiler.is_compiling():
         return
     if intermediate < LEAST_WIDTH:

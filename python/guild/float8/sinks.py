@@ -28,7 +28,7 @@ _ARGUMENTS = 10  # before those
 
 
 class Float8Experts(torch.autograd.Function):
-    """guild::float8_experts with gradients of weights and biases past autograd."""
+    """guild::float8_experts with gradients of weights and biases that bypass autograd."""
 
     @staticmethod
     def forward(
@@ -83,7 +83,7 @@ class Float8Experts(torch.autograd.Function):
         w_up, w_gate, w_down, *biases = (bool(wanting([p])) for p in ctx.parameters)
         want_x, want_scores = ctx.needs_input_grad[6:8]
         up, down = w_up or w_gate, w_down
-        if not recipe.wgrad_codes:  # one op makes both, of operands that must be there
+        if not recipe.wgrad_codes:  # one op makes both, and needs the operands of both
             up = down = up or down
         wanted = Wanted(want_x, want_scores, up, down, *biases)
         made = data_gradients(

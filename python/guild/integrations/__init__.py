@@ -1,4 +1,4 @@
 """Guild under models and trainers that other libraries define, one module each.
 
-Nothing is imported here: `import guild.integrations.transformers` asks for one of them.
+Nothing is imported here; `import guild.integrations.transformers` imports one of them.
 """

@@ -1,8 +1,8 @@
 """A module that holds one parameter per expert, named as Transformer Engine's GroupedLinear does.
 
 `weight0` .. are registered from the last expert to the first. Trainers that lay all parameters out
-in one buffer fill it from the last parameter to the first (Megatron-Core's does), so that the
-experts then lie in their own order, which is the order that Guild reads in place.
+in one buffer, such as Megatron-Core, fill it from the last parameter to the first. So the experts
+lie there in ascending order, which is the order that Guild reads in place.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class ExpertParameters(nn.Module):
         return parts
 
     def _listed(self, name: str) -> list[nn.Parameter]:
-        """name0, name1, .. as they are now; empty where there are none."""
+        """The current name0, name1, ..; empty if there are none."""
         found = []
         while (parameter := self._parameters.get(f"{name}{len(found)}")) is not None:
             found.append(parameter)
         return found
 
     def _apply(self, fn: Callable, recurse: bool = True) -> ExpertParameters:
-        """As torch's, for `.to()` and the like: what it moved is laid out evenly again."""
+        """As torch's, for `.to()` and the like; lays what has moved out evenly again."""
         before = _places(self.parameters(recurse=False))
         super()._apply(fn, recurse)
         if _places(self.parameters(recurse=False)) != before:
@@ -46,7 +46,7 @@ class ExpertParameters(nn.Module):
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a copy, whose parameters were copied one by one."""
+        """Called on a copy, whose parameters were copied one by one."""
         super().__setstate__(state)
         self._lay_evenly()
 
@@ -58,7 +58,7 @@ class ExpertParameters(nn.Module):
 
 
 def _without_extra_state(_: nn.Module, state_dict: dict, prefix: str, *__: Any) -> None:
-    """Leave out what Transformer Engine saves of FP8, under `_extra_state`."""
+    """Leave out the FP8 state that Transformer Engine saves under `_extra_state`."""
     for key in [key for key in state_dict if key.startswith(f"{prefix}_extra_state")]:
         del state_dict[key]
 
@@ -68,6 +68,6 @@ def _places(parameters: Iterable[Tensor]) -> list[int]:
 
 
 def ends_of(rows_per_expert: Tensor | list[int], like: Tensor) -> Tensor:
-    """Where each expert's rows end, int32 on the device of `like`, without waiting for it."""
+    """Where each expert's rows end: int32 on the device of `like`, without waiting for it."""
     counts = torch.as_tensor(rows_per_expert).to(like.device, non_blocking=True)
     return counts.cumsum(0, dtype=torch.int32)

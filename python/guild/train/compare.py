@@ -27,7 +27,7 @@ def mean_loss(rows: Rows, moe: str, last: int) -> float:
 
 
 def tokens_per_second(rows: Rows, moe: str, tokens_per_step: int) -> float:
-    """Median over the steps; the first round, which warms up and compiles, has no weight in it."""
+    """Median over the steps; the first round, which warms up and compiles, hardly affects it."""
     return tokens_per_step / statistics.median(row["seconds"] for row in steps_of(rows, moe))
 
 

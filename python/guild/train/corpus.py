@@ -15,13 +15,13 @@ from pathlib import Path
 
 import torch
 
-# Distributions ship these apart from the interpreter or not at all; without them two machines
-# with the same Python see the same corpus. Tests would also be most of the bytes.
+# Distributions ship these separately or not at all; without them two machines with the same Python
+# see the same corpus. Tests would also be most of the bytes.
 _SKIPPED_FOLDERS = frozenset(
     "__pycache__ site-packages dist-packages test tests idle_test idlelib lib2to3 distutils "
     "ensurepip tkinter turtledemo pydoc_data lib-dynload".split()
 )
-# Written when the interpreter is configured or customised by its packager, so they hold paths.
+# Written when the interpreter is configured or customised by its packager, so they contain paths.
 _SKIPPED_PREFIXES = ("_sysconfigdata", "sitecustomize", "usercustomize")
 _SKIPPED_FOLDER_PREFIX = "config-"
 _HELD_OUT_ONE_IN = 10
@@ -71,7 +71,7 @@ class Corpus:
 
 
 def step_seed(seed: int, step: int) -> int:
-    """Of one step's random numbers, in the 64 bits that torch takes."""
+    """Seed of one step's random numbers, in the 64 bits that torch takes."""
     return (seed * 1_000_003 + step) % 2**63
 
 
@@ -97,7 +97,7 @@ def source_files(folder: Path) -> list[Path]:
             continue
         if parts[-1].startswith(_SKIPPED_PREFIXES):
             continue
-        if path.is_file():  # no folder, pipe or link to nothing, as some editors leave
+        if path.is_file():  # not a folder, pipe or dangling link, as some editors leave
             found.append(path)
     return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
 
@@ -108,14 +108,14 @@ def load_corpus(folder: Path | None = None, context: int = 128) -> Corpus:
     Parameters
     ----------
     folder : Path, optional
-        Where to look for .py files; the standard library when not given.
+        Where to look for .py files. Default: the standard library.
     context : int
         Window length in bytes; each part must hold at least one window and its target.
 
     Raises
     ------
     ValueError
-        When the folder is missing or holds too little text to train and to validate.
+        If the folder is missing or holds too little text to train and to validate.
     """
     folder = standard_library() if folder is None else Path(folder)
     if not folder.is_dir():

@@ -16,7 +16,7 @@ from guild.moe import MoE
 class DroppingMoE(MoE):
     """`MoE` whose experts take at most capacity * slots / experts rows each in training.
 
-    Slots are those of real tokens: padding, which `token_mask` marks, has none.
+    Slots are counted for real tokens only: padding, which `token_mask` marks, has none.
 
     An expert drops the slots that come last (Switch Transformer, arXiv:2101.03961, section 2.2).
     Evaluation drops nothing.
@@ -47,7 +47,7 @@ class DroppingMoE(MoE):
         return ids, scores, token_offsets
 
     def _most_slots(self, ids: Tensor, token_mask: Tensor | None) -> int | Tensor:
-        """Of one expert, at least 1; a tensor on the device where padding is not counted."""
+        """Most slots of one expert, at least 1; a device tensor if padding is left out."""
         if token_mask is None:
             most = math.ceil(min(self.capacity * ids.numel() / self.experts, ids.numel()))
             return max(1, most)
@@ -56,7 +56,7 @@ class DroppingMoE(MoE):
 
 
 def first_slots(ids: Tensor, scores: Tensor, experts: int, most: int | Tensor) -> Tensor:
-    """Ids of which each expert keeps its first `most` slots, -1 in place of the others.
+    """Ids in which each expert keeps its first `most` slots; the others are -1.
 
     Parameters
     ----------
@@ -65,7 +65,7 @@ def first_slots(ids: Tensor, scores: Tensor, experts: int, most: int | Tensor) -
     experts : int
         Number of experts.
     most : int or torch.Tensor
-        Slots of each; a number on the device may be a scalar tensor.
+        Slots of each expert; a number on the device may be a scalar tensor.
 
     Returns
     -------

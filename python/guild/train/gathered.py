@@ -3,15 +3,14 @@
     optimiser:  barrier | this rank's part of every weight, and its 16-bit copy | barrier
     gather:     each rank's part of a weight to its place in the whole one
 
-All ranks map each other's 16-bit copies, and between two steps of the optimiser these do not
-change. So a gather waits for no rank, casts nothing, and copies each byte once, to where products
-read it; no multiprocessor takes part. FSDP2 itself casts to a buffer, copies to another, gathers
-there and copies from there into the weights, on multiprocessors.
+All ranks map each other's 16-bit copies, which do not change between two steps of the optimiser.
+So a gather waits for no rank, casts nothing, and copies each byte once, to where products read it,
+without using a multiprocessor. FSDP2 itself casts to a buffer, copies to another, gathers there and
+copies from there into the weights, all on multiprocessors.
 
-The whole weights of a module lie in a place of its own if FSDP2 keeps them from forward to
-backward. The other modules take turns with two places for each list of sizes: while one module
-computes, the next one is gathered. A place is written to again after the module that had it last
-has been computed.
+A module's whole weights have memory of their own if FSDP2 keeps them from forward to backward. The
+other modules share two places for each list of sizes: while one module computes, the next one is
+gathered. A place is overwritten only after the module that had it last has been computed.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _REPLACED = (  # what this file and peer_copies.py call, or do in place of FSDP2
     (FSDPParamGroup, "is_unsharded _to_sharded _to_unsharded"),
     (FSDPParam, "init_unsharded_param unsharded_param to_sharded_dtensor"),
 )
-_SMALL = 1 << 18  # elements below which one kernel copies all of a module's weights of that kind
+_SMALL = 1 << 18  # elements; smaller weights of a module are copied together by one kernel
 
 
 @dataclass
@@ -44,8 +43,8 @@ class Place:
     """Memory for the whole weights of a module, one flat tensor for each."""
 
     weights: list[Tensor]
-    module: GatheredModule | None = None  # which has it, or is being gathered there
-    free: Any = None  # event: the module before has been computed
+    module: GatheredModule | None = None  # whose weights it holds or receives
+    free: Any = None  # event: the previous module has been computed
 
 
 @dataclass
@@ -56,7 +55,7 @@ class Copies:
     small: tuple[list[Tensor], list[Tensor]] = field(default_factory=lambda: ([], []))
 
     def add(self, to: Tensor, part: Tensor) -> None:
-        """One more pair."""
+        """Add a pair."""
         if part.numel() >= _SMALL:
             self.large.append((to, part))
         else:
@@ -64,7 +63,7 @@ class Copies:
             self.small[1].append(part)
 
     def make(self) -> None:
-        """Copy all."""
+        """Run all copies."""
         for to, part in self.large:
             to.copy_(part)
         if self.small[0]:
@@ -72,12 +71,12 @@ class Copies:
 
 
 class GatheredModule:
-    """Does in place of FSDP2 what gathers a module's weights and lets go of them."""
+    """Replaces FSDP2's code that gathers a module's weights and releases them."""
 
     def __init__(self, parameters: Any, place: Place, copies: Copies, stream: Any) -> None:
         self._parameters, self._place, self._copies = parameters, place, copies
         self._stream, self._device = stream, parameters.device_handle
-        self._arrived: Any = None  # event: gathered, and nobody has waited for it
+        self._arrived: Any = None  # event: gathered, and not yet waited for
         for own, weight in zip(parameters.fsdp_params, place.weights, strict=True):
             own.all_gather_outputs = [weight]
             own.init_unsharded_param()
@@ -89,7 +88,7 @@ class GatheredModule:
 
     @torch.no_grad()
     def gather(self, async_op: bool = False) -> None:
-        """Start to gather, if that is not done."""
+        """Start a gather, unless one was started."""
         if self._arrived is not None or self._parameters.is_unsharded:
             return
         place = self._place
@@ -106,7 +105,7 @@ class GatheredModule:
         self._arrived = self._event(self._stream)
 
     def wait(self) -> None:
-        """Let what follows on the current stream wait for the weights."""
+        """Make the current stream wait for the weights."""
         if self._arrived is None:
             return
         self._device.current_stream().wait_event(self._arrived)
@@ -114,14 +113,14 @@ class GatheredModule:
         self._parameters._to_unsharded()
 
     def let_go(self) -> None:
-        """The weights are not needed by anything after what is on the current stream."""
+        """Release the weights: nothing later than the current stream's work needs them."""
         if not self._parameters.is_unsharded:
             return
         self._put_away()
         self._leave(self._event(self._device.current_stream()))
 
     def forget(self) -> None:
-        """Leave the place if a gather was started that nobody has waited for."""
+        """Give up the place if a gather was started and never waited for."""
         if self._arrived is not None:
             self._leave(self._arrived)
             self._arrived = None
@@ -156,7 +155,7 @@ class GatheredWeights:
     parts : dict of torch.nn.Parameter to torch.Tensor
         This rank's 16-bit copy, flat and padded, of its part of each parameter.
     mapped_bytes : int
-        Memory that torch's own count leaves out.
+        Memory that torch's own count does not include.
     """
 
     def __init__(
@@ -196,14 +195,14 @@ class GatheredWeights:
         for own, weight in zip(parameters.fsdp_params, place.weights, strict=True):
             count, start = count_of(own), self._starts[id(own)]
             for rank in (*others(mapped), mapped.rank):
-                # .data: autograd must not take a gather for a change of what it has saved.
+                # .data: autograd must not treat a gather as a change of what it has saved.
                 to = weight.data[rank * count : (rank + 1) * count]
                 copies.add(to, mapped.get_buffer(rank, (count,), self._dtype, start))
         return copies
 
     @contextlib.contextmanager
     def replaced(self) -> Iterator[None]:
-        """Within, this rank's parts may be written to: nobody reads them."""
+        """A context in which this rank's parts may be written to: nobody reads them."""
         current = self._device.current_stream()
         for module in self._modules:
             module.forget()
@@ -215,13 +214,13 @@ class GatheredWeights:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Copy the weights anew, after something else than the optimiser has changed them."""
+        """Copy the weights again after something other than the optimiser has changed them."""
         with self.replaced():
             torch._foreach_copy_(self._own, [own._sharded_param_data for own in self._every])
 
 
 class _Places:
-    """Gives each module the place of its weights."""
+    """Assigns each module the memory of its weights."""
 
     def __init__(self, ranks: int, dtype: torch.dtype, device: torch.device) -> None:
         self._ranks, self._how = ranks, {"dtype": dtype, "device": device}
@@ -229,7 +228,7 @@ class _Places:
         self._taken: dict[tuple[int, ...], int] = {}
 
     def of(self, parameters: Any) -> Place:
-        """Of its own for a module that is kept, else one of two."""
+        """The module's own if its weights are kept, else one of two shared ones."""
         sizes = tuple(count_of(own) * self._ranks for own in parameters.fsdp_params)
         if parameters.post_forward_mesh_info is None:
             return self._new(sizes)
@@ -245,7 +244,7 @@ class _Places:
 
 
 def knows_fsdp() -> bool:
-    """Whether this torch's FSDP2 has what copies replace; none of it is public."""
+    """Whether this torch's FSDP2 has the functions that copies replace; none of them is public."""
     return all(hasattr(kind, name) for kind, names in _REPLACED for name in names.split())
 
 
@@ -255,7 +254,7 @@ def parameters_of(module: FSDPModule) -> Any:
 
 
 def count_of(own: Any) -> int:
-    """Elements of a rank's part, padded to those of the others."""
+    """Number of elements of a rank's part, padded to the largest part."""
     return own._sharded_param_data.numel()
 
 

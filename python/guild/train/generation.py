@@ -1,12 +1,12 @@
 """Text from a trained model, byte by byte, with a key-value cache.
 
-The model looks back at most its context. A text that has filled it goes on with its second half,
-which is read again from the start, so that what a byte follows from is always one forward of the
-bytes before it: with the cache and without, the same text.
+The model looks back at most its context. When a text has filled it, its second half is read again
+from the start, so that a byte always follows from one forward of the bytes before it: with the
+cache and without, the text is the same.
 
-On a GPU a byte is one replay of a CUDA graph. The choice is part of it: the noise of all bytes is
+On a GPU a byte is one replay of a CUDA graph, which includes the choice: the noise of all bytes is
 drawn before the first, and the largest of logits / temperature + Gumbel noise is a draw from their
-softmax. So the host waits for the GPU only where the text has filled the context.
+softmax. So the host waits for the GPU only when the text has filled the context.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from .model import BYTES, LanguageModel
 from .settings import MOST_SEED
 
-MOST_BYTES = 2**20  # to write at once: the noise of all their choices is there from the start
+MOST_BYTES = 2**20  # to write at once, as the noise of all choices is drawn at the start
 
 
 class Sampling(NamedTuple):
@@ -31,9 +31,9 @@ class Sampling(NamedTuple):
     Attributes
     ----------
     temperature : float
-        What logits are divided by; 0: the most likely byte.
+        Divides the logits; 0: the most likely byte.
     top_k : int
-        Choose among so many of the most likely; 0: all.
+        Choose among this many of the most likely bytes; 0: among all.
     seed : int
         Of the choices.
     """
@@ -68,7 +68,7 @@ class Sampling(NamedTuple):
         if self.top_k:
             least = logits.topk(self.top_k, -1).values[..., -1:]
             logits = logits.masked_fill(logits < least, -math.inf)
-        # However low the temperature is, the largest logit stays 0, and the others become -inf.
+        # However low the temperature, the largest logit stays 0, and the others become -inf.
         below = (logits - logits.amax(-1, keepdim=True)).double()
         return (below / self.temperature + noise).argmax(-1)
 
@@ -87,7 +87,7 @@ class Written(NamedTuple):
     text : bytes
         Prompt and continuation.
     seconds : float
-        Of the continuation, from the prompt in memory to its last byte.
+        Duration of the continuation, from the prompt in memory to its last byte.
     """
 
     text: bytes
@@ -103,9 +103,9 @@ def generate(
     Parameters
     ----------
     model : LanguageModel
-        In evaluation mode; under autocast it computes in that.
+        In evaluation mode; under autocast it computes in autocast's dtype.
     prompt : bytes
-        At least one; of a longer one than the context the end is seen.
+        At least one; only the end of one longer than the context is read.
     count : int
         Bytes to write.
     context : int
@@ -116,7 +116,7 @@ def generate(
     Raises
     ------
     ValueError
-        If there is nothing to continue or to write, or bytes cannot be chosen in this way.
+        If there is nothing to continue or to write, or the sampling is not valid.
     """
     sampling.expect_valid()
     if not prompt:
@@ -134,7 +134,7 @@ def generate(
 
 
 def readable(text: bytes) -> str:
-    r"""UTF-8 as text, without the character that the end cuts; anything unprintable as \x.."""
+    r"""UTF-8 as text, without a character cut off at the end; anything unprintable as \x.."""
     decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
     shown = "".join(
         c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode()
@@ -144,14 +144,14 @@ def readable(text: bytes) -> str:
 
 
 def _autocast_without_cache(kind: str) -> contextlib.AbstractContextManager:
-    """The autocast of the surroundings; what a graph casts may not be kept for use outside."""
+    """The surrounding autocast without its cache: a graph's casts may not be reused outside."""
     if kind != "cuda" or not torch.is_autocast_enabled(kind):
         return contextlib.nullcontext()
     return torch.autocast(kind, torch.get_autocast_dtype(kind), cache_enabled=False)
 
 
 class _Writer:
-    """The cache, the next byte and its place, all on the device; a step moves them on."""
+    """The cache, the next byte and its position, all on the device; a step advances them."""
 
     def __init__(self, model: LanguageModel, count: int, context: int, sampling: Sampling) -> None:
         self._model, self._context, self._sampling = model, context, sampling
@@ -161,7 +161,7 @@ class _Writer:
         self._noise = sampling.noise(count).to(device)
         self._out = torch.zeros(count, dtype=torch.uint8, device=device)
         self._token = torch.zeros(1, 1, dtype=torch.int64, device=device)
-        # Of the token in the window, and of the byte that it will give in the output.
+        # Positions of the token in the window, and of the byte that it produces in the output.
         self._position = torch.zeros(1, dtype=torch.int64, device=device)
         self._number = torch.zeros(1, dtype=torch.int64, device=device)
         self._replay = self._captured() if device.type == "cuda" and count > 1 else self._step
@@ -169,7 +169,7 @@ class _Writer:
     def write(self, seen: bytes) -> None:
         """Read the window, which has room, from its start; write until it or the text is full."""
         window = torch.tensor([[*seen, *bytes(self._context - len(seen))]], device=self._device)
-        # One shape for every window: what lies behind the text is overwritten before it is read.
+        # One shape for every window: what lies past the text is overwritten before it is read.
         places = torch.arange(self._context, device=self._device)
         logits = self._model.continued(window, places, self._cache)
         self._position.fill_(len(seen) - 1)
@@ -197,7 +197,7 @@ class _Writer:
         self._number += 1
 
     def _captured(self) -> torch.cuda.CUDAGraph:
-        """A step as a CUDA graph; the steps that making it takes leave no trace."""
+        """A step as a CUDA graph; the steps run to make it have no effect."""
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):

@@ -1,9 +1,9 @@
-"""Cross-entropy of a large vocabulary, some tokens at a time: no logits are kept.
+"""Cross-entropy over a large vocabulary, a chunk of tokens at a time: no logits are kept.
 
     logits = x W^T,  loss = mean over tokens of logsumexp(logits) - logits[target]
 
-Forward computes the gradients as well, of a chunk while its logits are there, so that the product
-is done once. Logits and sums are float32 whatever x and W are.
+Forward computes a chunk's gradients as well, while its logits exist, so that the product is done
+once. Logits and sums are float32 whatever the dtype of x and W.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_CHUNK_ELEMENTS = 1 << 28  # logits at a time: 1 GiB
+_CHUNK_ELEMENTS = 1 << 28  # logits of a chunk: 1 GiB
 
 
 def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk: int = 0) -> Tensor:
@@ -28,14 +28,14 @@ def chunked_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, chunk: int
     targets : torch.Tensor
         int64 (tokens,), rows of the weight.
     chunk : int
-        Tokens at a time; 0: as many as make 2^28 logits.
+        Tokens at a time; 0: as many as give 2^28 logits.
     """
     chunk = chunk or _even_chunk(x.shape[0], max(1, _CHUNK_ELEMENTS // weight.shape[0]))
     return _ChunkedCrossEntropy.apply(x, weight, targets, chunk)
 
 
 def _even_chunk(tokens: int, most: int) -> int:
-    """At most `most` tokens, so that chunks are equal where that takes at most twice as many."""
+    """A chunk of at most `most` tokens; chunks are equal if at most twice as many do it."""
     least = max(1, -(-tokens // most))
     count = next((n for n in range(least, 2 * least) if tokens % n == 0), least)
     return max(1, -(-tokens // count))
@@ -72,7 +72,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a b in float32 of 16-bit operands."""
+    """a b of 16-bit operands, in float32."""
     if a.is_cuda and a.dtype != torch.float32:
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.float() @ b.float()
@@ -89,7 +89,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 def loss_and_gradient(
     logits: Tensor, targets: Tensor, tokens: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Sum of the losses; softmax less one at the target, over `tokens`, in `dtype`."""
+    """Sum of the losses; softmax minus one at the target, divided by `tokens`, in `dtype`."""
     most = logits.amax(1, keepdim=True)
     powers = (logits - most).exp()
     sums = powers.sum(1, keepdim=True)
@@ -100,5 +100,5 @@ def loss_and_gradient(
 
 @functools.cache
 def _pass(compiled: bool) -> Any:
-    """On a GPU compiled: two passes over the logits in place of a dozen."""
+    """The pass; compiled on a GPU: two passes over the logits instead of a dozen."""
     return torch.compile(loss_and_gradient) if compiled else loss_and_gradient

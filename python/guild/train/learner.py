@@ -73,7 +73,7 @@ def _guild_factory(s: Settings, balanced: bool, fp8: bool) -> MoEFactory:
 def optimizer_options(
     model: LanguageModel, s: Settings
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Groups and options of AdamW, which lets matrices decay and nothing else."""
+    """Parameter groups and options of AdamW, with weight decay for matrices only."""
     weights = list(model.parameters())
     groups: list[dict[str, Any]] = [
         {"params": [w for w in weights if w.dim() > 1], "weight_decay": s.weight_decay},
@@ -157,7 +157,7 @@ class Learner:
         return rows
 
     def autocast(self) -> torch.autocast:
-        """Where the model's forward runs: bfloat16 operands, or as the weights are in float32."""
+        """The context of the model's forward: bfloat16 operands, or float32 as the weights."""
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     def _step(self, corpus: Corpus, step: int) -> torch.Tensor:
@@ -181,7 +181,7 @@ class Learner:
     def _gradients(
         self, inputs: torch.Tensor, targets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Forward and backward of all windows, a part of them at a time.
+        """Forward and backward of all windows, one part at a time.
 
         Returns
         -------
@@ -201,7 +201,7 @@ class Learner:
         return values[0], values[1], counts
 
     def _before_part(self, last: bool) -> None:
-        """Before the forward of a part of a step's windows, the last of them or another."""
+        """Hook before the forward of a part of a step's windows; last: it is the last part."""
 
     @torch.no_grad()
     def validate(self, corpus: Corpus, windows: int) -> float:
@@ -227,7 +227,7 @@ class Learner:
         Raises
         ------
         ValueError
-            When it is the state of another model.
+            If it is the state of another model.
         """
         try:
             self.model.load_state_dict(state["model"])
@@ -262,6 +262,6 @@ class Learner:
 def busiest_over_mean(counts: torch.Tensor) -> torch.Tensor:
     """Rows of the busiest expert over the mean, float (layers), of rows (layers, experts).
 
-    0 where no expert has any, as where rounding goes down from fewer rows than a tile.
+    0 if no expert has any, as when rounding goes down from fewer rows than a tile.
     """
     return counts.amax(1) / counts.mean(1).clamp(min=1 / counts.shape[1])

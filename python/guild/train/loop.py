@@ -94,12 +94,12 @@ class Plan:
 
     @property
     def round_steps(self) -> int:
-        """Steps between two looks at the clock; more on a GPU, which a look makes wait."""
+        """Steps between two clock readings; more on a GPU, which has to wait for each reading."""
         return 20 if self.device.type == "cuda" else 5
 
     @property
     def first_steps(self) -> int:
-        """Those of the first round: few on a GPU, where they compile and count for no median."""
+        """Steps of the first round: few on a GPU, where they compile and enter no median."""
         return 2 if self.device.type == "cuda" else self.round_steps
 
 
@@ -125,14 +125,14 @@ class Training:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the run that is resumed had come to its end and left all of its results."""
+        """Whether the run to resume has already finished and left all of its results."""
         summary = self.folder.read_summary() if self.plan.resume else None
         return agreed(
             summary is not None and summary.get("steps") == self.step == self.settings.steps
         )
 
     def run(self, stop: StopRequest) -> dict[str, Any] | None:
-        """Train to the end and return the summary, or None when `stop` came first."""
+        """Train to the end and return the summary, or None if `stop` came first."""
         self._introduce()
         steps = self.settings.steps
         with TrainingView(self.console, self.settings, self.step) as view:
@@ -198,7 +198,7 @@ class Training:
             self._say(f"moved the run that was in {self.plan.out} to {aside}")
 
     def _say(self, line: str) -> None:
-        """Print a line that may hold a path: not broken, not coloured, brackets as they are."""
+        """Print a line that may hold a path: no wrapping, no colours, brackets as they are."""
         self.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def _introduce(self) -> None:
@@ -218,7 +218,7 @@ class Training:
 
     def _finish(self) -> dict[str, Any]:
         sample = self._sample()
-        if not writes():  # the rank that does has all that follows
+        if not writes():  # the rank that writes has all that follows
             return {}
         rows, validation = self.folder.rows(), self._final_validation()
         main, s = self.learners[0], self.settings
@@ -265,7 +265,7 @@ class Training:
         title = f"{s.steps} steps on {summary['device']}, {summary['dtype']}"
         with self.folder.replacing(self.folder.plot) as file:
             plot_run(rows, title, file)
-        self.folder.write_summary(summary)  # last: it says that the run is complete
+        self.folder.write_summary(summary)  # last, as it marks the run as complete
         return summary
 
     def _sample(self) -> str:
@@ -289,14 +289,14 @@ def _learner(name: str, settings: Settings, plan: Plan) -> Learner:
 
 
 def _check_resumable(state: dict[str, Any], settings: Settings, plan: Plan, corpus: Corpus) -> None:
-    """Reject a checkpoint that this run would not continue but bend."""
+    """Reject a checkpoint that this run would not continue faithfully."""
     saved = Settings(**state["settings"])
     if settings.steps < state["step"]:
         raise ValueError(
             f"steps: the checkpoint has {state['step']} steps behind it, got {settings.steps}"
         )
     for name in changed_fields(saved, settings):
-        if name == "steps":  # to go on for longer is what resuming is for
+        if name == "steps":  # resuming may extend a run
             continue
         raise ValueError(
             f"{name}: the checkpoint was trained with {getattr(saved, name)}, "

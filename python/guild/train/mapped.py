@@ -1,4 +1,4 @@
-"""Memory of each rank of one host that all ranks have mapped: torch's symmetric memory."""
+"""Memory of each rank of one host, mapped by all ranks: torch's symmetric memory."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ MakeBuffers = Callable[[int, int, dist.ProcessGroup, torch.device], Buffers]
 def mapped_buffers(
     count: int, size: int, group: dist.ProcessGroup, device: torch.device
 ) -> Buffers:
-    """`count` buffers of `size` bytes, each with what maps the other ranks'; made by all ranks."""
-    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # objects that nothing here uses
+    """`count` buffers of `size` bytes, each with its mappings on other ranks; made by all ranks."""
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"  # multicast objects are not used here
     from torch.distributed import _symmetric_memory as symmetric
 
     own = [symmetric.empty(size, dtype=torch.uint8, device=device) for _ in range(count)]
@@ -28,7 +28,7 @@ def mapped_buffers(
 
 
 def others(mapped: Any) -> list[int]:
-    """Each rank begins with the one after it, so that no two read from the same."""
+    """The other ranks, starting after this one, so that no two ranks read from the same one."""
     return [(mapped.rank + step) % mapped.world_size for step in range(1, mapped.world_size)]
 
 

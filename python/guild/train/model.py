@@ -46,7 +46,7 @@ class Attention(nn.Module):
         """
         batch, context, hidden = x.shape
         qkv = self.qkv(x).view(batch, context, 3, self.heads, hidden // self.heads)
-        # By token until here, so that nothing is transposed in memory.
+        # By token until here, so that no transposed copy is made.
         q, k, v = (t.transpose(1, 2) for t in turned_heads(qkv, cos, sin))
         if past is None:
             mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -57,7 +57,7 @@ class Attention(nn.Module):
 
 
 class Past(NamedTuple):
-    """What one layer's attention has read so far, and where what comes now goes.
+    """What one layer's attention has read so far, and where new tokens go.
 
     Attributes
     ----------
@@ -116,7 +116,7 @@ class Block(nn.Module):
         Experts times the sum over experts of (share of the rows) * (mean router probability),
         Switch Transformer (arXiv 2101.03961) equations 4 to 6. The shares carry no gradient.
         """
-        if getattr(self.moe, "balance_sums", None) is not None:  # of the choices before rounding
+        if getattr(self.moe, "balance_sums", None) is not None:  # of the choice before rounding
             return self.moe.load_balancing_loss
         probability = self.moe.router(moe_input).float().softmax(-1)
         counts = self.moe.expert_counts.float()
@@ -173,13 +173,13 @@ class LanguageModel(nn.Module):
             weight.copy_(torch.randn(weight.shape, generator=generator) * self.std_of(name, weight))
 
     def refresh_fp8(self) -> None:
-        """Say that the weights are others now; what has them as codes makes these again."""
+        """Announce that the weights have changed; layers with FP8 codes of them make new ones."""
         for block in self.blocks:
             if hasattr(block.moe, "refresh_fp8"):
                 block.moe.refresh_fp8()
 
     def std_of(self, name: str, weight: torch.Tensor) -> float:
-        """Standard deviation of a matrix's first values."""
+        """Standard deviation of a matrix's initial values."""
         std = weight.shape[-1] ** -0.5  # the embedding's fan-in is that of its tied output
         if name.endswith(("attention.out.weight", "moe.w_down", "moe.shared.w_down")):
             std *= (2 * len(self.blocks)) ** -0.5
@@ -256,9 +256,9 @@ class LanguageModel(nn.Module):
         return self.norm(x), moe_inputs
 
     def move_selection_biases(self, rate: float, counts: torch.Tensor) -> None:
-        """Move every layer's, if its router has one, against a load (layers, experts).
+        """Move the selection bias of every layer that has one against a load (layers, experts).
 
-        As `guild.MoE.balance`, which knows the load of the last forward alone.
+        As `guild.MoE.balance`, which knows only the load of the last forward.
         """
         for block, rows in zip(self.blocks, counts, strict=True):
             bias = getattr(block.moe.router, "selection_bias", None)

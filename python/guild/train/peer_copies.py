@@ -1,14 +1,14 @@
-"""FSDP2's communication on one host by copy engines; here its sums of gradients.
+"""FSDP2's communication on one host by copy engines; here, its sums of gradients.
 
     parts of gradients for each other rank to a buffer | barrier | copies of this rank's parts from
     the others' buffers | their mean with its own part, in float32
 
-NCCL's kernels take up to a fifth of a GPU as long as they run, and products beside them slow down
-by more than that. All of it is on a stream of its own; what it leaves to multiprocessors is the
-mean. FSDP2 itself copies the gradients to a buffer first, beside nothing.
+NCCL's kernels take up to a fifth of a GPU as long as they run, and products that run beside them
+slow down by more than that. Here all of it runs on a stream of its own, and only the mean uses
+multiprocessors. FSDP2 itself first copies the gradients to a buffer, overlapping with nothing.
 
-Two buffers are used in turns. What makes it safe to write to one again is the barrier of the sum in
-between, where a rank arrives only after it has read what it needed.
+Two buffers are used in turns. One may be written to again after the barrier of the sum in between,
+where a rank arrives only after it has read what it needed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Gradients = list[tuple[Any, Tensor]]  # FSDP2's record of a parameter, and its w
 
 
 class SummedGradients:
-    """The gradients of modules under FSDP2, made means over the ranks by copies.
+    """Averages the gradients of modules under FSDP2 over the ranks, by copies.
 
     Parameters
     ----------
@@ -43,7 +43,7 @@ class SummedGradients:
     Attributes
     ----------
     mapped_bytes : int
-        Memory that torch's own count leaves out.
+        Memory that torch's own count does not include.
     """
 
     def __init__(
@@ -62,23 +62,23 @@ class SummedGradients:
         self._dtype, self._device = dtype, of_modules[0].device_handle
         self._stream = self._device.Stream(priority=-1)
         self._norms: list[Tensor] = []  # of means, on this rank
-        self._under_way: tuple[Any, Gradients] | None = None  # its end, and what it still reads
+        self._under_way: tuple[Any, Gradients] | None = None  # its end event, and what it reads
         for parameters in of_modules:
             _ReducedModule(parameters, self)
 
     def wait(self) -> None:
-        """Let what follows on the current stream wait for all sums, and free what they read."""
+        """Make the current stream wait for all sums, and free what they read."""
         if self._under_way is not None:
             self._device.current_stream().wait_event(self._under_way[0])
             self._under_way = None
 
     def norm(self) -> Tensor:
-        """Of all means since the last call, this rank's part; taken beside backward."""
+        """Norm of this rank's part of all means since the last call; computed during backward."""
         norms, self._norms = self._norms, []
         return norm_of(norms)
 
     def add(self, gradients: Gradients) -> None:
-        """Start to sum a module's gradients; each parameter's own one is the mean then."""
+        """Start to sum a module's gradients; each parameter's gradient then becomes the mean."""
         self.wait()
         self._stream.wait_stream(self._device.current_stream())
         with self._device.stream(self._stream):
@@ -118,7 +118,7 @@ class SummedGradients:
             _accumulate(own, mean)
 
     def _parts_of_ranks(self, mapped: Any, total: int) -> dict[int, Tensor]:
-        """What the other ranks have for this one, by rank."""
+        """The other ranks' parts for this rank, by rank."""
         found = {}
         for peer in others(mapped):
             theirs = mapped.get_buffer(peer, (total,), self._dtype, mapped.rank * total)
@@ -127,7 +127,7 @@ class SummedGradients:
 
 
 class _ReducedModule:
-    """Does in place of FSDP2 what follows a module's backward."""
+    """Replaces FSDP2's code that follows a module's backward."""
 
     def __init__(self, parameters: Any, sums: SummedGradients) -> None:
         self._parameters, self._sums = parameters, sums
@@ -137,7 +137,7 @@ class _ReducedModule:
 
     @torch.no_grad()
     def reduce(self, *unused: Any) -> None:
-        """Let go of the weights, and start to sum their gradients."""
+        """Release the weights, and start to sum their gradients."""
         parameters = self._parameters
         parameters._training_state = TrainingState.POST_BACKWARD
         gradients: Gradients = []
@@ -151,7 +151,7 @@ class _ReducedModule:
             self._sums.add(gradients)
 
     def finish(self) -> None:
-        """After backward: the optimiser reads the sums."""
+        """Called after backward, before the optimiser reads the sums."""
         self._sums.wait()
         self._finalize()
 
@@ -163,18 +163,18 @@ def use_copies(
     device: torch.device,
     make: MakeBuffers = mapped_buffers,
 ) -> tuple[GatheredWeights, SummedGradients]:
-    """Let modules communicate by copies; they are under `fully_shard` over all ranks of a group."""
+    """Make modules communicate by copies; they are under `fully_shard` over a group's ranks."""
     how = modules, group, dtype, device, make
     return GatheredWeights(*how), SummedGradients(*how)
 
 
 def _piece(gradient: Tensor, rank: int, count: int) -> Tensor:
-    """A rank's part, flat; the last ones may be shorter, or empty."""
+    """A rank's part, flat; the last parts may be shorter, or empty."""
     return gradient.flatten()[rank * count : (rank + 1) * count]
 
 
 def _accumulate(own: Any, mean: Tensor) -> None:
-    """Add to the gradient of this rank's part, or make it."""
+    """Add to the gradient of this rank's part, or create it."""
     if own.sharded_param.grad is None:
         own.sharded_param.grad = own.to_sharded_dtensor(mean.view(own.sharded_size))
     else:

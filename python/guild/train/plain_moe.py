@@ -1,6 +1,6 @@
 """The same layer as `guild.MoE` in plain PyTorch: the baseline of `--compare` and `guild bench`.
 
-It is what people write today when they want it quick: sort the slots by expert, gather, one matrix
+It is what people write when they want it quickly: sort the slots by expert, gather, one matrix
 product per expert on the CPU or `torch._grouped_mm` on a GPU, scatter-add. Parameter names and
 layouts are those of `guild.MoE`, so a state dict loads into either.
 """

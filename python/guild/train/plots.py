@@ -19,10 +19,10 @@ _SMOOTHING = 25
 
 
 def _smooth(values: list[float]) -> np.ndarray:
-    """Mean over `_SMOOTHING` values around each, of equally many before and after it.
+    """Mean over `_SMOOTHING` values around each one, as many before as after it.
 
-    So the curve does not lag behind what it smooths. Near the ends, and in a short run, there are
-    fewer.
+    So the curve does not lag behind the data. Near the ends, and in a short run, fewer values are
+    used.
     """
     count = len(values)
     half = min(_SMOOTHING, 1 + count // 16) // 2
@@ -95,7 +95,7 @@ def _plot_difference(axis: plt.Axes, rows: list[dict[str, Any]], layers: tuple[s
     difference = np.abs(loss_differences(rows, layers))
     steps = np.arange(1, len(difference) + 1)
     label, equal = f"|{' - '.join(NAMES[moe] for moe in layers)}|", int((difference == 0).sum())
-    if equal:  # a logarithm has no place for them
+    if equal:  # a logarithmic axis cannot show zeros
         label += f", not drawn where 0 ({equal} of {len(difference)} steps)"
     drawn = np.where(difference > 0, difference, np.nan)
     axis.semilogy(steps, drawn, ".-", markersize=2, color="#555555", label=label)

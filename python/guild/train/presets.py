@@ -1,7 +1,7 @@
 """Models that `guild train --preset` knows by name: sizes for several GPUs, under --fsdp.
 
-The vocabulary gives embedding and output the size that they have in these models; the text is
-bytes all the same.
+The vocabulary gives embedding and output the size that they have in these models, although the text
+consists of bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "vocabulary": 100352,
         **_LONG,
     },
-    # The same in small.
+    # A smaller version of the same.
     "fine1b": {
         "hidden": 1024,
         "layers": 16,

@@ -1,6 +1,6 @@
 """What `guild train` shows while it runs: a progress bar, and a line at every validation.
 
-Where the output is no terminal the bar does not appear, and the lines tell the same story.
+If the output is not a terminal the bar does not appear, and the lines say the same.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ class NarrowReduceScatter(ReduceScatter):
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """FSDP2 asks for what it copies the gradients to, then for the result, in turns."""
+        """Called by FSDP2 in turns for the buffer of the gradients and for the result."""
         self._has_input = not self._has_input
         if self._has_input:
             return self._input(size, device)
@@ -50,7 +50,7 @@ class NarrowReduceScatter(ReduceScatter):
         op: dist.ReduceOp,
         async_op: bool = False,
     ) -> None:
-        """Write the mean, or where that is asked for the sum, of this rank's part."""
+        """Write the mean, or the sum if asked for, of this rank's part."""
         dtypes = input_tensor.dtype, output_tensor.dtype
         if async_op or op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
             raise NotImplementedError(f"expected a mean or sum to wait for, got {op}")
@@ -63,7 +63,7 @@ class NarrowReduceScatter(ReduceScatter):
 
 
 def add_up(parts: list[list[Tensor]], share: float, out: list[Tensor]) -> None:
-    """Each of out = share times the sum of its parts, in their order and in float32."""
+    """Set each of out to share times the sum of its parts, added in order and in float32."""
     (_compiled() if out[0].is_cuda else _add_up)(parts, share, out)
 
 

@@ -1,4 +1,4 @@
-"""Rotary positions of attention's queries and keys, and what backward makes of them."""
+"""Rotary positions of attention's queries and keys, and their gradient."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BASE = 10_000.0
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (j, j + half) of the last dimension by the angle of their position.
+    """Rotate the pairs (j, j + half) of the last dimension by the angle of their position.
 
     x (batch, context, heads, head size); cos, sin as `rotary_tables` makes them. Compiled, this is
     one expression over x, without parts to put together.
@@ -29,7 +29,7 @@ def rotary_angles(positions: Tensor, head_size: int) -> Tensor:
 
 
 def rotary_tables(positions: Tensor, head_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Factors of a head, and of it with its halves swapped, by position.
+    """Factors by position of a head, and of the head with its halves swapped.
 
     Returns
     -------
@@ -43,7 +43,7 @@ def rotary_tables(positions: Tensor, head_size: int, dtype: torch.dtype) -> tupl
 
 
 def turned_heads(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys turned by their positions, and values, (batch, context, heads, head size).
+    """Queries and keys rotated by their positions, and values, (batch, context, heads, head size).
 
     qkv (batch, context, 3, heads, head size). Nothing that is returned is a view of it, which would
     keep all of it for backward.
@@ -61,8 +61,8 @@ def _turned(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tens
 class _TurnedHeads(torch.autograd.Function):
     """Writes the gradients of q, k and v each to its place in that of qkv.
 
-    Compiled from `_turned`, they are one kernel that asks for every element which of the three it
-    is of, and takes 220 us in place of 154 at the size of `fine7b`.
+    Compiled from `_turned`, they are one kernel that decides for every element which of the three
+    it belongs to, and takes 220 us instead of 154 at the size of `fine7b`.
     """
 
     @staticmethod

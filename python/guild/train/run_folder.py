@@ -1,8 +1,9 @@
 """The folder that a training run leaves behind: metrics, checkpoint, summary and plot.
 
 A file appears by renaming a finished one, so a run that dies while writing, or finds the disk full,
-keeps what was there before. metrics.jsonl, which grows in place, may be ahead of the checkpoint;
-resuming cuts it back. One run at a time has the folder: it holds a lock on run.lock to its end.
+keeps the previous file. metrics.jsonl, which grows in place, may be ahead of the checkpoint;
+resuming cuts it back. Only one run at a time uses the folder: it holds a lock on run.lock to its
+end.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def claimed(self) -> Iterator[None]:
-        """Make the folder where there is none, and keep other runs out of it.
+        """Make the folder if there is none, and keep other runs out of it.
 
         Raises
         ------
@@ -69,7 +70,7 @@ class RunFolder:
             yield
         finally:
             with contextlib.suppress(OSError):  # left behind, neither does harm
-                if _is_at(self.lock, lock):  # no longer where the folder was deleted and made anew
+                if _is_at(self.lock, lock):  # not if the folder was deleted and made again
                     self.lock.unlink()
                 if made and not any(self.path.iterdir()):
                     self.path.rmdir()
@@ -98,8 +99,8 @@ class RunFolder:
         Returns
         -------
         Path or None
-            Where the run went that was there before: a new folder beside this one, with the first
-            free number behind its name.
+            Where the previous run was moved: a new folder beside this one, with the first free
+            number after its name.
 
         Raises
         ------
@@ -109,7 +110,7 @@ class RunFolder:
             When nothing can be written there.
         """
         moved = self._move_aside()
-        self.append([])  # a folder that takes no file is better found out now
+        self.append([])  # better to find out now that no file can be written
         return moved
 
     def _move_aside(self) -> Path | None:
@@ -141,7 +142,7 @@ class RunFolder:
         try:
             with self.metrics.open("a") as file:
                 file.writelines(json.dumps(row) + "\n" for row in rows)
-        except OSError as error:  # a full disk's does not say which file
+        except OSError as error:  # that of a full disk does not name the file
             raise OSError(error.errno, error.strerror, str(self.metrics)) from error
 
     def rows(self) -> list[dict[str, Any]]:
@@ -150,7 +151,7 @@ class RunFolder:
         Raises
         ------
         ValueError
-            When a line is no row of a run.
+            If a line is not a row of a run.
         """
         if not self.metrics.exists():
             return []
@@ -202,7 +203,7 @@ class RunFolder:
         Parameters
         ----------
         option : str
-            What asks for it, as errors name it: "resume", or "run" of what only reads.
+            The option that asks for it, for errors: "resume", or "run" of commands that only read.
 
         Raises
         ------
@@ -219,10 +220,10 @@ class RunFolder:
         if self.checkpoint.stat().st_size == 0:
             raise ValueError(f"{option}: {name} is empty{advice}")
         with self.checkpoint.open("rb") as file, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of pickles that are not torch's
+            warnings.simplefilter("ignore")  # about pickles that are not torch's
             try:
                 state = torch.load(file, map_location="cpu", weights_only=True)
-            except Exception:  # torch raises whatever its readers of damaged files stumble over
+            except Exception:  # torch raises whatever its readers run into in damaged files
                 raise ValueError(f"{option}: {name} is damaged or no checkpoint{advice}") from None
         if not isinstance(state, dict) or not isinstance(state.get("format"), int):
             raise ValueError(f"{option}: {name} is no checkpoint of guild train")
@@ -254,7 +255,7 @@ class RunFolder:
 
     @contextlib.contextmanager
     def replacing(self, path: Path) -> Iterator[IO[bytes]]:
-        """A file to write that takes the place of `path` when it is complete, else goes.
+        """A file to write that replaces `path` when it is complete, and is removed otherwise.
 
         Raises
         ------
@@ -266,7 +267,7 @@ class RunFolder:
             with unfinished.open("wb") as file:
                 yield file
                 file.flush()
-                os.fsync(file.fileno())  # a full disk may say so only here
+                os.fsync(file.fileno())  # a full disk may be reported only here
             os.replace(unfinished, path)
         except BaseException as error:
             unfinished.unlink(missing_ok=True)
@@ -335,7 +336,7 @@ def _is_at(path: Path, file: IO[bytes]) -> bool:
 
 
 def _system_error(error: BaseException) -> OSError | None:
-    """Why a write failed: torch.save reports a full disk as a RuntimeError that followed it."""
+    """The cause of a failed write: torch.save turns a full disk's OSError into a RuntimeError."""
     if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
         return error.__context__
     return error if isinstance(error, OSError) else None

@@ -10,8 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-# Settings that are words. The compiled library is not needed to read a command line, so routing.py
-# is not imported for them; a test compares the two.
+# Settings that are words. Repeated here so that reading a command line does not import routing.py,
+# which needs the compiled library; a test compares the two.
 CHOICES = {
     "router": (
         "softmax",
@@ -41,13 +41,13 @@ class Settings:
     steps : int
         Optimiser steps; the learning rate's schedule ends with the last one.
     batch, context : int
-        Windows a step and bytes a window.
+        Windows per step and bytes per window.
     accumulate : int
         Parts that a step's windows are divided into, of one forward and backward each.
     hidden, layers, heads : int
         Width and depth of the transformer.
     experts, intermediate, top_k : int
-        Number of experts, width of one, experts a token is sent to.
+        Number of experts, width of one, experts that a token is sent to.
     shared : int
         Width of the experts that every token goes through; 0: none.
     vocabulary : int
@@ -55,7 +55,7 @@ class Settings:
     lr, final_lr : float
         Peak learning rate and the share of it left at the end of the cosine.
     warmup : int
-        Steps of linear rise.
+        Steps of linear warm-up.
     weight_decay, clip : float
         AdamW's decay of the matrices; norm at which the gradient is clipped.
     balance : float
@@ -67,7 +67,7 @@ class Settings:
     tile : int
         Rows of a tile.
     capacity : float
-        Rows that an expert takes in training, over an even share; 0: all.
+        Most rows of an expert in training, over an even share; 0: no limit.
     bias_rate : float
         Step of the selection bias of routers that have one.
     seed : int
@@ -158,7 +158,7 @@ class Settings:
 
     @property
     def plain_routing(self) -> bool:
-        """Whether it is top-k and softmax over the chosen, with every row."""
+        """Whether routing is top-k and softmax over the chosen, and drops or adds no row."""
         return self.router in _PLAIN_ROUTERS and self.round == "none" and not self.capacity
 
     @property

@@ -1,10 +1,10 @@
-"""AdamW of DTensors, each rank on its own parts: one pass over a module's weights at a time.
+"""AdamW for DTensors, each rank on its own parts: one pass over a module's weights at a time.
 
     g = gradient / scale,  m += (1 - b1) (g - m),  v += (1 - b2) (g^2 - v)
     w = (1 - lr decay) w - lr / (1 - b1^t) m / (sqrt(v / (1 - b2^t)) + eps)
 
-The same pass writes what w is in 16 bits where gathers read it. torch's fused AdamW goes through
-DTensor for every weight, which takes a host longer than a GPU needs for the step, and writes
+The same pass writes the 16-bit copy of w that gathers read. torch's fused AdamW goes through
+DTensor for every weight, which takes the host longer than a GPU needs for the step, and writes back
 gradients that it has scaled.
 """
 
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 
 class ShardAdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW` with the same state, of parameters that lie on all ranks by DTensor.
+    """`torch.optim.AdamW` with the same state, for parameters that are DTensors over all ranks.
 
     Parameters
     ----------
@@ -30,15 +30,15 @@ class ShardAdamW(torch.optim.AdamW):
     modules : sequence of sequence of torch.nn.Parameter
         The parameters of each module, which are updated together.
     copies : mapping of torch.nn.Parameter to torch.Tensor
-        Where a parameter's part on this rank is written to in another dtype as well: flat, as
-        large as the part or larger.
+        Where a parameter's part on this rank is written in another dtype as well: flat, as large as
+        the part or larger.
     **options
         As AdamW takes them: lr, betas, eps.
 
     Attributes
     ----------
     grad_scale : torch.Tensor or None
-        What gradients are divided by where they are read.
+        Gradients are divided by it when they are read.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class ShardAdamW(torch.optim.AdamW):
         copies: Mapping[nn.Parameter, Tensor],
         **options: Any,
     ) -> None:
-        super().__init__(groups, fused=True, **options)  # as its state says of one process
+        super().__init__(groups, fused=True, **options)  # as the state of one process says
         self.grad_scale: Tensor | None = None
         self._module_of = {p: i for i, module in enumerate(modules) for p in module}
         self._copies = copies
-        self._steps: int | None = None  # as the state has them; None: not known yet
+        self._steps: int | None = None  # as in the state; None: not known yet
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -82,7 +82,7 @@ class ShardAdamW(torch.optim.AdamW):
         self._steps = None
 
     def _by_module(self, parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-        """Those with a part on this rank."""
+        """The parameters of each module that have a part on this rank."""
         found: dict[int, list[nn.Parameter]] = {}
         for p in parameters:
             if _part(p).numel():
@@ -106,7 +106,7 @@ class ShardAdamW(torch.optim.AdamW):
 
 
 def local_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """Of the gradients' parts on this rank, a float32 scalar."""
+    """Norm of the gradients' parts on this rank, a float32 scalar."""
     parts = [_part(p.grad) for p in parameters if p.grad is not None]
     filled = [part for part in parts if part.numel()]
     if not filled:
@@ -115,7 +115,7 @@ def local_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
 
 
 def norm_of(norms: Sequence[Tensor]) -> Tensor:
-    """Of several tensors from their norms, in any order the same but for float64's rounding."""
+    """Norm of several tensors from theirs; in any order the same up to float64's rounding."""
     return torch.linalg.vector_norm(torch.stack(norms), dtype=torch.float64).float()
 
 
@@ -124,7 +124,7 @@ def _part(tensor: Tensor) -> Tensor:
 
 
 def _numbers(group: dict[str, Any], steps: int, device: torch.device) -> Tensor:
-    """Float32 (3,): what decay leaves, the step's size, and one over the root of v's correction."""
+    """Float32 (3,): the factor that decay leaves, the step size, and 1 / sqrt of v's correction."""
     lr, (first, second) = group["lr"], group["betas"]
     values = (
         1 - lr * group["weight_decay"],

@@ -1,8 +1,8 @@
 """A learner whose weights, gradients and optimiser lie on all ranks, by FSDP2.
 
-Blocks are gathered one at a time, in bfloat16 where that is asked for, and gradients are summed in
-float32. With expert parallelism, experts are not gathered: the ranks of a group share them.
-A checkpoint holds whole tensors, so that any number of ranks goes on with it, one as well.
+Blocks are gathered one at a time, in bfloat16 if asked for, and gradients are summed in float32.
+With expert parallelism, experts are not gathered: the ranks of a group share them. A checkpoint
+holds whole tensors, so that any number of ranks can continue from it, even one.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _ATTENTION = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH
 
 
 class ShardedModel(LanguageModel):
-    """The same model with a loss that keeps no logits, and balances the load of all ranks."""
+    """The same model with a loss that keeps no logits and balances the load over all ranks."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -57,7 +57,7 @@ class ShardedModel(LanguageModel):
             block.returns_moe_input = False  # the loss is of the layers' own sums
 
     def loss(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """As `LanguageModel.loss`, of this rank's tokens; imbalance 0 where nothing measures it."""
+        """As `LanguageModel.loss`, of this rank's tokens; imbalance 0 if nothing measures it."""
         hidden = self.hidden_states(tokens)[0].flatten(0, 1)
         sums = [getattr(block.moe, "balance_sums", None) for block in self.blocks]
         if not self.training or any(s is None for s in sums):
@@ -65,7 +65,7 @@ class ShardedModel(LanguageModel):
             return loss, torch.zeros_like(loss)
         of_layers = BalanceSums(*map(torch.cat, zip(*sums, strict=True)))  # each one sequence
         sum_of_ranks = dist.all_reduce(of_layers.counts, async_op=True)
-        # In the meantime, so that a rank that is ahead does not wait for the others.
+        # Computed meanwhile, so that a rank that is ahead does not wait for the others.
         loss = chunked_cross_entropy(hidden, self.embedding.weight, targets.flatten())
         sum_of_ranks.wait()
         return loss, of_layers.load_balancing_loss()
@@ -77,13 +77,13 @@ class ShardedLearner(Learner):
     Parameters
     ----------
     name, settings, device, dtype
-        As `Learner` takes them; a step's batch is that of all ranks together. bfloat16: products
-        in it, weights and sums in float32.
+        As `Learner` takes them; a step's batch is that of all ranks together. bfloat16: products in
+        it, weights and sums in float32.
     expert_parallel : int
-        Ranks that share the experts; 1: experts are gathered as all else is.
+        Ranks that share the experts; 1: experts are gathered like everything else.
     keep_gathered : bool
-        Keep all blocks gathered from forward to backward, not only the last ones: no second
-        gather, more memory.
+        Keep all blocks gathered from forward to backward, not only the last ones: no second gather,
+        but more memory.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class ShardedLearner(Learner):
             experts = init_device_mesh(device.type, shape, mesh_dim_names=("data", "experts"))
             distribute_experts(self.model, experts["experts"])
         blocks = list(self.model.blocks)
-        # With experts on other ranks a block has a graph of its own: it knows its layer's number.
+        # With experts on other ranks each block has a graph of its own, as its layer has a number.
         limit = torch._dynamo.config.recompile_limit
         torch._dynamo.config.recompile_limit = max(limit, 2 * len(blocks))
         kept: dict[str, Any] = sharded | {"reshard_after_forward": False}
@@ -121,7 +121,7 @@ class ShardedLearner(Learner):
         for i, block in enumerate(blocks):
             how = sharded if i < resharded else kept
             if device.type == "cuda":
-                # The forward alone, so that FSDP2's hooks stay outside of what is compiled.
+                # Only the forward, so that FSDP2's hooks stay outside the compiled code.
                 block.forward = torch.compile(block.forward, dynamic=False)
             if experts is not None:
                 shard_layers(block, mesh, experts["data"], **how)
@@ -146,14 +146,14 @@ class ShardedLearner(Learner):
         self.optimizer = ShardAdamW(groups, _own_parameters(modules), parts, **options)
 
     def _send_narrow(self, modules: list[FSDPModule]) -> None:
-        """Gradients travel in the products' dtype, as backward makes them."""
-        # Sums of several parts are float32, and would lose what a bfloat16 does not hold.
+        """Make gradients travel in the products' dtype, as backward computes them."""
+        # Sums of several parts are float32; bfloat16 would lose precision.
         dtype = self.dtype if self.settings.accumulate == 1 else torch.float32
         for module in modules:
             module.set_custom_reduce_scatter(NarrowReduceScatter(dtype))
 
     def _made(self) -> ShardedModel:
-        """The whole model with its first values, the same on every rank."""
+        """The whole model with its initial values, the same on every rank."""
         s = self.settings
         factory = moe_factory(self.name, torch.device("cpu"), s, bool(s.balance))
         sizes = s.hidden, s.layers, s.heads, s.intermediate, s.experts, s.top_k
@@ -174,17 +174,17 @@ class ShardedLearner(Learner):
         return model
 
     def autocast(self) -> contextlib.AbstractContextManager:
-        """None: FSDP2 casts the weights. On a GPU cuDNN's attention, the fastest on Hopper."""
+        """No autocast: FSDP2 casts the weights. On a GPU cuDNN's attention, fastest on Hopper."""
         if self.device.type != "cuda" or self.dtype == torch.float32:
             return contextlib.nullcontext()
         kinds = [getattr(SDPBackend, name) for name in _ATTENTION]
         return sdpa_kernel(kinds, set_priority=True)
 
     def _before_part(self, last: bool) -> None:
-        """Across hosts gradients travel once a step, where copies do it with every part.
+        """Across hosts gradients travel once per step; copies move them with every part.
 
-        FSDP2 adds parts up in float32 before they travel, whole on every rank; after they have, in
-        each rank's own part.
+        FSDP2 adds up parts in float32 before they travel, whole on every rank; after that, in each
+        rank's own part.
         """
         if self.settings.accumulate > 1 and self.weights is None:
             self.model.set_requires_gradient_sync(last)
@@ -193,14 +193,14 @@ class ShardedLearner(Learner):
         """As `Learner.round`, with the speed of a GPU in each row."""
         was_enabled = gc.isenabled()
         gc.collect()
-        gc.disable()  # a collection holds all ranks up, each at another time
+        gc.disable()  # a collection stalls all ranks, each at another time
         try:
             rows = super().round(corpus, first, count)
         finally:
             if was_enabled:
                 gc.enable()
         speed = speed_of(self.settings, rows[0]["seconds"], self.ranks, self.device)
-        if "memory_gib" in speed:  # torch's own count leaves mapped memory out
+        if "memory_gib" in speed:  # torch's own count does not include mapped memory
             mapped = [own.mapped_bytes for own in (self.weights, self.sums) if own is not None]
             speed["memory_gib"] += sum(mapped) / 2**30
         return [row | speed for row in rows]
@@ -213,7 +213,7 @@ class ShardedLearner(Learner):
         if s.round == "stochastic":
             torch.manual_seed(step_seed(s.seed, step))
         loss, imbalance, counts = self._gradients(inputs, targets)
-        # Every part of a gradient is on one rank alone.
+        # Every part of a gradient is on exactly one rank.
         own = torch.stack((self._own_norm() ** 2, loss / self.ranks, imbalance / self.ranks))
         of_ranks = torch.cat((own, counts.flatten().float()))
         dist.all_reduce(of_ranks)
@@ -229,11 +229,11 @@ class ShardedLearner(Learner):
         return torch.cat((of_ranks[1:3], torch.stack((norm, rows)), load))
 
     def _own_norm(self) -> Tensor:
-        """Of the gradients on this rank."""
+        """Norm of the gradients on this rank."""
         if self.sums is not None:
             norm = self.sums.norm()
             if self.settings.accumulate == 1:
-                return norm  # else of the parts, not of their sum
+                return norm  # otherwise it is that of the parts, not of their sum
         return local_norm(self.model.parameters())
 
     @torch.no_grad()
@@ -252,7 +252,7 @@ class ShardedLearner(Learner):
 
     @torch.no_grad()
     def sample(self, prompt: bytes, count: int) -> bytes:
-        """What the model writes after the prompt, as `generate` does; on every rank the same.
+        """What the model writes after the prompt, as `generate` does; the same on every rank.
 
         Each byte is a forward of the whole context, so that FSDP2's hooks see a forward.
         """
@@ -272,7 +272,7 @@ class ShardedLearner(Learner):
         return self._to_device(*(t.chunk(self.ranks)[dist.get_rank()] for t in tensors))
 
     def state(self) -> dict[str, Any]:
-        """As `Learner.state`, whole tensors on the CPU, on the rank that writes; others help."""
+        """As `Learner.state`: whole tensors on the CPU of the rank that writes; all ranks help."""
         optimizer = self.optimizer.state_dict()
         moments = {i: _whole(held) for i, held in optimizer["state"].items()}
         return {
@@ -281,7 +281,7 @@ class ShardedLearner(Learner):
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """As `Learner.load`: of a run on any number of ranks."""
+        """As `Learner.load`, from a run on any number of ranks."""
         names = {id(p): n for n, p in self.model.named_parameters()}
         ordered = [names[id(p)] for g in self.optimizer.param_groups for p in g["params"]]
         try:
@@ -311,7 +311,7 @@ class ShardedLearner(Learner):
 
 
 def _own_parameters(modules: list[FSDPModule]) -> list[list[torch.nn.Parameter]]:
-    """Of each module those that no module before it has."""
+    """For each module, the parameters that no earlier module has."""
     seen: set[torch.nn.Parameter] = set()
     found = []
     for module in modules:
@@ -323,8 +323,8 @@ def _own_parameters(modules: list[FSDPModule]) -> list[list[torch.nn.Parameter]]
 def _kept(blocks: int, ranks: int) -> int:
     """How many of the last blocks, which backward needs first, stay gathered where NCCL gathers.
 
-    They take a tenth of the memory that a rank's weights, gradients and moments do: of P weights
-    16 P / ranks bytes, beside 2 P gathered in 16 bits.
+    They take a tenth of the memory of a rank's weights, gradients and moments: for P weights
+    16 P / ranks bytes, compared with 2 P gathered in 16 bits.
     """
     return min(blocks, max(1, int(0.8 * blocks / ranks)))
 

@@ -9,7 +9,7 @@ import torch
 
 from .settings import Settings
 
-# Dense bf16 with fp32 sums, FLOP a second, by a part of the GPU's name (NVIDIA's data sheets).
+# Dense bf16 with fp32 sums, FLOP per second, by a part of the GPU's name (NVIDIA's data sheets).
 _PEAK = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "H800": 989e12, "GH200": 989e12}
 
 
@@ -25,7 +25,7 @@ def flops_per_token(s: Settings) -> float:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Of a device in bf16; None where it is not known."""
+    """A device's peak in bf16, in FLOP per second; None if it is not known."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -33,7 +33,7 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def speed_of(s: Settings, seconds: float, ranks: int, device: torch.device) -> dict[str, float]:
-    """Of one step: tokens a second and GPU, and where they are known MFU and memory.
+    """One step's tokens per second and GPU and, where known, MFU and memory.
 
     Returns
     -------

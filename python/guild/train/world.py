@@ -1,4 +1,4 @@
-"""The ranks of a `guild train` that torchrun has started: who writes, and who stops when."""
+"""The ranks of a `guild train` started by torchrun: which one writes, and when all stop."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def joined(device: torch.device) -> Iterator[None]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_TIMEOUT)
-    yield  # after an error the others are not waited for: torchrun ends them
+    yield  # after an error there is no waiting for the others: torchrun ends them
     dist.destroy_process_group()
 
 
@@ -65,7 +65,7 @@ def writes() -> bool:
 
 
 def agreed(value: bool) -> bool:
-    """What the rank that writes found, on every rank."""
+    """The value of the rank that writes, on every rank."""
     if not dist.is_initialized():
         return value
     found = [value]
@@ -74,13 +74,13 @@ def agreed(value: bool) -> bool:
 
 
 def mean_of_ranks(values: torch.Tensor) -> torch.Tensor:
-    """The mean over all ranks of a tensor of theirs."""
+    """A tensor's mean over all ranks."""
     dist.all_reduce(values)
     return values / dist.get_world_size()
 
 
 class SharedStop(StopRequest):
-    """A request that any rank may get and all of them heed, in the same round."""
+    """A request that any rank may receive and that all obey, in the same round."""
 
     def __init__(self, device: torch.device) -> None:
         self._own, self._device = False, device
@@ -88,7 +88,7 @@ class SharedStop(StopRequest):
 
     @property
     def asked(self) -> bool:
-        """Asks all ranks; every one of them calls this as often."""
+        """Asks all ranks; every rank must call this equally often."""
         flag = torch.tensor([self._own], dtype=torch.int32, device=self._device)
         dist.all_reduce(flag, dist.ReduceOp.MAX)
         return bool(flag.item())
@@ -99,7 +99,7 @@ class SharedStop(StopRequest):
 
 
 class UnwrittenFolder(RunFolder):
-    """A run's folder as the ranks have it that do not write: they read, and wait to be told."""
+    """A run's folder on ranks that do not write: they read, and wait to be told."""
 
     @contextlib.contextmanager
     def claimed(self) -> Iterator[None]:

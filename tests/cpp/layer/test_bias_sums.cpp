@@ -1,5 +1,5 @@
-// Gradients of the biases that come out of the down gradient: sums of what it stored of dH, and of
-// s dO, whatever lies in rows that are not the expert's.
+// Bias gradients that the down gradient computes: sums of dH as it was stored, and of s dO,
+// whatever lies in rows of other experts.
 #include <limits>
 
 #include "layer_test.h"
@@ -72,7 +72,7 @@ class BiasSums : public LayerTest {
 
 class BiasSumLayouts : public BiasSums {};
 
-// Runs the step; scores are of its rows, `before` is what it adds to, empty where it does not.
+// Runs the step; scores are by row, `before` is what it adds to, empty if it does not add.
 void BiasSums::expect_sums(DownGradient const& step, Matrix const& scores, Tensor& db_up,
                            Tensor& db_down, Matrix const& up_before, Matrix const& down_before) {
   Layer& l = layer();
@@ -218,7 +218,7 @@ TEST_P(BiasSums, NanStaysInItsExpert) {
   Tensor up = biases(l.p.width(), l.p.dtype), down = biases(l.s.hidden, l.p.dtype);
   l.device.run(with(up, down));
   auto const clean_up = up.get(), clean_down = down.get();
-  // The first row of the last expert with any: beside the ragged end of the one before.
+  // The first row of the last expert with rows: next to the ragged end of the expert before it.
   int64_t const last = l.rowing.row_expert[l.used() - 1], spoilt = l.rowing.offsets[last];
   int64_t const source = l.truth().source(spoilt);
   spoil(dout_, source), spoil(h_, spoilt);
@@ -252,7 +252,7 @@ std::vector<LayerParam> long_sums() {
         LayerParam p;
         p.shape.name = sorted ? "pairs_sorted" : "pairs";
         p.shape.sorted = sorted;
-        p.shape.routing = "300|128|0|70|513|256|192|1|129|31";  // the last ones' expert is none
+        p.shape.routing = "300|128|0|70|513|256|192|1|129|31";  // the last rows have no expert
         p.shape.sizes = {1620, 1280, 520, 9, 1};
         p.act = activations()[kind];
         p.layout = kind == 0 ? Layout::concatenated : Layout::interleaved;

@@ -13,7 +13,7 @@ auto const kUp = [](auto& x) -> auto& { return x.w_up.up; };
 auto const kOffsets = [](auto& x) -> auto& { return x.routing.offsets; };
 auto const kSlotRow = [](auto& x) -> auto& { return x.routing.slot_row; };
 
-// What every product of a layer is asked for.
+// What every product of a layer requires.
 template <class Args>
 void expect_layer(WrongCalls<Args> const& wrong) {
   wrong.sizes();
@@ -213,7 +213,7 @@ TEST(Check, BiasGradient) {
   wrong.rows("db", &BiasGradient::db, 2, 16);
 }
 
-// A sort that comes with the layer must be a right one, of the layer's sizes, into its arrays.
+// A sort that comes with the layer must be valid, with the layer's sizes and arrays.
 void expect_sort(WrongCalls<MoeForward> const& wrong) {
   auto const expect = [&](char const* message, auto spoil) {
     wrong.expect(message, [=](MoeForward& x) {

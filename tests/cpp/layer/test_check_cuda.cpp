@@ -1,5 +1,5 @@
-// What CUDA asks of arguments beyond what both backends do: 16-bit types, sizes and rows in steps
-// of 16 bytes, 1024 experts. All of it is asked before anything is launched, so no GPU is needed.
+// What CUDA requires of arguments beyond what both backends do: 16-bit types, sizes and rows in
+// multiples of 16 bytes, 1024 experts. All of it is checked before any launch, so no GPU is needed.
 #include "wrong_call.h"
 
 namespace guild::test {
@@ -8,7 +8,7 @@ namespace {
 
 alignas(16) char aligned_memory[64];
 
-// The wrong calls of one step. The right one is that of Calls in bfloat16 and aligned memory.
+// The wrong calls of one step. The correct one is that of Calls in bfloat16 and aligned memory.
 template <class Args>
 class WrongOnCuda {
  public:

@@ -213,7 +213,7 @@ TEST(CheckExchange, ReturnedScores) {
   EXPECT_THROW(cpu::collect_scores(args), Error);
 }
 
-// What every pass over ranks is asked for: steps that are right by themselves, of one memory.
+// What every pass over ranks requires: steps that are valid by themselves, on one memory.
 template <class Pass>
 void expect_pass(WrongCalls<Pass> const& wrong) {
   wrong.expect("rows: expected a pointer, got null", [](Pass& x) { x.publish.rows = nullptr; });
@@ -302,7 +302,7 @@ TEST(CheckExchange, PeerBackward) {
   wrong.expect("scores: expected a pointer, got null", [](B& x) { x.own_scores.scores = nullptr; });
 }
 
-// The sizes say so too: nobody should allocate what a product that wrapped around came to.
+// The size functions throw too, so that nobody allocates a size that has wrapped around.
 TEST(CheckExchange, SizesOfMemory) {
   Calls calls;
   PeerMemory memory = calls.shared;

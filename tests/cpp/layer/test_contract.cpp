@@ -1,4 +1,4 @@
-// What every op promises beside its numbers: the same bits for any number of threads, NaN that
+// What every op promises besides its numbers: the same bits for any number of threads, NaN that
 // stays in its own row, and no row beyond the layer's.
 #include <omp.h>
 
@@ -113,7 +113,7 @@ TEST_P(Contract, NanStaysInItsToken) {
 
 GUILD_LAYER_TESTS(Contract, false);
 
-// A slot's row outside [0, R) is none, as -1 is. What lies behind Y is NaN here.
+// A slot's row outside [0, R) counts as none, like -1. Memory past the end of Y is NaN here.
 TEST(SlotsOfNoRow, AddNothing) {
   constexpr float nan = std::numeric_limits<float>::quiet_NaN();
   std::vector<int32_t> const slot_row{1, 3, -1, 0};

@@ -1,5 +1,5 @@
-// Weights and gradients whose matrices lie at no one distance (Weight::expert_at): the bits of
-// those that follow each other.
+// Weights and gradients whose matrices are unevenly spaced in memory (Weight::expert_at): the same
+// bits as with matrices one after another.
 #include <cmath>
 #include <limits>
 
@@ -9,8 +9,8 @@ namespace guild::test {
 
 namespace {
 
-// One matrix of `size` elements per expert, the last expert first, at distances that have 16 bytes
-// in common; NaN between them.
+// One matrix of `size` elements per expert, the last expert first, at distances whose greatest
+// common divisor is 16 bytes; NaN between them.
 class Apart {
  public:
   Apart(Layer& l, DType dtype, int64_t size)
@@ -63,7 +63,7 @@ class Apart {
   Indices<int32_t> at_;
 };
 
-// The up projection's weight (E, 2I or I, H): one list, or where gate and up are halves one each.
+// The up projection's weight (E, 2I or I, H): one list, or one each if gate and up are halves.
 class UpLists {
  public:
   UpLists(Layer& l, Matrix const& packed, bool gated, GateUp order)
@@ -98,7 +98,7 @@ class UpLists {
 
 class ExpertLists : public LayerTest {
  protected:
-  // Runs a step on matrices that follow each other, then on lists, and expects the same bits.
+  // Runs a step on contiguous matrices, then on lists, and expects the same bits.
   template <class Step>
   void expect_same(Step const& packed, Step const& lists, std::vector<Tensor*> const& outputs) {
     std::vector<std::vector<std::byte>> expected;

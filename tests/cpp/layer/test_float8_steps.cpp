@@ -1,5 +1,5 @@
-// The steps that quantise what they make, CUDA beside the CPU: scales are equal but where a largest
-// value lies at the edge of a power of two, and few codes are their neighbours.
+// The steps that quantise their results, CUDA against the CPU: scales are equal except where a
+// largest value lies at the edge of a power of two, and few codes are off by one.
 #include <random>
 
 #include "layer_test.h"
@@ -224,8 +224,8 @@ void Float8Steps::expect_codes(std::vector<Left> const& got, std::vector<Left> c
           power_of_two ? ratio == 1 || ratio == 2 || ratio == .5 : std::abs(ratio - 1) < 0x1p-8;
       ASSERT_TRUE(same) << "row " << r << ", column " << c << ": scale " << scale << ", on the CPU "
                         << their_scale;
-      // A neighbour is at most an eighth or, with two bits, a quarter away. Small values are what
-      // larger terms leave.
+      // A neighbouring code is at most an eighth or, with two mantissa bits, a quarter away. Small
+      // values are what larger terms leave when they cancel.
       double const step = std::max(std::abs(w) / (format == Float8::e4m3 ? 7 : 3),
                                    std::max(scale, their_scale) * largest_of(format) * kLost);
       ASSERT_LE(std::abs(g - w), step) << "row " << r << ", column " << c;

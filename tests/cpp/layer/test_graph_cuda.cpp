@@ -152,8 +152,8 @@ struct RoundingStep {
   }
 };
 
-// Captured once and replayed with the inputs of set(0) and set(1): what launches step by step
-// leave.
+// Captured once and replayed with the inputs of set(0) and set(1): the results of launches step by
+// step.
 template <class Step>
 void expect_replays(Step& step) {
   std::vector<std::vector<std::byte>> expected[2];

@@ -126,7 +126,7 @@ void Repeated::run() {
   device.run(b);
 }
 
-// Every copy has the small layer's numbers; the weights' gradient is `copies` times its.
+// Every copy has the small layer's numbers; the weights' gradient is `copies` times as large.
 void Repeated::expect_right() {
   Matrix h_small, a_small, dh_small, scaled, sums;
   auto const truth = l.truth();

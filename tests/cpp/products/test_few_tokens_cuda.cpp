@@ -1,5 +1,5 @@
-// Which kernels serve few tokens: the steps of a layer must agree, for what one leaves to the
-// products (a sort, shared experts) only those for few tokens do. Needs no GPU.
+// Which kernels serve few tokens: the steps of a layer must agree, since what one step leaves to
+// the products (a sort, shared experts) only kernels for few tokens do. Needs no GPU.
 #include <gtest/gtest.h>
 
 #include <cstddef>

@@ -23,7 +23,7 @@ std::vector<float> values_of(Float8 format) {
   return all;
 }
 
-// The nearest of rising values, of two equally near ones that with the even number.
+// The nearest of ascending values; of two equally near ones, that with the even index.
 int nearest(std::vector<float> const& values, double x) {
   int best = 0;
   for (int i = 1; i < int(values.size()); ++i) {
@@ -33,7 +33,7 @@ int nearest(std::vector<float> const& values, double x) {
   return best;
 }
 
-// Every code's value, what lies half-way to the next one, and both floats beside that.
+// Every code's value, the midpoint to the next one, and both floats next to the midpoint.
 template <class F>
 void for_edges(std::vector<float> const& values, F&& f) {
   for (int i = 0; i < int(values.size()); ++i) {

@@ -1,4 +1,4 @@
-// Products of codes: CUDA's sums beside the CPU's, within what tensor cores keep of a sum.
+// Products of codes: CUDA's sums against the CPU's, within the precision of tensor cores' sums.
 #include <random>
 
 #include "device_test.h"
@@ -43,14 +43,14 @@ class Float8Products : public DeviceTest {
   std::mt19937_64 random_{11};
 };
 
-// The codes without signs: their product is the size of the terms that a sum is made of.
+// The codes without signs: their product is the total magnitude of a sum's terms.
 std::vector<uint8_t> unsigned_codes(std::vector<uint8_t> codes) {
   for (uint8_t& code : codes) code &= 0x7f;
   return codes;
 }
 
-// The part of the terms' size by which a sum may be off. Tensor cores add 32 terms and the sum so
-// far at once, and cut each off 13 bits below the largest. For such codes a simulation of that is
+// How far a sum may be off, relative to its terms' magnitude. Tensor cores add 32 terms and the sum
+// so far at once, each truncated 13 bits below the largest. For such codes a simulation of that is
 // off by up to 0x1.4p-11 in 400,000 sums; with 12 bits, by more than this.
 constexpr double kKept = 0x1p-10;
 

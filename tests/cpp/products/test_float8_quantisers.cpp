@@ -1,5 +1,5 @@
-// The quantisers: CUDA gives the CPU's bits, of every number of rows at which a kernel's last block
-// or a last chunk is another one.
+// The quantisers: CUDA gives the CPU's bits, for every number of rows at which a kernel's last
+// block or a last chunk changes.
 #include "device_test.h"
 #include "twin.h"
 
@@ -87,7 +87,7 @@ TEST_P(Float8Quantisers, Weights) {
   }
 }
 
-// Arguments but x and what it is.
+// All arguments but x and its type.
 QuantizeChunks chunks_of(Operands& m, std::vector<int32_t> const& offsets, int64_t columns,
                          int64_t halves, std::vector<int32_t> const& row_token, int64_t tokens) {
   int64_t const rows = offsets.back() + 9, groups = int64_t(offsets.size()) - 1;

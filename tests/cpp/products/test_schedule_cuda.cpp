@@ -152,8 +152,8 @@ TEST(Cuda, ScheduledWeightGradientsAreTheSame) {
   }
 }
 
-// Some of a layer's rows, evenly spread: enough to compare products by row with, which are too
-// large here to compute again whole.
+// Some of a layer's rows, evenly spread, to check products by row, which are too large here to
+// compute again as a whole.
 Rowing sample_of(Rowing const& all, int64_t count) {
   Rowing some;
   for (int64_t i = 0; i < count; ++i) {

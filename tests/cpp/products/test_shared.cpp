@@ -103,7 +103,7 @@ struct TileSize {
 };
 constexpr TileSize kTileSizes[] = {{128, 256}, {128, 128}, {64, 48}, {256, 192}};
 
-// Ends of random groups, some of them empty, some values outside what they may be.
+// Ends of random groups, some of them empty, some values out of range.
 std::vector<int32_t> random_ends(std::mt19937& random, int groups, int& total) {
   std::vector<int32_t> ends;
   int end = 0;

@@ -47,7 +47,7 @@ uint64_t splitmix64(uint64_t seed, int64_t n) {
   return z;
 }
 
-// What the count of each expert becomes, from what Rounding says of it.
+// Each expert's rounded count, by the definition of Rounding.
 std::vector<int64_t> counts_wanted(Rounding rounding, int64_t tile,
                                    std::vector<int64_t> const& counts, uint64_t seed) {
   auto const nearest = [&](int64_t count) {  // halves go up
@@ -197,7 +197,7 @@ void RoundingTest::expect_best_kept(int64_t tokens, int64_t experts, int64_t til
 
 TEST_P(RoundingTest, TheBestAreKept) { expect_best_kept(1500, 37, 32, 0x1p-20); }
 
-// More candidates and more of them wanted than a block keeps at hand, and many that are equal.
+// More candidates, and more of them wanted, than a block holds, and many equal ones.
 TEST_P(RoundingTest, TheBestOfManyAreKept) {
   expect_best_kept(20011, 3, 4000, 0x1p-20);
   expect_best_kept(20011, 3, 4000, 0.5);

@@ -1,5 +1,5 @@
-// The router where its logits are far apart or no numbers, and where its scale is zero. What must
-// come out is written by hand.
+// The router with logits that are far apart or not numbers, and with a scale of zero. Expected
+// results are written by hand.
 #include <cmath>
 #include <limits>
 
@@ -145,7 +145,7 @@ TEST_P(RouterEdges, ABiasChoosesFarBelowTheTop) {
   }
 }
 
-// Scores of a scale of zero are zero whatever the logits are, and so are their gradients.
+// With a scale of zero, scores and their gradients are zero whatever the logits are.
 TEST_P(RouterEdges, ScaleZeroHasNoGradient) {
   constexpr int64_t kTokens = 9, kExperts = 12, kTopK = 3;
   Row values(kTokens * kExperts), dvalues(kTokens * kTopK);

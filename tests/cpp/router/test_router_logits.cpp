@@ -1,5 +1,5 @@
-// The router's product: against sums in float64, with the same bits in any company, and followed by
-// the choice of experts.
+// The router's product: against sums in float64, with the same bits whatever the other tokens, and
+// followed by the choice of experts.
 #include <random>
 
 #include "device_test.h"

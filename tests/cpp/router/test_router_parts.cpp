@@ -1,5 +1,5 @@
-// The router's part of dX in Combine: any number of experts and slots, lists, missing rows. And the
-// gradients of the logits that it is made of, rounded where they are written.
+// The router's part of dX in Combine: any number of experts and slots, lists, missing rows. Also
+// the gradients of the logits that it is computed from, rounded when they are written.
 #include <random>
 
 #include "device_test.h"

@@ -22,7 +22,7 @@ struct Logits {
   std::vector<uint8_t> token_mask{};  // empty: none
 };
 
-// p of one logit, but for a factor that softmax gives all of a token's.
+// p of one logit, up to a factor that softmax gives all logits of a token.
 double share_of(Score score, double logit, double top) {
   if (score == Score::softmax) return std::exp(logit - top);
   if (score == Score::sigmoid) return 1 / (1 + std::exp(-logit));
@@ -76,7 +76,7 @@ std::pair<std::vector<double>, std::vector<double>> scores_and_slopes(
   return {scores, slopes};
 }
 
-// What experts are chosen by: p + bias, -infinity in groups that are not among the best.
+// The keys that experts are chosen by: p + bias, -infinity outside the best groups.
 std::vector<double> keys_of(Logits const& l, int64_t token) {
   auto key = probabilities(l, token);
   for (size_t e = 0; e < l.bias.size(); ++e) key[e] += l.bias[e];
@@ -155,7 +155,7 @@ std::vector<Router> routers() {
   return all;
 }
 
-// Ids are the K largest of p + bias, falling, and scores follow from them.
+// Ids are the K largest of p + bias, in descending order, and scores follow from them.
 void expect_right(Logits const& l, std::vector<int32_t> const& all_ids,
                   std::vector<double> const& scores, DType dtype) {
   std::vector<double> expected;
@@ -227,7 +227,7 @@ TEST_P(RouterTest, ChoosesInTheBestGroups) {
   }
 }
 
-// Of more than 4,096 tokens and 65 to 128 experts the CUDA backend gives each fewer lanes.
+// With more than 4,096 tokens and 65 to 128 experts the CUDA backend gives each token fewer lanes.
 TEST_P(RouterTest, ManyTokens) {
   struct Size {
     int64_t experts, top_k;

@@ -1,4 +1,4 @@
-// Reads the case files, which CMake embeds so that the test program needs nothing beside it.
+// Reads the case files, which CMake embeds so that the test program needs no other file.
 #include "cases.h"
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// The two backends behind one face, and buffers in their memory that notice stray writes.
+// The two backends behind one interface, and buffers in their memory that detect stray writes.
 #pragma once
 #include <cstddef>
 #include <cstdint>

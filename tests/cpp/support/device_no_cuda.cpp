@@ -1,4 +1,4 @@
-// What a build without CUDA answers when asked for a CUDA device.
+// The answer of a build without CUDA to a request for a CUDA device.
 #include "device.h"
 #include "guild/cuda.h"
 

@@ -1,4 +1,4 @@
-// One case of the layer tests made real: inputs in a device's memory and, as doubles, on the host.
+// The data of one layer case: inputs in a device's memory and, as doubles, on the host.
 #pragma once
 #include <memory>
 #include <string>

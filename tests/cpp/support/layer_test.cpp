@@ -1,4 +1,4 @@
-// What every test over layer cases does: pick the device, run twice, look at what was written.
+// What every test over layer cases does: pick the device, run twice, check what was written.
 #include "layer_test.h"
 
 #include "cuda/sm90/forced_config.h"

@@ -25,7 +25,7 @@ struct Matrix {
   double operator()(int64_t i, int64_t j) const { return values[i * cols + j]; }
 };
 
-// Who goes where; see Routing. Rows [0, used) are in use.
+// Which rows are whose; see Routing. Rows [0, used) are in use.
 struct Rowing {
   std::vector<int32_t> ids, offsets, row_token, slot_row, row_expert;
   int64_t used() const { return offsets.back(); }
@@ -82,7 +82,7 @@ struct Reference {
   Rowing const& rowing;
   Sizes s = p.shape.sizes;
 
-  // What is in memory once a value of type F was stored.
+  // What is in memory after a value of type F is stored.
   double keep(F value) const {
     return std::is_same_v<F, double> ? double(value) : round_to(p.dtype, value);
   }

@@ -11,8 +11,8 @@
 
 namespace guild::test {
 
-// What a step left in one of its outputs, all of its memory: strides' gaps and rows that nothing
-// is promised of hold what was there before.
+// The whole memory of one of a step's outputs: gaps between strides, and rows that nothing is
+// promised for, hold what was there before.
 struct Left {
   std::string name;
   bool floats;  // float32, whose NaNs may have any bits
@@ -47,7 +47,7 @@ class Operands {
     return output(name, false, start);
   }
 
-  // Memory that the step works in, whose content is of no interest.
+  // Memory that the step works in, whose content is not compared.
   template <class T>
   T* scratch(int64_t count) {
     return static_cast<T*>(place(poison(count * sizeof(T))));
@@ -86,14 +86,14 @@ using Fill = std::function<AnyStep(Operands&)>;
 // Runs the step twice on a device and expects the same bits, and nothing written past an output.
 std::vector<Left> left_by(Device& device, Fill const& fill);
 
-// The same on the device and on the CPU: bits equal, but those of NaN.
+// The same on the device and on the CPU: equal bits, except those of NaN.
 void expect_as_on_cpu(Device& device, Fill const& fill);
 
 // Values of a layer's type as bytes.
 std::vector<std::byte> packed(DType dtype, std::vector<double> const& values);
 
-// Rows that quantisers find hard, packed: normals of very different sizes and, here and there, a
-// block of zeros, subnormals, numbers at the edges of the type, a NaN or an infinity.
+// Rows that are hard for quantisers, packed: normals of very different magnitudes and, here and
+// there, a block of zeros, subnormals, numbers at the edges of the type, a NaN or an infinity.
 std::vector<std::byte> awkward(DType dtype, int64_t rows, int64_t columns, uint64_t seed);
 std::vector<std::byte> normal(DType dtype, int64_t rows, int64_t columns, uint64_t seed,
                               double scale = 1);

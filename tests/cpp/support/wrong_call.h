@@ -1,4 +1,4 @@
-// Right calls of a small layer, spoilt in one thing each, and the errors that they must give.
+// Correct calls of a small layer, each with one thing made wrong, and the errors that must follow.
 //
 // A test of one step is a table of its arguments: a line says what an argument must be, and stands
 // for every wrong value of it. A requirement without a line here is one that nothing tests.
@@ -19,7 +19,7 @@
 
 namespace guild::test {
 
-// Right calls, over memory that a wrong one must not reach.
+// Correct calls, over memory that a wrong one must not touch.
 struct Calls {
   alignas(16) char memory[8] = {};
   int32_t index[8] = {};
@@ -240,15 +240,14 @@ class WrongCalls {
     EXPECT_NO_THROW(check((calls.*right)())) << "nothing is wrong with the call as it was made";
   }
 
-  // What `spoil` changes is answered with all of `message`: by the check of this very step, which
-  // comes before any work, for the steps that a composite is made of would notice too late; and by
-  // both backends.
+  // What `spoil` changes is answered with the whole `message`, by both backends and by the check of
+  // this very step, which comes before any work: a composite's own steps would notice too late.
   void expect(std::string const& message, Spoil const& spoil) const {
     expect_error(message, spoil, [](Args const& args) { check(args); });
     expect_error(message, spoil, on_cpu_);
     expect_on_cuda(message, spoil);
   }
-  // The same of what the CUDA backend alone asks for.
+  // The same for what only the CUDA backend requires.
   void expect_on_cuda(std::string const& message, Spoil const& spoil) const {
     if (!cuda::built()) return;
     expect_error(message, spoil, [this](Args const& args) { on_cuda_(args, {}); });
@@ -287,7 +286,7 @@ class WrongCalls {
                    " elements less than 2^59 apart, got ");
   }
 
-  // Rows that may be absent are asked for no more than their stride.
+  // Of rows that may be absent, only the stride is checked.
   template <class Of>
   void optional_rows(char const* name, Of of, int64_t width) const {
     expect(text_of(name, ": expected a row stride of at least its width ", width,
@@ -320,7 +319,7 @@ class WrongCalls {
     expect_far({kFarStride, in, 1});
     expect_far({out * in, kFarStride, 1});
   }
-  // One that is written: its elements lie apart.
+  // One that is written: its elements must not overlap.
   template <class Of>
   void output_weight(char const* name, Of of, int64_t out, int64_t in) const {
     std::string const apart =
@@ -346,7 +345,7 @@ class WrongCalls {
            [](Args& x) { x.sizes.slots = int64_t(1) << 31; });
   }
 
-  // Lists of any length, their number of slots and where they begin picked apart.
+  // Lists of any length; slots and offsets are picked separately.
   template <class Slots, class Offsets>
   void lists(Slots slots, Offsets offsets) const {
     static int32_t somewhere;

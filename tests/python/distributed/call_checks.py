@@ -1,4 +1,4 @@
-"""Calls of a layer over ranks: experts as lists and with LoRA, and ranks that call otherwise.
+"""Calls of a layer over ranks: experts as lists and with LoRA, and ranks whose calls differ.
 
 Run by test_four_ranks.py.
 """

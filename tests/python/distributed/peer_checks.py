@@ -1,4 +1,4 @@
-"""The peer engine beside the process group's and one process, on CPU ranks or one GPU a rank.
+"""The peer engine against the process group's and one process, on CPU ranks or one GPU per rank.
 
 Run by test_four_ranks.py and test_peer_gpus.py.
 """

@@ -1,7 +1,7 @@
-"""Calls every op with arguments that do not fit each other, in memory whose ends cannot be passed.
+"""Calls every op with arguments that do not fit each other, in memory that is guarded at its ends.
 
-Each tensor ends, or begins, at a page that nobody may touch: whatever is read or written out of
-bounds ends the process at once. What is called last is on the last line of the output:
+Each tensor ends, or begins, at an inaccessible page: any read or write out of bounds ends the
+process at once. The last call is on the last line of the output:
 
     python tests/python/layer/memory_checks.py 40       of each op the right call and 39 wrong ones
 """
@@ -34,7 +34,7 @@ _libc.munmap.argtypes = ctypes.c_void_p, ctypes.c_size_t
 
 
 class Guarded:
-    """Copies of tensors, of the same strides, between pages that nobody may touch."""
+    """Copies of tensors, with the same strides, between inaccessible pages."""
 
     def __init__(self) -> None:
         self._mapped: list[tuple[int, int]] = []

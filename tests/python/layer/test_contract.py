@@ -1,4 +1,4 @@
-"""What every op promises whatever the routing: zeros, skips, same bits, strides, CUDA graphs."""
+"""What every op promises for any routing: zeros, skips, same bits, strides, CUDA graphs."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_memory_is_poisoned(device: str) -> None:
 
 
 def test_sentinel_ids_are_skipped(device: str) -> None:
-    """Whatever x, scores and dout hold at a token without experts reaches nobody."""
+    """Whatever x, scores and dout hold at a token without experts affects no result."""
     for dtype in dtypes_of(device):
         layer = layer_of("sentinel_ids", device, dtype)
         layer.ids[3] = CASES["sentinel_ids"].experts  # a token with nothing but sentinels

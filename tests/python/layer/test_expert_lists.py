@@ -51,7 +51,7 @@ def test_lists_are_read_in_place(device: str, call: Callable, made: Callable) ->
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("made", [apart, views])
 def test_views_of_negatives(device: str, call: Callable, made: Callable) -> None:
-    """Whose memory, which kernels would read, holds the opposite numbers; some of a list are."""
+    """Negated views among a list, whose memory, which kernels read, holds the opposite numbers."""
     layer = whole_layer(device)
     out, dx, gradients = expected(call, layer, device)
     lists = {n: list(made(t)) for n, t in layer.items()}
@@ -92,7 +92,7 @@ def test_lay_evenly_keeps_values_and_identity() -> None:
 
 
 def test_views_stay_inside_the_storage() -> None:
-    """Addresses of one distance are no tensor unless one storage holds them all."""
+    """Evenly spaced addresses do not make a tensor unless one storage holds them all."""
     whole = torch.randn(6, 2, 3)
     parts = list(whole)
     assert view_of(parts).data_ptr() == whole.data_ptr()

@@ -1,4 +1,4 @@
-"""Few tokens: a token's output has the same bits alone and in any company, also under CUDA graphs.
+"""Few tokens: a token's output has the same bits in any batch, also under CUDA graphs.
 
 On a GPU, kernels are chosen by the number of tokens. All give the same bits, whether the sort runs
 by itself or within the products.
@@ -141,7 +141,7 @@ def test_training_and_inference_have_the_same_bits(gpu: str) -> None:
 def test_a_whole_layer_has_the_same_bits_alone_in_company_and_in_training(
     router: str, hidden: int, gpu: str
 ) -> None:
-    """With the router and its product, through the quick way, the long way and autograd."""
+    """With the router and its product, on the fast path, the slow path and through autograd."""
     torch.manual_seed(4)
     layer = guild.MoE(hidden, WIDTH, 16, TOP_K, router=router, device=gpu, dtype=torch.bfloat16)
     x = torch.randn(4096, hidden, device=gpu, dtype=torch.bfloat16)

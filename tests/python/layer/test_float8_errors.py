@@ -1,4 +1,4 @@
-"""What a layer in FP8 cannot be told: each is named."""
+"""Options that a layer in FP8 does not support: each error names its option."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Codes that are kept over calls: of which weights they are, and when they are made again."""
+"""Codes that are kept over calls: which weights they stand for, and when they are made again."""
 
 from __future__ import annotations
 

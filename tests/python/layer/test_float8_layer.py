@@ -1,4 +1,4 @@
-"""A layer in FP8 beside the same recipe in plain torch, in every layout, and over several calls."""
+"""A layer in FP8 against the same recipe in plain torch, in every layout and over several calls."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ FOLDER = Path(__file__).parent
 
 
 def test_no_op_leaves_its_memory() -> None:
-    """Right calls and wrong ones, whose tensors lie between pages that nobody may touch."""
+    """Correct and wrong calls, whose tensors lie between inaccessible pages."""
     paths = [FOLDER, FOLDER.parent / "support", *sys.path]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
     run = subprocess.run(

@@ -1,4 +1,4 @@
-"""Layers without gradients: the quick way has the long way's bits and errors; out=, expert maps."""
+"""Layers without gradients: a fast path gives the same bits and errors; out=, expert maps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ QUICK: dict[str, dict[str, Any]] = {
         "shared_gate": True,
         "activation": "gelu_ungated",
     },
-    "balancing": {"balance_over": "batch"},  # in training it goes the long way
+    "balancing": {"balance_over": "batch"},  # in training it takes the slow path
     "sink": {"weight_gradients": guild.WeightGradients(), "recompute": True},
 }
 LONG: dict[str, dict[str, Any]] = {
@@ -60,7 +60,7 @@ def tokens(layer: guild.MoE, *shape: int) -> Tensor:
 
 
 def long_way(layer: guild.MoE, x: Tensor) -> Tensor:
-    """What a forward that keeps nothing quick gives."""
+    """The result of a forward on the slow path."""
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(guild.moe, "quick_output", lambda *_: None)
         return layer(x)
@@ -129,7 +129,7 @@ CHANGES: dict[str, Callable[[guild.MoE], object]] = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_changes_are_noticed(name: str, device: str) -> None:
-    """After a quick call a change of the layer changes the next one as it does the long way."""
+    """After a call on the fast path a change of the layer has the effect that the slow path has."""
     layer = layer_of(device)
     with torch.no_grad():
         x = tokens(layer, 9)
@@ -155,7 +155,7 @@ def test_a_copy_leaves_the_buffer_of_the_last_call() -> None:
 
 
 def test_surroundings_are_noticed(device: str) -> None:
-    """Autocast, functorch, subclasses and modes go the long way or are seen by it."""
+    """Autocast, functorch, subclasses and modes take the slow path or are noticed by it."""
     layer = layer_of(device)
     x = tokens(layer, 4)
     with torch.no_grad(), torch.autocast(device, dtype=torch.bfloat16):

@@ -1,7 +1,7 @@
 """Low-rank terms as a GPU's kernels read them: what src/cuda/alignment.h asks for.
 
-Ranks are filled up and operands moved on the CPU here, as they are on a GPU, so that what reaches
-the steps can be looked at, and results compared with those of the operands as they were given.
+Here ranks are padded and operands moved on the CPU as they are on a GPU, so that the operands of
+the steps can be inspected, and results compared with those of the operands as they were given.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from guild._torch.operators import ops
 from layers import ACTIVATIONS
 from tolerance import allowed_error, relative_error
 
-# Past a tile's rows and columns, an empty expert, rows of nobody; H fills no whole step.
+# More than a tile's rows and columns, an empty expert, rows of no expert; H fills no whole step.
 TOKENS, HIDDEN, INNER, EXPERTS = 90, 136, 264, 4
 ENDS = (0, 130, 130, 137, 300)
 ROWS = 305

@@ -1,4 +1,4 @@
-"""Layers whose parts torch or the user has changed: pruned weights, modules in place of Guild's."""
+"""Layers whose parts torch or the user has changed: pruned weights, modules replacing Guild's."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_weights_in_place_of_shared_experts(grad: bool, device: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("router", ["softmax", "sigmoid", "llama4"])
 def test_traced(router: str, dtype: torch.dtype, device: str) -> None:
-    """By torch.jit.trace; the quick way of float64 refuses the float32 bias of the choice."""
+    """By torch.jit.trace; the fast path in float64 refuses the float32 bias of the choice."""
     torch.manual_seed(0)
     if device == "cuda" and dtype == torch.float64:
         pytest.skip("a GPU has no float64")

@@ -1,4 +1,4 @@
-"""The second line: ops called directly, past Python's checks, never read out of bounds."""
+"""The second line of defence: ops called directly, past Python's checks, stay within bounds."""
 
 from __future__ import annotations
 

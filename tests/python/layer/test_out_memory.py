@@ -1,4 +1,4 @@
-"""What is written has memory of its own: `experts_mlp(out=...)`, and ops called directly."""
+"""Outputs must have memory of their own: `experts_mlp(out=...)`, and ops called directly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""token_mask of guild.MoE: padding may hold anything, goes nowhere and counts nowhere."""
+"""token_mask of guild.MoE: padding may hold anything, goes to no expert and is not counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`routed_experts` without gradients: one op with few arguments, the long way's bits and errors."""
+"""`routed_experts` without gradients: one op, few arguments, the slow path's bits and errors."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def given(device: str, tokens: int = 5, dtype: torch.dtype | None = None, **opti
 
 
 def long_way(arguments: Given) -> Tensor:
-    """What a call that keeps nothing quick gives."""
+    """The result of a call on the slow path."""
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
         patch.setattr(guild.experts, "quick_experts", lambda *_: None)
         return guild.routed_experts(**arguments)
@@ -84,7 +84,7 @@ def goes_quick(call: Callable[[], Tensor]) -> tuple[bool, Tensor]:
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_same_bits(name: str, mode: Callable, device: str) -> None:
-    """Of the long way and of training, at T = 0 too; parameters or plain tensors."""
+    """The bits of the slow path and of training, at T = 0 too; parameters or plain tensors."""
     for dtype in (torch.bfloat16, torch.float16 if device == "cuda" else torch.float64):
         for tokens in (0, 1, 5):
             arguments = given(device, tokens, dtype, **OPTIONS[name])
@@ -197,5 +197,5 @@ def test_shared_experts_alone(options: Given, device: str) -> None:
         assert wanted.requires_grad
         with torch.no_grad():
             assert torch.equal(layer.shared(x), wanted)
-            layer.shared.w_up.data = layer.shared.w_up.data.mT.contiguous().mT  # the long way
+            layer.shared.w_up.data = layer.shared.w_up.data.mT.contiguous().mT  # the slow path
             assert torch.equal(layer.shared(x), wanted)

@@ -25,7 +25,7 @@ def layer_of() -> guild.MoE:
 
 
 def tokens_of(rank: int, step: int) -> Tensor:
-    """Other tokens on every rank, leaning to other experts: biases of their own would part."""
+    """Different tokens on every rank that prefer different experts: own biases would diverge."""
     draw = torch.Generator().manual_seed(100 * rank + step)
     x = torch.randn(40 + 10 * rank, 16, generator=draw)
     return x + 2 * layer_of().router.weight[rank].detach()

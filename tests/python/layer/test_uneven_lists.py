@@ -1,4 +1,4 @@
-"""Lists of one tensor per expert whose tensors lie at no one distance."""
+"""Lists of one tensor per expert whose tensors are unevenly spaced in memory."""
 
 from __future__ import annotations
 

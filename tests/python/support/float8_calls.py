@@ -1,4 +1,4 @@
-"""A call of every FP8 op, for tests of what all ops have in common."""
+"""A call of every FP8 op, for tests of what all ops share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ROWS, _HIDDEN, _INTERMEDIATE, _EXPERTS = 12, 32, 16, 2
 
 
 class Operands:
-    """Quantised operands of a layer without gathering, random codes and scales."""
+    """Quantised operands of a layer without a gather: random codes and scales."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -27,7 +27,7 @@ class Operands:
         return torch.randn(*shape, device=self.device).to(torch.bfloat16)
 
     def codes(self, *shape: int) -> Tensor:
-        """Of values, none of which is NaN."""
+        """Random codes, none of which is NaN."""
         return torch.randint(0, 0x70, shape, dtype=torch.uint8, device=self.device)
 
     def scales(self, *shape: int) -> Tensor:
@@ -47,7 +47,7 @@ class Operands:
         return masters, ops.float8_weights(*masters, True, False, False, None, 0)
 
     def routed(self) -> tuple[Tensor, Tensor]:
-        """ids and scores of two experts a token."""
+        """ids and scores of two experts per token."""
         ids = torch.tensor([[0, 1]], dtype=torch.int32, device=self.device).repeat(_ROWS, 1)
         return ids, self.scales(_ROWS, 2)
 
@@ -63,13 +63,13 @@ _SETTINGS = (*_FLAGS, False, 0, 0, False, False, True, True)
 
 
 def experts_arguments(o: Operands) -> tuple:
-    """Of a layer without residual and biases."""
+    """The arguments of a layer without residual and biases."""
     masters, codes = o.layer()
     return (o.x, *o.routed(), None, None, *masters, None, None, *codes, *_SETTINGS, None)
 
 
 def backward_arguments(o: Operands) -> tuple:
-    """All gradients but the biases'."""
+    """The same for all gradients except those of biases."""
     arguments = experts_arguments(o)
     masters, codes = arguments[5:8], arguments[10:16]
     _, *kept = ops.float8_experts(*arguments)
@@ -79,7 +79,7 @@ def backward_arguments(o: Operands) -> tuple:
     return (*given, *_SETTINGS, False, False, wanted)
 
 
-# By the op's name, and what is special about the call where an op has several.
+# By the op's name, and the call's special feature if an op has several.
 FLOAT8_CALLS: dict[str, Callable[[Operands], tuple]] = {
     "chunk_product_out": lambda o: (
         *(o.codes(2, 32, 128), o.scales(2, 1), 0, o.codes(2, 16, 128), o.scales(2, 1)),

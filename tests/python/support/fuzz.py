@@ -1,8 +1,8 @@
 """Random layers: each by Guild and by an oracle in plain torch, compared by the numerics rule.
 
-On the CPU in float64, to the last digits; on a GPU in bf16 and fp16, where the CPU backend's error
-in the same dtype is the measure; in FP8 that of the recipe in plain torch. Every case follows from
-its seed:
+On the CPU in float64, to the last digits; on a GPU in bf16 and fp16, measured by the CPU backend's
+error in the same dtype; in FP8 measured by the error of the recipe in plain torch. Every case
+follows from its seed:
 
     python tests/python/support/fuzz.py --count 2000                 the long form
     python tests/python/support/fuzz.py --first 17 --count 1         case 17 again
@@ -51,7 +51,7 @@ _NAMES |= {
 
 
 def drawn(seed: int, device: str) -> Any:
-    """The case of a seed; on a GPU with sizes that it takes."""
+    """The case of a seed; on a GPU with sizes that it supports."""
     draw = Draw(seed, aligned=device == "cuda")
     kinds = [kind for kind, share in KINDS.items() for _ in range(share)]
     return draw.pick(*kinds).drawn(draw)
@@ -63,7 +63,7 @@ def from_repr(text: str) -> Any:
 
 
 def failures_of(case: Any, device: str, dtype: torch.dtype = torch.float64) -> list[str]:
-    """What is wrong with it, one line each; an exception is a failure too."""
+    """What is wrong with a case, one line each; an exception is a failure too."""
     try:
         values = case.values(dtype)
         got = case.run(values, device, dtype)
@@ -85,12 +85,12 @@ def failures_of(case: Any, device: str, dtype: torch.dtype = torch.float64) -> l
         return failures
     except Exception as error:
         if torch.cuda.is_available() and "CUDA error" in str(error):
-            raise  # nothing works after it
+            raise  # the process cannot go on
         return [f"{type(error).__name__}: {error}"]
 
 
 def failures_of_seed(seed: int, device: str) -> list[str]:
-    """The same for the case of a seed, in its dtype, with what it takes to see it again."""
+    """The same for a seed's case, in its dtype, with what is needed to reproduce it."""
     case = drawn(seed, device)
     narrow = device == "cuda" or getattr(case, "fp8", None) is not None
     dtype = SIXTEEN[seed % 2] if narrow else torch.float64

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-# Relative errors, over a whole tensor: of float64 arithmetic, of what is stored in fewer bits.
+# Relative errors over a whole tensor: of float64 arithmetic, and of storage in fewer bits.
 _EXACT = {torch.float64: 1e-10, torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
-_SUMS = 5e-6  # of fp32 sums in another order, as docs/numerics.md allows them
+_SUMS = 5e-6  # of fp32 sums in another order, as docs/numerics.md allows
 
 
 @dataclass
@@ -18,11 +18,11 @@ class Truth:
 
     values: dict[str, Tensor]
     zeros: dict[str, Tensor] = field(default_factory=dict)  # bool: where zero is promised
-    scales: dict[str, float] = field(default_factory=dict)  # norm before terms cancel each other
+    scales: dict[str, float] = field(default_factory=dict)  # norms before terms cancel each other
 
 
 def error_of(value: Tensor, name: str, truth: Truth) -> float:
-    """||value - truth|| / ||truth||, infinite where NaN or an infinity came instead of a number."""
+    """||value - truth|| / ||truth||; infinite if NaN or an infinity came instead of a number."""
     expected = truth.values[name]
     value = value.detach().cpu().double()
     both = value.isnan() & expected.isnan()
@@ -34,7 +34,7 @@ def error_of(value: Tensor, name: str, truth: Truth) -> float:
 
 
 def structure(got: dict[str, Tensor], truth: Truth) -> list[str]:
-    """Names and shapes that should be others, and numbers where there should be zeros."""
+    """Wrong names and shapes, and nonzero numbers where there should be zeros."""
     failures = [f"{name}: expected no gradient, got one" for name in got.keys() - truth.values]
     failures += [f"{name}: expected a tensor, got None" for name in truth.values.keys() - got]
     for name in got.keys() & truth.values.keys():
@@ -70,8 +70,8 @@ def compare_rounded(
 ) -> list[str]:
     """The rule of docs/numerics.md: at most twice the error of the rounded reference.
 
-    dtype: what the steps on the way to a result are stored in. One number that is rounded the
-    other way may be all that a small tensor has of an error, so as much is allowed in any case.
+    dtype: in which the intermediate results are stored. A single number rounded the other way may
+    make up a small tensor's whole error, so that much is allowed in any case.
     """
     failures = structure(got, truth) + structure(rounded, truth_of_rounded)
     if failures:
@@ -91,13 +91,13 @@ def compare_rounded(
 def compare_recipe(
     got: dict[str, Tensor], truth: Truth, recipe: Truth, narrow: dict[str, Tensor] | None = None
 ) -> list[str]:
-    """What is wrong with results of a layer in FP8, beside what its recipe makes in float64.
+    """What is wrong with results of a layer in FP8, against its recipe in float64.
 
-    A code that is rounded the other way may be all that a small tensor has of an error, so an
-    eighth of the result is allowed in any case.
+    A single code rounded the other way may make up a small tensor's whole error, so an eighth of
+    the result is allowed in any case.
 
-    narrow: the same layer in 16 bits. Parts that are not quantised, as shared experts are not, err
-    as it does: much, where rounding moves a few values across the limit of a clamped activation.
+    narrow: the same layer in 16 bits. Parts that are not quantised, such as shared experts, have
+    its errors, which are large if rounding moves a few values across a clamped activation's limit.
     """
     failures = structure(got, truth)
     if failures:

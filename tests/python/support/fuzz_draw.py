@@ -1,6 +1,6 @@
-"""What random cases are made of: sizes, activations, memory layouts, options of backward.
+"""The parts of random cases: sizes, activations, memory layouts, options of backward.
 
-A case is a frozen dataclass of plain values, drawn by `Draw`; its `repr` makes it again. Tensors
+A case is a frozen dataclass of plain values, drawn by `Draw`; its `repr` recreates it. Tensors
 follow from the case's own seed, through `Values`.
 """
 
@@ -22,7 +22,7 @@ PRESETS = ("silu", "quick_gelu", "gpt_oss", "relu2_ungated")
 
 
 class Draw:
-    """A seeded source of choices; `aligned` for a GPU, whose rows begin at multiples of 16 B."""
+    """A seeded source of choices; `aligned` for a GPU, whose rows are aligned to 16 bytes."""
 
     def __init__(self, seed: int, aligned: bool = False) -> None:
         self._random = random.Random(seed)
@@ -49,7 +49,7 @@ class Draw:
         return tuple(name for name in names if self.chance(probability))
 
     def width(self, unit: int = 8) -> int:
-        """H or I: mostly small, now and then past a tile of the kernels; unit: of a GPU's."""
+        """H or I: mostly small, sometimes larger than a tile of the kernels; unit: on a GPU."""
         if self.aligned:
             return unit * (self.between(17, 40) if self.chance(0.15) else self.between(1, 9))
         return self.between(60, 140) if self.chance(0.05) else self.between(1, 20)
@@ -63,7 +63,7 @@ class Draw:
         return self.pick(1, 2, *(self.between(3, 9) for _ in range(5)), self.between(10, 40))
 
     def top_k(self, experts: int) -> int:
-        """1 to 5, now and then all."""
+        """1 to 5, sometimes all."""
         most = min(experts, 10) if self.chance(0.15) else min(experts, 5)
         return most if self.chance(0.2) else self.between(1, most)
 
@@ -80,7 +80,7 @@ class Draw:
         )
 
     def matrices(self) -> str:
-        """A layout of weights that `place` knows."""
+        """A layout of weights that `place` supports."""
         return self.pick("packed", "packed", "window", "flipped", "every_second") if (
             self.aligned or self.chance(0.9)
         ) else "scattered"  # fmt: skip
@@ -117,7 +117,7 @@ class Draw:
 
 
 class Values:
-    """Tensors in float64 whose numbers exist in `dtype` as well, so that both compute the same."""
+    """Tensors in float64 whose values are exact in `dtype` as well, so that both compute alike."""
 
     def __init__(self, seed: int, dtype: torch.dtype) -> None:
         self.draw = torch.Generator().manual_seed(seed)
@@ -131,17 +131,17 @@ class Values:
         return torch.rand(shape, generator=self.draw, dtype=torch.float64)
 
     def integers(self, least: int, most: int, *shape: int) -> Tensor:
-        """int64 from least to most, most included."""
+        """int64 from least to most, inclusive."""
         return torch.randint(least, most + 1, shape, generator=self.draw)
 
 
 def score_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What weights of experts are computed in."""
+    """The dtype in which weights of experts are computed."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def place(values: Tensor, layout: str, dtype: torch.dtype, device: str) -> Tensor:
-    """The values in another memory layout, NaN around them where it leaves room."""
+    """The values in another memory layout, with NaN around them if it leaves room."""
     values = values.to(dtype).to(device)
     if layout == "packed":
         return values.clone(memory_format=torch.contiguous_format)
@@ -161,7 +161,7 @@ def place(values: Tensor, layout: str, dtype: torch.dtype, device: str) -> Tenso
 
 
 def without_gradients(how: str | None, like: Tensor, call: Callable[..., Tensor]) -> Tensor:
-    """What a call gives without gradients: `like` itself where `how` is None."""
+    """The result of a call without gradients; `like` itself if `how` is None."""
     if how is None:
         return like
     if how == "inference":
@@ -181,7 +181,7 @@ class Backward:
     """Which tensors want gradients, where these go, and in how many passes they add up."""
 
     wants: tuple[str, ...]
-    existing: tuple[str, ...]  # of these, what has a gradient before
+    existing: tuple[str, ...]  # those of them that have a gradient beforehand
     later: str | None  # None: autograd; else WeightGradients, "grad" or "main_grad"
     delayed: bool
     passes: int
@@ -194,7 +194,7 @@ class Backward:
         return WeightGradients(main_grad=self.later == "main_grad", delayed=self.delayed)
 
     def prepare(self, name: str, leaf: Tensor, before: Tensor, layout: str, sunk: bool) -> None:
-        """Say whether a leaf wants a gradient, and give it the one that it has already."""
+        """Set whether a leaf wants a gradient, and give it the one that it has beforehand."""
         leaf.requires_grad_(name in self.wants)
         if sunk and self.later == "main_grad":
             leaf.main_grad = place(before, layout, torch.float32, str(leaf.device))
@@ -202,11 +202,11 @@ class Backward:
             leaf.grad = place(before, layout, leaf.dtype, str(leaf.device))
 
     def starts_with(self, name: str, sunk: bool) -> bool:
-        """Whether a leaf that wants a gradient has one before."""
+        """Whether a leaf that wants a gradient has one beforehand."""
         return name in self.existing or (sunk and self.later == "main_grad")
 
     def found(self, name: str, leaf: Tensor, sunk: bool) -> dict[str, Tensor]:
-        """The leaf's gradient by its name; what it got against its will, under another."""
+        """The leaf's gradient by its name; under another name if it wanted none."""
         results = {} if leaf.grad is None else {name: leaf.grad}
         if sunk and self.later == "main_grad":
             results = {f"{name}.grad": g for g in results.values()}
@@ -215,7 +215,7 @@ class Backward:
         return results
 
     def run(self, step: Callable[[int], Outputs], sink: WeightGradients | None) -> None:
-        """step(i): pass i, which returns its outputs and their gradients."""
+        """step(i): runs pass i, and returns its outputs and their gradients."""
         waiting = []
         for i in range(self.passes):
             outputs = step(i)
@@ -233,7 +233,7 @@ Outputs = list[tuple[Tensor, Tensor]]
 
 
 def backward(outputs: Outputs) -> None:
-    """Through every output that has a gradient."""
+    """Run backward through every output that has a gradient."""
     pairs = [pair for pair in outputs if pair[0].requires_grad]
     if pairs:
         torch.autograd.backward(*zip(*pairs, strict=True))

@@ -33,14 +33,14 @@ Inputs = dict[str, Any]
 
 @dataclass(frozen=True)
 class ExpertsCase:
-    """What both functions have in common."""
+    """What the cases of both functions share."""
 
     seed: int
     weights: Weights
     backward: Backward
     x_layout: str
     dout: str  # "packed", "window", "flipped" or "expanded", one number for all
-    poison: bool  # NaN wherever nobody may look
+    poison: bool  # NaN wherever nothing may be read
     twice: bool
     without: str | None  # called again without gradients: "no_grad", "inference", "out"
 
@@ -57,7 +57,7 @@ class ExpertsCase:
         raise NotImplementedError
 
     def call(self, leaves: dict[str, Tensor], given: dict[str, Tensor], sink: Any) -> Tensor:
-        """Guild's function, which gives the same bits without gradients."""
+        """Guild's result; the function must give the same bits without gradients."""
         out = self.run_layer(leaves, given, sink)
         again = without_gradients(self.without, out, partial(self.run_layer, leaves, given, sink))
         require(not same_bits({"out": out}, {"out": again}), f"{self.without}: other bits")
@@ -70,7 +70,7 @@ class ExpertsCase:
         raise NotImplementedError
 
     def exact(self, leaves: Inputs, given: Inputs, recipe: Recipe | None) -> Tensor:
-        """The oracle's; of a layer in FP8, what its recipe makes of it."""
+        """The oracle's result; for a layer in FP8, that of its recipe."""
         raise NotImplementedError
 
     def zeros(self, given: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
@@ -118,7 +118,7 @@ class ExpertsCase:
         return results
 
     def place_input(self, name: str, t: Tensor, dtype: torch.dtype, device: str) -> Tensor:
-        """A pass's tensor as Guild gets it."""
+        """A pass's tensor as it is passed to Guild."""
         if name == "dout":
             return self.place_dout(t, dtype, device)
         if not t.is_floating_point():
@@ -126,7 +126,7 @@ class ExpertsCase:
         return place(t, self.x_layout, dtype, device)
 
     def truth(self, values: Inputs, got: dict[str, Tensor], recipe: Recipe | None = None) -> Truth:
-        """The oracle's results, of float64 unless there is a recipe."""
+        """The oracle's results, in float64 unless there is a recipe."""
         wants = self.backward.wants
         weights = exact_leaves(values["weights"], wants)
         leaves = {n: t for n, t in weights.items() if n in wants}
@@ -151,13 +151,13 @@ class ExpertsCase:
         return truth
 
     def seen(self, given: dict[str, Tensor]) -> Tensor:
-        """dout without the poison in rows that belong to nobody."""
+        """dout without the poison in rows that belong to no expert."""
         return given["dout"]
 
 
 @dataclass(frozen=True)
 class RoutedCase(ExpertsCase):
-    """guild.routed_experts of (T, K) slots or of lists."""
+    """guild.routed_experts on (T, K) slots or on lists."""
 
     tokens: int
     top_k: int
@@ -168,7 +168,7 @@ class RoutedCase(ExpertsCase):
     lead: int  # ... how many before the first list, ...
     spare: int  # ... and after the last
     residual: bool
-    mapped: bool  # ids are places in a map of all ranks' experts
+    mapped: bool  # ids are indices into a map of all ranks' experts
     fp8: guild.FP8 | None = None
 
     @staticmethod
@@ -254,7 +254,7 @@ class RoutedCase(ExpertsCase):
         return ids.to(getattr(torch, self.id_dtype))
 
     def owners(self, given: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Each slot's token (0 for nobody's), and whether the slot is a row of some expert."""
+        """Each slot's token (0 if it has none), and whether the slot is a row of some expert."""
         ids = given["ids"].flatten()
         valid = (ids >= 0) & (ids < self.weights.experts)
         if self.slots is None:
@@ -296,7 +296,7 @@ class RoutedCase(ExpertsCase):
         )
 
     def mapped_ids(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The same experts under other ids, and the map that leads back to them."""
+        """The same experts under other ids, and the map from these back to them."""
         experts = self.weights.experts
         many = 2 * experts + 1
         order = torch.randperm(many, generator=torch.Generator().manual_seed(self.seed)).to(ids)

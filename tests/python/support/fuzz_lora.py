@@ -15,7 +15,7 @@ from oracle.lora import delta
 
 @dataclass(frozen=True)
 class LowRankTerms:
-    """Of the weights that routed_experts and experts_mlp take; a rank of 0 is no term."""
+    """Terms of the weights that routed_experts and experts_mlp take; a rank of 0 is no term."""
 
     up: int
     gate: int  # where gate and up are two weights
@@ -42,14 +42,14 @@ class LowRankTerms:
         )
 
     def ranks(self) -> dict[str, int]:
-        """By the weight's name."""
+        """Ranks by the weight's name."""
         ranks = {"w_up": self.up, "w_gate": self.gate, "w_down": self.down}
         return {name: rank for name, rank in ranks.items() if rank}
 
     def shapes(
         self, weights: dict[str, tuple[int, ...]], transposed: bool
     ) -> dict[str, tuple[int, ...]]:
-        """Of w_up.a, w_up.b and so on, for weights of these shapes."""
+        """Shapes of w_up.a, w_up.b and so on, for weights of these shapes."""
         shapes = {}
         for name, rank in self.ranks().items():
             experts, outputs, inputs = weights[name]
@@ -63,7 +63,7 @@ class LowRankTerms:
         return shapes
 
     def values(self, values: Values, shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
-        """In float64, of a size that keeps what they add near 1."""
+        """The terms in float64, of a size that keeps what they add near 1."""
         stored = self.dtype and getattr(torch, self.dtype)
         if values.dtype in (torch.bfloat16, torch.float16) and stored != torch.bfloat16:
             stored = values.dtype  # so that no cast rounds them
@@ -97,7 +97,7 @@ class LowRankTerms:
         return summed
 
     def unused(self, name: str, filled: Tensor) -> Tensor:
-        """Where the gradient of w_up.a and so on is zero: bool, of experts (E) without rows."""
+        """Where the gradient of w_up.a and so on is zero: bool, for experts (E) without rows."""
         rank, empty = self.ranks()[name.partition(".")[0]], ~filled
         if not self.stacked:
             return empty.view(-1, 1, 1)

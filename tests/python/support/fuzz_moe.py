@@ -26,14 +26,14 @@ from oracle.layer import Layer, moe
 
 NAMED = {name: Router.named(name) for name in ROUTERS}
 SINKS = ("w_up", "w_down", "b_up", "b_down")  # of WeightGradients
-CLEAR = 1e-5  # by how much a choice of experts must be the best, for 16 bits to make the same
-TRIES = 40  # inputs drawn until it is
+CLEAR = 1e-5  # margin by which chosen experts must be best, for 16 bits to choose the same
+TRIES = 40  # inputs drawn until they are
 BALANCE_WEIGHTS = (0.5, 0.125)  # of the two losses on balance
 
 
 @dataclass(frozen=True)
 class MoECase:
-    """A layer and what goes through it."""
+    """A layer and its inputs."""
 
     seed: int
     shape: tuple[int, ...]  # of the tokens; one dimension or more
@@ -119,7 +119,7 @@ class MoECase:
         return math.prod(self.shape[:-1]) if several else 1
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the parameters."""
+        """Shapes of the parameters."""
         experts, hidden, inner = self.experts, self.hidden, self.intermediate
         width = self.activation.width
         up, down = (experts, width(inner), hidden), (experts, hidden, inner)
@@ -241,7 +241,7 @@ class MoECase:
         counts: Tensor | None = None,
         recipe: Recipe | None = None,
     ) -> Layer:
-        """The oracle's layer; counts: Guild's, where rounding leaves a choice."""
+        """The oracle's layer; counts: Guild's, where rounding allows several."""
         return moe(
             leaves,
             one["x"].reshape(-1, self.hidden),
@@ -288,7 +288,7 @@ class MoECase:
         return truth
 
     def add_gradients(self, truth, loss, leaves, given, kept) -> None:
-        """Of the loss; scales: of the router's before its weights' sum takes off its part."""
+        """Gradients of the loss; scales: the router's before those of its weights' sum cancel."""
         scores = {str(i): s for i, (s, _) in enumerate(kept) if s.requires_grad}
         sizes = {"router.weight": 0.0}
         for i, dscores in (gradients_kept(loss, scores) if scores else {}).items():
@@ -306,13 +306,13 @@ class MoECase:
 def seed_of_any_device(seed: None, logits: Tensor) -> Tensor:
     """The seed of "stochastic" rounding, drawn by the CPU's generator for every device.
 
-    A GPU's own generator has other numbers; the reference on the CPU would then round other experts
-    up, and its error would be that of another layer.
+    A GPU's own generator draws other numbers; the reference on the CPU would then round other
+    experts up, and its error would be that of another layer.
     """
     return guild_seed(seed, logits.cpu()).to(logits.device)
 
 
 def gradients_kept(loss: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Of tensors in the middle of the graph."""
+    """Gradients of tensors in the middle of the graph."""
     found = torch.autograd.grad(loss, list(tensors.values()), retain_graph=True, allow_unused=True)
     return {n: t for n, t in zip(tensors, found, strict=True) if t is not None}

@@ -1,7 +1,7 @@
-"""Random layers with their experts on several ranks, each beside the same layer in one process.
+"""Random layers with their experts on several ranks, compared with the same layer in one process.
 
-A rank runs the whole layer on its own tokens: outputs and gradients of tokens are those, and the
-experts' gradients the sum over the ranks of theirs.
+A rank runs the whole layer on its own tokens. That gives the outputs and gradients of its tokens;
+the experts' gradients are sums over the ranks.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ParallelCase:
 
     @staticmethod
     def drawn(seed: int, ranks: int) -> ParallelCase:
-        """The same on every rank."""
+        """The case of a seed, the same on every rank."""
         draw = Draw(seed)
         experts = ranks * draw.between(1, 3)
         top_k = draw.top_k(experts)
@@ -126,7 +126,7 @@ class ParallelCase:
         return found | {name: leaf.grad for name, leaf in layer.named_parameters()}
 
     def failures(self, group: guild.ExpertParallel) -> list[str]:
-        """What differs on this rank, one line each."""
+        """The differences on this rank, one line each."""
         whole, shared = self.layers(group)
         assert copy.deepcopy(shared).expert_group is group
         truth, got = self.run(whole, group.rank), self.run(shared, group.rank)

@@ -22,7 +22,7 @@ Inputs = dict[str, Tensor]
 
 
 def draw_ends(values: Values, groups: int, count: int) -> Tensor:
-    """int32 (groups,): where each ends; some are empty."""
+    """int32 (groups,): where each group ends; some are empty."""
     group = values.integers(0, groups - 1, count)
     if values.uniform(1) < 0.4:
         group = group // 2 * 2
@@ -41,9 +41,9 @@ class ProductCase:
     seed: int
     split: str  # "rows", "inner", "columns", "nothing"
     groups: int
-    shared: int  # of the dimension that is split, what belongs to groups ...
-    spare: int  # ... and what belongs to none
-    sizes: tuple[int, int]  # of the others; three where nothing is split, the first of `shared`
+    shared: int  # of the dimension that is split, the part that belongs to groups ...
+    spare: int  # ... and the part that belongs to none
+    sizes: tuple[int, int]  # of the others; three if nothing is split, the first of `shared`
     bias: bool
     layouts: tuple[str, str, str]  # of mat_a, mat_b, out
     out: str | None  # "same" or "float32": a tensor is given
@@ -84,7 +84,7 @@ class ProductCase:
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Of mat_a, mat_b and the result."""
+        """Shapes of mat_a, mat_b and the result."""
         many, (p, q), e = self.shared + self.spare, self.sizes, self.groups
         return {
             "rows": ((many, p), (e, p, q), (many, q)),
@@ -189,7 +189,7 @@ class PairCase:
     layouts: tuple[str, str, str]  # of x, w_up, w_down
     biases: tuple[str, ...]
     fused: bool  # aux goes into the down projection
-    uses: tuple[str, ...]  # "a", "aux": used by the loss as well
+    uses: tuple[str, ...]  # "a", "aux": those that the loss uses as well
     poison: bool
     wants: tuple[str, ...]
     twice: bool

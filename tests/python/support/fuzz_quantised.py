@@ -1,4 +1,4 @@
-"""Random calls of the quantisers, of which every bit is known."""
+"""Random calls of the quantisers, whose results are known to the last bit."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class QuantisedCase:
         x = place(given["x"], self.layout, _ELEMENTS[self.element], device)
         got = self._quantised(x, {n: t.to(device) for n, t in given.items() if n != "x"})
         codes, scales = got[:2]
-        if self.kind == "chunks":  # slots of no chunk hold anything
+        if self.kind == "chunks":  # slots without a chunk hold arbitrary values
             used = [slot for slot, _, _ in quantised.slots(self._counts(given))]
             codes, scales = codes[used], scales[used]
         results = {"codes": codes.view(torch.uint8), "scales": _bits(scales)}
@@ -163,13 +163,13 @@ class QuantisedCase:
         return scales if self.order == "rows" else quantised.swizzled(scales)
 
     def _chunks(self, given: Inputs, dtype: torch.dtype) -> Inputs:
-        """Of codes, the chunks of their values."""
+        """Chunks; for codes, the chunks of their values."""
         x, width = given["x"].float(), self.columns
         parts = quantised.column_blocks(width, self.halves)
         if self.of_codes:
             made = [quantised.blockwise(x[:, p], dtype, self.scale, 1) for p in parts]
             x = torch.cat([codes * scales for codes, scales in made], 1)
-            # A block's scale is the largest of its rows', also where the largest was rounded down.
+            # A block's scale is the largest of its rows', even if the largest was rounded down.
             row_scales = torch.cat([scales for _, scales in made], 1)
         if "row_token" in given:
             token = given["row_token"].long()

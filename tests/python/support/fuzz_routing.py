@@ -17,9 +17,9 @@ from oracle.autograd import gradients
 
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
 ROUNDINGS = ("nearest", "up", "down", "stochastic", "balanced")
-WEIGHING = ("renormalize", "scale", "sum_floor")  # Router's options that weigh the chosen experts
+WEIGHING = ("renormalize", "scale", "sum_floor")  # Router's options for the chosen experts' weights
 GROUPING = ("groups", "top_groups", "group_score")  # and those that choose groups
-NOISE = 2e-6  # of float32 logits: choices may differ where keys are as close, relative to 1
+NOISE = 2e-6  # of float32 logits, relative to 1: choices may differ if keys are as close
 
 
 def draw_router(draw: Draw, experts: int, top_k: int, rounding: bool) -> Router:
@@ -53,7 +53,7 @@ def options_of(router: Router, *names: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class RoutingCase:
-    """Logits of some kind through all three functions."""
+    """Logits of some kind, passed to all three functions."""
 
     seed: int
     tokens: int
@@ -62,7 +62,7 @@ class RoutingCase:
     router: Router
     kind: str  # of logits
     mask: float | None  # share of real tokens
-    poison: float | None  # what padding's logits are
+    poison: float | None  # what padding's logits hold
     sequences: int
     bias_size: float
     wants: tuple[str, ...]
@@ -164,7 +164,7 @@ class RoutingCase:
         return {n: t.detach() for n, t in (results | found).items()}
 
     def truth(self, given: dict[str, Tensor], got: dict[str, Tensor]) -> Truth:
-        """Ids as they came, if they are the best; the rest from them."""
+        """Guild's ids, if they are the best; the rest computed from them."""
         real = torch.nonzero(given["real"]).flatten()
         exact = given["logits"][real].requires_grad_(bool(self.wants))
         got = {name: t.cpu() for name, t in got.items()}
@@ -199,7 +199,7 @@ class RoutingCase:
         return truth
 
     def add_gradients(self, truth, exact, padded, given, scores, lists, sums) -> None:
-        """Of the scores, of the lists' and of the sums with both losses."""
+        """Gradients of the scores, of the lists' scores and of the sums with both losses."""
         dscores = given["dscores"][given["real"]].flatten()
         dlists = given["dlists"][: len(lists)]
         pairs = [(sums.shares, given["dshares"]), (sums.squares, given["dsquares"])]
@@ -223,7 +223,7 @@ class RoutingCase:
     def checked_ids(
         self, logits: Tensor, ids: Tensor, given: dict[str, Tensor], slack: float
     ) -> Tensor:
-        """int64 (real tokens, K): different, and by the oracle's keys the best, but for slack."""
+        """int64 (real tokens, K): distinct, and by the oracle's keys the best, up to slack."""
         padding = ids[~given["real"]]
         require((padding == -1).all(), "ids: expected -1 for padding")
         ids = ids[given["real"]].long()

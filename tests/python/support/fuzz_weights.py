@@ -53,7 +53,7 @@ class Weights:
         )
 
     def for_sink(self, later: str | None) -> Weights:
-        """Weights that WeightGradients takes: b_up is one tensor, in the order of the products."""
+        """Weights that WeightGradients supports: b_up is one tensor, in the products' order."""
         if later is None:
             return self
         order = "concatenated" if self.apart else self.order
@@ -96,7 +96,7 @@ class Weights:
         return made | (self.lora.values(values, low) if low else {})
 
     def before(self, values: Values, backward: Backward) -> dict[str, Tensor]:
-        """Gradients that the weights have before, in float64."""
+        """Gradients that the weights have beforehand, in float64."""
         dtype = torch.float32 if backward.later == "main_grad" else values.dtype
         return {n: values.normal(*s, dtype=dtype) for n, s in self.shapes().items()}
 
@@ -153,7 +153,7 @@ def is_low_rank(name: str) -> bool:
 
 
 def members_of(leaf: Tensor, lists: str) -> list[Tensor]:
-    """A leaf as one leaf per expert, and so the gradients that it has."""
+    """A leaf as one leaf per expert, with the gradients that it has."""
     members = [part.requires_grad_(leaf.requires_grad) for part in parts_of(leaf.detach(), lists)]
     for name in ("grad", "main_grad"):
         gradient = getattr(leaf, name, None)
@@ -164,9 +164,9 @@ def members_of(leaf: Tensor, lists: str) -> list[Tensor]:
 
 
 def parts_of(whole: Tensor, lists: str) -> list[Tensor]:
-    """As lists of tensors that lie somewhere.
+    """The parts of a tensor as a list in some memory layout.
 
-    "even": where they are; "backwards": the opposite order; "apart": each in memory of its own;
+    "even": where they are; "backwards": in the opposite order; "apart": each in its own memory;
     "uneven": in one storage, some 16 bytes apart, the odd ones first.
     """
     if lists == "uneven":
@@ -205,5 +205,5 @@ def whole_of(members: list[Tensor]) -> Tensor:
 
 
 def exact_leaves(values: dict[str, Tensor], wants: tuple[str, ...]) -> dict[str, Tensor]:
-    """The same in float64 for the oracle."""
+    """The values in float64 for the oracle."""
     return {name: v.clone().requires_grad_(name in wants) for name, v in values.items()}

@@ -38,7 +38,7 @@ class Case:
     flags: frozenset[str]
 
     def fits(self, device: str) -> bool:
-        """Whether the device's backend takes these sizes."""
+        """Whether the device's backend supports these sizes."""
         return device == "cpu" or "cpu" not in self.flags
 
     def has_matrix(self, device: str) -> bool:

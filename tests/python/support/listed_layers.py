@@ -24,7 +24,7 @@ Lists = dict[str, list[Tensor]]
 
 @pytest.fixture(autouse=True)
 def copies_are_errors() -> Iterator[None]:
-    """A copy that a test did not ask for fails it; for modules that import this."""
+    """Makes an unexpected copy fail the test; for modules that import this."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", CopiedWeightsWarning)
         yield
@@ -45,12 +45,12 @@ def views(t: Tensor) -> list[Tensor]:
 
 
 def with_gaps(t: Tensor) -> list[Tensor]:
-    """In one storage, with something else of the same size between each two."""
+    """In one storage, with a gap of the same size between each two."""
     return [torch.nn.Parameter(part) for part in t.repeat_interleave(2, 0)[::2]]
 
 
 def through_data(t: Tensor) -> list[Tensor]:
-    """Parameters made apart, whose memory a buffer of all has become."""
+    """Parameters made separately, whose memory then becomes a part of one buffer."""
     made = [torch.nn.Parameter(torch.empty_like(part)) for part in t]
     buffer = torch.cat([t.new_full((8,), torch.nan), t.flatten()])
     for i, parameter in enumerate(made):
@@ -116,6 +116,6 @@ def expected(call: Callable, layer: Layer, device: str) -> tuple[Tensor, Tensor,
 
 
 def expect_gradients(lists: dict[str, list[Tensor]], gradients: Layer) -> None:
-    """Each tensor has a gradient of its own, with the bits of all experts' at once."""
+    """Expect each tensor to have its own gradient, with the same bits as all experts' at once."""
     for name, parts in lists.items():
         assert torch.equal(torch.stack([p.grad for p in parts]), gradients[name]), name

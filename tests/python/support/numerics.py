@@ -1,9 +1,9 @@
 """Measures every step's error for docs/numerics.md: `python tests/python/support/numerics.py`.
 
 Prints Markdown tables: the op's relative error against float64, that of the same computation in
-float32 rounded where the algorithm stores 16 bits, and their ratio. Step by step from the rounded
-computation's tensors, then for a whole layer, whose errors add up along the way. With `--document`
-the tables also take the place of those in a file.
+float32 rounded where the algorithm stores 16 bits, and their ratio. This is done step by step from
+the rounded computation's tensors, then for a whole layer, whose errors add up along the way. With
+`--document` the tables also replace those in a file.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def whole_layer(layer: Layer) -> dict[str, Tensor]:
 
 
 def by_step(steps: Steps) -> dict[str, dict[str, Tensor]]:
-    """The results that each line of `STEPS` is about."""
+    """The results that each line of `STEPS` refers to."""
     return {
         label: steps.biases if label.startswith("down gradient, db") else steps.results
         for label in STEPS
@@ -90,7 +90,7 @@ def table(
     truth: dict[str, Tensor],
     dtype: torch.dtype,
 ) -> tuple[str, list[str]]:
-    """One table in Markdown, and the lines that are too far off by the rule of the tests."""
+    """One table in Markdown, and the lines that exceed what the tests allow."""
     where = truth["o"].device
     lines = [f"| {title} | error | rounding alone | ratio |", "|---|---|---|---|"]
     failures = []
@@ -110,7 +110,7 @@ def table(
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measure, print, and fail where an error is above what the tests allow."""
+    """Measure, print, and fail if an error is above what the tests allow."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--reference", choices=("cpu", "cuda"), default="cpu", help="where it runs")
@@ -148,7 +148,7 @@ def source(options: argparse.Namespace) -> str:
 
 
 def write(text: str, document: Path) -> None:
-    """Put the tables where the document's own stand."""
+    """Replace the document's tables."""
     before, found, _ = document.read_text().partition(DOCUMENTED)
     if not found:
         raise SystemExit(f"document: expected {DOCUMENTED.strip()!r} in {document}")

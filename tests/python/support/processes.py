@@ -1,7 +1,7 @@
 """Runs checks in several processes that are started once for all of them.
 
-On the CPU they are forks of one process that has imported what takes long, so that it is imported
-once. Where they use GPUs each is a new one: CUDA does not survive a fork.
+On the CPU they are forks of one process that has imported whatever takes long, so that it is
+imported once. With GPUs each is a new process: CUDA does not survive a fork.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def start_ranks(
 
 
 def _call(rank: int, function: Callable[..., None], environment: dict, arguments: tuple) -> None:
-    os.environ.update(environment)  # those of the process that is forked are older
+    os.environ.update(environment)  # the forked process has older ones
     torch.set_num_threads(1)
     function(rank, *arguments)
 
@@ -46,7 +46,7 @@ def run_on_ranks(checks: Sequence[Check], ranks: int, folder: Path, backend: str
     ranks : int
         How many processes.
     folder : Path
-        An empty one, for what they tell each other and for notes of what is done.
+        An empty one, for messages between the ranks and notes of finished checks.
     backend : {"gloo", "nccl"}
         How they reach each other; with NCCL each rank has a GPU.
     """
@@ -76,7 +76,7 @@ def run_one(rank: int, checks: list[Check], ranks: int, folder: str, backend: st
 
 
 def gathered(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
-    """Every rank's, whatever their sizes."""
+    """Every rank's tensor, whatever the sizes."""
     everyone: list = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, tensor.detach(), group=group)
     return everyone

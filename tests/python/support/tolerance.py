@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def relative_error(value: Tensor, truth: Tensor) -> float:
-    """||value - truth|| / ||truth||, or ||value|| where the truth is zero; infinite with NaN."""
+    """||value - truth|| / ||truth||, or ||value|| if the truth is zero; infinite with NaN."""
     if value.shape != truth.shape:
         raise ValueError(f"value: expected shape {tuple(truth.shape)}, got {tuple(value.shape)}")
     truth = truth.double()
@@ -19,7 +19,7 @@ def relative_error(value: Tensor, truth: Tensor) -> float:
 
 
 def allowed_error(rounded: Tensor, truth: Tensor, dtype: torch.dtype) -> float:
-    """Twice the rounded computation's error, and what sums cost in another order.
+    """Twice the rounded computation's error, plus that of sums in another order.
 
     `dtype` is the layer's: tensor cores cut the last bits off the fp32 sums of 16-bit operands.
     """

@@ -1,6 +1,6 @@
-"""Right calls, and calls whose shapes are wrong: what test_errors.py runs.
+"""Correct calls, and calls with wrong shapes: what test_errors.py runs.
 
-Every entry of a table is (call, exception, what its message says).
+Every entry of a table is (call, exception, text of its message).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ E, H, I, T, K = 4, 32, 16, 6, 2  # noqa: E741 - the paper's name for the expert'
 
 
 def right(device: str) -> SimpleNamespace:
-    """The arguments of right calls."""
+    """The arguments of correct calls."""
     dtype = torch.bfloat16
 
     def normal(*shape: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ from wrong_shapes import E, H, I, T, Wrong, elsewhere, mlp, pair_down, pair_up, 
 
 
 def layer_with(r: SimpleNamespace, router: str = "softmax", **changed: torch.Tensor) -> object:
-    """A layer whose router was given other tensors, called."""
+    """Call a layer whose router was given other tensors."""
     moe = guild.MoE(H, I, E, 2, router=router, device=r.x.device, dtype=r.x.dtype)
     moe(r.x)
     for name, tensor in changed.items():

@@ -1,1 +1,1 @@
-"""`guild bench --decode`: few tokens, no gradients, beside the speed of the memory."""
+"""`guild bench --decode`: few tokens, no gradients, compared with the speed of the memory."""

@@ -6,8 +6,8 @@ A file of candidates defines
 
 which is called for every case and gives functions by name, each from one of these layers (x, ids,
 scores, w_up, w_down, router) to its output (tokens, hidden). `part` is "experts", which takes ids
-and scores as they are, or "layer", which computes them with the router's weights. The functions
-are captured in CUDA graphs; where they cannot be, they are timed without.
+and scores as given, or "layer", which computes them with the router's weights. The functions are
+captured in CUDA graphs; those that cannot be are timed without.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def peer_of(file: Path) -> Callable[[list[DecodeLayer], str], dict[str, Candidat
     if spec is None or spec.loader is None or not file.is_file():
         raise ValueError(f"peer: expected a Python file, got {str(file)!r}")
     module: Any = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(file.parent))  # as for a script: its neighbours can be imported
+    sys.path.insert(0, str(file.parent))  # as for a script, so that it can import its neighbours
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # whatever a foreign file raises

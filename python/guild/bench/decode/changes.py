@@ -1,8 +1,8 @@
-"""How times change with the number of tokens and with the routing, beside the floor's own change.
+"""How times change with the number of tokens and with the routing, relative to the floor's change.
 
-Over the number of tokens a candidate may change its kernels, as Guild does between few and many
-tokens: `step` is the growth of the time since the next smaller number of tokens over that of the
-floor. `skew` is the same from random routing to another one. 1: as the floor; above: slower.
+With the number of tokens a candidate may change its kernels, as Guild does between few and many
+tokens: `step` is the growth of the time since the next smaller number of tokens, divided by that of
+the floor. `skew` is the same from random routing to another one. 1: as the floor; above: slower.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Case = dict[str, Any]
 
 
 def add_changes(cases: list[Case]) -> None:
-    """Give every candidate of every case its `step` and its `skew`, where there is a case before.
+    """Give every candidate its `step` and its `skew` in every case that has a predecessor.
 
     Parameters
     ----------
@@ -42,7 +42,7 @@ def _tokens(case: Case) -> int:
 
 
 def _add(change: str, case: Case, before: Case) -> None:
-    """Of every candidate that was timed in both."""
+    """For every candidate that was timed in both cases."""
     floor = case["floor_us"] / before["floor_us"]
     for name, found in case["figures"].items():
         if name in before["figures"]:

@@ -1,8 +1,8 @@
 """Layers for `guild bench --decode`: several sets of weights, and tokens for each of many layers.
 
-At decode a layer reads little more than the chosen experts' weights, and may not find them in the
-GPU's L2 cache, where a model of many layers would not. So the layers of a graph go round several
-sets of weights, and each has tokens and a routing of its own.
+At decode a layer reads little more than the chosen experts' weights, and must not find them in the
+GPU's L2 cache, as in a model of many layers it would not. So the layers of a graph cycle through
+several sets of weights, and each has its own tokens and routing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from guild.bench.presets import Shape
 from guild.bench.problem import expect_memory, expert_weights, orthonormal_router, routed_tokens
 
 _LEAST_LAYERS, _MOST_LAYERS = 10, 48
-_GRAPH_US = 2000.0  # layers are added up to this, so that starting a graph counts for nothing
+_GRAPH_US = 2000.0  # layers are added up to this time, so that launching a graph is negligible
 _CPU_LAYERS = 2
 _MEMORY_SHARE = 0.6  # of the free memory, at most, for weights
 
@@ -29,7 +29,7 @@ class Weights:
     Attributes
     ----------
     shape : Shape
-        Its tokens mean nothing here.
+        Its number of tokens is not used here.
     router, w_up, w_down : torch.nn.Parameter
         (experts, hidden), (experts, 2 * intermediate, hidden), (experts, hidden, intermediate).
     """
@@ -55,7 +55,7 @@ class DecodeLayer:
     x : torch.Tensor
         (tokens, hidden).
     ids, scores : torch.Tensor
-        int32 and float32 (tokens, top_k): what softmax over the chosen logits x router^T gives.
+        int32 and float32 (tokens, top_k): from softmax over the chosen logits x router^T.
     """
 
     weights: Weights
@@ -85,12 +85,12 @@ def expert_bytes(shape: Shape, dtype: torch.dtype) -> int:
 
 
 def set_count(shape: Shape, dtype: torch.dtype, device: torch.device) -> int:
-    """Sets of weights: as many as keep a set's next use out of L2 when every call is one token's.
+    """Number of sets of weights, enough to evict a set from L2 before its next use by one token.
 
     Raises
     ------
     ValueError
-        When a CPU run would not fit in memory.
+        If a CPU run would not fit in memory.
     """
     each = shape.experts * expert_bytes(shape, dtype)
     if device.type != "cuda":
@@ -103,7 +103,7 @@ def set_count(shape: Shape, dtype: torch.dtype, device: torch.device) -> int:
 
 
 def layer_count(sets: int, floor_us: float, device: torch.device) -> int:
-    """Layers of a graph, a multiple of the sets of weights; a layer takes about `floor_us`."""
+    """Layers in a graph, a multiple of the sets of weights; a layer takes about `floor_us`."""
     least = _CPU_LAYERS
     if device.type == "cuda":
         least = min(_MOST_LAYERS, max(_LEAST_LAYERS, math.ceil(_GRAPH_US / floor_us)))

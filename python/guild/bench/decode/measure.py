@@ -1,4 +1,4 @@
-"""`guild bench --decode`: the layer without gradients on few tokens, beside the memory's speed.
+"""`guild bench --decode`: the layer without gradients on few tokens, against the memory's speed.
 
 floor = max(bytes / read rate, FLOPs / matrix rate), both rates measured in the same run. Bytes are
 the weights of the experts that the tokens chose, the tokens and the output, and the router's
@@ -93,7 +93,7 @@ def _measure_tokens(
     plan: BenchPlan,
     console: Console,
 ) -> list[dict[str, Any]]:
-    """The cases of one number of tokens, a part each, all timed in the same rounds."""
+    """The cases of one number of tokens, one per part, all timed in the same rounds."""
     shape = Shape(**head["shape"])
     guess = expected_hits(shape) * expert_bytes(shape, plan.dtype) / rates.read
     layers = make_layers(
@@ -171,7 +171,7 @@ def _makers(
 
 @contextmanager
 def _noting(case: dict[str, Any], name: str, console: Console) -> Iterator[None]:
-    """What fails within is noted in the case, and costs no other candidate its figures."""
+    """Failures inside are noted in the case, and do not affect the other candidates' figures."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - whatever a file of candidates raises
@@ -198,14 +198,14 @@ def _turn(call: Candidate, layers: list[DecodeLayer]) -> Call:
 
 
 def _captured(turn: Call, count: int, pool: tuple[int, int], name: str) -> tuple[Call, int]:
-    """A graph of all layers, and its number of calls; of a file's candidate where it takes one."""
+    """A graph of all layers and its number of calls; a file's candidate may not be capturable."""
     if name in ("guild", "torch"):
         return Replay(turn, count, pool), count
     return replayed(turn, count)
 
 
 def _time(calls: dict[Key, Call], counts: dict[Key, int], plan: BenchPlan) -> dict[Key, list]:
-    """Milliseconds a layer. Calls one by one have a quarter of the time that graphs have."""
+    """Milliseconds per layer. Single calls get a quarter of the time that graphs get."""
     times = {}
     for how, seconds in ((GRAPH, plan.seconds), (EAGER, plan.seconds / 4)):
         mine = {key: call for key, call in calls.items() if key[2] == how}
@@ -215,7 +215,7 @@ def _time(calls: dict[Key, Call], counts: dict[Key, int], plan: BenchPlan) -> di
 
 
 def host_microseconds(call: Call) -> float:
-    """Time that the host takes to queue a call, the GPU not waited for."""
+    """Time that the host takes to queue a call, without waiting for the GPU."""
     taken = []
     for _ in range(_HOST_REPEATS):
         torch.cuda.synchronize()
@@ -235,15 +235,15 @@ def decode_figures(
     Parameters
     ----------
     times : dict
-        Milliseconds a layer, one a round, by (candidate, GRAPH or EAGER).
+        Milliseconds per layer, one per round, by (candidate, GRAPH or EAGER).
     moved, floor_us : float
         The layer's bytes, and its floor in microseconds.
 
     Returns
     -------
     dict
-        By candidate `us`, `tbps` and `share_of_floor`, in a graph where there is one (`how` says
-        so), `eager_us`, and of others than Guild `guild_over`, Guild's time over theirs.
+        By candidate `us`, `tbps` and `share_of_floor`, in a graph if there is one (see `how`),
+        `eager_us`, and for candidates other than Guild `guild_over`, Guild's time over theirs.
     """
     found: dict[str, Any] = {}
     names = dict.fromkeys(name for name, _ in times)
@@ -263,7 +263,7 @@ def decode_figures(
 
 
 def _add_router(cases: dict[str, dict[str, Any]]) -> None:
-    """Of every candidate, what the router adds to the experts: medians of rounds' differences."""
+    """What the router adds to each candidate's experts: medians of the rounds' differences."""
     if len(cases) < 2:
         return
     experts = cases["experts"]["figures"]

@@ -1,7 +1,7 @@
 """What the machine can do: its rates of reading memory and of multiplying matrices.
 
-No single kernel is known to read as fast as every GPU can, so several read the same memory, each in
-its own way, and the fastest counts.
+No single kernel is known to reach the highest read rate of every GPU, so several read the same
+memory, each in its own way, and the fastest counts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _SECONDS = 0.05
 
 
 class Rates(NamedTuple):
-    """Bytes and operations a microsecond.
+    """Bytes and operations per microsecond.
 
     Attributes
     ----------
@@ -31,7 +31,7 @@ class Rates(NamedTuple):
 
 
 def measured_rates(dtype: torch.dtype, device: torch.device) -> tuple[Rates, dict[str, Any]]:
-    """The rates, and for the record by which kernel they were reached: TB/s of each, TFLOPS."""
+    """The rates and, for the record, which kernel reached them: TB/s of each, TFLOPS."""
     yardsticks = Yardsticks(dtype, device)
     count = (1 << 29) if device.type == "cuda" else (1 << 22)  # float32 values: 2 GiB
     source = torch.randn(count, device=device)

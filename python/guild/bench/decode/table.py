@@ -1,4 +1,4 @@
-"""The tables that `guild bench --decode` prints: one a shape, routing and part, one line a T."""
+"""The tables that `guild bench --decode` prints: one per shape, routing and part, a line per T."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _table(cases: list[Case], record: dict[str, Any]) -> Table:
 
 
 def _notes(machine: dict[str, Any], shown: list[str]) -> list[str]:
-    """What the columns are that the table has."""
+    """Explanations of the columns that the table has."""
     notes = [
         f"floor: bytes of the experts hit, tokens and output at {machine['read_tbps']:.3g} TB/s, "
         f"or FLOPs at {machine['matrix_tflops']:.3g} TFLOPS where that takes longer (c)",

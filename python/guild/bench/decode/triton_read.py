@@ -1,6 +1,6 @@
-"""A kernel that only reads: the rate of reading that copies and reductions may not reach.
+"""A kernel that only reads, for read rates that copies and reductions may not reach.
 
-Imported where Triton is installed, as it is beside torch with CUDA.
+Imported where Triton is installed, as it is with torch for CUDA.
 """
 
 import torch
@@ -12,7 +12,7 @@ _BLOCK = 4096
 
 @triton.jit
 def _sum_part(source, sums, steps, BLOCK: tl.constexpr):
-    """sums[p] = the sum of program p's `steps` blocks, which lie one after the other."""
+    """sums[p] = the sum of program p's `steps` consecutive blocks."""
     start = source + tl.program_id(0).to(tl.int64) * steps * BLOCK
     total = tl.zeros((BLOCK,), tl.float32)
     for step in range(steps):

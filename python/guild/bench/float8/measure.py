@@ -1,10 +1,10 @@
-"""`guild bench --fp8`: layers in FP8 beside 16 bits, and the quantisation of their weights.
+"""`guild bench --fp8`: layers in FP8 compared with 16 bits, and the quantisation of their weights.
 
-Beside them, on a GPU, the same layer with PyTorch's FP8 products, a scale for each row.
+On a GPU the same layer with PyTorch's FP8 products, one scale per row, is timed beside them.
 
 All are checked first: 16 bits by the usual rule, FP8 by one of its own. Then forward, backward and
-the weights' quantisation are timed in the same rounds. A layer's own times leave the quantisation
-of weights out, which a training step needs once, however many micro-batches it has.
+the quantisation of the weights are timed in the same rounds. A layer's own times do not include
+that quantisation, which a training step needs once, however many micro-batches it has.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ RECIPES: dict[str, guild.FP8 | None] = {
 }
 _FASTEST = "fp8"  # of them: what peers are compared with
 _WEIGHTS = "weights", "quantised"  # among what is timed
-MOST_ERROR = 0.15  # relative, of a result in FP8: 0.04 to 0.09 where nothing is wrong
+MOST_ERROR = 0.15  # relative, of a result in FP8: 0.04 to 0.09 if nothing is wrong
 
 
 class Float8Layer(Layer):
@@ -49,9 +49,9 @@ class Float8Layer(Layer):
     def __init__(
         self, name: str, problems: list[Problem], codes_of: Float8Layer | None = None
     ) -> None:
-        """codes_of: a layer with the same weights and scales, whose codes are these, too.
+        """codes_of: a layer with the same weights and scales, whose codes are shared.
 
-        Of those input sets that it has run with.
+        Only those of input sets that it has run with.
         """
         self._fp8 = RECIPES[name]
         super().__init__(name, problems)
@@ -64,11 +64,11 @@ class Float8Layer(Layer):
         return module_of(partial(guild.MoE, fp8=self._fp8), problem)
 
     def weights(self) -> guild.FP8Weights:
-        """The first input set's, which its forward has made."""
+        """Those of the first input set, which its forward has made."""
         return self._modules[0]._fp8_weights.codes
 
     def owned(self) -> list[Tensor]:
-        """What stands beside what a forward keeps: parameters and their codes."""
+        """Memory that a forward does not keep for backward: parameters and their codes."""
         module = self._modules[0]
         codes = module._fp8_weights.codes
         return [*module.parameters(), *(() if codes is None else codes.codes)]
@@ -82,10 +82,10 @@ def measure_float8(plan: BenchPlan, console: Console) -> dict[str, Any]:
     dict
         The record: provenance, and a case for every shape and routing with `errors` and
         `saved_bytes` by recipe and its `figures`: by recipe and pass ("forward", "backward",
-        "both") `ms` and `speedup` over 16 bits, and `with_weights`, the speed-up where every
-        micro-batch is a step; `weights`, their quantisation; and `steps`, milliseconds by step.
-        A layer with PyTorch's products is called by its peer's name, has its own `weights`, and
-        `guild`: how many times as fast Guild's FP8 is, `both` and `with_weights`.
+        "both") `ms` and `speedup` over 16 bits, and `with_weights`, the speed-up if every
+        micro-batch is a step; `weights`, their quantisation; and `steps`, milliseconds by step. A
+        layer with PyTorch's products goes by its peer's name, has its own `weights`, and `guild`:
+        how many times as fast Guild's FP8 is, for `both` and `with_weights`.
     """
     cases, peers = [], _peers(plan, console)
     for name, shape in plan.shapes.items():
@@ -107,7 +107,7 @@ def measure_float8(plan: BenchPlan, console: Console) -> dict[str, Any]:
 
 
 def _peers(plan: BenchPlan, console: Console) -> dict[str, Passes]:
-    """What quantises for PyTorch's products, by the name of the candidate; says what is missing."""
+    """The quantisers for PyTorch's products, by candidate; prints what is missing."""
     reason = why_not(plan.device.type, plan.dtype)
     if reason is not None:
         console.print(f"without PyTorch's layers in FP8: {reason}")
@@ -127,7 +127,7 @@ def _checked(
     console: Console,
     peers: dict[str, Passes],
 ) -> dict[str, Float8Layer | RowwiseLayer]:
-    """The layers that work and are right; notes errors and failures in the case."""
+    """The layers that run and are correct; notes errors and failures in the case."""
     layers: dict[str, Float8Layer | RowwiseLayer] = {}
     case["errors"], case["saved_bytes"] = {}, {}
     for name in (*RECIPES, *peers):
@@ -152,7 +152,7 @@ def _checked(
 
 
 def _saved_bytes(layer: Float8Layer | RowwiseLayer) -> int:
-    """Of what forward keeps for backward beside parameters and their codes."""
+    """Bytes that forward keeps for backward, without parameters and their codes."""
     layer.forward()
     known = {t.untyped_storage().data_ptr() for t in layer.owned()}
     kept: dict[int, int] = {}
@@ -172,7 +172,7 @@ def _saved_bytes(layer: Float8Layer | RowwiseLayer) -> int:
 def _calls(
     layers: dict[str, Float8Layer | RowwiseLayer],
 ) -> dict[tuple[str, str], Callable[[], object]]:
-    """By candidate and pass; the quantisation of weights is one for all recipes of Guild's."""
+    """By candidate and pass; Guild's recipes share one quantisation of weights."""
     calls: dict[tuple[str, str], Callable[[], object]] = {}
     for name, layer in layers.items():
         calls[name, "forward"], calls[name, "backward"] = layer.forward, layer.backward
@@ -185,7 +185,7 @@ def _calls(
 
 
 def _quantise(weights: guild.FP8Weights) -> None:
-    """Write the codes again, which backward may use all the same: they are what they were."""
+    """Write the same codes again; backward may go on using them."""
     with torch.autograd._unsafe_preserve_version_counter(tuple(weights.codes)):
         weights.refresh()
 

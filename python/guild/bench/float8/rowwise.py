@@ -1,11 +1,10 @@
-"""The layer's experts in FP8 as PyTorch trains them, beside Guild's: a scale for each row.
+"""The layer's experts in FP8 as PyTorch trains them, for comparison: one scale per row.
 
 Products are `torch._scaled_grouped_mm`'s. Its groups are multiples of 16 rows, and it takes one
 scale for each row of A and column of B, so a matrix is quantised along the dimension that a product
 sums over: rows of X, A, dY and dH for O and dX, and columns of each expert's rows for dW. Rows are
-padded where they are gathered. Router and sort are Guild's, so that what differs is the experts;
-what is neither a product nor quantises is compiled. Weights are quantised apart, as in Guild's
-layers.
+padded when they are gathered. Router and sort are Guild's, so that only the experts differ; all but
+products and quantisation is compiled. Weights are quantised separately, as in Guild's layers.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ class Places(NamedTuple):
 
 
 def padded_places(ids: Tensor, scores: Tensor, experts: int) -> Places:
-    """Places of slots whose ids are all in range; there is room for the most rows possible."""
+    """Places of slots whose ids are all in range, with room for the most rows possible."""
     offsets, _, slot_row, _ = ops.sort_by_expert(ids, scores, experts)
     room = (offsets.diff() + ROWS - 1) // ROWS * ROWS
     ends = room.cumsum(0)
@@ -93,7 +92,7 @@ class RowwiseExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, scores, w_up, w_down, ids, codes, passes):
-        """w_up, w_down get gradients; what is read are their codes."""
+        """w_up and w_down get gradients, but only their codes are read."""
         places = padded_places(ids, scores, w_up.shape[0])
         rows = x.index_select(0, places.row_token)
         h = product(passes.rows(rows), codes.up, places.ends)
@@ -154,7 +153,7 @@ class RowwiseModule:
         self.codes = Codes(*(call() for call in self.quantising())) if codes is None else codes
 
     def quantising(self) -> list[Callable[[], tuple[Tensor, Tensor]]]:
-        """What makes each of the weights' codes."""
+        """The functions that make each of the weights' codes."""
         weights = self._problem.w_up.detach(), self._problem.w_down.detach()
         orders = self._passes.weights, self._passes.turned
         return [functools.partial(order, w) for order in orders for w in weights]
@@ -169,9 +168,9 @@ class RowwiseModule:
 
 
 class RowwiseLayer(Layer):
-    """The layer as a candidate, with the quantising passes given.
+    """The layer as a candidate, with the given quantising passes.
 
-    codes_of: another one over the same input sets, whose codes of weights serve both.
+    codes_of: another one over the same input sets, whose codes of weights are shared.
     """
 
     def __init__(
@@ -191,12 +190,12 @@ class RowwiseLayer(Layer):
         return RowwiseModule(problem, self._passes, self._codes.get(id(problem)))
 
     def quantise(self) -> None:
-        """Make the codes of the first input set's weights again, and drop each of them."""
+        """Make the codes of the first input set's weights again, one at a time, and drop them."""
         for call in self._modules[0].quantising():
             call()
 
     def owned(self) -> list[Tensor]:
-        """What stands beside what a forward keeps: weights and their codes."""
+        """Memory that a forward does not keep for backward: weights and their codes."""
         problem = self._problems[0]
         codes = [t for pair in self._modules[0].codes for t in pair]
         return [problem.router, problem.w_up, problem.w_down, *codes]
@@ -204,7 +203,7 @@ class RowwiseLayer(Layer):
 
 @functools.cache
 def why_not(device: str, dtype: torch.dtype) -> str | None:
-    """Why torch's products in FP8 cannot be timed there; None where they can."""
+    """Why torch's FP8 products cannot be timed there; None if they can."""
     if device != "cuda" or torch.cuda.get_device_capability() != (9, 0):
         return "torch._scaled_grouped_mm wants a GPU of compute capability 9.0"
     if dtype != torch.bfloat16:

@@ -1,4 +1,4 @@
-"""What quantises rows and columns for torch's FP8 products: torchao's kernels, or compiled torch.
+"""Quantises rows and columns for torch's FP8 products: torchao's kernels, or compiled torch.
 
 Scales are powers of two, as torchao rounds them in training: a row's values are multiplied by the
 largest that keeps them within E4M3's 448, and the product's scale is the inverse.
@@ -43,7 +43,7 @@ class Passes(NamedTuple):
 
 
 def fast(function: Callable[..., Tensor], x: Tensor) -> Callable[..., Tensor]:
-    """The function compiled on a GPU, where its passes become one; as it is on the CPU."""
+    """The function, compiled on a GPU, where its passes are fused; unchanged on the CPU."""
     return _compiled(function) if x.is_cuda else function
 
 
@@ -53,12 +53,12 @@ def _compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def torch_passes() -> Passes:
-    """Those in plain torch."""
+    """The passes in plain torch."""
     return Passes(_rows, _rows, _turned, _columns)
 
 
 def torchao_passes() -> Passes | None:
-    """Those of torchao's MoE training; None where it is not installed or has others."""
+    """The passes of torchao's MoE training; None if it is not installed or has other ones."""
     if importlib.util.find_spec("torchao") is None:
         return None
     try:
@@ -104,7 +104,7 @@ def _turned(w: Tensor) -> _Coded:
 
 def _columns(a: Tensor, b: Tensor, ends: Tensor) -> tuple[_Coded, _Coded]:
     starts = torch.arange(0, a.shape[0], ROWS, device=a.device, dtype=ends.dtype)
-    # Rows after the last end are no expert's; they are coded somehow, and no product reads them.
+    # Rows after the last end belong to no expert: no product reads their arbitrary codes.
     expert = torch.searchsorted(ends, starts, right=True).clamp_(max=ends.shape[0] - 1)
     return _columns_of(a, ends, expert), _columns_of(b, ends, expert)
 

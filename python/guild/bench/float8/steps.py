@@ -1,4 +1,4 @@
-"""The steps of a layer in FP8, each as a call of its own to time."""
+"""The steps of a layer in FP8, each as a call that can be timed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..problem import Problem
 
 @torch.no_grad()
 def step_calls(problem: Problem, weights: guild.FP8Weights) -> dict[str, Callable[[], object]]:
-    """By name, in the order that a layer runs them; all weight gradients are made."""
+    """Steps by name, in the order in which a layer runs them, with all weight gradients."""
     recipe, experts = weights.fp8.recipe(), weights.codes
     flags = LayerFlags(*Activation.named("silu").scalars, False, False)
     x, dout = problem.x.detach(), problem.out_gradient

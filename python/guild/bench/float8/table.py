@@ -1,4 +1,4 @@
-"""The tables of `guild bench --fp8`: layers by recipe, beside PyTorch's, and their steps."""
+"""The tables of `guild bench --fp8`: layers by recipe, PyTorch's beside them, and their steps."""
 
 from __future__ import annotations
 

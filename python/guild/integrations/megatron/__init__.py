@@ -1,4 +1,4 @@
-"""Guild under the MoE layers of Megatron-Core: the experts of a layer's spec are exchanged.
+"""Guild under the MoE layers of Megatron-Core: replaces the experts in a layer's spec.
 
     from guild.integrations.megatron import use_guild
 

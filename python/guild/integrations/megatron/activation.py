@@ -22,7 +22,7 @@ if hasattr(activations, "fast_gelu"):
 
 
 def activation_of(config: TransformerConfig) -> Activation:
-    """As Megatron-Core's experts compute it; ValueError for a function that Guild has not."""
+    """As Megatron-Core's experts compute it; ValueError for a function that Guild lacks."""
     if config.activation_func not in _KINDS:
         name = getattr(config.activation_func, "__name__", repr(config.activation_func))
         raise ValueError(

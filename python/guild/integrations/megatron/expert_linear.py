@@ -98,7 +98,7 @@ class ExpertLinear(ExpertParameters):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict:
-        """Every expert's tensors under the names that they have without experts' numbers."""
+        """Every expert's tensors, under names without the experts' numbers."""
         metadata = metadata or {}
         alone = metadata.get("singleton_local_shards", False)
         first, count = self.groups.ep.rank() * self.experts, self.groups.ep.size() * self.experts
@@ -108,7 +108,7 @@ class ExpertLinear(ExpertParameters):
         for i in range(self.experts):
             state = {kind: self._parameters.get(f"{kind}{i}") for kind in ("weight", "bias")}
             state = {kind: tensor for kind, tensor in state.items() if tensor is not None}
-            state["_extra_state"] = None  # of FP8, where Transformer Engine's layers look for it
+            state["_extra_state"] = None  # where Transformer Engine's layers look for FP8 state
             place = () if alone else ((len(sharded_offsets), first + i, count),)
             sharded = make_sharded_tensors_for_checkpoint(
                 state, "", axes, (*sharded_offsets, *place), **groups

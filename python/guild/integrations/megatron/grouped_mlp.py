@@ -21,7 +21,7 @@ from guild.integrations.megatron.expert_linear import ExpertLinear
 
 
 class GroupedMLP(MegatronModule):
-    """Local experts on rows that a token dispatcher has permuted, in the place of TEGroupedMLP.
+    """Local experts on rows that a token dispatcher has permuted; replaces TEGroupedMLP.
 
     Both projections, activation, biases and the router's probabilities are one op, and backward is
     another. Parameters are `linear_fc1.weight{i}` and `linear_fc2.weight{i}`, and distributed
@@ -30,7 +30,7 @@ class GroupedMLP(MegatronModule):
     Parameters
     ----------
     num_local_experts : int
-        Experts of this rank.
+        Number of experts on this rank.
     config : TransformerConfig
         With `gradient_accumulation_fusion`, weight gradients are added to `main_grad`; with
         `delay_wgrad_compute` they are computed by `backward_dw()`.
@@ -42,7 +42,7 @@ class GroupedMLP(MegatronModule):
     Raises
     ------
     ValueError
-        If the config asks for something that Guild's experts do not have; the message names it.
+        If the config asks for something that Guild's experts do not support; the message names it.
     """
 
     def __init__(
@@ -88,21 +88,21 @@ class GroupedMLP(MegatronModule):
         tokens_per_expert: Tensor,
         permuted_probs: Tensor,
     ) -> tuple[Tensor, None]:
-        """Each row through its expert, times its probability.
+        """Run each row through its expert and multiply by its probability.
 
         Parameters
         ----------
         permuted_local_hidden_states : torch.Tensor
-            (rows, hidden), the rows of the first local expert first.
+            (rows, hidden), sorted by local expert.
         tokens_per_expert : torch.Tensor
-            Integer (num_local_experts,), on any device; one on the GPU is not waited for.
+            Integer (num_local_experts,), on any device; the host does not wait for one on the GPU.
         permuted_probs : torch.Tensor
-            (rows,).
+            (rows,): the probability of each row.
 
         Returns
         -------
         torch.Tensor, None
-            (rows, hidden) with the biases added; rows past the experts' are zero.
+            (rows, hidden) with the biases added; rows past the last expert's are zero.
         """
         x, probs = permuted_local_hidden_states, permuted_probs
         if self.config.moe_apply_probs_on_input:
@@ -132,7 +132,7 @@ class GroupedMLP(MegatronModule):
                 hook()
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable) -> None:
-        """Have `backward_dw` call this when it is done: DistributedDataParallel asks for it."""
+        """Register a hook that `backward_dw` calls at its end, for DistributedDataParallel."""
         self._hooks.append(hook)
 
     def sharded_state_dict(

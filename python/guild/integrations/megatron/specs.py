@@ -1,4 +1,4 @@
-"""Exchanges the experts in Megatron-Core's specs."""
+"""Replaces the experts in Megatron-Core's specs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def use_guild(spec: Spec) -> Spec:
     Parameters
     ----------
     spec : ModuleSpec or submodules
-        Of a block, of a layer, of an MoE layer, or `MoESubmodules`; left as it is.
+        Of a block, of a layer, of an MoE layer, or `MoESubmodules`; it is not changed.
 
     Returns
     -------
-    The same kind of spec. Layers without experts are those of `spec`.
+    The same kind of spec. Layers without experts are shared with `spec`.
 
     Raises
     ------

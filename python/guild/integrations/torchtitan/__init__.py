@@ -1,10 +1,10 @@
-"""Guild under the MoE layers of torchtitan, as overrides that its configs name:
+"""Guild under the MoE layers of torchtitan, as overrides that its configs name.
 
     --override.imports guild.integrations.torchtitan.fused_grouped_experts
 
-exchanges the experts' products, behind any token dispatcher; `fused_routed_experts` instead
-exchanges dispatch, experts and combine where one rank has all experts. Parameters, their names,
-initial values, sharding and checkpoints stay torchtitan's.
+replaces the experts' products, behind any token dispatcher; `fused_routed_experts` instead replaces
+dispatch, experts and combine where one rank has all experts. Parameters, their names, initial
+values, sharding and checkpoints stay torchtitan's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["fused_grouped_experts", "fused_routed_experts"]
 def fused_grouped_experts(cfg: GroupedExperts.Config) -> GroupedExperts.Config:
     """The config of the same experts on Guild.
 
-    Experts of a class that Guild does not know, quantised ones for example, stay as they are.
+    Experts of a class that Guild does not know, quantised ones for example, are not replaced.
     """
     target = EXCHANGED.get(type(cfg))
     return cfg if target is None else derive(cfg, target)
@@ -36,8 +36,8 @@ def fused_grouped_experts(cfg: GroupedExperts.Config) -> GroupedExperts.Config:
 def fused_routed_experts(cfg: RoutedExperts.Config) -> RoutedExperts.Config:
     """The config of the same routed experts on Guild.
 
-    With expert parallelism, or another dispatcher than torchtitan's local and all-to-all ones, the
-    dispatcher stays and the experts alone are Guild's.
+    With expert parallelism, or a dispatcher other than torchtitan's local and all-to-all ones, the
+    dispatcher stays and only the experts run on Guild.
     """
     if type(cfg) is not RoutedExperts.Config:
         return cfg

@@ -25,7 +25,7 @@ class GuildGroupedExperts(GroupedExperts):
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
-        """That of the experts in whose place these are."""
+        """The config of the experts that these replace."""
 
     def layer(self) -> dict[str, Any]:
         """This rank's weights and the activation, as Guild takes them, in bfloat16."""
@@ -37,7 +37,7 @@ class GuildGroupedExperts(GroupedExperts):
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
         """(R, D) rows sorted by expert, through their experts.
 
-        Rows past the sum of num_tokens_per_expert_E belong to nobody, and their results are zero.
+        Rows past the sum of num_tokens_per_expert_E belong to no expert; their results are zero.
         """
         if _types_are_checked():
             return super().forward(x_RD, num_tokens_per_expert_E)
@@ -49,7 +49,7 @@ class GuildGptOssGroupedExperts(GptOssGroupedExperts):
 
     @dataclass(kw_only=True, slots=True)
     class Config(GptOssGroupedExperts.Config):
-        """That of the experts in whose place these are."""
+        """The config of the experts that these replace."""
 
     def layer(self) -> dict[str, Any]:
         """This rank's weights and the activation, as Guild takes them, in bfloat16."""
@@ -61,14 +61,14 @@ class GuildGptOssGroupedExperts(GptOssGroupedExperts):
             "w_up": _local(weight),
             "w_down": _local(self.mlp2_weight_EDF),
             "b_up": _local(self.mlp1_bias_EG),
-            # Ranks that share an expert add up their results, each with a part of the bias.
+            # Ranks that share an expert sum their results, so each adds a part of the bias.
             "b_down": ScaleBiasForward.apply(b_down, ranks, b_down.dtype),
             "activation": Activation("silu", alpha=1.702, limit=self.swiglu_limit, up_offset=1.0),
             "order": "interleaved",
         }
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
-        """(R, D) rows sorted by expert, through their experts; those of nobody are zero."""
+        """(R, D) rows sorted by expert, through their experts; rows of no expert are zero."""
         if _types_are_checked():
             return super().forward(x_RD, num_tokens_per_expert_E)
         return _sorted(self.layer(), x_RD, num_tokens_per_expert_E)
@@ -79,7 +79,7 @@ class GuildRoutedExperts(RoutedExperts):
 
     @dataclass(kw_only=True, slots=True)
     class Config(RoutedExperts.Config):
-        """That of the routed experts in whose place these are."""
+        """The config of the routed experts that these replace."""
 
     def forward(
         self,
@@ -124,7 +124,7 @@ def _sorted(layer: dict[str, Any], x: Tensor, rows_per_expert: Tensor) -> Tensor
 
 
 def _in_bfloat16(layer: dict[str, Any]) -> dict[str, Any]:
-    """What the experts compute in whatever the parameters' dtype is, as torchtitan's do."""
+    """Cast to bfloat16, in which experts compute whatever their dtype is, as torchtitan's do."""
 
     def cast(value: Any) -> Any:
         if isinstance(value, tuple):
@@ -140,5 +140,5 @@ def _local(parameter: Tensor) -> Tensor:
 
 
 def _types_are_checked() -> bool:
-    """Whether torchtitan is following its placement types, of which Guild's ops have none."""
+    """Whether torchtitan is tracking its placement types, which Guild's ops do not have."""
     return get_spmd_backend() == "spmd_types" and spmd.is_type_checking()

@@ -2,7 +2,7 @@
 
     from guild.integrations.transformer_engine import GroupedLinear
 
-It needs no Transformer Engine.
+Transformer Engine itself is not needed.
 """
 
 from guild.integrations.transformer_engine.grouped_linear import GroupedLinear

@@ -19,34 +19,35 @@ class GroupedLinear(ExpertParameters):
     Parameters
     ----------
     num_gemms : int
-        Groups G: experts, for one.
+        Number of groups G, such as experts.
     in_features, out_features : int
         Of each. With parallel_mode "column" the second is divided by tp_size, with "row" the first.
     sequence_parallel, tp_group, tp_size, parallel_mode, ub_name, save_original_input, \
 rng_tracker_name
-        As there: no communication is done here, the dispatcher of tokens does it. The last three
-        make no difference.
+        As in Transformer Engine: communication is left to the token dispatcher. The last three have
+        no effect.
     fuse_wgrad_accumulation : bool
         Add weight gradients to each parameter's `main_grad`.
     get_rng_state_tracker : callable, optional
-        Whose `fork(rng_tracker_name)` the parameters are drawn under.
+        Returns the tracker under whose `fork(rng_tracker_name)` the parameters are drawn.
     init_method : callable, optional
-        Fills a weight in place; a normal distribution of deviation 0.023 if not given.
+        Fills a weight in place. Default: a normal distribution of standard deviation 0.023.
     bias, return_bias : bool
         Whether there are biases; whether they are returned instead of added.
     params_dtype : torch.dtype, optional
-        torch's default dtype if not given.
+        Default: torch's default dtype.
     device : torch.device or str
-        "cuda" if not given; "cpu" and "meta" as well.
+        Default: "cuda"; "cpu" and "meta" are possible.
     ub_overlap_rs, ub_overlap_ag : bool
         Only False.
     delay_wgrad_compute : bool
-        Compute weight gradients in `backward_dw()`, not in backward.
+        Compute weight gradients in `backward_dw()` instead of in backward.
 
     Notes
     -----
-    The parameters are `weight0` .. and `bias0` .., as there, of (out_features, in_features) and
-    (out_features,). They share one storage and are read in place. FP8 recipes have no effect.
+    The parameters are `weight0` .. and `bias0` .., as in Transformer Engine, of (out_features,
+    in_features) and (out_features,). They share one storage and are read in place. FP8 recipes have
+    no effect.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ rng_tracker_name
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw weights anew and set biases to zero; nothing on the meta device."""
+        """Draw new weights and set biases to zero; does nothing on the meta device."""
         get_tracker, name = self._tracker
         for weight in self._listed("weight"):
             if weight.is_meta:
@@ -123,23 +124,23 @@ rng_tracker_name
                 nn.init.zeros_(bias)
 
     def set_tensor_parallel_group(self, tp_group: object | None) -> None:
-        """Remember the group; it is not used here."""
+        """Store the group, which is not used here."""
         self.tp_group = tp_group
 
     def forward(
         self, inp: Tensor, m_splits: list[int] | Tensor, is_first_microbatch: bool | None = None
     ) -> Tensor | tuple[Tensor, list[Tensor]]:
-        """Each group of rows through its own layer.
+        """Run each group of rows through its own layer.
 
         Parameters
         ----------
         inp : torch.Tensor
-            (..., in_features), in the parameters' dtype or under autocast; rows of group 0 first.
+            (..., in_features), in the parameters' dtype or under autocast, sorted by group.
         m_splits : list of int or torch.Tensor
-            How many rows each of the G groups has, as a list or an integer tensor on any device. A
-            tensor on the GPU is not waited for; rows past the groups' are zero.
+            How many rows each of the G groups has, as a list or an integer tensor on any device.
+            The host does not wait for one on the GPU; rows past the groups' are zero.
         is_first_microbatch
-            Makes no difference.
+            Has no effect.
 
         Returns
         -------
@@ -150,7 +151,7 @@ rng_tracker_name
         ------
         TypeError, ValueError
             If dtype, width or the numbers of groups or of rows do not agree; the message names it.
-            The rows of a tensor m_splits are not counted.
+            Rows are not counted if m_splits is a tensor.
         """
         _expect_splits(m_splits, self.num_gemms)
         if inp.shape[-1] != self.in_features:
@@ -177,7 +178,7 @@ rng_tracker_name
     # ---- delayed weight gradients ---------------------------------------------------------------
 
     def need_backward_dw(self) -> bool:
-        """Whether `backward_dw` is what computes weight gradients."""
+        """Whether weight gradients are computed by `backward_dw`."""
         return self.delay_wgrad_compute
 
     def backward_dw(self) -> None:
@@ -189,12 +190,12 @@ rng_tracker_name
             hook()
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable) -> None:
-        """Have `backward_dw` call this when it is done."""
+        """Register a hook that `backward_dw` calls at its end."""
         self._hooks.append(hook)
 
 
 def _expect_splits(splits: object, groups: int) -> None:
-    """Raise unless they can be the groups' numbers of rows; those of a tensor are not read."""
+    """Raise unless they can be the groups' row counts; a tensor's values are not read."""
     if isinstance(splits, Tensor):
         expect_shape("m_splits", splits, (groups,))
         if splits.is_floating_point() or splits.is_complex() or splits.dtype == torch.bool:

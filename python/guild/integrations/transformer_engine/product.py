@@ -24,7 +24,7 @@ def grouped_linear(
     biases: Sequence[Tensor],
     sink: WeightGradients,
 ) -> Tensor:
-    """x[rows of e] weights[e]^T + biases[e]; of biases there may be none.
+    """x[rows of e] weights[e]^T + biases[e]; `biases` may be empty.
 
     x: (rows, in); ends: int32 (E,); weights: (out, in) each; biases: (out,) each.
     """
@@ -40,7 +40,7 @@ def grouped_linear(
 
 
 class _Linear(torch.autograd.Function):
-    """Backward ends with dX; the weights' gradients are a step of the sink's."""
+    """Backward computes dX; the weights' gradients are a step of the sink's."""
 
     @staticmethod
     def forward(ctx, sink, experts, x, ends, weight, bias, *parameters):

@@ -5,8 +5,8 @@
     guild_transformers.register()
     model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="guild")
 
-or, for a script that says nothing of experts, `enable()` before it runs. The routers run on Guild,
-too, in a model that was given to `replace_moe_blocks`.
+or, for a script that does not choose an experts implementation, `enable()` before it runs. In a
+model that was given to `replace_moe_blocks` the routers run on Guild, too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from guild.integrations.transformers.experts import adopt_peft, experts_forward
 from guild.integrations.transformers.quantized import fp8_experts_forward
 
 NAME = "guild"
-DEFAULT = "grouped_mm"  # what a model uses that asks for nothing
+DEFAULT = "grouped_mm"  # what a model uses that does not choose
 
 __all__ = [
     "disable",
@@ -44,10 +44,10 @@ _displaced = []  # what was registered as the default before enable()
 
 
 def register() -> None:
-    """Make `experts_implementation="guild"` known to Transformers.
+    """Register `experts_implementation="guild"` with Transformers.
 
-    Then it can be given to `from_pretrained`, `from_config` and `set_experts_implementation`, for
-    every model whose experts follow the interface. Calling it again changes nothing.
+    It can then be given to `from_pretrained`, `from_config` and `set_experts_implementation`, for
+    every model whose experts follow the interface. Calling it again has no effect.
     """
     ExpertsInterface.register(NAME, experts_forward)
     FP8ExpertsInterface.register(NAME, fp8_experts_forward)
@@ -57,9 +57,9 @@ def register() -> None:
 def enable() -> None:
     """Put Guild in the place of `grouped_mm`, the default, until `disable()`.
 
-    Scripts and configs stay as they are, and models that exist already change at their next call.
-    Calling it again changes nothing. `generate()` leaves the default for `batched_mm` while it
-    decodes on a GPU; models with `experts_implementation="guild"` stay with Guild.
+    Scripts and configs need no change, and existing models switch at their next call. Calling it
+    again has no effect. `generate()` replaces the default by `batched_mm` while it decodes on a
+    GPU; models with `experts_implementation="guild"` stay with Guild.
     """
     register()
     if not _displaced:
@@ -68,14 +68,14 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Give `grouped_mm` back its meaning. `experts_implementation="guild"` stays known."""
+    """Undo `enable()`. `experts_implementation="guild"` stays registered."""
     if _displaced:
         ExpertsInterface.register(DEFAULT, _displaced.pop())
 
 
 @contextmanager
 def enabled() -> Iterator[None]:
-    """`enable()` for a with block; afterwards things are as they were before."""
+    """`enable()` for a with block, which restores the previous state at its end."""
     was_enabled = bool(_displaced)
     enable()
     try:

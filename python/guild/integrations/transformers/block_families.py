@@ -1,7 +1,7 @@
 """The MoE blocks of Transformers that `replace_moe_blocks` knows, and how each of them routes.
 
-Every router here repeats its model's own: the dtype of the product, of the scores and of what comes
-out. Only the steps between, a softmax, a top-k and what follows them in PyTorch, are one op.
+Every router here follows its model's own: the dtype of the product, of the scores and of the
+output. The steps between, a softmax, a top-k and what follows them in PyTorch, are one op.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class BlockFamily(NamedTuple):
     experts: str
     router_name: str  # the block's attribute
     choose: Callable[[nn.Module, Tensor], Chosen]
-    # Of a router whose logits are float32: how it chooses, for an op that computes them as well.
+    # For a router with float32 logits: how it chooses, so that one op can compute them as well.
     in_one: Callable[[nn.Module], Router] | None = None
-    returns_scores: bool = False  # beside the states
+    returns_scores: bool = False  # in addition to the states
 
     def classes(self) -> dict[str, type[nn.Module]]:
         """The classes of block, router and experts."""
@@ -59,7 +59,7 @@ def softmax_as_logits(router: nn.Module, x: Tensor) -> Chosen:
 
 
 def softmax_of_chosen(router: nn.Module, x: Tensor) -> Chosen:
-    """gpt-oss': with a bias, and a softmax of the chosen logits."""
+    """gpt-oss's: with a bias, and a softmax of the chosen logits."""
     logits = F.linear(x, router.weight, router.bias)
     ids, scores = route(logits, router.top_k)
     return logits, scores.to(logits.dtype), ids
@@ -93,7 +93,7 @@ def grouped_sigmoid_options(router: nn.Module) -> Router:
     return make(renormalize, scale, router.num_group, router.topk_group)
 
 
-@functools.lru_cache  # a Router checks its options, which a token's decoding would pay for
+@functools.lru_cache  # creating a Router checks its options, too slow to repeat for each token
 def _grouped_sigmoid(renormalize: bool, scale: float, groups: int, top_groups: int) -> Router:
     return Router(
         "sigmoid",
@@ -102,7 +102,7 @@ def _grouped_sigmoid(renormalize: bool, scale: float, groups: int, top_groups: i
         selection_bias=True,
         groups=groups,
         top_groups=top_groups,
-        sum_floor=1e-20 if renormalize else 0.0,  # where the model adds as much
+        sum_floor=1e-20 if renormalize else 0.0,  # the model adds this number
     )
 
 
@@ -118,7 +118,7 @@ def scores_of_chosen(router: nn.Module, logits: Tensor) -> tuple[Tensor, Tensor]
     return scores.to(logits.dtype), ids
 
 
-# The folder of each model, and what the names of its classes begin with.
+# The folder of each model, and the prefix of its class names.
 _MIXTRALS = (("mixtral", "Mixtral"), ("minimax", "MiniMax"))
 _QWENS = (
     ("qwen2_moe", "Qwen2Moe"),
@@ -185,7 +185,7 @@ FAMILIES = (
 
 
 def family_of(block: nn.Module) -> BlockFamily | None:
-    """The family of a block that is of its class exactly, changed by nobody; else None."""
+    """The family of a block that is exactly of its class and unmodified; else None."""
     for family in FAMILIES:
         name = f"transformers.models.{family.model}.modeling_{family.model}"
         if (type(block).__module__, type(block).__name__) == (name, family.block):

@@ -1,7 +1,7 @@
 """What replaced blocks and routers compute: the model's own layer, in fewer passes over memory.
 
-Parts that somebody watches or wraps, with hooks, adapters or another forward, are called as the
-modules that they are; the others run inside the ops of the block.
+Parts with hooks, adapters or another forward are called as modules; the others run inside the
+block's ops.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Forward = Callable[..., Tensor | tuple[Tensor, ...]]
 
 
 def is_untouched(module: nn.Module, own: type[nn.Module]) -> bool:
-    """Whether a call would be the forward of that class, and nothing besides."""
+    """Whether a call would run the forward of that class and nothing else."""
     hooks = (
         module._forward_hooks,
         module._forward_pre_hooks,
@@ -54,7 +54,7 @@ def is_untouched(module: nn.Module, own: type[nn.Module]) -> bool:
 
 
 def router_forward(family: BlockFamily, original: type[nn.Module]) -> Forward:
-    """The router's forward for those who call it: logits, scores and ids as the model's own."""
+    """The router's forward when called by itself: logits, scores and ids as the model's own."""
 
     def forward(self: nn.Module, hidden_states: Tensor) -> Chosen:
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
@@ -94,9 +94,9 @@ def block_forward(
 
 
 def llama4_forward(family: BlockFamily, original: type[nn.Module]) -> Forward:
-    """That of Llama 4's block, whose scores multiply what goes into the experts.
+    """The forward of Llama 4's block, whose scores multiply what goes into the experts.
 
-    Its own computes all experts for all tokens, with zeros where a token did not choose the expert.
+    The model's own computes all experts for all tokens, with zeros where an expert was not chosen.
     """
     classes = family.classes()
 
@@ -140,7 +140,7 @@ def _routes(family: BlockFamily, router: nn.Module, x: Tensor) -> bool:
         return False
     if hasattr(router.weight, "to_local"):  # a DTensor
         return False
-    if family.in_one and has_autocast(x):  # which rounds the logits meant for float32
+    if family.in_one and has_autocast(x):  # autocast rounds logits that should be float32
         return False
     if torch.compiler.is_compiling() and not COMPILES:
         return False
@@ -169,7 +169,7 @@ def _in_one(
 
 
 def _shared_output(block: nn.Module, x: Tensor) -> Tensor | None:
-    """That of the experts which every token goes through; None without."""
+    """The output of the experts that every token goes through; None without them."""
     shared = getattr(block, "shared_expert", None) or getattr(block, "shared_experts", None)
     if shared is None:
         return None
@@ -178,7 +178,7 @@ def _shared_output(block: nn.Module, x: Tensor) -> Tensor | None:
 
 
 def _with_noise(block: nn.Module, x: Tensor) -> Tensor:
-    """Mixtral's jitter, of the same random numbers as the model's own."""
+    """Mixtral's jitter, with the same random numbers as the model's own."""
     noise = getattr(block, "jitter_noise", 0.0)
     if not (block.training and noise > 0):
         return x
@@ -186,7 +186,7 @@ def _with_noise(block: nn.Module, x: Tensor) -> Tensor:
 
 
 def _llama4_activation(experts: nn.Module, own: type[nn.Module], x: Tensor) -> str | None:
-    """What stands between the products of these experts; None if Guild does not compute them."""
+    """The activation between these experts' products; None if Guild does not compute it."""
     if torch.compiler.is_compiling() and not COMPILES:
         return None
     w_up, w_down = experts.gate_up_proj, experts.down_proj

@@ -1,7 +1,7 @@
-"""Whether a block computes what Guild's would: a tiny copy of it is run both ways, in numbers.
+"""Whether a block computes what Guild's would: a tiny copy of it is run both ways and compared.
 
-What a class computes changes between versions of Transformers and with its config. Its name and its
-attributes only say what to try.
+What a class computes changes between versions of Transformers and with its config. Its name and
+attributes only suggest what to try.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def difference(family: BlockFamily, block: nn.Module, replace: Callable[[nn.Module], None]) -> str:
-    """What tells blocks of this class from Guild's; empty if nothing does.
+    """How results of blocks of this class differ from Guild's; empty if they do not.
 
-    replace: makes a block Guild's, in place.
+    replace: turns a block into Guild's, in place.
     """
-    # In a thread of its own nothing is on that the call may be under: autocast, inference mode, a
-    # default device.
+    # A new thread is free of the caller's state: autocast, inference mode, a default device.
     with ThreadPoolExecutor(max_workers=1) as thread:
         return thread.submit(_difference, family, block, replace).result()
 
@@ -43,11 +42,11 @@ def _difference(family: BlockFamily, block: nn.Module, replace: Callable[[nn.Mod
             replace(ours)
             x = torch.randn(2, _TOKENS // 2, _HIDDEN, dtype=torch.float64)
             expected, found = _results(theirs, x), _results(ours, x)
-    except Exception as error:  # of a class that is made, or called, in another way
+    except Exception as error:  # the class may be constructed or called in another way
         return f"a tiny block of its class could not be tried ({type(error).__name__}: {error})"
     if expected.keys() != found.keys():
         return "its class returns or trains something else"
-    # Some are zero but for rounding: a router's gradient where one expert gets all the weight.
+    # Some are zero up to rounding: a router's gradient where one expert gets all the weight.
     noise = _NOISE * max(value.norm().item() for value in expected.values())
     for name, value in expected.items():
         if not _close(found[name], value, noise):
@@ -69,7 +68,7 @@ def _tiny(family: BlockFamily, block: nn.Module) -> nn.Module:
     tiny = type(block)(config).double()
     for tensor in (*tiny.parameters(), *tiny.buffers()):
         nn.init.normal_(tensor, std=0.5)
-    return tiny  # as in training, where a block may do more
+    return tiny  # in training mode, where a block may do more
 
 
 def _config_of(block: nn.Module) -> object:
@@ -81,9 +80,9 @@ def _config_of(block: nn.Module) -> object:
 
 def _results(block: nn.Module, x: Tensor) -> dict[str, Tensor]:
     """Outputs by their place, and all gradients."""
-    torch.manual_seed(1)  # of Mixtral's noise
+    torch.manual_seed(1)  # for Mixtral's noise
     x = x.clone().requires_grad_()
-    out = block(x * 1)  # which some blocks change in place
+    out = block(x * 1)  # a copy, as some blocks change their input in place
     outs = out if isinstance(out, tuple) else (out,)
     sum((o * torch.linspace(-1, 1, o.numel()).view_as(o)).sum() for o in outs).backward()
     gradients = {f"gradient of {n}": p.grad for n, p in block.named_parameters()}

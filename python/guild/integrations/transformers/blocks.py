@@ -1,7 +1,7 @@
 """Whole MoE blocks of a Transformers model on Guild: the router as well as the experts.
 
-A replaced block, its router and its experts stay the modules that they are, with their parameters,
-names and hooks; only their class becomes one derived from their own, with another forward.
+A replaced block, its router and its experts stay the same modules, with their parameters, names and
+hooks; only their class becomes one derived from their own, with another forward.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _PREFIX = "Guild"
 def replace_moe_blocks(model: nn.Module) -> list[str]:
     """Run the whole MoE blocks of a model on Guild, until `restore_moe_blocks`.
 
-    Known are those of Mixtral, Qwen2-MoE, Qwen3-MoE, Qwen3-Next, OLMoE, DeepSeek-V3, GLM4-MoE,
-    gpt-oss, Llama 4 and of models that route as these do. Parameters, their names and values stay:
+    Supported are those of Mixtral, Qwen2-MoE, Qwen3-MoE, Qwen3-Next, OLMoE, DeepSeek-V3, GLM4-MoE,
+    gpt-oss, Llama 4 and of models that route as these do. Parameters keep their names and values:
     checkpoints load and save as before. Routers compute in the model's own precision, and their
-    logits can be had as before.
+    logits are available as before.
 
     Parameters
     ----------
@@ -47,19 +47,19 @@ def replace_moe_blocks(model: nn.Module) -> list[str]:
     Returns
     -------
     list of str
-        The names of the blocks that were replaced, as in `model.named_modules()`; those that were
-        replaced before are not among them.
+        The names of the blocks that were replaced, as in `model.named_modules()`; without those
+        that an earlier call replaced.
 
     Raises
     ------
     TypeError
-        If model is no torch.nn.Module.
+        If model is not a torch.nn.Module.
 
     Notes
     -----
-    A block is replaced if its class is one of those above and computes what Guild's block does:
-    before, a tiny copy of it is tried with numbers, gradients included. Other blocks of experts are
-    left alone; a warning says so once.
+    A block is replaced if its class is one of those above and computes what Guild's block does: a
+    tiny copy of it is run first and compared, gradients included. Other blocks of experts are left
+    alone; a warning says so once.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
@@ -83,12 +83,12 @@ def replace_moe_blocks(model: nn.Module) -> list[str]:
 
 
 def restore_moe_blocks(model: nn.Module) -> list[str]:
-    """Give the blocks of a model their own forward again.
+    """Give the blocks of a model their own forward back.
 
     Parameters
     ----------
     model : torch.nn.Module
-        What was given to `replace_moe_blocks`.
+        The model that was given to `replace_moe_blocks`.
 
     Returns
     -------
@@ -98,9 +98,9 @@ def restore_moe_blocks(model: nn.Module) -> list[str]:
     Raises
     ------
     TypeError
-        If model is no torch.nn.Module.
+        If model is not a torch.nn.Module.
     ValueError
-        If something has given a replaced module yet another class; nothing is restored then.
+        If something has changed the class of a replaced module since; nothing is restored then.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
@@ -121,7 +121,7 @@ def restore_moe_blocks(model: nn.Module) -> list[str]:
 
 @functools.cache
 def replacement(family: BlockFamily, part: str) -> type[nn.Module]:
-    """The class that stands in for one of the family's: "block", "router" or "experts"."""
+    """The class that replaces one of the family's: "block", "router" or "experts"."""
     original = family.classes()[part]
     if part == "router":
         forward = router_forward(family, original)
@@ -165,7 +165,7 @@ def _experts_method(original: type[nn.Module]) -> Any:
 
 
 def _parts(family: BlockFamily) -> tuple[str, ...]:
-    """What is replaced: Llama 4's block does the work of its parts."""
+    """The parts that are replaced: Llama 4's block does the work of its parts."""
     return ("block",) if family.model == "llama4" else PARTS
 
 
@@ -177,7 +177,7 @@ def _replace(family: BlockFamily, block: nn.Module) -> None:
 
 
 def _why_not(family: BlockFamily, block: nn.Module) -> str:
-    """Why blocks of this class stay as they are; empty if they need not."""
+    """Why blocks of this class are not replaced; empty if they can be."""
     return difference(family, block, functools.partial(_replace, family))
 
 

@@ -24,7 +24,7 @@ from guild.integrations.transformers.unfused import unfused_experts
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _ON_CUDA = (torch.bfloat16, torch.float16)
 MOST_EXPERTS = {"cpu": 4096, "cuda": 1024}
-# Whether torch.compile takes what it is told about a module, here its gate, for a constant.
+# Whether torch.compile treats a fact about a module, here its gate, as a constant when told to.
 COMPILES = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 
 
@@ -35,7 +35,7 @@ def experts_forward(
     top_k_weights: Tensor,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """All experts of a layer of a Transformers model, on Guild's kernels.
+    """All experts of a Transformers model's layer, on Guild's kernels.
 
     Parameters
     ----------
@@ -45,11 +45,11 @@ def experts_forward(
         (tokens T, hidden H).
     top_k_index : torch.Tensor
         (T, K) int32 or int64. Ids outside the module's own experts, which expert parallelism gives
-        to the slots of other ranks, are skipped.
+        to slots of other ranks, are skipped.
     top_k_weights : torch.Tensor
         (T, K), any floating dtype.
     residual : torch.Tensor, optional
-        (T, H): added to the result, before that is rounded where one op of Guild's computes it.
+        (T, H): added to the result, before rounding if one op of Guild's computes it.
 
     Returns
     -------
@@ -58,15 +58,15 @@ def experts_forward(
 
     Notes
     -----
-    Where Guild cannot compute on the device, in the dtype or with the sizes of the call, this is
-    Transformers' `grouped_mm`, or the model's own loop where that cannot either. A warning says so
-    once. Inside torch.compile it is `grouped_mm`, too, with torch before 2.13.
+    If Guild does not support the device, the dtype or the sizes of the call, this runs
+    Transformers' `grouped_mm`, or the model's own loop if that does not either. A warning says so
+    once. Inside torch.compile with torch before 2.13 it is `grouped_mm`, too.
     """
     adopt_peft()
     w_up, w_down, b_up, b_down = weights_of(self)
     own = left_to(self, hidden_states, w_up, w_down)
     if own is not None:
-        ids = top_k_index.long()  # as the model's own loop wants them
+        ids = top_k_index.long()  # the model's own loop requires int64
         with summed(self):
             return _plus(own(self, hidden_states, ids, top_k_weights), residual)
 
@@ -93,21 +93,21 @@ def experts_forward(
 
 
 def adopt_peft() -> None:
-    """Take LoRA of PEFT over where experts run on Guild; nothing before PEFT is imported."""
+    """Take over PEFT's LoRA where experts run on Guild; does nothing until PEFT is imported."""
     if not torch.compiler.is_compiling():
         adopt(_runs_on_guild)
 
 
 def _runs_on_guild(experts: nn.Module) -> bool:
     """Whether the forward of these experts is `experts_forward`."""
-    if hasattr(type(experts), "guild_original"):  # of a block that was replaced
+    if hasattr(type(experts), "guild_original"):  # experts of a replaced block
         return True
     name = getattr(getattr(experts, "config", None), "_experts_implementation", None)
     return hasattr(experts, "has_gate") and ALL_EXPERTS_FUNCTIONS.get(name) is experts_forward
 
 
 def weights_of(experts: nn.Module) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """w_up, w_down, b_up, b_down of this rank; no biases where the experts have none."""
+    """This rank's w_up, w_down, b_up, b_down; None for biases that the experts do not have."""
     prefix = "gate_up_proj" if experts.has_gate else "up_proj"
     w_up, w_down = _local(getattr(experts, prefix)), _local(experts.down_proj)
     if not experts.has_bias:
@@ -116,7 +116,7 @@ def weights_of(experts: nn.Module) -> tuple[Tensor, Tensor, Tensor | None, Tenso
 
 
 def left_to(experts: nn.Module, x: Tensor, w_up: Tensor, w_down: Tensor) -> Callable | None:
-    """Whose forward computes these experts where Guild cannot, which is said; None where it can."""
+    """The forward that computes these experts if Guild cannot, after a warning; None if it can."""
     if torch.compiler.is_compiling() and not COMPILES:
         return grouped_mm_experts_forward
     reason = _unknown_features(experts) or why_not(x, w_up, w_down)
@@ -145,7 +145,7 @@ def has_autocast(x: Tensor) -> bool:
 
 
 def _other_features(decorator: Callable) -> dict[str, object]:
-    """What a class can say of its experts that is not known here, and what it says as a rule.
+    """What a class can declare of its experts that is not known here, with the default values.
 
     Later versions of Transformers add some: 5.23 a norm behind each expert.
     """
@@ -154,7 +154,7 @@ def _other_features(decorator: Callable) -> dict[str, object]:
     return {
         name: parameter.default
         for name, parameter in parameters
-        if name not in (*known, "is_concatenated")  # the gate itself tells that
+        if name not in (*known, "is_concatenated")  # the gate itself reveals that one
     }
 
 
@@ -162,7 +162,7 @@ _OTHER_FEATURES = _other_features(use_experts_implementation)
 
 
 def _unknown_features(experts: nn.Module) -> str:
-    """What these experts do beside projections, biases and a gate; empty if nothing."""
+    """What these experts do besides projections, biases and a gate; empty if nothing."""
     for name, usual in _OTHER_FEATURES.items():
         if getattr(experts, name, usual) != usual:
             return f"it does not know {name}"
@@ -187,7 +187,7 @@ def why_not(x: Tensor, w_up: Tensor, w_down: Tensor) -> str:
 
 
 def _dtype(x: Tensor, weight: Tensor) -> torch.dtype:
-    """What the products are computed in."""
+    """The dtype that the products are computed in."""
     return torch.get_autocast_dtype(x.device.type) if has_autocast(x) else weight.dtype
 
 
@@ -203,7 +203,7 @@ def _takes_any_rows(device: str) -> bool:
 
 
 def _begin_at_16_bytes(dtype: torch.dtype, *weights: Tensor) -> bool:
-    """Whether all rows do, of weights in this dtype. torch's grouped_mm takes no others either."""
+    """Whether all rows do, in this dtype. torch's grouped_mm has the same requirement."""
     steps = [n for w in weights for n in (*w.stride()[:-1], w.storage_offset())]
     return all(w.stride(-1) == 1 for w in weights) and not any(
         step * dtype.itemsize % 16 for step in steps
@@ -234,6 +234,6 @@ def known_gate(experts: nn.Module) -> tuple[Activation, str] | None:
 
 @torch.compiler.assume_constant_result
 def _gate_in_numbers(experts: nn.Module) -> tuple | None:
-    """`gate_of` in plain numbers, which is all that a compiled function can take as constants."""
+    """`gate_of` as plain numbers, which is all that a compiled function can treat as constants."""
     gate = gate_of(experts)
     return None if gate is None else (gate.order, *dataclasses.astuple(gate.activation)[:6])

@@ -1,11 +1,11 @@
-"""Which of Guild's activations a model's experts compute, told by what their gate does.
+"""Which of Guild's activations a model's experts compute, found by running their gate.
 
-The gate is called with numbers in float64, where its parameters can be read off
+The gate is called with float64 numbers at which its parameters can be read off
 
     gate(g, u) = act(min(g, limit)) * (clamp(u, -limit, limit) + up_offset)
 
-and only if values and gradients agree with `guild.Activation` on a whole grid is it taken for one.
-Names of classes, functions or config entries decide nothing.
+and is identified only if values and gradients agree with `guild.Activation` on a whole grid. Names
+of classes, functions or config entries are not used.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ BIASES = ("gate_up_proj_bias", "up_proj_bias", "down_proj_bias")
 _KINDS = ("silu", "gelu_tanh", "gelu", "relu", "relu2")
 _SMALL = 0.125  # below any clamp in use
 _LARGE = 1e6  # above any
-_EXACT, _SINGLE = 1e-12, 1e-6  # relative errors of gates in float64, and through float32
+_EXACT, _SINGLE = 1e-12, 1e-6  # relative errors of gates computed in float64, and in float32
 
 GateFunction = Callable[[Tensor], Tensor]
 
 
 class Gate(NamedTuple):
-    """What stands between the two products."""
+    """The function between the two products."""
 
     activation: Activation
     order: str  # of gate and up in the up projection's outputs
 
 
-# By what the answer depends on: a gate may behave differently in training, or its limit may be set.
+# Keyed by what the answer depends on: a gate may change in training, or its limit may be set.
 _known: WeakKeyDictionary[nn.Module, dict[tuple, Gate | None]] = WeakKeyDictionary()
 
 
@@ -50,22 +50,22 @@ def gate_of(experts: nn.Module) -> Gate | None:
     of_module = _known.setdefault(experts, {})
     state = _state(experts)
     if state not in of_module:
-        # In a thread of its own nothing is on that the call may be under: autocast, inference mode,
-        # a default device, tracing with fake tensors, torch.func's transforms.
+        # A new thread is free of the caller's state: autocast, inference mode, a default device,
+        # tracing with fake tensors, torch.func's transforms.
         with ThreadPoolExecutor(max_workers=1) as thread:
             of_module[state] = thread.submit(_recognise, experts).result()
     return of_module[state]
 
 
 def gate_function(experts: nn.Module) -> GateFunction:
-    """The module's own function between the products."""
+    """The module's own function between the two products."""
     if not _has_gate(experts):
         return experts.act_fn
     return getattr(experts, "_apply_gate", None) or partial(_gated, experts.act_fn)
 
 
 def _has_gate(experts: nn.Module) -> bool:
-    """Whether they have one; experts of classes without the interface, such as Llama 4's, do."""
+    """Whether they have a gate; experts of classes without the interface, such as Llama 4's, do."""
     return getattr(experts, "has_gate", True)
 
 
@@ -82,14 +82,14 @@ def _state(experts: nn.Module) -> tuple:
 
 
 def _recognise(experts: nn.Module) -> Gate | None:
-    if _has_other_tensors(experts):  # what the gate computes may change as they are trained
+    if _has_other_tensors(experts):  # training them may change what the gate computes
         return None
     function = gate_function(experts)
     orders = ("concatenated", "interleaved") if _has_gate(experts) else ("concatenated",)
     gates = [
         Gate(activation, order)
         for order in orders
-        for digits in (5, 12)  # what a float32 gate shows of round parameters, and of others
+        for digits in (5, 12)  # for a float32 gate with round parameters, and for other gates
         for activation in _candidates(function, order, _has_gate(experts), digits)
     ]
     for tolerance in (_EXACT, _SINGLE):
@@ -100,7 +100,7 @@ def _recognise(experts: nn.Module) -> Gate | None:
 
 
 def _has_other_tensors(experts: nn.Module) -> bool:
-    """Whether there are tensors beside weights and biases, as of a learned activation."""
+    """Whether there are tensors besides weights and biases, as in a learned activation."""
     tensors = itertools.chain(experts.named_parameters(), experts.named_buffers())
     known = (*WEIGHTS, *BIASES, "parametrizations")
     return any(name.split(".")[0] not in known for name, _ in tensors)
@@ -109,7 +109,7 @@ def _has_other_tensors(experts: nn.Module) -> bool:
 def _candidates(
     function: GateFunction, order: str, gated: bool, digits: int
 ) -> Iterator[Activation]:
-    """Activations with the parameters that the function shows at a few points, so far rounded."""
+    """Activations with the parameters read off at a few points, rounded to so many digits."""
 
     def at(gate: float, up: float) -> float:
         pair = torch.tensor([[gate, up]] if gated else [[gate]], dtype=torch.float64)
@@ -146,7 +146,7 @@ def _rounded(value: float, digits: int) -> float:
 def _call(function: GateFunction, pair: Tensor) -> float:
     try:
         out = function(pair)
-    except Exception:  # somebody else's code, called with what it may not be made for
+    except Exception:  # foreign code, called with arguments it may not expect
         return math.nan
     return out.item() if isinstance(out, Tensor) and out.numel() == 1 else math.nan
 
@@ -177,20 +177,20 @@ def _agree(function: GateFunction, activation: Activation, order: str, tolerance
 
 
 def _paired(gate: Tensor, up: Tensor, order: str) -> Tensor:
-    """Rows as the up projection gives them."""
+    """Rows in the layout that the up projection returns."""
     if order == "concatenated":
         return torch.cat((gate, up), 1)
     return torch.stack((gate, up), 2).flatten(1)
 
 
 def _close(found: Tensor, expected: Tensor, size: Tensor, tolerance: float) -> bool:
-    """Whether they are the same but for rounding, of numbers of that size."""
+    """Whether they are equal up to rounding, for numbers of that size."""
     scale = torch.maximum(size, expected.abs())
     return bool(((found - expected).abs() <= tolerance * scale).all())
 
 
 def _grid(limit: float) -> Tensor:
-    """Numbers of every size, and both sides of the clamp."""
+    """Numbers of all magnitudes, and on both sides of the clamp."""
     points = [torch.linspace(-12.0, 12.0, 48, dtype=torch.float64)]
     ends = torch.tensor([60.0, 1e3, 1e5], dtype=torch.float64)
     points += [ends, -ends]

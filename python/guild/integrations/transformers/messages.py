@@ -1,4 +1,4 @@
-"""What the user is told, once each and in compiled models too."""
+"""Messages to the user, each given once, in compiled models too."""
 
 from __future__ import annotations
 

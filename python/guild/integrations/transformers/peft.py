@@ -1,9 +1,9 @@
-"""LoRA of PEFT on experts (`target_parameters`): its factors as low-rank terms.
+"""PEFT's LoRA on experts (`target_parameters`): its factors as low-rank terms.
 
-PEFT's `ParamWrapper` replaces W by the sum W + scale B A while its module runs, which makes a
-matrix of the weight's size in forward, another as the sum's gradient, and two products of them.
-Here the wrappers around experts that run on Guild hand their factors over instead. Every other
-wrapper, and one around experts that Guild leaves to Transformers, does what PEFT made it for.
+PEFT's `ParamWrapper` replaces W by the sum W + scale B A while its module runs. That makes a matrix
+of the weight's size in forward, another as the sum's gradient, and two products of them. Here the
+wrappers around experts that run on Guild hand over their factors instead. Every other wrapper, such
+as one around experts that Guild leaves to Transformers, works as in PEFT.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from guild import LoRA
 from guild.integrations.transformers.gate import WEIGHTS
 from guild.integrations.transformers.messages import say_summed
 
-_TERMS = "_guild_lora"  # of experts, while their wrappers run
+_TERMS = "_guild_lora"  # attribute of experts while their wrappers run
 _LAYER = "peft.tuners.lora.layer"
 
 Activate = Callable[..., Any]  # ParamWrapper._activate_lora
@@ -33,14 +33,14 @@ class Term:
     """What a wrapper would add to a weight."""
 
     lora: LoRA
-    summed: Callable[[], Any]  # PEFT's own way, a context manager
+    summed: Callable[[], Any]  # PEFT's own method, a context manager
     used: bool = False
 
 
 def adopt(runs_on_guild: Callable[[nn.Module], bool]) -> None:
-    """Let PEFT's wrappers of experts hand over their factors, once PEFT is imported.
+    """Make PEFT's wrappers of experts hand over their factors, once PEFT is imported.
 
-    runs_on_guild: whether these experts' forward is Guild's. Calling it again changes nothing.
+    runs_on_guild: whether these experts' forward is Guild's. Calling it again has no effect.
     """
     wrapper = getattr(sys.modules.get(_LAYER), "ParamWrapper", None)
     own = getattr(wrapper, "_activate_lora", None)
@@ -58,7 +58,7 @@ def adopt(runs_on_guild: Callable[[nn.Module], bool]) -> None:
             return
         reason = _why_summed(self)
         if reason:
-            name = type(experts).__name__  # with a sum in place already, the class is another
+            name = type(experts).__name__  # with a sum already in place, the class is another
             say_summed(name.removeprefix("Parametrized"), reason)
             with own(self, active_adapters):
                 yield
@@ -81,7 +81,7 @@ def adopt(runs_on_guild: Callable[[nn.Module], bool]) -> None:
 
 
 def terms_of(experts: nn.Module) -> dict[str, Term]:
-    """The low-rank terms beside these experts' weights, by the weights' names."""
+    """The low-rank terms of these experts' weights, by the weights' names."""
     return getattr(experts, _TERMS, {})
 
 
@@ -110,7 +110,7 @@ def summed(experts: nn.Module) -> Iterator[None]:
 
 
 def _why_summed(wrapper: nn.Module) -> str:
-    """Why a wrapper's factors stay with PEFT; empty if they need not."""
+    """Why a wrapper's factors stay with PEFT; empty if they do not."""
     weight = wrapper.get_param()
     if hasattr(weight, "to_local"):
         return "its weights are a DTensor"
@@ -122,7 +122,7 @@ def _why_summed(wrapper: nn.Module) -> str:
 
 
 def _lora(wrapper: nn.Module, experts: nn.Module, names: list[str]) -> LoRA:
-    """The adapters' factors; those of several side by side."""
+    """The adapters' factors, those of several adapters side by side."""
     terms = [_by_expert(wrapper, experts, name) for name in names]
     if len(terms) == 1:
         return LoRA(*terms[0], wrapper.scaling[names[0]])
@@ -135,7 +135,7 @@ def _by_expert(wrapper: nn.Module, experts: nn.Module, name: str) -> tuple[Tenso
     a, b = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
     a = a.unflatten(0, (wrapper.num_experts, -1))
     b = b.unflatten(1, (-1, wrapper.num_experts)).permute(2, 0, 1)
-    # Earlier versions of PEFT take every weight for (E, inputs, outputs).
+    # Earlier versions of PEFT assume that every weight is (E, inputs, outputs).
     if getattr(wrapper, "_did_swap_in_out_features", False) == experts.is_transposed:
         a, b = b.mT, a.mT
     return a, b

@@ -1,4 +1,4 @@
-"""Experts in FP8 have an interface of their own in Transformers, and stay with its kernels."""
+"""FP8 experts have an interface of their own in Transformers, and keep its kernels."""
 
 from __future__ import annotations
 

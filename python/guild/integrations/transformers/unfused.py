@@ -1,4 +1,4 @@
-"""Experts around a gate that Guild's kernels do not compute: two grouped products, PyTorch between.
+"""Experts with a gate that Guild's kernels do not compute: two grouped products around PyTorch's.
 
 out[t] = sum over k of topk_weights[t, k] * (gate(x[t] W1[e]^T + b1[e]) W2[e]^T + b2[e])
 
@@ -30,11 +30,11 @@ def unfused_experts(
 ) -> Tensor:
     """The layer with any gate; arguments and result as in `guild.routed_experts`.
 
-    The gate gets one row for each token of each expert, and zeros for ids out of range.
+    The gate gets one row for each pair of token and expert, and zeros for ids out of range.
     """
     tokens, top_k = topk_ids.shape
     experts = w_down.shape[0]
-    # Ids out of range come last, past the end of the last expert: the products leave zeros there.
+    # Ids out of range come last, past the last expert's end, where the products leave zeros.
     ids, order = topk_ids.masked_fill(topk_ids < 0, experts).flatten().sort(stable=True)
     numbers = torch.arange(experts, dtype=ids.dtype, device=ids.device)
     ends = torch.searchsorted(ids, numbers, right=True).int()

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def gradients(total: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Of a sum, by name; zeros for leaves that it does not depend on."""
+    """Gradients of a sum, by name; zeros for leaves that it does not depend on."""
     if not leaves:
         return {}
     if not total.requires_grad:

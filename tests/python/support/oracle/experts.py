@@ -39,7 +39,7 @@ def halves(both: Tensor, dim: int, order: str, gated: bool = True) -> tuple[Tens
 
 @dataclass
 class Experts:
-    """Weights of all experts, gate and up apart, every matrix with its outputs first."""
+    """Weights of all experts, gate and up separate, outputs first in every matrix."""
 
     activation: Any
     gate: Tensor | None  # (E, I, H)
@@ -72,7 +72,7 @@ class Experts:
 
 
 def affine(rows: Tensor, weight: Tensor, bias: Tensor | None, e: int) -> Tensor:
-    """rows weight^T, plus the bias of expert e where there is one."""
+    """rows weight^T, plus the bias of expert e if there is one."""
     out = rows @ weight.t()
     return out if bias is None else out + bias[e]
 

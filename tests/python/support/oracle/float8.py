@@ -19,7 +19,7 @@ BLOCK = 128
 def rounded(
     x: Tensor, rows: int, dtype: torch.dtype = torch.float8_e4m3fn, scales: str = "exact"
 ) -> Tensor:
-    """(..., m, n) as codes with a scale for every `rows` x 128 elements have it, in float64."""
+    """(..., m, n) in float64, rounded to codes with a scale for every `rows` x 128 elements."""
     m, n = x.shape[-2:]
     down, across = -(-m // rows), -(-n // BLOCK)
     padded = x.new_zeros(*x.shape[:-2], down * rows, across * BLOCK, dtype=torch.float32)
@@ -57,19 +57,19 @@ class Recipe:
         return self.rows(h) if self.fp8.save == "fp8" else self.short(h)
 
     def chunks(self, x: Tensor, gradient: bool) -> Tensor:
-        """An expert's rows as the weight gradients' sums over them read them."""
+        """An expert's rows as the sums of the weight gradients read them."""
         if self.fp8.wgrad == "bf16":
             return x
         name = self.fp8.gradients if gradient else "e4m3"
         return rounded(x, BLOCK, FORMATS[name], self.fp8.scales)
 
     def short(self, x: Tensor) -> Tensor:
-        """As the layer's dtype has it."""
+        """Rounded to the layer's dtype."""
         return x.to(self.dtype).double()
 
 
 class _Routed(torch.autograd.Function):
-    """`routed_in_fp8` of tensors alone, expert by expert in a plain loop."""
+    """`routed_in_fp8` with tensor arguments only, expert by expert in a plain loop."""
 
     @staticmethod
     def forward(ctx, recipe, activation, token, ids, x, scores, *weights):
@@ -147,7 +147,7 @@ def _by_expert(
     down: Tensor,
     *biases: Tensor | None,
 ) -> Iterator[tuple[Tensor, _Expert]]:
-    """Each expert's slots, and the expert, where it has any."""
+    """Each expert that has slots, with its slots."""
     halves = [recipe.weight(w) for w in (gate, up) if w is not None]
     codes, down = recipe.rows(x), recipe.weight(down)
     hidden_zeros = x.new_zeros(down.shape[:2])

@@ -32,7 +32,7 @@ class Layer:
     scores: Tensor  # (slots,)
     balance: Balance
     margin: float  # by how much every choice was the best
-    rounded: tuple[Tensor, Tensor]  # (E) each: what counts may be
+    rounded: tuple[Tensor, Tensor]  # (E) each: the least and greatest counts allowed
 
 
 def router_logits(leaves: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
@@ -55,10 +55,10 @@ def moe(
     counts: Tensor | None = None,
     recipe: Recipe | None = None,
 ) -> Layer:
-    """guild.MoE on tokens x (T, H), of which those numbered `real` are no padding.
+    """guild.MoE on tokens x (T, H), of which those numbered `real` are not padding.
 
-    leaves: by the module's names; order: of gate and up; counts: what "stochastic" and "balanced"
-    rounding came to.
+    leaves: by the module's names; order: of gate and up; counts: the result of "stochastic" and
+    "balanced" rounding.
     """
     tokens = x.index_select(0, real)
     logits = router_logits(leaves, tokens)
@@ -77,7 +77,7 @@ def moe(
         margins.append(margin[None])
     token, slot_ids = torch.nonzero(members, as_tuple=True)
     scores = weigh(router, logits, token, slot_ids)
-    if router.applied_to == "input":  # one slot a token, in order
+    if router.applied_to == "input":  # one slot per token, in order
         slots = tokens * scores[:, None], token, slot_ids, torch.ones_like(scores)
     else:
         slots = tokens, token, slot_ids, scores
@@ -99,7 +99,7 @@ def shared_experts(leaves: dict[str, Tensor], activation: Any, order: str, x: Te
 
 
 def of_module(module: Any, x: Tensor) -> Tensor:
-    """What a guild.MoE with these parameters gives for x (..., H) in evaluation, in float64."""
+    """The output of a guild.MoE with these parameters for x (..., H) in evaluation, in float64."""
     leaves = {name: value.double() for name, value in module.named_parameters()}
     flat = x.double().reshape(-1, module.hidden)
     return moe(

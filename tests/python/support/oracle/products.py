@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def grouped_mm(a: Tensor, b: Tensor, ends: Sequence[int] | None, bias: Tensor | None) -> Tensor:
-    """Group by group; the bias belongs to a group's result, an empty one has none."""
+    """Group by group; the bias is added to a group's result, and an empty group has none."""
     if ends is None:
         out = [a[e] @ b[e] for e in range(a.shape[0])]
         return torch.stack(out if bias is None else [o + bias[e] for e, o in enumerate(out)])

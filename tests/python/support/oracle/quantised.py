@@ -1,4 +1,4 @@
-"""Quantisation in plain torch, to be met bit for bit: codes as float32 values, and scales.
+"""Quantisation in plain torch, to be matched bit for bit: codes as float32 values, and scales.
 
 Blocks of 1 x 128 and 128 x 128 (DeepSeek-V3, arXiv:2412.19437), chunks of 128 rows, MXFP8 (OCP
 Microscaling Formats Specification 1.0) and NVFP4.
@@ -20,7 +20,7 @@ NAN = torch.tensor(float("nan"))
 
 
 def block_scale(largest: Tensor, dtype: torch.dtype, scale: str) -> tuple[Tensor, Tensor]:
-    """What makes values of codes and codes of values, in float32; NaN where not finite."""
+    """Factors from codes to values and from values to codes, in float32; NaN if not finite."""
     finite = torch.isfinite(largest)
     size = largest.where(finite, torch.ones(())).clamp(min=2.0**-100)
     limit = torch.finfo(dtype).max
@@ -55,7 +55,7 @@ def blockwise(x: Tensor, dtype: torch.dtype, scale: str, rows: int) -> tuple[Ten
 
 
 def slots(counts: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(slot, first row, rows) of every chunk of groups of so many rows."""
+    """(slot, first row, rows) of every chunk, for groups with these numbers of rows."""
     begin = 0
     for e, count in enumerate(counts):
         for j in range(-(-count // 128)):

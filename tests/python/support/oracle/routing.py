@@ -1,6 +1,6 @@
 """Routers, token rounding and balancing.
 
-Padding is left out by index before anything is computed, so nothing that it holds can matter.
+Padding is left out by index before anything is computed, so its contents cannot matter.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def softplus(logits: Tensor) -> Tensor:
 
 
 def choice_keys(router: Any, logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What experts are chosen by, -inf outside the best groups, and by how much those are best.
+    """The keys by which experts are chosen, -inf outside the best groups, and the groups' margin.
 
-    router: anything with the fields of guild.Router; a group counts as the sum of its two best, or
-    as its best where router.group_score is "max".
+    router: anything with the fields of guild.Router; a group's key is the sum of its two best, or
+    its best if router.group_score is "max".
     """
     groups = router.groups
     key = logits
@@ -122,7 +122,7 @@ class Balance:
     tokens: Tensor
 
     def load_balancing_loss(self) -> Tensor:
-        """E sum of f P, the mean over sequences."""
+        """E sum of f P, averaged over sequences."""
         chosen = self.counts / self.counts.sum(1, keepdim=True).clamp(min=1)
         mean = self.shares / self.tokens[:, None].clamp(min=1)
         return self.counts.shape[1] * (chosen * mean).sum(1).mean()

@@ -1,7 +1,7 @@
 """The layer step by step: every tensor that forward and backward leave in memory.
 
-In float64 it is the truth; rounded wherever the algorithm stores a tensor, it has the error that
-the storage type costs by itself, and an op may have twice that.
+In float64 it is the truth. Rounded wherever the algorithm stores a tensor, it has the error that
+the storage type alone causes, and an op may have twice that.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .products import grouped_mm
 
 @dataclass
 class Rows:
-    """The sort of a layer's slots, by plain means. Rows past `offsets[E]` are left out."""
+    """The sort of a layer's slots, in plain torch. Rows past `offsets[E]` are left out."""
 
     offsets: Tensor  # (E + 1)
     token: Tensor  # (rows in use)
@@ -51,7 +51,7 @@ class Computation:
         Applied to what the algorithm keeps in the layer's dtype.
     feed : dict, optional
         Take every step's inputs from here instead of from the steps before it, so that each result
-        holds that step's error alone.
+        holds only that step's error.
     device : str
         Where to compute.
     """
