@@ -73,9 +73,9 @@ void check(Combine const& x) {
           "residual_scale: expected null without a residual, got a pointer");
   if (x.router.dlogits.data == nullptr) return;
   require(x.residual_scale == nullptr,
-          "residual_scale: expected null with a router's part, got a pointer");
+          "residual_scale: expected null with a router part, got a pointer");
   require(x.routing.slot_score == nullptr,
-          "routing.slot_score: expected null with a router's part, got a pointer");
+          "routing.slot_score: expected null with a router part, got a pointer");
   check_optional_rows(x.router.dlogits, s.tokens, s.experts, "router.dlogits");
   check_pointer(x.router.ids, s.rows() > 0, "router.ids");
   check_rows(x.router.weight, s.experts, s.hidden, "router.weight");
@@ -175,7 +175,7 @@ void check_sort_of(Sort const& sort, MoeForward const& x) {
   require(r.row_score == nullptr || sort.scores != nullptr,
           "sort.scores: expected a pointer with routing.row_score, got null");
   require(sort.scores == nullptr || sort.score_dtype == score_dtype(x.dtype),
-          "sort.score_dtype: expected ", name_of(score_dtype(x.dtype)), " as the layer has, got ",
+          "sort.score_dtype: expected ", name_of(score_dtype(x.dtype)), " like the layer, got ",
           name_of(sort.score_dtype));
 }
 

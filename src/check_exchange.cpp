@@ -38,7 +38,7 @@ void require_row(int64_t hidden, DType dtype, PeerMemory const& memory) {
 
 void require_returned(int64_t back, PeerMemory const& memory) {
   require(back <= memory.returned, "returned: expected room for ", back,
-          " rows a token in the ranks' memory, got ", memory.returned);
+          " rows per token in the ranks' memory, got ", memory.returned);
 }
 
 void require_scores(int64_t bytes) {
@@ -103,7 +103,7 @@ void check(Meet const& x) {
   require(x.seconds > 0, "seconds: expected more than 0, got ", x.seconds);
   require(x.count >= 0 && x.count <= kMostFacts, "facts: expected at most ", kMostFacts, ", got ",
           x.count);
-  require(x.report != nullptr, "report: expected memory of the host, got null");
+  require(x.report != nullptr, "report: expected host memory, got null");
 }
 
 void check(Tables const& x) {
@@ -133,7 +133,7 @@ void check(Push const& x) {
   check_size(x.rows, 0, kMostRows, "rows");
   bool const lists = x.token_offsets != nullptr;
   require(!x.by_slot || (!lists && x.scores == nullptr),
-          "by_slot: expected neither scores nor lists of any length");
+          "by_slot: expected neither scores nor lists of variable length");
   if (!lists) require_slots(x.top_k, x.memory);
   require_returned(x.by_slot ? x.top_k : x.memory.ranks, x.memory);
   check_rows(x.y, x.rows, x.hidden, "y");

@@ -28,8 +28,8 @@ void check_link(void const* read, void const* written, char const* name, char co
 }
 
 void check_barriers(Meet const& published, Meet const& returned) {
-  require(published.published, "published.published: expected true, for it follows publish");
-  require(!returned.published, "returned.published: expected false, for it follows push");
+  require(published.published, "published.published: expected true since it follows publish");
+  require(!returned.published, "returned.published: expected false since it follows push");
 }
 
 // The layer is that of all ranks' tokens, of which a row each is pulled.
@@ -51,20 +51,20 @@ void check_pushed(Push push, Sizes const& s, DType dtype, Routing const& routing
                   ConstRows const& y) {
   push.y = y;
   check(push);
-  require(push.dtype == dtype, "push.dtype: expected ", name_of(dtype), " as the layer has, got ",
+  require(push.dtype == dtype, "push.dtype: expected ", name_of(dtype), " like the layer, got ",
           name_of(push.dtype));
   check_same(push.hidden, s.hidden, "push.hidden", "hidden of the layer");
   check_same(push.rows, s.rows(), "push.rows", "rows of the layer");
   check_same(push.top_k, s.top_k, "push.top_k", "top_k of the layer");
   require(!push.by_slot && push.token_offsets == nullptr,
-          "push: expected sums by token of K slots");
+          "push: expected one sum per token of top_k slots (no by_slot, no token_offsets)");
   check_link(push.row_of, routing.slot_row, "push.row_of", "layer.routing.slot_row");
 }
 
 void check_collected(Collect const& collect, Publish const& publish, int64_t hidden, DType dtype) {
   check(collect);
   require(collect.dtype == dtype, "collect.dtype: expected ", name_of(dtype),
-          " as the layer has, got ", name_of(collect.dtype));
+          " like the layer, got ", name_of(collect.dtype));
   check_same(collect.hidden, hidden, "collect.hidden", "hidden of the layer");
   check_same(collect.tokens, publish.tokens, "collect.tokens", "what is published");
 }
@@ -123,9 +123,9 @@ void check(PeerBackward const& x) {
   check_memory(x.publish.memory, x.published, x.pull);
   check(layer);
   check_pointer(layer.routing.row_token, s.rows() > 0, "layer.routing.row_token");
-  require(layer.dx.data == nullptr, "layer.dx: expected null, for dx_rows are pushed");
+  require(layer.dx.data == nullptr, "layer.dx: expected null because dx_rows are pushed");
   require(layer.dh.data == nullptr,
-          "layer.dh: expected null, for the weights' gradients are made of it here");
+          "layer.dh: expected null because the weight gradients are computed from it here");
   check_pulled(x.pull, s, layer.dtype, layer.dout, "layer.dout");
   if (x.again.h.data != nullptr) {
     UpProjection again = x.again;

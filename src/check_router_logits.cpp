@@ -42,16 +42,17 @@ RouterLogits gate_of(RouterLogits const& product) {
 }
 
 void check_pair(RouterLogits const& product, Route const& route) {
-  require(product.logits.data == nullptr, "product.logits: expected null, for they are not kept");
-  require(!product.sigmoid, "product.sigmoid: expected false, for the router takes logits");
-  require(route.logits.data == nullptr, "logits: expected null, for the product makes them");
+  require(product.logits.data == nullptr,
+          "product.logits: expected null because logits are not kept");
+  require(!product.sigmoid, "product.sigmoid: expected false because the router takes logits");
+  require(route.logits.data == nullptr, "logits: expected null because the product computes them");
   require(route.tokens == product.tokens, "tokens: expected ", product.tokens,
-          " as the product has, got ", route.tokens);
+          " as in the product, got ", route.tokens);
   require(route.experts == product.experts, "experts: expected ", product.experts,
-          " as the product has, got ", route.experts);
+          " as in the product, got ", route.experts);
   DType const dtype = product.dtype == DType::float64 ? DType::float64 : DType::float32;
   require(route.dtype == dtype, "dtype: expected ", name_of(dtype),
-          " as the product's logits, got ", name_of(route.dtype));
+          " like the product's logits, got ", name_of(route.dtype));
 }
 
 int64_t router_logits_workspace_bytes(int64_t tokens, int64_t hidden, int64_t experts,

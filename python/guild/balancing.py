@@ -147,7 +147,7 @@ def warn_without_gradient(sums: BalanceSums, router: nn.Module) -> None:
     wanted = torch.is_grad_enabled() and any(p.requires_grad for p in router.parameters())
     if wanted and not sums.shares.requires_grad:
         warnings.warn(
-            "load_balancing_loss, z_loss: no gradient reaches the router, for the layer's last "
+            "load_balancing_loss, z_loss: no gradient reaches the router because the layer's last "
             "forward ran without gradients; with torch.utils.checkpoint pass use_reentrant=False",
             stacklevel=4,
         )

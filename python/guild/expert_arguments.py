@@ -44,7 +44,7 @@ def expect_routing(
         expect_dims("topk_ids", topk_ids, 2, what="(tokens, top_k)")
         if not 1 <= topk_ids.shape[1] <= MOST_EXPERTS:
             raise ValueError(
-                f"topk_ids: expected 1 to {MOST_EXPERTS} experts of a token, got shape "
+                f"topk_ids: expected 1 to {MOST_EXPERTS} experts per token, got shape "
                 f"{tuple(topk_ids.shape)}"
             )
     else:
@@ -55,7 +55,7 @@ def expect_routing(
     expect_indices("topk_ids", topk_ids, x, torch.int32, torch.int64)
     if token_offsets is None and topk_ids.shape[0] != x.shape[0]:
         raise ValueError(
-            f"topk_ids: expected {x.shape[0]} tokens as x has, got shape {tuple(topk_ids.shape)}"
+            f"topk_ids: expected {x.shape[0]} tokens as in x, got shape {tuple(topk_ids.shape)}"
         )
     expect_shape("topk_weights", topk_weights, tuple(topk_ids.shape))
     expect_device("topk_weights", topk_weights, x)
@@ -120,8 +120,7 @@ def expect_output(
     expect_out(out, x, layer, x_name, **operands)
     if keep:  # a gradient bypasses autograd, or is that of tensors in a list, say
         raise ValueError(
-            "out: expected None where a gradient is wanted, as a weight wants one (or call under "
-            "torch.no_grad())"
+            "out: expected None since a weight requires a gradient (or call under torch.no_grad())"
         )
 
 
@@ -185,7 +184,7 @@ def _parameters(
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError(
             "weight_gradients: expected None under torch.func's transforms, which return gradients "
-            "where it writes them to parameters"
+            "whereas it writes them to parameters"
         )
     w_gate = None
     if is_pair(w_up):

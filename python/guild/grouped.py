@@ -149,8 +149,8 @@ def _grouped_shape(mat_a: Tensor, mat_b: Tensor, offs: Tensor | None) -> tuple[i
     rows, inner, columns = mat_a.shape[-2], mat_a.shape[-1], mat_b.shape[-1]
     if mat_b.shape[-2] != inner:
         raise ValueError(
-            f"mat_b: expected {inner} rows as mat_a {tuple(mat_a.shape)} has columns, got shape "
-            f"{tuple(mat_b.shape)}"
+            f"mat_b: expected {inner} rows to match the columns of mat_a {tuple(mat_a.shape)}, "
+            f"got shape {tuple(mat_b.shape)}"
         )
     stacks = [t.shape[0] for t in (mat_a, mat_b) if t.dim() == 3]
     if len(stacks) == 2:
@@ -160,7 +160,7 @@ def _grouped_shape(mat_a: Tensor, mat_b: Tensor, offs: Tensor | None) -> tuple[i
                 f"{tuple(offs.shape)}"
             )
         if stacks[0] != stacks[1]:
-            raise ValueError(f"mat_b: expected {stacks[0]} matrices as mat_a has, got {stacks[1]}")
+            raise ValueError(f"mat_b: expected {stacks[0]} matrices as in mat_a, got {stacks[1]}")
         expect_experts("mat_a", mat_a, stacks[0], False, "groups")
         return stacks[0], rows, columns
     if offs is None:

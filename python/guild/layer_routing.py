@@ -129,7 +129,7 @@ def layer_tokens(
         _, sample = autocast(flat, w_up.detach()[:0])
         if flat.dtype != sample.dtype:
             raise TypeError(
-                f"x: expected dtype {dtype_name(sample.dtype)} as w_up has, got "
+                f"x: expected dtype {dtype_name(sample.dtype)} like w_up, got "
                 f"{dtype_name(flat.dtype)}"
             )
     return flat, token_mask

@@ -62,7 +62,7 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     experts, hidden = weight.shape
     if x.dim() == 0 or x.shape[-1] != hidden:
         raise ValueError(
-            f"x: expected shape (..., {hidden}) (hidden) as weight has, got {tuple(x.shape)}"
+            f"x: expected shape (..., {hidden}) (hidden) to match weight, got {tuple(x.shape)}"
         )
     expect_device("weight", weight, x)
     if bias is not None:
@@ -77,7 +77,7 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     x, weight = autocast(x, weight)
     if x.dtype != weight.dtype:
         raise TypeError(
-            f"x: expected dtype {dtype_name(weight.dtype)} as weight has, got {dtype_name(x.dtype)}"
+            f"x: expected dtype {dtype_name(weight.dtype)} like weight, got {dtype_name(x.dtype)}"
         )
     if x.dtype in (torch.float32, torch.float64):
         logits = F.linear(x, weight)

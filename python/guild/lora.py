@@ -51,7 +51,7 @@ class LoRA:
                 raise TypeError(
                     f"{name}: expected a floating dtype, got {dtype_name(tensor.dtype)}"
                 )
-        expect_dims("b", self.b, self.a.dim(), what="as a has")
+        expect_dims("b", self.b, self.a.dim(), what="like a")
         expect_finite("scale", self.scale)
 
     def operands(
@@ -80,7 +80,7 @@ class LoRA:
         else:
             rank = a.shape[1]
             if not rank:
-                raise ValueError(f"{name}.a: expected a rank of 1 and more, got {tuple(a.shape)}")
+                raise ValueError(f"{name}.a: expected a rank of at least 1, got {tuple(a.shape)}")
             expect_shape(f"{name}.a", a, (experts, rank, inputs))
             expect_shape(f"{name}.b", b, (experts, outputs, rank), "(experts, outputs, r)")
         if self.scale != 1:
@@ -128,7 +128,7 @@ def _joined(
         got = (
             f"{len(halves)} of them" if isinstance(halves, tuple | list) else type(halves).__name__
         )
-        raise ValueError(f"lora_up: expected a pair (gate, up) as w_up is one, got {got}")
+        raise ValueError(f"lora_up: expected a pair (gate, up) like w_up, got {got}")
     names = "lora_up[0] (gate)", "lora_up[1] (up)"
     found = []
     for name, lora in zip(names, halves, strict=True):

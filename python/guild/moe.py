@@ -337,8 +337,8 @@ class MoE(nn.Module):
     def _kept_sums(self) -> BalanceSums:
         if self.balance_sums is None:
             raise AttributeError(
-                'balance_over: expected MoE(balance_over="batch" or "sequence") and a forward in '
-                f"training, got {self.balance_over!r} or none"
+                'balance_over: expected MoE(balance_over="batch" or "sequence") and a forward pass '
+                f"in training mode, got {self.balance_over!r} or no such pass"
             )
         warn_without_gradient(self.balance_sums, self.router)
         return self.balance_sums
@@ -382,7 +382,7 @@ class MoE(nn.Module):
             raise RuntimeError("router: expected Router(selection_bias=True), got one without")
         counts = self.expert_counts
         if counts is None:
-            raise RuntimeError("balance: expected a forward before it, got none")
+            raise RuntimeError("balance: expected a forward pass first, got none")
         move_selection_bias(self._selection_bias(), counts, rate, group)
 
     def refresh_fp8(self) -> None:

@@ -159,8 +159,8 @@ def shared_width(
         expect_count("shared_intermediate", shared_intermediate, 1)
         if shared_experts:
             raise ValueError(
-                "shared_intermediate: expected None with shared_experts, for it is the width of "
-                f"all of them, got {shared_intermediate}"
+                "shared_intermediate: expected None with shared_experts, whose total width it "
+                f"would set, got {shared_intermediate}"
             )
         width = shared_intermediate
     expect_flag("shared_gate", shared_gate)

@@ -215,7 +215,7 @@ class Kept:
                 raise RuntimeError(
                     f"{name}: expected to find it as backward left it (version {version}) in "
                     f"WeightGradients.compute(), got one overwritten since (version "
-                    f"{tensor._version}); overwrite a copy, or call compute() before"
+                    f"{tensor._version}); overwrite a copy, or call compute() first"
                 )
 
 

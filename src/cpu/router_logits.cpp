@@ -89,7 +89,7 @@ void router_logits(RouterLogits const& x) {
   require_processor();
   check(x);
   require(x.logits.data != nullptr || x.tokens == 0, "logits: expected a pointer, got null");
-  require(x.gate.data == nullptr, "gate: expected null, for there is no router");
+  require(x.gate.data == nullptr, "gate: expected null because there is no router");
   multiply(x, x.logits);
   if (!x.sigmoid) return;
   with_element(x.dtype, [&]<class T>() {

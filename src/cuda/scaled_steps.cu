@@ -31,9 +31,9 @@ void scaled_up(ScaledUp const& x, Queue queue) {
     require_codes(x.w_up.up, s.experts, "w_up.up");
     require(gate.expert_stride == up.expert_stride && gate.row_stride == up.row_stride &&
                 gate.col_stride == up.col_stride,
-            "w_scales: expected the same strides of gate and up on CUDA, got (", gate.expert_stride,
-            ", ", gate.row_stride, ", ", gate.col_stride, ") and (", up.expert_stride, ", ",
-            up.row_stride, ", ", up.col_stride, ")");
+            "w_scales: expected the same strides for gate and up on CUDA, got (",
+            gate.expert_stride, ", ", gate.row_stride, ", ", gate.col_stride, ") and (",
+            up.expert_stride, ", ", up.row_stride, ", ", up.col_stride, ")");
   }
   require_codes(x.h_codes, "h_codes");
   require_codes(x.a, "a");

@@ -14,7 +14,8 @@ void scaled_grouped_mm_out(Tensor const& a, Tensor const& a_scales, int64_t a_fo
   require_dims(b, "b", 3);
   int64_t const inner = a.size(1);
   require((halves == 1 || halves == 2) && inner % halves == 0,
-          "halves: expected 1, or 2 of as many columns, got ", halves, " of ", inner, " columns");
+          "halves: expected 1, or 2 with an even number of columns, got ", halves, " of ", inner,
+          " columns");
   ScaledGroupedGemm args;
   args.m = a.size(0);
   args.k = inner / halves;

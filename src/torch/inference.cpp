@@ -281,9 +281,9 @@ Tensors2 infer_layer(Tensor const& x, Tensor const& router, MaybeTensor const& s
   bool const dense = shared_up.has_value();
   require(shared_down.has_value() == dense && !(dense && residual.has_value()) &&
               (dense || !(shared_scale.has_value() || shared_gate.has_value())),
-          "shared_up: expected both weights and no residual, or none");
+          "shared_up: expected both weights and no residual, or neither weight");
   require(!(shared_scale.has_value() && shared_gate.has_value()),
-          "shared_gate: expected no shared_scale beside it");
+          "shared_gate: expected no shared_scale together with it");
   std::optional<Shared> shared;
   if (dense) shared.emplace(Shared{*shared_up, *shared_down, shared_scale, shared_gate});
   Tensor const out = rows_like(place, x);

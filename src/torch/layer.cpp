@@ -193,9 +193,9 @@ Tensors4 data_gradients(Tensor const& dout, Tensor const& h, Tensor const& offse
   require(combined == slot_row.has_value() && combined == row_score.has_value(),
           "row_token, slot_row, row_score: expected all three or none");
   require((wanted & ~int64_t(kX | kScores | kRows)) == 0,
-          "wanted: expected dx and dscores alone, got ", wanted);
+          "wanted: expected only dx and dscores, got ", wanted);
   require(combined || !(wanted & (kScores | kRows)),
-          "wanted: expected dx alone of sorted rows, got ", wanted);
+          "wanted: expected only dx for sorted rows, got ", wanted);
   Slots const slots =
       combined ? slots_of(place, *slot_row, "slot_row", token_offsets) : kSortedRows;
   Layer const layer = layer_of(place, dout, slots, w_down,

@@ -101,7 +101,8 @@ Tensor RouterProduct::logits(Place const& place) {
 void RouterProduct::add_gate(RouterProduct const& gate, void* score, void* workspace) {
   require(gate.args_.experts == 1, "shared_gate: expected one row, got ", gate.args_.experts);
   require(!by_torch_ && !gate.by_torch_,
-          "shared_gate: expected bfloat16 or float16, and on CUDA rows of 16 bytes");
+          "shared_gate: expected bfloat16 or float16, on CUDA rows of a multiple of 16 bytes "
+          "and at most 1,024 experts");
   args_.gate = gate.args_.weight;
   args_.gate_score = score;
   args_.gate_workspace = workspace;

@@ -35,7 +35,8 @@ struct Steps {
       step[i].most += most;
       return;
     }
-    require(count < kMostSteps, "expected tensors of fewer dimensions");
+    require(count < kMostSteps,
+            "expected at most 15 different strides in two tensors whose memory ranges overlap");
     step[count++] = {stride, least, most};
   }
   void add(Tensor const& tensor, bool forward) {
@@ -114,7 +115,8 @@ bool has_own_elements(Tensor const& tensor) {
 void require_apart(std::initializer_list<Named> written, std::initializer_list<Named> read) {
   auto const apart = [](Named const& mine, Named const& other) {
     require(other.tensor == nullptr || !share_memory(*mine.tensor, *other.tensor), mine.name,
-            ": expected memory of its own, got some that ", other.name, " has too");
+            ": expected memory not shared with other arguments, got memory shared with ",
+            other.name);
   };
   for (auto mine = written.begin(); mine != written.end(); ++mine) {
     if (mine->tensor == nullptr) continue;

@@ -60,7 +60,7 @@ int64_t rank_of(MaybeTensor const& t, MaybeTensor const& b) {
           ": expected a tensor with ", t.has_value() ? "low_rank_t" : "low_rank_b", ", got none");
   if (!t.has_value()) return 0;
   require_dims(*t, "low_rank_t", 2);
-  require(t->size(1) > 0, "low_rank_t: expected a rank of 1 and more, got 0");
+  require(t->size(1) > 0, "low_rank_t: expected a rank of at least 1, got 0");
   return t->size(1);
 }
 
@@ -261,7 +261,7 @@ Tensor score_gradient(Tensor const& parts, Tensor const& slot_row, Tensor const&
   require_dims(dout, "dout", 2);
   Slots const slots = slots_of(place, slot_row, "slot_row", token_offsets);
   require(slots.tokens == dout.size(0), "slot_row: expected ", dout.size(0),
-          " tokens as dout has, got ", slots.tokens);
+          " tokens as in dout, got ", slots.tokens);
   require_dims(offsets, "offsets", 1);
   ScoreGradient args;
   Sizes& s = args.sizes;

@@ -31,7 +31,7 @@ def expect_no_graph() -> None:
     """Raise in a backward that should build a graph while gradients go to `weight_gradients`."""
     if torch.is_grad_enabled():
         raise NotImplementedError(
-            "weight_gradients: expected backward without create_graph=True, for the gradients "
+            "weight_gradients: expected backward without create_graph=True, because the gradients "
             "that it writes have no graph; leave weight_gradients out"
         )
 
@@ -140,8 +140,8 @@ def _save_nothing(ctx: Any, inputs: tuple, output: Any) -> None:
 def _refusal(name: str) -> Callable:
     def refuse(*_: Any) -> NoReturn:
         raise NotImplementedError(
-            f"guild::{name} has no derivative: of Guild's functions grouped_mm and the fused pair "
-            "alone can be differentiated twice (create_graph=True, nested torch.func transforms)"
+            f"guild::{name} has no derivative: of Guild's functions, only grouped_mm and the fused "
+            "pair can be differentiated twice (create_graph=True, nested torch.func transforms)"
         )
 
     return refuse

@@ -87,7 +87,7 @@ def expect_like(name: str, tensor: Tensor, x: Tensor, x_name: str = "x") -> None
     """Raise unless dtype and device are those of x."""
     if tensor.dtype is not x.dtype:
         raise TypeError(
-            f"{name}: expected dtype {dtype_name(x.dtype)} as {x_name} has, got "
+            f"{name}: expected dtype {dtype_name(x.dtype)} like {x_name}, got "
             f"{dtype_name(tensor.dtype)}"
         )
     expect_device(name, tensor, x, x_name)
@@ -97,7 +97,7 @@ def expect_device(name: str, tensor: Tensor, x: Tensor, x_name: str = "x") -> No
     """Raise unless the device is that of x."""
     if tensor.device != x.device:
         raise ValueError(
-            f"{name}: expected a tensor on {x.device} as {x_name} is, got one on {tensor.device}"
+            f"{name}: expected a tensor on {x.device} like {x_name}, got one on {tensor.device}"
         )
 
 
@@ -137,7 +137,10 @@ def expect_own_elements(name: str, tensor: Tensor) -> None:
 def expect_apart(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
     """Raise if a tensor that is written to shares memory with another."""
     if _share_memory(tensor, other):
-        raise ValueError(f"{name}: expected memory of its own, got some that {other_name} has too")
+        raise ValueError(
+            f"{name}: expected memory not shared with other arguments, got memory shared with "
+            f"{other_name}"
+        )
 
 
 def expect_all_apart(written: dict[str, Tensor], read: dict[str, Tensor]) -> None:
@@ -215,8 +218,8 @@ def expect_free(out: Tensor, operands: dict[str, Tensor | None]) -> None:
         for name, tensor in {**given, "out": out}.items():
             if tensor.requires_grad:
                 raise ValueError(
-                    f"out: expected None where a gradient is wanted, as {name} wants one (or call "
-                    "under torch.no_grad())"
+                    f"out: expected None since {name} requires a gradient (or call under "
+                    "torch.no_grad())"
                 )
     if torch.compiler.is_compiling():  # tensors have no memory yet
         return
@@ -244,7 +247,7 @@ def expect_choices_of(logits: Tensor, ids: Tensor) -> None:
     expect_indices("ids", ids, logits, torch.int32, x_name="logits")
     if not 1 <= ids.shape[1] <= logits.shape[1]:
         raise ValueError(
-            f"ids: expected 1 to {logits.shape[1]} choices of a token, got shape {tuple(ids.shape)}"
+            f"ids: expected 1 to {logits.shape[1]} choices per token, got shape {tuple(ids.shape)}"
         )
 
 

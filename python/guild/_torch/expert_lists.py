@@ -328,10 +328,10 @@ def _expect_alike(name: str, tensors: list[Tensor]) -> None:
         if not isinstance(tensor, Tensor):
             expect_tensor(f"{name}[{e}]", tensor)
         if tensor.shape != shape:
-            expect_shape(f"{name}[{e}]", tensor, tuple(shape), f"as {name}[0] has")
+            expect_shape(f"{name}[{e}]", tensor, tuple(shape), f"the shape of {name}[0]")
         if tensor.dtype is not dtype:
             raise TypeError(
-                f"{name}[{e}]: expected dtype {dtype_name(dtype)} as {name}[0] has, got "
+                f"{name}[{e}]: expected dtype {dtype_name(dtype)} like {name}[0], got "
                 f"{dtype_name(tensor.dtype)}"
             )
         if tensor.device != device:

@@ -63,7 +63,7 @@ def layer_arguments(
     expect_dims("w_down", w_down, 3, what="(experts, hidden, intermediate)")
     expect_experts("w_down", w_down, w_down.shape[0], routed, "experts")
     if not w_down.numel():
-        raise ValueError(f"w_down: expected sizes of 1 and more, got shape {tuple(w_down.shape)}")
+        raise ValueError(f"w_down: expected sizes of at least 1, got shape {tuple(w_down.shape)}")
     _expect_weights(x, w_up, w_gate, w_down, b_up, b_down, activation, transposed, x_name)
     operands = autocast(x, w_up, w_gate, w_down, b_up, b_down)
     if masters:

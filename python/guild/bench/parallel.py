@@ -294,16 +294,22 @@ def main(arguments: list[str] | None = None) -> None:
     )
     add = parser.add_argument
     add("--preset", action="append", default=[], choices=PRESETS, help=", ".join(_PRESETS))
-    add("--thiek", action="append", default=[], metavar="T,H,I,E,K", help="T: tokens of a rank")
-    add("--tokens", type=int, default=_TOKENS, help=f"of a rank, for presets ({_TOKENS})")
+    add("--thiek", action="append", default=[], metavar="T,H,I,E,K", help="T: tokens per rank")
+    add("--tokens", type=int, default=_TOKENS, help=f"tokens per rank, for presets ({_TOKENS})")
     add("--routing", default="random", choices=ROUTINGS)
-    add("--engine", default="both", choices=_ENGINES, help="both: where ranks of one host can")
+    add("--engine", default="both", choices=_ENGINES, help="both: nccl, and peer where it can run")
     names = (*DISPATCHERS, "all")
-    add("--beside", action="append", default=[], choices=names, help="others in the same rounds")
+    add(
+        "--beside",
+        action="append",
+        default=[],
+        choices=names,
+        help="others to time in the same rounds",
+    )
     add("--dtype", choices=_DTYPES, default="bfloat16")
     add("--device", choices=("cuda", "cpu"), default="cuda")
     add("--rounds", type=int, default=7)
-    add("--seconds", type=float, default=0.3, help="least time of a call's part of a round (0.3)")
+    add("--seconds", type=float, default=0.3, help="least time per call in a round (0.3)")
     add("--seed", type=int, default=0)
     add("--out", type=Path, metavar="DIR", help="write parallel.json there")
     args = parser.parse_args(arguments)

@@ -117,7 +117,7 @@ def _names(option: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(text.split(",")))
     for name in names:
         if name not in known:
-            raise ValueError(f"{option}: expected some of {', '.join(known)}, got {name!r}")
+            raise ValueError(f"{option}: expected any of {', '.join(known)}, got {name!r}")
     return names
 
 
@@ -140,10 +140,10 @@ def _require_mode(args: argparse.Namespace) -> None:
     """Raise for options that do not apply to the mode."""
     for name in ("bias", "quack"):
         if getattr(args, name) and not args.steps:
-            raise ValueError(f"{name}: expected with --steps alone")
+            raise ValueError(f"{name}: expected only with --steps")
     for name in ("tokens", "parts", "peer"):
         if getattr(args, name) and not args.decode:
-            raise ValueError(f"{name}: expected with --decode alone")
+            raise ValueError(f"{name}: expected only with --decode")
     modes = ("steps", "memory", "rounding", "decode", "fp8")
     mode = next((name for name in modes if getattr(args, name)), None)
     if args.sweep is not None and (args.preset or args.thiek):
@@ -175,7 +175,7 @@ def _candidates(args: argparse.Namespace, device: torch.device) -> tuple[str, ..
     for name in names:
         if name not in known:
             raise ValueError(
-                f"candidates: expected some of {', '.join(known)} on {device}, got {name!r}"
+                f"candidates: expected any of {', '.join(known)} on {device}, got {name!r}"
             )
     if args.sonicmoe:
         if device.type != "cuda" or not sonicmoe.importable():
@@ -196,7 +196,7 @@ def _routings(args: argparse.Namespace) -> tuple[str, ...]:
     names = known if text == "all" else tuple(dict.fromkeys(text.split(",")))
     for name in names:
         if name not in known:
-            raise ValueError(f"routing: expected some of {', '.join(known)}, or all, got {name!r}")
+            raise ValueError(f"routing: expected any of {', '.join(known)}, or all, got {name!r}")
     return names
 
 

@@ -33,8 +33,8 @@ def run_generate(args: argparse.Namespace) -> int:
     model = trained_model(state, settings, device)
     if start := window_start(len(prompt), settings.context):
         _note(
-            f"the prompt has {len(prompt)} bytes, more than the {settings.context} that the model "
-            f"looks back: it sees the last {len(prompt) - start}"
+            f"the prompt has {len(prompt)} bytes, more than the model's context of "
+            f"{settings.context}: it sees only the last {len(prompt) - start}"
         )
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
         written = generate(model, prompt, args.tokens, settings.context, sampling)
@@ -61,8 +61,8 @@ def prompt_bytes(text: str | None) -> bytes:
         prompt = text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"prompt: expected characters that UTF-8 has bytes for, got {text[error.start]!r} at "
-            f"place {error.start}"
+            f"prompt: expected characters that UTF-8 can encode, got {text[error.start]!r} at "
+            f"position {error.start}"
         ) from None
     if not prompt:
         raise ValueError("prompt: expected at least one character, got an empty text")

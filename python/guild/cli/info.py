@@ -53,16 +53,16 @@ def gpu_lines() -> list[str]:
             f"cuda:{index} {gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, "
             f"{gpu.multi_processor_count} SMs, compute capability {gpu.major}.{gpu.minor}"
         )
-    return lines or ["none that torch sees"]
+    return lines or ["none visible to torch"]
 
 
 def fp8_path(cuda: str) -> str:
     """Where layers in FP8 run, and from which sizes on they pay off."""
     if cuda.startswith("not"):
-        return "CPU tensors alone, as a reference"
+        return "CPU tensors only, as a reference"
     return (
         "CPU and CUDA tensors; hardly faster than 16 bits with experts narrower than "
-        f"{LEAST_WIDTH} or of fewer than {LEAST_ROWS} rows"
+        f"{LEAST_WIDTH} or with fewer than {LEAST_ROWS} rows"
     )
 
 

@@ -19,29 +19,29 @@ from guild.train.settings import CHOICES, Settings
 
 _SETTING_HELP = {
     "steps": "optimiser steps",
-    "batch": "windows a step",
-    "context": "bytes a window",
-    "accumulate": "parts that a step's windows are divided into, one after the other",
+    "batch": "windows per step",
+    "context": "bytes per window",
+    "accumulate": "parts that a step's windows are divided into, processed one after another",
     "hidden": "width of the model",
     "layers": "blocks of attention and MoE",
     "heads": "attention heads",
-    "experts": "experts a layer",
+    "experts": "experts per layer",
     "intermediate": "width of one expert",
-    "top_k": "experts a token is sent to",
-    "shared": "width of the experts that every token goes through, 0: none",
-    "vocabulary": "rows of the embedding; the text is bytes all the same",
+    "top_k": "experts per token",
+    "shared": "width of the shared experts, which every token goes through; 0: none",
+    "vocabulary": "rows of the embedding; the text still consists of bytes",
     "lr": "peak learning rate of AdamW",
-    "final_lr": "share of it that is left at the end",
-    "warmup": "steps of linear rise",
-    "weight_decay": "decay of the matrices",
-    "clip": "norm at which the gradient is clipped",
+    "final_lr": "fraction of the peak left at the end",
+    "warmup": "warm-up steps",
+    "weight_decay": "weight decay of the matrices",
+    "clip": "largest norm of the gradient",
     "balance": "weight of the load-balancing loss",
     "router": "how logits become ids and weights",
-    "round": "round each expert's tokens to tiles",
-    "tile": "rows of a tile",
-    "capacity": "rows that an expert takes over an even share, the others are dropped; 0: all",
+    "round": "round each expert's tokens to whole tiles",
+    "tile": "rows per tile",
+    "capacity": "most rows of an expert, relative to an even share; others are dropped; 0: all",
     "bias_rate": "step of the selection bias of routers that have one",
-    "seed": "of initial weights, order of data and sample",
+    "seed": "seed of initial weights, data order and sample",
 }
 
 
@@ -73,14 +73,16 @@ def make_parser() -> argparse.ArgumentParser:
     """The command line's grammar."""
     from guild import __version__
 
-    parser = _Parser("guild", description="Mixture-of-Experts layers: train, time, inspect.")
+    parser = _Parser(
+        "guild", description="Mixture-of-Experts layers: train, generate, time, inspect."
+    )
     parser.add_argument("--version", action="version", version=f"guild {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_train(commands)
     _add_generate(commands)
     _add_bench(commands)
     commands.add_parser(
-        "info", help="what was built and what this machine can run", formatter_class=_Formatter
+        "info", help="show what was built and what this machine can run", formatter_class=_Formatter
     )
     return parser
 
@@ -90,24 +92,28 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         "train",
         help="train a small MoE language model on the standard library's sources",
         description="Train a byte-level MoE transformer on the Python standard library's own "
-        "sources. Ctrl-C writes a checkpoint; --resume continues from it. A run that is in --out "
-        "already is moved aside.",
+        "sources. Ctrl-C writes a checkpoint; --resume continues from it. A run already in "
+        "--out is moved aside.",
         formatter_class=_Formatter,
         argument_default=argparse.SUPPRESS,  # --resume must know what was typed
     )
     add = train.add_argument
-    add("--out", type=_path, metavar="DIR", help="folder of the results (runs/train)")
+    add("--out", type=_path, metavar="DIR", help="folder for the results (runs/train)")
     add(
         "--resume",
         action="store_true",
-        help="continue from the checkpoint in --out; with --steps to another last step",
+        help="continue from the checkpoint in --out; with --steps, to a later last step",
     )
     add(
         "--compare",
         action="store_true",
-        help="train the same model with a plain PyTorch layer beside it, step by step",
+        help="train the same model with a plain PyTorch layer alongside, step by step",
     )
-    add("--fp8", action="store_true", help="train Guild's layers in FP8 and in bfloat16, in turn")
+    add(
+        "--fp8",
+        action="store_true",
+        help="train the model in FP8 and in bfloat16 side by side, step by step",
+    )
     add("--moe", choices=("guild", "plain", "fp8"), help="layer to train (guild)")
     add("--device", metavar="NAME", help="auto, cpu, cuda or cuda:<index> (auto)")
     add(
@@ -115,9 +121,9 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         choices=("auto", "float32", "bfloat16"),
         help="auto is float32 on the CPU and bfloat16 autocast on a GPU and in FP8",
     )
-    add("--corpus", type=_path, metavar="DIR", help="learn from the .py files of this folder")
+    add("--corpus", type=_path, metavar="DIR", help="train on the .py files in this folder")
     add("--check-every", type=int, metavar="N", help="steps between validations (100)")
-    add("--threads", type=int, metavar="N", help="CPU threads (as many as cores)")
+    add("--threads", type=int, metavar="N", help="CPU threads (one per core)")
     _add_ranks(train)
     sizes = train.add_argument_group("sizes and schedule")
     for name, value in Settings().as_dict().items():
@@ -140,40 +146,46 @@ def _add_ranks(train: argparse.ArgumentParser) -> None:
         action="store_true",
         help="keep weights gathered from forward to backward: faster, more memory",
     )
-    add("--no-checkpoint", action="store_true", help="write none")
-    add("--preset", choices=tuple(TRAIN_PRESETS), help=f"sizes: {', '.join(TRAIN_PRESETS)}")
+    add("--no-checkpoint", action="store_true", help="write no checkpoint")
+    add("--preset", choices=tuple(TRAIN_PRESETS), help="sizes and schedule of a known model")
 
 
 def _add_generate(commands: argparse._SubParsersAction) -> None:
     generate = commands.add_parser(
         "generate",
-        help="continue a text with the model that guild train left",
+        help="continue a text with a model that guild train wrote",
         description="Continue a text with the checkpoint of a training run, byte by byte, with a "
-        "key-value cache and, on a GPU, one CUDA graph a byte. The text goes to standard output, "
+        "key-value cache and, on a GPU, one CUDA graph per byte. The text goes to standard output, "
         "the speed to standard error.",
         formatter_class=_Formatter,
     )
     add = generate.add_argument
     add("run", type=_path, metavar="RUN", help="the folder that guild train wrote (runs/train)")
-    add("--prompt", metavar="TEXT", help="what to continue (the trainer's own prompt)")
+    add("--prompt", metavar="TEXT", help="text to continue (guild train's own prompt)")
     add("--tokens", type=int, default=320, metavar="N", help="bytes to write (320)")
     add(
         "--temperature",
         type=float,
         default=0.6,
         metavar="X",
-        help="what logits are divided by; 0 takes the most likely byte (0.6)",
+        help="sampling temperature; 0 takes the most likely byte (0.6)",
     )
-    add("--top-k", type=int, default=0, metavar="N", help="choose among the N most likely (all)")
-    add("--seed", type=int, default=0, metavar="N", help="of the choices (0)")
+    add(
+        "--top-k",
+        type=int,
+        default=0,
+        metavar="N",
+        help="sample from the N most likely bytes (all)",
+    )
+    add("--seed", type=int, default=0, metavar="N", help="seed of the sampling (0)")
     add("--device", default="auto", metavar="NAME", help="auto, cpu, cuda or cuda:<index> (auto)")
-    add("--threads", type=int, metavar="N", help="CPU threads (as many as cores)")
+    add("--threads", type=int, metavar="N", help="CPU threads (one per core)")
 
 
 def _add_bench(commands: argparse._SubParsersAction) -> None:
     bench = commands.add_parser(
         "bench",
-        help="time the layer beside the cuBLAS bound and PyTorch",
+        help="time the layer against the cuBLAS bound and PyTorch",
         description="Check, then time forward and backward of Guild's layer, of the bare balanced "
         "matrix products (the bound) and of PyTorch, in interleaved rounds.",
         formatter_class=_Formatter,
@@ -186,38 +198,38 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
         "--seconds",
         type=float,
         metavar="X",
-        help="least time of a candidate's pass in a round (0.5 on a GPU, 0.2 on the CPU; "
-        "of a step and with --rounding 0.2 and 0.05, with --sweep and --decode 0.1 and 0.02)",
+        help="least time per candidate, pass and round (0.5 on a GPU, 0.2 on the CPU; with --steps "
+        "and --rounding 0.2 and 0.05, with --sweep and --decode 0.1 and 0.02)",
     )
+    how.add_argument("--calls", type=int, metavar="N", help="calls per round, instead of --seconds")
     how.add_argument(
-        "--calls", type=int, metavar="N", help="calls in a round, in place of --seconds"
+        "--seed", type=int, default=0, metavar="N", help="seed of the random inputs (0)"
     )
-    how.add_argument("--seed", type=int, default=0, metavar="N", help="of the random inputs (0)")
     results = bench.add_argument_group("results")
     results.add_argument(
         "--out",
         type=_path,
         metavar="DIR",
-        help="write what was measured there, as JSON; for layers and --decode a plot too",
+        help="write the measurements to this folder as JSON; for layers and --decode also a plot",
     )
-    results.add_argument("--json", action="store_true", help="print JSON in place of the table")
+    results.add_argument("--json", action="store_true", help="print JSON instead of the table")
 
 
 def _add_modes(bench: argparse.ArgumentParser) -> None:
     """Options that measure something other than whole layers."""
-    group = bench.add_argument_group("in place of timing whole layers")
+    group = bench.add_argument_group("instead of timing whole layers")
     mode = group.add_mutually_exclusive_group()
     mode.add_argument(
         "--steps",
         action="store_true",
-        help="time every step of the layer alone, beside its floor (FLOPs or bytes at the rates of "
-        "the same run), cuBLAS's product and QuACK's recorded one; balanced unless said otherwise",
+        help="time every step of the layer alone, against its floor (FLOPs or bytes at the rates "
+        "of the same run), cuBLAS's product and QuACK's recorded one; default routing: balanced",
     )
     mode.add_argument(
         "--memory",
         action="store_true",
-        help="measure what the layers keep for backward and, on a GPU, what each pass needs at "
-        "most, beside the formula",
+        help="measure what the layers keep for backward and, on a GPU, the peak of each pass, "
+        "compared with the formula",
     )
     mode.add_argument(
         "--rounding",
@@ -228,32 +240,33 @@ def _add_modes(bench: argparse.ArgumentParser) -> None:
     mode.add_argument(
         "--fp8",
         action="store_true",
-        help="time the layer in FP8 beside 16 bits, and the quantisation of its weights; random",
+        help="time the layer in FP8 against 16 bits, and the quantisation of its weights; default "
+        "routing: random",
     )
     mode.add_argument(
         "--decode",
         action="store_true",
         help="time the layer without gradients on few tokens, in CUDA graphs over several sets of "
-        "weights, beside its floor: the bytes of the experts hit at the read rate of the same run",
+        "weights, against its floor: the bytes of the experts hit at the same run's read rate",
     )
     mode.add_argument(
         "--sweep",
         type=int,
         metavar="N",
-        help="time N random shapes beside the bound, random routing unless said otherwise",
+        help="time N random shapes against the bound; default routing: random",
     )
     mode.add_argument(
         "--report",
         type=_path,
         metavar="FILE",
-        help="print a recorded benchmark's tables in Markdown; with --out draw it too",
+        help="print a recorded benchmark's tables in Markdown; with --out also draw its plot",
     )
     _add_decode(group)
     group.add_argument("--bias", action="store_true", help="with --steps: experts with biases")
     group.add_argument(
         "--quack",
         action="store_true",
-        help="with --steps: time the installed QuACK's products in place of recorded figures",
+        help="with --steps: time the installed QuACK's products instead of using recorded figures",
     )
 
 
@@ -262,14 +275,14 @@ def _add_decode(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--tokens",
         metavar="A,B",
-        help="with --decode: tokens of a call (1 to 4096 on a GPU, 1,4,16 on the CPU; of a shape "
-        "of your own its T)",
+        help="with --decode: tokens per call (1 to 4096 on a GPU, 1,4,16 on the CPU; for --thiek "
+        "its T)",
     )
     group.add_argument(
         "--parts",
         metavar="A,B",
-        help="with --decode: some of experts (ids and weights given) and layer (with the router); "
-        "both",
+        help="with --decode: any of experts (ids and weights given) and layer (with the router); "
+        "default: both",
     )
     group.add_argument(
         "--peer",
@@ -277,7 +290,7 @@ def _add_decode(group: argparse._ArgumentGroup) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help="with --decode: a Python file whose decode_candidates(layers, part) gives more "
+        help="with --decode: a Python file whose decode_candidates(layers, part) returns more "
         "candidates by name; may be repeated",
     )
 
@@ -316,27 +329,27 @@ def _add_what(bench: argparse.ArgumentParser) -> None:
     add(
         "--routing",
         metavar="A,B",
-        help="how rows spread over experts: some of balanced, random, zipf, or all (layers random "
-        "and balanced, --steps balanced, else random); several are timed in the same rounds and "
-        "compared per row with balanced; with --decode of random, zipf, hot (one expert for every "
-        "token), same (the same experts for all tokens)",
+        help="how rows spread over experts: any of balanced, random, zipf, or all (layers: random "
+        "and balanced, --steps: balanced, otherwise random); several are timed in the same rounds "
+        "and compared per row with balanced; with --decode any of random, zipf, hot (one expert "
+        "for every token), same (the same experts for all tokens)",
     )
     add(
         "--candidates",
         metavar="A,B",
-        help="of guild, bound, compiled, eager (GPU), plain (CPU), with --decode of guild, torch; "
-        "all that the device has",
+        help="any of guild, bound, compiled, eager (GPU), plain (CPU); with --decode guild, torch; "
+        "default: all that the device has",
     )
     add(
         "--num-sms",
         type=int,
         metavar="N",
-        help="time Guild on N multiprocessors of the GPU as well",
+        help="also time Guild on N of the GPU's multiprocessors",
     )
     add(
         "--sonicmoe",
         action="store_true",
-        help="time the installed SonicMoE's own layer as well",
+        help="also time the layer of the installed SonicMoE",
     )
 
 

@@ -187,7 +187,7 @@ def _expect_ranks(typed: dict[str, Any]) -> None:
         return
     for name in ("expert_parallel", "keep_gathered"):
         if typed.get(name):
-            raise ValueError(f"{name}: expected with --fsdp alone")
+            raise ValueError(f"{name}: expected only with --fsdp")
     if is_started_by_torchrun():
         raise ValueError("fsdp: expected --fsdp where torchrun starts several processes")
 

@@ -169,9 +169,9 @@ def _expect_names(*meshes: DeviceMesh) -> None:
     """Raise ValueError unless they can be dimensions of one mesh, as FSDP2 asks of DTensors."""
     if any(mesh.mesh_dim_names is None for mesh in meshes):
         raise ValueError(
-            "experts_mesh: expected a dimension of one mesh with distribute_experts' own, by their "
-            'names, as init_device_mesh(device, (1, ranks), mesh_dim_names=("data", "experts")) '
-            "has where all ranks share the experts; got a mesh without names"
+            "experts_mesh: expected a named dimension of the same mesh as distribute_experts' own, "
+            'as in init_device_mesh(device, (1, ranks), mesh_dim_names=("data", "experts")) if all '
+            "ranks share the experts; got a mesh without names"
         )
 
 

@@ -75,7 +75,7 @@ def routed_experts_of_codes(
     if x.is_cuda and experts > MOST_ROUTED_ON_CUDA:
         raise ValueError(f"w_down: expected at most {MOST_ROUTED_ON_CUDA} experts, got {experts}")
     if hidden != x.shape[1]:
-        raise ValueError(f"w_down: expected {x.shape[1]} rows as x has columns, got {hidden}")
+        raise ValueError(f"w_down: expected {x.shape[1]} rows to match x's columns, got {hidden}")
     expect_rows_of_codes(x, size)
     halves = _halves(given.w_up, activation, (experts, size, hidden), x)
     biases = _biases(given, activation, size, (experts, hidden), x)
@@ -107,8 +107,7 @@ def _codes(name: str, weight: object, x: Tensor) -> Codes:
     """A weight's codes as bytes, and its scales, checked."""
     if not isinstance(weight, Quantized):
         raise TypeError(
-            f"{name}: expected guild.Quantized as the other weights are, got "
-            f"{type(weight).__name__}"
+            f"{name}: expected guild.Quantized like the other weights, got {type(weight).__name__}"
         )
     codes, scales, *_ = weight
     expect_dims(f"{name}.codes", codes, 3, what="(experts, out, in)")

@@ -232,7 +232,8 @@ def _width_in_blocks(x: Tensor, halves: int) -> int:
     expect_count("halves", halves, 1, 2)
     if x.shape[1] % halves or not x.shape[1]:
         raise ValueError(
-            f"halves: expected 1, or 2 of as many columns, got {halves} of {x.shape[1]} columns"
+            f"halves: expected 1, or 2 with an even number of columns, got {halves} of "
+            f"{x.shape[1]} columns"
         )
     return halves * blocks(x.shape[1] // halves)
 

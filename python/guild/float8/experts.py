@@ -116,8 +116,7 @@ class FP8Weights:
             if said != found:
                 words = ("concatenated", "interleaved") if name == "order" else (False, True)
                 raise ValueError(
-                    f"{name}: expected {words[found]!r} as the FP8Weights have it, got "
-                    f"{words[said]!r}"
+                    f"{name}: expected {words[found]!r} like the FP8Weights, got {words[said]!r}"
                 )
 
     @torch.no_grad()
@@ -273,6 +272,6 @@ def _expect_codes(
         )
     if codes.down.device != x.device:
         raise ValueError(
-            f"fp8: expected FP8Weights on {x.device} as x is, got some on {codes.down.device}"
+            f"fp8: expected FP8Weights on {x.device} like x, got weights on {codes.down.device}"
         )
     return codes

@@ -89,7 +89,7 @@ def _check(mat_a: Tensor, mat_b: Tensor, scale_a: Tensor, scale_b: Tensor, offs:
             )
     (rows, inner), (experts, depth, columns) = mat_a.shape, mat_b.shape
     if depth != inner:
-        raise ValueError(f"mat_b: expected {inner} rows as mat_a has columns, got {depth}")
+        raise ValueError(f"mat_b: expected {inner} rows to match mat_a's columns, got {depth}")
     if experts == 0 or inner == 0 or columns == 0:
         raise ValueError(f"mat_b: expected sizes of at least 1, got shape {tuple(mat_b.shape)}")
     expect_rows("mat_a", mat_a)

@@ -215,7 +215,7 @@ def _halves(weight: object, gated: bool, interleaved: bool) -> tuple[Placed, Pla
             raise ValueError("interleaved: expected False for a pair (gate, up), got True")
         gate, up = joined_halves("weight", weight, attached=False)
         expect_dims("weight[0] (gate)", gate.tensor, 3)
-        expect_shape("weight[1] (up)", up.tensor, tuple(gate.tensor.shape), "as the gate has")
+        expect_shape("weight[1] (up)", up.tensor, tuple(gate.tensor.shape), "the gate's shape")
         expect_like("weight[1] (up)", up.tensor, gate.tensor, "weight[0] (gate)")
         return gate, up
     whole = joined("weight", weight, attached=False)

@@ -94,8 +94,8 @@ class GatheredModule:
         place = self._place
         if place.module not in (None, self):
             raise RuntimeError(
-                "guild train: a module's weights were asked for before those of the module that "
-                "has their place were let go"
+                "guild train: a module's weights were requested before the module that holds "
+                "their place in memory released its own"
             )
         place.module = self
         if place.free is not None:

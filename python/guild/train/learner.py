@@ -36,7 +36,7 @@ def moe_factory(
 
         if not settings.plain_routing:
             raise ValueError(
-                "moe: the plain layer has softmax over the top k alone; leave out --router, "
+                "moe: the plain layer has only softmax over the top k; leave out --router, "
                 "--round and --capacity"
             )
         compiled = device.type == "cuda"

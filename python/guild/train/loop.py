@@ -293,7 +293,7 @@ def _check_resumable(state: dict[str, Any], settings: Settings, plan: Plan, corp
     saved = Settings(**state["settings"])
     if settings.steps < state["step"]:
         raise ValueError(
-            f"steps: the checkpoint has {state['step']} steps behind it, got {settings.steps}"
+            f"steps: the checkpoint is already at step {state['step']}, got {settings.steps}"
         )
     for name in changed_fields(saved, settings):
         if name == "steps":  # resuming may extend a run

@@ -175,7 +175,7 @@ class RunFolder:
             wrong = f"load: expected a list of length {layers} as before, got {row['load']!r}"
         if wrong is not None:
             raise ValueError(
-                f"resume: line {number} of {str(self.metrics)!r} is no row of a training run"
+                f"resume: line {number} of {str(self.metrics)!r} is not a row of a training run"
                 f"{wrong and f': {wrong}'}"
             )
         return row
@@ -224,9 +224,11 @@ class RunFolder:
             try:
                 state = torch.load(file, map_location="cpu", weights_only=True)
             except Exception:  # torch raises whatever its readers run into in damaged files
-                raise ValueError(f"{option}: {name} is damaged or no checkpoint{advice}") from None
+                raise ValueError(
+                    f"{option}: {name} is damaged or not a checkpoint{advice}"
+                ) from None
         if not isinstance(state, dict) or not isinstance(state.get("format"), int):
-            raise ValueError(f"{option}: {name} is no checkpoint of guild train")
+            raise ValueError(f"{option}: {name} is not a checkpoint of guild train")
         if state["format"] != _FORMAT:
             raise ValueError(f"{option}: {name} has format {state['format']}, expected {_FORMAT}")
         _expect_state(state, f"{option}: {name}")
@@ -314,7 +316,7 @@ def _expect_state(state: dict[str, Any], name: str) -> None:
     """Raise ValueError unless the state is one that `save_checkpoint` was given."""
     for key, kind in _STATE.items():
         if not isinstance(state.get(key), kind) or isinstance(state[key], bool):
-            raise ValueError(f"{name} is no checkpoint of guild train: no {key} in it")
+            raise ValueError(f"{name} is not a checkpoint of guild train: no {key} in it")
     unknown = set(state["settings"]) - set(Settings().as_dict())
     learners = state["learners"]
     if unknown or state["dtype"] not in _DTYPES or not learners or set(learners) - set(LAYERS):

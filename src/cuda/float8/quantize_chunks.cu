@@ -191,7 +191,8 @@ void launch(QuantizeChunks const& x, ChunkArgs const& args, Queue const& queue) 
       auto const kernel =
           aligned ? codes_kernel<true, format.value> : codes_kernel<false, format.value>;
       int64_t const across = x.halves * ((args.blocks + 1) / 2);
-      require(across <= 65535, "columns: expected at most 65,535 times 256 of codes on CUDA, got ",
+      require(across <= 65535,
+              "columns: expected at most 65,535 x 256 columns of codes on CUDA, got ",
               x.halves * x.columns);
       dim3 const grid(grid_of(x, 1), unsigned(across));
       kernel<<<grid, kTileThreads, 0, queue.stream>>>(args);

@@ -107,7 +107,7 @@ LogitParts multiply_for_router(RouterLogits const& x, Queue const& queue) {
 
 void router_logits(RouterLogits const& x, Queue queue) {
   require(x.logits.data != nullptr || x.tokens == 0, "logits: expected a pointer, got null");
-  require(x.gate.data == nullptr, "gate: expected null, for there is no router");
+  require(x.gate.data == nullptr, "gate: expected null because there is no router");
   LogitParts const parts = multiply_for_router(x, queue);
   if (x.tokens == 0 || (parts.count == 1 && !x.sigmoid)) return;
   unsigned const blocks = unsigned(ceil_div(parts.stride, kThreads));

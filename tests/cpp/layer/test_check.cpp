@@ -111,9 +111,9 @@ TEST(Check, Combine) {
   wrong.optional_rows("residual", &Combine::residual, 16);
   wrong.expect("residual_scale: expected null without a residual, got a pointer",
                [](auto& x) { x.residual = {}, x.residual_scale = x.y.data; });
-  wrong.expect("residual_scale: expected null with a router's part, got a pointer",
+  wrong.expect("residual_scale: expected null with a router part, got a pointer",
                [](auto& x) { x.residual = x.o, x.residual_scale = x.y.data; });
-  wrong.expect("routing.slot_score: expected null with a router's part, got a pointer",
+  wrong.expect("routing.slot_score: expected null with a router part, got a pointer",
                [](auto& x) { x.routing.slot_score = x.y.data; });
   wrong.optional_rows("router.dlogits", [](Combine& x) -> auto& { return x.router.dlogits; }, 2);
   wrong.pointer("router.ids", [](Combine& x) -> auto& { return x.router.ids; });
@@ -243,7 +243,7 @@ void expect_sort(WrongCalls<MoeForward> const& wrong) {
   expect(arrays, [](Sort& s) { s.row_score = static_cast<char*>(s.row_score) + 4; });
   expect("sort.scores: expected a pointer with routing.row_score, got null",
          [](Sort& s) { s.scores = nullptr; });
-  expect("sort.score_dtype: expected float32 as the layer has, got float64",
+  expect("sort.score_dtype: expected float32 like the layer, got float64",
          [](Sort& s) { s.score_dtype = DType::float64; });
 }
 

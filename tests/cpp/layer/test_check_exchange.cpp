@@ -125,8 +125,7 @@ TEST(CheckExchange, Meet) {
     wrong.expect(text_of("facts: expected at most 14, got ", count),
                  [=](Meet& x) { x.count = count; });
   }
-  wrong.expect("report: expected memory of the host, got null",
-               [](Meet& x) { x.report = nullptr; });
+  wrong.expect("report: expected host memory, got null", [](Meet& x) { x.report = nullptr; });
 }
 
 TEST(CheckExchange, Tables) {
@@ -159,10 +158,10 @@ TEST(CheckExchange, Push) {
   expect_row(wrong);
   wrong.size("rows", &Push::rows, 0, 2147483647);
   expect_slots(wrong);
-  wrong.expect("by_slot: expected neither scores nor lists of any length",
+  wrong.expect("by_slot: expected neither scores nor lists of variable length",
                [](Push& x) { x.by_slot = true; });
   for (bool const by_slot : {false, true}) {
-    wrong.expect("returned: expected room for 2 rows a token in the ranks' memory, got 1",
+    wrong.expect("returned: expected room for 2 rows per token in the ranks' memory, got 1",
                  [=](Push& x) {
                    x.memory.returned = 1, x.by_slot = by_slot;
                    if (by_slot) x.scores = nullptr;
@@ -178,7 +177,7 @@ TEST(CheckExchange, Collect) {
   expect_memory(wrong);
   expect_row(wrong);
   expect_tokens(wrong);
-  wrong.expect("returned: expected room for 2 rows a token in the ranks' memory, got 1",
+  wrong.expect("returned: expected room for 2 rows per token in the ranks' memory, got 1",
                [](Collect& x) { x.memory.returned = 1; });
   wrong.pointer("token_row", &Collect::token_row);
   wrong.optional_rows("residual", &Collect::residual, 16);
@@ -224,9 +223,9 @@ void expect_pass(WrongCalls<Pass> const& wrong) {
   wrong.expect("memory: expected the same in all steps", [](Pass& x) { ++x.push.memory.peers; });
   wrong.expect("memory: expected the same in all steps",
                [](Pass& x) { x.returned.memory.rank = 0; });
-  wrong.expect("published.published: expected true, for it follows publish",
+  wrong.expect("published.published: expected true since it follows publish",
                [](Pass& x) { x.published.published = false; });
-  wrong.expect("returned.published: expected false, for it follows push",
+  wrong.expect("returned.published: expected false since it follows push",
                [](Pass& x) { x.returned.published = true; });
   wrong.expect("routing.offsets: expected a pointer, got null",
                [](Pass& x) { x.layer.routing.offsets = nullptr; });
@@ -235,17 +234,17 @@ void expect_pass(WrongCalls<Pass> const& wrong) {
   wrong.expect("pull.row_bytes: expected 32 (a row's), got 16",
                [](Pass& x) { x.pull.row_bytes = 16; });
   wrong.expect("pull.part: expected 0 (whole), got 1", [](Pass& x) { x.pull.part = Part::first; });
-  wrong.expect("push.dtype: expected bfloat16 as the layer has, got float16",
+  wrong.expect("push.dtype: expected bfloat16 like the layer, got float16",
                [](Pass& x) { x.push.dtype = DType::float16; });
   wrong.expect("push.hidden: expected 16 (hidden of the layer), got 8",
                [](Pass& x) { x.push.hidden = 8; });
   wrong.expect("push.rows: expected 16 (rows of the layer), got 17",
                [](Pass& x) { x.push.rows = 17; });
-  wrong.expect("push: expected sums by token of K slots",
+  wrong.expect("push: expected one sum per token of top_k slots (no by_slot, no token_offsets)",
                [](Pass& x) { x.push.by_slot = true, x.push.scores = nullptr; });
   wrong.expect("push.row_of: expected the memory of layer.routing.slot_row",
                [](Pass& x) { ++x.push.row_of; });
-  wrong.expect("collect.dtype: expected bfloat16 as the layer has, got float16",
+  wrong.expect("collect.dtype: expected bfloat16 like the layer, got float16",
                [](Pass& x) { x.collect.dtype = DType::float16; });
   wrong.expect("collect.hidden: expected 16 (hidden of the layer), got 8",
                [](Pass& x) { x.collect.hidden = 8; });
@@ -286,9 +285,9 @@ TEST(CheckExchange, PeerBackward) {
   expect_pass(wrong);
   wrong.expect("layer.dout: expected the memory of pull.rows",
                [](B& x) { x.layer.dout = x.pull.ids; });
-  wrong.expect("layer.dx: expected null, for dx_rows are pushed",
+  wrong.expect("layer.dx: expected null because dx_rows are pushed",
                [](B& x) { x.layer.dx = x.layer.dx_rows, x.layer.dx_rows = {}; });
-  wrong.expect("layer.dh: expected null, for the weights' gradients are made of it here",
+  wrong.expect("layer.dh: expected null because the weight gradients are computed from it here",
                [](B& x) { x.layer.dh = x.layer.a_scaled = x.layer.dx_rows; });
   wrong.expect(
       "dtype: expected 0 (float32), 1 (bfloat16), 2 (float16) or 3 (float64), got 7", [](B& x) {

@@ -232,15 +232,15 @@ TEST(Check, RouteTokens) {
       EXPECT_STREQ(error.what(), message);
     }
   };
-  expect("product.logits: expected null, for they are not kept",
+  expect("product.logits: expected null because logits are not kept",
          [&](auto& p, auto&) { p.logits.data = calls.memory; });
-  expect("product.sigmoid: expected false, for the router takes logits",
+  expect("product.sigmoid: expected false because the router takes logits",
          [](auto& p, auto&) { p.sigmoid = true; });
-  expect("logits: expected null, for the product makes them",
+  expect("logits: expected null because the product computes them",
          [&](auto&, auto& r) { r.logits = {calls.memory}; });
-  expect("tokens: expected 4 as the product has, got 3", [](auto&, auto& r) { r.tokens = 3; });
-  expect("experts: expected 8 as the product has, got 9", [](auto&, auto& r) { r.experts = 9; });
-  expect("dtype: expected float32 as the product's logits, got float64",
+  expect("tokens: expected 4 as in the product, got 3", [](auto&, auto& r) { r.tokens = 3; });
+  expect("experts: expected 8 as in the product, got 9", [](auto&, auto& r) { r.experts = 9; });
+  expect("dtype: expected float32 like the product's logits, got float64",
          [](auto&, auto& r) { r.dtype = DType::float64; });
 }
 

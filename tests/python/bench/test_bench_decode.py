@@ -259,9 +259,9 @@ def test_times_are_of_one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--tokens 1,x", "tokens: expected whole numbers A,B, got '1,x'"),
         ("--tokens 0", "tokens: expected 1 to 65536, got 0"),
         (f"--tokens 1,{10**20}", f"tokens: expected 1 to 65536, got {10**20}"),
-        ("--parts router", "parts: expected some of experts, layer, got 'router'"),
-        ("--routing balanced", "routing: expected some of random, zipf, hot, same, or all, got"),
-        ("--candidates bound", "candidates: expected some of guild, torch on cpu, got 'bound'"),
+        ("--parts router", "parts: expected any of experts, layer, got 'router'"),
+        ("--routing balanced", "routing: expected any of random, zipf, hot, same, or all, got"),
+        ("--candidates bound", "candidates: expected any of guild, torch on cpu, got 'bound'"),
         ("--num-sms 3", "num_sms: expected without --decode"),
         ("--peer {tmp}/none.py", "peer: expected a Python file, got '.*none.py'"),
         ("--peer {tmp}/empty.py", "peer: expected a function decode_candidates in '.*empty.py'"),
@@ -281,7 +281,7 @@ def test_wrong_words(
 @pytest.mark.parametrize("option", ["--tokens 1", "--parts layer", "--peer a.py"])
 def test_options_of_decode_alone(option: str, capsys: pytest.CaptureFixture) -> None:
     assert main(["bench", "--device", "cpu", *option.split()]) == 2
-    assert "expected with --decode alone" in capsys.readouterr().err
+    assert "expected only with --decode" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("quick_rates")

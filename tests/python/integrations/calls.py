@@ -20,7 +20,7 @@ FAMILIES = [
     Family("nemotron_h", "NemotronHExperts"),
 ]
 layouts = pytest.mark.parametrize("family", FAMILIES, ids=str)
-not_fused = pytest.mark.filterwarnings("ignore:Guild knows no activation")
+not_fused = pytest.mark.filterwarnings("ignore:Guild does not know the activation")
 
 
 def routing(tokens: int, top_k: int = 2, experts: int = EXPERTS) -> tuple[Tensor, Tensor]:

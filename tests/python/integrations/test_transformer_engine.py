@@ -201,7 +201,7 @@ def test_sizes_and_initial_values() -> None:
         ({"parallel_mode": "rows"}, SPLITS, None, "parallel_mode: expected None, 'column' or"),
         ({"parallel_mode": "row", "tp_size": 3}, SPLITS, None, "in_features: expected a multiple"),
         ({}, [9, 13], None, "m_splits: expected 4 numbers of rows, got 2"),
-        ({}, [9, 0, 5, 7], None, "m_splits: expected 22 rows as inp has, got 21"),
+        ({}, [9, 0, 5, 7], None, "m_splits: expected 22 rows as in inp, got 21"),
         ({}, [9, -1, 9, 5], None, "m_splits: expected integers of 0 or more, got .9, -1, 9, 5"),
         ({}, [9.5, 0.5, 5, 7], None, "m_splits: expected integers of 0 or more, got .9.5"),
         ({}, None, None, "m_splits: expected a list or a torch.Tensor, got None"),

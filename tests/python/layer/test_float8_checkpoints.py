@@ -111,12 +111,12 @@ def test_wrong_codes_are_named(device: str) -> None:
         (
             {"out": memory_of(down.codes, layer.x)},
             ValueError,
-            "out: expected memory of its own, .* w_d",
+            "out: expected memory not shared with .* with w_d",
         ),
         (
             {"out": memory_of(up.codes, layer.x)},
             ValueError,
-            "out: expected memory of its own, .* w_u",
+            "out: expected memory not shared with .* with w_u",
         ),
     ]
     for changed, error, message in cases:

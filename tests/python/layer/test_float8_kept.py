@@ -145,5 +145,5 @@ def test_call_says_another_layout(option: dict, device: str) -> None:
     kept = guild.FP8Weights(guild.FP8(), w_up, w_down)
     if "transposed" in option:
         w_up, w_down = w_up.mT, w_down.mT
-    with pytest.raises(ValueError, match=f"^{next(iter(option))}: expected .* as the FP8Weights"):
+    with pytest.raises(ValueError, match=f"^{next(iter(option))}: expected .* like the FP8Weights"):
         guild.routed_experts(*given, w_up, w_down, fp8=kept, **option)

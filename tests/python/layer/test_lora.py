@@ -285,7 +285,7 @@ WRONG = {
     "b of other dimensions": (
         lambda: of((4, 2, 6), (10, 8)),
         ValueError,
-        "b: expected 3 dimensions as a has, got shape (10, 8)",
+        "b: expected 3 dimensions like a, got shape (10, 8)",
     ),
     "a of integers": (
         lambda: LoRA(torch.zeros(8, 6, dtype=torch.int32), torch.zeros(10, 8)),
@@ -307,7 +307,7 @@ WRONG = {
     "a by expert of no rank": (
         {"lora_down": ((4, 0, 5), (4, 6, 0))},
         ValueError,
-        "lora_down.a: expected a rank of 1 and more, got (4, 0, 5)",
+        "lora_down.a: expected a rank of at least 1, got (4, 0, 5)",
     ),
     "a of another width": (
         {"lora_up": ((8, 5), (10, 8))},
@@ -332,12 +332,12 @@ WRONG = {
     "one for a pair of weights": (
         {"lora_up": ((8, 6), (10, 8)), "w_up": (torch.zeros(4, 5, 6), torch.zeros(4, 5, 6))},
         ValueError,
-        "lora_up: expected a pair (gate, up) as w_up is one, got LoRA",
+        "lora_up: expected a pair (gate, up) like w_up, got LoRA",
     ),
     "on another device": (
         {"lora_up": LoRA(torch.zeros(8, 6, device="meta"), torch.zeros(10, 8, device="meta"))},
         ValueError,
-        "lora_up.a: expected a tensor on cpu as x is, got one on meta",
+        "lora_up.a: expected a tensor on cpu like x, got one on meta",
     ),
 }
 

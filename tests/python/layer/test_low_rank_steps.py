@@ -180,7 +180,7 @@ def test_wrong_terms() -> None:
     for low, message in {
         (o.t, None): "low_rank_b: expected a tensor with low_rank_t, got none",
         (None, o.b): "low_rank_t: expected a tensor with low_rank_b, got none",
-        (o.t[:, :0], o.b[..., :0]): "low_rank_t: expected a rank of 1 and more, got 0",
+        (o.t[:, :0], o.b[..., :0]): "low_rank_t: expected a rank of at least 1, got 0",
         (o.t[1:], o.b): "low_rank_t: expected shape",
         (o.t, o.b[:, 1:]): "low_rank_b: expected shape",
         (o.t.float(), o.b): "low_rank_t: expected dtype",

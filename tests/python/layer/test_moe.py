@@ -230,7 +230,7 @@ def test_nothing_to_balance() -> None:
     """Errors that say what is missing."""
     with pytest.raises(RuntimeError, match=r"^router: expected Router\(selection_bias=True\), got"):
         guild.MoE(16, 8, 4, 2).balance()
-    with pytest.raises(RuntimeError, match="^balance: expected a forward before it, got none"):
+    with pytest.raises(RuntimeError, match="^balance: expected a forward pass first, got none"):
         guild.MoE(16, 8, 4, 2, router="sigmoid").balance()
 
 

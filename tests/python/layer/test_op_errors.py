@@ -124,14 +124,14 @@ RAW: dict[str, tuple[Callable[[SimpleNamespace], object], str]] = {
         lambda r: ops.down_gradient(
             *(r.x, r.x, r.offsets, None, None, r.down, *FLAGS, r.x[:4]),
         ),
-        "db_up: expected memory of its own, got some that dout has too",
+        "db_up: expected memory not shared with other arguments, got memory shared with dout",
     ),
     "db_down over db_up": (
         lambda r: ops.data_gradients(
             *(r.x, r.x, r.offsets, *(None,) * 4, r.up, None, r.down, None, *FLAGS, 0),
             *(both := torch.zeros_like(r.b_up), both),
         ),
-        "db_down: expected memory of its own, got some that db_up has too",
+        "db_down: expected memory not shared with other arguments, got memory shared with db_up",
     ),
     "rows that are sorted in part": (
         lambda r: ops.data_gradients(
@@ -145,13 +145,13 @@ RAW: dict[str, tuple[Callable[[SimpleNamespace], object], str]] = {
             *(r.x, r.x, r.offsets, *(None,) * 4, r.up, None, r.down, None, *FLAGS),
             WANT_X | WANT_DOWN,
         ),
-        "wanted: expected dx and dscores alone, got 9",
+        "wanted: expected only dx and dscores, got 9",
     ),
     "wanted scores": (
         lambda r: ops.data_gradients(
             *(r.x, r.x, r.offsets, *(None,) * 4, r.up, None, r.down, None, *FLAGS), WANT_SCORES
         ),
-        "wanted: expected dx alone of sorted rows, got 2",
+        "wanted: expected only dx for sorted rows, got 2",
     ),
     "a_scaled": (
         lambda r: ops.weight_gradients_out(
@@ -179,7 +179,7 @@ RAW: dict[str, tuple[Callable[[SimpleNamespace], object], str]] = {
         lambda r: ops.score_gradient(
             r.x.new_zeros(12, 1).float(), r.ids[:3].int(), r.offsets, r.x, None, 16
         ),
-        "slot_row: expected 6 tokens as dout has, got 3",
+        "slot_row: expected 6 tokens as in dout, got 3",
     ),
     "codes of one row": (
         lambda r: ops.scaled_grouped_mm_out(

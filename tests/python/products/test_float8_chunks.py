@@ -199,7 +199,7 @@ def test_wrong_rows_are_named():
         (lambda: quantize_chunks(x, offsets.long()), "offsets: expected contiguous int32"),
         (lambda: quantize_chunks(x, offsets[:1]), "offsets: expected 2 elements"),
         (lambda: quantize_chunks(x, offsets, halves=3), "halves: expected 1 to 2, got 3"),
-        (lambda: quantize_chunks(x[:, :63].clone(), offsets, halves=2), "1, or 2 of as many"),
+        (lambda: quantize_chunks(x[:, :63].clone(), offsets, halves=2), "1, or 2 with an even"),
         (lambda: quantize_chunks(x, offsets, scale="e8m0"), "scale: expected"),
         (lambda: quantize_chunks(x, offsets, dtype=torch.int8), "dtype: expected float8"),
         (lambda: quantize_chunks(x, offsets, offsets[None]), "row_token: expected 1 dim"),
@@ -209,7 +209,7 @@ def test_wrong_rows_are_named():
         ),
         (
             lambda: quantize_chunks(Quantized(codes.codes, codes.scales.to("meta")), offsets),
-            "x.scales: expected a tensor on cpu as x.codes is, got one on meta",
+            "x.scales: expected a tensor on cpu like x.codes, got one on meta",
         ),
         (lambda: quantize_chunks(x, offsets, halves=2.0), "halves: expected an int, got float 2.0"),
         (lambda: quantize_chunks(tuple(good), offsets), "x: expected a torch.Tensor or guild.Q"),

@@ -122,7 +122,7 @@ def test_help_calls_numbers_n_or_x(command: str, capsys: pytest.CaptureFixture) 
         ("bench --seed -1", f"seed: expected 0 to {2**62}, got -1"),
         (f"bench --seed {2**64}", f"seed: expected 0 to {2**62}, got {2**64}"),
         ("bench --seconds 0", r"seconds: expected a positive number, got 0\.0"),
-        ("bench --bias", "bias: expected with --steps alone"),
+        ("bench --bias", "bias: expected only with --steps"),
         ("bench --steps --num-sms 9", "num_sms: expected without --steps"),
         ("bench --memory --num-sms 9", "num_sms: expected without --memory"),
         ("bench --rounding --num-sms 9", "num_sms: expected without --rounding"),
@@ -133,8 +133,8 @@ def test_help_calls_numbers_n_or_x(command: str, capsys: pytest.CaptureFixture) 
         ("bench --steps --quack --device cpu --preset trainer", "quack: expected a GPU and the"),
         ("bench --num-sms 0", "num_sms: expected at least 1, got 0"),
         ("bench --device cpu --num-sms 9", "num_sms: expected a GPU to limit, got the device cpu"),
-        ("bench --routing zipf,even", "routing: expected some of balanced, .*, or all, got 'even'"),
-        ("bench --device cpu --candidates guild,fast", "candidates: expected some of .*'fast'"),
+        ("bench --routing zipf,even", "routing: expected any of balanced, .*, or all, got 'even'"),
+        ("bench --device cpu --candidates guild,fast", "candidates: expected any of .*'fast'"),
     ],
 )
 def test_bad_arguments(

@@ -147,7 +147,7 @@ WRONG = {
     "another dtype": (
         lambda x, w: guild.router_logits(x.half(), w),
         TypeError,
-        "x: expected dtype bfloat16 as weight has, got float16",
+        "x: expected dtype bfloat16 like weight, got float16",
     ),
     "integers": (
         lambda x, w: guild.router_logits(x.int(), w.int()),
@@ -157,7 +157,7 @@ WRONG = {
     "another width": (
         lambda x, w: guild.router_logits(x[:, 1:], w),
         ValueError,
-        r"x: expected shape \(..., 16\) \(hidden\) as weight has, got \(6, 15\)",
+        r"x: expected shape \(..., 16\) \(hidden\) to match weight, got \(6, 15\)",
     ),
     "a vector for the weight": (
         lambda x, w: guild.router_logits(x, w[0]),
@@ -182,7 +182,7 @@ WRONG = {
     "another device": (
         lambda x, w: guild.router_logits(x, w.to("meta")),
         ValueError,
-        "weight: expected a tensor on .* as x is, got one on meta",
+        "weight: expected a tensor on .* like x, got one on meta",
     ),
 }
 

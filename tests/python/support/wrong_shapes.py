@@ -170,7 +170,7 @@ SHAPES: dict[str, Wrong] = {
     "ids of other tokens": (
         lambda r: routed(r, topk_ids=r.ids[1:]),
         ValueError,
-        r"topk_ids: expected 6 tokens as x has, got shape \(5, 2\)",
+        r"topk_ids: expected 6 tokens as in x, got shape \(5, 2\)",
     ),
     "weights of another top_k": (
         lambda r: routed(r, topk_weights=r.weights[:, :1]),
@@ -190,7 +190,7 @@ SHAPES: dict[str, Wrong] = {
     "inner sizes differ": (
         lambda r: product(r, mat_b=r.down.mT),
         ValueError,
-        r"mat_b: expected 32 rows as mat_a \(6, 32\) has columns, got shape \(4, 16, 32\)",
+        r"mat_b: expected 32 rows to match the columns of mat_a \(6, 32\), got shape \(4, 16, 32\)",
     ),
     "1-d operand": (
         lambda r: product(r, mat_a=r.x[0]),

@@ -102,12 +102,12 @@ def cut(path: Path, count: int) -> None:
 
 BAD_CHECKPOINTS = {
     "empty": (lambda p: p.write_bytes(b""), "checkpoint.pt' is empty"),
-    "cut short": (lambda p: cut(p, 20_000), "is damaged or no checkpoint"),
-    "without its last bytes": (lambda p: cut(p, -10), "is damaged or no checkpoint"),
-    "text": (lambda p: p.write_text("hello " * 99), "is damaged or no checkpoint"),
-    "a module": (lambda p: torch.save(torch.nn.Linear(2, 2), p), "is damaged or no checkpoint"),
-    "a list": (lambda p: torch.save([1, 2], p), "is no checkpoint of guild train"),
-    "another's weights": (lambda p: torch.save({"w": torch.ones(2)}, p), "is no checkpoint of"),
+    "cut short": (lambda p: cut(p, 20_000), "is damaged or not a checkpoint"),
+    "without its last bytes": (lambda p: cut(p, -10), "is damaged or not a checkpoint"),
+    "text": (lambda p: p.write_text("hello " * 99), "is damaged or not a checkpoint"),
+    "a module": (lambda p: torch.save(torch.nn.Linear(2, 2), p), "is damaged or not a checkpoint"),
+    "a list": (lambda p: torch.save([1, 2], p), "is not a checkpoint of guild train"),
+    "another's weights": (lambda p: torch.save({"w": torch.ones(2)}, p), "is not a checkpoint of"),
     "a later format": (lambda p: change_state(p, format=2), "has format 2, expected 1"),
     "no step": (lambda p: change_state(p, step=None), "guild train: no step in it"),
     "a step below 0": (lambda p: change_state(p, step=-5), "step: expected 0 or more, got -5"),
@@ -310,7 +310,7 @@ def test_resume_after_the_end(
     assert json.loads((finished / "summary.json").read_text())["steps"] == 15
     assert run("--resume") == 0  # the new end is in the checkpoint
     assert "all of its 15 steps" in capsys.readouterr().out
-    message = "steps: the checkpoint has 15 steps behind it, got 12"
+    message = "steps: the checkpoint is already at step 15, got 12"
     assert message in refused(run("--resume", "--steps", "12"), capsys)
 
 

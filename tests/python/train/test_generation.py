@@ -181,7 +181,7 @@ def test_command(run: Path, capsys: pytest.CaptureFixture) -> None:
     assert re.fullmatch(speed, err.splitlines()[-1])
     out, err = generated(capsys, *words, "--prompt", "naïve " * 20, "--temperature", "0")
     assert out.startswith("naïve naïve")
-    assert "the prompt has 140 bytes, more than the 32 that the model looks back: it sees" in err
+    assert "the prompt has 140 bytes, more than the model's context of 32: it sees" in err
     assert (
         len({generated(capsys, *words, "--seed", str(s), "--top-k", "9")[0] for s in (1, 2)}) == 2
     )
@@ -213,7 +213,7 @@ def test_a_terminal_without_utf8(run: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ("/nowhere", "run: expected a folder that guild train wrote, got '/nowhere'"),
         ("{run}/checkpoint.pt", "run: expected a folder that guild train wrote, got"),
         ("{run}/..", "run: no checkpoint.pt in "),
-        ("{tmp}", "is damaged or no checkpoint\n"),
+        ("{tmp}", "is damaged or not a checkpoint\n"),
     ],
 )
 def test_wrong_words(
@@ -250,6 +250,6 @@ def test_prompts_as_bytes() -> None:
     assert prompt_bytes("é") == "é".encode()
     assert prompt_bytes("a\udcff") == b"a\xff"
     with pytest.raises(
-        ValueError, match=r"prompt: .* UTF-8 has bytes for, got '\\ud800' at place 1"
+        ValueError, match=r"prompt: .* UTF-8 can encode, got '\\ud800' at position 1"
     ):
         prompt_bytes("a\ud800")

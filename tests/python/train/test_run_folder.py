@@ -12,9 +12,9 @@ from guild.train.run_folder import RunFolder
 
 STEP_ROW = {"step": 10, "moe": "guild", "loss": 3.0, "seconds": 0.1, "load": [1.0]}
 WRONG_ROWS = {
-    "half a li": "is no row of a training run",
-    "[1]": "is no row of a training run",
-    "[" * 100_000: "is no row of a training run",
+    "half a li": "is not a row of a training run",
+    "[1]": "is not a row of a training run",
+    "[" * 100_000: "is not a row of a training run",
     '{"moe": "guild"}': "no step in it",
     '{"step": true, "moe": "guild"}': "step: expected an integer of at least 0, got True",
     '{"step": 1.5, "moe": "guild"}': "step: expected an integer of at least 0, got 1.5",

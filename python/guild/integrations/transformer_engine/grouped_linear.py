@@ -160,9 +160,7 @@ rng_tracker_name
             )
         x = inp.reshape(-1, self.in_features)
         if not isinstance(m_splits, Tensor) and sum(m_splits) != x.shape[0]:
-            raise ValueError(
-                f"m_splits: expected {x.shape[0]} rows as inp has, got {sum(m_splits)}"
-            )
+            raise ValueError(f"m_splits: expected {x.shape[0]} rows as in inp, got {sum(m_splits)}")
         weights, biases = self._listed("weight"), self._listed("bias")
         if x.dtype != weights[0].dtype and not torch.is_autocast_enabled(x.device.type):
             raise TypeError(f"inp: expected dtype {weights[0].dtype}, got {x.dtype}")

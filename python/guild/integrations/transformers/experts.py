@@ -177,7 +177,7 @@ def why_not(x: Tensor, w_up: Tensor, w_down: Tensor) -> str:
     if w_up.dtype not in _FLOATS or w_down.dtype != w_up.dtype:
         return f"it has no kernels for weights in {w_up.dtype} and {w_down.dtype}"
     if w_down.shape[0] > MOST_EXPERTS[device]:
-        return f"it takes {MOST_EXPERTS[device]} experts on a {device} device"
+        return f"it takes at most {MOST_EXPERTS[device]} experts on a {device} device"
     if device == "cpu":
         return ""
     dtype = _dtype(x, w_up)

@@ -18,8 +18,8 @@ def say_left(class_name: str, whom: str, why: str) -> None:
 def say_unfused(class_name: str) -> None:
     """Say that these experts run on Guild's products, but with the model's own gate."""
     _warn(
-        f"Guild knows no activation like that of {class_name}: it runs in PyTorch, between two "
-        "grouped products of Guild's."
+        f"Guild does not know the activation of {class_name}: it runs in PyTorch, between two of "
+        "Guild's grouped products."
     )
 
 
