@@ -51,10 +51,11 @@ class WeightGradients:
         alone. Otherwise they are written to `.grad`, or added to it.
     delayed : bool
         Compute them in `compute` instead of in backward. Until then each backward pass keeps the
-        layer's input, the gradients of its output and pre-activations, and the activations: about
-        2 R (H + 3I) bytes in 16 bits. Those that are the caller's tensors, such as the input and
-        the gradient of the output, must not be overwritten before: `compute` raises RuntimeError
-        if one was.
+        layer's input, the gradients of its output and pre-activations, and the activations: with a
+        gate and in 16 bits, 4 T H + 6 R I bytes for T tokens with R = T top_k rows, and
+        4 R H + 6 R I for R sorted rows (H: hidden, I: intermediate). Those that are the caller's
+        tensors, such as the input and the gradient of the output, must not be overwritten before:
+        `compute` raises RuntimeError if one was.
 
     Notes
     -----

@@ -303,7 +303,7 @@ def test_second_derivative() -> None:
     ("wrong", "error", "message"),
     [
         (lambda w: [*w[:3], w[3][:, :4]], ValueError, r"w_down\[3\]: expected shape \(16, 8\)"),
-        (lambda w: [*w[:3], w[3].float()], TypeError, r"w_down\[3\]: expected dtype float64 as"),
+        (lambda w: [*w[:3], w[3].float()], TypeError, r"w_down\[3\]: expected dtype float64 like"),
         (lambda w: w[:3], ValueError, r"w_up: expected shape \(3, 16, 16\), got \(4, 16, 16\)"),
         (lambda w: [], TypeError, "w_down: expected a torch.Tensor, got list"),
         (lambda w: ["x", *w[1:]], TypeError, "w_down: expected a torch.Tensor, got list"),

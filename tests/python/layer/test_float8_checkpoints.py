@@ -86,7 +86,7 @@ def test_wrong_codes_are_named(device: str) -> None:
     cases = [
         ({"w_up": layer.up}, TypeError, r"w_up: expected a pair \(gate, up\) of guild.Quantized"),
         ({"w_up": up}, ValueError, r"w_up.codes: expected shape \(4, 416, 256\)"),
-        ({"w_down": layer.down}, TypeError, "w_down: expected guild.Quantized as the other"),
+        ({"w_down": layer.down}, TypeError, "w_down: expected guild.Quantized like the other"),
         (
             {"w_up": (gate, Quantized(up.codes, scales))},
             ValueError,

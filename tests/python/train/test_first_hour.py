@@ -112,7 +112,7 @@ BAD_CHECKPOINTS = {
     "no step": (lambda p: change_state(p, step=None), "guild train: no step in it"),
     "a step below 0": (lambda p: change_state(p, step=-5), "step: expected 0 or more, got -5"),
     "a step that is a flag": (lambda p: change_state(p, step=True), "guild train: no step in it"),
-    "a format of two": (lambda p: change_state(p, format=torch.ones(2)), "no checkpoint of guild"),
+    "a format of two": (lambda p: change_state(p, format=torch.ones(2)), "not a checkpoint of"),
     "experts in words": (
         lambda p: change_setting(p, "experts", "four"),
         "experts: expected int, got 'four'",
