@@ -60,8 +60,8 @@ inline double expected_router_time(RouterTile const& tile, int64_t tokens, int64
          (tile.split ? parts : 0);
 }
 
-// The tile that is expected to be fastest. For few tokens, a block of a tile that is not split
-// would read whole rows of the weight.
+// The tile that is expected to be fastest. For few tokens it is the first, which is split: tiles
+// that are not would give too few blocks, each of which would read whole rows of the weight.
 inline RouterTile choose_router_tile(int64_t tokens, int64_t hidden, int64_t experts) {
   if (few_for_router(tokens, hidden, experts)) return kRouterTiles[0];
   RouterTile best = kRouterTiles[7];

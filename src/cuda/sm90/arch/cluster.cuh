@@ -1,8 +1,9 @@
 // Clusters of blocks: their launch, and the shared memory of the others. PTX ISA, sections "mapa",
 // "ld" and "st.async".
 //
-// Used outside sm90/ by rows/bias_gradient.cu and routing/sort.cu, whose first kernel has its
-// cluster's size in its declaration (__cluster_dims__) because launch_early() starts it.
+// Used outside sm90/ by rows/bias_gradient.cu, routing/one_cluster.cuh and routing/sort.cu; the
+// first kernel of sort.cu has its cluster's size in its declaration (__cluster_dims__) because
+// launch_early() starts it.
 #pragma once
 #include <bit>
 #include <utility>
