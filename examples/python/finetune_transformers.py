@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, default=Path(__file__), help="file to learn")
     parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train adapters only")
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--batch", type=int, default=8, help="windows a step")
+    parser.add_argument("--batch", type=int, default=8, help="windows per step")
     parser.add_argument("--length", type=int, default=64, help="tokens of a window")
     parser.add_argument("--rate", type=float, help="learning rate")
     parser.add_argument("--out", type=Path, help="folder to save to")

@@ -34,12 +34,12 @@ _SETTING_HELP = {
     "final_lr": "fraction of the peak left at the end",
     "warmup": "warm-up steps",
     "weight_decay": "weight decay of the matrices",
-    "clip": "largest norm of the gradient",
+    "clip": "norm that the gradient is clipped to",
     "balance": "weight of the load-balancing loss",
-    "router": "how logits become ids and weights",
+    "router": "how logits become expert ids and weights",
     "round": "round each expert's tokens to whole tiles",
     "tile": "rows per tile",
-    "capacity": "most rows of an expert, relative to an even share; others are dropped; 0: all",
+    "capacity": "most rows per expert, relative to an even share; others are dropped; 0: no limit",
     "bias_rate": "step of the selection bias of routers that have one",
     "seed": "seed of initial weights, data order and sample",
 }
@@ -102,7 +102,7 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
     add(
         "--resume",
         action="store_true",
-        help="continue from the checkpoint in --out; with --steps, to a later last step",
+        help="continue from the checkpoint in --out; with --steps, up to a later step",
     )
     add(
         "--compare",
@@ -112,7 +112,7 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
     add(
         "--fp8",
         action="store_true",
-        help="train the model in FP8 and in bfloat16 side by side, step by step",
+        help="train the model in FP8 and in bfloat16 alongside, step by step",
     )
     add("--moe", choices=("guild", "plain", "fp8"), help="layer to train (guild)")
     add("--device", metavar="NAME", help="auto, cpu, cuda or cuda:<index> (auto)")
@@ -160,7 +160,12 @@ def _add_generate(commands: argparse._SubParsersAction) -> None:
         formatter_class=_Formatter,
     )
     add = generate.add_argument
-    add("run", type=_path, metavar="RUN", help="the folder that guild train wrote (runs/train)")
+    add(
+        "run",
+        type=_path,
+        metavar="RUN",
+        help="the folder that guild train wrote, such as runs/train",
+    )
     add("--prompt", metavar="TEXT", help="text to continue (guild train's own prompt)")
     add("--tokens", type=int, default=320, metavar="N", help="bytes to write (320)")
     add(
@@ -198,8 +203,8 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
         "--seconds",
         type=float,
         metavar="X",
-        help="least time per candidate, pass and round (0.5 on a GPU, 0.2 on the CPU; with --steps "
-        "and --rounding 0.2 and 0.05, with --sweep and --decode 0.1 and 0.02)",
+        help="least time per candidate, pass and round (0.5 on a GPU, 0.2 on the CPU; with --steps, "
+        "--rounding and --fp8 0.2 and 0.05, with --sweep and --decode 0.1 and 0.02)",
     )
     how.add_argument("--calls", type=int, metavar="N", help="calls per round, instead of --seconds")
     how.add_argument(
@@ -304,8 +309,8 @@ def _add_what(bench: argparse.ArgumentParser) -> None:
         default=[],
         choices=[*NAMED, "all"],
         metavar="NAME",
-        help=f"{', '.join(PRESETS)}, all; more by name: {', '.join(MORE_PRESETS)}; for the CPU "
-        f"{', '.join(CPU_SHAPES)}; may be repeated (all on a GPU, the latter two on the CPU)",
+        help=f"{', '.join(PRESETS)}, all; more by name: {', '.join(MORE_PRESETS)}; for the CPU: "
+        f"{', '.join(CPU_SHAPES)}; may be repeated (default: all on a GPU, these two on the CPU)",
     )
     add(
         "--thiek",
