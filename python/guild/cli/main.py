@@ -203,8 +203,8 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
         "--seconds",
         type=float,
         metavar="X",
-        help="least time per candidate, pass and round (0.5 on a GPU, 0.2 on the CPU; with --steps, "
-        "--rounding and --fp8 0.2 and 0.05, with --sweep and --decode 0.1 and 0.02)",
+        help="least time per candidate, pass and round (0.5 on a GPU, 0.2 on the CPU; with "
+        "--steps, --rounding and --fp8 0.2 and 0.05, with --sweep and --decode 0.1 and 0.02)",
     )
     how.add_argument("--calls", type=int, metavar="N", help="calls per round, instead of --seconds")
     how.add_argument(

@@ -205,7 +205,7 @@ def weights_in_turns(learner: ShardedLearner) -> None:
     """A place is refused while another module has it, and what nobody waited for is given up."""
     blocks = [parameters_of(block) for block in learner.model.blocks]
     blocks[0].unshard()
-    with pytest.raises(RuntimeError, match="before those of the module that has their place"):
+    with pytest.raises(RuntimeError, match="before the module that holds their place"):
         blocks[2].unshard()
     blocks[1].unshard()
     with learner.weights.replaced():
