@@ -61,12 +61,13 @@ struct RouterProductOfFew {
   }
   static constexpr int kMostBytes = bytes(int(kMostRouterChunk) / 64, kRouterTiles[0].tokens);
 
+  // full: null if nothing has to be waited for.
   static __device__ void multiply(float (&acc)[kExperts / 2], Params const& p, int count,
                                   Barrier* full, uint32_t x, uint32_t weight) {
     constexpr int slice_step = kSliceBytes<Major::K> / 16;
     fence_registers(acc);
     for (int step = 0; step < count; ++step) {
-      if (step % kSteps == 0) full[step / kSteps].wait(0);
+      if (step % kSteps == 0 && full != nullptr) full[step / kSteps].wait(0);
       uint32_t const a = descriptor<Major::K>(x + step * p.rows * kRowBytes);
       uint32_t const b = descriptor<Major::K>(weight + step * kWeightBytes);
       wgmma_fence();
@@ -136,23 +137,32 @@ struct RouterProductOfFew {
       for (int i = 0; i < count; i += kSteps) prefetch_box(rows, {0, expert, first + i});
     }
     __syncthreads();
-    wait_for_previous();
-    bool const loads_weights = threadIdx.x == 0;
-    if (loads_weights || threadIdx.x == 32) {
-      CUtensorMap const& map = loads_weights ? rows : p.x;
-      int const step_bytes = loads_weights ? kWeightBytes : p.rows * kRowBytes;
-      char* const to = loads_weights ? weight : x;
-      for (int i = 0; i < count; i += kSteps) {
-        Barrier& barrier = full[i / kSteps];
-        barrier.arrive_expect(kSteps * step_bytes);
-        tma_load(map, to + i * step_bytes, {0, loads_weights ? expert : 0, first + i}, barrier);
+    // First a rehearsal, as in sm90/decode/plan_by_choice.cuh: a step of whatever is in shared
+    // memory, of which nothing is stored.
+#pragma unroll 1
+    for (int pass = 0; pass < 2; ++pass) {
+      bool const rehearses = pass == 0;
+      if (!rehearses) {
+        wait_for_previous();
+        bool const loads_weights = threadIdx.x == 0;
+        if (loads_weights || threadIdx.x == 32) {
+          CUtensorMap const& map = loads_weights ? rows : p.x;
+          int const step_bytes = loads_weights ? kWeightBytes : p.rows * kRowBytes;
+          char* const to = loads_weights ? weight : x;
+          for (int i = 0; i < count; i += kSteps) {
+            Barrier& barrier = full[i / kSteps];
+            barrier.arrive_expect(kSteps * step_bytes);
+            tma_load(map, to + i * step_bytes, {0, loads_weights ? expert : 0, first + i}, barrier);
+          }
+        }
+        __syncwarp();
       }
+      float acc[kExperts / 2];
+      forget_registers(acc);
+      multiply(acc, p, rehearses ? 1 : count, rehearses ? nullptr : full, kept(shared_address(x)),
+               kept(shared_address(weight)));
+      store(Target(p, part, gate), rehearses ? 0 : p.tokens, expert, acc);
     }
-    __syncwarp();
-    float acc[kExperts / 2];
-    forget_registers(acc);
-    multiply(acc, p, count, full, kept(shared_address(x)), kept(shared_address(weight)));
-    store(Target(p, part, gate), p.tokens, expert, acc);
   }
 };
 

@@ -35,20 +35,23 @@ struct alignas(16) RouteOfToken {
   static __device__ int quads(int experts) { return (experts + 127) / 128; }
 
   // Writes logits and keys of all experts, and keys of 0 up to a whole number of quads per lane.
-  // Returns whether a logit is NaN.
-  __device__ bool find_keys(Route const& x, LogitParts const& parts, int64_t token, int experts) {
+  // Returns whether a logit is NaN. In a rehearsal, logits are made up, and no memory is read. They
+  // differ, since equal ones would be chosen by other instructions.
+  __device__ bool find_keys(Route const& x, LogitParts const& parts, int64_t token, int experts,
+                            bool rehearses = false) {
     int const e = 4 * int(threadIdx.x), count = min(4, experts - e);
     bool nan = false;
     if (e < 128 * quads(experts)) {
       float bias[4] = {}, sum[4] = {};
-      auto const* const biases = static_cast<float const*>(x.selection_bias);
+      auto const* const biases = rehearses ? nullptr : static_cast<float const*>(x.selection_bias);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         if (biases != nullptr && i < count) bias[i] = biases[e + i];
       }
-      parts.sum_of_neighbours(token * experts + e, count, sum);
+      if (!rehearses) parts.sum_of_neighbours(token * experts + e, count, sum);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
+        if (rehearses) sum[i] = float(-e - i) / 64;
         logit[e + i] = sum[i];
         uint32_t const found =
             order_of(ranked_by_logit(x) ? sum[i] : plain_key(x, sum[i], bias[i]));

@@ -20,18 +20,23 @@ __device__ inline void prefetch_biases(Route const& route) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(bias + first));
 }
 
-// Called by the whole block. Waits for the previous kernel. The last block writes ids and scores
-// before it lets the next kernel start, which may read them before it waits. `router` and `planner`
-// may share memory.
+// Between layers no instruction is in the caches of a multiprocessor, and fetching them one after
+// the other takes longer than choosing. So a block that has to wait for the router's product
+// rehearses: it runs the same instructions on made-up logits, which it does not act upon. Choices
+// among more experts than this are not rehearsed: it gains nothing (docs/measured/).
+inline constexpr int64_t kMostRehearsed = 256;
+
+// Called by the whole block. Waits for the previous kernel, except in a rehearsal. The last block
+// writes ids and scores before it lets the next kernel start, which may read them before it waits.
+// `router` and `planner` may share memory.
 __device__ inline Plan plan_by_choice(TokenChoice const& choice, Sort const& sort,
-                                      RouteOfToken& router, Planner& planner) {
+                                      RouteOfToken& router, Planner& planner, bool rehearses) {
   Route const& route = choice.route;
   int const experts = int(route.experts), top_k = int(route.top_k), lane = threadIdx.x % 32;
-  bool const writes = blockIdx.x + 1 == gridDim.x, first = warp_index() == 0;
-  prefetch_biases(route);
-  wait_for_previous();
-  if (!writes) let_next_start();
-  bool const nan = router.find_keys(route, choice.parts, 0, experts);
+  bool const first = warp_index() == 0, writes = !rehearses && blockIdx.x + 1 == gridDim.x;
+  if (!rehearses) wait_for_previous();
+  if (!rehearses && !writes) let_next_start();
+  bool const nan = router.find_keys(route, choice.parts, 0, experts, rehearses);
   if (first) router.choose(route.router, experts, top_k);
   if (writes && first) {
     router.write(route, 0, experts, nan);
@@ -41,7 +46,7 @@ __device__ inline Plan plan_by_choice(TokenChoice const& choice, Sort const& sor
     let_next_start();
   }
   __syncthreads();
-  bool const there = lane < top_k && RouteOfToken::is_real(route, 0);
+  bool const there = lane < top_k && (rehearses || RouteOfToken::is_real(route, 0));
   int const mine = there ? int(router.chosen[lane]) : Planner::kNoExpert;
   __syncthreads();
   return planner.sort_in_warp(sort, mine);

@@ -19,6 +19,7 @@
 #pragma once
 #include "cuda/products.h"
 #include "cuda/sm90/arch/copy.cuh"
+#include "cuda/sm90/decode/gathered_rows.cuh"
 #include "cuda/sm90/decode/numbers.cuh"
 #include "cuda/sm90/decode/plan.cuh"
 #include "cuda/sm90/decode/plan_by_choice.cuh"
@@ -156,8 +157,6 @@ struct DecodeProduct {
   };
   static __device__ Tile no_more() { return {.expert = -1}; }
 
-  // Rows that are loaded for a tile. Products of other rows are ignored.
-  static __device__ int loaded_rows(Tile const& tile) { return (tile.rows + 7) / 8 * 8; }
   static __device__ int stages_of(Params const& p, Tile const& tile) {
     int const k = tile.expert == kSharedExpert ? p.shared.k : p.k;
     return (k + 64 * S.steps() - 1) / (64 * S.steps());
@@ -186,48 +185,6 @@ struct DecodeProduct {
     }
   }
 
-  // Where a lane's rows of X begin: row lane / 8 + 4 i of the tile.
-  struct Rows {
-    static constexpr int kMost = S.tokens / 4;
-    uint32_t from[kMost];
-    int token[(S.tokens + 31) / 32];  // of row lane + 32 i
-
-    // Starts to load what begin() will need: the latency of busy memory is high.
-    __device__ void find(Params const& p, Plan const& plan, Tile const& tile) {
-#pragma unroll
-      for (int i = 0; i < (S.tokens + 31) / 32; ++i) {
-        int const r = threadIdx.x % 32 + 32 * i;
-        token[i] = -1;
-        if (r >= tile.rows) continue;
-        token[i] = tile.expert == kSharedExpert ? tile.row + r
-                   : plan.token != nullptr      ? plan.token[tile.row + r]
-                                                : p.row_token[tile.row + r];
-      }
-    }
-    __device__ void begin(Params const& p) {
-#pragma unroll
-      for (int i = 0; i < kMost; ++i) {
-        int const lane = (threadIdx.x % 32 / 8 + 4 * i) % 32;
-        int const found = __shfl_sync(~0u, token[i / 8], lane);
-        from[i] = unsigned(found) < unsigned(p.tokens) ? uint32_t(found) * p.stride : kNone;
-      }
-    }
-    __device__ void load(Params const& p, Stage& stage, Tile const& tile, int index) const {
-      int const lane = threadIdx.x % 32, rows = loaded_rows(tile);
-#pragma unroll
-      for (int s = 0; s < S.steps(); ++s) {
-        int const k = 64 * (index * S.steps() + s) + lane % 8 * kElementsPer16Bytes;
-        uint32_t const none = k < p.k ? kNone : 0, to = shared_address(stage.template x<S>(s));
-#pragma unroll
-        for (int i = 0; i < kMost; ++i) {
-          if (4 * i >= rows) break;
-          copy_async(chunk_address(to, lane / 8 + 4 * i, lane % 8), units_after(p.x + k, from[i]),
-                     from[i] < none);
-        }
-      }
-    }
-  };
-
   // Where rows of X lie packed: announces a stage's bytes and issues boxes of 8 rows, one a lane.
   static __device__ void load_rows(Params const& p, Stage& stage, Barrier& full, Tile const& tile,
                                    int index) {
@@ -246,10 +203,12 @@ struct DecodeProduct {
   static constexpr int kAskedAhead = 5, kFoundAhead = 3;
   static __device__ int found_at(int count) { return max(0, count - kFoundAhead); }
 
-  // The warp that loads weights. It announces the block's tiles, the next one a little ahead.
-  static __device__ void load(Params const& p, SharedStorage& smem, Plan const& plan) {
+  // The warp that loads weights. It announces the block's tiles, the next one a little ahead. In a
+  // rehearsal it gets as far as the first stage, and neither loads nor announces anything.
+  static __device__ void load(Params const& p, SharedStorage& smem, Plan const& plan,
+                              bool rehearses) {
     Ring& ring = smem.ring;
-    bool const leads = threadIdx.x % 32 == 0;
+    bool const leads = threadIdx.x % 32 == 0 && !rehearses;
     uint64_t const policy = evict_first();
     Tiles tiles(p, plan);
     TileNumbers numbers(p.claims);
@@ -257,7 +216,7 @@ struct DecodeProduct {
     QueueEnd end;
     Tile tile, next;
     bool waits = p.early, more = tiles.find(numbers.now, next);
-    smem.queue.put(end, more ? next : no_more());
+    if (!rehearses) smem.queue.put(end, more ? next : no_more());
     while (more) {
       tile = next;
       int const count = stages_of(p, tile);
@@ -269,6 +228,7 @@ struct DecodeProduct {
         if (leads) {
           load_weights(p, ring.stage[at.stage], ring.full[at.stage], tile, i, policy);
         }
+        if (rehearses) return;
         if (i == asks_at) {
           if (waits && p.claims >= 0) wait_for_previous();
           waits = waits && p.claims < 0;
@@ -290,7 +250,7 @@ struct DecodeProduct {
     Ring& ring = smem.ring;
     Cursor at;
     QueueEnd end;
-    Rows rows;
+    GatheredRows<S> rows;
     Tile tile, next;
     bool more = smem.queue.take(end, next);
     if constexpr (gathered) {
@@ -350,13 +310,27 @@ struct DecodeProduct {
     }
   }
 
-  static __device__ Plan plan_of(Params const& p, SharedStorage& smem) {
+  static __device__ Plan plan_of(Params const& p, SharedStorage& smem, bool rehearses) {
     if constexpr (chooses) {
-      return plan_by_choice(p.choice, p.plan.sort, smem.choice, smem.planner);
+      return plan_by_choice(p.choice, p.plan.sort, smem.choice, smem.planner, rehearses);
     } else {
       if (!p.early) start_in_turn();
       bool const sorts = p.plan.sort.ids != nullptr;
       return sorts ? smem.planner.sort(p.plan.sort) : smem.planner.find(p.plan.groups);
+    }
+  }
+
+  // All that a block does once its barriers are there.
+  static __device__ void work(Params const& p, SharedStorage& smem, bool rehearses) {
+    Plan const plan = plan_of(p, smem, rehearses);
+    if (warp_index() == kConsumerWarps) {
+      load(p, smem, plan, rehearses);
+    } else if (rehearses) {
+      return;
+    } else if (warp_index() > kConsumerWarps) {
+      gather(p, smem, plan);
+    } else {
+      consume(p, smem, plan);
     }
   }
 
@@ -375,13 +349,19 @@ struct DecodeProduct {
       smem.queue.init(0);
     }
     __syncthreads();  // while kernels before still run
-    Plan const plan = plan_of(p, smem);
-    if (warp_index() == kConsumerWarps) {
-      load(p, smem, plan);
-    } else if (warp_index() > kConsumerWarps) {
-      gather(p, smem, plan);
+    if constexpr (chooses) {
+      prefetch_biases(p.choice.route);
+      bool rehearses = p.choice.route.experts <= kMostRehearsed;
+      // One copy of the instructions serves both passes.
+#pragma unroll 1
+      do {
+        work(p, smem, rehearses);
+        if (!rehearses) return;
+        rehearses = false;
+        __syncthreads();
+      } while (true);
     } else {
-      consume(p, smem, plan);
+      work(p, smem, false);
     }
   }
 };

@@ -3,6 +3,7 @@
 #include "cuda/sm90/arch/copy.cuh"
 #include "cuda/sm90/arch/wgmma.cuh"
 #include "cuda/sm90/cursor.cuh"
+#include "cuda/sm90/tile_queue.cuh"
 #include "cuda/warp.cuh"
 
 namespace guild::cuda::sm90 {
@@ -25,6 +26,9 @@ struct DecodeShape {
 };
 
 inline constexpr int kConsumerWarps = 4;
+
+// Rows that are loaded for a tile. Products of other rows are ignored.
+__device__ inline int loaded_rows(Tile const& tile) { return (tile.rows + 7) / 8 * 8; }
 
 // Loads a box that is read once: what other kernels left in L2 stays there.
 __device__ inline void tma_load_once(CUtensorMap const& map, void* to, Coordinate at, Barrier& done,

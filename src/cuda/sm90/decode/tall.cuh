@@ -121,7 +121,6 @@ struct TallProduct {
   static __device__ int stages_of(Params const& p, Tile const& tile) {
     return (p.k + depth(tile) - 1) / depth(tile);
   }
-  static __device__ int loaded_rows(Tile const& tile) { return (tile.rows + 7) / 8 * 8; }
 
   // Reads the groups' bounds.
   static __device__ void find_groups(Params const& p, SharedStorage& smem) {
