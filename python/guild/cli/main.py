@@ -160,12 +160,7 @@ def _add_generate(commands: argparse._SubParsersAction) -> None:
         formatter_class=_Formatter,
     )
     add = generate.add_argument
-    add(
-        "run",
-        type=_path,
-        metavar="RUN",
-        help="the folder that guild train wrote, such as runs/train",
-    )
+    add("run", type=_path, metavar="RUN", help="folder that guild train wrote, say runs/train")
     add("--prompt", metavar="TEXT", help="text to continue (guild train's own prompt)")
     add("--tokens", type=int, default=320, metavar="N", help="bytes to write (320)")
     add(

@@ -94,7 +94,7 @@ def test_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (settings.hidden, settings.layers, settings.context) == (1024, 3, 4096)
     assert plan.fsdp and plan.expert_parallel == 1 and not plan.checkpoints
     for words, text in (
-        (("--expert-parallel", "2"), "^expert_parallel: expected with --fsdp"),
+        (("--expert-parallel", "2"), "^expert_parallel: expected only with --fsdp"),
         (("--keep-gathered",), "^keep_gathered: expected with --fsdp"),
         (("--fsdp", "--expert-parallel", "0"), "^expert_parallel: expected at least 1"),
         (("--fsdp", "--compare"), "^compare: "),
