@@ -95,7 +95,7 @@ def test_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan.fsdp and plan.expert_parallel == 1 and not plan.checkpoints
     for words, text in (
         (("--expert-parallel", "2"), "^expert_parallel: expected only with --fsdp"),
-        (("--keep-gathered",), "^keep_gathered: expected with --fsdp"),
+        (("--keep-gathered",), "^keep_gathered: expected only with --fsdp"),
         (("--fsdp", "--expert-parallel", "0"), "^expert_parallel: expected at least 1"),
         (("--fsdp", "--compare"), "^compare: "),
         (("--vocabulary", "100"), "^vocabulary: expected at least 256"),
