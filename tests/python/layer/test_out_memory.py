@@ -113,7 +113,7 @@ RAW: dict[str, Callable[[SimpleNamespace], object]] = {
     "out: .* bias": lambda g: ops.grouped_mm_out(
         *(g.x, g.up.mT, g.offsets[1:].clone(), g.dh[:EXPERTS], g.dh, False)
     ),
-    "out: .* x has": lambda g: ops.moe_forward_out(
+    "out: .* shared with x": lambda g: ops.moe_forward_out(
         g.x, g.ids, g.scores, None, None, g.up, None, g.down, None, None, *FLAGS, g.x
     ),
     "out: .* residual": lambda g: ops.moe_forward_out(
@@ -126,7 +126,7 @@ RAW: dict[str, Callable[[SimpleNamespace], object]] = {
     "out: .* w_down": lambda g: ops.experts_forward_out(
         g.x, g.offsets, g.up, None, g.down, None, None, *FLAGS, rows_in(g.down)
     ),
-    "dw_up: .* x has": lambda g: ops.up_weight_gradient_out(
+    "dw_up: .* shared with x": lambda g: ops.up_weight_gradient_out(
         *(g.x, g.dh[:, :8].contiguous(), g.offsets[:2].clone(), None, g.x[:8].view(1, 8, HIDDEN)),
         *(None, False, False, False, False),
     ),
@@ -134,7 +134,7 @@ RAW: dict[str, Callable[[SimpleNamespace], object]] = {
         *(g.x, g.dh[:, :8].contiguous(), g.offsets[:2].clone(), None),
         *(g.x.view(-1)[:128].view(1, HIDDEN, 8), False, False),
     ),
-    "db: .* m has": lambda g: ops.bias_gradient_out(
+    "db: .* shared with m": lambda g: ops.bias_gradient_out(
         g.x, g.offsets, None, None, g.x[:EXPERTS], False
     ),
     "dw_gate: .* dw_up": lambda g: ops.up_weight_gradient_out(
