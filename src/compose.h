@@ -1,7 +1,7 @@
 // The composites: which steps make a layer's forward and backward, and how the work buffer is cut.
 //
 // Written once for both backends: Steps has one callable per step (src/cpu/moe.cpp,
-// src/cuda/moe.cu). Steps that read dH and A' follow closely in backward, while these are in L2.
+// src/cuda/moe.cu). In backward, steps that read dH and A' come soon after, while both are in L2.
 #pragma once
 #include <algorithm>
 
@@ -54,7 +54,7 @@ inline BiasSums carve_bias_sums(Carver& carver, Sizes const& s, bool gated) {
   return {dh, carver.take(bytes, s.hidden)};
 }
 
-// What the weight gradients need beside their operands.
+// What the weight gradients need besides their operands.
 struct ScheduleMemory {
   WeightSchedule schedule;
   int32_t* counter = nullptr;  // of the queue
@@ -112,7 +112,7 @@ inline ScheduleMemory workspace_of(MoeWeightGradients const& g) {
   return carve_schedule(carver, g.sizes);
 }
 
-// The steps' arguments, of a whole layer's.
+// The arguments of single steps, taken from those of a whole layer.
 inline UpProjection up_projection_of(MoeForward const& f, Rows a) {
   return {.sizes = f.sizes,
           .dtype = f.dtype,
@@ -192,7 +192,7 @@ void compose_forward(MoeForward const& f, ForwardWorkspace const& w, Steps const
                                 .residual_scale = f.residual_scale});
 }
 
-// memory: of the schedule, which is made here.
+// memory: for the schedule, which is computed here.
 template <class Steps>
 void compose_weight_gradients(MoeWeightGradients const& g, WeightSchedule const& memory,
                               Steps const& steps) {
