@@ -51,7 +51,7 @@ def test_every_recipe_is_timed(device: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_input_sets_that_have_not_run() -> None:
-    """Recipes share codes, which the first one makes; an input set that has not run has none."""
+    """Recipes share the codes that the first one made, also for input sets that it has not run."""
     device = torch.device("cpu")
     sets = [make_problems(SHAPE, "random", torch.bfloat16, device, seed)[0] for seed in (0, 1)]
     first = Float8Layer("fp8, 16-bit dW", sets)

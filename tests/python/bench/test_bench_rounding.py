@@ -55,7 +55,7 @@ def test_figures_by_hand() -> None:
 
 
 def test_times_are_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph holds one step, or eight routings, of every input set."""
+    """A graph's time, of one step or eight routings per input set, is divided by its calls."""
     repeats: list[int] = []
     monkeypatch.setattr(
         bench_rounding, "Replay", lambda call, count, pool: repeats.append(count) or call

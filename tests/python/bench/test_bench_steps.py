@@ -111,7 +111,7 @@ def bytes_not_moved(chain: StepChain, step: str) -> int:
     if step == "score gradient" and chain.b_down is None:
         unread += chain.dout.nbytes  # dO is there for the bias alone
     if step == "dW2":
-        unread += chain.x.nbytes + chain.dh.nbytes  # operands of dW1, which the op could make too
+        unread += chain.x.nbytes + chain.dh.nbytes  # operands of dW1, computable here too
     if step == "dW1":
         unread += chain.dout.nbytes + chain.a_scaled.nbytes
     if step == "router gradient":

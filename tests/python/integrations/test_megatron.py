@@ -61,7 +61,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def config(**more: object) -> TransformerConfig:
-    """A tiny layer's; what __post_init__ allows only together with more is set afterwards."""
+    """A tiny layer's config; options that __post_init__ allows only with others are set later."""
     later = {n: more.pop(n) for n in ("delay_wgrad_compute",) if n in more}
     given = {
         "num_layers": 1,
@@ -318,7 +318,7 @@ def test_checkpoint_of_one_process_loads() -> None:
 
 
 def test_use_guild_finds_the_experts() -> None:
-    """In a block's spec, whose layers without experts stay the same objects; nothing is changed."""
+    """A block's layers without experts keep their spec objects, and the given spec is unchanged."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
     block = get_gpt_decoder_block_spec(
