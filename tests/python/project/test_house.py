@@ -95,7 +95,7 @@ def test_no_module_imports_itself_round_a_corner() -> None:
 
 
 def test_the_library_imports_nothing_above_it() -> None:
-    """The library stands alone; training and integrations build on it, the benchmark on those."""
+    """The library stands alone; training and integrations use it, the benchmark uses training."""
     imports = imports_in(PACKAGE)
     assert {folder_of(name) for name in imports} == {"", "_torch", "distributed", "float8", *ABOVE}
     assert strangers_in({n: i for n, i in imports.items() if n != "guild.__main__"}) == []
