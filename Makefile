@@ -1,6 +1,6 @@
-# Guild's two commands, `make train` and `make test`, and the steps they are made of.
+# Guild's two main commands, `make train` and `make test`, and the steps they consist of.
 #
-# Each sets up what it needs first: see scripts/setup.py. Nothing is installed twice.
+# Each first sets up what it needs (scripts/setup.py). Nothing is installed twice.
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 

@@ -1,6 +1,6 @@
 # Puts the commit that a wheel is built from into it, as guild/commit.txt: an installed package has
-# no checkout around it to ask. $GUILD_COMMIT goes first, for sources that travel without git; where
-# neither knows, there is no such file.
+# no checkout around it to ask. $GUILD_COMMIT takes precedence, for sources that travel without git;
+# where neither is there, the wheel has no such file.
 set(commit "$ENV{GUILD_COMMIT}")
 set(git_here git -C "${CMAKE_CURRENT_SOURCE_DIR}")
 set(git_output OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)

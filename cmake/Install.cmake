@@ -1,5 +1,5 @@
-# What is installed: headers, library and CMake package; in a wheel all of it inside the Python
-# package's folder, beside the torch binding.
+# Installs headers, library and CMake package; in a wheel, all of them go into the Python package's
+# folder, beside the torch binding.
 include(CMakePackageConfigHelpers)
 
 set(root "")

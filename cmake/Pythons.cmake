@@ -2,11 +2,11 @@
 # Eigen (cmeel-eigen), CUTLASS (nvidia-cutlass) and torch.
 #
 # -DPython3_EXECUTABLE names the one to ask; otherwise the active virtual environment, the source
-# tree's .venv and PATH's python3 are asked in turn, and again in every run of CMake: nothing is
-# remembered, so that what was installed meanwhile is found.
+# tree's .venv and PATH's python3 are asked in turn. Every run of CMake asks again and caches
+# nothing, so that packages installed meanwhile are found.
 #
-# Sets guild_pythons, those asked, and GUILD_FOUND_EIGEN, _CUTLASS, _TORCH, _TORCH_VERSION from the
-# first of them that has each; empty where none has.
+# Sets guild_pythons, the Pythons asked, and GUILD_FOUND_EIGEN, _CUTLASS, _TORCH, _TORCH_VERSION
+# from the first of them that has each; empty where none has.
 
 set(guild_pythons "")
 if(Python3_EXECUTABLE)
@@ -47,7 +47,7 @@ if(Python3_EXECUTABLE AND NOT guild_pythons)
     "Python3_EXECUTABLE: expected a Python 3, '${Python3_EXECUTABLE}' does not run")
 endif()
 
-# What messages say of the search, and an installation that will be found.
+# For messages: which Pythons were asked, and a pip command whose packages will be found.
 list(REMOVE_DUPLICATES guild_pythons)
 if(guild_pythons)
   list(GET guild_pythons 0 python)

@@ -1,7 +1,7 @@
 """Print where Python finds the packages that the build takes headers and libraries from.
 
 One line `name=path` each for eigen, cutlass, torch and torch_version; empty where there is none.
-Nothing is imported: looking torch up must not cost the seconds that importing it does.
+Nothing is imported: finding torch must not take the seconds that importing it takes.
 """
 
 import sys

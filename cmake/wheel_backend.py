@@ -1,7 +1,7 @@
-"""The build backend of Guild's wheel: scikit-build-core's, or a word on what to install.
+"""The build backend of Guild's wheel: scikit-build-core's, or a message on what to install.
 
-pip brings what pyproject.toml's build-system requires unless it is told --no-build-isolation. Then
-a missing scikit-build-core would be a traceback that says nothing of the rest.
+pip installs what pyproject.toml's build-system requires unless it is given --no-build-isolation.
+Then a missing scikit-build-core would end in a traceback that does not name what else is missing.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     check_ptxas.py run nvcc ...     compile, keep ptxas's report beside the object, check it
     check_ptxas.py show FOLDER      check every report under a build folder and print a table
 
-The first form is CMake's CUDA compiler launcher (CMAKE_CUDA_COMPILER_LAUNCHER), so that a kernel
-that breaks the rule never becomes an object and cannot pass unseen in a later, partial build.
+The first form is CMake's CUDA compiler launcher (CMAKE_CUDA_COMPILER_LAUNCHER): a kernel that
+breaks the rule leaves no object, so a later, partial build cannot miss it.
 Needs nvcc's `-Xptxas -v`.
 """
 
@@ -26,7 +26,7 @@ _INJECTED = re.compile(r"warpgroup\.(?:wait|arrive) is injected")  # slower, not
 
 @dataclass
 class Kernel:
-    """What ptxas said of one function: registers per thread, bytes spilled, bytes of stack."""
+    """What ptxas reports of one function: registers per thread, bytes spilled, bytes of stack."""
 
     name: str
     registers: int = 0
@@ -36,7 +36,7 @@ class Kernel:
     injected: int = 0  # waits that ptxas added around wgmma
 
     def fault(self) -> str:
-        """What breaks the rule, or nothing."""
+        """How the kernel breaks the rule, or an empty string."""
         if self.spilled_bytes:
             return f"spills {self.spilled_bytes} bytes"
         return self.serialised

@@ -4,9 +4,9 @@
     check_wheel.py --all-torches    the last release of every torch from 2.10 on
 
 The wheel reuses the objects of build/test, so that nothing is compiled twice. It is named after the
-oldest glibc that it runs on, as auditwheel finds. The checks are its contents, README's quick start
+oldest glibc that it runs on, as auditwheel finds. Checked are its contents, README's quick start
 and a layer with each torch, and the C++ example against the CMake package inside it. The sdist must
-hold every file of the repository that it should, and build a wheel without CUDA.
+hold every file of the repository that it should, and a wheel without CUDA must build from it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def build_wheel(source: Path, folder: Path, build: Path, **environment: str) -> 
 
 
 def audit(wheel: Path) -> str:
-    """The platform tag of the oldest systems that a wheel runs on, by the symbols that it needs.
+    """The platform tag of the oldest systems that a wheel runs on, judged by the symbols it needs.
 
     Stops at a library that neither belongs to torch nor is on every Linux of that tag.
     """
@@ -92,7 +92,7 @@ def name_by_tag(wheel: Path, tag: str) -> Path:
 
 
 def check_contents(wheel: Path, wants_cuda: bool) -> bool:
-    """Stop if a wheel lacks a file, or CUDA kernels that it should have; returns if it has them."""
+    """Stop if a wheel lacks a file or wanted CUDA kernels; returns whether it has kernels."""
     archive = zipfile.ZipFile(wheel)
     names = archive.namelist()
     if missing := [name for name in EXPECTED if name not in names]:

@@ -1,8 +1,8 @@
 """Finds functions and types in C++ and CUDA source by its braces, without a compiler.
 
 Made for one house style, not for all of C++: strings and comments are blanked, then every brace
-outside a function opens a namespace, a type, a function or an initialiser, told apart by the text
-between it and the previous statement.
+outside a function opens a namespace, a type, a function or an initialiser, depending on the
+text between it and the previous statement.
 """
 
 from __future__ import annotations

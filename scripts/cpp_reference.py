@@ -1,8 +1,8 @@
 """Writes the C++ API's pages from the public headers, whose comments are the reference.
 
-A header is a first comment, then blocks between blank lines: declarations below the comment that
-describes them. A page shows the first comment as text and every block as in the header, under the
-names that it declares.
+A header starts with a comment. Blocks follow, separated by blank lines: declarations below the
+comment that describes them. A page shows the first comment as text, and every block as it is in the
+header under the names that it declares.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _is_open(lines: list[str]) -> bool:
 
 
 def as_text(comment: str) -> str:
-    """A comment as Markdown that reads the same: special characters are escaped."""
+    """A comment as Markdown that renders as the same text: special characters are escaped."""
     return re.sub(r"([\\`*_\[\]<>#|])", r"\\\1", comment)
 
 

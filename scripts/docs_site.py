@@ -2,8 +2,8 @@
 
 The documents are written to be read in the repository, with links to its other files. So they are
 copied to build/docs first, with README.md, CONTRIBUTING.md, CHANGELOG.md and the pages of both APIs
-beside them. A link to a document leads to its page, one to a header to its reference, one to any
-other file to a copy of that; a link to a folder becomes its text.
+beside them. Links to documents then lead to their pages, those to headers to the reference, those
+to other files to copies of them; a link to a folder becomes plain text.
 """
 
 from __future__ import annotations
@@ -54,9 +54,10 @@ def place(file: Path) -> str | None:
 
 
 def lead_links(text: str, origin: Path, page: str) -> str:
-    """Point the links of a document at `origin`, shown on `page`, to where the site has the files.
+    """Rewrite a document's links, from the repository's files to where the site has them.
 
-    A dead link stays as it is, and Sphinx warns of it.
+    The document lies at `origin` and is shown on `page`. A dead link stays as it is, and Sphinx
+    warns of it.
     """
 
     def replace(match: re.Match[str]) -> str:

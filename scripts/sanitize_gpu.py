@@ -1,4 +1,4 @@
-"""Run the quick C++ tests of the CUDA kernels under compute-sanitizer: a GPU machine's sanitize.
+"""Run the quick C++ tests of the CUDA kernels under compute-sanitizer: `make sanitize` for GPUs.
 
     python scripts/sanitize_gpu.py build/test/tests/cpp/guild_tests
     python scripts/sanitize_gpu.py TESTS --filter 'Quick/LowRank*cuda*:Quick/ExpertLists*cuda*'
@@ -20,7 +20,7 @@ QUICK = "Quick/*cuda*"  # the cases marked `quick` in tests/cases.csv
 
 
 def find_sanitizer() -> str:
-    """The program on PATH, of a toolkit, or of the Python package."""
+    """compute-sanitizer's path: on PATH, in a toolkit, or in the Python package."""
     if found := shutil.which("compute-sanitizer"):
         return found
     folders = [Path("/usr/local"), Path(sysconfig.get_path("purelib")) / "nvidia"]

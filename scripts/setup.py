@@ -37,7 +37,7 @@ PIP = [str(VENV_PYTHON), "-m", "pip", "--disable-pip-version-check", "-q"]
 
 
 def outer_torch() -> bool:
-    """Whether this Python already has a torch that will do, so that nobody downloads it twice."""
+    """Whether this Python already has a suitable torch, which is then not downloaded again."""
     try:
         version = metadata.version("torch")
     except metadata.PackageNotFoundError:
@@ -92,7 +92,7 @@ def make_venv() -> None:
         subprocess.run(make, check=True)
     else:
         make_venv_without_ensurepip(make)
-    if outer_torch() and inside_venv:  # venv looks past an outer virtual environment, we do not
+    if outer_torch() and inside_venv:  # venv itself passes over an outer virtual environment
         (venv_packages() / "outer.pth").write_text("\n".join(site.getsitepackages()) + "\n")
     (VENV / "made-at").write_text(str(ROOT))
     (VENV / "made-with").write_text(maker())

@@ -1,7 +1,7 @@
-"""Runs the steps of `make test`, all of them or those named, and sums them up.
+"""Runs the steps of `make test`, all of them or those named, and prints a summary.
 
     steps.py all          every step in order; a failed one does not stop the others
-    steps.py style cpp    these, building first if one needs it
+    steps.py style cpp    these steps, after a build if one needs it
     steps.py wheel --all-torches    options go on to the one step named
 
 Each step's output goes to the screen and to build/logs/STEP.log. A step that this machine cannot
@@ -36,7 +36,7 @@ from machine import (
 PYTHON = str(VENV_PYTHON)
 LOGS = ROOT / "build/logs"
 LIBRARY = ROOT / "build/test/libguild_torch.so"
-# The lines with which test runners close: pytest's and ctest's.
+# The last lines of test runners: pytest's and ctest's.
 _CLOSING = re.compile(r"^=+ .*\d+ (?:passed|failed|skipped).* =+$|^\d+% tests passed.*$")
 
 
@@ -51,7 +51,7 @@ class Step:
     independent: bool = False  # run every command even if an earlier one fails
     has_gpu_cases: bool = False
     one_core: bool = False  # the steps after it may run beside it
-    changes_library: bool = False  # which a step beside it may have loaded
+    changes_library: bool = False  # which a step that runs beside it may use
 
 
 def cpp_files() -> list[str]:
@@ -205,7 +205,7 @@ def timed(name: str, options: list[str], show: Callable[[str], object]) -> tuple
 def run_steps(names: list[str], options: list[str]) -> dict[str, tuple[str, float]]:
     """Run steps in order, one of them beside those after it if the machine has a core for each.
 
-    A GPU's tests have the machine to themselves, as they measure its memory and its time.
+    Tests on a GPU have the machine to themselves, as they measure memory and time.
     """
     company = (os.cpu_count() or 1) > 1 and not has_supported_gpu()
     results: dict[str, tuple[str, float]] = {}

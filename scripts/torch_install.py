@@ -14,7 +14,7 @@ TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 def install_torch(install: list[str], pin: str, seconds: float | None = None) -> bool:
     """Install `pin` ("torch==2.13.0") by pip's command `install`.
 
-    Returns False if it is not available, or not from the last place in so many seconds.
+    Returns False if it is not available, or if pip's own index takes longer than `seconds`.
     """
     if not shutil.which("nvidia-smi"):
         quiet = {"stderr": subprocess.DEVNULL}

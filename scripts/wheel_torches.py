@@ -1,4 +1,4 @@
-"""Tries the wheel with several torches: pip installs both into an empty environment each time.
+"""Tries the wheel with several torches, each time in an empty environment where pip installs both.
 
 Each time README's quick start, a layer forward and backward, the same layer under torch.compile,
 and `guild info` run there; then, with the packages of `guild[cli]`, `guild train`. The library is
@@ -81,7 +81,7 @@ def quick_start() -> str:
 
 
 def run_programs(python: Path, folder: Path, facts: list[str], **more: str) -> bool:
-    """Run what only needs torch by `python`, which finds Guild in `folder` or its packages."""
+    """Run what needs torch alone by `python`, which finds Guild in `folder` or its packages."""
     layer = ["-c", LAYER, str(folder), *facts]
     return run_each(python, folder, ["-c", quick_start()], layer, ["-m", "guild", "info"], **more)
 

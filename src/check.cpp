@@ -1,5 +1,5 @@
-// What is asked of the arguments of a layer's steps. See check.h; routing and the bare product are
-// in check_routing.cpp.
+// Checks of the arguments of a layer's steps. See check.h; those of routing and of the bare grouped
+// product are in check_routing.cpp.
 #include "check.h"
 
 #include "check_parts.h"
@@ -161,7 +161,7 @@ void check(BiasGradient const& x) {
 
 namespace {
 
-// The sort must fill the very arrays that the layer reads.
+// The sort must fill the same arrays that the layer reads.
 void check_sort_of(Sort const& sort, MoeForward const& x) {
   check(sort);
   Routing const& r = x.routing;

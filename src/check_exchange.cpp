@@ -50,13 +50,13 @@ void check_part(Part part) {
           "part: expected 0 (whole), 1 (first) or 2 (rest), got ", int(part));
 }
 
-// What every call is told of the memory, which only its size can be asked without.
+// Checks the memory that a call works on; only a query of its size may leave out `peers`.
 void check_mapped(PeerMemory const& m) {
   check(m);
   check_pointer(m.peers, true, "peers");
 }
 
-// Whether there are tokens of any rank.
+// Whether any rank may have tokens.
 bool any_token(PeerMemory const& m) { return m.tokens > 0; }
 
 }  // namespace
@@ -74,7 +74,7 @@ void check(PeerMemory const& m) {
   require(m.tokens <= kMostRows && counted && slots <= kMostRows, "memory: expected at most ",
           kMostRows, " slots of all ranks (ranks * tokens * top_k), got ", m.ranks, " * ", m.tokens,
           " * ", m.top_k);
-  // Everything else there is of rows is no more than three times as large.
+  // All other memory for rows is at most three times as large.
   bool const sized = !__builtin_mul_overflow(m.tokens, m.row_bytes, &bytes) &&
                      !__builtin_mul_overflow(bytes, m.returned, &bytes);
   require(sized && bytes < int64_t(1) << 60,

@@ -1,11 +1,11 @@
-// What is asked of the arguments of quantisation and of products of quantised operands.
+// Checks of the arguments of quantisation and of products of quantised operands.
 #include "check_float8_parts.h"
 #include "guild/float8_chunks.h"
 
 namespace guild {
 namespace {
 
-// What both steps that quantise their results are told.
+// Checks the arguments that both steps that quantise their results have.
 template <class Step>
 void check_scaled_step(Step const& x) {
   check_layer(x.sizes, x.dtype, x.routing);

@@ -1,4 +1,4 @@
-// The conditions on formats, scales and codes that checks of FP8 steps are made of.
+// Conditions on formats, scales and codes, from which the checks of FP8 steps are built.
 #pragma once
 #include "check_parts.h"
 #include "shared/float8.h"
@@ -29,7 +29,7 @@ void check_scales(BlockScales<F> const& scales, bool needed, std::array<int64_t,
       name);
 }
 
-// Scales that are written, (experts, rows, columns): each block's at a place of its own.
+// Scales that are written, (experts, rows, columns): no two blocks share an element.
 inline void check_made_scales(Scales const& scales, int64_t experts, int64_t rows, int64_t columns,
                               char const* name) {
   check_scales(scales, experts * rows > 0, {experts, rows, columns}, name);
@@ -41,7 +41,7 @@ inline void check_made_scales(Scales const& scales, int64_t experts, int64_t row
           scales.col_stride, ")");
 }
 
-// A weight's codes whose products run over `in`.
+// A weight's codes for products that sum over `in`.
 inline void check_codes(ConstWeight const& w, int64_t experts, int64_t out, int64_t in,
                         char const* name) {
   check_weight(w, experts, out, in, name, false);

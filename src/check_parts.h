@@ -1,4 +1,4 @@
-// The single conditions that check() is made of: sizes, element types, pointers, rows, weights.
+// The single conditions from which check() is built: sizes, element types, pointers, rows, weights.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -11,7 +11,7 @@ namespace guild {
 // Row and column counts are int32 in the kernels and the index arrays.
 inline constexpr int64_t kMostRows = (int64_t(1) << 31) - 1;
 inline constexpr int64_t kMostColumns = (int64_t(1) << 30) - 1;
-// From the first element of a tensor to its last.
+// The largest distance, in elements, from the first element of a tensor to its last.
 inline constexpr int64_t kMostReach = int64_t(1) << 59;
 
 inline void check_size(int64_t size, int64_t least, int64_t most, char const* name) {
@@ -73,8 +73,8 @@ struct Dimension {
   int64_t size, stride;
 };
 
-// Raises where the last element lies so far from the first that offsets, in elements or in bytes,
-// are more than 64 bits hold: no memory is that large.
+// Throws if the last element lies so far from the first that offsets, in elements or in bytes, may
+// not fit 64 bits; no memory is that large.
 inline void check_reach(std::array<Dimension, 3> dimensions, char const* name) {
   __int128 reach = 0;
   for (auto const& [size, stride] : dimensions) {
@@ -87,8 +87,8 @@ inline void check_reach(std::array<Dimension, 3> dimensions, char const* name) {
           rows.stride, ", ", columns.stride, ")");
 }
 
-// Whether no two elements share a place: from the smallest stride on, each dimension steps over all
-// that those before it reach.
+// Whether no two elements share an address: taken from the smallest stride to the largest, each
+// dimension steps over everything that the ones before it reach.
 inline bool lie_apart(std::array<Dimension, 3> dimensions) {
   std::ranges::sort(dimensions, {}, &Dimension::stride);
   __int128 reach = 0;
@@ -103,8 +103,8 @@ inline bool lie_apart(std::array<Dimension, 3> dimensions) {
   return true;
 }
 
-// The dimension of several matrices. Where a list says which is where, their stride only has to
-// divide their distances.
+// The dimension that runs over matrices. Where a list gives their places, the stride only has to
+// divide the distances between them.
 inline Dimension matrices(int64_t count, int64_t stride, int32_t const* at) {
   return {at == nullptr || stride == 0 ? count : 1, stride};
 }
@@ -143,7 +143,7 @@ inline void check_weight(ConstWeight const& w, int64_t experts, int64_t out, int
 
 inline int64_t width(Sizes const& s, bool gated) { return s.intermediate * (gated ? 2 : 1); }
 
-// Rows of x or dout: by token where row_token is given, else by row.
+// How many rows x or dout has: one per token where row_token is given, else one per sorted row.
 inline int64_t input_rows(Sizes const& s, Routing const& routing) {
   return routing.row_token == nullptr ? s.rows() : s.tokens;
 }

@@ -18,7 +18,7 @@ void check_memory(PeerMemory const& memory, Steps const&... steps) {
   require((same(memory, steps.memory) && ...), "memory: expected the same in all steps");
 }
 
-// A size that a step shares with the layer.
+// Checks a size that a step shares with the layer.
 void check_same(int64_t size, int64_t expected, char const* name, char const* of) {
   require(size == expected, name, ": expected ", expected, " (", of, "), got ", size);
 }
@@ -32,7 +32,7 @@ void check_barriers(Meet const& published, Meet const& returned) {
   require(!returned.published, "returned.published: expected false since it follows push");
 }
 
-// The layer is that of all ranks' tokens, of which a row each is pulled.
+// The layer runs on the tokens of all ranks, and one row of each token is pulled.
 void check_pulled(Pull const& pull, Sizes const& s, DType dtype, ConstRows const& rows,
                   char const* name) {
   require(s.slots < 0, "layer.sizes.slots: expected -1, got ", s.slots);
@@ -46,7 +46,7 @@ void check_pulled(Pull const& pull, Sizes const& s, DType dtype, ConstRows const
           ", got stride ", rows.stride);
 }
 
-// What goes back to the ranks: y, which compose_peer.h gives it, by token.
+// What is pushed back to the ranks: y, which compose_peer.h fills in, summed by token.
 void check_pushed(Push push, Sizes const& s, DType dtype, Routing const& routing,
                   ConstRows const& y) {
   push.y = y;
@@ -129,7 +129,7 @@ void check(PeerBackward const& x) {
   check_pulled(x.pull, s, layer.dtype, layer.dout, "layer.dout");
   if (x.again.h.data != nullptr) {
     UpProjection again = x.again;
-    again.a = {layer.workspace};  // where it is given its memory
+    again.a = {layer.workspace};  // compose_peer.h gives it memory there
     check(again);
     check_link(again.h.data, layer.h.data, "again.h", "layer.h");
   }

@@ -1,6 +1,6 @@
-// Checks of the arguments of guild/peer_layer.h, for both backends: those of every step, before
-// the first of them, for other ranks wait for a rank that stops halfway; and that steps read what
-// those before them write.
+// Checks of the arguments of guild/peer_layer.h, for both backends. All steps are checked before
+// the first one runs, because the other ranks would wait for a rank that stops halfway; also, that
+// each step reads what the steps before it write.
 #pragma once
 #include "guild/peer_layer.h"
 

@@ -1,4 +1,4 @@
-// What is asked of the arguments of the router's product, and how much workspace it takes.
+// Checks of the arguments of the router's product, and the size of its workspace.
 #include "check_router_logits.h"
 
 #include "check_parts.h"

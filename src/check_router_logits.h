@@ -7,7 +7,7 @@ namespace guild {
 
 void check(RouterLogits const& x);
 
-// Of a product whose logits are routed and not kept.
+// Checks a product whose logits are routed at once and not kept.
 void check_pair(RouterLogits const& product, Route const& route);
 
 }  // namespace guild

@@ -60,7 +60,7 @@ std::array<Dimension, 3> check_operand(GroupedGemm::Operand const& o, int64_t gr
   return places;
 }
 
-// What only some routers have: expected with these, null with others.
+// Checks an argument that only some routers have: required with them, null with all others.
 void check_with(bool has, void const* data, bool any, char const* name, char const* routers) {
   require(has || data == nullptr, name, ": expected null unless the router is ", routers);
   require(!has || data != nullptr || !any, name, ": expected a pointer with ", routers,

@@ -1,7 +1,7 @@
 // The composites: which steps make a layer's forward and backward, and how the work buffer is cut.
 //
 // Written once for both backends: Steps has one callable per step (src/cpu/moe.cpp,
-// src/cuda/moe.cu). Steps that read dH and A' follow closely in backward, while these are in L2.
+// src/cuda/moe.cu). In backward, steps that read dH and A' come soon after, while both are in L2.
 #pragma once
 #include <algorithm>
 
@@ -30,7 +30,7 @@ constexpr bool wants_biases(Step const& x) {
 
 struct ForwardWorkspace {
   void *a, *y;       // (R, I), (R, H); y unused where rows are not combined
-  int32_t* counter;  // of the queue, and another
+  int32_t* counter;  // of the queue
   void* shared_a;    // (T, shared), right after a
 };
 // shared: the width of shared experts that are computed together with the others, or 0.
@@ -40,7 +40,7 @@ inline ForwardWorkspace carve_forward(Carver& carver, Sizes const& s, DType dtyp
   int64_t const own = rows * s.intermediate, more = s.tokens * shared;
   auto* const a = static_cast<char*>(carver.take(own + more, bytes));
   void* const y = carver.take(rows, s.hidden, bytes);
-  auto* const counter = static_cast<int32_t*>(carver.take(rows > 0 ? 2 * sizeof(int32_t) : 0));
+  auto* const counter = static_cast<int32_t*>(carver.take(rows > 0 ? sizeof(int32_t) : 0));
   return {a, y, counter, a == nullptr ? nullptr : a + own * bytes};
 }
 
@@ -54,7 +54,7 @@ inline BiasSums carve_bias_sums(Carver& carver, Sizes const& s, bool gated) {
   return {dh, carver.take(bytes, s.hidden)};
 }
 
-// What the weight gradients need beside their operands.
+// What the weight gradients need besides their operands.
 struct ScheduleMemory {
   WeightSchedule schedule;
   int32_t* counter = nullptr;  // of the queue
@@ -112,7 +112,7 @@ inline ScheduleMemory workspace_of(MoeWeightGradients const& g) {
   return carve_schedule(carver, g.sizes);
 }
 
-// The steps' arguments, of a whole layer's.
+// The arguments of single steps, taken from those of a whole layer.
 inline UpProjection up_projection_of(MoeForward const& f, Rows a) {
   return {.sizes = f.sizes,
           .dtype = f.dtype,
@@ -192,7 +192,7 @@ void compose_forward(MoeForward const& f, ForwardWorkspace const& w, Steps const
                                 .residual_scale = f.residual_scale});
 }
 
-// memory: of the schedule, which is made here.
+// memory: for the schedule, which is computed here.
 template <class Steps>
 void compose_weight_gradients(MoeWeightGradients const& g, WeightSchedule const& memory,
                               Steps const& steps) {

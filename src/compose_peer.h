@@ -1,11 +1,13 @@
-// The composites of guild/peer_layer.h: which steps run on which line, and what waits for what.
+// The composites of guild/peer_layer.h: which steps run on which line of execution, and what waits
+// for what.
 //
 // Written once for both backends. Lines has
 //
-//   run(line, step, room)   starts a step behind what the line has
-//   run_beside(line, copy)  the same on a few multiprocessors; gives the mark of its beginning
-//   there mark(line), wait(line, mark)   what a line starts from now on comes after the mark
-//   first(load)             how many experts are the first of a product; all: it is not divided
+//   run(line, step, room)   starts a step after all that the line has been given
+//   run_beside(line, copy)  the same on a few multiprocessors; returns a mark of where it begins
+//   mark(line)              returns a mark of where the line is now
+//   wait(line, mark)        lets whatever the line starts from now on wait for the mark
+//   first(load)             how many experts the first part of a product has; all: not divided
 //   apart(bool)             whether lines are streams of their own, or all are the main one
 #pragma once
 #include "compose.h"
@@ -16,8 +18,8 @@ namespace guild {
 
 enum class Line : int { main, link, side };
 
-// Multiprocessors that a step fills: all, while nothing else runs, or all that others leave free,
-// now and later.
+// The multiprocessors that a step fills: all, since nothing else runs, or those that other kernels
+// leave free, now and later.
 enum class Room : int { whole, shared };
 
 // A weight's or a bias's experts from `first` on.
@@ -66,7 +68,7 @@ inline PeerLoad load_of(PeerMemory const& memory, Sizes const& s, DType dtype) {
           .inner = s.hidden};
 }
 
-// Rows to where `step` needs them, then the step. The link's line begins where the main one is.
+// Pulls the rows that `step` needs, then runs it. The link's line already waits for the main one.
 template <class Lines, class Step>
 void pull_and_run(Lines& lines, Pull const& pull, Step const& step, int64_t first) {
   int64_t const experts = step.sizes.experts;
@@ -80,7 +82,7 @@ void pull_and_run(Lines& lines, Pull const& pull, Step const& step, int64_t firs
   lines.wait(Line::side, lines.mark(Line::main));
   lines.wait(Line::side, lines.mark(Line::link));
   lines.wait(Line::main, arrived);
-  lines.wait(Line::main, begun);  // else the product could keep all multiprocessors
+  lines.wait(Line::main, begun);  // else the product could occupy all multiprocessors
   lines.run(Line::main, of_experts(step, 0, first), Room::shared);
   lines.run(Line::side, of_experts(step, first, experts - first), Room::shared);
   lines.wait(Line::main, lines.mark(Line::side));
@@ -110,16 +112,16 @@ void compose_peer_forward(PeerForward const& f, Lines& lines) {
   lines.run(Line::main, push, Room::whole);
   lines.run(Line::main, f.returned);
   lines.run(Line::main, f.collect);
-  lines.wait(Line::main, lines.mark(Line::side));  // the sort of own tokens at least
+  lines.wait(Line::main, lines.mark(Line::side));  // at least for the sort of own tokens
 }
 
-// dH, A' and the parts of dS, with the rows of dO that they are made of.
+// Pulls the rows of dO, and computes dH, A' and the parts of dS from them.
 template <class Lines>
 void run_down_gradient(PeerBackward const& b, BackwardWorkspace const& w, int64_t first,
                        Lines& lines) {
   MoeBackward const& layer = b.layer;
   DownGradient const down = down_gradient_of(layer, {w.dh}, {w.a_scaled}, w);
-  if (b.again.h.data != nullptr) {  // while which all rows arrive
+  if (b.again.h.data != nullptr) {  // recomputes H while all rows arrive
     UpProjection again = b.again;
     again.a = {w.a_scaled};  // not in use yet
     lines.wait(Line::main, lines.run_beside(Line::link, b.pull));
@@ -127,7 +129,7 @@ void run_down_gradient(PeerBackward const& b, BackwardWorkspace const& w, int64_
     lines.wait(Line::main, lines.mark(Line::link));
     return lines.run(Line::main, down, Room::whole);
   }
-  // Gradients of biases are summed in memory that two products at once would share.
+  // Bias gradients are summed in memory that two concurrent products would share.
   pull_and_run(lines, b.pull, down, wants_biases(layer) ? layer.sizes.experts : first);
 }
 
@@ -150,7 +152,7 @@ void compose_peer_backward(PeerBackward const& b, Lines& lines) {
     lines.run(Line::main, b.scores);
   }
   MoeWeightGradients up = weight_gradients_of(layer, {w.dh}, {w.a_scaled}), down = up;
-  up.workspace = down.workspace = w.memory.schedule.order;  // whose layout is that of this part
+  up.workspace = down.workspace = w.memory.schedule.order;  // laid out like this part of w
   up.dw_down = {}, down.dw_up = {};
   bool const wants_up = up.dw_up.gate.data != nullptr, wants_down = down.dw_down.data != nullptr;
   if (rows) {

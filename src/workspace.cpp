@@ -14,7 +14,7 @@ namespace guild {
 
 namespace {
 
-// As the steps check them, but for zeros, which ask for nothing.
+// The steps' own conditions, except that sizes may be zero: such a layer needs no memory.
 void check_layer_sizes(Sizes const& s) {
   check_size(s.tokens, 0, kMostRows, "tokens");
   check_size(s.hidden, 0, kMostColumns, "hidden");

@@ -1,4 +1,4 @@
-// Memory on the CPU or on the GPU, as simply as an example needs it.
+// Memory on the CPU or on the GPU, kept as simple as the example allows.
 #pragma once
 #include <cstddef>
 #include <cstdint>

@@ -31,7 +31,7 @@ std::shared_ptr<void> allocate(Place place, int64_t bytes) {
   return {memory, [](void* m) { cudaFree(m); }};
 }
 
-// cudaMemcpyDefault finds the direction by itself, and waits for the kernels before it.
+// cudaMemcpyDefault infers the direction; the copy waits for the kernels before it.
 void copy_in(Place place, void* to, void const* from, int64_t bytes) {
   if (place == Place::cpu) {
     std::memcpy(to, from, size_t(bytes));

@@ -3,7 +3,7 @@
     python examples/python/generate_transformers.py
     python examples/python/generate_transformers.py --model Qwen/Qwen3-30B-A3B "Once upon a time"
 
-Without --model it is a tiny random model, which babbles in bytes, on any machine. Prompts of
+Without --model, a tiny random model generates meaningless bytes, on any machine. Prompts of
 different lengths go through the model together. Whole MoE blocks are replaced, routers included.
 """
 

@@ -2,10 +2,10 @@
 
     python examples/python/train_main_grad.py [--steps 40]
 
-The parameters lie one after the other in a buffer of the trainer's, and so do their `main_grad`s.
-Guild reads and writes both in place. Each step has several micro-batches, whose weight gradients
-are computed after all of them, where a pipeline would have bubbles. The optimizer keeps float32
-copies of the parameters. Runs on a GPU in bfloat16 if there is one, else on the CPU.
+The parameters lie one after the other in a buffer that the trainer owns, and so do their
+`main_grad`s. Guild reads and writes both in place. Each step has several micro-batches, whose
+weight gradients are computed after all of them, where a pipeline would have bubbles. The optimizer
+keeps float32 copies of the parameters. Runs on a GPU in bfloat16 if there is one, else on the CPU.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 Runs on a GPU in bfloat16 (autocast, float32 parameters) if there is one, else on the CPU in
 float32. The student has its own router and must find a use for every expert; the selection bias
-keeps their load even without an auxiliary loss.
+balances their load without an auxiliary loss.
 """
 
 from __future__ import annotations

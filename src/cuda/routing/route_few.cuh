@@ -1,12 +1,12 @@
-// The router of a few tokens, from a product in parts: one block per token, with the results of
-// route.cuh bit for bit. From layer to layer no instruction stays cached, and fetching them takes
-// longer than running them, so the code is kept short.
+// The router of a few tokens, from the partial sums of its product: one block per token, with the
+// results of route.cuh bit for bit. From layer to layer no instruction stays cached, and fetching
+// them takes longer than running them, so the code is kept short.
 //
-//   all warps   logits, four neighbours a thread, and as integers the keys that experts are ranked
-//               by
-//   warp 0      keys of groups that are closed become 0. No choice is below the K-th of the lanes'
-//               largest keys; usually only a few keys, at most one per lane, are not: their ranks
-//               are counted. Otherwise the largest is taken K times
+//   all warps   compute logits, four neighbours per thread, and the keys that experts are ranked
+//               by, as integers
+//   warp 0      sets the keys of closed groups to 0. No chosen key is below the K-th largest of the
+//               lanes' maxima. Usually few keys reach it: up to 32, one per lane, are ranked by
+//               counting; of more, the largest is taken K times
 #pragma once
 #include "cuda/routing/logit_parts.cuh"
 #include "cuda/routing/route.cuh"
@@ -14,29 +14,29 @@
 
 namespace guild::cuda {
 
-// Up to this many tokens, and choices: a lane has one and its weight. With fewer experts route.cu's
-// kernels are faster.
+// The most tokens, and choices per token, of which a lane holds one with its weight. For up to
+// kFewExperts experts route.cu's kernels are faster.
 inline constexpr int64_t kMostBlocksOfToken = 256, kMostChoices = 16, kFewExperts = 256;
 
 struct alignas(16) RouteOfToken {
   static constexpr int kMostExperts = int(kMostSplitExperts), kMostGroups = 32;
-  static constexpr int kThreads = kMostExperts / 4;     // at least; the others wait
-  static constexpr int kQuads = kMostExperts / 32 / 4;  // a lane's, each of four neighbours
+  static constexpr int kThreads = kMostExperts / 4;     // at least; any others wait
+  static constexpr int kQuads = kMostExperts / 32 / 4;  // of a lane; four neighbours each
   using Keys = uint32_t[kQuads][4];  // a lane's: of quads lane, lane + 32, ...; 0: none
 
   float logit[kMostExperts];
-  uint32_t order[kMostExperts];  // of keys; 0: none
-  uint32_t group[kMostGroups];   // of groups' scores
+  uint32_t order[kMostExperts];  // keys as integers; 0: none
+  uint32_t group[kMostGroups];   // scores of groups, likewise
   uint32_t chosen[kMostChoices], key[kMostChoices];
   uint32_t candidate[32], candidate_key[32];
 
   static __device__ int lane() { return int(threadIdx.x) % 32; }
-  // Of all lanes together.
+  // How many quads a lane needs so that all lanes together hold every expert.
   static __device__ int quads(int experts) { return (experts + 127) / 128; }
 
   // Writes logits and keys of all experts, and keys of 0 up to a whole number of quads per lane.
-  // Returns whether a logit is NaN. In a rehearsal, logits are made up, and no memory is read. They
-  // differ, since equal ones would be chosen by other instructions.
+  // Returns whether a logit is NaN. A rehearsal reads no memory but makes up logits, all different,
+  // since a choice among equal ones would execute other instructions.
   __device__ bool find_keys(Route const& x, LogitParts const& parts, int64_t token, int experts,
                             bool rehearses = false) {
     int const e = 4 * int(threadIdx.x), count = min(4, experts - e);
@@ -95,7 +95,7 @@ struct alignas(16) RouteOfToken {
     __syncwarp();
   }
 
-  // Writes ids and weights of the chosen, one a lane. Warp 0.
+  // Writes ids and weights of the chosen experts, one per lane. Warp 0.
   __device__ void write(Route const& x, int64_t token, int experts, bool nan) const {
     Router const& router = x.router;
     bool const softmax = router.score == Score::softmax, there = lane() < x.top_k;
@@ -198,7 +198,7 @@ struct alignas(16) RouteOfToken {
     return found;
   }
 
-  // The same choice where many keys are alike.
+  // The same choice where many keys are equal.
   __device__ void choose_one_by_one(Keys const& own, int count, int top_k) {
 #pragma unroll
     for (int q = 0; q < kQuads; ++q) {
@@ -244,8 +244,8 @@ struct alignas(16) RouteOfToken {
   }
 };
 
-// Whether RouteOfToken can choose. Softmax over all experts needs every logit before the first key,
-// or sums them in groups; groups are lanes' whole quads.
+// Whether RouteOfToken can choose. It supports neither keys that are softmax values, which need
+// every logit first, nor a softmax over all experts with groups. A group must be whole quads.
 inline bool fits_route_of_token(Route const& x) {
   Router const& router = x.router;
   bool const softmax = router.score == Score::softmax;
@@ -257,7 +257,7 @@ inline bool fits_route_of_token(Route const& x) {
          (router.groups == 1 || (whole && !sums));
 }
 
-// Whether RouteOfToken is the fastest.
+// Whether RouteOfToken is the fastest way.
 inline bool serves_few(Route const& x) {
   return x.experts > kFewExperts && x.tokens <= kMostBlocksOfToken && fits_route_of_token(x);
 }

@@ -13,7 +13,7 @@ auto const kUp = [](auto& x) -> auto& { return x.w_up.up; };
 auto const kOffsets = [](auto& x) -> auto& { return x.routing.offsets; };
 auto const kSlotRow = [](auto& x) -> auto& { return x.routing.slot_row; };
 
-// What every product of a layer requires.
+// Expects what every product of a layer requires.
 template <class Args>
 void expect_layer(WrongCalls<Args> const& wrong) {
   wrong.sizes();
@@ -62,7 +62,7 @@ void expect_gradient_dtype(WrongCalls<Args> const& wrong, char const* name, Of o
                [&](Args& x) { std::invoke(of, x) = DType::bfloat16; });
 }
 
-// A low-rank term, whose matrix of `out` rows is called so.
+// A low-rank term; `matrix`: the name of its matrix, which has `out` rows.
 template <class Args>
 void expect_low_rank(WrongCalls<Args> const& wrong, char const* matrix, int64_t out) {
   wrong.expect("low_rank.rank: expected 0 to 1073741823, got -1",

@@ -11,7 +11,7 @@ namespace {
 
 constexpr int64_t kHuge = int64_t(1) << 60;
 
-// What every call says of the memory that ranks share.
+// The errors of every call about the memory that ranks share.
 template <class Args>
 void expect_memory(WrongCalls<Args> const& wrong) {
   auto const memory = [](Args& x) -> PeerMemory& { return x.memory; };
@@ -26,7 +26,7 @@ void expect_memory(WrongCalls<Args> const& wrong) {
   wrong.expect(
       "memory: expected tokens >= 0 and top_k, row_bytes and returned >= 1, got -1, 2, 32 and 2",
       [=](Args& x) { memory(x).tokens = -1; });
-  // Products that wrap around to something small.
+  // Products that wrap around to a small number.
   for (int64_t const tokens : {int64_t(1) << 31, kHuge, kHuge << 2}) {
     wrong.expect(text_of("memory: expected at most 2147483647 slots of all ranks "
                          "(ranks * tokens * top_k), got 2 * ",

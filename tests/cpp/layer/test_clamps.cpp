@@ -1,4 +1,4 @@
-// Gradients at the very limit of a clamp, which cuts what is beyond it and nothing else.
+// Gradients at the exact limit of a clamp, which cuts off only what lies beyond it.
 #include <random>
 
 #include "device_test.h"

@@ -17,7 +17,7 @@ constexpr int64_t kHidden = 2120;  // more columns than a pass of 256 threads ta
 
 class Exchange : public DeviceTest {
  protected:
-  // What a rank has and gets.
+  // What a rank has and what it receives.
   struct Rank {
     int64_t tokens;
     Tensor x, scores;                            // (T, H), (T, K)
@@ -26,7 +26,7 @@ class Exchange : public DeviceTest {
     Tensor local_scores, pool, y;                // (ranks * Tm, K), (ranks * Tm, H), (rows, H)
   };
 
-  // Memory for ranks with these tokens each.
+  // Makes the memory of ranks with these numbers of tokens.
   void begin(std::vector<int64_t> const& tokens, DType dtype);
   void expect_there_and_back(std::vector<int64_t> const& tokens, DType dtype);
   void publish();
@@ -123,7 +123,7 @@ void Exchange::publish() {
   }
 }
 
-// As rank `from` writes it where it arrives.
+// Writes an arrival as rank `from` would.
 void Exchange::arrive(int64_t from, int64_t at, std::vector<int64_t> const& facts) {
   PeerControl control;
   device().download(&control, memory_[at].data(), sizeof control);
@@ -292,7 +292,7 @@ TEST_P(Exchange, AddsManyRows) {
   }
 }
 
-// Everything that came back is NaN, and so is what is pulled from now on.
+// Everything that came back must be NaN, and so must everything pulled from now on.
 void Exchange::expect_stopped(PeerReport const& expected) {
   PeerReport const found = report();
   EXPECT_EQ(found.failure, expected.failure);

@@ -167,7 +167,7 @@ TEST_P(ExpertLists, Up) {
   }
 }
 
-// Written in the layer's type, and added in float32.
+// The gradient is written in the layer's type, and added in float32.
 TEST_P(ExpertLists, DownWeightGradient) {
   Layer& l = layer();
   LayerParam const& p = l.p;

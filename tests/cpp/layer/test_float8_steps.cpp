@@ -141,7 +141,7 @@ class Float8Steps : public testing::TestWithParam<StepParam> {
     return r;
   }
 
-  // A down gradient without what is wanted beside dH's codes.
+  // A down gradient with no result other than dH's codes.
   ScaledDownGradient down_gradient(Operands& m, Quantised const& dout, Quantised const& w) const {
     StepParam const& p = GetParam();
     int64_t const of_h = p.halves() * blocks(s.intermediate), across = blocks(s.intermediate);
@@ -176,7 +176,7 @@ class Float8Steps : public testing::TestWithParam<StepParam> {
     q.codes = room.codes, q.scales = room.scales;
     return q;
   }
-  // In slots that hold a chunk; the others were not written.
+  // Compares the slots that hold a chunk; the others were not written.
   void expect_chunks(std::vector<Left> const& got, std::string const& name,
                      std::vector<Left> const& want) const;
 
@@ -331,8 +331,8 @@ TEST_P(Float8Steps, DownGradient) {
   expect_values(got, want, "score_parts", score_parts(s), DType::float32, .01);
 }
 
-// The chunks of a step are, bit by bit, those of the quantiser, made of what the step makes
-// beside them, whether that is wanted or not; with H in 16 bits and, where CUDA reads them, codes.
+// The chunks of a step equal, bit for bit, those that the quantiser makes of the step's other
+// results, whether these are wanted or not; with H in 16 bits and, where CUDA reads them, codes.
 TEST_P(Float8Steps, ChunksOfTheDownGradient) {
   StepParam const& p = GetParam();
   auto const dout = rows(s.hidden, p.gradients(), 1);

@@ -18,7 +18,7 @@ class WeightGradients : public LayerTest {
  protected:
   std::vector<Mode> modes() { return {{layer().p.dtype, false}, {DType::float32, true}}; }
 
-  // What is there before: random numbers where the gradient is added, nothing otherwise.
+  // The output before the call: random numbers if the gradient is added to them, else nothing.
   Matrix start(int64_t rows, int64_t cols, Mode mode) {
     return mode.add ? layer().random(rows, cols, 3, mode.stored) : Matrix();
   }

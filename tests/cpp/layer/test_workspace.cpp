@@ -1,4 +1,4 @@
-// Sizes of the work buffers that callers bring, and wrong sizes of what they are for.
+// Sizes of the work buffers that callers provide, and errors for wrong sizes of layers.
 #include <functional>
 
 #include "wrong_call.h"
@@ -30,7 +30,7 @@ TEST(Workspace, OfBiasesSharesThatOfRows) {
   EXPECT_EQ(down_gradient_workspace_bytes(s, false), (128 + 8) * (256 + 512) * 4);
   EXPECT_EQ(bytes(true, true), bytes(true, false));
   EXPECT_EQ(bytes(false, true) - bytes(false, false), down_gradient_workspace_bytes(s, true));
-  Sizes few = s;  // fewer rows than their sums
+  Sizes few = s;  // rows that take less memory than their sums
   few.tokens = 8;
   EXPECT_GT(moe_backward_workspace_bytes(few, DType::bfloat16, true, true, true),
             moe_backward_workspace_bytes(few, DType::bfloat16, true, true, false));

@@ -65,12 +65,12 @@ void expect_made_scales(WrongCalls<Args> const& wrong, char const* name, Of of, 
                    scales.expert_stride = expert, scales.row_stride = row, scales.col_stride = col;
                  });
   };
-  expect(0, 0, 1);  // what a struct has whose strides nobody set
+  expect(0, 0, 1);  // the strides of a struct in which nobody set them
   if (cols > 1) expect(0, cols - 1, 1);
   if (experts > 1) expect(rows - 1, 1, rows);
 }
 
-// What kernels that count scales with 32 bits say of strides that reach too far.
+// The error of kernels that index scales with 32 bits, for strides that reach too far.
 constexpr char const* kFarScales = ": expected fewer than 2^32 elements on CUDA, got strides ";
 
 TEST(CheckFloat8, QuantizeRows) {
@@ -180,7 +180,7 @@ TEST(CheckFloat8, ScaledGroupedGemm) {
   wrong.optional_rows("bias", &G::bias, 8);
 }
 
-// What both steps of a layer are asked for.
+// The conditions that both steps of a layer have.
 template <class Args>
 void expect_step(WrongCalls<Args> const& wrong) {
   wrong.sizes();

@@ -133,7 +133,7 @@ TEST(ChooseConfig, CostsByHand) {
   BuiltConfig const narrow{{128, 256, 4}, {1.5}, 400, 1, {-.25}};
   TileCount const half_tiles{.rows = 1000, .groups = 4, .columns = 128, .inner = 130};
   EXPECT_DOUBLE_EQ(expected_cost(narrow, Product::rows, half_tiles), .75 * 1.5 * 3 * 1024 + 400);
-  // A pair's launch takes longer, whatever follows.
+  // The launch of pairs takes longer, whatever follows it.
   BuiltConfig const pair{{128, 256, 4, 2}, {1}, 400, 1, {}, 5000};
   EXPECT_DOUBLE_EQ(expected_cost(pair, Product::rows, one_round), 5000 + 3 * 1024 + 400);
   EXPECT_DOUBLE_EQ(expected_cost(pair, Product::rows, two_rounds), 5000 + 2 * (3 * 1024 + 400));

@@ -185,7 +185,7 @@ TEST_P(GroupedProduct, LargerThanATile) {
   }
 }
 
-// Whole tiles of pairs of blocks, of 256 rows, and parts of them, by the kernels of each config.
+// Whole and partial tiles of pairs of blocks, 256 rows each, by the kernels of each config.
 TEST_P(GroupedProduct, OfEveryConfig) {
   for (int config = 0; on_cuda() && config < int(std::size(kConfigs)); ++config) {
     cuda::forced_config = config;

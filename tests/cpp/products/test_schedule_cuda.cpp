@@ -1,4 +1,4 @@
-// How blocks share out tiles: in which order, and with what results.
+// How tiles are distributed over blocks: in which order, and with what results.
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 
@@ -111,7 +111,7 @@ void expect_weight_gradients(Layer const& l, Matrix const& x, Matrix const& dh, 
   }
 }
 
-// Sharing out changes who computes a tile, not what it is.
+// The distribution changes which block computes a tile, not its values.
 TEST(Cuda, ScheduledWeightGradientsAreTheSame) {
   char const* why = nullptr;
   Device* const device = cuda_device(&why);
@@ -291,7 +291,7 @@ TEST(Cuda, ProductsWithACounterAreTheSame) {
   EXPECT_TRUE(counter.canaries_alive());
 }
 
-// The counter tells what was taken: every tile is claimed once, and each block or pair of blocks
+// The counter tells what was claimed: every tile is claimed once, and each block or pair of blocks
 // claims once more, in vain. Two multiprocessors are one pair; both experts have 700 rows.
 TEST(Cuda, AForcedConfigIsTaken) {
   char const* why = nullptr;

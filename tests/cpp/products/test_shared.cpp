@@ -187,7 +187,7 @@ TEST(InnerTiles, GiveEveryGroupItsWholeOutputAndItsRows) {
   }
 }
 
-// A pair of blocks with one row tile left takes two of its columns at a time.
+// A pair of blocks with one row tile left takes two of its column tiles at a time.
 TEST(RowTiles, TakeALastRowOfTilesApart) {
   int32_t const ends[] = {300};
   RowTiles const work{.groups = {ends, 1, 300}, .tile_n = 256, .across = 3, .inner = 64, .band = 8};

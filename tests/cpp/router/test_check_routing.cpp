@@ -12,7 +12,7 @@ int64_t some_seed;
 
 constexpr int64_t kMostRows = 2147483647;
 
-// Tokens that choose `most` of the experts at most, 4096 where they may repeat one.
+// Tokens that choose at most `most` experts; 4096 where a choice may be repeated.
 template <class Args>
 void expect_slots(WrongCalls<Args> const& wrong, int64_t most = 4096) {
   wrong.size("tokens", &Args::tokens, 0, kMostRows);
@@ -52,7 +52,7 @@ void expect_router(WrongCalls<Args> const& wrong) {
                [](Args& x) { x.router.renormalize = false, x.router.sum_floor = 0.5; });
 }
 
-// Slopes come out of every score but softmax.
+// Every score except softmax has slopes.
 template <class Args>
 void expect_no_slopes(WrongCalls<Args> const& wrong) {
   wrong.expect("slopes: expected null unless the router is a sigmoid or sqrt_softplus",

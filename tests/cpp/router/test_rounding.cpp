@@ -35,7 +35,7 @@ TEST(Rounding, CountsAreWholeTiles) {
   }
 }
 
-// The n-th number of the generator SplitMix64 (Steele, Lea, Flood, 2014), as it is published.
+// The n-th number of the generator SplitMix64 (Steele, Lea, Flood, 2014), as published.
 uint64_t splitmix64(uint64_t seed, int64_t n) {
   uint64_t z = 0;
   for (int64_t i = 0; i <= n; ++i) {
@@ -153,7 +153,7 @@ std::vector<int32_t> two_choices(int64_t tokens, int64_t experts, std::mt19937_6
   return ids;
 }
 
-// What every rounding leaves of random choices, from logits that are multiples of `step`.
+// Expects every rounding to keep the best of random choices; logits are multiples of `step`.
 void RoundingTest::expect_best_kept(int64_t tokens, int64_t experts, int64_t tile, double step) {
   Matrix logits(tokens, experts);
   std::normal_distribution<double> normal(0, 2);

@@ -40,7 +40,7 @@ class RouterEdges : public DeviceTest {
   }
 };
 
-// A group whose two largest cannot be added is worse than any other.
+// A group whose two largest keys have no sum ranks below every other group.
 TEST_P(RouterEdges, GroupsWithoutASumComeLast) {
   struct Case {
     Row logits;

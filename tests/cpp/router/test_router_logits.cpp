@@ -16,7 +16,7 @@ struct LogitsCase {
   int64_t tokens, hidden, experts;
 };
 
-// Sums of one chunk and of several, whole and not; tiles of every shape, full and not.
+// Sums of one chunk and of several, complete or not; tiles of every shape, full or not.
 constexpr LogitsCase kCases[] = {{1, 8, 1},       {70, 72, 5},    {300, 520, 37},
                                  {9, 4104, 60},   {200, 2880, 8}, {33, 1024, 520},
                                  {1100, 256, 16}, {67, 4160, 61}, {130, 64, 40}};

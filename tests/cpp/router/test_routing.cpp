@@ -60,7 +60,7 @@ double slope_of(Score score, double logit) {
   return score == Score::sigmoid ? 1 - sigmoid : sigmoid / (2 * std::log1p(std::exp(logit)));
 }
 
-// The same of every token, and the slopes of its ids.
+// The scores of every token, and the slopes of its ids.
 std::pair<std::vector<double>, std::vector<double>> scores_and_slopes(
     Logits const& l, std::vector<int32_t> const& ids) {
   std::vector<double> scores, slopes;

@@ -174,7 +174,7 @@ std::vector<LayerParam> config_params() {
   sorted = gathered;
   sorted.name = "sorted_pairs", sorted.sizes.tokens = 920, sorted.sizes.top_k = 1;
   sorted.sorted = true;
-  // Every number of rows at which a last tile or a last step takes another way.
+  // Every number of rows at which a last tile or a last step takes another path.
   Case tails = gathered;
   tails.name = "tails", tails.sizes = {400, 328, 168, 13, 2};
   tails.routing = "0|1|15|16|17|63|64|65|127|128|129|0|175";
@@ -192,7 +192,7 @@ std::vector<LayerParam> config_params() {
       {gathered, act("swiglu"), Layout::concatenated_transposed, false},
   };
   for (int config = 0; config < int(std::size(kConfigs)); ++config) {
-    // The kernels of pairs are many, and no other case is large enough for them.
+    // There are many kernels for pairs, and no other case is large enough for them.
     int const count = kConfigs[config].config.cluster > 1 ? int(std::size(variants)) : 4;
     for (int i = 0; i < count; ++i) {
       LayerParam p = variants[i];

@@ -55,7 +55,7 @@ class Cpu : public Device {
   }
   void release(void* memory) override { std::free(memory); }
   void upload(void* to, void const* from, int64_t bytes) override {
-    if (bytes > 0) std::memcpy(to, from, bytes);  // nothing may come with null pointers
+    if (bytes > 0) std::memcpy(to, from, bytes);  // pointers may be null for 0 bytes
   }
   void download(void* to, void const* from, int64_t bytes) override { upload(to, from, bytes); }
   void run(AnyStep const& step) override { std::visit(CpuCalls{}, step); }

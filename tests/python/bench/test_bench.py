@@ -127,7 +127,7 @@ def test_reference_agrees_with_autograd_in_float64(routing: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_expert_a_token(dtype: torch.dtype) -> None:
-    """The router's gradient is zero then; what rounding leaves of it is no error."""
+    """The router's gradient is zero then; rounding errors in it do not count."""
     (problem,) = make_problems(TINY._replace(top_k=1), "random", dtype, CPU)
     results = list(Layer("guild", [problem]).results())
     errors, _ = relative_errors(problem, tuple(results))
@@ -199,7 +199,7 @@ def test_bound_multiplies_balanced_experts(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize(("tokens", "rows"), [(48, 12), (47, 12), (45, 12), (44, 11)])
 def test_bound_holds_every_row(tokens: int, rows: int) -> None:
-    """Where experts do not share the rows evenly each takes as many as the fullest must."""
+    """Rows that experts cannot share evenly are rounded up: each takes as many as the fullest."""
     bound = Bound(make_problems(TINY._replace(tokens=tokens), "random", torch.float32, CPU))
     assert bound.calls({})["up"]().shape == (8, rows, 32)
     assert bound.calls({})["down"]().shape == (8, rows, 32)
@@ -210,7 +210,7 @@ def test_bound_holds_every_row(tokens: int, rows: int) -> None:
 def test_floor_copies_what_the_bound_leaves_out(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Forward and backward, in pieces no larger than the largest; logits are float32."""
+    """Forward and backward, in pieces no larger than the limit; logits are float32."""
     copied = []
     real = torch.neg
     monkeypatch.setattr(torch, "neg", lambda a, out: copied.append(a) or real(a, out=out))
@@ -230,7 +230,7 @@ def test_floor_copies_what_the_bound_leaves_out(
 
 
 def test_bound_products_alone() -> None:
-    """The same six by name; a result goes where it is wanted."""
+    """The six products are timed by name, and each writes to the result tensor that it is given."""
     bound = Bound(make_problems(TINY, "random", torch.float32, CPU))
     out = torch.full((8, 16, 32), float("nan"))
     calls = bound.calls({"dW2": out})
@@ -303,7 +303,7 @@ def test_measure_record_table_and_plot(tmp_path: Path) -> None:
 
 
 def test_routings_share_weights() -> None:
-    """Other tokens and another router, the same experts."""
+    """Routings differ in tokens and router; the experts' weights are the same."""
     (first,) = make_problems(TINY, "balanced", torch.float32, CPU)
     (second,) = make_problems(TINY, "zipf", torch.float32, CPU, weights_of=[first])
     assert second.w_up is first.w_up and second.w_down is first.w_down
@@ -311,7 +311,7 @@ def test_routings_share_weights() -> None:
 
 
 def test_fewer_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The budget holds during the limited layer's calls, and not after."""
+    """The limit applies during the limited layer's calls and not after them."""
     seen: list[int] = []
     problems = make_problems(TINY, "random", torch.float32, CPU)
     layer = LimitedLayer(problems, 7)

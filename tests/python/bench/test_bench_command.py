@@ -1,4 +1,4 @@
-"""`guild bench --out`: what cannot be written is one line and exit status 2, and costs nothing."""
+"""`guild bench --out`: an unwritable path is one line and exit status 2, before any measurement."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def expect_refusal(words: list[str], message: str, capsys: pytest.CaptureFixture
 
 @contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
-    """Files stop growing there, as on a full disk."""
+    """Limit the size of files, so that writing fails as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -42,7 +42,7 @@ def files_of_at_most(size: int) -> Iterator[None]:
         ("{tmp}/file", "expected a folder, got the file '.*/file'"),
         ("{tmp}/file/below", "expected a folder, got the file '.*/file/below'"),
         ("/proc/none/here", r"expected a folder to write in, got '/proc/none/here' \(.+\)"),
-        # They take no file, not even root's.
+        # Files cannot be created there, not even by root.
         ("/proc/self", r"expected a folder to write in, got '/proc/self' \(.+\)"),
         ("/sys", r"expected a folder to write in, got '/sys' \(.+\)"),
         ("{tmp}/" + 300 * "a", r"expected a folder to write in, got '.*' \(File name too long\)"),
@@ -61,7 +61,7 @@ def test_impossible_folder(
     capsys: pytest.CaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Found before anything is measured or printed."""
+    """An unusable folder is reported before anything is measured or printed."""
     for name in ("layers.measure", "steps.measure_steps", "memory.measure_memory"):
         monkeypatch.setattr(f"guild.bench.{name}", pytest.fail)
     for name in ("rounding.measure_rounding", "decode.measure.measure_decode"):
@@ -87,7 +87,7 @@ def test_full_disk(
     capsys: pytest.CaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What was measured is printed all the same; the files from before stay, no others."""
+    """The measurements are still printed; earlier files stay, and no partial ones are left."""
     monkeypatch.setenv("GUILD_COMMIT", "unknown")  # git would not find room for its index either
     before = {name: f"an older {name}" for name in ("bench.json", "bench.png")}
     for name, text in before.items():

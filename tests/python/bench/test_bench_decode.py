@@ -1,4 +1,4 @@
-"""`guild bench --decode`: what a layer has to do is counted, wrong candidates are not timed."""
+"""`guild bench --decode`: a layer's work is counted right, and wrong candidates are not timed."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def quiet() -> Console:
 
 @pytest.fixture
 def quick_rates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rates that nobody measured, in place of a second's work."""
+    """Made-up rates, which save the second that measuring them takes."""
     machine = {"read_tbps": 1e-3, "matrix_tflops": 1.0}
     monkeypatch.setattr(bench_decode, "measured_rates", lambda *_: (Rates(1e3, 1e6), machine))
 
@@ -85,7 +85,7 @@ def layers_of(routing: str, device: torch.device = CPU, dtype: Any = torch.float
 
 
 def test_routings() -> None:
-    """Of one layer's tokens; another layer's experts are others."""
+    """The routings of one layer's tokens; another layer chooses other experts."""
     hot = layers_of("hot")
     assert any(all(e in ids for ids in hot[0].ids.tolist()) for e in range(TINY.experts))
     assert hot[0].ids.unique().numel() > TINY.top_k
@@ -109,7 +109,7 @@ def test_candidates_agree_with_float64(name: str, part: str, routing: str) -> No
 
 
 def test_work_by_hand() -> None:
-    """Bytes of the experts hit, tokens, output and router; the longer of the two floors."""
+    """Bytes of the experts hit, of tokens, output and router; the longer of the two floors."""
     rates = Rates(read=100.0, matrix=1e9)
     expert = 3 * 32 * 16 * 2
     found = work_of(TINY, "experts", torch.bfloat16, 4.5, rates)
@@ -124,7 +124,7 @@ def test_work_by_hand() -> None:
 
 
 def test_figures_by_hand() -> None:
-    """A graph's time counts where there is one; ratios are of the rounds."""
+    """The graph's time counts where there is one; ratios are taken round by round."""
     times = {
         ("guild", "graph"): [0.010, 0.020, 0.040],
         ("guild", "eager"): [0.1, 0.2, 0.3],
@@ -141,7 +141,7 @@ def test_figures_by_hand() -> None:
 
 
 def test_changes_by_hand() -> None:
-    """Steps over tokens, whatever the order of the cases; skew beside random routing."""
+    """Steps from one token count to the next, in any order of cases; skew beside random routing."""
 
     def case(routing: str, tokens: int, floor: float, **times: float) -> dict[str, Any]:
         figures = {name: {"us": {"median": us}} for name, us in times.items()}
@@ -158,7 +158,7 @@ def test_changes_by_hand() -> None:
 
 
 def test_sets_and_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A set's next use comes after four times the cache; weights leave room; graphs are long."""
+    """A set is reused after four times the cache; weights leave memory free; graphs are long."""
     gpu = torch.device("cuda")
     monkeypatch.setattr(
         torch.cuda,
@@ -173,7 +173,7 @@ def test_sets_and_layers(monkeypatch: pytest.MonkeyPatch) -> None:
             assert (sets - 1) * shape.top_k * expert >= 4 * 50_000_000
             assert sets * shape.experts * expert <= 0.6 * free
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1_000_000_000,) * 2)
-    assert set_count(PRESETS["dsv3"], torch.bfloat16, gpu) == 1  # what the memory cannot hold fails
+    assert set_count(PRESETS["dsv3"], torch.bfloat16, gpu) == 1  # too large a set is left to fail
     assert layer_count(4, floor_us=20.0, device=gpu) == 48
     assert layer_count(3, floor_us=100.0, device=gpu) == 21
     assert layer_count(4, floor_us=5000.0, device=gpu) == 12
@@ -182,7 +182,7 @@ def test_sets_and_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rates() -> None:
-    """The best of several ways to read; all are in the record."""
+    """The best of several ways to read counts; the record has them all."""
     rates, found = measured_rates(torch.float32, CPU)
     assert rates.read / 1e6 == found["read_tbps"] == max(found["reads_tbps"].values())
     assert found["reads_tbps"].keys() == {"sum", "product", "copy"}
@@ -191,7 +191,7 @@ def test_rates() -> None:
 
 @pytest.mark.usefixtures("quick_rates")
 def test_record_table_and_plot(tmp_path: Path) -> None:
-    """A file's candidate is timed beside; what is wrong is not, and costs nobody else anything."""
+    """A candidate from a file is timed too; a wrong candidate is not, and the others still are."""
     (tmp_path / "peer.py").write_text(PEER)
     plan = plan_of(routings=("random", "same"), peers=(tmp_path / "peer.py",))
     record = measure_decode(plan, quiet())
@@ -223,7 +223,7 @@ def test_record_table_and_plot(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("quick_rates")
 def test_own_tokens_of_a_shape() -> None:
-    """Without numbers of tokens a shape's own; a part that is not asked for is not timed."""
+    """A shape's own token counts unless others are given; only requested parts are timed."""
     record = measure_decode(plan_of(tokens=(), parts=("layer",)), quiet())
     (case,) = record["cases"]
     assert (case["shape"]["tokens"], case["part"]) == (6, "layer")
@@ -243,7 +243,7 @@ def test_candidate_that_raises(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_times_are_of_one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph's time is shared out over its layers."""
+    """A graph's time is divided by its number of layers."""
     monkeypatch.setattr(
         bench_decode, "interleaved", lambda calls, *rest: dict.fromkeys(calls, [24.0])
     )
@@ -286,7 +286,7 @@ def test_options_of_decode_alone(option: str, capsys: pytest.CaptureFixture) -> 
 
 @pytest.mark.usefixtures("quick_rates")
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """Writes JSON and a plot, which --report draws again."""
+    """The command writes JSON and a plot, which --report draws again."""
     words = "bench --decode --thiek 3,32,16,8,2 --device cpu --rounds 1 --calls 1".split()
     assert main([*words, "--out", str(tmp_path)]) == 0
     assert {file.name for file in tmp_path.iterdir()} == {"decode.json", "decode.png"}
@@ -300,7 +300,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
 
 
 def test_on_a_gpu(gpu: str) -> None:
-    """In graphs, one by one, and the host's share."""
+    """Times in graphs, of single launches, and the host's share."""
     device = torch.device(gpu)
     shape = Shape(tokens=6, hidden=64, intermediate=64, experts=8, top_k=2)
     plan = plan_of(shapes={"tiny": shape}, device=device, dtype=torch.bfloat16)

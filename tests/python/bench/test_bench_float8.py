@@ -1,4 +1,4 @@
-"""`guild bench --fp8`: every recipe is checked and timed, and the weights' quantisation apart."""
+"""`guild bench --fp8`: every recipe is checked and timed; quantising the weights is timed apart."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def plan_of(device: str) -> BenchPlan:
 
 
 def test_every_recipe_is_timed(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """16 bits first; FP8 keeps less of H, and errs by its three mantissa bits."""
+    """The 16-bit layer comes first; FP8 keeps less of H, and errs by its three mantissa bits."""
     monkeypatch.setattr(bench_float8, "why_not", lambda *_: "half a minute of compilation")
     console = Console(file=io.StringIO(), width=200)
     record = measure_float8(plan_of(device), console)
@@ -51,7 +51,7 @@ def test_every_recipe_is_timed(device: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_input_sets_that_have_not_run() -> None:
-    """Recipes share the codes that the first of them has made, which are those of one set."""
+    """Recipes share the codes that the first one made, also for input sets that it has not run."""
     device = torch.device("cpu")
     sets = [make_problems(SHAPE, "random", torch.bfloat16, device, seed)[0] for seed in (0, 1)]
     first = Float8Layer("fp8, 16-bit dW", sets)
@@ -64,7 +64,7 @@ def test_input_sets_that_have_not_run() -> None:
 
 
 def test_figures_by_hand() -> None:
-    """Ratios are medians of the rounds', with the weights' quantisation and without."""
+    """Ratios are medians over rounds, with and without the quantisation of the weights."""
     times = {
         ("bf16", "forward"): [2.0, 4.0, 3.0],
         ("bf16", "backward"): [4.0, 8.0, 6.0],
@@ -82,7 +82,7 @@ def test_figures_by_hand() -> None:
 
 
 def test_a_wrong_layer_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is named with its errors; the others are timed all the same."""
+    """A wrong layer is named with its errors, and the others are still timed."""
     recipes = {"bf16": None, "fp8": guild.FP8(cached=True)}
     monkeypatch.setattr(bench_float8, "RECIPES", recipes)
     monkeypatch.setattr(bench_float8, "MOST_ERROR", 1e-3)
@@ -102,20 +102,20 @@ def product_in_float64(
     out_dtype: torch.dtype,
     use_fast_accum: bool,
 ) -> torch.Tensor:
-    """What torch._scaled_grouped_mm says it does, with its demands; there is none on the CPU."""
+    """What torch._scaled_grouped_mm documents, with its requirements; the CPU has no such op."""
     assert a.is_contiguous() and b.mT.is_contiguous() and use_fast_accum
     assert offs.dtype == torch.int32 and not (offs % 16).any()
     assert all(size % 16 == 0 for size in (*a.shape, *b.shape[-2:]))
     assert scale_a.is_contiguous() and scale_b.is_contiguous()
     ends, (a, b) = offs.tolist(), (a.double(), b.double())
     spans = list(zip([0, *ends], ends, strict=False))
-    if b.dim() == 2:  # columns of an expert's rows each have a scale
+    if b.dim() == 2:  # each column of an expert has a scale
         factors = zip(scale_a.view(len(ends), -1), scale_b.view(len(ends), -1), strict=True)
         parts = zip(spans, factors, strict=True)
         sums = [of_a[:, None] * of_b * (a[:, s:e] @ b[s:e]) for (s, e), (of_a, of_b) in parts]
         return torch.stack(sums).to(out_dtype)
     assert scale_a.shape == a.shape[:1] and scale_b.shape == (b.shape[0], b.shape[2])
-    out = a.new_full((a.shape[0], b.shape[2]), torch.nan)  # as rows that are nobody's may be
+    out = a.new_full((a.shape[0], b.shape[2]), torch.nan)  # rows that belong to no group may be NaN
     for expert, (s, e) in enumerate(spans):
         out[s:e] = scale_a[s:e, None] * scale_b[expert] * (a[s:e] @ b[expert])
     return out.to(out_dtype)
@@ -123,7 +123,7 @@ def product_in_float64(
 
 @pytest.mark.parametrize("torchao", [False, True])
 def test_torch_layer_beside(torchao: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The layer with PyTorch's products is right, and Guild's speed is given as a ratio to it."""
+    """The layer with PyTorch's products is right, and Guild's speed is reported relative to it."""
     monkeypatch.setattr(torch, "_scaled_grouped_mm", product_in_float64)
     monkeypatch.setattr(bench_float8, "why_not", lambda *_: None)
     passes = torch_passes() if torchao else None
@@ -147,7 +147,7 @@ def test_torch_layer_beside(torchao: bool, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("counts", [(0, 1, 15, 16, 17, 0), (0, 0, 0)], ids=str)
 def test_places_are_padded(counts: tuple[int, ...]) -> None:
-    """Every slot has a row of its expert's, and what is between holds no score."""
+    """Every slot has a row in its expert's part, and padding rows have no score."""
     ids = torch.tensor([e for e, count in enumerate(counts) for _ in range(count)]).int()
     scores = torch.rand(len(ids), 1) + 1
     places = padded_places(ids[:, None], scores, len(counts))

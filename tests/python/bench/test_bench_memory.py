@@ -38,7 +38,7 @@ def measured(device: str, dtype: torch.dtype, *candidates: str) -> dict[str, Any
 
 
 def test_formula() -> None:
-    """2TH + 4TKI and 24 bytes a slot, in bf16; forward A, Y, O and float32 logits beside H."""
+    """2TH + 4TKI and 24 bytes a slot in bf16; forward adds A, Y, O and float32 logits to H."""
     t, h, i, e, k = PRESETS["qwen30b"]
     found = memory_formula(PRESETS["qwen30b"], torch.bfloat16)
     assert found["saved"] == 2 * t * h + 4 * t * k * i + 24 * t * k
@@ -48,7 +48,7 @@ def test_formula() -> None:
 
 
 def test_each_storage_counts_once() -> None:
-    """Views and parameters are left out; what autograd keeps of a product is its input."""
+    """Views and parameters are not counted; of a product, autograd keeps the input."""
     layer = nn.Linear(8, 4)
     x = torch.randn(5, 8, requires_grad=True)
     (kept,) = saved_tensors(layer, x)
@@ -57,7 +57,7 @@ def test_each_storage_counts_once() -> None:
 
 
 def test_guild_keeps_what_the_formula_says(device: str) -> None:
-    """X, H and the routing, the router's logits not among them."""
+    """X, H and the routing are kept, but not the router's logits."""
     dtype = torch.bfloat16
     case = measured(device, dtype, "guild", "bound")
     found = case["layers"]["guild"]
@@ -75,7 +75,7 @@ def test_plain_torch_keeps_more() -> None:
 
 
 def test_peaks(gpu: str) -> None:
-    """Large enough that the allocator's rounding does not matter."""
+    """The layer is large enough that the allocator's rounding does not matter."""
     shape = Shape(4096, 512, 512, 16, 4)
     plan = BenchPlan({"a": shape}, ("random",), ("guild",), torch.device(gpu), torch.bfloat16)
     (case,) = measure_memory(plan, Console(file=io.StringIO()))["cases"]

@@ -1,4 +1,4 @@
-"""Layers over ranks: whose figures stand where in the plot; others' ways of sending tokens."""
+"""Layers over ranks: which figures the plot shows, and other libraries' ways of sending tokens."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ RECORDED = ROOT / "bench" / "results" / "2026-11-23-h200x2-parallel.json"
 
 
 def record_of(engines: list[str], milliseconds: dict[str, list[list[float]]]) -> dict[str, Any]:
-    """Of a layer of 6e9 operations forward and 12e9 backward."""
+    """A record of a layer of 6e9 operations forward and 12e9 backward."""
     tflops = {name: 1.0 for name in milliseconds if not name.endswith("alone")}
     case = {"name": "toy", "shape": [1000, 100, 1000, 8, 10], "tflops": tflops}
     return {"engines": engines, "cases": [case | {"milliseconds": milliseconds}]}
 
 
 def test_figures() -> None:
-    """Engines by name, the first one's calls without it; alone is the mean of the records."""
+    """Engines by name, the first one's calls without it; `alone` is the mean over the records."""
     times = [[1.0, 3.0], [2.0, 2.0]]
     both = {"forward": times, "forward nccl": times, "forward alone": times}
     first = record_of(["peer", "nccl"], both | {"backward": times, "backward alone": times})
@@ -55,7 +55,7 @@ def test_figures() -> None:
 
 
 def test_plot(tmp_path: Path) -> None:
-    """Of a record in the tree."""
+    """A plot of a record in the tree."""
     record = json.loads(RECORDED.read_text())
     alone = figures_of([record])["forward"]["alone"]
     assert all(alone[c["name"]] > c["tflops"]["forward"] for c in record["cases"])
@@ -64,7 +64,7 @@ def test_plot(tmp_path: Path) -> None:
 
 
 def same_as_layer(make: Callable[[Shape, guild.MoE], DispatchedLayer]) -> None:
-    """Output and gradients with somebody else's way of sending are those of guild.MoE."""
+    """With another library's dispatch, output and gradients are those of guild.MoE."""
     shape, layer = Shape(32, 16, 8, 4, 2), guild.MoE(16, 8, 4, 2)
     x = torch.randn(shape.tokens, shape.hidden, requires_grad=True)
     leaves = x, layer.router.weight, layer.w_up, layer.w_down
@@ -78,14 +78,14 @@ def same_as_layer(make: Callable[[Shape, guild.MoE], DispatchedLayer]) -> None:
 
 
 def send(rows: Tensor, out: Tensor, counts: Tensor, places: Tensor, _: str) -> None:
-    """all_to_all_vdev to this rank alone."""
+    """Stands in for all_to_all_vdev, with this rank alone."""
     count = int(counts.sum())
     out[:count] = rows[:count]
     places[0], places[1] = counts, 0
 
 
 def symmetric_layer(rank: int) -> None:
-    """Rows sorted by rank, their experts' numbers and scores and what comes back fit together."""
+    """Rows sorted by rank, their experts' numbers, their scores and what returns fit together."""
     memory = {"empty": torch.zeros, "rendezvous": lambda *_: None}
     ops = mock.Mock(all_to_all_vdev=send)
     with mock.patch.multiple(symmetric, **memory), mock.patch.object(torch.ops, "symm_mem", ops):
@@ -93,7 +93,7 @@ def symmetric_layer(rank: int) -> None:
 
 
 class OneRank:
-    """DeepEP's buffer between this rank and itself, which turns the order of rows round."""
+    """DeepEP's buffer with a single rank, which reverses the order of rows."""
 
     get_dispatch_config = get_combine_config = staticmethod(
         lambda _: SimpleNamespace(get_nvl_buffer_size_hint=lambda *sizes: sizes[0])
@@ -127,7 +127,7 @@ class OneRank:
 
 
 def deepep_layer(rank: int) -> None:
-    """With room for the tokens that come, and for more."""
+    """DeepEP's layer, with exactly enough room for the tokens that come, and with more."""
     module = SimpleNamespace(Buffer=OneRank)
     with mock.patch.dict(sys.modules, {"deep_ep": module}):
         same_as_layer(DISPATCHERS["deepep"][0])
@@ -136,7 +136,7 @@ def deepep_layer(rank: int) -> None:
 
 
 def torchtitan_layer(rank: int) -> None:
-    """Where it is installed; how rows travel is its matter."""
+    """torchtitan's layer, where it is installed; how rows travel is up to torchtitan."""
     if importlib.util.find_spec("torchtitan") is not None:
         same_as_layer(DISPATCHERS["torchtitan"][0])
         with mock.patch.object(
@@ -146,7 +146,7 @@ def torchtitan_layer(rank: int) -> None:
 
 
 def absent_packages(rank: int) -> None:
-    """Those that are not there are skipped, and the record says why."""
+    """Packages that are not installed are skipped, and the record says why."""
     shapes, device = {"toy": Shape(16, 32, 8, 8, 2)}, torch.device("cpu")
     with mock.patch.object(importlib.util, "find_spec", return_value=None):
         record = measure_parallel(
@@ -157,7 +157,7 @@ def absent_packages(rank: int) -> None:
 
 
 def unfit_shapes(rank: int) -> None:
-    """A shape that a library cannot take is timed without it, and its case says why."""
+    """A shape that a library does not support is timed without it, and its case says why."""
     shapes = {"narrow": Shape(16, 32, 8, 8, 2), "wide": Shape(16, 256, 8, 8, 2)}
     module = SimpleNamespace(Buffer=OneRank)
     with (
@@ -176,6 +176,6 @@ def unfit_shapes(rank: int) -> None:
 
 
 def test_dispatched_layers(tmp_path: Path) -> None:
-    """On one rank, in place of GPUs that share memory."""
+    """Every dispatched layer on one rank, since several GPUs that share memory are not at hand."""
     checks = [symmetric_layer, deepep_layer, torchtitan_layer, absent_packages, unfit_shapes]
     run_on_ranks(checks, 1, tmp_path / "ranks")

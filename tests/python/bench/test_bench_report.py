@@ -68,7 +68,7 @@ def test_report_of_layers() -> None:
 
 
 def test_short_table_of_two_routings() -> None:
-    """A line a shape: the first routing leads, and Guild's figures with balanced stand beside."""
+    """One line per shape: the first routing leads, with Guild's figures for balanced beside it."""
     record = tiny_record("random", "balanced")
     random, balanced = (case["figures"]["guild"] for case in record["cases"])
 
@@ -102,7 +102,7 @@ def test_markdown_of_a_table() -> None:
 def test_report_of_every_mode(
     mode: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """What a mode writes, the report reads."""
+    """The report reads the record that each mode writes."""
     shape = [] if "--sweep" in mode else ["--thiek", "32,16,8,4,2"]
     words = ["bench", *mode, *shape, *"--device cpu --rounds 1 --calls 1 --out".split()]
     assert main([*words, str(tmp_path)]) == 0
@@ -142,7 +142,7 @@ def test_report_of_something_else(text: str | None, message: str, tmp_path: Path
 
 @pytest.mark.parametrize("ranges", [GPU_RANGES, CPU_RANGES], ids=["gpu", "cpu"])
 def test_random_shapes(ranges: dict[str, tuple[int, int]]) -> None:
-    """In their ranges, within the memory, the same from the same seed."""
+    """Shapes are in the given ranges, fit the memory, and repeat with the seed."""
     limit = 40 << 30
     shapes = random_shapes(40, 3, ranges, 2, limit)
     assert shapes == random_shapes(40, 3, ranges, 2, limit)

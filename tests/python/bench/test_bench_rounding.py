@@ -1,4 +1,4 @@
-"""`guild bench --rounding`: rows are counted as they are, and times stand beside top-k's."""
+"""`guild bench --rounding`: rows are counted correctly, and times stand beside those of top-k."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def plan_of(device: str) -> BenchPlan:
 
 
 def test_every_way_is_timed(device: str) -> None:
-    """Rows of top-k are all choices, rounded ones whole tiles, dropping leaves an even share."""
+    """Top-k's rows are all choices, rounding's are whole tiles, dropping's are even shares."""
     record = measure_rounding(plan_of(device), Console(file=io.StringIO()))
     assert json.loads(json.dumps(record)) == record
     (case,) = record["cases"]
@@ -46,7 +46,7 @@ def test_every_way_is_timed(device: str) -> None:
 
 
 def test_figures_by_hand() -> None:
-    """Medians of the rounds' differences and ratios, which here are not their means."""
+    """Medians over rounds of differences and ratios, chosen here so that they are not the means."""
     found = figures({"top_k": [1.0, 2.0, 3.0], "nearest": [1.75, 2.25, 3.0]})
     assert found["nearest"]["ms"] == {"median": 2.25, "low": 1.75, "high": 3.0}
     assert found["nearest"]["more_us"] == {"median": 250.0, "low": 0.0, "high": 750.0}
@@ -55,7 +55,7 @@ def test_figures_by_hand() -> None:
 
 
 def test_times_are_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph holds one step, or eight routings, of every input set."""
+    """A graph's time, of one step or eight routings per input set, is divided by its calls."""
     repeats: list[int] = []
     monkeypatch.setattr(
         bench_rounding, "Replay", lambda call, count, pool: repeats.append(count) or call
@@ -73,7 +73,7 @@ def test_times_are_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_wrong_rows_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer whose counts are not rounded fails by name; the others are timed."""
+    """A layer whose counts are not rounded is reported by name; the others are still timed."""
     ways = bench_rounding._ways
 
     def without_rounding(problem: object) -> dict:

@@ -1,4 +1,4 @@
-"""`guild bench --sonicmoe`: order of weights, call and figures of that layer; default routings."""
+"""`guild bench --sonicmoe`: SonicMoE's weight order, calls and figures; the default routings."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def layer_of_gate_and_up_in_turn(
     activation: str,
     inference: bool,
 ) -> tuple[Tensor]:
-    """What the package's function computes, its weights with the experts last."""
+    """What the package's function computes, with weights whose last dimension is the experts."""
     assert (b_up, b_down, stream, activation, inference) == (None, None, 77, "swiglu", False)
     top, ids = F.linear(x, router).topk(top_k)
     both = torch.einsum("th,uhe->teu", x, w_up)
@@ -48,7 +48,7 @@ def layer_of_gate_and_up_in_turn(
 
 @pytest.fixture
 def package(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A package of SonicMoE's name, with what the benchmark calls of it."""
+    """A stand-in for SonicMoE's package, with the parts that the benchmark calls."""
     functional = ModuleType("sonicmoe.functional")
     functional.moe_TC_softmax_topk_layer = layer_of_gate_and_up_in_turn
     enums = ModuleType("sonicmoe.enums")

@@ -1,4 +1,4 @@
-"""`guild bench --steps`: every step is right, its work is counted, its figures follow."""
+"""`guild bench --steps`: every step is correct, its work is counted, and figures follow from it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def plan_of(device: torch.device, dtype: torch.dtype, **changes: Any) -> BenchPl
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("routing", ["random", "zipf"])
 def test_chain_is_right(routing: str, bias: bool) -> None:
-    """The steps one after the other give the layer's output and all gradients."""
+    """The steps, run one after the other, give the layer's output and all gradients."""
     (problem,) = make_problems(TINY, routing, torch.float64, CPU, bias=bias)
     chain = StepChain(problem)
     for call in chain.calls.values():
@@ -67,7 +67,7 @@ def test_the_check_sees_a_wrong_bias_gradient() -> None:
     (problem,) = make_problems(TINY, "random", torch.float64, CPU, bias=True)
     chain = StepChain(problem)
     chain.db_up.fill_(float("nan"))
-    chain.calls["down gradient"]()  # which makes them
+    chain.calls["down gradient"]()  # which computes them
     results = list(chain.results())
     results[-1] = results[-1] * 1.01
     errors, _ = relative_errors(problem, tuple(results))
@@ -76,7 +76,7 @@ def test_the_check_sees_a_wrong_bias_gradient() -> None:
 
 
 def test_work() -> None:
-    """FLOPs of the six products are the layer's."""
+    """The FLOPs of the six products add up to the layer's."""
     work = step_work(TINY, torch.bfloat16, bias=True)
     assert sum(work[name].flops for name in PRODUCTS) == sum(TINY.flops())
     router = 2 * TINY.tokens * TINY.hidden * TINY.experts
@@ -84,7 +84,7 @@ def test_work() -> None:
 
 
 class Operands(TorchDispatchMode):
-    """Notes every tensor that the ops called within read or write."""
+    """Records every tensor that ops called inside it read or write."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class Operands(TorchDispatchMode):
 
 
 def bytes_not_moved(chain: StepChain, step: str) -> int:
-    """Of a step's operands: what only says where things are, or goes unread."""
+    """Bytes of a step's operands that only describe where things are, or are not read."""
     t, _, _, e, k = chain.shape
     unread = 0 if step in ("logits", "route", "sort") else chain.offsets.nbytes
     if step in ("combine", "combine gradient", "router gradient", "logits gradient"):
@@ -111,11 +111,11 @@ def bytes_not_moved(chain: StepChain, step: str) -> int:
     if step == "score gradient" and chain.b_down is None:
         unread += chain.dout.nbytes  # dO is there for the bias alone
     if step == "dW2":
-        unread += chain.x.nbytes + chain.dh.nbytes  # operands of dW1, which the op could make too
+        unread += chain.x.nbytes + chain.dh.nbytes  # operands of dW1, computable here too
     if step == "dW1":
         unread += chain.dout.nbytes + chain.a_scaled.nbytes
     if step == "router gradient":
-        unread += chain.x.nbytes  # x tells the dtype
+        unread += chain.x.nbytes  # x only tells the dtype
     if step == "combine gradient":
         unread += t * (e - k) * chain.x.itemsize  # logits of experts that were not chosen
     return unread
@@ -125,7 +125,7 @@ def bytes_not_moved(chain: StepChain, step: str) -> int:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("intermediate", [136, 520])
 def test_bytes_are_those_of_the_tensors(intermediate: int, dtype: torch.dtype, bias: bool) -> None:
-    """What is counted is what the library's ops take and return, each once."""
+    """The bytes counted are those that the library's ops take and return, each once."""
     shape = TINY._replace(intermediate=intermediate)
     (problem,) = make_problems(shape, "random", dtype, CPU, bias=bias)
     chain = StepChain(problem)
@@ -133,7 +133,7 @@ def test_bytes_are_those_of_the_tensors(intermediate: int, dtype: torch.dtype, b
     held = {}
     for name, call in chain.calls.items():
         with torch.no_grad(), Operands() as operands:
-            kept = call()  # no address comes twice
+            kept = call()  # kept alive, so that no address is reused
         held[name] = sum(operands.bytes.values()) - bytes_not_moved(chain, name)
         del kept
     assert counted == held
@@ -141,7 +141,7 @@ def test_bytes_are_those_of_the_tensors(intermediate: int, dtype: torch.dtype, b
 
 @pytest.mark.parametrize("name", ["dW2", "dW1"])
 def test_weight_gradients_are_timed_with_their_schedule(name: str) -> None:
-    """By the op that makes it, and only the gradient that is asked for."""
+    """Weight gradients are timed with the op that makes their schedule, each one alone."""
     (problem,) = make_problems(TINY, "random", torch.float32, CPU)
     chain = StepChain(problem)
     written = {"dW1": chain.dw_up, "dW2": chain.dw_down}
@@ -156,7 +156,7 @@ def test_weight_gradients_are_timed_with_their_schedule(name: str) -> None:
 
 
 def test_yardsticks_count_what_they_do() -> None:
-    """One product of square matrices, one copy that reads and writes."""
+    """The yardsticks count one product of square matrices, and one copy that reads and writes."""
     yardsticks = Yardsticks(torch.float32, CPU)
     product, copy = yardsticks.work["matrix"], yardsticks.work["copy"]
     assert (product.flops, product.bytes) == (2 * yardsticks.size**3, 0)
@@ -175,7 +175,7 @@ def test_calls_go_round_the_input_sets() -> None:
 
 
 def test_figures() -> None:
-    """A step bound by products and one bound by bytes; QuACK scaled by the bounds."""
+    """One step is bound by products, one by bytes; QuACK's times are scaled by the bounds."""
     times = {
         ("yardstick", "matrix"): [1.0, 2.0, 1.0],
         ("yardstick", "copy"): [1.0, 2.0, 1.0],
@@ -219,7 +219,7 @@ STEP_RECORDS = [
 
 @pytest.mark.parametrize(("name", "record"), STEP_RECORDS, ids=[name for name, _ in STEP_RECORDS])
 def test_recorded_rates_follow_from_times(name: str, record: dict[str, Any]) -> None:
-    """And a step without products has the share of the floor that its rate is of a copy's."""
+    """A step without products has the share of the floor that its rate has of a copy's."""
     for case in record["cases"]:
         for step in case["steps"].values():
             assert step["tflops"] == pytest.approx(step["flops"] / step["ms"]["median"] / 1e9)
@@ -255,7 +255,7 @@ def test_measure_on_a_gpu(gpu: str) -> None:
 
 
 def test_a_replay_is_many_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Times of a graph are divided by its calls, a whole number of rounds of the input sets."""
+    """A graph's time is divided by its calls, a whole number of rounds over the input sets."""
     captured: list[int] = []
 
     def replay(call: Any, count: int, pool: None) -> Any:
@@ -285,7 +285,7 @@ def test_what_cannot_be_captured_is_called(gpu: str) -> None:
 
 
 def test_replay(gpu: str) -> None:
-    """The graph's calls really run, as often as asked for."""
+    """The graph really runs its calls, as often as asked."""
     counter = torch.zeros((), device=gpu)
     replay = Replay(lambda: counter.add_(1), 3, torch.cuda.graph_pool_handle())
     before = counter.item()
@@ -294,7 +294,7 @@ def test_replay(gpu: str) -> None:
 
 
 def test_what_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wrong step is named and nothing of its case is timed."""
+    """A wrong step is named, and nothing of its case is timed."""
     monkeypatch.setattr(StepChain, "_combine", lambda self: torch.zeros_like(self.x))
     record = measure_steps(plan_of(CPU, torch.float32), quiet())
     (case,) = record["cases"]
@@ -320,7 +320,7 @@ def test_quack_is_asked_for_where_it_cannot_be() -> None:
 
 
 def grouped(a: Tensor, b: Tensor, out: Tensor, config: Any, **how: Tensor) -> None:
-    """What QuACK's plain product computes, in plain torch."""
+    """QuACK's plain product, in plain torch."""
     assert config.cluster_m == 2
     summed = "cu_seqlens_k" in how
     ends = how["cu_seqlens_k" if summed else "cu_seqlens_m"].tolist()
@@ -333,7 +333,7 @@ def grouped(a: Tensor, b: Tensor, out: Tensor, config: Any, **how: Tensor) -> No
 
 
 def test_quack_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Operands of the six products, against a stand-in; a product that fails has no call."""
+    """Operands of the six products, checked with a stand-in; a product that fails is left out."""
     seen: dict[str, tuple] = {}
 
     def act(x: Tensor, w: Tensor, preact_out: Tensor, postact_out: Tensor, **how: Any) -> None:

@@ -1,4 +1,4 @@
-"""`guild bench`'s tables: every figure is whole, however narrow the terminal; notes that fit."""
+"""`guild bench`'s tables: figures stay whole in narrow terminals, and notes fit the tables."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ RECORDS = {**RECORDED, "sweep": sweep_record(), "decode": decode_record()}
 
 
 def newest(kind: str) -> dict[str, Any]:
-    """The last record of layers ("balanced", "skew"), steps ("quack") or memory."""
+    """The newest record of layers ("balanced", "skew"), of steps ("quack") or of memory."""
     return RECORDED[max(name for name in RECORDED if name.endswith(f"-{kind}"))]
 
 
@@ -100,7 +100,7 @@ def test_records_of_every_mode() -> None:
 @pytest.mark.parametrize("width", [80, 100, 139, 140, 170])
 @pytest.mark.parametrize("name", RECORDS)
 def test_figures_are_whole(name: str, width: int) -> None:
-    """No ellipsis, no line too long, and each cell is there as often as it should be."""
+    """No ellipsis, no line too long, and each cell appears as often as it should."""
     text = printed(RECORDS[name], width)
     assert "…" not in text
     assert max(map(len, text.splitlines())) <= width
@@ -113,7 +113,7 @@ def test_figures_are_whole(name: str, width: int) -> None:
 
 @pytest.mark.parametrize("name", RECORDS)
 def test_headings_are_whole(name: str) -> None:
-    """At 80 columns headings break between words; each word is there."""
+    """At 80 columns headings break between words, and no word is lost."""
     words = set(re.split(r"[\s│┃]+", printed(RECORDS[name], 80)))
     for table in tables_of(RECORDS[name]):
         assert {w for c in table.columns for w in str(c.header).split()} <= words
@@ -138,7 +138,7 @@ def test_parts_repeat_what_names_a_line() -> None:
 
 
 def test_ratios_stay_beside_what_they_are_of() -> None:
-    """Columns of one name, such as "ratio", follow their figure into its part."""
+    """Columns of the same name, such as "ratio", go into the same part as their figure."""
     text = printed(newest("memory"), 80)
     headings = [line for line in text.splitlines() if "ratio" in line]
     assert len(headings) == 3
@@ -147,12 +147,12 @@ def test_ratios_stay_beside_what_they_are_of() -> None:
 
 
 def test_a_terminal_that_is_too_narrow_for_anything() -> None:
-    """What is wider than the terminal goes on in the next line."""
+    """Text wider than the terminal continues in the next line."""
     assert "…" not in printed(newest("balanced"), 20)
 
 
 def test_spread_is_half_of_the_range() -> None:
-    """In per cent of the median, the same in the tables of layers and of steps."""
+    """Spread is in per cent of the median, alike in the tables of layers and of steps."""
     shape = PRESETS["fine7b"]
     taken = {"guild": {"forward": [9.0, 10.0, 13.0], "backward": [20.0, 20.0, 20.0]}}
     case = {"name": "a", "shape": shape._asdict(), "routing": "random", "failures": {}}
@@ -230,7 +230,7 @@ def bench_in_a_terminal(columns: int, *words: str) -> str:
 
 
 def test_bench_in_a_terminal() -> None:
-    """As a user sees it in 80 columns."""
+    """The output as a user sees it in 80 columns."""
     text = bench_in_a_terminal(80, "--thiek", "1024,64,64,16,2", "--rounds", "2")
     table = text[text.rindex("medians of 2 rounds") :]
     assert "…" not in table

@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 def test_milliseconds_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mean of several, from a clock in seconds."""
+    """The mean of several calls, from a clock in seconds."""
     clock = SimpleNamespace(perf_counter=itertools.count(10.0, 0.5).__next__)
     monkeypatch.setattr(timing, "time", clock)
     calls: list[int] = []
@@ -25,13 +25,13 @@ def test_milliseconds_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("each", "count"), [(4.0, 25), (3.0, 34), (60.0, 2), (900.0, 1)])
 def test_a_round_is_long_enough(each: float, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """0.1 s of calls that take `each` milliseconds, at least one."""
+    """A round has 0.1 s of calls that take `each` milliseconds, at least one."""
     monkeypatch.setattr(timing, "milliseconds", lambda *call: each)
     assert calls_per_round(lambda: None, 0.1, CPU) == count
 
 
 def test_short_calls_are_calibrated_over_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After one call to warm up, twice as many each time, until they last 50 ms."""
+    """After one warm-up call, the number of calls doubles until they last 50 ms."""
     asked: list[int] = []
     monkeypatch.setattr(timing, "milliseconds", lambda call, count, _: asked.append(count) or 10.0)
     calls_per_round(lambda: None, 0.1, CPU)
@@ -39,7 +39,7 @@ def test_short_calls_are_calibrated_over_many(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_events_of_a_gpu_are_milliseconds(gpu: str) -> None:
-    """As many as the wall clock sees, where the host waits for the device."""
+    """Events report as much time as the wall clock, where the host waits for the device."""
     a = torch.randn(4096, 4096, device=gpu)
     device = torch.device(gpu)
     milliseconds(lambda: a @ a, 3, device)

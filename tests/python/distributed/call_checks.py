@@ -26,13 +26,13 @@ _EXPERTS, _HIDDEN, _INNER, _RANK = 8, 16, 12, 3
 
 
 def new_group(exact: bool = False, engine: str = "nccl") -> guild.ExpertParallel:
-    """Of all ranks, and of nobody else: what goes wrong in it stays there."""
+    """A group of all ranks for one check, so that an error in it stays there."""
     everyone = dist.new_group(list(range(dist.get_world_size())))
     return guild.ExpertParallel(everyone, exact=exact, timeout=60.0, engine=engine)
 
 
 def terms() -> dict[str, Tensor]:
-    """A and B of both projections, of every expert."""
+    """LoRA's A and B of both projections, for every expert."""
     draw = torch.Generator().manual_seed(2)
     shapes = {
         "up_a": (_RANK, _HIDDEN),
@@ -69,7 +69,7 @@ def run(call: Callable, tokens: dict, experts: slice, lists: bool, lora: bool) -
 
 
 def lists_and_low_rank(rank: int) -> None:
-    """Against one process with all tokens."""
+    """Lists of weights and LoRA terms, against one process with all tokens."""
     group = new_group()
     own = tokens_of(rank, (7, 0, 9, 1)[rank], torch.float64, lists=False)
     everyone = {name: gathered(tensor) for name, tensor in own.items()}
@@ -97,7 +97,7 @@ def lists_and_low_rank(rank: int) -> None:
 
 
 def other_activations(rank: int) -> None:
-    """Experts that would compute something else on one rank."""
+    """Experts that would compute something else on one rank are an error."""
     group = new_group()
     for text, one, others in (
         (
@@ -122,7 +122,7 @@ def other_activations(rank: int) -> None:
 
 
 def transforms(rank: int) -> None:
-    """Refused before the first message, so that the group works on."""
+    """Function transforms are refused before the first message, so the group stays usable."""
 
     def jvp(layer: guild.MoE, x: Tensor) -> Tensor:
         with torch.autograd.forward_ad.dual_level():
@@ -146,7 +146,7 @@ def transforms(rank: int) -> None:
 
 
 def default_device(rank: int) -> None:
-    """Another one than the tokens': what an engine makes for itself lies where it must."""
+    """With another default device than the tokens', engines still allocate where they must."""
     for engine in ("nccl", "peer"):
         layer = guild.MoE(16, 8, 8, 2, expert_group=new_group(engine=engine))
         x = torch.randn(5, 16)
@@ -164,7 +164,7 @@ def default_device(rank: int) -> None:
 
 
 def the_first_call(rank: int) -> None:
-    """Engines that do not match are an error on all ranks, which none waits for in vain."""
+    """Engines that do not match are an error on all ranks, and no rank waits in vain."""
     ranks = list(range(dist.get_world_size()))
     everyone = dist.new_group(ranks, timeout=timedelta(seconds=20))  # of what has none of its own
     engine = "peer" if rank else "nccl"
@@ -175,11 +175,11 @@ def the_first_call(rank: int) -> None:
 
 
 class InAHookError(Exception):
-    """Of a user's own."""
+    """A user's own exception."""
 
 
 def one_pass_less(rank: int) -> None:
-    """Rank 1 skips a forward or backward pass, or raises in it: all have the same error."""
+    """Rank 1 skips a forward or backward pass, or raises in it: all ranks get the same error."""
 
     def step(layer: guild.MoE, skips: bool, how: str) -> None:
         out, x = layer(torch.randn(3 + rank, 16)), torch.randn(40 * rank, 16)
@@ -210,7 +210,7 @@ def one_pass_less(rank: int) -> None:
 
 
 def middle_of_a_step(rank: int) -> None:
-    """A rank that fails between two messages says so in every later call."""
+    """A rank that fails between two messages reports it in every later call."""
     layer = guild.MoE(16, 8, 8, 2, expert_group=new_group())
     ranks = layer.expert_group._ranks
     with pytest.raises(InAHookError), ranks.in_step("forward"):
@@ -221,7 +221,7 @@ def middle_of_a_step(rank: int) -> None:
 
 
 def destroyed(rank: int) -> None:
-    """A group that is gone is an error, not a message to nobody."""
+    """Calling a destroyed group is an error."""
     layer = guild.MoE(16, 8, 8, 2, expert_group=new_group())
     out = layer(torch.randn(2, 16))
     dist.destroy_process_group(layer.expert_group.group)

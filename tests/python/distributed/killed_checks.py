@@ -24,7 +24,7 @@ def lost(
     last: Callable[[guild.ExpertParallel, Step], object],
     captured: bool = False,
 ) -> str:
-    """The last rank is gone, killed right after it has begun `last`: the others find out in time.
+    """The last rank is killed right after it has begun `last`: the others find out in time.
 
     captured: they are replaying a graph of the step, else they go on with steps.
     """
@@ -54,22 +54,22 @@ def lost(
 
 
 def killed(rank: int) -> str:
-    """Between two steps."""
+    """A rank is killed between two steps."""
     return lost(rank, lambda *_: None)
 
 
 def forward(group: guild.ExpertParallel, step: Step) -> Tensor:
-    """Of a step."""
+    """The forward pass of a step."""
     return group.routed_experts(step.x, step.ids, step.scores, *step.weights)
 
 
 def killed_in_forward(rank: int) -> str:
-    """With its kernels on the GPU, which nobody has waited for."""
+    """A rank is killed while its forward kernels may still run on the GPU."""
     return lost(rank, forward)
 
 
 def killed_in_backward(rank: int) -> str:
-    """The same, after a forward pass that is done."""
+    """A rank is killed in backward, after its forward pass has finished."""
 
     def backward(group: guild.ExpertParallel, step: Step) -> None:
         out = forward(group, step)
@@ -80,12 +80,12 @@ def killed_in_backward(rank: int) -> str:
 
 
 def killed_in_replay(rank: int) -> str:
-    """The same, of a graph."""
+    """A rank is killed while a graph of the step is replayed."""
     return lost(rank, lambda *_: None, captured=True)
 
 
 def captured_step(group: guild.ExpertParallel, step: Step) -> torch.cuda.CUDAGraph:
-    """A graph of a step, on a stream of its own."""
+    """A graph of a step, captured on a stream of its own."""
     side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     torch.cuda.synchronize()  # a group's calls run one after the other
     with torch.cuda.stream(side):

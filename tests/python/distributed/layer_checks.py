@@ -34,7 +34,7 @@ _CASES = 24
 def group_of(
     size: int, exact: bool = False, engine: str = "nccl", capacity: float | None = None
 ) -> guild.ExpertParallel:
-    """All four ranks, or this rank's pair."""
+    """A group of all four ranks, or of this rank's pair."""
     group = None
     if size != _RANKS:
         group = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))["ep"]
@@ -43,7 +43,7 @@ def group_of(
 
 
 def random_layers(rank: int) -> None:
-    """Every option of the layer, tokens of any number on each rank."""
+    """Every option of the layer, with any number of tokens on each rank."""
     for seed in range(_CASES):
         exact, size = seed % 2 == 1, (2, 4)[seed // 2 % 2]
         case = ParallelCase.drawn(seed, size)
@@ -53,7 +53,7 @@ def random_layers(rank: int) -> None:
 
 
 def exact_bits(rank: int) -> None:
-    """All that one process gives for the tokens of all ranks, experts' gradients included."""
+    """All results of one process with the tokens of all ranks, experts' gradients included."""
     for seed in range(12):
         draw, size = Draw(seed), (2, 4)[seed % 2]
         group = group_of(size, True, ("nccl", "peer")[seed // 2 % 2])
@@ -85,7 +85,7 @@ def exact_bits(rank: int) -> None:
 
 
 def weights_of(experts: int, activation: Any, bias: bool, dtype: torch.dtype) -> list:
-    """Of a layer of widths 16 and 12, the same on every rank."""
+    """The weights of a layer of widths 16 and 12, the same on every rank."""
     draw, width = torch.Generator().manual_seed(1), guild.Activation.width(activation, 12)
     shapes = (experts, width, 16), (experts, 16, 12), (experts, width), (experts, 16)
     weights = [torch.randn(s, generator=draw).to(dtype) for s in shapes]
@@ -93,7 +93,7 @@ def weights_of(experts: int, activation: Any, bias: bool, dtype: torch.dtype) ->
 
 
 def tokens_of(rank: int, count: int, dtype: torch.dtype, lists: bool) -> dict[str, Tensor]:
-    """A rank's tokens with their choices, some outside of the layer."""
+    """A rank's tokens and their choices, some of which name no expert of the layer."""
     draw = torch.Generator().manual_seed(rank)
     x, residual, dout = (torch.randn(count, 16, generator=draw).to(dtype) for _ in range(3))
     ids = torch.rand(count, 8, generator=draw).argsort(1)[:, :3].int() - int(rank == 2)
@@ -108,7 +108,7 @@ def tokens_of(rank: int, count: int, dtype: torch.dtype, lists: bool) -> dict[st
 
 
 def run_experts(call: Any, given: dict, weights: list, options: dict) -> dict[str, Tensor]:
-    """Output and all gradients."""
+    """The output and all gradients."""
     leaves = {n: given[n].clone().requires_grad_() for n in ("x", "scores", "residual")}
     names = ("w_up", "w_down", "b_up", "b_down")
     layer = {
@@ -151,7 +151,7 @@ def exact_layer(rank: int) -> None:
 
 
 def rows_go_once(rank: int) -> None:
-    """To a rank with several of a token's experts, and not at all to one with none."""
+    """A row goes once to a rank with several of its token's experts, and not to one with none."""
     group = group_of(4)
     sent = []
     exchange = group._ranks.exchange
@@ -180,7 +180,7 @@ def rows_go_once(rank: int) -> None:
 
 
 def mismatches(rank: int) -> None:
-    """The same error on every rank, and the group works on."""
+    """Ranks whose calls differ all get the same error, and the group stays usable."""
     group = group_of(4)
     for name, sizes, on_one in (
         ("hidden", (16, 8, 4, 2), (24, 8, 4, 2)),
@@ -217,7 +217,7 @@ def _texts(text: str) -> list[str]:
 
 
 def arguments(rank: int) -> None:
-    """Each wrong one is named."""
+    """Each wrong argument is named."""
     group = group_of(4)
     for error, text, call in (
         (TypeError, "^group: expected a ProcessGroup", lambda: guild.ExpertParallel(3)),
@@ -293,7 +293,7 @@ def other_ways(rank: int) -> None:
 
 
 def checkpoints(rank: int) -> None:
-    """Whose second forward comes out of the experts' own backward: nothing is saved after them."""
+    """With checkpoints, the second forward runs inside the experts' own backward."""
     for exact, engine in ((False, "nccl"), (True, "nccl"), (False, "peer"), (True, "peer")):
         torch.manual_seed(3)
         layer = guild.MoE(16, 8, 4, 2, router_bias=True, expert_group=group_of(4, exact, engine))
@@ -308,7 +308,7 @@ def checkpoints(rank: int) -> None:
 
 
 def balance_counts_every_token(rank: int) -> None:
-    """The selection bias moves as with all tokens in one process."""
+    """The selection bias moves as it would with all tokens in one process."""
     router = guild.Router("sigmoid", selection_bias=True)
     torch.manual_seed(0)
     alone = guild.MoE(16, 8, 8, 2, router=router)
@@ -324,7 +324,7 @@ def balance_counts_every_token(rank: int) -> None:
 
 
 def benchmark(rank: int) -> None:
-    """It checks the layer, and every rank has the same record."""
+    """The benchmark checks the layer, and every rank gets the same record."""
     shape = {"toy": Shape(16, 32, 8, 8, 2)}
     how = "random", torch.float32, torch.device("cpu"), 2, 0.001
     record = measure_parallel(shape, *how, beside=["torchtitan"])  # where it is installed

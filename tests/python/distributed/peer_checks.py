@@ -24,7 +24,7 @@ MOST_TOKENS = 96
 
 
 class Sizes(NamedTuple):
-    """Of a layer."""
+    """Sizes of a layer."""
 
     experts: int
     top_k: int
@@ -39,7 +39,7 @@ MANY = Sizes(32, 24, 264, 16), Sizes(96, 40, 64, 16)  # choices of a token
 
 
 def device() -> torch.device:
-    """This rank's."""
+    """The device of this rank."""
     if dist.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -49,13 +49,13 @@ def device() -> torch.device:
 def group_of(
     engine: str, exact: bool = False, capacity: float | None = None, tokens: int = MOST_TOKENS
 ):
-    """All ranks."""
+    """A group of all ranks."""
     room = {"max_tokens": tokens, "capacity": capacity}
     return guild.ExpertParallel(exact=exact, timeout=60.0, engine=engine, **room)
 
 
 class Step:
-    """A rank's experts and tokens, and a step over them by any engine."""
+    """A rank's experts and tokens, and a step over them with any engine."""
 
     def __init__(self, seed: int, tokens: int, skew: bool = False, sizes: Sizes = SMALL) -> None:
         self.sizes = sizes
@@ -73,11 +73,11 @@ class Step:
         self.draw(seed, tokens, skew)
 
     def on_device(self, values: Tensor) -> Tensor:
-        """In the layer's dtype."""
+        """The values on this rank's device, in the layer's dtype."""
         return values.to(device(), self.dtype)
 
     def draw(self, seed: int, tokens: int, skew: bool = False) -> None:
-        """New tokens; skew: all of them go to the first rank's experts. Some ids are nobody's."""
+        """Draw new tokens; skew: all go to the first rank's experts. Some ids name no expert."""
         draw = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
         every, top_k, hidden, _ = self.sizes
         experts = every // dist.get_world_size() if skew else every
@@ -97,7 +97,7 @@ class Step:
         return [out.detach(), *torch.autograd.grad(out, leaves, self.dout)]
 
     def alone(self) -> list[Tensor]:
-        """What one process gives for the tokens of all ranks; this rank's part of it."""
+        """This rank's part of what one process gives for the tokens of all ranks."""
         size, rank = dist.get_world_size(), dist.get_rank()
         everyone = [gathered(t) for t in (self.x, self.scores, self.dout, self.ids)]
         joined = [torch.cat([t.to(device()) for t in ts]) for ts in everyone]
@@ -115,14 +115,14 @@ class Step:
 
 
 def expect_equal(got: list[Tensor], expected: list[Tensor], what: object) -> None:
-    """Bit for bit."""
+    """Both must be equal bit for bit."""
     names = ("out", "x", "scores", "w_up", "w_down")
     for name, value, truth in zip(names, got, expected, strict=True):
         assert torch.equal(value, truth), (what, name, (value - truth).abs().max())
 
 
 def tokens_of(rank: int, seed: int) -> int:
-    """Of any number, none too."""
+    """A number of tokens for this rank, which may be zero."""
     return ((40, 0, 96, 7), (0, 96, 1, 30), (64, 64, 64, 64), (0, 0, 0, 0))[seed % 4][rank % 4]
 
 
@@ -137,7 +137,7 @@ def same_as_process_group(rank: int) -> None:
 
 
 def divided_products(rank: int) -> None:
-    """The same bits where rows travel while products run, which small ones are too short for."""
+    """The same bits where rows travel during products, for which small products are too short."""
     if device().type != "cuda":
         return
     for seed in range(4):
@@ -150,7 +150,7 @@ def divided_products(rank: int) -> None:
 
 
 def divided_replays(rank: int) -> None:
-    """A graph of a step whose rows travel while products run has the same bits, too."""
+    """A graph of a step whose rows travel during products has the same bits too."""
     if device().type != "cuda":
         return
     step, group = Step(9, LARGE_TOKENS, sizes=LARGE), group_of("peer", tokens=LARGE_TOKENS)
@@ -188,7 +188,7 @@ def same_as_one_process(rank: int) -> None:
 
 
 def two_layers(rank: int) -> None:
-    """Results do not lie in the memory that the next layer uses."""
+    """One layer's results do not lie in memory that the next layer overwrites."""
     first, second = Step(1, 20), Step(2, 20)
     group = group_of("peer")
     kept = first.run(group)
@@ -198,7 +198,7 @@ def two_layers(rank: int) -> None:
 
 
 def too_many_rows(rank: int) -> None:
-    """More rows than there is room for: NaN where it can be seen, and an error on every rank."""
+    """More rows than fit: a result of NaN, then an error on every rank."""
     group = guild.ExpertParallel(engine="peer", capacity=0.2, max_tokens=MOST_TOKENS, timeout=60.0)
     step = Step(3, MOST_TOKENS, skew=True)
     text = raised(RuntimeError, lambda: nan_then_check(group, step))
@@ -207,7 +207,7 @@ def too_many_rows(rank: int) -> None:
 
 
 def nan_then_check(group: guild.ExpertParallel, step: Step) -> None:
-    """A forward whose result is NaN, then what went wrong."""
+    """A forward whose result must be NaN, then the error that says what went wrong."""
     with torch.no_grad():
         out = group.routed_experts(step.x, step.ids, step.scores, *step.weights)
     used = (step.ids >= 0).any(1)
@@ -216,7 +216,7 @@ def nan_then_check(group: guild.ExpertParallel, step: Step) -> None:
 
 
 def too_many_tokens(rank: int) -> None:
-    """On one rank: an error that names them on all."""
+    """Too many tokens on one rank are an error on all ranks that names them."""
     group = guild.ExpertParallel(engine="peer", max_tokens=16, timeout=60.0)
     step = Step(4, 16)
     step.run(group)
@@ -244,7 +244,7 @@ def raised(kind: type[Exception], call: Callable[[], object]) -> str:
 
 
 def replays(rank: int) -> None:
-    """A step as one CUDA graph, with new tokens and routing at every replay."""
+    """A step as one CUDA graph, with new tokens and routing in every replay."""
     if device().type != "cuda":
         return
     count = int(os.environ.get("GUILD_REPLAYS", "1000"))
@@ -273,7 +273,7 @@ def replays(rank: int) -> None:
 
 
 def beside_collectives(rank: int) -> None:
-    """NCCL's kernels run on another stream all the time."""
+    """Steps give the same results while NCCL's kernels run on another stream."""
     if device().type != "cuda":
         return
     others, side = dist.new_group(), torch.cuda.Stream()

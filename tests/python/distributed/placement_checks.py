@@ -28,7 +28,7 @@ _STEPS, _CLIP = 20, 0.5
 
 
 def model_of(device: str | None = None, **options) -> LanguageModel:
-    """The same one on every rank."""
+    """A model that is the same on every rank."""
     more = {"shared_experts": 1, "bias": True, "device": device} | options
     model = LanguageModel(32, 2, 2, 16, 8, 2, lambda *sizes: guild.MoE(*sizes, **more))
     if device is None:
@@ -37,7 +37,7 @@ def model_of(device: str | None = None, **options) -> LanguageModel:
 
 
 def placed(model: LanguageModel, experts: int, **options) -> LanguageModel:
-    """Experts shared by `experts` ranks at a time, all else by FSDP2."""
+    """The model with experts shared by `experts` ranks at a time, the rest sharded by FSDP2."""
     ranks = dist.get_world_size()
     everyone = init_device_mesh("cpu", (ranks,))
     if experts > 1:
@@ -52,7 +52,7 @@ def placed(model: LanguageModel, experts: int, **options) -> LanguageModel:
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
-    """Of all ranks."""
+    """A batch of all ranks."""
     tokens = torch.randint(0, 256, (8, 17), generator=torch.Generator().manual_seed(step))
     return tokens[:, :-1], tokens[:, 1:]
 
@@ -93,13 +93,13 @@ def train_step(
 
 
 def losses_are_those_of_one_process(rank: int) -> None:
-    """Over 20 steps, with clipping; experts on one, two and four ranks; summed micro-batches."""
+    """Losses over 20 steps, with clipping; experts on one, two and four ranks; micro-batches."""
     for experts in (1, 2, 4):
         one, many = model_of(), placed(model_of(), experts)
         assert isinstance(many.blocks[0].moe.w_up, DTensor)
         alone, together = optimizer_of(one), optimizer_of(many)
         for step in range(_STEPS if experts == 2 else 3):
-            # Every other step of two micro-batches, of which ranks have their parts.
+            # Every other step has two micro-batches, of which each rank takes its part.
             parts = [batch(step)] if step % 2 else [batch(step), batch(100 + step)]
             truth, norm = train_step(one, alone, parts, nn.utils.clip_grad_norm_)
             mine = [(own(inputs), own(targets)) for inputs, targets in parts]
@@ -110,7 +110,7 @@ def losses_are_those_of_one_process(rank: int) -> None:
 
 
 def every_norm(rank: int) -> None:
-    """The largest value over both meshes, and parameters without gradients left out."""
+    """Every kind of norm over both meshes; parameters without gradients are skipped."""
     one, many = model_of(), placed(model_of(), 2)
     loss_of(one, *batch(0)).backward()
     loss_of(many, *map(own, batch(0))).backward()
@@ -122,7 +122,7 @@ def every_norm(rank: int) -> None:
 
 
 def gradients_of_any_dtype(rank: int) -> None:
-    """Divided once, also those of experts that are sharded no further, as FSDP2 itself does not."""
+    """Gradients are divided once, those of experts that FSDP2 does not shard included."""
     ranks = dist.get_world_size()
     for dtype, limit in ((torch.float64, 1e-12), (torch.float32, 1e-5), (torch.float16, 2e-2)):
         x = torch.randn(ranks, 6, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -144,7 +144,7 @@ def gradients_of_any_dtype(rank: int) -> None:
 
 
 def mixed_precision(rank: int) -> None:
-    """Products and rows between ranks in bfloat16, sums of gradients and weights in float32."""
+    """Products and rows between ranks are bfloat16, gradient sums and weights float32."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     router = guild.Router("sigmoid", selection_bias=True)
     exact = loss_of(model_of(router=router), *batch(0)).detach()
@@ -160,7 +160,7 @@ def mixed_precision(rank: int) -> None:
 
 
 def compiled_blocks(rank: int) -> None:
-    """A block at a time, before FSDP2 is put on it."""
+    """Blocks are compiled one at a time, before FSDP2 is applied."""
     one, model = model_of(), model_of()
     model.blocks[0].compile(backend="eager")
     loss = loss_of(placed(model, 2), *map(own, batch(0)))
@@ -169,7 +169,7 @@ def compiled_blocks(rank: int) -> None:
 
 
 def from_the_meta_device(rank: int) -> None:
-    """Nothing is allocated before it is sharded; every expert has values of its own."""
+    """Nothing is allocated before it is sharded, and every expert has different values."""
     torch.manual_seed(0)
     many = placed(model_of("meta"), 2)
     many.to_empty(device="cpu")
@@ -223,7 +223,7 @@ def refusals(rank: int) -> None:
 
 
 def checkpoint_moves(rank: int) -> None:
-    """From four ranks to two, with the optimiser, bit for bit; then both go on alike."""
+    """From four ranks to two, optimiser included, bit for bit; training then continues alike."""
     folder = os.environ["GUILD_TEST_FOLDER"]
     model, optimizer = trained(2)
     dcp.save(state_of(model, optimizer), checkpoint_id=f"{folder}/saved")
@@ -264,7 +264,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, di
 
 
 def whole(state: dict) -> dict[str, Tensor]:
-    """Copies of all tensors, of all ranks."""
+    """Copies of all tensors, gathered from all ranks."""
     return {
         name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
         for name, tensor in tensors_in(state).items()

@@ -19,7 +19,7 @@ from training import write_corpus
 def test_four_ranks(
     tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every check on all ranks; the last one takes their process group down."""
+    """Every check on all ranks; the last check destroys their process group."""
     if request.config.getoption("--cuda-only"):
         pytest.skip("--cuda-only")
     monkeypatch.setenv("GUILD_TEST_FOLDER", str(tmp_path))
@@ -30,7 +30,7 @@ def test_four_ranks(
     modules = layer_checks, peer_checks, call_checks, training_checks, placement_checks
     checks = [check for module in modules for check in module.CHECKS]
     run_on_ranks(checks, 4, tmp_path / "ranks")
-    # What four ranks began, one process ends.
+    # Runs that four ranks have begun, finished by one process.
     begun = tmp_path / "plain-2"
     assert len(training_checks.losses_in(begun)) < training_checks.STEPS
     training_checks.run(settings, begun, resume=True)
@@ -39,6 +39,6 @@ def test_four_ranks(
 
 
 def test_without_process_group() -> None:
-    """An error says what is missing."""
+    """Without a process group the error says what is missing."""
     with pytest.raises(RuntimeError, match="torch.distributed to be initialised"):
         guild.ExpertParallel()

@@ -1,4 +1,4 @@
-"""A rank that is late or killed ends the others with an error that names it, within the limit."""
+"""If a rank is late or killed, the others stop within the limit with an error that names it."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import guild
 from processes import start_ranks
 
 _RANKS, _LOST, _LIMIT = 3, 1, 1.0
-_MOST_SECONDS = _LIMIT + 12  # with the time to find out who is missing, on a busy machine
+_MOST_SECONDS = _LIMIT + 12  # includes finding out who is missing, on a busy machine
 
 
 def expect_error(group: guild.ExpertParallel, layer: guild.MoE, text: str) -> None:
-    """Now, and in every later call at once."""
+    """Expect the error now, and at once in every later call."""
     x = torch.randn(4, 16)
     began = time.monotonic()
     with pytest.raises(RuntimeError, match=text):
@@ -32,7 +32,7 @@ def expect_error(group: guild.ExpertParallel, layer: guild.MoE, text: str) -> No
 
 
 def late(rank: int) -> None:
-    """It sleeps past the limit; then its own call fails, too."""
+    """A rank sleeps past the limit; then its own call fails too."""
     group = guild.ExpertParallel(dist.new_group(list(range(_RANKS))), timeout=_LIMIT)
     layer = guild.MoE(16, 8, 6, 2, expert_group=group)
     layer(torch.randn(4, 16)).sum().backward()
@@ -45,7 +45,7 @@ def late(rank: int) -> None:
 
 
 def killed(rank: int) -> None:
-    """In the middle of a step: the others are in backward."""
+    """A rank is killed in the middle of a step, while the others are in backward."""
     group = guild.ExpertParallel(dist.new_group(list(range(_RANKS))), timeout=_LIMIT)
     layer = guild.MoE(16, 8, 6, 2, expert_group=group)
     out = layer(torch.randn(4, 16))
@@ -59,7 +59,7 @@ def killed(rank: int) -> None:
 
 
 def run(rank: int, folder: str) -> None:
-    """One rank."""
+    """Run both checks on one rank."""
     dist.init_process_group("gloo", f"file://{folder}/ranks", rank=rank, world_size=_RANKS)
     for check in (late, killed):
         check(rank)
@@ -67,7 +67,7 @@ def run(rank: int, folder: str) -> None:
 
 
 def test_three_ranks(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """Both on all ranks; the processes end."""
+    """Both checks run on all three ranks, and the processes end."""
     if request.config.getoption("--cuda-only"):
         pytest.skip("--cuda-only")
     processes = start_ranks(run, _RANKS, str(tmp_path)).processes

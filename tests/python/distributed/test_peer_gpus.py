@@ -15,7 +15,7 @@ from processes import run_on_ranks, run_one, start_ranks
 
 
 def ranks_of(gpu: str) -> int:
-    """How many ranks there can be; each has a GPU and as many experts."""
+    """The number of ranks to start; each has a GPU and equally many experts."""
     count = min(torch.cuda.device_count(), 4)
     if count < 2:
         pytest.skip("one GPU: the peer engine needs two")
@@ -23,7 +23,7 @@ def ranks_of(gpu: str) -> int:
 
 
 def test_gpus(gpu: str, tmp_path: Path) -> None:
-    """Every check on all ranks."""
+    """Every check runs on all ranks."""
     run_on_ranks(peer_checks.CHECKS, ranks_of(gpu), tmp_path / "ranks", "nccl")
 
 
@@ -36,7 +36,7 @@ def test_killed_rank(
     tmp_path: Path,
     gpu_reason: str,
 ) -> None:
-    """The other rank ends with an error that names it."""
+    """The other rank stops with an error that names the killed one."""
     if backend == "nccl" and (gpu_reason or torch.cuda.device_count() < 2):
         pytest.skip(f"no two GPUs: {gpu_reason}")
     if backend == "gloo" and request.config.getoption("--cuda-only"):

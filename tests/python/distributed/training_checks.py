@@ -43,18 +43,18 @@ OPTIONS = {
 
 
 def settings_of(kind: str, **changes: Any) -> Settings:
-    """A small model."""
+    """Settings of a small model."""
     return small_settings(**{"steps": STEPS, "batch": 8, "layers": 1} | OPTIONS[kind] | changes)
 
 
 def typed(*words: str) -> int:
-    """The exit status of `guild train` with these arguments, and few windows to validate on."""
+    """The exit status of `guild train` with these arguments and few validation windows."""
     with mock.patch.multiple("guild.train.loop", **_FEW):
         return main(["train", "--device", "cpu", "--threads", "1", *words])
 
 
 def run(settings: Settings, out: Path, polls: int | None = None, **plan: Any) -> dict | None:
-    """The summary of `guild train` beside the corpus, with few windows to validate on."""
+    """The summary of `guild train` on the corpus beside `out`, with few validation windows."""
     with mock.patch.multiple("guild.train.loop", **_FEW):
         return train(settings, out, out.parent / "corpus", polls, check_every=10, **plan)[1]
 
@@ -67,7 +67,7 @@ def losses_in(folder: Path) -> list[float]:
 
 
 def losses_of_training(rank: int) -> None:
-    """With experts gathered and with experts shared; also after a checkpoint of one process."""
+    """With experts gathered and with experts shared; also from a checkpoint of one process."""
     folder = Path(os.environ["GUILD_TEST_FOLDER"])
     for kind, experts in (("plain", 1), ("plain", 2)):
         out = folder / f"{kind}-{experts}"
@@ -88,7 +88,7 @@ def losses_of_training(rank: int) -> None:
 
 
 def other_trainings(rank: int) -> None:
-    """A selection bias and token rounding, whose tiles are a rank's own; bfloat16; plain layers."""
+    """A selection bias; token rounding, whose tiles are per rank; bfloat16; plain layers."""
     folder = Path(os.environ["GUILD_TEST_FOLDER"])
     settings = settings_of("biased", steps=3)
     summary = run(settings, folder / "a", fsdp=True, expert_parallel=2)
@@ -103,7 +103,7 @@ def other_trainings(rank: int) -> None:
 
 
 def on_the_command_line(rank: int) -> None:
-    """The first rank alone has console and folder; a run that is finished says so."""
+    """Only the first rank uses console and folder; a finished run says so."""
     folder = Path(os.environ["GUILD_TEST_FOLDER"])
     settings = settings_of("plain", steps=3).as_dict()
     sizes = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
@@ -116,7 +116,7 @@ def on_the_command_line(rank: int) -> None:
 
 
 def one_stops_all(rank: int) -> None:
-    """A signal to any rank, in the same round."""
+    """A signal to any rank stops all of them in the same round."""
     with SharedStop(torch.device("cpu")) as stop:
         assert not stop.asked
         if rank == 2:
@@ -125,7 +125,7 @@ def one_stops_all(rank: int) -> None:
 
 
 def refused_trainings(rank: int) -> None:
-    """Before anything is written."""
+    """Wrong settings are refused before anything is written."""
     folder = Path(os.environ["GUILD_TEST_FOLDER"])
     for text, changes, plan in (
         ("^batch: expected a multiple of 4", {"batch": 6}, {}),
@@ -141,7 +141,7 @@ def refused_trainings(rank: int) -> None:
 
 
 def gradients_are_added_in_float32(rank: int) -> None:
-    """Of bfloat16 ones, whose sums in bfloat16 would be off by 4e-3; means, and sums."""
+    """bfloat16 gradients, whose sums in bfloat16 would be off by 4e-3; means and sums."""
     comm, place = NarrowReduceScatter(torch.bfloat16), {"device": torch.device("cpu")}
     for op, share in ((dist.ReduceOp.AVG, 4), (dist.ReduceOp.SUM, 1)):
         given = comm.allocate((4 * 50,), dtype=torch.float32, **place)
@@ -179,7 +179,7 @@ class FilesOfRanks:
 
 
 def copies_in_place_of_collectives(rank: int) -> None:
-    """The same bits as by gathers and exchanges, after a validation and a checkpoint too."""
+    """Copies give the bits of gathers and exchanges, after a validation and a checkpoint too."""
     # Six experts and 258 rows: some ranks have less of them, or none.
     uneven = {"experts": 6, "vocabulary": 258}
     settings, found = settings_of("plain", steps=6, layers=5, **uneven), []
@@ -202,7 +202,7 @@ def copies_in_place_of_collectives(rank: int) -> None:
 
 
 def weights_in_turns(learner: ShardedLearner) -> None:
-    """A place is refused while another module has it, and what nobody waited for is given up."""
+    """A buffer in use by another module is refused; a gather that nobody waited for is dropped."""
     blocks = [parameters_of(block) for block in learner.model.blocks]
     blocks[0].unshard()
     with pytest.raises(RuntimeError, match="before the module that holds their place"):

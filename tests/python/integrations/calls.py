@@ -1,4 +1,4 @@
-"""Calls of experts modules with either implementation, and how far their results are apart."""
+"""Calls of experts modules with either implementation, and how far their results differ."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def both(*call: nn.Module | Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor
 
 
 def error(a: Tensor, b: Tensor) -> float:
-    """Of a against b, relative, over all elements."""
+    """Relative error of a against b, over all elements."""
     assert a.shape == b.shape and a.dtype == b.dtype
     return ((a - b).norm() / b.norm().clamp(min=1e-30)).item()
 
@@ -79,7 +79,7 @@ def odd_gate(experts: nn.Module) -> nn.Module:
 
 
 def loop_over_experts(self: nn.Module, x: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
-    """What these experts compute, with whatever gate they have."""
+    """Transformers' loop over these experts, with any gate."""
     name = self.config._experts_implementation
     if name != "eager":
         return ALL_EXPERTS_FUNCTIONS[name](self, x, ids, scores)

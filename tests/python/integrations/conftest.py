@@ -1,4 +1,4 @@
-"""Each test of an integration begins as a fresh process would: nothing enabled, nothing said."""
+"""Each test of an integration starts like a fresh process: nothing enabled, no warning given."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 @pytest.fixture(autouse=True)
 def nothing_said() -> Iterator[None]:
-    """Warnings come once in a process: each test is the first to hear them."""
+    """Reset one-time warnings, so that each test receives them."""
     if not importlib.util.find_spec("transformers"):
         yield
         return

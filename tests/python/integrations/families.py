@@ -47,7 +47,7 @@ class Family(NamedTuple):
 
 @cache
 def families() -> tuple[Family, ...]:
-    """What carries the decorator in the installed Transformers."""
+    """The classes that carry the decorator in the installed Transformers."""
     found = []
     models = Path(transformers.__file__).parent / "models"
     for path in sorted(models.glob("*/modeling_*.py")):
@@ -110,7 +110,7 @@ _TABLE = re.compile(r"(?<=<!-- families -->\n).*?(?=<!-- end of families -->)", 
 
 
 def table() -> str:
-    """The families by model: how their weights lie, and which activation Guild takes them for."""
+    """The families by model: the layout of their weights, and which activation Guild recognises."""
     rows = [
         "| model | weights | activation |",
         "|---|---|---|",
@@ -146,7 +146,7 @@ def _activation(gate: Gate | None) -> str:
 
 
 def written_table() -> str:
-    """The table that stands in the docs."""
+    """The table as it stands in the docs."""
     return _TABLE.search(PAGE.read_text())[0]
 
 

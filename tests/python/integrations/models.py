@@ -82,7 +82,7 @@ SIGMOID = ("DeepseekV3Config", "Glm4MoeConfig")
 def make_model(
     name: str, sizes: dict[str, object] | None = None, **options: object
 ) -> transformers.PreTrainedModel:
-    """The same weights at each call."""
+    """A tiny random model, with the same weights at each call."""
     torch.manual_seed(0)
     sizes = SIZES | (CONFIGS | MORE_BLOCKS)[name] | (sizes or {})
     config = getattr(transformers, name)(**sizes)

@@ -1,4 +1,4 @@
-"""The script that times LoRA training, on a toy model: that it runs and records."""
+"""The script that times LoRA training runs on a toy model and writes its record."""
 
 from __future__ import annotations
 

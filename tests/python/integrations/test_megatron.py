@@ -61,7 +61,7 @@ def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def config(**more: object) -> TransformerConfig:
-    """A tiny layer's; what __post_init__ allows only together with more is set afterwards."""
+    """A tiny layer's config; options that __post_init__ allows only with others are set later."""
     later = {n: more.pop(n) for n in ("delay_wgrad_compute",) if n in more}
     given = {
         "num_layers": 1,
@@ -90,7 +90,7 @@ def spec() -> ModuleSpec:
 
 
 def layers(**more: object) -> tuple[MoELayer, MoELayer]:
-    """Megatron-Core's own, and the same with Guild's experts."""
+    """Megatron-Core's own layer, and the same with Guild's experts."""
     torch.manual_seed(0)
     trainers = ("gradient_accumulation_fusion", "delay_wgrad_compute")
     alone = {name: value for name, value in more.items() if name not in trainers}
@@ -108,7 +108,7 @@ def layers(**more: object) -> tuple[MoELayer, MoELayer]:
 
 
 def with_biases(experts: torch.nn.Module, rows: Tensor, counts: Tensor, probs: Tensor) -> Tensor:
-    """SwiGLU experts by hand."""
+    """SwiGLU experts with biases, computed by hand."""
     parts = []
     splits = zip(rows.split(counts.tolist()), probs.split(counts.tolist()), strict=True)
     for mlp, (x, p) in zip(experts.local_experts, splits, strict=True):
@@ -119,7 +119,7 @@ def with_biases(experts: torch.nn.Module, rows: Tensor, counts: Tensor, probs: T
 
 
 def experts_of(layer: MoELayer) -> dict[str, Tensor]:
-    """The experts' parameters by projection, kind and number, as Guild's are named."""
+    """The experts' parameters by projection, kind and number, under Guild's names."""
     if isinstance(layer.experts, GroupedMLP):
         return dict(layer.experts.named_parameters())
     return {
@@ -130,7 +130,7 @@ def experts_of(layer: MoELayer) -> dict[str, Tensor]:
 
 
 def run(layer: torch.nn.Module) -> tuple[Tensor, Tensor]:
-    """Result and the input's gradient."""
+    """The result, and the input's gradient."""
     torch.manual_seed(1)
     x = torch.randn(12, 2, HIDDEN, requires_grad=True)
     out, bias = layer(x)
@@ -222,7 +222,7 @@ def test_under_distributed_data_parallel(
 
 
 def shards(experts: torch.nn.Module, metadata: dict[str, Any] | None) -> dict[tuple, Tensor]:
-    """What a distributed checkpoint gets: data by key and place."""
+    """What a distributed checkpoint receives: data by key and place."""
     if metadata is not None:
         metadata = {**metadata}
     found = {}
@@ -256,7 +256,7 @@ def test_distributed_checkpoints_are_interchangeable(
 def test_through_a_distributed_checkpoint_on_disk(
     variant: str, metadata: dict[str, Any] | None, saved_by_guild: bool, tmp_path: Path
 ) -> None:
-    """What one layer's experts save with Megatron-Core the other's load, into uneven memory too."""
+    """What either layer's experts save the other's load, into unevenly spaced memory too."""
 
     def state_of(layer: MoELayer) -> dict[str, Any]:
         return layer.sharded_state_dict("decoder.mlp.", (), metadata and {**metadata})
@@ -302,7 +302,7 @@ def test_ranks_have_their_place_in_a_checkpoint() -> None:
 
 
 def test_checkpoint_of_one_process_loads() -> None:
-    """Names in state_dict are TEGroupedMLP's; what FP8 leaves there is passed over."""
+    """Names in state_dict are TEGroupedMLP's; extra entries that FP8 leaves there are skipped."""
     _, ours = layers()
     state = ours.state_dict()
     assert {f"experts.linear_fc{k}.weight{i}" for k in (1, 2) for i in range(EXPERTS)} < set(state)
@@ -318,7 +318,7 @@ def test_checkpoint_of_one_process_loads() -> None:
 
 
 def test_use_guild_finds_the_experts() -> None:
-    """In a block's spec, whose layers without experts stay the same objects; nothing is changed."""
+    """A block's layers without experts keep their spec objects, and the given spec is unchanged."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
     block = get_gpt_decoder_block_spec(

@@ -63,7 +63,7 @@ def config(gpt_oss: bool = False) -> MoE.Config:
 
 
 def build(target: str | None, gpt_oss: bool = False) -> MoE:
-    """An MoE layer with weights that depend on their names alone; target: of TARGETS."""
+    """An MoE layer whose weights depend on their names alone; target: one of TARGETS."""
     cfg = config(gpt_oss)
     if target is not None:
         said = apply_overrides(OverrideConfig(imports=[TARGETS[target]]), cfg)
@@ -97,7 +97,7 @@ def by_hand(routed: RoutedExperts, x: Tensor, scores: Tensor, ids: Tensor, _: Te
 
 
 def run(routed: RoutedExperts, forward: Callable | None = None) -> dict[str, Tensor]:
-    """Result and gradients, by name; forward: in the place of the module's own."""
+    """The result and gradients, by name; forward: used instead of the module's own."""
     torch.manual_seed(9)
     dtype = next(routed.parameters()).dtype
     x = torch.randn(2, 10, DIM).bfloat16().to(dtype).requires_grad_()
@@ -147,7 +147,7 @@ def test_weights_are_read_in_place() -> None:
 
 
 def test_rows_of_nobody_are_zero() -> None:
-    """Dispatchers with a fixed capacity leave some at the end."""
+    """Dispatchers with a fixed capacity leave rows without a token at the end."""
     experts = build("experts").routed_experts.inner_experts
     x = torch.randn(12, DIM).bfloat16()
     x[9:] = torch.nan

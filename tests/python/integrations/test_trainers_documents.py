@@ -15,7 +15,7 @@ DOCS = Path(__file__).resolve().parents[3] / "docs/integrations"
 
 @pytest.mark.parametrize("document", ["megatron", "torchtitan"])
 def test_python_code_runs(document: str) -> None:
-    """Each block by itself; those of a library that is not installed are left out."""
+    """Each block runs by itself; blocks that need a library that is not installed are skipped."""
     text = (DOCS / f"{document}.md").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     assert blocks

@@ -1,4 +1,4 @@
-"""GroupedLinear beside one torch linear layer per group: called as Transformer Engine's is."""
+"""GroupedLinear, called as Transformer Engine's is, beside one torch linear layer per group."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_like_linear_layers(device: str, bias: bool, as_tensor: bool) -> None:
 @pytest.mark.parametrize("delayed", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
 def test_gradients_elsewhere_or_later(device: str, fused: bool, delayed: bool) -> None:
-    """Two passes; with delayed gradients `backward_dw` after both, and then the hooks."""
+    """Two passes; with delayed gradients `backward_dw` comes after both and then runs the hooks."""
     layer = make(device, fuse_wgrad_accumulation=fused, delay_wgrad_compute=delayed)
     _, _, gradients = expected(layer)
     assert all(p.skip_backward_post_hook is delayed for p in layer.parameters())
@@ -120,7 +120,7 @@ def test_biases_that_are_returned(device: str) -> None:
 
 
 def test_rows_past_the_groups(device: str) -> None:
-    """A tensor on the device is not counted: what it leaves over is zero."""
+    """Group sizes in a device tensor are not summed on the host: rows past them give zeros."""
     layer = make(device)
     splits = torch.tensor([9, 0, 5, 2], device=device)
     x = rows_for(layer)

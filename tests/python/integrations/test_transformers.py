@@ -144,7 +144,7 @@ def test_devices_and_dtypes_without_kernels(place: dict, words: str, monkeypatch
 
 
 def test_features_of_later_interfaces_are_left_to_transformers(monkeypatch) -> None:
-    """As the norm behind each expert that Transformers 5.23 added."""
+    """Such as the norm after each expert that Transformers 5.23 added."""
 
     def decorator(experts_class=None, *, has_gate=True, has_post_expert_norm=False) -> None: ...
 
@@ -161,7 +161,7 @@ def test_features_of_later_interfaces_are_left_to_transformers(monkeypatch) -> N
 
 
 def test_rows_that_no_grouped_product_takes_are_left_to_the_model(monkeypatch) -> None:
-    """On a GPU: torch's grouped_mm refuses rows of 6 bytes as well, the loop does not."""
+    """As on a GPU: torch's grouped_mm refuses rows of 6 bytes too, the model's loop does not."""
     monkeypatch.setattr(experts_module, "_takes_any_rows", lambda device: False)
     torch.manual_seed(0)
     experts = make_wide(4, hidden=3)
@@ -183,7 +183,7 @@ CUDA_CALLS = {
 
 @pytest.mark.parametrize("case", CUDA_CALLS)
 def test_what_runs_on_a_gpu(case: str, monkeypatch) -> None:
-    """With tensors that only say that they are on one."""
+    """Checked with tensors that merely claim to be on a GPU."""
     options, count, hidden, words = CUDA_CALLS[case]
     reason = "of this GPU: too old" if case == "another GPU" else ""
     monkeypatch.setattr(experts_module, "missing_kernels", lambda device: reason)

@@ -1,4 +1,4 @@
-"""The script that times a Transformers model, on a toy model: that it runs and records."""
+"""The script that times a Transformers model runs on a toy model and writes its record."""
 
 from __future__ import annotations
 

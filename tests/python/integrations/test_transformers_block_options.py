@@ -69,7 +69,7 @@ def results(block: nn.Module, x: Tensor) -> dict[str, Tensor]:
 
 
 def expect_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """Within 1e-5; of a router that gives its one expert all the weight, no gradient is left."""
+    """Within 1e-5; a router that gives all weight to a token's only expert has no gradient."""
     assert found.keys() == expected.keys()
     noise = 1e-7 * max(value.norm() for value in expected.values())
     for key, value in expected.items():
@@ -110,7 +110,7 @@ def test_activations_that_guild_does_not_know(name: str) -> None:
 @models
 @pytest.mark.parametrize("autocast", [False, True])
 def test_16_bits_choose_the_same_experts(name: str, autocast: bool, device: str) -> None:
-    """But for tokens whose last two choices have the same logit: torch.topk takes either then."""
+    """Except tokens whose last two choices have equal logits: torch.topk may take either."""
     own, _ = block_pair(name)
     x = random_tokens().to(device)
     own = own.to(device)
@@ -135,7 +135,7 @@ def test_16_bits_choose_the_same_experts(name: str, autocast: bool, device: str)
 
 
 def ties(logits: Tensor, top_k: int) -> Tensor:
-    """Which tokens' choice hangs on a tie."""
+    """Which tokens' choices depend on a tie."""
     ranked = logits.sort(-1, descending=True).values
     return ranked[:, top_k - 1] == ranked[:, top_k]
 
@@ -146,7 +146,7 @@ def choice(routed: tuple[Tensor, ...]) -> Tensor:
 
 
 def test_selection_bias_of_16_bits_chooses_the_same() -> None:
-    """A model that is converted as a whole converts it as well."""
+    """Converting a whole model also converts its selection bias."""
     own, _ = block_pair("DeepseekV3Config")
     own = own.bfloat16()
     assert own.gate.e_score_correction_bias.dtype == torch.bfloat16
@@ -158,7 +158,7 @@ def test_selection_bias_of_16_bits_chooses_the_same() -> None:
 
 @pytest.mark.parametrize("name", ["Qwen3MoeConfig", "DeepseekV3Config", "Llama4TextConfig"])
 def test_what_guild_cannot_do_is_left_to_the_model(name: str, monkeypatch) -> None:
-    """In its experts, in its router and in the block as one op: told as for a foreign device."""
+    """In its experts, its router, or the block as one op; warned of as for a foreign device."""
     own, ours = block_pair(name)
     x = random_tokens()
     expected = results(own, x)
@@ -196,7 +196,7 @@ def test_one_token_and_none(name: str) -> None:
 
 
 def test_block_with_some_of_the_experts_leaves_the_others_out() -> None:
-    """As one rank of several has them: the router's ids of the others are skipped."""
+    """As on one rank of several: ids of experts on other ranks are skipped."""
     own, ours = block_pair("DeepseekV3Config")
     x, half = random_tokens(), len(own.experts.down_proj) // 2
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Whole MoE blocks replaced in models and taken back: results, checkpoints, what is left alone."""
+"""Whole MoE blocks replaced in models and restored: results, checkpoints, what is left alone."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MISSING = {
 
 
 class Ops(TorchDispatchMode):
-    """Notes what is called."""
+    """Records the ops that are called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ def test_llama4_router_logits_are_the_same() -> None:
 
 
 def block_outputs(model: nn.Module) -> list[tuple[Tensor, ...]]:
-    """What the first MoE block returns."""
+    """The outputs of the first MoE block."""
     outs: list[tuple[Tensor, ...]] = []
     block = model.get_submodule("model.layers.0.feed_forward")
     hook = block.register_forward_hook(lambda module, args, out: outs.append(out))
@@ -178,14 +178,14 @@ def test_blocks_compile_without_a_break(name: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.block)
 def test_every_family_computes_what_guild_does(family: BlockFamily) -> None:
-    """As the model's own config makes it: replacing it tries a tiny copy, gradients included."""
+    """Built from the model's own config; replacing it tries a tiny copy, gradients included."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         assert replace_moe_blocks(default_block(family)) == [""]
 
 
 def default_block(family: BlockFamily) -> nn.Module:
-    """Of the default config of the model, or of that of its text; of no memory."""
+    """A block of the model's default config, or of its text part's, without allocating memory."""
     name = f"transformers.models.{family.model}.configuration_{family.model}"
     module = importlib.import_module(name)
     for config_class in vars(module).values():
@@ -236,7 +236,7 @@ def test_copies_and_pickles(name: str) -> None:
 
 
 def saved(model: nn.Module) -> nn.Module:
-    """Through torch.save, which names classes as another process would look for them."""
+    """The model after a round trip through torch.save, which finds classes by their names."""
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
@@ -249,7 +249,7 @@ def saved(model: nn.Module) -> nn.Module:
 @models
 @pytest.mark.parametrize("before", [True, False])
 def test_hooks_on_parts_are_called_and_heard(name: str, before: bool) -> None:
-    """As expert parallelism and capturing of outputs do: a hook may change what comes out."""
+    """As expert parallelism and capturing of outputs do: a hook may change the output."""
     results = []
     for replaces in (False, True):
         model = eager(name)
@@ -277,7 +277,7 @@ def double_first(called: list) -> Callable:
 
 @models
 def test_parts_with_forwards_of_their_own_are_called(name: str) -> None:
-    """As Transformers' tensor parallelism gives them."""
+    """Parts whose `forward` is replaced, as by Transformers' tensor parallelism, are called."""
     model = eager(name)
     replace_moe_blocks(model)
     called = []
@@ -300,7 +300,7 @@ def counted(function: Callable, called: list) -> Callable:
 
 
 def said(model: nn.Module, expected: list[str]) -> str:
-    """The one warning of replacing twice, which replaces no more than expected."""
+    """The single warning after replacing twice, which replaces only what is expected."""
     with warnings.catch_warnings(record=True) as record:
         warnings.simplefilter("always")
         assert replace_moe_blocks(model) == expected
@@ -339,7 +339,7 @@ def test_blocks_with_other_parts_are_left_alone() -> None:
 
 @pytest.mark.parametrize("part", ["Qwen3MoeTopKRouter", "Qwen3MoeSparseMoeBlock"])
 def test_classes_that_compute_something_else_are_left_alone(part: str, monkeypatch) -> None:
-    """As another version of Transformers may have them."""
+    """Classes that compute something else, as in another Transformers version, are not replaced."""
     known = getattr(modeling_qwen3_moe, part)
     forward = known.forward
 

@@ -1,4 +1,4 @@
-"""The examples for Transformers run at toy size and do what they say."""
+"""The examples for Transformers run at toy size and do what they promise."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def example(name: str) -> ModuleType:
 
 
 def run(module: ModuleType, monkeypatch: pytest.MonkeyPatch, *options: str) -> None:
-    """As the command line would, on the CPU."""
+    """Run an example's main as from the command line, on the CPU."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", [module.__name__, *options])
     module.main()
@@ -66,7 +66,7 @@ def checkpoint(folder: Path) -> str:
 
 
 def test_checkpoints_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    """Fine-tuned, saved, and taken up again."""
+    """A checkpoint is fine-tuned, saved and loaded again."""
     folder, tuned, text = tmp_path / "model", tmp_path / "tuned", tmp_path / "text"
     text.write_text("to be or not to be " * 10)
     options = ["--model", checkpoint(folder), "--text", str(text), "--out", str(tuned)]

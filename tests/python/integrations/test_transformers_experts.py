@@ -72,7 +72,7 @@ def test_weights_are_read_in_place(family: Family, fused: bool, monkeypatch) -> 
 
 
 def test_parametrized_weights_pass_gradients_on() -> None:
-    """As PEFT's adapters on expert weights are applied: W + B A in place of the parameter."""
+    """As PEFT applies its adapters to expert weights: W + B A in place of the parameter."""
 
     class Added(nn.Module):
         def __init__(self) -> None:
@@ -157,7 +157,7 @@ def test_slots_of_other_ranks_are_skipped(family: Family, fused: bool) -> None:
 @pytest.mark.parametrize("nobody", [-1, EXPERTS, EXPERTS + 3])
 @not_fused
 def test_ids_out_of_range_are_nobodys(family: Family, fused: bool, nobody: int) -> None:
-    """Whatever weight they come with: as if another expert had it with a weight of zero."""
+    """Whatever their weight: as if an expert elsewhere had the slot with a weight of zero."""
     torch.manual_seed(0)
     x, ids, scores = inputs()
     experts = make_experts(family) if fused else odd_gate(make_experts(family))
@@ -171,7 +171,7 @@ def test_ids_out_of_range_are_nobodys(family: Family, fused: bool, nobody: int) 
 def rank_part(
     whole: nn.Module, family: Family, rank: int, ids: Tensor, scores: Tensor
 ) -> tuple[nn.Module, Tensor, Tensor]:
-    """One of two ranks: half of the experts, and what Transformers' EP router leaves of ids."""
+    """One of two ranks: half of the experts, and the ids that Transformers' EP router leaves it."""
     size = EXPERTS // 2
     part = make_experts(family)
     for name, parameter in whole.named_parameters():
@@ -212,7 +212,7 @@ def test_dtypes_of_the_cpu(family: Family, dtype: torch.dtype) -> None:
 
 
 def test_autocast_takes_the_input_as_it_is() -> None:
-    """Not by way of the weights' dtype, in which it may overflow."""
+    """The input is not cast to the weights' dtype first, in which it may overflow."""
     experts, (x, ids, scores) = make_experts(FAMILIES[0], torch.float16), inputs()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = guild_transformers.experts_forward(experts, 1e5 * x, ids, scores)
@@ -220,7 +220,7 @@ def test_autocast_takes_the_input_as_it_is() -> None:
 
 
 def test_wider_input_than_weights() -> None:
-    """A float32 norm before bf16 experts: the result comes back in the input's dtype."""
+    """A float32 norm before bf16 experts: the result has the input's dtype."""
     experts, (x, ids, scores) = make_experts(FAMILIES[0], torch.bfloat16), inputs()
     out = guild_transformers.experts_forward(experts, x, ids, scores)
     assert out.dtype == torch.float32
@@ -235,7 +235,7 @@ compiles = pytest.mark.skipif(not experts_module.COMPILES, reason="torch before 
 
 
 def test_compiled_by_an_earlier_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Transformers' own products, with the same result."""
+    """Transformers' own products run, with the same result."""
     monkeypatch.setattr(experts_module, "COMPILES", False)
     torch.manual_seed(0)
     experts, call = make_experts(Family("mixtral", "MixtralExperts")), inputs()

@@ -1,4 +1,4 @@
-"""Experts of every family in Transformers: its own loop beside Guild."""
+"""Experts of every family in Transformers: the model's own loop beside Guild."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_family_is_the_same(family: Family) -> None:
     x = 3 * torch.randn(12, HIDDEN)
     ids, scores = routing(12)
     with warnings.catch_warnings():
-        # No way around the fused path, but for families that came after the documents were written.
+        # Every family takes the fused path, except those newer than the documents.
         warnings.simplefilter("error" if is_listed(family) else "ignore")
         eager, ours = both(experts, x, ids, scores)
     assert eager.keys() == ours.keys()

@@ -1,4 +1,4 @@
-"""Activations are told by what they do: each of Guild's is found, and nothing else is."""
+"""Activations are recognised by their values: each of Guild's is found, and nothing else is."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from guild.integrations.transformers.gate import gate_of  # noqa: E402
 
 
 class Gated(nn.Module):
-    """What a gate sees of its experts."""
+    """The part of an experts module that a gate sees."""
 
     has_gate = True
 
@@ -127,7 +127,7 @@ def test_clamp_after_the_activation() -> None:
 @pytest.mark.parametrize("alpha", [1.0, 1.702])
 @pytest.mark.parametrize("limit", [7.0, math.inf])
 def test_gate_in_float32(alpha: float, limit: float) -> None:
-    """Whatever the dtype that it is called with, and whether it returns to that or not."""
+    """Whatever dtype the gate is called with, and whether or not it returns to that dtype."""
 
     def gate(self: Gated, pre: Tensor) -> Tensor:
         g, u = pre.float().chunk(2, -1)

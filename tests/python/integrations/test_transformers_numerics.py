@@ -27,7 +27,7 @@ def test_every_layout_on_the_cpu(family: Family) -> None:
 
 
 def expect_at_most_twice_the_error_of_grouped_mm(family: Family, device: str) -> None:
-    """Against the model's own loop in float64, output and every gradient."""
+    """Output and every gradient, compared with the model's own loop in float64."""
     torch.manual_seed(0)
     experts = make_experts(family, torch.bfloat16)
     x = torch.randn(TOKENS, HIDDEN).bfloat16()
@@ -41,6 +41,6 @@ def expect_at_most_twice_the_error_of_grouped_mm(family: Family, device: str) ->
 
 
 def errors(name: str, exact: dict[str, Tensor], *call: nn.Module | Tensor) -> dict[str, float]:
-    """Of one implementation, result by result; never less than a rounding in float32."""
+    """Errors of one implementation by result, each at least a float32 rounding."""
     found = results(name, *call)
     return {key: max(error(value.cpu().double(), exact[key]), 1e-7) for key, value in found.items()}

@@ -1,4 +1,4 @@
-"""LoRA of PEFT on experts: the same numbers as PEFT's own sum of weights, which is never made."""
+"""PEFT's LoRA on experts: the same numbers as PEFT's sum of weights, which is never formed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MIXTRAL = Family("mixtral", "MixtralExperts")
 
 
 class Block(nn.Module):
-    """What holds experts, for PEFT to put its wrappers between."""
+    """A module that holds experts, in which PEFT can put its wrappers."""
 
     def __init__(self, experts: nn.Module) -> None:
         super().__init__()
@@ -90,21 +90,21 @@ def test_layouts(family: Family, which: tuple[int, ...]) -> None:
 @not_fused
 @layouts
 def test_a_gate_of_the_models_own(family: Family) -> None:
-    """Two grouped products and their terms, the model's function between."""
+    """Two grouped products with their terms, and the model's own function between them."""
     experts = odd_gate(make_experts(family))
     block = adapted(experts, *both_weights(experts))
     ours, theirs = both(block, *inputs())[::-1]
-    expect_same(ours, theirs, limit=1e-4)  # of sines of large numbers
+    expect_same(ours, theirs, limit=1e-4)  # sines of large numbers
 
 
 def test_rank_stabilised() -> None:
-    """Another scale."""
+    """rsLoRA changes the terms' scale."""
     block = adapted(make_experts(MIXTRAL), "gate_up_proj", "down_proj", use_rslora=True)
     expect_same(*both(block, *inputs()))
 
 
 def test_weights_that_are_trained_too() -> None:
-    """Gradients of the weights themselves, beside those of A and B."""
+    """The weights themselves get gradients, beside those of A and B."""
     block = adapted(make_experts(MIXTRAL), "gate_up_proj", "down_proj")
     block.requires_grad_(True)
     theirs, ours = both(block, *inputs())
@@ -113,7 +113,7 @@ def test_weights_that_are_trained_too() -> None:
 
 
 def test_terms_in_float32_over_bf16_weights() -> None:
-    """As `get_peft_model` makes them; at least as near to float64 as PEFT's sum in bf16."""
+    """As `get_peft_model` makes them; at least as close to float64 as PEFT's sum in bf16."""
     exact = adapted(make_experts(MIXTRAL, torch.float64), "gate_up_proj", "down_proj")
     block = adapted(make_experts(MIXTRAL, torch.bfloat16), "gate_up_proj", "down_proj")
     x, ids, scores = inputs()
@@ -129,7 +129,7 @@ def test_terms_in_float32_over_bf16_weights() -> None:
     for name, true in truth.items():
         assert ours[name].dtype == theirs[name].dtype
         off = [float((t[name].double() - true).norm() / true.norm()) for t in (ours, theirs)]
-        # A gradient of few elements is off by chance alone.
+        # A gradient with few elements may be off by chance.
         assert off[0] <= 4 * off[1], name
         total = [t + o for t, o in zip(total, off, strict=True)]
     assert total[0] <= 1.25 * total[1]
@@ -139,7 +139,7 @@ def test_terms_in_float32_over_bf16_weights() -> None:
 
 
 def test_two_adapters_at_once() -> None:
-    """Their ranks side by side."""
+    """The ranks of two active adapters are put side by side."""
     block = adapted(make_experts(MIXTRAL), "gate_up_proj", "down_proj")
     add(block, "gate_up_proj", "down_proj", adapter="second", r=2, lora_alpha=7)
     set_adapters(block, ["default", "second"])
@@ -149,7 +149,7 @@ def test_two_adapters_at_once() -> None:
 
 
 def test_one_of_two_adapters() -> None:
-    """The one that is active."""
+    """Only the active one counts."""
     block = adapted(make_experts(MIXTRAL), "gate_up_proj", "down_proj")
     add(block, "gate_up_proj", "down_proj", adapter="second", r=2)
     call = inputs()
@@ -193,7 +193,7 @@ def test_merged_unmerged_and_disabled() -> None:
 
 
 def large(name: str) -> tuple[Callable[[], None], int]:
-    """A training step of adapted experts with that implementation, and a weight's bytes."""
+    """A training step of adapted experts with the named implementation, and a weight's bytes."""
     torch.manual_seed(0)
     experts = make_experts(MIXTRAL)
     for weight in ("gate_up_proj", "down_proj"):
@@ -214,7 +214,7 @@ def large(name: str) -> tuple[Callable[[], None], int]:
 
 
 def test_no_sum_is_made() -> None:
-    """Forward and backward allocate nothing of a weight's size; PEFT's own way does."""
+    """Forward and backward allocate nothing as large as a weight; PEFT's own way does."""
     run, weight = large("guild")
     assert max(allocations(run)) < weight / 3
     run, weight = large("eager")
@@ -225,7 +225,7 @@ def test_no_sum_is_made() -> None:
 
 
 def test_experts_that_guild_leaves_to_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PEFT's sum, under Transformers' own products."""
+    """PEFT's sum is used, with Transformers' own products."""
     monkeypatch.setattr(experts_module, "why_not", lambda *_: "of a test")
     block = adapted(make_experts(MIXTRAL), "gate_up_proj", "down_proj")
     with pytest.warns(UserWarning, match="Guild leaves MixtralExperts to Transformers' grouped_mm"):
@@ -233,7 +233,7 @@ def test_experts_that_guild_leaves_to_transformers(monkeypatch: pytest.MonkeyPat
 
 
 def test_what_cannot_be_a_term_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sum then, on Guild's products."""
+    """PEFT's sum is used then, with Guild's products, and one warning says so."""
     monkeypatch.setattr(peft_module, "_why_summed", lambda _: "of a test")
     block = adapted(make_experts(MIXTRAL), "gate_up_proj", "down_proj")
     match = "Guild leaves the LoRA of MixtralExperts to PEFT, which adds it to the weights: of a"
@@ -243,7 +243,7 @@ def test_what_cannot_be_a_term_is_said_once(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_one_expert_is_left_to_peft() -> None:
-    """Whose factors have another meaning there."""
+    """With a single expert PEFT gives the factors another meaning."""
     experts = make_experts(MIXTRAL)
     for name in ("gate_up_proj", "down_proj"):
         setattr(experts, name, nn.Parameter(getattr(experts, name)[:1].detach()))
@@ -255,7 +255,7 @@ def test_one_expert_is_left_to_peft() -> None:
 
 
 def test_another_implementation_is_peft_alone() -> None:
-    """grouped_mm unless Guild took its place."""
+    """grouped_mm and PEFT's sum run, unless Guild has replaced them."""
     block = adapted(make_experts(MIXTRAL), "gate_up_proj", "down_proj")
     call = inputs()
     expect_same(results("grouped_mm", block, *call), results("eager", block, *call))
@@ -264,7 +264,7 @@ def test_another_implementation_is_peft_alone() -> None:
 
 
 def test_a_forward_without_guild_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rather than one without the terms."""
+    """Running without the terms would be wrong, so it is refused."""
     block = adapted(make_experts(MIXTRAL), "gate_up_proj")
     block.config._experts_implementation = "guild"
     monkeypatch.setattr(type(block.experts.get_base_layer()), "forward", lambda _, x, *__: x)
@@ -273,7 +273,7 @@ def test_a_forward_without_guild_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_peft_imported_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After register(): the first forward is PEFT's way, those after it are not."""
+    """After register(): the first forward takes PEFT's way, those after it Guild's."""
     own = ParamWrapper._activate_lora.guild_original
     monkeypatch.setattr(ParamWrapper, "_activate_lora", own)
     block = adapted(make_experts(MIXTRAL), "gate_up_proj", "down_proj")
@@ -302,7 +302,7 @@ def with_adapters(model: nn.Module) -> nn.Module:
 
 
 def test_training() -> None:
-    """50 steps of a tiny model: the same losses, and they fall."""
+    """50 steps of a tiny model give the same losses, which fall."""
     losses = {}
     for name in ("eager", "guild"):
         model = peft_model(name)
@@ -327,7 +327,7 @@ def random_terms(model: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize("first", ["adapters", "blocks"])
 def test_replaced_blocks(first: str) -> None:
-    """Whole blocks of Guild's, with adapters put in before or afterwards."""
+    """Whole blocks replaced by Guild's, with adapters added before or afterwards."""
     expected = step(random_terms(peft_model("eager")))
     if first == "adapters":
         model = peft_model("guild")
@@ -340,7 +340,7 @@ def test_replaced_blocks(first: str) -> None:
 
 
 def test_gradient_checkpointing() -> None:
-    """The terms are there again when the forward is run again."""
+    """The recomputed forward has the terms too."""
     found = []
     for checkpointed in (False, True):
         model = random_terms(peft_model("guild", "MixtralConfig").train())
@@ -352,7 +352,7 @@ def test_gradient_checkpointing() -> None:
 
 
 def test_compiled() -> None:
-    """torch.compile of experts with terms, in one graph; an older torch runs Transformers' own."""
+    """Experts with terms compile into one graph; an older torch runs Transformers' own code."""
     torch._dynamo.reset()
     block = adapted(make_experts(MIXTRAL), "gate_up_proj", "down_proj")
     call = inputs()
@@ -364,7 +364,7 @@ def test_compiled() -> None:
 
 
 def test_names_in_use() -> None:
-    """What this rests on in PEFT and Transformers."""
+    """The names in PEFT and Transformers that the integration depends on exist."""
     assert ALL_EXPERTS_FUNCTIONS["guild"] is experts_module.experts_forward
     block = adapted(make_experts(MIXTRAL), "gate_up_proj")
     wrapper = block.experts

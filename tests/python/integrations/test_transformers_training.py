@@ -32,7 +32,7 @@ def model_with(implementation: str) -> transformers.PreTrainedModel:
 
 
 def expect_one_curve(losses_of: Callable[[str], list[float]]) -> None:
-    """That the loss falls, and by the same numbers whatever runs the experts."""
+    """Expect falling losses, the same whichever implementation runs the experts."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Guild")
         curves = {name: torch.tensor(losses_of(name)) for name in IMPLEMENTATIONS}
@@ -59,7 +59,7 @@ def train(model: nn.Module, rate: float) -> list[float]:
 
 
 def test_trainer_gives_the_same_losses(tmp_path: Path) -> None:
-    """With the loss that balances the router, which is computed of its logits."""
+    """Includes the router's balancing loss, which is computed from its logits."""
     pytest.importorskip("accelerate", reason="Accelerate is not installed")
 
     def losses_of(implementation: str) -> list[float]:

@@ -14,7 +14,7 @@ from torch import distributed
 
 
 def torchtitan() -> None:
-    """Its all-to-all dispatcher; both ranks have the same tokens."""
+    """torchtitan's all-to-all dispatcher, with the same tokens on both ranks."""
     import test_torchtitan as titan
 
     titan.distributed._spmd_backend = "default"
@@ -34,7 +34,7 @@ def torchtitan() -> None:
 
 
 def megatron() -> None:
-    """Its all-gather dispatcher, beside SequentialMLP."""
+    """Megatron-Core's all-gather dispatcher, beside SequentialMLP."""
     import test_megatron as mcore
 
     torch.cuda.current_device = lambda: "cpu"

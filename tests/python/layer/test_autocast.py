@@ -11,7 +11,7 @@ from guild import grouped_mm_downproj, grouped_mm_swiglu
 
 
 def test_autocast_leaves_float64_alone() -> None:
-    """As torch's own rules do: every function, to the last bit."""
+    """As under torch's own rules: every function gives the same bits as without autocast."""
     torch.manual_seed(0)
 
     def double(*shape: int) -> Tensor:
@@ -39,7 +39,7 @@ def test_autocast_leaves_float64_alone() -> None:
 
 
 def test_autocast_does_not_make_numbers_of_integers() -> None:
-    """The same error as without it."""
+    """Integer tensors are the same error as without autocast."""
     moe = guild.MoE(8, 6, 3, 2)
     ends = torch.tensor([1, 2], dtype=torch.int32)
     rows, weights = torch.ones(3, 8, dtype=torch.int64), torch.ones(2, 8, 8, dtype=torch.int64)

@@ -56,7 +56,7 @@ def test_routed_experts(activation: str, layout: str) -> None:
 
 @pytest.mark.parametrize("alone", [False, True])
 def test_residual(alone: bool) -> None:
-    """Added to the sum, with the gradient of the output; also where it alone wants one."""
+    """A residual is added to the sum and gets the output's gradient, also as the only one."""
     layer = make_layer(TINY, ACTIVATIONS["swiglu"], seed=3)
     arguments = layer.arguments("concatenated")
     if alone:
@@ -139,7 +139,7 @@ def test_grouped_mm(
 @pytest.mark.parametrize("score", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("renormalize", [False, True])
 def test_route(score: str, renormalize: bool) -> None:
-    """The weights' gradient; the choice stays the same under small changes."""
+    """The gradient of the weights; small changes do not change the choice."""
 
     def run(logits: Tensor) -> Tensor:
         return guild.route(logits, 3, score=score, renormalize=renormalize, scale=2.5)[1]
@@ -222,7 +222,7 @@ def test_activation_formulas(activation: str, order: str) -> None:
 
 
 def test_only_what_is_wanted_is_computed() -> None:
-    """A frozen layer still gives x its gradient; a frozen x still gives the weights theirs."""
+    """A frozen layer still gives x its gradient; with x frozen the weights still get theirs."""
     layer = make_layer(TINY, ACTIVATIONS["swiglu"])
     arguments = layer.arguments("concatenated")
     x = layer.x.requires_grad_()

@@ -16,12 +16,12 @@ CASE = Case("compile", 10, 16, 8, 4, 2, "random", frozenset())
 
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> None:
-    """Nothing compiled by a test before."""
+    """Drop what earlier tests have compiled."""
     torch._dynamo.reset()
 
 
 def dtype_of(device: str) -> torch.dtype:
-    """What both backends compute in."""
+    """A dtype that the device's backend computes in."""
     return torch.bfloat16 if device == "cuda" else torch.float32
 
 
@@ -33,7 +33,7 @@ def gradients(call: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> list[T
 
 
 def assert_same(call: Callable[..., Tensor], inputs: tuple[Tensor, ...], backend: str) -> None:
-    """Compiled and eager agree; without inductor to the last bit."""
+    """Compiled and eager results agree; without inductor, bit for bit."""
     compiled = torch.compile(call, fullgraph=True, backend=backend)
     exact = {"rtol": 0, "atol": 0} if backend == "aot_eager" else {"rtol": 2e-2, "atol": 2e-3}
     pairs = zip(gradients(compiled, inputs), gradients(call, inputs), strict=True)
@@ -101,7 +101,7 @@ def test_pair(device: str) -> None:
 
 
 def moe_of(device: str) -> guild.MoE:
-    """A module with everything on."""
+    """A module with every option on."""
     torch.manual_seed(0)
     return guild.MoE(
         16,
@@ -118,7 +118,7 @@ def moe_of(device: str) -> guild.MoE:
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_moe(backend: str, device: str) -> None:
-    """The module, with shared experts; its counts stay readable."""
+    """The module, with shared experts; its counts stay readable after compiled calls."""
     moe = moe_of(device)
     x = torch.randn(2, 6, 16, device=device).to(dtype_of(device)).requires_grad_()
     inputs = (x, *moe.parameters())
@@ -186,7 +186,7 @@ def test_meta_tensors() -> None:
 
 
 def test_activation_made_inside() -> None:
-    """Checks of its numbers can be traced."""
+    """The checks of an activation's numbers can be traced."""
     x = torch.randn(4, 6)
 
     @torch.compile(fullgraph=True, backend="eager")

@@ -19,7 +19,7 @@ FLAGS = (*ACTIVATIONS["gpt_oss"].scalars, False, False)
 
 
 def dtypes_of(device: str) -> tuple[torch.dtype, ...]:
-    """One 16-bit type on a GPU, one more on the CPU."""
+    """One 16-bit dtype on a GPU, one more dtype on the CPU."""
     return (torch.bfloat16,) if device == "cuda" else (torch.float32, torch.bfloat16)
 
 
@@ -45,7 +45,7 @@ def assert_same(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
 
 
 def test_memory_is_poisoned(device: str) -> None:
-    """The tests' own premise: what a kernel does not write is seen."""
+    """The tests rely on it: an element that a kernel does not write is noticed."""
     layer = layer_of("sentinel_ids", device)
     w_up, w_down = layer.arguments("concatenated")["w_up"], layer.down
     _, h, offsets, *_ = ops.moe_forward(
@@ -103,7 +103,7 @@ def test_ids_of_either_width(device: str) -> None:
 
 @pytest.mark.parametrize("name", ["all_to_one", "matrix_tiles", "many_experts", "tile_rows"])
 def test_two_runs_give_the_same_bits(name: str, device: str) -> None:
-    """Twice the same call, on the CPU with another number of threads."""
+    """The same call twice, on the CPU with another number of threads."""
     layer = layer_of(name, device)
     first = run(layer)
     torch.set_num_threads(3)
@@ -251,7 +251,7 @@ def test_moe_in_a_graph(gpu: str) -> None:
 
 
 def test_no_host_wait(gpu: str) -> None:
-    """Forward and backward raise nothing where torch forbids synchronisation."""
+    """Forward and backward do not raise where torch forbids synchronisation."""
     layer = layer_of("matrix_tiles", gpu)
     run(layer)
     torch.cuda.set_sync_debug_mode("error")
@@ -262,7 +262,7 @@ def test_no_host_wait(gpu: str) -> None:
 
 
 def test_the_layer_compared_with_is_right(device: str) -> None:
-    """Anchors this file's bitwise comparisons: the packed run itself is right."""
+    """The run that others are compared with bit for bit is itself right."""
     layer = layer_of("matrix_tiles", device)
     assert relative_error(run(layer)["out"], compute(layer)["o"]) < 0.01
 

@@ -48,7 +48,7 @@ def results_of(op: Callable, arguments: list) -> list[Tensor]:
 
 @pytest.mark.parametrize("name", list(CALLS))
 def test_forward_mode_raises(name: str) -> None:
-    """Whichever argument has a tangent."""
+    """An error, whichever argument has a tangent."""
     op, arguments = plain(name)
     for i in floats(arguments):
         with forward_ad.dual_level():
@@ -60,7 +60,7 @@ def test_forward_mode_raises(name: str) -> None:
 
 @pytest.mark.parametrize("name", [n for n in CALLS if n.split()[0] not in TWICE | ONCE])
 def test_ops_without_a_gradient_raise(name: str) -> None:
-    """Where they write to an argument at once, otherwise when a result is differentiated."""
+    """Ops that write to an argument raise at once, others when a result is differentiated."""
     op, arguments = plain(name)
     for i in floats(arguments):
         given = list(arguments)
@@ -114,7 +114,7 @@ def test_second_derivatives_raise(name: str) -> None:
 
 @pytest.mark.parametrize("name", [n for n in CALLS if n.split()[0] not in TWICE | ONCE])
 def test_writes_count(name: str) -> None:
-    """The version of what an op writes to goes up by one, and of nothing else."""
+    """The version counter of each tensor that an op writes to goes up by one; no other changes."""
     op, arguments = plain(name)
     schema = op.default._schema.arguments
     tensors = [(a, s) for a, s in zip(arguments, schema, strict=False) if isinstance(a, Tensor)]

@@ -104,7 +104,7 @@ def test_what_is_not_dense(function: str, device: str) -> None:
 @pytest.mark.parametrize("half", [0, 1])
 @pytest.mark.parametrize("name", ["w_up", "b_up"])
 def test_half_a_pair(name: str, half: int, call: Callable[..., object]) -> None:
-    """The part of a (gate, up) pair that is no tensor is named."""
+    """The member of a (gate, up) pair that is not a tensor is named."""
     r = right("cpu")
     whole = r.up if name == "w_up" else r.b_up
     pair = list(whole.chunk(2, 1))
@@ -118,7 +118,7 @@ def test_half_a_pair(name: str, half: int, call: Callable[..., object]) -> None:
 
 
 def zeros_of_experts(experts: int, top_k: int = 1) -> dict[str, Callable[[], object]]:
-    """Calls with so many experts, and so many of them a token."""
+    """Calls with this many experts, and this many choices per token."""
     x, wide = torch.zeros(3, 4), torch.zeros(experts, 4, 4)
     w_up, ends = torch.zeros(experts, 8, 4), torch.zeros(experts, dtype=torch.int32)
     ids, logits = torch.zeros(3, top_k, dtype=torch.int32), torch.zeros(3, experts)
@@ -154,7 +154,7 @@ def test_how_many_experts(experts: int, top_k: int) -> None:
 
 @pytest.mark.parametrize("shape", [(0, 2), (4, 0)])
 def test_empty_weights(shape: tuple[int, int]) -> None:
-    """Hidden or intermediate zero."""
+    """Weights whose hidden or intermediate size is zero are refused."""
     hidden, inner = shape
     x, offsets = torch.zeros(3, hidden), torch.zeros(3, dtype=torch.int32)
     w_up, w_down = torch.zeros(2, 2 * inner, hidden), torch.zeros(2, hidden, inner)
@@ -171,7 +171,7 @@ def test_experts_that_a_gpu_cannot_route(gpu: str) -> None:
 
 
 def test_float32_on_a_gpu(gpu: str) -> None:
-    """Names the dtype, what is supported, and autocast."""
+    """The error names the dtype, the supported ones, and autocast."""
     r = right(gpu)
     with pytest.raises(
         TypeError, match=r"x: expected bfloat16 or float16 on a CUDA device, got fl"
@@ -182,7 +182,7 @@ def test_float32_on_a_gpu(gpu: str) -> None:
 
 
 def test_ids_on_the_cpu(gpu: str) -> None:
-    """The commonest mistake of all."""
+    """The error for ids on the CPU beside a layer on a GPU, the most common mistake."""
     r = right(gpu)
     with pytest.raises(
         ValueError, match=r"topk_ids: expected a tensor on cuda:0 .* got one on cpu"
@@ -191,7 +191,7 @@ def test_ids_on_the_cpu(gpu: str) -> None:
 
 
 def test_odd_sizes_on_a_gpu(gpu: str) -> None:
-    """Rows that are no multiple of 16 bytes."""
+    """Rows whose size is not a multiple of 16 bytes are refused."""
     moe = guild.MoE(20, 12, 4, 2, device=gpu, dtype=torch.bfloat16)
     with pytest.raises(RuntimeError, match="hidden: expected a multiple of 8 on CUDA, got 20"):
         moe(torch.zeros(3, 20, device=gpu, dtype=torch.bfloat16))
@@ -233,7 +233,7 @@ NUMBERS: dict[str, tuple[Callable[..., object], tuple[str, ...]]] = {
 
 
 def called_layer() -> guild.MoE:
-    """With a selection bias, after a forward."""
+    """A layer with a selection bias, after a forward."""
     layer = guild.MoE(4, 4, 4, 2, router="sigmoid")
     layer(ROWS)
     return layer
@@ -280,7 +280,7 @@ def test_what_is_no_flag(function: str) -> None:
 @pytest.mark.parametrize("call", [routed, mlp])
 @pytest.mark.parametrize("value", [True, "later"])
 def test_what_is_no_sink(call: Callable[..., object], value: object) -> None:
-    """Whether a gradient is wanted or not."""
+    """The error comes whether or not a gradient is wanted."""
     with torch.no_grad(), pytest.raises(TypeError, match=r"^weight_gradients: expected guild\.W"):
         call(right("cpu"), weight_gradients=value)
 
@@ -295,7 +295,7 @@ def test_steps_that_are_no_numbers() -> None:
 
 
 def test_pre_activations_in_plain_torch() -> None:
-    """What has no gate and up, or would be rounded to whole numbers."""
+    """An h without gate and up, or of an integer dtype, is refused."""
     silu = guild.Activation("silu")
     for h, error, message in (
         (torch.ones(2, 4, dtype=torch.int64), TypeError, "h: expected a floating dtype, got int64"),

@@ -29,7 +29,7 @@ def tokens_of(device: str) -> Tensor:
 
 
 def expect_near_bf16(layer: guild.MoE, x: Tensor, out: Tensor) -> None:
-    """As near as FP8 comes to the same weights in 16 bits."""
+    """The output must be as close as FP8 comes to the same weights in 16 bits."""
     layer.fp8 = None
     exact = layer(x).double()
     assert (out.double() - exact).norm() < 0.1 * exact.norm()
@@ -74,7 +74,7 @@ def test_exported(strict: bool, called_before: bool, device: str) -> None:
 
 
 def test_fake_tensors(device: str) -> None:
-    """A call with them leaves no codes of theirs."""
+    """A call with fake tensors must not leave fake codes behind."""
     layer, x = layer_of(device), tokens_of(device)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         assert layer(fake.from_tensor(x)).shape == x.shape
@@ -83,7 +83,7 @@ def test_fake_tensors(device: str) -> None:
 
 @pytest.mark.parametrize("how", ["assigned", "parameter", "functional"])
 def test_other_tensors_become_the_weights(how: str, device: str) -> None:
-    """They are quantised, whatever their version counters say."""
+    """The new weights are quantised, whatever their version counters say."""
     layer, x = layer_of(device), tokens_of(device)
     layer(x)
     if how == "assigned":

@@ -76,7 +76,7 @@ def exact(layer: Layer, fp8: FP8 | None) -> dict[str, Tensor]:
 
 
 def expect_as_good(got: dict[str, Tensor], layer: Layer, fp8: FP8) -> None:
-    """Errors against float64 are at most 1.05 of the simulated recipe's, which is what ran."""
+    """Errors against float64 are at most 1.05 times those of the simulated recipe."""
     truth, recipe = exact(layer, None), exact(layer, fp8)
     assert set(got) == set(truth)
     for name, want in truth.items():
@@ -89,7 +89,7 @@ def expect_as_good(got: dict[str, Tensor], layer: Layer, fp8: FP8) -> None:
 @pytest.mark.parametrize("activation", ["swiglu", "gpt_oss", "relu_squared"])
 @pytest.mark.parametrize("fp8", RECIPES, ids=lambda fp8: "-".join(astuple(fp8)[:4]))
 def test_error_is_the_recipes(fp8: FP8, activation: str, device: str) -> None:
-    """O, dX, dS, dW and db against float64; in float16 and without biases, too."""
+    """O, dX, dS, dW and db against float64; also in float16 and without biases."""
     dtype = torch.float16 if activation == "gpt_oss" else torch.bfloat16
     bias = activation != "relu_squared"
     layer = make_layer(SMALL, ACTIVATIONS[activation], dtype, device, bias=bias)
@@ -98,7 +98,7 @@ def test_error_is_the_recipes(fp8: FP8, activation: str, device: str) -> None:
 
 @pytest.mark.parametrize("activation", list(ACTIVATIONS))
 def test_error_of_every_activation(activation: str, device: str) -> None:
-    """The same, of all products in FP8."""
+    """Errors of every activation, with all products in FP8."""
     layer = make_layer(SMALL, ACTIVATIONS[activation], torch.bfloat16, device)
     for gradients in OPTIONS["gradients"]:
         fp8 = FP8(wgrad="fp8", gradients=gradients, scales="power_of_two")
@@ -107,7 +107,7 @@ def test_error_of_every_activation(activation: str, device: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_recompute_and_layouts_have_the_same_bits(dtype: torch.dtype, device: str) -> None:
-    """However weights lie, and whether H is kept or made again."""
+    """However weights are laid out, and whether H is kept or recomputed."""
     layer = make_layer(TINY, ACTIVATIONS["swiglu"], dtype, device)
     for fp8 in (FP8(), FP8(save="fp8"), FP8(wgrad="fp8", scales="power_of_two")):
         first = run(layer, fp8)
@@ -144,7 +144,7 @@ def module(device: str = "cpu", **kwargs) -> guild.MoE:
 
 
 def test_kept_weights_are_those_of_the_last_refresh(device: str) -> None:
-    """One quantisation serves until refresh_fp8(), which an update must not go without."""
+    """One quantisation serves until refresh_fp8(), which every update of the weights requires."""
     layer, plain = module(device, fp8=FP8(cached=True)), module(device, fp8=FP8())
     x = torch.randn(20, 64, device=device).bfloat16()
     assert torch.equal(layer(x), plain(x))
@@ -262,7 +262,7 @@ STEPS = {
 
 @pytest.mark.parametrize("name", list(STEPS))
 def test_a_step_in_a_cuda_graph(name: str, device: str) -> None:
-    """Forward and backward, captured with their quantisation, follow the weights in each replay."""
+    """A captured forward and backward quantise again in each replay and so follow the weights."""
     if device == "cpu":
         pytest.skip("for a GPU")
     layer = module(device, fp8=STEPS[name])

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("error::guild.CopiedWeightsWarning")
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_layers(part: int, device: str, request: pytest.FixtureRequest) -> None:
-    """No difference, none from run to run, zeros where they are promised."""
+    """Results agree and repeat bit for bit, with zeros where they are promised."""
     count = request.config.getoption("--fuzz")
     seeds = range(part * count // PARTS, (part + 1) * count // PARTS)
     failed = [lines for seed in seeds if (lines := failures_of_seed(seed, device))]
@@ -57,7 +57,7 @@ def lists(case: Any) -> bool:
 
 
 def lora(case: Any) -> bool:
-    """Of both projections."""
+    """Whether a case has LoRA terms on both projections."""
     weights = getattr(case, "weights", None)
     terms = getattr(weights, "lora", None)
     return terms is not None and bool(terms.up or terms.gate) and bool(terms.down)
@@ -101,12 +101,12 @@ REACHED: dict[str, Callable[[Any], bool]] = {
 @pytest.mark.parametrize("device_kind", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", list(REACHED))
 def test_reaches(name: str, device_kind: str) -> None:
-    """The long form draws each of these several times."""
+    """The long form draws each of these features several times."""
     assert sum(bool(REACHED[name](drawn(seed, device_kind))) for seed in range(2000)) >= 3
 
 
 def test_stochastic_rounding_is_the_same_on_every_device(device: str) -> None:
-    """A GPU's results and those of the CPU that measure them are of the same rows."""
+    """A GPU's results and the CPU reference that judges them choose the same rows."""
     cases = (c for s in range(1000) if isinstance(c := drawn(s, "cuda"), MoECase) and c.rounds)
     stochastic = [c for c in cases if c.routing.rounding == "stochastic"]
     assert len(stochastic) >= 5

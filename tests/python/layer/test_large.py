@@ -52,7 +52,7 @@ def test_rows_past_2_31(roomy_gpu: str) -> None:
         close(out[last], torch.einsum("thi,ti->th", w_down[ids[last, 0]].float(), a))
     out.backward(x.detach())
     assert x.grad[last].float().norm() > 0
-    # Rows of one expert see the same maths wherever they lie: repeat the last ones on their own.
+    # Results of an expert's rows do not depend on their place: run the last ones again alone.
     small = x.detach()[last].clone().requires_grad_()
     guild.routed_experts(small, ids[last], weights[last], w_up.detach(), w_down.detach()).backward(
         x.detach()[last]

@@ -38,7 +38,7 @@ def run(layer: Layer, ids: Tensor, scores: Tensor, offsets: Tensor | None) -> di
 @pytest.mark.parametrize("spare", [0, 7])
 @pytest.mark.parametrize("tokens", [1, 40, 300])
 def test_layer(tokens: int, spare: int, device: str) -> None:
-    """Bit for bit: sums are over the same rows in the same order."""
+    """The results agree bit for bit: sums are over the same rows in the same order."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     case = Case("lists", tokens, 32, 16, 5, 4, "sentinel", frozenset())
     layer = make_layer(case, ACTIVATIONS["gpt_oss"], dtype, device)
@@ -54,7 +54,7 @@ def test_layer(tokens: int, spare: int, device: str) -> None:
 
 
 def test_sort(device: str) -> None:
-    """Rows name the tokens of the lists; slots of nobody get none."""
+    """Rows name the lists' tokens; slots that belong to no token get no row."""
     ids = torch.tensor([2, 0, 2, 9, 1, 2, 0], dtype=torch.int32, device=device)
     scores = torch.arange(7.0, device=device)
     lists = torch.tensor([0, 0, 3, 3, 5], dtype=torch.int32, device=device)

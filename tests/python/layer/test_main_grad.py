@@ -67,7 +67,7 @@ def run(layer: dict[str, list[nn.Parameter]], device: str, sink: WeightGradients
 
 
 def plain(device: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """x's gradient and the weights', by autograd."""
+    """The gradients of x and of the weights, by autograd."""
     layer = {n: [nn.Parameter(t)] for n, t in weights(device).items()}
     dx = run(layer, device, None)
     return dx, {n: ps[0].grad.float() for n, ps in layer.items()}
@@ -91,7 +91,7 @@ def close(device: str) -> dict[str, float]:
 @pytest.mark.parametrize("delayed", [False, True])
 @pytest.mark.parametrize("made", MADE)
 def test_gradients_are_added(device: str, made: Callable, delayed: bool) -> None:
-    """In float32, in place, wherever the tensors lie."""
+    """They are added in float32, in place, wherever the tensors lie."""
     dx, gradients = plain(device)
     layer = {n: made(t) for n, t in weights(device).items()}
     places = {p.main_grad.data_ptr() for ps in layer.values() for p in ps}
@@ -109,7 +109,7 @@ def test_gradients_are_added(device: str, made: Callable, delayed: bool) -> None
 
 
 def test_main_grads_are_written_in_place(device: str) -> None:
-    """But through a tensor of their own where one of them is not wanted."""
+    """Unless one of them wants no gradient: then gradients go through a tensor of their own."""
     for made in (even, uneven):
         layer = {n: made(t) for n, t in weights(device).items()}
         with warnings.catch_warnings():
@@ -252,7 +252,7 @@ def test_main_grad_may_come_from_a_call(device: str) -> None:
 
 
 def test_main_grad_in_the_parameters_dtype(device: str) -> None:
-    """For trainers that do not keep float32 sums."""
+    """As for trainers that do not keep float32 sums."""
     _, gradients = plain(device)
     layer = {n: even(t) for n, t in weights(device).items()}
     for parts in layer.values():

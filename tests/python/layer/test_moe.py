@@ -60,7 +60,7 @@ def test_against_plain_pytorch(router: str, activation: str, shared: int) -> Non
 
 @pytest.mark.parametrize("router", [name for name in ROUTERS if name != "llama4"])
 def test_one_op_and_two(router: str) -> None:
-    """Balancing routes outside of the experts' op: the same output and gradients."""
+    """Balancing routes outside the experts' op, with the same output and gradients."""
     torch.manual_seed(0)
     made = {"router": ROUTERS[router], "shared_experts": 1, "dtype": torch.float64}
     one = guild.MoE(24, 16, 6, 2, **made)
@@ -78,7 +78,7 @@ def test_one_op_and_two(router: str) -> None:
 @pytest.mark.parametrize("frozen", ["x", "router", "both", "experts", "all"])
 @pytest.mark.parametrize("later", [None, guild.WeightGradients()])
 def test_frozen(frozen: str, later: guild.WeightGradients | None) -> None:
-    """What wants no gradient gets none; the rest gets what it gets without."""
+    """Frozen parts get no gradient; the others get the same as without freezing."""
     torch.manual_seed(0)
     moe = guild.MoE(24, 16, 6, 2, shared_experts=1, dtype=torch.float64)
     x = torch.randn(9, 24, dtype=torch.float64)

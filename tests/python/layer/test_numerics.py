@@ -50,7 +50,7 @@ SMALL = "--sizes=96,64,48,4,2"
 
 
 def test_the_document_has_these_lines() -> None:
-    """All of them, in this order."""
+    """The document has all these lines, in this order."""
     text = DOCUMENT.read_text().partition(numerics.DOCUMENTED)[2]
     titles = ("step", *numerics.STEPS, "whole layer", *numerics.WHOLE)
     assert re.findall(r"^\| (.+?) \|", text, re.MULTILINE) == list(titles)

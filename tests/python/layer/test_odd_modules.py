@@ -29,7 +29,7 @@ def tokens(layer: guild.MoE, *shape: int) -> Tensor:
 
 
 def of_norm(way: Callable) -> Callable:
-    """Its hook draws no new vector in evaluation."""
+    """A weight or spectral norm whose hook draws no new vector in evaluation."""
     return lambda module, name: way(module, name).eval()
 
 
@@ -45,7 +45,7 @@ PARTS = ("w_up", "router.weight", "shared.w_up", "shared.w_down", "shared.gate.w
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("part", PARTS)
 def test_what_hooks_compute(part: str, way: str, device: str) -> None:
-    """What a hook makes of a weight is no parameter: the same bits with and without gradients."""
+    """A hooked weight is not a parameter; bits are the same with and without gradients."""
     layer = layer_of(device, router_bias=False).eval()
     module, _, name = part.rpartition(".")
     WAYS[way](layer.get_submodule(module), name)
@@ -60,7 +60,7 @@ def test_what_hooks_compute(part: str, way: str, device: str) -> None:
 
 
 def test_pruned_bias_of_the_router(device: str) -> None:
-    """It is added all the same."""
+    """A pruned bias is still added."""
     layer = layer_of(device)
     nn.init.normal_(layer.router.bias)
     prune.random_unstructured(layer.router, "bias", 0.5)
@@ -72,7 +72,7 @@ def test_pruned_bias_of_the_router(device: str) -> None:
 
 
 class Rows(nn.Module):
-    """In place of shared experts."""
+    """A module that replaces shared experts."""
 
     def __init__(self, rows: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

@@ -50,12 +50,12 @@ class Inputs:
 
 
 def wanting(*tensors: torch.Tensor | None) -> tuple:
-    """Copies that want a gradient."""
+    """Copies that require a gradient."""
     return tuple(t if t is None else t.detach().clone().requires_grad_() for t in tensors)
 
 
 def down_gradient_arguments(i: Inputs) -> Arguments:
-    """Of gathered rows with scores, without biases."""
+    """Arguments for gathered rows with scores, without biases."""
     layer = i.layer
     return (layer.dout, i.h, i.offsets, i.row_token, i.row_score, layer.down, *FLAGS)
 

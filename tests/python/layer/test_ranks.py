@@ -32,14 +32,14 @@ def tokens_of(rank: int, step: int) -> Tensor:
 
 
 def gathered(tensor: Tensor) -> list[Tensor]:
-    """Every rank's."""
+    """The tensor of every rank."""
     everyone = [torch.empty_like(tensor) for _ in range(_RANKS)]
     dist.all_gather(everyone, tensor)
     return everyone
 
 
 def biases_stay_equal(rank: int) -> None:
-    """Each step is that of the load of all tokens, to the last bit."""
+    """Each step follows the load of all ranks' tokens, to the last bit."""
     moe, alone = layer_of(), layer_of()
     for step in range(_STEPS):
         moe(tokens_of(rank, step))
@@ -53,7 +53,7 @@ def biases_stay_equal(rank: int) -> None:
 
 
 def groups_are_apart(rank: int) -> None:
-    """Ranks of other groups do not count."""
+    """Ranks of other groups are not counted."""
     groups = [dist.new_group([r]) for r in range(_RANKS)]
     moe = layer_of()
     moe(tokens_of(rank, 0))
@@ -69,7 +69,7 @@ def groups_are_apart(rank: int) -> None:
 
 
 def strangers_are_refused(rank: int) -> None:
-    """A rank outside of the group would move its bias by its own load."""
+    """A rank outside the group would move its bias by its own load alone."""
     group = dist.new_group([0])
     moe = layer_of()
     moe(tokens_of(rank, 0))

@@ -42,7 +42,7 @@ class Training:
         )
 
     def feed(self, step: int) -> None:
-        """Other tokens; with every step they lean more towards one direction, and its experts."""
+        """Set new tokens, which with every step lean more towards one direction and its experts."""
         draw = torch.Generator("cuda").manual_seed(step)
         for tensor in (self.x, self.target):
             tensor.normal_(generator=draw)
@@ -113,7 +113,7 @@ def test_step_never_waits_for_the_gpu(gpu: str) -> None:
 
 
 def test_the_trace_sees_a_wait(gpu: str) -> None:
-    """The check above can fail."""
+    """Makes sure that the check above can fail."""
     x = torch.ones(3, device=gpu)
     assert waits(traced(lambda: x.sum().item()))
 
@@ -225,7 +225,7 @@ def add_gradients(
 def add_exactly(
     x: Tensor, dout: Tensor, dh: Tensor, a: Tensor, routing: Routing, sums: dict[str, Tensor]
 ) -> None:
-    """The same in float64."""
+    """The same sums in float64."""
     offsets, row_token, _, row_score = (t.cpu() for t in routing)
     x, dout, dh, a, score = (t.cpu().double() for t in (x, dout, dh, a, row_score))
     for e in range(len(offsets) - 1):

@@ -10,7 +10,7 @@ FORMATS = [torch.float8_e4m3fn, torch.float8_e5m2]
 
 
 def _with_corners(x):
-    """Blocks of zeros, of subnormals, of huge and of tiny values, with a NaN, with an infinity."""
+    """Replace some blocks: zeros, subnormals, huge and tiny values, one NaN, one infinity."""
     flat = x.view(-1, x.shape[-1])
     flat[0, :128] = 0
     flat[1, :128] *= 1e-7
@@ -62,7 +62,7 @@ def test_weights_are_quantised_bit_for_bit(shape, transposed, dtype, scale, devi
 
 
 def _layouts(gate, up, device):
-    """A gated weight in every layout, with how quantize_weights is told of it."""
+    """A gated weight in every layout, with the options that describe it to quantize_weights."""
     packed = torch.cat([gate, up], 1)
     alternating = torch.stack([gate, up], 2).flatten(1, 2)
     apart = [torch.zeros(2, *m.shape, dtype=m.dtype, device=device)[1].copy_(m) for m in packed]

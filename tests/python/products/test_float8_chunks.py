@@ -16,7 +16,7 @@ def _offsets(counts, device="cpu"):
 
 
 def _expect(got, x, counts, dtype, halves):
-    """The chunks of x bit for bit."""
+    """The chunks must be those of x, bit for bit."""
     codes, scales = got.codes.float().cpu(), got.scales.cpu()
     for slot, block, part, want, scale in chunks(x, counts, dtype, "power_of_two", halves):
         torch.testing.assert_close(codes[slot, part], want, rtol=0, atol=0, equal_nan=True)
@@ -24,7 +24,7 @@ def _expect(got, x, counts, dtype, halves):
 
 
 def _with_corners(x):
-    """Rows and blocks of zeros, of tiny and of large values, one with a NaN, one an infinity."""
+    """Replace some rows and blocks: zeros, tiny and large values, one NaN, one infinity."""
     rows, columns = x.shape
     x[rows // 2 :, : columns // 2] *= 2.0**-12
     x[::7] *= 2.0**-20
@@ -59,7 +59,7 @@ def test_rows_become_chunks(counts, dtype, element, columns, halves, device):
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("columns", [256, 200, 77])
 def test_codes_become_chunks(counts, dtype, columns, device):
-    """Chunks of codes are those of the codes' values."""
+    """Chunks made from codes are those of the codes' values."""
     torch.manual_seed(1)
     rows = sum(counts)
     x = _with_corners(torch.randn(rows, columns)).to(torch.bfloat16)
@@ -71,7 +71,7 @@ def test_codes_become_chunks(counts, dtype, columns, device):
         for block in range(-(-columns // 128)):
             part = slice(128 * block, min(128 * block + 128, columns))
             scale = by_row.scales[first : first + count, block].cpu()
-            scale = scale.amax()  # NaN where one is
+            scale = scale.amax()  # NaN if one of them is
             torch.testing.assert_close(
                 got.scales[slot, block].cpu(), scale, rtol=0, atol=0, equal_nan=True
             )
@@ -103,7 +103,7 @@ def test_rows_are_gathered(of_codes, device):
 
 
 def _values(chunks, slot, count):
-    """The rows of a slot in float64."""
+    """The rows of a slot, in float64."""
     codes = chunks.codes[slot, :, :count].double().cpu()
     scales = chunks.scales[slot].double().cpu()
     return (codes * scales.repeat_interleave(128)[: codes.shape[0], None]).T

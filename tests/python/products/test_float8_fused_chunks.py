@@ -1,4 +1,4 @@
-"""The down gradient's chunks have the bits of the quantiser of chunks, and H may be codes."""
+"""The down gradient's chunks have the bits that the chunk quantiser gives; H may be codes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from guild._torch.operators import LayerFlags, ops
 from layers import ACTIVATIONS
 
 HIDDEN, POWER_OF_TWO = 160, 1
-# Rows of experts: whole chunks, one consumer's rows and one row more, and what follows whole tiles.
+# Rows per expert: whole chunks, the rows of one consumer and one more, the rest of whole tiles.
 COUNTS = (0, 1, 64, 65, 128, 129, 17, 256, 257, 320, 321, 450)
 
 
@@ -57,7 +57,7 @@ class Gradient:
         return Kept(*(torch.cat([p[i] for p in parts], 1) for i in range(2)))
 
     def run(self, kept: Kept, chunks: bool, rounded: bool) -> dict[str, Tensor]:
-        """Results by name, zeros where nothing is written; rounded: with those of 16 bits."""
+        """Results by name, zeros where nothing is written; rounded: with the 16-bit results."""
         like, shape = self.h, (self.rows, self.halves * self.size)
         codes = Codes(
             torch.zeros(shape, dtype=torch.uint8, device=like.device),
@@ -93,7 +93,7 @@ def expect_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
 
 
 def expect_chunks(step: Gradient, made: dict[str, Tensor], separate: dict[str, Tensor]) -> None:
-    """Chunks that are those of the quantiser, made of the other results."""
+    """The chunks must be those that the quantiser makes of the other results."""
     codes = Codes(separate["dh_codes"], separate["dh_scales"])
     dh = chunks_of(codes, step.places, False, step.halves, step.gradients, POWER_OF_TWO)
     a = chunks_of(separate["a"], step.places, False, 1, 0, POWER_OF_TWO)
@@ -106,7 +106,7 @@ def expect_chunks(step: Gradient, made: dict[str, Tensor], separate: dict[str, T
 
 
 def slots(step: Gradient) -> Tensor:
-    """Those that hold a chunk."""
+    """Which slots hold a chunk."""
     all_slots = torch.zeros(step.rows // 128 + len(COUNTS), dtype=torch.bool)
     begin = 0
     for expert, count in enumerate(COUNTS):
@@ -120,7 +120,7 @@ def slots(step: Gradient) -> Tensor:
 @pytest.mark.parametrize("activation", ["swiglu", "gpt_oss", "relu_squared"])
 @pytest.mark.parametrize("size", [64, 272, 336])
 def test_chunks_of_the_step(size: int, activation: str, gradients: int, device: str) -> None:
-    """One call makes what two make, with other results beside the chunks and without."""
+    """The fused call gives what two calls give, whether or not it also gives the other results."""
     step = Gradient(size, activation, device, torch.bfloat16, gradients)
     separate = step.run(Kept(step.h), False, True)
     for rounded in (False, True):
@@ -130,7 +130,7 @@ def test_chunks_of_the_step(size: int, activation: str, gradients: int, device: 
 
 
 def test_values_that_are_not_finite(device: str) -> None:
-    """A chunk of which a row is NaN, or whose A' is infinite in float16."""
+    """A chunk with a row of NaN, or one whose A' is infinite in float16."""
     step = Gradient(144, "swiglu", device, torch.float16, 0)
     step.h[300, 5] = float("nan")
     step.h[700, 130:] = 60000
@@ -142,7 +142,7 @@ def test_values_that_are_not_finite(device: str) -> None:
 @pytest.mark.parametrize("gradients", [0, 1], ids=["e4m3", "e5m2"])
 @pytest.mark.parametrize("size", [64, 272, 336])
 def test_h_of_codes(size: int, gradients: int, device: str) -> None:
-    """Codes with powers of two for scales are bfloat16 values: the results are the same."""
+    """Codes whose scales are powers of two are bfloat16 values, so results are the same."""
     step = Gradient(size, "swiglu", device, torch.bfloat16, gradients)
     kept = step.codes_of_h()
     plain = in_16_bits(kept, step.flags, torch.bfloat16)
@@ -151,7 +151,7 @@ def test_h_of_codes(size: int, gradients: int, device: str) -> None:
 
 
 def test_chunks_want_powers_of_two(device: str) -> None:
-    """With exact scales codes cannot be shifted."""
+    """Codes with exact scales cannot be shifted to a common scale."""
     step = Gradient(64, "swiglu", device, torch.bfloat16, 0)
     chunks = new_chunks(step.h, step.rows, len(COUNTS), 64, 2)
     codes = step.h.new_empty(step.rows, 128, dtype=torch.uint8)

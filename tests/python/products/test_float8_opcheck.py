@@ -18,7 +18,7 @@ def test_op(name: str, device: str) -> None:
 
 @pytest.mark.parametrize("name", list(FLOAT8_CALLS))
 def test_what_is_written_has_no_gradient(name: str) -> None:
-    """An output that wants one is named at once."""
+    """An output that requires a gradient is refused with an error that names it."""
     arguments = list(FLOAT8_CALLS[name](Operands("cpu")))
     written = [
         i

@@ -1,7 +1,7 @@
-"""The steps that quantise what they make: codes and scales beside float64 and, on a GPU, the CPU.
+"""The steps that quantise their results: codes and scales beside float64 and, on a GPU, the CPU.
 
-The rule: scales are equal but where a largest value lies at the edge of a power of two, and few
-codes are rounded to the neighbour of what the exact value is rounded to.
+The rule: scales are equal except where a largest value lies at the edge of a power of two, and few
+codes are neighbours of the code that the exact value is rounded to.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from oracle.float8 import rounded
 
 CASE = Case("steps", 300, 256, 272, 5, 2, "sentinel", frozenset())
 POWER_OF_TWO = 1
-# The share of codes. Hopper's tensor cores keep 13 bits while they sum FP8: in a simulation of that
-# 0.2 to 0.9 % of these steps' codes are others.
+# The share of codes that may differ. Hopper's tensor cores keep 13 bits while they sum FP8: in a
+# simulation of that, 0.2 to 0.9 % of these steps' codes differ.
 MOST_OTHER_CODES = {"cpu": 1e-3, "cuda": 1.5e-2}
 
 
 def plain(codes: Codes, halves: int = 1) -> Tensor:
-    """The values of rows of codes, whose halves have blocks of their own, in float64."""
+    """The values of rows of codes in float64; each half of a row has its own blocks."""
     values = codes.codes.view(torch.float8_e4m3fn).cpu().double().unflatten(1, (halves, -1))
     scales = codes.scales.cpu().double().unflatten(1, (halves, -1)).repeat_interleave(128, 2)
     return (values * scales[..., : values.shape[2]]).flatten(1)
 
 
 def expect_quantised(got: Codes, want: Tensor, halves: int, device: str) -> None:
-    """Codes of these rows of float64, by the rule above."""
+    """The codes must be those of these float64 rows, by the rule above."""
     parts = [rounded(half, 1, scales="power_of_two") for half in want.chunk(halves, 1)]
     exact, values = torch.cat(parts, 1), plain(got, halves)
     # A neighbouring code is at most an eighth away; at the edge of a scale it may be lost below.
@@ -53,7 +53,7 @@ def expect_quantised(got: Codes, want: Tensor, halves: int, device: str) -> None
 
 
 class Step:
-    """A layer's operands as codes, sorted, and the same in float64."""
+    """A layer's sorted operands as codes, and their values in float64."""
 
     def __init__(self, layer: Layer) -> None:
         given = layer.arguments("concatenated")
@@ -74,7 +74,7 @@ class Step:
         self.halves = 2 if layer.activation.gated else 1
 
     def product(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """Each row with its expert's weight (E, out, in)."""
+        """Each row times its expert's weight (E, out, in)."""
         exact = rounded(weights.detach().cpu(), 128, scales="power_of_two")
         return torch.einsum("ri,roi->ro", rows, exact[self.expert])
 
@@ -82,7 +82,7 @@ class Step:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("activation", ["swiglu", "gpt_oss", "relu_squared"])
 def test_up_and_down_gradient(activation: str, bias: bool, device: str) -> None:
-    """A and H of the up projection; dH, A' and the parts of dS of the down gradient."""
+    """A and H of the up projection; dH, A' and the parts of dS from the down gradient."""
     layer = make_layer(CASE, ACTIVATIONS[activation], torch.bfloat16, device, bias)
     step, act = Step(layer), layer.activation
     b_up = layer.arguments("concatenated")["b_up"]
@@ -139,7 +139,7 @@ def dh_codes(step: Step, layer: Layer, kept: Kept) -> Codes:
 
 
 def test_halves_of_k_and_bias(device: str) -> None:
-    """A product over gate and up, whose blocks do not straddle the two, and a bias."""
+    """A product over gate and up, no block of which holds parts of both, and a bias."""
     torch.manual_seed(0)
     rows, size, out, experts = 70, 144, 64, 3
     a, w = torch.randn(rows, 2 * size), torch.randn(experts, out, 2 * size)

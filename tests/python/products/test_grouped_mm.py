@@ -39,12 +39,12 @@ LAYOUTS = ("row_major", "column_major", "a_column_major", "b_column_major")
 
 
 def dense(a: Tensor, b: Tensor, ends: tuple[int, ...] | None, bias: Tensor | None) -> Tensor:
-    """The same in float64."""
+    """The same product in float64."""
     return grouped_mm(a.double(), b.double(), ends, None if bias is None else bias.double())
 
 
 def operands(problem: Problem, layout: str, device: str, dtype: torch.dtype, seed: int = 0):
-    """a, b and bias that want gradients, and offs."""
+    """a, b and bias, which require gradients, and offs."""
     draw = torch.Generator().manual_seed(seed)
 
     def make(shape: tuple[int, ...], flip: bool) -> Tensor:
@@ -62,7 +62,7 @@ def operands(problem: Problem, layout: str, device: str, dtype: torch.dtype, see
 
 
 def close(value: Tensor, expected: Tensor) -> None:
-    """Raise unless they agree to the dtype's rounding."""
+    """Raise unless both agree up to the dtype's rounding."""
     bound = {torch.float64: 1e-13, torch.float32: 1e-5}.get(value.dtype, 6e-3)
     error = (value.double() - expected.double()).norm()
     assert error <= bound * expected.double().norm() + 1e-30, f"error {error:.3g}"
@@ -70,7 +70,7 @@ def close(value: Tensor, expected: Tensor) -> None:
 
 
 def dtypes_of(device: str) -> tuple[torch.dtype, ...]:
-    """The backend's types."""
+    """The dtypes that the backend supports."""
     sixteen = (torch.bfloat16, torch.float16)
     return sixteen if device == "cuda" else (torch.float64, torch.float32, *sixteen)
 
@@ -78,7 +78,7 @@ def dtypes_of(device: str) -> tuple[torch.dtype, ...]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.name)
 def test_values_and_gradients(problem: Problem, layout: str, device: str) -> None:
-    """With and without bias: result, and gradients of a, b and bias."""
+    """The result and the gradients of a, b and bias, with and without bias."""
     for dtype in dtypes_of(device):
         for with_bias in (False, True):
             a, b, bias, offs = operands(problem, layout, device, dtype)
@@ -97,7 +97,7 @@ def test_values_and_gradients(problem: Problem, layout: str, device: str) -> Non
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.name)
 def test_float32_result(problem: Problem, device: str) -> None:
-    """out_dtype: nothing is rounded to 16 bits on the way out."""
+    """With out_dtype the result is not rounded to 16 bits on the way."""
     a, b, bias, offs = operands(problem, "row_major", device, torch.bfloat16)
     out = guild.grouped_mm(a, b, offs, bias, torch.float32)
     assert out.dtype == torch.float32
@@ -107,7 +107,7 @@ def test_float32_result(problem: Problem, device: str) -> None:
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.name)
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_into_a_given_tensor(problem: Problem, out_dtype: torch.dtype, device: str) -> None:
-    """out= writes all of it; accumulate adds, and leaves alone what belongs to no group."""
+    """out= writes every element; with accumulate it adds, and skips what belongs to no group."""
     a, b, _, offs = operands(problem, "row_major", device, torch.bfloat16)
     expected = dense(a, b, problem.ends, None).detach()
     with torch.no_grad():
@@ -166,7 +166,7 @@ def test_the_calls_of_torch(problem: Problem, device: str) -> None:
 
 
 def test_same_bits_twice(device: str) -> None:
-    """No atomics: the gradient of a bias too."""
+    """There are no atomics, not even in the gradient of a bias."""
     results = []
     for _ in range(2):
         a, b, bias, offs = operands(PROBLEMS[8], "row_major", device, torch.bfloat16)
@@ -178,7 +178,7 @@ def test_same_bits_twice(device: str) -> None:
 
 @pytest.mark.parametrize("case", ["rows", "columns", "inner", "none"])
 def test_empty_sums_get_no_bias(case: str) -> None:
-    """An inner size of 0: zeros, and a bias without a gradient."""
+    """With an inner size of 0 the result is zeros, and the bias gets no gradient."""
     offs = torch.tensor([2, 5], dtype=torch.int32)
     shapes = {
         "rows": ((5, 0), (2, 0, 3), offs, (2, 3)),

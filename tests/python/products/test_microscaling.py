@@ -13,7 +13,7 @@ SHAPES = [(9, 256), (130, 72), (33, 202)]
 
 
 def _with_corners(x):
-    """Blocks of zeros, subnormals, large and tiny values, ties, a NaN and an infinity."""
+    """Replace some blocks: zeros, subnormals, large and tiny values, ties, a NaN, an infinity."""
     x[0, :32] = 0
     x[1, :32] *= 2.0**-20
     x[2, :32] *= 2.0**10
@@ -107,7 +107,7 @@ def test_regrouping(shape, dtype, device):
     made = guild.quantize(x.to(device), dtype, format="mxfp8")
     codes, scales = regroup(made.codes, made.scales)
     want = _wide(made.codes, made.scales, shape[1])
-    # A block's scale is the largest of four.
+    # A block's scale is the largest of four scales.
     fours = torch.nn.functional.pad(
         made.scales.view(torch.uint8).cpu(),
         (0, -(-shape[1] // 32) % 4 and 4 - -(-shape[1] // 32) % 4),
@@ -116,7 +116,7 @@ def test_regrouping(shape, dtype, device):
     assert torch.equal(scales.cpu().double(), torch.exp2(largest.double() - 127))
     tall = scales.cpu().double().repeat_interleave(128, 1)[:, : shape[1]]
     assert torch.equal(codes.double().cpu(), (want / tall).float().to(dtype).double())
-    # Exact where the result is normal.
+    # The division is exact where its result is normal.
     normal = (want / tall).abs() >= torch.finfo(dtype).tiny
     assert normal.any() and torch.equal((codes.double().cpu() * tall)[normal], want[normal])
 

@@ -1,4 +1,4 @@
-"""grouped_mm(out=): whose memory it may be, and what autograd hears of the write."""
+"""grouped_mm(out=): which memory it may have, and what autograd learns of the write."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def normal(*shape: int) -> Tensor:
 
 
 def square(**changed: Tensor) -> Tensor:
-    """A product whose operands and result have one shape, so that any of them can be out."""
+    """A product whose operands and result have the same shape, so that any of them can be out."""
     given = {"mat_a": normal(ROWS, WIDTH), "mat_b": normal(GROUPS, WIDTH, WIDTH), "offs": ENDS}
     return guild.grouped_mm(**{**given, **changed})
 
 
 def shared_with(name: str) -> dict[str, Tensor]:
-    """out in the memory of one operand."""
+    """Arguments whose out shares memory with one operand."""
     buffer = torch.zeros(4 * ROWS * WIDTH)
     out = buffer[: ROWS * WIDTH].view(ROWS, WIDTH)
     shapes = {"mat_a": (ROWS, WIDTH), "mat_b": (GROUPS, WIDTH, WIDTH), "bias": (GROUPS, WIDTH)}
@@ -38,7 +38,7 @@ def shared_with(name: str) -> dict[str, Tensor]:
 
 
 def test_out_is_a_view_of_negatives() -> None:
-    """Kernels would write the opposite numbers."""
+    """Kernels would write the opposite numbers, since they do not see the pending negation."""
     out = torch._neg_view(torch.zeros(ROWS, WIDTH))
     for more in ({}, {"accumulate": True}):
         with pytest.raises(ValueError, match=r"^out: expected a tensor whose memory holds its el"):
@@ -47,7 +47,7 @@ def test_out_is_a_view_of_negatives() -> None:
 
 @pytest.mark.parametrize("name", ["mat_a", "mat_b", "bias", "offs"])
 def test_out_in_the_memory_of_an_operand(name: str) -> None:
-    """Rows would be read after they were written."""
+    """Rows of the operand would be read after they have been overwritten."""
     with pytest.raises(ValueError, match=f"out: expected memory not shared with .* with {name}"):
         square(**shared_with(name))
 
@@ -60,7 +60,7 @@ def test_out_is_an_operand(device: str) -> None:
 
 
 class Weight(torch.nn.Parameter):
-    """What training frameworks make of parameters."""
+    """A parameter subclass, as training frameworks make them."""
 
 
 @pytest.mark.parametrize("kind", [torch.nn.Parameter, Weight])
@@ -71,7 +71,7 @@ def test_out_is_an_operand_of_another_class(kind: type[torch.nn.Parameter]) -> N
 
 
 def test_out_of_fake_tensors() -> None:
-    """They have no memory to share."""
+    """Fake tensors have no memory to share."""
     with FakeTensorMode():
         rows, weights = torch.empty(ROWS, WIDTH), torch.empty(GROUPS, WIDTH, WIDTH)
         ends = torch.empty(GROUPS, dtype=torch.int32)
@@ -89,13 +89,13 @@ def test_out_of_fake_tensors() -> None:
     ids=["rows", "columns", "slanted"],
 )
 def test_out_over_itself(out: Tensor) -> None:
-    """One place for several elements."""
+    """An out in which several elements share one address is refused."""
     with pytest.raises(ValueError, match="out: expected elements that do not overlap"):
         square(out=out)
 
 
 def test_columns_of_one_buffer() -> None:
-    """Operand and result side by side in one buffer are apart."""
+    """Operand and result that lie side by side in one buffer do not overlap."""
     buffer = torch.zeros(ROWS, 3 * WIDTH)
     rows, out = buffer[:, :WIDTH].copy_(normal(ROWS, WIDTH)), buffer[:, WIDTH : 2 * WIDTH]
     expected = square(mat_a=rows.clone())
@@ -123,7 +123,7 @@ def accepts(check: Callable[..., None], *arguments: object) -> bool:
 
 
 def test_every_small_pattern() -> None:
-    """Of two views of one buffer those pass that do not overlap, and no others."""
+    """Of two views of one buffer, exactly those pairs that do not overlap are accepted."""
     buffer = torch.zeros(40)
     strides = [(0, 1), (1, 1), (2, 1), (3, 1), (6, 1), (1, 3), (1, 6), (6, 2), (12, 3)]
     views = [
@@ -148,7 +148,7 @@ def test_every_small_pattern() -> None:
 
 @pytest.mark.parametrize("name", ["mat_a", "mat_b", "bias", "out"])
 def test_out_where_a_gradient_is_wanted(name: str) -> None:
-    """It would be lost; under no_grad nobody wants it."""
+    """The gradient would be lost, so it is an error; under no_grad none is asked for."""
     shapes = {"mat_a": (ROWS, WIDTH), "mat_b": (GROUPS, WIDTH, WIDTH), "bias": (GROUPS, WIDTH)}
     given = {"out": torch.zeros(ROWS, WIDTH)}
     given[name] = torch.zeros(shapes.get(name, (ROWS, WIDTH)), requires_grad=True)
@@ -159,7 +159,7 @@ def test_out_where_a_gradient_is_wanted(name: str) -> None:
 
 
 def test_autograd_sees_the_write(device: str) -> None:
-    """A tensor that was saved for backward and is out afterwards is an error there."""
+    """Writing to a tensor that was saved for backward is an error in that backward."""
     place = {"device": device, "dtype": torch.bfloat16}
     kept = torch.ones(ROWS, WIDTH, **place)
     result = kept.clone().requires_grad_() * kept
@@ -172,7 +172,7 @@ def test_autograd_sees_the_write(device: str) -> None:
 
 
 def test_compiled() -> None:
-    """The write is in the graph."""
+    """The compiled graph contains the write."""
     rows, weights = normal(ROWS, WIDTH), normal(GROUPS, WIDTH, WIDTH)
 
     def add(out: Tensor) -> Tensor:

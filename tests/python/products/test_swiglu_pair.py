@@ -1,4 +1,4 @@
-"""The fused pair: the example of its API unchanged, its formulas, and what ours adds."""
+"""The fused pair: its API's example unchanged, its formulas, and Guild's additions to it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def formulas(tensors: dict[str, Tensor], ends: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def close(name: str, value: Tensor, expected: Tensor, bound: float = 0.01) -> None:
-    """Raise unless they agree to a few bfloat16 roundings, in norm."""
+    """Raise unless both agree to a few bfloat16 roundings, in norm."""
     assert value.shape == expected.shape, name
     error = (value.double() - expected.double()).norm() / expected.double().norm()
     assert error < bound, f"{name}: relative error {error:.3g}"
@@ -56,7 +56,7 @@ def close(name: str, value: Tensor, expected: Tensor, bound: float = 0.01) -> No
 
 @pytest.mark.parametrize("sizes", [(2048, 1024), (64, 96)], ids=["full", "small"])
 def test_the_example_unchanged(sizes: tuple[int, int], device: str) -> None:
-    """The call as people write it, against the formulas."""
+    """The call as users write it, against the formulas."""
     torch.set_num_threads(2)
     tensors, offs = example(*sizes, device)
     x, W_up, b_up, W_down, b_down = tensors.values()
@@ -108,7 +108,7 @@ def test_transposed_views_of_parameters(device: str) -> None:
 
 @pytest.mark.parametrize("fused", [True, False], ids=["aux", "plain"])
 def test_swiglu_out_used_on_its_own(fused: bool, device: str) -> None:
-    """A second use of swiglu_out adds its gradient, whichever way the first one goes."""
+    """The gradient of a second use of swiglu_out is added, whichever path its first use takes."""
     tensors, offs = example(64, 96, device)
     x, w_up, b_up, w_down, b_down = tensors.values()
     swiglu_out, aux = grouped_mm_swiglu(x, w_up, offs, b_up)
@@ -123,7 +123,7 @@ def test_swiglu_out_used_on_its_own(fused: bool, device: str) -> None:
 def test_rows_of_nobody(device: str) -> None:
     """Rows past offs[-1] may hold anything; results and gradients there are zero."""
     tensors, offs = example(64, 96, device)
-    offs = offs - 64  # expert 0 ends at 64, the last 64 rows belong to nobody
+    offs = offs - 64  # expert 0 ends at 64, the last 64 rows have no expert
     x, w_up, b_up, w_down, b_down = tensors.values()
     used = int(offs[-1])
     results = []
@@ -143,7 +143,7 @@ def test_rows_of_nobody(device: str) -> None:
 
 
 def test_other_activations_and_orders(device: str) -> None:
-    """Plain SwiGLU by name, concatenated weights, an activation without a gate."""
+    """Plain SwiGLU by name, concatenated weights, and an activation without a gate."""
     tensors, offs = example(64, 96, device)
     x, w_up = tensors["x"].detach(), tensors["W_up"].detach()
     together = torch.cat((w_up[:, :, 0::2], w_up[:, :, 1::2]), 2)
@@ -161,7 +161,7 @@ def test_other_activations_and_orders(device: str) -> None:
 
 
 def test_frozen_parts(device: str) -> None:
-    """Gradients only where they are wanted."""
+    """Only what requires a gradient gets one."""
     tensors, offs = example(64, 96, device)
     x, w_up, _, w_down, _ = tensors.values()
     a, aux = grouped_mm_swiglu(x.detach(), w_up.detach(), offs)
@@ -193,7 +193,7 @@ def test_autocast(device: str) -> None:
 
 
 def mismatched(device: str) -> dict[str, tuple]:
-    """Ways to call the second half with something else than the first half was called with."""
+    """Calls whose second half does not match what the first half was called with."""
     tensors, offs = example(64, 96, device)
     x, w_up, b_up, w_down, _ = tensors.values()
     a, aux = grouped_mm_swiglu(x, w_up, offs, b_up)
@@ -238,7 +238,7 @@ def test_mismatch_is_detected(what: str, device: str) -> None:
 
 
 def test_inference_mode(device: str) -> None:
-    """Its tensors count no writes; the same bits as outside."""
+    """Inference tensors have no version counter; the bits are the same as outside."""
     tensors, offs = example(64, 96, device)
     x, w_up, b_up, w_down, b_down = (t.detach() for t in tensors.values())
 
@@ -252,7 +252,7 @@ def test_inference_mode(device: str) -> None:
 
 
 def test_autocast_around_the_second_alone() -> None:
-    """aux is cast as swiglu_out is; the gradient comes back in float32."""
+    """aux is cast as swiglu_out is; its gradient comes back in float32."""
     tensors, offs = example(64, 96, "cpu", torch.float32)
     x, w_up, b_up, w_down, b_down = tensors.values()
     a, aux = grouped_mm_swiglu(x, w_up, offs, b_up)
@@ -266,7 +266,7 @@ def test_autocast_around_the_second_alone() -> None:
 
 
 def test_swiglu_out_is_saved_as_any_tensor() -> None:
-    """A file that torch.load reads, with nothing beside the values."""
+    """torch.load reads the file, which holds nothing besides the values."""
     tensors, offs = example(64, 96, "cpu")
     a, _ = grouped_mm_swiglu(tensors["x"].detach(), tensors["W_up"].detach(), offs)
     file = io.BytesIO()
@@ -277,7 +277,7 @@ def test_swiglu_out_is_saved_as_any_tensor() -> None:
 
 
 def test_notes_end_with_their_tensors() -> None:
-    """What is kept of a call to compare with goes when its swiglu_out goes."""
+    """What is remembered of a call, for comparison, is dropped together with its swiglu_out."""
     tensors, offs = example(64, 96, "cpu")
     a, aux = grouped_mm_swiglu(tensors["x"], tensors["W_up"], offs)
     kept = weakref.ref(aux)
@@ -288,7 +288,7 @@ def test_notes_end_with_their_tensors() -> None:
 
 
 def test_another_aux_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where tensors are not known one by one, shape and dtype are."""
+    """Inside a graph tensors have no identity to compare, but shape and dtype are checked."""
     tensors, offs = example(64, 96, "cpu")
     x, w_up, _, w_down, _ = (t.detach() for t in tensors.values())
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
@@ -301,7 +301,7 @@ def test_another_aux_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_swiglu_out() -> None:
-    """With aux, whose note is looked up by it, as without."""
+    """swiglu_out is required even with aux, since the note on aux is looked up by it."""
     tensors, offs = example(64, 96, "cpu")
     _, aux = grouped_mm_swiglu(tensors["x"], tensors["W_up"], offs)
     with pytest.raises(TypeError, match="^swiglu_out: expected a torch.Tensor, got NoneType"):

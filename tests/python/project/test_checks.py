@@ -1,4 +1,4 @@
-"""The checks of scripts/ find what they are there to find, and pass what is clean."""
+"""The checks of scripts/ find what they exist to find, and pass what is clean."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ ptxas info    : Used 30 registers, used 0 barriers
 def test_the_gpu_is_one_that_the_kernels_are_built_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, built_for: str, reported: str, usable: bool
 ) -> None:
-    """And CMakeLists.txt alone says which."""
+    """CMakeLists.txt is the only place that names it."""
     assert machine.compute_capability() == "9.0"
     (tmp_path / "CMakeLists.txt").write_text(f"set(compute_capability {built_for})\n")
     monkeypatch.setattr(machine, "ROOT", tmp_path)

@@ -57,7 +57,7 @@ def test_help_loads_no_torch() -> None:
     ],
 )
 def test_without_the_commands_packages(command: str, status: int, message: str) -> None:
-    """The library and `guild info` need torch alone."""
+    """The library and `guild info` need nothing but torch."""
     block = "sys.modules |= dict.fromkeys(('matplotlib', 'numpy', 'rich'))"
     code = f"import sys; {block}; from guild.cli.main import main; sys.exit(main(['{command}']))"
     run = start("-W", "ignore", "-c", code)
@@ -92,7 +92,7 @@ def test_unknown_option_shows_the_commands_own_usage(
 
 @pytest.mark.parametrize("command", ["train", "generate", "bench"])
 def test_help_calls_numbers_n_or_x(command: str, capsys: pytest.CaptureFixture) -> None:
-    """And never by the option's own name once more, as in `--rounds ROUNDS`."""
+    """Help never repeats an option's name for its value, as in `--rounds ROUNDS`."""
     with pytest.raises(SystemExit):
         main([command, "--help"])
     for option, value in re.findall(r"--([a-z-]+) ([A-Z_]+)\b", capsys.readouterr().out):
@@ -178,7 +178,7 @@ def test_no_memory_left(
 
 @pytest.mark.parametrize("command", ["train --out", "train --corpus", "bench --out", "generate"])
 def test_a_path_is_not_empty(command: str, capsys: pytest.CaptureFixture) -> None:
-    """An unset variable's; the current folder would be taken."""
+    """As from an unset variable; it would stand for the current folder."""
     with pytest.raises(SystemExit):
         main([*command.split(), ""])
     assert "expected a path, got an empty text" in capsys.readouterr().err
@@ -235,7 +235,7 @@ def test_train_compare_prints_both_speeds(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_train_in_fp8_beside_bf16(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """Both curves in one run, which can be continued; the losses are near each other, not equal."""
+    """One run trains both curves and can be resumed; their losses are close, but not equal."""
     out = ["--out", str(tmp_path / "run"), "--corpus", str(write_corpus(tmp_path / "corpus"))]
     assert main(["train", "--fp8", "--steps", "3", *SMALL, *out]) == 0
     printed = capsys.readouterr().out

@@ -98,7 +98,7 @@ def test_header_becomes_a_page(tmp_path: Path) -> None:
 
 
 def test_every_declaration_of_the_headers_has_a_place() -> None:
-    """Counted in another way: by the lines that begin with a type's or a function's declaration."""
+    """Counted in another way: by lines that begin the declaration of a type or function."""
     for header in sorted((ROOT / "include/guild").glob("*.h")):
         text = re.sub(r"//[^\n]*", "", header.read_text())
         types = re.findall(r"^(?:struct|enum class) (\w+)[^;]*?\{", text, re.MULTILINE)

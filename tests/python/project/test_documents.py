@@ -1,4 +1,4 @@
-"""The code in README.md and docs/ runs as it stands there, and what they name is there."""
+"""The code in README.md and docs/ runs as it stands there, and files they name exist."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_python_code_runs(document: str) -> None:
 
 
 def test_blocks_that_go_on_say_so() -> None:
-    """A block of the guide that uses names of others says in its first line which blocks those are.
+    """A block of the guide that uses names from other blocks says in its first line which ones.
 
     So whoever copies one alone knows what is missing.
     """

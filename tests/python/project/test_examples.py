@@ -1,4 +1,4 @@
-"""The Python examples run and do what they say."""
+"""The Python examples run and do what they promise."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def example(name: str) -> ModuleType:
 
 
 def test_every_example_is_run() -> None:
-    """Here, or in tests/python/integrations/test_transformers_examples.py."""
+    """Either here or in tests/python/integrations/test_transformers_examples.py."""
     names = {path.stem for path in EXAMPLES.glob("*.py")}
     assert {name for name in names if not name.endswith("_transformers")} == {n for n, *_ in RUNS}
 
@@ -36,7 +36,7 @@ def test_every_example_is_run() -> None:
 def test_the_loss_falls(
     device: str, monkeypatch: pytest.MonkeyPatch, name: str, start: str, steps: int, share: float
 ) -> None:
-    """In a short run, to less than this share of what it was."""
+    """In a short run the loss falls below this share of its first value."""
     if device == "cpu":
         monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with warnings.catch_warnings():

@@ -1,7 +1,7 @@
-"""The C++ commands of the guide, the set-up and the wheel, where what they need is missing.
+"""The guide's C++ commands, the set-up and the wheel, where something they need is missing.
 
-From a clean source tree and a Python without packages: each says what to install, and the same
-command finds it then. And README's C++ program, built from an installed Guild, prints.
+From a clean source tree and a Python without packages: each says what to install, and then the
+same command finds it. Also: README's C++ program builds against an installed Guild and prints.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def shell(command: str, folder: Path, **environment: str) -> tuple[int, str]:
 
 @pytest.fixture(scope="module")
 def clean_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The sources without .venv and build, and beside them a Python without packages."""
+    """The sources without .venv and build, next to a Python without packages."""
     tree = tmp_path_factory.mktemp("clean") / "guild"
     for part in ("cmake", "include", "src", "scripts"):
         shutil.copytree(ROOT / part, tree / part)
@@ -78,7 +78,7 @@ def test_headers_are_found_once_they_are_there(clean_tree: Path, cmake: str) -> 
     bare, active = clean_tree.with_name("bare"), clean_tree.with_name("active")
     for place in (active, clean_tree / ".venv"):
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", place], check=True)
-    # GUILD_CUDA=OFF and no Eigen of the machine's: wherever this runs, all must come from Python.
+    # GUILD_CUDA=OFF, and no Eigen from the system: on any machine, all must come from Python.
     options = "-DGUILD_CUDA=OFF -DCMAKE_DISABLE_FIND_PACKAGE_Eigen3=ON"
     configure = f"{guide_commands()[0].replace('cmake', cmake, 1)} {options}"
     search = {"VIRTUAL_ENV": str(active), "PATH": f"{bare}/bin:/usr/local/bin:/usr/bin:/bin"}
@@ -145,7 +145,7 @@ def test_readme_program_prints(cmake: str, tmp_path: Path) -> None:
 
 
 def test_one_cutlass_is_named() -> None:
-    """Documents and messages tell people to install the version that the build wants."""
+    """Documents and messages tell users to install the version that the build requires."""
     files = "README.md docs/guide.md pyproject.toml scripts/pins.txt cmake/Dependencies.cmake"
     named = {
         name: set(re.findall(r"nvidia-cutlass==([\d.]+)", (ROOT / name).read_text()))
@@ -167,7 +167,7 @@ def test_python_of_the_set_up_is_heeded(clean_tree: Path) -> None:
 def test_other_python_than_that_of_venv_is_named(
     recorded: bool, clean_tree: Path, tmp_path: Path
 ) -> None:
-    """A .venv that works stays; PYTHON= with another Python says so in place of being ignored."""
+    """A working .venv stays; PYTHON= with another Python is reported rather than ignored."""
     tree = tmp_path / "guild"
     shutil.copytree(clean_tree / "scripts", tree / "scripts")
     shutil.copy(clean_tree / "Makefile", tree)
@@ -199,7 +199,7 @@ def test_wheel_without_isolation_says_what_to_install(clean_tree: Path, tmp_path
 def test_installed_package_knows_its_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A wheel's commit.txt speaks before the checkout that the program runs in."""
+    """A wheel's commit.txt takes precedence over the checkout that the program runs in."""
     monkeypatch.delenv("GUILD_COMMIT", raising=False)
     monkeypatch.chdir(ROOT)
     (tmp_path / "commit.txt").write_text("abc123+changes\n")

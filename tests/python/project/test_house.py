@@ -14,7 +14,7 @@ CODE = {".py", ".h", ".cpp", ".cu", ".cuh"}
 # MOST_LINES is only a backstop: scripts/check_sizes.py keeps files under 400 lines.
 MOST_FILES, MOST_LINES = 30, 450
 
-# The folders of the package that are not the library, each above those that it may import.
+# The package's folders outside the library, each above those that it may import.
 ABOVE = {"cli": {"bench", "train"}, "bench": {"train"}, "train": set(), "integrations": set()}
 
 
@@ -28,7 +28,7 @@ def modules_of(package: Path) -> dict[str, Path]:
 
 
 def imports_of(name: str, path: Path, known: dict[str, Path]) -> set[str]:
-    """The package's own modules that a file imports, inside functions and for types as well."""
+    """The package's own modules that a file imports, also inside functions and for types."""
     found = set()
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_text())):
@@ -44,7 +44,7 @@ def imports_of(name: str, path: Path, known: dict[str, Path]) -> set[str]:
 
 
 def imports_in(package: Path) -> dict[str, set[str]]:
-    """What each module of a package imports of it."""
+    """What each module of a package imports from that package."""
     known = modules_of(package)
     return {name: imports_of(name, path, known) for name, path in known.items()}
 
@@ -59,7 +59,7 @@ def circle_in(imports: dict[str, set[str]]) -> list[str]:
 
 
 def folder_of(module: str) -> str:
-    """The folder of the package that a module lies in; "" for the package's own floor."""
+    """The folder of the package that a module lies in; "" for modules directly in the package."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 and (PACKAGE / parts[1]).is_dir() else ""
 
@@ -95,7 +95,7 @@ def test_no_module_imports_itself_round_a_corner() -> None:
 
 
 def test_the_library_imports_nothing_above_it() -> None:
-    """The library stands alone; training and integrations on it, the benchmark on training."""
+    """The library stands alone; training and integrations use it, the benchmark uses training."""
     imports = imports_in(PACKAGE)
     assert {folder_of(name) for name in imports} == {"", "_torch", "distributed", "float8", *ABOVE}
     assert strangers_in({n: i for n, i in imports.items() if n != "guild.__main__"}) == []
@@ -107,7 +107,7 @@ def test_folders_and_files_are_small_enough_to_look_through(top: str) -> None:
 
 
 def test_circles_are_found(tmp_path: Path) -> None:
-    """Whichever way the import is written, and wherever it stands."""
+    """However the import is written, and wherever in the file it is."""
     package = tmp_path / "house"
     (package / "rooms").mkdir(parents=True)
     files = {

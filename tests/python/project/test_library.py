@@ -1,4 +1,4 @@
-"""Finding and loading the compiled library, and what is said where it cannot be."""
+"""Finding and loading the compiled library, and the errors where that fails."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from guild._torch import library
 
 
 def test_the_named_file_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """GUILD_LIBRARY is the only candidate where it is set."""
+    """If GUILD_LIBRARY is set, it is the only candidate."""
     monkeypatch.setenv("GUILD_LIBRARY", str(tmp_path / "other.so"))
     assert library.candidates() == [tmp_path / "other.so"]
     assert library.find() is None
@@ -42,7 +42,7 @@ def test_the_newer_build_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No file, a file that is no library, a torch that is too old."""
+    """No file, a file that is not a library, a torch that is too old."""
     file = tmp_path / "x.so"
     monkeypatch.setenv("GUILD_LIBRARY", str(file))
     with pytest.raises(ImportError, match=r"libguild_torch.so was not found .*x.so.*make build"):
@@ -56,7 +56,7 @@ def test_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_package_imports_without_a_library() -> None:
-    """`guild info` must be able to say what is missing."""
+    """`guild info` must be able to report what is missing."""
     code = "import guild, guild._torch.library; assert 'MoE' in dir(guild)\nguild.MoE"
     environment = {**os.environ, "GUILD_LIBRARY": "/nowhere/libguild_torch.so"}
     result = subprocess.run(
@@ -67,7 +67,7 @@ def test_the_package_imports_without_a_library() -> None:
 
 
 def test_public_names() -> None:
-    """Every name of __all__ is there; others are not."""
+    """Every name in __all__ exists, and other names do not."""
     for name in guild.__all__:
         assert getattr(guild, name).__doc__
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
@@ -75,14 +75,14 @@ def test_public_names() -> None:
 
 
 def test_type_checkers_see_the_public_names() -> None:
-    """The imports for them and the table for everyone else hold the same names."""
+    """The imports that type checkers see and the table used at run time hold the same names."""
     (seen,) = (n for n in ast.parse(Path(guild.__file__).read_text()).body if isinstance(n, ast.If))
     imported = {a.asname: line.module for line in seen.body for a in line.names}
     assert imported == {name: f"guild.{module}" for name, module in guild._MODULE_OF.items()}
 
 
 def test_failed_allocations_on_a_gpu() -> None:
-    """The library's words become torch's error; other errors stay what they are."""
+    """The library's message becomes torch's out-of-memory error; other errors stay as they are."""
 
     def op(message: str) -> None:
         raise RuntimeError(message)
@@ -127,7 +127,7 @@ print(guild.routed_experts(x, ids, scores, up, down).shape == x.shape)
 
 
 def test_out_of_memory(gpu: str) -> None:
-    """Forward, backward and a raw op, in a process that is allowed little and has nothing else."""
+    """Forward, backward and a raw op, in a process of its own whose memory is limited."""
     command = [sys.executable, "-c", OUT_OF_MEMORY]
     done = subprocess.run(command, capture_output=True, text=True)
     said = "CUDA out of memory"

@@ -13,7 +13,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 import steps  # noqa: E402
 
-# Ends well once the other file is there, and leaves its own.
+# Succeeds once the other file exists, and creates its own.
 WAITS_FOR = """
 import pathlib, sys, time
 for _ in range(500):
@@ -29,7 +29,7 @@ pathlib.Path(sys.argv[2]).touch()
 
 @pytest.fixture
 def three_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """`slow` ends after `beside`; `wheel` may not begin before `slow` is done."""
+    """`slow` ends after `beside`; `wheel` may not start before `slow` is done."""
 
     def commands(awaited: str, own: str) -> list[list[str]]:
         return [[sys.executable, "-c", WAITS_FOR, str(tmp_path / awaited), str(tmp_path / own)]]
@@ -50,7 +50,7 @@ def three_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 def test_a_step_of_one_core_runs_beside_the_next(
     three_steps: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """Its output is shown in one piece, before what needs it to be over."""
+    """Its output is shown in one piece, before the step that needs it done."""
     results = steps.run_steps(three_steps, [])
     assert {name: result for name, (result, _) in results.items()} == dict.fromkeys(
         three_steps, "passed"
@@ -74,7 +74,7 @@ def test_a_failure_beside_others_counts(
 def test_one_after_the_other(
     cores: int, gpu: bool, three_steps: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """On one core, and where a GPU's tests measure it."""
+    """On a machine with one core, and where tests measure a GPU."""
     monkeypatch.setattr(steps.os, "cpu_count", lambda: cores)
     monkeypatch.setattr(steps, "has_supported_gpu", lambda: gpu)
     begun = []

@@ -25,7 +25,7 @@ import wheel_torches  # noqa: E402
 
 
 def test_library_names_no_openmp_of_its_own() -> None:
-    """It takes torch's: a second runtime would be a second pool of threads, or not installed."""
+    """It uses torch's: one of its own would add a second thread pool, or not be installed."""
     if shutil.which("readelf") is None:
         pytest.skip("no readelf on this machine")
     done = subprocess.run(["readelf", "-d", library.find()], capture_output=True, text=True)
@@ -115,12 +115,12 @@ def test_requirements_of_other_pythons_are_not_missed(
 
 
 def test_version_is_one() -> None:
-    """It stands in the package alone; CMake, pip and the changelog say the same."""
+    """The version is defined in the package alone; CMake, pip and the changelog agree with it."""
     version = re.escape(guild.__version__)
     for name in ("CMakeLists.txt", "pyproject.toml", "docs/conf.py"):
         assert not re.search(rf"\b{version}\b", (ROOT / name).read_text()), name
     changes = (ROOT / "CHANGELOG.md").read_text()
     assert re.search(r"^## \[(.*?)\]", changes, re.MULTILINE)[1] == guild.__version__
     cache = library.find().with_name("CMakeCache.txt")
-    if cache.exists():  # not where the library lies in an installed package
+    if cache.exists():  # absent where the library is that of an installed package
         assert f"CMAKE_PROJECT_VERSION:STATIC={guild.__version__}\n" in cache.read_text()

@@ -23,7 +23,7 @@ from oracle.routing import balance
 def test_sums_against_float64(
     score: str, tokens: int, experts: int, top_k: int, sequences: int, device: str
 ) -> None:
-    """Counts exactly, sums and gradients of both losses closely, twice the same bits."""
+    """Counts are exact, sums and both losses' gradients close; two runs have the same bits."""
     torch.manual_seed(tokens)
     logits = (3 * torch.randn(tokens, experts, device=device)).requires_grad_()
     mask = torch.rand(tokens, device=device) < 0.9 if tokens > 1 else None
@@ -54,7 +54,7 @@ def test_sums_against_float64(
 
 
 def test_gradcheck(request: pytest.FixtureRequest) -> None:
-    """Both losses in float64."""
+    """Both losses, in float64."""
     if request.config.getoption("--cuda-only"):
         pytest.skip("--cuda-only")
     logits = torch.randn(6, 5, dtype=torch.float64, requires_grad=True)
@@ -69,7 +69,7 @@ def test_gradcheck(request: pytest.FixtureRequest) -> None:
 
 
 def test_even_load_costs_one(device: str) -> None:
-    """Equal logits and ids dealt in turn: the loss is 1, its least value for such shares."""
+    """Equal logits, and ids assigned round-robin: the loss is 1, its minimum for such shares."""
     ids = torch.arange(24, dtype=torch.int32, device=device).view(12, 2) % 8
     sums = guild.balance_sums(torch.zeros(12, 8, device=device), ids)
     assert sums.load_balancing_loss().item() == pytest.approx(1)
@@ -77,7 +77,7 @@ def test_even_load_costs_one(device: str) -> None:
 
 
 def test_no_tokens_and_unpleasant_logits(device: str) -> None:
-    """Nothing to sum gives zeros; padding may hold NaN; NaN elsewhere stays NaN."""
+    """Without tokens sums are zeros; padding may hold NaN; NaN anywhere else stays NaN."""
     ids = torch.zeros(0, 2, dtype=torch.int32, device=device)
     sums = guild.balance_sums(torch.zeros(0, 4, device=device), ids)
     assert not sums.counts.any() and not sums.shares.any() and not sums.squares.any()
@@ -100,7 +100,7 @@ def test_no_tokens_and_unpleasant_logits(device: str) -> None:
 
 @pytest.mark.parametrize("over", ["batch", "sequence"])
 def test_module(over: str, device: str) -> None:
-    """MoE leaves sums of the last forward in training; the router learns from both losses."""
+    """In training MoE keeps the sums of its last forward; both losses train the router."""
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     moe = guild.MoE(32, 16, 4, 2, balance_over=over, device=device, dtype=dtype)
@@ -121,7 +121,7 @@ def test_module(over: str, device: str) -> None:
 
 @pytest.mark.parametrize("shape", [(2, 3, 5), (3, 5), (5,), (), (2, 0), (0, 5), (2, 3, 0)], ids=str)
 def test_sequences_of_a_module(shape: tuple[int, ...], device: str) -> None:
-    """x's last dimension but one, however many stand before it; without tokens there is one."""
+    """Tokens along x's last dimension but one form a sequence; without tokens there is one."""
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     moe = guild.MoE(32, 16, 4, 2, balance_over="sequence", device=device, dtype=dtype)
@@ -139,11 +139,11 @@ def test_sequences_of_a_module(shape: tuple[int, ...], device: str) -> None:
     moe.router.register_forward_hook(lambda *_: None)
     moe.balance_sums = None
     moe(x)
-    assert moe.balance_sums is None  # evaluation leaves none, whichever way it routes
+    assert moe.balance_sums is None  # evaluation keeps none, on either path
 
 
 def test_module_compiled(device: str) -> None:
-    """One graph, and the losses of eager."""
+    """One graph, with the losses of eager mode."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -161,7 +161,7 @@ def test_module_compiled(device: str) -> None:
 
 
 def test_over_ranks(tmp_path, device: str) -> None:
-    """Counts of all ranks; without a process group the same sums."""
+    """All ranks' counts are summed; without a process group the sums are the same."""
     ids = torch.zeros(2, 1, dtype=torch.int32, device=device)
     sums = guild.balance_sums(torch.zeros(2, 4, device=device), ids)
     assert sums.over_ranks() is sums

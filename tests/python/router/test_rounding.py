@@ -24,7 +24,7 @@ def options(router: guild.Router) -> dict:
 
 
 def members_of(ids: Tensor, token_offsets: Tensor, experts: int) -> Tensor:
-    """bool (T, E) of lists on the CPU; checks that they are lists."""
+    """The lists as bool (T, E), on the CPU; also checks that they are valid lists."""
     tokens, used = token_offsets.shape[0] - 1, int(token_offsets[-1])
     assert token_offsets[0] == 0 and (token_offsets.diff() >= 0).all()
     assert (ids[used:] == -1).all() and ((ids[:used] >= 0) & (ids[:used] < experts)).all()
@@ -37,7 +37,7 @@ def members_of(ids: Tensor, token_offsets: Tensor, experts: int) -> Tensor:
 
 
 def chosen_of(ids: Tensor, experts: int) -> Tensor:
-    """bool (T, E) of (T, K) ids, -1 nobody's."""
+    """(T, K) ids as bool (T, E); -1 chooses nothing."""
     chosen = torch.zeros(ids.shape[0], experts + 1, dtype=torch.bool)
     chosen.scatter_(1, torch.where(ids < 0, experts, ids).long(), True)
     return chosen[:, :-1]
@@ -46,7 +46,7 @@ def chosen_of(ids: Tensor, experts: int) -> Tensor:
 def expect_contract(
     members: Tensor, chosen: Tensor, key: Tensor, rounding: str, tile: int, real: Tensor
 ) -> None:
-    """Counts are whole tiles, change by less than one, and the best are kept; key: float64."""
+    """Counts are whole tiles and change by less than a tile; the best are kept by key, float64."""
     before, after, most = chosen.sum(0), members.sum(0), int(real.sum())
     assert not members[~real].any()
     assert ((after % tile == 0) | (after == most)).all()
@@ -75,7 +75,7 @@ def expect_contract(
 def test_against_float64(
     rounding: str, tokens: int, experts: int, top_k: int, tile: int, device: str
 ) -> None:
-    """The contract, scores and gradients of every router, with padding, twice the same bits."""
+    """The contract, and scores and gradients of every router, with padding; repeatable bits."""
     for index, router in enumerate(ROUTERS):
         torch.manual_seed(tokens + index)
         bias = torch.randn(experts, device=device)
@@ -100,7 +100,7 @@ def test_against_float64(
         dscores = torch.randn_like(scores)
         (dlogits,) = torch.autograd.grad(scores, logits, dscores)
         (truth,) = torch.autograd.grad(expected, exact, dscores[:used].cpu().double())
-        cancelled = 1e-6 * expected.detach().norm()  # of sums that are zero in exact arithmetic
+        cancelled = 1e-6 * expected.detach().norm()  # sums that are zero in exact arithmetic
         assert (dlogits.cpu().double() - truth).norm() <= 3e-6 * truth.norm() + cancelled
         again = guild.round_tokens(logits.detach(), chosen_ids, **given)
         for one, other in zip((ids, scores, offsets), again, strict=True):
@@ -126,7 +126,7 @@ def test_gradcheck(request: pytest.FixtureRequest) -> None:
 
 @pytest.mark.parametrize("part", range(10))
 def test_adversarial_logits(part: int, device: str) -> None:
-    """1,000 tensors: lists in range, whole tiles, less than a tile changed, twice the same bits."""
+    """1,000 tensors: valid lists, whole tiles, less than a tile changed, repeatable bits."""
     draw = torch.Generator().manual_seed(part)
     for index in range(100 * part, 100 * part + 100):
         logits = adversarial(index, draw).to(device)
@@ -152,7 +152,7 @@ def test_adversarial_logits(part: int, device: str) -> None:
 
 
 def test_ties_go_to_the_smaller_token(device: str) -> None:
-    """Equal logits: the first tokens are kept, and the first others added."""
+    """With equal logits the first tokens are kept, and the first of the others are added."""
     logits = torch.zeros(5000, 3, device=device)
     ids = (torch.arange(5000, dtype=torch.int32, device=device) % 2)[:, None].contiguous()
     for rounding, count in (("down", 2048), ("up", 3072)):
@@ -166,7 +166,7 @@ def test_ties_go_to_the_smaller_token(device: str) -> None:
 
 
 def test_stochastic(device: str) -> None:
-    """As often up as the rest asks for; the seed decides, an int or a tensor."""
+    """Rounds up with the probability of the remainder; the seed, int or tensor, decides."""
     torch.manual_seed(0)
     logits = torch.randn(2000, 64, device=device)
     ids, _ = guild.route(logits, 1)
@@ -191,7 +191,7 @@ def test_stochastic(device: str) -> None:
 
 @pytest.mark.parametrize("router", ROUTERS, ids=lambda r: f"{r.score}-{r.renormalize}")
 def test_module(router: guild.Router, device: str) -> None:
-    """Whole tiles in training, plain top-k in evaluation; output and gradients by experts."""
+    """Whole tiles in training, plain top-k in evaluation; output and gradients by expert."""
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     given = options(router)
@@ -227,7 +227,7 @@ def test_module(router: guild.Router, device: str) -> None:
 
 
 def test_module_compiled(device: str) -> None:
-    """One graph, and eager's output."""
+    """One graph, with eager mode's output."""
     torch._dynamo.reset()
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     router = guild.Router(rounding="balanced", tile=4)
@@ -240,7 +240,7 @@ def test_module_compiled(device: str) -> None:
 
 
 def test_a_seed_of_its_own_each_time(device: str) -> None:
-    """Without one given: other draws at every call, the same after torch.manual_seed."""
+    """Without a given seed every call draws anew, reproducibly after torch.manual_seed."""
     logits = torch.randn(300, 8, device=device)
     ids, _ = guild.route(logits, 2)
 
@@ -256,7 +256,7 @@ def test_a_seed_of_its_own_each_time(device: str) -> None:
 
 
 def test_no_tokens(device: str) -> None:
-    """Nothing to round."""
+    """There is nothing to round."""
     none = torch.zeros(0, 2, dtype=torch.int32, device=device)
     ids, scores, offsets = guild.round_tokens(torch.zeros(0, 4, device=device), none)
     assert ids.numel() == 0 and scores.numel() == 0 and offsets.tolist() == [0]
@@ -288,7 +288,7 @@ def test_wrong_call(message: str, device: str) -> None:
 
 
 def test_wrong_router() -> None:
-    """Rounding with weights on the input has no meaning."""
+    """Rounding is not defined for routers that weight the input."""
     with pytest.raises(ValueError, match="^rounding: expected None where"):
         guild.Router("sigmoid", applied_to="input", rounding="up")
     with pytest.raises(ValueError, match="^rounding: expected None, 'nearest'"):
@@ -296,7 +296,7 @@ def test_wrong_router() -> None:
 
 
 def test_graph_replays_with_other_logits(gpu: str) -> None:
-    """One capture, other logits and seeds: what eager gives."""
+    """A graph captured once gives eager's results for other logits and seeds."""
     torch.manual_seed(0)
     logits, seed = torch.randn(500, 32, device=gpu), torch.ones(1, dtype=torch.int64, device=gpu)
 

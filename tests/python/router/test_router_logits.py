@@ -16,7 +16,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def named(dtype: torch.dtype) -> str:
-    """For the name of a test."""
+    """A dtype's name for test ids."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -26,7 +26,7 @@ def named(dtype: torch.dtype) -> str:
 def test_against_float64(
     dtype: torch.dtype, bias: bool, shape: tuple[int, ...], device: str
 ) -> None:
-    """Products of the operands as they are, with none of a 16-bit result's rounding."""
+    """Products of the operands as they are, without rounding the result to 16 bits."""
     torch.manual_seed(0)
     place = {"device": device, "dtype": dtype}
     x, weight = torch.randn(*shape, 128, **place), torch.randn(8, 128, **place)
@@ -53,7 +53,7 @@ def test_against_float64(
 def test_a_token_has_the_same_bits_in_any_company(
     hidden: int, experts: int, dtype: torch.dtype, device: str
 ) -> None:
-    """Whatever the number of tokens, the token's place, and the strides of its row."""
+    """Whatever the number of tokens, the token's position, and the strides of its row."""
     torch.manual_seed(1)
     x = torch.randn(1000, hidden, dtype=torch.float64).to(device, dtype)
     weight = torch.randn(experts, hidden, dtype=torch.float64).to(device, dtype)
@@ -75,7 +75,7 @@ def test_a_token_has_the_same_bits_in_any_company(
 
 @pytest.mark.parametrize("name", ["softmax", "deepseek_v3", "ernie4_5", "deepseek_v4"])
 def test_in_one_op_with_the_choice(name: str, device: str) -> None:
-    """The layer's op chooses as `guild.route` does on logits of their own, also at padding."""
+    """The layer's op chooses as `guild.route` does from separate logits, also at padding."""
     torch.manual_seed(2)
     router = guild.Router.named(name)
     x = torch.randn(300, 520, device=device).bfloat16()
@@ -92,7 +92,7 @@ def test_in_one_op_with_the_choice(name: str, device: str) -> None:
 
 
 def test_sizes_that_have_no_fast_product(device: str) -> None:
-    """Rows of odd lengths, more experts than a GPU routes: right all the same."""
+    """Rows of odd lengths, and more experts than a GPU routes, still give correct logits."""
     for hidden, experts in ((33, 4), (64, 1100)):
         x = torch.randn(20, hidden, device=device).bfloat16()
         weight = torch.randn(experts, hidden, device=device).bfloat16()
@@ -117,7 +117,7 @@ def test_autocast(device: str) -> None:
 
 @pytest.mark.parametrize("dtype", _DTYPES, ids=named)
 def test_bias_of_another_dtype(dtype: torch.dtype, device: str) -> None:
-    """It is added in the logits' dtype, and gets its gradient in its own."""
+    """A bias is added in the logits' dtype and gets its gradient in its own."""
     x = torch.randn(6, 16, device=device, dtype=torch.bfloat16)
     weight = torch.randn(4, 16, device=device, dtype=torch.bfloat16)
     bias = torch.randn(4, device=device, dtype=dtype, requires_grad=True)
@@ -129,7 +129,7 @@ def test_bias_of_another_dtype(dtype: torch.dtype, device: str) -> None:
 
 
 def test_compiled(device: str) -> None:
-    """One graph, eager's bits."""
+    """One graph, with eager mode's bits."""
     torch._dynamo.reset()
     x = torch.randn(6, 32, device=device, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(4, 32, device=device, dtype=torch.bfloat16, requires_grad=True)
@@ -198,7 +198,7 @@ def test_wrong_call(name: str, device: str) -> None:
 
 @pytest.mark.parametrize("dtype", _DTYPES, ids=named)
 def test_no_inputs(dtype: torch.dtype) -> None:
-    """A sum of nothing is zero, in every dtype."""
+    """A sum over no inputs is zero in every dtype."""
     x, weight = (torch.zeros(*s, 0, dtype=dtype, requires_grad=True) for s in ((2, 3), (4,)))
     logits = guild.router_logits(x, weight)
     assert logits.shape == (2, 3, 4) and not logits.any()
@@ -208,7 +208,7 @@ def test_no_inputs(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("logits", ["random", "alike", "same", "nan"])
 def test_few_tokens_are_routed_as_their_logits_are(logits: str, device: str) -> None:
-    """By every kind of router, ties and NaN included, where few tokens have their own kernels."""
+    """With every kind of router, ties and NaN, where few tokens have kernels of their own."""
     torch.manual_seed(6)
     place = {"device": device, "dtype": torch.bfloat16}
     routers = itertools.product((257, 320, 512), SCORES, (False, True), (1, 4), (False, True))

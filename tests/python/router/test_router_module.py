@@ -1,4 +1,4 @@
-"""layer.router: a module that is called where it is more than a weight, and its selection bias."""
+"""layer.router: called as a module where it is more than a weight; its selection bias."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def layer_of(router: guild.Router | None = None, **more: object) -> guild.MoE:
 
 
 def by_hand(moe: guild.MoE, x: Tensor, logits: Tensor, bias: Tensor | None) -> Tensor:
-    """The layer with these logits and this selection bias."""
+    """The layer's result from these logits and this selection bias."""
     r = moe.routing
     given = {"score": r.score, "renormalize": r.renormalize, "scale": r.scale}
     ids, scores = guild.route(logits, moe.top_k, selection_bias=bias, **given)
@@ -36,7 +36,7 @@ def by_hand(moe: guild.MoE, x: Tensor, logits: Tensor, bias: Tensor | None) -> T
 
 
 class Wrapped(nn.Module):
-    """What PEFT puts in the place of a linear layer: the layer, and a product of low rank."""
+    """Stands in for PEFT's wrapper of a linear layer: the layer plus a low-rank product."""
 
     def __init__(self, inner: nn.Linear, rank: int = 3) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Wrapped(nn.Module):
 
 
 class Doubled(nn.Module):
-    """A parametrisation."""
+    """A parametrisation that doubles a weight."""
 
     def forward(self, weight: Tensor) -> Tensor:
         return 2 * weight
@@ -105,7 +105,7 @@ def replace_module(moe: guild.MoE, x: Tensor) -> Tensor:
 
 
 class Tempered(RouterLinear):
-    """A class made of the layer's own."""
+    """A router class derived from the layer's own."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) / 3
@@ -132,7 +132,7 @@ CHANGES: dict[str, Callable[[guild.MoE, Tensor], Tensor]] = {
 @pytest.mark.parametrize("router", [None, _BIASED], ids=["softmax", "selection_bias"])
 @pytest.mark.parametrize("name", list(CHANGES))
 def test_change_is_honoured(name: str, router: guild.Router | None) -> None:
-    """Whatever is done to the router reaches the output and gets its gradients."""
+    """Whatever is changed about the router affects the output and gets its gradients."""
     moe = layer_of(router)
     x = torch.randn(9, 16, requires_grad=True)
     before = moe(x)
@@ -151,7 +151,7 @@ def test_change_is_honoured(name: str, router: guild.Router | None) -> None:
 
 @pytest.mark.parametrize("name", ["bias", "parametrised", "forward hook", "LoRA"])
 def test_change_is_compiled(name: str) -> None:
-    """One graph with the change in it."""
+    """One graph that contains the change."""
     torch._dynamo.reset()
     moe = layer_of(_BIASED)
     x = torch.randn(9, 16)
@@ -198,7 +198,7 @@ def test_hooks_of_all_modules() -> None:
 
 
 def test_removed_hook() -> None:
-    """The one op again, with the bits of before."""
+    """The single op runs again, with the same bits as before."""
     moe = layer_of()
     x = torch.randn(9, 16)
     before = moe(x)
@@ -209,7 +209,7 @@ def test_removed_hook() -> None:
 
 
 def test_it_is_a_linear_layer() -> None:
-    """What LoRA, quantisation and initialisation look for; its logits are float32."""
+    """LoRA, quantisation and initialisation look for linear layers; logits stay float32."""
     moe = layer_of(dtype=torch.bfloat16, router_bias=True)
     assert isinstance(moe.router, nn.Linear)
     x = torch.randn(2, 3, 16).bfloat16()
@@ -227,7 +227,7 @@ def test_it_is_a_linear_layer() -> None:
     ids=["five experts", "a tuple"],
 )
 def test_router_that_returns_no_logits(router: nn.Module, message: str) -> None:
-    """An error, not experts that nobody chose."""
+    """An error, rather than experts that no logit chose."""
     moe = layer_of()
     moe.router = router
     with pytest.raises((TypeError, ValueError), match=f"^{message}"):
@@ -235,7 +235,7 @@ def test_router_that_returns_no_logits(router: nn.Module, message: str) -> None:
 
 
 def test_router_without_its_selection_bias() -> None:
-    """A router of one's own must bring the bias that the options ask for."""
+    """A custom router must have the bias that the options require."""
     moe = layer_of(_BIASED)
     x = torch.randn(3, 16)
     moe(x)
@@ -276,7 +276,7 @@ def converted_in_place(moe: guild.MoE) -> guild.MoE:
     bias = moe.router.selection_bias
     bias.data = bias.to(torch.bfloat16)  # as FSDP's MixedPrecision(buffer_dtype=...)
     moe(torch.randn(3, 16))
-    moe.router.selection_bias.copy_(_drawn_bias())  # a checkpoint
+    moe.router.selection_bias.copy_(_drawn_bias())  # as from a checkpoint
     return moe
 
 
@@ -312,12 +312,12 @@ def _under_autocast(moe: guild.MoE) -> None:
 
 @pytest.mark.parametrize("name", list(CONVERSIONS))
 def test_selection_bias_stays_float32(name: str) -> None:
-    """Its dtype, every bit of it, and steps that bfloat16 would swallow."""
+    """Its dtype and bits are kept, and updates too small for bfloat16 take effect."""
     expected = _drawn_bias()
     moe = layer_of(_BIASED)
     converted = CONVERSIONS[name](moe)
     bias = converted.router.selection_bias
-    if name == "loaded by assignment":  # what the checkpoint held
+    if name == "loaded by assignment":  # the value in the checkpoint
         expected = moe.router.selection_bias
     assert bias.dtype == torch.float32 and torch.equal(bias, expected)
     assert "router.selection_bias" in converted.state_dict()
@@ -335,7 +335,7 @@ def test_selection_bias_stays_float32(name: str) -> None:
 
 
 def test_conversion_moves_the_rest() -> None:
-    """Only the selection bias is kept; nothing else of nn.Module's conversions changes."""
+    """Only the selection bias is exempt; nn.Module's conversions apply to everything else."""
     moe = layer_of(_BIASED, router_bias=True, bias=True).bfloat16()
     others = {k: v.dtype for k, v in moe.state_dict().items() if k != "router.selection_bias"}
     assert set(others.values()) == {torch.bfloat16} and len(others) == 8
@@ -344,7 +344,7 @@ def test_conversion_moves_the_rest() -> None:
 
 
 def test_an_attribute_that_is_no_bias() -> None:
-    """A module of the user's may call a flag what ours calls a tensor."""
+    """A user's module may have a flag of the same name as our tensor."""
 
     class Own(nn.Linear):
         selection_bias = True

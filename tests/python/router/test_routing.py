@@ -10,7 +10,7 @@ import guild
 from guild.routing import ROUTERS as NAMED
 from oracle.routing import choice_keys, weights_of
 
-# Names of guild.Router, and one with everything at once.
+# Names in guild.Router, and one router with every option at once.
 ROUTERS = {name: guild.Router.named(name) for name in NAMED} | {
     "softmax_groups": guild.Router(groups=4, top_groups=2, selection_bias=True, scale=0.5),
     "softmax_floor": guild.Router(selection_bias=True, sum_floor=0.3),
@@ -20,20 +20,20 @@ ROUTERS = {name: guild.Router.named(name) for name in NAMED} | {
 
 
 def options(router: guild.Router) -> dict:
-    """A router as arguments of guild.route."""
+    """A router's options as arguments of guild.route."""
     names = ("score", "renormalize", "scale", "groups", "top_groups", "group_score", "sum_floor")
     return {name: getattr(router, name) for name in names}
 
 
 def bias_of(router: guild.Router, experts: int, device: str) -> Tensor | None:
-    """A bias like the ones that balancing finds, where the router has one."""
+    """A bias like those that balancing finds, for routers that have one."""
     return torch.randn(experts, device=device) / 10 if router.selection_bias else None
 
 
 @pytest.mark.parametrize("name", list(ROUTERS))
 @pytest.mark.parametrize("experts, top_k", [(8, 2), (128, 8), (256, 8), (512, 10), (1024, 32)])
 def test_against_float64(name: str, experts: int, top_k: int, device: str) -> None:
-    """Ids wherever keys differ by more than 1e-6, scores within 1e-6, gradients."""
+    """Ids agree where keys differ by more than 1e-6; scores within 1e-6; gradients."""
     router = ROUTERS[name]
     if router.applied_to == "input" or experts // router.groups * router.top_groups < top_k:
         top_k = 1
@@ -57,7 +57,7 @@ def test_against_float64(name: str, experts: int, top_k: int, device: str) -> No
 
 
 def adversarial(index: int, draw: torch.Generator) -> Tensor:
-    """Logits (T, E) of one unpleasant kind."""
+    """Logits (T, E) of one difficult kind."""
     tokens = (0, 1, 5, 33)[index % 4]
     experts = (1, 2, 7, 32, 33, 96, 128, 200, 1024)[index % 9]
     shape = tokens, experts
@@ -85,7 +85,7 @@ def adversarial(index: int, draw: torch.Generator) -> Tensor:
 
 @pytest.mark.parametrize("part", range(10))
 def test_adversarial_logits(part: int, device: str) -> None:
-    """1,000 tensors: K different ids in range, numbers before NaN, twice the same bits."""
+    """1,000 tensors: K distinct ids in range, numbers ranked above NaN, repeatable bits."""
     draw = torch.Generator().manual_seed(part)
     routers = list(ROUTERS.values())
     for index in range(100 * part, 100 * part + 100):
@@ -117,7 +117,7 @@ def test_adversarial_logits(part: int, device: str) -> None:
 
 
 def test_padded_tokens(device: str) -> None:
-    """False in token_mask: no expert, no weight, no gradient, no row in the layer."""
+    """Where token_mask is False a token gets no expert, weight, gradient or row in the layer."""
     torch.manual_seed(0)
     mask = torch.tensor([True, False, True, True, False, True], device=device)
     logits = torch.randn(6, 8, device=device, requires_grad=True)
@@ -141,7 +141,7 @@ def test_padded_tokens(device: str) -> None:
 def test_a_token_has_the_same_bits_in_any_company(
     name: str, experts: int, top_k: int, device: str
 ) -> None:
-    """Also beyond 4,096 tokens, from where a GPU gives each token fewer lanes."""
+    """Also beyond 4,096 tokens, where a GPU gives each token fewer lanes."""
     router = ROUTERS[name]
     torch.manual_seed(top_k)
     if experts // router.groups * router.top_groups < top_k:

@@ -1,7 +1,7 @@
-"""What new users meet in their first hour: bad checkpoints, folders that take no file, full disks.
+"""What new users meet in their first hour: bad checkpoints, unwritable folders, full disks.
 
-Each is one line and exit status 2, and nothing that was there is lost. And runs that are over,
-stopped, or in the way of another. Commands that build: test_first_build.py.
+Each is reported in one line with exit status 2, and nothing already there is lost. Also: runs that
+are finished, stopped, or in the way of another. Commands that build: test_first_build.py.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def call_train(corpus: Path, out: Path, *words: str) -> int:
 
 @pytest.fixture
 def run(corpus: Path, tmp_path: Path) -> Callable[..., int]:
-    """`guild train` on the small corpus into tmp_path/run, unless told otherwise."""
+    """`guild train` on the small corpus into tmp_path/run, unless options say otherwise."""
     return lambda *words, out=tmp_path / "run": call_train(corpus, out, *words)
 
 
@@ -60,7 +60,7 @@ def ten_steps(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def finished(ten_steps: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> Path:
-    """The folder of a run that is over, a copy for each test."""
+    """The folder of a finished run, copied for each test."""
     capsys.readouterr()
     return shutil.copytree(ten_steps, tmp_path / "run")
 
@@ -70,7 +70,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 def refused(status: int, capsys: pytest.CaptureFixture) -> str:
-    """The one line of an exit status 2."""
+    """The single line printed with exit status 2."""
     printed = capsys.readouterr().err
     assert status == 2, printed
     assert re.fullmatch(r"guild (train|bench): [^\n]+\n", printed), printed
@@ -90,7 +90,7 @@ def change_setting(path: Path, name: str, value: object) -> None:
 
 
 def change_moments(path: Path, change: Callable[[dict], object]) -> None:
-    """Of the optimiser's first weight."""
+    """Change the optimiser's state of the first weight."""
     learners = torch.load(path)["learners"]
     change(learners["guild"]["optimizer"]["state"][0])
     change_state(path, learners=learners)
@@ -174,7 +174,7 @@ def test_unreadable_checkpoint(
     opened = Path.open
 
     def deny(path: Path, *arguments: object, **options: object) -> object:
-        if path.name == "checkpoint.pt":  # root reads what it likes
+        if path.name == "checkpoint.pt":  # root can read any file
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
         return opened(path, *arguments, **options)
 
@@ -193,7 +193,7 @@ def test_bad_metrics(
 def test_metrics_of_one_layer_of_two(
     run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """Steps that are paired must be there twice."""
+    """Steps of both layers are paired, so each must be there twice."""
     assert run(*SMALL, "--compare") == 0
     capsys.readouterr()
     metrics = tmp_path / "run/metrics.jsonl"
@@ -232,7 +232,7 @@ def test_read_only_out(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,
 ) -> None:
-    """Root writes into folders of mode 0555, so the system's answer is played."""
+    """Root may write into folders of mode 0555, so the system's error is simulated."""
 
     def deny(path: Path, *_: object, **__: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
@@ -249,9 +249,9 @@ def test_read_only_out(
 def test_disk_fills(
     full: str, run: Callable[..., int], finished: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """In the middle of a file: the last checkpoint survives, and the run goes on from it."""
+    """In the middle of a file: the last checkpoint survives, and the run resumes from it."""
     before = files_of(finished)
-    room = len(before["metrics.jsonl"]) + 100  # the half of a row
+    room = len(before["metrics.jsonl"]) + 100  # half a row
     if full == "checkpoint.pt":
         room = len(before["checkpoint.pt"]) // 2
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -262,7 +262,7 @@ def test_disk_fills(
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert f"{full}: File too large" in refused(status, capsys)
     after = files_of(finished)
-    assert after.keys() == before.keys()  # nothing unfinished
+    assert after.keys() == before.keys()  # no unfinished files
     assert after["checkpoint.pt"] == before["checkpoint.pt"]
     assert run("--resume", "--steps", "20") == 0
     assert [r["step"] for r in RunFolder(finished).rows() if "loss" in r] == list(range(1, 21))
@@ -274,7 +274,7 @@ def test_disk_fills_after_the_last_step(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,
 ) -> None:
-    """The results that are missing are made up for, and no row is written twice."""
+    """Missing results are written later, and no row is written twice."""
 
     def fail(rows: object, title: str, file: IO[bytes]) -> None:
         file.write(b"half of it")
@@ -308,7 +308,7 @@ def test_resume_after_the_end(
     assert [row["step"] for row in rows if "loss" in row] == list(range(1, 16))
     assert [row["step"] for row in rows if "validation_loss" in row] == [10, 15]
     assert json.loads((finished / "summary.json").read_text())["steps"] == 15
-    assert run("--resume") == 0  # the new end is in the checkpoint
+    assert run("--resume") == 0  # the checkpoint has the new number of steps
     assert "all of its 15 steps" in capsys.readouterr().out
     message = "steps: the checkpoint is already at step 15, got 12"
     assert message in refused(run("--resume", "--steps", "12"), capsys)
@@ -320,7 +320,7 @@ def test_printed_commands_work_as_typed(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,
 ) -> None:
-    """In a shell without .venv on its PATH, with a folder that needs quotes."""
+    """In a shell without .venv on its PATH, with a folder name that needs quotes."""
     out = tmp_path / "my [red] run"
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     monkeypatch.setattr(train_command, "StopRequest", lambda: StopAfter(1))
@@ -333,7 +333,7 @@ def test_printed_commands_work_as_typed(
     assert done.returncode == 0, done.stderr
     assert json.loads((out / "summary.json").read_text())["steps"] == 10
     monkeypatch.undo()
-    assert run("--resume", out=out) == 0  # finished; the same command, with more steps
+    assert run("--resume", out=out) == 0  # already finished; the same command with more steps works
     command = capsys.readouterr().out.partition("to go on: ")[2]
     words = shlex.split(command)
     assert main(words[words.index("train") :]) == 0
@@ -342,7 +342,7 @@ def test_printed_commands_work_as_typed(
 
 @pytest.mark.parametrize("on_path", [True, False])
 def test_guild_by_its_name(on_path: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only where a shell finds this environment's own."""
+    """Printed commands say `guild` only where the shell finds this environment's own."""
     script = tmp_path / "env/bin/guild"
     script.parent.mkdir(parents=True)
     script.touch(mode=0o755)

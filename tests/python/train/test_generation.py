@@ -32,7 +32,7 @@ def model_of(layer: str = "guild", device: str = "cpu", **changes: object) -> La
 def recomputed(
     model: LanguageModel, prompt: bytes, count: int, context: int, sampling: Sampling
 ) -> bytes:
-    """Every byte by a forward of all that is seen, nothing kept."""
+    """Every byte from a forward pass over all visible bytes, without a cache."""
     text = bytearray(prompt)
     for noise in sampling.noise(count):
         seen = text[window_start(len(text), context) :]
@@ -45,7 +45,7 @@ def recomputed(
 @pytest.mark.parametrize("context", [1, 2, 15, 16])
 @pytest.mark.parametrize("prompt", [b"d", 15 * b"ab", b"=" * 16])
 def test_the_cache_changes_nothing(prompt: bytes, context: int, sampling: Sampling) -> None:
-    """Short of the context, at it, over it, and far beyond."""
+    """Shorter than the context, at its length, just above it, and far beyond."""
     model = model_of()
     written = generate(model, prompt, 30, context, sampling)
     assert written.text == recomputed(model, prompt, 30, context, sampling)
@@ -69,7 +69,7 @@ def test_other_routers(changes: dict) -> None:
 
 
 def test_layers_write_the_same() -> None:
-    """Guild's and the plain one, which start from the same weights."""
+    """Guild's layer and the plain one, which start from the same weights."""
     texts = {
         generate(model_of(n), b"def ", 30, CONTEXT, Sampling()).text for n in ("guild", "plain")
     }
@@ -77,7 +77,7 @@ def test_layers_write_the_same() -> None:
 
 
 def test_one_token_at_a_time() -> None:
-    """Logits of new tokens are those of the whole text; later places of the cache are not read."""
+    """Logits of new tokens are those of the whole text; later cache entries are not read."""
     model, text = model_of(), torch.randint(0, 256, (2, 9))
     with torch.no_grad():
         whole = model(text)
@@ -89,7 +89,7 @@ def test_one_token_at_a_time() -> None:
 
 
 def test_window() -> None:
-    """Never longer than the context, never shorter than half, moving forward only."""
+    """The window is at most the context, at least half of it, and only moves forward."""
     for context in (1, 2, 5, 16):
         starts = [window_start(length, context) for length in range(100)]
         assert starts == sorted(starts) and starts[context] == 0
@@ -110,7 +110,7 @@ def test_seed_temperature_and_top_k() -> None:
 
 
 def test_choices_follow_the_softmax() -> None:
-    """Of the most likely, at the temperature; frequencies of many draws."""
+    """Choices come from the most likely bytes, at the temperature; frequencies over many draws."""
     logits = torch.full((256,), -20.0)
     logits[[7, 8, 9]] = torch.tensor([1.0, 2.0, 0.0])
     many = Sampling(temperature=0.5, seed=1)
@@ -118,7 +118,7 @@ def test_choices_follow_the_softmax() -> None:
     expected = (logits / 0.5).softmax(0)
     share = torch.bincount(chosen, minlength=256) / 10_000
     torch.testing.assert_close(share, expected, rtol=0, atol=0.02)
-    for least in (1e-39, 1e-46, 5e-324):  # logits / least is infinite, or least 0 in float32
+    for least in (1e-39, 1e-46, 5e-324):  # logits / least overflows, or least is 0 in float32
         cold = Sampling(temperature=least, seed=1)
         assert cold.choose(logits.expand(50, 256) + 30, cold.noise(50)).eq(8).all(), least
     two = Sampling(temperature=50.0, top_k=2)
@@ -142,7 +142,7 @@ def test_wrong_calls(prompt: bytes, count: int, sampling: Sampling, message: str
 
 
 def test_graph_on_a_gpu(gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replay a byte writes what single launches write, past the context too."""
+    """One replay per byte writes what separate launches write, beyond the context as well."""
     model = model_of(device=gpu)
     with torch.autocast(gpu, torch.bfloat16):
         for sampling in (Sampling(0.0), Sampling(seed=2)):
@@ -157,7 +157,7 @@ def test_graph_on_a_gpu(gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of both layers."""
+    """A finished run with both layers."""
     folder = tmp_path_factory.mktemp("generate")
     corpus = write_corpus(folder / "corpus")
     train(small_settings(), folder / "run", corpus, compare=True)
@@ -172,7 +172,7 @@ def generated(capsys: pytest.CaptureFixture, *words: str) -> tuple[str, str]:
 
 
 def test_command(run: Path, capsys: pytest.CaptureFixture) -> None:
-    """Text to standard output, the speed to standard error; the trainer's sample again."""
+    """Text on standard output, speed on standard error; the trainer's sample is reproduced."""
     words = [str(run), "--tokens", "8", "--device", "cpu"]
     out, err = generated(capsys, *words)
     summary = RunFolder(run).read_summary()
@@ -188,7 +188,7 @@ def test_command(run: Path, capsys: pytest.CaptureFixture) -> None:
 
 
 def test_a_terminal_without_utf8(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What its encoding lacks is escaped."""
+    """Characters that its encoding lacks are escaped."""
     for encoding, expected in (("ascii", rb"\u2192 na\xefve"), ("latin-1", b"\\u2192 na\xefve")):
         out = io.TextIOWrapper(io.BytesIO(), encoding)
         monkeypatch.setattr(sys, "stdout", out)
@@ -236,7 +236,7 @@ def test_weights_of_other_sizes(run: Path, tmp_path: Path, capsys: pytest.Captur
 
 
 def test_more_rows_than_bytes() -> None:
-    """A preset's vocabulary and shared experts, out of a checkpoint."""
+    """A checkpoint with a larger vocabulary and shared experts gives logits of the 256 bytes."""
     changes = {"shared": 16, "vocabulary": 300}
     trained = model_of(**changes)
     state = {"learners": {"guild": {"model": trained.state_dict()}}}
@@ -246,7 +246,7 @@ def test_more_rows_than_bytes() -> None:
 
 
 def test_prompts_as_bytes() -> None:
-    """Bytes of the command line that are no UTF-8 stay what they are; no character is lost."""
+    """Bytes that are not UTF-8 stay as they are; a character that has no bytes is an error."""
     assert prompt_bytes("é") == "é".encode()
     assert prompt_bytes("a\udcff") == b"a\xff"
     with pytest.raises(

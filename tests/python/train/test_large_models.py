@@ -1,4 +1,4 @@
-"""What models of several GPUs need: the loss of a large vocabulary, sizes by name, speed."""
+"""What models on several GPUs need: the loss of a large vocabulary, sizes by name, speed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from guild.train.speed import flops_per_token, speed_facts, speed_of, speed_summ
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("chunk", [0, 1, 7, 40])
 def test_chunked_cross_entropy(dtype: torch.dtype, chunk: int) -> None:
-    """The loss and gradients of float32 logits, whatever the chunks, the last one short."""
+    """The loss and gradients of float32 logits for any chunk size, with a short last chunk."""
     draw = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, 16, generator=draw).to(dtype) for n in (33, 50))
     targets = torch.randint(0, 50, (33,), generator=draw)
@@ -44,13 +44,13 @@ def test_chunked_cross_entropy(dtype: torch.dtype, chunk: int) -> None:
 
 
 def test_chunks_are_even() -> None:
-    """Of one size, where a size divides the tokens."""
+    """All chunks have the same size where a size divides the number of tokens."""
     assert _even_chunk(16384, 2674) == 2048
     assert [_even_chunk(n, 10) for n in (0, 1, 10, 11, 21, 23)] == [1, 1, 10, 6, 7, 8]
 
 
 def test_sizes_by_name() -> None:
-    """SonicMoE's 7B has the weights and the operations of its paper; all make whole settings."""
+    """SonicMoE's 7B has its paper's weights and operations; every name gives complete settings."""
     for preset in PRESETS.values():
         Settings(**preset)
     s = Settings(**PRESETS["fine7b"])
@@ -64,7 +64,7 @@ def test_sizes_by_name() -> None:
 
 
 def test_speed() -> None:
-    """Tokens a second are those of one rank; what is not known is left out."""
+    """Tokens per second are those of one rank; unknown figures are left out."""
     s = Settings(batch=8, context=100)
     speed = speed_of(s, 0.5, 4, torch.device("cpu"))
     assert speed == {"tokens_per_second_per_gpu": 400.0}
@@ -75,7 +75,7 @@ def test_speed() -> None:
 
 
 def test_plain_layer_with_shared_experts() -> None:
-    """The same layer as Guild's, under the same names."""
+    """It computes the same as Guild's, with the same parameter names."""
     torch.manual_seed(0)
     ours = guild.MoE(16, 8, 4, 2, shared_intermediate=24)
     plain = PlainSharedMoE(16, 8, 4, 2, shared=24)
@@ -89,7 +89,7 @@ def plan_of(*words: str):
 
 
 def test_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A preset's sizes give way to what is typed; options of several ranks want --fsdp."""
+    """Typed sizes override a preset's; options for several ranks require --fsdp."""
     settings, plan = plan_of("--preset", "fine1b", "--layers", "3", "--fsdp", "--no-checkpoint")
     assert (settings.hidden, settings.layers, settings.context) == (1024, 3, 4096)
     assert plan.fsdp and plan.expert_parallel == 1 and not plan.checkpoints

@@ -1,4 +1,4 @@
-"""What a training step and a validation consist of, and which bytes each of them reads."""
+"""What a training step and a validation do, and which bytes each of them reads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 def two_part_corpus() -> Corpus:
-    """Training bytes below 100, held-out bytes from 100 on."""
+    """A corpus with training bytes below 100 and held-out bytes from 100 on."""
     generator = torch.Generator().manual_seed(0)
     train = torch.randint(0, 100, (3000,), dtype=torch.uint8, generator=generator)
     held_out = torch.randint(100, 256, (5000,), dtype=torch.uint8, generator=generator)
@@ -28,8 +28,8 @@ def test_training_reads_no_held_out_byte() -> None:
     checked, wanted = corpus.held_out_windows(50, 32)
     assert min(checked.min(), wanted.min()) >= 100
     for x, y in ((inputs, targets), (checked, wanted)):
-        assert torch.equal(x[:, 1:], y[:, :-1])  # one byte later
-    assert torch.equal(wanted[-1], corpus.held_out[-32:].long())  # to the last byte
+        assert torch.equal(x[:, 1:], y[:, :-1])  # shifted by one byte
+    assert torch.equal(wanted[-1], corpus.held_out[-32:].long())  # up to the last byte
     short = Corpus(torch.arange(40, dtype=torch.uint8), corpus.held_out, files=2, digest="00000000")
     inputs, targets = short.batch(seed=0, step=0, batch=200, context=32)
     assert inputs.unique().tolist() == list(range(39))
@@ -37,7 +37,7 @@ def test_training_reads_no_held_out_byte() -> None:
 
 
 def test_learner_takes_its_bytes_from_the_right_part() -> None:
-    """Steps from the training part, validations from the other."""
+    """Steps read the training part, validations the other."""
     learner = Learner("guild", small_settings(), CPU, torch.float32)
     read, loss = [], learner.model.loss
     learner.model.loss = lambda x, y: (read.append((x, y)), loss(x, y))[1]
@@ -63,7 +63,7 @@ def test_matrices_alone_decay() -> None:
 
 
 def test_gradient_is_clipped() -> None:
-    """To the setting, and what is reported is its norm before."""
+    """It is clipped to the setting; the norm reported is the one before clipping."""
     learner, gradients = Learner("guild", small_settings(clip=0.01), CPU, torch.float32), []
 
     def keep(*_) -> None:
@@ -72,14 +72,14 @@ def test_gradient_is_clipped() -> None:
 
     learner.optimizer.register_step_pre_hook(keep)
     row = learner.round(two_part_corpus(), 0, 1)[0]
-    assert all(w.grad is None for w in learner.model.parameters())  # none lives on
+    assert all(w.grad is None for w in learner.model.parameters())  # none is kept
     norm = torch.linalg.vector_norm(torch.cat(gradients)).item()
     assert row["gradient_norm"] > 0.1
     assert abs(norm - 0.01) < 1e-4
 
 
 def test_validation_is_of_plain_top_k() -> None:
-    """Rounding, which holds in training, changes no validation; training goes on with it."""
+    """Rounding is used in training alone: it affects no validation, and stays on after one."""
     losses = {}
     for rounding in ("none", "up"):
         settings = small_settings(round=rounding, tile=64)

@@ -43,7 +43,7 @@ def test_corpus_holds_out_whole_files(tmp_path: Path) -> None:
     corpus = load_corpus(folder)
     whole = sum(path.stat().st_size for path in folder.glob("*.py"))
     assert corpus.train.numel() + corpus.held_out.numel() == whole
-    # A file that comes or goes leaves the others on their side.
+    # Adding or removing a file leaves the other files in their part.
     (folder / "zzz.py").write_text("x = 1\n" * 50)
     more = load_corpus(folder)
     assert {more.train.numel(), more.held_out.numel()} & {
@@ -60,7 +60,7 @@ def test_corpus_skips_what_differs_between_machines(tmp_path: Path) -> None:
 
 
 def test_corpus_reads_files_alone(tmp_path: Path) -> None:
-    """No folder, pipe or broken link, whatever their names are; names may be any bytes."""
+    """Folders, pipes and broken links are skipped whatever their names; names may be any bytes."""
     folder = write_corpus(tmp_path / "text")
     expected = load_corpus(folder)
     (folder / "folder.py").mkdir()
@@ -132,7 +132,7 @@ def test_model_reads_no_later_byte() -> None:
     changed[:, 10] ^= 1
     with torch.no_grad():
         before, after = model(tokens), model(changed)
-    # Not the same bits: other choices of later tokens move the rows of earlier ones.
+    # Not bit for bit: other choices of later tokens move the rows of earlier ones.
     torch.testing.assert_close(before[:, :10], after[:, :10], rtol=0, atol=1e-5)
     assert (before[:, 10] - after[:, 10]).abs().max() > 1e-3
 
@@ -145,7 +145,7 @@ def test_positions_matter() -> None:
 
 
 def test_gradients_of_turned_heads() -> None:
-    """Those that are written in place are those of autograd, of parts of any layout."""
+    """Gradients that are written in place equal autograd's, for parts of any layout."""
     tables = rotary_tables(torch.arange(6), 8, torch.float64)
     qkv = torch.randn(2, 6, 3, 4, 8, dtype=torch.float64, requires_grad=True)
     parts = [torch.randn(2, 4, 6, 8, dtype=torch.float64).transpose(1, 2) for _ in range(3)]
@@ -170,7 +170,7 @@ def test_imbalance_is_one_for_an_even_load() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_imbalance_is_of_the_routers_own_logits(dtype: torch.dtype) -> None:
-    """With its bias, and in float32 under autocast too."""
+    """The router's bias is included, and autocast leaves the logits in float32."""
     moe = guild.MoE(32, 16, 4, 2, router_bias=True)
     moe.router.bias.data.copy_(torch.tensor([3.0, 0.0, 0.0, -3.0]))
     block, x = Block(32, 2, moe), torch.randn(2, 8, 32)
@@ -184,7 +184,7 @@ def test_imbalance_is_of_the_routers_own_logits(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("capacity", [0.1, 0.75, 1.0])
 def test_capacity_counts_real_slots_alone(device: str, capacity: float) -> None:
-    """Padding changes neither who is dropped nor the result; also where all is padding."""
+    """Padding affects neither which slots are dropped nor the result, even if all is padding."""
     torch.manual_seed(6)
     place = {"device": device, "dtype": torch.bfloat16 if device == "cuda" else torch.float32}
     layer = DroppingMoE(32, 16, 4, 2, capacity=capacity, **place)

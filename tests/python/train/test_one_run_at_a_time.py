@@ -1,4 +1,4 @@
-"""Two runs into one folder: the second is refused, and whatever ended the first is no obstacle."""
+"""Two runs into one folder: the second is refused; a run that has ended, however, blocks none."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def words(corpus: Path, tmp_path: Path) -> list[str]:
-    """`guild train` on the small corpus into tmp_path/run."""
+    """The arguments of `guild train` on the small corpus into tmp_path/run."""
     where = ["--corpus", str(corpus), "--out", str(tmp_path / "run")]
     return ["train", *where, "--device", "cpu", "--threads", "1"]
 
@@ -47,7 +47,7 @@ def test_second_run_is_refused(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A process of its own, begun while the first run is between two rounds."""
+    """The second run is a separate process, started between two rounds of the first."""
     assert main([*words, *SMALL]) == 0
     folder = tmp_path / "run"
     checkpoint = shutil.copy(folder / "checkpoint.pt", tmp_path)
@@ -58,7 +58,7 @@ def test_second_run_is_refused(
         @property
         def asked(self) -> bool:
             if not refused:
-                shutil.copy(checkpoint, folder)  # a new run has none yet to be resumed from
+                shutil.copy(checkpoint, folder)  # a new run has none yet to resume from
                 before = {file.name: file.read_bytes() for file in folder.iterdir()}
                 command = [sys.executable, "-m", "guild", *words, *second]
                 done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -78,7 +78,7 @@ def test_second_run_is_refused(
 
 
 def test_killed_run_holds_nothing(words: list[str], tmp_path: Path) -> None:
-    """Its lock ends with its process, though the file stays."""
+    """A lock ends with its process, though the lock file stays."""
     folder = tmp_path / "run"
     code = (
         "import os, sys\n"
@@ -95,7 +95,7 @@ def test_killed_run_holds_nothing(words: list[str], tmp_path: Path) -> None:
 
 
 def test_lock_that_its_owner_just_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Opened before the first run ended, locked after: it would keep nobody out."""
+    """Opened before the first run ended and locked afterwards, it would exclude nobody."""
     folder, flock = RunFolder(tmp_path), fcntl.flock
     with monkeypatch.context() as patch:
 
@@ -112,7 +112,7 @@ def test_lock_that_its_owner_just_removed(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_folder_that_was_deleted_and_made_anew(tmp_path: Path) -> None:
-    """The first run's end does not let a third one in beside the second."""
+    """The end of the first run does not let a third run start while the second is running."""
     folder = RunFolder(tmp_path / "run")
     with folder.claimed():
         shutil.rmtree(folder.path)
@@ -146,4 +146,4 @@ def test_run_that_never_began_leaves_no_folder(
     assert not (tmp_path / "run").exists()
     (tmp_path / "run").mkdir()
     assert main([*words, *SMALL, "--corpus", str(tmp_path / "empty")]) == 2
-    assert list((tmp_path / "run").iterdir()) == []  # who made it keeps it
+    assert list((tmp_path / "run").iterdir()) == []  # whoever made it keeps it

@@ -1,4 +1,4 @@
-"""Rows of metrics.jsonl that no run wrote: each is named, with its line and what is wrong in it."""
+"""Invalid rows of metrics.jsonl: each error names the line and what is wrong in it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ WRONG_ROWS = {
 
 
 def test_rows_that_runs_write(tmp_path: Path) -> None:
-    """Also with a last line that was cut off, and with fields that nothing reads."""
+    """Also with a truncated last line, and with fields that nothing reads."""
     folder = RunFolder(tmp_path)
     assert folder.rows() == []
     validation = {"step": 10, "moe": "plain", "validation_loss": 2.5, "windows": 8}

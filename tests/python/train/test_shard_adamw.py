@@ -14,14 +14,14 @@ HOW = {"lr": 0.01, "betas": (0.9, 0.95)}
 
 
 def weights(seed: int = 0) -> list[nn.Parameter]:
-    """Matrices and a vector of two modules."""
+    """The weights of two modules: matrices and a vector."""
     draw = torch.Generator().manual_seed(seed)
     shapes = (5, 4), (4,), (3, 2, 2)
     return [nn.Parameter(torch.randn(shape, generator=draw)) for shape in shapes]
 
 
 def groups(own: list[nn.Parameter]) -> list[dict]:
-    """Matrices decay."""
+    """Parameter groups in which matrices alone decay."""
     matrices = {"params": [w for w in own if w.dim() > 1], "weight_decay": 0.1}
     return [matrices, {"params": [w for w in own if w.dim() == 1], "weight_decay": 0.0}]
 
@@ -29,7 +29,7 @@ def groups(own: list[nn.Parameter]) -> list[dict]:
 def take_steps(
     own: list[nn.Parameter], optimizer: torch.optim.AdamW, first: int, last: int
 ) -> None:
-    """Gradients four times as large as those of step `first` to `last`, scaled down by four."""
+    """Steps `first` to `last`, with gradients four times too large that are scaled down by four."""
     optimizer.grad_scale = torch.tensor(4.0)
     if not isinstance(optimizer, ShardAdamW):
         optimizer.found_inf = torch.tensor(0.0)
@@ -46,7 +46,7 @@ def test_steps_as_torch() -> None:
     reference = torch.optim.AdamW(groups(truth), fused=True, **HOW)
     take_steps(own, optimizer, 0, 3)
     take_steps(truth, reference, 0, 3)
-    state = copy.deepcopy(optimizer.state_dict())  # either goes on from the other's
+    state = copy.deepcopy(optimizer.state_dict())  # either continues from the other's
     optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
     reference.load_state_dict(state)
     take_steps(own, optimizer, 3, 6)
@@ -61,7 +61,7 @@ def test_steps_as_torch() -> None:
 
 
 def test_weights_without_gradient_or_part() -> None:
-    """They stay as they are; a closure is refused."""
+    """Such weights stay as they are; a closure is refused."""
     own = [*weights(), nn.Parameter(torch.empty(0, 4))]
     optimizer = ShardAdamW(groups(own), [own], {}, **HOW)
     assert local_norm(own) == 0

@@ -35,7 +35,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def assert_same(left: Any, right: Any, where: str = "state") -> None:
-    """Equal to the last bit, tensors and all."""
+    """Both must be equal to the last bit, tensors included."""
     assert type(left) is type(right), where
     if isinstance(left, torch.Tensor):
         assert torch.equal(left, right), where
@@ -68,12 +68,12 @@ def test_learns(moe: str, device: str, corpus: Path, tmp_path: Path) -> None:
     settings = small_settings(steps=60, lr=1e-2)
     _, summary = train(settings, tmp_path, corpus, moe=moe, check_every=100, **on(device))
     first = RunFolder(tmp_path).rows()[0]["loss"]
-    assert 4.5 < first < 6.5  # near log 256 = 5.5, as random weights should
+    assert 4.5 < first < 6.5  # near log 256 = 5.5, the loss of random weights
     assert summary["final_validation_loss"] < first - 3
     assert summary["busiest_expert_over_mean"] < 3
 
 
-# Rounds end at steps 5, 7 (a validation), 12: a stop off a validation, and one right at it.
+# Rounds end at steps 5, 7 (a validation), 12: stops between validations and right at one.
 @pytest.mark.parametrize(
     ("plan", "polls"), [({}, 1), ({}, 2), ({"moe": "plain"}, 1), ({"compare": True}, 1)], ids=str
 )
@@ -168,12 +168,12 @@ def test_leaves_its_results(corpus: Path, tmp_path: Path) -> None:
     assert pixels[..., :3].std() > 0.01  # something is drawn
     assert (
         training.learners[0].model.expert_counts().sum().item() == 2 * 2
-    )  # of the sample's last byte
+    )  # in the sample's last byte
 
 
 @pytest.mark.parametrize("written", [True, False])
 def test_names_what_it_left(written: bool, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """No checkpoint where there is none."""
+    """A checkpoint is named only where there is one."""
     sizes = "--hidden 16 --layers 1 --heads 2 --experts 2 --intermediate 8 --batch 1 --context 16"
     call = f"train --steps 1 --device cpu {sizes}{'' if written else ' --no-checkpoint'} --out"
     assert main([*call.split(), str(tmp_path / "run")]) == 0
@@ -183,14 +183,14 @@ def test_names_what_it_left(written: bool, tmp_path: Path, capsys: pytest.Captur
 
 
 def test_sample_is_readable() -> None:
-    """Broken UTF-8 and control characters are spelled out, a cut last character is left out."""
+    """Broken UTF-8 and control characters are escaped; a truncated last character is left out."""
     assert readable("naïve\n\tπ = 3".encode()) == "naïve\n\tπ = 3"
     assert readable(b"a\xffb\x00\x1b[0m\r\x7f  \n") == r"a\xffb\x00\x1b[0m\r\x7f"
     assert readable("é".encode()[:1]) == ""
 
 
 def test_smoothing_does_not_lag() -> None:
-    """A straight line stays where it is, to the first value and the last; noise does not."""
+    """A straight line stays as it is, up to its first and last value; noise is smoothed."""
     line = [5 - 0.01 * step for step in range(400)]
     assert _smooth(line) == pytest.approx(line)
     noise = [(-1.0) ** step for step in range(400)]
@@ -199,7 +199,7 @@ def test_smoothing_does_not_lag() -> None:
 
 
 def test_plot_of_differences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Zeros are left out and counted, and no line is drawn that nothing explains."""
+    """Zeros are left out and counted, and every line drawn is explained in the plot."""
     rows = [
         {"step": step, "moe": moe, "loss": 1.0 + gap * (moe == "plain"), "load": [1.0]}
         for step, gap in enumerate((0.0, 1e-7, 0.0, 1e-3), 1)
@@ -229,7 +229,7 @@ def test_compare_agrees(dtype: torch.dtype, device: str, corpus: Path, tmp_path:
     _, summary = train(small_settings(), tmp_path, corpus, compare=True, dtype=dtype, device=where)
     found = summary["compare"]
     assert found["largest_loss_difference_steps"] == 12
-    # In bfloat16 on a GPU 0.013, 0.014 or 0.032: Guild's losses are the same bit for bit in every
+    # In bfloat16 on a GPU 0.013, 0.014 or 0.032: Guild's losses are bit for bit the same in every
     # process, the plain model's are not.
     assert found["largest_loss_difference"] < (1e-4 if dtype == torch.float32 else 0.05)
     assert found["plain_train_loss"] == pytest.approx(summary["final_train_loss"], abs=0.02)
@@ -287,7 +287,7 @@ def test_first_ctrl_c_asks_and_the_second_interrupts() -> None:
 def test_routers_rounding_and_dropping(
     changes: dict, corpus: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """They train, resume bit for bit, and leave the rows that they promise."""
+    """They train, resume bit for bit, and produce the rows that they promise."""
     if request.config.getoption("--cuda-only"):
         pytest.skip("--cuda-only")
     settings = small_settings(**changes)
@@ -314,12 +314,12 @@ def test_routers_rounding_and_dropping(
 
 
 def test_choices_are_all_of_the_library() -> None:
-    """The settings list the names themselves, so that `--help` need not load torch."""
+    """The settings repeat the names, so that `--help` need not load torch."""
     assert CHOICES == {"router": ROUTERS, "round": ("none", *ROUNDINGS)}
 
 
 def test_plain_layer_has_one_router() -> None:
-    """What the plain layer cannot do is refused, and so are words that nobody knows."""
+    """What the plain layer does not support is refused, and so are unknown names."""
     settings = small_settings(round="up")
     with pytest.raises(ValueError, match="^moe: the plain layer"):
         Learner("plain", settings, torch.device("cpu"), torch.float32)

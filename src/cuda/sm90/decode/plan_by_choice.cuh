@@ -12,7 +12,7 @@ namespace guild::cuda::sm90 {
 
 struct NoChoice {};
 
-// Only into L2: earlier kernels may still be writing them.
+// Prefetches into L2 only, since earlier kernels may still be writing the biases.
 __device__ inline void prefetch_biases(Route const& route) {
   auto const* const bias = static_cast<float const*>(route.selection_bias);
   int const first = 32 * int(threadIdx.x);
@@ -20,10 +20,10 @@ __device__ inline void prefetch_biases(Route const& route) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(bias + first));
 }
 
-// Between layers no instruction is in the caches of a multiprocessor, and fetching them one after
-// the other takes longer than choosing. So a block that has to wait for the router's product
-// rehearses: it runs the same instructions on made-up logits, which it does not act upon. Choices
-// among more experts than this are not rehearsed: it gains nothing (docs/measured/).
+// From layer to layer no instruction stays in a multiprocessor's caches, and fetching them one by
+// one takes longer than choosing. So a block that has to wait for the router's product
+// rehearses: it executes the same instructions on made-up logits and discards the result. Choices
+// among more experts than this are not rehearsed, since that gains nothing (docs/measured/).
 inline constexpr int64_t kMostRehearsed = 256;
 
 // Called by the whole block. Waits for the previous kernel, except in a rehearsal. The last block
