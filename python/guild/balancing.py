@@ -44,6 +44,12 @@ class BalanceSums(NamedTuple):
     squares: Tensor
     tokens: Tensor
 
+    def __add__(self, other: BalanceSums) -> BalanceSums:
+        """The sums over the tokens of both, with as many sequences and experts each."""
+        if not isinstance(other, BalanceSums):
+            return NotImplemented
+        return BalanceSums(*(a + b for a, b in zip(self, other, strict=True)))
+
     def load_balancing_loss(self) -> Tensor:
         """E * sum over experts of f_e P_e, averaged over sequences: 1 for an even load.
 

@@ -215,7 +215,7 @@ class MoE(nn.Module):
         Parameters
         ----------
         x : torch.Tensor
-            (..., hidden) in the parameters' dtype, or any under autocast.
+            (..., hidden) in the parameters' dtype, or any but float64 under autocast.
         token_mask : torch.Tensor, optional
             bool (...), x's shape without the last dimension: False marks padding, which goes to no
             expert, is not counted and may hold any values, NaN too. Its output and its gradient are

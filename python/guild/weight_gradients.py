@@ -59,8 +59,10 @@ class WeightGradients:
 
     Notes
     -----
-    Gradients do not pass through autograd, so hooks on the parameters do not run. They are summed
-    in the order of the backward passes, with the same bits in every run. They have no graph either:
+    Gradients do not pass through autograd: hooks of a parameter (`register_hook`) are called with
+    None in place of a gradient, and post-accumulate hooks see `.grad` as it is then, if delayed
+    without the new gradient. They are summed in the order of the backward passes, with the same
+    bits in every run. They have no graph either:
     backward with create_graph=True and torch.func's transforms raise NotImplementedError.
 
     With main_grad=True, parameters that have the attribute `grad_added_to_main_grad` follow the

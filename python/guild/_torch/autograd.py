@@ -140,8 +140,9 @@ def _save_nothing(ctx: Any, inputs: tuple, output: Any) -> None:
 def _refusal(name: str) -> Callable:
     def refuse(*_: Any) -> NoReturn:
         raise NotImplementedError(
-            f"guild::{name} has no derivative: of Guild's functions, only grouped_mm and the fused "
-            "pair can be differentiated twice (create_graph=True, nested torch.func transforms)"
+            f"guild::{name} has no derivative: of Guild's functions, only router_logits, "
+            "grouped_mm and the fused pair can be differentiated twice (create_graph=True, nested "
+            "torch.func transforms)"
         )
 
     return refuse

@@ -100,7 +100,8 @@ def _setup(ctx, inputs, output):
     experts_at = rest[_CODES + _FLAGS + _RECIPE + 1 :]
     masters = without_lists(ctx, experts_at[0] if experts_at else None, w_up, w_gate, w_down)
     tokens = None if ctx.recipe.keeps_codes else x, token_offsets
-    ctx.save_for_backward(*tokens, *kept, *experts, b_up, b_down, *masters)
+    codes = experts.for_backward(ctx.keep)
+    ctx.save_for_backward(*tokens, *kept, *codes, b_up, b_down, *masters)
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
@@ -204,6 +205,9 @@ def _backward_fake(dout, x, token_offsets, h, h_scales, codes, x_scales, *rest):
 
 
 _CODE_ARGUMENTS = ", ".join(f"Tensor {name}" for name in QuantizedExperts._fields)
+_BACKWARD_CODES = ", ".join(
+    f"Tensor{'?' if name in ('up', 'down') else ''} {name}" for name in QuantizedExperts._fields
+)
 SETTINGS = (
     "int kind, bool gated, float alpha, float limit, float up_offset, bool clamp_after, bool "
     "interleaved, bool transposed, int gradients, int scales, bool save_codes, bool wgrad_codes, "
@@ -221,7 +225,7 @@ library.define(
     f"o, {_KEPT})"
 )
 library.define(
-    f"float8_backward(Tensor dout, Tensor? x, Tensor? token_offsets, {_KEPT}, {_CODE_ARGUMENTS}, "
+    f"float8_backward(Tensor dout, Tensor? x, Tensor? token_offsets, {_KEPT}, {_BACKWARD_CODES}, "
     f"{_BIASES}, {_MASTERS}, {SETTINGS}, bool lists, bool by_row, bool[] wanted) -> (Tensor dx, "
     "Tensor dscores, Tensor dw_up, Tensor dw_gate, Tensor dw_down, Tensor db_up, Tensor db_down)"
 )

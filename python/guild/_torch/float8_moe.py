@@ -42,7 +42,8 @@ def _setup(ctx, inputs, output):
     ctx.weighing = Weighing.of(router)
     routed = weight, scores, ids, ctx.weighing.kept(slopes)
     layer = b_up, b_down, w_up, w_gate, w_down
-    ctx.save_for_backward(x, h, h_scales, *places, *experts, *layer, *routed)
+    codes = experts.for_backward(ctx.keep)
+    ctx.save_for_backward(x, h, h_scales, *places, *codes, *layer, *routed)
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 

@@ -58,10 +58,14 @@ class QuantizedExperts(NamedTuple):
 
     def halves(self) -> list[Codes]:
         """Gate and up, or up alone, each (E, I, H)."""
-        count, size = self.up_scales.shape[1], self.down.shape[2]
+        count, size = self.up_scales.shape[1], self.down_transposed.shape[1]
         return [
             Codes(self.up[:, i * size : (i + 1) * size], self.up_scales[:, i]) for i in range(count)
         ]
+
+    def for_backward(self, keep: bool) -> tuple[Tensor | None, ...]:
+        """The tensors that backward reads, None for others; keep: it need not recompute H."""
+        return self._replace(up=None if keep else self.up, down=None)
 
 
 class Places(NamedTuple):
@@ -219,7 +223,7 @@ def data_gradients(
     by_row: bool = False,
 ) -> DataGradients:
     """dX, dscores and operands of the weight gradients; by_row: dX is (R, H), not summed."""
-    rows, (count, hidden, size) = places.row_token.shape[0], experts.down.shape
+    rows, (count, size, hidden) = places.row_token.shape[0], experts.down_transposed.shape
     halves = experts.up_scales.shape[1]
     scores = places.row_score
     order = flags

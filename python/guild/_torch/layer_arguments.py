@@ -103,7 +103,10 @@ def _expect_weights(
     experts, first, second = w_down.shape
     intermediate = first if transposed else second
     if (second if transposed else first) != hidden:
-        shape = (experts, intermediate, hidden) if transposed else (experts, hidden, intermediate)
+        inner = intermediate  # where one size is H, the other must be I
+        if intermediate == hidden:
+            inner = second if transposed else first
+        shape = (experts, inner, hidden) if transposed else (experts, hidden, inner)
         hint = "pass transposed=True if the checkpoint stores (E, I, H)"
         if first != hidden and second != hidden:
             hint = f"hidden is {hidden} in {x_name}"

@@ -147,3 +147,32 @@ def test_call_says_another_layout(option: dict, device: str) -> None:
         w_up, w_down = w_up.mT, w_down.mT
     with pytest.raises(ValueError, match=f"^{next(iter(option))}: expected .* like the FP8Weights"):
         guild.routed_experts(*given, w_up, w_down, fp8=kept, **option)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_backward_keeps_no_codes_that_it_does_not_read(recompute: bool, device: str) -> None:
+    """Of the codes that a forward makes, one order is kept; both of w_up to recompute H."""
+    place = {"dtype": torch.bfloat16, "device": device}
+    layer = guild.MoE(HIDDEN, SIZE, EXPERTS, 2, fp8=guild.FP8(), recompute=recompute, **place)
+    ids, scores = guild.route(torch.randn(TOKENS, EXPERTS, device=device), 2)
+    weights = layer.w_up, layer.w_down
+
+    def experts_alone(x: Tensor) -> Tensor:
+        given = {"fp8": layer.fp8, "recompute": recompute}
+        return guild.routed_experts(x, ids, scores, *weights, **given)
+
+    for call in (layer, experts_alone):
+        kept: dict[int, tuple[int, ...]] = {}
+
+        def keep(tensor: Tensor, kept: dict = kept) -> Tensor:
+            if tensor.dtype is torch.uint8 and tensor.dim() == 3:
+                kept[tensor.untyped_storage().data_ptr()] = tuple(tensor.shape)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            out = call(tokens_of(device))
+        up_transposed, down_transposed = (EXPERTS, HIDDEN, 2 * SIZE), (EXPERTS, SIZE, HIDDEN)
+        wanted = [down_transposed, up_transposed]
+        wanted += [(EXPERTS, 2 * SIZE, HIDDEN)] if recompute else []
+        assert sorted(kept.values()) == sorted(wanted)
+        out.sum().backward()

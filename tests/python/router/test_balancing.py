@@ -68,6 +68,21 @@ def test_gradcheck(request: pytest.FixtureRequest) -> None:
         assert gradcheck(losses, (logits,))
 
 
+def test_sums_of_steps_add_up(device: str) -> None:
+    """The sums of two halves of the tokens, added, are those of all tokens."""
+    torch.manual_seed(7)
+    logits = torch.randn(40, 6, device=device)
+    ids, _ = guild.route(logits, 2)
+    halves = [guild.balance_sums(logits[i : i + 20], ids[i : i + 20]) for i in (0, 20)]
+    together, whole = halves[0] + halves[1], guild.balance_sums(logits, ids)
+    assert isinstance(together, guild.BalanceSums)
+    assert torch.equal(together.counts, whole.counts)
+    torch.testing.assert_close(together.load_balancing_loss(), whole.load_balancing_loss())
+    torch.testing.assert_close(together.z_loss(), whole.z_loss())
+    with pytest.raises(TypeError):
+        whole + (1,)
+
+
 def test_even_load_costs_one(device: str) -> None:
     """Equal logits, and ids assigned round-robin: the loss is 1, its minimum for such shares."""
     ids = torch.arange(24, dtype=torch.int32, device=device).view(12, 2) % 8

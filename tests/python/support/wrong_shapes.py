@@ -105,12 +105,12 @@ SHAPES: dict[str, Wrong] = {
     "w_down transposed": (
         lambda r: routed(r, w_down=r.down.mT),
         ValueError,
-        r"w_down: expected shape \(4, 32, 32\), got \(4, 16, 32\); pass transposed=True",
+        r"w_down: expected shape \(4, 32, 16\), got \(4, 16, 32\); pass transposed=True",
     ),
     "w_down not transposed": (
         lambda r: routed(r, w_up=r.up.mT, transposed=True),
         ValueError,
-        r"w_down: expected shape \(4, 32, 32\), got \(4, 32, 16\); leave transposed out",
+        r"w_down: expected shape \(4, 16, 32\), got \(4, 32, 16\); leave transposed out",
     ),
     "square w_down, w_up transposed": (
         lambda r: routed(r, w_up=r.up.mT.repeat(1, 1, 2), w_down=r.down.repeat(1, 1, 2), b_up=None),
