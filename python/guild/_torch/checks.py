@@ -84,11 +84,13 @@ def expect_operand(name: str, tensor: Tensor) -> None:
 
 
 def expect_like(name: str, tensor: Tensor, x: Tensor, x_name: str = "x") -> None:
-    """Raise unless dtype and device are those of x."""
+    """Raise unless dtype and device are those of x, which autocast may have converted."""
     if tensor.dtype is not x.dtype:
+        kind = x.device.type
+        cast = kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
+        source = "under autocast" if cast else f"like {x_name}"
         raise TypeError(
-            f"{name}: expected dtype {dtype_name(x.dtype)} like {x_name}, got "
-            f"{dtype_name(tensor.dtype)}"
+            f"{name}: expected dtype {dtype_name(x.dtype)} {source}, got {dtype_name(tensor.dtype)}"
         )
     expect_device(name, tensor, x, x_name)
 

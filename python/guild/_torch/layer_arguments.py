@@ -50,6 +50,7 @@ def layer_arguments(
     if isinstance(w_up, tuple | list):
         if not activation.gated or len(w_up) != 2:
             wanted = "a pair (gate, up)" if activation.gated else "one tensor without a gate"
+            wanted += " or a list of one tensor per expert"
             raise ValueError(f"w_up: expected {wanted}, got {len(w_up)} tensors")
         for name, half in zip(("w_up[0] (gate)", "w_up[1] (up)"), w_up, strict=True):
             expect_tensor(name, half)
@@ -119,6 +120,8 @@ def _expect_weights(
     for name, tensor in (("w_up", w_up), ("w_up[0] (gate)", w_gate)):
         if tensor is not None and tensor.shape != shape:
             hint = f"intermediate is {intermediate} in w_down, {kind}"
+            if tensor.shape[0] != experts:
+                hint = f"w_down has {experts} experts"
             if tensor.shape == (shape[0], shape[2], shape[1]):  # where H is I, w_down fits
                 hint = "leave transposed out" if transposed else "pass transposed=True"
                 hint += f" if the checkpoint stores {tuple(tensor.shape)}"

@@ -150,12 +150,12 @@ SHAPES: dict[str, Wrong] = {
     "three weights": (
         lambda r: routed(r, w_up=(r.up, r.up, r.up)),
         ValueError,
-        r"w_up: expected a pair \(gate, up\), got 3 tensors",
+        r"w_up: expected a pair \(gate, up\) or a list of one tensor per expert, got 3 tensors",
     ),
     "a pair without a gate": (
         lambda r: routed(r, w_up=(r.up, r.up), activation="relu_ungated"),
         ValueError,
-        "w_up: expected one tensor without a gate, got 2 tensors",
+        "w_up: expected one tensor without a gate or a list of one tensor per expert, got 2",
     ),
     "half of a pair": (
         lambda r: routed(r, w_up=(r.up[:, :8], r.up[:, :I]), b_up=None),
