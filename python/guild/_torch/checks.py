@@ -83,12 +83,18 @@ def expect_operand(name: str, tensor: Tensor) -> None:
         )
 
 
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype that autocast converts to on x's device; None without autocast."""
+    kind = x.device.type
+    if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
 def expect_like(name: str, tensor: Tensor, x: Tensor, x_name: str = "x") -> None:
     """Raise unless dtype and device are those of x, which autocast may have converted."""
     if tensor.dtype is not x.dtype:
-        kind = x.device.type
-        cast = kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
-        source = "under autocast" if cast else f"like {x_name}"
+        source = f"like {x_name}" if autocast_dtype(x) is None else "under autocast"
         raise TypeError(
             f"{name}: expected dtype {dtype_name(x.dtype)} {source}, got {dtype_name(tensor.dtype)}"
         )

@@ -103,10 +103,9 @@ def _expect_weights(
     hidden = x.shape[1]
     experts, first, second = w_down.shape
     intermediate = first if transposed else second
-    if (second if transposed else first) != hidden:
-        inner = intermediate  # where one size is H, the other must be I
-        if intermediate == hidden:
-            inner = second if transposed else first
+    own = second if transposed else first
+    if own != hidden:
+        inner = own if intermediate == hidden else intermediate  # where one size is H, the other
         shape = (experts, inner, hidden) if transposed else (experts, hidden, inner)
         hint = "pass transposed=True if the checkpoint stores (E, I, H)"
         if first != hidden and second != hidden:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from guild._torch import library
+from guild._torch.checks import autocast_dtype
 
 LIBRARY = library.load()
 ops = torch.ops.guild
@@ -73,20 +74,17 @@ def autocast(x: Tensor, *others: Tensor | None) -> tuple[Tensor | None, ...]:
     As torch's own rules do, this leaves float64 and integers alone; gradients come back in each
     operand's dtype.
     """
-    kind = x.device.type
     operands = (x, *others)
-    if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
+    dtype = autocast_dtype(x)
+    if dtype is None:
         return operands
-    dtype = torch.get_autocast_dtype(kind)
     return tuple(t.to(dtype) if t is not None and _is_cast(t) else t for t in operands)
 
 
 def is_cast(x: Tensor) -> bool:
     """Whether `autocast` converts it."""
-    kind = x.device.type
-    if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
-        return False
-    return _is_cast(x) and x.dtype != torch.get_autocast_dtype(kind)
+    dtype = autocast_dtype(x)
+    return dtype is not None and _is_cast(x) and x.dtype != dtype
 
 
 def _is_cast(x: Tensor) -> bool:

@@ -117,6 +117,23 @@ struct RouterProductOfFew {
     }
   }
 
+  // Two threads issue all of a chunk's loads, of weights and of x.
+  static __device__ void load(Params const& p, CUtensorMap const& rows, int expert, int first,
+                              int count, char* x, char* weight, Barrier* full) {
+    bool const loads_weights = threadIdx.x == 0;
+    if (loads_weights || threadIdx.x == 32) {
+      CUtensorMap const& map = loads_weights ? rows : p.x;
+      int const step_bytes = loads_weights ? kWeightBytes : p.rows * kRowBytes;
+      char* const to = loads_weights ? weight : x;
+      for (int i = 0; i < count; i += kSteps) {
+        Barrier& barrier = full[i / kSteps];
+        barrier.arrive_expect(kSteps * step_bytes);
+        tma_load(map, to + i * step_bytes, {0, loads_weights ? expert : 0, first + i}, barrier);
+      }
+    }
+    __syncwarp();
+  }
+
   // Blocks: (tiles of experts and the gate's, chunks).
   static __device__ void run(Params const& p) {
     extern __shared__ __align__(1024) char memory[];
@@ -144,18 +161,7 @@ struct RouterProductOfFew {
       bool const rehearses = pass == 0;
       if (!rehearses) {
         wait_for_previous();
-        bool const loads_weights = threadIdx.x == 0;
-        if (loads_weights || threadIdx.x == 32) {
-          CUtensorMap const& map = loads_weights ? rows : p.x;
-          int const step_bytes = loads_weights ? kWeightBytes : p.rows * kRowBytes;
-          char* const to = loads_weights ? weight : x;
-          for (int i = 0; i < count; i += kSteps) {
-            Barrier& barrier = full[i / kSteps];
-            barrier.arrive_expect(kSteps * step_bytes);
-            tma_load(map, to + i * step_bytes, {0, loads_weights ? expert : 0, first + i}, barrier);
-          }
-        }
-        __syncwarp();
+        load(p, rows, expert, first, count, x, weight, full);
       }
       float acc[kExperts / 2];
       forget_registers(acc);

@@ -354,12 +354,11 @@ struct DecodeProduct {
       bool rehearses = p.choice.route.experts <= kMostRehearsed;
       // One copy of the instructions serves both passes.
 #pragma unroll 1
-      do {
+      for (;; rehearses = false) {
         work(p, smem, rehearses);
         if (!rehearses) return;
-        rehearses = false;
         __syncthreads();
-      } while (true);
+      }
     } else {
       work(p, smem, false);
     }
