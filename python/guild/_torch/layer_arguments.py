@@ -105,7 +105,7 @@ def _expect_weights(
     intermediate = first if transposed else second
     own = second if transposed else first
     if own != hidden:
-        inner = own if intermediate == hidden else intermediate  # where one size is H, the other
+        inner = own if intermediate == hidden else intermediate  # I is the size that is not H
         shape = (experts, inner, hidden) if transposed else (experts, hidden, inner)
         hint = "pass transposed=True if the checkpoint stores (E, I, H)"
         if first != hidden and second != hidden:
