@@ -104,6 +104,8 @@ __device__ inline void copy_async(uint32_t to, void const* from, bool valid) {
 __device__ inline void copy_word_async(uint32_t to, void const* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
+// Waits for the thread's own copies.
+__device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Access to one word of shared memory.
 __device__ inline void store_shared_if(bool condition, uint32_t address, uint32_t value) {
@@ -115,17 +117,6 @@ __device__ inline void store_shared_if(bool condition, uint32_t address, uint32_
 __device__ inline void store_shared(uint32_t address, uint32_t value) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
-// Copies 16 bytes from shared to global memory, through registers.
-__device__ inline void copy_16_bytes(void* to, uint32_t from) {
-  uint32_t a, b, c, d;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(a), "=r"(b), "=r"(c), "=r"(d)
-               : "r"(from)
-               : "memory");
-  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(a), "r"(b), "r"(c), "r"(d)
-               : "memory");
-}
-
 __device__ inline uint32_t load_shared(uint32_t address) {
   uint32_t value;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");

@@ -32,12 +32,14 @@ struct ChunkOutput {
 struct Magnitudes {
   uint32_t gate, up, a;
 };
+inline constexpr int kMagnitudes = 3;
 
 // Largest values of both consumers' rows, in shared memory.
 struct ChunkExchange {
-  uint4 of_warp[3][8];  // two, used in turns, for both consumers; one for the first alone
-  Barrier told;         // of both: by each of their warps
-  uint32_t turn[8];     // of each warp, the parity of its next wait
+  // Two, used in turns, for both consumers; one for the first alone.
+  alignas(16) uint32_t of_warp[3][8][kMagnitudes + 1];
+  Barrier told;      // of both: by each of their warps
+  uint32_t turn[8];  // of each warp, the parity of its next wait
 
   __device__ void init() {
     told.init(8);
@@ -57,12 +59,15 @@ struct ChunkShare {
     uint32_t const a = __reduce_max_sync(~0u, own.a);
     if (thread % 32 == 0) {
       int const warp = 4 * group + thread / 32;
-      exchange.of_warp[both ? exchange.turn[warp] : 2][warp] = uint4{gate, up, a, 0};
+      auto& to = exchange.of_warp[both ? exchange.turn[warp] : 2][warp];
+      *reinterpret_cast<uint4*>(to) = {gate, up, a, 0};
       if (both) exchange.told.arrive();
     }
   }
+  // Which of the Magnitudes a lane gets from heard(): eight lanes each.
+  static __device__ int heard_by(int lane) { return min(lane / 8, kMagnitudes - 1); }
   // Called by all threads of the consumer; they must meet at a barrier before the next tell().
-  __device__ Magnitudes heard(int thread) const {
+  __device__ uint32_t heard(int thread) const {
     uint32_t& turn = exchange.turn[4 * group + thread / 32];
     uint32_t const of = both ? turn : 2;
     __syncwarp();
@@ -72,13 +77,11 @@ struct ChunkShare {
     } else {
       warpgroup_barrier();
     }
-    Magnitudes most{};
+    int const warp = thread % 8;
+    uint32_t most = exchange.of_warp[of][warp][heard_by(thread % 32)];
+    if (warp >= 4 && !both) most = 0;
 #pragma unroll
-    for (int warp = 0; warp < 8; ++warp) {
-      if (warp >= 4 && !both) break;
-      uint4 const m = exchange.of_warp[of][warp];
-      most = {max(most.gate, m.x), max(most.up, m.y), max(most.a, m.z)};
-    }
+    for (int lanes = 1; lanes < 8; lanes *= 2) most = max(most, __shfl_xor_sync(~0u, most, lanes));
     return most;
   }
 };

@@ -37,8 +37,15 @@ struct ScaledDownGradientEpilogue {
   struct State {
     float scale[2], dot[2];  // of the rows r and r + 8 that a thread holds
     float h_scale[2][2];     // of gate and up of these rows, in a block of codes of H
-    // Largest magnitudes of the thread's share of a block, of these rows.
-    float gate[2], up[2], a[2];
+    // Largest magnitudes of the thread's share of a block, of these rows: of gate and up, and of
+    // A' in either of two neighbouring columns, a pair of T.
+    float largest[2][2];
+    uint32_t largest_a[2];
+  };
+  // What a warp copies to shared memory before the sum: the scores of its 16 rows, and where the
+  // group before the tile's ends.
+  struct Ahead {
+    uint32_t score[16], end_before;
   };
   // Where the stages of a block's two units lie: the consumer's parts of the A operands, which are
   // unused, and of the B operands, which hold H. b[1]: 0 where the block has one unit.
@@ -62,11 +69,26 @@ struct ScaledDownGradientEpilogue {
     hidden.load(tile, unit, to, full);
   }
 
-  __device__ void begin(State& rows, Tile const& tile, int thread) const {
+  // Called by whole warps.
+  __device__ void fetch(Ahead& to, Tile const& tile, int thread) const {
+    int const lane = thread % 32, r = thread / 32 * 16 + lane;
+    __syncwarp();
+    if (score != nullptr && lane < 16 && r < tile.rows) {
+      copy_word_async(shared_address(&to.score[lane]), score + tile.row + r);
+    }
+    if (chunks() && lane == 16) {
+      copy_word_async(shared_address(&to.end_before), groups.ends + tile.expert - 1);
+    }
+  }
+
+  __device__ void begin(State& rows, Ahead const& ahead, Tile const& tile, int thread) const {
+    wait_for_copies();
+    __syncwarp();
 #pragma unroll
     for (int below = 0; below < 2; ++below) {
-      int const r = fragment_row(thread) + 8 * below;
-      rows.scale[below] = score != nullptr && r < tile.rows ? score[tile.row + r] : 1.f;
+      bool const present = score != nullptr && fragment_row(thread) + 8 * below < tile.rows;
+      uint32_t const bits = ahead.score[thread % 32 / 4 + 8 * below];
+      rows.scale[below] = present ? __uint_as_float(bits) : 1.f;
       rows.dot[below] = 0;
     }
   }
@@ -75,7 +97,10 @@ struct ScaledDownGradientEpilogue {
   __device__ void begin_block(State& rows, Tile const& tile, int unit, int thread) const {
     hidden.load_scales(rows.h_scale, tile, tile.col + 64 * unit, thread);
 #pragma unroll
-    for (int below = 0; below < 2; ++below) rows.gate[below] = rows.up[below] = rows.a[below] = 0;
+    for (int below = 0; below < 2; ++below) {
+      rows.largest[0][below] = rows.largest[1][below] = 0;
+      rows.largest_a[below] = 0;
+    }
   }
 
   // Turns the 32 sums g of a unit into the gradients of gate, leaves its A' in a box of T and the
@@ -100,29 +125,25 @@ struct ScaledDownGradientEpilogue {
   // unit only, the sums of the second are zeros, or NaN where the first one's are.
   __device__ void store_units(float const* gate, State const& rows, Stages const& stages,
                               Tile const& tile, int unit, int thread, StoreBoxes const& boxes,
-                              ChunkShare const& share) const {
+                              ChunkShare const& share, Ahead const& ahead) const {
     int const col = tile.col + 64 * unit;
     if (col >= columns) return;
     bool const gated = hidden.pairing != Pairing::none, two = stages.b[1] != 0;
     if (chunks()) {
-      share.tell({magnitude(rows.gate, tile, thread), magnitude(rows.up, tile, thread),
-                  magnitude_of_rounded(rows.a, tile, thread)},
+      float const of_a[2] = {larger_of_pair<T>(rows.largest_a[0]),
+                             larger_of_pair<T>(rows.largest_a[1])};
+      share.tell({magnitude(rows.largest[0], tile, thread), magnitude(rows.largest[1], tile, thread),
+                  magnitude(of_a, tile, thread)},
                  thread);
     }
-    QuantizedRows of_gate, of_up;
-    float gate_to_code[2], up_to_code[2];
-#pragma unroll
-    for (int below = 0; below < 2; ++below) {
-      of_gate.largest[below] = rows.gate[below];
-      of_up.largest[below] = rows.up[below];
-      largest_of_quad(of_gate.largest[below]);
-      largest_of_quad(of_up.largest[below]);
+    RowScales<2> const scales =
+        put_scales(rows.largest, dh_codes, tile, col, 0, gated ? 2 : 1, thread);
+    CodeWords of_gate, of_up;
+    if (dh.present()) {
+      store_pairs(gate, stages, tile, col, thread, boxes);
+      store_half(0, gate, {stages.a[0], stages.a[1]}, tile, col, thread);
     }
-    put_scales(of_gate, gate_to_code, dh_codes, tile, col, 0, thread);
-    if (gated) put_scales(of_up, up_to_code, dh_codes, tile, col, 1, thread);
-    store_pairs(gate, stages, tile, col, thread, boxes);
-    store_half(0, gate, {stages.a[0], stages.a[1]}, tile, col, thread);
-    encode(of_gate.codes, dh_codes, gate, gate_to_code);
+    encode(of_gate, dh_codes, gate, scales.to_code[0]);
     // Once the gradients of up are read, there is room where they were.
     uint32_t const box[2] = {stages.b[0] + Hidden::kBoxBytes,
                              two ? stages.b[1] + Hidden::kBoxBytes : boxes.address(1)};
@@ -132,14 +153,17 @@ struct ScaledDownGradientEpilogue {
       hidden.load_up(up + 32, stages.b[1], thread);
       __syncwarp();
       store_half(1, up, {stages.b[0], stages.b[1]}, tile, col, thread);
-      encode(of_up.codes, dh_codes, up, up_to_code);
-      codes_to_box(of_up.codes, box[1], thread);
+      encode(of_up, dh_codes, up, scales.to_code[1]);
+      codes_to_box(of_up, box[1], thread);
     }
-    codes_to_box(of_gate.codes, box[0], thread);
+    codes_to_box(of_gate, box[0], thread);
     __syncwarp();
     dh_codes.codes.store_codes(box[0], tile, col, columns, thread);
     if (gated) dh_codes.codes.store_codes(box[1], tile, columns + col, 2 * columns, thread);
-    if (chunks()) store_chunks(of_gate, of_up, stages, tile, col, thread, boxes, share);
+    if (chunks()) {
+      int const slot = slot_of(ahead.end_before, tile);
+      store_chunks(of_gate, of_up, scales, stages, tile, slot, col, thread, boxes, share);
+    }
   }
 
   // Sums over the four threads that share a row, in a fixed order, and stores the tile's part.
@@ -186,28 +210,22 @@ struct ScaledDownGradientEpilogue {
     uint32_t const upper = left > 0 ? __float_as_uint(of[0]) : 0;
     return max(upper, left > 8 ? __float_as_uint(of[1]) : 0);
   }
-  // The same of values that are stored as T: the largest is the largest one, rounded.
-  static __device__ uint32_t magnitude_of_rounded(float const (&of)[2], Tile const& tile,
-                                                  int thread) {
-    float2 const rounded = unpack<T>(pack<T>(of[0], of[1]));
-    return magnitude({rounded.x, rounded.y}, tile, thread);
-  }
   // 16 columns of A' in T, two neighbours of rows r and r + 8 a word.
   static __device__ void load_a(uint32_t (&word)[4], int i, int thread, StoreBoxes const& boxes) {
     load_matrices(matrices_address(boxes.address(i / 4), thread) ^ (i % 4 * 32), word[0], word[1],
                   word[2], word[3]);
   }
 
-  __device__ int slot_of(int end_before, Tile const& tile) const {
+  __device__ int slot_of(int32_t end_before, Tile const& tile) const {
     int const begin = min(max(end_before, 0), groups.total);
     return begin / int(kScaleBlock) + tile.expert + (tile.row - begin) / int(kScaleBlock);
   }
 
   // Turned boxes of gate and up lie in unused parts of the stages, that of A' where all of the
   // consumer's warps have read the gradients of up.
-  __device__ void store_chunks(QuantizedRows& of_gate, QuantizedRows& of_up, Stages const& stages,
-                               Tile const& tile, int col, int thread, StoreBoxes const& boxes,
-                               ChunkShare const& share) const {
+  __device__ void store_chunks(CodeWords& of_gate, CodeWords& of_up, RowScales<2> const& rows,
+                               Stages const& stages, Tile const& tile, int slot, int col,
+                               int thread, StoreBoxes const& boxes, ChunkShare const& share) const {
     bool const two = stages.b[1] != 0, gated = hidden.pairing != Pairing::none;
     if (dh.present()) {  // its stores use the same boxes
       wait_for_stores(thread);
@@ -215,13 +233,11 @@ struct ScaledDownGradientEpilogue {
     }
     // One unit's boxes are half as large.
     uint32_t const box[2] = {stages.a[0], two ? stages.a[1] : stages.a[0] + kBlockBytes / 2};
-    int const end_before = load_now(groups.ends + tile.expert - 1);
-    Magnitudes const most = share.heard(thread);
-    int const slot = slot_of(end_before, tile);
-    bool const writes = share.group == 0 && thread == 0;
+    float to_code[kMagnitudes];
+    put_chunk_scales(to_code, share, slot, col, gated, thread);
     if (dh_chunks.codes != nullptr) {
-      turn_rows(of_gate, most.gate, 0, slot, box[0], tile, col, thread, writes);
-      if (gated) turn_rows(of_up, most.up, 1, slot, box[1], tile, col, thread, writes);
+      turn_rows(of_gate, rows.to_value[0], to_code[0], box[0], tile, col, thread);
+      if (gated) turn_rows(of_up, rows.to_value[1], to_code[1], box[1], tile, col, thread);
       __syncwarp();
       order_rows(box[0], columns - col, thread);
       if (gated) order_rows(box[1], columns - col, thread);
@@ -233,7 +249,7 @@ struct ScaledDownGradientEpilogue {
       if (gated) store_turned(dh_chunks, box[1], slot, 1, col, share, thread);
     }
     if (a_chunks.codes != nullptr) {
-      turn_a(most.a, slot, stages.b[0], two, tile, col, thread, boxes, writes);
+      turn_a(to_code[2], stages.b[0], two, tile, col, thread, boxes);
       __syncwarp();
       order_rows(stages.b[0], columns - col, thread);
       fence_async_proxy();
@@ -243,27 +259,40 @@ struct ScaledDownGradientEpilogue {
     if (thread == 0) tma_store_commit();
   }
 
-  // Turns codes by row, changed to the block's scale from the rows' scales.
-  __device__ void turn_rows(QuantizedRows& of, uint32_t most, int half, int slot, uint32_t box,
-                            Tile const& tile, int col, int thread, bool writes) const {
+  // Makes and stores the scales of gate, up and A', eight lanes one each.
+  __device__ void put_chunk_scales(float (&to_code)[kMagnitudes], ChunkShare const& share, int slot,
+                                   int col, bool gated, int thread) const {
+    int const of = share.heard_by(thread % 32);
     BlockScale const scale =
-        block_scale(__uint_as_float(most), dh_codes.format, ScaleKind::power_of_two);
-    float const factor[2] = {of.to_value[0] * scale.to_code, of.to_value[1] * scale.to_code};
-    if (dh_codes.format == Float8::e4m3) {
-      scale_codes<Float8::e4m3>(of.codes, factor);
-    } else {
-      scale_codes<Float8::e5m2>(of.codes, factor);
+        block_scale(__uint_as_float(share.heard(thread)), of < 2 ? dh_codes.format : Float8::e4m3,
+                    ScaleKind::power_of_two);
+    if (share.group == 0 && thread < 8 * kMagnitudes && thread % 8 == 0) {
+      if (of == 2) {
+        if (a_chunks.codes != nullptr) a_chunks.put_scale(slot, 0, col, scale.to_value);
+      } else if (dh_chunks.codes != nullptr && (of == 0 || gated)) {
+        dh_chunks.put_scale(slot, of, col, scale.to_value);
+      }
     }
-    clear_absent(of.codes, tile, thread);
-    turn_codes(box, of.codes, columns - col, thread);
-    if (writes) dh_chunks.put_scale(slot, half, col, scale.to_value);
+#pragma unroll
+    for (int i = 0; i < kMagnitudes; ++i) to_code[i] = __shfl_sync(~0u, scale.to_code, 8 * i);
+  }
+
+  // Turns codes by row, changed to the block's scale from the rows' scales.
+  __device__ void turn_rows(CodeWords& codes, float const (&to_value)[2], float to_code,
+                            uint32_t box, Tile const& tile, int col, int thread) const {
+    float const factor[2] = {to_value[0] * to_code, to_value[1] * to_code};
+    if (dh_codes.format == Float8::e4m3) {
+      scale_codes<Float8::e4m3>(codes, factor);
+    } else {
+      scale_codes<Float8::e5m2>(codes, factor);
+    }
+    clear_absent(codes, tile, thread);
+    turn_codes(box, codes, columns - col, thread);
   }
 
   // A' of one or two units, which read_unit() has left in the boxes.
-  __device__ void turn_a(uint32_t most, int slot, uint32_t to, bool two, Tile const& tile, int col,
-                         int thread, StoreBoxes const& boxes, bool writes) const {
-    BlockScale const scale =
-        block_scale(__uint_as_float(most), Float8::e4m3, ScaleKind::power_of_two);
+  __device__ void turn_a(float to_code, uint32_t to, bool two, Tile const& tile, int col,
+                         int thread, StoreBoxes const& boxes) const {
     CodeWords codes;
     __syncwarp();
 #pragma unroll
@@ -275,14 +304,13 @@ struct ScaledDownGradientEpilogue {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         float2 const v = unpack<T>(word[j]);
-        uint32_t const pair = encode_pair<Float8::e4m3>(v.x * scale.to_code, v.y * scale.to_code);
+        uint32_t const pair = encode_pair<Float8::e4m3>(v.x * to_code, v.y * to_code);
         codes.word[j % 2][i] |= pair << (j / 2 * 16);
       }
     }
     __syncwarp();
     clear_absent(codes, tile, thread);
     turn_codes(to, codes, columns - col, thread);
-    if (writes) a_chunks.put_scale(slot, 0, col, scale.to_value);
   }
 
   // ---- reading a unit
@@ -324,18 +352,15 @@ struct ScaledDownGradientEpilogue {
           float const low = at_element<family>(act, rows, i % 2, v[0], up[2 * i], x.x, u.x);
           float const high = at_element<family>(act, rows, i % 2, v[1], up[2 * i + 1], x.y, u.y);
           a_word[i] = pack<T>(low, high);
-          take_larger(rows.gate[i % 2], v[0]);
-          take_larger(rows.gate[i % 2], v[1]);
-          take_larger(rows.a[i % 2], low);
-          take_larger(rows.a[i % 2], high);
+          take_larger_pair<T>(rows.largest_a[i % 2], a_word[i]);
+          take_larger(rows.largest[0][i % 2], v[0]);
+          take_larger(rows.largest[0][i % 2], v[1]);
           if (act.gated) {
-            take_larger(rows.up[i % 2], up[2 * i]);
-            take_larger(rows.up[i % 2], up[2 * i + 1]);
+            take_larger(rows.largest[1][i % 2], up[2 * i]);
+            take_larger(rows.largest[1][i % 2], up[2 * i + 1]);
           }
         }
-        if (a.present || a_chunks.codes != nullptr) {
-          store_matrices(to ^ (16 * block), a_word[0], a_word[1], a_word[2], a_word[3]);
-        }
+        store_matrices(to ^ (16 * block), a_word[0], a_word[1], a_word[2], a_word[3]);
       }
       if (act.gated) hidden.leave_up(up, stage, block, thread);
     }

@@ -15,13 +15,26 @@ namespace guild::cuda {
 
 using CodePair = __nv_bfloat16;  // two codes, as the loaders and TMA see them
 
+// What a reading epilogue's warps copy to shared memory before the sum.
+template <class Epilogue>
+struct AheadOf {
+  struct Type {};
+};
+template <class Epilogue>
+  requires requires { typename Epilogue::Ahead; }
+struct AheadOf<Epilogue> {
+  using Type = typename Epilogue::Ahead;
+};
+
 template <GemmConfig C, OperandLoader Loader, class Epilogue, Codes codes>
 struct ScaledProduct : GroupedProduct<C, Loader, Epilogue> {
   using Base = GroupedProduct<C, Loader, Epilogue>;
   using typename Base::Cursor, typename Base::Loop;
   static_assert(!C.in_turns && C.consumer_rows() == 64);
   struct SharedStorage : Base::SharedStorage {
-    ChunkExchange exchange;  // of a reading epilogue
+    // Of a reading epilogue.
+    ChunkExchange exchange;
+    typename AheadOf<Epilogue>::Type ahead[8];  // of each warp
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024, "too many stages for shared memory");
 
@@ -155,6 +168,10 @@ struct ScaledProduct : GroupedProduct<C, Loader, Epilogue> {
     } while (++step < count);
   }
 
+  static __device__ auto& ahead_of(SharedStorage& smem, Self self) {
+    return smem.ahead[4 * self.group + self.thread / 32];
+  }
+
   // A reading epilogue, two units of 64 columns at a time, a block of scales. Their stages are
   // released when both are stored. Units' sums are always the first ones: the others shift down.
   static __device__ void finish(Params const& p, float (&sums)[C.tile_n / 2], Cursor& at,
@@ -162,14 +179,14 @@ struct ScaledProduct : GroupedProduct<C, Loader, Epilogue> {
     Epilogue const& e = p.epilogue;
     Tile const part = row_block(tile, self.group);
     ChunkShare const share{smem.exchange, self.group, tile.rows > 64};
+    auto const& ahead = ahead_of(smem, self);
     int const units = e.units(part);
     typename Epilogue::State state;
     // As in consume(): what is derived from the thread is not kept until it is needed again.
     auto const thread = [&] { return int(kept(uint32_t(self.thread))); };
-    e.begin(state, part, thread());
+    e.begin(state, ahead, part, thread());
 #pragma unroll(Epilogue::kCopies)
     for (int first = 0; first < C.tile_n / 64; first += 2) {
-      if (first >= units) break;
       typename Epilogue::Stages stages{};
       e.begin_block(state, part, first, thread());
 #pragma unroll
@@ -182,12 +199,13 @@ struct ScaledProduct : GroupedProduct<C, Loader, Epilogue> {
           at.advance();
         }
       }
-      e.store_units(sums, state, stages, part, first, thread(), storage, share);
+      e.store_units(sums, state, stages, part, first, thread(), storage, share, ahead);
       wait_for_stores(self.thread);
       if (self.leads_warp()) {
         Loop::release(smem.empty[at.before(1)]);
         if (stages.b[1] != 0) Loop::release(smem.empty[at.before(2)]);
       }
+      if (first + 2 >= units) break;
 #pragma unroll
       for (int i = 0; i + 64 < C.tile_n / 2; ++i) sums[i] = sums[i + 64];
     }
@@ -229,6 +247,7 @@ struct ScaledProduct : GroupedProduct<C, Loader, Epilogue> {
       auto const meanwhile = [&](bool takes) {
         if (takes) take(following);
       };
+      if constexpr (Base::kReads) p.epilogue.fetch(ahead_of(smem, self), part, self.thread);
       // Not in other products, where the larger code took more time than it saved.
       if (Base::kReads && tile.col / 128 + 1 >= p.n_blocks) {
         sum<1>(p, sums, at, tile, own, smem, self, meanwhile);

@@ -71,8 +71,7 @@ struct ByteRows {
   // Called by whole warps, each when it has written its rows; it may write them again afterwards.
   __device__ void store(uint32_t box, Tile const& tile, int col, int end, int thread) const {
     __syncwarp();
-    for_each_chunk(box, tile, col, end, thread,
-                   [](char* to, uint32_t from) { copy_16_bytes(to, from); });
+    store_chunks(box, tile, col, end, thread, [](uint4 w) { return w; });
     __syncwarp();
   }
 
@@ -80,25 +79,26 @@ struct ByteRows {
   // each thread's two of the first 8, then its two of the others. Without the warp's barriers
   // before and after.
   __device__ void store_codes(uint32_t box, Tile const& tile, int col, int end, int thread) const {
-    for_each_chunk(box, tile, col, end, thread, [](char* to, uint32_t from) {
-      uint4 const w = load_shared_16(from);
-      *reinterpret_cast<uint4*>(to) = {__byte_perm(w.x, w.y, 0x5410), __byte_perm(w.z, w.w, 0x5410),
-                                       __byte_perm(w.x, w.y, 0x7632),
-                                       __byte_perm(w.z, w.w, 0x7632)};
+    store_chunks(box, tile, col, end, thread, [](uint4 w) {
+      return uint4{__byte_perm(w.x, w.y, 0x5410), __byte_perm(w.z, w.w, 0x5410),
+                   __byte_perm(w.x, w.y, 0x7632), __byte_perm(w.z, w.w, 0x7632)};
     });
   }
 
  private:
-  template <class Copy>
-  __device__ void for_each_chunk(uint32_t box, Tile const& tile, int col, int end, int thread,
-                                 Copy&& copy) const {
+  // arranged(w): 16 bytes as they are stored. All are loaded before the first is stored.
+  template <class F>
+  __device__ void store_chunks(uint32_t box, Tile const& tile, int col, int end, int thread,
+                               F&& arranged) const {
     int const first = thread / 32 * 16 + thread % 32 / 8, chunk = thread % 8;
     if (col + 16 * chunk >= end) return;
+    uint4 w[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) w[i] = load_shared_16(chunk_address(box, first + 4 * i, chunk));
     char* const to = data + (tile.row + first) * stride + col + 16 * chunk;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      uint32_t const from = chunk_address(box, first + 4 * i, chunk);
-      if (first + 4 * i < tile.rows) copy(to + 4 * i * stride, from);
+      if (first + 4 * i < tile.rows) *reinterpret_cast<uint4*>(to + 4 * i * stride) = arranged(w[i]);
     }
   }
 };
