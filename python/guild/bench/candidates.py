@@ -63,6 +63,13 @@ class Layer:
         out, problem = next(self._recorded)
         return torch.autograd.grad(out, problem.leaves(), problem.out_gradient, retain_graph=True)
 
+    def both(self) -> tuple[torch.Tensor, ...]:
+        """A forward pass and its backward pass."""
+        turn = next(self._turn)
+        problem = self._problems[turn]
+        out = self._modules[turn](problem.x)
+        return torch.autograd.grad(out, problem.leaves(), problem.out_gradient)
+
     def results(self) -> tuple[torch.Tensor, ...]:
         """Output and gradients for the first input set, for the check."""
         problem = self._problems[0]

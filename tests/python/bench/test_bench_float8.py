@@ -68,8 +68,10 @@ def test_figures_by_hand() -> None:
     times = {
         ("bf16", "forward"): [2.0, 4.0, 3.0],
         ("bf16", "backward"): [4.0, 8.0, 6.0],
+        ("bf16", "both"): [6.0, 12.0, 9.0],
         ("fp8", "forward"): [1.0, 2.0, 2.0],
         ("fp8", "backward"): [2.0, 4.0, 2.0],
+        ("fp8", "both"): [3.0, 6.0, 4.0],
         ("weights", "quantised"): [1.0, 2.0, 4.0],
         ("steps", "up"): [0.5, 0.25, 0.75],
     }

@@ -3,8 +3,9 @@
 On a GPU the same layer with PyTorch's FP8 products, one scale per row, is timed beside them.
 
 All are checked first: 16 bits by the usual rule, FP8 by one of its own. Then forward, backward and
-the quantisation of the weights are timed in the same rounds. A layer's own times do not include
-that quantisation, which a training step needs once, however many micro-batches it has.
+both together are timed in the same rounds, the quantisation of the weights and the steps of a layer
+in rounds of their own. A layer's own times do not include that quantisation, which a training step
+needs once, however many micro-batches it has.
 """
 
 from __future__ import annotations
@@ -94,14 +95,15 @@ def measure_float8(plan: BenchPlan, console: Console) -> dict[str, Any]:
                 problems = make_problems(shape, routing, plan.dtype, plan.device, plan.seed)
                 case = {"name": name, "shape": shape._asdict(), "routing": routing, "failures": {}}
                 layers = _checked(problems, plan, case, console, peers)
-                calls = _calls(layers)
+                parts = _quantising(layers)
                 if "fp8" in layers:
                     steps = step_calls(problems[0], layers["fp8"].weights())
-                    calls |= {("steps", step): call for step, call in steps.items()}
-                times = interleaved(calls, plan.rounds, plan.seconds, plan.device, plan.calls)
+                    parts |= {("steps", step): call for step, call in steps.items()}
+                amount = plan.rounds, plan.seconds, plan.device, plan.calls
+                times = interleaved(_passes(layers), *amount) | interleaved(parts, *amount)
                 case["figures"] = figures(times, shape)
             cases.append(case)
-            del problems, layers, calls
+            del problems, layers, parts
             free_memory(plan.device)
     return {**record_head(plan), "mode": "fp8", "cases": cases}
 
@@ -169,15 +171,24 @@ def _saved_bytes(layer: Float8Layer | RowwiseLayer) -> int:
     return sum(kept.values())
 
 
-def _calls(
+def _passes(
     layers: dict[str, Float8Layer | RowwiseLayer],
 ) -> dict[tuple[str, str], Callable[[], object]]:
-    """By candidate and pass; Guild's recipes share one quantisation of weights."""
-    calls: dict[tuple[str, str], Callable[[], object]] = {}
-    for name, layer in layers.items():
-        calls[name, "forward"], calls[name, "backward"] = layer.forward, layer.backward
-        if isinstance(layer, RowwiseLayer):
-            calls["weights", name] = layer.quantise
+    """By candidate and pass."""
+    return {
+        (name, part): getattr(layer, part) for name, layer in layers.items() for part in FP8_PASSES
+    }
+
+
+def _quantising(
+    layers: dict[str, Float8Layer | RowwiseLayer],
+) -> dict[tuple[str, str], Callable[[], object]]:
+    """The quantisation of weights, by candidate; Guild's recipes share one."""
+    calls: dict[tuple[str, str], Callable[[], object]] = {
+        ("weights", name): layer.quantise
+        for name, layer in layers.items()
+        if isinstance(layer, RowwiseLayer)
+    }
     weights = next((layer.weights() for name, layer in layers.items() if RECIPES.get(name)), None)
     if weights is not None:
         calls[_WEIGHTS] = partial(_quantise, weights)
@@ -196,14 +207,7 @@ def figures(times: dict[tuple[str, str], list[float]], shape: Shape) -> dict[str
     forward, backward = shape.flops()
     flops = {"forward": forward, "backward": backward, "both": forward + backward}
     recipes = [name for name, part in times if part == "forward"]
-    taken = {
-        name: {
-            "forward": times[name, "forward"],
-            "backward": times[name, "backward"],
-            "both": _sums(times[name, "forward"], times[name, "backward"]),
-        }
-        for name in recipes
-    }
+    taken = {name: {part: times[name, part] for part in FP8_PASSES} for name in recipes}
     for name in recipes:
         rows: dict[str, Any] = {}
         for part in FP8_PASSES:

@@ -87,9 +87,9 @@ __device__ inline void encode(CodeWords& codes, float const* value, float const 
   }
 }
 
-// Makes the scales of the tile's 128 columns from `col` on, in `halves` halves of which the first is
-// `half`, and stores those of the first `count`. largest: of each thread's share. Each thread of a
-// quad makes one of the four scales; of one half, two threads make the same.
+// Makes the scales of the tile's 128 columns from `col` on, in `halves` halves of which the first
+// is `half`, and stores those of the first `count`. largest: of each thread's share. Each thread of
+// a quad makes one of the four scales; of one half, two threads make the same.
 template <int halves>
 __device__ inline RowScales<halves> put_scales(float const (&largest)[halves][2],
                                                CodeOutput const& out, Tile const& tile, int col,

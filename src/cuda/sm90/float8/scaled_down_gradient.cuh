@@ -132,8 +132,8 @@ struct ScaledDownGradientEpilogue {
     if (chunks()) {
       float const of_a[2] = {larger_of_pair<T>(rows.largest_a[0]),
                              larger_of_pair<T>(rows.largest_a[1])};
-      share.tell({magnitude(rows.largest[0], tile, thread), magnitude(rows.largest[1], tile, thread),
-                  magnitude(of_a, tile, thread)},
+      share.tell({magnitude(rows.largest[0], tile, thread),
+                  magnitude(rows.largest[1], tile, thread), magnitude(of_a, tile, thread)},
                  thread);
     }
     RowScales<2> const scales =

@@ -100,13 +100,13 @@ struct ScaledProduct : GroupedProduct<C, Loader, Epilogue> {
       block += uint32_t(p.b_scales.col_stride);
     }
     __device__ StepScales load(Params const& p) const {
-      float upper = load_now(p.a_scales.data + row[0]), lower = load_now(p.a_scales.data + row[1]);
-      if constexpr (kGathers) {
-        upper = present[0] ? upper : 0.f;
-        lower = present[1] ? lower : 0.f;
-      }
       float const* const weights = second ? p.second_scales : p.b_scales.data;
-      return {{upper, lower}, load_now(weights + block)};
+      return {{load_now(p.a_scales.data + row[0]), load_now(p.a_scales.data + row[1])},
+              load_now(weights + block)};
+    }
+    // Called when a step uses its scales: done earlier, it would wait for the load.
+    __device__ float of_row(StepScales const& scales, int below) const {
+      return !kGathers || present[below] ? scales.row[below] : 0.f;
     }
   };
 
@@ -147,20 +147,26 @@ struct ScaledProduct : GroupedProduct<C, Loader, Epilogue> {
     do {
       if (step + 2 < count) reader.advance(p);
       StepScales const after = reader.load(p);
-      float const block[2] = {__shfl_sync(~0u, now.block, 0), __shfl_sync(~0u, now.block, 1)};
       Barrier::wait_at(full + at.stage * sizeof(Barrier), at.phase);
       Wave wave;
       forget_registers(wave);
+      float of_block[2];
 #pragma unroll
       for (int w = 0; w < waves; ++w) {
         fence_registers(wave);
         multiply(wave, a + at.stage * (C.a_bytes() / 16),
                  b + at.stage * (C.b_bytes() / 16) + w * (2 * kBlockBytes / 16));
-        if (w == 0) meanwhile(step + 1 == count);
+        if (w == 0) {
+          meanwhile(step + 1 == count);
+          // Not before: the first step's scales arrive later than its operands.
+          of_block[0] = __shfl_sync(~0u, now.block, 0);
+          of_block[1] = __shfl_sync(~0u, now.block, 1);
+        }
         wgmma_wait<0>();
         fence_registers(wave);
         if (w == waves - 1 && self.leads_warp()) Loop::release(smem.empty[at.stage]);
-        promote(sums + 64 * w, wave, now.row[0] * block[w], now.row[1] * block[w]);
+        promote(sums + 64 * w, wave, reader.of_row(now, 0) * of_block[w],
+                reader.of_row(now, 1) * of_block[w]);
       }
       now = next;
       next = after;

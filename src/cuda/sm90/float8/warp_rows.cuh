@@ -98,7 +98,8 @@ struct ByteRows {
     char* const to = data + (tile.row + first) * stride + col + 16 * chunk;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (first + 4 * i < tile.rows) *reinterpret_cast<uint4*>(to + 4 * i * stride) = arranged(w[i]);
+      if (first + 4 * i < tile.rows)
+        *reinterpret_cast<uint4*>(to + 4 * i * stride) = arranged(w[i]);
     }
   }
 };
