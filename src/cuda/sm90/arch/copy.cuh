@@ -104,8 +104,22 @@ __device__ inline void copy_async(uint32_t to, void const* from, bool valid) {
 __device__ inline void copy_word_async(uint32_t to, void const* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
-// Waits for the thread's own copies.
-__device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+// A word, or zeros where `valid` is false, if the condition holds; without a branch.
+__device__ inline void copy_word_async_if(bool condition, uint32_t to, void const* from,
+                                          bool valid) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.u32 p, %0, 0; @p cp.async.ca.shared.global [%1], [%2], 4, %3; }" ::
+          "r"(unsigned(condition)),
+      "r"(to), "l"(from), "r"(valid ? 4 : 0)
+      : "memory");
+}
+// Ends a group of the thread's copies.
+__device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits for all but the last `pending` groups.
+template <int pending>
+__device__ inline void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+}
 
 // Access to one word of shared memory.
 __device__ inline void store_shared_if(bool condition, uint32_t address, uint32_t value) {
@@ -121,6 +135,9 @@ __device__ inline uint32_t load_shared(uint32_t address) {
   uint32_t value;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
   return value;
+}
+__device__ inline float load_shared_float(uint32_t address) {
+  return __uint_as_float(load_shared(address));
 }
 
 // 16 bytes of zeros.

@@ -82,8 +82,6 @@ struct ScaledDownGradientEpilogue {
   }
 
   __device__ void begin(State& rows, Ahead const& ahead, Tile const& tile, int thread) const {
-    wait_for_copies();
-    __syncwarp();
 #pragma unroll
     for (int below = 0; below < 2; ++below) {
       bool const present = score != nullptr && fragment_row(thread) + 8 * below < tile.rows;

@@ -8,6 +8,7 @@
 // The loaders see two codes as one element of two bytes.
 #pragma once
 #include "cuda/sm90/float8/quantized_chunks.cuh"
+#include "cuda/sm90/float8/scale_copies.cuh"
 #include "cuda/sm90/kernel.cuh"
 #include "guild/float8.h"
 
@@ -31,7 +32,12 @@ struct ScaledProduct : GroupedProduct<C, Loader, Epilogue> {
   using Base = GroupedProduct<C, Loader, Epilogue>;
   using typename Base::Cursor, typename Base::Loop;
   static_assert(!C.in_turns && C.consumer_rows() == 64);
+  static constexpr int kWaves = C.tile_n / 128;
+  static_assert(kWaves <= 2);
+  // Of a warp's 16 rows, then of the waves' blocks of the weight.
+  using Copies = ScaleCopies<16 + kWaves>;
   struct SharedStorage : Base::SharedStorage {
+    typename Copies::Slots scales[8];  // of each warp
     // Of a reading epilogue.
     ChunkExchange exchange;
     typename AheadOf<Epilogue>::Type ahead[8];  // of each warp
@@ -45,68 +51,53 @@ struct ScaledProduct : GroupedProduct<C, Loader, Epilogue> {
     int rows, n_blocks;          // of D, and blocks of scales in a column of B
   };
 
-  static constexpr int kWaves = C.tile_n / 128;
-  static_assert(kWaves <= 2);
   static constexpr bool kGathers = requires(Params const& p) { p.load.row; };
 
-  // Which rows of A a thread's two rows of a tile are; -1: zeros.
-  struct OwnRows {
-    int row[2];
+  struct Scales : Copies {
+    int row;  // of A, whose scale the lane copies; where A is gathered, still to arrive
 
-    __device__ OwnRows() {}
-    __device__ OwnRows(Params const& p, Tile const& tile, Self self) {
-#pragma unroll
-      for (int below = 0; below < 2; ++below) {
-        int const r = tile.row + 64 * self.group + fragment_row(self.thread) + 8 * below;
-        row[below] = min(r, p.rows - 1);
-        if constexpr (kGathers) {
-          row[below] = load_now(p.load.row + row[below]);
-        }
+    __device__ Scales(SharedStorage& smem, Self self)
+        : Copies(smem.scales[4 * self.group + self.thread / 32]) {}
+
+    __device__ void begin(Params const& p, Tile const& tile, Self self) {
+      find_row(p, tile, self);
+      begin_found(p, tile, self);
+    }
+    // begin() in two halves, so that the row can arrive in between.
+    __device__ void find_row(Params const& p, Tile const& tile, Self self) {
+      int const r = tile.row + 64 * self.group + self.thread / 32 * 16 + self.thread % 16;
+      row = min(r, p.rows - 1);
+      if constexpr (kGathers) row = load_now(p.load.row + row);
+    }
+    // A consumer without rows, and a tile with expert -1, have no steps.
+    __device__ void begin_found(Params const& p, Tile const& tile, Self self) {
+      int const lane = self.thread % 32;
+      if (lane < 16) {
+        if constexpr (kGathers) this->present = unsigned(row) < unsigned(p.load.tokens);
+        this->from = p.a_scales.data + (this->present ? row * p.a_scales.row_stride : 0);
+        this->stride = p.a_scales.col_stride;
+      } else {
+        bool const odd = lane % 2 == 1, second = odd && p.load.b.pair_columns;
+        int const column = tile.col / 128 + int(odd && !second);
+        this->from = (second ? p.second_scales : p.b_scales.data) +
+                     tile.expert * p.b_scales.expert_stride +
+                     min(column, p.n_blocks - 1) * p.b_scales.row_stride;
+        this->stride = p.b_scales.col_stride;
       }
+      bool const any = tile.expert >= 0 && row_block(tile, self.group).rows > 0;
+      Copies::begin(any ? Loop::steps(tile) : 0, lane);
     }
-  };
-
-  // A thread's scales of one step: of its two rows, and of a wave's weight block, where even lanes
-  // have the first wave's and odd lanes the second's. A value that is the same for all lanes would
-  // go to a uniform register, for which ptxas waits before the step's products are issued.
-  struct StepScales {
-    float row[2], block;
-  };
-  // Offsets of 32 bits, and strides read from the parameters, since registers are scarce.
-  struct ScaleReader {
-    uint32_t row[2], block;
-    bool present[2], second;  // second: `block` is of the second weight's scales
-
-    __device__ ScaleReader(Params const& p, OwnRows const& own, Tile const& tile, Self self) {
+    // Of rows r and r + 8 of the thread, and of the waves' blocks, for the next step. more: as in
+    // advance().
+    __device__ void take(float (&of_row)[2], float (&of_block)[kWaves], bool more, Self self) {
+      int const lane = self.thread % 32;
+      uint32_t const at = this->ready(), first = at + lane / 4 * sizeof(float);
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        int at = own.row[i];
-        present[i] = true;
-        if constexpr (kGathers) {
-          present[i] = unsigned(at) < unsigned(p.load.tokens);
-          if (!present[i]) at = 0;
-        }
-        row[i] = uint32_t(at) * uint32_t(p.a_scales.row_stride);
-      }
-      bool const odd = kWaves == 2 && self.thread % 2 == 1;
-      second = odd && p.load.b.pair_columns;
-      int const column = tile.col / 128 + int(odd && !second);
-      block = uint32_t(tile.expert) * uint32_t(p.b_scales.expert_stride) +
-              uint32_t(min(column, p.n_blocks - 1)) * uint32_t(p.b_scales.row_stride);
-    }
-    __device__ void advance(Params const& p) {
-      row[0] += uint32_t(p.a_scales.col_stride);
-      row[1] += uint32_t(p.a_scales.col_stride);
-      block += uint32_t(p.b_scales.col_stride);
-    }
-    __device__ StepScales load(Params const& p) const {
-      float const* const weights = second ? p.second_scales : p.b_scales.data;
-      return {{load_now(p.a_scales.data + row[0]), load_now(p.a_scales.data + row[1])},
-              load_now(weights + block)};
-    }
-    // Called when a step uses its scales: done earlier, it would wait for the load.
-    __device__ float of_row(StepScales const& scales, int below) const {
-      return !kGathers || present[below] ? scales.row[below] : 0.f;
+      for (int i = 0; i < 2; ++i) of_row[i] = load_shared_float(first + 8 * i * sizeof(float));
+#pragma unroll
+      for (int w = 0; w < kWaves; ++w)
+        of_block[w] = load_shared_float(at + (16 + w) * sizeof(float));
+      this->advance(more, lane);
     }
   };
 
@@ -127,30 +118,24 @@ struct ScaledProduct : GroupedProduct<C, Loader, Epilogue> {
   }
 
   // Sums the first `waves` times 128 columns of the tile over its steps; meanwhile() as in
-  // kernel.cuh. Scales are loaded two steps ahead.
+  // kernel.cuh.
   template <int waves, class F>
   static __device__ void sum(Params const& p, float (&sums)[C.tile_n / 2], Cursor& at,
-                             Tile const& tile, OwnRows const& own, SharedStorage& smem, Self self,
+                             Tile const& tile, Scales& scales, SharedStorage& smem, Self self,
                              F&& meanwhile) {
     int const count = Loop::steps(tile);
     uint32_t const full = kept(shared_address(smem.full));
     uint32_t const a =
         kept(descriptor<Major::K>(shared_address(smem.a[0]) + self.group * kBlockBytes));
     uint32_t const b = kept(descriptor<Major::K>(shared_address(smem.b[0])));
-    ScaleReader reader(p, own, tile, self);
-    StepScales now = reader.load(p);
-    if (count > 1) reader.advance(p);
-    StepScales next = reader.load(p);
     clear_registers(sums);
     p.epilogue.template start<C.tile_n>(sums, tile, self.thread);
     int step = 0;
     do {
-      if (step + 2 < count) reader.advance(p);
-      StepScales const after = reader.load(p);
       Barrier::wait_at(full + at.stage * sizeof(Barrier), at.phase);
       Wave wave;
       forget_registers(wave);
-      float of_block[2];
+      float of_row[2], of_block[kWaves];
 #pragma unroll
       for (int w = 0; w < waves; ++w) {
         fence_registers(wave);
@@ -158,18 +143,13 @@ struct ScaledProduct : GroupedProduct<C, Loader, Epilogue> {
                  b + at.stage * (C.b_bytes() / 16) + w * (2 * kBlockBytes / 16));
         if (w == 0) {
           meanwhile(step + 1 == count);
-          // Not before: the first step's scales arrive later than its operands.
-          of_block[0] = __shfl_sync(~0u, now.block, 0);
-          of_block[1] = __shfl_sync(~0u, now.block, 1);
+          scales.take(of_row, of_block, step + 2 < count, self);
         }
         wgmma_wait<0>();
         fence_registers(wave);
         if (w == waves - 1 && self.leads_warp()) Loop::release(smem.empty[at.stage]);
-        promote(sums + 64 * w, wave, reader.of_row(now, 0) * of_block[w],
-                reader.of_row(now, 1) * of_block[w]);
+        promote(sums + 64 * w, wave, of_row[0] * of_block[w], of_row[1] * of_block[w]);
       }
-      now = next;
-      next = after;
       at.advance();
     } while (++step < count);
   }
@@ -190,6 +170,9 @@ struct ScaledProduct : GroupedProduct<C, Loader, Epilogue> {
     typename Epilogue::State state;
     // As in consume(): what is derived from the thread is not kept until it is needed again.
     auto const thread = [&] { return int(kept(uint32_t(self.thread))); };
+    // For `ahead`: for all copies but the next tile's scales.
+    wait_for_copies<kGathers ? 0 : 2>();
+    __syncwarp();
     e.begin(state, ahead, part, thread());
 #pragma unroll(Epilogue::kCopies)
     for (int first = 0; first < C.tile_n / 64; first += 2) {
@@ -238,16 +221,16 @@ struct ScaledProduct : GroupedProduct<C, Loader, Epilogue> {
     };
     take(following);
     tile = unpacked(following);
-    OwnRows own(p, tile, self);
+    Scales scales(smem, self);
+    scales.begin(p, tile, self);
     for (; tile.expert >= 0; tile = unpacked(following)) {
       Tile const part = row_block(tile, self.group);
-      if constexpr (!kGathers) own = OwnRows(p, tile, self);
       if (part.rows <= 0) {
         int units = 0;
         if constexpr (Base::kReads) units = p.epilogue.units(tile);
         Loop::pass(Loop::steps(tile) + units, at, smem, self);
         take(following);
-        if constexpr (kGathers) own = OwnRows(p, following, self);
+        scales.begin(p, unpacked(following), self);
         continue;
       }
       auto const meanwhile = [&](bool takes) {
@@ -256,11 +239,12 @@ struct ScaledProduct : GroupedProduct<C, Loader, Epilogue> {
       if constexpr (Base::kReads) p.epilogue.fetch(ahead_of(smem, self), part, self.thread);
       // Not in other products, where the larger code took more time than it saved.
       if (Base::kReads && tile.col / 128 + 1 >= p.n_blocks) {
-        sum<1>(p, sums, at, tile, own, smem, self, meanwhile);
+        sum<1>(p, sums, at, tile, scales, smem, self, meanwhile);
       } else {
-        sum<kWaves>(p, sums, at, tile, own, smem, self, meanwhile);
+        sum<kWaves>(p, sums, at, tile, scales, smem, self, meanwhile);
       }
-      if constexpr (kGathers) own = OwnRows(p, following, self);  // overlaps with the stores
+      scales.find_row(p, following, self);  // overlaps with the stores
+      if constexpr (!kGathers) scales.begin_found(p, unpacked(following), self);
       // Otherwise what epilogues derive from the thread is computed before the sum, and spills.
       Self late = self;
       late.thread = int(kept(uint32_t(self.thread)));
@@ -270,6 +254,7 @@ struct ScaledProduct : GroupedProduct<C, Loader, Epilogue> {
         typename Epilogue::template Parcel<C.tile_n> parcel;
         parcel.begin(p.epilogue, sums, storage, part, late.thread);
       }
+      if constexpr (kGathers) scales.begin_found(p, unpacked(following), self);
       // Tells the compiler that all lanes have the same values, which it no longer knows here.
       at.stage = __shfl_sync(~0u, at.stage, 0);
       at.phase = __shfl_sync(~0u, at.phase, 0);
