@@ -14,7 +14,7 @@ import torch
 
 import oracle
 from fuzz import drawn, failures_of_seed, from_repr
-from fuzz_compare import Truth, compare, compare_recipe, same_bits
+from fuzz_compare import Truth, compare, compare_recipe, compare_rounded, same_bits
 from fuzz_draw import Values, place
 from fuzz_experts import RoutedCase, SortedCase
 from fuzz_moe import MoECase
@@ -50,6 +50,15 @@ def test_parts_in_16_bits_err_as_in_16_bits() -> None:
     assert len(compare_recipe(off[0], truth, truth)) == 1
     assert compare_recipe(off[0], truth, truth, off[1]) == []
     assert len(compare_recipe(off[0], truth, truth, off[2])) == 1
+
+
+def test_half_wrong_needs_a_reference_as_wrong_in_the_same_way() -> None:
+    """A layer of one token may have its only value on the other side of a limit."""
+    truth = Truth({"x": torch.ones(100, dtype=torch.float64)})
+    up, down = ({"x": torch.full((100,), value)} for value in (1.6, 0.4))
+    assert compare_rounded(up, truth, {"x": up["x"] * 1.001}, truth, torch.bfloat16) == []
+    assert len(compare_rounded(up, truth, down, truth, torch.bfloat16)) == 1
+    assert len(compare_rounded(up, truth, truth.values, truth, torch.bfloat16)) == 1
 
 
 def lists(case: Any) -> bool:

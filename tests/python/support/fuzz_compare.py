@@ -9,6 +9,7 @@ from torch import Tensor
 
 # Relative errors over a whole tensor: of float64 arithmetic, and of storage in fewer bits.
 _EXACT = {torch.float64: 1e-10, torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+_ALIKE = 0.02  # two results of 16-bit storage that differ by rounding alone
 _SUMS = 5e-6  # of fp32 sums in another order, as docs/numerics.md allows
 
 
@@ -71,7 +72,9 @@ def compare_rounded(
     """The rule of docs/numerics.md: at most twice the error of the rounded reference.
 
     dtype: in which the intermediate results are stored. A single number rounded the other way may
-    make up a small tensor's whole error, so that much is allowed in any case.
+    make up a small tensor's whole error, so that much is allowed in any case. Half of the result is
+    the most, unless the reference is as wrong in the same way: in a layer of a few values, rounding
+    may move one of them across a clamped activation's limit.
     """
     failures = structure(got, truth) + structure(rounded, truth_of_rounded)
     if failures:
@@ -83,7 +86,9 @@ def compare_rounded(
             one = torch.finfo(dtype).eps / max(value.numel(), 1) ** 0.5
             allowed = 2 * error_of(rounded[name], name, truth_of_rounded) + _SUMS + one
         error = error_of(value, name, truth)
-        if not error <= min(allowed, 0.5):
+        alike = Truth({name: rounded[name].detach().cpu().double()})
+        most = 0.5 if error_of(value, name, alike) > _ALIKE else allowed
+        if not error <= min(allowed, most):
             failures.append(f"{name}: relative error {error:.2e}, at most {allowed:.2e} expected")
     return failures
 
