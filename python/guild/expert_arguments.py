@@ -120,7 +120,8 @@ def expect_output(
     expect_out(out, x, layer, x_name, **operands)
     if keep:  # a gradient bypasses autograd, or is that of tensors in a list, say
         raise ValueError(
-            "out: expected None since a weight requires a gradient (or call under torch.no_grad())"
+            "out: expected None since a weight, a bias or a LoRA term requires a gradient (or call "
+            "under torch.no_grad())"
         )
 
 

@@ -84,7 +84,8 @@ class LoRA:
             expect_shape(f"{name}.a", a, (experts, rank, inputs))
             expect_shape(f"{name}.b", b, (experts, outputs, rank), "(experts, outputs, r)")
         if self.scale != 1:
-            b = b.to(torch.promote_types(b.dtype, x.dtype)) * self.scale
+            wider = b.dtype if b.dtype.itemsize > 1 else x.dtype  # 8 bits are never promoted
+            b = b.to(torch.promote_types(wider, x.dtype)) * self.scale
         a, b = a.to(x.dtype), b.to(x.dtype)
         more = missing(rank, x)
         if more:

@@ -93,7 +93,7 @@ class _ExpertsWithSink(torch.autograd.Function):
         where = places.offsets, places.row_token, places.row_score
         operands = Operands(x, dout, dh, a, *where)
         step = partial(compute_gradients, ctx.sink, kept, ctx.parameters, ctx.flags, operands)
-        ctx.sink.take(step)
+        ctx.sink.take(partial(ctx.sink.expect_targets, ctx.parameters), step)
         dscores = None
         if want_scores:
             dscores = steps.score_gradient(parts, dout, a.shape[1], places, weights)

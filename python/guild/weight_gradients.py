@@ -19,9 +19,10 @@ from guild._torch.checks import expect_all_apart, expect_flags
 from guild._torch.expert_lists import Listed, Versions, table_of
 from guild._torch.gradient_targets import (
     distinct,
-    empty_like,
     expect_targets,
     follows_contract,
+    in_one_dtype,
+    main_grad_of,
     meaningless_gradients,
     members,
     spread,
@@ -87,7 +88,7 @@ class WeightGradients:
     def __init__(self, *, main_grad: bool = False, delayed: bool = False) -> None:
         expect_flags(main_grad=main_grad, delayed=delayed)
         self.main_grad, self.delayed = main_grad, delayed
-        self._pending: list[Callable[[], None]] = []
+        self._pending: list[tuple[Callable[[], None], Callable[[], None]]] = []
         self._apart: set[tuple[Any, ...]] = set()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -107,15 +108,19 @@ class WeightGradients:
         RuntimeError
             If a tensor that a gradient is computed from was overwritten since backward; the message
             names it. That backward pass and later ones stay pending.
+        ValueError
+            If a gradient can no longer be written where it should go. The same passes stay pending.
         """
         while self._pending:
-            self._pending[0]()
+            check, step = self._pending[0]
+            check()
+            step()
             self._pending.pop(0)
 
-    def take(self, step: Callable[[], None]) -> None:
-        """Run a step that writes gradients: now, or in `compute`."""
+    def take(self, check: Callable[[], None], step: Callable[[], None]) -> None:
+        """Run a step that writes gradients: now or, after its check, in `compute`."""
         if self.delayed:
-            self._pending.append(step)
+            self._pending.append((check, step))
         else:
             self.compute()
             step()
@@ -182,8 +187,12 @@ class WeightGradients:
 
     def _takes_with_dh(self, *biases: Listed | None) -> bool:
         """Whether the op of the down gradient computes those of the biases, too, in one dtype."""
-        dtypes = {t.dtype for b in biases for t in members(b)}
-        return not self.delayed and (self.main_grad or len(dtypes) < 2)
+        if self.delayed:
+            return False
+        if self.main_grad:
+            named = zip(_NAMES[3:], biases, strict=True)
+            return len({main_grad_of(n, t).dtype for n, b in named for t in wanting([b])}) < 2
+        return len({t.dtype for b in biases for t in members(b)}) < 2
 
 
 def expect_sink(weight_gradients: object) -> None:
@@ -311,7 +320,8 @@ class Experts(torch.autograd.Function):
             dscores = None
         kept = Kept(x, dout, offsets) if slot_row is None else Kept(x, dout)
         operands = Operands(x, dout, dh, a, offsets, row_token, row_score)
-        ctx.sink.take(partial(compute_gradients, ctx.sink, kept, parameters, ctx.flags, operands))
+        step = partial(compute_gradients, ctx.sink, kept, parameters, ctx.flags, operands)
+        ctx.sink.take(partial(ctx.sink.expect_targets, ctx.parameters), step)
         late = ctx.sink.gradients_without_meaning(ctx.reached)
         layer = (None,) * (2 + _LAYER)
         return None, None, None, dx, drouter, None, None, dscores, None, dresidual, *layer, *late
@@ -367,22 +377,19 @@ def _compute_weights(
     w_up, w_gate, w_down = weights
     down_to, up_to = sink._targets(2, w_down), sink._targets(0, w_up, w_gate)
     with down_to as ((down,), add_down), up_to as ((up, gate), add_up):
-        if gate is not None and up is None:  # the op writes both of a pair, in one dtype
-            up = empty_like(w_up, gate.tensor.dtype)
-        if up is not None and gate is None and w_gate is not None:
-            gate = empty_like(w_gate, up.tensor.dtype)
+        pairs = in_one_dtype(w_up, w_gate, up, gate)
         ups, downs = ({id(t) for t in wanting(ws)} for ws in ((w_up, w_gate), (w_down,)))
+        up = pairs[0][0]
         together = (
             up is not None
             and down is not None
+            and len(pairs) == 1
             and (add_up, up.tensor.dtype) == (add_down, down.tensor.dtype)
             and not ups & downs
         )
-        products = (
-            [(up, gate, down, add_up)]
-            if together
-            else [(None, None, down, add_down), (up, gate, None, add_up)]
-        )
+        products = [(None, None, down, add_down), *((*pair, None, add_up) for pair in pairs)]
+        if together:
+            products = [(*pairs[0], down, add_up)]
         rows = operands[:6]  # without the scores
         for *gradients, add in products:
             if any(g is not None for g in gradients):

@@ -43,10 +43,11 @@ GUILD_HD float nvfp4_global(float largest) {
   return largest / (kLargestE2M1 * 448);
 }
 
-// What elements are multiplied by to get codes under this block scale; 0 where all codes are zeros.
+// What elements are multiplied by to get codes under this block scale. 0: all codes are zeros, also
+// where the scale's inverse is no number.
 GUILD_HD float nvfp4_to_code(uint8_t code, float global) {
-  float const scale = decode_float8(code, Float8::e4m3) * global;
-  return scale > 0 ? 1 / scale : 0.f;
+  float const inverse = 1 / (decode_float8(code, Float8::e4m3) * global);
+  return inverse > 0 && is_finite(inverse) ? inverse : 0.f;
 }
 
 GUILD_HD MicroScale nvfp4_scale(float largest, float global) {

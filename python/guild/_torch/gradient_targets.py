@@ -117,13 +117,6 @@ def expect_targets(name: str, parameter: Listed | None, main_grad: bool) -> None
             main_grad_of(own, tensor)
 
 
-def empty_like(parameter: Listed, dtype: torch.dtype) -> Placed:
-    """A tensor for the gradient of a parameter that wants none."""
-    if isinstance(parameter, Tensor):
-        return Placed(torch.empty_like(parameter, dtype=dtype))
-    return Placed(parameter[0].new_empty((len(parameter), *parameter[0].shape), dtype=dtype))
-
-
 # ---- targets ------------------------------------------------------------------------------------
 
 
@@ -237,3 +230,30 @@ def _put(tensor: Tensor, part: Tensor, there: Tensor | None, fresh: bool) -> Non
         there.copy_(part)
     else:
         there.add_(part)
+
+
+# ---- pairs --------------------------------------------------------------------------------------
+
+
+def in_one_dtype(
+    w_up: Listed, w_gate: Listed | None, up: Placed | None, gate: Placed | None
+) -> list[tuple[Placed | None, Placed | None]]:
+    """Targets (up, gate) for calls of the op that writes both of a pair, in one dtype.
+
+    One call, or two if the targets' dtypes differ. What nobody wants is written to a temporary.
+    """
+    if w_gate is None or (up is None and gate is None):
+        return [(up, gate)]
+    if up is None or gate is None:
+        return [(up or _unwanted(w_up, gate), gate or _unwanted(w_gate, up))]
+    if up.tensor.dtype == gate.tensor.dtype:
+        return [(up, gate)]
+    return [(up, _unwanted(w_gate, up)), (_unwanted(w_up, gate), gate)]
+
+
+def _unwanted(parameter: Listed, other: Placed) -> Placed:
+    """A tensor for the gradient of a parameter, in the dtype of the pair's other one."""
+    dtype = other.tensor.dtype
+    if isinstance(parameter, Tensor):
+        return Placed(torch.empty_like(parameter, dtype=dtype))
+    return Placed(parameter[0].new_empty((len(parameter), *parameter[0].shape), dtype=dtype))

@@ -99,7 +99,7 @@ class Float8Experts(torch.autograd.Function):
             operands = Operands(x, dout, made.dh, made.a_scaled, *routed)
             kept = Unchanged(x, dout)
             step = partial(compute_gradients, ctx.sink, kept, ctx.parameters, flags, operands)
-        ctx.sink.take(step)
+        ctx.sink.take(partial(ctx.sink.expect_targets, ctx.parameters), step)
         late = ctx.sink.gradients_without_meaning(ctx.reached)
         nothing = (None,) * 6
         return *nothing, made.dx, made.dscores, None, dresidual, *(None,) * _MASTERS, *late

@@ -125,6 +125,20 @@ def test_bf16_is_no_less_exact_than_a_sum_of_weights(device: str) -> None:
         assert relative_error(our, true) <= 1.1 * relative_error(their, true), name
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_factors_of_8_bits(dtype: torch.dtype) -> None:
+    """As those of 16 bits with the same values, scale included."""
+    torch.manual_seed(0)
+    x, ids = torch.randn(5, 16), torch.arange(5)[:, None] % 2
+    w_up, w_down = torch.randn(2, 16, 16), torch.randn(2, 16, 8)
+    a, b = torch.randn(2, 4, 16).to(dtype), torch.randn(2, 16, 4).to(dtype)
+    layer = x, ids, torch.ones(5, 1), w_up, w_down
+    for scale in (1.0, 2.0, -0.3):
+        narrow = guild.routed_experts(*layer, lora_up=LoRA(a, b, scale))
+        wide = guild.routed_experts(*layer, lora_up=LoRA(a.float(), b.float(), scale))
+        assert torch.equal(narrow, wide)
+
+
 def test_both_forms_are_one(device: str) -> None:
     """(E r, in) and (out, r E) of PEFT, and (E, r, in) and (E, out, r): the same bits."""
     arguments, weights, up, down = peft_layer(device, torch.bfloat16)

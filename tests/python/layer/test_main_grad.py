@@ -264,6 +264,42 @@ def test_main_grad_in_the_parameters_dtype(device: str) -> None:
         torch.testing.assert_close(mains(ps).float(), OLD + gradients[name], **close(device))
 
 
+@pytest.mark.parametrize("delayed", [False, True])
+def test_main_grads_of_two_dtypes(device: str, delayed: bool) -> None:
+    """Each in float32 or the parameter's dtype, whatever others have that one op writes with it."""
+    _, gradients = plain(device)
+    layer = {n: nn.Parameter(t) for n, t in weights(device).items()}
+    gate, up = map(nn.Parameter, layer["w_up"].detach().chunk(2, 1))
+    layer["w_up"] = (gate, up)
+    for p in (gate, up, *list(layer.values())[1:]):
+        wide = p is gate or p is layer["b_up"]
+        p.main_grad = torch.full_like(p, OLD, dtype=torch.float32 if wide else p.dtype)
+    sink = WeightGradients(main_grad=True, delayed=delayed)
+    run(layer, device, sink)
+    sink.compute()
+    layer["w_up"] = [gate, up]
+    gradients["w_up"] = torch.stack(gradients["w_up"].chunk(2, 1))
+    for name, ps in layer.items():
+        got = mains(ps) if name == "w_up" else ps.main_grad
+        torch.testing.assert_close(got.float(), OLD + gradients[name], **close(device))
+
+
+def test_nothing_is_written_if_a_target_is_gone() -> None:
+    """`compute` can be repeated when the target is back."""
+    _, gradients = plain("cpu")
+    layer = {n: even(t) for n, t in weights("cpu").items()}
+    sink = WeightGradients(main_grad=True, delayed=True)
+    run(layer, "cpu", sink)
+    main, layer["b_up"][1].main_grad = layer["b_up"][1].main_grad, None
+    with pytest.raises(ValueError, match=r"b_up\[1\]\.main_grad: expected a float32 tensor"):
+        sink.compute()
+    assert sink.pending == 1
+    layer["b_up"][1].main_grad = main
+    sink.compute()
+    for name, ps in layer.items():
+        torch.testing.assert_close(mains(ps), OLD + gradients[name], **close("cpu"))
+
+
 def test_frozen_members_and_halves(device: str) -> None:
     """Of a pair of lists: a half that wants nothing, an expert that wants nothing."""
     whole = weights(device)

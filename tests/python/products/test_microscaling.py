@@ -92,6 +92,16 @@ def test_zeros_and_no_rows(device):
         assert not got.codes.view(torch.uint8).any() and not got.scales.view(torch.uint8).any()
 
 
+@pytest.mark.parametrize("power", [-126, -129, -140])
+def test_nvfp4_of_the_least_numbers(power, device):
+    """A scale whose inverse is no float leaves zeros, not the largest code."""
+    x = torch.tensor([6.0, 3.0, 1.0, -1.0] + [0.0] * 12).mul(2.0**power)[None]
+    scale = torch.tensor([2.0**power], device=device)
+    got = guild.quantize(x.to(device), format="nvfp4", global_scale=scale)
+    codes = got.codes.view(torch.uint8).cpu()[0].tolist()
+    assert codes == ([0x57, 0xA2] + [0] * 6 if power == -126 else [0] * 8)
+
+
 def _wide(codes, scales, columns):
     factor = torch.exp2(scales.view(torch.uint8).cpu().double() - 127)
     return codes.double().cpu() * factor.repeat_interleave(32, 1)[:, :columns]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from numbers import Integral
 
 import torch
 from torch import Tensor, nn
 
 from guild import WeightGradients, grouped_mm
-from guild._torch.checks import dtype_name, expect_count, expect_shape
+from guild._torch.checks import dtype_name, expect_count, expect_shape, expect_tensor
 from guild.integrations.expert_parameters import ExpertParameters, ends_of
 from guild.integrations.transformer_engine.product import grouped_linear
 
@@ -154,7 +155,8 @@ rng_tracker_name
             Rows are not counted if m_splits is a tensor.
         """
         _expect_splits(m_splits, self.num_gemms)
-        if inp.shape[-1] != self.in_features:
+        expect_tensor("inp", inp)
+        if not inp.dim() or inp.shape[-1] != self.in_features:
             raise ValueError(
                 f"inp: expected shape (..., {self.in_features}), got {tuple(inp.shape)}"
             )
@@ -203,7 +205,7 @@ def _expect_splits(splits: object, groups: int) -> None:
         raise TypeError(f"m_splits: expected a list or a torch.Tensor, got {splits!r}")
     if len(splits) != groups:
         raise ValueError(f"m_splits: expected {groups} numbers of rows, got {len(splits)}")
-    if any(isinstance(n, float) or n < 0 for n in splits):
+    if any(not isinstance(n, Integral) or n < 0 for n in splits):
         raise ValueError(f"m_splits: expected integers of 0 or more, got {splits}")
 
 

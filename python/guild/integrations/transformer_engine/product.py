@@ -28,8 +28,7 @@ def grouped_linear(
 
     x: (rows, in); ends: int32 (E,); weights: (out, in) each; biases: (out,) each.
     """
-    expect_targets("weight", weights, sink.main_grad)
-    expect_targets("bias", biases, sink.main_grad)
+    _expect_targets(sink, weights, biases)
     weight, at = joined("weight", weights, attached=False)
     bias = joined("bias", biases, 1, attached=False).tensor if biases else None
     x, weight, bias = autocast(x, weight, bias)
@@ -37,6 +36,11 @@ def grouped_linear(
     if not (torch.is_grad_enabled() and (x.requires_grad or wanting([weights, biases]))):
         return grouped_mm(x, weight.mT, ends, bias)
     return _Linear.apply(sink, len(weights), x, ends, weight, bias, *weights, *biases)
+
+
+def _expect_targets(sink, weights, biases) -> None:
+    expect_targets("weight", weights, sink.main_grad)
+    expect_targets("bias", biases, sink.main_grad)
 
 
 class _Linear(torch.autograd.Function):
@@ -66,8 +70,9 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             dx = ops.grouped_mm(dout, weight, ends, None, False, None, lists)
         weights, biases = parameters[: ctx.experts], parameters[ctx.experts :]
-        kept = Kept(x, dout)
-        ctx.sink.take(partial(_compute, ctx.sink, kept, x, ends, dout, weights, biases))
+        check = partial(_expect_targets, ctx.sink, weights, biases)
+        step = partial(_compute, ctx.sink, Kept(x, dout), x, ends, dout, weights, biases)
+        ctx.sink.take(check, step)
         late = ctx.sink.gradients_without_meaning(parameters)
         return None, None, dx, None, None, None, *late
 
