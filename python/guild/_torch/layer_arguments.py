@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from guild._torch.checks import (
+    dtype_name,
     expect_device,
     expect_dims,
     expect_experts,
@@ -78,14 +79,35 @@ def layer_arguments(
     gradient = False
     for name, tensor in zip(_NAMES, operands, strict=True):
         if tensor is not None:
-            if masters and name.startswith("w_") and tensor.dtype == torch.float32:
-                expect_device(name, tensor, x, x_name)
+            if masters and name.startswith("w_"):
+                _expect_master(name, tensor, x, x_name)
             else:
                 expect_like(name, tensor, x, x_name)
             gradient = gradient or tensor.requires_grad
+    if masters and w_gate is not None:
+        _expect_alike(w_gate, w_up)
     expect_rows(x_name, x)
     flags = LayerFlags(*activation.scalars, interleaved, transposed)
     return x, w_up, w_gate, w_down, b_up, b_down, *flags, gradient
+
+
+def _expect_master(name: str, weight: Tensor, x: Tensor, x_name: str) -> None:
+    """Raise unless a quantiser beside x can read it."""
+    if weight.dtype not in (x.dtype, torch.float32):
+        wanted = dict.fromkeys(map(dtype_name, (x.dtype, torch.float32)))
+        raise TypeError(
+            f"{name}: expected dtype {' or '.join(wanted)} with fp8, got {dtype_name(weight.dtype)}"
+        )
+    expect_device(name, weight, x, x_name)
+
+
+def _expect_alike(gate: Tensor, up: Tensor) -> None:
+    """Raise TypeError unless one call of a quantiser can read both."""
+    if up.dtype != gate.dtype:
+        raise TypeError(
+            f"w_up[1] (up): expected dtype {dtype_name(gate.dtype)} like w_up[0] (gate), got "
+            f"{dtype_name(up.dtype)}"
+        )
 
 
 def _expect_weights(

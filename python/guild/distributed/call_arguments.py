@@ -9,8 +9,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from guild._torch.autograd import below_autograd, rows_of
+from guild._torch.checks import expect_experts
 from guild._torch.operators import ops
-from guild.expert_arguments import residual_like
+from guild.expert_arguments import residual_like, sink_of
+from guild.routed_call import RoutedCall
+from guild.weight_gradients import WeightGradients
 
 
 def expect_plain(exact: bool, weight_gradients: Any, *lora: Any) -> None:
@@ -22,6 +25,20 @@ def expect_plain(exact: bool, weight_gradients: Any, *lora: Any) -> None:
             raise ValueError(
                 f"{name}: expected None with ExpertParallel(exact=True), got {value!r:.200}"
             )
+
+
+def expect_runnable(size: int, call: RoutedCall, weight_gradients: WeightGradients | None) -> None:
+    """Raise before the first message what would else be raised after it; size: number of ranks."""
+    w_down = call.layer[2]
+    expect_experts("w_down", w_down, size * w_down.shape[0], True, "experts on all ranks")
+    if weight_gradients is None:
+        return
+    if any("_ToTorchTensor" in type(getattr(w, "grad_fn", None)).__name__ for w in call.given):
+        raise ValueError(
+            "weight_gradients: expected None with experts distributed as DTensors "
+            "(distribute_experts), got WeightGradients"
+        )
+    sink_of(call.wants_gradient, weight_gradients, call.given, call.order)
 
 
 def expect_no_transform(*tensors: Any) -> None:

@@ -35,6 +35,7 @@ from guild.distributed.call_arguments import (
     expect_absent,
     expect_no_transform,
     expect_plain,
+    expect_runnable,
     own_offsets,
     residual_rows,
 )
@@ -312,6 +313,7 @@ class ExpertParallel:
         if self.exact and call.experts_at is not None:
             given = *map(stacked, (w_up, w_down)), stacked(b_up, 1), stacked(b_down, 1)
             call = routed_call(*tokens, *given, *layout[1], *later)
+        expect_runnable(self.size, call, weight_gradients)
         residual = residual_rows(residual, call.x)
         facts = facts_of(self.size, self.exact, call.x, call.scores, call.layer, layer, call.low)
         slots = call.ids, call.scores, token_offsets, self.size * call.layer[2].shape[0]

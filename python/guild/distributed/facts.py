@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from guild._torch.checks import FLOATS
+from guild._torch.checks import FLOATS, dtype_name
 from guild._torch.low_rank import LowRank
 from guild._torch.operators import LayerFlags
-from guild.distributed.ranks import word_of
+from guild.activations import KINDS
+
+_GATED, _CLAMP_AFTER = 16, 32  # beside the kind of an activation
 
 
 def facts_of(
@@ -28,7 +32,7 @@ def facts_of(
     """
     w_up, w_gate, w_down, b_up, b_down, *flags = local
     flags = LayerFlags(*flags)
-    kind = flags.kind + 16 * flags.gated + 32 * flags.clamp_after
+    kind = flags.kind + _GATED * flags.gated + _CLAMP_AFTER * flags.clamp_after
     wants = any(t is not None and t.requires_grad for t in (w_up, w_gate, w_down, b_up, b_down))
     terms = low is not None and low.wants_gradient
     wants = (x.requires_grad, weighing.requires_grad, wants, terms)
@@ -39,9 +43,51 @@ def facts_of(
         "intermediate": w_down.shape[1 if flags.transposed else 2],
         "experts": size * w_down.shape[0],
         "dtype": FLOATS.index(x.dtype),
-        "(activation, up_offset)": word_of(kind, flags.up_offset),
-        "(alpha, limit)": word_of(flags.alpha, flags.limit),
+        "(activation, up_offset)": _word_of(kind, flags.up_offset),
+        "(alpha, limit)": _word_of(flags.alpha, flags.limit),
         "bias and LoRA": (b_up is not None) + 2 * (b_down is not None) + 4 * (low is not None),
         "exact": int(exact),
         "gradients": gradients * torch.is_grad_enabled(),
     }
+
+
+def _word_of(first: float, second: float) -> int:
+    """Two numbers as one, in single precision."""
+    return int.from_bytes(struct.pack("<ff", first, second), "little", signed=True)
+
+
+def _numbers_of(word: int) -> tuple[float, float]:
+    """What `_word_of` packed."""
+    return struct.unpack("<ff", word.to_bytes(8, "little", signed=True))
+
+
+def _activation(word: int) -> str:
+    kind, up_offset = _numbers_of(word)
+    kind = int(kind)
+    name = ("gated " if kind & _GATED else "") + KINDS[kind % _GATED]
+    return f"({name}{' with clamp_after' if kind & _CLAMP_AFTER else ''}, {up_offset:g})"
+
+
+def _names_of(*names: str) -> Callable[[int], str]:
+    """Shows a number whose bit i stands for the name i."""
+
+    def text(bits: int) -> str:
+        return f"({', '.join(n for i, n in enumerate(names) if bits >> i & 1)})" if bits else "none"
+
+    return text
+
+
+# How a fact that is not a plain number is shown.
+_SHOWN: dict[str, Callable[[int], str]] = {
+    "dtype": lambda number: dtype_name(FLOATS[number]),
+    "(activation, up_offset)": _activation,
+    "(alpha, limit)": lambda word: "({:g}, {:g})".format(*_numbers_of(word)),
+    "bias and LoRA": _names_of("b_up", "b_down", "LoRA"),
+    "exact": lambda number: str(bool(number)),
+    "gradients": _names_of("x", "scores", "weights", "LoRA"),
+}
+
+
+def shown(name: str, value: int) -> str:
+    """The value of a fact, in words."""
+    return _SHOWN.get(name, str)(value)

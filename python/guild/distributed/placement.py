@@ -47,7 +47,7 @@ def distribute_experts(
 
     The experts' parameters become DTensors, Shard(0) over the mesh, with this rank's part of their
     present values: every rank must have made or loaded the same module, or one on the meta device.
-    Optimisers and torch.distributed.checkpoint take them as they are.
+    Optimisers and torch.distributed.checkpoint take them as they are; `WeightGradients` do not.
 
     Parameters
     ----------

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import struct
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -25,7 +24,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from guild._torch.checks import FLOATS, dtype_name
+from guild.distributed.facts import shown
 
 _GRACE_SECONDS = 2.0  # in which live ranks report after a failure
 _STORE_SECONDS = 5.0  # the longest wait for a store, whose host may be dead or stopped
@@ -343,40 +342,21 @@ def _store_of(group: dist.ProcessGroup) -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def _by_rank(shown: dict[int, object]) -> str:
-    return ", ".join(f"{value} on rank {rank}" for rank, value in shown.items())
+def _by_rank(values: dict[int, object]) -> str:
+    return ", ".join(f"{value} on rank {rank}" for rank, value in values.items())
 
 
 def _expect_same_pass(by_rank: list[list[int]], words: Sequence[int]) -> None:
     """Raise RuntimeError where these words differ, of which 0 is the pass and 1 its call."""
     if any(row[word] != by_rank[0][word] for row in by_rank for word in words):
-        shown = {r: f"{PASSES[row[0]]} of call {row[1]}" for r, row in enumerate(by_rank)}
-        raise RuntimeError(f"{BACKWARD_ORDER}, got {_by_rank(shown)}")
-
-
-def word_of(first: float, second: float) -> int:
-    """Two numbers as a fact's integer, in single precision."""
-    return int.from_bytes(struct.pack("<ff", first, second), "little", signed=True)
-
-
-def numbers_of(word: int) -> str:
-    """What `word_of` packed, as text."""
-    first, second = struct.unpack("<ff", word.to_bytes(8, "little", signed=True))
-    return f"({first:g}, {second:g})"
-
-
-# How a fact that is not a plain number is shown.
-_SHOWN = {
-    "dtype": lambda number: dtype_name(FLOATS[number]),
-    "(alpha, limit)": numbers_of,
-    "(activation, up_offset)": numbers_of,
-}
+        found = {r: f"{PASSES[row[0]]} of call {row[1]}" for r, row in enumerate(by_rank)}
+        raise RuntimeError(f"{BACKWARD_ORDER}, got {_by_rank(found)}")
 
 
 def expect_same(name: str, by_rank: dict[int, int]) -> None:
     """Raise ValueError unless all ranks have the same value of what is called `name`."""
     if len(set(by_rank.values())) > 1:
-        shown = {r: _SHOWN.get(name, str)(v) for r, v in by_rank.items()}
+        found = {r: shown(name, value) for r, value in by_rank.items()}
         raise ValueError(
-            f"expert_group: expected the same call on every rank, got {name} {_by_rank(shown)}"
+            f"expert_group: expected the same call on every rank, got {name} {_by_rank(found)}"
         )

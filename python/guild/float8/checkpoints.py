@@ -135,15 +135,16 @@ def _halves(
     """Gate (if there is one) and up, (E, I, H) each."""
     experts, size, hidden = shape
     if isinstance(w_up, Quantized):
+        if activation.gated and size % 128:
+            raise ValueError(
+                "w_up: expected a pair (gate, up) of guild.Quantized, or one tensor of a multiple "
+                f"of 128 rows each, got one tensor, and w_down with {size} columns: gate and up "
+                "would share blocks of scales"
+            )
         packed = _codes("w_up", w_up, x)
         expect_shape("w_up.codes", packed.codes, (experts, activation.width(size), hidden))
         if not activation.gated:
             return [packed]
-        if size % 128:
-            raise ValueError(
-                "w_up: expected a pair (gate, up) of guild.Quantized, or one tensor of a multiple "
-                f"of 128 rows each, got {size} rows each, whose blocks of scales they would share"
-            )
         return [Codes(*both) for both in zip(*(t.chunk(2, 1) for t in packed), strict=True)]
     if type(w_up) not in (tuple, list) or len(w_up) != 2 or not activation.gated:
         wanted = "a pair (gate, up) of guild.Quantized" if activation.gated else "guild.Quantized"

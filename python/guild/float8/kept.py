@@ -51,7 +51,8 @@ class KeptWeights:
         """The codes of these weights, in the memory of the previous ones if they fit there."""
         found, versions = self.codes, _versions(w_up, w_down)
         tensors = () if torch.compiler.is_compiling() else (id(w_up), id(w_down))
-        layout = w_up.shape, w_down.shape, w_down.device, activation.gated, order, transposed
+        layout = w_up.shape, w_down.shape, w_up.dtype, w_down.dtype, w_down.device
+        layout += activation.gated, order, transposed
         if found is None or found.fp8 != fp8 or layout != self._layout:
             found = FP8Weights(
                 fp8, w_up, w_down, activation=activation, order=order, transposed=transposed
@@ -86,7 +87,8 @@ def refresh_fp8(model: nn.Module) -> None:
 
     For layers with FP8(cached=True), after each step of the optimizer and after anything else that
     writes weights. A captured CUDA graph of a forward quantises in each replay if this was called
-    right before the captured forward, and otherwise in none.
+    right before the captured forward, and otherwise in none. The next forward overwrites the codes
+    that backward passes of earlier forwards read, so run these first.
 
     Parameters
     ----------

@@ -91,8 +91,9 @@ def lists_and_low_rank(rank: int) -> None:
     got = run(exact.routed_experts, own, mine, True, False)
     truth = run(guild.routed_experts, joined, slice(None), False, False)
     torch.testing.assert_close(got["w_down"], truth["w_down"][mine])
-    lora = rank == 2
-    with pytest.raises(ValueError, match="got bias and LoRA 3 on rank 0, 3 on rank 1, 7 on rank 2"):
+    lora, biases = rank == 2, "b_up, b_down"
+    text = f"({biases}) on rank 0, ({biases}) on rank 1, ({biases}, LoRA) on rank 2"
+    with pytest.raises(ValueError, match=re.escape(text)):
         run(group.routed_experts, own, mine, False, lora)
 
 
@@ -107,7 +108,7 @@ def other_activations(rank: int) -> None:
         ),
         ("(alpha, limit) (1, inf) on rank 0, (1, inf) on rank 1, (1, 7) on", {"limit": 7.0}, {}),
         (
-            "(activation, up_offset) (16, 0) on rank 0, (16, 0) on rank 1, (0",
+            "(activation, up_offset) (gated silu, 0) on rank 0, (gated silu, 0) on rank 1, (silu",
             {"gated": False},
             {},
         ),
@@ -117,8 +118,13 @@ def other_activations(rank: int) -> None:
         with pytest.raises(ValueError, match=f"^expert_group: .* got {re.escape(text)}"):
             layer(torch.randn(3, 16))
     layer = guild.MoE(16, 8, 8, 2, bias=rank == 1, expert_group=group)
-    with pytest.raises(ValueError, match="got bias and LoRA 0 on rank 0, 3 on rank 1"):
+    text = r"got bias and LoRA none on rank 0, \(b_up, b_down\) on rank 1"
+    with pytest.raises(ValueError, match=text):
         layer(torch.randn(3, 16))
+    layer = guild.MoE(16, 8, 8, 2, expert_group=group)
+    text = r"got gradients \(scores, weights\) on rank 0, \(x, scores, weights\) on rank 1"
+    with pytest.raises(ValueError, match=text):
+        layer(torch.randn(3, 16, requires_grad=rank == 1))
 
 
 def transforms(rank: int) -> None:
@@ -143,6 +149,42 @@ def transforms(rank: int) -> None:
             with pytest.raises(NotImplementedError, match="^expert_group: .* outside of torch.fun"):
                 call(layer, x)
         assert torch.isfinite(layer(x)).all()
+
+
+def wrong_arguments(rank: int) -> None:
+    """Wrong experts and sinks are refused before the first message: the group stays usable."""
+    x, ids, scores = torch.randn(5, 6), torch.randint(0, 8, (5, 2)), torch.rand(5, 2)
+
+    def parameters(experts: int = 2) -> dict[str, Tensor]:
+        shapes = {"w_up": (experts, 8, 6), "w_down": (experts, 6, 4)}
+        return {n: torch.randn(s, requires_grad=True) for n, s in shapes.items()}
+
+    good = parameters()
+    one, many = {**good, "w_up": good["w_up"] * 2}, parameters(1025)
+    halves = {**good, "b_up": (torch.zeros(2, 4), torch.zeros(2, 4))}
+    sink, main = guild.WeightGradients(), guild.WeightGradients(main_grad=True)
+    for engine in ("nccl", "peer"):
+        group = new_group(engine=engine)
+        for given, weight_gradients, text in (
+            (good, main, r"^w_up\.main_grad: expected a float32 tensor, got None"),
+            (one, sink, "^w_up: expected a parameter"),
+            (halves, sink, "^b_up: expected one tensor with weight_gradients, got a pair"),
+            (many, None, "^w_down: expected 1 to 4096 experts on all ranks, got 4100"),
+        ):
+            with pytest.raises(ValueError, match=text):
+                group.routed_experts(x, ids, scores, **given, weight_gradients=weight_gradients)
+        assert group._ranks.calls == 0
+        group.routed_experts(x, ids, scores, **good, weight_gradients=sink).sum().backward()
+        assert good["w_up"].grad.any()
+    layer = guild.MoE(16, 8, 8, 2)
+    guild.distribute_experts(layer, init_device_mesh("cpu", (dist.get_world_size(),)))
+    layer.weight_gradients = sink
+    x = torch.randn(5, 16)
+    with pytest.raises(ValueError, match="^weight_gradients: expected None with .* as DTensors"):
+        layer(x)
+    layer.weight_gradients = None
+    layer(x).sum().backward()
+    assert layer.w_up.grad is not None
 
 
 def default_device(rank: int) -> None:
@@ -235,6 +277,7 @@ CHECKS = (
     lists_and_low_rank,
     other_activations,
     transforms,
+    wrong_arguments,
     default_device,
     the_first_call,
     one_pass_less,

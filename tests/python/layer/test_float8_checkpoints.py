@@ -70,6 +70,9 @@ def test_packed_codes_are_the_same(device: str) -> None:
             outs.append(guild.routed_experts(layer.x, layer.ids, layer.scores, **rest))
         outs.append(guild.routed_experts(layer.x, layer.ids, layer.scores, **given, fp8=FP8()))
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+    text = r"^w_up.codes: expected shape \(3, 512, 128\)"
+    with torch.no_grad(), pytest.raises(ValueError, match=text):
+        guild.routed_experts(layer.x, layer.ids, layer.scores, **(rest | {"w_up": pair[0]}))
 
 
 def memory_of(codes: Tensor, x: Tensor) -> Tensor:
@@ -85,7 +88,8 @@ def test_wrong_codes_are_named(device: str) -> None:
     scales = up.scales[:, :1]
     cases = [
         ({"w_up": layer.up}, TypeError, r"w_up: expected a pair \(gate, up\) of guild.Quantized"),
-        ({"w_up": up}, ValueError, r"w_up.codes: expected shape \(4, 416, 256\)"),
+        ({"w_up": up}, ValueError, r"w_up: expected a pair \(gate, up\) of guild.Quantized"),
+        ({"w_up": (gate, down)}, ValueError, r"w_up\[1\] \(up\).codes: expected shape \(4, 208, 2"),
         ({"w_down": layer.down}, TypeError, "w_down: expected guild.Quantized like the other"),
         (
             {"w_up": (gate, Quantized(up.codes, scales))},
@@ -132,9 +136,18 @@ def test_wrong_codes_are_named(device: str) -> None:
     quantised = guild.quantize(layer.x)
     with pytest.raises(TypeError, match=r"^x: expected a torch\.Tensor, got Quantized"):
         guild.routed_experts(quantised, *rows[1:], (gate, up), down)
-    packed = as_weight(checkpoint(torch.cat((layer.gate, layer.up), 1)))
-    with torch.no_grad(), pytest.raises(ValueError, match="w_up: expected a pair .* of 128 rows"):
-        guild.routed_experts(*rows, packed, down)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_packed_codes_that_share_scales_are_refused(gated: bool, device: str) -> None:
+    """Codes of gate and up in one tensor, however they were quantised."""
+    case = Case("shared scales", 5, 32, 192, 2, 1, "random", frozenset())
+    layer = make_layer(case, ACTIVATIONS["swiglu"], torch.bfloat16, device)
+    packed = guild.quantize_weights(torch.cat((layer.gate, layer.up), 1), gated=gated)
+    down = guild.quantize_weights(layer.down)
+    text = "w_up: expected a pair .* of 128 rows each, got one tensor, and w_down with 192"
+    with torch.no_grad(), pytest.raises(ValueError, match=text):
+        guild.routed_experts(layer.x, layer.ids, layer.scores, packed, down)
 
 
 def test_tensors_of_other_libraries(device: str) -> None:

@@ -32,7 +32,16 @@ def test_wrong_calls_are_named(device: str) -> None:
         ({"fp8": other}, ValueError, r"fp8: expected FP8Weights of w_down \(3, 32, 16\)"),
         ({"fp8": weights, "w_up": given["w_up"].double()}, TypeError, "w_up: expected dtype"),
         ({"lora_up": lora}, NotImplementedError, "lora_up: expected None with fp8"),
-        ({"w_up": given["w_up"].half()}, TypeError, "w_up: expected dtype bfloat16"),
+        (
+            {"w_up": given["w_up"].half()},
+            TypeError,
+            "w_up: expected dtype bfloat16 or float32 with fp8, got float16",
+        ),
+        (
+            {"w_up": (layer.gate, layer.up.float()), "order": "concatenated", "b_up": None},
+            TypeError,
+            r"w_up\[1\] \(up\): expected dtype bfloat16 like w_up\[0\] \(gate\), got float32",
+        ),
     ]
     for changed, error, message in cases:
         call = {"x": layer.x, "fp8": FP8()} | given | changed
@@ -57,6 +66,9 @@ def test_wrong_modules_are_named() -> None:
         FP8Weights(None, *weights)
     with pytest.raises(ValueError, match="w_up: expected shape"):
         FP8Weights(FP8(), *weights, activation="relu2_ungated")
+    pair = weights[1], weights[1].half()
+    with pytest.raises(TypeError, match=r"^w_up\[1\] \(up\): .* float32 like w_up\[0\] \(gate\)"):
+        FP8Weights(FP8(), pair, weights[1].half())
     layer = guild.MoE(16, 16, 2, 1, fp8=FP8())
     with pytest.raises(TypeError, match="x: expected bfloat16 or float16 with fp8, got float32"):
         layer(torch.zeros(4, 16))

@@ -19,8 +19,8 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
-def layer_of(device: str) -> guild.MoE:
-    given = {"fp8": guild.FP8(cached=True), "dtype": torch.bfloat16, "device": device}
+def layer_of(device: str, dtype: torch.dtype = torch.bfloat16) -> guild.MoE:
+    given = {"fp8": guild.FP8(cached=True), "dtype": dtype, "device": device}
     return guild.MoE(HIDDEN, SIZE, EXPERTS, 2, **given)
 
 
@@ -107,6 +107,16 @@ def test_another_layout(changed: str, device: str) -> None:
         layer.w_down = nn.Parameter(torch.randn_like(layer.w_down[..., :64]))
     guild.refresh_fp8(layer)
     expect_near_bf16(layer, x, layer(x))
+
+
+def test_another_dtype(device: str) -> None:
+    """Weights that are rounded in place of the masters are quantised by themselves."""
+    layer, x = layer_of(device, torch.float32), tokens_of(device)
+    with torch.autocast(device, torch.bfloat16):
+        layer(x)
+    out = layer.bfloat16()(x)
+    guild.refresh_fp8(layer)
+    assert torch.equal(out, layer(x))
 
 
 def test_forgotten_refresh(device: str) -> None:
