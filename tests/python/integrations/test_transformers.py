@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 pytest.importorskip("transformers", reason="Transformers is not installed")
 
 from transformers.integrations import finegrained_fp8, moe  # noqa: E402
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts  # noqa: E402
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts  # noqa: E402
 
 import guild.integrations.transformers as guild_transformers  # noqa: E402
@@ -99,11 +100,16 @@ def test_unknown_activation_runs_unfused_with_one_warning(family: Family) -> Non
     assert len(said) == 1 and type(first).__name__ in str(said[0].message)
 
 
-def make_wide(experts: int, hidden: int = 4) -> nn.Module:
+def make_wide(
+    experts: int, hidden: int = 4, intermediate: int = 8, of_class: type = MixtralExperts
+) -> nn.Module:
     config = SimpleNamespace(
-        num_local_experts=experts, hidden_size=hidden, intermediate_size=8, hidden_act="silu"
+        num_local_experts=experts,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        hidden_act="silu",
     )
-    wide = MixtralExperts(config)
+    wide = of_class(config)
     for parameter in wide.parameters():
         nn.init.normal_(parameter)
     return wide
@@ -122,6 +128,29 @@ def test_what_guild_cannot_do_is_left_to_transformers_with_one_warning() -> None
 
 
 @pytest.mark.parametrize(
+    ("of_class", "dtype", "hidden", "intermediate"),
+    [
+        (MixtralExperts, torch.float32, 3, 8),
+        (MixtralExperts, torch.bfloat16, 4, 8),
+        (MixtralExperts, torch.float64, 4, 8),
+        (GptOssExperts, torch.float32, 4, 6),
+    ],
+)
+def test_what_grouped_mm_refuses_too_is_left_to_the_model(
+    of_class: type, dtype: torch.dtype, hidden: int, intermediate: int, monkeypatch
+) -> None:
+    """torch's grouped_mm has no float64, and only takes rows of whole 16 bytes."""
+    monkeypatch.setitem(experts_module.MOST_EXPERTS, "cpu", 3)
+    torch.manual_seed(0)
+    experts = make_wide(4, hidden, intermediate, of_class).to(dtype)
+    call = torch.randn(6, hidden, dtype=dtype), *routing(6)
+    eager = results("eager", experts, *call)
+    with pytest.warns(UserWarning, match="to the model's own loop: it takes at most 3 experts"):
+        ours = results("guild", experts, *call)
+    assert all(torch.equal(ours[name], eager[name]) for name in eager)
+
+
+@pytest.mark.parametrize(
     ("place", "words"),
     [
         ({"device": "meta"}, "meta tensors"),
@@ -133,9 +162,8 @@ def test_devices_and_dtypes_without_kernels(place: dict, words: str, monkeypatch
     monkeypatch.setattr(
         experts_module, "grouped_mm_experts_forward", lambda *call: called.append(call)
     )
-    experts = make_experts(FAMILIES[0])
-    experts = experts.to(**place)
-    x, ids, scores = inputs()
+    experts = make_wide(4, 16, 16).to(**place)
+    x, (ids, scores) = torch.randn(6, 16), routing(6)
     if "device" in place:
         x, ids, scores = (t.to(place["device"]) for t in (x, ids, scores))
     with pytest.warns(UserWarning, match=words):
@@ -173,21 +201,21 @@ def test_rows_that_no_grouped_product_takes_are_left_to_the_model(monkeypatch) -
 
 
 CUDA_CALLS = {
-    "float32": (dict(dtype=torch.float32), 4, 16, "not in torch.float32"),
-    "float64": (dict(dtype=torch.float64), 4, 16, "not in torch.float64"),
-    "too many experts": (dict(dtype=torch.bfloat16), 1025, 16, "1024 experts"),
-    "another GPU": (dict(dtype=torch.bfloat16), 4, 16, "of this GPU"),
-    "rows of 24 bytes": (dict(dtype=torch.bfloat16), 4, 12, "multiples of 16 bytes"),
+    "float32": (dict(dtype=torch.float32), 4, 16, "not in torch.float32", "grouped_mm"),
+    "float64": (dict(dtype=torch.float64), 4, 16, "not in torch.float64", "the loop"),
+    "too many experts": (dict(dtype=torch.bfloat16), 1025, 16, "1024 experts", "grouped_mm"),
+    "another GPU": (dict(dtype=torch.bfloat16), 4, 16, "of this GPU", "grouped_mm"),
+    "rows of 24 bytes": (dict(dtype=torch.bfloat16), 4, 12, "multiples of 16 bytes", "the loop"),
 }
 
 
 @pytest.mark.parametrize("case", CUDA_CALLS)
 def test_what_runs_on_a_gpu(case: str, monkeypatch) -> None:
     """Checked with tensors that merely claim to be on a GPU."""
-    options, count, hidden, words = CUDA_CALLS[case]
+    options, count, hidden, words, runs_on = CUDA_CALLS[case]
     reason = "of this GPU: too old" if case == "another GPU" else ""
     monkeypatch.setattr(experts_module, "missing_kernels", lambda device: reason)
-    monkeypatch.setattr(experts_module, "grouped_mm_experts_forward", lambda *call: "theirs")
+    monkeypatch.setattr(experts_module, "grouped_mm_experts_forward", lambda *call: "grouped_mm")
     monkeypatch.setattr(experts_module, "routed_experts", lambda x, *_, **__: x)
     monkeypatch.setattr(MixtralExperts.forward, "__wrapped__", lambda *call: "the loop")
 
@@ -202,7 +230,7 @@ def test_what_runs_on_a_gpu(case: str, monkeypatch) -> None:
             return guild_transformers.experts_forward(experts, x, ids, ids.float())
 
     with pytest.warns(UserWarning, match=words):
-        assert call(count, hidden, **options) == ("the loop" if hidden == 12 else "theirs")
+        assert call(count, hidden, **options) == runs_on
     if not reason:
         with warnings.catch_warnings():
             warnings.simplefilter("error")

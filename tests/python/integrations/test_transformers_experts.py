@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 from torch.nn.utils import parametrize
 
 pytest.importorskip("transformers", reason="Transformers is not installed")
+
+from transformers.activations import GELUActivation  # noqa: E402
+from transformers.integrations.moe import grouped_mm_experts_forward  # noqa: E402
 
 import guild  # noqa: E402
 import guild.integrations.transformers as guild_transformers  # noqa: E402
@@ -279,3 +286,57 @@ def test_compiled_code_is_not_reused_for_another_limit() -> None:
         experts.limit = limit
         expected = results("eager", experts, x, ids, scores)["out"]
         assert error(whole(experts, x, ids, scores).detach(), expected) < 1e-5
+
+
+def gated_by(act: Callable, pre: Tensor) -> Tensor:
+    gate, up = pre.chunk(2, -1)
+    return act(gate) * up
+
+
+# More than one each: torch.compile turns a float that has changed once into a variable.
+CHANGES = {
+    "alpha": ("GptOssExperts", [("alpha", 1.0), ("alpha", 2.0), ("alpha", 3.0)]),
+    "limit": ("GptOssExperts", [("limit", 0.5), ("limit", 0.25), ("limit", 1.0)]),
+    "activation": ("MixtralExperts", [("act_fn", nn.ReLU()), ("act_fn", nn.GELU())]),
+    "activation without a gate": (
+        "NemotronHExperts",
+        [("act_fn", nn.ReLU()), ("act_fn", nn.SiLU())],
+    ),
+    "option of the activation": (
+        "MixtralExperts",
+        [("act_fn", nn.GELU()), ("act_fn.approximate", "tanh"), ("act_fn.approximate", "none")],
+    ),
+    "number of the activation": (
+        "MixtralExperts",
+        [("act_fn", nn.LeakyReLU(s)) for s in (0.5, 0.25)]
+        + [("act_fn.negative_slope", s) for s in (0.75, 0.0)],
+    ),
+    "function of the activation": (
+        "MixtralExperts",
+        [("act_fn", GELUActivation()), ("act_fn.act", F.relu), ("act_fn.act", F.silu)],
+    ),
+    "gate": (
+        "MixtralExperts",
+        [("_apply_gate", partial(gated_by, act)) for act in (F.silu, F.relu, F.gelu)],
+    ),
+}
+
+
+@compiles
+@pytest.mark.parametrize("what", CHANGES)
+@not_fused
+def test_compiled_code_is_not_reused_after_a_change(what: str) -> None:
+    torch.manual_seed(0)
+    class_name, changes = CHANGES[what]
+    family = next(family for family in FAMILIES if family.class_name == class_name)
+    experts, (x, ids, scores) = make_experts(family), inputs()
+    torch._dynamo.reset()
+    whole = torch.compile(guild_transformers.experts_forward, fullgraph=True, backend="eager")
+    with torch.no_grad():
+        whole(experts, x, ids, scores)
+        for path, value in changes:
+            *owner, name = path.split(".")
+            owner = operator.attrgetter(*owner)(experts) if owner else experts
+            setattr(owner, name, value)
+            expected = grouped_mm_experts_forward(experts, x, ids, scores)
+            assert error(whole(experts, x, ids, scores), expected) < 1e-5, (path, value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -43,6 +44,17 @@ class Ungated(nn.Module):
     def __init__(self, act_fn) -> None:
         super().__init__()
         self.act_fn = act_fn
+
+
+class Called(nn.Module):
+    """A function as a module."""
+
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
 
 
 def with_act(self: Gated, pre: Tensor) -> Tensor:
@@ -203,6 +215,56 @@ def test_changes_are_noticed() -> None:
     assert gate_of(swapped).activation == Activation()
     swapped.act_fn = nn.ReLU()
     assert gate_of(swapped).activation == Activation("relu")
+
+
+CHANGES = {
+    "number": (nn.LeakyReLU(0.0), lambda act: setattr(act, "negative_slope", 0.5), None),
+    "string": (nn.GELU(), lambda act: setattr(act, "approximate", "tanh"), "gelu_tanh"),
+    "function": (ACT2FN["gelu"], lambda act: setattr(act, "act", F.relu), "relu"),
+    "partial": (
+        Called(partial(F.gelu)),
+        lambda act: setattr(act, "function", partial(F.gelu, approximate="tanh")),
+        "gelu_tanh",
+    ),
+    "part": (nn.Sequential(nn.SiLU()), lambda act: act.__setitem__(0, nn.ReLU()), "relu"),
+    "hook": (nn.SiLU(), lambda act: act.register_forward_hook(lambda *args: args[2] * 2), None),
+    "hook before": (
+        nn.SiLU(),
+        lambda act: act.register_forward_pre_hook(lambda act, args: (args[0] * 2,)),
+        None,
+    ),
+    "hook on gradients": (
+        nn.SiLU(),
+        lambda act: act.register_full_backward_hook(lambda act, g, _: (g[0] * 2,)),
+        None,
+    ),
+    "mode": (nn.Sequential(nn.SiLU(), nn.Dropout()).eval(), lambda act: act.train(), None),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+@pytest.mark.parametrize("name", ["act_fn", "act"])
+def test_changes_within_the_activation_are_noticed(what: str, name: str) -> None:
+    def gate(self: Gated, pre: Tensor) -> Tensor:
+        gate, up = pre.chunk(2, -1)
+        return getattr(self, name)(gate) * up
+
+    act, change, kind = CHANGES[what]
+    gated = Gated(gate, **{name: copy.deepcopy(act)})
+    assert gate_of(gated) is not None
+    change(getattr(gated, name))
+    found = gate_of(gated)
+    assert (found and found.activation) == (kind and Activation(kind))
+
+
+@pytest.mark.parametrize("where", ["experts", "activation"])
+def test_tensors_that_are_no_parameters_are_never_taken_for_numbers(where: str) -> None:
+    """They may be changed in place."""
+    gated = Gated(with_act, nn.SiLU())
+    assert gate_of(gated) is not None
+    other = Gated(with_act, nn.SiLU())
+    (other if where == "experts" else other.act_fn).limit = torch.tensor(7.0)
+    assert gate_of(other) is None
 
 
 MODES = {

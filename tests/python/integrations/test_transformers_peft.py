@@ -148,6 +148,19 @@ def test_two_adapters_at_once() -> None:
     assert len(ours) == 3 + 8
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_two_adapters_under_autocast_to_the_other_16_bit_dtype(dtype: torch.dtype) -> None:
+    block = adapted(make_experts(MIXTRAL), "gate_up_proj", "down_proj")
+    add(block, "gate_up_proj", "down_proj", adapter="second", r=2)
+    set_adapters(block, ["default", "second"])
+    call = inputs()
+    exact = results("eager", block, *call)
+    other = torch.bfloat16 if dtype == torch.float16 else torch.float16
+    with torch.autocast("cpu", dtype=other):
+        ours = results("guild", block.to(dtype), *call)
+    expect_same({name: value.float() for name, value in ours.items()}, exact, 0.05)
+
+
 def test_one_of_two_adapters() -> None:
     """Only the active one counts."""
     block = adapted(make_experts(MIXTRAL), "gate_up_proj", "down_proj")

@@ -184,6 +184,11 @@ FAMILIES = (
 )
 
 
+def first_of(own: type[nn.Module], module: nn.Module) -> nn.Module | None:
+    """A part of that class, perhaps behind adapters; None if there is none."""
+    return next((m for m in module.modules() if isinstance(m, own)), None)
+
+
 def family_of(block: nn.Module) -> BlockFamily | None:
     """The family of a block that is exactly of its class and unmodified; else None."""
     for family in FAMILIES:

@@ -18,6 +18,7 @@ from guild.experts import routed_layer
 from guild.integrations.transformers.block_families import (
     BlockFamily,
     Chosen,
+    first_of,
     scores_of_chosen,
 )
 from guild.integrations.transformers.experts import (
@@ -104,13 +105,14 @@ def llama4_forward(family: BlockFamily, original: type[nn.Module]) -> Forward:
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         router, experts = self.router, self.experts
         activation = _llama4_activation(experts, classes["experts"], x)
-        if activation is None or not _routes(family, router, x):
+        own = first_of(classes["router"], router)
+        if activation is None or own is None or not _routes(family, own, x):
             return original.forward(self, hidden_states)
         if is_untouched(router, classes["router"]):
             logits, scores, ids = family.choose(router, x)
         else:
             _, logits = router(x)
-            scores, ids = scores_of_chosen(router, logits)
+            scores, ids = scores_of_chosen(own, logits)
         top_k = ids.shape[1]
         rows = (x[:, None] * scores[..., None]).view(-1, x.shape[1]).to(experts.down_proj.dtype)
         shared = self.shared_expert(x)
@@ -189,9 +191,9 @@ def _llama4_activation(experts: nn.Module, own: type[nn.Module], x: Tensor) -> s
     """The activation between these experts' products; None if Guild does not compute it."""
     if torch.compiler.is_compiling() and not COMPILES:
         return None
-    w_up, w_down = experts.gate_up_proj, experts.down_proj
-    if not is_untouched(experts, own) or hasattr(w_up, "to_local"):
+    if not is_untouched(experts, own) or hasattr(experts.gate_up_proj, "to_local"):
         return None
+    w_up, w_down = experts.gate_up_proj, experts.down_proj
     reason = why_not(x, w_up, w_down) or misaligned(x, w_up, w_down)
     if reason:
         say_left(type(experts).__name__, "the model", reason)

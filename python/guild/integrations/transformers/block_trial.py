@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor, nn
 
-from guild.integrations.transformers.block_families import BlockFamily
+from guild.integrations.transformers.block_families import BlockFamily, first_of
 
 _HIDDEN, _INTERMEDIATE, _TOKENS = 16, 8, 24
 _TOLERANCE, _NOISE = 1e-5, 1e-6  # routers compute in float32
@@ -57,7 +57,7 @@ def _difference(family: BlockFamily, block: nn.Module, replace: Callable[[nn.Mod
 def _tiny(family: BlockFamily, block: nn.Module) -> nn.Module:
     """A small block with the options of this one, random, in float64 on the CPU."""
     config = copy.deepcopy(_config_of(block))
-    router = getattr(block, family.router_name)
+    router = first_of(family.classes()["router"], block) or getattr(block, family.router_name)
     groups = getattr(router, "num_group", 1)
     of_group = max(2, -(-2 * router.top_k // getattr(router, "topk_group", 1)))
     sizes = dict.fromkeys(_WIDTHS, _INTERMEDIATE) | dict.fromkeys(_COUNTS, groups * of_group)

@@ -192,9 +192,9 @@ def _changed(family: BlockFamily, block: nn.Module) -> str:
 
 def _holds_experts(block: nn.Module) -> bool:
     """Whether it has experts whose weights are one tensor, perhaps behind adapters."""
-    experts = getattr(block, "experts", None)
+    experts = block._modules.get("experts")  # not that of a module which block wraps
     return (
-        isinstance(experts, nn.Module)
+        experts is not None
         and not hasattr(type(block), "guild_original")
         and any(getattr(getattr(m, "down_proj", None), "ndim", 0) == 3 for m in experts.modules())
     )

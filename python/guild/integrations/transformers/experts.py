@@ -16,7 +16,7 @@ from transformers.integrations.moe import (
 )
 
 from guild import Activation, routed_experts
-from guild.integrations.transformers.gate import gate_function, gate_of
+from guild.integrations.transformers.gate import facts_of, gate_function, gate_of
 from guild.integrations.transformers.messages import say_left, say_unfused
 from guild.integrations.transformers.peft import adopt, lora_of, summed
 from guild.integrations.transformers.unfused import unfused_experts
@@ -119,15 +119,25 @@ def left_to(experts: nn.Module, x: Tensor, w_up: Tensor, w_down: Tensor) -> Call
     """The forward that computes these experts if Guild cannot, after a warning; None if it can."""
     if torch.compiler.is_compiling() and not COMPILES:
         return grouped_mm_experts_forward
+    name = type(experts).__name__
     reason = _unknown_features(experts) or why_not(x, w_up, w_down)
-    if reason:
-        say_left(type(experts).__name__, "Transformers' grouped_mm", reason)
+    if reason and _grouped_mm_takes(w_up, w_down):
+        say_left(name, "Transformers' grouped_mm", reason)
         return grouped_mm_experts_forward
-    reason = misaligned(x, w_up, w_down)
+    reason = reason or misaligned(x, w_up, w_down)
     if reason:
-        say_left(type(experts).__name__, "the model's own loop", reason)
+        say_left(name, "the model's own loop", reason)
         return type(experts).forward.__wrapped__
     return None
+
+
+def _grouped_mm_takes(w_up: Tensor, w_down: Tensor) -> bool:
+    """Whether Transformers' grouped_mm computes with such weights."""
+    dtype = w_up.dtype
+    if torch.compiler.is_compiling() and dtype != torch.bfloat16:
+        return True  # by a loop of its own
+    rows_end = all(n * dtype.itemsize % 16 == 0 for n in w_down.shape[1:])  # those of activations
+    return dtype != torch.float64 and rows_end and _begin_at_16_bytes(dtype, w_up, w_down)
 
 
 def _plus(out: Tensor, residual: Tensor | None) -> Tensor:
@@ -203,7 +213,7 @@ def _takes_any_rows(device: str) -> bool:
 
 
 def _begin_at_16_bytes(dtype: torch.dtype, *weights: Tensor) -> bool:
-    """Whether all rows do, in this dtype. torch's grouped_mm has the same requirement."""
+    """Whether all rows do, in this dtype."""
     steps = [n for w in weights for n in (*w.stride()[:-1], w.storage_offset())]
     return all(w.stride(-1) == 1 for w in weights) and not any(
         step * dtype.itemsize % 16 for step in steps
@@ -228,12 +238,19 @@ def known_gate(experts: nn.Module) -> tuple[Activation, str] | None:
     if not torch.compiler.is_compiling():
         gate = gate_of(experts)
         return None if gate is None else (gate.activation, gate.order)
-    numbers = _gate_in_numbers(experts)
-    return None if numbers is None else (Activation(*numbers[1:]), numbers[0])
+    numbers = _gate_in_numbers(experts, facts_of(experts))
+    if numbers is None:
+        return None
+    # The result is dropped, but compiled code is now guarded by all that the function reads.
+    gate_function(experts)(torch.zeros(1, 2, dtype=torch.float64, device="cpu"))
+    return Activation(*numbers[1:]), numbers[0]
 
 
 @torch.compiler.assume_constant_result
-def _gate_in_numbers(experts: nn.Module) -> tuple | None:
-    """`gate_of` as plain numbers, which is all that a compiled function can treat as constants."""
+def _gate_in_numbers(experts: nn.Module, facts: tuple) -> tuple | None:
+    """`gate_of` as plain numbers, which is all that a compiled function can treat as constants.
+
+    facts: as torch.compile saw them; it turns a float that changes into a variable otherwise.
+    """
     gate = gate_of(experts)
     return None if gate is None else (gate.order, *dataclasses.astuple(gate.activation)[:6])

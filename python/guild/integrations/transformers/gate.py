@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -26,6 +27,9 @@ from guild import Activation
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 BIASES = ("gate_up_proj_bias", "up_proj_bias", "down_proj_bias")
 
+_PLAIN = (bool, int, float, str, type(None))
+_FUNCTIONS = (BuiltinFunctionType, FunctionType, MethodType, partial)
+_OF_ANY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 _KINDS = ("silu", "gelu_tanh", "gelu", "relu", "relu2")
 _SMALL = 0.125  # below any clamp in use
 _LARGE = 1e6  # above any
@@ -48,7 +52,8 @@ _known: WeakKeyDictionary[nn.Module, dict[tuple, Gate | None]] = WeakKeyDictiona
 def gate_of(experts: nn.Module) -> Gate | None:
     """The gate of experts that follow Transformers' interface; None if Guild has none like it."""
     of_module = _known.setdefault(experts, {})
-    state = _state(experts)
+    parts = _activations(experts)
+    state = _functions(experts, parts), facts_of(experts, parts)
     if state not in of_module:
         # A new thread is free of the caller's state: autocast, inference mode, a default device,
         # tracing with fake tensors, torch.func's transforms.
@@ -74,11 +79,39 @@ def _gated(act: GateFunction, pre: Tensor) -> Tensor:
     return act(gate) * up
 
 
-def _state(experts: nn.Module) -> tuple:
-    apply_gate = getattr(experts, "_apply_gate", None)
-    plain = (bool, int, float, str, type(None))
-    own = tuple((name, v) for name, v in vars(experts).items() if isinstance(v, plain))
-    return getattr(apply_gate, "__func__", apply_gate), getattr(experts, "act_fn", None), own
+def facts_of(experts: nn.Module, parts: list[nn.Module] | None = None) -> tuple:
+    """Plain attributes and hooks that the gate may depend on. torch.compile traces this.
+
+    A float is taken as a string, since torch.compile takes one that changes for a variable.
+    """
+    facts: list[object] = []
+    parts = _activations(experts) if parts is None else parts
+    for module in (experts, *parts):
+        for name, value in module.__dict__.items():
+            if name not in _OF_ANY_MODULE and isinstance(value, _PLAIN):
+                facts.append((name, value.hex() if isinstance(value, float) else value))
+    for part in parts:
+        facts += (*part._forward_hooks, *part._forward_pre_hooks)
+        facts += (*part._backward_hooks, *part._backward_pre_hooks)
+    return tuple(facts)
+
+
+def _functions(experts: nn.Module, parts: list[nn.Module]) -> tuple:
+    """The functions and modules that compute the gate."""
+    used = [getattr(experts, "_apply_gate", None), getattr(experts, "act_fn", None), *parts]
+    for part in parts:
+        own = [value for name, value in part.__dict__.items() if name not in _OF_ANY_MODULE]
+        used += [value for value in own if isinstance(value, _FUNCTIONS)]
+    return tuple([getattr(value, "__func__", value) for value in used])  # methods hold the experts
+
+
+def _activations(experts: nn.Module) -> list[nn.Module]:
+    """The modules within the experts, which their activation consists of."""
+    found: list[nn.Module] = []
+    for name, child in experts._modules.items():
+        if child is not None and name != "parametrizations":
+            found += child.modules() if child._modules else (child,)  # quicker for one module
+    return found
 
 
 def _recognise(experts: nn.Module) -> Gate | None:
@@ -101,9 +134,12 @@ def _recognise(experts: nn.Module) -> Gate | None:
 
 def _has_other_tensors(experts: nn.Module) -> bool:
     """Whether there are tensors besides weights and biases, as in a learned activation."""
-    tensors = itertools.chain(experts.named_parameters(), experts.named_buffers())
     known = (*WEIGHTS, *BIASES, "parametrizations")
-    return any(name.split(".")[0] not in known for name, _ in tensors)
+    tensors = itertools.chain(experts.named_parameters(), experts.named_buffers())
+    names = [name.split(".")[0] for name, _ in tensors]
+    for module in (experts, *_activations(experts)):
+        names += [name for name, value in vars(module).items() if isinstance(value, Tensor)]
+    return any(name not in known for name in names)
 
 
 def _candidates(

@@ -127,7 +127,8 @@ def _lora(wrapper: nn.Module, experts: nn.Module, names: list[str]) -> LoRA:
     if len(terms) == 1:
         return LoRA(*terms[0], wrapper.scaling[names[0]])
     scaled = [b * wrapper.scaling[name] for name, (_, b) in zip(names, terms, strict=True)]
-    return LoRA(torch.cat([a for a, _ in terms], 1), torch.cat(scaled, 2))
+    with torch.autocast(scaled[0].device.type, enabled=False):  # its cat refuses other 16-bit types
+        return LoRA(torch.cat([a for a, _ in terms], 1), torch.cat(scaled, 2))
 
 
 def _by_expert(wrapper: nn.Module, experts: nn.Module, name: str) -> tuple[Tensor, Tensor]:
