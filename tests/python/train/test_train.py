@@ -256,15 +256,19 @@ def test_stops_at_a_loss_that_is_no_number(corpus: Path, tmp_path: Path) -> None
 
 
 def test_first_ctrl_c_asks_and_the_second_interrupts() -> None:
-    before = signal.getsignal(signal.SIGINT)
-    with StopRequest() as stop:
-        assert not stop.asked
-        os.kill(os.getpid(), signal.SIGINT)
-        assert stop.asked
-        with pytest.raises(KeyboardInterrupt):
+    usual = signal.default_int_handler
+    before = signal.signal(signal.SIGINT, usual)  # a shell's background job ignores Ctrl-C
+    try:
+        with StopRequest() as stop:
+            assert not stop.asked
             os.kill(os.getpid(), signal.SIGINT)
-            signal.pause()
-    assert signal.getsignal(signal.SIGINT) is before
+            assert stop.asked
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+                signal.pause()
+        assert signal.getsignal(signal.SIGINT) is usual
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize(
