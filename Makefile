@@ -18,7 +18,7 @@ help:
 	@echo 'make build      build for this machine, into build/run'
 	@echo 'make wheel      build wheel and sdist into dist/ and try them; ARGS=--all-torches'
 	@echo 'make docs       the documents as a site, into build/site'
-	@echo 'make format     format the C++ and Python sources'
+	@echo 'make format     format the C++, CUDA and Python sources'
 	@echo 'make clean      remove build/; runs/, dist/ and .venv stay'
 	@echo 'steps of make test, each runnable alone: $(STEPS)'
 	@echo 'variables: ARGS (passed on to guild), JOBS, PYTHON, CXX, CUDACXX, GUILD_CMAKE_ARGS'
@@ -41,14 +41,8 @@ build: setup-run
 test: setup-test
 	@$(PY) scripts/steps.py all
 
-$(STEPS): setup-test
+$(STEPS) format: setup-test
 	@$(PY) scripts/steps.py $@ $(if $(filter wheel,$@),$(ARGS))
-
-format: setup-test
-	@find include src tests examples -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o \
-	  -name '*.cuh' | xargs .venv/bin/clang-format -i
-	@.venv/bin/ruff check --quiet --fix python scripts tests examples cmake docs/conf.py
-	@.venv/bin/ruff format --quiet python scripts tests examples cmake docs/conf.py
 
 setup-run:
 	@scripts/setup.sh run

@@ -29,23 +29,13 @@ import torch
 import transformers
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor
+from transformers_step import PRESETS
 
 import guild.integrations.transformers as guild_transformers
 from guild.bench.timing import calls_per_round, compared, drawn_orders, milliseconds
 from guild.provenance import pick_device, provenance
 
-FULL = dict(
-    vocab_size=151936,
-    hidden_size=2048,
-    moe_intermediate_size=768,
-    num_experts=128,
-    num_experts_per_tok=8,
-    num_hidden_layers=4,
-    num_attention_heads=32,
-    num_key_value_heads=4,
-    head_dim=128,
-    norm_topk_prob=True,
-)
+_, FULL = PRESETS["qwen30b"]
 TOY = FULL | dict(
     vocab_size=256,
     hidden_size=64,

@@ -109,7 +109,7 @@ def show(folder: Path) -> int:
     return 1 if faults or unseen or not kernels else 0
 
 
-def shorten(name: str, width: int = 140) -> str:
+def shorten(name: str) -> str:
     """A kernel's name cut to a line: no namespaces, no parameters, types and tiles in short."""
     name = re.sub(r"GemmConfig\{([^}]*)\}", lambda m: m[1].replace(", ", ":"), name)
     for pattern, short in (
@@ -122,7 +122,7 @@ def shorten(name: str, width: int = 140) -> str:
         (r"(?<=[\w>])\(.*$", ""),
     ):
         name = re.sub(pattern, short, name)
-    return name if len(name) <= width else name[: width - 3] + "..."
+    return name if len(name) <= 140 else name[:137] + "..."
 
 
 def main() -> int:

@@ -1,8 +1,9 @@
 """Runs the steps of `make test`, all of them or those named, and prints a summary.
 
-    steps.py all          every step in order; a failed one does not stop the others
+    steps.py all          every step but format, in order; a failed one does not stop the others
     steps.py style cpp    these steps, after a build if one needs it
     steps.py wheel --all-torches    options go on to the one step named
+    steps.py format       formats the files that style checks
 
 Each step's output goes to the screen and to build/logs/STEP.log. A step that this machine cannot
 run is reported as skipped, with the reason. The Python tests keep one core busy; the steps between
@@ -56,19 +57,28 @@ class Step:
 
 def cpp_files() -> list[str]:
     """Every C++ and CUDA file that clang-format checks."""
-    folders = ("include", "src", "tests", "examples")
+    folders = ("include", "src", "tests", "examples", "bench")
     files = (p for folder in folders for p in sorted((ROOT / folder).rglob("*")))
     return [str(p.relative_to(ROOT)) for p in files if p.suffix in (".h", ".cpp", ".cu", ".cuh")]
 
 
+PYTHON_SOURCES = ("python", "scripts", "tests", "examples", "bench", "cmake", "docs/conf.py")
+
+
 def style() -> list[list[str]]:
-    folders = ("python", "scripts", "tests", "examples", "bench", "cmake")
-    python = [*(folder for folder in folders if (ROOT / folder).exists()), "docs/conf.py"]
     return [
         ["clang-format", "--dry-run", "-Werror", *cpp_files()],
-        ["ruff", "check", "--quiet", *python],
-        ["ruff", "format", "--check", "--quiet", *python],
+        ["ruff", "check", "--quiet", *PYTHON_SOURCES],
+        ["ruff", "format", "--check", "--quiet", *PYTHON_SOURCES],
         [PYTHON, "scripts/check_sizes.py"],
+    ]
+
+
+def format_sources() -> list[list[str]]:
+    return [
+        ["clang-format", "-i", *cpp_files()],
+        ["ruff", "check", "--quiet", "--fix", *PYTHON_SOURCES],
+        ["ruff", "format", "--quiet", *PYTHON_SOURCES],
     ]
 
 
@@ -147,7 +157,9 @@ STEPS = {
         needs_build=True,
         changes_library=True,
     ),
+    "format": Step("the sources, formatted", format_sources, independent=True),
 }
+ALL = [name for name in STEPS if name != "format"]
 
 
 def run(name: str, options: list[str], show: Callable[[str], object]) -> str:
@@ -244,12 +256,14 @@ def main() -> int:
     if options and len(names) != 1 or options and names == ["all"]:
         say(f"steps.py: expected one step that {' '.join(options)} is for, got {names}")
         return 2
-    names = list(STEPS) if names == ["all"] else names
-    if unknown := [n for n in names if n not in STEPS] or not names:
-        say(f"steps.py: unknown step {unknown}; there are {', '.join(STEPS)}, all")
+    names = ALL if names == ["all"] else names
+    unknown = [name for name in names if name not in STEPS]
+    if unknown or not names:
+        wrong = f"unknown step {', '.join(unknown)}" if unknown else "expected a step"
+        say(f"steps.py: {wrong}; there are {', '.join(STEPS)}, all")
         return 2
     if "build" not in names and any(STEPS[n].needs_build for n in names):
-        names.insert(0, "build")
+        names = ["build", *names]
     # A shell's background job ignores Ctrl-C, and so would the tests of what Ctrl-C does.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     start = time.monotonic()

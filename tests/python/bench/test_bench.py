@@ -109,7 +109,7 @@ def test_routing_is_written_into_x(routing: str, dtype: torch.dtype) -> None:
 def test_problem_errors() -> None:
     with pytest.raises(ValueError, match="expected hidden of at least experts = 16, got 8"):
         make_problems(Shape(4, 8, 8, 16, 2), "random", torch.float32, CPU)
-    with pytest.raises(ValueError, match="routing: expected one of .* got 'even'"):
+    with pytest.raises(ValueError, match=r"routing: expected one of .* got 'even'"):
         make_problems(TINY, "even", torch.float32, CPU)
     with pytest.raises(ValueError, match=r"needs about \d+ GiB, this machine has"):
         make_problems(PRESETS["dsv3"]._replace(tokens=10**8), "random", torch.float32, CPU)

@@ -146,7 +146,9 @@ def transforms(rank: int) -> None:
             lambda layer, x: torch.func.vmap(layer)(x.view(2, 2, 16)),
             lambda layer, x: torch.func.jvp(layer, (x,), (x,)),
         ):
-            with pytest.raises(NotImplementedError, match="^expert_group: .* outside of torch.fun"):
+            with pytest.raises(
+                NotImplementedError, match=r"^expert_group: .* outside of torch"
+            ):
                 call(layer, x)
         assert torch.isfinite(layer(x)).all()
 
@@ -180,7 +182,7 @@ def wrong_arguments(rank: int) -> None:
     guild.distribute_experts(layer, init_device_mesh("cpu", (dist.get_world_size(),)))
     layer.weight_gradients = sink
     x = torch.randn(5, 16)
-    with pytest.raises(ValueError, match="^weight_gradients: expected None with .* as DTensors"):
+    with pytest.raises(ValueError, match=r"^weight_gradients: expected None with .* as DTensors"):
         layer(x)
     layer.weight_gradients = None
     layer(x).sum().backward()
@@ -267,9 +269,9 @@ def destroyed(rank: int) -> None:
     layer = guild.MoE(16, 8, 8, 2, expert_group=new_group())
     out = layer(torch.randn(2, 16))
     dist.destroy_process_group(layer.expert_group.group)
-    with pytest.raises(RuntimeError, match="^expert_group: its process group has been destroyed"):
+    with pytest.raises(RuntimeError, match=r"^expert_group: its process group has been destroyed"):
         layer(torch.randn(2, 16))
-    with pytest.raises(RuntimeError, match="^expert_group: its process group has been destroyed"):
+    with pytest.raises(RuntimeError, match=r"^expert_group: its process group has been destroyed"):
         out.sum().backward()
 
 

@@ -233,19 +233,19 @@ def arguments(rank: int) -> None:
         with pytest.raises(error, match=text):
             call()
     mesh = init_device_mesh("cpu", (2, 2))
-    with pytest.raises(ValueError, match="^group: expected a mesh of one dimension"):
+    with pytest.raises(ValueError, match=r"^group: expected a mesh of one dimension"):
         guild.ExpertParallel(mesh)
     others = dist.new_group([0])
     if rank:
-        with pytest.raises(ValueError, match="^group: expected one that this rank is in"):
+        with pytest.raises(ValueError, match=r"^group: expected one that this rank is in"):
             guild.ExpertParallel(others)
     with pytest.raises(TypeError, match="state_dict"):
         pickle.dumps(guild.MoE(8, 8, 4, 2, expert_group=group))
     sink = guild.WeightGradients()
     layer = guild.MoE(8, 8, 4, 2, expert_group=group_of(4, True), weight_gradients=sink)
-    with pytest.raises(ValueError, match="^weight_gradients: "):
+    with pytest.raises(ValueError, match=r"^weight_gradients: "):
         layer(torch.randn(2, 8))
-    with pytest.raises(ValueError, match="^out: expected None with experts on other ranks"):
+    with pytest.raises(ValueError, match=r"^out: expected None with experts on other ranks"):
         layer(torch.randn(2, 8), out=torch.empty(2, 8))
     tokens = torch.randn(2, 8), torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, 1)
     weights = torch.randn(1, 16, 8), torch.randn(1, 8, 8)

@@ -213,12 +213,12 @@ def refusals(rank: int) -> None:
     guild.distribute_experts(model, mesh["experts"])
     with pytest.raises(ValueError, match="distributed already"):
         guild.distribute_experts(model, mesh["experts"])
-    with pytest.raises(ValueError, match="^mesh: expected 8 ranks"):
+    with pytest.raises(ValueError, match=r"^mesh: expected 8 ranks"):
         shard_layers(model, everyone, everyone)
     whole = model_of()
     guild.distribute_experts(whole, everyone)
     alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("experts", "data"))["data"]
-    with pytest.raises(ValueError, match="^experts_mesh: .* got a mesh without names"):
+    with pytest.raises(ValueError, match=r"^experts_mesh: .* got a mesh without names"):
         shard_layers(whole, everyone, alone)
 
 

@@ -40,5 +40,5 @@ def test_four_ranks(
 
 def test_without_process_group() -> None:
     """Without a process group the error says what is missing."""
-    with pytest.raises(RuntimeError, match="torch.distributed to be initialised"):
+    with pytest.raises(RuntimeError, match=r"torch.distributed to be initialised"):
         guild.ExpertParallel()

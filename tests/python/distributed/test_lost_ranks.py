@@ -38,7 +38,7 @@ def late(rank: int) -> None:
     layer(torch.randn(4, 16)).sum().backward()
     if rank == _LOST:
         time.sleep(_LIMIT + 3)
-        with pytest.raises(RuntimeError, match="^expert_group: "):
+        with pytest.raises(RuntimeError, match=r"^expert_group: "):
             layer(torch.randn(4, 16))
     else:
         expect_error(group, layer, rf"no answer from rank {_LOST} .*limit is {_LIMIT:g} s")

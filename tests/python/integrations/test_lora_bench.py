@@ -20,6 +20,7 @@ def test_toy_model_is_measured_and_recorded(
 ) -> None:
     from guild.integrations.transformers import experts
 
+    monkeypatch.syspath_prepend(SCRIPT.parent)
     spec = importlib.util.spec_from_file_location("lora_step", SCRIPT)
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)

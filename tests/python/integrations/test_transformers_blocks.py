@@ -362,7 +362,7 @@ def test_classes_made_in_another_way_are_left_alone(monkeypatch) -> None:
 
 def test_what_is_no_model_is_refused() -> None:
     for function in (replace_moe_blocks, restore_moe_blocks):
-        with pytest.raises(TypeError, match="model: expected a torch.nn.Module, got str"):
+        with pytest.raises(TypeError, match=r"model: expected a torch.nn.Module, got str"):
             function("Qwen/Qwen3-30B-A3B")
 
 

@@ -44,7 +44,7 @@ def test_autocast_does_not_make_numbers_of_integers() -> None:
     ends = torch.tensor([1, 2], dtype=torch.int32)
     rows, weights = torch.ones(3, 8, dtype=torch.int64), torch.ones(2, 8, 8, dtype=torch.int64)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        with pytest.raises(TypeError, match="^x: expected dtype bfloat16 like w_up, got int64"):
+        with pytest.raises(TypeError, match=r"^x: expected dtype bfloat16 like w_up, got int64"):
             moe(rows)
-        with pytest.raises(TypeError, match="^mat_a: expected dtype bfloat16, .* got int64"):
+        with pytest.raises(TypeError, match=r"^mat_a: expected dtype bfloat16, .* got int64"):
             guild.grouped_mm(rows, weights, ends)

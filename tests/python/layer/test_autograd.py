@@ -22,6 +22,15 @@ def cpu_only(request: pytest.FixtureRequest) -> None:
         pytest.skip("--cuda-only")
 
 
+# Of grouped_mm: shapes of A and B, where groups end, and the bias's shape.
+GROUPED_SHAPES = {
+    "rows": ((7, 3), (4, 3, 5), [2, 2, 5, 6], (4, 5)),
+    "inner": ((3, 7), (7, 5), [2, 2, 5, 6], (4, 5)),
+    "columns": ((4, 6, 3), (3, 7), [2, 2, 5, 6], (4, 6)),
+    "none": ((4, 6, 3), (4, 3, 5), None, (4, 5)),
+}
+
+
 def values(*shape: int, seed: int = 0) -> Tensor:
     """Fresh float64 normals that want a gradient."""
     draw = torch.Generator().manual_seed(seed)
@@ -105,16 +114,7 @@ def test_experts_mlp(activation: str) -> None:
     assert gradcheck(run, inputs, atol=1e-6, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "a, b, ends, bias",
-    [
-        ((7, 3), (4, 3, 5), [2, 2, 5, 6], (4, 5)),
-        ((3, 7), (7, 5), [2, 2, 5, 6], (4, 5)),
-        ((4, 6, 3), (3, 7), [2, 2, 5, 6], (4, 6)),
-        ((4, 6, 3), (4, 3, 5), None, (4, 5)),
-    ],
-    ids=["rows", "inner", "columns", "none"],
-)
+@pytest.mark.parametrize("a, b, ends, bias", GROUPED_SHAPES.values(), ids=GROUPED_SHAPES)
 @pytest.mark.parametrize("flip", [False, True], ids=["row_major", "column_major"])
 def test_grouped_mm(
     a: tuple[int, ...],

@@ -16,7 +16,11 @@ from torch.func import grad as func_grad
 
 import guild
 from layers import ACTIVATIONS
-from test_autograd import cpu_only, values  # noqa: F401 - a fixture of these tests too
+from test_autograd import (
+    GROUPED_SHAPES,
+    cpu_only,  # noqa: F401 - a fixture of these tests too
+    values,
+)
 from test_opcheck import CALLS, Inputs, ops
 
 TWICE = {"bias_gradient", "grouped_mm", "pair_down", "pair_up", "router_logits"}
@@ -281,9 +285,9 @@ def test_func_grad(name: str) -> None:
 def test_public_functions_in_forward_mode(name: str) -> None:
     call, inputs = BOTH[name]
     for i, value in enumerate(inputs):
-        with pytest.raises(NotImplementedError, match="guild::.* has no forward-mode derivative"):
+        with pytest.raises(NotImplementedError, match=r"guild::.* has no forward-mode derivative"):
             jvp(lambda t, i=i: call(*inputs[:i], t, *inputs[i + 1 :]), (value,), (value,))
-    with pytest.raises(NotImplementedError, match="guild::.* has no forward-mode derivative"):
+    with pytest.raises(NotImplementedError, match=r"guild::.* has no forward-mode derivative"):
         hessian(lambda t: call(t, *inputs[1:]).square().sum())(inputs[0])
 
 
@@ -297,18 +301,18 @@ def test_gradient_penalty_raises(name: str) -> None:
         (gradient,) = torch.autograd.grad(loss, leaves[of], create_graph=True)
         penalty = loss + gradient.square().sum()
         for leaf in leaves:
-            with pytest.raises(NotImplementedError, match="guild::.* has no derivative"):
+            with pytest.raises(NotImplementedError, match=r"guild::.* has no derivative"):
                 torch.autograd.grad(penalty, leaf, retain_graph=True)
-        with pytest.raises(NotImplementedError, match="guild::.* has no derivative"):
+        with pytest.raises(NotImplementedError, match=r"guild::.* has no derivative"):
             penalty.backward()
         nested = penalised(call, of)
         for other in range(len(inputs)):
-            with pytest.raises(NotImplementedError, match="guild::.* has no derivative"):
+            with pytest.raises(NotImplementedError, match=r"guild::.* has no derivative"):
                 func_grad(nested, argnums=other)(*inputs)
             leaves[other] = inputs[other].clone().requires_grad_()
-            with pytest.raises(NotImplementedError, match="guild::.* has no derivative"):
+            with pytest.raises(NotImplementedError, match=r"guild::.* has no derivative"):
                 torch.autograd.grad(nested(*leaves), leaves[other])
-    with pytest.raises(NotImplementedError, match="guild::.* has no derivative"):
+    with pytest.raises(NotImplementedError, match=r"guild::.* has no derivative"):
         jacrev(jacrev(lambda x: call(x, *inputs[1:]).square().sum()))(inputs[0])
 
 
@@ -324,16 +328,7 @@ def test_gradient_penalty(name: str) -> None:
     torch.testing.assert_close(got, torch.autograd.grad(penalty, leaves))
 
 
-@pytest.mark.parametrize(
-    "a, b, ends, bias",
-    [
-        ((7, 3), (4, 3, 5), [2, 2, 5, 6], (4, 5)),
-        ((3, 7), (7, 5), [2, 2, 5, 6], (4, 5)),
-        ((4, 6, 3), (3, 7), [2, 2, 5, 6], (4, 6)),
-        ((4, 6, 3), (4, 3, 5), None, (4, 5)),
-    ],
-    ids=["rows", "inner", "columns", "none"],
-)
+@pytest.mark.parametrize("a, b, ends, bias", GROUPED_SHAPES.values(), ids=GROUPED_SHAPES)
 def test_grouped_mm_twice(
     a: tuple[int, ...], b: tuple[int, ...], ends: list[int] | None, bias: tuple[int, ...]
 ) -> None:

@@ -158,15 +158,15 @@ def test_empty_weights(shape: tuple[int, int]) -> None:
     hidden, inner = shape
     x, offsets = torch.zeros(3, hidden), torch.zeros(3, dtype=torch.int32)
     w_up, w_down = torch.zeros(2, 2 * inner, hidden), torch.zeros(2, hidden, inner)
-    with pytest.raises(ValueError, match="^w_down: expected sizes of at least 1"):
+    with pytest.raises(ValueError, match=r"^w_down: expected sizes of at least 1"):
         guild.experts_mlp(x, offsets, w_up, w_down)
-    with pytest.raises(ValueError, match="^w_up: expected inputs and outputs"):
+    with pytest.raises(ValueError, match=r"^w_up: expected inputs and outputs"):
         guild.grouped_mm_swiglu(x, w_up.mT, offsets[1:])
 
 
 def test_experts_that_a_gpu_cannot_route(gpu: str) -> None:
     logits = torch.zeros(3, 1025, device=gpu)
-    with pytest.raises(ValueError, match="^logits: expected 1 to 1024 experts on a CUDA device"):
+    with pytest.raises(ValueError, match=r"^logits: expected 1 to 1024 experts on a CUDA device"):
         guild.route(logits, 2)
 
 
@@ -201,7 +201,7 @@ def test_num_sms() -> None:
     """The budget is a whole number, 0 or more, and stays as it was after a wrong call."""
     with pytest.raises(ValueError, match="count: expected at least 0, got -1"):
         guild.set_num_sms(-1)
-    with pytest.raises(TypeError, match="count: expected an int, got float 1.5"):
+    with pytest.raises(TypeError, match=r"count: expected an int, got float 1.5"):
         guild.set_num_sms(1.5)
     with pytest.raises(TypeError, match="shared: expected True or False, got 1"):
         guild.set_num_sms(8, shared=1)
@@ -307,9 +307,9 @@ def test_pre_activations_in_plain_torch() -> None:
             silu(h)
         with pytest.raises(error, match=f"^{message}"):
             silu.gradient(h, h)
-    with pytest.raises(ValueError, match="^order: expected 'concatenated' or 'interleaved'"):
+    with pytest.raises(ValueError, match=r"^order: expected 'concatenated' or 'interleaved'"):
         silu(torch.ones(2, 4), "mixed")
-    with pytest.raises(ValueError, match="^activation: expected one of"):
+    with pytest.raises(ValueError, match=r"^activation: expected one of"):
         guild.Activation.named(["silu"])
 
 

@@ -16,7 +16,7 @@ def test_settings_are_named() -> None:
     for name, value in (("wgrad", "fp16"), ("gradients", "e3m4"), ("scales", 2), ("save", None)):
         with pytest.raises((TypeError, ValueError), match=f"^{name}: expected"):
             FP8(**{name: value})
-    with pytest.raises(TypeError, match="^cached: expected"):
+    with pytest.raises(TypeError, match=r"^cached: expected"):
         FP8(cached=1)
 
 
@@ -59,10 +59,10 @@ def test_wrong_calls_are_named(device: str) -> None:
 
 
 def test_wrong_modules_are_named() -> None:
-    with pytest.raises(TypeError, match="fp8: expected guild.FP8, got str 'e4m3'"):
+    with pytest.raises(TypeError, match=r"fp8: expected guild.FP8, got str 'e4m3'"):
         guild.MoE(16, 16, 2, 1, fp8="e4m3")
     weights = torch.zeros(2, 32, 16), torch.zeros(2, 16, 16)
-    with pytest.raises(TypeError, match="fp8: expected guild.FP8, got NoneType"):
+    with pytest.raises(TypeError, match=r"fp8: expected guild.FP8, got NoneType"):
         FP8Weights(None, *weights)
     with pytest.raises(ValueError, match="w_up: expected shape"):
         FP8Weights(FP8(), *weights, activation="relu2_ungated")

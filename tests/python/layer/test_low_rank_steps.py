@@ -193,5 +193,5 @@ def test_terms_that_lie_otherwise(gpu: str) -> None:
     """A term along its outputs beside a weight along its inputs."""
     o = operands(ROWS, INNER, HIDDEN, 8, torch.bfloat16).to(gpu, torch.bfloat16)
     offsets = torch.tensor(ENDS, dtype=torch.int32, device=gpu)
-    with pytest.raises(RuntimeError, match="low_rank.b: expected the contiguous dimension"):
+    with pytest.raises(RuntimeError, match=r"low_rank.b: expected the contiguous dimension"):
         ops.down_projection(o.x, offsets, o.weight, None, False, o.t, o.b.mT.contiguous().mT)

@@ -11,24 +11,9 @@ from torch import Tensor, nn
 
 import guild
 from guild import WeightGradients, experts_mlp, routed_experts
+from listed_layers import EXPERTS, HIDDEN, INNER, dtype_of, whole_layer
 
-EXPERTS, HIDDEN, INNER = 4, 16, 8
-SHAPES = {
-    "w_up": (EXPERTS, 2 * INNER, HIDDEN),
-    "w_down": (EXPERTS, HIDDEN, INNER),
-    "b_up": (EXPERTS, 2 * INNER),
-    "b_down": (EXPERTS, HIDDEN),
-}
 OLD = 3.0  # what every main_grad holds before
-
-
-def dtype_of(device: str) -> torch.dtype:
-    return torch.float64 if device == "cpu" else torch.bfloat16
-
-
-def weights(device: str) -> dict[str, Tensor]:
-    torch.manual_seed(0)
-    return {n: torch.randn(s, device=device, dtype=dtype_of(device)) for n, s in SHAPES.items()}
 
 
 def single(t: Tensor) -> list[nn.Parameter]:
@@ -68,7 +53,7 @@ def run(layer: dict[str, list[nn.Parameter]], device: str, sink: WeightGradients
 
 def plain(device: str) -> tuple[Tensor, dict[str, Tensor]]:
     """The gradients of x and of the weights, by autograd."""
-    layer = {n: [nn.Parameter(t)] for n, t in weights(device).items()}
+    layer = {n: [nn.Parameter(t)] for n, t in whole_layer(device).items()}
     dx = run(layer, device, None)
     return dx, {n: ps[0].grad.float() for n, ps in layer.items()}
 
@@ -93,7 +78,7 @@ def close(device: str) -> dict[str, float]:
 def test_gradients_are_added(device: str, made: Callable, delayed: bool) -> None:
     """They are added in float32, in place, wherever the tensors lie."""
     dx, gradients = plain(device)
-    layer = {n: made(t) for n, t in weights(device).items()}
+    layer = {n: made(t) for n, t in whole_layer(device).items()}
     places = {p.main_grad.data_ptr() for ps in layer.values() for p in ps}
     sink = WeightGradients(main_grad=True, delayed=delayed)
     for passes in (1, 2):
@@ -111,7 +96,7 @@ def test_gradients_are_added(device: str, made: Callable, delayed: bool) -> None
 def test_main_grads_are_written_in_place(device: str) -> None:
     """Unless one of them wants no gradient: then gradients go through a tensor of their own."""
     for made in (even, uneven):
-        layer = {n: made(t) for n, t in weights(device).items()}
+        layer = {n: made(t) for n, t in whole_layer(device).items()}
         with warnings.catch_warnings():
             warnings.simplefilter("error", guild.CopiedWeightsWarning)
             run(layer, device, WeightGradients(main_grad=True))
@@ -127,7 +112,7 @@ def test_main_grads_are_written_in_place(device: str) -> None:
 def test_hooks_of_waiting_parameters_run(device: str, made: Callable, delayed: bool) -> None:
     """`grad_added_to_main_grad`: autograd reaches the parameter, as a trainer's hooks need."""
     _, gradients = plain(device)
-    layer = {n: made(t) for n, t in weights(device).items()}
+    layer = {n: made(t) for n, t in whole_layer(device).items()}
     reached, sink = [], WeightGradients(main_grad=True, delayed=delayed)
 
     def hook(parameter: nn.Parameter) -> Callable:
@@ -172,9 +157,9 @@ def test_beside_frozen_low_rank_terms(device: str, made: Callable, routed: bool)
         offsets = torch.tensor([0, 9, 9, 14, 24], device=device, dtype=torch.int32)
         return experts_mlp(x, offsets, **given)
 
-    autograd = {n: [nn.Parameter(t)] for n, t in weights(device).items()}
+    autograd = {n: [nn.Parameter(t)] for n, t in whole_layer(device).items()}
     out(autograd, None).square().sum().backward()
-    layer = {n: made(t) for n, t in weights(device).items()}
+    layer = {n: made(t) for n, t in whole_layer(device).items()}
     reached = []
     for p in [p for ps in layer.values() for p in ps]:
         p.grad_added_to_main_grad = False
@@ -187,7 +172,7 @@ def test_beside_frozen_low_rank_terms(device: str, made: Callable, routed: bool)
 
 @pytest.mark.parametrize("made", MADE)
 def test_gradients_without_meaning_may_have_to_be_zero(device: str, made: Callable) -> None:
-    layer = {n: made(t) for n, t in weights(device).items()}
+    layer = {n: made(t) for n, t in whole_layer(device).items()}
     for parts in layer.values():
         for p in parts:
             p.grad_added_to_main_grad, p.zero_out_wgrad = False, True
@@ -201,7 +186,7 @@ def test_gradients_without_meaning_may_have_to_be_zero(device: str, made: Callab
 def test_main_grad_may_be_overwritten(device: str, made: Callable, which: str) -> None:
     """Also where one parameter of several that are written together asks for it."""
     _, gradients = plain(device)
-    layer = {n: made(t) for n, t in weights(device).items()}
+    layer = {n: made(t) for n, t in whole_layer(device).items()}
     for parts in layer.values():
         for p in parts if which == "all" else parts[:1]:
             p.overwrite_main_grad = True
@@ -216,12 +201,12 @@ def test_main_grad_may_be_overwritten(device: str, made: Callable, which: str) -
 @pytest.mark.parametrize("main_grad", [False, True])
 def test_one_parameter_for_all_experts(device: str, main_grad: bool, overwrite: bool) -> None:
     """Its gradients add up, and only what was there before is overwritten."""
-    layer = {n: even(t) for n, t in weights(device).items()}
+    layer = {n: even(t) for n, t in whole_layer(device).items()}
     shared = layer["w_down"][0]
     shared.overwrite_main_grad = overwrite
     layer["w_down"] = [shared] * EXPERTS
     run(layer, device, WeightGradients(main_grad=main_grad))
-    apart = {n: single(t) for n, t in weights(device).items()}
+    apart = {n: single(t) for n, t in whole_layer(device).items()}
     whole = shared.detach().expand(EXPERTS, -1, -1).clone()
     apart["w_down"] = [nn.Parameter(whole)]
     run(apart, device, None)
@@ -235,7 +220,7 @@ def test_one_parameter_for_all_experts(device: str, main_grad: bool, overwrite: 
 def test_main_grad_may_come_from_a_call(device: str) -> None:
     """`get_main_grad()` is asked in backward, not before."""
     _, gradients = plain(device)
-    layer = {n: even(t) for n, t in weights(device).items()}
+    layer = {n: even(t) for n, t in whole_layer(device).items()}
     asked = []
     for parts in layer.values():
         for p in parts:
@@ -254,7 +239,7 @@ def test_main_grad_may_come_from_a_call(device: str) -> None:
 def test_main_grad_in_the_parameters_dtype(device: str) -> None:
     """As for trainers that do not keep float32 sums."""
     _, gradients = plain(device)
-    layer = {n: even(t) for n, t in weights(device).items()}
+    layer = {n: even(t) for n, t in whole_layer(device).items()}
     for parts in layer.values():
         buffer = torch.stack([p.main_grad.to(p.dtype) for p in parts])
         for p, main in zip(parts, buffer, strict=True):
@@ -268,7 +253,7 @@ def test_main_grad_in_the_parameters_dtype(device: str) -> None:
 def test_main_grads_of_two_dtypes(device: str, delayed: bool) -> None:
     """Each in float32 or the parameter's dtype, whatever others have that one op writes with it."""
     _, gradients = plain(device)
-    layer = {n: nn.Parameter(t) for n, t in weights(device).items()}
+    layer = {n: nn.Parameter(t) for n, t in whole_layer(device).items()}
     gate, up = map(nn.Parameter, layer["w_up"].detach().chunk(2, 1))
     layer["w_up"] = (gate, up)
     for p in (gate, up, *list(layer.values())[1:]):
@@ -287,7 +272,7 @@ def test_main_grads_of_two_dtypes(device: str, delayed: bool) -> None:
 def test_nothing_is_written_if_a_target_is_gone() -> None:
     """`compute` can be repeated when the target is back."""
     _, gradients = plain("cpu")
-    layer = {n: even(t) for n, t in weights("cpu").items()}
+    layer = {n: even(t) for n, t in whole_layer("cpu").items()}
     sink = WeightGradients(main_grad=True, delayed=True)
     run(layer, "cpu", sink)
     main, layer["b_up"][1].main_grad = layer["b_up"][1].main_grad, None
@@ -302,7 +287,7 @@ def test_nothing_is_written_if_a_target_is_gone() -> None:
 
 def test_frozen_members_and_halves(device: str) -> None:
     """Of a pair of lists: a half that wants nothing, an expert that wants nothing."""
-    whole = weights(device)
+    whole = whole_layer(device)
     gate, up = whole.pop("w_up").chunk(2, 1)
     layer = {n: even(t) for n, t in whole.items()}
     gates, ups = even(gate.contiguous()), even(up.contiguous())
@@ -330,9 +315,9 @@ def test_routed_tokens_and_lists(device: str) -> None:
     x = torch.randn(20, HIDDEN, device=device, dtype=dtype_of(device))
     ids = torch.arange(20, device=device)[:, None] % EXPERTS
     scores = torch.rand(20, 1, device=device)
-    whole = {n: nn.Parameter(t) for n, t in weights(device).items()}
+    whole = {n: nn.Parameter(t) for n, t in whole_layer(device).items()}
     routed_experts(x, ids, scores, **whole).sum().backward()
-    layer = {n: even(t) for n, t in weights(device).items()}
+    layer = {n: even(t) for n, t in whole_layer(device).items()}
     sink = WeightGradients(main_grad=True)
     routed_experts(x, ids, scores, **layer, weight_gradients=sink).sum().backward()
     for name, ps in layer.items():
@@ -350,7 +335,7 @@ def test_routed_tokens_and_lists(device: str) -> None:
     ],
 )
 def test_wrong_lists(change: str, message: str) -> None:
-    layer = {n: even(t) for n, t in weights("cpu").items()}
+    layer = {n: even(t) for n, t in whole_layer("cpu").items()}
     if change == "missing":
         del layer["w_down"][2].main_grad
     elif change == "dtype":
@@ -358,7 +343,7 @@ def test_wrong_lists(change: str, message: str) -> None:
     elif change == "leaf":
         layer["w_down"][2] = layer["w_down"][2] * 1
     else:
-        halves = even(weights("cpu")["w_up"][:, :INNER].contiguous())
+        halves = even(whole_layer("cpu")["w_up"][:, :INNER].contiguous())
         layer["w_up"] = (halves, halves)
     with pytest.raises(ValueError, match=message):
         run(layer, "cpu", WeightGradients(main_grad=True))

@@ -230,7 +230,7 @@ def test_nothing_to_balance() -> None:
     """Errors that say what is missing."""
     with pytest.raises(RuntimeError, match=r"^router: expected Router\(selection_bias=True\), got"):
         guild.MoE(16, 8, 4, 2).balance()
-    with pytest.raises(RuntimeError, match="^balance: expected a forward pass first, got none"):
+    with pytest.raises(RuntimeError, match=r"^balance: expected a forward pass first, got none"):
         guild.MoE(16, 8, 4, 2, router="sigmoid").balance()
 
 
@@ -250,7 +250,7 @@ def test_losses_that_are_not_there() -> None:
     for moe in (guild.MoE(16, 8, 4, 2), guild.MoE(16, 8, 4, 2, balance_over="batch")):
         for name in ("load_balancing_loss", "z_loss"):
             assert not hasattr(moe, name) and getattr(moe, name, None) is None
-            with pytest.raises(AttributeError, match="^balance_over: expected MoE.*and a forward"):
+            with pytest.raises(AttributeError, match=r"^balance_over: expected MoE.*and a forward"):
                 getattr(moe, name)
         assert ("top_k", 2) in inspect.getmembers(moe)
         x = torch.randn(3, 16)

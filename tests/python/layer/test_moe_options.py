@@ -327,7 +327,7 @@ def test_options_assigned_later(gradients: bool) -> None:
 def test_wrong_dtype_with_shared_experts() -> None:
     """x is what is wrong, not the first weight that it meets."""
     moe = make("qwen3_next")
-    with pytest.raises(TypeError, match="^x: expected dtype float32 like w_up, got float64"):
+    with pytest.raises(TypeError, match=r"^x: expected dtype float32 like w_up, got float64"):
         moe(torch.zeros(3, 24, dtype=torch.float64))
 
 

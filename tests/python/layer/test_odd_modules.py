@@ -123,7 +123,7 @@ def test_weights_in_place_of_shared_experts(grad: bool, device: str) -> None:
         with pytest.raises(ValueError, match=r"shared.w_up: expected shape \(14, 16\), got \(16"):
             layer(x)
         layer.shared.w_down = nn.Parameter(torch.randn(1, HIDDEN, INNER, **like))
-        with pytest.raises(ValueError, match="shared.w_down: expected 2 dimensions"):
+        with pytest.raises(ValueError, match=r"shared.w_down: expected 2 dimensions"):
             layer(x)
 
 

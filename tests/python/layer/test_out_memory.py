@@ -91,7 +91,7 @@ def test_wrong_out_of_experts_mlp(message: str, given: SimpleNamespace) -> None:
 
 def test_out_of_experts_mlp_has_no_gradient(given: SimpleNamespace) -> None:
     out = torch.empty_like(given.x)
-    with pytest.raises(ValueError, match="out: expected None since .* requires a gradient"):
+    with pytest.raises(ValueError, match=r"out: expected None since .* requires a gradient"):
         guild.experts_mlp(given.x.requires_grad_(), given.offsets, given.up, given.down, out=out)
 
 

@@ -78,7 +78,7 @@ def strangers_are_refused(rank: int) -> None:
         moe.balance_sums.over_ranks(group)
         return
     for call in (lambda: moe.balance(_RATE, group), lambda: moe.balance_sums.over_ranks(group)):
-        with pytest.raises(ValueError, match="^group: expected one that this rank is in"):
+        with pytest.raises(ValueError, match=r"^group: expected one that this rank is in"):
             call()
     assert not moe.router.selection_bias.any()
 

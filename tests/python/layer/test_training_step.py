@@ -265,7 +265,7 @@ def test_one_parameter_as_two(main_grad: bool) -> None:
     with pytest.raises(ValueError, match=match):
         guild.experts_mlp(x, offsets, (half, half), w, **sink)
     ungated = {"activation": "silu_ungated", **sink}
-    with pytest.raises(ValueError, match="^b_down: expected another parameter than b_up"):
+    with pytest.raises(ValueError, match=r"^b_down: expected another parameter than b_up"):
         guild.experts_mlp(x, offsets, w, w, bias, bias, **ungated)
     guild.experts_mlp(x, offsets, half, half, **ungated).sum().backward()  # two ops, the sum
     got = half.main_grad if main_grad else half.grad

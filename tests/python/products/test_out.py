@@ -55,7 +55,7 @@ def test_out_in_the_memory_of_an_operand(name: str) -> None:
 def test_out_is_an_operand(device: str) -> None:
     rows = normal(ROWS, WIDTH).to(device, torch.bfloat16)
     weights = normal(GROUPS, WIDTH, WIDTH).to(rows)
-    with pytest.raises(ValueError, match="out: expected memory not shared with .* with mat_a"):
+    with pytest.raises(ValueError, match=r"out: expected memory not shared with .* with mat_a"):
         guild.grouped_mm(rows, weights, ENDS.to(device), out=rows)
 
 
@@ -66,7 +66,7 @@ class Weight(torch.nn.Parameter):
 @pytest.mark.parametrize("kind", [torch.nn.Parameter, Weight])
 def test_out_is_an_operand_of_another_class(kind: type[torch.nn.Parameter]) -> None:
     rows = kind(normal(ROWS, WIDTH), requires_grad=False)
-    with pytest.raises(ValueError, match="out: expected memory not shared with .* with mat_a"):
+    with pytest.raises(ValueError, match=r"out: expected memory not shared with .* with mat_a"):
         square(mat_a=rows, out=rows)
 
 

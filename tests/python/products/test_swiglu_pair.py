@@ -296,7 +296,9 @@ def test_another_aux_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     grouped_mm_downproj(a, w_down, offs, aux_biased_acc=aux)
     with pytest.raises(ValueError, match=r"^aux_biased_acc: expected shape \(864, 192\), got \(8,"):
         grouped_mm_downproj(a, w_down, offs, aux_biased_acc=aux[:8])
-    with pytest.raises(TypeError, match="^aux_biased_acc: expected dtype bfloat16 like swiglu_out"):
+    with pytest.raises(
+        TypeError, match=r"^aux_biased_acc: expected dtype bfloat16 like swiglu"
+    ):
         grouped_mm_downproj(a, w_down, offs, aux_biased_acc=aux.float())
 
 
@@ -304,5 +306,5 @@ def test_no_swiglu_out() -> None:
     """swiglu_out is required even with aux, since the note on aux is looked up by it."""
     tensors, offs = example(64, 96, "cpu")
     _, aux = grouped_mm_swiglu(tensors["x"], tensors["W_up"], offs)
-    with pytest.raises(TypeError, match="^swiglu_out: expected a torch.Tensor, got NoneType"):
+    with pytest.raises(TypeError, match=r"^swiglu_out: expected a torch.Tensor, got NoneType"):
         grouped_mm_downproj(None, tensors["W_down"], offs, aux_biased_acc=aux)

@@ -35,7 +35,7 @@ def test_python_code_runs(document: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_blocks_that_go_on_say_so() -> None:
+def test_dependent_blocks_name_what_they_need() -> None:
     """A block of the guide that uses names from other blocks says in its first line which ones.
 
     So whoever copies one alone knows what is missing.
@@ -66,9 +66,23 @@ def test_cpp_code_compiles(tmp_path: Path) -> None:
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_links_lead_somewhere(document: str) -> None:
     folder = (ROOT / document).parent
-    links = re.findall(r"\]\(([^)#\s]+)\)", (ROOT / document).read_text())
-    lost = [x for x in links if not x.startswith("http") and not (folder / x).exists()]
-    assert not lost
+    links = re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", (ROOT / document).read_text())
+    lost = []
+    for file, anchor in links:
+        target = folder / file if file else ROOT / document
+        if file.startswith("http"):
+            continue
+        if not target.exists() or (anchor and anchor not in anchors_of(target)):
+            lost.append(f"{file}#{anchor}")
+    assert lost == []
+
+
+def anchors_of(document: Path) -> set[str]:
+    """The anchors that GitHub gives a document's headings."""
+    text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ +(.*?) *$", text, re.MULTILINE)
+    plain = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading) for heading in headings)
+    return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in plain}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

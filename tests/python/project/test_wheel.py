@@ -51,7 +51,7 @@ def test_audit_claims_what_the_symbols_allow(
 
 def test_audit_stops_at_other_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check_wheel, "output", lambda *_: report("libtorch.so", "libgomp.so.1"))
-    with pytest.raises(SystemExit, match="x.whl needs libgomp.so.1, which not every Linux has"):
+    with pytest.raises(SystemExit, match=r"x.whl needs libgomp.so.1, which not every Linux has"):
         check_wheel.audit(Path("x.whl"))
 
 

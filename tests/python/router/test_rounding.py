@@ -289,9 +289,9 @@ def test_wrong_call(message: str, device: str) -> None:
 
 def test_wrong_router() -> None:
     """Rounding is not defined for routers that weight the input."""
-    with pytest.raises(ValueError, match="^rounding: expected None where"):
+    with pytest.raises(ValueError, match=r"^rounding: expected None where"):
         guild.Router("sigmoid", applied_to="input", rounding="up")
-    with pytest.raises(ValueError, match="^rounding: expected None, 'nearest'"):
+    with pytest.raises(ValueError, match=r"^rounding: expected None, 'nearest'"):
         guild.Router(rounding="off")
 
 

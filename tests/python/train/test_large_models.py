@@ -106,7 +106,7 @@ def test_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="^fsdp: expected --fsdp where torchrun"):
+    with pytest.raises(ValueError, match=r"^fsdp: expected --fsdp where torchrun"):
         plan_of()
     command = resume_command({"fsdp": True, "expert_parallel": 2, "keep_gathered": True}, Path("a"))
     assert command == (

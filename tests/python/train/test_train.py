@@ -251,7 +251,7 @@ def test_comparison_takes_medians_of_ratios() -> None:
 
 
 def test_stops_at_a_loss_that_is_no_number(corpus: Path, tmp_path: Path) -> None:
-    with pytest.raises(FloatingPointError, match="guild: the loss of step .* is nan"):
+    with pytest.raises(FloatingPointError, match=r"guild: the loss of step .* is nan"):
         train(small_settings(lr=1e30, clip=1e30), tmp_path, corpus)
 
 
@@ -325,9 +325,9 @@ def test_choices_are_all_of_the_library() -> None:
 def test_plain_layer_has_one_router() -> None:
     """What the plain layer does not support is refused, and so are unknown names."""
     settings = small_settings(round="up")
-    with pytest.raises(ValueError, match="^moe: the plain layer"):
+    with pytest.raises(ValueError, match=r"^moe: the plain layer"):
         Learner("plain", settings, torch.device("cpu"), torch.float32)
-    with pytest.raises(ValueError, match="^router: expected one of"):
+    with pytest.raises(ValueError, match=r"^router: expected one of"):
         small_settings(router="best")
-    with pytest.raises(ValueError, match="^capacity: expected 0 with rounding"):
+    with pytest.raises(ValueError, match=r"^capacity: expected 0 with rounding"):
         small_settings(round="up", capacity=1.0)
