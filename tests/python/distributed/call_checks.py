@@ -146,9 +146,7 @@ def transforms(rank: int) -> None:
             lambda layer, x: torch.func.vmap(layer)(x.view(2, 2, 16)),
             lambda layer, x: torch.func.jvp(layer, (x,), (x,)),
         ):
-            with pytest.raises(
-                NotImplementedError, match=r"^expert_group: .* outside of torch"
-            ):
+            with pytest.raises(NotImplementedError, match=r"^expert_group: .* outside of torch"):
                 call(layer, x)
         assert torch.isfinite(layer(x)).all()
 

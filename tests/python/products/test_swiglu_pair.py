@@ -296,9 +296,7 @@ def test_another_aux_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     grouped_mm_downproj(a, w_down, offs, aux_biased_acc=aux)
     with pytest.raises(ValueError, match=r"^aux_biased_acc: expected shape \(864, 192\), got \(8,"):
         grouped_mm_downproj(a, w_down, offs, aux_biased_acc=aux[:8])
-    with pytest.raises(
-        TypeError, match=r"^aux_biased_acc: expected dtype bfloat16 like swiglu"
-    ):
+    with pytest.raises(TypeError, match=r"^aux_biased_acc: expected dtype bfloat16 like swiglu"):
         grouped_mm_downproj(a, w_down, offs, aux_biased_acc=aux.float())
 
 

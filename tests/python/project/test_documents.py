@@ -92,6 +92,15 @@ def test_files_named_are_there(document: str) -> None:
     assert [path for path in named if not (ROOT / path).exists()] == []
 
 
+def test_every_result_is_cited() -> None:
+    """By a document, or by a test that reads it."""
+    citing = [*(ROOT / document for document in DOCUMENTS), *ROOT.glob("tests/python/bench/*.py")]
+    text = "".join(path.read_text() for path in citing)
+    results = sorted(path.name for path in (ROOT / "bench/results").iterdir())
+    assert len(results) > 50
+    assert [name for name in results if name not in text] == []
+
+
 def test_path_to_the_instruction() -> None:
     """docs/kernel.md leads from guild.MoE.forward to wgmma in at most eight files.
 
