@@ -105,7 +105,7 @@ def pick_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         device = None
-    if device is None or device.type not in ("cpu", "cuda"):
+    if device is None or (device.type, device.index) != ("cpu", None) and device.type != "cuda":
         raise ValueError(f"device: expected auto, cpu, cuda or cuda:<index>, got {name!r}")
     if device.type == "cuda":
         count = torch.cuda.device_count()

@@ -40,7 +40,8 @@ def load() -> Path:
     Raises
     ------
     ImportError
-        If torch is older than 2.10, the library is not found, or it does not load.
+        If torch is older than 2.10, the library is not found, it does not load, or it is not
+        Guild's.
     """
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if version < _OLDEST_TORCH:
@@ -59,6 +60,8 @@ def load() -> Path:
         raise ImportError(
             f"{path} does not load into torch {torch.__version__}: {error}"
         ) from error
+    if not hasattr(torch.ops.guild, "moe_forward"):
+        raise ImportError(f"{path} is not Guild's compiled library: it registers no operators")
     _translate_errors()
     return path
 

@@ -107,7 +107,7 @@ def plan_bench(args: argparse.Namespace) -> BenchPlan:
         seed=args.seed,
         num_sms=args.num_sms,
         tokens=_tokens(args, on_gpu),
-        parts=_names("parts", args.parts or ",".join(PARTS), PARTS),
+        parts=PARTS if args.parts is None else _names("parts", args.parts, PARTS),
         peers=tuple(args.peer),
     )
 
@@ -123,7 +123,7 @@ def _names(option: str, text: str, known: tuple[str, ...]) -> tuple[str, ...]:
 
 def _tokens(args: argparse.Namespace, on_gpu: bool) -> tuple[int, ...]:
     """Numbers of tokens at decode; none if all shapes give their own."""
-    if not args.tokens:
+    if args.tokens is None:
         own = args.thiek and not args.preset
         return () if own else DECODE_TOKENS if on_gpu else _CPU_TOKENS
     try:
@@ -142,7 +142,7 @@ def _require_mode(args: argparse.Namespace) -> None:
         if getattr(args, name) and not args.steps:
             raise ValueError(f"{name}: expected only with --steps")
     for name in ("tokens", "parts", "peer"):
-        if getattr(args, name) and not args.decode:
+        if getattr(args, name) not in (None, []) and not args.decode:
             raise ValueError(f"{name}: expected only with --decode")
     modes = ("steps", "memory", "rounding", "decode", "fp8")
     mode = next((name for name in modes if getattr(args, name)), None)
@@ -169,8 +169,8 @@ def _candidates(args: argparse.Namespace, device: torch.device) -> tuple[str, ..
     known = GPU_CANDIDATES if device.type == "cuda" else CPU_CANDIDATES
     if args.decode:
         known = DECODE_CANDIDATES
-    names = tuple(args.candidates.split(",")) if args.candidates else known
-    if args.sweep is not None and not args.candidates:
+    names = known if args.candidates is None else tuple(args.candidates.split(","))
+    if args.sweep is not None and args.candidates is None:
         names = ("guild", "bound")
     for name in names:
         if name not in known:
@@ -192,7 +192,8 @@ def _routings(args: argparse.Namespace) -> tuple[str, ...]:
     known = DECODE_ROUTINGS if args.decode else ROUTINGS
     modes = args.steps, args.memory, args.rounding, args.decode, args.fp8
     alone = any(modes) or args.sweep is not None
-    text = args.routing or ("balanced" if args.steps else "random" if alone else "random,balanced")
+    usual = "balanced" if args.steps else "random" if alone else "random,balanced"
+    text = usual if args.routing is None else args.routing
     names = known if text == "all" else tuple(dict.fromkeys(text.split(",")))
     for name in names:
         if name not in known:

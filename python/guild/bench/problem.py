@@ -219,6 +219,6 @@ def expect_memory(shape: Shape, needed: int) -> None:
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > there:
         raise ValueError(
-            f"thiek: {shape} needs about {needed / 2**30:.0f} GiB, this machine has "
-            f"{there / 2**30:.0f} GiB; take fewer tokens or experts"
+            f"shape: {shape} (T, H, I, E, K) needs about {needed / 2**30:.0f} GiB, this machine "
+            f"has {there / 2**30:.0f} GiB; take fewer tokens or experts"
         )

@@ -77,6 +77,7 @@ def _report(args: argparse.Namespace) -> int:
     from guild.bench.record import read_record
     from guild.bench.report import report
 
+    _require_report_alone(args)
     record = read_record(args.report)
     if args.out is not None:
         if record["mode"] not in _DRAWN:
@@ -89,6 +90,16 @@ def _report(args: argparse.Namespace) -> int:
         _draw(record, args.out / name)
         Console(stderr=True).print(f"results in {args.out}: {name}")
     return 0
+
+
+def _require_report_alone(args: argparse.Namespace) -> None:
+    """Raise for options that say what to measure, and how."""
+    from guild.cli.main import make_parser
+
+    defaults = vars(make_parser().parse_args(["bench"]))
+    for name, value in vars(args).items():
+        if value != defaults[name] and name not in ("report", "json", "out"):
+            raise ValueError(f"{name}: expected without --report")
 
 
 def _draw(record: dict[str, Any], file: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from guild.provenance import device_name, pick_device, set_threads
-from guild.train.generation import Sampling, generate, readable, window_start
+from guild.train.generation import Sampling, expect_tokens, generate, readable, window_start
 from guild.train.learner import moe_factory
 from guild.train.loop import PROMPT
 from guild.train.model import LanguageModel
@@ -25,6 +25,7 @@ def run_generate(args: argparse.Namespace) -> int:
     prompt = prompt_bytes(args.prompt)
     sampling = Sampling(args.temperature, args.top_k, args.seed)
     sampling.expect_valid()
+    expect_tokens(args.tokens)
     device = pick_device(args.device)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)

@@ -58,6 +58,8 @@ def gpu_lines() -> list[str]:
 
 def fp8_path(cuda: str) -> str:
     """Where layers in FP8 run, and from which sizes on they pay off."""
+    if cuda == cuda_path(False, False):
+        return cuda
     if cuda.startswith("not"):
         return "CPU tensors only, as a reference"
     return (

@@ -337,8 +337,8 @@ def _add_what(bench: argparse.ArgumentParser) -> None:
     add(
         "--candidates",
         metavar="A,B",
-        help="any of guild, bound, compiled, eager (GPU), plain (CPU); with --decode guild, torch; "
-        "default: all that the device has",
+        help="any of guild, bound; floor, compiled, eager (GPU); plain (CPU); with --decode guild, "
+        "torch; default: all that the device has",
     )
     add(
         "--num-sms",

@@ -73,6 +73,12 @@ class Sampling(NamedTuple):
         return (below / self.temperature + noise).argmax(-1)
 
 
+def expect_tokens(count: int) -> None:
+    """Raise ValueError unless so many tokens (bytes) can be written at once."""
+    if not 1 <= count <= MOST_BYTES:
+        raise ValueError(f"tokens: expected 1 to {MOST_BYTES}, got {count}")
+
+
 def window_start(length: int, context: int) -> int:
     """The first byte that the model sees of a text: it moves by half a context at a time."""
     half = (context + 1) // 2
@@ -121,8 +127,7 @@ def generate(
     sampling.expect_valid()
     if not prompt:
         raise ValueError("prompt: expected at least one byte, got an empty text")
-    if not 1 <= count <= MOST_BYTES:
-        raise ValueError(f"tokens: expected 1 to {MOST_BYTES}, got {count}")
+    expect_tokens(count)
     with _autocast_without_cache(model.embedding.weight.device.type):
         writer = _Writer(model, count, context, sampling)
         start = time.perf_counter()

@@ -231,9 +231,12 @@ class Learner:
         """
         try:
             self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
-            for weight, held in self.optimizer.state.items():
-                self._expect_moments(weight, held)
+            # Options come from the settings, which the checkpoint gives too.
+            groups = self.optimizer.state_dict()["param_groups"]
+            moments = state["optimizer"]["state"]
+            self.optimizer.load_state_dict({"state": moments, "param_groups": groups})
+            for weight in self.model.parameters():
+                self._expect_moments(weight, self.optimizer.state[weight])
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
             raise ValueError(
                 f"resume: the checkpoint's weights and optimiser do not fit this {self.name} "

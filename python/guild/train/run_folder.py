@@ -15,6 +15,7 @@ import json
 import math
 import os
 import warnings
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -151,7 +152,7 @@ class RunFolder:
         Raises
         ------
         ValueError
-            If a line is not a row of a run.
+            If a line is not a row of a run, or does not go on where the one before ended.
         """
         if not self.metrics.exists():
             return []
@@ -159,13 +160,18 @@ class RunFolder:
         whole = [line for line in lines if line.endswith(b"\n")]
         rows: list[dict[str, Any]] = []
         layers = None
+        last: dict[str, int] = {}  # step of each layer
         for number, line in enumerate(whole, 1):
-            rows.append(self._row(number, line, layers))
+            rows.append(self._row(number, line, layers, last))
             layers = len(rows[-1].get("load", ())) or layers
+            if "loss" in rows[-1]:
+                last[rows[-1]["moe"]] = rows[-1]["step"]
         return rows
 
-    def _row(self, number: int, line: bytes, layers: int | None) -> dict[str, Any]:
-        """One line; layers: the length of `load` in the rows before."""
+    def _row(
+        self, number: int, line: bytes, layers: int | None, last: dict[str, int]
+    ) -> dict[str, Any]:
+        """One line; layers: the length of `load` in the rows before, last: their last steps."""
         try:
             row = json.loads(line)
         except (RecursionError, ValueError):
@@ -173,6 +179,8 @@ class RunFolder:
         wrong = _wrong_in(row)
         if wrong is None and layers and len(row.get("load", ())) not in (0, layers):
             wrong = f"load: expected a list of length {layers} as before, got {row['load']!r}"
+        if wrong is None and "loss" in row and last.get(row["moe"]) not in (None, row["step"] - 1):
+            wrong = f"step: expected {last[row['moe']] + 1} as the next, got {row['step']}"
         if wrong is not None:
             raise ValueError(
                 f"resume: line {number} of {str(self.metrics)!r} is not a row of a training run"
@@ -181,8 +189,19 @@ class RunFolder:
         return row
 
     def cut_after(self, step: int) -> None:
-        """Drop the rows that are newer than `step`."""
+        """Drop the rows that are newer than `step`.
+
+        Raises
+        ------
+        ValueError
+            If the file has no row of the step itself.
+        """
         kept = [row for row in self.rows() if row["step"] <= step]
+        if not any(row["step"] == step and "loss" in row for row in kept):
+            raise ValueError(
+                f"resume: {str(self.metrics)!r} has no row of step {step}, at which the checkpoint "
+                "was written"
+            )
         with self.replacing(self.metrics) as file:
             file.writelines(json.dumps(row).encode() + b"\n" for row in kept)
 
@@ -222,6 +241,10 @@ class RunFolder:
         with self.checkpoint.open("rb") as file, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about pickles that are not torch's
             try:
+                with zipfile.ZipFile(file) as archive:  # torch does not compare the checksums
+                    if damaged := archive.testzip():
+                        raise ValueError(damaged)
+                file.seek(0)
                 state = torch.load(file, map_location="cpu", weights_only=True)
             except Exception:  # torch raises whatever its readers run into in damaged files
                 raise ValueError(

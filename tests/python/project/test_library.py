@@ -55,6 +55,15 @@ def test_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         library.load()
 
 
+def test_a_library_that_is_not_guilds() -> None:
+    """It loads, but registers no operators."""
+    torch_library = next(Path(torch.__file__).parent.glob("lib/libc10.so"))
+    environment = {**os.environ, "GUILD_LIBRARY": str(torch_library)}
+    call = [sys.executable, "-c", "import guild; guild.MoE"]
+    result = subprocess.run(call, env=environment, capture_output=True, text=True, check=False)
+    assert "libc10.so is not Guild's compiled library: it registers no" in result.stderr
+
+
 def test_the_package_imports_without_a_library() -> None:
     """`guild info` must be able to report what is missing."""
     code = "import guild, guild._torch.library; assert 'MoE' in dir(guild)\nguild.MoE"

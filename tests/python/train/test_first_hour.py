@@ -89,11 +89,21 @@ def change_setting(path: Path, name: str, value: object) -> None:
     change_state(path, settings={**settings, name: value})
 
 
+def change_learner(path: Path, change: Callable[[dict], object]) -> None:
+    learners = torch.load(path)["learners"]
+    change(learners["guild"])
+    change_state(path, learners=learners)
+
+
 def change_moments(path: Path, change: Callable[[dict], object]) -> None:
     """Change the optimiser's state of the first weight."""
-    learners = torch.load(path)["learners"]
-    change(learners["guild"]["optimizer"]["state"][0])
-    change_state(path, learners=learners)
+    change_learner(path, lambda learner: change(learner["optimizer"]["state"][0]))
+
+
+def flip_byte(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0xFF
+    path.write_bytes(data)
 
 
 def cut(path: Path, count: int) -> None:
@@ -149,6 +159,11 @@ BAD_CHECKPOINTS = {
         lambda p: change_moments(p, lambda state: state.update(exp_avg="ones")),
         "do not fit this guild model",
     ),
+    "moments of no weight": (
+        lambda p: change_learner(p, lambda learner: learner["optimizer"].update(state={})),
+        "do not fit this guild model",
+    ),
+    "one byte changed": (lambda p: flip_byte(p, 60_000), "is damaged or not a checkpoint"),
     "a folder": (lambda p: (p.unlink(), p.mkdir()), "checkpoint.pt: Is a directory"),
 }
 
@@ -163,6 +178,26 @@ def test_bad_checkpoint(
     printed = refused(run("--resume", "--steps", "12"), capsys)
     assert message in printed and "checkpoint" in printed
     assert (finished / "metrics.jsonl").read_bytes() == metrics
+
+
+def test_options_of_the_optimiser_come_from_the_settings(
+    run: Callable[..., int], finished: Path, capsys: pytest.CaptureFixture
+) -> None:
+    def spoil(learner: dict) -> None:
+        for group in learner["optimizer"]["param_groups"]:
+            del group["eps"]
+            group.update(amsgrad=True, weight_decay="a", betas="x")
+
+    straight = finished.parent / "straight"
+    shutil.copytree(finished, straight)
+    change_learner(finished / "checkpoint.pt", spoil)
+    for folder in (finished, straight):
+        assert run("--resume", "--steps", "12", "--out", str(folder)) == 0
+    weights = [
+        torch.load(folder / "checkpoint.pt")["learners"]["guild"]["model"]
+        for folder in (finished, straight)
+    ]
+    torch.testing.assert_close(*weights, rtol=0, atol=0)
 
 
 def test_unreadable_checkpoint(
@@ -198,7 +233,7 @@ def test_metrics_of_one_layer_of_two(
     capsys.readouterr()
     metrics = tmp_path / "run/metrics.jsonl"
     lines = metrics.read_text().splitlines(keepends=True)
-    metrics.write_text("".join(line for line in lines if '"step": 3, ' not in line or "pl" in line))
+    metrics.write_text("".join(line for line in lines if '"step": 1, ' not in line or "pl" in line))
     printed = refused(run("--resume", "--steps", "12"), capsys)
     assert "has other steps of guild than of plain" in printed
 

@@ -11,6 +11,7 @@ import pytest
 from guild.train.run_folder import RunFolder
 
 STEP_ROW = {"step": 10, "moe": "guild", "loss": 3.0, "seconds": 0.1, "load": [1.0]}
+NEXT_ROW = {**STEP_ROW, "step": 11}
 WRONG_ROWS = {
     "half a li": "is not a row of a training run",
     "[1]": "is not a row of a training run",
@@ -22,7 +23,9 @@ WRONG_ROWS = {
     '{"step": 1, "moe": "guild"}': "no validation_loss in it",
     '{"step": 1, "moe": "guild", "validation_loss": "low"}': "expected a number, got 'low'",
     **{
-        json.dumps({**STEP_ROW, name: value}): f"{name}: expected {expected}, got {value!r}"
+        json.dumps(
+            {**STEP_ROW, "step": 11, name: value}
+        ): f"{name}: expected {expected}, got {value!r}"
         for name, value, expected in (
             ("loss", "low", "a finite number"),
             ("loss", math.nan, "a finite number"),
@@ -32,6 +35,8 @@ WRONG_ROWS = {
             ("load", [], "a list of numbers"),
             ("load", ["1"], "a list of numbers"),
             ("load", [1.0] * 9, "a list of length 1 as before"),
+            ("step", 10, "11 as the next"),
+            ("step", 12, "11 as the next"),
         )
     },
 }
@@ -42,7 +47,7 @@ def test_rows_that_runs_write(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     assert folder.rows() == []
     validation = {"step": 10, "moe": "plain", "validation_loss": 2.5, "windows": 8}
-    rows = [STEP_ROW, validation, {**STEP_ROW, "step": 11, "colour": "blue"}]
+    rows = [STEP_ROW, validation, {**NEXT_ROW, "colour": "blue"}]
     folder.append(rows)
     with folder.metrics.open("a") as file:
         file.write('{"step": 12, "mo')
