@@ -13,7 +13,7 @@ from guild._torch.autograd import expect_no_graph, rows_of, with_lists, without_
 from guild._torch.expert_lists import Versions
 from guild._torch.low_rank import LowRank, Places, Weights
 from guild._torch.operators import LayerFlags, ops
-from guild.weight_gradients import Kept, Operands, Sink, compute_gradients
+from guild.weight_gradients import Operands, Sink, Unchanged, compute_gradients
 
 _ARGUMENTS = 14 + len(LayerFlags._fields)  # weights, low-rank operands, places, flags
 _lora_forward = ops.lora_forward.default
@@ -89,10 +89,10 @@ class _ExpertsWithSink(torch.autograd.Function):
         dout = rows_of(dout)
         dh, a, parts, u_down = steps.down_gradient(dout, h, places, weights, low, ctx.flags)
         routed = places.slot_row is not None
-        kept = Kept(x, dout) if routed else Kept(x, dout, places.offsets)
+        borrowed = Unchanged(x, dout) if routed else Unchanged(x, dout, places.offsets)
         where = places.offsets, places.row_token, places.row_score
         operands = Operands(x, dout, dh, a, *where)
-        step = partial(compute_gradients, ctx.sink, kept, ctx.parameters, ctx.flags, operands)
+        step = partial(compute_gradients, ctx.sink, borrowed, ctx.parameters, ctx.flags, operands)
         ctx.sink.take(partial(ctx.sink.expect_targets, ctx.parameters), step)
         dscores = None
         if want_scores:

@@ -212,7 +212,7 @@ class Sink(NamedTuple):
     reached: list[Tensor]  # by autograd: see `reached_by_autograd`
 
 
-class Kept:
+class Unchanged:
     """Tensors that the layer does not own, and their versions when backward used them."""
 
     def __init__(self, x: Tensor, dout: Tensor, offsets: Tensor | None = None) -> None:
@@ -318,9 +318,9 @@ class Experts(torch.autograd.Function):
                 dx, slot_row, dscores, routed, x, weight, ctx.weighing, want_router
             )
             dscores = None
-        kept = Kept(x, dout, offsets) if slot_row is None else Kept(x, dout)
+        borrowed = Unchanged(x, dout, offsets) if slot_row is None else Unchanged(x, dout)
         operands = Operands(x, dout, dh, a, offsets, row_token, row_score)
-        step = partial(compute_gradients, ctx.sink, kept, parameters, ctx.flags, operands)
+        step = partial(compute_gradients, ctx.sink, borrowed, parameters, ctx.flags, operands)
         ctx.sink.take(partial(ctx.sink.expect_targets, ctx.parameters), step)
         late = ctx.sink.gradients_without_meaning(ctx.reached)
         layer = (None,) * (2 + _LAYER)
@@ -342,13 +342,13 @@ class Operands(NamedTuple):
 @torch.no_grad()
 def compute_gradients(
     sink: WeightGradients,
-    kept: Kept,
+    borrowed: Unchanged,
     parameters: tuple[Listed | None, ...],
     flags: LayerFlags,
     operands: Operands,
 ) -> None:
     """dW and db of one backward pass, into the sink's targets."""
-    kept.expect_unchanged()
+    borrowed.expect_unchanged()
     _compute_weights(sink, parameters[:3], flags, operands)
     compute_biases(sink, *parameters[3:], operands)
 

@@ -20,8 +20,13 @@ from guild._torch.float8_steps import (
 )
 from guild._torch.gradient_targets import wanting
 from guild._torch.operators import LayerFlags, ops
-from guild.weight_gradients import Kept as Unchanged
-from guild.weight_gradients import Operands, WeightGradients, compute_biases, compute_gradients
+from guild.weight_gradients import (
+    Operands,
+    Unchanged,
+    WeightGradients,
+    compute_biases,
+    compute_gradients,
+)
 
 _MASTERS = 5  # weights and biases
 _ARGUMENTS = 10  # before those
@@ -97,8 +102,8 @@ class Float8Experts(torch.autograd.Function):
             step = partial(_compute_of_codes, ctx.sink, ctx.parameters, ctx.flags, *about)
         else:
             operands = Operands(x, dout, made.dh, made.a_scaled, *routed)
-            kept = Unchanged(x, dout)
-            step = partial(compute_gradients, ctx.sink, kept, ctx.parameters, flags, operands)
+            borrowed = Unchanged(x, dout)
+            step = partial(compute_gradients, ctx.sink, borrowed, ctx.parameters, flags, operands)
         ctx.sink.take(partial(ctx.sink.expect_targets, ctx.parameters), step)
         late = ctx.sink.gradients_without_meaning(ctx.reached)
         nothing = (None,) * 6
