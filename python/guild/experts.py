@@ -8,8 +8,8 @@ from guild._torch.checks import expect_dims, expect_offsets, expect_shape
 from guild._torch.expert_lists import Listed
 from guild._torch.layer_arguments import Halves, layer_arguments
 from guild._torch.layer_operator import experts_forward_out, moe_forward_out, moe_layer_out
-from guild._torch.low_rank import Places
 from guild._torch.operators import ops
+from guild._torch.row_routing import RowRouting
 from guild.activations import Activation
 from guild.expert_arguments import (
     expect_later,
@@ -34,7 +34,7 @@ from guild.float8.experts import (
 )
 from guild.float8.settings import FP8
 from guild.lora import LoRA, LoRAHalves
-from guild.lora_experts import experts_with_lora, sorted_places
+from guild.lora_experts import experts_with_lora, sorted_rows
 from guild.routed_call import RoutedCall, routed_call
 from guild.routing import Router, token_arguments
 from guild.weight_gradients import Experts, WeightGradients
@@ -233,10 +233,10 @@ def run_routed(
         if low is None:
             return out, moe_forward_out(x, *slots.values(), residual, *layer, out, experts_at)
     if low is not None:
-        places = sorted_places(ids, scores, layer[2].shape[0], token_offsets)
+        routing = sorted_rows(ids, scores, layer[2].shape[0], token_offsets)
         tokens = x, scores, residual
-        rows = experts_with_lora(*tokens, layer, low, places, keep, recompute, sink, experts_at)
-        return rows if out is None else out.copy_(rows), places.offsets
+        rows = experts_with_lora(*tokens, layer, low, routing, keep, recompute, sink, experts_at)
+        return rows if out is None else out.copy_(rows), routing.offsets
     if sink is not None:
         tokens = None, None, ids, scores, token_offsets, residual, None
         return Experts.apply(*sink[:2], recompute, x, *tokens, experts_at, *layer, *sink.reached)
@@ -354,9 +354,9 @@ lora_up, lora_down
             experts_forward_out(x, offsets, *layer, out, experts_at)
             return out
     if low is not None:
-        places = Places(offsets, None, None, None, None)
+        routing = RowRouting(offsets)
         rows = x, None, None
-        rows = experts_with_lora(*rows, layer, low, places, keep, recompute, sink, experts_at)
+        rows = experts_with_lora(*rows, layer, low, routing, keep, recompute, sink, experts_at)
         return rows if out is None else out.copy_(rows)
     if sink is not None:
         tokens = (*(None,) * 6, offsets, experts_at)

@@ -89,8 +89,8 @@ def routed_experts_of_codes(
         expect_out(out, x, [], "x", **read)
     flags = LayerFlags(*activation.scalars, False, False)
     operands = (x, *slots, residual), halves, down, biases, flags
-    made, _, _, places = forward(*operands, fp8.recipe(), False)
-    return made if out is None else out.copy_(made), places.offsets
+    made, _, _, routing = forward(*operands, fp8.recipe(), False)
+    return made if out is None else out.copy_(made), routing.offsets
 
 
 def expect_no_gradient(*given: object) -> None:
