@@ -59,8 +59,8 @@ def fill_normal(weight: Tensor, std: float, expert_group: ExpertParallel | None)
 def expert_ops(
     expert_group: ExpertParallel | None,
     number: int,
-    out: Tensor | None = None,
-    fp8: FP8 | FP8Weights | None = None,
+    out: Tensor | None,
+    fp8: FP8 | FP8Weights | None,
 ) -> tuple[Callable, Callable]:
     """`routed_layer` and `routed_experts_and_offsets`, here or over the ranks of a group.
 

@@ -235,7 +235,7 @@ class Floor(Bound):
             left -= part
 
 
-def make_candidate(name: str, problems: list[Problem], num_sms: int | None = None) -> Layer | Bound:
+def make_candidate(name: str, problems: list[Problem], num_sms: int | None) -> Layer | Bound:
     """The candidate called `name` over these inputs."""
     if name in BOUNDS:
         return Bound(problems) if name == "bound" else Floor(problems)
