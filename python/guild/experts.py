@@ -150,6 +150,9 @@ def routed_experts(
     ------
     TypeError, ValueError
         If an argument is not as described; the message names it.
+    NotImplementedError
+        For low-rank terms with fp8 or codes, for weight_gradients with codes, for out or
+        weight_gradients under torch.func's transforms, and under forward-mode AD.
 
     Notes
     -----
@@ -333,6 +336,8 @@ lora_up, lora_down
     ------
     TypeError, ValueError
         If an argument is not as described; the message names it.
+    NotImplementedError
+        For out or weight_gradients under torch.func's transforms, and under forward-mode AD.
     """
     expect_dims("x_sorted", x_sorted, 2, what="(rows, hidden)")
     expect_later(recompute, weight_gradients)

@@ -28,7 +28,7 @@ from guild.layer_experts import (
     local_count,
     local_parts,
 )
-from guild.layer_inference import quick_output
+from guild.layer_inference import PREPARED, quick_output
 from guild.layer_routing import (
     Routing,
     as_router,
@@ -228,8 +228,9 @@ class MoE(nn.Module):
 
         Returns
         -------
-        torch.Tensor
-            Shape of x, in its dtype; the autocast dtype under autocast.
+        torch.Tensor or (torch.Tensor, Routing)
+            Shape of x, in its dtype; the autocast dtype under autocast. With return_routing,
+            followed by the routing.
 
         Raises
         ------
@@ -316,7 +317,7 @@ class MoE(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Without the state of the last forward, so that copies and pickles work after one."""
         offsets = None if self._offsets is None else self._offsets.clone()  # a view of a buffer
-        last = {"balance_sums": None, "_offsets": offsets, "_prepared": None}
+        last = {"balance_sums": None, "_offsets": offsets, PREPARED: None}
         return {**super().__getstate__(), **last, "_fp8_weights": KeptWeights()}
 
     @property

@@ -18,7 +18,8 @@ from guild._torch.checks import autocast_dtype
 LIBRARY = library.load()
 ops = torch.ops.guild
 
-# Bits of `wanted` in moe_backward, experts_backward and data_gradients (src/torch/layer.cpp).
+# Bits of `wanted` (guild::binding::Wanted in src/torch/backward.h) in moe_backward,
+# experts_backward, data_gradients and peer_backward.
 # WANT_ROWS: dx by row, instead of WANT_X.
 WANT_X, WANT_SCORES, WANT_UP, WANT_DOWN, WANT_UP_BIAS, WANT_DOWN_BIAS, WANT_ROWS = (
     1 << i for i in range(7)
