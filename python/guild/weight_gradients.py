@@ -32,6 +32,7 @@ from guild._torch.gradient_targets import (
 from guild._torch.gradients import pre_activations, wanted_bits
 from guild._torch.operators import LayerFlags, ops
 from guild._torch.router_gradients import Weighing, router_gradients
+from guild._torch.row_routing import RowRouting
 
 _LAYER = 5 + len(LayerFlags._fields)  # arguments of a layer: weights, biases, flags
 _NAMES = ("w_up", "w_up[0] (gate)", "w_down", "b_up", "b_down")
@@ -273,10 +274,10 @@ class Experts(torch.autograd.Function):
         else:
             out, h = ops.experts_forward(x, offsets, *layer, not recompute, experts_at)
         ctx.sink, ctx.parameters, ctx.flags = sink, parameters, LayerFlags(*flags)
-        places = offsets, row_token, slot_row, row_score, token_offsets
+        rows = offsets, row_token, slot_row, row_score, token_offsets
         ctx.reached, ctx.versions = reached, Versions("weights", reached)
         weights = without_lists(ctx, experts_at, w_up, w_gate, w_down)
-        ctx.save_for_backward(x, h, *places, *weights, b_up, b_down, *routed)
+        ctx.save_for_backward(x, h, *rows, *weights, b_up, b_down, *routed)
         ctx.mark_non_differentiable(offsets)
         ctx.set_materialize_grads(False)
         return out, offsets
@@ -288,13 +289,16 @@ class Experts(torch.autograd.Function):
         if dout is None:
             return (None,) * (12 + _LAYER + len(ctx.reached))
         ctx.versions.expect_unchanged()
-        x, h, offsets, row_token, slot_row, row_score, token_offsets, *rest = ctx.saved_tensors
+        x, h, *rest = ctx.saved_tensors
+        rows, rest = RowRouting(*rest[:5]), rest[5:]
         w_up, w_gate, w_down = with_lists(ctx, *rest[:3])
         b_up, b_down, *routed = rest[3:]
         want_x, want_router, _, _, want_scores, _, want_residual = ctx.needs_input_grad[3:10]
         want_scores = want_scores or (bool(routed) and (want_x or want_router))
         lists = ctx.experts_at
-        h = pre_activations(h, x, offsets, row_token, w_up, w_gate, b_up, ctx.flags, lists)
+        h = pre_activations(
+            h, x, rows.offsets, rows.row_token, w_up, w_gate, b_up, ctx.flags, lists
+        )
         dresidual = dout if want_residual else None
         dout = rows_of(dout)
         parameters, biases = ctx.parameters, ()
@@ -303,23 +307,20 @@ class Experts(torch.autograd.Function):
             parameters = *parameters[:3], None, None
         wanted = wanted_bits(want_x, want_scores, by_row=bool(routed))
         with ctx.sink._targets(3, *(biases or (None, None))) as (biases, add):
+            db = [bias and bias.tensor for bias in biases]
             dx, dscores, dh, a = ops.data_gradients(
-                *(dout, h, offsets, row_token, slot_row, row_score, token_offsets),
-                *(w_up, w_gate, w_down, b_down, *ctx.flags, wanted),
-                *(bias and bias.tensor for bias in biases),
-                add,
-                lists,
+                dout, h, *rows, w_up, w_gate, w_down, b_down, *ctx.flags, wanted, *db, add, lists
             )
         dx, dscores = dx if want_x else None, dscores if want_scores else None
         drouter = None
         if routed and dscores is not None:
             weight, *routed = routed
             dx, drouter = router_gradients(
-                dx, slot_row, dscores, routed, x, weight, ctx.weighing, want_router
+                dx, rows.slot_row, dscores, routed, x, weight, ctx.weighing, want_router
             )
             dscores = None
-        borrowed = Unchanged(x, dout, offsets) if slot_row is None else Unchanged(x, dout)
-        operands = Operands(x, dout, dh, a, offsets, row_token, row_score)
+        borrowed = Unchanged(x, dout, rows.offsets if rows.slot_row is None else None)
+        operands = Operands(x, dout, dh, a, rows.offsets, rows.row_token, rows.row_score)
         step = partial(compute_gradients, ctx.sink, borrowed, parameters, ctx.flags, operands)
         ctx.sink.take(partial(ctx.sink.expect_targets, ctx.parameters), step)
         late = ctx.sink.gradients_without_meaning(ctx.reached)

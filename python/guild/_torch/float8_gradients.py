@@ -35,7 +35,7 @@ def chunks_of(
     made = new_chunks(codes, routing.row_token.shape[0], experts, columns // halves, halves)
     row_token = routing.row_token if gathered else None
     ops.quantize_chunks_out(
-        *(codes, x_scales, routing.offsets, row_token), *(halves, format_, scales), *made
+        codes, x_scales, routing.offsets, row_token, halves, format_, scales, *made
     )
     return made
 

@@ -134,10 +134,18 @@ def up_step(
         kept = Kept(like.new_empty(rows, width, dtype=dtype))
     *gate, up = halves
     ops.scaled_up_out(
-        *(*x, E4M3, routing.offsets, routing.row_token),
-        *(*up, *(gate[0] if gate else (None, None)), b_up),
-        *(*flags[:-1], E4M3, recipe.scales),
-        *(*kept.arguments(), *a),
+        *x,
+        E4M3,
+        routing.offsets,
+        routing.row_token,
+        *up,
+        *(gate[0] if gate else (None, None)),
+        b_up,
+        *flags[:-1],
+        E4M3,
+        recipe.scales,
+        *kept.arguments(),
+        *a,
     )
     return a, kept
 
@@ -159,7 +167,7 @@ def forward(
     codes = quantized_rows(x, E4M3, recipe.scales)
     a, kept = up_step(codes, routing, halves, b_up, flags, recipe, x.dtype, keep)
     y = x.new_empty(routing.row_token.shape[0], hidden)
-    ops.scaled_grouped_mm_out(*a, E4M3, *down, E4M3, routing.ends, y, 1, b_down)
+    ops.scaled_grouped_mm_out(*a, E4M3, *down, E4M3, routing.ends, y, bias=b_down)
     return ops.combine(y, routing.slot_row, scores, token_offsets, residual), kept, codes, routing
 
 
@@ -196,19 +204,17 @@ def new_chunks(like: Tensor, rows: int, experts: int, columns: int, halves: int)
     )
 
 
-def data_gradients(
+def _down_gradient(
     dout: Tensor,
     kept: Kept,
     routing: RowRouting,
     experts: QuantizedExperts,
-    b_down: Tensor | None,
     flags: LayerFlags,
     recipe: Recipe,
     wanted: Wanted,
-    by_row: bool = False,
-) -> DataGradients:
-    """dX, dscores and operands of the weight gradients; by_row: dX is (R, H), not summed."""
-    rows, (count, size, hidden) = routing.row_token.shape[0], experts.down_transposed.shape
+) -> tuple[DataGradients, Tensor | None]:
+    """dH and A, without dX and dscores as yet; and the partial sums of dscores."""
+    rows, (count, size, _) = routing.row_token.shape[0], experts.down_transposed.shape
     halves = experts.up_scales.shape[1]
     scores = routing.row_score
     order = flags
@@ -234,24 +240,60 @@ def data_gradients(
         row_scales(scores, rows, size, halves),
     )
     ops.scaled_down_gradient_out(
-        *(*given, recipe.gradients, routing.offsets, routing.row_token, scores),
-        *(experts.down_transposed.mT, experts.down_scales, *kept.arguments()),
-        *(*flags[:-1], recipe.gradients, recipe.scales, *dh_codes, dh, a_scaled, parts),
+        *given,
+        recipe.gradients,
+        routing.offsets,
+        routing.row_token,
+        scores,
+        experts.down_transposed.mT,
+        experts.down_scales,
+        *kept.arguments(),
+        *flags[:-1],
+        recipe.gradients,
+        recipe.scales,
+        *dh_codes,
+        dh,
+        a_scaled,
+        parts,
         *(dh_chunks or (None, None)),
         *(a_chunks or (None, None)),
     )
     if flags != order and dh is not None:
         dh = to_interleaved(dh)
+    return DataGradients(None, None, dh, a_scaled, dh_codes, given, dh_chunks, a_chunks), parts
+
+
+def data_gradients(
+    dout: Tensor,
+    kept: Kept,
+    routing: RowRouting,
+    experts: QuantizedExperts,
+    b_down: Tensor | None,
+    flags: LayerFlags,
+    recipe: Recipe,
+    wanted: Wanted,
+    by_row: bool = False,
+) -> DataGradients:
+    """dX, dscores and operands of the weight gradients; by_row: dX is (R, H), not summed."""
+    made, parts = _down_gradient(dout, kept, routing, experts, flags, recipe, wanted)
+    _, size, hidden = experts.down_transposed.shape
     dscores = dx = None
     if parts is not None:
-        about = routing.slot_row, routing.offsets, dout, b_down, size, routing.token_offsets
-        dscores = ops.score_gradient(parts, *about)
+        dscores = ops.score_gradient(
+            parts, routing.slot_row, routing.offsets, dout, b_down, size, routing.token_offsets
+        )
     if wanted.x:
-        dx = dout.new_empty(rows, hidden)
-        weight = experts.up_transposed, experts.up_scales.flatten(1, 2).mT
+        dx = dout.new_empty(routing.row_token.shape[0], hidden)
         ops.scaled_grouped_mm_out(
-            *dh_codes, recipe.gradients, *weight, E4M3, routing.ends, dx, halves
+            *made.dh_codes,
+            recipe.gradients,
+            experts.up_transposed,
+            experts.up_scales.flatten(1, 2).mT,
+            E4M3,
+            routing.ends,
+            dx,
+            halves=experts.up_scales.shape[1],
         )
         if not by_row:
             dx = ops.combine(dx, routing.slot_row, None, routing.token_offsets)
-    return DataGradients(dx, dscores, dh, a_scaled, dh_codes, given, dh_chunks, a_chunks)
+    return made._replace(dx=dx, dscores=dscores)
