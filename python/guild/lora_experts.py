@@ -14,7 +14,8 @@ from guild._torch.expert_lists import Versions
 from guild._torch.low_rank import LowRank, Weights
 from guild._torch.operators import LayerFlags, ops
 from guild._torch.row_routing import RowRouting
-from guild.weight_gradients import Operands, Sink, Unchanged, compute_gradients
+from guild.sink_experts import Operands, Unchanged, compute_gradients
+from guild.weight_gradients import Sink
 
 _ARGUMENTS = 14 + len(LayerFlags._fields)  # weights, low-rank operands, routing, flags
 _lora_forward = ops.lora_forward.default
@@ -50,9 +51,17 @@ def experts_with_lora(
     weights, flags = layer[:5], layer[5:]
     arguments = *weights, *low, *routing, *flags
     if sink is not None:
-        tokens = x, scores, residual
-        own = *sink[:2], recompute, experts_at
-        return _ExpertsWithSink.apply(*own, *tokens, *arguments, *sink.reached)
+        return _ExpertsWithSink.apply(
+            sink.gradients,
+            sink.parameters,
+            recompute,
+            experts_at,
+            x,
+            scores,
+            residual,
+            *arguments,
+            *sink.reached,
+        )
     return _lora_forward(x, scores, residual, *arguments, keep and not recompute, experts_at)[0]
 
 

@@ -21,13 +21,8 @@ from guild._torch.gradient_targets import wanting
 from guild._torch.operators import LayerFlags, ops
 from guild._torch.row_routing import RowRouting
 from guild.activations import to_interleaved
-from guild.weight_gradients import (
-    Operands,
-    Unchanged,
-    WeightGradients,
-    compute_biases,
-    compute_gradients,
-)
+from guild.sink_experts import Operands, Unchanged, compute_biases, compute_gradients
+from guild.weight_gradients import WeightGradients
 
 _MASTERS = 5  # weights and biases
 _ARGUMENTS = 10  # before those

@@ -14,7 +14,7 @@ from guild._torch.expert_lists import Placed, Versions, joined, table_of
 from guild._torch.gradient_targets import expect_targets, targets, wanting
 from guild._torch.gradients import starts
 from guild._torch.operators import autocast, ops
-from guild.weight_gradients import Unchanged
+from guild.sink_experts import Unchanged
 
 
 def grouped_linear(
