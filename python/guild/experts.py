@@ -19,7 +19,6 @@ from guild.expert_arguments import (
     sink_of,
     whole_of,
 )
-from guild.experts_inference import quick_experts
 from guild.float8.checkpoints import (
     are_codes,
     expect_no_gradient,
@@ -35,6 +34,7 @@ from guild.float8.settings import FP8
 from guild.lora import LoRA, LoRAHalves
 from guild.lora_experts import experts_with_lora, sorted_rows
 from guild.routed_call import RoutedArguments, RoutedCall, routed_call
+from guild.routed_experts_fast_path import quick_experts
 from guild.routing import Router, token_arguments
 from guild.sink_experts import experts_with_sink
 from guild.weight_gradients import WeightGradients

@@ -48,7 +48,7 @@ def expert_parameters(
         yield nn.Parameter(torch.empty(count, *shape, **make)) if wanted else None
 
 
-def fill_normal(weight: Tensor, std: float, expert_group: ExpertParallel | None) -> None:
+def fill_weight(weight: Tensor, std: float, expert_group: ExpertParallel | None) -> None:
     """Fill a weight with normal values; over ranks, different ones on each."""
     if expert_group is None:
         nn.init.normal_(weight, std=std)

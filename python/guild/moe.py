@@ -23,14 +23,13 @@ from guild.float8.settings import FP8, expect_fp8
 from guild.layer_experts import (
     expect_reachable,
     expert_parameters,
-    fill_normal,
+    fill_weight,
     layer_fp8,
     local_count,
     local_parts,
     run_experts,
     run_layer,
 )
-from guild.layer_inference import PREPARED, quick_output
 from guild.layer_routing import (
     Routing,
     as_router,
@@ -44,6 +43,7 @@ from guild.layer_routing import (
     router_operands,
 )
 from guild.logits import RouterLinear, expected_selection_bias
+from guild.moe_fast_path import PREPARED, quick_output
 from guild.routing import Router
 from guild.shared_experts import SharedExperts, shared_rows, shared_width
 from guild.weight_gradients import WeightGradients, expect_sink
@@ -195,8 +195,8 @@ class MoE(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw weights from a normal distribution of variance 1 / inputs; zero the biases."""
-        fill_normal(self.w_up, self.hidden**-0.5, self.expert_group)
-        fill_normal(self.w_down, self.intermediate**-0.5, self.expert_group)
+        fill_weight(self.w_up, self.hidden**-0.5, self.expert_group)
+        fill_weight(self.w_down, self.intermediate**-0.5, self.expert_group)
         for bias in (self.b_up, self.b_down):
             if bias is not None:
                 nn.init.zeros_(bias)

@@ -40,7 +40,7 @@ from guild.distributed.call_arguments import (
     residual_rows,
 )
 from guild.distributed.facts import facts_of
-from guild.distributed.filling import fill_normal
+from guild.distributed.filling import fill_part
 from guild.distributed.passage import Collect, Dispatch
 from guild.distributed.peer_layer import PeerExperts
 from guild.distributed.peer_traffic import PeerTraffic, plan_peer_traffic
@@ -215,7 +215,7 @@ class ExpertParallel:
     def fill_normal(self, weight: Tensor, std: float) -> None:
         """Initialise this rank's part of a layer's expert weights."""
         experts = weight.shape[0] * (1 if isinstance(weight, DTensor) else self.size)
-        fill_normal(weight, std, self.local_experts(experts), experts)
+        fill_part(weight, std, self.local_experts(experts), experts)
 
     def new_layer(self) -> int:
         """A number for a layer, by which ranks notice that they run different ones."""

@@ -1,4 +1,4 @@
-"""A layer's fast path without gradients, as experts_inference.py has for `routed_experts`."""
+"""A layer's fast path without gradients, like that of `routed_experts_fast_path`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,13 @@ from torch import Tensor, nn
 from guild._torch.layer_operator import infer_layer
 from guild._torch.operators import LayerFlags
 from guild.activations import is_interleaved
-from guild.experts_inference import REFUSED, below_autograd, is_plainly_called, told
 from guild.logits import RouterLinear
+from guild.routed_experts_fast_path import (
+    REFUSED,
+    below_autograd,
+    is_plainly_called,
+    settings_tensor,
+)
 from guild.routing import Router, router_scalars
 from guild.shared_experts import SharedExperts, shared_rows
 
@@ -79,6 +84,6 @@ def _prepared(layer: nn.Module) -> Tensor:
     found = layer.__dict__.get(PREPARED)
     if found is None or found[0] != settings:
         flags = LayerFlags(*layer.activation.scalars, is_interleaved(layer.order), layer.transposed)
-        numbers = told(*flags, *router_scalars(layer.top_k, layer.routing))
+        numbers = settings_tensor(*flags, *router_scalars(layer.top_k, layer.routing))
         found = layer.__dict__[PREPARED] = settings, numbers
     return found[1]
