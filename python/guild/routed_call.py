@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -21,10 +21,6 @@ from guild.expert_arguments import (
 )
 from guild.lora import LoRA, LoRAHalves
 from guild.weight_gradients import WeightGradients
-
-if TYPE_CHECKING:
-    from guild.float8.experts import FP8Weights
-    from guild.float8.settings import FP8
 
 
 class RoutedArguments(NamedTuple):
@@ -51,7 +47,7 @@ class RoutedArguments(NamedTuple):
     lora_down: LoRA | None = None
     out: Tensor | None = None
     expert_map: Tensor | None = None
-    fp8: FP8 | FP8Weights | None = None
+    fp8: Any = None  # guild.FP8, guild.FP8Weights or None
 
     @property
     def parameters(self) -> tuple[Any, Any, Any, Any]:
