@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from guild.bench.plan import BenchPlan
 from guild.provenance import provenance
-
-from .plan import BenchPlan
 
 SCHEMA = 1
 

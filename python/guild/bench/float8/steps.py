@@ -13,8 +13,7 @@ from guild._torch.float8_layer import quantized_rows
 from guild._torch.float8_steps import Codes, Wanted, data_gradients, forward, up_step
 from guild._torch.operators import LayerFlags, ops
 from guild.activations import Activation
-
-from ..problem import Problem
+from guild.bench.problem import Problem
 
 
 @torch.no_grad()
