@@ -230,6 +230,16 @@ def as_activation(activation: Activation | str) -> Activation:
     raise TypeError(f"activation: expected a name or a guild.Activation, got {activation!r}")
 
 
+def to_concatenated(columns: torch.Tensor) -> torch.Tensor:
+    """Interleaved columns of gate and up, such as a bias (E, 2I), with all of gate first."""
+    return torch.cat((columns[:, 0::2], columns[:, 1::2]), 1)
+
+
+def to_interleaved(columns: torch.Tensor) -> torch.Tensor:
+    """The inverse of `to_concatenated`."""
+    return torch.stack(columns.chunk(2, 1), 2).flatten(1)
+
+
 def is_interleaved(order: str) -> bool:
     """Whether `order` says "interleaved".
 

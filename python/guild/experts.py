@@ -8,8 +8,8 @@ from guild._torch.checks import expect_dims, expect_offsets, expect_shape
 from guild._torch.expert_lists import Listed
 from guild._torch.layer_arguments import Halves, layer_arguments
 from guild._torch.layer_operator import experts_forward_out, moe_forward_out, moe_layer_out
-from guild._torch.low_rank import Places
 from guild._torch.operators import ops
+from guild._torch.row_routing import RowRouting
 from guild.activations import Activation
 from guild.expert_arguments import (
     expect_later,
@@ -19,9 +19,7 @@ from guild.expert_arguments import (
     sink_of,
     whole_of,
 )
-from guild.experts_inference import quick_experts
 from guild.float8.checkpoints import (
-    Given,
     are_codes,
     expect_no_gradient,
     routed_experts_of_codes,
@@ -34,10 +32,12 @@ from guild.float8.experts import (
 )
 from guild.float8.settings import FP8
 from guild.lora import LoRA, LoRAHalves
-from guild.lora_experts import experts_with_lora, sorted_places
-from guild.routed_call import RoutedCall, routed_call
+from guild.lora_experts import experts_with_lora, sorted_rows
+from guild.routed_call import RoutedArguments, RoutedCall, routed_call
+from guild.routed_experts_fast_path import quick_experts
 from guild.routing import Router, token_arguments
-from guild.weight_gradients import Experts, WeightGradients
+from guild.sink_experts import experts_with_sink
+from guild.weight_gradients import WeightGradients
 
 _moe_forward = ops.moe_forward.default
 _moe_layer = ops.moe_layer.default
@@ -150,6 +150,9 @@ def routed_experts(
     ------
     TypeError, ValueError
         If an argument is not as described; the message names it.
+    NotImplementedError
+        For low-rank terms with fp8 or codes, for weight_gradients with codes, for out or
+        weight_gradients under torch.func's transforms, and under forward-mode AD.
 
     Notes
     -----
@@ -157,64 +160,60 @@ def routed_experts(
     dtype, and nothing is computed for inputs that want none, such as frozen weights. The method is
     SonicMoE's (arXiv:2512.14080, section 3).
     """
-    routed = x, topk_ids, topk_weights, w_up, w_down, b_up, b_down, activation, order, transposed
-    later = token_offsets, weight_gradients, lora_up, lora_down, out, expert_map, fp8
-    if all(value is None for value in later) and not are_codes(w_up, w_down):
-        found = None if recompute is not False else quick_experts(*routed, residual)
+    if (
+        token_offsets
+        is weight_gradients
+        is lora_up
+        is lora_down
+        is out
+        is expert_map
+        is fp8
+        is None
+        and recompute is False
+    ):
+        weights, layout = (w_up, w_down, b_up, b_down), (activation, order, transposed)
+        found = quick_experts(x, topk_ids, topk_weights, *weights, *layout, residual)
         if found is not None:
             return found[0]
-    return routed_experts_and_offsets(
-        *routed,
-        token_offsets,
-        residual,
-        recompute,
-        weight_gradients,
-        lora_up,
-        lora_down,
-        out,
-        expert_map,
-        fp8,
-    )[0]
+    given = RoutedArguments(
+        x=x,
+        topk_ids=topk_ids,
+        topk_weights=topk_weights,
+        w_up=w_up,
+        w_down=w_down,
+        b_up=b_up,
+        b_down=b_down,
+        activation=activation,
+        order=order,
+        transposed=transposed,
+        token_offsets=token_offsets,
+        residual=residual,
+        recompute=recompute,
+        weight_gradients=weight_gradients,
+        lora_up=lora_up,
+        lora_down=lora_down,
+        out=out,
+        expert_map=expert_map,
+        fp8=fp8,
+    )
+    return routed_experts_and_offsets(given)[0]
 
 
-def routed_experts_and_offsets(
-    x: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    w_up: Listed | Halves,
-    w_down: Listed,
-    b_up: Listed | Halves | None,
-    b_down: Listed | None,
-    activation: Activation | str,
-    order: str,
-    transposed: bool,
-    token_offsets: Tensor | None = None,
-    residual: Tensor | None = None,
-    recompute: bool = False,
-    weight_gradients: WeightGradients | None = None,
-    lora_up: LoRA | LoRAHalves | None = None,
-    lora_down: LoRA | None = None,
-    out: Tensor | None = None,
-    expert_map: Tensor | None = None,
-    fp8: FP8 | FP8Weights | None = None,
-) -> tuple[Tensor, Tensor]:
+def routed_experts_and_offsets(given: RoutedArguments) -> tuple[Tensor, Tensor]:
     """`routed_experts`, and the int32 (E + 1) offsets of the sorted rows."""
-    given = w_up, w_down, b_up, b_down
-    later = token_offsets, residual, recompute, weight_gradients, lora_up, lora_down, expert_map
-    tokens = x, topk_ids, topk_weights
-    if are_codes(w_up, w_down):
-        expect_alone(lora_up=lora_up, lora_down=lora_down, weight_gradients=weight_gradients)
-        expect_no_gradient(x, topk_weights, residual, b_up, b_down)
-        expect_later(recompute, None)
-        layout = activation, order, transposed
-        rest = layout, token_offsets, residual, expert_map, fp8, out
-        return routed_experts_of_codes(tokens, Given(*given), *rest)
-    if fp8 is not None:
-        expect_alone(lora_up=lora_up, lora_down=lora_down)
-        layout = activation, order, transposed
-        return routed_experts_in_fp8(tokens, given, layout, *later[:4], expert_map, fp8, out)
-    call = routed_call(*tokens, *given, activation, order, transposed, *later)
-    return run_routed(call, recompute, weight_gradients, out)
+    if are_codes(given.w_up, given.w_down):
+        expect_alone(
+            lora_up=given.lora_up,
+            lora_down=given.lora_down,
+            weight_gradients=given.weight_gradients,
+        )
+        expect_no_gradient(given.x, given.topk_weights, given.residual, given.b_up, given.b_down)
+        expect_later(given.recompute, None)
+        return routed_experts_of_codes(given)
+    if given.fp8 is not None:
+        expect_alone(lora_up=given.lora_up, lora_down=given.lora_down)
+        return routed_experts_in_fp8(given)
+    return run_routed(routed_call(given), given.recompute, given.weight_gradients, given.out)
 
 
 def run_routed(
@@ -231,60 +230,68 @@ def run_routed(
         lists = None if experts_at is None else given
         expect_output(out, keep, x, layer, lists=lists, residual=residual, **slots)
         if low is None:
-            return out, moe_forward_out(x, *slots.values(), residual, *layer, out, experts_at)
+            offsets = moe_forward_out(
+                x, ids, scores, token_offsets, residual, *layer, out, experts_at
+            )
+            return out, offsets
     if low is not None:
-        places = sorted_places(ids, scores, layer[2].shape[0], token_offsets)
-        tokens = x, scores, residual
-        rows = experts_with_lora(*tokens, layer, low, places, keep, recompute, sink, experts_at)
-        return rows if out is None else out.copy_(rows), places.offsets
+        routing = sorted_rows(ids, scores, layer[2].shape[0], token_offsets)
+        rows = experts_with_lora(
+            x, scores, residual, layer, low, routing, keep, recompute, sink, experts_at
+        )
+        return rows if out is None else out.copy_(rows), routing.offsets
     if sink is not None:
-        tokens = None, None, ids, scores, token_offsets, residual, None
-        return Experts.apply(*sink[:2], recompute, x, *tokens, experts_at, *layer, *sink.reached)
-    slots = ids, scores, token_offsets
+        return experts_with_sink(
+            sink,
+            recompute,
+            x,
+            layer,
+            ids=ids,
+            scores=scores,
+            token_offsets=token_offsets,
+            residual=residual,
+            experts_at=experts_at,
+        )
     keep = keep and not recompute
-    out, _, offsets, *_ = _moe_forward(x, *slots, residual, *layer, keep, experts_at)
+    out, _, offsets, *_ = _moe_forward(
+        x, ids, scores, token_offsets, residual, *layer, keep, experts_at
+    )
     return out, offsets
 
 
 def routed_layer(
-    x: Tensor,
+    given: RoutedArguments,
     router_weight: Tensor,
     top_k: int,
     router: Router,
     selection_bias: Tensor | None,
     token_mask: Tensor | None,
-    w_up: Tensor,
-    w_down: Tensor,
-    b_up: Tensor | None,
-    b_down: Tensor | None,
-    activation: Activation,
-    residual: Tensor | None,
-    recompute: bool,
-    weight_gradients: WeightGradients | None,
-    order: str,
-    transposed: bool,
-    out: Tensor | None = None,
-    fp8: FP8 | FP8Weights | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`route_tokens` and `routed_experts_and_offsets` as one op, with one gradient for x."""
+    recompute, weight_gradients, out = given.recompute, given.weight_gradients, given.out
     expect_later(recompute, weight_gradients)
-    tokens = token_arguments(x, router_weight, top_k, router, selection_bias, token_mask)
-    given = w_up, w_down, b_up, b_down
-    if fp8 is not None:
-        layout = activation, order, transposed
-        return routed_layer_in_fp8(tokens, given, layout, residual, recompute, fp8)
-    x, *layer, gradient = layer_arguments(x, *given, activation, order, transposed, routed=True)
-    residual = residual_of(residual, x)
+    tokens = token_arguments(given.x, router_weight, top_k, router, selection_bias, token_mask)
+    if given.fp8 is not None:
+        return routed_layer_in_fp8(tokens, given)
+    x, *layer, gradient = layer_arguments(tokens[0], *given.parameters, *given.layout, routed=True)
+    residual = residual_of(given.residual, x)
     wanted = gradient or router_weight.requires_grad
-    keep, sink = sink_of(wanted, weight_gradients, given, order)
+    keep, sink = sink_of(wanted, weight_gradients, given.parameters, given.order)
     if out is not None:
         operands = {"residual": residual, "router.weight": router_weight}
         expect_output(out, keep, x, layer, **operands)
         w_up, _, *rest = layer
         return out, moe_layer_out(*tokens, residual, w_up, *rest, out)
     if sink is not None:
-        chosen = x, router_weight, tokens[2:], None, None, None, residual, None, None
-        return Experts.apply(*sink[:2], recompute, *chosen, *layer, *sink.reached)
+        return experts_with_sink(
+            sink,
+            recompute,
+            x,
+            layer,
+            router_weight=router_weight,
+            router=tokens[2:],
+            residual=residual,
+        )
     out, _, offsets, *_ = _moe_layer(*tokens, residual, *layer, keep and not recompute)
     return out, offsets
 
@@ -333,6 +340,8 @@ lora_up, lora_down
     ------
     TypeError, ValueError
         If an argument is not as described; the message names it.
+    NotImplementedError
+        For out or weight_gradients under torch.func's transforms, and under forward-mode AD.
     """
     expect_dims("x_sorted", x_sorted, 2, what="(rows, hidden)")
     expect_later(recompute, weight_gradients)
@@ -354,11 +363,12 @@ lora_up, lora_down
             experts_forward_out(x, offsets, *layer, out, experts_at)
             return out
     if low is not None:
-        places = Places(offsets, None, None, None, None)
-        rows = x, None, None
-        rows = experts_with_lora(*rows, layer, low, places, keep, recompute, sink, experts_at)
+        routing = RowRouting(offsets)
+        rows = experts_with_lora(
+            x, None, None, layer, low, routing, keep, recompute, sink, experts_at
+        )
         return rows if out is None else out.copy_(rows)
     if sink is not None:
-        tokens = (*(None,) * 6, offsets, experts_at)
-        return Experts.apply(*sink[:2], recompute, x, *tokens, *layer, *sink.reached)[0]
+        found = experts_with_sink(sink, recompute, x, layer, offsets=offsets, experts_at=experts_at)
+        return found[0]
     return _experts_forward(x, offsets, *layer, keep and not recompute, experts_at)[0]

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +13,7 @@ from torch._guards import detect_fake_mode
 from guild.experts import routed_experts_and_offsets, routed_layer
 from guild.float8.settings import expect_fp8
 from guild.layer_routing import is_exporting
+from guild.routed_call import RoutedArguments
 
 if TYPE_CHECKING:
     from guild.distributed.expert_parallel import ExpertParallel
@@ -48,7 +48,7 @@ def expert_parameters(
         yield nn.Parameter(torch.empty(count, *shape, **make)) if wanted else None
 
 
-def fill_normal(weight: Tensor, std: float, expert_group: ExpertParallel | None) -> None:
+def fill_weight(weight: Tensor, std: float, expert_group: ExpertParallel | None) -> None:
     """Fill a weight with normal values; over ranks, different ones on each."""
     if expert_group is None:
         nn.init.normal_(weight, std=std)
@@ -56,31 +56,106 @@ def fill_normal(weight: Tensor, std: float, expert_group: ExpertParallel | None)
         expert_group.fill_normal(weight, std)
 
 
-def expert_ops(
-    expert_group: ExpertParallel | None,
-    number: int,
-    out: Tensor | None = None,
-    fp8: FP8 | FP8Weights | None = None,
-) -> tuple[Callable, Callable]:
-    """`routed_layer` and `routed_experts_and_offsets`, here or over the ranks of a group.
-
-    number: identifies the layer, so that ranks notice when they run different ones; out: where the
-    result is written, if given; fp8: how, or with which weights, the experts run in FP8.
-    """
-    if expert_group is None or expert_group.size == 1:
-        given: dict[str, Any] = {} if out is None else {"out": out}
-        given |= {} if fp8 is None else {"fp8": fp8}
-        return partial(routed_layer, **given), partial(routed_experts_and_offsets, **given)
+def expect_reachable(
+    expert_group: ExpertParallel | None, out: Tensor | None, fp8: FP8 | FP8Weights | None
+) -> None:
+    """Raise for options of a call that experts on other ranks do not support."""
+    if _are_all_here(expert_group):
+        return
     if fp8 is not None:
         raise NotImplementedError(
             "fp8: expected None with experts on other ranks (expert_group), got guild.FP8"
         )
     if out is not None:
         raise ValueError("out: expected None with experts on other ranks, got a tensor")
-    return (
-        partial(expert_group.routed_layer, layer=number),
-        partial(expert_group.routed_experts_and_offsets, layer=number),
+
+
+def run_layer(
+    layer: nn.Module,
+    weights: tuple[Tensor | None, ...],
+    x: Tensor,
+    router_weight: Tensor,
+    selection_bias: Tensor | None,
+    token_mask: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor | None,
+    fp8: FP8 | FP8Weights | None,
+) -> tuple[Tensor, Tensor]:
+    """`routed_layer` of a guild.MoE, here or over the ranks of its group."""
+    given = _arguments(layer, weights, x=x, residual=residual, out=out, fp8=fp8)
+    router = router_weight, layer.top_k, layer.routing, selection_bias, token_mask
+    if _are_all_here(layer.expert_group):
+        return routed_layer(given, *router)
+    return layer.expert_group.routed_layer(given, *router, layer=layer._number)
+
+
+def run_experts(
+    layer: nn.Module,
+    weights: tuple[Tensor | None, ...],
+    x: Tensor,
+    ids: Tensor,
+    scores: Tensor,
+    token_offsets: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor | None,
+    fp8: FP8 | FP8Weights | None,
+) -> tuple[Tensor, Tensor]:
+    """`routed_experts_and_offsets` of a guild.MoE, here or over the ranks of its group."""
+    if layer.routing.applied_to == "input":
+        x, scores = (x * scores).to(x.dtype), torch.ones_like(scores)
+    given = _arguments(
+        layer,
+        weights,
+        x=x,
+        topk_ids=ids,
+        topk_weights=scores,
+        token_offsets=token_offsets,
+        residual=residual,
+        out=out,
+        fp8=fp8,
     )
+    if _are_all_here(layer.expert_group):
+        return routed_experts_and_offsets(given)
+    return layer.expert_group.routed_experts_and_offsets(given, layer=layer._number)
+
+
+def _arguments(
+    layer: nn.Module,
+    weights: tuple[Tensor | None, ...],
+    *,
+    x: Tensor,
+    topk_ids: Tensor | None = None,
+    topk_weights: Tensor | None = None,
+    token_offsets: Tensor | None = None,
+    residual: Tensor | None,
+    out: Tensor | None,
+    fp8: FP8 | FP8Weights | None,
+) -> RoutedArguments:
+    """A call with a guild.MoE's weights and settings; without ids and weights, the router's."""
+    w_up, w_down, b_up, b_down = weights
+    return RoutedArguments(
+        x=x,
+        topk_ids=topk_ids,
+        topk_weights=topk_weights,
+        w_up=w_up,
+        w_down=w_down,
+        b_up=b_up,
+        b_down=b_down,
+        activation=layer.activation,
+        order=layer.order,
+        transposed=layer.transposed,
+        token_offsets=token_offsets,
+        residual=residual,
+        recompute=layer.recompute,
+        weight_gradients=layer.weight_gradients,
+        out=out,
+        fp8=fp8,
+    )
+
+
+def _are_all_here(expert_group: ExpertParallel | None) -> bool:
+    """Whether this process has all experts."""
+    return expert_group is None or expert_group.size == 1
 
 
 def layer_fp8(layer: nn.Module) -> FP8 | FP8Weights | None:

@@ -11,22 +11,24 @@ from torch import Tensor
 from guild._torch import low_rank as steps
 from guild._torch.autograd import expect_no_graph, rows_of, with_lists, without_lists
 from guild._torch.expert_lists import Versions
-from guild._torch.low_rank import LowRank, Places, Weights
+from guild._torch.low_rank import LowRank, Weights
 from guild._torch.operators import LayerFlags, ops
-from guild.weight_gradients import Kept, Operands, Sink, compute_gradients
+from guild._torch.row_routing import RowRouting
+from guild.sink_experts import Operands, Unchanged, compute_gradients
+from guild.weight_gradients import Sink
 
-_ARGUMENTS = 14 + len(LayerFlags._fields)  # weights, low-rank operands, places, flags
+_ARGUMENTS = 14 + len(LayerFlags._fields)  # weights, low-rank operands, routing, flags
 _lora_forward = ops.lora_forward.default
 
 
-def sorted_places(
+def sorted_rows(
     ids: Tensor, scores: Tensor, experts: int, token_offsets: Tensor | None
-) -> Places:
+) -> RowRouting:
     """Rows of routed tokens, sorted by expert. No gradient reaches the scores through it."""
     offsets, row_token, slot_row, row_score = ops.sort_by_expert(
         ids, scores.detach(), experts, token_offsets
     )
-    return Places(offsets, row_token, slot_row, row_score, token_offsets)
+    return RowRouting(offsets, row_token, slot_row, row_score, token_offsets)
 
 
 def experts_with_lora(
@@ -35,7 +37,7 @@ def experts_with_lora(
     residual: Tensor | None,
     layer: list[Any],
     low: LowRank,
-    places: Places,
+    routing: RowRouting,
     keep: bool,
     recompute: bool,
     sink: Sink | None,
@@ -47,11 +49,19 @@ def experts_with_lora(
     experts_at: for weights that are lists, as the ops take it.
     """
     weights, flags = layer[:5], layer[5:]
-    arguments = *weights, *low, *places, *flags
+    arguments = *weights, *low, *routing, *flags
     if sink is not None:
-        tokens = x, scores, residual
-        own = *sink[:2], recompute, experts_at
-        return _ExpertsWithSink.apply(*own, *tokens, *arguments, *sink.reached)
+        return _ExpertsWithSink.apply(
+            sink.gradients,
+            sink.parameters,
+            recompute,
+            experts_at,
+            x,
+            scores,
+            residual,
+            *arguments,
+            *sink.reached,
+        )
     return _lora_forward(x, scores, residual, *arguments, keep and not recompute, experts_at)[0]
 
 
@@ -74,32 +84,32 @@ class _ExpertsWithSink(torch.autograd.Function):
     def backward(ctx, dout):
         """dX, dscores and the low-rank gradients; the others go to the sink."""
         expect_no_graph()
-        nothing = (None,) * (5 + len(ctx.flags))  # of places and flags
+        nothing = (None,) * (5 + len(ctx.flags))  # of routing and flags
         if dout is None:
             return (*(None,) * 16, *nothing, *(None,) * len(ctx.reached))
         ctx.versions.expect_unchanged()
         x, h, t, *rest = ctx.saved_tensors
         weights = Weights(*with_lists(ctx, *rest[:3]), *rest[3:5], ctx.experts_at)
-        places = Places(*rest[9:])
+        routing = RowRouting(*rest[9:])
         low = LowRank(*rest[5:9]).aligned()
         want_x, want_scores, want_residual = ctx.needs_input_grad[4:7]
         want_low = ctx.needs_input_grad[12:16]
-        h, t = steps.recomputed(x, h, t, places, weights, low, ctx.flags)
+        h, t = steps.recomputed(x, h, t, routing, weights, low, ctx.flags)
         dresidual = dout if want_residual else None
         dout = rows_of(dout)
-        dh, a, parts, u_down = steps.down_gradient(dout, h, places, weights, low, ctx.flags)
-        routed = places.slot_row is not None
-        kept = Kept(x, dout) if routed else Kept(x, dout, places.offsets)
-        where = places.offsets, places.row_token, places.row_score
+        dh, a, parts, u_down = steps.down_gradient(dout, h, routing, weights, low, ctx.flags)
+        routed = routing.slot_row is not None
+        borrowed = Unchanged(x, dout) if routed else Unchanged(x, dout, routing.offsets)
+        where = routing.offsets, routing.row_token, routing.row_score
         operands = Operands(x, dout, dh, a, *where)
-        step = partial(compute_gradients, ctx.sink, kept, ctx.parameters, ctx.flags, operands)
+        step = partial(compute_gradients, ctx.sink, borrowed, ctx.parameters, ctx.flags, operands)
         ctx.sink.take(partial(ctx.sink.expect_targets, ctx.parameters), step)
         dscores = None
         if want_scores:
-            dscores = steps.score_gradient(parts, dout, a.shape[1], places, weights)
-        dx, u_up = steps.x_gradient(dh, places, weights, low, ctx.flags, want_x, want_low[0])
+            dscores = steps.score_gradient(parts, dout, a.shape[1], routing, weights)
+        dx, u_up = steps.x_gradient(dh, routing, weights, low, ctx.flags, want_x, want_low[0])
         dlow = steps.low_rank_gradients(
-            x, dout, dh, a, t, u_up, u_down, places, low, tuple(want_low)
+            x, dout, dh, a, t, u_up, u_down, routing, low, tuple(want_low)
         )
         late = ctx.sink.gradients_without_meaning(ctx.reached)
         own = (None,) * 4

@@ -21,14 +21,15 @@ from guild.balancing import BalanceSums, move_selection_bias, warn_without_gradi
 from guild.float8.kept import KeptWeights
 from guild.float8.settings import FP8, expect_fp8
 from guild.layer_experts import (
-    expert_ops,
+    expect_reachable,
     expert_parameters,
-    fill_normal,
+    fill_weight,
     layer_fp8,
     local_count,
     local_parts,
+    run_experts,
+    run_layer,
 )
-from guild.layer_inference import quick_output
 from guild.layer_routing import (
     Routing,
     as_router,
@@ -42,6 +43,7 @@ from guild.layer_routing import (
     router_operands,
 )
 from guild.logits import RouterLinear, expected_selection_bias
+from guild.moe_fast_path import PREPARED, quick_output
 from guild.routing import Router
 from guild.shared_experts import SharedExperts, shared_rows, shared_width
 from guild.weight_gradients import WeightGradients, expect_sink
@@ -193,8 +195,8 @@ class MoE(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw weights from a normal distribution of variance 1 / inputs; zero the biases."""
-        fill_normal(self.w_up, self.hidden**-0.5, self.expert_group)
-        fill_normal(self.w_down, self.intermediate**-0.5, self.expert_group)
+        fill_weight(self.w_up, self.hidden**-0.5, self.expert_group)
+        fill_weight(self.w_down, self.intermediate**-0.5, self.expert_group)
         for bias in (self.b_up, self.b_down):
             if bias is not None:
                 nn.init.zeros_(bias)
@@ -228,8 +230,9 @@ class MoE(nn.Module):
 
         Returns
         -------
-        torch.Tensor
-            Shape of x, in its dtype; the autocast dtype under autocast.
+        torch.Tensor or (torch.Tensor, Routing)
+            Shape of x, in its dtype; the autocast dtype under autocast. With return_routing,
+            followed by the routing.
 
         Raises
         ------
@@ -243,30 +246,28 @@ class MoE(nn.Module):
                 out, self.__dict__["_offsets"] = found  # Module.__setattr__ is slow
                 return out
         expect_call(self.routing, return_routing)
-        parts = local_parts(self.expert_group, self.w_up, self.w_down, self.b_up, self.b_down)
-        flat, token_mask = layer_tokens(x, token_mask, self.hidden, parts[0])
+        weights = local_parts(self.expert_group, self.w_up, self.w_down, self.b_up, self.b_down)
+        flat, token_mask = layer_tokens(x, token_mask, self.hidden, weights[0])
         into = None if out is None else output_rows(out, x)
         shared = shared_rows(self.shared, flat, token_mask)
-        weights = *parts, self.activation
-        layout, later = (self.order, self.transposed), (self.recompute, self.weight_gradients)
-        run_layer, run_experts = expert_ops(self.expert_group, self._number, into, layer_fp8(self))
+        fp8 = layer_fp8(self)
+        expect_reachable(self.expert_group, into, fp8)
         apart = self.fp8 is not None and not (self.weight_gradients is into is None)
         if self._routes_in_one() and not return_routing and not apart:
             flat, weight = router_operands(flat, self.router, self.experts)
-            router = self.top_k, self.routing, self._selection_bias(), token_mask
-            rest = shared, *later, *layout
-            rows, offsets = run_layer(flat, weight, *router, *weights, *rest)
+            bias = self._selection_bias()
+            rows, offsets = run_layer(
+                self, weights, flat, weight, bias, token_mask, shared, into, fp8
+            )
             self._keep_offsets(offsets)
             return rows.view(x.shape) if out is None else out
         logits = None
         if return_routing or self._keeps_logits() or not is_router_plain(self):
             logits = self._logits(flat)
         ids, scores, token_offsets = self._route(flat, logits, token_mask, x.shape[:-1])
-        rows, row_scores = flat, scores
-        if self.routing.applied_to == "input":
-            rows, row_scores = (flat * scores).to(flat.dtype), torch.ones_like(scores)
-        rest = *weights, *layout, token_offsets, shared, *later
-        rows, offsets = run_experts(rows, ids, row_scores, *rest)
+        rows, offsets = run_experts(
+            self, weights, flat, ids, scores, token_offsets, shared, into, fp8
+        )
         self._keep_offsets(offsets)
         out = rows.view(x.shape) if out is None else out
         if not return_routing:
@@ -316,7 +317,7 @@ class MoE(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Without the state of the last forward, so that copies and pickles work after one."""
         offsets = None if self._offsets is None else self._offsets.clone()  # a view of a buffer
-        last = {"balance_sums": None, "_offsets": offsets, "_prepared": None}
+        last = {"balance_sums": None, "_offsets": offsets, PREPARED: None}
         return {**super().__getstate__(), **last, "_fp8_weights": KeptWeights()}
 
     @property

@@ -23,6 +23,43 @@ from guild.lora import LoRA, LoRAHalves
 from guild.weight_gradients import WeightGradients
 
 
+class RoutedArguments(NamedTuple):
+    """The arguments of `guild.routed_experts`, as its caller gave them.
+
+    For a layer whose router is still to choose the experts, ids and weights are None.
+    """
+
+    x: Tensor
+    topk_ids: Tensor | None
+    topk_weights: Tensor | None
+    w_up: Listed | Halves
+    w_down: Listed
+    b_up: Listed | Halves | None
+    b_down: Listed | None
+    activation: Activation | str
+    order: str
+    transposed: bool
+    token_offsets: Tensor | None = None
+    residual: Tensor | None = None
+    recompute: bool = False
+    weight_gradients: WeightGradients | None = None
+    lora_up: LoRA | LoRAHalves | None = None
+    lora_down: LoRA | None = None
+    out: Tensor | None = None
+    expert_map: Tensor | None = None
+    fp8: Any = None  # guild.FP8, guild.FP8Weights or None
+
+    @property
+    def parameters(self) -> tuple[Any, Any, Any, Any]:
+        """Weights and biases."""
+        return self.w_up, self.w_down, self.b_up, self.b_down
+
+    @property
+    def layout(self) -> tuple[Activation | str, str, bool]:
+        """What `layer_arguments` takes after the biases."""
+        return self.activation, self.order, self.transposed
+
+
 class RoutedCall(NamedTuple):
     """Arguments that are checked, cast, and in the order of the ops."""
 
@@ -33,7 +70,7 @@ class RoutedCall(NamedTuple):
     residual: Tensor | None
     layer: list[Any]  # weights, biases and flags
     low: LowRank | None
-    given: tuple  # weights and biases as the caller gave them
+    given: tuple[Any, Any, Any, Any]  # weights and biases as the caller gave them
     order: str
     gradient: bool  # x, a weight or a bias wants one
     experts_at: Tensor | None  # where lists lie, of those that lie at no one distance
@@ -45,35 +82,24 @@ class RoutedCall(NamedTuple):
         return self.gradient or self.scores.requires_grad or low
 
 
-def routed_call(
-    x: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    w_up: Listed | Halves,
-    w_down: Listed,
-    b_up: Listed | Halves | None,
-    b_down: Listed | None,
-    activation: Activation | str,
-    order: str,
-    transposed: bool,
-    token_offsets: Tensor | None,
-    residual: Tensor | None,
-    recompute: bool,
-    weight_gradients: WeightGradients | None,
-    lora_up: LoRA | LoRAHalves | None,
-    lora_down: LoRA | None,
-    expert_map: Tensor | None = None,
-) -> RoutedCall:
-    """Check the arguments as `guild.routed_experts` does."""
-    expect_dims("x", x, 2, what="(tokens, hidden)")
-    expect_later(recompute, weight_gradients)
-    expect_routing(x, topk_ids, topk_weights, token_offsets)
-    topk_ids = local_ids(topk_ids, expert_map)
-    given = w_up, w_down, b_up, b_down
-    whole, experts_at = whole_of(*given, weight_gradients)
-    x, *layer, gradient = layer_arguments(x, *whole, activation, order, transposed, routed=True)
-    residual = residual_of(residual, x)
-    scores = topk_weights.to(score_dtype(x.dtype)).contiguous()
-    low = low_rank_terms(lora_up, lora_down, x, layer)
-    routing = topk_ids.contiguous(), scores, token_offsets
-    return RoutedCall(x, *routing, residual, layer, low, given, order, gradient, experts_at)
+def routed_call(given: RoutedArguments) -> RoutedCall:
+    """Check the arguments as `guild.routed_experts` does; fp8 and out are not looked at."""
+    expect_dims("x", given.x, 2, what="(tokens, hidden)")
+    expect_later(given.recompute, given.weight_gradients)
+    expect_routing(given.x, given.topk_ids, given.topk_weights, given.token_offsets)
+    topk_ids = local_ids(given.topk_ids, given.expert_map)
+    whole, experts_at = whole_of(*given.parameters, given.weight_gradients)
+    x, *layer, gradient = layer_arguments(given.x, *whole, *given.layout, routed=True)
+    return RoutedCall(
+        x=x,
+        ids=topk_ids.contiguous(),
+        scores=given.topk_weights.to(score_dtype(x.dtype)).contiguous(),
+        token_offsets=given.token_offsets,
+        residual=residual_of(given.residual, x),
+        layer=layer,
+        low=low_rank_terms(given.lora_up, given.lora_down, x, layer),
+        given=given.parameters,
+        order=given.order,
+        gradient=gradient,
+        experts_at=experts_at,
+    )

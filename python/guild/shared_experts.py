@@ -16,8 +16,8 @@ from guild._torch.checks import (
 from guild._torch.operators import autocast
 from guild.activations import Activation, as_activation
 from guild.experts import experts_mlp
-from guild.experts_inference import quick_shared
 from guild.logits import LogitLinear, has_plain_call
+from guild.routed_experts_fast_path import quick_shared
 
 _NARROW = frozenset((torch.bfloat16, torch.float16))
 

@@ -8,20 +8,17 @@ that sum micro-batches in float32 (`main_grad`), or that fill pipeline bubbles w
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from guild._torch.autograd import expect_no_graph, rows_of, with_lists, without_lists
 from guild._torch.checks import expect_all_apart, expect_flags
-from guild._torch.expert_lists import Listed, Versions, table_of
+from guild._torch.expert_lists import Listed
 from guild._torch.gradient_targets import (
     distinct,
     expect_targets,
     follows_contract,
-    in_one_dtype,
     main_grad_of,
     meaningless_gradients,
     members,
@@ -29,11 +26,7 @@ from guild._torch.gradient_targets import (
     targets,
     wanting,
 )
-from guild._torch.gradients import pre_activations, wanted_bits
-from guild._torch.operators import LayerFlags, ops
-from guild._torch.router_gradients import Weighing, router_gradients
 
-_LAYER = 5 + len(LayerFlags._fields)  # arguments of a layer: weights, biases, flags
 _NAMES = ("w_up", "w_up[0] (gate)", "w_down", "b_up", "b_down")
 # Places and names of gradients that one op writes, each to its own target.
 _WRITTEN_TOGETHER = ((1, "w_up[0] (gate)", 0, "w_up[1] (up)"), (3, "b_up", 4, "b_down"))
@@ -210,189 +203,3 @@ class Sink(NamedTuple):
     gradients: WeightGradients
     parameters: tuple[Listed | None, ...]  # as `expect_targets` takes them
     reached: list[Tensor]  # by autograd: see `reached_by_autograd`
-
-
-class Kept:
-    """Tensors that the layer does not own, and their versions when backward used them."""
-
-    def __init__(self, x: Tensor, dout: Tensor, offsets: Tensor | None = None) -> None:
-        x_name = "x" if offsets is None else "x_sorted"
-        named = ((x_name, x), ("the output's gradient", dout), ("offsets", offsets))
-        self._tensors = [(name, t, t._version) for name, t in named if t is not None]
-
-    def expect_unchanged(self) -> None:
-        """Raise RuntimeError naming a tensor that was overwritten."""
-        for name, tensor, version in self._tensors:
-            if tensor._version != version:
-                raise RuntimeError(
-                    f"{name}: expected to find it as backward left it (version {version}) in "
-                    f"WeightGradients.compute(), got one overwritten since (version "
-                    f"{tensor._version}); overwrite a copy, or call compute() first"
-                )
-
-
-class Experts(torch.autograd.Function):
-    """The expert layer in steps, on tokens (ids, scores, token_offsets) or on sorted rows.
-
-    With `router`, the arguments of route_tokens after x, the whole layer: see guild::moe_layer.
-    """
-
-    @staticmethod
-    def forward(
-        ctx,
-        sink,
-        parameters,
-        recompute,
-        x,
-        router_weight,
-        router,
-        ids,
-        scores,
-        token_offsets,
-        residual,
-        offsets,
-        experts_at,
-        *layer,
-    ):
-        """(out, offsets) of `routed_experts` (ids, scores) or of `experts_mlp` (offsets).
-
-        The layer is followed by the parameters that autograd must reach: `reached_by_autograd`.
-        """
-        layer, reached = layer[:_LAYER], layer[_LAYER:]
-        w_up, w_gate, w_down, b_up, b_down, *flags = layer
-        row_token = slot_row = row_score = None
-        routed = ()
-        if router is not None:
-            scores, ids, slopes = ops.route_tokens(x, router_weight, *router)
-            ctx.weighing = Weighing.of(router[3:])
-            routed = router_weight, scores, ids, ctx.weighing.kept(slopes)
-        if offsets is None:
-            out, h, offsets, row_token, slot_row, row_score = ops.moe_forward(
-                x, ids, scores, token_offsets, residual, *layer, not recompute, experts_at
-            )
-        else:
-            out, h = ops.experts_forward(x, offsets, *layer, not recompute, experts_at)
-        ctx.sink, ctx.parameters, ctx.flags = sink, parameters, LayerFlags(*flags)
-        places = offsets, row_token, slot_row, row_score, token_offsets
-        ctx.reached, ctx.versions = reached, Versions("weights", reached)
-        weights = without_lists(ctx, experts_at, w_up, w_gate, w_down)
-        ctx.save_for_backward(x, h, *places, *weights, b_up, b_down, *routed)
-        ctx.mark_non_differentiable(offsets)
-        ctx.set_materialize_grads(False)
-        return out, offsets
-
-    @staticmethod
-    def backward(ctx, dout, _):
-        """dX, dscores and the router's gradient; the weight gradients go to the sink."""
-        expect_no_graph()
-        if dout is None:
-            return (None,) * (12 + _LAYER + len(ctx.reached))
-        ctx.versions.expect_unchanged()
-        x, h, offsets, row_token, slot_row, row_score, token_offsets, *rest = ctx.saved_tensors
-        w_up, w_gate, w_down = with_lists(ctx, *rest[:3])
-        b_up, b_down, *routed = rest[3:]
-        want_x, want_router, _, _, want_scores, _, want_residual = ctx.needs_input_grad[3:10]
-        want_scores = want_scores or (bool(routed) and (want_x or want_router))
-        lists = ctx.experts_at
-        h = pre_activations(h, x, offsets, row_token, w_up, w_gate, b_up, ctx.flags, lists)
-        dresidual = dout if want_residual else None
-        dout = rows_of(dout)
-        parameters, biases = ctx.parameters, ()
-        if ctx.sink._takes_with_dh(*parameters[3:]):
-            biases = parameters[3:]
-            parameters = *parameters[:3], None, None
-        wanted = wanted_bits(want_x, want_scores, by_row=bool(routed))
-        with ctx.sink._targets(3, *(biases or (None, None))) as (biases, add):
-            dx, dscores, dh, a = ops.data_gradients(
-                *(dout, h, offsets, row_token, slot_row, row_score, token_offsets),
-                *(w_up, w_gate, w_down, b_down, *ctx.flags, wanted),
-                *(bias and bias.tensor for bias in biases),
-                add,
-                lists,
-            )
-        dx, dscores = dx if want_x else None, dscores if want_scores else None
-        drouter = None
-        if routed and dscores is not None:
-            weight, *routed = routed
-            dx, drouter = router_gradients(
-                dx, slot_row, dscores, routed, x, weight, ctx.weighing, want_router
-            )
-            dscores = None
-        kept = Kept(x, dout, offsets) if slot_row is None else Kept(x, dout)
-        operands = Operands(x, dout, dh, a, offsets, row_token, row_score)
-        step = partial(compute_gradients, ctx.sink, kept, parameters, ctx.flags, operands)
-        ctx.sink.take(partial(ctx.sink.expect_targets, ctx.parameters), step)
-        late = ctx.sink.gradients_without_meaning(ctx.reached)
-        layer = (None,) * (2 + _LAYER)
-        return None, None, None, dx, drouter, None, None, dscores, None, dresidual, *layer, *late
-
-
-class Operands(NamedTuple):
-    """What weight gradients are computed from."""
-
-    x: Tensor  # (T, H), or (R, H) without row_token
-    dout: Tensor  # the same
-    dh: Tensor  # (R, W)
-    a_scaled: Tensor  # (R, I)
-    offsets: Tensor  # (E + 1)
-    row_token: Tensor | None  # (R)
-    row_score: Tensor | None  # (R)
-
-
-@torch.no_grad()
-def compute_gradients(
-    sink: WeightGradients,
-    kept: Kept,
-    parameters: tuple[Listed | None, ...],
-    flags: LayerFlags,
-    operands: Operands,
-) -> None:
-    """dW and db of one backward pass, into the sink's targets."""
-    kept.expect_unchanged()
-    _compute_weights(sink, parameters[:3], flags, operands)
-    compute_biases(sink, *parameters[3:], operands)
-
-
-def compute_biases(
-    sink: WeightGradients, b_up: Listed | None, b_down: Listed | None, operands: Operands
-) -> None:
-    """db of one backward pass, into the sink's targets."""
-    _, dout, dh, _, offsets, row_token, row_score = operands
-    for place, bias, sums in (
-        (4, b_down, (dout, offsets, row_token, row_score)),
-        (3, b_up, (dh, offsets, None, None)),
-    ):
-        with sink._targets(place, bias) as ((target,), add):
-            if target is not None:
-                ops.bias_gradient_out(*sums, target.tensor, add)
-
-
-def _compute_weights(
-    sink: WeightGradients,
-    weights: tuple[Listed | None, ...],
-    flags: LayerFlags,
-    operands: Operands,
-) -> None:
-    """dW1 and dW2; in one call with one schedule if both are written alike."""
-    w_up, w_gate, w_down = weights
-    down_to, up_to = sink._targets(2, w_down), sink._targets(0, w_up, w_gate)
-    with down_to as ((down,), add_down), up_to as ((up, gate), add_up):
-        pairs = in_one_dtype(w_up, w_gate, up, gate)
-        ups, downs = ({id(t) for t in wanting(ws)} for ws in ((w_up, w_gate), (w_down,)))
-        up = pairs[0][0]
-        together = (
-            up is not None
-            and down is not None
-            and len(pairs) == 1
-            and (add_up, up.tensor.dtype) == (add_down, down.tensor.dtype)
-            and not ups & downs
-        )
-        products = [(None, None, down, add_down), *((*pair, None, add_up) for pair in pairs)]
-        if together:
-            products = [(*pairs[0], down, add_up)]
-        rows = operands[:6]  # without the scores
-        for *gradients, add in products:
-            if any(g is not None for g in gradients):
-                dw = [g and g.tensor for g in gradients]
-                lists = table_of(*gradients)
-                ops.weight_gradients_out(*rows, *dw, *flags.up_weight, add, lists)

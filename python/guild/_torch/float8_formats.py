@@ -9,6 +9,7 @@ from guild._torch.checks import dtype_name
 
 # In the order of guild::Float8 and guild::ScaleKind.
 FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
+E4M3 = 0  # its index in FORMATS
 SCALES = ("exact", "power_of_two")
 ELEMENTS = (torch.bfloat16, torch.float16, torch.float32)
 BLOCK = 128

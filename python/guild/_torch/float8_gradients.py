@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from guild._torch.expert_lists import stacked_like
-from guild._torch.float8_formats import blocks
-from guild._torch.float8_steps import Codes, DataGradients, Places, Recipe, new_chunks
+from guild._torch.float8_formats import E4M3, blocks
+from guild._torch.float8_steps import Codes, DataGradients, Recipe, new_chunks
 from guild._torch.float8_weights import halves_of
 from guild._torch.operators import LayerFlags, ops
-
-_E4M3 = 0
+from guild._torch.row_routing import RowRouting
 
 
 class Chunked(NamedTuple):
@@ -23,20 +22,20 @@ class Chunked(NamedTuple):
     dout: Codes | None
     dh: Codes | None  # halves of columns
     a_scaled: Codes | None
-    places: Places
+    routing: RowRouting
     gradients: int  # the format of dout and dh
 
 
 def chunks_of(
-    x: Tensor | Codes, places: Places, gathered: bool, halves: int, format_: int, scales: int
+    x: Tensor | Codes, routing: RowRouting, gathered: bool, halves: int, format_: int, scales: int
 ) -> Codes:
     """Rows, by token or already sorted, as `guild.float8.quantize_chunks` transposes them."""
     codes, x_scales = x if isinstance(x, Codes) else (x, None)
-    columns, experts = codes.shape[1], places.offsets.shape[0] - 1
-    made = new_chunks(codes, places.row_token.shape[0], experts, columns // halves, halves)
-    row_token = places.row_token if gathered else None
+    columns, experts = codes.shape[1], routing.offsets.shape[0] - 1
+    made = new_chunks(codes, routing.row_token.shape[0], experts, columns // halves, halves)
+    row_token = routing.row_token if gathered else None
     ops.quantize_chunks_out(
-        *(codes, x_scales, places.offsets, row_token), *(halves, format_, scales), *made
+        codes, x_scales, routing.offsets, row_token, halves, format_, scales, *made
     )
     return made
 
@@ -45,7 +44,7 @@ def chunked(
     made: DataGradients,
     x: Tensor | Codes,
     dout: Tensor,
-    places: Places,
+    routing: RowRouting,
     halves: int,
     recipe: Recipe,
     up: bool,
@@ -55,15 +54,15 @@ def chunked(
     dh, a = made.dh_chunks, made.a_chunks
     gradient = recipe.gradients, recipe.scales
     if up:
-        x_chunks = chunks_of(x, places, True, 1, _E4M3, recipe.scales)
+        x_chunks = chunks_of(x, routing, True, 1, E4M3, recipe.scales)
         if dh is None:
-            dh = chunks_of(made.dh, places, False, halves, *gradient)
+            dh = chunks_of(made.dh, routing, False, halves, *gradient)
     if made.a_scaled is not None:
-        a = chunks_of(made.a_scaled, places, False, 1, _E4M3, recipe.scales)
+        a = chunks_of(made.a_scaled, routing, False, 1, E4M3, recipe.scales)
     if a is not None:
         source = made.dout_codes if recipe.regroups else dout
-        dout_chunks = chunks_of(source, places, True, 1, *gradient)
-    return Chunked(x_chunks, dout_chunks, dh, a, places, recipe.gradients)
+        dout_chunks = chunks_of(source, routing, True, 1, *gradient)
+    return Chunked(x_chunks, dout_chunks, dh, a, routing, recipe.gradients)
 
 
 def chunk_products(
@@ -81,7 +80,7 @@ def chunk_products(
     pair: gate is a tensor of its own. accumulate: whether to add to up and gate, and to down.
     experts_at: for up, gate and down.
     """
-    rows, offsets = operands.places.row_token.shape[0], operands.places.offsets
+    rows, offsets = operands.routing.row_token.shape[0], operands.routing.offsets
 
     def product(a: Codes, b: Codes, out: Tensor, add: bool, list_: int) -> None:
         at = None if experts_at is None else experts_at[list_ : list_ + 1]
@@ -118,7 +117,7 @@ def weight_gradients(
     made: DataGradients,
     x: Tensor | Codes,
     dout: Tensor,
-    places: Places,
+    routing: RowRouting,
     weights: tuple[Tensor, Tensor | None, Tensor],
     flags: LayerFlags,
     recipe: Recipe,
@@ -137,10 +136,10 @@ def weight_gradients(
     if wanted[1]:
         down = like(w_down)
     if recipe.wgrad_codes:
-        operands = chunked(made, x, dout, places, 2 if flags.gated else 1, recipe, wanted[0])
+        operands = chunked(made, x, dout, routing, 2 if flags.gated else 1, recipe, wanted[0])
         chunk_products(operands, up, gate, down, flags, w_gate is not None)
         return up, gate, down
-    rows = places.offsets, places.row_token
+    rows = routing.offsets, routing.row_token
     layout = flags.up_weight
     made_gate = gate if gate is None or gate.dtype == up.dtype else gate.to(up.dtype)
     if up is not None and down is not None and up.dtype == down.dtype:
@@ -160,7 +159,7 @@ def weight_gradients(
 def bias_gradients(
     made: DataGradients,
     dout: Tensor,
-    places: Places,
+    routing: RowRouting,
     biases: tuple[Tensor | None, Tensor | None],
     wanted: tuple[bool, bool],
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -169,10 +168,10 @@ def bias_gradients(
     db_up = db_down = None
     if wanted[0]:
         db_up = torch.empty_like(b_up, memory_format=torch.contiguous_format)
-        ops.bias_gradient_out(made.dh, places.offsets, None, None, db_up, False)
+        ops.bias_gradient_out(made.dh, routing.offsets, None, None, db_up, False)
     if wanted[1]:
         db_down = torch.empty_like(b_down, memory_format=torch.contiguous_format)
         ops.bias_gradient_out(
-            dout, places.offsets, places.row_token, places.row_score, db_down, False
+            dout, routing.offsets, routing.row_token, routing.row_score, db_down, False
         )
     return db_up, db_down

@@ -19,12 +19,11 @@ from guild._torch.autograd import (
     without_lists,
 )
 from guild._torch.expert_lists import stacked_like
-from guild._torch.float8_formats import blocks
+from guild._torch.float8_formats import E4M3, blocks
 from guild._torch.float8_gradients import bias_gradients, weight_gradients
 from guild._torch.float8_steps import (
     Codes,
     Kept,
-    Places,
     QuantizedExperts,
     Recipe,
     Wanted,
@@ -35,10 +34,13 @@ from guild._torch.float8_steps import (
     up_step,
 )
 from guild._torch.operators import LayerFlags, ops
+from guild._torch.row_routing import RowRouting
+from guild.activations import to_concatenated, to_interleaved
 
 _FLAGS = len(LayerFlags._fields)
 _CODES = len(QuantizedExperts._fields)
 _RECIPE = len(Recipe._fields)
+_ROUTING = 4  # results of sort_by_expert
 
 
 def _taken(kind: type, rest: tuple, count: int) -> tuple:
@@ -65,9 +67,9 @@ def _forward(x, ids, scores, token_offsets, residual, w_up, w_gate, w_down, b_up
     down = Codes(experts.down, experts.down_scales)
     flags, b_up = in_halves(flags, recipe, b_up)
     biases = b_up, b_down
-    out, kept, codes, places = forward(tokens, experts.halves(), down, biases, flags, recipe, keep)
+    out, kept, codes, routing = forward(tokens, experts.halves(), down, biases, flags, recipe, keep)
     codes = codes if recipe.keeps_codes else (None, None)
-    return out, *(_given(t, x) for t in (*kept, *codes)), *places
+    return out, *(_given(t, x) for t in (*kept, *codes)), *routing[:_ROUTING]
 
 
 def experts_fake(
@@ -88,9 +90,9 @@ def experts_fake(
     def indices(*shape: int) -> Tensor:
         return x.new_empty(shape, dtype=torch.int32)
 
-    places = indices(count + 1), indices(rows), indices(*ids.shape), scores.new_empty(rows)
+    routing = indices(count + 1), indices(rows), indices(*ids.shape), scores.new_empty(rows)
     made = (_given(t, x) for t in (h, scales, codes, x_scales))
-    return x.new_empty(x.shape[0], hidden), *made, *places
+    return x.new_empty(x.shape[0], hidden), *made, *routing
 
 
 def _setup(ctx, inputs, output):
@@ -135,7 +137,7 @@ def in_halves(
     if not (flags.interleaved and flags.gated and recipe.wgrad_codes):
         return flags, b_up
     if b_up is not None:
-        b_up = torch.cat((b_up[:, 0::2], b_up[:, 1::2]), 1)
+        b_up = to_concatenated(b_up)
     return flags._replace(interleaved=False), b_up
 
 
@@ -143,7 +145,7 @@ def kept_or_again(
     kept: Kept,
     keep: bool,
     x: Tensor | Codes,
-    places: Places,
+    routing: RowRouting,
     experts: QuantizedExperts,
     b_up: Tensor | None,
     flags: LayerFlags,
@@ -153,12 +155,12 @@ def kept_or_again(
     """H as forward kept it, or computed again from x."""
     if keep:
         return kept
-    codes = x if isinstance(x, Codes) else quantized_rows(x, 0, recipe.scales)
-    return up_step(codes, places, experts.halves(), b_up, flags, recipe, dtype, True)[1]
+    codes = x if isinstance(x, Codes) else quantized_rows(x, E4M3, recipe.scales)
+    return up_step(codes, routing, experts.halves(), b_up, flags, recipe, dtype, True)[1]
 
 
 def _backward(dout, x, token_offsets, h, h_scales, codes, x_scales, *rest):
-    places, rest = _taken(Places, rest, len(Places._fields))
+    routing, rest = RowRouting(*rest[:_ROUTING], token_offsets), rest[_ROUTING:]
     experts, (b_up, b_down, *masters) = _taken(QuantizedExperts, rest, _CODES)
     masters, rest = tuple(masters[:3]), masters[3:]
     flags, rest = _taken(LayerFlags, rest, _FLAGS)
@@ -168,17 +170,17 @@ def _backward(dout, x, token_offsets, h, h_scales, codes, x_scales, *rest):
     flags, bias = in_halves(flags, recipe, b_up)
     source = Codes(codes, x_scales) if recipe.keeps_codes else x
     kept = Kept(h, h_scales if recipe.save_codes else None)
-    again = source, places, experts, bias, flags, recipe, dout.dtype
+    again = source, routing, experts, bias, flags, recipe, dout.dtype
     kept = kept_or_again(kept, keep, *again)
-    about = places, token_offsets, experts, b_down, flags, recipe, wanted
+    about = routing, experts, b_down, flags, recipe, wanted
     made = data_gradients(dout, kept, *about, by_row)
     want = wanted.up, wanted.down
-    operands = made, source, dout, places
+    operands = made, source, dout, routing
     weights = weight_gradients(*operands, masters, layout, recipe, want, lists)
     want = wanted.up_bias, wanted.down_bias
-    db_up, db_down = bias_gradients(made, dout, places, (b_up, b_down), want)
+    db_up, db_down = bias_gradients(made, dout, routing, (b_up, b_down), want)
     if db_up is not None and flags != layout:
-        db_up = torch.stack(db_up.chunk(2, 1), 2).flatten(1)
+        db_up = to_interleaved(db_up)
     biases = db_up, db_down
     return tuple(_given(g, dout) for g in (*made[:2], *weights, *biases))
 

@@ -11,39 +11,44 @@ from torch import Tensor
 
 from guild._torch.autograd import library, register, rows_of, tied
 from guild._torch.float8_layer import MASTERS_AND_BIASES, SETTINGS, experts_fake, settings_of
-from guild._torch.float8_steps import Places, QuantizedExperts, Recipe, Wanted
+from guild._torch.float8_steps import QuantizedExperts, Recipe, Wanted
 from guild._torch.operators import LayerFlags, ops
-from guild._torch.router_gradients import Weighing, route_tokens_fake, router_gradients
+from guild._torch.router_gradients import (
+    ROUTER_ARGUMENTS,
+    Weighing,
+    route_tokens_fake,
+    router_gradients,
+)
+from guild._torch.row_routing import RowRouting
 
-_ROUTER = 10  # arguments of route_tokens after x and weight
 _MASTERS = 5  # weights and biases
 _REST = len(QuantizedExperts._fields) + len(LayerFlags._fields) + len(Recipe._fields) + 1
 
 
 def _forward(x: Tensor, weight: Tensor, *rest):
-    router, (residual, *layer) = rest[:_ROUTER], rest[_ROUTER:]
+    router, (residual, *layer) = rest[:ROUTER_ARGUMENTS], rest[ROUTER_ARGUMENTS:]
     scores, ids, slopes = ops.route_tokens(x, weight, *router)
-    out, h, h_scales, _, _, *places = ops.float8_experts(x, ids, scores, None, residual, *layer)
-    return out, h, h_scales, *places, scores, ids, slopes
+    out, h, h_scales, _, _, *routing = ops.float8_experts(x, ids, scores, None, residual, *layer)
+    return out, h, h_scales, *routing, scores, ids, slopes
 
 
 def _fake(x: Tensor, weight: Tensor, *rest):
-    router, (residual, *layer) = rest[:_ROUTER], rest[_ROUTER:]
+    router, (residual, *layer) = rest[:ROUTER_ARGUMENTS], rest[ROUTER_ARGUMENTS:]
     scores, ids, slopes = route_tokens_fake(x, weight, *router)
-    out, h, h_scales, _, _, *places = experts_fake(x, ids, scores, None, residual, *layer)
-    return out, h, h_scales, *places, scores, ids, slopes
+    out, h, h_scales, _, _, *routing = experts_fake(x, ids, scores, None, residual, *layer)
+    return out, h, h_scales, *routing, scores, ids, slopes
 
 
 def _setup(ctx, inputs, output):
-    x, weight, _, _, _, *router = inputs[: 2 + _ROUTER]
-    _, w_up, w_gate, w_down, b_up, b_down, *rest = inputs[2 + _ROUTER :]
-    _, h, h_scales, *places, scores, ids, slopes = output
+    x, weight, _, _, _, *router = inputs[: 2 + ROUTER_ARGUMENTS]
+    _, w_up, w_gate, w_down, b_up, b_down, *rest = inputs[2 + ROUTER_ARGUMENTS :]
+    _, h, h_scales, *routing, scores, ids, slopes = output
     experts, ctx.flags, ctx.recipe, ctx.keep = settings_of(tuple(rest))
     ctx.weighing = Weighing.of(router)
     routed = weight, scores, ids, ctx.weighing.kept(slopes)
     layer = b_up, b_down, w_up, w_gate, w_down
     codes = experts.for_backward(ctx.keep)
-    ctx.save_for_backward(x, h, h_scales, *places, *codes, *layer, *routed)
+    ctx.save_for_backward(x, h, h_scales, *routing, *codes, *layer, *routed)
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
@@ -51,11 +56,13 @@ def _setup(ctx, inputs, output):
 def _gradient(ctx, dout, *_):
     nothing = (None,) * _REST
     if dout is None:
-        return (*(None,) * (2 + _ROUTER + 1 + _MASTERS), *nothing)
+        return (*(None,) * (2 + ROUTER_ARGUMENTS + 1 + _MASTERS), *nothing)
     x, h, h_scales, *saved, weight, scores, ids, slopes = ctx.saved_tensors
     b_up = saved[-5]
     want_x, want_weight, *_ = needs = ctx.needs_input_grad[1:]
-    want_residual, up, gate, down, up_bias, down_bias = needs[2 + _ROUTER : 8 + _ROUTER]
+    want_residual, up, gate, down, up_bias, down_bias = needs[
+        2 + ROUTER_ARGUMENTS : 8 + ROUTER_ARGUMENTS
+    ]
     wanted = Wanted(want_x, want_x or want_weight, up or gate, down, up_bias, down_bias)
     dx = dweight = None
     dlayer = (None,) * _MASTERS
@@ -68,14 +75,14 @@ def _gradient(ctx, dout, *_):
         layer_needs = up, gate, down, up_bias, down_bias
         dlayer = (g if want else None for g, want in zip(dlayer, layer_needs, strict=True))
         if wanted.scores:
-            slot_row = Places(*saved[:4]).slot_row
+            slot_row = RowRouting(*saved[:4]).slot_row
             routed = scores, ids, slopes
             rows = dx_rows if want_x else None
             dx, dweight = router_gradients(
                 rows, slot_row, dscores, routed, x, weight, ctx.weighing, want_weight
             )
     dresidual = dout if want_residual else None
-    return dx, dweight, *(None,) * _ROUTER, dresidual, *dlayer, *nothing
+    return dx, dweight, *(None,) * ROUTER_ARGUMENTS, dresidual, *dlayer, *nothing
 
 
 library.define(

@@ -11,11 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from guild._torch.float8_formats import BLOCK, blocks
+from guild._torch.float8_formats import BLOCK, E4M3, blocks
 from guild._torch.operators import LayerFlags, ops, score_parts
-from guild.activations import Activation
+from guild._torch.row_routing import RowRouting
+from guild.activations import Activation, to_interleaved
 
-_E4M3 = 0
 _POWER_OF_TWO = 1
 
 
@@ -68,20 +68,6 @@ class QuantizedExperts(NamedTuple):
         return self._replace(up=None if keep else self.up, down=None)
 
 
-class Places(NamedTuple):
-    """Which expert and token rows belong to: the results of sort_by_expert."""
-
-    offsets: Tensor
-    row_token: Tensor
-    slot_row: Tensor
-    row_score: Tensor
-
-    @property
-    def ends(self) -> Tensor:
-        """Where each expert's rows end."""
-        return self.offsets[1:]
-
-
 class Kept(NamedTuple):
     """Pre-activations for backward: H in 16 bits, or as codes with scales."""
 
@@ -128,7 +114,7 @@ def row_scales(like: Tensor, rows: int, size: int, halves: int) -> Tensor:
 
 def up_step(
     x: Codes,
-    places: Places,
+    routing: RowRouting,
     halves: list[Codes],
     b_up: Tensor | None,
     flags: LayerFlags,
@@ -137,7 +123,7 @@ def up_step(
     keep: bool,
 ) -> tuple[Codes, Kept]:
     """A (R, I) as codes, and H where it is kept."""
-    rows, size = places.row_token.shape[0], halves[0].codes.shape[1]
+    rows, size = routing.row_token.shape[0], halves[0].codes.shape[1]
     width, like = len(halves) * size, x.scales
     a = Codes(like.new_empty(rows, size, dtype=torch.uint8), row_scales(like, rows, size, 1))
     kept = Kept(None)
@@ -148,10 +134,18 @@ def up_step(
         kept = Kept(like.new_empty(rows, width, dtype=dtype))
     *gate, up = halves
     ops.scaled_up_out(
-        *(*x, _E4M3, places.offsets, places.row_token),
-        *(*up, *(gate[0] if gate else (None, None)), b_up),
-        *(*flags[:-1], _E4M3, recipe.scales),
-        *(*kept.arguments(), *a),
+        *x,
+        E4M3,
+        routing.offsets,
+        routing.row_token,
+        *up,
+        *(gate[0] if gate else (None, None)),
+        b_up,
+        *flags[:-1],
+        E4M3,
+        recipe.scales,
+        *kept.arguments(),
+        *a,
     )
     return a, kept
 
@@ -164,17 +158,17 @@ def forward(
     flags: LayerFlags,
     recipe: Recipe,
     keep: bool,
-) -> tuple[Tensor, Kept, Codes, Places]:
+) -> tuple[Tensor, Kept, Codes, RowRouting]:
     """O (T, H) and X's codes; tokens: x, ids, scores, token_offsets and residual of moe_forward."""
     x, ids, scores, token_offsets, residual = tokens
     experts, hidden, _ = down.codes.shape
-    places = Places(*ops.sort_by_expert(ids, scores, experts, token_offsets))
+    routing = RowRouting(*ops.sort_by_expert(ids, scores, experts, token_offsets), token_offsets)
     b_up, b_down = biases
-    codes = quantized_rows(x, _E4M3, recipe.scales)
-    a, kept = up_step(codes, places, halves, b_up, flags, recipe, x.dtype, keep)
-    y = x.new_empty(places.row_token.shape[0], hidden)
-    ops.scaled_grouped_mm_out(*a, _E4M3, *down, _E4M3, places.ends, y, 1, b_down)
-    return ops.combine(y, places.slot_row, scores, token_offsets, residual), kept, codes, places
+    codes = quantized_rows(x, E4M3, recipe.scales)
+    a, kept = up_step(codes, routing, halves, b_up, flags, recipe, x.dtype, keep)
+    y = x.new_empty(routing.row_token.shape[0], hidden)
+    ops.scaled_grouped_mm_out(*a, E4M3, *down, E4M3, routing.ends, y, bias=b_down)
+    return ops.combine(y, routing.slot_row, scores, token_offsets, residual), kept, codes, routing
 
 
 class Wanted(NamedTuple):
@@ -210,22 +204,19 @@ def new_chunks(like: Tensor, rows: int, experts: int, columns: int, halves: int)
     )
 
 
-def data_gradients(
+def _down_gradient(
     dout: Tensor,
     kept: Kept,
-    places: Places,
-    token_offsets: Tensor | None,
+    routing: RowRouting,
     experts: QuantizedExperts,
-    b_down: Tensor | None,
     flags: LayerFlags,
     recipe: Recipe,
     wanted: Wanted,
-    by_row: bool = False,
-) -> DataGradients:
-    """dX, dscores and operands of the weight gradients; by_row: dX is (R, H), not summed."""
-    rows, (count, size, hidden) = places.row_token.shape[0], experts.down_transposed.shape
+) -> tuple[DataGradients, Tensor | None]:
+    """dH and A, without dX and dscores as yet; and the partial sums of dscores."""
+    rows, (count, size, _) = routing.row_token.shape[0], experts.down_transposed.shape
     halves = experts.up_scales.shape[1]
-    scores = places.row_score
+    scores = routing.row_score
     order = flags
     if kept.scales is not None and dout.is_cuda:
         if reads_codes(flags):
@@ -249,24 +240,60 @@ def data_gradients(
         row_scales(scores, rows, size, halves),
     )
     ops.scaled_down_gradient_out(
-        *(*given, recipe.gradients, places.offsets, places.row_token, scores),
-        *(experts.down_transposed.mT, experts.down_scales, *kept.arguments()),
-        *(*flags[:-1], recipe.gradients, recipe.scales, *dh_codes, dh, a_scaled, parts),
+        *given,
+        recipe.gradients,
+        routing.offsets,
+        routing.row_token,
+        scores,
+        experts.down_transposed.mT,
+        experts.down_scales,
+        *kept.arguments(),
+        *flags[:-1],
+        recipe.gradients,
+        recipe.scales,
+        *dh_codes,
+        dh,
+        a_scaled,
+        parts,
         *(dh_chunks or (None, None)),
         *(a_chunks or (None, None)),
     )
     if flags != order and dh is not None:
-        dh = dh.unflatten(1, (2, -1)).mT.flatten(1)
+        dh = to_interleaved(dh)
+    return DataGradients(None, None, dh, a_scaled, dh_codes, given, dh_chunks, a_chunks), parts
+
+
+def data_gradients(
+    dout: Tensor,
+    kept: Kept,
+    routing: RowRouting,
+    experts: QuantizedExperts,
+    b_down: Tensor | None,
+    flags: LayerFlags,
+    recipe: Recipe,
+    wanted: Wanted,
+    by_row: bool = False,
+) -> DataGradients:
+    """dX, dscores and operands of the weight gradients; by_row: dX is (R, H), not summed."""
+    made, parts = _down_gradient(dout, kept, routing, experts, flags, recipe, wanted)
+    _, size, hidden = experts.down_transposed.shape
     dscores = dx = None
     if parts is not None:
-        about = places.slot_row, places.offsets, dout, b_down, size, token_offsets
-        dscores = ops.score_gradient(parts, *about)
+        dscores = ops.score_gradient(
+            parts, routing.slot_row, routing.offsets, dout, b_down, size, routing.token_offsets
+        )
     if wanted.x:
-        dx = dout.new_empty(rows, hidden)
-        weight = experts.up_transposed, experts.up_scales.flatten(1, 2).mT
+        dx = dout.new_empty(routing.row_token.shape[0], hidden)
         ops.scaled_grouped_mm_out(
-            *dh_codes, recipe.gradients, *weight, _E4M3, places.ends, dx, halves
+            *made.dh_codes,
+            recipe.gradients,
+            experts.up_transposed,
+            experts.up_scales.flatten(1, 2).mT,
+            E4M3,
+            routing.ends,
+            dx,
+            halves=experts.up_scales.shape[1],
         )
         if not by_row:
-            dx = ops.combine(dx, places.slot_row, None, token_offsets)
-    return DataGradients(dx, dscores, dh, a_scaled, dh_codes, given, dh_chunks, a_chunks)
+            dx = ops.combine(dx, routing.slot_row, None, routing.token_offsets)
+    return made._replace(dx=dx, dscores=dscores)

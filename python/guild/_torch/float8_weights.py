@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from guild._torch.autograd import library, register_without_gradient
-from guild._torch.float8_formats import blocks
+from guild._torch.float8_formats import E4M3, blocks
 from guild._torch.float8_steps import QuantizedExperts
 from guild._torch.operators import ops
 
@@ -57,12 +57,18 @@ def _quantize_out(
         down_at = experts_at[2:]
         up_at = experts_at[:1] if not gated else experts_at[[0 if w_gate is None else 1, 0]]
     ops.quantize_weights_out(
-        *(first, 0, scale, made.up, made.up_transposed, made.up_scales.flatten(1, 2)),
-        *(second[0] if second else None, up_at),
+        first,
+        E4M3,
+        scale,
+        made.up,
+        made.up_transposed,
+        made.up_scales.flatten(1, 2),
+        up=second[0] if second else None,
+        experts_at=up_at,
     )
     down = w_down.mT if transposed else w_down
     codes = made.down, made.down_transposed, made.down_scales
-    ops.quantize_weights_out(down, 0, scale, *codes, None, down_at)
+    ops.quantize_weights_out(down, E4M3, scale, *codes, experts_at=down_at)
 
 
 def _quantize(w_up, w_gate, w_down, gated, interleaved, transposed, experts_at, scale):

@@ -20,7 +20,7 @@ from guild._torch.checks import (
     expect_tensor,
 )
 from guild._torch.operators import LayerFlags, autocast
-from guild.activations import Activation, as_activation, is_interleaved
+from guild.activations import Activation, as_activation, is_interleaved, to_concatenated
 
 Halves = tuple[Tensor, Tensor]  # gate, up
 
@@ -57,7 +57,7 @@ def layer_arguments(
             expect_tensor(name, half)
         w_gate, w_up = w_up
         if interleaved and isinstance(b_up, Tensor) and b_up.dim() == 2:
-            b_up = torch.cat((b_up[:, 0::2], b_up[:, 1::2]), 1)
+            b_up = to_concatenated(b_up)
         interleaved = False  # the layout of pre-activations from two tensors
     if isinstance(b_up, tuple | list):
         b_up = joined_bias(b_up, activation, interleaved)

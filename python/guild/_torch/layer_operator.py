@@ -20,30 +20,29 @@ from guild._torch.autograd import (
 from guild._torch.gradients import expert_gradients, pre_activations
 from guild._torch.operators import LayerFlags, moe_forward_fake, ops
 from guild._torch.router_gradients import (
+    ROUTER_ARGUMENTS,
     Weighing,
     route_tokens_fake,
     router_gradients,
 )
 
-_ROUTER = 10  # arguments of route_tokens after x and weight
-
 
 def _forward(x: Tensor, weight: Tensor, *rest):
     """route_tokens, then moe_forward: the outputs of both, those of moe_forward first."""
-    router, (residual, *layer) = rest[:_ROUTER], rest[_ROUTER:]
+    router, (residual, *layer) = rest[:ROUTER_ARGUMENTS], rest[ROUTER_ARGUMENTS:]
     scores, ids, slopes = ops.route_tokens(x, weight, *router)
     return *ops.moe_forward(x, ids, scores, None, residual, *layer), scores, ids, slopes
 
 
 def _fake(x: Tensor, weight: Tensor, *rest):
-    router, (residual, *layer) = rest[:_ROUTER], rest[_ROUTER:]
+    router, (residual, *layer) = rest[:ROUTER_ARGUMENTS], rest[ROUTER_ARGUMENTS:]
     scores, ids, slopes = route_tokens_fake(x, weight, *router)
     return *moe_forward_fake(x, ids, scores, None, residual, *layer), scores, ids, slopes
 
 
 def _setup(ctx, inputs, output):
-    x, weight, _, _, _, *router = inputs[: 2 + _ROUTER]
-    _, w_up, w_gate, w_down, b_up, b_down, *rest = inputs[2 + _ROUTER :]
+    x, weight, _, _, _, *router = inputs[: 2 + ROUTER_ARGUMENTS]
+    _, w_up, w_gate, w_down, b_up, b_down, *rest = inputs[2 + ROUTER_ARGUMENTS :]
     _, h, *places, scores, ids, slopes = output
     ctx.weighing, (ctx.flags, _) = Weighing.of(router), LayerFlags.and_last(rest)
     layer = w_up, w_gate, w_down, b_up, b_down
@@ -55,13 +54,13 @@ def _setup(ctx, inputs, output):
 def _gradient(ctx, dout, *_):
     nothing = (None,) * (len(ctx.flags) + 1)
     if dout is None:
-        return (*(None,) * (8 + _ROUTER), *nothing)
+        return (*(None,) * (8 + ROUTER_ARGUMENTS), *nothing)
     x, weight, scores, ids, slopes, h, *places, w_up, w_gate, w_down, b_up, b_down = (
         ctx.saved_tensors
     )
     offsets, row_token, *_ = places
     want_x, want_weight, *_ = needs = ctx.needs_input_grad[1:]
-    want_residual, *want_layer = needs[2 + _ROUTER : 8 + _ROUTER]
+    want_residual, *want_layer = needs[2 + ROUTER_ARGUMENTS : 8 + ROUTER_ARGUMENTS]
     wanted = want_x, want_x or want_weight, *want_layer
     dx_rows = dx = dscores = dweight = None
     dlayer = [None] * len(want_layer)
@@ -77,7 +76,7 @@ def _gradient(ctx, dout, *_):
             dx_rows, places[2], dscores, routed, x, weight, ctx.weighing, want_weight
         )
     dresidual = dout if want_residual else None
-    return dx, dweight, *(None,) * _ROUTER, dresidual, *dlayer, *nothing
+    return dx, dweight, *(None,) * ROUTER_ARGUMENTS, dresidual, *dlayer, *nothing
 
 
 library.define(

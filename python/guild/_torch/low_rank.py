@@ -33,6 +33,7 @@ from guild._torch.autograd import (
 )
 from guild._torch.expert_lists import stacked_like
 from guild._torch.operators import LayerFlags, ops, score_dtype
+from guild._torch.row_routing import RowRouting
 
 _LINEAR = (0, False, 1.0, math.inf, 0.0, False, False, False)  # an up projection that gives only H
 
@@ -71,26 +72,16 @@ class Weights(NamedTuple):
     experts_at: Tensor | None = None  # for w_up, w_gate and w_down: see src/torch/ops.h
 
 
-class Places(NamedTuple):
-    """Which rows belong to which expert and token; for sorted rows only offsets are given."""
-
-    offsets: Tensor
-    row_token: Tensor | None
-    slot_row: Tensor | None
-    row_score: Tensor | None
-    token_offsets: Tensor | None
-
-
 # ---- steps --------------------------------------------------------------------------------------
 
 
-def _narrow(rows: Tensor, places: Places, weight: Tensor, gathered: bool) -> Tensor:
+def _narrow(rows: Tensor, routing: RowRouting, weight: Tensor, gathered: bool) -> Tensor:
     """rows weight_e^T of (E, r, width), by row; gathered: rows are those of each row's token."""
-    if gathered and places.row_token is not None:
+    if gathered and routing.row_token is not None:
         return ops.up_projection(
-            rows, places.offsets, places.row_token, weight, None, None, *_LINEAR, True
+            rows, routing.offsets, routing.row_token, weight, None, None, *_LINEAR, True
         )[1]
-    return ops.down_projection(rows, places.offsets, weight, None, False)
+    return ops.down_projection(rows, routing.offsets, weight, None, False)
 
 
 def _like(term: Tensor, weight: Tensor, inputs: int) -> Tensor:
@@ -106,14 +97,14 @@ def _like(term: Tensor, weight: Tensor, inputs: int) -> Tensor:
 
 
 def up(
-    x: Tensor, places: Places, weights: Weights, low: LowRank, flags: LayerFlags, keep: bool
+    x: Tensor, routing: RowRouting, weights: Weights, low: LowRank, flags: LayerFlags, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """A (R, I), H (R, W) where it is kept, and t (R, r1) of rows of x."""
-    where = places.offsets, places.row_token
+    where = routing.offsets, routing.row_token
     layer = weights.w_up, weights.w_gate, weights.b_up
     t = term = None
     if low.a_up is not None:
-        t = _narrow(x, places, low.a_up, True)
+        t = _narrow(x, routing, low.a_up, True)
         term = _like(low.b_up, weights.w_up, 1 if flags.transposed else 2)
     return *ops.up_projection(x, *where, *layer, *flags, keep, t, term, weights.experts_at), t
 
@@ -122,55 +113,57 @@ def recomputed(
     x: Tensor,
     h: Tensor,
     t: Tensor,
-    places: Places,
+    routing: RowRouting,
     weights: Weights,
     low: LowRank,
     flags: LayerFlags,
 ) -> tuple[Tensor, Tensor]:
     """H and t: as kept, or computed again from x where forward kept none."""
-    rows = (x if places.row_token is None else places.row_token).shape[0]
+    rows = (x if routing.row_token is None else routing.row_token).shape[0]
     if h.shape[0] == rows:
         return h, t
-    _, h, found = up(x, places, weights, low, flags, True)
+    _, h, found = up(x, routing, weights, low, flags, True)
     return h, t if found is None else found
 
 
-def down(a: Tensor, places: Places, weights: Weights, low: LowRank, flags: LayerFlags) -> Tensor:
+def down(
+    a: Tensor, routing: RowRouting, weights: Weights, low: LowRank, flags: LayerFlags
+) -> Tensor:
     """Y (R, H) of the activations."""
     t = term = None
     if low.a_down is not None:
-        t = _narrow(a, places, low.a_down, False)
+        t = _narrow(a, routing, low.a_down, False)
         term = _like(low.b_down, weights.w_down, 1 if flags.transposed else 2)
     layer = weights.w_down, weights.b_down, flags.transposed
-    return ops.down_projection(a, places.offsets, *layer, t, term, weights.experts_at)
+    return ops.down_projection(a, routing.offsets, *layer, t, term, weights.experts_at)
 
 
 def down_gradient(
-    dout: Tensor, h: Tensor, places: Places, weights: Weights, low: LowRank, flags: LayerFlags
+    dout: Tensor, h: Tensor, routing: RowRouting, weights: Weights, low: LowRank, flags: LayerFlags
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """dH (R, W), A' (R, I), the scores' partial sums and u2 (R, r2)."""
     u = term = None
     if low.a_down is not None:
-        u = _narrow(dout, places, low.b_down.mT, True)
+        u = _narrow(dout, routing, low.b_down.mT, True)
         term = _like(low.a_down.mT, weights.w_down, 2 if flags.transposed else 1)
-    rows = dout, h, places.offsets, places.row_token, places.row_score
+    rows = dout, h, routing.offsets, routing.row_token, routing.row_score
     more = None, None, False, u, term, weights.experts_at  # no biases
     return *ops.down_gradient(*rows, weights.w_down, *flags, *more), u
 
 
 def score_gradient(
-    parts: Tensor, dout: Tensor, intermediate: int, places: Places, weights: Weights
+    parts: Tensor, dout: Tensor, intermediate: int, routing: RowRouting, weights: Weights
 ) -> Tensor:
     """The scores' gradient (T, K) of the partial sums that the down gradient left."""
-    slots = places.slot_row, places.offsets
+    slots = routing.slot_row, routing.offsets
     return ops.score_gradient(
-        parts, *slots, dout, weights.b_down, intermediate, places.token_offsets
+        parts, *slots, dout, weights.b_down, intermediate, routing.token_offsets
     )
 
 
 def x_gradient(
     dh: Tensor,
-    places: Places,
+    routing: RowRouting,
     weights: Weights,
     low: LowRank,
     flags: LayerFlags,
@@ -180,15 +173,15 @@ def x_gradient(
     """dX, by token or by sorted row, and u1 (R, r1); None where not wanted."""
     u = None
     if low.a_up is not None and (want_x or want_u):
-        u = _narrow(dh, places, low.b_up.mT, False)
+        u = _narrow(dh, routing, low.b_up.mT, False)
     if not want_x:
         return None, u
     term = None if u is None else _like(low.a_up.mT, weights.w_up, 2 if flags.transposed else 1)
     layer = weights.w_up, weights.w_gate, *flags.up_weight
-    dx = ops.up_gradient(dh, places.offsets, *layer, u, term, weights.experts_at)
-    if places.slot_row is None:
-        return clear_nobodys(dx, places.offsets), u
-    return ops.combine(dx, places.slot_row, None, places.token_offsets), u
+    dx = ops.up_gradient(dh, routing.offsets, *layer, u, term, weights.experts_at)
+    if routing.slot_row is None:
+        return clear_nobodys(dx, routing.offsets), u
+    return ops.combine(dx, routing.slot_row, None, routing.token_offsets), u
 
 
 def low_rank_gradients(
@@ -199,12 +192,12 @@ def low_rank_gradients(
     t: Tensor,
     u_up: Tensor | None,
     u_down: Tensor | None,
-    places: Places,
+    routing: RowRouting,
     low: LowRank,
     wanted: tuple[bool, ...],
 ) -> LowRank:
     """dA and dB of both terms; None where not wanted."""
-    offsets, row_token, *_ = places
+    offsets, row_token, *_ = routing
     want_a_up, want_b_up, want_a_down, want_b_down = wanted
     da_up = db_up = da_down = db_down = None
     if want_a_up:
@@ -218,7 +211,7 @@ def low_rank_gradients(
         ops.down_weight_gradient_out(u_down, a_scaled, offsets, None, da_down, False, False)
     if want_b_down:
         db_down = torch.empty_like(low.b_down)
-        narrow = _narrow(a_scaled, places, low.a_down, False)
+        narrow = _narrow(a_scaled, routing, low.a_down, False)
         ops.down_weight_gradient_out(dout, narrow, offsets, row_token, db_down, False, False)
     return LowRank(da_up, db_up, da_down, db_down)
 
@@ -230,27 +223,29 @@ def clear_nobodys(rows: Tensor, offsets: Tensor) -> Tensor:
     return rows.masked_fill_(nobody[:, None], 0)
 
 
-def output(y: Tensor, places: Places, scores: Tensor | None, residual: Tensor | None) -> Tensor:
+def output(
+    y: Tensor, routing: RowRouting, scores: Tensor | None, residual: Tensor | None
+) -> Tensor:
     """The layer's output from Y: by token, or by row if rows came sorted."""
-    if places.slot_row is None:
-        return clear_nobodys(y, places.offsets)
-    return ops.combine(y, places.slot_row, scores, places.token_offsets, residual)
+    if routing.slot_row is None:
+        return clear_nobodys(y, routing.offsets)
+    return ops.combine(y, routing.slot_row, scores, routing.token_offsets, residual)
 
 
 # ---- ops ----------------------------------------------------------------------------------------
 
 
 def _forward(x, scores, residual, *rest):
-    weights, low, places, flags, keep = _parts(rest)
+    weights, low, routing, flags, keep = _parts(rest)
     low = low.aligned()
-    a, h, t = up(x, places, weights, low, flags, keep)
-    out = output(down(a, places, weights, low, flags), places, scores, residual)
+    a, h, t = up(x, routing, weights, low, flags, keep)
+    out = output(down(a, routing, weights, low, flags), routing, scores, residual)
     return out, h, t if keep and t is not None else x.new_empty(0, low.rank_up)
 
 
 def _forward_fake(x, scores, residual, *rest):
-    weights, low, places, flags, keep = _parts(rest)
-    rows = (x if places.row_token is None else places.row_token).shape[0]
+    weights, low, routing, flags, keep = _parts(rest)
+    rows = (x if routing.row_token is None else routing.row_token).shape[0]
     width = weights.w_down.shape[1 if flags.transposed else 2] * (2 if flags.gated else 1)
     kept = rows if keep else 0
     t = x.new_empty(kept if low.rank_up else 0, low.rank_up)
@@ -258,10 +253,10 @@ def _forward_fake(x, scores, residual, *rest):
 
 
 def _parts(rest):
-    """Split an op's arguments: weights, low-rank operands, places, flags, the last argument."""
+    """Split an op's arguments: weights, low-rank operands, routing, flags, the last argument."""
     weights = Weights(*rest[:5], LayerFlags.experts_at(rest[14:]))
-    low, places = LowRank(*rest[5:9]), Places(*rest[9:14])
-    return weights, low, places, *LayerFlags.and_last(rest[14:])
+    low, routing = LowRank(*rest[5:9]), RowRouting(*rest[9:14])
+    return weights, low, routing, *LayerFlags.and_last(rest[14:])
 
 
 def _wanted_flags(wanted: int) -> tuple[bool, ...]:
@@ -270,24 +265,24 @@ def _wanted_flags(wanted: int) -> tuple[bool, ...]:
 
 
 def _backward(dout, x, h, t, *rest):
-    weights, low, places, flags, wanted = _parts(rest)
+    weights, low, routing, flags, wanted = _parts(rest)
     low = low.aligned()
     want_x, want_scores, *want = _wanted_flags(wanted)
-    h, t = recomputed(x, h, t, places, weights, low, flags)
-    dh, a, parts, u_down = down_gradient(dout, h, places, weights, low, flags)
+    h, t = recomputed(x, h, t, routing, weights, low, flags)
+    dh, a, parts, u_down = down_gradient(dout, h, routing, weights, low, flags)
     dscores = None
     if want_scores:
-        dscores = score_gradient(parts, dout, a.shape[1], places, weights)
-    dweights = _weight_gradients(x, dout, dh, a, places, weights, flags, want[:5])
-    dx, u_up = x_gradient(dh, places, weights, low, flags, want_x, want[5])
-    dlow = low_rank_gradients(x, dout, dh, a, t, u_up, u_down, places, low, tuple(want[5:]))
+        dscores = score_gradient(parts, dout, a.shape[1], routing, weights)
+    dweights = _weight_gradients(x, dout, dh, a, routing, weights, flags, want[:5])
+    dx, u_up = x_gradient(dh, routing, weights, low, flags, want_x, want[5])
+    dlow = low_rank_gradients(x, dout, dh, a, t, u_up, u_down, routing, low, tuple(want[5:]))
     found = dx, dscores, *dweights, *dlow
     return tuple(x.new_empty(0) if g is None else g for g in found)
 
 
-def _weight_gradients(x, dout, dh, a, places, weights, flags, wanted):
+def _weight_gradients(x, dout, dh, a, routing, weights, flags, wanted):
     """dW and db; None where not wanted."""
-    offsets, row_token, _, row_score, _ = places
+    offsets, row_token, _, row_score, _ = routing
     dw_up = dw_gate = dw_down = db_up = db_down = None
     if wanted[0] or wanted[1]:
         dw_up = stacked_like(weights.w_up)
@@ -307,11 +302,11 @@ def _weight_gradients(x, dout, dh, a, places, weights, flags, wanted):
 
 
 def _backward_fake(dout, x, h, t, *rest):
-    weights, low, places, _, wanted = _parts(rest)
+    weights, low, routing, _, wanted = _parts(rest)
     want_x, want_scores, *want = _wanted_flags(wanted)
     if want[0] or want[1]:
         want[:2] = True, weights.w_gate is not None
-    scores = places.slot_row.shape if want_scores else (0,)
+    scores = routing.slot_row.shape if want_scores else (0,)
     made = [
         torch.empty_like(t) if w else x.new_empty(0)
         for t, w in zip((*weights[:5], *low), want, strict=True)
@@ -326,20 +321,20 @@ def _backward_fake(dout, x, h, t, *rest):
 def _setup(ctx, inputs, output):
     x, scores, _, *rest = inputs
     _, h, t = output
-    weights, low, places, ctx.flags, _ = _parts(rest)
+    weights, low, routing, ctx.flags, _ = _parts(rest)
     kept = without_lists(ctx, weights.experts_at, *weights[:3])
-    ctx.save_for_backward(x, scores, h, t, *kept, *weights[3:5], *low, *places)
+    ctx.save_for_backward(x, scores, h, t, *kept, *weights[3:5], *low, *routing)
     ctx.mark_non_differentiable(h, t)
     ctx.set_materialize_grads(False)
 
 
 def _gradient(ctx, dout, *_):
-    nothing = (None,) * (5 + len(ctx.flags) + 2)  # of places, flags, keep and experts_at
+    nothing = (None,) * (5 + len(ctx.flags) + 2)  # of routing, flags, keep and experts_at
     if dout is None:
         return (*(None,) * 12, *nothing)
     x, scores, h, t, *rest = ctx.saved_tensors
     weights = Weights(*with_lists(ctx, *rest[:3]), *rest[3:5])
-    low, places = LowRank(*rest[5:9]), Places(*rest[9:])
+    low, routing = LowRank(*rest[5:9]), RowRouting(*rest[9:])
     want_x, want_scores, want_residual, *want = ctx.needs_input_grad[1:13]
     dresidual = dout if want_residual else None
     found = [None] * 11
@@ -347,7 +342,7 @@ def _gradient(ctx, dout, *_):
     if any(wanted):
         dout = tied(rows_of(dout), scores, weights.b_up)
         bits = sum(1 << i for i, w in enumerate(wanted) if w)
-        arguments = *weights[:5], *low, *places, *ctx.flags, bits, ctx.experts_at
+        arguments = *weights[:5], *low, *routing, *ctx.flags, bits, ctx.experts_at
         found = ops.lora_backward(dout, x, h, t, *arguments)
         found = [g if w else None for g, w in zip(found, wanted, strict=True)]
     dx, dscores, *others = found

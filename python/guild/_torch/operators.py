@@ -18,7 +18,8 @@ from guild._torch.checks import autocast_dtype
 LIBRARY = library.load()
 ops = torch.ops.guild
 
-# Bits of `wanted` in moe_backward, experts_backward and data_gradients (src/torch/layer.cpp).
+# Bits of `wanted` (guild::binding::Wanted in src/torch/backward.h) in moe_backward,
+# experts_backward, data_gradients and peer_backward.
 # WANT_ROWS: dx by row, instead of WANT_X.
 WANT_X, WANT_SCORES, WANT_UP, WANT_DOWN, WANT_UP_BIAS, WANT_DOWN_BIAS, WANT_ROWS = (
     1 << i for i in range(7)
@@ -349,26 +350,6 @@ def _up_gradient(dh, offsets, w_up, w_gate, gated, interleaved, transposed, *low
     return dh.new_empty(dh.shape[0], w_up.shape[1 if transposed else 2])
 
 
-@_fake("weight_gradients_out")
-def _weight_gradients_out(*args):
-    return None
-
-
-@_fake("up_weight_gradient_out")
-def _up_weight_gradient_out(*args):
-    return None
-
-
-@_fake("down_weight_gradient_out")
-def _down_weight_gradient_out(*args):
-    return None
-
-
-@_fake("bias_gradient_out")
-def _bias_gradient_out(*args):
-    return None
-
-
 # ---- grouped products ---------------------------------------------------------------------------
 
 
@@ -381,11 +362,6 @@ def _grouped_mm(mat_a, mat_b, offs, bias, float_out, *lists):
     return mat_a.new_empty(shape, dtype=torch.float32 if float_out else mat_a.dtype)
 
 
-@_fake("grouped_mm_out")
-def _grouped_mm_out(*args):
-    return None
-
-
 @_fake("pair_up")
 def _pair_up(x, w_up, offsets, bias, kind, gated, *rest):
     width = w_up.shape[2]
@@ -395,3 +371,15 @@ def _pair_up(x, w_up, offsets, bias, kind, gated, *rest):
 @_fake("pair_down")
 def _pair_down(a, aux, w_down, offsets, bias, *rest):
     return a.new_empty(a.shape[0], w_down.shape[2])
+
+
+# ---- ops that only write into their arguments ---------------------------------------------------
+
+for _name in (
+    "weight_gradients_out",
+    "up_weight_gradient_out",
+    "down_weight_gradient_out",
+    "bias_gradient_out",
+    "grouped_mm_out",
+):
+    _fake(_name)(lambda *args: None)

@@ -11,6 +11,8 @@ from torch import Tensor
 from guild._torch.autograd import library, register, rows_of
 from guild._torch.operators import SOFTMAX, ops, route_fake, score_dtype
 
+ROUTER_ARGUMENTS = 10  # of route after the logits, and of route_tokens after x and weight
+
 # ---- route --------------------------------------------------------------------------------------
 
 
@@ -64,7 +66,7 @@ def _route_setup(ctx, inputs, output):
 
 
 def _route_gradient(ctx, dscores, *_):
-    nothing = (None,) * 10
+    nothing = (None,) * ROUTER_ARGUMENTS
     if dscores is None:
         return None, *nothing
     *routed, logits = ctx.saved_tensors
@@ -158,7 +160,7 @@ def router_gradients(dx_rows, slot_row, dscores, routed, x, weight, weighing, wa
 
 
 def _route_tokens_gradient(ctx, dscores, *_):
-    nothing = (None,) * 10
+    nothing = (None,) * ROUTER_ARGUMENTS
     if dscores is None:
         return None, None, *nothing
     *routed, x, weight = ctx.saved_tensors

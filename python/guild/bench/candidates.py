@@ -16,12 +16,11 @@ import torch
 from torch import nn
 
 import guild
+from guild.bench import sonicmoe
+from guild.bench.decode.layers import Weights
+from guild.bench.names import BOUNDS, LIMITED, PRODUCTS, SONICMOE
+from guild.bench.problem import Problem
 from guild.train.plain_moe import PlainMoE
-
-from . import sonicmoe
-from .decode.layers import Weights
-from .names import BOUNDS, LIMITED, PRODUCTS, SONICMOE
-from .problem import Problem
 
 
 class Layer:
@@ -235,7 +234,7 @@ class Floor(Bound):
             left -= part
 
 
-def make_candidate(name: str, problems: list[Problem], num_sms: int | None = None) -> Layer | Bound:
+def make_candidate(name: str, problems: list[Problem], num_sms: int | None) -> Layer | Bound:
     """The candidate called `name` over these inputs."""
     if name in BOUNDS:
         return Bound(problems) if name == "bound" else Floor(problems)

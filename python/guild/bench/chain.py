@@ -17,11 +17,10 @@ from torch import Tensor
 from guild._torch.gradients import wanted_bits
 from guild._torch.operators import LayerFlags, ops, score_dtype, score_parts
 from guild.activations import as_activation
+from guild.bench.presets import Shape
+from guild.bench.problem import Problem
 from guild.logits import router_logits
 from guild.routing import route
-
-from .presets import Shape
-from .problem import Problem
 
 FORWARD = ("logits", "route", "sort", "up", "down", "combine")
 BACKWARD = (

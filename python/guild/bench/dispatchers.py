@@ -26,9 +26,8 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 import guild
+from guild.bench.presets import Shape
 from guild.routing import route_tokens
-
-from .presets import Shape
 
 # The fastest of 20 (its default), 24, 32 and 48 on layers of 2,048 and 7,168 columns.
 _DEEPEP_MULTIPROCESSORS = 48

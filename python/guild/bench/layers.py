@@ -13,14 +13,14 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
-from .candidates import Bound, Layer, make_candidate
-from .names import BASELINES, BOUNDS, LIMITED, PASSES
-from .plan import BenchPlan
-from .presets import Shape
-from .problem import Problem, make_problems
-from .record import record_head
-from .reference import relative_errors, require_right
-from .timing import free_memory, interleaved, median_ratio, summary_of
+from guild.bench.candidates import Bound, Layer, make_candidate
+from guild.bench.names import BASELINES, BOUNDS, LIMITED, PASSES
+from guild.bench.plan import BenchPlan
+from guild.bench.presets import Shape
+from guild.bench.problem import Problem, make_problems
+from guild.bench.record import record_head
+from guild.bench.reference import relative_errors, require_right
+from guild.bench.timing import free_memory, interleaved, median_ratio, summary_of
 
 
 def measure(plan: BenchPlan, console: Console) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
-from .names import BASELINES, LIMITED, TITLES
+from guild.bench.names import BASELINES, LIMITED, TITLES
 
 
 def bench_table(record: dict[str, Any]) -> Table:

@@ -14,13 +14,13 @@ from rich.console import Console
 from rich.markup import escape
 from torch import Tensor, nn
 
-from .candidates import layer_module
-from .names import BOUNDS
-from .plan import BenchPlan
-from .presets import Shape
-from .problem import Problem, make_problems
-from .record import record_head
-from .timing import free_memory
+from guild.bench.candidates import layer_module
+from guild.bench.names import BOUNDS
+from guild.bench.plan import BenchPlan
+from guild.bench.presets import Shape
+from guild.bench.problem import Problem, make_problems
+from guild.bench.record import record_head
+from guild.bench.timing import free_memory
 
 _LISTED = 16  # of the kept tensors in a record; plain PyTorch keeps several per expert
 SLOT_BYTES = 24  # of routing: ids, scores, and the sorted indices both ways

@@ -6,8 +6,8 @@ from typing import Any
 
 from rich.table import Table
 
-from .memory import SLOT_BYTES
-from .names import TITLES
+from guild.bench.memory import SLOT_BYTES
+from guild.bench.names import TITLES
 
 _MIB = 1 << 20
 

@@ -25,13 +25,12 @@ import torch
 import torch.distributed as dist
 
 import guild
+from guild.bench.dispatchers import DISPATCHERS, unfit, why_not
+from guild.bench.presets import PRESETS, Shape, parse_shape
+from guild.bench.problem import ROUTINGS, make_problems
+from guild.bench.symmetric import TORCH, SymmetricLayer, use_nvshmem
+from guild.bench.timing import drawn_orders, free_memory, milliseconds
 from guild.provenance import provenance
-
-from .dispatchers import DISPATCHERS, unfit, why_not
-from .presets import PRESETS, Shape, parse_shape
-from .problem import ROUTINGS, make_problems
-from .symmetric import TORCH, SymmetricLayer, use_nvshmem
-from .timing import drawn_orders, free_memory, milliseconds
 
 _TOKENS = 8192  # per rank
 _PRESETS = ("dsv3", "gptoss", "qwen30b")

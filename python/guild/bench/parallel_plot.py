@@ -19,8 +19,8 @@ import matplotlib
 matplotlib.use("Agg")  # no display on a server
 import matplotlib.pyplot as plt  # noqa: E402
 
-from .names import PASSES  # noqa: E402
-from .presets import Shape  # noqa: E402
+from guild.bench.names import PASSES  # noqa: E402
+from guild.bench.presets import Shape  # noqa: E402
 
 _ALONE = "alone"
 _ENGINES = {

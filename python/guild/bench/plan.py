@@ -10,13 +10,19 @@ from pathlib import Path
 
 import torch
 
+from guild.bench import sonicmoe
+from guild.bench.names import (
+    CPU_CANDIDATES,
+    DECODE_CANDIDATES,
+    GPU_CANDIDATES,
+    LIMITED,
+    PARTS,
+    SONICMOE,
+)
+from guild.bench.presets import CPU_SHAPES, DECODE_PRESETS, NAMED, PRESETS, Shape, parse_shape
+from guild.bench.problem import DECODE_ROUTINGS, ROUTINGS
+from guild.bench.sweep import CPU_RANGES, GPU_RANGES, random_shapes
 from guild.provenance import pick_device
-
-from . import sonicmoe
-from .names import CPU_CANDIDATES, DECODE_CANDIDATES, GPU_CANDIDATES, LIMITED, PARTS, SONICMOE
-from .presets import CPU_SHAPES, DECODE_PRESETS, NAMED, PRESETS, Shape, parse_shape
-from .problem import DECODE_ROUTINGS, ROUTINGS
-from .sweep import CPU_RANGES, GPU_RANGES, random_shapes
 
 DECODE_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 512, 1024, 2048, 4096)
 _CPU_TOKENS = (1, 4, 16)

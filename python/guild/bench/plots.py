@@ -10,8 +10,8 @@ import matplotlib
 matplotlib.use("Agg")  # no display on a server
 import matplotlib.pyplot as plt  # noqa: E402
 
-from .decode.table import candidate_names, candidate_title  # noqa: E402
-from .names import PASSES, TITLES  # noqa: E402
+from guild.bench.decode.table import candidate_names, candidate_title  # noqa: E402
+from guild.bench.names import PASSES, TITLES  # noqa: E402
 
 _COLOURS = {
     "guild": "#1f5fa8",

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from .presets import Shape
+from guild.bench.presets import Shape
 
 ROUTINGS = ("balanced", "random", "zipf")
 DECODE_ROUTINGS = ("random", "zipf", "hot", "same")

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from .chain import StepChain
-from .presets import Shape
-from .timing import milliseconds, replayed
+from guild.bench.chain import StepChain
+from guild.bench.presets import Shape
+from guild.bench.timing import milliseconds, replayed
 
 # Rows and columns of a tile, and whether two consumer warp groups take turns (ping-pong).
 _TILES = ((128, 256, False), (256, 192, False), (128, 192, True), (128, 128, True))

@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from guild.bench.plan import BenchPlan
 from guild.provenance import provenance
-
-from .plan import BenchPlan
 
 SCHEMA = 1
 
@@ -39,7 +38,7 @@ def read_record(file: Path) -> dict[str, Any]:
         record = json.loads(file.read_text())
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"report: expected a JSON file, got {str(file)!r} ({error})") from None
-    if not isinstance(record, dict) or "cases" not in record or record.get("schema") != SCHEMA:
+    known = isinstance(record, dict) and record.get("schema") == SCHEMA
+    if not known or not {"mode", "cases"} <= record.keys():
         raise ValueError(f"report: expected a record that guild bench wrote, got {str(file)!r}")
-    record.setdefault("mode", "layers")  # records from before there were other modes
     return record

@@ -11,9 +11,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from guild.bench.problem import Problem
 from guild.train.plain_moe import plain_expert
-
-from .problem import Problem
 
 RESULTS = ("out", "x_gradient", "router_gradient", "w_up_gradient", "w_down_gradient")
 BIAS_RESULTS = ("b_up_gradient", "b_down_gradient")

@@ -10,8 +10,8 @@ from typing import Any
 from rich.console import Group
 from rich.table import Table
 
-from .names import PASSES, SONICMOE, TITLES
-from .tables import table_of
+from guild.bench.names import PASSES, SONICMOE, TITLES
+from guild.bench.tables import table_of
 
 _TITLES = {"compiled": "torch", "plain": "plain PyTorch", "eager": "torch eager"}
 _SONICMOE = f"{TITLES[SONICMOE]} / Guild"

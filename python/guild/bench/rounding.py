@@ -18,13 +18,12 @@ from rich.markup import escape
 from torch import Tensor, nn
 
 import guild
+from guild.bench.candidates import module_of
+from guild.bench.plan import BenchPlan
+from guild.bench.problem import Problem, make_problems
+from guild.bench.record import record_head
+from guild.bench.timing import Call, Replay, free_memory, interleaved, median_ratio, summary_of
 from guild.train.dropping import DroppingMoE, first_slots
-
-from .candidates import module_of
-from .plan import BenchPlan
-from .problem import Problem, make_problems
-from .record import record_head
-from .timing import Call, Replay, free_memory, interleaved, median_ratio, summary_of
 
 TILE = 128  # rows of a tile of the grouped products
 CAPACITY = 1.0  # of the layer that drops

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from .problem import Problem
+from guild.bench.problem import Problem
 
 
 def importable() -> bool:

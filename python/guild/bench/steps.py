@@ -14,16 +14,24 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
-from . import quack
-from .candidates import Bound
-from .chain import BACKWARD, FORWARD, StepChain, Work, in_turn, step_work
-from .names import PRODUCTS
-from .plan import BenchPlan
-from .presets import Shape
-from .problem import Problem, make_problems
-from .record import record_head
-from .reference import relative_errors, require_right
-from .timing import Call, Replay, free_memory, interleaved, median_ratio, replayed, summary_of
+from guild.bench import quack
+from guild.bench.candidates import Bound
+from guild.bench.chain import BACKWARD, FORWARD, StepChain, Work, in_turn, step_work
+from guild.bench.names import PRODUCTS
+from guild.bench.plan import BenchPlan
+from guild.bench.presets import Shape
+from guild.bench.problem import Problem, make_problems
+from guild.bench.record import record_head
+from guild.bench.reference import relative_errors, require_right
+from guild.bench.timing import (
+    Call,
+    Replay,
+    free_memory,
+    interleaved,
+    median_ratio,
+    replayed,
+    summary_of,
+)
 
 _GRAPH_CALLS = 8
 _MATRIX, _COPY = "matrix", "copy"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 
-from .presets import Shape
+from guild.bench.presets import Shape
 
 Range = tuple[int, int]
 GPU_RANGES: dict[str, Range] = {

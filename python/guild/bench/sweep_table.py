@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from .names import PASSES
+from guild.bench.names import PASSES
 
 
 def sweep_table(record: dict[str, Any]) -> Table:

@@ -20,9 +20,8 @@ from torch.autograd.function import FunctionCtx
 
 import guild
 from guild._torch.operators import ops
-
-from .dispatchers import DispatchedLayer
-from .presets import Shape
+from guild.bench.dispatchers import DispatchedLayer
+from guild.bench.presets import Shape
 
 TORCH = "torch"  # the engine's name
 

@@ -6,13 +6,13 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from .decode.table import decode_table
-from .float8.table import float8_table
-from .layers_table import bench_table
-from .memory_table import memory_table
-from .rounding_table import rounding_table
-from .steps_table import steps_table
-from .sweep_table import sweep_table
+from guild.bench.decode.table import decode_table
+from guild.bench.float8.table import float8_table
+from guild.bench.layers_table import bench_table
+from guild.bench.memory_table import memory_table
+from guild.bench.rounding_table import rounding_table
+from guild.bench.steps_table import steps_table
+from guild.bench.sweep_table import sweep_table
 
 _TABLES = {
     "decode": decode_table,

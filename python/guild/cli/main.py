@@ -375,18 +375,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     try:
         if args.command == "train":
-            from .train_command import run_train
+            from guild.cli.train_command import run_train
 
             return run_train(args)
         if args.command == "generate":
-            from .generate_command import run_generate
+            from guild.cli.generate_command import run_generate
 
             return run_generate(args)
         if args.command == "bench":
-            from .bench_command import run_bench
+            from guild.cli.bench_command import run_bench
 
             return run_bench(args)
-        from .info import run_info
+        from guild.cli.info import run_info
 
         return run_info()
     except (Exception, KeyboardInterrupt) as error:

@@ -70,6 +70,11 @@ def residual_rows(residual: Tensor | None, x: Tensor) -> Tensor | None:
     return None if residual is None else rows_of(residual)
 
 
+def int32_ids(ids: Tensor, experts: int) -> Tensor:
+    """Expert ids as int32; ids of no expert remain ids of no expert."""
+    return ids if ids.dtype == torch.int32 else ids.clamp(-1, experts).int()
+
+
 @below_autograd
 def own_offsets(ids: Tensor, scores: Tensor, token_offsets: Tensor | None, experts: int) -> Tensor:
     """int32 (E + 1): where each expert's rows of this rank's tokens would begin."""

@@ -40,7 +40,7 @@ from guild.distributed.call_arguments import (
     residual_rows,
 )
 from guild.distributed.facts import facts_of
-from guild.distributed.filling import fill_normal
+from guild.distributed.filling import fill_part
 from guild.distributed.passage import Collect, Dispatch
 from guild.distributed.peer_layer import PeerExperts
 from guild.distributed.peer_traffic import PeerTraffic, plan_peer_traffic
@@ -51,7 +51,7 @@ from guild.distributed.traffic import Traffic, plan_traffic
 from guild.expert_arguments import expect_later
 from guild.experts import run_routed
 from guild.lora import LoRA, LoRAHalves
-from guild.routed_call import routed_call
+from guild.routed_call import RoutedArguments, routed_call
 from guild.routing import Router, route_tokens, token_arguments
 from guild.weight_gradients import WeightGradients
 
@@ -215,7 +215,7 @@ class ExpertParallel:
     def fill_normal(self, weight: Tensor, std: float) -> None:
         """Initialise this rank's part of a layer's expert weights."""
         experts = weight.shape[0] * (1 if isinstance(weight, DTensor) else self.size)
-        fill_normal(weight, std, self.local_experts(experts), experts)
+        fill_part(weight, std, self.local_experts(experts), experts)
 
     def new_layer(self) -> int:
         """A number for a layer, by which ranks notice that they run different ones."""
@@ -274,55 +274,56 @@ class ExpertParallel:
             Under torch.func's transforms and forward-mode AD.
         """
         expect_absent(out=out, expert_map=expert_map)
-        layout = activation, order, transposed
-        later = token_offsets, residual, recompute, weight_gradients, lora_up, lora_down
-        tokens = x, topk_ids, topk_weights
-        return self.routed_experts_and_offsets(
-            *tokens, w_up, w_down, b_up, b_down, *layout, *later
-        )[0]
+        given = RoutedArguments(
+            x=x,
+            topk_ids=topk_ids,
+            topk_weights=topk_weights,
+            w_up=w_up,
+            w_down=w_down,
+            b_up=b_up,
+            b_down=b_down,
+            activation=activation,
+            order=order,
+            transposed=transposed,
+            token_offsets=token_offsets,
+            residual=residual,
+            recompute=recompute,
+            weight_gradients=weight_gradients,
+            lora_up=lora_up,
+            lora_down=lora_down,
+        )
+        return self.routed_experts_and_offsets(given)[0]
 
     @torch.compiler.disable  # a graph break: only the host knows the number of rows
     def routed_experts_and_offsets(
-        self,
-        x: Tensor,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        w_up: Listed | Halves,
-        w_down: Listed,
-        b_up: Listed | Halves | None,
-        b_down: Listed | None,
-        activation: Activation | str,
-        order: str,
-        transposed: bool,
-        token_offsets: Tensor | None = None,
-        residual: Tensor | None = None,
-        recompute: bool = False,
-        weight_gradients: WeightGradients | None = None,
-        lora_up: LoRA | LoRAHalves | None = None,
-        lora_down: LoRA | None = None,
-        *,
-        layer: int = 0,
+        self, given: RoutedArguments, *, layer: int = 0
     ) -> tuple[Tensor, Tensor]:
         """`routed_experts`, and int32 (E + 1) offsets of this rank's rows by expert."""
-        expect_no_transform(x, topk_weights, w_up, w_down, b_up, b_down, residual)
-        expect_plain(self.exact, weight_gradients, lora_up, lora_down)
-        layout = (w_up, w_down, b_up, b_down), (activation, order, transposed)
-        later = token_offsets, None, recompute, weight_gradients, lora_up, lora_down
-        tokens = x, topk_ids, topk_weights
-        call = routed_call(*tokens, *layout[0], *layout[1], *later)
+        weight_gradients, token_offsets = given.weight_gradients, given.token_offsets
+        expect_no_transform(given.x, given.topk_weights, *given.parameters, given.residual)
+        expect_plain(self.exact, weight_gradients, given.lora_up, given.lora_down)
+        # Rows of other ranks' tokens come without a residual.
+        local = given._replace(residual=None)
+        call = routed_call(local)
         if self.exact and call.experts_at is not None:
-            given = *map(stacked, (w_up, w_down)), stacked(b_up, 1), stacked(b_down, 1)
-            call = routed_call(*tokens, *given, *layout[1], *later)
+            local = local._replace(
+                w_up=stacked(given.w_up),
+                w_down=stacked(given.w_down),
+                b_up=stacked(given.b_up, 1),
+                b_down=stacked(given.b_down, 1),
+            )
+            call = routed_call(local)
         expect_runnable(self.size, call, weight_gradients)
-        residual = residual_rows(residual, call.x)
+        residual, recompute = residual_rows(given.residual, call.x), given.recompute
         facts = facts_of(self.size, self.exact, call.x, call.scores, call.layer, layer, call.low)
         slots = call.ids, call.scores, token_offsets, self.size * call.layer[2].shape[0]
         peers = None if token_offsets is not None else self._peers_on(call.x.device)
         plain = weight_gradients is None and call.low is None and call.experts_at is None
         if plain and peers is not None and not self.exact and peers.capacity is None:
             keep = bool(facts["gradients"]) and not recompute and peers.keeps_all_rows
-            taken = peers, facts, call.ids, slots[-1], keep
-            return PeerExperts.apply(*taken, call.x, call.scores, residual, *call.layer)
+            return PeerExperts.apply(
+                peers, facts, call.ids, slots[-1], keep, call.x, call.scores, residual, *call.layer
+            )
         traffic, received = self._plan(call.x, *slots, facts)
         recompute = recompute or not traffic.keeps_all_rows
         whole = plain and isinstance(traffic, PeerTraffic)
@@ -341,45 +342,33 @@ class ExpertParallel:
     @torch.compiler.disable
     def routed_layer(
         self,
-        x: Tensor,
+        given: RoutedArguments,
         router_weight: Tensor,
         top_k: int,
         router: Router,
         selection_bias: Tensor | None,
         token_mask: Tensor | None,
-        w_up: Tensor,
-        w_down: Tensor,
-        b_up: Tensor | None,
-        b_down: Tensor | None,
-        activation: Activation,
-        residual: Tensor | None,
-        recompute: bool,
-        weight_gradients: WeightGradients | None,
-        order: str,
-        transposed: bool,
         *,
         layer: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """Router and experts; with exact=True x gets one gradient for both, as in one process."""
-        given, layout = (w_up, w_down, b_up, b_down), (activation, order, transposed)
-        expect_no_transform(x, router_weight, *given, residual)
-        tokens = x, router_weight, top_k, router, selection_bias, token_mask
+        expect_no_transform(given.x, router_weight, *given.parameters, given.residual)
+        tokens = given.x, router_weight, top_k, router, selection_bias, token_mask
         if not self.exact:
             ids, scores = route_tokens(*tokens)
-            later = None, residual, recompute, weight_gradients
-            routed = x, ids, scores, *given, *layout, *later
-            return self.routed_experts_and_offsets(*routed, layer=layer)
+            given = given._replace(topk_ids=ids, topk_weights=scores)
+            return self.routed_experts_and_offsets(given, layer=layer)
         arguments = token_arguments(*tokens)
-        x, *local, _ = layer_arguments(x, *given, *layout, routed=True)
-        residual = residual_rows(residual, x)
-        expect_later(recompute, weight_gradients)
-        expect_plain(self.exact, weight_gradients)
+        x, *local, _ = layer_arguments(given.x, *given.parameters, *given.layout, routed=True)
+        residual = residual_rows(given.residual, x)
+        expect_later(given.recompute, given.weight_gradients)
+        expect_plain(self.exact, given.weight_gradients)
         with torch.no_grad():
             scores, ids, slopes = ops.route_tokens(*arguments)
         facts = facts_of(self.size, self.exact, x, router_weight, local, layer)
         experts = self.size * local[2].shape[0]
         traffic, received = self._plan(x, ids, scores, None, experts, facts)
-        keep = bool(facts["gradients"]) and not recompute and traffic.keeps_all_rows
+        keep = bool(facts["gradients"]) and not given.recompute and traffic.keeps_all_rows
         weighing = Weighing.of(arguments[5:])
         routed = scores, ids, weighing.kept(slopes), weighing
         taken = traffic, received, None, keep, self.exact, routed

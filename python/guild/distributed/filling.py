@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 
 
 @torch.no_grad()
-def fill_normal(weight: Tensor, std: float, mine: range, experts: int) -> None:
+def fill_part(weight: Tensor, std: float, mine: range, experts: int) -> None:
     """Normal values for this rank's part of the experts, from generators seeded alike on all ranks.
 
     Generators stay alike: what is drawn after this, such as the router, is the same on all ranks.

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from guild._torch.autograd import below_autograd, rows_of
 from guild._torch.gradients import wanted_bits
 from guild._torch.operators import LayerFlags, ops
+from guild.distributed.call_arguments import int32_ids
 from guild.distributed.peers import (
     BACKWARD,
     BACKWARD_RESULTS,
@@ -43,7 +44,7 @@ class PeerExperts(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """facts: what must be the same on every rank; keep: the pre-activations."""
         memory = peers.begin_forward(x, ids.shape[1], facts)
-        ids = ids if ids.dtype == torch.int32 else ids.clamp(-1, experts).int()
+        ids = int32_ids(ids, experts)
         call = peers.ranks.calls
         with peers.ranks.in_step("forward"):
             barriers = peers.barriers(FORWARD, FORWARD_RESULTS, call)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from guild._torch.autograd import below_autograd, rows_of
 from guild._torch.operators import ops
+from guild.distributed.call_arguments import int32_ids
 from guild.distributed.peer_memory import PeerMemory
 from guild.distributed.peers import BACKWARD_RESULTS, FORWARD_RESULTS, Peers
 from guild.distributed.ranks import Ranks
@@ -266,7 +267,7 @@ def plan_peer_traffic(
     """
     top_k = ids.shape[1]
     memory = peers.begin_forward(x, top_k, facts)
-    ids = ids if ids.dtype == torch.int32 else ids.clamp(-1, experts).int()
+    ids = int32_ids(ids, experts)
     token_row = peers.publish_forward(x, memory, ids, scores, experts)
     tables = ops.peer_tables(memory.peers, memory.numbers, top_k, experts, x)
     local_ids, local_scores, counts = tables

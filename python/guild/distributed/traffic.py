@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from guild._torch.operators import ops
+from guild.distributed.call_arguments import int32_ids
 from guild.distributed.ranks import Ranks
 
 
@@ -143,7 +144,7 @@ def plan_traffic(
         As `Ranks.agree` does.
     """
     local = experts // ranks.size
-    ids = ids.int() if ids.dtype == torch.int32 else ids.clamp(-1, experts).int()
+    ids = int32_ids(ids, experts)
     known = (ids >= 0) & (ids < experts)
     to = torch.where(known, ids.div(local, rounding_mode="floor"), -1)
     # Sorting by rank is what sorting by expert is: the same op, deterministic, on the device.

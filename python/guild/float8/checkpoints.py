@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -26,15 +24,7 @@ from guild.expert_arguments import expect_routing, residual_of
 from guild.float8.experts import expect_rows_of_codes
 from guild.float8.quantization import Quantized
 from guild.float8.settings import FP8
-
-
-class Given(NamedTuple):
-    """Weights and biases as `guild.routed_experts` takes them."""
-
-    w_up: Quantized | tuple[Quantized, Quantized]
-    w_down: Quantized
-    b_up: Tensor | tuple[Tensor, Tensor] | None
-    b_down: Tensor | None
+from guild.routed_call import RoutedArguments
 
 
 def are_codes(w_up: object, w_down: object) -> bool:
@@ -44,31 +34,21 @@ def are_codes(w_up: object, w_down: object) -> bool:
 
 
 @torch.no_grad()
-def routed_experts_of_codes(
-    tokens: tuple[Tensor, Tensor, Tensor],
-    given: Given,
-    layout: tuple[Activation | str, str, bool],
-    token_offsets: Tensor | None,
-    residual: Tensor | None,
-    expert_map: Tensor | None,
-    fp8: FP8 | None,
-    out: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Output and the int32 (E + 1) offsets of the sorted rows; tokens: x, ids and weights."""
-    fp8 = FP8() if fp8 is None else fp8
+def routed_experts_of_codes(given: RoutedArguments) -> tuple[Tensor, Tensor]:
+    """`guild.experts.routed_experts_and_offsets` with weights that are `Quantized`."""
+    fp8, out = FP8() if given.fp8 is None else given.fp8, given.out
     if not isinstance(fp8, FP8):
         raise TypeError(f"fp8: expected guild.FP8 with quantised weights, got {type(fp8).__name__}")
-    x, topk_ids, topk_weights = tokens
-    expect_dims("x", x, 2, what="(tokens, hidden)")
-    expect_routing(*tokens, token_offsets)
-    topk_ids = local_ids(topk_ids, expert_map)
-    (x,) = autocast(x)
+    expect_dims("x", given.x, 2, what="(tokens, hidden)")
+    expect_routing(given.x, given.topk_ids, given.topk_weights, given.token_offsets)
+    topk_ids = local_ids(given.topk_ids, given.expert_map)
+    (x,) = autocast(given.x)
     expect_rows("x", x)
-    activation, order, transposed = as_activation(layout[0]), layout[1], layout[2]
-    if transposed or is_interleaved(order):
+    activation = as_activation(given.activation)
+    if given.transposed or is_interleaved(given.order):
         raise ValueError(
             "order, transposed: expected 'concatenated' and False with quantised weights, got "
-            f"{order!r} and {transposed!r}"
+            f"{given.order!r} and {given.transposed!r}"
         )
     down = _codes("w_down", given.w_down, x)
     experts, hidden, size = down.codes.shape
@@ -79,18 +59,17 @@ def routed_experts_of_codes(
     expect_rows_of_codes(x, size)
     halves = _halves(given.w_up, activation, (experts, size, hidden), x)
     biases = _biases(given, activation, size, (experts, hidden), x)
-    residual = residual_of(residual, x)
-    scores = topk_weights.to(score_dtype(x.dtype)).contiguous()
-    slots = topk_ids.contiguous(), scores, token_offsets
+    residual = residual_of(given.residual, x)
+    scores = given.topk_weights.to(score_dtype(x.dtype)).contiguous()
     if out is not None:
         read = {"residual": residual, "topk_ids": topk_ids, "topk_weights": scores}
         read |= {"b_up": biases[0], "b_down": biases[1], "w_down.codes": down.codes}
         read |= {f"w_up.codes[{i}]": half.codes for i, half in enumerate(halves)}
         expect_out(out, x, [], "x", **read)
     flags = LayerFlags(*activation.scalars, False, False)
-    operands = (x, *slots, residual), halves, down, biases, flags
-    made, _, _, places = forward(*operands, fp8.recipe(), False)
-    return made if out is None else out.copy_(made), places.offsets
+    tokens = x, topk_ids.contiguous(), scores, given.token_offsets, residual
+    made, _, _, routing = forward(tokens, halves, down, biases, flags, fp8.recipe(), keep=False)
+    return made if out is None else out.copy_(made), routing.offsets
 
 
 def expect_no_gradient(*given: object) -> None:
@@ -157,7 +136,7 @@ def _halves(
 
 
 def _biases(
-    given: Given, activation: Activation, size: int, down: tuple[int, int], x: Tensor
+    given: RoutedArguments, activation: Activation, size: int, down: tuple[int, int], x: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
     """b_up (E, W) and b_down (E, H) in x's dtype."""
     b_up = given.b_up

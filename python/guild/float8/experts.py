@@ -23,7 +23,7 @@ from guild.expert_arguments import (
 )
 from guild.float8.settings import FP8, warn_where_slow
 from guild.float8.sinks import Float8Experts
-from guild.weight_gradients import WeightGradients
+from guild.routed_call import RoutedArguments
 
 _ALIGNED = 16  # bytes: what a row of codes begins at on a GPU
 _MASTERS = 5  # arguments of a layer: weights and biases
@@ -170,64 +170,59 @@ def expect_rows_of_codes(x: Tensor, intermediate: int) -> None:
             )
 
 
-def routed_experts_in_fp8(
-    tokens: tuple[Tensor, Tensor, Tensor],
-    given: tuple[Listed | Halves | None, ...],
-    layout: tuple[Activation | str, str, bool],
-    token_offsets: Tensor | None,
-    residual: Tensor | None,
-    recompute: bool,
-    weight_gradients: WeightGradients | None,
-    expert_map: Tensor | None,
-    fp8: FP8 | FP8Weights,
-    out: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """`guild.experts.routed_experts_and_offsets` in FP8; given: weights and biases."""
-    _expect_settings(fp8)
-    expect_dims("x", tokens[0], 2, what="(tokens, hidden)")
-    expect_later(recompute, weight_gradients)
-    expect_routing(*tokens, token_offsets)
-    x, topk_ids, topk_weights = tokens
-    topk_ids = local_ids(topk_ids, expert_map)
-    whole, experts_at = whole_of(*given, weight_gradients)
-    x, *layer, gradient = layer_arguments(x, *whole, *layout, routed=True, masters=True)
-    codes, flags, fp8 = _codes_of(x, layer, experts_at, topk_ids.numel(), fp8)
-    residual = residual_of(residual, x)
-    scores = topk_weights.to(score_dtype(x.dtype)).contiguous()
-    ids = topk_ids.contiguous()
+def routed_experts_in_fp8(given: RoutedArguments) -> tuple[Tensor, Tensor]:
+    """`guild.experts.routed_experts_and_offsets` in FP8."""
+    out, token_offsets, parameters = given.out, given.token_offsets, given.parameters
+    _expect_settings(given.fp8)
+    expect_dims("x", given.x, 2, what="(tokens, hidden)")
+    expect_later(given.recompute, given.weight_gradients)
+    expect_routing(given.x, given.topk_ids, given.topk_weights, token_offsets)
+    ids = local_ids(given.topk_ids, given.expert_map).contiguous()
+    whole, experts_at = whole_of(*parameters, given.weight_gradients)
+    x, *layer, gradient = layer_arguments(given.x, *whole, *given.layout, routed=True, masters=True)
+    codes, flags, fp8 = _codes_of(x, layer, experts_at, ids.numel(), given.fp8)
+    residual = residual_of(given.residual, x)
+    scores = given.topk_weights.to(score_dtype(x.dtype)).contiguous()
     wanted = gradient or scores.requires_grad
-    wanted, sink = sink_of(wanted, weight_gradients, given, layout[1])
+    wanted, sink = sink_of(wanted, given.weight_gradients, parameters, given.order)
     if out is not None:
         operands = {"topk_ids": ids, "topk_weights": scores, "residual": residual}
-        lists = None if experts_at is None else given
+        lists = None if experts_at is None else parameters
         expect_output(out, wanted, x, layer, lists=lists, **operands)
-    masters = layer[:_MASTERS]
+    masters, keep = layer[:_MASTERS], not given.recompute
     if sink is not None:
-        how = *sink[:2], not recompute, flags, fp8.recipe(), experts_at
-        slots = scores, (ids, token_offsets, codes), residual
-        return Float8Experts.apply(*how, x, *slots, *masters, *sink.reached)
-    settings = *codes, *flags, *fp8.recipe(), wanted and not recompute, experts_at
+        return Float8Experts.apply(
+            sink.gradients,
+            sink.parameters,
+            keep,
+            flags,
+            fp8.recipe(),
+            experts_at,
+            x,
+            scores,
+            (ids, token_offsets, codes),
+            residual,
+            *masters,
+            *sink.reached,
+        )
+    settings = *codes, *flags, *fp8.recipe(), wanted and keep, experts_at
     made, _, _, _, _, offsets, *_ = _experts(
         x, ids, scores, token_offsets, residual, *masters, *settings
     )
     return made if out is None else out.copy_(made), offsets
 
 
-def routed_layer_in_fp8(
-    tokens: tuple,
-    given: tuple[Listed | Halves | None, ...],
-    layout: tuple[Activation | str, str, bool],
-    residual: Tensor | None,
-    recompute: bool,
-    fp8: FP8 | FP8Weights,
-) -> tuple[Tensor, Tensor]:
+def routed_layer_in_fp8(tokens: tuple, given: RoutedArguments) -> tuple[Tensor, Tensor]:
     """`guild.experts.routed_layer` in FP8; tokens: arguments of the op route_tokens."""
     x, router_weight, *router = tokens
-    x, *layer, gradient = layer_arguments(x, *given, *layout, routed=True, masters=True)
-    codes, flags, fp8 = _codes_of(x, layer, None, router[2] * x.shape[0], fp8)
-    keep = torch.is_grad_enabled() and (gradient or router_weight.requires_grad) and not recompute
+    x, *layer, gradient = layer_arguments(
+        x, *given.parameters, *given.layout, routed=True, masters=True
+    )
+    codes, flags, fp8 = _codes_of(x, layer, None, router[2] * x.shape[0], given.fp8)
+    wanted = torch.is_grad_enabled() and (gradient or router_weight.requires_grad)
+    keep = wanted and not given.recompute
     settings = *codes, *flags, *fp8.recipe()._replace(reads_x=True), keep
-    residual = residual_of(residual, x)
+    residual = residual_of(given.residual, x)
     made = _moe(x, router_weight, *router, residual, *layer[:_MASTERS], *settings)
     return made[0], made[3]
 

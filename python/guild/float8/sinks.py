@@ -13,15 +13,16 @@ from guild._torch.float8_layer import in_halves, kept_or_again
 from guild._torch.float8_steps import (
     Codes,
     Kept,
-    Places,
     QuantizedExperts,
     Wanted,
     data_gradients,
 )
 from guild._torch.gradient_targets import wanting
 from guild._torch.operators import LayerFlags, ops
-from guild.weight_gradients import Kept as Unchanged
-from guild.weight_gradients import Operands, WeightGradients, compute_biases, compute_gradients
+from guild._torch.row_routing import RowRouting
+from guild.activations import to_interleaved
+from guild.sink_experts import Operands, Unchanged, compute_biases, compute_gradients
+from guild.weight_gradients import WeightGradients
 
 _MASTERS = 5  # weights and biases
 _ARGUMENTS = 10  # before those
@@ -72,13 +73,13 @@ class Float8Experts(torch.autograd.Function):
             return (None,) * (_ARGUMENTS + _MASTERS + len(ctx.reached))
         ctx.versions.expect_unchanged()
         x, token_offsets, h, h_scales, codes, x_scales, *rest = ctx.saved_tensors
-        places, rest = Places(*rest[:4]), rest[4:]
+        routing, rest = RowRouting(*rest[:4], token_offsets), rest[4:]
         *experts, b_up, b_down = rest
         experts, recipe = QuantizedExperts(*experts), ctx.recipe
         flags, b_up = in_halves(ctx.flags, recipe, b_up)
         dresidual = dout if ctx.needs_input_grad[9] else None
         dout, source = rows_of(dout), Codes(codes, x_scales) if recipe.keeps_codes else x
-        again = source, places, experts, b_up, flags, recipe, dout.dtype
+        again = source, routing, experts, b_up, flags, recipe, dout.dtype
         kept = kept_or_again(Kept(h, h_scales if recipe.save_codes else None), ctx.keep, *again)
         w_up, w_gate, w_down, *biases = (bool(wanting([p])) for p in ctx.parameters)
         want_x, want_scores = ctx.needs_input_grad[6:8]
@@ -86,19 +87,17 @@ class Float8Experts(torch.autograd.Function):
         if not recipe.wgrad_codes:  # one op makes both, and needs the operands of both
             up = down = up or down
         wanted = Wanted(want_x, want_scores, up, down, *biases)
-        made = data_gradients(
-            dout, kept, places, token_offsets, experts, b_down, flags, recipe, wanted
-        )
-        routed = places.offsets, places.row_token, places.row_score
+        made = data_gradients(dout, kept, routing, experts, b_down, flags, recipe, wanted)
+        routed = routing.offsets, routing.row_token, routing.row_score
         if recipe.wgrad_codes:
-            products = chunked(made, source, dout, places, experts.up_scales.shape[1], recipe, up)
+            products = chunked(made, source, dout, routing, experts.up_scales.shape[1], recipe, up)
             sums = Operands(None, dout, made.dh if wanted.up_bias else None, None, *routed)
             about = products, sums, flags != ctx.flags
             step = partial(_compute_of_codes, ctx.sink, ctx.parameters, ctx.flags, *about)
         else:
             operands = Operands(x, dout, made.dh, made.a_scaled, *routed)
-            kept = Unchanged(x, dout)
-            step = partial(compute_gradients, ctx.sink, kept, ctx.parameters, flags, operands)
+            borrowed = Unchanged(x, dout)
+            step = partial(compute_gradients, ctx.sink, borrowed, ctx.parameters, flags, operands)
         ctx.sink.take(partial(ctx.sink.expect_targets, ctx.parameters), step)
         late = ctx.sink.gradients_without_meaning(ctx.reached)
         nothing = (None,) * 6
@@ -132,5 +131,5 @@ def _compute_of_codes(
         if target is not None:
             db = torch.empty_like(target.tensor, memory_format=torch.contiguous_format)
             ops.bias_gradient_out(sums.dh, sums.offsets, None, None, db, False)
-            db = torch.stack(db.chunk(2, 1), 2).flatten(1)
+            db = to_interleaved(db)
             target.tensor.add_(db) if add else target.tensor.copy_(db)

@@ -31,7 +31,7 @@ def tokens_per_second(rows: Rows, moe: str, tokens_per_step: int) -> float:
     return tokens_per_step / statistics.median(row["seconds"] for row in steps_of(rows, moe))
 
 
-def loss_differences(rows: Rows, layers: tuple[str, str] = ("guild", "plain")) -> list[float]:
+def loss_differences(rows: Rows, layers: tuple[str, str]) -> list[float]:
     """The first layer's loss minus the second's, step by step, in nats per byte."""
     pairs = zip(*(steps_of(rows, moe) for moe in layers), strict=True)
     return [ours["loss"] - theirs["loss"] for ours, theirs in pairs]

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from .mapped import TIMEOUT_MS, MakeBuffers, mapped_buffers, others
+from guild.train.mapped import TIMEOUT_MS, MakeBuffers, mapped_buffers, others
 
 _ALIGNED = 128  # elements at which a part begins
 _REPLACED = (  # what this file and peer_copies.py call, or do in place of FSDP2

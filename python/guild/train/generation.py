@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 import torch
 
-from .model import BYTES, LanguageModel
-from .settings import MOST_SEED
+from guild.train.model import BYTES, LanguageModel
+from guild.train.settings import MOST_SEED
 
 MOST_BYTES = 2**20  # to write at once, as the noise of all choices is drawn at the start
 

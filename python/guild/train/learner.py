@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from .corpus import Corpus, step_seed
-from .model import LanguageModel, MoEFactory
-from .settings import Settings
+from guild.train.corpus import Corpus, step_seed
+from guild.train.model import LanguageModel, MoEFactory
+from guild.train.settings import Settings
 
 LAYERS = ("guild", "plain", "fp8")
 _BETAS = (0.9, 0.95)
@@ -32,7 +32,7 @@ def moe_factory(
     if name in ("guild", "fp8"):
         return _guild_factory(settings, balanced, name == "fp8")
     if name == "plain":
-        from .plain_moe import PlainMoE
+        from guild.train.plain_moe import PlainMoE
 
         if not settings.plain_routing:
             raise ValueError(
@@ -41,7 +41,7 @@ def moe_factory(
             )
         compiled = device.type == "cuda"
         if settings.shared:
-            from .plain_shared import PlainSharedMoE
+            from guild.train.plain_shared import PlainSharedMoE
 
             return functools.partial(PlainSharedMoE, shared=settings.shared, compiled=compiled)
         return lambda *sizes: PlainMoE(*sizes, compiled=compiled)
@@ -65,7 +65,7 @@ def _guild_factory(s: Settings, balanced: bool, fp8: bool) -> MoEFactory:
     options: dict[str, Any] = {"router": router, "balance_over": "batch", **shared}
     if not s.capacity:
         return functools.partial(guild.MoE, **options)
-    from .dropping import DroppingMoE
+    from guild.train.dropping import DroppingMoE
 
     return functools.partial(DroppingMoE, capacity=s.capacity, **options)
 

@@ -15,18 +15,17 @@ import torch
 from rich.console import Console
 
 from guild.provenance import provenance
-
-from .compare import comparison, mean_loss, steps_of, tokens_per_second
-from .corpus import Corpus, load_corpus
-from .generation import Sampling, generate, readable
-from .interrupt import StopRequest
-from .learner import Learner
-from .plots import plot_run
-from .progress import TrainingView
-from .run_folder import RunFolder
-from .settings import Settings, changed_fields
-from .speed import speed_summary
-from .world import UnwrittenFolder, agreed, writes
+from guild.train.compare import comparison, mean_loss, steps_of, tokens_per_second
+from guild.train.corpus import Corpus, load_corpus
+from guild.train.generation import Sampling, generate, readable
+from guild.train.interrupt import StopRequest
+from guild.train.learner import Learner
+from guild.train.plots import plot_run
+from guild.train.progress import TrainingView
+from guild.train.run_folder import RunFolder
+from guild.train.settings import Settings, changed_fields
+from guild.train.speed import speed_summary
+from guild.train.world import UnwrittenFolder, agreed, writes
 
 FINAL_STEPS = 50
 FINAL_WINDOWS = 1024
@@ -282,7 +281,7 @@ class Training:
 def _learner(name: str, settings: Settings, plan: Plan) -> Learner:
     if not plan.fsdp:
         return Learner(name, settings, plan.device, plan.dtype)
-    from .sharded import ShardedLearner
+    from guild.train.sharded import ShardedLearner
 
     how = plan.device, plan.dtype, plan.expert_parallel, plan.keep_gathered
     return ShardedLearner(name, settings, *how)

@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from guild.balancing import move_selection_bias
-
-from .rotary import rotary_tables, turned_heads
+from guild.train.rotary import rotary_tables, turned_heads
 
 BYTES = 256
 

@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from .gathered import Copies, GatheredWeights, count_of, parameters_of, starts_of
-from .mapped import TIMEOUT_MS, MakeBuffers, mapped_buffers, others
-from .reduction import add_up
-from .shard_adamw import norm_of
+from guild.train.gathered import Copies, GatheredWeights, count_of, parameters_of, starts_of
+from guild.train.mapped import TIMEOUT_MS, MakeBuffers, mapped_buffers, others
+from guild.train.reduction import add_up
+from guild.train.shard_adamw import norm_of
 
 _BUFFERS = 2
 

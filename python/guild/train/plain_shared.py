@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from .plain_moe import PlainMoE, plain_expert
+from guild.train.plain_moe import PlainMoE, plain_expert
 
 
 class _Dense(nn.Module):

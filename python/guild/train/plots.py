@@ -11,8 +11,8 @@ matplotlib.use("Agg")  # no display on a server
 import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
 
-from .compare import loss_differences, steps_of  # noqa: E402
-from .names import NAMES  # noqa: E402
+from guild.train.compare import loss_differences, steps_of  # noqa: E402
+from guild.train.names import NAMES  # noqa: E402
 
 _COLOURS = {"fp8": "#2a8a4a", "guild": "#1f5fa8", "plain": "#d9822b"}
 _SMOOTHING = 25

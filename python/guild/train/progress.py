@@ -11,8 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from .settings import Settings
-from .speed import speed_facts
+from guild.train.settings import Settings
+from guild.train.speed import speed_facts
 
 
 class TrainingView:

@@ -22,8 +22,8 @@ from typing import IO, Any
 
 import torch
 
-from .learner import LAYERS
-from .settings import Settings
+from guild.train.learner import LAYERS
+from guild.train.settings import Settings
 
 _FORMAT = 1
 _DTYPES = ("torch.float32", "torch.bfloat16")

@@ -30,20 +30,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import guild
 from guild.balancing import BalanceSums
 from guild.distributed.placement import distribute_experts, shard_layers
-
-from .corpus import Corpus, step_seed
-from .gathered import knows_fsdp
-from .generation import Sampling, window_start
-from .head import chunked_cross_entropy
-from .learner import Learner, busiest_over_mean, moe_factory, optimizer_options
-from .mapped import can_map
-from .model import LanguageModel
-from .peer_copies import use_copies
-from .reduction import NarrowReduceScatter
-from .settings import Settings
-from .shard_adamw import ShardAdamW, local_norm
-from .speed import speed_of
-from .world import mean_of_ranks, writes
+from guild.train.corpus import Corpus, step_seed
+from guild.train.gathered import knows_fsdp
+from guild.train.generation import Sampling, window_start
+from guild.train.head import chunked_cross_entropy
+from guild.train.learner import Learner, busiest_over_mean, moe_factory, optimizer_options
+from guild.train.mapped import can_map
+from guild.train.model import LanguageModel
+from guild.train.peer_copies import use_copies
+from guild.train.reduction import NarrowReduceScatter
+from guild.train.settings import Settings
+from guild.train.shard_adamw import ShardAdamW, local_norm
+from guild.train.speed import speed_of
+from guild.train.world import mean_of_ranks, writes
 
 _ATTENTION = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .settings import Settings
+from guild.train.settings import Settings
 
 # Dense bf16 with fp32 sums, FLOP per second, by a part of the GPU's name (NVIDIA's data sheets).
 _PEAK = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "H800": 989e12, "GH200": 989e12}

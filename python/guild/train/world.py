@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .interrupt import StopRequest
-from .run_folder import RunFolder
+from guild.train.interrupt import StopRequest
+from guild.train.run_folder import RunFolder
 
 _TIMEOUT = timedelta(minutes=10)
 

@@ -14,8 +14,8 @@ from torch.nn.utils import parametrize
 from torch.utils.flop_counter import FlopCounterMode
 
 import guild
-from guild.layer_inference import quick_output
 from guild.logits import LogitLinear
+from guild.moe_fast_path import quick_output
 
 HIDDEN, INNER, EXPERTS, TOP_K = 16, 8, 4, 2
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import guild
 from allocations import allocations
-from guild.experts_inference import quick_experts
+from guild.routed_experts_fast_path import quick_experts
 
 HIDDEN, INNER, EXPERTS, TOP_K = 16, 8, 4, 2
 Given = dict[str, Any]

@@ -11,13 +11,13 @@ from guild._torch.float8_gradients import chunks_of
 from guild._torch.float8_steps import (
     Codes,
     Kept,
-    Places,
     in_16_bits,
     new_chunks,
     quantized_rows,
     row_scales,
 )
 from guild._torch.operators import LayerFlags, ops
+from guild._torch.row_routing import RowRouting
 from layers import ACTIVATIONS
 
 HIDDEN, POWER_OF_TWO = 160, 1
@@ -40,7 +40,7 @@ class Gradient:
         token = torch.randint(-1, tokens, (self.rows,), dtype=torch.int32)
         score = torch.rand(self.rows)
         none = torch.empty(0, dtype=torch.int32)
-        self.places = Places(*(t.to(device) for t in (ends, token, none, score)))
+        self.places = RowRouting(*(t.to(device) for t in (ends, token, none, score)))
         dout = torch.randn(tokens, HIDDEN) * torch.logspace(-4, 4, tokens, 2)[:, None]
         self.dout = quantized_rows(dout.to(device, dtype), gradients, POWER_OF_TWO)
         h = (

@@ -14,7 +14,6 @@ import guild
 from guild._torch.float8_steps import (
     Codes,
     Kept,
-    Places,
     QuantizedExperts,
     Recipe,
     Wanted,
@@ -23,6 +22,7 @@ from guild._torch.float8_steps import (
     up_step,
 )
 from guild._torch.operators import LayerFlags, ops
+from guild._torch.row_routing import RowRouting
 from layers import ACTIVATIONS, Case, Layer, make_layer
 from oracle.experts import activate
 from oracle.float8 import rounded
@@ -63,7 +63,7 @@ class Step:
         options = {"activation": layer.activation}
         weights = guild.FP8Weights(fp8, given["w_up"], given["w_down"], **options)
         self.experts: QuantizedExperts = weights.codes
-        self.places = Places(*ops.sort_by_expert(layer.ids, layer.scores, 5))
+        self.places = RowRouting(*ops.sort_by_expert(layer.ids, layer.scores, 5))
         self.x = quantized_rows(layer.x, 0, POWER_OF_TWO)
         self.dout = quantized_rows(layer.dout, 0, POWER_OF_TWO)
         self.rows = int(self.places.offsets[-1])
@@ -102,7 +102,7 @@ def test_up_and_down_gradient(activation: str, bias: bool, device: str) -> None:
     error = (kept.h[used].cpu().double() - whole).norm() / whole.norm()
     assert error < 2.0**-8
     wanted = Wanted(False, True, True, True, False, False)
-    rest = step.places, None, step.experts, None, step.flags, step.recipe, wanted
+    rest = step.places, step.experts, None, step.flags, step.recipe, wanted
     exact_h = kept.h[used].cpu().double().requires_grad_()
     parts = exact_h.chunk(step.halves, 1)
     again = activate(act, parts[0], parts[1] if step.halves == 2 else None)

@@ -23,9 +23,8 @@ from torch import Tensor
 
 import guild
 from guild.bench.candidates import module_of
+from guild.bench.decode.layers import DecodeLayer
 from guild.train.plain_moe import plain_expert, plain_experts, plain_moe
-
-from .layers import DecodeLayer
 
 Candidate = Callable[[DecodeLayer], Tensor]
 

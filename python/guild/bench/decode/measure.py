@@ -19,6 +19,19 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
+from guild.bench.decode.candidates import Candidate, expected_output, own_candidate, peer_of
+from guild.bench.decode.changes import add_changes
+from guild.bench.decode.layers import (
+    DecodeLayer,
+    Weights,
+    expected_hits,
+    expert_bytes,
+    experts_hit,
+    layer_count,
+    make_layers,
+    make_weights,
+)
+from guild.bench.decode.rates import Rates, measured_rates
 from guild.bench.plan import BenchPlan
 from guild.bench.presets import Shape
 from guild.bench.record import record_head
@@ -32,20 +45,6 @@ from guild.bench.timing import (
     replayed,
     summary_of,
 )
-
-from .candidates import Candidate, expected_output, own_candidate, peer_of
-from .changes import add_changes
-from .layers import (
-    DecodeLayer,
-    Weights,
-    expected_hits,
-    expert_bytes,
-    experts_hit,
-    layer_count,
-    make_layers,
-    make_weights,
-)
-from .rates import Rates, measured_rates
 
 GRAPH, EAGER = "graph", "eager"
 _HOST_CALLS, _HOST_REPEATS = 40, 5

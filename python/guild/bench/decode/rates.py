@@ -66,7 +66,7 @@ def _readers(source: torch.Tensor) -> dict[str, Call]:
 def _triton_readers(source: torch.Tensor) -> dict[str, Call]:
     """The same by Triton's kernel; none where Triton is missing or finds no compiler."""
     try:
-        from .triton_read import sum_parts
+        from guild.bench.decode.triton_read import sum_parts
 
         calls: dict[str, Call] = {}
         for parts in (1 << 11, 1 << 13):

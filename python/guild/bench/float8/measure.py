@@ -20,18 +20,17 @@ from rich.markup import escape
 from torch import Tensor
 
 import guild
-
-from ..candidates import Layer, module_of
-from ..names import FP8_PASSES
-from ..plan import BenchPlan
-from ..presets import Shape
-from ..problem import Problem, make_problems
-from ..record import record_head
-from ..reference import relative_errors, require_right
-from ..timing import free_memory, interleaved, median_ratio, summary_of
-from .rowwise import RowwiseLayer, why_not
-from .rowwise_passes import Passes, torch_passes, torchao_passes
-from .steps import step_calls
+from guild.bench.candidates import Layer, module_of
+from guild.bench.float8.rowwise import RowwiseLayer, why_not
+from guild.bench.float8.rowwise_passes import Passes, torch_passes, torchao_passes
+from guild.bench.float8.steps import step_calls
+from guild.bench.names import FP8_PASSES
+from guild.bench.plan import BenchPlan
+from guild.bench.presets import Shape
+from guild.bench.problem import Problem, make_problems
+from guild.bench.record import record_head
+from guild.bench.reference import relative_errors, require_right
+from guild.bench.timing import free_memory, interleaved, median_ratio, summary_of
 
 RECIPES: dict[str, guild.FP8 | None] = {
     "bf16": None,

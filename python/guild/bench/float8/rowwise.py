@@ -19,10 +19,9 @@ from torch import Tensor
 
 import guild
 from guild._torch.operators import ops
-
-from ..candidates import Layer
-from ..problem import Problem
-from .rowwise_passes import ROWS, Passes, fast
+from guild.bench.candidates import Layer
+from guild.bench.float8.rowwise_passes import ROWS, Passes, fast
+from guild.bench.problem import Problem
 
 
 class Places(NamedTuple):

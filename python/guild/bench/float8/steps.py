@@ -13,8 +13,7 @@ from guild._torch.float8_layer import quantized_rows
 from guild._torch.float8_steps import Codes, Wanted, data_gradients, forward, up_step
 from guild._torch.operators import LayerFlags, ops
 from guild.activations import Activation
-
-from ..problem import Problem
+from guild.bench.problem import Problem
 
 
 @torch.no_grad()
@@ -28,21 +27,23 @@ def step_calls(problem: Problem, weights: guild.FP8Weights) -> dict[str, Callabl
     down = Codes(experts.down, experts.down_scales)
     tokens = x, ids, scores, None, None
     nothing = None, None
-    _, kept, codes, places = forward(tokens, experts.halves(), down, nothing, flags, recipe, True)
+    _, kept, codes, routing = forward(tokens, experts.halves(), down, nothing, flags, recipe, True)
     wanted = Wanted(True, True, True, True, False, False)
-    about = dout, kept, places, None, experts, None, flags, recipe
+    about = dout, kept, routing, experts, None, flags, recipe
     made = data_gradients(*about, wanted)
-    rows = torch.empty(places.row_token.shape[0], x.shape[1], dtype=x.dtype, device=x.device)
-    a, _ = up_step(codes, places, experts.halves(), None, flags, recipe, x.dtype, False)
-    operands = chunked(made, codes, dout, places, 2, recipe, True)
+    rows = torch.empty(routing.row_token.shape[0], x.shape[1], dtype=x.dtype, device=x.device)
+    a, _ = up_step(codes, routing, experts.halves(), None, flags, recipe, x.dtype, False)
+    operands = chunked(made, codes, dout, routing, 2, recipe, True)
     up, low = torch.empty_like(problem.w_up), torch.empty_like(problem.w_down)
     return {
         "quantise X": partial(quantized_rows, x, 0, recipe.scales),
-        "up": partial(up_step, codes, places, experts.halves(), None, flags, recipe, x.dtype, True),
-        "down": partial(ops.scaled_grouped_mm_out, *a, 0, *down, 0, places.ends, rows),
-        "combine": partial(ops.combine, rows, places.slot_row, scores, None, None),
+        "up": partial(
+            up_step, codes, routing, experts.halves(), None, flags, recipe, x.dtype, True
+        ),
+        "down": partial(ops.scaled_grouped_mm_out, *a, 0, *down, 0, routing.ends, rows),
+        "combine": partial(ops.combine, rows, routing.slot_row, scores, None, None),
         "down gradient": partial(data_gradients, *about, wanted._replace(x=False, scores=False)),
         "data gradients": partial(data_gradients, *about, wanted),
-        "chunks": partial(chunked, made, codes, dout, places, 2, recipe, True),
+        "chunks": partial(chunked, made, codes, dout, routing, 2, recipe, True),
         "dW1, dW2": partial(chunk_products, operands, up, None, low, flags, False),
     }

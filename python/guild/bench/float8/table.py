@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Group
 from rich.table import Table
 
-from ..names import FP8_PASSES
+from guild.bench.names import FP8_PASSES
 
 _MIB = 1 << 20
 

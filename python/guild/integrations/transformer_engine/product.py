@@ -14,7 +14,7 @@ from guild._torch.expert_lists import Placed, Versions, joined, table_of
 from guild._torch.gradient_targets import expect_targets, targets, wanting
 from guild._torch.gradients import starts
 from guild._torch.operators import autocast, ops
-from guild.weight_gradients import Kept
+from guild.sink_experts import Unchanged
 
 
 def grouped_linear(
@@ -71,16 +71,16 @@ class _Linear(torch.autograd.Function):
             dx = ops.grouped_mm(dout, weight, ends, None, False, None, lists)
         weights, biases = parameters[: ctx.experts], parameters[ctx.experts :]
         check = partial(_expect_targets, ctx.sink, weights, biases)
-        step = partial(_compute, ctx.sink, Kept(x, dout), x, ends, dout, weights, biases)
+        step = partial(_compute, ctx.sink, Unchanged(x, dout), x, ends, dout, weights, biases)
         ctx.sink.take(check, step)
         late = ctx.sink.gradients_without_meaning(parameters)
         return None, None, dx, None, None, None, *late
 
 
 @torch.no_grad()
-def _compute(sink, kept, x, ends, dout, weights, biases) -> None:
+def _compute(sink, borrowed, x, ends, dout, weights, biases) -> None:
     """dW[e] = dout[rows of e]^T x[rows of e], and db, into the sink's targets."""
-    kept.expect_unchanged()
+    borrowed.expect_unchanged()
     with targets(sink.main_grad, ("weight", weights)) as ((target,), add):
         if target is not None:
             lists = None, None, table_of(target)

@@ -34,6 +34,7 @@ from guild.integrations.transformers.experts import (
     why_not,
 )
 from guild.integrations.transformers.messages import say_left
+from guild.routed_call import RoutedArguments
 
 Forward = Callable[..., Tensor | tuple[Tensor, ...]]
 
@@ -155,7 +156,7 @@ def _in_one(
     """Router and experts as one op; None where that would not compute what the model does."""
     if family.in_one is None or x.dtype == torch.float64:
         return None
-    weights = w_up, w_down, *_ = weights_of(experts)
+    weights = w_up, w_down, b_up, b_down = weights_of(experts)
     dtypes = {t.dtype for t in (x, router.weight, shared, *weights) if t is not None}
     if len(dtypes) > 1 or w_down.shape[0] != router.weight.shape[0]:
         return None
@@ -165,9 +166,21 @@ def _in_one(
     if gate is None:
         return None
     activation, order = gate
-    choice = router.top_k, family.in_one(router), router.e_score_correction_bias, None
-    layer = *weights, activation, shared, False, None, order, experts.is_transposed
-    return routed_layer(x.contiguous(), router.weight, *choice, *layer)[0]
+    given = RoutedArguments(
+        x=x.contiguous(),
+        topk_ids=None,
+        topk_weights=None,
+        w_up=w_up,
+        w_down=w_down,
+        b_up=b_up,
+        b_down=b_down,
+        activation=activation,
+        order=order,
+        transposed=experts.is_transposed,
+        residual=shared,
+    )
+    bias = router.e_score_correction_bias
+    return routed_layer(given, router.weight, router.top_k, family.in_one(router), bias, None)[0]
 
 
 def _shared_output(block: nn.Module, x: Tensor) -> Tensor | None:

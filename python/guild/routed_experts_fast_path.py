@@ -99,10 +99,10 @@ def is_plainly_called(x: Tensor) -> bool:
 
 @lru_cache
 def _expert_settings(activation: Activation | str, order: str, transposed: bool) -> Tensor:
-    return told(*as_activation(activation).scalars, is_interleaved(order), transposed)
+    return settings_tensor(*as_activation(activation).scalars, is_interleaved(order), transposed)
 
 
-def told(*values: float) -> Tensor:
+def settings_tensor(*values: float) -> Tensor:
     """Numbers and flags as one tensor on the CPU."""
     with torch.inference_mode(False):  # it is cached, and outlives the mode of its first caller
         numbers = torch.tensor(values, dtype=torch.float64, device="cpu")

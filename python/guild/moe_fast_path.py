@@ -1,4 +1,4 @@
-"""A layer's fast path without gradients, as experts_inference.py has for `routed_experts`."""
+"""A layer's fast path without gradients, like that of `routed_experts_fast_path`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ from torch import Tensor, nn
 from guild._torch.layer_operator import infer_layer
 from guild._torch.operators import LayerFlags
 from guild.activations import is_interleaved
-from guild.experts_inference import REFUSED, below_autograd, is_plainly_called, told
 from guild.logits import RouterLinear
+from guild.routed_experts_fast_path import (
+    REFUSED,
+    below_autograd,
+    is_plainly_called,
+    settings_tensor,
+)
 from guild.routing import Router, router_scalars
 from guild.shared_experts import SharedExperts, shared_rows
 
 _infer_layer = infer_layer._op.__wrapped__  # its errors are raised again by the slow path
-_PREPARED = "_prepared"
+PREPARED = "_prepared"  # attribute of a layer: its settings, and as `_prepared` gives them
 
 
 def quick_output(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -76,9 +81,9 @@ def quick_output(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
 def _prepared(layer: nn.Module) -> Tensor:
     """The layer's settings as the op takes them; made again when one of them changes."""
     settings = layer.top_k, layer.routing, layer.activation, layer.order, layer.transposed
-    found = layer.__dict__.get(_PREPARED)
+    found = layer.__dict__.get(PREPARED)
     if found is None or found[0] != settings:
         flags = LayerFlags(*layer.activation.scalars, is_interleaved(layer.order), layer.transposed)
-        numbers = told(*flags, *router_scalars(layer.top_k, layer.routing))
-        found = layer.__dict__[_PREPARED] = settings, numbers
+        numbers = settings_tensor(*flags, *router_scalars(layer.top_k, layer.routing))
+        found = layer.__dict__[PREPARED] = settings, numbers
     return found[1]
