@@ -6,6 +6,7 @@
 #include "torch/inference_buffer.h"
 #include "torch/ops.h"
 #include "torch/overlap.h"
+#include "torch/routing.h"
 #include "torch/settings.h"
 
 namespace guild::binding {
@@ -197,8 +198,7 @@ Tensor rows_like(Place const& place, Tensor const& x) {
   return place.empty({x.size(0), x.size(1)}, dtype_of(x, "x"));
 }
 
-}  // namespace
-
+// moe_forward into out (T, H), keeping nothing -> offsets
 Tensor moe_forward_out(Tensor const& x, Tensor const& ids, Tensor const& scores,
                        MaybeTensor const& token_offsets, MaybeTensor const& residual,
                        Tensor const& w_up, MaybeTensor const& w_gate, Tensor const& w_down,
@@ -227,6 +227,7 @@ Tensor moe_forward_out(Tensor const& x, Tensor const& ids, Tensor const& scores,
              out);
 }
 
+// Router product, route and moe_forward_out: x (T, H), router (E, H) -> offsets
 Tensor moe_layer_out(Tensor const& x, Tensor const& router, MaybeTensor const& selection_bias,
                      MaybeTensor const& token_mask, int64_t top_k, int64_t score, bool renormalize,
                      double scale, int64_t groups, int64_t top_groups, double sum_floor,
@@ -254,6 +255,13 @@ Tensor moe_layer_out(Tensor const& x, Tensor const& router, MaybeTensor const& s
                    {interleaved, transposed, std::nullopt}, std::nullopt, out);
 }
 
+// The same two into a new tensor -> out (T, H), offsets, with fewer arguments: ids are (T, K), w_up
+// is one tensor, no token is masked. Instead of a residual, infer_layer can take the weights of
+// shared experts, which it runs with the layer's activation and order: (W, H), or (2 W, H) with a
+// gate, and (H, W). Their results are multiplied by shared_scale, (T, 1) in the scores' dtype, or
+// by sigmoid(x shared_gate^T) of 16-bit operands with shared_gate (1, H). settings, float64 on the
+// CPU: kind, gated, alpha, limit, up_offset, clamp_after, interleaved, transposed; for infer_layer
+// also top_k, score, renormalize, scale, groups, top_groups, sum_floor, group_score.
 Tensors2 infer_experts(Tensor const& x, Tensor const& ids, Tensor const& scores,
                        MaybeTensor const& residual, Tensor const& w_up, Tensor const& w_down,
                        MaybeTensor const& b_up, MaybeTensor const& b_down, Tensor const& settings) {
@@ -292,6 +300,7 @@ Tensors2 infer_layer(Tensor const& x, Tensor const& router, MaybeTensor const& s
   return {out, offsets};
 }
 
+// Only shared experts; settings as for infer_experts, weights never transposed.
 Tensor infer_shared(Tensor const& x, Tensor const& w_up, Tensor const& w_down,
                     Tensor const& settings) {
   Place const place(x, "x");
@@ -311,6 +320,39 @@ Tensor infer_shared(Tensor const& x, Tensor const& w_up, Tensor const& w_down,
   Carver carver(memory.data_ptr());
   run_shared(place, layer, x, shared, carve_shared(carver, layer), out.data_ptr());
   return out;
+}
+
+}  // namespace
+
+void define_inference(Library& m) {
+  m.def(
+      "moe_forward_out(Tensor x, Tensor ids, Tensor scores, Tensor? token_offsets, Tensor? "
+      "residual, Tensor w_up, Tensor? w_gate, Tensor w_down, Tensor? b_up, Tensor? "
+      "b_down, " GUILD_ACTIVATION ", bool interleaved, bool transposed, Tensor(a!) out" GUILD_LISTS
+      ") -> Tensor offsets");
+  m.def(
+      "moe_layer_out(Tensor x, Tensor router, Tensor? selection_bias, Tensor? token_mask, int "
+      "top_k, int score, bool renormalize, float scale, int groups, int top_groups, float "
+      "sum_floor, int group_score, Tensor? residual, Tensor w_up, Tensor w_down, Tensor? b_up, "
+      "Tensor? b_down, " GUILD_ACTIVATION
+      ", bool interleaved, bool transposed, Tensor(a!) out) -> Tensor offsets");
+  m.def(
+      "infer_experts(Tensor x, Tensor ids, Tensor scores, Tensor? residual, Tensor w_up, Tensor "
+      "w_down, Tensor? b_up, Tensor? b_down, Tensor settings) -> (Tensor o, Tensor offsets)");
+  m.def(
+      "infer_layer(Tensor x, Tensor router, Tensor? selection_bias, Tensor? residual, Tensor? "
+      "shared_up, Tensor? shared_down, Tensor? shared_scale, Tensor? shared_gate, Tensor w_up, "
+      "Tensor w_down, Tensor? b_up, Tensor? b_down, Tensor settings) -> (Tensor o, Tensor "
+      "offsets)");
+  m.def("infer_shared(Tensor x, Tensor w_up, Tensor w_down, Tensor settings) -> Tensor");
+}
+
+void implement_inference(Library& m) {
+  m.impl("moe_forward_out", TORCH_BOX(&moe_forward_out));
+  m.impl("moe_layer_out", TORCH_BOX(&moe_layer_out));
+  m.impl("infer_experts", TORCH_BOX(&infer_experts));
+  m.impl("infer_layer", TORCH_BOX(&infer_layer));
+  m.impl("infer_shared", TORCH_BOX(&infer_shared));
 }
 
 }  // namespace guild::binding

@@ -3,6 +3,7 @@
 #include "torch/forward.h"
 #include "torch/ops.h"
 #include "torch/overlap.h"
+#include "torch/routing.h"
 
 namespace guild::binding {
 
@@ -86,8 +87,7 @@ bool set_bias_targets(Place const& place, Layer const& layer, MaybeTensor const&
   return true;
 }
 
-}  // namespace
-
+// residual (T, H) -> o (T, H), h (R, W) or empty, offsets, row_token, slot_row, row_score
 Tensors6 moe_forward(Tensor const& x, Tensor const& ids, Tensor const& scores,
                      MaybeTensor const& token_offsets, MaybeTensor const& residual,
                      Tensor const& w_up, MaybeTensor const& w_gate, Tensor const& w_down,
@@ -104,6 +104,7 @@ Tensors6 moe_forward(Tensor const& x, Tensor const& ids, Tensor const& scores,
   return {o, h, rows.offsets, rows.row_token, rows.slot_row, rows.row_score};
 }
 
+// -> dx, dscores, dw_up, dw_gate, dw_down, db_up, db_down; wanted: bits of Wanted
 Tensors7 moe_backward(Tensor const& dout, Tensor const& x, Tensor const& h, Tensor const& offsets,
                       Tensor const& row_token, Tensor const& slot_row, Tensor const& row_score,
                       MaybeTensor const& token_offsets, Tensor const& w_up,
@@ -123,6 +124,7 @@ Tensors7 moe_backward(Tensor const& dout, Tensor const& x, Tensor const& h, Tens
   return {g.dx, g.dscores, g.dw_up, g.dw_gate, g.dw_down, g.db_up, g.db_down};
 }
 
+// Rows already sorted: x (R, H) -> o (R, H), zero past offsets[E], and h.
 Tensors2 experts_forward(Tensor const& x, Tensor const& offsets, Tensor const& w_up,
                          MaybeTensor const& w_gate, Tensor const& w_down, MaybeTensor const& b_up,
                          MaybeTensor const& b_down, int64_t kind, bool gated, double alpha,
@@ -140,6 +142,7 @@ Tensors2 experts_forward(Tensor const& x, Tensor const& offsets, Tensor const& w
   return {o, h};
 }
 
+// The same into out (R, H), keeping nothing.
 void experts_forward_out(Tensor const& x, Tensor const& offsets, Tensor const& w_up,
                          MaybeTensor const& w_gate, Tensor const& w_down, MaybeTensor const& b_up,
                          MaybeTensor const& b_down, int64_t kind, bool gated, double alpha,
@@ -164,6 +167,7 @@ void experts_forward_out(Tensor const& x, Tensor const& offsets, Tensor const& w
   run_sorted(place, layer, x, offsets, {w_up, w_gate, w_down}, b_up, b_down, nothing, out);
 }
 
+// -> dx (zero past offsets[E]), dw_up, dw_gate, dw_down, db_up, db_down
 Tensors6 experts_backward(Tensor const& dout, Tensor const& x, Tensor const& h,
                           Tensor const& offsets, Tensor const& w_up, MaybeTensor const& w_gate,
                           Tensor const& w_down, int64_t kind, bool gated, double alpha,
@@ -180,6 +184,9 @@ Tensors6 experts_backward(Tensor const& dout, Tensor const& x, Tensor const& h,
   return {g.dx, g.dw_up, g.dw_gate, g.dw_down, g.db_up, g.db_down};
 }
 
+// Backward without the weights' gradients, of tokens or, without row_token, slot_row and row_score,
+// of sorted rows -> dx, dscores, and the operands of the weights' gradients: dh (R, W), a_scaled
+// (R, I). db_up (E, W) and db_down (E, H), of one type, are written, or added to.
 Tensors4 data_gradients(Tensor const& dout, Tensor const& h, Tensor const& offsets,
                         MaybeTensor const& row_token, MaybeTensor const& slot_row,
                         MaybeTensor const& row_score, MaybeTensor const& token_offsets,
@@ -238,6 +245,55 @@ Tensors4 data_gradients(Tensor const& dout, Tensor const& h, Tensor const& offse
   b.workspace = workspace.data_ptr();
   place.run(cpu::moe_backward, cuda::moe_backward, b);
   return {dx, dscores, dh, a_scaled};
+}
+
+}  // namespace
+
+void define_layer(Library& m) {
+  m.def(
+      "moe_forward(Tensor x, Tensor ids, Tensor scores, Tensor? token_offsets, Tensor? residual, "
+      "Tensor w_up, Tensor? w_gate, Tensor w_down, Tensor? b_up, Tensor? b_down, " GUILD_ACTIVATION
+      ", bool interleaved, bool transposed, bool keep" GUILD_LISTS
+      ") -> (Tensor o, Tensor h, Tensor offsets, "
+      "Tensor row_token, Tensor slot_row, Tensor row_score)");
+  m.def(
+      "moe_backward(Tensor dout, Tensor x, Tensor h, Tensor offsets, Tensor row_token, Tensor "
+      "slot_row, Tensor row_score, Tensor? token_offsets, Tensor w_up, Tensor? w_gate, Tensor "
+      "w_down, Tensor? b_down, " GUILD_ACTIVATION
+      ", bool interleaved, bool transposed, int wanted" GUILD_LISTS
+      ") -> (Tensor dx, Tensor dscores, Tensor "
+      "dw_up, Tensor dw_gate, Tensor dw_down, Tensor db_up, Tensor db_down)");
+  m.def(
+      "experts_forward(Tensor x, Tensor offsets, Tensor w_up, Tensor? w_gate, Tensor w_down, "
+      "Tensor? b_up, Tensor? b_down, " GUILD_ACTIVATION
+      ", bool interleaved, bool transposed, bool keep" GUILD_LISTS ") -> (Tensor o, Tensor h)");
+  m.def(
+      "experts_forward_out(Tensor x, Tensor offsets, Tensor w_up, Tensor? w_gate, Tensor w_down, "
+      "Tensor? b_up, Tensor? b_down, " GUILD_ACTIVATION
+      ", bool interleaved, bool transposed, Tensor(a!) out" GUILD_LISTS ") -> ()");
+  m.def(
+      "experts_backward(Tensor dout, Tensor x, Tensor h, Tensor offsets, Tensor w_up, Tensor? "
+      "w_gate, Tensor w_down, " GUILD_ACTIVATION
+      ", bool interleaved, bool transposed, int wanted" GUILD_LISTS
+      ") -> (Tensor dx, Tensor dw_up, Tensor "
+      "dw_gate, Tensor dw_down, Tensor db_up, Tensor db_down)");
+  m.def(
+      "data_gradients(Tensor dout, Tensor h, Tensor offsets, Tensor? row_token, Tensor? slot_row, "
+      "Tensor? row_score, Tensor? token_offsets, Tensor w_up, Tensor? w_gate, Tensor w_down, "
+      "Tensor? b_down, " GUILD_ACTIVATION
+      ", bool interleaved, bool transposed, int wanted, Tensor(a!)? db_up=None, Tensor(b!)? "
+      "db_down=None, bool accumulate=False" GUILD_LISTS
+      ") -> (Tensor dx, Tensor dscores, Tensor dh, Tensor "
+      "a_scaled)");
+}
+
+void implement_layer(Library& m) {
+  m.impl("moe_forward", TORCH_BOX(&moe_forward));
+  m.impl("moe_backward", TORCH_BOX(&moe_backward));
+  m.impl("experts_forward", TORCH_BOX(&experts_forward));
+  m.impl("experts_forward_out", TORCH_BOX(&experts_forward_out));
+  m.impl("experts_backward", TORCH_BOX(&experts_backward));
+  m.impl("data_gradients", TORCH_BOX(&data_gradients));
 }
 
 }  // namespace guild::binding

@@ -2,10 +2,15 @@
 #include "guild/microscaling.h"
 
 #include "torch/float8.h"
-#include "torch/quantize.h"
+#include "torch/ops.h"
 
 namespace guild::binding {
 
+namespace {
+
+// x (rows, columns), values of Microscaling, MicroRounding and ScaleOrder -> codes (rows, columns),
+// or (rows, columns / 2) of NVFP4; scales (micro_scale_bytes); global (1) float32 of NVFP4, read
+// where given
 void quantize_micro_out(Tensor const& x, int64_t format, int64_t rounding, int64_t order,
                         Tensor& codes, Tensor& scales, MaybeTensor& global, bool global_given) {
   Place const place(x, "x");
@@ -39,6 +44,8 @@ void quantize_micro_out(Tensor const& x, int64_t format, int64_t rounding, int64
   place.run(cpu::quantize_micro, cuda::quantize_micro, args);
 }
 
+// x (rows, columns), x_scales (rows, ceil(columns / 32)) bytes -> codes (rows, columns), scales
+// (rows, ceil(columns / 128)) float32
 void regroup_micro_out(Tensor const& x, Tensor const& x_scales, int64_t format, Tensor& codes,
                        Tensor& scales) {
   Place const place(x, "x");
@@ -57,6 +64,8 @@ void regroup_micro_out(Tensor const& x, Tensor const& x_scales, int64_t format, 
   args.scales = scales_of(place, scales, "scales", {args.rows, scale_blocks(args.columns)});
   place.run(cpu::regroup_micro, cuda::regroup_micro, args);
 }
+
+}  // namespace
 
 void define_microscaling(Library& m) {
   m.def(

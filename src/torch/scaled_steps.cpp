@@ -77,8 +77,8 @@ Chunks chunks_of(Place const& place, MaybeTensor const& codes, MaybeTensor const
   return chunks;
 }
 
-}  // namespace
-
+// x (T or R, H) codes, w_up, w_gate (E, I, H) codes, H contiguous -> a (R, I) codes; h (R, W) in
+// the dtype of b_up and h, or h_codes (R, W), gate before up; scales as in guild/float8.h
 void scaled_up_out(Tensor const& x, Tensor const& x_scales, int64_t x_format, Tensor const& offsets,
                    MaybeTensor const& row_token, Tensor const& w_up, Tensor const& up_scales,
                    MaybeTensor const& w_gate, MaybeTensor const& gate_scales,
@@ -127,6 +127,9 @@ void scaled_up_out(Tensor const& x, Tensor const& x_scales, int64_t x_format, Te
   place.run_product(cpu::scaled_up, cuda::scaled_up, args);
 }
 
+// dout (T or R, H) codes, w_down (E, H, I) codes, H contiguous; h as above -> dh_codes (R, W), gate
+// before up; dh (R, W), a_scaled (R, I) in one dtype, that of h where given; score_parts float32;
+// dh_chunks (slots, W, 128), a_chunks (slots, I, 128), scales as in guild/float8.h
 void scaled_down_gradient_out(Tensor const& dout, Tensor const& dout_scales, int64_t dout_format,
                               Tensor const& offsets, MaybeTensor const& row_token,
                               MaybeTensor const& row_score, Tensor const& w_down,
@@ -176,6 +179,31 @@ void scaled_down_gradient_out(Tensor const& dout, Tensor const& dout_scales, int
         place.packed(*parts, "score_parts", DType::float32, {s.rows(), score_parts(s)});
   }
   place.run_product(cpu::scaled_down_gradient, cuda::scaled_down_gradient, args);
+}
+
+}  // namespace
+
+void define_scaled_steps(Library& m) {
+  m.def(
+      "scaled_up_out(Tensor x, Tensor x_scales, int x_format, Tensor offsets, Tensor? row_token, "
+      "Tensor w_up, Tensor up_scales, Tensor? w_gate, Tensor? gate_scales, Tensor? b_up, int kind, "
+      "bool gated, float alpha, float limit, float up_offset, bool clamp_after, bool interleaved, "
+      "int format, int scale, Tensor(a!)? h, Tensor(b!)? h_codes, Tensor(c!)? h_scales, Tensor(d!) "
+      "a, "
+      "Tensor(e!) a_scales) -> ()");
+  m.def(
+      "scaled_down_gradient_out(Tensor dout, Tensor dout_scales, int dout_format, Tensor offsets, "
+      "Tensor? row_token, Tensor? row_score, Tensor w_down, Tensor w_scales, Tensor? h, Tensor? "
+      "h_codes, Tensor? h_scales, int kind, bool gated, float alpha, float limit, float up_offset, "
+      "bool clamp_after, bool interleaved, int format, int scale, Tensor(a!) dh_codes, Tensor(b!) "
+      "dh_scales, Tensor(c!)? dh, Tensor(d!)? a_scaled, Tensor(e!)? score_parts, Tensor(f!)? "
+      "dh_chunks=None, Tensor(g!)? dh_chunk_scales=None, Tensor(h!)? a_chunks=None, Tensor(i!)? "
+      "a_chunk_scales=None) -> ()");
+}
+
+void implement_scaled_steps(Library& m) {
+  m.impl("scaled_up_out", TORCH_BOX(&scaled_up_out));
+  m.impl("scaled_down_gradient_out", TORCH_BOX(&scaled_down_gradient_out));
 }
 
 }  // namespace guild::binding

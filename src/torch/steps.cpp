@@ -4,6 +4,9 @@
 #include "torch/ops.h"
 #include "torch/overlap.h"
 
+// A low-rank term of a step's product, in its schema: both or none.
+#define GUILD_LOW_RANK ", Tensor? low_rank_t=None, Tensor? low_rank_b=None"
+
 namespace guild::binding {
 
 namespace {
@@ -101,8 +104,10 @@ Tensor add_biases(Place const& place, Layer const& layer, MaybeTensor const& db_
   return workspace;
 }
 
-}  // namespace
-
+// low_rank_t (R, rank) and low_rank_b (E, out, rank), both or none: a term of the product, whose
+// columns are out; here and below.
+//
+// -> a (R, I), h (R, W) or empty
 Tensors2 up_projection(Tensor const& x, Tensor const& offsets, MaybeTensor const& row_token,
                        Tensor const& w_up, MaybeTensor const& w_gate, MaybeTensor const& b_up,
                        int64_t kind, bool gated, double alpha, double limit, double up_offset,
@@ -165,6 +170,8 @@ Tensor down_projection(Tensor const& a, Tensor const& offsets, Tensor const& w_d
   return y;
 }
 
+// y (R, H), slot_row (T, K), residual (T, H) -> (T, H). dlogits (T, E), ids (T, K) and router (E,
+// H) for the router's part of a gradient: all three or none.
 Tensor combine(Tensor const& y, Tensor const& slot_row, MaybeTensor const& slot_score,
                MaybeTensor const& token_offsets, MaybeTensor const& residual,
                MaybeTensor const& dlogits, MaybeTensor const& ids, MaybeTensor const& router) {
@@ -206,6 +213,8 @@ Tensor combine(Tensor const& y, Tensor const& slot_row, MaybeTensor const& slot_
   return o;
 }
 
+// -> dh (R, W), a_scaled (R, I), score_parts (R, parts); db_up (E, W) and db_down (E, H), of one
+// type, are written, or added to
 Tensors3 down_gradient(Tensor const& dout, Tensor const& h, Tensor const& offsets,
                        MaybeTensor const& row_token, MaybeTensor const& row_score,
                        Tensor const& w_down, int64_t kind, bool gated, double alpha, double limit,
@@ -254,6 +263,7 @@ Tensors3 down_gradient(Tensor const& dout, Tensor const& h, Tensor const& offset
   return {dh, a_scaled, parts};
 }
 
+// -> dscores (T, K)
 Tensor score_gradient(Tensor const& parts, Tensor const& slot_row, Tensor const& offsets,
                       Tensor const& dout, MaybeTensor const& b_down, int64_t intermediate,
                       MaybeTensor const& token_offsets) {
@@ -315,6 +325,43 @@ Tensor up_gradient(Tensor const& dh, Tensor const& offsets, Tensor const& w_up,
   args.dx = {dx.data_ptr(), 0};
   place.run_product(cpu::up_gradient, cuda::up_gradient, args);
   return dx;
+}
+
+}  // namespace
+
+void define_steps(Library& m) {
+  m.def(
+      "up_projection(Tensor x, Tensor offsets, Tensor? row_token, Tensor w_up, Tensor? w_gate, "
+      "Tensor? b_up, " GUILD_ACTIVATION
+      ", bool interleaved, bool transposed, bool keep" GUILD_LOW_RANK GUILD_LISTS
+      ") -> (Tensor a, Tensor h)");
+  m.def(
+      "down_projection(Tensor a, Tensor offsets, Tensor w_down, Tensor? b_down, bool "
+      "transposed" GUILD_LOW_RANK GUILD_LISTS ") -> Tensor");
+  m.def(
+      "combine(Tensor y, Tensor slot_row, Tensor? slot_score, Tensor? token_offsets=None, Tensor? "
+      "residual=None, Tensor? dlogits=None, Tensor? ids=None, Tensor? router=None) -> Tensor");
+  m.def(
+      "down_gradient(Tensor dout, Tensor h, Tensor offsets, Tensor? row_token, Tensor? row_score, "
+      "Tensor w_down, " GUILD_ACTIVATION
+      ", bool interleaved, bool transposed, Tensor(a!)? db_up=None, Tensor(b!)? db_down=None, "
+      "bool accumulate=False" GUILD_LOW_RANK GUILD_LISTS
+      ") -> (Tensor dh, Tensor a_scaled, Tensor score_parts)");
+  m.def(
+      "score_gradient(Tensor score_parts, Tensor slot_row, Tensor offsets, Tensor dout, Tensor? "
+      "b_down, int intermediate, Tensor? token_offsets=None) -> Tensor");
+  m.def(
+      "up_gradient(Tensor dh, Tensor offsets, Tensor w_up, Tensor? w_gate, bool gated, bool "
+      "interleaved, bool transposed" GUILD_LOW_RANK GUILD_LISTS ") -> Tensor");
+}
+
+void implement_steps(Library& m) {
+  m.impl("up_projection", TORCH_BOX(&up_projection));
+  m.impl("down_projection", TORCH_BOX(&down_projection));
+  m.impl("combine", TORCH_BOX(&combine));
+  m.impl("down_gradient", TORCH_BOX(&down_gradient));
+  m.impl("score_gradient", TORCH_BOX(&score_gradient));
+  m.impl("up_gradient", TORCH_BOX(&up_gradient));
 }
 
 }  // namespace guild::binding
