@@ -132,7 +132,7 @@ void run_shared(Place const& place, Layer const& layer, Tensor const& x, Shared 
   place.run(cpu::moe_forward, cuda::moe_forward, f);
 }
 
-// The same from the router's product on.
+// The router of a layer: its weight, what masks or biases the choice, and its options.
 struct RoutedBy {
   Tensor const& weight;
   MaybeTensor const &selection_bias, &token_mask;
@@ -143,6 +143,7 @@ struct RoutedBy {
 // Whether a weight (E, out, in) is contiguous along its last dimension, as shared experts' are.
 bool has_rows(Tensor const& weight) { return weight.size(2) == 1 || weight.stride(2) == 1; }
 
+// Router, shared experts and experts into out (T, H); returns the offsets.
 Tensor run_layer(Place const& place, Operands given, RoutedBy const& by, Activation activation,
                  Flags flags, std::optional<Shared> const& shared, Tensor const& out) {
   Layer const layer = layer_of(place, given.x, {.tokens = given.x.size(0), .top_k = by.top_k},
@@ -264,11 +265,11 @@ Tensor moe_layer_out(Tensor const& x, Tensor const& router, MaybeTensor const& s
 // also top_k, score, renormalize, scale, groups, top_groups, sum_floor, group_score.
 Tensors2 infer_experts(Tensor const& x, Tensor const& ids, Tensor const& scores,
                        MaybeTensor const& residual, Tensor const& w_up, Tensor const& w_down,
-                       MaybeTensor const& b_up, MaybeTensor const& b_down, Tensor const& settings) {
+                       MaybeTensor const& b_up, MaybeTensor const& b_down, Tensor const& numbers) {
   Place const place(x, "x");
-  Settings const told(settings, kOfExperts);
+  Settings const settings(numbers, kOfExperts);
   Slots const slots = slots_of(place, ids, "ids", std::nullopt);
-  Layer const layer = layer_of(place, x, slots, w_down, told.activation(), told.flags());
+  Layer const layer = layer_of(place, x, slots, w_down, settings.activation(), settings.flags());
   Chosen const chosen = chosen_of(place, layer, slots, ids, scores);
   Tensor const out = rows_like(place, x);
   Buffer const buffer(place, layer, {.routes = false, .router_bytes = 0, .shared = nullptr});
@@ -281,11 +282,12 @@ Tensors2 infer_layer(Tensor const& x, Tensor const& router, MaybeTensor const& s
                      MaybeTensor const& residual, MaybeTensor const& shared_up,
                      MaybeTensor const& shared_down, MaybeTensor const& shared_scale,
                      MaybeTensor const& shared_gate, Tensor const& w_up, Tensor const& w_down,
-                     MaybeTensor const& b_up, MaybeTensor const& b_down, Tensor const& settings) {
+                     MaybeTensor const& b_up, MaybeTensor const& b_down, Tensor const& numbers) {
   Place const place(x, "x");
-  Settings const told(settings, kOfExperts + kOfRouter);
+  Settings const settings(numbers, kOfExperts + kOfRouter);
   MaybeTensor const all;
-  RoutedBy const by{router, selection_bias, /*token_mask=*/all, told.top_k(), told.router()};
+  RoutedBy const by{router, selection_bias, /*token_mask=*/all, settings.top_k(),
+                    settings.router()};
   bool const dense = shared_up.has_value();
   require(shared_down.has_value() == dense && !(dense && residual.has_value()) &&
               (dense || !(shared_scale.has_value() || shared_gate.has_value())),
@@ -296,21 +298,21 @@ Tensors2 infer_layer(Tensor const& x, Tensor const& router, MaybeTensor const& s
   if (dense) shared.emplace(Shared{*shared_up, *shared_down, shared_scale, shared_gate});
   Tensor const out = rows_like(place, x);
   Tensor const offsets = run_layer(place, {x, residual, {w_up, std::nullopt, w_down}, b_up, b_down},
-                                   by, told.activation(), told.flags(), shared, out);
+                                   by, settings.activation(), settings.flags(), shared, out);
   return {out, offsets};
 }
 
 // Only shared experts; settings as for infer_experts, weights never transposed.
 Tensor infer_shared(Tensor const& x, Tensor const& w_up, Tensor const& w_down,
-                    Tensor const& settings) {
+                    Tensor const& numbers) {
   Place const place(x, "x");
-  Settings const told(settings, kOfExperts);
+  Settings const settings(numbers, kOfExperts);
   Tensor const out = rows_like(place, x);
   Layer plain;
   plain.sizes = {.tokens = x.size(0), .hidden = x.size(1)};
   plain.dtype = dtype_of(x, "x");
-  plain.activation = told.activation();
-  plain.order = told.flags().interleaved ? GateUp::interleaved : GateUp::concatenated;
+  plain.activation = settings.activation();
+  plain.order = order_of(settings.flags().interleaved);
   MaybeTensor const no_scale;
   Shared const shared{w_up, w_down, no_scale, no_scale};
   Layer const layer = shared_layer(plain, shared);

@@ -49,12 +49,10 @@ Forward run_forward(Place const& place, Tokens const& tokens, Weights const& w,
 }
 
 // Runs forward of sorted rows into o (R, H), whose rows past offsets[E] are not written.
-void run_sorted(Place const& place, Layer const& layer, Tensor const& x, Tensor const& offsets,
+void run_sorted(Place const& place, Layer const& layer, Routing const& routing, Tensor const& x,
                 Weights const& w, MaybeTensor const& b_up, MaybeTensor const& b_down,
                 Tensor const& h, Tensor const& o) {
   Sizes const& s = layer.sizes;
-  Routing routing;
-  routing.offsets = place.indices(offsets, "offsets", {s.experts + 1});
   Tensor const workspace = place.workspace(moe_forward_workspace_bytes(s, layer.dtype));
   MoeForward f = forward_args(place, layer, routing, x, w, b_up, b_down, workspace.data_ptr());
   f.h = {h.data_ptr(), 0};
@@ -74,17 +72,6 @@ Gradients run_backward(Place const& place, Layer const& layer, Routing const& ro
   b.workspace = workspace.data_ptr();
   place.run(cpu::moe_backward, cuda::moe_backward, b);
   return g;
-}
-
-// Sets the caller's gradients of biases, both of one dtype; returns false if none is wanted.
-bool set_bias_targets(Place const& place, Layer const& layer, MaybeTensor const& db_up,
-                      MaybeTensor const& db_down, MoeBackward& b) {
-  if (!db_up.has_value() && !db_down.has_value()) return false;
-  Sizes const& s = layer.sizes;
-  b.dw_dtype = db_up.has_value() ? dtype_of(*db_up, "db_up") : dtype_of(*db_down, "db_down");
-  b.db_up = place.rows(db_up, "db_up", b.dw_dtype, {s.experts, layer.width()});
-  b.db_down = place.rows(db_down, "db_down", b.dw_dtype, {s.experts, s.hidden});
-  return true;
 }
 
 // residual (T, H) -> o (T, H), h (R, W) or empty, offsets, row_token, slot_row, row_score
@@ -135,10 +122,10 @@ Tensors2 experts_forward(Tensor const& x, Tensor const& offsets, Tensor const& w
                                activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
                                {interleaved, transposed, experts_at});
   Sizes const& s = layer.sizes;
-  int32_t const* const bounds = place.indices(offsets, "offsets", {s.experts + 1});
-  Tensor o = sorted_rows(place, {s.tokens, s.hidden}, layer.dtype, bounds, s.experts);
+  Routing const routing = routing_of(place, s, offsets);
+  Tensor o = sorted_rows(place, {s.tokens, s.hidden}, layer.dtype, routing.offsets, s.experts);
   Tensor h = place.empty({keep ? layer.sizes.tokens : 0, layer.width()}, layer.dtype);
-  run_sorted(place, layer, x, offsets, {w_up, w_gate, w_down}, b_up, b_down, h, o);
+  run_sorted(place, layer, routing, x, {w_up, w_gate, w_down}, b_up, b_down, h, o);
   return {o, h};
 }
 
@@ -154,7 +141,7 @@ void experts_forward_out(Tensor const& x, Tensor const& offsets, Tensor const& w
                                {interleaved, transposed, experts_at});
   Sizes const& s = layer.sizes;
   place.rows(out, "out", layer.dtype, {s.tokens, s.hidden});
-  int32_t const* const bounds = place.indices(offsets, "offsets", {s.experts + 1});
+  Routing const routing = routing_of(place, s, offsets);
   require_apart({{"out", out}}, {{"x", x},
                                  {"offsets", offsets},
                                  {"w_up", own_memory(w_up, experts_at)},
@@ -162,9 +149,9 @@ void experts_forward_out(Tensor const& x, Tensor const& offsets, Tensor const& w
                                  {"w_down", own_memory(w_down, experts_at)},
                                  {"b_up", b_up},
                                  {"b_down", b_down}});
-  clear_outside(place, out, bounds, s.experts);
+  clear_outside(place, out, routing.offsets, s.experts);
   Tensor const nothing = place.empty({0, layer.width()}, layer.dtype);
-  run_sorted(place, layer, x, offsets, {w_up, w_gate, w_down}, b_up, b_down, nothing, out);
+  run_sorted(place, layer, routing, x, {w_up, w_gate, w_down}, b_up, b_down, nothing, out);
 }
 
 // -> dx (zero past offsets[E]), dw_up, dw_gate, dw_down, db_up, db_down
@@ -177,8 +164,7 @@ Tensors6 experts_backward(Tensor const& dout, Tensor const& x, Tensor const& h,
   Layer const layer = layer_of(place, x, kSortedRows, w_down,
                                activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
                                {interleaved, transposed, experts_at});
-  Routing routing;
-  routing.offsets = place.indices(offsets, "offsets", {layer.sizes.experts + 1});
+  Routing const routing = routing_of(place, layer.sizes, offsets);
   Gradients g = run_backward(place, layer, routing, kSortedRows, dout, x, h, {w_up, w_gate, w_down},
                              std::nullopt, wanted & ~int64_t(kScores));
   return {g.dx, g.dw_up, g.dw_gate, g.dw_down, g.db_up, g.db_down};
@@ -209,12 +195,9 @@ Tensors4 data_gradients(Tensor const& dout, Tensor const& h, Tensor const& offse
                                activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
                                {interleaved, transposed, experts_at});
   Sizes const& s = layer.sizes;
-  Routing routing;
-  if (combined) {
-    routing = backward_routing(place, layer, slots, offsets, *row_token, *slot_row, *row_score);
-  } else {
-    routing.offsets = place.indices(offsets, "offsets", {s.experts + 1});
-  }
+  Routing const routing =
+      combined ? backward_routing(place, layer, slots, offsets, *row_token, *slot_row, *row_score)
+               : routing_of(place, s, offsets);
   Tensor dx = dx_of(place, layer, routing, wanted);
   Tensor dscores = dscores_of(place, layer, slots, wanted);
   Tensor dh = place.empty({s.rows(), layer.width()}, layer.dtype);
@@ -225,7 +208,7 @@ Tensors4 data_gradients(Tensor const& dout, Tensor const& h, Tensor const& offse
   b.dh = {dh.data_ptr(), 0};
   b.a_scaled = {a_scaled.data_ptr(), 0};
   b.accumulate = accumulate;
-  bool const biases = set_bias_targets(place, layer, db_up, db_down, b);
+  bool const biases = set_bias_targets(place, layer, db_up, db_down, b, b.dw_dtype);
   if (biases) {
     require_apart({{"db_up", db_up}, {"db_down", db_down}},
                   {{"dout", dout},

@@ -119,7 +119,7 @@ Tensors2 pair_up(Tensor const& x, Tensor const& w_up, Tensor const& offsets,
   Layer layer;
   layer.activation = activation_of(kind, gated, alpha, limit, up_offset, clamp_after);
   layer.dtype = dtype_of(x, "x");
-  layer.order = interleaved ? GateUp::interleaved : GateUp::concatenated;
+  layer.order = order_of(interleaved);
   layer.transposed = true;
   int64_t const width = w_up.size(2);
   require(!gated || width % 2 == 0, "w_up: expected an even number of columns (gate and up), got ",
@@ -135,10 +135,9 @@ Tensors2 pair_up(Tensor const& x, Tensor const& w_up, Tensor const& offsets,
   args.dtype = layer.dtype;
   args.activation = layer.activation;
   args.order = layer.order;
-  args.routing.offsets = place.indices(offsets, "offsets", {s.experts + 1});
+  args.routing = routing_of(place, s, offsets);
   args.x = place.rows(x, "x", layer.dtype, {s.tokens, s.hidden});
-  UpWeight const up = up_weight_of(place, layer, w_up, std::nullopt, layer.dtype);
-  args.w_up = {up.gate, up.up};
+  args.w_up = up_weight_of(place, layer, w_up, std::nullopt, layer.dtype);
   args.bias = place.rows(bias, "bias", layer.dtype, {s.experts, width});
   Tensor a =
       sorted_rows(place, {s.tokens, s.intermediate}, layer.dtype, args.routing.offsets, s.experts);

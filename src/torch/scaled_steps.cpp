@@ -29,19 +29,6 @@ Sizes sizes_of(Tensor const& x, MaybeTensor const& row_token, Tensor const& w, b
   return s;
 }
 
-Routing routing_of(Place const& place, Sizes const& s, Tensor const& offsets,
-                   MaybeTensor const& row_token, MaybeTensor const& row_score) {
-  Routing routing;
-  routing.offsets = place.indices(offsets, "offsets", {s.experts + 1});
-  if (row_token.has_value()) {
-    routing.row_token = place.indices(*row_token, "row_token", {s.rows()});
-  }
-  if (row_score.has_value()) {
-    routing.row_score = place.packed(*row_score, "row_score", DType::float32, {s.rows()});
-  }
-  return routing;
-}
-
 // Codes and scales come together.
 void require_both(MaybeTensor const& codes, MaybeTensor const& scales, char const* name,
                   char const* scales_name) {
@@ -95,8 +82,8 @@ void scaled_up_out(Tensor const& x, Tensor const& x_scales, int64_t x_format, Te
   args.sizes = s;
   args.dtype = element_of({&h, &b_up});
   args.activation = activation_of(kind, gated, alpha, limit, up_offset, clamp_after);
-  args.order = interleaved ? GateUp::interleaved : GateUp::concatenated;
-  args.routing = routing_of(place, s, offsets, row_token, std::nullopt);
+  args.order = order_of(interleaved);
+  args.routing = routing_of(place, s, offsets, row_token);
   args.x_format = float8_of(x_format, "x_format");
   args.format = float8_of(format, "format");
   args.scale = scale_kind_of(scale);
@@ -149,7 +136,7 @@ void scaled_down_gradient_out(Tensor const& dout, Tensor const& dout_scales, int
   args.sizes = s;
   args.dtype = element_of({&h, &dh, &a_scaled});
   args.activation = activation_of(kind, gated, alpha, limit, up_offset, clamp_after);
-  args.order = interleaved ? GateUp::interleaved : GateUp::concatenated;
+  args.order = order_of(interleaved);
   args.routing = routing_of(place, s, offsets, row_token, row_score);
   args.dout_format = float8_of(dout_format, "dout_format");
   args.format = float8_of(format, "format");

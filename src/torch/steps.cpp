@@ -1,6 +1,7 @@
 // The steps of a layer as ops of their own, for callers that put the layer together themselves.
 //
 // As in the core, rows at or past offsets[E] of an output are not written.
+#include "torch/backward.h"
 #include "torch/ops.h"
 #include "torch/overlap.h"
 
@@ -10,20 +11,6 @@
 namespace guild::binding {
 
 namespace {
-
-// Routing's arrays for the steps: row_token and row_score where the caller gives them.
-Routing routing_of(Place const& place, Sizes const& s, Tensor const& offsets,
-                   MaybeTensor const& row_token, MaybeTensor const& row_score, DType dtype) {
-  Routing routing;
-  routing.offsets = place.indices(offsets, "offsets", {s.experts + 1});
-  if (row_token.has_value()) {
-    routing.row_token = place.indices(*row_token, "row_token", {s.rows()});
-  }
-  if (row_score.has_value()) {
-    routing.row_score = place.packed(*row_score, "row_score", score_dtype(dtype), {s.rows()});
-  }
-  return routing;
-}
 
 // Sizes of a step on `rows` rows, gathered from `tokens` rows or the same ones.
 Sizes sizes_of(Tensor const& w, bool transposed, int64_t tokens, int64_t rows, bool down) {
@@ -35,10 +22,6 @@ Sizes sizes_of(Tensor const& w, bool transposed, int64_t tokens, int64_t rows, b
   (down == transposed ? s.intermediate : s.hidden) = w.size(1);
   (down == transposed ? s.hidden : s.intermediate) = w.size(2);
   return s;
-}
-
-GateUp order_of(bool interleaved) {
-  return interleaved ? GateUp::interleaved : GateUp::concatenated;
 }
 
 // The steps' experts_at; w: one of the weights.
@@ -84,24 +67,7 @@ LowRankTerm<ConstUpWeight> term_of(Place const& place, Layer layer, MaybeTensor 
   layer.sizes.hidden = both.rank;
   layer.transposed = false;
   layer.experts_at = nullptr;  // of the weights
-  UpWeight const halves = up_weight_of(place, layer, *b, std::nullopt, layer.dtype);
-  return {both.t, {halves.gate, halves.up}, both.rank};
-}
-
-// Sets the gradients of the biases that the step is to compute, and what it needs for them.
-Tensor add_biases(Place const& place, Layer const& layer, MaybeTensor const& db_up,
-                  MaybeTensor const& db_down, bool accumulate, DownGradient& args) {
-  bool const wanted = db_up.has_value() || db_down.has_value();
-  Tensor const workspace = place.workspace(
-      wanted ? down_gradient_workspace_bytes(layer.sizes, layer.activation.gated) : 0);
-  if (!wanted) return workspace;
-  int64_t const experts = layer.sizes.experts;
-  args.db_dtype = db_up.has_value() ? dtype_of(*db_up, "db_up") : dtype_of(*db_down, "db_down");
-  args.db_up = place.rows(db_up, "db_up", args.db_dtype, {experts, layer.width()});
-  args.db_down = place.rows(db_down, "db_down", args.db_dtype, {experts, layer.sizes.hidden});
-  args.accumulate = accumulate;
-  args.workspace = workspace.data_ptr();
-  return workspace;
+  return {both.t, up_weight_of(place, layer, *b, std::nullopt, layer.dtype), both.rank};
 }
 
 // low_rank_t (R, rank) and low_rank_b (E, out, rank), both or none: a term of the product, whose
@@ -130,10 +96,9 @@ Tensors2 up_projection(Tensor const& x, Tensor const& offsets, MaybeTensor const
   args.dtype = layer.dtype;
   args.activation = layer.activation;
   args.order = layer.order;
-  args.routing = routing_of(place, s, offsets, row_token, std::nullopt, layer.dtype);
+  args.routing = routing_of(place, s, offsets, row_token);
   args.x = place.rows(x, "x", layer.dtype, {s.tokens, s.hidden});
-  UpWeight const up = up_weight_of(place, layer, w_up, w_gate, layer.dtype);
-  args.w_up = {up.gate, up.up};
+  args.w_up = up_weight_of(place, layer, w_up, w_gate, layer.dtype);
   args.bias = place.rows(b_up, "b_up", layer.dtype, {s.experts, layer.width()});
   args.low_rank = term_of(place, layer, low_rank_t, low_rank_b);
   Tensor a = place.empty({rows, s.intermediate}, layer.dtype);
@@ -159,7 +124,7 @@ Tensor down_projection(Tensor const& a, Tensor const& offsets, Tensor const& w_d
   DownProjection args;
   args.sizes = s;
   args.dtype = layer.dtype;
-  args.routing = routing_of(place, s, offsets, std::nullopt, std::nullopt, layer.dtype);
+  args.routing = routing_of(place, s, offsets);
   args.a = place.rows(a, "a", layer.dtype, {s.rows(), s.intermediate});
   args.w_down = down_weight_of(place, layer, w_down, layer.dtype);
   args.bias = place.rows(b_down, "b_down", layer.dtype, {s.experts, s.hidden});
@@ -237,7 +202,7 @@ Tensors3 down_gradient(Tensor const& dout, Tensor const& h, Tensor const& offset
   args.dtype = layer.dtype;
   args.activation = layer.activation;
   args.order = layer.order;
-  args.routing = routing_of(place, s, offsets, row_token, row_score, layer.dtype);
+  args.routing = routing_of(place, s, offsets, row_token, row_score, score_dtype(layer.dtype));
   args.dout = place.rows(dout, "dout", layer.dtype,
                          {row_token.has_value() ? s.tokens : s.rows(), s.hidden});
   args.w_down = down_weight_of(place, layer, w_down, layer.dtype);
@@ -249,7 +214,11 @@ Tensors3 down_gradient(Tensor const& dout, Tensor const& h, Tensor const& offset
   args.dh = {dh.data_ptr(), 0};
   args.a_scaled = {a_scaled.data_ptr(), 0};
   args.score_parts = parts.data_ptr();
-  Tensor const workspace = add_biases(place, layer, db_up, db_down, accumulate, args);
+  bool const biases = set_bias_targets(place, layer, db_up, db_down, args, args.db_dtype);
+  Tensor const workspace =
+      place.workspace(biases ? down_gradient_workspace_bytes(s, layer.activation.gated) : 0);
+  args.accumulate = accumulate;
+  args.workspace = workspace.data_ptr();
   require_apart({{"db_up", db_up}, {"db_down", db_down}},
                 {{"dout", dout},
                  {"h", h},
@@ -282,7 +251,7 @@ Tensor score_gradient(Tensor const& parts, Tensor const& slot_row, Tensor const&
        .top_k = slots.top_k,
        .slots = slots.count};
   args.dtype = dtype_of(dout, "dout");
-  args.routing = routing_of(place, s, offsets, std::nullopt, std::nullopt, args.dtype);
+  args.routing = routing_of(place, s, offsets);
   args.routing.token_offsets = slots.token_offsets;
   args.routing.slot_row = slots.indices(place, slot_row, "slot_row");
   DType const scores = score_dtype(args.dtype);
@@ -316,10 +285,9 @@ Tensor up_gradient(Tensor const& dh, Tensor const& offsets, Tensor const& w_up,
   args.dtype = layer.dtype;
   args.gated = gated;
   args.order = layer.order;
-  args.routing = routing_of(place, s, offsets, std::nullopt, std::nullopt, layer.dtype);
+  args.routing = routing_of(place, s, offsets);
   args.dh = place.rows(dh, "dh", layer.dtype, {s.rows(), layer.width()});
-  UpWeight const up = up_weight_of(place, layer, w_up, w_gate, layer.dtype);
-  args.w_up = {up.gate, up.up};
+  args.w_up = up_weight_of(place, layer, w_up, w_gate, layer.dtype);
   args.low_rank = term_of(place, s, layer.dtype, s.hidden, low_rank_t, low_rank_b);
   Tensor dx = place.empty({s.rows(), s.hidden}, layer.dtype);
   args.dx = {dx.data_ptr(), 0};

@@ -7,14 +7,6 @@ namespace guild::binding {
 
 namespace {
 
-Routing routing_of(Place const& place, int64_t experts, int64_t rows, Tensor const& offsets,
-                   MaybeTensor const& row_token) {
-  Routing routing;
-  routing.offsets = place.indices(offsets, "offsets", {experts + 1});
-  if (row_token.has_value()) routing.row_token = place.indices(*row_token, "row_token", {rows});
-  return routing;
-}
-
 // The order of gate and up, and that of the weights' dimensions.
 struct Layout {
   bool gated = true, interleaved = false, transposed;
@@ -25,7 +17,7 @@ Layer layer_of(Sizes const& sizes, DType dtype, Layout layout) {
   layer.sizes = sizes;
   layer.dtype = dtype;
   layer.activation.gated = layout.gated;
-  layer.order = layout.interleaved ? GateUp::interleaved : GateUp::concatenated;
+  layer.order = order_of(layout.interleaved);
   layer.transposed = layout.transposed;
   return layer;
 }
@@ -39,7 +31,7 @@ Args gradient_args(Place const& place, Layer const& layer, Tensor const& offsets
   args.dtype = layer.dtype;
   args.dw_dtype = dw_dtype;
   args.accumulate = accumulate;
-  args.routing = routing_of(place, layer.sizes.experts, layer.sizes.rows(), offsets, row_token);
+  args.routing = routing_of(place, layer.sizes, offsets, row_token);
   return args;
 }
 
@@ -162,11 +154,8 @@ void bias_gradient_out(Tensor const& m, Tensor const& offsets, MaybeTensor const
   args.dtype = dtype_of(m, "m");
   args.db_dtype = dtype_of(db, "db");
   args.accumulate = accumulate;
-  args.routing = routing_of(place, args.experts, args.rows, offsets, row_token);
-  if (row_score.has_value()) {
-    args.routing.row_score =
-        place.packed(*row_score, "row_score", score_dtype(args.dtype), {args.rows});
-  }
+  args.routing = routing_of(place, {.experts = args.experts, .slots = args.rows}, offsets,
+                            row_token, row_score, score_dtype(args.dtype));
   args.m = place.rows(m, "m", args.dtype, {m.size(0), args.width});
   args.db = place.rows(db, "db", args.db_dtype, {args.experts, args.width});
   require_apart({{"db", db}}, {{"m", m}, {"offsets", offsets}, {"row_token", row_token}});
