@@ -2,6 +2,7 @@
 #include "torch/float8.h"
 
 #include "torch/ops.h"
+#include "torch/overlap.h"
 
 namespace guild::binding {
 
@@ -39,6 +40,12 @@ void scaled_grouped_mm_out(Tensor const& a, Tensor const& a_scales, int64_t a_fo
       as_read(scales_of(place, b_scales, "b_scales", {args.groups, scale_blocks(args.n), blocks}));
   args.d = place.rows(out, "out", args.out_dtype, {args.m, args.n});
   args.bias = place.rows(bias, "bias", args.out_dtype, {args.groups, args.n});
+  require_apart({{"out", out}}, {{"a", a},
+                                 {"a_scales", a_scales},
+                                 {"b", b},
+                                 {"b_scales", b_scales},
+                                 {"offs", offs},
+                                 {"bias", bias}});
   place.run_product(cpu::scaled_grouped_gemm, cuda::scaled_grouped_gemm, args);
 }
 

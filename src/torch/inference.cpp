@@ -222,7 +222,8 @@ Tensor moe_forward_out(Tensor const& x, Tensor const& ids, Tensor const& scores,
                                  {"w_gate", own_memory(w_gate, experts_at)},
                                  {"w_down", own_memory(w_down, experts_at)},
                                  {"b_up", b_up},
-                                 {"b_down", b_down}});
+                                 {"b_down", b_down},
+                                 {"experts_at", experts_at}});
   Buffer const buffer(place, layer, {.routes = false, .router_bytes = 0, .shared = nullptr});
   return run(place, layer, {x, residual, {w_up, w_gate, w_down}, b_up, b_down}, chosen, buffer,
              out);

@@ -148,7 +148,8 @@ void experts_forward_out(Tensor const& x, Tensor const& offsets, Tensor const& w
                                  {"w_gate", own_memory(w_gate, experts_at)},
                                  {"w_down", own_memory(w_down, experts_at)},
                                  {"b_up", b_up},
-                                 {"b_down", b_down}});
+                                 {"b_down", b_down},
+                                 {"experts_at", experts_at}});
   clear_outside(place, out, routing.offsets, s.experts);
   Tensor const nothing = place.empty({0, layer.width()}, layer.dtype);
   run_sorted(place, layer, routing, x, {w_up, w_gate, w_down}, b_up, b_down, nothing, out);
@@ -221,7 +222,8 @@ Tensors4 data_gradients(Tensor const& dout, Tensor const& h, Tensor const& offse
                    {"w_up", own_memory(w_up, experts_at)},
                    {"w_gate", own_memory(w_gate, experts_at)},
                    {"w_down", own_memory(w_down, experts_at)},
-                   {"b_down", b_down}});
+                   {"b_down", b_down},
+                   {"experts_at", experts_at}});
   }
   Tensor const workspace = place.workspace(moe_backward_workspace_bytes(
       s, layer.dtype, gated, combined && (wanted & kX), biases, /*keeps=*/true));

@@ -101,10 +101,12 @@ void grouped_mm_out(Tensor const& a, Tensor const& b, MaybeTensor const& offs,
   g.accumulate = accumulate;
   stacked_output(g.ragged) ? place.data(out, "out", {g.groups, g.m, g.n})
                            : place.data(out, "out", {g.m, g.n});
-  // Matrices of a list lie among others' memory: Python compares them one by one.
-  if (!a_at.has_value() && !b_at.has_value() && !out_at.has_value()) {
-    require_apart({{"out", out}}, {{"mat_a", a}, {"mat_b", b}, {"offs", offs}, {"bias", bias}});
-  }
+  require_apart({{"out", own_memory(out, out_at)}}, {{"mat_a", own_memory(a, a_at)},
+                                                     {"mat_b", own_memory(b, b_at)},
+                                                     {"offs", offs},
+                                                     {"bias", bias},
+                                                     {"a_at", a_at},
+                                                     {"b_at", b_at}});
   g.d = operand_of(out, place.lists(out_at, "out_at", 1, g.groups));
   place.run_product(cpu::grouped_gemm, cuda::grouped_gemm, g);
 }

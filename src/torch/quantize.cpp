@@ -21,6 +21,7 @@ void quantize_rows_out(Tensor const& x, int64_t format, int64_t scale, Tensor& c
   args.x = place.rows(x, "x", args.dtype, {args.rows, args.columns});
   args.codes = codes_of(place, codes, "codes", args.rows, args.columns);
   args.scales = scales_of(place, scales, "scales", {args.rows, scale_blocks(args.columns)});
+  require_apart({{"codes", codes}, {"scales", scales}}, {{"x", x}});
   place.run(cpu::quantize_rows, cuda::quantize_rows, args);
 }
 
@@ -61,6 +62,10 @@ void quantize_weights_out(Tensor const& w, int64_t format, int64_t scale, Tensor
   }
   args.scales = scales_of(place, scales, "scales",
                           {args.experts, halves * scale_blocks(args.out), scale_blocks(args.in)});
+  require_apart({{"codes", codes}, {"transposed", transposed}, {"scales", scales}},
+                {{"w", own_memory(w, experts_at)},
+                 {"up", own_memory(up, experts_at)},
+                 {"experts_at", experts_at}});
   place.run(cpu::quantize_weights, cuda::quantize_weights, args);
 }
 
@@ -101,6 +106,8 @@ void quantize_chunks_out(Tensor const& x, MaybeTensor const& x_scales, Tensor co
   args.codes = place.bytes(codes, "codes", {slots, width, kScaleBlock});
   require(codes.is_contiguous(), "codes: expected a contiguous tensor");
   args.scales = scales_of(place, scales, "scales", {slots, blocks});
+  require_apart({{"codes", codes}, {"scales", scales}},
+                {{"x", x}, {"x_scales", x_scales}, {"offsets", offsets}, {"row_token", row_token}});
   place.run(cpu::quantize_chunks, cuda::quantize_chunks, args);
 }
 

@@ -227,7 +227,8 @@ Tensors3 down_gradient(Tensor const& dout, Tensor const& h, Tensor const& offset
                  {"row_score", row_score},
                  {"w_down", own_memory(w_down, experts_at)},
                  {"low_rank_t", low_rank_t},
-                 {"low_rank_b", low_rank_b}});
+                 {"low_rank_b", low_rank_b},
+                 {"experts_at", experts_at}});
   place.run_product(cpu::down_gradient, cuda::down_gradient, args);
   return {dh, a_scaled, parts};
 }

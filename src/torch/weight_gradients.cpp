@@ -75,11 +75,15 @@ void weight_gradients_out(Tensor const& x, Tensor const& dout, Tensor const& dh,
   args.a_scaled = place.rows(a_scaled, "a_scaled", layer.dtype, {s.rows(), s.intermediate});
   if (dw_up.has_value()) args.dw_up = up_weight_of(place, layer, *dw_up, dw_gate, args.dw_dtype);
   if (dw_down.has_value()) args.dw_down = down_weight_of(place, layer, *dw_down, args.dw_dtype);
-  require_apart(
-      {{"dw_up", own_memory(dw_up, experts_at)},
-       {"dw_gate", own_memory(dw_gate, experts_at)},
-       {"dw_down", own_memory(dw_down, experts_at)}},
-      {{"x", x}, {"dout", dout}, {"dh", dh}, {"a_scaled", a_scaled}, {"offsets", offsets}});
+  require_apart({{"dw_up", own_memory(dw_up, experts_at)},
+                 {"dw_gate", own_memory(dw_gate, experts_at)},
+                 {"dw_down", own_memory(dw_down, experts_at)}},
+                {{"x", x},
+                 {"dout", dout},
+                 {"dh", dh},
+                 {"a_scaled", a_scaled},
+                 {"offsets", offsets},
+                 {"row_token", row_token}});
   Tensor const workspace = place.workspace(moe_weight_gradients_workspace_bytes(s));
   args.workspace = workspace.data_ptr();
   place.run(cpu::moe_weight_gradients, cuda::moe_weight_gradients, args);
@@ -158,7 +162,9 @@ void bias_gradient_out(Tensor const& m, Tensor const& offsets, MaybeTensor const
                             row_token, row_score, score_dtype(args.dtype));
   args.m = place.rows(m, "m", args.dtype, {m.size(0), args.width});
   args.db = place.rows(db, "db", args.db_dtype, {args.experts, args.width});
-  require_apart({{"db", db}}, {{"m", m}, {"offsets", offsets}, {"row_token", row_token}});
+  require_apart(
+      {{"db", db}},
+      {{"m", m}, {"offsets", offsets}, {"row_token", row_token}, {"row_score", row_score}});
   place.run(cpu::bias_gradient, cuda::bias_gradient, args);
 }
 
