@@ -1,7 +1,7 @@
 // Sizes of the work buffers that callers provide.
 #include <algorithm>
 
-#include "check_parts.h"
+#include "checks/conditions.h"
 #include "compose.h"
 #include "shared/balancing.h"
 #include "shared/gemm_config.h"

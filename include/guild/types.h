@@ -73,6 +73,11 @@ enum class GateUp : int { concatenated, interleaved };
 template <class W>
 struct GatedWeight {
   W gate, up;
+  operator GatedWeight<ConstWeight>() const
+    requires std::is_same_v<W, Weight>
+  {
+    return {gate, up};
+  }
 };
 using UpWeight = GatedWeight<Weight>;
 using ConstUpWeight = GatedWeight<ConstWeight>;

@@ -1,7 +1,7 @@
 // Sums over tokens for balancing a router, and their gradient.
 #include <algorithm>
 
-#include "check.h"
+#include "checks/check.h"
 #include "cpu/views.h"
 #include "guild/cpu.h"
 #include "processor.h"

@@ -1,5 +1,5 @@
 // db[e] = sum over rows r of e of row_score[r] * M[row_token[r]]
-#include "check.h"
+#include "checks/check.h"
 #include "cpu/views.h"
 #include "guild/cpu.h"
 #include "processor.h"

@@ -1,6 +1,6 @@
 // O[t] = residual_scale[t] * residual[t] + sum over k of slot_score[t, k] * Y[slot_row[t, k]] + the
 // router's part of a gradient
-#include "check.h"
+#include "checks/check.h"
 #include "cpu/views.h"
 #include "guild/cpu.h"
 #include "processor.h"

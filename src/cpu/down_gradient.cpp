@@ -1,6 +1,6 @@
 // With g = dO[row_token] W2: dH = d activation(s * g, H), A' = s * A, score parts = <g, A>; db1 and
 // db2 are summed separately afterwards
-#include "check.h"
+#include "checks/check.h"
 #include "cpu/activate.h"
 #include "cpu/low_rank.h"
 #include "guild/cpu.h"

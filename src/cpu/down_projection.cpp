@@ -1,5 +1,5 @@
 // Y = A W2^T + b2
-#include "check.h"
+#include "checks/check.h"
 #include "cpu/low_rank.h"
 #include "guild/cpu.h"
 #include "processor.h"

@@ -1,5 +1,5 @@
 // dW2[e] = dO[row_token of e]^T A'[rows of e]
-#include "check.h"
+#include "checks/check.h"
 #include "cpu/weight_gradient.h"
 #include "guild/cpu.h"
 #include "processor.h"

@@ -7,7 +7,7 @@
 #include <cstring>
 #include <thread>
 
-#include "check_exchange.h"
+#include "checks/exchange.h"
 #include "cpu/blocks.h"
 #include "cpu/views.h"
 #include "processor.h"

@@ -1,5 +1,5 @@
 // D = A B + bias for every group, whichever dimension the groups split.
-#include "check.h"
+#include "checks/check.h"
 #include "cpu/views.h"
 #include "guild/cpu.h"
 #include "processor.h"

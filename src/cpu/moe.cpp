@@ -1,5 +1,5 @@
 // The composites on the CPU: src/compose.h with this backend's steps.
-#include "check.h"
+#include "checks/check.h"
 #include "compose.h"
 #include "guild/cpu.h"
 

@@ -1,6 +1,6 @@
 // The composites over ranks on the CPU: src/compose_peer.h, one step after the other. Products are
 // divided whatever their sizes, so that tests cover both parts.
-#include "check_peer_layer.h"
+#include "checks/peer_layer.h"
 #include "compose_peer.h"
 #include "guild/cpu.h"
 

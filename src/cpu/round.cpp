@@ -3,7 +3,7 @@
 #include <numeric>
 #include <vector>
 
-#include "check.h"
+#include "checks/check.h"
 #include "cpu/router_weights.h"
 #include "cpu/views.h"
 #include "guild/cpu.h"

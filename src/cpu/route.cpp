@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <numeric>
 
-#include "check.h"
+#include "checks/check.h"
 #include "cpu/router_weights.h"
 #include "cpu/views.h"
 #include "guild/cpu.h"

@@ -1,6 +1,6 @@
 // logits = x W^T: the reference for the router's product. Every sum has the same order, and every
 // token goes through the same loop, so that its bits do not depend on the others.
-#include "check_router_logits.h"
+#include "checks/router_logits.h"
 #include "cpu/views.h"
 #include "guild/cpu.h"
 #include "processor.h"

@@ -1,7 +1,7 @@
 // dscores[t, k] = sum of score_parts[r] + <dO[t], b2[e of r]>, r = slot_row[t, k]
 #include <algorithm>
 
-#include "check.h"
+#include "checks/check.h"
 #include "cpu/views.h"
 #include "guild/cpu.h"
 #include "processor.h"

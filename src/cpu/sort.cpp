@@ -1,7 +1,7 @@
 // Stable counting sort of slots by expert, in slot order on one thread.
 #include <algorithm>
 
-#include "check.h"
+#include "checks/check.h"
 #include "cpu/views.h"
 #include "guild/cpu.h"
 #include "processor.h"

@@ -1,5 +1,5 @@
 // dX~ = dH W1, by row
-#include "check.h"
+#include "checks/check.h"
 #include "cpu/low_rank.h"
 #include "guild/cpu.h"
 #include "processor.h"

@@ -1,5 +1,5 @@
 // H = X[row_token] W1^T + b1;  A = activation(H)
-#include "check.h"
+#include "checks/check.h"
 #include "cpu/activate.h"
 #include "cpu/low_rank.h"
 #include "guild/cpu.h"

@@ -1,5 +1,5 @@
 // dW1[e] = dH[rows of e]^T X[row_token of them]
-#include "check.h"
+#include "checks/check.h"
 #include "cpu/weight_gradient.h"
 #include "guild/cpu.h"
 #include "processor.h"

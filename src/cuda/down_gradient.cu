@@ -1,6 +1,6 @@
 // With g = dO[row_token] W2: dH = d activation(s g, H), A' = s A, parts of dS = <g, A>; where they
 // are wanted, db1 and db2 from sums over 64 rows each
-#include "check.h"
+#include "checks/check.h"
 #include "cuda/low_rank.h"
 #include "cuda/rows/bias_sums.h"
 

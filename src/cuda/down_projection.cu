@@ -1,5 +1,5 @@
 // Y = A W2^T + b2
-#include "check.h"
+#include "checks/check.h"
 #include "cuda/low_rank.h"
 #include "cuda/token_sum.h"
 

@@ -1,6 +1,6 @@
 // grouped_gemm(): tensor-core kernels where the operands' strides allow TMA, the plain kernel
 // otherwise. Groups along columns are solved as the transposed problem, D^T = B^T A^T.
-#include "check.h"
+#include "checks/check.h"
 #include "cuda/alignment.h"
 #include "cuda/device.h"
 #include "cuda/plain_product.h"

@@ -1,7 +1,7 @@
 // The composites on the GPU: the steps of src/compose.h on one stream.
 #include <optional>
 
-#include "check.h"
+#include "checks/check.h"
 #include "compose.h"
 #include "cuda/alignment.h"
 #include "cuda/gate_up.h"

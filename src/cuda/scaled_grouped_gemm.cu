@@ -1,5 +1,5 @@
 // scaled_grouped_gemm(): tensor-core kernels, which require operands that TMA can load.
-#include "check.h"
+#include "checks/check.h"
 #include "cuda/alignment.h"
 #include "cuda/device.h"
 #include "cuda/float8/products.h"

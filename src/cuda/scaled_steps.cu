@@ -1,5 +1,5 @@
 // scaled_up() and scaled_down_gradient(): their arguments as the tensor-core kernels take them.
-#include "check.h"
+#include "checks/check.h"
 #include "cuda/alignment.h"
 #include "cuda/float8/products.h"
 #include "cuda/float8/require.h"

@@ -1,5 +1,5 @@
 // dX~ = dH W1, by row
-#include "check.h"
+#include "checks/check.h"
 #include "cuda/low_rank.h"
 
 namespace guild::cuda {

@@ -1,5 +1,5 @@
 // H = X[row_token] W1^T + b1;  A = activation(H)
-#include "check.h"
+#include "checks/check.h"
 #include "cuda/low_rank.h"
 
 namespace guild::cuda {

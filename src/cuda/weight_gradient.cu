@@ -1,5 +1,5 @@
 // dW1[e] = dH[rows of e]^T X[tokens of e] and dW2[e] = dO[tokens of e]^T A'[rows of e]
-#include "check.h"
+#include "checks/check.h"
 #include "cuda/gate_up.h"
 
 namespace guild::cuda {

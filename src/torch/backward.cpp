@@ -3,7 +3,6 @@
 
 namespace guild::binding {
 
-// The arguments that all backward calls share; outputs and workspace are the caller's to set.
 MoeBackward backward_args(Place const& place, Layer const& layer, Routing const& routing,
                           Tensor const& dout, Tensor const& h, Weights const& w,
                           MaybeTensor const& b_down) {
@@ -16,14 +15,12 @@ MoeBackward backward_args(Place const& place, Layer const& layer, Routing const&
   b.routing = routing;
   b.dout = place.rows(dout, "dout", layer.dtype, {s.tokens, s.hidden});
   b.h = place.rows(h, "h", layer.dtype, {s.rows(), layer.width()});
-  UpWeight const up = up_weight_of(place, layer, w.up, w.gate, layer.dtype);
-  b.w_up = {up.gate, up.up};
+  b.w_up = up_weight_of(place, layer, w.up, w.gate, layer.dtype);
   b.w_down = down_weight_of(place, layer, w.down, layer.dtype);
   b.b_down = place.rows(b_down, "b_down", layer.dtype, {s.experts, s.hidden});
   return b;
 }
 
-// dX as `wanted` has it: by token, by row, or empty.
 Tensor dx_of(Place const& place, Layer const& layer, Routing const& routing, int64_t wanted) {
   Sizes const& s = layer.sizes;
   if (wanted & kRows) return place.empty({s.rows(), s.hidden}, layer.dtype);
@@ -72,19 +69,15 @@ BackwardCall backward_call(Place const& place, Layer const& layer, Routing const
   return {g, b};
 }
 
-// The routing of a backward call: sorted rows, or a token's slots.
 Routing backward_routing(Place const& place, Layer const& layer, Slots const& slots,
                          Tensor const& offsets, Tensor const& row_token, Tensor const& slot_row,
                          Tensor const& row_score) {
   Sizes const& s = layer.sizes;
-  Routing routing;
-  routing.offsets = place.indices(offsets, "offsets", {s.experts + 1});
-  routing.row_token = place.indices(row_token, "row_token", {s.rows()});
+  Routing routing = routing_of(place, s, offsets, row_token, row_score, score_dtype(layer.dtype));
   require(slots.tokens == s.tokens, slots.lists() ? "token_offsets" : "slot_row", ": expected ",
           s.tokens, " tokens as in x, got ", slots.tokens);
   routing.slot_row = slots.indices(place, slot_row, "slot_row");
   routing.token_offsets = slots.token_offsets;
-  routing.row_score = place.packed(row_score, "row_score", score_dtype(layer.dtype), {s.rows()});
   return routing;
 }
 

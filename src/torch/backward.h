@@ -38,7 +38,19 @@ BackwardCall backward_call(Place const& place, Layer const& layer, Routing const
                            Slots const& slots, Tensor const& dout, Tensor const& x, Tensor const& h,
                            Weights const& w, MaybeTensor const& b_down, int64_t wanted);
 
-// The routing of a backward call: sorted rows, or a token's slots.
+// Sets the caller's gradients of biases, both of one dtype; returns false if none is wanted.
+template <class Args>
+bool set_bias_targets(Place const& place, Layer const& layer, MaybeTensor const& db_up,
+                      MaybeTensor const& db_down, Args& args, DType& dtype) {
+  if (!db_up.has_value() && !db_down.has_value()) return false;
+  Sizes const& s = layer.sizes;
+  dtype = db_up.has_value() ? dtype_of(*db_up, "db_up") : dtype_of(*db_down, "db_down");
+  args.db_up = place.rows(db_up, "db_up", dtype, {s.experts, layer.width()});
+  args.db_down = place.rows(db_down, "db_down", dtype, {s.experts, s.hidden});
+  return true;
+}
+
+// The routing of a backward call on tokens, checked against the layer's sizes.
 Routing backward_routing(Place const& place, Layer const& layer, Slots const& slots,
                          Tensor const& offsets, Tensor const& row_token, Tensor const& slot_row,
                          Tensor const& row_score);

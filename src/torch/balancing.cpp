@@ -1,8 +1,12 @@
 // Sums over tokens for balancing a router, and their gradient.
 #include "torch/ops.h"
+#include "torch/routing.h"
 
 namespace guild::binding {
 
+namespace {
+
+// -> shares (sequences, E), squares (sequences), counts (sequences, E) int32
 Tensors3 balance_sums(Tensor const& logits, Tensor const& ids, MaybeTensor const& token_mask,
                       int64_t score, int64_t sequences) {
   Place const place(logits, "logits");
@@ -56,6 +60,22 @@ Tensor balance_sums_backward(Tensor const& dshares, Tensor const& dsquares, Tens
   args.dlogits = {dlogits.data_ptr(), 0};
   place.run(cpu::balance_gradient, cuda::balance_gradient, args);
   return dlogits;
+}
+
+}  // namespace
+
+void define_balancing(Library& m) {
+  m.def(
+      "balance_sums(Tensor logits, Tensor ids, Tensor? token_mask, int score, int sequences) -> "
+      "(Tensor shares, Tensor squares, Tensor counts)");
+  m.def(
+      "balance_sums_backward(Tensor dshares, Tensor dsquares, Tensor logits, Tensor? token_mask, "
+      "int score) -> Tensor");
+}
+
+void implement_balancing(Library& m) {
+  m.impl("balance_sums", TORCH_BOX(&balance_sums));
+  m.impl("balance_sums_backward", TORCH_BOX(&balance_sums_backward));
 }
 
 }  // namespace guild::binding

@@ -78,6 +78,10 @@ Meet meet_of(PeerMemory const& memory, double seconds, Numbers const& facts, Ten
   return args;
 }
 
+namespace {
+
+// rows (T, H), ids (T, K) int32 and scores (T, K), both or none -> token_row (T, ranks) or (0,
+// ranks)
 Tensor peer_publish(Tensor const& peers, Numbers memory, Tensor const& rows, MaybeTensor const& ids,
                     MaybeTensor const& scores, int64_t experts) {
   Place const place(rows, "rows");
@@ -87,6 +91,7 @@ Tensor peer_publish(Tensor const& peers, Numbers memory, Tensor const& rows, May
   return found.token_row;
 }
 
+// report (5) int64 on the host, pinned; needed (1) int32
 void peer_meet(Tensor const& peers, Numbers memory, bool published, double seconds, Numbers facts,
                Tensor& report, MaybeTensor const& needed, int64_t capacity) {
   Place const place(peers, "peers");
@@ -97,6 +102,7 @@ void peer_meet(Tensor const& peers, Numbers memory, bool published, double secon
   place.run(cpu::meet, cuda::meet, args);
 }
 
+// -> ids, scores (ranks * Tm, K), tokens (ranks); like: of the layer's dtype
 Tensors3 peer_tables(Tensor const& peers, Numbers memory, int64_t top_k, int64_t experts,
                      Tensor const& like) {
   Place const place(peers, "peers");
@@ -115,6 +121,7 @@ Tensors3 peer_tables(Tensor const& peers, Numbers memory, int64_t top_k, int64_t
   return {ids, scores, counts};
 }
 
+// ids (ranks * Tm, K), like (T, H) -> (ranks * Tm, H)
 Tensor peer_pull(Tensor const& peers, Numbers memory, Tensor const& ids, Tensor const& like) {
   Place const place(like, "like");
   require_dims(like, "like", 2);
@@ -156,6 +163,7 @@ void peer_push(Tensor const& peers, Numbers memory, Tensor const& y, Tensor cons
   place.run(cpu::push, cuda::push, args);
 }
 
+// token_row (T, ranks), like: of dtype and width, residual (T, H) -> (T, H)
 Tensor peer_collect(Tensor const& peers, Numbers memory, Tensor const& token_row,
                     Tensor const& like, MaybeTensor const& residual) {
   Place const place(like, "like");
@@ -186,6 +194,40 @@ void peer_push_scores(Tensor const& peers, Numbers memory, Tensor const& ids,
   args.ids = place.indices(ids, "ids", {tokens, args.top_k});
   args.scores = place.packed(scores, "scores", dtype, {tokens, args.top_k});
   place.run(cpu::push_scores, cuda::push_scores, args);
+}
+
+}  // namespace
+
+// Some of these write to memory that `peers` points to, which torch does not see.
+void define_exchange(Library& m) {
+  m.def("peer_memory_sizes(int ranks, int[] memory) -> (int, int, int)");
+  m.def(
+      "peer_publish(Tensor peers, int[] memory, Tensor rows, Tensor? ids, Tensor? scores, int "
+      "experts) -> Tensor");
+  m.def(
+      "peer_meet(Tensor peers, int[] memory, bool published, float seconds, int[] facts, "
+      "Tensor(a!) report, Tensor? needed=None, int capacity=0) -> ()");
+  m.def(
+      "peer_tables(Tensor peers, int[] memory, int top_k, int experts, Tensor like) -> (Tensor "
+      "ids, Tensor scores, Tensor tokens)");
+  m.def("peer_pull(Tensor peers, int[] memory, Tensor ids, Tensor like) -> Tensor");
+  m.def(
+      "peer_push(Tensor peers, int[] memory, Tensor y, Tensor row_of, Tensor? scores, Tensor? "
+      "token_offsets, Tensor tokens, bool by_slot) -> ()");
+  m.def(
+      "peer_collect(Tensor peers, int[] memory, Tensor token_row, Tensor like, Tensor? residual) "
+      "-> Tensor");
+  m.def("peer_push_scores(Tensor peers, int[] memory, Tensor ids, Tensor scores) -> ()");
+}
+
+void implement_exchange(Library& m) {
+  m.impl("peer_publish", TORCH_BOX(&peer_publish));
+  m.impl("peer_meet", TORCH_BOX(&peer_meet));
+  m.impl("peer_tables", TORCH_BOX(&peer_tables));
+  m.impl("peer_pull", TORCH_BOX(&peer_pull));
+  m.impl("peer_push", TORCH_BOX(&peer_push));
+  m.impl("peer_collect", TORCH_BOX(&peer_collect));
+  m.impl("peer_push_scores", TORCH_BOX(&peer_push_scores));
 }
 
 }  // namespace guild::binding

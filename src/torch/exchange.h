@@ -1,5 +1,7 @@
-// The arguments of guild/exchange.h that its ops and those of a whole layer share.
+// The arguments of guild/exchange.h that its ops and those of a whole layer share, and an op of its
+// sizes.
 #pragma once
+#include <tuple>
 #include <vector>
 
 #include "guild/exchange.h"
@@ -11,6 +13,10 @@ using Numbers = std::vector<int64_t>;
 
 // peers (ranks) int64 addresses; numbers: rank, tokens, top_k, row_bytes and returned.
 PeerMemory memory_of(Place const& place, Tensor const& peers, Numbers const& numbers);
+
+// An op without tensors -> bytes of a rank's memory, and the offsets of returned rows and scores in
+// it
+std::tuple<int64_t, int64_t, int64_t> peer_memory_sizes(int64_t ranks, Numbers memory);
 
 struct Published {
   Publish args;

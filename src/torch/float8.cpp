@@ -2,9 +2,14 @@
 #include "torch/float8.h"
 
 #include "torch/ops.h"
+#include "torch/overlap.h"
 
 namespace guild::binding {
 
+namespace {
+
+// a (M, K), a_scales (M, ceil(K / 128)), b (E, N, K), b_scales (E, ceil(N / 128), ceil(K / 128)),
+// offs (E) ends -> out (M, N)
 void scaled_grouped_mm_out(Tensor const& a, Tensor const& a_scales, int64_t a_format,
                            Tensor const& b, Tensor const& b_scales, int64_t b_format,
                            Tensor const& offs, Tensor& out, int64_t halves,
@@ -35,7 +40,25 @@ void scaled_grouped_mm_out(Tensor const& a, Tensor const& a_scales, int64_t a_fo
       as_read(scales_of(place, b_scales, "b_scales", {args.groups, scale_blocks(args.n), blocks}));
   args.d = place.rows(out, "out", args.out_dtype, {args.m, args.n});
   args.bias = place.rows(bias, "bias", args.out_dtype, {args.groups, args.n});
+  require_apart({{"out", out}}, {{"a", a},
+                                 {"a_scales", a_scales},
+                                 {"b", b},
+                                 {"b_scales", b_scales},
+                                 {"offs", offs},
+                                 {"bias", bias}});
   place.run_product(cpu::scaled_grouped_gemm, cuda::scaled_grouped_gemm, args);
+}
+
+}  // namespace
+
+void define_float8(Library& m) {
+  m.def(
+      "scaled_grouped_mm_out(Tensor a, Tensor a_scales, int a_format, Tensor b, Tensor b_scales, "
+      "int b_format, Tensor offs, Tensor(a!) out, int halves=1, Tensor? bias=None) -> ()");
+}
+
+void implement_float8(Library& m) {
+  m.impl("scaled_grouped_mm_out", TORCH_BOX(&scaled_grouped_mm_out));
 }
 
 }  // namespace guild::binding

@@ -18,7 +18,7 @@ Layer layer_of(Place const& place, Tensor const& x, Slots const& slots, Tensor c
   return {sizes,
           dtype_of(x, "x"),
           activation,
-          flags.interleaved ? GateUp::interleaved : GateUp::concatenated,
+          order_of(flags.interleaved),
           flags.transposed,
           place.lists(flags.experts_at, "experts_at", Layer::kLists, sizes.experts)};
 }
@@ -55,8 +55,7 @@ MoeForward forward_args(Place const& place, Layer const& layer, Routing const& r
   f.order = layer.order;
   f.routing = routing;
   f.x = place.rows(x, "x", layer.dtype, {s.tokens, s.hidden});
-  UpWeight const up = up_weight_of(place, layer, w.up, w.gate, layer.dtype);
-  f.w_up = {up.gate, up.up};
+  f.w_up = up_weight_of(place, layer, w.up, w.gate, layer.dtype);
   f.w_down = down_weight_of(place, layer, w.down, layer.dtype);
   f.b_up = place.rows(b_up, "b_up", layer.dtype, {s.experts, layer.width()});
   f.b_down = place.rows(b_down, "b_down", layer.dtype, {s.experts, s.hidden});

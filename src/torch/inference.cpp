@@ -6,6 +6,7 @@
 #include "torch/inference_buffer.h"
 #include "torch/ops.h"
 #include "torch/overlap.h"
+#include "torch/routing.h"
 #include "torch/settings.h"
 
 namespace guild::binding {
@@ -131,7 +132,7 @@ void run_shared(Place const& place, Layer const& layer, Tensor const& x, Shared 
   place.run(cpu::moe_forward, cuda::moe_forward, f);
 }
 
-// The same from the router's product on.
+// The router of a layer: its weight, what masks or biases the choice, and its options.
 struct RoutedBy {
   Tensor const& weight;
   MaybeTensor const &selection_bias, &token_mask;
@@ -142,6 +143,7 @@ struct RoutedBy {
 // Whether a weight (E, out, in) is contiguous along its last dimension, as shared experts' are.
 bool has_rows(Tensor const& weight) { return weight.size(2) == 1 || weight.stride(2) == 1; }
 
+// Router, shared experts and experts into out (T, H); returns the offsets.
 Tensor run_layer(Place const& place, Operands given, RoutedBy const& by, Activation activation,
                  Flags flags, std::optional<Shared> const& shared, Tensor const& out) {
   Layer const layer = layer_of(place, given.x, {.tokens = given.x.size(0), .top_k = by.top_k},
@@ -197,8 +199,7 @@ Tensor rows_like(Place const& place, Tensor const& x) {
   return place.empty({x.size(0), x.size(1)}, dtype_of(x, "x"));
 }
 
-}  // namespace
-
+// moe_forward into out (T, H), keeping nothing -> offsets
 Tensor moe_forward_out(Tensor const& x, Tensor const& ids, Tensor const& scores,
                        MaybeTensor const& token_offsets, MaybeTensor const& residual,
                        Tensor const& w_up, MaybeTensor const& w_gate, Tensor const& w_down,
@@ -221,12 +222,14 @@ Tensor moe_forward_out(Tensor const& x, Tensor const& ids, Tensor const& scores,
                                  {"w_gate", own_memory(w_gate, experts_at)},
                                  {"w_down", own_memory(w_down, experts_at)},
                                  {"b_up", b_up},
-                                 {"b_down", b_down}});
+                                 {"b_down", b_down},
+                                 {"experts_at", experts_at}});
   Buffer const buffer(place, layer, {.routes = false, .router_bytes = 0, .shared = nullptr});
   return run(place, layer, {x, residual, {w_up, w_gate, w_down}, b_up, b_down}, chosen, buffer,
              out);
 }
 
+// Router product, route and moe_forward_out: x (T, H), router (E, H) -> offsets
 Tensor moe_layer_out(Tensor const& x, Tensor const& router, MaybeTensor const& selection_bias,
                      MaybeTensor const& token_mask, int64_t top_k, int64_t score, bool renormalize,
                      double scale, int64_t groups, int64_t top_groups, double sum_floor,
@@ -254,13 +257,20 @@ Tensor moe_layer_out(Tensor const& x, Tensor const& router, MaybeTensor const& s
                    {interleaved, transposed, std::nullopt}, std::nullopt, out);
 }
 
+// The same two into a new tensor -> out (T, H), offsets, with fewer arguments: ids are (T, K), w_up
+// is one tensor, no token is masked. Instead of a residual, infer_layer can take the weights of
+// shared experts, which it runs with the layer's activation and order: (W, H), or (2 W, H) with a
+// gate, and (H, W). Their results are multiplied by shared_scale, (T, 1) in the scores' dtype, or
+// by sigmoid(x shared_gate^T) of 16-bit operands with shared_gate (1, H). settings, float64 on the
+// CPU: kind, gated, alpha, limit, up_offset, clamp_after, interleaved, transposed; for infer_layer
+// also top_k, score, renormalize, scale, groups, top_groups, sum_floor, group_score.
 Tensors2 infer_experts(Tensor const& x, Tensor const& ids, Tensor const& scores,
                        MaybeTensor const& residual, Tensor const& w_up, Tensor const& w_down,
-                       MaybeTensor const& b_up, MaybeTensor const& b_down, Tensor const& settings) {
+                       MaybeTensor const& b_up, MaybeTensor const& b_down, Tensor const& numbers) {
   Place const place(x, "x");
-  Settings const told(settings, kOfExperts);
+  Settings const settings(numbers, kOfExperts);
   Slots const slots = slots_of(place, ids, "ids", std::nullopt);
-  Layer const layer = layer_of(place, x, slots, w_down, told.activation(), told.flags());
+  Layer const layer = layer_of(place, x, slots, w_down, settings.activation(), settings.flags());
   Chosen const chosen = chosen_of(place, layer, slots, ids, scores);
   Tensor const out = rows_like(place, x);
   Buffer const buffer(place, layer, {.routes = false, .router_bytes = 0, .shared = nullptr});
@@ -273,11 +283,12 @@ Tensors2 infer_layer(Tensor const& x, Tensor const& router, MaybeTensor const& s
                      MaybeTensor const& residual, MaybeTensor const& shared_up,
                      MaybeTensor const& shared_down, MaybeTensor const& shared_scale,
                      MaybeTensor const& shared_gate, Tensor const& w_up, Tensor const& w_down,
-                     MaybeTensor const& b_up, MaybeTensor const& b_down, Tensor const& settings) {
+                     MaybeTensor const& b_up, MaybeTensor const& b_down, Tensor const& numbers) {
   Place const place(x, "x");
-  Settings const told(settings, kOfExperts + kOfRouter);
+  Settings const settings(numbers, kOfExperts + kOfRouter);
   MaybeTensor const all;
-  RoutedBy const by{router, selection_bias, /*token_mask=*/all, told.top_k(), told.router()};
+  RoutedBy const by{router, selection_bias, /*token_mask=*/all, settings.top_k(),
+                    settings.router()};
   bool const dense = shared_up.has_value();
   require(shared_down.has_value() == dense && !(dense && residual.has_value()) &&
               (dense || !(shared_scale.has_value() || shared_gate.has_value())),
@@ -288,20 +299,21 @@ Tensors2 infer_layer(Tensor const& x, Tensor const& router, MaybeTensor const& s
   if (dense) shared.emplace(Shared{*shared_up, *shared_down, shared_scale, shared_gate});
   Tensor const out = rows_like(place, x);
   Tensor const offsets = run_layer(place, {x, residual, {w_up, std::nullopt, w_down}, b_up, b_down},
-                                   by, told.activation(), told.flags(), shared, out);
+                                   by, settings.activation(), settings.flags(), shared, out);
   return {out, offsets};
 }
 
+// Only shared experts; settings as for infer_experts, weights never transposed.
 Tensor infer_shared(Tensor const& x, Tensor const& w_up, Tensor const& w_down,
-                    Tensor const& settings) {
+                    Tensor const& numbers) {
   Place const place(x, "x");
-  Settings const told(settings, kOfExperts);
+  Settings const settings(numbers, kOfExperts);
   Tensor const out = rows_like(place, x);
   Layer plain;
   plain.sizes = {.tokens = x.size(0), .hidden = x.size(1)};
   plain.dtype = dtype_of(x, "x");
-  plain.activation = told.activation();
-  plain.order = told.flags().interleaved ? GateUp::interleaved : GateUp::concatenated;
+  plain.activation = settings.activation();
+  plain.order = order_of(settings.flags().interleaved);
   MaybeTensor const no_scale;
   Shared const shared{w_up, w_down, no_scale, no_scale};
   Layer const layer = shared_layer(plain, shared);
@@ -311,6 +323,39 @@ Tensor infer_shared(Tensor const& x, Tensor const& w_up, Tensor const& w_down,
   Carver carver(memory.data_ptr());
   run_shared(place, layer, x, shared, carve_shared(carver, layer), out.data_ptr());
   return out;
+}
+
+}  // namespace
+
+void define_inference(Library& m) {
+  m.def(
+      "moe_forward_out(Tensor x, Tensor ids, Tensor scores, Tensor? token_offsets, Tensor? "
+      "residual, Tensor w_up, Tensor? w_gate, Tensor w_down, Tensor? b_up, Tensor? "
+      "b_down, " GUILD_ACTIVATION ", bool interleaved, bool transposed, Tensor(a!) out" GUILD_LISTS
+      ") -> Tensor offsets");
+  m.def(
+      "moe_layer_out(Tensor x, Tensor router, Tensor? selection_bias, Tensor? token_mask, int "
+      "top_k, int score, bool renormalize, float scale, int groups, int top_groups, float "
+      "sum_floor, int group_score, Tensor? residual, Tensor w_up, Tensor w_down, Tensor? b_up, "
+      "Tensor? b_down, " GUILD_ACTIVATION
+      ", bool interleaved, bool transposed, Tensor(a!) out) -> Tensor offsets");
+  m.def(
+      "infer_experts(Tensor x, Tensor ids, Tensor scores, Tensor? residual, Tensor w_up, Tensor "
+      "w_down, Tensor? b_up, Tensor? b_down, Tensor settings) -> (Tensor o, Tensor offsets)");
+  m.def(
+      "infer_layer(Tensor x, Tensor router, Tensor? selection_bias, Tensor? residual, Tensor? "
+      "shared_up, Tensor? shared_down, Tensor? shared_scale, Tensor? shared_gate, Tensor w_up, "
+      "Tensor w_down, Tensor? b_up, Tensor? b_down, Tensor settings) -> (Tensor o, Tensor "
+      "offsets)");
+  m.def("infer_shared(Tensor x, Tensor w_up, Tensor w_down, Tensor settings) -> Tensor");
+}
+
+void implement_inference(Library& m) {
+  m.impl("moe_forward_out", TORCH_BOX(&moe_forward_out));
+  m.impl("moe_layer_out", TORCH_BOX(&moe_layer_out));
+  m.impl("infer_experts", TORCH_BOX(&infer_experts));
+  m.impl("infer_layer", TORCH_BOX(&infer_layer));
+  m.impl("infer_shared", TORCH_BOX(&infer_shared));
 }
 
 }  // namespace guild::binding

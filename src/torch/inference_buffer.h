@@ -2,7 +2,7 @@
 #pragma once
 #include "cuda/shared_expert.h"
 #include "shared/workspace.h"
-#include "torch/ops.h"
+#include "torch/tensors.h"
 
 namespace guild::binding {
 

@@ -3,6 +3,7 @@
 #include "torch/forward.h"
 #include "torch/ops.h"
 #include "torch/overlap.h"
+#include "torch/routing.h"
 
 namespace guild::binding {
 
@@ -48,12 +49,10 @@ Forward run_forward(Place const& place, Tokens const& tokens, Weights const& w,
 }
 
 // Runs forward of sorted rows into o (R, H), whose rows past offsets[E] are not written.
-void run_sorted(Place const& place, Layer const& layer, Tensor const& x, Tensor const& offsets,
+void run_sorted(Place const& place, Layer const& layer, Routing const& routing, Tensor const& x,
                 Weights const& w, MaybeTensor const& b_up, MaybeTensor const& b_down,
                 Tensor const& h, Tensor const& o) {
   Sizes const& s = layer.sizes;
-  Routing routing;
-  routing.offsets = place.indices(offsets, "offsets", {s.experts + 1});
   Tensor const workspace = place.workspace(moe_forward_workspace_bytes(s, layer.dtype));
   MoeForward f = forward_args(place, layer, routing, x, w, b_up, b_down, workspace.data_ptr());
   f.h = {h.data_ptr(), 0};
@@ -75,19 +74,7 @@ Gradients run_backward(Place const& place, Layer const& layer, Routing const& ro
   return g;
 }
 
-// Sets the caller's gradients of biases, both of one dtype; returns false if none is wanted.
-bool set_bias_targets(Place const& place, Layer const& layer, MaybeTensor const& db_up,
-                      MaybeTensor const& db_down, MoeBackward& b) {
-  if (!db_up.has_value() && !db_down.has_value()) return false;
-  Sizes const& s = layer.sizes;
-  b.dw_dtype = db_up.has_value() ? dtype_of(*db_up, "db_up") : dtype_of(*db_down, "db_down");
-  b.db_up = place.rows(db_up, "db_up", b.dw_dtype, {s.experts, layer.width()});
-  b.db_down = place.rows(db_down, "db_down", b.dw_dtype, {s.experts, s.hidden});
-  return true;
-}
-
-}  // namespace
-
+// residual (T, H) -> o (T, H), h (R, W) or empty, offsets, row_token, slot_row, row_score
 Tensors6 moe_forward(Tensor const& x, Tensor const& ids, Tensor const& scores,
                      MaybeTensor const& token_offsets, MaybeTensor const& residual,
                      Tensor const& w_up, MaybeTensor const& w_gate, Tensor const& w_down,
@@ -104,6 +91,7 @@ Tensors6 moe_forward(Tensor const& x, Tensor const& ids, Tensor const& scores,
   return {o, h, rows.offsets, rows.row_token, rows.slot_row, rows.row_score};
 }
 
+// -> dx, dscores, dw_up, dw_gate, dw_down, db_up, db_down; wanted: bits of Wanted
 Tensors7 moe_backward(Tensor const& dout, Tensor const& x, Tensor const& h, Tensor const& offsets,
                       Tensor const& row_token, Tensor const& slot_row, Tensor const& row_score,
                       MaybeTensor const& token_offsets, Tensor const& w_up,
@@ -123,6 +111,7 @@ Tensors7 moe_backward(Tensor const& dout, Tensor const& x, Tensor const& h, Tens
   return {g.dx, g.dscores, g.dw_up, g.dw_gate, g.dw_down, g.db_up, g.db_down};
 }
 
+// Rows already sorted: x (R, H) -> o (R, H), zero past offsets[E], and h.
 Tensors2 experts_forward(Tensor const& x, Tensor const& offsets, Tensor const& w_up,
                          MaybeTensor const& w_gate, Tensor const& w_down, MaybeTensor const& b_up,
                          MaybeTensor const& b_down, int64_t kind, bool gated, double alpha,
@@ -133,13 +122,14 @@ Tensors2 experts_forward(Tensor const& x, Tensor const& offsets, Tensor const& w
                                activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
                                {interleaved, transposed, experts_at});
   Sizes const& s = layer.sizes;
-  int32_t const* const bounds = place.indices(offsets, "offsets", {s.experts + 1});
-  Tensor o = sorted_rows(place, {s.tokens, s.hidden}, layer.dtype, bounds, s.experts);
+  Routing const routing = routing_of(place, s, offsets);
+  Tensor o = sorted_rows(place, {s.tokens, s.hidden}, layer.dtype, routing.offsets, s.experts);
   Tensor h = place.empty({keep ? layer.sizes.tokens : 0, layer.width()}, layer.dtype);
-  run_sorted(place, layer, x, offsets, {w_up, w_gate, w_down}, b_up, b_down, h, o);
+  run_sorted(place, layer, routing, x, {w_up, w_gate, w_down}, b_up, b_down, h, o);
   return {o, h};
 }
 
+// The same into out (R, H), keeping nothing.
 void experts_forward_out(Tensor const& x, Tensor const& offsets, Tensor const& w_up,
                          MaybeTensor const& w_gate, Tensor const& w_down, MaybeTensor const& b_up,
                          MaybeTensor const& b_down, int64_t kind, bool gated, double alpha,
@@ -151,19 +141,21 @@ void experts_forward_out(Tensor const& x, Tensor const& offsets, Tensor const& w
                                {interleaved, transposed, experts_at});
   Sizes const& s = layer.sizes;
   place.rows(out, "out", layer.dtype, {s.tokens, s.hidden});
-  int32_t const* const bounds = place.indices(offsets, "offsets", {s.experts + 1});
+  Routing const routing = routing_of(place, s, offsets);
   require_apart({{"out", out}}, {{"x", x},
                                  {"offsets", offsets},
                                  {"w_up", own_memory(w_up, experts_at)},
                                  {"w_gate", own_memory(w_gate, experts_at)},
                                  {"w_down", own_memory(w_down, experts_at)},
                                  {"b_up", b_up},
-                                 {"b_down", b_down}});
-  clear_outside(place, out, bounds, s.experts);
+                                 {"b_down", b_down},
+                                 {"experts_at", experts_at}});
+  clear_outside(place, out, routing.offsets, s.experts);
   Tensor const nothing = place.empty({0, layer.width()}, layer.dtype);
-  run_sorted(place, layer, x, offsets, {w_up, w_gate, w_down}, b_up, b_down, nothing, out);
+  run_sorted(place, layer, routing, x, {w_up, w_gate, w_down}, b_up, b_down, nothing, out);
 }
 
+// -> dx (zero past offsets[E]), dw_up, dw_gate, dw_down, db_up, db_down
 Tensors6 experts_backward(Tensor const& dout, Tensor const& x, Tensor const& h,
                           Tensor const& offsets, Tensor const& w_up, MaybeTensor const& w_gate,
                           Tensor const& w_down, int64_t kind, bool gated, double alpha,
@@ -173,13 +165,15 @@ Tensors6 experts_backward(Tensor const& dout, Tensor const& x, Tensor const& h,
   Layer const layer = layer_of(place, x, kSortedRows, w_down,
                                activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
                                {interleaved, transposed, experts_at});
-  Routing routing;
-  routing.offsets = place.indices(offsets, "offsets", {layer.sizes.experts + 1});
+  Routing const routing = routing_of(place, layer.sizes, offsets);
   Gradients g = run_backward(place, layer, routing, kSortedRows, dout, x, h, {w_up, w_gate, w_down},
                              std::nullopt, wanted & ~int64_t(kScores));
   return {g.dx, g.dw_up, g.dw_gate, g.dw_down, g.db_up, g.db_down};
 }
 
+// Backward without the weights' gradients, of tokens or, without row_token, slot_row and row_score,
+// of sorted rows -> dx, dscores, and the operands of the weights' gradients: dh (R, W), a_scaled
+// (R, I). db_up (E, W) and db_down (E, H), of one type, are written, or added to.
 Tensors4 data_gradients(Tensor const& dout, Tensor const& h, Tensor const& offsets,
                         MaybeTensor const& row_token, MaybeTensor const& slot_row,
                         MaybeTensor const& row_score, MaybeTensor const& token_offsets,
@@ -202,12 +196,9 @@ Tensors4 data_gradients(Tensor const& dout, Tensor const& h, Tensor const& offse
                                activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
                                {interleaved, transposed, experts_at});
   Sizes const& s = layer.sizes;
-  Routing routing;
-  if (combined) {
-    routing = backward_routing(place, layer, slots, offsets, *row_token, *slot_row, *row_score);
-  } else {
-    routing.offsets = place.indices(offsets, "offsets", {s.experts + 1});
-  }
+  Routing const routing =
+      combined ? backward_routing(place, layer, slots, offsets, *row_token, *slot_row, *row_score)
+               : routing_of(place, s, offsets);
   Tensor dx = dx_of(place, layer, routing, wanted);
   Tensor dscores = dscores_of(place, layer, slots, wanted);
   Tensor dh = place.empty({s.rows(), layer.width()}, layer.dtype);
@@ -218,7 +209,7 @@ Tensors4 data_gradients(Tensor const& dout, Tensor const& h, Tensor const& offse
   b.dh = {dh.data_ptr(), 0};
   b.a_scaled = {a_scaled.data_ptr(), 0};
   b.accumulate = accumulate;
-  bool const biases = set_bias_targets(place, layer, db_up, db_down, b);
+  bool const biases = set_bias_targets(place, layer, db_up, db_down, b, b.dw_dtype);
   if (biases) {
     require_apart({{"db_up", db_up}, {"db_down", db_down}},
                   {{"dout", dout},
@@ -231,13 +222,63 @@ Tensors4 data_gradients(Tensor const& dout, Tensor const& h, Tensor const& offse
                    {"w_up", own_memory(w_up, experts_at)},
                    {"w_gate", own_memory(w_gate, experts_at)},
                    {"w_down", own_memory(w_down, experts_at)},
-                   {"b_down", b_down}});
+                   {"b_down", b_down},
+                   {"experts_at", experts_at}});
   }
   Tensor const workspace = place.workspace(moe_backward_workspace_bytes(
       s, layer.dtype, gated, combined && (wanted & kX), biases, /*keeps=*/true));
   b.workspace = workspace.data_ptr();
   place.run(cpu::moe_backward, cuda::moe_backward, b);
   return {dx, dscores, dh, a_scaled};
+}
+
+}  // namespace
+
+void define_layer(Library& m) {
+  m.def(
+      "moe_forward(Tensor x, Tensor ids, Tensor scores, Tensor? token_offsets, Tensor? residual, "
+      "Tensor w_up, Tensor? w_gate, Tensor w_down, Tensor? b_up, Tensor? b_down, " GUILD_ACTIVATION
+      ", bool interleaved, bool transposed, bool keep" GUILD_LISTS
+      ") -> (Tensor o, Tensor h, Tensor offsets, "
+      "Tensor row_token, Tensor slot_row, Tensor row_score)");
+  m.def(
+      "moe_backward(Tensor dout, Tensor x, Tensor h, Tensor offsets, Tensor row_token, Tensor "
+      "slot_row, Tensor row_score, Tensor? token_offsets, Tensor w_up, Tensor? w_gate, Tensor "
+      "w_down, Tensor? b_down, " GUILD_ACTIVATION
+      ", bool interleaved, bool transposed, int wanted" GUILD_LISTS
+      ") -> (Tensor dx, Tensor dscores, Tensor "
+      "dw_up, Tensor dw_gate, Tensor dw_down, Tensor db_up, Tensor db_down)");
+  m.def(
+      "experts_forward(Tensor x, Tensor offsets, Tensor w_up, Tensor? w_gate, Tensor w_down, "
+      "Tensor? b_up, Tensor? b_down, " GUILD_ACTIVATION
+      ", bool interleaved, bool transposed, bool keep" GUILD_LISTS ") -> (Tensor o, Tensor h)");
+  m.def(
+      "experts_forward_out(Tensor x, Tensor offsets, Tensor w_up, Tensor? w_gate, Tensor w_down, "
+      "Tensor? b_up, Tensor? b_down, " GUILD_ACTIVATION
+      ", bool interleaved, bool transposed, Tensor(a!) out" GUILD_LISTS ") -> ()");
+  m.def(
+      "experts_backward(Tensor dout, Tensor x, Tensor h, Tensor offsets, Tensor w_up, Tensor? "
+      "w_gate, Tensor w_down, " GUILD_ACTIVATION
+      ", bool interleaved, bool transposed, int wanted" GUILD_LISTS
+      ") -> (Tensor dx, Tensor dw_up, Tensor "
+      "dw_gate, Tensor dw_down, Tensor db_up, Tensor db_down)");
+  m.def(
+      "data_gradients(Tensor dout, Tensor h, Tensor offsets, Tensor? row_token, Tensor? slot_row, "
+      "Tensor? row_score, Tensor? token_offsets, Tensor w_up, Tensor? w_gate, Tensor w_down, "
+      "Tensor? b_down, " GUILD_ACTIVATION
+      ", bool interleaved, bool transposed, int wanted, Tensor(a!)? db_up=None, Tensor(b!)? "
+      "db_down=None, bool accumulate=False" GUILD_LISTS
+      ") -> (Tensor dx, Tensor dscores, Tensor dh, Tensor "
+      "a_scaled)");
+}
+
+void implement_layer(Library& m) {
+  m.impl("moe_forward", TORCH_BOX(&moe_forward));
+  m.impl("moe_backward", TORCH_BOX(&moe_backward));
+  m.impl("experts_forward", TORCH_BOX(&experts_forward));
+  m.impl("experts_forward_out", TORCH_BOX(&experts_forward_out));
+  m.impl("experts_backward", TORCH_BOX(&experts_backward));
+  m.impl("data_gradients", TORCH_BOX(&data_gradients));
 }
 
 }  // namespace guild::binding

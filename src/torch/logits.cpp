@@ -5,8 +5,8 @@
 
 #include <array>
 
-#include "guild/router_logits.h"
 #include "torch/ops.h"
+#include "torch/routing.h"
 
 namespace guild::binding {
 
@@ -130,11 +130,15 @@ RouterLogits const* RouterProduct::args(Place const& place, void* workspace) {
   return &args_;
 }
 
+namespace {
+
+// x (T, H), weight (E, H) -> (T, E) in float32, or float64
 Tensor router_logits(Tensor const& x, Tensor const& weight) {
   Place const place(x, "x");
   return RouterProduct(place, x, weight).logits(place);
 }
 
+// The same and route, of logits that are not kept
 Tensors3 route_tokens(Tensor const& x, Tensor const& weight, MaybeTensor const& selection_bias,
                       MaybeTensor const& token_mask, int64_t top_k, int64_t score, bool renormalize,
                       double scale, int64_t groups, int64_t top_groups, double sum_floor,
@@ -146,6 +150,21 @@ Tensors3 route_tokens(Tensor const& x, Tensor const& weight, MaybeTensor const& 
   Tensor const workspace = place.workspace(product.workspace_bytes());
   product.route(place, routed.args, workspace.data_ptr());
   return {routed.scores, routed.ids, routed.slopes};
+}
+
+}  // namespace
+
+void define_logits(Library& m) {
+  m.def("router_logits(Tensor x, Tensor weight) -> Tensor");
+  m.def(
+      "route_tokens(Tensor x, Tensor weight, Tensor? selection_bias, Tensor? token_mask, int "
+      "top_k, int score, bool renormalize, float scale, int groups, int top_groups, float "
+      "sum_floor, int group_score) -> (Tensor scores, Tensor ids, Tensor slopes)");
+}
+
+void implement_logits(Library& m) {
+  m.impl("router_logits", TORCH_BOX(&router_logits));
+  m.impl("route_tokens", TORCH_BOX(&route_tokens));
 }
 
 }  // namespace guild::binding

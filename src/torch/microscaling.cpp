@@ -2,10 +2,16 @@
 #include "guild/microscaling.h"
 
 #include "torch/float8.h"
-#include "torch/quantize.h"
+#include "torch/ops.h"
+#include "torch/overlap.h"
 
 namespace guild::binding {
 
+namespace {
+
+// x (rows, columns), values of Microscaling, MicroRounding and ScaleOrder -> codes (rows, columns),
+// or (rows, columns / 2) of NVFP4; scales (micro_scale_bytes); global (1) float32 of NVFP4, read
+// where given
 void quantize_micro_out(Tensor const& x, int64_t format, int64_t rounding, int64_t order,
                         Tensor& codes, Tensor& scales, MaybeTensor& global, bool global_given) {
   Place const place(x, "x");
@@ -34,11 +40,17 @@ void quantize_micro_out(Tensor const& x, int64_t format, int64_t rounding, int64
     args.global = static_cast<float*>(place.packed(*global, "global_scale", DType::float32, {1}));
   }
   args.global_given = global_given;
+  MaybeTensor const none;
+  require_apart(
+      {{"codes", codes}, {"scales", scales}, {"global_scale", global_given ? none : global}},
+      {{"x", x}, {"global_scale", global_given ? global : none}});
   Tensor const workspace = place.workspace(narrow ? sizeof(uint32_t) : 0);
   args.workspace = static_cast<uint32_t*>(workspace.data_ptr());
   place.run(cpu::quantize_micro, cuda::quantize_micro, args);
 }
 
+// x (rows, columns), x_scales (rows, ceil(columns / 32)) bytes -> codes (rows, columns), scales
+// (rows, ceil(columns / 128)) float32
 void regroup_micro_out(Tensor const& x, Tensor const& x_scales, int64_t format, Tensor& codes,
                        Tensor& scales) {
   Place const place(x, "x");
@@ -55,8 +67,11 @@ void regroup_micro_out(Tensor const& x, Tensor const& x_scales, int64_t format, 
       "x_scales: expected a contiguous tensor");
   args.codes = codes_of(place, codes, "codes", args.rows, args.columns);
   args.scales = scales_of(place, scales, "scales", {args.rows, scale_blocks(args.columns)});
+  require_apart({{"codes", codes}, {"scales", scales}}, {{"x", x}, {"x_scales", x_scales}});
   place.run(cpu::regroup_micro, cuda::regroup_micro, args);
 }
+
+}  // namespace
 
 void define_microscaling(Library& m) {
   m.def(

@@ -72,26 +72,13 @@ bool reaches(Steps const& steps, int first, int64_t total) {
   return false;
 }
 
-struct Bytes {
-  uintptr_t begin, end;
-};
-
-Bytes bytes_of(Tensor const& tensor) {
-  int64_t last = 0;
-  for (int64_t i = 0; i < tensor.dim(); ++i) last += tensor.stride(i) * (tensor.size(i) - 1);
-  auto const begin = reinterpret_cast<uintptr_t>(tensor.data_ptr());
-  return {begin, begin + uintptr_t(last + 1) * tensor.element_size()};
-}
-
-bool share_memory(Tensor const& a, Tensor const& b) {
-  if (a.numel() == 0 || b.numel() == 0) return false;
-  Bytes const of_a = bytes_of(a), of_b = bytes_of(b);
-  if (of_a.begin >= of_b.end || of_b.begin >= of_a.end) return false;
+bool share_memory(Named const& a, Named const& b) {
+  if (a.begin >= b.end || b.begin >= a.end) return false;
   Steps steps;
-  steps.add(a, true);
-  steps.add(b, false);
+  steps.add(*a.tensor, true);
+  steps.add(*b.tensor, false);
   steps.sort();
-  return reaches(steps, 0, int64_t(of_b.begin) - int64_t(of_a.begin));
+  return reaches(steps, 0, int64_t(b.begin) - int64_t(a.begin));
 }
 
 // Whether, from the smallest stride on, each dimension steps over all elements of those before.
@@ -112,9 +99,21 @@ bool has_own_elements(Tensor const& tensor) {
 
 }  // namespace
 
+Named::Named(char const* name, Tensor const& tensor) : name(name), tensor(&tensor) {
+  if (tensor.numel() == 0) return;
+  int64_t last = 0;
+  for (int64_t i = 0; i < tensor.dim(); ++i) last += tensor.stride(i) * (tensor.size(i) - 1);
+  begin = reinterpret_cast<uintptr_t>(tensor.data_ptr());
+  end = begin + uintptr_t(last + 1) * tensor.element_size();
+}
+
+Named::Named(char const* name, MaybeTensor const& tensor) : name(name) {
+  if (tensor.has_value()) *this = Named(name, *tensor);
+}
+
 void require_apart(std::initializer_list<Named> written, std::initializer_list<Named> read) {
   auto const apart = [](Named const& mine, Named const& other) {
-    require(other.tensor == nullptr || !share_memory(*mine.tensor, *other.tensor), mine.name,
+    require(!share_memory(mine, other), mine.name,
             ": expected memory not shared with other arguments, got memory shared with ",
             other.name);
   };

@@ -4,20 +4,20 @@
 
 namespace guild::binding {
 
-// An argument by name; null: not given.
+// An argument by name, and the range of its bytes; null: not given.
 struct Named {
   char const* name;
-  Tensor const* tensor;
+  Tensor const* tensor = nullptr;
+  uintptr_t begin = 0, end = 0;
 
-  Named(char const* name, Tensor const& tensor) : name(name), tensor(&tensor) {}
-  Named(char const* name, MaybeTensor const& tensor)
-      : name(name), tensor(tensor.has_value() ? &*tensor : nullptr) {}
+  Named(char const* name, Tensor const& tensor);
+  Named(char const* name, MaybeTensor const& tensor);
 };
 
-// A weight to compare, unless it is a list of matrices between which others' memory lies; those are
+// A tensor to compare, unless it is a list of matrices between which others' memory lies; those are
 // compared one by one in Python.
-inline MaybeTensor own_memory(MaybeTensor const& weight, MaybeTensor const& experts_at) {
-  return experts_at.has_value() ? std::nullopt : weight;
+inline MaybeTensor own_memory(MaybeTensor const& tensor, MaybeTensor const& experts_at) {
+  return experts_at.has_value() ? std::nullopt : tensor;
 }
 
 // Throws, naming both, where a tensor that is written shares a byte with another argument, or two

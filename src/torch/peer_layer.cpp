@@ -4,6 +4,7 @@
 #include "torch/backward.h"
 #include "torch/exchange.h"
 #include "torch/ops.h"
+#include "torch/routing.h"
 
 namespace guild::binding {
 
@@ -103,8 +104,14 @@ void set_barriers(Pass& pass, PeerMemory const& memory, double seconds, Numbers 
   pass.returned = meet_of(memory, seconds, facts_returned, report);
 }
 
-}  // namespace
+// o (T, H); what backward needs: rows (ranks * Tm, H), h (R, W) or (0, W), offsets, row_token,
+// slot_row (ranks * Tm, K), row_score, token_row (T, ranks), by_slot (ranks * Tm, K) and counts
+// (ranks) of Tables; offsets (E of all ranks + 1) of this rank's tokens
+using PeerForwardTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
+                                      Tensor, Tensor, Tensor, Tensor>;
 
+// facts of both barriers, as peer_meet takes them; streams: link and side of PeerStreams, or none.
+// ids (T, K) int32 among all ranks' `experts`; weights are this rank's.
 PeerForwardTensors peer_forward(Tensor const& peers, Numbers memory, double seconds, Numbers facts,
                                 Numbers facts_returned, Tensor& report, Numbers streams,
                                 Tensor const& x, Tensor const& ids, Tensor const& scores,
@@ -165,6 +172,8 @@ PeerForwardTensors peer_forward(Tensor const& peers, Numbers memory, double seco
           own.offsets};
 }
 
+// -> dx (T, H), dscores (T, K), dw_up, dw_gate, dw_down, db_up, db_down. wanted: as in
+// moe_backward, with kRows for dx.
 Tensors7 peer_backward(Tensor const& peers, Numbers memory, double seconds, Numbers facts,
                        Numbers facts_returned, Tensor& report, Numbers streams, Tensor const& dout,
                        Tensor const& rows, Tensor const& h, Tensor const& offsets,
@@ -222,6 +231,32 @@ Tensors7 peer_backward(Tensor const& peers, Numbers memory, double seconds, Numb
                   .scores = dscores.data_ptr()};
   place.run(cpu::peer_backward, cuda::peer_backward, b);
   return {dx, dscores, g.dw_up, g.dw_gate, g.dw_down, g.db_up, g.db_down};
+}
+
+}  // namespace
+
+void define_peer_layer(Library& m) {
+  m.def(
+      "peer_forward(Tensor peers, int[] memory, float seconds, int[] facts, int[] facts_returned, "
+      "Tensor(a!) report, int[] streams, Tensor x, Tensor ids, Tensor scores, int experts, Tensor? "
+      "residual, Tensor w_up, Tensor? w_gate, Tensor w_down, Tensor? b_up, Tensor? "
+      "b_down, " GUILD_ACTIVATION
+      ", bool interleaved, bool transposed, bool keep) -> (Tensor o, Tensor rows, Tensor h, Tensor "
+      "offsets, Tensor row_token, Tensor slot_row, Tensor row_score, Tensor token_row, Tensor "
+      "by_slot, Tensor counts, Tensor own_offsets)");
+  m.def(
+      "peer_backward(Tensor peers, int[] memory, float seconds, int[] facts, int[] facts_returned, "
+      "Tensor(a!) report, int[] streams, Tensor dout, Tensor rows, Tensor h, Tensor offsets, "
+      "Tensor row_token, Tensor slot_row, Tensor row_score, Tensor token_row, Tensor by_slot, "
+      "Tensor counts, Tensor w_up, Tensor? w_gate, Tensor w_down, Tensor? b_up, Tensor? "
+      "b_down, " GUILD_ACTIVATION
+      ", bool interleaved, bool transposed, int wanted) -> (Tensor dx, Tensor dscores, Tensor "
+      "dw_up, Tensor dw_gate, Tensor dw_down, Tensor db_up, Tensor db_down)");
+}
+
+void implement_peer_layer(Library& m) {
+  m.impl("peer_forward", TORCH_BOX(&peer_forward));
+  m.impl("peer_backward", TORCH_BOX(&peer_backward));
 }
 
 }  // namespace guild::binding

@@ -56,8 +56,8 @@ GroupedGemm product_of(Place const& place, Tensor const& a, Tensor const& b,
 
 bool stacked_output(Ragged ragged) { return ragged == Ragged::inner || ragged == Ragged::none; }
 
-}  // namespace
-
+// A view (E, rows, columns) of the experts' matrices, which are shaped like `first` and lie
+// `stride` elements apart from it on; the caller keeps that memory alive.
 Tensor expert_view(Tensor const& first, int64_t experts, int64_t stride) {
   Place const place(first, "first");
   require_dims(first, "first", 2);
@@ -65,6 +65,7 @@ Tensor expert_view(Tensor const& first, int64_t experts, int64_t stride) {
                     {stride, first.stride(0), first.stride(1)});
 }
 
+// Copies indices, int32 on the CPU, to the device of `like`.
 Tensor expert_table(Tensor const& like, Tensor const& indices) {
   require_dims(indices, "indices", 2);
   int64_t const lists = indices.size(0), experts = indices.size(1);
@@ -76,6 +77,8 @@ Tensor expert_table(Tensor const& like, Tensor const& indices) {
   return table;
 }
 
+// The four cases of torch._grouped_mm; offs (E) are END positions. a_at, b_at, out_at: int32 (1,
+// E), guild::GroupedGemm::Operand::group_at of each.
 Tensor grouped_mm(Tensor const& a, Tensor const& b, MaybeTensor const& offs,
                   MaybeTensor const& bias, bool float_out, MaybeTensor const& a_at,
                   MaybeTensor const& b_at) {
@@ -98,14 +101,17 @@ void grouped_mm_out(Tensor const& a, Tensor const& b, MaybeTensor const& offs,
   g.accumulate = accumulate;
   stacked_output(g.ragged) ? place.data(out, "out", {g.groups, g.m, g.n})
                            : place.data(out, "out", {g.m, g.n});
-  // Matrices of a list lie among others' memory: Python compares them one by one.
-  if (!a_at.has_value() && !b_at.has_value() && !out_at.has_value()) {
-    require_apart({{"out", out}}, {{"mat_a", a}, {"mat_b", b}, {"offs", offs}, {"bias", bias}});
-  }
+  require_apart({{"out", own_memory(out, out_at)}}, {{"mat_a", own_memory(a, a_at)},
+                                                     {"mat_b", own_memory(b, b_at)},
+                                                     {"offs", offs},
+                                                     {"bias", bias},
+                                                     {"a_at", a_at},
+                                                     {"b_at", b_at}});
   g.d = operand_of(out, place.lists(out_at, "out_at", 1, g.groups));
   place.run_product(cpu::grouped_gemm, cuda::grouped_gemm, g);
 }
 
+// The fused pair on sorted rows, weights (E, in, out): x -> a (zero past offsets[E]) and h.
 Tensors2 pair_up(Tensor const& x, Tensor const& w_up, Tensor const& offsets,
                  MaybeTensor const& bias, int64_t kind, bool gated, double alpha, double limit,
                  double up_offset, bool clamp_after, bool interleaved) {
@@ -115,7 +121,7 @@ Tensors2 pair_up(Tensor const& x, Tensor const& w_up, Tensor const& offsets,
   Layer layer;
   layer.activation = activation_of(kind, gated, alpha, limit, up_offset, clamp_after);
   layer.dtype = dtype_of(x, "x");
-  layer.order = interleaved ? GateUp::interleaved : GateUp::concatenated;
+  layer.order = order_of(interleaved);
   layer.transposed = true;
   int64_t const width = w_up.size(2);
   require(!gated || width % 2 == 0, "w_up: expected an even number of columns (gate and up), got ",
@@ -131,10 +137,9 @@ Tensors2 pair_up(Tensor const& x, Tensor const& w_up, Tensor const& offsets,
   args.dtype = layer.dtype;
   args.activation = layer.activation;
   args.order = layer.order;
-  args.routing.offsets = place.indices(offsets, "offsets", {s.experts + 1});
+  args.routing = routing_of(place, s, offsets);
   args.x = place.rows(x, "x", layer.dtype, {s.tokens, s.hidden});
-  UpWeight const up = up_weight_of(place, layer, w_up, std::nullopt, layer.dtype);
-  args.w_up = {up.gate, up.up};
+  args.w_up = up_weight_of(place, layer, w_up, std::nullopt, layer.dtype);
   args.bias = place.rows(bias, "bias", layer.dtype, {s.experts, width});
   Tensor a =
       sorted_rows(place, {s.tokens, s.intermediate}, layer.dtype, args.routing.offsets, s.experts);
@@ -145,6 +150,8 @@ Tensors2 pair_up(Tensor const& x, Tensor const& w_up, Tensor const& offsets,
   return {a, h};
 }
 
+// a W + bias, zero past offsets[E]. aux and the activation are only for its gradient: with aux the
+// gradient goes to aux instead of a.
 Tensor pair_down(Tensor const& a, MaybeTensor const&, Tensor const& w_down, Tensor const& offsets,
                  MaybeTensor const& bias, int64_t, bool, double, double, double, bool, bool) {
   Place const place(a, "swiglu_out");
@@ -167,6 +174,32 @@ Tensor pair_down(Tensor const& a, MaybeTensor const&, Tensor const& w_down, Tens
   g.d = operand_of(out);
   place.run_product(cpu::grouped_gemm, cuda::grouped_gemm, g);
   return out;
+}
+
+}  // namespace
+
+void define_products(Library& m) {
+  m.def("expert_view(Tensor first, int experts, int stride) -> Tensor");
+  m.def("expert_table(Tensor like, Tensor indices) -> Tensor");
+  m.def(
+      "grouped_mm(Tensor mat_a, Tensor mat_b, Tensor? offs, Tensor? bias, bool float_out, Tensor? "
+      "a_at=None, Tensor? b_at=None) -> Tensor");
+  m.def(
+      "grouped_mm_out(Tensor mat_a, Tensor mat_b, Tensor? offs, Tensor? bias, Tensor(a!) out, "
+      "bool accumulate, Tensor? a_at=None, Tensor? b_at=None, Tensor? out_at=None) -> ()");
+  m.def("pair_up(Tensor x, Tensor w_up, Tensor offsets, Tensor? bias, " GUILD_ACTIVATION
+        ", bool interleaved) -> (Tensor a, Tensor h)");
+  m.def("pair_down(Tensor a, Tensor? aux, Tensor w_down, Tensor offsets, Tensor? bias, "  //
+        GUILD_ACTIVATION ", bool interleaved) -> Tensor");
+}
+
+void implement_products(Library& m) {
+  m.impl("expert_view", TORCH_BOX(&expert_view));
+  m.impl("expert_table", TORCH_BOX(&expert_table));
+  m.impl("grouped_mm", TORCH_BOX(&grouped_mm));
+  m.impl("grouped_mm_out", TORCH_BOX(&grouped_mm_out));
+  m.impl("pair_up", TORCH_BOX(&pair_up));
+  m.impl("pair_down", TORCH_BOX(&pair_down));
 }
 
 }  // namespace guild::binding

@@ -1,11 +1,13 @@
 // Quantisation, and the products of chunks.
-#include "torch/quantize.h"
-
 #include "torch/float8.h"
+#include "torch/ops.h"
 #include "torch/overlap.h"
 
 namespace guild::binding {
 
+namespace {
+
+// x (rows, columns) -> codes (rows, columns), scales (rows, ceil(columns / 128)) float32
 void quantize_rows_out(Tensor const& x, int64_t format, int64_t scale, Tensor& codes,
                        Tensor& scales) {
   Place const place(x, "x");
@@ -19,9 +21,13 @@ void quantize_rows_out(Tensor const& x, int64_t format, int64_t scale, Tensor& c
   args.x = place.rows(x, "x", args.dtype, {args.rows, args.columns});
   args.codes = codes_of(place, codes, "codes", args.rows, args.columns);
   args.scales = scales_of(place, scales, "scales", {args.rows, scale_blocks(args.columns)});
+  require_apart({{"codes", codes}, {"scales", scales}}, {{"x", x}});
   place.run(cpu::quantize_rows, cuda::quantize_rows, args);
 }
 
+// w (E, out, in), up: the second half of a gated one -> codes (E, halves * out, in), `in`
+// contiguous; transposed (E, in, halves * out), contiguous; scales (E, halves * ceil(out / 128),
+// ceil(in / 128)) float32. experts_at (halves, E) int32: guild::Weight::expert_at of w and up
 void quantize_weights_out(Tensor const& w, int64_t format, int64_t scale, Tensor& codes,
                           MaybeTensor& transposed, Tensor& scales, MaybeTensor const& up,
                           MaybeTensor const& experts_at) {
@@ -56,9 +62,16 @@ void quantize_weights_out(Tensor const& w, int64_t format, int64_t scale, Tensor
   }
   args.scales = scales_of(place, scales, "scales",
                           {args.experts, halves * scale_blocks(args.out), scale_blocks(args.in)});
+  require_apart({{"codes", codes}, {"transposed", transposed}, {"scales", scales}},
+                {{"w", own_memory(w, experts_at)},
+                 {"up", own_memory(up, experts_at)},
+                 {"experts_at", experts_at}});
   place.run(cpu::quantize_weights, cuda::quantize_weights, args);
 }
 
+// x (tokens or R, halves * columns), of codes with x_scales (tokens or R, halves * ceil(columns /
+// 128)) -> codes (R / 128 + E, halves * columns, 128), scales (R / 128 + E, halves * ceil(columns /
+// 128)) float32
 void quantize_chunks_out(Tensor const& x, MaybeTensor const& x_scales, Tensor const& offsets,
                          MaybeTensor const& row_token, int64_t halves, int64_t format,
                          int64_t scale, Tensor& codes, Tensor& scales) {
@@ -93,10 +106,10 @@ void quantize_chunks_out(Tensor const& x, MaybeTensor const& x_scales, Tensor co
   args.codes = place.bytes(codes, "codes", {slots, width, kScaleBlock});
   require(codes.is_contiguous(), "codes: expected a contiguous tensor");
   args.scales = scales_of(place, scales, "scales", {slots, blocks});
+  require_apart({{"codes", codes}, {"scales", scales}},
+                {{"x", x}, {"x_scales", x_scales}, {"offsets", offsets}, {"row_token", row_token}});
   place.run(cpu::quantize_chunks, cuda::quantize_chunks, args);
 }
-
-namespace {
 
 ConstChunks chunks_of(Place const& place, Tensor const& codes, char const* name,
                       Tensor const& scales, char const* scales_name, int64_t slots) {
@@ -113,8 +126,8 @@ ConstChunks chunks_of(Place const& place, Tensor const& codes, char const* name,
   return chunks;
 }
 
-}  // namespace
-
+// a (slots, out, 128), b (slots, in, 128), of chunks of `rows` rows -> out (E, out, in) of any
+// strides, added to if accumulate
 void chunk_product_out(Tensor const& a, Tensor const& a_scales, int64_t a_format, Tensor const& b,
                        Tensor const& b_scales, Tensor const& offsets, int64_t rows, Tensor& out,
                        bool accumulate, MaybeTensor const& experts_at) {
@@ -144,7 +157,9 @@ void chunk_product_out(Tensor const& a, Tensor const& a_scales, int64_t a_format
   place.run_product(cpu::chunk_product, cuda::chunk_product, args);
 }
 
-void define_quantisers(Library& m) {
+}  // namespace
+
+void define_quantize(Library& m) {
   m.def(
       "quantize_rows_out(Tensor x, int format, int scale, Tensor(a!) codes, Tensor(b!) scales) -> "
       "()");
@@ -159,7 +174,7 @@ void define_quantisers(Library& m) {
       "Tensor offsets, int rows, Tensor(a!) out, bool accumulate, Tensor? experts_at=None) -> ()");
 }
 
-void implement_quantisers(Library& m) {
+void implement_quantize(Library& m) {
   m.impl("quantize_rows_out", TORCH_BOX(&quantize_rows_out));
   m.impl("quantize_weights_out", TORCH_BOX(&quantize_weights_out));
   m.impl("quantize_chunks_out", TORCH_BOX(&quantize_chunks_out));

@@ -1,4 +1,6 @@
 // route, its gradient and the sort by expert.
+#include "torch/routing.h"
+
 #include "torch/ops.h"
 
 namespace guild::binding {
@@ -20,21 +22,21 @@ Router router_of(int64_t score, bool renormalize, double scale, double sum_floor
   return router;
 }
 
-}  // namespace
-
-Router router_of(RouterScalars const& told, int64_t experts) {
-  Router router = router_of(told.score, told.renormalize, told.scale, told.sum_floor);
-  require(told.group_score == 0 || told.group_score == 1,
-          "group_score: expected 0 (top2_sum) or 1 (max), got ", told.group_score);
-  router.group_score = GroupScore(told.group_score);
-  require(told.groups >= 1 && told.groups <= experts, "groups: expected 1 to ", experts,
-          " (experts), got ", told.groups);
-  require(told.top_groups >= 1 && told.top_groups <= told.groups, "top_groups: expected 1 to ",
-          told.groups, " (groups), got ", told.top_groups);
-  router.groups = int(told.groups);
-  router.top_groups = int(told.top_groups);
+Router router_of(RouterScalars const& given, int64_t experts) {
+  Router router = router_of(given.score, given.renormalize, given.scale, given.sum_floor);
+  require(given.group_score == 0 || given.group_score == 1,
+          "group_score: expected 0 (top2_sum) or 1 (max), got ", given.group_score);
+  router.group_score = GroupScore(given.group_score);
+  require(given.groups >= 1 && given.groups <= experts, "groups: expected 1 to ", experts,
+          " (experts), got ", given.groups);
+  require(given.top_groups >= 1 && given.top_groups <= given.groups, "top_groups: expected 1 to ",
+          given.groups, " (groups), got ", given.top_groups);
+  router.groups = int(given.groups);
+  router.top_groups = int(given.top_groups);
   return router;
 }
+
+}  // namespace
 
 Route route_of(Place const& place, RouteSizes const& sizes, MaybeTensor const& selection_bias,
                MaybeTensor const& token_mask, RouterScalars const& router) {
@@ -69,6 +71,39 @@ Routed::Routed(Place const& place, RouteSizes const& sizes, MaybeTensor const& s
   args.slopes = sloped ? slopes.data_ptr() : nullptr;
 }
 
+Sorting sorting(Place const& place, Tensor const& ids, Tensor const& scores, int64_t experts,
+                DType scores_dtype, MaybeTensor const& token_offsets) {
+  Slots const slots = slots_of(place, ids, "ids", token_offsets);
+  Sort args{.tokens = slots.tokens,
+            .experts = experts,
+            .top_k = slots.top_k,
+            .score_dtype = scores_dtype,
+            .slots = slots.count,
+            .token_offsets = slots.token_offsets};
+  int64_t const rows = slots.rows();
+  args.ids = slots.data(place, ids, "ids");
+  require(ids.is_contiguous(), "ids: expected a contiguous tensor");
+  args.ids_are_int64 = is_int64(ids, "ids");
+  args.scores = slots.packed(place, scores, "scores", scores_dtype);
+  Sorting out{
+      args,
+      place.empty_int32({experts + 1}),
+      place.empty_int32({rows}),
+      slots.lists() ? place.empty_int32({rows}) : place.empty_int32({slots.tokens, slots.top_k}),
+      place.empty({rows}, scores_dtype),
+      place.workspace(sort_workspace_bytes(rows, experts, 1))};
+  out.args.offsets = static_cast<int32_t*>(out.offsets.data_ptr());
+  out.args.row_token = static_cast<int32_t*>(out.row_token.data_ptr());
+  out.args.slot_row = static_cast<int32_t*>(out.slot_row.data_ptr());
+  out.args.row_score = out.row_score.data_ptr();
+  out.args.workspace = out.workspace.data_ptr();
+  return out;
+}
+
+namespace {
+
+// logits (T, E), selection_bias (E), token_mask (T) bool -> scores (T, K), ids (T, K) int32, slopes
+// (T, K), or (0, K) for softmax
 Tensors3 route(Tensor const& logits, MaybeTensor const& selection_bias,
                MaybeTensor const& token_mask, int64_t top_k, int64_t score, bool renormalize,
                double scale, int64_t groups, int64_t top_groups, double sum_floor,
@@ -84,6 +119,7 @@ Tensors3 route(Tensor const& logits, MaybeTensor const& selection_bias,
   return {routed.scores, routed.ids, routed.slopes};
 }
 
+// logits (T, E): only where needs_logits(router); the result has the dtype of `like`
 Tensor route_backward(Tensor const& dscores, Tensor const& scores, Tensor const& ids,
                       MaybeTensor const& slopes, MaybeTensor const& logits, int64_t experts,
                       int64_t score, bool renormalize, double scale,
@@ -120,6 +156,8 @@ Tensor route_backward(Tensor const& dscores, Tensor const& scores, Tensor const&
   return dlogits;
 }
 
+// ids (T, K) of route, seed (1) int64 on the device -> scores, ids, slopes (or an empty tensor) by
+// slot of the tokens' lists, token_offsets (T + 1)
 Tensors4 round_tokens(Tensor const& logits, Tensor const& ids, MaybeTensor const& seed,
                       int64_t score, bool renormalize, double scale, int64_t rounding, int64_t tile,
                       double sum_floor) {
@@ -156,41 +194,40 @@ Tensors4 round_tokens(Tensor const& logits, Tensor const& ids, MaybeTensor const
   return {scores, list_ids, slopes, token_offsets};
 }
 
-Sorting sorting(Place const& place, Tensor const& ids, Tensor const& scores, int64_t experts,
-                DType scores_dtype, MaybeTensor const& token_offsets) {
-  Slots const slots = slots_of(place, ids, "ids", token_offsets);
-  Sort args{.tokens = slots.tokens,
-            .experts = experts,
-            .top_k = slots.top_k,
-            .score_dtype = scores_dtype,
-            .slots = slots.count,
-            .token_offsets = slots.token_offsets};
-  int64_t const rows = slots.rows();
-  args.ids = slots.data(place, ids, "ids");
-  require(ids.is_contiguous(), "ids: expected a contiguous tensor");
-  args.ids_are_int64 = is_int64(ids, "ids");
-  args.scores = slots.packed(place, scores, "scores", scores_dtype);
-  Sorting out{
-      args,
-      place.empty_int32({experts + 1}),
-      place.empty_int32({rows}),
-      slots.lists() ? place.empty_int32({rows}) : place.empty_int32({slots.tokens, slots.top_k}),
-      place.empty({rows}, scores_dtype),
-      place.workspace(sort_workspace_bytes(rows, experts, 1))};
-  out.args.offsets = static_cast<int32_t*>(out.offsets.data_ptr());
-  out.args.row_token = static_cast<int32_t*>(out.row_token.data_ptr());
-  out.args.slot_row = static_cast<int32_t*>(out.slot_row.data_ptr());
-  out.args.row_score = out.row_score.data_ptr();
-  out.args.workspace = out.workspace.data_ptr();
-  return out;
-}
-
+// -> offsets (E + 1), row_token (R), slot_row as ids, row_score (R)
 Tensors4 sort_by_expert(Tensor const& ids, Tensor const& scores, int64_t experts,
                         MaybeTensor const& token_offsets) {
   Place const place(ids, "ids");
   Sorting out = sorting(place, ids, scores, experts, dtype_of(scores, "scores"), token_offsets);
   place.run(cpu::sort_by_expert, cuda::sort_by_expert, out.args);
   return {out.offsets, out.row_token, out.slot_row, out.row_score};
+}
+
+}  // namespace
+
+void define_routing(Library& m) {
+  m.def(
+      "route(Tensor logits, Tensor? selection_bias, Tensor? token_mask, int top_k, int score, bool "
+      "renormalize, float scale, int groups, int top_groups, float sum_floor, int "
+      "group_score) -> (Tensor scores, Tensor ids, Tensor slopes)");
+  m.def(
+      "route_backward(Tensor dscores, Tensor scores, Tensor ids, Tensor? slopes, Tensor? logits, "
+      "int experts, int score, bool renormalize, float scale, Tensor? token_offsets=None, Tensor? "
+      "like=None, float sum_floor=0.0) -> Tensor");
+  m.def(
+      "round_tokens(Tensor logits, Tensor ids, Tensor? seed, int score, bool renormalize, float "
+      "scale, int rounding, int tile, float sum_floor) -> (Tensor scores, Tensor ids, Tensor "
+      "slopes, Tensor token_offsets)");
+  m.def(
+      "sort_by_expert(Tensor ids, Tensor scores, int experts, Tensor? token_offsets=None) -> "
+      "(Tensor offsets, Tensor row_token, Tensor slot_row, Tensor row_score)");
+}
+
+void implement_routing(Library& m) {
+  m.impl("route", TORCH_BOX(&route));
+  m.impl("route_backward", TORCH_BOX(&route_backward));
+  m.impl("round_tokens", TORCH_BOX(&round_tokens));
+  m.impl("sort_by_expert", TORCH_BOX(&sort_by_expert));
 }
 
 }  // namespace guild::binding

@@ -2,6 +2,7 @@
 #include "guild/float8_chunks.h"
 #include "torch/float8.h"
 #include "torch/ops.h"
+#include "torch/overlap.h"
 
 namespace guild::binding {
 
@@ -27,19 +28,6 @@ Sizes sizes_of(Tensor const& x, MaybeTensor const& row_token, Tensor const& w, b
   s.hidden = w.size(down ? 1 : 2);
   s.intermediate = w.size(down ? 2 : 1);
   return s;
-}
-
-Routing routing_of(Place const& place, Sizes const& s, Tensor const& offsets,
-                   MaybeTensor const& row_token, MaybeTensor const& row_score) {
-  Routing routing;
-  routing.offsets = place.indices(offsets, "offsets", {s.experts + 1});
-  if (row_token.has_value()) {
-    routing.row_token = place.indices(*row_token, "row_token", {s.rows()});
-  }
-  if (row_score.has_value()) {
-    routing.row_score = place.packed(*row_score, "row_score", DType::float32, {s.rows()});
-  }
-  return routing;
 }
 
 // Codes and scales come together.
@@ -77,8 +65,8 @@ Chunks chunks_of(Place const& place, MaybeTensor const& codes, MaybeTensor const
   return chunks;
 }
 
-}  // namespace
-
+// x (T or R, H) codes, w_up, w_gate (E, I, H) codes, H contiguous -> a (R, I) codes; h (R, W) in
+// the dtype of b_up and h, or h_codes (R, W), gate before up; scales as in guild/float8.h
 void scaled_up_out(Tensor const& x, Tensor const& x_scales, int64_t x_format, Tensor const& offsets,
                    MaybeTensor const& row_token, Tensor const& w_up, Tensor const& up_scales,
                    MaybeTensor const& w_gate, MaybeTensor const& gate_scales,
@@ -95,8 +83,8 @@ void scaled_up_out(Tensor const& x, Tensor const& x_scales, int64_t x_format, Te
   args.sizes = s;
   args.dtype = element_of({&h, &b_up});
   args.activation = activation_of(kind, gated, alpha, limit, up_offset, clamp_after);
-  args.order = interleaved ? GateUp::interleaved : GateUp::concatenated;
-  args.routing = routing_of(place, s, offsets, row_token, std::nullopt);
+  args.order = order_of(interleaved);
+  args.routing = routing_of(place, s, offsets, row_token);
   args.x_format = float8_of(x_format, "x_format");
   args.format = float8_of(format, "format");
   args.scale = scale_kind_of(scale);
@@ -124,9 +112,47 @@ void scaled_up_out(Tensor const& x, Tensor const& x_scales, int64_t x_format, Te
   args.h_scales = kept.scales;
   args.a = codes_of(place, a, "a", s.rows(), s.intermediate);
   args.a_scales = scales_of(place, a_scales, "a_scales", {s.rows(), scale_blocks(s.intermediate)});
+  require_apart(
+      {{"h", h}, {"h_codes", h_codes}, {"h_scales", h_scales}, {"a", a}, {"a_scales", a_scales}},
+      {{"x", x},
+       {"x_scales", x_scales},
+       {"offsets", offsets},
+       {"row_token", row_token},
+       {"w_up", w_up},
+       {"up_scales", up_scales},
+       {"w_gate", w_gate},
+       {"gate_scales", gate_scales},
+       {"b_up", b_up}});
   place.run_product(cpu::scaled_up, cuda::scaled_up, args);
 }
 
+// The arguments of the gradient with what it multiplies and h.
+ScaledDownGradient gradient_of(Place const& place, Sizes const& s, DType dtype, int64_t halves,
+                               Tensor const& dout, Tensor const& dout_scales, Tensor const& w_down,
+                               Tensor const& w_scales, MaybeTensor const& h,
+                               MaybeTensor const& h_codes, MaybeTensor const& h_scales) {
+  require(h.has_value() != h_codes.has_value(), "h: expected a tensor, or h_codes and h_scales");
+  int64_t const hidden_blocks = scale_blocks(s.hidden);
+  ScaledDownGradient args;
+  args.sizes = s;
+  args.dtype = dtype;
+  args.dout = codes_of(place, dout, "dout", s.tokens, s.hidden);
+  args.dout_scales =
+      as_read(scales_of(place, dout_scales, "dout_scales", {s.tokens, hidden_blocks}));
+  args.w_down = {place.bytes(w_down, "w_down", {s.experts, s.hidden, s.intermediate}),
+                 w_down.stride(0), w_down.stride(1), w_down.stride(2)};
+  args.w_scales = as_read(scales_of(place, w_scales, "w_scales",
+                                    {s.experts, hidden_blocks, scale_blocks(s.intermediate)}));
+  args.h = place.rows(h, "h", dtype, {s.rows(), halves * s.intermediate});
+  Halves const kept = halves_of(place, h_codes, h_scales, "h_codes", "h_scales", s, halves);
+  args.h_codes = kept.codes;
+  args.h_scales = as_read(kept.scales);
+  return args;
+}
+
+// dout (T or R, H) codes, w_down (E, H, I) codes, H contiguous; h as above -> dh_codes (R, W), gate
+// before up; dh (R, W), a_scaled (R, I) in one dtype, that of h where given; score_parts float32;
+// dh_chunks (slots, W, 128), a_chunks (slots, I, 128), scales as in guild/float8.h
 void scaled_down_gradient_out(Tensor const& dout, Tensor const& dout_scales, int64_t dout_format,
                               Tensor const& offsets, MaybeTensor const& row_token,
                               MaybeTensor const& row_score, Tensor const& w_down,
@@ -140,33 +166,19 @@ void scaled_down_gradient_out(Tensor const& dout, Tensor const& dout_scales, int
                               MaybeTensor& a_chunk_scales) {
   Place const place(dout, "dout");
   Sizes const s = sizes_of(dout, row_token, w_down, true);
-  int64_t const halves = gated ? 2 : 1, width = halves * s.intermediate;
-  require(h.has_value() != h_codes.has_value(), "h: expected a tensor, or h_codes and h_scales");
-  ScaledDownGradient args;
-  args.sizes = s;
-  args.dtype = element_of({&h, &dh, &a_scaled});
+  int64_t const halves = gated ? 2 : 1;
+  auto args = gradient_of(place, s, element_of({&h, &dh, &a_scaled}), halves, dout, dout_scales,
+                          w_down, w_scales, h, h_codes, h_scales);
   args.activation = activation_of(kind, gated, alpha, limit, up_offset, clamp_after);
-  args.order = interleaved ? GateUp::interleaved : GateUp::concatenated;
+  args.order = order_of(interleaved);
   args.routing = routing_of(place, s, offsets, row_token, row_score);
   args.dout_format = float8_of(dout_format, "dout_format");
   args.format = float8_of(format, "format");
   args.scale = scale_kind_of(scale);
-  args.dout = codes_of(place, dout, "dout", s.tokens, s.hidden);
-  args.dout_scales =
-      as_read(scales_of(place, dout_scales, "dout_scales", {s.tokens, scale_blocks(s.hidden)}));
-  args.w_down = {place.bytes(w_down, "w_down", {s.experts, s.hidden, s.intermediate}),
-                 w_down.stride(0), w_down.stride(1), w_down.stride(2)};
-  args.w_scales =
-      as_read(scales_of(place, w_scales, "w_scales",
-                        {s.experts, scale_blocks(s.hidden), scale_blocks(s.intermediate)}));
-  args.h = place.rows(h, "h", args.dtype, {s.rows(), width});
-  Halves const kept = halves_of(place, h_codes, h_scales, "h_codes", "h_scales", s, halves);
-  args.h_codes = kept.codes;
-  args.h_scales = as_read(kept.scales);
   Halves const out = halves_of(place, dh_codes, dh_scales, "dh_codes", "dh_scales", s, halves);
   args.dh_codes = out.codes;
   args.dh_scales = out.scales;
-  args.dh = place.rows(dh, "dh", args.dtype, {s.rows(), width});
+  args.dh = place.rows(dh, "dh", args.dtype, {s.rows(), halves * s.intermediate});
   args.a_scaled = place.rows(a_scaled, "a_scaled", args.dtype, {s.rows(), s.intermediate});
   args.dh_chunks =
       chunks_of(place, dh_chunks, dh_chunk_scales, "dh_chunks", "dh_chunk_scales", s, halves);
@@ -175,7 +187,50 @@ void scaled_down_gradient_out(Tensor const& dout, Tensor const& dout_scales, int
     args.score_parts =
         place.packed(*parts, "score_parts", DType::float32, {s.rows(), score_parts(s)});
   }
+  require_apart({{"dh_codes", dh_codes},
+                 {"dh_scales", dh_scales},
+                 {"dh", dh},
+                 {"a_scaled", a_scaled},
+                 {"score_parts", parts},
+                 {"dh_chunks", dh_chunks},
+                 {"dh_chunk_scales", dh_chunk_scales},
+                 {"a_chunks", a_chunks},
+                 {"a_chunk_scales", a_chunk_scales}},
+                {{"dout", dout},
+                 {"dout_scales", dout_scales},
+                 {"offsets", offsets},
+                 {"row_token", row_token},
+                 {"row_score", row_score},
+                 {"w_down", w_down},
+                 {"w_scales", w_scales},
+                 {"h", h},
+                 {"h_codes", h_codes},
+                 {"h_scales", h_scales}});
   place.run_product(cpu::scaled_down_gradient, cuda::scaled_down_gradient, args);
+}
+
+}  // namespace
+
+void define_scaled_steps(Library& m) {
+  m.def(
+      "scaled_up_out(Tensor x, Tensor x_scales, int x_format, Tensor offsets, Tensor? row_token, "
+      "Tensor w_up, Tensor up_scales, Tensor? w_gate, Tensor? gate_scales, Tensor? b_up, int kind, "
+      "bool gated, float alpha, float limit, float up_offset, bool clamp_after, bool interleaved, "
+      "int format, int scale, Tensor(a!)? h, Tensor(b!)? h_codes, Tensor(c!)? h_scales, Tensor(d!) "
+      "a, Tensor(e!) a_scales) -> ()");
+  m.def(
+      "scaled_down_gradient_out(Tensor dout, Tensor dout_scales, int dout_format, Tensor offsets, "
+      "Tensor? row_token, Tensor? row_score, Tensor w_down, Tensor w_scales, Tensor? h, Tensor? "
+      "h_codes, Tensor? h_scales, int kind, bool gated, float alpha, float limit, float up_offset, "
+      "bool clamp_after, bool interleaved, int format, int scale, Tensor(a!) dh_codes, Tensor(b!) "
+      "dh_scales, Tensor(c!)? dh, Tensor(d!)? a_scaled, Tensor(e!)? score_parts, Tensor(f!)? "
+      "dh_chunks=None, Tensor(g!)? dh_chunk_scales=None, Tensor(h!)? a_chunks=None, Tensor(i!)? "
+      "a_chunk_scales=None) -> ()");
+}
+
+void implement_scaled_steps(Library& m) {
+  m.impl("scaled_up_out", TORCH_BOX(&scaled_up_out));
+  m.impl("scaled_down_gradient_out", TORCH_BOX(&scaled_down_gradient_out));
 }
 
 }  // namespace guild::binding

@@ -1,7 +1,7 @@
 // A layer's settings, that is, its arguments besides tensors, as one tensor on the host.
 #pragma once
 #include "torch/forward.h"
-#include "torch/ops.h"
+#include "torch/routing.h"
 
 namespace guild::binding {
 

@@ -1,26 +1,16 @@
 // The steps of a layer as ops of their own, for callers that put the layer together themselves.
 //
 // As in the core, rows at or past offsets[E] of an output are not written.
+#include "torch/backward.h"
 #include "torch/ops.h"
 #include "torch/overlap.h"
+
+// A low-rank term of a step's product, in its schema: both or none.
+#define GUILD_LOW_RANK ", Tensor? low_rank_t=None, Tensor? low_rank_b=None"
 
 namespace guild::binding {
 
 namespace {
-
-// Routing's arrays for the steps: row_token and row_score where the caller gives them.
-Routing routing_of(Place const& place, Sizes const& s, Tensor const& offsets,
-                   MaybeTensor const& row_token, MaybeTensor const& row_score, DType dtype) {
-  Routing routing;
-  routing.offsets = place.indices(offsets, "offsets", {s.experts + 1});
-  if (row_token.has_value()) {
-    routing.row_token = place.indices(*row_token, "row_token", {s.rows()});
-  }
-  if (row_score.has_value()) {
-    routing.row_score = place.packed(*row_score, "row_score", score_dtype(dtype), {s.rows()});
-  }
-  return routing;
-}
 
 // Sizes of a step on `rows` rows, gathered from `tokens` rows or the same ones.
 Sizes sizes_of(Tensor const& w, bool transposed, int64_t tokens, int64_t rows, bool down) {
@@ -32,10 +22,6 @@ Sizes sizes_of(Tensor const& w, bool transposed, int64_t tokens, int64_t rows, b
   (down == transposed ? s.intermediate : s.hidden) = w.size(1);
   (down == transposed ? s.hidden : s.intermediate) = w.size(2);
   return s;
-}
-
-GateUp order_of(bool interleaved) {
-  return interleaved ? GateUp::interleaved : GateUp::concatenated;
 }
 
 // The steps' experts_at; w: one of the weights.
@@ -81,28 +67,13 @@ LowRankTerm<ConstUpWeight> term_of(Place const& place, Layer layer, MaybeTensor 
   layer.sizes.hidden = both.rank;
   layer.transposed = false;
   layer.experts_at = nullptr;  // of the weights
-  UpWeight const halves = up_weight_of(place, layer, *b, std::nullopt, layer.dtype);
-  return {both.t, {halves.gate, halves.up}, both.rank};
+  return {both.t, up_weight_of(place, layer, *b, std::nullopt, layer.dtype), both.rank};
 }
 
-// Sets the gradients of the biases that the step is to compute, and what it needs for them.
-Tensor add_biases(Place const& place, Layer const& layer, MaybeTensor const& db_up,
-                  MaybeTensor const& db_down, bool accumulate, DownGradient& args) {
-  bool const wanted = db_up.has_value() || db_down.has_value();
-  Tensor const workspace = place.workspace(
-      wanted ? down_gradient_workspace_bytes(layer.sizes, layer.activation.gated) : 0);
-  if (!wanted) return workspace;
-  int64_t const experts = layer.sizes.experts;
-  args.db_dtype = db_up.has_value() ? dtype_of(*db_up, "db_up") : dtype_of(*db_down, "db_down");
-  args.db_up = place.rows(db_up, "db_up", args.db_dtype, {experts, layer.width()});
-  args.db_down = place.rows(db_down, "db_down", args.db_dtype, {experts, layer.sizes.hidden});
-  args.accumulate = accumulate;
-  args.workspace = workspace.data_ptr();
-  return workspace;
-}
-
-}  // namespace
-
+// low_rank_t (R, rank) and low_rank_b (E, out, rank), both or none: a term of the product, whose
+// columns are out; here and below.
+//
+// -> a (R, I), h (R, W) or empty
 Tensors2 up_projection(Tensor const& x, Tensor const& offsets, MaybeTensor const& row_token,
                        Tensor const& w_up, MaybeTensor const& w_gate, MaybeTensor const& b_up,
                        int64_t kind, bool gated, double alpha, double limit, double up_offset,
@@ -125,10 +96,9 @@ Tensors2 up_projection(Tensor const& x, Tensor const& offsets, MaybeTensor const
   args.dtype = layer.dtype;
   args.activation = layer.activation;
   args.order = layer.order;
-  args.routing = routing_of(place, s, offsets, row_token, std::nullopt, layer.dtype);
+  args.routing = routing_of(place, s, offsets, row_token);
   args.x = place.rows(x, "x", layer.dtype, {s.tokens, s.hidden});
-  UpWeight const up = up_weight_of(place, layer, w_up, w_gate, layer.dtype);
-  args.w_up = {up.gate, up.up};
+  args.w_up = up_weight_of(place, layer, w_up, w_gate, layer.dtype);
   args.bias = place.rows(b_up, "b_up", layer.dtype, {s.experts, layer.width()});
   args.low_rank = term_of(place, layer, low_rank_t, low_rank_b);
   Tensor a = place.empty({rows, s.intermediate}, layer.dtype);
@@ -154,7 +124,7 @@ Tensor down_projection(Tensor const& a, Tensor const& offsets, Tensor const& w_d
   DownProjection args;
   args.sizes = s;
   args.dtype = layer.dtype;
-  args.routing = routing_of(place, s, offsets, std::nullopt, std::nullopt, layer.dtype);
+  args.routing = routing_of(place, s, offsets);
   args.a = place.rows(a, "a", layer.dtype, {s.rows(), s.intermediate});
   args.w_down = down_weight_of(place, layer, w_down, layer.dtype);
   args.bias = place.rows(b_down, "b_down", layer.dtype, {s.experts, s.hidden});
@@ -165,6 +135,8 @@ Tensor down_projection(Tensor const& a, Tensor const& offsets, Tensor const& w_d
   return y;
 }
 
+// y (R, H), slot_row (T, K), residual (T, H) -> (T, H). dlogits (T, E), ids (T, K) and router (E,
+// H) for the router's part of a gradient: all three or none.
 Tensor combine(Tensor const& y, Tensor const& slot_row, MaybeTensor const& slot_score,
                MaybeTensor const& token_offsets, MaybeTensor const& residual,
                MaybeTensor const& dlogits, MaybeTensor const& ids, MaybeTensor const& router) {
@@ -206,6 +178,8 @@ Tensor combine(Tensor const& y, Tensor const& slot_row, MaybeTensor const& slot_
   return o;
 }
 
+// -> dh (R, W), a_scaled (R, I), score_parts (R, parts); db_up (E, W) and db_down (E, H), of one
+// type, are written, or added to
 Tensors3 down_gradient(Tensor const& dout, Tensor const& h, Tensor const& offsets,
                        MaybeTensor const& row_token, MaybeTensor const& row_score,
                        Tensor const& w_down, int64_t kind, bool gated, double alpha, double limit,
@@ -228,7 +202,7 @@ Tensors3 down_gradient(Tensor const& dout, Tensor const& h, Tensor const& offset
   args.dtype = layer.dtype;
   args.activation = layer.activation;
   args.order = layer.order;
-  args.routing = routing_of(place, s, offsets, row_token, row_score, layer.dtype);
+  args.routing = routing_of(place, s, offsets, row_token, row_score, score_dtype(layer.dtype));
   args.dout = place.rows(dout, "dout", layer.dtype,
                          {row_token.has_value() ? s.tokens : s.rows(), s.hidden});
   args.w_down = down_weight_of(place, layer, w_down, layer.dtype);
@@ -240,7 +214,11 @@ Tensors3 down_gradient(Tensor const& dout, Tensor const& h, Tensor const& offset
   args.dh = {dh.data_ptr(), 0};
   args.a_scaled = {a_scaled.data_ptr(), 0};
   args.score_parts = parts.data_ptr();
-  Tensor const workspace = add_biases(place, layer, db_up, db_down, accumulate, args);
+  bool const biases = set_bias_targets(place, layer, db_up, db_down, args, args.db_dtype);
+  Tensor const workspace =
+      place.workspace(biases ? down_gradient_workspace_bytes(s, layer.activation.gated) : 0);
+  args.accumulate = accumulate;
+  args.workspace = workspace.data_ptr();
   require_apart({{"db_up", db_up}, {"db_down", db_down}},
                 {{"dout", dout},
                  {"h", h},
@@ -249,11 +227,13 @@ Tensors3 down_gradient(Tensor const& dout, Tensor const& h, Tensor const& offset
                  {"row_score", row_score},
                  {"w_down", own_memory(w_down, experts_at)},
                  {"low_rank_t", low_rank_t},
-                 {"low_rank_b", low_rank_b}});
+                 {"low_rank_b", low_rank_b},
+                 {"experts_at", experts_at}});
   place.run_product(cpu::down_gradient, cuda::down_gradient, args);
   return {dh, a_scaled, parts};
 }
 
+// -> dscores (T, K)
 Tensor score_gradient(Tensor const& parts, Tensor const& slot_row, Tensor const& offsets,
                       Tensor const& dout, MaybeTensor const& b_down, int64_t intermediate,
                       MaybeTensor const& token_offsets) {
@@ -272,7 +252,7 @@ Tensor score_gradient(Tensor const& parts, Tensor const& slot_row, Tensor const&
        .top_k = slots.top_k,
        .slots = slots.count};
   args.dtype = dtype_of(dout, "dout");
-  args.routing = routing_of(place, s, offsets, std::nullopt, std::nullopt, args.dtype);
+  args.routing = routing_of(place, s, offsets);
   args.routing.token_offsets = slots.token_offsets;
   args.routing.slot_row = slots.indices(place, slot_row, "slot_row");
   DType const scores = score_dtype(args.dtype);
@@ -306,15 +286,51 @@ Tensor up_gradient(Tensor const& dh, Tensor const& offsets, Tensor const& w_up,
   args.dtype = layer.dtype;
   args.gated = gated;
   args.order = layer.order;
-  args.routing = routing_of(place, s, offsets, std::nullopt, std::nullopt, layer.dtype);
+  args.routing = routing_of(place, s, offsets);
   args.dh = place.rows(dh, "dh", layer.dtype, {s.rows(), layer.width()});
-  UpWeight const up = up_weight_of(place, layer, w_up, w_gate, layer.dtype);
-  args.w_up = {up.gate, up.up};
+  args.w_up = up_weight_of(place, layer, w_up, w_gate, layer.dtype);
   args.low_rank = term_of(place, s, layer.dtype, s.hidden, low_rank_t, low_rank_b);
   Tensor dx = place.empty({s.rows(), s.hidden}, layer.dtype);
   args.dx = {dx.data_ptr(), 0};
   place.run_product(cpu::up_gradient, cuda::up_gradient, args);
   return dx;
+}
+
+}  // namespace
+
+void define_steps(Library& m) {
+  m.def(
+      "up_projection(Tensor x, Tensor offsets, Tensor? row_token, Tensor w_up, Tensor? w_gate, "
+      "Tensor? b_up, " GUILD_ACTIVATION
+      ", bool interleaved, bool transposed, bool keep" GUILD_LOW_RANK GUILD_LISTS
+      ") -> (Tensor a, Tensor h)");
+  m.def(
+      "down_projection(Tensor a, Tensor offsets, Tensor w_down, Tensor? b_down, bool "
+      "transposed" GUILD_LOW_RANK GUILD_LISTS ") -> Tensor");
+  m.def(
+      "combine(Tensor y, Tensor slot_row, Tensor? slot_score, Tensor? token_offsets=None, Tensor? "
+      "residual=None, Tensor? dlogits=None, Tensor? ids=None, Tensor? router=None) -> Tensor");
+  m.def(
+      "down_gradient(Tensor dout, Tensor h, Tensor offsets, Tensor? row_token, Tensor? row_score, "
+      "Tensor w_down, " GUILD_ACTIVATION
+      ", bool interleaved, bool transposed, Tensor(a!)? db_up=None, Tensor(b!)? db_down=None, "
+      "bool accumulate=False" GUILD_LOW_RANK GUILD_LISTS
+      ") -> (Tensor dh, Tensor a_scaled, Tensor score_parts)");
+  m.def(
+      "score_gradient(Tensor score_parts, Tensor slot_row, Tensor offsets, Tensor dout, Tensor? "
+      "b_down, int intermediate, Tensor? token_offsets=None) -> Tensor");
+  m.def(
+      "up_gradient(Tensor dh, Tensor offsets, Tensor w_up, Tensor? w_gate, bool gated, bool "
+      "interleaved, bool transposed" GUILD_LOW_RANK GUILD_LISTS ") -> Tensor");
+}
+
+void implement_steps(Library& m) {
+  m.impl("up_projection", TORCH_BOX(&up_projection));
+  m.impl("down_projection", TORCH_BOX(&down_projection));
+  m.impl("combine", TORCH_BOX(&combine));
+  m.impl("down_gradient", TORCH_BOX(&down_gradient));
+  m.impl("score_gradient", TORCH_BOX(&score_gradient));
+  m.impl("up_gradient", TORCH_BOX(&up_gradient));
 }
 
 }  // namespace guild::binding

@@ -311,6 +311,19 @@ Activation activation_of(int64_t kind, bool gated, double alpha, double limit, d
   return {Activation::Kind(kind), gated, alpha, limit, up_offset, clamp_after};
 }
 
+Routing routing_of(Place const& place, Sizes const& s, Tensor const& offsets,
+                   MaybeTensor const& row_token, MaybeTensor const& row_score, DType scores) {
+  Routing routing;
+  routing.offsets = place.indices(offsets, "offsets", {s.experts + 1});
+  if (row_token.has_value()) {
+    routing.row_token = place.indices(*row_token, "row_token", {s.rows()});
+  }
+  if (row_score.has_value()) {
+    routing.row_score = place.packed(*row_score, "row_score", scores, {s.rows()});
+  }
+  return routing;
+}
+
 UpWeight up_weight_of(Place const& place, Layer const& layer, Tensor const& w_up,
                       MaybeTensor const& w_gate, DType dtype) {
   Sizes const& s = layer.sizes;

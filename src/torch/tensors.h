@@ -126,6 +126,16 @@ struct Layer {
 Activation activation_of(int64_t kind, bool gated, double alpha, double limit, double up_offset,
                          bool clamp_after);
 
+inline GateUp order_of(bool interleaved) {
+  return interleaved ? GateUp::interleaved : GateUp::concatenated;
+}
+
+// Routing's arrays by row, of which row_token and row_score may be absent; scores: the dtype of
+// row_score.
+Routing routing_of(Place const& place, Sizes const& s, Tensor const& offsets,
+                   MaybeTensor const& row_token = std::nullopt,
+                   MaybeTensor const& row_score = std::nullopt, DType scores = DType::float32);
+
 // w_up as gate and up: the halves of one packed tensor, or w_gate and w_up where w_gate is given.
 UpWeight up_weight_of(Place const& place, Layer const& layer, Tensor const& w_up,
                       MaybeTensor const& w_gate, DType dtype);

@@ -7,14 +7,6 @@ namespace guild::binding {
 
 namespace {
 
-Routing routing_of(Place const& place, int64_t experts, int64_t rows, Tensor const& offsets,
-                   MaybeTensor const& row_token) {
-  Routing routing;
-  routing.offsets = place.indices(offsets, "offsets", {experts + 1});
-  if (row_token.has_value()) routing.row_token = place.indices(*row_token, "row_token", {rows});
-  return routing;
-}
-
 // The order of gate and up, and that of the weights' dimensions.
 struct Layout {
   bool gated = true, interleaved = false, transposed;
@@ -25,7 +17,7 @@ Layer layer_of(Sizes const& sizes, DType dtype, Layout layout) {
   layer.sizes = sizes;
   layer.dtype = dtype;
   layer.activation.gated = layout.gated;
-  layer.order = layout.interleaved ? GateUp::interleaved : GateUp::concatenated;
+  layer.order = order_of(layout.interleaved);
   layer.transposed = layout.transposed;
   return layer;
 }
@@ -39,7 +31,7 @@ Args gradient_args(Place const& place, Layer const& layer, Tensor const& offsets
   args.dtype = layer.dtype;
   args.dw_dtype = dw_dtype;
   args.accumulate = accumulate;
-  args.routing = routing_of(place, layer.sizes.experts, layer.sizes.rows(), offsets, row_token);
+  args.routing = routing_of(place, layer.sizes, offsets, row_token);
   return args;
 }
 
@@ -51,8 +43,53 @@ Rows input_rows(Place const& place, Layer const& layer, Tensor const& tensor, ch
                     {row_token.has_value() ? s.tokens : s.rows(), s.hidden});
 }
 
-}  // namespace
+// Writes those of dw_up (and dw_gate where gate and up are apart) and dw_down that are given, in
+// one type: the rest of backward after data_gradients.
+void weight_gradients_out(Tensor const& x, Tensor const& dout, Tensor const& dh,
+                          Tensor const& a_scaled, Tensor const& offsets,
+                          MaybeTensor const& row_token, MaybeTensor& dw_up, MaybeTensor& dw_gate,
+                          MaybeTensor& dw_down, bool gated, bool interleaved, bool transposed,
+                          bool accumulate, MaybeTensor const& experts_at) {
+  Place const place(x, "x");
+  require_dims(x, "x", 2);
+  require_dims(a_scaled, "a_scaled", 2);
+  require_dims(offsets, "offsets", 1);
+  require(dw_up.has_value() || !dw_gate.has_value(), "dw_gate: expected none without dw_up");
+  if (!dw_up.has_value() && !dw_down.has_value()) return;
+  Layer layer = layer_of({.tokens = x.size(0),
+                          .hidden = x.size(1),
+                          .intermediate = a_scaled.size(1),
+                          .experts = offsets.size(0) - 1,
+                          .slots = a_scaled.size(0)},
+                         dtype_of(x, "x"), {gated, interleaved, transposed});
+  Sizes const& s = layer.sizes;
+  layer.experts_at = place.lists(experts_at, "experts_at", Layer::kLists, layer.sizes.experts);
+  auto args = gradient_args<MoeWeightGradients>(
+      place, layer, offsets, row_token,
+      dw_up.has_value() ? dtype_of(*dw_up, "dw_up") : dtype_of(*dw_down, "dw_down"), accumulate);
+  args.gated = gated;
+  args.order = layer.order;
+  args.x = input_rows(place, layer, x, "x", row_token);
+  args.dout = input_rows(place, layer, dout, "dout", row_token);
+  args.dh = place.rows(dh, "dh", layer.dtype, {s.rows(), layer.width()});
+  args.a_scaled = place.rows(a_scaled, "a_scaled", layer.dtype, {s.rows(), s.intermediate});
+  if (dw_up.has_value()) args.dw_up = up_weight_of(place, layer, *dw_up, dw_gate, args.dw_dtype);
+  if (dw_down.has_value()) args.dw_down = down_weight_of(place, layer, *dw_down, args.dw_dtype);
+  require_apart({{"dw_up", own_memory(dw_up, experts_at)},
+                 {"dw_gate", own_memory(dw_gate, experts_at)},
+                 {"dw_down", own_memory(dw_down, experts_at)}},
+                {{"x", x},
+                 {"dout", dout},
+                 {"dh", dh},
+                 {"a_scaled", a_scaled},
+                 {"offsets", offsets},
+                 {"row_token", row_token}});
+  Tensor const workspace = place.workspace(moe_weight_gradients_workspace_bytes(s));
+  args.workspace = workspace.data_ptr();
+  place.run(cpu::moe_weight_gradients, cuda::moe_weight_gradients, args);
+}
 
+// The two of them as steps of their own.
 void up_weight_gradient_out(Tensor const& x, Tensor const& dh, Tensor const& offsets,
                             MaybeTensor const& row_token, Tensor& dw_up, MaybeTensor& dw_gate,
                             bool gated, bool interleaved, bool transposed, bool accumulate,
@@ -108,46 +145,6 @@ void down_weight_gradient_out(Tensor const& dout, Tensor const& a, Tensor const&
   place.run_product(cpu::down_weight_gradient, cuda::down_weight_gradient, args);
 }
 
-void weight_gradients_out(Tensor const& x, Tensor const& dout, Tensor const& dh,
-                          Tensor const& a_scaled, Tensor const& offsets,
-                          MaybeTensor const& row_token, MaybeTensor& dw_up, MaybeTensor& dw_gate,
-                          MaybeTensor& dw_down, bool gated, bool interleaved, bool transposed,
-                          bool accumulate, MaybeTensor const& experts_at) {
-  Place const place(x, "x");
-  require_dims(x, "x", 2);
-  require_dims(a_scaled, "a_scaled", 2);
-  require_dims(offsets, "offsets", 1);
-  require(dw_up.has_value() || !dw_gate.has_value(), "dw_gate: expected none without dw_up");
-  if (!dw_up.has_value() && !dw_down.has_value()) return;
-  Layer layer = layer_of({.tokens = x.size(0),
-                          .hidden = x.size(1),
-                          .intermediate = a_scaled.size(1),
-                          .experts = offsets.size(0) - 1,
-                          .slots = a_scaled.size(0)},
-                         dtype_of(x, "x"), {gated, interleaved, transposed});
-  Sizes const& s = layer.sizes;
-  layer.experts_at = place.lists(experts_at, "experts_at", Layer::kLists, layer.sizes.experts);
-  auto args = gradient_args<MoeWeightGradients>(
-      place, layer, offsets, row_token,
-      dw_up.has_value() ? dtype_of(*dw_up, "dw_up") : dtype_of(*dw_down, "dw_down"), accumulate);
-  args.gated = gated;
-  args.order = layer.order;
-  args.x = input_rows(place, layer, x, "x", row_token);
-  args.dout = input_rows(place, layer, dout, "dout", row_token);
-  args.dh = place.rows(dh, "dh", layer.dtype, {s.rows(), layer.width()});
-  args.a_scaled = place.rows(a_scaled, "a_scaled", layer.dtype, {s.rows(), s.intermediate});
-  if (dw_up.has_value()) args.dw_up = up_weight_of(place, layer, *dw_up, dw_gate, args.dw_dtype);
-  if (dw_down.has_value()) args.dw_down = down_weight_of(place, layer, *dw_down, args.dw_dtype);
-  require_apart(
-      {{"dw_up", own_memory(dw_up, experts_at)},
-       {"dw_gate", own_memory(dw_gate, experts_at)},
-       {"dw_down", own_memory(dw_down, experts_at)}},
-      {{"x", x}, {"dout", dout}, {"dh", dh}, {"a_scaled", a_scaled}, {"offsets", offsets}});
-  Tensor const workspace = place.workspace(moe_weight_gradients_workspace_bytes(s));
-  args.workspace = workspace.data_ptr();
-  place.run(cpu::moe_weight_gradients, cuda::moe_weight_gradients, args);
-}
-
 void bias_gradient_out(Tensor const& m, Tensor const& offsets, MaybeTensor const& row_token,
                        MaybeTensor const& row_score, Tensor& db, bool accumulate) {
   Place const place(m, "m");
@@ -161,15 +158,40 @@ void bias_gradient_out(Tensor const& m, Tensor const& offsets, MaybeTensor const
   args.dtype = dtype_of(m, "m");
   args.db_dtype = dtype_of(db, "db");
   args.accumulate = accumulate;
-  args.routing = routing_of(place, args.experts, args.rows, offsets, row_token);
-  if (row_score.has_value()) {
-    args.routing.row_score =
-        place.packed(*row_score, "row_score", score_dtype(args.dtype), {args.rows});
-  }
+  args.routing = routing_of(place, {.experts = args.experts, .slots = args.rows}, offsets,
+                            row_token, row_score, score_dtype(args.dtype));
   args.m = place.rows(m, "m", args.dtype, {m.size(0), args.width});
   args.db = place.rows(db, "db", args.db_dtype, {args.experts, args.width});
-  require_apart({{"db", db}}, {{"m", m}, {"offsets", offsets}, {"row_token", row_token}});
+  require_apart(
+      {{"db", db}},
+      {{"m", m}, {"offsets", offsets}, {"row_token", row_token}, {"row_score", row_score}});
   place.run(cpu::bias_gradient, cuda::bias_gradient, args);
+}
+
+}  // namespace
+
+void define_weight_gradients(Library& m) {
+  m.def(
+      "up_weight_gradient_out(Tensor x, Tensor dh, Tensor offsets, Tensor? row_token, Tensor(a!) "
+      "dw_up, Tensor(b!)? dw_gate, bool gated, bool interleaved, bool transposed, bool "
+      "accumulate" GUILD_LISTS ") -> ()");
+  m.def(
+      "down_weight_gradient_out(Tensor dout, Tensor a, Tensor offsets, Tensor? row_token, "
+      "Tensor(a!) dw_down, bool transposed, bool accumulate" GUILD_LISTS ") -> ()");
+  m.def(
+      "weight_gradients_out(Tensor x, Tensor dout, Tensor dh, Tensor a_scaled, Tensor offsets, "
+      "Tensor? row_token, Tensor(a!)? dw_up, Tensor(b!)? dw_gate, Tensor(c!)? dw_down, bool gated, "
+      "bool interleaved, bool transposed, bool accumulate" GUILD_LISTS ") -> ()");
+  m.def(
+      "bias_gradient_out(Tensor m, Tensor offsets, Tensor? row_token, Tensor? row_score, "
+      "Tensor(a!) db, bool accumulate) -> ()");
+}
+
+void implement_weight_gradients(Library& m) {
+  m.impl("up_weight_gradient_out", TORCH_BOX(&up_weight_gradient_out));
+  m.impl("down_weight_gradient_out", TORCH_BOX(&down_weight_gradient_out));
+  m.impl("weight_gradients_out", TORCH_BOX(&weight_gradients_out));
+  m.impl("bias_gradient_out", TORCH_BOX(&bias_gradient_out));
 }
 
 }  // namespace guild::binding

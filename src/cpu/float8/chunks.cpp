@@ -1,5 +1,5 @@
 // Rows quantised as chunks, and their products, the weight gradients.
-#include "check_float8_chunks.h"
+#include "checks/float8_chunks.h"
 #include "cpu/float8/scaled_sums.h"
 #include "guild/cpu.h"
 #include "processor.h"

@@ -1,7 +1,7 @@
 // Quantisation to microscaling formats.
 #include "shared/microscaling.h"
 
-#include "check_microscaling.h"
+#include "checks/microscaling.h"
 #include "cpu/float8/scaled_sums.h"
 #include "processor.h"
 

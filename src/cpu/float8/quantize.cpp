@@ -1,5 +1,5 @@
 // Quantisation by blocks.
-#include "check.h"
+#include "checks/check.h"
 #include "cpu/float8/scaled_sums.h"
 #include "guild/cpu.h"
 #include "processor.h"

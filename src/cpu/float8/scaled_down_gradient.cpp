@@ -2,7 +2,7 @@
 // A' = s * A and the score parts <g, A>
 #include <vector>
 
-#include "check.h"
+#include "checks/check.h"
 #include "cpu/activate.h"
 #include "cpu/float8/scaled_sums.h"
 #include "guild/cpu.h"

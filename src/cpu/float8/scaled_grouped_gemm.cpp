@@ -1,5 +1,5 @@
 // D = A B^T + bias for groups of rows of quantised operands.
-#include "check.h"
+#include "checks/check.h"
 #include "cpu/float8/scaled_sums.h"
 #include "guild/cpu.h"
 #include "processor.h"

@@ -1,5 +1,5 @@
 // H = X[row_token] W1^T + b1;  A = activation(H), of quantised X and W1, and quantised itself
-#include "check.h"
+#include "checks/check.h"
 #include "cpu/activate.h"
 #include "cpu/float8/scaled_sums.h"
 #include "guild/cpu.h"

@@ -2,7 +2,7 @@
 #include <array>
 #include <vector>
 
-#include "check_peer_layer.h"
+#include "checks/peer_layer.h"
 #include "compose_peer.h"
 #include "cuda/device.h"
 #include "cuda/exchange/copies.h"

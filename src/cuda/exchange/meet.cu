@@ -6,7 +6,7 @@
 // acquired the arrival. PTX ISA, section "Memory Consistency Model".
 #include <climits>
 
-#include "check_exchange.h"
+#include "checks/exchange.h"
 #include "cuda/device.h"
 #include "shared/peer_memory.h"
 

@@ -7,7 +7,7 @@
 // with plain loads: the kernels start after the barrier, and no first-level cache holds older data.
 #include <algorithm>
 
-#include "check_exchange.h"
+#include "checks/exchange.h"
 #include "cuda/alignment.h"
 #include "cuda/device.h"
 #include "cuda/exchange/begun.h"

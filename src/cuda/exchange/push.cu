@@ -4,7 +4,7 @@
 //
 // Tokens of different ranks alternate, so that links and own memory are busy at once. Stores to a
 // peer are not waited for: the barrier's release guarantees that they have arrived.
-#include "check_exchange.h"
+#include "checks/exchange.h"
 #include "cuda/alignment.h"
 #include "cuda/device.h"
 #include "cuda/element.cuh"

@@ -1,5 +1,5 @@
 // chunk_product(): tensor-core kernels, which require operands that TMA can load.
-#include "check_float8_chunks.h"
+#include "checks/float8_chunks.h"
 #include "cuda/float8/require.h"
 #include "cuda/sm90/float8/chunk_product.h"
 

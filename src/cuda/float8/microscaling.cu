@@ -2,7 +2,7 @@
 // warp.
 #include "shared/microscaling.h"
 
-#include "check_microscaling.h"
+#include "checks/microscaling.h"
 #include "cuda/device.h"
 #include "cuda/float8/tile.cuh"
 #include "shared/tiles.h"

@@ -1,5 +1,5 @@
 // quantize_chunks(): a thread block for each 128 columns of a slot, or 256 of codes.
-#include "check_float8_chunks.h"
+#include "checks/float8_chunks.h"
 #include "cuda/alignment.h"
 #include "cuda/device.h"
 #include "cuda/float8/chunk_places.cuh"

@@ -1,6 +1,6 @@
 // quantize_weights(): a thread block for each 128 x 128 block, which passes through registers once
 // (tile.cuh).
-#include "check.h"
+#include "checks/check.h"
 #include "cuda/device.h"
 #include "cuda/float8/tile.cuh"
 #include "shared/tiles.h"

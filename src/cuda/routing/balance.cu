@@ -5,7 +5,7 @@
 //   add up    adds up the chunks of each sequence, always in the same order
 //
 // Only integers are added atomically, so two runs give the same bits.
-#include "check.h"
+#include "checks/check.h"
 #include "cuda/routing/router.cuh"
 #include "shared/balancing.h"
 

@@ -1,7 +1,7 @@
 // The router's product on the GPU: its launch, and the sum of the chunks where no router adds them.
 #include "cuda/routing/product.cuh"
 
-#include "check_router_logits.h"
+#include "checks/router_logits.h"
 #include "cuda/alignment.h"
 #include "cuda/device.h"
 #include "cuda/routing/logit_parts.cuh"

@@ -6,7 +6,7 @@
 //   lists     the bits transposed to one list per token: where it begins, ids and weights
 //
 // Only integers are added atomically, so two runs give the same bits.
-#include "check.h"
+#include "checks/check.h"
 #include "cuda/routing/round_select.cuh"
 #include "cuda/warp.cuh"
 

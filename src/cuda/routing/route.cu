@@ -3,8 +3,8 @@
 
 #include <algorithm>
 
-#include "check.h"
-#include "check_router_logits.h"
+#include "checks/check.h"
+#include "checks/router_logits.h"
 #include "cuda/routing/route_few.cuh"
 #include "cuda/sm90/arch/dependence.cuh"
 #include "shared/tiles.h"

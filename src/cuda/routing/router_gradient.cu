@@ -7,7 +7,7 @@
 //
 // times the slope, d(log p_k) / dlogit_k, where p depends on its own logit alone. Weights whose sum
 // is below the floor are divided by a constant, so they belong to "otherwise".
-#include "check.h"
+#include "checks/check.h"
 #include "cuda/routing/router.cuh"
 
 namespace guild::cuda {

@@ -11,7 +11,7 @@
 #include <algorithm>
 #include <bit>
 
-#include "check.h"
+#include "checks/check.h"
 #include "cuda/alignment.h"
 #include "cuda/device.h"
 #include "cuda/element.cuh"

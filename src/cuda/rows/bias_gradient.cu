@@ -4,7 +4,7 @@
 //
 // Blocks are numbered by expert first, then by columns: while all experts gather the same columns
 // of dO, these stay in L2.
-#include "check.h"
+#include "checks/check.h"
 #include "cuda/alignment.h"
 #include "cuda/device.h"
 #include "cuda/element.cuh"

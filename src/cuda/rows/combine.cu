@@ -7,7 +7,7 @@
 // for the router's part would read and write dX again, and multiply by E - K zeros.
 #include <algorithm>
 
-#include "check.h"
+#include "checks/check.h"
 #include "cuda/alignment.h"
 #include "cuda/device.h"
 #include "cuda/element.cuh"

@@ -1,6 +1,6 @@
 // dscores[t, k] = sum over parts of score_parts[r] + <dO[t], b2[e of r]>: one thread per slot, more
 // for many parts, a warp where there is a bias; sums in a fixed order.
-#include "check.h"
+#include "checks/check.h"
 #include "cuda/alignment.h"
 #include "cuda/device.h"
 #include "cuda/element.cuh"

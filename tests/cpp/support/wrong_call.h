@@ -9,12 +9,12 @@
 #include <sstream>
 #include <string>
 
-#include "check.h"
-#include "check_exchange.h"
-#include "check_float8_chunks.h"
-#include "check_microscaling.h"
-#include "check_peer_layer.h"
-#include "check_router_logits.h"
+#include "checks/check.h"
+#include "checks/exchange.h"
+#include "checks/float8_chunks.h"
+#include "checks/microscaling.h"
+#include "checks/peer_layer.h"
+#include "checks/router_logits.h"
 #include "guild/guild.h"
 
 namespace guild::test {

@@ -35,6 +35,9 @@ def given(device: str) -> SimpleNamespace:
         ids=torch.zeros(ROWS, 2, dtype=torch.int32, device=device),
         scores=torch.rand(ROWS, 2, device=device),
         router=draw(EXPERTS, HIDDEN),
+        floats=torch.zeros(EXPERTS, 2 * INNER, HIDDEN, device=device),
+        codes=torch.zeros(EXPERTS, 2 * INNER, HIDDEN, dtype=torch.uint8, device=device),
+        ones=torch.ones(EXPERTS, ROWS, 1, device=device),
     )
 
 
@@ -103,6 +106,11 @@ def rows_in(tensor: Tensor) -> Tensor:
     return tensor.view(-1)[: ROWS * HIDDEN].view(ROWS, HIDDEN)
 
 
+def as_indices(tensor: Tensor, count: int) -> Tensor:
+    """Indices in a float32 tensor's memory."""
+    return tensor.view(torch.int32).view(-1)[:count]
+
+
 RAW: dict[str, Callable[[SimpleNamespace], object]] = {
     "out: .* mat_a": lambda g: ops.grouped_mm_out(
         g.x, g.up.mT, g.offsets[1:].clone(), None, g.x, False
@@ -137,16 +145,124 @@ RAW: dict[str, Callable[[SimpleNamespace], object]] = {
     "db: .* shared with m": lambda g: ops.bias_gradient_out(
         g.x, g.offsets, None, None, g.x[:EXPERTS], False
     ),
+    "db: .* row_token": lambda g: ops.bias_gradient_out(
+        g.x, g.offsets, as_indices(g.floats, ROWS), None, g.floats[0, :EXPERTS], False
+    ),
+    "db: .* row_score": lambda g: ops.bias_gradient_out(
+        g.x, g.offsets, None, g.floats.view(-1)[:ROWS], g.floats[0, :EXPERTS], False
+    ),
+    "dw_up: .* row_token": lambda g: ops.weight_gradients_out(
+        *(g.x, g.x, g.dh, g.dh[:, :INNER].contiguous(), g.offsets, as_indices(g.floats, ROWS)),
+        *(g.floats, None, None, True, False, False, False),
+    ),
+    "dw_down: .* row_token": lambda g: ops.weight_gradients_out(
+        *(g.x, g.x, g.dh, g.dh[:, :INNER].contiguous(), g.offsets, as_indices(g.floats, ROWS)),
+        *(None, None, g.floats[:, :INNER].mT, True, False, False, False),
+    ),
+    "out: .* offs": lambda g: ops.grouped_mm_out(
+        *(g.x, g.up.mT, as_indices(g.floats, EXPERTS), None, rows_in(g.floats), False, None),
+        g.offsets[None, :EXPERTS],
+    ),
     "dw_gate: .* dw_up": lambda g: ops.up_weight_gradient_out(
         *(g.x, g.dh, g.offsets, None, g.up[:, :8], g.up[:, 4:12], True, False, False, False)
     ),
 }
 
 
-@pytest.mark.parametrize("message", RAW)
-def test_ops_write_to_memory_of_their_own(message: str, given: SimpleNamespace) -> None:
+UP = (0, True, 1.0, float("inf"), 0.0, False, False, 0, 0)
+
+# Of quantised operands: 9 rows of 16 codes, with a scale each.
+QUANTISED: list[tuple[str, Callable[[SimpleNamespace], object]]] = [
+    (
+        "codes: .* shared with x",
+        lambda g: ops.quantize_rows_out(g.x, 0, 0, g.x.view(torch.uint8)[:, :HIDDEN], g.ones[0]),
+    ),
+    (
+        "scales: .* codes",
+        lambda g: ops.quantize_rows_out(
+            g.x, 0, 0, rows_in(g.floats.view(torch.uint8)), g.floats[0, :ROWS, :1]
+        ),
+    ),
+    (
+        "codes: .* shared with w",
+        lambda g: ops.quantize_weights_out(
+            *(g.up, 0, 0, g.up.view(torch.uint8).view(-1)[: g.up.numel()].view(g.up.shape)),
+            *(None, g.ones[:, :1]),
+        ),
+    ),
+    (
+        "transposed: .* codes",
+        lambda g: ops.quantize_weights_out(
+            g.up, 0, 0, g.codes, g.codes.view(EXPERTS, HIDDEN, 2 * INNER), g.ones[:, :1]
+        ),
+    ),
+    (
+        "scales: .* row_token",
+        lambda g: ops.quantize_chunks_out(
+            *(g.x, None, g.offsets, as_indices(g.floats, ROWS), 1, 0, 0),
+            *(g.codes.new_empty(EXPERTS, HIDDEN, 128), g.floats[0, :EXPERTS, :1]),
+        ),
+    ),
+    (
+        "codes: .* shared with x",
+        lambda g: ops.quantize_micro_out(
+            *(g.x, 0, 0, 0, g.x.view(torch.uint8)[:, :HIDDEN], g.codes.view(-1)[:ROWS], None, False)
+        ),
+    ),
+    (
+        "global_scale: .* scales",
+        lambda g: ops.quantize_micro_out(
+            *(
+                g.x,
+                2,
+                0,
+                0,
+                rows_in(g.codes)[:, :INNER],
+                g.floats.view(torch.uint8).view(-1)[:ROWS],
+            ),
+            *(g.floats.view(-1)[:1], False),
+        ),
+    ),
+    (
+        "scales: .* x_scales",
+        lambda g: ops.regroup_micro_out(
+            *(rows_in(g.codes), g.floats.view(torch.uint8).view(-1)[:ROWS, None], 0),
+            *(torch.empty_like(rows_in(g.codes)), g.floats[0, :ROWS, :1]),
+        ),
+    ),
+    (
+        "out: .* bias",
+        lambda g: ops.scaled_grouped_mm_out(
+            *(rows_in(g.codes), g.ones[0], 0, g.codes, g.ones[:, :1], 0, g.offsets[1:].clone()),
+            *(g.dh, 1, g.dh[:EXPERTS]),
+        ),
+    ),
+    (
+        "a: .* shared with x",
+        lambda g: ops.scaled_up_out(
+            *(rows_in(g.codes), g.ones[0], 0, g.offsets, None),
+            *(g.codes[:, INNER:], g.ones[:, :1], g.codes[:, :INNER], g.ones[:, :1], None, *UP),
+            *(None, None, None, rows_in(g.codes)[:, :INNER], torch.empty_like(g.ones[0])),
+        ),
+    ),
+    (
+        "dh: .* shared with h",
+        lambda g: ops.scaled_down_gradient_out(
+            *(rows_in(g.codes), g.ones[0], 0, g.offsets, None, None),
+            *(g.codes[:, :INNER].mT, g.ones[:, :1], g.dh, None, None, *UP),
+            *(torch.empty_like(rows_in(g.codes)), torch.ones_like(g.ones[:2, :, 0].mT), g.dh),
+            *(None, None),
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize(("message", "call"), [*RAW.items(), *QUANTISED])
+def test_ops_write_to_memory_of_their_own(
+    message: str, call: Callable[[SimpleNamespace], object], given: SimpleNamespace
+) -> None:
     with pytest.raises(RuntimeError, match=message):
-        RAW[message](given)
+        call(given)
 
 
 def test_elements_of_their_own(given: SimpleNamespace) -> None:

@@ -1,6 +1,7 @@
-#include "check_float8_chunks.h"
+// Checks of the arguments of chunks and their products.
+#include "checks/float8_chunks.h"
 
-#include "check_float8_parts.h"
+#include "checks/float8_conditions.h"
 
 namespace guild {
 
@@ -19,8 +20,8 @@ void check(QuantizeChunks const& x) {
   check_rows(x.x, height, x.halves * x.columns, "x");
   check_scales(x.x_scales, false, {1, height, x.halves * scale_blocks(x.columns)}, "x_scales");
   check_pointer(x.codes, true, "codes");
-  check_made_scales(x.scales, 1, chunk_slots(x.rows, x.groups), x.halves * scale_blocks(x.columns),
-                    "scales");
+  check_output_scales(x.scales, 1, chunk_slots(x.rows, x.groups),
+                      x.halves * scale_blocks(x.columns), "scales");
 }
 
 namespace {

@@ -1,7 +1,8 @@
-#include "check_peer_layer.h"
+// Checks of the arguments of a layer over ranks, and of how its steps fit together.
+#include "checks/peer_layer.h"
 
-#include "check_exchange.h"
-#include "check_parts.h"
+#include "checks/conditions.h"
+#include "checks/exchange.h"
 #include "shared/dtype.h"
 
 namespace guild {

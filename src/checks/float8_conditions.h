@@ -1,6 +1,6 @@
 // Conditions on formats, scales and codes, from which the checks of FP8 steps are built.
 #pragma once
-#include "check_parts.h"
+#include "checks/conditions.h"
 #include "shared/float8.h"
 
 namespace guild {
@@ -30,8 +30,8 @@ void check_scales(BlockScales<F> const& scales, bool needed, std::array<int64_t,
 }
 
 // Scales that are written, (experts, rows, columns): no two blocks share an element.
-inline void check_made_scales(Scales const& scales, int64_t experts, int64_t rows, int64_t columns,
-                              char const* name) {
+inline void check_output_scales(Scales const& scales, int64_t experts, int64_t rows,
+                                int64_t columns, char const* name) {
   check_scales(scales, experts * rows > 0, {experts, rows, columns}, name);
   require(lie_apart({{{experts, scales.expert_stride},
                       {rows, scales.row_stride},

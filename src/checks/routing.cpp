@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "check_parts.h"
+#include "checks/conditions.h"
 
 namespace guild {
 

@@ -4,7 +4,7 @@
 #include <array>
 #include <cmath>
 
-#include "check.h"
+#include "checks/check.h"
 
 namespace guild {
 

@@ -1,7 +1,7 @@
 // Checks of the arguments of guild/exchange.h, and the sizes of what ranks share.
-#include "check_exchange.h"
+#include "checks/exchange.h"
 
-#include "check_parts.h"
+#include "checks/conditions.h"
 #include "shared/dtype.h"
 #include "shared/peer_memory.h"
 

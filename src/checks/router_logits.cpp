@@ -1,7 +1,7 @@
 // Checks of the arguments of the router's product, and the size of its workspace.
-#include "check_router_logits.h"
+#include "checks/router_logits.h"
 
-#include "check_parts.h"
+#include "checks/conditions.h"
 #include "shared/router_product.h"
 #include "shared/workspace.h"
 

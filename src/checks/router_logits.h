@@ -1,6 +1,6 @@
 // The checks of the router's product. See check.h.
 #pragma once
-#include "check.h"
+#include "checks/check.h"
 #include "guild/router_logits.h"
 
 namespace guild {

@@ -1,8 +1,8 @@
 // Checks of the arguments of a layer's steps. See check.h; those of routing and of the bare grouped
-// product are in check_routing.cpp.
-#include "check.h"
+// product are in routing.cpp.
+#include "checks/check.h"
 
-#include "check_parts.h"
+#include "checks/conditions.h"
 #include "compose.h"
 
 namespace guild {

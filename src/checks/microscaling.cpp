@@ -1,6 +1,7 @@
-#include "check_microscaling.h"
+// Checks of the arguments of microscaling formats.
+#include "checks/microscaling.h"
 
-#include "check_float8_parts.h"
+#include "checks/float8_conditions.h"
 
 namespace guild {
 
@@ -31,7 +32,7 @@ void check(RegroupMicro const& x) {
   check_rows(x.x, x.rows, x.columns, "x");
   check_pointer(x.x_scales, x.rows > 0, "x_scales");
   check_rows(x.codes, x.rows, x.columns, "codes");
-  check_made_scales(x.scales, 1, x.rows, scale_blocks(x.columns), "scales");
+  check_output_scales(x.scales, 1, x.rows, scale_blocks(x.columns), "scales");
 }
 
 }  // namespace guild

@@ -1,5 +1,5 @@
 // Checks of the arguments of quantisation and of products of quantised operands.
-#include "check_float8_parts.h"
+#include "checks/float8_conditions.h"
 #include "guild/float8_chunks.h"
 
 namespace guild {
@@ -27,7 +27,7 @@ void check(QuantizeRows const& x) {
   check_kind(x.scale);
   check_rows(x.x, x.rows, x.columns, "x");
   check_rows(x.codes, x.rows, x.columns, "codes");
-  check_made_scales(x.scales, 1, x.rows, scale_blocks(x.columns), "scales");
+  check_output_scales(x.scales, 1, x.rows, scale_blocks(x.columns), "scales");
 }
 
 void check(QuantizeWeights const& x) {
@@ -45,8 +45,8 @@ void check(QuantizeWeights const& x) {
   if (x.transposed.data != nullptr) {
     check_weight(x.transposed, x.experts, rows, x.in, "transposed", true);
   }
-  check_made_scales(x.scales, x.experts, x.halves() * scale_blocks(x.out), scale_blocks(x.in),
-                    "scales");
+  check_output_scales(x.scales, x.experts, x.halves() * scale_blocks(x.out), scale_blocks(x.in),
+                      "scales");
 }
 
 void check(ScaledGroupedGemm const& x) {
@@ -89,10 +89,10 @@ void check(ScaledUp const& x) {
   check_optional_rows(x.h, s.rows(), width(s, gated), "h");
   check_optional_rows(x.h_codes, s.rows(), width(s, gated), "h_codes");
   if (x.h_codes.data != nullptr) {
-    check_made_scales(x.h_scales, 1, s.rows(), halves * blocks, "h_scales");
+    check_output_scales(x.h_scales, 1, s.rows(), halves * blocks, "h_scales");
   }
   check_rows(x.a, s.rows(), s.intermediate, "a");
-  check_made_scales(x.a_scales, 1, s.rows(), blocks, "a_scales");
+  check_output_scales(x.a_scales, 1, s.rows(), blocks, "a_scales");
 }
 
 void check(ScaledDownGradient const& x) {
@@ -118,7 +118,7 @@ void check(ScaledDownGradient const& x) {
   check_scales(x.h_scales, any && has_codes, {1, has_codes ? s.rows() : 0, halves * blocks},
                "h_scales");
   check_rows(x.dh_codes, s.rows(), width(s, gated), "dh_codes");
-  check_made_scales(x.dh_scales, 1, s.rows(), halves * blocks, "dh_scales");
+  check_output_scales(x.dh_scales, 1, s.rows(), halves * blocks, "dh_scales");
   check_optional_rows(x.dh, s.rows(), width(s, gated), "dh");
   check_optional_rows(x.a_scaled, s.rows(), s.intermediate, "a_scaled");
   bool const dh_chunks = x.dh_chunks.codes != nullptr;
@@ -126,10 +126,10 @@ void check(ScaledDownGradient const& x) {
           "dh_chunks: expected null with scale 0 (exact), got a pointer");
   int64_t const slots = any ? chunk_slots(s.rows(), s.experts) : 0;
   if (dh_chunks) {
-    check_made_scales(x.dh_chunks.scales, 1, slots, halves * blocks, "dh_chunks.scales");
+    check_output_scales(x.dh_chunks.scales, 1, slots, halves * blocks, "dh_chunks.scales");
   }
   if (x.a_chunks.codes != nullptr) {
-    check_made_scales(x.a_chunks.scales, 1, slots, blocks, "a_chunks.scales");
+    check_output_scales(x.a_chunks.scales, 1, slots, blocks, "a_chunks.scales");
   }
 }
 
