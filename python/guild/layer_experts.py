@@ -14,6 +14,7 @@ from guild.experts import routed_experts_and_offsets, routed_layer
 from guild.float8.settings import expect_fp8
 from guild.layer_routing import is_exporting
 from guild.routed_call import RoutedArguments
+from guild.routing import Router
 
 if TYPE_CHECKING:
     from guild.distributed.expert_parallel import ExpertParallel
@@ -46,6 +47,17 @@ def expert_parameters(
     count = local_count(layer.expert_group, layer.experts)
     for shape, wanted in ((up, True), (down, True), ((width,), bias), ((layer.hidden,), bias)):
         yield nn.Parameter(torch.empty(count, *shape, **make)) if wanted else None
+
+
+def shown_options(layer: nn.Module) -> dict[str, Any]:
+    """What print(layer) shows of a guild.MoE: sizes, and options that are not the default."""
+    shown = {name: getattr(layer, name) for name in ("hidden", "intermediate", "experts", "top_k")}
+    shown |= {"activation": layer.activation, "bias": layer.b_up is not None}
+    usual = {"routing": Router(), "order": "concatenated", "transposed": False, "recompute": False}
+    usual |= dict.fromkeys(("balance_over", "fp8", "expert_group", "weight_gradients"))
+    return shown | {
+        name: getattr(layer, name) for name, value in usual.items() if getattr(layer, name) != value
+    }
 
 
 def fill_weight(weight: Tensor, std: float, expert_group: ExpertParallel | None) -> None:

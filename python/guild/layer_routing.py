@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from guild._torch.checks import (
     dtype_name,
+    expect_count,
     expect_device,
     expect_flag,
     expect_like,
@@ -59,10 +60,12 @@ def as_router(router: Router | str | None, experts: int, top_k: int) -> Router:
     return router
 
 
-def expect_call(routing: object, return_routing: object) -> None:
-    """Raise TypeError if a layer's routing is no longer a Router, or the flag is not a bool."""
-    if not isinstance(routing, Router):
-        raise TypeError(f"routing: expected a guild.Router, got {routing!r}")
+def expect_call(layer: nn.Module, return_routing: object) -> None:
+    """Raise for a flag that is no bool, or where a layer's routing or top_k no longer fits it."""
+    if not isinstance(layer.routing, Router):
+        raise TypeError(f"routing: expected a guild.Router, got {layer.routing!r}")
+    expect_count("top_k", layer.top_k, 1, layer.experts)
+    layer.routing.expect_sizes(layer.experts, layer.top_k)
     expect_flag("return_routing", return_routing)
 
 

@@ -16,6 +16,7 @@ from guild._torch.checks import (
     dtype_name,
     expect_device,
     expect_dims,
+    expect_experts,
     expect_shape,
     expect_tensor,
 )
@@ -37,7 +38,7 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     x : torch.Tensor
         (..., hidden): bfloat16, float16, float32 or float64.
     weight : torch.Tensor
-        (experts, hidden), in x's dtype.
+        (experts, hidden) with 1 to 4,096 experts, in x's dtype.
     bias : torch.Tensor, optional
         (experts,), any floating dtype.
 
@@ -60,6 +61,7 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     expect_tensor("x", x)
     expect_dims("weight", weight, 2, what="(experts, hidden)")
     experts, hidden = weight.shape
+    expect_experts("weight", weight, experts, False, "experts")
     if x.dim() == 0 or x.shape[-1] != hidden:
         raise ValueError(
             f"x: expected shape (..., {hidden}) (hidden) to match weight, got {tuple(x.shape)}"

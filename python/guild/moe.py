@@ -29,6 +29,7 @@ from guild.layer_experts import (
     local_parts,
     run_experts,
     run_layer,
+    shown_options,
 )
 from guild.layer_routing import (
     Routing,
@@ -245,7 +246,7 @@ class MoE(nn.Module):
             if found is not None:
                 out, self.__dict__["_offsets"] = found  # Module.__setattr__ is slow
                 return out
-        expect_call(self.routing, return_routing)
+        expect_call(self, return_routing)
         weights = local_parts(self.expert_group, self.w_up, self.w_down, self.b_up, self.b_down)
         flat, token_mask = layer_tokens(x, token_mask, self.hidden, weights[0])
         into = None if out is None else output_rows(out, x)
@@ -391,9 +392,5 @@ class MoE(nn.Module):
         self._fp8_weights.refresh()
 
     def extra_repr(self) -> str:
-        """The sizes, for print(module)."""
-        return (
-            f"hidden={self.hidden}, intermediate={self.intermediate}, experts={self.experts}, "
-            f"top_k={self.top_k}, activation={self.activation}, bias={self.b_up is not None}, "
-            f"fp8={self.fp8}"
-        )
+        """The sizes, and options that are not the default, for print(module)."""
+        return ", ".join(f"{name}={value}" for name, value in shown_options(self).items())

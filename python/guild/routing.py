@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -15,10 +14,9 @@ from guild._torch.checks import (
     expect_count,
     expect_device,
     expect_experts,
-    expect_finite,
     expect_flag,
+    expect_float32,
     expect_logits,
-    expect_number,
     expect_shape,
 )
 from guild._torch.operators import ops, score_dtype
@@ -49,7 +47,7 @@ class Router:
         Divide a token's weights by their sum. With softmax this equals a softmax over the top-k
         logits. If all that are chosen have p = 0, sigmoid and sqrtsoftplus give weights of 0.
     scale : float
-        Multiplies the weights.
+        Multiplies the weights; 0 or in float32's normal range, as sum_floor is.
     selection_bias : bool
         Keep a bias per expert that is added to p for the choice only and that `MoE.balance` adjusts
         (DeepSeek-V3's auxiliary-loss-free load balancing, arXiv:2408.15664).
@@ -178,9 +176,9 @@ def route(
         Whether a token's weights sum to `scale`; they are 0 where all that are chosen have p = 0
         and `score` is not softmax.
     scale : float
-        Multiplies the weights.
+        Multiplies the weights; 0 or in float32's normal range, as sum_floor is.
     selection_bias : torch.Tensor, optional
-        (experts,): added to p for the choice; gets no gradient.
+        (experts,), any floating dtype: added to p for the choice; gets no gradient.
     groups, top_groups : int
         Choose from the best `top_groups` of `groups` parts of the experts; see `Router`.
     token_mask : torch.Tensor, optional
@@ -214,6 +212,10 @@ def route(
     if selection_bias is not None:
         expect_shape("selection_bias", selection_bias, (experts,))
         expect_device("selection_bias", selection_bias, logits, "logits")
+        if not selection_bias.is_floating_point():
+            raise TypeError(
+                f"selection_bias: expected a floating dtype, got {dtype_name(selection_bias.dtype)}"
+            )
         selection_bias = selection_bias.detach().to(logits.dtype).contiguous()
     token_mask = token_flags(token_mask, logits, "logits")
     scores, ids, _ = _route(
@@ -332,10 +334,10 @@ def token_flags(token_mask: Tensor | None, rows: Tensor, name: str) -> Tensor | 
 def expect_weighing(renormalize: bool, scale: float, sum_floor: float) -> None:
     """Raise unless the options for weights are valid; a floor needs a sum to divide by."""
     expect_flag("renormalize", renormalize)
-    expect_finite("scale", scale)
-    expect_number("sum_floor", sum_floor)
-    if not 0 <= sum_floor < math.inf:
-        raise ValueError(f"sum_floor: expected a finite number of at least 0, got {sum_floor}")
+    expect_float32("scale", scale)
+    expect_float32("sum_floor", sum_floor)
+    if sum_floor < 0:
+        raise ValueError(f"sum_floor: expected a number of at least 0, got {sum_floor}")
     if sum_floor > 0 and not renormalize:
         raise ValueError(f"sum_floor: expected 0 without renormalize, got {sum_floor}")
 

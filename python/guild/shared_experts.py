@@ -81,6 +81,9 @@ class SharedExperts(nn.Module):
         """
         if self.gate is None:
             return None
+        if type(self.gate) is LogitLinear:  # its own errors would name `weight`
+            expect_shape("shared.gate.weight", self.gate.weight, (1, x.shape[-1]), "(1, hidden)")
+            expect_like("shared.gate.weight", *reversed(autocast(x, self.gate.weight)))
         logits = self.gate(x)
         expect_shape("shared.gate: logits", logits, (x.shape[0], 1), "(tokens, 1)")
         return torch.sigmoid(logits)
@@ -122,12 +125,15 @@ class SharedExperts(nn.Module):
         return out if scale is None else (scale * out).to(out.dtype)
 
     def _expect_weights(self, x: Tensor) -> None:
-        """Raise ValueError unless the weights, which may be replaced, fit each other and x."""
+        """Raise unless the weights, which may be replaced, fit each other and x."""
         expect_dims("shared.w_down", self.w_down, 2, what="(hidden, W)")
         hidden, inner = x.shape[-1], self.w_down.shape[1]
         expect_shape("shared.w_down", self.w_down, (hidden, inner), "(hidden, W)")
         width = as_activation(self.activation).width(inner)
         expect_shape("shared.w_up", self.w_up, (width, hidden), f"W is {inner} in shared.w_down")
+        x, *weights = autocast(x, self.w_up, self.w_down)
+        for name, weight in zip(("shared.w_up", "shared.w_down"), weights, strict=True):
+            expect_like(name, weight, x)
 
 
 def shared_rows(

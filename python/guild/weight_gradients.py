@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from guild._torch.checks import expect_all_apart, expect_flags
 from guild._torch.expert_lists import Listed
@@ -68,6 +69,10 @@ class WeightGradients:
     written in place wherever it lies. If some tensors of a list want no gradient, or one is listed
     twice, they are written through a temporary of the whole list's size, with a
     `CopiedWeightsWarning`.
+
+    torch's DistributedDataParallel averages what autograd has for a parameter at the end of
+    backward. So with main_grad or delayed a layer's forward raises ValueError in it, unless in
+    no_sync(), where the caller averages the gradients after `compute`.
 
     Every backward through the layer writes them, even that of torch.autograd.grad(out, x), which
     otherwise leaves parameters alone. Copies and pickles of a layer have nothing pending.
@@ -129,8 +134,28 @@ class WeightGradients:
                 )
         for name, parameter in zip(_NAMES, parameters, strict=True):
             expect_targets(name, parameter, self.main_grad)
+        self.expect_no_averaging(parameters)
         if not torch.compiler.is_compiling():  # tensors have no memory yet
             self._expect_apart(parameters)
+
+    def expect_no_averaging(self, parameters: Sequence[Listed | None]) -> None:
+        """Raise ValueError if torch's DistributedDataParallel is about to average these gradients.
+
+        It averages what autograd has for a parameter at the end of its backward: nothing that goes
+        to `main_grad` or is computed later.
+        """
+        if not (self.main_grad or self.delayed):
+            return
+        ddp = DistributedDataParallel._get_active_ddp_module()
+        if ddp is None or not ddp.require_backward_grad_sync:
+            return
+        averaged = {id(p) for p in ddp._module_parameters}
+        if any(id(t) in averaged for p in parameters for t in wanting([p])):
+            raise ValueError(
+                "weight_gradients: expected None, or neither main_grad nor delayed, under "
+                "DistributedDataParallel, which would not average such gradients; call the layer "
+                "in no_sync() and average them yourself"
+            )
 
     def _expect_apart(self, parameters: tuple[Listed | None, ...]) -> None:
         """Raise ValueError if a gradient shares memory with another, or with a parameter.

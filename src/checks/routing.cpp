@@ -1,6 +1,7 @@
 // What is asked of the arguments of routing and of the bare grouped product. See check.h.
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "checks/conditions.h"
 
@@ -8,14 +9,21 @@ namespace guild {
 
 namespace {
 
+// 0 or a normal number of float32, in which most routers compute.
+bool is_float32(double x) {
+  return x == 0 || (std::abs(x) >= std::numeric_limits<float>::min() &&
+                    std::abs(x) <= std::numeric_limits<float>::max());
+}
+
 void check_router(Router const& router) {
   require(int(router.score) >= 0 && int(router.score) <= int(Score::sqrt_softplus),
           "router.score: expected 0 (softmax), 1 (sigmoid) or 2 (sqrt_softplus), got ",
           int(router.score));
-  require(std::isfinite(router.scale), "router.scale: expected a finite number, got ",
-          router.scale);
-  require(router.sum_floor >= 0 && std::isfinite(router.sum_floor),
-          "router.sum_floor: expected a finite number of at least 0, got ", router.sum_floor);
+  require(is_float32(router.scale),
+          "router.scale: expected 0 or a number in float32's normal range, got ", router.scale);
+  require(router.sum_floor >= 0 && is_float32(router.sum_floor),
+          "router.sum_floor: expected 0 or a positive number in float32's normal range, got ",
+          router.sum_floor);
   require(router.renormalize || router.sum_floor == 0,
           "router.sum_floor: expected 0 without renormalize, got ", router.sum_floor);
 }

@@ -304,6 +304,13 @@ def expect_finite(name: str, value: object) -> None:
         raise ValueError(f"{name}: expected a finite number, got {value}")
 
 
+def expect_float32(name: str, value: object) -> None:
+    """Raise unless it is 0 or a normal number of float32, in which routers compute."""
+    expect_number(name, value)
+    if value != 0 and not 2.0**-126 <= abs(value) < 2.0**128:  # NaN fails, too
+        raise ValueError(f"{name}: expected 0 or a number in float32's normal range, got {value}")
+
+
 def expect_positive(name: str, value: object) -> None:
     """Raise unless it is a positive number or infinite."""
     expect_number(name, value)

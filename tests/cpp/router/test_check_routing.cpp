@@ -41,11 +41,11 @@ template <class Args>
 void expect_router(WrongCalls<Args> const& wrong) {
   expect_score(wrong, [](Args& x) -> auto& { return x.router.score; });
   for (float const scale : {float(NAN), float(INFINITY)}) {
-    wrong.expect(text_of("router.scale: expected a finite number, got ", scale),
+    wrong.expect(text_of("router.scale: expected 0 or a number in float32's normal range, got ", scale),
                  [=](Args& x) { x.router.scale = scale; });
   }
   for (double const floor : {-0.5, double(NAN), double(INFINITY)}) {
-    wrong.expect(text_of("router.sum_floor: expected a finite number of at least 0, got ", floor),
+    wrong.expect(text_of("router.sum_floor: expected 0 or a positive number in float32's normal range, got ", floor),
                  [=](Args& x) { x.router.sum_floor = floor; });
   }
   wrong.expect("router.sum_floor: expected 0 without renormalize, got 0.5",

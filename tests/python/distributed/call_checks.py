@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 import guild
 from layer_checks import tokens_of, weights_of
@@ -251,6 +252,42 @@ def one_pass_less(rank: int) -> None:
             step(layer, rank == 1, how)
 
 
+def averaged_by_ddp(rank: int) -> None:
+    """DistributedDataParallel averages what autograd has; gradients elsewhere are an error."""
+
+    def model_of(sink: guild.WeightGradients | None) -> DistributedDataParallel:
+        torch.manual_seed(0)
+        layer = guild.MoE(16, 8, 4, 2, weight_gradients=sink)
+        if sink is not None and sink.main_grad:
+            for p in (layer.w_up, layer.w_down):
+                p.main_grad = torch.zeros_like(p)
+        return DistributedDataParallel(layer)
+
+    x = torch.randn(12, 16, generator=torch.Generator().manual_seed(rank))
+    plain = model_of(None)
+    plain(x).square().sum().backward()
+    at_once = model_of(guild.WeightGradients())
+    at_once(x).square().sum().backward()
+    for name in ("w_up", "w_down"):
+        expected = getattr(plain.module, name).grad
+        assert torch.equal(gathered(expected)[0], expected)
+        torch.testing.assert_close(getattr(at_once.module, name).grad, expected)
+    for options in ({"delayed": True}, {"main_grad": True}):
+        sink = guild.WeightGradients(**options)
+        model = model_of(sink)
+        with pytest.raises(ValueError, match=r"^weight_gradients: .* DistributedDataParallel"):
+            model(x)
+        with model.no_sync():
+            model(x).square().sum().backward()
+        sink.compute()
+        for name in ("w_up", "w_down"):
+            parameter = getattr(model.module, name)
+            gradient = parameter.main_grad if sink.main_grad else parameter.grad
+            dist.all_reduce(gradient)
+            expected = getattr(plain.module, name).grad
+            torch.testing.assert_close(gradient / dist.get_world_size(), expected)
+
+
 def middle_of_a_step(rank: int) -> None:
     """A rank that fails between two messages reports it in every later call."""
     layer = guild.MoE(16, 8, 8, 2, expert_group=new_group())
@@ -281,6 +318,7 @@ CHECKS = (
     default_device,
     the_first_call,
     one_pass_less,
+    averaged_by_ddp,
     middle_of_a_step,
     destroyed,
 )

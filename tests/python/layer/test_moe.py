@@ -226,6 +226,24 @@ def test_balance_evens_the_load() -> None:
     assert moe.expert_counts.max().item() < 100  # 64 each would be even
 
 
+@pytest.mark.parametrize("grad", [True, False])
+def test_changed_after_construction(grad: bool) -> None:
+    """top_k and routing are compared with the sizes at every call."""
+    x = torch.randn(2, 2)
+    with torch.set_grad_enabled(grad):
+        moe = guild.MoE(2, 5, 4, 1, router="llama4")
+        moe.top_k = 2  # as many as hidden
+        with pytest.raises(ValueError, match=r"^top_k: expected 1 where .* the input, got 2"):
+            moe(x)
+        moe = guild.MoE(2, 5, 4, 2)
+        moe.top_k = 9
+        with pytest.raises(ValueError, match=r"^top_k: expected .*4.*, got 9"):
+            moe(x)
+        moe.top_k, moe.routing = 2, guild.Router(groups=3)
+        with pytest.raises(ValueError, match=r"^groups: expected a divisor of 4 .*, got 3"):
+            moe(x)
+
+
 def test_nothing_to_balance() -> None:
     """Errors that say what is missing."""
     with pytest.raises(RuntimeError, match=r"^router: expected Router\(selection_bias=True\), got"):
@@ -290,6 +308,10 @@ def test_copies_and_prints() -> None:
     out = moe(x)
     assert torch.equal(copy.deepcopy(moe)(x), out)
     assert "experts=4, top_k=2" in repr(moe) and "alpha=1.702" in repr(moe)
+    assert "order" not in repr(moe) and "routing" not in repr(moe)
+    other = guild.MoE(16, 8, 8, 2, router="sigmoid", order="interleaved", fp8=guild.FP8())
+    for text in ("routing=Router(score='sigmoid'", "order=interleaved", "fp8=FP8(wgrad"):
+        assert text in repr(other)
 
 
 def test_checkpointed_activations(device: str) -> None:

@@ -111,14 +111,24 @@ def test_weights_in_place_of_shared_experts(grad: bool, device: str) -> None:
     layer = layer_of(device)
     x = tokens(layer)
     like = {"device": device, "dtype": x.dtype}
+    other = torch.float16 if x.dtype == torch.float32 else torch.float32
     with torch.set_grad_enabled(grad):
         layer.shared.gate.weight = nn.Parameter(torch.randn(HIDDEN, HIDDEN, **like))
-        with pytest.raises(ValueError, match=r"shared.gate: logits: expected shape \(5, 1\)"):
+        with pytest.raises(ValueError, match=r"shared.gate.weight: expected shape \(1, 16\)"):
+            layer(x)
+        layer.shared.gate.weight = nn.Parameter(torch.randn(1, HIDDEN, **{**like, "dtype": other}))
+        with pytest.raises(TypeError, match=r"shared.gate.weight: expected dtype .* like x, got"):
             layer(x)
         layer.shared.gate = Rows(lambda x: x[:, 0])
         with pytest.raises(ValueError, match=r"shared.gate: logits: .*got \(5,\); \(tokens, 1\)"):
             layer(x)
         layer.shared.gate = None
+        for name in ("w_up", "w_down"):
+            right = getattr(layer.shared, name)
+            setattr(layer.shared, name, nn.Parameter(right.detach().to(other)))
+            with pytest.raises(TypeError, match=rf"shared.{name}: expected dtype .* like x, got"):
+                layer(x)
+            setattr(layer.shared, name, right)
         layer.shared.w_down = nn.Parameter(torch.randn(HIDDEN, INNER - 1, **like))
         with pytest.raises(ValueError, match=r"shared.w_up: expected shape \(14, 16\), got \(16"):
             layer(x)

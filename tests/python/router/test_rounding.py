@@ -270,7 +270,7 @@ WRONG = {
         "seed": torch.zeros(1, dtype=torch.int32),
     },
     "score: expected 'softmax', 'sigmoid' or 'sqrtsoftplus'": {"score": "linear"},
-    "scale: expected a finite number": {"scale": float("inf")},
+    "scale: expected 0 or a number in float32's normal range": {"scale": float("inf")},
     "ids: expected dtype int32": {"ids": torch.zeros(6, 2)},
     r"ids: expected shape \(6, 2\)": {"ids": torch.zeros(5, 2, dtype=torch.int32)},
     "logits: expected a floating dtype": {"logits": torch.zeros(6, 4, dtype=torch.int32)},

@@ -179,6 +179,11 @@ WRONG = {
         TypeError,
         "bias: expected a floating dtype, got int32",
     ),
+    "too many experts": (
+        lambda x, w: guild.router_logits(x, w.new_zeros(5000, 16)),
+        ValueError,
+        "weight: expected 1 to 4096 experts, got 5000",
+    ),
     "another device": (
         lambda x, w: guild.router_logits(x, w.to("meta")),
         ValueError,

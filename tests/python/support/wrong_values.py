@@ -179,7 +179,7 @@ VALUES: dict[str, Wrong] = {
     "scale infinite": (
         lambda r: guild.Router(scale=float("inf")),
         ValueError,
-        "scale: expected a finite number, got inf",
+        "scale: expected 0 or a number in float32's normal range, got inf",
     ),
     "groups of no equal size": (
         lambda r: guild.route(r.logits, 1, groups=3),

@@ -41,6 +41,7 @@ def grouped_linear(
 def _expect_targets(sink, weights, biases) -> None:
     expect_targets("weight", weights, sink.main_grad)
     expect_targets("bias", biases, sink.main_grad)
+    sink.expect_no_averaging((weights, biases))
 
 
 class _Linear(torch.autograd.Function):
