@@ -9,12 +9,12 @@
 #include <algorithm>
 
 #include "cuda/alignment.h"
+#include "cuda/arch/bulk.cuh"
 #include "cuda/element.cuh"
 #include "cuda/exchange/begun.h"
 #include "cuda/exchange/copies.h"
 #include "cuda/exchange/pool.cuh"
 #include "cuda/shared_memory.h"
-#include "cuda/sm90/arch/bulk.cuh"
 #include "shared/peer_memory.h"
 #include "shared/routing.h"
 #include "shared/tiles.h"

@@ -2,7 +2,7 @@
 #pragma once
 #include <utility>
 
-#include "cuda/sm90/arch/cluster.cuh"
+#include "cuda/arch/cluster.cuh"
 
 namespace guild::cuda {
 

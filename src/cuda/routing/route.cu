@@ -5,8 +5,8 @@
 
 #include "check.h"
 #include "check_router_logits.h"
+#include "cuda/arch/dependent_launch.cuh"
 #include "cuda/routing/route_few.cuh"
-#include "cuda/sm90/arch/dependence.cuh"
 #include "shared/tiles.h"
 
 namespace guild::cuda {

@@ -1,8 +1,8 @@
 // See all_rows.h.
 #include "cuda/rows/all_rows.h"
 
+#include "cuda/arch/dependent_launch.cuh"
 #include "cuda/device.h"
-#include "cuda/sm90/arch/dependence.cuh"
 
 namespace guild::cuda {
 namespace {

@@ -6,9 +6,9 @@
 // of dO, these stay in L2.
 #include "check.h"
 #include "cuda/alignment.h"
+#include "cuda/arch/cluster.cuh"
 #include "cuda/device.h"
 #include "cuda/element.cuh"
-#include "cuda/sm90/arch/cluster.cuh"
 
 namespace guild::cuda {
 namespace {

@@ -9,11 +9,11 @@
 
 #include "check.h"
 #include "cuda/alignment.h"
+#include "cuda/arch/dependent_launch.cuh"
 #include "cuda/device.h"
 #include "cuda/element.cuh"
 #include "cuda/rows/combine.h"
 #include "cuda/shared_memory.h"
-#include "cuda/sm90/arch/dependence.cuh"
 #include "cuda/warp.cuh"
 #include "shared/routing.h"
 #include "shared/tiles.h"

@@ -1,7 +1,7 @@
 // Tile scheduling: one warp finds the block's tiles and passes them to all others through a queue
 // in shared memory. Blocks take every n-th tile (static) or claim tiles from a counter (dynamic).
 #pragma once
-#include "cuda/sm90/arch/cluster.cuh"
+#include "cuda/arch/cluster.cuh"
 #include "cuda/warp.cuh"
 #include "shared/gemm_config.h"
 #include "shared/tiles.h"

@@ -12,7 +12,7 @@
 // columns of all experts' results, and adds them up as combine does: rounded to T, in fp32, k
 // ascending.
 #pragma once
-#include "cuda/sm90/arch/copy.cuh"
+#include "cuda/arch/copy.cuh"
 #include "cuda/sm90/decode/plan.cuh"
 #include "cuda/sm90/decode/ring.cuh"
 #include "cuda/sm90/outputs.cuh"

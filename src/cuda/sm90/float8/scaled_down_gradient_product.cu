@@ -1,4 +1,4 @@
-#include "cuda/float8/products.h"
+#include "cuda/float8/scaled_products.h"
 #include "cuda/sm90/float8/scaled_down_gradient_launch.cuh"
 
 namespace guild::cuda {

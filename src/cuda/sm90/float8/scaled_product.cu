@@ -1,4 +1,4 @@
-#include "cuda/float8/products.h"
+#include "cuda/float8/scaled_products.h"
 #include "cuda/sm90/float8/launch.cuh"
 #include "cuda/sm90/float8/store_rows.cuh"
 

@@ -1,4 +1,4 @@
-#include "cuda/float8/products.h"
+#include "cuda/float8/scaled_products.h"
 #include "cuda/gate_up.h"
 #include "cuda/sm90/float8/launch.cuh"
 #include "cuda/sm90/float8/scaled_activate.cuh"

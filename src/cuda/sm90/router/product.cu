@@ -1,5 +1,5 @@
 // The router's product on the GPU: its launch, and the sum of the chunks where no router adds them.
-#include "cuda/routing/product.cuh"
+#include "cuda/sm90/router/product.cuh"
 
 #include "check_router_logits.h"
 #include "cuda/alignment.h"

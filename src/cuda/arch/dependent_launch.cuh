@@ -1,7 +1,5 @@
 // Programmatic dependent launch: a short kernel gets its blocks onto the multiprocessors while the
 // one before it still runs. PTX ISA, section "griddepcontrol".
-//
-// Used by routing/route.cu, which lets the sort start, and routing/sort.cu, among others.
 #pragma once
 #include <utility>
 

@@ -2,8 +2,8 @@
 #include "check.h"
 #include "cuda/alignment.h"
 #include "cuda/device.h"
-#include "cuda/float8/products.h"
 #include "cuda/float8/require.h"
+#include "cuda/float8/scaled_products.h"
 #include "cuda/rows/clear_tail.h"
 
 namespace guild::cuda {

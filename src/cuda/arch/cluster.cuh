@@ -1,14 +1,10 @@
 // Clusters of blocks: their launch, and the shared memory of the others. PTX ISA, sections "mapa",
 // "ld" and "st.async".
-//
-// Used outside sm90/ by rows/bias_gradient.cu, routing/one_cluster.cuh and routing/sort.cu; the
-// first kernel of sort.cu has its cluster's size in its declaration (__cluster_dims__) because
-// launch_early() starts it.
 #pragma once
 #include <bit>
 #include <utility>
 
-#include "cuda/sm90/arch/barrier.cuh"
+#include "cuda/arch/barrier.cuh"
 
 namespace guild::cuda {
 
