@@ -13,6 +13,7 @@
 #include "compose.h"
 #include "guild/peer_layer.h"
 #include "shared/peer_overlap.h"
+#include "shared/row_stride.h"
 
 namespace guild {
 
@@ -32,8 +33,8 @@ inline ConstWeight from_expert(ConstWeight w, int64_t first, int64_t element) {
   return w;
 }
 inline ConstRows from_expert(ConstRows b, int64_t first, int64_t width, int64_t element) {
-  int64_t const stride = b.stride == 0 ? width : b.stride;
-  if (b.data != nullptr) b.data = static_cast<char const*>(b.data) + first * stride * element;
+  if (b.data == nullptr) return b;
+  b.data = static_cast<char const*>(b.data) + first * row_stride(b, width) * element;
   return b;
 }
 

@@ -80,8 +80,8 @@ struct DownGradientProduct {
   Rows dh;                       // as h
   Rows scaled;                   // (rows, n); null data: not wanted
   float* score_parts = nullptr;  // (rows, n / kScoreColumns, rounded up); null: not wanted
-  float* dh_sums = nullptr;      // (most_chunks(rows, E), columns of dh), of dh; null: not wanted
-  float* a_sums = nullptr;       // (most_chunks(rows, E), k), of s A; null: not wanted
+  float* dh_sums = nullptr;  // (most_bias_chunks(rows, E), columns of dh), of dh; null: not wanted
+  float* a_sums = nullptr;   // (most_bias_chunks(rows, E), k), of s A; null: not wanted
   LowRankOperand low_rank = {};  // not together with a_sums
 };
 void down_gradient_product(DownGradientProduct const& product, Queue const& queue);

@@ -24,7 +24,7 @@ void scaled_grouped_gemm(ScaledGroupedGemm const& x, Queue queue) {
     require(x.n % 2 == 0, "n: expected an even number with a bias on CUDA, got ", x.n);
   }
   if (x.m == 0) return;
-  int64_t const d_stride = x.d.stride == 0 ? x.n : x.d.stride;
+  int64_t const d_stride = row_stride(x.d, x.n);
   clear_tail({.d = x.d.data,
               .row_stride = d_stride,
               .col_stride = 1,
