@@ -4,7 +4,7 @@
 #include "cuda/device.h"
 #include "cuda/float8/require.h"
 #include "cuda/float8/scaled_products.h"
-#include "cuda/rows/clear_tail.h"
+#include "cuda/rows/ungrouped_rows.h"
 
 namespace guild::cuda {
 
@@ -25,14 +25,14 @@ void scaled_grouped_gemm(ScaledGroupedGemm const& x, Queue queue) {
   }
   if (x.m == 0) return;
   int64_t const d_stride = row_stride(x.d, x.n);
-  clear_tail({.d = x.d.data,
-              .row_stride = d_stride,
-              .col_stride = 1,
-              .last = x.offsets + x.groups - 1,
-              .rows = x.m,
-              .n = x.n,
-              .element_bytes = is_float ? 4 : 2},
-             queue);
+  clear_ungrouped_rows({.d = x.d.data,
+                        .row_stride = d_stride,
+                        .col_stride = 1,
+                        .last = x.offsets + x.groups - 1,
+                        .rows = x.m,
+                        .n = x.n,
+                        .element_bytes = is_float ? 4 : 2},
+                       queue);
   ScaledRowProduct product{.element = is_float ? DType::bfloat16 : x.out_dtype,
                            .a_format = x.a_format,
                            .rows = x.m,
