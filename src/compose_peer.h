@@ -3,12 +3,13 @@
 //
 // Written once for both backends. Lines has
 //
-//   run(line, step, room)   starts a step after all that the line has been given
-//   run_beside(line, copy)  the same on a few multiprocessors; returns a mark of where it begins
-//   mark(line)              returns a mark of where the line is now
-//   wait(line, mark)        lets whatever the line starts from now on wait for the mark
-//   first(load)             how many experts the first part of a product has; all: not divided
-//   apart(bool)             whether lines are streams of their own, or all are the main one
+//   run(line, step[, room])  starts a step after all that the line has been given
+//   run_beside(line, copy)   the same on a few multiprocessors; returns a mark of where it begins
+//   clear(scores)            clears this rank's returned scores, on the main line
+//   mark(line)               returns a mark of where the line is now
+//   wait(line, mark)         lets whatever the line starts from now on wait for the mark
+//   first(load)              how many experts the first part of a product has; all: not divided
+//   apart(bool)              whether lines are streams of their own, or all are the main one
 #pragma once
 #include "compose.h"
 #include "guild/peer_layer.h"

@@ -1,3 +1,4 @@
+// The up projection: which kernel serves it, and its launch.
 #include "cuda/sm90/activate.cuh"
 #include "cuda/sm90/decode/decode.h"
 #include "cuda/sm90/launch.cuh"

@@ -1,3 +1,4 @@
+// The weight gradients of quantised chunks: how their results are stored, and their launch.
 #include "cuda/sm90/float8/chunk_product.h"
 
 #include <utility>

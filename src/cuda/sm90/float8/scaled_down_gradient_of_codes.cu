@@ -1,3 +1,4 @@
+// The down gradient of codes where H is in codes too: its kernels are compiled here.
 #include "cuda/float8/scaled_products.h"
 #include "cuda/sm90/float8/scaled_down_gradient_launch.cuh"
 

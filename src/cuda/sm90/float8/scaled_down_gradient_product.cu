@@ -1,3 +1,4 @@
+// The down gradient of codes: its choice of a kernel, and the kernels for 16-bit H.
 #include "cuda/float8/scaled_products.h"
 #include "cuda/sm90/float8/scaled_down_gradient_launch.cuh"
 

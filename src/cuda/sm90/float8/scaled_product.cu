@@ -1,3 +1,4 @@
+// The grouped product of codes by row: how its results are stored, and its launch.
 #include "cuda/float8/scaled_products.h"
 #include "cuda/sm90/float8/launch.cuh"
 #include "cuda/sm90/float8/store_at_once.cuh"

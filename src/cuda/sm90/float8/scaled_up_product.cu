@@ -1,3 +1,4 @@
+// The up projection of codes: its choice of a kernel, and its launch.
 #include "cuda/float8/scaled_products.h"
 #include "cuda/gate_up.h"
 #include "cuda/sm90/float8/launch.cuh"
