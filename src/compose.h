@@ -46,10 +46,10 @@ inline ForwardWorkspace carve_forward(Carver& carver, Sizes const& s, DType dtyp
 
 // The down gradient's workspace: sums of the columns of dH and of s dO per chunk of rows, float32.
 struct BiasSums {
-  void *dh, *dout;  // (most_chunks(R, E), W), (most_chunks(R, E), H)
+  void *dh, *dout;  // (most_bias_chunks(R, E), W), (most_bias_chunks(R, E), H)
 };
 inline BiasSums carve_bias_sums(Carver& carver, Sizes const& s, bool gated) {
-  int64_t const bytes = most_chunks(s.rows(), s.experts) * int64_t(sizeof(float));
+  int64_t const bytes = most_bias_chunks(s.rows(), s.experts) * int64_t(sizeof(float));
   void* const dh = carver.take(bytes, s.intermediate, gated ? 2 : 1);
   return {dh, carver.take(bytes, s.hidden)};
 }

@@ -3,16 +3,18 @@
 //
 // Written once for both backends. Lines has
 //
-//   run(line, step, room)   starts a step after all that the line has been given
-//   run_beside(line, copy)  the same on a few multiprocessors; returns a mark of where it begins
-//   mark(line)              returns a mark of where the line is now
-//   wait(line, mark)        lets whatever the line starts from now on wait for the mark
-//   first(load)             how many experts the first part of a product has; all: not divided
-//   apart(bool)             whether lines are streams of their own, or all are the main one
+//   run(line, step[, room])  starts a step after all that the line has been given
+//   run_beside(line, copy)   the same on a few multiprocessors; returns a mark of where it begins
+//   clear(scores)            clears this rank's returned scores, on the main line
+//   mark(line)               returns a mark of where the line is now
+//   wait(line, mark)         lets whatever the line starts from now on wait for the mark
+//   first(load)              how many experts the first part of a product has; all: not divided
+//   apart(bool)              whether lines are streams of their own, or all are the main one
 #pragma once
 #include "compose.h"
 #include "guild/peer_layer.h"
 #include "shared/peer_overlap.h"
+#include "shared/row_stride.h"
 
 namespace guild {
 
@@ -32,8 +34,8 @@ inline ConstWeight from_expert(ConstWeight w, int64_t first, int64_t element) {
   return w;
 }
 inline ConstRows from_expert(ConstRows b, int64_t first, int64_t width, int64_t element) {
-  int64_t const stride = b.stride == 0 ? width : b.stride;
-  if (b.data != nullptr) b.data = static_cast<char const*>(b.data) + first * stride * element;
+  if (b.data == nullptr) return b;
+  b.data = static_cast<char const*>(b.data) + first * row_stride(b, width) * element;
   return b;
 }
 

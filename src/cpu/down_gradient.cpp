@@ -69,19 +69,23 @@ void gradient_block(DownGradient const& x, Block const& block, Span cols) {
 }
 
 // db1 of dH as it is stored, db2 of s * dO.
-void add_up_biases(DownGradient const& x) {
+void sum_bias_gradients(DownGradient const& x) {
   Sizes const& s = x.sizes;
-  int64_t const width = s.intermediate * (x.activation.gated ? 2 : 1);
-  if (x.db_up.data != nullptr) {
-    Routing sorted;
-    sorted.offsets = x.routing.offsets;
-    bias_gradient(
-        {s.rows(), width, s.experts, x.dtype, x.db_dtype, x.accumulate, sorted, x.dh, x.db_up});
-  }
-  if (x.db_down.data != nullptr) {
-    bias_gradient({s.rows(), s.hidden, s.experts, x.dtype, x.db_dtype, x.accumulate, x.routing,
-                   x.dout, x.db_down, s.tokens});
-  }
+  auto const sum = [&](int64_t width, Routing const& routing, ConstRows m, Rows db) {
+    if (db.data == nullptr) return;
+    bias_gradient({.rows = s.rows(),
+                   .width = width,
+                   .experts = s.experts,
+                   .dtype = x.dtype,
+                   .db_dtype = x.db_dtype,
+                   .accumulate = x.accumulate,
+                   .routing = routing,
+                   .m = m,
+                   .db = db,
+                   .tokens = s.tokens});
+  };
+  sum(s.intermediate * (x.activation.gated ? 2 : 1), {.offsets = x.routing.offsets}, x.dh, x.db_up);
+  sum(s.hidden, x.routing, x.dout, x.db_down);
 }
 
 }  // namespace
@@ -94,7 +98,7 @@ void down_gradient(DownGradient const& x) {
     parallel_pairs(blocks, spans(x.sizes.intermediate, kBlockColumns), product_work(x.sizes),
                    [&](Block const& block, Span cols) { gradient_block<T>(x, block, cols); });
   });
-  add_up_biases(x);
+  sum_bias_gradients(x);
 }
 
 }  // namespace guild::cpu

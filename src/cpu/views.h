@@ -3,6 +3,7 @@
 #include "cpu/blocks.h"
 #include "cpu/product.h"
 #include "guild/steps.h"
+#include "shared/row_stride.h"
 
 namespace guild::cpu {
 
@@ -16,11 +17,11 @@ struct TypedRows {
 
 template <class T>
 TypedRows<T const> rows_of(ConstRows const& rows, int64_t width) {
-  return {static_cast<T const*>(rows.data), rows.stride == 0 ? width : rows.stride};
+  return {static_cast<T const*>(rows.data), row_stride(rows, width)};
 }
 template <class T>
 TypedRows<T> rows_of(Rows const& rows, int64_t width) {
-  return {static_cast<T*>(rows.data), rows.stride == 0 ? width : rows.stride};
+  return {static_cast<T*>(rows.data), row_stride(rows, width)};
 }
 
 // Where one of several matrices begins, in elements from the first.

@@ -4,7 +4,7 @@
 #include "guild/router_logits.h"
 
 #include "cuda/rows/all_rows.h"
-#include "cuda/rows/clear_tail.h"
+#include "cuda/rows/ungrouped_rows.h"
 #include "cuda/shared_expert.h"
 
 #include "guild/peer_layer.h"
@@ -55,9 +55,9 @@ void scaled_grouped_gemm(ScaledGroupedGemm const&, Queue) { absent(); }
 void scaled_up(ScaledUp const&, Queue) { absent(); }
 void scaled_down_gradient(ScaledDownGradient const&, Queue) { absent(); }
 void all_rows(AllRows const&, Queue) { absent(); }
-void clear_tail(Tail const&, Queue const&) { absent(); }
+void clear_ungrouped_rows(UngroupedRows const&, Queue const&) { absent(); }
 void moe_forward(MoeForward const&, Queue) { absent(); }
-bool shared_rides(Sizes const&) { return false; }
+bool fuses_shared_experts(Sizes const&) { return false; }
 int64_t moe_forward_workspace_bytes(Sizes const&, DType, int64_t) { absent(); }
 void moe_forward(MoeForward const&, SharedExpert const&, Queue) { absent(); }
 void moe_forward(MoeForward const&, LayerRouter const&, SharedExpert const*, Queue) { absent(); }

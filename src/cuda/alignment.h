@@ -6,12 +6,9 @@
 #include "guild/error.h"
 #include "guild/steps.h"
 #include "shared/dtype.h"
+#include "shared/row_stride.h"
 
 namespace guild::cuda {
-
-inline int64_t row_stride(ConstRows const& rows, int64_t columns) {
-  return rows.stride == 0 ? columns : rows.stride;
-}
 
 inline void require_16_bit(DType dtype) {
   require(dtype == DType::bfloat16 || dtype == DType::float16,

@@ -3,6 +3,7 @@
 #include <iterator>
 
 #include "cuda/device.h"
+#include "shared/ceil_div.h"
 
 namespace guild::cuda {
 namespace {
@@ -27,8 +28,8 @@ void copy_indices(int32_t const* from, int64_t count, int32_t* to, Queue queue) 
     Values values;
     std::copy_n(from + first, part, values.value);
     std::fill(values.value + part, std::end(values.value), 0);
-    copy_indices_kernel<<<(part + threads - 1) / threads, threads, 0, queue.stream>>>(values, part,
-                                                                                      to + first);
+    unsigned const blocks = unsigned(ceil_div(part, threads));
+    copy_indices_kernel<<<blocks, threads, 0, queue.stream>>>(values, part, to + first);
     cuda_check(cudaGetLastError(), "launch of copy_indices");
   }
 }

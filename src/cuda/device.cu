@@ -1,3 +1,4 @@
+// The current device: its attributes, queried once, and whether the kernels were built for it.
 #include "cuda/device.h"
 
 #include <mutex>

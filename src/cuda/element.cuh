@@ -45,11 +45,6 @@ __device__ inline float2 unpack(uint32_t word) {
   }
 }
 
-template <class T>
-__device__ inline float to_float(T x) {
-  return float(x);
-}
-
 static_assert(kElementsPer16Bytes == 8);
 struct Eight {
   float value[8];

@@ -5,7 +5,7 @@
 #include "cuda/device.h"
 #include "cuda/plain_product.h"
 #include "cuda/products.h"
-#include "cuda/rows/clear_tail.h"
+#include "cuda/rows/ungrouped_rows.h"
 
 namespace guild::cuda {
 namespace {
@@ -114,14 +114,14 @@ void grouped_gemm(GroupedGemm const& args, Queue queue) {
   if (rows == 0 || x.n == 0) return;
   Groups const groups{x.offsets, int(x.groups), int(sum_groups ? x.k : rows)};
   if (ragged_rows && !x.accumulate) {
-    clear_tail({.d = x.d.data,
-                .row_stride = x.d.row_stride,
-                .col_stride = x.d.col_stride,
-                .last = x.offsets + x.groups - 1,
-                .rows = rows,
-                .n = x.n,
-                .element_bytes = x.out_dtype == DType::float32 ? 4 : 2},
-               queue);
+    clear_ungrouped_rows({.d = x.d.data,
+                          .row_stride = x.d.row_stride,
+                          .col_stride = x.d.col_stride,
+                          .last = x.offsets + x.groups - 1,
+                          .rows = rows,
+                          .n = x.n,
+                          .element_bytes = x.out_dtype == DType::float32 ? 4 : 2},
+                         queue);
   }
   if (sum_groups ? try_expert_product(x, groups, queue)
                  : x.k > 0 && try_row_product(x, groups, rows, queue)) {

@@ -16,7 +16,7 @@ namespace guild::cuda {
 namespace {
 
 // Shared experts in a layer's launches.
-struct Riding {
+struct FusedSharedExpert {
   SharedExpert const* expert = nullptr;  // null: none
   void* a = nullptr;                     // (T, W), their activations
   GateUpView<ConstWeight> up = {};
@@ -35,7 +35,7 @@ struct Steps {
   Queue queue;
   Sort const* sort = nullptr;           // left to the products
   TokenChoice const* choice = nullptr;  // left to the up product
-  Riding shared = {};
+  FusedSharedExpert shared = {};
   void sort_by_expert(Sort const& x) const {
     if (sort == nullptr) cuda::sort_by_expert(x, queue);
   }
@@ -71,31 +71,27 @@ struct Steps {
 
 bool sorts_in_products(MoeForward const& x) { return x.sort != nullptr && products_sort(*x.sort); }
 
-void forward(MoeForward const& x, TokenChoice const* choice, Queue queue) {
-  check(x);
-  ForwardWorkspace const w = workspace_of(x);
-  queue.counter = w.counter;
-  Sort const* const sort = sorts_in_products(x) ? x.sort : nullptr;
-  compose_forward(x, w, Steps{.queue = queue, .sort = sort, .choice = choice});
-}
-
-void forward(MoeForward const& given, SharedExpert const& shared, TokenChoice const* choice,
-             Queue queue) {
-  MoeForward x = given;
-  x.residual = {shared.o, 0};
-  check(x);
-  Carver carver(x.workspace);
-  ForwardWorkspace const w = carve_forward(carver, x.sizes, x.dtype, shared.intermediate);
-  queue.counter = w.counter;
+FusedSharedExpert fused(SharedExpert const& shared, MoeForward const& x, void* a) {
   Sizes own = x.sizes;
   own.intermediate = shared.intermediate;
-  Riding const riding{&shared, w.shared_a,
-                      gate_up_view(shared.w_up, own, x.activation.gated, x.order,
-                                   element_bytes(x.dtype), "shared.w_up")};
-  for (ConstWeight const& part : riding.up.w) require_aligned(part, "shared.w_up");
+  FusedSharedExpert const made{&shared, a,
+                               gate_up_view(shared.w_up, own, x.activation.gated, x.order,
+                                            element_bytes(x.dtype), "shared.w_up")};
+  for (ConstWeight const& part : made.up.w) require_aligned(part, "shared.w_up");
   require_aligned(shared.w_down, "shared.w_down");
-  Sort const* const sort = sorts_in_products(x) ? x.sort : nullptr;
-  compose_forward(x, w, Steps{.queue = queue, .sort = sort, .choice = choice, .shared = riding});
+  return made;
+}
+
+void forward(MoeForward x, SharedExpert const* shared, TokenChoice const* choice, Queue queue) {
+  if (shared != nullptr) x.residual = {shared->o, 0};
+  check(x);
+  Carver carver(x.workspace);
+  ForwardWorkspace const w =
+      carve_forward(carver, x.sizes, x.dtype, shared == nullptr ? 0 : shared->intermediate);
+  queue.counter = w.counter;
+  Steps steps{.queue = queue, .sort = sorts_in_products(x) ? x.sort : nullptr, .choice = choice};
+  if (shared != nullptr) steps.shared = fused(*shared, x, w.shared_a);
+  compose_forward(x, w, steps);
 }
 
 // Whether the up product chooses the experts of its token.
@@ -107,10 +103,10 @@ bool chooses_in_product(LayerRouter const& router, MoeForward const& layer) {
 
 }  // namespace
 
-void moe_forward(MoeForward const& x, Queue queue) { forward(x, nullptr, queue); }
+void moe_forward(MoeForward const& x, Queue queue) { forward(x, nullptr, nullptr, queue); }
 
 void moe_forward(MoeForward const& x, SharedExpert const& shared, Queue queue) {
-  forward(x, shared, nullptr, queue);
+  forward(x, &shared, nullptr, queue);
 }
 
 void moe_forward(MoeForward const& layer, LayerRouter const& router, SharedExpert const* shared,
@@ -121,11 +117,8 @@ void moe_forward(MoeForward const& layer, LayerRouter const& router, SharedExper
   } else {
     route_tokens(router.product, router.route, queue);
   }
-  TokenChoice const* const left = choice ? &*choice : nullptr;
-  shared == nullptr ? forward(layer, left, queue) : forward(layer, *shared, left, queue);
+  forward(layer, shared, choice ? &*choice : nullptr, queue);
 }
-
-bool shared_rides(Sizes const& sizes) { return are_for_few_tokens(sizes); }
 
 int64_t moe_forward_workspace_bytes(Sizes const& sizes, DType dtype, int64_t shared) {
   Carver carver(nullptr);

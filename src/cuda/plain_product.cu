@@ -1,8 +1,11 @@
+// The grouped product without tensor cores: one tile of 64 x 64 sums a block at a time, its
+// operands in slabs of shared memory.
 #include "cuda/plain_product.h"
 
 #include "cuda/device.h"
 #include "cuda/element.cuh"
 #include "shared/gemm_config.h"
+#include "shared/row_stride.h"
 
 namespace guild::cuda {
 namespace {
@@ -68,13 +71,7 @@ __device__ void store_tile(PlainProduct const& p, Sums const& sums, int64_t star
       if (r >= rows || c >= columns) continue;
       int64_t const at = start + r * p.d.row_stride + c * p.d.col_stride;
       float const x = sums.value[i][j] + (bias == nullptr ? 0.f : float(bias[c]));
-      if (p.out_dtype == DType::float32) {
-        float* const to = static_cast<float*>(p.d.data) + at;
-        *to = x + (p.accumulate ? *to : 0.f);
-      } else {
-        T* const to = static_cast<T*>(p.d.data) + at;
-        *to = T(x + (p.accumulate ? float(*to) : 0.f));
-      }
+      store_element<T>(p.d.data, p.out_dtype == DType::float32, p.accumulate, at, x);
     }
   }
 }
@@ -87,7 +84,7 @@ template <class T, class Work>
 __global__ void __launch_bounds__(kThreads, 2) plain_kernel(PlainProduct p, Work work) {
   __shared__ Slabs<T> slabs;
   TileWalk<Work> walk{work, int(blockIdx.x), int(gridDim.x)};
-  int64_t const bias_stride = p.bias.stride == 0 ? p.n : p.bias.stride;
+  int64_t const bias_stride = row_stride(p.bias, p.n);
   for (Tile tile; walk.next(tile);) {
     // Rows of A and D count from their group's first where groups have a stride of their own.
     int64_t const row = tile.row - int64_t(tile.expert) * p.rows_per_group;

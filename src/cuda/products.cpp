@@ -1,7 +1,8 @@
-// Which architecture's kernels serve the grouped products: those of sm90/, on all that supports()
-// admits. A second architecture is chosen here, by the current device.
+// Forwards the grouped products to the kernels of the one supported architecture, compute
+// capability 9.0. Another would be chosen here, by the current device.
 #include "cuda/products.h"
 
+#include "cuda/shared_expert.h"
 #include "cuda/sm90/decode/decode.h"
 #include "cuda/sm90/products.h"
 
@@ -24,7 +25,7 @@ void expert_product(ExpertProduct const& product, Queue const& queue) {
 }
 
 bool products_sort(Sort const& sort) { return sm90::products_sort(sort); }
-bool are_for_few_tokens(Sizes const& sizes) { return sm90::are_for_few_tokens(sizes); }
+bool fuses_shared_experts(Sizes const& sizes) { return sm90::fuses_shared_experts(sizes); }
 bool token_sum(TokenSum const& product, Queue const& queue) {
   return sm90::token_sum(product, queue);
 }

@@ -60,7 +60,7 @@ struct UpProduct {
   Sort const* sort = nullptr;
   // The choice of the experts to sort, if the product is to make it too; null: it has been made.
   TokenChoice const* choice = nullptr;
-  SharedUp shared = {};  // only where shared_rides() says so
+  SharedUp shared = {};  // only where fuses_shared_experts() says so
 };
 void up_product(UpProduct const& product, Queue const& queue);
 
@@ -80,8 +80,8 @@ struct DownGradientProduct {
   Rows dh;                       // as h
   Rows scaled;                   // (rows, n); null data: not wanted
   float* score_parts = nullptr;  // (rows, n / kScoreColumns, rounded up); null: not wanted
-  float* dh_sums = nullptr;      // (most_chunks(rows, E), columns of dh), of dh; null: not wanted
-  float* a_sums = nullptr;       // (most_chunks(rows, E), k), of s A; null: not wanted
+  float* dh_sums = nullptr;  // (most_bias_chunks(rows, E), columns of dh), of dh; null: not wanted
+  float* a_sums = nullptr;   // (most_bias_chunks(rows, E), k), of s A; null: not wanted
   LowRankOperand low_rank = {};  // not together with a_sums
 };
 void down_gradient_product(DownGradientProduct const& product, Queue const& queue);
@@ -136,10 +136,6 @@ void expert_product(ExpertProduct const& product, Queue const& queue);
 // Whether the products of a layer's forward sort by themselves, each for its own use, which saves
 // the launch of a sort.
 bool products_sort(Sort const& sort);
-
-// Whether the products of a layer's forward are those for few tokens, which can compute shared
-// experts too if the layer's weights are contiguous along the same dimension as theirs.
-bool are_for_few_tokens(Sizes const& sizes);
 
 // The same matrices, transposed.
 template <class W>

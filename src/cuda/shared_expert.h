@@ -17,12 +17,12 @@ struct SharedExpert {
 
 // Whether shared experts of any width can be computed in the launches of a layer of these sizes
 // whose weights are contiguous along their last dimension.
-bool shared_rides(Sizes const& sizes);
+bool fuses_shared_experts(Sizes const& sizes);
 
 int64_t moe_forward_workspace_bytes(Sizes const& sizes, DType dtype, int64_t shared);
 
-// Only where shared_rides(), for inference of tokens with top_k slots each. The layer's residual is
-// null, its workspace of the size above.
+// Only where fuses_shared_experts(), for inference of tokens with top_k slots each. The layer's
+// residual is null, its workspace of the size above.
 void moe_forward(MoeForward const& layer, SharedExpert const& shared, Queue queue);
 
 // A layer whose tokens' experts are chosen first: the route's ids and scores are the layer's.

@@ -2,6 +2,7 @@
 // backend.
 //
 //   a = f(g) * (u + up_offset),  g = min(gate, limit),  u = clamp(up, -limit, limit)
+//   with clamp_after: min(f(gate), limit) in place of f(g);  without a gate: a = f(g)
 //
 // Clamps are comparisons, which are false for NaN, so NaN passes through; the gradient is zero
 // exactly where a clamp is active. Functions per element have the activation's family as a template

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "shared/ceil_div.h"
 #include "shared/workspace.h"
 
 namespace guild {
@@ -11,7 +12,7 @@ inline constexpr int64_t kBalanceBlocks = 256;      // for all sequences, at lea
 inline constexpr int64_t kLeastBalanceTokens = 16;  // per chunk, unless the sequence has fewer
 
 constexpr int64_t balance_chunks(int64_t tokens, int64_t sequences) {
-  int64_t const most = (tokens / sequences + kLeastBalanceTokens - 1) / kLeastBalanceTokens;
+  int64_t const most = ceil_div(tokens / sequences, kLeastBalanceTokens);
   return std::min(most, std::max<int64_t>(1, kBalanceBlocks / sequences));
 }
 

@@ -5,15 +5,15 @@
 
 namespace guild {
 
-inline constexpr int kChunkRows = 64;
+inline constexpr int kBiasChunkRows = 64;
 
 // The number of the chunk that begins at `row`. Adding the expert keeps numbers distinct: the last
 // chunk of one expert and the first of the next may have the same row / 64.
-GUILD_HD int chunk_of(int row, int expert) { return row / kChunkRows + expert; }
+GUILD_HD int bias_chunk_of(int row, int expert) { return row / kBiasChunkRows + expert; }
 
 // An upper bound on chunk numbers; some are unused where an expert ends.
-GUILD_HD constexpr int64_t most_chunks(int64_t rows, int64_t experts) {
-  return rows == 0 ? 0 : ceil_div(rows, kChunkRows) + experts;
+GUILD_HD constexpr int64_t most_bias_chunks(int64_t rows, int64_t experts) {
+  return rows == 0 ? 0 : ceil_div(rows, kBiasChunkRows) + experts;
 }
 
 }  // namespace guild

@@ -6,14 +6,28 @@
 #include <limits>
 
 #include "guild/float8.h"
+#include "shared/ceil_div.h"
 #include "shared/host_device.h"
 
 namespace guild {
 
 // How many blocks, with one scale each, a dimension of this many elements has.
-inline int64_t scale_blocks(int64_t elements) { return (elements + kScaleBlock - 1) / kScaleBlock; }
+inline int64_t scale_blocks(int64_t elements) { return ceil_div(elements, kScaleBlock); }
 
 GUILD_HD float largest_of(Float8 format) { return format == Float8::e4m3 ? 448.f : 57344.f; }
+
+// False for NaN.
+GUILD_HD bool below_infinity(float x) { return x <= std::numeric_limits<float>::max(); }
+
+// The exponent of a scale that is a power of two: that of `largest` less that of the format's
+// largest value. round_up: one more where `largest` would otherwise lie beyond that value.
+GUILD_HD int scale_exponent(float largest, Float8 format, bool round_up) {
+  // Both formats' largest value is 1.75 times a power of two.
+  uint32_t const bits = std::bit_cast<uint32_t>(largest);
+  bool const above = (bits & 0x7fffff) > 0x600000;
+  int const log2_limit = format == Float8::e4m3 ? 8 : 15;
+  return int(bits >> 23) - 127 - log2_limit + (above && round_up ? 1 : 0);
+}
 
 // What elements are multiplied by to get codes, and codes to get elements.
 struct BlockScale {
@@ -25,17 +39,13 @@ inline constexpr float kLeastLargest = 0x1p-100f;
 // largest: the block's largest absolute value, NaN or infinity if one of its elements is that.
 GUILD_HD BlockScale block_scale(float largest, Float8 format, ScaleKind kind) {
   float const limit = largest_of(format);
-  if (!(largest <= std::numeric_limits<float>::max())) {
+  if (!below_infinity(largest)) {
     float const nan = std::numeric_limits<float>::quiet_NaN();
     return {nan, nan};
   }
   if (largest < kLeastLargest) largest = kLeastLargest;
   if (kind == ScaleKind::exact) return {limit / largest, largest / limit};
-  // Both formats' largest value is 1.75 times a power of two.
-  uint32_t const bits = std::bit_cast<uint32_t>(largest);
-  bool const above = (bits & 0x7fffff) > 0x600000;
-  int const log2_limit = format == Float8::e4m3 ? 8 : 15;
-  int const exponent = int(bits >> 23) - 127 - log2_limit + (above ? 1 : 0);
+  int const exponent = scale_exponent(largest, format, /*round_up=*/true);
   return {std::bit_cast<float>(uint32_t(127 - exponent) << 23),
           std::bit_cast<float>(uint32_t(127 + exponent) << 23)};
 }

@@ -7,6 +7,7 @@
 #include <iterator>
 
 #include "shared/dtype.h"
+#include "shared/gpu.h"
 #include "shared/tiles.h"
 
 namespace guild {
@@ -114,7 +115,7 @@ inline double tiles_of(GemmConfig const& c, int64_t rows, int64_t across, double
 // deviation.
 inline double expected_tiles(BuiltConfig const& built, TileCount const& x) {
   GemmConfig const& c = built.config;
-  int64_t const across = (x.columns + c.tile_n - 1) / c.tile_n;
+  int64_t const across = ceil_div(x.columns, c.tile_n);
   if (!x.ragged) return double(x.groups) * tiles_of(c, x.rows, across, /*half=*/1);
   // The normal distribution in eight parts of the same weight: their middles.
   constexpr double kMiddles[] = {-1.534, -.887, -.489, -.157, .157, .489, .887, 1.534};
@@ -130,8 +131,7 @@ inline double expected_tiles(BuiltConfig const& built, TileCount const& x) {
 // Waves of a persistent launch, that is, tiles per block, if a block works on `at_once` tiles at a
 // time. Few waves are rounded up, to 1 / at_once; of many, the last is half full on average.
 constexpr double waves(double tiles, int at_once) {
-  constexpr int kBlocks = 132;  // of an H100 or H200
-  double const of_each = tiles * at_once / kBlocks;
+  double const of_each = tiles * at_once / kMultiprocessors;
   double const whole = double(int64_t(of_each)) + (of_each > double(int64_t(of_each)) ? 1 : 0);
   return (of_each < 7 * at_once ? whole : of_each + 0.5) / at_once;
 }
@@ -147,7 +147,7 @@ inline double expected_waves(double tiles, int at_once) {
 // Expected time, up to a factor.
 inline double expected_cost(BuiltConfig const& built, Product product, TileCount const& x) {
   GemmConfig const& c = built.config;
-  double const steps = double((x.inner + c.tile_k - 1) / c.tile_k);
+  double const steps = double(ceil_div(x.inner, c.tile_k));
   double const wide = double(ceil_div(x.columns, c.tile_n) * c.tile_n);
   double const spare = 1 + built.spare[int(product)] * (wide / double(x.columns) - 1);
   double const sum = built.step_cost[int(product)] * spare * steps * c.tile_m * c.tile_n / 32;

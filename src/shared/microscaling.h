@@ -16,8 +16,6 @@ struct MicroScale {
 inline constexpr int kE8M0Bias = 127;
 inline constexpr uint8_t kE8M0NaN = 0xff, kE4M3NaN = 0x7f;
 
-GUILD_HD bool is_finite(float x) { return x <= std::numeric_limits<float>::max(); }
-
 GUILD_HD float power_of_two(int exponent) {  // -127 <= exponent <= 127
   return exponent > -127 ? std::bit_cast<float>(uint32_t(127 + exponent) << 23)
                          : std::bit_cast<float>(uint32_t(1) << 22);
@@ -25,12 +23,8 @@ GUILD_HD float power_of_two(int exponent) {  // -127 <= exponent <= 127
 
 // largest: the block's largest absolute value, NaN or infinity if one of its elements is that.
 GUILD_HD MicroScale mx_scale(float largest, Float8 format, MicroRounding rounding) {
-  if (!is_finite(largest)) return {kE8M0NaN, std::numeric_limits<float>::quiet_NaN()};
-  uint32_t const bits = std::bit_cast<uint32_t>(largest);
-  // Both formats' largest value is 1.75 times a power of two.
-  int const log2_limit = format == Float8::e4m3 ? 8 : 15;
-  int const above = rounding == MicroRounding::ceil && (bits & 0x7fffff) > 0x600000 ? 1 : 0;
-  int const exponent = int(bits >> 23) - 127 - log2_limit + above;
+  if (!below_infinity(largest)) return {kE8M0NaN, std::numeric_limits<float>::quiet_NaN()};
+  int const exponent = scale_exponent(largest, format, rounding == MicroRounding::ceil);
   int const clamped = exponent < -kE8M0Bias ? -kE8M0Bias : exponent;
   return {uint8_t(clamped + kE8M0Bias), power_of_two(-clamped)};
 }
@@ -47,11 +41,11 @@ GUILD_HD float nvfp4_global(float largest) {
 // where the scale's inverse is no number.
 GUILD_HD float nvfp4_to_code(uint8_t code, float global) {
   float const inverse = 1 / (decode_float8(code, Float8::e4m3) * global);
-  return inverse > 0 && is_finite(inverse) ? inverse : 0.f;
+  return inverse > 0 && below_infinity(inverse) ? inverse : 0.f;
 }
 
 GUILD_HD MicroScale nvfp4_scale(float largest, float global) {
-  if (!is_finite(largest)) return {kE4M3NaN, 0};
+  if (!below_infinity(largest)) return {kE4M3NaN, 0};
   uint8_t const code = encode_float8(largest / kLargestE2M1 / global, Float8::e4m3);
   return {code, nvfp4_to_code(code, global)};
 }

@@ -2,6 +2,8 @@
 #pragma once
 #include <cstdint>
 
+#include "shared/ceil_div.h"
+#include "shared/rounding.h"
 #include "shared/workspace.h"
 
 namespace guild {
@@ -18,10 +20,10 @@ struct RoundingWorkspace {
   void* keys;       // uint32 (E, T)
 };
 inline RoundingWorkspace carve_rounding(Carver& carver, int64_t tokens, int64_t experts) {
-  int64_t const blocks = (tokens + kListTokens - 1) / kListTokens;
+  int64_t const blocks = ceil_div(tokens, kListTokens);
   RoundingWorkspace w;
   w.counts = carver.take(experts + 1 + blocks, sizeof(int32_t));
-  w.targets = carver.take(experts, 12);
+  w.targets = carver.take(experts, sizeof(RoundingTarget));
   w.softmaxes = carver.take(tokens, 2 * sizeof(float));
   w.members = carver.take(blocks, experts, sizeof(uint32_t));
   w.keys = carver.take(experts, tokens, sizeof(uint32_t));

@@ -4,7 +4,8 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "shared/tiles.h"
+#include "shared/ceil_div.h"
+#include "shared/gpu.h"
 
 namespace guild {
 
@@ -43,7 +44,6 @@ inline double expected_router_time(RouterTile const& tile, int64_t tokens, int64
                                    int64_t experts) {
   constexpr double kPort = 89e3, kShared = 139e3, kCache = 8.9e6, kMemory = 2.86e6;
   constexpr double kPartRate = 4.34e6, kTile = 0.28, kSplit = 0.29;
-  constexpr int64_t kMultiprocessors = 132;
   int64_t const chunks = tile.split ? router_chunks(hidden) : 1;
   int64_t const tiles = ceil_div(tokens, tile.tokens) * ceil_div(experts, tile.experts) * chunks;
   double const depth = double(tile.split ? std::min(hidden, router_chunk(hidden)) : hidden);

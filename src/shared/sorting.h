@@ -2,6 +2,8 @@
 #pragma once
 #include <cstdint>
 
+#include "shared/ceil_div.h"
+
 namespace guild {
 
 // At most kMostSortChunks for any number of slots, so that all blocks run at the same time on one
@@ -13,16 +15,16 @@ inline constexpr int64_t kSortThreads = 512;  // of a block
 
 // Slots of a chunk: a multiple of kSortThreads.
 constexpr int64_t sort_chunk_slots(int64_t slots) {
-  int64_t const even = (slots + kMostSortChunks - 1) / kMostSortChunks;
-  return (even + kSortThreads - 1) / kSortThreads * kSortThreads;
+  int64_t const even = ceil_div(slots, kMostSortChunks);
+  return ceil_div(even, kSortThreads) * kSortThreads;
 }
 
 constexpr int64_t sort_chunks(int64_t slots) {
-  return slots == 0 ? 0 : (slots + sort_chunk_slots(slots) - 1) / sort_chunk_slots(slots);
+  return slots == 0 ? 0 : ceil_div(slots, sort_chunk_slots(slots));
 }
 
 constexpr int64_t sort_clusters(int64_t slots) {
-  return (sort_chunks(slots) + kSortCluster - 1) / kSortCluster;
+  return ceil_div(sort_chunks(slots), kSortCluster);
 }
 
 // Histograms in the workspace: one per cluster and one per block.

@@ -5,6 +5,7 @@
 #pragma once
 #include <cstdint>
 
+#include "shared/ceil_div.h"
 #include "shared/host_device.h"
 
 namespace guild {
@@ -39,9 +40,6 @@ GUILD_HD Tile row_block(Tile tile, int index) {
   tile.rows = left < 64 ? left : 64;
   return tile;
 }
-
-// x / y, rounded up; for x >= 0 and y > 0.
-GUILD_HD constexpr int64_t ceil_div(int64_t x, int64_t y) { return (x + y - 1) / y; }
 
 // Where matrix `index` of a list lies, in units of the distance between matrices: at[index], such
 // as a weight's expert_at, or `index` itself if that is null.

@@ -1,7 +1,7 @@
 // See forward.h.
 #include "torch/forward.h"
 
-#include "cuda/rows/clear_tail.h"
+#include "cuda/rows/ungrouped_rows.h"
 
 namespace guild::binding {
 
@@ -26,15 +26,15 @@ Layer layer_of(Place const& place, Tensor const& x, Slots const& slots, Tensor c
 void clear_outside(Place const& place, Tensor const& rows, int32_t const* offsets,
                    int64_t experts) {
   if (!place.on_cuda()) return place.clear(rows);
-  cuda::clear_tail({.d = rows.data_ptr(),
-                    .row_stride = rows.stride(0),
-                    .col_stride = rows.stride(1),
-                    .last = offsets + experts,
-                    .rows = rows.size(0),
-                    .n = rows.size(1),
-                    .element_bytes = int(element_bytes(dtype_of(rows, "rows"))),
-                    .first = offsets},
-                   place.queue());
+  cuda::clear_ungrouped_rows({.d = rows.data_ptr(),
+                              .row_stride = rows.stride(0),
+                              .col_stride = rows.stride(1),
+                              .last = offsets + experts,
+                              .rows = rows.size(0),
+                              .n = rows.size(1),
+                              .element_bytes = int(element_bytes(dtype_of(rows, "rows"))),
+                              .first = offsets},
+                             place.queue());
 }
 
 Tensor sorted_rows(Place const& place, Shape shape, DType dtype, int32_t const* offsets,

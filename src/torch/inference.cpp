@@ -156,7 +156,7 @@ Tensor run_layer(Place const& place, Operands given, RoutedBy const& by, Activat
   std::optional<Layer> dense;
   if (shared.has_value()) dense = shared_layer(layer, *shared);
   bool const rides = dense && place.on_cuda() && !layer.transposed && has_rows(given.w.up) &&
-                     has_rows(given.w.down) && cuda::shared_rides(layer.sizes);
+                     has_rows(given.w.down) && cuda::fuses_shared_experts(layer.sizes);
   std::optional<RouterProduct> gate;
   if (shared && shared->gate) gate.emplace(place, given.x, *shared->gate);
   Buffer const buffer(place, layer,

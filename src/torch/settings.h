@@ -7,7 +7,7 @@ namespace guild::binding {
 
 inline constexpr int kOfExperts = 8, kOfRouter = 8;
 
-// The settings in the order of the ops' arguments; python/guild/layer_inference.py writes them. One
+// The settings in the order of the ops' arguments; python/guild/moe_fast_path.py writes them. One
 // argument of an op takes the host less time than 16.
 class Settings {
  public:

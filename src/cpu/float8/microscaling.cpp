@@ -44,7 +44,7 @@ float largest_finite(QuantizeMicro const& x, int64_t r) {
     float value[32];
     load(from + span.first, 1, value, span.count);
     float const largest = largest_of(value, span.count, 0);
-    if (is_finite(largest)) all = std::max(all, largest);
+    if (below_infinity(largest)) all = std::max(all, largest);
   }
   return all;
 }

@@ -10,9 +10,9 @@
 #include "checks/exchange.h"
 #include "cuda/alignment.h"
 #include "cuda/device.h"
-#include "cuda/exchange/begun.h"
 #include "cuda/exchange/copies.h"
 #include "cuda/exchange/pool.cuh"
+#include "cuda/launch.h"
 #include "shared/peer_memory.h"
 #include "shared/tiles.h"
 
@@ -164,9 +164,14 @@ void pull(Pull const& x, Queue const& queue, cudaEvent_t begun) {
   require_units(x.row_bytes, "row_bytes");
   int64_t const rows = x.memory.ranks * x.memory.tokens;
   if (rows == 0) return;
-  Blocks const blocks{std::min<int64_t>(ceil_div(rows, kPullWarps), multiprocessors(queue)),
-                      kPullThreads, 0};
-  launch(pull_kernel, blocks, queue, begun, x, layout_of(x.memory));
+  int64_t const blocks = std::min<int64_t>(ceil_div(rows, kPullWarps), multiprocessors(queue));
+  cuda_check(launch_kernel(pull_kernel,
+                           {.blocks = unsigned(blocks),
+                            .threads = kPullThreads,
+                            .stream = queue.stream,
+                            .begun = begun},
+                           x, layout_of(x.memory)),
+             "launch of pull");
 }
 
 }  // namespace guild::cuda

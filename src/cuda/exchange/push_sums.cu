@@ -9,12 +9,12 @@
 #include <algorithm>
 
 #include "cuda/alignment.h"
+#include "cuda/arch/bulk.cuh"
 #include "cuda/element.cuh"
-#include "cuda/exchange/begun.h"
 #include "cuda/exchange/copies.h"
 #include "cuda/exchange/pool.cuh"
+#include "cuda/launch.h"
 #include "cuda/shared_memory.h"
-#include "cuda/sm90/arch/bulk.cuh"
 #include "shared/peer_memory.h"
 #include "shared/routing.h"
 #include "shared/tiles.h"
@@ -265,13 +265,17 @@ __global__ void __launch_bounds__(kThreads, 1) push_kernel(Push x, PeerLayout la
 
 void push_sums(Push const& x, Queue const& queue, cudaEvent_t begun) {
   int64_t const tokens = x.memory.ranks * x.memory.tokens, stride = row_stride(x.y, x.hidden);
-  Blocks const blocks{std::min<int64_t>(ceil_div(tokens, kWarps), multiprocessors(queue)), kThreads,
-                      kBytes};
+  int64_t const blocks = std::min<int64_t>(ceil_div(tokens, kWarps), multiprocessors(queue));
+  Launch const launch{.blocks = unsigned(blocks),
+                      .threads = kThreads,
+                      .bytes = kBytes,
+                      .stream = queue.stream,
+                      .begun = begun};
   with_type(x.dtype, [&](auto element) {
     auto const kernel = push_kernel<decltype(element)>;
     static AllowedOn allowed;
     allow_shared_memory(kernel, kBytes, allowed, "shared memory of push");
-    launch(kernel, blocks, queue, begun, x, layout_of(x.memory), stride);
+    cuda_check(launch_kernel(kernel, launch, x, layout_of(x.memory), stride), "launch of push");
   });
 }
 

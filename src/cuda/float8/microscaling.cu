@@ -5,7 +5,8 @@
 #include "checks/microscaling.h"
 #include "cuda/device.h"
 #include "cuda/float8/tile.cuh"
-#include "shared/tiles.h"
+#include "shared/ceil_div.h"
+#include "shared/row_stride.h"
 
 namespace guild::cuda {
 namespace {
@@ -177,7 +178,7 @@ struct ToCode {
 __device__ MicroScale scale_of_block(float largest, float global, float inverse,
                                      ToCode const& to_code) {
   uint8_t code = kE4M3NaN;
-  if (is_finite(largest)) {
+  if (below_infinity(largest)) {
     float const ratio = nvfp4_ratio(largest, global, inverse);
     code = __nv_cvt_float_to_fp8(ratio, __NV_SATFINITE, __NV_E4M3);
   }
@@ -336,8 +337,8 @@ void quantize_micro(QuantizeMicro const& x, Queue queue) {
   int64_t const count = (swizzled ? ceil_div(x.rows, 128) * 128 : x.rows) * units;
   require(count < int64_t(1) << 31, "x: expected fewer than 2^33 blocks, got ", count * 4);
   MicroArgs a{.x = x,
-              .x_stride = x.x.stride == 0 ? x.columns : x.x.stride,
-              .codes_stride = x.codes.stride == 0 ? width : x.codes.stride,
+              .x_stride = row_stride(x.x, x.columns),
+              .codes_stride = row_stride(x.codes, width),
               .count = unsigned(count),
               .units = Divisor(unsigned(units)),
               .blocks = unsigned(blocks),
@@ -362,8 +363,8 @@ void regroup_micro(RegroupMicro const& x, Queue queue) {
   check(x);
   if (x.rows == 0) return;
   RegroupArgs a{.x = x,
-                .x_stride = x.x.stride == 0 ? x.columns : x.x.stride,
-                .codes_stride = x.codes.stride == 0 ? x.columns : x.codes.stride};
+                .x_stride = row_stride(x.x, x.columns),
+                .codes_stride = row_stride(x.codes, x.columns)};
   a.units = unsigned(ceil_div(x.columns, kScaleBlock));
   a.blocks = ceil_div(x.columns, 32);
   a.count = x.rows * int64_t(a.units);

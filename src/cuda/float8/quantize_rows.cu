@@ -4,7 +4,8 @@
 #include "checks/check.h"
 #include "cuda/device.h"
 #include "cuda/float8/tile.cuh"
-#include "shared/tiles.h"
+#include "shared/ceil_div.h"
+#include "shared/row_stride.h"
 
 namespace guild::cuda {
 namespace {
@@ -78,18 +79,19 @@ void quantize_rows(QuantizeRows const& x, Queue queue) {
   check(x);
   if (x.rows == 0) return;
   int64_t const blocks = ceil_div(x.columns, kScaleBlock);
-  RowArgs const args{.x = x.x.data,
-                     .codes = static_cast<uint8_t*>(x.codes.data),
-                     .scales = x.scales.data,
-                     .x_stride = x.x.stride == 0 ? x.columns : x.x.stride,
-                     .codes_stride = x.codes.stride == 0 ? x.columns : x.codes.stride,
-                     .scale_row_stride = x.scales.row_stride,
-                     .scale_column_stride = x.scales.col_stride,
-                     .count = x.rows * blocks,
-                     .blocks = unsigned(blocks),
-                     .columns = int(x.columns),
-                     .aligned_codes = reinterpret_cast<uintptr_t>(x.codes.data) % 8 == 0 &&
-                                      (x.codes.stride == 0 ? x.columns : x.codes.stride) % 8 == 0};
+  int64_t const codes_stride = row_stride(x.codes, x.columns);
+  RowArgs const args{
+      .x = x.x.data,
+      .codes = static_cast<uint8_t*>(x.codes.data),
+      .scales = x.scales.data,
+      .x_stride = row_stride(x.x, x.columns),
+      .codes_stride = codes_stride,
+      .scale_row_stride = x.scales.row_stride,
+      .scale_column_stride = x.scales.col_stride,
+      .count = x.rows * blocks,
+      .blocks = unsigned(blocks),
+      .columns = int(x.columns),
+      .aligned_codes = reinterpret_cast<uintptr_t>(x.codes.data) % 8 == 0 && codes_stride % 8 == 0};
   int64_t const grid = ceil_div(args.count, kThreads / kOfBlock * kAtOnce);
   require(grid <= (int64_t(1) << 31) - 1, "rows: expected fewer than 2^37 blocks of 128, got ",
           args.count);

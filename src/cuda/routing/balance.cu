@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kRouterThreads, sums_at_once(S::per_lane)) bal
   int const experts = int(x.experts), thread = int(threadIdx.x);
   for (int e = thread; e < experts; e += kRouterThreads) count[e] = 0;
   __syncthreads();
-  int64_t const length = x.tokens / x.sequences, part = (length + chunks - 1) / chunks;
+  int64_t const length = x.tokens / x.sequences, part = ceil_div(length, chunks);
   int64_t const first = blockIdx.x / chunks * length, from = blockIdx.x % chunks * part;
   int64_t const begin = first + min(from, length), end = first + min(from + part, length);
   float sum[S::per_lane] = {}, square = 0;
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(32 * kSlices) add_up_kernel(BalanceSums x,
   __shared__ int counts[kSlices][32];
   int const lane = int(threadIdx.x % 32), slice = int(threadIdx.x / 32);
   int64_t const sequence = blockIdx.x / blocks, e = blockIdx.x % blocks * 32 + lane;
-  int64_t const length = (chunks + kSlices - 1) / kSlices;
+  int64_t const length = ceil_div(chunks, kSlices);
   int64_t const from = min(slice * length, chunks), to = min(from + length, chunks);
   float sum = 0;
   int count = 0;

@@ -176,7 +176,7 @@ inline RoundPlan plan_of(TokenRounding const& x) {
   return {.x = x,
           .stride = row_stride(x.logits, x.experts),
           .slots = rounded_slots(x.tokens, x.experts, x.top_k, x.rounding, x.tile),
-          .blocks = (x.tokens + kListTokens - 1) / kListTokens,
+          .blocks = ceil_div(x.tokens, kListTokens),
           .counts = counts,
           .block_sums = counts + x.experts + 1,
           .targets = static_cast<RoundingTarget*>(w.targets),
@@ -196,8 +196,8 @@ inline RoundPlan select_members(TokenRounding const& x, Queue queue) {
     unsigned const blocks = std::min(router_blocks<S>(x.tokens), kMostBlocks);
     measure_kernel<S><<<blocks, kRouterThreads, 0, queue.stream>>>(p, deal);
   });
-  unsigned const across = unsigned((x.tokens + kKeyTokens - 1) / kKeyTokens);
-  unsigned const down = unsigned((x.experts + 31) / 32);
+  unsigned const across = unsigned(ceil_div(x.tokens, kKeyTokens));
+  unsigned const down = unsigned(ceil_div(x.experts, 32));
   keys_kernel<<<dim3(across, down), kKeyThreads, 0, queue.stream>>>(p);
   select_kernel<<<unsigned(x.experts), kSelectThreads, 0, queue.stream>>>(p);
   return p;

@@ -5,8 +5,9 @@
 
 #include "checks/check.h"
 #include "checks/router_logits.h"
+#include "cuda/arch/dependent_launch.cuh"
+#include "cuda/launch.h"
 #include "cuda/routing/route_few.cuh"
-#include "cuda/sm90/arch/dependence.cuh"
 #include "shared/tiles.h"
 
 namespace guild::cuda {
@@ -110,27 +111,34 @@ __global__ void __launch_bounds__(RouteOfToken::kThreads) route_few_kernel(Route
 }
 
 void route_few(Route const& x, LogitParts const& parts, GateParts const& gate, Queue const& queue) {
-  cuda_check(launch_early(route_few_kernel, dim3(unsigned(x.tokens)), RouteOfToken::kThreads, 0,
-                          queue.stream, x, parts, int(x.experts), gate),
+  cuda_check(launch_kernel(route_few_kernel,
+                           {.blocks = unsigned(x.tokens),
+                            .threads = RouteOfToken::kThreads,
+                            .stream = queue.stream,
+                            .early = true},
+                           x, parts, int(x.experts), gate),
              "launch of route");
 }
 
 void route_parts(Route const& x, LogitParts const& parts, GateParts const& gate,
                  Queue const& queue) {
-  auto const launch = [&](auto shape, Deal const& deal) {
+  auto const run = [&](auto shape, Deal const& deal) {
     using S = decltype(shape);
     int const tokens = tokens_of_block(x.tokens, S::tokens, queue);
     int64_t const rows = has_plain_keys(x) ? 2 * tokens : tokens;
-    cuda_check(launch_early(route_parts_kernel<S>, dim3(unsigned(ceil_div(x.tokens, tokens))),
-                            kRouterThreads, rows * x.experts * sizeof(float), queue.stream, x,
-                            parts, gate, tokens, deal),
+    Launch const launch{.blocks = unsigned(ceil_div(x.tokens, tokens)),
+                        .threads = kRouterThreads,
+                        .bytes = rows * x.experts * int64_t(sizeof(float)),
+                        .stream = queue.stream,
+                        .early = true};
+    cuda_check(launch_kernel(route_parts_kernel<S>, launch, x, parts, gate, tokens, deal),
                "launch of route");
   };
   bool const by_four = x.experts % 4 == 0;
   if (x.tokens <= kFewerTokens && x.top_k <= kMostAlike) {
-    with_whole_warp(x.experts, x.router.groups, by_four, launch);
+    with_whole_warp(x.experts, x.router.groups, by_four, run);
   } else {
-    with_shape(x.experts, x.router.groups, by_four, launch);
+    with_shape(x.experts, x.router.groups, by_four, run);
   }
 }
 

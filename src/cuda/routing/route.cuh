@@ -9,8 +9,8 @@
 // Integers order ties and NaN: NaN is below every number and equal keys go to the lowest lane,
 // which has the smaller ids, so any logits give K different ids in range.
 #pragma once
+#include "cuda/arch/copy.cuh"
 #include "cuda/routing/router.cuh"
-#include "cuda/sm90/arch/copy.cuh"
 
 namespace guild::cuda {
 

@@ -8,6 +8,7 @@
 #include "cuda/alignment.h"
 #include "cuda/device.h"
 #include "cuda/element.cuh"
+#include "shared/ceil_div.h"
 #include "shared/routing.h"
 
 namespace guild::cuda {
@@ -160,7 +161,7 @@ inline bool by_four(ConstRows const& rows, int64_t stride) {
 
 template <class S>
 unsigned router_blocks(int64_t tokens) {
-  return unsigned((tokens + S::tokens - 1) / S::tokens);
+  return unsigned(ceil_div(tokens, S::tokens));
 }
 
 // Calls f(shape, Deal) with the first of the shapes that fits the experts and groups.

@@ -13,13 +13,14 @@
 
 #include "checks/check.h"
 #include "cuda/alignment.h"
+#include "cuda/arch/cluster.cuh"
+#include "cuda/arch/dependent_launch.cuh"
 #include "cuda/device.h"
 #include "cuda/element.cuh"
-#include "cuda/routing/one_cluster.cuh"
+#include "cuda/launch.h"
 #include "cuda/shared_memory.h"
-#include "cuda/sm90/arch/cluster.cuh"
-#include "cuda/sm90/arch/dependence.cuh"
 #include "cuda/warp.cuh"
+#include "shared/ceil_div.h"
 #include "shared/routing.h"
 #include "shared/sorting.h"
 
@@ -301,7 +302,7 @@ __global__ void __launch_bounds__(kThreads) sort_few_kernel(Sort x) {
 // block adds up all histograms.
 int64_t part_slots(int64_t chunk, int64_t experts) {
   int64_t const blocks = std::clamp<int64_t>(1024 / experts, 1, 4), fill = blocks * kThreads;
-  return (chunk + fill - 1) / fill * kThreads;
+  return ceil_div(chunk, fill) * kThreads;
 }
 
 void sort_few(Sort const& x, int64_t slots, Queue const& queue) {
@@ -309,10 +310,16 @@ void sort_few(Sort const& x, int64_t slots, Queue const& queue) {
   static AllowedOn allowed;
   allow_shared_memory(sort_few_kernel, bytes(kMostRouted), allowed,
                       "shared memory of sort_by_expert");
-  unsigned const blocks = std::bit_ceil(unsigned((slots + kThreads - 1) / kThreads));
-  cuda_check(
-      launch_one_cluster(sort_few_kernel, blocks, kThreads, bytes(x.experts), queue.stream, x),
-      "launch of sort_by_expert");
+  unsigned const blocks = std::bit_ceil(unsigned(ceil_div(slots, kThreads)));
+  cuda_check(launch_kernel(sort_few_kernel,
+                           {.blocks = blocks,
+                            .threads = kThreads,
+                            .bytes = bytes(x.experts),
+                            .stream = queue.stream,
+                            .cluster = int(blocks),
+                            .early = true},
+                           x),
+             "launch of sort_by_expert");
 }
 
 void sort_many(Sort const& x, int64_t slots, Queue const& queue) {
@@ -321,13 +328,23 @@ void sort_many(Sort const& x, int64_t slots, Queue const& queue) {
   static AllowedOn allowed;
   allow_shared_memory(rank_kernel, rank_bytes(kMostRouted), allowed,
                       "shared memory of sort_by_expert");
-  cuda_check(launch_early(rank_kernel, dim3(unsigned(clusters * kCluster)), kThreads,
-                          rank_bytes(x.experts), queue.stream, x, chunk),
+  cuda_check(launch_kernel(rank_kernel,
+                           {.blocks = unsigned(clusters * kCluster),
+                            .threads = kThreads,
+                            .bytes = rank_bytes(x.experts),
+                            .stream = queue.stream,
+                            .early = true},
+                           x, chunk),
              "launch of sort_by_expert");
-  int64_t const part = part_slots(chunk, x.experts), parts = (chunk + part - 1) / part;
+  int64_t const part = part_slots(chunk, x.experts), parts = ceil_div(chunk, part);
   dim3 const blocks(unsigned(sort_chunks(slots)), unsigned(parts));
-  cuda_check(launch_early(scatter_kernel, blocks, kThreads, x.experts * sizeof(int), queue.stream,
-                          x, chunk, part, int(clusters)),
+  cuda_check(launch_kernel(scatter_kernel,
+                           {.blocks = blocks,
+                            .threads = kThreads,
+                            .bytes = x.experts * int64_t(sizeof(int)),
+                            .stream = queue.stream,
+                            .early = true},
+                           x, chunk, part, int(clusters)),
              "launch of sort_by_expert");
 }
 

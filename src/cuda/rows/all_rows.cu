@@ -1,8 +1,8 @@
 // See all_rows.h.
 #include "cuda/rows/all_rows.h"
 
-#include "cuda/device.h"
-#include "cuda/sm90/arch/dependence.cuh"
+#include "cuda/arch/dependent_launch.cuh"
+#include "cuda/launch.h"
 
 namespace guild::cuda {
 namespace {
@@ -16,7 +16,9 @@ __global__ void all_rows_kernel(int rows, int32_t* offsets) {
 }  // namespace
 
 void all_rows(AllRows const& x, Queue queue) {
-  cuda_check(launch_early(all_rows_kernel, dim3(1), 2, 0, queue.stream, int(x.rows), x.offsets),
+  cuda_check(launch_kernel(all_rows_kernel,
+                           {.blocks = 1, .threads = 2, .stream = queue.stream, .early = true},
+                           int(x.rows), x.offsets),
              "launch of all_rows");
 }
 

@@ -6,9 +6,11 @@
 // of dO, these stay in L2.
 #include "checks/check.h"
 #include "cuda/alignment.h"
+#include "cuda/arch/cluster.cuh"
 #include "cuda/device.h"
 #include "cuda/element.cuh"
-#include "cuda/sm90/arch/cluster.cuh"
+#include "cuda/launch.h"
+#include "shared/ceil_div.h"
 
 namespace guild::cuda {
 namespace {
@@ -128,12 +130,15 @@ void bias_gradient(BiasGradient const& x, Queue queue) {
   int64_t const stride = row_stride(x.m, x.width);
   bool const aligned =
       x.width % 8 == 0 && stride % 8 == 0 && reinterpret_cast<uintptr_t>(x.m.data) % 16 == 0;
-  int64_t const clusters = (x.width + kColumns - 1) / kColumns * x.experts;
+  int64_t const clusters = ceil_div(x.width, kColumns) * x.experts;
   int const blocks = cluster_size(x, clusters);
   with_type(x.dtype, [&](auto element) {
-    cuda_check(launch_clusters(bias_gradient_kernel<decltype(element)>, unsigned(clusters * blocks),
-                               blocks, kThreads, 0, queue.stream, x, stride,
-                               row_stride(x.db, x.width), blocks, aligned),
+    cuda_check(launch_kernel(bias_gradient_kernel<decltype(element)>,
+                             {.blocks = unsigned(clusters * blocks),
+                              .threads = kThreads,
+                              .stream = queue.stream,
+                              .cluster = blocks},
+                             x, stride, row_stride(x.db, x.width), blocks, aligned),
                "launch of bias_gradient");
   });
 }

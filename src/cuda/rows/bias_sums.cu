@@ -65,16 +65,17 @@ __global__ void __launch_bounds__(kThreads) bias_sums_kernel(__grid_constant__ A
   if (first_column >= sums.columns) return;
   int const warp = threadIdx.x / 32, local = threadIdx.x % 32 * 4, column = first_column + local;
   int const begin = max(x.offsets[expert], 0), end = min(x.offsets[expert + 1], x.rows);
-  int const count = end > begin ? int(ceil_div(end - begin, kChunkRows)) : 0;
+  int const count = end > begin ? int(ceil_div(end - begin, kBiasChunkRows)) : 0;
   float4 total{};
   if (column < sums.columns) {
-    float const* const from = sums.chunk + int64_t(chunk_of(begin, expert)) * sums.columns + column;
+    float const* const from =
+        sums.chunk + int64_t(bias_chunk_of(begin, expert)) * sums.columns + column;
 #pragma unroll 4
     for (int i = warp; i < count; i += kWarps) {
       float4 more = *reinterpret_cast<float4 const*>(from + int64_t(i) * sums.columns);
       if (blockIdx.y == 1 && has_nan(more)) {
-        int const row = begin + i * kChunkRows;
-        more = sum_rows<T>(x, row, min(row + kChunkRows, end), column);
+        int const row = begin + i * kBiasChunkRows;
+        more = sum_rows<T>(x, row, min(row + kBiasChunkRows, end), column);
       }
       total.x += more.x, total.y += more.y, total.z += more.z, total.w += more.w;
     }

@@ -9,11 +9,12 @@
 
 #include "checks/check.h"
 #include "cuda/alignment.h"
+#include "cuda/arch/dependent_launch.cuh"
 #include "cuda/device.h"
 #include "cuda/element.cuh"
+#include "cuda/launch.h"
 #include "cuda/rows/combine.h"
 #include "cuda/shared_memory.h"
-#include "cuda/sm90/arch/dependence.cuh"
 #include "cuda/warp.cuh"
 #include "shared/routing.h"
 #include "shared/tiles.h"
@@ -47,7 +48,7 @@ struct Args {
     if (residual_scale == nullptr) return first;
     float const factor = residual_scale[token];
 #pragma unroll
-    for (float& value : first.value) value = to_float(T(factor * value));
+    for (float& value : first.value) value = float(T(factor * value));
     return first;
   }
 };
@@ -129,7 +130,7 @@ struct PrefetchedSlot {
   __device__ void follow(Args<T> const& p, RouterArgs<T> const& r, int64_t token) {
     row = row < unsigned(p.rows) ? row * uint32_t(p.y.stride / kElementsPer16Bytes) : kNone;
     if (unsigned(id) >= unsigned(r.experts)) id = r.experts;
-    dlogit = id == r.experts ? 0.f : to_float(*r.dlogits.at(token, id));
+    dlogit = id == r.experts ? 0.f : float(*r.dlogits.at(token, id));
   }
 };
 
@@ -284,8 +285,12 @@ void combine_as(Combine const& x, CombineAfter const& after, Queue const& queue)
     int64_t const passes = ceil_div(s.hidden, kThreads * 8);
     int64_t const parts = s.tokens <= kFewTokens ? passes : 1;
     int const threads = threads_of(s.hidden, passes);
-    cuda_check(launch_early(combine_kernel<T>, dim3(unsigned(s.tokens), unsigned(parts)), threads,
-                            0, queue.stream, args),
+    cuda_check(launch_kernel(combine_kernel<T>,
+                             {.blocks = dim3(unsigned(s.tokens), unsigned(parts)),
+                              .threads = threads,
+                              .stream = queue.stream,
+                              .early = true},
+                             args),
                "launch of combine");
     return;
   }

@@ -4,6 +4,7 @@
 #include "cuda/alignment.h"
 #include "cuda/device.h"
 #include "cuda/element.cuh"
+#include "shared/ceil_div.h"
 #include "shared/routing.h"
 
 namespace guild::cuda {
@@ -64,7 +65,7 @@ void score_gradient(ScoreGradient const& x, Queue queue) {
   require_aligned(x.bias, "b_down");
   if (s.rows() == 0) return;
   int const parts = int(score_parts(s)), lane_bits = lane_bits_of(parts, x.bias.data != nullptr);
-  unsigned const blocks = unsigned(((s.rows() << lane_bits) + kThreads - 1) / kThreads);
+  unsigned const blocks = unsigned(ceil_div(s.rows() << lane_bits, kThreads));
   with_type(x.dtype, [&](auto element) {
     score_gradient_kernel<decltype(element)><<<blocks, kThreads, 0, queue.stream>>>(
         x, parts, lane_bits, row_stride(x.dout, s.hidden), row_stride(x.bias, s.hidden));

@@ -8,13 +8,13 @@
 namespace guild::cuda {
 
 // H = A B^T + bias, kept for backward; A = activation(H).
-template <class T, Known known>
+template <class T, StaticActivation known>
 struct Activate {
   RowOutput<T> h;  // absent in inference; columns = I in two halves, 2I interleaved, or I
   RowOutput<T> a;  // columns = I
   Bias<T> bias;    // (E, W), ordered as h
   ActivationOf<float> activation;
-  KnownPairing<known> pairing;
+  StaticPairing<known> pairing;
 
   using Storage = StoreBoxes;
   // A thread's sums of half a tile, two boxes of H: gate and up for Pairing::halves. The activation
@@ -135,7 +135,7 @@ struct Activate {
   // The early exit every 16 columns keeps the compiler from interleaving all columns, which would
   // spill.
   __device__ void activate_halves(float* gate, float const* up, int left) const {
-    with_known_family<known>(activation, [&, act = with_gate(activation, true)](auto family) {
+    with_static_family<known>(activation, [&, act = with_gate(activation, true)](auto family) {
 #pragma unroll
       for (int i = 0; i < 16; ++i) {
         if (i % 8 == 0 && 2 * i >= left) break;
@@ -144,7 +144,7 @@ struct Activate {
     });
   }
   __device__ void activate_alone(float* value, int left) const {
-    with_known_family<known>(activation, [&, act = with_gate(activation, false)](auto family) {
+    with_static_family<known>(activation, [&, act = with_gate(activation, false)](auto family) {
 #pragma unroll
       for (int i = 0; i < 32; ++i) {
         if (i % 8 == 0 && 2 * i >= left) break;
@@ -159,7 +159,7 @@ struct Activate {
   // 2q + 1.
   __device__ void activate_neighbours(float* pairs, int part, int left, int thread) const {
     int const q = thread % 4, from = thread % 32 / 4 * 4 + 2 * q % 4;
-    with_known_family<known>(activation, [&, act = with_gate(activation, true)](auto family) {
+    with_static_family<known>(activation, [&, act = with_gate(activation, true)](auto family) {
 #pragma unroll
       for (int block = 4 * part; block < 4 * part + 4; ++block) {
         if (16 * block >= left) break;

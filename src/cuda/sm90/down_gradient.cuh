@@ -16,7 +16,7 @@
 
 namespace guild::cuda {
 
-template <class T, Known known>
+template <class T, StaticActivation known>
 struct DownGradientEpilogue {
   CUtensorMap h;       // (columns, halves, rows), boxes of 64 x 1 x 64
   RowOutput<T> dh;     // columns = I in two halves, 2I interleaved, or I
@@ -24,14 +24,14 @@ struct DownGradientEpilogue {
   float const* score;  // (R); null: 1
   float* parts;        // (R, part_count); null: no dS
   int part_count;
-  float* dh_sums;    // (most_chunks(R, E), W); null: not wanted
-  float* dout_sums;  // (most_chunks(R, E), hidden): of s dO; null: not wanted
+  float* dh_sums;    // (most_bias_chunks(R, E), W); null: not wanted
+  float* dout_sums;  // (most_bias_chunks(R, E), hidden): of s dO; null: not wanted
   int hidden;
   ActivationOf<float> activation;
-  KnownPairing<known> pairing;
+  StaticPairing<known> pairing;
 
   // Copies of a unit's code: only swiglu's is short enough for the instruction cache if unrolled.
-  static constexpr int kCopies = known == Known::swiglu ? kScoreColumns / 64 : 1;
+  static constexpr int kCopies = known == StaticActivation::swiglu ? kScoreColumns / 64 : 1;
   static constexpr int kBoxBytes = 2 * kBlockBytes;  // 64 columns, 128 rows: both consumers'
 
   struct Storage {
@@ -94,7 +94,7 @@ struct DownGradientEpilogue {
                                     int thread) const {
     storage.scores.put(score, part, thread);
     int const first = fragment_row(thread);
-    float* const to = dout_sums + int64_t(chunk_of(part.row, part.expert)) * hidden + first;
+    float* const to = dout_sums + int64_t(bias_chunk_of(part.row, part.expert)) * hidden + first;
     return {storage.scores, to, hidden - first, rest, thread};
   }
 
@@ -149,7 +149,7 @@ struct DownGradientEpilogue {
   __device__ void add_rows(uint32_t stage, Tile const& tile, int unit, int thread,
                            Storage const& storage) const {
     int const width = dh.columns * (pairing == Pairing::halves ? 2 : 1);
-    int64_t const chunk = chunk_of(tile.row, tile.expert);
+    int64_t const chunk = bias_chunk_of(tile.row, tile.expert);
 #pragma unroll 1
     for (int i = 0; i < boxes(); ++i) {
       float sum[4];
@@ -178,7 +178,7 @@ struct DownGradientEpilogue {
   // Replaces 64 columns of g by A', and H in the boxes by dH; `left` columns exist. The early exits
   // every 8 or 16 columns keep the compiler from interleaving all columns, which would spill.
   __device__ void differentiate(float* g, char* boxes, State& rows, int left, int thread) const {
-    with_known_family<known>(activation, [&](auto family) {
+    with_static_family<known>(activation, [&](auto family) {
       if (pairing == Pairing::alternate) {
         pairs<family.value>(with_gate(activation, true), g, boxes, rows, left, thread);
       } else if (pairing == Pairing::halves) {

@@ -14,7 +14,7 @@ typename Kernel::Params down_gradient_params(DownGradientProduct const& x) {
                  .tile_n = c.tile_n,
                  .across = int(ceil_div(x.n, c.tile_n)),
                  .inner = int(x.k)};
-  fill_rows<T, c, major>(params.load, x, "dout");
+  fill_rows<T, c, major>(params.load, {x.a, x.rows, x.tokens, x.k, x.row_token}, "dout");
   params.load.b =
       weight_loader<T, c, major>(x.w, x.w, x.groups.groups, x.n, x.k, false, INT32_MAX, "w_down");
   auto& out = params.epilogue;

@@ -1,3 +1,4 @@
+// The weight gradients: how their results are stored, and their launch.
 #include "cuda/sm90/expert_matrices.cuh"
 #include "cuda/sm90/launch.cuh"
 #include "cuda/sm90/products.h"

@@ -5,9 +5,9 @@
 // i]. Results are packed into boxes of 64 x 64 elements in shared memory, 128-byte swizzled, which
 // TMA stores. Source of the layout: PTX ISA, "wgmma", register fragments for m64nNk16.
 #pragma once
+#include "cuda/arch/copy.cuh"
+#include "cuda/arch/wgmma.cuh"
 #include "cuda/element.cuh"
-#include "cuda/sm90/arch/copy.cuh"
-#include "cuda/sm90/arch/wgmma.cuh"
 #include "shared/tiles.h"
 
 namespace guild::cuda {

@@ -57,12 +57,12 @@ struct GroupedProduct {
   };
   static_assert(sizeof(SharedStorage) <= 227 * 1024, "too many stages for shared memory");
 
-  static __device__ TileGuide<Work, C> guide_of(Params const& p) {
+  static __device__ TileScheduler<Work, C> scheduler_of(Params const& p) {
     Work work = p.work;
     work.tile_m = C.cluster_m();  // constants, so that the walk divides by shifting
     work.tail_m = C.cluster == 2 ? C.tile_m : 0;
     work.band = kBand;
-    return TileGuide<Work, C>(work);
+    return TileScheduler<Work, C>(work);
   }
 
   // How many steps before the end of a tile's sum the next tile is claimed, which takes a round
@@ -73,11 +73,11 @@ struct GroupedProduct {
     Loader loader(p.load, smem.loader, thread);
     Cursor at;
     QueueEnd tiles;
-    [[maybe_unused]] auto guide = guide_of(p);
+    [[maybe_unused]] auto scheduler = scheduler_of(p);
     [[maybe_unused]] int const warp = warp_index();
     auto const want_next = [&] {
       if constexpr (kLoaderSchedules) {
-        if (warp == 0) guide.announce(smem.tiles);
+        if (warp == 0) scheduler.announce(smem.tiles);
       } else {
         if (thread == 0) smem.wanted.arrive();
       }
@@ -269,12 +269,12 @@ struct GroupedProduct {
     if (self.leads_warp()) tma_store_wait<0>();  // shared memory must outlive the last store
   }
 
-  // The idle warp that schedules: announces one tile after the other as the queue has room or,
+  // The scheduler, an idle warp: announces one tile after the other as the queue has room or,
   // where tiles are claimed, as the loader wants them.
   static __device__ void schedule(Params const& p, SharedStorage& smem) {
-    auto guide = guide_of(p);
+    auto scheduler = scheduler_of(p);
     bool const claims = p.work.taken != nullptr;
-    for (uint32_t phase = 0; guide.announce(smem.tiles); phase ^= 1) {
+    for (uint32_t phase = 0; scheduler.announce(smem.tiles); phase ^= 1) {
       if (claims) smem.wanted.wait(phase);
     }
   }

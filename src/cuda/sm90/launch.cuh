@@ -6,6 +6,7 @@
 
 #include "cuda/alignment.h"
 #include "cuda/device.h"
+#include "cuda/launch.h"
 #include "cuda/shared_memory.h"
 #include "cuda/sm90/forced_config.h"
 #include "cuda/sm90/kernel.cuh"
@@ -101,13 +102,13 @@ WeightLoader<C, major> weight_loader(ConstWeight const& first, ConstWeight const
   return {{map(first), map(second)}, pair_columns, half_steps, {first.expert_at, second.expert_at}};
 }
 
-// Calls f(std::integral_constant<Known, known>{}).
+// Calls f(std::integral_constant<StaticActivation, known>{}).
 template <class F>
-void with_known(Known known, F&& f) {
-  if (known == Known::swiglu) {
-    f(std::integral_constant<Known, Known::swiglu>{});
+void with_static_activation(StaticActivation known, F&& f) {
+  if (known == StaticActivation::swiglu) {
+    f(std::integral_constant<StaticActivation, StaticActivation::swiglu>{});
   } else {
-    f(std::integral_constant<Known, Known::nothing>{});
+    f(std::integral_constant<StaticActivation, StaticActivation::any>{});
   }
 }
 
@@ -127,13 +128,19 @@ void with_config(TileCount const& count, F&& f) {
   }(std::make_integer_sequence<int, int(std::size(kConfigs))>());
 }
 
-// Sets the A operand of an up or down gradient product: contiguous rows, or gathered by token.
-template <class T, GemmConfig C, Major major, class X>
-void fill_rows(typename TmaRows<T, C, major>::Params& load, X const& x, char const* name) {
+// The A operand of the up projection or the down gradient: contiguous rows, or gathered by token.
+struct RowOperand {
+  ConstRows a;  // (rows, k), or (tokens, k), read at row_token[r]
+  int64_t rows, tokens, k;
+  int32_t const* row_token;
+};
+template <class T, GemmConfig C, Major major>
+void fill_rows(typename TmaRows<T, C, major>::Params& load, RowOperand const& x, char const* name) {
   load.a = row_map<T>(x.a, x.rows, x.k, 1, 64, name);
 }
-template <class T, GemmConfig C, Major major, class X>
-void fill_rows(typename GatheredRows<T, C, major>::Params& load, X const& x, char const* name) {
+template <class T, GemmConfig C, Major major>
+void fill_rows(typename GatheredRows<T, C, major>::Params& load, RowOperand const& x,
+               char const* name) {
   load.a = static_cast<T const*>(x.a.data);
   load.stride = addressable_stride(x.tokens, row_stride(x.a, x.k), name);
   load.row = x.row_token;
@@ -205,8 +212,13 @@ void launch(typename Kernel::Params params, int64_t tiles, Queue const& queue) {
     params.work.taken = cleared_counter(queue);
   }
   unsigned const blocks = unsigned(std::min<int64_t>(tiles, clusters) * cluster);
-  cuda_check(launch_clusters(run<Kernel>, blocks, cluster, Kernel::config.threads(), bytes,
-                             queue.stream, params),
+  cuda_check(launch_kernel(run<Kernel>,
+                           {.blocks = blocks,
+                            .threads = Kernel::config.threads(),
+                            .bytes = bytes,
+                            .stream = queue.stream,
+                            .cluster = cluster},
+                           params),
              "launch of a grouped product");
 }
 

@@ -10,9 +10,9 @@
 #include <concepts>
 
 #include "cuda/alignment.h"
+#include "cuda/arch/copy.cuh"
+#include "cuda/arch/wgmma.cuh"
 #include "cuda/element.cuh"
-#include "cuda/sm90/arch/copy.cuh"
-#include "cuda/sm90/arch/wgmma.cuh"
 #include "shared/gemm_config.h"
 #include "shared/tiles.h"
 

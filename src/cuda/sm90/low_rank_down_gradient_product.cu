@@ -1,3 +1,4 @@
+// The down gradient with a low-rank term: its choice of a kernel, and its launch.
 #include "cuda/sm90/down_gradient_params.cuh"
 #include "cuda/sm90/low_rank_launch.cuh"
 #include "cuda/sm90/products.h"
@@ -5,7 +6,7 @@
 namespace guild::cuda::sm90 {
 namespace {
 
-template <class T, Major major, bool gathered, Known known>
+template <class T, Major major, bool gathered, StaticActivation known>
 void launch_down_gradient(DownGradientProduct const& x, Queue const& queue) {
   constexpr GemmConfig c = kLowRankConfig;
   using Loader = LowRankLoader<RowLoader<T, c, major, gathered>>;
@@ -21,7 +22,7 @@ void low_rank_down_gradient_product(DownGradientProduct const& x, Queue const& q
   if (x.rows == 0) return;
   bool const k_major = x.w.in_stride == 1 && x.w.out_stride != 1;
   with_product(x.dtype, k_major, x.row_token != nullptr, [&]<class T, Major major, bool gathered> {
-    with_known(known_of(x.activation, x.pairing), [&](auto known) {
+    with_static_activation(static_activation_of(x.activation, x.pairing), [&](auto known) {
       launch_down_gradient<T, major, gathered, known.value>(x, queue);
     });
   });

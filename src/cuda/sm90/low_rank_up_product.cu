@@ -1,3 +1,4 @@
+// The up projection with a low-rank term: its choice of a kernel, and its launch.
 #include "cuda/sm90/low_rank_launch.cuh"
 #include "cuda/sm90/products.h"
 #include "cuda/sm90/up_params.cuh"
@@ -5,7 +6,7 @@
 namespace guild::cuda::sm90 {
 namespace {
 
-template <class T, Major major, bool gathered, Known known>
+template <class T, Major major, bool gathered, StaticActivation known>
 void launch_up(UpProduct const& x, Queue const& queue) {
   constexpr GemmConfig c = kLowRankConfig;
   using Loader = LowRankLoader<RowLoader<T, c, major, gathered>>;
@@ -22,9 +23,9 @@ void low_rank_up_product(UpProduct const& x, Queue const& queue) {
   if (x.rows == 0) return;
   with_product(x.dtype, x.w[0].in_stride == 1, x.row_token != nullptr,
                [&]<class T, Major major, bool gathered> {
-                 with_known(known_of(x.activation, x.pairing), [&](auto known) {
-                   launch_up<T, major, gathered, known.value>(x, queue);
-                 });
+                 with_static_activation(
+                     static_activation_of(x.activation, x.pairing),
+                     [&](auto known) { launch_up<T, major, gathered, known.value>(x, queue); });
                });
 }
 

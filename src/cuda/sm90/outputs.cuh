@@ -94,37 +94,40 @@ struct Bias {
   }
 };
 
-// What a kernel knows about its activation at compile time. Code for all activations in all orders
-// costs the up projection 4 to 7 % of its cycles even if only one of them runs.
-enum class Known : int {
-  nothing,
+// The activation as far as it is known when a kernel is compiled. Code for all activations in all
+// orders costs the up projection 4 to 7 % of its cycles even if only one of them runs.
+enum class StaticActivation : int {
+  any,
   swiglu,  // what most models use: x * sigmoid(x) * up, Pairing::halves
 };
 
-inline Known known_of(Activation const& activation, Pairing pairing) {
+inline StaticActivation static_activation_of(Activation const& activation, Pairing pairing) {
   bool const plain =
       family_of(activation) == Family::swish && activation.alpha == 1 && activation.up_offset == 0;
-  return plain && pairing == Pairing::halves ? Known::swiglu : Known::nothing;
+  return plain && pairing == Pairing::halves ? StaticActivation::swiglu : StaticActivation::any;
 }
 
 // A pairing that is a compile-time constant where it is known.
-template <Known known>
-struct KnownPairing {
+template <StaticActivation known>
+struct StaticPairing {
   Pairing value;
-  __device__ operator Pairing() const { return known == Known::swiglu ? Pairing::halves : value; }
+  __device__ operator Pairing() const {
+    return known == StaticActivation::swiglu ? Pairing::halves : value;
+  }
 };
 
 // The activation with its known parameters replaced by compile-time constants.
-template <Known known>
+template <StaticActivation known>
 __device__ ActivationOf<float> with_constants(ActivationOf<float> act) {
-  if (known == Known::swiglu) act.alpha = 1, act.up_offset = -0.f;  // x + -0 is x, even for -0
+  if (known == StaticActivation::swiglu)
+    act.alpha = 1, act.up_offset = -0.f;  // x + -0 is x, even for -0
   return act;
 }
 
 // Calls f(std::integral_constant<Family, family>{}).
-template <Known known, class F>
-__device__ void with_known_family(ActivationOf<float> const& activation, F&& f) {
-  if constexpr (known == Known::swiglu) {
+template <StaticActivation known, class F>
+__device__ void with_static_family(ActivationOf<float> const& activation, F&& f) {
+  if constexpr (known == StaticActivation::swiglu) {
     f(std::integral_constant<Family, Family::swish>{});
   } else {
     with_family(activation, f);

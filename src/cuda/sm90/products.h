@@ -14,6 +14,6 @@ void low_rank_down_gradient_product(DownGradientProduct const& product, Queue co
 void low_rank_row_product(RowProduct const& product, Queue const& queue);  // not to `direct`
 void expert_product(ExpertProduct const& product, Queue const& queue);
 bool products_sort(Sort const& sort);
-bool are_for_few_tokens(Sizes const& sizes);
+bool fuses_shared_experts(Sizes const& sizes);
 
 }  // namespace guild::cuda::sm90

@@ -6,7 +6,7 @@ namespace guild::cuda {
 
 template <class Kernel, class T, GemmConfig c, Major major, class Epilogue>
 typename Kernel::Params row_params(RowProduct const& x, Epilogue const& epilogue) {
-  int const half_steps = int((x.k + c.tile_k - 1) / c.tile_k);
+  int const half_steps = int(ceil_div(x.k, c.tile_k));
   typename Kernel::Params params{};
   params.work = {.groups = x.groups,
                  .tile_n = c.tile_n,

@@ -1,3 +1,4 @@
+// The down projection, the up gradient and grouped_gemm: which kernel serves them, and its launch.
 #include "cuda/sm90/decode/decode.h"
 #include "cuda/sm90/launch.cuh"
 #include "cuda/sm90/products.h"

@@ -1,3 +1,4 @@
+// Tensor maps, made by the driver's function, and the shapes of those that several kernels use.
 #include "cuda/sm90/tensor_map.h"
 
 #include <array>

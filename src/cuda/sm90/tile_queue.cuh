@@ -1,7 +1,7 @@
 // Tile scheduling: one warp finds the block's tiles and passes them to all others through a queue
 // in shared memory. Blocks take every n-th tile (static) or claim tiles from a counter (dynamic).
 #pragma once
-#include "cuda/sm90/arch/cluster.cuh"
+#include "cuda/arch/cluster.cuh"
 #include "cuda/warp.cuh"
 #include "shared/gemm_config.h"
 #include "shared/tiles.h"
@@ -136,11 +136,11 @@ struct TileQueue {
   }
 };
 
-// The scheduling warp: finds this block's tiles and announces them to all its warps.
+// The scheduler, a warp: finds this block's tiles and announces them to all its warps.
 template <class Work, GemmConfig C>
-class TileGuide {
+class TileScheduler {
  public:
-  __device__ explicit TileGuide(Work const& work)
+  __device__ explicit TileScheduler(Work const& work)
       : finder(work, blockIdx.x / C.cluster, gridDim.x / C.cluster) {}
 
   // Puts this block's part of the cluster's next tile, which may be empty, into the queue; false

@@ -16,7 +16,7 @@ typename Kernel::Params up_params(UpProduct const& x) {
                  .tile_n = int(tile_n),
                  .across = int(ceil_div(columns, tile_n)),
                  .inner = int(x.k)};
-  fill_rows<T, c, major>(params.load, x, "x");
+  fill_rows<T, c, major>(params.load, {x.a, x.rows, x.tokens, x.k, x.row_token}, "x");
   params.load.b = weight_loader<T, c, major>(x.w[0], x.w[1], x.groups.groups, columns, x.k, halves,
                                              INT32_MAX, "w_up");
   auto& out = params.epilogue;

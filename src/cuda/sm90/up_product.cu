@@ -1,3 +1,4 @@
+// The up projection: which kernel serves it, and its launch.
 #include "cuda/sm90/activate.cuh"
 #include "cuda/sm90/decode/decode.h"
 #include "cuda/sm90/launch.cuh"
@@ -7,7 +8,7 @@
 namespace guild::cuda::sm90 {
 namespace {
 
-template <class T, GemmConfig c, Major major, bool gathered, Known known>
+template <class T, GemmConfig c, Major major, bool gathered, StaticActivation known>
 void launch_up(UpProduct const& x, Queue const& queue) {
   using Loader = RowLoader<T, c, major, gathered>;
   using Kernel = GroupedProduct<c, Loader, Activate<T, known>>;
@@ -29,9 +30,10 @@ void up_product(UpProduct const& x, Queue const& queue) {
   with_product(x.dtype, x.w[0].in_stride == 1, x.row_token != nullptr,
                [&]<class T, Major major, bool gathered> {
                  with_config<Product::up>(count, [&]<GemmConfig c> {
-                   with_known(known_of(x.activation, x.pairing), [&](auto known) {
-                     launch_up<T, c, major, gathered, known.value>(x, queue);
-                   });
+                   with_static_activation(static_activation_of(x.activation, x.pairing),
+                                          [&](auto known) {
+                                            launch_up<T, c, major, gathered, known.value>(x, queue);
+                                          });
                  });
                });
 }

@@ -28,7 +28,7 @@ Choices choices(Sizes const& s) {
   down.groups = groups;
   Sort const sort{.tokens = s.tokens, .experts = s.experts, .top_k = s.top_k};
   return {cuda::sm90::serves_few_tokens(up), cuda::sm90::serves_few_tokens(down),
-          cuda::sm90::are_for_few_tokens(s), cuda::sm90::products_sort(sort)};
+          cuda::sm90::fuses_shared_experts(s), cuda::sm90::products_sort(sort)};
 }
 
 TEST(FewTokens, StepsAgree) {

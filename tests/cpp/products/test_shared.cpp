@@ -258,15 +258,15 @@ TEST(BiasSums, NoTwoChunksMeet) {
     int begin = 0;
     for (int e = 0; e < experts; ++e) {
       int const end = begin + int(random() % most);
-      for (int row = begin; row < end; row += kChunkRows) seen.push_back(chunk_of(row, e));
+      for (int row = begin; row < end; row += kBiasChunkRows) seen.push_back(bias_chunk_of(row, e));
       begin = end;
     }
     EXPECT_TRUE(std::is_sorted(seen.begin(), seen.end(), std::less_equal<>())) << "round " << round;
     if (seen.empty()) continue;
-    EXPECT_LT(seen.back(), most_chunks(begin, experts)) << "round " << round;
+    EXPECT_LT(seen.back(), most_bias_chunks(begin, experts)) << "round " << round;
   }
-  EXPECT_EQ(most_chunks(0, 5), 0);
-  EXPECT_EQ(most_chunks(int64_t(1) << 40, 3), (int64_t(1) << 34) + 3);
+  EXPECT_EQ(most_bias_chunks(0, 5), 0);
+  EXPECT_EQ(most_bias_chunks(int64_t(1) << 40, 3), (int64_t(1) << 34) + 3);
 }
 
 TEST(Routing, OrderOfNumbers) {

@@ -73,7 +73,8 @@ bool serves_few_tokens(RowProduct const& x) {
   return able && are_few(x.rows, x.groups.groups, x.n, x.k);
 }
 
-bool are_for_few_tokens(Sizes const& x) {
+// Where the products are those for few tokens.
+bool fuses_shared_experts(Sizes const& x) {
   return x.rows() > 0 && x.experts <= kMostRouted &&
          are_few(x.rows(), x.experts, x.hidden, x.intermediate);
 }

@@ -1,6 +1,6 @@
 // The rows of X of a tile, gathered by cp.async: DecodeProduct's.
 #pragma once
-#include "cuda/sm90/arch/copy.cuh"
+#include "cuda/arch/copy.cuh"
 #include "cuda/sm90/decode/plan.cuh"
 #include "cuda/sm90/decode/results.cuh"
 #include "cuda/sm90/decode/ring.cuh"

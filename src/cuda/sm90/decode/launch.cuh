@@ -67,7 +67,13 @@ void launch_few(void (*kernel)(Params), AllowedOn& allowed, int bytes, Params co
   // On a part of the multiprocessors one block each: two would spread over twice as many.
   int const at_once = queue.sms > 0 ? 1 : kAtOnce;
   unsigned const blocks = unsigned(std::min<int64_t>(tiles, at_once * multiprocessors(queue)));
-  cuda_check(launch_early(kernel, dim3(blocks), kPlanThreads, bytes, queue.stream, params),
+  cuda_check(launch_kernel(kernel,
+                           {.blocks = blocks,
+                            .threads = kPlanThreads,
+                            .bytes = bytes,
+                            .stream = queue.stream,
+                            .early = true},
+                           params),
              "launch of a product for few tokens");
 }
 

@@ -2,8 +2,8 @@
 // of a sort, or from the slots' ids, which saves the launch of the sort where slots are few.
 #pragma once
 #include "cuda/alignment.h"
-#include "cuda/sm90/arch/barrier.cuh"
-#include "cuda/sm90/arch/dependence.cuh"
+#include "cuda/arch/barrier.cuh"
+#include "cuda/arch/dependent_launch.cuh"
 #include "cuda/sm90/decode/decode.h"
 #include "cuda/warp.cuh"
 #include "guild/routing.h"

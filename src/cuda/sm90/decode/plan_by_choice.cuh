@@ -3,8 +3,8 @@
 #pragma once
 #include <type_traits>
 
+#include "cuda/arch/dependent_launch.cuh"
 #include "cuda/routing/route_few.cuh"
-#include "cuda/sm90/arch/dependence.cuh"
 #include "cuda/sm90/decode/plan.cuh"
 #include "cuda/warp.cuh"
 

@@ -17,8 +17,8 @@
 //
 // Swapped operands: DeepGEMM, vLLM (docs/papers.md).
 #pragma once
+#include "cuda/arch/copy.cuh"
 #include "cuda/products.h"
-#include "cuda/sm90/arch/copy.cuh"
 #include "cuda/sm90/decode/gathered_rows.cuh"
 #include "cuda/sm90/decode/numbers.cuh"
 #include "cuda/sm90/decode/plan.cuh"

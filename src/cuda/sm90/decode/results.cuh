@@ -55,7 +55,7 @@ struct DecodeResults {
         int const within = fragment_row(threadIdx.x) + 8 * below;
         Place const at = place_of(part, within, tile);
         bool const there = within < S.rows && at.col < to.columns;
-        float const value = there ? to_float(row[at.first + at.col]) : 0.f;
+        float const value = there ? float(row[at.first + at.col]) : 0.f;
 #pragma unroll
         for (int i = 0; i < count; ++i) {
           if (i % 4 / 2 == below) acc[part][i] = value;

@@ -1,7 +1,7 @@
 // The ring of stages that weights and rows of X pass through, and the sum of a tile over K.
 #pragma once
-#include "cuda/sm90/arch/copy.cuh"
-#include "cuda/sm90/arch/wgmma.cuh"
+#include "cuda/arch/copy.cuh"
+#include "cuda/arch/wgmma.cuh"
 #include "cuda/sm90/cursor.cuh"
 #include "cuda/sm90/tile_queue.cuh"
 #include "cuda/warp.cuh"

@@ -18,8 +18,8 @@
 // each byte of weights.
 #pragma once
 #include "cuda/alignment.h"
+#include "cuda/arch/dependent_launch.cuh"
 #include "cuda/products.h"
-#include "cuda/sm90/arch/dependence.cuh"
 #include "cuda/sm90/cursor.cuh"
 #include "cuda/sm90/decode/claims.h"
 #include "cuda/sm90/decode/ring.cuh"

@@ -53,9 +53,14 @@ void launch_tall(typename Product::Params const& params, int64_t rows, Queue con
   int64_t const high = rows / kFastRows + std::min<int64_t>(rows, params.groups.groups);
   int64_t const tiles = high * ceil_div(params.columns, Product::kLeastColumns);
   unsigned const blocks = unsigned(std::min<int64_t>(tiles, multiprocessors(queue)));
-  cuda_check(
-      launch_early(kernel, dim3(blocks), Product::kThreads, Product::kBytes, queue.stream, params),
-      "launch of a tall product");
+  cuda_check(launch_kernel(kernel,
+                           {.blocks = blocks,
+                            .threads = Product::kThreads,
+                            .bytes = Product::kBytes,
+                            .stream = queue.stream,
+                            .early = true},
+                           params),
+             "launch of a tall product");
 }
 
 }  // namespace guild::cuda::sm90

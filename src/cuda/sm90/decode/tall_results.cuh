@@ -44,7 +44,7 @@ struct TallResults {
         int const at = !paired()                       ? col
                        : pairing == Pairing::alternate ? 2 * col + below
                                                        : below * out.columns + col;
-        float const value = col < out.columns ? to_float(row[at]) : 0.f;
+        float const value = col < out.columns ? float(row[at]) : 0.f;
 #pragma unroll
         for (int i = 0; i < kPartSums; ++i) {
           if (i % 4 / 2 == below) acc[part][i] = value;

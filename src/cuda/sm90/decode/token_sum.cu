@@ -1,3 +1,4 @@
+// The down projection of few tokens together with their experts' sum: when it serves, its launch.
 #include <bit>
 
 #include "cuda/sm90/decode/decode.h"

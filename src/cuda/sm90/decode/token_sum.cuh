@@ -12,7 +12,7 @@
 // columns of all experts' results, and adds them up as combine does: rounded to T, in fp32, k
 // ascending.
 #pragma once
-#include "cuda/sm90/arch/copy.cuh"
+#include "cuda/arch/copy.cuh"
 #include "cuda/sm90/decode/plan.cuh"
 #include "cuda/sm90/decode/ring.cuh"
 #include "cuda/sm90/outputs.cuh"
@@ -197,7 +197,7 @@ struct TokenSumKernel {
       int const col = (pass.tile << p.width_log2) + own.col[half], group = own.group[half];
       float value = 0;
       if (group < min(pass.last, plan.count) && col < p.columns) {
-        value = to_float(p.bias.data[plan.expert[group] * p.bias.stride + col]);
+        value = float(p.bias.data[plan.expert[group] * p.bias.stride + col]);
       }
 #pragma unroll
       for (int i = 0; i < S.tokens / 2; ++i) {
@@ -234,14 +234,14 @@ struct TokenSumKernel {
       int const t = i >> p.width_log2, own = i & (p.width() - 1);
       int const col = (tile << p.width_log2) + own;
       if (col >= p.columns) continue;
-      float sum = p.shared                ? to_float(smem.value[top_k][own])
-                  : p.residual != nullptr ? to_float(p.residual[t * p.residual_stride + col])
+      float sum = p.shared                ? float(smem.value[top_k][own])
+                  : p.residual != nullptr ? float(p.residual[t * p.residual_stride + col])
                                           : 0.f;
-      if (p.residual_scale != nullptr) sum = to_float(T(p.residual_scale[t] * sum));
+      if (p.residual_scale != nullptr) sum = float(T(p.residual_scale[t] * sum));
 #pragma unroll 4
       for (int k = 0; k < top_k; ++k) {
         Term const term = smem.term[t * top_k + k];
-        if (term.row >= 0) sum += term.score * to_float(smem.value[term.row][own]);
+        if (term.row >= 0) sum += term.score * float(smem.value[term.row][own]);
       }
       p.o[t * p.o_stride + col] = T(sum);
     }

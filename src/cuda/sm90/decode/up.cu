@@ -45,7 +45,8 @@ void launch_up(UpProduct const& x, Queue const& queue) {
   out.columns = int(columns);
   p.results.pairing = x.pairing;
   p.results.activation = activation_in<float>(x.activation);
-  if (known_of(x.activation, x.pairing) == Known::swiglu) p.results.activation.up_offset = -0.f;
+  if (static_activation_of(x.activation, x.pairing) == StaticActivation::swiglu)
+    p.results.activation.up_offset = -0.f;
   if (x.shared.n > 0) {
     int64_t const width = x.pairing == Pairing::alternate ? 2 * x.shared.n : x.shared.n;
     auto& shared = p.shared;

@@ -7,7 +7,7 @@
 //
 // TMA sees two codes as one element of two bytes.
 #pragma once
-#include "cuda/sm90/float8/store_experts.cuh"
+#include "cuda/sm90/float8/store_at_once.cuh"
 #include "cuda/sm90/float8/warp_rows.cuh"
 #include "cuda/sm90/kernel.cuh"
 #include "guild/float8_chunks.h"

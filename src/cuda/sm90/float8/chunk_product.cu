@@ -1,3 +1,4 @@
+// The weight gradients of quantised chunks: how their results are stored, and their launch.
 #include "cuda/sm90/float8/chunk_product.h"
 
 #include <utility>
@@ -71,7 +72,7 @@ void chunk_product(ChunkProduct const& product, Queue const& queue) {
   with_type(x.d_dtype, [&](auto element) {
     using T = decltype(element);
     if (matrices.have_boxes()) {
-      StoreExpertAtOnce<T> const boxes{matrices.boxes<T>("out")};
+      StoreAtOnce<T, StoreExpert> const boxes{matrices.boxes<T>("out")};
       return launch_format(x, boxes, queue);
     }
     launch_format(x, StoreDirect<T>{d, {}}, queue);

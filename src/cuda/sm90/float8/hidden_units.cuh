@@ -9,12 +9,12 @@
 
 namespace guild::cuda {
 
-template <class T, Known known, bool of_codes>
+template <class T, StaticActivation known, bool of_codes>
 struct HiddenUnits {
   CUtensorMap map;      // (columns, halves, rows), boxes of 64 x 1 x 64
   ConstScales scales;   // of codes, else H is of T
   int columns, blocks;  // of a half, and blocks of scales in it
-  KnownPairing<known> pairing;
+  StaticPairing<known> pairing;
 
   static constexpr int kBoxBytes = 2 * kBlockBytes;  // 64 columns, 128 rows: both consumers'
 

@@ -24,12 +24,8 @@ using CodeLoader = RowLoader<CodePair, kScaledConfig, Major::K, gathered>;
 template <bool gathered>
 void fill_code_rows(typename CodeLoader<gathered>::Params& load, ConstRows const& codes,
                     Sizes const& s, int32_t const* row_token, char const* name) {
-  struct {
-    int64_t rows, tokens, k;
-    ConstRows a;
-    int32_t const* row_token;
-  } const x{s.rows(), s.tokens, s.hidden / 2, in_pairs(codes, s.hidden), row_token};
-  fill_rows<CodePair, kScaledConfig, Major::K>(load, x, name);
+  RowOperand const rows{in_pairs(codes, s.hidden), s.rows(), s.tokens, s.hidden / 2, row_token};
+  fill_rows<CodePair, kScaledConfig, Major::K>(load, rows, name);
 }
 
 // Calls f(std::integral_constant<Codes, codes>{}).

@@ -1,6 +1,6 @@
 // Scales on their way to the warps that multiply by them.
 #pragma once
-#include "cuda/sm90/arch/copy.cuh"
+#include "cuda/arch/copy.cuh"
 
 namespace guild::cuda {
 

@@ -12,7 +12,7 @@ namespace guild::cuda {
 // What is kept of H.
 enum class Kept : int { nothing, rounded, codes };
 
-template <class T, Known known>
+template <class T, StaticActivation known>
 struct ScaledActivate {
   Kept kept;
   RowOutput<T> h;      // columns = I in two halves, 2I interleaved, or I
@@ -21,7 +21,7 @@ struct ScaledActivate {
   Bias<T> bias;        // (E, W), ordered as h
   int columns;         // of A
   ActivationOf<float> activation;
-  KnownPairing<known> pairing;  // of h and bias; in a tile gate and up are always halves
+  StaticPairing<known> pairing;  // of h and bias; in a tile gate and up are always halves
 
   using Storage = StoreBoxes;
 
@@ -132,7 +132,7 @@ struct ScaledActivate {
   // 64 columns. The early exit every 16 columns keeps the compiler from interleaving all columns,
   // which would spill.
   __device__ void activate_pairs(float* gate, float const* up, int left) const {
-    with_known_family<known>(activation, [&, act = with_gate(activation, true)](auto family) {
+    with_static_family<known>(activation, [&, act = with_gate(activation, true)](auto family) {
 #pragma unroll
       for (int i = 0; i < 32; ++i) {
         if (i % 8 == 0 && 2 * i >= left) break;
@@ -142,7 +142,7 @@ struct ScaledActivate {
   }
   // 128 columns.
   __device__ void activate_alone(float* value, int left) const {
-    with_known_family<known>(activation, [&, act = with_gate(activation, false)](auto family) {
+    with_static_family<known>(activation, [&, act = with_gate(activation, false)](auto family) {
 #pragma unroll
       for (int i = 0; i < 64; ++i) {
         if (i % 8 == 0 && 2 * i >= left) break;

@@ -15,7 +15,7 @@
 
 namespace guild::cuda {
 
-template <class T, Known known, bool of_codes>
+template <class T, StaticActivation known, bool of_codes>
 struct ScaledDownGradientEpilogue {
   using Hidden = HiddenUnits<T, known, of_codes>;
 
@@ -107,7 +107,7 @@ struct ScaledDownGradientEpilogue {
                             int thread, StoreBoxes const& boxes) const {
     int const col = tile.col + 64 * unit, left = columns - col;
     uint32_t const box = boxes.address(unit % 2);
-    with_known_family<known>(activation, [&](auto family) {
+    with_static_family<known>(activation, [&](auto family) {
       if (hidden.pairing == Pairing::none) {
         differentiate<family.value>(with_gate(activation, false), g, stage, box, rows, left,
                                     thread);

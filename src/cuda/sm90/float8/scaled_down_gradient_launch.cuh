@@ -35,7 +35,7 @@ inline ChunkOutput chunk_output(Chunks const& chunks, Sizes const& s, int halves
           halves};
 }
 
-template <class T, Known known, bool of_codes>
+template <class T, StaticActivation known, bool of_codes>
 ScaledDownGradientEpilogue<T, known, of_codes> epilogue_of(ScaledDownGradient const& x,
                                                            Pairing pairing) {
   Sizes const& s = x.sizes;
@@ -66,7 +66,7 @@ ScaledDownGradientEpilogue<T, known, of_codes> epilogue_of(ScaledDownGradient co
   return out;
 }
 
-template <class T, bool gathered, Known known, bool of_codes, Codes codes>
+template <class T, bool gathered, StaticActivation known, bool of_codes, Codes codes>
 void launch_kernel(ScaledDownGradient const& x, Pairing pairing, Queue const& queue) {
   constexpr GemmConfig c = kScaledConfig;
   using Epilogue = ScaledDownGradientEpilogue<T, known, of_codes>;
@@ -91,7 +91,7 @@ void launch_kernel(ScaledDownGradient const& x, Pairing pairing, Queue const& qu
 }
 
 // For the element type, the loader of dO and the formats that x has.
-template <Known known, bool of_codes>
+template <StaticActivation known, bool of_codes>
 void launch_scaled_down_gradient(ScaledDownGradient const& x, Pairing pairing, Queue const& queue) {
   with_type(x.dtype, [&](auto element) {
     using T = decltype(element);

@@ -1,4 +1,5 @@
-#include "cuda/float8/products.h"
+// The down gradient of codes: its choice of a kernel, and the kernels for 16-bit H.
+#include "cuda/float8/scaled_products.h"
 #include "cuda/sm90/float8/scaled_down_gradient_launch.cuh"
 
 namespace guild::cuda {
@@ -7,7 +8,7 @@ void scaled_down_gradient_product(ScaledDownGradient const& x, Queue const& queu
   if (x.sizes.rows() == 0) return;
   Pairing const pairing = pairing_of(x.activation.gated, x.order);
   if (x.h.data == nullptr) return scaled_down_gradient_of_codes(x, queue);
-  with_known(known_of(x.activation, pairing), [&](auto known) {
+  with_static_activation(static_activation_of(x.activation, pairing), [&](auto known) {
     launch_scaled_down_gradient<known.value, false>(x, pairing, queue);
   });
 }

@@ -1,6 +1,7 @@
-#include "cuda/float8/products.h"
+// The grouped product of codes by row: how its results are stored, and its launch.
+#include "cuda/float8/scaled_products.h"
 #include "cuda/sm90/float8/launch.cuh"
-#include "cuda/sm90/float8/store_rows.cuh"
+#include "cuda/sm90/float8/store_at_once.cuh"
 
 namespace guild::cuda {
 namespace {
@@ -43,7 +44,7 @@ void scaled_row_product(ScaledRowProduct const& x, Queue const& queue) {
         launch_rows<codes.value>(x, StoreDirect<T>{x.direct, bias}, queue);
       } else {
         StoreRows<T> const rows{row_output<T>(x.d, x.rows, x.n, 1, "d"), bias};
-        launch_rows<codes.value>(x, StoreRowsAtOnce<T>{rows}, queue);
+        launch_rows<codes.value>(x, StoreAtOnce<T, StoreRows>{rows}, queue);
       }
     });
   });

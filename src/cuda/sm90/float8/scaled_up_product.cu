@@ -1,4 +1,5 @@
-#include "cuda/float8/products.h"
+// The up projection of codes: its choice of a kernel, and its launch.
+#include "cuda/float8/scaled_products.h"
 #include "cuda/gate_up.h"
 #include "cuda/sm90/float8/launch.cuh"
 #include "cuda/sm90/float8/scaled_activate.cuh"
@@ -6,7 +7,7 @@
 namespace guild::cuda {
 namespace {
 
-template <class T, bool gathered, Known known>
+template <class T, bool gathered, StaticActivation known>
 void launch_up(ScaledUp const& x, Pairing pairing, Queue const& queue) {
   constexpr GemmConfig c = kScaledConfig;
   using Kernel = ScaledProduct<c, CodeLoader<gathered>, ScaledActivate<T, known>, Codes::e4m3_e4m3>;
@@ -49,7 +50,7 @@ void scaled_up_product(ScaledUp const& x, Queue const& queue) {
   if (x.sizes.rows() == 0) return;
   Pairing const pairing = pairing_of(x.activation.gated, x.order);
   with_type(x.dtype, [&](auto element) {
-    with_known(known_of(x.activation, pairing), [&](auto known) {
+    with_static_activation(static_activation_of(x.activation, pairing), [&](auto known) {
       if (x.routing.row_token != nullptr) {
         launch_up<decltype(element), true, known.value>(x, pairing, queue);
       } else {

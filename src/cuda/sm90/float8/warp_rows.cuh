@@ -1,8 +1,8 @@
 // Results that each warp stores for itself: its 16 rows of a box go to shared memory and from
 // there, by TMA, to global memory. No warp waits for another.
 #pragma once
+#include "cuda/arch/store.cuh"
 #include "cuda/products.h"
-#include "cuda/sm90/arch/store.cuh"
 #include "cuda/sm90/fragment.cuh"
 
 namespace guild::cuda {

@@ -1,8 +1,8 @@
 // scaled_up() and scaled_down_gradient(): their arguments as the tensor-core kernels take them.
 #include "checks/check.h"
 #include "cuda/alignment.h"
-#include "cuda/float8/products.h"
 #include "cuda/float8/require.h"
+#include "cuda/float8/scaled_products.h"
 
 namespace guild::cuda {
 namespace {

@@ -4,7 +4,7 @@
 #pragma once
 #include <cuda.h>
 
-#include "cuda/sm90/arch/barrier.cuh"
+#include "cuda/arch/barrier.cuh"
 
 namespace guild::cuda {
 

@@ -10,7 +10,7 @@
 #include <cute/arch/mma_sm90_gmma.hpp>
 #include <utility>
 
-#include "cuda/sm90/arch/barrier.cuh"
+#include "cuda/arch/barrier.cuh"
 #include "shared/dtype.h"
 
 namespace guild::cuda {

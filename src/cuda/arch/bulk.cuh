@@ -1,6 +1,6 @@
 // Whole pieces of memory by TMA, without a map. PTX ISA, section "cp.async.bulk".
 #pragma once
-#include "cuda/sm90/arch/barrier.cuh"
+#include "cuda/arch/barrier.cuh"
 
 namespace guild::cuda {
 

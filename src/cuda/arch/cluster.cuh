@@ -1,14 +1,9 @@
-// Clusters of blocks: their launch, and the shared memory of the others. PTX ISA, sections "mapa",
-// "ld" and "st.async".
-//
-// Used outside sm90/ by rows/bias_gradient.cu, routing/one_cluster.cuh and routing/sort.cu; the
-// first kernel of sort.cu has its cluster's size in its declaration (__cluster_dims__) because
-// launch_early() starts it.
+// Clusters of blocks: their barrier in halves, and the shared memory of the other blocks. PTX ISA,
+// sections "barrier.cluster", "mapa", "ld" and "st.async".
 #pragma once
 #include <bit>
-#include <utility>
 
-#include "cuda/sm90/arch/barrier.cuh"
+#include "cuda/arch/barrier.cuh"
 
 namespace guild::cuda {
 
@@ -16,23 +11,9 @@ namespace guild::cuda {
 // not fit there.
 inline constexpr int kMostClusterBlocks = 8;
 
-// blocks: of all clusters, of `cluster` blocks each. bytes: of dynamic shared memory.
-template <class... Parameters, class... Arguments>
-cudaError_t launch_clusters(void (*kernel)(Parameters...), unsigned blocks, int cluster,
-                            int threads, int64_t bytes, cudaStream_t stream,
-                            Arguments&&... arguments) {
-  cudaLaunchAttribute shape{};
-  shape.id = cudaLaunchAttributeClusterDimension;
-  shape.val.clusterDim = {unsigned(cluster), 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(blocks);
-  config.blockDim = dim3(unsigned(threads));
-  config.dynamicSmemBytes = size_t(bytes);
-  config.stream = stream;
-  config.attrs = &shape;
-  config.numAttrs = cluster > 1 ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
-}
+// cluster_barrier() in two halves.
+__device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive;" ::: "memory"); }
+__device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait;" ::: "memory"); }
 
 // `at` in the block of this rank: four bytes.
 template <class T>

@@ -11,9 +11,9 @@
 #include <algorithm>
 
 #include "cuda/alignment.h"
-#include "cuda/sm90/arch/copy.cuh"
-#include "cuda/sm90/arch/dependence.cuh"
-#include "cuda/sm90/arch/wgmma.cuh"
+#include "cuda/arch/copy.cuh"
+#include "cuda/arch/dependent_launch.cuh"
+#include "cuda/arch/wgmma.cuh"
 #include "cuda/sm90/fragment.cuh"
 #include "cuda/sm90/tensor_map.h"
 #include "guild/router_logits.h"

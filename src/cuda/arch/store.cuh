@@ -1,7 +1,7 @@
 // TMA stores of boxes that are known by their address in shared memory. PTX ISA, section
 // "cp.async.bulk.tensor".
 #pragma once
-#include "cuda/sm90/arch/copy.cuh"
+#include "cuda/arch/copy.cuh"
 
 namespace guild::cuda {
 

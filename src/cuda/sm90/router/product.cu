@@ -1,9 +1,10 @@
 // The router's product on the GPU: its launch, and the sum of the chunks where no router adds them.
-#include "cuda/routing/product.cuh"
+#include "cuda/sm90/router/product.cuh"
 
 #include "checks/router_logits.h"
 #include "cuda/alignment.h"
 #include "cuda/device.h"
+#include "cuda/launch.h"
 #include "cuda/routing/logit_parts.cuh"
 #include "cuda/shared_memory.h"
 
@@ -39,10 +40,14 @@ void launch_product(RouterLogits const& x, LogitParts const& to, int64_t stride,
   allow_shared_memory(router_product_kernel<Product>, bytes, allowed,
                       "shared memory of the router's product");
   int64_t const most = int64_t(Product::kAtOnce) * multiprocessors(queue);
-  cuda_check(
-      launch_early(router_product_kernel<Product>, dim3(unsigned(std::min<int64_t>(p.tiles, most))),
-                   Product::kThreads, bytes, queue.stream, p),
-      "launch of the router's product");
+  cuda_check(launch_kernel(router_product_kernel<Product>,
+                           {.blocks = unsigned(std::min<int64_t>(p.tiles, most)),
+                            .threads = Product::kThreads,
+                            .bytes = bytes,
+                            .stream = queue.stream,
+                            .early = true},
+                           p),
+             "launch of the router's product");
 }
 
 template <class T>
@@ -55,8 +60,13 @@ void launch_few(RouterLogits const& x, LogitParts const& to, int64_t stride, Que
                       "shared memory of the router's product");
   int64_t const tiles = ceil_div(x.experts, Product::kExperts) + (x.gate.data != nullptr);
   dim3 const blocks(unsigned(tiles), unsigned(to.count));
-  cuda_check(launch_early(router_product_of_few_kernel<T>, blocks, Product::kThreads,
-                          Product::bytes(p.chunk, p.rows), queue.stream, p),
+  cuda_check(launch_kernel(router_product_of_few_kernel<T>,
+                           {.blocks = blocks,
+                            .threads = Product::kThreads,
+                            .bytes = Product::bytes(p.chunk, p.rows),
+                            .stream = queue.stream,
+                            .early = true},
+                           p),
              "launch of the router's product");
 }
 
@@ -111,10 +121,12 @@ void router_logits(RouterLogits const& x, Queue queue) {
   LogitParts const parts = multiply_for_router(x, queue);
   if (x.tokens == 0 || (parts.count == 1 && !x.sigmoid)) return;
   unsigned const blocks = unsigned(ceil_div(parts.stride, kThreads));
-  cuda_check(launch_early(add_parts_kernel, dim3(blocks), kThreads, 0, queue.stream, parts,
-                          static_cast<float*>(x.logits.data), row_stride(x.logits, x.experts),
-                          int(x.experts), x.sigmoid),
-             "launch of the router's product");
+  cuda_check(
+      launch_kernel(add_parts_kernel,
+                    {.blocks = blocks, .threads = kThreads, .stream = queue.stream, .early = true},
+                    parts, static_cast<float*>(x.logits.data), row_stride(x.logits, x.experts),
+                    int(x.experts), x.sigmoid),
+      "launch of the router's product");
 }
 
 }  // namespace guild::cuda

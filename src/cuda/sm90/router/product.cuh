@@ -10,13 +10,13 @@
 #pragma once
 #include <algorithm>
 
-#include "cuda/routing/product_few.cuh"
-#include "cuda/sm90/arch/copy.cuh"
-#include "cuda/sm90/arch/dependence.cuh"
-#include "cuda/sm90/arch/wgmma.cuh"
+#include "cuda/arch/copy.cuh"
+#include "cuda/arch/dependent_launch.cuh"
+#include "cuda/arch/wgmma.cuh"
 #include "cuda/sm90/cursor.cuh"
 #include "cuda/sm90/fragment.cuh"
 #include "cuda/sm90/launch.cuh"
+#include "cuda/sm90/router/product_few.cuh"
 #include "guild/router_logits.h"
 #include "shared/router_product.h"
 

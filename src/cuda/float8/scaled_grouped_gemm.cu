@@ -2,9 +2,9 @@
 #include "checks/check.h"
 #include "cuda/alignment.h"
 #include "cuda/device.h"
-#include "cuda/float8/products.h"
 #include "cuda/float8/require.h"
-#include "cuda/rows/clear_tail.h"
+#include "cuda/float8/scaled_products.h"
+#include "cuda/rows/ungrouped_rows.h"
 
 namespace guild::cuda {
 
@@ -24,15 +24,15 @@ void scaled_grouped_gemm(ScaledGroupedGemm const& x, Queue queue) {
     require(x.n % 2 == 0, "n: expected an even number with a bias on CUDA, got ", x.n);
   }
   if (x.m == 0) return;
-  int64_t const d_stride = x.d.stride == 0 ? x.n : x.d.stride;
-  clear_tail({.d = x.d.data,
-              .row_stride = d_stride,
-              .col_stride = 1,
-              .last = x.offsets + x.groups - 1,
-              .rows = x.m,
-              .n = x.n,
-              .element_bytes = is_float ? 4 : 2},
-             queue);
+  int64_t const d_stride = row_stride(x.d, x.n);
+  clear_ungrouped_rows({.d = x.d.data,
+                        .row_stride = d_stride,
+                        .col_stride = 1,
+                        .last = x.offsets + x.groups - 1,
+                        .rows = x.m,
+                        .n = x.n,
+                        .element_bytes = is_float ? 4 : 2},
+                       queue);
   ScaledRowProduct product{.element = is_float ? DType::bfloat16 : x.out_dtype,
                            .a_format = x.a_format,
                            .rows = x.m,
