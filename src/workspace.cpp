@@ -21,6 +21,7 @@ void check_layer_sizes(Sizes const& s) {
   check_size(s.intermediate, 0, kMostColumns, "intermediate");
   check_size(s.experts, 0, kMostExperts, "experts");
   check_size(s.top_k, 0, kMostExperts, "top_k");
+  check_size(s.slots, -1, kMostRows, "slots");
   check_size(s.rows(), 0, kMostRows, s.slots < 0 ? "tokens * top_k" : "slots");
 }
 

@@ -179,7 +179,7 @@ struct BiasGradient {
   Routing routing;      // uses offsets; row_token and row_score unless null
   ConstRows m;          // (rows or tokens, width)
   Rows db;              // (E, width) out
-  int64_t tokens = -1;  // rows of m where gathered; else not read
+  int64_t tokens = -1;  // rows of m where gathered
 };
 
 // ---- level 1: the bare grouped product ----------------------------------------------------------
@@ -278,8 +278,8 @@ struct MoeWeightGradients {
   void* workspace = nullptr;            // moe_weight_gradients_workspace_bytes()
 };
 
-// Bytes of the work buffers above, aligned to 256; the same for both backends. Zero sizes give 0;
-// sizes that no step accepts, or whose product overflows int64_t, throw Error.
+// Bytes of the work buffers above, aligned to 256; the same for both backends. Sizes may be 0.
+// Negative sizes, sizes above a step's limits and products that overflow int64_t throw Error.
 int64_t sort_workspace_bytes(int64_t tokens, int64_t experts, int64_t top_k);
 int64_t rounding_workspace_bytes(int64_t tokens, int64_t experts);
 int64_t balance_workspace_bytes(int64_t tokens, int64_t experts, int64_t sequences);

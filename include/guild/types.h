@@ -73,14 +73,10 @@ enum class GateUp : int { concatenated, interleaved };
 template <class W>
 struct GatedWeight {
   W gate, up;
-  operator GatedWeight<ConstWeight>() const
-    requires std::is_same_v<W, Weight>
-  {
-    return {gate, up};
-  }
 };
 using UpWeight = GatedWeight<Weight>;
 using ConstUpWeight = GatedWeight<ConstWeight>;
+inline ConstUpWeight as_const(UpWeight const& w) { return {w.gate, w.up}; }
 
 // The halves of one packed tensor, whose matrices have `width` = 2I (gated) or I rows:
 //   transposed = false   [E, width, H], as torch.nn.Linear stores it

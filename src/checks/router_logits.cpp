@@ -7,18 +7,10 @@
 
 namespace guild {
 
-namespace {
-
-void check_product_sizes(int64_t tokens, int64_t hidden, int64_t experts) {
-  check_size(tokens, 0, kMostRows, "tokens");
-  check_size(hidden, 1, kMostColumns, "hidden");
-  check_size(experts, 1, kMostExperts, "experts");
-}
-
-}  // namespace
-
 void check(RouterLogits const& x) {
-  check_product_sizes(x.tokens, x.hidden, x.experts);
+  check_size(x.tokens, 0, kMostRows, "tokens");
+  check_size(x.hidden, 1, kMostColumns, "hidden");
+  check_size(x.experts, 1, kMostExperts, "experts");
   check_dtype(x.dtype, "dtype");
   check_rows(x.x, x.tokens, x.hidden, "x");
   check_rows(x.weight, x.experts, x.hidden, "weight");
@@ -57,7 +49,9 @@ void check_pair(RouterLogits const& product, Route const& route) {
 
 int64_t router_logits_workspace_bytes(int64_t tokens, int64_t hidden, int64_t experts,
                                       DType dtype) {
-  check_product_sizes(tokens, std::max<int64_t>(hidden, 1), std::max<int64_t>(experts, 1));
+  check_size(tokens, 0, kMostRows, "tokens");
+  check_size(hidden, 0, kMostColumns, "hidden");
+  check_size(experts, 0, kMostExperts, "experts");
   check_dtype(dtype, "dtype");
   bool const split = choose_router_tile(tokens, hidden, experts).split;
   Carver carver(nullptr);

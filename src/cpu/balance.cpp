@@ -23,7 +23,7 @@ F shares_of(Score score, F const* logits, int64_t experts, F* p, F* softmax) {
   }
   if (score != Score::softmax && sum == 0) sum = 1;  // all of them are 0
   for (int64_t e = 0; e < experts; ++e) p[e] /= sum, softmax[e] /= sum_of_exp;
-  return top + std::log(sum_of_exp);
+  return std::isinf(top) ? top : top + std::log(sum_of_exp);
 }
 
 template <class F>
@@ -31,22 +31,23 @@ void sum_sequence(BalanceSums const& x, int64_t sequence) {
   Scratch scratch;
   int64_t const length = x.tokens / x.sequences;
   F *const p = scratch.take<F>(x.experts), *const softmax = scratch.take<F>(x.experts);
-  F* const shares = static_cast<F*>(x.shares) + sequence * x.experts;
-  F& squares = static_cast<F*>(x.squares)[sequence];
+  double* const shares = scratch.take<double>(x.experts);  // of up to millions of tokens
+  double squares = 0;
   int32_t* const counts = x.counts + sequence * x.experts;
-  std::fill_n(shares, x.experts, F(0));
+  std::fill_n(shares, x.experts, 0.);
   std::fill_n(counts, x.experts, 0);
-  squares = 0;
   for (int64_t token = sequence * length; token < (sequence + 1) * length; ++token) {
     if (x.token_mask != nullptr && x.token_mask[token] == 0) continue;
     F const* const logits = rows_of<F>(x.logits, x.experts).row(token);
     F const lse = shares_of(x.score, logits, x.experts, p, softmax);
-    squares += lse * lse;
+    squares += double(lse) * lse;
     for (int64_t e = 0; e < x.experts; ++e) shares[e] += p[e];
     for (int64_t slot = token * x.top_k; slot < (token + 1) * x.top_k; ++slot) {
       if (x.ids[slot] >= 0 && x.ids[slot] < x.experts) ++counts[x.ids[slot]];
     }
   }
+  std::copy_n(shares, x.experts, static_cast<F*>(x.shares) + sequence * x.experts);
+  static_cast<F*>(x.squares)[sequence] = F(squares);
 }
 
 // With dp and dq the gradients of shares and squares, dot = sum of p dp over the experts:
@@ -70,7 +71,8 @@ void gradient_token(BalanceGradient const& x, int64_t token) {
   for (int64_t e = 0; e < x.experts; ++e) dot += p[e] * dp[e];
   for (int64_t e = 0; e < x.experts; ++e) {
     F const slope = x.score == Score::softmax ? F(1) : weight_slope(x.score, logits[e]);
-    out[e] = p[e] * (dp[e] - dot) * slope + 2 * lse * dq * softmax[e];
+    out[e] = p[e] * (dp[e] - dot) * slope;
+    if (dq != 0) out[e] += 2 * lse * dq * softmax[e];  // not of an infinite logsumexp times 0
   }
 }
 

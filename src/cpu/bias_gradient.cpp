@@ -15,8 +15,10 @@ void sum_columns(BiasGradient const& x, Block const& expert, Span cols) {
   Scratch scratch;
   auto const m = rows_of<T>(x.m, x.width);
   auto const* const scores = static_cast<F const*>(x.routing.row_score);
-  F *const sum = scratch.take<F>(cols.count), *const row = scratch.take<F>(cols.count);
-  std::fill_n(sum, cols.count, F(0));
+  // In float64: an expert may have millions of rows.
+  double* const sum = scratch.take<double>(cols.count);
+  F* const row = scratch.take<F>(cols.count);
+  std::fill_n(sum, cols.count, 0.);
   for (int64_t r = expert.rows.first; r < expert.rows.first + expert.rows.count; ++r) {
     bool const gathered = x.routing.row_token != nullptr;
     int64_t const from = gathered ? x.routing.row_token[r] : r;
@@ -25,8 +27,9 @@ void sum_columns(BiasGradient const& x, Block const& expert, Span cols) {
     F const score = scores == nullptr ? F(1) : scores[r];
     for (int64_t j = 0; j < cols.count; ++j) sum[j] += score * row[j];
   }
+  std::copy_n(sum, cols.count, row);
   D* const out = rows_of<D>(x.db, x.width).row(expert.expert) + cols.first;
-  store(sum, out, 1, cols.count, x.accumulate);
+  store(row, out, 1, cols.count, x.accumulate);
 }
 
 }  // namespace

@@ -17,8 +17,9 @@ Operand flipped(Operand const& x) {
   return {x.data, x.group_stride, x.col_stride, x.row_stride, x.group_at};
 }
 
+// Whether TMA can address it. Rows that are all the same one (stride 0) are for the plain kernel.
 bool aligned(Operand const& x, int64_t row_stride) {
-  return reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && row_stride % 8 == 0 &&
+  return reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && row_stride > 0 && row_stride % 8 == 0 &&
          x.group_stride % 8 == 0;
 }
 

@@ -7,10 +7,10 @@
 
 namespace guild {
 
-// exp(x) within 2 units in the last place; 0 below exp(-86.9), NaN for NaN.
+// exp(x) within 2 units in the last place, subnormal results too; NaN for NaN.
 // x = n ln 2 + r; exp(r) by a polynomial (Cephes expf), 2^n by its bits.
 constexpr float vector_exp(float x) {
-  float const clamped = x > 89.f ? 89.f : (x < -89.f ? -89.f : x);
+  float const clamped = x > 89.f ? 89.f : (x < -105.f ? -105.f : x);
   float const shift = 12582912.f;  // 1.5 * 2^23: adding it rounds to an integer in the low bits
   float const shifted = clamped * 1.44269504f + shift;
   float const n = shifted - shift;
@@ -22,10 +22,12 @@ constexpr float vector_exp(float x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1;
-  // In two factors, 2^(n - 1) and 2: n may be 128, and 2^128 is no float.
-  uint32_t const exponent = (std::bit_cast<uint32_t>(shifted) + 126u) << 23;
-  float const result = p * std::bit_cast<float>(exponent) * 2.f;
-  return x > 88.7228394f ? std::numeric_limits<float>::infinity() : (x < -86.9f ? 0.f : result);
+  // In two factors: n is between -152 and 128, and neither 2^-152 nor 2^128 is a float.
+  int32_t const whole = int32_t(std::bit_cast<uint32_t>(shifted) - std::bit_cast<uint32_t>(shift));
+  int32_t const half = whole >> 1;
+  float const first = std::bit_cast<float>(uint32_t(half + 127) << 23);
+  float const second = std::bit_cast<float>(uint32_t(whole - half + 127) << 23);
+  return x > 88.7228394f ? std::numeric_limits<float>::infinity() : p * first * second;
 }
 
 }  // namespace guild

@@ -15,7 +15,7 @@ MoeBackward backward_args(Place const& place, Layer const& layer, Routing const&
   b.routing = routing;
   b.dout = place.rows(dout, "dout", layer.dtype, {s.tokens, s.hidden});
   b.h = place.rows(h, "h", layer.dtype, {s.rows(), layer.width()});
-  b.w_up = up_weight_of(place, layer, w.up, w.gate, layer.dtype);
+  b.w_up = as_const(up_weight_of(place, layer, w.up, w.gate, layer.dtype));
   b.w_down = down_weight_of(place, layer, w.down, layer.dtype);
   b.b_down = place.rows(b_down, "b_down", layer.dtype, {s.experts, s.hidden});
   return b;

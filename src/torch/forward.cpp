@@ -55,7 +55,7 @@ MoeForward forward_args(Place const& place, Layer const& layer, Routing const& r
   f.order = layer.order;
   f.routing = routing;
   f.x = place.rows(x, "x", layer.dtype, {s.tokens, s.hidden});
-  f.w_up = up_weight_of(place, layer, w.up, w.gate, layer.dtype);
+  f.w_up = as_const(up_weight_of(place, layer, w.up, w.gate, layer.dtype));
   f.w_down = down_weight_of(place, layer, w.down, layer.dtype);
   f.b_up = place.rows(b_up, "b_up", layer.dtype, {s.experts, layer.width()});
   f.b_down = place.rows(b_down, "b_down", layer.dtype, {s.experts, s.hidden});

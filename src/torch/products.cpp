@@ -139,7 +139,7 @@ Tensors2 pair_up(Tensor const& x, Tensor const& w_up, Tensor const& offsets,
   args.order = layer.order;
   args.routing = routing_of(place, s, offsets);
   args.x = place.rows(x, "x", layer.dtype, {s.tokens, s.hidden});
-  args.w_up = up_weight_of(place, layer, w_up, std::nullopt, layer.dtype);
+  args.w_up = as_const(up_weight_of(place, layer, w_up, std::nullopt, layer.dtype));
   args.bias = place.rows(bias, "bias", layer.dtype, {s.experts, width});
   Tensor a =
       sorted_rows(place, {s.tokens, s.intermediate}, layer.dtype, args.routing.offsets, s.experts);

@@ -67,7 +67,7 @@ LowRankTerm<ConstUpWeight> term_of(Place const& place, Layer layer, MaybeTensor 
   layer.sizes.hidden = both.rank;
   layer.transposed = false;
   layer.experts_at = nullptr;  // of the weights
-  return {both.t, up_weight_of(place, layer, *b, std::nullopt, layer.dtype), both.rank};
+  return {both.t, as_const(up_weight_of(place, layer, *b, std::nullopt, layer.dtype)), both.rank};
 }
 
 // low_rank_t (R, rank) and low_rank_b (E, out, rank), both or none: a term of the product, whose
@@ -98,7 +98,7 @@ Tensors2 up_projection(Tensor const& x, Tensor const& offsets, MaybeTensor const
   args.order = layer.order;
   args.routing = routing_of(place, s, offsets, row_token);
   args.x = place.rows(x, "x", layer.dtype, {s.tokens, s.hidden});
-  args.w_up = up_weight_of(place, layer, w_up, w_gate, layer.dtype);
+  args.w_up = as_const(up_weight_of(place, layer, w_up, w_gate, layer.dtype));
   args.bias = place.rows(b_up, "b_up", layer.dtype, {s.experts, layer.width()});
   args.low_rank = term_of(place, layer, low_rank_t, low_rank_b);
   Tensor a = place.empty({rows, s.intermediate}, layer.dtype);
@@ -288,7 +288,7 @@ Tensor up_gradient(Tensor const& dh, Tensor const& offsets, Tensor const& w_up,
   args.order = layer.order;
   args.routing = routing_of(place, s, offsets);
   args.dh = place.rows(dh, "dh", layer.dtype, {s.rows(), layer.width()});
-  args.w_up = up_weight_of(place, layer, w_up, w_gate, layer.dtype);
+  args.w_up = as_const(up_weight_of(place, layer, w_up, w_gate, layer.dtype));
   args.low_rank = term_of(place, s, layer.dtype, s.hidden, low_rank_t, low_rank_b);
   Tensor dx = place.empty({s.rows(), s.hidden}, layer.dtype);
   args.dx = {dx.data_ptr(), 0};

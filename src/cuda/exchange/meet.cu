@@ -91,8 +91,12 @@ __global__ void __launch_bounds__(kThreads) meet_kernel(Meet x, PeerLayout layou
     arrive(x, PeerView(layout, x.memory, r), number);
     if (load_acquire(&control->failure) == 0) wait(x, layout, control, r, number, limit);
   }
+  // One thread reads it for all: a rank that is ahead may set it for its next meeting meanwhile.
+  __shared__ int64_t failure;
   __syncthreads();
-  int64_t const word = load_acquire(&control->failure);
+  if (r == 0) failure = load_acquire(&control->failure);
+  __syncthreads();
+  int64_t const word = failure;
   if (r == 0 && !stopped) {
     control->meetings = number;
     control->published += x.published;

@@ -23,7 +23,7 @@ struct LaneShares {
     top = logits.top();
     float const sum_of_exp = logits.sum_of_exp(top);
     inverse = 1.f / sum_of_exp;
-    logsumexp = top + logf(sum_of_exp);
+    logsumexp = isinf(top) ? top : top + logf(sum_of_exp);
     float const shift = weight_shift(score, top);
     float sum = 0;
 #pragma unroll
@@ -163,14 +163,16 @@ __global__ void __launch_bounds__(kRouterThreads) balance_gradient_kernel(Balanc
   dot = lanes_sum<S>(dot);
   if (seat.token >= x.tokens) return;
   bool const real = counts_at_all(x.token_mask, token), softmax = x.score == Score::softmax;
-  float const square = 2 * of.logsumexp * static_cast<float const*>(x.dsquares)[sequence];
+  float const dq = static_cast<float const*>(x.dsquares)[sequence];
+  float const square = 2 * of.logsumexp * dq;
   float* const out = static_cast<float*>(x.dlogits.data) + token * out_stride;
 #pragma unroll
   for (int i = 0; i < S::per_lane; ++i) {
     if (i >= logits.count) break;
     float const slope = softmax ? 1.f : weight_slope(x.score, logits.value[i]);
     float const of_p = of.p[i] * (dp[logits.first + i] - dot) * slope;
-    float const d = of_p + square * expf(logits.value[i] - of.top) * of.inverse;
+    float const of_square = square * expf(logits.value[i] - of.top) * of.inverse;
+    float const d = dq == 0 ? of_p : of_p + of_square;  // logsumexp may be infinite
     out[logits.first + i] = real ? d : 0.f;
   }
 }

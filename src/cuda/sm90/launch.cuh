@@ -19,8 +19,9 @@ template <class T>
 CUtensorMap row_map(ConstRows rows, int64_t count, int64_t columns, int halves, int box_rows,
                     char const* name) {
   int64_t const stride = row_stride(rows, columns * halves);
+  int64_t const half_stride = halves == 1 ? stride : columns;  // TMA wants multiples of 16 bytes
   return tensor_map(rows.data, dtype_of<T>(),
-                    {columns, halves, count, columns, stride, kBoxColumns, 1, box_rows}, name);
+                    {columns, halves, count, half_stride, stride, kBoxColumns, 1, box_rows}, name);
 }
 
 // Rows in boxes of 64 x 64 x 1 x 1 that can end before 64 rows; ClippedCoordinate (arch/copy.cuh)

@@ -88,8 +88,10 @@ TEST(Workspace, WrongSizesOfLayersAreNamed) {
     }
     expect_error("tokens * top_k: expected 0 to 2147483647, got 4294967296",
                  [&] { bytes({int64_t(1) << 30, 16, 8, 2, 4}); });
-    expect_error("slots: expected 0 to 2147483647, got 2147483648",
-                 [&] { bytes({4, 16, 8, 2, 2, int64_t(1) << 31}); });
+    for (int64_t const wrong : {int64_t(-2), int64_t(1) << 31}) {
+      expect_error(text_of("slots: expected -1 to 2147483647, got ", wrong),
+                   [&] { bytes({4, 16, 8, 2, 2, wrong}); });
+    }
   }
   expect_error("intermediate: expected 0 to 1073741823, got -1",
                [] { score_parts({4, 16, -1, 2, 2}); });
@@ -123,6 +125,14 @@ TEST(Workspace, WrongSizesOfRoutersAreNamed) {
   }
   expect_slots([](int64_t t, int64_t e, int64_t) { rounding_workspace_bytes(t, e); });
   expect_slots([](int64_t t, int64_t e, int64_t) { balance_workspace_bytes(t, e, 1); });
+  for (int64_t const wrong : {-1, 1 << 30}) {
+    expect_error(text_of("hidden: expected 0 to 1073741823, got ", wrong),
+                 [&] { router_logits_workspace_bytes(4, wrong, 8, DType::float32); });
+  }
+  expect_error("experts: expected 0 to 4096, got -1",
+               [] { router_logits_workspace_bytes(4, 16, -1, DType::float32); });
+  EXPECT_EQ(router_logits_workspace_bytes(0, 16, 8, DType::float32), 0);
+  EXPECT_EQ(router_logits_workspace_bytes(4, 0, 0, DType::float32), 0);
   for (int64_t const wrong : {0, 5}) {
     expect_error(text_of("sequences: expected 1 to 4, got ", wrong),
                  [&] { balance_workspace_bytes(4, 8, wrong); });

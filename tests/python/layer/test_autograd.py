@@ -114,6 +114,20 @@ def test_experts_mlp(activation: str) -> None:
     assert gradcheck(run, inputs, atol=1e-6, rtol=1e-4)
 
 
+def test_bias_gradients_of_many_rows() -> None:
+    """Sums of equal terms in float32, whose rounding errors would all add up."""
+    rows = 1 << 18
+    x, ids = torch.full((rows, 1), 0.1), torch.zeros(rows, 1, dtype=torch.int32)
+    one = torch.ones(1, 1, 1)
+    biases = [torch.zeros(1, 1, requires_grad=True) for _ in range(2)]
+    out = guild.routed_experts(
+        x, ids, torch.ones(rows, 1), one, one, *biases, activation="relu_ungated"
+    )
+    out.backward(torch.full_like(out, 0.1))
+    for bias in biases:
+        torch.testing.assert_close(bias.grad.item(), rows * x[0].double().item(), rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("a, b, ends, bias", GROUPED_SHAPES.values(), ids=GROUPED_SHAPES)
 @pytest.mark.parametrize("flip", [False, True], ids=["row_major", "column_major"])
 def test_grouped_mm(

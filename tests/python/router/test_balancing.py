@@ -16,6 +16,37 @@ from oracle.routing import balance
 
 
 @pytest.mark.parametrize("score", SCORES)
+def test_sums_of_many_tokens(score: str, device: str) -> None:
+    """Sums of half a million equal terms, whose rounding errors would all add up."""
+    logits = torch.full((1 << 19, 10), 0.3, device=device)
+    ids = (torch.arange(1 << 19, device=device) % 10).int()[:, None]
+    sums = guild.balance_sums(logits, ids, score=score)
+    exact = guild.balance_sums(logits.cpu().double(), ids.cpu(), score=score)
+    for loss in ("load_balancing_loss", "z_loss"):
+        got, expected = (getattr(each, loss)().cpu().double() for each in (sums, exact))
+        torch.testing.assert_close(got, expected, rtol=2e-5 if device == "cuda" else 1e-6, atol=0)
+
+
+@pytest.mark.parametrize("score", ["sigmoid", "sqrtsoftplus"])
+def test_infinite_logits(score: str, device: str) -> None:
+    """Shares and their gradient stay numbers, logsumexp is infinite."""
+    inf = float("inf")
+    logits = torch.tensor([[inf, 1, 2], [0, 1, 2], [-inf, -inf, -inf]], device=device)
+    ids = torch.tensor([[0], [1], [2]], device=device, dtype=torch.int32)
+    finite = logits.clamp(-80, 80)
+    if score == "sqrtsoftplus":  # of infinity it is infinite
+        logits = logits[1:].requires_grad_()
+        finite, ids = finite[1:], ids[1:]
+    leaves = [t.detach().clone().requires_grad_() for t in (logits, finite)]
+    sums = [guild.balance_sums(leaf, ids, score=score) for leaf in leaves]
+    assert torch.isinf(sums[0].squares).all()
+    for each in sums:
+        each.load_balancing_loss().backward()
+    torch.testing.assert_close(sums[0].shares, sums[1].shares)
+    torch.testing.assert_close(leaves[0].grad[:2], leaves[1].grad[:2], rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize(
     "tokens, experts, top_k, sequences",
     [(1, 1, 1, 1), (300, 8, 2, 3), (1000, 70, 6, 1), (520, 256, 8, 40), (66, 1024, 32, 2)],

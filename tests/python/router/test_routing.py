@@ -116,6 +116,14 @@ def test_adversarial_logits(part: int, device: str) -> None:
         assert torch.equal(scores.detach().view(torch.int32), again[1].view(torch.int32)), index
 
 
+def test_tiny_weights() -> None:
+    """p below the square root of the smallest number; on the CPU, whose exp is its own."""
+    logits = torch.tensor([[-88.0, -90.0, -200.0]])
+    options = {"score": "sqrtsoftplus", "renormalize": False}
+    got, expected = (guild.route(x, 2, **options)[1].double() for x in (logits, logits.double()))
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=0)
+
+
 def test_padded_tokens(device: str) -> None:
     """Where token_mask is False a token gets no expert, weight, gradient or row in the layer."""
     torch.manual_seed(0)

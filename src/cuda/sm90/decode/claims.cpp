@@ -1,26 +1,41 @@
 // Which counter a launch claims its tiles from.
+#include <functional>
 #include <mutex>
 #include <unordered_map>
+#include <utility>
 
 #include "cuda/sm90/decode/claims.h"
 #include "cuda/sm90/decode/decode.h"
 
 namespace guild::cuda::sm90 {
+namespace {
+
+using Key = std::pair<void const*, void const*>;
+
+struct HashOfKey {
+  size_t operator()(Key const& key) const {
+    std::hash<void const*> const hash;
+    return hash(key.first) ^ (hash(key.second) << 1);
+  }
+};
+
+}  // namespace
 
 // A launch cannot clear its counter itself: its first blocks would claim before the last one has
 // begun. So every launch leaves its counter at 0, which requires memory that nothing else writes,
 // and two launches that run at the same time, in eager calls or in graphs, need two counters. The
-// addresses of their results distinguish such launches, since these must not be written by two at
-// the same time either.
-int claims_of(void const* out) {
+// addresses of their results distinguish such launches. Two that write parts of one result, on
+// streams side by side, are distinguished by their queues' counters.
+int claims_of(void const* out, Queue const& queue) {
   static std::mutex mutex;
-  static std::unordered_map<void const*, int> counter_of;
+  static std::unordered_map<Key, int, HashOfKey> counter_of;
+  Key const key{out, queue.shared ? queue.counter : nullptr};
   std::lock_guard const lock(mutex);
-  auto const found = counter_of.find(out);
+  auto const found = counter_of.find(key);
   if (found != counter_of.end()) return found->second;
   int const next = int(counter_of.size());
   if (next == kClaimCounters) return -1;
-  counter_of.emplace(out, next);
+  counter_of.emplace(key, next);
   return next;
 }
 

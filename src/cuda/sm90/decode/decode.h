@@ -20,9 +20,9 @@ bool serves_tall(RowProduct const& product);
 void tall_row_product(RowProduct const& product, Queue const& queue);
 
 // The counter from which a launch's blocks claim tiles, or -1 if it has none: product.cuh. `out` is
-// what the launch writes; nothing else may write it at that time, so the counter, which always
-// belongs to the same `out`, is the launch's own too.
-int claims_of(void const* out);
+// what the launch writes. Nothing else may write it at that time, except another launch that shares
+// the multiprocessors and has a queue counter of its own; so no other launch has this counter then.
+int claims_of(void const* out, Queue const& queue);
 
 // No group is expected to have more rows.
 inline int64_t most_tokens(RowProduct const& x) { return x.tokens >= 0 ? x.tokens : x.rows; }

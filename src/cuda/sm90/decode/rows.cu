@@ -26,7 +26,7 @@ void launch_rows(RowProduct const& x, Queue const& queue) {
   out.bias = {static_cast<T const*>(x.bias.data), row_stride(x.bias, x.n)};
   out.columns = int(x.n);
   p.results.pairing = Pairing::none;
-  p.claims = claims_of(x.d.data);
+  p.claims = claims_of(x.d.data, queue);
   if (x.shared.k > 0) {
     auto& shared = p.shared;
     shared.weight = weight_source<Product, T, major>(x.shared.w, x.shared.w, 1, x.n, x.shared.k,

@@ -17,7 +17,7 @@ void tall_row_product(RowProduct const& x, Queue const& queue) {
     p.expert_at = x.w[0].expert_at;
     p.x_map[0] = row_map<T>(x.a, x.rows, x.k, 1, 32, "a");
     p.x_map[1] = row_map<T>(x.a, x.rows, x.k, 1, 8, "a");
-    p.claims = claims_of(x.d.data);
+    p.claims = claims_of(x.d.data, queue);
     p.results.out = row_output<T>(x.d, x.rows, x.n, 1, "out");
     p.results.bias = {static_cast<T const*>(x.bias.data), row_stride(x.bias, x.n)};
     p.results.pairing = Pairing::none;

@@ -24,7 +24,7 @@ void launch_up(UpProduct const& x, Queue const& queue) {
     p.x_map[0] = row_map<T>(x.a, x.rows, x.k, 1, 32, "x");
     p.x_map[1] = row_map<T>(x.a, x.rows, x.k, 1, 8, "x");
   }
-  p.claims = claims_of(x.activated.data);
+  p.claims = claims_of(x.activated.data, queue);
   p.results.out = row_output<T>(x.activated, x.rows, x.n, 1, "a");
   p.results.bias = {static_cast<T const*>(x.bias.data), row_stride(x.bias, paired ? 2 * x.n : x.n)};
   p.results.pairing = x.pairing;

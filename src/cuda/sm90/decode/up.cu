@@ -37,7 +37,7 @@ void launch_up(UpProduct const& x, Queue const& queue) {
   } else {
     p.x_map = row_map<T>(x.a, x.rows, x.k, 1, 8, "x");
   }
-  p.claims = claims_of(x.activated.data);
+  p.claims = claims_of(x.activated.data, queue);
   auto& out = p.results.target[0];
   out.h = {static_cast<T*>(x.h.data), row_stride(x.h, columns * (halves ? 2 : 1))};
   out.a = {static_cast<T*>(x.activated.data), row_stride(x.activated, x.n)};
