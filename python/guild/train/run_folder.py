@@ -66,6 +66,10 @@ class RunFolder:
             raise ValueError(
                 f"out: expected a folder or a path where one can be made, got {str(self.path)!r}"
             ) from None
+        except OSError as error:
+            raise ValueError(
+                f"out: no folder can be made at {str(self.path)!r} ({error.strerror})"
+            ) from None
         lock = self._take_lock()
         try:
             yield
