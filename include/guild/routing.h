@@ -29,7 +29,7 @@ enum class GroupScore : int { top2_sum, max };
 struct Router {
   Score score = Score::softmax;
   bool renormalize = true;
-  double scale = 1;      // like sum_floor 0 or in float32's normal range
+  double scale = 1;    // 0 or in float32's normal range, as sum_floor
   int groups = 1;      // divides E; at most 32
   int top_groups = 1;  // groups to choose from; together they have at least K experts
   GroupScore group_score = GroupScore::top2_sum;

@@ -273,10 +273,12 @@ def routed_layer(
     tokens = token_arguments(given.x, router_weight, top_k, router, selection_bias, token_mask)
     if given.fp8 is not None:
         return routed_layer_in_fp8(tokens, given)
-    x, *layer, gradient = layer_arguments(tokens[0], *given.parameters, *given.layout, routed=True)
+    x, *layer, gradient = layer_arguments(
+        tokens[0], *given.parameters(), *given.layout(), routed=True
+    )
     residual = residual_of(given.residual, x)
     wanted = gradient or router_weight.requires_grad
-    keep, sink = sink_of(wanted, weight_gradients, given.parameters, given.order)
+    keep, sink = sink_of(wanted, weight_gradients, given.parameters(), given.order)
     if out is not None:
         operands = {"residual": residual, "router.weight": router_weight}
         expect_output(out, keep, x, layer, **operands)

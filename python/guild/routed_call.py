@@ -49,12 +49,10 @@ class RoutedArguments(NamedTuple):
     expert_map: Tensor | None = None
     fp8: Any = None  # guild.FP8, guild.FP8Weights or None
 
-    @property
     def parameters(self) -> tuple[Any, Any, Any, Any]:
-        """Weights and biases."""
+        """Weights and biases. No property: torch 2.10 compiles none of a NamedTuple."""
         return self.w_up, self.w_down, self.b_up, self.b_down
 
-    @property
     def layout(self) -> tuple[Activation | str, str, bool]:
         """What `layer_arguments` takes after the biases."""
         return self.activation, self.order, self.transposed
@@ -88,8 +86,8 @@ def routed_call(given: RoutedArguments) -> RoutedCall:
     expect_later(given.recompute, given.weight_gradients)
     expect_routing(given.x, given.topk_ids, given.topk_weights, given.token_offsets)
     topk_ids = local_ids(given.topk_ids, given.expert_map)
-    whole, experts_at = whole_of(*given.parameters, given.weight_gradients)
-    x, *layer, gradient = layer_arguments(given.x, *whole, *given.layout, routed=True)
+    whole, experts_at = whole_of(*given.parameters(), given.weight_gradients)
+    x, *layer, gradient = layer_arguments(given.x, *whole, *given.layout(), routed=True)
     return RoutedCall(
         x=x,
         ids=topk_ids.contiguous(),
@@ -98,7 +96,7 @@ def routed_call(given: RoutedArguments) -> RoutedCall:
         residual=residual_of(given.residual, x),
         layer=layer,
         low=low_rank_terms(given.lora_up, given.lora_down, x, layer),
-        given=given.parameters,
+        given=given.parameters(),
         order=given.order,
         gradient=gradient,
         experts_at=experts_at,

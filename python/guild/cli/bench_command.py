@@ -20,14 +20,17 @@ _DRAWN = ("layers", "decode")  # modes whose records have a plot
 _LOG_WIDTH = 170  # of a table written to a file, for which rich would assume 80 columns
 
 
-def run_bench(args: argparse.Namespace) -> int:
-    """Run what the command line asks for; return 1 if a candidate failed or was wrong."""
+def run_bench(args: argparse.Namespace, defaults: argparse.Namespace) -> int:
+    """Run what the command line asks for; return 1 if a candidate failed or was wrong.
+
+    defaults: the same without any options.
+    """
     # With --json, standard output is the JSON alone.
     console = Console(stderr=args.json)
     if not console.is_terminal:
         console.width = _LOG_WIDTH
     if args.report is not None:
-        return _report(args)
+        return _report(args, defaults)
     plan = plan_bench(args)
     if plan.device.type == "cuda" and plan.device.index is not None:
         # Events, graphs and memory statistics apply to the current device.
@@ -72,12 +75,12 @@ def run_bench(args: argparse.Namespace) -> int:
     return 1 if any(case["failures"] for case in record["cases"]) else 0
 
 
-def _report(args: argparse.Namespace) -> int:
+def _report(args: argparse.Namespace, defaults: argparse.Namespace) -> int:
     """Print the tables of a recorded benchmark, and draw it into --out."""
     from guild.bench.record import read_record
     from guild.bench.report import report
 
-    _require_report_alone(args)
+    _require_report_alone(vars(args), vars(defaults))
     record = read_record(args.report)
     if args.out is not None:
         if record["mode"] not in _DRAWN:
@@ -92,12 +95,9 @@ def _report(args: argparse.Namespace) -> int:
     return 0
 
 
-def _require_report_alone(args: argparse.Namespace) -> None:
+def _require_report_alone(args: dict[str, Any], defaults: dict[str, Any]) -> None:
     """Raise for options that say what to measure, and how."""
-    from guild.cli.main import make_parser
-
-    defaults = vars(make_parser().parse_args(["bench"]))
-    for name, value in vars(args).items():
+    for name, value in args.items():
         if value != defaults[name] and name not in ("report", "json", "out"):
             raise ValueError(f"{name}: expected without --report")
 

@@ -368,7 +368,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         be started or written: a wrong argument, a bad checkpoint, a full disk; 130 after Ctrl-C.
     """
     escape_what_cannot_be_encoded()
-    args = make_parser().parse_args(arguments)
+    parser = make_parser()
+    args = parser.parse_args(arguments)
     # Read when torch loads OpenMP: how long a waiting thread spins before it sleeps. With the
     # default of 300,000 turns a training step takes five times as long when other programs need the
     # cores; with 1,000 it loses nothing on idle ones.
@@ -385,7 +386,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.command == "bench":
             from guild.cli.bench_command import run_bench
 
-            return run_bench(args)
+            return run_bench(args, defaults=parser.parse_args(["bench"]))
         from guild.cli.info import run_info
 
         return run_info()

@@ -300,7 +300,7 @@ class ExpertParallel:
     ) -> tuple[Tensor, Tensor]:
         """`routed_experts`, and int32 (E + 1) offsets of this rank's rows by expert."""
         weight_gradients, token_offsets = given.weight_gradients, given.token_offsets
-        expect_no_transform(given.x, given.topk_weights, *given.parameters, given.residual)
+        expect_no_transform(given.x, given.topk_weights, *given.parameters(), given.residual)
         expect_plain(self.exact, weight_gradients, given.lora_up, given.lora_down)
         # Rows of other ranks' tokens come without a residual.
         local = given._replace(residual=None)
@@ -352,14 +352,14 @@ class ExpertParallel:
         layer: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """Router and experts; with exact=True x gets one gradient for both, as in one process."""
-        expect_no_transform(given.x, router_weight, *given.parameters, given.residual)
+        expect_no_transform(given.x, router_weight, *given.parameters(), given.residual)
         tokens = given.x, router_weight, top_k, router, selection_bias, token_mask
         if not self.exact:
             ids, scores = route_tokens(*tokens)
             given = given._replace(topk_ids=ids, topk_weights=scores)
             return self.routed_experts_and_offsets(given, layer=layer)
         arguments = token_arguments(*tokens)
-        x, *local, _ = layer_arguments(given.x, *given.parameters, *given.layout, routed=True)
+        x, *local, _ = layer_arguments(given.x, *given.parameters(), *given.layout(), routed=True)
         residual = residual_rows(given.residual, x)
         expect_later(given.recompute, given.weight_gradients)
         expect_plain(self.exact, given.weight_gradients)

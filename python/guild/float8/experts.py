@@ -172,14 +172,16 @@ def expect_rows_of_codes(x: Tensor, intermediate: int) -> None:
 
 def routed_experts_in_fp8(given: RoutedArguments) -> tuple[Tensor, Tensor]:
     """`guild.experts.routed_experts_and_offsets` in FP8."""
-    out, token_offsets, parameters = given.out, given.token_offsets, given.parameters
+    out, token_offsets, parameters = given.out, given.token_offsets, given.parameters()
     _expect_settings(given.fp8)
     expect_dims("x", given.x, 2, what="(tokens, hidden)")
     expect_later(given.recompute, given.weight_gradients)
     expect_routing(given.x, given.topk_ids, given.topk_weights, token_offsets)
     ids = local_ids(given.topk_ids, given.expert_map).contiguous()
     whole, experts_at = whole_of(*parameters, given.weight_gradients)
-    x, *layer, gradient = layer_arguments(given.x, *whole, *given.layout, routed=True, masters=True)
+    x, *layer, gradient = layer_arguments(
+        given.x, *whole, *given.layout(), routed=True, masters=True
+    )
     codes, flags, fp8 = _codes_of(x, layer, experts_at, ids.numel(), given.fp8)
     residual = residual_of(given.residual, x)
     scores = given.topk_weights.to(score_dtype(x.dtype)).contiguous()
@@ -216,7 +218,7 @@ def routed_layer_in_fp8(tokens: tuple, given: RoutedArguments) -> tuple[Tensor, 
     """`guild.experts.routed_layer` in FP8; tokens: arguments of the op route_tokens."""
     x, router_weight, *router = tokens
     x, *layer, gradient = layer_arguments(
-        x, *given.parameters, *given.layout, routed=True, masters=True
+        x, *given.parameters(), *given.layout(), routed=True, masters=True
     )
     codes, flags, fp8 = _codes_of(x, layer, None, router[2] * x.shape[0], given.fp8)
     wanted = torch.is_grad_enabled() and (gradient or router_weight.requires_grad)

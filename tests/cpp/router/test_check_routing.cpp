@@ -37,15 +37,17 @@ void expect_score(WrongCalls<Args> const& wrong, Of of) {
   }
 }
 
+constexpr char const* kRange = "float32's normal range, got ";
+
 template <class Args>
 void expect_router(WrongCalls<Args> const& wrong) {
   expect_score(wrong, [](Args& x) -> auto& { return x.router.score; });
-  for (float const scale : {float(NAN), float(INFINITY)}) {
-    wrong.expect(text_of("router.scale: expected 0 or a number in float32's normal range, got ", scale),
+  for (double const scale : {double(NAN), double(INFINITY), 1e-39, 1e39}) {
+    wrong.expect(text_of("router.scale: expected 0 or a number in ", kRange, scale),
                  [=](Args& x) { x.router.scale = scale; });
   }
-  for (double const floor : {-0.5, double(NAN), double(INFINITY)}) {
-    wrong.expect(text_of("router.sum_floor: expected 0 or a positive number in float32's normal range, got ", floor),
+  for (double const floor : {-0.5, double(NAN), double(INFINITY), 1e-39}) {
+    wrong.expect(text_of("router.sum_floor: expected 0 or a positive number in ", kRange, floor),
                  [=](Args& x) { x.router.sum_floor = floor; });
   }
   wrong.expect("router.sum_floor: expected 0 without renormalize, got 0.5",
