@@ -1,6 +1,6 @@
 """Tries the wheel with several torches, each time in an empty environment where pip installs both.
 
-Each time README's quick start, a layer forward and backward, the same layer under torch.compile,
+Each time README's quick start, a layer forward and backward, every kind of call under torch.compile,
 and `guild info` run there; then, with the packages of `guild[cli]`, `guild train`. The library is
 one file for all of them, as it uses only torch's stable ABI.
 """
@@ -34,8 +34,21 @@ out = layer(x)
 out.square().sum().backward()
 assert out.shape == x.shape and out.isfinite().all() and out.abs().sum() > 0
 assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
-compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
-assert torch.equal(compiled, out), (compiled - out).abs().max()
+ids, scores = guild.route(torch.randn(10, 4), top_k=2)
+offsets = torch.tensor([0, 3, 5, 5, 10], dtype=torch.int32)
+weights = layer.w_up.detach(), layer.w_down.detach()
+low = guild.LoRA(torch.randn(4, 3, 32), torch.randn(4, 32, 3).requires_grad_())
+fp8 = guild.MoE(32, 16, 4, 2, fp8=guild.FP8(), dtype=torch.bfloat16)
+for name, call, rows in (
+    ("MoE", layer, x),
+    ("routed_experts", lambda x: guild.routed_experts(x, ids, scores, *weights), x),
+    ("LoRA", lambda x: guild.routed_experts(x, ids, scores, *weights, lora_up=low), x),
+    ("experts_mlp", lambda x: guild.experts_mlp(x, offsets, *weights), x),
+    ("FP8", fp8, x.detach().bfloat16().requires_grad_()),
+):
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")(rows)
+    compiled.sum().backward()
+    assert torch.equal(compiled, call(rows)), name
 assert torch.ops.guild.cuda_built() == (with_cuda == "True"), with_cuda
 print("a layer ran forward, backward and compiled from", folder, "with torch", torch.__version__)
 """

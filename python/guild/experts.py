@@ -224,7 +224,7 @@ def run_routed(
 ) -> tuple[Tensor, Tensor]:
     """`routed_experts_and_offsets` of checked arguments."""
     x, ids, scores, token_offsets, residual, layer, low, given, order, _, experts_at = call
-    keep, sink = sink_of(call.wants_gradient, weight_gradients, given, order)
+    keep, sink = sink_of(call.wants_gradient(), weight_gradients, given, order)
     if out is not None:
         slots = {"topk_ids": ids, "topk_weights": scores, "token_offsets": token_offsets}
         lists = None if experts_at is None else given
@@ -356,7 +356,7 @@ lora_up, lora_down
     expect_offsets("offsets", offsets, x)
     expect_shape("offsets", offsets, (experts + 1,), "it holds starts and the last end")
     low = low_rank_terms(lora_up, lora_down, x, layer)
-    wanted = gradient or (low is not None and low.wants_gradient)
+    wanted = gradient or (low is not None and low.wants_gradient())
     keep, sink = sink_of(wanted, weight_gradients, given, order)
     if out is not None:
         lists = None if experts_at is None else given

@@ -26,7 +26,8 @@ from guild.weight_gradients import WeightGradients
 class RoutedArguments(NamedTuple):
     """The arguments of `guild.routed_experts`, as its caller gave them.
 
-    For a layer whose router is still to choose the experts, ids and weights are None.
+    For a layer whose router is still to choose the experts, ids and weights are None. Methods, not
+    properties: torch 2.10 does not compile properties of a NamedTuple.
     """
 
     x: Tensor
@@ -50,7 +51,7 @@ class RoutedArguments(NamedTuple):
     fp8: Any = None  # guild.FP8, guild.FP8Weights or None
 
     def parameters(self) -> tuple[Any, Any, Any, Any]:
-        """Weights and biases. No property: torch 2.10 compiles none of a NamedTuple."""
+        """Weights and biases."""
         return self.w_up, self.w_down, self.b_up, self.b_down
 
     def layout(self) -> tuple[Activation | str, str, bool]:
@@ -73,10 +74,9 @@ class RoutedCall(NamedTuple):
     gradient: bool  # x, a weight or a bias wants one
     experts_at: Tensor | None  # where lists lie, of those that lie at no one distance
 
-    @property
     def wants_gradient(self) -> bool:
         """Whether backward needs anything of the layer; a residual's gradient does not."""
-        low = self.low is not None and self.low.wants_gradient
+        low = self.low is not None and self.low.wants_gradient()
         return self.gradient or self.scores.requires_grad or low
 
 

@@ -241,4 +241,4 @@ def _compute_weights(
             if any(g is not None for g in gradients):
                 dw = [g and g.tensor for g in gradients]
                 lists = table_of(*gradients)
-                ops.weight_gradients_out(*rows, *dw, *flags.up_weight, add, lists)
+                ops.weight_gradients_out(*rows, *dw, *flags.up_weight(), add, lists)

@@ -106,7 +106,7 @@ def _up_targets(
 ) -> list[tuple[Tensor | None, int]]:
     """Where the gate's gradient (if there is one) and up's go, and in which list that is."""
     if up is not None and not pair:
-        return [(half, 0) for half in halves_of(up, None, flags.up_weight)]
+        return [(half, 0) for half in halves_of(up, None, flags.up_weight())]
     both = [(gate, 1), (up, 0)] if flags.gated else [(up, 0)]
     if flags.transposed:
         return [(None if t is None else t.mT, list_) for t, list_ in both]
@@ -140,7 +140,7 @@ def weight_gradients(
         chunk_products(operands, up, gate, down, flags, w_gate is not None)
         return up, gate, down
     rows = routing.offsets, routing.row_token
-    layout = flags.up_weight
+    layout = flags.up_weight()
     made_gate = gate if gate is None or gate.dtype == up.dtype else gate.to(up.dtype)
     if up is not None and down is not None and up.dtype == down.dtype:
         operands = x, dout, made.dh, made.a_scaled, *rows

@@ -285,7 +285,7 @@ def _pair_up_gradient(ctx, da, dh):
         dw = ops.grouped_mm(x.mT, dh, offsets[1:], None, False)
     elif want_w:
         dw = torch.empty_like(w_up)
-        layout = ctx.flags.up_weight
+        layout = ctx.flags.up_weight()
         ops.up_weight_gradient_out(x, dh, offsets, None, dw, None, *layout, False)
     db = bias_gradient(dh, offsets) if want_bias else None
     return dx, dw, None, db, *nothing

@@ -51,7 +51,6 @@ class LowRank(NamedTuple):
         """r1, 0 without a term of the up projection."""
         return 0 if self.a_up is None else self.a_up.shape[1]
 
-    @property
     def wants_gradient(self) -> bool:
         """Whether any of them wants one."""
         return any(t is not None and t.requires_grad for t in self)
@@ -177,7 +176,7 @@ def x_gradient(
     if not want_x:
         return None, u
     term = None if u is None else _like(low.a_up.mT, weights.w_up, 2 if flags.transposed else 1)
-    layer = weights.w_up, weights.w_gate, *flags.up_weight
+    layer = weights.w_up, weights.w_gate, *flags.up_weight()
     dx = ops.up_gradient(dh, routing.offsets, *layer, u, term, weights.experts_at)
     if routing.slot_row is None:
         return clear_nobodys(dx, routing.offsets), u
@@ -287,7 +286,7 @@ def _weight_gradients(x, dout, dh, a, routing, weights, flags, wanted):
     if wanted[0] or wanted[1]:
         dw_up = stacked_like(weights.w_up)
         dw_gate = None if weights.w_gate is None else stacked_like(weights.w_gate)
-        layout = flags.up_weight
+        layout = flags.up_weight()
         ops.up_weight_gradient_out(x, dh, offsets, row_token, dw_up, dw_gate, *layout, False)
     if wanted[2]:
         dw_down = stacked_like(weights.w_down)

@@ -53,7 +53,6 @@ class LayerFlags(NamedTuple):
         """Of the same arguments, the one after those; None if it was left out."""
         return next(iter(arguments[len(LayerFlags._fields) + 1 :]), None)
 
-    @property
     def up_weight(self) -> tuple[bool, bool, bool]:
         """The layout of w_up, for ops that take it without an activation."""
         return self.gated, self.interleaved, self.transposed

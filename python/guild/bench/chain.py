@@ -199,7 +199,7 @@ class StepChain:
     def _weight_gradients(self, dw_up: Tensor | None, dw_down: Tensor | None) -> None:
         """With a schedule of its own, as the layer's backward makes one; it is part of the time."""
         operands = (self.x, self.dout, self.dh, self.a_scaled, self.offsets, self.row_token)
-        layout = self._flags.up_weight
+        layout = self._flags.up_weight()
         ops.weight_gradients_out(*operands, dw_up, None, dw_down, *layout, False)
 
     def _up_gradient(self) -> Tensor:

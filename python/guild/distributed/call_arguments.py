@@ -38,7 +38,7 @@ def expect_runnable(size: int, call: RoutedCall, weight_gradients: WeightGradien
             "weight_gradients: expected None with experts distributed as DTensors "
             "(distribute_experts), got WeightGradients"
         )
-    sink_of(call.wants_gradient, weight_gradients, call.given, call.order)
+    sink_of(call.wants_gradient(), weight_gradients, call.given, call.order)
 
 
 def expect_no_transform(*tensors: Any) -> None:

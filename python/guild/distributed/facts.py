@@ -34,7 +34,7 @@ def facts_of(
     flags = LayerFlags(*flags)
     kind = flags.kind + _GATED * flags.gated + _CLAMP_AFTER * flags.clamp_after
     wants = any(t is not None and t.requires_grad for t in (w_up, w_gate, w_down, b_up, b_down))
-    terms = low is not None and low.wants_gradient
+    terms = low is not None and low.wants_gradient()
     wants = (x.requires_grad, weighing.requires_grad, wants, terms)
     gradients = sum(1 << i for i, want in enumerate(wants) if want)
     return {

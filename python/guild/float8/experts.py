@@ -121,7 +121,7 @@ class FP8Weights:
 
     @torch.no_grad()
     def _write(self, w_up: Tensor, w_gate: Tensor | None, w_down: Tensor) -> None:
-        layout = *self._flags.up_weight, self._experts_at, SCALES.index(self.fp8.scales)
+        layout = *self._flags.up_weight(), self._experts_at, SCALES.index(self.fp8.scales)
         _quantize_out(w_up, w_gate, w_down, *layout, *self.codes)
 
 
@@ -135,7 +135,7 @@ def quantized_experts(
 ) -> QuantizedExperts:
     """Codes, in both orders, of master weights given as the ops take them."""
     with torch.no_grad():
-        layout = *flags.up_weight, experts_at, SCALES.index(fp8.scales)
+        layout = *flags.up_weight(), experts_at, SCALES.index(fp8.scales)
         made = _quantize(w_up, w_gate, w_down, *layout)
     return QuantizedExperts(*made)
 
