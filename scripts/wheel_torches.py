@@ -1,8 +1,8 @@
 """Tries the wheel with several torches, each time in an empty environment where pip installs both.
 
-Each time README's quick start, a layer forward and backward, every kind of call under torch.compile,
-and `guild info` run there; then, with the packages of `guild[cli]`, `guild train`. The library is
-one file for all of them, as it uses only torch's stable ABI.
+Each time README's quick start, a layer forward and backward, all kinds of calls under
+torch.compile, and `guild info` run there; then, with the packages of `guild[cli]`, `guild train`.
+The library is one file for all of them, as it uses only torch's stable ABI.
 """
 
 from __future__ import annotations
