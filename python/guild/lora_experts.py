@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from guild._torch import low_rank as steps
+from guild._torch.alignment import aligned
 from guild._torch.autograd import expect_no_graph, rows_of, with_lists, without_lists
 from guild._torch.expert_lists import Versions
 from guild._torch.low_rank import LowRank, Weights
@@ -96,7 +97,7 @@ class _ExpertsWithSink(torch.autograd.Function):
         want_low = ctx.needs_input_grad[12:16]
         h, t = steps.recomputed(x, h, t, routing, weights, low, ctx.flags)
         dresidual = dout if want_residual else None
-        dout = rows_of(dout)
+        dout = aligned(rows_of(dout))
         dh, a, parts, u_down = steps.down_gradient(dout, h, routing, weights, low, ctx.flags)
         routed = routing.slot_row is not None
         borrowed = Unchanged(x, dout) if routed else Unchanged(x, dout, routing.offsets)

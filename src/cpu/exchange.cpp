@@ -44,7 +44,7 @@ class Meeting {
     if (own_->stopped != 0) return;
     int64_t const number = own_->meetings + 1;
     if (x_.needed != nullptr && *x_.needed > x_.capacity) {
-      fail(packed(PeerFailure::overflow, m_.rank, m_.rank, 0), *x_.needed);
+      fail(packed(PeerFailure::overflow, m_.rank, m_.rank, 0, *x_.needed));
     }
     arrive(number);  // others report what this rank says, failed or not
     for (int64_t r = 0; r < m_.ranks && failure.load() == 0; ++r) meet(r, number);
@@ -72,20 +72,19 @@ class Meeting {
     while (Word(message.arrived).load(std::memory_order_acquire) < number) {
       if (Word(own_->failure).load() != 0) return;
       if (std::chrono::steady_clock::now() > until) {
-        return fail(packed(PeerFailure::late, r, m_.rank, 0), 0);
+        return fail(packed(PeerFailure::late, r, m_.rank, 0));
       }
       std::this_thread::sleep_for(std::chrono::microseconds(20));
     }
     for (int64_t i = 0; i < x_.count; ++i) {
       if (message.facts[i] != x_.facts[i]) {
-        return fail(packed(PeerFailure::differs, r, m_.rank, i), 0);
+        return fail(packed(PeerFailure::differs, r, m_.rank, i));
       }
     }
   }
 
   // Tells all ranks; the first failure counts.
-  void fail(int64_t word, int64_t rows) {
-    rows_ = rows;
+  void fail(int64_t word) {
     for (int64_t r = 0; r < m_.ranks; ++r) {
       int64_t none = 0;
       Word(view(r).control()->failure).compare_exchange_strong(none, word);
@@ -94,7 +93,7 @@ class Meeting {
 
   void report(int64_t word) {
     std::memset(view(m_.rank).returned(), 0xff, size_t(layout_.bytes - layout_.returned));
-    PeerReport const found = unpacked(word, rows_);
+    PeerReport const found = unpacked(word);
     x_.report->rank = found.rank;
     x_.report->reporter = found.reporter;
     x_.report->fact = found.fact;
@@ -106,7 +105,6 @@ class Meeting {
   PeerMemory const& m_;
   PeerLayout const layout_;
   PeerControl* const own_;
-  int64_t rows_ = 0;
 };
 
 bool failed(PeerLayout const& layout, PeerMemory const& m) {

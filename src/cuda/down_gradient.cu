@@ -2,11 +2,12 @@
 // are wanted, db1 and db2 from sums over 64 rows each
 #include "checks/check.h"
 #include "cuda/low_rank.h"
+#include "cuda/require_runnable.h"
 #include "cuda/rows/bias_sums.h"
 
 namespace guild::cuda {
 
-void down_gradient(DownGradient const& x, Queue queue) {
+void require_runnable(DownGradient const& x) {
   check(x);
   require_layer(x.sizes, x.dtype);
   require_aligned(x.w_down, "w_down");
@@ -14,6 +15,10 @@ void down_gradient(DownGradient const& x, Queue queue) {
   require_aligned(x.h, "h");
   require_aligned(x.dh, "dh");
   require_aligned(x.a_scaled, "a_scaled");
+}
+
+void down_gradient(DownGradient const& x, Queue queue) {
+  require_runnable(x);
   Carver carver(x.workspace);
   Sizes const& s = x.sizes;
   BiasSums const sums = carve_bias_sums(carver, s, x.activation.gated);

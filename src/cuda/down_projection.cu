@@ -1,9 +1,19 @@
 // Y = A W2^T + b2
 #include "checks/check.h"
 #include "cuda/low_rank.h"
+#include "cuda/require_runnable.h"
 #include "cuda/token_sum.h"
 
 namespace guild::cuda {
+
+void require_runnable(DownProjection const& x) {
+  check(x);
+  require_layer(x.sizes, x.dtype);
+  require_aligned(x.w_down, "w_down");
+  require_aligned(x.a, "a");
+  require_aligned(x.bias, "b_down");
+  require_aligned(x.y, "y");
+}
 
 void down_projection(DownProjection const& x, Queue queue) {
   down_projection(x, nullptr, {}, queue);
@@ -11,12 +21,7 @@ void down_projection(DownProjection const& x, Queue queue) {
 
 void down_projection(DownProjection const& x, Sort const* sort, SharedRows const& shared,
                      Queue const& queue) {
-  check(x);
-  require_layer(x.sizes, x.dtype);
-  require_aligned(x.w_down, "w_down");
-  require_aligned(x.a, "a");
-  require_aligned(x.bias, "b_down");
-  require_aligned(x.y, "y");
+  require_runnable(x);
   Sizes const& s = x.sizes;
   row_product({.dtype = x.dtype,
                .rows = s.rows(),

@@ -6,6 +6,7 @@
 #include "cuda/alignment.h"
 #include "cuda/gate_up.h"
 #include "cuda/products.h"
+#include "cuda/require_runnable.h"
 #include "cuda/routing/route_few.cuh"
 #include "cuda/rows/combine.h"
 #include "cuda/shared_expert.h"
@@ -69,6 +70,16 @@ struct Steps {
   }
 };
 
+// Calls require_runnable() in place of the steps.
+struct Requirements {
+  WeightSchedule schedule_weight_gradients(Sizes const&, Routing const&,
+                                           WeightSchedule const&) const {
+    return {};
+  }
+  void up_weight_gradient(UpWeightGradient const& x) const { require_runnable(x); }
+  void down_weight_gradient(DownWeightGradient const& x) const { require_runnable(x); }
+};
+
 bool sorts_in_products(MoeForward const& x) { return x.sort != nullptr && products_sort(*x.sort); }
 
 FusedSharedExpert fused(SharedExpert const& shared, MoeForward const& x, void* a) {
@@ -130,6 +141,11 @@ void moe_backward(MoeBackward const& x, Queue queue) {
   check(x);
   queue.counter = workspace_of(x).memory.counter;
   compose_backward(x, Steps{queue});
+}
+
+void require_runnable(MoeWeightGradients const& x) {
+  check(x);
+  compose_weight_gradients(x, {}, Requirements{});
 }
 
 void moe_weight_gradients(MoeWeightGradients const& x, Queue queue) {

@@ -1,16 +1,28 @@
 // dX~ = dH W1, by row
 #include "checks/check.h"
 #include "cuda/low_rank.h"
+#include "cuda/require_runnable.h"
 
 namespace guild::cuda {
+namespace {
 
-void up_gradient(UpGradient const& x, Queue queue) {
+GateUpView<ConstWeight> view_of(UpGradient const& x) {
+  return gate_up_view(x.w_up, x.sizes, x.gated, x.order, element_bytes(x.dtype), "w_up");
+}
+
+}  // namespace
+
+void require_runnable(UpGradient const& x) {
   check(x);
   require_layer(x.sizes, x.dtype);
   require_aligned(x.dh, "dh");
   require_aligned(x.dx, "dx");
-  auto const view = gate_up_view(x.w_up, x.sizes, x.gated, x.order, element_bytes(x.dtype), "w_up");
-  for (ConstWeight const& w : view.w) require_aligned(w, "w_up");
+  for (ConstWeight const& w : view_of(x).w) require_aligned(w, "w_up");
+}
+
+void up_gradient(UpGradient const& x, Queue queue) {
+  require_runnable(x);
+  auto const view = view_of(x);
   Sizes const& s = x.sizes;
   row_product({.dtype = x.dtype,
                .rows = s.rows(),

@@ -1,8 +1,26 @@
 // H = X[row_token] W1^T + b1;  A = activation(H)
 #include "checks/check.h"
 #include "cuda/low_rank.h"
+#include "cuda/require_runnable.h"
 
 namespace guild::cuda {
+namespace {
+
+GateUpView<ConstWeight> view_of(UpProjection const& x) {
+  return gate_up_view(x.w_up, x.sizes, x.activation.gated, x.order, element_bytes(x.dtype), "w_up");
+}
+
+}  // namespace
+
+void require_runnable(UpProjection const& x) {
+  check(x);
+  require_layer(x.sizes, x.dtype);
+  for (ConstWeight const& w : view_of(x).w) require_aligned(w, "w_up");
+  require_aligned(x.x, "x");
+  require_aligned(x.bias, "b_up");
+  require_aligned(x.h, "h");
+  require_aligned(x.a, "a");
+}
 
 void up_projection(UpProjection const& x, Queue queue) {
   up_projection(x, nullptr, nullptr, {}, queue);
@@ -10,15 +28,8 @@ void up_projection(UpProjection const& x, Queue queue) {
 
 void up_projection(UpProjection const& x, Sort const* sort, TokenChoice const* choice,
                    SharedUp const& shared, Queue const& queue) {
-  check(x);
-  require_layer(x.sizes, x.dtype);
-  auto const view =
-      gate_up_view(x.w_up, x.sizes, x.activation.gated, x.order, element_bytes(x.dtype), "w_up");
-  for (ConstWeight const& w : view.w) require_aligned(w, "w_up");
-  require_aligned(x.x, "x");
-  require_aligned(x.bias, "b_up");
-  require_aligned(x.h, "h");
-  require_aligned(x.a, "a");
+  require_runnable(x);
+  auto const view = view_of(x);
   Sizes const& s = x.sizes;
   up_product({.dtype = x.dtype,
               .rows = s.rows(),

@@ -1,6 +1,7 @@
 // dW1[e] = dH[rows of e]^T X[tokens of e] and dW2[e] = dO[tokens of e]^T A'[rows of e]
 #include "checks/check.h"
 #include "cuda/gate_up.h"
+#include "cuda/require_runnable.h"
 
 namespace guild::cuda {
 namespace {
@@ -23,17 +24,32 @@ ExpertProduct product_of(Step const& x, ConstRows a, ConstRows b, int64_t column
           .schedule = x.schedule};
 }
 
+GateUpView<Weight> view_of(UpWeightGradient const& x) {
+  return gate_up_view(x.dw, x.sizes, x.gated, x.order, element_bytes(x.dw_dtype), "dw_up");
+}
+
 }  // namespace
 
-// Only the product's first operand can be gathered, so dW1 is computed as its transpose, X^T dH.
-void up_weight_gradient(UpWeightGradient const& x, Queue queue) {
+void require_runnable(UpWeightGradient const& x) {
   check(x);
   require_layer(x.sizes, x.dtype);
   require_aligned(x.x, "x");
   require_aligned(x.dh, "dh");
-  Sizes const& s = x.sizes;
+  view_of(x);
+}
+
+void require_runnable(DownWeightGradient const& x) {
+  check(x);
+  require_layer(x.sizes, x.dtype);
+  require_aligned(x.dout, "dout");
+  require_aligned(x.a, "a");
+}
+
+// Only the product's first operand can be gathered, so dW1 is computed as its transpose, X^T dH.
+void up_weight_gradient(UpWeightGradient const& x, Queue queue) {
+  require_runnable(x);
   int64_t const bytes = element_bytes(x.dw_dtype);
-  auto const view = gate_up_view(x.dw, s, x.gated, x.order, bytes, "dw_up");
+  auto const view = view_of(x);
   bool const packed = view.halves == 2 && view.w[0].out_stride == view.w[1].out_stride &&
                       view.w[0].in_stride == view.w[1].in_stride &&
                       view.w[0].expert_at == view.w[1].expert_at &&
@@ -54,10 +70,7 @@ void up_weight_gradient(UpWeightGradient const& x, Queue queue) {
 }
 
 void down_weight_gradient(DownWeightGradient const& x, Queue queue) {
-  check(x);
-  require_layer(x.sizes, x.dtype);
-  require_aligned(x.dout, "dout");
-  require_aligned(x.a, "a");
+  require_runnable(x);
   ExpertProduct product = product_of(x, x.dout, x.a, x.sizes.intermediate);
   product.d = x.dw;
   expert_product(product, queue);

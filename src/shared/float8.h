@@ -59,6 +59,8 @@ GUILD_HD Float8Format format_of(Float8 format) {
   return format == Float8::e4m3 ? Float8Format{3, 7, 0x7e, 0x7f} : Float8Format{2, 15, 0x7b, 0x7f};
 }
 
+inline constexpr uint8_t kE5M2Infinity = 0x7c;
+
 // The nearest code, ties to the even one; beyond the largest value the largest one.
 GUILD_HD uint8_t encode_float8(float x, Float8 format) {
   Float8Format const f = format_of(format);
@@ -75,15 +77,23 @@ GUILD_HD uint8_t encode_float8(float x, Float8 format) {
   return uint8_t(sign | (code < f.largest ? code : f.largest));
 }
 
+// A code's value times a quotient of scales as a code: unlike an element, infinity stays that.
+GUILD_HD uint8_t encode_rescaled(float x, Float8 format) {
+  uint32_t const bits = std::bit_cast<uint32_t>(x);
+  bool const infinite = (bits & 0x7fffffff) == 0x7f800000;
+  if (infinite && format == Float8::e5m2) return uint8_t((bits >> 24 & 0x80) | kE5M2Infinity);
+  return encode_float8(x, format);
+}
+
 GUILD_HD float decode_float8(uint8_t code, Float8 format) {
   Float8Format const f = format_of(format);
   int const magnitude = code & 0x7f, exponent = magnitude >> f.mantissa;
   int const fraction = magnitude & ((1 << f.mantissa) - 1);
   float const sign = code & 0x80 ? -1.f : 1.f;
-  if (format == Float8::e4m3 ? magnitude == 0x7f : magnitude > 0x7c) {
+  if (format == Float8::e4m3 ? magnitude == 0x7f : magnitude > kE5M2Infinity) {
     return std::numeric_limits<float>::quiet_NaN();
   }
-  if (magnitude == 0x7c && format == Float8::e5m2) {
+  if (magnitude == kE5M2Infinity && format == Float8::e5m2) {
     return sign * std::numeric_limits<float>::infinity();
   }
   int const significand = exponent == 0 ? fraction : fraction | 1 << f.mantissa;

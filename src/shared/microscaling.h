@@ -46,6 +46,7 @@ GUILD_HD float nvfp4_to_code(uint8_t code, float global) {
 
 GUILD_HD MicroScale nvfp4_scale(float largest, float global) {
   if (!below_infinity(largest)) return {kE4M3NaN, 0};
+  if (largest == 0) return {0, 0};  // whatever the global scale
   uint8_t const code = encode_float8(largest / kLargestE2M1 / global, Float8::e4m3);
   return {code, nvfp4_to_code(code, global)};
 }

@@ -24,16 +24,18 @@ struct PeerControl {
   int64_t failure;    // packed(); 0: none. Other ranks write it too
   int64_t tokens[2];  // that are published
   int64_t stopped;    // whether a barrier has reported the failure: nothing is sent after it
-  int64_t filler[10];
+  int64_t filler[2];
+  int64_t pushed[kMostSlices];  // tokens of a slice whose results are sent, since the last publish
   PeerMessage inbox[2][kMostRanks];
 };
 
-// A failure in one word, so that another rank can write it at once.
-GUILD_HD int64_t packed(PeerFailure failure, int64_t rank, int64_t reporter, int64_t fact) {
-  return int64_t(failure) | rank << 8 | reporter << 16 | fact << 24;
+// A failure in one word, so that another rank can write it at once. rows < 2^31.
+GUILD_HD int64_t packed(PeerFailure failure, int64_t rank, int64_t reporter, int64_t fact,
+                        int64_t rows = 0) {
+  return int64_t(failure) | rank << 8 | reporter << 16 | fact << 24 | rows << 32;
 }
-GUILD_HD PeerReport unpacked(int64_t word, int64_t rows) {
-  return {word & 255, word >> 8 & 255, word >> 16 & 255, word >> 24 & 255, rows};
+GUILD_HD PeerReport unpacked(int64_t word) {
+  return {word & 255, word >> 8 & 255, word >> 16 & 255, word >> 24 & 255, word >> 32};
 }
 
 // Bytes from the beginning of a rank's memory, and the whole.
@@ -79,6 +81,11 @@ struct PeerView {
 // The place that publish() writes to next, and the one that it wrote to before the last barrier.
 GUILD_HD int64_t next_place(PeerControl const* own) { return own->published & 1; }
 GUILD_HD int64_t last_place(PeerControl const* own) { return (own->published - 1) & 1; }
+
+// The first token of a slice, on every rank; that of slice number `slices` is the end.
+GUILD_HD int64_t slice_begin(PeerMemory const& m, int64_t slices, int64_t slice) {
+  return m.tokens * slice / slices;
+}
 
 // Whether an id of all experts is one of rank r's, of `local` experts each.
 GUILD_HD bool lives_on(int64_t id, int64_t r, int64_t local) {

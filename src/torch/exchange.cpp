@@ -44,7 +44,8 @@ Published publish_of(Place const& place, PeerMemory const& memory, Tensor const&
   require_dims(rows, "rows", 2);
   int64_t const tokens = rows.size(0), hidden = rows.size(1);
   DType const dtype = dtype_of(rows, "rows");
-  Rows const view = place.rows(rows, "rows", dtype, {tokens, hidden});
+  Tensor const sent = place.aligned(rows);
+  Rows const view = place.rows(sent, "rows", dtype, {tokens, hidden});
   Publish args{.memory = memory,
                .tokens = tokens,
                .row_bytes = hidden * element_bytes(dtype),
@@ -62,7 +63,7 @@ Published publish_of(Place const& place, PeerMemory const& memory, Tensor const&
     args.scores = place.packed(*scores, "scores", score, {tokens, args.top_k});
     args.token_row = static_cast<int32_t*>(token_row.data_ptr());
   }
-  return {args, token_row};
+  return {args, token_row, sent};
 }
 
 Meet meet_of(PeerMemory const& memory, double seconds, Numbers const& facts, Tensor const& report) {
@@ -154,6 +155,8 @@ void peer_push(Tensor const& peers, Numbers memory, Tensor const& y, Tensor cons
   args.token_offsets = slots.token_offsets;
   int64_t const pool = args.memory.ranks * args.memory.tokens;
   require(slots.tokens == pool, "row_of: expected ", pool, " tokens, got ", slots.tokens);
+  require(!slots.lists() || slots.count == args.rows, "row_of: expected ", args.rows,
+          " slots as rows in y, got ", slots.count);
   args.y = place.rows(y, "y", args.dtype, {args.rows, args.hidden});
   args.row_of = slots.indices(place, row_of, "row_of");
   if (scores.has_value()) {

@@ -21,6 +21,7 @@ std::tuple<int64_t, int64_t, int64_t> peer_memory_sizes(int64_t ranks, Numbers m
 struct Published {
   Publish args;
   Tensor token_row;  // (T, ranks); without ids (0, ranks)
+  Tensor sent;       // whose rows args.rows are: those given, or a copy
 };
 // rows (T, H), ids (T, K) int32 and scores (T, K), both or none
 Published publish_of(Place const& place, PeerMemory const& memory, Tensor const& rows,

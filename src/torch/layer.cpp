@@ -64,7 +64,8 @@ void run_sorted(Place const& place, Layer const& layer, Routing const& routing, 
 Gradients run_backward(Place const& place, Layer const& layer, Routing const& routing,
                        Slots const& slots, Tensor const& dout, Tensor const& x, Tensor const& h,
                        Weights const& w, MaybeTensor const& b_down, int64_t wanted) {
-  auto [g, b] = backward_call(place, layer, routing, slots, dout, x, h, w, b_down, wanted);
+  Tensor const dout_rows = place.aligned(dout);
+  auto [g, b] = backward_call(place, layer, routing, slots, dout_rows, x, h, w, b_down, wanted);
   bool const combined = routing.row_token != nullptr;
   Tensor const workspace = place.workspace(
       moe_backward_workspace_bytes(layer.sizes, layer.dtype, layer.activation.gated,
@@ -203,7 +204,9 @@ Tensors4 data_gradients(Tensor const& dout, Tensor const& h, Tensor const& offse
   Tensor dscores = dscores_of(place, layer, slots, wanted);
   Tensor dh = place.empty({s.rows(), layer.width()}, layer.dtype);
   Tensor a_scaled = place.empty({s.rows(), s.intermediate}, layer.dtype);
-  MoeBackward b = backward_args(place, layer, routing, dout, h, {w_up, w_gate, w_down}, b_down);
+  Tensor const dout_rows = place.aligned(dout);
+  MoeBackward b =
+      backward_args(place, layer, routing, dout_rows, h, {w_up, w_gate, w_down}, b_down);
   (wanted & kRows ? b.dx_rows : b.dx) = {dx.data_ptr(), 0};
   b.dscores = dscores.data_ptr();
   b.dh = {dh.data_ptr(), 0};

@@ -45,10 +45,7 @@ Tensor product_of_torch(Place const& place, DType dtype, Tensor const& x, Tensor
 Tensor with_plain_rows(Place const& place, Tensor const& matrix) {
   bool const rows = matrix.size(1) <= 1 || matrix.stride(1) == 1;
   bool const apart = matrix.size(0) <= 1 || matrix.stride(0) >= matrix.size(1);
-  auto const address = reinterpret_cast<uintptr_t>(matrix.data_ptr());
-  bool const aligned =
-      !place.on_cuda() || (address % 16 == 0 && (matrix.size(0) <= 1 || matrix.stride(0) % 8 == 0));
-  if (rows && apart && aligned) return matrix;
+  if (rows && apart) return place.aligned(matrix);
   Tensor copy = torch::stable::new_empty(matrix, {matrix.size(0), matrix.size(1)});
   torch::stable::copy_(copy, matrix);
   return copy;

@@ -209,7 +209,8 @@ Tensors7 peer_backward(Tensor const& peers, Numbers memory, double seconds, Numb
   Tensor const counter = place.empty_int32({1});
 
   PeerBackward b;
-  b.publish = publish_of(place, m, dout, std::nullopt, std::nullopt, 1).args;
+  Published const published = publish_of(place, m, dout, std::nullopt, std::nullopt, 1);
+  b.publish = published.args;
   b.layer = args;
   b.streams = streams_of(streams, counter);
   set_barriers(b, m, seconds, facts, facts_returned, report);

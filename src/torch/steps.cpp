@@ -160,10 +160,12 @@ Tensor combine(Tensor const& y, Tensor const& slot_row, MaybeTensor const& slot_
   }
   args.y = place.rows(y, "y", args.dtype, {s.rows(), s.hidden});
   args.residual = place.rows(residual, "residual", args.dtype, {s.tokens, s.hidden});
+  MaybeTensor router_rows;
   if (router.has_value()) {
     require_dims(*router, "router", 2);
     s.experts = router->size(0);
-    args.router.weight = place.rows(*router, "router", args.dtype, {s.experts, s.hidden});
+    router_rows = place.aligned(*router);
+    args.router.weight = place.rows(router_rows, "router", args.dtype, {s.experts, s.hidden});
     require(dlogits.has_value() && ids.has_value(), dlogits.has_value() ? "ids" : "dlogits",
             ": expected a tensor with router, got none");
     args.router.dlogits = place.rows(*dlogits, "dlogits", args.dtype, {s.tokens, s.experts});
@@ -203,7 +205,8 @@ Tensors3 down_gradient(Tensor const& dout, Tensor const& h, Tensor const& offset
   args.activation = layer.activation;
   args.order = layer.order;
   args.routing = routing_of(place, s, offsets, row_token, row_score, score_dtype(layer.dtype));
-  args.dout = place.rows(dout, "dout", layer.dtype,
+  Tensor const dout_rows = place.aligned(dout);
+  args.dout = place.rows(dout_rows, "dout", layer.dtype,
                          {row_token.has_value() ? s.tokens : s.rows(), s.hidden});
   args.w_down = down_weight_of(place, layer, w_down, layer.dtype);
   args.h = place.rows(h, "h", layer.dtype, {s.rows(), layer.width()});
@@ -257,7 +260,8 @@ Tensor score_gradient(Tensor const& parts, Tensor const& slot_row, Tensor const&
   args.routing.slot_row = slots.indices(place, slot_row, "slot_row");
   DType const scores = score_dtype(args.dtype);
   args.score_parts = place.packed(parts, "score_parts", scores, {s.rows(), score_parts(s)});
-  args.dout = place.rows(dout, "dout", args.dtype, {s.tokens, s.hidden});
+  Tensor const dout_rows = place.aligned(dout);
+  args.dout = place.rows(dout_rows, "dout", args.dtype, {s.tokens, s.hidden});
   args.bias = place.rows(b_down, "b_down", args.dtype, {s.experts, s.hidden});
   Tensor dscores = slots.empty(place, scores);
   args.dscores = dscores.data_ptr();

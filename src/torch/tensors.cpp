@@ -65,8 +65,6 @@ struct DeviceText {
   }
 };
 
-DeviceText device_text(int32_t type, int32_t index) { return {type, index}; }
-
 // Throws unless the current device, cuda:index, can run the kernels; checks once per device.
 void require_usable_gpu(int32_t index, char const* name) {
   static std::atomic<uint64_t> known{0};
@@ -77,6 +75,9 @@ void require_usable_gpu(int32_t index, char const* name) {
           "Guild runs on, got cuda:", index, " (", why == nullptr ? "" : why, ")");
   known.fetch_or(bit, std::memory_order_relaxed);
 }
+
+std::atomic<int> sm_budget{0};
+std::atomic<bool> sms_shared{false};
 
 }  // namespace
 
@@ -109,11 +110,6 @@ int64_t matrix_stride(Tensor const& tensor) {
   return std::max(tensor.size(1) * tensor.stride(1), tensor.size(2) * tensor.stride(2));
 }
 
-namespace {
-std::atomic<int> sm_budget{0};
-std::atomic<bool> sms_shared{false};
-}  // namespace
-
 void set_num_sms(int64_t count, bool shared) {
   require(count >= 0, "num_sms: expected 0 (all) or more, got ", count);
   sms_shared.store(shared, std::memory_order_relaxed);
@@ -129,7 +125,7 @@ Place::Place(Tensor const& tensor, char const* name) {
   device_index_ = tensor.get_device_index();
   on_cuda_ = device_type_ == aoti_torch_device_type_cuda();
   require(on_cuda_ || device_type_ == aoti_torch_device_type_cpu(), name,
-          ": expected a CPU or CUDA tensor, got ", device_text(device_type_, device_index_));
+          ": expected a CPU or CUDA tensor, got ", DeviceText{device_type_, device_index_});
   if (!on_cuda_) return;
   guard_.emplace(device_index_);
   require_usable_gpu(device_index_, name);
@@ -159,7 +155,7 @@ Tensor Place::make(int64_t const* sizes, int64_t const* strides, int64_t dims, i
   // one by how it begins (python/guild/_torch/library.py).
   require(made, on_cuda_ ? "CUDA out of memory: " : "",
           "torch could not allocate a tensor of shape ", Text{sizes, dims}, " on ",
-          device_text(device_type_, device_index_));
+          DeviceText{device_type_, device_index_});
   return Tensor(handle);
 }
 
@@ -182,6 +178,13 @@ void Place::clear(Tensor const& tensor) const {
 }
 
 Tensor Place::workspace(int64_t bytes) const { return make(&bytes, 1, aoti_torch_dtype_uint8()); }
+
+Tensor Place::aligned(Tensor const& rows) const {
+  if (!on_cuda_ || rows.dim() != 2) return rows;
+  bool const begins = reinterpret_cast<uintptr_t>(rows.data_ptr()) % 16 == 0;
+  bool const steps = rows.size(0) <= 1 || rows.stride(0) % kElementsPer16Bytes == 0;
+  return begins && steps ? rows : torch::stable::clone(rows);
+}
 
 Tensor Place::first_int32(Tensor const& buffer, int64_t count) const {
   int64_t const stride = 1;
@@ -218,7 +221,7 @@ void* Place::data(Tensor const& tensor, char const* name, Shape shape) const {
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &type));
   int32_t const index = tensor.get_device_index();
   require(type == device_type_ && index == device_index_, name, ": expected a tensor on ",
-          device_text(device_type_, device_index_), ", got one on ", device_text(type, index));
+          DeviceText{device_type_, device_index_}, ", got one on ", DeviceText{type, index});
   bool same = tensor.dim() == int64_t(shape.size());
   for (size_t i = 0; same && i < shape.size(); ++i) {
     same = tensor.size(int64_t(i)) == shape.begin()[i];

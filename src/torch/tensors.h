@@ -88,6 +88,9 @@ class Place {
   // ... of rows with contiguous columns.
   Rows rows(Tensor const& tensor, char const* name, DType dtype, Shape shape) const;
   Rows rows(MaybeTensor const& tensor, char const* name, DType dtype, Shape shape) const;
+  // Rows that may be a part of a larger tensor and begin at any address, as do the gradients that
+  // autograd passes on: themselves, or a copy where a GPU's kernels could not read them.
+  Tensor aligned(Tensor const& rows) const;
   // int32 (lists, experts), or null.
   int32_t const* lists(MaybeTensor const& tensor, char const* name, int64_t lists,
                        int64_t experts) const;

@@ -69,8 +69,9 @@ void weight_gradients_out(Tensor const& x, Tensor const& dout, Tensor const& dh,
       dw_up.has_value() ? dtype_of(*dw_up, "dw_up") : dtype_of(*dw_down, "dw_down"), accumulate);
   args.gated = gated;
   args.order = layer.order;
+  Tensor const dout_rows = place.aligned(dout);
   args.x = input_rows(place, layer, x, "x", row_token);
-  args.dout = input_rows(place, layer, dout, "dout", row_token);
+  args.dout = input_rows(place, layer, dout_rows, "dout", row_token);
   args.dh = place.rows(dh, "dh", layer.dtype, {s.rows(), layer.width()});
   args.a_scaled = place.rows(a_scaled, "a_scaled", layer.dtype, {s.rows(), s.intermediate});
   if (dw_up.has_value()) args.dw_up = up_weight_of(place, layer, *dw_up, dw_gate, args.dw_dtype);
@@ -112,8 +113,9 @@ void up_weight_gradient_out(Tensor const& x, Tensor const& dh, Tensor const& off
                                               dtype_of(dw_up, "dw_up"), accumulate);
   args.gated = gated;
   args.order = layer.order;
+  Tensor const dh_rows = place.aligned(dh);
   args.x = input_rows(place, layer, x, "x", row_token);
-  args.dh = place.rows(dh, "dh", layer.dtype, {rows, width});
+  args.dh = place.rows(dh_rows, "dh", layer.dtype, {rows, width});
   args.dw = up_weight_of(place, layer, dw_up, dw_gate, args.dw_dtype);
   require_apart(
       {{"dw_up", own_memory(dw_up, experts_at)}, {"dw_gate", own_memory(dw_gate, experts_at)}},
@@ -137,7 +139,8 @@ void down_weight_gradient_out(Tensor const& dout, Tensor const& a, Tensor const&
   layer.experts_at = place.lists(experts_at, "experts_at", Layer::kLists, layer.sizes.experts);
   auto args = gradient_args<DownWeightGradient>(place, layer, offsets, row_token,
                                                 dtype_of(dw_down, "dw_down"), accumulate);
-  args.dout = input_rows(place, layer, dout, "dout", row_token);
+  Tensor const dout_rows = place.aligned(dout);
+  args.dout = input_rows(place, layer, dout_rows, "dout", row_token);
   args.a = place.rows(a, "a", layer.dtype, {a.size(0), a.size(1)});
   args.dw = down_weight_of(place, layer, dw_down, args.dw_dtype);
   require_apart({{"dw_down", own_memory(dw_down, experts_at)}},

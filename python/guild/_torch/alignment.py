@@ -20,14 +20,14 @@ def missing(size: int, beside: Tensor) -> int:
 
 
 def aligned(t: Tensor) -> Tensor:
-    """Matrices (E, m, n) themselves where kernels can read them, else a packed copy.
+    """Rows (m, n) or matrices (E, m, n) themselves where kernels can read them, else a packed copy.
 
     n is a multiple already. `contiguous` alone is not enough: it allows any stride in a dimension
     of size 1, which kernels read all the same, and any start in a part of something larger. This
     reads an address, so it is not for tensors that are traced.
     """
-    _, rows, columns = t.shape
-    packed = t.stride() == (rows * columns, columns, 1)
+    rows, columns = t.shape[-2:]
+    packed = t.stride() == (rows * columns, columns, 1)[-t.dim() :]
     if not needs_alignment(t) or (packed and t.data_ptr() % _BYTES == 0):
         return t
     return t.clone(memory_format=torch.contiguous_format)

@@ -265,7 +265,7 @@ def _wanted_flags(wanted: int) -> tuple[bool, ...]:
 
 def _backward(dout, x, h, t, *rest):
     weights, low, routing, flags, wanted = _parts(rest)
-    low = low.aligned()
+    low, dout = low.aligned(), aligned(dout)
     want_x, want_scores, *want = _wanted_flags(wanted)
     h, t = recomputed(x, h, t, routing, weights, low, flags)
     dh, a, parts, u_down = down_gradient(dout, h, routing, weights, low, flags)

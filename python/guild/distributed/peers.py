@@ -205,10 +205,9 @@ class Peers:
                 lost=True,
             )
         if failure == _OVERFLOW:
-            needed = f", {rows} rows" if rows else ""
             self.ranks.end(
                 RuntimeError,
-                f"capacity: expected room for all rows of rank {rank}{needed}, {where}, got "
+                f"capacity: expected room for all {rows} rows of rank {rank}, {where}, got "
                 f"{self.capacity:g} times an even share. The group cannot be used any more: "
                 "restart all ranks with a larger capacity, or with None",
             )

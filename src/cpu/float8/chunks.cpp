@@ -83,7 +83,7 @@ void write_turned(QuantizeChunks const& x, Chunk const& chunk, int64_t column, i
   for (int64_t j = 0; j < count; ++j) {
     for (int64_t i = 0; i < kScaleBlock; ++i) {
       float const value = i < chunk.count ? block.value[i][j] : 0;
-      to[j * kScaleBlock + i] = encode_float8(value, x.format);
+      to[j * kScaleBlock + i] = encode_rescaled(value, x.format);
     }
   }
 }

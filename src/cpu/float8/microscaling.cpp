@@ -63,7 +63,7 @@ void regroup_row(RegroupMicro const& x, int64_t r) {
     for (int64_t b = wide.first; b < wide.first + wide.count; ++b) {
       float const quotient = e8m0_quotient(scales[b], largest);
       for (int64_t i = b * narrow; i < std::min((b + 1) * narrow, x.columns); ++i) {
-        to[i] = encode_float8(value_of[from[i]] * quotient, x.format);
+        to[i] = encode_rescaled(value_of[from[i]] * quotient, x.format);
       }
     }
   }

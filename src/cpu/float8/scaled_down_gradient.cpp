@@ -107,6 +107,7 @@ void gradient_block(ScaledDownGradient const& x, Block const& block, Span cols) 
 
 // dH's chunks from its codes, those of A' from its values.
 void store_chunks(ScaledDownGradient const& x) {
+  if (x.sizes.rows() == 0) return;
   QuantizeChunks chunks;
   chunks.rows = x.sizes.rows();
   chunks.groups = x.sizes.experts;

@@ -1,4 +1,5 @@
 // The composites over ranks on the GPU: src/compose_peer.h on three streams.
+#include <algorithm>
 #include <array>
 #include <vector>
 
@@ -6,6 +7,7 @@
 #include "compose_peer.h"
 #include "cuda/device.h"
 #include "cuda/exchange/copies.h"
+#include "cuda/require_runnable.h"
 
 namespace guild::cuda {
 
@@ -14,6 +16,10 @@ namespace {
 // As many as keep a link busy while products run: docs/measured/ranks.md. Pushing takes more, since
 // a sum reads several rows for each that it sends.
 constexpr int kPullMultiprocessors = 16, kPushMultiprocessors = 24;
+
+// Left to the collection of results while others are pushed, in two slices from this size on.
+constexpr int kCollectMultiprocessors = 24;
+constexpr int64_t kSlicedBytes = 16 << 20;
 
 // Events for the marks of a call. Later calls on the same thread reuse them: a wait refers to what
 // the event had recorded when the wait was issued.
@@ -80,6 +86,18 @@ class Lines {
   }
   Mark run_beside(Line line, Pull const& x) { return run_beside(line, x, kPullMultiprocessors); }
   Mark run_beside(Line line, Push const& x) { return run_beside(line, x, kPushMultiprocessors); }
+  Mark begin(Line line, Push const& x) {
+    if (!apart_) {
+      run(line, x, Room::whole);
+      return {};
+    }
+    Queue queue = of(line);
+    int const all = multiprocessors(queue);
+    if (x.slices > 1) queue.sms = std::max(all - kCollectMultiprocessors, all / 2);
+    Mark const begun = next_mark();
+    start(x, queue, begun.event);
+    return begun;
+  }
   void wait(Line line, Mark const& mark) {
     if (!apart_) return;
     cuda_check(cudaStreamWaitEvent(of(line).stream, mark.event, 0), "waiting for an event");
@@ -88,7 +106,22 @@ class Lines {
   int64_t first(PeerLoad const& load) const {
     return has_streams_ ? first_experts(load) : load.experts;
   }
-  void apart(bool apart) { apart_ = apart; }
+  // The same number on all ranks, so it depends on nothing that may differ between them.
+  int64_t slices(Push const& x) const {
+    int64_t const bytes = x.memory.tokens * x.hidden * element_bytes(x.dtype);
+    return bytes < kSlicedBytes ? 1 : 2;
+  }
+  void apart(bool apart) { apart_ = apart && has_streams_; }
+
+  // Lets the main stream wait for the others, after whatever error: the memory that their steps
+  // use may be free once the call has ended.
+  void join() noexcept {
+    try {
+      wait(Line::main, mark(Line::link));
+      wait(Line::main, mark(Line::side));
+    } catch (...) {  // the device is lost; the first error counts
+    }
+  }
 
  private:
   Queue of(Line line, Room room = Room::whole) const {
@@ -106,7 +139,7 @@ class Lines {
       return {};
     }
     Queue queue = of(line);
-    queue.sms = std::min(most, multiprocessors(main_) / 2);
+    queue.sms = std::clamp(multiprocessors(main_) / 2, 1, most);
     Mark const begun = next_mark();
     start(x, queue, begun.event);
     return begun;
@@ -123,20 +156,61 @@ class Lines {
   bool has_streams_ = false, apart_ = false;
 };
 
+// Calls require_runnable() in place of the steps.
+class Requirements {
+ public:
+  struct Mark {};
+  template <class Step>
+  void run(Line, Step const& x, Room = Room::whole) {
+    require_runnable(x);
+  }
+  template <class Copy>
+  Mark run_beside(Line, Copy const& x) {
+    require_runnable(x);
+    return {};
+  }
+  void clear(ReturnedScores const& x) { require_runnable(x); }
+  Mark mark(Line) { return {}; }
+  void wait(Line, Mark) {}
+  Mark begin(Line, Push const& x) {
+    require_runnable(x);
+    return {};
+  }
+  int64_t first(PeerLoad const& load) const { return load.experts; }
+  int64_t slices(Push const&) const { return 1; }
+  void apart(bool) {}
+};
+
+template <class Call>
+void compose(Call const& call, Lines& lines) {
+  try {
+    call(lines);
+  } catch (...) {
+    lines.join();
+    throw;
+  }
+}
+
 }  // namespace
 
 void peer_forward(PeerForward const& x, Queue queue) {
   check(x);
+  auto const composed = [&](auto& lines) { compose_peer_forward(x, lines); };
+  Requirements requirements;
+  composed(requirements);
   queue.counter = workspace_of(x.layer).counter;
   Lines lines(x.streams, queue);
-  compose_peer_forward(x, lines);
+  compose(composed, lines);
 }
 
 void peer_backward(PeerBackward const& x, Queue queue) {
   check(x);
+  auto const composed = [&](auto& lines) { compose_peer_backward(x, lines); };
+  Requirements requirements;
+  composed(requirements);
   queue.counter = workspace_of(x.layer).memory.counter;
   Lines lines(x.streams, queue);
-  compose_peer_backward(x, lines);
+  compose(composed, lines);
 }
 
 }  // namespace guild::cuda

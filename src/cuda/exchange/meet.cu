@@ -8,6 +8,7 @@
 
 #include "checks/exchange.h"
 #include "cuda/device.h"
+#include "cuda/require_runnable.h"
 #include "shared/peer_memory.h"
 
 namespace guild::cuda {
@@ -65,9 +66,20 @@ __device__ void wait(Meet const& x, PeerLayout const& layout, PeerControl* own, 
   }
 }
 
+// Waits until this rank has pushed the slice. The kernel that pushes it waits for nobody.
+__device__ void wait_for_slice(Meet const& x, PeerControl const* own) {
+  if (x.slices == 1) return;
+  int64_t const begin = slice_begin(x.memory, x.slices, x.slice);
+  int64_t const end = slice_begin(x.memory, x.slices, x.slice + 1);
+  int64_t const tokens = x.memory.ranks * (end - begin);
+  while (load_acquire(&own->pushed[x.slice]) < tokens && load_acquire(&own->failure) == 0) {
+    __nanosleep(40);
+  }
+}
+
 // Writes the report for the host, to the host's memory.
-__device__ void report(Meet const& x, int64_t word, int64_t rows) {
-  PeerReport const found = unpacked(word, rows);
+__device__ void report(Meet const& x, int64_t word) {
+  PeerReport const found = unpacked(word);
   x.report->rank = found.rank;
   x.report->reporter = found.reporter;
   x.report->fact = found.fact;
@@ -83,8 +95,9 @@ __global__ void __launch_bounds__(kThreads) meet_kernel(Meet x, PeerLayout layou
   int64_t const needed = x.needed == nullptr ? 0 : *x.needed;
   int const r = int(threadIdx.x);
   bool const stopped = control->stopped != 0;
+  if (r == 0 && !stopped) wait_for_slice(x, control);
   if (r == 0 && needed > x.capacity) {
-    fail(x, layout, packed(PeerFailure::overflow, x.memory.rank, x.memory.rank, 0));
+    fail(x, layout, packed(PeerFailure::overflow, x.memory.rank, x.memory.rank, 0, needed));
   }
   __syncthreads();
   if (r < x.memory.ranks && !stopped) {  // others report what this rank says, failed or not
@@ -100,8 +113,11 @@ __global__ void __launch_bounds__(kThreads) meet_kernel(Meet x, PeerLayout layou
   if (r == 0 && !stopped) {
     control->meetings = number;
     control->published += x.published;
+    if (x.published) {
+      for (int64_t& tokens : control->pushed) tokens = 0;
+    }
     control->stopped = word != 0;
-    if (word != 0) report(x, word, needed);
+    if (word != 0) report(x, word);
   }
   if (word == 0) return;
   uint4 const nan = {~0u, ~0u, ~0u, ~0u};
@@ -111,8 +127,10 @@ __global__ void __launch_bounds__(kThreads) meet_kernel(Meet x, PeerLayout layou
 
 }  // namespace
 
+void require_runnable(Meet const& x) { check(x); }
+
 void meet(Meet const& x, Queue queue) {
-  check(x);
+  require_runnable(x);
   double const limit = x.seconds * 1e9;
   meet_kernel<<<1, kThreads, 0, queue.stream>>>(x, layout_of(x.memory),
                                                 limit < 9e18 ? int64_t(limit) : LLONG_MAX);

@@ -1,5 +1,6 @@
 // The order in which warps take the tokens of all ranks.
 #pragma once
+#include "guild/error.h"
 #include "guild/exchange.h"
 
 namespace guild::cuda {
@@ -21,5 +22,12 @@ struct PoolToken {
   }
   __device__ int64_t place(PeerMemory const& m) const { return source * m.tokens + token; }
 };
+
+// Warps count tokens in 32 bits, and take a step beyond the last one.
+inline void require_countable(PeerMemory const& m) {
+  constexpr int64_t most = (int64_t(1) << 31) - (1 << 16);
+  require(m.ranks * m.tokens <= most, "memory: expected at most ", most,
+          " tokens of all ranks on CUDA, got ", m.ranks, " * ", m.tokens);
+}
 
 }  // namespace guild::cuda

@@ -13,6 +13,7 @@
 #include "cuda/exchange/copies.h"
 #include "cuda/exchange/pool.cuh"
 #include "cuda/launch.h"
+#include "cuda/require_runnable.h"
 #include "shared/peer_memory.h"
 #include "shared/tiles.h"
 
@@ -137,31 +138,46 @@ void require_units(int64_t bytes, char const* name) {
 
 }  // namespace
 
-void publish(Publish const& x, Queue queue) {
+void require_runnable(Publish const& x) {
   check(x);
   require_units(x.row_bytes, "row_bytes");
   require_units(x.row_stride, "row_stride");
+  require_aligned(x.rows, 0, "rows");
   require(x.ids == nullptr || x.score_bytes == 4, "score_bytes: expected 4 on CUDA, got ",
           x.score_bytes);
+}
+
+void publish(Publish const& x, Queue queue) {
+  require_runnable(x);
   int64_t const blocks = x.tokens > 0 ? ceil_div(x.tokens, kWarps) : 1;
   publish_kernel<<<unsigned(blocks), kThreads, 0, queue.stream>>>(x, layout_of(x.memory));
   cuda_check(cudaGetLastError(), "launch of publish");
 }
 
-void tables(Tables const& x, Queue queue) {
+void require_runnable(Tables const& x) {
   check(x);
   require(x.score_bytes == 4, "score_bytes: expected 4 on CUDA, got ", x.score_bytes);
+}
+
+void tables(Tables const& x, Queue queue) {
+  require_runnable(x);
   int64_t const slots = x.memory.tokens * x.top_k;
   dim3 const blocks(unsigned(slots > 0 ? ceil_div(slots, kThreads) : 1), unsigned(x.memory.ranks));
   tables_kernel<<<blocks, kThreads, 0, queue.stream>>>(x, layout_of(x.memory));
   cuda_check(cudaGetLastError(), "launch of tables");
 }
 
+void require_runnable(Pull const& x) {
+  check(x);
+  require_units(x.row_bytes, "row_bytes");
+  require_aligned(x.rows, 0, "rows");
+  require_countable(x.memory);
+}
+
 void pull(Pull const& x, Queue queue) { pull(x, queue, nullptr); }
 
 void pull(Pull const& x, Queue const& queue, cudaEvent_t begun) {
-  check(x);
-  require_units(x.row_bytes, "row_bytes");
+  require_runnable(x);
   int64_t const rows = x.memory.ranks * x.memory.tokens;
   if (rows == 0) return;
   int64_t const blocks = std::min<int64_t>(ceil_div(rows, kPullWarps), multiprocessors(queue));

@@ -10,6 +10,7 @@
 #include "cuda/element.cuh"
 #include "cuda/exchange/copies.h"
 #include "cuda/exchange/pool.cuh"
+#include "cuda/require_runnable.h"
 #include "shared/peer_memory.h"
 #include "shared/routing.h"
 #include "shared/tiles.h"
@@ -101,8 +102,7 @@ __global__ void __launch_bounds__(kThreads) own_scores_kernel(ReturnedScores x, 
 }
 
 void run_own_scores(ReturnedScores const& x, Queue const& queue) {
-  check(x);
-  require(x.score_bytes == 4, "score_bytes: expected 4 on CUDA, got ", x.score_bytes);
+  require_runnable(x);
   if (x.slots == 0) return;
   own_scores_kernel<<<unsigned(ceil_div(x.slots, kThreads)), kThreads, 0, queue.stream>>>(
       x, layout_of(x.memory));
@@ -111,13 +111,18 @@ void run_own_scores(ReturnedScores const& x, Queue const& queue) {
 
 }  // namespace
 
-void push(Push const& x, Queue queue) { push(x, queue, nullptr); }
-
-void push(Push const& x, Queue const& queue, cudaEvent_t begun) {
+void require_runnable(Push const& x) {
   check(x);
   require_16_bit(x.dtype);
   require_whole_16_bytes(x.hidden, "hidden");
   require_aligned(x.y, "y");
+  require_countable(x.memory);
+}
+
+void push(Push const& x, Queue queue) { push(x, queue, nullptr); }
+
+void push(Push const& x, Queue const& queue, cudaEvent_t begun) {
+  require_runnable(x);
   int64_t const tokens = x.memory.ranks * x.memory.tokens, stride = row_stride(x.y, x.hidden);
   if (tokens == 0) return;
   PeerLayout const layout = layout_of(x.memory);
@@ -129,11 +134,16 @@ void push(Push const& x, Queue const& queue, cudaEvent_t begun) {
   cuda_check(cudaGetLastError(), "launch of push");
 }
 
-void collect(Collect const& x, Queue queue) {
+void require_runnable(Collect const& x) {
   check(x);
   require_16_bit(x.dtype);
   require_whole_16_bytes(x.hidden, "hidden");
   require_aligned(x.residual, "residual");
+  require_aligned(x.o, 0, "o");
+}
+
+void collect(Collect const& x, Queue queue) {
+  require_runnable(x);
   int64_t const blocks = ceil_div(x.tokens * (x.hidden / 8), kThreads);
   if (blocks == 0) return;
   PeerLayout const layout = layout_of(x.memory);
@@ -145,14 +155,23 @@ void collect(Collect const& x, Queue queue) {
   cuda_check(cudaGetLastError(), "launch of collect");
 }
 
-void push_scores(PushScores const& x, Queue queue) {
+void require_runnable(PushScores const& x) {
   check(x);
   require(x.score_bytes == 4, "score_bytes: expected 4 on CUDA, got ", x.score_bytes);
+}
+
+void push_scores(PushScores const& x, Queue queue) {
+  require_runnable(x);
   int64_t const slots = x.memory.tokens * x.top_k;
   if (slots == 0) return;
   dim3 const blocks(unsigned(ceil_div(slots, kThreads)), unsigned(x.memory.ranks));
   push_scores_kernel<<<blocks, kThreads, 0, queue.stream>>>(x, layout_of(x.memory));
   cuda_check(cudaGetLastError(), "launch of push_scores");
+}
+
+void require_runnable(ReturnedScores const& x) {
+  check(x);
+  require(x.score_bytes == 4, "score_bytes: expected 4 on CUDA, got ", x.score_bytes);
 }
 
 void clear_scores(ReturnedScores const& x, Queue queue) {

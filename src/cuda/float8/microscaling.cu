@@ -4,7 +4,7 @@
 
 #include "checks/microscaling.h"
 #include "cuda/device.h"
-#include "cuda/float8/tile.cuh"
+#include "cuda/float8/rescale.cuh"
 #include "shared/ceil_div.h"
 #include "shared/row_stride.h"
 
@@ -177,8 +177,8 @@ struct ToCode {
 // way.
 __device__ MicroScale scale_of_block(float largest, float global, float inverse,
                                      ToCode const& to_code) {
-  uint8_t code = kE4M3NaN;
-  if (below_infinity(largest)) {
+  uint8_t code = largest == 0 ? 0 : kE4M3NaN;
+  if (largest > 0 && below_infinity(largest)) {
     float const ratio = nvfp4_ratio(largest, global, inverse);
     code = __nv_cvt_float_to_fp8(ratio, __NV_SATFINITE, __NV_E4M3);
   }
@@ -311,11 +311,7 @@ __global__ void __launch_bounds__(kThreads) regroup_kernel(RegroupArgs const a) 
         decode_e8m0(uint8_t(largest));
   }
   float const quotient = e8m0_quotient(uint8_t(scale), uint8_t(largest));
-  auto const shift = [&](uint32_t four) {
-    float4 const v = decode_four<format>(four);
-    return encode_four<format>(v.x * quotient, v.y * quotient, v.z * quotient, v.w * quotient);
-  };
-  codes = {shift(codes.x), shift(codes.y)};
+  codes = {rescale_four<format>(codes.x, quotient), rescale_four<format>(codes.y, quotient)};
   uint8_t* const to = static_cast<uint8_t*>(a.x.codes.data) + row * a.codes_stride + column;
   if (a.wide_codes && count == 8) {
     *reinterpret_cast<uint2*>(to) = codes;

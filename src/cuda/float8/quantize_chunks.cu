@@ -115,12 +115,10 @@ __device__ void rescale(uint4 (&codes)[kPatch], float const* quotient) {
   }
 #pragma unroll
   for (int i = 0; i < kPatch; ++i) {
-    auto const product = [q = quotient[i]](uint32_t four) {
-      float4 const v = decode_four<format>(four);
-      return encode_four<format>(v.x * q, v.y * q, v.z * q, v.w * q);
-    };
+    float const q = quotient[i];
     uint4 const c = codes[i];
-    codes[i] = {product(c.x), product(c.y), product(c.z), product(c.w)};
+    codes[i] = {rescale_four<format>(c.x, q), rescale_four<format>(c.y, q),
+                rescale_four<format>(c.z, q), rescale_four<format>(c.w, q)};
   }
 }
 

@@ -153,7 +153,7 @@ void quantize_weights(QuantizeWeights const& x, Queue queue) {
   check(x);
   require(x.codes.in_stride == 1 || x.in == 1,
           "codes: expected `in` contiguous on CUDA, got stride ", x.codes.in_stride);
-  require(x.transposed.data == nullptr || x.transposed.out_stride == 1 || x.out == 1,
+  require(x.transposed.data == nullptr || x.transposed.out_stride == 1 || x.halves() * x.out == 1,
           "transposed: expected `out` contiguous on CUDA, got stride ", x.transposed.out_stride);
   auto const along_out = [](ConstWeight const& w) { return w.out_stride < w.in_stride; };
   bool const transposes = along_out(x.w.gate);

@@ -1,8 +1,8 @@
-// E4M3 codes multiplied by powers of two and rounded again.
+// Codes multiplied by quotients of scales and rounded again.
 #pragma once
 #include <cuda_fp16.h>
 
-#include <cstdint>
+#include "cuda/float8/tile.cuh"
 
 namespace guild::cuda {
 
@@ -32,6 +32,18 @@ __device__ inline uint32_t scale_e4m3(uint32_t codes, uint32_t factor) {
       : "=r"(scaled)
       : "r"(codes), "r"(factor));
   return scaled;
+}
+
+// Four codes times any quotient of at most 1: encode_rescaled() of src/shared/float8.h.
+template <Float8 format>
+__device__ inline uint32_t rescale_four(uint32_t codes, float quotient) {
+  float4 const v = decode_four<format>(codes);
+  uint32_t const scaled =
+      encode_four<format>(v.x * quotient, v.y * quotient, v.z * quotient, v.w * quotient);
+  if constexpr (format == Float8::e4m3) return scaled;
+  uint32_t const infinite =
+      quotient > 0 ? __vcmpeq4(codes & 0x7f7f7f7f, kE5M2Infinity * 0x01010101u) : 0;
+  return (scaled & ~infinite) | (codes & infinite);
 }
 
 }  // namespace guild::cuda

@@ -18,6 +18,7 @@
 #include "cuda/device.h"
 #include "cuda/element.cuh"
 #include "cuda/launch.h"
+#include "cuda/require_runnable.h"
 #include "cuda/shared_memory.h"
 #include "cuda/warp.cuh"
 #include "shared/ceil_div.h"
@@ -350,11 +351,15 @@ void sort_many(Sort const& x, int64_t slots, Queue const& queue) {
 
 }  // namespace
 
-void sort_by_expert(Sort const& x, Queue queue) {
+void require_runnable(Sort const& x) {
   check(x);
   require(x.scores == nullptr || x.score_dtype == DType::float32,
           "score_dtype: expected float32 on CUDA");
   require_routable(x.experts);
+}
+
+void sort_by_expert(Sort const& x, Queue queue) {
+  require_runnable(x);
   int64_t const slots = slot_count(x);
   if (slots == 0) {
     cuda_check(cudaMemsetAsync(x.offsets, 0, (x.experts + 1) * sizeof(int32_t), queue.stream),

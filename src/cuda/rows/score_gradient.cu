@@ -4,6 +4,7 @@
 #include "cuda/alignment.h"
 #include "cuda/device.h"
 #include "cuda/element.cuh"
+#include "cuda/require_runnable.h"
 #include "shared/ceil_div.h"
 #include "shared/routing.h"
 
@@ -56,13 +57,17 @@ int lane_bits_of(int64_t part_count, bool bias) {
 
 }  // namespace
 
-void score_gradient(ScoreGradient const& x, Queue queue) {
+void require_runnable(ScoreGradient const& x) {
   check(x);
-  Sizes const& s = x.sizes;
   require_16_bit(x.dtype);
-  require_whole_16_bytes(s.hidden, "hidden");
+  require_whole_16_bytes(x.sizes.hidden, "hidden");
   require_aligned(x.dout, "dout");
   require_aligned(x.bias, "b_down");
+}
+
+void score_gradient(ScoreGradient const& x, Queue queue) {
+  require_runnable(x);
+  Sizes const& s = x.sizes;
   if (s.rows() == 0) return;
   int const parts = int(score_parts(s)), lane_bits = lane_bits_of(parts, x.bias.data != nullptr);
   unsigned const blocks = unsigned(ceil_div(s.rows() << lane_bits, kThreads));

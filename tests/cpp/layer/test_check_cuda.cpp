@@ -41,12 +41,17 @@ class WrongOnCuda {
            [](Args& x) { x.sizes.intermediate = 4; });
   }
 
+  // Of a pointer.
   template <class Of>
-  void address(char const* name, Of of) const {
+  void pointer(char const* name, Of of) const {
     char* const odd = aligned_memory + 2;
     expect(text_of(name, ": expected 16-byte aligned data on CUDA, got address ",
                    reinterpret_cast<uintptr_t>(odd)),
-           [&](Args& x) { std::invoke(of, x).data = odd; });
+           [&](Args& x) { std::invoke(of, x) = odd; });
+  }
+  template <class Of>
+  void address(char const* name, Of of) const {
+    pointer(name, [=](Args& x) -> auto& { return std::invoke(of, x).data; });
   }
   template <class Of>
   void rows(char const* name, Of of) const {
@@ -234,6 +239,85 @@ TEST(CheckOnCuda, Routing) {
   sort.expect("score_dtype: expected float32 on CUDA",
               [](auto& x) { x.score_dtype = DType::float64; });
   sort.expect(few, too_many);
+}
+
+constexpr char const* kWideScores = "score_bytes: expected 4 on CUDA, got 8";
+
+template <class Args>
+void expect_countable(WrongOnCuda<Args> const& wrong) {
+  wrong.expect(
+      "memory: expected at most 2147418112 tokens of all ranks on CUDA, got 2 * 1073741823",
+      [](Args& x) {
+        x.memory.tokens = (int64_t(1) << 30) - 1;
+        x.memory.top_k = x.top_k = 1;
+      });
+}
+
+TEST(CheckOnCuda, Exchange) {
+  Calls calls;
+  auto const wide_scores = [](auto& x) { x.score_bytes = 8; };
+  WrongOnCuda<Publish> const publish(calls.publish(), cuda::publish);
+  publish.pointer("rows", &Publish::rows);
+  publish.expect("row_bytes: expected a multiple of 16 on CUDA, got 24",
+                 [](Publish& x) { x.row_bytes = 24; });
+  publish.expect("row_stride: expected a multiple of 16 on CUDA, got 40",
+                 [](Publish& x) { x.row_stride = 40; });
+  publish.expect(kWideScores, wide_scores);
+  WrongOnCuda<Tables>(calls.tables(), cuda::tables).expect(kWideScores, wide_scores);
+  WrongOnCuda<Pull> const pull(calls.pull(), cuda::pull);
+  pull.pointer("rows", &Pull::rows);
+  pull.expect("row_bytes: expected a multiple of 16 on CUDA, got 24",
+              [](Pull& x) { x.row_bytes = 24; });
+  expect_countable(pull);
+  WrongOnCuda<Push> const push(calls.push(), cuda::push);
+  push.expect("hidden: expected a multiple of 8 on CUDA, got 12", [](Push& x) { x.hidden = 12; });
+  push.rows("y", &Push::y);
+  expect_countable(push);
+  WrongOnCuda<Collect> const collect(calls.collect(), cuda::collect);
+  collect.expect("hidden: expected a multiple of 8 on CUDA, got 12",
+                 [](Collect& x) { x.hidden = 12; });
+  collect.rows("residual", &Collect::residual);
+  collect.pointer("o", &Collect::o);
+  WrongOnCuda<PushScores>(calls.push_scores(), cuda::push_scores).expect(kWideScores, wide_scores);
+  for (auto const run : {cuda::clear_scores, cuda::collect_scores}) {
+    WrongOnCuda<ReturnedScores>(calls.returned_scores(), run).expect(kWideScores, wide_scores);
+  }
+}
+
+// What both passes over ranks require of the layer.
+template <class Pass>
+void expect_layer_over_ranks(WrongOnCuda<Pass> const& wrong) {
+  wrong.expect("intermediate: expected a multiple of 8 on CUDA, got 4",
+               [](Pass& x) { x.layer.sizes.intermediate = 4; });
+  wrong.weight("w_up", [](Pass& x) -> auto& { return x.layer.w_up.gate; });
+  wrong.weight("w_up", [](Pass& x) -> auto& { return x.layer.w_up.up; });
+  wrong.weight("w_down", [](Pass& x) -> auto& { return x.layer.w_down; });
+  wrong.rows("b_down", [](Pass& x) -> auto& { return x.layer.b_down; });
+  wrong.rows("h", [](Pass& x) -> auto& { return x.layer.h; });
+  wrong.pointer("rows", [](Pass& x) -> auto& { return x.publish.rows; });
+  wrong.expect("row_stride: expected a multiple of 16 on CUDA, got 40",
+               [](Pass& x) { x.publish.row_stride = 40; });
+  wrong.rows("residual", [](Pass& x) -> auto& { return x.collect.residual; });
+  wrong.pointer("o", [](Pass& x) -> auto& { return x.collect.o; });
+}
+
+// Whatever a later step requires is checked before the first one publishes: the other ranks would
+// wait for a rank that stops halfway. Here the first launch would fail, or read the host's memory.
+TEST(CheckOnCuda, LayersOverRanks) {
+  Calls calls;
+  PeerForward right = calls.peer_forward();
+  right.layer.b_up = right.layer.b_down = {aligned_memory};
+  right.layer.h = {aligned_memory, 0};
+  WrongOnCuda<PeerForward> const forward(right, cuda::peer_forward);
+  expect_layer_over_ranks(forward);
+  forward.rows("b_up", [](PeerForward& x) -> auto& { return x.layer.b_up; });
+  forward.expect("experts: expected at most 1024 on CUDA, got 1025", [](PeerForward& x) {
+    x.own = *x.layer.sort;
+    x.own.experts = 1025;
+  });
+  WrongOnCuda<PeerBackward> const backward(calls.peer_backward(), cuda::peer_backward);
+  expect_layer_over_ranks(backward);
+  backward.rows("x", [](PeerBackward& x) -> auto& { return x.layer.x; });
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 // another, so the arrival of a rank whose turn is yet to come is written by hand.
 #include <algorithm>
 #include <cstddef>
+#include <limits>
 #include <random>
 
 #include "device_test.h"
@@ -38,7 +39,7 @@ class Exchange : public DeviceTest {
   void expect_pulled();
   void expect_collected();
   void expect_slots_back();
-  void expect_stopped(PeerReport const& expected);
+  void expect_stopped(PeerReport const& expected, int64_t rank = 0);
 
   PeerMemory memory(int64_t r) const {
     auto const peers = reinterpret_cast<void* const*>(peers_[0].data());
@@ -72,6 +73,7 @@ class Exchange : public DeviceTest {
                       count * int64_t(sizeof(T)));
     return to;
   }
+  void clear_report() { report_[0].write(std::vector<std::byte>(sizeof(PeerReport))); }
   PeerReport report() const {
     PeerReport found;
     device().download(&found, report_[0].data(), sizeof found);
@@ -110,7 +112,7 @@ void Exchange::begin(std::vector<int64_t> const& tokens, DType dtype) {
   }
   peers_.emplace_back(device(), at);
   report_.emplace_back(device(), int64_t(sizeof(PeerReport)));
-  report_[0].write(std::vector<std::byte>(sizeof(PeerReport)));
+  clear_report();
 }
 
 void Exchange::publish() {
@@ -292,8 +294,8 @@ TEST_P(Exchange, AddsManyRows) {
   }
 }
 
-// Everything that came back must be NaN, and so must everything pulled from now on.
-void Exchange::expect_stopped(PeerReport const& expected) {
+// Everything that came back to the rank must be NaN, and so must everything pulled from now on.
+void Exchange::expect_stopped(PeerReport const& expected, int64_t rank) {
   PeerReport const found = report();
   EXPECT_EQ(found.failure, expected.failure);
   EXPECT_EQ(found.rank, expected.rank);
@@ -303,9 +305,9 @@ void Exchange::expect_stopped(PeerReport const& expected) {
     EXPECT_EQ(found.rows, expected.rows);
   }
   PeerLayout const layout = layout_of(memory(0));
-  for (int32_t const word : back<int32_t>(0, layout.returned, (layout.bytes - layout.returned) / 4))
-    ASSERT_EQ(word, -1);
-  EXPECT_TRUE(memory_[0].canaries_alive());
+  int64_t const words = (layout.bytes - layout.returned) / 4;
+  for (int32_t const word : back<int32_t>(rank, layout.returned, words)) ASSERT_EQ(word, -1);
+  EXPECT_TRUE(memory_[rank].canaries_alive());
 }
 
 TEST_P(Exchange, SaysWhyRanksCannotGoOn) {
@@ -327,6 +329,41 @@ TEST_P(Exchange, SaysWhyRanksCannotGoOn) {
     arrive(1, 0, {0, 5});
     x.capacity = 10;
   });
+}
+
+// The ranks that have room learn too how many rows the one without it needed.
+TEST_P(Exchange, TellsAllRanksHowManyRowsWereNeeded) {
+  for (int32_t const rows : {11, std::numeric_limits<int32_t>::max()}) {
+    begin({3, 4, 2}, DType::bfloat16);
+    publish();
+    Indices<int32_t> const needed(device(), std::vector<int32_t>{rows});
+    arrive(1, 0, {});
+    arrive(2, 0, {});
+    for (int64_t r = 0; r < ranks(); ++r) {
+      SCOPED_TRACE(text_of("rank ", r, ", ", rows, " rows"));
+      clear_report();
+      Meet x = meeting(r, true);
+      x.needed = needed.data(), x.capacity = r == 0 ? rows - 1 : rows;
+      on_cuda() ? cuda::meet(x) : cpu::meet(x);
+      expect_stopped({int64_t(PeerFailure::overflow), 0, 0, 0, rows}, r);
+    }
+  }
+}
+
+// A failure is one word.
+TEST(PeerMemory, FailuresAreUnpackedAsTheyWerePacked) {
+  for (int64_t const rows : {int64_t(0), int64_t(1), (int64_t(1) << 31) - 1}) {
+    for (int64_t const rank : {0, kMostRanks - 1}) {
+      PeerReport const found =
+          unpacked(packed(PeerFailure::overflow, rank, kMostRanks - 1 - rank, kMostFacts, rows));
+      EXPECT_EQ(found.failure, int64_t(PeerFailure::overflow));
+      EXPECT_EQ(found.rank, rank);
+      EXPECT_EQ(found.reporter, kMostRanks - 1 - rank);
+      EXPECT_EQ(found.fact, kMostFacts);
+      EXPECT_EQ(found.rows, rows);
+    }
+  }
+  EXPECT_EQ(unpacked(packed(PeerFailure::late, 3, 1, 0)).rows, 0);
 }
 
 GUILD_DEVICE_TESTS(Exchange);

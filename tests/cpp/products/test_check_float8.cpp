@@ -101,6 +101,10 @@ TEST(CheckFloat8, QuantizeWeights) {
                [](Q& x) { x.w.up.expert_stride = -1; });
   wrong.output_weight("codes", &Q::codes, 16, 16);
   wrong.output_weight("transposed", &Q::transposed, 16, 16);
+  wrong.expect_on_cuda("transposed: expected `out` contiguous on CUDA, got stride 32", [](Q& x) {
+    x.out = 1;  // of each half, so that there are two
+    x.transposed = {x.transposed.data, 64, 32, 2};
+  });
   expect_made_scales(wrong, "scales", &Q::scales, 2, 2, 1);
 }
 
@@ -248,6 +252,16 @@ TEST(CheckFloat8, ScaledDownGradient) {
   auto const a_chunks = [](D& x) -> auto& { return x.a_chunks.scales; };
   expect_made_scales(wrong, "dh_chunks.scales", dh_chunks, 1, 2, 2);
   expect_made_scales(wrong, "a_chunks.scales", a_chunks, 1, 2, 1);
+}
+
+// Without rows there are no chunks, and nothing is required of where their scales would go.
+TEST(CheckFloat8, ChunksOfNoRows) {
+  Calls calls;
+  ScaledDownGradient d = calls.scaled_down_gradient();
+  d.sizes.tokens = 0;
+  d.dh_chunks.scales = d.a_chunks.scales = {};
+  EXPECT_NO_THROW(check(d));
+  EXPECT_NO_THROW(cpu::scaled_down_gradient(d));
 }
 
 TEST(CheckFloat8, QuantizeMicro) {

@@ -60,6 +60,23 @@ TEST(Float8, CodesAreTheNearest) {
   }
 }
 
+// Codes multiplied by a quotient of scales: as elements, except that E5M2's infinities stay.
+TEST(Float8, RescaledInfinitiesStay) {
+  for (Float8 const format : kFormats) {
+    for (int code = 0; code < 256; ++code) {
+      float const value = decode_float8(uint8_t(code), format);
+      int const same = std::isnan(value) ? 0x7f : code;
+      EXPECT_EQ(encode_rescaled(value, format), same) << code;
+      if (std::isinf(value)) continue;
+      EXPECT_EQ(encode_rescaled(value * .3f, format), encode_float8(value * .3f, format)) << code;
+    }
+  }
+  EXPECT_EQ(encode_rescaled(INFINITY, Float8::e5m2), kE5M2Infinity);
+  EXPECT_EQ(encode_rescaled(-INFINITY, Float8::e5m2), kE5M2Infinity | 0x80);
+  EXPECT_EQ(encode_rescaled(INFINITY, Float8::e4m3), 0x7e);  // E4M3 has none
+  EXPECT_EQ(encode_rescaled(-INFINITY, Float8::e4m3), 0xfe);
+}
+
 TEST(Float8, ScalesBringTheLargestIntoRange) {
   for (Float8 const format : kFormats) {
     float const limit = largest_of(format);
@@ -121,6 +138,14 @@ TEST(Microscaling, NVFP4ScalesBringTheLargestToSix) {
     EXPECT_EQ(nvfp4_scale(INFINITY, global).code, kE4M3NaN);
   }
   EXPECT_GT(nvfp4_global(0), 0);
+}
+
+TEST(Microscaling, NVFP4ScalesOfZerosAreZero) {
+  for (float const global : {0.f, -0.f, 0x1p-149f, 1.f, INFINITY, std::nanf("")}) {
+    MicroScale const scale = nvfp4_scale(0, global);
+    EXPECT_EQ(scale.code, 0) << global;
+    EXPECT_EQ(scale.to_code, 0) << global;
+  }
 }
 
 TEST(Microscaling, RatiosAreThoseOfTwoDivisions) {

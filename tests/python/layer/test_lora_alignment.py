@@ -20,6 +20,7 @@ from guild import LoRA, WeightGradients
 from guild._torch import alignment, low_rank
 from guild._torch.alignment import aligned, missing
 from guild._torch.operators import ops
+from layers import moved
 from test_compile import assert_same, fresh_compiler  # noqa: F401 - a fixture of these tests too
 
 TOKENS, HIDDEN, INNER = 12, 24, 16
@@ -74,11 +75,6 @@ def as_on_a_gpu() -> Iterator[Checked]:
         yield steps
 
 
-def moved(t: Tensor, by: int) -> Tensor:
-    """A copy that begins `by` elements into its memory."""
-    return torch.cat((t.new_empty(by), t.flatten()))[by:].view(t.shape)
-
-
 def normal(*shape: int) -> Tensor:
     draw = torch.Generator().manual_seed(sum(shape))
     return (torch.randn(shape, generator=draw) * shape[-1] ** -0.5).bfloat16()
@@ -100,6 +96,10 @@ def strided(shape: tuple[int, ...], strides: tuple[int, ...], begin: int = 0) ->
         (strided((3, 16, 8), (1, 24, 3)), False),
         (strided((3, 16, 8), (160, 10, 1)), False),
         (strided((3, 8, 16), (128, 1, 8)), False),
+        (strided((5, 16), (16, 1)), True),
+        (strided((5, 16), (16, 1), 3), False),
+        (strided((5, 16), (17, 1)), False),
+        (strided((5, 16), (24, 1)), False),
     ],
 )
 def test_aligned(given: Tensor, kept: bool) -> None:
@@ -152,7 +152,7 @@ def gradients(
     weights = tuple(w_up) if apart else w_up[0], w_down
     terms = {"lora_up": tuple(up) if apart else up[0], "lora_down": down}
     out = guild.routed_experts(x, ids, scores, *weights, **terms, weight_gradients=later)
-    out.backward(torch.ones_like(out))
+    out.backward(moved(torch.ones_like(out), 1))
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
 

@@ -23,6 +23,20 @@ def floats_of(r: SimpleNamespace, *shape: int) -> torch.Tensor:
     return torch.ones(shape, device=r.x.device)
 
 
+def alone(r: SimpleNamespace) -> tuple[torch.Tensor, list[int]]:
+    """`peers` and `memory` of one rank with room for 3 tokens of 2 choices each."""
+    memory = [0, 3, 2, r.x.shape[1] * r.x.element_size(), 2]
+    r.own = codes_of(r, ops.peer_memory_sizes(1, memory)[0])
+    return torch.tensor([r.own.data_ptr()], device=r.x.device), memory
+
+
+def push_lists(r: SimpleNamespace, slots: int) -> None:
+    """Push r.x's 6 rows by lists with so many slots."""
+    offsets = torch.tensor([0, 2, 4, slots], dtype=torch.int32, device=r.x.device)
+    row_of, counts = offsets.new_zeros(slots), offsets.new_full((1,), 3)
+    ops.peer_push(*alone(r), r.x, row_of, None, offsets, counts, False)
+
+
 FLAGS = (0, True, 1.0, float("inf"), 0.0, False, False, False)
 
 RAW: dict[str, tuple[Callable[[SimpleNamespace], object], str]] = {
@@ -201,6 +215,14 @@ RAW: dict[str, tuple[Callable[[SimpleNamespace], object], str]] = {
             r.x, r.a, r.offsets, None, torch.zeros_like(r.up), False, False
         ),
         r"w_down: expected shape \(4, 32, 16\), got \(4, 32, 32\)",
+    ),
+    "fewer slots than rows": (
+        lambda r: push_lists(r, 5),
+        "row_of: expected 6 slots as rows in y, got 5",
+    ),
+    "more slots than rows": (
+        lambda r: push_lists(r, 7),
+        "row_of: expected 6 slots as rows in y, got 7",
     ),
 }
 

@@ -102,6 +102,18 @@ def test_nvfp4_of_the_least_numbers(power, device):
     assert codes == ([0x57, 0xA2] + [0] * 6 if power == -126 else [0] * 8)
 
 
+@pytest.mark.parametrize("scale", [0.0, 2.0**-149, 1.0, float("inf"), float("nan")])
+def test_nvfp4_of_zeros_whatever_the_global_scale(scale, device):
+    x = torch.zeros(5, 64)
+    x[1, 16:32], x[3, 0], x[4, 40] = 3.0, -0.0, float("nan")
+    above = torch.tensor([scale], device=device)
+    got = guild.quantize(x.to(device), format="nvfp4", global_scale=above)
+    zero = (x.view(5, 4, 16) == 0).all(-1)
+    scales, codes = (t.view(torch.uint8).cpu() for t in (got.scales, got.codes))
+    assert zero.sum() == 18 and not scales[zero].any() and scales[4, 2] == 0x7F
+    assert not codes.view(5, 4, 8)[zero].any()
+
+
 def _wide(codes, scales, columns):
     factor = torch.exp2(scales.view(torch.uint8).cpu().double() - 127)
     return codes.double().cpu() * factor.repeat_interleave(32, 1)[:, :columns]
@@ -129,6 +141,23 @@ def test_regrouping(shape, dtype, device):
     # The division is exact where its result is normal.
     normal = (want / tall).abs() >= torch.finfo(dtype).tiny
     assert normal.any() and torch.equal((codes.double().cpu() * tall)[normal], want[normal])
+
+
+@pytest.mark.parametrize("columns", [256, 200, 131])
+def test_infinite_codes_stay_infinite(columns, device):
+    """Of E5M2, which a quantiser never gives but any other producer may."""
+    torch.manual_seed(3)
+    x = torch.randn(6, columns)
+    x[:, :32] *= 2.0**-10  # whose codes are rounded again
+    made = guild.quantize(x.to(device), torch.float8_e5m2, format="mxfp8")
+    infinite = torch.rand(6, columns) < 0.1
+    sign = torch.where(torch.rand(6, columns) < 0.5, -1.0, 1.0)
+    given = torch.where(infinite, sign * float("inf"), made.codes.float().cpu())
+    finite, scales = regroup(made.codes, made.scales)
+    codes, again = regroup(given.to(torch.float8_e5m2).to(device), made.scales)
+    want = torch.where(infinite, given, finite.float().cpu())
+    assert infinite[:, :32].any() and torch.equal(codes.float().cpu(), want)
+    assert torch.equal(again, scales)
 
 
 def test_a_scale_that_is_nan_spoils_its_block(device):

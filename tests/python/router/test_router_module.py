@@ -14,6 +14,7 @@ from torch.nn.utils import parametrize, prune
 
 import guild
 from guild.logits import RouterLinear
+from layers import moved
 
 _BIASED = guild.Router("sigmoid", selection_bias=True)
 
@@ -359,3 +360,21 @@ def test_an_attribute_that_is_no_bias() -> None:
     plain = layer_of()
     plain.router = Own(16, 6, bias=False)
     plain(x)
+
+
+def test_weight_anywhere(device: str) -> None:
+    """A router's weight that is part of something larger gives the same bits."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    moe = layer_of(device=device, dtype=dtype)
+    x = torch.randn(20, 16, device=device, dtype=dtype, requires_grad=True)
+    given = moe.router.weight.detach()
+    wide = torch.cat((given, given[:, :3]), 1)[:, :16]
+    found = []
+    for weight in (given, moved(given, 1), wide):
+        moe.router.weight = nn.Parameter(weight)
+        out = moe(x)
+        leaves = x, *moe.parameters()
+        found.append([out, *torch.autograd.grad(out, leaves, torch.ones_like(out))])
+    for other in found[1:]:
+        for one, two in zip(found[0], other, strict=True):
+            assert torch.equal(one, two)

@@ -153,6 +153,11 @@ class Layer:
         }
 
 
+def moved(t: Tensor, by: int) -> Tensor:
+    """A copy that begins `by` elements into its memory."""
+    return torch.cat((t.new_empty(by), t.flatten()))[by:].view(t.shape)
+
+
 def pack(gate: Tensor | None, up: Tensor, dim: int, order: str) -> Tensor:
     """Gate and up as one tensor along `dim`."""
     if gate is None:

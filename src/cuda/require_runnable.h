@@ -1,0 +1,28 @@
+// What the steps require of their arguments on CUDA: check(), and what kernels need beyond it, such
+// as alignment. Each step calls its own; a layer over ranks calls those of all its steps before the
+// first one runs, because the other ranks would wait for a rank that stops halfway.
+#pragma once
+#include "guild/peer_layer.h"
+
+namespace guild::cuda {
+
+void require_runnable(Sort const& x);
+void require_runnable(UpProjection const& x);
+void require_runnable(DownProjection const& x);
+void require_runnable(DownGradient const& x);
+void require_runnable(ScoreGradient const& x);
+void require_runnable(UpGradient const& x);
+void require_runnable(UpWeightGradient const& x);
+void require_runnable(DownWeightGradient const& x);
+void require_runnable(MoeWeightGradients const& x);
+
+void require_runnable(Publish const& x);
+void require_runnable(Meet const& x);
+void require_runnable(Tables const& x);
+void require_runnable(Pull const& x);
+void require_runnable(Push const& x);
+void require_runnable(Collect const& x);
+void require_runnable(PushScores const& x);
+void require_runnable(ReturnedScores const& x);
+
+}  // namespace guild::cuda

@@ -1,0 +1,119 @@
+"""The ops of the peer engine with a single rank, which sends rows to itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import guild
+from guild._torch.gradients import wanted_bits
+from guild._torch.operators import LayerFlags, ops
+from layers import ACTIVATIONS, Case, Layer, make_layer, moved
+
+SMALL = Case("small", 40, 64, 48, 4, 2, "sentinel", frozenset())
+NAMES = "x", "w_up", "w_down", "b_up", "b_down", "residual", "dout"
+
+
+class Alone:
+    """A rank, its memory, and its layer's forward and backward."""
+
+    def __init__(self, device: str) -> None:
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        self.layer = make_layer(SMALL, ACTIVATIONS["swiglu"], dtype, device)
+        given = self.layer.arguments("concatenated")
+        self.given: dict[str, Tensor] = {n: given[n].detach() for n in NAMES[1:5]}
+        self.given |= {"x": self.layer.x, "dout": self.layer.dout}
+        self.given["residual"] = torch.randn_like(self.layer.x)
+        row_bytes = SMALL.hidden * self.layer.x.element_size()
+        self.numbers = [0, SMALL.tokens, SMALL.top_k, row_bytes, 1]
+        size = ops.peer_memory_sizes(1, self.numbers)[0]
+        self.memory = torch.zeros(size, dtype=torch.uint8, device=device)
+        self.peers = torch.tensor([self.memory.data_ptr()], device=device)
+        self.report = torch.zeros(5, dtype=torch.int64, pin_memory=device == "cuda")
+        self.streams = [torch.cuda.Stream() for _ in range(2)] if device == "cuda" else []
+        self.flags = LayerFlags(*self.layer.activation.scalars, False, False)
+
+    def barriers(self) -> tuple[Tensor, list[int], float, list[int], list[int], Tensor, list[int]]:
+        """What both ops take first."""
+        streams = [s.cuda_stream for s in self.streams]
+        return self.peers, self.numbers, 20.0, [1, 2], [3], self.report, streams
+
+    def forward(self, **changed: Tensor) -> tuple[Tensor, ...]:
+        """The output and what backward needs."""
+        t = self.given | changed
+        ids = self.layer.ids.int()
+        routing = ids, self.layer.scores, SMALL.experts, t["residual"]
+        weights = t["w_up"], None, t["w_down"], t["b_up"], t["b_down"]
+        return ops.peer_forward(*self.barriers(), t["x"], *routing, *weights, *self.flags, True)
+
+    def backward(self, kept: tuple[Tensor, ...], **changed: Tensor) -> list[Tensor]:
+        """Gradients of x, scores, w_up, w_down and the biases."""
+        t = self.given | changed
+        wanted = wanted_bits(True, True, (True,) * 4, by_row=True)
+        weights = t["w_up"], None, t["w_down"], t["b_up"], t["b_down"]
+        found = ops.peer_backward(*self.barriers(), t["dout"], *kept, *weights, *self.flags, wanted)
+        return [found[i] for i in (0, 1, 2, 4, 5, 6)]
+
+    def results(self, **changed: Tensor) -> list[Tensor]:
+        """The output and all gradients."""
+        out, *kept, _ = self.forward(**changed)
+        return [out, *self.backward(kept, **changed)]
+
+
+def by_one_process(layer: Layer, given: dict[str, Tensor]) -> list[Tensor]:
+    """The same without the engine."""
+    arguments = layer.arguments("concatenated")
+    x, scores = layer.x.detach().requires_grad_(), layer.scores.detach().requires_grad_()
+    out = guild.routed_experts(x, layer.ids, scores, **arguments, residual=given["residual"])
+    out.backward(given["dout"])
+    weights = [arguments[name].grad for name in NAMES[1:5]]
+    return [out.detach(), x.grad, scores.grad, *weights]
+
+
+def expect_equal(found: list[Tensor], wanted: list[Tensor]) -> None:
+    for i, (one, other) in enumerate(zip(found, wanted, strict=True)):
+        assert torch.equal(one, other), i
+
+
+def test_results(device: str) -> None:
+    """Those of a layer without ranks, but for the rounding of sums that are sent."""
+    rank = Alone(device)
+    wanted = by_one_process(rank.layer, rank.given)
+    for _ in range(3):  # the memory has two places for rows
+        for found, truth in zip(rank.results(), wanted, strict=True):
+            error, size = (t.float().norm() for t in (found - truth, truth))
+            assert error <= (2.0**-7 if device == "cuda" else 1e-5) * size
+    assert not rank.report.any()
+
+
+@pytest.mark.parametrize("name", ["x", "dout"])
+def test_rows_at_any_address(name: str, device: str) -> None:
+    """Tokens and gradients are copied where kernels cannot read them."""
+    rank = Alone(device)
+    wanted = rank.results()
+    given = rank.given[name]
+    expect_equal(rank.results(**{name: moved(given, 1)}), wanted)
+    wide = torch.cat((given, given[:, :4]), 1)[:, : SMALL.hidden]
+    expect_equal(rank.results(**{name: wide}), wanted)
+
+
+def test_refused_calls_send_nothing(gpu: str) -> None:
+    """What a late step cannot run is refused before the first; the call that follows is right."""
+    rank = Alone(gpu)
+    wanted = rank.results()
+    out, *kept, _ = rank.forward()
+    torch.cuda.synchronize()
+    before = rank.memory.clone()
+    for name in ("w_up", "w_down", "b_up", "b_down", "residual"):
+        wrong = {name: moved(rank.given[name], 1)}
+        with pytest.raises(RuntimeError, match=f"^{name}: expected 16-byte aligned data on CUDA"):
+            rank.forward(**wrong)
+        if name in ("w_up", "w_down", "b_down"):
+            with pytest.raises(RuntimeError, match=f"^{name}: expected 16-byte aligned data"):
+                rank.backward(kept, **wrong)
+        torch.cuda.synchronize()
+        assert torch.equal(rank.memory, before), name
+    expect_equal([out, *rank.backward(kept)], wanted)
+    expect_equal(rank.results(), wanted)
+    assert not rank.report.any()
