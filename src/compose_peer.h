@@ -5,19 +5,14 @@
 //
 //   run(line, step[, room])  starts a step after all that the line has been given
 //   run_beside(line, copy)   the same on a few multiprocessors; returns a mark of where it begins
-//   begin(line, push)        starts a push; returns a mark of where it begins
 //   clear(scores)            clears this rank's returned scores, on the main line
 //   mark(line)               returns a mark of where the line is now
 //   wait(line, mark)         lets whatever the line starts from now on wait for the mark
 //   first(load)              how many experts the first part of a product has; all: not divided
-//   slices(push)             in how many slices results come back
 //   apart(bool)              whether lines are streams of their own, or all are the main one
 #pragma once
-#include <algorithm>
-
 #include "compose.h"
 #include "guild/peer_layer.h"
-#include "shared/peer_memory.h"
 #include "shared/peer_overlap.h"
 #include "shared/row_stride.h"
 
@@ -95,39 +90,6 @@ void pull_and_run(Lines& lines, Pull const& pull, Step const& step, int64_t firs
   lines.wait(Line::main, lines.mark(Line::side));
 }
 
-inline Meet after_slice(Meet x, int64_t slice, int64_t slices) {
-  x.slice = slice;
-  x.slices = slices;
-  return x;
-}
-inline Collect of_slice(Collect x, int64_t slice, int64_t slices) {
-  int64_t const begin = std::min(x.tokens, slice_begin(x.memory, slices, slice));
-  int64_t const end = std::min(x.tokens, slice_begin(x.memory, slices, slice + 1));
-  int64_t const row_bytes = x.hidden * element_bytes(x.dtype);
-  x.tokens = end - begin;
-  if (x.token_row != nullptr) x.token_row += begin * x.memory.ranks;
-  if (x.o != nullptr) x.o = static_cast<char*>(x.o) + begin * row_bytes;
-  if (x.residual.data != nullptr) {
-    int64_t const stride = row_stride(x.residual, x.hidden) * element_bytes(x.dtype);
-    x.residual.data = static_cast<char const*>(x.residual.data) + begin * stride;
-  }
-  return x;
-}
-
-// Pushes results, and adds up those of the first tokens while those of later ones are pushed.
-template <class Lines>
-void push_and_collect(Lines& lines, Push push, Meet const& returned, Collect const& collect) {
-  int64_t const slices = push.slices = lines.slices(push);
-  lines.wait(Line::link, lines.begin(Line::main, push));
-  for (int64_t slice = 0; slice < slices - 1; ++slice) {
-    lines.run(Line::link, after_slice(returned, slice, slices));
-    lines.run(Line::link, of_slice(collect, slice, slices));
-  }
-  lines.wait(Line::main, lines.mark(Line::link));
-  lines.run(Line::main, returned);
-  lines.run(Line::main, of_slice(collect, slices - 1, slices));
-}
-
 template <class Lines>
 void compose_peer_forward(PeerForward const& f, Lines& lines) {
   MoeForward const& layer = f.layer;
@@ -135,7 +97,7 @@ void compose_peer_forward(PeerForward const& f, Lines& lines) {
   PeerLoad load = load_of(f.push.memory, layer.sizes, layer.dtype);
   load.columns = layer.sizes.intermediate * (layer.activation.gated ? 2 : 1);
   int64_t const first = lines.first(load);
-  lines.apart(first < layer.sizes.experts || lines.slices(f.push) > 1);
+  lines.apart(first < layer.sizes.experts);
   lines.run(Line::main, f.publish);
   if (f.own.offsets != nullptr) {
     lines.wait(Line::side, lines.mark(Line::main));
@@ -149,7 +111,9 @@ void compose_peer_forward(PeerForward const& f, Lines& lines) {
   lines.run(Line::main, down_projection_of(layer, {w.a}, {w.y}), Room::whole);
   Push push = f.push;
   push.y = {w.y};
-  push_and_collect(lines, push, f.returned, f.collect);
+  lines.run(Line::main, push, Room::whole);
+  lines.run(Line::main, f.returned);
+  lines.run(Line::main, f.collect);
   lines.wait(Line::main, lines.mark(Line::side));  // at least for the sort of own tokens
 }
 
@@ -197,16 +161,15 @@ void compose_peer_backward(PeerBackward const& b, Lines& lines) {
     lines.wait(Line::link, lines.mark(Line::main));
     if (wanted) {
       lines.wait(Line::main, lines.run_beside(Line::link, b.push));
-      lines.run(Line::link, b.returned);
-      lines.run(Line::link, b.collect);
     } else {
-      push_and_collect(lines, b.push, b.returned, b.collect);
+      lines.run(Line::link, b.push, Room::whole);
     }
+    lines.run(Line::link, b.returned);
+    lines.run(Line::link, b.collect);
   }
   if (wanted) lines.run(Line::main, weights, rows ? Room::shared : Room::whole);
   lines.wait(Line::main, lines.mark(Line::link));
-  if (!rows && !scores) return;
-  if (!rows) lines.run(Line::main, b.returned);
+  if (scores && !rows) lines.run(Line::main, b.returned);
   if (scores) lines.run(Line::main, b.own_scores);
 }
 

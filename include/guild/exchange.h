@@ -24,7 +24,6 @@ namespace guild {
 
 inline constexpr int kMostRanks = 32;
 inline constexpr int kMostFacts = 14;
-inline constexpr int kMostSlices = 8;
 
 // The memory that ranks share. It serves calls of any size up to these.
 struct PeerMemory {
@@ -82,9 +81,6 @@ struct Meet {
   // (1) how many rows were needed, where there was room for `capacity`; null: not checked.
   int32_t const* needed = nullptr;
   int64_t capacity = 0;
-  // On CUDA, with slices > 1: waits for this slice's results of the push() that runs on another
-  // stream. Otherwise the order on the stream is enough.
-  int64_t slice = 0, slices = 1;
 };
 
 // The routing of all ranks' tokens; slots of tokens that a rank does not have are -1.
@@ -127,9 +123,6 @@ struct Push {
   void const* scores = nullptr;            // as row_of; null: 1; not read by slot
   int32_t const* token_offsets = nullptr;  // (ranks * Tm + 1) of lists of `rows` slots, or null
   int32_t const* tokens = nullptr;         // (ranks) of Tables; not read by slot
-  // Every rank's tokens are pushed in so many slices, [s Tm / slices, (s + 1) Tm / slices). meet()
-  // can wait for one while later ones are pushed. By token only.
-  int64_t slices = 1;
 };
 
 // After the barrier: o[t] = residual[t] + sum over ranks of row token_row[t, r] that came back, in

@@ -45,11 +45,6 @@ void require_scores(int64_t bytes) {
   require(bytes == 4 || bytes == 8, "score_bytes: expected 4 or 8, got ", bytes);
 }
 
-void require_slices(int64_t slices) {
-  require(slices >= 1 && slices <= kMostSlices, "slices: expected 1 to ", kMostSlices, ", got ",
-          slices);
-}
-
 void check_part(Part part) {
   require(int(part) >= 0 && int(part) <= int(Part::rest),
           "part: expected 0 (whole), 1 (first) or 2 (rest), got ", int(part));
@@ -109,9 +104,6 @@ void check(Meet const& x) {
   require(x.count >= 0 && x.count <= kMostFacts, "facts: expected at most ", kMostFacts, ", got ",
           x.count);
   require(x.report != nullptr, "report: expected host memory, got null");
-  require_slices(x.slices);
-  require(x.slice >= 0 && x.slice < x.slices, "slice: expected 0 to ", x.slices - 1, ", got ",
-          x.slice);
 }
 
 void check(Tables const& x) {
@@ -142,8 +134,6 @@ void check(Push const& x) {
   bool const lists = x.token_offsets != nullptr;
   require(!x.by_slot || (!lists && x.scores == nullptr),
           "by_slot: expected neither scores nor lists of variable length");
-  require_slices(x.slices);
-  require(!x.by_slot || x.slices == 1, "by_slot: expected one slice, got ", x.slices);
   if (!lists) require_slots(x.top_k, x.memory);
   require_returned(x.by_slot ? x.top_k : x.memory.ranks, x.memory);
   check_rows(x.y, x.rows, x.hidden, "y");

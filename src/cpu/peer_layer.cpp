@@ -1,5 +1,5 @@
-// The composites over ranks on the CPU: src/compose_peer.h, one step after the other. Products and
-// results are divided whatever their sizes, so that tests cover all parts.
+// The composites over ranks on the CPU: src/compose_peer.h, one step after the other. Products are
+// divided whatever their sizes, so that tests cover both parts.
 #include "checks/peer_layer.h"
 #include "compose_peer.h"
 #include "guild/cpu.h"
@@ -33,12 +33,7 @@ struct Lines {
     run(line, x, Room::whole);
     return {};
   }
-  Mark begin(Line line, Push const& x) {
-    run(line, x);
-    return {};
-  }
   void wait(Line, Mark) {}
-  int64_t slices(Push const&) const { return 2; }
   int64_t first(PeerLoad const& load) const { return (load.experts + 1) / 2; }
   void apart(bool) {}
 };

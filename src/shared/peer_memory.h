@@ -24,8 +24,7 @@ struct PeerControl {
   int64_t failure;    // packed(); 0: none. Other ranks write it too
   int64_t tokens[2];  // that are published
   int64_t stopped;    // whether a barrier has reported the failure: nothing is sent after it
-  int64_t filler[2];
-  int64_t pushed[kMostSlices];  // tokens of a slice whose results are sent, since the last publish
+  int64_t filler[10];
   PeerMessage inbox[2][kMostRanks];
 };
 
@@ -81,11 +80,6 @@ struct PeerView {
 // The place that publish() writes to next, and the one that it wrote to before the last barrier.
 GUILD_HD int64_t next_place(PeerControl const* own) { return own->published & 1; }
 GUILD_HD int64_t last_place(PeerControl const* own) { return (own->published - 1) & 1; }
-
-// The first token of a slice, on every rank; that of slice number `slices` is the end.
-GUILD_HD int64_t slice_begin(PeerMemory const& m, int64_t slices, int64_t slice) {
-  return m.tokens * slice / slices;
-}
 
 // Whether an id of all experts is one of rank r's, of `local` experts each.
 GUILD_HD bool lives_on(int64_t id, int64_t r, int64_t local) {

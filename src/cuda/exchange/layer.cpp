@@ -17,10 +17,6 @@ namespace {
 // a sum reads several rows for each that it sends.
 constexpr int kPullMultiprocessors = 16, kPushMultiprocessors = 24;
 
-// Left to the collection of results while others are pushed, in two slices from this size on.
-constexpr int kCollectMultiprocessors = 24;
-constexpr int64_t kSlicedBytes = 16 << 20;
-
 // Events for the marks of a call. Later calls on the same thread reuse them: a wait refers to what
 // the event had recorded when the wait was issued.
 class Events {
@@ -86,18 +82,6 @@ class Lines {
   }
   Mark run_beside(Line line, Pull const& x) { return run_beside(line, x, kPullMultiprocessors); }
   Mark run_beside(Line line, Push const& x) { return run_beside(line, x, kPushMultiprocessors); }
-  Mark begin(Line line, Push const& x) {
-    if (!apart_) {
-      run(line, x, Room::whole);
-      return {};
-    }
-    Queue queue = of(line);
-    int const all = multiprocessors(queue);
-    if (x.slices > 1) queue.sms = std::max(all - kCollectMultiprocessors, all / 2);
-    Mark const begun = next_mark();
-    start(x, queue, begun.event);
-    return begun;
-  }
   void wait(Line line, Mark const& mark) {
     if (!apart_) return;
     cuda_check(cudaStreamWaitEvent(of(line).stream, mark.event, 0), "waiting for an event");
@@ -106,12 +90,7 @@ class Lines {
   int64_t first(PeerLoad const& load) const {
     return has_streams_ ? first_experts(load) : load.experts;
   }
-  // The same number on all ranks, so it depends on nothing that may differ between them.
-  int64_t slices(Push const& x) const {
-    int64_t const bytes = x.memory.tokens * x.hidden * element_bytes(x.dtype);
-    return bytes < kSlicedBytes ? 1 : 2;
-  }
-  void apart(bool apart) { apart_ = apart && has_streams_; }
+  void apart(bool apart) { apart_ = apart; }
 
   // Lets the main stream wait for the others, after whatever error: the memory that their steps
   // use may be free once the call has ended.
@@ -172,12 +151,7 @@ class Requirements {
   void clear(ReturnedScores const& x) { require_runnable(x); }
   Mark mark(Line) { return {}; }
   void wait(Line, Mark) {}
-  Mark begin(Line, Push const& x) {
-    require_runnable(x);
-    return {};
-  }
   int64_t first(PeerLoad const& load) const { return load.experts; }
-  int64_t slices(Push const&) const { return 1; }
   void apart(bool) {}
 };
 

@@ -66,17 +66,6 @@ __device__ void wait(Meet const& x, PeerLayout const& layout, PeerControl* own, 
   }
 }
 
-// Waits until this rank has pushed the slice. The kernel that pushes it waits for nobody.
-__device__ void wait_for_slice(Meet const& x, PeerControl const* own) {
-  if (x.slices == 1) return;
-  int64_t const begin = slice_begin(x.memory, x.slices, x.slice);
-  int64_t const end = slice_begin(x.memory, x.slices, x.slice + 1);
-  int64_t const tokens = x.memory.ranks * (end - begin);
-  while (load_acquire(&own->pushed[x.slice]) < tokens && load_acquire(&own->failure) == 0) {
-    __nanosleep(40);
-  }
-}
-
 // Writes the report for the host, to the host's memory.
 __device__ void report(Meet const& x, int64_t word) {
   PeerReport const found = unpacked(word);
@@ -95,7 +84,6 @@ __global__ void __launch_bounds__(kThreads) meet_kernel(Meet x, PeerLayout layou
   int64_t const needed = x.needed == nullptr ? 0 : *x.needed;
   int const r = int(threadIdx.x);
   bool const stopped = control->stopped != 0;
-  if (r == 0 && !stopped) wait_for_slice(x, control);
   if (r == 0 && needed > x.capacity) {
     fail(x, layout, packed(PeerFailure::overflow, x.memory.rank, x.memory.rank, 0, needed));
   }
@@ -113,9 +101,6 @@ __global__ void __launch_bounds__(kThreads) meet_kernel(Meet x, PeerLayout layou
   if (r == 0 && !stopped) {
     control->meetings = number;
     control->published += x.published;
-    if (x.published) {
-      for (int64_t& tokens : control->pushed) tokens = 0;
-    }
     control->stopped = word != 0;
     if (word != 0) report(x, word);
   }

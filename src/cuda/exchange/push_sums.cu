@@ -149,42 +149,6 @@ class Tokens {
   TokenSlots coming_;
 };
 
-// Counts the tokens of each slice that are sent, for meet(). The last slice ends with the kernel.
-class Progress {
- public:
-  __device__ explicit Progress(Push const& x, PeerControl* control)
-      : x_(x),
-        pushed_(control->pushed),
-        warp_(int(blockIdx.x) * kWarps + int(threadIdx.x) / 32),
-        warps_(int(gridDim.x) * kWarps) {}
-
-  // This warp's tokens before number i have been sent.
-  __device__ void reach(int i) {
-    for (; slice_ < x_.slices - 1 && i >= begin(slice_ + 1); ++slice_) {
-      __syncwarp();
-      if (threadIdx.x % 32 != 0) continue;
-      __threadfence_system();
-      int64_t const tokens = before(begin(slice_ + 1)) - before(begin(slice_));
-      atomicAdd(reinterpret_cast<unsigned long long*>(pushed_ + slice_),
-                static_cast<unsigned long long>(tokens));
-    }
-  }
-
- private:
-  __device__ int64_t begin(int64_t slice) const {
-    return x_.memory.ranks * slice_begin(x_.memory, x_.slices, slice);
-  }
-  // How many of this warp's tokens have lower numbers.
-  __device__ int64_t before(int64_t number) const {
-    return number <= warp_ ? 0 : (number - warp_ + warps_ - 1) / warps_;
-  }
-
-  Push const& x_;
-  int64_t* pushed_;
-  int warp_, warps_;
-  int64_t slice_ = 0;
-};
-
 // A warp's pieces in shared memory: those of a step follow each other, as do the steps.
 struct Ring {
   uint4 (*pieces)[kUnits];
@@ -266,16 +230,14 @@ __global__ void __launch_bounds__(kThreads, 1) push_kernel(Push x, PeerLayout la
   }
   fence_barrier_init();
   __syncwarp();
-  PeerControl* const control = PeerView(layout, m, m.rank).control();
-  if (control->failure != 0) return;
+  if (PeerView(layout, m, m.rank).control()->failure != 0) return;
   int const row_bytes = int(x.hidden) * 2, pieces = ceil_div(row_bytes, kPiece);
   T const* const y = static_cast<T const*>(x.y.data);
   Tokens<T> tokens(x, layout, y, stride);
   Ring ring{staging.pieces[warp], staging.arrived[warp], staging.added[warp]};
-  Progress progress(x, control);
   Walk adding = tokens.next(), copying = adding;
   Eight sum[kOfLane] = {};
-  while (progress.reach(adding.i), tokens.has(adding)) {
+  while (tokens.has(adding)) {
     while (tokens.has(copying) && copying.piece < pieces && ring.fits(copying.count())) {
       ring.copy(copying, y, stride, row_bytes);
       copying.step();

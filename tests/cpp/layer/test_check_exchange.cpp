@@ -98,14 +98,6 @@ void expect_tokens(WrongCalls<Args> const& wrong) {
   }
 }
 
-template <class Args>
-void expect_slices(WrongCalls<Args> const& wrong) {
-  for (int64_t const slices : {-1, 0, 9}) {
-    wrong.expect(text_of("slices: expected 1 to 8, got ", slices),
-                 [=](Args& x) { x.slices = slices; });
-  }
-}
-
 TEST(CheckExchange, Publish) {
   WrongCalls<Publish> const wrong(&Calls::publish, cpu::publish, cuda::publish);
   expect_memory(wrong);
@@ -134,11 +126,6 @@ TEST(CheckExchange, Meet) {
                  [=](Meet& x) { x.count = count; });
   }
   wrong.expect("report: expected host memory, got null", [](Meet& x) { x.report = nullptr; });
-  expect_slices(wrong);
-  for (int64_t const slice : {-1, 3}) {
-    wrong.expect(text_of("slice: expected 0 to 2, got ", slice),
-                 [=](Meet& x) { x.slice = slice, x.slices = 3; });
-  }
 }
 
 TEST(CheckExchange, Tables) {
@@ -173,9 +160,6 @@ TEST(CheckExchange, Push) {
   expect_slots(wrong);
   wrong.expect("by_slot: expected neither scores nor lists of variable length",
                [](Push& x) { x.by_slot = true; });
-  wrong.expect("by_slot: expected one slice, got 2",
-               [](Push& x) { x.by_slot = true, x.scores = nullptr, x.slices = 2; });
-  expect_slices(wrong);
   for (bool const by_slot : {false, true}) {
     wrong.expect("returned: expected room for 2 rows per token in the ranks' memory, got 1",
                  [=](Push& x) {
