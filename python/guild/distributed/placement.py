@@ -3,9 +3,9 @@
 mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("data", "experts"))
 everyone = init_device_mesh("cuda", (8,))
 distribute_experts(model, mesh["experts"])          # Shard(0): E / 4 experts a rank
-for block in model.blocks:
-    shard_layers(block, everyone, mesh["data"])     # FSDP2: experts over 2, routers over 8 ranks
-    fully_shard(block, mesh=everyone)
+for block in model.blocks:                          # FSDP2: experts over 2 ranks, the rest over 8
+    fully_shard(block, mesh=everyone, ignored_params=expert_weights(block))
+    shard_layers(block, everyone, mesh["data"])
 fully_shard(model, mesh=everyone)
 """
 
@@ -28,7 +28,7 @@ from guild._torch.checks import expect_positive
 from guild.distributed.expert_parallel import TIMEOUT, ExpertParallel
 from guild.moe import MoE
 
-__all__ = ["clip_grad_norm_", "distribute_experts", "shard_layers"]
+__all__ = ["clip_grad_norm_", "distribute_experts", "expert_weights", "shard_layers"]
 
 _EXPERT_WEIGHTS = ("w_up", "w_down", "b_up", "b_down")
 
@@ -107,20 +107,37 @@ def layers_of(module: nn.Module) -> list[MoE]:
     return layers
 
 
+def expert_weights(module: nn.Module) -> set[nn.Parameter]:
+    """The experts' weights and biases of every `guild.MoE` of a module.
+
+    For `fully_shard(..., ignored_params=)` of a block, whose other parameters then travel together;
+    `shard_layers` has the experts sharded afterwards.
+
+    Raises
+    ------
+    ValueError
+        If the module has no such layer.
+    """
+    named = ((layer, name) for layer in layers_of(module) for name in _EXPERT_WEIGHTS)
+    weights = (getattr(layer, name) for layer, name in named)
+    return {weight for weight in weights if weight is not None}
+
+
 def shard_layers(
     module: nn.Module, mesh: DeviceMesh, experts_mesh: DeviceMesh, **options: Any
 ) -> None:
     """FSDP2 for every `guild.MoE` of a module whose experts are distributed.
 
-    Experts are sharded over `experts_mesh`, router and shared experts over `mesh`. Gradients are
-    divided by the number of ranks of `mesh`, the experts' too: if every rank's loss is a mean over
-    equally many tokens, all gradients are those of the mean over all tokens.
+    Experts are sharded over `experts_mesh`, router and shared experts over `mesh`, as two more
+    groups of parameters unless `fully_shard` of a block has them already. Gradients are divided by
+    the number of ranks of `mesh`, the experts' too: if every rank's loss is a mean over equally
+    many tokens, all gradients are those of the mean over all tokens.
 
     Parameters
     ----------
     module : torch.nn.Module
         A layer, a block or a model, after `distribute_experts`; the rest of it is left to
-        `fully_shard`.
+        `fully_shard`, before this with `expert_weights` ignored, or after it.
     mesh : DeviceMesh
         All ranks that have tokens of their own.
     experts_mesh : DeviceMesh
@@ -145,13 +162,13 @@ def shard_layers(
             )
         if isinstance(layer.w_up, DTensor):
             _expect_names(layer.w_up.device_mesh, experts_mesh)
-        for part in (layer.router, layer.shared, layer):
-            if part is not None:
-                part.register_forward_hook(_own_output)
-        for part in (layer.router, layer.shared):
-            if part is not None:
-                fully_shard(part, mesh=mesh, **options)
-        fully_shard(layer, mesh=experts_mesh, **options)
+        rest = [part for part in (layer.router, layer.shared) if part is not None]
+        sharded = {w for part in rest for w in part.parameters() if isinstance(w, DTensor)}
+        for part in rest if not sharded else []:
+            part.register_forward_hook(_own_output)
+            fully_shard(part, mesh=mesh, **options)
+        layer.register_forward_hook(_own_output)
+        fully_shard(layer, mesh=experts_mesh, ignored_params=sharded, **options)
         if experts_mesh.size() == 1:
             # FSDP2 then does not sum, and would divide once or twice depending on the dtype.
             layer.set_all_reduce_hook(partial(_divide, by=float(ranks)))

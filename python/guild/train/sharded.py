@@ -29,7 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import guild
 from guild.balancing import BalanceSums
-from guild.distributed.placement import distribute_experts, shard_layers
+from guild.distributed.placement import distribute_experts, expert_weights, shard_layers
 from guild.train.corpus import Corpus, step_seed
 from guild.train.gathered import knows_fsdp
 from guild.train.generation import Sampling, window_start
@@ -122,9 +122,10 @@ class ShardedLearner(Learner):
             if device.type == "cuda":
                 # Only the forward, so that FSDP2's hooks stay outside the compiled code.
                 block.forward = torch.compile(block.forward, dynamic=False)
+            theirs = expert_weights(block) if experts is not None else None
+            fully_shard(block, mesh=mesh, ignored_params=theirs, **how)
             if experts is not None:
                 shard_layers(block, mesh, experts["data"], **how)
-            fully_shard(block, mesh=mesh, **how)
         fully_shard(self.model, mesh=mesh, **kept)
         self.weights = self.sums = None  # with copies
         modules = [*blocks, self.model]

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import guild
-from guild.distributed.placement import clip_grad_norm_, shard_layers
+from guild.distributed.placement import clip_grad_norm_, expert_weights, shard_layers
 from guild.train.model import LanguageModel
 
 _STEPS, _CLIP = 20, 0.5
@@ -36,7 +36,9 @@ def model_of(device: str | None = None, **options) -> LanguageModel:
     return model
 
 
-def placed(model: LanguageModel, experts: int, **options) -> LanguageModel:
+def placed(
+    model: LanguageModel, experts: int, block_first: bool = False, **options
+) -> LanguageModel:
     """The model with experts shared by `experts` ranks at a time, the rest sharded by FSDP2."""
     ranks = dist.get_world_size()
     everyone = init_device_mesh("cpu", (ranks,))
@@ -45,9 +47,12 @@ def placed(model: LanguageModel, experts: int, **options) -> LanguageModel:
         mesh = init_device_mesh("cpu", (ranks // experts, experts), mesh_dim_names=names)
         guild.distribute_experts(model, mesh["experts"])
     for block in model.blocks:
+        if block_first:
+            fully_shard(block, mesh=everyone, ignored_params=expert_weights(block), **options)
         if experts > 1:
             shard_layers(block, everyone, mesh["data"], **options)
-        fully_shard(block, mesh=everyone, **options)
+        if not block_first:
+            fully_shard(block, mesh=everyone, **options)
     return fully_shard(model, mesh=everyone, **options)
 
 
@@ -94,8 +99,8 @@ def train_step(
 
 def losses_are_those_of_one_process(rank: int) -> None:
     """Losses over 20 steps, with clipping; experts on one, two and four ranks; micro-batches."""
-    for experts in (1, 2, 4):
-        one, many = model_of(), placed(model_of(), experts)
+    for experts, block_first in ((1, False), (2, False), (4, False), (2, True), (4, True)):
+        one, many = model_of(), placed(model_of(), experts, block_first)
         assert isinstance(many.blocks[0].moe.w_up, DTensor)
         alone, together = optimizer_of(one), optimizer_of(many)
         for step in range(_STEPS if experts == 2 else 3):
