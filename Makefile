@@ -6,9 +6,9 @@
 
 PY := .venv/bin/python
 ARGS ?=
-STEPS := style headers docs ptxas cpp python sanitize example wheel
+STEPS := style headers docs ptxas example packages python cpp sanitize
 
-.PHONY: help train test bench info build $(STEPS) format setup-run setup-test clean
+.PHONY: help train test bench info build wheel $(STEPS) format setup-run setup-test clean
 
 help:
 	@echo 'make train      set up, build for this machine, train the example model into runs/train'
@@ -42,7 +42,11 @@ test: setup-test
 	@$(PY) scripts/steps.py all
 
 $(STEPS) format: setup-test
-	@$(PY) scripts/steps.py $@ $(if $(filter wheel,$@),$(ARGS))
+	@$(PY) scripts/steps.py $@
+
+wheel: setup-test
+	@$(PY) scripts/steps.py wheel
+	@$(PY) scripts/steps.py packages $(ARGS)
 
 setup-run:
 	@scripts/setup.sh run

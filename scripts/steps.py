@@ -2,12 +2,13 @@
 
     steps.py all          every step but format, in order; a failed one does not stop the others
     steps.py style cpp    these steps, after a build if one needs it
-    steps.py wheel --all-torches    options go on to the one step named
+    steps.py packages --all-torches    options go on to the one step named
     steps.py format       formats the files that style checks
 
 Each step's output goes to the screen and to build/logs/STEP.log. A step that this machine cannot
-run is reported as skipped, with the reason. The Python tests keep one core busy; the steps between
-them and the wheel run beside them, and the tests' output follows when they are done.
+run is reported as skipped, with the reason. The Python tests keep one core busy and the
+packages mostly wait for the network: the steps after them run beside them, and their output
+follows when they are done.
 """
 
 from __future__ import annotations
@@ -51,8 +52,7 @@ class Step:
     obstacle: Callable[[], str] = lambda: ""
     independent: bool = False  # run every command even if an earlier one fails
     has_gpu_cases: bool = False
-    one_core: bool = False  # the steps after it may run beside it
-    changes_library: bool = False  # which a step that runs beside it may use
+    beside: bool = False  # leaves a core to the steps after it, which may run beside it
 
 
 def cpp_files() -> list[str]:
@@ -135,12 +135,23 @@ STEPS = {
         needs_build=True,
         obstacle=no_nvcc,
     ),
+    "example": Step("C++ example through find_package(guild)", example, needs_build=True),
+    "wheel": Step(
+        "the wheel builds and has what it should",
+        lambda: [[PYTHON, "scripts/build_wheel.py"]],
+        needs_build=True,
+    ),
+    "packages": Step(
+        "the wheel and the sdist work on their own",
+        lambda: [[PYTHON, "scripts/check_wheel.py"]],
+        beside=True,
+    ),
     "python": Step(
         "Python tests",
         lambda: [[PYTHON, "-m", "pytest", "--durations=5"]],
         needs_build=True,
         has_gpu_cases=True,
-        one_core=True,
+        beside=True,
     ),
     "cpp": Step(
         "C++ tests",
@@ -150,13 +161,6 @@ STEPS = {
         has_gpu_cases=True,
     ),
     "sanitize": Step("C++ tests under ASan and UBSan", sanitize, obstacle=no_gtest),
-    "example": Step("C++ example through find_package(guild)", example, needs_build=True),
-    "wheel": Step(
-        "the wheel and the sdist build and work on their own",
-        lambda: [[PYTHON, "scripts/check_wheel.py"]],
-        needs_build=True,
-        changes_library=True,
-    ),
     "format": Step("the sources, formatted", format_sources, independent=True),
 }
 ALL = [name for name in STEPS if name != "format"]
@@ -215,32 +219,25 @@ def timed(name: str, options: list[str], show: Callable[[str], object]) -> tuple
 
 
 def run_steps(names: list[str], options: list[str]) -> dict[str, tuple[str, float]]:
-    """Run steps in order, one of them beside those after it if the machine has a core for each.
+    """Run steps in order, some of them beside those after them if there are cores for both.
 
     Tests on a GPU have the machine to themselves, as they measure memory and time.
     """
     company = (os.cpu_count() or 1) > 1 and not has_supported_gpu()
     results: dict[str, tuple[str, float]] = {}
-    beside: dict[str, tuple[Future, list[str]]] = {}
-
-    def finish() -> None:
-        for name, (future, lines) in beside.items():
-            results[name] = future.result()
-            to_screen("".join(lines))
-        beside.clear()
-
-    with ThreadPoolExecutor(1) as pool:
+    begun: dict[str, tuple[Future, list[str]]] = {}
+    with ThreadPoolExecutor() as pool:
         for name in names:
             given = options if name == names[-1] else []
-            if company and STEPS[name].one_core and name != names[-1]:
+            if company and STEPS[name].beside and name != names[-1]:
                 say(f"\n== {name} runs beside the next steps")
                 lines: list[str] = []
-                beside[name] = pool.submit(timed, name, given, lines.append), lines
-                continue
-            if STEPS[name].changes_library:
-                finish()
-            results[name] = timed(name, given, to_screen)
-        finish()
+                begun[name] = pool.submit(timed, name, given, lines.append), lines
+            else:
+                results[name] = timed(name, given, to_screen)
+        for name, (future, lines) in begun.items():
+            results[name] = future.result()
+            to_screen("".join(lines))
     return {name: results[name] for name in names}
 
 

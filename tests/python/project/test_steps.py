@@ -29,16 +29,16 @@ pathlib.Path(sys.argv[2]).touch()
 
 @pytest.fixture
 def three_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """`slow` ends after `beside`; `wheel` may not start before `slow` is done."""
+    """`slow` ends after `quick`, and `slower` after both: all three run at once."""
 
     def commands(awaited: str, own: str) -> list[list[str]]:
         return [[sys.executable, "-c", WAITS_FOR, str(tmp_path / awaited), str(tmp_path / own)]]
 
     (tmp_path / "there").touch()
     made = {
-        "slow": steps.Step("", lambda: commands("beside", "slow"), one_core=True),
-        "beside": steps.Step("", lambda: commands("there", "beside")),
-        "wheel": steps.Step("", lambda: commands("slow", "wheel"), changes_library=True),
+        "slower": steps.Step("", lambda: commands("slow", "slower"), beside=True),
+        "slow": steps.Step("", lambda: commands("quick", "slow"), beside=True),
+        "quick": steps.Step("", lambda: commands("there", "quick")),
     }
     monkeypatch.setattr(steps, "STEPS", made)
     monkeypatch.setattr(steps, "LOGS", tmp_path / "logs")
@@ -47,27 +47,27 @@ def three_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     return list(made)
 
 
-def test_a_step_of_one_core_runs_beside_the_next(
+def test_steps_run_beside_those_after_them(
     three_steps: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    """Its output is shown in one piece, before the step that needs it done."""
+    """Their output is shown in one piece each, after that of the others."""
     results = steps.run_steps(three_steps, [])
     assert {name: result for name, (result, _) in results.items()} == dict.fromkeys(
         three_steps, "passed"
     )
     shown = capsys.readouterr().out
-    places = [shown.index(f"after {tmp_path / name}") for name in ("there", "beside", "slow")]
+    places = [shown.index(f"after {tmp_path / name}") for name in ("there", "slow", "quick")]
     assert places == sorted(places)
-    assert (tmp_path / "logs/slow.log").read_text() == f"after {tmp_path / 'beside'}\n"
+    assert (tmp_path / "logs/slow.log").read_text() == f"after {tmp_path / 'quick'}\n"
 
 
 def test_a_failure_beside_others_counts(
     three_steps: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failing = steps.Step("", lambda: [["false"], ["true"]], one_core=True)
+    failing = steps.Step("", lambda: [["false"], ["true"]], beside=True)
     monkeypatch.setitem(steps.STEPS, "slow", failing)
-    results = steps.run_steps(three_steps[:2], [])
-    assert [results[name][0] for name in three_steps[:2]] == ["FAILED", "passed"]
+    results = steps.run_steps(three_steps[1:], [])
+    assert [results[name][0] for name in three_steps[1:]] == ["FAILED", "passed"]
 
 
 @pytest.mark.parametrize(("cores", "gpu"), [(1, False), (2, True)])

@@ -18,7 +18,7 @@ from guild._torch import library
 ROOT = Path(__file__).resolve().parents[3]
 sys.path.insert(0, str(ROOT / "scripts"))
 
-import check_wheel  # noqa: E402
+import build_wheel  # noqa: E402
 import missing_packages  # noqa: E402
 import torch_install  # noqa: E402
 import wheel_torches  # noqa: E402
@@ -44,15 +44,15 @@ def report(*libraries: str) -> str:
 def test_audit_claims_what_the_symbols_allow(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(check_wheel, "output", lambda *_: report("libtorch.so", "libtorch_cpu.so"))
-    assert check_wheel.audit(Path("x.whl")) == "manylinux_2_34_x86_64"
+    monkeypatch.setattr(build_wheel, "output", lambda *_: report("libtorch.so", "libtorch_cpu.so"))
+    assert build_wheel.audit(Path("x.whl")) == "manylinux_2_34_x86_64"
     assert "symbols up to GLIBC_2.34, GLIBCXX_3.4.29\n" in capsys.readouterr().out
 
 
 def test_audit_stops_at_other_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check_wheel, "output", lambda *_: report("libtorch.so", "libgomp.so.1"))
+    monkeypatch.setattr(build_wheel, "output", lambda *_: report("libtorch.so", "libgomp.so.1"))
     with pytest.raises(SystemExit, match=r"x.whl needs libgomp.so.1, which not every Linux has"):
-        check_wheel.audit(Path("x.whl"))
+        build_wheel.audit(Path("x.whl"))
 
 
 @pytest.mark.parametrize(
@@ -69,14 +69,14 @@ def test_contents(
 ) -> None:
     wheel = tmp_path / "guild.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
-        for name in check_wheel.EXPECTED:
+        for name in build_wheel.EXPECTED:
             if name != left_out:
                 archive.writestr(name, f"set(guild_WITH_CUDA {config})")
     if message:
         with pytest.raises(SystemExit, match=message):
-            check_wheel.check_contents(wheel, wants_cuda)
+            build_wheel.check_contents(wheel, wants_cuda)
     else:
-        assert check_wheel.check_contents(wheel, wants_cuda) == (config == "ON")
+        assert build_wheel.check_contents(wheel, wants_cuda) == (config == "ON")
 
 
 def test_torches_are_the_last_of_each_minor_version() -> None:
@@ -97,7 +97,7 @@ def test_quick_start_is_a_program() -> None:
 
 
 def test_options_are_for_one_step() -> None:
-    command = [sys.executable, ROOT / "scripts/steps.py", "wheel", "style", "--all-torches"]
+    command = [sys.executable, ROOT / "scripts/steps.py", "packages", "style", "--all-torches"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2 and "expected one step that --all-torches is for" in done.stdout
 
