@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from guild._torch.checks import expect_dims, expect_offsets, expect_shape
+from guild._torch.checks import expect_dims, expect_offsets, expect_out_apart, expect_shape
 from guild._torch.expert_lists import Listed
 from guild._torch.layer_arguments import Halves, layer_arguments
 from guild._torch.layer_operator import experts_forward_out, moe_forward_out, moe_layer_out
@@ -31,7 +31,7 @@ from guild.float8.experts import (
     routed_layer_in_fp8,
 )
 from guild.float8.settings import FP8
-from guild.lora import LoRA, LoRAHalves
+from guild.lora import LoRA, LoRAHalves, factors_of
 from guild.lora_experts import experts_with_lora, sorted_rows
 from guild.routed_call import RoutedArguments, RoutedCall, routed_call
 from guild.routed_experts_fast_path import quick_experts
@@ -213,7 +213,10 @@ def routed_experts_and_offsets(given: RoutedArguments) -> tuple[Tensor, Tensor]:
     if given.fp8 is not None:
         expect_alone(lora_up=given.lora_up, lora_down=given.lora_down)
         return routed_experts_in_fp8(given)
-    return run_routed(routed_call(given), given.recompute, given.weight_gradients, given.out)
+    call = routed_call(given)
+    if isinstance(given.out, Tensor):  # ops may read copies of the factors
+        expect_out_apart(given.out, factors_of(given.lora_up, given.lora_down))
+    return run_routed(call, given.recompute, given.weight_gradients, given.out)
 
 
 def run_routed(
@@ -361,6 +364,7 @@ lora_up, lora_down
     if out is not None:
         lists = None if experts_at is None else given
         expect_output(out, keep, x, layer, "x_sorted", lists, offsets=offsets)
+        expect_out_apart(out, factors_of(lora_up, lora_down))
         if low is None:
             experts_forward_out(x, offsets, *layer, out, experts_at)
             return out

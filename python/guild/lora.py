@@ -7,6 +7,7 @@ The paper is arXiv:2106.09685; the layout of A and B is that of PEFT's `target_p
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -94,6 +95,22 @@ class LoRA:
 
 
 LoRAHalves = tuple[LoRA | None, LoRA | None]  # gate, up
+_HALVES = "lora_up[0] (gate)", "lora_up[1] (up)"
+
+
+def factors_of(
+    lora_up: LoRA | LoRAHalves | None, lora_down: LoRA | None
+) -> Iterator[tuple[str, Tensor]]:
+    """The factors of a call's low-rank terms as the caller gave them, by name."""
+    terms = {"lora_down": lora_down}
+    if isinstance(lora_up, tuple | list):
+        terms |= dict(zip(_HALVES, lora_up, strict=True))
+    else:
+        terms["lora_up"] = lora_up
+    for name, term in terms.items():
+        if term is not None:
+            yield f"{name}.a", term.a
+            yield f"{name}.b", term.b
 
 
 def low_rank(
@@ -130,9 +147,8 @@ def _joined(
             f"{len(halves)} of them" if isinstance(halves, tuple | list) else type(halves).__name__
         )
         raise ValueError(f"lora_up: expected a pair (gate, up) like w_up, got {got}")
-    names = "lora_up[0] (gate)", "lora_up[1] (up)"
     found = []
-    for name, lora in zip(names, halves, strict=True):
+    for name, lora in zip(_HALVES, halves, strict=True):
         if lora is not None:
             _expect_lora(name, lora)
             found.append(lora.operands(name, experts, intermediate, hidden, x))

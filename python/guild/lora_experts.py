@@ -11,10 +11,10 @@ from torch import Tensor
 from guild._torch import low_rank as steps
 from guild._torch.alignment import aligned
 from guild._torch.autograd import expect_no_graph, rows_of, with_lists, without_lists
-from guild._torch.expert_lists import Versions
 from guild._torch.low_rank import LowRank, Weights
 from guild._torch.operators import LayerFlags, ops
 from guild._torch.row_routing import RowRouting
+from guild._torch.versions import Versions
 from guild.sink_experts import Operands, Unchanged, compute_gradients
 from guild.weight_gradients import Sink
 

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from guild._torch.autograd import expect_no_graph, rows_of, with_lists, without_lists
-from guild._torch.expert_lists import Listed, Versions, table_of
+from guild._torch.expert_lists import Listed, table_of
 from guild._torch.gradient_targets import in_one_dtype, wanting
 from guild._torch.gradients import pre_activations, wanted_bits
 from guild._torch.operators import LayerFlags, ops
 from guild._torch.router_gradients import Weighing, router_gradients
 from guild._torch.row_routing import RowRouting
+from guild._torch.versions import Versions
 from guild.weight_gradients import Sink, WeightGradients
 
 _LAYER = 5 + len(LayerFlags._fields)  # arguments of a layer: weights, biases, flags

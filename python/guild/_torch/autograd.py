@@ -17,6 +17,7 @@ from torch._functorch.autograd_function import enable_single_level_autograd_func
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
+from guild._torch.expert_lists import held_by
 from guild._torch.operators import ops
 
 library = torch.library.Library("guild", "FRAGMENT")
@@ -52,19 +53,29 @@ def below_autograd(function: Callable) -> Callable:
 
 
 def without_lists(ctx: Any, experts_at: Tensor | None, *weights: Tensor | None) -> tuple:
-    """An op's weights and experts_at for save_for_backward; `with_lists` undoes this.
+    """An op's weights for save_for_backward; `with_lists` undoes this.
 
     The view of an unevenly spaced list is not among them: a hook on saved tensors could move it
     away from the tensors that experts_at refers to. ctx keeps such views itself.
     """
-    ctx.experts_at = experts_at
-    ctx.lists = None if experts_at is None else weights
-    return weights if experts_at is None else (None,) * len(weights)
+    ctx.experts_at, ctx.held = experts_at, held_by(experts_at, len(weights))
+    pairs = list(zip(weights, ctx.held, strict=True))
+    ctx.lists = [w if held is not None else None for w, held in pairs]
+    return tuple(w if held is None else None for w, held in pairs)
 
 
 def with_lists(ctx: Any, *saved: Tensor | None) -> tuple:
-    """The op's weights, from what `without_lists` saved."""
-    return saved if ctx.lists is None else ctx.lists
+    """The op's weights, from what `without_lists` returned.
+
+    Raises
+    ------
+    RuntimeError
+        If a tensor of a list has changed since.
+    """
+    for held in ctx.held:
+        if held is not None:
+            held.expect_unchanged()
+    return tuple(s if w is None else w for s, w in zip(saved, ctx.lists, strict=True))
 
 
 def register(name: str, backward: Callable, setup: Callable) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import numbers
 import sys
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -149,6 +150,14 @@ def expect_apart(name: str, tensor: Tensor, other_name: str, other: Tensor) -> N
             f"{name}: expected memory not shared with other arguments, got memory shared with "
             f"{other_name}"
         )
+
+
+def expect_out_apart(out: Tensor, others: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise if an output shares memory with one of the named tensors, where they have memory."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return
+    for name, tensor in others:
+        expect_apart("out", out, name, tensor)
 
 
 def expect_all_apart(written: dict[str, Tensor], read: dict[str, Tensor]) -> None:

@@ -28,6 +28,7 @@ from guild._torch.checks import (
     has_memory,
 )
 from guild._torch.operators import is_cast, ops
+from guild._torch.versions import Held, Versions
 
 Listed = Tensor | Sequence[Tensor]
 
@@ -59,15 +60,17 @@ class Placed(NamedTuple):
 
     Matrix e begins e strides of the first dimension after the tensor's start, or `at[e]` strides if
     `at` is given: only ops that are told so may then read the tensor, which keeps nothing alive.
+    For a backward, `held` does.
     """
 
     tensor: Tensor
     at: array | None = None
+    held: Held | None = None
 
     @property
     def mT(self) -> Placed:  # noqa: N802 - as torch's
         """Every matrix transposed."""
-        return Placed(self.tensor.mT, self.at)
+        return self._replace(tensor=self.tensor.mT)
 
 
 @torch.library.register_fake("guild::expert_view")
@@ -83,7 +86,9 @@ def _fake_table(like: Tensor, indices: Tensor) -> Tensor:
 def table_of(*placed: Placed | None) -> Tensor | None:
     """The ops' `experts_at`: int32, one row for each weight; None if no list needs one.
 
-    Also None for lists of different lengths, which the checks of their shapes reject.
+    Also None for lists of different lengths, which the checks of their shapes reject. Its attribute
+    `held` is a tuple of each uneven list's `Held`, None for other weights; so a list lives as long
+    as the table that says where its tensors are.
     """
     if all(p is None or p.at is None for p in placed):
         return None
@@ -94,7 +99,14 @@ def table_of(*placed: Placed | None) -> Tensor | None:
     for p in placed:
         values.extend(range(len(uneven[0].at)) if p is None or p.at is None else p.at)
     rows = torch.frombuffer(values, dtype=torch.int32).view(len(placed), -1)
-    return ops.expert_table(uneven[0].tensor, rows)
+    table = ops.expert_table(uneven[0].tensor, rows)
+    table.held = tuple(None if p is None else p.held for p in placed)
+    return table
+
+
+def held_by(experts_at: Tensor | None, weights: int) -> tuple[Held | None, ...]:
+    """What an op's `experts_at` keeps alive, for each of its weights."""
+    return getattr(experts_at, "held", None) or (None,) * weights
 
 
 def joined(name: str, value: Listed | Placed, dims: int = 2, attached: bool = True) -> Placed:
@@ -108,13 +120,14 @@ def joined(name: str, value: Listed | Placed, dims: int = 2, attached: bool = Tr
         return Placed(value)
     tensors = list(value)
     _expect_alike(name, tensors)
-    if not (attached and torch.is_grad_enabled() and any(t.requires_grad for t in tensors)):
-        with torch.no_grad():
-            return _joined(name, tensors)
-    if not _have_addresses(tensors):
+    recorded = torch.is_grad_enabled()
+    wanted = attached and recorded and any(t.requires_grad for t in tensors)
+    if wanted and not _have_addresses(tensors):
         return Placed(torch.stack(tensors))
     found = _joined(name, tensors)
-    return Placed(_Joined.apply(name, found, *tensors), found.at)
+    if recorded and found.at is not None:
+        found = found._replace(held=Held(name, tensors))
+    return found._replace(tensor=_Joined.apply(name, found, *tensors)) if wanted else found
 
 
 def joined_halves(
@@ -125,22 +138,6 @@ def joined_halves(
         return joined(name, value, dims, attached)
     names = (f"{name}[0] (gate)", f"{name}[1] (up)")
     return tuple(joined(n, half, dims, attached) for n, half in zip(names, value, strict=True))
-
-
-class Versions:
-    """Version counters of a list of tensors: as saving them, but fast for many."""
-
-    def __init__(self, name: str, tensors: Sequence[Tensor]) -> None:
-        self._name, self._tensors = name, tensors
-        self._versions = [t._version for t in tensors]
-
-    def expect_unchanged(self) -> None:
-        """Raise RuntimeError if one was written to since."""
-        if [t._version for t in self._tensors] != self._versions:
-            raise RuntimeError(
-                f"{self._name}: one of the experts' tensors needed for gradient computation has "
-                "been modified by an inplace operation"
-            )
 
 
 class _Joined(torch.autograd.Function):

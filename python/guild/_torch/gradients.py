@@ -7,6 +7,7 @@ reference.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -208,20 +209,21 @@ def starts(offs: Tensor) -> Tensor:
 
 def _grouped_mm_setup(ctx, inputs, output):
     mat_a, mat_b, offs, _, _, *lists = inputs
-    ctx.a_at, ctx.b_at = (*lists, None, None)[:2]
-    ctx.a = None if ctx.a_at is None else mat_a  # not saved: see `without_lists`
-    ctx.b = None if ctx.b_at is None else mat_b
-    saved = mat_a if ctx.a is None else None, mat_b if ctx.b is None else None
-    ctx.save_for_backward(*saved, offs)
+    ctx.a, ctx.b = SimpleNamespace(), SimpleNamespace()
+    a_at, b_at = (*lists, None, None)[:2]
+    ctx.save_for_backward(
+        *without_lists(ctx.a, a_at, mat_a), *without_lists(ctx.b, b_at, mat_b), offs
+    )
 
 
 def _grouped_mm_gradient(ctx, dout):
     mat_a, mat_b, offs = ctx.saved_tensors
-    mat_a, mat_b = mat_a if ctx.a is None else ctx.a, mat_b if ctx.b is None else ctx.b
+    (mat_a,), (mat_b,) = with_lists(ctx.a, mat_a), with_lists(ctx.b, mat_b)
     want_a, want_b, _, want_bias = ctx.needs_input_grad[1:5]
     dout = rows_of(dout.to(mat_a.dtype))
-    da = ops.grouped_mm(dout, mat_b.mT, offs, None, False, None, ctx.b_at) if want_a else None
-    db = ops.grouped_mm(mat_a.mT, dout, offs, None, False, ctx.a_at) if want_b else None
+    a_at, b_at = ctx.a.experts_at, ctx.b.experts_at
+    da = ops.grouped_mm(dout, mat_b.mT, offs, None, False, None, b_at) if want_a else None
+    db = ops.grouped_mm(mat_a.mT, dout, offs, None, False, a_at) if want_b else None
     dbias = _grouped_bias_gradient(mat_a, mat_b, offs, dout) if want_bias else None
     return da, db, None, dbias, None, None, None
 
@@ -242,7 +244,7 @@ def _grouped_bias_gradient(
         return dout.sum(1)
     if mat_a.dim() == mat_b.dim():  # nor do groups with an empty sum
         filled = starts(offs).diff() > 0
-        return dout.sum(1) * filled[:, None]
+        return torch.where(filled[:, None], dout.sum(1), 0)
     by_row = dout if mat_b.dim() == 3 else dout.mT.contiguous()
     return bias_gradient(by_row, starts(offs))
 

@@ -6,8 +6,8 @@ from functools import partial
 
 import torch
 
-from guild._torch.autograd import expect_no_graph, rows_of, without_lists
-from guild._torch.expert_lists import Listed, Versions, table_of
+from guild._torch.autograd import expect_no_graph, rows_of
+from guild._torch.expert_lists import Listed, table_of
 from guild._torch.float8_gradients import Chunked, chunk_products, chunked
 from guild._torch.float8_layer import in_halves, kept_or_again
 from guild._torch.float8_steps import (
@@ -20,6 +20,7 @@ from guild._torch.float8_steps import (
 from guild._torch.gradient_targets import wanting
 from guild._torch.operators import LayerFlags, ops
 from guild._torch.row_routing import RowRouting
+from guild._torch.versions import Versions
 from guild.activations import to_interleaved
 from guild.sink_experts import Operands, Unchanged, compute_biases, compute_gradients
 from guild.weight_gradients import WeightGradients
@@ -57,7 +58,6 @@ class Float8Experts(torch.autograd.Function):
         ctx.sink, ctx.parameters, ctx.keep = sink, parameters, keep
         ctx.flags, ctx.recipe, ctx.reached = flags, recipe, rest[_MASTERS:]
         ctx.versions = Versions("weights", ctx.reached)
-        without_lists(ctx, experts_at)
         saved = None if recipe.keeps_codes else x, token_offsets, *kept, *experts
         ctx.save_for_backward(*saved, *masters[3:])
         offsets = kept[4]

@@ -210,3 +210,16 @@ def test_empty_sums_get_no_bias(case: str) -> None:
     assert not out.any()
     out.sum().backward()
     assert bias.grad.shape == bias.shape and not bias.grad.any()
+
+
+@pytest.mark.parametrize("strange", [torch.inf, torch.nan])
+def test_no_gradient_reaches_the_bias_of_an_empty_sum(strange: float, device: str) -> None:
+    """Whatever comes in for its result, which is zeros without the bias."""
+    offs = torch.tensor([2, 2, 6], dtype=torch.int32, device=device)
+    a, b = (torch.randn(s, device=device, dtype=torch.bfloat16) for s in ((8, 6), (6, 16)))
+    bias = torch.randn(3, 16, device=device, dtype=torch.bfloat16, requires_grad=True)
+    out = guild.grouped_mm(a, b, offs, bias)
+    into = torch.ones_like(out)
+    into[1] = strange
+    out.backward(into)
+    assert torch.equal(bias.grad[:, 0].cpu(), torch.tensor([8, 0, 8], dtype=torch.bfloat16))

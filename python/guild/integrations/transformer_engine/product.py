@@ -10,10 +10,11 @@ from torch import Tensor
 
 from guild import WeightGradients, grouped_mm
 from guild._torch.autograd import rows_of
-from guild._torch.expert_lists import Placed, Versions, joined, table_of
+from guild._torch.expert_lists import joined, table_of
 from guild._torch.gradient_targets import expect_targets, targets, wanting
 from guild._torch.gradients import starts
 from guild._torch.operators import autocast, ops
+from guild._torch.versions import Versions
 from guild.sink_experts import Unchanged
 
 
@@ -29,10 +30,10 @@ def grouped_linear(
     x: (rows, in); ends: int32 (E,); weights: (out, in) each; biases: (out,) each.
     """
     _expect_targets(sink, weights, biases)
-    weight, at = joined("weight", weights, attached=False)
+    placed = joined("weight", weights, attached=False)
     bias = joined("bias", biases, 1, attached=False).tensor if biases else None
-    x, weight, bias = autocast(x, weight, bias)
-    weight = Placed(weight, at)
+    x, weight, bias = autocast(x, placed.tensor, bias)
+    weight = placed._replace(tensor=weight)
     if not (torch.is_grad_enabled() and (x.requires_grad or wanting([weights, biases]))):
         return grouped_mm(x, weight.mT, ends, bias)
     return _Linear.apply(sink, len(weights), x, ends, weight, bias, *weights, *biases)
@@ -63,6 +64,8 @@ class _Linear(torch.autograd.Function):
                 "gradients are accumulated or delayed"
             )
         ctx.versions.expect_unchanged()
+        if ctx.weight.held is not None:
+            ctx.weight.held.expect_unchanged()
         x, ends = ctx.saved_tensors
         weight, lists = ctx.weight.tensor, table_of(ctx.weight)
         parameters = ctx.parameters
