@@ -116,6 +116,7 @@ def measure_parallel(
     seed: int = 0,
     engine: str = "auto",
     beside: Sequence[str] = (),
+    capacity: float | None = None,
 ) -> dict[str, Any]:
     """Check, then time every shape on all ranks; the record is the same on all of them.
 
@@ -136,6 +137,8 @@ def measure_parallel(
         torch's all-to-all in symmetric memory, instead of them.
     beside : sequence of str
         Names of `DISPATCHERS`, timed beside the engines in the same rounds.
+    capacity : float, optional
+        Of the peer engine, as `guild.ExpertParallel` takes it.
 
     Returns
     -------
@@ -146,10 +149,11 @@ def measure_parallel(
     """
     if engine == TORCH:
         use_nvshmem()
-    groups = _groups(engine, device, max(shape.tokens for shape in shapes.values()))
+    most = max(shape.tokens for shape in shapes.values())
+    groups = _groups(engine, device, {"max_tokens": most, "capacity": capacity})
     group = next(iter(groups.values()))
     record: dict[str, Any] = {"mode": "parallel", "provenance": provenance(device), "cases": []}
-    record |= {"ranks": group.size, "routing": routing, "rounds": rounds}
+    record |= {"ranks": group.size, "routing": routing, "rounds": rounds, "capacity": capacity}
     reasons = {name: why_not(name, device) for name in beside}
     record["skipped"] = {name: reason for name, reason in reasons.items() if reason}
     beside = [name for name in beside if not reasons[name]]
@@ -198,14 +202,16 @@ def _difference(layer: SharedLayer, like: SharedLayer) -> float:
     return max(map(_distance, found, expected))
 
 
-def _groups(engine: str, device: torch.device, tokens: int) -> dict[str, guild.ExpertParallel]:
+def _groups(
+    engine: str, device: torch.device, room: dict[str, Any]
+) -> dict[str, guild.ExpertParallel]:
     """The groups that `engine` stands for, by engine."""
     if engine == TORCH:  # compared with a layer of the same weights over nccl
         return {TORCH: guild.ExpertParallel(engine="nccl")}
     if engine != "both":
-        group = guild.ExpertParallel(engine=engine, max_tokens=tokens)
+        group = guild.ExpertParallel(engine=engine, **room)
         return {group.engine(device): group}
-    group = guild.ExpertParallel(max_tokens=tokens)
+    group = guild.ExpertParallel(**room)
     if group.engine(device) == "nccl":
         return {"nccl": group}
     return {"peer": group, "nccl": guild.ExpertParallel(engine="nccl")}
@@ -310,6 +316,7 @@ def main(arguments: list[str] | None = None) -> None:
     add("--rounds", type=int, default=7)
     add("--seconds", type=float, default=0.3, help="least time per call in a round (0.3)")
     add("--seed", type=int, default=0)
+    add("--capacity", type=float, help="of peer, as ExpertParallel takes it; default: any routing")
     add("--out", type=Path, metavar="DIR", help="write parallel.json there")
     args = parser.parse_args(arguments)
     names = args.preset or ([] if args.thiek else _PRESETS)
@@ -325,7 +332,7 @@ def main(arguments: list[str] | None = None) -> None:
     beside = list(DISPATCHERS) if "all" in args.beside else list(dict.fromkeys(args.beside))
     if beside and args.engine == TORCH:
         parser.error("--beside: not with --engine torch, which needs a run of its own")
-    record = measure_parallel(shapes, *how, args.engine, beside)
+    record = measure_parallel(shapes, *how, args.engine, beside, args.capacity)
     if dist.get_rank() == 0:
         show(record)
         if args.out is not None:
