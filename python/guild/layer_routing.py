@@ -13,6 +13,7 @@ from guild._torch.checks import (
     expect_device,
     expect_flag,
     expect_like,
+    expect_out_apart,
     expect_shape,
     expect_tensor,
     has_plain_rows,
@@ -138,12 +139,15 @@ def layer_tokens(
     return flat, token_mask
 
 
-def output_rows(out: Tensor, x: Tensor) -> Tensor:
+def output_rows(out: Tensor, x: Tensor, layer: nn.Module) -> Tensor:
     """The caller's tensor for a layer's output, as (tokens, hidden).
 
-    Raises TypeError or ValueError unless it has x's shape and can be viewed that way.
+    Raises TypeError or ValueError unless it has x's shape, can be viewed that way and shares no
+    memory with the layer's router or shared experts; other operands are checked with the experts.
     """
     expect_shape("out", out, tuple(x.shape), "the shape of x")
+    parts = ("router.", "shared.")
+    expect_out_apart(out, (one for one in layer.named_parameters() if one[0].startswith(parts)))
     if out.dim() == 2:
         return out
     if not out.is_contiguous():

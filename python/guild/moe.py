@@ -14,7 +14,6 @@ from guild._torch.checks import (
     expect_count,
     expect_flags,
     expect_float_dtype,
-    expect_out_apart,
     expect_shape,
 )
 from guild.activations import Activation, as_activation, is_interleaved
@@ -250,9 +249,7 @@ class MoE(nn.Module):
         expect_call(self, return_routing)
         weights = local_parts(self.expert_group, self.w_up, self.w_down, self.b_up, self.b_down)
         flat, token_mask = layer_tokens(x, token_mask, self.hidden, weights[0])
-        into = None if out is None else output_rows(out, x)
-        if into is not None:
-            expect_out_apart(into, self.named_parameters())
+        into = None if out is None else output_rows(out, x, self)
         shared = shared_rows(self.shared, flat, token_mask)
         fp8 = layer_fp8(self)
         expect_reachable(self.expert_group, into, fp8)

@@ -17,7 +17,6 @@ from torch._functorch.autograd_function import enable_single_level_autograd_func
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
-from guild._torch.expert_lists import held_by
 from guild._torch.operators import ops
 
 library = torch.library.Library("guild", "FRAGMENT")
@@ -58,7 +57,9 @@ def without_lists(ctx: Any, experts_at: Tensor | None, *weights: Tensor | None) 
     The view of an unevenly spaced list is not among them: a hook on saved tensors could move it
     away from the tensors that experts_at refers to. ctx keeps such views itself.
     """
-    ctx.experts_at, ctx.held = experts_at, held_by(experts_at, len(weights))
+    ctx.experts_at, ctx.held = experts_at, getattr(experts_at, "held", None)
+    if ctx.held is None:
+        return weights
     pairs = list(zip(weights, ctx.held, strict=True))
     ctx.lists = [w if held is not None else None for w, held in pairs]
     return tuple(w if held is None else None for w, held in pairs)
@@ -72,6 +73,8 @@ def with_lists(ctx: Any, *saved: Tensor | None) -> tuple:
     RuntimeError
         If a tensor of a list has changed since.
     """
+    if ctx.held is None:
+        return saved
     for held in ctx.held:
         if held is not None:
             held.expect_unchanged()

@@ -245,8 +245,7 @@ def expect_free(out: Tensor, operands: dict[str, Tensor | None]) -> None:
             "out: expected None under torch.func's transforms, which do not see writes to it"
         )
     expect_own_elements("out", out)
-    for name, tensor in given.items():
-        expect_apart("out", out, name, tensor)
+    expect_out_apart(out, given.items())
 
 
 def expect_logits(logits: Tensor) -> None:

@@ -104,11 +104,6 @@ def table_of(*placed: Placed | None) -> Tensor | None:
     return table
 
 
-def held_by(experts_at: Tensor | None, weights: int) -> tuple[Held | None, ...]:
-    """What an op's `experts_at` keeps alive, for each of its weights."""
-    return getattr(experts_at, "held", None) or (None,) * weights
-
-
 def joined(name: str, value: Listed | Placed, dims: int = 2, attached: bool = True) -> Placed:
     """A list of experts' tensors as one tensor; anything else as it is.
 

@@ -75,6 +75,12 @@ def test_the_package_imports_without_a_library() -> None:
     assert "ImportError: Guild's compiled library libguild_torch.so was not found" in result.stderr
 
 
+def test_float8_is_reached_from_the_package() -> None:
+    """By a fresh process, in which nothing else has imported it."""
+    code = "import guild; guild.float8.regroup"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_public_names() -> None:
     """Every name in __all__ exists, and other names do not."""
     for name in guild.__all__:
