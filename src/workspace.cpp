@@ -22,7 +22,8 @@ void check_layer_sizes(Sizes const& s) {
   check_size(s.experts, 0, kMostExperts, "experts");
   check_size(s.top_k, 0, kMostExperts, "top_k");
   check_size(s.slots, -1, kMostRows, "slots");
-  check_size(s.rows(), 0, kMostRows, s.slots < 0 ? "tokens * top_k" : "slots");
+  check_size(s.slot_count(), 0, kMostRows, s.slots < 0 ? "tokens * top_k" : "slots");
+  check_size(s.room, -1, kMostRows, "room");
 }
 
 void check_router_sizes(int64_t tokens, int64_t experts, int64_t top_k) {

@@ -24,7 +24,8 @@ struct PeerForward {
   Tables tables;
   Pull pull;
   // For all ranks' tokens (ranks * Tm) and this rank's experts, with the sort; x: the pulled rows.
-  // Neither o nor residual is used.
+  // Neither o nor residual is used. Where its sizes have a room, `returned` compares the rows
+  // needed, routing.offsets[experts], with it.
   MoeForward layer;
   Push push;  // y is in the layer's workspace
   Meet returned;

@@ -80,7 +80,8 @@ struct RouterGradient {
 
 // Stable counting sort of slots by expert: rows of one expert keep the order of their slots. Ids
 // outside [0, E) get no row (slot_row = -1), nor do slots before token_offsets[0] and at or past
-// token_offsets[T].
+// token_offsets[T]. With less room than slots (Sizes::room), rows from `room` on are left out too,
+// but counted in the offsets: offsets[E] is the room that all of them need.
 struct Sort {
   int64_t tokens = 0, experts = 0, top_k = 0;
   DType score_dtype = DType::float32;  // float32 or float64
@@ -96,6 +97,7 @@ struct Sort {
   // and the workspace is that of (slots, E, 1).
   int64_t slots = -1;
   int32_t const* token_offsets = nullptr;
+  int64_t room = -1;
 };
 
 // Token rounding (SonicMoE, arXiv:2512.14080): each expert's count of tokens becomes a

@@ -13,7 +13,7 @@ enum class DType : int { float32, bfloat16, float16, float64 };
 
 // The sizes of one layer. A slot is one (token, k-th choice) pair, or, where tokens have lists of
 // any length, an entry of these lists; a row is a slot after sorting by expert. Buffers of rows
-// hold rows() rows; the first offsets[experts] of them are in use.
+// hold rows() rows; the first offsets[experts] of them, if there are as many, are in use.
 struct Sizes {
   int64_t tokens = 0;        // T >= 0
   int64_t hidden = 0;        // H >= 1
@@ -21,7 +21,11 @@ struct Sizes {
   int64_t experts = 0;       // E >= 1
   int64_t top_k = 1;         // K >= 1
   int64_t slots = -1;        // of lists of any length (Routing::token_offsets); -1: T * K
-  constexpr int64_t rows() const { return slots < 0 ? tokens * top_k : slots; }  // R
+  int64_t room = -1;         // most rows, where buffers have room for fewer than slots; -1: all
+  constexpr int64_t slot_count() const { return slots < 0 ? tokens * top_k : slots; }
+  constexpr int64_t rows() const {  // R
+    return room < 0 || room > slot_count() ? slot_count() : room;
+  }
 };
 
 // Rows of a matrix with contiguous columns. stride: elements from one row to the next; 0 = packed.
@@ -125,7 +129,7 @@ using Activation = ActivationOf<double>;
 struct Routing {
   int32_t const* offsets = nullptr;    // (E + 1) rows of expert e: offsets[e] .. offsets[e + 1]
   int32_t const* row_token = nullptr;  // (R) the token of each row
-  int32_t const* slot_row = nullptr;   // (T, K) the row of each slot, -1 if its id is out of range
+  int32_t const* slot_row = nullptr;   // (T, K) the row of each slot, or -1: see Sort
   void const* row_score = nullptr;     // (R) the slot's score; null: 1
   void const* slot_score = nullptr;    // (T, K) the same by slot; null: 1
   // (T + 1), with Sizes::slots: token t has the slots token_offsets[t] .. token_offsets[t + 1], and

@@ -108,6 +108,11 @@ void check(PeerForward const& x) {
   check_pointer(layer.sort, true, "layer.sort");
   check_pulled(x.pull, layer.sizes, layer.dtype, layer.x, "layer.x");
   check_routed(x);
+  if (layer.sizes.room >= 0) {
+    check_link(x.returned.needed, layer.routing.offsets + layer.sizes.experts, "returned.needed",
+               "layer.routing.offsets[experts], since layer.sizes has a room");
+    check_same(x.returned.capacity, layer.sizes.rows(), "returned.capacity", "rows of the layer");
+  }
   check_pushed(x.push, layer.sizes, layer.dtype, layer.routing, {layer.workspace});
   check_collected(x.collect, x.publish, layer.sizes.hidden, layer.dtype);
   check_link(x.collect.token_row, x.publish.token_row, "collect.token_row", "publish.token_row");

@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "checks/conditions.h"
+#include "shared/routing.h"
 
 namespace guild {
 
@@ -157,13 +158,14 @@ void check(Sort const& x) {
   check_slots(x.tokens, x.experts, x.top_k, false);
   check_lists(x.slots, x.token_offsets);
   check_score_dtype(x.score_dtype, "score_dtype");
-  int64_t const slots = x.slots < 0 ? x.tokens * x.top_k : x.slots;
-  bool const any = slots > 0;
+  check_size(x.room, -1, kMostRows, "room");
+  int64_t const slots = slot_count(x);
+  bool const any = slots > 0, rows = row_count(x) > 0;
   check_pointer(x.ids, any, "ids");
   check_pointer(x.offsets, true, "offsets");
-  check_pointer(x.row_token, any, "row_token");
+  check_pointer(x.row_token, rows, "row_token");
   check_pointer(x.slot_row, any, "slot_row");
-  check_pointer(x.row_score, any && x.scores != nullptr, "row_score");
+  check_pointer(x.row_score, rows && x.scores != nullptr, "row_score");
   check_pointer(x.workspace, sort_workspace_bytes(slots, x.experts, 1) > 0, "workspace");
 }
 

@@ -65,7 +65,7 @@ void check(Combine const& x) {
   check_sizes(s);
   check_dtype(x.dtype, "dtype");
   check_lists(s.slots, x.routing.token_offsets);
-  check_pointer(x.routing.slot_row, s.rows() > 0, "routing.slot_row");
+  check_pointer(x.routing.slot_row, s.slot_count() > 0, "routing.slot_row");
   check_rows(x.y, s.rows(), s.hidden, "y");
   check_rows(x.o, s.tokens, s.hidden, "o");
   check_optional_rows(x.residual, s.tokens, s.hidden, "residual");
@@ -77,7 +77,7 @@ void check(Combine const& x) {
   require(x.routing.slot_score == nullptr,
           "routing.slot_score: expected null with a router part, got a pointer");
   check_optional_rows(x.router.dlogits, s.tokens, s.experts, "router.dlogits");
-  check_pointer(x.router.ids, s.rows() > 0, "router.ids");
+  check_pointer(x.router.ids, s.slot_count() > 0, "router.ids");
   check_rows(x.router.weight, s.experts, s.hidden, "router.weight");
 }
 
@@ -106,10 +106,10 @@ void check(ScoreGradient const& x) {
   Sizes const& s = x.sizes;
   check_sizes(s);
   check_dtype(x.dtype, "dtype");
-  bool const any = s.rows() > 0;
+  bool const any = s.slot_count() > 0;
   check_lists(s.slots, x.routing.token_offsets);
   check_pointer(x.routing.slot_row, any, "routing.slot_row");
-  check_pointer(x.score_parts, any, "score_parts");
+  check_pointer(x.score_parts, s.rows() > 0, "score_parts");
   check_pointer(x.dscores, any, "dscores");
   if (x.bias.data == nullptr) return;
   check_pointer(x.routing.offsets, true, "routing.offsets");
@@ -166,7 +166,8 @@ void check_sort_of(Sort const& sort, MoeForward const& x) {
   check(sort);
   Routing const& r = x.routing;
   require(sort.tokens == x.sizes.tokens && sort.experts == x.sizes.experts &&
-              sort.top_k == x.sizes.top_k && sort.slots == x.sizes.slots,
+              sort.top_k == x.sizes.top_k && sort.slots == x.sizes.slots &&
+              sort.room == x.sizes.room,
           "sort: expected the sizes of the layer");
   require(sort.offsets == r.offsets && sort.row_token == r.row_token &&
               sort.slot_row == r.slot_row && sort.row_score == r.row_score &&
@@ -231,7 +232,7 @@ void check(MoeBackward const& x) {
   check_optional_rows(x.db_up, s.experts, width(s, gated), "db_up");
   check_optional_rows(x.db_down, s.experts, s.hidden, "db_down");
   if (x.dscores != nullptr) {
-    check_pointer(x.routing.slot_row, s.rows() > 0, "routing.slot_row");
+    check_pointer(x.routing.slot_row, s.slot_count() > 0, "routing.slot_row");
   }
   check_optional_rows(x.dh, s.rows(), width(s, gated), "dh");
   check_optional_rows(x.a_scaled, s.rows(), s.intermediate, "a_scaled");

@@ -37,7 +37,7 @@ void combine_token(Combine const& x, int64_t token) {
       load(rounded, 1, sum, hidden);
     }
   }
-  auto const slots = slots_of(x.routing.token_offsets, x.sizes.rows(), x.sizes.top_k, token);
+  auto const slots = slots_of(x.routing.token_offsets, x.sizes.slot_count(), x.sizes.top_k, token);
   for (int64_t slot = slots.begin; slot < slots.end; ++slot) {
     int32_t const r = x.routing.slot_row[slot];
     if (r < 0 || r >= x.sizes.rows()) continue;

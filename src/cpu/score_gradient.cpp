@@ -46,7 +46,7 @@ Compute<T> slot_gradient(ScoreGradient const& x, int64_t slot) {
 void score_gradient(ScoreGradient const& x) {
   require_processor();
   check(x);
-  auto const slots = spans(x.sizes.rows(), kBlockRows);
+  auto const slots = spans(x.sizes.slot_count(), kBlockRows);
   with_element(x.dtype, [&]<class T>() {
     parallel(int64_t(slots.size()), double(x.sizes.rows() * x.sizes.hidden), [&](int64_t i) {
       auto* const out = static_cast<Compute<T>*>(x.dscores);

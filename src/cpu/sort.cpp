@@ -11,10 +11,13 @@ namespace guild::cpu {
 
 namespace {
 
+// Once the offsets are known.
+int64_t used_rows(Sort const& x) { return std::min<int64_t>(x.offsets[x.experts], row_count(x)); }
+
 template <class Id>
 void sort_ids(Sort const& x) {
   Scratch scratch;
-  int64_t const slots = slot_count(x);
+  int64_t const slots = slot_count(x), rows = row_count(x);
   SlotSpan const of_tokens = used_slots(x);
   auto const* const ids = static_cast<Id const*>(x.ids);
   auto const valid = [&](int64_t slot) {
@@ -31,12 +34,11 @@ void sort_ids(Sort const& x) {
   auto* const next_row = scratch.take<int32_t>(x.experts);  // of each expert
   std::copy_n(x.offsets, x.experts, next_row);
   for (int64_t slot = 0; slot < slots; ++slot) {
-    int32_t const row = valid(slot) ? next_row[ids[slot]]++ : -1;
+    int32_t const next = valid(slot) ? next_row[ids[slot]]++ : -1, row = next < rows ? next : -1;
     x.slot_row[slot] = row;
     if (row >= 0) x.row_token[row] = int32_t(token_of(x.token_offsets, x.tokens, x.top_k, slot));
   }
-  int32_t const used = x.offsets[x.experts];
-  std::fill(x.row_token + used, x.row_token + slots, 0);
+  std::fill(x.row_token + used_rows(x), x.row_token + rows, 0);
 }
 
 template <class F>
@@ -47,7 +49,7 @@ void sort_scores(Sort const& x) {
   for (int64_t slot = 0; slot < slots; ++slot) {
     if (x.slot_row[slot] >= 0) row_score[x.slot_row[slot]] = scores[slot];
   }
-  std::fill(row_score + x.offsets[x.experts], row_score + slots, F(0));
+  std::fill(row_score + used_rows(x), row_score + row_count(x), F(0));
 }
 
 }  // namespace

@@ -133,6 +133,11 @@ template <class Args>
 GUILD_HD int64_t slot_count(Args const& x) {
   return x.slots < 0 ? x.tokens * x.top_k : x.slots;
 }
+// The rows that a sort may write.
+GUILD_HD int64_t row_count(Sort const& x) {
+  int64_t const slots = slot_count(x);
+  return x.room < 0 || x.room > slots ? slots : x.room;
+}
 GUILD_HD SlotSpan used_slots(Sort const& x) {
   int64_t const slots = slot_count(x);
   if (x.token_offsets == nullptr) return {0, slots};

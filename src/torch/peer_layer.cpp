@@ -18,14 +18,20 @@ PeerStreams streams_of(Numbers const& streams, Tensor const& counter) {
           static_cast<int32_t*>(counter.data_ptr())};
 }
 
-// The layer of this rank's experts: its tokens are those of all ranks.
+int64_t length_of(Tensor const& list, char const* name) {
+  require_dims(list, name, 1);
+  return list.size(0);
+}
+
+// The layer of this rank's experts: its tokens are those of all ranks. room: as in Sizes.
 Layer whole_layer(Place const& place, PeerMemory const& memory, Tensor const& x, int64_t top_k,
-                  Tensor const& w_down, Activation const& activation, bool interleaved,
-                  bool transposed) {
+                  int64_t room, Tensor const& w_down, Activation const& activation,
+                  bool interleaved, bool transposed) {
   Slots const slots{.tokens = memory.ranks * memory.tokens, .top_k = top_k};
   Layer layer =
       layer_of(place, x, slots, w_down, activation, {interleaved, transposed, std::nullopt});
   layer.sizes.tokens = slots.tokens;
+  layer.sizes.room = room;
   return layer;
 }
 
@@ -111,7 +117,8 @@ using PeerForwardTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Te
                                       Tensor, Tensor, Tensor, Tensor>;
 
 // facts of both barriers, as peer_meet takes them; streams: link and side of PeerStreams, or none.
-// ids (T, K) int32 among all ranks' `experts`; weights are this rank's.
+// ids (T, K) int32 among all ranks' `experts`; weights are this rank's. room: of rows, R at most;
+// if more come, every rank's report says so and all results are NaN. -1: ranks * Tm * K.
 PeerForwardTensors peer_forward(Tensor const& peers, Numbers memory, double seconds, Numbers facts,
                                 Numbers facts_returned, Tensor& report, Numbers streams,
                                 Tensor const& x, Tensor const& ids, Tensor const& scores,
@@ -119,12 +126,13 @@ PeerForwardTensors peer_forward(Tensor const& peers, Numbers memory, double seco
                                 MaybeTensor const& w_gate, Tensor const& w_down,
                                 MaybeTensor const& b_up, MaybeTensor const& b_down, int64_t kind,
                                 bool gated, double alpha, double limit, double up_offset,
-                                bool clamp_after, bool interleaved, bool transposed, bool keep) {
+                                bool clamp_after, bool interleaved, bool transposed, int64_t room,
+                                bool keep) {
   Place const place(x, "x");
   PeerMemory const m = memory_of(place, peers, memory);
   Published const published = publish_of(place, m, x, ids, scores, experts);
   int64_t const top_k = published.args.top_k, tokens = published.args.tokens;
-  Layer const layer = whole_layer(place, m, x, top_k, w_down,
+  Layer const layer = whole_layer(place, m, x, top_k, room, w_down,
                                   activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
                                   interleaved, transposed);
   Sizes const& s = layer.sizes;
@@ -136,7 +144,7 @@ PeerForwardTensors peer_forward(Tensor const& peers, Numbers memory, double seco
   Tensor rows = place.empty({s.tokens, s.hidden}, dtype);
   Tensor h = place.empty({keep ? s.rows() : 0, layer.width()}, dtype);
   Tensor o = place.empty({tokens, s.hidden}, dtype);
-  Sorting sort = sorting(place, by_slot, received, s.experts, score, std::nullopt);
+  Sorting sort = sorting(place, by_slot, received, s.experts, score, std::nullopt, room);
   Sorting own = sorting(place, ids, scores, experts, score, std::nullopt);
   Tensor const workspace = place.workspace(moe_forward_workspace_bytes(s, dtype));
   Tensor const counter = place.empty_int32({1});
@@ -145,6 +153,8 @@ PeerForwardTensors peer_forward(Tensor const& peers, Numbers memory, double seco
   f.publish = published.args;
   f.streams = streams_of(streams, counter);
   set_barriers(f, m, seconds, facts, facts_returned, report);
+  f.returned.needed = sort.args.offsets + s.experts;
+  f.returned.capacity = s.rows();
   f.tables = tables_of(m, top_k, experts, score, by_slot, received, counts);
   f.pull = pull_of(m, by_slot, rows, dtype);
   Routing const routing{sort.args.offsets, sort.args.row_token, sort.args.slot_row,
@@ -159,17 +169,8 @@ PeerForwardTensors peer_forward(Tensor const& peers, Numbers memory, double seco
                          place.rows(residual, "residual", dtype, {tokens, s.hidden}));
   f.own = own.args;
   place.run(cpu::peer_forward, cuda::peer_forward, f);
-  return {o,
-          rows,
-          h,
-          sort.offsets,
-          sort.row_token,
-          sort.slot_row,
-          sort.row_score,
-          published.token_row,
-          by_slot,
-          counts,
-          own.offsets};
+  return PeerForwardTensors(o, rows, h, sort.offsets, sort.row_token, sort.slot_row, sort.row_score,
+                            published.token_row, by_slot, counts, own.offsets);
 }
 
 // -> dx (T, H), dscores (T, K), dw_up, dw_gate, dw_down, db_up, db_down. wanted: as in
@@ -187,7 +188,7 @@ Tensors7 peer_backward(Tensor const& peers, Numbers memory, double seconds, Numb
   PeerMemory const m = memory_of(place, peers, memory);
   require_dims(by_slot, "by_slot", 2);
   int64_t const top_k = by_slot.size(1), tokens = dout.size(0);
-  Layer const layer = whole_layer(place, m, rows, top_k, w_down,
+  Layer const layer = whole_layer(place, m, rows, top_k, length_of(row_token, "row_token"), w_down,
                                   activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
                                   interleaved, transposed);
   Sizes const& s = layer.sizes;
@@ -242,9 +243,9 @@ void define_peer_layer(Library& m) {
       "Tensor(a!) report, int[] streams, Tensor x, Tensor ids, Tensor scores, int experts, Tensor? "
       "residual, Tensor w_up, Tensor? w_gate, Tensor w_down, Tensor? b_up, Tensor? "
       "b_down, " GUILD_ACTIVATION
-      ", bool interleaved, bool transposed, bool keep) -> (Tensor o, Tensor rows, Tensor h, Tensor "
-      "offsets, Tensor row_token, Tensor slot_row, Tensor row_score, Tensor token_row, Tensor "
-      "by_slot, Tensor counts, Tensor own_offsets)");
+      ", bool interleaved, bool transposed, int room, bool keep) -> (Tensor o, Tensor rows, Tensor "
+      "h, Tensor offsets, Tensor row_token, Tensor slot_row, Tensor row_score, Tensor token_row, "
+      "Tensor by_slot, Tensor counts, Tensor own_offsets)");
   m.def(
       "peer_backward(Tensor peers, int[] memory, float seconds, int[] facts, int[] facts_returned, "
       "Tensor(a!) report, int[] streams, Tensor dout, Tensor rows, Tensor h, Tensor offsets, "

@@ -1,6 +1,7 @@
 // route, its gradient and the sort by expert.
 #include "torch/routing.h"
 
+#include "shared/routing.h"
 #include "torch/ops.h"
 
 namespace guild::binding {
@@ -72,26 +73,27 @@ Routed::Routed(Place const& place, RouteSizes const& sizes, MaybeTensor const& s
 }
 
 Sorting sorting(Place const& place, Tensor const& ids, Tensor const& scores, int64_t experts,
-                DType scores_dtype, MaybeTensor const& token_offsets) {
+                DType scores_dtype, MaybeTensor const& token_offsets, int64_t room) {
   Slots const slots = slots_of(place, ids, "ids", token_offsets);
   Sort args{.tokens = slots.tokens,
             .experts = experts,
             .top_k = slots.top_k,
             .score_dtype = scores_dtype,
             .slots = slots.count,
-            .token_offsets = slots.token_offsets};
-  int64_t const rows = slots.rows();
+            .token_offsets = slots.token_offsets,
+            .room = room};
+  int64_t const rows = row_count(args);
   args.ids = slots.data(place, ids, "ids");
   require(ids.is_contiguous(), "ids: expected a contiguous tensor");
   args.ids_are_int64 = is_int64(ids, "ids");
   args.scores = slots.packed(place, scores, "scores", scores_dtype);
-  Sorting out{
-      args,
-      place.empty_int32({experts + 1}),
-      place.empty_int32({rows}),
-      slots.lists() ? place.empty_int32({rows}) : place.empty_int32({slots.tokens, slots.top_k}),
-      place.empty({rows}, scores_dtype),
-      place.workspace(sort_workspace_bytes(rows, experts, 1))};
+  Sorting out{args,
+              place.empty_int32({experts + 1}),
+              place.empty_int32({rows}),
+              slots.lists() ? place.empty_int32({slots.count})
+                            : place.empty_int32({slots.tokens, slots.top_k}),
+              place.empty({rows}, scores_dtype),
+              place.workspace(sort_workspace_bytes(slots.rows(), experts, 1))};
   out.args.offsets = static_cast<int32_t*>(out.offsets.data_ptr());
   out.args.row_token = static_cast<int32_t*>(out.row_token.data_ptr());
   out.args.slot_row = static_cast<int32_t*>(out.slot_row.data_ptr());

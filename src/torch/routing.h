@@ -10,13 +10,13 @@ namespace guild::binding {
 Score score_of(int64_t score);
 
 // A sort with new tensors for its outputs: running `args` fills them. `scores` and row_score share
-// a type.
+// a type. room: of rows, as in Sizes.
 struct Sorting {
   Sort args;
   Tensor offsets, row_token, slot_row, row_score, workspace;
 };
 Sorting sorting(Place const& place, Tensor const& ids, Tensor const& scores, int64_t experts,
-                DType scores_dtype, MaybeTensor const& token_offsets);
+                DType scores_dtype, MaybeTensor const& token_offsets, int64_t room = -1);
 
 // A route not yet run, without its logits and outputs.
 struct RouteSizes {

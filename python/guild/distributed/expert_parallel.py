@@ -319,19 +319,18 @@ class ExpertParallel:
         slots = call.ids, call.scores, token_offsets, self.size * call.layer[2].shape[0]
         peers = None if token_offsets is not None else self._peers_on(call.x.device)
         plain = weight_gradients is None and call.low is None and call.experts_at is None
-        if plain and peers is not None and not self.exact and peers.capacity is None:
+        if plain and peers is not None and not self.exact:
             keep = bool(facts["gradients"]) and not recompute and peers.keeps_all_rows
             return PeerExperts.apply(
                 peers, facts, call.ids, slots[-1], keep, call.x, call.scores, residual, *call.layer
             )
         traffic, received = self._plan(call.x, *slots, facts)
         recompute = recompute or not traffic.keeps_all_rows
-        whole = plain and isinstance(traffic, PeerTraffic)
         with self._ranks.in_step("forward"):
             offsets = own_offsets(*slots)
-            if self.exact or whole:
+            if self.exact:
                 keep = bool(facts["gradients"]) and not recompute
-                taken = traffic, received, token_offsets, keep, self.exact, None
+                taken = traffic, received, token_offsets, keep, None
                 rows = call.x, None, call.scores, residual
                 return StepwiseExperts.apply(*taken, *rows, *call.layer), offsets
             rows, received = Dispatch.apply(call.x, call.scores, traffic, received)
@@ -371,7 +370,7 @@ class ExpertParallel:
         keep = bool(facts["gradients"]) and not given.recompute and traffic.keeps_all_rows
         weighing = Weighing.of(arguments[5:])
         routed = scores, ids, weighing.kept(slopes), weighing
-        taken = traffic, received, None, keep, self.exact, routed
+        taken = traffic, received, None, keep, routed
         with self._ranks.in_step("forward"):
             out = StepwiseExperts.apply(*taken, x, router_weight, scores, residual, *local)
             return out, own_offsets(ids, scores, None, experts)

@@ -1,7 +1,8 @@
 """The layer over ranks that reach each other's memory, in one op forward and one backward.
 
 On a GPU the transfer of rows overlaps with the products: include/guild/peer_layer.h. Special cases,
-results row by row or room for a part of the rows, run step by step: `stepwise`, `passage`.
+results row by row or other gradients than one tensor for each weight, run step by step: `stepwise`,
+`passage`.
 """
 
 from __future__ import annotations
@@ -50,7 +51,13 @@ class PeerExperts(torch.autograd.Function):
             barriers = peers.barriers(FORWARD, FORWARD_RESULTS, call)
             tokens = rows_of(x), ids, scores, experts, residual
             out, *kept, offsets = ops.peer_forward(
-                memory.peers, memory.numbers, *barriers, *tokens, *layer, keep
+                memory.peers,
+                memory.numbers,
+                *barriers,
+                *tokens,
+                *layer,
+                peers.room(ids.shape[1], experts),
+                keep,
             )
         peers.after_call()
         ctx.peers, ctx.memory, ctx.call = peers, memory, call

@@ -8,7 +8,6 @@ barriers that run in a single block.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -141,17 +140,8 @@ class PeerTraffic:
     def return_sums(self, rows: Tensor, residual: Tensor | None, what: str) -> Tensor:
         """(ranks * max_tokens, width) -> (tokens, width): the sum over the ranks."""
         self.peers.before_return(self.memory)
-        self._push_sums(rows, None)
+        self._push_sums(rows)
         self._meet_after(what)
-        return self._sums(rows, residual)
-
-    def return_weighted(
-        self, rows: Tensor, slot_row: Tensor, scores: Tensor, residual: Tensor | None
-    ) -> Tensor:
-        """Rows by expert, in forward -> (tokens, width): the weighted sum over a token's slots."""
-        self.peers.before_return(self.memory)
-        self._push_sums(rows, slot_row, scores)
-        self._meet_after("forward")
         return self._sums(rows, residual)
 
     def return_rows(self, rows: Tensor, slot_row: Tensor, what: str) -> Tensor:
@@ -166,24 +156,22 @@ class PeerTraffic:
         drows: Tensor | None,
         dscores: Tensor | None,
         slot_row: Tensor | None = None,
-        by_slot: bool = False,
     ) -> tuple[Tensor | None, Tensor | None]:
         """Gradients of the experts' rows and slots -> gradients of tokens and scores.
 
-        With slot_row, drows are by expert, and are summed on the way; with by_slot too they come
-        back as from `return_rows`.
+        With slot_row, drows are by expert and come back as from `return_rows`.
         """
         self.peers.before_return(self.memory)
-        if drows is not None and by_slot:
+        if drows is not None and slot_row is not None:
             self._push_rows(drows, slot_row)
         elif drows is not None:
-            self._push_sums(drows, slot_row)
+            self._push_sums(drows)
         if dscores is not None:
             pushed = self._by_slot(dscores, 0.0).contiguous()
             ops.peer_push_scores(self._peers, self.memory.numbers, self.by_slot, pushed)
         self._meet_after("backward")
         dx = drows
-        if drows is not None and by_slot:
+        if drows is not None and slot_row is not None:
             dx = self.memory.returned_rows(self.own_ids.numel(), drows)
         elif drows is not None:
             dx = self._sums(drows, None)
@@ -202,16 +190,12 @@ class PeerTraffic:
             return values
         return F.pad(values, (0, 1), value=fill)[self.lists.place]
 
-    def _push_sums(
-        self, rows: Tensor, slot_row: Tensor | None, scores: Tensor | None = None
-    ) -> None:
-        """Sums of a token's rows by expert; without slot_row, rows that are sums already."""
-        lists = self.token_offsets
-        if slot_row is None:
-            every = torch.arange(rows.shape[0], device=rows.device, dtype=torch.int32)
-            here = (self.by_slot >= 0).any(1)
-            slot_row, lists = torch.where(here, every, -1)[:, None].contiguous(), None
-        to = slot_row, scores, lists, self.counts, False
+    def _push_sums(self, rows: Tensor) -> None:
+        """Rows by token, which are sums already."""
+        every = torch.arange(rows.shape[0], device=rows.device, dtype=torch.int32)
+        here = (self.by_slot >= 0).any(1)
+        row_of = torch.where(here, every, -1)[:, None].contiguous()
+        to = row_of, None, None, self.counts, False
         ops.peer_push(self._peers, self.memory.numbers, rows_of(rows), *to)
 
     def _push_rows(self, rows: Tensor, slot_row: Tensor) -> None:
@@ -271,11 +255,8 @@ def plan_peer_traffic(
     token_row = peers.publish_forward(x, memory, ids, scores, experts)
     tables = ops.peer_tables(memory.peers, memory.numbers, top_k, experts, x)
     local_ids, local_scores, counts = tables
-    lists = None
-    if peers.capacity is not None:
-        most = local_ids.shape[0] * min(top_k, experts // peers.ranks.size)
-        share = math.ceil(peers.capacity * peers.max_tokens * top_k)
-        lists = Lists.of(local_ids, min(share, most))
+    room = peers.room(top_k, experts)
+    lists = None if room < 0 else Lists.of(local_ids, room)
     traffic = PeerTraffic(
         peers=peers,
         memory=memory,

@@ -6,6 +6,7 @@ compared in barriers on the device; a later call finds in a report what went wro
 
 from __future__ import annotations
 
+import math
 from typing import NoReturn
 
 import torch
@@ -67,6 +68,14 @@ class Peers:
         Room for any routing is `size` times what is used: too much to keep for more than two ranks.
         """
         return self.capacity is not None or self.ranks.size <= 2
+
+    def room(self, top_k: int, experts: int) -> int:
+        """How many rows this rank has room for in a call; -1: as many as any routing takes."""
+        if self.capacity is None:
+            return -1
+        size = self.ranks.size
+        most = size * self.max_tokens * min(top_k, experts // size)
+        return min(math.ceil(self.capacity * self.max_tokens * top_k), most)
 
     def begin_forward(self, x: Tensor, top_k: int, facts: dict[str, int]) -> PeerMemory:
         """The memory for rows of x. Keeps `facts`, which the barrier compares.

@@ -1,8 +1,7 @@
-"""The layer over ranks step by step, for results that do not come back as sums by row.
+"""The layer over ranks step by step, for exact=True.
 
-exact     a token's rows come back one by one, and are added where the token is, in the order of its
-          experts: the bits of one process that has all tokens. More bytes come back.
-peers     a token's rows are summed straight into the memory of the rank that the token is on.
+A token's rows come back one by one, and are added where the token is, in the order of its experts:
+the bits of one process that has all tokens. More bytes come back than with sums by rank.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ class StepwiseExperts(torch.autograd.Function):
         received: Tensor,
         token_offsets: Tensor | None,
         keep: bool,
-        exact: bool,
         routed: tuple[Tensor, Tensor, Tensor | None, Weighing] | None,
         x: Tensor,
         router_weight: Tensor | None,
@@ -44,13 +42,9 @@ class StepwiseExperts(torch.autograd.Function):
         residual: Tensor | None,
         *layer: Any,
     ) -> Tensor:
-        """received: the scores that came with the traffic's plan; keep: the pre-activations.
-
-        exact: results come back row by row; otherwise summed, which only PeerTraffic can do.
-        """
+        """received: the scores that came with the traffic's plan; keep: the pre-activations."""
         w_up, w_gate, w_down, b_up, b_down, *flags = layer
         ctx.traffic, ctx.flags, ctx.weighing = traffic, LayerFlags(*flags), None
-        ctx.exact = exact
         rows = traffic.send_rows(x, "forward")
         local = w_down.shape[0]
         places = ops.sort_by_expert(traffic.ids, received, local, traffic.token_offsets)
@@ -64,8 +58,6 @@ class StepwiseExperts(torch.autograd.Function):
             scores, ids, slopes, ctx.weighing = routed
             kept = *kept, x, router_weight, scores, ids, slopes
         ctx.save_for_backward(*kept)
-        if not exact:
-            return traffic.return_weighted(y, slot_row, received, residual)
         y = traffic.return_rows(y, slot_row, "forward")
         return ops.combine(y, traffic.slot_place, scores, token_offsets, residual)
 
@@ -79,7 +71,7 @@ class StepwiseExperts(torch.autograd.Function):
     @staticmethod
     @below_autograd
     def _gradients(ctx: Any, saved: tuple[Tensor | None, ...], dout: Tensor) -> tuple:
-        want_x, want_router, want_scores, want_residual, *want_layer = ctx.needs_input_grad[6:15]
+        want_x, want_router, want_scores, want_residual, *want_layer = ctx.needs_input_grad[5:14]
         traffic = ctx.traffic
         rows, h, offsets, row_token, slot_row, row_score, token_offsets, *rest = saved
         w_up, w_gate, w_down, b_up, b_down, *routed = rest
@@ -92,17 +84,16 @@ class StepwiseExperts(torch.autograd.Function):
         wanted = want_x, want_dscores, *want_layer
         with traffic.ranks.in_step("backward"):
             dx, dscores, *dlayer = expert_gradients(saved, drows, ctx.flags, wanted, by_row=True)
-        by_slot = want_x and ctx.exact
         if want_x or want_dscores:
-            dx, dscores = traffic.return_gradients(dx, dscores, slot_row, by_slot)
+            dx, dscores = traffic.return_gradients(dx, dscores, slot_row)
         drouter = None
         if routed and want_dscores:
             x, weight, *routed = routed
             arguments = dx, traffic.slot_place, dscores, routed, x, weight
             dx, drouter = router_gradients(*arguments, ctx.weighing, want_router)
             dscores = None
-        elif by_slot:
+        elif want_x:
             dx = ops.combine(dx, traffic.slot_place, None, token_offsets)
         dresidual = dout if want_residual else None
         nothing = (None,) * len(ctx.flags)
-        return *(None,) * 6, dx, drouter, dscores, dresidual, *dlayer, *nothing
+        return *(None,) * 5, dx, drouter, dscores, dresidual, *dlayer, *nothing

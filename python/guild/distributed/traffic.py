@@ -81,15 +81,14 @@ class Traffic:
         drows: Tensor | None,
         dscores: Tensor | None,
         slot_row: Tensor | None = None,
-        by_slot: bool = False,
     ) -> tuple[Tensor | None, Tensor | None]:
         """Gradients of the experts' rows (M, width) and slots (P,) -> gradients of x and scores.
 
-        With by_slot, drows are by expert and come back as from `return_rows`. A score's gradient
+        With slot_row, drows are by expert and come back as from `return_rows`. A score's gradient
         is 0 where its slot was not sent.
         """
         dx = None
-        if drows is not None and by_slot:
+        if drows is not None and slot_row is not None:
             dx = self.return_rows(drows, slot_row, "backward")
         elif drows is not None:
             dx = self.return_sums(drows, None, "backward")

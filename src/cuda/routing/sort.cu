@@ -207,8 +207,9 @@ __device__ Slot load_slot(Sort const& x, int64_t slot, int64_t end, SlotSpan con
   return s;
 }
 
-// row: the slot's, or -1.
+// row: the slot's, or -1; one without room is left out.
 __device__ void put_slot(Sort const& x, int64_t slot, int row, float score) {
+  if (row >= row_count(x)) row = -1;
   x.slot_row[slot] = row;
   if (row < 0) return;
   x.row_token[row] = int(token_of(x.token_offsets, x.tokens, x.top_k, slot));
@@ -253,7 +254,8 @@ __global__ void __launch_bounds__(kThreads) scatter_kernel(Sort x, int64_t chunk
   }
   // Rows without a slot come last; the block of slot r clears row r.
 #pragma unroll 1
-  for (int64_t row = max(begin, int64_t(rows)) + threadIdx.x; row < end; row += kThreads) {
+  for (int64_t row = max(begin, int64_t(rows)) + threadIdx.x; row < min(end, row_count(x));
+       row += kThreads) {
     clear_row(x, row);
   }
 }
@@ -294,7 +296,7 @@ __global__ void __launch_bounds__(kThreads) sort_few_kernel(Sort x) {
   if (slot < slots) {
     int const before = id >= 0 ? next[warp * experts + id] + __popc(same & lower) : 0;
     put_slot(x, slot, id >= 0 ? first_row[id] + before : -1, score);
-    if (slot >= rows) clear_row(x, slot);
+    if (slot >= rows && slot < row_count(x)) clear_row(x, slot);
   }
   cluster_barrier();  // the other blocks have read `count`
 }

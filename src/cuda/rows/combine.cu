@@ -37,7 +37,7 @@ struct Args {
   float const* slot_score;
   int32_t const* token_offsets;
   float const* residual_scale;  // of a token; null: 1
-  int rows, top_k, tokens, hidden;
+  int rows, slots, top_k, tokens, hidden;
   bool early;  // rows and scores of the slots may be read before wait_for_previous()
   bool late;   // the residual may not be read before it
 
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(Args<T> p) {
   if (!waits) wait_for_previous();
   let_next_start();
   int64_t const token = blockIdx.x;
-  auto const [begin, end] = slots_of(p.token_offsets, p.rows, p.top_k, token);
+  auto const [begin, end] = slots_of(p.token_offsets, p.slots, p.top_k, token);
   int32_t const* const row_of = p.slot_row + begin;
   int const count = int(end - begin);
   int const threads = int(blockDim.x);
@@ -218,7 +218,7 @@ __global__ void __launch_bounds__(32 * kWarps) combine_router_kernel(Args<T> p, 
   int64_t token = int64_t(blockIdx.x / r.slices) * kWarps + warp_index();
   auto const load = [&](PrefetchedSlot& slot, int64_t token) {
     SlotSpan span{0, 0};
-    if (token < p.tokens) span = slots_of(p.token_offsets, p.rows, p.top_k, token);
+    if (token < p.tokens) span = slots_of(p.token_offsets, p.slots, p.top_k, token);
     slot.load(p, r, span.begin + lane, span.end);
   };
   PrefetchedSlot now, next, after;
@@ -228,7 +228,7 @@ __global__ void __launch_bounds__(32 * kWarps) combine_router_kernel(Args<T> p, 
   for (; token < p.tokens; token += stride) {
     load(after, token + 2 * stride);
     next.follow(p, r, token + stride);
-    auto const [begin, end] = slots_of(p.token_offsets, p.rows, p.top_k, token);
+    auto const [begin, end] = slots_of(p.token_offsets, p.slots, p.top_k, token);
     Eight sum = columns.mine ? p.start(token, columns.col) : Eight{};
     int const count = int(end - begin);
 #pragma unroll 1
@@ -275,6 +275,7 @@ void combine_as(Combine const& x, CombineAfter const& after, Queue const& queue)
                      .token_offsets = x.routing.token_offsets,
                      .residual_scale = static_cast<float const*>(x.residual_scale),
                      .rows = int(s.rows()),
+                     .slots = int(s.slot_count()),
                      .top_k = int(s.top_k),
                      .tokens = int(s.tokens),
                      .hidden = int(s.hidden),

@@ -36,7 +36,7 @@ __global__ void score_gradient_kernel(ScoreGradient x, int part_count, int lane_
                                       int64_t dout_stride, int64_t bias_stride) {
   int64_t const slot = (blockIdx.x * int64_t(kThreads) + threadIdx.x) >> lane_bits;
   int const lanes = 1 << lane_bits, lane = threadIdx.x % lanes;
-  bool const any = slot < x.sizes.rows();
+  bool const any = slot < x.sizes.slot_count();
   int const row = any ? x.routing.slot_row[slot] : -1;
   float sum = 0;
   if (unsigned(row) < unsigned(x.sizes.rows())) {
@@ -68,9 +68,9 @@ void require_runnable(ScoreGradient const& x) {
 void score_gradient(ScoreGradient const& x, Queue queue) {
   require_runnable(x);
   Sizes const& s = x.sizes;
-  if (s.rows() == 0) return;
+  if (s.slot_count() == 0) return;
   int const parts = int(score_parts(s)), lane_bits = lane_bits_of(parts, x.bias.data != nullptr);
-  unsigned const blocks = unsigned(ceil_div(s.rows() << lane_bits, kThreads));
+  unsigned const blocks = unsigned(ceil_div(s.slot_count() << lane_bits, kThreads));
   with_type(x.dtype, [&](auto element) {
     score_gradient_kernel<decltype(element)><<<blocks, kThreads, 0, queue.stream>>>(
         x, parts, lane_bits, row_stride(x.dout, s.hidden), row_stride(x.bias, s.hidden));

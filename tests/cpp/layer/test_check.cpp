@@ -236,6 +236,7 @@ void expect_sort(WrongCalls<MoeForward> const& wrong) {
   expect(sizes, [](Sort& s) { ++s.tokens; });
   expect(sizes, [](Sort& s) { ++s.experts; });
   expect(sizes, [](Sort& s) { ++s.top_k; });
+  expect(sizes, [](Sort& s) { ++s.room; });
   char const* const arrays = "sort: expected routing's arrays as its outputs";
   expect(arrays, [](Sort& s) { ++s.offsets; });
   expect(arrays, [](Sort& s) { ++s.row_token; });

@@ -273,6 +273,18 @@ TEST(CheckExchange, PeerForward) {
   wrong.expect("push.tokens: expected the memory of tables.tokens", [](F& x) { ++x.push.tokens; });
   wrong.expect("collect.token_row: expected the memory of publish.token_row",
                [](F& x) { ++x.collect.token_row; });
+  auto const with_room = [](F& x, int64_t capacity, int64_t after) {
+    static Sort sort;
+    sort = *x.layer.sort, sort.room = x.layer.sizes.room = 5;
+    x.layer.sort = &sort, x.push.rows = 5;
+    x.returned.needed = x.layer.routing.offsets + after, x.returned.capacity = capacity;
+  };
+  wrong.expect(
+      "returned.needed: expected the memory of layer.routing.offsets[experts], since layer.sizes "
+      "has a room",
+      [&](F& x) { with_room(x, 5, 1); });
+  wrong.expect("returned.capacity: expected 5 (rows of the layer), got 4",
+               [&](F& x) { with_room(x, 4, 2); });
   wrong.expect("ids: expected a pointer, got null", [](F& x) {
     x.own = *x.layer.sort;
     x.own.ids = nullptr;

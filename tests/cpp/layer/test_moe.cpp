@@ -189,6 +189,46 @@ TEST_P(Moe, Backward) {
   EXPECT_TRUE(kept == dx.raw()) << "dx differs when the caller combines";
 }
 
+// Room for the rows in use, and no more, changes no bit; less leaves out rows and writes past none.
+TEST_P(Moe, Room) {
+  Layer& l = layer();
+  LayerParam const& p = l.p;
+  if (p.shape.sorted || l.used() == 0) return;
+  BackwardCall call{l};
+  Tensor o = l.output(l.s.tokens, l.s.hidden);
+  MoeForward forward;
+  forward.dtype = p.dtype, forward.activation = p.act.activation, forward.order = p.order();
+  forward.routing = l.routing(), forward.x = call.x.view();
+  forward.w_up = up_view(), forward.w_down = down_view();
+  forward.b_up = b_up_.view(), forward.b_down = b_down_.view();
+  MoeBackward backward = call.step(up_view(), down_view(), b_down_.view());
+  std::vector<Tensor*> const outputs{&o, &call.dx, &call.dw_down, &call.db_up, &call.dscores};
+  auto const results = [&](int64_t room) {
+    for (Tensor* out : outputs) out->poison();
+    Sizes s = l.s;
+    s.room = room;
+    Bytes work(l.device, moe_forward_workspace_bytes(s, p.dtype));
+    Bytes more(l.device, moe_backward_workspace_bytes(s, p.dtype, p.gated()));
+    Tensor h = l.output(s.rows(), p.width());
+    forward.sizes = backward.sizes = s;
+    forward.h = h.view(), forward.o = o.view(), forward.workspace = work.data();
+    backward.h = h.view(), backward.workspace = more.data();
+    l.device.run(forward);
+    l.device.run(backward);
+    EXPECT_TRUE(work.canaries_alive() && more.canaries_alive()) << "past a workspace's ends";
+    h.expect_untouched_from(std::min(l.used(), s.rows()), "h");
+    std::vector<std::vector<std::byte>> raw;
+    for (Tensor* out : outputs) {
+      out->expect_untouched_from(out->rows(), "an output");
+      raw.push_back(out->raw());
+    }
+    return raw;
+  };
+  auto const expected = results(-1);
+  EXPECT_TRUE(expected == results(l.used()));
+  EXPECT_FALSE(expected == results(l.used() / 2));
+}
+
 // Backward up to dH and A', then the weight gradients: the same bits as all at once.
 TEST_P(Moe, WeightGradientsOnTheirOwn) {
   Layer& l = layer();

@@ -91,6 +91,8 @@ TEST(Workspace, WrongSizesOfLayersAreNamed) {
     for (int64_t const wrong : {int64_t(-2), int64_t(1) << 31}) {
       expect_error(text_of("slots: expected -1 to 2147483647, got ", wrong),
                    [&] { bytes({4, 16, 8, 2, 2, wrong}); });
+      expect_error(text_of("room: expected -1 to 2147483647, got ", wrong),
+                   [&] { bytes({4, 16, 8, 2, 2, -1, wrong}); });
     }
   }
   expect_error("intermediate: expected 0 to 1073741823, got -1",

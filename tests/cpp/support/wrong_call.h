@@ -343,6 +343,7 @@ class WrongCalls {
            [](Args& x) { x.sizes.tokens = int64_t(1) << 30, x.sizes.top_k = 4; });
     expect("slots: expected 0 to 2147483647, got 2147483648",
            [](Args& x) { x.sizes.slots = int64_t(1) << 31; });
+    size("room", [](Args& x) -> auto& { return x.sizes.room; }, -1, 2147483647);
   }
 
   // Lists of any length; slots and offsets are picked separately.

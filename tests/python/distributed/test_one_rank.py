@@ -39,13 +39,14 @@ class Alone:
         streams = [s.cuda_stream for s in self.streams]
         return self.peers, self.numbers, 20.0, [1, 2], [3], self.report, streams
 
-    def forward(self, **changed: Tensor) -> tuple[Tensor, ...]:
-        """The output and what backward needs."""
+    def forward(self, room: int = -1, **changed: Tensor) -> tuple[Tensor, ...]:
+        """The output and what backward needs. room: of rows; -1: as many as slots."""
         t = self.given | changed
         ids = self.layer.ids.int()
         routing = ids, self.layer.scores, SMALL.experts, t["residual"]
         weights = t["w_up"], None, t["w_down"], t["b_up"], t["b_down"]
-        return ops.peer_forward(*self.barriers(), t["x"], *routing, *weights, *self.flags, True)
+        how = *self.flags, room, True
+        return ops.peer_forward(*self.barriers(), t["x"], *routing, *weights, *how)
 
     def backward(self, kept: tuple[Tensor, ...], **changed: Tensor) -> list[Tensor]:
         """Gradients of x, scores, w_up, w_down and the biases."""
@@ -55,9 +56,9 @@ class Alone:
         found = ops.peer_backward(*self.barriers(), t["dout"], *kept, *weights, *self.flags, wanted)
         return [found[i] for i in (0, 1, 2, 4, 5, 6)]
 
-    def results(self, **changed: Tensor) -> list[Tensor]:
+    def results(self, room: int = -1, **changed: Tensor) -> list[Tensor]:
         """The output and all gradients."""
-        out, *kept, _ = self.forward(**changed)
+        out, *kept, _ = self.forward(room, **changed)
         return [out, *self.backward(kept, **changed)]
 
 
@@ -85,6 +86,26 @@ def test_results(device: str) -> None:
             error, size = (t.float().norm() for t in (found - truth, truth))
             assert error <= (2.0**-7 if device == "cuda" else 1e-5) * size
     assert not rank.report.any()
+
+
+def test_room(device: str) -> None:
+    """Room for the rows in use, and no more, changes no bit; less is a failure that says so."""
+    rank = Alone(device)
+    used = (rank.layer.ids >= 0) & (rank.layer.ids < SMALL.experts)
+    rows = int(used.sum())
+    assert rows < used.numel()
+    wanted = rank.results()
+    for room in (rows, rows + 1, 10 * rows):
+        expect_equal(rank.results(room), wanted)
+    assert not rank.report.any()
+    kept = rank.forward(rows)[1:]
+    assert kept[1].shape[0] == kept[3].shape[0] == rows  # pre-activations, and rows' tokens
+    out = rank.forward(rows - 1)[0]
+    if device == "cuda":
+        torch.cuda.synchronize()
+    overflow = 3  # guild::PeerFailure
+    assert rank.report.tolist() == [overflow, 0, 0, 0, rows]
+    assert out[used.any(1)].isnan().all()
 
 
 @pytest.mark.parametrize("name", ["x", "dout"])

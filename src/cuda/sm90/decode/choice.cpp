@@ -81,7 +81,8 @@ bool fuses_shared_experts(Sizes const& x) {
 
 bool products_sort(Sort const& x) {
   int64_t const slots = x.tokens * x.top_k;
-  bool const plain = x.slots < 0 && (x.scores == nullptr || x.score_dtype == DType::float32);
+  bool const plain =
+      x.slots < 0 && x.room < 0 && (x.scores == nullptr || x.score_dtype == DType::float32);
   return plain && slots > 0 && slots <= kMostSlotsInBlock && x.experts <= kMostRouted &&
          are_few(slots, x.experts);
 }
