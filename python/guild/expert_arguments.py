@@ -27,7 +27,7 @@ from guild._torch.expert_lists import (
     table_of,
     touching,
 )
-from guild._torch.gradient_targets import wanting
+from guild._torch.gradient_targets import decided, wanting
 from guild._torch.layer_arguments import Halves, expect_out
 from guild._torch.low_rank import LowRank
 from guild._torch.operators import LayerFlags, autocast
@@ -167,7 +167,7 @@ def sink_of(
     parameters, reached = _parameters(weight_gradients, *given, order)
     if not wanted and not wanting(reached):
         return False, None
-    return True, Sink(weight_gradients, parameters, reached)
+    return True, Sink(weight_gradients, decided(parameters), reached)
 
 
 def _parameters(

@@ -11,6 +11,7 @@ from torch import Tensor
 from guild._torch import low_rank as steps
 from guild._torch.alignment import aligned
 from guild._torch.autograd import expect_no_graph, rows_of, with_lists, without_lists
+from guild._torch.gradient_targets import decided
 from guild._torch.low_rank import LowRank, Weights
 from guild._torch.operators import LayerFlags, ops
 from guild._torch.row_routing import RowRouting
@@ -103,8 +104,9 @@ class _ExpertsWithSink(torch.autograd.Function):
         borrowed = Unchanged(x, dout) if routed else Unchanged(x, dout, routing.offsets)
         where = routing.offsets, routing.row_token, routing.row_score
         operands = Operands(x, dout, dh, a, *where)
-        step = partial(compute_gradients, ctx.sink, borrowed, ctx.parameters, ctx.flags, operands)
-        ctx.sink.take(partial(ctx.sink.expect_targets, ctx.parameters), step)
+        given = decided(ctx.parameters)
+        step = partial(compute_gradients, ctx.sink, borrowed, given, ctx.flags, operands)
+        ctx.sink.take(given, partial(ctx.sink.expect_targets, given), step)
         dscores = None
         if want_scores:
             dscores = steps.score_gradient(parts, dout, a.shape[1], routing, weights)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from guild._torch.autograd import expect_no_graph, rows_of, with_lists, without_lists
 from guild._torch.expert_lists import Listed, table_of
-from guild._torch.gradient_targets import in_one_dtype, wanting
+from guild._torch.gradient_targets import decided, in_one_dtype, wanting
 from guild._torch.gradients import pre_activations, wanted_bits
 from guild._torch.operators import LayerFlags, ops
 from guild._torch.router_gradients import Weighing, router_gradients
@@ -147,7 +147,8 @@ class _Experts(torch.autograd.Function):
         )
         dresidual = dout if want_residual else None
         dout = rows_of(dout)
-        parameters, biases = ctx.parameters, ()
+        given = parameters = decided(ctx.parameters)
+        biases = ()
         if ctx.sink._takes_with_dh(*parameters[3:]):
             biases = parameters[3:]
             parameters = *parameters[:3], None, None
@@ -168,7 +169,7 @@ class _Experts(torch.autograd.Function):
         borrowed = Unchanged(x, dout, rows.offsets if rows.slot_row is None else None)
         operands = Operands(x, dout, dh, a, rows.offsets, rows.row_token, rows.row_score)
         step = partial(compute_gradients, ctx.sink, borrowed, parameters, ctx.flags, operands)
-        ctx.sink.take(partial(ctx.sink.expect_targets, ctx.parameters), step)
+        ctx.sink.take(given, partial(ctx.sink.expect_targets, given), step)
         late = ctx.sink.gradients_without_meaning(ctx.reached)
         layer = (None,) * (2 + _LAYER)
         return None, None, None, dx, drouter, None, None, dscores, None, dresidual, *layer, *late

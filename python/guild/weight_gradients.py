@@ -24,6 +24,7 @@ from guild._torch.gradient_targets import (
     meaningless_gradients,
     members,
     spread,
+    still_wanting,
     targets,
     wanting,
 )
@@ -86,7 +87,7 @@ class WeightGradients:
     def __init__(self, *, main_grad: bool = False, delayed: bool = False) -> None:
         expect_flags(main_grad=main_grad, delayed=delayed)
         self.main_grad, self.delayed = main_grad, delayed
-        self._pending: list[tuple[Callable[[], None], Callable[[], None]]] = []
+        self._pending: list[tuple[list[Tensor], Callable[[], None], Callable[[], None]]] = []
         self._apart: set[tuple[Any, ...]] = set()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -110,15 +111,24 @@ class WeightGradients:
             If a gradient can no longer be written where it should go. The same passes stay pending.
         """
         while self._pending:
-            check, step = self._pending[0]
-            check()
-            step()
+            wanted, check, step = self._pending[0]
+            with still_wanting(wanted):
+                check()
+                step()
             self._pending.pop(0)
 
-    def take(self, check: Callable[[], None], step: Callable[[], None]) -> None:
-        """Run a step that writes gradients: now or, after its check, in `compute`."""
+    def take(
+        self,
+        parameters: Sequence[Listed | None],
+        check: Callable[[], None],
+        step: Callable[[], None],
+    ) -> None:
+        """Run a step that writes the parameters' gradients: now or, after its check, in `compute`.
+
+        Which of them want one is decided now, and by `decided` before.
+        """
         if self.delayed:
-            self._pending.append((check, step))
+            self._pending.append((wanting(parameters), check, step))
         else:
             self.compute()
             step()

@@ -31,6 +31,35 @@ def wanting(parameters: Iterable[Listed | None]) -> list[Tensor]:
     return [t for p in parameters for t in members(p) if t.requires_grad]
 
 
+def decided(parameters: Iterable[Listed | None]) -> tuple[Listed | None, ...]:
+    """The same parameters, in which those that want no gradient now will not want one later.
+
+    Autograd decides in forward, too; a `requires_grad` set between forward and backward is not
+    meant for this backward.
+    """
+
+    def one(tensor: Tensor) -> Tensor:
+        return tensor if tensor.requires_grad else tensor.detach()
+
+    return tuple(
+        p if p is None else one(p) if isinstance(p, Tensor) else [one(t) for t in p]
+        for p in parameters
+    )
+
+
+@contextmanager
+def still_wanting(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """As if tensors that wanted a gradient in backward had not been frozen since."""
+    frozen = [t for t in tensors if not t.requires_grad]
+    for tensor in frozen:
+        tensor.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for tensor in frozen:
+            tensor.requires_grad_(False)
+
+
 def distinct(parameter: Listed | None, seen: set[int]) -> dict[str, Tensor]:
     """A parameter's tensors that want a gradient and are not in `seen`, by their name's suffix."""
     alone, found = isinstance(parameter, Tensor), {}

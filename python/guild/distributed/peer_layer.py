@@ -56,7 +56,7 @@ class PeerExperts(torch.autograd.Function):
                 *barriers,
                 *tokens,
                 *layer,
-                peers.room(ids.shape[1], experts),
+                peers.room(ids.shape[1]),
                 keep,
             )
         peers.after_call()

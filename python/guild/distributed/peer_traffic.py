@@ -255,7 +255,7 @@ def plan_peer_traffic(
     token_row = peers.publish_forward(x, memory, ids, scores, experts)
     tables = ops.peer_tables(memory.peers, memory.numbers, top_k, experts, x)
     local_ids, local_scores, counts = tables
-    room = peers.room(top_k, experts)
+    room = peers.room(top_k)
     lists = None if room < 0 else Lists.of(local_ids, room)
     traffic = PeerTraffic(
         peers=peers,

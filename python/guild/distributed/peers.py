@@ -69,13 +69,12 @@ class Peers:
         """
         return self.capacity is not None or self.ranks.size <= 2
 
-    def room(self, top_k: int, experts: int) -> int:
+    def room(self, top_k: int) -> int:
         """How many rows this rank has room for in a call; -1: as many as any routing takes."""
         if self.capacity is None:
             return -1
-        size = self.ranks.size
-        most = size * self.max_tokens * min(top_k, experts // size)
-        return min(math.ceil(self.capacity * self.max_tokens * top_k), most)
+        even = self.max_tokens * top_k
+        return min(math.ceil(self.capacity * even), self.ranks.size * even)
 
     def begin_forward(self, x: Tensor, top_k: int, facts: dict[str, int]) -> PeerMemory:
         """The memory for rows of x. Keeps `facts`, which the barrier compares.
@@ -216,7 +215,7 @@ class Peers:
         if failure == _OVERFLOW:
             self.ranks.end(
                 RuntimeError,
-                f"capacity: expected room for all {rows} rows of rank {rank}, {where}, got "
+                f"capacity: expected room for all {rows} rows of rank {rank}, in call {call}, got "
                 f"{self.capacity:g} times an even share. The group cannot be used any more: "
                 "restart all ranks with a larger capacity, or with None",
             )

@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
 
 from guild._torch.checks import expect_positive
 from guild.distributed.expert_parallel import TIMEOUT, ExpertParallel
@@ -251,11 +252,24 @@ def _by_layout(parameters: Iterable[Tensor]) -> dict[Any, list[Tensor]]:
 
 
 def _layout(grad: Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
-    """The mesh of a gradient, and the mesh's dimensions along which parts differ."""
+    """The mesh of a gradient, and the mesh's dimensions along which it is divided."""
     if not isinstance(grad, DTensor):
         return None, ()
-    placements = enumerate(grad.placements)
+    placements = enumerate(_summed(grad.placements))
     return grad.device_mesh, tuple(i for i, place in placements if not place.is_replicate())
+
+
+def _summed(placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
+    """The placements once sums that are left for later have been done."""
+    return tuple(Replicate() if place.is_partial() else place for place in placements)
+
+
+def _part(grad: Tensor) -> Tensor:
+    """This rank's part of a gradient."""
+    if not isinstance(grad, DTensor):
+        return grad
+    summed = _summed(grad.placements)
+    return (grad if summed == grad.placements else grad.redistribute(placements=summed)).to_local()
 
 
 def _norm(
@@ -263,7 +277,7 @@ def _norm(
 ) -> Tensor:
     """The norm of the whole gradients, float32, from the parts on all ranks."""
     mesh, dimensions = layout
-    parts = [grad.to_local() if mesh is not None else grad for grad in grads]
+    parts = [_part(grad) for grad in grads]
     filled = [part for part in parts if part.numel()]
     norm = torch.zeros((), device=parts[0].device)
     if filled:

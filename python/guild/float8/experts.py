@@ -10,6 +10,7 @@ from guild._torch.checks import dtype_name, expect_dims, expect_flag
 from guild._torch.expert_lists import Listed
 from guild._torch.float8_formats import SCALES
 from guild._torch.float8_steps import QuantizedExperts
+from guild._torch.gradient_targets import members
 from guild._torch.layer_arguments import Halves, layer_arguments, local_ids
 from guild._torch.operators import LayerFlags, ops, score_dtype
 from guild.activations import Activation
@@ -91,19 +92,24 @@ class FP8Weights:
         given = sample, w_up, w_down, None, None, *self._layout
         _, *layer, _ = layer_arguments(*given, masters=True)
         self._masters, self._flags, self._experts_at = layer[:3], LayerFlags(*layer[5:]), at
+        # A list or a cast may have been copied, or the tensors of a list may move later.
+        tensors = [*members(self._given[0]), self._given[1]]
+        masters = [t for t in self._masters if t is not None]
+        self._reads_given = set(map(id, masters)) == set(map(id, tensors))
 
     def _made(self) -> QuantizedExperts:
         return quantized_experts(*self._masters, self._flags, self._experts_at, self.fp8)
 
     def refresh(self) -> None:
         """Quantise the weights again, into the same memory, without a host wait."""
-        if self._experts_at is not None:  # the tensors of a list may have moved since
+        if not self._reads_given:
             self._take(*self._given)
         self._write(*self._masters)
 
     def refresh_from(self, w_up: Tensor, w_down: Tensor) -> None:
         """`refresh` from other weights of the same kind, which later calls of it read, too."""
         self._given, self._masters = (w_up, w_down), [w_up, None, w_down]
+        self._reads_given = self._experts_at is None
         self.refresh()
 
     def expect_layout(self, flags: LayerFlags) -> None:

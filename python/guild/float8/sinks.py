@@ -17,7 +17,7 @@ from guild._torch.float8_steps import (
     Wanted,
     data_gradients,
 )
-from guild._torch.gradient_targets import wanting
+from guild._torch.gradient_targets import decided, wanting
 from guild._torch.operators import LayerFlags, ops
 from guild._torch.row_routing import RowRouting
 from guild._torch.versions import Versions
@@ -81,7 +81,8 @@ class Float8Experts(torch.autograd.Function):
         dout, source = rows_of(dout), Codes(codes, x_scales) if recipe.keeps_codes else x
         again = source, routing, experts, b_up, flags, recipe, dout.dtype
         kept = kept_or_again(Kept(h, h_scales if recipe.save_codes else None), ctx.keep, *again)
-        w_up, w_gate, w_down, *biases = (bool(wanting([p])) for p in ctx.parameters)
+        given = decided(ctx.parameters)
+        w_up, w_gate, w_down, *biases = (bool(wanting([p])) for p in given)
         want_x, want_scores = ctx.needs_input_grad[6:8]
         up, down = w_up or w_gate, w_down
         if not recipe.wgrad_codes:  # one op makes both, and needs the operands of both
@@ -93,12 +94,12 @@ class Float8Experts(torch.autograd.Function):
             products = chunked(made, source, dout, routing, experts.up_scales.shape[1], recipe, up)
             sums = Operands(None, dout, made.dh if wanted.up_bias else None, None, *routed)
             about = products, sums, flags != ctx.flags
-            step = partial(_compute_of_codes, ctx.sink, ctx.parameters, ctx.flags, *about)
+            step = partial(_compute_of_codes, ctx.sink, given, ctx.flags, *about)
         else:
             operands = Operands(x, dout, made.dh, made.a_scaled, *routed)
             borrowed = Unchanged(x, dout)
-            step = partial(compute_gradients, ctx.sink, borrowed, ctx.parameters, flags, operands)
-        ctx.sink.take(partial(ctx.sink.expect_targets, ctx.parameters), step)
+            step = partial(compute_gradients, ctx.sink, borrowed, given, flags, operands)
+        ctx.sink.take(given, partial(ctx.sink.expect_targets, given), step)
         late = ctx.sink.gradients_without_meaning(ctx.reached)
         nothing = (None,) * 6
         return *nothing, made.dx, made.dscores, None, dresidual, *(None,) * _MASTERS, *late

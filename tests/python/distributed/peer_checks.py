@@ -190,6 +190,15 @@ def many_choices(rank: int) -> None:
         expect_equal(step.run(group_of("peer")), step.run(group_of("nccl")), (rank, sizes))
 
 
+def repeated_choices(rank: int) -> None:
+    """A token that names an expert twice has two rows there, which a capacity can have room for."""
+    step = Step(6, 20 + rank)
+    step.ids = torch.zeros_like(step.ids)
+    expected = step.run(group_of("nccl"))
+    enough = float(dist.get_world_size())
+    expect_equal(step.run(group_of("peer", capacity=enough)), expected, rank)
+
+
 def same_as_one_process(rank: int) -> None:
     """exact=True gives the bits of one process."""
     for seed in range(4):
@@ -356,6 +365,7 @@ CHECKS = (
     divided_replays,
     frozen_experts,
     many_choices,
+    repeated_choices,
     same_as_one_process,
     two_layers,
     too_many_rows,

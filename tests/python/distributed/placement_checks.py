@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import guild
 from guild.distributed.placement import clip_grad_norm_, expert_weights, shard_layers
@@ -124,6 +124,19 @@ def every_norm(rank: int) -> None:
         norm = clip_grad_norm_(many.parameters(), 1e9, kind)
         torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
     assert clip_grad_norm_([nn.Parameter(torch.ones(2))], 1.0) == 0
+
+
+def norm_of_sums_to_come(rank: int) -> None:
+    """A gradient that is still to be summed over ranks, as torch's own DTensor layers give."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    draw = torch.Generator().manual_seed(0)
+    x, w = torch.randn(8, 6, generator=draw), torch.randn(6, 5, generator=draw).requires_grad_()
+    (x @ w).square().sum().backward()
+    for placement in ([Shard(0), Replicate()], [Shard(0), Shard(0)]):
+        own = nn.Parameter(distribute_tensor(w.detach(), mesh, [Replicate()] * 2))
+        (distribute_tensor(x, mesh, placement) @ own).square().sum().backward()
+        assert any(p.is_partial() for p in own.grad.placements), own.grad.placements
+        torch.testing.assert_close(clip_grad_norm_([own], 1e9), w.grad.norm())
 
 
 def gradients_of_any_dtype(rank: int) -> None:
@@ -290,6 +303,7 @@ def tensors_in(state: dict, path: str = "") -> dict[str, Tensor]:
 CHECKS = (
     losses_are_those_of_one_process,
     every_norm,
+    norm_of_sums_to_come,
     gradients_of_any_dtype,
     mixed_precision,
     compiled_blocks,

@@ -7,6 +7,7 @@ Transformer Engine's that it defines only where that is installed.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import warnings
 from collections.abc import Iterator
@@ -31,7 +32,7 @@ with warnings.catch_warnings():
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.transformer.moe import moe_utils
-    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -334,11 +335,23 @@ def test_use_guild_finds_the_experts() -> None:
         use_guild(dense)
 
 
+def test_use_guild_looks_into_partial_functions() -> None:
+    """Megatron-Core 0.18 and later have these in place of a ModuleSpec, and name the experts."""
+    submodules = MoESubmodules(experts=ModuleSpec(module=object))
+    built = functools.partial(MoELayer, submodules=submodules)
+    exchanged = use_guild(built)
+    assert exchanged.func is MoELayer
+    assert exchanged.keywords["submodules"].experts.module is GroupedMLP
+    assert built.keywords["submodules"] is submodules
+    GroupedMLP(EXPERTS, config(), pg_collection=layers()[0].experts, name="experts")
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
         ({"activation_func": torch.tanh}, "activation_func: expected silu, .*, got tanh"),
         ({"fp8": "hybrid"}, "fp8: expected None with Guild's experts, got 'hybrid'"),
+        ({"moe_mlp_glu_interleave_size": 4}, "moe_mlp_glu_interleave_size: expected None"),
         ({"fp4": "e2m1"}, "fp4: expected None with Guild's experts, got 'e2m1'"),
         (
             {"fine_grained_activation_offloading": True, "offload_modules": ["moe_act"]},

@@ -181,6 +181,23 @@ def test_dtensors_and_expert_parallelism(one_rank: None, target: str) -> None:
         torch.testing.assert_close(gradient, value, rtol=2e-2, atol=2e-2 * float(value.abs().max()))
 
 
+@pytest.mark.parametrize("backend", ["default", "spmd_types"])
+def test_ranks_that_share_an_expert_add_parts_of_its_bias(
+    one_rank: None, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gpt-oss's second bias is divided by the ranks of tensor parallelism, as torchtitan does."""
+    from torchtitan.distributed import spmd_types
+
+    from guild.integrations.torchtitan import experts as integration
+
+    monkeypatch.setattr(integration, "get_spmd_backend", lambda: backend)
+    monkeypatch.setattr(spmd_types, "spmd_mesh_size", lambda axis: 2 if axis == "tp" else 1)
+    experts = build("experts", gpt_oss=True).routed_experts.inner_experts
+    bias = experts.mlp2_bias_ED.detach()
+    part = 2 if backend == "spmd_types" else 1  # parameters here lie on no mesh
+    torch.testing.assert_close(experts.layer()["b_down"].detach(), bias / part)
+
+
 def test_other_experts_are_left_alone() -> None:
     """A subclass that Guild does not know keeps its own forward."""
     from guild.integrations.torchtitan import fused_grouped_experts, fused_routed_experts

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import guild
-from guild import FP8
+from guild import FP8, FP8Weights
 from guild.float8 import settings
 from layers import ACTIVATIONS, LAYOUTS, Case, Layer, make_layer
 from oracle.experts import Experts, halves, routed
@@ -159,6 +159,37 @@ def test_kept_weights_are_those_of_the_last_refresh(device: str) -> None:
     assert torch.equal(twin(x), plain(x))
     with pytest.raises(TypeError, match=r"model: expected a torch.nn.Module"):
         guild.refresh_fp8([layer])
+
+
+@pytest.mark.parametrize("lists", ["even", "uneven", "copied", "cast"])
+def test_refresh_reads_the_weights_that_were_given(lists: str, device: str) -> None:
+    """Also where a list was copied or cast, and where its tensors have moved since."""
+    torch.manual_seed(0)
+    shapes = (2 * 48, 64), (64, 48)
+    dtype = torch.float32 if lists == "cast" else torch.bfloat16
+    weights = [[torch.randn(s, device=device, dtype=dtype) / 8 for _ in range(3)] for s in shapes]
+    if lists == "copied":
+        for one in weights:
+            one[1] = one[1].t().contiguous().t()
+    if lists == "even":
+        for one in weights:
+            guild.lay_evenly(one)
+    x, ids = torch.randn(9, 64, device=device).bfloat16(), torch.arange(18, device=device) % 3
+    chosen = ids.view(9, 2), torch.rand(9, 2, device=device)
+    with warnings.catch_warnings(), torch.autocast(device, enabled=lists == "cast"):
+        warnings.simplefilter("ignore", guild.CopiedWeightsWarning)
+        kept = FP8Weights(FP8(), *weights)
+        for move in (False, True):
+            for weight in (w for one in weights for w in one):
+                if move and lists != "copied":
+                    weight.data = weight.data.clone() * 3
+                else:
+                    weight.mul_(2).add_(0.01)
+            kept.refresh()
+            got, wanted = (
+                guild.routed_experts(x, *chosen, *weights, fp8=fp8) for fp8 in (kept, FP8())
+            )
+            assert torch.equal(got, wanted), (lists, move)
 
 
 def test_module_differs_from_16_bits_by_its_recipe(device: str) -> None:

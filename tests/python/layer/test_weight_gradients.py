@@ -198,6 +198,53 @@ def test_overwritten_before_compute(device: str, dtype: torch.dtype, name: str) 
     assert sink.pending == 1
 
 
+@pytest.mark.parametrize("how", ["plain", "delayed", "main_grad"])
+@pytest.mark.parametrize("lists", [False, True])
+def test_who_wants_a_gradient_is_decided_in_forward(
+    device: str, dtype: torch.dtype, how: str, lists: bool
+) -> None:
+    """As by autograd: who is frozen in forward or before backward gets none, later changes nothing.
+
+    One weight at a time is frozen, so that the other's gradient shows that backward ran.
+    """
+    x = torch.randn(30, 24, device=device, dtype=dtype)
+    chosen = torch.arange(30, device=device)[:, None] % 5, torch.ones(30, 1, device=device)
+
+    def gradients(frozen: int, at: str, sink: WeightGradients | None) -> list[Tensor | None]:
+        layer = make_layer(device, dtype)
+        weights: list = [layer.w_up, layer.w_down]
+        if lists:
+            weights = [[torch.nn.Parameter(w) for w in p.detach().unbind()] for p in weights]
+        members = [p if lists else [p] for p in weights]
+        for tensor in (t for p in members for t in p):
+            tensor.main_grad = torch.zeros(tensor.shape, device=device)
+
+        def freeze(value: bool) -> None:
+            for tensor in members[frozen]:
+                tensor.requires_grad_(not value)
+
+        freeze(at == "forward")
+        out = routed_experts(x, *chosen, *weights, weight_gradients=sink)
+        freeze(at == "backward")
+        out.sum().backward()
+        freeze(at == "compute")
+        if sink is not None:
+            sink.compute()
+        where = "main_grad" if sink is not None and sink.main_grad else "grad"
+        found = [[getattr(t, where) for t in p] for p in members]
+        return [None if p[0] is None or not p[0].any() else torch.stack(p) for p in found]
+
+    for frozen in (0, 1):
+        for at in ("forward", "backward", "compute"):
+            sink = WeightGradients(delayed=how == "delayed", main_grad=how == "main_grad")
+            got, wanted = gradients(frozen, at, sink), gradients(frozen, at, None)
+            if at == "backward":  # autograd itself then skips it
+                assert got[frozen] is None
+            for one, other in zip(got, wanted, strict=True):
+                assert (one is None) == (other is None), (frozen, at)
+                assert one is None or torch.allclose(one.to(dtype), other, atol=1e-2, rtol=1e-2)
+
+
 @pytest.mark.parametrize("only", ["gate", "up"])
 def test_half_of_a_pair_wants_a_gradient(device: str, dtype: torch.dtype, only: str) -> None:
     """Of routed tokens and of sorted rows, by autograd and by a sink."""

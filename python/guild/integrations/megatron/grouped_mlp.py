@@ -38,6 +38,8 @@ class GroupedMLP(MegatronModule):
         Not used: the projections are Guild's.
     pg_collection : ProcessGroupCollection
         Its ep, expt_tp and expt_dp are used.
+    name : str, optional
+        Not used; Megatron-Core 0.18 and later pass it.
 
     Raises
     ------
@@ -51,6 +53,7 @@ class GroupedMLP(MegatronModule):
         config: TransformerConfig,
         submodules: Any = None,
         pg_collection: Any = None,
+        name: str | None = None,
     ) -> None:
         super().__init__(config=config)
         _expect_supported(config, pg_collection)
@@ -163,6 +166,12 @@ def _expect_supported(config: TransformerConfig, groups: Any) -> None:
     for name in ("fp8", "fp4"):
         if asked := getattr(config, name, None):
             raise ValueError(f"{name}: expected None with Guild's experts, got {asked!r}")
+    block = getattr(config, "moe_mlp_glu_interleave_size", None)
+    if block is not None and config.gated_linear_unit:
+        raise ValueError(
+            "moe_mlp_glu_interleave_size: expected None with Guild's experts, whose rows of gate "
+            f"and up are not in blocks, got {block!r}"
+        )
     if config.add_bias_linear and groups.expt_tp.size() > 1:
         raise ValueError(
             "add_bias_linear: expected False where ranks share an expert (expert tensor "

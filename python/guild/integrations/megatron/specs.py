@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, TypeVar
 
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
@@ -41,6 +42,11 @@ def _exchanged(spec: Any, found: list[MoESubmodules]) -> Any:
     if isinstance(spec, MoESubmodules):
         found.append(spec)
         return dataclasses.replace(spec, experts=ModuleSpec(module=GroupedMLP))
+    if isinstance(spec, functools.partial):  # as Megatron-Core 0.18 and later have them
+        keywords = {name: _exchanged(value, found) for name, value in spec.keywords.items()}
+        if all(keywords[name] is value for name, value in spec.keywords.items()):
+            return spec
+        return functools.partial(spec.func, *spec.args, **keywords)
     if isinstance(spec, list | tuple):
         return type(spec)(_exchanged(one, found) for one in spec)
     if not dataclasses.is_dataclass(spec) or isinstance(spec, type):

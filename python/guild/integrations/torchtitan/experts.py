@@ -53,16 +53,14 @@ class GuildGptOssGroupedExperts(GptOssGroupedExperts):
 
     def layer(self) -> dict[str, Any]:
         """This rank's weights and the activation, as Guild takes them, in bfloat16."""
-        ranks, weight = 1, self.mlp1_weight_EGD
-        if hasattr(weight, "device_mesh") and "tp" in (weight.device_mesh.mesh_dim_names or ()):
-            ranks = weight.device_mesh["tp"].size()
+        weight = self.mlp1_weight_EGD
         b_down = _local(self.mlp2_bias_ED)
         return {
             "w_up": _local(weight),
             "w_down": _local(self.mlp2_weight_EDF),
             "b_up": _local(self.mlp1_bias_EG),
             # Ranks that share an expert sum their results, so each adds a part of the bias.
-            "b_down": ScaleBiasForward.apply(b_down, ranks, b_down.dtype),
+            "b_down": ScaleBiasForward.apply(b_down, _ranks_of(weight), b_down.dtype),
             "activation": Activation("silu", alpha=1.702, limit=self.swiglu_limit, up_offset=1.0),
             "order": "interleaved",
         }
@@ -137,6 +135,16 @@ def _in_bfloat16(layer: dict[str, Any]) -> dict[str, Any]:
 def _local(parameter: Tensor) -> Tensor:
     """This rank's part of a DTensor."""
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+
+
+def _ranks_of(weight: Tensor) -> int:
+    """How many ranks share an expert by tensor parallelism."""
+    if get_spmd_backend() == "spmd_types":  # whose parameters are plain tensors in forward
+        from torchtitan.distributed.spmd_types import spmd_mesh_size
+
+        return spmd_mesh_size("tp")
+    mesh = getattr(weight, "device_mesh", None)
+    return mesh["tp"].size() if mesh is not None and "tp" in (mesh.mesh_dim_names or ()) else 1
 
 
 def _types_are_checked() -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from guild import WeightGradients, grouped_mm
 from guild._torch.autograd import rows_of
 from guild._torch.expert_lists import joined, table_of
-from guild._torch.gradient_targets import expect_targets, targets, wanting
+from guild._torch.gradient_targets import decided, expect_targets, targets, wanting
 from guild._torch.gradients import starts
 from guild._torch.operators import autocast, ops
 from guild._torch.versions import Versions
@@ -50,7 +50,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, sink, experts, x, ends, weight, bias, *parameters):
-        ctx.sink, ctx.experts, ctx.parameters = sink, experts, parameters
+        ctx.sink, ctx.experts, ctx.parameters = sink, experts, decided(parameters)
         ctx.versions = Versions("weights", parameters)
         ctx.weight = weight
         ctx.save_for_backward(x, ends)
@@ -76,7 +76,7 @@ class _Linear(torch.autograd.Function):
         weights, biases = parameters[: ctx.experts], parameters[ctx.experts :]
         check = partial(_expect_targets, ctx.sink, weights, biases)
         step = partial(_compute, ctx.sink, Unchanged(x, dout), x, ends, dout, weights, biases)
-        ctx.sink.take(check, step)
+        ctx.sink.take(parameters, check, step)
         late = ctx.sink.gradients_without_meaning(parameters)
         return None, None, dx, None, None, None, *late
 
