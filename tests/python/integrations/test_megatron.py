@@ -343,7 +343,8 @@ def test_use_guild_looks_into_partial_functions() -> None:
     assert exchanged.func is MoELayer
     assert exchanged.keywords["submodules"].experts.module is GroupedMLP
     assert built.keywords["submodules"] is submodules
-    GroupedMLP(EXPERTS, config(), pg_collection=layers()[0].experts, name="experts")
+    groups = moe_utils.get_default_pg_collection()
+    GroupedMLP(EXPERTS, config(), pg_collection=groups, name="experts")
 
 
 @pytest.mark.parametrize(
