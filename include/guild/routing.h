@@ -97,7 +97,7 @@ struct Sort {
   // and the workspace is that of (slots, E, 1).
   int64_t slots = -1;
   int32_t const* token_offsets = nullptr;
-  int64_t room = -1;
+  int64_t room = -1;  // as Sizes::room
 };
 
 // Token rounding (SonicMoE, arXiv:2512.14080): each expert's count of tokens becomes a

@@ -75,6 +75,9 @@ class WeightGradients:
     backward. So with main_grad or delayed a layer's forward raises ValueError in it, unless in
     no_sync(), where the caller averages the gradients after `compute`.
 
+    As with autograd, a parameter that is frozen in forward, or by the time of backward, gets no
+    gradient; a later change of `requires_grad` has no effect on what is pending.
+
     Every backward through the layer writes them, even that of torch.autograd.grad(out, x), which
     otherwise leaves parameters alone. Copies and pickles of a layer have nothing pending.
 

@@ -211,7 +211,7 @@ def clip_grad_norm_(
     Parameters
     ----------
     parameters : iterable of torch.Tensor
-        DTensors of any meshes, and tensors.
+        DTensors of any meshes and placements, and tensors.
     max_norm : float
         Gradients are scaled down to it where their norm is larger.
     norm_type : float

@@ -101,7 +101,11 @@ class FP8Weights:
         return quantized_experts(*self._masters, self._flags, self._experts_at, self.fp8)
 
     def refresh(self) -> None:
-        """Quantise the weights again, into the same memory, without a host wait."""
+        """Quantise the weights again, into the same memory, without a host wait.
+
+        They are read from the tensors given at construction; lists that must be copied, and
+        weights cast by autocast, are copied or cast anew.
+        """
         if not self._reads_given:
             self._take(*self._given)
         self._write(*self._masters)
