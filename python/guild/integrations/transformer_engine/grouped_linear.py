@@ -141,7 +141,7 @@ rng_tracker_name
             How many rows each of the G groups has, as a list or an integer tensor on any device.
             The host does not wait for one on the GPU; rows past the groups' are zero.
         is_first_microbatch
-            Has no effect.
+            Has no effect: `main_grad` is added to in the first micro-batch too, so zero it before.
 
         Returns
         -------
