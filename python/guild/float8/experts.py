@@ -92,10 +92,13 @@ class FP8Weights:
         given = sample, w_up, w_down, None, None, *self._layout
         _, *layer, _ = layer_arguments(*given, masters=True)
         self._masters, self._flags, self._experts_at = layer[:3], LayerFlags(*layer[5:]), at
-        # A list or a cast may have been copied, or the tensors of a list may move later.
-        tensors = [*members(self._given[0]), self._given[1]]
+
+    def _reads_given(self) -> bool:
+        """Whether the given tensors are the masters; copies, casts and lists are not."""
+        given = [*members(self._given[0]), self._given[1]]
         masters = [t for t in self._masters if t is not None]
-        self._reads_given = set(map(id, masters)) == set(map(id, tensors))
+        same = len(given) == len(masters) and all(any(g is m for m in masters) for g in given)
+        return same and self._experts_at is None
 
     def _made(self) -> QuantizedExperts:
         return quantized_experts(*self._masters, self._flags, self._experts_at, self.fp8)
@@ -106,14 +109,13 @@ class FP8Weights:
         They are read from the tensors given at construction; lists that must be copied, and
         weights cast by autocast, are copied or cast anew.
         """
-        if not self._reads_given:
+        if not self._reads_given():
             self._take(*self._given)
         self._write(*self._masters)
 
     def refresh_from(self, w_up: Tensor, w_down: Tensor) -> None:
         """`refresh` from other weights of the same kind, which later calls of it read, too."""
         self._given, self._masters = (w_up, w_down), [w_up, None, w_down]
-        self._reads_given = self._experts_at is None
         self.refresh()
 
     def expect_layout(self, flags: LayerFlags) -> None:
