@@ -124,6 +124,7 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
     add("--corpus", type=_path, metavar="DIR", help="train on the .py files in this folder")
     add("--check-every", type=int, metavar="N", help="steps between validations (100)")
     add("--threads", type=int, metavar="N", help="CPU threads (one per core)")
+    add("--no-cuda-graph", action="store_true", help="on a GPU, launch each kernel by itself")
     _add_ranks(train)
     sizes = train.add_argument_group("sizes and schedule")
     for name, value in Settings().as_dict().items():

@@ -34,7 +34,7 @@ from guild.train.world import (
     writes,
 )
 
-_FLAGS = ("fsdp", "keep_gathered")
+_FLAGS = ("fsdp", "keep_gathered", "no_cuda_graph")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -171,6 +171,7 @@ def plan_run(typed: dict[str, Any]) -> tuple[Settings, Plan]:
         expert_parallel=typed.get("expert_parallel", 1),
         keep_gathered=typed.get("keep_gathered", False),
         checkpoints=not typed.get("no_checkpoint", False),
+        cuda_graph=not typed.get("no_cuda_graph", False),
     )
 
 

@@ -10,7 +10,8 @@ copies from there into the weights, all on multiprocessors.
 
 A module's whole weights have memory of their own if FSDP2 keeps them from forward to backward. The
 other modules share two places for each list of sizes: while one module computes, the next one is
-gathered. A place is overwritten only after the module that had it last has been computed.
+gathered. A place is overwritten only after the module that had it last has been computed: a gather
+waits for everything that was queued before it.
 """
 
 from __future__ import annotations
@@ -44,7 +45,6 @@ class Place:
 
     weights: list[Tensor]
     module: GatheredModule | None = None  # whose weights it holds or receives
-    free: Any = None  # event: the previous module has been computed
 
 
 @dataclass
@@ -98,11 +98,11 @@ class GatheredModule:
                 "their place in memory released its own"
             )
         place.module = self
-        if place.free is not None:
-            self._stream.wait_event(place.free)
+        self._stream.wait_stream(self._device.current_stream())
         with self._device.stream(self._stream):
             self._copies.make()
-        self._arrived = self._event(self._stream)
+            self._arrived = self._device.Event()
+            self._arrived.record(self._stream)
 
     def wait(self) -> None:
         """Make the current stream wait for the weights."""
@@ -114,24 +114,14 @@ class GatheredModule:
 
     def let_go(self) -> None:
         """Release the weights: nothing later than the current stream's work needs them."""
-        if not self._parameters.is_unsharded:
-            return
-        self._put_away()
-        self._leave(self._event(self._device.current_stream()))
+        if self._parameters.is_unsharded:
+            self._put_away()
+            self._place.module = None
 
     def forget(self) -> None:
         """Give up the place if a gather was started and never waited for."""
         if self._arrived is not None:
-            self._leave(self._arrived)
-            self._arrived = None
-
-    def _leave(self, free: Any) -> None:
-        self._place.module, self._place.free = None, free
-
-    def _event(self, stream: Any) -> Any:
-        event = self._device.Event()
-        event.record(stream)
-        return event
+            self._place.module = self._arrived = None
 
 
 class GatheredWeights:
@@ -210,7 +200,6 @@ class GatheredWeights:
         self._mapped.barrier(timeout_ms=TIMEOUT_MS)
         yield
         self._mapped.barrier(timeout_ms=TIMEOUT_MS)
-        self._stream.wait_stream(current)
 
     @torch.no_grad()
     def refresh(self) -> None:

@@ -17,6 +17,7 @@ import torch
 from guild.train.corpus import Corpus, step_seed
 from guild.train.model import LanguageModel, MoEFactory
 from guild.train.settings import Settings
+from guild.train.step_graph import StepQueue
 
 LAYERS = ("guild", "plain", "fp8")
 _BETAS = (0.9, 0.95)
@@ -95,12 +96,20 @@ class Learner:
         Where it computes.
     dtype : torch.dtype
         float32, or bfloat16 for autocast over float32 weights.
+    graphs : bool
+        On a GPU, replay a CUDA graph of the step from the second round on.
     """
 
     def __init__(
-        self, name: str, settings: Settings, device: torch.device, dtype: torch.dtype
+        self,
+        name: str,
+        settings: Settings,
+        device: torch.device,
+        dtype: torch.dtype,
+        graphs: bool = True,
     ) -> None:
         self.name, self.settings, self.device, self.dtype = name, settings, device, dtype
+        self._steps = StepQueue(self._compute, device, graphs)
         s = settings
         make_moe = moe_factory(name, device, s)
         model = LanguageModel(
@@ -116,7 +125,8 @@ class Learner:
         model.initialise(s.seed)
         self.model = model.to(device)
         groups, options = optimizer_options(self.model, s)
-        self.optimizer = torch.optim.AdamW(groups, **options, fused=True)
+        on_gpu = device.type == "cuda"
+        self.optimizer = torch.optim.AdamW(groups, **options, fused=True, capturable=on_gpu)
 
     def round(self, corpus: Corpus, first: int, count: int) -> list[dict[str, Any]]:
         """Train steps `first` .. `first + count - 1` and return one row of measurements for each.
@@ -129,9 +139,10 @@ class Learner:
             When the loss is not finite.
         """
         self._wait()
-        start = time.perf_counter()
-        measured = [self._step(corpus, step) for step in range(first, first + count)]
-        self._wait()
+        with self._steps.round():
+            start = time.perf_counter()
+            measured = [self._step(corpus, step) for step in range(first, first + count)]
+            self._wait()
         seconds = (time.perf_counter() - start) / count
         rows = []
         for step, values in enumerate(torch.stack(measured).tolist(), first):
@@ -161,16 +172,28 @@ class Learner:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     def _step(self, corpus: Corpus, step: int) -> torch.Tensor:
+        """Queue a step; what it measures, on the device: see `round`."""
         s = self.settings
-        inputs, targets = self._to_device(*corpus.batch(s.seed, step, s.batch, s.context))
         for group in self.optimizer.param_groups:
-            group["lr"] = s.lr_at(step)
+            set_lr(group, s.lr_at(step), self.device)
         if s.round == "stochastic":  # its seeds come from here, so that a run can be resumed
             torch.manual_seed(step_seed(s.seed, step))
+        windows = corpus.batch(s.seed, step, s.batch, s.context)
+        measured = self._steps.run(*self._windows(*windows))
+        self.model.refresh_fp8()  # before a validation; a graph's replay does not announce it
+        return measured
+
+    def _windows(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """This process's part of a batch, on its device."""
+        return self._to_device(*tensors)
+
+    def _compute(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """All of a step that the device does."""
+        s = self.settings
+        self.model.refresh_fp8()
         loss, imbalance, counts = self._gradients(inputs, targets)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.clip)
         self.optimizer.step()
-        self.model.refresh_fp8()
         self.optimizer.zero_grad()  # before the next forward, which takes the most memory
         self.model.move_selection_biases(s.bias_rate, counts)
         counts = counts.float()
@@ -208,7 +231,7 @@ class Learner:
         """Mean loss in nats per byte over `windows` windows of the held-out bytes."""
         batch = self.settings.batch
         windows = math.ceil(windows / batch) * batch
-        inputs, targets = self._to_device(*corpus.held_out_windows(windows, self.settings.context))
+        inputs, targets = self._windows(*corpus.held_out_windows(windows, self.settings.context))
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         self.model.eval()  # exact top-k
         with self.autocast():
@@ -217,9 +240,20 @@ class Learner:
         self.model.train()
         return (total / (windows // batch)).item()
 
+    def release(self) -> None:
+        """Free what steps alone need, after the last one."""
+        self._steps.release()
+
     def state(self) -> dict[str, Any]:
         """Everything that the next step depends on."""
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return {"model": self.model.state_dict(), "optimizer": self._optimizer_state()}
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        """The optimiser's, with learning rates as numbers."""
+        found = self.optimizer.state_dict()
+        for group in found["param_groups"]:
+            group["lr"] = float(group["lr"])
+        return found
 
     def load(self, state: dict[str, Any]) -> None:
         """Continue from a `state()`.
@@ -260,6 +294,17 @@ class Learner:
             return list(tensors)
         # Pinned, so that the copy does not stop the host from running ahead.
         return [tensor.pin_memory().to(self.device, non_blocking=True) for tensor in tensors]
+
+
+def set_lr(group: dict[str, Any], lr: float, device: torch.device) -> None:
+    """Set a parameter group's learning rate, on a GPU as a tensor that graphs read."""
+    held = group["lr"]
+    if device.type != "cuda":
+        group["lr"] = lr
+    elif isinstance(held, torch.Tensor) and held.is_cuda:
+        held.fill_(lr)
+    else:  # as an optimiser is made, or loaded
+        group["lr"] = torch.full((), lr, device=device)
 
 
 def busiest_over_mean(counts: torch.Tensor) -> torch.Tensor:

@@ -67,6 +67,8 @@ class Plan:
         With fsdp, keep weights gathered from forward to backward.
     checkpoints : bool
         Whether any are written.
+    cuda_graph : bool
+        On a GPU, replay a CUDA graph of the step.
     """
 
     out: Path
@@ -83,6 +85,7 @@ class Plan:
     expert_parallel: int = 1
     keep_gathered: bool = False
     checkpoints: bool = True
+    cuda_graph: bool = True
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -143,6 +146,8 @@ class Training:
             if self.step == steps and not agreed(bool(self._final_validation())):
                 self._validate(view, FINAL_WINDOWS)
             self._save()  # after the rows of its step: resuming adds none of them again
+        for learner in self.learners:
+            learner.release()
         return self._finish() if self.step == steps else None
 
     def _round(self, view: TrainingView) -> None:
@@ -280,10 +285,10 @@ class Training:
 
 def _learner(name: str, settings: Settings, plan: Plan) -> Learner:
     if not plan.fsdp:
-        return Learner(name, settings, plan.device, plan.dtype)
+        return Learner(name, settings, plan.device, plan.dtype, plan.cuda_graph)
     from guild.train.sharded import ShardedLearner
 
-    how = plan.device, plan.dtype, plan.expert_parallel, plan.keep_gathered
+    how = plan.device, plan.dtype, plan.expert_parallel, plan.keep_gathered, plan.cuda_graph
     return ShardedLearner(name, settings, *how)
 
 

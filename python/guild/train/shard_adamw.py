@@ -11,7 +11,6 @@ gradients that it has scaled.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +25,8 @@ class ShardAdamW(torch.optim.AdamW):
     Parameters
     ----------
     groups : iterable of dict
-        Of parameters, as torch's optimisers take them.
+        Of parameters, as torch's optimisers take them. Those of a group get their gradients in the
+        same steps.
     modules : sequence of sequence of torch.nn.Parameter
         The parameters of each module, which are updated together.
     copies : mapping of torch.nn.Parameter to torch.Tensor
@@ -52,34 +52,27 @@ class ShardAdamW(torch.optim.AdamW):
         self.grad_scale: Tensor | None = None
         self._module_of = {p: i for i, module in enumerate(modules) for p in module}
         self._copies = copies
-        self._steps: int | None = None  # as in the state; None: not known yet
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         """Update every parameter that has a gradient."""
         if closure is not None:
             raise NotImplementedError("closure: expected None")
-        first = next(p for group in self.param_groups for p in group["params"])
-        if self._steps is None:
-            self._steps = int(self.state[first]["step"]) if self.state[first] else 0
-        self._steps += 1
-        scale = torch.ones((), device=first.device) if self.grad_scale is None else self.grad_scale
         for group in self.param_groups:
-            numbers = _numbers(group, self._steps, first.device)
             given = [p for p in group["params"] if p.grad is not None]
+            if not given:
+                continue
             for p in given:
                 if not self.state[p]:
                     self._begin(p)
-            if given:
-                torch._foreach_add_([self.state[p]["step"] for p in given], 1)
+            steps = [self.state[p]["step"] for p in given]
+            torch._foreach_add_(steps, 1)
+            numbers, scale = _numbers(group, steps[0]), self.grad_scale
+            if scale is None:
+                scale = torch.ones_like(steps[0])
             for parameters in self._by_module(given):
                 lists = tuple(zip(*map(self._tensors, parameters), strict=True))
-                _update(first.is_cuda)(lists, numbers, scale, group["betas"], group["eps"])
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's."""
-        super().load_state_dict(state_dict)
-        self._steps = None
+                _update(steps[0].is_cuda)(lists, numbers, scale, group["betas"], group["eps"])
 
     def _by_module(self, parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
         """The parameters of each module that have a part on this rank."""
@@ -123,17 +116,15 @@ def _part(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def _numbers(group: dict[str, Any], steps: int, device: torch.device) -> Tensor:
-    """Float32 (3,): the factor that decay leaves, the step size, and 1 / sqrt of v's correction."""
-    lr, (first, second) = group["lr"], group["betas"]
-    values = (
-        1 - lr * group["weight_decay"],
-        lr / (1 - first**steps),
-        1 / math.sqrt(1 - second**steps),
-    )
-    numbers = torch.tensor(values)
-    # Pinned, so that the host does not wait for the device.
-    return numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers
+def _numbers(group: dict[str, Any], steps: Tensor) -> Tensor:
+    """Float32 (3,): the factor that decay leaves, the step size, and 1 / sqrt of v's correction.
+
+    Computed where the steps are counted, so that a CUDA graph of a step can be replayed.
+    """
+    t, (first, second) = steps.double(), group["betas"]
+    lr = torch.zeros_like(t) + group["lr"]  # a number, or a scalar on the same device
+    values = 1 - lr * group["weight_decay"], lr / (1 - first**t), (1 - second**t).rsqrt()
+    return torch.stack(values).float()
 
 
 def _update_lists(

@@ -30,7 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import guild
 from guild.balancing import BalanceSums
 from guild.distributed.placement import distribute_experts, expert_weights, shard_layers
-from guild.train.corpus import Corpus, step_seed
+from guild.train.corpus import Corpus
 from guild.train.gathered import knows_fsdp
 from guild.train.generation import Sampling, window_start
 from guild.train.head import chunked_cross_entropy
@@ -42,6 +42,7 @@ from guild.train.reduction import NarrowReduceScatter
 from guild.train.settings import Settings
 from guild.train.shard_adamw import ShardAdamW, local_norm
 from guild.train.speed import speed_of
+from guild.train.step_graph import StepQueue
 from guild.train.world import mean_of_ranks, writes
 
 _ATTENTION = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
@@ -83,6 +84,8 @@ class ShardedLearner(Learner):
     keep_gathered : bool
         Keep all blocks gathered from forward to backward, not only the last ones: no second gather,
         but more memory.
+    graphs : bool
+        As `Learner` takes it.
     """
 
     def __init__(
@@ -93,6 +96,7 @@ class ShardedLearner(Learner):
         dtype: torch.dtype,
         expert_parallel: int = 1,
         keep_gathered: bool = False,
+        graphs: bool = True,
     ) -> None:
         self.name, self.settings, self.device, self.dtype = name, settings, device, dtype
         self.ranks = dist.get_world_size()
@@ -104,11 +108,13 @@ class ShardedLearner(Learner):
             sharded["mp_policy"] = MixedPrecisionPolicy(
                 param_dtype=dtype, reduce_dtype=torch.float32
             )
-        experts = None
+        experts = self._experts = None
         if expert_parallel > 1:
             shape = self.ranks // expert_parallel, expert_parallel
             experts = init_device_mesh(device.type, shape, mesh_dim_names=("data", "experts"))
-            distribute_experts(self.model, experts["experts"])
+            self._experts = distribute_experts(self.model, experts["experts"])
+            graphs = graphs and self._experts.engine(device) == "peer"  # the other waits
+        self._steps = StepQueue(self._compute, device, graphs)
         blocks = list(self.model.blocks)
         # With experts on other ranks each block has a graph of its own, as its layer has a number.
         limit = torch._dynamo.config.recompile_limit
@@ -134,16 +140,20 @@ class ShardedLearner(Learner):
             self.weights, self.sums = use_copies(modules, *where)
         elif dtype != torch.float32 and experts is None:
             self._send_narrow(modules)
-        register_fsdp_forward_method(self.model, "loss")
-        self.model.set_modules_to_forward_prefetch(blocks[:1])
-        for i, block in enumerate(blocks):
-            block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 2])
-            block.set_modules_to_backward_prefetch(blocks[max(0, i - 1) : i])
+        self._prefetch(blocks)
         if device.type == "cuda" and self.ranks > 1:
             guild.set_num_sms(0, shared=True)  # with the collectives that run beside the products
         groups, options = optimizer_options(self.model, settings)
         parts = {} if self.weights is None else self.weights.parts
         self.optimizer = ShardAdamW(groups, _own_parameters(modules), parts, **options)
+
+    def _prefetch(self, blocks: list[FSDPModule]) -> None:
+        """Gather each block while the one before it computes, forward and backward."""
+        register_fsdp_forward_method(self.model, "loss")
+        self.model.set_modules_to_forward_prefetch(blocks[:1])
+        for i, block in enumerate(blocks):
+            block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 2])
+            block.set_modules_to_backward_prefetch(blocks[max(0, i - 1) : i])
 
     def _send_narrow(self, modules: list[FSDPModule]) -> None:
         """Make gradients travel in the products' dtype, as backward computes them."""
@@ -205,13 +215,8 @@ class ShardedLearner(Learner):
             speed["memory_gib"] += sum(mapped) / 2**30
         return [row | speed for row in rows]
 
-    def _step(self, corpus: Corpus, step: int) -> Tensor:
+    def _compute(self, inputs: Tensor, targets: Tensor) -> Tensor:
         s = self.settings
-        inputs, targets = self._own(*corpus.batch(s.seed, step, s.batch, s.context))
-        for group in self.optimizer.param_groups:
-            group["lr"] = s.lr_at(step)
-        if s.round == "stochastic":
-            torch.manual_seed(step_seed(s.seed, step))
         loss, imbalance, counts = self._gradients(inputs, targets)
         # Every part of a gradient is on exactly one rank.
         own = torch.stack((self._own_norm() ** 2, loss / self.ranks, imbalance / self.ranks))
@@ -227,6 +232,17 @@ class ShardedLearner(Learner):
         load = busiest_over_mean(of_all)
         rows = of_all.sum(1).mean() / (s.tokens_per_step * s.top_k)
         return torch.cat((of_ranks[1:3], torch.stack((norm, rows)), load))
+
+    def _wait(self) -> None:
+        """As `Learner`'s; NCCL ends a process whose ranks do not arrive.
+
+        Its watchdog does not see what a CUDA graph runs, but a collective that follows one.
+        """
+        if self.device.type == "cuda":
+            dist.barrier(device_ids=[self.device.index])
+        super()._wait()
+        if self._experts is not None:
+            self._experts.check()
 
     def _own_norm(self) -> Tensor:
         """Norm of the gradients on this rank."""
@@ -246,8 +262,8 @@ class ShardedLearner(Learner):
         self.model.eval()
         with self.autocast():
             for pair in zip(inputs.split(batch), targets.split(batch), strict=True):
-                total += self.model.loss(*self._own(*pair))[0]
-        self.model.train()
+                total += self.model.loss(*self._windows(*pair))[0]
+        self._end_evaluation()
         return (mean_of_ranks(total) / (windows // batch)).item()
 
     @torch.no_grad()
@@ -264,16 +280,22 @@ class ShardedLearner(Learner):
             window = torch.tensor([[*seen, *bytes(s.context - len(seen))]], device=self.device)
             logits = self.model(window)[0, len(seen) - 1].float().cpu()
             text.append(int(sampling.choose(logits, noise)))
-        self.model.train()
+        self._end_evaluation()
         return bytes(text[len(prompt) :])
 
-    def _own(self, *tensors: Tensor) -> list[Tensor]:
-        """This rank's part of a batch, on its device."""
+    def _end_evaluation(self) -> None:
+        """Release the weights that are kept for a backward: a graph's step gathers them again."""
+        self.model.train()
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def _windows(self, *tensors: Tensor) -> list[Tensor]:
         return self._to_device(*(t.chunk(self.ranks)[dist.get_rank()] for t in tensors))
 
     def state(self) -> dict[str, Any]:
         """As `Learner.state`: whole tensors on the CPU of the rank that writes; all ranks help."""
-        optimizer = self.optimizer.state_dict()
+        optimizer = self._optimizer_state()
         moments = {i: _whole(held) for i, held in optimizer["state"].items()}
         return {
             "model": _whole(self.model.state_dict()),

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import graph_checks
 import killed_checks
 import peer_checks
 from processes import run_on_ranks, run_one, start_ranks
@@ -24,7 +25,8 @@ def ranks_of(gpu: str) -> int:
 
 def test_gpus(gpu: str, tmp_path: Path) -> None:
     """Every check runs on all ranks."""
-    run_on_ranks(peer_checks.CHECKS, ranks_of(gpu), tmp_path / "ranks", "nccl")
+    checks = *peer_checks.CHECKS, *graph_checks.CHECKS
+    run_on_ranks(checks, ranks_of(gpu), tmp_path / "ranks", "nccl")
 
 
 @pytest.mark.parametrize("killed", killed_checks.CHECKS)

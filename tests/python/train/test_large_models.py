@@ -92,7 +92,8 @@ def test_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Typed sizes override a preset's; options for several ranks require --fsdp."""
     settings, plan = plan_of("--preset", "fine1b", "--layers", "3", "--fsdp", "--no-checkpoint")
     assert (settings.hidden, settings.layers, settings.context) == (1024, 3, 4096)
-    assert plan.fsdp and plan.expert_parallel == 1 and not plan.checkpoints
+    assert plan.fsdp and plan.expert_parallel == 1 and plan.cuda_graph and not plan.checkpoints
+    assert not plan_of("--no-cuda-graph")[1].cuda_graph
     for words, text in (
         (("--expert-parallel", "2"), "^expert_parallel: expected only with --fsdp"),
         (("--keep-gathered",), "^keep_gathered: expected only with --fsdp"),
@@ -108,8 +109,9 @@ def test_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=r"^fsdp: expected --fsdp where torchrun"):
         plan_of()
-    command = resume_command({"fsdp": True, "expert_parallel": 2, "keep_gathered": True}, Path("a"))
+    typed = {"fsdp": True, "expert_parallel": 2, "keep_gathered": True, "no_cuda_graph": True}
+    command = resume_command(typed, Path("a"))
     assert command == (
         "torchrun --nproc-per-node 2 -m guild train --resume --out a --expert-parallel 2 --fsdp "
-        "--keep-gathered"
+        "--keep-gathered --no-cuda-graph"
     )
