@@ -240,6 +240,11 @@ class Learner:
         self.model.train()
         return (total / (windows // batch)).item()
 
+    @property
+    def refusal(self) -> str:
+        """Why steps do not run as a CUDA graph, if that was to be expected; else empty."""
+        return self._steps.refusal
+
     def release(self) -> None:
         """Free what steps alone need, after the last one."""
         self._steps.release()

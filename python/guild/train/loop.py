@@ -161,6 +161,8 @@ class Training:
         rows: dict[str, list[dict[str, Any]]] = {}
         for learner in reversed(self.learners) if swapped else self.learners:
             rows[learner.name] = learner.round(self.corpus, self.step, count)
+            if self.rounds == 2 and learner.refusal:
+                self._say(f"{learner.name}: {learner.refusal}")
         self.step += count
         for learner in self.learners:
             self.folder.append(rows[learner.name])

@@ -62,9 +62,7 @@ class ShardAdamW(torch.optim.AdamW):
             given = [p for p in group["params"] if p.grad is not None]
             if not given:
                 continue
-            for p in given:
-                if not self.state[p]:
-                    self._begin(p)
+            self._begin(given)
             steps = [self.state[p]["step"] for p in given]
             torch._foreach_add_(steps, 1)
             numbers, scale = _numbers(group, steps[0]), self.grad_scale
@@ -82,12 +80,19 @@ class ShardAdamW(torch.optim.AdamW):
                 found.setdefault(self._module_of[p], []).append(p)
         return list(found.values())
 
-    def _begin(self, parameter: nn.Parameter) -> None:
-        self.state[parameter] = {
-            "step": torch.zeros((), device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter),
-            "exp_avg_sq": torch.zeros_like(parameter),
-        }
+    def begin(self) -> None:
+        """Allocate all moments now, and not in pieces of memory that the first step has left."""
+        for group in self.param_groups:
+            self._begin(group["params"])
+
+    def _begin(self, parameters: Iterable[nn.Parameter]) -> None:
+        for p in parameters:
+            if not self.state[p]:
+                self.state[p] = {
+                    "step": torch.zeros((), device=p.device),
+                    "exp_avg": torch.zeros_like(p),
+                    "exp_avg_sq": torch.zeros_like(p),
+                }
 
     def _tensors(self, parameter: nn.Parameter) -> tuple[Tensor, ...]:
         """This rank's parts: weight, gradient, both moments, and the copy if there is one."""

@@ -114,7 +114,7 @@ class ShardedLearner(Learner):
             experts = init_device_mesh(device.type, shape, mesh_dim_names=("data", "experts"))
             self._experts = distribute_experts(self.model, experts["experts"])
             graphs = graphs and self._experts.engine(device) == "peer"  # the other waits
-        self._steps = StepQueue(self._compute, device, graphs)
+        self._steps = StepQueue(self._compute, device, graphs, _on_all_ranks)
         blocks = list(self.model.blocks)
         # With experts on other ranks each block has a graph of its own, as its layer has a number.
         limit = torch._dynamo.config.recompile_limit
@@ -146,6 +146,7 @@ class ShardedLearner(Learner):
         groups, options = optimizer_options(self.model, settings)
         parts = {} if self.weights is None else self.weights.parts
         self.optimizer = ShardAdamW(groups, _own_parameters(modules), parts, **options)
+        self.optimizer.begin()
 
     def _prefetch(self, blocks: list[FSDPModule]) -> None:
         """Gather each block while the one before it computes, forward and backward."""
@@ -349,6 +350,12 @@ def _kept(blocks: int, ranks: int) -> int:
     16 P / ranks bytes, compared with 2 P gathered in 16 bits.
     """
     return min(blocks, max(1, int(0.8 * blocks / ranks)))
+
+
+def _on_all_ranks(value: bool) -> bool:
+    found: list[bool | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return all(found)
 
 
 def _whole(tensors: dict[str, Any]) -> dict[str, Any]:

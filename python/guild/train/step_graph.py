@@ -12,6 +12,10 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+# Memory of a graph over what a step allocates: a piece that one stream has freed is not used again
+# on another.
+_ROOM = 1.5
+
 
 class StepQueue:
     """Runs steps on a device.
@@ -24,13 +28,25 @@ class StepQueue:
     device : torch.device
         Where it computes.
     graphs : bool
-        On a GPU, capture the step as a CUDA graph when the second round begins.
+        On a GPU, capture the step as a CUDA graph when the second round begins, if there is memory
+        for it.
+    all_ranks : callable
+        Whether a condition holds on all ranks that take the steps together.
+
+    Attributes
+    ----------
+    refusal : str
+        Why there is no graph although one was wanted; else empty.
     """
 
     def __init__(
-        self, step: Callable[..., torch.Tensor], device: torch.device, graphs: bool
+        self,
+        step: Callable[..., torch.Tensor],
+        device: torch.device,
+        graphs: bool,
+        all_ranks: Callable[[bool], bool] = bool,
     ) -> None:
-        self._step = step
+        self._step, self._all_ranks, self.refusal = step, all_ranks, ""
         # Capture needs a stream of its own. The steps before use it too, as autograd accumulates a
         # gradient on the stream that it has seen first.
         self._stream = torch.cuda.Stream(device) if graphs and device.type == "cuda" else None
@@ -47,7 +63,7 @@ class StepQueue:
         if self._stream is None:
             yield
             return
-        if self._graph is None and self._given:
+        if self._graph is None and self._given and not self.refusal:
             self._capture()
         with torch.cuda.stream(self._stream):
             yield
@@ -71,8 +87,29 @@ class StepQueue:
         # The graph has memory of its own: what the steps before it used is returned first.
         gc.collect()
         torch.cuda.empty_cache()
+        self.refusal = self._shortage()
+        if self.refusal:
+            return
         graph = torch.cuda.CUDAGraph()
         # thread_local: NCCL's watchdog may ask its own events meanwhile.
-        with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
-            self._out = self._step(*self._given)
+        how = {"stream": self._stream, "capture_error_mode": "thread_local"}
+        try:
+            with torch.cuda.graph(graph, **how):
+                self._out = self._step(*self._given)
+        except torch.OutOfMemoryError as error:
+            raise torch.OutOfMemoryError(
+                "no room for a CUDA graph of the step; --no-cuda-graph trains without one"
+            ) from error
         self._graph = graph
+
+    def _shortage(self) -> str:
+        """Why the graph's memory may not fit; empty if it does, on all ranks."""
+        device = self._stream.device
+        step = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+        needed, free = _ROOM * step, torch.cuda.mem_get_info(device)[0]
+        if self._all_ranks(needed <= free):
+            return ""
+        return (
+            f"no CUDA graph of the step: it may need {needed / 2**30:.1f} GiB, and "
+            f"{free / 2**30:.1f} are free"
+        )

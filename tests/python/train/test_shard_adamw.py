@@ -72,5 +72,9 @@ def test_weights_without_gradient_or_part() -> None:
     assert moved == [True, False, False, False]
     assert [optimizer.state[w]["step"].item() for w in (own[0], own[3])] == [1, 1]
     assert local_norm(own).item() == pytest.approx(80**0.5)
+    moment = optimizer.state[own[0]]["exp_avg"]
+    optimizer.begin()
+    assert optimizer.state[own[0]]["exp_avg"] is moment and moment.any()
+    assert all(optimizer.state[w]["step"] == 0 for w in own[1:3])
     with pytest.raises(NotImplementedError, match="closure"):
         optimizer.step(lambda: 0.0)

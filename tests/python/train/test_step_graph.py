@@ -72,6 +72,14 @@ def test_continued_from_a_state(gpu: str) -> None:
     assert losses == [[row["loss"] for row in rows]] * 2
 
 
+def test_no_room_for_a_graph(gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps go on without one, and the learner says why."""
+    monkeypatch.setattr("guild.train.step_graph._ROOM", 1e9)
+    learner, found = trained("guild", {}, graphs=True)
+    assert learner.refusal.startswith("no CUDA graph of the step: it may need ")
+    assert found == trained("guild", {}, graphs=False)[1]
+
+
 def test_no_graph_on_the_cpu() -> None:
     """A queue calls the step; a learning rate stays a number."""
     queue = StepQueue(lambda x, y: x + y, torch.device("cpu"), graphs=True)
