@@ -153,7 +153,7 @@ class _Experts(torch.autograd.Function):
             biases = parameters[3:]
             parameters = *parameters[:3], None, None
         wanted = wanted_bits(want_x, want_scores, by_row=bool(routed))
-        with ctx.sink._targets(3, *(biases or (None, None))) as (biases, add):
+        with ctx.sink._targets(dout.dtype, 3, *(biases or (None, None))) as (biases, add):
             db = [bias and bias.tensor for bias in biases]
             dx, dscores, dh, a = ops.data_gradients(
                 dout, h, *rows, w_up, w_gate, w_down, b_down, *ctx.flags, wanted, *db, add, lists
@@ -210,7 +210,7 @@ def compute_biases(
         (4, b_down, (dout, offsets, row_token, row_score)),
         (3, b_up, (dh, offsets, None, None)),
     ):
-        with sink._targets(place, bias) as ((target,), add):
+        with sink._targets(dout.dtype, place, bias) as ((target,), add):
             if target is not None:
                 ops.bias_gradient_out(*sums, target.tensor, add)
 
@@ -223,7 +223,8 @@ def _compute_weights(
 ) -> None:
     """dW1 and dW2; in one call with one schedule if both are written alike."""
     w_up, w_gate, w_down = weights
-    down_to, up_to = sink._targets(2, w_down), sink._targets(0, w_up, w_gate)
+    dtype = operands.dout.dtype
+    down_to, up_to = sink._targets(dtype, 2, w_down), sink._targets(dtype, 0, w_up, w_gate)
     with down_to as ((down,), add_down), up_to as ((up, gate), add_up):
         pairs = in_one_dtype(w_up, w_gate, up, gate)
         ups, downs = ({id(t) for t in wanting(ws)} for ws in ((w_up, w_gate), (w_down,)))

@@ -207,10 +207,10 @@ class WeightGradients:
         alone = [p for p in parameters if isinstance(p, Tensor) and follows_contract(p)]
         return listed + (alone if self.main_grad else [])
 
-    def _targets(self, first: int, *parameters: Listed | None):
+    def _targets(self, dtype: torch.dtype, first: int, *parameters: Listed | None):
         """`targets` of consecutive parameters, named from the first one's place."""
         names = _NAMES[first : first + len(parameters)]
-        return targets(self.main_grad, *zip(names, parameters, strict=True))
+        return targets(self.main_grad, dtype, *zip(names, parameters, strict=True))
 
     def gradients_without_meaning(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
         """What autograd hands to parameters whose own gradients bypass it, mostly None."""

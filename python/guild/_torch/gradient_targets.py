@@ -151,12 +151,13 @@ def expect_targets(name: str, parameter: Listed | None, main_grad: bool) -> None
 
 @contextmanager
 def targets(
-    main_grad: bool, *named: tuple[str, Listed | None]
+    main_grad: bool, dtype: torch.dtype, *named: tuple[str, Listed | None]
 ) -> Iterator[tuple[list[Placed | None], bool]]:
     """Tensors for one op to write to, None where nothing is wanted, and whether it adds to them.
 
-    A list is written in place. If that is not possible, the op writes a temporary, whose parts are
-    moved to their places at the end.
+    The op writes dtype, its operands', or float32. Gradients of another dtype, as autocast brings
+    about, and of a list that cannot be written in place go to a temporary, whose parts are moved
+    to their places at the end. After an error `.grad` is None again where it was before.
     """
     wanted = [(n, p, [t for t in members(p) if t.requires_grad]) for n, p in named]
     existing = {
@@ -169,40 +170,65 @@ def targets(
         if existing[id(t)] is None or (main_grad and getattr(t, "overwrite_main_grad", False))
     }
     add = len(fresh) < len(existing)
+    without = [t for _, _, ts in wanted for t in ts if existing[id(t)] is None]
+    kinds = dtype, torch.float32
     opened, left = [], []
     for name, parameter, ts in wanted:
         if not ts:
             opened.append(None)
-        elif isinstance(parameter, Tensor):
-            opened.append(Placed(_whole(parameter, existing, fresh, add)))
-        else:
-            target, parts = _listed(name, members(parameter), existing, fresh, add)
-            opened.append(target)
-            left += parts
-    yield opened, add
+            continue
+        open_ = _whole if isinstance(parameter, Tensor) else _listed
+        target, parts = open_(name, parameter, existing, fresh, add, kinds)
+        opened.append(target)
+        left += parts
+    try:
+        yield opened, add
+    except BaseException:
+        for t in without:
+            t.grad = None
+        raise
     for tensor, part in left:
         _put(tensor, part, existing[id(tensor)], id(tensor) in fresh)
         fresh.discard(id(tensor))  # if a tensor is listed twice, its second part is added
 
 
-def _whole(t: Tensor, existing: dict, fresh: set[int], add: bool) -> Tensor:
+def _whole(
+    name: str,
+    t: Tensor,
+    existing: dict,
+    fresh: set[int],
+    add: bool,
+    kinds: tuple[torch.dtype, ...],
+) -> tuple[Placed, list[tuple[Tensor, Tensor]]]:
+    """The target of a parameter, and where it is still to be moved."""
     target = existing[id(t)]
+    if (t if target is None else target).dtype not in kinds:
+        part = (torch.zeros if add else torch.empty)(t.shape, dtype=kinds[-1], device=t.device)
+        return Placed(part), [(t, part)]
     if target is None:
         target = t.grad = (torch.zeros_like if add else torch.empty_like)(t)
     elif add and id(t) in fresh:
         target.zero_()
-    return target
+    return Placed(target), []
 
 
 def _listed(
-    name: str, tensors: list[Tensor], existing: dict, fresh: set[int], add: bool
+    name: str,
+    tensors: Sequence[Tensor],
+    existing: dict,
+    fresh: set[int],
+    add: bool,
+    kinds: tuple[torch.dtype, ...],
 ) -> tuple[Placed, list[tuple[Tensor, Tensor]]]:
     """The target of a list, and which of its parts are still to be moved where."""
     shape = (len(tensors), *tensors[0].shape)
     new = torch.zeros if add else torch.empty
     dtype, device = tensors[0].dtype, tensors[0].device
-    if len({id(t) for t in tensors}) == len(tensors) and all(t.requires_grad for t in tensors):
-        if all(existing[id(t)] is None for t in tensors):
+    there = [existing[id(t)] for t in tensors if existing.get(id(t)) is not None]
+    alike = all(t.dtype in kinds for t in there or tensors[:1])
+    once = len({id(t) for t in tensors}) == len(tensors) and all(t.requires_grad for t in tensors)
+    if alike and once:
+        if not there:
             target = new(shape, dtype=dtype, device=device)
             for t, part in zip(tensors, target, strict=True):
                 t.grad = part
@@ -210,16 +236,17 @@ def _listed(
         found = _in_place(tensors, existing, fresh, add)
         if found is not None:
             return found, []
-    there = [existing[id(t)] for t in tensors if existing.get(id(t)) is not None]
     if there and len(shape) > 2:  # for a bias a copy costs next to nothing
         say_copied(f"{name}'s gradients")
     dtype = there[0].dtype if there else dtype
-    target = new(shape, dtype=dtype, device=device)
+    target = new(shape, dtype=dtype if dtype in kinds else kinds[-1], device=device)
     wanted = [(t, part) for t, part in zip(tensors, target, strict=True) if t.requires_grad]
     return Placed(target), wanted
 
 
-def _in_place(tensors: list[Tensor], existing: dict, fresh: set[int], add: bool) -> Placed | None:
+def _in_place(
+    tensors: Sequence[Tensor], existing: dict, fresh: set[int], add: bool
+) -> Placed | None:
     """The gradients of a list as one tensor; None if no view describes them."""
     for t in tensors:
         if existing[id(t)] is None:  # as some others have one, which are added to
@@ -254,7 +281,7 @@ def _apart(view: Tensor) -> bool:
 
 def _put(tensor: Tensor, part: Tensor, there: Tensor | None, fresh: bool) -> None:
     if there is None:
-        tensor.grad = part if tensor.grad is None else tensor.grad.add_(part)
+        tensor.grad = part.to(tensor.dtype) if tensor.grad is None else tensor.grad.add_(part)
     elif fresh:
         there.copy_(part)
     else:

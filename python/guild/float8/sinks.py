@@ -119,7 +119,8 @@ def _compute_of_codes(
     turned: dH's columns are not in b_up's order.
     """
     w_up, w_gate, w_down, b_up, b_down = parameters
-    down_to, up_to = sink._targets(2, w_down), sink._targets(0, w_up, w_gate)
+    dtype = sums.dout.dtype
+    down_to, up_to = sink._targets(dtype, 2, w_down), sink._targets(dtype, 0, w_up, w_gate)
     with down_to as ((down,), add_down), up_to as ((up, gate), add_up):
         table = table_of(up, gate, down)
         targets = [None if t is None else t.tensor for t in (up, gate, down)]
@@ -128,7 +129,7 @@ def _compute_of_codes(
     compute_biases(sink, None if turned else b_up, b_down, sums)
     if not turned:
         return
-    with sink._targets(3, b_up) as ((target,), add):
+    with sink._targets(dtype, 3, b_up) as ((target,), add):
         if target is not None:
             db = torch.empty_like(target.tensor, memory_format=torch.contiguous_format)
             ops.bias_gradient_out(sums.dh, sums.offsets, None, None, db, False)

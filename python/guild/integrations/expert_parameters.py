@@ -21,21 +21,26 @@ class ExpertParameters(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self._counts: dict[str, int] = {}
         self.register_load_state_dict_pre_hook(_without_extra_state)
 
     def _register(self, name: str, whole: Tensor) -> list[nn.Parameter]:
         """Parameters name0, name1, .. over the parts of a tensor, in the order of the experts."""
         parts = [nn.Parameter(part) for part in whole]
+        self._counts[name] = len(parts)
         for i in reversed(range(len(parts))):
             self.register_parameter(f"{name}{i}", parts[i])
         return parts
 
-    def _listed(self, name: str) -> list[nn.Parameter]:
-        """The current name0, name1, ..; empty if there are none."""
-        found = []
-        while (parameter := self._parameters.get(f"{name}{len(found)}")) is not None:
-            found.append(parameter)
-        return found
+    def _listed(self, name: str) -> list[Tensor]:
+        """The current name0, name1, ..; empty if the module was made without.
+
+        Mostly parameters; what pruning, a parametrisation or a replica has in their place is found
+        under the same names.
+        """
+        names = [f"{name}{i}" for i in range(self._counts.get(name, 0))]
+        own = self._parameters
+        return [own[n] if n in own else getattr(self, n) for n in names]
 
     def _apply(self, fn: Callable, recurse: bool = True) -> ExpertParameters:
         """As torch's, for `.to()` and the like; lays what has moved out evenly again."""
@@ -52,9 +57,9 @@ class ExpertParameters(nn.Module):
 
     def _lay_evenly(self) -> None:
         for kind in ("weight", "bias"):
-            parameters = self._listed(kind)
-            if parameters and not any(p.is_meta for p in parameters):
-                lay_evenly(parameters)
+            tensors = self._listed(kind)
+            if tensors and all(isinstance(t, nn.Parameter) and not t.is_meta for t in tensors):
+                lay_evenly(tensors)
 
 
 def _without_extra_state(_: nn.Module, state_dict: dict, prefix: str, *__: Any) -> None:

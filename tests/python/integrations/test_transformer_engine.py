@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils import parametrize, prune
 
 import guild
 from guild._torch.expert_lists import view_of
@@ -220,3 +221,23 @@ def test_wrong_arguments(more: dict, splits: list[int], x: Tensor | None, messag
     with pytest.raises((TypeError, ValueError), match=message):
         layer = make("cpu", **more)
         layer(rows_for(layer) if x is None else x, splits)
+
+
+def parametrized(layer: GroupedLinear, name: str) -> None:
+    parametrize.register_parametrization(layer, name, torch.nn.Identity())
+
+
+@pytest.mark.filterwarnings("ignore::guild.CopiedWeightsWarning")
+@pytest.mark.parametrize("name", ["bias0", "bias2", "weight0", "weight2"])
+@pytest.mark.parametrize("change", [prune.identity, parametrized])
+def test_a_tensor_in_place_of_a_parameter(change: Callable, name: str) -> None:
+    """Pruned or parametrised, an expert's tensor counts as before, and gets its gradient."""
+    layer = make("cpu")
+    x = rows_for(layer)
+    truth, _, gradients = expected(layer)
+    change(layer, name)
+    out = layer(x, SPLITS)
+    torch.testing.assert_close(out, truth, **close("cpu"))
+    out.square().sum().backward()
+    (changed,) = (p.grad for n, p in layer.named_parameters() if name in n)
+    torch.testing.assert_close(changed, gradients[name], **close("cpu"))

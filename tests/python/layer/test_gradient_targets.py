@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+import guild
 from guild import WeightGradients, experts_mlp, routed_experts
+from guild._torch.operators import ops
 from test_weight_gradients import sorted_case
 
 
@@ -150,3 +152,89 @@ def wrong(change: str) -> None:
 def test_wrong_targets(change: str, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         wrong(change)
+
+
+@pytest.mark.parametrize("how", ["grad", "delayed", "main_grad", "lists", "FP8"])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_autocast_to_the_other_16_bits(device: str, how: str, swapped: bool) -> None:
+    """Gradients in the weights' dtype, where the layer computes in another one of 16 bits."""
+    own, narrow = (torch.float16, torch.bfloat16)[:: -1 if swapped else 1]
+    options = {"bias": True, "device": device, "dtype": own}
+    if how == "FP8":
+        options["fp8"] = guild.FP8(wgrad="bf16")
+    sink = WeightGradients(main_grad=how == "main_grad", delayed=how == "delayed")
+    torch.manual_seed(0)
+    layer = guild.MoE(64, 32, 4, 2, **options)
+    x = torch.randn(20, 64, dtype=own, device=device)
+    leaves = [p.detach() for n, p in layer.named_parameters() if n[:2] in ("w_", "b_")]
+    found = []
+    for weight_gradients in (None, sink):
+        ws = [list(w.clone().unbind()) if how == "lists" else [w.clone()] for w in leaves]
+        for w in sum(ws, []):
+            w.requires_grad_()
+            if how == "main_grad":
+                w.main_grad = torch.zeros_like(w)
+        up, down, b_up, b_down = (w if how == "lists" else w[0] for w in ws)
+        ids, scores = guild.route(layer.router(x).float(), top_k=2)
+        for _ in range(2):  # the second is added
+            with torch.autocast(device, dtype=narrow):
+                out = guild.routed_experts(
+                    x,
+                    ids,
+                    scores.detach(),
+                    up,
+                    down,
+                    b_up=b_up,
+                    b_down=b_down,
+                    fp8=layer.fp8,
+                    weight_gradients=weight_gradients,
+                )
+            assert out.dtype == narrow
+            out.float().sum().backward()
+        sink.compute()
+        place = "main_grad" if how == "main_grad" and weight_gradients else "grad"
+        found.append([getattr(w, place) for w in sum(ws, [])])
+    for one, other in zip(*found, strict=True):
+        assert one.dtype == other.dtype == own
+        assert (one.float() - other.float()).norm() <= 0.02 * one.float().norm()
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_nothing_is_left_by_a_step_that_fails(
+    device: str, listed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`.grad` is as it was, and the pass, which stays pending, can be computed again."""
+    sums = WeightGradients(delayed=True)
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    layer = guild.MoE(64, 32, 4, 2, device=device, dtype=dtype)
+    ws = [layer.w_up, layer.w_down]
+    if listed:
+        ws = [[t.detach().requires_grad_() for t in w.detach().clone().unbind()] for w in ws]
+    x = torch.randn(20, 64, device=device, dtype=dtype)
+    ids, scores = guild.route(layer.router(x).float(), top_k=2)
+    tensors = sum(ws, []) if listed else ws
+    truth = []
+    for weight_gradients in (None, sums):
+        for t in tensors:
+            t.grad = None
+        out = guild.routed_experts(x, ids, scores.detach(), *ws, weight_gradients=weight_gradients)
+        out.float().sum().backward()
+        if not truth:
+            truth = [t.grad.clone() for t in tensors]
+    with monkeypatch.context() as patch:
+        patch.setattr("guild.sink_experts.ops", _OutOfMemory())
+        with pytest.raises(torch.OutOfMemoryError):
+            sums.compute()
+    assert sums.pending == 1 and all(t.grad is None for t in tensors)
+    sums.compute()
+    assert all(torch.equal(t.grad, g) for t, g in zip(tensors, truth, strict=True))
+
+
+class _OutOfMemory:
+    """Ops of which one finds no memory."""
+
+    def __getattr__(self, name: str) -> object:
+        if name == "weight_gradients_out":
+            raise torch.OutOfMemoryError("no memory")
+        return getattr(ops, name)

@@ -85,10 +85,10 @@ class _Linear(torch.autograd.Function):
 def _compute(sink, borrowed, x, ends, dout, weights, biases) -> None:
     """dW[e] = dout[rows of e]^T x[rows of e], and db, into the sink's targets."""
     borrowed.expect_unchanged()
-    with targets(sink.main_grad, ("weight", weights)) as ((target,), add):
+    with targets(sink.main_grad, dout.dtype, ("weight", weights)) as ((target,), add):
         if target is not None:
             lists = None, None, table_of(target)
             ops.grouped_mm_out(dout.mT, x, ends, None, target.tensor, add, *lists)
-    with targets(sink.main_grad, ("bias", biases or None)) as ((target,), add):
+    with targets(sink.main_grad, dout.dtype, ("bias", biases or None)) as ((target,), add):
         if target is not None:
             ops.bias_gradient_out(dout, starts(ends), None, None, target.tensor, add)
