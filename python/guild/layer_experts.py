@@ -183,10 +183,11 @@ def layer_fp8(layer: nn.Module) -> FP8 | FP8Weights | None:
 
 
 def _is_only_noted() -> bool:
-    """Whether torch.export is tracing this call, or fake tensors stand for its results."""
+    """Whether a transform is tracing this call, or fake tensors stand for its results."""
     if torch.compiler.is_compiling():
         return is_exporting()
-    return is_exporting() or detect_fake_mode() is not None
+    transformed = torch._C._are_functorch_transforms_active()
+    return is_exporting() or transformed or detect_fake_mode() is not None
 
 
 def local_parts(

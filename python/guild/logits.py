@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -186,7 +187,9 @@ def keep_float32(module: nn.Module) -> Tensor | None:
     if not isinstance(bias, Tensor):  # a user's module may use the name for something else
         return None
     if bias.dtype != torch.float32:
-        module.selection_bias = bias = bias.float()
+        outlives_mode = not torch.compiler.is_compiling()
+        with torch.inference_mode(False) if outlives_mode else contextlib.nullcontext():
+            module.selection_bias = bias = bias.float()
     return bias
 
 

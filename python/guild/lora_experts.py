@@ -10,7 +10,7 @@ from torch import Tensor
 
 from guild._torch import low_rank as steps
 from guild._torch.alignment import aligned
-from guild._torch.autograd import expect_no_graph, rows_of, with_lists, without_lists
+from guild._torch.autograd import expect_one_backward, rows_of, with_lists, without_lists
 from guild._torch.gradient_targets import decided
 from guild._torch.low_rank import LowRank, Weights
 from guild._torch.operators import LayerFlags, ops
@@ -85,7 +85,7 @@ class _ExpertsWithSink(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout):
         """dX, dscores and the low-rank gradients; the others go to the sink."""
-        expect_no_graph()
+        expect_one_backward(dout)
         nothing = (None,) * (5 + len(ctx.flags))  # of routing and flags
         if dout is None:
             return (*(None,) * 16, *nothing, *(None,) * len(ctx.reached))

@@ -18,7 +18,6 @@ from guild._torch.checks import (
 )
 from guild.activations import Activation, as_activation, is_interleaved
 from guild.balancing import BalanceSums, move_selection_bias, warn_without_gradient
-from guild.float8.kept import KeptWeights
 from guild.float8.settings import FP8, expect_fp8
 from guild.layer_experts import (
     expect_reachable,
@@ -43,8 +42,9 @@ from guild.layer_routing import (
     output_rows,
     router_operands,
 )
+from guild.layer_state import LayerState
 from guild.logits import RouterLinear, expected_selection_bias
-from guild.moe_fast_path import PREPARED, quick_output
+from guild.moe_fast_path import quick_output
 from guild.routing import Router
 from guild.shared_experts import SharedExperts, shared_rows, shared_width
 from guild.weight_gradients import WeightGradients, expect_sink
@@ -56,7 +56,7 @@ _BALANCE_OVER = (None, "batch", "sequence")
 _LOSSES = ("load_balancing_loss", "z_loss")
 
 
-class MoE(nn.Module):
+class MoE(LayerState):
     """Router, experts and, if asked for, shared experts.
 
     Parameters
@@ -174,7 +174,7 @@ class MoE(nn.Module):
         self.order, self.transposed = order, transposed
         self.recompute, self.weight_gradients = recompute, weight_gradients
         expect_fp8(fp8)
-        self.fp8, self._fp8_weights = fp8, KeptWeights()
+        self.fp8 = fp8
         self.share_experts(expert_group)
         make: dict[str, Any] = {"device": device, "dtype": dtype}
         choice = self.routing.selection_bias
@@ -184,8 +184,6 @@ class MoE(nn.Module):
         if shared:
             self.shared = SharedExperts(hidden, shared, self.activation, order, shared_gate, **make)
         self.balance_over = balance_over
-        self.balance_sums: BalanceSums | None = None
-        self._offsets: Tensor | None = None
         self.reset_parameters()
 
     def share_experts(self, expert_group: ExpertParallel | None) -> None:
@@ -201,6 +199,7 @@ class MoE(nn.Module):
         for bias in (self.b_up, self.b_down):
             if bias is not None:
                 nn.init.zeros_(bias)
+        self.refresh_fp8()
         for module in (self.router, self.shared):
             if hasattr(module, "reset_parameters"):  # a user's router may have none
                 module.reset_parameters()
@@ -315,12 +314,6 @@ class MoE(nn.Module):
         if not is_exporting():  # an exported graph keeps nothing
             self._offsets = offsets if outlives_call(offsets) else None
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Without the state of the last forward, so that copies and pickles work after one."""
-        offsets = None if self._offsets is None else self._offsets.clone()  # a view of a buffer
-        last = {"balance_sums": None, "_offsets": offsets, PREPARED: None}
-        return {**super().__getstate__(), **last, "_fp8_weights": KeptWeights()}
-
     @property
     def load_balancing_loss(self) -> Tensor:
         """`BalanceSums.load_balancing_loss` of the last forward in training."""
@@ -386,10 +379,6 @@ class MoE(nn.Module):
         if counts is None:
             raise RuntimeError("balance: expected a forward pass first, got none")
         move_selection_bias(self._selection_bias(), counts, rate, group)
-
-    def refresh_fp8(self) -> None:
-        """Make the next forward quantise the weights again: see `guild.refresh_fp8`."""
-        self._fp8_weights.refresh()
 
     def extra_repr(self) -> str:
         """The sizes, and options that are not the default, for print(module)."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from guild._torch.autograd import expect_no_graph, rows_of, with_lists, without_lists
+from guild._torch.autograd import expect_one_backward, rows_of, with_lists, without_lists
 from guild._torch.expert_lists import Listed, table_of
 from guild._torch.gradient_targets import decided, in_one_dtype, wanting
 from guild._torch.gradients import pre_activations, wanted_bits
@@ -131,7 +131,7 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout, _):
         """dX, dscores and the router's gradient; the weight gradients go to the sink."""
-        expect_no_graph()
+        expect_one_backward(dout)
         if dout is None:
             return (None,) * (12 + _LAYER + len(ctx.reached))
         ctx.versions.expect_unchanged()

@@ -27,12 +27,19 @@ def rows_of(matrix: Tensor) -> Tensor:
     return matrix if matrix.is_contiguous() else matrix.contiguous()
 
 
-def expect_no_graph() -> None:
-    """Raise in a backward that should build a graph while gradients go to `weight_gradients`."""
+def expect_one_backward(dout: Tensor | None) -> None:
+    """Raise in a backward with a graph, or of a batch of gradients, with `weight_gradients`."""
     if torch.is_grad_enabled():
         raise NotImplementedError(
             "weight_gradients: expected backward without create_graph=True, because the gradients "
             "that it writes have no graph; leave weight_gradients out"
+        )
+    if torch.compiler.is_compiling() or dout is None:
+        return
+    if torch._C._functorch.is_legacy_batchedtensor(dout):
+        raise NotImplementedError(
+            "weight_gradients: expected backward of one gradient, without is_grads_batched=True, "
+            "because there is one place to write to; leave weight_gradients out"
         )
 
 

@@ -2,42 +2,70 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from copy import copy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from guild.activations import Activation
 from guild.float8.experts import FP8Weights
 from guild.float8.settings import FP8
 
 
+class _Seen:
+    """The weights whose codes are kept, as eager code found them."""
+
+    def __init__(self, *weights: Tensor) -> None:
+        self._tensors = [weakref.ref(w) for w in weights]
+        counted = not any(w.is_inference() for w in weights)
+        self.versions = [w._version for w in weights] if counted else []
+
+    def are_tensors_of(self, other: _Seen) -> bool:
+        """Whether both saw the same tensors; those of `other` still exist."""
+        pairs = zip(self._tensors, other._tensors, strict=True)
+        return all(mine() is theirs() for mine, theirs in pairs)
+
+
 class KeptWeights:
     """Codes of w_up and w_down, of one module; `codes` is None before its first forward.
 
-    They are made in the forward after `refresh`, since only there has FSDP gathered the weights, or
-    have other tensors become the weights. Versions reveal a forgotten refresh where torch counts
-    them; it does not in CUDA graphs, in compiled code, nor for weights that FSDP gathers.
+    They are made in the forward after `refresh`, since only there has FSDP gathered the weights.
+    Eager forwards also make codes, in other memory, when they find other tensors than those that
+    were quantised, or do not know which those were, as compiled code cannot note it. Versions
+    reveal a forgotten refresh where torch counts them; it does not in CUDA graphs, in compiled
+    code, nor for weights that FSDP gathers.
     """
 
     def __init__(self) -> None:
         self.codes: FP8Weights | None = None
         self._stale = True
         self._layout: tuple = ()
-        self._tensors: tuple[int, ...] = ()
-        self._versions: tuple[int, ...] = ()
+        self._seen: _Seen | None = None  # None: quantised in compiled code
+        self._of_inference = (
+            False  # codes made in inference mode, where compiled code cannot leave it
+        )
+        self._in_graphs: list[FP8Weights] = []  # a CUDA graph may read them as long as it lives
 
     def share(self, other: KeptWeights, fp8: FP8) -> None:
         """Use the codes that another module of the same weights has, in the same memory."""
         if other.codes is None or other.codes.fp8.scales != fp8.scales:
             raise ValueError("other: expected codes of weights with the same kind of scales")
         self.codes, self._stale, self._layout = copy(other.codes), False, other._layout
-        self._tensors, self._versions = other._tensors, other._versions
+        self._seen = other._seen
         self.codes.fp8 = fp8
 
     def refresh(self) -> None:
         """Make the next call of `of` quantise."""
         self._stale = True
+        if torch.compiler.is_compiling() or self.codes is None:
+            return
+        if _is_of_inference(self.codes):
+            self.codes = None  # compiled code, which cannot ask, may be about to train
 
     def of(
         self,
@@ -48,38 +76,66 @@ class KeptWeights:
         order: str,
         transposed: bool,
     ) -> FP8Weights:
-        """The codes of these weights, in the memory of the previous ones if they fit there."""
-        found, versions = self.codes, _versions(w_up, w_down)
-        tensors = () if torch.compiler.is_compiling() else (id(w_up), id(w_down))
+        """The codes of these weights; after `refresh` in the memory of the previous ones."""
+        found, compiling = self.codes, torch.compiler.is_compiling()
+        seen = None if compiling else _Seen(w_up, w_down)
         layout = w_up.shape, w_down.shape, w_up.dtype, w_down.dtype, w_down.device
         layout += activation.gated, order, transposed
-        if found is None or found.fp8 != fp8 or layout != self._layout:
+        fits = found is not None and found.fp8 == fp8 and layout == self._layout
+        fits = fits and (compiling or not _is_of_inference(found))
+        if not fits or (not self._stale and self._is_other(seen)):
+            kept = w_up.detach(), w_down.detach()  # without the graph that may have made them
             found = FP8Weights(
-                fp8, w_up, w_down, activation=activation, order=order, transposed=transposed
+                fp8, *kept, activation=activation, order=order, transposed=transposed
             )
             self.codes, self._layout, self._stale = found, layout, True
-        elif self._stale or _differ(tensors, self._tensors):
-            found.refresh_from(w_up, w_down)
-            self._stale = True
-        elif _differ(versions, self._versions):
+        elif self._stale:
+            found.refresh_from(w_up.detach(), w_down.detach())
+        elif seen is not None and seen.versions != self._seen.versions:
             raise RuntimeError(
                 "fp8: expected refresh_fp8() between an update of the weights and the next forward "
                 "with FP8(cached=True), got weights that were written since they were quantised"
             )
         if self._stale:
-            self._stale, self._tensors, self._versions = False, tensors, versions
+            self._stale, self._seen = False, seen
+        if not compiling:
+            _count_steps_of(w_up, w_down)
+            if w_up.is_cuda and torch.cuda.is_current_stream_capturing():
+                self._in_graphs.append(found)
         return found
 
+    def _is_other(self, seen: _Seen | None) -> bool:
+        """Whether eager code finds other tensors than those quantised, or does not know them."""
+        return seen is not None and (self._seen is None or not self._seen.are_tensors_of(seen))
 
-def _differ(some: tuple[int, ...], others: tuple[int, ...]) -> bool:
-    """Whether both are known and differ."""
-    return bool(some) and bool(others) and some != others
+
+def _is_of_inference(found: FP8Weights) -> bool:
+    """Whether compiled code made the codes in inference mode, and this is outside of it."""
+    return found.codes.up.is_inference() and not torch.is_inference_mode_enabled()
 
 
-def _versions(*weights: Tensor) -> tuple[int, ...]:
-    if torch.compiler.is_compiling() or any(w.is_inference() for w in weights):
-        return ()
-    return tuple(w._version for w in weights)
+_counted: WeakIdKeyDictionary = WeakIdKeyDictionary()  # weights whose versions are compared
+
+
+def _count_steps_of(*weights: Tensor) -> None:
+    """Have the versions of these weights count the steps of fused optimizers, too."""
+    _register_hook()
+    for weight in weights:
+        if weight.is_leaf and weight not in _counted:
+            _counted[weight] = True
+
+
+@functools.cache
+def _register_hook() -> None:
+    register_optimizer_step_post_hook(_count_step)
+
+
+def _count_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Fused steps write weights without a change of their versions."""
+    groups = (group["params"] for group in optimizer.param_groups if group.get("fused"))
+    written = [p for ps in groups for p in ps if p.grad is not None and p in _counted]
+    if written:
+        torch.autograd.graph.increment_version(written)
 
 
 def refresh_fp8(model: nn.Module) -> None:

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from guild._torch.autograd import expect_no_graph, rows_of
+from guild._torch.autograd import expect_one_backward, rows_of
 from guild._torch.expert_lists import Listed, table_of
 from guild._torch.float8_gradients import Chunked, chunk_products, chunked
 from guild._torch.float8_layer import in_halves, kept_or_again
@@ -68,7 +68,7 @@ class Float8Experts(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout, _):
         """dX and dscores; the weights' gradients go to the sink."""
-        expect_no_graph()
+        expect_one_backward(dout)
         if dout is None:
             return (None,) * (_ARGUMENTS + _MASTERS + len(ctx.reached))
         ctx.versions.expect_unchanged()

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils import prune
 
 pytest.importorskip("transformers", reason="Transformers is not installed")
 
@@ -19,7 +20,7 @@ from transformers.activations import ACT2FN  # noqa: E402
 from transformers.models.step3p7.modeling_step3p7 import Step3p7Experts  # noqa: E402
 
 from guild import Activation  # noqa: E402
-from guild.integrations.transformers.gate import gate_of  # noqa: E402
+from guild.integrations.transformers.gate import _known, gate_of  # noqa: E402
 
 
 class Gated(nn.Module):
@@ -288,3 +289,15 @@ def test_it_is_found_under_transforms() -> None:
         return x.sum()
 
     torch.func.grad(loss)(torch.ones(3))
+
+
+def test_pruned_weights_and_restless_numbers() -> None:
+    """Neither hides an activation; answers for numbers of the past are not kept for ever."""
+    gated = Gated()
+    gated.gate_up_proj = nn.Parameter(torch.ones(2, 3))
+    prune.identity(gated, "gate_up_proj")
+    assert gate_of(gated).activation == Activation()
+    for step in range(40):
+        gated.step = float(step)
+        assert gate_of(gated).activation == Activation()
+    assert len(_known[gated]) <= 16

@@ -361,3 +361,14 @@ def test_pair_twice(activation: str, fused: bool, order: str) -> None:
     shapes = (5, 3), (3, 3, width), (3, width), (3, 2, 3), (3, 3)
     inputs = tuple(values(*shape, seed=i) for i, shape in enumerate(shapes))
     assert gradgradcheck(run, inputs, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_batch_of_gradients_for_a_sink(fp8: bool) -> None:
+    options = {"fp8": guild.FP8(), "dtype": torch.bfloat16} if fp8 else {}
+    layer = guild.MoE(64, 32, 4, 2, weight_gradients=guild.WeightGradients(), **options)
+    x = torch.randn(5, 64, dtype=layer.w_up.dtype, requires_grad=True)
+    out = layer(x)
+    many = torch.ones(3, *out.shape, dtype=out.dtype)
+    with pytest.raises(NotImplementedError, match=r"^weight_gradients: expected backward of one"):
+        torch.autograd.grad(out, x, many, is_grads_batched=True)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils import parametrize
 
 import guild
 
@@ -126,6 +127,92 @@ def test_forgotten_refresh(device: str) -> None:
         layer.w_up.neg_()
     with pytest.raises(RuntimeError, match="fp8: expected refresh_fp8"):
         layer(x)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("how", ["assigned", "functional", "written"])
+def test_weights_that_compiled_code_quantised(how: str, backend: str, device: str) -> None:
+    """Eager calls after it see other weights, and those that were written to since."""
+    layer, x = layer_of(device), tokens_of(device)
+    compiled = torch.compile(layer, backend=backend)
+    with torch.no_grad():
+        compiled(x)
+        if how == "assigned":
+            other = {name: -2 * t for name, t in layer.state_dict().items()}
+            layer.load_state_dict(other, assign=True)
+        elif how == "functional":
+            zeros = {"w_up": torch.zeros_like(layer.w_up)}
+            assert not torch.func.functional_call(layer, zeros, (x,)).any()
+        else:
+            layer(x)
+            layer.w_up.mul_(3)
+            with pytest.raises(RuntimeError, match="fp8: expected refresh_fp8"):
+                layer(x)
+            guild.refresh_fp8(layer)
+        expect_near_bf16(layer, x, layer(x))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_codes_that_compiled_code_made_in_inference_mode(backend: str, device: str) -> None:
+    layer, x = layer_of(device), tokens_of(device)
+    compiled = torch.compile(layer, backend=backend)
+    with torch.inference_mode():
+        compiled(x)
+    for call in (layer, compiled, layer):
+        guild.refresh_fp8(layer)
+        call(x).sum().backward()
+    with torch.inference_mode():
+        compiled(x)
+    layer(x).sum().backward()
+
+
+def test_step_of_a_fused_optimizer(device: str) -> None:
+    """It does not change the weights' versions by itself."""
+    layer, x = layer_of(device), tokens_of(device)
+    optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
+    layer(x).sum().backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="fp8: expected refresh_fp8"):
+        layer(x)
+
+
+def test_backward_after_a_forward_of_other_tensors(device: str) -> None:
+    """Each forward's codes last until its backward, unless `refresh_fp8` was called."""
+    layer, x = layer_of(device), tokens_of(device)
+    parts = []
+    for factor in (1.0, 2.0):
+        own = {n: (factor * p).detach().requires_grad_() for n, p in layer.named_parameters()}
+        parts.append((own, torch.func.functional_call(layer, own, (x,))))
+    for own, out in parts:
+        twin = copy.deepcopy(layer)
+        twin.load_state_dict(own)
+        twin(x).sum().backward()
+        out.sum().backward()
+        assert torch.equal(own["w_up"].grad, twin.w_up.grad)
+    parametrize.register_parametrization(layer, "w_up", nn.Identity())
+    layer(layer(x)).sum().backward()
+    assert layer.parametrizations.w_up.original.grad.any()
+
+
+def test_loaded_and_drawn_weights(device: str) -> None:
+    """Neither needs a call of `refresh_fp8`."""
+    layer, x = layer_of(device), tokens_of(device)
+    layer(x)
+    layer.load_state_dict({n: 2 * t for n, t in layer.state_dict().items()})
+    loaded = layer(x)
+    layer.reset_parameters()
+    assert not torch.equal(layer(x), loaded)
+    expect_near_bf16(layer, x, layer(x))
+
+
+def test_a_batch_of_weights(device: str) -> None:
+    layer, x = layer_of(device), tokens_of(device)
+    layer(x)
+    two = torch.stack((layer.w_up.detach(), 2 * layer.w_up.detach()))
+    call = torch.func.functional_call
+    outs = torch.vmap(lambda w: call(layer, {"w_up": w}, (x,)))(two)
+    assert torch.equal(outs[0], layer(x))
+    assert torch.equal(outs[1], call(layer, {"w_up": two[1]}, (x,)))
 
 
 def routed(device: str) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor, Tensor]:

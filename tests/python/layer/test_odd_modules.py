@@ -177,3 +177,21 @@ def test_losses_without_a_gradient(device: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert not layer.load_balancing_loss.requires_grad
+
+
+def test_a_last_forward_on_another_device(device: str) -> None:
+    """`balance` does not take its counts; a bias of 16 bits is replaced for good."""
+    router = guild.Router(selection_bias=True)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    layer = guild.MoE(HIDDEN, 8, 4, 2, router=router, device="meta", dtype=dtype)
+    layer(torch.empty(3, HIDDEN, device="meta", dtype=dtype))
+    assert layer.expert_counts.is_meta
+    layer.to_empty(device=device).reset_parameters()
+    assert layer.expert_counts is None
+    with pytest.raises(RuntimeError, match="expected a forward pass first"):
+        layer.balance(0.1)
+    layer.router.selection_bias = layer.router.selection_bias.half()
+    with torch.inference_mode():
+        layer(torch.randn(3, HIDDEN, device=device, dtype=dtype))
+    layer.balance(0.1)
+    assert layer.router.selection_bias.any()

@@ -33,6 +33,7 @@ _OF_ANY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 _KINDS = ("silu", "gelu_tanh", "gelu", "relu", "relu2")
 _SMALL = 0.125  # below any clamp in use
 _LARGE = 1e6  # above any
+_REMEMBERED = 16  # answers for one module
 _EXACT, _SINGLE = 1e-12, 1e-6  # relative errors of gates computed in float64, and in float32
 
 GateFunction = Callable[[Tensor], Tensor]
@@ -57,6 +58,8 @@ def gate_of(experts: nn.Module) -> Gate | None:
     if state not in of_module:
         # A new thread is free of the caller's state: autocast, inference mode, a default device,
         # tracing with fake tensors, torch.func's transforms.
+        if len(of_module) >= _REMEMBERED:  # some number of the module changes all the time
+            of_module.clear()
         with ThreadPoolExecutor(max_workers=1) as thread:
             of_module[state] = thread.submit(_recognise, experts).result()
     return of_module[state]
@@ -134,7 +137,9 @@ def _recognise(experts: nn.Module) -> Gate | None:
 
 def _has_other_tensors(experts: nn.Module) -> bool:
     """Whether there are tensors besides weights and biases, as in a learned activation."""
-    known = (*WEIGHTS, *BIASES, "parametrizations")
+    own = (*WEIGHTS, *BIASES)
+    pruned = [f"{name}_{part}" for name in own for part in ("orig", "mask")]
+    known = {*own, *pruned, "parametrizations"}
     tensors = itertools.chain(experts.named_parameters(), experts.named_buffers())
     names = [name.split(".")[0] for name, _ in tensors]
     for module in (experts, *_activations(experts)):
