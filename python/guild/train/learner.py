@@ -98,6 +98,11 @@ class Learner:
         float32, or bfloat16 for autocast over float32 weights.
     graphs : bool
         On a GPU, replay a CUDA graph of the step from the second round on.
+
+    Attributes
+    ----------
+    steps : StepQueue
+        How steps run; to be released after the last one.
     """
 
     def __init__(
@@ -109,7 +114,7 @@ class Learner:
         graphs: bool = True,
     ) -> None:
         self.name, self.settings, self.device, self.dtype = name, settings, device, dtype
-        self._steps = StepQueue(self._compute, device, graphs)
+        self.steps = StepQueue(self._compute, device, graphs)
         s = settings
         make_moe = moe_factory(name, device, s)
         model = LanguageModel(
@@ -139,7 +144,7 @@ class Learner:
             When the loss is not finite.
         """
         self._wait()
-        with self._steps.round():
+        with self.steps.round():
             start = time.perf_counter()
             measured = [self._step(corpus, step) for step in range(first, first + count)]
             self._wait()
@@ -179,7 +184,7 @@ class Learner:
         if s.round == "stochastic":  # its seeds come from here, so that a run can be resumed
             torch.manual_seed(step_seed(s.seed, step))
         windows = corpus.batch(s.seed, step, s.batch, s.context)
-        measured = self._steps.run(*self._windows(*windows))
+        measured = self.steps.run(*self._windows(*windows))
         self.model.refresh_fp8()  # before a validation; a graph's replay does not announce it
         return measured
 
@@ -239,15 +244,6 @@ class Learner:
                 total += self.model.loss(x, y)[0]
         self.model.train()
         return (total / (windows // batch)).item()
-
-    @property
-    def refusal(self) -> str:
-        """Why steps do not run as a CUDA graph, if that was to be expected; else empty."""
-        return self._steps.refusal
-
-    def release(self) -> None:
-        """Free what steps alone need, after the last one."""
-        self._steps.release()
 
     def state(self) -> dict[str, Any]:
         """Everything that the next step depends on."""

@@ -147,7 +147,7 @@ class Training:
                 self._validate(view, FINAL_WINDOWS)
             self._save()  # after the rows of its step: resuming adds none of them again
         for learner in self.learners:
-            learner.release()
+            learner.steps.release()
         return self._finish() if self.step == steps else None
 
     def _round(self, view: TrainingView) -> None:
@@ -161,8 +161,8 @@ class Training:
         rows: dict[str, list[dict[str, Any]]] = {}
         for learner in reversed(self.learners) if swapped else self.learners:
             rows[learner.name] = learner.round(self.corpus, self.step, count)
-            if self.rounds == 2 and learner.refusal:
-                self._say(f"{learner.name}: {learner.refusal}")
+            if self.rounds == 2 and learner.steps.refusal:
+                self._say(f"{learner.name}: {learner.steps.refusal}")
         self.step += count
         for learner in self.learners:
             self.folder.append(rows[learner.name])
@@ -249,6 +249,7 @@ class Training:
             "busiest_expert_over_mean": sum(max(row["load"]) for row in last) / len(last),
             "moe": main.name,
             "dtype": str(self.plan.dtype).removeprefix("torch."),
+            "cuda_graph": main.steps.captured,
             **provenance(self.plan.device),
             "settings": s.as_dict(),
             "corpus": {

@@ -114,7 +114,7 @@ class ShardedLearner(Learner):
             experts = init_device_mesh(device.type, shape, mesh_dim_names=("data", "experts"))
             self._experts = distribute_experts(self.model, experts["experts"])
             graphs = graphs and self._experts.engine(device) == "peer"  # the other waits
-        self._steps = StepQueue(self._compute, device, graphs, _on_all_ranks)
+        self.steps = StepQueue(self._compute, device, graphs, _on_all_ranks)
         blocks = list(self.model.blocks)
         # With experts on other ranks each block has a graph of its own, as its layer has a number.
         limit = torch._dynamo.config.recompile_limit

@@ -35,6 +35,8 @@ class StepQueue:
 
     Attributes
     ----------
+    captured : bool
+        Whether steps were, or are, replays of a graph.
     refusal : str
         Why there is no graph although one was wanted; else empty.
     """
@@ -46,7 +48,8 @@ class StepQueue:
         graphs: bool,
         all_ranks: Callable[[bool], bool] = bool,
     ) -> None:
-        self._step, self._all_ranks, self.refusal = step, all_ranks, ""
+        self._step, self._all_ranks = step, all_ranks
+        self.captured, self.refusal = False, ""
         # Capture needs a stream of its own. The steps before use it too, as autograd accumulates a
         # gradient on the stream that it has seen first.
         self._stream = torch.cuda.Stream(device) if graphs and device.type == "cuda" else None
@@ -100,7 +103,7 @@ class StepQueue:
             raise torch.OutOfMemoryError(
                 "no room for a CUDA graph of the step; --no-cuda-graph trains without one"
             ) from error
-        self._graph = graph
+        self._graph, self.captured = graph, True
 
     def _shortage(self) -> str:
         """Why the graph's memory may not fit; empty if it does, on all ranks."""

@@ -37,9 +37,9 @@ def trained(graphs: bool, expert_parallel: int = 1, **changes: float) -> list:
         found += [(row["loss"], row["gradient_norm"], row["load"]) for row in rows]
         found.append(learner.validate(corpus(), settings.batch))
         first += count
-    assert (learner._steps._graph is not None) == graphs
+    assert learner.steps.captured == graphs
     found.append(learner.sample(b"def ", 4))
-    learner.release()
+    learner.steps.release()
     return found
 
 

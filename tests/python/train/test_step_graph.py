@@ -48,12 +48,12 @@ def trained(kind: str, changes: dict, graphs: bool) -> tuple[Learner, list]:
 def test_replays_are_steps(case: str, gpu: str) -> None:
     """Losses, norms, loads and weights; a validation in between sees the weights of its time."""
     (launched, found), (replayed, others) = (trained(*CASES[case], graphs) for graphs in (0, 1))
-    assert launched._steps._graph is None and replayed._steps._graph is not None
+    assert not launched.steps.captured and replayed.steps.captured
     assert found == others
     assert len({row["loss"] for rows in found[::2] for row in rows}) == sum(ROUNDS)
     weights = (learner.model.state_dict().values() for learner in (launched, replayed))
     assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
-    replayed.release()
+    replayed.steps.release()
     assert replayed.round(corpus(), 10, 1)[0]["loss"] == launched.round(corpus(), 10, 1)[0]["loss"]
 
 
@@ -76,7 +76,7 @@ def test_no_room_for_a_graph(gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps go on without one, and the learner says why."""
     monkeypatch.setattr("guild.train.step_graph._ROOM", 1e9)
     learner, found = trained("guild", {}, graphs=True)
-    assert learner.refusal.startswith("no CUDA graph of the step: it may need ")
+    assert learner.steps.refusal.startswith("no CUDA graph of the step: it may need ")
     assert found == trained("guild", {}, graphs=False)[1]
 
 
