@@ -112,6 +112,7 @@ class Training:
         self.settings, self.plan, self.console = settings, plan, console
         self.folder = RunFolder(plan.out) if writes() else UnwrittenFolder(plan.out)
         self.step = self.rounds = 0  # rounds: of this call
+        self._told: set[str] = set()  # learners whose steps are no CUDA graph
         state = self.folder.load_checkpoint() if plan.resume else None
         self.corpus = load_corpus(plan.corpus, settings.context)
         if state is not None:
@@ -136,19 +137,24 @@ class Training:
     def run(self, stop: StopRequest) -> dict[str, Any] | None:
         """Train to the end and return the summary, or None if `stop` came first."""
         self._introduce()
+        try:
+            with TrainingView(self.console, self.settings, self.step) as view:
+                self._train(stop, view)
+        finally:
+            for learner in self.learners:
+                learner.steps.release()
+        return self._finish() if self.step == self.settings.steps else None
+
+    def _train(self, stop: StopRequest, view: TrainingView) -> None:
         steps = self.settings.steps
-        with TrainingView(self.console, self.settings, self.step) as view:
-            while self.step < steps and not stop.asked:
-                self._round(view)
-                if self.step % self.plan.check_every == 0 and self.step < steps:
-                    self._validate(view, _CHECK_WINDOWS)
-                    self._save()
-            if self.step == steps and not agreed(bool(self._final_validation())):
-                self._validate(view, FINAL_WINDOWS)
-            self._save()  # after the rows of its step: resuming adds none of them again
-        for learner in self.learners:
-            learner.steps.release()
-        return self._finish() if self.step == steps else None
+        while self.step < steps and not stop.asked:
+            self._round(view)
+            if self.step % self.plan.check_every == 0 and self.step < steps:
+                self._validate(view, _CHECK_WINDOWS)
+                self._save()
+        if self.step == steps and not agreed(bool(self._final_validation())):
+            self._validate(view, FINAL_WINDOWS)
+        self._save()  # after the rows of its step: resuming adds none of them again
 
     def _round(self, view: TrainingView) -> None:
         check_every = self.plan.check_every
@@ -161,7 +167,8 @@ class Training:
         rows: dict[str, list[dict[str, Any]]] = {}
         for learner in reversed(self.learners) if swapped else self.learners:
             rows[learner.name] = learner.round(self.corpus, self.step, count)
-            if self.rounds == 2 and learner.steps.refusal:
+            if learner.steps.refusal and learner.name not in self._told:
+                self._told.add(learner.name)
                 self._say(f"{learner.name}: {learner.steps.refusal}")
         self.step += count
         for learner in self.learners:

@@ -15,6 +15,7 @@ import torch
 # Memory of a graph over what a step allocates: a piece that one stream has freed is not used again
 # on another.
 _ROOM = 1.5
+_FIRST_STEPS = 2  # in which torch compiles the step, and the optimiser allocates its state
 
 
 class StepQueue:
@@ -28,8 +29,8 @@ class StepQueue:
     device : torch.device
         Where it computes.
     graphs : bool
-        On a GPU, capture the step as a CUDA graph when the second round begins, if there is memory
-        for it.
+        On a GPU, capture the step as a CUDA graph when a round begins after two steps, if there is
+        memory for it.
     all_ranks : callable
         Whether a condition holds on all ranks that take the steps together.
 
@@ -54,19 +55,17 @@ class StepQueue:
         # gradient on the stream that it has seen first.
         self._stream = torch.cuda.Stream(device) if graphs and device.type == "cuda" else None
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._launched = 0
         self._given: list[torch.Tensor] = []  # what the graph reads
         self._out: torch.Tensor | None = None
 
     @contextlib.contextmanager
     def round(self) -> Iterator[None]:
-        """A context for some steps, before and after which the device is idle.
-
-        The first is there for torch to compile the step; the second begins with the capture.
-        """
+        """A context for some steps, before and after which the device is idle."""
         if self._stream is None:
             yield
             return
-        if self._graph is None and self._given and not self.refusal:
+        if self._graph is None and self._launched >= _FIRST_STEPS and not self.refusal:
             self._capture()
         with torch.cuda.stream(self._stream):
             yield
@@ -74,7 +73,8 @@ class StepQueue:
     def run(self, *tensors: torch.Tensor) -> torch.Tensor:
         """The step's result for these tensors."""
         if self._graph is None:
-            self._given = list(tensors) if self._stream is not None else []
+            self._given = list(tensors)
+            self._launched += 1
             return self._step(*tensors)
         for there, given in zip(self._given, tensors, strict=True):
             there.copy_(given)
@@ -84,7 +84,7 @@ class StepQueue:
     def release(self) -> None:
         """Free the graph: NCCL's communicators must outlive graphs that use them."""
         self._graph = self._out = None
-        self._given = []
+        self._given, self._launched = [], 0
 
     def _capture(self) -> None:
         # The graph has memory of its own: what the steps before it used is returned first.
