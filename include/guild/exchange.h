@@ -57,7 +57,7 @@ struct PeerReport {
 
 // Publishes rows and, with ids, the routing of this rank's tokens. T <= Tm.
 struct Publish {
-  PeerMemory memory;
+  PeerMemory memory = {};
   int64_t tokens = 0, top_k = 1;
   int64_t experts = 1;  // of all ranks
   int64_t row_bytes = 0, score_bytes = 4;
@@ -72,7 +72,7 @@ struct Publish {
 // late or if one had too many rows, every rank's report says so, what came back becomes NaN, and
 // nothing is pulled or pushed from then on.
 struct Meet {
-  PeerMemory memory;
+  PeerMemory memory = {};
   bool published = false;  // the barrier after publish
   double seconds = 0;      // to wait at most
   int64_t count = 0;       // number of facts
@@ -85,7 +85,7 @@ struct Meet {
 
 // The routing of all ranks' tokens; slots of tokens that a rank does not have are -1.
 struct Tables {
-  PeerMemory memory;
+  PeerMemory memory = {};
   int64_t top_k = 1, experts = 1, score_bytes = 4;
   int32_t* ids = nullptr;     // (ranks * Tm, K) out: of this rank's experts, or -1
   void* scores = nullptr;     // (ranks * Tm, K) out; 0 where the id is -1
@@ -101,7 +101,7 @@ enum class Part : int { whole, first, rest };
 // In two calls, the first pulls this rank's own tokens and those that have one of the first experts
 // here; the products of these experts then need no other rows.
 struct Pull {
-  PeerMemory memory;
+  PeerMemory memory = {};
   int64_t top_k = 1, row_bytes = 0;
   int32_t const* ids = nullptr;  // (ranks * Tm, K) of Tables
   void* rows = nullptr;          // (ranks * Tm) rows out, packed
@@ -114,11 +114,11 @@ struct Pull {
 //   by slot    y[row_of[p, k]] to row t K + k of r
 // with p = r Tm + t. A token without a row here has no result.
 struct Push {
-  PeerMemory memory;
+  PeerMemory memory = {};
   DType dtype = DType::float32;
   int64_t hidden = 0, rows = 0, top_k = 1;
   bool by_slot = false;
-  ConstRows y;                             // (rows, H)
+  ConstRows y = {};                        // (rows, H)
   int32_t const* row_of = nullptr;         // (ranks * Tm, K), or (slots) with lists; -1: none
   void const* scores = nullptr;            // as row_of; null: 1; not read by slot
   int32_t const* token_offsets = nullptr;  // (ranks * Tm + 1) of lists of `rows` slots, or null
@@ -128,17 +128,17 @@ struct Push {
 // After the barrier: o[t] = residual[t] + sum over ranks of row token_row[t, r] that came back, in
 // the order of the ranks, fp32.
 struct Collect {
-  PeerMemory memory;
+  PeerMemory memory = {};
   DType dtype = DType::float32;
   int64_t tokens = 0, hidden = 0;
   int32_t const* token_row = nullptr;  // (T, ranks) of Publish
-  ConstRows residual;                  // (T, H); null: none
+  ConstRows residual = {};             // (T, H); null: none
   void* o = nullptr;                   // (T, H) out, packed
 };
 
 // Pushes score[p, k] to score t K + k of rank r, p = r Tm + t, where ids[p, k] >= 0.
 struct PushScores {
-  PeerMemory memory;
+  PeerMemory memory = {};
   int64_t top_k = 1, score_bytes = 4;
   int32_t const* ids = nullptr;  // (ranks * Tm, K) of Tables
   void const* scores = nullptr;  // (ranks * Tm, K)
@@ -147,7 +147,7 @@ struct PushScores {
 // Gradients of scores that come back for this rank's slots. clear_scores() comes before the barrier
 // after which they are pushed, so that slots to which no rank pushes have zeros.
 struct ReturnedScores {
-  PeerMemory memory;
+  PeerMemory memory = {};
   int64_t slots = 0, score_bytes = 4;
   void* scores = nullptr;  // (slots) out of collect_scores(); clear_scores() does not use it
 };

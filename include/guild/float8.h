@@ -42,9 +42,9 @@ struct QuantizeRows {
   DType dtype = DType::bfloat16;  // of x: bfloat16, float16, float32
   Float8 format = Float8::e4m3;
   ScaleKind scale = ScaleKind::exact;
-  ConstRows x;    // (rows, columns)
-  Rows codes;     // (rows, columns) out
-  Scales scales;  // (rows, ceil(columns / 128)) out; expert_stride is not read
+  ConstRows x = {};    // (rows, columns)
+  Rows codes = {};     // (rows, columns) out
+  Scales scales = {};  // (rows, ceil(columns / 128)) out; expert_stride is not read
 };
 
 // The same for expert weights (E, out, in), with a scale for every 128 x 128 elements; optionally
@@ -56,12 +56,12 @@ struct QuantizeWeights {
   DType dtype = DType::bfloat16;
   Float8 format = Float8::e4m3;
   ScaleKind scale = ScaleKind::exact;
-  ConstUpWeight w;    // (E, out, in); up with null data: there is no second half
-  Weight codes;       // (E, halves * out, in) out, `in` contiguous
-  Weight transposed;  // (E, halves * out, in) out, `out` contiguous; null data: not wanted
-  Scales scales;      // (E, halves * ceil(out / 128), ceil(in / 128)) out
+  ConstUpWeight w = {};    // (E, out, in); up with null data, or gate's: there is no second half
+  Weight codes = {};       // (E, halves * out, in) out, `in` contiguous
+  Weight transposed = {};  // (E, halves * out, in) out, `out` contiguous; null data: not wanted
+  Scales scales = {};      // (E, halves * ceil(out / 128), ceil(in / 128)) out
 
-  int64_t halves() const { return w.up.data == nullptr ? 1 : 2; }
+  int64_t halves() const { return w.up.data == nullptr || w.up.data == w.gate.data ? 1 : 2; }
 };
 
 // D = A B^T + bias for groups of rows: A (M, K) with 1x128 scales, B (E, N, K) with 128x128 scales.
@@ -79,11 +79,11 @@ struct ScaledGroupedGemm {
   Float8 a_format = Float8::e4m3, b_format = Float8::e4m3;
   DType out_dtype = DType::bfloat16;  // of d and bias: bfloat16, float16, float32
   int32_t const* offsets = nullptr;   // (E)
-  ConstRows a;                        // (M, K) codes
-  ConstScales a_scales;               // (M, ceil(K / 128)); expert_stride is not read
-  ConstWeight b;                      // (E, N, K) codes, K contiguous
-  ConstScales b_scales;               // (E, ceil(N / 128), ceil(K / 128))
-  Rows d;                             // (M, N) out
+  ConstRows a = {};                   // (M, K) codes
+  ConstScales a_scales = {};          // (M, ceil(K / 128)); expert_stride is not read
+  ConstWeight b = {};                 // (E, N, K) codes, K contiguous
+  ConstScales b_scales = {};          // (E, ceil(N / 128), ceil(K / 128))
+  Rows d = {};                        // (M, N) out
   ConstRows bias = {};                // (E, N); null data: none
 };
 
@@ -94,30 +94,30 @@ struct ScaledGroupedGemm {
 // H = X[row_token] W1^T + b1;  A = activation(H). A is quantised from the float32 values as
 // QuantizeRows would; H is also rounded to dtype, or quantised, if it is to be kept.
 struct ScaledUp {
-  Sizes sizes;
+  Sizes sizes = {};
   DType dtype = DType::bfloat16;  // of bias and h: bfloat16, float16, float32
-  Activation activation;
+  Activation activation = {};
   GateUp order = GateUp::concatenated;  // of h and bias
-  Routing routing;                      // uses offsets, row_token
+  Routing routing = {};                 // uses offsets, row_token
   Float8 x_format = Float8::e4m3, w_format = Float8::e4m3;
   Float8 format = Float8::e4m3;  // of a and h_codes
   ScaleKind scale = ScaleKind::exact;
-  ConstRows x;                        // (T, H) codes, or (R, H) where row_token is null
-  ConstScales x_scales;               // (T or R, ceil(H / 128)); expert_stride is not read
-  ConstUpWeight w_up;                 // (E, I, H) codes twice, H contiguous
+  ConstRows x = {};                   // (T, H) codes, or (R, H) where row_token is null
+  ConstScales x_scales = {};          // (T or R, ceil(H / 128)); expert_stride is not read
+  ConstUpWeight w_up = {};            // (E, I, H) codes twice, H contiguous
   GatedWeight<ConstScales> w_scales;  // (E, ceil(I / 128), ceil(H / 128)) twice
-  ConstRows bias;                     // (E, W); null data: none
-  Rows h;                             // (R, W) out; null data: not kept
-  Rows h_codes;                       // (R, W) out, in halves; null data: not kept
-  Scales h_scales;                    // (R, halves * ceil(I / 128)) out, where h_codes are
-  Rows a;                             // (R, I) codes, out
-  Scales a_scales;                    // (R, ceil(I / 128)) out
+  ConstRows bias = {};                // (E, W); null data: none
+  Rows h = {};                        // (R, W) out; null data: not kept
+  Rows h_codes = {};                  // (R, W) out, in halves; null data: not kept
+  Scales h_scales = {};               // (R, halves * ceil(I / 128)) out, where h_codes are
+  Rows a = {};                        // (R, I) codes, out
+  Scales a_scales = {};               // (R, ceil(I / 128)) out
 };
 
 // Chunks of all rows, as QuantizeChunks (guild/float8_chunks.h) writes them.
 struct Chunks {
   uint8_t* codes = nullptr;  // (slots, columns, 128); null: not wanted
-  Scales scales;             // (slots, halves * ceil(columns of a half / 128))
+  Scales scales = {};        // (slots, halves * ceil(columns of a half / 128))
 };
 
 // With g = dO[row_token] W2 (not scaled), s = row_score and A recomputed from H:
@@ -125,28 +125,28 @@ struct Chunks {
 // and the operands of the weight gradients: dH and A' = s * A in dtype, or chunks of them, which
 // equal bit for bit what QuantizeChunks makes of dh_codes and, with powers of two, of A' in dtype.
 struct ScaledDownGradient {
-  Sizes sizes;
+  Sizes sizes = {};
   DType dtype = DType::bfloat16;  // of h, dh and a_scaled: bfloat16, float16, float32
-  Activation activation;
+  Activation activation = {};
   GateUp order = GateUp::concatenated;  // of h and dh
-  Routing routing;                      // uses offsets, row_token, row_score
+  Routing routing = {};                 // uses offsets, row_token, row_score
   Float8 dout_format = Float8::e4m3, w_format = Float8::e4m3, h_format = Float8::e4m3;
   Float8 format = Float8::e4m3;  // of dh_codes
   ScaleKind scale = ScaleKind::exact;
-  ConstRows dout;               // (T, H) codes, or (R, H) where row_token is null
-  ConstScales dout_scales;      // (T or R, ceil(H / 128)); expert_stride is not read
-  ConstWeight w_down;           // (E, H, I) codes, H contiguous
-  ConstScales w_scales;         // (E, ceil(H / 128), ceil(I / 128))
-  ConstRows h;                  // (R, W); null data: h_codes
-  ConstRows h_codes;            // (R, W) in halves; read where h is null
-  ConstScales h_scales;         // (R, halves * ceil(I / 128))
-  Rows dh_codes;                // (R, W) out, in halves
-  Scales dh_scales;             // (R, halves * ceil(I / 128)) out
-  Rows dh;                      // (R, W) out; null data: not wanted
-  Rows a_scaled;                // (R, I) out; null data: not wanted
-  Chunks dh_chunks;             // columns W, in halves; only with powers of two
-  Chunks a_chunks;              // columns I, e4m3
-  void* score_parts = nullptr;  // float32 (R, score_parts(sizes)) out; null: no dS
+  ConstRows dout = {};           // (T, H) codes, or (R, H) where row_token is null
+  ConstScales dout_scales = {};  // (T or R, ceil(H / 128)); expert_stride is not read
+  ConstWeight w_down = {};       // (E, H, I) codes, H contiguous
+  ConstScales w_scales = {};     // (E, ceil(H / 128), ceil(I / 128))
+  ConstRows h = {};              // (R, W); null data: h_codes
+  ConstRows h_codes = {};        // (R, W) in halves; read where h is null
+  ConstScales h_scales = {};     // (R, halves * ceil(I / 128))
+  Rows dh_codes = {};            // (R, W) out, in halves
+  Scales dh_scales = {};         // (R, halves * ceil(I / 128)) out
+  Rows dh = {};                  // (R, W) out; null data: not wanted
+  Rows a_scaled = {};            // (R, I) out; null data: not wanted
+  Chunks dh_chunks = {};         // columns W, in halves; only with powers of two
+  Chunks a_chunks = {};          // columns I, e4m3
+  void* score_parts = nullptr;   // float32 (R, score_parts(sizes)) out; null: no dS
 };
 
 }  // namespace guild

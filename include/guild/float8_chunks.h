@@ -27,20 +27,20 @@ struct QuantizeChunks {
   ScaleKind scale = ScaleKind::power_of_two;  // not read with x_scales
   int32_t const* offsets = nullptr;           // (groups + 1)
   int32_t const* row_token =
-      nullptr;               // (rows) row of x, zeros if there is none; null: the same row
-  ConstRows x;               // (tokens or rows, halves * columns)
-  ConstScales x_scales;      // (tokens or rows, halves * ceil(columns / 128)); null data:
-                             // x holds elements of dtype
-  uint8_t* codes = nullptr;  // (slots, halves * columns, 128) out
-  Scales scales;             // (slots, halves * ceil(columns / 128)) out; expert_stride is
-                             // not read
+      nullptr;                // (rows) row of x, zeros if there is none; null: the same row
+  ConstRows x = {};           // (tokens or rows, halves * columns)
+  ConstScales x_scales = {};  // (tokens or rows, halves * ceil(columns / 128)); null data:
+                              // x holds elements of dtype
+  uint8_t* codes = nullptr;   // (slots, halves * columns, 128) out
+  Scales scales = {};         // (slots, halves * ceil(columns / 128)) out; expert_stride is
+                              // not read
 };
 
 // Chunks of one operand, as above; the columns of one half, or all of them where there is only one.
 struct ConstChunks {
   uint8_t const* codes = nullptr;  // (slots, columns, 128)
   int64_t slot_stride = 0;         // from slot to slot; 0: columns * 128
-  ConstScales scales;              // (slots, ceil(columns / 128)); expert_stride is not read
+  ConstScales scales = {};         // (slots, ceil(columns / 128)); expert_stride is not read
 };
 
 // D[e] = A^T B over the rows of group e; A has `out` columns, B has `in`. Chunks are summed one
@@ -50,10 +50,10 @@ struct ChunkProduct {
   int64_t rows = 0, groups = 0, out = 0, in = 0;
   Float8 a_format = Float8::e4m3;    // b is e4m3
   int32_t const* offsets = nullptr;  // (groups + 1)
-  ConstChunks a, b;
+  ConstChunks a = {}, b = {};
   DType d_dtype = DType::bfloat16;  // bfloat16, float16, float32
   bool accumulate = false;          // add to D instead of writing it
-  Weight d;                         // (E, out, in)
+  Weight d = {};                    // (E, out, in)
 };
 
 }  // namespace guild

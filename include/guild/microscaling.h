@@ -53,8 +53,8 @@ struct QuantizeMicro {
   Microscaling format = Microscaling::mxfp8_e4m3;
   MicroRounding rounding = MicroRounding::floor;  // of MXFP8's scales
   ScaleOrder order = ScaleOrder::rows;
-  ConstRows x;                // (rows, columns)
-  Rows codes;                 // (rows, columns) bytes out, half as many for NVFP4
+  ConstRows x = {};           // (rows, columns)
+  Rows codes = {};            // (rows, columns) bytes out, half as many for NVFP4
   uint8_t* scales = nullptr;  // micro_scale_bytes() out
   float* global = nullptr;    // (1) of NVFP4: read where given, else written if there are rows
   bool global_given = false;
@@ -68,10 +68,10 @@ struct QuantizeMicro {
 struct RegroupMicro {
   int64_t rows = 0, columns = 0;
   Float8 format = Float8::e4m3;
-  ConstRows x;                        // (rows, columns) codes
+  ConstRows x = {};                   // (rows, columns) codes
   uint8_t const* x_scales = nullptr;  // (rows, ceil(columns / 32)), row by row
-  Rows codes;                         // (rows, columns) out
-  Scales scales;                      // (rows, ceil(columns / 128)) out
+  Rows codes = {};                    // (rows, columns) out
+  Scales scales = {};                 // (rows, ceil(columns / 128)) out
 };
 
 namespace cpu {

@@ -19,31 +19,31 @@ struct PeerStreams {
 };
 
 struct PeerForward {
-  Publish publish;
-  Meet published;  // the barrier after it
-  Tables tables;
-  Pull pull;
+  Publish publish = {};
+  Meet published = {};  // the barrier after it
+  Tables tables = {};
+  Pull pull = {};
   // For all ranks' tokens (ranks * Tm) and this rank's experts, with the sort; x: the pulled rows.
   // Neither o nor residual is used. Where its sizes have a room, `returned` compares the rows
   // needed, routing.offsets[experts], with it.
-  MoeForward layer;
-  Push push;  // y is in the layer's workspace
-  Meet returned;
-  Collect collect;
+  MoeForward layer = {};
+  Push push = {};  // y is in the layer's workspace
+  Meet returned = {};
+  Collect collect = {};
   Sort own = {};  // of this rank's tokens by all experts, for its offsets; null: not wanted
   PeerStreams streams = {};
 };
 
 struct PeerBackward {
-  Publish publish;  // dO
-  Meet published;
-  Pull pull;
+  Publish publish = {};  // dO
+  Meet published = {};
+  Pull pull = {};
   UpProjection again = {};  // recomputes layer.h; null h.data: forward has kept it
-  MoeBackward layer;        // as in forward; dx_rows instead of dx, dscores of all ranks' slots
-  Push push;                // dx_rows, where these are wanted
-  PushScores scores;        // dscores, where these are wanted
-  Meet returned;            // where either is wanted
-  Collect collect;
+  MoeBackward layer = {};   // as in forward; dx_rows instead of dx, dscores of all ranks' slots
+  Push push = {};           // dx_rows, where these are wanted
+  PushScores scores = {};   // dscores, where these are wanted
+  Meet returned = {};       // where either is wanted
+  Collect collect = {};
   ReturnedScores own_scores;
   PeerStreams streams = {};
 };

@@ -14,9 +14,9 @@ namespace guild {
 struct RouterLogits {
   int64_t tokens = 0, hidden = 0, experts = 0;
   DType dtype = DType::bfloat16;  // of x and weight; logits are float32, or float64 in float64
-  ConstRows x;                    // (T, H)
-  ConstRows weight;               // (E, H)
-  Rows logits;                    // (T, E) out
+  ConstRows x = {};               // (T, H)
+  ConstRows weight = {};          // (E, H)
+  Rows logits = {};               // (T, E) out
   void* workspace = nullptr;      // router_logits_workspace_bytes()
   bool sigmoid = false;           // whether to write sigmoid(logits) instead, as a gate's scores
 

@@ -48,8 +48,8 @@ constexpr bool needs_logits(Router const& router) {
 struct Route {
   int64_t tokens = 0, experts = 0, top_k = 0;
   DType dtype = DType::float32;  // of logits and scores: float32 or float64
-  Router router;
-  ConstRows logits;                      // (T, E)
+  Router router = {};
+  ConstRows logits = {};                 // (T, E)
   void const* selection_bias = nullptr;  // (E); null: none
   int32_t* ids = nullptr;                // (T, K) out, best first
   void* scores = nullptr;                // (T, K) out
@@ -65,13 +65,13 @@ struct Route {
 struct RouterGradient {
   int64_t tokens = 0, experts = 0, top_k = 0;
   DType dtype = DType::float32;
-  Router router;
+  Router router = {};
   int32_t const* ids = nullptr;   // (T, K); ids outside [0, E) get no gradient
   void const* scores = nullptr;   // (T, K) as Route gave them
   void const* slopes = nullptr;   // (T, K) as Route gave them; null with softmax
   void const* dscores = nullptr;  // (T, K)
-  ConstRows logits;               // (T, E) as given to Route; null data unless needs_logits(router)
-  Rows dlogits;                   // (T, E) out
+  ConstRows logits = {};          // (T, E) as given to Route; null data unless needs_logits(router)
+  Rows dlogits = {};              // (T, E) out
   // Where tokens have lists of any length: see Routing::token_offsets.
   int64_t slots = -1;
   int32_t const* token_offsets = nullptr;
@@ -113,15 +113,15 @@ enum class Rounding : int {
 };
 
 // Turns the choices of Route into lists of any length, with experts ascending in each. Weights are
-// computed as in Route, over the list instead of the K choices. Tokens whose first id is outside
-// [0, E) are padding.
+// computed as in Route, over the list instead of the K choices. The ids of a token are distinct, as
+// Route writes them; tokens whose first id is outside [0, E) are padding.
 struct TokenRounding {
   int64_t tokens = 0, experts = 0, top_k = 0;
   DType dtype = DType::float32;
-  Router router;  // its groups are ignored: tokens are added to experts of any group
+  Router router = {};  // its groups are ignored: tokens are added to experts of any group
   Rounding rounding = Rounding::nearest;
   int64_t tile = 128;
-  ConstRows logits;                  // (T, E) as given to Route
+  ConstRows logits = {};             // (T, E) as given to Route
   int32_t const* ids = nullptr;      // (T, K) as Route gave them
   int64_t const* seed = nullptr;     // (1) with Rounding::stochastic, else null
   int32_t* token_offsets = nullptr;  // (T + 1) out
@@ -142,7 +142,7 @@ struct BalanceSums {
   int64_t sequences = 1;  // divides T
   DType dtype = DType::float32;
   Score score = Score::softmax;
-  ConstRows logits;                     // (T, E)
+  ConstRows logits = {};                // (T, E)
   int32_t const* ids = nullptr;         // (T, K); ids outside [0, E) are not counted
   uint8_t const* token_mask = nullptr;  // (T); tokens with 0 are left out; null: all are counted
   void *shares = nullptr, *squares = nullptr;  // (sequences, E), (sequences) out
@@ -155,11 +155,11 @@ struct BalanceGradient {
   int64_t tokens = 0, experts = 0, sequences = 1;
   DType dtype = DType::float32;
   Score score = Score::softmax;
-  ConstRows logits;                     // (T, E)
+  ConstRows logits = {};                // (T, E)
   uint8_t const* token_mask = nullptr;  // (T)
   void const* dshares = nullptr;        // (sequences, E)
   void const* dsquares = nullptr;       // (sequences)
-  Rows dlogits;                         // (T, E) out
+  Rows dlogits = {};                    // (T, E) out
 };
 
 }  // namespace guild

@@ -6,7 +6,7 @@
 // token). Matrix products accumulate in fp32 (float64 in float64). Null means absent where a
 // comment says so. Rows before offsets[0] and those at or past offsets[E] are neither used nor
 // written, experts without rows get zero gradients, and a row_token outside [0, T) stands for a row
-// of zeros.
+// of zeros. An output shares memory with no input and no other output, unless a comment allows it.
 //
 // Algorithm: SonicMoE, arXiv:2512.14080, section 3 (backward from X, H and the routing alone).
 #pragma once
@@ -20,7 +20,7 @@ namespace guild {
 // contiguous along `out` or `rank` where the product's weight is along `out` or `in`.
 template <class W>
 struct LowRankTerm {
-  ConstRows t;
+  ConstRows t = {};
   W b;
   int64_t rank = 0;  // 0: no term
 };
@@ -29,28 +29,28 @@ struct LowRankTerm {
 
 // H = X[row_token] W1^T + b1;  A = activation(H)
 struct UpProjection {
-  Sizes sizes;
+  Sizes sizes = {};
   DType dtype = DType::bfloat16;
-  Activation activation;
+  Activation activation = {};
   GateUp order = GateUp::concatenated;       // of h and bias
-  Routing routing;                           // uses offsets, row_token
-  ConstRows x;                               // (T, H), or (R, H) where row_token is null
-  ConstUpWeight w_up;                        // (E, I, H) twice
-  ConstRows bias;                            // (E, W); null data: none
-  Rows h;                                    // (R, W) out; null data: not kept (inference)
-  Rows a;                                    // (R, I) out
+  Routing routing = {};                      // uses offsets, row_token
+  ConstRows x = {};                          // (T, H), or (R, H) where row_token is null
+  ConstUpWeight w_up = {};                   // (E, I, H) twice
+  ConstRows bias = {};                       // (E, W); null data: none
+  Rows h = {};                               // (R, W) out; null data: not kept (inference)
+  Rows a = {};                               // (R, I) out
   LowRankTerm<ConstUpWeight> low_rank = {};  // of H; b: (E, I, rank) twice
 };
 
 // Y = A W2^T + b2
 struct DownProjection {
-  Sizes sizes;
+  Sizes sizes = {};
   DType dtype = DType::bfloat16;
-  Routing routing;                         // uses offsets
-  ConstRows a;                             // (R, I)
-  ConstWeight w_down;                      // (E, H, I)
-  ConstRows bias;                          // (E, H); null data: none
-  Rows y;                                  // (R, H) out
+  Routing routing = {};                    // uses offsets
+  ConstRows a = {};                        // (R, I)
+  ConstWeight w_down = {};                 // (E, H, I)
+  ConstRows bias = {};                     // (E, H); null data: none
+  Rows y = {};                             // (R, H) out
   LowRankTerm<ConstWeight> low_rank = {};  // of Y; b: (E, H, rank)
   // Whether the previous step on the queue was an up projection with the same offsets: w_down may
   // then be read while that still runs, which hides some of the load time where rows are few.
@@ -60,20 +60,20 @@ struct DownProjection {
 // sum over k of dlogits[t, ids[t, k]] * weight[ids[t, k]]: the router's part of dX where only the
 // chosen experts' logits have gradients, that is, where scores are renormalised or sigmoids.
 struct RouterPart {
-  ConstRows dlogits;             // (T, E); null data: no such part
+  ConstRows dlogits = {};        // (T, E); null data: no such part
   int32_t const* ids = nullptr;  // (T, K) like slot_row; ids outside [0, E) add nothing
-  ConstRows weight;              // (E, H)
+  ConstRows weight = {};         // (E, H)
 };
 
 // O[t] = residual[t] + sum over k of slot_score[t, k] * Y[slot_row[t, k]] + router part, in fp32 in
 // a fixed order; slots at -1 add nothing. Without slot_score it is the plain sum, which is the
 // gradient of the gather.
 struct Combine {
-  Sizes sizes;
+  Sizes sizes = {};
   DType dtype = DType::bfloat16;
-  Routing routing;          // uses slot_row, slot_score
-  ConstRows y;              // (R, H)
-  Rows o;                   // (T, H) out
+  Routing routing = {};     // uses slot_row, slot_score
+  ConstRows y = {};         // (R, H)
+  Rows o = {};              // (T, H) out
   ConstRows residual = {};  // (T, H), may be o itself; null data: none
   RouterPart router = {};   // only without slot_score
   // (T), score dtype: multiplies the residual; the products are rounded. Null: 1.
@@ -87,16 +87,16 @@ struct Combine {
 // and, over the rows of each expert, the gradients of the biases, as in BiasGradient:
 //   db1 = sum of dH;   db2 = sum of s * dO[row_token]
 struct DownGradient {
-  Sizes sizes;
+  Sizes sizes = {};
   DType dtype = DType::bfloat16;
-  Activation activation;
+  Activation activation = {};
   GateUp order = GateUp::concatenated;  // of h and dh
-  Routing routing;                      // uses offsets, row_token, row_score
-  ConstRows dout;                       // (T, H), or (R, H) where row_token is null
-  ConstWeight w_down;                   // (E, H, I)
-  ConstRows h;                          // (R, W)
-  Rows dh;                              // (R, W) out
-  Rows a_scaled;                        // (R, I) out; null data: not wanted
+  Routing routing = {};                 // uses offsets, row_token, row_score
+  ConstRows dout = {};                  // (T, H), or (R, H) where row_token is null
+  ConstWeight w_down = {};              // (E, H, I)
+  ConstRows h = {};                     // (R, W)
+  Rows dh = {};                         // (R, W) out
+  Rows a_scaled = {};                   // (R, I) out; null data: not wanted
   void* score_parts = nullptr;          // (R, score_parts(sizes)) out, score dtype; null: no dS
   Rows db_up = {};                      // (E, W) out, in dh's order; null data: not wanted
   Rows db_down = {};                    // (E, H) out; null data: not wanted
@@ -109,25 +109,25 @@ struct DownGradient {
 // dscores[t, k] = sum over parts of score_parts[r] + <dO[t], b2[e of r]>, r = slot_row[t, k];
 // zero for slots at -1. Sums in a fixed order.
 struct ScoreGradient {
-  Sizes sizes;
+  Sizes sizes = {};
   DType dtype = DType::bfloat16;      // of dout and bias
-  Routing routing;                    // uses slot_row, and offsets where there is a bias
+  Routing routing = {};               // uses slot_row, and offsets where there is a bias
   void const* score_parts = nullptr;  // (R, score_parts(sizes))
-  ConstRows dout;                     // (T, H); read only where there is a bias
-  ConstRows bias;                     // (E, H) b2; null data: none
+  ConstRows dout = {};                // (T, H); read only where there is a bias
+  ConstRows bias = {};                // (E, H) b2; null data: none
   void* dscores = nullptr;            // (T, K) out
 };
 
 // dX~ = dH W1, by row. Combine without scores turns it into dX.
 struct UpGradient {
-  Sizes sizes;
+  Sizes sizes = {};
   DType dtype = DType::bfloat16;
   bool gated = true;
   GateUp order = GateUp::concatenated;     // of dh
-  Routing routing;                         // uses offsets
-  ConstRows dh;                            // (R, W)
-  ConstUpWeight w_up;                      // (E, I, H) twice
-  Rows dx;                                 // (R, H) out
+  Routing routing = {};                    // uses offsets
+  ConstRows dh = {};                       // (R, W)
+  ConstUpWeight w_up = {};                 // (E, I, H) twice
+  Rows dx = {};                            // (R, H) out
   LowRankTerm<ConstWeight> low_rank = {};  // of dX~; b: (E, H, rank)
 };
 
@@ -143,29 +143,29 @@ struct WeightSchedule {
 
 // dW1[e] = dH[rows of e]^T X[row_token of them]: (E, I, H) twice, written with the given strides.
 struct UpWeightGradient {
-  Sizes sizes;
+  Sizes sizes = {};
   DType dtype = DType::bfloat16;     // of x and dh
   DType dw_dtype = DType::bfloat16;  // dtype or float32
   bool accumulate = false;           // add to dw instead of writing it
   bool gated = true;
   GateUp order = GateUp::concatenated;  // of dh
-  Routing routing;                      // uses offsets, row_token
-  ConstRows x;                          // (T, H), or (R, H) where row_token is null
-  ConstRows dh;                         // (R, W)
-  UpWeight dw;                          // (E, I, H) twice, out
+  Routing routing = {};                 // uses offsets, row_token
+  ConstRows x = {};                     // (T, H), or (R, H) where row_token is null
+  ConstRows dh = {};                    // (R, W)
+  UpWeight dw = {};                     // (E, I, H) twice, out
   WeightSchedule schedule = {};
 };
 
 // dW2[e] = dO[row_token of e]^T A'[rows of e]: (E, H, I)
 struct DownWeightGradient {
-  Sizes sizes;
+  Sizes sizes = {};
   DType dtype = DType::bfloat16;     // of dout and a
   DType dw_dtype = DType::bfloat16;  // dtype or float32
   bool accumulate = false;
-  Routing routing;  // uses offsets, row_token
-  ConstRows dout;   // (T, H), or (R, H) where row_token is null
-  ConstRows a;      // (R, I): A' = s * A
-  Weight dw;        // (E, H, I) out
+  Routing routing = {};  // uses offsets, row_token
+  ConstRows dout = {};   // (T, H), or (R, H) where row_token is null
+  ConstRows a = {};      // (R, I): A' = s * A
+  Weight dw = {};        // (E, H, I) out
   WeightSchedule schedule = {};
 };
 
@@ -176,10 +176,10 @@ struct BiasGradient {
   DType dtype = DType::bfloat16;             // of m
   DType db_dtype = DType::bfloat16;          // dtype or float32
   bool accumulate = false;
-  Routing routing;      // uses offsets; row_token and row_score unless null
-  ConstRows m;          // (rows or tokens, width)
-  Rows db;              // (E, width) out
-  int64_t tokens = -1;  // rows of m where gathered
+  Routing routing = {};  // uses offsets; row_token and row_score unless null
+  ConstRows m = {};      // (rows or tokens, width)
+  Rows db = {};          // (E, width) out
+  int64_t tokens = -1;   // rows of m where gathered
 };
 
 // ---- level 1: the bare grouped product ----------------------------------------------------------
@@ -206,28 +206,28 @@ struct GroupedGemm {
   DType out_dtype = DType::bfloat16;        // dtype or float32
   bool accumulate = false;                  // D += instead of D =
   int32_t const* offsets = nullptr;         // (E) end of each group; null for Ragged::none
-  Operand a, b, d;                          // a and b are only read
-  ConstRows bias;                           // (E, N), Ragged::columns: (E, M); null data: none
+  Operand a = {}, b = {}, d = {};           // a and b are only read
+  ConstRows bias = {};                      // (E, N), Ragged::columns: (E, M); null data: none
 };
 
 // ---- composites ---------------------------------------------------------------------------------
 
-// Sort (if given), up projection, down projection, combine. Where routing.slot_row is null, o has R
-// rows, in sorted order.
+// Sort (if given), up projection, down projection, combine. Where routing has no slots (row_token,
+// slot_row and token_offsets null), x and o have R rows, in sorted order, and scores are not used.
 struct MoeForward {
-  Sizes sizes;
+  Sizes sizes = {};
   DType dtype = DType::bfloat16;
-  Activation activation;
+  Activation activation = {};
   GateUp order = GateUp::concatenated;
-  Routing routing;
-  ConstRows x;                // (T, H)
-  ConstUpWeight w_up;         // (E, I, H) twice
-  ConstWeight w_down;         // (E, H, I)
-  ConstRows b_up, b_down;     // (E, W), (E, H); null data: none
-  Rows h;                     // (R, W) out, kept for backward; null data: inference
-  Rows o;                     // (T, H) out
-  void* workspace = nullptr;  // moe_forward_workspace_bytes()
-  ConstRows residual = {};    // (T, H) of combine; null data: none, as it must be if o has R rows
+  Routing routing = {};
+  ConstRows x = {};                  // (T, H), or (R, H) without slots
+  ConstUpWeight w_up = {};           // (E, I, H) twice
+  ConstWeight w_down = {};           // (E, H, I)
+  ConstRows b_up = {}, b_down = {};  // (E, W), (E, H); null data: none
+  Rows h = {};                       // (R, W) out, kept for backward; null data: inference
+  Rows o = {};                       // (T, H), or (R, H) without slots, out
+  void* workspace = nullptr;         // moe_forward_workspace_bytes()
+  ConstRows residual = {};  // (T, H) of combine; null data: none, as it must be if o has R rows
   // The sort that makes `routing`, to run first: its outputs are routing's arrays. On CUDA the
   // products do it themselves where slots are few. Null: routing is complete already.
   Sort const* sort = nullptr;
@@ -236,26 +236,27 @@ struct MoeForward {
 
 // Down gradient with db1 and db2, score gradient, dW2, dW1, up gradient, combine gradient. Outputs
 // with null data are not computed. With dh and a_scaled, and without dw_up and dw_down, it leaves
-// the weight gradients to MoeWeightGradients.
+// the weight gradients to MoeWeightGradients. Rows are weighted by row_score, which forward's
+// slot_score must agree with.
 struct MoeBackward {
-  Sizes sizes;
+  Sizes sizes = {};
   DType dtype = DType::bfloat16;
   DType dw_dtype = DType::bfloat16;  // of dw_up, dw_down and the bias gradients
   bool accumulate = false;           // add to the weight and bias gradients
-  Activation activation;
+  Activation activation = {};
   GateUp order = GateUp::concatenated;
-  Routing routing;
-  ConstRows dout, x, h;  // (T, H), (T, H), (R, W)
-  ConstUpWeight w_up;
-  ConstWeight w_down;
-  ConstRows b_down;           // (E, H), for dscores; null data: none
-  Rows dx;                    // (T, H) out
-  UpWeight dw_up;             // out
-  Weight dw_down;             // out
-  Rows db_up, db_down;        // (E, W), (E, H) out
-  void* dscores = nullptr;    // (T, K) out
-  void* workspace = nullptr;  // moe_backward_workspace_bytes()
-  Rows dx_rows = {};          // (R, H) out, instead of dx: the caller runs the Combine
+  Routing routing = {};
+  ConstRows dout = {}, x = {}, h = {};  // (T, H), (T, H), (R, W)
+  ConstUpWeight w_up = {};
+  ConstWeight w_down = {};
+  ConstRows b_down = {};          // (E, H), for dscores; null data: none
+  Rows dx = {};                   // (T, H) out
+  UpWeight dw_up = {};            // out
+  Weight dw_down = {};            // out
+  Rows db_up = {}, db_down = {};  // (E, W), (E, H) out
+  void* dscores = nullptr;        // (T, K) out
+  void* workspace = nullptr;      // moe_backward_workspace_bytes()
+  Rows dx_rows = {};              // (R, H) out, instead of dx: the caller runs the Combine
   // (R, W), (R, I) out: dH and A', the operands of the weight gradients. Both or neither; null
   // data: they are in the workspace.
   Rows dh = {}, a_scaled = {};
@@ -264,22 +265,23 @@ struct MoeBackward {
 // The schedule of the weight gradients, dW2, dW1: what MoeBackward has left out. Outputs with null
 // data are not computed; their operands are not read.
 struct MoeWeightGradients {
-  Sizes sizes;
+  Sizes sizes = {};
   DType dtype = DType::bfloat16;     // of the operands
   DType dw_dtype = DType::bfloat16;  // dtype or float32
   bool accumulate = false;           // add to dw_up and dw_down instead of writing them
   bool gated = true;
   GateUp order = GateUp::concatenated;  // of dh
-  Routing routing;                      // uses offsets, row_token
-  ConstRows x, dout;                    // (T, H), or (R, H) where row_token is null
-  ConstRows dh, a_scaled;               // (R, W), (R, I), as backward left them
-  UpWeight dw_up;                       // (E, I, H) twice, out
-  Weight dw_down;                       // (E, H, I) out
+  Routing routing = {};                 // uses offsets, row_token
+  ConstRows x = {}, dout = {};          // (T, H), or (R, H) where row_token is null
+  ConstRows dh = {}, a_scaled = {};     // (R, W), (R, I), as backward left them
+  UpWeight dw_up = {};                  // (E, I, H) twice, out
+  Weight dw_down = {};                  // (E, H, I) out
   void* workspace = nullptr;            // moe_weight_gradients_workspace_bytes()
 };
 
-// Bytes of the work buffers above, aligned to 256; the same for both backends. Sizes may be 0.
-// Negative sizes, sizes above a step's limits and products that overflow int64_t throw Error.
+// Bytes of the work buffers above, which begin at multiples of 16; the same for both backends.
+// Tokens, slots and rows may be 0. // Negative sizes, sizes above a step's limits and products that
+// overflow int64_t throw Error.
 int64_t sort_workspace_bytes(int64_t tokens, int64_t experts, int64_t top_k);
 int64_t rounding_workspace_bytes(int64_t tokens, int64_t experts);
 int64_t balance_workspace_bytes(int64_t tokens, int64_t experts, int64_t sequences);

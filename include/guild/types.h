@@ -44,7 +44,7 @@ struct ConstRows {
 // One matrix per expert, seen as (E, out, in) whatever its order in memory: element (e, o, i) is at
 // data[e * expert_stride + o * out_stride + i * in_stride]. Matrices that are not evenly spaced
 // need expert_at, (E) in the backend's memory: expert_at[e] >= 0 then takes the place of e, and
-// expert_stride divides all their distances.
+// expert_stride divides all their distances. A stride of 0 repeats an input's elements.
 struct Weight {
   void* data = nullptr;
   int64_t expert_stride = 0, out_stride = 0, in_stride = 1;
@@ -124,8 +124,9 @@ struct ActivationOf {
 using Activation = ActivationOf<double>;
 
 // Which rows belong to which expert and token; written by sort_by_expert(). Index arrays are int32.
-// With row_token and slot_row null the caller's rows are already sorted: row r reads row r of X and
-// dO, and nothing is combined. Scores are float32, or float64 where the layer's dtype is float64.
+// With row_token, slot_row and token_offsets null there are no slots: the caller's rows are already
+// sorted, row r reads row r of X and dO, and nothing is combined. Scores are float32, or float64
+// where the layer's dtype is float64.
 struct Routing {
   int32_t const* offsets = nullptr;    // (E + 1) rows of expert e: offsets[e] .. offsets[e + 1]
   int32_t const* row_token = nullptr;  // (R) the token of each row

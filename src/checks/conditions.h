@@ -3,8 +3,10 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <limits>
 
 #include "checks/check.h"
+#include "compose.h"
 
 namespace guild {
 
@@ -155,13 +157,33 @@ inline void check_layer(Sizes const& s, DType dtype, Routing const& routing) {
   check_pointer(routing.offsets, true, "routing.offsets");
 }
 
-inline void check_activation(Activation const& a) {
+// 0 or a normal number of float32, in which routers and activations mostly compute.
+inline bool is_float32(double x) {
+  return x == 0 || (std::abs(x) >= std::numeric_limits<float>::min() &&
+                    std::abs(x) <= std::numeric_limits<float>::max());
+}
+
+// Which rows are whose: slots and rows know each other, or neither is given.
+inline void check_places(Sizes const& s, Routing const& routing) {
+  check_lists(s.slots, routing.token_offsets);
+  bool const slots = has_slots(routing);
+  check_pointer(routing.slot_row, slots && s.slot_count() > 0, "routing.slot_row");
+  check_pointer(routing.row_token, slots && s.rows() > 0, "routing.row_token");
+  require(slots || routing.row_token == nullptr,
+          "routing.row_token: expected null without slot_row, got a pointer");
+}
+
+inline void check_activation(Activation const& a, DType dtype) {
   auto const kind = int(a.kind);
+  bool const wide = dtype == DType::float64;
+  char const* const range = wide ? "" : " in float32's normal range";
+  auto const fits = [wide](double x) { return std::isfinite(x) && (wide || is_float32(x)); };
   require(kind >= 0 && kind <= int(Activation::Kind::relu_squared),
           "activation.kind: expected 0 to 4, got ", kind);
-  require(std::isfinite(a.alpha), "activation.alpha: expected a finite number, got ", a.alpha);
-  require(a.limit > 0, "activation.limit: expected a positive number, got ", a.limit);
-  require(std::isfinite(a.up_offset), "activation.up_offset: expected a finite number, got ",
+  require(fits(a.alpha), "activation.alpha: expected a finite number", range, ", got ", a.alpha);
+  require(a.limit > 0 && (std::isinf(a.limit) || fits(a.limit)),
+          "activation.limit: expected a positive number", range, ", got ", a.limit);
+  require(fits(a.up_offset), "activation.up_offset: expected a finite number", range, ", got ",
           a.up_offset);
 }
 

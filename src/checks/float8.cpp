@@ -10,7 +10,7 @@ template <class Step>
 void check_scaled_step(Step const& x) {
   check_layer(x.sizes, x.dtype, x.routing);
   check_element(x.dtype, "dtype");
-  check_activation(x.activation);
+  check_activation(x.activation, x.dtype);
   check_order(x.order);
   check_format(x.w_format, "w_format");
   check_format(x.format, "format");
@@ -42,6 +42,8 @@ void check(QuantizeWeights const& x) {
   int64_t const rows = x.halves() * x.out;
   check_size(rows, 1, kMostColumns, "out, of both halves");
   check_weight(x.codes, x.experts, rows, x.in, "codes", true);
+  require(x.codes.expert_at == nullptr && x.transposed.expert_at == nullptr,
+          "codes: expected evenly spaced matrices, without expert_at, got a pointer");
   if (x.transposed.data != nullptr) {
     check_weight(x.transposed, x.experts, rows, x.in, "transposed", true);
   }

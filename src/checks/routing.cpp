@@ -10,12 +10,6 @@ namespace guild {
 
 namespace {
 
-// 0 or a normal number of float32, in which most routers compute.
-bool is_float32(double x) {
-  return x == 0 || (std::abs(x) >= std::numeric_limits<float>::min() &&
-                    std::abs(x) <= std::numeric_limits<float>::max());
-}
-
 void check_router(Router const& router) {
   require(int(router.score) >= 0 && int(router.score) <= int(Score::sqrt_softplus),
           "router.score: expected 0 (softmax), 1 (sigmoid) or 2 (sqrt_softplus), got ",

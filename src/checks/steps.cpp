@@ -14,6 +14,8 @@ void check_up_weight(GatedWeight<W> const& w, Sizes const& s, bool gated, char c
                      char const* up_name, bool output) {
   check_weight(w.gate, s.experts, s.intermediate, s.hidden, gate_name, output);
   if (gated) check_weight(w.up, s.experts, s.intermediate, s.hidden, up_name, output);
+  require(!output || !gated || w.gate.data != w.up.data, up_name, ": expected other memory than ",
+          gate_name, "'s, got the same");
 }
 
 void check_term(ConstRows const& t, Sizes const& s, int64_t rank) {
@@ -28,6 +30,14 @@ void check_low_rank(LowRankTerm<ConstWeight> const& term, Sizes const& s, int64_
 
 void check_workspace(void const* workspace, int64_t bytes) {
   require(workspace != nullptr || bytes == 0, "workspace: expected ", bytes, " bytes, got null");
+  require(uintptr_t(workspace) % kWorkspaceAlignment == 0, "workspace: expected an address that ",
+          kWorkspaceAlignment, " divides, got one that leaves ",
+          uintptr_t(workspace) % kWorkspaceAlignment);
+}
+
+// Whether either half of the up projection's gradient is wanted: check_up_weight asks for both.
+bool wants_up(UpWeight const& dw, bool gated) {
+  return dw.gate.data != nullptr || (gated && dw.up.data != nullptr);
 }
 
 }  // namespace
@@ -36,7 +46,7 @@ void check(UpProjection const& x) {
   Sizes const& s = x.sizes;
   bool const gated = x.activation.gated;
   check_layer(s, x.dtype, x.routing);
-  check_activation(x.activation);
+  check_activation(x.activation, x.dtype);
   check_order(x.order);
   check_rows(x.x, input_rows(s, x.routing), s.hidden, "x");
   check_up_weight(x.w_up, s, gated, "w_up.gate", "w_up.up", false);
@@ -85,7 +95,7 @@ void check(DownGradient const& x) {
   Sizes const& s = x.sizes;
   bool const gated = x.activation.gated;
   check_layer(s, x.dtype, x.routing);
-  check_activation(x.activation);
+  check_activation(x.activation, x.dtype);
   check_order(x.order);
   check_rows(x.dout, input_rows(s, x.routing), s.hidden, "dout");
   check_weight(x.w_down, s.experts, s.hidden, s.intermediate, "w_down", false);
@@ -175,6 +185,8 @@ void check_sort_of(Sort const& sort, MoeForward const& x) {
           "sort: expected routing's arrays as its outputs");
   require(r.row_score == nullptr || sort.scores != nullptr,
           "sort.scores: expected a pointer with routing.row_score, got null");
+  require(r.row_score == nullptr || sort.scores == r.slot_score,
+          "sort.scores: expected routing.slot_score with routing.row_score, got another pointer");
   require(sort.scores == nullptr || sort.score_dtype == score_dtype(x.dtype),
           "sort.score_dtype: expected ", name_of(score_dtype(x.dtype)), " like the layer, got ",
           name_of(sort.score_dtype));
@@ -186,8 +198,11 @@ void check(MoeForward const& x) {
   Sizes const& s = x.sizes;
   bool const gated = x.activation.gated;
   check_layer(s, x.dtype, x.routing);
-  check_lists(s.slots, x.routing.token_offsets);
-  check_activation(x.activation);
+  check_places(s, x.routing);
+  bool const unweighted = x.routing.slot_score == nullptr && s.rows() > 0;
+  require(x.routing.row_score == nullptr || !unweighted || !has_slots(x.routing),
+          "routing.slot_score: expected a pointer with row_score, got null");
+  check_activation(x.activation, x.dtype);
   check_order(x.order);
   check_rows(x.x, input_rows(s, x.routing), s.hidden, "x");
   check_up_weight(x.w_up, s, gated, "w_up.gate", "w_up.up", false);
@@ -209,21 +224,21 @@ void check(MoeBackward const& x) {
   Sizes const& s = x.sizes;
   bool const gated = x.activation.gated;
   check_layer(s, x.dtype, x.routing);
-  check_lists(s.slots, x.routing.token_offsets);
+  check_places(s, x.routing);
   check_gradient_dtype(x.dw_dtype, x.dtype, "dw_dtype");
-  check_activation(x.activation);
+  check_activation(x.activation, x.dtype);
   check_order(x.order);
   check_rows(x.dout, input_rows(s, x.routing), s.hidden, "dout");
-  if (x.dw_up.gate.data != nullptr) check_rows(x.x, input_rows(s, x.routing), s.hidden, "x");
+  if (wants_up(x.dw_up, gated)) check_rows(x.x, input_rows(s, x.routing), s.hidden, "x");
   check_rows(x.h, s.rows(), width(s, gated), "h");
   check_up_weight(x.w_up, s, gated, "w_up.gate", "w_up.up", false);
   check_weight(x.w_down, s.experts, s.hidden, s.intermediate, "w_down", false);
   check_optional_rows(x.b_down, s.experts, s.hidden, "b_down");
-  check_optional_rows(x.dx, s.tokens, s.hidden, "dx");
+  check_optional_rows(x.dx, has_slots(x.routing) ? s.tokens : s.rows(), s.hidden, "dx");
   check_optional_rows(x.dx_rows, s.rows(), s.hidden, "dx_rows");
   require(x.dx.data == nullptr || x.dx_rows.data == nullptr,
           "dx_rows: expected null with dx, got a pointer");
-  if (x.dw_up.gate.data != nullptr) {
+  if (wants_up(x.dw_up, gated)) {
     check_up_weight(x.dw_up, s, gated, "dw_up.gate", "dw_up.up", true);
   }
   if (x.dw_down.data != nullptr) {
@@ -248,7 +263,7 @@ void check(MoeWeightGradients const& x) {
   check_layer(s, x.dtype, x.routing);
   check_gradient_dtype(x.dw_dtype, x.dtype, "dw_dtype");
   check_order(x.order);
-  if (x.dw_up.gate.data != nullptr) {
+  if (wants_up(x.dw_up, x.gated)) {
     check_rows(x.x, input_rows(s, x.routing), s.hidden, "x");
     check_rows(x.dh, s.rows(), width(s, x.gated), "dh");
     check_up_weight(x.dw_up, s, x.gated, "dw_up.gate", "dw_up.up", true);

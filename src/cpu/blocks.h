@@ -5,6 +5,7 @@
 #pragma once
 #include <algorithm>
 #include <cstdint>
+#include <exception>
 #include <vector>
 
 #include "guild/types.h"
@@ -59,11 +60,20 @@ inline std::vector<Block> row_blocks(Groups const& groups) {
 inline constexpr double kLeastWork = 32768;
 
 // Calls body(i) for i in [0, count), on as many threads as OpenMP gives where there is enough work
-// for them. body must not throw.
+// for them. Throws what one of them threw, such as std::bad_alloc, after all have ended.
 template <class Body>
 void parallel(int64_t count, double work, Body&& body) {
+  std::exception_ptr thrown;
 #pragma omp parallel for schedule(dynamic) if (count > 1 && work >= kLeastWork)
-  for (int64_t i = 0; i < count; ++i) body(i);
+  for (int64_t i = 0; i < count; ++i) {
+    try {
+      body(i);
+    } catch (...) {
+#pragma omp critical
+      thrown = std::current_exception();
+    }
+  }
+  if (thrown) std::rethrow_exception(thrown);
 }
 
 // Calls body(a, b) for every pair, in parallel.

@@ -108,6 +108,7 @@ void route_tokens(RouterLogits const& product, Route const& x) {
   Rows const logits{product.workspace};
   Route routed = x;
   routed.logits = logits;
+  check(routed);
   multiply(product, logits);
   route(routed);
   if (product.gate.data != nullptr) router_logits(gate_of(product));

@@ -7,7 +7,10 @@
 
 namespace guild {
 
-// Divides a buffer into 256-byte aligned parts; with a null base it only counts bytes.
+inline constexpr uintptr_t kWorkspaceAlignment = 16;  // bytes, of a buffer's beginning
+
+// Divides a buffer into parts that begin at multiples of 256 bytes from its beginning; with a null
+// base it only counts bytes.
 class Carver {
  public:
   explicit Carver(void* base) : base_(static_cast<std::byte*>(base)) {}

@@ -27,20 +27,55 @@ void expect_lists(WrongCalls<Args> const& wrong) {
               [](Args& x) -> auto& { return x.routing.token_offsets; });
 }
 
+void without_slots(Routing& routing) { routing.row_token = routing.slot_row = nullptr; }
+
 template <class Args>
 void expect_activation(WrongCalls<Args> const& wrong) {
   for (int const kind : {-1, 5}) {
     wrong.expect(text_of("activation.kind: expected 0 to 4, got ", kind),
                  [=](Args& x) { x.activation.kind = Activation::Kind(kind); });
   }
-  wrong.expect("activation.alpha: expected a finite number, got inf",
-               [](Args& x) { x.activation.alpha = INFINITY; });
-  for (float const limit : {0.f, -7.f, NAN}) {
-    wrong.expect(text_of("activation.limit: expected a positive number, got ", limit),
+  // Kernels compute in float32.
+  char const* const range = " number in float32's normal range, got ";
+  for (double const alpha : {double(INFINITY), 1e39}) {
+    wrong.expect(text_of("activation.alpha: expected a finite", range, alpha),
+                 [=](Args& x) { x.activation.alpha = alpha; });
+  }
+  for (double const limit : {0., -7., double(NAN), 1e-60}) {
+    wrong.expect(text_of("activation.limit: expected a positive", range, limit),
                  [=](Args& x) { x.activation.limit = limit; });
   }
-  wrong.expect("activation.up_offset: expected a finite number, got nan",
-               [](Args& x) { x.activation.up_offset = NAN; });
+  for (double const offset : {double(NAN), -1e39}) {
+    wrong.expect(text_of("activation.up_offset: expected a finite", range, offset),
+                 [=](Args& x) { x.activation.up_offset = offset; });
+  }
+}
+
+// Slots and rows that know each other.
+template <class Args>
+void expect_places(WrongCalls<Args> const& wrong) {
+  wrong.expect("routing.slot_row: expected a pointer, got null", [](Args& x) {
+    x.sizes.slots = 8, x.routing.token_offsets = x.routing.offsets, x.routing.slot_row = nullptr;
+  });
+  wrong.expect("routing.row_token: expected a pointer, got null",
+               [](Args& x) { x.routing.row_token = nullptr; });
+  wrong.expect("routing.row_token: expected null without slot_row, got a pointer",
+               [](Args& x) { x.routing.slot_row = nullptr; });
+}
+
+template <class Args>
+void expect_workspace(WrongCalls<Args> const& wrong) {
+  wrong.expect("workspace: expected an address that 16 divides, got one that leaves 4",
+               [](Args& x) { x.workspace = static_cast<char*>(x.workspace) + 4; });
+}
+
+// Both halves of the up projection's gradient, or neither, each in its own memory.
+template <class Args>
+void expect_halves(WrongCalls<Args> const& wrong) {
+  wrong.expect("dw_up.gate: expected 2 matrices of 8 x 16, got null",
+               [](Args& x) { x.dw_up.gate.data = nullptr; });
+  wrong.expect("dw_up.up: expected other memory than dw_up.gate's, got the same",
+               [](Args& x) { x.dw_up.up.data = x.dw_up.gate.data; });
 }
 
 template <class Args>
@@ -262,13 +297,17 @@ TEST(Check, MoeForward) {
   wrong.optional_rows("h", &MoeForward::h, 16);
   wrong.rows("o", &MoeForward::o, 4, 16);
   wrong.expect("o: expected 8 rows of 16, got null",  // where rows are not combined
-               [](auto& x) { x.o = {}, x.routing.slot_row = nullptr; });
+               [](auto& x) { x.o = {}, without_slots(x.routing); });
   wrong.expect("residual: expected null where rows are not combined, got a pointer",
-               [](auto& x) { x.residual = x.x, x.routing.slot_row = nullptr; });
+               [](auto& x) { x.residual = x.x, without_slots(x.routing); });
   wrong.optional_rows("residual", &MoeForward::residual, 16);
   wrong.expect("residual_scale: expected null without a residual, got a pointer",
                [](auto& x) { x.residual = {}, x.residual_scale = x.x.data; });
   wrong.expect("workspace: expected 1024 bytes, got null", [](auto& x) { x.workspace = nullptr; });
+  wrong.expect("routing.slot_score: expected a pointer with row_score, got null",
+               [](auto& x) { x.routing.slot_score = nullptr; });
+  expect_places(wrong);
+  expect_workspace(wrong);
   expect_sort(wrong);
 }
 
@@ -293,7 +332,8 @@ TEST(Check, MoeBackward) {
   wrong.output_weight("dw_down", &MoeBackward::dw_down, 16, 8);
   wrong.optional_rows("db_up", &MoeBackward::db_up, 16);
   wrong.optional_rows("db_down", &MoeBackward::db_down, 16);
-  wrong.pointer("routing.slot_row", kSlotRow);
+  wrong.expect("routing.slot_row: expected a pointer, got null",  // for dscores
+               [](auto& x) { without_slots(x.routing); });
   wrong.optional_rows("dh", &MoeBackward::dh, 16);
   wrong.optional_rows("a_scaled", &MoeBackward::a_scaled, 8);
   wrong.expect("dh: expected a buffer with a_scaled, got null", [](auto& x) { x.dh = {}; });
@@ -301,6 +341,9 @@ TEST(Check, MoeBackward) {
   auto const in_workspace = [](auto& x) { x.workspace = nullptr, x.dh = x.a_scaled = {}; };
   wrong.expect("workspace: expected 2304 bytes, got null", in_workspace);
   wrong.expect("workspace: expected 1536 bytes, got null", [](auto& x) { x.workspace = nullptr; });
+  expect_places(wrong);
+  expect_workspace(wrong);
+  expect_halves(wrong);
 }
 
 TEST(Check, MoeWeightGradients) {
@@ -318,6 +361,8 @@ TEST(Check, MoeWeightGradients) {
   wrong.weight("dw_up.up", [](Step& x) -> auto& { return x.dw_up.up; }, 8, 16);
   wrong.output_weight("dw_down", &Step::dw_down, 16, 8);
   wrong.expect("workspace: expected 768 bytes, got null", [](auto& x) { x.workspace = nullptr; });
+  expect_workspace(wrong);
+  expect_halves(wrong);
 }
 
 TEST(Check, CudaSaysWhyItCannotRun) {

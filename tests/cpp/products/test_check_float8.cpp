@@ -6,6 +6,8 @@ namespace guild::test {
 
 namespace {
 
+int32_t const some_expert = 0;
+
 // Formats, kinds of scales and element types, by their names.
 template <class Args, class Of>
 void expect_format(WrongCalls<Args> const& wrong, char const* name, Of of) {
@@ -100,6 +102,8 @@ TEST(CheckFloat8, QuantizeWeights) {
   wrong.expect("up: expected strides of at least 0, got (-1, 16, 1)",
                [](Q& x) { x.w.up.expert_stride = -1; });
   wrong.output_weight("codes", &Q::codes, 16, 16);
+  wrong.expect("codes: expected evenly spaced matrices, without expert_at, got a pointer",
+               [](Q& x) { x.transposed.expert_at = &some_expert; });
   wrong.output_weight("transposed", &Q::transposed, 16, 16);
   wrong.expect_on_cuda("transposed: expected `out` contiguous on CUDA, got stride 32", [](Q& x) {
     x.out = 1;  // of each half, so that there are two

@@ -22,10 +22,11 @@ namespace guild::test {
 // Correct calls, over memory that a wrong one must not touch.
 struct Calls {
   alignas(16) char memory[8] = {};
+  alignas(16) char more[8] = {};  // for the second of two matrices
   int32_t index[8] = {};
   Sizes sizes{4, 16, 8, 2, 2};
   Routing routing{index, index, index, memory, memory};
-  ConstWeight weight{memory, 128, 16, 1};
+  ConstWeight weight{memory, 128, 16, 1}, second{more, 128, 16, 1};
   Activation activation;
 
   UpProjection up() {
@@ -48,9 +49,9 @@ struct Calls {
     return d;
   }
   UpWeightGradient dw() {
-    Weight const w{memory, 128, 16, 1};
-    return {sizes,   DType::float32, DType::float32, false, true, GateUp::concatenated,
-            routing, {memory},       {memory},       {w, w}};
+    Weight const gate{memory, 128, 16, 1}, up{more, 128, 16, 1};
+    return {sizes,   DType::float32, DType::float32, false,     true, GateUp::concatenated,
+            routing, {memory},       {memory},       {gate, up}};
   }
   DownWeightGradient dw_down() {
     return {sizes,   DType::float32, DType::float32, false,
@@ -106,8 +107,8 @@ struct Calls {
     b.sizes = sizes, b.dtype = b.dw_dtype = DType::float32, b.routing = routing;
     b.dout = b.x = b.h = {memory};
     b.w_up = {weight, weight}, b.w_down = {memory, 128, 8, 1}, b.workspace = memory;
-    Weight const dw{memory, 128, 16, 1};
-    b.dx = {memory, 0}, b.dw_up = {dw, dw}, b.dw_down = {memory, 128, 8, 1};
+    Weight const gate{memory, 128, 16, 1}, up{more, 128, 16, 1};
+    b.dx = {memory, 0}, b.dw_up = {gate, up}, b.dw_down = {memory, 128, 8, 1};
     b.b_down = {memory}, b.db_up = b.db_down = {memory, 0}, b.dscores = memory;
     b.dh = b.a_scaled = {memory, 0};
     return b;
@@ -116,8 +117,8 @@ struct Calls {
     MoeWeightGradients g;
     g.sizes = sizes, g.dtype = g.dw_dtype = DType::float32, g.routing = routing;
     g.x = g.dout = g.dh = g.a_scaled = {memory}, g.workspace = memory;
-    Weight const dw{memory, 128, 16, 1};
-    g.dw_up = {dw, dw}, g.dw_down = {memory, 128, 8, 1};
+    Weight const gate{memory, 128, 16, 1}, up{more, 128, 16, 1};
+    g.dw_up = {gate, up}, g.dw_down = {memory, 128, 8, 1};
     return g;
   }
   // FP8. Scales of rows, and of weights of one block.
@@ -133,7 +134,7 @@ struct Calls {
   }
   QuantizeWeights quantize_weights() {
     QuantizeWeights q;
-    q.experts = 2, q.out = 8, q.in = 16, q.w = {weight, weight}, q.scales = scales;
+    q.experts = 2, q.out = 8, q.in = 16, q.w = {weight, second}, q.scales = scales;
     q.codes = {memory, 256, 16, 1}, q.transposed = {memory, 256, 1, 16};
     return q;
   }

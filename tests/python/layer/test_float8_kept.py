@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,8 +17,11 @@ EXPERTS, HIDDEN, SIZE, TOKENS = 4, 96, 80, 37
 
 
 @pytest.fixture(autouse=True)
-def seeded() -> None:
+def seeded() -> Iterator[None]:
+    """Also forgets what was compiled: torch compiles a function only a few times per process."""
     torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
 
 
 def layer_of(device: str, dtype: torch.dtype = torch.bfloat16) -> guild.MoE:
