@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -14,7 +16,10 @@ ROUNDS = 1, 1, 3, 5  # steps; the third round captures
 CASES = {
     "plain layer": ("plain", {"balance": 0.0}),
     "softmax": ("guild", {}),
-    "selection bias": ("guild", {"router": "deepseek_v3", "shared": 64, "accumulate": 2}),
+    "selection bias": (
+        "guild",
+        {"router": "deepseek_v3", "experts": 8, "shared": 64, "accumulate": 2},
+    ),
     "rounding": ("guild", {"router": "sigmoid", "round": "stochastic", "tile": 16}),
     "capacity": ("guild", {"capacity": 1.25}),
     "FP8": ("fp8", {}),
@@ -29,10 +34,10 @@ def corpus() -> Corpus:
     return Corpus(train, held_out, files=2, digest="00000000")
 
 
-def trained(kind: str, changes: dict, graphs: bool) -> tuple[Learner, list]:
+def trained(device: str, kind: str, changes: dict, graphs: bool) -> tuple[Learner, list]:
     """A learner after all rounds, each followed by a validation, and what they measured."""
     settings = small_settings(**{"hidden": 128, "intermediate": 128} | changes)
-    learner = Learner(kind, settings, torch.device("cuda"), torch.bfloat16, graphs)
+    learner = Learner(kind, settings, torch.device(device), torch.bfloat16, graphs)
     found, first = [], 0
     for count in ROUNDS:
         rows = learner.round(corpus(), first, count)
@@ -45,10 +50,14 @@ def trained(kind: str, changes: dict, graphs: bool) -> tuple[Learner, list]:
 
 @pytest.mark.filterwarnings("ignore::guild.SlowFP8Warning")
 @pytest.mark.parametrize("case", CASES)
-def test_replays_are_steps(case: str, gpu: str) -> None:
-    """Losses, norms, loads and weights; a validation in between sees the weights of its time."""
-    (launched, found), (replayed, others) = (trained(*CASES[case], graphs) for graphs in (0, 1))
-    assert not launched.steps.captured and replayed.steps.captured
+def test_replays_are_steps(case: str, device: str) -> None:
+    """Losses, norms, loads and weights; a validation in between sees the weights of its time.
+
+    On the CPU there are no graphs, and the second run repeats the first.
+    """
+    runs = [trained(device, *CASES[case], graphs) for graphs in (False, True)]
+    (launched, found), (replayed, others) = runs
+    assert not launched.steps.captured and replayed.steps.captured == (device == "cuda")
     assert found == others
     assert len({row["loss"] for rows in found[::2] for row in rows}) == sum(ROUNDS)
     weights = (learner.model.state_dict().values() for learner in (launched, replayed))
@@ -57,15 +66,15 @@ def test_replays_are_steps(case: str, gpu: str) -> None:
     assert replayed.round(corpus(), 10, 1)[0]["loss"] == launched.round(corpus(), 10, 1)[0]["loss"]
 
 
-def test_continued_from_a_state(gpu: str) -> None:
+def test_continued_from_a_state(device: str) -> None:
     """Whichever way the steps ran, the state continues either way."""
-    learner, _ = trained("guild", {}, graphs=True)
+    learner, _ = trained(device, "guild", {}, graphs=True)
     losses = []
-    state = learner.state()
+    state = copy.deepcopy(learner.state())  # it holds the learner's own tensors
     assert all(isinstance(group["lr"], float) for group in state["optimizer"]["param_groups"])
     for graphs in (False, True):
         other = Learner("guild", learner.settings, learner.device, learner.dtype, graphs)
-        other.load(state)
+        other.load(copy.deepcopy(state))
         rows = other.round(corpus(), 10, 2) + other.round(corpus(), 12, 2)
         losses.append([row["loss"] for row in rows])
     rows = learner.round(corpus(), 10, 4)
@@ -75,9 +84,9 @@ def test_continued_from_a_state(gpu: str) -> None:
 def test_no_room_for_a_graph(gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps go on without one, and the learner says why."""
     monkeypatch.setattr("guild.train.step_graph._ROOM", 1e9)
-    learner, found = trained("guild", {}, graphs=True)
+    learner, found = trained("cuda", "guild", {}, graphs=True)
     assert learner.steps.refusal.startswith("no CUDA graph of the step: it may need ")
-    assert found == trained("guild", {}, graphs=False)[1]
+    assert found == trained("cuda", "guild", {}, graphs=False)[1]
 
 
 def test_no_graph_on_the_cpu() -> None:
