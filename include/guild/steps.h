@@ -280,7 +280,7 @@ struct MoeWeightGradients {
 };
 
 // Bytes of the work buffers above, which begin at multiples of 16; the same for both backends.
-// Tokens, slots and rows may be 0. // Negative sizes, sizes above a step's limits and products that
+// Tokens, slots and rows may be 0. Negative sizes, sizes above a step's limits and products that
 // overflow int64_t throw Error.
 int64_t sort_workspace_bytes(int64_t tokens, int64_t experts, int64_t top_k);
 int64_t rounding_workspace_bytes(int64_t tokens, int64_t experts);

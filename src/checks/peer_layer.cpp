@@ -28,6 +28,28 @@ void check_link(void const* read, void const* written, char const* name, char co
   require(read == written, name, ": expected the memory of ", of);
 }
 
+// The up projection that computes the layer's pre-activations again, in the layer's memory.
+void check_again(UpProjection again, MoeBackward const& layer) {
+  again.a = {layer.workspace};  // compose_peer.h gives it memory there
+  check(again);
+  Sizes const &a = again.sizes, &s = layer.sizes;
+  check_same(a.tokens, s.tokens, "again.sizes.tokens", "tokens of the layer");
+  check_same(a.hidden, s.hidden, "again.sizes.hidden", "hidden of the layer");
+  check_same(a.intermediate, s.intermediate, "again.sizes.intermediate",
+             "intermediate of the layer");
+  check_same(a.experts, s.experts, "again.sizes.experts", "experts of the layer");
+  check_same(a.rows(), s.rows(), "again.sizes", "rows of the layer");
+  require(again.dtype == layer.dtype, "again.dtype: expected ", name_of(layer.dtype),
+          " like the layer, got ", name_of(again.dtype));
+  require(again.activation.gated == layer.activation.gated && again.order == layer.order,
+          "again.activation: expected a gate, and the order of its half, like the layer's");
+  check_link(again.h.data, layer.h.data, "again.h", "layer.h");
+  check_link(again.routing.offsets, layer.routing.offsets, "again.routing.offsets",
+             "layer.routing.offsets");
+  check_link(again.routing.row_token, layer.routing.row_token, "again.routing.row_token",
+             "layer.routing.row_token");
+}
+
 void check_barriers(Meet const& published, Meet const& returned) {
   require(published.published, "published.published: expected true since it follows publish");
   require(!returned.published, "returned.published: expected false since it follows push");
@@ -133,12 +155,7 @@ void check(PeerBackward const& x) {
   require(layer.dh.data == nullptr,
           "layer.dh: expected null because the weight gradients are computed from it here");
   check_pulled(x.pull, s, layer.dtype, layer.dout, "layer.dout");
-  if (x.again.h.data != nullptr) {
-    UpProjection again = x.again;
-    again.a = {layer.workspace};  // compose_peer.h gives it memory there
-    check(again);
-    check_link(again.h.data, layer.h.data, "again.h", "layer.h");
-  }
+  if (x.again.h.data != nullptr) check_again(x.again, layer);
   if (rows) {
     check_memory(x.publish.memory, x.push, x.collect);
     check_pushed(x.push, s, layer.dtype, layer.routing, x.push.y);

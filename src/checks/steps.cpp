@@ -225,6 +225,8 @@ void check(MoeBackward const& x) {
   bool const gated = x.activation.gated;
   check_layer(s, x.dtype, x.routing);
   check_places(s, x.routing);
+  require(x.routing.slot_score == nullptr || x.routing.row_score != nullptr || s.rows() == 0,
+          "routing.row_score: expected a pointer with slot_score, got null");
   check_gradient_dtype(x.dw_dtype, x.dtype, "dw_dtype");
   check_activation(x.activation, x.dtype);
   check_order(x.order);

@@ -341,6 +341,8 @@ TEST(Check, MoeBackward) {
   auto const in_workspace = [](auto& x) { x.workspace = nullptr, x.dh = x.a_scaled = {}; };
   wrong.expect("workspace: expected 2304 bytes, got null", in_workspace);
   wrong.expect("workspace: expected 1536 bytes, got null", [](auto& x) { x.workspace = nullptr; });
+  wrong.expect("routing.row_score: expected a pointer with slot_score, got null",
+               [](auto& x) { x.routing.row_score = nullptr; });
   expect_places(wrong);
   expect_workspace(wrong);
   expect_halves(wrong);

@@ -305,6 +305,23 @@ TEST(CheckExchange, PeerBackward) {
       "dtype: expected 0 (float32), 1 (bfloat16), 2 (float16) or 3 (float64), got 7", [](B& x) {
         x.again.h = x.layer.dx_rows, x.again.sizes = x.layer.sizes, x.again.dtype = DType(7);
       });
+  auto const again = [&](char const* message, auto spoil) {
+    wrong.expect(message, [=](B& x) {
+      UpProjection& up = x.again;
+      up.sizes = x.layer.sizes, up.dtype = x.layer.dtype, up.activation = x.layer.activation;
+      up.order = x.layer.order, up.routing = x.layer.routing, up.x = x.layer.x;
+      up.w_up = x.layer.w_up, up.h = {const_cast<void*>(x.layer.h.data), 0};
+      spoil(up);
+    });
+  };
+  again("again.sizes.intermediate: expected 8 (intermediate of the layer), got 1024",
+        [](UpProjection& up) { up.sizes.intermediate = 1024; });
+  again("again.dtype: expected bfloat16 like the layer, got float16",
+        [](UpProjection& up) { up.dtype = DType::float16; });
+  again("again.h: expected the memory of layer.h",
+        [](UpProjection& up) { up.h.data = static_cast<char*>(up.h.data) + 8; });
+  again("again.routing.row_token: expected the memory of layer.routing.row_token",
+        [](UpProjection& up) { ++up.routing.row_token; });
   wrong.expect("push.y: expected the memory of layer.dx_rows", [](B& x) { x.push.y = x.pull.ids; });
   wrong.expect("scores.scores: expected the memory of layer.dscores",
                [](B& x) { x.scores.scores = x.pull.ids; });
