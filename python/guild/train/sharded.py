@@ -85,7 +85,8 @@ class ShardedLearner(Learner):
         Keep all blocks gathered from forward to backward, not only the last ones: no second gather,
         but more memory.
     graphs : bool
-        As `Learner` takes it.
+        As `Learner` takes it. Never where the host waits: with experts on several ranks, for the
+        rows of other engines than the peers', and for rounded lists.
     """
 
     def __init__(
@@ -110,10 +111,11 @@ class ShardedLearner(Learner):
             )
         experts = self._experts = None
         if expert_parallel > 1:
-            shape = self.ranks // expert_parallel, expert_parallel
-            experts = init_device_mesh(device.type, shape, mesh_dim_names=("data", "experts"))
-            self._experts = distribute_experts(self.model, experts["experts"])
-            graphs = graphs and self._experts.engine(device) == "peer"  # the other waits
+            shape, names = (self.ranks // expert_parallel, expert_parallel), ("data", "experts")
+            experts = init_device_mesh(device.type, shape, mesh_dim_names=names)
+            most = settings.batch // self.ranks * settings.context  # of a validation
+            self._experts = distribute_experts(self.model, experts["experts"], max_tokens=most)
+            graphs &= self._experts.engine(device) == "peer" and settings.round == "none"
         self.steps = StepQueue(self._compute, device, graphs, _on_all_ranks)
         blocks = list(self.model.blocks)
         # With experts on other ranks each block has a graph of its own, as its layer has a number.
@@ -133,8 +135,7 @@ class ShardedLearner(Learner):
             if experts is not None:
                 shard_layers(block, mesh, experts["data"], **how)
         fully_shard(self.model, mesh=mesh, **kept)
-        self.weights = self.sums = None  # with copies
-        modules = [*blocks, self.model]
+        self.weights, self.sums, modules = None, None, [*blocks, self.model]  # first two: copies
         if copies:
             where = dist.group.WORLD, dtype, device
             self.weights, self.sums = use_copies(modules, *where)
@@ -143,8 +144,8 @@ class ShardedLearner(Learner):
         self._prefetch(blocks)
         if device.type == "cuda" and self.ranks > 1:
             guild.set_num_sms(0, shared=True)  # with the collectives that run beside the products
-        groups, options = optimizer_options(self.model, settings)
         parts = {} if self.weights is None else self.weights.parts
+        groups, options = optimizer_options(self.model, settings)
         self.optimizer = ShardAdamW(groups, _own_parameters(modules), parts, **options)
         self.optimizer.begin()
 
