@@ -43,7 +43,7 @@ from guild.train.settings import Settings
 from guild.train.shard_adamw import ShardAdamW, local_norm
 from guild.train.speed import speed_of
 from guild.train.step_graph import StepQueue
-from guild.train.world import mean_of_ranks, writes
+from guild.train.world import mean_of_ranks, on_all_ranks, writes
 
 _ATTENTION = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
 
@@ -116,7 +116,7 @@ class ShardedLearner(Learner):
             most = settings.batch // self.ranks * settings.context  # of a validation
             self._experts = distribute_experts(self.model, experts["experts"], max_tokens=most)
             graphs &= self._experts.engine(device) == "peer" and settings.round == "none"
-        self.steps = StepQueue(self._compute, device, graphs, _on_all_ranks)
+        self.steps = StepQueue(self._compute, device, graphs, on_all_ranks)
         blocks = list(self.model.blocks)
         # With experts on other ranks each block has a graph of its own, as its layer has a number.
         limit = torch._dynamo.config.recompile_limit
@@ -351,12 +351,6 @@ def _kept(blocks: int, ranks: int) -> int:
     16 P / ranks bytes, compared with 2 P gathered in 16 bits.
     """
     return min(blocks, max(1, int(0.8 * blocks / ranks)))
-
-
-def _on_all_ranks(value: bool) -> bool:
-    found: list[bool | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return all(found)
 
 
 def _whole(tensors: dict[str, Any]) -> dict[str, Any]:

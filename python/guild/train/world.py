@@ -73,6 +73,13 @@ def agreed(value: bool) -> bool:
     return found[0]
 
 
+def on_all_ranks(value: bool) -> bool:
+    """Whether it is true on every rank."""
+    found: list[bool | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return all(found)
+
+
 def mean_of_ranks(values: torch.Tensor) -> torch.Tensor:
     """A tensor's mean over all ranks."""
     dist.all_reduce(values)

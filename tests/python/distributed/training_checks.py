@@ -30,7 +30,7 @@ from guild.train.peer_copies import SummedGradients, use_copies
 from guild.train.reduction import NarrowReduceScatter
 from guild.train.settings import Settings
 from guild.train.sharded import ShardedLearner
-from guild.train.world import SharedStop
+from guild.train.world import SharedStop, on_all_ranks
 from training import small_settings, train
 
 STEPS = 20
@@ -122,6 +122,11 @@ def one_stops_all(rank: int) -> None:
         if rank == 2:
             os.kill(os.getpid(), signal.SIGINT)
         assert stop.asked
+
+
+def what_all_ranks_say(rank: int) -> None:
+    assert on_all_ranks(True)
+    assert not on_all_ranks(rank != 2)
 
 
 def refused_trainings(rank: int) -> None:
@@ -291,6 +296,7 @@ CHECKS = (
     other_trainings,
     on_the_command_line,
     one_stops_all,
+    what_all_ranks_say,
     gradients_are_added_in_float32,
     copies_in_place_of_collectives,
     parts_of_a_batch,
