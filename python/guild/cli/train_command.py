@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import io
+import os
 import shlex
 import shutil
 import sys
@@ -73,8 +74,13 @@ def _train(settings: Settings, plan: Plan, typed: dict[str, Any], console: Conso
     with SharedStop(plan.device) if plan.fsdp else StopRequest() as stop:
         summary = training.run(stop)
     if summary is None:
-        _say(console, f"stopped at step {training.step} of {settings.steps}; to continue:")
-        _say(console, f"  {resume_command(typed, plan.out)}")
+        stopped = f"stopped at step {training.step} of {settings.steps}"
+        if training.saved is None:
+            _say(console, f"{stopped}, without a checkpoint")
+        else:
+            where = "" if training.saved == training.step else f" from step {training.saved}"
+            _say(console, f"{stopped}; to continue{where}:")
+            _say(console, f"  {resume_command(typed, plan.out)}")
         return INTERRUPTED
     if summary:
         show(summary, plan.out, console)
@@ -86,14 +92,36 @@ def resume_command(typed: dict[str, Any], out: Path) -> str:
 
     It repeats what the checkpoint does not hold: where the bytes come from, and how to compute.
     """
-    words = [*guild_command(), "train", "--resume", "--out", str(out)]
+    words = guild_command()
     if typed.get("fsdp"):
-        words[:-4] = ["torchrun", "--nproc-per-node", local_ranks(), "-m", "guild"]
+        words = ["torchrun", "--nproc-per-node", local_ranks(), "-m", "guild"]
+    words += ["train", "--resume", *_option("out", out)]
     for name in ("corpus", "device", "check_every", "threads", "expert_parallel"):
         if name in typed:
-            words += ["--" + name.replace("_", "-"), str(typed[name])]
+            words += _option(name, typed[name])
     words += ["--" + name.replace("_", "-") for name in _FLAGS if typed.get(name)]
-    return shlex.join(words)
+    return " ".join(map(_quoted, words))
+
+
+def _option(name: str, value: object) -> list[str]:
+    """An option and its value, as one word where the value would pass for an option."""
+    option, text = "--" + name.replace("_", "-"), str(value)
+    return [f"{option}={text}"] if text.startswith("-") else [option, text]
+
+
+def _quoted(word: str) -> str:
+    """A word for a shell; bytes of a path that are no UTF-8 as bash, ksh and zsh write them."""
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        return "$'" + "".join(_escaped(byte) for byte in os.fsencode(word)) + "'"
+    return shlex.quote(word)
+
+
+def _escaped(byte: int) -> str:
+    if 0x20 <= byte < 0x7F and chr(byte) not in "'\\":
+        return chr(byte)
+    return f"\\x{byte:02x}"
 
 
 def guild_command() -> list[str]:
@@ -128,7 +156,6 @@ def plan_run(typed: dict[str, Any]) -> tuple[Settings, Plan]:
     chosen = {name: typed[name] for name in known if name in typed}
     if "preset" in typed:
         chosen = PRESETS[typed["preset"]] | chosen
-    _expect_ranks(typed)
     settings = Settings(**{**(saved["settings"] if saved else {}), **chosen})
     device = pick_device(typed.get("device", "auto"))
     dtype = typed.get("dtype", "auto")
@@ -145,6 +172,7 @@ def plan_run(typed: dict[str, Any]) -> tuple[Settings, Plan]:
         moe = trained[0] if moe is None else moe
         if dtype == "auto":
             dtype = saved["dtype"].removeprefix("torch.")
+    _expect_ranks(typed, bool(compare), fp8 or moe == "fp8")
     if dtype == "auto":
         narrow = device.type == "cuda" or fp8 or moe == "fp8"
         dtype = "bfloat16" if narrow else "float32"
@@ -175,16 +203,19 @@ def plan_run(typed: dict[str, Any]) -> tuple[Settings, Plan]:
     )
 
 
-def _expect_ranks(typed: dict[str, Any]) -> None:
-    """Raise for options that need several ranks if there are none."""
+def _expect_ranks(typed: dict[str, Any], compare: bool, fp8: bool) -> None:
+    """Raise for options that need several ranks if there are none, and for what ranks cannot do."""
     count = typed.get("expert_parallel", 1)
     if count < 1:
         raise ValueError(f"expert_parallel: expected at least 1, got {count}")
     if typed.get("fsdp"):
-        if typed.get("compare"):
-            raise ValueError("compare: expected one layer at a time with --fsdp")
-        if typed.get("fp8") or typed.get("moe") == "fp8":
-            raise ValueError("fp8: expected without --fsdp")
+        came = ", got a checkpoint of {}" if typed.get("resume") else ""
+        if compare:
+            raise ValueError(
+                f"compare: expected one layer at a time with --fsdp{came.format('two')}"
+            )
+        if fp8:
+            raise ValueError(f"fp8: expected without --fsdp{came.format('FP8')}")
         return
     for name in ("expert_parallel", "keep_gathered"):
         if typed.get(name):

@@ -1,4 +1,7 @@
-"""Ctrl-C as a request: the first one lets the current round finish, the second one ends at once."""
+"""Ctrl-C as a request: the first one lets the current round finish, the second one ends at once.
+
+SIGTERM always is a request: schedulers and torchrun send it several times.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,7 @@ INTERRUPTED = 130  # exit status, as of a shell's command after Ctrl-C
 class StopRequest:
     """Context manager that turns SIGINT and SIGTERM into `asked`.
 
-    Inside, `asked` becomes True on the first signal; then the handlers that were there before are
-    back, so a second signal acts as usual.
+    Inside, `asked` becomes True on the first signal; a second SIGINT acts as it did before.
     """
 
     def __init__(self) -> None:
@@ -37,7 +39,8 @@ class StopRequest:
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
-        self._restore()
+        if number == signal.SIGINT:
+            signal.signal(number, self._previous[number])
 
     def _restore(self) -> None:
         for number, handler in self._previous.items():

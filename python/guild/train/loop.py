@@ -112,6 +112,7 @@ class Training:
         self.settings, self.plan, self.console = settings, plan, console
         self.folder = RunFolder(plan.out) if writes() else UnwrittenFolder(plan.out)
         self.step = self.rounds = 0  # rounds: of this call
+        self.saved: int | None = None  # step of the last checkpoint
         self._told: set[str] = set()  # learners whose steps are no CUDA graph
         state = self.folder.load_checkpoint() if plan.resume else None
         self.corpus = load_corpus(plan.corpus, settings.context)
@@ -121,7 +122,7 @@ class Training:
         if state is None:
             self._say_moved(self.folder.start())
         else:
-            self.step = state["step"]
+            self.step = self.saved = state["step"]
             for learner in self.learners:
                 learner.load(state["learners"][learner.name])
             self.folder.cut_after(self.step)
@@ -146,15 +147,16 @@ class Training:
         return self._finish() if self.step == self.settings.steps else None
 
     def _train(self, stop: StopRequest, view: TrainingView) -> None:
-        steps = self.settings.steps
+        steps, check_every = self.settings.steps, self.plan.check_every
         while self.step < steps and not stop.asked:
+            self._validate(view)
             self._round(view)
-            if self.step % self.plan.check_every == 0 and self.step < steps:
-                self._validate(view, _CHECK_WINDOWS)
-                self._save()
-        if self.step == steps and not agreed(bool(self._final_validation())):
-            self._validate(view, FINAL_WINDOWS)
-        self._save()  # after the rows of its step: resuming adds none of them again
+            if self.step % check_every == 0 or self.step == steps:
+                self._save()  # before a validation: whoever stops the run may not wait for that
+        if self.step == steps:
+            self._validate(view)
+        if self.step > 0 and self.saved != self.step:
+            self._save()
 
     def _round(self, view: TrainingView) -> None:
         check_every = self.plan.check_every
@@ -175,7 +177,14 @@ class Training:
             self.folder.append(rows[learner.name])
         view.update(self.step, rows[self.learners[0].name][-1])
 
-    def _validate(self, view: TrainingView, windows: int) -> None:
+    def _validate(self, view: TrainingView) -> None:
+        """Validate after every `check_every` steps and after the last, unless that is done."""
+        is_last = self.step == self.settings.steps
+        if not is_last and (self.step == 0 or self.step % self.plan.check_every):
+            return
+        if agreed(writes() and bool(self._validation(is_last))):
+            return
+        windows = FINAL_WINDOWS if is_last else _CHECK_WINDOWS
         losses = {lr.name: lr.validate(self.corpus, windows) for lr in self.learners}
         self.folder.append(
             [
@@ -185,12 +194,14 @@ class Training:
         )
         view.validated(self.step, losses[self.learners[0].name])
 
-    def _final_validation(self) -> dict[str, float]:
-        """Loss of each layer on the final windows after the last step; empty before it is known."""
+    def _validation(self, is_last: bool) -> dict[str, float]:
+        """Validation loss of each layer after this step, of the last one on the final windows."""
         return {
             row["moe"]: row["validation_loss"]
             for row in self.folder.rows()
-            if row["step"] == self.step and row.get("windows") == FINAL_WINDOWS
+            if row["step"] == self.step
+            and "validation_loss" in row
+            and (not is_last or row.get("windows") == FINAL_WINDOWS)
         }
 
     def _save(self) -> None:
@@ -205,6 +216,8 @@ class Training:
                 "learners": {learner.name: learner.state() for learner in self.learners},
             }
         )
+        self.saved = self.step
+        agreed(True)  # no rank ends before the file is written, as torchrun would then end all
 
     def _say_moved(self, aside: Path | None) -> None:
         if aside is not None:
@@ -233,7 +246,7 @@ class Training:
         sample = self._sample()
         if not writes():  # the rank that writes has all that follows
             return {}
-        rows, validation = self.folder.rows(), self._final_validation()
+        rows, validation = self.folder.rows(), self._validation(is_last=True)
         main, s = self.learners[0], self.settings
         last = steps_of(rows, main.name)[-FINAL_STEPS:]
         if not last:

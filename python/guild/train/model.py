@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from guild.balancing import move_selection_bias
+from guild.train.embedding import Embedding
 from guild.train.rotary import rotary_tables, turned_heads
 
 BYTES = 256
@@ -149,7 +150,7 @@ class LanguageModel(nn.Module):
     ) -> None:
         super().__init__()
         self.head_size = hidden // heads
-        self.embedding = nn.Embedding(vocabulary, hidden)
+        self.embedding = Embedding(vocabulary, hidden)
         self.blocks = nn.ModuleList(
             Block(hidden, heads, make_moe(hidden, intermediate, experts, top_k))
             for _ in range(layers)

@@ -382,6 +382,8 @@ def _expect_layout(name: str, s: Settings, ranks: int, expert_parallel: int) -> 
         raise ValueError(
             f"experts: expected a multiple of {expert_parallel} (expert_parallel), got {s.experts}"
         )
+    if name == "fp8":
+        raise ValueError("moe: expected a layer in 16 bits on several ranks, got 'fp8'")
     if name == "plain" and (expert_parallel > 1 or s.balance):
         raise ValueError(
             "moe: expected --balance 0 and no --expert-parallel with the plain layer and --fsdp"

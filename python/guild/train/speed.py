@@ -33,7 +33,7 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def speed_of(s: Settings, seconds: float, ranks: int, device: torch.device) -> dict[str, float]:
-    """One step's tokens per second and GPU and, where known, MFU and memory.
+    """One step's tokens per second and GPU and, where known, MFU and memory; empty on the CPU.
 
     Returns
     -------
@@ -41,13 +41,14 @@ def speed_of(s: Settings, seconds: float, ranks: int, device: torch.device) -> d
         `tokens_per_second_per_gpu`; `mfu`, a share of 1; `memory_gib`, the most of this rank's so
         far.
     """
+    if device.type != "cuda":
+        return {}
     rate = s.tokens_per_step / seconds / ranks
     found = {"tokens_per_second_per_gpu": rate}
     peak = peak_flops(device)
     if peak is not None:
         found["mfu"] = rate * flops_per_token(s) / peak
-    if device.type == "cuda":
-        found["memory_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
+    found["memory_gib"] = torch.cuda.max_memory_allocated(device) / 2**30
     return found
 
 

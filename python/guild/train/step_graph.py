@@ -65,6 +65,8 @@ class StepQueue:
         if self._stream is None:
             yield
             return
+        if self._launched == 0:
+            torch.cuda.reset_peak_memory_stats(self._stream.device)  # for `_shortage`
         if self._graph is None and self._launched >= _FIRST_STEPS and not self.refusal:
             self._capture()
         with torch.cuda.stream(self._stream):

@@ -17,7 +17,7 @@ import torch
 
 from guild.cli.main import main
 from guild.train.interrupt import INTERRUPTED
-from training import write_corpus
+from training import StopAfter, write_corpus
 
 PACKAGE = Path(__import__("guild").__file__).parent.parent
 SMALL = (
@@ -231,6 +231,16 @@ def test_train_interrupted_and_resumed(tmp_path: Path) -> None:
     assert summary["steps"] == 200
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "loss" in row] == list(range(1, 201))
+
+
+def test_stopped_without_a_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("guild.cli.train_command.StopRequest", lambda: StopAfter(1))
+    files = ["--out", str(tmp_path / "run"), "--corpus", str(write_corpus(tmp_path / "corpus"))]
+    assert main(["train", *SMALL, *files, "--no-checkpoint"]) == INTERRUPTED
+    printed = capsys.readouterr().out
+    assert "without a checkpoint" in printed and "--resume" not in printed
 
 
 def test_train_compare_prints_both_speeds(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from guild.train.learner import moe_factory
 from guild.train.model import LanguageModel
 from guild.train.plain_shared import PlainSharedMoE
 from guild.train.presets import PRESETS
+from guild.train.run_folder import RunFolder
 from guild.train.settings import Settings
 from guild.train.speed import flops_per_token, speed_facts, speed_of, speed_summary
 
@@ -66,8 +69,8 @@ def test_sizes_by_name() -> None:
 def test_speed() -> None:
     """Tokens per second are those of one rank; unknown figures are left out."""
     s = Settings(batch=8, context=100)
-    speed = speed_of(s, 0.5, 4, torch.device("cpu"))
-    assert speed == {"tokens_per_second_per_gpu": 400.0}
+    assert speed_of(s, 0.5, 4, torch.device("cpu")) == {}
+    speed = {"tokens_per_second_per_gpu": 400.0}
     rows = [speed | {"mfu": m, "memory_gib": g} for m, g in ((0.1, 5.0), (0.3, 7.0), (0.2, 6.0))]
     assert speed_summary(rows) == speed | {"mfu": 0.2, "memory_gib": 7.0}
     assert speed_facts(speed_summary(rows)) == "400 tokens/s/GPU  MFU 20.0 %  7.0 GiB"
@@ -115,3 +118,19 @@ def test_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
         "torchrun --nproc-per-node 2 -m guild train --resume --out a --expert-parallel 2 --fsdp "
         "--keep-gathered --no-cuda-graph"
     )
+    odd = resume_command({"corpus": Path("-c"), "fsdp": True}, Path(os.fsdecode(b"a '\xff\\")))
+    words = subprocess.run(
+        ["bash", "-c", f"printf '%s\\n' {odd}"], stdout=subprocess.PIPE, check=True
+    ).stdout.splitlines()
+    assert words[words.index(b"--out") + 1 :] == [b"a '\xff\\", b"--corpus=-c", b"--fsdp"]
+
+
+@pytest.mark.parametrize("moe", [("fp8",), ("fp8", "guild"), ("guild", "plain")])
+def test_ranks_refuse_checkpoints(moe: tuple[str, ...], tmp_path: Path) -> None:
+    """Of what they cannot train."""
+    state = {"step": 0, "settings": Settings().as_dict(), "dtype": "torch.bfloat16", "corpus": ""}
+    RunFolder(tmp_path).save_checkpoint(state | {"learners": {name: {} for name in moe}})
+    words = "--resume", "--out", str(tmp_path)
+    assert plan_of(*words)[1].layers == moe
+    with pytest.raises(ValueError, match=r"with(out)? --fsdp, got a checkpoint of (two|FP8)$"):
+        plan_of(*words, "--fsdp")

@@ -12,6 +12,7 @@ import torch
 import guild
 from guild.train.corpus import load_corpus, source_files, standard_library
 from guild.train.dropping import DroppingMoE
+from guild.train.embedding import Embedding
 from guild.train.learner import Learner
 from guild.train.model import Block
 from guild.train.plain_moe import PlainMoE
@@ -222,3 +223,20 @@ def test_plain_layer_is_the_sum_over_choices() -> None:
 def test_plain_layer_rejects_top_k() -> None:
     with pytest.raises(ValueError, match=r"top_k: expected 1 .. 4 \(experts\), got 5"):
         PlainMoE(16, 8, 4, 5)
+
+
+@pytest.mark.parametrize("rows", [3, 256])
+def test_embedding_gradient(rows: int, device: str) -> None:
+    """PyTorch's, in the same order every time, whatever the mode; the mode stays as it was."""
+    draw = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, rows, (64, 256), generator=draw).to(device)
+    dout = torch.randn(64, 256, 32, generator=draw).to(device)
+    layer = Embedding(rows, 32).to(device)
+    torch.nn.init.normal_(layer.weight)
+    assert torch.equal(layer(tokens), layer.weight[tokens])
+    found = [torch.autograd.grad(layer(tokens), layer.weight, dout)[0] for _ in range(5)]
+    assert all(torch.equal(each, found[0]) for each in found)
+    assert not torch.are_deterministic_algorithms_enabled()
+    weight = layer.weight.detach().double().requires_grad_()
+    (expected,) = torch.autograd.grad(weight[tokens], weight, dout.double())
+    torch.testing.assert_close(found[0].double(), expected, rtol=1e-5, atol=1e-4)
