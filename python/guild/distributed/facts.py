@@ -51,6 +51,11 @@ def facts_of(
     }
 
 
+def room_facts(max_tokens: int | None, capacity: float | None) -> dict[str, int]:
+    """What every rank must have been given alike before memory is shared."""
+    return {"max_tokens": max_tokens or 0, "capacity": _word_of(capacity or 0.0, 0.0)}
+
+
 def _word_of(first: float, second: float) -> int:
     """Two numbers as one, in single precision."""
     return int.from_bytes(struct.pack("<ff", first, second), "little", signed=True)
@@ -84,6 +89,7 @@ _SHOWN: dict[str, Callable[[int], str]] = {
     "(alpha, limit)": lambda word: "({:g}, {:g})".format(*_numbers_of(word)),
     "bias and LoRA": _names_of("b_up", "b_down", "LoRA"),
     "exact": lambda number: str(bool(number)),
+    "capacity": lambda word: f"{_numbers_of(word)[0]:g}" if word else "None",
     "gradients": _names_of("x", "scores", "weights", "LoRA"),
 }
 

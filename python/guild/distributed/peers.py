@@ -14,6 +14,7 @@ from torch import Tensor
 
 from guild._torch.autograd import rows_of
 from guild._torch.operators import ops
+from guild.distributed.facts import room_facts
 from guild.distributed.peer_memory import PeerMemory, Room, why_not
 from guild.distributed.ranks import BACKWARD_ORDER, Ranks, expect_same
 
@@ -188,7 +189,7 @@ class Peers:
             )
         told = torch.full((1, size), tokens, dtype=torch.int64, device=x.device)
         named = {name: value for name, value in facts.items() if name != "call"}
-        given = {"max_tokens": self.max_tokens or 0}
+        given = room_facts(self.max_tokens, self.capacity)
         _, (everyone,) = self.ranks.agree(named | given, told)
         self._known.add(key)
         self.max_tokens = self.max_tokens or max(*everyone, 1)

@@ -263,6 +263,15 @@ def too_many_tokens(rank: int) -> None:
         assert "tokens beyond max_tokens" in text and "17 on rank 1" in text, text
 
 
+def other_capacities(rank: int) -> None:
+    """A capacity that differs from another rank's is an error on all ranks."""
+    capacity = 4.0 if rank else None
+    group = guild.ExpertParallel(engine="peer", max_tokens=16, capacity=capacity)
+    step = Step(4, 16)
+    text = raised(ValueError, lambda: step.run(group))
+    assert "got capacity None on rank 0, 4 on rank" in text, text
+
+
 def raised(kind: type[Exception], call: Callable[[], object]) -> str:
     """The message of the error that a call raises."""
     try:
@@ -370,6 +379,7 @@ CHECKS = (
     two_layers,
     too_many_rows,
     too_many_tokens,
+    other_capacities,
     replays,
     beside_collectives,
     beside_sharded_blocks,
