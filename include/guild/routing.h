@@ -140,7 +140,7 @@ struct TokenRounding {
 //   squares[s]    sum of logsumexp(logits[t])^2
 struct BalanceSums {
   int64_t tokens = 0, experts = 0, top_k = 0;
-  int64_t sequences = 1;  // divides T
+  int64_t sequences = 1;  // divides T; with T = 0 the sums of any number of them are zeros
   DType dtype = DType::float32;
   Score score = Score::softmax;
   ConstRows logits = {};                // (T, E)

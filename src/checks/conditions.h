@@ -31,6 +31,9 @@ inline void check_sizes(Sizes const& s) {
 }
 
 // Lists of any length come with the number of their slots.
+// The most sequences that tokens can be cut into. Without tokens all of them are empty.
+inline int64_t most_sequences(int64_t tokens) { return tokens == 0 ? kMostRows : tokens; }
+
 inline void check_lists(int64_t slots, int32_t const* token_offsets) {
   require((slots < 0) == (token_offsets == nullptr), "token_offsets: expected ",
           slots < 0 ? "null without slots" : "a pointer with slots", ", got slots = ", slots);

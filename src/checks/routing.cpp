@@ -43,7 +43,7 @@ void check_slots(int64_t tokens, int64_t experts, int64_t top_k, bool distinct) 
 }
 
 void check_sequences(int64_t tokens, int64_t sequences) {
-  check_size(sequences, 1, std::max<int64_t>(tokens, 1), "sequences");
+  check_size(sequences, 1, most_sequences(tokens), "sequences");
   require(tokens % sequences == 0, "sequences: expected a divisor of ", tokens, " (tokens), got ",
           sequences);
 }

@@ -173,10 +173,16 @@ TEST_P(BalanceTest, FarBelowZero) {
 }
 
 TEST_P(BalanceTest, NoTokens) {
-  Sums const got = sum(random(0, 12, 2, 1, Score::softmax), DType::float32);
-  EXPECT_EQ(got.counts, std::vector<int32_t>(12));
-  EXPECT_EQ(got.shares, std::vector<double>(12));
-  EXPECT_EQ(got.squares, std::vector<double>(1));
+  for (int64_t const sequences : {1, 5}) {
+    Problem const x = random(0, 12, 2, sequences, Score::softmax);
+    for (DType dtype : score_dtypes()) {
+      Sums const got = sum(x, dtype);
+      EXPECT_EQ(got.counts, std::vector<int32_t>(sequences * 12));
+      EXPECT_EQ(got.shares, std::vector<double>(sequences * 12));
+      EXPECT_EQ(got.squares, std::vector<double>(sequences));
+      EXPECT_TRUE(gradient(x, dtype, Matrix(sequences, 12), Matrix(sequences, 1)).empty());
+    }
+  }
 }
 
 // d(sum of shares * dshares + squares * dsquares) / dlogits by central differences.

@@ -66,6 +66,10 @@ void expect_sequences(WrongCalls<Args> const& wrong) {
   wrong.size("sequences", &Args::sequences, 1, 4);
   wrong.expect("sequences: expected a divisor of 4 (tokens), got 3",
                [](Args& x) { x.sequences = 3; });
+  for (int64_t const sequences : {int64_t(0), kMostRows + 1}) {
+    wrong.expect(text_of("sequences: expected 1 to 2147483647, got ", sequences),
+                 [=](Args& x) { x.tokens = 0, x.sequences = sequences; });
+  }
 }
 
 TEST(Check, Route) {
