@@ -243,6 +243,8 @@ void check(MoeBackward const& x) {
   if (wants_up(x.dw_up, gated)) {
     check_up_weight(x.dw_up, s, gated, "dw_up.gate", "dw_up.up", true);
   }
+    // Of the score gradient, whose slots have tokens even if there is no room for their rows.
+    if (x.b_down.data != nullptr) check_rows(x.dout, s.tokens, s.hidden, "dout");
   if (x.dw_down.data != nullptr) {
     check_weight(x.dw_down, s.experts, s.hidden, s.intermediate, "dw_down", true);
   }

@@ -336,6 +336,8 @@ TEST(Check, MoeBackward) {
                [](auto& x) { without_slots(x.routing); });
   wrong.optional_rows("dh", &MoeBackward::dh, 16);
   wrong.optional_rows("a_scaled", &MoeBackward::a_scaled, 8);
+  wrong.expect("dout: expected 4 rows of 16, got null",  // of the score gradient, without rows too
+               [](auto& x) { x.dout = {}, x.sizes.room = 0, x.routing.row_token = nullptr; });
   wrong.expect("dh: expected a buffer with a_scaled, got null", [](auto& x) { x.dh = {}; });
   wrong.expect("a_scaled: expected a buffer with dh, got null", [](auto& x) { x.a_scaled = {}; });
   auto const in_workspace = [](auto& x) { x.workspace = nullptr, x.dh = x.a_scaled = {}; };
