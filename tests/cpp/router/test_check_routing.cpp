@@ -154,7 +154,7 @@ TEST(Check, TokenRounding) {
   wrong.pointer("list_ids", &TokenRounding::list_ids);
   wrong.pointer("scores", &TokenRounding::scores);
   expect_no_slopes(wrong);
-  wrong.pointer("workspace", &TokenRounding::workspace);
+  wrong.workspace("workspace", &TokenRounding::workspace, 1280);
 }
 
 TEST(Check, BalanceSums) {
@@ -168,7 +168,7 @@ TEST(Check, BalanceSums) {
   wrong.pointer("shares", &BalanceSums::shares);
   wrong.pointer("squares", &BalanceSums::squares);
   wrong.pointer("counts", &BalanceSums::counts);
-  wrong.pointer("workspace", &BalanceSums::workspace);
+  wrong.workspace("workspace", &BalanceSums::workspace, 768);
 }
 
 TEST(Check, BalanceGradient) {
@@ -195,7 +195,7 @@ TEST(Check, Sort) {
   wrong.pointer("row_token", &Sort::row_token);
   wrong.pointer("slot_row", &Sort::slot_row);
   wrong.pointer("row_score", &Sort::row_score);
-  wrong.pointer("workspace", &Sort::workspace);
+  wrong.workspace("workspace", &Sort::workspace, 512);
 }
 
 void expect_operand(WrongCalls<GroupedGemm> const& wrong, char const* name,

@@ -214,8 +214,21 @@ TEST(Check, RouterLogits) {
   wrong.rows("x", &RouterLogits::x, 4, 16);
   wrong.rows("weight", &RouterLogits::weight, 8, 16);
   wrong.optional_rows("logits", &RouterLogits::logits, 8);
-  wrong.pointer("workspace", &RouterLogits::workspace);
+  wrong.workspace("workspace", &RouterLogits::workspace, 256);
   wrong.optional_rows("gate", &RouterLogits::gate, 16);
+  alignas(16) static char memory[8];
+  auto const with_gate = [](auto spoil) {
+    return [=](RouterLogits& x) {
+      x.gate = {memory}, x.gate_score = x.gate_workspace = memory;
+      spoil(x);
+    };
+  };
+  wrong.expect("gate_score: expected a pointer, got null",
+               with_gate([](auto& x) { x.gate_score = nullptr; }));
+  wrong.expect("gate_workspace: expected 256 bytes, got null",
+               with_gate([](auto& x) { x.gate_workspace = nullptr; }));
+  wrong.expect("gate_workspace: expected an address that 16 divides, got one that leaves 4",
+               with_gate([](auto& x) { x.gate_workspace = memory + 4; }));
 }
 
 TEST(Check, RouteTokens) {
