@@ -134,12 +134,11 @@ GUILD_HD int64_t token_of(int32_t const* token_offsets, int64_t tokens, int64_t 
 // How many slots there are, and which of them belong to tokens.
 template <class Args>
 GUILD_HD int64_t slot_count(Args const& x) {
-  return x.slots < 0 ? x.tokens * x.top_k : x.slots;
+  return Sizes{.tokens = x.tokens, .top_k = x.top_k, .slots = x.slots}.slot_count();
 }
 // The rows that a sort may write.
 GUILD_HD int64_t row_count(Sort const& x) {
-  int64_t const slots = slot_count(x);
-  return x.room < 0 || x.room > slots ? slots : x.room;
+  return Sizes{.tokens = x.tokens, .top_k = x.top_k, .slots = x.slots, .room = x.room}.rows();
 }
 GUILD_HD SlotSpan used_slots(Sort const& x) {
   int64_t const slots = slot_count(x);
