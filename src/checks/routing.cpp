@@ -88,7 +88,7 @@ void check(RouterGradient const& x) {
   check_lists(x.slots, x.token_offsets);
   check_score_dtype(x.dtype, "dtype");
   check_router(x.router);
-  bool const any = x.slots < 0 ? x.tokens > 0 : x.slots > 0;
+  bool const any = slot_count(x) > 0;
   check_pointer(x.ids, any, "ids");
   check_pointer(x.scores, any, "scores");
   check_pointer(x.dscores, any, "dscores");

@@ -20,6 +20,7 @@ namespace {
 
 using Word = std::atomic_ref<int64_t>;
 
+// Checks a call, and the list of the ranks' memory, which the host can read here.
 template <class Args>
 void check_call(Args const& x) {
   check(x);

@@ -1,12 +1,11 @@
 // The barrier between ranks that run at the same time, as threads of this process.
-#include <chrono>
-#include <memory>
-#include <thread>
-
-#include "calls.h"
-#include "shared/peer_memory.h"
-
 #include <gtest/gtest.h>
+
+#include <chrono>
+#include <thread>
+#include <vector>
+
+#include "guild/exchange.h"
 
 namespace guild::test {
 
