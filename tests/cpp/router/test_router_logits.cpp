@@ -216,19 +216,6 @@ TEST(Check, RouterLogits) {
   wrong.optional_rows("logits", &RouterLogits::logits, 8);
   wrong.workspace("workspace", &RouterLogits::workspace, 256);
   wrong.optional_rows("gate", &RouterLogits::gate, 16);
-  alignas(16) static char memory[8];
-  auto const with_gate = [](auto spoil) {
-    return [=](RouterLogits& x) {
-      x.gate = {memory}, x.gate_score = x.gate_workspace = memory;
-      spoil(x);
-    };
-  };
-  wrong.expect("gate_score: expected a pointer, got null",
-               with_gate([](auto& x) { x.gate_score = nullptr; }));
-  wrong.expect("gate_workspace: expected 256 bytes, got null",
-               with_gate([](auto& x) { x.gate_workspace = nullptr; }));
-  wrong.expect("gate_workspace: expected an address that 16 divides, got one that leaves 4",
-               with_gate([](auto& x) { x.gate_workspace = memory + 4; }));
 }
 
 TEST(Check, RouteTokens) {
@@ -249,6 +236,15 @@ TEST(Check, RouteTokens) {
          [&](auto& p, auto&) { p.logits.data = calls.memory; });
   expect("product.sigmoid: expected false because the router takes logits",
          [](auto& p, auto&) { p.sigmoid = true; });
+  auto const with_gate = [&](char* score, char* workspace) {
+    return [=, &calls](auto& p, auto&) {
+      p.gate = {calls.memory}, p.gate_score = score, p.gate_workspace = workspace;
+    };
+  };
+  expect("gate_score: expected a pointer, got null", with_gate(nullptr, calls.memory));
+  expect("gate_workspace: expected 256 bytes, got null", with_gate(calls.memory, nullptr));
+  expect("gate_workspace: expected an address that 16 divides, got one that leaves 4",
+         with_gate(calls.memory, calls.memory + 4));
   expect("logits: expected null because the product computes them",
          [&](auto&, auto& r) { r.logits = {calls.memory}; });
   expect("tokens: expected 4 as in the product, got 3", [](auto&, auto& r) { r.tokens = 3; });
