@@ -68,7 +68,7 @@ int64_t rounded_slots(int64_t tokens, int64_t experts, int64_t top_k, Rounding r
 
 int64_t balance_workspace_bytes(int64_t tokens, int64_t experts, int64_t sequences) {
   check_router_sizes(tokens, experts, 1);
-  check_size(sequences, 1, std::max<int64_t>(tokens, 1), "sequences");
+  check_size(sequences, 1, most_sequences(tokens), "sequences");
   Carver carver(nullptr);
   carve_balance(carver, tokens, experts, sequences);
   return carver.used();

@@ -32,7 +32,8 @@ struct PeerMemory {
   int64_t top_k = 1;      // the most choices of a token
   int64_t row_bytes = 0;  // of the widest row
   int64_t returned = 1;   // the most rows that come back for one token, in units of Tm
-  // (ranks) each rank's memory as this rank addresses it, 16-byte aligned; for CUDA, device memory.
+  // (ranks) each rank's memory as this rank addresses it, 16-byte aligned. On the CPU a null or
+  // misaligned one throws Error; for CUDA the list too is in device memory and cannot be checked.
   void* const* peers = nullptr;
 };
 
@@ -70,11 +71,11 @@ struct Publish {
 
 // Waits until all ranks have arrived, and compares their `facts`. If facts differ, if a rank is
 // late or if one had too many rows, every rank's report says so, what came back becomes NaN, and
-// nothing is pulled or pushed from then on.
+// nothing is pulled or pushed from then on. Later calls wait for nobody and report the same again.
 struct Meet {
   PeerMemory memory = {};
   bool published = false;  // the barrier after publish
-  double seconds = 0;      // to wait at most
+  double seconds = 0;      // to wait at most, for all ranks together
   int64_t count = 0;       // number of facts
   int64_t facts[kMostFacts] = {};
   PeerReport* report = nullptr;  // never null

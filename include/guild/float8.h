@@ -102,16 +102,16 @@ struct ScaledUp {
   Float8 x_format = Float8::e4m3, w_format = Float8::e4m3;
   Float8 format = Float8::e4m3;  // of a and h_codes
   ScaleKind scale = ScaleKind::exact;
-  ConstRows x = {};                   // (T, H) codes, or (R, H) where row_token is null
-  ConstScales x_scales = {};          // (T or R, ceil(H / 128)); expert_stride is not read
-  ConstUpWeight w_up = {};            // (E, I, H) codes twice, H contiguous
-  GatedWeight<ConstScales> w_scales;  // (E, ceil(I / 128), ceil(H / 128)) twice
-  ConstRows bias = {};                // (E, W); null data: none
-  Rows h = {};                        // (R, W) out; null data: not kept
-  Rows h_codes = {};                  // (R, W) out, in halves; null data: not kept
-  Scales h_scales = {};               // (R, halves * ceil(I / 128)) out, where h_codes are
-  Rows a = {};                        // (R, I) codes, out
-  Scales a_scales = {};               // (R, ceil(I / 128)) out
+  ConstRows x = {};                        // (T, H) codes, or (R, H) where row_token is null
+  ConstScales x_scales = {};               // (T or R, ceil(H / 128)); expert_stride is not read
+  ConstUpWeight w_up = {};                 // (E, I, H) codes twice, H contiguous
+  GatedWeight<ConstScales> w_scales = {};  // (E, ceil(I / 128), ceil(H / 128)) twice
+  ConstRows bias = {};                     // (E, W); null data: none
+  Rows h = {};                             // (R, W) out; null data: not kept
+  Rows h_codes = {};                       // (R, W) out, in halves; null data: not kept
+  Scales h_scales = {};                    // (R, halves * ceil(I / 128)) out, where h_codes are
+  Rows a = {};                             // (R, I) codes, out
+  Scales a_scales = {};                    // (R, ceil(I / 128)) out
 };
 
 // Chunks of all rows, as QuantizeChunks (guild/float8_chunks.h) writes them.

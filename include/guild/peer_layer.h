@@ -44,7 +44,7 @@ struct PeerBackward {
   PushScores scores = {};   // dscores, where these are wanted
   Meet returned = {};       // where either is wanted
   Collect collect = {};
-  ReturnedScores own_scores;
+  ReturnedScores own_scores = {};
   PeerStreams streams = {};
 };
 

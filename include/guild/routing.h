@@ -23,9 +23,10 @@ enum class GroupScore : int { top2_sum, max };
 // Weights: p of the chosen without the bias, divided by max(their sum, sum_floor) if renormalize,
 // times scale. softmax + renormalize equals top-k followed by softmax over the chosen. With
 // softmax, a NaN among the logits makes all weights NaN; with the other scores, a NaN that is
-// chosen makes its own weight NaN, and with renormalize all of them. Where all chosen experts have
-// p = 0, which takes logits of -infinity, sigmoid and sqrt_softplus give weights of 0; other
-// infinities follow from the formulas.
+// chosen makes its own weight NaN, and with renormalize all of them. Where p of all chosen experts
+// is 0, sigmoid and sqrt_softplus give weights of 0: with renormalize and no sum_floor that takes
+// logits of -infinity; otherwise a p too small for dtype is 0 as well. Other infinities follow from
+// the formulas.
 struct Router {
   Score score = Score::softmax;
   bool renormalize = true;
@@ -139,7 +140,7 @@ struct TokenRounding {
 //   squares[s]    sum of logsumexp(logits[t])^2
 struct BalanceSums {
   int64_t tokens = 0, experts = 0, top_k = 0;
-  int64_t sequences = 1;  // divides T
+  int64_t sequences = 1;  // divides T; with T = 0 the sums of any number of them are zeros
   DType dtype = DType::float32;
   Score score = Score::softmax;
   ConstRows logits = {};                // (T, E)

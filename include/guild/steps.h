@@ -21,7 +21,7 @@ namespace guild {
 template <class W>
 struct LowRankTerm {
   ConstRows t = {};
-  W b;
+  W b = {};
   int64_t rank = 0;  // 0: no term
 };
 

@@ -37,7 +37,7 @@ struct ConstRows {
   void const* data = nullptr;
   int64_t stride = 0;
   ConstRows() = default;
-  ConstRows(void const* data, int64_t stride = 0) : data(data), stride(stride) {}
+  ConstRows(void const* first, int64_t apart = 0) : data(first), stride(apart) {}
   ConstRows(Rows rows) : data(rows.data), stride(rows.stride) {}
 };
 
@@ -55,13 +55,13 @@ struct ConstWeight {
   int64_t expert_stride = 0, out_stride = 0, in_stride = 1;
   int32_t const* expert_at = nullptr;
   ConstWeight() = default;
-  ConstWeight(void const* data, int64_t expert_stride, int64_t out_stride, int64_t in_stride,
-              int32_t const* expert_at = nullptr)
-      : data(data),
-        expert_stride(expert_stride),
-        out_stride(out_stride),
-        in_stride(in_stride),
-        expert_at(expert_at) {}
+  ConstWeight(void const* first, int64_t by_expert, int64_t by_out, int64_t by_in,
+              int32_t const* places = nullptr)
+      : data(first),
+        expert_stride(by_expert),
+        out_stride(by_out),
+        in_stride(by_in),
+        expert_at(places) {}
   ConstWeight(Weight w)
       : ConstWeight(w.data, w.expert_stride, w.out_stride, w.in_stride, w.expert_at) {}
 };
@@ -76,7 +76,7 @@ enum class GateUp : int { concatenated, interleaved };
 // description covers every order in use; up_weight() below writes it. up is unused without a gate.
 template <class W>
 struct GatedWeight {
-  W gate, up;
+  W gate = {}, up = {};
 };
 using UpWeight = GatedWeight<Weight>;
 using ConstUpWeight = GatedWeight<ConstWeight>;

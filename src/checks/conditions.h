@@ -7,6 +7,7 @@
 
 #include "checks/check.h"
 #include "compose.h"
+#include "shared/workspace.h"
 
 namespace guild {
 
@@ -29,6 +30,9 @@ inline void check_sizes(Sizes const& s) {
   check_size(s.slot_count(), 0, kMostRows, s.slots < 0 ? "tokens * top_k" : "slots");
   check_size(s.room, -1, kMostRows, "room");
 }
+
+// The most sequences that tokens can be cut into. Without tokens all of them are empty.
+inline int64_t most_sequences(int64_t tokens) { return tokens == 0 ? kMostRows : tokens; }
 
 // Lists of any length come with the number of their slots.
 inline void check_lists(int64_t slots, int32_t const* token_offsets) {
@@ -69,6 +73,13 @@ inline void check_score_dtype(DType dtype, char const* name) {
 
 inline void check_pointer(void const* data, bool needed, char const* name) {
   require(data != nullptr || !needed, name, ": expected a pointer, got null");
+}
+
+inline void check_workspace(void const* data, int64_t bytes, char const* name = "workspace") {
+  require(data != nullptr || bytes == 0, name, ": expected ", bytes, " bytes, got null");
+  uintptr_t const past = uintptr_t(data) % kWorkspaceAlignment;
+  require(past == 0, name, ": expected an address that ", kWorkspaceAlignment,
+          " divides, got one that leaves ", past);
 }
 
 // One dimension of a tensor with strides.

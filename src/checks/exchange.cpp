@@ -11,7 +11,7 @@ namespace {
 
 void require_experts(int64_t experts, PeerMemory const& memory) {
   require(experts >= memory.ranks && experts % memory.ranks == 0,
-          "experts: expected a multiple of ", memory.ranks, " (ranks), got ", experts);
+          "experts: expected a positive multiple of ", memory.ranks, " (ranks), got ", experts);
   check_size(experts / memory.ranks, 1, kMostExperts, "experts / ranks");
 }
 
@@ -21,7 +21,7 @@ void require_slots(int64_t top_k, PeerMemory const& memory) {
 }
 
 void require_tokens(int64_t tokens, PeerMemory const& memory) {
-  require(tokens >= 0 && tokens <= memory.tokens, "tokens: expected at most ", memory.tokens,
+  require(tokens >= 0 && tokens <= memory.tokens, "tokens: expected 0 to ", memory.tokens,
           " (what the ranks' memory has room for), got ", tokens);
 }
 
@@ -101,8 +101,7 @@ void check(Publish const& x) {
 void check(Meet const& x) {
   check_mapped(x.memory);
   require(x.seconds > 0, "seconds: expected more than 0, got ", x.seconds);
-  require(x.count >= 0 && x.count <= kMostFacts, "facts: expected at most ", kMostFacts, ", got ",
-          x.count);
+  check_size(x.count, 0, kMostFacts, "facts");
   require(x.report != nullptr, "report: expected host memory, got null");
 }
 
@@ -163,13 +162,23 @@ void check(ReturnedScores const& x) {
   check_mapped(x.memory);
   require_scores(x.score_bytes);
   int64_t const most = x.memory.tokens * x.memory.top_k;
-  require(x.slots >= 0 && x.slots <= most, "slots: expected at most ", most,
+  require(x.slots >= 0 && x.slots <= most, "slots: expected 0 to ", most,
           " (what the ranks' memory has room for), got ", x.slots);
 }
 
 void check_collected(ReturnedScores const& x) {
   check(x);
   check_pointer(x.scores, x.slots > 0, "scores");
+}
+
+void check_peers(PeerMemory const& m) {
+  for (int64_t r = 0; r < m.ranks; ++r) {
+    require(m.peers[r] != nullptr, "memory.peers[", r, "]: expected the memory of rank ", r,
+            ", got null");
+    int64_t const past = int64_t(uintptr_t(m.peers[r]) % kPeerAlignment);
+    require(past == 0, "memory.peers[", r, "]: expected an address that ", kPeerAlignment,
+            " divides, got one that leaves ", past);
+  }
 }
 
 int64_t peer_memory_bytes(PeerMemory const& memory) {

@@ -15,4 +15,7 @@ void check(PushScores const& x);
 void check(ReturnedScores const& x);
 void check_collected(ReturnedScores const& x);  // what collect_scores() asks for beside it
 
+// Checks the addresses of the ranks' memory, where the host can read the list of them.
+void check_peers(PeerMemory const& memory);
+
 }  // namespace guild

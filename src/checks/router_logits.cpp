@@ -15,11 +15,14 @@ void check(RouterLogits const& x) {
   check_rows(x.x, x.tokens, x.hidden, "x");
   check_rows(x.weight, x.experts, x.hidden, "weight");
   check_optional_rows(x.logits, x.tokens, x.experts, "logits");
-  check_pointer(x.workspace, x.tokens > 0, "workspace");
+  auto const bytes = [&](int64_t experts) {
+    return router_logits_workspace_bytes(x.tokens, x.hidden, experts, x.dtype);
+  };
+  check_workspace(x.workspace, bytes(x.experts));
   check_optional_rows(x.gate, 1, x.hidden, "gate");
-  bool const gated = x.gate.data != nullptr && x.tokens > 0;
-  check_pointer(x.gate_score, gated, "gate_score");
-  check_pointer(x.gate_workspace, gated, "gate_workspace");
+  bool const gated = x.gate.data != nullptr;
+  check_pointer(x.gate_score, gated && x.tokens > 0, "gate_score");
+  check_workspace(x.gate_workspace, gated ? bytes(1) : 0, "gate_workspace");
 }
 
 RouterLogits gate_of(RouterLogits const& product) {

@@ -43,7 +43,7 @@ void check_slots(int64_t tokens, int64_t experts, int64_t top_k, bool distinct) 
 }
 
 void check_sequences(int64_t tokens, int64_t sequences) {
-  check_size(sequences, 1, std::max<int64_t>(tokens, 1), "sequences");
+  check_size(sequences, 1, most_sequences(tokens), "sequences");
   require(tokens % sequences == 0, "sequences: expected a divisor of ", tokens, " (tokens), got ",
           sequences);
 }
@@ -88,7 +88,7 @@ void check(RouterGradient const& x) {
   check_lists(x.slots, x.token_offsets);
   check_score_dtype(x.dtype, "dtype");
   check_router(x.router);
-  bool const any = x.slots < 0 ? x.tokens > 0 : x.slots > 0;
+  bool const any = slot_count(x) > 0;
   check_pointer(x.ids, any, "ids");
   check_pointer(x.scores, any, "scores");
   check_pointer(x.dscores, any, "dscores");
@@ -119,7 +119,8 @@ void check(TokenRounding const& x) {
   check_pointer(x.list_ids, any, "list_ids");
   check_pointer(x.scores, any, "scores");
   check_with(has_slopes(x.router), x.slopes, false, "slopes", "a sigmoid or sqrt_softplus");
-  check_pointer(x.workspace, any, "workspace");
+  int64_t const bytes = any ? rounding_workspace_bytes(x.tokens, x.experts) : 0;
+  check_workspace(x.workspace, bytes);
 }
 
 void check(BalanceSums const& x) {
@@ -133,8 +134,7 @@ void check(BalanceSums const& x) {
   check_pointer(x.shares, true, "shares");
   check_pointer(x.squares, true, "squares");
   check_pointer(x.counts, true, "counts");
-  check_pointer(x.workspace, balance_workspace_bytes(x.tokens, x.experts, x.sequences) > 0,
-                "workspace");
+  check_workspace(x.workspace, balance_workspace_bytes(x.tokens, x.experts, x.sequences));
 }
 
 void check(BalanceGradient const& x) {
@@ -160,7 +160,7 @@ void check(Sort const& x) {
   check_pointer(x.row_token, rows, "row_token");
   check_pointer(x.slot_row, any, "slot_row");
   check_pointer(x.row_score, rows && x.scores != nullptr, "row_score");
-  check_pointer(x.workspace, sort_workspace_bytes(slots, x.experts, 1) > 0, "workspace");
+  check_workspace(x.workspace, sort_workspace_bytes(slots, x.experts, 1));
 }
 
 void check(GroupedGemm const& x) {

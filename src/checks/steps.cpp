@@ -28,13 +28,6 @@ void check_low_rank(LowRankTerm<ConstWeight> const& term, Sizes const& s, int64_
   if (term.rank > 0) check_weight(term.b, s.experts, out, term.rank, "low_rank.b", false);
 }
 
-void check_workspace(void const* workspace, int64_t bytes) {
-  require(workspace != nullptr || bytes == 0, "workspace: expected ", bytes, " bytes, got null");
-  require(uintptr_t(workspace) % kWorkspaceAlignment == 0, "workspace: expected an address that ",
-          kWorkspaceAlignment, " divides, got one that leaves ",
-          uintptr_t(workspace) % kWorkspaceAlignment);
-}
-
 // Whether either half of the up projection's gradient is wanted: check_up_weight asks for both.
 bool wants_up(UpWeight const& dw, bool gated) {
   return dw.gate.data != nullptr || (gated && dw.up.data != nullptr);
@@ -250,6 +243,8 @@ void check(MoeBackward const& x) {
   check_optional_rows(x.db_down, s.experts, s.hidden, "db_down");
   if (x.dscores != nullptr) {
     check_pointer(x.routing.slot_row, s.slot_count() > 0, "routing.slot_row");
+    // Of the score gradient, whose slots have tokens even if there is no room for their rows.
+    if (x.b_down.data != nullptr) check_rows(x.dout, s.tokens, s.hidden, "dout");
   }
   check_optional_rows(x.dh, s.rows(), width(s, gated), "dh");
   check_optional_rows(x.a_scaled, s.rows(), s.intermediate, "a_scaled");

@@ -20,6 +20,13 @@ namespace {
 
 using Word = std::atomic_ref<int64_t>;
 
+// Checks a call, and the list of the ranks' memory, which the host can read here.
+template <class Args>
+void check_call(Args const& x) {
+  check(x);
+  check_peers(x.memory);
+}
+
 bool any_here(int32_t const* ids, int64_t count) {
   return std::any_of(ids, ids + count, [](int32_t id) { return id >= 0; });
 }
@@ -35,13 +42,26 @@ bool pulls(Pull const& x, int64_t p) {
 
 // The barrier of one rank.
 class Meeting {
+  using Clock = std::chrono::steady_clock;
+
  public:
   explicit Meeting(Meet const& x)
-      : x_(x), m_(x.memory), layout_(layout_of(m_)), own_(view(m_.rank).control()) {}
+      : x_(x),
+        m_(x.memory),
+        layout_(layout_of(m_)),
+        own_(view(m_.rank).control()),
+        deadline_(Clock::now() + std::chrono::duration<double>(x.seconds)) {}
 
   void run() {
+    if (own_->stopped == 0) take_part();
+    if (own_->stopped != 0) report(Word(own_->failure).load());
+  }
+
+ private:
+  PeerView view(int64_t rank) const { return {layout_, m_, rank}; }
+
+  void take_part() {
     Word failure(own_->failure);
-    if (own_->stopped != 0) return;
     int64_t const number = own_->meetings + 1;
     if (x_.needed != nullptr && *x_.needed > x_.capacity) {
       fail(packed(PeerFailure::overflow, m_.rank, m_.rank, 0, *x_.needed));
@@ -50,13 +70,8 @@ class Meeting {
     for (int64_t r = 0; r < m_.ranks && failure.load() == 0; ++r) meet(r, number);
     own_->meetings = number;
     own_->published += x_.published;
-    int64_t const word = failure.load();
-    own_->stopped = word != 0;
-    if (word != 0) report(word);
+    own_->stopped = failure.load() != 0;
   }
-
- private:
-  PeerView view(int64_t rank) const { return {layout_, m_, rank}; }
 
   void arrive(int64_t number) {
     for (int64_t r = 0; r < m_.ranks; ++r) {
@@ -68,10 +83,9 @@ class Meeting {
 
   void meet(int64_t r, int64_t number) {
     PeerMessage& message = own_->inbox[number & 1][r];
-    auto const until = std::chrono::steady_clock::now() + std::chrono::duration<double>(x_.seconds);
     while (Word(message.arrived).load(std::memory_order_acquire) < number) {
       if (Word(own_->failure).load() != 0) return;
-      if (std::chrono::steady_clock::now() > until) {
+      if (Clock::now() > deadline_) {
         return fail(packed(PeerFailure::late, r, m_.rank, 0));
       }
       std::this_thread::sleep_for(std::chrono::microseconds(20));
@@ -105,6 +119,8 @@ class Meeting {
   PeerMemory const& m_;
   PeerLayout const layout_;
   PeerControl* const own_;
+  // In double, so that no number of seconds overflows.
+  std::chrono::time_point<Clock, std::chrono::duration<double>> const deadline_;
 };
 
 bool failed(PeerLayout const& layout, PeerMemory const& m) {
@@ -166,7 +182,7 @@ void collect_token(Collect const& x, char const* returned, int64_t token) {
 }  // namespace
 
 void publish(Publish const& x) {
-  check(x);
+  check_call(x);
   PeerMemory const& m = x.memory;
   PeerLayout const layout = layout_of(m);
   PeerView const own(layout, m, m.rank);
@@ -190,12 +206,12 @@ void publish(Publish const& x) {
 }
 
 void meet(Meet const& x) {
-  check(x);
+  check_call(x);
   Meeting(x).run();
 }
 
 void tables(Tables const& x) {
-  check(x);
+  check_call(x);
   PeerMemory const& m = x.memory;
   PeerLayout const layout = layout_of(m);
   int64_t const place = last_place(PeerView(layout, m, m.rank).control());
@@ -219,7 +235,7 @@ void tables(Tables const& x) {
 }
 
 void pull(Pull const& x) {
-  check(x);
+  check_call(x);
   PeerMemory const& m = x.memory;
   PeerLayout const layout = layout_of(m);
   int64_t const place = last_place(PeerView(layout, m, m.rank).control());
@@ -238,7 +254,7 @@ void pull(Pull const& x) {
 
 void push(Push const& x) {
   require_processor();
-  check(x);
+  check_call(x);
   PeerLayout const layout = layout_of(x.memory);
   if (failed(layout, x.memory)) return;
   int64_t const tokens = x.memory.ranks * x.memory.tokens;
@@ -249,7 +265,7 @@ void push(Push const& x) {
 
 void collect(Collect const& x) {
   require_processor();
-  check(x);
+  check_call(x);
   PeerLayout const layout = layout_of(x.memory);
   char const* const returned = PeerView(layout, x.memory, x.memory.rank).returned();
   with_element(x.dtype, [&]<class T>() {
@@ -259,7 +275,7 @@ void collect(Collect const& x) {
 }
 
 void push_scores(PushScores const& x) {
-  check(x);
+  check_call(x);
   PeerMemory const& m = x.memory;
   PeerLayout const layout = layout_of(m);
   if (failed(layout, m)) return;
@@ -273,7 +289,7 @@ void push_scores(PushScores const& x) {
 }
 
 void clear_scores(ReturnedScores const& x) {
-  check(x);
+  check_call(x);
   PeerLayout const layout = layout_of(x.memory);
   if (failed(layout, x.memory)) return;  // they stay NaN
   char* const scores = PeerView(layout, x.memory, x.memory.rank).returned_scores();
@@ -282,9 +298,10 @@ void clear_scores(ReturnedScores const& x) {
 
 void collect_scores(ReturnedScores const& x) {
   check_collected(x);
-  char const* const scores =
-      PeerView(layout_of(x.memory), x.memory, x.memory.rank).returned_scores();
-  std::memcpy(x.scores, scores, size_t(x.slots * x.score_bytes));
+  check_peers(x.memory);
+  PeerLayout const layout = layout_of(x.memory);
+  char const* const scores = PeerView(layout, x.memory, x.memory.rank).returned_scores();
+  std::copy_n(scores, x.slots * x.score_bytes, static_cast<char*>(x.scores));
 }
 
 }  // namespace guild::cpu

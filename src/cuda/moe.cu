@@ -72,6 +72,10 @@ struct Steps {
 
 // Calls require_runnable() in place of the steps.
 struct Requirements {
+  void down_gradient(DownGradient const& x) const { require_runnable(x); }
+  void score_gradient(ScoreGradient const& x) const { require_runnable(x); }
+  void up_gradient(UpGradient const& x) const { require_runnable(x); }
+  void combine(Combine const& x) const { require_runnable(x); }
   WeightSchedule schedule_weight_gradients(Sizes const&, Routing const&,
                                            WeightSchedule const&) const {
     return {};
@@ -139,6 +143,8 @@ int64_t moe_forward_workspace_bytes(Sizes const& sizes, DType dtype, int64_t sha
 
 void moe_backward(MoeBackward const& x, Queue queue) {
   check(x);
+  require_aligned(x.dx, "dx");
+  compose_backward(x, Requirements{});
   queue.counter = workspace_of(x).memory.counter;
   compose_backward(x, Steps{queue});
 }
@@ -149,7 +155,7 @@ void require_runnable(MoeWeightGradients const& x) {
 }
 
 void moe_weight_gradients(MoeWeightGradients const& x, Queue queue) {
-  check(x);
+  require_runnable(x);
   ScheduleMemory const memory = workspace_of(x);
   queue.counter = memory.counter;
   compose_weight_gradients(x, memory.schedule, Steps{queue});

@@ -1,6 +1,7 @@
 // What the steps require of their arguments on CUDA: check(), and what kernels need beyond it, such
-// as alignment. Each step calls its own; a layer over ranks calls those of all its steps before the
-// first one runs, because the other ranks would wait for a rank that stops halfway.
+// as alignment. Each step calls its own. Backward and a layer over ranks call those of all their
+// steps before the first one runs: an error comes before anything is written, and no other rank
+// waits for one that stops halfway.
 #pragma once
 #include "guild/peer_layer.h"
 
@@ -9,6 +10,7 @@ namespace guild::cuda {
 void require_runnable(Sort const& x);
 void require_runnable(UpProjection const& x);
 void require_runnable(DownProjection const& x);
+void require_runnable(Combine const& x);
 void require_runnable(DownGradient const& x);
 void require_runnable(ScoreGradient const& x);
 void require_runnable(UpGradient const& x);

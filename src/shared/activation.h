@@ -85,6 +85,17 @@ GUILD_HD float sigmoid(float x, float slope = 1) {
 }
 GUILD_HD double sigmoid(double x, double slope = 1) { return 1 / (1 + exponential(-slope * x)); }
 
+// A product of `factor`, which is 0 if that is, even where another factor is infinite. Only on the
+// CPU: on a GPU an infinite gate may give NaN, which saves kernels a comparison per element.
+template <class F>
+GUILD_HD F unless_zero([[maybe_unused]] F factor, F product) {
+#ifdef __CUDA_ARCH__
+  return product;
+#else
+  return factor == 0 ? F(0) : product;
+#endif
+}
+
 template <class F>
 struct ValueSlope {
   F value, slope;
@@ -94,21 +105,24 @@ struct ValueSlope {
 template <Family family, class P, class F>
 GUILD_HD ValueSlope<F> unary(ActivationOf<P> const& act, F x) {
   if constexpr (family == Family::swish) {
-    F const alpha = F(act.alpha), s = sigmoid(x, alpha), value = x * s;
-    return {value, s + alpha * (value - value * s)};
+    F const alpha = F(act.alpha), s = sigmoid(x, alpha), value = unless_zero(s, x * s);
+    return {value, s + alpha * unless_zero(1 - s, value - value * s)};
   } else if constexpr (family == Family::sigmoid) {
     bool const gelu = act.kind == ActivationKind::gelu_tanh;
     F const p1 = gelu ? F(1.5957691216057308) : F(act.alpha);  // sqrt(8 / pi)
     F const p3 = gelu ? F(1.5957691216057308 * 0.044715) : F(0);
-    F const s = sigmoid(x * (p1 + p3 * x * x));
-    return {x * s, s + x * s * (1 - s) * (p1 + 3 * p3 * x * x)};
+    // Where s has long been 0 or 1, the square must not become infinite: 0 times that is NaN.
+    F const square = x * x < F(1e6) ? x * x : F(1e6);
+    F const s = sigmoid(x * (p1 + p3 * square)), rest = 1 - s;
+    F const steep = x * s * rest * (p1 + 3 * p3 * square);
+    return {unless_zero(s, x * s), s + unless_zero(s * rest, steep)};
   } else {
     F const positive = x < 0 ? F(0) : x;  // NaN stays
     switch (act.kind) {
       case ActivationKind::gelu_erf: {
         F const phi = F(0.5) * (1 + F(erf(x * F(0.7071067811865476))));
         F const density = F(0.3989422804014327) * exponential(F(-0.5) * x * x);
-        return {x * phi, phi + x * density};
+        return {unless_zero(phi, x * phi), phi + unless_zero(density, x * density)};
       }
       case ActivationKind::relu:
         return {positive, x > 0 ? F(1) : positive};

@@ -12,6 +12,8 @@
 
 namespace guild {
 
+inline constexpr uintptr_t kPeerAlignment = 16;  // bytes, of each rank's memory
+
 struct PeerMessage {
   int64_t facts[kMostFacts];
   int64_t late;     // nothing else is read where it is not 0
@@ -61,8 +63,8 @@ struct PeerView {
   PeerLayout const& layout;
   char* base;
 
-  GUILD_HD PeerView(PeerLayout const& layout, PeerMemory const& m, int64_t rank)
-      : layout(layout), base(static_cast<char*>(m.peers[rank])) {}
+  GUILD_HD PeerView(PeerLayout const& of_all, PeerMemory const& m, int64_t rank)
+      : layout(of_all), base(static_cast<char*>(m.peers[rank])) {}
   GUILD_HD PeerControl* control() const { return reinterpret_cast<PeerControl*>(base); }
   GUILD_HD int32_t* ids(int64_t place) const {
     return reinterpret_cast<int32_t*>(base + layout.ids + place * layout.id_bytes);

@@ -71,6 +71,9 @@ GUILD_HD F log_quotient(F x) {
 // Except for softmax, min(logit, 0) <= shift <= 0.
 template <class F>
 GUILD_HD F unscaled_weight(Score score, F logit, F shift) {
+  // So far below, log(1 + exp(logit)) is exp(logit), which has a root where it is too small itself.
+  bool const root_of_exp = score == Score::sqrt_softplus && logit - shift < F(-64);
+  if (root_of_exp) return exact_exp((logit - shift) / 2);
   F const e = exact_exp(score == Score::softmax ? logit - shift : (logit < 0 ? logit : -logit));
   if (score == Score::softmax) return e;
   F const above = logit < 0 ? (shift < 0 ? exact_exp(logit - shift) : e) : F(1);
@@ -131,12 +134,11 @@ GUILD_HD int64_t token_of(int32_t const* token_offsets, int64_t tokens, int64_t 
 // How many slots there are, and which of them belong to tokens.
 template <class Args>
 GUILD_HD int64_t slot_count(Args const& x) {
-  return x.slots < 0 ? x.tokens * x.top_k : x.slots;
+  return Sizes{.tokens = x.tokens, .top_k = x.top_k, .slots = x.slots}.slot_count();
 }
 // The rows that a sort may write.
 GUILD_HD int64_t row_count(Sort const& x) {
-  int64_t const slots = slot_count(x);
-  return x.room < 0 || x.room > slots ? slots : x.room;
+  return Sizes{.tokens = x.tokens, .top_k = x.top_k, .slots = x.slots, .room = x.room}.rows();
 }
 GUILD_HD SlotSpan used_slots(Sort const& x) {
   int64_t const slots = slot_count(x);

@@ -102,9 +102,9 @@ __global__ void __launch_bounds__(kThreads) meet_kernel(Meet x, PeerLayout layou
     control->meetings = number;
     control->published += x.published;
     control->stopped = word != 0;
-    if (word != 0) report(x, word);
   }
   if (word == 0) return;
+  if (r == 0) report(x, word);  // again where an earlier barrier has found it
   uint4 const nan = {~0u, ~0u, ~0u, ~0u};
   int64_t const units = (layout.bytes - layout.returned) / int64_t(sizeof(uint4));
   for (int64_t i = r; i < units; i += kThreads) reinterpret_cast<uint4*>(own.returned())[i] = nan;

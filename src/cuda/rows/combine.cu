@@ -315,9 +315,7 @@ void combine_as(Combine const& x, CombineAfter const& after, Queue const& queue)
 
 }  // namespace
 
-void combine(Combine const& x, Queue queue) { combine(x, {}, queue); }
-
-void combine(Combine const& x, CombineAfter const& after, Queue const& queue) {
+void require_runnable(Combine const& x) {
   check(x);
   require_16_bit(x.dtype);
   require_whole_16_bytes(x.sizes.hidden, "hidden");
@@ -328,6 +326,12 @@ void combine(Combine const& x, CombineAfter const& after, Queue const& queue) {
   if (x.router.dlogits.data != nullptr) {
     addressable_stride(x.sizes.rows(), row_stride(x.y, x.sizes.hidden), "y");
   }
+}
+
+void combine(Combine const& x, Queue queue) { combine(x, {}, queue); }
+
+void combine(Combine const& x, CombineAfter const& after, Queue const& queue) {
+  require_runnable(x);
   if (x.sizes.tokens == 0) return;
   with_type(x.dtype, [&](auto element) { combine_as<decltype(element)>(x, after, queue); });
   cuda_check(cudaGetLastError(), "launch of combine");

@@ -63,12 +63,6 @@ void expect_places(WrongCalls<Args> const& wrong) {
                [](Args& x) { x.routing.slot_row = nullptr; });
 }
 
-template <class Args>
-void expect_workspace(WrongCalls<Args> const& wrong) {
-  wrong.expect("workspace: expected an address that 16 divides, got one that leaves 4",
-               [](Args& x) { x.workspace = static_cast<char*>(x.workspace) + 4; });
-}
-
 // Both halves of the up projection's gradient, or neither, each in its own memory.
 template <class Args>
 void expect_halves(WrongCalls<Args> const& wrong) {
@@ -173,6 +167,7 @@ TEST(Check, DownGradient) {
   expect_low_rank(wrong, "low_rank.b", 8);
   wrong.expect("db_down: expected null with a low-rank term, got a pointer",
                [](auto& x) { x.low_rank = {x.dout, x.w_down, 4}; });
+  wrong.workspace("workspace", &DownGradient::workspace, 512);
   for (bool const up : {true, false}) {  // either of the two needs it
     wrong.expect("workspace: expected 512 bytes, got null",
                  [=](auto& x) { x.workspace = nullptr, (up ? x.db_up : x.db_down) = {}; });
@@ -303,11 +298,10 @@ TEST(Check, MoeForward) {
   wrong.optional_rows("residual", &MoeForward::residual, 16);
   wrong.expect("residual_scale: expected null without a residual, got a pointer",
                [](auto& x) { x.residual = {}, x.residual_scale = x.x.data; });
-  wrong.expect("workspace: expected 1024 bytes, got null", [](auto& x) { x.workspace = nullptr; });
   wrong.expect("routing.slot_score: expected a pointer with row_score, got null",
                [](auto& x) { x.routing.slot_score = nullptr; });
   expect_places(wrong);
-  expect_workspace(wrong);
+  wrong.workspace("workspace", &MoeForward::workspace, 1024);
   expect_sort(wrong);
 }
 
@@ -340,11 +334,12 @@ TEST(Check, MoeBackward) {
   wrong.expect("a_scaled: expected a buffer with dh, got null", [](auto& x) { x.a_scaled = {}; });
   auto const in_workspace = [](auto& x) { x.workspace = nullptr, x.dh = x.a_scaled = {}; };
   wrong.expect("workspace: expected 2304 bytes, got null", in_workspace);
-  wrong.expect("workspace: expected 1536 bytes, got null", [](auto& x) { x.workspace = nullptr; });
   wrong.expect("routing.row_score: expected a pointer with slot_score, got null",
                [](auto& x) { x.routing.row_score = nullptr; });
+  wrong.expect("dout: expected 4 rows of 16, got null",  // of the score gradient, without rows too
+               [](auto& x) { x.dout = {}, x.sizes.room = 0, x.routing.row_token = nullptr; });
   expect_places(wrong);
-  expect_workspace(wrong);
+  wrong.workspace("workspace", &MoeBackward::workspace, 1536);
   expect_halves(wrong);
 }
 
@@ -362,8 +357,7 @@ TEST(Check, MoeWeightGradients) {
   wrong.output_weight("dw_up.gate", [](Step& x) -> auto& { return x.dw_up.gate; }, 8, 16);
   wrong.weight("dw_up.up", [](Step& x) -> auto& { return x.dw_up.up; }, 8, 16);
   wrong.output_weight("dw_down", &Step::dw_down, 16, 8);
-  wrong.expect("workspace: expected 768 bytes, got null", [](auto& x) { x.workspace = nullptr; });
-  expect_workspace(wrong);
+  wrong.workspace("workspace", &Step::workspace, 768);
   expect_halves(wrong);
 }
 

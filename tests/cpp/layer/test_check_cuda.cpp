@@ -301,6 +301,32 @@ void expect_layer_over_ranks(WrongOnCuda<Pass> const& wrong) {
   wrong.pointer("o", [](Pass& x) -> auto& { return x.collect.o; });
 }
 
+// Whatever a later step of backward requires is checked before the first one writes. Here the first
+// launch would fail, or read the host's memory.
+TEST(CheckOnCuda, MoeBackward) {
+  Calls calls;
+  MoeBackward right = calls.backward();
+  right.dtype = right.dw_dtype = DType::bfloat16;
+  WrongOnCuda<MoeBackward> const wrong(right, cuda::moe_backward);
+  wrong.hidden();
+  wrong.rows("dout", &MoeBackward::dout);
+  wrong.rows("h", &MoeBackward::h);
+  wrong.rows("b_down", &MoeBackward::b_down);
+  wrong.rows("x", &MoeBackward::x);
+  wrong.rows("dx", &MoeBackward::dx);
+  wrong.weight("w_down", &MoeBackward::w_down);
+}
+
+TEST(CheckOnCuda, MoeWeightGradients) {
+  Calls calls;
+  MoeWeightGradients right = calls.weight_gradients();
+  right.dtype = right.dw_dtype = DType::bfloat16;
+  WrongOnCuda<MoeWeightGradients> const wrong(right, cuda::moe_weight_gradients);
+  wrong.rows("dout", &MoeWeightGradients::dout);
+  wrong.rows("x", &MoeWeightGradients::x);
+  wrong.rows("dh", &MoeWeightGradients::dh);
+}
+
 // Whatever a later step requires is checked before the first one publishes: the other ranks would
 // wait for a rank that stops halfway. Here the first launch would fail, or read the host's memory.
 TEST(CheckOnCuda, LayersOverRanks) {

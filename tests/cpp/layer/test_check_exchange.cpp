@@ -60,7 +60,7 @@ void expect_slots(WrongCalls<Args> const& wrong) {
 template <class Args>
 void expect_experts(WrongCalls<Args> const& wrong) {
   for (int64_t const experts : {-2, 0, 9}) {
-    wrong.expect(text_of("experts: expected a multiple of 2 (ranks), got ", experts),
+    wrong.expect(text_of("experts: expected a positive multiple of 2 (ranks), got ", experts),
                  [=](Args& x) { x.experts = experts; });
   }
   wrong.expect("experts / ranks: expected 1 to 4096, got 4097",
@@ -93,7 +93,7 @@ template <class Args>
 void expect_tokens(WrongCalls<Args> const& wrong) {
   for (int64_t const tokens : {-1, 5}) {
     wrong.expect(
-        text_of("tokens: expected at most 4 (what the ranks' memory has room for), got ", tokens),
+        text_of("tokens: expected 0 to 4 (what the ranks' memory has room for), got ", tokens),
         [=](Args& x) { x.tokens = tokens; });
   }
 }
@@ -122,7 +122,7 @@ TEST(CheckExchange, Meet) {
   wrong.expect("seconds: expected more than 0, got nan",
                [](Meet& x) { x.seconds = std::numeric_limits<double>::quiet_NaN(); });
   for (int64_t const count : {-1, 15}) {
-    wrong.expect(text_of("facts: expected at most 14, got ", count),
+    wrong.expect(text_of("facts: expected 0 to 14, got ", count),
                  [=](Meet& x) { x.count = count; });
   }
   wrong.expect("report: expected host memory, got null", [](Meet& x) { x.report = nullptr; });
@@ -202,7 +202,7 @@ TEST(CheckExchange, ReturnedScores) {
     expect_score_bytes(wrong);
     for (int64_t const slots : {-1, 9}) {
       wrong.expect(
-          text_of("slots: expected at most 8 (what the ranks' memory has room for), got ", slots),
+          text_of("slots: expected 0 to 8 (what the ranks' memory has room for), got ", slots),
           [=](ReturnedScores& x) { x.slots = slots; });
     }
   }
@@ -210,6 +210,44 @@ TEST(CheckExchange, ReturnedScores) {
   ReturnedScores args = calls.returned_scores();
   args.scores = nullptr;
   EXPECT_THROW(cpu::collect_scores(args), Error);
+}
+
+// The CPU backend reads the list of the ranks' memory before it touches any of them.
+template <class Args>
+void expect_peers(Args (Calls::*right)(), void (*run)(Args const&)) {
+  auto const expect = [&](std::string const& message, int64_t rank, auto spoil) {
+    SCOPED_TRACE(message);
+    Calls calls;
+    Args const args = (calls.*right)();
+    calls.peers[rank] = spoil(calls.memory);
+    try {
+      run(args);
+      ADD_FAILURE() << "no error";
+    } catch (Error const& error) {
+      EXPECT_EQ(error.what(), message);
+    }
+  };
+  for (int64_t const rank : {0, 1}) {
+    std::string const name = text_of("memory.peers[", rank, "]: expected ");
+    expect(name + text_of("the memory of rank ", rank, ", got null"), rank,
+           [](char*) -> void* { return nullptr; });
+    expect(name + "an address that 16 divides, got one that leaves 4", rank,
+           [](char* memory) -> void* { return memory + 4; });
+  }
+}
+
+TEST(CheckExchange, PeersOnTheCpu) {
+  expect_peers(&Calls::publish, cpu::publish);
+  expect_peers(&Calls::meet, cpu::meet);
+  expect_peers(&Calls::tables, cpu::tables);
+  expect_peers(&Calls::pull, cpu::pull);
+  expect_peers(&Calls::push, cpu::push);
+  expect_peers(&Calls::collect, cpu::collect);
+  expect_peers(&Calls::push_scores, cpu::push_scores);
+  expect_peers(&Calls::returned_scores, cpu::clear_scores);
+  expect_peers(&Calls::returned_scores, cpu::collect_scores);
+  expect_peers(&Calls::peer_forward, cpu::peer_forward);
+  expect_peers(&Calls::peer_backward, cpu::peer_backward);
 }
 
 // What every pass over ranks requires: steps that are valid by themselves, on one memory.

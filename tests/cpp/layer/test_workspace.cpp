@@ -139,6 +139,7 @@ TEST(Workspace, WrongSizesOfRoutersAreNamed) {
     expect_error(text_of("sequences: expected 1 to 4, got ", wrong),
                  [&] { balance_workspace_bytes(4, 8, wrong); });
   }
+  EXPECT_EQ(balance_workspace_bytes(0, 8, 5), 0);
   for (int const wrong : {-1, 5}) {
     expect_error(text_of("rounding: expected 0 to 4, got ", wrong),
                  [&] { rounded_slots(4, 8, 2, Rounding(wrong), 8); });

@@ -33,6 +33,7 @@ std::pair<std::vector<double>, double> shares_of(Problem const& x, Matrix const&
     double const l = logits(token, e);
     p[e] = x.score == Score::softmax   ? std::exp(l)
            : x.score == Score::sigmoid ? 1 / (1 + std::exp(-l))
+           : l < -40                   ? std::exp(l / 2)
                                        : std::sqrt(std::log1p(std::exp(l)));
     sum += p[e];
     sum_of_exp += std::exp(l);
@@ -161,11 +162,27 @@ TEST_P(BalanceTest, ManyTokens) {
   }
 }
 
+// Shares of experts whose logits are so low that float32 has no exp of them.
+TEST_P(BalanceTest, FarBelowZero) {
+  Problem x{1, 3, 1, 1, Score::sqrt_softplus, Matrix(1, 3), {0}, {}};
+  x.logits.values = {1, -120, -165};
+  double const p = std::sqrt(std::log1p(std::exp(1.0)));
+  auto const shares = sum(x, DType::float32).shares;
+  EXPECT_NEAR(shares[1] / (std::exp(-60.0) / p), 1, 1e-6);
+  EXPECT_NEAR(shares[2] / (std::exp(-82.5) / p), 1, 1e-6);
+}
+
 TEST_P(BalanceTest, NoTokens) {
-  Sums const got = sum(random(0, 12, 2, 1, Score::softmax), DType::float32);
-  EXPECT_EQ(got.counts, std::vector<int32_t>(12));
-  EXPECT_EQ(got.shares, std::vector<double>(12));
-  EXPECT_EQ(got.squares, std::vector<double>(1));
+  for (int64_t const sequences : {1, 5}) {
+    Problem const x = random(0, 12, 2, sequences, Score::softmax);
+    for (DType dtype : score_dtypes()) {
+      Sums const got = sum(x, dtype);
+      EXPECT_EQ(got.counts, std::vector<int32_t>(sequences * 12));
+      EXPECT_EQ(got.shares, std::vector<double>(sequences * 12));
+      EXPECT_EQ(got.squares, std::vector<double>(sequences));
+      EXPECT_TRUE(gradient(x, dtype, Matrix(sequences, 12), Matrix(sequences, 1)).empty());
+    }
+  }
 }
 
 // d(sum of shares * dshares + squares * dsquares) / dlogits by central differences.

@@ -66,6 +66,10 @@ void expect_sequences(WrongCalls<Args> const& wrong) {
   wrong.size("sequences", &Args::sequences, 1, 4);
   wrong.expect("sequences: expected a divisor of 4 (tokens), got 3",
                [](Args& x) { x.sequences = 3; });
+  for (int64_t const sequences : {int64_t(0), kMostRows + 1}) {
+    wrong.expect(text_of("sequences: expected 1 to 2147483647, got ", sequences),
+                 [=](Args& x) { x.tokens = 0, x.sequences = sequences; });
+  }
 }
 
 TEST(Check, Route) {
@@ -150,7 +154,7 @@ TEST(Check, TokenRounding) {
   wrong.pointer("list_ids", &TokenRounding::list_ids);
   wrong.pointer("scores", &TokenRounding::scores);
   expect_no_slopes(wrong);
-  wrong.pointer("workspace", &TokenRounding::workspace);
+  wrong.workspace("workspace", &TokenRounding::workspace, 1280);
 }
 
 TEST(Check, BalanceSums) {
@@ -164,7 +168,7 @@ TEST(Check, BalanceSums) {
   wrong.pointer("shares", &BalanceSums::shares);
   wrong.pointer("squares", &BalanceSums::squares);
   wrong.pointer("counts", &BalanceSums::counts);
-  wrong.pointer("workspace", &BalanceSums::workspace);
+  wrong.workspace("workspace", &BalanceSums::workspace, 768);
 }
 
 TEST(Check, BalanceGradient) {
@@ -191,7 +195,7 @@ TEST(Check, Sort) {
   wrong.pointer("row_token", &Sort::row_token);
   wrong.pointer("slot_row", &Sort::slot_row);
   wrong.pointer("row_score", &Sort::row_score);
-  wrong.pointer("workspace", &Sort::workspace);
+  wrong.workspace("workspace", &Sort::workspace, 512);
 }
 
 void expect_operand(WrongCalls<GroupedGemm> const& wrong, char const* name,

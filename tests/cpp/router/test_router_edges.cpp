@@ -143,6 +143,55 @@ TEST_P(RouterEdges, ABiasChoosesFarBelowTheTop) {
   }
 }
 
+// sqrt(log(1 + exp(logit))) is exp(logit / 2) far below 0, a number where exp(logit) is none.
+TEST_P(RouterEdges, SqrtSoftplusFarBelowZero) {
+  constexpr int64_t kExperts = 4;
+  Router const router{.score = Score::sqrt_softplus, .renormalize = false};
+  for (DType dtype : score_dtypes()) {
+    bool const wide = dtype == DType::float64;
+    for (double const top : wide ? Row{-60, -720, -1300} : Row{-60, -95, -110, -165}) {
+      SCOPED_TRACE(testing::Message() << "logits up to " << top << ", dtype " << int(dtype));
+      Row const row{top - 2, top - 1, top, top - 3};
+      Tensor logits(device(), dtype, 1, kExperts), scores(device(), dtype, 1, kExperts);
+      Tensor slopes(device(), dtype, 1, kExperts), dscores(device(), dtype, 1, kExperts);
+      Tensor dlogits(device(), dtype, 1, kExperts);
+      logits.set(row);
+      dscores.set({1, -2, 3, 4});
+      Indices<int32_t> ids(device(), kExperts);
+      device().run(Route{1, kExperts, kExperts, dtype, router, logits.view(), nullptr, ids.data(),
+                         scores.data(), nullptr, slopes.data()});
+      EXPECT_EQ(ids.get(), (std::vector<int32_t>{2, 1, 0, 3}));
+      device().run(RouterGradient{1,
+                                  kExperts,
+                                  kExperts,
+                                  dtype,
+                                  router,
+                                  ids.data(),
+                                  scores.data(),
+                                  slopes.data(),
+                                  dscores.data(),
+                                  {},
+                                  dlogits.view()});
+      double const allowed = wide ? 1e-13 : 1e-6;
+      for (int k = 0; k < kExperts; ++k) {
+        int const e = ids.get()[k];
+        double const p = std::exp(row[e] / 2), d = p / 2 * dscores.get()[k];
+        EXPECT_NEAR(scores.get()[k] / p, 1, allowed) << "choice " << k;
+        EXPECT_NEAR(slopes.get()[k], 0.5, allowed) << "choice " << k;
+        EXPECT_NEAR(dlogits.get()[e] / d, 1, allowed) << "expert " << e;
+      }
+      // Divided by their sum, beside a choice whose p is near 1.
+      Row const beside{0, top};
+      Row const weights = route(beside, 2, {.score = Score::sqrt_softplus}, dtype).scores;
+      double const p = std::exp(top / 2), sum = std::sqrt(std::log(2.0)) + p;
+      EXPECT_NEAR(weights[1] / (p / sum), 1, allowed);
+      // And beside one that is far below 0 too.
+      Row const below = route({-50, top - 50}, 2, {.score = Score::sqrt_softplus}, dtype).scores;
+      EXPECT_NEAR(below[1] / below[0] / p, 1, allowed);
+    }
+  }
+}
+
 // With a scale of zero, scores and their gradients are zero whatever the logits are.
 TEST_P(RouterEdges, ScaleZeroHasNoGradient) {
   constexpr int64_t kTokens = 9, kExperts = 12, kTopK = 3;

@@ -214,7 +214,7 @@ TEST(Check, RouterLogits) {
   wrong.rows("x", &RouterLogits::x, 4, 16);
   wrong.rows("weight", &RouterLogits::weight, 8, 16);
   wrong.optional_rows("logits", &RouterLogits::logits, 8);
-  wrong.pointer("workspace", &RouterLogits::workspace);
+  wrong.workspace("workspace", &RouterLogits::workspace, 256);
   wrong.optional_rows("gate", &RouterLogits::gate, 16);
 }
 
@@ -236,6 +236,15 @@ TEST(Check, RouteTokens) {
          [&](auto& p, auto&) { p.logits.data = calls.memory; });
   expect("product.sigmoid: expected false because the router takes logits",
          [](auto& p, auto&) { p.sigmoid = true; });
+  auto const with_gate = [&](char* score, char* workspace) {
+    return [=, &calls](auto& p, auto&) {
+      p.gate = {calls.memory}, p.gate_score = score, p.gate_workspace = workspace;
+    };
+  };
+  expect("gate_score: expected a pointer, got null", with_gate(nullptr, calls.memory));
+  expect("gate_workspace: expected 256 bytes, got null", with_gate(calls.memory, nullptr));
+  expect("gate_workspace: expected an address that 16 divides, got one that leaves 4",
+         with_gate(calls.memory, calls.memory + 4));
   expect("logits: expected null because the product computes them",
          [&](auto&, auto& r) { r.logits = {calls.memory}; });
   expect("tokens: expected 4 as in the product, got 3", [](auto&, auto& r) { r.tokens = 3; });

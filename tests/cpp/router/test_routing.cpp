@@ -26,7 +26,7 @@ struct Logits {
 double share_of(Score score, double logit, double top) {
   if (score == Score::softmax) return std::exp(logit - top);
   if (score == Score::sigmoid) return 1 / (1 + std::exp(-logit));
-  return std::sqrt(std::log1p(std::exp(logit)));
+  return logit < -40 ? std::exp(logit / 2) : std::sqrt(std::log1p(std::exp(logit)));
 }
 
 // p of every expert of one token.
@@ -56,8 +56,8 @@ std::vector<double> scores_of(Logits const& l, int64_t token, std::vector<int32_
 
 // d(log p) / dlogit where p depends on its own logit alone.
 double slope_of(Score score, double logit) {
-  double const sigmoid = 1 / (1 + std::exp(-logit));
-  return score == Score::sigmoid ? 1 - sigmoid : sigmoid / (2 * std::log1p(std::exp(logit)));
+  double const sigmoid = 1 / (1 + std::exp(-logit)), p = share_of(score, logit, 0);
+  return score == Score::sigmoid ? 1 - sigmoid : sigmoid / (2 * p * p);
 }
 
 // The scores of every token, and the slopes of its ids.

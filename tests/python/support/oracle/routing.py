@@ -19,8 +19,14 @@ def log_probabilities(score: str, logits: Tensor) -> Tensor:
     return {
         "softmax": lambda: logits.log_softmax(1),
         "sigmoid": lambda: F.logsigmoid(logits),
-        "sqrtsoftplus": lambda: softplus(logits).log() / 2,
+        "sqrtsoftplus": lambda: log_softplus(logits) / 2,
     }[score]()
+
+
+def log_softplus(logits: Tensor) -> Tensor:
+    """log(log(1 + e^x)), which is x so far below 0 that e^x may be no number."""
+    near = logits.clamp(min=-40)
+    return softplus(near).log() + (logits - near)
 
 
 def softplus(logits: Tensor) -> Tensor:
