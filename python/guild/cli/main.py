@@ -92,8 +92,8 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         "train",
         help="train a small MoE language model on the standard library's sources",
         description="Train a byte-level MoE transformer on the Python standard library's own "
-        "sources. Ctrl-C writes a checkpoint; --resume continues from it. A run already in "
-        "--out is moved aside.",
+        "sources. Ctrl-C or SIGTERM writes a checkpoint; --resume continues from it. A run "
+        "already in --out is moved aside.",
         formatter_class=_Formatter,
         argument_default=argparse.SUPPRESS,  # --resume must know what was typed
     )

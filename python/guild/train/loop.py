@@ -56,7 +56,7 @@ class Plan:
     corpus : Path or None
         Folder of .py files in place of the standard library.
     check_every : int
-        Steps between validations, each followed by a checkpoint.
+        Steps between checkpoints, each followed by a validation.
     sample_bytes : int
         Length of the text written at the end.
     fsdp : bool
