@@ -14,7 +14,8 @@ struct CUstream_st;  // *CUstream_st is cudaStream_t
 
 namespace guild::cuda {
 
-// Where a step runs: a stream of the current device, and how many multiprocessors it may fill.
+// Where a step runs: a stream of the current device, and how many multiprocessors its matrix
+// products may fill.
 struct Queue {
   CUstream_st* stream = nullptr;
   int sms = 0;  // 0: all

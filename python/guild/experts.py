@@ -97,8 +97,9 @@ def routed_experts(
 
         Any weight or bias, or half of a pair, may be a list of E tensors, one per expert, each of
         which gets its own gradient. Weights are read in place wherever they lie. They are copied
-        into one tensor at each call inside torch.compile and, with a `CopiedWeightsWarning`, under
-        an autocast that casts them and on a GPU if they are not 16-byte aligned.
+        into one tensor at each call inside torch.compile and under torch.func's transforms and,
+        with a `CopiedWeightsWarning`, if their strides differ, on a GPU if they are not 16-byte
+        aligned, and under an autocast that casts them if they are unevenly spaced.
     b_up : torch.Tensor or (torch.Tensor, torch.Tensor), optional
         (E, 2I) in the given order, (E, I) without a gate; or a pair of (E, I).
     b_down : torch.Tensor, optional

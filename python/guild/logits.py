@@ -32,7 +32,8 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     16-bit operands are multiplied as they are, and summed and returned in float32.
     torch.nn.functional.linear would round their logits to 16 bits, which changes the order of
     experts whose logits are close. On a GPU no float32 copy of x is made. With 16-bit operands a
-    token's logits have the same bits whatever the other tokens are.
+    token's logits have the same bits whatever the other tokens are; on a GPU this holds for up to
+    1,024 experts and a hidden size that is a multiple of 8.
 
     Parameters
     ----------

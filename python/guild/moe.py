@@ -62,7 +62,7 @@ class MoE(LayerState):
     Parameters
     ----------
     hidden, intermediate : int
-        Width of the layer and of one expert; multiples of 8 on a GPU.
+        Width of the layer and of one expert; multiples of 8 on a GPU, of 16 with fp8.
     experts, top_k : int
         Number of experts, and how many of them each token goes to.
     activation : Activation or str

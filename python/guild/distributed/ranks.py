@@ -76,7 +76,7 @@ class Ranks:
         what : str
             For the message of an error.
         capacity : int
-        Least number of rows to make room for.
+            Least number of rows to make room for.
 
         Returns
         -------

@@ -40,7 +40,7 @@ class FP8:
         How the pre-activations are kept for backward: as they are, in x's dtype, or as codes, which
         take half the memory and some of dX's and dW's precision.
     cached : bool
-        Of a `guild.MoE`: quantise its weights only in the forward that follows `refresh_fp8()`,
+        Of a `guild.MoE`: quantise its weights only in the forward that follows `guild.refresh_fp8`,
         which is to be called after each step of the optimizer.
 
     Raises
