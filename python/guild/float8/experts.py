@@ -162,10 +162,12 @@ def expect_quantisable(w_down: Tensor) -> None:
 
 
 def expect_alone(**others: object) -> None:
-    """Raise NotImplementedError naming an option that cannot be combined with fp8."""
+    """Raise NotImplementedError naming an option that cannot be combined with fp8 or codes."""
     for name, value in others.items():
         if value is not None:
-            raise NotImplementedError(f"{name}: expected None with fp8, got {type(value).__name__}")
+            raise NotImplementedError(
+                f"{name}: expected None with fp8 or quantised weights, got {type(value).__name__}"
+            )
 
 
 def expect_rows_of_codes(x: Tensor, intermediate: int) -> None:
