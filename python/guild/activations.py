@@ -68,7 +68,7 @@ class Activation:
     )  # as the ops take them
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
+        if not isinstance(self.kind, str) or self.kind not in KINDS:
             raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {self.kind!r}")
         expect_flag("gated", self.gated)
         expect_finite("alpha", self.alpha)
@@ -248,6 +248,6 @@ def is_interleaved(order: str) -> bool:
     ValueError
         If it is not one of the two orders.
     """
-    if order not in ORDERS:
+    if not isinstance(order, str) or order not in ORDERS:
         raise ValueError(f"order: expected 'concatenated' or 'interleaved', got {order!r}")
     return order == "interleaved"

@@ -301,14 +301,13 @@ def grouped_mm_downproj(
     """
     act = _pair_activation(swiglu_alpha, swiglu_limit, up_offset, activation)
     interleaved = is_interleaved(order)
-    if aux_biased_acc is not None:
-        expect_tensor("swiglu_out", swiglu_out)
-        expect_tensor("aux_biased_acc", aux_biased_acc)
-        if not torch.compiler.is_compiling():
-            _expect_origin(swiglu_out, aux_biased_acc, act, order)
+    given = swiglu_out
     operands = _pair_operands("swiglu_out", swiglu_out, "w_down", w_down, offs, bias)
     swiglu_out, w_down, bias = operands
     if aux_biased_acc is not None:
+        expect_tensor("aux_biased_acc", aux_biased_acc)
+        if not torch.compiler.is_compiling():
+            _expect_origin(given, aux_biased_acc, act, order)
         _, aux_biased_acc = autocast(swiglu_out, aux_biased_acc)
         rows, inner = swiglu_out.shape
         expect_shape("aux_biased_acc", aux_biased_acc, (rows, act.width(inner)))

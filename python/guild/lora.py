@@ -68,8 +68,8 @@ class LoRA:
         for part, tensor in (("a", a), ("b", b)):
             expect_device(f"{name}.{part}", tensor, x)
         if a.dim() == 2:
-            rank, rest = divmod(a.shape[0], experts)
-            if rest or not rank:
+            rank = a.shape[0] // experts  # torch.compile has no divmod of sizes
+            if a.shape[0] % experts or not rank:
                 raise ValueError(
                     f"{name}.a: expected (experts * r, inputs) with {experts} experts, got shape "
                     f"{tuple(a.shape)}"
@@ -86,7 +86,7 @@ class LoRA:
             expect_shape(f"{name}.b", b, (experts, outputs, rank), "(experts, outputs, r)")
         if self.scale != 1:
             wider = b.dtype if b.dtype.itemsize > 1 else x.dtype  # 8 bits are never promoted
-            b = b.to(torch.promote_types(wider, x.dtype)) * self.scale
+            b = b.to(torch.promote_types(wider, x.dtype)) * float(self.scale)
         a, b = a.to(x.dtype), b.to(x.dtype)
         more = missing(rank, x)
         if more:

@@ -16,7 +16,7 @@ from guild._torch.low_rank import LowRank, Weights
 from guild._torch.operators import LayerFlags, ops
 from guild._torch.row_routing import RowRouting
 from guild._torch.versions import Versions
-from guild.sink_experts import Operands, Unchanged, compute_gradients
+from guild.sink_experts import Operands, Unchanged, expect_computable, gradient_steps
 from guild.weight_gradients import Sink
 
 _ARGUMENTS = 14 + len(LayerFlags._fields)  # weights, low-rank operands, routing, flags
@@ -105,8 +105,8 @@ class _ExpertsWithSink(torch.autograd.Function):
         where = routing.offsets, routing.row_token, routing.row_score
         operands = Operands(x, dout, dh, a, *where)
         given = decided(ctx.parameters)
-        step = partial(compute_gradients, ctx.sink, borrowed, given, ctx.flags, operands)
-        ctx.sink.take(given, partial(ctx.sink.expect_targets, given), step)
+        check = partial(expect_computable, ctx.sink, given, borrowed)
+        ctx.sink.take(given, check, gradient_steps(ctx.sink, given, ctx.flags, operands))
         dscores = None
         if want_scores:
             dscores = steps.score_gradient(parts, dout, a.shape[1], routing, weights)

@@ -168,8 +168,8 @@ class _Experts(torch.autograd.Function):
             dscores = None
         borrowed = Unchanged(x, dout, rows.offsets if rows.slot_row is None else None)
         operands = Operands(x, dout, dh, a, rows.offsets, rows.row_token, rows.row_score)
-        step = partial(compute_gradients, ctx.sink, borrowed, parameters, ctx.flags, operands)
-        ctx.sink.take(given, partial(ctx.sink.expect_targets, given), step)
+        check = partial(expect_computable, ctx.sink, given, borrowed)
+        ctx.sink.take(given, check, gradient_steps(ctx.sink, parameters, ctx.flags, operands))
         late = ctx.sink.gradients_without_meaning(ctx.reached)
         layer = (None,) * (2 + _LAYER)
         return None, None, None, dx, drouter, None, None, dscores, None, dresidual, *layer, *late
@@ -187,34 +187,52 @@ class Operands(NamedTuple):
     row_score: Tensor | None  # (R)
 
 
-@torch.no_grad()
-def compute_gradients(
+def expect_computable(
+    sink: WeightGradients, parameters: tuple[Listed | None, ...], borrowed: Unchanged
+) -> None:
+    """Raise if gradients cannot be written, or what they are computed from was overwritten."""
+    sink.expect_targets(parameters)
+    borrowed.expect_unchanged()
+
+
+def gradient_steps(
     sink: WeightGradients,
-    borrowed: Unchanged,
     parameters: tuple[Listed | None, ...],
     flags: LayerFlags,
     operands: Operands,
-) -> None:
+) -> list[partial[None]]:
     """dW and db of one backward pass, into the sink's targets."""
-    borrowed.expect_unchanged()
-    _compute_weights(sink, parameters[:3], flags, operands)
-    compute_biases(sink, *parameters[3:], operands)
+    weights = partial(_compute_weights, sink, parameters[:3], flags, operands)
+    return [weights, *bias_steps(sink, *parameters[3:], operands)]
 
 
-def compute_biases(
+def bias_steps(
     sink: WeightGradients, b_up: Listed | None, b_down: Listed | None, operands: Operands
-) -> None:
+) -> list[partial[None]]:
     """db of one backward pass, into the sink's targets."""
     _, dout, dh, _, offsets, row_token, row_score = operands
-    for place, bias, sums in (
-        (4, b_down, (dout, offsets, row_token, row_score)),
-        (3, b_up, (dh, offsets, None, None)),
-    ):
-        with sink._targets(dout.dtype, place, bias) as ((target,), add):
-            if target is not None:
-                ops.bias_gradient_out(*sums, target.tensor, add)
+    down = partial(_compute_bias, sink, 4, b_down, dout.dtype)
+    up = partial(_compute_bias, sink, 3, b_up, dout.dtype)
+    return [
+        partial(down, dout, offsets, row_token, row_score),
+        partial(up, dh, offsets, None, None),
+    ]
 
 
+@torch.no_grad()
+def _compute_bias(
+    sink: WeightGradients,
+    place: int,
+    bias: Listed | None,
+    dtype: torch.dtype,
+    *sums: Tensor | None,
+) -> None:
+    with sink._targets(dtype, place, bias) as ((target,), add):
+        if target is not None:
+            ops.bias_gradient_out(*sums, target.tensor, add)
+
+
+@torch.no_grad()
 def _compute_weights(
     sink: WeightGradients,
     weights: tuple[Listed | None, ...],

@@ -33,6 +33,8 @@ _NAMES = ("w_up", "w_up[0] (gate)", "w_down", "b_up", "b_down")
 # Places and names of gradients that one op writes, each to its own target.
 _WRITTEN_TOGETHER = ((1, "w_up[0] (gate)", 0, "w_up[1] (up)"), (3, "b_up", 4, "b_down"))
 
+_Step = Callable[[], None]
+
 _REMEMBERED = 1024  # sets of tensors, one per layer, that were found to share no memory
 
 
@@ -90,7 +92,7 @@ class WeightGradients:
     def __init__(self, *, main_grad: bool = False, delayed: bool = False) -> None:
         expect_flags(main_grad=main_grad, delayed=delayed)
         self.main_grad, self.delayed = main_grad, delayed
-        self._pending: list[tuple[list[Tensor], Callable[[], None], Callable[[], None]]] = []
+        self._pending: list[tuple[list[Tensor], _Step, list[_Step]]] = []
         self._apart: set[tuple[Any, ...]] = set()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -112,28 +114,35 @@ class WeightGradients:
             names it. That backward pass and later ones stay pending.
         ValueError
             If a gradient can no longer be written where it should go. The same passes stay pending.
+
+        After any other error, such as torch.OutOfMemoryError, the pass stays pending, too; what it
+        has written is not written again.
         """
         while self._pending:
-            wanted, check, step = self._pending[0]
+            wanted, check, steps = self._pending[0]
             with still_wanting(wanted):
                 check()
-                step()
+                while steps:  # one by one: after an error the next call goes on where this one was
+                    steps[0]()
+                    del steps[0]
             self._pending.pop(0)
 
     def take(
         self,
         parameters: Sequence[Listed | None],
-        check: Callable[[], None],
-        step: Callable[[], None],
+        check: _Step,
+        steps: Sequence[_Step],
     ) -> None:
-        """Run a step that writes the parameters' gradients: now or, after its check, in `compute`.
+        """Run steps that write the parameters' gradients: now or, after a check, in `compute`.
 
-        Which of them want one is decided now, and by `decided` before.
+        Each step writes other gradients. Which parameters want one is decided now, and by `decided`
+        before.
         """
         if self.delayed:
-            self._pending.append((wanting(parameters), check, step))
-        else:
-            self.compute()
+            self._pending.append((wanting(parameters), check, list(steps)))
+            return
+        self.compute()
+        for step in steps:
             step()
 
     def expect_targets(self, parameters: tuple[Listed | None, ...]) -> None:

@@ -290,7 +290,7 @@ def expect_offsets(name: str, tensor: Tensor, x: Tensor) -> None:
 
 def expect_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Raise ValueError unless it is one of these words."""
-    if value not in choices:
+    if not isinstance(value, str | None) or value not in choices:
         head = ", ".join(map(repr, choices[:-1]))
         raise ValueError(f"{name}: expected {head} or {choices[-1]!r}, got {value!r}")
 

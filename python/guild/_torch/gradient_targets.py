@@ -115,7 +115,7 @@ def main_grad_of(name: str, parameter: Tensor) -> Tensor:
         parameter.main_grad = parameter.get_main_grad()
     main = getattr(parameter, "main_grad", None)
     if type(main) is Tensor and main.dtype is torch.float32 and main.is_contiguous():
-        if main.shape == parameter.shape and main.device == parameter.device:
+        if main.shape == parameter.shape and main.device == parameter.device and _is_plain(main):
             return main  # the usual case, checked first as there may be hundreds
     if not isinstance(main, Tensor):
         raise ValueError(f"{name}.main_grad: expected a float32 tensor, got {main!r}")
@@ -156,8 +156,9 @@ def targets(
     """Tensors for one op to write to, None where nothing is wanted, and whether it adds to them.
 
     The op writes dtype, its operands', or float32. Gradients of another dtype, as autocast brings
-    about, and of a list that cannot be written in place go to a temporary, whose parts are moved
-    to their places at the end. After an error `.grad` is None again where it was before.
+    about, biases' whose columns have strides, negated views, and those of a list that cannot be
+    written in place go to a temporary, whose parts are moved to their places at the end. After an
+    error `.grad` is None again where it was before.
     """
     wanted = [(n, p, [t for t in members(p) if t.requires_grad]) for n, p in named]
     existing = {
@@ -202,7 +203,8 @@ def _whole(
 ) -> tuple[Placed, list[tuple[Tensor, Tensor]]]:
     """The target of a parameter, and where it is still to be moved."""
     target = existing[id(t)]
-    if (t if target is None else target).dtype not in kinds:
+    one = t if target is None else target
+    if one.dtype not in kinds or not (_is_plain(one) and _has_plain_rows(one)):
         part = (torch.zeros if add else torch.empty)(t.shape, dtype=kinds[-1], device=t.device)
         return Placed(part), [(t, part)]
     if target is None:
@@ -253,10 +255,10 @@ def _in_place(
             existing[id(t)] = t.grad = torch.zeros_like(t)
             fresh.discard(id(t))
     there = [existing[id(t)] for t in tensors]
-    if not all(type(t) is Tensor for t in there):
+    if not all(type(t) is Tensor and _is_plain(t) for t in there):
         return None
     view = view_of(there)
-    if view is not None and _apart(view):
+    if view is not None and _apart(view) and _has_plain_rows(view):
         found = Placed(view)
     elif there[0].dim() == 2:
         found = placed(there, written=True)
@@ -268,6 +270,16 @@ def _in_place(
             if add and id(t) in fresh:
                 own.zero_()
     return found
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether its memory holds its elements, not their negatives."""
+    return torch.compiler.is_compiling() or not tensor.is_neg()
+
+
+def _has_plain_rows(tensor: Tensor) -> bool:
+    """Whether an op can write it: a bias's gradient (E, width) by rows, a weight's in any order."""
+    return tensor.dim() != 2 or tensor.shape[1] < 2 or tensor.stride(1) == 1
 
 
 def _apart(view: Tensor) -> bool:

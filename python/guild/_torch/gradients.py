@@ -237,9 +237,10 @@ def _groups(mat_a: Tensor, mat_b: Tensor, offs: Tensor | None) -> int:
 def _grouped_bias_gradient(
     mat_a: Tensor, mat_b: Tensor, offs: Tensor | None, dout: Tensor
 ) -> Tensor:
-    if mat_a.shape[-1] == 0:  # an empty sum gets no bias
-        by_row = mat_a.dim() == 3 and mat_b.dim() == 2
-        return dout.new_zeros(_groups(mat_a, mat_b, offs), dout.shape[-2 if by_row else -1])
+    by_row = mat_a.dim() == 3 and mat_b.dim() == 2
+    width = dout.shape[-2 if by_row else -1]
+    if mat_a.shape[-1] == 0 or width == 0:  # an empty sum gets no bias
+        return dout.new_zeros(_groups(mat_a, mat_b, offs), width)
     if offs is None:
         return dout.sum(1)
     if mat_a.dim() == mat_b.dim():  # nor do groups with an empty sum

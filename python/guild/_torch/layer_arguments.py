@@ -141,7 +141,7 @@ def _expect_weights(
     for name, tensor in (("w_up", w_up), ("w_up[0] (gate)", w_gate)):
         if tensor is not None and tensor.shape != shape:
             hint = f"intermediate is {intermediate} in w_down, {kind}"
-            if tensor.shape[0] != experts:
+            if tensor.shape[:1] != (experts,):
                 hint = f"w_down has {experts} experts"
             if tensor.shape == (shape[0], shape[2], shape[1]):  # where H is I, w_down fits
                 hint = "leave transposed out" if transposed else "pass transposed=True"

@@ -46,9 +46,6 @@ class KeptWeights:
         self._stale = True
         self._layout: tuple = ()
         self._seen: _Seen | None = None  # None: quantised in compiled code
-        self._of_inference = (
-            False  # codes made in inference mode, where compiled code cannot leave it
-        )
         self._in_graphs: list[FP8Weights] = []  # a CUDA graph may read them as long as it lives
 
     def share(self, other: KeptWeights, fp8: FP8) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -22,7 +23,13 @@ from guild._torch.operators import LayerFlags, ops
 from guild._torch.row_routing import RowRouting
 from guild._torch.versions import Versions
 from guild.activations import to_interleaved
-from guild.sink_experts import Operands, Unchanged, compute_biases, compute_gradients
+from guild.sink_experts import (
+    Operands,
+    Unchanged,
+    bias_steps,
+    expect_computable,
+    gradient_steps,
+)
 from guild.weight_gradients import WeightGradients
 
 _MASTERS = 5  # weights and biases
@@ -94,42 +101,58 @@ class Float8Experts(torch.autograd.Function):
             products = chunked(made, source, dout, routing, experts.up_scales.shape[1], recipe, up)
             sums = Operands(None, dout, made.dh if wanted.up_bias else None, None, *routed)
             about = products, sums, flags != ctx.flags
-            step = partial(_compute_of_codes, ctx.sink, given, ctx.flags, *about)
+            steps = _steps_of_codes(ctx.sink, given, ctx.flags, *about)
+            check = partial(ctx.sink.expect_targets, given)
         else:
             operands = Operands(x, dout, made.dh, made.a_scaled, *routed)
-            borrowed = Unchanged(x, dout)
-            step = partial(compute_gradients, ctx.sink, borrowed, given, flags, operands)
-        ctx.sink.take(given, partial(ctx.sink.expect_targets, given), step)
+            steps = gradient_steps(ctx.sink, given, flags, operands)
+            check = partial(expect_computable, ctx.sink, given, Unchanged(x, dout))
+        ctx.sink.take(given, check, steps)
         late = ctx.sink.gradients_without_meaning(ctx.reached)
         nothing = (None,) * 6
         return *nothing, made.dx, made.dscores, None, dresidual, *(None,) * _MASTERS, *late
 
 
-@torch.no_grad()
-def _compute_of_codes(
+def _steps_of_codes(
     sink: WeightGradients,
     parameters: tuple[Listed | None, ...],
     flags: LayerFlags,
     products: Chunked,
     sums: Operands,
     turned: bool,
-) -> None:
+) -> list[partial[None]]:
     """dW and db of one backward pass, into the sink's targets.
 
     turned: dH's columns are not in b_up's order.
     """
-    w_up, w_gate, w_down, b_up, b_down = parameters
-    dtype = sums.dout.dtype
+    *weights, b_up, b_down = parameters
+    steps = [partial(_compute_weights, sink, weights, flags, products, sums.dout.dtype)]
+    steps += bias_steps(sink, None if turned else b_up, b_down, sums)
+    return [*steps, partial(_compute_turned_bias, sink, b_up, flags, sums)] if turned else steps
+
+
+@torch.no_grad()
+def _compute_weights(
+    sink: WeightGradients,
+    weights: Sequence[Listed | None],
+    flags: LayerFlags,
+    products: Chunked,
+    dtype: torch.dtype,
+) -> None:
+    w_up, w_gate, w_down = weights
     down_to, up_to = sink._targets(dtype, 2, w_down), sink._targets(dtype, 0, w_up, w_gate)
     with down_to as ((down,), add_down), up_to as ((up, gate), add_up):
         table = table_of(up, gate, down)
         targets = [None if t is None else t.tensor for t in (up, gate, down)]
         pair = w_gate is not None
         chunk_products(products, *targets, flags, pair, (add_up, add_down), table)
-    compute_biases(sink, None if turned else b_up, b_down, sums)
-    if not turned:
-        return
-    with sink._targets(dtype, 3, b_up) as ((target,), add):
+
+
+@torch.no_grad()
+def _compute_turned_bias(
+    sink: WeightGradients, b_up: Listed | None, flags: LayerFlags, sums: Operands
+) -> None:
+    with sink._targets(sums.dout.dtype, 3, b_up) as ((target,), add):
         if target is not None:
             db = torch.empty_like(target.tensor, memory_format=torch.contiguous_format)
             ops.bias_gradient_out(sums.dh, sums.offsets, None, None, db, False)

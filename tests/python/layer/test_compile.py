@@ -166,6 +166,20 @@ def test_sizes_of_weights_are_unknown(device: str) -> None:
     )
 
 
+def test_sizes_of_low_rank_factors_are_unknown() -> None:
+    """dynamic=True with factors as PEFT stores them."""
+    ids, (x, scores, *weights) = layer_inputs("cpu")
+    experts, outputs, inputs = weights[0].shape
+    a, b = torch.randn(experts * 3, inputs), torch.randn(outputs, 3 * experts)
+    a, b = a.to(x.dtype), b.to(x.dtype)
+
+    def call(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return guild.routed_experts(x, ids, scores, *weights, lora_up=guild.LoRA(a, b))
+
+    compiled = torch.compile(call, fullgraph=True, backend="eager", dynamic=True)
+    assert torch.equal(compiled(x, a, b), call(x, a, b))
+
+
 def test_export(device: str) -> None:
     """torch.export sees one graph too."""
     moe = moe_of(device).eval()

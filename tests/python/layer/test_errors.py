@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
@@ -84,6 +85,20 @@ def test_what_is_no_tensor(function: str, name: str, value: object, device: str)
     call(r)
     with pytest.raises(TypeError, match=f"^{name}: expected a"):
         call(r, **{name: value})
+
+
+@pytest.mark.parametrize("function", list(REQUIRED))
+def test_a_tensor_without_dimensions(function: str, device: str) -> None:
+    """The error names it, or an argument whose shape it gives away."""
+    call, names = REQUIRED[function]
+    for name in (*names, *OPTIONAL[function]):
+        given = right(device)
+        like = getattr(given, name, torch.ones((), device=device))
+        dtype = like.dtype if isinstance(like, torch.Tensor) else torch.float32
+        with pytest.raises(
+            (TypeError, ValueError), match=r"^[a-z_]+(\[\d\])?( \(\w+\))?: expected"
+        ):
+            call(given, **{name: torch.ones((), device=device, dtype=dtype)})
 
 
 @pytest.mark.parametrize("function", list(REQUIRED))
@@ -307,8 +322,9 @@ def test_pre_activations_in_plain_torch() -> None:
             silu(h)
         with pytest.raises(error, match=f"^{message}"):
             silu.gradient(h, h)
-    with pytest.raises(ValueError, match=r"^order: expected 'concatenated' or 'interleaved'"):
-        silu(torch.ones(2, 4), "mixed")
+    for order in ("mixed", np.array(["interleaved", "mixed"]), None):
+        with pytest.raises(ValueError, match=r"^order: expected 'concatenated' or 'interleaved'"):
+            silu(torch.ones(2, 4), order)
     with pytest.raises(ValueError, match=r"^activation: expected one of"):
         guild.Activation.named(["silu"])
 

@@ -231,10 +231,95 @@ def test_nothing_is_left_by_a_step_that_fails(
     assert all(torch.equal(t.grad, g) for t, g in zip(tensors, truth, strict=True))
 
 
+@pytest.mark.parametrize("op", ["weight_gradients_out", "bias_gradient_out"])
+def test_computed_once_after_errors(op: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass that stays pending goes on where it ended: nothing is added twice."""
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    sums = WeightGradients(main_grad=True, delayed=True)
+    layer = guild.MoE(64, 32, 4, 2, bias=True, device=device, dtype=dtype)
+    x = torch.randn(20, 64, device=device, dtype=dtype)
+    experts = [p for name, p in layer.named_parameters() if not name.startswith("router")]
+    found = []
+    for failures in (0, 3):
+        layer.weight_gradients = sums
+        for p in experts:
+            p.main_grad = torch.zeros_like(p, dtype=torch.float32)
+        layer(x).float().sum().backward()
+        for _ in range(failures):
+            with monkeypatch.context() as patch:
+                patch.setattr("guild.sink_experts.ops", _OutOfMemory(op))
+                with pytest.raises(torch.OutOfMemoryError):
+                    sums.compute()
+            assert sums.pending == 1
+        sums.compute()
+        found.append([p.main_grad for p in experts])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("main_grad", [False, True])
+@pytest.mark.parametrize("listed", [False, True])
+def test_biases_by_column(device: str, main_grad: bool, listed: bool) -> None:
+    """Gradients of biases may have any strides, as those of weights may."""
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    layer = guild.MoE(64, 32, 4, 2, bias=True, device=device, dtype=dtype)
+    x = torch.randn(20, 64, device=device, dtype=dtype)
+    ids, scores = guild.route(layer.router(x).float().detach(), top_k=2)
+    tensors = [layer.w_up, layer.w_down, layer.b_up, layer.b_down]
+    found = []
+    for by_column in (False, True):
+        ws = [t.detach().clone().requires_grad_() for t in tensors]
+        if listed:
+            ws = [[t.detach().requires_grad_() for t in w.detach().unbind()] for w in ws]
+        for w in ws:
+            for t in w if listed else [w]:
+                kind = torch.float32 if main_grad else dtype
+                target = torch.ones(*t.shape, 3 if by_column else 1, device=device, dtype=kind)
+                target = target.mT[..., 0, :] if target.dim() == 2 else target[..., 0]
+                setattr(t, "main_grad" if main_grad else "grad", target)
+        sink = WeightGradients(main_grad=main_grad)
+        out = guild.routed_experts(x, ids, scores, *ws, weight_gradients=sink)
+        out.float().sum().backward()
+        flat = sum(ws, []) if listed else ws
+        found.append([t.main_grad if main_grad else t.grad for t in flat])
+    assert not found[1][-1].is_contiguous()
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("main_grad", [False, True])
+@pytest.mark.parametrize("listed", [False, True])
+def test_negated_targets(main_grad: bool, listed: bool) -> None:
+    """A view of negatives in `.grad` is added to as autograd would; in main_grad it is an error."""
+    torch.manual_seed(0)
+    given = torch.randn(4, 16, 16), torch.randn(4, 16, 8)
+    found = []
+    for sink in (None, WeightGradients(main_grad=main_grad)):
+        own = [[t.clone().requires_grad_() for t in (w if listed else [w])] for w in given]
+        for t in own[0]:
+            t.grad = t.main_grad = torch.ones_like(t)._neg_view()
+        for t in own[1]:
+            t.main_grad = torch.zeros_like(t)
+        ws = own if listed else [ts[0] for ts in own]
+        tokens = torch.ones(3, 16), torch.zeros(3, 1).int(), torch.ones(3, 1)
+        if sink is not None and main_grad:
+            with pytest.raises(ValueError, match="main_grad: expected a tensor whose memory holds"):
+                guild.routed_experts(*tokens, *ws, weight_gradients=sink)
+            return
+        guild.routed_experts(*tokens, *ws, weight_gradients=sink).sum().backward()
+        found.append([t.grad for t in own[0]])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 class _OutOfMemory:
     """Ops of which one finds no memory."""
 
+    def __init__(self, op: str = "weight_gradients_out") -> None:
+        self._op = op
+
     def __getattr__(self, name: str) -> object:
-        if name == "weight_gradients_out":
+        if name == self._op:
             raise torch.OutOfMemoryError("no memory")
         return getattr(ops, name)

@@ -194,13 +194,14 @@ def test_same_bits_twice(device: str) -> None:
         assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize("case", ["rows", "columns", "inner", "none"])
+@pytest.mark.parametrize("case", ["rows", "columns", "no rows", "inner", "none"])
 def test_empty_sums_get_no_bias(case: str) -> None:
-    """With an inner size of 0 the result is zeros, and the bias gets no gradient."""
+    """With a size of 0 the result is zeros or empty, and the bias gets no gradient."""
     offs = torch.tensor([2, 5], dtype=torch.int32)
     shapes = {
         "rows": ((5, 0), (2, 0, 3), offs, (2, 3)),
         "columns": ((2, 4, 0), (0, 5), offs, (2, 4)),
+        "no rows": ((2, 0, 3), (3, 5), offs, (2, 0)),
         "inner": ((4, 0), (0, 3), torch.zeros(2, dtype=torch.int32), (2, 3)),
         "none": ((2, 4, 0), (2, 0, 3), None, (2, 3)),
     }

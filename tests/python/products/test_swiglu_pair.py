@@ -287,6 +287,17 @@ def test_notes_end_with_their_tensors() -> None:
     assert kept() is None
 
 
+def test_wrong_swiglu_out_beside_aux() -> None:
+    """The error names what is wrong."""
+    tensors, offs = example(64, 96, "cpu")
+    x, w_up, _, w_down, _ = (t.detach() for t in tensors.values())
+    a, aux = grouped_mm_swiglu(x, w_up, offs)
+    with pytest.raises(ValueError, match=r"^w_down: expected shape "):
+        grouped_mm_downproj(a[:, :8], w_down, offs, aux_biased_acc=aux)
+    with pytest.raises(TypeError, match=r"^swiglu_out: expected "):
+        grouped_mm_downproj(a.int(), w_down, offs, aux_biased_acc=aux)
+
+
 def test_another_aux_in_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inside a graph tensors have no identity to compare, but shape and dtype are checked."""
     tensors, offs = example(64, 96, "cpu")

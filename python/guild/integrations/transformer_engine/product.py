@@ -45,6 +45,11 @@ def _expect_targets(sink, weights, biases) -> None:
     sink.expect_no_averaging((weights, biases))
 
 
+def _expect_computable(sink, weights, biases, borrowed) -> None:
+    _expect_targets(sink, weights, biases)
+    borrowed.expect_unchanged()
+
+
 class _Linear(torch.autograd.Function):
     """Backward computes dX; the weights' gradients are a step of the sink's."""
 
@@ -74,21 +79,27 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             dx = ops.grouped_mm(dout, weight, ends, None, False, None, lists)
         weights, biases = parameters[: ctx.experts], parameters[ctx.experts :]
-        check = partial(_expect_targets, ctx.sink, weights, biases)
-        step = partial(_compute, ctx.sink, Unchanged(x, dout), x, ends, dout, weights, biases)
-        ctx.sink.take(parameters, check, step)
+        check = partial(_expect_computable, ctx.sink, weights, biases, Unchanged(x, dout))
+        steps = (
+            partial(_compute_weights, ctx.sink, x, ends, dout, weights),
+            partial(_compute_biases, ctx.sink, ends, dout, biases),
+        )
+        ctx.sink.take(parameters, check, steps)
         late = ctx.sink.gradients_without_meaning(parameters)
         return None, None, dx, None, None, None, *late
 
 
 @torch.no_grad()
-def _compute(sink, borrowed, x, ends, dout, weights, biases) -> None:
-    """dW[e] = dout[rows of e]^T x[rows of e], and db, into the sink's targets."""
-    borrowed.expect_unchanged()
+def _compute_weights(sink, x, ends, dout, weights) -> None:
+    """dW[e] = dout[rows of e]^T x[rows of e], into the sink's targets."""
     with targets(sink.main_grad, dout.dtype, ("weight", weights)) as ((target,), add):
         if target is not None:
             lists = None, None, table_of(target)
             ops.grouped_mm_out(dout.mT, x, ends, None, target.tensor, add, *lists)
+
+
+@torch.no_grad()
+def _compute_biases(sink, ends, dout, biases) -> None:
     with targets(sink.main_grad, dout.dtype, ("bias", biases or None)) as ((target,), add):
         if target is not None:
             ops.bias_gradient_out(dout, starts(ends), None, None, target.tensor, add)
