@@ -15,6 +15,7 @@ import torch
 
 from guild._torch.checks import (
     dtype_name,
+    expect_choice,
     expect_finite,
     expect_flag,
     expect_positive,
@@ -248,6 +249,5 @@ def is_interleaved(order: str) -> bool:
     ValueError
         If it is not one of the two orders.
     """
-    if not isinstance(order, str) or order not in ORDERS:
-        raise ValueError(f"order: expected 'concatenated' or 'interleaved', got {order!r}")
+    expect_choice("order", order, ORDERS)
     return order == "interleaved"

@@ -75,11 +75,17 @@ inline void check_pointer(void const* data, bool needed, char const* name) {
   require(data != nullptr || !needed, name, ": expected a pointer, got null");
 }
 
+// An address that `unit` divides; name: the parts of its name.
+template <class... Name>
+void check_address(void const* data, uintptr_t unit, Name const&... name) {
+  uintptr_t const past = uintptr_t(data) % unit;
+  require(past == 0, name..., ": expected an address that ", unit, " divides, got one that leaves ",
+          past);
+}
+
 inline void check_workspace(void const* data, int64_t bytes, char const* name = "workspace") {
   require(data != nullptr || bytes == 0, name, ": expected ", bytes, " bytes, got null");
-  uintptr_t const past = uintptr_t(data) % kWorkspaceAlignment;
-  require(past == 0, name, ": expected an address that ", kWorkspaceAlignment,
-          " divides, got one that leaves ", past);
+  check_address(data, kWorkspaceAlignment, name);
 }
 
 // One dimension of a tensor with strides.

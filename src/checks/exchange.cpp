@@ -175,9 +175,7 @@ void check_peers(PeerMemory const& m) {
   for (int64_t r = 0; r < m.ranks; ++r) {
     require(m.peers[r] != nullptr, "memory.peers[", r, "]: expected the memory of rank ", r,
             ", got null");
-    int64_t const past = int64_t(uintptr_t(m.peers[r]) % kPeerAlignment);
-    require(past == 0, "memory.peers[", r, "]: expected an address that ", kPeerAlignment,
-            " divides, got one that leaves ", past);
+    check_address(m.peers[r], kPeerAlignment, "memory.peers[", r, "]");
   }
 }
 

@@ -126,9 +126,14 @@ def has_plain_rows(tensor: Tensor) -> bool:
     return not ((width > 1 and rows > 0 and column != 1) or (rows > 1 and row < width))
 
 
+def is_negated(tensor: Tensor) -> bool:
+    """Whether memory holds the negatives of its elements; compiled code does not know."""
+    return not torch.compiler.is_compiling() and tensor.is_neg()
+
+
 def expect_own_elements(name: str, tensor: Tensor) -> None:
     """Raise unless no two elements of a tensor that is written to share memory."""
-    if not torch.compiler.is_compiling() and tensor.is_neg():
+    if is_negated(tensor):
         raise ValueError(
             f"{name}: expected a tensor whose memory holds its elements, got a view of their "
             "negatives (Tensor.is_neg())"
@@ -290,7 +295,7 @@ def expect_offsets(name: str, tensor: Tensor, x: Tensor) -> None:
 
 def expect_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Raise ValueError unless it is one of these words."""
-    if not isinstance(value, str | None) or value not in choices:
+    if (value is not None and not isinstance(value, str)) or value not in choices:
         head = ", ".join(map(repr, choices[:-1]))
         raise ValueError(f"{name}: expected {head} or {choices[-1]!r}, got {value!r}")
 

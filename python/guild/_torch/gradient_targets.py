@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from guild._torch.checks import dtype_name, expect_own_elements
+from guild._torch.checks import dtype_name, expect_own_elements, is_negated
 from guild._torch.expert_lists import Listed, Placed, placed, say_copied, view_of
 
 
@@ -115,7 +115,11 @@ def main_grad_of(name: str, parameter: Tensor) -> Tensor:
         parameter.main_grad = parameter.get_main_grad()
     main = getattr(parameter, "main_grad", None)
     if type(main) is Tensor and main.dtype is torch.float32 and main.is_contiguous():
-        if main.shape == parameter.shape and main.device == parameter.device and _is_plain(main):
+        if (
+            main.shape == parameter.shape
+            and main.device == parameter.device
+            and not is_negated(main)
+        ):
             return main  # the usual case, checked first as there may be hundreds
     if not isinstance(main, Tensor):
         raise ValueError(f"{name}.main_grad: expected a float32 tensor, got {main!r}")
@@ -204,7 +208,7 @@ def _whole(
     """The target of a parameter, and where it is still to be moved."""
     target = existing[id(t)]
     one = t if target is None else target
-    if one.dtype not in kinds or not (_is_plain(one) and _has_plain_rows(one)):
+    if one.dtype not in kinds or is_negated(one) or not _has_plain_rows(one):
         part = (torch.zeros if add else torch.empty)(t.shape, dtype=kinds[-1], device=t.device)
         return Placed(part), [(t, part)]
     if target is None:
@@ -255,7 +259,7 @@ def _in_place(
             existing[id(t)] = t.grad = torch.zeros_like(t)
             fresh.discard(id(t))
     there = [existing[id(t)] for t in tensors]
-    if not all(type(t) is Tensor and _is_plain(t) for t in there):
+    if not all(type(t) is Tensor and not is_negated(t) for t in there):
         return None
     view = view_of(there)
     if view is not None and _apart(view) and _has_plain_rows(view):
@@ -270,11 +274,6 @@ def _in_place(
             if add and id(t) in fresh:
                 own.zero_()
     return found
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether its memory holds its elements, not their negatives."""
-    return torch.compiler.is_compiling() or not tensor.is_neg()
 
 
 def _has_plain_rows(tensor: Tensor) -> bool:

@@ -147,16 +147,23 @@ class Training:
         return self._finish() if self.step == self.settings.steps else None
 
     def _train(self, stop: StopRequest, view: TrainingView) -> None:
-        steps, check_every = self.settings.steps, self.plan.check_every
+        steps = self.settings.steps
         while self.step < steps and not stop.asked:
             self._validate(view)
             self._round(view)
-            if self.step % check_every == 0 or self.step == steps:
+            if self._is_check:
                 self._save()  # before a validation: whoever stops the run may not wait for that
         if self.step == steps:
             self._validate(view)
         if self.step > 0 and self.saved != self.step:
             self._save()
+
+    @property
+    def _is_check(self) -> bool:
+        """Whether a checkpoint and a validation belong after this step."""
+        if self.step == self.settings.steps:
+            return True
+        return self.step > 0 and self.step % self.plan.check_every == 0
 
     def _round(self, view: TrainingView) -> None:
         check_every = self.plan.check_every
@@ -178,11 +185,9 @@ class Training:
         view.update(self.step, rows[self.learners[0].name][-1])
 
     def _validate(self, view: TrainingView) -> None:
-        """Validate after every `check_every` steps and after the last, unless that is done."""
+        """Validate where that is due, unless it is done."""
         is_last = self.step == self.settings.steps
-        if not is_last and (self.step == 0 or self.step % self.plan.check_every):
-            return
-        if agreed(writes() and bool(self._validation(is_last))):
+        if not self._is_check or agreed(writes() and bool(self._validation(is_last))):
             return
         windows = FINAL_WINDOWS if is_last else _CHECK_WINDOWS
         losses = {lr.name: lr.validate(self.corpus, windows) for lr in self.learners}
