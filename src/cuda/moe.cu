@@ -72,6 +72,13 @@ struct Steps {
 
 // Calls require_runnable() in place of the steps.
 struct Requirements {
+  void sort_by_expert(Sort const& x) const { require_runnable(x); }
+  void up_projection(UpProjection const& x) const { require_runnable(x); }
+  void down_projection(DownProjection const& x) const { require_runnable(x); }
+  void down_and_combine(DownProjection const& down, Combine const& sum) const {
+    require_runnable(down);
+    require_runnable(sum);
+  }
   void down_gradient(DownGradient const& x) const { require_runnable(x); }
   void score_gradient(ScoreGradient const& x) const { require_runnable(x); }
   void up_gradient(UpGradient const& x) const { require_runnable(x); }
@@ -97,17 +104,29 @@ FusedSharedExpert fused(SharedExpert const& shared, MoeForward const& x, void* a
   return made;
 }
 
-void forward(MoeForward x, SharedExpert const* shared, TokenChoice const* choice, Queue queue) {
-  if (shared != nullptr) x.residual = {shared->o, 0};
-  check(x);
-  Carver carver(x.workspace);
-  ForwardWorkspace const w =
-      carve_forward(carver, x.sizes, x.dtype, shared == nullptr ? 0 : shared->intermediate);
-  queue.counter = w.counter;
-  Steps steps{.queue = queue, .sort = sorts_in_products(x) ? x.sort : nullptr, .choice = choice};
-  if (shared != nullptr) steps.shared = fused(*shared, x, w.shared_a);
-  compose_forward(x, w, steps);
-}
+// A forward whose steps can all run.
+struct Forward {
+  MoeForward x;
+  ForwardWorkspace workspace;
+  FusedSharedExpert shared;
+
+  Forward(MoeForward const& layer, SharedExpert const* of_all) : x(layer) {
+    if (of_all != nullptr) x.residual = {of_all->o, 0};
+    check(x);
+    Carver carver(x.workspace);
+    workspace =
+        carve_forward(carver, x.sizes, x.dtype, of_all == nullptr ? 0 : of_all->intermediate);
+    if (of_all != nullptr) shared = fused(*of_all, x, workspace.shared_a);
+    compose_forward(x, workspace, Requirements{});
+  }
+
+  void run(TokenChoice const* choice, Queue queue) const {
+    queue.counter = workspace.counter;
+    Sort const* const sort = sorts_in_products(x) ? x.sort : nullptr;
+    compose_forward(x, workspace,
+                    Steps{.queue = queue, .sort = sort, .choice = choice, .shared = shared});
+  }
+};
 
 // Whether the up product chooses the experts of its token.
 bool chooses_in_product(LayerRouter const& router, MoeForward const& layer) {
@@ -118,21 +137,22 @@ bool chooses_in_product(LayerRouter const& router, MoeForward const& layer) {
 
 }  // namespace
 
-void moe_forward(MoeForward const& x, Queue queue) { forward(x, nullptr, nullptr, queue); }
+void moe_forward(MoeForward const& x, Queue queue) { Forward(x, nullptr).run(nullptr, queue); }
 
 void moe_forward(MoeForward const& x, SharedExpert const& shared, Queue queue) {
-  forward(x, &shared, nullptr, queue);
+  Forward(x, &shared).run(nullptr, queue);
 }
 
 void moe_forward(MoeForward const& layer, LayerRouter const& router, SharedExpert const* shared,
                  Queue queue) {
+  Forward const forward(layer, shared);
   std::optional<TokenChoice> choice;
   if (chooses_in_product(router, layer)) {
     choice = choice_of(router.product, router.route, queue);
   } else {
     route_tokens(router.product, router.route, queue);
   }
-  forward(layer, shared, choice ? &*choice : nullptr, queue);
+  forward.run(choice ? &*choice : nullptr, queue);
 }
 
 int64_t moe_forward_workspace_bytes(Sizes const& sizes, DType dtype, int64_t shared) {

@@ -1,7 +1,7 @@
 // What the steps require of their arguments on CUDA: check(), and what kernels need beyond it, such
-// as alignment. Each step calls its own. Backward and a layer over ranks call those of all their
-// steps before the first one runs: an error comes before anything is written, and no other rank
-// waits for one that stops halfway.
+// as alignment. Each step calls its own. Forward, backward and a layer over ranks call those of all
+// their steps before the first one runs: an error comes before anything is written, and no other
+// rank waits for one that stops halfway.
 #pragma once
 #include "guild/peer_layer.h"
 

@@ -1,5 +1,6 @@
 // What CUDA requires of arguments beyond what both backends do: 16-bit types, sizes and rows in
 // multiples of 16 bytes, 1024 experts. All of it is checked before any launch, so no GPU is needed.
+#include "cuda/shared_expert.h"
 #include "wrong_call.h"
 
 namespace guild::test {
@@ -299,6 +300,27 @@ void expect_layer_over_ranks(WrongOnCuda<Pass> const& wrong) {
                [](Pass& x) { x.publish.row_stride = 40; });
   wrong.rows("residual", [](Pass& x) -> auto& { return x.collect.residual; });
   wrong.pointer("o", [](Pass& x) -> auto& { return x.collect.o; });
+}
+
+// Whatever a later step of forward requires is checked before the first one writes, the choice of
+// experts included.
+TEST(CheckOnCuda, MoeForward) {
+  Calls calls;
+  MoeForward right = calls.forward();
+  right.dtype = DType::bfloat16;
+  right.residual = {calls.memory};
+  auto const expect_all = [&](void (*run)(MoeForward const&, cuda::Queue)) {
+    WrongOnCuda<MoeForward> const wrong(right, run);
+    wrong.hidden();
+    wrong.rows("x", &MoeForward::x);
+    wrong.weight("w_down", &MoeForward::w_down);
+    wrong.rows("residual", &MoeForward::residual);
+    wrong.rows("o", &MoeForward::o);
+  };
+  expect_all(cuda::moe_forward);
+  expect_all([](MoeForward const& x, cuda::Queue queue) {
+    cuda::moe_forward(x, cuda::LayerRouter{}, nullptr, queue);
+  });
 }
 
 // Whatever a later step of backward requires is checked before the first one writes. Here the first
