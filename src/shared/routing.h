@@ -71,12 +71,13 @@ GUILD_HD F log_quotient(F x) {
 // Except for softmax, min(logit, 0) <= shift <= 0.
 template <class F>
 GUILD_HD F unscaled_weight(Score score, F logit, F shift) {
+  F const below = logit - shift;
   // So far below, log(1 + exp(logit)) is exp(logit), which has a root where it is too small itself.
-  bool const root_of_exp = score == Score::sqrt_softplus && logit - shift < F(-64);
-  if (root_of_exp) return exact_exp((logit - shift) / 2);
-  F const e = exact_exp(score == Score::softmax ? logit - shift : (logit < 0 ? logit : -logit));
-  if (score == Score::softmax) return e;
-  F const above = logit < 0 ? (shift < 0 ? exact_exp(logit - shift) : e) : F(1);
+  bool const root_of_exp = score == Score::sqrt_softplus && below < F(-64);
+  F const power = root_of_exp ? below / 2 : (logit < 0 ? logit : -logit);
+  F const e = exact_exp(score == Score::softmax ? below : power);
+  if (score == Score::softmax || root_of_exp) return e;
+  F const above = logit < 0 ? (shift < 0 ? exact_exp(below) : e) : F(1);
   if (score == Score::sigmoid) return above / (1 + e);
   return square_root(logit < 0 ? above * log_quotient(e) : logit + F(log1p(e)));
 }
