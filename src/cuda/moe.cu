@@ -131,8 +131,9 @@ struct Forward {
 // Whether the up product chooses the experts of its token.
 bool chooses_in_product(LayerRouter const& router, MoeForward const& layer) {
   RouterLogits const& x = router.product;
-  return x.tokens == 1 && few_for_router(x.tokens, x.hidden, x.experts) &&
-         sorts_in_products(layer) && fits_route_of_token(router.route);
+  return x.tokens == 1 && router.route.slopes == nullptr &&
+         few_for_router(x.tokens, x.hidden, x.experts) && sorts_in_products(layer) &&
+         fits_route_of_token(router.route);
 }
 
 }  // namespace

@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kRouterThreads, blocks_at_once(S::per_lane)) r
   if (seat.token - threadIdx.x % 32 / S::lanes >= x.tokens) return;  // the whole warp
   float const* const row =
       static_cast<float const*>(x.logits.data) + min(seat.token, x.tokens - 1) * stride;
-  route_token(x, deal, seat, row, /*keys=*/nullptr, chosen[seat.token_in_block]);
+  route_token<Ranking::any>(x, deal, seat, row, /*keys=*/nullptr, chosen[seat.token_in_block]);
 }
 
 // Adds up the logits of some tokens, from element `first` of the product on, with the whole block,
@@ -67,7 +67,7 @@ __device__ void add_up_logits(Route const& x, LogitParts const& parts, int64_t f
 
 // The same from a product in parts, which the whole block adds up first. A block has fewer tokens
 // than it has room for, so that many blocks share the loads.
-template <class S>
+template <Ranking ranking, class S>
 __global__ void __launch_bounds__(kRouterThreads, std::min(4, blocks_at_once(S::per_lane)))
 route_parts_kernel(Route x, LogitParts parts, GateParts gate, int tokens_of_block, Deal deal) {
   __shared__ uint32_t chosen[S::tokens][S::experts];
@@ -78,7 +78,7 @@ route_parts_kernel(Route x, LogitParts parts, GateParts gate, int tokens_of_bloc
   int const tokens = int(min(int64_t(tokens_of_block), x.tokens - first));
   wait_for_previous();
   int const experts = deal.experts;
-  float* const keys = has_plain_keys(x) ? logits + tokens_of_block * experts : nullptr;
+  float* const keys = has_plain_keys<ranking>(x) ? logits + tokens_of_block * experts : nullptr;
   add_up_logits(x, parts, first * experts, tokens * experts, experts, logits, keys);
   int const from_end = kRouterThreads - 1 - int(threadIdx.x);  // the last warp has time
   if (gate.score != nullptr && from_end < tokens) gate.write(first + from_end);
@@ -86,8 +86,8 @@ route_parts_kernel(Route x, LogitParts parts, GateParts gate, int tokens_of_bloc
   if (seat.token_in_block - int(threadIdx.x % 32) / S::lanes >= tokens) return;  // the whole warp
   seat.token = seat.token_in_block < tokens ? first + seat.token_in_block : x.tokens;
   int const row = min(seat.token_in_block, tokens - 1) * experts;
-  route_token(x, deal, seat, logits + row, keys == nullptr ? nullptr : keys + row,
-              chosen[seat.token_in_block]);
+  route_token<ranking>(x, deal, seat, logits + row, keys == nullptr ? nullptr : keys + row,
+                       chosen[seat.token_in_block]);
 }
 
 // As many blocks as there are tokens, up to two for each multiprocessor.
@@ -96,6 +96,7 @@ int tokens_of_block(int64_t tokens, int most, Queue const& queue) {
   return int(std::min<int64_t>(even, most));
 }
 
+template <Ranking ranking>
 __global__ void __launch_bounds__(RouteOfToken::kThreads) route_few_kernel(Route x,
                                                                            LogitParts parts,
                                                                            int experts,
@@ -103,21 +104,23 @@ __global__ void __launch_bounds__(RouteOfToken::kThreads) route_few_kernel(Route
   __shared__ RouteOfToken smem;
   let_next_start();
   wait_for_previous();
-  bool const nan = smem.find_keys(x, parts, blockIdx.x, experts);
+  bool const nan = smem.find_keys<ranking>(x, parts, blockIdx.x, experts);
   if (threadIdx.x == RouteOfToken::kThreads - 1 && gate.score != nullptr) gate.write(blockIdx.x);
   if (threadIdx.x >= 32) return;
-  smem.choose(x.router, experts, int(x.top_k));
-  smem.write(x, blockIdx.x, experts, nan);
+  smem.choose<ranking>(x.router, experts, int(x.top_k));
+  smem.write<ranking, true>(x, blockIdx.x, experts, nan);
 }
 
 void route_few(Route const& x, LogitParts const& parts, GateParts const& gate, Queue const& queue) {
-  cuda_check(launch_kernel(route_few_kernel,
-                           {.blocks = unsigned(x.tokens),
-                            .threads = RouteOfToken::kThreads,
-                            .stream = queue.stream,
-                            .early = true},
-                           x, parts, int(x.experts), gate),
-             "launch of route");
+  with_ranking(x, [&]<Ranking ranking> {
+    cuda_check(launch_kernel(route_few_kernel<ranking>,
+                             {.blocks = unsigned(x.tokens),
+                              .threads = RouteOfToken::kThreads,
+                              .stream = queue.stream,
+                              .early = true},
+                             x, parts, int(x.experts), gate),
+               "launch of route");
+  });
 }
 
 void route_parts(Route const& x, LogitParts const& parts, GateParts const& gate,
@@ -131,8 +134,11 @@ void route_parts(Route const& x, LogitParts const& parts, GateParts const& gate,
                         .bytes = rows * x.experts * int64_t(sizeof(float)),
                         .stream = queue.stream,
                         .early = true};
-    cuda_check(launch_kernel(route_parts_kernel<S>, launch, x, parts, gate, tokens, deal),
-               "launch of route");
+    with_ranking(x, [&]<Ranking ranking> {
+      cuda_check(
+          launch_kernel(route_parts_kernel<ranking, S>, launch, x, parts, gate, tokens, deal),
+          "launch of route");
+    });
   };
   bool const by_four = x.experts % 4 == 0;
   if (x.tokens <= kFewerTokens && x.top_k <= kMostAlike) {

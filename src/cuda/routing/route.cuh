@@ -14,6 +14,44 @@
 
 namespace guild::cuda {
 
+// The router as far as it is known when a kernel is compiled. There are two of each kernel for few
+// tokens: where layers follow each other, a kernel's instructions come from memory, those that are
+// skipped too (docs/measured/few_tokens.md).
+enum class Ranking {
+  softmax,  // by logit, without groups
+  any,
+};
+inline Ranking ranking_of(Route const& x) {
+  bool const softmax = x.router.score == Score::softmax && x.router.groups == 1;
+  return softmax && ranked_by_logit(x) ? Ranking::softmax : Ranking::any;
+}
+// Calls f.template operator()<ranking>().
+template <class F>
+void with_ranking(Route const& x, F&& f) {
+  if (ranking_of(x) == Ranking::softmax) {
+    f.template operator()<Ranking::softmax>();
+  } else {
+    f.template operator()<Ranking::any>();
+  }
+}
+template <Ranking ranking>
+__device__ bool by_logit(Route const& x) {
+  return ranking == Ranking::softmax || ranked_by_logit(x);
+}
+template <Ranking ranking>
+__device__ Score score_of(Router const& router) {
+  return ranking == Ranking::softmax ? Score::softmax : router.score;
+}
+template <Ranking ranking>
+__device__ bool has_groups(Router const& router) {
+  return ranking == Ranking::any && router.groups > 1;
+}
+// Whether an expert's key follows from its own logit alone, but is not that logit.
+template <Ranking ranking = Ranking::any>
+GUILD_HD bool has_plain_keys(Route const& x) {
+  return ranking == Ranking::any && !ranked_by_logit(x) && x.router.score != Score::softmax;
+}
+
 // p of this lane's experts plus their biases.
 template <class S>
 __device__ void keys_of_p(Route const& x, LaneLogits<S> const& logits, float (&key)[S::per_lane]) {
@@ -98,7 +136,7 @@ __device__ bool open_group(Router const& router, Deal const& deal, Seat<S> const
 }
 
 // Writes the ids of the K best to `chosen`, best first. Returns the key of choice number `lane`.
-template <class S>
+template <Ranking ranking, class S>
 __device__ uint32_t choose(Route const& x, Deal const& deal, Seat<S> const& seat, int first,
                            uint32_t (&orders)[S::per_lane], uint32_t* chosen) {
   unsigned const below = seat.below();
@@ -107,7 +145,7 @@ __device__ uint32_t choose(Route const& x, Deal const& deal, Seat<S> const& seat
   uint32_t mine = 0;
   for (int k = 0;;) {
     Best<S> best(orders);
-    if (k == 0 && x.router.groups > 1 && !open_group(x.router, deal, seat, best)) {
+    if (k == 0 && has_groups<ranking>(x.router) && !open_group(x.router, deal, seat, best)) {
 #pragma unroll
       for (uint32_t& order : orders) order = 0;
       best = Best<S>(orders);
@@ -142,36 +180,37 @@ __device__ uint32_t choose(Route const& x, Deal const& deal, Seat<S> const& seat
 
 // Writes the ids and weights of the chosen. row: the token's logits; order: the key of choice
 // number `lane`; nan: whether one of the lane's logits is NaN.
-template <class S>
+template <Ranking ranking, class S>
 __device__ void write_choices(Route const& x, Seat<S> const& seat, LaneLogits<S> const& logits,
                               float const* row, uint32_t const* chosen, uint32_t order, bool nan) {
   Router const& router = x.router;
-  bool const softmax = router.score == Score::softmax, relative = weighs_relatively(router);
+  Score const kind = score_of<ranking>(router);
+  bool const softmax = kind == Score::softmax, relative = weighs_relatively(router);
   int const top_k = int(x.top_k), lane = seat.lane;
   // A lane keeps its first choice's logit in registers and reads those beyond S::lanes again.
   float logit = -INFINITY;
-  if (lane < top_k) logit = ranked_by_logit(x) ? value_of(order) : row[chosen[lane]];
+  if (lane < top_k) logit = by_logit<ranking>(x) ? value_of(order) : row[chosen[lane]];
   float shift = 0, factor = 1, weight = 0;
   if (relative) {
     float top = logit;
-    if (ranked_by_logit(x)) {  // the first one is the largest
+    if (by_logit<ranking>(x)) {  // the first one is the largest
       top = __shfl_sync(~0u, logit, 0, S::lanes);
     } else {
 #pragma unroll 1
       for (int k = lane + S::lanes; k < top_k; k += S::lanes) top = fmaxf(top, row[chosen[k]]);
       top = lanes_max<S>(top);
     }
-    shift = weight_shift(router.score, top);
+    shift = weight_shift(kind, top);
   } else if (softmax) {
     shift = logits.top();
     factor = 1.f / logits.sum_by_neighbours(shift);
   }
-  if (lane < top_k) weight = unscaled_weight(router.score, logit, shift);
+  if (lane < top_k) weight = unscaled_weight(kind, logit, shift);
   if (router.renormalize) {
     float sum = weight;
 #pragma unroll 1
     for (int k = lane + S::lanes; k < top_k; k += S::lanes) {
-      sum += unscaled_weight(router.score, row[chosen[k]], shift);
+      sum += unscaled_weight(kind, row[chosen[k]], shift);
     }
     factor = factor_of_sum(router, lanes_sum<S>(sum), factor);
     if (softmax && lanes_any(seat, nan)) factor = NAN;
@@ -183,19 +222,15 @@ __device__ void write_choices(Route const& x, Seat<S> const& seat, LaneLogits<S>
   float* const slopes = static_cast<float*>(x.slopes) + seat.token * top_k;
 #pragma unroll 1
   for (int k = lane; k < top_k; k += S::lanes) {
-    if (k >= S::lanes) weight = unscaled_weight(router.score, row[chosen[k]], shift);
+    if (k >= S::lanes) weight = unscaled_weight(kind, row[chosen[k]], shift);
     ids[k] = real ? int(chosen[k]) : -1;
     scores[k] = real ? weight * factor * float(router.scale) : 0.f;
     if (x.slopes != nullptr) {
-      slopes[k] = real ? weight_slope(router.score, row[chosen[k]]) : 0.f;
+      slopes[k] = real ? weight_slope(kind, row[chosen[k]]) : 0.f;
     }
   }
 }
 
-// Whether an expert's key follows from its own logit alone, but is not that logit.
-GUILD_HD bool has_plain_keys(Route const& x) {
-  return !ranked_by_logit(x) && x.router.score != Score::softmax;
-}
 __device__ inline float plain_key(Route const& x, float logit, float bias) {
   float const key = unscaled_weight(x.router.score, logit, 0.f);
   return x.selection_bias != nullptr ? key + bias : key;
@@ -203,13 +238,13 @@ __device__ inline float plain_key(Route const& x, float logit, float bias) {
 
 // row: the logits of this thread's token; keys: theirs if they are known, else null; chosen: room
 // for the ids of its choices.
-template <class S>
+template <Ranking ranking, class S>
 __device__ void route_token(Route const& x, Deal const& deal, Seat<S> const& seat, float const* row,
                             float const* keys, uint32_t* chosen) {
   LaneLogits<S> const logits(deal, seat, row);
   uint32_t orders[S::per_lane];
   bool const nan = any_nan(logits.value), full = deal.experts == S::experts;
-  if (ranked_by_logit(x)) {
+  if (by_logit<ranking>(x)) {
     orders_of(logits.value, logits.count, full && !nan, orders);
   } else if (keys != nullptr) {
     LaneLogits<S> const key(deal, seat, keys);
@@ -219,9 +254,9 @@ __device__ void route_token(Route const& x, Deal const& deal, Seat<S> const& sea
     keys_of_p(x, logits, key);
     orders_of(key, logits.count, full && !any_nan(key), orders);
   }
-  uint32_t const order = choose(x, deal, seat, logits.first, orders, chosen);
+  uint32_t const order = choose<ranking>(x, deal, seat, logits.first, orders, chosen);
   __syncwarp();
-  write_choices(x, seat, logits, row, chosen, order, nan);
+  write_choices<ranking>(x, seat, logits, row, chosen, order, nan);
 }
 
 }  // namespace guild::cuda

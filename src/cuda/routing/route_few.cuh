@@ -37,6 +37,7 @@ struct alignas(16) RouteOfToken {
   // Writes logits and keys of all experts, and keys of 0 up to a whole number of quads per lane.
   // Returns whether a logit is NaN. A rehearsal reads no memory but makes up logits, all different,
   // since a choice among equal ones would execute other instructions.
+  template <Ranking ranking>
   __device__ bool find_keys(Route const& x, LogitParts const& parts, int64_t token, int experts,
                             bool rehearses = false) {
     int const e = 4 * int(threadIdx.x), count = min(4, experts - e);
@@ -54,7 +55,7 @@ struct alignas(16) RouteOfToken {
         if (rehearses) sum[i] = float(-e - i) / 64;
         logit[e + i] = sum[i];
         uint32_t const found =
-            order_of(ranked_by_logit(x) ? sum[i] : plain_key(x, sum[i], bias[i]));
+            order_of(by_logit<ranking>(x) ? sum[i] : plain_key(x, sum[i], bias[i]));
         order[e + i] = i < count ? found : 0;
         nan |= i < count && sum[i] != sum[i];
       }
@@ -63,6 +64,7 @@ struct alignas(16) RouteOfToken {
   }
 
   // Writes the best experts of the token, in order, to chosen and key. Warp 0.
+  template <Ranking ranking>
   __device__ void choose(Router const& router, int experts, int top_k) {
     int const count = quads(experts);
     Keys own = {};
@@ -70,7 +72,7 @@ struct alignas(16) RouteOfToken {
     for (int q = 0; q < kQuads; ++q) {
       if (q < count) memcpy(own[q], order + 128 * q + 4 * lane(), sizeof own[q]);
     }
-    if (router.groups > 1) close_groups(router, experts / router.groups, count, own);
+    if (has_groups<ranking>(router)) close_groups(router, experts / router.groups, count, own);
     uint32_t left = 0, least = 0;
 #pragma unroll
     for (auto const& quad : own) {
@@ -95,21 +97,24 @@ struct alignas(16) RouteOfToken {
     __syncwarp();
   }
 
-  // Writes ids and weights of the chosen experts, one per lane. Warp 0.
+  // Writes ids and weights of the chosen experts, one per lane. Warp 0. may_slope: whether slopes
+  // may be wanted.
+  template <Ranking ranking, bool may_slope>
   __device__ void write(Route const& x, int64_t token, int experts, bool nan) const {
     Router const& router = x.router;
-    bool const softmax = router.score == Score::softmax, there = lane() < x.top_k;
+    Score const kind = score_of<ranking>(router);
+    bool const softmax = kind == Score::softmax, there = lane() < x.top_k;
     unsigned const id = there ? chosen[lane()] : 0;
     float value = -INFINITY, shift = 0, factor = 1, weight = 0;
-    if (there) value = ranked_by_logit(x) ? value_of(key[lane()]) : logit[id];
+    if (there) value = by_logit<ranking>(x) ? value_of(key[lane()]) : logit[id];
     if (weighs_relatively(router)) {
-      shift = weight_shift(router.score, ranked_by_logit(x) ? __shfl_sync(~0u, value, 0)
-                                                            : lanes_max<TokenShape<32, 2>>(value));
+      shift = weight_shift(kind, by_logit<ranking>(x) ? __shfl_sync(~0u, value, 0)
+                                                      : lanes_max<TokenShape<32, 2>>(value));
     } else if (softmax) {
       shift = top_logit(experts);
       factor = 1.f / sum_by_neighbours(experts, shift);
     }
-    if (there) weight = unscaled_weight(router.score, value, shift);
+    if (there) weight = unscaled_weight(kind, value, shift);
     if (router.renormalize) {
       factor = factor_of_sum(router, lanes_sum<TokenShape<32, 2>>(weight), factor);
       if (softmax && nan) factor = NAN;
@@ -119,8 +124,8 @@ struct alignas(16) RouteOfToken {
     int64_t const slot = token * x.top_k + lane();
     x.ids[slot] = real ? int(id) : -1;
     static_cast<float*>(x.scores)[slot] = real ? weight * factor * float(router.scale) : 0.f;
-    if (x.slopes == nullptr) return;
-    static_cast<float*>(x.slopes)[slot] = real ? weight_slope(router.score, logit[id]) : 0.f;
+    if (!may_slope || x.slopes == nullptr) return;
+    static_cast<float*>(x.slopes)[slot] = real ? weight_slope(kind, logit[id]) : 0.f;
   }
 
   static __device__ bool is_real(Route const& x, int64_t token) {

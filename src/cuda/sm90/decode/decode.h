@@ -19,6 +19,9 @@ void tall_up_product(UpProduct const& product, Queue const& queue);
 bool serves_tall(RowProduct const& product);
 void tall_row_product(RowProduct const& product, Queue const& queue);
 
+// Whether its activation is what StaticActivation::swiglu stands for.
+bool is_swiglu(UpProduct const& product);
+
 // The counter from which a launch's blocks claim tiles, or -1 if it has none: product.cuh. `out` is
 // what the launch writes. Nothing else may write it at that time, except another launch that shares
 // the multiprocessors and has a queue counter of its own; so no other launch has this counter then.

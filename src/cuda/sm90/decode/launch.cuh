@@ -17,21 +17,29 @@ CUtensorMap block_map(ConstWeight const& w, int64_t experts, int64_t n, int64_t 
   return streamed_map(w.data, dtype_of<T>(), weight_shape<major>(w, experts, n, k, rows), name);
 }
 
-// The weights of a product, gate and up if `halves`. A stage is loaded by one instruction where its
+// How far the second half of weights lies behind the first, in elements.
+inline int64_t apart(ConstWeight const& first, ConstWeight const& second) {
+  return (static_cast<char const*>(second.data) - static_cast<char const*>(first.data)) /
+         kElementBytes;
+}
+// Whether a stage of weights that are contiguous along k is loaded by one instruction: where its
 // rows and steps lie evenly.
+inline bool comes_by_stage(ConstWeight const& first, ConstWeight const& second, int64_t k,
+                           bool halves = true) {
+  bool const evenly =
+      !halves || (apart(first, second) > 0 && first.out_stride == second.out_stride &&
+                  first.expert_stride == second.expert_stride);
+  return k % 64 == 0 && evenly && first.expert_at == nullptr && second.expert_at == nullptr;
+}
+
+// The weights of a product, gate and up if `halves`.
 template <class Product, class T, Major major>
 typename Product::Source weight_source(ConstWeight const& first, ConstWeight const& second,
                                        int64_t experts, int64_t n, int64_t k, bool halves,
                                        char const* name) {
   constexpr DecodeShape shape = Product::kShape;
   typename Product::Source to{};
-  int64_t const apart =
-      (static_cast<char const*>(second.data) - static_cast<char const*>(first.data)) /
-      kElementBytes;
-  bool const evenly = !halves || (apart > 0 && first.out_stride == second.out_stride &&
-                                  first.expert_stride == second.expert_stride);
-  bool const in_order = first.expert_at == nullptr && second.expert_at == nullptr;
-  to.by_stage = major == Major::K && k % 64 == 0 && in_order && evenly;
+  to.by_stage = major == Major::K && comes_by_stage(first, second, k, halves);
   if (to.by_stage) {
     int const parts = halves ? 2 : 1;
     to.stage = stage_map(first.data, dtype_of<T>(),
@@ -40,7 +48,7 @@ typename Product::Source weight_source(ConstWeight const& first, ConstWeight con
                           .steps = k / 64,
                           .experts = experts,
                           .row_stride = first.out_stride,
-                          .part_stride = halves ? apart : first.out_stride,
+                          .part_stride = halves ? apart(first, second) : first.out_stride,
                           .expert_stride = first.expert_stride,
                           .box_rows = shape.rows / parts,
                           .box_steps = shape.steps()},
@@ -88,6 +96,12 @@ template <class Params>
 int64_t most_decode_tiles(Params const& p, int64_t groups, int tokens) {
   int64_t const rows = p.rows, shared = ceil_div(p.shared.rows, tokens) * p.shared.across;
   return (rows / tokens + std::min(rows, groups)) * p.across + shared;
+}
+
+// sort: null if there are offsets.
+inline PlanFrom plan_from(Sort const* sort) {
+  if (sort == nullptr) return PlanFrom::offsets;
+  return sort->tokens * sort->top_k <= kMostSlotsInWarp ? PlanFrom::few_slots : PlanFrom::slots;
 }
 
 // Calls f.template operator()<most rows of a tile>(): no expert is expected to have more than

@@ -17,6 +17,19 @@ struct PlanArgs {
   bool writes;    // whether one block writes the sort's outputs
 };
 
+// What a block makes its plan from, as far as it is known when a kernel is compiled: a kernel that
+// can do less is shorter, and all of its instructions come from memory where layers follow each
+// other (docs/measured/few_tokens.md).
+enum class PlanFrom {
+  any,             // offsets or slots
+  offsets,         // of a sort
+  slots,           // kMostSlotsInBlock at most
+  few_slots,       // kMostSlotsInWarp at most
+  softmax_choice,  // of a single token's experts, by Ranking::softmax
+  choice,          // the same by any ranking
+};
+constexpr bool chooses(PlanFrom from) { return from >= PlanFrom::softmax_choice; }
+
 // Threads of the block that builds the plan, all of which call its functions together.
 inline constexpr int kPlanThreads = 192, kPlanLanes = 32, kPlanWarps = kPlanThreads / kPlanLanes;
 // Up to this many slots are sorted by every warp for itself, which compares all pairs.
@@ -84,9 +97,11 @@ struct alignas(16) Planner {
 
   // Sorts the slots by expert, in the order of the slots, and finds the groups of the rows.
   __device__ Plan sort(Sort const& x) {
-    int const slots = int(x.tokens * x.top_k), lane = threadIdx.x % 32;
-    if (slots > kMostSlotsInWarp) return sort_in_block(x);
-    return sort_in_warp(x, lane < slots ? id_of(x, lane) : kNoExpert);
+    return x.tokens * x.top_k > kMostSlotsInWarp ? sort_in_block(x) : sort_few(x);
+  }
+  __device__ Plan sort_few(Sort const& x) {
+    int const lane = threadIdx.x % 32;
+    return sort_in_warp(x, lane < x.tokens * x.top_k ? id_of(x, lane) : kNoExpert);
   }
   static constexpr int kNoExpert = 1 << 30;
 
@@ -132,6 +147,7 @@ struct alignas(16) Planner {
     int const slots = int(x.tokens * x.top_k), rows = plan.end[plan.count];
     auto const* const score = static_cast<float const*>(x.scores);
     auto* const row_score = static_cast<float*>(x.row_score);
+#pragma unroll 1
     for (int i = threadIdx.x; i < slots; i += threads) {
       int const row = row_of[i];
       x.slot_row[i] = row;
@@ -144,8 +160,10 @@ struct alignas(16) Planner {
         if (row_score != nullptr) row_score[i] = 0;
       }
     }
+#pragma unroll 1
     for (int e = threadIdx.x; e <= x.experts; e += threads) {
       int first = 0;  // the first group of an expert from e on
+#pragma unroll 1
       for (int step = kMostSlotsInBlock; step > 0; step /= 2) {
         if (first + step <= plan.count && plan.expert[first + step - 1] < e) first += step;
       }
@@ -153,9 +171,8 @@ struct alignas(16) Planner {
     }
   }
 
- private:
   // Counts each expert's slots in each warp, one byte per warp, so that the ranks are stable, and
-  // adds up over experts.
+  // adds up over experts. Serves any number of slots up to kMostSlotsInBlock.
   __device__ Plan sort_in_block(Sort const& x) {
     int const slots = int(x.tokens * x.top_k), experts = int(x.experts), slot = threadIdx.x;
     int const warp = warp_index(), lane = threadIdx.x % 32;
@@ -180,6 +197,7 @@ struct alignas(16) Planner {
     return {sorted.end, sorted.expert, sorted.token, count, flat};
   }
 
+ private:
   // Finds the first rows and the groups from the counts. Returns whether one of the thread's
   // experts has more than eight rows.
   __device__ bool find_starts(int experts, int warp, int lane) {

@@ -29,6 +29,7 @@ inline constexpr int64_t kMostRehearsed = 256;
 // Called by the whole block. Waits for the previous kernel, except in a rehearsal. The last block
 // writes ids and scores before it lets the next kernel start, which may read them before it waits.
 // `router` and `planner` may share memory.
+template <Ranking ranking>
 __device__ inline Plan plan_by_choice(TokenChoice const& choice, Sort const& sort,
                                       RouteOfToken& router, Planner& planner, bool rehearses) {
   Route const& route = choice.route;
@@ -36,10 +37,10 @@ __device__ inline Plan plan_by_choice(TokenChoice const& choice, Sort const& sor
   bool const first = warp_index() == 0, writes = !rehearses && blockIdx.x + 1 == gridDim.x;
   if (!rehearses) wait_for_previous();
   if (!rehearses && !writes) let_next_start();
-  bool const nan = router.find_keys(route, choice.parts, 0, experts, rehearses);
-  if (first) router.choose(route.router, experts, top_k);
+  bool const nan = router.find_keys<ranking>(route, choice.parts, 0, experts, rehearses);
+  if (first) router.choose<ranking>(route.router, experts, top_k);
   if (writes && first) {
-    router.write(route, 0, experts, nan);
+    router.write<ranking, false>(route, 0, experts, nan);
     if (lane == 0 && choice.gate.score != nullptr) choice.gate.write(0);
     __threadfence();
     __syncwarp();

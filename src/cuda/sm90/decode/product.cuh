@@ -23,17 +23,19 @@
 #include "cuda/sm90/decode/numbers.cuh"
 #include "cuda/sm90/decode/plan.cuh"
 #include "cuda/sm90/decode/plan_by_choice.cuh"
+#include "cuda/sm90/decode/planned_tiles.cuh"
 #include "cuda/sm90/decode/results.cuh"
 #include "cuda/sm90/decode/ring.cuh"
 #include "cuda/sm90/tile_queue.cuh"
 
 namespace guild::cuda::sm90 {
 
-// chooses: the blocks choose a single token's experts themselves. That is a separate kernel, since
-// all of a kernel's instructions come from memory where layers follow each other.
-template <class T, DecodeShape S, Major major, bool gathered, bool activates, bool chooses = false,
-          int stage_bytes = S.stage_bytes()>
+// plain: see DecodeResults; weights come by whole stages.
+template <class T, DecodeShape S, Major major, bool gathered, bool activates, PlanFrom from,
+          bool plain, int stage_bytes = S.stage_bytes()>
 struct DecodeProduct {
+  static constexpr bool kChooses = chooses(from);
+  static_assert(activates || !plain);
   static constexpr int kThreads = kPlanThreads;
   static constexpr DecodeShape kShape = S;
   static constexpr int kArrivals = gathered ? 33 : 2;
@@ -46,7 +48,7 @@ struct DecodeProduct {
   };
   struct Params {
     PlanArgs plan;
-    std::conditional_t<chooses, TokenChoice, NoChoice> choice;  // of the plan's slots
+    std::conditional_t<kChooses, TokenChoice, NoChoice> choice;  // of the plan's slots
     Source weight;
     int32_t const* expert_at[2];  // which matrix is an expert's; null: they are in order
     bool halves;                  // part[1] has the same rows of up; else the rows that follow
@@ -60,7 +62,7 @@ struct DecodeProduct {
     int tokens;
     CUtensorMap x_map;  // else: (k, 1, rows), boxes of 64 x 1 x 8
     int claims;  // which of `claimed` is this launch's; -1: every block takes every n-th tile
-    DecodeResults<T, S, activates> results;
+    DecodeResults<T, S, activates, plain> results;
     struct Shared {
       Source weight;
       CUtensorMap x_map;
@@ -76,14 +78,14 @@ struct DecodeProduct {
   using Stage = typename Ring::Stage;
   using Cursor = typename Ring::Cursor;
   static constexpr int kStages = Ring::kStages;
-  using Storage = typename DecodeResults<T, S, activates>::template Storage<S.tokens>;
+  using Storage = typename DecodeResults<T, S, activates, plain>::template Storage<S.tokens>;
   using Announced = TileQueue<kConsumerWarps + 1>;
   struct SharedStorage {
     Ring ring;
     Storage results;
     union {
       Planner planner;
-      std::conditional_t<chooses, RouteOfToken, NoChoice> choice;  // before there is a plan
+      std::conditional_t<kChooses, RouteOfToken, NoChoice> choice;  // before there is a plan
     };
     Announced queue;
   };
@@ -97,64 +99,20 @@ struct DecodeProduct {
     let_next_start();
   }
 
+  static __device__ bool has_halves(Params const& p) { return plain || p.halves; }
   static __device__ RowTiles work_of(Params const& p, Plan const& plan) {
     return {.groups = plan.groups(p.rows),
-            .tile_n = p.halves ? S.rows / 2 : S.rows,
+            .tile_n = has_halves(p) ? S.rows / 2 : S.rows,
             .across = p.across,
             .inner = p.k,
             .tile_m = S.tokens,
             .tail_m = 0,
             .band = 1};  // the tiles that share weights follow each other
   }
-  // Finds tiles by their numbers, with a whole warp.
-  class Tiles {
-   public:
-    __device__ Tiles(Params const& p, Plan const& plan)
-        : p(p), plan(plan), finder(work_of(p, plan), 0, 0) {
-      high = (p.shared.rows + S.tokens - 1) / S.tokens;
-      shared = high * p.shared.across;
-    }
-
-    // Returns false if there are fewer. `number` must be greater than any before.
-    __device__ bool find(int number, Tile& tile) {
-      if (number < shared) {
-        int const row = number % high * S.tokens;
-        tile = {.expert = kSharedExpert,
-                .row = row,
-                .col = number / high * finder.work.tile_n,
-                .rows = min(p.shared.rows - row, S.tokens)};
-        return true;
-      }
-      if (in_row()) return find_in_row(number - shared, tile);
-      finder.go_to(number - shared);
-      bool const found = finder.next(tile);
-      if (found) tile.expert = plan.expert[tile.expert];
-      return found;
-    }
-    // All tiles, once find() has returned false.
-    __device__ int count() const {
-      return shared + (in_row() ? plan.count * p.across : finder.count());
-    }
-
-   private:
-    // Whether no group has a tile below another, so that there is nothing to search.
-    __device__ bool in_row() const { return S.tokens == 8 && plan.flat; }
-    __device__ bool find_in_row(int number, Tile& tile) const {
-      int const group = number / p.across;
-      if (group >= plan.count) return false;
-      int const begin = plan.end[group];
-      tile = {.expert = plan.expert[group],
-              .row = begin,
-              .col = (number - group * p.across) * finder.work.tile_n,
-              .rows = plan.end[group + 1] - begin};
-      return true;
-    }
-
-    Params const& p;
-    Plan const& plan;
-    TileFinder<RowTiles> finder;
-    int high, shared;  // tiles of shared experts: one upon another; in all
-  };
+  using Tiles = PlannedTiles<S, from>;
+  static __device__ Tiles tiles_of(Params const& p, Plan const& plan) {
+    return {work_of(p, plan), plan, p.shared.rows, p.shared.across};
+  }
   static __device__ Tile no_more() { return {.expert = -1}; }
 
   static __device__ int stages_of(Params const& p, Tile const& tile) {
@@ -166,10 +124,10 @@ struct DecodeProduct {
   static __device__ void load_weights(Params const& p, Stage& stage, Barrier& full,
                                       Tile const& tile, int index, uint64_t policy) {
     bool const shared = tile.expert == kSharedExpert;
-    Source const& from = shared ? p.shared.weight : p.weight;
+    Source const& source = shared ? p.shared.weight : p.weight;
     full.arrive_expect(S.weight_bytes());
-    if (from.by_stage) {
-      tma_load_stage(from.stage, stage.weight,
+    if (plain || source.by_stage) {
+      tma_load_stage(source.stage, stage.weight,
                      {tile.col, index * S.steps(), shared ? 0 : tile.expert}, full, policy);
       return;
     }
@@ -178,10 +136,10 @@ struct DecodeProduct {
     for (int i = 0; i < S.steps() * boxes; ++i) {
       int const k = 64 * (index * S.steps() + i / boxes);
       bool const second = i % boxes != 0;
-      int const row = tile.col + (second && !p.halves ? kBoxRows : 0);
+      int const row = tile.col + (second && !has_halves(p) ? kBoxRows : 0);
       int const e = shared ? 0 : placed(p.expert_at[second], tile.expert);
       Coordinate const at = major == Major::K ? Coordinate{k, row, e} : Coordinate{row, k, e};
-      tma_load_once(from.part[second], stage.weight + i * kBoxRows * kRowBytes, at, full, policy);
+      tma_load_once(source.part[second], stage.weight + i * kBoxRows * kRowBytes, at, full, policy);
     }
   }
 
@@ -210,7 +168,7 @@ struct DecodeProduct {
     Ring& ring = smem.ring;
     bool const leads = threadIdx.x % 32 == 0 && !rehearses;
     uint64_t const policy = evict_first();
-    Tiles tiles(p, plan);
+    Tiles tiles = tiles_of(p, plan);
     TileNumbers numbers(p.claims);
     Cursor at;
     QueueEnd end;
@@ -285,14 +243,14 @@ struct DecodeProduct {
     float acc[S.parts()][width / 2];
 #pragma unroll
     for (auto& part : acc) forget_registers(part);
-    bool const started = p.results.start(acc, tile);
+    bool const started = !plain && p.results.start(acc, tile);
     ring.template sum<T, S, major, width>(acc, started, at, stages_of(p, tile));
     p.results.store(acc, tile, storage);
   }
 
   static __device__ void consume(Params const& p, SharedStorage& smem, Plan const& plan) {
     if (p.early) start_in_turn();
-    if (p.plan.writes && blockIdx.x + 1 == gridDim.x) {
+    if (from != PlanFrom::offsets && p.plan.writes && blockIdx.x + 1 == gridDim.x) {
       smem.planner.template store<32 * kConsumerWarps>(p.plan.sort, plan);
     }
     Cursor at;
@@ -311,12 +269,15 @@ struct DecodeProduct {
   }
 
   static __device__ Plan plan_of(Params const& p, SharedStorage& smem, bool rehearses) {
-    if constexpr (chooses) {
-      return plan_by_choice(p.choice, p.plan.sort, smem.choice, smem.planner, rehearses);
+    if constexpr (kChooses) {
+      constexpr auto ranking = from == PlanFrom::softmax_choice ? Ranking::softmax : Ranking::any;
+      return plan_by_choice<ranking>(p.choice, p.plan.sort, smem.choice, smem.planner, rehearses);
     } else {
       if (!p.early) start_in_turn();
-      bool const sorts = p.plan.sort.ids != nullptr;
-      return sorts ? smem.planner.sort(p.plan.sort) : smem.planner.find(p.plan.groups);
+      if (from == PlanFrom::few_slots) return smem.planner.sort_few(p.plan.sort);
+      bool const sorted =
+          from == PlanFrom::any ? p.plan.sort.ids == nullptr : from == PlanFrom::offsets;
+      return sorted ? smem.planner.find(p.plan.groups) : smem.planner.sort(p.plan.sort);
     }
   }
 
@@ -338,7 +299,7 @@ struct DecodeProduct {
     extern __shared__ __align__(1024) char memory[];
     auto& smem = *reinterpret_cast<SharedStorage*>(memory);
     if (threadIdx.x == 0) {
-      if (p.weight.by_stage) {
+      if (plain || p.weight.by_stage) {
         prefetch(p.weight.stage);
       } else {
         prefetch(p.weight.part[0]);
@@ -349,7 +310,7 @@ struct DecodeProduct {
       smem.queue.init(0);
     }
     __syncthreads();  // while kernels before still run
-    if constexpr (chooses) {
+    if constexpr (kChooses) {
       prefetch_biases(p.choice.route);
       bool rehearses = p.choice.route.experts <= kMostRehearsed;
       // One copy of the instructions serves both passes.

@@ -5,10 +5,10 @@
 namespace guild::cuda::sm90 {
 namespace {
 
-template <class T, Major major, int tokens>
+template <class T, Major major, int tokens, PlanFrom from>
 void launch_rows(RowProduct const& x, Queue const& queue) {
   constexpr DecodeShape shape{tokens, 64};
-  using Product = DecodeProduct<T, shape, major, false, false>;
+  using Product = DecodeProduct<T, shape, major, false, false, from, /*plain=*/false>;
   typename Product::Params p{};
   p.plan.groups = x.groups;
   if (x.sort != nullptr) p.plan.sort = *x.sort;
@@ -25,7 +25,7 @@ void launch_rows(RowProduct const& x, Queue const& queue) {
   out.a = {static_cast<T*>(x.d.data), row_stride(x.d, x.n)};
   out.bias = {static_cast<T const*>(x.bias.data), row_stride(x.bias, x.n)};
   out.columns = int(x.n);
-  p.results.pairing = Pairing::none;
+  p.results.pairing = {Pairing::none};
   p.claims = claims_of(x.d.data, queue);
   if (x.shared.k > 0) {
     auto& shared = p.shared;
@@ -47,10 +47,12 @@ void decode_row_product(RowProduct const& x, Queue const& queue) {
   with_type(x.dtype, [&](auto element) {
     using T = decltype(element);
     with_tokens(most_tokens(x), x.rows, x.groups.groups, [&]<int tokens> {
-      if (x.w[0].in_stride == 1) {
-        launch_rows<T, Major::K, tokens>(x, queue);
+      if (x.w[0].in_stride != 1) {
+        launch_rows<T, Major::MN, tokens, PlanFrom::any>(x, queue);
+      } else if (x.sort == nullptr) {
+        launch_rows<T, Major::K, tokens, PlanFrom::offsets>(x, queue);
       } else {
-        launch_rows<T, Major::MN, tokens>(x, queue);
+        launch_rows<T, Major::K, tokens, PlanFrom::slots>(x, queue);
       }
     });
   });

@@ -73,7 +73,7 @@ __device__ inline void tma_load_eights(CUtensorMap const& map, void* to, int k, 
       : "memory");
 }
 
-template <class T, bool gathered, bool activates>
+template <class T, bool gathered, bool activates, bool plain>
 struct TallProduct {
   static constexpr int kThreads = 384, kConsumerWarps = 8, kGatherThreads = 96;
   static constexpr int kStages = 4, kWeightBytes = 128 * kRowBytes;
@@ -93,7 +93,7 @@ struct TallProduct {
     int tokens;
     CUtensorMap x_map[2];  // else: (k, 1, rows), boxes of 64 x 1 x 32 and of 64 x 1 x 8
     int claims;            // which of `tall_claimed` is this launch's; -1: every n-th tile
-    TallResults<T, activates> results;
+    TallResults<T, activates, plain> results;
   };
 
   using Cursor = cuda::Cursor<kStages, int>;
@@ -103,7 +103,7 @@ struct TallProduct {
   };
   struct SharedStorage {
     Stage stage[kStages];
-    typename TallResults<T, activates>::Storage results;
+    typename TallResults<T, activates, plain>::Storage results;
     Barrier full[kStages], empty[kStages];
     TileQueue<kConsumerWarps + (gathered ? 3 : 1)> queue;
     int bound[kMostGroups + 1];  // where groups begin and end
@@ -314,7 +314,8 @@ struct TallProduct {
     for (Tile tile; smem.queue.take(end, tile);) {
       forget_registers(acc[0]);
       forget_registers(acc[1]);
-      bool const broad = is_broad(tile), started = p.results.start(acc, tile, group, thread);
+      bool const broad = is_broad(tile),
+                 started = !plain && p.results.start(acc, tile, group, thread);
       int const count = stages_of(p, tile);
       if (!broad && tile.rows <= 32) {
         sum<32, false>(acc, started, at, count, smem, group);

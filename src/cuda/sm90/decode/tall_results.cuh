@@ -15,11 +15,13 @@ namespace guild::cuda::sm90 {
 inline constexpr int kPartSums = kTallRows / 2;
 using TallSums = float[2][kPartSums];
 
-template <class T, bool activates>
+// plain: SwiGLU of halves, without biases.
+template <class T, bool activates, bool plain>
 struct TallResults {
+  static constexpr auto kKnown = plain ? StaticActivation::swiglu : StaticActivation::any;
   RowOutput<T> out;  // A, or D
   Bias<T> bias;      // (E, columns of H), ordered as H
-  Pairing pairing;
+  StaticPairing<kKnown> pairing;
   ActivationOf<float> activation;
 
   struct Storage {
@@ -97,7 +99,8 @@ struct TallResults {
   __device__ void store_pairs(float const (&sum)[32], Tile const& rows, char* box, int group,
                               int thread) const {
     uint32_t word[8];
-    with_family(activation, [&, act = with_gate(activation, true)](auto family) {
+    auto const act = with_gate(with_constants<kKnown>(activation), true);
+    with_static_family<kKnown>(activation, [&](auto family) {
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         if (i % 2 == 0 && 8 * i >= rows.rows) break;

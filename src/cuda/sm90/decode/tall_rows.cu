@@ -6,7 +6,7 @@ namespace guild::cuda::sm90 {
 void tall_row_product(RowProduct const& x, Queue const& queue) {
   with_type(x.dtype, [&](auto element) {
     using T = decltype(element);
-    using Product = TallProduct<T, false, false>;
+    using Product = TallProduct<T, false, false, false>;
     typename Product::Params p{};
     p.groups = x.groups;
     p.columns = int(x.n);
@@ -20,7 +20,7 @@ void tall_row_product(RowProduct const& x, Queue const& queue) {
     p.claims = claims_of(x.d.data, queue);
     p.results.out = row_output<T>(x.d, x.rows, x.n, 1, "out");
     p.results.bias = {static_cast<T const*>(x.bias.data), row_stride(x.bias, x.n)};
-    p.results.pairing = Pairing::none;
+    p.results.pairing = {Pairing::none};
     launch_tall<Product>(p, x.rows, queue);
   });
 }

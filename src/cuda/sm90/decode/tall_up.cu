@@ -4,9 +4,9 @@
 namespace guild::cuda::sm90 {
 namespace {
 
-template <class T, bool gathered>
+template <class T, bool gathered, bool plain>
 void launch_up(UpProduct const& x, Queue const& queue) {
-  using Product = TallProduct<T, gathered, true>;
+  using Product = TallProduct<T, gathered, true, plain>;
   bool const paired = x.pairing != Pairing::none;
   typename Product::Params p{};
   p.groups = x.groups;
@@ -27,10 +27,9 @@ void launch_up(UpProduct const& x, Queue const& queue) {
   p.claims = claims_of(x.activated.data, queue);
   p.results.out = row_output<T>(x.activated, x.rows, x.n, 1, "a");
   p.results.bias = {static_cast<T const*>(x.bias.data), row_stride(x.bias, paired ? 2 * x.n : x.n)};
-  p.results.pairing = x.pairing;
+  p.results.pairing = {x.pairing};
   p.results.activation = activation_in<float>(x.activation);
-  if (static_activation_of(x.activation, x.pairing) == StaticActivation::swiglu)
-    p.results.activation.up_offset = -0.f;
+  if (is_swiglu(x)) p.results.activation.up_offset = -0.f;
   launch_tall<Product>(p, x.rows, queue);
 }
 
@@ -39,11 +38,10 @@ void launch_up(UpProduct const& x, Queue const& queue) {
 void tall_up_product(UpProduct const& x, Queue const& queue) {
   with_type(x.dtype, [&](auto element) {
     using T = decltype(element);
-    if (x.row_token != nullptr) {
-      launch_up<T, true>(x, queue);
-    } else {
-      launch_up<T, false>(x, queue);
-    }
+    bool const plain = is_swiglu(x) && x.bias.data == nullptr;
+    if (x.row_token == nullptr) return launch_up<T, false, false>(x, queue);
+    if (plain) return launch_up<T, true, true>(x, queue);
+    launch_up<T, true, false>(x, queue);
   });
 }
 

@@ -9,11 +9,13 @@
 namespace guild::cuda::sm90 {
 namespace {
 
+bool comes_by_group(TokenSum const& x) { return x.k % 64 == 0 && x.n % 8 == 0; }
+
 // Weights (E, n, k) in stages of `width` rows, or in boxes of eight where these do not lie evenly.
 template <class Kernel, class T, DecodeShape shape>
 typename Kernel::Source sum_source(ConstWeight const& w, int64_t experts, TokenSum const& x,
                                    int width, char const* name) {
-  if (x.k % 64 != 0 || x.n % 8 != 0) {
+  if (!comes_by_group(x)) {
     return {.map = block_map<T, Major::K>(w, experts, x.n, x.k, 8, name), .by_group = false};
   }
   return {.map = group_map(w.data, dtype_of<T>(),
@@ -28,9 +30,9 @@ typename Kernel::Source sum_source(ConstWeight const& w, int64_t experts, TokenS
           .by_group = true};
 }
 
-template <class T, DecodeShape shape>
+template <class T, DecodeShape shape, bool plain>
 void launch_token_sum(TokenSum const& x, Queue const& queue) {
-  using Kernel = TokenSumKernel<T, shape>;
+  using Kernel = TokenSumKernel<T, shape, plain>;
   int64_t const terms = x.sort.tokens * x.sort.top_k + x.shared;
   typename Kernel::Params p{};
   int width = Kernel::kMostWidth;
@@ -87,9 +89,12 @@ bool token_sum(TokenSum const& x, Queue const& queue) {
       tokens <= 4 && terms <= kMostSummedSlots && !x.shared && fill_evenly(x.n, queue);
   bool const fits = tokens == 1 ? terms <= 16 : several;
   if (!fits || x.w.in_stride != 1 || x.w.expert_at != nullptr) return false;
+  bool const plain = comes_by_group(x) && x.bias.data == nullptr;
   with_type(x.dtype, [&](auto element) {
-    with_terms(terms,
-               [&]<DecodeShape shape> { launch_token_sum<decltype(element), shape>(x, queue); });
+    with_terms(terms, [&]<DecodeShape shape> {
+      if (plain) return launch_token_sum<decltype(element), shape, true>(x, queue);
+      launch_token_sum<decltype(element), shape, false>(x, queue);
+    });
   });
   return true;
 }

@@ -22,8 +22,9 @@ namespace guild::cuda::sm90 {
 // Slots of all tokens, with shared experts, at most: in passes of 32 rows, of 8 or 16.
 inline constexpr int kMostSummedSlots = 40;
 
-// S.tokens: rows of A of a pass. S.rows: of all experts' weights in a stage.
-template <class T, DecodeShape S, int stage_bytes = S.stage_bytes()>
+// S.tokens: rows of A of a pass. S.rows: of all experts' weights in a stage. plain: weights come by
+// group_map(), and there are no biases.
+template <class T, DecodeShape S, bool plain, int stage_bytes = S.stage_bytes()>
 struct TokenSumKernel {
   static constexpr int kThreads = kPlanThreads;
   using Ring = sm90::Ring<stage_bytes>;
@@ -89,8 +90,10 @@ struct TokenSumKernel {
     int const count = (groups + most - 1) / most;
     int const each = count > 1 ? (groups + count - 1) / count : groups;
     for (int tile = blockIdx.x; tile < p.across; tile += gridDim.x) {
+#pragma unroll 1
       for (int first = 0; first < groups; first += each) {
         int const last = min(groups, first + each), end = rows_of(p, plan, last - 1).end;
+#pragma unroll 1
         for (int row = rows_of(p, plan, first).begin; row < end; row += S.tokens) {
           f(Pass{tile, first, last, row, min(S.tokens, end - row)});
         }
@@ -119,12 +122,13 @@ struct TokenSumKernel {
       int const expert = lane < groups && !shared ? plan.expert[group] : 0;
       CUtensorMap const& map = (shared ? p.shared_weight : p.weight).map;
       int const row = pass.tile << (p.width_log2 - 3);
+#pragma unroll 1
       for (int i = 0; i < count; ++i, at.advance()) {
         Barrier& full = ring.full[at.stage];
         ring.empty[at.stage].wait(at.phase ^ 1);
         if (lane == 0) full.arrive_expect(groups * each);
         __syncwarp();
-        if (!p.weight.by_group) {
+        if (!plain && !p.weight.by_group) {
           load_boxes(p, plan, ring.stage[at.stage], full, pass, i, policy);
         } else if (lane < groups) {
           tma_load_stage<StageBox::group>(map, ring.stage[at.stage].weight + lane * each,
@@ -155,6 +159,7 @@ struct TokenSumKernel {
     int const count = p.stages();
     for_each_pass(p, plan, [&](Pass const& pass) {
       int const boxes = (pass.rows + 7) / 8;
+#pragma unroll 1
       for (int i = 0; i < count; ++i, at.advance()) {
         Barrier& full = ring.full[at.stage];
         ring.empty[at.stage].wait(at.phase ^ 1);
@@ -223,6 +228,7 @@ struct TokenSumKernel {
   }
 
   static __device__ void find_terms(Params const& p, Planner const& planner, Working& smem) {
+#pragma unroll 1
     for (int i = threadIdx.x; i < p.sort.tokens * p.sort.top_k; i += 32 * kConsumerWarps) {
       smem.term[i] = {planner.row_of[i], p.score == nullptr ? 1.f : p.score[i]};
     }
@@ -230,6 +236,7 @@ struct TokenSumKernel {
 
   static __device__ void store(Params const& p, int tile, Working const& smem) {
     int const tokens = int(p.sort.tokens), top_k = int(p.sort.top_k);
+#pragma unroll 1
     for (int i = threadIdx.x; i < tokens << p.width_log2; i += 32 * kConsumerWarps) {
       int const t = i >> p.width_log2, own = i & (p.width() - 1);
       int const col = (tile << p.width_log2) + own;
@@ -267,7 +274,7 @@ struct TokenSumKernel {
 #pragma unroll
       for (auto& part : acc) forget_registers(part);
       Own const own(p, plan, pass);
-      bool const started = start(p, plan, acc, pass, own);
+      bool const started = !plain && start(p, plan, acc, pass, own);
       smem.ring.template sum<T, S, Major::K, S.tokens, true>(acc, started, at, count);
       keep(acc, pass, own, smem.working);
     });
@@ -284,7 +291,7 @@ struct TokenSumKernel {
       smem.ring.init(/*arrivals=*/2);
     }
     __syncthreads();
-    Plan const plan = smem.planner.sort(p.sort);
+    Plan const plan = plan_of(p.sort, smem.planner);
     if (warp_index() == kConsumerWarps) {
       load(p, plan, smem.ring);
     } else if (warp_index() > kConsumerWarps) {
@@ -296,6 +303,9 @@ struct TokenSumKernel {
   }
 
  private:
+  static __device__ Plan plan_of(Sort const& sort, Planner& planner) {
+    return kMostSlots <= kMostSlotsInWarp ? planner.sort_few(sort) : planner.sort_in_block(sort);
+  }
   static __device__ void consumers_barrier() { named_barrier(1, 32 * kConsumerWarps); }
 };
 

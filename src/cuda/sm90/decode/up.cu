@@ -10,17 +10,15 @@ constexpr int up_rows(int tokens, Major major) {
   return major != Major::K ? 128 : tokens == 8 ? 32 : 64;
 }
 
-template <class T, Major major, bool gathered, int tokens, bool chooses,
-          int rows = up_rows(tokens, major)>
+template <class T, Major major, bool gathered, DecodeShape shape, PlanFrom from, bool plain>
 void launch_up(UpProduct const& x, Queue const& queue) {
-  constexpr DecodeShape shape{tokens, rows};
-  using Product = DecodeProduct<T, shape, major, gathered, true, chooses>;
+  using Product = DecodeProduct<T, shape, major, gathered, true, from, plain>;
   bool const halves = x.pairing == Pairing::halves;
   int64_t const columns = x.pairing == Pairing::alternate ? 2 * x.n : x.n;
   typename Product::Params p{};
   p.plan.groups = x.groups;
   if (x.sort != nullptr) p.plan.sort = *x.sort, p.plan.writes = true;
-  if constexpr (chooses) p.choice = *x.choice;
+  if constexpr (chooses(from)) p.choice = *x.choice;
   p.weight = weight_source<Product, T, major>(x.w[0], x.w[1], x.groups.groups, columns, x.k, halves,
                                               "w_up");
   for (int i = 0; i < 2; ++i) p.expert_at[i] = x.w[i].expert_at;
@@ -43,10 +41,9 @@ void launch_up(UpProduct const& x, Queue const& queue) {
   out.a = {static_cast<T*>(x.activated.data), row_stride(x.activated, x.n)};
   out.bias = {static_cast<T const*>(x.bias.data), row_stride(x.bias, columns * (halves ? 2 : 1))};
   out.columns = int(columns);
-  p.results.pairing = x.pairing;
+  p.results.pairing = {x.pairing};
   p.results.activation = activation_in<float>(x.activation);
-  if (static_activation_of(x.activation, x.pairing) == StaticActivation::swiglu)
-    p.results.activation.up_offset = -0.f;
+  if (is_swiglu(x)) p.results.activation.up_offset = -0.f;
   if (x.shared.n > 0) {
     int64_t const width = x.pairing == Pairing::alternate ? 2 * x.shared.n : x.shared.n;
     auto& shared = p.shared;
@@ -59,7 +56,7 @@ void launch_up(UpProduct const& x, Queue const& queue) {
                              row_stride(x.shared.activated, x.shared.n)};
     p.results.target[1].columns = int(width);
   }
-  launch_decode<Product>(p, most_decode_tiles(p, x.groups.groups, tokens), queue);
+  launch_decode<Product>(p, most_decode_tiles(p, x.groups.groups, shape.tokens), queue);
 }
 
 // Rows of a tile for one token whose experts all blocks choose, if that leaves no block with a
@@ -74,25 +71,70 @@ bool takes_more_rows(UpProduct const& x, Queue const& queue) {
          fits(kMoreRows) && !fits(up_rows(8, Major::K));
 }
 
+// Whether a plain DecodeProduct serves: what most models need in inference.
+bool is_plain(UpProduct const& x) {
+  return is_swiglu(x) && x.bias.data == nullptr && x.h.data == nullptr &&
+         comes_by_stage(x.w[0], x.w[1], x.k) &&
+         (x.shared.n == 0 || comes_by_stage(x.shared.w[0], x.shared.w[1], x.k));
+}
+
+template <class T, Major major>
+void launch_with_choice(UpProduct const& x, Queue const& queue) {
+  constexpr DecodeShape few{8, up_rows(8, major)}, more{8, kMoreRows};
+  if constexpr (major != Major::K) {
+    launch_up<T, major, true, few, PlanFrom::choice, false>(x, queue);
+  } else {
+    with_ranking(x.choice->route, [&]<Ranking ranking> {
+      constexpr auto from =
+          ranking == Ranking::softmax ? PlanFrom::softmax_choice : PlanFrom::choice;
+      bool const plain = is_plain(x);
+      if (takes_more_rows(x, queue)) {
+        if (plain) return launch_up<T, major, true, more, from, true>(x, queue);
+        return launch_up<T, major, true, more, from, false>(x, queue);
+      }
+      if (plain) return launch_up<T, major, true, few, from, true>(x, queue);
+      launch_up<T, major, true, few, from, false>(x, queue);
+    });
+  }
+}
+
+template <class T, Major major, bool gathered, DecodeShape shape>
+void launch_with_plan(UpProduct const& x, Queue const& queue) {
+  if constexpr (gathered && major == Major::K) {
+    bool const plain = is_plain(x);
+    PlanFrom const from = plan_from(x.sort);
+    if constexpr (shape.tokens == 8) {
+      constexpr auto few = PlanFrom::few_slots;
+      if (from == few && plain) return launch_up<T, major, true, shape, few, true>(x, queue);
+      if (from == few) return launch_up<T, major, true, shape, few, false>(x, queue);
+    }
+    if (plain && from == PlanFrom::offsets) {
+      return launch_up<T, major, true, shape, PlanFrom::offsets, true>(x, queue);
+    }
+    if (plain) return launch_up<T, major, true, shape, PlanFrom::slots, true>(x, queue);
+  }
+  launch_up<T, major, gathered, shape, gathered ? PlanFrom::any : PlanFrom::offsets, false>(x,
+                                                                                            queue);
+}
+
 }  // namespace
 
+bool is_swiglu(UpProduct const& x) {
+  return static_activation_of(x.activation, x.pairing) == StaticActivation::swiglu;
+}
+
 void decode_up_product(UpProduct const& x, Queue const& queue) {
-  with_product(x.dtype, x.w[0].in_stride == 1, x.row_token != nullptr,
-               [&]<class T, Major major, bool gathered> {
-                 if constexpr (gathered) {  // a single token is
-                   if (x.choice != nullptr) {
-                     if constexpr (major == Major::K) {
-                       if (takes_more_rows(x, queue)) {
-                         return launch_up<T, major, true, 8, true, kMoreRows>(x, queue);
-                       }
-                     }
-                     return launch_up<T, major, true, 8, true>(x, queue);
-                   }
-                 }
-                 with_tokens(x.tokens, x.rows, x.groups.groups, [&]<int tokens> {
-                   launch_up<T, major, gathered, tokens, false>(x, queue);
-                 });
-               });
+  with_product(
+      x.dtype, x.w[0].in_stride == 1, x.row_token != nullptr,
+      [&]<class T, Major major, bool gathered> {
+        if constexpr (gathered) {  // a single token is
+          if (x.choice != nullptr) return launch_with_choice<T, major>(x, queue);
+        }
+        with_tokens(x.tokens, x.rows, x.groups.groups, [&]<int tokens> {
+          launch_with_plan<T, major, gathered, DecodeShape{tokens, up_rows(tokens, major)}>(x,
+                                                                                            queue);
+        });
+      });
 }
 
 }  // namespace guild::cuda::sm90
