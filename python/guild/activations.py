@@ -16,14 +16,23 @@ import torch
 from guild._torch.checks import (
     dtype_name,
     expect_choice,
-    expect_finite,
     expect_flag,
+    expect_float32,
     expect_positive,
     expect_tensor,
 )
 
 KINDS = ("silu", "gelu_tanh", "gelu", "relu", "relu2")  # in the order of guild::Activation::Kind
 ORDERS = ("concatenated", "interleaved")
+
+
+def expect_parameter(name: str, value: object) -> None:
+    """Raise unless an activation can have it as its alpha, limit or up_offset, in every dtype."""
+    if name.endswith("limit"):
+        expect_positive(name, value)
+        if value == math.inf:
+            return
+    expect_float32(name, value)
 
 
 @dataclass(frozen=True)
@@ -37,7 +46,7 @@ class Activation:
     gated : bool
         With a gate the up projection has 2I outputs, gate and up; without one it has I.
     alpha : float
-        Slope inside SiLU's sigmoid.
+        Slope inside SiLU's sigmoid. Like the next two, in float32's normal range or 0.
     limit : float
         Clamps gate to <= limit and up to [-limit, limit]. Gradients are zero where it does.
     up_offset : float
@@ -72,9 +81,8 @@ class Activation:
         if not isinstance(self.kind, str) or self.kind not in KINDS:
             raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {self.kind!r}")
         expect_flag("gated", self.gated)
-        expect_finite("alpha", self.alpha)
-        expect_positive("limit", self.limit)
-        expect_finite("up_offset", self.up_offset)
+        for name in ("alpha", "limit", "up_offset"):
+            expect_parameter(name, getattr(self, name))
         expect_flag("clamp_after", self.clamp_after)
         scalars = (
             KINDS.index(self.kind),

@@ -15,13 +15,11 @@ from guild._torch.checks import (
     expect_dims,
     expect_dtype,
     expect_experts,
-    expect_finite,
     expect_flag,
     expect_free,
     expect_like,
     expect_offsets,
     expect_operand,
-    expect_positive,
     expect_rows,
     expect_shape,
     expect_tensor,
@@ -29,7 +27,7 @@ from guild._torch.checks import (
 from guild._torch.expert_lists import Listed, joined, table_of, touching
 from guild._torch.gradients import starts
 from guild._torch.operators import autocast, ops
-from guild.activations import Activation, as_activation, is_interleaved
+from guild.activations import Activation, as_activation, expect_parameter, is_interleaved
 
 _GPT_OSS = {"alpha": 1.702, "limit": 7.0, "up_offset": 1.0}
 
@@ -327,7 +325,7 @@ def _pair_activation(
     given = {name: value for name, value in given.items() if value is not None}
     if activation is None:
         for name, value in given.items():  # named as in these functions' signatures
-            (expect_positive if name == "swiglu_limit" else expect_finite)(name, value)
+            expect_parameter(name, value)
         own = {name.removeprefix("swiglu_"): value for name, value in given.items()}
         return Activation("silu", **{**_GPT_OSS, **own})
     if given:

@@ -23,6 +23,11 @@ LAYOUTS = {
     "no gate": {"activation": "gelu_ungated", "bias": True},
     "gpt_oss": {"activation": "gpt_oss", "order": "interleaved", "bias": True},
     "pair": {"pair": True},
+    # With K-major weights, a hidden size divisible by 64 and no biases, SwiGLU has its own kernels.
+    "whole stages": {"hidden": 192},
+    "whole stages, biases": {"hidden": 192, "bias": True},
+    "whole stages, interleaved": {"hidden": 192, "order": "interleaved"},
+    "whole stages, clamped": {"hidden": 192, "activation": guild.Activation("silu", limit=0.5)},
 }
 
 
@@ -32,20 +37,21 @@ class Experts:
     def __init__(self, device: str, layout: str, dtype: torch.dtype, tokens: int) -> None:
         options = dict(LAYOUTS[layout])
         torch.manual_seed(3)
-        width = WIDTH if options.get("activation", "").endswith("_ungated") else 2 * WIDTH
+        hidden = options.pop("hidden", HIDDEN)
+        width = WIDTH if str(options.get("activation")).endswith("_ungated") else 2 * WIDTH
 
         def draw(*shape: int, scale: float = 1) -> Tensor:
             return (torch.randn(*shape, dtype=torch.float64) * scale).to(device, dtype)
 
-        up, down = draw(EXPERTS, width, HIDDEN, scale=0.1), draw(EXPERTS, HIDDEN, WIDTH, scale=0.1)
+        up, down = draw(EXPERTS, width, hidden, scale=0.1), draw(EXPERTS, hidden, WIDTH, scale=0.1)
         if options.get("transposed"):
             up, down = up.mT.contiguous(), down.mT.contiguous()
         if options.pop("pair", False):
             up = up[:, :WIDTH].clone(), up[:, WIDTH:].clone()
         if options.pop("bias", False):
-            options |= {"b_up": draw(EXPERTS, width), "b_down": draw(EXPERTS, HIDDEN)}
+            options |= {"b_up": draw(EXPERTS, width), "b_down": draw(EXPERTS, hidden)}
         self.weights, self.options = (up, down), options
-        self.x = draw(tokens, HIDDEN)
+        self.x = draw(tokens, hidden)
         ids = torch.rand(tokens, EXPERTS).topk(TOP_K).indices
         ids[torch.rand(tokens, TOP_K) < 0.1] = -1
         ids[tokens // 2] = -1  # padding

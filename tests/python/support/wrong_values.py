@@ -154,7 +154,17 @@ VALUES: dict[str, Wrong] = {
     "alpha NaN": (
         lambda r: pair_up(r, swiglu_alpha=float("nan")),
         ValueError,
-        "^swiglu_alpha: expected a finite number, got nan",
+        "^swiglu_alpha: expected 0 or a number in float32's normal range, got nan",
+    ),
+    "alpha beyond float32": (
+        lambda r: guild.Activation("silu", alpha=1e300),
+        ValueError,
+        "^alpha: expected 0 or a number in float32's normal range, got 1e\\+300",
+    ),
+    "limit below float32": (
+        lambda r: pair_up(r, swiglu_limit=1e-300),
+        ValueError,
+        "^swiglu_limit: expected 0 or a number in float32's normal range, got 1e-300",
     ),
     "limit negative, of the pair": (
         lambda r: pair_up(r, swiglu_limit=-1),
