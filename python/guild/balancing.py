@@ -131,7 +131,7 @@ def balance_sums(
     tokens = logits.shape[0]
     expect_choices_of(logits, ids)
     expect_choice("score", score, SCORES)
-    expect_count("sequences", sequences, 1, max(tokens, 1))
+    expect_count("sequences", sequences, 1, tokens or None)
     if tokens % sequences:
         raise ValueError(f"sequences: expected a divisor of {tokens} (tokens), got {sequences}")
     if logits.dtype != torch.float64:
@@ -144,7 +144,7 @@ def balance_sums(
     if token_mask is None:
         counted = squares.new_full((sequences,), tokens // sequences)
     else:
-        counted = token_mask.view(sequences, -1).sum(1).to(squares.dtype)
+        counted = token_mask.view(sequences, tokens // sequences).sum(1).to(squares.dtype)
     return BalanceSums(counts, shares, squares, counted)
 
 

@@ -91,7 +91,7 @@ def choices(
         return ids, scores, None
     over = layer.balance_over
     if over is not None:
-        sequences = shape[:-1].numel() if over == "sequence" and x.shape[0] else 1
+        sequences = max(shape[:-1].numel(), 1) if over == "sequence" else 1
         sums = balance_sums(
             logits, ids, score=router.score, sequences=sequences, token_mask=token_mask
         )

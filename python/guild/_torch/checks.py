@@ -320,7 +320,8 @@ def expect_finite(name: str, value: object) -> None:
 def expect_float32(name: str, value: object) -> None:
     """Raise unless it is 0 or a normal number of float32, in which routers compute."""
     expect_number(name, value)
-    if value != 0 and not 2.0**-126 <= abs(value) < 2.0**128:  # NaN fails, too
+    size = abs(float(value))  # a NumPy scalar would compare as its own type
+    if size != 0 and not 2.0**-126 <= size < 2.0**128:  # NaN fails, too
         raise ValueError(f"{name}: expected 0 or a number in float32's normal range, got {value}")
 
 
