@@ -110,13 +110,13 @@ struct Forward {
   ForwardWorkspace workspace;
   FusedSharedExpert shared;
 
-  Forward(MoeForward const& layer, SharedExpert const* of_all) : x(layer) {
-    if (of_all != nullptr) x.residual = {of_all->o, 0};
+  Forward(MoeForward const& layer, SharedExpert const* expert) : x(layer) {
+    if (expert != nullptr) x.residual = {expert->o, 0};
     check(x);
     Carver carver(x.workspace);
     workspace =
-        carve_forward(carver, x.sizes, x.dtype, of_all == nullptr ? 0 : of_all->intermediate);
-    if (of_all != nullptr) shared = fused(*of_all, x, workspace.shared_a);
+        carve_forward(carver, x.sizes, x.dtype, expert == nullptr ? 0 : expert->intermediate);
+    if (expert != nullptr) shared = fused(*expert, x, workspace.shared_a);
     compose_forward(x, workspace, Requirements{});
   }
 

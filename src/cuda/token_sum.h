@@ -24,8 +24,8 @@ struct TokenSum {
 // Returns false, with nothing done, if no kernel serves it.
 bool token_sum(TokenSum const& product, Queue const& queue);
 
-// Both steps, as a TokenSum. shared: experts to compute in the same launches, or null. Returns
-// false, with nothing done, if that is not possible.
+// Both steps as a TokenSum, once require_runnable() has accepted them. shared: experts to compute
+// in the same launches, or null. Returns false, with nothing done, if that is not possible.
 bool down_with_sum(DownProjection const& down, Combine const& sum, Sort const& sort,
                    SharedExpert const* shared, Queue const& queue);
 

@@ -13,7 +13,7 @@ inline constexpr int kSharedExpert = 1 << 20;
 // H = X W^T + bias and A = activation(H); or, without `activates`, A = H only. A tile's rows of the
 // weight follow each other or, for Pairing::halves, are gate and up of the same columns in its
 // first and second half. plain: SwiGLU of halves without biases, and H is not wanted.
-template <class T, DecodeShape S, bool activates, bool plain = false>
+template <class T, DecodeShape S, bool activates, bool plain>
 struct DecodeResults {
   static constexpr auto kKnown = plain ? StaticActivation::swiglu : StaticActivation::any;
   static constexpr int parts = S.parts(), kHalf = S.rows / 2;

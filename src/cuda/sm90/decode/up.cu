@@ -78,6 +78,13 @@ bool is_plain(UpProduct const& x) {
          (x.shared.n == 0 || comes_by_stage(x.shared.w[0], x.shared.w[1], x.k));
 }
 
+// K-major weights and gathered rows.
+template <class T, DecodeShape shape, PlanFrom from>
+void launch_gathered(UpProduct const& x, Queue const& queue) {
+  if (is_plain(x)) return launch_up<T, Major::K, true, shape, from, true>(x, queue);
+  launch_up<T, Major::K, true, shape, from, false>(x, queue);
+}
+
 template <class T, Major major>
 void launch_with_choice(UpProduct const& x, Queue const& queue) {
   constexpr DecodeShape few{8, up_rows(8, major)}, more{8, kMoreRows};
@@ -87,13 +94,8 @@ void launch_with_choice(UpProduct const& x, Queue const& queue) {
     with_ranking(x.choice->route, [&]<Ranking ranking> {
       constexpr auto from =
           ranking == Ranking::softmax ? PlanFrom::softmax_choice : PlanFrom::choice;
-      bool const plain = is_plain(x);
-      if (takes_more_rows(x, queue)) {
-        if (plain) return launch_up<T, major, true, more, from, true>(x, queue);
-        return launch_up<T, major, true, more, from, false>(x, queue);
-      }
-      if (plain) return launch_up<T, major, true, few, from, true>(x, queue);
-      launch_up<T, major, true, few, from, false>(x, queue);
+      if (takes_more_rows(x, queue)) return launch_gathered<T, more, from>(x, queue);
+      launch_gathered<T, few, from>(x, queue);
     });
   }
 }
@@ -101,20 +103,19 @@ void launch_with_choice(UpProduct const& x, Queue const& queue) {
 template <class T, Major major, bool gathered, DecodeShape shape>
 void launch_with_plan(UpProduct const& x, Queue const& queue) {
   if constexpr (gathered && major == Major::K) {
-    bool const plain = is_plain(x);
     PlanFrom const from = plan_from(x.sort);
     if constexpr (shape.tokens == 8) {
       constexpr auto few = PlanFrom::few_slots;
-      if (from == few && plain) return launch_up<T, major, true, shape, few, true>(x, queue);
-      if (from == few) return launch_up<T, major, true, shape, few, false>(x, queue);
+      if (from == few) return launch_gathered<T, shape, few>(x, queue);
     }
-    if (plain && from == PlanFrom::offsets) {
-      return launch_up<T, major, true, shape, PlanFrom::offsets, true>(x, queue);
+    if (is_plain(x)) {
+      constexpr auto offsets = PlanFrom::offsets, slots = PlanFrom::slots;
+      if (from == offsets) return launch_up<T, major, true, shape, offsets, true>(x, queue);
+      return launch_up<T, major, true, shape, slots, true>(x, queue);
     }
-    if (plain) return launch_up<T, major, true, shape, PlanFrom::slots, true>(x, queue);
   }
-  launch_up<T, major, gathered, shape, gathered ? PlanFrom::any : PlanFrom::offsets, false>(x,
-                                                                                            queue);
+  constexpr auto from = gathered ? PlanFrom::any : PlanFrom::offsets;
+  launch_up<T, major, gathered, shape, from, false>(x, queue);
 }
 
 }  // namespace
