@@ -24,10 +24,12 @@ struct alignas(16) RouteOfToken {
   static constexpr int kQuads = kMostExperts / 32 / 4;  // of a lane; four neighbours each
   using Keys = uint32_t[kQuads][4];  // a lane's: of quads lane, lane + 32, ...; 0: none
 
+  // What write() reads.
+  uint32_t chosen[kMostChoices], key[kMostChoices];
   float logit[kMostExperts];
+  // Only choose() needs the rest.
   uint32_t order[kMostExperts];  // keys as integers; 0: none
   uint32_t group[kMostGroups];   // scores of groups, likewise
-  uint32_t chosen[kMostChoices], key[kMostChoices];
   uint32_t candidate[32], candidate_key[32];
 
   static __device__ int lane() { return int(threadIdx.x) % 32; }

@@ -27,7 +27,14 @@ LAYOUTS = {
     "whole stages": {"hidden": 192},
     "whole stages, biases": {"hidden": 192, "bias": True},
     "whole stages, interleaved": {"hidden": 192, "order": "interleaved"},
+    # So has SwiGLU with clamps.
     "whole stages, clamped": {"hidden": 192, "activation": guild.Activation("silu", limit=0.5)},
+    "whole stages, gpt_oss": {"hidden": 192, "activation": "gpt_oss", "bias": True},
+    "whole stages, clamped after": {
+        "hidden": 192,
+        "activation": guild.Activation("silu", limit=0.5, clamp_after=True),
+    },
+    "whole stages, gelu": {"hidden": 192, "activation": guild.Activation("gelu_tanh", limit=0.5)},
 }
 
 

@@ -111,18 +111,21 @@ struct alignas(16) Planner {
     OfWarp& own = by_warp[warp_index()];
     int const slots = int(x.tokens * x.top_k), lane = threadIdx.x % 32;
     bool const there = mine != kNoExpert;
-    int smaller = 0, before = 0, rows = 0;  // slots of smaller ids; of the same: earlier ones, all
-#pragma unroll 8
-    for (int j = 0; j < slots; ++j) {
-      int const other = __shfl_sync(~0u, mine, j);
-      smaller += other < mine;
-      before += other == mine && j < lane;
-      rows += other == mine;
-    }
+    // Among the slots of the same expert: earlier ones, and all. Then: slots of smaller ids.
+    unsigned const same = __match_any_sync(~0u, mine);
+    int const before = __popc(same & ((1u << lane) - 1)), rows = __popc(same);
+    int smaller = 0;
+    auto const compare_eight = [&](int from) {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) smaller += __shfl_sync(~0u, mine, from + j) < mine;
+    };
+    compare_eight(0);
+    if (slots > 8) compare_eight(8);
     unsigned const firsts = __ballot_sync(~0u, there && before == 0);
     int group = smaller;
     if (__any_sync(~0u, there && before > 0)) {
       group = 0;
+#pragma unroll 1
       for (int j = 0; j < slots; ++j) {
         int const other = __shfl_sync(~0u, mine, j);
         group += (firsts >> j & 1) != 0 && other < mine;
@@ -130,7 +133,8 @@ struct alignas(16) Planner {
     }
     if (threadIdx.x < slots) row_of[lane] = there ? smaller + before : -1;
     if (lane == 0) own.end[0] = 0;
-    if (there) own.token[smaller + before] = lane / int(x.top_k);
+    // lane / top_k without an integer division. The half keeps quotients away from whole numbers.
+    if (there) own.token[smaller + before] = int(__fdividef(lane + 0.5f, float(int(x.top_k))));
     if (firsts >> lane & 1) {
       own.expert[group] = uint16_t(mine);
       own.end[group + 1] = smaller + rows;

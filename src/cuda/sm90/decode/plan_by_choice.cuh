@@ -1,6 +1,7 @@
 // The plan of a single token whose experts every block of the up projection chooses for itself,
 // from the router's product. That saves a launch, which would take longer than the repeated choice.
 #pragma once
+#include <cstddef>
 #include <type_traits>
 
 #include "cuda/arch/dependent_launch.cuh"
@@ -26,12 +27,27 @@ __device__ inline void prefetch_biases(Route const& route) {
 // among more experts than this are not rehearsed, since that gains nothing (docs/measured/).
 inline constexpr int64_t kMostRehearsed = 256;
 
-// Called by the whole block. Waits for the previous kernel, except in a rehearsal. The last block
-// writes ids and scores before it lets the next kernel start, which may read them before it waits.
-// `router` and `planner` may share memory.
+// The choice of a token's experts and the plan made from it, in the same memory. sort_in_warp()
+// overwrites nothing that RouteOfToken::write() reads, so a warp can still write the choice while
+// others make their plans.
+union ChoiceAndPlan {
+  Planner planner;
+  struct {
+    Planner::OfWarp of_planner[kPlanWarps];
+    RouteOfToken router;
+  };
+  static constexpr size_t kRead =  // end of what write() reads, at most
+      kPlanWarps * sizeof(Planner::OfWarp) + alignof(RouteOfToken) + offsetof(RouteOfToken, order);
+  static_assert(offsetof(Planner, row_of) >= kRead);
+};
+
+// Called by the whole block. Waits for the previous kernel, except in a rehearsal. A consumer warp
+// of the last block writes ids and scores before it lets the next kernel start, which may read them
+// before it waits; the block's other warps go on meanwhile.
 template <Ranking ranking>
 __device__ inline Plan plan_by_choice(TokenChoice const& choice, Sort const& sort,
-                                      RouteOfToken& router, Planner& planner, bool rehearses) {
+                                      ChoiceAndPlan& memory, bool rehearses) {
+  RouteOfToken& router = memory.router;
   Route const& route = choice.route;
   int const experts = int(route.experts), top_k = int(route.top_k), lane = threadIdx.x % 32;
   bool const first = warp_index() == 0, writes = !rehearses && blockIdx.x + 1 == gridDim.x;
@@ -39,6 +55,7 @@ __device__ inline Plan plan_by_choice(TokenChoice const& choice, Sort const& sor
   if (!rehearses && !writes) let_next_start();
   bool const nan = router.find_keys<ranking>(route, choice.parts, 0, experts, rehearses);
   if (first) router.choose<ranking>(route.router, experts, top_k);
+  __syncthreads();
   if (writes && first) {
     router.write<ranking, false>(route, 0, experts, nan);
     if (lane == 0 && choice.gate.score != nullptr) choice.gate.write(0);
@@ -46,11 +63,8 @@ __device__ inline Plan plan_by_choice(TokenChoice const& choice, Sort const& sor
     __syncwarp();
     let_next_start();
   }
-  __syncthreads();
   bool const there = lane < top_k && (rehearses || RouteOfToken::is_real(route, 0));
-  int const mine = there ? int(router.chosen[lane]) : Planner::kNoExpert;
-  __syncthreads();
-  return planner.sort_in_warp(sort, mine);
+  return memory.planner.sort_in_warp(sort, there ? int(router.chosen[lane]) : Planner::kNoExpert);
 }
 
 }  // namespace guild::cuda::sm90

@@ -29,10 +29,11 @@ class PlannedTiles {
   // Returns false if there are fewer. `number` must be greater than any before.
   __device__ bool find(int number, Tile& tile) {
     if (number < shared) {
-      int const row = number % shared_high * S.tokens;
+      int const high = unsigned(number) / unsigned(shared_high);
+      int const row = (number - high * shared_high) * S.tokens;
       tile = {.expert = kSharedExpert,
               .row = row,
-              .col = number / shared_high * work.tile_n,
+              .col = high * work.tile_n,
               .rows = min(shared_rows - row, S.tokens)};
       return true;
     }
@@ -64,7 +65,7 @@ class PlannedTiles {
   // a token chooses differ.
   __device__ bool in_row() const { return chooses(from) || (S.tokens == 8 && plan.flat); }
   __device__ bool find_in_row(int number, Tile& tile) const {
-    int const group = number / work.across;
+    int const group = unsigned(number) / unsigned(work.across);
     if (group >= plan.count) return false;
     int const begin = plan.end[group];
     tile = {.expert = plan.expert[group],

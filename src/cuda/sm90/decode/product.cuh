@@ -85,7 +85,7 @@ struct DecodeProduct {
     Storage results;
     union {
       Planner planner;
-      std::conditional_t<kChooses, RouteOfToken, NoChoice> choice;  // before there is a plan
+      std::conditional_t<kChooses, ChoiceAndPlan, NoChoice> choice;
     };
     Announced queue;
   };
@@ -271,7 +271,7 @@ struct DecodeProduct {
   static __device__ Plan plan_of(Params const& p, SharedStorage& smem, bool rehearses) {
     if constexpr (kChooses) {
       constexpr auto ranking = from == PlanFrom::softmax_choice ? Ranking::softmax : Ranking::any;
-      return plan_by_choice<ranking>(p.choice, p.plan.sort, smem.choice, smem.planner, rehearses);
+      return plan_by_choice<ranking>(p.choice, p.plan.sort, smem.choice, rehearses);
     } else {
       if (!p.early) start_in_turn();
       if (from == PlanFrom::few_slots) return smem.planner.sort_few(p.plan.sort);
