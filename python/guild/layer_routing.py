@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from guild._torch.checks import (
     dtype_name,
+    expect_choice,
     expect_count,
     expect_device,
     expect_flag,
@@ -23,6 +24,8 @@ from guild.balancing import balance_sums
 from guild.logits import RouterLinear
 from guild.rounding import round_tokens
 from guild.routing import Router, route_logits, route_tokens, token_flags
+
+BALANCE_OVER = (None, "batch", "sequence")
 
 
 class Routing(NamedTuple):
@@ -62,11 +65,14 @@ def as_router(router: Router | str | None, experts: int, top_k: int) -> Router:
 
 
 def expect_call(layer: nn.Module, return_routing: object) -> None:
-    """Raise for a flag that is no bool, or where a layer's routing or top_k no longer fits it."""
+    """Raise for a flag that is no bool, or for attributes of a layer that no longer fit it."""
     if not isinstance(layer.routing, Router):
         raise TypeError(f"routing: expected a guild.Router, got {layer.routing!r}")
+    if layer.router is None:
+        raise TypeError("router: expected a torch.nn.Module, got None")
     expect_count("top_k", layer.top_k, 1, layer.experts)
     layer.routing.expect_sizes(layer.experts, layer.top_k)
+    expect_choice("balance_over", layer.balance_over, BALANCE_OVER)
     expect_flag("return_routing", return_routing)
 
 

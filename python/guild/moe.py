@@ -31,6 +31,7 @@ from guild.layer_experts import (
     shown_options,
 )
 from guild.layer_routing import (
+    BALANCE_OVER,
     Routing,
     as_router,
     choices,
@@ -52,7 +53,6 @@ from guild.weight_gradients import WeightGradients, expect_sink
 if TYPE_CHECKING:
     from guild.distributed.expert_parallel import ExpertParallel
 
-_BALANCE_OVER = (None, "batch", "sequence")
 _LOSSES = ("load_balancing_loss", "z_loss")
 
 
@@ -162,7 +162,7 @@ class MoE(LayerState):
         expect_count("top_k", top_k, 1, experts)
         shared = shared_width(shared_experts, intermediate, shared_intermediate, shared_gate)
         router = as_router(router, experts, top_k)
-        expect_choice("balance_over", balance_over, _BALANCE_OVER)
+        expect_choice("balance_over", balance_over, BALANCE_OVER)
         is_interleaved(order)  # raises unless it is one of the two orders
         expect_flags(bias=bias, transposed=transposed, router_bias=router_bias, recompute=recompute)
         if weight_gradients is not None:

@@ -315,6 +315,8 @@ def test_options_assigned_later(gradients: bool) -> None:
             ("routing", "sigmoid", r"routing: expected a guild\.Router, got 'sigmoid'"),
             ("fp8", True, r"fp8: expected guild\.FP8, got bool True"),
             ("w_up", None, r"w_up: expected a torch\.Tensor, got NoneType"),
+            ("router", None, r"router: expected a torch\.nn\.Module, got None"),
+            ("balance_over", "token", "balance_over: expected None, 'batch' or 'sequence', got"),
         ):
             before = getattr(layer, name)
             setattr(layer, name, value)
