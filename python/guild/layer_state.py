@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from guild.float8.kept import KeptWeights
@@ -32,6 +33,8 @@ class LayerState(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Called by to(), to_empty() and the like; forgets a last forward on another device."""
+        if torch.__future__.get_swap_module_params_on_conversion():
+            self._fp8_weights.let_go(self.w_up, self.w_down)  # weak references prevent a swap
         super()._apply(fn, recurse)
         if self._offsets is not None and self._offsets.device != self.w_down.device:
             self._offsets = self.balance_sums = None

@@ -64,6 +64,13 @@ class KeptWeights:
         if _is_of_inference(self.codes):
             self.codes = None  # compiled code, which cannot ask, may be about to train
 
+    def let_go(self, *weights: Tensor | None) -> None:
+        """Keep no weak references to these weights; the next eager forward makes codes again."""
+        self._seen = None
+        for weight in weights:
+            if weight is not None:
+                _counted.pop(weight, None)
+
     def of(
         self,
         fp8: FP8,

@@ -33,6 +33,14 @@ def tokens_of(device: str) -> Tensor:
     return torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16, device=device)
 
 
+@pytest.fixture
+def swapping() -> Iterator[None]:
+    """Conversions swap the parameters' tensors, in place of their data."""
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(False)
+
+
 def expect_near_bf16(layer: guild.MoE, x: Tensor, out: Tensor) -> None:
     """The output must be as close as FP8 comes to the same weights in 16 bits."""
     layer.fp8 = None
@@ -277,3 +285,19 @@ def test_backward_keeps_no_codes_that_it_does_not_read(recompute: bool, device: 
         wanted += [(EXPERTS, 2 * SIZE, HIDDEN)] if recompute else []
         assert sorted(kept.values()) == sorted(wanted)
         out.sum().backward()
+
+
+@pytest.mark.usefixtures("swapping")
+@pytest.mark.parametrize("gradients", [True, False])
+def test_conversions_that_swap_tensors(gradients: bool, device: str) -> None:
+    layer, x = layer_of(device), tokens_of(device)
+    with torch.set_grad_enabled(gradients):
+        before = layer(x).detach()
+        layer.to(torch.float16)
+        assert layer(x.half()).dtype == torch.float16
+        layer.to(torch.bfloat16)
+        assert torch.equal(layer(x), before)
+        with torch.no_grad():
+            layer.w_up.mul_(2)
+        with pytest.raises(RuntimeError, match=r"^fp8: expected refresh_fp8\(\)"):
+            layer(x)
