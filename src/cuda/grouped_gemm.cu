@@ -30,8 +30,10 @@ bool weight_of(Operand const& b, ConstWeight& w) {
   return w.out_stride == 1 && aligned(b, w.in_stride);
 }
 
-bool bias_fits(ConstRows const& bias, int64_t n) {
-  return reinterpret_cast<uintptr_t>(bias.data) % 4 == 0 && row_stride(bias, n) % 2 == 0;
+// Whether rows of the bias are on boundaries of `bytes`.
+bool lies_on(int64_t bytes, ConstRows const& bias, int64_t n) {
+  return reinterpret_cast<uintptr_t>(bias.data) % bytes == 0 &&
+         kElementBytes * row_stride(bias, n) % bytes == 0;
 }
 
 // For groups that split rows, where A and D of all groups form one matrix each; false if it cannot.
@@ -42,7 +44,7 @@ bool try_row_product(GroupedGemm const& x, Groups const& groups, int64_t rows, Q
       !apart && (x.ragged != Ragged::none || (x.a.group_stride == x.m * x.a.row_stride &&
                                               x.d.group_stride == x.m * x.d.row_stride));
   if (!joined || x.a.col_stride != 1 || !aligned(x.a, x.a.row_stride) || !weight_of(x.b, w) ||
-      !bias_fits(x.bias, x.n) || x.n % 2 != 0) {
+      !lies_on(4, x.bias, x.n) || x.n % 2 != 0) {
     return false;
   }
   RowProduct product{.dtype = x.dtype,
@@ -56,7 +58,7 @@ bool try_row_product(GroupedGemm const& x, Groups const& groups, int64_t rows, Q
                      .d = {},
                      .direct = {}};
   bool const boxed = x.out_dtype == x.dtype && !x.accumulate && x.d.col_stride == 1 &&
-                     aligned(x.d, x.d.row_stride) && x.n % 8 == 0;
+                     aligned(x.d, x.d.row_stride) && x.n % 8 == 0 && lies_on(16, x.bias, x.n);
   if (boxed) {
     product.d = {x.d.data, x.d.row_stride};
   } else {

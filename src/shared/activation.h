@@ -34,7 +34,9 @@ constexpr ActivationOf<F> activation_in(Activation const& act) {
 //   swish     x * sigmoid(alpha x) without clamps; what most models use, half the instructions
 //   sigmoid   x * sigmoid(p1 x + p3 x^3): silu (p1 = alpha) and gelu_tanh (p1 = sqrt(8 / pi))
 //   other     gelu_erf, relu, relu_squared
-enum class Family { swish, sigmoid, other };
+//   clamped   silu clamped before, a part of sigmoid with the same bits: for kernels compiled for
+//   it
+enum class Family { swish, sigmoid, other, clamped };
 
 template <class P>
 GUILD_HD Family family_of(ActivationOf<P> const& act) {
@@ -107,6 +109,9 @@ GUILD_HD ValueSlope<F> unary(ActivationOf<P> const& act, F x) {
   if constexpr (family == Family::swish) {
     F const alpha = F(act.alpha), s = sigmoid(x, alpha), value = unless_zero(s, x * s);
     return {value, s + alpha * unless_zero(1 - s, value - value * s)};
+  } else if constexpr (family == Family::clamped) {
+    F const alpha = F(act.alpha), s = sigmoid(x * alpha), rest = 1 - s;
+    return {unless_zero(s, x * s), s + unless_zero(s * rest, x * s * rest * alpha)};
   } else if constexpr (family == Family::sigmoid) {
     bool const gelu = act.kind == ActivationKind::gelu_tanh;
     F const p1 = gelu ? F(1.5957691216057308) : F(act.alpha);  // sqrt(8 / pi)

@@ -21,18 +21,18 @@ struct Activate {
   // overwrites the first 32 with A, or all 64 without a gate.
   using HalfSums = float[64];
 
+  __device__ bool has_bias() const { return bias.data != nullptr; }
   template <int n>
-  __device__ bool start(float (&acc)[n / 2], Tile const& tile, int thread) const {
-    if (bias.data == nullptr) return false;
+  __device__ void load_bias(Tile const& tile, char* to, Barrier& full) const {
     int const e = tile.expert, col = tile.col, columns = a.columns;
     if (pairing == Pairing::halves) {
-      bias.template fill<n / 2>(acc, e, 0, col, columns, thread);
-      bias.template fill<n / 2>(acc + n / 4, e, columns, col, columns, thread);
+      int const count = min(n / 2, columns - col);
+      bias.load(to, e, 0, col, count, full);
+      bias.load(to + n / 2 * kElementBytes, e, columns, col, count, full);
     } else {
       int const all = pairing == Pairing::alternate ? 2 * columns : columns;
-      bias.template fill<n>(acc, e, 0, col, all, thread);
+      bias.load(to, e, 0, col, min(n, all - col), full);
     }
-    return true;
   }
 
   template <int n>
@@ -159,7 +159,8 @@ struct Activate {
   // 2q + 1.
   __device__ void activate_neighbours(float* pairs, int part, int left, int thread) const {
     int const q = thread % 4, from = thread % 32 / 4 * 4 + 2 * q % 4;
-    with_static_family<known>(activation, [&, act = with_gate(activation, true)](auto family) {
+    auto const act = with_constants<known>(with_gate(activation, true));
+    with_static_family<known>(activation, [&](auto family) {
 #pragma unroll
       for (int block = 4 * part; block < 4 * part + 4; ++block) {
         if (16 * block >= left) break;

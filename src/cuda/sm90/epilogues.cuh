@@ -18,17 +18,27 @@
 
 namespace guild::cuda {
 
-// What both kinds have:
+// What both kinds have: Storage, the shared memory of one consumer warpgroup, an empty struct for
+// none; and either start() or load_bias().
 //
-//   Storage          shared memory of one consumer warpgroup; an empty struct for none
 //   start<n>(sums, tile, thread)
 //                    before the tile's first product: may fill the accumulators, as with a bias;
 //                    false: it has not, and the first product overwrites them. tile: all its rows
 template <class E, int n>
-concept TileEpilogue = requires(E const& e, float (&sums)[n / 2], Tile const& tile, int thread) {
-  typename E::Storage;
+concept StartsSums = requires(E const& e, float (&sums)[n / 2], Tile const& tile, int thread) {
   { e.template start<n>(sums, tile, thread) } -> std::same_as<bool>;
 };
+//   has_bias()       whether sums start with a bias, which arrives with the tile's first stage
+//   load_bias<n>(tile, to, full)
+//                    by one thread of the producer, if there is one: announces and issues the loads
+//                    of the bias of the tile's n columns
+template <class E, int n>
+concept LoadsBias = requires(E const& e, Tile const& tile, char* to, Barrier& full) {
+  { e.has_bias() } -> std::same_as<bool>;
+  e.template load_bias<n>(tile, to, full);
+};
+template <class E, int n>
+concept TileEpilogue = (StartsSums<E, n> || LoadsBias<E, n>) && requires { typename E::Storage; };
 
 // The tile that is being stored, a variable of each thread:
 //
@@ -160,15 +170,16 @@ struct AllAtOnce {
 template <class T>
 struct StoreRows {
   RowOutput<T> d;
-  Bias<T> bias;  // (E, columns)
+  Bias<T> bias;  // (E, columns), rows on 16-byte boundaries
 
   using Storage = StoreBoxes;
   template <int n>
   using Parcel = TwoHalves<T, n, StoreRows>;
 
+  __device__ bool has_bias() const { return bias.data != nullptr; }
   template <int n>
-  __device__ bool start(float (&acc)[n / 2], Tile const& tile, int thread) const {
-    return bias.template start<n>(acc, tile, d.columns, thread);
+  __device__ void load_bias(Tile const& tile, char* to, Barrier& full) const {
+    bias.load(to, tile.expert, 0, tile.col, min(n, d.columns - tile.col), full);
   }
   __device__ int width() const { return d.columns; }
   template <int n>

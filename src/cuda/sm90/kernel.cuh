@@ -37,6 +37,7 @@ struct GroupedProduct {
   };
 
   static constexpr bool kReads = LoadsUnits<Epilogue>;
+  static constexpr bool kLoadsBias = LoadsBias<Epilogue, C.tile_n>;
   static_assert(!(kReads && C.in_turns), "consumers that take turns cannot read a matrix");
   using Loop =
       MainLoop<C, Loader, std::conditional_t<stores_at_once<Epilogue, C.tile_n>(), int, unsigned>>;
@@ -44,10 +45,15 @@ struct GroupedProduct {
   using Sums = typename Loop::Sums;
   static constexpr bool kLoaderSchedules = Loader::kThreads == 128;
   using Tiles = TileQueue<4 * C.consumers + Loader::kThreads / 32>;
+  struct BiasOfTile {
+    alignas(16) char column[C.tile_n * kElementBytes];
+  };
+  struct NoBias {};
   struct SharedStorage {
     alignas(1024) char a[C.stages][C.a_bytes()];
     alignas(1024) char b[C.stages][C.b_bytes()];
     typename Epilogue::Storage epilogue[C.consumers];
+    std::conditional_t<kLoadsBias, BiasOfTile, NoBias> bias[C.stages];  // the tile's first stage
     typename Loader::Storage loader;
     Barrier full[C.stages];     // Loader::kArrivals, and the bytes of TMA
     Barrier empty[C.stages];    // one arrival per consumer warp of the cluster that reads the stage
@@ -90,6 +96,12 @@ struct GroupedProduct {
       for (int step = 0; step < count; ++step, at.advance()) {
         if (count - step == min(count, kClaimAhead)) want_next();
         smem.empty[at.stage].wait(at.phase ^ 1);
+        if constexpr (kLoadsBias) {
+          bool const biased = step == 0 && thread == 0 && tile.rows > 0 && p.epilogue.has_bias();
+          Barrier& full = smem.full[at.stage];
+          char* const to = smem.bias[at.stage].column;
+          if (biased) p.epilogue.template load_bias<C.tile_n>(tile, to, full);
+        }
         loader.load(tile, step, smem.a[at.stage], smem.b[at.stage], smem.full[at.stage]);
       }
       if constexpr (kReads) {
@@ -141,13 +153,25 @@ struct GroupedProduct {
     p.epilogue.finish(state, part, self.thread);
   }
 
-  // Lets the epilogue fill the accumulators. Returns false if it has not: the sum begins at 0.
-  static __device__ bool start(Params const& p, Sums& acc, Tile const& tile, Self self) {
+  // Lets the accumulators start with what the epilogue has for them. Returns false if that is
+  // nothing: the sum begins at 0. A bias comes with the tile's first stage, which is waited for.
+  static __device__ bool start(Params const& p, Sums& acc, Tile const& tile, Cursor const& at,
+                               SharedStorage& smem, Self self) {
+#pragma unroll
+    for (auto& part : acc) forget_registers(part);
     bool started = false;
+    if constexpr (kLoadsBias) {
+      if (!p.epilogue.has_bias()) return false;
+      smem.full[at.stage].wait(at.phase);
+      started = true;
+    }
 #pragma unroll
     for (auto& part : acc) {
-      forget_registers(part);
-      started = p.epilogue.template start<C.tile_n>(part, tile, self.thread);
+      if constexpr (kLoadsBias) {
+        fill_from<Element, C.tile_n>(smem.bias[at.stage].column, part, self.thread);
+      } else {
+        started = p.epilogue.template start<C.tile_n>(part, tile, self.thread);
+      }
     }
     return started;
   }
@@ -166,7 +190,7 @@ struct GroupedProduct {
     for (; more; tile = following) {
       Tile const part = row_block(tile, self.group);
       if (!Loop::kSkipsRows || part.rows > 0) {
-        bool const started = start(p, acc, tile, self);
+        bool const started = start(p, acc, tile, at, smem, self);
         Loop::sum(acc, started, at, tile, smem, self, [&](int, bool takes) {
           if (takes) more = smem.tiles.take(tiles, following);
           if (parcel.left()) parcel.step(p.epilogue, storage, self.thread);
@@ -205,7 +229,7 @@ struct GroupedProduct {
         continue;
       }
       p.epilogue.begin(state, rows, self.thread);
-      bool const started = start(p, acc, tile, self);
+      bool const started = start(p, acc, tile, at, smem, self);
       auto const meanwhile = [&](int step, bool takes) {
         if (step == 0) release_stored(pending, smem, self);
         if (takes) more = smem.tiles.take(tiles, following);
@@ -238,8 +262,8 @@ struct GroupedProduct {
     }
     uint32_t phase = self.group ^ 1;  // parity to wait for; consumer 0's first turn needs no wait
     while (smem.tiles.take(tiles, tile)) {
-      bool const started = start(p, acc, tile, self);
       smem.turn[self.group].wait(phase);
+      bool const started = start(p, acc, tile, at, smem, self);
       phase ^= 1;
       // Of at most 64 rows the first part is all.
       if (Loop::kSkipsRows && tile.rows <= 64) {

@@ -103,13 +103,23 @@ WeightLoader<C, major> weight_loader(ConstWeight const& first, ConstWeight const
   return {{map(first), map(second)}, pair_columns, half_steps, {first.expert_at, second.expert_at}};
 }
 
-// Calls f(std::integral_constant<StaticActivation, known>{}).
+// Calls f(std::integral_constant<StaticActivation, known>{}), where only SwiGLU has a kernel of its
+// own.
 template <class F>
-void with_static_activation(StaticActivation known, F&& f) {
+void with_swiglu_or_any(StaticActivation known, F&& f) {
   if (known == StaticActivation::swiglu) {
     f(std::integral_constant<StaticActivation, StaticActivation::swiglu>{});
   } else {
     f(std::integral_constant<StaticActivation, StaticActivation::any>{});
+  }
+}
+// The same where gpt-oss's activation has one, too.
+template <class F>
+void with_static_activation(StaticActivation known, F&& f) {
+  if (known == StaticActivation::gpt_oss) {
+    f(std::integral_constant<StaticActivation, StaticActivation::gpt_oss>{});
+  } else {
+    with_swiglu_or_any(known, f);
   }
 }
 

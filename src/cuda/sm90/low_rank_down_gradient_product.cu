@@ -22,7 +22,7 @@ void low_rank_down_gradient_product(DownGradientProduct const& x, Queue const& q
   if (x.rows == 0) return;
   bool const k_major = x.w.in_stride == 1 && x.w.out_stride != 1;
   with_product(x.dtype, k_major, x.row_token != nullptr, [&]<class T, Major major, bool gathered> {
-    with_static_activation(static_activation_of(x.activation, x.pairing), [&](auto known) {
+    with_swiglu_or_any(static_activation_of(x.activation, x.pairing), [&](auto known) {
       launch_down_gradient<T, major, gathered, known.value>(x, queue);
     });
   });

@@ -23,9 +23,9 @@ void low_rank_up_product(UpProduct const& x, Queue const& queue) {
   if (x.rows == 0) return;
   with_product(x.dtype, x.w[0].in_stride == 1, x.row_token != nullptr,
                [&]<class T, Major major, bool gathered> {
-                 with_static_activation(
-                     static_activation_of(x.activation, x.pairing),
-                     [&](auto known) { launch_up<T, major, gathered, known.value>(x, queue); });
+                 with_swiglu_or_any(static_activation_of(x.activation, x.pairing), [&](auto known) {
+                   launch_up<T, major, gathered, known.value>(x, queue);
+                 });
                });
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 #include <type_traits>
 
+#include "cuda/arch/bulk.cuh"
 #include "cuda/products.h"
 #include "cuda/sm90/fragment.cuh"
 #include "shared/activation.h"
@@ -77,6 +78,14 @@ struct Bias {
     return true;
   }
 
+  // One thread: announces and loads `count` columns from `col` on, and from element `first` + col
+  // of the expert's bias. Its rows, `first`, `col` and `count` are multiples of 16 bytes.
+  __device__ void load(char* to, int expert, int first, int col, int count, Barrier& full) const {
+    full.expect(count * sizeof(T));
+    T const* const from = data + expert * stride + first + col;
+    bulk_load(shared_address(to), from, count * sizeof(T), shared_address(&full));
+  }
+
   // Fills a fragment of `count` columns, which begins at column `col`, with the expert's bias from
   // element `first` + col on; with zeros at or past column `columns`.
   template <int count>
@@ -94,17 +103,35 @@ struct Bias {
   }
 };
 
+// Fills a fragment of n columns with the bias that load_bias() brought. Columns that do not exist
+// get what was there before.
+template <class T, int n>
+__device__ inline void fill_from(char const* bias, float (&value)[n / 2], int thread) {
+  auto const word = reinterpret_cast<uint32_t const*>(bias) + thread % 4;
+#pragma unroll
+  for (int block = 0; block < n / 8; ++block) {
+    float2 const b = unpack<T>(word[4 * block]);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) value[4 * block + i] = i % 2 == 0 ? b.x : b.y;
+  }
+}
+
 // The activation as far as it is known when a kernel is compiled. Code for all activations in all
 // orders costs the up projection 4 to 7 % of its cycles even if only one of them runs.
 enum class StaticActivation : int {
   any,
-  swiglu,  // what most models use: x * sigmoid(x) * up, Pairing::halves
+  swiglu,   // what most models use: x * sigmoid(x) * up, Pairing::halves
+  gpt_oss,  // Family::clamped, Pairing::alternate
 };
 
 inline StaticActivation static_activation_of(Activation const& activation, Pairing pairing) {
   bool const plain =
       family_of(activation) == Family::swish && activation.alpha == 1 && activation.up_offset == 0;
-  return plain && pairing == Pairing::halves ? StaticActivation::swiglu : StaticActivation::any;
+  if (plain && pairing == Pairing::halves) return StaticActivation::swiglu;
+  bool const clamped = activation.kind == ActivationKind::silu && !activation.clamp_after &&
+                       family_of(activation) != Family::swish;
+  if (clamped && pairing == Pairing::alternate) return StaticActivation::gpt_oss;
+  return StaticActivation::any;
 }
 
 // A pairing that is a compile-time constant where it is known.
@@ -112,6 +139,7 @@ template <StaticActivation known>
 struct StaticPairing {
   Pairing value;
   __device__ operator Pairing() const {
+    if (known == StaticActivation::gpt_oss) return Pairing::alternate;
     return known == StaticActivation::swiglu ? Pairing::halves : value;
   }
 };
@@ -121,6 +149,7 @@ template <StaticActivation known>
 __device__ ActivationOf<float> with_constants(ActivationOf<float> act) {
   if (known == StaticActivation::swiglu)
     act.alpha = 1, act.up_offset = -0.f;  // x + -0 is x, even for -0
+  if (known == StaticActivation::gpt_oss) act.clamp_after = false;
   return act;
 }
 
@@ -129,6 +158,8 @@ template <StaticActivation known, class F>
 __device__ void with_static_family(ActivationOf<float> const& activation, F&& f) {
   if constexpr (known == StaticActivation::swiglu) {
     f(std::integral_constant<Family, Family::swish>{});
+  } else if constexpr (known == StaticActivation::gpt_oss) {
+    f(std::integral_constant<Family, Family::clamped>{});
   } else {
     with_family(activation, f);
   }

@@ -1,4 +1,5 @@
 // Gradients at the exact limit of a clamp, which cuts off only what lies beyond it.
+#include <cmath>
 #include <random>
 
 #include "device_test.h"
@@ -38,6 +39,27 @@ TEST(Clamps, CutOnlyWhatIsBeyond) {
         if (!named.activation.gated) continue;
         EXPECT_NEAR(d.dup, expected.da_dup, 1e-12) << gate << " " << up;
       }
+    }
+  }
+}
+
+// Kernels compiled for silu clamped before have the bits of those for all activations.
+TEST(Clamps, TheFamilyOfClampedSiluIsPartOfSigmoid) {
+  ActivationOf<float> const act{Activation::Kind::silu, true, 1.702f, 7, 1};
+  ASSERT_EQ(family_of(act), Family::sigmoid);
+  std::mt19937 random(2);
+  std::normal_distribution<float> normal(0, 4);
+  std::vector<float> values{0.f, -0.f, 7.f, 1e-40f, 1e20f, -1e20f, INFINITY, -INFINITY};
+  for (int i = 0; i < 200; ++i) values.push_back(normal(random));
+  for (float gate : values) {
+    for (float up : values) {
+      EXPECT_EQ(activate<Family::clamped>(act, gate, up), activate<Family::sigmoid>(act, gate, up))
+          << gate << " " << up;
+      auto const own = activate_gradient<Family::clamped>(act, gate, up, 0.5f);
+      auto const all = activate_gradient<Family::sigmoid>(act, gate, up, 0.5f);
+      EXPECT_EQ(own.a, all.a) << gate << " " << up;
+      EXPECT_EQ(own.dgate, all.dgate) << gate << " " << up;
+      EXPECT_EQ(own.dup, all.dup) << gate << " " << up;
     }
   }
 }

@@ -21,13 +21,19 @@ LAYOUTS = {
     "interleaved, transposed": {"order": "interleaved", "transposed": True},
     "biases": {"bias": True, "order": "interleaved"},
     "no gate": {"activation": "gelu_ungated", "bias": True},
+    # Kernels of training are compiled for gpt-oss's activation of interleaved gate and up.
     "gpt_oss": {"activation": "gpt_oss", "order": "interleaved", "bias": True},
+    "gpt_oss, transposed": {
+        "activation": "gpt_oss",
+        "order": "interleaved",
+        "transposed": True,
+        "bias": True,
+    },
     "pair": {"pair": True},
     # With K-major weights, a hidden size divisible by 64 and no biases, SwiGLU has its own kernels.
     "whole stages": {"hidden": 192},
     "whole stages, biases": {"hidden": 192, "bias": True},
     "whole stages, interleaved": {"hidden": 192, "order": "interleaved"},
-    # So has SwiGLU with clamps.
     "whole stages, clamped": {"hidden": 192, "activation": guild.Activation("silu", limit=0.5)},
     "whole stages, gpt_oss": {"hidden": 192, "activation": "gpt_oss", "bias": True},
     "whole stages, clamped after": {

@@ -142,6 +142,19 @@ def test_strided_views(problem: Problem, device: str) -> None:
         assert torch.equal(out, expected)
 
 
+@pytest.mark.parametrize("rows", [40, 700])
+@pytest.mark.parametrize(("start", "columns"), [(0, 264), (1, 267), (2, 266), (4, 268), (8, 272)])
+def test_bias_anywhere(rows: int, start: int, columns: int, device: str) -> None:
+    """A bias whose rows begin at any multiple of 2, 4, 8 or 16 bytes."""
+    problem = Problem("rows", (rows, 72), (2, 72, 264), (rows // 3, rows))
+    for dtype in dtypes_of(device):
+        a, b, bias, offs = operands(problem, "b_column_major", device, dtype)
+        larger = torch.full((3 * columns,), float("nan"), dtype=dtype, device=device)
+        moved = larger.as_strided((2, 264), (columns, 1), start).copy_(bias.detach())
+        out = guild.grouped_mm(a, b, offs, moved)
+        close(out, dense(a, b, problem.ends, bias))
+
+
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.name)
 @pytest.mark.parametrize("operand", [0, 1], ids=["a", "b"])
 def test_expanded_operands(problem: Problem, operand: int, device: str) -> None:

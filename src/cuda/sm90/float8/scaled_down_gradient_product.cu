@@ -8,7 +8,7 @@ void scaled_down_gradient_product(ScaledDownGradient const& x, Queue const& queu
   if (x.sizes.rows() == 0) return;
   Pairing const pairing = pairing_of(x.activation.gated, x.order);
   if (x.h.data == nullptr) return scaled_down_gradient_of_codes(x, queue);
-  with_static_activation(static_activation_of(x.activation, pairing), [&](auto known) {
+  with_swiglu_or_any(static_activation_of(x.activation, pairing), [&](auto known) {
     launch_scaled_down_gradient<known.value, false>(x, pairing, queue);
   });
 }

@@ -50,7 +50,7 @@ void scaled_up_product(ScaledUp const& x, Queue const& queue) {
   if (x.sizes.rows() == 0) return;
   Pairing const pairing = pairing_of(x.activation.gated, x.order);
   with_type(x.dtype, [&](auto element) {
-    with_static_activation(static_activation_of(x.activation, pairing), [&](auto known) {
+    with_swiglu_or_any(static_activation_of(x.activation, pairing), [&](auto known) {
       if (x.routing.row_token != nullptr) {
         launch_up<decltype(element), true, known.value>(x, pairing, queue);
       } else {

@@ -35,7 +35,10 @@ struct StoreAtOnce {
 
   template <int n>
   __device__ bool start(float (&acc)[n / 2], Tile const& tile, int thread) const {
-    return stored.template start<n>(acc, tile, thread);
+    if constexpr (LoadsBias<Stored<T>, n>) {
+      return stored.bias.template start<n>(acc, tile, stored.width(), thread);
+    }
+    return false;
   }
 };
 
