@@ -84,6 +84,23 @@ def test_enable_gives_back_what_another_package_registered(monkeypatch) -> None:
     assert moe.ALL_EXPERTS_FUNCTIONS["grouped_mm"] is theirs
 
 
+def test_enable_comes_before_what_was_set_without_registering_it() -> None:
+    functions, registered = moe.ALL_EXPERTS_FUNCTIONS, moe.ExpertsInterface()
+
+    def theirs(*args: object) -> None: ...
+
+    functions["grouped_mm"] = theirs
+    with guild_transformers.enabled():
+        assert functions["grouped_mm"] is guild_transformers.experts_forward
+    assert functions["grouped_mm"] is theirs
+    assert registered["grouped_mm"] is moe.grouped_mm_experts_forward
+    with guild_transformers.enabled():
+        functions["grouped_mm"] = len  # a later choice
+    assert functions["grouped_mm"] is len
+    del functions["grouped_mm"]
+    assert functions["grouped_mm"] is moe.grouped_mm_experts_forward
+
+
 # ---- what Guild leaves to others ----------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -238,6 +239,19 @@ def test_wider_input_than_weights() -> None:
 # ---- torch.compile ------------------------------------------------------------------------------
 
 
+@not_fused
+def test_hooks_on_the_activation_see_the_tokens() -> None:
+    """And nothing else, such as the numbers that Guild tries an activation with."""
+    torch.manual_seed(0)
+    experts, call = make_experts(FAMILIES[0]), inputs()
+    seen: list[Tensor] = []
+    experts.act_fn.register_forward_hook(lambda module, args, out: seen.append(out.detach()))
+    for name in ("grouped_mm", "guild"):
+        results(name, experts, *call)
+    theirs, ours = (rows.norm(dim=1).sort().values for rows in seen)  # in any order
+    assert error(ours, theirs) < 1e-5
+
+
 compiles = pytest.mark.skipif(not experts_module.COMPILES, reason="torch before 2.13")
 
 
@@ -288,6 +302,16 @@ def test_compiled_code_is_not_reused_for_another_limit() -> None:
         assert error(whole(experts, x, ids, scores).detach(), expected) < 1e-5
 
 
+class Clipped(nn.Module):
+    """SiLU of numbers within bounds."""
+
+    limit = 7.0
+    bounds: tuple
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(x.clamp(*getattr(self, "bounds", (-self.limit, self.limit))))
+
+
 def gated_by(act: Callable, pre: Tensor) -> Tensor:
     gate, up = pre.chunk(2, -1)
     return act(gate) * up
@@ -315,6 +339,19 @@ CHANGES = {
         "MixtralExperts",
         [("act_fn", GELUActivation()), ("act_fn.act", F.relu), ("act_fn.act", F.silu)],
     ),
+    "tuple": (
+        "MixtralExperts",
+        [("act_fn", Clipped())] + [("act_fn.bounds", (-1e9, top)) for top in (1e9, 1.0, 0.5)],
+    ),
+    "class of the activation": (
+        "MixtralExperts",
+        [("act_fn", type("Clipped", (Clipped,), {})())]
+        + [("act_fn.__class__.limit", limit) for limit in (1e9, 1.0, 0.5)],
+    ),
+    "number of NumPy's": (
+        "GptOssExperts",
+        [("limit", np.float32(limit)) for limit in (0.5, 0.25, 1.0)],
+    ),
     "gate": (
         "MixtralExperts",
         [("_apply_gate", partial(gated_by, act)) for act in (F.silu, F.relu, F.gelu)],
@@ -335,8 +372,7 @@ def test_compiled_code_is_not_reused_after_a_change(what: str) -> None:
     with torch.no_grad():
         whole(experts, x, ids, scores)
         for path, value in changes:
-            *owner, name = path.split(".")
-            owner = operator.attrgetter(*owner)(experts) if owner else experts
-            setattr(owner, name, value)
+            owner, _, name = path.rpartition(".")
+            setattr(operator.attrgetter(owner)(experts) if owner else experts, name, value)
             expected = grouped_mm_experts_forward(experts, x, ids, scores)
             assert error(whole(experts, x, ids, scores), expected) < 1e-5, (path, value)

@@ -7,6 +7,7 @@ import math
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -56,6 +57,17 @@ class Called(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.function(x)
+
+
+class Leaky(nn.Module):
+    """A ReLU of a slope that need not be a float."""
+
+    def __init__(self, slope: object) -> None:
+        super().__init__()
+        self.slope = slope
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.leaky_relu(x, float(np.ravel(self.slope)[0]))
 
 
 def with_act(self: Gated, pre: Tensor) -> Tensor:
@@ -220,6 +232,12 @@ def test_changes_are_noticed() -> None:
 
 CHANGES = {
     "number": (nn.LeakyReLU(0.0), lambda act: setattr(act, "negative_slope", 0.5), None),
+    "number of NumPy's": (
+        Leaky(np.float32(0)),
+        lambda act: setattr(act, "slope", np.float32(0.5)),
+        None,
+    ),
+    "tuple": (Leaky((0.0,)), lambda act: setattr(act, "slope", (0.5,)), None),
     "string": (nn.GELU(), lambda act: setattr(act, "approximate", "tanh"), "gelu_tanh"),
     "function": (ACT2FN["gelu"], lambda act: setattr(act, "act", F.relu), "relu"),
     "partial": (
@@ -237,6 +255,11 @@ CHANGES = {
     "hook on gradients": (
         nn.SiLU(),
         lambda act: act.register_full_backward_hook(lambda act, g, _: (g[0] * 2,)),
+        None,
+    ),
+    "hook that only watches": (
+        nn.SiLU(),
+        lambda act: act.register_forward_hook(lambda *args: None),
         None,
     ),
     "mode": (nn.Sequential(nn.SiLU(), nn.Dropout()).eval(), lambda act: act.train(), None),
@@ -258,13 +281,29 @@ def test_changes_within_the_activation_are_noticed(what: str, name: str) -> None
     assert (found and found.activation) == (kind and Activation(kind))
 
 
+def test_changes_of_a_class_are_noticed() -> None:
+    class Sloped(nn.Module):
+        slope = 0.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.leaky_relu(x, self.slope)
+
+    gated = Gated(with_act, Sloped())
+    assert gate_of(gated).activation == Activation("relu")
+    Sloped.slope = 0.5
+    assert gate_of(gated) is None
+    Sloped.forward = lambda self, x: F.silu(x)
+    assert gate_of(gated).activation == Activation()
+
+
+@pytest.mark.parametrize("limit", [torch.tensor(7.0), np.array(7.0)], ids=["torch", "numpy"])
 @pytest.mark.parametrize("where", ["experts", "activation"])
-def test_tensors_that_are_no_parameters_are_never_taken_for_numbers(where: str) -> None:
+def test_arrays_are_never_taken_for_numbers(where: str, limit: object) -> None:
     """They may be changed in place."""
     gated = Gated(with_act, nn.SiLU())
     assert gate_of(gated) is not None
     other = Gated(with_act, nn.SiLU())
-    (other if where == "experts" else other.act_fn).limit = torch.tensor(7.0)
+    (other if where == "experts" else other.act_fn).limit = limit
     assert gate_of(other) is None
 
 

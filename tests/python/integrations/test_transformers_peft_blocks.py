@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ if not all(map(importlib.util.find_spec, ("transformers", "peft"))):
     pytest.skip("Transformers or PEFT is not installed", allow_module_level=True)
 
 import peft  # noqa: E402
+from transformers.models.qwen3_moe import modeling_qwen3_moe  # noqa: E402
 
 from guild.integrations.transformers import replace_moe_blocks, restore_moe_blocks  # noqa: E402
 from models import eager, expect_same, step  # noqa: E402
@@ -24,6 +26,8 @@ ROUTERS = {
     "DeepseekV3Config": "mlp.gate",
     "Qwen3MoeConfig": "mlp.gate",
 }
+
+EXPERTS = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 
 
 def adapted(model: nn.Module, *parameters: str, **options: object) -> nn.Module:
@@ -76,6 +80,17 @@ def test_adapters_on_experts_of_llama4(weight: str, first: str) -> None:
 def test_adapters_on_all_of_llama4() -> None:
     parts = "router.weight", "experts.gate_up_proj", "experts.down_proj"
     expect_same_when_replaced("Llama4TextConfig", "blocks", *(f"feed_forward.{p}" for p in parts))
+
+
+def test_adapters_on_experts_with_a_forward_of_their_own() -> None:
+    """As a profiler gives them one: it runs, with PEFT's sum of weights."""
+    expected = step(adapted(eager("Qwen3MoeConfig"), *EXPERTS))
+    model = adapted(eager("Qwen3MoeConfig"), *EXPERTS)
+    for module in model.modules():
+        if isinstance(module, modeling_qwen3_moe.Qwen3MoeExperts):
+            module.forward = partial(module.forward)
+    assert len(replaced_in(model)) == 2
+    expect_same(step(model), expected)
 
 
 def test_trained_copies_of_blocks() -> None:

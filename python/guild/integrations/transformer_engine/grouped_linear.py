@@ -28,7 +28,7 @@ rng_tracker_name
         As in Transformer Engine: communication is left to the token dispatcher. The last three have
         no effect.
     fuse_wgrad_accumulation : bool
-        Add weight gradients to each parameter's `main_grad`.
+        Add weight gradients to each weight's `main_grad`. Biases keep their `.grad`.
     get_rng_state_tracker : callable, optional
         Returns the tracker under whose `fork(rng_tracker_name)` the parameters are drawn.
     init_method : callable, optional
@@ -42,7 +42,7 @@ rng_tracker_name
     ub_overlap_rs, ub_overlap_ag : bool
         Only False.
     delay_wgrad_compute : bool
-        Compute weight gradients in `backward_dw()` instead of in backward.
+        Compute gradients of weights and biases in `backward_dw()` instead of in backward.
 
     Notes
     -----

@@ -1,4 +1,8 @@
-"""A grouped linear layer whose weight gradients go to a `guild.WeightGradients`."""
+"""A grouped linear layer whose weight gradients go to a `guild.WeightGradients`.
+
+As in Transformer Engine, gradients of biases never go to `main_grad`: autograd has them, or they
+come to `.grad` with the delayed gradients of the weights.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from guild import WeightGradients, grouped_mm
 from guild._torch.autograd import rows_of
 from guild._torch.expert_lists import joined, table_of
 from guild._torch.gradient_targets import decided, expect_targets, targets, wanting
-from guild._torch.gradients import starts
+from guild._torch.gradients import bias_gradient, starts
 from guild._torch.operators import autocast, ops
 from guild._torch.versions import Versions
 from guild.sink_experts import Unchanged
@@ -41,8 +45,9 @@ def grouped_linear(
 
 def _expect_targets(sink, weights, biases) -> None:
     expect_targets("weight", weights, sink.main_grad)
-    expect_targets("bias", biases, sink.main_grad)
-    sink.expect_no_averaging((weights, biases))
+    if sink.delayed:
+        expect_targets("bias", biases, False)
+    sink.expect_no_averaging((weights, biases if sink.delayed else None))
 
 
 def _expect_computable(sink, weights, biases, borrowed) -> None:
@@ -51,7 +56,10 @@ def _expect_computable(sink, weights, biases, borrowed) -> None:
 
 
 class _Linear(torch.autograd.Function):
-    """Backward computes dX; the weights' gradients are a step of the sink's."""
+    """Backward computes dX; the weights' gradients are a step of the sink's.
+
+    Those of the biases are, too, if delayed.
+    """
 
     @staticmethod
     def forward(ctx, sink, experts, x, ends, weight, bias, *parameters):
@@ -80,13 +88,15 @@ class _Linear(torch.autograd.Function):
             dx = ops.grouped_mm(dout, weight, ends, None, False, None, lists)
         weights, biases = parameters[: ctx.experts], parameters[ctx.experts :]
         check = partial(_expect_computable, ctx.sink, weights, biases, Unchanged(x, dout))
-        steps = (
-            partial(_compute_weights, ctx.sink, x, ends, dout, weights),
-            partial(_compute_biases, ctx.sink, ends, dout, biases),
-        )
+        steps = [partial(_compute_weights, ctx.sink, x, ends, dout, weights)]
+        now: Sequence[Tensor | None] = [None] * len(biases)
+        if ctx.sink.delayed:
+            steps.append(partial(_compute_biases, ends, dout, biases))
+        elif wanting([biases]):
+            now = bias_gradient(dout, starts(ends)).unbind(0)
         ctx.sink.take(parameters, check, steps)
-        late = ctx.sink.gradients_without_meaning(parameters)
-        return None, None, dx, None, None, None, *late
+        late = ctx.sink.gradients_without_meaning(weights)
+        return None, None, dx, None, None, None, *late, *now
 
 
 @torch.no_grad()
@@ -99,7 +109,7 @@ def _compute_weights(sink, x, ends, dout, weights) -> None:
 
 
 @torch.no_grad()
-def _compute_biases(sink, ends, dout, biases) -> None:
-    with targets(sink.main_grad, dout.dtype, ("bias", biases or None)) as ((target,), add):
+def _compute_biases(ends, dout, biases) -> None:
+    with targets(False, dout.dtype, ("bias", biases or None)) as ((target,), add):
         if target is not None:
             ops.bias_gradient_out(dout, starts(ends), None, None, target.tensor, add)

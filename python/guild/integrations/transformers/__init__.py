@@ -11,7 +11,7 @@ model that was given to `replace_moe_blocks` the routers run on Guild, too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 try:
@@ -40,7 +40,8 @@ __all__ = [
     "restore_moe_blocks",
 ]
 
-_displaced = []  # what was registered as the default before enable()
+# The default before enable(): what was registered, and what was set in ALL_EXPERTS_FUNCTIONS alone.
+_displaced: list[tuple[Callable, Callable | None]] = []
 
 
 def register() -> None:
@@ -63,14 +64,28 @@ def enable() -> None:
     """
     register()
     if not _displaced:
-        _displaced.append(ALL_EXPERTS_FUNCTIONS[DEFAULT])
+        alone = _taken_away()
+        _displaced.append((ALL_EXPERTS_FUNCTIONS[DEFAULT], alone))
         ExpertsInterface.register(DEFAULT, experts_forward)
+
+
+def _taken_away() -> Callable | None:
+    """What was set in ALL_EXPERTS_FUNCTIONS alone, where it hides what is registered."""
+    first = ALL_EXPERTS_FUNCTIONS[DEFAULT]
+    try:
+        del ALL_EXPERTS_FUNCTIONS[DEFAULT]
+    except KeyError:
+        return None
+    return first
 
 
 def disable() -> None:
     """Undo `enable()`. `experts_implementation="guild"` stays registered."""
     if _displaced:
-        ExpertsInterface.register(DEFAULT, _displaced.pop())
+        registered, alone = _displaced.pop()
+        if alone is not None and ALL_EXPERTS_FUNCTIONS[DEFAULT] is experts_forward:
+            ALL_EXPERTS_FUNCTIONS[DEFAULT] = alone
+        ExpertsInterface.register(DEFAULT, registered)
 
 
 @contextmanager

@@ -33,6 +33,7 @@ class BlockFamily(NamedTuple):
     # For a router with float32 logits: how it chooses, so that one op can compute them as well.
     in_one: Callable[[nn.Module], Router] | None = None
     returns_scores: bool = False  # in addition to the states
+    flattens: bool = True  # tokens to (T, hidden), before router and shared experts get them
 
     def classes(self) -> dict[str, type[nn.Module]]:
         """The classes of block, router and experts."""
@@ -93,6 +94,12 @@ def grouped_sigmoid_options(router: nn.Module) -> Router:
     return make(renormalize, scale, router.num_group, router.topk_group)
 
 
+def lacks_experts(router: nn.Module) -> bool:
+    """Whether the groups that a token chooses have fewer experts than it takes."""
+    groups = getattr(router, "num_group", 1)
+    return groups > 1 and router.top_k > router.num_experts // groups * router.topk_group
+
+
 @functools.lru_cache  # creating a Router checks its options, too slow to repeat for each token
 def _grouped_sigmoid(renormalize: bool, scale: float, groups: int, top_groups: int) -> Router:
     return Router(
@@ -109,13 +116,8 @@ def _grouped_sigmoid(renormalize: bool, scale: float, groups: int, top_groups: i
 def sigmoid_of_chosen(router: nn.Module, x: Tensor) -> Chosen:
     """Llama 4's, whose scores multiply what goes into the experts."""
     logits = nn.Linear.forward(router, x)
-    return logits, *scores_of_chosen(router, logits)
-
-
-def scores_of_chosen(router: nn.Module, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Scores and ids of Llama 4's logits."""
     ids, scores = route(logits.float(), router.top_k, score="sigmoid", renormalize=False)
-    return scores.to(logits.dtype), ids
+    return logits, scores.to(logits.dtype), ids
 
 
 # The folder of each model, and the prefix of its class names.
@@ -157,7 +159,9 @@ def _like_qwen(model: str, name: str, choose: Callable[[nn.Module, Tensor], Chos
 def _like_deepseek(model: str, name: str) -> BlockFamily:
     block = f"{name}SparseMoEBlock" if model == "exaone_moe" else f"{name}MoE"
     parts = block, f"{name}TopkRouter", f"{name}Experts"
-    return BlockFamily(model, *parts, "gate", grouped_sigmoid, grouped_sigmoid_options)
+    return BlockFamily(
+        model, *parts, "gate", grouped_sigmoid, grouped_sigmoid_options, flattens=False
+    )
 
 
 FAMILIES = (

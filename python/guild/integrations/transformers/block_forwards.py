@@ -15,21 +15,18 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from guild import routed_experts
 from guild.experts import routed_layer
-from guild.integrations.transformers.block_families import (
-    BlockFamily,
-    Chosen,
-    first_of,
-    scores_of_chosen,
-)
+from guild.integrations.transformers.block_families import BlockFamily, Chosen
 from guild.integrations.transformers.experts import (
     COMPILES,
     MOST_EXPERTS,
     experts_forward,
     has_autocast,
+    is_plain,
     known_gate,
     left_to,
     misaligned,
     missing_kernels,
+    of_other_classes,
     weights_of,
     why_not,
 )
@@ -74,16 +71,17 @@ def block_forward(
     """The forward of a block whose experts follow the interface; the classes are its parts'."""
 
     def forward(self: nn.Module, hidden_states: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        x = _with_noise(self, hidden_states)
-        x = x.reshape(-1, x.shape[-1])
-        shared = _shared_output(self, x)
+        _add_noise(self, hidden_states)
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        given = x if family.flattens else hidden_states
+        shared = _shared_output(self, given)
         router, experts = getattr(self, family.router_name), self.experts
         fused = is_untouched(experts, experts_class)
         routes = is_untouched(router, router_class) and _routes(family, router, x)
         out = _in_one(family, router, experts, x, shared) if fused and routes else None
         scores = None
         if out is None:
-            _, scores, ids = family.choose(router, x) if routes else router(x)
+            _, scores, ids = family.choose(router, x) if routes else router(given)
             if fused:
                 out = experts_forward(experts, x, ids, scores, shared)
             else:
@@ -99,21 +97,18 @@ def llama4_forward(family: BlockFamily, original: type[nn.Module]) -> Forward:
     """The forward of Llama 4's block, whose scores multiply what goes into the experts.
 
     The model's own computes all experts for all tokens, with zeros where an expert was not chosen.
+    It runs where the router or the experts have hooks, adapters or another forward.
     """
     classes = family.classes()
 
     def forward(self: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         router, experts = self.router, self.experts
-        activation = _llama4_activation(experts, classes["experts"], x)
-        own = first_of(classes["router"], router)
-        if activation is None or own is None or not _routes(family, own, x):
+        untouched = is_untouched(router, classes["router"])
+        activation = _llama4_activation(experts, classes["experts"], x) if untouched else None
+        if activation is None or not _routes(family, router, x):
             return original.forward(self, hidden_states)
-        if is_untouched(router, classes["router"]):
-            logits, scores, ids = family.choose(router, x)
-        else:
-            _, logits = router(x)
-            scores, ids = scores_of_chosen(own, logits)
+        logits, scores, ids = family.choose(router, x)
         top_k = ids.shape[1]
         rows = (x[:, None] * scores[..., None]).view(-1, x.shape[1]).to(experts.down_proj.dtype)
         shared = self.shared_expert(x)
@@ -143,7 +138,8 @@ def _routes(family: BlockFamily, router: nn.Module, x: Tensor) -> bool:
         return False
     if hasattr(router.weight, "to_local"):  # a DTensor
         return False
-    if family.in_one and has_autocast(x):  # autocast rounds logits that should be float32
+    # One op reads the weight, and autocast rounds logits that should be float32.
+    if family.in_one and (not is_plain(router.weight) or has_autocast(x)):
         return False
     if torch.compiler.is_compiling() and not COMPILES:
         return False
@@ -184,20 +180,23 @@ def _in_one(
 
 
 def _shared_output(block: nn.Module, x: Tensor) -> Tensor | None:
-    """The output of the experts that every token goes through; None without them."""
+    """The output (T, hidden) of the experts that every token goes through; None without them."""
     shared = getattr(block, "shared_expert", None) or getattr(block, "shared_experts", None)
     if shared is None:
         return None
     gate = getattr(block, "shared_expert_gate", None)
-    return shared(x) if gate is None else F.sigmoid(gate(x)) * shared(x)
+    out = shared(x) if gate is None else F.sigmoid(gate(x)) * shared(x)
+    return out.reshape(-1, out.shape[-1])
 
 
-def _with_noise(block: nn.Module, x: Tensor) -> Tensor:
-    """Mixtral's jitter, with the same random numbers as the model's own."""
+def _add_noise(block: nn.Module, x: Tensor) -> None:
+    """Mixtral's jitter, in place as in the model, and with the same random numbers.
+
+    MiniMax adds this tensor to the block's output.
+    """
     noise = getattr(block, "jitter_noise", 0.0)
-    if not (block.training and noise > 0):
-        return x
-    return x * torch.empty_like(x).uniform_(1.0 - noise, 1.0 + noise)
+    if block.training and noise > 0:
+        x *= torch.empty_like(x).uniform_(1.0 - noise, 1.0 + noise)
 
 
 def _llama4_activation(experts: nn.Module, own: type[nn.Module], x: Tensor) -> str | None:
@@ -207,9 +206,14 @@ def _llama4_activation(experts: nn.Module, own: type[nn.Module], x: Tensor) -> s
     if not is_untouched(experts, own) or hasattr(experts.gate_up_proj, "to_local"):
         return None
     w_up, w_down = experts.gate_up_proj, experts.down_proj
-    reason = why_not(x, w_up, w_down) or misaligned(x, w_up, w_down)
+    reason = of_other_classes(w_up, w_down) or why_not(x, w_up, w_down)
+    reason = reason or misaligned(x, w_up, w_down)
     if reason:
         say_left(type(experts).__name__, "the model", reason)
         return None
     gate = known_gate(experts)
-    return gate[0] if gate is not None and gate[1] == "concatenated" else None
+    if gate is None or gate[1] != "concatenated":
+        reason = "it does not know its activation, or there are hooks on it"
+        say_left(type(experts).__name__, "the model", reason)
+        return None
+    return gate[0]

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from guild.integrations.transformers.block_families import BlockFamily, first_of
+from guild.integrations.transformers.messages import silence
 
 _HIDDEN, _INTERMEDIATE, _TOKENS = 16, 8, 24
 _TOLERANCE, _NOISE = 1e-5, 1e-6  # routers compute in float32
@@ -34,7 +35,7 @@ def difference(family: BlockFamily, block: nn.Module, replace: Callable[[nn.Modu
 
 def _difference(family: BlockFamily, block: nn.Module, replace: Callable[[nn.Module], None]) -> str:
     try:
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        with torch.random.fork_rng(devices=[]), silence(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             torch.manual_seed(0)
             theirs = _tiny(family, block)
@@ -68,7 +69,7 @@ def _tiny(family: BlockFamily, block: nn.Module) -> nn.Module:
     tiny = type(block)(config).double()
     for tensor in (*tiny.parameters(), *tiny.buffers()):
         nn.init.normal_(tensor, std=0.5)
-    return tiny  # in training mode, where a block may do more
+    return tiny
 
 
 def _config_of(block: nn.Module) -> object:
@@ -79,16 +80,28 @@ def _config_of(block: nn.Module) -> object:
 
 
 def _results(block: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    """Outputs by their place, and all gradients."""
+    """What the block computes in training and in evaluation, which may differ."""
+    return {
+        f"{name} in {mode}": value
+        for mode in ("training", "evaluation")
+        for name, value in _step(block.train(mode == "training"), x).items()
+    }
+
+
+def _step(block: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """Outputs by their place, what the block leaves in its input, and all gradients."""
     torch.manual_seed(1)  # for Mixtral's noise
+    block.zero_grad()
     x = x.clone().requires_grad_()
-    out = block(x * 1)  # a copy, as some blocks change their input in place
+    given = x * 1  # some blocks change their input in place, which a leaf does not allow
+    out = block(given)
     outs = out if isinstance(out, tuple) else (out,)
-    sum((o * torch.linspace(-1, 1, o.numel()).view_as(o)).sum() for o in outs).backward()
+    results = {f"output {i}": o for i, o in enumerate(outs)} | {"value of its input": given}
+    weights = {name: torch.linspace(-1, 1, o.numel()).view_as(o) for name, o in results.items()}
+    sum((o * weights[name]).sum() for name, o in results.items()).backward()
     gradients = {f"gradient of {n}": p.grad for n, p in block.named_parameters()}
-    results = {f"output {i}": o.detach() for i, o in enumerate(outs)}
     results |= {"gradient of its input": x.grad, **gradients}
-    return {name: value for name, value in results.items() if value is not None}
+    return {name: value.detach() for name, value in results.items() if value is not None}
 
 
 def _close(found: Tensor, expected: Tensor, noise: float) -> bool:

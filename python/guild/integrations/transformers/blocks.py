@@ -18,6 +18,8 @@ from guild.integrations.transformers.block_families import (
     PARTS,
     BlockFamily,
     family_of,
+    first_of,
+    lacks_experts,
 )
 from guild.integrations.transformers.block_forwards import (
     block_forward,
@@ -187,14 +189,14 @@ def _changed(family: BlockFamily, block: nn.Module) -> str:
         return "its forward is not that of its class"
     classes = [type(m) for m in block.modules()]
     missing = [c.__name__ for p, c in family.classes().items() if p != "block" and c not in classes]
-    return f"it has no {missing[0]}" if missing else ""
+    if missing:
+        return f"it has no {missing[0]}"
+    if lacks_experts(first_of(family.classes()["router"], block)):
+        return "a token's best groups have fewer experts than it chooses"
+    return ""
 
 
 def _holds_experts(block: nn.Module) -> bool:
-    """Whether it has experts whose weights are one tensor, perhaps behind adapters."""
-    experts = block._modules.get("experts")  # not that of a module which block wraps
-    return (
-        experts is not None
-        and not hasattr(type(block), "guild_original")
-        and any(getattr(getattr(m, "down_proj", None), "ndim", 0) == 3 for m in experts.modules())
-    )
+    """Whether it has experts of its own, not those of a module that it wraps."""
+    is_replaced = hasattr(type(block), "guild_original")
+    return not is_replaced and block._modules.get("experts") is not None

@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from transformers.integrations.moe import (
     ALL_EXPERTS_FUNCTIONS,
     grouped_mm_experts_forward,
@@ -16,7 +18,12 @@ from transformers.integrations.moe import (
 )
 
 from guild import Activation, routed_experts
-from guild.integrations.transformers.gate import facts_of, gate_function, gate_of
+from guild.integrations.transformers.gate import (
+    facts_of,
+    gate_function,
+    gate_of,
+    has_numpy_numbers,
+)
 from guild.integrations.transformers.messages import say_left, say_unfused
 from guild.integrations.transformers.peft import adopt, lora_of, summed
 from guild.integrations.transformers.unfused import unfused_experts
@@ -99,9 +106,9 @@ def adopt_peft() -> None:
 
 
 def _runs_on_guild(experts: nn.Module) -> bool:
-    """Whether the forward of these experts is `experts_forward`."""
-    if hasattr(type(experts), "guild_original"):  # experts of a replaced block
-        return True
+    """Whether the forward of these experts is `experts_forward`, or calls it."""
+    if hasattr(type(experts), "guild_original") and "forward" not in vars(experts):
+        return True  # experts of a replaced block
     name = getattr(getattr(experts, "config", None), "_experts_implementation", None)
     return hasattr(experts, "has_gate") and ALL_EXPERTS_FUNCTIONS.get(name) is experts_forward
 
@@ -120,6 +127,10 @@ def left_to(experts: nn.Module, x: Tensor, w_up: Tensor, w_down: Tensor) -> Call
     if torch.compiler.is_compiling() and not COMPILES:
         return grouped_mm_experts_forward
     name = type(experts).__name__
+    foreign = of_other_classes(w_up, w_down)
+    if foreign:
+        say_left(name, "Transformers", foreign)
+        return _without_guild(experts)
     reason = _unknown_features(experts) or why_not(x, w_up, w_down)
     if reason and _grouped_mm_takes(w_up, w_down):
         say_left(name, "Transformers' grouped_mm", reason)
@@ -129,6 +140,14 @@ def left_to(experts: nn.Module, x: Tensor, w_up: Tensor, w_down: Tensor) -> Call
         say_left(name, "the model's own loop", reason)
         return type(experts).forward.__wrapped__
     return None
+
+
+def _without_guild(experts: nn.Module) -> Callable:
+    """The forward that the experts' config names, or `grouped_mm` if that is Guild's."""
+    own = ALL_EXPERTS_FUNCTIONS.get(experts.config._experts_implementation)
+    if own is None:
+        return type(experts).forward.__wrapped__
+    return grouped_mm_experts_forward if own is experts_forward else own
 
 
 def _grouped_mm_takes(w_up: Tensor, w_down: Tensor) -> bool:
@@ -177,6 +196,22 @@ def _unknown_features(experts: nn.Module) -> str:
         if getattr(experts, name, usual) != usual:
             return f"it does not know {name}"
     return ""
+
+
+def of_other_classes(*weights: Tensor) -> str:
+    """What keeps Guild from reading these weights' memory; empty if nothing does."""
+    classes = [type(w).__name__ for w in weights if not is_plain(w)]
+    return f"its weights are of class {classes[0]}" if classes else ""
+
+
+def is_plain(weight: Tensor) -> bool:
+    """Whether its memory holds its values, as that of a quantised tensor does not."""
+    kind, parameter = type(weight), nn.Parameter
+    return kind in (Tensor, parameter, FakeTensor, FunctionalTensor) or (
+        issubclass(kind, parameter)
+        and kind.__torch_dispatch__ is parameter.__torch_dispatch__
+        and kind.__torch_function__ is parameter.__torch_function__
+    )
 
 
 def why_not(x: Tensor, w_up: Tensor, w_down: Tensor) -> str:
@@ -252,5 +287,5 @@ def _gate_in_numbers(experts: nn.Module, facts: tuple) -> tuple | None:
 
     facts: as torch.compile saw them; it turns a float that changes into a variable otherwise.
     """
-    gate = gate_of(experts)
+    gate = None if has_numpy_numbers(experts) else gate_of(experts)
     return None if gate is None else (gate.order, *dataclasses.astuple(gate.activation)[:6])

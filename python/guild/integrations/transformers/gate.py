@@ -19,6 +19,7 @@ from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -28,6 +29,7 @@ WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 BIASES = ("gate_up_proj_bias", "up_proj_bias", "down_proj_bias")
 
 _PLAIN = (bool, int, float, str, type(None))
+_COMPARED = (*_PLAIN, np.generic, tuple)
 _FUNCTIONS = (BuiltinFunctionType, FunctionType, MethodType, partial)
 _OF_ANY_MODULE = frozenset(vars(nn.Module())) - {"training"}
 _KINDS = ("silu", "gelu_tanh", "gelu", "relu", "relu2")
@@ -83,28 +85,59 @@ def _gated(act: GateFunction, pre: Tensor) -> Tensor:
 
 
 def facts_of(experts: nn.Module, parts: list[nn.Module] | None = None) -> tuple:
-    """Plain attributes and hooks that the gate may depend on. torch.compile traces this.
-
-    A float is taken as a string, since torch.compile takes one that changes for a variable.
-    """
+    """Plain attributes and hooks that the gate may depend on. torch.compile traces this."""
     facts: list[object] = []
     parts = _activations(experts) if parts is None else parts
     for module in (experts, *parts):
-        for name, value in module.__dict__.items():
-            if name not in _OF_ANY_MODULE and isinstance(value, _PLAIN):
-                facts.append((name, value.hex() if isinstance(value, float) else value))
+        for name, value in _attributes(module):
+            if isinstance(value, _COMPARED):
+                facts.append((name, _fact(value)))
     for part in parts:
-        facts += (*part._forward_hooks, *part._forward_pre_hooks)
-        facts += (*part._backward_hooks, *part._backward_pre_hooks)
+        facts += _hooks(part)
     return tuple(facts)
+
+
+def _attributes(module: nn.Module) -> list[tuple[str, object]]:
+    """What the module and its classes define, besides what every module has."""
+    named = list(module.__dict__.items())
+    for kind in type(module).__mro__:
+        if kind is not nn.Module and kind is not object:
+            named += kind.__dict__.items()
+    return [(name, value) for name, value in named if name not in _OF_ANY_MODULE]
+
+
+def _fact(value: object) -> object:
+    """A plain value, or a tuple of them, for comparison; None for anything else.
+
+    A float is taken as a string, since torch.compile takes one that changes for a variable.
+    """
+    if isinstance(value, float):
+        return value.hex()
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, tuple):
+        return tuple([_fact(part) for part in value])
+    return repr(value) if isinstance(value, np.generic) else None
+
+
+def has_numpy_numbers(experts: nn.Module) -> bool:
+    """Whether an attribute is one, or a tuple of some: torch.compile takes these for variables."""
+    values = [v for m in (experts, *_activations(experts)) for _, v in _attributes(m)]
+    parts = itertools.chain(*(v if isinstance(v, tuple) else (v,) for v in values))
+    return any(isinstance(part, np.generic) for part in parts)
+
+
+def _hooks(part: nn.Module) -> list[int]:
+    """The ids of all hooks on a module."""
+    forward = *part._forward_hooks, *part._forward_pre_hooks
+    return [*forward, *part._backward_hooks, *part._backward_pre_hooks]
 
 
 def _functions(experts: nn.Module, parts: list[nn.Module]) -> tuple:
     """The functions and modules that compute the gate."""
     used = [getattr(experts, "_apply_gate", None), getattr(experts, "act_fn", None), *parts]
     for part in parts:
-        own = [value for name, value in part.__dict__.items() if name not in _OF_ANY_MODULE]
-        used += [value for value in own if isinstance(value, _FUNCTIONS)]
+        used += [value for _, value in _attributes(part) if isinstance(value, _FUNCTIONS)]
     return tuple([getattr(value, "__func__", value) for value in used])  # methods hold the experts
 
 
@@ -119,6 +152,8 @@ def _activations(experts: nn.Module) -> list[nn.Module]:
 
 def _recognise(experts: nn.Module) -> Gate | None:
     if _has_other_tensors(experts):  # training them may change what the gate computes
+        return None
+    if any(map(_hooks, _activations(experts))):  # they are to see what the model computes
         return None
     function = gate_function(experts)
     orders = ("concatenated", "interleaved") if _has_gate(experts) else ("concatenated",)
@@ -143,7 +178,7 @@ def _has_other_tensors(experts: nn.Module) -> bool:
     tensors = itertools.chain(experts.named_parameters(), experts.named_buffers())
     names = [name.split(".")[0] for name, _ in tensors]
     for module in (experts, *_activations(experts)):
-        names += [name for name, value in vars(module).items() if isinstance(value, Tensor)]
+        names += [n for n, value in _attributes(module) if isinstance(value, Tensor | np.ndarray)]
     return any(name not in known for name in names)
 
 
