@@ -9,7 +9,7 @@ and give the gradient of a `swiglu_out` that is used on its own.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -24,6 +24,8 @@ from guild._torch.checks import (
 
 KINDS = ("silu", "gelu_tanh", "gelu", "relu", "relu2")  # in the order of guild::Activation::Kind
 ORDERS = ("concatenated", "interleaved")
+# What ops take for no limit: a package of AOTInductor cannot hold infinity.
+NO_LIMIT = torch.finfo(torch.float32).max
 
 
 def expect_parameter(name: str, value: object) -> None:
@@ -73,9 +75,6 @@ class Activation:
     limit: float = math.inf
     up_offset: float = 0.0
     clamp_after: bool = False
-    scalars: tuple[int, bool, float, float, float, bool] = field(
-        init=False, repr=False, compare=False
-    )  # as the ops take them
 
     def __post_init__(self) -> None:
         if not isinstance(self.kind, str) or self.kind not in KINDS:
@@ -84,11 +83,12 @@ class Activation:
         for name in ("alpha", "limit", "up_offset"):
             expect_parameter(name, getattr(self, name))
         expect_flag("clamp_after", self.clamp_after)
+        # As the ops take them; not a field, which dataclasses.asdict and the like would pass on.
         scalars = (
             KINDS.index(self.kind),
             self.gated,
             float(self.alpha),
-            float(self.limit),
+            min(float(self.limit), NO_LIMIT),
             float(self.up_offset),
             self.clamp_after,
         )

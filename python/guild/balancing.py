@@ -183,4 +183,4 @@ def move_selection_bias(
     """
     expect_finite("rate", rate)
     counts = counts_of_ranks(counts.long(), group)
-    bias += rate * torch.sign(counts.sum() - counts * counts.numel())
+    bias += float(rate) * torch.sign(counts.sum() - counts * counts.numel())

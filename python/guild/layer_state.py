@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from guild.float8.kept import KeptWeights
@@ -25,6 +24,7 @@ class LayerState(nn.Module):
         super().__init__()
         self.balance_sums = None
         self._offsets: Tensor | None = None  # of each expert's rows in the last forward
+        self._passed_on: Tensor | None = None  # their copy in a pickle, whose memory may be shared
         self._fp8_weights = KeptWeights()
 
     def refresh_fp8(self) -> None:
@@ -33,9 +33,8 @@ class LayerState(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Called by to(), to_empty() and the like; forgets a last forward on another device."""
-        if torch.__future__.get_swap_module_params_on_conversion():
-            self._fp8_weights.let_go(self.w_up, self.w_down)  # weak references prevent a swap
         super()._apply(fn, recurse)
+        self._fp8_weights.let_go(self.w_up, self.w_down)
         if self._offsets is not None and self._offsets.device != self.w_down.device:
             self._offsets = self.balance_sums = None
         return self
@@ -47,5 +46,7 @@ class LayerState(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Without the state of the last forward, so that copies and pickles work after one."""
         offsets = None if self._offsets is None else self._offsets.clone()  # a view of a buffer
-        last = {"balance_sums": None, "_offsets": offsets, PREPARED: None}
-        return {**super().__getstate__(), **last, "_fp8_weights": KeptWeights()}
+        last = {"balance_sums": None, "_offsets": offsets, "_passed_on": None, PREPARED: None}
+        state = {**super().__getstate__(), **last, "_fp8_weights": KeptWeights()}
+        self._passed_on = offsets
+        return state

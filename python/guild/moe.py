@@ -44,7 +44,7 @@ from guild.layer_routing import (
     router_operands,
 )
 from guild.layer_state import LayerState
-from guild.logits import RouterLinear, expected_selection_bias
+from guild.logits import RouterLinear, expected_selection_bias, has_plain_call
 from guild.moe_fast_path import quick_output
 from guild.routing import Router
 from guild.shared_experts import SharedExperts, shared_rows, shared_width
@@ -294,7 +294,8 @@ class MoE(LayerState):
 
     def _logits(self, x: Tensor) -> Tensor:
         """The router called on x."""
-        if type(self.router) is RouterLinear:  # its own errors would name `weight`
+        # Its own errors would name `weight`; but a hook may have yet to supply that, or convert x.
+        if type(self.router) is RouterLinear and has_plain_call(self.router):
             router_operands(x, self.router, self.experts)
         logits = self.router(x)
         expect_shape("router: logits", logits, (x.shape[0], self.experts), "(tokens, experts)")

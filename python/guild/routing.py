@@ -98,6 +98,8 @@ class Router:
                 f"{self.rounding!r}"
             )
         expect_weighing(self.renormalize, self.scale, self.sum_floor)
+        for name in ("scale", "sum_floor"):  # torch.compile makes tensors of NumPy's scalars
+            object.__setattr__(self, name, float(getattr(self, name)))
         expect_flag("selection_bias", self.selection_bias)
         _expect_groups(self.groups, self.top_groups, self.group_score)
 

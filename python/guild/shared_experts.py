@@ -81,7 +81,8 @@ class SharedExperts(nn.Module):
         """
         if self.gate is None:
             return None
-        if type(self.gate) is LogitLinear:  # its own errors would name `weight`
+        # Its own errors would name `weight`; but a hook may have yet to supply that, or convert x.
+        if type(self.gate) is LogitLinear and has_plain_call(self.gate):
             expect_shape("shared.gate.weight", self.gate.weight, (1, x.shape[-1]), "(1, hidden)")
             expect_like("shared.gate.weight", *reversed(autocast(x, self.gate.weight)))
         logits = self.gate(x)

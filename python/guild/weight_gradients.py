@@ -23,6 +23,7 @@ from guild._torch.gradient_targets import (
     main_grad_of,
     meaningless_gradients,
     members,
+    one_thread_writes,
     spread,
     still_wanting,
     targets,
@@ -60,8 +61,9 @@ class WeightGradients:
     Gradients do not pass through autograd: hooks of a parameter (`register_hook`) are called with
     None in place of a gradient, and post-accumulate hooks see `.grad` as it is then, if delayed
     without the new gradient. They are summed in the order of the backward passes, with the same
-    bits in every run. They have no graph either:
-    backward with create_graph=True and torch.func's transforms raise NotImplementedError.
+    bits in every run. Backward passes in several threads write one after the other, in any order.
+    Gradients have no graph either: backward with create_graph=True and torch.func's transforms
+    raise NotImplementedError.
 
     With main_grad=True, parameters that have the attribute `grad_added_to_main_grad` follow the
     contract of Megatron-Core and Transformer Engine: backward sets it to True and hands autograd a
@@ -118,14 +120,15 @@ class WeightGradients:
         After any other error, such as torch.OutOfMemoryError, the pass stays pending, too; what it
         has written is not written again.
         """
-        while self._pending:
-            wanted, check, steps = self._pending[0]
-            with still_wanting(wanted):
-                check()
-                while steps:  # one by one: after an error the next call goes on where this one was
-                    steps[0]()
-                    del steps[0]
-            self._pending.pop(0)
+        with one_thread_writes():
+            while self._pending:
+                wanted, check, steps = self._pending[0]
+                with still_wanting(wanted):
+                    check()
+                    while steps:  # one by one: after an error the next call goes on where it was
+                        steps[0]()
+                        del steps[0]
+                self._pending.pop(0)
 
     def take(
         self,

@@ -311,6 +311,7 @@ Activation activation_of(int64_t kind, bool gated, double alpha, double limit, d
                          bool clamp_after) {
   require(kind >= 0 && kind <= int64_t(Activation::Kind::relu_squared),
           "activation kind: expected 0 .. 4, got ", kind);
+  if (limit >= double(std::numeric_limits<float>::max())) limit = Activation().limit;
   return {Activation::Kind(kind), gated, alpha, limit, up_offset, clamp_after};
 }
 

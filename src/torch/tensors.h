@@ -126,6 +126,7 @@ struct Layer {
   }
 };
 
+// A limit of float32's largest number is none: infinity cannot be in a package of AOTInductor.
 Activation activation_of(int64_t kind, bool gated, double alpha, double limit, double up_offset,
                          bool clamp_after);
 

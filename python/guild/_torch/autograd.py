@@ -6,7 +6,7 @@ forward-mode AD and whole terms of second derivatives out of its results.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import wraps
 from typing import Any, NoReturn
@@ -136,12 +136,14 @@ def _register(name: str, setup: Callable, backward: Callable, refuse: Callable |
         setup(ctx, args, output)
         return output
 
-    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    key = torch.autograd.Function._compiled_autograd_key  # compiled autograd asks every node
+    methods = {"forward": forward, "backward": backward, "_compiled_autograd_key": key}
+    methods = {name: staticmethod(method) for name, method in methods.items()}
     function = type(f"{name}_gradient", (_SingleLevelFunction,), methods)
 
     def kernel(keyset: Any, *args: Any) -> Any:
         if forward_ad._current_level >= 0:
-            _expect_no_tangents(name, args)
+            expect_no_tangents(f"guild::{name}", args)
         if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
             return below(keyset, args)
         if refuse is not None:
@@ -169,11 +171,12 @@ def _refusal(name: str) -> Callable:
     return refuse
 
 
-def _expect_no_tangents(name: str, args: tuple) -> None:
+def expect_no_tangents(name: str, args: Iterable[Any]) -> None:
+    """Raise NotImplementedError if an argument is a tensor with a tangent."""
     for value in args:
         if isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:
             raise NotImplementedError(
-                f"guild::{name} has no forward-mode derivative (torch.func.jvp, jacfwd, "
+                f"{name} has no forward-mode derivative (torch.func.jvp, jacfwd, "
                 "torch.autograd.forward_ad); use reverse mode (torch.func.vjp, jacrev, backward)"
             )
 

@@ -18,7 +18,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
+from guild._torch.autograd import expect_no_tangents
 from guild._torch.checks import (
     dtype_name,
     expect_device,
@@ -115,6 +117,8 @@ def joined(name: str, value: Listed | Placed, dims: int = 2, attached: bool = Tr
         return Placed(value)
     tensors = list(value)
     _expect_alike(name, tensors)
+    if forward_ad._current_level >= 0:
+        expect_no_tangents(f"{name}: a list of tensors", tensors)
     recorded = torch.is_grad_enabled()
     wanted = attached and recorded and any(t.requires_grad for t in tensors)
     if wanted and not _have_addresses(tensors):

@@ -95,15 +95,22 @@ def experts_fake(
     return x.new_empty(x.shape[0], hidden), *made, *routing
 
 
+@torch.enable_grad()
+def _without_elements(x: Tensor) -> Tensor | None:
+    """A tensor with x's place in the graph that does not keep x's memory alive."""
+    return x.narrow(0, 0, 0).clone() if x.requires_grad else None
+
+
 def _setup(ctx, inputs, output):
-    x, _, _, token_offsets, _, w_up, w_gate, w_down, b_up, b_down, *rest = inputs
+    x, _, scores, token_offsets, _, w_up, w_gate, w_down, b_up, b_down, *rest = inputs
     _, *kept = output
     experts, ctx.flags, ctx.recipe, ctx.keep = settings_of(tuple(rest))
     experts_at = rest[_CODES + _FLAGS + _RECIPE + 1 :]
     masters = without_lists(ctx, experts_at[0] if experts_at else None, w_up, w_gate, w_down)
-    tokens = None if ctx.recipe.keeps_codes else x, token_offsets
+    x, node = (None, _without_elements(x)) if ctx.recipe.keeps_codes else (x, None)
     codes = experts.for_backward(ctx.keep)
-    ctx.save_for_backward(*tokens, *kept, *codes, b_up, b_down, *masters)
+    layer = *codes, b_up, b_down, *masters
+    ctx.save_for_backward(node, scores, x, token_offsets, *kept, *layer)
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
@@ -119,9 +126,9 @@ def _gradient(ctx, dout, *_):
     dx = dscores = None
     dlayer = (None,) * 5
     if any(wanted):
-        saved = ctx.saved_tensors
+        node, scores, *saved = ctx.saved_tensors
         saved, masters = saved[:-3], with_lists(ctx, *saved[-3:])
-        by_all = tied(rows_of(dout), *saved[-2:])
+        by_all = tied(rows_of(dout), node, scores)
         lists = ctx.experts_at is not None
         settings = *ctx.flags, *ctx.recipe, ctx.keep, lists, False, list(wanted)
         made = ops.float8_backward(by_all, *saved, *masters, *settings)

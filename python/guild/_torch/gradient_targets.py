@@ -9,8 +9,9 @@ contents are overwritten, not added to) and `get_main_grad()`.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -152,6 +153,13 @@ def expect_targets(name: str, parameter: Listed | None, main_grad: bool) -> None
 
 # ---- targets ------------------------------------------------------------------------------------
 
+_lock = threading.RLock()
+
+
+def one_thread_writes() -> AbstractContextManager:
+    """Held while gradients are written, as several threads may run backward at the same time."""
+    return nullcontext() if torch.compiler.is_compiling() else _lock
+
 
 @contextmanager
 def targets(
@@ -164,6 +172,18 @@ def targets(
     written in place go to a temporary, whose parts are moved to their places at the end. After an
     error `.grad` is None again where it was before.
     """
+    if not wanting(parameter for _, parameter in named):
+        yield [None] * len(named), False
+        return
+    with one_thread_writes(), _opened(main_grad, dtype, *named) as found:
+        yield found
+
+
+@contextmanager
+def _opened(
+    main_grad: bool, dtype: torch.dtype, *named: tuple[str, Listed | None]
+) -> Iterator[tuple[list[Placed | None], bool]]:
+    """`targets` of parameters of which one wants a gradient."""
     wanted = [(n, p, [t for t in members(p) if t.requires_grad]) for n, p in named]
     existing = {
         id(t): main_grad_of(name, t) if main_grad else t.grad for name, _, ts in wanted for t in ts

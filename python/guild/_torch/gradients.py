@@ -6,6 +6,7 @@ reference.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from types import SimpleNamespace
 
@@ -27,7 +28,7 @@ from guild._torch.autograd import (
     without_lists,
 )
 from guild._torch.operators import LayerFlags, ops
-from guild.activations import KINDS, ORDERS, Activation
+from guild.activations import KINDS, NO_LIMIT, ORDERS, Activation
 
 _FLAGS = (None,) * (len(LayerFlags._fields) + 2)  # gradients of flags, `keep` and experts_at
 
@@ -263,8 +264,9 @@ def _pair_up_setup(ctx, inputs, output):
 
 def _activation_of(flags: LayerFlags) -> tuple[Activation, str]:
     """An activation and its order."""
-    kind, *scalars, interleaved, _ = flags
-    return Activation(KINDS[kind], *scalars), ORDERS[interleaved]
+    kind, gated, alpha, limit, *rest, interleaved, _ = flags
+    limit = limit if limit < NO_LIMIT else math.inf
+    return Activation(KINDS[kind], gated, alpha, limit, *rest), ORDERS[interleaved]
 
 
 def _pair_up_gradient(ctx, da, dh):

@@ -15,7 +15,6 @@ that compute t and u, and those that read them, work on narrow matrices of r col
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -34,8 +33,9 @@ from guild._torch.autograd import (
 from guild._torch.expert_lists import stacked_like
 from guild._torch.operators import LayerFlags, ops, score_dtype
 from guild._torch.row_routing import RowRouting
+from guild.activations import Activation
 
-_LINEAR = (0, False, 1.0, math.inf, 0.0, False, False, False)  # an up projection that gives only H
+_LINEAR = (*Activation(gated=False).scalars, False, False)  # an up projection that gives only H
 
 
 class LowRank(NamedTuple):

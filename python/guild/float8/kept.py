@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Callable
 from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.weak import WeakIdKeyDictionary
 
 from guild.activations import Activation
 from guild.float8.experts import FP8Weights
@@ -21,14 +21,33 @@ class _Seen:
     """The weights whose codes are kept, as eager code found them."""
 
     def __init__(self, *weights: Tensor) -> None:
-        self._tensors = [weakref.ref(w) for w in weights]
+        self._tensors = [_reference(w) for w in weights]
+        self._memory = [w.detach() for w in weights]  # swaps give a tensor other memory
         counted = not any(w.is_inference() for w in weights)
         self.versions = [w._version for w in weights] if counted else []
 
     def are_tensors_of(self, other: _Seen) -> bool:
-        """Whether both saw the same tensors; those of `other` still exist."""
+        """Whether both saw the same tensors, none of which has been given other memory since."""
         pairs = zip(self._tensors, other._tensors, strict=True)
-        return all(mine() is theirs() for mine, theirs in pairs)
+        places = zip(self._memory, other._memory, strict=True)
+        return all(mine() is theirs() for mine, theirs in pairs) and all(
+            torch._C._is_alias_of(mine, theirs)
+            and mine.storage_offset() == theirs.storage_offset()
+            and mine.stride() == theirs.stride()
+            for mine, theirs in places
+        )
+
+    def ids(self) -> set[int]:
+        """What `id` gives for those that still exist."""
+        return {id(tensor()) for tensor in self._tensors}
+
+
+def _reference(weight: Tensor) -> Callable[[], Tensor | None]:
+    """Returns the weight, which lives on unless it has a graph.
+
+    torch.utils.swap_tensors refuses parameters that have weak references.
+    """
+    return (lambda: weight) if weight.grad_fn is None else weakref.ref(weight)
 
 
 class KeptWeights:
@@ -65,11 +84,11 @@ class KeptWeights:
             self.codes = None  # compiled code, which cannot ask, may be about to train
 
     def let_go(self, *weights: Tensor | None) -> None:
-        """Keep no weak references to these weights; the next eager forward makes codes again."""
-        self._seen = None
-        for weight in weights:
-            if weight is not None:
-                _counted.pop(weight, None)
+        """Forget codes of other weights, or of weights in other memory, which would live on."""
+        if self._seen is not None and (
+            any(w is None for w in weights) or not self._seen.are_tensors_of(_Seen(*weights))
+        ):
+            self.codes = self._seen = None
 
     def of(
         self,
@@ -103,7 +122,7 @@ class KeptWeights:
         if self._stale:
             self._stale, self._seen = False, seen
         if not compiling:
-            _count_steps_of(w_up, w_down)
+            _count_steps_for(self)
             if w_up.is_cuda and torch.cuda.is_current_stream_capturing():
                 self._in_graphs.append(found)
         return found
@@ -112,21 +131,23 @@ class KeptWeights:
         """Whether eager code finds other tensors than those quantised, or does not know them."""
         return seen is not None and (self._seen is None or not self._seen.are_tensors_of(seen))
 
+    def has_seen(self) -> set[int]:
+        """What `id` gives for the weights whose versions are compared."""
+        return set() if self._seen is None else self._seen.ids()
+
 
 def _is_of_inference(found: FP8Weights) -> bool:
     """Whether compiled code made the codes in inference mode, and this is outside of it."""
     return found.codes.up.is_inference() and not torch.is_inference_mode_enabled()
 
 
-_counted: WeakIdKeyDictionary = WeakIdKeyDictionary()  # weights whose versions are compared
+_used: weakref.WeakSet[KeptWeights] = weakref.WeakSet()  # in eager code
 
 
-def _count_steps_of(*weights: Tensor) -> None:
-    """Have the versions of these weights count the steps of fused optimizers, too."""
+def _count_steps_for(kept: KeptWeights) -> None:
+    """Have the versions of the weights it has seen count the steps of fused optimizers, too."""
     _register_hook()
-    for weight in weights:
-        if weight.is_leaf and weight not in _counted:
-            _counted[weight] = True
+    _used.add(kept)
 
 
 @functools.cache
@@ -136,8 +157,9 @@ def _register_hook() -> None:
 
 def _count_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Fused steps write weights without a change of their versions."""
-    groups = (group["params"] for group in optimizer.param_groups if group.get("fused"))
-    written = [p for ps in groups for p in ps if p.grad is not None and p in _counted]
+    groups = [group["params"] for group in optimizer.param_groups if group.get("fused")]
+    counted = set().union(*(kept.has_seen() for kept in _used)) if groups else set()
+    written = [p for ps in groups for p in ps if p.grad is not None and id(p) in counted]
     if written:
         torch.autograd.graph.increment_version(written)
 

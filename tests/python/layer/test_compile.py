@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo import compiled_autograd
 
 import guild
 from layers import ACTIVATIONS, Case, make_layer
@@ -209,3 +211,31 @@ def test_activation_made_inside() -> None:
 
     expected = guild.Activation("silu", alpha=1.5, limit=2.0, up_offset=0.5)(x)
     torch.testing.assert_close(activated(x), expected)
+
+
+def test_numbers_of_numpy() -> None:
+    """A router keeps Python's numbers: the compiler makes tensors of others."""
+    router = guild.Router(scale=np.float32(2.5), sum_floor=np.float64(0.5))
+    assert type(router.scale) is type(router.sum_floor) is float
+    moe, x = guild.MoE(16, 8, 4, 2, router=router), torch.randn(5, 16)
+    assert torch.equal(torch.compile(moe, fullgraph=True, backend="eager")(x), moe(x))
+
+
+@pytest.mark.parametrize("fp8", [None, guild.FP8()])
+def test_compiled_autograd(fp8: guild.FP8 | None) -> None:
+    """Eager ops in a backward that is compiled: each layer's with its own settings."""
+    torch.manual_seed(0)
+    more = {"fp8": fp8, "dtype": torch.float32 if fp8 is None else torch.bfloat16}
+    layers = [guild.MoE(16, 8, 4, 2, activation, **more) for activation in ("silu", "geglu")]
+    x = torch.randn(6, 16, dtype=more["dtype"])
+    weight = torch.randn(2, 16, 4, dtype=x.dtype, requires_grad=True)
+    ends = torch.tensor([2, 6], dtype=torch.int32)
+    for layer in layers:
+        inputs = [*layer.parameters(), weight]
+        loss = guild.grouped_mm(layer(x), weight, offs=ends).square().sum()
+        expected = torch.autograd.grad(loss, inputs, retain_graph=True)
+        with compiled_autograd._enable(torch.compile(backend="eager")):
+            loss.backward(inputs=inputs)
+        for tensor, gradient in zip(inputs, expected, strict=True):
+            assert torch.equal(tensor.grad, gradient)
+            tensor.grad = None

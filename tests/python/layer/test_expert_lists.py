@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import guild
 from guild import WeightGradients, experts_mlp, grouped_mm, routed_experts
@@ -329,3 +330,33 @@ def test_one_expert_whose_stride_means_nothing(device: str) -> None:
     product = grouped_mm(x, up[None].mT, offs=ends)
     assert torch.equal(grouped_mm(x, odd[0].mT, offs=ends), product)
     assert torch.equal(grouped_mm(x[None], odd[0].mT), product[None])
+
+
+def grouped_call(layer: dict, device: str, **more: object) -> tuple[Tensor, Tensor]:
+    x, _, _ = inputs(device)
+    ends = torch.tensor([9, 9, 14, 22], device=device, dtype=torch.int32)
+    return x, grouped_mm(x, layer["w_up"], ends, layer["b_up"])
+
+
+def float8_call(layer: dict, device: str, **more: object) -> tuple[Tensor, Tensor]:
+    x, ids, scores = inputs(device)
+    return x, routed_experts(x.bfloat16(), ids, scores, **layer, fp8=guild.FP8(), **more)
+
+
+@pytest.mark.parametrize("sink", [None, WeightGradients()])
+@pytest.mark.parametrize("made", [views, apart])
+@pytest.mark.parametrize("call", [*CALLS, float8_call, grouped_call])
+def test_tangents(call: Callable, made: Callable, sink: object, device: str) -> None:
+    """Forward mode raises as it does for tensors of all experts, with gradients or without."""
+    layer = whole_layer(device)
+    if call is float8_call:
+        layer = {n: t.bfloat16() for n, t in layer.items()}
+    if call is grouped_call:
+        layer["w_up"] = layer["w_up"].mT.contiguous()
+    for name in ("w_up", "b_up") if call is grouped_call else layer:
+        for gradients in (True, False):
+            with forward_ad.dual_level(), torch.set_grad_enabled(gradients):
+                parts = [t.detach() for t in made(layer[name])]
+                parts = [forward_ad.make_dual(t, torch.ones_like(t)) for t in parts]
+                with pytest.raises(NotImplementedError, match="a list of tensors has no forward-"):
+                    call(layer | {name: parts}, device, weight_gradients=sink)

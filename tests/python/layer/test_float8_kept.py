@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -301,3 +303,72 @@ def test_conversions_that_swap_tensors(gradients: bool, device: str) -> None:
             layer.w_up.mul_(2)
         with pytest.raises(RuntimeError, match=r"^fp8: expected refresh_fp8\(\)"):
             layer(x)
+
+
+@pytest.mark.usefixtures("swapping")
+@pytest.mark.parametrize("assign", [False, True])
+def test_loads_that_swap_tensors(assign: bool, device: str) -> None:
+    layer, x = layer_of(device), tokens_of(device)
+    before = layer(x).detach()  # a graph refers to the tensors, too
+    layer.load_state_dict({n: 2 * t for n, t in layer.state_dict().items()}, assign=assign)
+    assert not torch.equal(layer(x), before)
+    expect_near_bf16(layer, x, layer(x))
+
+
+def test_a_swapped_tensor(device: str) -> None:
+    """The parameter is the same object, and its new tensor may have the version of the old one."""
+    layer, x = layer_of(device), tokens_of(device)
+    layer(x)
+    other = nn.Parameter(torch.randn_like(layer.w_up))
+    while other._version < layer.w_up._version:
+        torch.autograd.graph.increment_version(other)
+    torch.utils.swap_tensors(layer.w_up, other)
+    expect_near_bf16(layer, x, layer(x))
+
+
+def test_a_conversion_frees_the_old_weights() -> None:
+    layer, x = layer_of("cpu"), tokens_of("cpu")
+    memory = np.ones(tuple(layer.w_up.shape), np.int16)
+    lives = weakref.ref(memory)
+    layer.w_up.data = torch.from_numpy(memory).view(torch.bfloat16)
+    del memory
+    with torch.no_grad():
+        layer(x)
+    assert lives() is not None
+    layer.half()
+    assert lives() is None
+
+
+@pytest.mark.usefixtures("swapping")
+def test_conversion_of_layers_that_share_a_weight(device: str) -> None:
+    layers, x = [layer_of(device), layer_of(device)], tokens_of(device)
+    layers[1].w_up = layers[0].w_up
+    for layer in layers:
+        layer(x)
+    nn.Sequential(*layers).half()
+    for layer in layers:
+        expect_near_bf16(layer, x.half(), layer(x.half()))
+
+
+def test_attributes_assigned_later(device: str) -> None:
+    """They are checked before they are used; a name of an activation works as without FP8."""
+    layer, x = layer_of(device), tokens_of(device)
+    layer(x)
+    w_down = layer.w_down
+    for name, value, error, message in (
+        ("activation", "swish", ValueError, "activation: expected one of"),
+        ("activation", None, TypeError, "activation: expected a name or a guild.Activation"),
+        ("order", "mixed", ValueError, "order: expected"),
+        ("transposed", "no", TypeError, "transposed: expected"),
+        ("w_down", None, TypeError, "w_down: expected a torch.Tensor, got NoneType"),
+        ("w_down", nn.Parameter(w_down[0].detach()), ValueError, "w_down: expected 3 dimensions"),
+        ("w_down", nn.Parameter(w_down.to("meta")), ValueError, "w_down: expected a tensor on"),
+    ):
+        kept = getattr(layer, name)
+        setattr(layer, name, value)
+        with pytest.raises(error, match=f"^{message}"):
+            layer(x)
+        setattr(layer, name, kept)
+    layer.activation = "relu2_ungated"
+    layer.w_up = nn.Parameter(torch.randn_like(layer.w_up[:, :SIZE]))
+    expect_near_bf16(layer, x, layer(x))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
 import guild
-from guild import WeightGradients, experts_mlp, routed_experts
+from guild import WeightGradients, experts_mlp, routed_experts, sink_experts
 from guild._torch.operators import ops
 from test_weight_gradients import sorted_case
 
@@ -323,3 +327,48 @@ class _OutOfMemory:
         if name == self._op:
             raise torch.OutOfMemoryError("no memory")
         return getattr(ops, name)
+
+
+class SlowOps:
+    """The ops, of which one takes long enough for another thread to come in between."""
+
+    def __init__(self) -> None:
+        self.running = self.most = 0
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(ops, name)
+
+    def weight_gradients_out(self, *arguments: object) -> None:
+        self.running += 1
+        self.most = max(self.most, self.running)
+        time.sleep(0.02)
+        ops.weight_gradients_out(*arguments)
+        self.running -= 1
+
+
+@pytest.mark.parametrize("main_grad", [False, True])
+def test_backward_in_two_threads(main_grad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other writes its gradients, of which none is lost."""
+    sink = WeightGradients(main_grad=main_grad)
+    layer = guild.MoE(8, 8, 4, 2, bias=True, weight_gradients=sink)
+    experts = layer.w_up, layer.w_down, layer.b_up, layer.b_down
+    for parameter in experts:
+        parameter.main_grad = torch.zeros_like(parameter)
+    slow, x, barrier = SlowOps(), torch.randn(16, 8), threading.Barrier(2)
+    monkeypatch.setattr(sink_experts, "ops", slow)
+
+    def gradients() -> list[torch.Tensor]:
+        return [parameter.main_grad if main_grad else parameter.grad for parameter in experts]
+
+    def run(_: int) -> None:
+        out = layer(x).sum()
+        barrier.wait()
+        out.backward()
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(run, range(2)))
+    both = [gradient.clone() for gradient in gradients()]
+    layer(x).sum().backward()
+    for gradient, sum_of_two in zip(gradients(), both, strict=True):
+        torch.testing.assert_close(gradient, sum_of_two * 1.5)
+    assert slow.most == 1

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
+import json
 import inspect
 from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import guild
 from guild.bench.memory import saved_tensors
@@ -338,3 +341,32 @@ def test_rows_of_any_strides_go_through_shared_experts(gate: bool, context: Any)
             got, expected = layer(x), layer(x.contiguous())
             assert torch.equal(got, expected)
             assert torch.equal(layer.shared(x), layer.shared(x.contiguous()))
+
+
+def test_a_pickle_for_another_process() -> None:
+    """A process that is started with the layer finds its tensors in memory that lives on here."""
+    moe = guild.MoE(16, 8, 4, 2)
+    moe(torch.randn(3, 16))
+    state = moe.__getstate__()
+    memory = [StorageWeakRef(t.untyped_storage()) for t in state.values() if torch.is_tensor(t)]
+    del state
+    assert memory and not any(one.expired() for one in memory)
+
+
+def test_activation_from_its_fields() -> None:
+    activation = guild.Activation.named("gpt_oss")
+    again = guild.Activation(**dataclasses.asdict(activation))
+    assert again == activation and again.scalars == activation.scalars
+    assert dataclasses.replace(activation, alpha=2.0).scalars != activation.scalars
+
+
+def test_no_limit_is_finite_for_ops_and_clamps_nothing() -> None:
+    """A package of AOTInductor cannot hold infinity."""
+    json.dumps(guild.Activation("relu").scalars, allow_nan=False)
+    x = torch.tensor([[1e30, 1.0]], dtype=torch.float64, requires_grad=True)
+    w_up = torch.tensor([[[1e10, 0.0], [0.0, 1.0]]], dtype=torch.float64)
+    w_down, one = torch.ones(1, 2, 1, dtype=torch.float64), torch.ones(1, 1)
+    out = guild.routed_experts(x, one.int() - 1, one, w_up, w_down, activation="relu")
+    assert out.tolist() == [[1e40, 1e40]]  # more than any float32
+    out.sum().backward()
+    assert x.grad.tolist() == [[2e10, 2e40]]

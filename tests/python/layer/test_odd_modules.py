@@ -195,3 +195,31 @@ def test_a_last_forward_on_another_device(device: str) -> None:
         layer(torch.randn(3, HIDDEN, device=device, dtype=dtype))
     layer.balance(0.1)
     assert layer.router.selection_bias.any()
+
+
+SUPPLIED = {"router": "router.weight", "shared.gate": "shared.gate.weight", "shared": "shared.w_up"}
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("part", SUPPLIED)
+def test_weight_that_a_hook_supplies(part: str, grad: bool, device: str) -> None:
+    """As those of accelerate.cpu_offload do: before the call there is none."""
+    layer = layer_of(device, router_bias=False)
+    module, weight = layer.get_submodule(part), layer.get_parameter(SUPPLIED[part])
+    x, values, nothing = tokens(layer), weight.data, weight.data.new_empty(0)
+    with torch.set_grad_enabled(grad):
+        module.register_forward_hook(lambda *_: None)  # the same path as below
+        expected = layer(x)
+        weight.data = nothing
+        module.register_forward_pre_hook(lambda *_: setattr(weight, "data", values))
+        assert torch.equal(layer(x), expected)
+
+
+@pytest.mark.parametrize("part", ["router", "shared.gate"])
+def test_module_of_another_dtype_whose_hook_converts(part: str) -> None:
+    layer = layer_of("cpu", router_bias=False).float()
+    module = layer.get_submodule(part).double()
+    x = tokens(layer)
+    module.register_forward_pre_hook(lambda _, given: (given[0].double(),))
+    module.register_forward_hook(lambda *given: given[2].float())
+    assert layer(x).dtype == torch.float32

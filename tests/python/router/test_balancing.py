@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -266,3 +268,15 @@ def test_wrong_call(name: str, device: str) -> None:
     x = torch.zeros(6, 4, device=device)
     with pytest.raises(kind, match=f"^{message}"):
         call(x, torch.zeros(6, 2, dtype=torch.int32, device=device))
+
+
+@pytest.mark.parametrize("rate", [Fraction(1, 2), np.float32(0.5), np.float64(0.5)], ids=repr)
+def test_rate_of_another_kind(rate: object) -> None:
+    biases = []
+    for one in (0.5, rate):
+        torch.manual_seed(0)
+        moe = guild.MoE(16, 8, 4, 2, router="sigmoid")
+        moe(torch.randn(5, 16))
+        moe.balance(one)
+        biases.append(moe.router.selection_bias)
+    assert biases[0].any() and torch.equal(*biases)
