@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -189,6 +190,19 @@ def test_export(device: str) -> None:
     with torch.no_grad():
         exported = torch.export.export(moe, (x,)).module()
         torch.testing.assert_close(exported(x), moe(x), rtol=0, atol=0)
+
+
+def test_package_of_aotinductor(device: str, tmp_path: Path) -> None:
+    """A program compiled ahead of time, with another number of tokens than its example."""
+    moe = moe_of(device).eval()
+    x = torch.randn(9, 16, device=device).to(dtype_of(device))
+    with torch.no_grad():
+        shapes = ({0: torch.export.Dim("tokens", min=2, max=64)},)
+        exported = torch.export.export(moe, (x[:6],), dynamic_shapes=shapes)
+        file = str(tmp_path / "moe.pt2")
+        torch._inductor.aoti_compile_and_package(exported, package_path=file)
+        loaded = torch._inductor.aoti_load_package(file)
+        torch.testing.assert_close(loaded(x), moe(x), rtol=0, atol=0)
 
 
 def test_meta_tensors() -> None:

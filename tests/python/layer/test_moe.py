@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import json
 import inspect
+import json
 from typing import Any
 
 import pytest
