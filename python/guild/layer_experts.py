@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
+from guild._torch.checks import expect_device, expect_dims
+from guild.activations import as_activation
 from guild.experts import routed_experts_and_offsets, routed_layer
 from guild.float8.settings import expect_fp8
 from guild.layer_routing import is_exporting
@@ -98,7 +100,7 @@ def run_layer(
     router = router_weight, layer.top_k, layer.routing, selection_bias, token_mask
     if _are_all_here(layer.expert_group):
         return routed_layer(given, *router)
-    return layer.expert_group.routed_layer(given, *router, layer=layer._number)
+    return layer.expert_group.routed_layer(given, *router, layer=layer)
 
 
 def run_experts(
@@ -128,7 +130,7 @@ def run_experts(
     )
     if _are_all_here(layer.expert_group):
         return routed_experts_and_offsets(given)
-    return layer.expert_group.routed_experts_and_offsets(given, layer=layer._number)
+    return layer.expert_group.routed_experts_and_offsets(given, layer=layer)
 
 
 def _arguments(
@@ -178,8 +180,11 @@ def layer_fp8(layer: nn.Module) -> FP8 | FP8Weights | None:
         return fp8
     if _is_only_noted():  # kept codes would become constants, or not exist at all
         return replace(fp8, cached=False)
-    layout = layer.activation, layer.order, layer.transposed
-    return layer._fp8_weights.of(fp8, layer.w_up, layer.w_down, *layout)
+    w_up, w_down = layer.w_up, layer.w_down
+    expect_dims("w_down", w_down, 3, what="(experts, hidden, intermediate)")
+    expect_device("w_down", w_down, w_up, "w_up")
+    layout = as_activation(layer.activation), layer.order, layer.transposed
+    return layer._fp8_weights.of(fp8, w_up, w_down, *layout)
 
 
 def _is_only_noted() -> bool:

@@ -10,7 +10,6 @@ have for it.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import os
@@ -25,18 +24,22 @@ import torch
 import torch.distributed as dist
 
 import guild
-from guild.bench.dispatchers import DISPATCHERS, unfit, why_not
-from guild.bench.presets import PRESETS, Shape, parse_shape
-from guild.bench.problem import ROUTINGS, make_problems
-from guild.bench.symmetric import TORCH, SymmetricLayer, use_nvshmem
+from guild.bench.presets import Shape
+from guild.bench.problem import make_problems
+from guild.bench.ranks.dispatchers import DISPATCHERS, unfit, why_not
+from guild.bench.ranks.options import (
+    beside_of,
+    device_of,
+    expect_valid,
+    make_parser,
+    shapes_of,
+)
+from guild.bench.ranks.symmetric import TORCH, SymmetricLayer, use_nvshmem
+from guild.bench.results import replacing
 from guild.bench.timing import drawn_orders, free_memory, milliseconds
 from guild.provenance import provenance
 
-_TOKENS = 8192  # per rank
-_PRESETS = ("dsv3", "gptoss", "qwen30b")
 _CHECKED_TOKENS = 256
-_ENGINES = ("both", "auto", "peer", "nccl", TORCH)
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 class SharedLayer:
@@ -294,51 +297,33 @@ def _distance(out: torch.Tensor, expected: torch.Tensor) -> float:
 
 def main(arguments: list[str] | None = None) -> None:
     """The command; see the top of the file."""
-    parser = argparse.ArgumentParser(
-        prog="python -m guild.bench.parallel", description=__doc__.splitlines()[0]
-    )
-    add = parser.add_argument
-    add("--preset", action="append", default=[], choices=PRESETS, help=", ".join(_PRESETS))
-    add("--thiek", action="append", default=[], metavar="T,H,I,E,K", help="T: tokens per rank")
-    add("--tokens", type=int, default=_TOKENS, help=f"tokens per rank, for presets ({_TOKENS})")
-    add("--routing", default="random", choices=ROUTINGS)
-    add("--engine", default="both", choices=_ENGINES, help="both: nccl, and peer where it can run")
-    names = (*DISPATCHERS, "all")
-    add(
-        "--beside",
-        action="append",
-        default=[],
-        choices=names,
-        help="others to time in the same rounds",
-    )
-    add("--dtype", choices=_DTYPES, default="bfloat16")
-    add("--device", choices=("cuda", "cpu"), default="cuda")
-    add("--rounds", type=int, default=7)
-    add("--seconds", type=float, default=0.3, help="least time per call in a round (0.3)")
-    add("--seed", type=int, default=0)
-    add("--capacity", type=float, help="of peer, as ExpertParallel takes it; default: any routing")
-    add("--out", type=Path, metavar="DIR", help="write parallel.json there")
+    parser = make_parser(__doc__.splitlines()[0])
     args = parser.parse_args(arguments)
-    names = args.preset or ([] if args.thiek else _PRESETS)
-    shapes = {name: PRESETS[name]._replace(tokens=args.tokens) for name in names}
-    shapes |= {text: parse_shape(text) for text in args.thiek}
-    device = torch.device(args.device)
+    try:
+        expect_valid(args)
+        shapes, device, beside = shapes_of(args), device_of(args), beside_of(args)
+    except ValueError as error:
+        parser.error(str(error))
     if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(minutes=5))
-    how = args.routing, _DTYPES[args.dtype], device, args.rounds, args.seconds, args.seed
-    beside = list(DISPATCHERS) if "all" in args.beside else list(dict.fromkeys(args.beside))
-    if beside and args.engine == TORCH:
-        parser.error("--beside: not with --engine torch, which needs a run of its own")
+    how = args.routing, getattr(torch, args.dtype), device, args.rounds, args.seconds, args.seed
     record = measure_parallel(shapes, *how, args.engine, beside, args.capacity)
-    if dist.get_rank() == 0:
-        show(record)
-        if args.out is not None:
-            args.out.mkdir(parents=True, exist_ok=True)
-            (args.out / "parallel.json").write_text(json.dumps(record, indent=2) + "\n")
     dist.destroy_process_group()
+    if os.environ["RANK"] == "0":
+        try:
+            _write(record, args.out)
+        except ValueError as error:
+            parser.error(str(error))
+        finally:
+            show(record)
+
+
+def _write(record: dict[str, Any], out: Path | None) -> None:
+    if out is not None:
+        with replacing(out / "parallel.json") as unfinished:
+            unfinished.write_text(json.dumps(record, indent=2) + "\n")
 
 
 def show(record: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 
 from guild.bench.names import PASSES  # noqa: E402
 from guild.bench.presets import Shape  # noqa: E402
+from guild.bench.results import make_folder, replacing  # noqa: E402
 
 _ALONE = "alone"
 _ENGINES = {
@@ -121,7 +122,35 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--out", type=Path, required=True, metavar="PNG")
     args = parser.parse_args(arguments)
-    plot_parallel([json.loads(file.read_text()) for file in args.records], args.out)
+    try:
+        records = [read_record(file) for file in args.records]
+        make_folder(args.out.parent)
+        with replacing(args.out) as unfinished:
+            plot_parallel(records, unfinished)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def read_record(file: Path) -> dict[str, Any]:
+    """A record that `guild.bench.parallel` wrote.
+
+    Raises
+    ------
+    ValueError
+        If the file cannot be read or is not such a record.
+    """
+    try:
+        record = json.loads(file.read_text())
+    except (OSError, RecursionError, ValueError) as error:
+        raise ValueError(f"expected a JSON file, got {str(file)!r} ({error})") from None
+    try:
+        heads = record["ranks"], record["provenance"]["device"], record["routing"]
+        drawn = all(figures_of([record]).values())
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        heads, drawn = (), False
+    if not (heads and drawn):
+        raise ValueError(f"expected a record that guild.bench.parallel wrote, got {str(file)!r}")
+    return record
 
 
 if __name__ == "__main__":

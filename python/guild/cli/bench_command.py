@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +11,8 @@ import torch
 from rich.console import Console
 
 from guild.bench.plan import plan_bench
+from guild.bench.results import make_folder, replacing
+from guild.cli.console import CommandConsole
 
 _DRAWN = ("layers", "decode")  # modes whose records have a plot
 _LOG_WIDTH = 170  # of a table written to a file, for which rich would assume 80 columns
@@ -26,7 +24,7 @@ def run_bench(args: argparse.Namespace, defaults: argparse.Namespace) -> int:
     defaults: the same without any options.
     """
     # With --json, standard output is the JSON alone.
-    console = Console(stderr=args.json)
+    console = CommandConsole(stderr=args.json)
     if not console.is_terminal:
         console.width = _LOG_WIDTH
     if args.report is not None:
@@ -36,7 +34,7 @@ def run_bench(args: argparse.Namespace, defaults: argparse.Namespace) -> int:
         # Events, graphs and memory statistics apply to the current device.
         torch.cuda.set_device(plan.device)
     if args.out is not None:
-        _make_folder(args.out)
+        make_folder(args.out)
     if args.steps:
         from guild.bench.steps import measure_steps
 
@@ -63,16 +61,25 @@ def run_bench(args: argparse.Namespace, defaults: argparse.Namespace) -> int:
         record = measure(plan, console)
         if args.sweep is not None:
             record["mode"] = "sweep"
-    if args.json:
-        print(json.dumps(record, indent=2))
-    else:
-        from guild.bench.narrow_table import fit
-        from guild.bench.tables import table_of
-
-        console.print(fit(table_of(record), console))
-    if args.out is not None:
-        _write(record, args.out, console)
+    written = ""
+    try:
+        if args.out is not None:
+            written = _write(record, args.out)
+    finally:  # what cannot be written is printed, and what cannot be printed has been written
+        _print(record, args.json, console)
+    if written:
+        console.print(f"results in {args.out}: {written}")
     return 1 if any(case["failures"] for case in record["cases"]) else 0
+
+
+def _print(record: dict[str, Any], as_json: bool, console: Console) -> None:
+    if as_json:
+        print(json.dumps(record, indent=2))
+        return
+    from guild.bench.narrow_table import fit
+    from guild.bench.tables import table_of
+
+    console.print(fit(table_of(record), console))
 
 
 def _report(args: argparse.Namespace, defaults: argparse.Namespace) -> int:
@@ -86,12 +93,12 @@ def _report(args: argparse.Namespace, defaults: argparse.Namespace) -> int:
         if record["mode"] not in _DRAWN:
             drawn = " or ".join(_DRAWN)
             raise ValueError(f"out: expected a record of {drawn} to draw, got {record['mode']}")
-        _make_folder(args.out)
+        make_folder(args.out)
     print(json.dumps(record, indent=2) if args.json else report(record))
     if args.out is not None:
         name = f"{_file_name(record)}.png"
         _draw(record, args.out / name)
-        Console(stderr=True).print(f"results in {args.out}: {name}")
+        CommandConsole(stderr=True).print(f"results in {args.out}: {name}")
     return 0
 
 
@@ -106,7 +113,7 @@ def _draw(record: dict[str, Any], file: Path) -> None:
     from guild.bench.plots import plot_bench, plot_decode
 
     plot = plot_decode if record["mode"] == "decode" else plot_bench
-    with _replacing(file) as unfinished:
+    with replacing(file) as unfinished:
         plot(record, unfinished)
 
 
@@ -115,40 +122,13 @@ def _file_name(record: dict[str, Any]) -> str:
     return {"layers": "bench"}.get(record["mode"], record["mode"])
 
 
-def _make_folder(out: Path) -> None:
-    """Make the folder, and check now, not after the measurement, that it takes files."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):
-            pass
-    except (FileExistsError, NotADirectoryError):
-        raise ValueError(f"out: expected a folder, got the file {str(out)!r}") from None
-    except OSError as error:
-        raise ValueError(
-            f"out: expected a folder to write in, got {str(out)!r} ({error.strerror})"
-        ) from None
-
-
-@contextmanager
-def _replacing(file: Path) -> Iterator[Path]:
-    """A path to write to, which replaces `file` at the end; a failure leaves `file` alone."""
-    unfinished = file.with_name(f"{file.stem}.unfinished{file.suffix}")
-    try:
-        yield unfinished
-        os.replace(unfinished, file)
-    except OSError as error:
-        raise ValueError(f"out: {str(file)!r} cannot be written ({error.strerror})") from None
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
-def _write(record: dict[str, Any], out: Path, console: Console) -> None:
-    """bench.json and bench.png, or the JSON of another mode under its name."""
+def _write(record: dict[str, Any], out: Path) -> str:
+    """bench.json and bench.png, or the JSON of another mode under its name -> their names."""
     name = _file_name(record)
     written = [f"{name}.json"]
-    with _replacing(out / written[0]) as unfinished:
+    with replacing(out / written[0]) as unfinished:
         unfinished.write_text(json.dumps(record, indent=2) + "\n")
     if record["mode"] in _DRAWN:
         written.append(f"{name}.png")
         _draw(record, out / written[1])
-    console.print(f"results in {out}: {', '.join(written)}")
+    return ", ".join(written)

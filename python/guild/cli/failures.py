@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
+from guild.train.failures import OtherRankError
 from guild.train.interrupt import INTERRUPTED
 
 FAILED, REFUSED = 1, 2
@@ -17,8 +18,11 @@ def told(command: str, error: BaseException) -> int | None:
     Returns
     -------
     int or None
-        The exit status; None, with nothing printed, if the error's traceback is wanted.
+        The exit status; None, with nothing printed, if the error's traceback is wanted. Nothing is
+        printed either where another process reports the error.
     """
+    if isinstance(error, OtherRankError):
+        return REFUSED
     status, line = FAILED, str(error)
     if isinstance(error, KeyboardInterrupt):
         status, line = INTERRUPTED, "interrupted"

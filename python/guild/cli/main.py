@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from guild.bench.presets import CPU_SHAPES, MORE_PRESETS, NAMED, PRESETS
+from guild.cli.commands import run_command
 from guild.cli.failures import told
 from guild.cli.streams import escape_what_cannot_be_encoded
+from guild.train.interrupt import Interruption
 from guild.train.presets import PRESETS as TRAIN_PRESETS
 from guild.train.settings import CHOICES, Settings
 
@@ -366,7 +368,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     -------
     int
         Exit status: 0; 1 after a run that failed, such as a benchmark's check; 2 for what could not
-        be started or written: a wrong argument, a bad checkpoint, a full disk; 130 after Ctrl-C.
+        be started or written: a wrong argument, a bad checkpoint, a full disk; 130 after Ctrl-C
+        or SIGTERM.
     """
     escape_what_cannot_be_encoded()
     parser = make_parser()
@@ -375,24 +378,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # default of 300,000 turns a training step takes five times as long when other programs need the
     # cores; with 1,000 it loses nothing on idle ones.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    try:
-        if args.command == "train":
-            from guild.cli.train_command import run_train
-
-            return run_train(args)
-        if args.command == "generate":
-            from guild.cli.generate_command import run_generate
-
-            return run_generate(args)
-        if args.command == "bench":
-            from guild.cli.bench_command import run_bench
-
-            return run_bench(args, defaults=parser.parse_args(["bench"]))
-        from guild.cli.info import run_info
-
-        return run_info()
-    except (Exception, KeyboardInterrupt) as error:
-        status = told(args.command, error)
-        if status is None:
-            raise
-        return status
+    with Interruption() as interruption:
+        try:
+            return run_command(args, bench_defaults=parser.parse_args(["bench"]))
+        except (Exception, KeyboardInterrupt) as error:
+            # An import that is interrupted may raise anything.
+            status = told(args.command, KeyboardInterrupt() if interruption.came else error)
+            if status is None:
+                raise
+            return status

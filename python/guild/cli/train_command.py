@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import io
 import os
@@ -18,6 +19,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from guild.cli.console import CommandConsole
 from guild.provenance import pick_device, set_threads
 from guild.train.interrupt import INTERRUPTED, StopRequest
 from guild.train.loop import Plan, Training
@@ -32,7 +34,9 @@ from guild.train.world import (
     is_started_by_torchrun,
     joined,
     local_ranks,
+    run_folder,
     writes,
+    written_by_one,
 )
 
 _FLAGS = ("fsdp", "keep_gathered", "no_cuda_graph")
@@ -41,7 +45,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def run_train(args: argparse.Namespace) -> int:
     """Train, show the results, return the exit status."""
-    console = Console()
+    console = CommandConsole()
     typed = vars(args)
     if "threads" in typed:
         set_threads(typed["threads"])
@@ -55,11 +59,12 @@ def run_train(args: argparse.Namespace) -> int:
 def _train_on_ranks(settings: Settings, plan: Plan, typed: dict[str, Any], console: Console) -> int:
     """Run as one of torchrun's processes; only the first one has the folder and the console."""
     plan = dataclasses.replace(plan, device=device_of_rank(plan.device))
-    with joined(plan.device):
-        if writes():
-            with RunFolder(plan.out).claimed():
-                return _train(settings, plan, typed, console)
-        return _train(settings, plan, typed, Console(file=io.StringIO()))
+    with joined(plan.device), contextlib.ExitStack() as claim:
+        if not writes():
+            console = Console(file=io.StringIO())
+        with written_by_one():
+            claim.enter_context(run_folder(plan.out).claimed())
+        return _train(settings, plan, typed, console)
 
 
 def _train(settings: Settings, plan: Plan, typed: dict[str, Any], console: Console) -> int:
@@ -159,20 +164,12 @@ def plan_run(typed: dict[str, Any]) -> tuple[Settings, Plan]:
     settings = Settings(**{**(saved["settings"] if saved else {}), **chosen})
     device = pick_device(typed.get("device", "auto"))
     dtype = typed.get("dtype", "auto")
-    compare, moe = typed.get("compare"), typed.get("moe")
-    fp8 = typed.get("fp8", False)
-    if compare and moe in ("plain", "fp8"):
-        raise ValueError("moe: --compare trains both layers, leave --moe out")
-    if fp8 and (compare or moe):
-        raise ValueError("fp8: --fp8 trains two layers, leave --compare and --moe out")
-    if saved:
-        trained = list(saved["learners"])
-        fp8 = fp8 or ("fp8" in trained and len(trained) > 1 and moe is None and not compare)
-        compare = len(trained) > 1 and not fp8 if compare is None else compare
-        moe = trained[0] if moe is None else moe
-        if dtype == "auto":
-            dtype = saved["dtype"].removeprefix("torch.")
-    _expect_ranks(typed, bool(compare), fp8 or moe == "fp8")
+    moe, compare, fp8 = _trained(typed, list(saved["learners"]) if saved else [])
+    if resume and typed.get("no_checkpoint"):
+        raise ValueError("no_checkpoint: expected without --resume, which continues a checkpoint")
+    if saved and dtype == "auto":
+        dtype = saved["dtype"].removeprefix("torch.")
+    _expect_ranks(typed, compare, fp8 or moe == "fp8")
     if dtype == "auto":
         narrow = device.type == "cuda" or fp8 or moe == "fp8"
         dtype = "bfloat16" if narrow else "float32"
@@ -189,8 +186,8 @@ def plan_run(typed: dict[str, Any]) -> tuple[Settings, Plan]:
         out=out,
         device=device,
         dtype=_DTYPES[dtype],
-        moe=moe or "guild",
-        compare=bool(compare),
+        moe=moe,
+        compare=compare,
         fp8=fp8,
         resume=resume,
         corpus=typed.get("corpus"),
@@ -201,6 +198,22 @@ def plan_run(typed: dict[str, Any]) -> tuple[Settings, Plan]:
         checkpoints=not typed.get("no_checkpoint", False),
         cuda_graph=not typed.get("no_cuda_graph", False),
     )
+
+
+def _trained(typed: dict[str, Any], saved: list[str]) -> tuple[str, bool, bool]:
+    """The layer to train, and whether --compare or --fp8 has two trained.
+
+    What was typed counts; without any of it, what the checkpoint to resume holds.
+    """
+    moe, compare, fp8 = typed.get("moe"), typed.get("compare", False), typed.get("fp8", False)
+    if compare and moe in ("plain", "fp8"):
+        raise ValueError("moe: --compare trains both layers, leave --moe out")
+    if fp8 and (compare or moe):
+        raise ValueError("fp8: --fp8 trains two layers, leave --compare and --moe out")
+    if len(saved) > 1 and not (moe or compare or fp8):
+        fp8 = "fp8" in saved
+        compare = not fp8
+    return moe or (saved[0] if saved else "guild"), compare, fp8
 
 
 def _expect_ranks(typed: dict[str, Any], compare: bool, fp8: bool) -> None:

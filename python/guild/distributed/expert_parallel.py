@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -41,6 +41,7 @@ from guild.distributed.call_arguments import (
 )
 from guild.distributed.facts import facts_of
 from guild.distributed.filling import fill_part
+from guild.distributed.own_experts import number_of
 from guild.distributed.passage import Collect, Dispatch
 from guild.distributed.peer_layer import PeerExperts
 from guild.distributed.peer_traffic import PeerTraffic, plan_peer_traffic
@@ -186,10 +187,13 @@ class ExpertParallel:
         facts: dict[str, int],
     ) -> tuple[Traffic | PeerTraffic, Tensor]:
         """Tell every rank what comes -> traffic, scores of this rank's experts."""
-        peers = None if token_offsets is not None else self._peers_on(x.device)
-        if peers is None:
-            return plan_traffic(self._ranks, ids, scores, token_offsets, experts, facts)
-        return plan_peer_traffic(peers, x, ids, scores, experts, facts)
+        lists = token_offsets is not None
+        peers = self._peers.get(x.device) if lists else self._peers_on(x.device)
+        if peers is not None and not lists:
+            return plan_peer_traffic(peers, x, ids, scores, experts, facts)
+        if peers is not None:
+            peers.meet_first(facts)  # ranks without lists would be there
+        return plan_traffic(self._ranks, ids, scores, token_offsets, experts, facts)
 
     def local_experts(self, experts: int) -> range:
         """The experts of this rank.
@@ -296,12 +300,13 @@ class ExpertParallel:
 
     @torch.compiler.disable  # a graph break: only the host knows the number of rows
     def routed_experts_and_offsets(
-        self, given: RoutedArguments, *, layer: int = 0
+        self, given: RoutedArguments, *, layer: nn.Module | None = None
     ) -> tuple[Tensor, Tensor]:
         """`routed_experts`, and int32 (E + 1) offsets of this rank's rows by expert."""
         weight_gradients, token_offsets = given.weight_gradients, given.token_offsets
         expect_no_transform(given.x, given.topk_weights, *given.parameters(), given.residual)
         expect_plain(self.exact, weight_gradients, given.lora_up, given.lora_down)
+        number = number_of(layer, given.parameters(), self._ranks)
         # Rows of other ranks' tokens come without a residual.
         local = given._replace(residual=None)
         call = routed_call(local)
@@ -315,7 +320,9 @@ class ExpertParallel:
             call = routed_call(local)
         expect_runnable(self.size, call, weight_gradients)
         residual, recompute = residual_rows(given.residual, call.x), given.recompute
-        facts = facts_of(self.size, self.exact, call.x, call.scores, call.layer, layer, call.low)
+        lists = token_offsets is not None
+        tokens = call.x, call.scores, call.layer
+        facts = facts_of(self.size, self.exact, *tokens, number, call.low, lists)
         slots = call.ids, call.scores, token_offsets, self.size * call.layer[2].shape[0]
         peers = None if token_offsets is not None else self._peers_on(call.x.device)
         plain = weight_gradients is None and call.low is None and call.experts_at is None
@@ -348,7 +355,7 @@ class ExpertParallel:
         selection_bias: Tensor | None,
         token_mask: Tensor | None,
         *,
-        layer: int = 0,
+        layer: nn.Module | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Router and experts; with exact=True x gets one gradient for both, as in one process."""
         expect_no_transform(given.x, router_weight, *given.parameters(), given.residual)
@@ -357,6 +364,7 @@ class ExpertParallel:
             ids, scores = route_tokens(*tokens)
             given = given._replace(topk_ids=ids, topk_weights=scores)
             return self.routed_experts_and_offsets(given, layer=layer)
+        number = number_of(layer, given.parameters(), self._ranks)
         arguments = token_arguments(*tokens)
         x, *local, _ = layer_arguments(given.x, *given.parameters(), *given.layout(), routed=True)
         residual = residual_rows(given.residual, x)
@@ -364,7 +372,7 @@ class ExpertParallel:
         expect_plain(self.exact, given.weight_gradients)
         with torch.no_grad():
             scores, ids, slopes = ops.route_tokens(*arguments)
-        facts = facts_of(self.size, self.exact, x, router_weight, local, layer)
+        facts = facts_of(self.size, self.exact, x, router_weight, local, number)
         experts = self.size * local[2].shape[0]
         traffic, received = self._plan(x, ids, scores, None, experts, facts)
         keep = bool(facts["gradients"]) and not given.recompute and traffic.keeps_all_rows

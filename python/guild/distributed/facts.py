@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 from guild._torch.checks import FLOATS, dtype_name
 from guild._torch.low_rank import LowRank
 from guild._torch.operators import LayerFlags
-from guild.activations import KINDS
+from guild.activations import KINDS, NO_LIMIT
 
 _GATED, _CLAMP_AFTER = 16, 32  # beside the kind of an activation
 
@@ -25,10 +26,11 @@ def facts_of(
     local: list[Any],
     layer: int,
     low: LowRank | None = None,
+    lists: bool = False,
 ) -> dict[str, int]:
     """What every rank must agree on; weighing: the tensor that gets the scores' gradient.
 
-    size: ranks of the group.
+    size: ranks of the group; lists: the call has token_offsets.
     """
     w_up, w_gate, w_down, b_up, b_down, *flags = local
     flags = LayerFlags(*flags)
@@ -37,6 +39,7 @@ def facts_of(
     terms = low is not None and low.wants_gradient()
     wants = (x.requires_grad, weighing.requires_grad, wants, terms)
     gradients = sum(1 << i for i, want in enumerate(wants) if want)
+    options = b_up is not None, b_down is not None, low is not None, lists
     return {
         "layer": layer,
         "hidden": x.shape[1],
@@ -45,7 +48,7 @@ def facts_of(
         "dtype": FLOATS.index(x.dtype),
         "(activation, up_offset)": _word_of(kind, flags.up_offset),
         "(alpha, limit)": _word_of(flags.alpha, flags.limit),
-        "bias and LoRA": (b_up is not None) + 2 * (b_down is not None) + 4 * (low is not None),
+        "options": sum(1 << i for i, one in enumerate(options) if one),
         "exact": int(exact),
         "gradients": gradients * torch.is_grad_enabled(),
     }
@@ -73,6 +76,11 @@ def _activation(word: int) -> str:
     return f"({name}{' with clamp_after' if kind & _CLAMP_AFTER else ''}, {up_offset:g})"
 
 
+def _alpha_and_limit(word: int) -> str:
+    alpha, limit = _numbers_of(word)
+    return f"({alpha:g}, {math.inf if limit == NO_LIMIT else limit:g})"
+
+
 def _names_of(*names: str) -> Callable[[int], str]:
     """Shows a number whose bit i stands for the name i."""
 
@@ -86,8 +94,8 @@ def _names_of(*names: str) -> Callable[[int], str]:
 _SHOWN: dict[str, Callable[[int], str]] = {
     "dtype": lambda number: dtype_name(FLOATS[number]),
     "(activation, up_offset)": _activation,
-    "(alpha, limit)": lambda word: "({:g}, {:g})".format(*_numbers_of(word)),
-    "bias and LoRA": _names_of("b_up", "b_down", "LoRA"),
+    "(alpha, limit)": _alpha_and_limit,
+    "options": _names_of("b_up", "b_down", "LoRA", "token_offsets"),
     "exact": lambda number: str(bool(number)),
     "capacity": lambda word: f"{_numbers_of(word)[0]:g}" if word else "None",
     "gradients": _names_of("x", "scores", "weights", "LoRA"),

@@ -87,7 +87,7 @@ class Peers:
         """
         self.expect_no_failure()
         tokens = x.shape[0]
-        facts = {"call": 0, **facts, "top_k": top_k}
+        facts = {"call": 0, **facts, "top_k": top_k, _BEYOND: 0}
         memory = self._memory_for(x, top_k, facts)
         facts["call"] = self.ranks.calls
         facts[_BEYOND] = tokens if tokens > self.max_tokens else 0
@@ -99,6 +99,25 @@ class Peers:
                 f"{tokens}"
             )
         return memory
+
+    def meet_first(self, facts: dict[str, int]) -> None:
+        """The barrier of a forward, before the hosts agree on it, and wait for the GPU.
+
+        A rank that makes another call may be in a barrier, where the hosts would wait for it.
+
+        Raises
+        ------
+        ValueError, RuntimeError
+            If ranks differ or one is gone, in this call or an earlier one.
+        """
+        if self.memory is None:  # nobody has been in a barrier
+            return
+        call = self.ranks.calls + 1
+        self._facts = {"call": call, **facts, "top_k": facts.get("top_k", 0), _BEYOND: 0}
+        self.meet(FORWARD, self._facts)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        self.expect_no_failure()
 
     def publish_forward(
         self, x: Tensor, memory: PeerMemory, ids: Tensor, scores: Tensor, experts: int
@@ -187,8 +206,9 @@ class Peers:
             raise RuntimeError(
                 "expert_group: expected a layer's first call before it is captured in a CUDA graph"
             )
+        named = {name: value for name, value in facts.items() if name not in ("call", _BEYOND)}
+        self.meet_first(named)
         told = torch.full((1, size), tokens, dtype=torch.int64, device=x.device)
-        named = {name: value for name, value in facts.items() if name != "call"}
         given = room_facts(self.max_tokens, self.capacity)
         _, (everyone,) = self.ranks.agree(named | given, told)
         self._known.add(key)

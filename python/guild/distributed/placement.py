@@ -15,7 +15,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,12 +24,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
+from torch.nn.parallel import DistributedDataParallel
 
 from guild._torch.checks import expect_positive
 from guild.distributed.expert_parallel import TIMEOUT, ExpertParallel
+from guild.distributed.own_experts import ranks_of
 from guild.moe import MoE
 
-__all__ = ["clip_grad_norm_", "distribute_experts", "expert_weights", "shard_layers"]
+__all__ = [
+    "clip_grad_norm_",
+    "distribute_experts",
+    "expert_weights",
+    "leave_out_experts",
+    "shard_layers",
+]
 
 _EXPERT_WEIGHTS = ("w_up", "w_down", "b_up", "b_down")
 
@@ -81,15 +89,20 @@ def distribute_experts(
                 "module: expected layers with all of their experts, before fully_shard, got one "
                 "whose experts are distributed already"
             )
+    parts = {weight: _part_of(weight, mesh) for weight in expert_weights(module)}
+    for owner in module.modules():  # weights that are tied remain so
+        for name, weight in [*owner.named_parameters(recurse=False, remove_duplicate=False)]:
+            if weight in parts:
+                setattr(owner, name, parts[weight])
     for layer in layers:
-        for name in _EXPERT_WEIGHTS:
-            weight = getattr(layer, name)
-            if weight is not None:
-                # Without a source rank no values are sent: each rank keeps its part of its own.
-                part = distribute_tensor(weight.detach(), mesh, [Shard(0)], src_data_rank=None)
-                setattr(layer, name, nn.Parameter(part, requires_grad=weight.requires_grad))
         layer.share_experts(group)
     return group
+
+
+def _part_of(weight: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+    """This rank's part of the experts; no values are sent, as there is no source rank."""
+    part = distribute_tensor(weight.detach(), mesh, [Shard(0)], src_data_rank=None)
+    return nn.Parameter(part, requires_grad=weight.requires_grad)
 
 
 def layers_of(module: nn.Module) -> list[MoE]:
@@ -122,6 +135,27 @@ def expert_weights(module: nn.Module) -> set[nn.Parameter]:
     named = ((layer, name) for layer in layers_of(module) for name in _EXPERT_WEIGHTS)
     weights = (getattr(layer, name) for layer, name in named)
     return {weight for weight in weights if weight is not None}
+
+
+def leave_out_experts(module: nn.Module) -> None:
+    """Have DistributedDataParallel(module), called next, leave experts on several ranks alone.
+
+    It would overwrite them with the first rank's and average their gradients. These remain sums
+    over the ranks that share the experts, while it averages all others over its own ranks.
+
+    Raises
+    ------
+    ValueError
+        If the module has no `guild.MoE`.
+    """
+    groups = [(layer, layer.expert_group) for layer in layers_of(module)]
+    shared = [layer for layer, group in groups if group is not None and group.size > 1]
+    kept = set().union(*map(expert_weights, shared))
+    every = module.named_parameters(remove_duplicate=False)
+    names = {name for name, parameter in every if parameter in kept}
+    names |= {f".{name}" for name in names if "." not in name}  # DDP's own name for the module's
+    names |= {*getattr(module, "_ddp_params_and_buffers_to_ignore", ())}
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
 
 
 def shard_layers(
@@ -201,16 +235,17 @@ def _own_output(part: nn.Module, arguments: Any, output: Any) -> Any:
 
 
 def clip_grad_norm_(
-    parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0
+    parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0
 ) -> Tensor:
     """`torch.nn.utils.clip_grad_norm_` for parameters that lie on several meshes.
 
-    The norm is that of all gradients of all ranks. Parameters that are not DTensors count once:
-    they are the same on every rank.
+    The norm is that of all gradients of all ranks. Experts of a `guild.MoE(expert_group=...)` that
+    has run are counted on all ranks of the group; other parameters that are not DTensors count
+    once: they are the same on every rank.
 
     Parameters
     ----------
-    parameters : iterable of torch.Tensor
+    parameters : torch.Tensor or iterable of torch.Tensor
         DTensors of any meshes and placements, and tensors.
     max_norm : float
         Gradients are scaled down to it where their norm is larger.
@@ -223,18 +258,19 @@ def clip_grad_norm_(
         The norm before scaling, float32.
     """
     expect_positive("max_norm", max_norm)
-    parameters = list(parameters)
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     total = grad_norm(parameters, norm_type)
     for group in _by_layout(parameters).values():
         torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
     return total
 
 
-def grad_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+def grad_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     """The norm of the gradients of all ranks, as `clip_grad_norm_` returns it."""
     expect_positive("norm_type", norm_type)
+    parameters = [parameters] if isinstance(parameters, Tensor) else parameters
     norms = [
-        _norm([p.grad for p in group], layout, norm_type)
+        _norm([p.grad for p in group], layout.groups(), norm_type)
         for layout, group in _by_layout(parameters).items()
     ]
     if not norms:
@@ -242,21 +278,36 @@ def grad_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(norms), norm_type)
 
 
-def _by_layout(parameters: Iterable[Tensor]) -> dict[Any, list[Tensor]]:
-    """The parameters that have a gradient, by its `_layout`."""
-    found: dict[Any, list[Tensor]] = defaultdict(list)
+class _Layout(NamedTuple):
+    """How a gradient is divided: along dimensions of a mesh, or among ranks with other experts."""
+
+    mesh: DeviceMesh | None = None
+    dimensions: tuple[int, ...] = ()
+    ranks: dist.ProcessGroup | None = None
+
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The ranks that have the parts, one dimension after another."""
+        if self.ranks is not None:
+            return [self.ranks]
+        return [self.mesh.get_group(dimension) for dimension in self.dimensions]
+
+
+def _by_layout(parameters: Iterable[Tensor]) -> dict[_Layout, list[Tensor]]:
+    """The parameters that have a gradient, by its layout."""
+    found: dict[_Layout, list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None:
-            found[_layout(parameter.grad)].append(parameter)
+            found[_layout(parameter)].append(parameter)
     return found
 
 
-def _layout(grad: Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
-    """The mesh of a gradient, and the mesh's dimensions along which it is divided."""
+def _layout(parameter: Tensor) -> _Layout:
+    grad = parameter.grad
     if not isinstance(grad, DTensor):
-        return None, ()
+        return _Layout(ranks=ranks_of(parameter))
     placements = enumerate(_summed(grad.placements))
-    return grad.device_mesh, tuple(i for i, place in placements if not place.is_replicate())
+    divided = tuple(i for i, place in placements if not place.is_replicate())
+    return _Layout(grad.device_mesh, divided)
 
 
 def _summed(placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
@@ -272,18 +323,14 @@ def _part(grad: Tensor) -> Tensor:
     return (grad if summed == grad.placements else grad.redistribute(placements=summed)).to_local()
 
 
-def _norm(
-    grads: list[Tensor], layout: tuple[DeviceMesh | None, tuple[int, ...]], norm_type: float
-) -> Tensor:
+def _norm(grads: list[Tensor], groups: list[dist.ProcessGroup], norm_type: float) -> Tensor:
     """The norm of the whole gradients, float32, from the parts on all ranks."""
-    mesh, dimensions = layout
     parts = [_part(grad) for grad in grads]
     filled = [part for part in parts if part.numel()]
     norm = torch.zeros((), device=parts[0].device)
     if filled:
         norm = torch.nn.utils.get_total_norm(filled, norm_type).float()
-    for dimension in dimensions:
-        group = mesh.get_group(dimension)
+    for group in groups:
         if math.isinf(norm_type):
             dist.all_reduce(norm, dist.ReduceOp.MAX, group)
         else:

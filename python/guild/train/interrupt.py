@@ -1,14 +1,56 @@
-"""Ctrl-C as a request: the first one lets the current round finish, the second one ends at once.
+"""Ctrl-C and SIGTERM: an exception, or a request while a run can still write a checkpoint.
 
-SIGTERM always is a request: schedulers and torchrun send it several times.
+The first Ctrl-C lets the current round finish, the second one ends at once. SIGTERM always is a
+request then: schedulers and torchrun send it several times.
 """
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from types import FrameType, TracebackType
 
 INTERRUPTED = 130  # exit status, as of a shell's command after Ctrl-C
+
+
+class Interruption:
+    """Context manager that raises KeyboardInterrupt on SIGINT and SIGTERM.
+
+    Signals that the process ignores, or handles in another way, stay as they are.
+
+    Attributes
+    ----------
+    came : bool
+        Whether there was one, which code in between may have turned into another exception.
+    """
+
+    def __init__(self) -> None:
+        self.came = False
+        self._previous: dict[int, object] = {}
+
+    def __enter__(self) -> Interruption:
+        with contextlib.suppress(ValueError):  # not the main thread: signals go elsewhere
+            for number in (signal.SIGINT, signal.SIGTERM):
+                handler = signal.getsignal(number)
+                if handler in (signal.default_int_handler, signal.SIG_DFL):
+                    signal.signal(number, self._interrupt)
+                    self._previous[number] = handler
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        self.came = True
+        if number == signal.SIGTERM:  # the next one must not end what tidies up
+            signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
 
 
 class StopRequest:

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import math
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -141,7 +142,7 @@ class Learner:
         Raises
         ------
         FloatingPointError
-            When the loss is not finite.
+            When the loss, or another number of a row, is not finite.
         """
         self._wait()
         with self.steps.round():
@@ -152,10 +153,9 @@ class Learner:
         rows = []
         for step, values in enumerate(torch.stack(measured).tolist(), first):
             loss, imbalance, norm, kept, *load = values
-            if not math.isfinite(loss):
-                raise FloatingPointError(
-                    f"{self.name}: the loss of step {step + 1} is {loss}; try a smaller --lr"
-                )
+            self.expect_finite(f"the loss of step {step + 1}", loss)
+            self.expect_finite(f"the gradient's norm of step {step + 1}", norm)
+            self.expect_finite(f"the imbalance of step {step + 1}", imbalance)
             rows.append(
                 {
                     "step": step + 1,
@@ -230,6 +230,27 @@ class Learner:
 
     def _before_part(self, last: bool) -> None:
         """Hook before the forward of a part of a step's windows; last: it is the last part."""
+
+    def expect_usable(self, corpus: Corpus, step: int) -> None:
+        """Raise FloatingPointError unless the model is worth a checkpoint after this step.
+
+        All weights must be finite, and so must the loss of a batch of the held-out bytes.
+        """
+        if not self._has_finite_weights():
+            raise FloatingPointError(f"{self.name}: step {step} left weights that are not finite")
+        self.expect_finite(f"the held-out loss after step {step}", self.validate(corpus, 1))
+
+    def expect_finite(self, what: str, value: float) -> None:
+        """Raise FloatingPointError, which ends the run, unless the value is finite."""
+        if not math.isfinite(value):
+            raise FloatingPointError(f"{self.name}: {what} is {value}; try a smaller --lr")
+
+    def _has_finite_weights(self) -> bool:
+        return self._are_finite(self.model.parameters())
+
+    @staticmethod
+    def _are_finite(weights: Iterable[torch.Tensor]) -> bool:
+        return bool(torch.stack([weight.detach().isfinite().all() for weight in weights]).all())
 
     @torch.no_grad()
     def validate(self, corpus: Corpus, windows: int) -> float:

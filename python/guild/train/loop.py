@@ -22,10 +22,9 @@ from guild.train.interrupt import StopRequest
 from guild.train.learner import Learner
 from guild.train.plots import plot_run
 from guild.train.progress import TrainingView
-from guild.train.run_folder import RunFolder
 from guild.train.settings import Settings, changed_fields
 from guild.train.speed import speed_summary
-from guild.train.world import UnwrittenFolder, agreed, writes
+from guild.train.world import agreed, run_folder, writes, written_by_one
 
 FINAL_STEPS = 50
 FINAL_WINDOWS = 1024
@@ -110,7 +109,7 @@ class Training:
 
     def __init__(self, settings: Settings, plan: Plan, console: Console) -> None:
         self.settings, self.plan, self.console = settings, plan, console
-        self.folder = RunFolder(plan.out) if writes() else UnwrittenFolder(plan.out)
+        self.folder = run_folder(plan.out)
         self.step = self.rounds = 0  # rounds: of this call
         self.saved: int | None = None  # step of the last checkpoint
         self._told: set[str] = set()  # learners whose steps are no CUDA graph
@@ -120,12 +119,14 @@ class Training:
             _check_resumable(state, settings, plan, self.corpus)
         self.learners = [_learner(name, settings, plan) for name in plan.layers]
         if state is None:
-            self._say_moved(self.folder.start())
+            with written_by_one():
+                self._say_moved(self.folder.start())
         else:
             self.step = self.saved = state["step"]
             for learner in self.learners:
                 learner.load(state["learners"][learner.name])
-            self.folder.cut_after(self.step)
+            with written_by_one():
+                self.folder.cut_after(self.step)
 
     @property
     def is_finished(self) -> bool:
@@ -180,8 +181,7 @@ class Training:
                 self._told.add(learner.name)
                 self._say(f"{learner.name}: {learner.steps.refusal}")
         self.step += count
-        for learner in self.learners:
-            self.folder.append(rows[learner.name])
+        self._append([row for learner in self.learners for row in rows[learner.name]])
         view.update(self.step, rows[self.learners[0].name][-1])
 
     def _validate(self, view: TrainingView) -> None:
@@ -191,13 +191,19 @@ class Training:
             return
         windows = FINAL_WINDOWS if is_last else _CHECK_WINDOWS
         losses = {lr.name: lr.validate(self.corpus, windows) for lr in self.learners}
-        self.folder.append(
+        for learner in self.learners:
+            learner.expect_finite(f"the held-out loss after step {self.step}", losses[learner.name])
+        self._append(
             [
                 {"step": self.step, "moe": name, "validation_loss": loss, "windows": windows}
                 for name, loss in losses.items()
             ]
         )
         view.validated(self.step, losses[self.learners[0].name])
+
+    def _append(self, rows: list[dict[str, Any]]) -> None:
+        with written_by_one():
+            self.folder.append(rows)
 
     def _validation(self, is_last: bool) -> dict[str, float]:
         """Validation loss of each layer after this step, of the last one on the final windows."""
@@ -212,17 +218,18 @@ class Training:
     def _save(self) -> None:
         if not self.plan.checkpoints:
             return
-        self.folder.save_checkpoint(
-            {
-                "step": self.step,
-                "settings": self.settings.as_dict(),
-                "dtype": str(self.plan.dtype),
-                "corpus": self.corpus.digest,
-                "learners": {learner.name: learner.state() for learner in self.learners},
-            }
-        )
+        for learner in self.learners:
+            learner.expect_usable(self.corpus, self.step)  # else an earlier one is worth more
+        state = {
+            "step": self.step,
+            "settings": self.settings.as_dict(),
+            "dtype": str(self.plan.dtype),
+            "corpus": self.corpus.digest,
+            "learners": {learner.name: learner.state() for learner in self.learners},
+        }
+        with written_by_one():  # a rank that ended before would have torchrun end all
+            self.folder.save_checkpoint(state)
         self.saved = self.step
-        agreed(True)  # no rank ends before the file is written, as torchrun would then end all
 
     def _say_moved(self, aside: Path | None) -> None:
         if aside is not None:

@@ -254,6 +254,10 @@ class ShardedLearner(Learner):
                 return norm  # otherwise it is that of the parts, not of their sum
         return local_norm(self.model.parameters())
 
+    def _has_finite_weights(self) -> bool:
+        own = (weight.to_local() for weight in self.model.parameters())
+        return on_all_ranks(self._are_finite(own))
+
     @torch.no_grad()
     def validate(self, corpus: Corpus, windows: int) -> float:
         """As `Learner.validate`; every rank has its part of each batch."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from guild.train.failures import OtherRankError
 from guild.train.interrupt import StopRequest
 from guild.train.run_folder import RunFolder
 
@@ -73,6 +74,24 @@ def agreed(value: bool) -> bool:
     return found[0]
 
 
+@contextlib.contextmanager
+def written_by_one() -> Iterator[None]:
+    """What only the rank that writes does: the others wait for it, and end if it fails.
+
+    Raises
+    ------
+    OtherRankError
+        On the others.
+    """
+    try:
+        yield
+    except Exception:
+        agreed(False)
+        raise
+    if not agreed(True):
+        raise OtherRankError("the first rank could not write")
+
+
 def on_all_ranks(value: bool) -> bool:
     """Whether it is true on every rank."""
     found: list[bool | None] = [None] * dist.get_world_size()
@@ -128,3 +147,8 @@ class UnwrittenFolder(RunFolder):
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """The first rank does."""
+
+
+def run_folder(path: Path) -> RunFolder:
+    """The folder of a run, as this rank uses it."""
+    return RunFolder(path) if writes() else UnwrittenFolder(path)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import os
 import re
 import resource
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from guild.cli import bench_command
+from guild.bench.results import make_folder
 from guild.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -74,7 +78,7 @@ def test_impossible_folder(
 
 
 def test_nothing_is_left_of_the_trial(tmp_path: Path) -> None:
-    bench_command._make_folder(tmp_path / "a" / "b")
+    make_folder(tmp_path / "a" / "b")
     assert list((tmp_path / "a" / "b").iterdir()) == []
 
 
@@ -109,6 +113,27 @@ def test_something_in_the_way(tmp_path: Path, capsys: pytest.CaptureFixture) -> 
     message = r"'.*/bench\.json' cannot be written \(Is a directory\)"
     expect_refusal([*QUICK, "--out", str(tmp_path)], message, capsys)
     assert [file.name for file in tmp_path.iterdir()] == ["bench.json"]
+
+
+class FullDisk(io.StringIO):
+    """Standard output redirected to a file with room for a line, but for no table."""
+
+    def write(self, text: str) -> int:
+        if len(text) > 200:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().write(text)
+
+
+def test_printing_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The results are there if their table cannot be printed."""
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", FullDisk())
+        assert main([*QUICK, "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == "guild bench: No space left on device"
+    assert {file.name for file in tmp_path.iterdir()} == {"bench.json", "bench.png"}
 
 
 def test_results_replace_older_ones(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

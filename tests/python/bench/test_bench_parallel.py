@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,16 +19,17 @@ from torch import Tensor
 from torch.distributed import _symmetric_memory as symmetric
 
 import guild
-from guild.bench.dispatchers import (
+from guild.bench import parallel
+from guild.bench.parallel import measure_parallel, show
+from guild.bench.parallel_plot import figures_of, main
+from guild.bench.presets import Shape
+from guild.bench.ranks.dispatchers import (
     DISPATCHERS,
     AsyncTorchtitanLayer,
     DispatchedLayer,
     TorchtitanLayer,
 )
-from guild.bench.parallel import measure_parallel, show
-from guild.bench.parallel_plot import figures_of, main
-from guild.bench.presets import Shape
-from guild.bench.symmetric import SymmetricLayer
+from guild.bench.ranks.symmetric import SymmetricLayer
 from processes import run_on_ranks
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -61,6 +63,57 @@ def test_plot(tmp_path: Path) -> None:
     assert all(alone[c["name"]] > c["tflops"]["forward"] for c in record["cases"])
     main([str(RECORDED), "--out", str(tmp_path / "plot.png")])
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_wrong_records(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """What cannot be drawn, or written, is one line after the usage."""
+    (tmp_path / "text.json").write_text("hello")
+    (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "bench.json").write_text('{"cases": [{"name": "a"}], "mode": "layers"}')
+    for name, out, text in (
+        ("none.json", "plot.png", "expected a JSON file, got '.*/none.json'"),
+        ("text.json", "plot.png", "expected a JSON file, got '.*/text.json'"),
+        ("list.json", "plot.png", "expected a record that guild.bench.parallel wrote"),
+        ("bench.json", "plot.png", "expected a record that guild.bench.parallel wrote"),
+        (RECORDED, "text.json/plot.png", "out: expected a folder, got the file"),
+        (RECORDED, "plot.xyz", "'xyz'"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main([str(tmp_path / name), "--out", str(tmp_path / out)])
+        assert re.search(f"error: .*{text}", capsys.readouterr().err), name
+
+
+def test_wrong_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mistakes are found before the ranks meet, and only the first one reports them."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(parallel, "measure_parallel", pytest.fail)
+
+    def refused(*words: str) -> str:
+        with pytest.raises(SystemExit, match="2"):
+            parallel.main(list(words))
+        return capsys.readouterr().err
+
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert "error: expected to be started by torchrun" in refused("--device", "cpu")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    for words, text in (
+        ("--thiek 1,2", "thiek: expected five numbers"),
+        ("--thiek 64,16,8,4,2", "64,16,8,4,2: expected a multiple of 3 experts"),
+        ("--thiek 64,16,8,6,2", "device: 'cuda:0' asked for, this machine has 0 GPUs"),
+        ("--rounds 0", "rounds: expected at least 1, got 0"),
+        ("--tokens 0", "tokens: expected at least 1, got 0"),
+        ("--seconds nan", "seconds: expected a positive number, got nan"),
+        ("--capacity -1", "capacity: expected a positive number, got -1"),
+        (f"--out {tmp_path / 'file'}", "out: expected a folder, got the file"),
+    ):
+        assert f"error: {text}" in refused(*words.split())
+    monkeypatch.setenv("RANK", "1")
+    assert not refused("--rounds", "0")
 
 
 def same_as_layer(make: Callable[[Shape, guild.MoE], DispatchedLayer]) -> None:

@@ -119,7 +119,7 @@ def other_activations(rank: int) -> None:
         with pytest.raises(ValueError, match=f"^expert_group: .* got {re.escape(text)}"):
             layer(torch.randn(3, 16))
     layer = guild.MoE(16, 8, 8, 2, bias=rank == 1, expert_group=group)
-    text = r"got bias and LoRA none on rank 0, \(b_up, b_down\) on rank 1"
+    text = r"got options none on rank 0, \(b_up, b_down\) on rank 1"
     with pytest.raises(ValueError, match=text):
         layer(torch.randn(3, 16))
     layer = guild.MoE(16, 8, 8, 2, expert_group=group)
@@ -215,6 +215,23 @@ def the_first_call(rank: int) -> None:
     told = "forward of call 1 on rank 0, choice of an engine of call 1 on rank 1"
     with pytest.raises(RuntimeError, match=f"^expert_group: .* the same order, got {told}"):
         layer(torch.randn(3, 16))
+
+
+def first_calls(rank: int) -> None:
+    """A rank whose host waits for the others' finds that they are in a call of the peer engine."""
+    x = torch.randn(3, 16)
+    for engine in ("nccl", "peer"):
+        group = new_group(engine=engine)
+        first, second = (guild.MoE(16, 8, 8, 2, expert_group=group) for _ in range(2))
+        first(x)
+        with pytest.raises(ValueError, match=r"got layer .*2 on rank 1"):
+            (second if rank == 1 else first)(x)
+        router = guild.Router(rounding="nearest", tile=4)
+        layer = guild.MoE(16, 8, 8, 2, router=router, expert_group=new_group(engine=engine))
+        for training in (False, True, False):
+            layer.train(training)(x).sum().backward()
+        with pytest.raises(ValueError, match=r"got options .*\(token_offsets\) on rank 1"):
+            layer.train(rank == 1)(x)
 
 
 class InAHookError(Exception):
@@ -317,6 +334,7 @@ CHECKS = (
     wrong_arguments,
     default_device,
     the_first_call,
+    first_calls,
     one_pass_less,
     averaged_by_ddp,
     middle_of_a_step,

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import functools
+import io
 import itertools
 import json
 import math
@@ -28,6 +30,7 @@ from guild.train.corpus import load_corpus
 from guild.train.gathered import knows_fsdp, parameters_of
 from guild.train.peer_copies import SummedGradients, use_copies
 from guild.train.reduction import NarrowReduceScatter
+from guild.train.run_folder import RunFolder
 from guild.train.settings import Settings
 from guild.train.sharded import ShardedLearner
 from guild.train.world import SharedStop, on_all_ranks
@@ -113,6 +116,33 @@ def on_the_command_line(rank: int) -> None:
     if rank == 0:
         assert losses_in(folder / "e")[:3] == pytest.approx(losses_in(folder / "b")[:3], rel=0.05)
     assert typed(*where, "--expert-parallel", "3", *sizes) == 2
+
+
+def full_disk(rank: int) -> None:
+    """The first rank says in one line what it could not write; the others end without a word."""
+    folder = Path(os.environ["GUILD_TEST_FOLDER"])
+    sizes = "--hidden 16 --layers 1 --heads 2 --experts 4 --intermediate 8 --batch 4 --context 16"
+    where = [
+        "--fsdp",
+        "--corpus",
+        str(folder / "corpus"),
+        "--steps",
+        "2",
+        "--out",
+        str(folder / "f"),
+    ]
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    for name in ("start", "append", "save_checkpoint"):
+        said = io.StringIO()
+        with mock.patch.object(RunFolder, name, side_effect=full), contextlib.redirect_stderr(said):
+            assert typed(*where, *sizes.split()) == 2
+        expected = "guild train: No space left on device\n" if rank == 0 else ""
+        assert said.getvalue() == expected, name
+    said = io.StringIO()
+    (folder / "file").touch()
+    with contextlib.redirect_stderr(said):
+        assert typed(*where[:-1], str(folder / "file"), *sizes.split()) == 2
+    assert said.getvalue().startswith("guild train: out: expected a folder") == (rank == 0)
 
 
 def one_stops_all(rank: int) -> None:
@@ -296,6 +326,7 @@ CHECKS = (
     losses_of_training,
     other_trainings,
     on_the_command_line,
+    full_disk,
     one_stops_all,
     what_all_ranks_say,
     gradients_are_added_in_float32,

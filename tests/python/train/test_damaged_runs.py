@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from guild.cli import train_command
+from guild.train.loop import Plan
 from short_runs import SMALL, refused
 
 
@@ -170,3 +172,35 @@ def test_metrics_of_one_layer_of_two(
     metrics.write_text("".join(line for line in lines if '"step": 1, ' not in line or "pl" in line))
     printed = refused(run("--resume", "--steps", "12"), capsys)
     assert "has other steps of guild than of plain" in printed
+    for moe in ("plain", "guild"):
+        printed = refused(run("--resume", "--moe", moe), capsys)
+        assert f"the checkpoint holds guild and plain, this run trains {moe};" in printed
+
+
+@pytest.mark.parametrize(
+    ("options", "saved", "layers"),
+    [
+        ({}, [], ("guild",)),
+        ({}, ["plain"], ("plain",)),
+        ({}, ["guild", "plain"], ("guild", "plain")),
+        ({}, ["fp8", "guild"], ("fp8", "guild")),
+        ({"moe": "fp8"}, ["fp8", "guild"], ("fp8",)),
+        ({"moe": "plain"}, ["guild", "plain"], ("plain",)),
+        ({"compare": True}, ["fp8", "guild"], ("guild", "plain")),
+        ({"fp8": True}, ["guild", "plain"], ("fp8", "guild")),
+    ],
+    ids=str,
+)
+def test_layers_of_a_resumed_run(options: dict, saved: list[str], layers: tuple) -> None:
+    """What is typed counts, so that a checkpoint of something else is refused."""
+    moe, compare, fp8 = train_command._trained(options, saved)
+    how = {"device": torch.device("cpu"), "dtype": torch.bfloat16}
+    assert Plan(Path(), **how, moe=moe, compare=compare, fp8=fp8).layers == layers
+
+
+def test_resumed_without_checkpoints(
+    run: Callable[..., int], finished: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """A summary of steps that no checkpoint has could not be continued."""
+    printed = refused(run("--resume", "--steps", "12", "--no-checkpoint"), capsys)
+    assert "no_checkpoint: expected without --resume" in printed

@@ -117,6 +117,26 @@ def test_disk_fills_after_the_last_step(
     assert (folder / "loss.png").exists()
 
 
+# ---- output that nobody reads ------------------------------------------------------------------
+
+
+def test_closed_output(
+    run: Callable[..., int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    """As after `| head`: the run goes on, and says so once."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as output, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", output)
+        assert run(*SMALL, "--check-every", "2") == 0
+    assert capsys.readouterr().err.count("\n") == 1
+    assert RunFolder(tmp_path / "run").load_checkpoint()["step"] == 10
+    assert (tmp_path / "run" / "summary.json").exists()
+
+
 # ---- runs that are over, stopped, or in the way ------------------------------------------------
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import signal
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from guild.train.compare import comparison
 from guild.train.generation import readable
 from guild.train.interrupt import StopRequest
 from guild.train.learner import Learner
-from guild.train.loop import FINAL_STEPS
+from guild.train.loop import FINAL_STEPS, Training
 from guild.train.plots import _smooth, plot_run
 from guild.train.run_folder import RunFolder
 from guild.train.settings import CHOICES
@@ -250,51 +249,25 @@ def test_comparison_takes_medians_of_ratios() -> None:
     assert found["largest_loss_difference"] == pytest.approx(0.3)
 
 
-def test_stops_at_a_loss_that_is_no_number(corpus: Path, tmp_path: Path) -> None:
-    with pytest.raises(FloatingPointError, match=r"guild: the loss of step .* is nan"):
-        train(small_settings(lr=1e30, clip=1e30), tmp_path, corpus)
-
-
 def test_saved_before_its_validation(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run that ends in a validation goes on as if it had not."""
+
+    def interrupted(training: Training, _: object) -> None:
+        if training.saved:
+            signal.raise_signal(signal.SIGINT)
+
     ended = pytest.raises(KeyboardInterrupt)
     train(small_settings(), tmp_path / "whole", corpus)
     with monkeypatch.context() as patch, ended:
-        patch.setattr(Learner, "validate", lambda *_: signal.raise_signal(signal.SIGINT))
+        patch.setattr(Training, "_validate", interrupted)
         patch.setattr(StopRequest, "__enter__", lambda self: self)
         train(small_settings(), tmp_path / "a", corpus)
     assert RunFolder(tmp_path / "a").load_checkpoint()["step"] == 4
     train(small_settings(), tmp_path / "a", corpus, resume=True)
     found, expected = (RunFolder(tmp_path / name).rows() for name in ("a", "whole"))
     assert without_times(found) == without_times(expected)
-
-
-def test_stopped_before_its_first_step(corpus: Path, tmp_path: Path) -> None:
-    training, _ = train(small_settings(), tmp_path, corpus, polls=0)
-    assert training.saved is None and not training.folder.checkpoint.exists()
-
-
-def test_first_ctrl_c_asks_and_the_second_interrupts() -> None:
-    usual = signal.default_int_handler
-    before = signal.signal(signal.SIGINT, usual)  # a shell's background job ignores Ctrl-C
-    try:
-        with StopRequest() as stop:
-            assert not stop.asked
-            os.kill(os.getpid(), signal.SIGINT)
-            assert stop.asked
-            with pytest.raises(KeyboardInterrupt):
-                os.kill(os.getpid(), signal.SIGINT)
-                signal.pause()
-        assert signal.getsignal(signal.SIGINT) is usual
-        with StopRequest() as stop:
-            for _ in range(3):
-                os.kill(os.getpid(), signal.SIGTERM)
-            assert stop.asked
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ from torch.autograd.function import FunctionCtx
 
 import guild
 from guild._torch.operators import ops
-from guild.bench.dispatchers import DispatchedLayer
 from guild.bench.presets import Shape
+from guild.bench.ranks.dispatchers import DispatchedLayer
 
 TORCH = "torch"  # the engine's name
 

@@ -1,0 +1,120 @@
+"""The command line of `guild.bench.parallel`, checked before the ranks meet."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from guild.bench.presets import PRESETS, Shape, parse_shape
+from guild.bench.problem import ROUTINGS
+from guild.bench.ranks.dispatchers import DISPATCHERS
+from guild.bench.ranks.symmetric import TORCH
+from guild.bench.results import make_folder
+from guild.provenance import pick_device
+
+_TOKENS = 8192  # per rank
+_PRESETS = ("dsv3", "gptoss", "qwen30b")
+_ENGINES = ("both", "auto", "peer", "nccl", TORCH)
+_DTYPES = ("bfloat16", "float16", "float32")
+
+
+class RanksParser(argparse.ArgumentParser):
+    """Reports what is wrong once, not from every process that torchrun has started."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with status 2; only the first rank says why."""
+        if os.environ.get("RANK", "0") == "0":
+            super().error(message)
+        sys.exit(2)
+
+
+def make_parser(description: str) -> RanksParser:
+    """The grammar."""
+    parser = RanksParser(prog="python -m guild.bench.parallel", description=description)
+    add = parser.add_argument
+    add("--preset", action="append", default=[], choices=PRESETS, help=", ".join(_PRESETS))
+    add("--thiek", action="append", default=[], metavar="T,H,I,E,K", help="T: tokens per rank")
+    add("--tokens", type=int, default=_TOKENS, help=f"tokens per rank, for presets ({_TOKENS})")
+    add("--routing", default="random", choices=ROUTINGS)
+    add("--engine", default="both", choices=_ENGINES, help="both: nccl, and peer where it can run")
+    add(
+        "--beside",
+        action="append",
+        default=[],
+        choices=(*DISPATCHERS, "all"),
+        help="others to time in the same rounds",
+    )
+    add("--dtype", choices=_DTYPES, default="bfloat16")
+    add("--device", choices=("cuda", "cpu"), default="cuda")
+    add("--rounds", type=int, default=7)
+    add("--seconds", type=float, default=0.3, help="least time per call in a round (0.3)")
+    add("--seed", type=int, default=0)
+    add("--capacity", type=float, help="of peer, as ExpertParallel takes it; default: any routing")
+    add("--out", type=Path, metavar="DIR", help="write parallel.json there")
+    return parser
+
+
+def shapes_of(args: argparse.Namespace) -> dict[str, Shape]:
+    """What is timed, by name; tokens are those of a rank.
+
+    Raises
+    ------
+    ValueError
+        For a shape that is none, or that the ranks cannot share.
+    """
+    names = args.preset or ([] if args.thiek else _PRESETS)
+    shapes = {name: PRESETS[name]._replace(tokens=args.tokens) for name in names}
+    shapes |= {text: parse_shape(text) for text in args.thiek}
+    ranks = int(os.environ["WORLD_SIZE"])
+    for name, shape in shapes.items():
+        if shape.experts % ranks:
+            raise ValueError(
+                f"{name}: expected a multiple of {ranks} experts (ranks), got {shape.experts}"
+            )
+    return shapes
+
+
+def device_of(args: argparse.Namespace) -> torch.device:
+    """This rank's device.
+
+    Raises
+    ------
+    ValueError
+        If there is none, or it does not compute in the dtype.
+    """
+    if args.device == "cpu":
+        return torch.device("cpu")
+    if args.dtype == "float32":
+        raise ValueError("dtype: expected bfloat16 or float16 on a GPU, got float32")
+    return pick_device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}")
+
+
+def beside_of(args: argparse.Namespace) -> list[str]:
+    """The other libraries that are timed."""
+    if args.beside and args.engine == TORCH:
+        raise ValueError("beside: not with --engine torch, which needs a run of its own")
+    return list(DISPATCHERS) if "all" in args.beside else list(dict.fromkeys(args.beside))
+
+
+def expect_valid(args: argparse.Namespace) -> None:
+    """Raise ValueError for numbers out of range, a missing torchrun and an unwritable folder."""
+    for name, least in (("tokens", 1), ("rounds", 1), ("seed", 0)):
+        if getattr(args, name) < least:
+            raise ValueError(f"{name}: expected at least {least}, got {getattr(args, name)}")
+    for name in ("seconds", "capacity"):
+        value = getattr(args, name)
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{name}: expected a positive number, got {value}")
+    if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        raise ValueError(
+            "expected to be started by torchrun, as in torchrun --nproc-per-node 2 -m "
+            "guild.bench.parallel"
+        )
+    if args.out is not None and os.environ["RANK"] == "0":
+        make_folder(args.out)

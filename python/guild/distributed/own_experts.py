@@ -1,0 +1,89 @@
+"""Weights of this rank's experts, which look like replicas: same names and sizes on every rank.
+
+`guild.MoE(expert_group=...)` has such parameters, and so has `ExpertParallel.routed_experts`. Each
+call notes its ranks on them, for `clip_grad_norm_`, and refuses what would mix up the experts.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from guild._torch.expert_lists import Listed
+from guild._torch.gradient_targets import wanting
+from guild._torch.layer_arguments import Halves
+from guild.distributed.ranks import Ranks
+
+_NOTE = "_guild_ranks"
+
+
+class _Note:
+    """The ranks that share a parameter's experts; lost where the parameter is pickled."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+def number_of(
+    layer: nn.Module | None, parameters: Iterable[Listed | Halves | None], ranks: Ranks
+) -> int:
+    """The number of a layer that is called, 0 for none, after looking at its parameters.
+
+    Raises
+    ------
+    ValueError
+        If FSDP2 or DistributedDataParallel takes the experts for replicas.
+    """
+    parameters = wanting(parameters)
+    _expect_no_replicas(layer, parameters, ranks.everyone)
+    for parameter in parameters:
+        if parameter.is_leaf and ranks_of(parameter) is not ranks.group:
+            setattr(parameter, _NOTE, _Note(ranks.group))
+    return 0 if layer is None else layer._number
+
+
+def ranks_of(parameter: Tensor) -> dist.ProcessGroup | None:
+    """The ranks that have the other experts of a parameter; None if it is no expert's."""
+    note = getattr(parameter, _NOTE, None)
+    return None if note is None else note.group
+
+
+def _expect_no_replicas(
+    layer: nn.Module | None, parameters: list[Tensor], ranks: list[int]
+) -> None:
+    """ranks: those that share the experts, by their numbers among all."""
+    if layer is not None and not isinstance(layer.w_up, DTensor):
+        if any(len({*ranks} & _sharded_over(h)) > 1 for h in layer._state_dict_pre_hooks.values()):
+            raise ValueError(
+                "expert_group: expected experts in the ignored_params of fully_shard, or "
+                "guild.distribute_experts in place of expert_group; got experts that FSDP2 has "
+                "sharded as if they were the same on every rank"
+            )
+    ddp = DistributedDataParallel._get_active_ddp_module()
+    if ddp is None or len({*ranks} & {*dist.get_process_group_ranks(ddp.process_group)}) < 2:
+        return
+    averaged = {parameter.data_ptr() for parameter in ddp._module_parameters}
+    if any(parameter.data_ptr() in averaged for parameter in parameters):
+        raise ValueError(
+            "expert_group: expected experts that DistributedDataParallel leaves alone, got some "
+            "that it has overwritten with another rank's; make the model again and call "
+            "guild.distributed.placement.leave_out_experts(model) before DistributedDataParallel"
+        )
+
+
+def _sharded_over(hook: Callable[..., object]) -> set[int]:
+    """All ranks of FSDP2, from the hook for state dicts that it gives a layer with parameters."""
+    if not hook.__module__.startswith("torch.distributed.fsdp."):
+        return set()
+    parameters = inspect.getclosurevars(hook).nonlocals.get("self")
+    mesh = getattr(getattr(parameters, "mesh_info", None), "mesh", None)
+    return set() if mesh is None else {*mesh.mesh.flatten().tolist()}

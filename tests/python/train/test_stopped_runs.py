@@ -1,0 +1,101 @@
+"""Runs that end early: by a signal, or as they have diverged."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from guild.train.interrupt import INTERRUPTED, StopRequest
+from short_runs import call_train
+from training import small_settings, train
+
+
+def test_stops_at_a_loss_that_is_no_number(corpus: Path, tmp_path: Path) -> None:
+    with pytest.raises(FloatingPointError, match=r"guild: .* of step .* is nan"):
+        train(small_settings(lr=1e30, clip=1e30), tmp_path, corpus)
+
+
+@pytest.mark.parametrize(
+    ("steps", "patched", "text"),
+    [
+        (4, {"settings.Settings.lr_at": lambda *_: 1e30}, "the gradient's norm of step 4 is nan"),
+        (3, {"settings.Settings.lr_at": lambda *_: math.inf}, "step 3 left weights that are"),
+        (3, {"learner.Learner.validate": lambda *_: math.nan}, "the held-out loss after step 3"),
+    ],
+    ids=["gradient", "weight", "loss"],
+)
+def test_diverged_run_keeps_its_last_checkpoint(
+    steps: int, patched: dict, text: str, corpus: Path, tmp_path: Path
+) -> None:
+    """Losses of all steps are finite, but not what comes after them: nothing of it is saved."""
+    training, _ = train(small_settings(steps=2, warmup=0), tmp_path, corpus)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in patched.items():
+            patch.setattr(f"guild.train.{name}", value)
+        with pytest.raises(FloatingPointError, match=f"^guild: {text}"):
+            train(small_settings(steps=steps, warmup=0), tmp_path, corpus, resume=True)
+    after = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    assert "NaN" not in after.pop("metrics.jsonl").decode()
+    assert after == {name: before[name] for name in after} and "checkpoint.pt" in after
+
+
+def test_stopped_before_its_first_step(corpus: Path, tmp_path: Path) -> None:
+    training, _ = train(small_settings(), tmp_path, corpus, polls=0)
+    assert training.saved is None and not training.folder.checkpoint.exists()
+
+
+def test_first_ctrl_c_asks_and_the_second_interrupts() -> None:
+    usual = signal.default_int_handler
+    before = signal.signal(signal.SIGINT, usual)  # a shell's background job ignores Ctrl-C
+    try:
+        with StopRequest() as stop:
+            assert not stop.asked
+            os.kill(os.getpid(), signal.SIGINT)
+            assert stop.asked
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+                signal.pause()
+        assert signal.getsignal(signal.SIGINT) is usual
+        with StopRequest() as stop:
+            for _ in range(3):
+                os.kill(os.getpid(), signal.SIGTERM)
+            assert stop.asked
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("raises", [KeyboardInterrupt, ValueError])
+def test_interrupted_at_the_start(
+    number: int,
+    raises: type[BaseException],
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    """Before the first step, a signal leaves nothing behind, whatever it is turned into."""
+
+    def interrupted(*_: object) -> None:
+        try:
+            for _ in range(2 if number == signal.SIGTERM else 1):
+                signal.raise_signal(number)
+        except KeyboardInterrupt:
+            raise raises("too many values to unpack") from None
+
+    monkeypatch.setattr("guild.train.loop.load_corpus", interrupted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+        assert call_train(corpus, tmp_path / "run") == INTERRUPTED
+        assert handlers == [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().err == "guild train: interrupted\n"
+    assert not (tmp_path / "run").exists()
