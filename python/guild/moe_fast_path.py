@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from guild._torch.layer_operator import infer_layer
-from guild._torch.operators import LayerFlags
+from guild._torch.operators import LayerFlags, ops
 from guild.activations import is_interleaved
-from guild.logits import RouterLinear
+from guild.logits import RouterLinear, has_plain_call
 from guild.routed_experts_fast_path import (
     REFUSED,
     below_autograd,
+    expert_settings,
+    infer_experts,
     is_plainly_called,
     settings_tensor,
 )
 from guild.routing import Router, router_scalars
 from guild.shared_experts import SharedExperts, shared_rows
 
-_infer_layer = infer_layer._op.__wrapped__  # its errors are raised again by the slow path
+# Without the wrappers that translate errors: the slow path raises them again.
+_infer_layer = infer_layer._op.__wrapped__
+_router_logits, _route = ops.router_logits.default, ops.route.default
+Optionals = tuple[Tensor | None, ...]
 PREPARED = "_prepared"  # attribute of a layer: its settings, and as `_prepared` gives them
 
 
@@ -34,7 +41,7 @@ def quick_output(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
         return None
     # Bypasses Module.__getattr__, which is slow.
     modules, parameters = layer._modules, layer._parameters
-    router = modules.get("router")
+    router, biased = modules.get("router"), False
     w_up, w_down = parameters.get("w_up"), parameters.get("w_down")
     if not (
         layer.expert_group is layer.fp8 is None
@@ -45,7 +52,7 @@ def quick_output(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
         and type(weight := router._parameters.get("weight")) is nn.Parameter
         and x.dtype is w_up.dtype
         and is_plainly_called(x)
-        and layer._routes_in_one()
+        and (layer._routes_in_one() or (biased := _adds_a_bias(layer, router, x.dtype)))
     ):
         return None
     shape = x.shape
@@ -59,23 +66,74 @@ def quick_output(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
     bias = None
     if layer.routing.selection_bias and (bias := router._buffers.get("selection_bias")) is None:
         return None
-    shared = modules.get("shared") or layer.shared
-    dense = (None,) * 5  # a residual; or weights and scale of what is added, or the scale's gate
-    if type(shared) is SharedExperts and shared.is_plain(layer):
-        gate = shared.gate_weight(flat)
-        dense = None, *shared.weights(), shared.scale(flat) if gate is None else None, gate
-    elif shared is not None:
-        dense = shared_rows(shared, flat), None, None, None, None
+    added = _added(layer, flat, modules.get("shared") or layer.shared, biased)
+    run = _with_router_bias if biased else _in_one
     try:
-        rest = *dense, w_up, w_down, layer.b_up, layer.b_down, _prepared(layer)
-        if torch.is_inference_mode_enabled():
-            out, offsets = _infer_layer(flat, weight, bias, *rest)
-        else:
-            with below_autograd():
-                out, offsets = _infer_layer(flat, weight, bias, *rest)
+        experts = w_up, w_down, layer.b_up, layer.b_down
+        out, offsets = run(layer, flat, router, bias, added, experts)
     except (*REFUSED, AttributeError):  # AttributeError: the activation is a name, say
         return None
     return out if len(shape) == 2 else out.view(shape), offsets
+
+
+def _added(layer: nn.Module, x: Tensor, shared: nn.Module | None, as_rows: bool) -> Optionals:
+    """A residual; or weights and scale of what is added, or the scale's gate; or none of these."""
+    if shared is None:
+        return (None,) * 5
+    if as_rows or not (type(shared) is SharedExperts and shared.is_plain(layer)):
+        return shared_rows(shared, x), None, None, None, None
+    gate = shared.gate_weight(x)
+    return None, *shared.weights(), shared.scale(x) if gate is None else None, gate
+
+
+def _in_one(
+    layer: nn.Module,
+    x: Tensor,
+    router: nn.Module,
+    bias: Tensor | None,
+    added: Optionals,
+    experts: Optionals,
+) -> tuple[Tensor, Tensor]:
+    """Output and offsets of tokens (T, H) by one op. bias: of the choice."""
+    weight, settings = router._parameters["weight"], _prepared(layer)
+    with _below_autograd():
+        return _infer_layer(x, weight, bias, *added, *experts, settings)
+
+
+def _with_router_bias(
+    layer: nn.Module,
+    x: Tensor,
+    router: nn.Module,
+    bias: Tensor | None,
+    added: Optionals,
+    experts: Optionals,
+) -> tuple[Tensor, Tensor]:
+    """The same where the router's logits have a bias, as gpt-oss's: by an op for each step."""
+    settings = expert_settings(layer.activation, layer.order, layer.transposed)
+    weight = router._parameters["weight"]
+    narrow = x.dtype is torch.bfloat16 or x.dtype is torch.float16
+    with _below_autograd():
+        logits = _router_logits(x, weight) if narrow else F.linear(x, weight)
+        logits += router._parameters["bias"]
+        scores, ids, _ = _route(logits, bias, None, *router_scalars(layer.top_k, layer.routing))
+        return infer_experts(x, ids, scores, added[0], *experts, settings)
+
+
+def _below_autograd() -> AbstractContextManager:
+    return nullcontext() if torch.is_inference_mode_enabled() else below_autograd()
+
+
+def _adds_a_bias(layer: nn.Module, router: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether calling the router computes x weight^T + bias, of which only the choice is used."""
+    bias = router._parameters.get("bias")
+    return (
+        type(bias) is nn.Parameter
+        and bias.dtype is dtype
+        and bias.shape == (layer.experts,)
+        and layer.routing.applied_to == "output"
+        and not layer._keeps_logits()
+        and has_plain_call(router)
+    )
 
 
 def _prepared(layer: nn.Module) -> Tensor:
