@@ -51,10 +51,10 @@ struct Barrier {
   }
   // Announces bytes without arriving. Some arrival of this phase must still be due.
   __device__ void expect(uint32_t bytes) {
-    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(
-                     shared_address(&word)),
-                 "r"(bytes)
-                 : "memory");
+    asm volatile(
+        "mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&word)),
+        "r"(bytes)
+        : "memory");
   }
   // Arrives when every cp.async that this thread has issued so far has landed.
   __device__ void arrive_when_copied() {
