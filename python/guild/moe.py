@@ -286,11 +286,11 @@ class MoE(LayerState):
 
     def _routes_in_one(self) -> bool:
         """Whether router and experts can be one op: nothing else needs the routing in between."""
-        return (
-            self.routing.applied_to == "output"
-            and not self._keeps_logits()
-            and is_router_plain(self)
-        )
+        return self._uses_only_the_choice() and is_router_plain(self)
+
+    def _uses_only_the_choice(self) -> bool:
+        """Whether nothing but ids and scores of the experts' outputs is made of the logits."""
+        return self.routing.applied_to == "output" and not self._keeps_logits()
 
     def _logits(self, x: Tensor) -> Tensor:
         """The router called on x."""

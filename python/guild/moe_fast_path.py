@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -41,7 +41,7 @@ def quick_output(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
         return None
     # Bypasses Module.__getattr__, which is slow.
     modules, parameters = layer._modules, layer._parameters
-    router, biased = modules.get("router"), False
+    router = modules.get("router")
     w_up, w_down = parameters.get("w_up"), parameters.get("w_down")
     if not (
         layer.expert_group is layer.fp8 is None
@@ -52,7 +52,8 @@ def quick_output(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
         and type(weight := router._parameters.get("weight")) is nn.Parameter
         and x.dtype is w_up.dtype
         and is_plainly_called(x)
-        and (layer._routes_in_one() or (biased := _adds_a_bias(layer, router, x.dtype)))
+        and layer._uses_only_the_choice()
+        and (router.is_plain() or _adds_a_bias(router, layer.experts, x.dtype))
     ):
         return None
     shape = x.shape
@@ -66,11 +67,11 @@ def quick_output(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor] | None:
     bias = None
     if layer.routing.selection_bias and (bias := router._buffers.get("selection_bias")) is None:
         return None
-    added = _added(layer, flat, modules.get("shared") or layer.shared, biased)
-    run = _with_router_bias if biased else _in_one
+    in_one = router._parameters.get("bias") is None
+    added = _added(layer, flat, modules.get("shared") or layer.shared, as_rows=not in_one)
     try:
         experts = w_up, w_down, layer.b_up, layer.b_down
-        out, offsets = run(layer, flat, router, bias, added, experts)
+        out, offsets = _run(layer, flat, router, bias, added, experts)
     except (*REFUSED, AttributeError):  # AttributeError: the activation is a name, say
         return None
     return out if len(shape) == 2 else out.view(shape), offsets
@@ -86,7 +87,7 @@ def _added(layer: nn.Module, x: Tensor, shared: nn.Module | None, as_rows: bool)
     return None, *shared.weights(), shared.scale(x) if gate is None else None, gate
 
 
-def _in_one(
+def _run(
     layer: nn.Module,
     x: Tensor,
     router: nn.Module,
@@ -94,44 +95,29 @@ def _in_one(
     added: Optionals,
     experts: Optionals,
 ) -> tuple[Tensor, Tensor]:
-    """Output and offsets of tokens (T, H) by one op. bias: of the choice."""
-    weight, settings = router._parameters["weight"], _prepared(layer)
-    with _below_autograd():
-        return _infer_layer(x, weight, bias, *added, *experts, settings)
+    """Output and offsets of tokens (T, H). bias: of the choice.
 
-
-def _with_router_bias(
-    layer: nn.Module,
-    x: Tensor,
-    router: nn.Module,
-    bias: Tensor | None,
-    added: Optionals,
-    experts: Optionals,
-) -> tuple[Tensor, Tensor]:
-    """The same where the router's logits have a bias, as gpt-oss's: by an op for each step."""
-    settings = expert_settings(layer.activation, layer.order, layer.transposed)
-    weight = router._parameters["weight"]
-    narrow = x.dtype is torch.bfloat16 or x.dtype is torch.float16
-    with _below_autograd():
+    By one op or, where the router's logits have a bias, as gpt-oss's, by an op for each step.
+    """
+    weight, by_expert = router._parameters["weight"], router._parameters.get("bias")
+    with nullcontext() if torch.is_inference_mode_enabled() else below_autograd():
+        if by_expert is None:
+            return _infer_layer(x, weight, bias, *added, *experts, _prepared(layer))
+        narrow = x.dtype is torch.bfloat16 or x.dtype is torch.float16
         logits = _router_logits(x, weight) if narrow else F.linear(x, weight)
-        logits += router._parameters["bias"]
+        logits += by_expert
         scores, ids, _ = _route(logits, bias, None, *router_scalars(layer.top_k, layer.routing))
+        settings = expert_settings(layer.activation, layer.order, layer.transposed)
         return infer_experts(x, ids, scores, added[0], *experts, settings)
 
 
-def _below_autograd() -> AbstractContextManager:
-    return nullcontext() if torch.is_inference_mode_enabled() else below_autograd()
-
-
-def _adds_a_bias(layer: nn.Module, router: nn.Module, dtype: torch.dtype) -> bool:
-    """Whether calling the router computes x weight^T + bias, of which only the choice is used."""
+def _adds_a_bias(router: nn.Module, experts: int, dtype: torch.dtype) -> bool:
+    """Whether calling the router computes x weight^T + bias, and nothing else."""
     bias = router._parameters.get("bias")
     return (
         type(bias) is nn.Parameter
         and bias.dtype is dtype
-        and bias.shape == (layer.experts,)
-        and layer.routing.applied_to == "output"
-        and not layer._keeps_logits()
+        and bias.shape == (experts,)
         and has_plain_call(router)
     )
 

@@ -34,8 +34,7 @@ constexpr ActivationOf<F> activation_in(Activation const& act) {
 //   swish     x * sigmoid(alpha x) without clamps; what most models use, half the instructions
 //   sigmoid   x * sigmoid(p1 x + p3 x^3): silu (p1 = alpha) and gelu_tanh (p1 = sqrt(8 / pi))
 //   other     gelu_erf, relu, relu_squared
-//   clamped   silu clamped before, a part of sigmoid with the same bits: for kernels compiled for
-//   it
+//   clamped   silu clamped before, with the bits of sigmoid: only in kernels compiled for it
 enum class Family { swish, sigmoid, other, clamped };
 
 template <class P>

@@ -9,7 +9,6 @@ rank's share of the experts is the mean of those runs.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 
 from guild.bench.names import PASSES  # noqa: E402
 from guild.bench.presets import Shape  # noqa: E402
-from guild.bench.results import make_folder, replacing  # noqa: E402
+from guild.bench.results import make_folder, read_json, replacing  # noqa: E402
 
 _ALONE = "alone"
 _ENGINES = {
@@ -139,10 +138,7 @@ def read_record(file: Path) -> dict[str, Any]:
     ValueError
         If the file cannot be read or is not such a record.
     """
-    try:
-        record = json.loads(file.read_text())
-    except (OSError, RecursionError, ValueError) as error:
-        raise ValueError(f"expected a JSON file, got {str(file)!r} ({error})") from None
+    record = read_json(file)
     try:
         heads = record["ranks"], record["provenance"]["device"], record["routing"]
         drawn = all(figures_of([record]).values())

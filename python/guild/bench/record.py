@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from guild.bench.plan import BenchPlan
+from guild.bench.results import read_json
 from guild.provenance import provenance
 
 SCHEMA = 1
@@ -35,9 +35,9 @@ def read_record(file: Path) -> dict[str, Any]:
         If the file cannot be read or is not such a record.
     """
     try:
-        record = json.loads(file.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"report: expected a JSON file, got {str(file)!r} ({error})") from None
+        record = read_json(file)
+    except ValueError as error:
+        raise ValueError(f"report: {error}") from None
     known = isinstance(record, dict) and record.get("schema") == SCHEMA
     if not known or not {"mode", "cases"} <= record.keys():
         raise ValueError(f"report: expected a record that guild bench wrote, got {str(file)!r}")

@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+
+def read_json(file: Path) -> Any:
+    """What a JSON file holds.
+
+    Raises
+    ------
+    ValueError
+        If the file cannot be read or is no JSON.
+    """
+    try:
+        return json.loads(file.read_text())
+    except (OSError, RecursionError, ValueError) as error:
+        raise ValueError(f"expected a JSON file, got {str(file)!r} ({error})") from None
 
 
 def make_folder(out: Path) -> None:

@@ -324,7 +324,7 @@ class ExpertParallel:
         tokens = call.x, call.scores, call.layer
         facts = facts_of(self.size, self.exact, *tokens, number, call.low, lists)
         slots = call.ids, call.scores, token_offsets, self.size * call.layer[2].shape[0]
-        peers = None if token_offsets is not None else self._peers_on(call.x.device)
+        peers = None if lists else self._peers_on(call.x.device)
         plain = weight_gradients is None and call.low is None and call.experts_at is None
         if plain and peers is not None and not self.exact:
             keep = bool(facts["gradients"]) and not recompute and peers.keeps_all_rows

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -21,6 +22,8 @@ from guild._torch.layer_arguments import Halves
 from guild.distributed.ranks import Ranks
 
 _NOTE = "_guild_ranks"
+# Where the parameters lie that a module averages: they may be many, and calls are frequent.
+_averaged: WeakKeyDictionary[DistributedDataParallel, set[int]] = WeakKeyDictionary()
 
 
 class _Note:
@@ -71,8 +74,9 @@ def _expect_no_replicas(
     ddp = DistributedDataParallel._get_active_ddp_module()
     if ddp is None or len({*ranks} & {*dist.get_process_group_ranks(ddp.process_group)}) < 2:
         return
-    averaged = {parameter.data_ptr() for parameter in ddp._module_parameters}
-    if any(parameter.data_ptr() in averaged for parameter in parameters):
+    if ddp not in _averaged:
+        _averaged[ddp] = {parameter.data_ptr() for parameter in ddp._module_parameters}
+    if any(parameter.data_ptr() in _averaged[ddp] for parameter in parameters):
         raise ValueError(
             "expert_group: expected experts that DistributedDataParallel leaves alone, got some "
             "that it has overwritten with another rank's; make the model again and call "

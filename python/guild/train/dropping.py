@@ -35,8 +35,8 @@ class DroppingMoE(MoE):
             raise ValueError(f"capacity: expected a positive number, got {capacity}")
         self.capacity = capacity
 
-    def _routes_in_one(self) -> bool:
-        return not self.training and super()._routes_in_one()
+    def _uses_only_the_choice(self) -> bool:
+        return not self.training and super()._uses_only_the_choice()
 
     def _route(
         self, x: Tensor, logits: Tensor | None, token_mask: Tensor | None, shape: torch.Size

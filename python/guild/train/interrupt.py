@@ -13,7 +13,24 @@ from types import FrameType, TracebackType
 INTERRUPTED = 130  # exit status, as of a shell's command after Ctrl-C
 
 
-class Interruption:
+class _Handlers:
+    """Context manager that gives signals their previous handlers again."""
+
+    def __init__(self) -> None:
+        self._previous: dict[int, object] = {}
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous.clear()
+
+
+class Interruption(_Handlers):
     """Context manager that raises KeyboardInterrupt on SIGINT and SIGTERM.
 
     Signals that the process ignores, or handles in another way, stay as they are.
@@ -25,8 +42,8 @@ class Interruption:
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.came = False
-        self._previous: dict[int, object] = {}
 
     def __enter__(self) -> Interruption:
         with contextlib.suppress(ValueError):  # not the main thread: signals go elsewhere
@@ -37,15 +54,6 @@ class Interruption:
                     self._previous[number] = handler
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         self.came = True
         if number == signal.SIGTERM:  # the next one must not end what tidies up
@@ -53,15 +61,15 @@ class Interruption:
         raise KeyboardInterrupt
 
 
-class StopRequest:
+class StopRequest(_Handlers):
     """Context manager that turns SIGINT and SIGTERM into `asked`.
 
     Inside, `asked` becomes True on the first signal; a second SIGINT acts as it did before.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.asked = False
-        self._previous: dict[int, object] = {}
 
     def __enter__(self) -> StopRequest:
         try:
@@ -71,20 +79,7 @@ class StopRequest:
             self._previous.clear()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._restore()
-
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
         if number == signal.SIGINT:
             signal.signal(number, self._previous[number])
-
-    def _restore(self) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        self._previous.clear()

@@ -198,6 +198,17 @@ def test_capacity_counts_real_slots_alone(device: str, capacity: float) -> None:
     assert not layer(padding, mask[24:]).any() and not layer.expert_counts.any()
 
 
+@pytest.mark.parametrize("router_bias", [False, True])
+def test_training_without_gradients_drops_too(router_bias: bool) -> None:
+    torch.manual_seed(8)
+    layer = DroppingMoE(32, 16, 4, 2, capacity=0.5, router_bias=router_bias)
+    x = torch.randn(24, 32)
+    out = layer(x)
+    with torch.no_grad():
+        assert torch.equal(layer(x), out)
+        assert not torch.equal(layer.eval()(x), out)
+
+
 def test_plain_layer_is_the_sum_over_choices() -> None:
     torch.manual_seed(0)
     layer = PlainMoE(16, 8, 5, 3).double()

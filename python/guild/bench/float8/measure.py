@@ -45,7 +45,7 @@ MOST_ERROR = 0.15  # relative, of a result in FP8: 0.04 to 0.09 if nothing is wr
 
 
 def most_error(tokens: int) -> float:
-    """The same for a number of tokens: of few, errors in the router's gradient do not average."""
+    """MOST_ERROR for a number of tokens: of few, errors in the router's gradient do not average."""
     return MOST_ERROR * (1 + 4 / math.sqrt(tokens))
 
 
