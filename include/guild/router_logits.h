@@ -6,11 +6,12 @@
 
 namespace guild {
 
-// logits = x weight^T; with 16-bit operands, summed and returned in float32.
+// logits = x weight^T + bias; with 16-bit operands, summed and returned in float32.
 //
-// The sum over H is cut into chunks whose size depends on H alone; each is summed in order, and the
-// chunks are added in order. So the bits of a token's logits do not depend on the number of tokens
-// or on its position among them, nor, on a GPU, on the number of experts.
+// The sum over H is cut into chunks whose size depends on H alone; each is summed in order, the
+// bias is added to the first, and the chunks are added in order. So the bits of a token's logits do
+// not depend on the number of tokens or on its position among them, nor, on a GPU, on the number of
+// experts.
 struct RouterLogits {
   int64_t tokens = 0, hidden = 0, experts = 0;
   DType dtype = DType::bfloat16;  // of x and weight; logits are float32, or float64 in float64
@@ -19,6 +20,8 @@ struct RouterLogits {
   Rows logits = {};               // (T, E) out
   void* workspace = nullptr;      // router_logits_workspace_bytes()
   bool sigmoid = false;           // whether to write sigmoid(logits) instead, as a gate's scores
+  void const* bias = nullptr;     // (E); null: none
+  DType bias_dtype = DType::float32;  // x's dtype or the logits'
 
   // Only for route_tokens(): a gate beside the router, gate_score = sigmoid(x gate^T). Null: none.
   ConstRows gate = {};             // (1, H)

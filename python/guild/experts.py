@@ -266,6 +266,7 @@ def run_routed(
 def routed_layer(
     given: RoutedArguments,
     router_weight: Tensor,
+    router_bias: Tensor | None,
     top_k: int,
     router: Router,
     selection_bias: Tensor | None,
@@ -274,17 +275,19 @@ def routed_layer(
     """`route_tokens` and `routed_experts_and_offsets` as one op, with one gradient for x."""
     recompute, weight_gradients, out = given.recompute, given.weight_gradients, given.out
     expect_later(recompute, weight_gradients)
-    tokens = token_arguments(given.x, router_weight, top_k, router, selection_bias, token_mask)
+    product = given.x, router_weight, router_bias
+    tokens = token_arguments(*product, top_k, router, selection_bias, token_mask)
     if given.fp8 is not None:
         return routed_layer_in_fp8(tokens, given)
     x, *layer, gradient = layer_arguments(
         tokens[0], *given.parameters(), *given.layout(), routed=True
     )
     residual = residual_of(given.residual, x)
-    wanted = gradient or router_weight.requires_grad
+    wanted = gradient or any(t is not None and t.requires_grad for t in product[1:])
     keep, sink = sink_of(wanted, weight_gradients, given.parameters(), given.order)
     if out is not None:
         operands = {"residual": residual, "router.weight": router_weight}
+        operands["router.bias"] = router_bias
         expect_output(out, keep, x, layer, **operands)
         w_up, _, *rest = layer
         return out, moe_layer_out(*tokens, residual, w_up, *rest, out)
@@ -295,7 +298,8 @@ def routed_layer(
             x,
             layer,
             router_weight=router_weight,
-            router=tokens[2:],
+            router_bias=router_bias,
+            router=tokens[3:],
             residual=residual,
         )
     out, _, offsets, *_ = _moe_layer(*tokens, residual, *layer, keep and not recompute)

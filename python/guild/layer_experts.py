@@ -89,6 +89,7 @@ def run_layer(
     weights: tuple[Tensor | None, ...],
     x: Tensor,
     router_weight: Tensor,
+    router_bias: Tensor | None,
     selection_bias: Tensor | None,
     token_mask: Tensor | None,
     residual: Tensor | None,
@@ -97,7 +98,7 @@ def run_layer(
 ) -> tuple[Tensor, Tensor]:
     """`routed_layer` of a guild.MoE, here or over the ranks of its group."""
     given = _arguments(layer, weights, x=x, residual=residual, out=out, fp8=fp8)
-    router = router_weight, layer.top_k, layer.routing, selection_bias, token_mask
+    router = router_weight, router_bias, layer.top_k, layer.routing, selection_bias, token_mask
     if _are_all_here(layer.expert_group):
         return routed_layer(given, *router)
     return layer.expert_group.routed_layer(given, *router, layer=layer)

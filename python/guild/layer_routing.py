@@ -21,7 +21,7 @@ from guild._torch.checks import (
 )
 from guild._torch.operators import autocast
 from guild.balancing import balance_sums
-from guild.logits import RouterLinear
+from guild.logits import RouterLinear, addable
 from guild.rounding import round_tokens
 from guild.routing import Router, route_logits, route_tokens, token_flags
 
@@ -90,8 +90,8 @@ def choices(
     """
     router: Router = layer.routing
     if logits is None:
-        x, weight = router_operands(x, layer.router, layer.experts)
-        return *route_tokens(x, weight, layer.top_k, router, bias, token_mask), None
+        operands = router_operands(x, layer.router, layer.experts)
+        return *route_tokens(*operands, layer.top_k, router, bias, token_mask), None
     ids, scores = route_logits(logits, layer.top_k, router, bias, token_mask)
     if not layer.training:
         return ids, scores, None
@@ -109,7 +109,7 @@ def choices(
 
 
 def is_router_plain(layer: nn.Module) -> bool:
-    """Whether calling the router would compute x weight^T and nothing else."""
+    """Whether calling the router would compute x weight^T + bias and nothing else."""
     router = layer._modules.get("router")  # bypasses __getattr__, which is slow
     return isinstance(router, RouterLinear) and router.is_plain()
 
@@ -161,17 +161,23 @@ def output_rows(out: Tensor, x: Tensor, layer: nn.Module) -> Tensor:
     return out.view(x.shape[:-1].numel(), x.shape[-1])
 
 
-def router_operands(x: Tensor, router: nn.Module, experts: int) -> tuple[Tensor, Tensor]:
-    """x (tokens, hidden) and the router's weight as the product takes them.
+def router_operands(
+    x: Tensor, router: nn.Module, experts: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """x (tokens, hidden) and the router's weight and bias as the product takes them.
 
-    Raises TypeError or ValueError unless the weight fits x and the layer's experts.
+    Raises TypeError or ValueError unless the parameters fit x and the layer's experts.
     """
     expect_shape(
         "router.weight", router.weight, (experts, x.shape[1]), "(experts, hidden) of the layer"
     )
     x, weight = autocast(x, router.weight)
     expect_like("router.weight", weight, x)
-    return x, weight
+    if router.bias is None:
+        return x, weight, None
+    expect_shape("router.bias", router.bias, (experts,), "(experts,) of the layer")
+    expect_device("router.bias", router.bias, x)
+    return x, weight, addable(router.bias, x)
 
 
 def rounded_lists(logits: Tensor, ids: Tensor, router: Router) -> tuple[Tensor, Tensor, Tensor]:

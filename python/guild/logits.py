@@ -21,7 +21,7 @@ from guild._torch.checks import (
     expect_shape,
     expect_tensor,
 )
-from guild._torch.operators import autocast, ops
+from guild._torch.operators import autocast, ops, score_dtype
 
 _router_logits = ops.router_logits.default
 
@@ -83,12 +83,20 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
         raise TypeError(
             f"x: expected dtype {dtype_name(weight.dtype)} like weight, got {dtype_name(x.dtype)}"
         )
+    bias = addable(bias, x)
     if x.dtype in (torch.float32, torch.float64):
         logits = F.linear(x, weight)
-    else:
-        rows = x.flatten(0, -2) if x.dim() > 1 else x[None]  # a trace would keep a size as constant
-        logits = _router_logits(rows, weight).view(*x.shape[:-1], experts)
-    return logits if bias is None else logits + bias.to(logits.dtype)
+        return logits if bias is None else logits + bias
+    rows = x.flatten(0, -2) if x.dim() > 1 else x[None]  # a trace would keep a size as constant
+    return _router_logits(rows, weight, bias).view(*x.shape[:-1], experts)
+
+
+def addable(bias: Tensor | None, x: Tensor) -> Tensor | None:
+    """The bias as the product takes it: contiguous, in x's dtype or in that of x's logits."""
+    if bias is None:
+        return None
+    wide = score_dtype(x.dtype)
+    return (bias if bias.dtype in (x.dtype, wide) else bias.to(wide)).contiguous()
 
 
 def has_plain_call(module: nn.Module) -> bool:
@@ -121,7 +129,7 @@ class RouterLinear(LogitLinear):
     """The router of a `guild.MoE`: hidden states to logits, and the selection bias.
 
     A torch.nn.Linear for whatever expects one (LoRA, hooks, parametrisations). As long as calling
-    this module would do nothing but the product (`is_plain`), the layer computes that itself, in
+    this module would compute nothing but the logits (`is_plain`), the layer does that itself, in
     one op with the experts; otherwise it calls the module.
 
     Parameters
@@ -158,10 +166,10 @@ class RouterLinear(LogitLinear):
             nn.init.zeros_(self.selection_bias)
 
     def is_plain(self) -> bool:
-        """Whether a call is x weight^T and nothing else: no bias, hook or other forward."""
+        """Whether a call is x weight^T + bias and nothing else: no hook or other forward."""
         return (
             type(self) is RouterLinear  # a parametrisation creates a subclass
-            and self._parameters.get("bias", self) is None  # when pruned, it is not a parameter
+            and "bias" in self._parameters  # not when pruned
             and has_plain_call(self)
         )
 

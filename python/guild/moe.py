@@ -254,10 +254,10 @@ class MoE(LayerState):
         expect_reachable(self.expert_group, into, fp8)
         apart = self.fp8 is not None and not (self.weight_gradients is into is None)
         if self._routes_in_one() and not return_routing and not apart:
-            flat, weight = router_operands(flat, self.router, self.experts)
+            flat, *router = router_operands(flat, self.router, self.experts)
             bias = self._selection_bias()
             rows, offsets = run_layer(
-                self, weights, flat, weight, bias, token_mask, shared, into, fp8
+                self, weights, flat, *router, bias, token_mask, shared, into, fp8
             )
             self._keep_offsets(offsets)
             return rows.view(x.shape) if out is None else out

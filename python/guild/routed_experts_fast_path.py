@@ -14,14 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from guild._torch import layer_operator
+from guild._torch.layer_operator import infer_experts, infer_shared
 from guild.activations import Activation, as_activation, is_interleaved
 
 REFUSED = (RuntimeError, TypeError, ValueError)
 below_autograd = torch._C._AutoDispatchBelowADInplaceOrView  # results are new: no versions to bump
 # Without the wrapper that translates torch's errors: the slow path raises them again.
-infer_experts = layer_operator.infer_experts._op.__wrapped__
-_infer_shared = layer_operator.infer_shared._op.__wrapped__
+_infer_experts, _infer_shared = (op._op.__wrapped__ for op in (infer_experts, infer_shared))
 _PLAIN = frozenset((Tensor, nn.Parameter))
 
 
@@ -57,12 +56,12 @@ def quick_experts(
     ):
         return None
     try:
-        settings = expert_settings(activation, order, transposed)
+        settings = _expert_settings(activation, order, transposed)
         rest = residual, w_up, w_down, b_up, b_down, settings
         if torch.is_inference_mode_enabled():
-            return infer_experts(x, topk_ids, topk_weights, *rest)
+            return _infer_experts(x, topk_ids, topk_weights, *rest)
         with below_autograd():
-            return infer_experts(x, topk_ids, topk_weights, *rest)
+            return _infer_experts(x, topk_ids, topk_weights, *rest)
     except REFUSED:
         return None
 
@@ -76,7 +75,7 @@ def quick_shared(
     if not (type(x) is Tensor and {type(w_up), type(w_down)} <= _PLAIN and is_plainly_called(x)):
         return None
     try:
-        settings = expert_settings(activation, order, False)
+        settings = _expert_settings(activation, order, False)
         with below_autograd():
             return _infer_shared(x, w_up, w_down, settings)
     except REFUSED:
@@ -99,7 +98,7 @@ def is_plainly_called(x: Tensor) -> bool:
 
 
 @lru_cache
-def expert_settings(activation: Activation | str, order: str, transposed: bool) -> Tensor:
+def _expert_settings(activation: Activation | str, order: str, transposed: bool) -> Tensor:
     return settings_tensor(*as_activation(activation).scalars, is_interleaved(order), transposed)
 
 

@@ -262,18 +262,19 @@ def route_logits(
 def route_tokens(
     x: Tensor,
     weight: Tensor,
+    bias: Tensor | None,
     top_k: int,
     router: Router,
     selection_bias: Tensor | None,
     token_mask: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """`route` of the logits x weight^T, which are not kept for backward.
+    """`route` of the logits x weight^T + bias, which are not kept for backward.
 
     Parameters
     ----------
-    x, weight : torch.Tensor
-        (tokens, hidden) and (experts, hidden) as `router_operands` returns them; the logits are
-        float32 (float64 in float64).
+    x, weight, bias : torch.Tensor
+        (tokens, hidden), (experts, hidden) and None or (experts,) as `router_operands` returns
+        them; the logits are float32 (float64 in float64).
     top_k, router, selection_bias, token_mask
         As `route` takes them; sizes checked.
 
@@ -287,7 +288,7 @@ def route_tokens(
     TypeError, ValueError
         If the mask does not fit; the message names the argument.
     """
-    arguments = token_arguments(x, weight, top_k, router, selection_bias, token_mask)
+    arguments = token_arguments(x, weight, bias, top_k, router, selection_bias, token_mask)
     scores, ids, _ = _route_tokens(*arguments)
     return ids, scores
 
@@ -295,6 +296,7 @@ def route_tokens(
 def token_arguments(
     x: Tensor,
     weight: Tensor,
+    bias: Tensor | None,
     top_k: int,
     router: Router,
     selection_bias: Tensor | None,
@@ -305,7 +307,7 @@ def token_arguments(
     if selection_bias is not None:
         selection_bias = selection_bias.detach().to(score_dtype(x.dtype))
     token_mask = token_flags(token_mask, x, "x")
-    return x, weight, selection_bias, token_mask, *router_scalars(top_k, router)
+    return x, weight, bias, selection_bias, token_mask, *router_scalars(top_k, router)
 
 
 def router_scalars(top_k: int, router: Router) -> tuple[int | float, ...]:

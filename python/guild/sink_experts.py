@@ -47,6 +47,7 @@ def experts_with_sink(
     layer: list[Any],
     *,
     router_weight: Tensor | None = None,
+    router_bias: Tensor | None = None,
     router: tuple | None = None,
     ids: Tensor | None = None,
     scores: Tensor | None = None,
@@ -58,7 +59,7 @@ def experts_with_sink(
     """The layer's output and offsets, of tokens or of rows that offsets say are sorted.
 
     layer: weights, biases and flags in the ops' order; router: the arguments of route_tokens after
-    the weight, for tokens without ids and scores; experts_at: for weights that are lists.
+    the bias, for tokens without ids and scores; experts_at: for weights that are lists.
     """
     return _Experts.apply(
         sink.gradients,
@@ -66,6 +67,7 @@ def experts_with_sink(
         recompute,
         x,
         router_weight,
+        router_bias,
         router,
         ids,
         scores,
@@ -81,7 +83,8 @@ def experts_with_sink(
 class _Experts(torch.autograd.Function):
     """The expert layer in steps, on tokens (ids, scores, token_offsets) or on sorted rows.
 
-    With `router`, the arguments of route_tokens after x, the whole layer: see guild::moe_layer.
+    With `router`, the arguments of route_tokens after the bias, the whole layer: see
+    guild::moe_layer.
     """
 
     @staticmethod
@@ -92,6 +95,7 @@ class _Experts(torch.autograd.Function):
         recompute,
         x,
         router_weight,
+        router_bias,
         router,
         ids,
         scores,
@@ -110,9 +114,9 @@ class _Experts(torch.autograd.Function):
         row_token = slot_row = row_score = None
         routed = ()
         if router is not None:
-            scores, ids, slopes = ops.route_tokens(x, router_weight, *router)
+            scores, ids, slopes = ops.route_tokens(x, router_weight, router_bias, *router)
             ctx.weighing = Weighing.of(router[3:])
-            routed = router_weight, scores, ids, ctx.weighing.kept(slopes)
+            routed = router_weight, router_bias, scores, ids, ctx.weighing.kept(slopes)
         if offsets is None:
             out, h, offsets, row_token, slot_row, row_score = ops.moe_forward(
                 x, ids, scores, token_offsets, residual, *layer, not recompute, experts_at
@@ -133,14 +137,14 @@ class _Experts(torch.autograd.Function):
         """dX, dscores and the router's gradient; the weight gradients go to the sink."""
         expect_one_backward(dout)
         if dout is None:
-            return (None,) * (12 + _LAYER + len(ctx.reached))
+            return (None,) * (13 + _LAYER + len(ctx.reached))
         ctx.versions.expect_unchanged()
         x, h, *rest = ctx.saved_tensors
         rows, rest = RowRouting(*rest[:5]), rest[5:]
         w_up, w_gate, w_down = with_lists(ctx, *rest[:3])
         b_up, b_down, *routed = rest[3:]
-        want_x, want_router, _, _, want_scores, _, want_residual = ctx.needs_input_grad[3:10]
-        want_scores = want_scores or (bool(routed) and (want_x or want_router))
+        want_x, *want_router, _, _, want_scores, _, want_residual = ctx.needs_input_grad[3:11]
+        want_scores = want_scores or (bool(routed) and (want_x or any(want_router)))
         lists = ctx.experts_at
         h = pre_activations(
             h, x, rows.offsets, rows.row_token, w_up, w_gate, b_up, ctx.flags, lists
@@ -159,11 +163,11 @@ class _Experts(torch.autograd.Function):
                 dout, h, *rows, w_up, w_gate, w_down, b_down, *ctx.flags, wanted, *db, add, lists
             )
         dx, dscores = dx if want_x else None, dscores if want_scores else None
-        drouter = None
+        drouter = None, None
         if routed and dscores is not None:
-            weight, *routed = routed
-            dx, drouter = router_gradients(
-                dx, rows.slot_row, dscores, routed, x, weight, ctx.weighing, want_router
+            operands, routed = (x, *routed[:2]), routed[2:]
+            dx, *drouter = router_gradients(
+                dx, rows.slot_row, dscores, routed, operands, ctx.weighing, want_router
             )
             dscores = None
         borrowed = Unchanged(x, dout, rows.offsets if rows.slot_row is None else None)
@@ -172,7 +176,8 @@ class _Experts(torch.autograd.Function):
         ctx.sink.take(given, check, gradient_steps(ctx.sink, parameters, ctx.flags, operands))
         late = ctx.sink.gradients_without_meaning(ctx.reached)
         layer = (None,) * (2 + _LAYER)
-        return None, None, None, dx, drouter, None, None, dscores, None, dresidual, *layer, *late
+        scores = None, None, dscores, None
+        return None, None, None, dx, *drouter, *scores, dresidual, *layer, *late
 
 
 class Operands(NamedTuple):

@@ -7,6 +7,23 @@
 
 namespace guild {
 
+namespace {
+
+DType logits_dtype(DType operands) {
+  return operands == DType::float64 ? DType::float64 : DType::float32;
+}
+
+void check_bias(RouterLogits const& x) {
+  if (x.bias == nullptr) return;
+  DType const wide = logits_dtype(x.dtype);
+  check_dtype(x.bias_dtype, "bias_dtype");
+  require(x.bias_dtype == x.dtype || x.bias_dtype == wide, "bias_dtype: expected ",
+          name_of(x.dtype), " or ", name_of(wide), ", got ", name_of(x.bias_dtype));
+  check_address(x.bias, uintptr_t(element_bytes(x.bias_dtype)), "bias");
+}
+
+}  // namespace
+
 void check(RouterLogits const& x) {
   check_size(x.tokens, 0, kMostRows, "tokens");
   check_size(x.hidden, 1, kMostColumns, "hidden");
@@ -19,6 +36,7 @@ void check(RouterLogits const& x) {
     return router_logits_workspace_bytes(x.tokens, x.hidden, experts, x.dtype);
   };
   check_workspace(x.workspace, bytes(x.experts));
+  check_bias(x);
   check_optional_rows(x.gate, 1, x.hidden, "gate");
   bool const gated = x.gate.data != nullptr;
   check_pointer(x.gate_score, gated && x.tokens > 0, "gate_score");
@@ -30,6 +48,7 @@ RouterLogits gate_of(RouterLogits const& product) {
   gate.experts = 1;
   gate.weight = product.gate;
   gate.gate = {};
+  gate.bias = nullptr;
   gate.logits = {product.gate_score};
   gate.workspace = product.gate_workspace;
   gate.sigmoid = true;
@@ -45,7 +64,7 @@ void check_pair(RouterLogits const& product, Route const& route) {
           " as in the product, got ", route.tokens);
   require(route.experts == product.experts, "experts: expected ", product.experts,
           " as in the product, got ", route.experts);
-  DType const dtype = product.dtype == DType::float64 ? DType::float64 : DType::float32;
+  DType const dtype = logits_dtype(product.dtype);
   require(route.dtype == dtype, "dtype: expected ", name_of(dtype),
           " like the product's logits, got ", name_of(route.dtype));
 }

@@ -1,5 +1,5 @@
-// logits = x W^T: the reference for the router's product. Every sum has the same order, and every
-// token goes through the same loop, so that its bits do not depend on the others.
+// logits = x W^T + bias: the reference for the router's product. Every sum has the same order, and
+// every token goes through the same loop, so that its bits do not depend on the others.
 #include "checks/router_logits.h"
 #include "cpu/views.h"
 #include "guild/cpu.h"
@@ -43,6 +43,18 @@ void transpose(F const* from, int64_t rows, int64_t cols, F* to) {
   }
 }
 
+// The bias of expert e in the logits' type.
+template <class T, class F>
+F bias_of(RouterLogits const& x, int64_t e) {
+  F value;
+  if (x.bias_dtype == x.dtype) {
+    load(static_cast<T const*>(x.bias) + e, 1, &value, 1);
+  } else {
+    value = static_cast<F const*>(x.bias)[e];
+  }
+  return value;
+}
+
 // The logits of some tokens and experts.
 template <class T, class F>
 void multiply_block(RouterLogits const& x, TypedRows<F> const& out, Span tokens, Span experts) {
@@ -53,6 +65,10 @@ void multiply_block(RouterLogits const& x, TypedRows<F> const& out, Span tokens,
   F* const a = scratch.take<F>(padded_tokens * chunk);
   F* const rows = scratch.take<F>(padded_experts * chunk);
   F* const b = scratch.take<F>(padded_experts * chunk);
+  F* const bias = scratch.take<F>(experts.count);
+  for (int64_t e = 0; e < experts.count; ++e) {
+    bias[e] = x.bias == nullptr ? F(0) : bias_of<T, F>(x, experts.first + e);
+  }
   for (Span const& k : spans(x.hidden, chunk)) {
     load_rows(rows_of<T>(x.x, x.hidden), tokens, padded_tokens, k, a);
     load_rows(rows_of<T>(x.weight, x.hidden), experts, padded_experts, k, rows);
@@ -64,7 +80,8 @@ void multiply_block(RouterLogits const& x, TypedRows<F> const& out, Span tokens,
         for (int64_t i = t; i < std::min(t + kTokens, tokens.count); ++i) {
           F* const row = out.row(tokens.first + i) + experts.first;
           for (int64_t j = e; j < std::min(e + kExperts, experts.count); ++j) {
-            row[j] = k.first == 0 ? sum[i - t][j - e] : row[j] + sum[i - t][j - e];
+            F const before = k.first > 0 ? row[j] : bias[j];
+            row[j] = before + sum[i - t][j - e];
           }
         }
       }

@@ -135,7 +135,7 @@ void run_shared(Place const& place, Layer const& layer, Tensor const& x, Shared 
 // The router of a layer: its weight, what masks or biases the choice, and its options.
 struct RoutedBy {
   Tensor const& weight;
-  MaybeTensor const &selection_bias, &token_mask;
+  MaybeTensor const &bias, &selection_bias, &token_mask;
   int64_t top_k;
   RouterScalars router;
 };
@@ -148,7 +148,7 @@ Tensor run_layer(Place const& place, Operands given, RoutedBy const& by, Activat
                  Flags flags, std::optional<Shared> const& shared, Tensor const& out) {
   Layer const layer = layer_of(place, given.x, {.tokens = given.x.size(0), .top_k = by.top_k},
                                given.w.down, activation, flags);
-  RouterProduct product(place, given.x, by.weight);
+  RouterProduct product(place, given.x, by.weight, by.bias);
   RouteSizes const sizes = product.sizes(by.top_k);
   Route route = route_of(place, sizes, by.selection_bias, by.token_mask, by.router);
   require(sizes.experts == layer.sizes.experts, "router: expected ", layer.sizes.experts,
@@ -158,7 +158,7 @@ Tensor run_layer(Place const& place, Operands given, RoutedBy const& by, Activat
   bool const rides = dense && place.on_cuda() && !layer.transposed && has_rows(given.w.up) &&
                      has_rows(given.w.down) && cuda::fuses_shared_experts(layer.sizes);
   std::optional<RouterProduct> gate;
-  if (shared && shared->gate) gate.emplace(place, given.x, *shared->gate);
+  if (shared && shared->gate) gate.emplace(place, given.x, *shared->gate, std::nullopt);
   Buffer const buffer(place, layer,
                       {.routes = true,
                        .router_bytes = product.workspace_bytes(),
@@ -230,16 +230,18 @@ Tensor moe_forward_out(Tensor const& x, Tensor const& ids, Tensor const& scores,
 }
 
 // Router product, route and moe_forward_out: x (T, H), router (E, H) -> offsets
-Tensor moe_layer_out(Tensor const& x, Tensor const& router, MaybeTensor const& selection_bias,
-                     MaybeTensor const& token_mask, int64_t top_k, int64_t score, bool renormalize,
-                     double scale, int64_t groups, int64_t top_groups, double sum_floor,
-                     int64_t group_score, MaybeTensor const& residual, Tensor const& w_up,
-                     Tensor const& w_down, MaybeTensor const& b_up, MaybeTensor const& b_down,
-                     int64_t kind, bool gated, double alpha, double limit, double up_offset,
-                     bool clamp_after, bool interleaved, bool transposed, Tensor& out) {
+Tensor moe_layer_out(Tensor const& x, Tensor const& router, MaybeTensor const& router_bias,
+                     MaybeTensor const& selection_bias, MaybeTensor const& token_mask,
+                     int64_t top_k, int64_t score, bool renormalize, double scale, int64_t groups,
+                     int64_t top_groups, double sum_floor, int64_t group_score,
+                     MaybeTensor const& residual, Tensor const& w_up, Tensor const& w_down,
+                     MaybeTensor const& b_up, MaybeTensor const& b_down, int64_t kind, bool gated,
+                     double alpha, double limit, double up_offset, bool clamp_after,
+                     bool interleaved, bool transposed, Tensor& out) {
   Place const place(x, "x");
   require_apart({{"out", out}}, {{"x", x},
                                  {"router.weight", router},
+                                 {"router.bias", router_bias},
                                  {"selection_bias", selection_bias},
                                  {"token_mask", token_mask},
                                  {"residual", residual},
@@ -247,11 +249,10 @@ Tensor moe_layer_out(Tensor const& x, Tensor const& router, MaybeTensor const& s
                                  {"w_down", w_down},
                                  {"b_up", b_up},
                                  {"b_down", b_down}});
-  RoutedBy const by{router,
-                    selection_bias,
-                    token_mask,
-                    top_k,
-                    {score, renormalize, scale, groups, top_groups, sum_floor, group_score}};
+  RoutedBy const by{
+      router,         router_bias,
+      selection_bias, token_mask,
+      top_k,          {score, renormalize, scale, groups, top_groups, sum_floor, group_score}};
   return run_layer(place, {x, residual, {w_up, std::nullopt, w_down}, b_up, b_down}, by,
                    activation_of(kind, gated, alpha, limit, up_offset, clamp_after),
                    {interleaved, transposed, std::nullopt}, std::nullopt, out);
@@ -279,16 +280,17 @@ Tensors2 infer_experts(Tensor const& x, Tensor const& ids, Tensor const& scores,
   return {out, offsets};
 }
 
-Tensors2 infer_layer(Tensor const& x, Tensor const& router, MaybeTensor const& selection_bias,
-                     MaybeTensor const& residual, MaybeTensor const& shared_up,
-                     MaybeTensor const& shared_down, MaybeTensor const& shared_scale,
-                     MaybeTensor const& shared_gate, Tensor const& w_up, Tensor const& w_down,
-                     MaybeTensor const& b_up, MaybeTensor const& b_down, Tensor const& numbers) {
+Tensors2 infer_layer(Tensor const& x, Tensor const& router, MaybeTensor const& router_bias,
+                     MaybeTensor const& selection_bias, MaybeTensor const& residual,
+                     MaybeTensor const& shared_up, MaybeTensor const& shared_down,
+                     MaybeTensor const& shared_scale, MaybeTensor const& shared_gate,
+                     Tensor const& w_up, Tensor const& w_down, MaybeTensor const& b_up,
+                     MaybeTensor const& b_down, Tensor const& numbers) {
   Place const place(x, "x");
   Settings const settings(numbers, kOfExperts + kOfRouter);
   MaybeTensor const all;
-  RoutedBy const by{router, selection_bias, /*token_mask=*/all, settings.top_k(),
-                    settings.router()};
+  RoutedBy const by{router,           router_bias,      selection_bias, /*token_mask=*/all,
+                    settings.top_k(), settings.router()};
   bool const dense = shared_up.has_value();
   require(shared_down.has_value() == dense && !(dense && residual.has_value()) &&
               (dense || !(shared_scale.has_value() || shared_gate.has_value())),
@@ -334,7 +336,8 @@ void define_inference(Library& m) {
       "b_down, " GUILD_ACTIVATION ", bool interleaved, bool transposed, Tensor(a!) out" GUILD_LISTS
       ") -> Tensor offsets");
   m.def(
-      "moe_layer_out(Tensor x, Tensor router, Tensor? selection_bias, Tensor? token_mask, int "
+      "moe_layer_out(Tensor x, Tensor router, Tensor? router_bias, Tensor? selection_bias, Tensor? "
+      "token_mask, int "
       "top_k, int score, bool renormalize, float scale, int groups, int top_groups, float "
       "sum_floor, int group_score, Tensor? residual, Tensor w_up, Tensor w_down, Tensor? b_up, "
       "Tensor? b_down, " GUILD_ACTIVATION
@@ -343,7 +346,8 @@ void define_inference(Library& m) {
       "infer_experts(Tensor x, Tensor ids, Tensor scores, Tensor? residual, Tensor w_up, Tensor "
       "w_down, Tensor? b_up, Tensor? b_down, Tensor settings) -> (Tensor o, Tensor offsets)");
   m.def(
-      "infer_layer(Tensor x, Tensor router, Tensor? selection_bias, Tensor? residual, Tensor? "
+      "infer_layer(Tensor x, Tensor router, Tensor? router_bias, Tensor? selection_bias, Tensor? "
+      "residual, Tensor? "
       "shared_up, Tensor? shared_down, Tensor? shared_scale, Tensor? shared_gate, Tensor w_up, "
       "Tensor w_down, Tensor? b_up, Tensor? b_down, Tensor settings) -> (Tensor o, Tensor "
       "offsets)");

@@ -59,8 +59,9 @@ struct RoutedProduct {
 
 }  // namespace
 
-RouterProduct::RouterProduct(Place const& place, Tensor const& x, Tensor const& weight)
-    : x_(x), weight_(weight) {
+RouterProduct::RouterProduct(Place const& place, Tensor const& x, Tensor const& weight,
+                             MaybeTensor const& bias)
+    : x_(x), weight_(weight), bias_(bias) {
   require_dims(x, "x", 2);
   require_dims(weight, "router.weight", 2);
   args_.tokens = x.size(0);
@@ -68,6 +69,11 @@ RouterProduct::RouterProduct(Place const& place, Tensor const& x, Tensor const& 
   args_.experts = weight.size(0);
   args_.dtype = dtype_of(x, "x");
   place.typed(weight, "router.weight", args_.dtype, {args_.experts, args_.hidden});
+  if (bias.has_value()) {
+    args_.bias_dtype = dtype_of(*bias, "router.bias");
+    if (args_.bias_dtype != score_dtype(args_.dtype)) args_.bias_dtype = args_.dtype;
+    args_.bias = place.packed(*bias, "router.bias", args_.bias_dtype, {args_.experts});
+  }
   by_torch_ = needs_torch(place, args_);
   if (by_torch_) return;
   x_ = with_plain_rows(place, x);
@@ -86,7 +92,10 @@ int64_t RouterProduct::workspace_bytes() const {
 }
 
 Tensor RouterProduct::logits(Place const& place) {
-  if (by_torch_) return product_of_torch(place, args_.dtype, x_, weight_);
+  if (by_torch_) {
+    Tensor const product = product_of_torch(place, args_.dtype, x_, weight_);
+    return bias_ ? torch::stable::subtract(product, *bias_, -1.0) : product;
+  }
   Tensor found = place.empty({args_.tokens, args_.experts}, DType::float32);
   args_.logits = {found.data_ptr(), 0};
   Tensor const workspace = place.workspace(workspace_bytes());
@@ -129,19 +138,19 @@ RouterLogits const* RouterProduct::args(Place const& place, void* workspace) {
 
 namespace {
 
-// x (T, H), weight (E, H) -> (T, E) in float32, or float64
-Tensor router_logits(Tensor const& x, Tensor const& weight) {
+// x (T, H), weight (E, H), bias (E) -> (T, E) in float32, or float64
+Tensor router_logits(Tensor const& x, Tensor const& weight, MaybeTensor const& bias) {
   Place const place(x, "x");
-  return RouterProduct(place, x, weight).logits(place);
+  return RouterProduct(place, x, weight, bias).logits(place);
 }
 
 // The same and route, of logits that are not kept
-Tensors3 route_tokens(Tensor const& x, Tensor const& weight, MaybeTensor const& selection_bias,
-                      MaybeTensor const& token_mask, int64_t top_k, int64_t score, bool renormalize,
-                      double scale, int64_t groups, int64_t top_groups, double sum_floor,
-                      int64_t group_score) {
+Tensors3 route_tokens(Tensor const& x, Tensor const& weight, MaybeTensor const& bias,
+                      MaybeTensor const& selection_bias, MaybeTensor const& token_mask,
+                      int64_t top_k, int64_t score, bool renormalize, double scale, int64_t groups,
+                      int64_t top_groups, double sum_floor, int64_t group_score) {
   Place const place(x, "x");
-  RouterProduct product(place, x, weight);
+  RouterProduct product(place, x, weight, bias);
   Routed routed(place, product.sizes(top_k), selection_bias, token_mask,
                 {score, renormalize, scale, groups, top_groups, sum_floor, group_score});
   Tensor const workspace = place.workspace(product.workspace_bytes());
@@ -152,10 +161,11 @@ Tensors3 route_tokens(Tensor const& x, Tensor const& weight, MaybeTensor const& 
 }  // namespace
 
 void define_logits(Library& m) {
-  m.def("router_logits(Tensor x, Tensor weight) -> Tensor");
+  m.def("router_logits(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
   m.def(
-      "route_tokens(Tensor x, Tensor weight, Tensor? selection_bias, Tensor? token_mask, int "
-      "top_k, int score, bool renormalize, float scale, int groups, int top_groups, float "
+      "route_tokens(Tensor x, Tensor weight, Tensor? bias, Tensor? selection_bias, Tensor? "
+      "token_mask, int top_k, int score, bool renormalize, float scale, int groups, int "
+      "top_groups, float "
       "sum_floor, int group_score) -> (Tensor scores, Tensor ids, Tensor slopes)");
 }
 

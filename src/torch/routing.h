@@ -43,11 +43,12 @@ struct Routed {
          MaybeTensor const& token_mask, RouterScalars const& router);
 };
 
-// The router's product of x (T, H) and weight (E, H), not yet run; the tensors, which are copied if
-// the product cannot read their layout, must outlive it. In logits.cpp.
+// The router's product of x (T, H) and weight (E, H) plus a bias (E) in their dtype or the logits',
+// not yet run; the tensors, which are copied if the product cannot read their layout, must outlive
+// it. In logits.cpp.
 class RouterProduct {
  public:
-  RouterProduct(Place const& place, Tensor const& x, Tensor const& weight);
+  RouterProduct(Place const& place, Tensor const& x, Tensor const& weight, MaybeTensor const& bias);
 
   RouteSizes sizes(int64_t top_k) const;
   int64_t workspace_bytes() const;
@@ -62,6 +63,7 @@ class RouterProduct {
 
  private:
   Tensor x_, weight_;
+  MaybeTensor bias_;
   RouterLogits args_;
   bool by_torch_;
 };

@@ -14,6 +14,7 @@ from guild._torch.float8_layer import MASTERS_AND_BIASES, SETTINGS, experts_fake
 from guild._torch.float8_steps import QuantizedExperts, Recipe, Wanted
 from guild._torch.operators import LayerFlags, ops
 from guild._torch.router_gradients import (
+    ROUTE_ARGUMENTS,
     ROUTER_ARGUMENTS,
     Weighing,
     route_tokens_fake,
@@ -40,12 +41,12 @@ def _fake(x: Tensor, weight: Tensor, *rest):
 
 
 def _setup(ctx, inputs, output):
-    x, weight, _, _, _, *router = inputs[: 2 + ROUTER_ARGUMENTS]
+    x, weight, bias, _, _, _, *router = inputs[: 2 + ROUTER_ARGUMENTS]
     _, w_up, w_gate, w_down, b_up, b_down, *rest = inputs[2 + ROUTER_ARGUMENTS :]
     _, h, h_scales, *routing, scores, ids, slopes = output
     experts, ctx.flags, ctx.recipe, ctx.keep = settings_of(tuple(rest))
     ctx.weighing = Weighing.of(router)
-    routed = weight, scores, ids, ctx.weighing.kept(slopes)
+    routed = weight, bias, scores, ids, ctx.weighing.kept(slopes)
     layer = b_up, b_down, w_up, w_gate, w_down
     codes = experts.for_backward(ctx.keep)
     ctx.save_for_backward(x, h, h_scales, *routing, *codes, *layer, *routed)
@@ -57,17 +58,18 @@ def _gradient(ctx, dout, *_):
     nothing = (None,) * _REST
     if dout is None:
         return (*(None,) * (2 + ROUTER_ARGUMENTS + 1 + _MASTERS), *nothing)
-    x, h, h_scales, *saved, weight, scores, ids, slopes = ctx.saved_tensors
+    x, h, h_scales, *saved, weight, bias, scores, ids, slopes = ctx.saved_tensors
     b_up = saved[-5]
-    want_x, want_weight, *_ = needs = ctx.needs_input_grad[1:]
+    want_x, *want_router = (needs := ctx.needs_input_grad[1:])[:3]
     want_residual, up, gate, down, up_bias, down_bias = needs[
         2 + ROUTER_ARGUMENTS : 8 + ROUTER_ARGUMENTS
     ]
-    wanted = Wanted(want_x, want_x or want_weight, up or gate, down, up_bias, down_bias)
-    dx = dweight = None
+    want_scores = want_x or any(want_router)
+    wanted = Wanted(want_x, want_scores, up or gate, down, up_bias, down_bias)
+    dx = dweight = dbias = None
     dlayer = (None,) * _MASTERS
     if any(wanted):
-        by_all = tied(rows_of(dout), weight, b_up)
+        by_all = tied(rows_of(dout), weight, bias, b_up)
         codes = x.new_empty(0), x.new_empty(0)
         settings = *ctx.flags, *ctx.recipe, ctx.keep, False, True, list(wanted)
         made = ops.float8_backward(by_all, x, None, h, h_scales, *codes, *saved, *settings)
@@ -78,19 +80,20 @@ def _gradient(ctx, dout, *_):
             slot_row = RowRouting(*saved[:4]).slot_row
             routed = scores, ids, slopes
             rows = dx_rows if want_x else None
-            dx, dweight = router_gradients(
-                rows, slot_row, dscores, routed, x, weight, ctx.weighing, want_weight
+            operands = x, weight, bias
+            dx, dweight, dbias = router_gradients(
+                rows, slot_row, dscores, routed, operands, ctx.weighing, want_router
             )
     dresidual = dout if want_residual else None
-    return dx, dweight, *(None,) * ROUTER_ARGUMENTS, dresidual, *dlayer, *nothing
+    return dx, dweight, dbias, *(None,) * ROUTE_ARGUMENTS, dresidual, *dlayer, *nothing
 
 
 library.define(
-    "float8_moe(Tensor x, Tensor weight, Tensor? selection_bias, Tensor? token_mask, int top_k, "
-    "int score, bool renormalize, float scale, int groups, int top_groups, float sum_floor, int "
-    f"group_score, Tensor? residual, {MASTERS_AND_BIASES}, {SETTINGS}) -> (Tensor o, Tensor h, "
-    "Tensor h_scales, Tensor offsets, Tensor row_token, Tensor slot_row, Tensor row_score, Tensor "
-    "scores, Tensor ids, Tensor slopes)"
+    "float8_moe(Tensor x, Tensor weight, Tensor? bias, Tensor? selection_bias, Tensor? token_mask, "
+    "int top_k, int score, bool renormalize, float scale, int groups, int top_groups, float "
+    f"sum_floor, int group_score, Tensor? residual, {MASTERS_AND_BIASES}, {SETTINGS}) -> (Tensor "
+    "o, Tensor h, Tensor h_scales, Tensor offsets, Tensor row_token, Tensor slot_row, Tensor "
+    "row_score, Tensor scores, Tensor ids, Tensor slopes)"
 )
 for _key in ("CPU", "CUDA"):
     library.impl("float8_moe", _forward, _key)

@@ -20,6 +20,7 @@ from guild._torch.autograd import (
 from guild._torch.gradients import expert_gradients, pre_activations
 from guild._torch.operators import LayerFlags, moe_forward_fake, ops
 from guild._torch.router_gradients import (
+    ROUTE_ARGUMENTS,
     ROUTER_ARGUMENTS,
     Weighing,
     route_tokens_fake,
@@ -41,12 +42,13 @@ def _fake(x: Tensor, weight: Tensor, *rest):
 
 
 def _setup(ctx, inputs, output):
-    x, weight, _, _, _, *router = inputs[: 2 + ROUTER_ARGUMENTS]
+    x, weight, bias, _, _, _, *router = inputs[: 2 + ROUTER_ARGUMENTS]
     _, w_up, w_gate, w_down, b_up, b_down, *rest = inputs[2 + ROUTER_ARGUMENTS :]
     _, h, *places, scores, ids, slopes = output
     ctx.weighing, (ctx.flags, _) = Weighing.of(router), LayerFlags.and_last(rest)
     layer = w_up, w_gate, w_down, b_up, b_down
-    ctx.save_for_backward(x, weight, scores, ids, ctx.weighing.kept(slopes), h, *places, *layer)
+    routed = scores, ids, ctx.weighing.kept(slopes)
+    ctx.save_for_backward(x, weight, bias, *routed, h, *places, *layer)
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
@@ -55,38 +57,38 @@ def _gradient(ctx, dout, *_):
     nothing = (None,) * (len(ctx.flags) + 1)
     if dout is None:
         return (*(None,) * (8 + ROUTER_ARGUMENTS), *nothing)
-    x, weight, scores, ids, slopes, h, *places, w_up, w_gate, w_down, b_up, b_down = (
-        ctx.saved_tensors
-    )
+    x, weight, bias, *saved = ctx.saved_tensors
+    scores, ids, slopes, h, *places, w_up, w_gate, w_down, b_up, b_down = saved
     offsets, row_token, *_ = places
-    want_x, want_weight, *_ = needs = ctx.needs_input_grad[1:]
+    want_x, *want_router = (needs := ctx.needs_input_grad[1:])[:3]
     want_residual, *want_layer = needs[2 + ROUTER_ARGUMENTS : 8 + ROUTER_ARGUMENTS]
-    wanted = want_x, want_x or want_weight, *want_layer
-    dx_rows = dx = dscores = dweight = None
+    wanted = want_x, want_x or any(want_router), *want_layer
+    dx_rows = dx = dscores = dweight = dbias = None
     dlayer = [None] * len(want_layer)
     if any(wanted):
         h = pre_activations(h, x, offsets, row_token, w_up, w_gate, b_up, ctx.flags)
         saved = x, h, *places, None, w_up, w_gate, w_down, b_down
-        by_all = tied(rows_of(dout), weight, b_up)
+        by_all = tied(rows_of(dout), weight, bias, b_up)
         gradients = expert_gradients(saved, by_all, ctx.flags, wanted, by_row=True)
         dx_rows, dscores, *dlayer = gradients
     if dscores is not None:
         routed = scores, ids, slopes
-        dx, dweight = router_gradients(
-            dx_rows, places[2], dscores, routed, x, weight, ctx.weighing, want_weight
+        operands = x, weight, bias
+        dx, dweight, dbias = router_gradients(
+            dx_rows, places[2], dscores, routed, operands, ctx.weighing, want_router
         )
     dresidual = dout if want_residual else None
-    return dx, dweight, *(None,) * ROUTER_ARGUMENTS, dresidual, *dlayer, *nothing
+    return dx, dweight, dbias, *(None,) * ROUTE_ARGUMENTS, dresidual, *dlayer, *nothing
 
 
 library.define(
-    "moe_layer(Tensor x, Tensor weight, Tensor? selection_bias, Tensor? token_mask, int top_k, int "
-    "score, bool renormalize, float scale, int groups, int top_groups, float sum_floor, int "
-    "group_score, Tensor? residual, Tensor w_up, Tensor? w_gate, Tensor w_down, Tensor? b_up, "
-    "Tensor? b_down, int kind, bool gated, float alpha, float limit, float up_offset, bool "
-    "clamp_after, bool interleaved, bool transposed, bool keep) -> (Tensor o, Tensor h, Tensor "
-    "offsets, Tensor row_token, Tensor slot_row, Tensor row_score, Tensor scores, Tensor ids, "
-    "Tensor slopes)"
+    "moe_layer(Tensor x, Tensor weight, Tensor? bias, Tensor? selection_bias, Tensor? token_mask, "
+    "int top_k, int score, bool renormalize, float scale, int groups, int top_groups, float "
+    "sum_floor, int group_score, Tensor? residual, Tensor w_up, Tensor? w_gate, Tensor w_down, "
+    "Tensor? b_up, Tensor? b_down, int kind, bool gated, float alpha, float limit, float "
+    "up_offset, bool clamp_after, bool interleaved, bool transposed, bool keep) -> (Tensor o, "
+    "Tensor h, Tensor offsets, Tensor row_token, Tensor slot_row, Tensor row_score, Tensor scores, "
+    "Tensor ids, Tensor slopes)"
 )
 for _key in ("CPU", "CUDA"):
     library.impl("moe_layer", _forward, _key)

@@ -11,7 +11,8 @@ from torch import Tensor
 from guild._torch.autograd import library, register, rows_of
 from guild._torch.operators import SOFTMAX, ops, route_fake, score_dtype
 
-ROUTER_ARGUMENTS = 10  # of route after the logits, and of route_tokens after x and weight
+ROUTE_ARGUMENTS = 10  # of route after the logits
+ROUTER_ARGUMENTS = 1 + ROUTE_ARGUMENTS  # of route_tokens after x and weight, from bias on
 
 # ---- route --------------------------------------------------------------------------------------
 
@@ -66,7 +67,7 @@ def _route_setup(ctx, inputs, output):
 
 
 def _route_gradient(ctx, dscores, *_):
-    nothing = (None,) * ROUTER_ARGUMENTS
+    nothing = (None,) * ROUTE_ARGUMENTS
     if dscores is None:
         return None, *nothing
     *routed, logits = ctx.saved_tensors
@@ -116,10 +117,16 @@ def _router_logits_setup(ctx, inputs, output):
     ctx.save_for_backward(*inputs)
 
 
-def _logits_gradient(ctx, x, weight, dlogits):
-    want_x, want_weight = ctx.needs_input_grad[1:3]
+def _logits_gradient(ctx, x, weight, bias, dlogits):
+    want_x, want_weight, want_bias = ctx.needs_input_grad[1:4]
+    dbias = _bias_gradient(dlogits, bias) if want_bias else None
     dlogits = dlogits.to(x.dtype)
-    return dlogits @ weight if want_x else None, dlogits.t() @ x if want_weight else None
+    dx = dlogits @ weight if want_x else None
+    return dx, dlogits.t() @ x if want_weight else None, dbias
+
+
+def _bias_gradient(dlogits, bias):
+    return dlogits.sum(0, dtype=score_dtype(dlogits.dtype)).to(bias.dtype)
 
 
 def _router_logits_gradient(ctx, dlogits):
@@ -127,11 +134,11 @@ def _router_logits_gradient(ctx, dlogits):
 
 
 def _route_tokens_setup(ctx, inputs, output):
-    x, weight, _, _, _, *router = inputs
-    _keep_routing(ctx, Weighing.of(router), output, x, weight)
+    x, weight, bias, _, _, _, *router = inputs
+    _keep_routing(ctx, Weighing.of(router), output, x, weight, bias)
 
 
-def _route_tokens_logits_gradient(dscores, routed, x, weight, weighing):
+def _route_tokens_logits_gradient(dscores, routed, x, weight, bias, weighing):
     """dlogits in x's dtype; routed: scores, ids, slopes.
 
     The logits are not kept: a gradient that needs them computes them again, bit for bit.
@@ -139,43 +146,48 @@ def _route_tokens_logits_gradient(dscores, routed, x, weight, weighing):
     logits = None
     if weighing.needs_logits:
         with torch.autocast(x.device.type, enabled=False):
-            logits = ops.router_logits(x, weight)
+            logits = ops.router_logits(x, weight, bias)
     return _weights_gradient(dscores, routed, logits, weight.shape[0], weighing, like=x)
 
 
-def router_gradients(dx_rows, slot_row, dscores, routed, x, weight, weighing, want_weight):
-    """dx of the whole layer from the experts' by row, and dweight; None where not wanted.
+def router_gradients(dx_rows, slot_row, dscores, routed, operands, weighing, want):
+    """dx of the whole layer from the experts' by row, dweight and dbias; None where not wanted.
+
+    routed: scores, ids, slopes; operands: x, weight, bias; want: the last two's gradients.
 
     If all logits have gradients, the router's part is a product; if only those of the chosen
     experts do, it is added in the sum over a token's rows.
     """
-    dlogits = _route_tokens_logits_gradient(dscores, routed, x, weight, weighing)
+    x, weight, bias = operands
+    want_weight, want_bias = want
+    dlogits = _route_tokens_logits_gradient(dscores, routed, x, weight, bias, weighing)
     dx = None
     if dx_rows is not None and weighing.needs_logits:
         dx = ops.combine(dx_rows, slot_row, None).addmm_(dlogits, weight)
     elif dx_rows is not None:
         part = dlogits, routed[1], rows_of(weight)
         dx = ops.combine(dx_rows, slot_row, None, None, None, *part)
-    return dx, dlogits.t() @ x if want_weight else None
+    dweight = dlogits.t() @ x if want_weight else None
+    return dx, dweight, _bias_gradient(dlogits, bias) if want_bias else None
 
 
 def _route_tokens_gradient(ctx, dscores, *_):
-    nothing = (None,) * ROUTER_ARGUMENTS
+    nothing = (None,) * ROUTE_ARGUMENTS
     if dscores is None:
-        return None, None, *nothing
-    *routed, x, weight = ctx.saved_tensors
-    dlogits = _route_tokens_logits_gradient(dscores, routed, x, weight, ctx.weighing)
-    return *_logits_gradient(ctx, x, weight, dlogits), *nothing
+        return None, None, None, *nothing
+    *routed, x, weight, bias = ctx.saved_tensors
+    dlogits = _route_tokens_logits_gradient(dscores, routed, x, weight, bias, ctx.weighing)
+    return *_logits_gradient(ctx, x, weight, bias, dlogits), *nothing
 
 
 @torch.library.register_fake("guild::router_logits", lib=library)
-def _router_logits_fake(x, weight):
+def _router_logits_fake(x, weight, bias):
     return x.new_empty(x.shape[0], weight.shape[0], dtype=score_dtype(x.dtype))
 
 
-def route_tokens_fake(x, weight, *rest):
+def route_tokens_fake(x, weight, bias, *rest):
     """Empty outputs of route_tokens."""
-    return route_fake(_router_logits_fake(x, weight), *rest)
+    return route_fake(_router_logits_fake(x, weight, bias), *rest)
 
 
 torch.library.register_fake("guild::route_tokens", lib=library)(route_tokens_fake)

@@ -321,7 +321,7 @@ class ExpertParallel:
         expect_runnable(self.size, call, weight_gradients)
         residual, recompute = residual_rows(given.residual, call.x), given.recompute
         lists = token_offsets is not None
-        tokens = call.x, call.scores, call.layer
+        tokens = call.x, (call.scores,), call.layer
         facts = facts_of(self.size, self.exact, *tokens, number, call.low, lists)
         slots = call.ids, call.scores, token_offsets, self.size * call.layer[2].shape[0]
         peers = None if lists else self._peers_on(call.x.device)
@@ -338,7 +338,7 @@ class ExpertParallel:
             if self.exact:
                 keep = bool(facts["gradients"]) and not recompute
                 taken = traffic, received, token_offsets, keep, None
-                rows = call.x, None, call.scores, residual
+                rows = call.x, None, None, call.scores, residual
                 return StepwiseExperts.apply(*taken, *rows, *call.layer), offsets
             rows, received = Dispatch.apply(call.x, call.scores, traffic, received)
             slots = {"ids": traffic.ids, "scores": received, "token_offsets": traffic.token_offsets}
@@ -350,6 +350,7 @@ class ExpertParallel:
         self,
         given: RoutedArguments,
         router_weight: Tensor,
+        router_bias: Tensor | None,
         top_k: int,
         router: Router,
         selection_bias: Tensor | None,
@@ -358,8 +359,9 @@ class ExpertParallel:
         layer: nn.Module | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Router and experts; with exact=True x gets one gradient for both, as in one process."""
-        expect_no_transform(given.x, router_weight, *given.parameters(), given.residual)
-        tokens = given.x, router_weight, top_k, router, selection_bias, token_mask
+        product = router_weight, router_bias
+        expect_no_transform(given.x, *product, *given.parameters(), given.residual)
+        tokens = given.x, *product, top_k, router, selection_bias, token_mask
         if not self.exact:
             ids, scores = route_tokens(*tokens)
             given = given._replace(topk_ids=ids, topk_weights=scores)
@@ -372,15 +374,15 @@ class ExpertParallel:
         expect_plain(self.exact, given.weight_gradients)
         with torch.no_grad():
             scores, ids, slopes = ops.route_tokens(*arguments)
-        facts = facts_of(self.size, self.exact, x, router_weight, local, number)
+        facts = facts_of(self.size, self.exact, x, product, local, number)
         experts = self.size * local[2].shape[0]
         traffic, received = self._plan(x, ids, scores, None, experts, facts)
         keep = bool(facts["gradients"]) and not given.recompute and traffic.keeps_all_rows
-        weighing = Weighing.of(arguments[5:])
+        weighing = Weighing.of(arguments[6:])
         routed = scores, ids, weighing.kept(slopes), weighing
         taken = traffic, received, None, keep, routed
         with self._ranks.in_step("forward"):
-            out = StepwiseExperts.apply(*taken, x, router_weight, scores, residual, *local)
+            out = StepwiseExperts.apply(*taken, x, *product, scores, residual, *local)
             return out, own_offsets(ids, scores, None, experts)
 
     def __deepcopy__(self, _: dict[int, Any]) -> ExpertParallel:

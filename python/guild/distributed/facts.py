@@ -22,22 +22,29 @@ def facts_of(
     size: int,
     exact: bool,
     x: Tensor,
-    weighing: Tensor,
+    weighing: tuple[Tensor | None, ...],
     local: list[Any],
     layer: int,
     low: LowRank | None = None,
     lists: bool = False,
 ) -> dict[str, int]:
-    """What every rank must agree on; weighing: the tensor that gets the scores' gradient.
+    """What every rank must agree on; weighing: the tensors that the scores' gradient reaches.
 
     size: ranks of the group; lists: the call has token_offsets.
     """
     w_up, w_gate, w_down, b_up, b_down, *flags = local
     flags = LayerFlags(*flags)
     kind = flags.kind + _GATED * flags.gated + _CLAMP_AFTER * flags.clamp_after
-    wants = any(t is not None and t.requires_grad for t in (w_up, w_gate, w_down, b_up, b_down))
-    terms = low is not None and low.wants_gradient()
-    wants = (x.requires_grad, weighing.requires_grad, wants, terms)
+
+    def wants_any(*tensors: Tensor | None) -> bool:
+        return any(t is not None and t.requires_grad for t in tensors)
+
+    wants = (
+        x.requires_grad,
+        wants_any(*weighing),
+        wants_any(w_up, w_gate, w_down, b_up, b_down),
+        low is not None and low.wants_gradient(),
+    )
     gradients = sum(1 << i for i, want in enumerate(wants) if want)
     options = b_up is not None, b_down is not None, low is not None, lists
     return {

@@ -21,7 +21,7 @@ from guild.distributed.traffic import Traffic
 
 
 class StepwiseExperts(torch.autograd.Function):
-    """(x, router's weight, scores, residual, weights) -> (tokens, hidden).
+    """(x, router's weight and bias, scores, residual, weights) -> (tokens, hidden).
 
     With a router, ids and scores are those that it chose, and x gets one gradient for both, as in
     guild::moe_layer; `routed` then holds scores, ids, slopes and how they were weighed.
@@ -38,6 +38,7 @@ class StepwiseExperts(torch.autograd.Function):
         routed: tuple[Tensor, Tensor, Tensor | None, Weighing] | None,
         x: Tensor,
         router_weight: Tensor | None,
+        router_bias: Tensor | None,
         scores: Tensor,
         residual: Tensor | None,
         *layer: Any,
@@ -56,7 +57,7 @@ class StepwiseExperts(torch.autograd.Function):
         kept = rows, h, *places, token_offsets, *layer[:5]
         if routed is not None:
             scores, ids, slopes, ctx.weighing = routed
-            kept = *kept, x, router_weight, scores, ids, slopes
+            kept = *kept, x, router_weight, router_bias, scores, ids, slopes
         ctx.save_for_backward(*kept)
         y = traffic.return_rows(y, slot_row, "forward")
         return ops.combine(y, traffic.slot_place, scores, token_offsets, residual)
@@ -71,7 +72,8 @@ class StepwiseExperts(torch.autograd.Function):
     @staticmethod
     @below_autograd
     def _gradients(ctx: Any, saved: tuple[Tensor | None, ...], dout: Tensor) -> tuple:
-        want_x, want_router, want_scores, want_residual, *want_layer = ctx.needs_input_grad[5:14]
+        want_x, *want_router, want_scores, want_residual = ctx.needs_input_grad[5:10]
+        want_layer = ctx.needs_input_grad[10:15]
         traffic = ctx.traffic
         rows, h, offsets, row_token, slot_row, row_score, token_offsets, *rest = saved
         w_up, w_gate, w_down, b_up, b_down, *routed = rest
@@ -80,20 +82,20 @@ class StepwiseExperts(torch.autograd.Function):
         h = pre_activations(h, rows, offsets, row_token, w_up, w_gate, b_up, ctx.flags)
         saved = rows, h, offsets, row_token, slot_row, row_score, traffic.token_offsets
         saved = *saved, w_up, w_gate, w_down, b_down
-        want_dscores = want_scores or (bool(routed) and (want_x or want_router))
+        want_dscores = want_scores or (bool(routed) and (want_x or any(want_router)))
         wanted = want_x, want_dscores, *want_layer
         with traffic.ranks.in_step("backward"):
             dx, dscores, *dlayer = expert_gradients(saved, drows, ctx.flags, wanted, by_row=True)
         if want_x or want_dscores:
             dx, dscores = traffic.return_gradients(dx, dscores, slot_row)
-        drouter = None
+        drouter = None, None
         if routed and want_dscores:
-            x, weight, *routed = routed
-            arguments = dx, traffic.slot_place, dscores, routed, x, weight
-            dx, drouter = router_gradients(*arguments, ctx.weighing, want_router)
+            operands, routed = routed[:3], routed[3:]
+            arguments = dx, traffic.slot_place, dscores, routed, operands
+            dx, *drouter = router_gradients(*arguments, ctx.weighing, want_router)
             dscores = None
         elif want_x:
             dx = ops.combine(dx, traffic.slot_place, None, token_offsets)
         dresidual = dout if want_residual else None
         nothing = (None,) * len(ctx.flags)
-        return *(None,) * 5, dx, drouter, dscores, dresidual, *dlayer, *nothing
+        return *(None,) * 5, dx, *drouter, dscores, dresidual, *dlayer, *nothing

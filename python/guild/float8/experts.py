@@ -230,16 +230,17 @@ def routed_experts_in_fp8(given: RoutedArguments) -> tuple[Tensor, Tensor]:
 
 def routed_layer_in_fp8(tokens: tuple, given: RoutedArguments) -> tuple[Tensor, Tensor]:
     """`guild.experts.routed_layer` in FP8; tokens: arguments of the op route_tokens."""
-    x, router_weight, *router = tokens
+    x, weight, bias, *router = tokens
     x, *layer, gradient = layer_arguments(
         x, *given.parameters(), *given.layout(), routed=True, masters=True
     )
     codes, flags, fp8 = _codes_of(x, layer, None, router[2] * x.shape[0], given.fp8)
-    wanted = torch.is_grad_enabled() and (gradient or router_weight.requires_grad)
+    gradient = gradient or any(t is not None and t.requires_grad for t in (weight, bias))
+    wanted = torch.is_grad_enabled() and gradient
     keep = wanted and not given.recompute
     settings = *codes, *flags, *fp8.recipe()._replace(reads_x=True), keep
     residual = residual_of(given.residual, x)
-    made = _moe(x, router_weight, *router, residual, *layer[:_MASTERS], *settings)
+    made = _moe(*tokens[:3], *router, residual, *layer[:_MASTERS], *settings)
     return made[0], made[3]
 
 

@@ -63,6 +63,16 @@ void RouterProduct::check(LogitsCase const& c, DType dtype) {
   int64_t const row_bytes = (c.hidden + 8) * bytes_of(dtype);
   auto const all = logits(args, 0, c.tokens, row_bytes);
 
+  DType const wide = dtype == DType::float64 ? DType::float64 : DType::float32;
+  std::vector<double> bias, wide_bias;
+  Tensor const bias_in = random(dtype, 1, c.experts, 0, bias);
+  Tensor const wide_in = random(wide, 1, c.experts, 0, wide_bias);
+  RouterLogits biased = args, with_wide = args;
+  biased.bias = bias_in.view().data, biased.bias_dtype = dtype;
+  with_wide.bias = wide_in.view().data, with_wide.bias_dtype = wide;
+  auto const all_biased = logits(biased, 0, c.tokens, row_bytes);
+  auto const all_wide = logits(with_wide, 0, c.tokens, row_bytes);
+
   double const unit = dtype == DType::float64 ? 0x1p-52 : 0x1p-23;
   for (int64_t t = 0; t < c.tokens; ++t) {
     for (int64_t e = 0; e < c.experts; ++e) {
@@ -72,7 +82,10 @@ void RouterProduct::check(LogitsCase const& c, DType dtype) {
         sum += product, size += std::abs(product);
       }
       double const allowed = unit * size * (4 + double(router_chunk(c.hidden)) / 16);
-      ASSERT_NEAR(all[t * c.experts + e], sum, allowed) << "token " << t << ", expert " << e;
+      int64_t const at = t * c.experts + e;
+      ASSERT_NEAR(all[at], sum, allowed) << "token " << t << ", expert " << e;
+      ASSERT_NEAR(all_biased[at], sum + bias[e], allowed + unit * 16 * std::abs(bias[e]));
+      ASSERT_NEAR(all_wide[at], sum + wide_bias[e], allowed + unit * 16 * std::abs(wide_bias[e]));
     }
   }
   for (int64_t const count : {1, 2, 9, 31, 64, 65, 130}) {
@@ -81,6 +94,9 @@ void RouterProduct::check(LogitsCase const& c, DType dtype) {
       auto const some = logits(args, first, count, row_bytes);
       EXPECT_TRUE(std::equal(some.begin(), some.end(), all.begin() + first * c.experts))
           << count << " tokens from " << first;
+      auto const more = logits(biased, first, count, row_bytes);
+      EXPECT_TRUE(std::equal(more.begin(), more.end(), all_biased.begin() + first * c.experts))
+          << count << " tokens from " << first << ", with a bias";
     }
   }
 }
@@ -119,6 +135,8 @@ TEST_P(RouterProduct, RoutesAsRouteDoes) {
                          .weight = w_in.view(),
                          .logits = {},
                          .workspace = workspace.data()};
+    Tensor const bias = random(dtype, 1, c.experts, 0, values);
+    if (c.tokens % 2 == 1) product.bias = bias.view().data, product.bias_dtype = dtype;
     Tensor const gate = random(dtype, 1, c.hidden, 0, values);
     Tensor const gates[2] = {Tensor(device(), wide, c.tokens, 1),
                              Tensor(device(), wide, c.tokens, 1)};
@@ -216,6 +234,11 @@ TEST(Check, RouterLogits) {
   wrong.optional_rows("logits", &RouterLogits::logits, 8);
   wrong.workspace("workspace", &RouterLogits::workspace, 256);
   wrong.optional_rows("gate", &RouterLogits::gate, 16);
+  wrong.expect("bias_dtype: expected bfloat16 or float32, got float16", [](RouterLogits& x) {
+    x.bias = x.workspace, x.bias_dtype = DType::float16;
+  });
+  wrong.expect("bias: expected an address that 4 divides, got one that leaves 2",
+               [](RouterLogits& x) { x.bias = static_cast<char*>(x.workspace) + 2; });
 }
 
 TEST(Check, RouteTokens) {

@@ -32,6 +32,7 @@ def test_the_experts_are_the_routers(experts: int, logits: str, device: str) -> 
     w_up = torch.randn(experts, 2 * WIDTH, HIDDEN, **place) / 24
     w_down = torch.randn(experts, HIDDEN, WIDTH, **place)
     bias = torch.randn(experts, device=device) / 20
+    pluses = None, torch.randn(experts, **place) / 4
     padding = torch.zeros(1, dtype=torch.bool, device=device)
     for score, renormalize, groups, sums, biased, masked in itertools.product(
         SCORES, (False, True), (1, 4), ("max", "top2_sum"), (False, True), (False, True)
@@ -41,7 +42,8 @@ def test_the_experts_are_the_routers(experts: int, logits: str, device: str) -> 
         options = {"groups": groups, "top_groups": max(1, groups // 2), "group_score": sums}
         router = guild.Router(score, renormalize, 2.5, biased, **options)
         scalars = router_scalars(min(10, experts // 2), router)
-        asked = x, weight, bias if biased else None, padding if masked else None, *scalars
+        plus = pluses[masked ^ biased]
+        asked = x, weight, plus, bias if biased else None, padding if masked else None, *scalars
         scores, ids, _ = ops.route_tokens(*asked)
         wanted, found = torch.empty_like(x), torch.empty_like(x)
         args = None, w_up, None, w_down, None, None, *FLAGS
@@ -72,12 +74,12 @@ def test_ten_experts_whose_tiles_of_more_rows_fit_a_gpu_at_once(
         x, weight = torch.randn(1, 192, **place), torch.randn(12, 192, **place) / 14
         w_up = torch.randn(12, (1 + flags.gated) * width, 192, **place) / 14
         w_down = torch.randn(12, 192, width, **place) / 24
-        scores, ids, _ = ops.route_tokens(x, weight, None, None, *scalars)
+        scores, ids, _ = ops.route_tokens(x, weight, None, None, None, *scalars)
         wanted, found = torch.empty_like(x), torch.empty_like(x)
         args = None, w_up, None, w_down, None, None, *flags
         ops.moe_forward_out(x, ids, scores, None, *args, wanted, None)
         ops.moe_layer_out(
-            x, weight, None, None, *scalars, None, w_up, w_down, None, None, *flags, found
+            x, weight, None, None, None, *scalars, None, w_up, w_down, None, None, *flags, found
         )
         assert torch.equal(found, wanted)
 
@@ -87,10 +89,12 @@ def test_ten_experts_whose_tiles_of_more_rows_fit_a_gpu_at_once(
 def test_a_token_has_its_bits_in_any_company(hidden: int, gated: bool, gpu: str) -> None:
     """Sums over H of one chunk and of several, with shared experts and without."""
     torch.manual_seed(hidden)
-    shared = {"shared_experts": 1, "shared_gate": True} if gated else {}
+    shared = {"shared_experts": 1, "shared_gate": True, "router_bias": True} if gated else {}
     place = {"device": gpu, "dtype": torch.float16}
     layer = guild.MoE(hidden, WIDTH, 64, 5, router="deepseek_v3", **shared, **place).eval()
     x = torch.randn(130, hidden, **place)
+    if gated:
+        torch.nn.init.normal_(layer.router.bias)
     with torch.no_grad():
         everyone = layer(x)
         for token in range(0, 130, 7):

@@ -324,17 +324,17 @@ CALLS: dict[str, Callable[[Inputs], Arguments]] = {
     ),
     "moe_forward of lists": lambda i: (*CALLS["moe_forward"](i), i.offsets[:1].repeat(3, 4)),
     "router_logits": lambda i: wanting(
-        i.layer.x.to(torch.bfloat16), i.layer.down[:, :, 0].to(torch.bfloat16)
+        *(t.to(torch.bfloat16) for t in (i.layer.x, i.layer.down[:, :, 0], i.layer.down[:, 0, 0]))
     ),
     "moe_layer": lambda i: (
-        *wanting(i.layer.x, i.router),
+        *wanting(i.layer.x, i.router, i.router[:, 0]),
         *(None, i.logits[:, 0] > -9, 2, 1, False, 1.0, 1, 1, 0.0, 0),
         *wanting(i.layer.x, *i.weights, *i.biases),
         *FLAGS,
         True,
     ),
     "route_tokens": lambda i: (
-        *wanting(i.layer.x, i.router),
+        *wanting(i.layer.x, i.router, i.router[:, 0]),
         *(None, i.logits[:, 0] > -1, 2, 0, False, 1.0, 1, 1, 0.0, 0),
     ),
 }
@@ -346,8 +346,8 @@ CALLS |= {
         *(*FLAGS, torch.empty_like(i.layer.x)),
     ),
     "moe_layer_out": lambda i: (
-        *(i.layer.x, i.router, None, None, *ROUTER, i.layer.dout, i.w_up, i.layer.down, *i.biases),
-        *(*FLAGS, torch.empty_like(i.layer.x)),
+        *(i.layer.x, i.router, i.router[:, 0].contiguous(), None, None, *ROUTER, i.layer.dout),
+        *(i.w_up, i.layer.down, *i.biases, *FLAGS, torch.empty_like(i.layer.x)),
     ),
     "experts_forward_out": lambda i: (
         *(i.rows, i.offsets, *i.weights, *i.biases, *FLAGS, torch.empty_like(i.rows)),
@@ -357,14 +357,14 @@ CALLS |= {
         torch.tensor(FLAGS, dtype=torch.float64),
     ),
     "infer_layer": lambda i: (
-        *(i.layer.x, i.router, None, i.layer.dout, None, None, None, None, i.w_up),
-        *(i.layer.down, *i.biases, torch.tensor((*FLAGS, *ROUTER), dtype=torch.float64)),
+        *(i.layer.x, i.router, i.router[:, 0].contiguous(), None, i.layer.dout, *(None,) * 4),
+        *(i.w_up, i.layer.down, *i.biases, torch.tensor((*FLAGS, *ROUTER), dtype=torch.float64)),
     ),
     "infer_shared": lambda i: (
         *(i.layer.x, i.w_up[0], i.layer.down[0], torch.tensor(FLAGS, dtype=torch.float64)),
     ),
     "infer_layer with shared experts": lambda i: (
-        *(i.layer.x, i.router, None, None, i.w_up[0], i.layer.down[0], None, None),
+        *(i.layer.x, i.router, None, None, None, i.w_up[0], i.layer.down[0], None, None),
         *(i.w_up, i.layer.down),
         *(None, None, torch.tensor((*FLAGS, *ROUTER), dtype=torch.float64)),
     ),

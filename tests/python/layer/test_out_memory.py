@@ -128,8 +128,13 @@ RAW: dict[str, Callable[[SimpleNamespace], object]] = {
         g.x, g.ids, g.scores, None, g.dh, g.up, None, g.down, None, None, *FLAGS, g.dh
     ),
     "out: .* router.weight": lambda g: ops.moe_layer_out(
-        *(g.x, g.up[0, :EXPERTS], None, None, *ROUTER, None, g.up[1:2], g.down[1:2], None, None),
+        *(g.x, g.up[0, :EXPERTS], None, None, None, *ROUTER, None, g.up[1:2], g.down[1:2]),
+        *(None, None),
         *(*FLAGS, g.up.view(-1)[: g.x.numel()].view(g.x.shape)),
+    ),
+    "out: .* router.bias": lambda g: ops.moe_layer_out(
+        *(g.x, g.router, g.up.view(-1)[:EXPERTS], None, None, *ROUTER, None, g.up, g.down),
+        *(None, None, *FLAGS, g.up.view(-1)[: g.x.numel()].view(g.x.shape)),
     ),
     "out: .* w_down": lambda g: ops.experts_forward_out(
         g.x, g.offsets, g.up, None, g.down, None, None, *FLAGS, rows_in(g.down)

@@ -88,7 +88,8 @@ FLOAT8_CALLS: dict[str, Callable[[Operands], tuple]] = {
     "float8_backward": backward_arguments,
     "float8_experts": experts_arguments,
     "float8_moe": lambda o: (
-        *(o.x, o.elements(_EXPERTS, _HIDDEN), None, None, 2, 0, True, 1.0, 1, 1, 0.0, 0, None),
+        *(o.x, o.elements(_EXPERTS, _HIDDEN), o.elements(_EXPERTS), None, None),
+        *(2, 0, True, 1.0, 1, 1, 0.0, 0, None),
         *experts_arguments(o)[5:-1],
     ),
     "float8_weights": lambda o: (*o.masters(), True, False, False, None, 0),

@@ -50,7 +50,7 @@ class DispatchedLayer:
     def __call__(self, x: Tensor) -> Tensor:
         """(tokens, hidden) of this rank's tokens."""
         layer = self.layer
-        router = layer.router.weight, layer.top_k, layer.routing, None, None
+        router = layer.router.weight, None, layer.top_k, layer.routing, None, None
         return self.routed(x, *route_tokens(x, *router))
 
     def routed(self, x: Tensor, ids: Tensor, scores: Tensor) -> Tensor:

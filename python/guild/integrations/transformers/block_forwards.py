@@ -175,8 +175,8 @@ def _in_one(
         transposed=experts.is_transposed,
         residual=shared,
     )
-    bias = router.e_score_correction_bias
-    return routed_layer(given, router.weight, router.top_k, family.in_one(router), bias, None)[0]
+    options = router.top_k, family.in_one(router), router.e_score_correction_bias, None
+    return routed_layer(given, router.weight, None, *options)[0]
 
 
 def _shared_output(block: nn.Module, x: Tensor) -> Tensor | None:

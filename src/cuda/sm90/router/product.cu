@@ -50,17 +50,16 @@ void launch_product(RouterLogits const& x, LogitParts const& to, int64_t stride,
              "launch of the router's product");
 }
 
-template <class T>
+template <class Product>
 void launch_few(RouterLogits const& x, LogitParts const& to, int64_t stride, Queue const& queue) {
-  using Product = RouterProductOfFew<T>;
-  typename Product::Params p = few_router_params<T>(x);
+  typename Product::Params p = few_router_params<Product>(x);
   set_results(p, x, to, stride);
   static AllowedOn allowed;
-  allow_shared_memory(router_product_of_few_kernel<T>, Product::kMostBytes, allowed,
+  allow_shared_memory(router_product_of_few_kernel<Product>, Product::kMostBytes, allowed,
                       "shared memory of the router's product");
   int64_t const tiles = ceil_div(x.experts, Product::kExperts) + (x.gate.data != nullptr);
   dim3 const blocks(unsigned(tiles), unsigned(to.count));
-  cuda_check(launch_kernel(router_product_of_few_kernel<T>,
+  cuda_check(launch_kernel(router_product_of_few_kernel<Product>,
                            {.blocks = blocks,
                             .threads = Product::kThreads,
                             .bytes = Product::bytes(p.chunk, p.rows),
@@ -73,7 +72,10 @@ void launch_few(RouterLogits const& x, LogitParts const& to, int64_t stride, Que
 template <class T>
 void launch_tile(RouterTile const& tile, RouterLogits const& x, LogitParts const& to,
                  int64_t stride, Queue const& queue) {
-  if (few_for_router(x.tokens, x.hidden, x.experts)) return launch_few<T>(x, to, stride, queue);
+  if (few_for_router(x.tokens, x.hidden, x.experts)) {
+    return x.bias == nullptr ? launch_few<RouterProductOfFew<T, false>>(x, to, stride, queue)
+                             : launch_few<RouterProductOfFew<T, true>>(x, to, stride, queue);
+  }
   auto const is = [&](int tokens, int experts) {
     return tile.tokens == tokens && tile.experts == experts;
   };

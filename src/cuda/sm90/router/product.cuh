@@ -1,9 +1,11 @@
-// The router's product: logits = x W^T in float32, with the same bits for any number of tokens.
+// The router's product: logits = x W^T + bias in float32, with the same bits for any number of
+// tokens.
 //
 // Tokens are wgmma's M, experts its N. H is summed in chunks, in slices of 16 by one accumulator
-// that starts at zero; a chunk's sum is then added to those before it in float32. A block has a
-// tile of tokens and experts, and of the sum either all chunks or, where tokens are few, one, which
-// it stores for the next kernel to add. Neither this choice nor a tile's shape changes any bit.
+// that starts at zero; a chunk's sum is then added to those before it in float32, that of the first
+// to the bias. A block has a tile of tokens and experts, and of the sum either all chunks or, where
+// tokens are few, one, which it stores for the next kernel to add. Neither this choice nor a tile's
+// shape changes any bit.
 //
 //   warps 0 .. 4 n - 1   consumers: n warpgroups, 64 tokens each
 //   warp 4 n             producer: x and W by TMA through a ring of stages, each 64 deep
@@ -36,7 +38,8 @@ struct RouterProduct {
 
   struct Params {
     CUtensorMap x, weight;  // boxes of 64 of H and the tile's tokens or experts
-    float* out;             // (parts, tokens, experts)
+    RouterBias<T> bias;
+    float* out;  // (parts, tokens, experts)
     int64_t part_stride;
     int64_t stride;  // of a token
     int tokens, experts;
@@ -159,11 +162,12 @@ struct RouterProduct {
       Work const work(p, tile);
       float acc[tile_experts / 2], total[tile_experts / 2];
       forget_registers(acc);
+      p.bias.begin(total, work.expert, work.part == 0);
       for (int step = work.first; step < work.end; step += p.chunk) {
         sum_chunk(acc, at, min(p.chunk, work.end - step), smem);
 #pragma unroll
         for (int i = 0; i < tile_experts / 2; ++i) {
-          total[i] = step == work.first ? acc[i] : total[i] + acc[i];
+          total[i] += acc[i];
         }
       }
       store(p, work, total);
@@ -207,6 +211,7 @@ typename Product::Params router_params(RouterLogits const& x, int parts) {
   typename Product::Params p{};
   p.x = row_map<T>(x.x, x.tokens, x.hidden, 1, tokens, "x");
   p.weight = row_map<T>(x.weight, x.experts, x.hidden, 1, experts, "weight");
+  p.bias = router_bias<T>(x);
   p.tokens = int(x.tokens);
   p.experts = int(x.experts);
   p.across = int(ceil_div(x.experts, experts));

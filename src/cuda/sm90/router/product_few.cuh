@@ -15,6 +15,7 @@
 #include "cuda/arch/dependent_launch.cuh"
 #include "cuda/arch/wgmma.cuh"
 #include "cuda/sm90/fragment.cuh"
+#include "cuda/sm90/router/bias.cuh"
 #include "cuda/sm90/tensor_map.h"
 #include "guild/router_logits.h"
 #include "shared/router_product.h"
@@ -28,8 +29,10 @@ __device__ inline void prefetch_box(CUtensorMap const& map, Coordinate at) {
                : "memory");
 }
 
-template <class T>
+// biased: whether there may be a bias; without, the kernel has fewer instructions to fetch.
+template <class T, bool biased>
 struct RouterProductOfFew {
+  using Element = T;
   static constexpr int kExperts = 16, kThreads = 128;
   static constexpr int kSteps = 4;  // of a piece, 64 deep
   static constexpr int kMostPieces = int(kMostRouterChunk) / 64 / kSteps;
@@ -39,7 +42,8 @@ struct RouterProductOfFew {
     CUtensorMap gate;       // as weight, of one row; after the last tile of experts comes its own
     float* gate_out;        // (parts, tokens)
     CUtensorMap x, weight;  // (steps, tokens or experts, 64); boxes of kSteps x all rows x 64
-    float* out;             // (parts, tokens, experts)
+    RouterBias<T> bias;
+    float* out;  // (parts, tokens, experts)
     int64_t part_stride;
     int64_t stride;  // of a token
     int tokens, experts;
@@ -163,26 +167,29 @@ struct RouterProductOfFew {
         wait_for_previous();
         load(p, rows, expert, first, count, x, weight, full);
       }
-      float acc[kExperts / 2];
+      float acc[kExperts / 2], sum[kExperts / 2];
+      p.bias.begin(sum, expert, biased && part == 0 && !gate && !rehearses);
       forget_registers(acc);
       multiply(acc, p, rehearses ? 1 : count, rehearses ? nullptr : full, kept(shared_address(x)),
                kept(shared_address(weight)));
-      store(Target(p, part, gate), rehearses ? 0 : p.tokens, expert, acc);
+#pragma unroll
+      for (int i = 0; i < kExperts / 2; ++i) sum[i] += acc[i];
+      store(Target(p, part, gate), rehearses ? 0 : p.tokens, expert, sum);
     }
   }
 };
 
-template <class T>
-__global__ void __launch_bounds__(RouterProductOfFew<T>::kThreads) router_product_of_few_kernel(
-    __grid_constant__ typename RouterProductOfFew<T>::Params const p) {
-  RouterProductOfFew<T>::run(p);
+template <class Product>
+__global__ void __launch_bounds__(Product::kThreads) router_product_of_few_kernel(
+    __grid_constant__ typename Product::Params const p) {
+  Product::run(p);
 }
 
 // A matrix (rows, H) as steps: boxes of `box_rows` rows and kSteps steps.
-template <class T>
+template <class Product>
 CUtensorMap steps_map(ConstRows rows, int64_t count, int64_t hidden, int box_rows,
                       char const* name) {
-  return tensor_map(rows.data, dtype_of<T>(),
+  return tensor_map(rows.data, dtype_of<typename Product::Element>(),
                     {.x = 64,
                      .y = count,
                      .z = hidden / 64,
@@ -190,23 +197,24 @@ CUtensorMap steps_map(ConstRows rows, int64_t count, int64_t hidden, int box_row
                      .z_stride = 64,
                      .box_x = 64,
                      .box_y = box_rows,
-                     .box_z = RouterProductOfFew<T>::kSteps},
+                     .box_z = Product::kSteps},
                     name);
 }
 
 // The parameters, except for where results go.
-template <class T>
-typename RouterProductOfFew<T>::Params few_router_params(RouterLogits const& x) {
-  typename RouterProductOfFew<T>::Params p{};
+template <class Product>
+typename Product::Params few_router_params(RouterLogits const& x) {
+  typename Product::Params p{};
   p.tokens = int(x.tokens);
   p.experts = int(x.experts);
   p.rows = int(ceil_div(x.tokens, 8) * 8);
   p.steps = int(x.hidden / 64);
   p.chunk = int(router_chunk(x.hidden) / 64);
-  p.x = steps_map<T>(x.x, x.tokens, x.hidden, p.rows, "x");
-  p.weight = steps_map<T>(x.weight, x.experts, x.hidden, RouterProductOfFew<T>::kExperts, "weight");
+  p.x = steps_map<Product>(x.x, x.tokens, x.hidden, p.rows, "x");
+  p.weight = steps_map<Product>(x.weight, x.experts, x.hidden, Product::kExperts, "weight");
+  p.bias = router_bias<typename Product::Element>(x);
   if (x.gate.data != nullptr) {
-    p.gate = steps_map<T>(x.gate, 1, x.hidden, RouterProductOfFew<T>::kExperts, "gate");
+    p.gate = steps_map<Product>(x.gate, 1, x.hidden, Product::kExperts, "gate");
     p.gate_out = static_cast<float*>(x.gate_workspace);
   }
   return p;
