@@ -165,5 +165,12 @@ __device__ inline void load_matrices(uint32_t from, uint32_t& a, uint32_t& b, ui
                : "r"(from)
                : "memory");
 }
+__device__ inline void load_matrices_transposed(uint32_t from, uint32_t& a, uint32_t& b,
+                                                uint32_t& c, uint32_t& d) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(a), "=r"(b), "=r"(c), "=r"(d)
+               : "r"(from)
+               : "memory");
+}
 
 }  // namespace guild::cuda

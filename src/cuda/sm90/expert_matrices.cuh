@@ -1,9 +1,10 @@
 // The matrices of weight gradients, one per group: how the host passes them to the kernels, and the
-// epilogue of those in float32, which are mostly added to what is there.
+// epilogue of those that are written in float32.
 #pragma once
 #include <cstdint>
 
 #include "cuda/products.h"
+#include "cuda/sm90/add_to_expert.cuh"
 #include "cuda/sm90/epilogues.cuh"
 #include "cuda/sm90/launch.cuh"
 
@@ -68,23 +69,31 @@ struct ExpertMatrices {
             .group_at = d.expert_at};
   }
 
-  // Whether TMA can write them.
+  // Whether TMA can read and write them.
   bool have_boxes() const {
-    bool const aligned =
-        d.expert_stride % 8 == 0 && reinterpret_cast<uintptr_t>(d.data) % 16 == 0 &&
-        (transposed() ? d.out_stride == 1 && d.in_stride % 8 == 0 : d.out_stride % 8 == 0);
-    return aligned && dtype != DType::float32 && !accumulate;
+    int64_t const unit = 16 / element_bytes(dtype);
+    return d.expert_stride % unit == 0 && reinterpret_cast<uintptr_t>(d.data) % 16 == 0 &&
+           (transposed() ? d.out_stride == 1 && d.in_stride % unit == 0 : d.out_stride % unit == 0);
   }
 
   // name: of their argument, for errors.
   template <class T>
   StoreExpert<T> boxes(char const* name) const {
-    constexpr int box = kBoxColumns;
+    return {map(name), transposed(), int(columns), d.expert_at};
+  }
+  template <class V>
+  AddToExpert<V> addends(char const* name) const {
+    return {map(name), transposed(), int(rows), int(columns), d.expert_at};
+  }
+
+ private:
+  CUtensorMap map(char const* name) const {
+    int const box = kRowBytes / int(element_bytes(dtype));
     int64_t const z = places(d, groups), stride = d.expert_stride;
     MapShape const shape = transposed()
                                ? MapShape{rows, columns, z, d.in_stride, stride, box, 64, 1}
                                : MapShape{columns, rows, z, d.out_stride, stride, box, 64, 1};
-    return {tensor_map(d.data, dtype, shape, name), transposed(), int(columns), d.expert_at};
+    return tensor_map(d.data, dtype, shape, name);
   }
 };
 

@@ -42,10 +42,15 @@ void expert_product(ExpertProduct const& x, Queue const& queue) {
                         .ragged = false};
   ExpertMatrices const matrices{x.d, x.d_dtype, x.accumulate, x.groups.groups, x.m, x.n};
   DirectOutput const d = matrices.direct();
+  bool const adds = x.accumulate && matrices.have_boxes();
   with_type(x.dtype, [&](auto element) {
     using T = decltype(element);
     with_config<Product::experts>(count, [&]<GemmConfig c> {
-      if (matrices.have_boxes()) {
+      if (adds && d.is_float) {
+        launch_expert_product<T, c>(x, matrices.addends<float>("dw"), queue);
+      } else if (adds) {
+        launch_expert_product<T, c>(x, matrices.addends<T>("dw"), queue);
+      } else if (matrices.have_boxes() && !d.is_float) {
         launch_expert_product<T, c>(x, matrices.boxes<T>("dw"), queue);
       } else if (stores_floats<Along::columns>(d)) {
         launch_expert_product<T, c>(x, StoreFloats<Along::columns>{d}, queue);

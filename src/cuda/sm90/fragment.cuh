@@ -32,24 +32,43 @@ __device__ inline uint32_t matrices_address(uint32_t box, int thread) {
   return chunk_address(box, thread / 32 * 16 + thread % 16, thread % 32 / 16);
 }
 
-// Writes 64 columns of a fragment to a box, rows of D as rows of the box.
-__device__ inline void words_to_box(uint32_t box, BoxWords const& word, int thread) {
+// Calls f(address, word) with four words of a fragment of 64 columns at a time, and with a thread's
+// address for stmatrix or ldmatrix of them; rows of D as rows of the box.
+template <class Words, class F>
+__device__ inline void for_words_of_box(uint32_t box, Words& word, int thread, F&& f) {
   uint32_t const first = matrices_address(box, thread);
 #pragma unroll
-  for (int i = 0; i < 16; i += 4) {
-    store_matrices(first ^ (8 * i), word[i], word[i + 1], word[i + 2], word[i + 3]);
-  }
+  for (int i = 0; i < 16; i += 4) f(first ^ (8 * i), word + i);
 }
-
-// The same with columns of D as rows of the box.
-__device__ inline void words_to_box_transposed(uint32_t box, BoxWords const& word, int thread) {
+// The same with columns of D as rows of the box, for the transposed instructions.
+template <class Words, class F>
+__device__ inline void for_words_of_columns(uint32_t box, Words& word, int thread, F&& f) {
   int const chunk = thread / 32 * 2 + thread % 16 / 8;
 #pragma unroll
   for (int i = 0; i < 16; i += 4) {
-    int const row = 8 * (i / 2 + thread % 32 / 16) + thread % 8;
-    store_matrices_transposed(chunk_address(box, row, chunk), word[i], word[i + 1], word[i + 2],
-                              word[i + 3]);
+    f(chunk_address(box, 8 * (i / 2 + thread % 32 / 16) + thread % 8, chunk), word + i);
   }
+}
+
+// Writes 64 columns of a fragment to a box, or reads them.
+__device__ inline void words_to_box(uint32_t box, BoxWords const& word, int thread) {
+  for_words_of_box(box, word, thread, [](uint32_t at, uint32_t const* w) {
+    store_matrices(at, w[0], w[1], w[2], w[3]);
+  });
+}
+__device__ inline void box_to_words(uint32_t box, BoxWords& word, int thread) {
+  for_words_of_box(box, word, thread,
+                   [](uint32_t at, uint32_t* w) { load_matrices(at, w[0], w[1], w[2], w[3]); });
+}
+__device__ inline void words_to_box_transposed(uint32_t box, BoxWords const& word, int thread) {
+  for_words_of_columns(box, word, thread, [](uint32_t at, uint32_t const* w) {
+    store_matrices_transposed(at, w[0], w[1], w[2], w[3]);
+  });
+}
+__device__ inline void box_to_words_transposed(uint32_t box, BoxWords& word, int thread) {
+  for_words_of_columns(box, word, thread, [](uint32_t at, uint32_t* w) {
+    load_matrices_transposed(at, w[0], w[1], w[2], w[3]);
+  });
 }
 
 // Writes 64 columns of a fragment to a box.

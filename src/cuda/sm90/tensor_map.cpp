@@ -37,12 +37,13 @@ CUtensorMap encoded(void const* data, DType dtype, Boxes const& s, char const* n
   cuuint32_t box[kMostRank], step[kMostRank];
   for (int i = 0; i < s.rank; ++i) {
     shape[i] = cuuint64_t(s.shape[i] > 0 ? s.shape[i] : 1);
-    strides[i] = cuuint64_t(kElementBytes * s.stride[i]);
+    strides[i] = cuuint64_t(element_bytes(dtype) * s.stride[i]);
     box[i] = cuuint32_t(s.box[i]);
     step[i] = 1;
   }
-  auto const type =
-      dtype == DType::float16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  auto const type = dtype == DType::float32   ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+                    : dtype == DType::float16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                              : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   CUtensorMap map;
   auto const try_encode = [&] {
     return encode(&map, type, cuuint32_t(s.rank), base, shape, strides, box, step,

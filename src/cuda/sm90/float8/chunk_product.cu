@@ -71,7 +71,7 @@ void chunk_product(ChunkProduct const& product, Queue const& queue) {
   }
   with_type(x.d_dtype, [&](auto element) {
     using T = decltype(element);
-    if (matrices.have_boxes()) {
+    if (matrices.have_boxes() && x.d_dtype != DType::float32 && !x.accumulate) {
       StoreAtOnce<T, StoreExpert> const boxes{matrices.boxes<T>("out")};
       return launch_format(x, boxes, queue);
     }
