@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -192,8 +194,21 @@ def test_export(device: str) -> None:
         torch.testing.assert_close(exported(x), moe(x), rtol=0, atol=0)
 
 
+LOADS_A_PACKAGE = """
+import sys, torch
+with torch.no_grad():
+    program = torch.export.export(torch.nn.Linear(4, 4, device="cuda"), (torch.ones(2, 4).cuda(),))
+    torch._inductor.aoti_compile_and_package(program, package_path=sys.argv[1])
+    torch._inductor.aoti_load_package(sys.argv[1])
+"""
+
+
 def test_package_of_aotinductor(device: str, tmp_path: Path) -> None:
     """A program compiled ahead of time, with another number of tokens than its example."""
+    if device == "cuda":  # there are machines on which torch 2.11 crashes when it loads any package
+        command = [sys.executable, "-c", LOADS_A_PACKAGE, str(tmp_path / "linear.pt2")]
+        if subprocess.run(command, capture_output=True).returncode:
+            pytest.skip("this PyTorch cannot load the package of a torch.nn.Linear")
     moe = moe_of(device).eval()
     x = torch.randn(9, 16, device=device).to(dtype_of(device))
     with torch.no_grad():

@@ -1,5 +1,5 @@
 // The up projection with a low-rank term: its choice of a kernel, and its launch.
-#include "cuda/sm90/low_rank_launch.cuh"
+#include "cuda/sm90/low_rank/launch.cuh"
 #include "cuda/sm90/products.h"
 #include "cuda/sm90/up_params.cuh"
 

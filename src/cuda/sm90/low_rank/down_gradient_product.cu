@@ -1,6 +1,6 @@
 // The down gradient with a low-rank term: its choice of a kernel, and its launch.
 #include "cuda/sm90/down_gradient_params.cuh"
-#include "cuda/sm90/low_rank_launch.cuh"
+#include "cuda/sm90/low_rank/launch.cuh"
 #include "cuda/sm90/products.h"
 
 namespace guild::cuda::sm90 {

@@ -1,7 +1,7 @@
 // Host side of the products with a low-rank term: their config, and what else their loader needs.
 #pragma once
 #include "cuda/sm90/launch.cuh"
-#include "cuda/sm90/low_rank_loader.cuh"
+#include "cuda/sm90/low_rank/loader.cuh"
 
 namespace guild::cuda {
 

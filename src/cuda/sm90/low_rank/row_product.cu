@@ -1,5 +1,5 @@
 // The down projection and the up gradient with a low-rank term: their launch.
-#include "cuda/sm90/low_rank_launch.cuh"
+#include "cuda/sm90/low_rank/launch.cuh"
 #include "cuda/sm90/products.h"
 #include "cuda/sm90/row_params.cuh"
 
