@@ -6,7 +6,7 @@
 
 namespace guild::cuda {
 
-// A stack of matrices of 16-bit or float32 elements: x contiguous, strides of y, z and w in elements.
+// A stack of matrices of 16 bits or float32: x contiguous, strides of y, z and w in elements.
 struct MapShape {
   int64_t x, y, z, y_stride, z_stride;
   int box_x, box_y, box_z;
