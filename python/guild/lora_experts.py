@@ -10,7 +10,14 @@ from torch import Tensor
 
 from guild._torch import low_rank as steps
 from guild._torch.alignment import aligned
-from guild._torch.autograd import expect_one_backward, rows_of, with_lists, without_lists
+from guild._torch.autograd import (
+    expect_even_lists_unchanged,
+    expect_one_backward,
+    rows_of,
+    watch_even_lists,
+    with_lists,
+    without_lists,
+)
 from guild._torch.gradient_targets import decided
 from guild._torch.low_rank import LowRank, Weights
 from guild._torch.operators import LayerFlags, ops
@@ -78,6 +85,7 @@ class _ExpertsWithSink(torch.autograd.Function):
         ctx.sink, ctx.parameters, ctx.flags = sink, parameters, LayerFlags(*arguments[14:])
         ctx.reached, ctx.versions = reached, Versions("weights", reached)
         weights = without_lists(ctx, experts_at, *arguments[:3])
+        watch_even_lists(ctx, *arguments)
         ctx.save_for_backward(x, h, t, *weights, *arguments[3:14])
         ctx.set_materialize_grads(False)
         return out
@@ -90,6 +98,7 @@ class _ExpertsWithSink(torch.autograd.Function):
         if dout is None:
             return (*(None,) * 16, *nothing, *(None,) * len(ctx.reached))
         ctx.versions.expect_unchanged()
+        expect_even_lists_unchanged(ctx)
         x, h, t, *rest = ctx.saved_tensors
         weights = Weights(*with_lists(ctx, *rest[:3]), *rest[3:5], ctx.experts_at)
         routing = RowRouting(*rest[9:])

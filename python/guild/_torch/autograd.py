@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
 from guild._torch.operators import ops
+from guild._torch.versions import Versions
 
 library = torch.library.Library("guild", "FRAGMENT")
 
@@ -88,6 +89,29 @@ def with_lists(ctx: Any, *saved: Tensor | None) -> tuple:
     return tuple(s if w is None else w for s, w in zip(saved, ctx.lists, strict=True))
 
 
+def even_list_of(tensor: object) -> Versions | None:
+    """The versions of the tensors that an evenly spaced list's view is made of; None for others."""
+    return getattr(tensor, "even_list", None) if isinstance(tensor, Tensor) else None
+
+
+def of_even_list(view: Tensor, versions: Versions | None) -> Tensor:
+    """The view with the versions that `even_list_of` returns."""
+    if versions is not None:
+        view.even_list = versions
+    return view
+
+
+def watch_even_lists(ctx: Any, *arguments: object) -> None:
+    """Remember the lists among an op's arguments; see `expect_even_lists_unchanged`."""
+    ctx.even_lists = [found for a in arguments if (found := even_list_of(a)) is not None]
+
+
+def expect_even_lists_unchanged(ctx: Any) -> None:
+    """Raise RuntimeError if a tensor of these lists was written to since."""
+    for versions in ctx.even_lists:
+        versions.expect_unchanged()
+
+
 def register(name: str, backward: Callable, setup: Callable) -> None:
     """Give an op its gradient, as torch.library.register_autograd does.
 
@@ -96,6 +120,7 @@ def register(name: str, backward: Callable, setup: Callable) -> None:
     """
 
     def with_keyset(ctx: Any, *grads: Tensor | None) -> tuple:
+        expect_even_lists_unchanged(ctx)
         return None, *backward(ctx, *grads)
 
     _register(name, setup, with_keyset)
@@ -134,6 +159,7 @@ def _register(name: str, setup: Callable, backward: Callable, refuse: Callable |
                 modes.enter_context(forward_ad._set_fwd_grad_enabled(True))
             output = below(keyset, args)
         setup(ctx, args, output)
+        watch_even_lists(ctx, *args)
         return output
 
     key = torch.autograd.Function._compiled_autograd_key  # compiled autograd asks every node

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from guild._torch.autograd import expect_no_tangents
+from guild._torch.autograd import even_list_of, expect_no_tangents, of_even_list
 from guild._torch.checks import (
     dtype_name,
     expect_device,
@@ -72,7 +72,7 @@ class Placed(NamedTuple):
     @property
     def mT(self) -> Placed:  # noqa: N802 - as torch's
         """Every matrix transposed."""
-        return self._replace(tensor=self.tensor.mT)
+        return self._replace(tensor=of_even_list(self.tensor.mT, even_list_of(self.tensor)))
 
 
 @torch.library.register_fake("guild::expert_view")
@@ -123,10 +123,13 @@ def joined(name: str, value: Listed | Placed, dims: int = 2, attached: bool = Tr
     wanted = attached and recorded and any(t.requires_grad for t in tensors)
     if wanted and not _have_addresses(tensors):
         return Placed(torch.stack(tensors))
-    found = _joined(name, tensors)
+    found = _joined(name, tensors, recorded)
     if recorded and found.at is not None:
         found = found._replace(held=Held(name, tensors))
-    return found._replace(tensor=_Joined.apply(name, found, *tensors)) if wanted else found
+    if not wanted:
+        return found
+    attached_view = _Joined.apply(name, found, *tensors)
+    return found._replace(tensor=of_even_list(attached_view, even_list_of(found.tensor)))
 
 
 def joined_halves(
@@ -156,12 +159,13 @@ class _Joined(torch.autograd.Function):
 
 
 @torch.no_grad()
-def _joined(name: str, tensors: Sequence[Tensor]) -> Placed:
+def _joined(name: str, tensors: Sequence[Tensor], recorded: bool) -> Placed:
     if not _have_addresses(tensors):
         return Placed(torch.stack(tuple(tensors)))
     view = view_of(tensors)
     if view is not None:
-        return Placed(view)
+        # The view has the version counter of the first tensor alone; others may have their own.
+        return Placed(of_even_list(view, Versions(name, tensors) if recorded else None))
     if tensors[0].dim() == 1:  # a bias: a small fraction of a weight
         return Placed(torch.stack(tuple(tensors)))
     found = None if is_cast(tensors[0]) else placed(tensors)

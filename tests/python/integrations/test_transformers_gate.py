@@ -281,6 +281,29 @@ def test_changes_within_the_activation_are_noticed(what: str, name: str) -> None
     assert (found and found.activation) == (kind and Activation(kind))
 
 
+def test_methods_of_other_objects_are_told_apart() -> None:
+    """Two objects of one class have the same functions; what these read is theirs."""
+
+    class Swish:
+        __hash__ = None  # as a dataclass has it
+
+        def __init__(self, alpha: float) -> None:
+            self.alpha = alpha
+
+        def __call__(self, x: Tensor) -> Tensor:
+            return x * torch.sigmoid(self.alpha * x)
+
+        def method(self, x: Tensor) -> Tensor:
+            return self(x)
+
+    experts = Ungated(None)
+    for alpha in (1.0, 1.5, 1.0, 2.0):
+        experts.act_fn = Swish(alpha).method
+        assert gate_of(experts).activation.alpha == alpha
+        experts.act_fn = Swish(alpha)
+        assert gate_of(experts).activation.alpha == alpha
+
+
 def test_changes_of_a_class_are_noticed() -> None:
     class Sloped(nn.Module):
         slope = 0.0

@@ -18,6 +18,7 @@ from listed_layers import (
     dtype_of,
     expected,
     sorted_call,
+    through_data,
     whole_layer,
 )
 
@@ -81,18 +82,21 @@ def test_other_data(device: str, call: Callable, sink: bool, other_data: bool) -
     assert kept and torch.equal(x.grad, dx)
 
 
+@pytest.mark.parametrize("made", [backwards, through_data])
 @pytest.mark.parametrize("listed", ["w_up", "w_down", "both"])
 @pytest.mark.parametrize("written", ["w_up", "w_down"])
 @pytest.mark.parametrize("how", ["autograd", "sink", "frozen", "recompute"])
 @pytest.mark.parametrize("call", CALLS)
 def test_writes_are_noticed(
-    device: str, call: Callable, how: str, written: str, listed: str
+    device: str, call: Callable, how: str, written: str, listed: str, made: Callable
 ) -> None:
-    """In lists, wanted or frozen, and in a tensor beside one, even if only dx is computed."""
+    """In lists, wanted or frozen, and in a tensor beside one, even if only dx is computed.
+
+    Also where a list is one view, whose tensors count their versions separately.
+    """
     layer = {n: t for n, t in whole_layer(device).items() if n.startswith("w_")}
     weights = {
-        n: backwards(t) if listed in (n, "both") else torch.nn.Parameter(t)
-        for n, t in layer.items()
+        n: made(t) if listed in (n, "both") else torch.nn.Parameter(t) for n, t in layer.items()
     }
     if how == "frozen":
         weights = {n: frozen(w) if isinstance(w, list) else w.detach() for n, w in weights.items()}
@@ -104,6 +108,30 @@ def test_writes_are_noticed(
         (changed[1] if isinstance(changed, list) else changed).mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(out.sum(), x)
+
+
+def test_biases_of_an_even_list_are_noticed(device: str) -> None:
+    """Recomputed pre-activations read them again."""
+    lists = {n: through_data(t) for n, t in whole_layer(device).items()}
+    x, out = sorted_call(lists, device, recompute=True)
+    with torch.no_grad():
+        lists["b_up"][2].mul_(2)
+    with pytest.raises(RuntimeError, match=r"^b_up: .* modified by an inplace operation"):
+        torch.autograd.grad(out.sum(), x)
+
+
+def test_an_even_list_of_grouped_mm_is_noticed(device: str) -> None:
+    """Transposed, too."""
+    for turned in (False, True):
+        parts = through_data(whole_layer(device)["w_up"])
+        x = torch.randn(5, parts[0].shape[not turned]).to(device, dtype_of(device))
+        ends = torch.tensor([1, 1, 4, 5], dtype=torch.int32, device=device)
+        weights = [part.mT for part in parts] if not turned else parts
+        out = grouped_mm(x.requires_grad_(), weights, offs=ends)
+        with torch.no_grad():
+            parts[1].mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(out.sum(), x)
 
 
 def test_freed_storage(device: str) -> None:

@@ -138,7 +138,28 @@ def _functions(experts: nn.Module, parts: list[nn.Module]) -> tuple:
     used = [getattr(experts, "_apply_gate", None), getattr(experts, "act_fn", None), *parts]
     for part in parts:
         used += [value for _, value in _attributes(part) if isinstance(value, _FUNCTIONS)]
-    return tuple([getattr(value, "__func__", value) for value in used])  # methods hold the experts
+    return tuple([_without(experts, value) for value in used])
+
+
+class _Same(NamedTuple):
+    """An object that equals nothing but itself."""
+
+    value: object
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def _without(experts: nn.Module, value: object) -> object:
+    """A function for comparison; methods of the experts are taken without what they belong to."""
+    function = getattr(value, "__func__", None)
+    if function is None:
+        return _Same(value)
+    owner = value.__self__
+    return function if owner is experts else (function, _Same(owner))
 
 
 def _activations(experts: nn.Module) -> list[nn.Module]:
