@@ -305,7 +305,7 @@ def token_arguments(
     """Checked arguments of the ops that route x; see `route_tokens`."""
     expect_experts("router.weight", weight, weight.shape[0], True, "experts")
     if selection_bias is not None:
-        selection_bias = selection_bias.detach().to(score_dtype(x.dtype))
+        selection_bias = selection_bias.detach().to(score_dtype(x.dtype)).contiguous()
     token_mask = token_flags(token_mask, x, "x")
     return x, weight, bias, selection_bias, token_mask, *router_scalars(top_k, router)
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from guild._torch.autograd import expect_one_backward, rows_of, with_lists, without_lists
-from guild._torch.expert_lists import Listed, table_of
-from guild._torch.gradient_targets import decided, in_one_dtype, wanting
+from guild._torch.expert_lists import Listed, Placed, table_of
+from guild._torch.gradient_targets import decided, in_one_dtype, unwanted, wanting
 from guild._torch.gradients import pre_activations, wanted_bits
 from guild._torch.operators import LayerFlags, ops
 from guild._torch.router_gradients import Weighing, router_gradients
@@ -24,7 +24,9 @@ _LAYER = 5 + len(LayerFlags._fields)  # arguments of a layer: weights, biases, f
 class Unchanged:
     """Tensors that the layer does not own, and their versions when backward used them."""
 
-    def __init__(self, x: Tensor, dout: Tensor, offsets: Tensor | None = None) -> None:
+    def __init__(
+        self, x: Tensor | None, dout: Tensor | None, offsets: Tensor | None = None
+    ) -> None:
         x_name = "x" if offsets is None else "x_sorted"
         named = ((x_name, x), ("the output's gradient", dout), ("offsets", offsets))
         self._tensors = [(name, t, t._version) for name, t in named if t is not None]
@@ -205,7 +207,7 @@ def gradient_steps(
     parameters: tuple[Listed | None, ...],
     flags: LayerFlags,
     operands: Operands,
-) -> list[partial[None]]:
+) -> list[partial]:
     """dW and db of one backward pass, into the sink's targets."""
     weights = partial(_compute_weights, sink, parameters[:3], flags, operands)
     return [weights, *bias_steps(sink, *parameters[3:], operands)]
@@ -213,7 +215,7 @@ def gradient_steps(
 
 def bias_steps(
     sink: WeightGradients, b_up: Listed | None, b_down: Listed | None, operands: Operands
-) -> list[partial[None]]:
+) -> list[partial]:
     """db of one backward pass, into the sink's targets."""
     _, dout, dh, _, offsets, row_token, row_score = operands
     down = partial(_compute_bias, sink, 4, b_down, dout.dtype)
@@ -231,10 +233,16 @@ def _compute_bias(
     bias: Listed | None,
     dtype: torch.dtype,
     *sums: Tensor | None,
-) -> None:
-    with sink._targets(dtype, place, bias) as ((target,), add):
+) -> list[partial]:
+    later: list[partial] = []
+    with sink._targets(dtype, place, bias, later=later) as ((target,), add):
         if target is not None:
             ops.bias_gradient_out(*sums, target.tensor, add)
+    return later
+
+
+class _SeveralProducts(Exception):  # noqa: N818 - not an error
+    """These gradients are not written by one call of the op."""
 
 
 @torch.no_grad()
@@ -243,28 +251,56 @@ def _compute_weights(
     weights: tuple[Listed | None, ...],
     flags: LayerFlags,
     operands: Operands,
-) -> None:
-    """dW1 and dW2; in one call with one schedule if both are written alike."""
+) -> list[partial]:
+    """dW1 and dW2, in one call with one schedule if both are written alike.
+
+    Otherwise a step is returned for each call, so that none is repeated if a later one fails.
+    """
     w_up, w_gate, w_down = weights
-    dtype = operands.dout.dtype
-    down_to, up_to = sink._targets(dtype, 2, w_down), sink._targets(dtype, 0, w_up, w_gate)
-    with down_to as ((down,), add_down), up_to as ((up, gate), add_up):
-        pairs = in_one_dtype(w_up, w_gate, up, gate)
-        ups, downs = ({id(t) for t in wanting(ws)} for ws in ((w_up, w_gate), (w_down,)))
-        up = pairs[0][0]
-        together = (
-            up is not None
-            and down is not None
-            and len(pairs) == 1
-            and (add_up, up.tensor.dtype) == (add_down, down.tensor.dtype)
-            and not ups & downs
-        )
-        products = [(None, None, down, add_down), *((*pair, None, add_up) for pair in pairs)]
-        if together:
-            products = [(*pairs[0], down, add_up)]
-        rows = operands[:6]  # without the scores
-        for *gradients, add in products:
-            if any(g is not None for g in gradients):
+    dtype, later = operands.dout.dtype, []
+    down_to = sink._targets(dtype, 2, w_down, later=later)
+    up_to = sink._targets(dtype, 0, w_up, w_gate, later=later)
+    try:
+        with down_to as downs, up_to as ups:
+            products = _products(weights, ups, downs)
+            if len(products) > 1:
+                raise _SeveralProducts
+            for gradients, add in products:
                 dw = [g and g.tensor for g in gradients]
                 lists = table_of(*gradients)
+                rows = operands[:6]  # without the scores
                 ops.weight_gradients_out(*rows, *dw, *flags.up_weight(), add, lists)
+    except _SeveralProducts:
+        return [partial(_compute_weights, sink, part, flags, operands) for part in _parts(weights)]
+    return later
+
+
+def _products(
+    weights: tuple[Listed | None, ...],
+    ups: tuple[list[Placed | None], bool],
+    downs: tuple[list[Placed | None], bool],
+) -> list[tuple[tuple[Placed | None, ...], bool]]:
+    """What each call of the op writes, (up, gate, down), and whether it adds to it."""
+    w_up, w_gate, w_down = weights
+    ((up, gate), add_up), ((down,), add_down) = ups, downs
+    pairs = in_one_dtype(w_up, w_gate, up, gate)
+    up = pairs[0][0]
+    together = (
+        up is not None
+        and down is not None
+        and len(pairs) == 1
+        and (add_up, up.tensor.dtype) == (add_down, down.tensor.dtype)
+        and not {id(t) for t in wanting((w_up, w_gate))} & {id(t) for t in wanting((w_down,))}
+    )
+    if together:
+        return [((*pairs[0], down), add_up)]
+    products = [((None, None, down), add_down), *(((*pair, None), add_up) for pair in pairs)]
+    return [(to, add) for to, add in products if any(t is not None for t in to)]
+
+
+def _parts(weights: tuple[Listed | None, ...]) -> list[tuple[Listed | None, ...]]:
+    """The weights in two groups, of which one call of the op cannot write both."""
+    w_up, w_gate, w_down = weights
+    if wanting((w_down,)) and wanting((w_up, w_gate)):
+        return [(None, None, w_down), (w_up, w_gate, None)]
+    return [(w_up, unwanted(w_gate), None), (unwanted(w_up), w_gate, None)]

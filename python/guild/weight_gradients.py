@@ -34,7 +34,11 @@ _NAMES = ("w_up", "w_up[0] (gate)", "w_down", "b_up", "b_down")
 # Places and names of gradients that one op writes, each to its own target.
 _WRITTEN_TOGETHER = ((1, "w_up[0] (gate)", 0, "w_up[1] (up)"), (3, "b_up", 4, "b_down"))
 
-_Step = Callable[[], None]
+# A step returns those that are left of it, if it is done in several.
+_Step = Callable[[], "Sequence[_Step] | None"]
+
+# The tensors that want a gradient, a check, and the steps that are left.
+_Pass = tuple[list[Tensor], Callable[[], None], list[_Step]]
 
 _REMEMBERED = 1024  # sets of tensors, one per layer, that were found to share no memory
 
@@ -54,7 +58,8 @@ class WeightGradients:
         gate and in 16 bits, 4 T H + 6 R I bytes for T tokens with R = T top_k rows, and
         4 R H + 6 R I for R sorted rows (H: hidden, I: intermediate). Those that are the caller's
         tensors, such as the input and the gradient of the output, must not be overwritten before:
-        `compute` raises RuntimeError if one was.
+        `compute` raises RuntimeError if one was. `discard` drops what a step that is skipped has
+        left.
 
     Notes
     -----
@@ -94,7 +99,7 @@ class WeightGradients:
     def __init__(self, *, main_grad: bool = False, delayed: bool = False) -> None:
         expect_flags(main_grad=main_grad, delayed=delayed)
         self.main_grad, self.delayed = main_grad, delayed
-        self._pending: list[tuple[list[Tensor], _Step, list[_Step]]] = []
+        self._pending: list[_Pass] = []
         self._apart: set[tuple[Any, ...]] = set()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -113,7 +118,7 @@ class WeightGradients:
         ------
         RuntimeError
             If a tensor that a gradient is computed from was overwritten since backward; the message
-            names it. That backward pass and later ones stay pending.
+            names it. That backward pass and later ones stay pending, until `discard`.
         ValueError
             If a gradient can no longer be written where it should go. The same passes stay pending.
 
@@ -125,28 +130,36 @@ class WeightGradients:
                 wanted, check, steps = self._pending[0]
                 with still_wanting(wanted):
                     check()
-                    while steps:  # one by one: after an error the next call goes on where it was
-                        steps[0]()
-                        del steps[0]
+                    _run(steps)
                 self._pending.pop(0)
+
+    def discard(self) -> None:
+        """Drop all pending backward passes, and the tensors they keep, without computing them.
+
+        For a step that is skipped or was interrupted. Of a pass in which `compute` raised an error,
+        gradients that it has written stay.
+        """
+        with one_thread_writes():
+            self._pending.clear()
 
     def take(
         self,
         parameters: Sequence[Listed | None],
-        check: _Step,
+        check: Callable[[], None],
         steps: Sequence[_Step],
     ) -> None:
         """Run steps that write the parameters' gradients: now or, after a check, in `compute`.
 
-        Each step writes other gradients. Which parameters want one is decided now, and by `decided`
+        Each step writes other gradients, and none if it raises an error; it may return the steps
+        that are to follow it. Which parameters want a gradient is decided now, and by `decided`
         before.
         """
         if self.delayed:
             self._pending.append((wanting(parameters), check, list(steps)))
             return
-        self.compute()
-        for step in steps:
-            step()
+        with one_thread_writes():
+            self.compute()
+            _run(list(steps))
 
     def expect_targets(self, parameters: tuple[Listed | None, ...]) -> None:
         """Raise ValueError unless gradients can be written where they should go."""
@@ -200,7 +213,7 @@ class WeightGradients:
         tensors = (*read.values(), *written.values())
         places = None
         if all(type(t) in (Tensor, torch.nn.Parameter) for t in tensors):  # others may lack memory
-            places = tuple((t.data_ptr(), t.shape, t.stride()) for t in tensors)
+            places = tuple((t.data_ptr(), t.dtype, t.shape, t.stride()) for t in tensors)
             if places in self._apart:
                 return
         expect_all_apart(written, read)
@@ -219,10 +232,17 @@ class WeightGradients:
         alone = [p for p in parameters if isinstance(p, Tensor) and follows_contract(p)]
         return listed + (alone if self.main_grad else [])
 
-    def _targets(self, dtype: torch.dtype, first: int, *parameters: Listed | None):
+    def _targets(
+        self,
+        dtype: torch.dtype,
+        first: int,
+        *parameters: Listed | None,
+        later: list[_Step] | None = None,
+        begun: bool = False,
+    ):
         """`targets` of consecutive parameters, named from the first one's place."""
-        names = _NAMES[first : first + len(parameters)]
-        return targets(self.main_grad, dtype, *zip(names, parameters, strict=True))
+        named = zip(_NAMES[first : first + len(parameters)], parameters, strict=True)
+        return targets(self.main_grad, dtype, *named, later=later, begun=begun)
 
     def gradients_without_meaning(self, parameters: Sequence[Tensor]) -> list[Tensor | None]:
         """What autograd hands to parameters whose own gradients bypass it, mostly None."""
@@ -236,6 +256,12 @@ class WeightGradients:
             named = zip(_NAMES[3:], biases, strict=True)
             return len({main_grad_of(n, t).dtype for n, b in named for t in wanting([b])}) < 2
         return len({t.dtype for b in biases for t in members(b)}) < 2
+
+
+def _run(steps: list[_Step]) -> None:
+    """Run steps in order, keeping those yet to be done: after an error, another call goes on."""
+    while steps:
+        steps[:1] = steps[0]() or ()
 
 
 def expect_sink(weight_gradients: object) -> None:

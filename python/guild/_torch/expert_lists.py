@@ -323,9 +323,10 @@ def _have_addresses(tensors: Sequence[Tensor]) -> bool:
 
 def _expect_alike(name: str, tensors: list[Tensor]) -> None:
     first = tensors[0]
+    expect_tensor(f"{name}[0]", first)
     shape, dtype, device = first.shape, first.dtype, first.device
     for e, tensor in enumerate(tensors):
-        if not isinstance(tensor, Tensor):
+        if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.is_nested:
             expect_tensor(f"{name}[{e}]", tensor)
         if tensor.shape != shape:
             expect_shape(f"{name}[{e}]", tensor, tuple(shape), f"the shape of {name}[0]")

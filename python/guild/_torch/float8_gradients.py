@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -80,11 +81,28 @@ def chunk_products(
     pair: gate is a tensor of its own. accumulate: whether to add to up and gate, and to down.
     experts_at: for up, gate and down.
     """
+    for product in each_product(operands, up, gate, down, flags, pair, accumulate, experts_at):
+        product()
+
+
+def each_product(
+    operands: Chunked,
+    up: Tensor | None,
+    gate: Tensor | None,
+    down: Tensor | None,
+    flags: LayerFlags,
+    pair: bool,
+    accumulate: tuple[bool, bool] = (False, False),
+    experts_at: Tensor | None = None,
+) -> list[partial[None]]:
+    """The calls that `chunk_products` consists of: one for each half of up, gate and down."""
     rows, offsets = operands.routing.row_token.shape[0], operands.routing.offsets
+    products = []
 
     def product(a: Codes, b: Codes, out: Tensor, add: bool, list_: int) -> None:
         at = None if experts_at is None else experts_at[list_ : list_ + 1]
-        ops.chunk_product_out(*a, operands.gradients, *b, offsets, rows, out, add, at)
+        given = *a, operands.gradients, *b, offsets, rows, out, add, at
+        products.append(partial(ops.chunk_product_out, *given))
 
     targets = _up_targets(up, gate, flags, pair)
     for i, (target, list_) in enumerate(targets):
@@ -99,6 +117,7 @@ def chunk_products(
     if down is not None:
         out = down.mT if flags.transposed else down
         product(operands.dout, operands.a_scaled, out, accumulate[1], 2)
+    return products
 
 
 def _up_targets(

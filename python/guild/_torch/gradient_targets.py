@@ -10,8 +10,9 @@ contents are overwritten, not added to) and `get_main_grad()`.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -42,10 +43,18 @@ def decided(parameters: Iterable[Listed | None]) -> tuple[Listed | None, ...]:
     def one(tensor: Tensor) -> Tensor:
         return tensor if tensor.requires_grad else tensor.detach()
 
-    return tuple(
-        p if p is None else one(p) if isinstance(p, Tensor) else [one(t) for t in p]
-        for p in parameters
-    )
+    return tuple(_of_each(one, p) for p in parameters)
+
+
+def unwanted(parameter: Listed | None) -> Listed | None:
+    """The same parameter, wanting no gradient."""
+    return _of_each(Tensor.detach, parameter)
+
+
+def _of_each(call: Callable[[Tensor], Tensor], parameter: Listed | None) -> Listed | None:
+    if parameter is None:
+        return None
+    return call(parameter) if isinstance(parameter, Tensor) else [call(t) for t in parameter]
 
 
 @contextmanager
@@ -163,7 +172,11 @@ def one_thread_writes() -> AbstractContextManager:
 
 @contextmanager
 def targets(
-    main_grad: bool, dtype: torch.dtype, *named: tuple[str, Listed | None]
+    main_grad: bool,
+    dtype: torch.dtype,
+    *named: tuple[str, Listed | None],
+    later: list[Callable[[], None]] | None = None,
+    begun: bool = False,
 ) -> Iterator[tuple[list[Placed | None], bool]]:
     """Tensors for one op to write to, None where nothing is wanted, and whether it adds to them.
 
@@ -171,50 +184,59 @@ def targets(
     about, biases' whose columns have strides, negated views, and those of a list that cannot be
     written in place go to a temporary, whose parts are moved to their places at the end. After an
     error `.grad` is None again where it was before.
+
+    later: takes the calls that move the parts, instead; it is empty if the op writes in place.
+    begun: another op has written part of these gradients, which are not to be overwritten.
     """
     if not wanting(parameter for _, parameter in named):
         yield [None] * len(named), False
         return
-    with one_thread_writes(), _opened(main_grad, dtype, *named) as found:
+    with one_thread_writes(), _opened(main_grad, dtype, named, later, begun) as found:
         yield found
 
 
 @contextmanager
 def _opened(
-    main_grad: bool, dtype: torch.dtype, *named: tuple[str, Listed | None]
+    main_grad: bool,
+    dtype: torch.dtype,
+    named: Sequence[tuple[str, Listed | None]],
+    later: list[Callable[[], None]] | None,
+    begun: bool,
 ) -> Iterator[tuple[list[Placed | None], bool]]:
     """`targets` of parameters of which one wants a gradient."""
     wanted = [(n, p, [t for t in members(p) if t.requires_grad]) for n, p in named]
     existing = {
         id(t): main_grad_of(name, t) if main_grad else t.grad for name, _, ts in wanted for t in ts
     }
+    overwriting = main_grad and not begun
     fresh = {
         id(t)
         for _, _, ts in wanted
         for t in ts
-        if existing[id(t)] is None or (main_grad and getattr(t, "overwrite_main_grad", False))
+        if existing[id(t)] is None or (overwriting and getattr(t, "overwrite_main_grad", False))
     }
     add = len(fresh) < len(existing)
     without = [t for _, _, ts in wanted for t in ts if existing[id(t)] is None]
     kinds = dtype, torch.float32
-    opened, left = [], []
-    for name, parameter, ts in wanted:
-        if not ts:
-            opened.append(None)
-            continue
-        open_ = _whole if isinstance(parameter, Tensor) else _listed
-        target, parts = open_(name, parameter, existing, fresh, add, kinds)
-        opened.append(target)
-        left += parts
     try:
+        opened, puts = [], []
+        for name, parameter, ts in wanted:
+            if not ts:
+                opened.append(None)
+                continue
+            open_ = _whole if isinstance(parameter, Tensor) else _listed
+            target, parts = open_(name, parameter, existing, fresh, add, kinds)
+            opened.append(target)
+            puts += _puts(parts, main_grad, fresh)
+        if later is not None:
+            later += puts
         yield opened, add
+        for put in puts if later is None else ():
+            put()
     except BaseException:
         for t in without:
             t.grad = None
         raise
-    for tensor, part in left:
-        _put(tensor, part, existing[id(tensor)], id(tensor) in fresh)
-        fresh.discard(id(tensor))  # if a tensor is listed twice, its second part is added
 
 
 def _whole(
@@ -310,10 +332,21 @@ def _apart(view: Tensor) -> bool:
     return True
 
 
-def _put(tensor: Tensor, part: Tensor, there: Tensor | None, fresh: bool) -> None:
+def _puts(
+    parts: list[tuple[Tensor, Tensor]], main_grad: bool, fresh: set[int]
+) -> Iterator[Callable[[], None]]:
+    """The calls that move parts of a temporary to their places."""
+    for tensor, part in parts:
+        yield partial(_put, tensor, part, main_grad, id(tensor) in fresh)
+        fresh.discard(id(tensor))  # if a tensor is listed twice, its second part is added
+
+
+@torch.no_grad()
+def _put(tensor: Tensor, part: Tensor, main_grad: bool, fresh: bool) -> None:
+    there = tensor.main_grad if main_grad else tensor.grad
     if there is None:
-        tensor.grad = part.to(tensor.dtype) if tensor.grad is None else tensor.grad.add_(part)
-    elif fresh:
+        tensor.grad = part.to(tensor.dtype)
+    elif main_grad and fresh:
         there.copy_(part)
     else:
         there.add_(part)

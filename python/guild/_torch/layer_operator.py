@@ -119,18 +119,28 @@ def _experts_forward_out_fake(*args):
     return None
 
 
+def _expect_one_device(x, *operands):
+    """Raise for a tensor that is elsewhere: with one on meta among them, torch calls the fake."""
+    for tensor in operands:
+        if tensor is not None and tensor.device != x.device:
+            raise ValueError(f"expected tensors on {x.device} like x, got one on {tensor.device}")
+
+
 @torch.library.register_fake("guild::infer_layer", lib=library)
 def _infer_layer_fake(x, router, *rest):
+    _expect_one_device(x, router, *rest[:-1])  # the last are the settings, on the CPU
     return x.new_empty(x.shape), x.new_empty(router.shape[0] + 1, dtype=torch.int32)
 
 
 @torch.library.register_fake("guild::infer_experts", lib=library)
 def _infer_experts_fake(x, ids, scores, residual, w_up, w_down, *rest):
+    _expect_one_device(x, ids, scores, residual, w_up, w_down, *rest[:-1])
     return x.new_empty(x.shape), x.new_empty(w_down.shape[0] + 1, dtype=torch.int32)
 
 
 @torch.library.register_fake("guild::infer_shared", lib=library)
 def _infer_shared_fake(x, *rest):
+    _expect_one_device(x, *rest[:-1])
     return x.new_empty(x.shape)
 
 

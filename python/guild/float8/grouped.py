@@ -104,8 +104,10 @@ def _check(mat_a: Tensor, mat_b: Tensor, scale_a: Tensor, scale_b: Tensor, offs:
         if tensor.dtype != torch.float32:
             raise TypeError(f"{name}: expected dtype float32, got {dtype_name(tensor.dtype)}")
     expect_shape("offs", offs, (experts,))
-    if offs.dtype != torch.int32 or not offs.is_contiguous():
+    if offs.dtype != torch.int32:
         raise TypeError(f"offs: expected contiguous int32, got {dtype_name(offs.dtype)}")
+    if not offs.is_contiguous():
+        raise ValueError(f"offs: expected contiguous int32, got strides {offs.stride()}")
     for name, tensor in (
         ("mat_b", mat_b),
         ("scale_a", scale_a),

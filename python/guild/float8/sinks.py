@@ -8,8 +8,8 @@ from functools import partial
 import torch
 
 from guild._torch.autograd import expect_one_backward, rows_of
-from guild._torch.expert_lists import Listed, table_of
-from guild._torch.float8_gradients import Chunked, chunk_products, chunked
+from guild._torch.expert_lists import Listed, Placed, table_of
+from guild._torch.float8_gradients import Chunked, chunked, each_product
 from guild._torch.float8_layer import in_halves, kept_or_again
 from guild._torch.float8_steps import (
     Codes,
@@ -102,11 +102,12 @@ class Float8Experts(torch.autograd.Function):
             sums = Operands(None, dout, made.dh if wanted.up_bias else None, None, *routed)
             about = products, sums, flags != ctx.flags
             steps = _steps_of_codes(ctx.sink, given, ctx.flags, *about)
-            check = partial(ctx.sink.expect_targets, given)
+            borrowed = Unchanged(None, dout if wanted.down_bias else None)
         else:
             operands = Operands(x, dout, made.dh, made.a_scaled, *routed)
             steps = gradient_steps(ctx.sink, given, flags, operands)
-            check = partial(expect_computable, ctx.sink, given, Unchanged(x, dout))
+            borrowed = Unchanged(x, dout)
+        check = partial(expect_computable, ctx.sink, given, borrowed)
         ctx.sink.take(given, check, steps)
         late = ctx.sink.gradients_without_meaning(ctx.reached)
         nothing = (None,) * 6
@@ -120,41 +121,60 @@ def _steps_of_codes(
     products: Chunked,
     sums: Operands,
     turned: bool,
-) -> list[partial[None]]:
+) -> list[partial]:
     """dW and db of one backward pass, into the sink's targets.
 
     turned: dH's columns are not in b_up's order.
     """
     *weights, b_up, b_down = parameters
-    steps = [partial(_compute_weights, sink, weights, flags, products, sums.dout.dtype)]
+    given = flags, products, sums.dout.dtype
+    steps = [partial(_compute_weight, sink, weights, place, *given) for place in range(3)]
     steps += bias_steps(sink, None if turned else b_up, b_down, sums)
     return [*steps, partial(_compute_turned_bias, sink, b_up, flags, sums)] if turned else steps
 
 
 @torch.no_grad()
-def _compute_weights(
+def _compute_weight(
     sink: WeightGradients,
     weights: Sequence[Listed | None],
+    place: int,
     flags: LayerFlags,
     products: Chunked,
     dtype: torch.dtype,
-) -> None:
-    w_up, w_gate, w_down = weights
-    down_to, up_to = sink._targets(dtype, 2, w_down), sink._targets(dtype, 0, w_up, w_gate)
-    with down_to as ((down,), add_down), up_to as ((up, gate), add_up):
-        table = table_of(up, gate, down)
-        targets = [None if t is None else t.tensor for t in (up, gate, down)]
-        pair = w_gate is not None
-        chunk_products(products, *targets, flags, pair, (add_up, add_down), table)
+    done: int = 0,
+) -> list[partial]:
+    """dW of one of the weights (up, gate, down); done: how many of its products are.
+
+    The products of a weight's halves that are added in place are a step each. Any others can be
+    repeated.
+    """
+    later, left = [], []
+    places = sink._targets(dtype, place, weights[place], later=later, begun=done > 0)
+    with places as ((target,), add):
+        if target is not None:
+            targets: list[Placed | None] = [None] * 3
+            targets[place] = target
+            tensors, pair = (t and t.tensor for t in targets), weights[1] is not None
+            at = table_of(*targets)
+            calls = each_product(products, *tensors, flags, pair, (add, add), at)
+            calls = calls[done if add else 0 :]  # all, if what was begun has been dropped since
+            if add and not later and len(calls) > 1:
+                rest = weights, place, flags, products, dtype, done + 1
+                calls, left = calls[:1], [partial(_compute_weight, sink, *rest)]
+            for call in calls:
+                call()
+    return left + later
 
 
 @torch.no_grad()
 def _compute_turned_bias(
     sink: WeightGradients, b_up: Listed | None, flags: LayerFlags, sums: Operands
-) -> None:
-    with sink._targets(sums.dout.dtype, 3, b_up) as ((target,), add):
+) -> list[partial]:
+    later: list[partial] = []
+    with sink._targets(sums.dout.dtype, 3, b_up, later=later) as ((target,), add):
         if target is not None:
             db = torch.empty_like(target.tensor, memory_format=torch.contiguous_format)
             ops.bias_gradient_out(sums.dh, sums.offsets, None, None, db, False)
             db = to_interleaved(db)
             target.tensor.add_(db) if add else target.tensor.copy_(db)
+    return later

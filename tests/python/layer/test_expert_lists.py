@@ -310,6 +310,13 @@ def test_second_derivative() -> None:
         (lambda w: ["x", *w[1:]], TypeError, "w_down: expected a torch.Tensor, got list"),
         (lambda w: [*w[:3], "x"], TypeError, r"w_down\[3\]: expected a torch.Tensor, got str"),
         (lambda w: [*w[:3], w[3][None]], ValueError, r"w_down\[3\]: expected shape \(16, 8\), got"),
+        (lambda w: [w[0].to_sparse()] * 4, TypeError, r"w_down\[0\]: expected a dense tensor, got"),
+        (lambda w: [*w[:3], w[3].to_sparse_csr()], TypeError, r"w_down\[3\]: expected a dense"),
+        (
+            lambda w: [torch.nested.nested_tensor(list(w[0]))] * 4,
+            TypeError,
+            r"w_down\[0\]: expected a dense tensor, got a nested one",
+        ),
     ],
 )
 def test_wrong_lists(wrong: Callable, error: type, message: str) -> None:

@@ -88,6 +88,23 @@ def test_targets_that_come_to_overlap(device: str, dtype: torch.dtype) -> None:
             step()
 
 
+def test_targets_that_overlap_in_another_dtype(device: str) -> None:
+    """Found apart in 16 bits; at the same places they share memory in 32."""
+    case = sorted_case(device, torch.bfloat16)
+    rows, w_up = (case["x_sorted"], case["offsets"]), (case["gate"], case["up"])
+    sink = WeightGradients(main_grad=True)
+    memory = torch.zeros(1024, device=device)
+    halves = memory.view(torch.bfloat16)[:768].view(2, 3, 8, 16)
+    case["w_down"].main_grad = torch.zeros(3, 16, 8, device=device)
+    case["gate"].main_grad, case["up"].main_grad = halves
+    experts_mlp(*rows, w_up, case["w_down"], weight_gradients=sink).sum().backward()
+    wide = memory[:384].view(3, 8, 16), memory[192:576].view(3, 8, 16)
+    case["gate"].main_grad, case["up"].main_grad = wide
+    assert [t.data_ptr() for t in wide] == [t.data_ptr() for t in halves]
+    with pytest.raises(ValueError, match="main_grad: expected memory not shared with other"):
+        experts_mlp(*rows, w_up, case["w_down"], weight_gradients=sink).sum().backward()
+
+
 @pytest.mark.parametrize("main_grad", [False, True])
 @pytest.mark.parametrize("delayed", [False, True])
 def test_one_parameter_as_both_weights(

@@ -179,6 +179,39 @@ def test_losses_without_a_gradient(device: str) -> None:
         assert not layer.load_balancing_loss.requires_grad
 
 
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_a_tensor_that_was_left_on_meta(mode: Callable, device: str) -> None:
+    """Torch would run the op's fake in place of the op: its results are memory as it was."""
+    whole = layer_of(device, bias=True, router="sigmoid")
+    x = tokens(whole)
+    for name in dict(whole.named_parameters()):
+        layer = layer_of(device, bias=True, router="sigmoid")
+        module = layer.get_submodule(name.rpartition(".")[0])
+        module._parameters[name.rpartition(".")[2]] = torch.nn.Parameter(
+            layer.get_parameter(name).to("meta")
+        )
+        with (
+            mode(),
+            pytest.raises(ValueError, match=r"expected a tensor on .* like .*, got one on"),
+        ):
+            layer(x)
+    whole.router.selection_bias = whole.router.selection_bias.to("meta")
+    with mode(), pytest.raises(ValueError, match=r"^router\.selection_bias: .* on meta"):
+        whole(x)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_selection_bias_that_is_a_column(grad: bool, device: str) -> None:
+    """Of one tensor for the biases of all layers."""
+    layer = layer_of(device, router="sigmoid")
+    layer = layer.float() if device == "cpu" else layer
+    layer.router.selection_bias = torch.randn(EXPERTS, 3, device=device)[:, 1]
+    x = tokens(layer)
+    with torch.set_grad_enabled(grad):
+        out, _ = layer(x, return_routing=True)
+        assert torch.equal(layer(x), out)
+
+
 def test_a_last_forward_on_another_device(device: str) -> None:
     """`balance` does not take its counts; a bias of 16 bits is replaced for good."""
     router = guild.Router(selection_bias=True)

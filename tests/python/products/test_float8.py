@@ -170,7 +170,12 @@ def _operands():
         ("mat_b", torch.zeros(2, 32, 8).to(torch.float8_e4m3fn), "expected K contiguous"),
         ("scale_a", torch.ones(4, 2), r"scale_a: expected shape \(4, 1\)"),
         ("scale_b", torch.ones(2, 1, 1).half(), "scale_b: expected dtype float32"),
-        ("offs", torch.tensor([2, 4]), "offs: expected contiguous int32"),
+        ("offs", torch.tensor([2, 4]), "offs: expected contiguous int32, got int64"),
+        (
+            "offs",
+            torch.tensor([[2, 0], [4, 0]], dtype=torch.int32)[:, 0],
+            r"offs: expected contiguous int32, got strides \(2,\)",
+        ),
         ("out_dtype", torch.float64, "out_dtype: expected bfloat16"),
     ],
 )
