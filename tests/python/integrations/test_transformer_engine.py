@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils import parametrize, prune
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import guild
 from guild._torch.expert_lists import view_of
@@ -229,7 +230,6 @@ def parametrized(layer: GroupedLinear, name: str) -> None:
     parametrize.register_parametrization(layer, name, torch.nn.Identity())
 
 
-@pytest.mark.filterwarnings("ignore::guild.CopiedWeightsWarning")
 @pytest.mark.parametrize("name", ["bias0", "bias2", "weight0", "weight2"])
 @pytest.mark.parametrize("change", [prune.identity, parametrized])
 def test_a_tensor_in_place_of_a_parameter(change: Callable, name: str) -> None:
@@ -243,3 +243,39 @@ def test_a_tensor_in_place_of_a_parameter(change: Callable, name: str) -> None:
     out.square().sum().backward()
     (changed,) = (p.grad for n, p in layer.named_parameters() if name in n)
     torch.testing.assert_close(changed, gradients[name], **close("cpu"))
+
+
+class FailsAt(TorchDispatchMode):
+    """Runs out of memory once, at the n-th op."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.left = at
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.left -= 1
+        if self.left == 0:
+            raise torch.OutOfMemoryError("once")
+        return op(*args, **(kwargs or {}))
+
+
+def test_nothing_is_added_twice_after_an_error(device: str) -> None:
+    """Gradients of some of the weights are moved to their places one by one."""
+    warnings.simplefilter("ignore", guild.CopiedWeightsWarning)
+    results = []
+    for at in range(25):
+        layer = make(device, fuse_wgrad_accumulation=True, delay_wgrad_compute=True)
+        layer.weight1.requires_grad_(False)
+        trained = [layer.weight0, layer.weight2, layer.weight3]
+        for weight in trained:
+            weight.main_grad = torch.ones_like(weight)
+        layer(rows_for(layer), SPLITS).sum().backward()
+        try:
+            with FailsAt(at):
+                layer.backward_dw()
+        except torch.OutOfMemoryError:
+            layer.backward_dw()
+        biases = [getattr(layer, f"bias{e}").grad for e in range(GROUPS)]
+        results.append([*(weight.main_grad for weight in trained), *biases])
+        for one, other in zip(results[0], results[-1], strict=True):
+            assert torch.equal(one, other), at

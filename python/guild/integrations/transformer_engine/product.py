@@ -100,16 +100,22 @@ class _Linear(torch.autograd.Function):
 
 
 @torch.no_grad()
-def _compute_weights(sink, x, ends, dout, weights) -> None:
+def _compute_weights(sink, x, ends, dout, weights) -> list[partial]:
     """dW[e] = dout[rows of e]^T x[rows of e], into the sink's targets."""
-    with targets(sink.main_grad, dout.dtype, ("weight", weights)) as ((target,), add):
+    later: list[partial] = []
+    named = "weight", weights
+    with targets(sink.main_grad, dout.dtype, named, later=later) as ((target,), add):
         if target is not None:
             lists = None, None, table_of(target)
             ops.grouped_mm_out(dout.mT, x, ends, None, target.tensor, add, *lists)
+    return later
 
 
 @torch.no_grad()
-def _compute_biases(ends, dout, biases) -> None:
-    with targets(False, dout.dtype, ("bias", biases or None)) as ((target,), add):
+def _compute_biases(ends, dout, biases) -> list[partial]:
+    later: list[partial] = []
+    named = "bias", biases or None
+    with targets(False, dout.dtype, named, later=later) as ((target,), add):
         if target is not None:
             ops.bias_gradient_out(dout, starts(ends), None, None, target.tensor, add)
+    return later
