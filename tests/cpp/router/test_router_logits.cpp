@@ -234,9 +234,8 @@ TEST(Check, RouterLogits) {
   wrong.optional_rows("logits", &RouterLogits::logits, 8);
   wrong.workspace("workspace", &RouterLogits::workspace, 256);
   wrong.optional_rows("gate", &RouterLogits::gate, 16);
-  wrong.expect("bias_dtype: expected bfloat16 or float32, got float16", [](RouterLogits& x) {
-    x.bias = x.workspace, x.bias_dtype = DType::float16;
-  });
+  wrong.expect("bias_dtype: expected bfloat16 or float32, got float16",
+               [](RouterLogits& x) { x.bias = x.workspace, x.bias_dtype = DType::float16; });
   wrong.expect("bias: expected an address that 4 divides, got one that leaves 2",
                [](RouterLogits& x) { x.bias = static_cast<char*>(x.workspace) + 2; });
 }
