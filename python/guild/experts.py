@@ -6,6 +6,7 @@ from torch import Tensor
 
 from guild._torch.checks import expect_dims, expect_offsets, expect_out_apart, expect_shape
 from guild._torch.expert_lists import Listed
+from guild._torch.gradient_targets import wanting
 from guild._torch.layer_arguments import Halves, layer_arguments
 from guild._torch.layer_operator import experts_forward_out, moe_forward_out, moe_layer_out
 from guild._torch.operators import ops
@@ -283,12 +284,11 @@ def routed_layer(
         tokens[0], *given.parameters(), *given.layout(), routed=True
     )
     residual = residual_of(given.residual, x)
-    wanted = gradient or any(t is not None and t.requires_grad for t in product[1:])
+    wanted = gradient or bool(wanting(product[1:]))
     keep, sink = sink_of(wanted, weight_gradients, given.parameters(), given.order)
     if out is not None:
-        operands = {"residual": residual, "router.weight": router_weight}
-        operands["router.bias"] = router_bias
-        expect_output(out, keep, x, layer, **operands)
+        router_operands = {"router.weight": router_weight, "router.bias": router_bias}
+        expect_output(out, keep, x, layer, residual=residual, **router_operands)
         w_up, _, *rest = layer
         return out, moe_layer_out(*tokens, residual, w_up, *rest, out)
     if sink is not None:

@@ -147,7 +147,7 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, name, found, *tensors):
-        ctx.versions = Versions(name, tensors)
+        ctx.versions = even_list_of(found.tensor) or Versions(name, tensors)
         return found.tensor
 
     @staticmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,22 +66,9 @@ def chunked(
     return Chunked(x_chunks, dout_chunks, dh, a, routing, recipe.gradients)
 
 
-def chunk_products(
-    operands: Chunked,
-    up: Tensor | None,
-    gate: Tensor | None,
-    down: Tensor | None,
-    flags: LayerFlags,
-    pair: bool,
-    accumulate: tuple[bool, bool] = (False, False),
-    experts_at: Tensor | None = None,
-) -> None:
-    """Write dW1 into up and gate, and dW2 into down, where these are not None.
-
-    pair: gate is a tensor of its own. accumulate: whether to add to up and gate, and to down.
-    experts_at: for up, gate and down.
-    """
-    for product in each_product(operands, up, gate, down, flags, pair, accumulate, experts_at):
+def chunk_products(*given: Any) -> None:
+    """Write dW1 and dW2: run the calls of `each_product`, whose arguments it takes."""
+    for product in each_product(*given):
         product()
 
 
@@ -95,7 +82,11 @@ def each_product(
     accumulate: tuple[bool, bool] = (False, False),
     experts_at: Tensor | None = None,
 ) -> list[partial[None]]:
-    """The calls that `chunk_products` consists of: one for each half of up, gate and down."""
+    """The calls that write dW1 into up and gate, and dW2 into down, where these are not None.
+
+    There is one for each half of up, for gate and for down. pair: gate is a tensor of its own.
+    accumulate: whether to add to up and gate, and to down. experts_at: for up, gate and down.
+    """
     rows, offsets = operands.routing.row_token.shape[0], operands.routing.offsets
     products = []
 

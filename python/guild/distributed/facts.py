@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from guild._torch.checks import FLOATS, dtype_name
+from guild._torch.gradient_targets import wanting
 from guild._torch.low_rank import LowRank
 from guild._torch.operators import LayerFlags
 from guild.activations import KINDS, NO_LIMIT
@@ -35,14 +36,10 @@ def facts_of(
     w_up, w_gate, w_down, b_up, b_down, *flags = local
     flags = LayerFlags(*flags)
     kind = flags.kind + _GATED * flags.gated + _CLAMP_AFTER * flags.clamp_after
-
-    def wants_any(*tensors: Tensor | None) -> bool:
-        return any(t is not None and t.requires_grad for t in tensors)
-
     wants = (
         x.requires_grad,
-        wants_any(*weighing),
-        wants_any(w_up, w_gate, w_down, b_up, b_down),
+        wanting(weighing),
+        wanting((w_up, w_gate, w_down, b_up, b_down)),
         low is not None and low.wants_gradient(),
     )
     gradients = sum(1 << i for i, want in enumerate(wants) if want)

@@ -10,7 +10,7 @@ from guild._torch.checks import dtype_name, expect_dims, expect_flag
 from guild._torch.expert_lists import Listed
 from guild._torch.float8_formats import SCALES
 from guild._torch.float8_steps import QuantizedExperts
-from guild._torch.gradient_targets import members
+from guild._torch.gradient_targets import members, wanting
 from guild._torch.layer_arguments import Halves, layer_arguments, local_ids
 from guild._torch.operators import LayerFlags, ops, score_dtype
 from guild.activations import Activation
@@ -235,12 +235,11 @@ def routed_layer_in_fp8(tokens: tuple, given: RoutedArguments) -> tuple[Tensor, 
         x, *given.parameters(), *given.layout(), routed=True, masters=True
     )
     codes, flags, fp8 = _codes_of(x, layer, None, router[2] * x.shape[0], given.fp8)
-    gradient = gradient or any(t is not None and t.requires_grad for t in (weight, bias))
-    wanted = torch.is_grad_enabled() and gradient
+    wanted = torch.is_grad_enabled() and (gradient or bool(wanting((weight, bias))))
     keep = wanted and not given.recompute
     settings = *codes, *flags, *fp8.recipe()._replace(reads_x=True), keep
     residual = residual_of(given.residual, x)
-    made = _moe(*tokens[:3], *router, residual, *layer[:_MASTERS], *settings)
+    made = _moe(x, weight, bias, *router, residual, *layer[:_MASTERS], *settings)
     return made[0], made[3]
 
 
