@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.markup import escape
 
 from guild.bench.candidates import Bound, Layer, make_candidate
+from guild.bench.failures import OUT_OF_MEMORY, note_failure, noting
 from guild.bench.names import BASELINES, BOUNDS, LIMITED, PASSES
 from guild.bench.plan import BenchPlan
 from guild.bench.presets import Shape
@@ -49,26 +49,24 @@ def _measure_shape(
     problems: list[Problem] | None = None
     with console.status(f"{name}: making inputs") as status:
         for routing in plan.routings:
-            problems = make_problems(
-                shape, routing, plan.dtype, plan.device, plan.seed, weights_of=problems
-            )
-            cases[routing] = {
-                "name": name,
-                "shape": shape._asdict(),
-                "routing": routing,
-                "input_sets": len(problems),
-                "failures": {},
-                "errors": {},
-            }
+            case = {"name": name, "shape": shape._asdict(), "routing": routing, "input_sets": 0}
+            cases[routing] = case | {"failures": {}, "errors": {}}
             # Bounds do not depend on the routing: one serves all.
             bounds = {n: c for found in made.values() for n, c in found.items() if n in BOUNDS}
             made[routing] = bounds
+            with noting(cases[routing], "inputs", console, OUT_OF_MEMORY):
+                problems = make_problems(
+                    shape, routing, plan.dtype, plan.device, plan.seed, weights_of=problems
+                )
+                cases[routing]["input_sets"] = len(problems)
+            if "inputs" in cases[routing]["failures"]:
+                continue
             for candidate in plan.candidates:
                 status.update(f"{name}, {routing} routing: checking {candidate}")
                 if candidate not in bounds:
                     _make_checked(candidate, problems, plan, cases[routing], made[routing], console)
         status.update(f"{name}: timing")
-        times = _time(made, plan)
+        times = _time(made, plan, cases, console)
     balanced = times.get("balanced") if len(times) > 1 else None
     for routing, case in cases.items():
         case["figures"] = figures(times[routing], shape, balanced)
@@ -87,16 +85,11 @@ def _make_checked(
     console: Console,
 ) -> None:
     """Add a candidate to `made` if it runs and is correct; otherwise note why in the case."""
-    try:
+    with noting(case, candidate, console):
         layer = make_candidate(candidate, problems, plan.num_sms)
         if isinstance(layer, Layer):
             _check(layer, problems[0], case)
         made[candidate] = layer
-    except (RuntimeError, ArithmeticError, TypeError, ValueError) as error:
-        # A candidate that is out of memory or unsupported must not cost the others their figures.
-        case["failures"][candidate] = str(error).strip().splitlines()[0]
-        message = escape(case["failures"][candidate])
-        console.print(f"[red]{case['name']}, {candidate}:[/] {message}")
     free_memory(plan.device)
 
 
@@ -108,16 +101,29 @@ def _check(layer: Layer, problem: Problem, case: dict[str, Any]) -> None:
 
 
 def _time(
-    made: dict[str, dict[str, Layer | Bound]], plan: BenchPlan
+    made: dict[str, dict[str, Layer | Bound]],
+    plan: BenchPlan,
+    cases: dict[str, dict[str, Any]],
+    console: Console,
 ) -> dict[str, dict[str, dict[str, list[float]]]]:
-    """Milliseconds by routing, candidate and pass; a call shared by routings runs only once."""
+    """Milliseconds by routing, candidate and pass; a call shared by routings runs only once.
+
+    Candidates that are out of memory are noted in the cases and left out.
+    """
     calls = {
         (direction, id(candidate)): getattr(candidate, direction)
         for direction in PASSES
         for candidates in made.values()
         for candidate in candidates.values()
     }
-    taken = interleaved(calls, plan.rounds, plan.seconds, plan.device, plan.calls)
+    failed: dict[tuple[str, int], torch.OutOfMemoryError] = {}
+    taken = interleaved(calls, plan.rounds, plan.seconds, plan.device, plan.calls, failed)
+    for routing, candidates in made.items():
+        for name, candidate in list(candidates.items()):
+            errors = [failed[key] for d in PASSES if (key := (d, id(candidate))) in failed]
+            if errors:
+                note_failure(cases[routing], name, errors[0], console)
+                del candidates[name]
     return {
         routing: {
             name: {direction: taken[direction, id(candidate)] for direction in PASSES}

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.markup import escape
 from torch import Tensor, nn
 
 from guild.bench.candidates import layer_module
+from guild.bench.failures import OUT_OF_MEMORY, noting
 from guild.bench.names import BOUNDS
 from guild.bench.plan import BenchPlan
 from guild.bench.presets import Shape
@@ -79,21 +79,21 @@ def measure_memory(plan: BenchPlan, console: Console) -> dict[str, Any]:
         torch._dynamo.reset()
         for routing in plan.routings:
             with console.status(f"{name}, {routing} routing"):
-                problem = make_problems(shape, routing, plan.dtype, plan.device, plan.seed)[0]
                 case = {"name": name, "shape": shape._asdict(), "routing": routing}
                 case |= {"formula": memory_formula(shape, plan.dtype), "layers": {}, "failures": {}}
-                for candidate in (c for c in plan.candidates if c not in BOUNDS):
-                    try:
-                        case["layers"][candidate] = _measure(candidate, problem)
-                    except (RuntimeError, TypeError, ValueError) as error:
-                        case["failures"][candidate] = str(error).strip().splitlines()[0]
-                        message = escape(case["failures"][candidate])
-                        console.print(f"[red]{name}, {candidate}:[/] {message}")
-                    free_memory(plan.device)
+                with noting(case, "inputs", console, OUT_OF_MEMORY):
+                    _measure_layers(case, shape, plan, console)
             cases.append(case)
-            del problem
             free_memory(plan.device)
     return {**record_head(plan), "mode": "memory", "cases": cases}
+
+
+def _measure_layers(case: dict[str, Any], shape: Shape, plan: BenchPlan, console: Console) -> None:
+    problem = make_problems(shape, case["routing"], plan.dtype, plan.device, plan.seed)[0]
+    for candidate in (c for c in plan.candidates if c not in BOUNDS):
+        with noting(case, candidate, console):
+            case["layers"][candidate] = _measure(candidate, problem)
+        free_memory(plan.device)
 
 
 def _measure(candidate: str, problem: Problem) -> dict[str, Any]:

@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.markup import escape
 from torch import Tensor, nn
 
 import guild
 from guild.bench.candidates import module_of
+from guild.bench.failures import OUT_OF_MEMORY, note_failure, noting
 from guild.bench.plan import BenchPlan
+from guild.bench.presets import Shape
 from guild.bench.problem import Problem, make_problems
 from guild.bench.record import record_head
 from guild.bench.timing import Call, Replay, free_memory, interleaved, median_ratio, summary_of
@@ -45,16 +46,26 @@ def measure_rounding(plan: BenchPlan, console: Console) -> dict[str, Any]:
     for name, shape in plan.shapes.items():
         for routing in plan.routings:
             with console.status(f"{name}, {routing} routing"):
-                problems = make_problems(shape, routing, plan.dtype, plan.device, plan.seed)
-                case = {"name": name, "shape": shape._asdict(), "routing": routing, "failures": {}}
-                calls = _make_calls(problems, case, console)
-                times = _time(calls, len(problems), plan)
-                case["figures"] = {part: figures(times[part]) for part in PARTS}
+                case = {"name": name, "shape": shape._asdict(), "routing": routing}
+                case |= {"failures": {}, "rows": {}, "tile_rows": {}}
+                case["figures"] = {part: {} for part in PARTS}
+                with noting(case, "inputs", console, OUT_OF_MEMORY):
+                    _measure_case(case, shape, plan, console)
             cases.append(case)
-            del problems, calls
             free_memory(plan.device)
     head = {**record_head(plan), "reference": None}  # counts of rows are checked, not values
     return {**head, "mode": "rounding", "tile": TILE, "capacity": CAPACITY, "cases": cases}
+
+
+def _measure_case(case: dict[str, Any], shape: Shape, plan: BenchPlan, console: Console) -> None:
+    problems = make_problems(shape, case["routing"], plan.dtype, plan.device, plan.seed)
+    failed: dict[tuple[str, str], torch.OutOfMemoryError] = {}
+    times = _time(_make_calls(problems, case, console), len(problems), plan, failed)
+    for (_, name), error in failed.items():
+        note_failure(case, name, error, console)
+    for part in PARTS:
+        mine = {name: t for name, t in times[part].items() if name not in case["failures"]}
+        case["figures"][part] = figures(mine)
 
 
 def figures(times: dict[str, list[float]]) -> dict[str, Any]:
@@ -74,10 +85,9 @@ def _make_calls(
 ) -> dict[str, dict[str, Call]]:
     """Calls over all problems, by part and method; notes rows and failures in the case."""
     calls: dict[str, dict[str, Call]] = {part: {} for part in PARTS}
-    case["rows"], case["tile_rows"] = {}, {}
     chosen: Tensor | None = None  # rows of each expert with top-k
     for name, (route, make) in _ways(problems[0]).items():
-        try:
+        with noting(case, name, console):
             modules = [module_of(make, problem) for problem in problems]
             modules[0](problems[0].x)
             counts = modules[0].expert_counts.cpu().long()
@@ -89,9 +99,6 @@ def _make_calls(
             calls["routing"][name] = _all_of([partial(route, _logits(p)) for p in problems])
             steps = [partial(_step, m, p) for m, p in zip(modules, problems, strict=True)]
             calls["layer"][name] = _all_of(steps)
-        except (RuntimeError, ArithmeticError, TypeError, ValueError) as error:
-            case["failures"][name] = str(error).strip().splitlines()[0]
-            console.print(f"[red]{case['name']}, {name}:[/] {escape(case['failures'][name])}")
     return calls
 
 
@@ -146,9 +153,15 @@ def _require_nearest(counts: Tensor, chosen: Tensor, tokens: int) -> None:
 
 
 def _time(
-    calls: dict[str, dict[str, Call]], problems: int, plan: BenchPlan
+    calls: dict[str, dict[str, Call]],
+    problems: int,
+    plan: BenchPlan,
+    failed: dict[tuple[str, str], torch.OutOfMemoryError] | None = None,
 ) -> dict[str, dict[str, list[float]]]:
-    """Milliseconds of one routing or one step, by part and method, all in the same rounds."""
+    """Milliseconds of one routing or one step, by part and method, all in the same rounds.
+
+    failed: as the failures of `interleaved`.
+    """
     flat = {(part, name): call for part in PARTS for name, call in calls[part].items()}
     count = dict.fromkeys(flat, problems)
     if plan.device.type == "cuda":
@@ -157,8 +170,8 @@ def _time(
             repeats = _ROUTINGS_A_GRAPH if part == "routing" else 1
             flat[part, name] = Replay(call, repeats, pool)
             count[part, name] *= repeats
-    taken = interleaved(flat, plan.rounds, plan.seconds, plan.device, plan.calls)
+    taken = interleaved(flat, plan.rounds, plan.seconds, plan.device, plan.calls, failed)
     return {
-        part: {n: [t / count[p, n] for t in taken[p, n]] for p, n in flat if p == part}
+        part: {n: [t / count[p, n] for t in ms] for (p, n), ms in taken.items() if p == part}
         for part in PARTS
     }

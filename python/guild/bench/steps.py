@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.markup import escape
 
 from guild.bench import quack
 from guild.bench.candidates import Bound
 from guild.bench.chain import BACKWARD, FORWARD, StepChain, Work, in_turn, step_work
+from guild.bench.failures import noting
 from guild.bench.names import PRODUCTS
 from guild.bench.plan import BenchPlan
 from guild.bench.presets import Shape
@@ -100,11 +100,8 @@ def measure_steps(
             with console.status(f"{name}, {routing} routing: making inputs") as status:
                 case = {"name": name, "shape": shape._asdict(), "routing": routing, "bias": bias}
                 case["failures"] = {}
-                try:
+                with noting(case, "guild", console):
                     _measure_case(case, shape, plan, with_quack, status.update)
-                except (RuntimeError, ArithmeticError) as error:
-                    case["failures"]["guild"] = str(error).strip().splitlines()[0]
-                    console.print(f"[red]{name}:[/] {escape(case['failures']['guild'])}")
             cases.append(case)
             free_memory(plan.device)
     return {**record_head(plan), "mode": "steps", "cases": cases}

@@ -61,6 +61,7 @@ def interleaved(
     seconds: float,
     device: torch.device,
     calls_a_round: int | None = None,
+    failures: dict[Name, torch.OutOfMemoryError] | None = None,
 ) -> dict[Name, list[float]]:
     """Time every call in every round.
 
@@ -76,23 +77,42 @@ def interleaved(
         Where the calls run.
     calls_a_round : int, optional
         Calls in a round, instead of `seconds`.
+    failures : dict, optional
+        Gets the errors of calls that are out of memory. Without it such an error is raised.
 
     Returns
     -------
     dict
-        Milliseconds per call, one figure per round, in the order of the rounds.
+        Milliseconds per call, one figure per round, in the order of the rounds; without the calls
+        that failed.
     """
-    if calls_a_round is None:
-        counts = {name: calls_per_round(call, seconds, device) for name, call in calls.items()}
-    else:
-        for call in calls.values():
-            milliseconds(call, 1, device)  # the first call compiles, allocates, picks algorithms
-        counts = dict.fromkeys(calls, calls_a_round)
+    counts: dict[Name, int] = {}
     times: dict[Name, list[float]] = {name: [] for name in calls}
-    for order in drawn_orders(calls, rounds):
+
+    def count(name: Name) -> None:
+        if calls_a_round is None:
+            counts[name] = calls_per_round(calls[name], seconds, device)
+        else:
+            milliseconds(calls[name], 1, device)  # compiles, allocates, picks algorithms
+            counts[name] = calls_a_round
+
+    def measure(name: Name) -> None:
+        times[name].append(milliseconds(calls[name], counts[name], device))
+
+    failed = {} if failures is None else failures
+    for step, order in [(count, list(calls)), *((measure, o) for o in drawn_orders(calls, rounds))]:
         for name in order:
-            times[name].append(milliseconds(calls[name], counts[name], device))
-    return times
+            if name in failed:
+                continue
+            try:
+                step(name)
+            except torch.OutOfMemoryError as error:
+                if failures is None:
+                    raise
+                failed[name] = error.with_traceback(None)  # whose frames would hold memory
+            if name in failed:
+                free_memory(device)
+    return {name: taken for name, taken in times.items() if name not in failed}
 
 
 class Replay:

@@ -99,7 +99,8 @@ def test_a_wrong_layer_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     console = Console(file=io.StringIO(), width=200)
     (case,) = measure_float8(plan_of("cpu"), console)["cases"]
     assert case["failures"]["fp8"].startswith("wrong: errors") and "fp8" not in case["figures"]
-    assert "bf16" in case["figures"] and "layer, fp8:" in console.file.getvalue()
+    assert "bf16" in case["figures"]
+    assert "layer, random routing, fp8:" in console.file.getvalue()
 
 
 def product_in_float64(

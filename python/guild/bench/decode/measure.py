@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from itertools import cycle
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.markup import escape
 
 from guild.bench.decode.candidates import Candidate, expected_output, own_candidate, peer_of
 from guild.bench.decode.changes import add_changes
@@ -32,6 +30,7 @@ from guild.bench.decode.layers import (
     make_weights,
 )
 from guild.bench.decode.rates import Rates, measured_rates
+from guild.bench.failures import note_failure, noting
 from guild.bench.plan import BenchPlan
 from guild.bench.presets import Shape
 from guild.bench.record import record_head
@@ -48,6 +47,7 @@ from guild.bench.timing import (
 
 GRAPH, EAGER = "graph", "eager"
 _HOST_CALLS, _HOST_REPEATS = 40, 5
+_ANY = (Exception,)  # a file of candidates may raise whatever it likes
 Key = tuple[str, str, str]  # part, candidate, GRAPH or EAGER
 Peers = dict[str, Callable[[list[DecodeLayer], str], dict[str, Candidate]]]
 
@@ -106,7 +106,7 @@ def _measure_tokens(
         case |= {"failures": {}, "errors": {}, **work_of(shape, part, plan.dtype, hit, rates)}
         cases[part] = case
         for name, make in _makers(part, layers, peers, plan, case, console):
-            with _noting(case, name, console):
+            with noting(case, name, console, _ANY):
                 call = make()
                 _check(call(layers[0]), want, plan.dtype, case["errors"], name)
                 turn = _turn(call, layers)
@@ -114,9 +114,16 @@ def _measure_tokens(
                     taken = _captured(turn, len(layers), pool, name)
                     calls[part, name, GRAPH], counts[part, name, GRAPH] = taken
                 calls[part, name, EAGER], counts[part, name, EAGER] = turn, 1
-    times = _time(calls, counts, plan)
+    failed: dict[Key, torch.OutOfMemoryError] = {}
+    times = _time(calls, counts, plan, failed)
     for part, case in cases.items():
-        mine = {key[1:]: taken for key, taken in times.items() if key[0] == part}
+        for (_, name, _), error in ((k, e) for k, e in failed.items() if k[0] == part):
+            note_failure(case, name, error, console)
+        mine = {
+            key[1:]: taken
+            for key, taken in times.items()
+            if key[0] == part and key[1] not in case["failures"]
+        }
         case["figures"] = decode_figures(mine, case["bytes"], case["floor_us"])
         if pool is not None:
             for name, found in case["figures"].items():
@@ -159,25 +166,13 @@ def _makers(
         yield name, partial(own_candidate, name, layers, part)
     taken = set(plan.candidates)
     for file, peer in peers.items():
-        with _noting(case, file, console):
+        with noting(case, file, console, _ANY):
             found = peer(layers, part)
             if clash := taken & found.keys():
                 raise ValueError(f"peer: expected names of its own, got {sorted(clash)}")
             taken |= found.keys()
             for name, call in found.items():
                 yield name, lambda call=call: call
-
-
-@contextmanager
-def _noting(case: dict[str, Any], name: str, console: Console) -> Iterator[None]:
-    """Failures inside are noted in the case, and do not affect the other candidates' figures."""
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001 - whatever a file of candidates raises
-        message = (str(error).strip() or repr(error)).splitlines()[0]
-        case["failures"][name] = message
-        where = f"{case['name']}, {case['shape']['tokens']} tokens, {case['part']}, {name}"
-        console.print(f"[red]{where}:[/] {escape(message)}")
 
 
 def _check(
@@ -203,12 +198,20 @@ def _captured(turn: Call, count: int, pool: tuple[int, int], name: str) -> tuple
     return replayed(turn, count)
 
 
-def _time(calls: dict[Key, Call], counts: dict[Key, int], plan: BenchPlan) -> dict[Key, list]:
-    """Milliseconds per layer. Single calls get a quarter of the time that graphs get."""
-    times = {}
+def _time(
+    calls: dict[Key, Call],
+    counts: dict[Key, int],
+    plan: BenchPlan,
+    failed: dict[Key, torch.OutOfMemoryError] | None = None,
+) -> dict[Key, list[float]]:
+    """Milliseconds per layer. Single calls get a quarter of the time that graphs get.
+
+    failed: as the failures of `interleaved`.
+    """
+    times: dict[Key, list[float]] = {}
     for how, seconds in ((GRAPH, plan.seconds), (EAGER, plan.seconds / 4)):
         mine = {key: call for key, call in calls.items() if key[2] == how}
-        taken = interleaved(mine, plan.rounds, seconds, plan.device, plan.calls)
+        taken = interleaved(mine, plan.rounds, seconds, plan.device, plan.calls, failed)
         times |= {key: [ms / counts[key] for ms in each] for key, each in taken.items()}
     return times
 

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.markup import escape
 from torch import Tensor
 
 import guild
 from guild.bench.candidates import Layer, module_of
+from guild.bench.failures import OUT_OF_MEMORY, note_failure, noting
 from guild.bench.float8.rowwise import RowwiseLayer, why_not
 from guild.bench.float8.rowwise_passes import Passes, torch_passes, torchao_passes
 from guild.bench.float8.steps import step_calls
@@ -95,22 +95,39 @@ def measure_float8(plan: BenchPlan, console: Console) -> dict[str, Any]:
     """
     cases, peers = [], _peers(plan, console)
     for name, shape in plan.shapes.items():
+        # Compiled layers of the previous shape would keep its weights in memory.
+        torch._dynamo.reset()
         for routing in plan.routings:
             with console.status(f"{name}, {routing} routing"):
-                problems = make_problems(shape, routing, plan.dtype, plan.device, plan.seed)
-                case = {"name": name, "shape": shape._asdict(), "routing": routing, "failures": {}}
-                layers = _checked(problems, plan, case, console, peers)
-                parts = _quantising(layers)
-                if "fp8" in layers:
-                    steps = step_calls(problems[0], layers["fp8"].weights())
-                    parts |= {("steps", step): call for step, call in steps.items()}
-                amount = plan.rounds, plan.seconds, plan.device, plan.calls
-                times = interleaved(_passes(layers), *amount) | interleaved(parts, *amount)
-                case["figures"] = figures(times, shape)
+                case = {"name": name, "shape": shape._asdict(), "routing": routing}
+                case |= {"failures": {}, "errors": {}, "saved_bytes": {}, "figures": {"steps": {}}}
+                with noting(case, "inputs", console, OUT_OF_MEMORY):
+                    _measure_case(case, shape, plan, peers, console)
             cases.append(case)
-            del problems, layers, parts
             free_memory(plan.device)
     return {**record_head(plan), "mode": "fp8", "cases": cases}
+
+
+def _measure_case(
+    case: dict[str, Any],
+    shape: Shape,
+    plan: BenchPlan,
+    peers: dict[str, Passes],
+    console: Console,
+) -> None:
+    problems = make_problems(shape, case["routing"], plan.dtype, plan.device, plan.seed)
+    layers = _checked(problems, plan, case, console, peers)
+    parts = _quantising(layers)
+    if "fp8" in layers:
+        steps = step_calls(problems[0], layers["fp8"].weights())
+        parts |= {("steps", step): call for step, call in steps.items()}
+    amount = plan.rounds, plan.seconds, plan.device, plan.calls
+    failed: dict[tuple[str, str], torch.OutOfMemoryError] = {}
+    times = interleaved(_passes(layers), *amount, failed) | interleaved(parts, *amount, failed)
+    for (name, part), error in failed.items():
+        note_failure(case, name if name in layers else f"{name}: {part}", error, console)
+    lost = case["failures"].keys()
+    case["figures"] = figures({key: t for key, t in times.items() if key[0] not in lost}, shape)
 
 
 def _peers(plan: BenchPlan, console: Console) -> dict[str, Passes]:
@@ -136,9 +153,8 @@ def _checked(
 ) -> dict[str, Float8Layer | RowwiseLayer]:
     """The layers that run and are correct; notes errors and failures in the case."""
     layers: dict[str, Float8Layer | RowwiseLayer] = {}
-    case["errors"], case["saved_bytes"] = {}, {}
     for name in (*RECIPES, *peers):
-        try:
+        with noting(case, name, console):
             if name in peers:
                 layer = RowwiseLayer(name, problems, peers[name], layers.get(next(iter(peers))))
             else:
@@ -151,9 +167,6 @@ def _checked(
                 raise ArithmeticError(f"wrong: errors {errors}, expected at most {most:.3g}")
             case["saved_bytes"][name] = _saved_bytes(layer)
             layers[name] = layer
-        except (RuntimeError, ArithmeticError, TypeError, ValueError) as error:
-            case["failures"][name] = str(error).strip().splitlines()[0]
-            console.print(f"[red]{case['name']}, {name}:[/] {escape(case['failures'][name])}")
         free_memory(plan.device)
     return layers
 

@@ -52,7 +52,7 @@ def float8_table(record: dict[str, Any]) -> Group:
 
 
 def _add_layers(table: Table, case: dict[str, Any]) -> None:
-    for place, name in enumerate(case["saved_bytes"]):
+    for place, name in enumerate(n for n in case["saved_bytes"] if n in case["figures"]):
         found = case["figures"][name]
         first = ["", ""] if place else [case["name"], case["routing"]]
         cells = []
