@@ -170,6 +170,13 @@ class WeightGradients:
                     f"{second}: expected another parameter than {first} with weight_gradients, got "
                     "the same: one gradient would overwrite the other"
                 )
+        others = {id(t) for t in wanting(parameters[:2])} if self.main_grad else ()
+        for t in wanting([parameters[2]]):
+            if id(t) in others and getattr(t, "overwrite_main_grad", False):
+                raise ValueError(
+                    "w_down: expected another parameter than w_up where overwrite_main_grad is "
+                    "true, got the same: one gradient would overwrite the other"
+                )
         for name, parameter in zip(_NAMES, parameters, strict=True):
             expect_targets(name, parameter, self.main_grad)
         self.expect_no_averaging(parameters)

@@ -325,6 +325,29 @@ def test_routed_tokens_and_lists(device: str) -> None:
         torch.testing.assert_close(mains(ps), wanted, **close(device))
 
 
+def test_one_parameter_as_both_weights(device: str) -> None:
+    """Both gradients are added; overwriting is refused, as the second would replace the first."""
+    dtype = torch.float64 if device == "cpu" else torch.bfloat16
+    one = nn.Parameter(torch.randn(2, 16, 16, device=device, dtype=dtype) / 4)
+    x = torch.randn(6, 16, device=device, dtype=dtype)
+    ids = torch.tensor([[0, 1]] * 6, device=device)
+    relu = guild.Activation("relu", gated=False)
+    scores = torch.rand(6, 2, device=device)
+
+    def call(**options: object) -> Tensor:
+        return routed_experts(x, ids, scores, one, one, activation=relu, **options)
+
+    call().sum().backward()
+    wanted = one.grad.float()
+    one.grad, one.main_grad = None, torch.ones_like(one, dtype=torch.float32)
+    call(weight_gradients=WeightGradients(main_grad=True)).sum().backward()
+    bound = (1e-5 if device == "cpu" else 2e-2) * float(wanted.abs().max())
+    torch.testing.assert_close(one.main_grad, 1 + wanted, rtol=0, atol=bound)
+    one.overwrite_main_grad = True
+    with pytest.raises(ValueError, match=r"^w_down: expected another parameter than w_up where"):
+        call(weight_gradients=WeightGradients(main_grad=True))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
