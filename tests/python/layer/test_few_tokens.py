@@ -110,6 +110,45 @@ def test_one_token_with_any_number_of_experts(top_k: int, residual: bool, gpu: s
         assert torch.equal(experts(one), everyone[one]), token
 
 
+@pytest.mark.parametrize("top_k", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("hidden", [1096, 2048, 2888, 4096, 4240])
+@pytest.mark.parametrize(("width", "bias"), [(72, False), (320, False), (1472, True)])
+def test_one_token_of_few_experts_on_a_whole_gpu(
+    top_k: int, hidden: int, width: int, bias: bool, gpu: str
+) -> None:
+    """Where the columns are as many as this, tiles of the sum may have a multiprocessor each."""
+    torch.manual_seed(hidden + width)
+    place = {"device": gpu, "dtype": torch.float16 if bias else torch.bfloat16}
+    w_up = torch.randn(EXPERTS, 2 * width, hidden, **place) / hidden**0.5
+    w_down = torch.randn(EXPERTS, hidden, width, **place) / width**0.5
+    x, residual = torch.randn(100, hidden, **place), torch.randn(100, hidden, **place)
+    scores = torch.randn(100, top_k, device=gpu)
+    ids = torch.randint(-1, EXPERTS, (100, top_k), device=gpu, dtype=torch.int32)
+    ids[10] = -1
+    options = {"b_down": torch.randn(EXPERTS, hidden, **place)} if bias else {}
+    given = {"w_up": w_up, "w_down": w_down, **options}
+    with torch.no_grad():
+        everyone = guild.routed_experts(x, ids, scores, **given, residual=residual)
+        for first, tokens in ((0, 1), (10, 1), (33, 1), (99, 1), (9, 2), (50, 2), (40, 4)):
+            some = slice(first, first + tokens)
+            one = guild.routed_experts(
+                x[some], ids[some], scores[some], **given, residual=residual[some]
+            )
+            assert torch.equal(one, everyone[some]), (first, tokens)
+
+
+@pytest.mark.parametrize(("hidden", "top_k"), [(2048, 1), (2048, 3), (2880, 3), (4096, 1)])
+def test_one_token_of_few_experts_and_a_shared_one(hidden: int, top_k: int, gpu: str) -> None:
+    torch.manual_seed(hidden)
+    place = {"device": gpu, "dtype": torch.bfloat16}
+    layer = guild.MoE(hidden, 320, EXPERTS, top_k, shared_experts=1, shared_gate=True, **place)
+    x = torch.randn(100, hidden, **place)
+    with torch.no_grad():
+        everyone = layer(x)
+        for token in (0, 10, 50, 99):
+            assert torch.equal(layer(x[token : token + 1]), everyone[token : token + 1]), token
+
+
 @pytest.mark.parametrize("top_k", [1, 2, 8, 10])
 @pytest.mark.parametrize("width", [72, 320])
 def test_a_few_tokens_with_any_number_of_experts(top_k: int, width: int, gpu: str) -> None:

@@ -61,7 +61,7 @@ typename Product::Source weight_source(ConstWeight const& first, ConstWeight con
 }
 
 template <class Product>
-__global__ void __launch_bounds__(Product::kThreads, kAtOnce) decode_kernel(
+__global__ void __launch_bounds__(Product::kThreads, Product::kBlocksAtOnce) decode_kernel(
     __grid_constant__ typename Product::Params const p) {
   Product::run(p);
 }
@@ -70,10 +70,10 @@ __global__ void __launch_bounds__(Product::kThreads, kAtOnce) decode_kernel(
 // kernel, shared_memory.h.
 template <class Params>
 void launch_few(void (*kernel)(Params), AllowedOn& allowed, int bytes, Params const& params,
-                int64_t tiles, Queue const& queue) {
+                int64_t tiles, int blocks_at_once, Queue const& queue) {
   allow_shared_memory(kernel, bytes, allowed, "shared memory of a product for few tokens");
   // On a part of the multiprocessors one block each: two would spread over twice as many.
-  int const at_once = queue.sms > 0 ? 1 : kAtOnce;
+  int const at_once = queue.sms > 0 ? 1 : blocks_at_once;
   unsigned const blocks = unsigned(std::min<int64_t>(tiles, at_once * multiprocessors(queue)));
   cuda_check(launch_kernel(kernel,
                            {.blocks = blocks,
@@ -88,7 +88,8 @@ void launch_few(void (*kernel)(Params), AllowedOn& allowed, int bytes, Params co
 template <class Product>
 void launch_decode(typename Product::Params const& params, int64_t tiles, Queue const& queue) {
   static AllowedOn allowed;
-  launch_few(decode_kernel<Product>, allowed, Product::kBytes, params, tiles, queue);
+  launch_few(decode_kernel<Product>, allowed, Product::kBytes, params, tiles,
+             Product::kBlocksAtOnce, queue);
 }
 
 // An upper bound on the number of tiles, over experts of unknown sizes.

@@ -36,7 +36,7 @@ template <class T, DecodeShape S, Major major, bool gathered, bool activates, Pl
 struct DecodeProduct {
   static constexpr bool kChooses = chooses(from);
   static_assert(activates || !plain);
-  static constexpr int kThreads = kPlanThreads;
+  static constexpr int kThreads = kPlanThreads, kBlocksAtOnce = kAtOnce;
   static constexpr DecodeShape kShape = S;
   static constexpr int kArrivals = gathered ? 33 : 2;
 
@@ -90,7 +90,7 @@ struct DecodeProduct {
     Announced queue;
   };
   static constexpr int kBytes = int(sizeof(SharedStorage));
-  static_assert(kBytes <= 226 * 1024 / kAtOnce, "too many stages");
+  static_assert(kBytes <= 226 * 1024 / kBlocksAtOnce, "too many stages");
   static_assert(kBytes >= sizeof(Ring) + read_after(S));
 
   // So the next kernel may rely, before it waits, on all kernels before this one being complete.

@@ -13,12 +13,12 @@ namespace guild::cuda::sm90 {
 inline constexpr int kAtOnce = 2;
 
 // tokens: most rows of X of a tile. rows: of the weight, 128 at most. A stage holds as many steps,
-// each 64 deep, as fit in 128 rows altogether.
+// each 64 deep, as fit in `staged` rows altogether.
 struct DecodeShape {
-  int tokens, rows;
+  int tokens, rows, staged = 128;
 
   constexpr int parts() const { return (rows + 63) / 64; }          // accumulators, of 64 rows each
-  constexpr int steps() const { return 128 / rows; }                // of a stage
+  constexpr int steps() const { return staged / rows; }             // of a stage
   constexpr int step_bytes() const { return rows * kRowBytes; }     // weights of a step
   constexpr int token_bytes() const { return tokens * kRowBytes; }  // rows of X of a step
   constexpr int weight_bytes() const { return steps() * step_bytes(); }  // of a stage
@@ -85,10 +85,11 @@ __device__ inline void mma_groups(float (&acc)[n / 2], uint32_t a, uint32_t b, b
   }(std::make_index_sequence<n / 2>{});
 }
 
-// In shared memory, with stages for one shape or several. A stage begins with its weights.
-template <int stage_bytes>
+// In shared memory, with stages for one shape or several. A stage begins with its weights. at_once:
+// blocks that share a multiprocessor.
+template <int stage_bytes, int at_once = kAtOnce>
 struct Ring {
-  static constexpr int kStages = (102 * 1024) / stage_bytes;
+  static constexpr int kStages = (204 * 1024) / at_once / stage_bytes;
   struct Stage {
     alignas(1024) char weight[stage_bytes];
     template <DecodeShape S>

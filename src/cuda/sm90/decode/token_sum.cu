@@ -30,13 +30,12 @@ typename Kernel::Source sum_source(ConstWeight const& w, int64_t experts, TokenS
           .by_group = true};
 }
 
-template <class T, DecodeShape shape, bool plain>
+template <class T, DecodeShape shape, int at_once, bool plain>
 void launch_token_sum(TokenSum const& x, Queue const& queue) {
-  using Kernel = TokenSumKernel<T, shape, plain>;
+  using Kernel = TokenSumKernel<T, shape, plain, at_once>;
   int64_t const terms = x.sort.tokens * x.sort.top_k + x.shared;
   typename Kernel::Params p{};
-  int width = Kernel::kMostWidth;
-  while (width > 8 && width * terms > shape.rows) width /= 2;
+  int const width = width_of(shape, at_once, terms);
   p.width_log2 = std::countr_zero(unsigned(width));
   p.sort = x.sort;
   p.score = x.score;
@@ -58,18 +57,32 @@ void launch_token_sum(TokenSum const& x, Queue const& queue) {
   launch_decode<Kernel>(p, p.across, queue);
 }
 
-// Calls f.template operator()<shape>() with a shape that holds eight rows of each weight of a
-// single token, or takes those of several tokens in passes.
+// Whether tiles of this shape give most multiprocessors one each and none a second. A block then
+// has a multiprocessor's shared memory to itself, for a ring that holds twice as much before A is
+// there. For more slots than four it does not pay (docs/measured/).
+bool have_one_each(DecodeShape shape, int64_t terms, int64_t columns, Queue const& queue) {
+  int64_t const tiles = ceil_div(columns, width_of(shape, /*at_once=*/1, terms));
+  int64_t const most = multiprocessors(queue);
+  return terms <= 4 && tiles <= most && 2 * tiles > most;
+}
+
+// Calls f.template operator()<shape, blocks that share a multiprocessor>() with a shape that holds
+// eight rows or more of each weight of a single token, or takes those of several tokens in passes.
 template <class F>
-void with_terms(int64_t terms, F&& f) {
-  if (terms <= 2) {
-    f.template operator()<DecodeShape{8, 32}>();
+void with_terms(int64_t terms, int64_t columns, Queue const& queue, F&& f) {
+  constexpr DecodeShape narrow{8, 64}, wide{8, 128, /*staged=*/256};
+  if (have_one_each(narrow, terms, columns, queue)) {
+    f.template operator()<narrow, 1>();
+  } else if (have_one_each(wide, terms, columns, queue)) {
+    f.template operator()<wide, 1>();
+  } else if (terms <= 2) {
+    f.template operator()<DecodeShape{8, 32}, kAtOnce>();
   } else if (terms <= 8) {
-    f.template operator()<DecodeShape{8, 64}>();
+    f.template operator()<DecodeShape{8, 64}, kAtOnce>();
   } else if (terms <= 16) {
-    f.template operator()<DecodeShape{16, 64}>();
+    f.template operator()<DecodeShape{16, 64}, kAtOnce>();
   } else {
-    f.template operator()<DecodeShape{32, 64}>();
+    f.template operator()<DecodeShape{32, 64}, kAtOnce>();
   }
 }
 
@@ -91,9 +104,9 @@ bool token_sum(TokenSum const& x, Queue const& queue) {
   if (!fits || x.w.in_stride != 1 || x.w.expert_at != nullptr) return false;
   bool const plain = comes_by_group(x) && x.bias.data == nullptr;
   with_type(x.dtype, [&](auto element) {
-    with_terms(terms, [&]<DecodeShape shape> {
-      if (plain) return launch_token_sum<decltype(element), shape, true>(x, queue);
-      launch_token_sum<decltype(element), shape, false>(x, queue);
+    with_terms(terms, x.n, queue, [&]<DecodeShape shape, int at_once> {
+      if (plain) return launch_token_sum<decltype(element), shape, at_once, true>(x, queue);
+      launch_token_sum<decltype(element), shape, at_once, false>(x, queue);
     });
   });
   return true;

@@ -22,19 +22,31 @@ namespace guild::cuda::sm90 {
 // Slots of all tokens, with shared experts, at most: in passes of 32 rows, of 8 or 16.
 inline constexpr int kMostSummedSlots = 40;
 
+// Rows of an expert's weight in a tile, at most: the most slots that a shape is meant for fill a
+// stage.
+constexpr int most_width(DecodeShape s, int at_once) {
+  return s.tokens > 8 ? 8 : s.rows == 32 || at_once == 1 ? 32 : 16;
+}
+// The rows of each of so many slots' weights.
+constexpr int width_of(DecodeShape s, int at_once, int64_t slots) {
+  int width = most_width(s, at_once);
+  while (width > 8 && width * slots > s.rows) width /= 2;
+  return width;
+}
+
 // S.tokens: rows of A of a pass. S.rows: of all experts' weights in a stage. plain: weights come by
-// group_map(), and there are no biases.
-template <class T, DecodeShape S, bool plain, int stage_bytes = S.stage_bytes()>
+// group_map(), and there are no biases. at_once: blocks that share a multiprocessor.
+template <class T, DecodeShape S, bool plain, int at_once = kAtOnce,
+          int stage_bytes = S.stage_bytes()>
 struct TokenSumKernel {
-  static constexpr int kThreads = kPlanThreads;
-  using Ring = sm90::Ring<stage_bytes>;
+  static constexpr int kThreads = kPlanThreads, kBlocksAtOnce = at_once;
+  using Ring = sm90::Ring<stage_bytes, at_once>;
   using Stage = typename Ring::Stage;
   using Cursor = typename Ring::Cursor;
   using Sums = float[S.parts()][S.tokens / 2];
   static constexpr int kHalves = 2 * S.parts();  // of a thread's sums: rows r and r + 8 of a part
   static constexpr int kMostSlots = S.tokens == 32 ? kMostSummedSlots : S.tokens;
-  // Rows of an expert's weight in a tile: the most slots that a shape is meant for fill a stage.
-  static constexpr int kMostWidth = S.tokens > 8 ? 8 : S.rows == 32 ? 32 : 16;
+  static constexpr int kMostWidth = most_width(S, at_once);
 
   // Of weights.
   struct Source {
@@ -76,7 +88,7 @@ struct TokenSumKernel {
   };
   static constexpr int kBytes =
       std::max(int(sizeof(SharedStorage)), int(sizeof(Ring)) + read_after_groups(S));
-  static_assert(kBytes <= 226 * 1024 / kAtOnce, "too many stages");
+  static_assert(kBytes <= 226 * 1024 / at_once, "too many stages");
 
   // Some of the plan's groups, after which the shared experts come, and the rows of A of these.
   struct Pass {
