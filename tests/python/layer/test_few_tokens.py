@@ -111,7 +111,7 @@ def test_one_token_with_any_number_of_experts(top_k: int, residual: bool, gpu: s
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("hidden", [1096, 2048, 2888, 4096, 4240])
+@pytest.mark.parametrize("hidden", [1416, 2048, 2888, 4096, 4240])
 @pytest.mark.parametrize(("width", "bias"), [(72, False), (320, False), (1472, True)])
 def test_one_token_of_few_experts_on_a_whole_gpu(
     top_k: int, hidden: int, width: int, bias: bool, gpu: str

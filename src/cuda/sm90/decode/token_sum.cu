@@ -63,7 +63,7 @@ void launch_token_sum(TokenSum const& x, Queue const& queue) {
 bool have_one_each(DecodeShape shape, int64_t terms, int64_t columns, Queue const& queue) {
   int64_t const tiles = ceil_div(columns, width_of(shape, /*at_once=*/1, terms));
   int64_t const most = multiprocessors(queue);
-  return terms <= 4 && tiles <= most && 2 * tiles > most;
+  return terms <= 4 && tiles <= most && 3 * tiles >= 2 * most;
 }
 
 // Calls f.template operator()<shape, blocks that share a multiprocessor>() with a shape that holds
