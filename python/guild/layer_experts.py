@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
+from torch.distributed.tensor import DTensor
 
 from guild._torch.checks import expect_device, expect_dims
 from guild.activations import as_activation
@@ -179,9 +180,10 @@ def layer_fp8(layer: nn.Module) -> FP8 | FP8Weights | None:
     expect_fp8(fp8)
     if fp8 is None or not fp8.cached:
         return fp8
-    if _is_only_noted():  # kept codes would become constants, or not exist at all
-        return replace(fp8, cached=False)
     w_up, w_down = layer.w_up, layer.w_down
+    # Kept codes would become constants, or not exist at all; those of a DTensor are not looked for.
+    if _is_only_noted() or isinstance(w_up, DTensor):
+        return replace(fp8, cached=False)
     expect_dims("w_down", w_down, 3, what="(experts, hidden, intermediate)")
     expect_device("w_down", w_down, w_up, "w_up")
     layout = as_activation(layer.activation), layer.order, layer.transposed

@@ -250,8 +250,8 @@ class MoE(LayerState):
         flat, token_mask = layer_tokens(x, token_mask, self.hidden, weights[0])
         into = None if out is None else output_rows(out, x, self)
         shared = shared_rows(self.shared, flat, token_mask)
+        expect_reachable(self.expert_group, into, self.fp8)
         fp8 = layer_fp8(self)
-        expect_reachable(self.expert_group, into, fp8)
         apart = self.fp8 is not None and not (self.weight_gradients is into is None)
         if self._routes_in_one() and not return_routing and not apart:
             flat, *router = router_operands(flat, self.router, self.experts)

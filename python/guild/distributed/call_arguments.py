@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from guild._torch.autograd import below_autograd, rows_of
 from guild._torch.checks import expect_experts
 from guild._torch.operators import ops
 from guild.expert_arguments import residual_like, sink_of
+from guild.lora import LoRA
 from guild.routed_call import RoutedCall
 from guild.weight_gradients import WeightGradients
 
@@ -23,7 +24,8 @@ def expect_plain(exact: bool, weight_gradients: Any, *lora: Any) -> None:
     for name, value in given.items():
         if exact and value is not None:
             raise ValueError(
-                f"{name}: expected None with ExpertParallel(exact=True), got {value!r:.200}"
+                f"{name}: expected None with ExpertParallel(exact=True), got a "
+                f"{type(value).__name__}"
             )
 
 
@@ -41,13 +43,26 @@ def expect_runnable(size: int, call: RoutedCall, weight_gradients: WeightGradien
     sink_of(call.wants_gradient(), weight_gradients, call.given, call.order)
 
 
-def expect_no_transform(*tensors: Any) -> None:
+def tensors_in(*arguments: Any) -> list[Tensor]:
+    """All tensors among arguments of a call: in lists, pairs and LoRA terms, too."""
+    found: list[Tensor] = []
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            found.append(argument)
+        elif isinstance(argument, LoRA):
+            found += tensors_in(argument.a, argument.b)
+        elif isinstance(argument, list | tuple | nn.ParameterList):
+            found += tensors_in(*argument)
+    return found
+
+
+def expect_no_transform(*arguments: Any) -> None:
     """Raise NotImplementedError where torch.func or forward-mode AD would differentiate the call.
 
     Called before the first message: ranks that had got one would wait for the others.
     """
     duals = forward_ad._current_level >= 0 and any(
-        isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in tensors
+        forward_ad.unpack_dual(t).tangent is not None for t in tensors_in(*arguments)
     )
     if duals or torch._C._are_functorch_transforms_active():
         raise NotImplementedError(

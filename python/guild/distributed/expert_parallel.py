@@ -38,6 +38,7 @@ from guild.distributed.call_arguments import (
     expect_runnable,
     own_offsets,
     residual_rows,
+    tensors_in,
 )
 from guild.distributed.facts import facts_of
 from guild.distributed.filling import fill_part
@@ -304,9 +305,10 @@ class ExpertParallel:
     ) -> tuple[Tensor, Tensor]:
         """`routed_experts`, and int32 (E + 1) offsets of this rank's rows by expert."""
         weight_gradients, token_offsets = given.weight_gradients, given.token_offsets
-        expect_no_transform(given.x, given.topk_weights, *given.parameters(), given.residual)
+        experts = tensors_in(*given.parameters(), given.lora_up, given.lora_down)
+        expect_no_transform(given.x, given.topk_weights, experts, given.residual)
         expect_plain(self.exact, weight_gradients, given.lora_up, given.lora_down)
-        number = number_of(layer, given.parameters(), self._ranks)
+        number = number_of(layer, experts, self._ranks)
         # Rows of other ranks' tokens come without a residual.
         local = given._replace(residual=None)
         call = routed_call(local)
@@ -366,7 +368,7 @@ class ExpertParallel:
             ids, scores = route_tokens(*tokens)
             given = given._replace(topk_ids=ids, topk_weights=scores)
             return self.routed_experts_and_offsets(given, layer=layer)
-        number = number_of(layer, given.parameters(), self._ranks)
+        number = number_of(layer, tensors_in(*given.parameters()), self._ranks)
         arguments = token_arguments(*tokens)
         x, *local, _ = layer_arguments(given.x, *given.parameters(), *given.layout(), routed=True)
         residual = residual_rows(given.residual, x)

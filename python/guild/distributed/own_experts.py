@@ -7,7 +7,7 @@ call notes its ranks on them, for `clip_grad_norm_`, and refuses what would mix 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,9 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from guild._torch.expert_lists import Listed
-from guild._torch.gradient_targets import wanting
-from guild._torch.layer_arguments import Halves
 from guild.distributed.ranks import Ranks
 
 _NOTE = "_guild_ranks"
@@ -36,21 +33,18 @@ class _Note:
         return type(None), ()
 
 
-def number_of(
-    layer: nn.Module | None, parameters: Iterable[Listed | Halves | None], ranks: Ranks
-) -> int:
-    """The number of a layer that is called, 0 for none, after looking at its parameters.
+def number_of(layer: nn.Module | None, experts: list[Tensor], ranks: Ranks) -> int:
+    """The number of a layer that is called, 0 for none, after looking at its experts' tensors.
 
     Raises
     ------
     ValueError
-        If FSDP2 or DistributedDataParallel takes the experts for replicas.
+        If FSDP or DistributedDataParallel takes the experts for replicas.
     """
-    parameters = wanting(parameters)
-    _expect_no_replicas(layer, parameters, ranks.everyone)
-    for parameter in parameters:
-        if parameter.is_leaf and ranks_of(parameter) is not ranks.group:
-            setattr(parameter, _NOTE, _Note(ranks.group))
+    _expect_no_replicas(layer, experts, ranks.everyone)
+    for tensor in experts:
+        if tensor.requires_grad and tensor.is_leaf and ranks_of(tensor) is not ranks.group:
+            setattr(tensor, _NOTE, _Note(ranks.group))
     return 0 if layer is None else layer._number
 
 
@@ -60,10 +54,13 @@ def ranks_of(parameter: Tensor) -> dist.ProcessGroup | None:
     return None if note is None else note.group
 
 
-def _expect_no_replicas(
-    layer: nn.Module | None, parameters: list[Tensor], ranks: list[int]
-) -> None:
+def _expect_no_replicas(layer: nn.Module | None, experts: list[Tensor], ranks: list[int]) -> None:
     """ranks: those that share the experts, by their numbers among all."""
+    if any(getattr(t, "_fsdp_flattened", False) for t in (*experts, *(t._base for t in experts))):
+        raise ValueError(
+            "expert_group: expected experts in the ignored_states of FullyShardedDataParallel, got "
+            "some that it has sharded as if they were the same on every rank"
+        )
     if layer is not None and not isinstance(layer.w_up, DTensor):
         if any(len({*ranks} & _sharded_over(h)) > 1 for h in layer._state_dict_pre_hooks.values()):
             raise ValueError(
@@ -76,7 +73,7 @@ def _expect_no_replicas(
         return
     if ddp not in _averaged:
         _averaged[ddp] = {parameter.data_ptr() for parameter in ddp._module_parameters}
-    if any(parameter.data_ptr() in _averaged[ddp] for parameter in parameters):
+    if any(tensor.data_ptr() in _averaged[ddp] for tensor in experts):
         raise ValueError(
             "expert_group: expected experts that DistributedDataParallel leaves alone, got some "
             "that it has overwritten with another rank's; make the model again and call "

@@ -242,7 +242,8 @@ class Peers:
             )
         names = ["step", *self._facts]
         if fact < 2:
-            self.ranks.end(RuntimeError, f"{BACKWARD_ORDER}: {where}, other than rank {rank}")
+            other = reporter if rank == self.ranks.rank else rank
+            self.ranks.end(RuntimeError, f"{BACKWARD_ORDER}: {where}, other than rank {other}")
         try:
             expect_same(names[fact], {r: values[fact] for r, values in by_rank.items()})
         except ValueError as error:

@@ -81,6 +81,8 @@ def distribute_experts(
         raise TypeError(f"mesh: expected a DeviceMesh, got {type(mesh).__name__}")
     room = {"max_tokens": max_tokens, "capacity": capacity}
     group = ExpertParallel(mesh, exact=exact, timeout=timeout, engine=engine, **room)
+    if (ranks := mesh.mesh.tolist()) != sorted(ranks):  # a process group numbers them in order
+        raise ValueError(f"mesh: expected ranks in ascending order, got {ranks}")
     layers = layers_of(module)
     for layer in layers:
         group.local_experts(layer.experts)  # raises before anything is changed

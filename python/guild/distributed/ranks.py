@@ -324,6 +324,8 @@ def process_group_of(group: dist.ProcessGroup | DeviceMesh | None) -> dist.Proce
                 f"group: expected a mesh of one dimension, got {group.ndim}; take one of them: "
                 'mesh["name"]'
             )
+        if group.get_coordinate() is None:
+            raise ValueError("group: expected a mesh that this rank is in, got one of other ranks")
         return group.get_group()
     if group is None:
         return dist.group.WORLD

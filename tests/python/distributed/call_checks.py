@@ -44,6 +44,22 @@ def terms() -> dict[str, Tensor]:
     return {n: torch.randn(_EXPERTS, *s, generator=draw).double() for n, s in shapes.items()}
 
 
+def pair_of_lists(rank: int) -> None:
+    """Gate and up as two lists, as one process takes them."""
+    draw = torch.Generator().manual_seed(4)
+    sizes = ((2 * _INNER, _HIDDEN), (_HIDDEN, _INNER))
+    w_up, w_down = (torch.randn(_EXPERTS, *s, generator=draw).double() for s in sizes)
+    own = tokens_of(rank, 5, torch.float64, lists=False)
+    tokens = own["x"], own["ids"], own["scores"]
+    wanted = guild.routed_experts(*tokens, w_up, w_down)
+    for group in (new_group(), new_group(engine="peer")):
+        local = group.local_experts(_EXPERTS)
+        mine = slice(local.start, local.stop)
+        halves = tuple(list(half.clone()) for half in w_up[mine].chunk(2, 1))
+        down = [w.clone().requires_grad_() for w in w_down[mine]]
+        torch.testing.assert_close(group.routed_experts(*tokens, halves, down), wanted)
+
+
 def run(call: Callable, tokens: dict, experts: slice, lists: bool, lora: bool) -> dict:
     """Output and every gradient; lists: w_up's in order in memory, w_down's in reverse."""
     names = "w_up", "w_down", "b_up", "b_down"
@@ -138,11 +154,30 @@ def transforms(rank: int) -> None:
             ids = torch.zeros(len(x), 1, dtype=torch.int32)
             return layer.expert_group.routed_experts(dual, ids, x[:, :1], w_up, w_down)
 
+    def jvp_of_a_half(layer: guild.MoE, x: Tensor) -> Tensor:
+        with torch.autograd.forward_ad.dual_level():
+            gate, up = layer.w_up.detach().chunk(2, 1)
+            halves = torch.autograd.forward_ad.make_dual(gate, gate), up
+            ids = torch.zeros(len(x), 1, dtype=torch.int32)
+            down = layer.w_down.detach()
+            return layer.expert_group.routed_experts(x, ids, x[:, :1], halves, down)
+
+    def jvp_of_low_rank(layer: guild.MoE, x: Tensor) -> Tensor:
+        with torch.autograd.forward_ad.dual_level():
+            a = torch.randn(2, 4, 8)
+            terms = guild.LoRA(torch.autograd.forward_ad.make_dual(a, a), torch.randn(2, 16, 4))
+            ids = torch.zeros(len(x), 1, dtype=torch.int32)
+            weights = layer.w_up.detach(), layer.w_down.detach()
+            call = layer.expert_group.routed_experts
+            return call(x, ids, x[:, :1], *weights, lora_down=terms)
+
     x = torch.randn(4, 16)
     for engine in ("nccl", "peer"):
         layer = guild.MoE(16, 8, 8, 2, expert_group=new_group(engine=engine))
         for call in (
             jvp,
+            jvp_of_a_half,
+            jvp_of_low_rank,
             lambda layer, x: torch.func.grad(lambda x: layer(x).sum())(x),
             lambda layer, x: torch.func.vmap(layer)(x.view(2, 2, 16)),
             lambda layer, x: torch.func.jvp(layer, (x,), (x,)),
@@ -330,6 +365,7 @@ def destroyed(rank: int) -> None:
 
 
 CHECKS = (
+    pair_of_lists,
     lists_and_low_rank,
     other_activations,
     transforms,

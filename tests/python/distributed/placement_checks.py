@@ -16,20 +16,17 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.nn.parallel import DistributedDataParallel
 
 import guild
 from guild.distributed.placement import (
     clip_grad_norm_,
     expert_weights,
-    leave_out_experts,
     shard_layers,
 )
 from guild.train.model import LanguageModel
-from processes import gathered
 
 _STEPS, _CLIP = 20, 0.5
 
@@ -208,62 +205,6 @@ def from_the_meta_device(rank: int) -> None:
     assert len(experts.unique(dim=0)) == 8 and abs(float(experts.std()) * 32**0.5 - 1) < 0.1
 
 
-def group_of_experts(rank: int) -> None:
-    """Experts of an expert_group are no replicas: not in a norm, for DDP, nor for FSDP2."""
-    group = guild.ExpertParallel()
-    x = torch.randn(6, 32, generator=torch.Generator().manual_seed(rank))
-
-    def made() -> tuple[guild.MoE, nn.Module]:
-        torch.manual_seed(0)
-        layer = guild.MoE(32, 16, 8, 2, bias=True, expert_group=group)
-        return layer, nn.Sequential(layer)
-
-    alone = made()[0]
-    out = alone(x)
-    out.sum().backward()
-    grads = {name: weight.grad for name, weight in alone.named_parameters()}
-    dist.all_reduce(grads["router.weight"])
-    grads["router.weight"] /= dist.get_world_size()
-    for layer in made():
-        with pytest.raises(ValueError, match=r"^expert_group: .* DistributedDataParallel"):
-            DistributedDataParallel(layer)(x)
-    for layer, model in (made(), made()[:1] * 2):
-        leave_out_experts(model)
-        together = DistributedDataParallel(model)
-        found = together(x)
-        assert torch.equal(found, out)
-        layer.zero_grad()
-        found.sum().backward()
-        for name, weight in layer.named_parameters():
-            torch.testing.assert_close(weight.grad, grads[name])
-    experts = torch.cat([grads[name].flatten() for name in ("w_up", "w_down", "b_up", "b_down")])
-    for kind in (2.0, float("inf")):
-        truth = torch.cat([*gathered(experts), grads["router.weight"].flatten()]).norm(kind)
-        torch.testing.assert_close(clip_grad_norm_(layer.parameters(), 1e9, kind), truth)
-    layer, model = made()
-    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    with pytest.raises(ValueError, match=r"^expert_group: .* that FSDP2 has sharded"):
-        model(x)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "experts"))
-    layer = guild.MoE(32, 16, 8, 2, expert_group=guild.ExpertParallel(mesh["experts"]))
-    out = layer(x)
-    data = mesh["data"]  # of ranks with the same experts
-    averaged = DistributedDataParallel(copy.deepcopy(layer), process_group=data.get_group())
-    for same in (averaged, fully_shard(layer, mesh=data)):
-        assert torch.equal(same(x), out)
-
-
-def tied_experts(rank: int) -> None:
-    """Layers that share experts still do once these are distributed."""
-    first, second = (guild.MoE(16, 8, 4, 2) for _ in range(2))
-    second.w_up = first.w_up
-    guild.distribute_experts(
-        nn.Sequential(first, second), init_device_mesh("cpu", (dist.get_world_size(),))
-    )
-    assert second.w_up is first.w_up and isinstance(first.w_up, DTensor)
-    assert second.w_down is not first.w_down
-
-
 def refusals(rank: int) -> None:
     """Each wrong argument is named."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "experts"))
@@ -275,6 +216,11 @@ def refusals(rank: int) -> None:
             ValueError,
             "^group: expected a mesh of one",
             lambda: guild.distribute_experts(model, mesh),
+        ),
+        (
+            ValueError,
+            r"^mesh: expected ranks in ascending order, got \[3, 1, 2, 0\]",
+            lambda: guild.distribute_experts(model, DeviceMesh("cpu", [3, 1, 2, 0])),
         ),
         (
             ValueError,
@@ -374,8 +320,6 @@ CHECKS = (
     mixed_precision,
     compiled_blocks,
     from_the_meta_device,
-    group_of_experts,
-    tied_experts,
     refusals,
     checkpoint_moves,
 )

@@ -9,6 +9,7 @@ import pytest
 import call_checks
 import guild
 import layer_checks
+import own_experts_checks
 import peer_checks
 import placement_checks
 import training_checks
@@ -27,7 +28,14 @@ def test_four_ranks(
     settings = training_checks.settings_of("plain")
     training_checks.run(settings, tmp_path / "plain")
     training_checks.run(settings, tmp_path / "halfway", polls=2)
-    modules = layer_checks, peer_checks, call_checks, training_checks, placement_checks
+    modules = (
+        layer_checks,
+        peer_checks,
+        call_checks,
+        training_checks,
+        own_experts_checks,
+        placement_checks,
+    )
     checks = [check for module in modules for check in module.CHECKS]
     run_on_ranks(checks, 4, tmp_path / "ranks")
     # Runs that four ranks have begun, finished by one process.
