@@ -13,6 +13,7 @@ import contextlib
 import itertools
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -33,7 +34,8 @@ _END_OF_RECOMPUTATION = getattr(torch.utils.checkpoint, "_StopRecomputationError
 
 PASSES = "forward", "backward of the output", "backward of the tokens", "choice of an engine"
 
-_numbers = itertools.count()
+# How many were made of each process group, by its name, which all of its ranks know.
+_numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
 class Ranks:
@@ -51,7 +53,7 @@ class Ranks:
         self.group, self.timeout = group, timeout
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.everyone = dist.get_process_group_ranks(group)  # numbers among all ranks
-        self._number = next(_numbers)  # the same on every rank, as all make them in one order
+        self._number = next(_numbers[group.group_name])  # the same on every rank of the group
         self.calls = 0  # forward passes so far, the same number on every rank
         self._failure: str | None = None
         self._error: type[Exception] = RuntimeError
@@ -283,7 +285,8 @@ class Ranks:
 
         def ask() -> None:
             store = _store_of(self.group)
-            keys = [f"guild/failed/{self._number}/{r}" for r in self.everyone]
+            name = f"{self.group.group_name}/{self._number}"
+            keys = [f"guild/failed/{name}/{r}" for r in self.everyone]
             store.set(keys[self.rank], "here")
             until = time.monotonic() + _GRACE_SECONDS
             while True:

@@ -162,7 +162,7 @@ class Learner:
                     "tokens": (step + 1) * self.settings.tokens_per_step,
                     "moe": self.name,
                     "loss": loss,
-                    "imbalance": imbalance,
+                    "imbalance": imbalance or None,  # 0: nothing measures it
                     "gradient_norm": norm,
                     "rows_over_choices": round(kept, 6),
                     "load": [round(value, 4) for value in load],
