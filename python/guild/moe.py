@@ -107,7 +107,8 @@ class MoE(LayerState):
     router : torch.nn.Module
         A torch.nn.Linear that returns float32 logits. It may have hooks, parametrisations or a
         bias, or be replaced or wrapped by another module, (tokens, hidden) -> (tokens, experts); it
-        is then called. Otherwise router and experts run as one op.
+        is then called, as with `return_routing` and, in training, `balance_over` or rounding.
+        Otherwise router and experts run as one op.
     router.weight, router.bias : torch.nn.Parameter
         (experts, hidden); (experts,) with `router_bias`.
     router.selection_bias : torch.Tensor
@@ -119,7 +120,8 @@ class MoE(LayerState):
     b_up, b_down : torch.nn.Parameter or None
         (experts, 2 * intermediate) or (experts, intermediate); (experts, hidden).
     shared.w_up, shared.w_down : torch.nn.Parameter
-        (2 * W, hidden), (hidden, W) with W = shared_experts * intermediate or shared_intermediate.
+        (2 * W, hidden) or, without a gate, (W, hidden); (hidden, W). `transposed` does not apply.
+        W = shared_experts * intermediate or shared_intermediate.
     shared.gate.weight : torch.nn.Parameter
         (1, hidden), with `shared_gate`.
     balance_sums : BalanceSums or None

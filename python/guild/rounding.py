@@ -52,7 +52,7 @@ def round_tokens(
     rounding : {"nearest", "up", "down", "stochastic", "balanced"}
         "nearest": half a tile goes up. "stochastic": up with probability remainder / tile.
         "balanced": running sums over the experts are rounded to nearest, so that the number of all
-        rows changes by at most half a tile.
+        rows changes by at most half a tile, unless an expert would need more than T.
     tile : int
         Rows of a tile.
     score, renormalize, scale, sum_floor

@@ -127,8 +127,11 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
     add("--check-every", type=int, metavar="N", help="steps between validations (100)")
     add("--threads", type=int, metavar="N", help="CPU threads (one per core)")
     add("--no-cuda-graph", action="store_true", help="on a GPU, launch each kernel by itself")
+    add("--no-checkpoint", action="store_true", help="write no checkpoint")
     _add_ranks(train)
     sizes = train.add_argument_group("sizes and schedule")
+    presets = tuple(TRAIN_PRESETS)
+    sizes.add_argument("--preset", choices=presets, help="those of a known model")
     for name, value in Settings().as_dict().items():
         sizes.add_argument(
             "--" + name.replace("_", "-"),
@@ -149,8 +152,6 @@ def _add_ranks(train: argparse.ArgumentParser) -> None:
         action="store_true",
         help="keep weights gathered from forward to backward: faster, more memory",
     )
-    add("--no-checkpoint", action="store_true", help="write no checkpoint")
-    add("--preset", choices=tuple(TRAIN_PRESETS), help="sizes and schedule of a known model")
 
 
 def _add_generate(commands: argparse._SubParsersAction) -> None:
@@ -315,7 +316,8 @@ def _add_what(bench: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="T,H,I,E,K",
-        help="a shape of your own: tokens, hidden, intermediate, experts, top_k",
+        help="a shape of your own: tokens, hidden (a multiple of 8, at least experts), "
+        "intermediate, experts, top_k",
     )
     add(
         "--device",

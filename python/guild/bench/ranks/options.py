@@ -41,7 +41,7 @@ def make_parser(description: str) -> RanksParser:
     add("--preset", action="append", default=[], choices=PRESETS, help=", ".join(_PRESETS))
     add("--thiek", action="append", default=[], metavar="T,H,I,E,K", help="T: tokens per rank")
     add("--tokens", type=int, default=_TOKENS, help=f"tokens per rank, for presets ({_TOKENS})")
-    add("--routing", default="random", choices=ROUTINGS)
+    add("--routing", default="random", choices=ROUTINGS, help="of every rank's tokens (random)")
     add("--engine", default="both", choices=_ENGINES, help="both: nccl, and peer where it can run")
     add(
         "--beside",
@@ -50,11 +50,11 @@ def make_parser(description: str) -> RanksParser:
         choices=(*DISPATCHERS, "all"),
         help="others to time in the same rounds",
     )
-    add("--dtype", choices=_DTYPES, default="bfloat16")
-    add("--device", choices=("cuda", "cpu"), default="cuda")
-    add("--rounds", type=int, default=7)
+    add("--dtype", choices=_DTYPES, default="bfloat16", help="of tokens and weights (bfloat16)")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="a GPU for each rank (cuda)")
+    add("--rounds", type=int, default=7, help="interleaved rounds (7)")
     add("--seconds", type=float, default=0.3, help="least time per call in a round (0.3)")
-    add("--seed", type=int, default=0)
+    add("--seed", type=int, default=0, help="of the random inputs (0)")
     add("--capacity", type=float, help="of peer, as ExpertParallel takes it; default: any routing")
     add("--out", type=Path, metavar="DIR", help="write parallel.json there")
     return parser
