@@ -186,11 +186,14 @@ def say_copied(name: str) -> None:
 
 
 def depth_of_caller() -> int:
-    """How many calls up the code is that belongs to neither Guild nor torch."""
+    """How many calls up the code is that belongs to neither Guild nor torch.
+
+    Nor to contextlib, which enters the context managers of either.
+    """
     depth, frame = 1, sys._getframe(1)
     while frame.f_back is not None:
         package = frame.f_globals.get("__name__", "").partition(".")[0]
-        if package not in ("guild", "torch"):
+        if package not in ("guild", "torch", "contextlib"):
             return depth
         depth, frame = depth + 1, frame.f_back
     return depth

@@ -107,6 +107,21 @@ def test_main_grads_are_written_in_place(device: str) -> None:
             run(layer, device, WeightGradients(main_grad=True))
 
 
+def test_copied_gradients_are_reported_where_the_caller_is() -> None:
+    """Once for each line that calls backward or compute."""
+    layer = {n: uneven(t) for n, t in whole_layer("cpu").items()}
+    layer["w_down"][1].requires_grad_(False)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("default", guild.CopiedWeightsWarning)
+        for _ in range(2):
+            run(layer, "cpu", WeightGradients(main_grad=True))
+        sink = WeightGradients(main_grad=True, delayed=True)
+        run(layer, "cpu", sink)
+        sink.compute()
+    assert [w.filename for w in said] == [__file__] * 2
+    assert said[0].lineno != said[1].lineno
+
+
 @pytest.mark.parametrize("delayed", [False, True])
 @pytest.mark.parametrize("made", MADE)
 def test_hooks_of_waiting_parameters_run(device: str, made: Callable, delayed: bool) -> None:
