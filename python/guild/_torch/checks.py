@@ -138,6 +138,11 @@ def expect_own_elements(name: str, tensor: Tensor) -> None:
             f"{name}: expected a tensor whose memory holds its elements, got a view of their "
             "negatives (Tensor.is_neg())"
         )
+    expect_no_overlap(name, tensor)
+
+
+def expect_no_overlap(name: str, tensor: Tensor) -> None:
+    """Raise if two elements share memory."""
     span = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if tensor.numel() and size > 1 and stride < span:

@@ -17,7 +17,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from guild._torch.checks import dtype_name, expect_own_elements, is_negated
+from guild._torch.checks import (
+    dtype_name,
+    expect_no_overlap,
+    expect_own_elements,
+    expect_tensor,
+    is_negated,
+)
 from guild._torch.expert_lists import Listed, Placed, placed, say_copied, view_of
 
 
@@ -144,8 +150,18 @@ def main_grad_of(name: str, parameter: Tensor) -> Tensor:
     return main
 
 
+def grad_of(name: str, parameter: Tensor) -> Tensor | None:
+    """`.grad`, which is to be added to if there is one; TypeError or ValueError if it cannot be."""
+    grad = parameter.grad
+    if grad is None or (grad.layout is torch.strided and grad.is_contiguous()):
+        return grad
+    expect_tensor(f"{name}.grad", grad)
+    expect_no_overlap(f"{name}.grad", grad)
+    return grad
+
+
 def expect_targets(name: str, parameter: Listed | None, main_grad: bool) -> None:
-    """Raise ValueError unless gradients can be written where they should go."""
+    """Raise TypeError or ValueError unless gradients can be written where they should go."""
     listed = parameter is not None and not isinstance(parameter, Tensor)
     for e, tensor in enumerate(members(parameter)):
         if not tensor.requires_grad:
@@ -156,7 +172,9 @@ def expect_targets(name: str, parameter: Listed | None, main_grad: bool) -> None
                 f"{own}: expected a parameter (a leaf tensor) with weight_gradients, got the "
                 "result of an operation"
             )
-        if main_grad and not hasattr(tensor, "get_main_grad"):  # which may allocate
+        if not main_grad:
+            grad_of(own, tensor)
+        elif not hasattr(tensor, "get_main_grad"):  # which may allocate
             main_grad_of(own, tensor)
 
 
@@ -205,9 +223,8 @@ def _opened(
 ) -> Iterator[tuple[list[Placed | None], bool]]:
     """`targets` of parameters of which one wants a gradient."""
     wanted = [(n, p, [t for t in members(p) if t.requires_grad]) for n, p in named]
-    existing = {
-        id(t): main_grad_of(name, t) if main_grad else t.grad for name, _, ts in wanted for t in ts
-    }
+    target_of = main_grad_of if main_grad else grad_of
+    existing = {id(t): target_of(name, t) for name, _, ts in wanted for t in ts}
     overwriting = main_grad and not begun
     fresh = {
         id(t)

@@ -67,6 +67,27 @@ def test_output_gradient_overwritten_beside_codes(device: str, biased: bool) -> 
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("name", SHAPES)
+def test_gradients_that_overlap(name: str, listed: bool, delayed: bool) -> None:
+    """Forward refuses to add to them, as `compute` and backward do if they come later."""
+    layer = layer_on("cpu")
+    if listed:
+        parts = {n: t.detach().clone().unbind() for n, t in layer.items()}
+        layer = {n: [t.requires_grad_() for t in ts] for n, ts in parts.items()}
+    wrong = layer[name][2] if listed else layer[name]
+    sink = WeightGradients(delayed=delayed)
+    out = out_of(layer, "cpu", sink)
+    wrong.grad = torch.zeros(1, dtype=wrong.dtype).expand(wrong.shape)
+    with pytest.raises(ValueError, match=rf"^{name}.*\.grad: expected elements that do not overlap"):
+        out.sum().backward()
+        sink.compute()
+    own = rf"{name}\[2\]" if listed else name
+    with pytest.raises(ValueError, match=rf"^{own}\.grad: expected elements that do not overlap"):
+        out_of(layer, "cpu", sink)
+
+
 @pytest.mark.parametrize("fp8", [None, CODES])
 def test_discarded(device: str, fp8: FP8 | None) -> None:
     """What a skipped step has left is neither computed nor kept, nor in the way of the next."""

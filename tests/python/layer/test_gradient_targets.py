@@ -149,6 +149,8 @@ def wrong(change: str) -> None:
     elif change == "two gradients":
         sink, w_up.grad = WeightGradients(), torch.zeros_like(w_up)
         w_down.grad = w_up.grad[:, :, 4:]
+    elif change == "overlapping gradient":
+        sink, w_up.grad = WeightGradients(), torch.zeros(1).expand(2, 8, 8)
     elif change == "leaf":
         sink, w_up = WeightGradients(), w_up * 2
     elif change == "type":
@@ -166,6 +168,7 @@ def wrong(change: str) -> None:
         ("two targets", r"w_up\.main_grad: expected memory not shared with .*w_down\.main_grad"),
         ("the weight itself", r"w_up\.main_grad: expected memory not shared with .* with w_up"),
         ("two gradients", r"w_up\.grad: expected memory not shared with .*w_down\.grad"),
+        ("overlapping gradient", r"w_up\.grad: expected elements that do not overlap, .*\(0, 0, 0\)"),
         ("leaf", r"w_up: expected a parameter"),
         ("type", r"weight_gradients: expected guild\.WeightGradients"),
     ],
