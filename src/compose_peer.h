@@ -8,7 +8,8 @@
 //   clear(scores)            clears this rank's returned scores, on the main line
 //   mark(line)               returns a mark of where the line is now
 //   wait(line, mark)         lets whatever the line starts from now on wait for the mark
-//   first(load)              how many experts the first part of a product has; all: not divided
+//   first(load)              how many experts' rows are pulled, and computed with, before those of
+//                            the others, which travel meanwhile; all experts: nothing is divided
 //   apart(bool)              whether lines are streams of their own, or all are the main one
 #pragma once
 #include "compose.h"

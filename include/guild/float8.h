@@ -121,9 +121,12 @@ struct Chunks {
 };
 
 // With g = dO[row_token] W2 (not scaled), s = row_score and A recomputed from H:
+//
 //   dH = d activation(s * g, H), quantised;   score_parts = partial sums of <g, A> over I
-// and the operands of the weight gradients: dH and A' = s * A in dtype, or chunks of them, which
-// equal bit for bit what QuantizeChunks makes of dh_codes and, with powers of two, of A' in dtype.
+//
+// and the operands of the weight gradients, dH and A' = s * A: in dtype, as chunks, or both.
+// dh_chunks are bit for bit what QuantizeChunks makes of dh_codes. a_chunks are what it makes of A'
+// in dtype with scales that are powers of two, whatever `scale` is.
 struct ScaledDownGradient {
   Sizes sizes = {};
   DType dtype = DType::bfloat16;  // of h, dh and a_scaled: bfloat16, float16, float32

@@ -13,11 +13,15 @@ namespace guild {
 // Slots for the chunks of `rows` rows in `groups` groups.
 constexpr int64_t chunk_slots(int64_t rows, int64_t groups) { return rows / kScaleBlock + groups; }
 
-// Quantises rows as chunks, with a scale for each 128 rows x 128 columns. With x_scales, x holds
-// codes of the same format, with a scale for every 128 columns of a row: a block's scale is then
-// the largest of its rows' scales, at least that of a block of zeros, and codes are multiplied by
-// the quotient of the two and rounded again, which is exact for powers of two unless the result is
-// subnormal. Columns may be in two halves, as gate and up are, which share no block.
+// Quantises rows as chunks, with a scale for each block of 128 rows x 128 columns.
+//
+// x holds elements or, with x_scales, codes of the same format, with a scale for every 128 columns
+// of a row. The block's scale is then the largest scale of its rows, or the power of two that a
+// block of zeros has if that is larger. Each code is multiplied by its row's scale over the block's
+// and rounded to a code again. If both scales are powers of two, this is exact unless the result is
+// subnormal.
+//
+// Columns may be in two halves, gate and up. A block then has columns of one half only.
 struct QuantizeChunks {
   int64_t rows = 0, groups = 0;
   int64_t columns = 0, halves = 1;  // columns: of a half

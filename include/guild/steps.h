@@ -236,8 +236,8 @@ struct MoeForward {
 
 // Down gradient with db1 and db2, score gradient, dW2, dW1, up gradient, combine gradient. Outputs
 // with null data are not computed. With dh and a_scaled, and without dw_up and dw_down, it leaves
-// the weight gradients to MoeWeightGradients. Rows are weighted by row_score, which forward's
-// slot_score must agree with.
+// the weight gradients to MoeWeightGradients. It reads scores by row, where forward reads them by
+// slot: for every slot i that has a row, row_score[slot_row[i]] must be forward's slot_score[i].
 struct MoeBackward {
   Sizes sizes = {};
   DType dtype = DType::bfloat16;

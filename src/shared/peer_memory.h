@@ -4,8 +4,9 @@
 //   ids, scores, rows   what is published, two places
 //   returned            what came back for this rank's tokens, and gradients of their scores
 //
-// A barrier's message may be overwritten two barriers later: a rank gets that far only after this
-// one has arrived at the barrier in between, and so has read all messages of the first.
+// Barriers b and b + 2 use the same places of the inbox. No message is overwritten unread: another
+// rank arrives at b + 2 only after it has met this one at b + 1, and this rank arrives there only
+// after it has read all messages of b.
 #pragma once
 #include "guild/exchange.h"
 #include "shared/host_device.h"

@@ -34,8 +34,9 @@ class FP8:
     gradients : {"e4m3", "e5m2"}
         Format of the output's and the pre-activations' gradients; all else is E4M3.
     scales : {"exact", "power_of_two"}
-        Whether a scale is a block's largest value over the format's, or that rounded up to a power
-        of two; for weights, too.
+        How a block's scale is chosen, for weights as for rows. "exact": the block's largest
+        absolute value over the largest value of the format. "power_of_two": the smallest power of
+        two that is not below that quotient.
     save : {"bf16", "fp8"}
         How the pre-activations are kept for backward: as they are, in x's dtype, or as codes, which
         take half the memory and some of dX's and dW's precision.

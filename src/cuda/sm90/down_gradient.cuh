@@ -2,9 +2,10 @@
 //
 //   dH = d activation(s g, H),  A' = s A,  dS: the sum of g A, one part per tile of columns
 //
-// For bias gradients it also sums the columns of dH and, in the first column of tiles, those of s
-// dO over 64 rows each, by wgmma (column_sums.cuh): dH from the stage before it is stored, dO from
-// the steps' A. Another kernel adds up these sums (rows/bias_sums.cu).
+// For bias gradients it also makes sums of columns over 64 rows each, by wgmma (column_sums.cuh).
+// Those of dH read the stage from which dH is then stored. Those of s dO read the product's operand
+// A, step by step; as all tiles beside each other have the same rows of dO, only the first column
+// of tiles makes them. Another kernel adds up the sums of 64 rows (rows/bias_sums.cu).
 //
 // H comes through the ring of stages, 64 columns of the tile at a time, and dH overwrites it there.
 // SonicMoE, arXiv:2512.14080, section 3.2.

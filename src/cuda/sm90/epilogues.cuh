@@ -45,7 +45,8 @@ concept TileEpilogue = (StartsSums<E, n> || LoadsBias<E, n>) && requires { typen
 //   kMostSteps       the most calls of step() for one tile; 0: begin() stores everything
 //   begin(epilogue, sums, storage, rows, thread)
 //                    after the tile's last product, with nothing left of the tile before: stores a
-//                    part and keeps the rest in registers, for the sums are about to be overwritten
+//                    part of the sums and copies the rest to registers of its own, since the next
+//                    tile's products overwrite `sums`
 //   left()           whether there is a rest
 //   step(epilogue, storage, thread)
 //                    stores the next piece of the rest. Called once per step of the next tile's sum

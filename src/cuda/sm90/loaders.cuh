@@ -26,8 +26,9 @@ static_assert(GemmConfig::tile_k == kBoxColumns);
 //   Work                 the walk over tiles that fits its operands: RowTiles or InnerTiles
 //   Params, Storage      its kernel arguments; its shared memory, an empty struct for none
 //   kMajorA, kMajorB     how the operands lie in a stage
-//   kThreads, kRegisters threads that load, 32 or 128, and the registers of each, of the 168 that a
-//                        thread of the block has on average
+//   kThreads             how many threads load: 32 or 128, of the block's first 128
+//   kRegisters           registers of each of the block's first 128 threads. What these leave of
+//                        the 168 that the block has for every thread goes to the consumers
 //   kArrivals            arrivals on `full` per stage, all threads together
 //   kClearsRest          rows of A past the tile's own, up to a multiple of 64, are zeros; else
 //                        whatever memory holds there

@@ -157,10 +157,11 @@ struct DecodeResults {
     consumers_barrier();
   }
 
-  // Weight rows alternate between gate and up, and so do lanes four apart. Of the rows q and q + 8
-  // that a lane has, it keeps one and trades the other, so that each gets a pair: lanes of even q
-  // that of rows q and q + 1, those of odd q that of rows q + 7 and q + 8. The results take the
-  // places of the sums of row q.
+  // Even weight rows are of gate, each followed by its row of up. A lane has the sums of rows q and
+  // q + 8, q = lane / 4: if q is even both are of gate, and the lane four further on has those of
+  // up. The two lanes swap one sum each, after which either has a pair: the lane of even q has
+  // given row q + 8 away and has rows q and q + 1, the lane of odd q has given row q away and has
+  // rows q + 7 and q + 8. What becomes of the pair is put where the sum of row q was.
   template <Family family, int count>
   __device__ void activate_neighbours(float (&acc)[parts][count], int rows) const {
     auto const act = with_gate(activation, true);
