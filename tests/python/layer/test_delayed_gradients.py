@@ -80,7 +80,7 @@ def test_gradients_that_overlap(name: str, listed: bool, delayed: bool) -> None:
     sink = WeightGradients(delayed=delayed)
     out = out_of(layer, "cpu", sink)
     wrong.grad = torch.zeros(1, dtype=wrong.dtype).expand(wrong.shape)
-    with pytest.raises(ValueError, match=rf"^{name}.*\.grad: expected elements that do not overlap"):
+    with pytest.raises(ValueError, match=rf"^{name}.*\.grad: expected elements that do not"):
         out.sum().backward()
         sink.compute()
     own = rf"{name}\[2\]" if listed else name

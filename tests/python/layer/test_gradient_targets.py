@@ -168,7 +168,7 @@ def wrong(change: str) -> None:
         ("two targets", r"w_up\.main_grad: expected memory not shared with .*w_down\.main_grad"),
         ("the weight itself", r"w_up\.main_grad: expected memory not shared with .* with w_up"),
         ("two gradients", r"w_up\.grad: expected memory not shared with .*w_down\.grad"),
-        ("overlapping gradient", r"w_up\.grad: expected elements that do not overlap, .*\(0, 0, 0\)"),
+        ("overlapping gradient", r"w_up\.grad: expected elements that do not .*\(0, 0, 0\)"),
         ("leaf", r"w_up: expected a parameter"),
         ("type", r"weight_gradients: expected guild\.WeightGradients"),
     ],
