@@ -138,9 +138,9 @@ def layer_tokens(
     if flat.dtype != w_up.dtype:
         _, sample = autocast(flat, w_up.detach()[:0])
         if flat.dtype != sample.dtype:
+            source = "like w_up" if sample.dtype is w_up.dtype else "under autocast"
             raise TypeError(
-                f"x: expected dtype {dtype_name(sample.dtype)} like w_up, got "
-                f"{dtype_name(flat.dtype)}"
+                f"x: expected dtype {dtype_name(sample.dtype)} {source}, got {dtype_name(x.dtype)}"
             )
     return flat, token_mask
 

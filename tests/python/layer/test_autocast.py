@@ -44,7 +44,19 @@ def test_autocast_does_not_make_numbers_of_integers() -> None:
     ends = torch.tensor([1, 2], dtype=torch.int32)
     rows, weights = torch.ones(3, 8, dtype=torch.int64), torch.ones(2, 8, 8, dtype=torch.int64)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        with pytest.raises(TypeError, match=r"^x: expected dtype bfloat16 like w_up, got int64"):
+        with pytest.raises(TypeError, match=r"^x: expected dtype bfloat16 under .* got int64"):
             moe(rows)
         with pytest.raises(TypeError, match=r"^mat_a: expected dtype bfloat16, .* got int64"):
             guild.grouped_mm(rows, weights, ends)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_dtypes_in_errors_are_the_callers(grad: bool) -> None:
+    """Not those of tensors that autocast has made of them."""
+    single, double = torch.ones(3, 8), torch.ones(3, 8, dtype=torch.float64)
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.set_grad_enabled(grad):
+        with pytest.raises(TypeError, match=r"^x: expected dtype float64 like w_up, got float32$"):
+            guild.MoE(8, 6, 3, 2, dtype=torch.float64)(single)
+        wanted = r"^x: expected dtype bfloat16 under autocast, got float64$"
+        with pytest.raises(TypeError, match=wanted):
+            guild.MoE(8, 6, 3, 2)(double)
