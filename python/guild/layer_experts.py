@@ -32,11 +32,15 @@ def local_count(expert_group: ExpertParallel | None, experts: int) -> int:
     """
     if expert_group is None:
         return experts
+    _expect_group(expert_group)
+    return len(expert_group.local_experts(experts))
+
+
+def _expect_group(expert_group: object) -> None:
     if not hasattr(expert_group, "local_experts"):
         raise TypeError(
             f"expert_group: expected a guild.ExpertParallel, got {type(expert_group).__name__}"
         )
-    return len(expert_group.local_experts(experts))
 
 
 def expert_parameters(
@@ -202,4 +206,7 @@ def local_parts(
     expert_group: ExpertParallel | None, *weights: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     """This rank's parts of weights that are DTensors; other weights as they are."""
-    return weights if expert_group is None else expert_group.local_parts(*weights)
+    if expert_group is None:
+        return weights
+    _expect_group(expert_group)
+    return expert_group.local_parts(*weights)

@@ -15,7 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from guild._torch.alignment import missing
-from guild._torch.checks import dtype_name, expect_device, expect_dims, expect_finite, expect_shape
+from guild._torch.checks import (
+    expect_device,
+    expect_dims,
+    expect_finite,
+    expect_floating,
+    expect_shape,
+)
 from guild._torch.low_rank import LowRank
 from guild._torch.operators import LayerFlags
 
@@ -48,10 +54,7 @@ class LoRA:
     def __post_init__(self) -> None:
         for name, tensor in (("a", self.a), ("b", self.b)):
             expect_dims(name, tensor, 2, 3)
-            if not tensor.is_floating_point():
-                raise TypeError(
-                    f"{name}: expected a floating dtype, got {dtype_name(tensor.dtype)}"
-                )
+            expect_floating(name, tensor)
         expect_dims("b", self.b, self.a.dim(), what="like a")
         expect_finite("scale", self.scale)
 

@@ -12,8 +12,10 @@ from guild._torch.checks import (
     MOST_EXPERTS,
     expect_choice,
     expect_count,
+    expect_device,
     expect_flags,
     expect_float_dtype,
+    expect_floating,
     expect_shape,
 )
 from guild.activations import Activation, as_activation, is_interleaved
@@ -301,6 +303,8 @@ class MoE(LayerState):
             router_operands(x, self.router, self.experts)
         logits = self.router(x)
         expect_shape("router: logits", logits, (x.shape[0], self.experts), "(tokens, experts)")
+        expect_floating("router: logits", logits)
+        expect_device("router: logits", logits, x)
         return logits
 
     def _selection_bias(self) -> Tensor | None:

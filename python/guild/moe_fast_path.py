@@ -9,9 +9,12 @@ from types import NoneType
 import torch
 from torch import Tensor, nn
 
+from guild._torch.checks import expect_choice
 from guild._torch.layer_operator import infer_layer
 from guild._torch.operators import LayerFlags
 from guild.activations import is_interleaved
+from guild.expert_arguments import expect_later
+from guild.layer_routing import BALANCE_OVER
 from guild.logits import RouterLinear
 from guild.routed_experts_fast_path import (
     REFUSED,
@@ -87,10 +90,24 @@ def _added(layer: nn.Module, x: Tensor, shared: nn.Module | None) -> tuple[Tenso
 
 
 def _prepared(layer: nn.Module) -> Tensor:
-    """The layer's settings as the op takes them; made again when one of them changes."""
-    settings = layer.top_k, layer.routing, layer.activation, layer.order, layer.transposed
+    """The layer's settings as the op takes them; made again when one of them changes.
+
+    Raises TypeError or ValueError if one that only training reads is wrong.
+    """
+    settings = (
+        layer.top_k,
+        layer.routing,
+        layer.activation,
+        layer.order,
+        layer.transposed,
+        layer.recompute,
+        layer.weight_gradients,
+        layer.balance_over,
+    )
     found = layer.__dict__.get(PREPARED)
     if found is None or found[0] != settings:
+        expect_later(layer.recompute, layer.weight_gradients)
+        expect_choice("balance_over", layer.balance_over, BALANCE_OVER)
         flags = LayerFlags(*layer.activation.scalars, is_interleaved(layer.order), layer.transposed)
         numbers = settings_tensor(*flags, *router_scalars(layer.top_k, layer.routing))
         found = layer.__dict__[PREPARED] = settings, numbers

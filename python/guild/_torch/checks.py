@@ -258,11 +258,16 @@ def expect_free(out: Tensor, operands: dict[str, Tensor | None]) -> None:
     expect_out_apart(out, given.items())
 
 
+def expect_floating(name: str, tensor: Tensor) -> None:
+    """Raise TypeError unless its dtype is a floating one."""
+    if not tensor.is_floating_point():
+        raise TypeError(f"{name}: expected a floating dtype, got {dtype_name(tensor.dtype)}")
+
+
 def expect_logits(logits: Tensor) -> None:
     """Raise unless it is a (tokens, experts) matrix of a floating dtype."""
     expect_dims("logits", logits, 2, what="(tokens, experts)")
-    if not logits.is_floating_point():
-        raise TypeError(f"logits: expected a floating dtype, got {dtype_name(logits.dtype)}")
+    expect_floating("logits", logits)
     expect_experts("logits", logits, logits.shape[1], True, "experts")
 
 

@@ -317,11 +317,15 @@ def test_options_assigned_later(gradients: bool) -> None:
             ("w_up", None, r"w_up: expected a torch\.Tensor, got NoneType"),
             ("router", None, r"router: expected a torch\.nn\.Module, got None"),
             ("balance_over", "token", "balance_over: expected None, 'batch' or 'sequence', got"),
+            ("recompute", 1, "recompute: expected True or False, got 1"),
+            ("weight_gradients", 3, r"weight_gradients: expected guild\.WeightGradients, got int"),
+            ("expert_group", "x", r"expert_group: expected a guild\.ExpertParallel, got str"),
         ):
             before = getattr(layer, name)
             setattr(layer, name, value)
-            with pytest.raises((TypeError, ValueError), match=f"^{message}"):
-                layer(x)
+            for training in (True, False):
+                with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+                    layer.train(training)(x)
             setattr(layer, name, before)
         assert torch.equal(layer(x), other(x))
 

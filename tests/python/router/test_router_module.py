@@ -219,13 +219,26 @@ def test_it_is_a_linear_layer() -> None:
     assert torch.equal(logits, guild.router_logits(x, moe.router.weight, moe.router.bias))
 
 
+class RouterTo(nn.Linear):
+    """Returns logits in a dtype or on a device."""
+
+    def __init__(self, kind: torch.dtype | str) -> None:
+        super().__init__(16, 6)
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).detach().to(self.kind)
+
+
 @pytest.mark.parametrize(
     "router, message",
     [
+        (RouterTo(torch.int64), "router: logits: expected a floating dtype, got int64"),
+        (RouterTo("meta"), "router: logits: expected a tensor on cpu like x, got one on meta"),
         (nn.Linear(16, 5), r"router: logits: expected shape \(3, 6\), got \(3, 5\)"),
         (nn.LSTM(16, 6), "router: logits: expected a torch.Tensor, got tuple"),
     ],
-    ids=["five experts", "a tuple"],
+    ids=["integers", "elsewhere", "five experts", "a tuple"],
 )
 def test_router_that_returns_no_logits(router: nn.Module, message: str) -> None:
     """An error, rather than experts that no logit chose."""
