@@ -104,6 +104,14 @@ def _balanced_ids(shape: Shape, device: torch.device, generator: torch.Generator
     return order.view(-1, top_k)[:tokens]
 
 
+def expect_routable(shape: Shape) -> None:
+    """Raise ValueError unless x has room for the logits that a routing wants."""
+    if shape.hidden < shape.experts:
+        raise ValueError(
+            f"thiek: expected hidden of at least experts = {shape.experts}, got {shape.hidden}"
+        )
+
+
 def make_problems(
     shape: Shape,
     routing: str,
@@ -123,10 +131,7 @@ def make_problems(
         If hidden is smaller than experts (the routing could not be written into x), or if a CPU run
         would not fit in memory.
     """
-    if shape.hidden < shape.experts:
-        raise ValueError(
-            f"thiek: expected hidden of at least experts = {shape.experts}, got {shape.hidden}"
-        )
+    expect_routable(shape)
     if device.type == "cpu":
         _check_memory(shape, dtype)
     generator = torch.Generator(device).manual_seed(seed)

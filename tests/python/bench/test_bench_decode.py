@@ -266,8 +266,10 @@ def test_times_are_of_one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--peer {tmp}/none.py", "peer: expected a Python file, got '.*none.py'"),
         ("--peer {tmp}/empty.py", "peer: expected a function decode_candidates in '.*empty.py'"),
         ("--peer {tmp}/broken.py", "peer: '.*broken.py' cannot be run"),
+        ("--thiek 4,8,8,16,2", "thiek: expected hidden of at least experts = 16, got 8"),
     ],
 )
+@pytest.mark.usefixtures("quick_rates")
 def test_wrong_words(
     words: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

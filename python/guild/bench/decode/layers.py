@@ -14,7 +14,13 @@ import torch
 from torch import nn
 
 from guild.bench.presets import Shape
-from guild.bench.problem import expect_memory, expert_weights, orthonormal_router, routed_tokens
+from guild.bench.problem import (
+    expect_memory,
+    expect_routable,
+    expert_weights,
+    orthonormal_router,
+    routed_tokens,
+)
 
 _LEAST_LAYERS, _MOST_LAYERS = 10, 48
 _GRAPH_US = 2000.0  # layers are added up to this time, so that launching a graph is negligible
@@ -118,7 +124,14 @@ def expected_hits(shape: Shape) -> float:
 def make_weights(
     shape: Shape, dtype: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> list[Weights]:
-    """All sets of one shape."""
+    """All sets of one shape.
+
+    Raises
+    ------
+    ValueError
+        If hidden is smaller than experts, or if a CPU run would not fit in memory.
+    """
+    expect_routable(shape)
     made = []
     for _ in range(set_count(shape, dtype, device)):
         router = nn.Parameter(orthonormal_router(shape, dtype, device, generator))
