@@ -131,13 +131,18 @@ def is_negated(tensor: Tensor) -> bool:
     return not torch.compiler.is_compiling() and tensor.is_neg()
 
 
-def expect_own_elements(name: str, tensor: Tensor) -> None:
-    """Raise unless no two elements of a tensor that is written to share memory."""
+def expect_not_negated(name: str, tensor: Tensor) -> None:
+    """Raise ValueError if memory holds the negatives of its elements."""
     if is_negated(tensor):
         raise ValueError(
             f"{name}: expected a tensor whose memory holds its elements, got a view of their "
             "negatives (Tensor.is_neg())"
         )
+
+
+def expect_own_elements(name: str, tensor: Tensor) -> None:
+    """Raise unless no two elements of a tensor that is written to share memory."""
+    expect_not_negated(name, tensor)
     expect_no_overlap(name, tensor)
 
 
@@ -166,6 +171,7 @@ def expect_out_apart(out: Tensor, others: Iterable[tuple[str, Tensor]]) -> None:
     """Raise if an output shares memory with one of the named tensors, where they have memory."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return
+    expect_tensor("out", out)
     for name, tensor in others:
         expect_apart("out", out, name, tensor)
 

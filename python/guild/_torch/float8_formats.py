@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from guild._torch.checks import dtype_name
+from guild._torch.checks import dtype_name, expect_not_negated
 
 # In the order of guild::Float8 and guild::ScaleKind.
 FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -24,12 +24,16 @@ def blocks(size: int) -> int:
 
 def expect_format(name: str, dtype: object) -> None:
     """Raise TypeError unless it is one of the FP8 formats."""
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name}: expected a torch.dtype, got {dtype!r}")
     if dtype not in FORMATS:
-        raise TypeError(
-            f"{name}: expected float8_e4m3fn or float8_e5m2, got {dtype_name(dtype)}"
-            if isinstance(dtype, torch.dtype)
-            else f"{name}: expected a torch.dtype, got {dtype!r}"
-        )
+        raise TypeError(f"{name}: expected float8_e4m3fn or float8_e5m2, got {dtype_name(dtype)}")
+
+
+def as_bytes(name: str, codes: Tensor) -> Tensor:
+    """Codes as uint8; ValueError for a view of their negatives, which are other bytes."""
+    expect_not_negated(name, codes)
+    return codes.view(torch.uint8)
 
 
 def expect_elements(name: str, tensor: Tensor) -> None:

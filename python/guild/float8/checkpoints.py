@@ -15,7 +15,7 @@ from guild._torch.checks import (
     expect_shape,
     expect_tensor,
 )
-from guild._torch.float8_formats import blocks
+from guild._torch.float8_formats import as_bytes, blocks
 from guild._torch.float8_steps import Codes, forward
 from guild._torch.layer_arguments import expect_out, joined_bias, local_ids
 from guild._torch.operators import LayerFlags, autocast, score_dtype
@@ -105,7 +105,7 @@ def _codes(name: str, weight: object, x: Tensor) -> Codes:
         raise TypeError(f"{name}.scales: expected dtype float32, got {dtype_name(scales.dtype)}")
     for part, tensor in (("codes", codes), ("scales", scales)):
         expect_device(f"{name}.{part}", tensor, x)
-    return Codes(codes.view(torch.uint8), scales)
+    return Codes(as_bytes(f"{name}.codes", codes), scales)
 
 
 def _halves(

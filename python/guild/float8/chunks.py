@@ -27,6 +27,7 @@ from guild._torch.float8_formats import (
     BLOCK,
     FORMATS,
     SCALES,
+    as_bytes,
     blocks,
     expect_elements,
     expect_format,
@@ -107,7 +108,7 @@ def quantize_chunks(
         expect_shape("x.scales", scales, (codes.shape[0], _width_in_blocks(codes, halves)))
         expect_scales("x.scales", scales)
         expect_device("x.scales", scales, codes, "x.codes")
-        x = codes.view(torch.uint8)
+        x = as_bytes("x.codes", codes)
     elif not isinstance(x, Tensor):
         raise TypeError(f"x: expected a torch.Tensor or guild.Quantized, got {type(x).__name__}")
     else:
@@ -193,10 +194,10 @@ def chunk_product(
         expect_device(name, tensor, a.codes, "a.codes")
     with torch.no_grad():
         _chunk_product_out(
-            a.codes.view(torch.uint8),
+            as_bytes("a.codes", a.codes),
             a.scales,
             FORMATS.index(a.codes.dtype),
-            b.codes.view(torch.uint8),
+            as_bytes("b.codes", b.codes),
             b.scales,
             offsets,
             rows,

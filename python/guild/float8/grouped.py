@@ -9,10 +9,11 @@ from guild._torch.checks import (
     dtype_name,
     expect_device,
     expect_dims,
+    expect_dtype,
     expect_rows,
     expect_shape,
 )
-from guild._torch.float8_formats import ELEMENTS, FORMATS, blocks
+from guild._torch.float8_formats import ELEMENTS, FORMATS, as_bytes, blocks
 from guild._torch.operators import ops
 
 _scaled_grouped_mm_out = ops.scaled_grouped_mm_out.default
@@ -58,6 +59,7 @@ def scaled_grouped_mm(
         is not 16-byte aligned; the message names it.
     """
     _check(mat_a, mat_b, scale_a, scale_b, offs)
+    expect_dtype("out_dtype", out_dtype)
     if out_dtype not in ELEMENTS:
         raise TypeError(
             f"out_dtype: expected bfloat16, float16 or float32, got {dtype_name(out_dtype)}"
@@ -65,10 +67,10 @@ def scaled_grouped_mm(
     out = torch.empty(mat_a.shape[0], mat_b.shape[2], dtype=out_dtype, device=mat_a.device)
     with torch.no_grad():
         _scaled_grouped_mm_out(
-            mat_a.view(torch.uint8),
+            as_bytes("mat_a", mat_a),
             scale_a,
             FORMATS.index(mat_a.dtype),
-            mat_b.mT.view(torch.uint8),
+            as_bytes("mat_b", mat_b.mT),
             scale_b.mT,
             FORMATS.index(mat_b.dtype),
             offs,

@@ -12,7 +12,7 @@ from guild._torch.checks import (
     expect_rows,
     expect_shape,
 )
-from guild._torch.float8_formats import FORMATS, blocks, expect_format, expect_scales
+from guild._torch.float8_formats import FORMATS, as_bytes, blocks, expect_format, expect_scales
 from guild._torch.operators import ops
 
 _quantize_micro_out = ops.quantize_micro_out.default
@@ -38,6 +38,7 @@ def quantize_micro(
         expect_shape("global_scale", global_scale, (1,))
         expect_scales("global_scale", global_scale)
         expect_device("global_scale", global_scale, x, "x")
+        global_scale = global_scale.resolve_neg()
     width = -(-columns // _BLOCK_OF[format])
     shape = (rows, width) if order == "rows" else (-(-rows // 128) * 128, -(-width // 4) * 4)
     device = x.device
@@ -103,8 +104,8 @@ def regroup(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     made = torch.empty(rows, blocks(columns), dtype=torch.float32, device=codes.device)
     with torch.no_grad():
         _regroup_micro_out(
-            codes.view(torch.uint8),
-            scales.view(torch.uint8),
+            as_bytes("codes", codes),
+            as_bytes("scales", scales),
             FORMATS.index(codes.dtype),
             wide.view(torch.uint8),
             made,

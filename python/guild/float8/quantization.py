@@ -118,7 +118,7 @@ def quantize(
     scales_of = _SCALES_OF[format]
     if scale is None:
         scale = scales_of[0]
-    elif scale not in scales_of or format == "nvfp4":
+    elif format == "nvfp4" or not isinstance(scale, str) or scale not in scales_of:
         wanted = "none" if format == "nvfp4" else " or ".join(map(repr, scales_of))
         raise ValueError(f"scale: expected {wanted} with format={format!r}, got {scale!r}")
     expect_choice("scale_order", scale_order, ORDERS)

@@ -35,3 +35,16 @@ def test_low_rank_factors(scale: float, device: str) -> None:
             guild.routed_experts(x, ids, scores, *weights, **options)
         with pytest.raises(ValueError, match=rf"out: .* shared with lora_up\.{name}"):
             guild.experts_mlp(x, ends, *weights, **options)
+
+
+@torch.no_grad()
+def test_low_rank_terms_beside_an_output_without_strides() -> None:
+    layer, x = guild.MoE(64, 16, 4, 1), torch.ones(4, 64)
+    chosen = torch.zeros(4, 1, dtype=torch.int32), torch.ones(4, 1)
+    low = guild.LoRA(torch.ones(4, 8, 64), torch.ones(4, 32, 8))
+    for out, kind in (
+        (torch.zeros(4, 64).to_sparse(), r"one of layout torch\.sparse_coo"),
+        (torch.nested.nested_tensor(list(torch.zeros(4, 64))), "a nested one"),
+    ):
+        with pytest.raises(TypeError, match=rf"^out: expected a dense tensor, got {kind}"):
+            guild.routed_experts(x, *chosen, layer.w_up, layer.w_down, lora_up=low, out=out)

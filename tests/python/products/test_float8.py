@@ -1,5 +1,6 @@
 """Quantisation by blocks and products of quantised operands, beside plain torch."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -177,11 +178,20 @@ def _operands():
             r"offs: expected contiguous int32, got strides \(2,\)",
         ),
         ("out_dtype", torch.float64, "out_dtype: expected bfloat16"),
+        ("out_dtype", np.zeros(3), r"out_dtype: expected a torch\.dtype, got ndarray"),
     ],
 )
 def test_wrong_calls_are_named(name, value, error):
     with pytest.raises((TypeError, ValueError), match=error):
         guild.scaled_grouped_mm(**(_operands() | {name: value}))
+
+
+@pytest.mark.parametrize("name", ["mat_a", "mat_b"])
+def test_codes_of_negatives(name):
+    given = _operands()
+    given[name] = torch._neg_view(given[name])
+    with pytest.raises(ValueError, match=f"^{name}: expected a tensor whose memory holds its ele"):
+        guild.scaled_grouped_mm(**given)
 
 
 def test_wrong_quantisations_are_named():
@@ -191,7 +201,9 @@ def test_wrong_quantisations_are_named():
         (lambda: guild.quantize(x.T), "x: expected rows with contiguous columns"),
         (lambda: guild.quantize(x[:1].expand(4, 32)), r"x: expected rows .* strides \(0, 1\)"),
         (lambda: guild.quantize(x, torch.int8), "dtype: expected float8_e4m3fn"),
+        (lambda: guild.quantize(x, np.zeros(3)), r"dtype: expected a torch\.dtype, got array"),
         (lambda: guild.quantize(x, scale="e8m0"), "scale: expected"),
+        (lambda: guild.quantize(x, scale=np.zeros(3)), "scale: expected 'exact' or .* got array"),
         (lambda: guild.quantize(x[None]), "x: expected 2 dimensions"),
         (lambda: guild.quantize_weights(x), "weight: expected 3 dimensions"),
         (lambda: guild.quantize_weights((x[None], x[None, :2])), r"weight\[1\] \(up\): expected"),

@@ -214,6 +214,10 @@ def test_wrong_rows_are_named():
             lambda: quantize_chunks(Quantized(codes.codes, codes.scales.to("meta")), offsets),
             "x.scales: expected a tensor on cpu like x.codes, got one on meta",
         ),
+        (
+            lambda: quantize_chunks(Quantized(torch._neg_view(codes.codes), codes.scales), offsets),
+            "x.codes: expected a tensor whose memory holds its elements",
+        ),
         (lambda: quantize_chunks(x, offsets, halves=2.0), "halves: expected an int, got float 2.0"),
         (lambda: quantize_chunks(tuple(good), offsets), "x: expected a torch.Tensor or guild.Q"),
     ):
@@ -263,6 +267,10 @@ def test_wrong_products_are_named():
                 Chunks(good.codes.mT.contiguous().mT, good.scales), *of_good, out
             ),
             "a.codes: expected the 128 codes of a column contiguous",
+        ),
+        (
+            lambda: chunk_product(Chunks(torch._neg_view(good.codes), good.scales), *of_good, out),
+            "a.codes: expected a tensor whose memory holds its elements",
         ),
         (
             lambda: chunk_product(good, *of_good, out[:1].expand(2, 64, 64)),

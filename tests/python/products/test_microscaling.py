@@ -170,6 +170,17 @@ def test_a_scale_that_is_nan_spoils_its_block(device):
     assert not codes.float().isnan().any() and not scales.isnan().any()
 
 
+def test_global_scale_that_is_a_view_of_negatives(device):
+    """As the imaginary part of a conjugate is."""
+    x = torch.randn(4, 64, device=device)
+    conjugate = torch.tensor([0.0 - 2.0j], dtype=torch.complex64, device=device).conj()
+    codes, scales, _, back = guild.quantize(x, format="nvfp4", global_scale=conjugate.imag)
+    two = torch.full((1,), 2.0, device=device)
+    wanted = guild.quantize(x, format="nvfp4", global_scale=two)
+    assert torch.equal(codes.view(torch.uint8), wanted.codes.view(torch.uint8))
+    assert torch.equal(scales.float(), wanted.scales.float()) and torch.equal(back, two)
+
+
 def test_wrong_calls_are_named():
     x = torch.randn(4, 64)
     made = guild.quantize(x, format="mxfp8")
@@ -193,6 +204,14 @@ def test_wrong_calls_are_named():
         (
             lambda: regroup(made.codes.T, made.scales),
             "codes: expected rows with contiguous columns",
+        ),
+        (
+            lambda: regroup(torch._neg_view(made.codes), made.scales),
+            "codes: expected a tensor whos",
+        ),
+        (
+            lambda: regroup(made.codes, torch._neg_view(made.scales)),
+            "scales: expected a tensor who",
         ),
         (
             lambda: regroup(made.codes[:1].expand(4, 64), made.scales),
