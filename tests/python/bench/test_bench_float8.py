@@ -83,12 +83,12 @@ def test_figures_by_hand() -> None:
     assert found["weights"]["ms"]["median"] == 2.0 and found["steps"]["up"]["median"] == 0.5
 
 
-def test_few_tokens_are_right() -> None:
-    """The router's gradient of 8 tokens, a sum of numbers that nearly cancel, errs by a quarter."""
+def test_few_tokens_may_err_more() -> None:
+    """The router's gradient of 8 tokens is a sum of numbers that nearly cancel."""
     console = Console(file=io.StringIO(), width=200)
     (case,) = measure_float8(plan_of("cpu", Shape(8, 128, 64, 4, 2)), console)["cases"]
     assert case["failures"] == {}
-    assert max(errors["router_gradient"] for errors in case["errors"].values()) > 0.15
+    assert bench_float8.most_error(8) > 2 * bench_float8.MOST_ERROR
 
 
 def test_a_wrong_layer_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
