@@ -11,6 +11,7 @@ import os
 import socket
 import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -164,7 +165,7 @@ def why_not(group: dist.ProcessGroup, device: torch.device) -> str:
 def _place(device: torch.device) -> tuple[str, str, str, str]:
     """Kind of device, host, the GPU's own number, and what is missing here."""
     try:
-        host = open("/proc/sys/kernel/random/boot_id").read().strip()
+        host = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         host = socket.gethostname()
     if device.type != "cuda":

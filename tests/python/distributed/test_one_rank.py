@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from torch import Tensor
 import guild
 from guild._torch.gradients import wanted_bits
 from guild._torch.operators import LayerFlags, ops
+from guild.distributed.peer_memory import _place
 from layers import ACTIVATIONS, Case, Layer, make_layer, moved
 
 SMALL = Case("small", 40, 64, 48, 4, 2, "sentinel", frozenset())
@@ -138,3 +141,10 @@ def test_refused_calls_send_nothing(gpu: str) -> None:
     expect_equal([out, *rank.backward(kept)], wanted)
     expect_equal(rank.results(), wanted)
     assert not rank.report.any()
+
+
+def test_place_leaves_no_file_open() -> None:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", ResourceWarning)
+        kind, host, *_ = _place(torch.device("cpu"))
+    assert kind == "cpu" and host and not said
