@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers", reason="Transformers is not i
 from transformers.models.qwen3_moe import modeling_qwen3_moe  # noqa: E402
 
 from calls import error  # noqa: E402
-from guild.integrations.transformers import replace_moe_blocks  # noqa: E402
+from guild.integrations.transformers import register, replace_moe_blocks  # noqa: E402
 from guild.integrations.transformers.block_families import FAMILIES, BlockFamily  # noqa: E402
 from guild.integrations.transformers.block_trial import _tiny  # noqa: E402
 from models import KNOWN, SIZES, eager, expect_same, step, tokens  # noqa: E402
@@ -159,7 +159,7 @@ def test_experts_of_any_kind_are_warned_of() -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("MixtralConfig", "Guild does not know the activation of GuildMixtralExperts"),
+        ("MixtralConfig", "Guild does not know the activation of MixtralExperts"),
         ("Llama4TextConfig", "leaves Llama4TextExperts to the model: .* its activation"),
     ],
 )
@@ -171,5 +171,17 @@ def test_unknown_activation_is_warned_of_in_forward(name: str, words: str) -> No
         assert replace_moe_blocks(model)
     with pytest.warns(UserWarning, match=words) as record:
         model(tokens())
+        model(tokens())
+    assert len(record) == 1
+
+
+def test_unknown_activation_is_warned_of_once() -> None:
+    """By the model's own name for its experts, before its blocks are replaced and after."""
+    register()
+    model = eager(QWEN3, hidden_act="mish")
+    model.set_experts_implementation("guild")
+    with pytest.warns(UserWarning, match="the activation of Qwen3MoeExperts, or there") as record:
+        model(tokens())
+        assert replace_moe_blocks(model)
         model(tokens())
     assert len(record) == 1

@@ -24,7 +24,7 @@ from guild.integrations.transformers.gate import (
     gate_of,
     has_numpy_numbers,
 )
-from guild.integrations.transformers.messages import say_left, say_unfused
+from guild.integrations.transformers.messages import class_name, say_left, say_unfused
 from guild.integrations.transformers.peft import adopt, lora_of, summed
 from guild.integrations.transformers.unfused import unfused_experts
 
@@ -83,7 +83,7 @@ def experts_forward(
     layer = (x, top_k_index, top_k_weights, w_up, w_down, b_up, b_down)
     gate, lora = known_gate(self), lora_of(self)
     if gate is None:
-        say_unfused(type(self).__name__)
+        say_unfused(class_name(self))
         out = unfused_experts(*layer, gate_function(self), self.is_transposed, **lora)
         return _plus(out.to(hidden_states.dtype), residual)
     activation, order = gate
@@ -126,7 +126,7 @@ def left_to(experts: nn.Module, x: Tensor, w_up: Tensor, w_down: Tensor) -> Call
     """The forward that computes these experts if Guild cannot, after a warning; None if it can."""
     if torch.compiler.is_compiling() and not COMPILES:
         return grouped_mm_experts_forward
-    name = type(experts).__name__
+    name = class_name(experts)
     foreign = of_other_classes(w_up, w_down)
     if foreign:
         say_left(name, "Transformers", foreign)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch
+from torch import nn
 
 _silent: ContextVar[bool] = ContextVar("_silent", default=False)
 
@@ -21,6 +22,12 @@ def silence() -> Iterator[None]:
         yield
     finally:
         _silent.reset(token)
+
+
+def class_name(module: nn.Module) -> str:
+    """The name of a module's class, or of the model's own where `replace_moe_blocks` changed it."""
+    kind = type(module)
+    return getattr(kind, "guild_original", kind).__name__
 
 
 @torch.compiler.assume_constant_result

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from guild import LoRA
 from guild.integrations.transformers.gate import WEIGHTS
-from guild.integrations.transformers.messages import say_summed
+from guild.integrations.transformers.messages import class_name, say_summed
 
 _TERMS = "_guild_lora"  # attribute of experts while their wrappers run
 _LAYER = "peft.tuners.lora.layer"
@@ -58,7 +58,7 @@ def adopt(runs_on_guild: Callable[[nn.Module], bool]) -> None:
             return
         reason = _why_summed(self)
         if reason:
-            name = type(experts).__name__  # with a sum already in place, the class is another
+            name = class_name(experts)  # with a sum already in place, the class is another
             say_summed(name.removeprefix("Parametrized"), reason)
             with own(self, active_adapters):
                 yield
