@@ -98,6 +98,15 @@ class Activation:
     def named(name: str) -> Activation:
         """The activation of that name.
 
+        Parameters
+        ----------
+        name : str
+            One of those in the notes of `Activation`.
+
+        Returns
+        -------
+        Activation
+
         Raises
         ------
         ValueError
@@ -108,7 +117,18 @@ class Activation:
         return PRESETS[name]
 
     def width(self, intermediate: int) -> int:
-        """Outputs of the up projection for `intermediate` inputs of the down projection."""
+        """Outputs of the up projection.
+
+        Parameters
+        ----------
+        intermediate : int
+            Inputs of the down projection.
+
+        Returns
+        -------
+        int
+            2 * intermediate with a gate, else intermediate.
+        """
         return 2 * intermediate if self.gated else intermediate
 
     def __call__(self, h: torch.Tensor, order: str = "concatenated") -> torch.Tensor:

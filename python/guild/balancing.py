@@ -57,6 +57,11 @@ class BalanceSums(NamedTuple):
         With one sequence this is Switch Transformer's loss (arXiv:2101.03961, equations 4 to 6) and
         GShard's; with more, DeepSeek-V3's sequence-wise loss (arXiv:2412.19437, equations 17 to
         20).
+
+        Returns
+        -------
+        torch.Tensor
+            A scalar in the dtype of `shares`.
         """
         counts = self.counts.to(self.shares.dtype)
         chosen = counts / counts.sum(1, keepdim=True).clamp(min=1)
@@ -64,7 +69,13 @@ class BalanceSums(NamedTuple):
         return self.counts.shape[1] * (chosen * mean).sum(1).mean()
 
     def z_loss(self) -> Tensor:
-        """Mean over tokens of logsumexp(logits)^2 (ST-MoE, arXiv:2202.08906, equation 5)."""
+        """Mean over tokens of logsumexp(logits)^2 (ST-MoE, arXiv:2202.08906, equation 5).
+
+        Returns
+        -------
+        torch.Tensor
+            A scalar in the dtype of `squares`.
+        """
         return self.squares.sum() / self.tokens.sum().clamp(min=1)
 
     def over_ranks(self, group: dist.ProcessGroup | None = None) -> BalanceSums:

@@ -68,8 +68,9 @@ def grouped_mm(
         column-major. One with 3 dimensions may be a list of E matrices, read in place as in
         `routed_experts`.
     offs : torch.Tensor, optional
-        int32 (E,): where each group ends along the dimension that groups split; None if they split
-        nothing. 1 to 4,096 groups.
+        int32 (E,), ascending: where each group ends along the dimension that groups split; None if
+        they split nothing. 1 to 4,096 groups. Values are not checked but clamped: one below its
+        predecessor counts as the predecessor, one above the dimension's size as that size.
     bias : torch.Tensor or list of torch.Tensor, optional
         (E, N); (E, M) where groups split columns. Or a list of E vectors.
     out_dtype : torch.dtype, optional

@@ -66,6 +66,25 @@ class LoRA:
         Differentiable. B is copied: as PEFT stores it no dimension of an expert's matrix is
         contiguous, and the scale is multiplied in before the only rounding. On a GPU the rank is
         padded with zeros where its rows would not begin at multiples of 16 bytes.
+
+        Parameters
+        ----------
+        name : str
+            The argument's name, for errors.
+        experts, outputs, inputs : int
+            Sizes of the weight.
+        x : torch.Tensor
+            The layer's input, whose dtype and device count.
+
+        Returns
+        -------
+        torch.Tensor, torch.Tensor
+            A and scale B.
+
+        Raises
+        ------
+        ValueError
+            If a or b does not fit.
         """
         a, b = self.a, self.b
         for part, tensor in (("a", a), ("b", b)):

@@ -191,7 +191,18 @@ class MoE(LayerState):
         self.reset_parameters()
 
     def share_experts(self, expert_group: ExpertParallel | None) -> None:
-        """Run over the ranks of a group from now on, with the weights of this rank's experts."""
+        """Run over the ranks of a group from now on, with the weights of this rank's experts.
+
+        Parameters
+        ----------
+        expert_group : ExpertParallel or None
+            The ranks; None: this one alone. The caller replaces the parameters to match.
+
+        Raises
+        ------
+        TypeError, ValueError
+            If it is something else, or cannot share the experts equally.
+        """
         local_count(expert_group, self.experts)  # raises unless the group can share them
         self.expert_group = expert_group
         self._number = 0 if expert_group is None else expert_group.new_layer()

@@ -52,9 +52,10 @@ def round_tokens(
     rounding : {"nearest", "up", "down", "stochastic", "balanced"}
         "nearest": half a tile goes up. "stochastic": up with probability remainder / tile.
         "balanced": running sums over the experts are rounded to nearest, so that the number of all
-        rows changes by at most half a tile, unless an expert would need more than T.
+        rows changes by at most half a tile, or by more where an expert's multiple is larger than T.
     tile : int
-        Rows of a tile.
+        Rows of a tile. T top_k / E should be several tiles: with "nearest", experts that fewer
+        than half a tile of tokens chose get none.
     score, renormalize, scale, sum_floor
         As `guild.route` takes them; a token's weights are those of its list.
     seed : int or torch.Tensor, optional

@@ -50,7 +50,8 @@ class Router:
         Multiplies the weights; 0 or in float32's normal range, as sum_floor is.
     selection_bias : bool
         Keep a bias per expert that is added to p for the choice only and that `MoE.balance` adjusts
-        (DeepSeek-V3's auxiliary-loss-free load balancing, arXiv:2408.15664).
+        (DeepSeek-V3's auxiliary-loss-free load balancing, arXiv:2408.15664). A module of your own
+        in place of `MoE.router` then needs it as a buffer `selection_bias` (experts,).
     groups, top_groups : int
         Choose from the best `top_groups` of `groups` equal, consecutive parts of the experts. At
         most 32 groups; 1 and 1: no groups.
@@ -61,7 +62,7 @@ class Router:
         In training, round each expert's tokens to whole tiles; see `guild.round_tokens`. Tokens may
         be added to experts of any group.
     tile : int
-        Rows of a tile.
+        Rows of a tile; an expert's mean count of tokens should be several tiles.
     group_score : {"top2_sum", "max"}
         How groups are ranked: by the sum of their two largest p + bias (DeepSeek-V3,
         arXiv:2412.19437, section 2.1.2), or by the largest (DeepSeek-V2, arXiv:2405.04434, section
@@ -131,7 +132,18 @@ class Router:
         return _NAMED[name]
 
     def expect_sizes(self, experts: int, top_k: int) -> None:
-        """Raise ValueError, naming the argument, unless K of E experts can be chosen this way."""
+        """Check that K of E experts can be chosen this way.
+
+        Parameters
+        ----------
+        experts, top_k : int
+            E and K.
+
+        Raises
+        ------
+        ValueError
+            If they cannot; the message names the argument.
+        """
         _expect_candidates(experts, top_k, self.groups, self.top_groups)
         if self.applied_to == "input" and top_k != 1:
             raise ValueError(

@@ -129,6 +129,15 @@ def expert_weights(module: nn.Module) -> set[nn.Parameter]:
     For `fully_shard(..., ignored_params=)` of a block, whose other parameters then travel together;
     `shard_layers` has the experts sharded afterwards.
 
+    Parameters
+    ----------
+    module : torch.nn.Module
+        A layer, a block or a model.
+
+    Returns
+    -------
+    set of torch.nn.Parameter
+
     Raises
     ------
     ValueError
@@ -144,6 +153,11 @@ def leave_out_experts(module: nn.Module) -> None:
 
     It would overwrite them with the first rank's and average their gradients. These remain sums
     over the ranks that share the experts, while it averages all others over its own ranks.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        What DistributedDataParallel gets.
 
     Raises
     ------

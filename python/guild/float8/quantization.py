@@ -66,7 +66,7 @@ def quantize(
     rounded to the nearest code, ties to the even one; those beyond the format's largest value
     become that. The inverse is rounded to float32 (with scale="exact" it is the largest value of
     `dtype` over the block's largest absolute value), so where the scale is no power of two a
-    division may give another code. The CPU and CUDA give the same bits.
+    division may give another code. The CPU and CUDA give the same bits. There is no gradient.
 
     - "blockwise": blocks of 1 x 128, codes of `dtype`, float32 scales. With scale="exact" a scale
       is the block's largest absolute value over the largest of `dtype`, with "power_of_two" the
