@@ -193,15 +193,8 @@ class MoE(LayerState):
     def share_experts(self, expert_group: ExpertParallel | None) -> None:
         """Run over the ranks of a group from now on, with the weights of this rank's experts.
 
-        Parameters
-        ----------
-        expert_group : ExpertParallel or None
-            The ranks; None: this one alone. The caller replaces the parameters to match.
-
-        Raises
-        ------
-        TypeError, ValueError
-            If it is something else, or cannot share the experts equally.
+        expert_group: None for this rank alone. The caller has replaced the parameters to match.
+        Raises TypeError or ValueError if the ranks cannot share the experts equally.
         """
         local_count(expert_group, self.experts)  # raises unless the group can share them
         self.expert_group = expert_group

@@ -80,9 +80,10 @@ class ExpertParallel:
         the peer engine it holds everywhere, and the next call raises the error.
     engine : {"auto", "peer", "nccl"}
         How rows travel. "nccl": through the process group's all_to_all_single, whatever the
-        backend, over any number of nodes; the host waits once in forward. "peer": ranks of one host,
-        32 at most, read and write each other's memory, and the host waits only in a layer's first
-        call. "auto": peer on GPUs that can, else nccl. Calls with `token_offsets`, as token rounding makes them, always take nccl.
+        backend, over any number of nodes; the host waits once in forward. "peer": ranks of one
+        host, 32 at most, read and write each other's memory, and the host waits only in a layer's
+        first call. "auto": peer on GPUs that can, else nccl. Calls with `token_offsets`, as token
+        rounding makes them, always take nccl.
     max_tokens : int, optional
         Peer engine: the most tokens of any rank in a call; default: that of the first call. More
         raise an error.
@@ -147,18 +148,9 @@ class ExpertParallel:
         return self._ranks.group
 
     def engine(self, device: torch.device | str) -> str:
-        """How rows of tensors on a device travel: "peer" or "nccl".
+        """How rows of tensors on `device` travel: "peer" or "nccl".
 
         All ranks must call it together, or run their first layer together.
-
-        Parameters
-        ----------
-        device : torch.device or str
-            That of the tensors.
-
-        Returns
-        -------
-        str
 
         Raises
         ------
