@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from guild.distributed.ranks import Ranks
 
 _NOTE = "_guild_ranks"
-# Where the parameters lie that a module averages: they may be many, and calls are frequent.
+# Where a module's replicas lie, parameters and buffers: they may be many, and calls are frequent.
 _averaged: WeakKeyDictionary[DistributedDataParallel, set[int]] = WeakKeyDictionary()
 
 
@@ -72,7 +72,7 @@ def _expect_no_replicas(layer: nn.Module | None, experts: list[Tensor], ranks: l
     if ddp is None or len({*ranks} & {*dist.get_process_group_ranks(ddp.process_group)}) < 2:
         return
     if ddp not in _averaged:
-        _averaged[ddp] = {parameter.data_ptr() for parameter in ddp._module_parameters}
+        _averaged[ddp] = {t.data_ptr() for t in (*ddp._module_parameters, *ddp.modules_buffers)}
     if any(tensor.data_ptr() in _averaged[ddp] for tensor in experts):
         raise ValueError(
             "expert_group: expected experts that DistributedDataParallel leaves alone, got some "

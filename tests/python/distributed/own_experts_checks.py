@@ -10,7 +10,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
@@ -76,6 +76,28 @@ def group_of_experts(rank: int) -> None:
         assert torch.equal(same(x), out)
 
 
+class _Frozen(nn.Module):
+    """Experts that are buffers, called over ranks without a layer."""
+
+    def __init__(self, group: guild.ExpertParallel) -> None:
+        super().__init__()
+        self.scale, self.group = nn.Parameter(torch.ones(())), group
+        self.register_buffer("w_up", torch.randn(2, 32, 32))
+        self.register_buffer("w_down", torch.randn(2, 32, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids, scores = torch.zeros(len(x), 1, dtype=torch.int32), torch.ones(len(x), 1)
+        return self.scale * self.group.routed_experts(x, ids, scores, self.w_up, self.w_down)
+
+
+def experts_in_buffers(rank: int) -> None:
+    """DistributedDataParallel overwrites buffers, too."""
+    module, x = _Frozen(guild.ExpertParallel()), torch.randn(4, 32)
+    assert torch.isfinite(module(x)).all()
+    with pytest.raises(ValueError, match=r"^expert_group: .* DistributedDataParallel"):
+        DistributedDataParallel(module)(x)
+
+
 def low_rank_terms_of_experts(rank: int) -> None:
     """LoRA terms of a rank's experts count in a norm over all ranks."""
     group = guild.ExpertParallel()
@@ -120,6 +142,7 @@ def tied_experts(rank: int) -> None:
 
 CHECKS = (
     group_of_experts,
+    experts_in_buffers,
     low_rank_terms_of_experts,
     cached_codes,
     tied_experts,
