@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
-from torch.distributed.tensor import DTensor
 
 from guild._torch.checks import expect_device, expect_dims
 from guild.activations import as_activation
@@ -185,8 +184,9 @@ def layer_fp8(layer: nn.Module) -> FP8 | FP8Weights | None:
     if fp8 is None or not fp8.cached:
         return fp8
     w_up, w_down = layer.w_up, layer.w_down
-    # Kept codes would become constants, or not exist at all; those of a DTensor are not looked for.
-    if _is_only_noted() or isinstance(w_up, DTensor):
+    # Kept codes would become constants, or not exist at all. Those of a DTensor are not looked for;
+    # the class itself would take half a second to import.
+    if _is_only_noted() or hasattr(w_up, "to_local"):
         return replace(fp8, cached=False)
     expect_dims("w_down", w_down, 3, what="(experts, hidden, intermediate)")
     expect_device("w_down", w_down, w_up, "w_up")

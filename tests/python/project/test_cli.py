@@ -48,6 +48,17 @@ def test_help_loads_no_torch() -> None:
     assert output == "heavy: set()\n"
 
 
+def test_layers_load_no_distributed_tensors() -> None:
+    """Which take as long to import as all of Guild several times over."""
+    code = (
+        "import sys, guild\n"
+        "guild.MoE, guild.routed_experts\n"
+        "print('heavy:', {'torch.distributed.tensor', 'torch.distributed.fsdp'} & set(sys.modules))"
+    )
+    output, _ = start("-c", code).communicate(timeout=60)
+    assert output == "heavy: set()\n"
+
+
 @pytest.mark.parametrize(
     ("command", "status", "message"),
     [
