@@ -1,7 +1,7 @@
 """What `guild bench` times: Guild's layer, the same layer in plain PyTorch, and the cuBLAS bound.
 
 Each candidate has a forward pass and a backward pass to call over and over. The backward pass
-differentiates one recorded forward with respect to x, the router and the expert weights.
+differentiates one recorded forward with respect to x, the router and the experts.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from torch import nn
 
 import guild
 from guild.bench import sonicmoe
-from guild.bench.decode.layers import Weights
+from guild.bench.form import PlainForm
 from guild.bench.names import BOUNDS, LIMITED, PRODUCTS, SONICMOE
-from guild.bench.problem import Problem
-from guild.train.plain_moe import PlainMoE
+from guild.bench.problem import Problem, Weights
 
 
 class Layer:
@@ -54,7 +53,7 @@ class Layer:
         return self._modules[turn](self._problems[turn].x)
 
     def backward(self) -> tuple[torch.Tensor, ...]:
-        """Gradients of x, router, w_up and w_down; the forward was done at the first call."""
+        """Gradients of the problem's leaves; the forward was done at the first call."""
         if self._recorded is None:
             self._recorded = itertools.cycle(
                 [(m(p.x), p) for m, p in zip(self._modules, self._problems, strict=True)]
@@ -246,7 +245,7 @@ def make_candidate(name: str, problems: list[Problem], num_sms: int | None) -> L
 def _constructor(name: str) -> Callable[..., nn.Module]:
     if name in ("guild", LIMITED):
         return guild.MoE
-    return lambda *sizes: PlainMoE(*sizes, compiled=name == "compiled")
+    return partial(PlainForm, compiled=name == "compiled")
 
 
 def layer_module(name: str, problem: Problem) -> nn.Module:
@@ -258,6 +257,6 @@ def module_of(make: Callable[..., nn.Module], problem: Problem | Weights) -> nn.
     """What a constructor of layers makes from the sizes and weights of a problem or a layer."""
     _, hidden, intermediate, experts, top_k = problem.shape
     with torch.device("meta"):
-        module = make(hidden, intermediate, experts, top_k)
+        module = make(hidden, intermediate, experts, top_k, **problem.form.options())
     module.load_state_dict(problem.state(), assign=True)
     return module

@@ -37,7 +37,8 @@ def measure(plan: BenchPlan, console: Console) -> dict[str, Any]:
         # Compiled layers of the previous shape would count against torch's recompilation limit.
         torch._dynamo.reset()
         cases += _measure_shape(name, shape, plan, console)
-    return {**record_head(plan), "mode": "layers", "num_sms": plan.num_sms, "cases": cases}
+    head = {**record_head(plan), "form": plan.form.options()}
+    return {**head, "mode": "layers", "num_sms": plan.num_sms, "cases": cases}
 
 
 def _measure_shape(
@@ -55,9 +56,8 @@ def _measure_shape(
             bounds = {n: c for found in made.values() for n, c in found.items() if n in BOUNDS}
             made[routing] = bounds
             with noting(cases[routing], "inputs", console, OUT_OF_MEMORY):
-                problems = make_problems(
-                    shape, routing, plan.dtype, plan.device, plan.seed, weights_of=problems
-                )
+                given = shape, routing, plan.dtype, plan.device, plan.seed
+                problems = make_problems(*given, weights_of=problems, form=plan.form)
                 cases[routing]["input_sets"] = len(problems)
             if "inputs" in cases[routing]["failures"]:
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "gpt_oss")  # gated, the default first
 DECODE_CANDIDATES = ("guild", "torch")  # in addition to those of files
 PARTS = ("experts", "layer")  # with ids and scores given, and with the router
 PASSES = ("forward", "backward")

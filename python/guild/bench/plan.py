@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from guild.bench import sonicmoe
+from guild.bench.form import LayerForm
 from guild.bench.names import (
     CPU_CANDIDATES,
     DECODE_CANDIDATES,
@@ -59,6 +60,8 @@ class BenchPlan:
         At decode, names from `names.PARTS`.
     peers : tuple of Path
         At decode, files of candidates.
+    form : LayerForm
+        The layers' other options; of the modes that have only sizes, the default.
     """
 
     shapes: dict[str, Shape]
@@ -74,6 +77,7 @@ class BenchPlan:
     tokens: tuple[int, ...] = ()
     parts: tuple[str, ...] = PARTS
     peers: tuple[Path, ...] = ()
+    form: LayerForm = LayerForm()
 
 
 def plan_bench(args: argparse.Namespace) -> BenchPlan:
@@ -115,6 +119,7 @@ def plan_bench(args: argparse.Namespace) -> BenchPlan:
         tokens=_tokens(args, on_gpu),
         parts=PARTS if args.parts is None else _names("parts", args.parts, PARTS),
         peers=tuple(args.peer),
+        form=LayerForm(args.activation, args.bias, args.order, args.transposed),
     )
 
 
@@ -144,9 +149,8 @@ def _tokens(args: argparse.Namespace, on_gpu: bool) -> tuple[int, ...]:
 
 def _require_mode(args: argparse.Namespace) -> None:
     """Raise for options that do not apply to the mode."""
-    for name in ("bias", "quack"):
-        if getattr(args, name) and not args.steps:
-            raise ValueError(f"{name}: expected only with --steps")
+    if args.quack and not args.steps:
+        raise ValueError("quack: expected only with --steps")
     for name in ("tokens", "parts", "peer"):
         if getattr(args, name) not in (None, []) and not args.decode:
             raise ValueError(f"{name}: expected only with --decode")
@@ -160,6 +164,13 @@ def _require_mode(args: argparse.Namespace) -> None:
             raise ValueError(f"{name}: expected without --{mode}")
     if args.sonicmoe and mode:
         raise ValueError(f"sonicmoe: expected without --{mode}")
+    for name, default in LayerForm().options().items():
+        if getattr(args, name) == default:
+            continue
+        if args.sonicmoe:
+            raise ValueError(f"{name}: expected without --sonicmoe")
+        if mode not in (None, "decode") and (name, mode) != ("bias", "steps"):
+            raise ValueError(f"{name}: expected without --{mode}")
 
 
 def _seconds(args: argparse.Namespace, on_gpu: bool) -> float:

@@ -11,6 +11,7 @@ matplotlib.use("Agg")  # no display on a server
 import matplotlib.pyplot as plt  # noqa: E402
 
 from guild.bench.decode.table import candidate_names, candidate_title  # noqa: E402
+from guild.bench.form import form_words  # noqa: E402
 from guild.bench.names import PASSES, TITLES  # noqa: E402
 
 _COLOURS = {
@@ -46,7 +47,7 @@ def plot_bench(record: dict[str, Any], file: Path) -> None:
     figure, axes = plt.subplots(
         2 * len(routings), 1, figsize=size, layout="constrained", squeeze=False
     )
-    figure.suptitle(f"{record['device']}, {record['dtype']}", fontsize=11)
+    figure.suptitle(f"{record['device']}, {record['dtype']}{form_words(record)}", fontsize=11)
     panels = [(routing, direction) for routing in routings for direction in PASSES]
     for axis, (routing, direction) in zip(axes[:, 0], panels, strict=True):
         shown = [case for case in cases if case["routing"] == routing]
@@ -106,7 +107,7 @@ def plot_decode(record: dict[str, Any], file: Path) -> None:
     figure, axes = plt.subplots(
         len(panels), len(columns), figsize=size, layout="constrained", squeeze=False
     )
-    figure.suptitle(f"{record['device']}, {record['dtype']}", fontsize=11)
+    figure.suptitle(f"{record['device']}, {record['dtype']}{form_words(record)}", fontsize=11)
     names = candidate_names(record["cases"])
     for line, ((routing, part), shapes) in zip(axes, panels.items(), strict=True):
         for axis, column in zip(line, columns, strict=True):

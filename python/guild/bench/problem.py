@@ -8,11 +8,12 @@ logits L, x <- x - (x R^T) R + L R, gives exactly L as logits and leaves x close
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from guild.bench.form import LayerForm
 from guild.bench.presets import Shape
 
 ROUTINGS = ("balanced", "random", "zipf")
@@ -23,38 +24,59 @@ _GAP = 0.25
 _ROTATED_SETS = 16
 
 
-@dataclass(frozen=True)
-class Problem:
-    """One set of inputs; the leaves require gradients.
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """One layer's parameters.
 
     Attributes
     ----------
     shape : Shape
-        Sizes.
-    x, out_gradient : torch.Tensor
-        (tokens, hidden).
-    router, w_up, w_down : torch.nn.Parameter
-        (experts, hidden), (experts, 2 * intermediate, hidden), (experts, hidden, intermediate).
+        Sizes; of several layers with the same weights, each may have its own number of tokens.
+    form : LayerForm
+        The layer's other options.
+    router : torch.nn.Parameter
+        (experts, hidden).
+    w_up, w_down : torch.nn.Parameter
+        (experts, 2 * intermediate, hidden) and (experts, hidden, intermediate), as the form stores
+        them.
     b_up, b_down : torch.nn.Parameter or None
         (experts, 2 * intermediate), (experts, hidden).
     """
 
     shape: Shape
-    x: torch.Tensor
-    out_gradient: torch.Tensor
+    form: LayerForm = LayerForm()
     router: nn.Parameter
     w_up: nn.Parameter
     w_down: nn.Parameter
     b_up: nn.Parameter | None = None
     b_down: nn.Parameter | None = None
 
-    def leaves(self) -> tuple[torch.Tensor, ...]:
-        """x, router, w_up, w_down: what the backward pass differentiates."""
-        return self.x, self.router, self.w_up, self.w_down
+    def experts(self) -> dict[str, nn.Parameter]:
+        """The experts' weights and biases by the names of `guild.MoE`."""
+        found = {name: getattr(self, name) for name in ("w_up", "w_down", "b_up", "b_down")}
+        return {name: weight for name, weight in found.items() if weight is not None}
 
     def state(self) -> dict[str, nn.Parameter]:
-        """The weights under the names of `guild.MoE`."""
-        return {"router.weight": self.router, "w_up": self.w_up, "w_down": self.w_down}
+        """All weights by the names of `guild.MoE`."""
+        return {"router.weight": self.router, **self.experts()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem(Weights):
+    """One set of inputs; the leaves require gradients.
+
+    Attributes
+    ----------
+    x, out_gradient : torch.Tensor
+        (tokens, hidden).
+    """
+
+    x: torch.Tensor
+    out_gradient: torch.Tensor
+
+    def leaves(self) -> tuple[torch.Tensor, ...]:
+        """x, router and the experts' weights: what the backward pass differentiates."""
+        return self.x, self.router, *self.experts().values()
 
 
 def wanted_logits(
@@ -119,11 +141,12 @@ def make_problems(
     device: torch.device,
     seed: int = 0,
     weights_of: list[Problem] | None = None,
-    bias: bool = False,
+    form: LayerForm | None = None,
 ) -> list[Problem]:
     """Inputs for one shape: several sets if a single one would stay in the GPU's L2 cache.
 
-    With `weights_of`, problems of the same shape, the experts' weights are theirs.
+    With `weights_of`, problems of the same shape and form, the experts' weights are theirs. form:
+    the layer's other options, by default none.
 
     Raises
     ------
@@ -136,20 +159,13 @@ def make_problems(
         _check_memory(shape, dtype)
     generator = torch.Generator(device).manual_seed(seed)
     given = weights_of or [None] * _set_count(shape, dtype, device)
-    made = [_make_problem(shape, routing, dtype, device, generator, w) for w in given]
-    return [_with_bias(problem, generator) for problem in made] if bias else made
-
-
-def _with_bias(problem: Problem, generator: torch.Generator) -> Problem:
-    _, hidden, intermediate, experts, _ = problem.shape
-    sizes = ((experts, 2 * intermediate), (experts, hidden))
-    place = {"dtype": problem.x.dtype, "device": problem.x.device, "generator": generator}
-    b_up, b_down = (nn.Parameter(torch.randn(size, **place)) for size in sizes)
-    return replace(problem, b_up=b_up, b_down=b_down)
+    form = form or LayerForm()
+    return [_make_problem(shape, form, routing, dtype, device, generator, w) for w in given]
 
 
 def _make_problem(
     shape: Shape,
+    form: LayerForm,
     routing: str,
     dtype: torch.dtype,
     device: torch.device,
@@ -161,10 +177,11 @@ def _make_problem(
     size = shape.tokens, shape.hidden
     out_gradient = torch.randn(size, dtype=dtype, device=device, generator=generator)
     if weights is not None:
-        experts = weights.w_up, weights.w_down
+        experts = weights.experts()
     else:
-        experts = expert_weights(shape, dtype, device, generator)
-    return Problem(shape, x.requires_grad_(), out_gradient, nn.Parameter(router), *experts)
+        experts = expert_weights(shape, form, dtype, device, generator)
+    tokens = {"x": x.requires_grad_(), "out_gradient": out_gradient}
+    return Problem(shape=shape, form=form, router=nn.Parameter(router), **experts, **tokens)
 
 
 def orthonormal_router(
@@ -188,16 +205,20 @@ def routed_tokens(
 
 
 def expert_weights(
-    shape: Shape, dtype: torch.dtype, device: torch.device, generator: torch.Generator
-) -> tuple[nn.Parameter, nn.Parameter]:
-    """w_up and w_down, normal of variance 1 / inputs."""
-    _, h, i, e, _ = shape
+    shape: Shape,
+    form: LayerForm,
+    dtype: torch.dtype,
+    device: torch.device,
+    generator: torch.Generator,
+) -> dict[str, nn.Parameter]:
+    """Weights, normal of variance 1 / inputs, and biases of variance 1, by name."""
 
-    def normal(*size: int) -> nn.Parameter:
-        weight = torch.randn(size, dtype=dtype, device=device, generator=generator)
-        return nn.Parameter(weight.mul_(size[-1] ** -0.5))
+    def normal(*size: int) -> torch.Tensor:
+        made = torch.randn(size, dtype=dtype, device=device, generator=generator)
+        return made if len(size) == 2 else made.mul_(size[1 if form.transposed else 2] ** -0.5)
 
-    return normal(e, 2 * i, h), normal(e, h, i)
+    _, hidden, intermediate, experts, _ = shape
+    return form.weights(hidden, intermediate, experts, normal)
 
 
 def _bytes_per_set(shape: Shape, dtype: torch.dtype) -> int:

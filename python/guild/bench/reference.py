@@ -3,7 +3,7 @@
 The reference goes expert by expert and compares as it goes, so nothing of the size of the weights
 is kept and the largest presets fit beside the layer under test. Precision: float64 on the CPU,
 float32 on a GPU, from the same inputs; gradients are autograd's. The expert is the plain layer's
-(train/plain_moe.py).
+(train/plain_moe.py), with the activation of the problem's form.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 
 from guild.bench.problem import Problem
-from guild.train.plain_moe import plain_expert
 
 RESULTS = ("out", "x_gradient", "router_gradient", "w_up_gradient", "w_down_gradient")
 BIAS_RESULTS = ("b_up_gradient", "b_down_gradient")
@@ -70,16 +69,14 @@ def relative_errors(
     out, x_gradient = torch.zeros_like(x), torch.zeros_like(x)
     score_gradient = torch.zeros_like(scores)
     errors = {name: RelativeError() for name in names}
-    weights = [
-        w for w in (problem.w_up, problem.w_down, problem.b_up, problem.b_down) if w is not None
-    ]
+    weights = problem.experts().values()
     for e in range(problem.shape.experts):
         token, choice = (ids == e).nonzero(as_tuple=True)
         inputs = (x[token], scores[token, choice, None], *(w[e].to(exact) for w in weights))
         leaves = [t.detach().requires_grad_() for t in inputs]
         with torch.enable_grad():
             rows, s, *mine = leaves
-            y = s * plain_expert(rows, *mine)
+            y = s * problem.form.expert(rows, *mine)
         d_rows, d_s, *gradients = torch.autograd.grad(
             y, leaves, problem.out_gradient[token].to(exact)
         )

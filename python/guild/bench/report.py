@@ -10,8 +10,9 @@ from typing import Any
 from rich.console import Group
 from rich.table import Table
 
+from guild.bench.form import form_words
 from guild.bench.names import PASSES, SONICMOE, TITLES
-from guild.bench.tables import table_of
+from guild.bench.tables.by_mode import table_of
 
 _TITLES = {"compiled": "torch", "plain": "plain PyTorch", "eager": "torch eager"}
 _SONICMOE = f"{TITLES[SONICMOE]} / Guild"
@@ -21,8 +22,8 @@ def report(record: dict[str, Any]) -> str:
     """The record's source and its tables, in Markdown."""
     source = (
         f"{record['device']}, driver {record['driver']}, torch {record['torch']}, "
-        f"{record['dtype']}, {record['date'][:10]}, commit {(record['commit'] or 'unknown')[:7]}: "
-        f"medians of {record['rounds']} interleaved rounds."
+        f"{record['dtype']}{form_words(record)}, {record['date'][:10]}, commit "
+        f"{(record['commit'] or 'unknown')[:7]}: medians of {record['rounds']} interleaved rounds."
     )
     if record["mode"] == "layers":
         tables = [short_table(record), full_table(record)]

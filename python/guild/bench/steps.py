@@ -68,17 +68,13 @@ class Yardsticks:
         }
 
 
-def measure_steps(
-    plan: BenchPlan, console: Console, bias: bool = False, with_quack: bool = False
-) -> dict[str, Any]:
+def measure_steps(plan: BenchPlan, console: Console, with_quack: bool = False) -> dict[str, Any]:
     """Check and time every step of every shape and routing in the plan.
 
     Parameters
     ----------
     plan : BenchPlan
-        Its candidates are not used.
-    bias : bool
-        Give the experts biases, whose gradients the down gradient then computes as well.
+        Its candidates are not used. With biases the down gradient computes their gradients too.
     with_quack : bool
         Time QuACK's products too.
 
@@ -98,8 +94,8 @@ def measure_steps(
     for name, shape in plan.shapes.items():
         for routing in plan.routings:
             with console.status(f"{name}, {routing} routing: making inputs") as status:
-                case = {"name": name, "shape": shape._asdict(), "routing": routing, "bias": bias}
-                case["failures"] = {}
+                case = {"name": name, "shape": shape._asdict(), "routing": routing}
+                case |= {"bias": plan.form.bias, "failures": {}}
                 with noting(case, "guild", console):
                     _measure_case(case, shape, plan, with_quack, status.update)
             cases.append(case)
@@ -116,7 +112,8 @@ def _measure_case(
 ) -> None:
     title = f"{case['name']}, {case['routing']} routing"
     bias, routing = case["bias"], case["routing"]
-    problems = make_problems(shape, routing, plan.dtype, plan.device, plan.seed, bias=bias)
+    given = shape, routing, plan.dtype, plan.device, plan.seed
+    problems = make_problems(*given, form=plan.form)
     say(f"{title}: checking")
     chains = [StepChain(problem) for problem in problems]
     case["errors"], _ = relative_errors(problems[0], chains[0].results())

@@ -38,7 +38,7 @@ def run_bench(args: argparse.Namespace, defaults: argparse.Namespace) -> int:
     if args.steps:
         from guild.bench.steps import measure_steps
 
-        record = measure_steps(plan, console, args.bias, args.quack)
+        record = measure_steps(plan, console, args.quack)
     elif args.memory:
         from guild.bench.memory import measure_memory
 
@@ -76,8 +76,8 @@ def _print(record: dict[str, Any], as_json: bool, console: Console) -> None:
     if as_json:
         print(json.dumps(record, indent=2))
         return
-    from guild.bench.narrow_table import fit
-    from guild.bench.tables import table_of
+    from guild.bench.tables.by_mode import table_of
+    from guild.bench.tables.narrow import fit
 
     console.print(fit(table_of(record), console))
 

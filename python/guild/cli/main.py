@@ -9,11 +9,11 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
-from guild.bench.presets import CPU_SHAPES, MORE_PRESETS, NAMED, PRESETS
+from guild.cli.bench_options import add_bench
 from guild.cli.commands import run_command
 from guild.cli.failures import told
+from guild.cli.parsing import Formatter, Parser, path
 from guild.cli.streams import escape_what_cannot_be_encoded
 from guild.train.interrupt import Interruption
 from guild.train.presets import PRESETS as TRAIN_PRESETS
@@ -47,44 +47,20 @@ _SETTING_HELP = {
 }
 
 
-class _Formatter(argparse.HelpFormatter):
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=34, width=100)
-
-
-class _Parser(argparse.ArgumentParser):
-    """Reports an unknown option with its own usage, also that of a subcommand."""
-
-    def parse_known_args(  # type: ignore[override]
-        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
-    ) -> tuple[argparse.Namespace, list[str]]:
-        found, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
-        return found, unknown
-
-
-def _path(text: str) -> Path:
-    """A path of the command line; "", from an unset variable, would be the current folder."""
-    if not text:
-        raise argparse.ArgumentTypeError("expected a path, got an empty text")
-    return Path(text)
-
-
 def make_parser() -> argparse.ArgumentParser:
     """The command line's grammar."""
     from guild import __version__
 
-    parser = _Parser(
+    parser = Parser(
         "guild", description="Mixture-of-Experts layers: train, generate, time, inspect."
     )
     parser.add_argument("--version", action="version", version=f"guild {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_train(commands)
     _add_generate(commands)
-    _add_bench(commands)
+    add_bench(commands)
     commands.add_parser(
-        "info", help="show what was built and what this machine can run", formatter_class=_Formatter
+        "info", help="show what was built and what this machine can run", formatter_class=Formatter
     )
     return parser
 
@@ -96,11 +72,11 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         description="Train a byte-level MoE transformer on the Python standard library's own "
         "sources. Ctrl-C or SIGTERM writes a checkpoint; --resume continues from it. A run "
         "already in --out is moved aside.",
-        formatter_class=_Formatter,
+        formatter_class=Formatter,
         argument_default=argparse.SUPPRESS,  # --resume must know what was typed
     )
     add = train.add_argument
-    add("--out", type=_path, metavar="DIR", help="folder for the results (runs/train)")
+    add("--out", type=path, metavar="DIR", help="folder for the results (runs/train)")
     add(
         "--resume",
         action="store_true",
@@ -123,7 +99,7 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         choices=("auto", "float32", "bfloat16"),
         help="auto is float32 on the CPU and bfloat16 autocast on a GPU and in FP8",
     )
-    add("--corpus", type=_path, metavar="DIR", help="train on the .py files in this folder")
+    add("--corpus", type=path, metavar="DIR", help="train on the .py files in this folder")
     add("--check-every", type=int, metavar="N", help="steps between validations (100)")
     add("--threads", type=int, metavar="N", help="CPU threads (one per core)")
     add("--no-cuda-graph", action="store_true", help="on a GPU, launch each kernel by itself")
@@ -161,10 +137,10 @@ def _add_generate(commands: argparse._SubParsersAction) -> None:
         description="Continue a text with the checkpoint of a training run, byte by byte, with a "
         "key-value cache and, on a GPU, one CUDA graph per byte. The text goes to standard output, "
         "the speed to standard error.",
-        formatter_class=_Formatter,
+        formatter_class=Formatter,
     )
     add = generate.add_argument
-    add("run", type=_path, metavar="RUN", help="folder that guild train wrote, say runs/train")
+    add("run", type=path, metavar="RUN", help="folder that guild train wrote, say runs/train")
     add("--prompt", metavar="TEXT", help="text to continue (guild train's own prompt)")
     add("--tokens", type=int, default=320, metavar="N", help="bytes to write (320)")
     add(
@@ -184,178 +160,6 @@ def _add_generate(commands: argparse._SubParsersAction) -> None:
     add("--seed", type=int, default=0, metavar="N", help="seed of the sampling (0)")
     add("--device", default="auto", metavar="NAME", help="auto, cpu, cuda or cuda:<index> (auto)")
     add("--threads", type=int, metavar="N", help="CPU threads (one per core)")
-
-
-def _add_bench(commands: argparse._SubParsersAction) -> None:
-    bench = commands.add_parser(
-        "bench",
-        help="time the layer against the cuBLAS bound and PyTorch",
-        description="Check, then time forward and backward of Guild's layer, of the bare balanced "
-        "matrix products (the bound) and of PyTorch, in interleaved rounds.",
-        formatter_class=_Formatter,
-    )
-    _add_modes(bench)
-    _add_what(bench)
-    how = bench.add_argument_group("how it is timed")
-    how.add_argument("--rounds", type=int, default=5, metavar="N", help="interleaved rounds (5)")
-    how.add_argument(
-        "--seconds",
-        type=float,
-        metavar="X",
-        help="least time per candidate, pass and round (0.5 on a GPU, 0.2 on the CPU; with "
-        "--steps, --rounding and --fp8 0.2 and 0.05, with --sweep and --decode 0.1 and 0.02)",
-    )
-    how.add_argument("--calls", type=int, metavar="N", help="calls per round, instead of --seconds")
-    how.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="seed of the random inputs (0)"
-    )
-    results = bench.add_argument_group("results")
-    results.add_argument(
-        "--out",
-        type=_path,
-        metavar="DIR",
-        help="write the measurements to this folder as JSON; for layers and --decode also a plot",
-    )
-    results.add_argument("--json", action="store_true", help="print JSON instead of the table")
-
-
-def _add_modes(bench: argparse.ArgumentParser) -> None:
-    """Options that measure something other than whole layers."""
-    group = bench.add_argument_group("instead of timing whole layers")
-    mode = group.add_mutually_exclusive_group()
-    mode.add_argument(
-        "--steps",
-        action="store_true",
-        help="time every step of the layer alone, against its floor (FLOPs or bytes at the rates "
-        "of the same run), cuBLAS's product and QuACK's recorded one; default routing: balanced",
-    )
-    mode.add_argument(
-        "--memory",
-        action="store_true",
-        help="measure what the layers keep for backward and, on a GPU, the peak of each pass, "
-        "compared with the formula",
-    )
-    mode.add_argument(
-        "--rounding",
-        action="store_true",
-        help="time routing alone and the layer's forward and backward with top-k, with token "
-        "rounding to the nearest tile and with dropping",
-    )
-    mode.add_argument(
-        "--fp8",
-        action="store_true",
-        help="time the layer in FP8 against 16 bits, and the quantisation of its weights; default "
-        "routing: random",
-    )
-    mode.add_argument(
-        "--decode",
-        action="store_true",
-        help="time the layer without gradients on few tokens, in CUDA graphs over several sets of "
-        "weights, against its floor: the bytes of the experts hit at the same run's read rate",
-    )
-    mode.add_argument(
-        "--sweep",
-        type=int,
-        metavar="N",
-        help="time N random shapes against the bound; default routing: random",
-    )
-    mode.add_argument(
-        "--report",
-        type=_path,
-        metavar="FILE",
-        help="print a recorded benchmark's tables in Markdown; with --out also draw its plot",
-    )
-    _add_decode(group)
-    group.add_argument("--bias", action="store_true", help="with --steps: experts with biases")
-    group.add_argument(
-        "--quack",
-        action="store_true",
-        help="with --steps: time the installed QuACK's products instead of using recorded figures",
-    )
-
-
-def _add_decode(group: argparse._ArgumentGroup) -> None:
-    """Options of --decode only."""
-    group.add_argument(
-        "--tokens",
-        metavar="A,B",
-        help="with --decode: tokens per call (1 to 4096 on a GPU, 1,4,16 on the CPU; for --thiek "
-        "its T)",
-    )
-    group.add_argument(
-        "--parts",
-        metavar="A,B",
-        help="with --decode: any of experts (ids and weights given) and layer (with the router); "
-        "default: both",
-    )
-    group.add_argument(
-        "--peer",
-        type=_path,
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="with --decode: a Python file whose decode_candidates(layers, part) returns more "
-        "candidates by name; may be repeated",
-    )
-
-
-def _add_what(bench: argparse.ArgumentParser) -> None:
-    """Shapes, routings and candidates."""
-    add = bench.add_argument_group("what is timed").add_argument
-    add(
-        "--preset",
-        action="append",
-        default=[],
-        choices=[*NAMED, "all"],
-        metavar="NAME",
-        help=f"{', '.join(PRESETS)}, all; more by name: {', '.join(MORE_PRESETS)}; for the CPU: "
-        f"{', '.join(CPU_SHAPES)}; may be repeated (default: all on a GPU, these two on the CPU)",
-    )
-    add(
-        "--thiek",
-        action="append",
-        default=[],
-        metavar="T,H,I,E,K",
-        help="a shape of your own: tokens, hidden (a multiple of 8, at least experts), "
-        "intermediate, experts, top_k",
-    )
-    add(
-        "--device",
-        default="auto",
-        metavar="NAME",
-        help="auto, cpu, cuda or cuda:<index> (auto)",
-    )
-    add(
-        "--dtype",
-        default="auto",
-        choices=("auto", "bfloat16", "float16", "float32"),
-        help="auto is bfloat16 on a GPU and float32 on the CPU",
-    )
-    add(
-        "--routing",
-        metavar="A,B",
-        help="how rows spread over experts: any of balanced, random, zipf, or all (layers: random "
-        "and balanced, --steps: balanced, otherwise random); several are timed in the same rounds "
-        "and compared per row with balanced; with --decode any of random, zipf, hot (one expert "
-        "for every token), same (the same experts for all tokens)",
-    )
-    add(
-        "--candidates",
-        metavar="A,B",
-        help="any of guild, bound; floor, compiled, eager (GPU); plain (CPU); with --decode guild, "
-        "torch; default: all that the device has",
-    )
-    add(
-        "--num-sms",
-        type=int,
-        metavar="N",
-        help="also time Guild on N of the GPU's multiprocessors",
-    )
-    add(
-        "--sonicmoe",
-        action="store_true",
-        help="also time the layer of the installed SonicMoE",
-    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 
+import guild
+from forms import FORMS
 from guild import num_sms
 from guild.bench.candidates import (
     Bound,
@@ -20,16 +22,16 @@ from guild.bench.candidates import (
     Layer,
     LimitedLayer,
 )
+from guild.bench.form import LayerForm, PlainForm
 from guild.bench.layers import figures, measure
-from guild.bench.layers_table import bench_table
 from guild.bench.names import GPU_CANDIDATES, LIMITED, PRODUCTS
 from guild.bench.plan import BenchPlan
 from guild.bench.plots import plot_bench
 from guild.bench.presets import PRESETS, Shape, parse_shape
 from guild.bench.problem import ROUTINGS, make_problems, wanted_logits
 from guild.bench.reference import RESULTS, TOLERANCE, relative_errors
+from guild.bench.tables.layers import bench_table
 from guild.bench.timing import interleaved, median_ratio
-from guild.train.plain_moe import PlainMoE
 
 CPU = torch.device("cpu")
 TINY = Shape(tokens=48, hidden=32, intermediate=16, experts=8, top_k=2)
@@ -137,8 +139,10 @@ def test_one_expert_a_token(dtype: torch.dtype) -> None:
     assert errors["router_gradient"] > TOLERANCE[dtype]
 
 
-def check_layer(name: str, dtype: torch.dtype, device: torch.device) -> None:
-    problem = make_problems(TINY, "zipf", dtype, device)[0]
+def check_layer(
+    name: str, dtype: torch.dtype, device: torch.device, form: LayerForm | None = None
+) -> None:
+    problem = make_problems(TINY, "zipf", dtype, device, form=form)[0]
     layer = Layer(name, [problem])
     errors, _ = relative_errors(problem, layer.results())
     assert max(errors.values()) < TOLERANCE[dtype]
@@ -146,15 +150,30 @@ def check_layer(name: str, dtype: torch.dtype, device: torch.device) -> None:
         torch.testing.assert_close(got, want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["guild", "plain"])
-def test_layers_pass_the_check(name: str, dtype: torch.dtype) -> None:
-    check_layer(name, dtype, CPU)
+def test_layers_pass_the_check(name: str, dtype: torch.dtype, form: LayerForm) -> None:
+    check_layer(name, dtype, CPU, form)
 
 
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("name", ["guild", "compiled", "eager"])
-def test_layers_pass_the_check_on_a_gpu(name: str, gpu: str) -> None:
-    check_layer(name, torch.bfloat16, torch.device(gpu))
+def test_layers_pass_the_check_on_a_gpu(name: str, gpu: str, form: LayerForm) -> None:
+    check_layer(name, torch.bfloat16, torch.device(gpu), form)
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_an_expert_of_a_form_is_that_of_the_layer(form: LayerForm) -> None:
+    """One expert, whose score is 1, and the formula of `guild.Activation`."""
+    (problem,) = make_problems(Shape(9, 32, 16, 1, 1), "random", torch.float64, CPU, form=form)
+    weights = [w[0].detach() for w in problem.experts().values()]
+    w_up, w_down = (w.mT if form.transposed else w for w in weights[:2])
+    b_up, b_down = weights[2:] if form.bias else (None, None)
+    h = F.linear(problem.x, w_up, b_up)
+    activation = guild.Activation.named(form.activation)
+    truth = F.linear(activation(h, form.order), w_down, b_down)
+    torch.testing.assert_close(form.expert(problem.x, *weights), truth)
 
 
 def test_small_gpu_inputs_come_in_several_sets(gpu: str) -> None:
@@ -337,12 +356,12 @@ def test_measure_with_fewer_multiprocessors(gpu: str) -> None:
     assert case["figures"].keys() == set(names)
 
 
-class _WrongMoE(PlainMoE):
+class _WrongMoE(PlainForm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return 1.001 * super().forward(x)
 
 
-class _BrokenMoE(PlainMoE):
+class _BrokenMoE(PlainForm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("no kernel for this\nand a second line")
 

@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 
 import guild
+from forms import FORMS
 from guild.bench.decode import measure as bench_decode
 from guild.bench.decode.candidates import expected_output, own_candidate
 from guild.bench.decode.changes import add_changes
@@ -27,6 +28,7 @@ from guild.bench.decode.layers import (
 from guild.bench.decode.measure import decode_figures, measure_decode, work_of
 from guild.bench.decode.rates import Rates, measured_rates
 from guild.bench.decode.table import decode_table
+from guild.bench.form import LayerForm
 from guild.bench.plan import BenchPlan
 from guild.bench.plots import plot_decode
 from guild.bench.presets import DECODE_PRESETS, PRESETS, Shape
@@ -78,9 +80,14 @@ def quick_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_decode, "measured_rates", lambda *_: (Rates(1e3, 1e6), machine))
 
 
-def layers_of(routing: str, device: torch.device = CPU, dtype: Any = torch.float64) -> list:
+def layers_of(
+    routing: str,
+    device: torch.device = CPU,
+    dtype: Any = torch.float64,
+    form: LayerForm | None = None,
+) -> list:
     generator = torch.Generator(device).manual_seed(3)
-    weights = make_weights(TINY, dtype, device, generator)
+    weights = make_weights(TINY, form or LayerForm(), dtype, device, generator)
     return make_layers(weights, TINY, routing, 2 * len(weights), generator)
 
 
@@ -95,12 +102,13 @@ def test_routings() -> None:
     assert experts_hit(same) == TINY.top_k
 
 
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("routing", DECODE_ROUTINGS)
 @pytest.mark.parametrize("part", ["experts", "layer"])
 @pytest.mark.parametrize("name", ["guild", "torch"])
-def test_candidates_agree_with_float64(name: str, part: str, routing: str) -> None:
+def test_candidates_agree_with_float64(name: str, part: str, routing: str, form: LayerForm) -> None:
     """Every layer of the graph has its own tokens and weights."""
-    layers = layers_of(routing)
+    layers = layers_of(routing, form=form)
     call = own_candidate(name, layers, part)
     with torch.inference_mode():
         for layer in layers:

@@ -12,9 +12,9 @@ from rich.console import Console
 from torch import nn
 
 from guild.bench.memory import SLOT_BYTES, measure_memory, memory_formula, saved_tensors
-from guild.bench.memory_table import memory_table
 from guild.bench.plan import BenchPlan
 from guild.bench.presets import PRESETS, Shape
+from guild.bench.tables.memory import memory_table
 
 SHAPE = Shape(tokens=256, hidden=64, intermediate=128, experts=16, top_k=4)
 

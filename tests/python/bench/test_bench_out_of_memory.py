@@ -18,12 +18,12 @@ from guild.bench import layers, memory, rounding, steps, timing
 from guild.bench.decode.rates import Rates
 from guild.bench.decode.table import decode_table
 from guild.bench.float8.table import float8_table
-from guild.bench.layers_table import bench_table
-from guild.bench.memory_table import memory_table
 from guild.bench.plan import BenchPlan
 from guild.bench.presets import Shape
-from guild.bench.rounding_table import rounding_table
-from guild.bench.steps_table import steps_table
+from guild.bench.tables.layers import bench_table
+from guild.bench.tables.memory import memory_table
+from guild.bench.tables.rounding import rounding_table
+from guild.bench.tables.steps import steps_table
 from guild.bench.timing import interleaved
 
 CPU = torch.device("cpu")

@@ -19,7 +19,7 @@ from guild.bench.presets import Shape
 from guild.bench.record import read_record
 from guild.bench.report import full_table, markdown_tables, report, short_table
 from guild.bench.sweep import CPU_RANGES, GPU_RANGES, needed_bytes, random_shapes
-from guild.bench.sweep_table import sweep_table
+from guild.bench.tables.sweep import sweep_table
 from guild.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -14,7 +14,7 @@ from guild.bench import rounding as bench_rounding
 from guild.bench.plan import BenchPlan
 from guild.bench.presets import Shape
 from guild.bench.rounding import TILE, figures, measure_rounding
-from guild.bench.rounding_table import rounding_table
+from guild.bench.tables.rounding import rounding_table
 
 SHAPE = Shape(tokens=700, hidden=64, intermediate=32, experts=8, top_k=2)
 WAYS = {"top_k", "nearest", "dropping"}

@@ -19,13 +19,14 @@ from torch.utils._pytree import tree_leaves
 from guild.bench import quack
 from guild.bench import steps as bench_steps
 from guild.bench.chain import StepChain, in_turn, step_work
+from guild.bench.form import LayerForm
 from guild.bench.names import PRODUCTS
 from guild.bench.plan import BenchPlan
 from guild.bench.presets import PRESETS, Shape
 from guild.bench.problem import make_problems
 from guild.bench.reference import BIAS_RESULTS, RESULTS, relative_errors
 from guild.bench.steps import Yardsticks, measure_steps, step_figures
-from guild.bench.steps_table import steps_table
+from guild.bench.tables.steps import steps_table
 from guild.bench.timing import Replay, replayed
 
 CPU = torch.device("cpu")
@@ -54,7 +55,7 @@ def plan_of(device: torch.device, dtype: torch.dtype, **changes: Any) -> BenchPl
 @pytest.mark.parametrize("routing", ["random", "zipf"])
 def test_chain_is_right(routing: str, bias: bool) -> None:
     """The steps, run one after the other, give the layer's output and all gradients."""
-    (problem,) = make_problems(TINY, routing, torch.float64, CPU, bias=bias)
+    (problem,) = make_problems(TINY, routing, torch.float64, CPU, form=LayerForm(bias=bias))
     chain = StepChain(problem)
     for call in chain.calls.values():
         call()  # calling a step again changes nothing
@@ -64,7 +65,7 @@ def test_chain_is_right(routing: str, bias: bool) -> None:
 
 
 def test_the_check_sees_a_wrong_bias_gradient() -> None:
-    (problem,) = make_problems(TINY, "random", torch.float64, CPU, bias=True)
+    (problem,) = make_problems(TINY, "random", torch.float64, CPU, form=LayerForm(bias=True))
     chain = StepChain(problem)
     chain.db_up.fill_(float("nan"))
     chain.calls["down gradient"]()  # which computes them
@@ -127,7 +128,7 @@ def bytes_not_moved(chain: StepChain, step: str) -> int:
 def test_bytes_are_those_of_the_tensors(intermediate: int, dtype: torch.dtype, bias: bool) -> None:
     """The bytes counted are those that the library's ops take and return, each once."""
     shape = TINY._replace(intermediate=intermediate)
-    (problem,) = make_problems(shape, "random", dtype, CPU, bias=bias)
+    (problem,) = make_problems(shape, "random", dtype, CPU, form=LayerForm(bias=bias))
     chain = StepChain(problem)
     counted = {name: work.bytes for name, work in step_work(shape, dtype, bias).items()}
     held = {}
@@ -245,7 +246,7 @@ def check_record(record: dict[str, Any], bias: bool) -> None:
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
 def test_measure_record_and_table(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    record = measure_steps(plan_of(CPU, torch.float32), quiet(), bias)
+    record = measure_steps(plan_of(CPU, torch.float32, form=LayerForm(bias=bias)), quiet())
     assert record["mode"] == "steps"
     check_record(record, bias)
 

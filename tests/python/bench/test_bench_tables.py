@@ -27,12 +27,12 @@ from guild.bench.decode.measure import decode_figures, work_of
 from guild.bench.decode.rates import Rates
 from guild.bench.layers import figures, measure
 from guild.bench.names import PARTS
-from guild.bench.narrow_table import fit
 from guild.bench.plan import BenchPlan
 from guild.bench.presets import DECODE_PRESETS, PRESETS, Shape
 from guild.bench.record import read_record
-from guild.bench.steps_table import step_cells
-from guild.bench.tables import table_of
+from guild.bench.tables.by_mode import table_of
+from guild.bench.tables.narrow import fit
+from guild.bench.tables.steps import step_cells
 
 ROOT = Path(__file__).resolve().parents[3]
 PACKAGE = Path(guild.__file__).parent.parent

@@ -5,7 +5,8 @@ A file of candidates defines
     def decode_candidates(layers: list[DecodeLayer], part: str) -> dict[str, Callable]: ...
 
 which is called for every case and gives functions by name, each from one of these layers (x, ids,
-scores, w_up, w_down, router) to its output (tokens, hidden). `part` is "experts", which takes ids
+scores, w_up, w_down, router) to its output (tokens, hidden). Where a layer has other options than
+the default, its `form` has them, and its `weights` the biases. `part` is "experts", which takes ids
 and scores as given, or "layer", which computes them with the router's weights. The functions are
 captured in CUDA graphs; those that cannot be are timed without.
 """
@@ -24,33 +25,33 @@ from torch import Tensor
 import guild
 from guild.bench.candidates import module_of
 from guild.bench.decode.layers import DecodeLayer
-from guild.train.plain_moe import plain_expert, plain_experts, plain_moe
+from guild.bench.form import PlainForm
+from guild.train.plain_moe import plain_experts
 
 Candidate = Callable[[DecodeLayer], Tensor]
 
 
 def own_candidate(name: str, layers: list[DecodeLayer], part: str) -> Candidate:
     """ "guild" or "torch", for the experts alone or with the router."""
-    if name == "torch":
-        return _torch_experts if part == "experts" else _torch_layer
     if part == "experts":
-        return _guild_experts
+        return _torch_experts if name == "torch" else _guild_experts
+    make = PlainForm if name == "torch" else guild.MoE
     sets = {id(layer.weights): layer.weights for layer in layers}
-    modules = {key: module_of(guild.MoE, weights).eval() for key, weights in sets.items()}
+    modules = {key: module_of(make, weights).eval() for key, weights in sets.items()}
     return lambda layer: modules[id(layer.weights)](layer.x)
 
 
 def _guild_experts(layer: DecodeLayer) -> Tensor:
-    return guild.routed_experts(layer.x, layer.ids, layer.scores, layer.w_up, layer.w_down)
+    options = layer.form.options()
+    del options["bias"]
+    routed = layer.x, layer.ids, layer.scores
+    return guild.routed_experts(*routed, **layer.weights.experts(), **options)
 
 
 def _torch_experts(layer: DecodeLayer) -> Tensor:
-    return plain_experts(layer.x, layer.ids, layer.scores, layer.w_up, layer.w_down)[0]
-
-
-def _torch_layer(layer: DecodeLayer) -> Tensor:
-    weights = layer.router, layer.w_up, layer.w_down
-    return plain_moe(layer.x, *weights, layer.ids.shape[1])[0]
+    weights, form = layer.weights, layer.form
+    experts = *form.by_output(weights.w_up, weights.w_down), weights.b_up, weights.b_down
+    return plain_experts(layer.x, layer.ids, layer.scores, *experts, form.activate)[0]
 
 
 def peer_of(file: Path) -> Callable[[list[DecodeLayer], str], dict[str, Candidate]]:
@@ -82,6 +83,7 @@ def expected_output(layer: DecodeLayer) -> Tensor:
     out = torch.zeros_like(x)
     for e in layer.ids.unique().tolist():
         token, choice = (layer.ids == e).nonzero(as_tuple=True)
-        y = plain_expert(x[token], layer.w_up[e].to(exact), layer.w_down[e].to(exact))
+        mine = (weight[e].to(exact) for weight in layer.weights.experts().values())
+        y = layer.form.expert(x[token], *mine)
         out.index_add_(0, token, scores[token, choice, None] * y)
     return out

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from guild.bench.form import LayerForm
 from guild.bench.presets import Shape
 from guild.bench.problem import (
+    Weights,
     expect_memory,
     expect_routable,
     expert_weights,
@@ -26,28 +28,6 @@ _LEAST_LAYERS, _MOST_LAYERS = 10, 48
 _GRAPH_US = 2000.0  # layers are added up to this time, so that launching a graph is negligible
 _CPU_LAYERS = 2
 _MEMORY_SHARE = 0.6  # of the free memory, at most, for weights
-
-
-@dataclass(frozen=True)
-class Weights:
-    """One layer's parameters.
-
-    Attributes
-    ----------
-    shape : Shape
-        Its number of tokens is not used here.
-    router, w_up, w_down : torch.nn.Parameter
-        (experts, hidden), (experts, 2 * intermediate, hidden), (experts, hidden, intermediate).
-    """
-
-    shape: Shape
-    router: nn.Parameter
-    w_up: nn.Parameter
-    w_down: nn.Parameter
-
-    def state(self) -> dict[str, nn.Parameter]:
-        """The weights under the names of `guild.MoE`."""
-        return {"router.weight": self.router, "w_up": self.w_up, "w_down": self.w_down}
 
 
 @dataclass(frozen=True)
@@ -83,6 +63,11 @@ class DecodeLayer:
     def w_down(self) -> torch.Tensor:
         """(experts, hidden, intermediate)."""
         return self.weights.w_down
+
+    @property
+    def form(self) -> LayerForm:
+        """Other options; w_up and w_down are stored as it says."""
+        return self.weights.form
 
 
 def expert_bytes(shape: Shape, dtype: torch.dtype) -> int:
@@ -122,7 +107,11 @@ def expected_hits(shape: Shape) -> float:
 
 
 def make_weights(
-    shape: Shape, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+    shape: Shape,
+    form: LayerForm,
+    dtype: torch.dtype,
+    device: torch.device,
+    generator: torch.Generator,
 ) -> list[Weights]:
     """All sets of one shape.
 
@@ -135,10 +124,10 @@ def make_weights(
     made = []
     for _ in range(set_count(shape, dtype, device)):
         router = nn.Parameter(orthonormal_router(shape, dtype, device, generator))
-        weights = router, *expert_weights(shape, dtype, device, generator)
-        for weight in weights:
+        experts = expert_weights(shape, form, dtype, device, generator)
+        for weight in (router, *experts.values()):
             weight.requires_grad_(False)
-        made.append(Weights(shape, *weights))
+        made.append(Weights(shape=shape, form=form, router=router, **experts))
     return made
 
 

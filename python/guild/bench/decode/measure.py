@@ -21,7 +21,6 @@ from guild.bench.decode.candidates import Candidate, expected_output, own_candid
 from guild.bench.decode.changes import add_changes
 from guild.bench.decode.layers import (
     DecodeLayer,
-    Weights,
     expected_hits,
     expert_bytes,
     experts_hit,
@@ -33,6 +32,7 @@ from guild.bench.decode.rates import Rates, measured_rates
 from guild.bench.failures import note_failure, noting
 from guild.bench.plan import BenchPlan
 from guild.bench.presets import Shape
+from guild.bench.problem import Weights
 from guild.bench.record import record_head
 from guild.bench.reference import RelativeError, require_right
 from guild.bench.timing import (
@@ -69,7 +69,7 @@ def measure_decode(plan: BenchPlan, console: Console) -> dict[str, Any]:
             free_memory(plan.device)
             status.update(f"{name}: making weights")
             generator = torch.Generator(plan.device).manual_seed(plan.seed)
-            weights = make_weights(shape, plan.dtype, plan.device, generator)
+            weights = make_weights(shape, plan.form, plan.dtype, plan.device, generator)
             for routing in plan.routings:
                 for tokens in plan.tokens or (shape.tokens,):
                     status.update(f"{name}, {routing} routing: {tokens} tokens")
@@ -79,7 +79,8 @@ def measure_decode(plan: BenchPlan, console: Console) -> dict[str, Any]:
             del weights
             free_memory(plan.device)
     add_changes(cases)
-    return {**record_head(plan), "mode": "decode", "cases": cases}
+    head = {**record_head(plan), "form": plan.form.options()}
+    return {**head, "mode": "decode", "cases": cases}
 
 
 @torch.inference_mode()

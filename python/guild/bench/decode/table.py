@@ -7,6 +7,8 @@ from typing import Any
 from rich.console import Group
 from rich.table import Table
 
+from guild.bench.form import form_words
+
 Case = dict[str, Any]
 _PARTS = {"experts": "experts alone", "layer": "with the router"}
 _OWN = {"guild": "Guild"}
@@ -53,7 +55,8 @@ def _table(cases: list[Case], record: dict[str, Any]) -> Table:
     shown = [key for key in _OPTIONAL if key in given]
     table = Table(
         title=f"{first['name']} ({sizes}), {first['routing']} routing, {_PARTS[first['part']]}, "
-        f"{record['dtype']}, {record['device']}, medians of {record['rounds']} rounds",
+        f"{record['dtype']}{form_words(record)}, {record['device']}, medians of "
+        f"{record['rounds']} rounds",
         caption="; ".join(_notes(machine, shown)),
     )
     for heading in ("T", "experts hit", "floor us"):

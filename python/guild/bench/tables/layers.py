@@ -6,6 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
+from guild.bench.form import form_words
 from guild.bench.names import BASELINES, LIMITED, TITLES
 
 
@@ -21,8 +22,8 @@ def bench_table(record: dict[str, Any]) -> Table:
     timed = [name for name in TITLES if any(name in case["figures"] for case in cases)]
     baselines = [name for name in timed if name in BASELINES]
     table = Table(
-        title=f"{record['device']}, {record['dtype']}, torch {record['torch']}, medians of "
-        f"{record['rounds']} rounds",
+        title=f"{record['device']}, {record['dtype']}{form_words(record)}, torch "
+        f"{record['torch']}, medians of {record['rounds']} rounds",
         caption="; ".join(_notes(timed)),
     )
     for heading in ("shape", "routing", "pass"):

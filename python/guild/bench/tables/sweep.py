@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
+from guild.bench.form import form_words
 from guild.bench.names import PASSES
 
 
@@ -20,7 +21,7 @@ def sweep_table(record: dict[str, Any]) -> Table:
     """
     table = Table(
         title=f"{len(record['cases'])} random shapes, seed {record['seed']}; {record['device']}, "
-        f"{record['dtype']}, medians of {record['rounds']} rounds",
+        f"{record['dtype']}{form_words(record)}, medians of {record['rounds']} rounds",
         caption="forward / backward; over bound: the time over that of cuBLAS's bare, balanced "
         "products; error: the largest relative error",
     )

@@ -8,11 +8,11 @@ from rich.console import RenderableType
 
 from guild.bench.decode.table import decode_table
 from guild.bench.float8.table import float8_table
-from guild.bench.layers_table import bench_table
-from guild.bench.memory_table import memory_table
-from guild.bench.rounding_table import rounding_table
-from guild.bench.steps_table import steps_table
-from guild.bench.sweep_table import sweep_table
+from guild.bench.tables.layers import bench_table
+from guild.bench.tables.memory import memory_table
+from guild.bench.tables.rounding import rounding_table
+from guild.bench.tables.steps import steps_table
+from guild.bench.tables.sweep import sweep_table
 
 _TABLES = {
     "decode": decode_table,

@@ -1,0 +1,1 @@
+"""Records of `guild bench` as tables for the terminal."""
