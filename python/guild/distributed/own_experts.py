@@ -6,17 +6,22 @@ call notes its ranks on them, for `clip_grad_norm_`, and refuses what would mix 
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from guild._torch.checks import has_memory
 from guild.distributed.ranks import Ranks
+
+try:  # FSDP2's own records, by module
+    from torch.distributed._composable_state import _module_state_mapping as _states
+except ImportError:  # a torch without them: what FSDP2 shards is not noticed
+    _states = {}
 
 _NOTE = "_guild_ranks"
 # Where a module's replicas lie, parameters and buffers: they may be many, and calls are frequent.
@@ -41,9 +46,13 @@ def number_of(layer: nn.Module | None, experts: list[Tensor], ranks: Ranks) -> i
     ValueError
         If FSDP or DistributedDataParallel takes the experts for replicas.
     """
-    _expect_no_replicas(layer, experts, ranks.everyone)
-    for tensor in experts:
-        if tensor.requires_grad and tensor.is_leaf and ranks_of(tensor) is not ranks.group:
+    new = [tensor for tensor in experts if ranks_of(tensor) is not ranks.group]
+    _expect_not_flattened(experts)
+    if _states and new and not (layer is not None and isinstance(layer.w_up, DTensor)):
+        _expect_not_sharded(new, ranks.everyone)
+    _expect_not_averaged(experts, ranks.everyone)
+    for tensor in new:
+        if tensor.requires_grad and tensor.is_leaf:
             setattr(tensor, _NOTE, _Note(ranks.group))
     return 0 if layer is None else layer._number
 
@@ -54,20 +63,53 @@ def ranks_of(parameter: Tensor) -> dist.ProcessGroup | None:
     return None if note is None else note.group
 
 
-def _expect_no_replicas(layer: nn.Module | None, experts: list[Tensor], ranks: list[int]) -> None:
-    """ranks: those that share the experts, by their numbers among all."""
+def _expect_not_flattened(experts: list[Tensor]) -> None:
     if any(getattr(t, "_fsdp_flattened", False) for t in (*experts, *(t._base for t in experts))):
         raise ValueError(
             "expert_group: expected experts in the ignored_states of FullyShardedDataParallel, got "
             "some that it has sharded as if they were the same on every rank"
         )
-    if layer is not None and not isinstance(layer.w_up, DTensor):
-        if any(len({*ranks} & _sharded_over(h)) > 1 for h in layer._state_dict_pre_hooks.values()):
-            raise ValueError(
-                "expert_group: expected experts in the ignored_params of fully_shard, or "
-                "guild.distribute_experts in place of expert_group; got experts that FSDP2 has "
-                "sharded as if they were the same on every rank"
-            )
+
+
+def _expect_not_sharded(experts: list[Tensor], ranks: list[int]) -> None:
+    """ranks: those that share the experts, by their numbers among all."""
+    places = {t.untyped_storage().data_ptr() for t in experts if has_memory(t)} - {0}
+    if any(_holds(group, places) and _is_over(group, ranks) for group in _fsdp_groups()):
+        raise ValueError(
+            "expert_group: expected experts in the ignored_params of fully_shard, or "
+            "guild.distribute_experts in place of expert_group; got experts that FSDP2 has "
+            "sharded as if they were the same on every rank"
+        )
+
+
+def _fsdp_groups() -> Iterator[Any]:
+    """Parameters that FSDP2 gathers together, as it records them: those of all modules."""
+    for held in [*_states.values()]:
+        state = held() if isinstance(held, ReferenceType) else held
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # torch 2.10 has one
+            groups = [getattr(state, "_fsdp_param_group", None)]
+        yield from groups
+
+
+def _holds(group: Any, places: set[int]) -> bool:
+    """Whether a parameter that is gathered now is in one of these places."""
+    if not getattr(group, "is_unsharded", False):
+        return False
+    whole = (getattr(one, "_unsharded_param", None) for one in getattr(group, "fsdp_params", ()))
+    # DTensors are this rank's part of experts that are known to be distributed.
+    plain = (t for t in whole if isinstance(t, Tensor) and has_memory(t))
+    return any(tensor.untyped_storage().data_ptr() in places for tensor in plain)
+
+
+def _is_over(group: Any, ranks: list[int]) -> bool:
+    """Whether more than one of the ranks have a part of it."""
+    mesh = getattr(getattr(group, "mesh_info", None), "mesh", None)
+    return mesh is not None and len({*ranks} & {*mesh.mesh.flatten().tolist()}) > 1
+
+
+def _expect_not_averaged(experts: list[Tensor], ranks: list[int]) -> None:
+    """ranks: as in `_expect_not_sharded`."""
     ddp = DistributedDataParallel._get_active_ddp_module()
     if ddp is None or len({*ranks} & {*dist.get_process_group_ranks(ddp.process_group)}) < 2:
         return
@@ -79,12 +121,3 @@ def _expect_no_replicas(layer: nn.Module | None, experts: list[Tensor], ranks: l
             "that it has overwritten with another rank's; make the model again and call "
             "guild.distributed.placement.leave_out_experts(model) before DistributedDataParallel"
         )
-
-
-def _sharded_over(hook: Callable[..., object]) -> set[int]:
-    """All ranks of FSDP2, from the hook for state dicts that it gives a layer with parameters."""
-    if not hook.__module__.startswith("torch.distributed.fsdp."):
-        return set()
-    parameters = inspect.getclosurevars(hook).nonlocals.get("self")
-    mesh = getattr(getattr(parameters, "mesh_info", None), "mesh", None)
-    return set() if mesh is None else {*mesh.mesh.flatten().tolist()}

@@ -6,17 +6,21 @@ Run by test_four_ranks.py.
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import guild
+from guild.distributed import own_experts
 from guild.distributed.placement import clip_grad_norm_, leave_out_experts
 from processes import gathered
 
@@ -98,6 +102,90 @@ def experts_in_buffers(rank: int) -> None:
         DistributedDataParallel(module)(x)
 
 
+class _Own(nn.Module):
+    """Parameters that a call over ranks gets as they are, in pairs, lists or LoRA terms."""
+
+    def __init__(self, group: guild.ExpertParallel, kind: str = "whole") -> None:
+        super().__init__()
+        self.group, self.kind = group, kind
+        self.router = nn.Linear(16, 8, bias=False)
+        shapes = {"up": (24, 16), "down": (16, 12), "a": (3, 16), "b": (24, 3)}
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(2, *shape)))
+
+    def experts(self) -> list[nn.Parameter]:
+        return [self.up, self.down, self.a, self.b]
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores, ids = self.router(x).softmax(-1).topk(2)
+        w_up: Any = self.up
+        w_down: Any = self.down
+        more: dict[str, Any] = {}
+        if self.kind == "halves":
+            w_up = self.up[:, 12:], self.up[:, :12]
+        elif self.kind == "lists":
+            w_up, w_down = [*self.up.unbind()][::-1], [*self.down.unbind()]
+        elif self.kind == "lora":
+            w_up, w_down = w_up.detach().clone(), w_down.detach().clone()
+            more["lora_up"] = guild.LoRA(self.a, self.b)
+        return self.group.routed_experts(x, ids, scores, w_up, w_down, **more)
+
+
+def experts_without_a_layer(rank: int) -> None:
+    """FSDP2 over a module of one's own is refused as well, over whatever the call gets of it."""
+    group = guild.ExpertParallel()
+    everyone = init_device_mesh("cpu", (dist.get_world_size(),))
+    x = torch.randn(6, 16)
+    refused = pytest.raises(ValueError, match=r"^expert_group: .* that FSDP2 has sharded")
+
+    def model(kind: str = "whole", over: guild.ExpertParallel = group) -> _Own:
+        torch.manual_seed(rank)
+        return _Own(over, kind)
+
+    for kind in ("whole", "halves", "lists", "lora"):
+        for frozen in (False, True):
+            sharded = model(kind)
+            for weight in sharded.experts():
+                weight.requires_grad_(not frozen)
+            with refused:
+                fully_shard(nn.Sequential(sharded), mesh=everyone)(x)
+    called = model()
+    called(x)  # the notes of a call do not outlast fully_shard
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for sharded, how in ((called, {}), (model(), {"mp_policy": half})):
+        with refused:
+            fully_shard(sharded, mesh=everyone, **how)(x)
+    left = model()
+    fully_shard(left, mesh=everyone, ignored_params={*left.experts()})
+    pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "experts"))
+    twins = model(over=guild.ExpertParallel(pairs["experts"]))
+    fully_shard(twins, mesh=pairs["data"])
+    for allowed in (left, twins):
+        allowed(x).sum().backward()
+
+
+def records_of_other_torches(rank: int) -> None:
+    """FSDP2's records as torch 2.10 has them, and with nothing that Guild knows of."""
+    model = _Own(guild.ExpertParallel())
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    model.unshard()
+    state = model._get_fsdp_state()
+    group = next(iter(getattr(state, "_fsdp_param_groups", ())), None) or state._fsdp_param_group
+    x = torch.randn(4, 16)
+    for state, known in (
+        (SimpleNamespace(_fsdp_param_group=group), True),
+        (SimpleNamespace(_fsdp_param_group=None), False),
+        (SimpleNamespace(_fsdp_param_groups=[SimpleNamespace(is_unsharded=True)]), False),
+        (SimpleNamespace(), False),
+    ):
+        with mock.patch.object(own_experts, "_states", {model: state}):
+            if known:
+                with pytest.raises(ValueError, match=r"^expert_group: .* that FSDP2 has sharded"):
+                    model.forward(x)
+            else:
+                assert torch.isfinite(model.forward(x)).all()
+
+
 def low_rank_terms_of_experts(rank: int) -> None:
     """LoRA terms of a rank's experts count in a norm over all ranks."""
     group = guild.ExpertParallel()
@@ -143,6 +231,8 @@ def tied_experts(rank: int) -> None:
 CHECKS = (
     group_of_experts,
     experts_in_buffers,
+    experts_without_a_layer,
+    records_of_other_torches,
     low_rank_terms_of_experts,
     cached_codes,
     tied_experts,
