@@ -47,7 +47,7 @@ from guild.distributed.passage import Collect, Dispatch
 from guild.distributed.peer_layer import PeerExperts
 from guild.distributed.peer_traffic import PeerTraffic, plan_peer_traffic
 from guild.distributed.peers import Peers, peers_of
-from guild.distributed.ranks import Ranks, process_group_of
+from guild.distributed.ranks import ENGINES, Ranks, process_group_of
 from guild.distributed.stepwise import StepwiseExperts
 from guild.distributed.traffic import Traffic, plan_traffic
 from guild.expert_arguments import expect_later
@@ -118,7 +118,7 @@ class ExpertParallel:
         capacity: float | None = None,
     ) -> None:
         expect_flag("exact", exact)
-        expect_choice("engine", engine, ("auto", "peer", "nccl"))
+        expect_choice("engine", engine, ENGINES)
         if max_tokens is not None:
             expect_count("max_tokens", max_tokens, 1)
         if capacity is not None:
@@ -129,7 +129,7 @@ class ExpertParallel:
         self.exact, self._engine = exact, engine
         self._room = max_tokens, capacity
         self._peers: dict[torch.device, Peers | None] = {}  # None: the process group's engine
-        self._ranks = Ranks(process_group_of(group), float(timeout))
+        self._ranks = Ranks(process_group_of(group), float(timeout), engine)
         self._layers = 0
 
     @property
@@ -189,9 +189,8 @@ class ExpertParallel:
         facts: dict[str, int],
     ) -> tuple[Traffic | PeerTraffic, Tensor]:
         """Tell every rank what comes -> traffic, scores of this rank's experts."""
-        lists = token_offsets is not None
-        peers = self._peers.get(x.device) if lists else self._peers_on(x.device)
-        if peers is not None and not lists:
+        peers = self._peers_on(x.device)
+        if peers is not None and token_offsets is None:
             return plan_peer_traffic(peers, x, ids, scores, experts, facts)
         if peers is not None:
             peers.meet_first(facts)  # ranks without lists would be there

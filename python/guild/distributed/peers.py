@@ -279,15 +279,15 @@ def peers_of(
     Raises
     ------
     ValueError
-        If engine="peer" was asked for and the ranks cannot reach each other's memory.
+        If a rank asked for engine="peer" and they cannot reach each other's memory.
     RuntimeError
         If a rank is gone or late, or in a pass of another engine.
     """
     if engine == "nccl" or (engine == "auto" and device.type != "cuda"):
         return None
-    ranks.meet(device)
+    asked = ranks.meet(device)
     why = why_not(ranks.group, device)
-    if why and engine == "peer":
+    if why and "peer" in asked:
         raise ValueError(
             f"engine: expected ranks that reach each other's memory for 'peer', got some that do "
             f"not: {why}"

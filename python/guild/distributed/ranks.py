@@ -33,6 +33,8 @@ _WORDS = 24  # of the first message of a pass
 _END_OF_RECOMPUTATION = getattr(torch.utils.checkpoint, "_StopRecomputationError", ())
 
 PASSES = "forward", "backward of the output", "backward of the tokens", "choice of an engine"
+ENGINES = "auto", "peer", "nccl"
+_FORWARD, _CHOICE = 0, 3  # in PASSES
 
 # How many were made of each process group, by its name, which all of its ranks know.
 _numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
@@ -47,10 +49,13 @@ class Ranks:
         The ranks.
     timeout : float
         Seconds that one rank waits for another.
+    engine : str
+        The one of `ENGINES` that this rank asked for.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
+    def __init__(self, group: dist.ProcessGroup, timeout: float, engine: str) -> None:
         self.group, self.timeout = group, timeout
+        self._engine = ENGINES.index(engine)
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.everyone = dist.get_process_group_ranks(group)  # numbers among all ranks
         self._number = next(_numbers[group.group_name])  # the same on every rank of the group
@@ -119,7 +124,8 @@ class Ranks:
         """
         self._expect_group()
         self.calls += 1
-        own = torch.tensor([0, self.calls, *facts.values()], device=counts.device)
+        words = _FORWARD, self.calls, self._engine, *facts.values()
+        own = torch.tensor(words, device=counts.device)
         sent = torch.cat((own.expand(self.size, -1), counts.t()), 1)
         sent = F.pad(sent, (0, _WORDS - sent.shape[1]))
         received = torch.empty_like(sent)
@@ -130,9 +136,10 @@ class Ranks:
             both = torch.cat((both, doubt.expand(2, self.size, 1)), 2)
         sent_rows, received_rows = self._on_host(both).tolist()
         _expect_same_pass(received_rows, [0])
-        names = ("pass", "call", *facts)
+        names = ("pass", "call", "engine", *facts)
         for place, name in enumerate(names):
-            expect_same(name, {r: row[place] for r, row in enumerate(received_rows)})
+            if name != "engine":  # "auto" may stand for any
+                expect_same(name, {r: row[place] for r, row in enumerate(received_rows)})
         if doubt is not None and any(row[-1] for row in received_rows):
             raise RuntimeError(BACKWARD_ORDER)
         first, last = len(names), len(names) + counts.shape[0]
@@ -141,17 +148,24 @@ class Ranks:
             for rows in (sent_rows, received_rows)
         )
 
-    def meet(self, device: torch.device) -> None:
+    def meet(self, device: torch.device) -> set[str]:
         """Wait for all ranks, before they choose an engine in a way that has no time limit.
+
+        Returns
+        -------
+        set of str
+            The engines that they asked for.
 
         Raises
         ------
         RuntimeError
             If a rank is gone or does not answer in time, or is in a pass already.
         """
-        choice = PASSES.index("choice of an engine")
-        _, others = self._pass_and_call(choice, self.calls + 1, device, "forward")
-        _expect_same_pass(self._on_host(others).tolist(), [0])
+        what = {"device": device, "what": "forward", "engine": self._engine}
+        _, others = self._pass_and_call(_CHOICE, self.calls + 1, **what)
+        by_rank = self._on_host(others).tolist()
+        _expect_same_pass(by_rank, [0])
+        return {ENGINES[row[2]] for row in by_rank}
 
     def agree_backward(self, call: int, like: Tensor, half: int = 1) -> None:
         """Check that all ranks run the backward of the same forward.
@@ -173,11 +187,11 @@ class Ranks:
         self._doubt = differs if self._doubt is None else self._doubt | differs
 
     def _pass_and_call(
-        self, number: int, call: int, device: torch.device, what: str
+        self, number: int, call: int, device: torch.device, what: str, engine: int = 0
     ) -> tuple[Tensor, Tensor]:
         """A pass's first message, with no more to say: this rank's words and the others'."""
         self._expect_group()
-        own = torch.tensor([number, call], device=device)
+        own = torch.tensor([number, call, engine], device=device)
         own = F.pad(own, (0, _WORDS - own.shape[0])).expand(self.size, -1).contiguous()
         others = torch.empty_like(own)
         self._all_to_all(others, own, None, None, what)
@@ -354,8 +368,12 @@ def _by_rank(values: dict[int, object]) -> str:
 def _expect_same_pass(by_rank: list[list[int]], words: Sequence[int]) -> None:
     """Raise RuntimeError where these words differ, of which 0 is the pass and 1 its call."""
     if any(row[word] != by_rank[0][word] for row in by_rank for word in words):
-        found = {r: f"{PASSES[row[0]]} of call {row[1]}" for r, row in enumerate(by_rank)}
-        raise RuntimeError(f"{BACKWARD_ORDER}, got {_by_rank(found)}")
+        found = _by_rank({r: f"{PASSES[row[0]]} of call {row[1]}" for r, row in enumerate(by_rank)})
+        if {row[0] for row in by_rank} == {_FORWARD, _CHOICE}:  # 2: the engine asked for
+            engines = {r: repr(ENGINES[row[2]]) for r, row in enumerate(by_rank)}
+            if len({*engines.values()}) > 1:
+                found += f"; engine is {_by_rank(engines)}"
+        raise RuntimeError(f"{BACKWARD_ORDER}, got {found}")
 
 
 def expect_same(name: str, by_rank: dict[int, int]) -> None:

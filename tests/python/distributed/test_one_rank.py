@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import guild
 from guild._torch.gradients import wanted_bits
 from guild._torch.operators import LayerFlags, ops
 from guild.distributed.peer_memory import _place
+from guild.distributed.peers import peers_of
 from layers import ACTIVATIONS, Case, Layer, make_layer, moved
 
 SMALL = Case("small", 40, 64, 48, 4, 2, "sentinel", frozenset())
@@ -148,3 +150,14 @@ def test_place_leaves_no_file_open() -> None:
         warnings.simplefilter("always", ResourceWarning)
         kind, host, *_ = _place(torch.device("cpu"))
     assert kind == "cpu" and host and not said
+
+
+def test_an_engine_that_one_rank_asks_for() -> None:
+    """Where it cannot run, the others raise too, whose "auto" would take another."""
+    ranks = mock.Mock()
+    ranks.meet.return_value = {"auto", "peer"}
+    with mock.patch("guild.distributed.peers.why_not", lambda *_: "they are far apart"):
+        with pytest.raises(ValueError, match=r"^engine: expected .* for 'peer', .* far apart$"):
+            peers_of(ranks, torch.device("cuda"), "auto", None, None, False)
+        ranks.meet.return_value = {"auto"}
+        assert peers_of(ranks, torch.device("cuda"), "auto", None, None, False) is None
