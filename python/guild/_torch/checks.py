@@ -179,7 +179,7 @@ def expect_out_apart(out: Tensor, others: Iterable[tuple[str, Tensor]]) -> None:
 def expect_all_apart(written: dict[str, Tensor], read: dict[str, Tensor]) -> None:
     """Raise if a tensor that is written to shares memory with another one of either kind."""
     named = {**read, **written}
-    places = [(*_ends(t), name) for name, t in named.items() if t.numel() and has_memory(t)]
+    places = [(*ends_of(t), name) for name, t in named.items() if t.numel() and has_memory(t)]
     places.sort()
     for i, (_, end, name) in enumerate(places):
         for start, _, other in places[i + 1 :]:
@@ -194,7 +194,7 @@ def _share_memory(a: Tensor, b: Tensor) -> bool:
     """Whether any byte belongs to both."""
     if not (a.numel() and b.numel() and a.device == b.device and has_memory(a, b)):
         return False
-    (first, end), (other_first, other_end) = _ends(a), _ends(b)
+    (first, end), (other_first, other_end) = ends_of(a), ends_of(b)
     if max(first, other_first) >= min(end, other_end):
         return False
     # With i an index of a and j one of b, a common byte has sum(stride_a i) - sum(stride_b j) =
@@ -238,7 +238,7 @@ def _byte_steps(t: Tensor) -> list[tuple[int, int]]:
     return [*steps, (width, 1)]
 
 
-def _ends(t: Tensor) -> tuple[int, int]:
+def ends_of(t: Tensor) -> tuple[int, int]:
     """The address of the first byte, and the one after the last."""
     first = t.data_ptr()
     return first, first + 1 + sum((size - 1) * stride for size, stride in _byte_steps(t))

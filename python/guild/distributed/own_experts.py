@@ -6,6 +6,7 @@ call notes its ranks on them, for `clip_grad_norm_`, and refuses what would mix 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from guild._torch.checks import has_memory
+from guild._torch.checks import ends_of, has_memory
 from guild.distributed.ranks import Ranks
 
 try:  # FSDP2's own records, by module
@@ -24,8 +25,9 @@ except ImportError:  # a torch without them: what FSDP2 shards is not noticed
     _states = {}
 
 _NOTE = "_guild_ranks"
-# Where a module's replicas lie, parameters and buffers: they may be many, and calls are frequent.
-_averaged: WeakKeyDictionary[DistributedDataParallel, set[int]] = WeakKeyDictionary()
+# Where a module's replicas begin and end, parameters and buffers, in the order of their addresses:
+# they may be many, and calls are frequent.
+_averaged: WeakKeyDictionary[DistributedDataParallel, list[tuple[int, int]]] = WeakKeyDictionary()
 
 
 class _Note:
@@ -50,7 +52,7 @@ def number_of(layer: nn.Module | None, experts: list[Tensor], ranks: Ranks) -> i
     _expect_not_flattened(experts)
     if _states and new and not (layer is not None and isinstance(layer.w_up, DTensor)):
         _expect_not_sharded(new, ranks.everyone)
-    _expect_not_averaged(experts, ranks.everyone)
+    _expect_not_averaged(layer, experts, ranks.everyone)
     for tensor in new:
         if tensor.requires_grad and tensor.is_leaf:
             setattr(tensor, _NOTE, _Note(ranks.group))
@@ -108,16 +110,27 @@ def _is_over(group: Any, ranks: list[int]) -> bool:
     return mesh is not None and len({*ranks} & {*mesh.mesh.flatten().tolist()}) > 1
 
 
-def _expect_not_averaged(experts: list[Tensor], ranks: list[int]) -> None:
+def _expect_not_averaged(layer: nn.Module | None, experts: list[Tensor], ranks: list[int]) -> None:
     """ranks: as in `_expect_not_sharded`."""
     ddp = DistributedDataParallel._get_active_ddp_module()
     if ddp is None or len({*ranks} & {*dist.get_process_group_ranks(ddp.process_group)}) < 2:
         return
     if ddp not in _averaged:
-        _averaged[ddp] = {t.data_ptr() for t in (*ddp._module_parameters, *ddp.modules_buffers)}
-    if any(tensor.data_ptr() in _averaged[ddp] for tensor in experts):
+        held = *ddp._module_parameters, *ddp.modules_buffers
+        _averaged[ddp] = sorted(ends_of(t) for t in held if t.numel() and has_memory(t))
+    if any(_lies_in(tensor, _averaged[ddp]) for tensor in experts):
+        call = "model" if layer is not None else "model, experts"
         raise ValueError(
             "expert_group: expected experts that DistributedDataParallel leaves alone, got some "
             "that it has overwritten with another rank's; make the model again and call "
-            "guild.distributed.placement.leave_out_experts(model) before DistributedDataParallel"
+            f"guild.distributed.placement.leave_out_experts({call}) before DistributedDataParallel"
         )
+
+
+def _lies_in(tensor: Tensor, places: list[tuple[int, int]]) -> bool:
+    """Whether it shares memory with one of the places."""
+    if not (tensor.numel() and has_memory(tensor)):
+        return False
+    first, end = ends_of(tensor)
+    before = bisect_left(places, (end,))  # those that begin before its end
+    return before > 0 and places[before - 1][1] > first

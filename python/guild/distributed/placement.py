@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement
 from torch.nn.parallel import DistributedDataParallel
 
-from guild._torch.checks import expect_positive
+from guild._torch.checks import expect_positive, expect_tensor
 from guild.distributed.expert_parallel import TIMEOUT, ExpertParallel
 from guild.distributed.own_experts import ranks_of
 from guild.moe import MoE
@@ -115,12 +115,16 @@ def layers_of(module: nn.Module) -> list[MoE]:
     ValueError
         If there is none.
     """
-    layers = [part for part in module.modules() if isinstance(part, MoE)]
+    layers = _layers_in(module)
     if not layers:
         raise ValueError(
             f"module: expected one with a guild.MoE in it, got a {type(module).__name__} without"
         )
     return layers
+
+
+def _layers_in(module: nn.Module) -> list[MoE]:
+    return [part for part in module.modules() if isinstance(part, MoE)]
 
 
 def expert_weights(module: nn.Module) -> set[nn.Parameter]:
@@ -148,7 +152,7 @@ def expert_weights(module: nn.Module) -> set[nn.Parameter]:
     return {weight for weight in weights if weight is not None}
 
 
-def leave_out_experts(module: nn.Module) -> None:
+def leave_out_experts(module: nn.Module, experts: Tensor | Iterable[Tensor] = ()) -> None:
     """Have DistributedDataParallel(module), called next, leave experts on several ranks alone.
 
     It would overwrite them with the first rank's and average their gradients. These remain sums
@@ -158,20 +162,39 @@ def leave_out_experts(module: nn.Module) -> None:
     ----------
     module : torch.nn.Module
         What DistributedDataParallel gets.
+    experts : torch.Tensor or iterable of torch.Tensor
+        Its parameters and buffers that hold this rank's experts without a `guild.MoE`, as those of
+        a module of your own that calls `ExpertParallel.routed_experts`; LoRA terms, too.
 
     Raises
     ------
-    ValueError
-        If the module has no `guild.MoE`.
+    TypeError, ValueError
+        If experts are not parameters or buffers of the module, or there are none and it has no
+        `guild.MoE`.
     """
-    groups = [(layer, layer.expert_group) for layer in layers_of(module)]
-    shared = [layer for layer, group in groups if group is not None and group.size > 1]
-    kept = set().union(*map(expert_weights, shared))
-    every = module.named_parameters(remove_duplicate=False)
-    names = {name for name, parameter in every if parameter in kept}
+    named = [*module.named_parameters(remove_duplicate=False)]
+    named += module.named_buffers(remove_duplicate=False)
+    kept = _own_experts(experts, {tensor for _, tensor in named})
+    for layer in layers_of(module) if not kept else _layers_in(module):
+        if layer.expert_group is not None and layer.expert_group.size > 1:
+            kept |= expert_weights(layer)
+    names = {name for name, tensor in named if tensor in kept}
     names |= {f".{name}" for name in names if "." not in name}  # DDP's own name for the module's
     names |= {*getattr(module, "_ddp_params_and_buffers_to_ignore", ())}
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
+
+
+def _own_experts(experts: Tensor | Iterable[Tensor], held: set[Tensor]) -> set[Tensor]:
+    """The experts that `leave_out_experts` is given; held: all tensors of its module."""
+    given = [experts] if isinstance(experts, Tensor) else list(experts)
+    for tensor in given:
+        expect_tensor("experts", tensor)
+        if tensor not in held:
+            raise ValueError(
+                "experts: expected parameters or buffers of the module, got a tensor of shape "
+                f"{tuple(tensor.shape)} that is none of them"
+            )
+    return set(given)
 
 
 def shard_layers(

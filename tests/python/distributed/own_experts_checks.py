@@ -97,9 +97,14 @@ class _Frozen(nn.Module):
 def experts_in_buffers(rank: int) -> None:
     """DistributedDataParallel overwrites buffers, too."""
     module, x = _Frozen(guild.ExpertParallel()), torch.randn(4, 32)
-    assert torch.isfinite(module(x)).all()
+    out = module(x)
     with pytest.raises(ValueError, match=r"^expert_group: .* DistributedDataParallel"):
-        DistributedDataParallel(module)(x)
+        DistributedDataParallel(copy.deepcopy(module))(x)
+    leave_out_experts(module, iter([module.w_up, module.w_down]))
+    assert torch.equal(DistributedDataParallel(module)(x), out)
+
+
+_KINDS = "whole", "halves", "lists", "part", "lora"
 
 
 class _Own(nn.Module):
@@ -111,7 +116,8 @@ class _Own(nn.Module):
         self.router = nn.Linear(16, 8, bias=False)
         shapes = {"up": (24, 16), "down": (16, 12), "a": (3, 16), "b": (24, 3)}
         for name, shape in shapes.items():
-            self.register_parameter(name, nn.Parameter(torch.randn(2, *shape)))
+            weight = nn.Parameter(torch.randn(2 + (kind == "part"), *shape))
+            self.register_parameter(name, weight)
 
     def experts(self) -> list[nn.Parameter]:
         return [self.up, self.down, self.a, self.b]
@@ -125,6 +131,8 @@ class _Own(nn.Module):
             w_up = self.up[:, 12:], self.up[:, :12]
         elif self.kind == "lists":
             w_up, w_down = [*self.up.unbind()][::-1], [*self.down.unbind()]
+        elif self.kind == "part":
+            w_up, w_down = self.up[1:], self.down[1:]
         elif self.kind == "lora":
             w_up, w_down = w_up.detach().clone(), w_down.detach().clone()
             more["lora_up"] = guild.LoRA(self.a, self.b)
@@ -142,7 +150,7 @@ def experts_without_a_layer(rank: int) -> None:
         torch.manual_seed(rank)
         return _Own(over, kind)
 
-    for kind in ("whole", "halves", "lists", "lora"):
+    for kind in _KINDS:
         for frozen in (False, True):
             sharded = model(kind)
             for weight in sharded.experts():
@@ -162,6 +170,34 @@ def experts_without_a_layer(rank: int) -> None:
     fully_shard(twins, mesh=pairs["data"])
     for allowed in (left, twins):
         allowed(x).sum().backward()
+
+
+def averaged_without_a_layer(rank: int) -> None:
+    """DistributedDataParallel, unless it is told what to leave alone."""
+    group, x = guild.ExpertParallel(), torch.randn(6, 16)
+    for kind in _KINDS:
+        torch.manual_seed(rank)
+        model = _Own(group, kind)
+        refused = r"^expert_group: .*leave_out_experts\(model, experts\) before"
+        with pytest.raises(ValueError, match=refused):
+            DistributedDataParallel(copy.deepcopy(model), find_unused_parameters=True)(x)
+        kept = [weight.clone() for weight in model.experts()]
+        leave_out_experts(model, model.experts())
+        DistributedDataParallel(model)(x).sum().backward()
+        assert all(map(torch.equal, model.experts(), kept))
+    leave_out_experts(other := nn.Sequential(_Own(group)), other[0].up)
+    assert other._ddp_params_and_buffers_to_ignore == {"0.up"}
+    for error, text, experts in (
+        (ValueError, r"^module: expected one with a guild.MoE", []),
+        (
+            ValueError,
+            r"^experts: expected .* of the module, got a tensor of shape \(2,\)",
+            x[:2, 0],
+        ),
+        (TypeError, r"^experts: expected a torch.Tensor, got str", ["up"]),
+    ):
+        with pytest.raises(error, match=text):
+            leave_out_experts(other, experts)
 
 
 def records_of_other_torches(rank: int) -> None:
@@ -232,6 +268,7 @@ CHECKS = (
     group_of_experts,
     experts_in_buffers,
     experts_without_a_layer,
+    averaged_without_a_layer,
     records_of_other_torches,
     low_rank_terms_of_experts,
     cached_codes,
