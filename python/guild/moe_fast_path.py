@@ -9,7 +9,7 @@ from types import NoneType
 import torch
 from torch import Tensor, nn
 
-from guild._torch.checks import expect_choice
+from guild._torch.checks import expect_choice, expect_count, expect_flag
 from guild._torch.layer_operator import infer_layer
 from guild._torch.operators import LayerFlags
 from guild.activations import is_interleaved
@@ -92,7 +92,7 @@ def _added(layer: nn.Module, x: Tensor, shared: nn.Module | None) -> tuple[Tenso
 def _prepared(layer: nn.Module) -> Tensor:
     """The layer's settings as the op takes them; made again when one of them changes.
 
-    Raises TypeError or ValueError if one that only training reads is wrong.
+    Raises TypeError or ValueError if one is wrong, also of those that only training reads.
     """
     settings = (
         layer.top_k,
@@ -103,11 +103,16 @@ def _prepared(layer: nn.Module) -> Tensor:
         layer.recompute,
         layer.weight_gradients,
         layer.balance_over,
+        type(layer.top_k),  # 1 == True
+        type(layer.transposed),
+        type(layer.recompute),
     )
     found = layer.__dict__.get(PREPARED)
     if found is None or found[0] != settings:
         expect_later(layer.recompute, layer.weight_gradients)
         expect_choice("balance_over", layer.balance_over, BALANCE_OVER)
+        expect_count("top_k", layer.top_k, 1)
+        expect_flag("transposed", layer.transposed)
         flags = LayerFlags(*layer.activation.scalars, is_interleaved(layer.order), layer.transposed)
         numbers = settings_tensor(*flags, *router_scalars(layer.top_k, layer.routing))
         found = layer.__dict__[PREPARED] = settings, numbers

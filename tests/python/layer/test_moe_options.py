@@ -330,6 +330,32 @@ def test_options_assigned_later(gradients: bool) -> None:
         assert torch.equal(layer(x), other(x))
 
 
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize(
+    ("name", "used", "value", "message"),
+    [
+        ("recompute", True, 1, "recompute: expected True or False, got 1"),
+        ("recompute", False, 0, "recompute: expected True or False, got 0"),
+        ("transposed", False, 0, "transposed: expected True or False, got 0"),
+        ("top_k", 1, True, "top_k: expected an int, got bool True"),
+        ("top_k", 2, 2.0, "top_k: expected an int, got float 2.0"),
+    ],
+)
+def test_what_equals_the_last_value(
+    name: str, used: object, value: object, message: str, gradients: bool
+) -> None:
+    """A value of another type, in place of an equal one that a call has used."""
+    layer, x = guild.MoE(24, 16, 6, 2), torch.randn(5, 24)
+    setattr(layer, name, used)
+    with torch.set_grad_enabled(gradients):
+        out = layer(x)
+        setattr(layer, name, value)
+        with pytest.raises(TypeError, match=f"^{message}"):
+            layer(x)
+        setattr(layer, name, used)
+        assert torch.equal(layer(x), out)
+
+
 def test_wrong_dtype_with_shared_experts() -> None:
     """x is what is wrong, not the first weight that it meets."""
     moe = make("qwen3_next")
