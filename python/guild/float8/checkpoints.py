@@ -10,6 +10,7 @@ from guild._torch.checks import (
     dtype_name,
     expect_device,
     expect_dims,
+    expect_flag,
     expect_like,
     expect_rows,
     expect_shape,
@@ -45,6 +46,7 @@ def routed_experts_of_codes(given: RoutedArguments) -> tuple[Tensor, Tensor]:
     (x,) = autocast(given.x)
     expect_rows("x", x)
     activation = as_activation(given.activation)
+    expect_flag("transposed", given.transposed)
     if given.transposed or is_interleaved(given.order):
         raise ValueError(
             "order, transposed: expected 'concatenated' and False with quantised weights, got "

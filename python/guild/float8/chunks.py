@@ -183,7 +183,7 @@ def chunk_product(
     if isinstance(out, Tensor):
         expect_own_elements("out", out)
         if out.requires_grad and torch.is_grad_enabled():
-            raise ValueError("out: expected a tensor that wants no gradient")
+            raise ValueError("out: expected a tensor that wants no gradient, got one that does")
     for name, tensor in (
         ("a.scales", a.scales),
         ("b.codes", b.codes),

@@ -14,6 +14,7 @@ from guild._torch.checks import (
     expect_like,
     expect_rows,
     expect_shape,
+    expect_tensor,
 )
 from guild._torch.expert_lists import Listed, Placed, is_pair, joined, joined_halves, table_of
 from guild._torch.float8_formats import FORMATS, SCALES, blocks, expect_elements, expect_format
@@ -122,8 +123,10 @@ def quantize(
         wanted = "none" if format == "nvfp4" else " or ".join(map(repr, scales_of))
         raise ValueError(f"scale: expected {wanted} with format={format!r}, got {scale!r}")
     expect_choice("scale_order", scale_order, ORDERS)
-    if global_scale is not None and format != "nvfp4":
-        raise ValueError(f"global_scale: expected none with format={format!r}, got a tensor")
+    if global_scale is not None:
+        expect_tensor("global_scale", global_scale)
+        if format != "nvfp4":
+            raise ValueError(f"global_scale: expected none with format={format!r}, got a tensor")
     _expect_source("x", x, dtype)
     if format != "blockwise":
         made = quantize_micro(x, dtype, format, scale, scale_order, global_scale)

@@ -102,6 +102,8 @@ def test_wrong_codes_are_named(device: str) -> None:
             "w_down.codes: expected dtype float8_e4m3fn, got uint8",
         ),
         ({"transposed": True}, ValueError, "order, transposed: expected"),
+        ({"transposed": 0}, TypeError, "transposed: expected True or False, got 0"),
+        ({"transposed": 1}, TypeError, "transposed: expected True or False, got 1"),
         ({"lora_down": object()}, NotImplementedError, "lora_down: expected None with fp8"),
         ({"fp8": "fp8"}, TypeError, "fp8: expected guild.FP8 with quantised weights, got str"),
         ({"recompute": 1}, TypeError, "recompute: expected True or False, got 1"),

@@ -194,6 +194,7 @@ def test_wrong_calls_are_named():
         (lambda: guild.quantize(x, format="mxfp8", scale_order="k"), "scale_order: expected"),
         (lambda: guild.quantize(x[:, :63], format="nvfp4"), "x: expected an even number"),
         (lambda: guild.quantize(x, global_scale=torch.ones(1)), "global_scale: expected none"),
+        (lambda: guild.quantize(x, global_scale="x"), "global_scale: .*Tensor, got str"),
         (
             lambda: guild.quantize(x, format="nvfp4", global_scale=torch.ones(2)),
             r"global_scale: expected shape \(1,\)",
