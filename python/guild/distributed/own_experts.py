@@ -6,8 +6,10 @@ call notes its ranks on them, for `clip_grad_norm_`, and refuses what would mix 
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary
 
@@ -15,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from guild._torch.checks import ends_of, has_memory
 from guild.distributed.ranks import Ranks
@@ -56,6 +60,7 @@ def number_of(layer: nn.Module | None, experts: list[Tensor], ranks: Ranks) -> i
     for tensor in new:
         if tensor.requires_grad and tensor.is_leaf:
             setattr(tensor, _NOTE, _Note(ranks.group))
+            _watch_optimizers()
     return 0 if layer is None else layer._number
 
 
@@ -63,6 +68,26 @@ def ranks_of(parameter: Tensor) -> dist.ProcessGroup | None:
     """The ranks that have the other experts of a parameter; None if it is no expert's."""
     note = getattr(parameter, _NOTE, None)
     return None if note is None else note.group
+
+
+@cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_expect_not_sent)
+
+
+def _expect_not_sent(optimizer: Optimizer, *_: Any) -> None:
+    """Before each optimizer's step: raise ValueError if it would overwrite experts."""
+    kind = getattr(sys.modules.get("torch.distributed.optim"), "ZeroRedundancyOptimizer", None)
+    if kind is None or not isinstance(optimizer, kind):
+        return
+    ranks = {*dist.get_process_group_ranks(optimizer.process_group)}
+    held = (weight for group in optimizer.param_groups for weight in group["params"])
+    for owners in {ranks_of(weight) for weight in held} - {None}:
+        if len(ranks & {*dist.get_process_group_ranks(owners)}) > 1:
+            raise ValueError(
+                "expert_group: expected experts in an optimizer of their own, got some in a "
+                "ZeroRedundancyOptimizer, which would overwrite them with another rank's"
+            )
 
 
 def _expect_not_flattened(experts: list[Tensor]) -> None:

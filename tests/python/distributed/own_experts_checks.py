@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -200,6 +201,25 @@ def averaged_without_a_layer(rank: int) -> None:
             leave_out_experts(other, experts)
 
 
+def experts_in_one_optimizer(rank: int) -> None:
+    """ZeroRedundancyOptimizer, which sends what one rank has updated, gets none of them."""
+    pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "experts"))
+    for mesh in (None, pairs["experts"]):
+        torch.manual_seed(rank)
+        model = _Own(guild.ExpertParallel(mesh))
+        model(torch.randn(6, 16)).sum().backward()
+        kept = [weight.clone() for weight in model.parameters()]
+        sgd: dict[str, Any] = {"optimizer_class": torch.optim.SGD, "lr": 1.0}
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), **sgd)
+        with pytest.raises(ValueError, match=r"^expert_group: .* in a ZeroRedundancyOptimizer"):
+            optimizer.step()
+        assert all(map(torch.equal, model.parameters(), kept))
+        ZeroRedundancyOptimizer(model.router.parameters(), **sgd).step()
+        torch.optim.SGD([model.up, model.down], lr=1.0).step()
+    data = pairs.get_group("data")  # of ranks with the same experts
+    ZeroRedundancyOptimizer(model.parameters(), process_group=data, **sgd).step()
+
+
 def records_of_other_torches(rank: int) -> None:
     """FSDP2's records as torch 2.10 has them, and with nothing that Guild knows of."""
     model = _Own(guild.ExpertParallel())
@@ -269,6 +289,7 @@ CHECKS = (
     experts_in_buffers,
     experts_without_a_layer,
     averaged_without_a_layer,
+    experts_in_one_optimizer,
     records_of_other_torches,
     low_rank_terms_of_experts,
     cached_codes,
