@@ -10,6 +10,7 @@ import sys
 from bisect import bisect_left
 from collections.abc import Iterator
 from functools import cache
+from itertools import accumulate
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary
 
@@ -29,8 +30,8 @@ except ImportError:  # a torch without them: what FSDP2 shards is not noticed
     _states = {}
 
 _NOTE = "_guild_ranks"
-# Where a module's replicas begin and end, parameters and buffers, in the order of their addresses:
-# they may be many, and calls are frequent.
+# A module's parameters and buffers in the order of their addresses: where each begins, and the
+# furthest end up to there. They may be many, and calls are frequent.
 _averaged: WeakKeyDictionary[DistributedDataParallel, list[tuple[int, int]]] = WeakKeyDictionary()
 
 
@@ -55,7 +56,7 @@ def number_of(layer: nn.Module | None, experts: list[Tensor], ranks: Ranks) -> i
     new = [tensor for tensor in experts if ranks_of(tensor) is not ranks.group]
     _expect_not_flattened(experts)
     if _states and new and not (layer is not None and isinstance(layer.w_up, DTensor)):
-        _expect_not_sharded(new, ranks.everyone)
+        _expect_not_sharded(layer, new, ranks.everyone)
     _expect_not_averaged(layer, experts, ranks.everyone)
     for tensor in new:
         if tensor.requires_grad and tensor.is_leaf:
@@ -98,14 +99,14 @@ def _expect_not_flattened(experts: list[Tensor]) -> None:
         )
 
 
-def _expect_not_sharded(experts: list[Tensor], ranks: list[int]) -> None:
+def _expect_not_sharded(layer: nn.Module | None, experts: list[Tensor], ranks: list[int]) -> None:
     """ranks: those that share the experts, by their numbers among all."""
     places = {t.untyped_storage().data_ptr() for t in experts if has_memory(t)} - {0}
     if any(_holds(group, places) and _is_over(group, ranks) for group in _fsdp_groups()):
+        other = "" if layer is None else ", or guild.distribute_experts in place of expert_group"
         raise ValueError(
-            "expert_group: expected experts in the ignored_params of fully_shard, or "
-            "guild.distribute_experts in place of expert_group; got experts that FSDP2 has "
-            "sharded as if they were the same on every rank"
+            f"expert_group: expected experts in the ignored_params of fully_shard{other}; got "
+            "experts that FSDP2 has sharded as if they were the same on every rank"
         )
 
 
@@ -142,7 +143,9 @@ def _expect_not_averaged(layer: nn.Module | None, experts: list[Tensor], ranks: 
         return
     if ddp not in _averaged:
         held = *ddp._module_parameters, *ddp.modules_buffers
-        _averaged[ddp] = sorted(ends_of(t) for t in held if t.numel() and has_memory(t))
+        places = sorted(ends_of(t) for t in held if t.numel() and has_memory(t))
+        ends = accumulate((end for _, end in places), max)  # they may overlap
+        _averaged[ddp] = [(first, end) for (first, _), end in zip(places, ends, strict=True)]
     if any(_lies_in(tensor, _averaged[ddp]) for tensor in experts):
         call = "model" if layer is not None else "model, experts"
         raise ValueError(
@@ -153,7 +156,7 @@ def _expect_not_averaged(layer: nn.Module | None, experts: list[Tensor], ranks: 
 
 
 def _lies_in(tensor: Tensor, places: list[tuple[int, int]]) -> bool:
-    """Whether it shares memory with one of the places."""
+    """Whether it shares memory with one of the places, as `_averaged` has them."""
     if not (tensor.numel() and has_memory(tensor)):
         return False
     first, end = ends_of(tensor)

@@ -103,6 +103,12 @@ def experts_in_buffers(rank: int) -> None:
         DistributedDataParallel(copy.deepcopy(module))(x)
     leave_out_experts(module, iter([module.w_up, module.w_down]))
     assert torch.equal(DistributedDataParallel(module)(x), out)
+    del module.w_up
+    module.register_buffer("all", torch.randn(3, 32, 32))
+    module.register_buffer("row", module.all[0, 1])  # lies in the other
+    module.w_up = module.all[1:]
+    with pytest.raises(ValueError, match=r"^expert_group: .* DistributedDataParallel"):
+        DistributedDataParallel(module)(x)
 
 
 _KINDS = "whole", "halves", "lists", "part", "lora"
@@ -145,7 +151,8 @@ def experts_without_a_layer(rank: int) -> None:
     group = guild.ExpertParallel()
     everyone = init_device_mesh("cpu", (dist.get_world_size(),))
     x = torch.randn(6, 16)
-    refused = pytest.raises(ValueError, match=r"^expert_group: .* that FSDP2 has sharded")
+    text = r"^expert_group: .* of fully_shard; got experts that FSDP2 has sharded"
+    refused = pytest.raises(ValueError, match=text)
 
     def model(kind: str = "whole", over: guild.ExpertParallel = group) -> _Own:
         torch.manual_seed(rank)
