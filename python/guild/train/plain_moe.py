@@ -117,8 +117,8 @@ def plain_experts(
     counts = ends.diff(prepend=ends.new_zeros(1))
     token = order // top_k
     if x.is_cuda:  # compiled, the gradient of x[token] takes half the time of index_select's
-        # Each row's biases, if there are any.
-        biases = (b if b is None else b[expert_of_row] for b in (b_up, b_down))
+        # Each row's biases: in float32, or their gradients would be sums in 16 bits.
+        biases = (b if b is None else b.float()[expert_of_row] for b in (b_up, b_down))
         rows = _grouped_products(x[token], w_up, w_down, *biases, ends.int(), activate)
     else:
         weights = w_up, w_down, b_up, b_down
@@ -168,8 +168,9 @@ def _grouped_products(
     activate: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     h = torch._grouped_mm(rows, w_up.mT, offs=ends)
-    y = torch._grouped_mm(activate(h if b_up is None else h + b_up), w_down.mT, offs=ends)
-    return y if b_down is None else y + b_down
+    h = h if b_up is None else (h + b_up).to(h.dtype)
+    y = torch._grouped_mm(activate(h), w_down.mT, offs=ends)
+    return y if b_down is None else (y + b_down).to(y.dtype)
 
 
 def _products_in_turn(

@@ -137,6 +137,44 @@ def test_one_token_of_few_experts_on_a_whole_gpu(
             assert torch.equal(one, everyone[some]), (first, tokens)
 
 
+@pytest.mark.parametrize(
+    ("hidden", "top_k"),
+    [(2880, 4), (2888, 3), (2048, 8), (2048, 5), (1400, 8), (4096, 2), (2880, 1)],
+)
+@pytest.mark.parametrize(("width", "layout"), [(72, "plain"), (328, "gpt_oss"), (1472, "gpt_oss")])
+def test_one_token_of_transposed_weights(
+    hidden: int, top_k: int, width: int, layout: str, gpu: str
+) -> None:
+    """With so many columns and experts, clusters of blocks add up a token's experts."""
+    torch.manual_seed(hidden + width)
+    place = {"device": gpu, "dtype": torch.float16 if layout == "plain" else torch.bfloat16}
+    w_up = torch.randn(EXPERTS, hidden, 2 * width, **place) / hidden**0.5
+    w_down = torch.randn(EXPERTS, width, hidden, **place) / width**0.5
+    x, residual = torch.randn(100, hidden, **place), torch.randn(100, hidden, **place)
+    scores = torch.randn(100, top_k, device=gpu)
+    ids = torch.randint(-1, EXPERTS, (100, top_k), device=gpu, dtype=torch.int32)
+    ids[10] = -1
+    ids[11] = 5  # the same expert for all
+    given = {"w_up": w_up, "w_down": w_down, "transposed": True}
+    if layout == "gpt_oss":
+        given |= {"activation": "gpt_oss", "order": "interleaved"}
+        given |= {"b_up": torch.randn(EXPERTS, 2 * width, **place)}
+        given |= {"b_down": torch.randn(EXPERTS, hidden, **place)}
+    with torch.no_grad():
+        for added in (None, residual):
+            everyone = guild.routed_experts(x, ids, scores, **given, residual=added)
+            for first, tokens in ((0, 1), (10, 1), (11, 1), (12, 1), (99, 1), (9, 2), (50, 4)):
+                some = slice(first, first + tokens)
+                one = guild.routed_experts(
+                    x[some],
+                    ids[some],
+                    scores[some],
+                    **given,
+                    residual=None if added is None else added[some],
+                )
+                assert torch.equal(one, everyone[some]), (first, tokens)
+
+
 @pytest.mark.parametrize(("hidden", "top_k"), [(2048, 1), (2048, 3), (2880, 3), (4096, 1)])
 def test_one_token_of_few_experts_and_a_shared_one(hidden: int, top_k: int, gpu: str) -> None:
     torch.manual_seed(hidden)

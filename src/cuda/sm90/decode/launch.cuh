@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kBlocksAtOnce) dec
 // kernel, shared_memory.h.
 template <class Params>
 void launch_few(void (*kernel)(Params), AllowedOn& allowed, int bytes, Params const& params,
-                int64_t tiles, int blocks_at_once, Queue const& queue) {
+                int64_t tiles, int blocks_at_once, Queue const& queue, int cluster = 1) {
   allow_shared_memory(kernel, bytes, allowed, "shared memory of a product for few tokens");
   // On a part of the multiprocessors one block each: two would spread over twice as many.
   int const at_once = queue.sms > 0 ? 1 : blocks_at_once;
@@ -80,16 +80,18 @@ void launch_few(void (*kernel)(Params), AllowedOn& allowed, int bytes, Params co
                             .threads = kPlanThreads,
                             .bytes = bytes,
                             .stream = queue.stream,
+                            .cluster = cluster,
                             .early = true},
                            params),
              "launch of a product for few tokens");
 }
 
 template <class Product>
-void launch_decode(typename Product::Params const& params, int64_t tiles, Queue const& queue) {
+void launch_decode(typename Product::Params const& params, int64_t tiles, Queue const& queue,
+                   int cluster = 1) {
   static AllowedOn allowed;
   launch_few(decode_kernel<Product>, allowed, Product::kBytes, params, tiles,
-             Product::kBlocksAtOnce, queue);
+             Product::kBlocksAtOnce, queue, cluster);
 }
 
 // An upper bound on the number of tiles, over experts of unknown sizes.

@@ -30,12 +30,13 @@
 
 namespace guild::cuda::sm90 {
 
-// plain: see DecodeResults; weights come by whole stages.
+// known: see DecodeResults; where it is swiglu, weights come by whole stages.
 template <class T, DecodeShape S, Major major, bool gathered, bool activates, PlanFrom from,
-          bool plain, int stage_bytes = S.stage_bytes()>
+          StaticActivation known, int stage_bytes = S.stage_bytes()>
 struct DecodeProduct {
   static constexpr bool kChooses = chooses(from);
-  static_assert(activates || !plain);
+  static constexpr bool kPlain = known == StaticActivation::swiglu;
+  static_assert(activates || known == StaticActivation::any);
   static constexpr int kThreads = kPlanThreads, kBlocksAtOnce = kAtOnce;
   static constexpr DecodeShape kShape = S;
   static constexpr int kArrivals = gathered ? 33 : 2;
@@ -62,7 +63,7 @@ struct DecodeProduct {
     int tokens;
     CUtensorMap x_map;  // else: (k, 1, rows), boxes of 64 x 1 x 8
     int claims;  // which of `claimed` is this launch's; -1: every block takes every n-th tile
-    DecodeResults<T, S, activates, plain> results;
+    DecodeResults<T, S, activates, known> results;
     struct Shared {
       Source weight;
       CUtensorMap x_map;
@@ -71,14 +72,16 @@ struct DecodeProduct {
   };
 
   // Rows of the weight in a box: where gate and up share a block, half of its rows.
-  static constexpr int kBoxRows = std::min(64, activates ? S.rows / 2 : S.rows);
-  static_assert(kBoxRows == 64 || major == Major::K);
+  static constexpr int kBoxRows =
+      major == Major::MN ? 64 : std::min(64, activates ? S.rows / 2 : S.rows);
+  // Whether gate and up can lie apart.
+  static constexpr bool kTakesHalves = activates && S.rows >= 2 * kBoxRows;
 
   using Ring = sm90::Ring<stage_bytes>;
   using Stage = typename Ring::Stage;
   using Cursor = typename Ring::Cursor;
   static constexpr int kStages = Ring::kStages;
-  using Storage = typename DecodeResults<T, S, activates, plain>::template Storage<S.tokens>;
+  using Storage = typename DecodeResults<T, S, activates, known>::template Storage<S.tokens>;
   using Announced = TileQueue<kConsumerWarps + 1>;
   struct SharedStorage {
     Ring ring;
@@ -99,7 +102,9 @@ struct DecodeProduct {
     let_next_start();
   }
 
-  static __device__ bool has_halves(Params const& p) { return plain || p.halves; }
+  static __device__ bool has_halves(Params const& p) {
+    return kPlain || (known == StaticActivation::any && kTakesHalves && p.halves);
+  }
   static __device__ RowTiles work_of(Params const& p, Plan const& plan) {
     return {.groups = plan.groups(p.rows),
             .tile_n = has_halves(p) ? S.rows / 2 : S.rows,
@@ -126,7 +131,7 @@ struct DecodeProduct {
     bool const shared = tile.expert == kSharedExpert;
     Source const& source = shared ? p.shared.weight : p.weight;
     full.arrive_expect(S.weight_bytes());
-    if (plain || source.by_stage) {
+    if (kPlain || source.by_stage) {
       tma_load_stage(source.stage, stage.weight,
                      {tile.col, index * S.steps(), shared ? 0 : tile.expert}, full, policy);
       return;
@@ -243,7 +248,7 @@ struct DecodeProduct {
     float acc[S.parts()][width / 2];
 #pragma unroll
     for (auto& part : acc) forget_registers(part);
-    bool const started = !plain && p.results.start(acc, tile);
+    bool const started = !kPlain && p.results.start(acc, tile);
     ring.template sum<T, S, major, width>(acc, started, at, stages_of(p, tile));
     p.results.store(acc, tile, storage);
   }
@@ -299,7 +304,7 @@ struct DecodeProduct {
     extern __shared__ __align__(1024) char memory[];
     auto& smem = *reinterpret_cast<SharedStorage*>(memory);
     if (threadIdx.x == 0) {
-      if (plain || p.weight.by_stage) {
+      if (kPlain || p.weight.by_stage) {
         prefetch(p.weight.stage);
       } else {
         prefetch(p.weight.part[0]);

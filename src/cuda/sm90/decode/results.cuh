@@ -12,10 +12,9 @@ inline constexpr int kSharedExpert = 1 << 20;
 
 // H = X W^T + bias and A = activation(H); or, without `activates`, A = H only. A tile's rows of the
 // weight follow each other or, for Pairing::halves, are gate and up of the same columns in its
-// first and second half. plain: SwiGLU of halves without biases, and H is not wanted.
-template <class T, DecodeShape S, bool activates, bool plain>
+// first and second half. Where the activation is known, H is not wanted; swiglu has no biases.
+template <class T, DecodeShape S, bool activates, StaticActivation known>
 struct DecodeResults {
-  static constexpr auto kKnown = plain ? StaticActivation::swiglu : StaticActivation::any;
   static constexpr int parts = S.parts(), kHalf = S.rows / 2;
   // Whether a warp's 16 rows are all of gate or all of up; otherwise each eight of them is.
   static constexpr bool kByWarps = kHalf % 16 == 0;
@@ -30,7 +29,7 @@ struct DecodeResults {
     int columns;   // weight rows, of one half where there are two
   };
   Target target[2];  // of the experts, of the shared ones
-  StaticPairing<kKnown> pairing;
+  StaticPairing<known> pairing;
   ActivationOf<float> activation;
 
   // 64 columns of results by token; rows are padded so that a warp's stores have no bank conflicts.
@@ -75,7 +74,7 @@ struct DecodeResults {
       }
     } else {
       Matrix const& h = of(tile).h;
-      if (!plain && h.data != nullptr) {
+      if (known == StaticActivation::any && h.data != nullptr) {
 #pragma unroll
         for (int part = 0; part < parts; ++part) put(h, acc[part], part, tile, storage);
       }
@@ -102,9 +101,9 @@ struct DecodeResults {
   __device__ void store_activated(float (&acc)[parts][count], Tile const& tile,
                                   Storage& storage) const {
     if (parts == 1 && pairing == Pairing::halves) take_up(acc[0], storage);
-    with_static_family<kKnown>(activation, [&](auto family) {
+    with_static_family<known>(activation, [&](auto family) {
       if (pairing == Pairing::alternate) return activate_neighbours<family.value>(acc, tile.rows);
-      auto const act = with_gate(with_constants<kKnown>(activation), pairing == Pairing::halves);
+      auto const act = with_gate(with_constants<known>(activation), pairing == Pairing::halves);
       bool const halves = pairing == Pairing::halves;
 #pragma unroll
       for (int part = 0; part < parts; ++part) {
@@ -164,7 +163,7 @@ struct DecodeResults {
   // rows q + 7 and q + 8. What becomes of the pair is put where the sum of row q was.
   template <Family family, int count>
   __device__ void activate_neighbours(float (&acc)[parts][count], int rows) const {
-    auto const act = with_gate(activation, true);
+    auto const act = with_gate(with_constants<known>(activation), true);
     bool const odd = threadIdx.x / 4 % 2 != 0;
 #pragma unroll
     for (auto& part : acc) {

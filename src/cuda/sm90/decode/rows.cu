@@ -8,7 +8,7 @@ namespace {
 template <class T, Major major, int tokens, PlanFrom from>
 void launch_rows(RowProduct const& x, Queue const& queue) {
   constexpr DecodeShape shape{tokens, 64};
-  using Product = DecodeProduct<T, shape, major, false, false, from, /*plain=*/false>;
+  using Product = DecodeProduct<T, shape, major, false, false, from, StaticActivation::any>;
   typename Product::Params p{};
   p.plan.groups = x.groups;
   if (x.sort != nullptr) p.plan.sort = *x.sort;

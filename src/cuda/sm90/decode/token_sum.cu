@@ -15,6 +15,9 @@ bool comes_by_group(TokenSum const& x) { return x.k % 64 == 0 && x.n % 8 == 0; }
 template <class Kernel, class T, DecodeShape shape>
 typename Kernel::Source sum_source(ConstWeight const& w, int64_t experts, TokenSum const& x,
                                    int width, char const* name) {
+  if constexpr (Kernel::kTransposed) {
+    return {.map = block_map<T, Major::MN>(w, experts, x.n, x.k, 64, name)};
+  }
   if (!comes_by_group(x)) {
     return {.map = block_map<T, Major::K>(w, experts, x.n, x.k, 8, name), .by_group = false};
   }
@@ -30,12 +33,18 @@ typename Kernel::Source sum_source(ConstWeight const& w, int64_t experts, TokenS
           .by_group = true};
 }
 
-template <class T, DecodeShape shape, int at_once, bool plain>
+constexpr DecodeShape kWide{8, 128, /*staged=*/256};
+
+// Of transposed weights, for two slots or more: each takes two of these at most. One block would
+// not be a cluster, as it has to be.
+int blocks_of_tile(int64_t terms) { return int(std::max<int64_t>(2, ceil_div(terms, 2))); }
+
+template <class T, DecodeShape shape, int at_once, bool plain, Major major = Major::K>
 void launch_token_sum(TokenSum const& x, Queue const& queue) {
-  using Kernel = TokenSumKernel<T, shape, plain, at_once>;
+  using Kernel = TokenSumKernel<T, shape, plain, at_once, major>;
   int64_t const terms = x.sort.tokens * x.sort.top_k + x.shared;
   typename Kernel::Params p{};
-  int const width = width_of(shape, at_once, terms);
+  int const width = width_of(shape, at_once, major, terms);
   p.width_log2 = std::countr_zero(unsigned(width));
   p.sort = x.sort;
   p.score = x.score;
@@ -54,23 +63,27 @@ void launch_token_sum(TokenSum const& x, Queue const& queue) {
   if (x.shared) {
     p.shared_weight = sum_source<Kernel, T, shape>(x.shared_w, 1, x, width, "shared.w_down");
   }
-  launch_decode<Kernel>(p, p.across, queue);
+  p.cluster = major == Major::K ? 1 : blocks_of_tile(terms);
+  launch_decode<Kernel>(p, p.across * p.cluster, queue, p.cluster);
 }
 
 // Whether tiles of this shape give most multiprocessors one each and none a second. A block then
 // has a multiprocessor's shared memory to itself, for a ring that holds twice as much before A is
 // there. For more slots than four it does not pay (docs/measured/).
-bool have_one_each(DecodeShape shape, int64_t terms, int64_t columns, Queue const& queue) {
-  int64_t const tiles = ceil_div(columns, width_of(shape, /*at_once=*/1, terms));
+bool have_one_each(int64_t tiles, Queue const& queue) {
   int64_t const most = multiprocessors(queue);
-  return terms <= 4 && tiles <= most && 3 * tiles >= 2 * most;
+  return tiles <= most && 3 * tiles >= 2 * most;
+}
+bool have_one_each(DecodeShape shape, int64_t terms, int64_t columns, Queue const& queue) {
+  int const width = width_of(shape, /*at_once=*/1, Major::K, terms);
+  return terms <= 4 && have_one_each(ceil_div(columns, width), queue);
 }
 
 // Calls f.template operator()<shape, blocks that share a multiprocessor>() with a shape that holds
 // eight rows or more of each weight of a single token, or takes those of several tokens in passes.
 template <class F>
 void with_terms(int64_t terms, int64_t columns, Queue const& queue, F&& f) {
-  constexpr DecodeShape narrow{8, 64}, wide{8, 128, /*staged=*/256};
+  constexpr DecodeShape narrow{8, 64}, wide = kWide;
   if (have_one_each(narrow, terms, columns, queue)) {
     f.template operator()<narrow, 1>();
   } else if (have_one_each(wide, terms, columns, queue)) {
@@ -101,7 +114,16 @@ bool token_sum(TokenSum const& x, Queue const& queue) {
   bool const several =
       tokens <= 4 && terms <= kMostSummedSlots && !x.shared && fill_evenly(x.n, queue);
   bool const fits = tokens == 1 ? terms <= 16 : several;
-  if (!fits || x.w.in_stride != 1 || x.w.expert_at != nullptr) return false;
+  if (!fits || x.w.expert_at != nullptr) return false;
+  if (x.w.in_stride != 1) {
+    int64_t const blocks = ceil_div(x.n, 64) * blocks_of_tile(terms);
+    bool const able = tokens == 1 && !x.shared && terms >= 2 && terms <= kWide.tokens;
+    if (!able || !have_one_each(blocks, queue)) return false;
+    with_type(x.dtype, [&](auto element) {
+      launch_token_sum<decltype(element), kWide, 1, false, Major::MN>(x, queue);
+    });
+    return true;
+  }
   bool const plain = comes_by_group(x) && x.bias.data == nullptr;
   with_type(x.dtype, [&](auto element) {
     with_terms(terms, x.n, queue, [&]<DecodeShape shape, int at_once> {

@@ -11,7 +11,12 @@
 // which an expert needs its own; its results for the others are ignored. So a tile holds a few
 // columns of all experts' results, and adds them up as combine does: rounded to T, in fp32, k
 // ascending.
+//
+// Of transposed weights a tile has 64 columns, whose 128 bytes are a line of L2: narrower boxes
+// would load more slowly (docs/measured/). There each pass of a token's tile has a block of its
+// own. The blocks of a tile are a cluster, and send their results to the first, which adds them up.
 #pragma once
+#include "cuda/arch/cluster.cuh"
 #include "cuda/arch/copy.cuh"
 #include "cuda/sm90/decode/plan.cuh"
 #include "cuda/sm90/decode/ring.cuh"
@@ -24,19 +29,21 @@ inline constexpr int kMostSummedSlots = 40;
 
 // Rows of an expert's weight in a tile, at most: the most slots that a shape is meant for fill a
 // stage.
-constexpr int most_width(DecodeShape s, int at_once) {
+constexpr int most_width(DecodeShape s, int at_once, Major major) {
+  if (major == Major::MN) return 64;
   return s.tokens > 8 ? 8 : s.rows == 32 || at_once == 1 ? 32 : 16;
 }
 // The rows of each of so many slots' weights.
-constexpr int width_of(DecodeShape s, int at_once, int64_t slots) {
-  int width = most_width(s, at_once);
-  while (width > 8 && width * slots > s.rows) width /= 2;
+constexpr int width_of(DecodeShape s, int at_once, Major major, int64_t slots) {
+  int width = most_width(s, at_once, major);
+  while (major == Major::K && width > 8 && width * slots > s.rows) width /= 2;
   return width;
 }
 
 // S.tokens: rows of A of a pass. S.rows: of all experts' weights in a stage. plain: weights come by
-// group_map(), and there are no biases. at_once: blocks that share a multiprocessor.
-template <class T, DecodeShape S, bool plain, int at_once = kAtOnce,
+// group_map(), and there are no biases. at_once: blocks that share a multiprocessor. major: MN for
+// transposed weights.
+template <class T, DecodeShape S, bool plain, int at_once, Major major = Major::K,
           int stage_bytes = S.stage_bytes()>
 struct TokenSumKernel {
   static constexpr int kThreads = kPlanThreads, kBlocksAtOnce = at_once;
@@ -46,11 +53,14 @@ struct TokenSumKernel {
   using Sums = float[S.parts()][S.tokens / 2];
   static constexpr int kHalves = 2 * S.parts();  // of a thread's sums: rows r and r + 8 of a part
   static constexpr int kMostSlots = S.tokens == 32 ? kMostSummedSlots : S.tokens;
-  static constexpr int kMostWidth = most_width(S, at_once);
+  static constexpr int kMostWidth = most_width(S, at_once, major);
+  static constexpr bool kTransposed = major == Major::MN;
+  static_assert(!(kTransposed && plain));
 
   // Of weights.
   struct Source {
-    CUtensorMap map;  // by group_map(), a stage of an expert's rows; else boxes of 64 x 8
+    // By group_map(), a stage of an expert's rows; else boxes of 64 x 8, transposed 64 x 64.
+    CUtensorMap map;
     bool by_group;
   };
   struct Params {
@@ -60,6 +70,7 @@ struct TokenSumKernel {
     CUtensorMap a_map;  // (k, 1, rows), boxes of 64 x 1 x 8
     int width_log2;     // of the rows of an expert's weight in a tile, 8 to kMostWidth
     int across, columns, k;
+    int cluster;  // blocks that share a tile, each with a pass at most; 1 unless transposed
     Bias<T> bias;
     T const* residual;            // null: none
     float const* residual_scale;  // of a token; null: 1
@@ -77,10 +88,16 @@ struct TokenSumKernel {
     int row;  // of A; -1: id out of range
     float score;
   };
-  struct Working {
+  struct OfBlock {
     T value[kMostSlots][kMostWidth + 8];  // of a row of A, its own expert's; padded
     Term term[kMostSlots];
   };
+  struct OfCluster {
+    int value[kMostSlots][kMostWidth];  // the same in the first block: the bits of a T
+    Term term[kMostSlots];
+    Barrier landed;  // all values
+  };
+  using Working = std::conditional_t<kTransposed, OfCluster, OfBlock>;
   struct SharedStorage {
     Ring ring;
     Working working;
@@ -98,20 +115,31 @@ struct TokenSumKernel {
   // a token names an expert twice; the pass is then repeated for the next of these rows.
   template <class F>
   static __device__ void for_each_pass(Params const& p, Plan const& plan, F&& f) {
-    int const groups = plan.count + p.shared, most = S.rows >> p.width_log2;
-    int const count = (groups + most - 1) / most;
-    int const each = count > 1 ? (groups + count - 1) / count : groups;
-    for (int tile = blockIdx.x; tile < p.across; tile += gridDim.x) {
+    int const groups = plan.count + p.shared;
+    if constexpr (kTransposed) {
+      int const each = (groups + p.cluster - 1) / p.cluster;
+      int const first = cluster_rank() * each, last = min(groups, first + each);
+      if (first >= last) return;
+      int const row = rows_of(p, plan, first).begin;
+      f(Pass{tile_of(p), first, last, row, rows_of(p, plan, last - 1).end - row});
+    } else {
+      int const most = S.rows >> p.width_log2, count = (groups + most - 1) / most;
+      int const each = count > 1 ? (groups + count - 1) / count : groups;
+      for (int tile = blockIdx.x; tile < p.across; tile += gridDim.x) {
 #pragma unroll 1
-      for (int first = 0; first < groups; first += each) {
-        int const last = min(groups, first + each), end = rows_of(p, plan, last - 1).end;
+        for (int first = 0; first < groups; first += each) {
+          int const last = min(groups, first + each), end = rows_of(p, plan, last - 1).end;
 #pragma unroll 1
-        for (int row = rows_of(p, plan, first).begin; row < end; row += S.tokens) {
-          f(Pass{tile, first, last, row, min(S.tokens, end - row)});
+          for (int row = rows_of(p, plan, first).begin; row < end; row += S.tokens) {
+            f(Pass{tile, first, last, row, min(S.tokens, end - row)});
+          }
         }
       }
     }
   }
+
+  // Of a block that has one.
+  static __device__ int tile_of(Params const& p) { return int(blockIdx.x) / p.cluster; }
 
   struct Rows {
     int begin, end;
@@ -140,7 +168,9 @@ struct TokenSumKernel {
         ring.empty[at.stage].wait(at.phase ^ 1);
         if (lane == 0) full.arrive_expect(groups * each);
         __syncwarp();
-        if (!plain && !p.weight.by_group) {
+        if constexpr (kTransposed) {
+          load_blocks(p, plan, ring.stage[at.stage], full, pass, i, policy);
+        } else if (!plain && !p.weight.by_group) {
           load_boxes(p, plan, ring.stage[at.stage], full, pass, i, policy);
         } else if (lane < groups) {
           tma_load_stage<StageBox::group>(map, ring.stage[at.stage].weight + lane * each,
@@ -162,6 +192,19 @@ struct TokenSumKernel {
                      shared ? 0 : plan.expert[group]},
                     full, policy);
     }
+  }
+
+  // The same of transposed weights, by boxes of 64 x 64: each step of all experts, one after the
+  // other.
+  static __device__ void load_blocks(Params const& p, Plan const& plan, Stage& stage, Barrier& full,
+                                     Pass const& pass, int index, uint64_t policy) {
+    int const groups = pass.last - pass.first, i = threadIdx.x % 32;
+    if (i >= groups * S.steps()) return;
+    int const step = i / groups, group = i % groups;
+    tma_load_once(
+        p.weight.map, stage.weight + step * S.step_bytes() + group * kBlockBytes,
+        {64 * pass.tile, 64 * (index * S.steps() + step), plan.expert[pass.first + group]}, full,
+        policy);
   }
 
   // The warp that loads A, once it is there.
@@ -233,7 +276,13 @@ struct TokenSumKernel {
         int const row = i / 4 * 8 + fragment_column(threadIdx.x) + i % 2;
         Rows const rows = own.rows[half];
         if (i % 4 / 2 == half % 2 && row >= rows.begin && row < rows.end) {
-          smem.value[pass.row + row][own.col[half]] = T(acc[half / 2][i]);
+          T const value(acc[half / 2][i]);
+          auto& to = smem.value[pass.row + row][own.col[half]];
+          if constexpr (kTransposed) {
+            store_to_block(&to, std::bit_cast<uint16_t>(value), smem.landed, /*rank=*/0);
+          } else {
+            to = value;
+          }
         }
       }
     }
@@ -246,6 +295,9 @@ struct TokenSumKernel {
     }
   }
 
+  static __device__ float kept_value(T value) { return float(value); }
+  static __device__ float kept_value(int bits) { return float(std::bit_cast<T>(uint16_t(bits))); }
+
   static __device__ void store(Params const& p, int tile, Working const& smem) {
     int const tokens = int(p.sort.tokens), top_k = int(p.sort.top_k);
 #pragma unroll 1
@@ -253,14 +305,14 @@ struct TokenSumKernel {
       int const t = i >> p.width_log2, own = i & (p.width() - 1);
       int const col = (tile << p.width_log2) + own;
       if (col >= p.columns) continue;
-      float sum = p.shared                ? float(smem.value[top_k][own])
+      float sum = p.shared                ? kept_value(smem.value[top_k][own])
                   : p.residual != nullptr ? float(p.residual[t * p.residual_stride + col])
                                           : 0.f;
       if (p.residual_scale != nullptr) sum = float(T(p.residual_scale[t] * sum));
 #pragma unroll 4
       for (int k = 0; k < top_k; ++k) {
         Term const term = smem.term[t * top_k + k];
-        if (term.row >= 0) sum += term.score * float(smem.value[term.row][own]);
+        if (term.row >= 0) sum += term.score * kept_value(smem.value[term.row][own]);
       }
       p.o[t * p.o_stride + col] = T(sum);
     }
@@ -272,6 +324,13 @@ struct TokenSumKernel {
     let_next_start();
     int const count = p.stages();
     Cursor at;
+    if constexpr (kTransposed) {
+      for_each_pass(p, plan, [&](Pass const& pass) { sum(p, plan, smem, pass, at, count); });
+      if (cluster_rank() > 0) return;
+      consumers_barrier();  // the terms
+      smem.working.landed.wait(0);
+      return store(p, tile_of(p), smem.working);
+    }
     int tile = blockIdx.x;
     // Adds up and stores a tile's results once all of its values are there.
     auto const end_tile = [&] {
@@ -282,16 +341,20 @@ struct TokenSumKernel {
     for_each_pass(p, plan, [&](Pass const& pass) {
       if (pass.tile != tile) end_tile();
       tile = pass.tile;
-      Sums acc;
-#pragma unroll
-      for (auto& part : acc) forget_registers(part);
-      Own const own(p, plan, pass);
-      bool const started = !plain && start(p, plan, acc, pass, own);
-      smem.ring.template sum<T, S, Major::K, S.tokens, true>(acc, started, at, count);
-      keep(acc, pass, own, smem.working);
+      sum(p, plan, smem, pass, at, count);
     });
     if (plan.count + p.shared > 0) return end_tile();
     for (; tile < p.across; tile += gridDim.x) end_tile();  // no expert at all
+  }
+  static __device__ void sum(Params const& p, Plan const& plan, SharedStorage& smem,
+                             Pass const& pass, Cursor& at, int count) {
+    Sums acc;
+#pragma unroll
+    for (auto& part : acc) forget_registers(part);
+    Own const own(p, plan, pass);
+    bool const started = !plain && start(p, plan, acc, pass, own);
+    smem.ring.template sum<T, S, major, S.tokens, !kTransposed>(acc, started, at, count);
+    keep(acc, pass, own, smem.working);
   }
 
   static __device__ void run(Params const& p) {
@@ -300,10 +363,15 @@ struct TokenSumKernel {
     if (threadIdx.x == 0) {
       prefetch(p.weight.map);
       prefetch(p.a_map);
+      if constexpr (kTransposed) smem.working.landed.init(1);
       smem.ring.init(/*arrivals=*/2);
     }
-    __syncthreads();
+    kTransposed ? cluster_barrier() : __syncthreads();
     Plan const plan = plan_of(p.sort, smem.planner);
+    if constexpr (kTransposed) {  // only the first block waits for it
+      int const rows = plan.end[plan.count];
+      if (threadIdx.x == 0) smem.working.landed.arrive_expect(4 * kMostWidth * rows);
+    }
     if (warp_index() == kConsumerWarps) {
       load(p, plan, smem.ring);
     } else if (warp_index() > kConsumerWarps) {

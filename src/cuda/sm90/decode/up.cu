@@ -5,14 +5,18 @@
 namespace guild::cuda::sm90 {
 namespace {
 
+constexpr auto kAny = StaticActivation::any, kSwiglu = StaticActivation::swiglu,
+               kGptOss = StaticActivation::gpt_oss;
+
 // Rows of the weight in a tile: the fewest where there are few tokens.
 constexpr int up_rows(int tokens, Major major) {
   return major != Major::K ? 128 : tokens == 8 ? 32 : 64;
 }
 
-template <class T, Major major, bool gathered, DecodeShape shape, PlanFrom from, bool plain>
+template <class T, Major major, bool gathered, DecodeShape shape, PlanFrom from,
+          StaticActivation known>
 void launch_up(UpProduct const& x, Queue const& queue) {
-  using Product = DecodeProduct<T, shape, major, gathered, true, from, plain>;
+  using Product = DecodeProduct<T, shape, major, gathered, true, from, known>;
   bool const halves = x.pairing == Pairing::halves;
   int64_t const columns = x.pairing == Pairing::alternate ? 2 * x.n : x.n;
   typename Product::Params p{};
@@ -71,7 +75,7 @@ bool takes_more_rows(UpProduct const& x, Queue const& queue) {
          fits(kMoreRows) && !fits(up_rows(8, Major::K));
 }
 
-// Whether a plain DecodeProduct serves: what most models need in inference.
+// Whether the DecodeProduct of SwiGLU serves: what most models need in inference.
 bool is_plain(UpProduct const& x) {
   return is_swiglu(x) && x.bias.data == nullptr && x.h.data == nullptr &&
          comes_by_stage(x.w[0], x.w[1], x.k) &&
@@ -81,23 +85,35 @@ bool is_plain(UpProduct const& x) {
 // K-major weights and gathered rows.
 template <class T, DecodeShape shape, PlanFrom from>
 void launch_gathered(UpProduct const& x, Queue const& queue) {
-  if (is_plain(x)) return launch_up<T, Major::K, true, shape, from, true>(x, queue);
-  launch_up<T, Major::K, true, shape, from, false>(x, queue);
+  if (is_plain(x)) return launch_up<T, Major::K, true, shape, from, kSwiglu>(x, queue);
+  launch_up<T, Major::K, true, shape, from, kAny>(x, queue);
+}
+
+// Whether these are experts like gpt-oss's, if weights are transposed: gate and up alternate. Then
+// tiles have 64 rows, in one box of both, and there are more of them.
+bool is_gpt_oss(UpProduct const& x) {
+  return static_activation_of(x.activation, x.pairing) == kGptOss && x.h.data == nullptr;
+}
+template <class T, PlanFrom from>
+void launch_gpt_oss(UpProduct const& x, Queue const& queue) {
+  launch_up<T, Major::MN, true, DecodeShape{8, 64}, from, kGptOss>(x, queue);
 }
 
 template <class T, Major major>
 void launch_with_choice(UpProduct const& x, Queue const& queue) {
   constexpr DecodeShape few{8, up_rows(8, major)}, more{8, kMoreRows};
-  if constexpr (major != Major::K) {
-    launch_up<T, major, true, few, PlanFrom::choice, false>(x, queue);
-  } else {
-    with_ranking(x.choice->route, [&]<Ranking ranking> {
-      constexpr auto from =
-          ranking == Ranking::softmax ? PlanFrom::softmax_choice : PlanFrom::choice;
+  with_ranking(x.choice->route, [&]<Ranking ranking> {
+    constexpr auto from = ranking == Ranking::softmax ? PlanFrom::softmax_choice : PlanFrom::choice;
+    if constexpr (major != Major::K) {
+      if constexpr (from == PlanFrom::softmax_choice) {
+        if (is_gpt_oss(x)) return launch_gpt_oss<T, from>(x, queue);
+      }
+      launch_up<T, major, true, few, from, kAny>(x, queue);
+    } else {
       if (takes_more_rows(x, queue)) return launch_gathered<T, more, from>(x, queue);
       launch_gathered<T, few, from>(x, queue);
-    });
-  }
+    }
+  });
 }
 
 template <class T, Major major, bool gathered, DecodeShape shape>
@@ -110,12 +126,16 @@ void launch_with_plan(UpProduct const& x, Queue const& queue) {
     }
     if (is_plain(x)) {
       constexpr auto offsets = PlanFrom::offsets, slots = PlanFrom::slots;
-      if (from == offsets) return launch_up<T, major, true, shape, offsets, true>(x, queue);
-      return launch_up<T, major, true, shape, slots, true>(x, queue);
+      if (from == offsets) return launch_up<T, major, true, shape, offsets, kSwiglu>(x, queue);
+      return launch_up<T, major, true, shape, slots, kSwiglu>(x, queue);
     }
   }
+  if constexpr (gathered && major == Major::MN && shape.tokens == 8) {
+    constexpr auto few = PlanFrom::few_slots;
+    if (plan_from(x.sort) == few && is_gpt_oss(x)) return launch_gpt_oss<T, few>(x, queue);
+  }
   constexpr auto from = gathered ? PlanFrom::any : PlanFrom::offsets;
-  launch_up<T, major, gathered, shape, from, false>(x, queue);
+  launch_up<T, major, gathered, shape, from, kAny>(x, queue);
 }
 
 }  // namespace
