@@ -160,7 +160,7 @@ def expect_no_overlap(name: str, tensor: Tensor) -> None:
 
 def expect_apart(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
     """Raise if a tensor that is written to shares memory with another."""
-    if _share_memory(tensor, other):
+    if share_memory(tensor, other):
         raise ValueError(
             f"{name}: expected memory not shared with other arguments, got memory shared with "
             f"{other_name}"
@@ -190,7 +190,7 @@ def expect_all_apart(written: dict[str, Tensor], read: dict[str, Tensor]) -> Non
                 expect_apart(first, named[first], second, named[second])
 
 
-def _share_memory(a: Tensor, b: Tensor) -> bool:
+def share_memory(a: Tensor, b: Tensor) -> bool:
     """Whether any byte belongs to both."""
     if not (a.numel() and b.numel() and a.device == b.device and has_memory(a, b)):
         return False

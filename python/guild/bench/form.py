@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from guild.bench.names import ACTIVATIONS
 from guild.train.plain_moe import PlainMoE, plain_expert
 
 
@@ -19,13 +18,13 @@ def _gpt_oss(gate: Tensor, up: Tensor) -> Tensor:
     return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
 
-_OF_GATE_AND_UP: tuple[Callable[[Tensor, Tensor], Tensor], ...] = (
-    lambda gate, up: F.silu(gate) * up,
-    lambda gate, up: F.gelu(gate) * up,
-    lambda gate, up: F.gelu(gate, approximate="tanh") * up,
-    _gpt_oss,
-)
-_ACTIVATIONS = dict(zip(ACTIVATIONS, _OF_GATE_AND_UP, strict=True))
+# By their names in `names.ACTIVATIONS`.
+_ACTIVATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "silu": lambda gate, up: F.silu(gate) * up,
+    "gelu": lambda gate, up: F.gelu(gate) * up,
+    "gelu_tanh": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
+    "gpt_oss": _gpt_oss,
+}
 
 
 @dataclass(frozen=True)

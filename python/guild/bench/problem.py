@@ -145,7 +145,7 @@ def make_problems(
 ) -> list[Problem]:
     """Inputs for one shape: several sets if a single one would stay in the GPU's L2 cache.
 
-    With `weights_of`, problems of the same shape and form, the experts' weights are theirs. form:
+    weights_of: problems of the same shape, whose form and experts' weights are taken. form: else
     the layer's other options, by default none.
 
     Raises
@@ -159,7 +159,7 @@ def make_problems(
         _check_memory(shape, dtype)
     generator = torch.Generator(device).manual_seed(seed)
     given = weights_of or [None] * _set_count(shape, dtype, device)
-    form = form or LayerForm()
+    form = weights_of[0].form if weights_of else form or LayerForm()
     return [_make_problem(shape, form, routing, dtype, device, generator, w) for w in given]
 
 

@@ -185,8 +185,8 @@ def _add_what(bench: argparse.ArgumentParser) -> None:
 def _add_form(bench: argparse.ArgumentParser) -> None:
     """A layer's options besides its sizes."""
     group = bench.add_argument_group(
-        "options of the layers, as guild.MoE takes them (gpt-oss: --activation gpt_oss --bias "
-        "--order interleaved --transposed)"
+        "options of the layers, as guild.MoE takes them",
+        "gpt-oss: --activation gpt_oss --bias --order interleaved --transposed",
     )
     add = group.add_argument
     add("--activation", choices=ACTIVATIONS, default=ACTIVATIONS[0], help="(silu, that is SwiGLU)")

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from guild._torch.checks import ends_of, has_memory
+from guild._torch.checks import ends_of, has_memory, share_memory
 from guild.distributed.ranks import Ranks
 
 try:  # FSDP2's own records, by module
@@ -53,13 +53,15 @@ def number_of(layer: nn.Module | None, experts: list[Tensor], ranks: Ranks) -> i
     ValueError
         If FSDP or DistributedDataParallel takes the experts for replicas.
     """
-    new = [tensor for tensor in experts if ranks_of(tensor) is not ranks.group]
+    # Of views, such as the entries of a list, the tensor that they are of.
+    owners = {id(t): t for t in (t if t._base is None else t._base for t in experts)}.values()
+    new = [tensor for tensor in owners if ranks_of(tensor) is not ranks.group]
     _expect_not_flattened(experts)
     if _states and new and not (layer is not None and isinstance(layer.w_up, DTensor)):
         _expect_not_sharded(layer, new, ranks.everyone)
     _expect_not_averaged(layer, experts, ranks.everyone)
     for tensor in new:
-        if tensor.requires_grad and tensor.is_leaf:
+        if tensor.is_leaf:
             setattr(tensor, _NOTE, _Note(ranks.group))
             _watch_optimizers()
     return 0 if layer is None else layer._number
@@ -81,14 +83,22 @@ def _expect_not_sent(optimizer: Optimizer, *_: Any) -> None:
     kind = getattr(sys.modules.get("torch.distributed.optim"), "ZeroRedundancyOptimizer", None)
     if kind is None or not isinstance(optimizer, kind):
         return
-    ranks = {*dist.get_process_group_ranks(optimizer.process_group)}
+    ranks = _members(optimizer.process_group)
     held = (weight for group in optimizer.param_groups for weight in group["params"])
     for owners in {ranks_of(weight) for weight in held} - {None}:
-        if len(ranks & {*dist.get_process_group_ranks(owners)}) > 1:
+        if len(ranks & _members(owners)) > 1:
             raise ValueError(
                 "expert_group: expected experts in an optimizer of their own, got some in a "
                 "ZeroRedundancyOptimizer, which would overwrite them with another rank's"
             )
+
+
+def _members(group: dist.ProcessGroup) -> set[int]:
+    """Numbers of a group's ranks among all; none of a group that has been destroyed."""
+    try:
+        return {*dist.get_process_group_ranks(group)}
+    except (KeyError, ValueError):
+        return set()
 
 
 def _expect_not_flattened(experts: list[Tensor]) -> None:
@@ -141,12 +151,13 @@ def _expect_not_averaged(layer: nn.Module | None, experts: list[Tensor], ranks: 
     ddp = DistributedDataParallel._get_active_ddp_module()
     if ddp is None or len({*ranks} & {*dist.get_process_group_ranks(ddp.process_group)}) < 2:
         return
+    held = *ddp._module_parameters, *ddp.modules_buffers
     if ddp not in _averaged:
-        held = *ddp._module_parameters, *ddp.modules_buffers
         places = sorted(ends_of(t) for t in held if t.numel() and has_memory(t))
         ends = accumulate((end for _, end in places), max)  # they may overlap
         _averaged[ddp] = [(first, end) for (first, _), end in zip(places, ends, strict=True)]
-    if any(_lies_in(tensor, _averaged[ddp]) for tensor in experts):
+    near = [tensor for tensor in experts if _lies_in(tensor, _averaged[ddp])]
+    if any(share_memory(tensor, other) for tensor in near for other in held):
         call = "model" if layer is not None else "model, experts"
         raise ValueError(
             "expert_group: expected experts that DistributedDataParallel leaves alone, got some "
@@ -156,7 +167,7 @@ def _expect_not_averaged(layer: nn.Module | None, experts: list[Tensor], ranks: 
 
 
 def _lies_in(tensor: Tensor, places: list[tuple[int, int]]) -> bool:
-    """Whether it shares memory with one of the places, as `_averaged` has them."""
+    """Whether it overlaps with one of the places, as `_averaged` has them."""
     if not (tensor.numel() and has_memory(tensor)):
         return False
     first, end = ends_of(tensor)

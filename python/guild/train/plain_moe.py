@@ -167,9 +167,10 @@ def _grouped_products(
     ends: torch.Tensor,
     activate: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    h = torch._grouped_mm(rows, w_up.mT, offs=ends)
-    h = h if b_up is None else (h + b_up).to(h.dtype)
-    y = torch._grouped_mm(activate(h), w_down.mT, offs=ends)
+    # One name for all, so that a call without gradients keeps none of them.
+    y = torch._grouped_mm(rows, w_up.mT, offs=ends)
+    y = activate(y if b_up is None else (y + b_up).to(y.dtype))
+    y = torch._grouped_mm(y, w_down.mT, offs=ends)
     return y if b_down is None else (y + b_down).to(y.dtype)
 
 
@@ -183,6 +184,7 @@ def _products_in_turn(
     activate: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
     # unbind, not w_up[e]: the gradient of a selection is a zero-filled copy of all the experts.
-    weights = [w.unbind() for w in (w_up, w_down, b_up, b_down) if w is not None]
+    none = [None] * len(counts)
+    weights = (none if w is None else w.unbind() for w in (w_up, w_down, b_up, b_down))
     parts = zip(rows.split(counts), *weights, strict=True)
     return torch.cat([plain_expert(*part, activate=activate) for part in parts])

@@ -6,6 +6,7 @@ Run by test_four_ranks.py.
 from __future__ import annotations
 
 import copy
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -193,6 +194,12 @@ def averaged_without_a_layer(rank: int) -> None:
         leave_out_experts(model, model.experts())
         DistributedDataParallel(model)(x).sum().backward()
         assert all(map(torch.equal, model.experts(), kept))
+        norms = gathered(clip_grad_norm_(model.experts(), 1e9))
+        assert all(torch.equal(norm, norms[0]) for norm in norms)
+    model, both = _Own(group), torch.randn(2, 24, 32)
+    model.up, model.other = (nn.Parameter(half) for half in both.split(16, -1))  # row by row
+    leave_out_experts(model, model.experts())
+    assert torch.isfinite(DistributedDataParallel(model)(x)).all()
     leave_out_experts(other := nn.Sequential(_Own(group)), other[0].up)
     assert other._ddp_params_and_buffers_to_ignore == {"0.up"}
     for error, text, experts in (
@@ -211,20 +218,28 @@ def averaged_without_a_layer(rank: int) -> None:
 def experts_in_one_optimizer(rank: int) -> None:
     """ZeroRedundancyOptimizer, which sends what one rank has updated, gets none of them."""
     pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "experts"))
-    for mesh in (None, pairs["experts"]):
+    sgd: dict[str, Any] = {"optimizer_class": torch.optim.SGD, "lr": 1.0}
+    for mesh, kind, frozen in product((None, pairs["experts"]), _KINDS, (False, True)):
         torch.manual_seed(rank)
-        model = _Own(guild.ExpertParallel(mesh))
+        model = _Own(guild.ExpertParallel(mesh), kind)
+        for weight in model.experts():
+            weight.requires_grad_(not frozen)
         model(torch.randn(6, 16)).sum().backward()
         kept = [weight.clone() for weight in model.parameters()]
-        sgd: dict[str, Any] = {"optimizer_class": torch.optim.SGD, "lr": 1.0}
         optimizer = ZeroRedundancyOptimizer(model.parameters(), **sgd)
         with pytest.raises(ValueError, match=r"^expert_group: .* in a ZeroRedundancyOptimizer"):
             optimizer.step()
         assert all(map(torch.equal, model.parameters(), kept))
         ZeroRedundancyOptimizer(model.router.parameters(), **sgd).step()
-        torch.optim.SGD([model.up, model.down], lr=1.0).step()
+        torch.optim.SGD(model.experts(), lr=1.0).step()
     data = pairs.get_group("data")  # of ranks with the same experts
     ZeroRedundancyOptimizer(model.parameters(), process_group=data, **sgd).step()
+    ended = dist.new_group()
+    model = _Own(guild.ExpertParallel(ended))
+    model(torch.randn(6, 16))
+    dist.barrier()
+    dist.destroy_process_group(ended)
+    ZeroRedundancyOptimizer(model.parameters(), **sgd).step()  # nobody shares them any more
 
 
 def records_of_other_torches(rank: int) -> None:

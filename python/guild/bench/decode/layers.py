@@ -56,12 +56,12 @@ class DecodeLayer:
 
     @property
     def w_up(self) -> torch.Tensor:
-        """(experts, 2 * intermediate, hidden), gate above up."""
+        """(experts, 2 * intermediate, hidden), gate above up, unless `form` says otherwise."""
         return self.weights.w_up
 
     @property
     def w_down(self) -> torch.Tensor:
-        """(experts, hidden, intermediate)."""
+        """(experts, hidden, intermediate), unless `form` says otherwise."""
         return self.weights.w_down
 
     @property

@@ -66,15 +66,16 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kBlocksAtOnce) dec
   Product::run(p);
 }
 
-// Launches as many blocks as `tiles`, an upper bound, can occupy at the same time. allowed: of this
-// kernel, shared_memory.h.
+// Launches as many blocks as `tiles`, an upper bound, can occupy at the same time; of clusters all,
+// which have a tile each. allowed: of this kernel, shared_memory.h.
 template <class Params>
 void launch_few(void (*kernel)(Params), AllowedOn& allowed, int bytes, Params const& params,
                 int64_t tiles, int blocks_at_once, Queue const& queue, int cluster = 1) {
   allow_shared_memory(kernel, bytes, allowed, "shared memory of a product for few tokens");
   // On a part of the multiprocessors one block each: two would spread over twice as many.
   int const at_once = queue.sms > 0 ? 1 : blocks_at_once;
-  unsigned const blocks = unsigned(std::min<int64_t>(tiles, at_once * multiprocessors(queue)));
+  int64_t const most = cluster > 1 ? tiles : at_once * multiprocessors(queue);
+  unsigned const blocks = unsigned(std::min(tiles, most));
   cuda_check(launch_kernel(kernel,
                            {.blocks = blocks,
                             .threads = kPlanThreads,

@@ -12,7 +12,8 @@ inline constexpr int kSharedExpert = 1 << 20;
 
 // H = X W^T + bias and A = activation(H); or, without `activates`, A = H only. A tile's rows of the
 // weight follow each other or, for Pairing::halves, are gate and up of the same columns in its
-// first and second half. Where the activation is known, H is not wanted; swiglu has no biases.
+// first and second half. known: any; or one for calls that do not want H and, for swiglu, have no
+// biases.
 template <class T, DecodeShape S, bool activates, StaticActivation known>
 struct DecodeResults {
   static constexpr int parts = S.parts(), kHalf = S.rows / 2;

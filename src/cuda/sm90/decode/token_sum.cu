@@ -35,9 +35,9 @@ typename Kernel::Source sum_source(ConstWeight const& w, int64_t experts, TokenS
 
 constexpr DecodeShape kWide{8, 128, /*staged=*/256};
 
-// Of transposed weights, for two slots or more: each takes two of these at most. One block would
-// not be a cluster, as it has to be.
-int blocks_of_tile(int64_t terms) { return int(std::max<int64_t>(2, ceil_div(terms, 2))); }
+// Blocks that share a tile of transposed weights, with two experts each at most. Larger clusters,
+// for more than four slots, may not fill all multiprocessors.
+constexpr int kBlocksOfTile = 2;
 
 template <class T, DecodeShape shape, int at_once, bool plain, Major major = Major::K>
 void launch_token_sum(TokenSum const& x, Queue const& queue) {
@@ -63,17 +63,17 @@ void launch_token_sum(TokenSum const& x, Queue const& queue) {
   if (x.shared) {
     p.shared_weight = sum_source<Kernel, T, shape>(x.shared_w, 1, x, width, "shared.w_down");
   }
-  p.cluster = major == Major::K ? 1 : blocks_of_tile(terms);
+  p.cluster = major == Major::K ? 1 : kBlocksOfTile;
   launch_decode<Kernel>(p, p.across * p.cluster, queue, p.cluster);
 }
 
-// Whether tiles of this shape give most multiprocessors one each and none a second. A block then
-// has a multiprocessor's shared memory to itself, for a ring that holds twice as much before A is
-// there. For more slots than four it does not pay (docs/measured/).
-bool have_one_each(int64_t tiles, Queue const& queue) {
+// Whether most multiprocessors get one block and none a second. A block then has a multiprocessor's
+// shared memory to itself, for a ring that holds twice as much before A is there.
+bool have_one_each(int64_t blocks, Queue const& queue) {
   int64_t const most = multiprocessors(queue);
-  return tiles <= most && 3 * tiles >= 2 * most;
+  return blocks <= most && 3 * blocks >= 2 * most;
 }
+// The same for tiles of this shape. For more slots than four it does not pay (docs/measured/).
 bool have_one_each(DecodeShape shape, int64_t terms, int64_t columns, Queue const& queue) {
   int const width = width_of(shape, /*at_once=*/1, Major::K, terms);
   return terms <= 4 && have_one_each(ceil_div(columns, width), queue);
@@ -116,8 +116,8 @@ bool token_sum(TokenSum const& x, Queue const& queue) {
   bool const fits = tokens == 1 ? terms <= 16 : several;
   if (!fits || x.w.expert_at != nullptr) return false;
   if (x.w.in_stride != 1) {
-    int64_t const blocks = ceil_div(x.n, 64) * blocks_of_tile(terms);
-    bool const able = tokens == 1 && !x.shared && terms >= 2 && terms <= kWide.tokens;
+    int64_t const blocks = kBlocksOfTile * ceil_div(x.n, 64);
+    bool const able = tokens == 1 && !x.shared && terms >= 2 && terms <= 2 * kBlocksOfTile;
     if (!able || !have_one_each(blocks, queue)) return false;
     with_type(x.dtype, [&](auto element) {
       launch_token_sum<decltype(element), kWide, 1, false, Major::MN>(x, queue);

@@ -13,8 +13,9 @@
 // ascending.
 //
 // Of transposed weights a tile has 64 columns, whose 128 bytes are a line of L2: narrower boxes
-// would load more slowly (docs/measured/). There each pass of a token's tile has a block of its
-// own. The blocks of a tile are a cluster, and send their results to the first, which adds them up.
+// would load more slowly (docs/measured/). A cluster of blocks shares such a tile, of one token:
+// each block has a pass, with some of the experts, and sends its results to the first block, which
+// adds them up.
 #pragma once
 #include "cuda/arch/cluster.cuh"
 #include "cuda/arch/copy.cuh"
@@ -93,7 +94,7 @@ struct TokenSumKernel {
     Term term[kMostSlots];
   };
   struct OfCluster {
-    int value[kMostSlots][kMostWidth];  // the same in the first block: the bits of a T
+    int value[kMostSlots][kMostWidth];  // the same, as the bits of a T; used in the first block
     Term term[kMostSlots];
     Barrier landed;  // all values
   };
@@ -138,7 +139,7 @@ struct TokenSumKernel {
     }
   }
 
-  // Of a block that has one.
+  // The tile of a cluster's blocks.
   static __device__ int tile_of(Params const& p) { return int(blockIdx.x) / p.cluster; }
 
   struct Rows {

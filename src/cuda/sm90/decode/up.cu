@@ -89,8 +89,8 @@ void launch_gathered(UpProduct const& x, Queue const& queue) {
   launch_up<T, Major::K, true, shape, from, kAny>(x, queue);
 }
 
-// Whether these are experts like gpt-oss's, if weights are transposed: gate and up alternate. Then
-// tiles have 64 rows, in one box of both, and there are more of them.
+// Whether the DecodeProduct of gpt-oss's activation serves, for transposed weights. Its tiles have
+// 64 rows, gate and up in one box: more tiles than of 128 rows.
 bool is_gpt_oss(UpProduct const& x) {
   return static_activation_of(x.activation, x.pairing) == kGptOss && x.h.data == nullptr;
 }
