@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 
 from guild._torch.checks import (
-    dtype_name,
     expect_choice,
     expect_flag,
     expect_float32,
+    expect_floating,
     expect_positive,
     expect_tensor,
 )
@@ -185,8 +185,7 @@ class Activation:
     def _halves(self, h: torch.Tensor, order: str) -> tuple[torch.Tensor, torch.Tensor | None]:
         expect_tensor("h", h)
         interleaved = is_interleaved(order)
-        if not h.is_floating_point():
-            raise TypeError(f"h: expected a floating dtype, got {dtype_name(h.dtype)}")
+        expect_floating("h", h)
         if self.gated and (h.dim() == 0 or h.shape[-1] % 2):
             raise ValueError(
                 f"h: expected gate and up, an even number of columns, got shape {tuple(h.shape)}"

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from guild._torch.checks import (
     MOST_EXPERTS,
-    dtype_name,
     expect_device,
     expect_dims,
     expect_flag,
+    expect_floating,
     expect_indices,
     expect_like,
     expect_offsets,
@@ -59,10 +59,7 @@ def expect_routing(
         )
     expect_shape("topk_weights", topk_weights, tuple(topk_ids.shape))
     expect_device("topk_weights", topk_weights, x)
-    if not topk_weights.is_floating_point():
-        raise TypeError(
-            f"topk_weights: expected a floating dtype, got {dtype_name(topk_weights.dtype)}"
-        )
+    expect_floating("topk_weights", topk_weights)
 
 
 def expect_later(recompute: bool, weight_gradients: WeightGradients | None) -> None:

@@ -18,6 +18,7 @@ from guild._torch.checks import (
     expect_device,
     expect_dims,
     expect_experts,
+    expect_floating,
     expect_shape,
     expect_tensor,
 )
@@ -72,8 +73,7 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
     if bias is not None:
         expect_shape("bias", bias, (experts,))
         expect_device("bias", bias, x)
-        if not bias.is_floating_point():
-            raise TypeError(f"bias: expected a floating dtype, got {dtype_name(bias.dtype)}")
+        expect_floating("bias", bias)
     if x.dtype not in FLOATS:
         raise TypeError(
             f"x: expected dtype bfloat16, float16, float32 or float64, got {dtype_name(x.dtype)}"

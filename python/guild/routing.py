@@ -16,6 +16,7 @@ from guild._torch.checks import (
     expect_experts,
     expect_flag,
     expect_float32,
+    expect_floating,
     expect_logits,
     expect_shape,
 )
@@ -226,10 +227,7 @@ def route(
     if selection_bias is not None:
         expect_shape("selection_bias", selection_bias, (experts,))
         expect_device("selection_bias", selection_bias, logits, "logits")
-        if not selection_bias.is_floating_point():
-            raise TypeError(
-                f"selection_bias: expected a floating dtype, got {dtype_name(selection_bias.dtype)}"
-            )
+        expect_floating("selection_bias", selection_bias)
         selection_bias = selection_bias.detach().to(logits.dtype).contiguous()
     token_mask = token_flags(token_mask, logits, "logits")
     scores, ids, _ = _route(

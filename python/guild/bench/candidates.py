@@ -253,10 +253,10 @@ def layer_module(name: str, problem: Problem) -> nn.Module:
     return module_of(_constructor(name), problem)
 
 
-def module_of(make: Callable[..., nn.Module], problem: Problem | Weights) -> nn.Module:
+def module_of(make: Callable[..., nn.Module], weights: Weights) -> nn.Module:
     """What a constructor of layers makes from the sizes and weights of a problem or a layer."""
-    _, hidden, intermediate, experts, top_k = problem.shape
+    _, hidden, intermediate, experts, top_k = weights.shape
     with torch.device("meta"):
-        module = make(hidden, intermediate, experts, top_k, **problem.form.options())
-    module.load_state_dict(problem.state(), assign=True)
+        module = make(hidden, intermediate, experts, top_k, **weights.form.options())
+    module.load_state_dict(weights.state(), assign=True)
     return module

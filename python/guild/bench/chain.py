@@ -109,7 +109,9 @@ class StepChain:
     def __init__(self, problem: Problem) -> None:
         self.shape = problem.shape
         self.x, self.dout = problem.x.detach(), problem.out_gradient
-        self.router, self.w_up, self.w_down = (w.detach() for w in problem.leaves()[1:4])
+        self.router, self.w_up, self.w_down = (
+            w.detach() for w in (problem.router, problem.w_up, problem.w_down)
+        )
         self.b_up, self.b_down = (
             b if b is None else b.detach() for b in (problem.b_up, problem.b_down)
         )

@@ -37,8 +37,7 @@ def measure(plan: BenchPlan, console: Console) -> dict[str, Any]:
         # Compiled layers of the previous shape would count against torch's recompilation limit.
         torch._dynamo.reset()
         cases += _measure_shape(name, shape, plan, console)
-    head = {**record_head(plan), "form": plan.form.options()}
-    return {**head, "mode": "layers", "num_sms": plan.num_sms, "cases": cases}
+    return {**record_head(plan), "mode": "layers", "num_sms": plan.num_sms, "cases": cases}
 
 
 def _measure_shape(

@@ -22,6 +22,7 @@ def record_head(plan: BenchPlan) -> dict[str, Any]:
         "seconds_per_round": None if plan.calls else plan.seconds,
         "calls_per_round": plan.calls,
         "seed": plan.seed,
+        "form": plan.form.options(),
         "reference": "float64" if plan.device.type == "cpu" else "float32",
     }
 

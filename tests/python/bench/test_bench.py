@@ -24,7 +24,7 @@ from guild.bench.candidates import (
 )
 from guild.bench.form import LayerForm, PlainForm
 from guild.bench.layers import figures, measure
-from guild.bench.names import GPU_CANDIDATES, LIMITED, PRODUCTS
+from guild.bench.names import ACTIVATIONS, GPU_CANDIDATES, LIMITED, PRODUCTS
 from guild.bench.plan import BenchPlan
 from guild.bench.plots import plot_bench
 from guild.bench.presets import PRESETS, Shape, parse_shape
@@ -174,6 +174,11 @@ def test_an_expert_of_a_form_is_that_of_the_layer(form: LayerForm) -> None:
     activation = guild.Activation.named(form.activation)
     truth = F.linear(activation(h, form.order), w_down, b_down)
     torch.testing.assert_close(form.expert(problem.x, *weights), truth)
+
+
+def test_every_activation_has_a_form() -> None:
+    """So that the test above compares all that the command line offers."""
+    assert {form.activation for form in FORMS.values()} == set(ACTIVATIONS)
 
 
 def test_small_gpu_inputs_come_in_several_sets(gpu: str) -> None:

@@ -79,8 +79,7 @@ def measure_decode(plan: BenchPlan, console: Console) -> dict[str, Any]:
             del weights
             free_memory(plan.device)
     add_changes(cases)
-    head = {**record_head(plan), "form": plan.form.options()}
-    return {**head, "mode": "decode", "cases": cases}
+    return {**record_head(plan), "mode": "decode", "cases": cases}
 
 
 @torch.inference_mode()

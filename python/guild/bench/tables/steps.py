@@ -7,6 +7,8 @@ from typing import Any
 from rich.console import Group
 from rich.table import Table
 
+from guild.bench.form import form_words
+
 _HEADINGS = (
     "ms",
     "TFLOPS",
@@ -37,10 +39,9 @@ def _case_table(case: dict[str, Any], record: dict[str, Any]) -> Table:
         f"{machine['matrix_size']}^3 product {machine['matrix_tflops']:.3g} TFLOPS, "
         f"copy {machine['copy_tbps']:.3g} TB/s"
     )
-    bias = ", bias" if case.get("bias") else ""
     table = Table(
         title=f"{case['name']} ({','.join(map(str, case['shape'].values()))}), {case['routing']} "
-        f"routing, {record['dtype']}{bias}, {record['device']}, medians of "
+        f"routing, {record['dtype']}{form_words(record)}, {record['device']}, medians of "
         f"{record['rounds']} rounds",
         caption="floor: the longer of FLOPs and bytes at this run's best rates "
         f"({rates}); bmm: the same product for balanced experts{_about_quack(case)}",
