@@ -194,4 +194,5 @@ def move_selection_bias(
     """
     expect_finite("rate", rate)
     counts = counts_of_ranks(counts.long(), group)
-    bias += float(rate) * torch.sign(counts.sum() - counts * counts.numel())
+    direction = torch.sign(counts.sum() - counts * counts.numel())
+    bias.add_(direction.to(bias.dtype), alpha=float(rate))

@@ -14,11 +14,13 @@ from torch.nn.modules.module import _has_any_global_hook
 from guild._torch import gradients  # noqa: F401 - registers the gradients
 from guild._torch.checks import (
     FLOATS,
+    autocast_dtype,
     dtype_name,
     expect_device,
     expect_dims,
     expect_experts,
     expect_floating,
+    expect_like,
     expect_shape,
     expect_tensor,
 )
@@ -80,6 +82,8 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
         )
     x, weight = autocast(x, weight)
     if x.dtype != weight.dtype:
+        if autocast_dtype(x) is not None:
+            expect_like("weight", weight, x)
         raise TypeError(
             f"x: expected dtype {dtype_name(weight.dtype)} like weight, got {dtype_name(x.dtype)}"
         )

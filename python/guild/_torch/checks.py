@@ -95,7 +95,10 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 def expect_like(name: str, tensor: Tensor, x: Tensor, x_name: str = "x") -> None:
     """Raise unless dtype and device are those of x, which autocast may have converted."""
     if tensor.dtype is not x.dtype:
-        source = f"like {x_name}" if autocast_dtype(x) is None else "under autocast"
+        cast = autocast_dtype(x)
+        if tensor.dtype is cast:  # which leaves x alone: it is in float64
+            name, tensor, x = x_name, x, tensor
+        source = f"like {x_name}" if cast is None else "under autocast"
         raise TypeError(
             f"{name}: expected dtype {dtype_name(x.dtype)} {source}, got {dtype_name(tensor.dtype)}"
         )
@@ -110,12 +113,16 @@ def expect_device(name: str, tensor: Tensor, x: Tensor, x_name: str = "x") -> No
         )
 
 
-def expect_rows(name: str, tensor: Tensor) -> None:
-    """Raise unless the columns of (rows, width) are contiguous and the rows do not overlap."""
+def expect_rows(name: str, tensor: Tensor, *, written: bool = False) -> None:
+    """Raise unless the columns of (rows, width) are contiguous and the rows do not overlap.
+
+    written: the caller reads the tensor afterwards, so a copy of it would be of no use.
+    """
     if not has_plain_rows(tensor):
         raise ValueError(
             f"{name}: expected rows with contiguous columns (strides (n, 1), n >= "
-            f"{tensor.shape[1]}), got strides {tensor.stride()}; call {name}.contiguous()"
+            f"{tensor.shape[1]}), got strides {tensor.stride()}"
+            + ("" if written else f"; call {name}.contiguous()")
         )
 
 

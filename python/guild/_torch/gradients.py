@@ -181,7 +181,8 @@ def _bias_setup(ctx, inputs, output):
 def _bias_second_gradient(ctx, ddb):
     (offsets,) = ctx.saved_tensors
     rows = torch.arange(ctx.rows, device=ddb.device, dtype=torch.int32)
-    expert = torch.searchsorted(offsets[1:], rows, right=True)  # E if a row belongs to no expert
+    ends = offsets[1:].cummax(0).values  # as the op clamps them
+    expert = torch.searchsorted(ends, rows, right=True)  # E if a row belongs to no expert
     return F.pad(ddb, (0, 0, 0, 1)).index_select(0, expert), None
 
 
@@ -245,7 +246,8 @@ def _grouped_bias_gradient(
     if offs is None:
         return dout.sum(1)
     if mat_a.dim() == mat_b.dim():  # nor do groups with an empty sum
-        filled = starts(offs).diff() > 0
+        ends = offs.clamp(0, mat_a.shape[1]).cummax(0).values  # as the op clamps them
+        filled = starts(ends).diff() > 0
         return torch.where(filled[:, None], dout.sum(1), 0)
     by_row = dout if mat_b.dim() == 3 else dout.mT.contiguous()
     return bias_gradient(by_row, starts(offs))
@@ -277,7 +279,7 @@ def _pair_up_gradient(ctx, da, dh):
     if da is not None:  # swiglu_out was used on its own
         activation, order = _activation_of(ctx.flags)
         if again:  # rows of no expert may hold NaN, and NaN times their zero gradients is NaN
-            nobody = torch.arange(h.shape[0], device=h.device) >= offsets[-1]
+            nobody = torch.arange(h.shape[0], device=h.device) >= offsets.amax()
             h = h.masked_fill(nobody[:, None], 0)
         from_a = activation.gradient(h, da, order)
         dh = from_a if dh is None else dh + from_a

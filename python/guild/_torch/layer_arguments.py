@@ -171,7 +171,7 @@ def expect_out(out: Tensor, x: Tensor, layer: list, x_name: str, **operands: Ten
     """Raise unless the layer's output can be written to out."""
     expect_shape("out", out, tuple(x.shape), f"the shape of {x_name}")
     expect_like("out", out, x, x_name)
-    expect_rows("out", out)
+    expect_rows("out", out, written=True)
     names = "w_up", "w_up[0] (gate)", "w_down", "b_up", "b_down"
     expect_free(out, {x_name: x, **dict(zip(names, layer, strict=False)), **operands})
 

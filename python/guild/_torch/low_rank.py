@@ -216,9 +216,12 @@ def low_rank_gradients(
 
 
 def clear_nobodys(rows: Tensor, offsets: Tensor) -> Tensor:
-    """Zero sorted rows before the first expert's and after the last one's, in place."""
+    """Zero sorted rows before the first expert's and after the last one's, in place.
+
+    An offset below its predecessor counts as the predecessor.
+    """
     number = torch.arange(rows.shape[0], device=rows.device)
-    nobody = (number < offsets[0]) | (number >= offsets[-1])
+    nobody = (number < offsets[0]) | (number >= offsets.amax())
     return rows.masked_fill_(nobody[:, None], 0)
 
 

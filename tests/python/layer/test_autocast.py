@@ -60,3 +60,16 @@ def test_dtypes_in_errors_are_the_callers(grad: bool) -> None:
         wanted = r"^x: expected dtype bfloat16 under autocast, got float64$"
         with pytest.raises(TypeError, match=wanted):
             guild.MoE(8, 6, 3, 2)(double)
+        ids, scores = guild.route(single[:, :3], 2)
+        w_up, w_down = torch.ones(3, 12, 8), torch.ones(3, 8, 6)
+        offs = torch.tensor([1, 2, 3], dtype=torch.int32)
+        for call, name in (
+            (lambda: guild.routed_experts(double, ids, scores, w_up, w_down), "x"),
+            (lambda: guild.routed_experts(single, ids, scores, w_up.double(), w_down), "w_up"),
+            (lambda: guild.grouped_mm(double, w_up.mT, offs), "mat_a"),
+            (lambda: guild.grouped_mm(single, w_up.mT.double(), offs), "mat_b"),
+            (lambda: guild.router_logits(double, torch.ones(3, 8)), "x"),
+            (lambda: guild.router_logits(single, torch.ones(3, 8).double()), "weight"),
+        ):
+            with pytest.raises(TypeError, match=wanted.replace("x:", f"{name}:")):
+                call()

@@ -280,3 +280,18 @@ def test_rate_of_another_kind(rate: object) -> None:
         moe.balance(one)
         biases.append(moe.router.selection_bias)
     assert biases[0].any() and torch.equal(*biases)
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16])
+def test_rate_in_the_dtype_of_the_bias(default: torch.dtype) -> None:
+    """Whatever torch's default dtype is."""
+    moe = guild.MoE(16, 8, 4, 2, router="sigmoid")
+    moe(torch.randn(5, 16))
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        moe.balance(1e-8)
+    finally:
+        torch.set_default_dtype(before)
+    moved = moe.router.selection_bias
+    assert moved.any() and torch.equal(moved.abs()[moved != 0].unique(), torch.tensor([1e-8]))
