@@ -31,7 +31,7 @@ template <class T>
 Compute<T> slot_gradient(ScoreGradient const& x, int64_t slot) {
   using F = Compute<T>;
   int32_t const row = x.routing.slot_row[slot];
-  if (row < 0 || row >= x.sizes.rows()) return 0;
+  if (row < 0 || row >= x.sizes.rows() || x.sizes.tokens == 0) return 0;
   int64_t const parts = score_parts(x.sizes);
   auto const* const first = static_cast<F const*>(x.score_parts) + row * parts;
   F sum = 0;

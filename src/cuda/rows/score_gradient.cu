@@ -37,7 +37,7 @@ __global__ void score_gradient_kernel(ScoreGradient x, int part_count, int lane_
   int64_t const slot = (blockIdx.x * int64_t(kThreads) + threadIdx.x) >> lane_bits;
   int const lanes = 1 << lane_bits, lane = threadIdx.x % lanes;
   bool const any = slot < x.sizes.slot_count();
-  int const row = any ? x.routing.slot_row[slot] : -1;
+  int const row = any && x.sizes.tokens > 0 ? x.routing.slot_row[slot] : -1;
   float sum = 0;
   if (unsigned(row) < unsigned(x.sizes.rows())) {
     float const* const parts = static_cast<float const*>(x.score_parts) + int64_t(row) * part_count;

@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <limits>
+#include <memory>
 
 #include "guild/cpu.h"
 #include "layer_test.h"
@@ -131,6 +132,23 @@ TEST(SlotsOfNoRow, AddNothing) {
   scores.score_parts = parts.data(), scores.dscores = dscores.data();
   cpu::score_gradient(scores);
   EXPECT_EQ(dscores, (std::vector<float>{5, 0, 0}));
+}
+
+// Where there are no tokens no slot has a gradient, whatever its row: dO has no rows to read.
+TEST(SlotsOfNoTokens, AddNothing) {
+  std::vector<int32_t> const slot_row{0}, offsets{0, 1, 1}, token_offsets{0};
+  std::vector<float> const parts{1}, bias(8, 1.f);
+  std::vector<float> dscores{7};
+  auto const no_rows = std::make_unique<float[]>(0);
+  ScoreGradient scores;
+  scores.sizes = {.hidden = 4, .intermediate = 4, .experts = 2, .top_k = 1, .slots = 1};
+  scores.dtype = DType::float32;
+  scores.routing.offsets = offsets.data(), scores.routing.slot_row = slot_row.data();
+  scores.routing.token_offsets = token_offsets.data();
+  scores.score_parts = parts.data(), scores.dscores = dscores.data();
+  scores.bias.data = bias.data(), scores.dout.data = no_rows.get();
+  cpu::score_gradient(scores);
+  EXPECT_EQ(dscores[0], 0);
 }
 
 }  // namespace

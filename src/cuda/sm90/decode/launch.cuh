@@ -67,15 +67,16 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kBlocksAtOnce) dec
 }
 
 // Launches as many blocks as `tiles`, an upper bound, can occupy at the same time; of clusters all,
-// which have a tile each. allowed: of this kernel, shared_memory.h.
+// which have a tile each. allowed: of this kernel, shared_memory.h. most: bytes of any launch.
 template <class Params>
-void launch_few(void (*kernel)(Params), AllowedOn& allowed, int bytes, Params const& params,
-                int64_t tiles, int blocks_at_once, Queue const& queue, int cluster = 1) {
-  allow_shared_memory(kernel, bytes, allowed, "shared memory of a product for few tokens");
+void launch_few(void (*kernel)(Params), AllowedOn& allowed, int most, int bytes,
+                Params const& params, int64_t tiles, int blocks_at_once, Queue const& queue,
+                int cluster = 1) {
+  allow_shared_memory(kernel, most, allowed, "shared memory of a product for few tokens");
   // On a part of the multiprocessors one block each: two would spread over twice as many.
   int const at_once = queue.sms > 0 ? 1 : blocks_at_once;
-  int64_t const most = cluster > 1 ? tiles : at_once * multiprocessors(queue);
-  unsigned const blocks = unsigned(std::min(tiles, most));
+  int64_t const places = cluster > 1 ? tiles : at_once * multiprocessors(queue);
+  unsigned const blocks = unsigned(std::min(tiles, places));
   cuda_check(launch_kernel(kernel,
                            {.blocks = blocks,
                             .threads = kPlanThreads,
@@ -87,12 +88,15 @@ void launch_few(void (*kernel)(Params), AllowedOn& allowed, int bytes, Params co
              "launch of a product for few tokens");
 }
 
+// blocks_at_once: on a multiprocessor, up to kAtOnce.
 template <class Product>
-void launch_decode(typename Product::Params const& params, int64_t tiles, Queue const& queue,
-                   int cluster = 1) {
+void launch_decode(typename Product::Params& params, int64_t tiles, int blocks_at_once,
+                   Queue const& queue) {
   static AllowedOn allowed;
-  launch_few(decode_kernel<Product>, allowed, Product::kBytes, params, tiles,
-             Product::kBlocksAtOnce, queue, cluster);
+  params.stages = stages_of_block(sizeof(typename Product::Stage), blocks_at_once);
+  int const most = Product::bytes(stages_of_block(sizeof(typename Product::Stage), 1));
+  launch_few(decode_kernel<Product>, allowed, most, Product::bytes(params.stages), params, tiles,
+             blocks_at_once, queue);
 }
 
 // An upper bound on the number of tiles, over experts of unknown sizes.

@@ -37,7 +37,7 @@ struct DecodeProduct {
   static constexpr bool kChooses = chooses(from);
   static constexpr bool kPlain = known == StaticActivation::swiglu;
   static_assert(activates || known == StaticActivation::any);
-  static constexpr int kThreads = kPlanThreads, kBlocksAtOnce = kAtOnce;
+  static constexpr int kThreads = kPlanThreads, kBlocksAtOnce = kAtOnce;  // the latter at most
   static constexpr DecodeShape kShape = S;
   static constexpr int kArrivals = gathered ? 33 : 2;
 
@@ -54,6 +54,7 @@ struct DecodeProduct {
     int32_t const* expert_at[2];  // which matrix is an expert's; null: they are in order
     bool halves;                  // part[1] has the same rows of up; else the rows that follow
     int across, rows, k;          // tiles side by side; rows of X and of the results
+    int stages;                   // of the ring: longer where a block has a multiprocessor alone
     // Whether the weights and the plan's input were complete when the previous kernel let this one
     // start.
     bool early;
@@ -77,12 +78,11 @@ struct DecodeProduct {
   // Whether gate and up can lie apart.
   static constexpr bool kTakesHalves = activates && S.rows >= 2 * kBoxRows;
 
-  using Ring = sm90::Ring<stage_bytes>;
-  using Stage = typename Ring::Stage;
-  using Cursor = typename Ring::Cursor;
-  static constexpr int kStages = Ring::kStages;
+  using Stage = RingStage<stage_bytes>;
+  using Ring = sm90::Ring<Stage, stages_of_block(stage_bytes, 1)>;
   using Storage = typename DecodeResults<T, S, activates, known>::template Storage<S.tokens>;
   using Announced = TileQueue<kConsumerWarps + 1>;
+  // After the ring's stages, of which Params has the number.
   struct SharedStorage {
     Ring ring;
     Storage results;
@@ -92,9 +92,17 @@ struct DecodeProduct {
     };
     Announced queue;
   };
-  static constexpr int kBytes = int(sizeof(SharedStorage));
-  static_assert(kBytes <= 226 * 1024 / kBlocksAtOnce, "too many stages");
-  static_assert(kBytes >= sizeof(Ring) + read_after(S));
+  static constexpr int bytes(int stages) {
+    return stages * int(sizeof(Stage)) + int(sizeof(SharedStorage));
+  }
+  static_assert(bytes(stages_of_block(stage_bytes, 1)) <= 226 * 1024, "too many stages");
+  static_assert(bytes(stages_of_block(stage_bytes, kAtOnce)) <= 226 * 1024 / kAtOnce,
+                "too many stages");
+  static_assert(sizeof(SharedStorage) >= read_after(S));
+  static __device__ Stage* stages() {
+    extern __shared__ __align__(1024) char memory[];
+    return reinterpret_cast<Stage*>(memory);
+  }
 
   // So the next kernel may rely, before it waits, on all kernels before this one being complete.
   static __device__ void start_in_turn() {
@@ -175,7 +183,7 @@ struct DecodeProduct {
     uint64_t const policy = evict_first();
     Tiles tiles = tiles_of(p, plan);
     TileNumbers numbers(p.claims);
-    Cursor at;
+    RingCursor at{p.stages};
     QueueEnd end;
     Tile tile, next;
     bool waits = p.early, more = tiles.find(numbers.now, next);
@@ -185,11 +193,11 @@ struct DecodeProduct {
       int const count = stages_of(p, tile);
       int asks_at = max(0, count - kAskedAhead), finds_at = found_at(count);
       // Claims wait for the kernel before: first the ring is filled.
-      if (waits) asks_at = finds_at = max(finds_at, min(count, kStages) - 1);
+      if (waits) asks_at = finds_at = max(finds_at, min(count, p.stages) - 1);
       for (int i = 0; i < count; ++i, at.advance()) {
         ring.empty[at.stage].wait(at.phase ^ 1);
         if (leads) {
-          load_weights(p, ring.stage[at.stage], ring.full[at.stage], tile, i, policy);
+          load_weights(p, stages()[at.stage], ring.full[at.stage], tile, i, policy);
         }
         if (rehearses) return;
         if (i == asks_at) {
@@ -211,7 +219,7 @@ struct DecodeProduct {
   static __device__ void gather(Params const& p, SharedStorage& smem, Plan const& plan) {
     if (p.early) wait_for_previous();
     Ring& ring = smem.ring;
-    Cursor at;
+    RingCursor at{p.stages};
     QueueEnd end;
     GatheredRows<S> rows;
     Tile tile, next;
@@ -224,7 +232,7 @@ struct DecodeProduct {
       if constexpr (gathered) rows.begin(p);
       int const count = stages_of(p, tile);
       for (int i = 0; i < count; ++i, at.advance()) {
-        Stage& stage = ring.stage[at.stage];
+        Stage& stage = stages()[at.stage];
         Barrier& full = ring.full[at.stage];
         ring.empty[at.stage].wait(at.phase ^ 1);
         if constexpr (gathered) {
@@ -243,13 +251,13 @@ struct DecodeProduct {
   }
 
   template <int width>
-  static __device__ void consume_tile(Params const& p, Cursor& at, Tile const& tile, Ring& ring,
+  static __device__ void consume_tile(Params const& p, RingCursor& at, Tile const& tile, Ring& ring,
                                       Storage& storage) {
     float acc[S.parts()][width / 2];
 #pragma unroll
     for (auto& part : acc) forget_registers(part);
     bool const started = !kPlain && p.results.start(acc, tile);
-    ring.template sum<T, S, major, width>(acc, started, at, stages_of(p, tile));
+    ring.template sum<T, S, major, width>(acc, started, stages(), at, stages_of(p, tile));
     p.results.store(acc, tile, storage);
   }
 
@@ -258,7 +266,7 @@ struct DecodeProduct {
     if (from != PlanFrom::offsets && p.plan.writes && blockIdx.x + 1 == gridDim.x) {
       smem.planner.template store<32 * kConsumerWarps>(p.plan.sort, plan);
     }
-    Cursor at;
+    RingCursor at{p.stages};
     QueueEnd end;
     for (Tile tile; smem.queue.take(end, tile);) {
       if (tile.rows <= 8) {
@@ -301,8 +309,7 @@ struct DecodeProduct {
   }
 
   static __device__ void run(Params const& p) {
-    extern __shared__ __align__(1024) char memory[];
-    auto& smem = *reinterpret_cast<SharedStorage*>(memory);
+    auto& smem = *reinterpret_cast<SharedStorage*>(stages() + p.stages);
     if (threadIdx.x == 0) {
       if (kPlain || p.weight.by_stage) {
         prefetch(p.weight.stage);

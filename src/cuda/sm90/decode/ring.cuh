@@ -2,7 +2,6 @@
 #pragma once
 #include "cuda/arch/copy.cuh"
 #include "cuda/arch/wgmma.cuh"
-#include "cuda/sm90/cursor.cuh"
 #include "cuda/sm90/tile_queue.cuh"
 #include "cuda/warp.cuh"
 
@@ -85,37 +84,53 @@ __device__ inline void mma_groups(float (&acc)[n / 2], uint32_t a, uint32_t b, b
   }(std::make_index_sequence<n / 2>{});
 }
 
-// In shared memory, with stages for one shape or several. A stage begins with its weights. at_once:
-// blocks that share a multiprocessor.
-template <int stage_bytes, int at_once = kAtOnce>
-struct Ring {
-  static constexpr int kStages = (204 * 1024) / at_once / stage_bytes;
-  struct Stage {
-    alignas(1024) char weight[stage_bytes];
-    template <DecodeShape S>
-    __device__ char* x(int step) {
-      return weight + S.weight_bytes() + step * S.token_bytes();
-    }
-  };
-  using Cursor = cuda::Cursor<kStages, int>;
+// Stages of a block where `at_once` blocks share a multiprocessor.
+constexpr int stages_of_block(int stage_bytes, int at_once) {
+  return 204 * 1024 / at_once / stage_bytes;
+}
 
-  Stage stage[kStages];
-  Barrier full[kStages], empty[kStages];
+// In shared memory, for one shape or several. A stage begins with its weights.
+template <int stage_bytes>
+struct RingStage {
+  alignas(1024) char weight[stage_bytes];
+  template <DecodeShape S>
+  __device__ char* x(int step) {
+    return weight + S.weight_bytes() + step * S.token_bytes();
+  }
+};
+
+// Where a thread is in a ring of `stages`.
+struct RingCursor {
+  int const stages;
+  int stage = 0;
+  uint32_t phase = 0;
+
+  __device__ void advance() {
+    if (++stage == stages) stage = 0, phase ^= 1;
+  }
+  __device__ int last() const { return (stage == 0 ? stages : stage) - 1; }
+};
+
+// The barriers of a ring of `most` stages or fewer, which lie elsewhere in shared memory.
+template <class Stage, int most>
+struct Ring {
+  Barrier full[most], empty[most];
 
   // One thread. arrivals: of the producer's warp for a stage.
   __device__ void init(int arrivals) {
 #pragma unroll
-    for (int i = 0; i < kStages; ++i) {
+    for (int i = 0; i < most; ++i) {
       full[i].init(arrivals);
       empty[i].init(kConsumerWarps);
     }
     fence_barrier_init();
   }
 
-  // The consumers: sums `count` stages, from the accumulators' values on if `started`. grouped: the
-  // weights came by group_map().
+  // The consumers: sums `count` of the stages that begin at `first`, from the accumulators' values
+  // on if `started`. grouped: the weights came by group_map().
   template <class T, DecodeShape S, Major major, int width, bool grouped = false>
-  __device__ void sum(float (&acc)[S.parts()][width / 2], bool started, Cursor& at, int count) {
+  __device__ void sum(float (&acc)[S.parts()][width / 2], bool started, Stage* first,
+                      RingCursor& at, int count) {
     // Whether consumers free a stage before they wait for the next. Otherwise one stage less is in
     // flight, but short products overlap.
     constexpr bool kFreesAtOnce = width < 64;
@@ -123,7 +138,7 @@ struct Ring {
     constexpr int apart = grouped ? group_bytes(S) : 8 * kRowBytes;
     constexpr int step_bytes = grouped ? 8 * kRowBytes : S.step_bytes();
     bool const leads = threadIdx.x % 32 == 0;
-    uint32_t const stage0 = kept(shared_address(&stage[0]));
+    uint32_t const stage0 = kept(shared_address(first));
     int i = 0;
     do {
       full[at.stage].wait(at.phase);
@@ -148,11 +163,11 @@ struct Ring {
         finish(acc, at.stage);
       } else if (i > 0) {
         wgmma_wait<1>();
-        if (leads) empty[at.before(1)].arrive();
+        if (leads) empty[at.last()].arrive();
       }
       at.advance();
     } while (++i < count);
-    if constexpr (!kFreesAtOnce) finish(acc, at.before(1));
+    if constexpr (!kFreesAtOnce) finish(acc, at.last());
   }
 
  private:

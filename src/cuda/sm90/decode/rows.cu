@@ -38,7 +38,7 @@ void launch_rows(RowProduct const& x, Queue const& queue) {
     p.results.target[1].a = {static_cast<T*>(x.shared.d.data), row_stride(x.shared.d, x.n)};
     p.results.target[1].columns = int(x.n);
   }
-  launch_decode<Product>(p, most_decode_tiles(p, x.groups.groups, tokens), queue);
+  launch_decode<Product>(p, most_decode_tiles(p, x.groups.groups, tokens), kAtOnce, queue);
 }
 
 }  // namespace

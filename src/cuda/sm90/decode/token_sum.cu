@@ -64,7 +64,9 @@ void launch_token_sum(TokenSum const& x, Queue const& queue) {
     p.shared_weight = sum_source<Kernel, T, shape>(x.shared_w, 1, x, width, "shared.w_down");
   }
   p.cluster = major == Major::K ? 1 : kBlocksOfTile;
-  launch_decode<Kernel>(p, p.across * p.cluster, queue, p.cluster);
+  static AllowedOn allowed;
+  launch_few(decode_kernel<Kernel>, allowed, Kernel::kBytes, Kernel::kBytes, p,
+             p.across * p.cluster, at_once, queue, p.cluster);
 }
 
 // Whether most multiprocessors get one block and none a second. A block then has a multiprocessor's

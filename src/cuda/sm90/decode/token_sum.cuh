@@ -48,9 +48,9 @@ template <class T, DecodeShape S, bool plain, int at_once, Major major = Major::
           int stage_bytes = S.stage_bytes()>
 struct TokenSumKernel {
   static constexpr int kThreads = kPlanThreads, kBlocksAtOnce = at_once;
-  using Ring = sm90::Ring<stage_bytes, at_once>;
-  using Stage = typename Ring::Stage;
-  using Cursor = typename Ring::Cursor;
+  static constexpr int kStages = stages_of_block(stage_bytes, at_once);
+  using Stage = RingStage<stage_bytes>;
+  using Ring = sm90::Ring<Stage, kStages>;
   using Sums = float[S.parts()][S.tokens / 2];
   static constexpr int kHalves = 2 * S.parts();  // of a thread's sums: rows r and r + 8 of a part
   static constexpr int kMostSlots = S.tokens == 32 ? kMostSummedSlots : S.tokens;
@@ -100,12 +100,13 @@ struct TokenSumKernel {
   };
   using Working = std::conditional_t<kTransposed, OfCluster, OfBlock>;
   struct SharedStorage {
+    Stage stage[kStages];
     Ring ring;
     Working working;
     Planner planner;
   };
   static constexpr int kBytes =
-      std::max(int(sizeof(SharedStorage)), int(sizeof(Ring)) + read_after_groups(S));
+      std::max(int(sizeof(SharedStorage)), kStages* int(sizeof(Stage)) + read_after_groups(S));
   static_assert(kBytes <= 226 * 1024 / at_once, "too many stages");
 
   // Some of the plan's groups, after which the shared experts come, and the rows of A of these.
@@ -152,8 +153,8 @@ struct TokenSumKernel {
   }
 
   // The warp that loads weights: a lane loads an expert's share of a stage, or a box.
-  static __device__ void load(Params const& p, Plan const& plan, Ring& ring) {
-    Cursor at;
+  static __device__ void load(Params const& p, Plan const& plan, SharedStorage& smem) {
+    RingCursor at{kStages};
     int const lane = threadIdx.x % 32, count = p.stages(),
               each = S.steps() * kRowBytes << p.width_log2;
     uint64_t const policy = evict_first();
@@ -165,16 +166,16 @@ struct TokenSumKernel {
       int const row = pass.tile << (p.width_log2 - 3);
 #pragma unroll 1
       for (int i = 0; i < count; ++i, at.advance()) {
-        Barrier& full = ring.full[at.stage];
-        ring.empty[at.stage].wait(at.phase ^ 1);
+        Barrier& full = smem.ring.full[at.stage];
+        smem.ring.empty[at.stage].wait(at.phase ^ 1);
         if (lane == 0) full.arrive_expect(groups * each);
         __syncwarp();
         if constexpr (kTransposed) {
-          load_blocks(p, plan, ring.stage[at.stage], full, pass, i, policy);
+          load_blocks(p, plan, smem.stage[at.stage], full, pass, i, policy);
         } else if (!plain && !p.weight.by_group) {
-          load_boxes(p, plan, ring.stage[at.stage], full, pass, i, policy);
+          load_boxes(p, plan, smem.stage[at.stage], full, pass, i, policy);
         } else if (lane < groups) {
-          tma_load_stage<StageBox::group>(map, ring.stage[at.stage].weight + lane * each,
+          tma_load_stage<StageBox::group>(map, smem.stage[at.stage].weight + lane * each,
                                           {row, i * S.steps(), expert}, full, policy);
         }
         __syncwarp();
@@ -209,20 +210,20 @@ struct TokenSumKernel {
   }
 
   // The warp that loads A, once it is there.
-  static __device__ void load_rows(Params const& p, Plan const& plan, Ring& ring) {
-    Cursor at;
+  static __device__ void load_rows(Params const& p, Plan const& plan, SharedStorage& smem) {
+    RingCursor at{kStages};
     int const lane = threadIdx.x % 32, step = lane % S.steps(), box = lane / S.steps();
     int const count = p.stages();
     for_each_pass(p, plan, [&](Pass const& pass) {
       int const boxes = (pass.rows + 7) / 8;
 #pragma unroll 1
       for (int i = 0; i < count; ++i, at.advance()) {
-        Barrier& full = ring.full[at.stage];
-        ring.empty[at.stage].wait(at.phase ^ 1);
+        Barrier& full = smem.ring.full[at.stage];
+        smem.ring.empty[at.stage].wait(at.phase ^ 1);
         if (lane == 0) full.arrive_expect(S.steps() * boxes * 8 * kRowBytes);
         __syncwarp();
         if (box < boxes) {
-          tma_load(p.a_map, ring.stage[at.stage].template x<S>(step) + box * 8 * kRowBytes,
+          tma_load(p.a_map, smem.stage[at.stage].template x<S>(step) + box * 8 * kRowBytes,
                    {64 * (i * S.steps() + step), 0, pass.row + 8 * box}, full);
         }
         __syncwarp();
@@ -324,7 +325,7 @@ struct TokenSumKernel {
     wait_for_previous();
     let_next_start();
     int const count = p.stages();
-    Cursor at;
+    RingCursor at{kStages};
     if constexpr (kTransposed) {
       for_each_pass(p, plan, [&](Pass const& pass) { sum(p, plan, smem, pass, at, count); });
       if (cluster_rank() > 0) return;
@@ -348,13 +349,14 @@ struct TokenSumKernel {
     for (; tile < p.across; tile += gridDim.x) end_tile();  // no expert at all
   }
   static __device__ void sum(Params const& p, Plan const& plan, SharedStorage& smem,
-                             Pass const& pass, Cursor& at, int count) {
+                             Pass const& pass, RingCursor& at, int count) {
     Sums acc;
 #pragma unroll
     for (auto& part : acc) forget_registers(part);
     Own const own(p, plan, pass);
     bool const started = !plain && start(p, plan, acc, pass, own);
-    smem.ring.template sum<T, S, major, S.tokens, !kTransposed>(acc, started, at, count);
+    smem.ring.template sum<T, S, major, S.tokens, !kTransposed>(acc, started, smem.stage, at,
+                                                                count);
     keep(acc, pass, own, smem.working);
   }
 
@@ -374,10 +376,10 @@ struct TokenSumKernel {
       if (threadIdx.x == 0) smem.working.landed.arrive_expect(4 * kMostWidth * rows);
     }
     if (warp_index() == kConsumerWarps) {
-      load(p, plan, smem.ring);
+      load(p, plan, smem);
     } else if (warp_index() > kConsumerWarps) {
       wait_for_previous();
-      load_rows(p, plan, smem.ring);
+      load_rows(p, plan, smem);
     } else {
       consume(p, plan, smem);
     }
