@@ -335,7 +335,8 @@ def experts_mlp(
         int32 (E + 1), ascending from 0 to at most R: where each expert's rows begin, and where the
         last one's end. Rows at or past offsets[E] belong to no expert: their result and gradient
         are zero. Values are not checked, as that would wait for the GPU, but clamped: one below
-        its predecessor counts as the predecessor, one above R as R.
+        its predecessor counts as the predecessor, one above R as R. On a GPU gradients of weights
+        and biases are unspecified where one is below its predecessor.
     w_up, w_down, b_up, b_down, activation, order, transposed, recompute, weight_gradients, \
 lora_up, lora_down
         As in `routed_experts`, but with up to 4,096 experts on a GPU too.

@@ -70,7 +70,8 @@ def grouped_mm(
     offs : torch.Tensor, optional
         int32 (E,), ascending: where each group ends along the dimension that groups split; None if
         they split nothing. 1 to 4,096 groups. Values are not checked but clamped: one below its
-        predecessor counts as the predecessor, one above the dimension's size as that size.
+        predecessor counts as the predecessor, one above the dimension's size as that size. On a
+        GPU gradients of weights and biases are unspecified where one is below its predecessor.
     bias : torch.Tensor or list of torch.Tensor, optional
         (E, N); (E, M) where groups split columns. Or a list of E vectors.
     out_dtype : torch.dtype, optional

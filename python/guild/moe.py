@@ -382,7 +382,8 @@ class MoE(LayerState):
         RuntimeError
             If the layer has no selection bias, or no forward has run yet.
         TypeError, ValueError
-            If rate is not finite, the router lacks the bias, or this rank is not in the group.
+            If rate is not finite, a router module of your own has no buffer `selection_bias`, or
+            this rank is not in the group.
         """
         if not self.routing.selection_bias:
             raise RuntimeError("router: expected Router(selection_bias=True), got one without")

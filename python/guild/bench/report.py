@@ -55,11 +55,9 @@ def short_table(record: dict[str, Any]) -> str:
     title = _TITLES[baseline]
     routings = list(dict.fromkeys(case["routing"] for case in record["cases"]))
     beside = "balanced" if "balanced" in routings[1:] else None
-    guilds, overs = ["Guild"], ["over bound"]
-    if beside:
-        guilds = [f"Guild, {routings[0]}", beside]
-        overs = [f"over bound, {routings[0]}", beside]
-    headings = ["preset", "T, H, I, E, K", *guilds, title, f"{title} / Guild", *overs]
+    of = [f", {routing}" for routing in (routings[0], beside)] if beside else [""]
+    guilds, overs = [f"Guild ms{each}" for each in of], [f"Guild / bound{each}" for each in of]
+    headings = ["preset", "T, H, I, E, K", *guilds, f"{title} ms", f"{title} / Guild", *overs]
     with_sonicmoe = _has(record, SONICMOE)
     headings += [_SONICMOE] if with_sonicmoe else []
     others = {c["name"]: _guild(c) for c in _timed(record) if c["routing"] == beside}

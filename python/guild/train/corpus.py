@@ -89,17 +89,24 @@ def standard_library() -> Path:
 
 
 def source_files(folder: Path) -> list[Path]:
-    """Python sources under `folder` that belong to the corpus, in the order they are read."""
-    found = []
-    for path in folder.rglob("*.py"):
-        parts = path.relative_to(folder).parts
-        if any(p in _SKIPPED_FOLDERS or p.startswith(_SKIPPED_FOLDER_PREFIX) for p in parts[:-1]):
-            continue
-        if parts[-1].startswith(_SKIPPED_PREFIXES):
-            continue
-        if path.is_file():  # not a folder, pipe or dangling link, as some editors leave
-            found.append(path)
+    """Python sources under `folder` that belong to the corpus, in the order they are read.
+
+    All of them; of the standard library only those that every installation has.
+    """
+    # What `rglob` finds may be a folder, a pipe or a dangling link, as some editors leave.
+    found = [path for path in folder.rglob("*.py") if path.is_file()]
+    if folder == standard_library():
+        found = [path for path in found if _is_everywhere(path.relative_to(folder).parts)]
     return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
+
+
+def _is_everywhere(parts: tuple[str, ...]) -> bool:
+    """Whether two machines with the same Python have this part of the standard library alike."""
+    *folders, name = parts
+    return not name.startswith(_SKIPPED_PREFIXES) and not any(
+        folder in _SKIPPED_FOLDERS or folder.startswith(_SKIPPED_FOLDER_PREFIX)
+        for folder in folders
+    )
 
 
 def load_corpus(folder: Path | None = None, context: int = 128) -> Corpus:
@@ -131,7 +138,8 @@ def load_corpus(folder: Path | None = None, context: int = 128) -> Corpus:
         if len(data) < context + 2:
             raise ValueError(
                 f"corpus: {len(files)} .py files under {str(folder)!r} give {len(data)} {what} "
-                f"bytes, expected at least {context + 2} (one window of {context} and its target)"
+                f"bytes, expected at least {context + 2} (one window of {context} and its "
+                f"target); about one file in {_HELD_OUT_ONE_IN}, by a hash of its path, is held out"
             )
     return Corpus(_as_tensor(train), _as_tensor(held_out), len(files), f"{zlib.crc32(train):08x}")
 

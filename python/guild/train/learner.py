@@ -234,10 +234,16 @@ class Learner:
     def expect_usable(self, corpus: Corpus, step: int) -> None:
         """Raise FloatingPointError unless the model is worth a checkpoint after this step.
 
-        All weights must be finite, and so must the loss of a batch of the held-out bytes.
+        All weights must be finite, routers' selection biases too, and so must the loss of a batch
+        of the held-out bytes.
         """
         if not self._has_finite_weights():
             raise FloatingPointError(f"{self.name}: step {step} left weights that are not finite")
+        if not self._are_finite(self.model.buffers()):
+            raise FloatingPointError(
+                f"{self.name}: step {step} left selection biases that are not finite; try a "
+                "smaller --bias-rate"
+            )
         self.expect_finite(f"the held-out loss after step {step}", self.validate(corpus, 1))
 
     def expect_finite(self, what: str, value: float) -> None:
@@ -250,7 +256,8 @@ class Learner:
 
     @staticmethod
     def _are_finite(weights: Iterable[torch.Tensor]) -> bool:
-        return bool(torch.stack([weight.detach().isfinite().all() for weight in weights]).all())
+        flags = [weight.detach().isfinite().all() for weight in weights]
+        return not flags or bool(torch.stack(flags).all())
 
     @torch.no_grad()
     def validate(self, corpus: Corpus, windows: int) -> float:

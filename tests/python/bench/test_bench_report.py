@@ -80,8 +80,8 @@ def test_short_table_of_two_routings() -> None:
             figures[which]["ms"]["median"] = 2.0 + number
             figures[which]["over_bound"]["median"] = 4.0 + number
     headings, _, *lines = short_table(record).splitlines()
-    assert "| Guild, random | balanced | plain PyTorch |" in headings
-    assert headings.endswith("| over bound, random | balanced |")
+    assert "| Guild ms, random | Guild ms, balanced | plain PyTorch ms |" in headings
+    assert headings.endswith("| Guild / bound, random | Guild / bound, balanced |")
     assert len(lines) == 1 and lines[0].startswith("| tiny | 48, 32, 16, 8, 2 | 2.00 / 2.00 | 3.00")
     assert lines[0].endswith(f"| {pair(random, 'over_bound')} | {pair(balanced, 'over_bound')} |")
     del record["cases"][1]["figures"]["guild"]

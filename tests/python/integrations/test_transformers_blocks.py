@@ -360,6 +360,16 @@ def test_classes_made_in_another_way_are_left_alone(monkeypatch) -> None:
     assert "could not be tried" in said(model, [])
 
 
+def test_inside_init_empty_weights() -> None:
+    """accelerate moves every new parameter to the meta device, also those of the trial."""
+    accelerate = pytest.importorskip("accelerate")
+    model = eager(QWEN3)
+    with accelerate.init_empty_weights():
+        message = said(model, [])
+    assert "inside accelerate's init_empty_weights(); replace blocks after it" in message
+    assert replace_moe_blocks(model)
+
+
 def test_what_is_no_model_is_refused() -> None:
     for function in (replace_moe_blocks, restore_moe_blocks):
         with pytest.raises(TypeError, match=r"model: expected a torch.nn.Module, got str"):

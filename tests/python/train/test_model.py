@@ -53,10 +53,15 @@ def test_corpus_holds_out_whole_files(tmp_path: Path) -> None:
     }
 
 
-def test_corpus_skips_what_differs_between_machines(tmp_path: Path) -> None:
+def test_corpus_skips_what_differs_between_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the standard library alone."""
     for name in ("a.py", "test/b.py", "site-packages/c.py", "config-3/d.py", "_sysconfigdata_x.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("pass\n")
+    assert len(source_files(tmp_path)) == 5
+    monkeypatch.setattr("guild.train.corpus.standard_library", lambda: tmp_path)
     assert [path.name for path in source_files(tmp_path)] == ["a.py"]
 
 

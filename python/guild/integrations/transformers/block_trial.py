@@ -67,6 +67,11 @@ def _tiny(family: BlockFamily, block: nn.Module) -> nn.Module:
             setattr(config, name, size)
     config._experts_implementation = "eager"
     tiny = type(block)(config).double()
+    if any(parameter.is_meta for parameter in tiny.parameters()):
+        raise RuntimeError(
+            "new parameters are made on the meta device, as inside accelerate's "
+            "init_empty_weights(); replace blocks after it"
+        )
     for tensor in (*tiny.parameters(), *tiny.buffers()):
         nn.init.normal_(tensor, std=0.5)
     return tiny
