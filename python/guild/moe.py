@@ -13,6 +13,7 @@ from guild._torch.checks import (
     expect_choice,
     expect_count,
     expect_device,
+    expect_device_option,
     expect_flags,
     expect_float_dtype,
     expect_floating,
@@ -172,6 +173,7 @@ class MoE(LayerState):
         if weight_gradients is not None:
             expect_sink(weight_gradients)
         expect_float_dtype("dtype", dtype)
+        expect_device_option("device", device)
         self.hidden, self.intermediate = hidden, intermediate
         self.experts, self.top_k = experts, top_k
         self.activation, self.routing = as_activation(activation), router

@@ -114,10 +114,7 @@ def expect_device(name: str, tensor: Tensor, x: Tensor, x_name: str = "x") -> No
 
 
 def expect_rows(name: str, tensor: Tensor, *, written: bool = False) -> None:
-    """Raise unless the columns of (rows, width) are contiguous and the rows do not overlap.
-
-    written: the caller reads the tensor afterwards, so a copy of it would be of no use.
-    """
+    """Raise unless the columns of (rows, width) are contiguous and the rows do not overlap."""
     if not has_plain_rows(tensor):
         raise ValueError(
             f"{name}: expected rows with contiguous columns (strides (n, 1), n >= "
@@ -378,6 +375,17 @@ def expect_float_dtype(name: str, value: object) -> None:
     expect_dtype(name, value)
     if value is not None and value not in FLOATS:
         raise TypeError(f"{name}: expected a floating dtype, got {dtype_name(value)}")
+
+
+def expect_device_option(name: str, value: object) -> None:
+    """Raise unless it is None or says which device to make tensors on."""
+    kind = type(value)
+    if kind not in (torch.device, str, int, type(None)):
+        raise TypeError(f"{name}: expected a torch.device, str or int, got {kind.__name__} {value}")
+    try:
+        torch.device(value if kind is str else "cpu")
+    except RuntimeError:
+        raise ValueError(f"{name}: expected one such as 'cuda:0', got {value!r}") from None
 
 
 def expect_count(name: str, value: object, least: int, most: int | None = None) -> None:

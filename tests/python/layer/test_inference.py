@@ -310,7 +310,7 @@ WRONG_OUT: dict[str, Callable[[Tensor], Any]] = {
     "expected dtype": lambda x: x.new_empty(x.shape, dtype=torch.float16),
     "expected a tensor on": lambda x: x.new_empty(x.shape, device="meta"),
     "expected a torch.Tensor": lambda x: 3,
-    r"expected rows with contiguous columns .*, got strides \(1, \d+\)$": lambda x: x.new_empty(HIDDEN, 5).mT,
+    r"expected rows .* got strides \(1, \d+\)$": lambda x: x.new_empty(HIDDEN, 5).mT,
     "expected memory not shared with other arguments, got memory shared with x": lambda x: x,
     "expected rows": lambda x: x.new_empty(1, HIDDEN).expand(5, HIDDEN),
 }

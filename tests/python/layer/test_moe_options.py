@@ -285,6 +285,12 @@ WRONG = {
         TypeError,
         r"dtype: expected a torch\.dtype, got str 'float32'",
     ),
+    "device": ({"device": "gpu"}, ValueError, "device: expected one such as .*, got 'gpu'"),
+    "no device": (
+        {"device": 3.5},
+        TypeError,
+        r"device: expected a torch\.device, str or int, got float 3\.5",
+    ),
     **{
         name: ({name: "no"}, TypeError, f"{name}: expected True or False, got 'no'")
         for name in ("bias", "transposed", "router_bias", "shared_gate", "recompute")
