@@ -195,4 +195,4 @@ def move_selection_bias(
     expect_finite("rate", rate)
     counts = counts_of_ranks(counts.long(), group)
     direction = torch.sign(counts.sum() - counts * counts.numel())
-    bias.add_(direction.to(bias.dtype), alpha=float(rate))
+    bias += float(rate) * direction.to(bias.dtype)

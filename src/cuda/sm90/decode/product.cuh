@@ -37,7 +37,8 @@ struct DecodeProduct {
   static constexpr bool kChooses = chooses(from);
   static constexpr bool kPlain = known == StaticActivation::swiglu;
   static_assert(activates || known == StaticActivation::any);
-  static constexpr int kThreads = kPlanThreads, kBlocksAtOnce = kAtOnce;  // the latter at most
+  static constexpr int kThreads = kPlanThreads;
+  static constexpr int kBlocksAtOnce = kAtOnce;  // at most, on a multiprocessor
   static constexpr DecodeShape kShape = S;
   static constexpr int kArrivals = gathered ? 33 : 2;
 

@@ -106,7 +106,7 @@ struct TokenSumKernel {
     Planner planner;
   };
   static constexpr int kBytes =
-      std::max(int(sizeof(SharedStorage)), kStages* int(sizeof(Stage)) + read_after_groups(S));
+      std::max(int(sizeof(SharedStorage)), int(sizeof(Stage)) * kStages + read_after_groups(S));
   static_assert(kBytes <= 226 * 1024 / at_once, "too many stages");
 
   // Some of the plan's groups, after which the shared experts come, and the rows of A of these.
