@@ -313,7 +313,7 @@ def grad_norm(parameters: Tensor | Iterable[Tensor], norm_type: float = 2.0) -> 
         for layout, group in _by_layout(parameters).items()
     ]
     if not norms:
-        return torch.zeros(())
+        return torch.zeros((), dtype=torch.float32)
     return torch.linalg.vector_norm(torch.stack(norms), norm_type)
 
 
@@ -366,7 +366,7 @@ def _norm(grads: list[Tensor], groups: list[dist.ProcessGroup], norm_type: float
     """The norm of the whole gradients, float32, from the parts on all ranks."""
     parts = [_part(grad) for grad in grads]
     filled = [part for part in parts if part.numel()]
-    norm = torch.zeros((), device=parts[0].device)
+    norm = torch.zeros((), dtype=torch.float32, device=parts[0].device)
     if filled:
         norm = torch.nn.utils.get_total_norm(filled, norm_type).float()
     for group in groups:

@@ -168,7 +168,7 @@ def plan_traffic(
 
     starts = [0, *accumulate(received[0])]
     base = torch.tensor(starts[:-1], device=ids.device, dtype=torch.int32)
-    blocks = torch.tensor(received[1], device=ids.device)
+    blocks = torch.tensor(received[1], dtype=torch.int64, device=ids.device)
     row = got[:, 1] + base.repeat_interleave(blocks, output_size=got.shape[0])
     places = torch.arange(starts[-1] + 1, device=ids.device, dtype=torch.int32)
     lists = torch.searchsorted(row.contiguous(), places, out_int32=True)
@@ -205,7 +205,7 @@ def _rows_by_rank(
     goes.index_fill_(0, place, True)
     every = torch.arange(ranks, device=to.device, dtype=torch.int32)
     pairs = torch.where(goes[:-1].view(tokens, ranks), every, -1)
-    weights = torch.zeros(pairs.shape, device=to.device)
+    weights = torch.zeros(pairs.shape, dtype=torch.float32, device=to.device)
     ends, row_token, token_row, _ = ops.sort_by_expert(pairs, weights, ranks)
     return token_row, ends, row_token
 

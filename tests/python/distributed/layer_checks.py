@@ -24,6 +24,7 @@ from fuzz_draw import Draw
 from fuzz_parallel import ParallelCase
 from guild.bench.parallel import measure_parallel
 from guild.bench.presets import Shape
+from guild.distributed.placement import clip_grad_norm_
 from processes import gathered
 
 _RANKS, _LIMIT = 4, 60.0
@@ -307,6 +308,25 @@ def checkpoints(rank: int) -> None:
         assert all(map(torch.equal, *found)), (exact, engine)
 
 
+def default_dtype(rank: int) -> None:
+    """Results, norms included, are the same whatever torch's default dtype is."""
+    weights = [w[:2] for w in weights_of(8, guild.Activation(), False, torch.float32)[:2]]
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        torch.set_default_dtype(torch.float32)
+        own = tokens_of(rank, (7, 0, 30, 1)[rank], torch.float32, False)
+        torch.set_default_dtype(dtype)
+        try:
+            for engine in ("nccl", "peer"):
+                call = group_of(4, engine=engine).routed_experts
+                got = run_experts(call, own, [*weights, None, None], {})
+                for name, value in found.setdefault(engine, got).items():
+                    assert torch.equal(got[name], value), (engine, dtype, name)
+            assert clip_grad_norm_([torch.nn.Parameter(torch.ones(3))], 1.0).dtype == torch.float32
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
 def balance_counts_every_token(rank: int) -> None:
     """The selection bias moves as it would with all tokens in one process."""
     router = guild.Router("sigmoid", selection_bias=True)
@@ -343,6 +363,7 @@ CHECKS = (
     arguments,
     other_ways,
     checkpoints,
+    default_dtype,
     balance_counts_every_token,
     benchmark,
 )
