@@ -102,7 +102,7 @@ def choices(
             logits, ids, score=router.score, sequences=sequences, token_mask=token_mask
         )
         if not is_exporting():
-            layer.balance_sums = sums if outlives_call(sums.counts) else None
+            layer._balance_sums = sums if outlives_call(sums.counts) else None
     if router.rounding is None:
         return ids, scores, None
     return rounded_lists(logits, ids, router)

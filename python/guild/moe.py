@@ -46,7 +46,7 @@ from guild.layer_routing import (
     output_rows,
     router_operands,
 )
-from guild.layer_state import LayerState
+from guild.layer_state import LayerState, expect_not_exporting
 from guild.logits import RouterLinear, expected_selection_bias, has_plain_call
 from guild.moe_fast_path import quick_output
 from guild.routing import Router
@@ -338,7 +338,7 @@ class MoE(LayerState):
         return self._kept_sums().z_loss()
 
     def __getattr__(self, name: str) -> Any:
-        if name in _LOSSES and self.balance_sums is None:
+        if name in _LOSSES and self._balance_sums is None:
             self._kept_sums()  # raises with a message that torch.nn.Module's would hide
         return super().__getattr__(name)
 
@@ -357,9 +357,9 @@ class MoE(LayerState):
 
         With an expert_group: rows of this rank's tokens, for the experts of all ranks.
 
-        None before the first forward, and after one inside torch.func.grad or vmap, whose tensors
-        are meaningless outside.
+        None before the first forward, and after one inside torch.func.grad or vmap.
         """
+        expect_not_exporting("expert_counts", "the counts of return_routing's ids")
         return None if self._offsets is None else self._offsets.diff()
 
     @torch.no_grad()

@@ -141,7 +141,8 @@ def _tokens(by_slot: Tensor, token_offsets: Tensor | None) -> int:
 def rounded_slots(tokens: int, experts: int, top_k: int, rounding: int, tile: int) -> int:
     """guild::rounded_slots: the most slots that rounding can leave."""
     more = (experts * (tile // 2), experts * (tile - 1), 0, experts * (tile - 1), tile // 2)
-    return min(tokens * max(experts, top_k), tokens * top_k + more[rounding])
+    # Not min(), which in a trace of any number of tokens would decide for that of the example.
+    return torch.sym_min(tokens * max(experts, top_k), tokens * top_k + more[rounding])
 
 
 @_fake("round_tokens")

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrize import is_parametrized
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -28,6 +29,8 @@ try:  # FSDP2's own records, by module
     from torch.distributed._composable_state import _module_state_mapping as _states
 except ImportError:  # a torch without them: what FSDP2 shards is not noticed
     _states = {}
+
+EXPERT_WEIGHTS = ("w_up", "w_down", "b_up", "b_down")  # of a guild.MoE
 
 _NOTE = "_guild_ranks"
 # A module's parameters and buffers in the order of their addresses: where each begins, and the
@@ -53,6 +56,8 @@ def number_of(layer: nn.Module | None, experts: list[Tensor], ranks: Ranks) -> i
     ValueError
         If FSDP or DistributedDataParallel takes the experts for replicas.
     """
+    if layer is not None:
+        experts = [*experts, *_computed_from(layer)]
     # Of views, such as the entries of a list, the tensor that they are of.
     owners = {id(t): t for t in (t if t._base is None else t._base for t in experts)}.values()
     new = [tensor for tensor in owners if ranks_of(tensor) is not ranks.group]
@@ -65,6 +70,34 @@ def number_of(layer: nn.Module | None, experts: list[Tensor], ranks: Ranks) -> i
             setattr(tensor, _NOTE, _Note(ranks.group))
             _watch_optimizers()
     return 0 if layer is None else layer._number
+
+
+def _computed_from(layer: nn.Module) -> list[Tensor]:
+    """What this rank's experts are computed from, where they are no parameters of the layer."""
+    held = layer._parameters
+    missing = [name for name in EXPERT_WEIGHTS if name not in held]
+    return [weight for name in missing for weight in tensors_of(layer, name)]
+
+
+def tensors_of(layer: nn.Module, name: str) -> list[Tensor]:
+    """The parameter, or the parameters and buffers, that hold one of EXPERT_WEIGHTS.
+
+    Where a parametrisation, pruning or weight_norm computes it: those of its tensors that have two
+    dimensions or more, the first one over the rank's experts. Others are the same on every rank, as
+    far as Guild can know.
+    """
+    if name in layer._parameters:
+        own = layer._parameters[name]
+        return [] if own is None else [own]
+    if is_parametrized(layer, name):
+        computing = layer.parametrizations[name]
+        held = [*computing.parameters(), *computing.buffers()]
+    else:  # by the names that torch.nn.utils.prune and weight_norm give
+        held = [layer._parameters.get(f"{name}_{kind}") for kind in ("orig", "v", "g")]
+        held.append(layer._buffers.get(f"{name}_mask"))
+    value = getattr(layer, name)
+    experts = None if value is None else value.shape[0]
+    return [t for t in held if t is not None and t.dim() > 1 and t.shape[0] == experts]
 
 
 def ranks_of(parameter: Tensor) -> dist.ProcessGroup | None:

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from guild._torch.checks import expect_positive, expect_tensor
 from guild.distributed.expert_parallel import TIMEOUT, ExpertParallel
-from guild.distributed.own_experts import ranks_of
+from guild.distributed.own_experts import EXPERT_WEIGHTS, ranks_of, tensors_of
 from guild.moe import MoE
 
 __all__ = [
@@ -38,8 +38,6 @@ __all__ = [
     "leave_out_experts",
     "shard_layers",
 ]
-
-_EXPERT_WEIGHTS = ("w_up", "w_down", "b_up", "b_down")
 
 
 def distribute_experts(
@@ -91,6 +89,11 @@ def distribute_experts(
                 "module: expected layers with all of their experts, before fully_shard, got one "
                 "whose experts are distributed already"
             )
+        if any(name not in layer._parameters for name in EXPERT_WEIGHTS):
+            raise ValueError(
+                "module: expected layers whose experts are parameters, got one with a "
+                "parametrisation, pruning or weight_norm of them; add these afterwards"
+            )
     parts = {weight: _part_of(weight, mesh) for weight in expert_weights(module)}
     for owner in module.modules():  # weights that are tied remain so
         for name, weight in [*owner.named_parameters(recurse=False, remove_duplicate=False)]:
@@ -141,15 +144,20 @@ def expert_weights(module: nn.Module) -> set[nn.Parameter]:
     Returns
     -------
     set of torch.nn.Parameter
+        Where a parametrisation, pruning or weight_norm computes experts: those of its parameters
+        that have two dimensions or more, the first one over the rank's experts.
 
     Raises
     ------
     ValueError
         If the module has no such layer.
     """
-    named = ((layer, name) for layer in layers_of(module) for name in _EXPERT_WEIGHTS)
-    weights = (getattr(layer, name) for layer, name in named)
-    return {weight for weight in weights if weight is not None}
+    return {t for layer in layers_of(module) for t in _own(layer) if isinstance(t, nn.Parameter)}
+
+
+def _own(layer: MoE) -> set[Tensor]:
+    """The parameters and buffers of a layer's experts."""
+    return {tensor for name in EXPERT_WEIGHTS for tensor in tensors_of(layer, name)}
 
 
 def leave_out_experts(module: nn.Module, experts: Tensor | Iterable[Tensor] = ()) -> None:
@@ -177,7 +185,7 @@ def leave_out_experts(module: nn.Module, experts: Tensor | Iterable[Tensor] = ()
     kept = _own_experts(experts, {tensor for _, tensor in named})
     for layer in layers_of(module) if not kept else _layers_in(module):
         if layer.expert_group is not None and layer.expert_group.size > 1:
-            kept |= expert_weights(layer)
+            kept |= _own(layer)
     names = {name for name, tensor in named if tensor in kept}
     names |= {f".{name}" for name in names if "." not in name}  # DDP's own name for the module's
     names |= {*getattr(module, "_ddp_params_and_buffers_to_ignore", ())}
@@ -371,7 +379,10 @@ def _norm(grads: list[Tensor], groups: list[dist.ProcessGroup], norm_type: float
         norm = torch.nn.utils.get_total_norm(filled, norm_type).float()
     for group in groups:
         if math.isinf(norm_type):
+            lost = norm.isnan().float()  # a maximum may leave NaN out
+            dist.all_reduce(lost, group=group)
             dist.all_reduce(norm, dist.ReduceOp.MAX, group)
+            norm = torch.where(lost > 0, torch.nan, norm)
         else:
             norm = norm**norm_type
             dist.all_reduce(norm, group=group)

@@ -20,10 +20,11 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrizations, parametrize, prune
 
 import guild
 from guild.distributed import own_experts
-from guild.distributed.placement import clip_grad_norm_, leave_out_experts
+from guild.distributed.placement import clip_grad_norm_, expert_weights, leave_out_experts
 from processes import gathered
 
 
@@ -80,6 +81,78 @@ def group_of_experts(rank: int) -> None:
     averaged = DistributedDataParallel(copy.deepcopy(layer), process_group=data.get_group())
     for same in (averaged, fully_shard(layer, mesh=data)):
         assert torch.equal(same(x), out)
+
+
+class _Scaled(nn.Module):
+    """Scales what it is given by a number that is the same on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * self.scale.mean()
+
+
+_COMPUTED = {
+    "parametrised": lambda layer: parametrize.register_parametrization(layer, "w_up", _Scaled()),
+    "normed": lambda layer: parametrizations.weight_norm(layer, "w_up"),
+    "normed as before": lambda layer: nn.utils.weight_norm(layer, "w_up"),
+    "pruned": lambda layer: prune.l1_unstructured(layer, "w_up", 0.3),
+}
+
+
+def computed_experts(rank: int) -> None:
+    """Experts that are computed from other parameters."""
+    everyone = init_device_mesh("cpu", (dist.get_world_size(),))
+    x = torch.randn(6, 32, generator=torch.Generator().manual_seed(rank))
+    group = guild.ExpertParallel()
+    for kind, change in _COMPUTED.items():
+        layers = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            layers.append(guild.MoE(32, 16, 8, 2, expert_group=group))
+        lost, layer = layers
+        change(lost), change(layer)
+        plain = lost(x)
+        with pytest.raises(ValueError, match=r"^expert_group: .* DistributedDataParallel"):
+            DistributedDataParallel(lost)(x)
+        model = nn.Sequential(layer)
+        out = model(x)
+        torch.testing.assert_close(out, plain)
+        leave_out_experts(model)
+        torch.testing.assert_close(DistributedDataParallel(model)(x), out)
+        model(x).square().sum().backward()
+        for weight in (layer.router.weight, *(p for p in model.parameters() if p.shape == (2,))):
+            dist.all_reduce(weight.grad)
+        norms = gathered(clip_grad_norm_(model.parameters(), 1e9))
+        assert len({*map(float, norms)}) == 1, (kind, norms)
+        own = expert_weights(model)
+        assert own <= {*model.parameters()} and len(own) == (3 if "normed" in kind else 2)
+        sharded = fully_shard(nn.Sequential(layer), mesh=everyone, ignored_params=own)
+        torch.testing.assert_close(sharded(x), out)
+        layer = guild.MoE(32, 16, 8, 2)
+        change(layer)
+        with pytest.raises(ValueError, match=r"^module: .* parametrisation"):
+            guild.distribute_experts(layer, everyone)
+
+
+def copies_of_a_layer(rank: int) -> None:
+    """A copy is another layer, which the others' calls of the first do not match."""
+    layer = guild.MoE(32, 16, 8, 2, expert_group=guild.ExpertParallel())
+    other, x = copy.deepcopy(layer), torch.randn(3, 32)
+    for called in ((layer, other) if rank % 2 else (other, layer))[:1]:
+        with pytest.raises(ValueError, match=r"^expert_group: .* got layer \d+ on rank"):
+            called(x)
+
+
+def infinite_norm_of_nan(rank: int) -> None:
+    """NaN on one rank is the norm on all."""
+    layer = guild.MoE(32, 16, 8, 2, expert_group=guild.ExpertParallel())
+    layer(torch.randn(3, 32)).sum().backward()
+    if rank == 1:
+        layer.w_up.grad[0, 0, 0] = torch.nan
+    assert clip_grad_norm_(layer.parameters(), 1.0, float("inf")).isnan()
 
 
 class _Frozen(nn.Module):
@@ -308,6 +381,9 @@ def tied_experts(rank: int) -> None:
 
 CHECKS = (
     group_of_experts,
+    computed_experts,
+    copies_of_a_layer,
+    infinite_norm_of_nan,
     experts_in_buffers,
     experts_without_a_layer,
     averaged_without_a_layer,

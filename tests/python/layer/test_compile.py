@@ -194,6 +194,39 @@ def test_export(device: str) -> None:
         torch.testing.assert_close(exported(x), moe(x), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_of_token_rounding(strict: bool) -> None:
+    """For any number of tokens: lists of few have another limit than those of many."""
+    torch.manual_seed(0)
+    router = guild.Router(rounding="nearest", tile=16)
+    moe = guild.MoE(16, 8, 4, 2, router=router).train()
+    shapes = ({0: torch.export.Dim("tokens", min=1, max=4096)},)
+    program = torch.export.export(moe, (torch.randn(40, 16),), dynamic_shapes=shapes, strict=strict)
+    for tokens in (1, 2, 9, 100):
+        x = torch.randn(tokens, 16)
+        assert torch.equal(program.module()(x), moe(x))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_of_what_a_layer_keeps(strict: bool) -> None:
+    """It would be that of the last call before."""
+    moe, x = guild.MoE(16, 8, 4, 2, balance_over="batch"), torch.randn(6, 16)
+    moe(x)
+    for name in ("load_balancing_loss", "z_loss", "balance_sums", "expert_counts"):
+        read = _Reads(moe, name)
+        with pytest.raises(Exception, match=r"expected to be read outside torch\.export"):
+            torch.export.export(read, (x,), strict=strict)
+
+
+class _Reads(torch.nn.Module):
+    def __init__(self, moe: guild.MoE, name: str) -> None:
+        super().__init__()
+        self.moe, self.name = moe, name
+
+    def forward(self, x: torch.Tensor) -> tuple:
+        return self.moe(x), getattr(self.moe, self.name)
+
+
 LOADS_A_PACKAGE = """
 import sys, torch
 with torch.no_grad():

@@ -185,7 +185,7 @@ def test_sequences_of_a_module(shape: tuple[int, ...], device: str) -> None:
     assert sums.load_balancing_loss().isfinite() and sums.z_loss().isfinite()
     moe.eval()
     moe.router.register_forward_hook(lambda *_: None)
-    moe.balance_sums = None
+    moe._balance_sums = None
     moe(x)
     assert moe.balance_sums is None  # evaluation keeps none, on either path
 
