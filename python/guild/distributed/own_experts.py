@@ -74,9 +74,13 @@ def number_of(layer: nn.Module | None, experts: list[Tensor], ranks: Ranks) -> i
 
 def _computed_from(layer: nn.Module) -> list[Tensor]:
     """What this rank's experts are computed from, where they are no parameters of the layer."""
-    held = layer._parameters
-    missing = [name for name in EXPERT_WEIGHTS if name not in held]
-    return [weight for name in missing for weight in tensors_of(layer, name)]
+    computed = [name for name in EXPERT_WEIGHTS if is_computed(layer, name)]
+    return [tensor for name in computed for tensor in tensors_of(layer, name)]
+
+
+def is_computed(layer: nn.Module, name: str) -> bool:
+    """Whether one of EXPERT_WEIGHTS is there, but is no parameter of the layer."""
+    return name not in layer._parameters and getattr(layer, name) is not None
 
 
 def tensors_of(layer: nn.Module, name: str) -> list[Tensor]:
@@ -86,8 +90,8 @@ def tensors_of(layer: nn.Module, name: str) -> list[Tensor]:
     dimensions or more, the first one over the rank's experts. Others are the same on every rank, as
     far as Guild can know.
     """
-    if name in layer._parameters:
-        own = layer._parameters[name]
+    if not is_computed(layer, name):
+        own = layer._parameters.get(name)
         return [] if own is None else [own]
     if is_parametrized(layer, name):
         computing = layer.parametrizations[name]
@@ -95,8 +99,7 @@ def tensors_of(layer: nn.Module, name: str) -> list[Tensor]:
     else:  # by the names that torch.nn.utils.prune and weight_norm give
         held = [layer._parameters.get(f"{name}_{kind}") for kind in ("orig", "v", "g")]
         held.append(layer._buffers.get(f"{name}_mask"))
-    value = getattr(layer, name)
-    experts = None if value is None else value.shape[0]
+    experts = getattr(layer, name).shape[0]
     return [t for t in held if t is not None and t.dim() > 1 and t.shape[0] == experts]
 
 
