@@ -14,7 +14,6 @@ from torch.nn.modules.module import _has_any_global_hook
 from guild._torch import gradients  # noqa: F401 - registers the gradients
 from guild._torch.checks import (
     FLOATS,
-    autocast_dtype,
     dtype_name,
     expect_device,
     expect_dims,
@@ -81,12 +80,7 @@ def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
             f"x: expected dtype bfloat16, float16, float32 or float64, got {dtype_name(x.dtype)}"
         )
     x, weight = autocast(x, weight)
-    if x.dtype != weight.dtype:
-        if autocast_dtype(x) is not None:
-            expect_like("weight", weight, x)
-        raise TypeError(
-            f"x: expected dtype {dtype_name(weight.dtype)} like weight, got {dtype_name(x.dtype)}"
-        )
+    expect_like("x", x, weight, "weight")
     bias = addable(bias, x)
     if x.dtype in (torch.float32, torch.float64):
         logits = F.linear(x, weight)

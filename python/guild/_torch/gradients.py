@@ -181,7 +181,7 @@ def _bias_setup(ctx, inputs, output):
 def _bias_second_gradient(ctx, ddb):
     (offsets,) = ctx.saved_tensors
     rows = torch.arange(ctx.rows, device=ddb.device, dtype=torch.int32)
-    ends = offsets[1:].cummax(0).values  # as the op clamps them
+    ends = _clamped(offsets[1:], ctx.rows)
     expert = torch.searchsorted(ends, rows, right=True)  # E if a row belongs to no expert
     return F.pad(ddb, (0, 0, 0, 1)).index_select(0, expert), None
 
@@ -207,6 +207,11 @@ def bias_gradient(m: Tensor, offsets: Tensor) -> Tensor:
 def starts(offs: Tensor) -> Tensor:
     """END positions (E) as offsets (E + 1): a zero in front."""
     return F.pad(offs, (1, 0))
+
+
+def _clamped(ends: Tensor, size: int) -> Tensor:
+    """END positions as the ops clamp them, along a dimension of this size."""
+    return ends.clamp(0, size).cummax(0).values
 
 
 def _grouped_mm_setup(ctx, inputs, output):
@@ -246,8 +251,7 @@ def _grouped_bias_gradient(
     if offs is None:
         return dout.sum(1)
     if mat_a.dim() == mat_b.dim():  # nor do groups with an empty sum
-        ends = offs.clamp(0, mat_a.shape[1]).cummax(0).values  # as the op clamps them
-        filled = starts(ends).diff() > 0
+        filled = starts(_clamped(offs, mat_a.shape[1])).diff() > 0
         return torch.where(filled[:, None], dout.sum(1), 0)
     by_row = dout if mat_b.dim() == 3 else dout.mT.contiguous()
     return bias_gradient(by_row, starts(offs))

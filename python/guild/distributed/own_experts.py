@@ -57,7 +57,8 @@ def number_of(layer: nn.Module | None, experts: list[Tensor], ranks: Ranks) -> i
         If FSDP or DistributedDataParallel takes the experts for replicas.
     """
     if layer is not None:
-        experts = [*experts, *_computed_from(layer)]
+        computed = (name for name in EXPERT_WEIGHTS if name not in layer._parameters)
+        experts = [*experts, *(t for name in computed for t in tensors_of(layer, name))]
     # Of views, such as the entries of a list, the tensor that they are of.
     owners = {id(t): t for t in (t if t._base is None else t._base for t in experts)}.values()
     new = [tensor for tensor in owners if ranks_of(tensor) is not ranks.group]
@@ -72,17 +73,6 @@ def number_of(layer: nn.Module | None, experts: list[Tensor], ranks: Ranks) -> i
     return 0 if layer is None else layer._number
 
 
-def _computed_from(layer: nn.Module) -> list[Tensor]:
-    """What this rank's experts are computed from, where they are no parameters of the layer."""
-    computed = [name for name in EXPERT_WEIGHTS if is_computed(layer, name)]
-    return [tensor for name in computed for tensor in tensors_of(layer, name)]
-
-
-def is_computed(layer: nn.Module, name: str) -> bool:
-    """Whether one of EXPERT_WEIGHTS is there, but is no parameter of the layer."""
-    return name not in layer._parameters and getattr(layer, name) is not None
-
-
 def tensors_of(layer: nn.Module, name: str) -> list[Tensor]:
     """The parameter, or the parameters and buffers, that hold one of EXPERT_WEIGHTS.
 
@@ -90,17 +80,16 @@ def tensors_of(layer: nn.Module, name: str) -> list[Tensor]:
     dimensions or more, the first one over the rank's experts. Others are the same on every rank, as
     far as Guild can know.
     """
-    if not is_computed(layer, name):
-        own = layer._parameters.get(name)
-        return [] if own is None else [own]
+    weight = getattr(layer, name)
+    if weight is None or name in layer._parameters:
+        return [] if weight is None else [weight]
     if is_parametrized(layer, name):
         computing = layer.parametrizations[name]
         held = [*computing.parameters(), *computing.buffers()]
     else:  # by the names that torch.nn.utils.prune and weight_norm give
         held = [layer._parameters.get(f"{name}_{kind}") for kind in ("orig", "v", "g")]
         held.append(layer._buffers.get(f"{name}_mask"))
-    experts = getattr(layer, name).shape[0]
-    return [t for t in held if t is not None and t.dim() > 1 and t.shape[0] == experts]
+    return [t for t in held if t is not None and t.dim() > 1 and len(t) == len(weight)]
 
 
 def ranks_of(parameter: Tensor) -> dist.ProcessGroup | None:

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from guild._torch.checks import expect_positive, expect_tensor
 from guild.distributed.expert_parallel import TIMEOUT, ExpertParallel
-from guild.distributed.own_experts import EXPERT_WEIGHTS, is_computed, ranks_of, tensors_of
+from guild.distributed.own_experts import EXPERT_WEIGHTS, ranks_of, tensors_of
 from guild.moe import MoE
 
 __all__ = [
@@ -89,7 +89,8 @@ def distribute_experts(
                 "module: expected layers with all of their experts, before fully_shard, got one "
                 "whose experts are distributed already"
             )
-        if any(is_computed(layer, name) for name in EXPERT_WEIGHTS):
+        weights = {name for name in EXPERT_WEIGHTS if getattr(layer, name) is not None}
+        if not weights <= layer._parameters.keys():
             raise ValueError(
                 "module: expected layers whose experts are parameters, got one with a "
                 "parametrisation, pruning or weight_norm of them; add these afterwards"
